@@ -1,0 +1,7285 @@
+/* rocq.h - v0.1.0 - quantized transformers on AMD RDNA3 GPUs, and on any CPU
+
+   A single-file C11 library (stb style): GGUF models, 18 weight formats, fused dequantize-matmul,
+   flash attention and the small operations around them, on plain tensors. Its partner
+   rocq_kernels.hip holds the GPU kernels; without it, or without a GPU, the CPU backend in this file
+   does the work behind the same calls.
+
+   Do this in ONE C or C++ file:
+
+       #define ROCQ_IMPLEMENTATION
+       #include "rocq.h"
+
+   and include it plainly everywhere else. Link with -lm -ldl -lpthread (nothing on Windows):
+
+       cc -O2 app.c -o app -lm -ldl -lpthread
+
+   Licence: MIT or public domain, at your choice; see the end of this file.
+
+
+   CONTENTS (search for the mark)
+
+       >>options         macros you can set
+       >>steps           from a file to a matrix product, step by step
+       >>contexts        what a context is, threads, budget, fallback
+       >>memory          buffers, arenas, tensors, scratch
+       >>errors          codes, messages, what a failure leaves behind
+       >>numbers         precision, sum order, what is bit-exact
+       >>files           GGUF
+       >>history
+
+       >>version, >>decl
+       >>formats         the format table and the block structs
+       >>results         the table of result codes
+       >>types           descs, tensors, params structs (shapes and formulas stand here)
+       >>api             functions
+
+       >>implementation  >>config >>includes >>util >>log >>alloc >>arena >>tensor >>threads
+       >>cpu_quant       decode and encode blocks
+       >>gguf            reader and writer
+       >>cpu_matmul      >>cpu_attention    >>cpu_ops
+       >>hip_api         finding the HIP runtime
+       >>check           what each op demands of its params
+       >>dispatch        the one place that picks a backend
+       >>public          context, introspection, bodies of the ops
+       >>licence
+
+
+   ROCQ DOES NOT tokenize, keep a sampler's history, know any model's graph or train. Those are
+   programs on top, and examples/ has them to copy from: tokenizer.h, llama.h, generate.c. It does not
+   print, exit, abort or throw, reads no environment variable, and keeps no global state.
+
+
+   >>options
+   ---------
+   Set before the include that defines ROCQ_IMPLEMENTATION. "All" means in every file that includes
+   rocq.h, because the declarations change too.
+
+       ROCQ_STATIC      all   every function is static: rocq is private to the one file
+       ROCQ_DEF         all   what stands before public functions; default extern, or static
+       ROCQ_MALLOC(n)         default allocator, with ROCQ_FREE(p), both or neither; default malloc,
+                              free. rocq_desc.allocator goes before it, per context
+       ROCQ_NO_THREADS        no thread pool: ops run on the calling thread
+       ROCQ_NO_SIMD           portable C only, no AVX2 or NEON code
+       ROCQ_NO_STDIO          no file access: GGUF from memory or a callback only
+       ROCQ_NO_HIP            no look for a GPU at run time: libc and libm are enough to link
+
+   SIMD needs no compiler flags: AVX2 code is compiled beside portable code by gcc and clang and
+   chosen when the context opens.
+
+
+   >>steps
+   -------
+   1. Open a context. Zeroed fields are defaults: best device, a thread a core, malloc.
+
+          rocq_ctx *ctx;
+          rocq_desc desc = { .memory_budget = 512 << 20 };
+          if (rocq_open(&ctx, &desc) != ROCQ_OK) ...
+
+   2. Open a model and bring a weight to where ops can use it. On the CPU that is a view of the mapped
+      file: nothing is copied.
+
+          rocq_gguf *file;
+          rocq_gguf_desc source = { .path = "model.gguf" };
+          rocq_gguf_open(ctx, &file, &source);
+          rocq_tensor w;
+          rocq_gguf_upload(ctx, file, "blk.0.attn_q.weight", &w);     // [K, M] rows of K elements
+
+   3. Make tensors for activations. An arena cuts them from one buffer; a measuring arena run over
+      the same code beforehand tells how large that buffer must be.
+
+          rocq_arena arena;  rocq_tensor x, y;
+          rocq_arena_init(&arena, &buffer);
+          rocq_arena_tensor(&arena, &x, ROCQ_F32, 2, (int64_t[]){w.ne[0], n});
+          rocq_arena_tensor(&arena, &y, ROCQ_F32, 2, (int64_t[]){w.ne[1], n});
+
+   4. Run ops. Each takes one params struct; what is left zero is off or default.
+
+          rocq_matmul_params mm = { .y = &y, .w = &w, .x = &x, .activation = ROCQ_SILU };
+          if (rocq_matmul(ctx, &mm) != ROCQ_OK) puts(rocq_error(ctx));
+
+   5. Read results back, and close.
+
+          rocq_download(ctx, host, &y, rocq_tensor_size(&y));
+          rocq_gguf_close(&file);
+          rocq_close(&ctx);
+
+   To allocate nothing while running, ask rocq_scratch_size for the largest ops and rocq_reserve that
+   much once; rocq_stats.n_allocs then stays where it is. examples/llama.h does so.
+
+
+   >>contexts
+   ----------
+   A context is a device with its threads and scratch memory, for one thread at a time. Contexts share
+   nothing, so several may run side by side. The CPU backend starts its threads with the first op that
+   is large enough to share and keeps them, asleep between ops, until rocq_close.
+
+   prefer = ROCQ_GPU fails without a usable GPU unless allow_fallback is set; prefer = AUTO takes the
+   CPU then. rocq_get_info says which it became and why there is no GPU. Nothing falls back silently:
+   rocq_stats.n_fallbacks counts ops that a GPU context ran on the CPU.
+
+
+   >>memory
+   --------
+   rocq_buffer is a block of memory, host or device, never both. rocq_tensor is a view: format, sizes
+   and strides over a piece of a buffer, with no ownership. Dimensions are in GGUF order, innermost
+   first. Host memory of your own works everywhere on the CPU (rocq_tensor_from_host).
+
+   All memory comes from rocq_desc.allocator, at these places only: rocq_open, rocq_buffer_alloc,
+   rocq_reserve, an op that needs more scratch than is reserved, rocq_gguf_open and _upload, and the
+   GGUF writer. memory_budget limits buffers and scratch together.
+
+
+   >>errors
+   --------
+   Every call that can fail returns a rocq_result: 0, or a negative code from the table at >>results.
+   rocq_error(ctx) has the sentence: op, argument, value found, value expected; desc.log receives it at
+   the moment of failure. Outputs are untouched, nothing is leaked and the context stays usable.
+   Shapes, strides, bounds, alignment, formats and overflow are checked in every build.
+   rocq_supports runs an op's checks without running the op.
+
+
+   >>numbers
+   ---------
+   Dequantization gives ggml's bits for every format ggml has. An op's precision is bounded against a
+   float64 reference over the dequantized operands (see rocq_precision); AUTO picks INT8 activations
+   for quantized weights and F32 otherwise, and rocq_matmul_precision tells which. Sums run in a fixed
+   order: the same inputs give the same bits on every run and for every number of threads.
+
+
+   >>files
+   -------
+   GGUF 2 and 3, little endian, from a path (memory-mapped), a span of memory or a read callback (pak
+   files). Nothing in a file is trusted: counts, lengths, offsets, products and overlaps are checked at
+   open, and a hostile file ends in a code, not a crash. One thing no reader of mapped files can catch:
+   a file cut short by someone else while it is mapped. Set no_mmap, or read it into memory, where that
+   can happen.
+
+
+   >>history
+   ---------
+       0.1.0  the header: formats, GGUF, CPU backend
+*/
+
+// ---------------------------------------------------------------------------------------------
+// >>version, >>decl
+// ---------------------------------------------------------------------------------------------
+
+#ifndef ROCQ_H
+#define ROCQ_H
+
+#define ROCQ_VERSION_MAJOR 0
+#define ROCQ_VERSION_MINOR 1
+#define ROCQ_VERSION_PATCH 0
+#define ROCQ_VERSION (ROCQ_VERSION_MAJOR * 10000 + ROCQ_VERSION_MINOR * 100 + ROCQ_VERSION_PATCH)
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// ROCQ_DEF marks every public function. ROCQ_STATIC keeps them private to one file; a program that
+// puts rocq in a shared library defines ROCQ_DEF itself (dllexport and the like).
+#ifndef ROCQ_DEF
+#ifdef ROCQ_STATIC
+#if defined(__GNUC__) || defined(__clang__)
+#define ROCQ_DEF __attribute__((unused)) static
+#else
+#define ROCQ_DEF static
+#endif
+#else
+#define ROCQ_DEF extern
+#endif
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ---------------------------------------------------------------------------------------------
+// >>formats: the one table of formats, then the block of each
+// ---------------------------------------------------------------------------------------------
+
+// X(NAME, name, id, block_elems, block_bytes): names and ids are GGUF's own (enum ggml_type), so
+// they match other tools; the two MXFP6 formats have no GGUF id and take rocq's own, 1001 and up.
+// A row of a tensor is a whole number of blocks.
+#define ROCQ_FORMATS(X)                            \
+    X(F32, f32, 0, 1, 4)                           \
+    X(F16, f16, 1, 1, 2)                           \
+    X(Q4_0, q4_0, 2, 32, 18)                       \
+    X(Q4_1, q4_1, 3, 32, 20)                       \
+    X(Q5_0, q5_0, 6, 32, 22)                       \
+    X(Q5_1, q5_1, 7, 32, 24)                       \
+    X(Q8_0, q8_0, 8, 32, 34)                       \
+    X(Q2_K, q2_K, 10, 256, 84)                     \
+    X(Q3_K, q3_K, 11, 256, 110)                    \
+    X(Q4_K, q4_K, 12, 256, 144)                    \
+    X(Q5_K, q5_K, 13, 256, 176)                    \
+    X(Q6_K, q6_K, 14, 256, 210)                    \
+    X(IQ4_NL, iq4_nl, 20, 32, 18)                  \
+    X(IQ4_XS, iq4_xs, 23, 256, 136)                \
+    X(BF16, bf16, 30, 1, 2)                        \
+    X(MXFP4, mxfp4, 39, 32, 17)                    \
+    X(MXFP6_E2M3, mxfp6_e2m3, 1001, 32, 25)        \
+    X(MXFP6_E3M2, mxfp6_e3m2, 1002, 32, 25)
+
+typedef enum rocq_format {
+#define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_##NAME = id,
+    ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+    ROCQ_I32 = 26 // token ids, positions, page tables: an index, never an operand of arithmetic
+} rocq_format;
+
+// The block of each format, as it lies in the file: little endian, packed without padding, so a
+// block needs the alignment of its F16 fields (2) or none (the MX formats). i counts the elements
+// of the block, g = i / 16 (Q2_K Q3_K Q6_K) or i / 32 (all others) its groups, q[i] is the code as
+// stored; bit 0 is a byte's lowest. A product d sc[g] q[i] is exact in F32: it has at most 11 bits
+// from d and 12 from the rest. So a value has at most one rounding, that of the min, and is the
+// same with and without fused multiply-add.
+
+typedef float rocq_block_f32;
+typedef uint16_t rocq_block_f16;  // IEEE 754 binary16
+typedef uint16_t rocq_block_bf16; // the upper half of an F32
+
+// x[i] = d (q[i] - 8), 4.5 bits per weight
+//   bytes 0-1 d | 2-17 qs: qs[j] holds q[j] in bits 0-3, q[j + 16] in bits 4-7
+typedef struct rocq_block_q4_0 {
+    uint16_t d; // F16, here and wherever a field is called d, m or dmin
+    uint8_t qs[16];
+} rocq_block_q4_0;
+
+// x[i] = d q[i] + m, 5 bits per weight
+//   bytes 0-1 d | 2-3 m | 4-19 qs as Q4_0
+typedef struct rocq_block_q4_1 {
+    uint16_t d;
+    uint16_t m;
+    uint8_t qs[16];
+} rocq_block_q4_1;
+
+// x[i] = d (q[i] - 16), 5.5 bits per weight
+//   bytes 0-1 d | 2-5 qh: bit i % 8 of qh[i / 8] is bit 4 of q[i] | 6-21 qs: bits 0-3 as Q4_0
+typedef struct rocq_block_q5_0 {
+    uint16_t d;
+    uint8_t qh[4];
+    uint8_t qs[16];
+} rocq_block_q5_0;
+
+// x[i] = d q[i] + m, 6 bits per weight
+//   bytes 0-1 d | 2-3 m | 4-7 qh as Q5_0 | 8-23 qs as Q5_0
+typedef struct rocq_block_q5_1 {
+    uint16_t d;
+    uint16_t m;
+    uint8_t qh[4];
+    uint8_t qs[16];
+} rocq_block_q5_1;
+
+// x[i] = d q[i], 8.5 bits per weight
+//   bytes 0-1 d | 2-33 qs: qs[i] is q[i], two's complement
+typedef struct rocq_block_q8_0 {
+    uint16_t d;
+    int8_t qs[32];
+} rocq_block_q8_0;
+
+// x[i] = d sc[g] q[i] - dmin mn[g], 2.625 bits per weight
+//   bytes 0-15 scales: scales[g] holds sc[g] in bits 0-3, mn[g] in bits 4-7
+//   | 16-79 qs: qs[32 h + l] holds q[128 h + 32 r + l] in bits 2 r, 2 r + 1 (h < 2, r < 4, l < 32)
+//   | 80-81 d | 82-83 dmin
+typedef struct rocq_block_q2_K {
+    uint8_t scales[16];
+    uint8_t qs[64];
+    uint16_t d;
+    uint16_t dmin;
+} rocq_block_q2_K;
+
+// x[i] = d (sc[g] - 32) (q[i] - 4), 3.4375 bits per weight
+//   bytes 0-31 hmask: bit 4 h + r of hmask[l] is bit 2 of q[128 h + 32 r + l]
+//   | 32-95 qs: bits 0-1 of q as Q2_K
+//   | 96-107 scales: scales[j], j < 8, holds bits 0-3 of sc[j] in bits 0-3, those of sc[j + 8] in
+//     bits 4-7; scales[8 + j], j < 4, holds bits 4-5 of sc[4 r + j] in bits 2 r and 2 r + 1
+//   | 108-109 d
+typedef struct rocq_block_q3_K {
+    uint8_t hmask[32];
+    uint8_t qs[64];
+    uint8_t scales[12];
+    uint16_t d;
+} rocq_block_q3_K;
+
+// x[i] = d sc[g] q[i] - dmin mn[g], 4.5 bits per weight
+//   bytes 0-1 d | 2-3 dmin
+//   | 4-15 scales, j < 4:  bits     0-3            4-5     6-7
+//             scales[j]             sc[j] (6 bits)         bits 4-5 of sc[j + 4]
+//             scales[4 + j]         mn[j] (6 bits)         bits 4-5 of mn[j + 4]
+//             scales[8 + j]         bits 0-3 of sc[j + 4] in bits 0-3, of mn[j + 4] in bits 4-7
+//   | 16-143 qs: qs[32 c + l] holds q[64 c + l] in bits 0-3, q[64 c + 32 + l] in bits 4-7 (c < 4)
+typedef struct rocq_block_q4_K {
+    uint16_t d;
+    uint16_t dmin;
+    uint8_t scales[12];
+    uint8_t qs[128];
+} rocq_block_q4_K;
+
+// x[i] = d sc[g] q[i] - dmin mn[g], 5.5 bits per weight
+//   bytes 0-1 d | 2-3 dmin | 4-15 scales as Q4_K
+//   | 16-47 qh: bit g of qh[l] is bit 4 of q[32 g + l] | 48-175 qs: bits 0-3 as Q4_K
+typedef struct rocq_block_q5_K {
+    uint16_t d;
+    uint16_t dmin;
+    uint8_t scales[12];
+    uint8_t qh[32];
+    uint8_t qs[128];
+} rocq_block_q5_K;
+
+// x[i] = d sc[g] (q[i] - 32), 6.5625 bits per weight
+//   bytes 0-127 ql: bits 4 u to 4 u + 3 of ql[64 h + 32 v + l] are bits 0-3 of
+//     q[128 h + 64 u + 32 v + l] (h, u, v < 2, l < 32)
+//   | 128-191 qh: bits 2 r and 2 r + 1 of qh[32 h + l] are bits 4-5 of q[128 h + 32 r + l] (r < 4)
+//   | 192-207 scales: scales[g] is sc[g], two's complement | 208-209 d
+typedef struct rocq_block_q6_K {
+    uint8_t ql[128];
+    uint8_t qh[64];
+    int8_t scales[16];
+    uint16_t d;
+} rocq_block_q6_K;
+
+// x[i] = d level[q[i]], 4.5 bits per weight; unevenly spaced levels, denser near 0
+//   bytes 0-1 d | 2-17 qs as Q4_0
+#define ROCQ_IQ4_LEVELS -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+typedef struct rocq_block_iq4_nl {
+    uint16_t d;
+    uint8_t qs[16];
+} rocq_block_iq4_nl;
+
+// x[i] = d (sc[g] - 32) level[q[i]], 4.25 bits per weight; the levels of IQ4_NL
+//   bytes 0-1 d | 2-3 scales_h: bits 2 g and 2 g + 1 are bits 4-5 of sc[g]
+//   | 4-7 scales_l: bits 0-3 of scales_l[g / 2] (g even) or bits 4-7 (g odd) are bits 0-3 of sc[g]
+//   | 8-135 qs: qs[16 g + j] holds q[32 g + j] in bits 0-3, q[32 g + 16 + j] in bits 4-7
+typedef struct rocq_block_iq4_xs {
+    uint16_t d;
+    uint16_t scales_h;
+    uint8_t scales_l[4];
+    uint8_t qs[128];
+} rocq_block_iq4_xs;
+
+// x[i] = 2^(e - 128) level[q[i]], 4.25 bits per weight; level is twice the E2M1 value
+//   byte 0 e (E8M0) | 1-16 qs as Q4_0
+// As in ggml, e = 255 is one more power of two here, where the OCP specification has a NaN.
+#define ROCQ_MXFP4_LEVELS 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
+typedef struct rocq_block_mxfp4 {
+    uint8_t e;
+    uint8_t qs[16];
+} rocq_block_mxfp4;
+
+// x[i] = 2^(e - 127) element, 6.25 bits per weight; OCP MX v1.0, e = 255 makes all 32 values NaN
+//   byte 0 e (E8M0) | 1-24 qs: q[i] is bits 6 i to 6 i + 5 of the little-endian bit string
+//   element: bit 5 sign s, bits 3-4 exponent p, bits 0-2 mantissa f:
+//     p > 0: (-1)^s 2^(p - 1) (1 + f / 8), p = 0: (-1)^s f / 8; largest 7.5. -0 decodes as +0
+typedef struct rocq_block_mxfp6_e2m3 {
+    uint8_t e;
+    uint8_t qs[24];
+} rocq_block_mxfp6_e2m3;
+
+// x[i] = 2^(e - 127) element, 6.25 bits per weight; bytes and NaN as MXFP6_E2M3
+//   element: bit 5 sign s, bits 2-4 exponent p, bits 0-1 mantissa f:
+//     p > 0: (-1)^s 2^(p - 3) (1 + f / 4), p = 0: (-1)^s f / 16; largest 28. -0 decodes as +0
+typedef struct rocq_block_mxfp6_e3m2 {
+    uint8_t e;
+    uint8_t qs[24];
+} rocq_block_mxfp6_e3m2;
+
+#ifdef __cplusplus
+#define ROCQ_X(NAME, name, id, elems, bytes) \
+    static_assert(sizeof(rocq_block_##name) == bytes, #NAME " block has the wrong size");
+#else
+#define ROCQ_X(NAME, name, id, elems, bytes) \
+    _Static_assert(sizeof(rocq_block_##name) == bytes, #NAME " block has the wrong size");
+#endif
+ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+
+// ---------------------------------------------------------------------------------------------
+// >>results
+// ---------------------------------------------------------------------------------------------
+
+// X(NAME, code, message): 0 is success; codes are negative, grouped by kind, never renumbered.
+// A call that fails leaves its outputs untouched and the context usable.
+#define ROCQ_RESULTS(X)                                                            \
+    X(OK, 0, "success")                                                            \
+    X(E_ARGUMENT, -1, "null pointer or value out of range")                        \
+    X(E_SHAPE, -2, "tensor shapes or strides do not fit together")                 \
+    X(E_FORMAT, -3, "format is unknown or not accepted here")                      \
+    X(E_ALIGNMENT, -4, "address or offset is not aligned for its format")          \
+    X(E_OVERFLOW, -5, "size does not fit its integer type")                        \
+    X(E_BOUNDS, -6, "tensor reaches outside its buffer, or an index is too large") \
+    X(E_UNSUPPORTED, -7, "the backend cannot do this")                             \
+    X(E_STATE, -8, "call is out of order")                                         \
+    X(E_MEMORY, -20, "host memory allocation failed")                              \
+    X(E_BUDGET, -21, "memory budget would be exceeded")                            \
+    X(E_ARENA, -22, "arena is full")                                               \
+    X(E_IO, -40, "file cannot be opened, read or written")                         \
+    X(E_MAGIC, -41, "not a GGUF file")                                             \
+    X(E_VERSION, -42, "GGUF version is not 2 or 3")                                \
+    X(E_TRUNCATED, -43, "file ends too early")                                     \
+    X(E_CORRUPT, -44, "file contradicts itself")                                   \
+    X(E_NOT_FOUND, -45, "no such key or tensor")                                   \
+    X(E_TYPE, -46, "metadata value has another type or does not fit")              \
+    X(E_NO_RUNTIME, -60, "no HIP runtime on this machine")                         \
+    X(E_NO_KERNELS, -61, "no GPU kernels for this device in this program")
+
+typedef enum rocq_result {
+#define ROCQ_X(NAME, code, message) ROCQ_##NAME = code,
+    ROCQ_RESULTS(ROCQ_X)
+#undef ROCQ_X
+    ROCQ_RESULT_END = 1 // never returned
+} rocq_result;
+
+// ---------------------------------------------------------------------------------------------
+// >>types
+// ---------------------------------------------------------------------------------------------
+// Letters used throughout: M rows out, N columns (tokens), K inner size; ne[] counts elements per
+// dimension, innermost first, as GGUF does. Shapes in comments are written that way too: [K, M] is
+// M rows of K contiguous elements. Every struct is valid all zero, and 0 means the default.
+
+typedef struct rocq_ctx rocq_ctx;   // one device (or the CPU), its threads and its scratch memory
+typedef struct rocq_gguf rocq_gguf; // one open GGUF file
+typedef struct rocq_gguf_writer rocq_gguf_writer;
+
+typedef enum rocq_backend {
+    ROCQ_BACKEND_AUTO = 0, // a GPU that has kernels and passes its self-test, else the CPU
+    ROCQ_CPU,
+    ROCQ_GPU
+} rocq_backend;
+
+typedef enum rocq_log_level { ROCQ_LOG_ERROR = 1, ROCQ_LOG_WARN, ROCQ_LOG_INFO } rocq_log_level;
+
+// Memory hooks, both functions or neither; size on free is the size asked for. Must be thread-safe
+// only if contexts that share them are used from several threads.
+typedef struct rocq_allocator {
+    void *(*alloc)(size_t size, void *user);          // at least 16-byte aligned, or NULL
+    void (*free)(void *ptr, size_t size, void *user); // ptr is never NULL
+    void *user;
+} rocq_allocator;
+
+typedef struct rocq_desc {
+    rocq_backend prefer;       // GPU: rocq_open fails without one, unless allow_fallback
+    bool allow_fallback;       // an op (or a whole context) the GPU cannot do runs on the CPU; counted
+    int32_t n_threads;         // CPU threads, the caller's own included; 0 = one per core
+    int64_t memory_budget;     // bytes of buffers and scratch, 0 = no limit
+    int64_t scratch_bytes;     // reserved at open, see rocq_reserve
+    rocq_allocator allocator;  // zero = ROCQ_MALLOC and ROCQ_FREE
+    void (*log)(rocq_log_level level, const char *message, void *user); // NULL = silent
+    void *log_user;
+} rocq_desc;
+
+typedef struct rocq_info {
+    rocq_backend backend;      // what was opened: ROCQ_CPU or ROCQ_GPU
+    const char *device;        // for people: chip and instruction set in use
+    rocq_result gpu_result;    // why there is no GPU (ROCQ_OK when there is one, or none was tried)
+    rocq_desc desc;            // as given, with every default filled in
+} rocq_info;
+
+typedef struct rocq_stats {
+    int64_t n_allocs;          // allocations since open; constant while ops run in steady state
+    int64_t live_bytes;        // allocated now
+    int64_t peak_bytes;        // most ever
+    int64_t scratch_bytes;     // reserved for ops
+    int64_t scratch_peak;      // most that one op has used
+    int64_t n_fallbacks;       // ops a GPU context ran on the CPU
+} rocq_stats;
+
+// An address on the device: its own type, so that it cannot be mistaken for a host pointer.
+typedef struct rocq_device_ptr {
+    uint64_t address;
+} rocq_device_ptr;
+
+// A block of memory. Exactly one of host and device is set, or the buffer is empty.
+typedef struct rocq_buffer {
+    void *host;
+    rocq_device_ptr device;
+    int64_t size; // bytes
+} rocq_buffer;
+
+typedef enum rocq_layout {
+    ROCQ_LAYOUT_GGUF = 0 // blocks as in the file; every op takes it
+} rocq_layout;
+
+// Up to four dimensions over a piece of a buffer. A tensor never owns memory, so it can be copied,
+// cut (rocq_tensor_view) and thrown away freely. Strides count elements; stride[0] is 1, and for a
+// block format the others are whole blocks. Unused dimensions are 1.
+typedef struct rocq_tensor {
+    rocq_buffer buffer;
+    int64_t offset;     // bytes from the buffer's start to element 0
+    rocq_format format;
+    rocq_layout layout;
+    int32_t n_dims;     // 1 to 4
+    int64_t ne[4];
+    int64_t stride[4];
+} rocq_tensor;
+
+// A bump allocator over one buffer. With an empty buffer it only measures: the same code first
+// finds out the size (peak), then is run again over a buffer of that size.
+typedef struct rocq_arena {
+    rocq_buffer buffer; // not owned
+    int64_t used;       // bytes
+    int64_t peak;       // most ever used, and on overflow what would have been
+    bool measuring;
+} rocq_arena;
+
+typedef enum rocq_precision {
+    ROCQ_PRECISION_AUTO = 0,
+    ROCQ_PRECISION_F32,  // operands exact in F32, F32 sums:           NMSE <= 1e-6
+    ROCQ_PRECISION_F16,  // operands rounded to F16, F32 sums:         NMSE <= 1e-5
+    ROCQ_PRECISION_INT8  // activations in int8 blocks of 32, F32 sums: NMSE <= 5e-4
+} rocq_precision;        // NMSE: against a float64 reference over the dequantized operands
+
+typedef enum rocq_activation {
+    ROCQ_IDENTITY = 0,
+    ROCQ_SILU,     // x / (1 + exp(-x))
+    ROCQ_GELU,     // tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+    ROCQ_GELU_ERF, // exact form: x/2 (1 + erf(x / sqrt(2)))
+    ROCQ_RELU,
+    ROCQ_TANH
+} rocq_activation;
+
+typedef enum rocq_rope_pairing {
+    ROCQ_ROPE_NORM = 0, // pairs (2i, 2i+1): llama, mistral
+    ROCQ_ROPE_NEOX      // pairs (i, i + n_dims/2): qwen, gemma, gpt-neox
+} rocq_rope_pairing;
+
+// X(NAME, name, params): every operation, in the one order used by the CPU backend, the kernel file
+// and the tests. Each is rocq_result rocq_<name>(rocq_ctx *, const params *), declared below.
+#define ROCQ_OPS(X)                                     \
+    X(MATMUL, matmul, rocq_matmul_params)               \
+    X(ATTENTION, attention, rocq_attention_params)      \
+    X(RMSNORM, rmsnorm, rocq_norm_params)               \
+    X(LAYERNORM, layernorm, rocq_norm_params)           \
+    X(ROPE, rope, rocq_rope_params)                     \
+    X(ROPE_APPEND, rope_append, rocq_rope_append_params)\
+    X(ACTIVATE, activate, rocq_activate_params)         \
+    X(GLU, glu, rocq_glu_params)                        \
+    X(ADD, add, rocq_binary_params)                     \
+    X(MUL, mul, rocq_binary_params)                     \
+    X(SCALE, scale, rocq_scale_params)                  \
+    X(CAST, cast, rocq_cast_params)                     \
+    X(SOFTMAX, softmax, rocq_softmax_params)            \
+    X(GATHER, gather, rocq_gather_params)               \
+    X(ARGMAX, argmax, rocq_argmax_params)               \
+    X(SAMPLE, sample, rocq_sample_params)
+
+typedef enum rocq_op {
+#define ROCQ_X(NAME, name, params) ROCQ_OP_##NAME,
+    ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
+    ROCQ_OP_COUNT
+} rocq_op;
+
+// y[m, n] = epilogue(sum over k of w[k, m] x[k, n]). The epilogue runs in this order, each step
+// optional: + bias[m], activation, softcap, * gate[m, n], + residual[m, n], cast to y's format.
+// w and x may have a third and fourth dimension (batch); w's must divide x's, and is then shared
+// by consecutive runs of x's. y may be residual or gate, never overlap w or x otherwise.
+typedef struct rocq_matmul_params {
+    const rocq_tensor *y;        // F32 or F16 [M, N, B2, B3]
+    const rocq_tensor *w;        // any format [K, M, b2, b3]
+    const rocq_tensor *x;        // F32, F16 or Q8_0 [K, N, B2, B3]
+    const rocq_tensor *bias;     // F32 [M] or NULL
+    const rocq_tensor *gate;     // F32 or F16, y's shape, or NULL
+    const rocq_tensor *residual; // F32 or F16, y's shape, or NULL
+    rocq_activation activation;
+    float softcap;               // c > 0: t = c tanh(t / c)
+    rocq_precision precision;    // AUTO: INT8 for quantized w, F32 otherwise
+} rocq_matmul_params;
+
+// out[d, h, i] = sum over j of softmax_j(score(i, j)) v[d, h_kv, j] for query i of head h, with
+// score(i, j) = cap(scale q[., h, i] . k[., h_kv, j]) + mask[j, i, h], cap(s) = softcap tanh(s /
+// softcap), h_kv = h n_kv_heads / n_heads. Query i stands at position p = kv_len - n_q + i.
+// Visible are j < kv_len; with causal also j <= p; with a window W also j > p - W (causal only).
+// A sink adds exp(sink[h]) to the softmax sum and no value. A row that sees nothing is all 0.
+// K and V may be any strided view ([D, n_ctx, n_kv_heads] storage with swapped strides too).
+typedef struct rocq_attention_params {
+    const rocq_tensor *out;        // F32 or F16 [D, n_heads, n_q, n_seqs]; may be q
+    const rocq_tensor *q;          // F32 or F16 [D, n_heads, n_q, n_seqs]
+    const rocq_tensor *k;          // F32 F16 BF16 Q8_0 Q4_0 [D, n_kv_heads, n_kv, n_seqs]
+    const rocq_tensor *v;          // as k, its format may differ
+    const rocq_tensor *mask;       // F32 or F16 [n_kv, n_q, 1 or n_heads, 1 or n_seqs], -inf hides; or NULL
+    const rocq_tensor *sinks;      // F32 [n_heads] or NULL
+    const rocq_tensor *kv_len;     // I32 [n_seqs], 1 to n_kv each; NULL = n_kv for all
+    const rocq_tensor *page_table; // I32 [n_pages, n_seqs] or NULL. Paged: k and v are pools
+                                   // [D, n_kv_heads, n_rows, 1] shared by all sequences, position j of
+                                   // sequence s is row page_table[j / page_size, s] page_size + j % page_size,
+                                   // and n_kv reads n_pages page_size above
+    int32_t page_size;             // positions per page, with page_table
+    float scale;                   // 0 = 1 / sqrt(D)
+    float softcap;                 // 0 = none
+    int32_t window;                // 0 = none
+    bool causal;
+} rocq_attention_params;
+
+// Per row: rmsnorm y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps); layernorm y = (x - mean)
+// rstd weight + bias, rstd = 1 / sqrt(var(x) + eps). y in Q8_0 is the fused norm + activation
+// quantization: matmul takes it as x. y may be x when their formats are equal.
+typedef struct rocq_norm_params {
+    const rocq_tensor *y;      // F32, F16 or Q8_0, x's shape
+    const rocq_tensor *x;      // F32 or F16 [K, rows...]
+    const rocq_tensor *weight; // F32 [K] or NULL
+    const rocq_tensor *bias;   // F32 [K] or NULL, layernorm only
+    const rocq_tensor *mean;   // F32 [rows...] or NULL, written, layernorm only
+    const rocq_tensor *rstd;   // F32 [rows...] or NULL, written
+    float eps;                 // 0 = 1e-5
+} rocq_norm_params;
+
+// Rotary position: pair i of the first n_dims elements of a head turns by angle
+// pos freq_base^(-2i / n_dims) freq_scale / freq_factors[i]. ext_factor > 0 is YaRN
+// (arXiv 2309.00071): low frequencies are scaled, high ones kept, with a ramp between the pairs that
+// turn beta_slow and beta_fast times in n_ctx_orig positions, and values grow by
+// attn_factor (1 + 0.1 ln(1 / freq_scale)). Elements past n_dims are copied.
+typedef struct rocq_rope_config {
+    rocq_rope_pairing pairing;
+    int32_t n_dims;                  // even, at most D; 0 = D
+    float freq_base;                 // 0 = 10000
+    float freq_scale;                // 0 = 1; linear scaling by s is 1 / s
+    float ext_factor;                // 0 = no YaRN
+    float attn_factor;               // 0 = 1
+    float beta_fast;                 // 0 = 32
+    float beta_slow;                 // 0 = 1
+    int32_t n_ctx_orig;              // needed with ext_factor
+    const rocq_tensor *freq_factors; // F32 [n_dims / 2] or NULL
+} rocq_rope_config;
+
+typedef struct rocq_rope_params {
+    const rocq_tensor *y;   // F32 or F16 [D, n_heads, n_tokens]; may be x
+    const rocq_tensor *x;   // F32 or F16, y's shape
+    const rocq_tensor *pos; // I32 [n_tokens]
+    rocq_rope_config rope;
+} rocq_rope_params;
+
+// One pass for a layer's fresh q, k and v: turns q in place, turns k and writes it to row cell[t] of
+// k_cache, writes v to v_cache (both cast to the cache's format).
+typedef struct rocq_rope_append_params {
+    const rocq_tensor *q;       // F32 [D, n_heads, n_tokens] or NULL
+    const rocq_tensor *k;       // F32 [D, n_kv_heads, n_tokens]
+    const rocq_tensor *v;       // F32 [D, n_kv_heads, n_tokens]
+    const rocq_tensor *k_cache; // F32 F16 BF16 Q8_0 Q4_0 [D, n_kv_heads, n_cells]
+    const rocq_tensor *v_cache; // as k_cache, its format may differ
+    const rocq_tensor *pos;     // I32 [n_tokens]
+    const rocq_tensor *cell;    // I32 [n_tokens], distinct, each < n_cells; NULL = pos
+    rocq_rope_config rope;
+} rocq_rope_append_params;
+
+typedef struct rocq_activate_params { // y = activation(x)
+    const rocq_tensor *y;             // F32 or F16; may be x
+    const rocq_tensor *x;             // F32 or F16, y's shape
+    rocq_activation activation;
+} rocq_activate_params;
+
+typedef struct rocq_glu_params { // y = activation(gate) * up: swiglu with SILU, geglu with GELU
+    const rocq_tensor *y;        // F32, F16 or Q8_0; may be gate or up when the formats are equal
+    const rocq_tensor *gate;     // F32 or F16, y's shape
+    const rocq_tensor *up;       // F32 or F16, y's shape
+    rocq_activation activation;
+} rocq_glu_params;
+
+typedef struct rocq_binary_params { // y = a + b, or a * b
+    const rocq_tensor *y;           // F32 or F16, a's shape; may be a or b
+    const rocq_tensor *a;           // F32 or F16
+    const rocq_tensor *b;           // F32 or F16; each ne is a's or 1 (repeated)
+} rocq_binary_params;
+
+typedef struct rocq_scale_params { // y = x * scale + bias
+    const rocq_tensor *y;          // F32 or F16; may be x
+    const rocq_tensor *x;          // F32 or F16, y's shape
+    float scale;                   // 0 = 0: the one factor with no default
+    float bias;
+} rocq_scale_params;
+
+typedef struct rocq_cast_params { // y = x in y's format: dequantize, quantize, copy between strides
+    const rocq_tensor *y;         // any format but I32; I32 when x is
+    const rocq_tensor *x;         // any format, y's shape
+} rocq_cast_params;
+
+typedef struct rocq_softmax_params { // y = softmax over a row of x * scale + mask
+    const rocq_tensor *y;            // F32; may be x
+    const rocq_tensor *x;            // F32, y's shape
+    const rocq_tensor *mask;         // F32 or F16, each ne x's or 1 but ne[0] = x's; or NULL
+    float scale;                     // 0 = 1
+} rocq_softmax_params;
+
+typedef struct rocq_gather_params { // y[., i] = table[., ids[i]] * scale: embedding look-up
+    const rocq_tensor *y;           // F32 or F16 [K, n]
+    const rocq_tensor *table;       // any format [K, rows]
+    const rocq_tensor *ids;         // I32 [n], each < rows (E_BOUNDS otherwise)
+    float scale;                    // 0 = 1
+} rocq_gather_params;
+
+typedef struct rocq_argmax_params { // index of each row's largest value, the first of equals
+    const rocq_tensor *index;       // I32 [rows]
+    const rocq_tensor *x;           // F32 [K, rows]
+} rocq_argmax_params;
+
+// Draws one token. In order: tokens outside `allowed` are dropped; penalties; then, unless
+// temperature is 0 (argmax), top_k, top_p, min_p over the softmax of what is left, then temperature
+// and the draw. The same logits, parameters, seed and step give the same token on every run.
+typedef struct rocq_sample_params {
+    const rocq_tensor *token;   // I32 [1], written
+    const rocq_tensor *prob;    // F32 [1] or NULL: probability of the token in the final distribution
+    const rocq_tensor *logits;  // F32 [n_vocab]
+    const rocq_tensor *recent;  // I32 [n] tokens the penalties look at, or NULL
+    const rocq_tensor *allowed; // I32 [(n_vocab + 31) / 32] bit mask, token t at bit t % 32; or NULL
+    float temperature;
+    int32_t top_k;              // 0 = all
+    float top_p;                // 0 or >= 1 = off
+    float min_p;                // 0 = off: drops p < min_p * max p
+    float repeat_penalty;       // 0 = 1: logit / r when positive, logit * r when negative, once per token
+    float frequency_penalty;    // logit - f * count in recent
+    float presence_penalty;     // logit - f if in recent
+    uint64_t seed;
+    uint64_t step;              // number of this draw: use the position of the token
+} rocq_sample_params;
+
+// ---------------------------------------------------------------------------------------------
+// >>api
+// ---------------------------------------------------------------------------------------------
+// Ops are asynchronous on a GPU and ordered among themselves; rocq_sync waits. The CPU backend runs
+// them before the call returns. Tensors of a CPU context are in host memory, of a GPU context in
+// device memory. A context is for one thread at a time; different contexts are independent.
+
+// -- results and errors --
+
+// "ROCQ_E_SHAPE", and its one-line meaning. An unknown code gives "ROCQ_E_?".
+ROCQ_DEF const char *rocq_result_name(rocq_result result);
+ROCQ_DEF const char *rocq_result_message(rocq_result result);
+
+// The message of the last call that failed on this context ("" before the first): which argument,
+// which value, what was expected. Valid until the next failing call.
+ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx);
+
+// -- context --
+
+// Opens a context. desc NULL is all defaults. On failure *ctx is NULL and desc->log has the message.
+ROCQ_DEF rocq_result rocq_open(rocq_ctx **ctx, const rocq_desc *desc);
+
+// Waits, frees every buffer and the context, and sets *ctx to NULL. Twice, or on NULL, is harmless.
+// Files opened on the context must be closed before.
+ROCQ_DEF void rocq_close(rocq_ctx **ctx);
+
+ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info);
+ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats);
+
+// Waits until all work submitted on the context is done.
+ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx);
+
+// Checks an op's params exactly as the op itself would, and runs nothing. params points to the
+// struct that ROCQ_OPS names. why (may be NULL) receives the reason, valid as rocq_error is.
+ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params, const char **why);
+
+// Bytes of scratch memory that the op would use with these params.
+ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *params, int64_t *bytes);
+
+// Makes scratch memory at least this large, so that no op that fits allocates. Ops that need more
+// grow it themselves, which counts as an allocation in rocq_stats.
+ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
+
+// What AUTO resolves to for these params.
+ROCQ_DEF rocq_result rocq_matmul_precision(rocq_ctx *ctx, const rocq_matmul_params *params,
+                                           rocq_precision *precision);
+
+// -- buffers --
+
+// Memory that the context's ops can use, 256-byte aligned, not cleared. Counts against the budget.
+ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size);
+
+// Frees and empties the buffer; an empty one is harmless. rocq_close frees what is left.
+ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer);
+
+// Wraps the caller's own host memory.
+ROCQ_DEF rocq_buffer rocq_buffer_from_host(void *data, int64_t size);
+
+// -- arena --
+
+// An arena over buffer; buffer NULL or empty starts a measuring arena (its tensors have no memory).
+ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer);
+
+// Cuts size bytes at the next multiple of align (a power of two, 0 = 256). E_ARENA when it does not
+// fit; arena->peak is then the size that would have.
+ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int64_t size,
+                                      int64_t align);
+
+// A contiguous tensor cut from the arena.
+ROCQ_DEF rocq_result rocq_arena_tensor(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
+                                       int32_t n_dims, const int64_t *ne);
+
+// mark, then reset to it, frees everything cut in between; reset to 0 frees all.
+ROCQ_DEF int64_t rocq_arena_mark(const rocq_arena *arena);
+ROCQ_DEF void rocq_arena_reset(rocq_arena *arena, int64_t mark);
+
+// -- tensors: pure functions on the struct, no memory is touched --
+
+// A contiguous tensor at offset in buffer. ne holds n_dims entries. E_BOUNDS when it does not fit.
+ROCQ_DEF rocq_result rocq_tensor_init(rocq_tensor *tensor, const rocq_buffer *buffer, int64_t offset,
+                                      rocq_format format, int32_t n_dims, const int64_t *ne);
+
+// The same over host memory that holds at least the tensor's size.
+ROCQ_DEF rocq_result rocq_tensor_from_host(rocq_tensor *tensor, void *data, rocq_format format,
+                                           int32_t n_dims, const int64_t *ne);
+
+// The box of src that starts at element start[4] and has ne[4] elements; strides stay.
+ROCQ_DEF rocq_result rocq_tensor_view(rocq_tensor *view, const rocq_tensor *src,
+                                      const int64_t start[4], const int64_t ne[4]);
+
+// The same elements in other dimensions; src must be contiguous.
+ROCQ_DEF rocq_result rocq_tensor_reshape(rocq_tensor *view, const rocq_tensor *src, int32_t n_dims,
+                                         const int64_t *ne);
+
+// Dimension i of view is dimension axes[i] of src; axes[0] must be 0.
+ROCQ_DEF rocq_result rocq_tensor_permute(rocq_tensor *view, const rocq_tensor *src,
+                                         const int32_t axes[4]);
+
+// Elements, and bytes of the elements when contiguous (0 for an invalid tensor).
+ROCQ_DEF int64_t rocq_tensor_count(const rocq_tensor *tensor);
+ROCQ_DEF int64_t rocq_tensor_size(const rocq_tensor *tensor);
+ROCQ_DEF bool rocq_tensor_contiguous(const rocq_tensor *tensor);
+
+// Host address of element 0, or NULL for device memory.
+ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor);
+
+// Copies between host memory and a contiguous tensor; size must be rocq_tensor_size. upload may
+// return before the copy is done but never reads src afterwards; download waits.
+ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const void *src, int64_t size);
+ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size);
+
+// -- formats: host functions, no context --
+
+typedef struct rocq_format_info {
+    const char *name;       // as GGUF writes it: "Q4_K"
+    int32_t block_elems;
+    int32_t block_bytes;
+    float bits_per_weight;
+} rocq_format_info;
+
+// NULL for an unknown format. I32 is known too.
+ROCQ_DEF const rocq_format_info *rocq_get_format_info(rocq_format format);
+
+// By name, case ignored ("q4_k"). E_FORMAT when unknown.
+ROCQ_DEF rocq_result rocq_format_from_name(rocq_format *format, const char *name);
+
+// Bytes of n elements; n must be a whole number of blocks, 0 or more.
+ROCQ_DEF rocq_result rocq_row_size(rocq_format format, int64_t n, int64_t *bytes);
+
+// Encodes n_rows rows of n_per_row floats. dst holds n_rows rocq_row_size(format, n_per_row) bytes.
+// importance (n_per_row weights >= 0, shared by all rows, or NULL) says which columns matter:
+// sum of importance * error^2 is what is made small. Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 MXFP4 without
+// importance give ggml's reference bytes. A value that is not finite is an E_ARGUMENT.
+ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *src, int64_t n_rows,
+                                   int64_t n_per_row, const float *importance);
+
+// Decodes n elements (whole blocks), bit for bit as ggml does.
+ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void *src, int64_t n);
+
+ROCQ_DEF float rocq_f16_to_f32(uint16_t half);
+ROCQ_DEF uint16_t rocq_f32_to_f16(float value); // nearest even, as IEEE 754 says
+
+// -- GGUF reader: github.com/ggml-org/ggml docs/gguf.md, versions 2 and 3, little endian --
+
+// Values are GGUF's own numbers.
+typedef enum rocq_gguf_type {
+    ROCQ_GGUF_U8 = 0,
+    ROCQ_GGUF_I8,
+    ROCQ_GGUF_U16,
+    ROCQ_GGUF_I16,
+    ROCQ_GGUF_U32,
+    ROCQ_GGUF_I32,
+    ROCQ_GGUF_F32,
+    ROCQ_GGUF_BOOL,
+    ROCQ_GGUF_STRING,
+    ROCQ_GGUF_ARRAY,
+    ROCQ_GGUF_U64,
+    ROCQ_GGUF_I64,
+    ROCQ_GGUF_F64
+} rocq_gguf_type;
+
+// Text as the file holds it: length bytes, zeros allowed, no terminator.
+typedef struct rocq_str {
+    const char *data;
+    int64_t length;
+} rocq_str;
+
+// Where the bytes come from: exactly one of path, data and read.
+typedef struct rocq_gguf_desc {
+    const char *path;  // UTF-8; memory-mapped where the system can
+    const void *data;  // the whole file in memory, not copied, must outlive the file
+    int64_t size;      // bytes of data, or of what read can reach
+    bool (*read)(void *dst, int64_t offset, int64_t size, void *user); // false = failed
+    void *user;
+    bool no_mmap;      // read path through the C library instead
+} rocq_gguf_desc;
+
+// A metadata value: a scalar (count 1), or an array of count elements of type.
+typedef struct rocq_gguf_value {
+    rocq_str key;
+    rocq_gguf_type type; // of the elements; never ARRAY
+    bool is_array;
+    int64_t count;
+    const void *data, *end; // private: read it with rocq_gguf_value_*
+} rocq_gguf_value;
+
+typedef struct rocq_gguf_tensor {
+    rocq_str name;
+    uint32_t type_id;    // as in the file; a type rocq does not know can be listed, not loaded
+    rocq_format format;  // valid when known
+    bool known;
+    int32_t n_dims;
+    int64_t ne[4];
+    int64_t offset;      // bytes from the file's start
+    int64_t size;        // bytes; 0 when not known
+} rocq_gguf_tensor;
+
+// Reads the header, metadata and tensor directory, and checks all of it: counts, lengths, offsets,
+// products, duplicate names, extents inside the file. Nothing of it is trusted later.
+ROCQ_DEF rocq_result rocq_gguf_open(rocq_ctx *ctx, rocq_gguf **file, const rocq_gguf_desc *desc);
+
+// Frees the file and sets *file to NULL. Tensors that point into it are then invalid.
+ROCQ_DEF void rocq_gguf_close(rocq_gguf **file);
+
+ROCQ_DEF int32_t rocq_gguf_version(const rocq_gguf *file);
+ROCQ_DEF int64_t rocq_gguf_value_count(const rocq_gguf *file);
+ROCQ_DEF int64_t rocq_gguf_tensor_count(const rocq_gguf *file);
+
+// By index in file order (E_ARGUMENT past the end), or by name (E_NOT_FOUND; not an error message
+// of the context, since asking is how optional things are found).
+ROCQ_DEF rocq_result rocq_gguf_value_at(const rocq_gguf *file, int64_t index, rocq_gguf_value *value);
+ROCQ_DEF rocq_result rocq_gguf_find_value(const rocq_gguf *file, const char *key,
+                                          rocq_gguf_value *value);
+ROCQ_DEF rocq_result rocq_gguf_tensor_at(const rocq_gguf *file, int64_t index,
+                                         rocq_gguf_tensor *tensor);
+ROCQ_DEF rocq_result rocq_gguf_find_tensor(const rocq_gguf *file, const char *name,
+                                           rocq_gguf_tensor *tensor);
+
+// Element i of a value. Numbers convert when nothing is lost (any integer type that holds the
+// value, F32 to F64); otherwise E_TYPE. Past the end: E_ARGUMENT.
+ROCQ_DEF rocq_result rocq_gguf_value_i64(const rocq_gguf_value *value, int64_t i, int64_t *out);
+ROCQ_DEF rocq_result rocq_gguf_value_u64(const rocq_gguf_value *value, int64_t i, uint64_t *out);
+ROCQ_DEF rocq_result rocq_gguf_value_f64(const rocq_gguf_value *value, int64_t i, double *out);
+ROCQ_DEF rocq_result rocq_gguf_value_bool(const rocq_gguf_value *value, int64_t i, bool *out);
+ROCQ_DEF rocq_result rocq_gguf_value_str(const rocq_gguf_value *value, int64_t i, rocq_str *out);
+
+// Steps through the strings of an array in order: *cursor starts NULL. O(1) per step, where
+// rocq_gguf_value_str must walk. E_NOT_FOUND after the last.
+ROCQ_DEF rocq_result rocq_gguf_next_str(const rocq_gguf_value *value, const void **cursor,
+                                        rocq_str *out);
+
+// find_value and the scalar getter in one; out is untouched unless ROCQ_OK. E_TYPE on an array.
+ROCQ_DEF rocq_result rocq_gguf_get_i64(const rocq_gguf *file, const char *key, int64_t *out);
+ROCQ_DEF rocq_result rocq_gguf_get_u64(const rocq_gguf *file, const char *key, uint64_t *out);
+ROCQ_DEF rocq_result rocq_gguf_get_f64(const rocq_gguf *file, const char *key, double *out);
+ROCQ_DEF rocq_result rocq_gguf_get_bool(const rocq_gguf *file, const char *key, bool *out);
+ROCQ_DEF rocq_result rocq_gguf_get_str(const rocq_gguf *file, const char *key, rocq_str *out);
+
+// Copies a tensor's bytes to host memory of at least tensor->size.
+ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
+                                    const rocq_gguf_tensor *tensor, void *dst);
+
+// Makes a tensor that the context's ops can use: a view into the file where that is host memory
+// already (mapped or a span, CPU context), else a buffer that the context owns (free it early with
+// rocq_buffer_free on tensor->buffer). The file must stay open while the tensor is used.
+ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
+                                      rocq_tensor *tensor);
+
+// -- GGUF writer: version 3. Values, then tensors, then each tensor's bytes in the order added --
+
+typedef struct rocq_gguf_writer_desc {
+    const char *path; // exactly one of path and write
+    bool (*write)(const void *src, int64_t size, void *user); // bytes in file order; false = failed
+    void *user;
+    int32_t alignment; // of tensor data, a power of two from 8 up; 0 = 32
+} rocq_gguf_writer_desc;
+
+ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
+                                      const rocq_gguf_writer_desc *desc);
+
+// One value (is_array false, count 1) or array; data points to elements of type in native form
+// (bool as uint8_t, STRING as rocq_str). A key set twice keeps its place and takes the new value.
+ROCQ_DEF rocq_result rocq_gguf_set(rocq_gguf_writer *writer, const char *key, rocq_gguf_type type,
+                                   bool is_array, int64_t count, const void *data);
+ROCQ_DEF rocq_result rocq_gguf_set_u32(rocq_gguf_writer *writer, const char *key, uint32_t value);
+ROCQ_DEF rocq_result rocq_gguf_set_f32(rocq_gguf_writer *writer, const char *key, float value);
+ROCQ_DEF rocq_result rocq_gguf_set_bool(rocq_gguf_writer *writer, const char *key, bool value);
+ROCQ_DEF rocq_result rocq_gguf_set_str(rocq_gguf_writer *writer, const char *key, const char *value);
+
+// Copies all metadata of an open file (general.alignment stays the writer's own).
+ROCQ_DEF rocq_result rocq_gguf_set_from(rocq_gguf_writer *writer, const rocq_gguf *file);
+
+ROCQ_DEF rocq_result rocq_gguf_add_tensor(rocq_gguf_writer *writer, const char *name,
+                                          rocq_format format, int32_t n_dims, const int64_t *ne);
+
+// Bytes of the next tensor, whole (size must be the tensor's). The first call writes the header,
+// after which nothing can be set or added (E_STATE).
+ROCQ_DEF rocq_result rocq_gguf_write(rocq_gguf_writer *writer, const void *data, int64_t size);
+
+// Finishes and frees. E_STATE (and a file that should be thrown away) when tensors are missing.
+// Always sets *writer to NULL.
+ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer);
+
+// -- operations: contracts stand at the params structs --
+
+#define ROCQ_X(NAME, name, params) \
+    ROCQ_DEF rocq_result rocq_##name(rocq_ctx *ctx, const params *p);
+ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif // ROCQ_H
+
+// Stop here if you only want the API.
+
+// ---------------------------------------------------------------------------------------------
+// >>implementation
+// ---------------------------------------------------------------------------------------------
+
+#if defined(ROCQ_IMPLEMENTATION) && !defined(ROCQ_IMPLEMENTED)
+#define ROCQ_IMPLEMENTED
+
+// >>config: what the compiler and the system SUPPORT, minus what ROCQ_NO_x removes, gives HAS.
+
+#if defined(ROCQ_MALLOC) != defined(ROCQ_FREE)
+#error "define both ROCQ_MALLOC and ROCQ_FREE, or neither"
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define ROCQ__FN __attribute__((unused)) static
+#define ROCQ__INLINE __attribute__((unused)) static inline
+#define ROCQ__ALWAYS_INLINE __attribute__((unused, always_inline)) static inline
+#define ROCQ__RESTRICT __restrict
+#else
+#define ROCQ__FN static
+#define ROCQ__INLINE static inline
+#define ROCQ__ALWAYS_INLINE static inline
+#define ROCQ__RESTRICT __restrict
+#endif
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(_WIN32)
+#define ROCQ__PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
+#else
+#define ROCQ__PRINTF(fmt, args)
+#endif
+
+// gcc for Windows spills 32-byte vectors to a stack that is only 16-byte aligned (GCC bug 54412),
+// so there AVX2 needs clang.
+#if !defined(ROCQ_NO_SIMD) && defined(__x86_64__) && (defined(__clang__) || !defined(_WIN32))
+#define ROCQ__HAS_AVX2 1
+#define ROCQ__TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#else
+#define ROCQ__HAS_AVX2 0
+#endif
+#if !defined(ROCQ_NO_SIMD) && defined(__aarch64__) && defined(__ARM_NEON)
+#define ROCQ__HAS_NEON 1
+#else
+#define ROCQ__HAS_NEON 0
+#endif
+#if !defined(ROCQ_NO_THREADS)
+#define ROCQ__HAS_THREADS 1
+#else
+#define ROCQ__HAS_THREADS 0
+#endif
+#if !defined(ROCQ_NO_STDIO)
+#define ROCQ__HAS_STDIO 1
+#else
+#define ROCQ__HAS_STDIO 0
+#endif
+#if !defined(ROCQ_NO_HIP)
+#define ROCQ__HAS_HIP 1
+#else
+#define ROCQ__HAS_HIP 0
+#endif
+
+// >>includes
+
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(_WIN32)
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#include <windows.h>
+#else
+#include <unistd.h>
+#if ROCQ__HAS_THREADS
+#include <pthread.h>
+#endif
+#if ROCQ__HAS_STDIO
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#endif
+#if ROCQ__HAS_HIP
+#include <dlfcn.h>
+#endif
+#endif
+#if ROCQ__HAS_AVX2
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+#if ROCQ__HAS_NEON
+#include <arm_neon.h>
+#endif
+
+#ifndef ROCQ_MALLOC
+#define ROCQ_MALLOC(size) malloc(size)
+#define ROCQ_FREE(ptr) free(ptr)
+#endif
+
+// ---------------------------------------------------------------------------------------------
+// >>util: small arithmetic, bit casts, 16-bit floats
+// ---------------------------------------------------------------------------------------------
+
+#define ROCQ__MIN(a, b) ((a) < (b) ? (a) : (b))
+#define ROCQ__MAX(a, b) ((a) > (b) ? (a) : (b))
+
+// Sizes are never negative, so a negative operand is as wrong as an overflow.
+ROCQ__FN bool rocq__add(int64_t a, int64_t b, int64_t *out) {
+    if (a < 0 || b < 0 || a > INT64_MAX - b) return false;
+    *out = a + b;
+    return true;
+}
+
+ROCQ__FN bool rocq__mul(int64_t a, int64_t b, int64_t *out) {
+    if (a < 0 || b < 0 || (b != 0 && a > INT64_MAX / b)) return false;
+    *out = a * b;
+    return true;
+}
+
+// a rounded up to a multiple of align, a power of two.
+ROCQ__FN bool rocq__round_up(int64_t a, int64_t align, int64_t *out) {
+    if (!rocq__add(a, align - 1, out)) return false;
+    *out &= ~(align - 1);
+    return true;
+}
+
+ROCQ__INLINE float rocq__bits_f32(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+ROCQ__INLINE uint32_t rocq__f32_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+// No step of the conversions goes through a subnormal float, so a host that flushes those to zero
+// (games do) changes nothing.
+ROCQ__INLINE float rocq__f16_to_f32(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
+    const uint32_t exponent = (half >> 10) & 0x1fu, mantissa = half & 0x3ffu;
+    if (exponent == 0) return rocq__bits_f32(sign | rocq__f32_bits((float)mantissa * 0x1p-24f));
+    if (exponent == 31) return rocq__bits_f32(sign | 0x7f800000u | mantissa << 13);
+    return rocq__bits_f32(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+ROCQ__INLINE uint16_t rocq__f32_to_f16(float value) {
+    uint32_t bits = rocq__f32_bits(value);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    bits &= 0x7fffffffu;
+    if (bits > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);  // NaN
+    if (bits >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); // 65520 and up round to infinity
+    if (bits >= 0x38800000u) {                                  // normal
+        bits += 0xfffu + ((bits >> 13) & 1u);
+        return (uint16_t)(sign | (bits - 0x38000000u) >> 13);
+    }
+    if (bits < 0x33000000u) return (uint16_t)sign; // under half of the smallest subnormal
+    const uint32_t shift = 126 - (bits >> 23), full = (bits & 0x7fffffu) | 0x800000u;
+    const uint32_t rest = full & ((1u << shift) - 1u), tie = 1u << (shift - 1);
+    const uint32_t half = full >> shift;
+    return (uint16_t)(sign | (half + (rest > tie || (rest == tie && (half & 1u)) ? 1u : 0u)));
+}
+
+ROCQ__INLINE float rocq__bf16_to_f32(uint16_t half) {
+    return rocq__bits_f32((uint32_t)half << 16);
+}
+
+ROCQ__INLINE uint16_t rocq__f32_to_bf16(float value) {
+    const uint32_t bits = rocq__f32_bits(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 64u); // quiet NaN
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Elements and bytes of one block; false for an unknown format.
+ROCQ__INLINE bool rocq__block_of(rocq_format format, int64_t *elems, int64_t *bytes) {
+    switch (format) {
+#define ROCQ_X(NAME, name, id, block_elems, block_bytes) \
+    case ROCQ_##NAME: *elems = block_elems; *bytes = block_bytes; return true;
+        ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+    case ROCQ_I32: *elems = 1; *bytes = 4; return true;
+    default: *elems = 1; *bytes = 0; return false;
+    }
+}
+
+ROCQ__INLINE int64_t rocq__bytes(rocq_format format, int64_t n) {
+    int64_t elems, bytes;
+    rocq__block_of(format, &elems, &bytes);
+    return n / elems * bytes;
+}
+
+// Bytes that an element's address must be a multiple of: that of the widest field of its block.
+ROCQ__FN int64_t rocq__alignment_of(rocq_format format) {
+    switch (format) {
+    case ROCQ_F32: case ROCQ_I32: return 4;
+    case ROCQ_MXFP4: case ROCQ_MXFP6_E2M3: case ROCQ_MXFP6_E3M2: return 1;
+    default: return 2;
+    }
+}
+
+// Host address of element (0, i1, i2, i3).
+ROCQ__INLINE unsigned char *rocq__row(const rocq_tensor *t, int64_t i1, int64_t i2, int64_t i3) {
+    const int64_t elems = i1 * t->stride[1] + i2 * t->stride[2] + i3 * t->stride[3];
+    return (unsigned char *)t->buffer.host + t->offset + rocq__bytes(t->format, elems);
+}
+
+// ---------------------------------------------------------------------------------------------
+// The context
+// ---------------------------------------------------------------------------------------------
+
+// Stands in front of every allocation: the list lets rocq_close free what the caller left.
+typedef struct rocq__block {
+    struct rocq__block *prev, *next;
+    void *raw;       // what the allocator returned
+    size_t raw_size; // and was asked for
+    int64_t size;    // what rocq asked for
+    bool buffer;     // made by rocq_buffer_alloc
+} rocq__block;
+
+typedef void (*rocq__task)(void *arg, int64_t begin, int64_t end, int32_t thread);
+
+enum { ROCQ__MAX_THREADS = 64 };
+
+#if ROCQ__HAS_THREADS
+#if defined(_WIN32)
+typedef HANDLE rocq__thread;
+typedef CRITICAL_SECTION rocq__mutex;
+typedef CONDITION_VARIABLE rocq__cond;
+#else
+typedef pthread_t rocq__thread;
+typedef pthread_mutex_t rocq__mutex;
+typedef pthread_cond_t rocq__cond;
+#endif
+
+typedef struct rocq__pool {
+    rocq__thread threads[ROCQ__MAX_THREADS];
+    int32_t n_started; // workers, without the caller
+    rocq__mutex mutex;
+    rocq__cond work, done;
+    // The job; written by the caller under the mutex before generation moves on.
+    rocq__task fn;
+    void *arg;
+    int64_t n, chunk;
+    int64_t next;       // first item nobody has taken (atomic)
+    int32_t generation; // of jobs (atomic); negative tells the workers to end
+    int32_t active;     // workers still on the job (atomic)
+    int32_t n_joined;   // gives each worker its number at start (atomic)
+} rocq__pool;
+#endif
+
+struct rocq_ctx {
+    rocq_desc desc; // resolved
+    rocq_backend backend;
+    rocq_result gpu_result;
+    bool has_avx2;
+    bool quiet; // rocq_supports asks, it does not complain
+    bool pool_ready;
+    rocq_stats stats;
+    int64_t budget_used;
+    rocq__block blocks; // ring
+    void *scratch;
+    int64_t scratch_size;
+    char error[512];
+    char device[96];
+#if ROCQ__HAS_THREADS
+    rocq__pool pool;
+#endif
+};
+
+// ---------------------------------------------------------------------------------------------
+// >>log
+// ---------------------------------------------------------------------------------------------
+
+// Stores and logs the message of a failure and returns its code, so that failing is one statement.
+ROCQ__PRINTF(3, 4)
+ROCQ__FN rocq_result rocq__fail(rocq_ctx *ctx, rocq_result result, const char *format, ...) {
+    if (!ctx) return result;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(ctx->error, sizeof ctx->error, format, args);
+    va_end(args);
+    if (ctx->desc.log && !ctx->quiet) {
+        ctx->desc.log(ROCQ_LOG_ERROR, ctx->error, ctx->desc.log_user);
+    }
+    return result;
+}
+
+// Leaves the function with the first failure.
+#define ROCQ__TRY(call)                         \
+    do {                                        \
+        const rocq_result rocq__r = (call);     \
+        if (rocq__r != ROCQ_OK) return rocq__r; \
+    } while (0)
+
+ROCQ_DEF const char *rocq_result_name(rocq_result result) {
+    switch (result) {
+#define ROCQ_X(NAME, code, message) case ROCQ_##NAME: return "ROCQ_" #NAME;
+        ROCQ_RESULTS(ROCQ_X)
+#undef ROCQ_X
+    default: return "ROCQ_E_?";
+    }
+}
+
+ROCQ_DEF const char *rocq_result_message(rocq_result result) {
+    switch (result) {
+#define ROCQ_X(NAME, code, message) case ROCQ_##NAME: return message;
+        ROCQ_RESULTS(ROCQ_X)
+#undef ROCQ_X
+    default: return "unknown result code";
+    }
+}
+
+ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx) {
+    return ctx ? ctx->error : "";
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>alloc: hooks, the list of blocks, buffers, scratch
+// ---------------------------------------------------------------------------------------------
+
+ROCQ__FN void *rocq__default_alloc(size_t size, void *user) {
+    (void)user;
+    return ROCQ_MALLOC(size);
+}
+
+ROCQ__FN void rocq__default_free(void *ptr, size_t size, void *user) {
+    (void)size;
+    (void)user;
+    ROCQ_FREE(ptr);
+}
+
+ROCQ__FN void *rocq__alloc_aligned(rocq_ctx *ctx, int64_t size, size_t align) {
+    if (size < 0 || (uint64_t)size > SIZE_MAX - align - sizeof(rocq__block)) return NULL;
+    const size_t raw_size = (size_t)size + align + sizeof(rocq__block);
+    void *raw = ctx->desc.allocator.alloc(raw_size, ctx->desc.allocator.user);
+    if (!raw) return NULL;
+    const uintptr_t first = (uintptr_t)raw + sizeof(rocq__block);
+    const uintptr_t base = (first + align - 1) & ~(uintptr_t)(align - 1);
+    // Offsets from raw, not from base: the pointer keeps its provenance.
+    char *data = (char *)raw + (base - (uintptr_t)raw);
+    rocq__block *block = (rocq__block *)(void *)(data - sizeof(rocq__block));
+    block->raw = raw;
+    block->raw_size = raw_size;
+    block->size = size;
+    block->buffer = false;
+    block->prev = &ctx->blocks;
+    block->next = ctx->blocks.next;
+    block->next->prev = block;
+    ctx->blocks.next = block;
+    ctx->stats.n_allocs++;
+    ctx->stats.live_bytes += size;
+    ctx->stats.peak_bytes = ROCQ__MAX(ctx->stats.peak_bytes, ctx->stats.live_bytes);
+    return data;
+}
+
+ROCQ__FN rocq__block *rocq__block_before(void *data) {
+    return (rocq__block *)(void *)((char *)data - sizeof(rocq__block));
+}
+
+// 64-byte aligned, not cleared; NULL when the allocator has none.
+ROCQ__FN void *rocq__alloc(rocq_ctx *ctx, int64_t size) {
+    return rocq__alloc_aligned(ctx, size, 64);
+}
+
+ROCQ__FN void rocq__free(rocq_ctx *ctx, void *data) {
+    if (!data) return;
+    rocq__block *block = rocq__block_before(data);
+    block->prev->next = block->next;
+    block->next->prev = block->prev;
+    ctx->stats.live_bytes -= block->size;
+    ctx->desc.allocator.free(block->raw, block->raw_size, ctx->desc.allocator.user);
+}
+
+ROCQ__FN rocq_result rocq__take_budget(rocq_ctx *ctx, int64_t size) {
+    const int64_t budget = ctx->desc.memory_budget;
+    if (budget > 0 && size > budget - ctx->budget_used) {
+        return rocq__fail(ctx, ROCQ_E_BUDGET, "%lld more bytes do not fit the budget: %lld of %lld used",
+                          (long long)size, (long long)ctx->budget_used, (long long)budget);
+    }
+    ctx->budget_used += size;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!buffer || size <= 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_alloc: buffer is NULL or size %lld is not positive",
+                          (long long)size);
+    }
+    const rocq_result result = rocq__take_budget(ctx, size);
+    if (result != ROCQ_OK) return result;
+    void *data = rocq__alloc_aligned(ctx, size, 256);
+    if (!data) {
+        ctx->budget_used -= size;
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "buffer_alloc: no memory for %lld bytes", (long long)size);
+    }
+    rocq__block_before(data)->buffer = true;
+    *buffer = rocq_buffer_from_host(data, size);
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!buffer) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: buffer is NULL");
+    if (!buffer->host) return ROCQ_OK;
+    // Searched rather than trusted: a foreign, stale or inner pointer must not reach the allocator.
+    rocq__block *block = ctx->blocks.next;
+    while (block != &ctx->blocks && !(block->buffer && (void *)(block + 1) == buffer->host)) {
+        block = block->next;
+    }
+    if (block == &ctx->blocks) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: not a buffer of this context");
+    }
+    ctx->budget_used -= block->size;
+    rocq__free(ctx, buffer->host);
+    memset(buffer, 0, sizeof *buffer);
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_buffer rocq_buffer_from_host(void *data, int64_t size) {
+    rocq_buffer buffer;
+    memset(&buffer, 0, sizeof buffer);
+    buffer.host = data;
+    buffer.size = size;
+    return buffer;
+}
+
+ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (bytes < 0) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "reserve: %lld bytes", (long long)bytes);
+    if (bytes <= ctx->scratch_size) return ROCQ_OK;
+    const rocq_result result = rocq__take_budget(ctx, bytes - ctx->scratch_size);
+    if (result != ROCQ_OK) return result;
+    void *scratch = rocq__alloc(ctx, bytes);
+    if (!scratch) {
+        ctx->budget_used -= bytes - ctx->scratch_size;
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for %lld bytes of scratch", (long long)bytes);
+    }
+    rocq__free(ctx, ctx->scratch);
+    ctx->scratch = scratch;
+    ctx->scratch_size = bytes;
+    ctx->stats.scratch_bytes = bytes;
+    return ROCQ_OK;
+}
+
+// The running op's scratch memory, 64-byte aligned. One call per op: a second one returns the same.
+ROCQ__FN rocq_result rocq__scratch(rocq_ctx *ctx, int64_t bytes, void **out) {
+    const rocq_result result = rocq_reserve(ctx, bytes);
+    if (result != ROCQ_OK) return result;
+    ctx->stats.scratch_peak = ROCQ__MAX(ctx->stats.scratch_peak, bytes);
+    *out = ctx->scratch;
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>arena
+// ---------------------------------------------------------------------------------------------
+
+ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer) {
+    memset(arena, 0, sizeof *arena);
+    if (buffer) arena->buffer = *buffer;
+    arena->measuring = arena->buffer.size == 0;
+}
+
+// piece i of a buffer, of either kind; an empty buffer has empty pieces.
+ROCQ__FN rocq_buffer rocq__buffer_piece(const rocq_buffer *buffer, int64_t offset, int64_t size) {
+    rocq_buffer piece = *buffer;
+    if (piece.host) piece.host = (char *)piece.host + offset;
+    if (piece.device.address) piece.device.address += (uint64_t)offset;
+    piece.size = size;
+    return piece;
+}
+
+ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int64_t size,
+                                      int64_t align) {
+    if (align == 0) align = 256;
+    if (!arena || !piece || size < 0 || align < 1 || (align & (align - 1)) != 0) {
+        return ROCQ_E_ARGUMENT;
+    }
+    // Alignment is that of the address, not of the offset: the caller's memory may start anywhere.
+    const int64_t base = arena->buffer.host
+                             ? (int64_t)((uintptr_t)arena->buffer.host & (uintptr_t)(align - 1))
+                             : (int64_t)(arena->buffer.device.address & (uint64_t)(align - 1));
+    int64_t begin, end;
+    if (!rocq__add(arena->used, base, &begin) || !rocq__round_up(begin, align, &begin) ||
+        !rocq__add(begin - base, size, &end)) {
+        return ROCQ_E_OVERFLOW;
+    }
+    begin -= base;
+    arena->peak = ROCQ__MAX(arena->peak, end);
+    if (!arena->measuring && end > arena->buffer.size) return ROCQ_E_ARENA;
+    arena->used = end;
+    *piece = rocq__buffer_piece(&arena->buffer, begin, size);
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_arena_tensor(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
+                                       int32_t n_dims, const int64_t *ne) {
+    rocq_tensor shape;
+    rocq_buffer piece;
+    if (!arena || !tensor) return ROCQ_E_ARGUMENT;
+    rocq_result result = rocq_tensor_init(&shape, NULL, 0, format, n_dims, ne);
+    if (result != ROCQ_OK) return result;
+    result = rocq_arena_alloc(arena, &piece, rocq_tensor_size(&shape), 0);
+    if (result != ROCQ_OK) return result;
+    shape.buffer = piece;
+    *tensor = shape;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF int64_t rocq_arena_mark(const rocq_arena *arena) {
+    return arena ? arena->used : 0;
+}
+
+ROCQ_DEF void rocq_arena_reset(rocq_arena *arena, int64_t mark) {
+    if (arena && mark >= 0 && mark <= arena->used) arena->used = mark;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Tensors
+// ---------------------------------------------------------------------------------------------
+
+// Bytes from element 0 to the end of the last one, or false when that does not fit an int64.
+ROCQ__FN bool rocq__extent(const rocq_tensor *t, int64_t *extent) {
+    int64_t elems, bytes, last = 0;
+    if (!rocq__block_of(t->format, &elems, &bytes)) return false;
+    for (int d = 1; d < 4; d++) {
+        int64_t step;
+        if (!rocq__mul(t->ne[d] - 1, t->stride[d], &step) || !rocq__add(last, step, &last)) return false;
+    }
+    return rocq__add(last, t->ne[0], &last) && rocq__mul(last / elems, bytes, extent);
+}
+
+ROCQ_DEF rocq_result rocq_tensor_init(rocq_tensor *tensor, const rocq_buffer *buffer, int64_t offset,
+                                      rocq_format format, int32_t n_dims, const int64_t *ne) {
+    rocq_tensor t;
+    int64_t elems, bytes, count = 1;
+    if (!tensor || !ne || n_dims < 1 || n_dims > 4 || offset < 0) return ROCQ_E_ARGUMENT;
+    if (!rocq__block_of(format, &elems, &bytes)) return ROCQ_E_FORMAT;
+    memset(&t, 0, sizeof t);
+    if (buffer) t.buffer = *buffer;
+    t.offset = offset;
+    t.format = format;
+    t.n_dims = n_dims;
+    for (int d = 0; d < 4; d++) {
+        t.ne[d] = d < n_dims ? ne[d] : 1;
+        t.stride[d] = count;
+        if (t.ne[d] < 1) return ROCQ_E_SHAPE;
+        if (!rocq__mul(count, t.ne[d], &count)) return ROCQ_E_OVERFLOW;
+    }
+    if (t.ne[0] % elems != 0) return ROCQ_E_SHAPE;
+    if (!rocq__mul(count / elems, bytes, &bytes) || !rocq__add(bytes, offset, &bytes)) {
+        return ROCQ_E_OVERFLOW;
+    }
+    if (buffer) {
+        if (bytes > buffer->size) return ROCQ_E_BOUNDS;
+        const uint64_t base = buffer->host ? (uint64_t)(uintptr_t)buffer->host : buffer->device.address;
+        if ((base + (uint64_t)offset) % (uint64_t)rocq__alignment_of(format) != 0) {
+            return ROCQ_E_ALIGNMENT;
+        }
+    }
+    *tensor = t;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_tensor_from_host(rocq_tensor *tensor, void *data, rocq_format format,
+                                           int32_t n_dims, const int64_t *ne) {
+    rocq_tensor shape;
+    if (!data) return ROCQ_E_ARGUMENT;
+    const rocq_result result = rocq_tensor_init(&shape, NULL, 0, format, n_dims, ne);
+    if (result != ROCQ_OK) return result;
+    const rocq_buffer buffer = rocq_buffer_from_host(data, rocq_tensor_size(&shape));
+    return rocq_tensor_init(tensor, &buffer, 0, format, n_dims, ne);
+}
+
+ROCQ_DEF rocq_result rocq_tensor_view(rocq_tensor *view, const rocq_tensor *src,
+                                      const int64_t start[4], const int64_t ne[4]) {
+    int64_t elems, bytes, skip = 0;
+    if (!view || !src || !start || !ne) return ROCQ_E_ARGUMENT;
+    if (!rocq__block_of(src->format, &elems, &bytes)) return ROCQ_E_FORMAT;
+    for (int d = 0; d < 4; d++) {
+        int64_t step;
+        if (start[d] < 0 || ne[d] < 1 || ne[d] > src->ne[d] || start[d] > src->ne[d] - ne[d]) {
+            return ROCQ_E_SHAPE;
+        }
+        if (!rocq__mul(start[d], src->stride[d], &step) || !rocq__add(skip, step, &skip)) {
+            return ROCQ_E_OVERFLOW;
+        }
+    }
+    if (start[0] % elems != 0 || ne[0] % elems != 0) return ROCQ_E_SHAPE;
+    if (!rocq__mul(skip / elems, bytes, &skip) || !rocq__add(skip, src->offset, &skip)) {
+        return ROCQ_E_OVERFLOW;
+    }
+    *view = *src;
+    view->offset = skip;
+    memcpy(view->ne, ne, sizeof view->ne);
+    return ROCQ_OK;
+}
+
+ROCQ_DEF bool rocq_tensor_contiguous(const rocq_tensor *tensor) {
+    int64_t count = 1;
+    if (!tensor) return false;
+    for (int d = 0; d < 4; d++) {
+        if (tensor->ne[d] != 1 && tensor->stride[d] != count) return false;
+        if (!rocq__mul(count, tensor->ne[d], &count)) return false;
+    }
+    return true;
+}
+
+ROCQ_DEF int64_t rocq_tensor_count(const rocq_tensor *tensor) {
+    int64_t count = 1;
+    for (int d = 0; d < 4; d++) {
+        if (!tensor || tensor->ne[d] < 1 || !rocq__mul(count, tensor->ne[d], &count)) return 0;
+    }
+    return count;
+}
+
+ROCQ_DEF int64_t rocq_tensor_size(const rocq_tensor *tensor) {
+    int64_t elems, bytes;
+    const int64_t count = rocq_tensor_count(tensor);
+    if (count == 0 || !rocq__block_of(tensor->format, &elems, &bytes)) return 0;
+    return rocq__mul(count / elems, bytes, &bytes) ? bytes : 0;
+}
+
+ROCQ_DEF rocq_result rocq_tensor_reshape(rocq_tensor *view, const rocq_tensor *src, int32_t n_dims,
+                                         const int64_t *ne) {
+    rocq_tensor t;
+    if (!view || !src) return ROCQ_E_ARGUMENT;
+    const rocq_result result = rocq_tensor_init(&t, NULL, 0, src->format, n_dims, ne);
+    if (result != ROCQ_OK) return result;
+    if (!rocq_tensor_contiguous(src) || rocq_tensor_count(&t) != rocq_tensor_count(src)) {
+        return ROCQ_E_SHAPE;
+    }
+    t.buffer = src->buffer;
+    t.offset = src->offset;
+    t.layout = src->layout;
+    *view = t;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_tensor_permute(rocq_tensor *view, const rocq_tensor *src,
+                                         const int32_t axes[4]) {
+    int32_t seen = 0;
+    if (!view || !src || !axes || axes[0] != 0) return ROCQ_E_ARGUMENT;
+    rocq_tensor t = *src;
+    t.n_dims = 1;
+    for (int d = 0; d < 4; d++) {
+        if (axes[d] < 0 || axes[d] > 3 || (seen & 1 << axes[d])) return ROCQ_E_ARGUMENT;
+        seen |= 1 << axes[d];
+        t.ne[d] = src->ne[axes[d]];
+        t.stride[d] = src->stride[axes[d]];
+        if (t.ne[d] > 1) t.n_dims = d + 1;
+    }
+    *view = t;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
+    if (!tensor || !tensor->buffer.host) return NULL;
+    return (char *)tensor->buffer.host + tensor->offset;
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>threads: one pool per context, started by the first job that wants it
+// ---------------------------------------------------------------------------------------------
+
+#if ROCQ__HAS_THREADS
+
+#if defined(_WIN32)
+#define ROCQ__LOCK(m) EnterCriticalSection(m)
+#define ROCQ__UNLOCK(m) LeaveCriticalSection(m)
+#define ROCQ__WAIT(c, m) SleepConditionVariableCS(c, m, INFINITE)
+#define ROCQ__WAKE(c) WakeAllConditionVariable(c)
+#else
+#define ROCQ__LOCK(m) pthread_mutex_lock(m)
+#define ROCQ__UNLOCK(m) pthread_mutex_unlock(m)
+#define ROCQ__WAIT(c, m) pthread_cond_wait(c, m)
+#define ROCQ__WAKE(c) pthread_cond_broadcast(c)
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+ROCQ__INLINE int32_t rocq__load32(int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+#else
+ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) { return InterlockedExchangeAdd64((volatile LONG64 *)p, v); }
+ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) { return (int32_t)InterlockedExchangeAdd((volatile LONG *)p, v); }
+ROCQ__INLINE int32_t rocq__load32(int32_t *p) { return (int32_t)InterlockedOr((volatile LONG *)p, 0); }
+ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) { InterlockedExchange((volatile LONG *)p, v); }
+#endif
+
+ROCQ__INLINE void rocq__relax(void) {
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+    __builtin_ia32_pause();
+#elif defined(__aarch64__) && (defined(__GNUC__) || defined(__clang__))
+    __asm__ __volatile__("yield");
+#endif
+}
+
+// A decode step is hundreds of jobs a few microseconds apart: waiting that long in a loop is cheaper
+// than sleeping, waiting longer is not.
+enum { ROCQ__SPINS = 2000 };
+
+ROCQ__FN void rocq__pool_share(rocq__pool *pool, int32_t thread) {
+    for (;;) {
+        const int64_t begin = rocq__fetch_add64(&pool->next, pool->chunk);
+        if (begin >= pool->n) return;
+        pool->fn(pool->arg, begin, ROCQ__MIN(begin + pool->chunk, pool->n), thread);
+    }
+}
+
+ROCQ__FN void rocq__pool_worker(rocq__pool *pool) {
+    const int32_t thread = rocq__fetch_add32(&pool->n_joined, 1) + 1;
+    int32_t seen = 0;
+    for (;;) {
+        for (int i = 0; i < ROCQ__SPINS && rocq__load32(&pool->generation) == seen; i++) rocq__relax();
+        if (rocq__load32(&pool->generation) == seen) {
+            ROCQ__LOCK(&pool->mutex);
+            while (rocq__load32(&pool->generation) == seen) ROCQ__WAIT(&pool->work, &pool->mutex);
+            ROCQ__UNLOCK(&pool->mutex);
+        }
+        seen = rocq__load32(&pool->generation);
+        if (seen < 0) return;
+        rocq__pool_share(pool, thread);
+        if (rocq__fetch_add32(&pool->active, -1) == 1) {
+            ROCQ__LOCK(&pool->mutex);
+            ROCQ__WAKE(&pool->done);
+            ROCQ__UNLOCK(&pool->mutex);
+        }
+    }
+}
+
+#if defined(_WIN32)
+ROCQ__FN DWORD WINAPI rocq__pool_main(LPVOID arg) {
+    rocq__pool_worker((rocq__pool *)arg);
+    return 0;
+}
+#else
+ROCQ__FN void *rocq__pool_main(void *arg) {
+    rocq__pool_worker((rocq__pool *)arg);
+    return NULL;
+}
+#endif
+
+// Fewer threads than asked for is not an error: the work is shared by those there are.
+ROCQ__FN void rocq__pool_start(rocq__pool *pool, int32_t n_workers) {
+#if defined(_WIN32)
+    InitializeCriticalSection(&pool->mutex);
+    InitializeConditionVariable(&pool->work);
+    InitializeConditionVariable(&pool->done);
+#else
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->done, NULL);
+#endif
+    for (int32_t i = 0; i < n_workers; i++) {
+#if defined(_WIN32)
+        pool->threads[i] = CreateThread(NULL, 0, rocq__pool_main, pool, 0, NULL);
+        if (!pool->threads[i]) return;
+#else
+        if (pthread_create(&pool->threads[i], NULL, rocq__pool_main, pool) != 0) return;
+#endif
+        pool->n_started++;
+    }
+}
+
+ROCQ__FN void rocq__pool_stop(rocq__pool *pool) {
+    ROCQ__LOCK(&pool->mutex);
+    rocq__store32(&pool->generation, -1);
+    ROCQ__WAKE(&pool->work);
+    ROCQ__UNLOCK(&pool->mutex);
+    for (int32_t i = 0; i < pool->n_started; i++) {
+#if defined(_WIN32)
+        WaitForSingleObject(pool->threads[i], INFINITE);
+        CloseHandle(pool->threads[i]);
+#else
+        pthread_join(pool->threads[i], NULL);
+#endif
+    }
+#if defined(_WIN32)
+    DeleteCriticalSection(&pool->mutex);
+#else
+    pthread_mutex_destroy(&pool->mutex);
+    pthread_cond_destroy(&pool->work);
+    pthread_cond_destroy(&pool->done);
+#endif
+}
+
+ROCQ__FN void rocq__pool_run(rocq__pool *pool, int64_t n, int64_t chunk, rocq__task fn, void *arg) {
+    ROCQ__LOCK(&pool->mutex);
+    pool->fn = fn;
+    pool->arg = arg;
+    pool->n = n;
+    pool->chunk = chunk;
+    pool->next = 0;
+    rocq__store32(&pool->active, pool->n_started);
+    rocq__store32(&pool->generation, pool->generation == INT32_MAX ? 1 : pool->generation + 1);
+    ROCQ__WAKE(&pool->work);
+    ROCQ__UNLOCK(&pool->mutex);
+    rocq__pool_share(pool, 0);
+    for (int i = 0; i < ROCQ__SPINS && rocq__load32(&pool->active) != 0; i++) rocq__relax();
+    if (rocq__load32(&pool->active) != 0) {
+        ROCQ__LOCK(&pool->mutex);
+        while (rocq__load32(&pool->active) != 0) ROCQ__WAIT(&pool->done, &pool->mutex);
+        ROCQ__UNLOCK(&pool->mutex);
+    }
+}
+
+#endif // ROCQ__HAS_THREADS
+
+// Runs fn over 0 .. n in pieces of at least grain items and returns when all are done. An item must
+// be computed the same whichever piece it falls into, so that results do not depend on threads.
+ROCQ__FN void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
+    if (n <= 0) return;
+#if ROCQ__HAS_THREADS
+    if (ctx->desc.n_threads > 1 && n > grain) {
+        if (!ctx->pool_ready) {
+            rocq__pool_start(&ctx->pool, ctx->desc.n_threads - 1);
+            ctx->pool_ready = true;
+        }
+        // Four pieces per thread even out what other programs on the machine take away.
+        const int64_t pieces = (int64_t)ctx->desc.n_threads * 4;
+        rocq__pool_run(&ctx->pool, n, ROCQ__MAX(grain, (n + pieces - 1) / pieces), fn, arg);
+        return;
+    }
+#endif
+    (void)grain;
+    fn(arg, 0, n, 0);
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>cpu_quant: decode and encode blocks
+// ---------------------------------------------------------------------------------------------
+// unpack takes one block apart: value[i] = scale[g] code[i] - min[g]. It is the only decoder, for
+// dequantization and for the integer dot products alike (MXFP6_E3M2 has codes too wide for int8 and
+// is decoded on its own). pack is its inverse: it puts the codes, as stored, in place.
+
+// A block before packing. q, sc and mn are codes in the numbering of the pictures at the structs,
+// but sc as the signed number that it stands for; one scale and no min: sc and mn are not stored.
+typedef struct rocq__fields {
+    uint16_t d, dmin;
+    int32_t sc[16], mn[16];
+    uint8_t q[256];
+} rocq__fields;
+
+// The choices an encoder has: value = d sc level[q] - dmin mn, sc and mn in the ranges given.
+typedef struct rocq__grid {
+    int32_t n, group;      // elements of a block and of a group
+    int32_t q_lo, q_hi;    // the levels, consecutive integers, unless there is a
+    const int8_t *table;   // of 16
+    int32_t sc_lo, sc_hi;  // 1, 1: d is the one scale
+    int32_t mn_lo, mn_hi;  // 0, 0: no min; -1, -1: dmin is an offset to add, of either sign
+} rocq__grid;
+
+typedef struct rocq__codec {
+    rocq_format_info info;
+    void (*unpack)(const void *block, int8_t *code, float *scale, float *min);
+    void (*pack)(void *block, const rocq__fields *fields);
+    int32_t group; // elements per scale
+    bool has_min;
+    rocq__grid grid;
+} rocq__codec;
+
+static const int8_t rocq__iq4_levels[16] = {ROCQ_IQ4_LEVELS};
+static const int8_t rocq__mxfp4_levels[16] = {ROCQ_MXFP4_LEVELS};
+
+// Bits 0-3 of n bytes are codes 0 to n - 1, bits 4-7 codes n to 2 n - 1.
+ROCQ__INLINE void rocq__split4(int8_t *ROCQ__RESTRICT q, const uint8_t *ROCQ__RESTRICT qs, int32_t n) {
+    for (int32_t j = 0; j < n; j++) q[j] = (int8_t)(qs[j] & 15);
+    for (int32_t j = 0; j < n; j++) q[n + j] = (int8_t)(qs[j] >> 4);
+}
+
+ROCQ__INLINE void rocq__join4(uint8_t *ROCQ__RESTRICT qs, const uint8_t *ROCQ__RESTRICT q, int32_t n) {
+    for (int32_t j = 0; j < n; j++) qs[j] = (uint8_t)((q[j] & 15) | (q[n + j] & 15) << 4);
+}
+
+ROCQ__INLINE void rocq__shift_codes(int8_t *q, int32_t n, int32_t offset) {
+    for (int32_t i = 0; i < n; i++) q[i] = (int8_t)(q[i] + offset);
+}
+
+ROCQ__FN void rocq__unpack_q4_0(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_q4_0 *b = (const rocq_block_q4_0 *)block;
+    scale[0] = rocq__f16_to_f32(b->d);
+    min[0] = 0;
+    rocq__split4(code, b->qs, 16);
+    rocq__shift_codes(code, 32, -8);
+}
+
+ROCQ__FN void rocq__pack_q4_0(void *block, const rocq__fields *f) {
+    rocq_block_q4_0 *b = (rocq_block_q4_0 *)block;
+    b->d = f->d;
+    rocq__join4(b->qs, f->q, 16);
+}
+
+ROCQ__FN void rocq__unpack_q4_1(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_q4_1 *b = (const rocq_block_q4_1 *)block;
+    scale[0] = rocq__f16_to_f32(b->d);
+    min[0] = -rocq__f16_to_f32(b->m);
+    rocq__split4(code, b->qs, 16);
+}
+
+ROCQ__FN void rocq__pack_q4_1(void *block, const rocq__fields *f) {
+    rocq_block_q4_1 *b = (rocq_block_q4_1 *)block;
+    b->d = f->d;
+    b->m = f->dmin;
+    rocq__join4(b->qs, f->q, 16);
+}
+
+ROCQ__INLINE void rocq__split5(int8_t *q, const uint8_t *qh, const uint8_t *qs) {
+    rocq__split4(q, qs, 16);
+    for (int32_t i = 0; i < 32; i++) q[i] = (int8_t)(q[i] | (qh[i / 8] >> i % 8 & 1) << 4);
+}
+
+ROCQ__INLINE void rocq__join5(uint8_t *qh, uint8_t *qs, const uint8_t *q) {
+    rocq__join4(qs, q, 16);
+    memset(qh, 0, 4);
+    for (int32_t i = 0; i < 32; i++) qh[i / 8] = (uint8_t)(qh[i / 8] | (q[i] >> 4) << i % 8);
+}
+
+ROCQ__FN void rocq__unpack_q5_0(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_q5_0 *b = (const rocq_block_q5_0 *)block;
+    scale[0] = rocq__f16_to_f32(b->d);
+    min[0] = 0;
+    rocq__split5(code, b->qh, b->qs);
+    rocq__shift_codes(code, 32, -16);
+}
+
+ROCQ__FN void rocq__pack_q5_0(void *block, const rocq__fields *f) {
+    rocq_block_q5_0 *b = (rocq_block_q5_0 *)block;
+    b->d = f->d;
+    rocq__join5(b->qh, b->qs, f->q);
+}
+
+ROCQ__FN void rocq__unpack_q5_1(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_q5_1 *b = (const rocq_block_q5_1 *)block;
+    scale[0] = rocq__f16_to_f32(b->d);
+    min[0] = -rocq__f16_to_f32(b->m);
+    rocq__split5(code, b->qh, b->qs);
+}
+
+ROCQ__FN void rocq__pack_q5_1(void *block, const rocq__fields *f) {
+    rocq_block_q5_1 *b = (rocq_block_q5_1 *)block;
+    b->d = f->d;
+    b->m = f->dmin;
+    rocq__join5(b->qh, b->qs, f->q);
+}
+
+ROCQ__FN void rocq__unpack_q8_0(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_q8_0 *b = (const rocq_block_q8_0 *)block;
+    scale[0] = rocq__f16_to_f32(b->d);
+    min[0] = 0;
+    memcpy(code, b->qs, 32);
+}
+
+// Q8_0 counts q from -128, as every other format counts from its lowest level.
+ROCQ__FN void rocq__pack_q8_0(void *block, const rocq__fields *f) {
+    rocq_block_q8_0 *b = (rocq_block_q8_0 *)block;
+    b->d = f->d;
+    for (int32_t i = 0; i < 32; i++) b->qs[i] = (int8_t)(f->q[i] - 128);
+}
+
+// Bits 2 r and 2 r + 1 of 32 bytes are codes 32 r to 32 r + 31; 64 bytes make 256 codes.
+ROCQ__INLINE void rocq__split2(int8_t *ROCQ__RESTRICT q, const uint8_t *ROCQ__RESTRICT qs) {
+    for (int32_t h = 0; h < 2; h++) {
+        for (int32_t r = 0; r < 4; r++) {
+            for (int32_t l = 0; l < 32; l++) {
+                q[128 * h + 32 * r + l] = (int8_t)(qs[32 * h + l] >> 2 * r & 3);
+            }
+        }
+    }
+}
+
+ROCQ__INLINE void rocq__join2(uint8_t *ROCQ__RESTRICT qs, const uint8_t *ROCQ__RESTRICT q) {
+    for (int32_t h = 0; h < 2; h++) {
+        for (int32_t l = 0; l < 32; l++) {
+            const uint8_t *p = q + 128 * h + l;
+            qs[32 * h + l] = (uint8_t)((p[0] & 3) | (p[32] & 3) << 2 | (p[64] & 3) << 4 |
+                                       (p[96] & 3) << 6);
+        }
+    }
+}
+
+ROCQ__FN void rocq__unpack_q2_K(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_q2_K *b = (const rocq_block_q2_K *)block;
+    const float d = rocq__f16_to_f32(b->d), dmin = rocq__f16_to_f32(b->dmin);
+    for (int32_t g = 0; g < 16; g++) {
+        scale[g] = d * (float)(b->scales[g] & 15);
+        min[g] = dmin * (float)(b->scales[g] >> 4);
+    }
+    rocq__split2(code, b->qs);
+}
+
+ROCQ__FN void rocq__pack_q2_K(void *block, const rocq__fields *f) {
+    rocq_block_q2_K *b = (rocq_block_q2_K *)block;
+    b->d = f->d;
+    b->dmin = f->dmin;
+    for (int32_t g = 0; g < 16; g++) b->scales[g] = (uint8_t)(f->sc[g] | f->mn[g] << 4);
+    rocq__join2(b->qs, f->q);
+}
+
+ROCQ__FN void rocq__unpack_q3_K(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_q3_K *b = (const rocq_block_q3_K *)block;
+    const float d = rocq__f16_to_f32(b->d);
+    for (int32_t g = 0; g < 16; g++) {
+        const int32_t low = b->scales[g % 8] >> 4 * (g / 8) & 15;
+        const int32_t high = b->scales[8 + g % 4] >> 2 * (g / 4) & 3;
+        scale[g] = d * (float)((low | high << 4) - 32);
+        min[g] = 0;
+    }
+    rocq__split2(code, b->qs);
+    for (int32_t r = 0; r < 8; r++) {
+        int8_t *q = code + 32 * r;
+        for (int32_t l = 0; l < 32; l++) q[l] = (int8_t)((q[l] | (b->hmask[l] >> r & 1) << 2) - 4);
+    }
+}
+
+ROCQ__FN void rocq__pack_q3_K(void *block, const rocq__fields *f) {
+    rocq_block_q3_K *b = (rocq_block_q3_K *)block;
+    memset(b, 0, sizeof *b);
+    b->d = f->d;
+    for (int32_t g = 0; g < 16; g++) {
+        const int32_t sc = f->sc[g] + 32;
+        b->scales[g % 8] = (uint8_t)(b->scales[g % 8] | (sc & 15) << 4 * (g / 8));
+        b->scales[8 + g % 4] = (uint8_t)(b->scales[8 + g % 4] | (sc >> 4) << 2 * (g / 4));
+    }
+    rocq__join2(b->qs, f->q);
+    for (int32_t i = 0; i < 256; i++) {
+        b->hmask[i % 32] = (uint8_t)(b->hmask[i % 32] | (f->q[i] >> 2) << i / 32);
+    }
+}
+
+// The 12 bytes of Q4_K and Q5_K that hold 8 scales and 8 mins of 6 bits.
+ROCQ__INLINE void rocq__split_scales(const uint8_t *s, float d, float dmin, float *scale, float *min) {
+    for (int32_t g = 0; g < 4; g++) {
+        scale[g] = d * (float)(s[g] & 63);
+        min[g] = dmin * (float)(s[4 + g] & 63);
+        scale[4 + g] = d * (float)((s[8 + g] & 15) | s[g] >> 6 << 4);
+        min[4 + g] = dmin * (float)(s[8 + g] >> 4 | s[4 + g] >> 6 << 4);
+    }
+}
+
+ROCQ__INLINE void rocq__join_scales(uint8_t *s, const int32_t *sc, const int32_t *mn) {
+    for (int32_t g = 0; g < 4; g++) {
+        s[g] = (uint8_t)(sc[g] | sc[4 + g] >> 4 << 6);
+        s[4 + g] = (uint8_t)(mn[g] | mn[4 + g] >> 4 << 6);
+        s[8 + g] = (uint8_t)((sc[4 + g] & 15) | (mn[4 + g] & 15) << 4);
+    }
+}
+
+ROCQ__FN void rocq__unpack_q4_K(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_q4_K *b = (const rocq_block_q4_K *)block;
+    rocq__split_scales(b->scales, rocq__f16_to_f32(b->d), rocq__f16_to_f32(b->dmin), scale, min);
+    for (int32_t c = 0; c < 4; c++) rocq__split4(code + 64 * c, b->qs + 32 * c, 32);
+}
+
+ROCQ__FN void rocq__pack_q4_K(void *block, const rocq__fields *f) {
+    rocq_block_q4_K *b = (rocq_block_q4_K *)block;
+    b->d = f->d;
+    b->dmin = f->dmin;
+    rocq__join_scales(b->scales, f->sc, f->mn);
+    for (int32_t c = 0; c < 4; c++) rocq__join4(b->qs + 32 * c, f->q + 64 * c, 32);
+}
+
+ROCQ__FN void rocq__unpack_q5_K(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_q5_K *b = (const rocq_block_q5_K *)block;
+    rocq__split_scales(b->scales, rocq__f16_to_f32(b->d), rocq__f16_to_f32(b->dmin), scale, min);
+    for (int32_t c = 0; c < 4; c++) rocq__split4(code + 64 * c, b->qs + 32 * c, 32);
+    for (int32_t g = 0; g < 8; g++) {
+        int8_t *q = code + 32 * g;
+        for (int32_t l = 0; l < 32; l++) q[l] = (int8_t)(q[l] | (b->qh[l] >> g & 1) << 4);
+    }
+}
+
+ROCQ__FN void rocq__pack_q5_K(void *block, const rocq__fields *f) {
+    rocq_block_q5_K *b = (rocq_block_q5_K *)block;
+    b->d = f->d;
+    b->dmin = f->dmin;
+    rocq__join_scales(b->scales, f->sc, f->mn);
+    for (int32_t c = 0; c < 4; c++) rocq__join4(b->qs + 32 * c, f->q + 64 * c, 32);
+    memset(b->qh, 0, sizeof b->qh);
+    for (int32_t i = 0; i < 256; i++) {
+        b->qh[i % 32] = (uint8_t)(b->qh[i % 32] | (f->q[i] >> 4) << i / 32);
+    }
+}
+
+ROCQ__FN void rocq__unpack_q6_K(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_q6_K *b = (const rocq_block_q6_K *)block;
+    const float d = rocq__f16_to_f32(b->d);
+    for (int32_t g = 0; g < 16; g++) {
+        scale[g] = d * (float)b->scales[g];
+        min[g] = 0;
+    }
+    for (int32_t h = 0; h < 2; h++) rocq__split4(code + 128 * h, b->ql + 64 * h, 64);
+    for (int32_t r = 0; r < 8; r++) {
+        int8_t *q = code + 32 * r;
+        const uint8_t *qh = b->qh + 32 * (r / 4);
+        for (int32_t l = 0; l < 32; l++) {
+            q[l] = (int8_t)((q[l] | (qh[l] >> 2 * (r % 4) & 3) << 4) - 32);
+        }
+    }
+}
+
+ROCQ__FN void rocq__pack_q6_K(void *block, const rocq__fields *f) {
+    rocq_block_q6_K *b = (rocq_block_q6_K *)block;
+    uint8_t high[256];
+    b->d = f->d;
+    for (int32_t g = 0; g < 16; g++) b->scales[g] = (int8_t)f->sc[g];
+    for (int32_t h = 0; h < 2; h++) rocq__join4(b->ql + 64 * h, f->q + 128 * h, 64);
+    for (int32_t i = 0; i < 256; i++) high[i] = f->q[i] >> 4;
+    rocq__join2(b->qh, high);
+}
+
+ROCQ__FN void rocq__unpack_iq4_nl(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_iq4_nl *b = (const rocq_block_iq4_nl *)block;
+    scale[0] = rocq__f16_to_f32(b->d);
+    min[0] = 0;
+    rocq__split4(code, b->qs, 16);
+    for (int32_t i = 0; i < 32; i++) code[i] = rocq__iq4_levels[code[i]];
+}
+
+ROCQ__FN void rocq__pack_iq4_nl(void *block, const rocq__fields *f) {
+    rocq_block_iq4_nl *b = (rocq_block_iq4_nl *)block;
+    b->d = f->d;
+    rocq__join4(b->qs, f->q, 16);
+}
+
+ROCQ__FN void rocq__unpack_iq4_xs(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_iq4_xs *b = (const rocq_block_iq4_xs *)block;
+    const float d = rocq__f16_to_f32(b->d);
+    for (int32_t g = 0; g < 8; g++) {
+        const int32_t low = b->scales_l[g / 2] >> 4 * (g % 2) & 15, high = b->scales_h >> 2 * g & 3;
+        scale[g] = d * (float)((low | high << 4) - 32);
+        min[g] = 0;
+        rocq__split4(code + 32 * g, b->qs + 16 * g, 16);
+    }
+    for (int32_t i = 0; i < 256; i++) code[i] = rocq__iq4_levels[code[i]];
+}
+
+ROCQ__FN void rocq__pack_iq4_xs(void *block, const rocq__fields *f) {
+    rocq_block_iq4_xs *b = (rocq_block_iq4_xs *)block;
+    memset(b, 0, sizeof *b);
+    b->d = f->d;
+    for (int32_t g = 0; g < 8; g++) {
+        const int32_t sc = f->sc[g] + 32;
+        b->scales_l[g / 2] = (uint8_t)(b->scales_l[g / 2] | (sc & 15) << 4 * (g % 2));
+        b->scales_h = (uint16_t)(b->scales_h | (sc >> 4) << 2 * g);
+        rocq__join4(b->qs + 16 * g, f->q + 32 * g, 16);
+    }
+}
+
+// 2^k for -149 <= k <= 127.
+ROCQ__INLINE float rocq__pow2(int32_t k) {
+    return rocq__bits_f32(k >= -126 ? (uint32_t)(k + 127) << 23 : 1u << (k + 149));
+}
+
+ROCQ__FN void rocq__unpack_mxfp4(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_mxfp4 *b = (const rocq_block_mxfp4 *)block;
+    scale[0] = rocq__pow2(b->e - 128);
+    min[0] = 0;
+    rocq__split4(code, b->qs, 16);
+    for (int32_t i = 0; i < 32; i++) code[i] = rocq__mxfp4_levels[code[i]];
+}
+
+ROCQ__FN void rocq__split6(uint8_t *q, const uint8_t *qs) {
+    for (int32_t i = 0; i < 32; i += 4, qs += 3) {
+        const uint32_t v = (uint32_t)qs[0] | (uint32_t)qs[1] << 8 | (uint32_t)qs[2] << 16;
+        for (int32_t k = 0; k < 4; k++) q[i + k] = (uint8_t)(v >> 6 * k & 63u);
+    }
+}
+
+ROCQ__FN void rocq__join6(uint8_t *qs, const uint8_t *q) {
+    for (int32_t i = 0; i < 32; i += 4, qs += 3) {
+        const uint32_t v = (uint32_t)q[i] | (uint32_t)q[i + 1] << 6 | (uint32_t)q[i + 2] << 12 |
+                           (uint32_t)q[i + 3] << 18;
+        for (int32_t k = 0; k < 3; k++) qs[k] = (uint8_t)(v >> 8 * k & 255u);
+    }
+}
+
+// An FP6 element with f_bits of mantissa as a multiple of the smallest subnormal.
+ROCQ__INLINE int32_t rocq__fp6(uint8_t q, int32_t f_bits) {
+    const int32_t exponent = (q & 31) >> f_bits, f = q & ((1 << f_bits) - 1);
+    const int32_t v = exponent ? (f | 1 << f_bits) << (exponent - 1) : f;
+    return q & 32 ? -v : v;
+}
+
+ROCQ__FN void rocq__unpack_mxfp6_e2m3(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_mxfp6_e2m3 *b = (const rocq_block_mxfp6_e2m3 *)block;
+    uint8_t q[32];
+    scale[0] = b->e == 255 ? NAN : rocq__pow2(b->e - 127 - 3);
+    min[0] = 0;
+    rocq__split6(q, b->qs);
+    for (int32_t i = 0; i < 32; i++) code[i] = (int8_t)rocq__fp6(q[i], 3);
+}
+
+// The one format whose codes do not fit int8: up to 448.
+ROCQ__FN void rocq__decode_mxfp6_e3m2(const rocq_block_mxfp6_e3m2 *b, float *dst) {
+    const float scale = b->e == 255 ? NAN : rocq__pow2(b->e - 127 - 4);
+    uint8_t q[32];
+    rocq__split6(q, b->qs);
+    for (int32_t i = 0; i < 32; i++) dst[i] = scale * (float)rocq__fp6(q[i], 2);
+}
+
+// The codecs: unpack, pack, group, has_min, then the grid of the formats that have one.
+#define ROCQ__PAIR(name) rocq__unpack_##name, rocq__pack_##name
+#define ROCQ__NO_GRID {0, 0, 0, 0, NULL, 0, 0, 0, 0}
+#define ROCQ__CODEC_F32 NULL, NULL, 1, false, ROCQ__NO_GRID
+#define ROCQ__CODEC_F16 NULL, NULL, 1, false, ROCQ__NO_GRID
+#define ROCQ__CODEC_BF16 NULL, NULL, 1, false, ROCQ__NO_GRID
+#define ROCQ__CODEC_Q4_0 ROCQ__PAIR(q4_0), 32, false, {32, 32, -8, 7, NULL, 1, 1, 0, 0}
+#define ROCQ__CODEC_Q4_1 ROCQ__PAIR(q4_1), 32, true, {32, 32, 0, 15, NULL, 1, 1, -1, -1}
+#define ROCQ__CODEC_Q5_0 ROCQ__PAIR(q5_0), 32, false, {32, 32, -16, 15, NULL, 1, 1, 0, 0}
+#define ROCQ__CODEC_Q5_1 ROCQ__PAIR(q5_1), 32, true, {32, 32, 0, 31, NULL, 1, 1, -1, -1}
+#define ROCQ__CODEC_Q8_0 ROCQ__PAIR(q8_0), 32, false, {32, 32, -128, 127, NULL, 1, 1, 0, 0}
+#define ROCQ__CODEC_Q2_K ROCQ__PAIR(q2_K), 16, true, {256, 16, 0, 3, NULL, 0, 15, 0, 15}
+#define ROCQ__CODEC_Q3_K ROCQ__PAIR(q3_K), 16, false, {256, 16, -4, 3, NULL, -32, 31, 0, 0}
+#define ROCQ__CODEC_Q4_K ROCQ__PAIR(q4_K), 32, true, {256, 32, 0, 15, NULL, 0, 63, 0, 63}
+#define ROCQ__CODEC_Q5_K ROCQ__PAIR(q5_K), 32, true, {256, 32, 0, 31, NULL, 0, 63, 0, 63}
+#define ROCQ__CODEC_Q6_K ROCQ__PAIR(q6_K), 16, false, {256, 16, -32, 31, NULL, -128, 127, 0, 0}
+#define ROCQ__CODEC_IQ4_NL \
+    ROCQ__PAIR(iq4_nl), 32, false, {32, 32, 0, 0, rocq__iq4_levels, 1, 1, 0, 0}
+#define ROCQ__CODEC_IQ4_XS \
+    ROCQ__PAIR(iq4_xs), 32, false, {256, 32, 0, 0, rocq__iq4_levels, -32, 31, 0, 0}
+#define ROCQ__CODEC_MXFP4 rocq__unpack_mxfp4, NULL, 32, false, ROCQ__NO_GRID
+#define ROCQ__CODEC_MXFP6_E2M3 rocq__unpack_mxfp6_e2m3, NULL, 32, false, ROCQ__NO_GRID
+#define ROCQ__CODEC_MXFP6_E3M2 NULL, NULL, 32, false, ROCQ__NO_GRID
+
+// NULL for an unknown format.
+ROCQ__FN const rocq__codec *rocq__codec_of(rocq_format format) {
+    switch (format) {
+#define ROCQ_X(NAME, name, id, elems, bytes)                                                \
+    case ROCQ_##NAME: {                                                                     \
+        static const rocq__codec codec = {{#NAME, elems, bytes, 8.0f * (bytes) / (elems)}, \
+                                          ROCQ__CODEC_##NAME};                              \
+        return &codec;                                                                      \
+    }
+        ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+    case ROCQ_I32: {
+        static const rocq__codec codec = {{"I32", 1, 4, 32.0f}, ROCQ__CODEC_F32};
+        return &codec;
+    }
+    default: return NULL;
+    }
+}
+
+// -- dequantize --
+
+ROCQ__FN void rocq__dequantize_row(rocq_format format, float *ROCQ__RESTRICT dst,
+                                   const void *ROCQ__RESTRICT src, int64_t n) {
+    if (format == ROCQ_F32) {
+        if (n > 0) memcpy(dst, src, (size_t)n * sizeof(float));
+        return;
+    }
+    if (format == ROCQ_F16) {
+        const uint16_t *half = (const uint16_t *)src;
+        for (int64_t i = 0; i < n; i++) dst[i] = rocq__f16_to_f32(half[i]);
+        return;
+    }
+    if (format == ROCQ_BF16) {
+        const uint16_t *half = (const uint16_t *)src;
+        for (int64_t i = 0; i < n; i++) dst[i] = rocq__bf16_to_f32(half[i]);
+        return;
+    }
+    if (format == ROCQ_MXFP6_E3M2) {
+        const rocq_block_mxfp6_e3m2 *b = (const rocq_block_mxfp6_e3m2 *)src;
+        for (int64_t i = 0; i < n / 32; i++) rocq__decode_mxfp6_e3m2(b + i, dst + 32 * i);
+        return;
+    }
+    const rocq__codec *codec = rocq__codec_of(format);
+    const unsigned char *block = (const unsigned char *)src;
+    for (int64_t i = 0; i < n; i += codec->info.block_elems, block += codec->info.block_bytes) {
+        int8_t code[256];
+        float scale[16], min[16];
+        codec->unpack(block, code, scale, min);
+        for (int32_t j = 0; j < codec->info.block_elems; j += 16) {
+            const float s = scale[j / codec->group], m = min[j / codec->group];
+            float *out = dst + i + j;
+            for (int32_t k = 0; k < 16; k++) out[k] = s * (float)code[j + k] - m;
+        }
+    }
+}
+
+// -- quantize: the formats with a fixed rule, which give ggml's reference bytes --
+
+#if defined(__GNUC__) || defined(__clang__)
+#define ROCQ__NOINLINE __attribute__((unused, noinline)) static
+#elif defined(_MSC_VER)
+#define ROCQ__NOINLINE __declspec(noinline) static
+#else
+#define ROCQ__NOINLINE static
+#endif
+
+// (x - offset) factor, rounded to F32 before the caller adds to it. Out of line, because a call is
+// the one barrier to fused multiply-add that every compiler and language mode respects.
+ROCQ__NOINLINE void rocq__scaled(float *ROCQ__RESTRICT dst, const float *ROCQ__RESTRICT x,
+                                 float offset, float factor, int32_t n) {
+    for (int32_t i = 0; i < n; i++) dst[i] = (x[i] - offset) * factor;
+}
+
+// What a scale field can hold: a scale that F16 would round to infinity takes F16's largest value,
+// so a block of huge values saturates.
+ROCQ__INLINE float rocq__f16_limit(float v) {
+    return v >= 65520.0f ? 65504.0f : v <= -65520.0f ? -65504.0f : v;
+}
+
+// Q4_0 and Q5_0: the element of largest magnitude takes the lowest level. Q4_1 and Q5_1: levels from
+// the smallest to the largest element. Q8_0: largest magnitude is 127, halves round away from 0.
+ROCQ__FN void rocq__encode_plain(const rocq__grid *grid, const float *x, rocq__fields *f) {
+    float top = 0, low = x[0], high = x[0], offset = 0, d, v[32];
+    for (int32_t i = 0; i < 32; i++) {
+        if (fabsf(x[i]) > fabsf(top)) top = x[i];
+        if (x[i] < low) low = x[i];
+        if (x[i] > high) high = x[i];
+    }
+    if (grid->mn_lo) {
+        d = (high - low) / (float)grid->q_hi;
+        offset = rocq__f16_limit(low);
+    } else {
+        d = grid->q_hi == 127 ? fabsf(top) / 127 : top / (float)grid->q_lo;
+    }
+    d = rocq__f16_limit(d);
+    f->d = rocq__f32_to_f16(d);
+    f->dmin = rocq__f32_to_f16(offset);
+    const float inverse = d != 0 ? 1 / d : 0;
+    if (fabsf(inverse) > FLT_MAX) { // d is so small that it is stored as 0
+        memset(f->q, grid->q_hi == 127 ? 128 : 0, 32);
+        return;
+    }
+    rocq__scaled(v, x, offset, inverse, 32);
+    const float q_lo = (float)grid->q_lo, q_hi = (float)grid->q_hi;
+    for (int32_t i = 0; i < 32; i++) {
+        const float t = v[i] > q_lo ? v[i] < q_hi ? v[i] : q_hi : q_lo; // q_lo for a NaN
+        if (grid->q_hi == 127) {
+            const int32_t whole = (int32_t)t;
+            const float rest = t - (float)whole;
+            f->q[i] = (uint8_t)(whole + 128 + (rest >= 0.5f) - (rest <= -0.5f));
+        } else {
+            f->q[i] = (uint8_t)(t + (0.5f - q_lo));
+        }
+    }
+}
+
+// The nearest level, the first of two equally near.
+ROCQ__FN void rocq__codes_mxfp4(uint8_t *q, const float *x, uint8_t e) {
+    const float scale = rocq__pow2(e - 128);
+    float best[32];
+    for (int32_t i = 0; i < 32; i++) best[i] = fabsf(x[i]);
+    memset(q, 0, 32);
+    for (int32_t k = 1; k < 16; k++) {
+        const float level = scale * (float)rocq__mxfp4_levels[k];
+        for (int32_t i = 0; i < 32; i++) {
+            const float error = fabsf(level - x[i]);
+            if (error < best[i]) {
+                best[i] = error;
+                q[i] = (uint8_t)k;
+            }
+        }
+    }
+}
+
+// Nearest element, ties to even, too large ones to the largest.
+ROCQ__FN void rocq__codes_fp6(uint8_t *q, const float *x, uint8_t e, int32_t f_bits) {
+    const double unit = ldexp(1.0, 127 - e + (f_bits == 3 ? 3 : 4)); // smallest subnormal to 1
+    const double limit = rocq__fp6(31, f_bits);
+    for (int32_t i = 0; i < 32; i++) {
+        double v = fabs((double)x[i]) * unit; // exact
+        v = v < limit ? v : limit;
+        int32_t shift = 0; // exponent of the spacing around v
+        while (v >= (double)(2 << f_bits << shift)) shift++;
+        v = ldexp(v, -shift);
+        const int32_t whole = (int32_t)v;
+        const double rest = v - whole;
+        const int32_t r = whole + (rest > 0.5 || (rest == 0.5 && (whole & 1)));
+        const int32_t magnitude = (shift << f_bits) + r; // a carry moves on to the next exponent
+        q[i] = (uint8_t)(magnitude | (x[i] < 0 ? 32 : 0));
+    }
+}
+
+// Sum of w (x - y)^2 over 32 elements; w NULL = 1.
+ROCQ__FN double rocq__error_32(const float *x, const float *y, const float *w) {
+    double sum = 0;
+    for (int32_t i = 0; i < 32; i++) {
+        const double r = (double)x[i] - (double)y[i];
+        sum += r * r * (w ? (double)w[i] : 1.0);
+    }
+    return sum;
+}
+
+// The scale is the power of two of the OCP specification, or ggml's for MXFP4; with importance the
+// best of that and its neighbours.
+ROCQ__FN void rocq__encode_mx(rocq_format format, void *dst, const float *x, const float *w) {
+    float amax = 0, y[32];
+    for (int32_t i = 0; i < 32; i++) amax = ROCQ__MAX(amax, fabsf(x[i]));
+    amax = ROCQ__MIN(amax, FLT_MAX);
+    int32_t exponent = 0;
+    if (amax > 0) {
+        // ggml takes the floor of a logarithm that was rounded to F32: just below a power of two
+        // that is the exponent of the power. Its byte wraps around for amax < 2^-125, where all
+        // codes are 0.
+        if (format == ROCQ_MXFP4) exponent = (int32_t)floorf((float)log2((double)amax)) - 2 + 127;
+        else exponent = ilogbf(amax) - (format == ROCQ_MXFP6_E2M3 ? 2 : 4) + 127;
+        if (format != ROCQ_MXFP4) exponent = ROCQ__MAX(exponent, 0);
+    }
+    double best = 0;
+    for (int32_t step = w ? -1 : 0; step <= (w ? 1 : 0); step++) {
+        const int32_t e = w ? ROCQ__MIN(ROCQ__MAX(exponent + step, 0), 254) : exponent;
+        unsigned char block[sizeof(rocq_block_mxfp6_e2m3)];
+        uint8_t q[32];
+        block[0] = (uint8_t)e;
+        if (format == ROCQ_MXFP4) {
+            rocq__codes_mxfp4(q, x, block[0]);
+            rocq__join4(block + 1, q, 16);
+        } else {
+            rocq__codes_fp6(q, x, block[0], format == ROCQ_MXFP6_E2M3 ? 3 : 2);
+            rocq__join6(block + 1, q);
+        }
+        rocq__dequantize_row(format, y, block, 32);
+        const double error = rocq__error_32(x, y, w);
+        if (step == (w ? -1 : 0) || error < best) {
+            best = error;
+            memcpy(dst, block, (size_t)rocq__bytes(format, 32));
+        }
+    }
+}
+
+// -- quantize: the searched formats --
+// Made small is the sum of w r^2, r = x - (d sc level - dmin mn), over what the format can store.
+// Each group is fitted by itself first (least squares for its scale and min, levels reassigned, from
+// a spread of starts). Then d and dmin are tried from a few starts: for each, every group takes its
+// best sc and mn, and least squares over the block moves d and dmin, with the F16 rounding of both in
+// the loop. What counts in the end is always the true error of what is stored.
+// A power of two is taken out of the block first, so no square overflows or vanishes.
+
+typedef struct rocq__search {
+    const rocq__grid *grid;
+    int32_t exponent; // x below is the block's times 2^-exponent
+    float x[256], w[256];
+    float level[16];  // of the table
+} rocq__search;
+
+// Residual sums of a group at some scale s and min m, r = x + m - s level: all that is needed to know
+// the error nearby, where the levels stay: with s + a, m + b it is
+// rr - 2 a rl + 2 b r1 + a a ll - 2 a b l1 + b b w1. Built on r and not on x, so nothing cancels.
+typedef struct rocq__sums {
+    float rr, rl, r1, ll, l1, w1;
+} rocq__sums;
+
+// Assigns 16 n16 elements their nearest levels for scale s and min m.
+ROCQ__FN rocq__sums rocq__assign(const rocq__search *search, int32_t first, float s, float m,
+                                 uint8_t *q) {
+    const rocq__grid *grid = search->grid;
+    const float inverse = s != 0 ? 1 / s : 0;
+    const float q_lo = (float)grid->q_lo, range = (float)(grid->q_hi - grid->q_lo);
+    rocq__sums sums = {0, 0, 0, 0, 0, 0};
+    for (int32_t j = first; j < first + grid->group; j += 16) {
+        const float *x = search->x + j, *w = search->w + j;
+        float v[16], level[16];
+        for (int32_t i = 0; i < 16; i++) v[i] = (x[i] + m) * inverse;
+        if (grid->table) {
+            int32_t code[16];
+            for (int32_t i = 0; i < 16; i++) {
+                code[i] = 0;
+                level[i] = search->level[0];
+            }
+            for (int32_t k = 1; k < 16; k++) {
+                const float step = search->level[k] - search->level[k - 1];
+                const float middle = 0.5f * (search->level[k] + search->level[k - 1]);
+                for (int32_t i = 0; i < 16; i++) {
+                    level[i] += v[i] > middle ? step : 0;
+                    code[i] += v[i] > middle ? 1 : 0;
+                }
+            }
+            if (q) {
+                for (int32_t i = 0; i < 16; i++) q[j + i] = (uint8_t)code[i];
+            }
+        } else {
+            for (int32_t i = 0; i < 16; i++) {
+                float t = v[i] - q_lo;
+                t = t > 0 ? t : 0; // also a NaN
+                t = t < range ? t : range;
+                v[i] = (float)(int32_t)(t + 0.5f);
+                level[i] = v[i] + q_lo;
+            }
+            if (q) {
+                for (int32_t i = 0; i < 16; i++) q[j + i] = (uint8_t)v[i];
+            }
+        }
+        for (int32_t i = 0; i < 16; i++) {
+            const float r = x[i] + m - s * level[i], wl = w[i] * level[i], wr = w[i] * r;
+            sums.rr += wr * r;
+            sums.rl += wr * level[i];
+            sums.r1 += wr;
+            sums.ll += wl * level[i];
+            sums.l1 += wl;
+            sums.w1 += w[i];
+        }
+    }
+    return sums;
+}
+
+// Moves s and m to the least squares optimum for the levels that gave the sums.
+ROCQ__FN void rocq__refit(const rocq__grid *grid, const rocq__sums *k, float *s, float *m) {
+    float a = k->ll > 0 ? k->rl / k->ll : 0, b = 0;
+    if (grid->mn_lo != grid->mn_hi || grid->mn_lo != 0) {
+        const float det = k->ll * k->w1 - k->l1 * k->l1;
+        if (det > 1e-6f * k->ll * k->w1) {
+            a = (k->rl * k->w1 - k->r1 * k->l1) / det;
+            b = (k->rl * k->l1 - k->r1 * k->ll) / det;
+        } else {
+            a = 0; // one level only: the offset does it all
+            b = -k->r1 / k->w1;
+        }
+        if (grid->mn_lo >= 0 && *m + b < 0) {
+            b = -*m;
+            a = k->ll > 0 ? (k->rl + b * k->l1) / k->ll : 0;
+        }
+    }
+    *s += a;
+    *m += b;
+}
+
+// Fits one group by itself; returns its error.
+ROCQ__FN float rocq__fit(const rocq__search *search, int32_t first, float *s_out, float *m_out) {
+    const rocq__grid *grid = search->grid;
+    const float *x = search->x + first;
+    const bool has_min = grid->mn_lo != 0 || grid->mn_hi != 0;
+    float low = x[0], high = x[0];
+    for (int32_t i = 1; i < grid->group; i++) {
+        low = ROCQ__MIN(low, x[i]);
+        high = ROCQ__MAX(high, x[i]);
+    }
+    if (grid->mn_lo == 0) low = ROCQ__MIN(low, 0);
+    float best = INFINITY, best_s = 0, best_m = 0;
+    const float bottom = grid->table ? search->level[0] : (float)grid->q_lo;
+    const float top = grid->table ? search->level[15] : (float)grid->q_hi;
+    const float unit = grid->table ? 12.0f : 1.0f;
+    const int32_t outer = has_min ? 5 : 2, inner = has_min ? 5 : 16;
+    for (int32_t i = 0; i < outer; i++) {
+        for (int32_t j = 0; j < inner; j++) {
+            float s, m = 0;
+            if (has_min) {
+                // The ends of the range move inward (and a little outward) by parts of a level.
+                const float step = (high - low) / top;
+                m = -(low + step * (0.25f * (float)i - 0.25f));
+                if (grid->mn_lo == 0 && m < 0) m = 0;
+                s = (high - step * (0.25f * (float)j - 0.25f) + m) / top;
+            } else {
+                const float peak = high > -low ? high : low;
+                const float end = i ? top : bottom;
+                const float inward = unit * (0.2f * (float)j - 0.5f);
+                s = peak / (end < 0 ? end + inward : end - inward);
+            }
+            for (int32_t k = 0; k < 3; k++) {
+                const rocq__sums sums = rocq__assign(search, first, s, m, NULL);
+                if (sums.rr < best) {
+                    best = sums.rr;
+                    best_s = s;
+                    best_m = m;
+                } else if (k > 1) {
+                    break;
+                }
+                rocq__refit(grid, &sums, &s, &m);
+            }
+        }
+    }
+    *s_out = best_s;
+    *m_out = best_m;
+    return best;
+}
+
+ROCQ__FN float rocq__quadratic(const rocq__sums *k, float a, float b) {
+    return k->rr - 2 * a * k->rl + 2 * b * k->r1 + a * a * k->ll - 2 * a * b * k->l1 + b * b * k->w1;
+}
+
+ROCQ__INLINE int32_t rocq__nearest_in(float v, int32_t lo, int32_t hi) {
+    const float c = v > (float)lo ? v < (float)hi ? v : (float)hi : (float)lo;
+    return (int32_t)(c - (float)lo + 0.5f) + lo;
+}
+
+// The stored scale nearest to v, in the search's units.
+ROCQ__FN float rocq__stored(const rocq__search *search, float v, uint16_t *bits) {
+    const float down = rocq__pow2(search->exponent), up = rocq__pow2(-search->exponent);
+    *bits = rocq__f32_to_f16(rocq__f16_limit(v * down));
+    return rocq__f16_to_f32(*bits) * up;
+}
+
+ROCQ__FN void rocq__encode_searched(const rocq__grid *grid, const float *x, const float *w,
+                                    rocq__fields *out) {
+    rocq__search search;
+    rocq__fields f;
+    const int32_t n_groups = grid->n / grid->group;
+    const bool has_min = grid->mn_lo != 0 || grid->mn_hi != 0;
+    float amax = 0, wmax = 0;
+    memset(out, 0, sizeof *out);
+    memset(&f, 0, sizeof f);
+    for (int32_t i = 0; i < grid->n; i++) {
+        amax = ROCQ__MAX(amax, fabsf(x[i]));
+        if (w) wmax = ROCQ__MAX(wmax, w[i]);
+    }
+    if (!(amax > 1e-12f)) return;
+    search.grid = grid;
+    search.exponent = ROCQ__MIN(ilogbf(amax), 126);
+    for (int32_t i = 0; i < grid->n; i++) {
+        search.x[i] = x[i] * rocq__pow2(-search.exponent);
+        search.w[i] = wmax > 0 ? w[i] / wmax + 1e-7f : 1;
+    }
+    if (grid->table) for (int32_t k = 0; k < 16; k++) search.level[k] = grid->table[k];
+
+    float s[16], m[16], s_top = 0, m_top = 0;
+    for (int32_t g = 0; g < n_groups; g++) {
+        rocq__fit(&search, g * grid->group, &s[g], &m[g]);
+        if (fabsf(s[g]) > fabsf(s_top)) s_top = s[g];
+        if (fabsf(m[g]) > fabsf(m_top)) m_top = m[g];
+    }
+    float best = INFINITY;
+    const int32_t n_starts = grid->sc_lo == grid->sc_hi ? 1 : 8;
+    for (int32_t start = 0; start < n_starts; start++) {
+        float d, dmin;
+        const int32_t sc_range = grid->sc_hi;
+        float part = 1 - 0.5f * (float)(start >> (grid->sc_lo < 0)) / (float)(sc_range > 15 ? sc_range : 15);
+        if (sc_range == 15) part = 1 - 1.0f*(float)start / 15;
+        if (sc_range == 1) part = 1;
+        d = s_top / ((grid->sc_lo < 0 && !(start & 1) ? (float)grid->sc_lo : (float)grid->sc_hi) * part);
+        dmin = m_top / (float)(grid->mn_lo < 0 ? -1 : grid->mn_hi ? grid->mn_hi : 1);
+        float last = INFINITY;
+        for (int32_t turn = 0; turn < 4; turn++) {
+            d = rocq__stored(&search, d, &f.d);
+            dmin = rocq__stored(&search, dmin, &f.dmin);
+            float total = 0, A = 0, B = 0, C = 0, P = 0, Q = 0;
+            for (int32_t g = 0; g < n_groups; g++) {
+                const int32_t first = g * grid->group;
+                int32_t sc = rocq__nearest_in(d != 0 ? s[g] / d : 0, grid->sc_lo, grid->sc_hi);
+                int32_t mn = rocq__nearest_in(dmin != 0 ? m[g] / dmin : 0, grid->mn_lo, grid->mn_hi);
+                int32_t sc0 = ROCQ__MAX(sc - 1, grid->sc_lo), sc1 = ROCQ__MIN(sc + 1, grid->sc_hi);
+                int32_t mn0 = ROCQ__MAX(mn - 1, grid->mn_lo), mn1 = ROCQ__MIN(mn + 1, grid->mn_hi);
+                rocq__sums k = {INFINITY, 0, 0, 0, 0, 0};
+                for (int32_t a = sc0; a <= sc1; a++) {
+                    for (int32_t b = mn0; b <= mn1; b++) {
+                        const rocq__sums t = rocq__assign(&search, first, d * (float)a, dmin * (float)b, NULL);
+                        if (t.rr < k.rr) {
+                            k = t;
+                            sc = a;
+                            mn = b;
+                        }
+                    }
+                }
+                f.sc[g] = sc;
+                f.mn[g] = mn;
+                total += k.rr;
+                const float l = (float)sc, o = (float)mn;
+                A += l * l * k.ll;
+                B += l * o * k.l1;
+                C += o * o * k.w1;
+                P += l * k.rl;
+                Q += o * k.r1;
+            }
+            if (total < best) {
+                best = total;
+                out->d = f.d;
+                out->dmin = f.dmin;
+                memcpy(out->sc, f.sc, sizeof f.sc);
+                memcpy(out->mn, f.mn, sizeof f.mn);
+            }
+            if (!(total < last)) break;
+            last = total;
+            float a = A > 0 ? P / A : 0, b = 0;
+            if (has_min && C > 0) {
+                const float det = A * C - B * B;
+                if (det > 1e-6f * A * C) {
+                    a = (P * C - Q * B) / det;
+                    b = (P * B - Q * A) / det;
+                } else {
+                    b = -Q / C, a = 0;
+                }
+            }
+            d += a;
+            dmin += b;
+        }
+    }
+    {
+        const float up = rocq__pow2(-search.exponent);
+        const float d = rocq__f16_to_f32(out->d) * up, dmin = rocq__f16_to_f32(out->dmin) * up;
+        for (int32_t g = 0; g < n_groups; g++) {
+            rocq__assign(&search, g * grid->group, d * (float)out->sc[g], dmin * (float)out->mn[g], out->q);
+        }
+    }
+}
+
+// -- quantize: rows --
+
+ROCQ__FN void rocq__quantize_row(rocq_format format, void *dst, const float *src, int64_t n,
+                                 const float *importance) {
+    if (format == ROCQ_F32) {
+        if (n > 0) memcpy(dst, src, (size_t)n * sizeof(float));
+        return;
+    }
+    if (format == ROCQ_F16) {
+        uint16_t *half = (uint16_t *)dst;
+        for (int64_t i = 0; i < n; i++) half[i] = rocq__f32_to_f16(src[i]);
+        return;
+    }
+    if (format == ROCQ_BF16) {
+        uint16_t *half = (uint16_t *)dst;
+        for (int64_t i = 0; i < n; i++) half[i] = rocq__f32_to_bf16(src[i]);
+        return;
+    }
+    const rocq__codec *codec = rocq__codec_of(format);
+    const bool plain = !importance && codec->grid.sc_lo == 1 && !codec->grid.table;
+    unsigned char *block = (unsigned char *)dst;
+    for (int64_t i = 0; i < n; i += codec->info.block_elems, block += codec->info.block_bytes) {
+        const float *w = importance ? importance + i : NULL;
+        if (!codec->pack) {
+            rocq__encode_mx(format, block, src + i, w);
+            continue;
+        }
+        rocq__fields fields;
+        if (plain) rocq__encode_plain(&codec->grid, src + i, &fields);
+        else rocq__encode_searched(&codec->grid, src + i, w, &fields);
+        codec->pack(block, &fields);
+    }
+}
+
+// -- the public half --
+
+ROCQ_DEF const rocq_format_info *rocq_get_format_info(rocq_format format) {
+    const rocq__codec *codec = rocq__codec_of(format);
+    return codec ? &codec->info : NULL;
+}
+
+ROCQ_DEF rocq_result rocq_format_from_name(rocq_format *format, const char *name) {
+    static const rocq_format all[] = {
+#define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_##NAME,
+        ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+        ROCQ_I32};
+    if (!format || !name) return ROCQ_E_ARGUMENT;
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        const char *a = rocq_get_format_info(all[i])->name, *b = name;
+        while (*a && *a == (*b >= 'a' && *b <= 'z' ? *b - 'a' + 'A' : *b)) a++, b++;
+        if (*a == 0 && *b == 0) {
+            *format = all[i];
+            return ROCQ_OK;
+        }
+    }
+    return ROCQ_E_FORMAT;
+}
+
+ROCQ_DEF rocq_result rocq_row_size(rocq_format format, int64_t n, int64_t *bytes) {
+    const rocq_format_info *info = rocq_get_format_info(format);
+    if (!info) return ROCQ_E_FORMAT;
+    if (!bytes || n < 0) return ROCQ_E_ARGUMENT;
+    if (n % info->block_elems != 0) return ROCQ_E_SHAPE;
+    return rocq__mul(n / info->block_elems, info->block_bytes, bytes) ? ROCQ_OK : ROCQ_E_OVERFLOW;
+}
+
+// A host address that a caller may pass for n elements of a format.
+ROCQ__FN rocq_result rocq__check_span(rocq_format format, const void *ptr, int64_t n) {
+    if (n == 0) return ROCQ_OK;
+    if (!ptr) return ROCQ_E_ARGUMENT;
+    return (uintptr_t)ptr % (uintptr_t)rocq__alignment_of(format) == 0 ? ROCQ_OK : ROCQ_E_ALIGNMENT;
+}
+
+ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *src, int64_t n_rows,
+                                   int64_t n_per_row, const float *importance) {
+    int64_t row_bytes, bytes, n;
+    if (format == ROCQ_I32) return ROCQ_E_FORMAT;
+    ROCQ__TRY(rocq_row_size(format, n_per_row, &row_bytes));
+    if (n_rows < 0) return ROCQ_E_ARGUMENT;
+    if (!rocq__mul(n_rows, n_per_row, &n) || !rocq__mul(n, 4, &bytes)) return ROCQ_E_OVERFLOW;
+    ROCQ__TRY(rocq__check_span(format, dst, n));
+    ROCQ__TRY(rocq__check_span(ROCQ_F32, src, n));
+    ROCQ__TRY(rocq__check_span(ROCQ_F32, importance ? importance : src, n));
+    for (int64_t i = 0; i < n; i++) {
+        if (!(fabsf(src[i]) <= FLT_MAX)) return ROCQ_E_ARGUMENT;
+    }
+    for (int64_t i = 0; importance && n_rows > 0 && i < n_per_row; i++) {
+        if (!(importance[i] >= 0 && importance[i] <= FLT_MAX)) return ROCQ_E_ARGUMENT;
+    }
+    for (int64_t row = 0; row < n_rows; row++) {
+        rocq__quantize_row(format, (unsigned char *)dst + row * row_bytes, src + row * n_per_row,
+                           n_per_row, importance);
+    }
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void *src, int64_t n) {
+    int64_t bytes;
+    if (format == ROCQ_I32) return ROCQ_E_FORMAT;
+    ROCQ__TRY(rocq_row_size(format, n, &bytes));
+    ROCQ__TRY(rocq__check_span(ROCQ_F32, dst, n));
+    ROCQ__TRY(rocq__check_span(format, src, n));
+    rocq__dequantize_row(format, dst, src, n);
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>gguf: reader
+// ---------------------------------------------------------------------------------------------
+// A file is `head`, its first bytes in memory, and two lists of where each metadata value and each
+// tensor record starts in there. head is the whole file where that is mapped or the caller's span;
+// otherwise it is a block that grows while the header is scanned, so it holds the header only.
+// Nothing is copied out: a look-up decodes its record again, and bounds it again by where the next
+// one starts, so a mapping that another program writes to can give wrong values but never a read
+// outside of it. What no check can catch is a mapped file that shrinks while it is in use: the
+// system then ends the program (SIGBUS); set no_mmap where that may happen.
+
+#if ROCQ__HAS_STDIO && !defined(ROCQ_NO_MMAP)
+#define ROCQ__HAS_MMAP 1
+#else
+#define ROCQ__HAS_MMAP 0
+#endif
+#include <errno.h>
+#if defined(_WIN32)
+#include <io.h>
+#endif
+
+enum {
+    ROCQ__GGUF_ALIGNMENT = 32,          // of tensor data where the file does not say
+    ROCQ__GGUF_MAX_ALIGNMENT = 1 << 20, // as ggml: more would only make a small file huge
+    ROCQ__GGUF_MAX_KEY = 65535,
+    ROCQ__GGUF_WINDOW = 1 << 16, // first size of head
+    ROCQ__GGUF_MIN_VALUE = 14, // bytes of the smallest value record: key of one byte, scalar of one
+    ROCQ__GGUF_MIN_TENSOR = 24 // and of the smallest tensor record: no name, no dimensions
+};
+
+// Records of one kind. Both kinds start with their name: a 64-bit length, then the bytes.
+typedef struct rocq__gguf_index {
+    const char *kind; // for messages
+    int64_t count;
+    int64_t *at;    // [count + 1] offset of each record, and of the end of the last
+    int64_t *order; // [count] record numbers in the order of their names
+} rocq__gguf_index;
+
+struct rocq_gguf {
+    rocq_ctx *ctx;
+    int64_t size; // of the file
+    const unsigned char *head;
+    int64_t head_size;
+    bool whole;   // head is the file
+    void *window; // head as a block of ours, else NULL
+    void *map;    // head as a mapping of ours, else NULL
+    FILE *stream;
+    bool (*read)(void *dst, int64_t offset, int64_t size, void *user); // where not whole
+    void *user;
+    int32_t version;
+    int64_t alignment;
+    int64_t data_start; // what tensor offsets count from
+    rocq__gguf_index values, tensors;
+};
+
+ROCQ__FN uint32_t rocq__gguf_u32(const void *src) {
+    uint32_t value;
+    memcpy(&value, src, sizeof value);
+    return value;
+}
+
+ROCQ__FN uint64_t rocq__gguf_u64(const void *src) {
+    uint64_t value;
+    memcpy(&value, src, sizeof value);
+    return value;
+}
+
+// Bytes of one element; the least there can be (its length) for a string, 0 for an unknown type.
+ROCQ__FN int64_t rocq__gguf_type_size(uint32_t type) {
+    static const unsigned char sizes[] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 0, 8, 8, 8};
+    return type < sizeof sizes ? sizes[type] : 0;
+}
+
+// Start of a name, fit for a one-line message whatever bytes the file has there.
+typedef struct rocq__label {
+    char text[65];
+} rocq__label;
+
+ROCQ__FN rocq__label rocq__label_of(const char *name, int64_t length) {
+    rocq__label label;
+    int64_t n = 0;
+    for (; n < length && n < (int64_t)sizeof label.text - 1; n++) {
+        label.text[n] = name[n] >= 32 && name[n] < 127 ? name[n] : '?';
+    }
+    label.text[n] = 0;
+    return label;
+}
+
+// Fails with a message that says where: file offset, record and its name as far as it is known.
+ROCQ__FN rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_index *index, int64_t i,
+                                    int64_t at, rocq_result result, const char *why,
+                                    uint64_t number) {
+    if (!index) {
+        return rocq__fail(file->ctx, result, "gguf: byte %lld: %s: %llu", (long long)at, why,
+                          (unsigned long long)number);
+    }
+    const int64_t start = index->at[i];
+    uint64_t length = 0;
+    if (file->head_size - start > 8) {
+        length = rocq__gguf_u64(file->head + start);
+        if (length > (uint64_t)(file->head_size - start - 8)) length = 0;
+    }
+    const rocq__label name = rocq__label_of((const char *)file->head + start + 8, (int64_t)length);
+    return rocq__fail(file->ctx, result, "gguf: byte %lld, %s %lld '%s': %s: %llu", (long long)at,
+                      index->kind, (long long)i, name.text, why, (unsigned long long)number);
+}
+
+// -- sources --
+
+#if ROCQ__HAS_STDIO
+// errno tells why it is NULL. Windows paths are UTF-8 here as everywhere else.
+ROCQ__FN FILE *rocq__fopen(rocq_ctx *ctx, const char *path, bool write) {
+#if defined(_WIN32)
+    const int length = MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, NULL, 0);
+    errno = EINVAL;
+    if (length <= 0) return NULL;
+    wchar_t *wide = (wchar_t *)rocq__alloc(ctx, (int64_t)length * (int64_t)sizeof(wchar_t));
+    errno = ENOMEM;
+    if (!wide) return NULL;
+    MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, wide, length);
+    FILE *stream = _wfopen(wide, write ? L"wb" : L"rb");
+    rocq__free(ctx, wide);
+    return stream;
+#else
+    (void)ctx;
+    return fopen(path, write ? "wb" : "rb");
+#endif
+}
+
+ROCQ__FN rocq_result rocq__fopen_failed(rocq_ctx *ctx, const char *path, bool write) {
+    const int error = errno;
+    return rocq__fail(ctx, error == ENOMEM ? ROCQ_E_MEMORY : ROCQ_E_IO, "gguf: cannot %s '%s': %s",
+                      write ? "write" : "open", path, strerror(error));
+}
+
+ROCQ__FN bool rocq__fseek(FILE *stream, int64_t offset, int whence) {
+#if defined(_WIN32)
+    return _fseeki64(stream, offset, whence) == 0;
+#else
+    return offset <= LONG_MAX && fseek(stream, (long)offset, whence) == 0;
+#endif
+}
+
+ROCQ__FN int64_t rocq__ftell(FILE *stream) {
+#if defined(_WIN32)
+    return _ftelli64(stream);
+#else
+    return ftell(stream);
+#endif
+}
+
+ROCQ__FN bool rocq__gguf_stream_read(void *dst, int64_t offset, int64_t size, void *user) {
+    FILE *stream = (FILE *)user;
+    return rocq__fseek(stream, offset, SEEK_SET) &&
+           fread(dst, 1, (size_t)size, stream) == (size_t)size;
+}
+
+ROCQ__FN bool rocq__gguf_stream_write(const void *src, int64_t size, void *user) {
+    return fwrite(src, 1, (size_t)size, (FILE *)user) == (size_t)size;
+}
+#endif
+
+#if ROCQ__HAS_MMAP
+// Leaves the file as it is where it cannot be mapped: it is then read through the stream.
+ROCQ__FN void rocq__gguf_map(rocq_gguf *file, const char *path) {
+#if defined(_WIN32)
+    (void)path;
+    const HANDLE handle = (HANDLE)_get_osfhandle(_fileno(file->stream));
+    const HANDLE mapping = CreateFileMappingW(handle, NULL, PAGE_READONLY, 0, 0, NULL);
+    if (!mapping) return;
+    file->map = MapViewOfFile(mapping, FILE_MAP_READ, 0, 0, 0);
+    CloseHandle(mapping); // the view keeps it alive
+#else
+    struct stat info;
+    const int fd = open(path, O_RDONLY);
+    if (fd < 0) return;
+    if (fstat(fd, &info) == 0 && info.st_size > 0 && (uint64_t)info.st_size <= SIZE_MAX) {
+        void *map = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+        if (map != MAP_FAILED) {
+            file->map = map;
+            file->size = info.st_size;
+        }
+    }
+    close(fd);
+#endif
+    if (!file->map) return;
+    file->head = (const unsigned char *)file->map;
+    file->head_size = file->size;
+    file->whole = true;
+    fclose(file->stream);
+    file->stream = NULL;
+}
+#endif
+
+ROCQ__FN rocq_result rocq__gguf_open_source(rocq_gguf *file, const rocq_gguf_desc *desc) {
+    if (desc->data) {
+        file->size = desc->size;
+        file->head = (const unsigned char *)desc->data;
+        file->head_size = desc->size;
+        file->whole = true;
+        return ROCQ_OK;
+    }
+    if (desc->read) {
+        file->size = desc->size;
+        file->read = desc->read;
+        file->user = desc->user;
+        return ROCQ_OK;
+    }
+#if ROCQ__HAS_STDIO
+    file->stream = rocq__fopen(file->ctx, desc->path, false);
+    if (!file->stream) return rocq__fopen_failed(file->ctx, desc->path, false);
+    file->size = rocq__fseek(file->stream, 0, SEEK_END) ? rocq__ftell(file->stream) : -1;
+    if (file->size < 0) {
+        return rocq__fail(file->ctx, ROCQ_E_IO, "gguf: cannot find the size of '%s'", desc->path);
+    }
+    file->read = rocq__gguf_stream_read;
+    file->user = file->stream;
+#if ROCQ__HAS_MMAP
+    if (!desc->no_mmap) rocq__gguf_map(file, desc->path);
+#endif
+    return ROCQ_OK;
+#else
+    return rocq__fail(file->ctx, ROCQ_E_UNSUPPORTED, "gguf: built with ROCQ_NO_STDIO, no paths");
+#endif
+}
+
+// -- scan: one pass over the header that finds where each record starts --
+
+typedef struct rocq__gguf_scan {
+    rocq_gguf *file;
+    const rocq__gguf_index *index; // of the record at hand, NULL before the first
+    int64_t record;
+    int64_t at;
+    rocq_result result; // the first failure; after it nothing is read any more
+} rocq__gguf_scan;
+
+ROCQ__FN void rocq__gguf_stop(rocq__gguf_scan *scan, rocq_result result, const char *why,
+                              uint64_t number) {
+    if (scan->result != ROCQ_OK) return;
+    scan->result =
+        rocq__gguf_bad(scan->file, scan->index, scan->record, scan->at, result, why, number);
+}
+
+// Makes the next n bytes readable at head + at.
+ROCQ__FN bool rocq__gguf_need(rocq__gguf_scan *scan, uint64_t n) {
+    rocq_gguf *file = scan->file;
+    if (scan->result != ROCQ_OK) return false;
+    if (n > (uint64_t)(file->size - scan->at)) {
+        rocq__gguf_stop(scan, ROCQ_E_TRUNCATED, "the file ends before this many more bytes", n);
+        return false;
+    }
+    const int64_t end = scan->at + (int64_t)n;
+    if (end <= file->head_size) return true;
+    int64_t room = file->head_size <= file->size / 2 ? file->head_size * 2 : file->size;
+    room = ROCQ__MIN(ROCQ__MAX(room, (int64_t)ROCQ__GGUF_WINDOW), file->size);
+    room = ROCQ__MAX(room, end);
+    unsigned char *window = (unsigned char *)rocq__alloc(file->ctx, room);
+    if (!window) {
+        rocq__gguf_stop(scan, ROCQ_E_MEMORY, "no memory for a header of bytes", (uint64_t)room);
+        return false;
+    }
+    if (file->head_size > 0) memcpy(window, file->head, (size_t)file->head_size);
+    const bool ok =
+        file->read(window + file->head_size, file->head_size, room - file->head_size, file->user);
+    rocq__free(file->ctx, ok ? file->window : window);
+    if (!ok) {
+        rocq__gguf_stop(scan, ROCQ_E_IO, "cannot read this many bytes",
+                        (uint64_t)(room - file->head_size));
+        return false;
+    }
+    file->window = window;
+    file->head = window;
+    file->head_size = room;
+    return true;
+}
+
+ROCQ__FN void rocq__gguf_skip(rocq__gguf_scan *scan, uint64_t n) {
+    if (rocq__gguf_need(scan, n)) scan->at += (int64_t)n;
+}
+
+// The next n (up to 8) bytes as a number, 0 after a failure.
+ROCQ__FN uint64_t rocq__gguf_take(rocq__gguf_scan *scan, uint64_t n) {
+    uint64_t value = 0;
+    if (!rocq__gguf_need(scan, n)) return 0;
+    memcpy(&value, scan->file->head + scan->at, (size_t)n);
+    scan->at += (int64_t)n;
+    return value;
+}
+
+ROCQ__FN void rocq__gguf_scan_value(rocq__gguf_scan *scan) {
+    const uint64_t key_length = rocq__gguf_take(scan, 8);
+    rocq__gguf_skip(scan, key_length);
+    if (scan->result == ROCQ_OK && (key_length < 1 || key_length > ROCQ__GGUF_MAX_KEY)) {
+        rocq__gguf_stop(scan, ROCQ_E_CORRUPT, "length of the key is not 1 to 65535", key_length);
+    }
+    uint64_t count = 1, type = rocq__gguf_take(scan, 4);
+    if (type == ROCQ_GGUF_ARRAY) {
+        type = rocq__gguf_take(scan, 4);
+        count = rocq__gguf_take(scan, 8);
+        if (type == ROCQ_GGUF_ARRAY) {
+            rocq__gguf_stop(scan, ROCQ_E_UNSUPPORTED, "an array of arrays, of length", count);
+        }
+    }
+    const int64_t size = rocq__gguf_type_size((uint32_t)type);
+    if (size == 0) rocq__gguf_stop(scan, ROCQ_E_CORRUPT, "unknown type of value", type);
+    if (scan->result != ROCQ_OK) return;
+    if (count > (uint64_t)(scan->file->size - scan->at) / (uint64_t)size) {
+        rocq__gguf_stop(scan, ROCQ_E_TRUNCATED, "the file ends before an array of length", count);
+    } else if (type == ROCQ_GGUF_STRING) {
+        for (uint64_t i = 0; i < count && scan->result == ROCQ_OK; i++) {
+            rocq__gguf_skip(scan, rocq__gguf_take(scan, 8));
+        }
+    } else if (rocq__gguf_need(scan, count * (uint64_t)size)) {
+        for (; type == ROCQ_GGUF_BOOL && count > 0; count--, scan->at++) {
+            const unsigned char byte = scan->file->head[scan->at];
+            if (byte > 1) {
+                rocq__gguf_stop(scan, ROCQ_E_CORRUPT, "a bool is neither 0 nor 1", byte);
+                return;
+            }
+        }
+        scan->at += (int64_t)count * size;
+    }
+}
+
+ROCQ__FN void rocq__gguf_scan_tensor(rocq__gguf_scan *scan) {
+    rocq__gguf_skip(scan, rocq__gguf_take(scan, 8));
+    const uint64_t n_dims = rocq__gguf_take(scan, 4);
+    if (n_dims > 4) rocq__gguf_stop(scan, ROCQ_E_CORRUPT, "more than 4 dimensions", n_dims);
+    rocq__gguf_skip(scan, n_dims * 8 + 4 + 8);
+}
+
+// Allocates an index; its count was checked against the rest of the file.
+ROCQ__FN rocq_result rocq__gguf_index_alloc(rocq_gguf *file, rocq__gguf_index *index,
+                                            const char *kind, int64_t count) {
+    index->kind = kind;
+    index->at = (int64_t *)rocq__alloc(file->ctx, (count + 1) * (int64_t)sizeof(int64_t));
+    index->order = (int64_t *)rocq__alloc(file->ctx, (count + 1) * (int64_t)sizeof(int64_t));
+    if (!index->at || !index->order) {
+        return rocq__fail(file->ctx, ROCQ_E_MEMORY, "gguf: no memory for a list of %lld %ss",
+                          (long long)count, kind);
+    }
+    index->count = count;
+    return ROCQ_OK;
+}
+
+// -- records --
+
+ROCQ__FN rocq_str rocq__gguf_name(const rocq_gguf *file, const rocq__gguf_index *index, int64_t i) {
+    const unsigned char *record = file->head + index->at[i];
+    const int64_t room = index->at[i + 1] - index->at[i] - 8;
+    const uint64_t length = rocq__gguf_u64(record);
+    rocq_str name;
+    name.data = (const char *)record + 8;
+    name.length = length > (uint64_t)room ? room : (int64_t)length;
+    return name;
+}
+
+// Any total order would do; this one compares lengths first, which decides most pairs.
+ROCQ__FN int rocq__gguf_compare(rocq_str a, rocq_str b) {
+    if (a.length != b.length) return a.length < b.length ? -1 : 1;
+    return memcmp(a.data, b.data, (size_t)a.length);
+}
+
+ROCQ__FN int rocq__gguf_by_name(const rocq_gguf *file, const rocq__gguf_index *index, int64_t a,
+                                int64_t b) {
+    return rocq__gguf_compare(rocq__gguf_name(file, index, a), rocq__gguf_name(file, index, b));
+}
+
+ROCQ__FN int rocq__gguf_by_offset(const rocq_gguf *file, const rocq__gguf_index *index, int64_t a,
+                                  int64_t b) {
+    const uint64_t offset_a = rocq__gguf_u64(file->head + index->at[a + 1] - 8);
+    const uint64_t offset_b = rocq__gguf_u64(file->head + index->at[b + 1] - 8);
+    return offset_a < offset_b ? -1 : offset_a > offset_b;
+}
+
+// Heapsort: no recursion, no memory, and no input that makes it slow.
+ROCQ__FN void rocq__gguf_sort(const rocq_gguf *file, const rocq__gguf_index *index,
+                              int (*compare)(const rocq_gguf *, const rocq__gguf_index *, int64_t,
+                                             int64_t)) {
+    int64_t *order = index->order;
+    for (int64_t i = 0; i < index->count; i++) order[i] = i;
+    for (int64_t end = index->count, start = end / 2; end > 1;) {
+        if (start > 0) {
+            start--;
+        } else {
+            const int64_t top = order[0];
+            order[0] = order[--end];
+            order[end] = top;
+        }
+        const int64_t moved = order[start];
+        int64_t hole = start;
+        for (int64_t child; (child = hole * 2 + 1) < end; hole = child) {
+            if (child + 1 < end && compare(file, index, order[child], order[child + 1]) < 0)
+                child++;
+            if (compare(file, index, moved, order[child]) >= 0) break;
+            order[hole] = order[child];
+        }
+        order[hole] = moved;
+    }
+}
+
+ROCQ__FN rocq_result rocq__gguf_sort_names(const rocq_gguf *file, const rocq__gguf_index *index) {
+    rocq__gguf_sort(file, index, rocq__gguf_by_name);
+    for (int64_t i = 1; i < index->count; i++) {
+        const int64_t a = index->order[i - 1], b = index->order[i];
+        if (rocq__gguf_by_name(file, index, a, b) == 0) {
+            return rocq__gguf_bad(file, index, b, index->at[b], ROCQ_E_CORRUPT,
+                                  "the same name as number", (uint64_t)a);
+        }
+    }
+    return ROCQ_OK;
+}
+
+// Record number, or -1.
+ROCQ__FN int64_t rocq__gguf_find(const rocq_gguf *file, const rocq__gguf_index *index,
+                                 const char *name) {
+    rocq_str wanted;
+    wanted.data = name;
+    wanted.length = (int64_t)strlen(name);
+    for (int64_t low = 0, high = index->count; low < high;) {
+        const int64_t middle = low + (high - low) / 2, i = index->order[middle];
+        const int order = rocq__gguf_compare(rocq__gguf_name(file, index, i), wanted);
+        if (order == 0) return i;
+        if (order < 0) low = middle + 1;
+        else high = middle;
+    }
+    return -1;
+}
+
+ROCQ__FN rocq_result rocq__gguf_value(const rocq_gguf *file, int64_t i, rocq_gguf_value *value) {
+    const rocq__gguf_index *index = &file->values;
+    const unsigned char *end = file->head + index->at[i + 1];
+    rocq_gguf_value v;
+    memset(&v, 0, sizeof v);
+    v.key = rocq__gguf_name(file, index, i);
+    const unsigned char *p = (const unsigned char *)v.key.data + v.key.length;
+    uint32_t type = UINT32_MAX;
+    uint64_t count = 1;
+    if (end - p >= 4) {
+        type = rocq__gguf_u32(p);
+        p += 4;
+    }
+    if (type == ROCQ_GGUF_ARRAY && end - p >= 12) {
+        v.is_array = true;
+        type = rocq__gguf_u32(p);
+        count = rocq__gguf_u64(p + 4);
+        p += 12;
+    }
+    const int64_t size = rocq__gguf_type_size(type);
+    if (size == 0 || count > (uint64_t)(end - p) / (uint64_t)size) {
+        return rocq__gguf_bad(file, index, i, index->at[i], ROCQ_E_CORRUPT,
+                              "the file has changed since it was opened, type is now", type);
+    }
+    v.type = (rocq_gguf_type)type;
+    v.count = (int64_t)count;
+    v.data = p;
+    v.end = type == ROCQ_GGUF_STRING ? end : p + v.count * size;
+    *value = v;
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gguf_tensor *tensor) {
+    const rocq__gguf_index *index = &file->tensors;
+    const int64_t at = index->at[i], end = index->at[i + 1];
+    rocq_gguf_tensor t;
+    memset(&t, 0, sizeof t);
+    t.name = rocq__gguf_name(file, index, i);
+    const unsigned char *p = (const unsigned char *)t.name.data + t.name.length;
+    const int64_t left = end - at - 8 - t.name.length;
+    const uint32_t n_dims = left >= 4 ? rocq__gguf_u32(p) : UINT32_MAX;
+    if (n_dims > 4 || left != 4 + (int64_t)n_dims * 8 + 4 + 8) {
+        return rocq__gguf_bad(file, index, i, at, ROCQ_E_CORRUPT,
+                              "the file has changed since it was opened, dimensions are now",
+                              n_dims);
+    }
+    int64_t count = 1, elems, bytes;
+    t.n_dims = ROCQ__MAX((int32_t)n_dims, 1); // none is a single element, as in ggml
+    for (uint32_t d = 0; d < 4; d++) {
+        const uint64_t ne = d < n_dims ? rocq__gguf_u64(p + 4 + d * 8) : 1;
+        if (ne < 1 || ne > INT64_MAX) {
+            return rocq__gguf_bad(file, index, i, at, ROCQ_E_CORRUPT, "bad dimension", ne);
+        }
+        t.ne[d] = (int64_t)ne;
+        if (!rocq__mul(count, t.ne[d], &count)) {
+            return rocq__gguf_bad(file, index, i, at, ROCQ_E_OVERFLOW,
+                                  "too many elements, with dimension", ne);
+        }
+    }
+    p += 4 + n_dims * 8;
+    t.type_id = rocq__gguf_u32(p);
+    // Beyond what the enum's bits hold the conversion itself is undefined in C++.
+    t.known = t.type_id < 1024 && rocq__block_of((rocq_format)t.type_id, &elems, &bytes);
+    if (t.known) {
+        t.format = (rocq_format)t.type_id;
+        if (t.ne[0] % elems != 0) {
+            return rocq__gguf_bad(file, index, i, at, ROCQ_E_CORRUPT,
+                                  "rows are not whole blocks, elements", (uint64_t)t.ne[0]);
+        }
+        if (!rocq__mul(count / elems, bytes, &t.size)) {
+            return rocq__gguf_bad(file, index, i, at, ROCQ_E_OVERFLOW, "too many bytes, elements",
+                                  (uint64_t)count);
+        }
+    }
+    const uint64_t offset = rocq__gguf_u64(p + 4);
+    if (offset % (uint64_t)file->alignment != 0) {
+        return rocq__gguf_bad(file, index, i, at, ROCQ_E_ALIGNMENT,
+                              "data offset is not a multiple of the file's alignment", offset);
+    }
+    // At least one byte, also where the type and so the size is unknown.
+    int64_t last = 0;
+    if (offset > INT64_MAX || !rocq__add(file->data_start, (int64_t)offset, &t.offset) ||
+        !rocq__add(t.offset, ROCQ__MAX(t.size, 1), &last) || last > file->size) {
+        return rocq__gguf_bad(file, index, i, at, ROCQ_E_TRUNCATED,
+                              "the file ends before the data, at offset", offset);
+    }
+    *tensor = t;
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__gguf_check_tensors(const rocq_gguf *file) {
+    const rocq__gguf_index *index = &file->tensors;
+    int64_t end = 0;
+    rocq__gguf_sort(file, index, rocq__gguf_by_offset);
+    for (int64_t i = 0; i < index->count; i++) {
+        const int64_t n = index->order[i];
+        rocq_gguf_tensor t;
+        ROCQ__TRY(rocq__gguf_tensor(file, n, &t));
+        if (t.offset < end) {
+            return rocq__gguf_bad(file, index, n, index->at[n], ROCQ_E_CORRUPT,
+                                  "data overlaps that of number", (uint64_t)index->order[i - 1]);
+        }
+        end = t.offset + ROCQ__MAX(t.size, 1);
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__gguf_parse(rocq_gguf *file) {
+    rocq__gguf_scan scan;
+    memset(&scan, 0, sizeof scan);
+    scan.file = file;
+    const uint64_t magic = rocq__gguf_take(&scan, 4);
+    if (magic != 0x46554747u)
+        rocq__gguf_stop(&scan, ROCQ_E_MAGIC, "not a GGUF file, it starts with", magic);
+    const uint64_t version = rocq__gguf_take(&scan, 4);
+    if (version != 0 && (version & 0xffffu) == 0) {
+        rocq__gguf_stop(&scan, ROCQ_E_VERSION, "a big-endian file, its version reads", version);
+    } else if (version != 2 && version != 3) {
+        rocq__gguf_stop(&scan, ROCQ_E_VERSION, "the version is neither 2 nor 3", version);
+    }
+    file->version = (int32_t)(version & 3);
+    const uint64_t n_tensors = rocq__gguf_take(&scan, 8);
+    const uint64_t n_values = rocq__gguf_take(&scan, 8);
+    const uint64_t left = (uint64_t)(file->size - scan.at);
+    if (n_tensors > left / ROCQ__GGUF_MIN_TENSOR) {
+        rocq__gguf_stop(&scan, ROCQ_E_TRUNCATED, "the file ends before this many tensors",
+                        n_tensors);
+    }
+    if (n_values > left / ROCQ__GGUF_MIN_VALUE) {
+        rocq__gguf_stop(&scan, ROCQ_E_TRUNCATED, "the file ends before this many values", n_values);
+    }
+    if (scan.result != ROCQ_OK) return scan.result;
+
+    ROCQ__TRY(rocq__gguf_index_alloc(file, &file->values, "value", (int64_t)n_values));
+    ROCQ__TRY(rocq__gguf_index_alloc(file, &file->tensors, "tensor", (int64_t)n_tensors));
+    rocq__gguf_index *kinds[2] = {&file->values, &file->tensors};
+    for (int k = 0; k < 2; k++) {
+        scan.index = kinds[k];
+        for (int64_t i = 0; i < kinds[k]->count; i++) {
+            kinds[k]->at[i] = scan.at;
+            scan.record = i;
+            if (k == 0) rocq__gguf_scan_value(&scan);
+            else rocq__gguf_scan_tensor(&scan);
+            if (scan.result != ROCQ_OK) return scan.result;
+        }
+        kinds[k]->at[kinds[k]->count] = scan.at;
+    }
+
+    ROCQ__TRY(rocq__gguf_sort_names(file, &file->values));
+    file->alignment = ROCQ__GGUF_ALIGNMENT;
+    const int64_t i = rocq__gguf_find(file, &file->values, "general.alignment");
+    if (i >= 0) {
+        rocq_gguf_value value;
+        uint64_t alignment = 0;
+        ROCQ__TRY(rocq__gguf_value(file, i, &value));
+        if (value.is_array || rocq_gguf_value_u64(&value, 0, &alignment) != ROCQ_OK ||
+            alignment < 8 || alignment > ROCQ__GGUF_MAX_ALIGNMENT ||
+            (alignment & (alignment - 1)) != 0) {
+            return rocq__gguf_bad(file, &file->values, i, file->values.at[i], ROCQ_E_CORRUPT,
+                                  "not a power of two from 8 to 1048576", alignment);
+        }
+        file->alignment = (int64_t)alignment;
+    }
+    if (!rocq__round_up(scan.at, file->alignment, &file->data_start)) {
+        return rocq__gguf_bad(file, NULL, 0, scan.at, ROCQ_E_OVERFLOW, "alignment",
+                              (uint64_t)file->alignment);
+    }
+    ROCQ__TRY(rocq__gguf_check_tensors(file));
+    return rocq__gguf_sort_names(file, &file->tensors);
+}
+
+ROCQ_DEF rocq_result rocq_gguf_open(rocq_ctx *ctx, rocq_gguf **file, const rocq_gguf_desc *desc) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!file || !desc) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_open: file or desc is NULL");
+    if ((desc->path != NULL) + (desc->data != NULL) + (desc->read != NULL) != 1) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "gguf_open: set exactly one of path, data and read");
+    }
+    if (!desc->path && (desc->size < 0 || (desc->data && (uint64_t)desc->size > SIZE_MAX))) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_open: size is %lld", (long long)desc->size);
+    }
+    rocq_gguf *opened = (rocq_gguf *)rocq__alloc(ctx, (int64_t)sizeof *opened);
+    if (!opened) return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_open: no memory");
+    memset(opened, 0, sizeof *opened);
+    opened->ctx = ctx;
+    rocq_result result = rocq__gguf_open_source(opened, desc);
+    if (result == ROCQ_OK) result = rocq__gguf_parse(opened);
+    if (result != ROCQ_OK) rocq_gguf_close(&opened);
+    else *file = opened;
+    return result;
+}
+
+ROCQ_DEF void rocq_gguf_close(rocq_gguf **file) {
+    if (!file || !*file) return;
+    rocq_gguf *closed = *file;
+    rocq_ctx *ctx = closed->ctx;
+#if ROCQ__HAS_MMAP
+#if defined(_WIN32)
+    if (closed->map) UnmapViewOfFile(closed->map);
+#else
+    if (closed->map) munmap(closed->map, (size_t)closed->size);
+#endif
+#endif
+#if ROCQ__HAS_STDIO
+    if (closed->stream) fclose(closed->stream);
+#endif
+    rocq__free(ctx, closed->window);
+    rocq__free(ctx, closed->values.at);
+    rocq__free(ctx, closed->values.order);
+    rocq__free(ctx, closed->tensors.at);
+    rocq__free(ctx, closed->tensors.order);
+    rocq__free(ctx, closed);
+    *file = NULL;
+}
+
+ROCQ_DEF int32_t rocq_gguf_version(const rocq_gguf *file) {
+    return file ? file->version : 0;
+}
+
+ROCQ_DEF int64_t rocq_gguf_value_count(const rocq_gguf *file) {
+    return file ? file->values.count : 0;
+}
+
+ROCQ_DEF int64_t rocq_gguf_tensor_count(const rocq_gguf *file) {
+    return file ? file->tensors.count : 0;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_value_at(const rocq_gguf *file, int64_t index,
+                                        rocq_gguf_value *value) {
+    if (!file || !value || index < 0 || index >= file->values.count) return ROCQ_E_ARGUMENT;
+    return rocq__gguf_value(file, index, value);
+}
+
+ROCQ_DEF rocq_result rocq_gguf_find_value(const rocq_gguf *file, const char *key,
+                                          rocq_gguf_value *value) {
+    if (!file || !key || !value) return ROCQ_E_ARGUMENT;
+    const int64_t i = rocq__gguf_find(file, &file->values, key);
+    return i < 0 ? ROCQ_E_NOT_FOUND : rocq__gguf_value(file, i, value);
+}
+
+ROCQ_DEF rocq_result rocq_gguf_tensor_at(const rocq_gguf *file, int64_t index,
+                                         rocq_gguf_tensor *tensor) {
+    if (!file || !tensor || index < 0 || index >= file->tensors.count) return ROCQ_E_ARGUMENT;
+    return rocq__gguf_tensor(file, index, tensor);
+}
+
+ROCQ_DEF rocq_result rocq_gguf_find_tensor(const rocq_gguf *file, const char *name,
+                                           rocq_gguf_tensor *tensor) {
+    if (!file || !name || !tensor) return ROCQ_E_ARGUMENT;
+    const int64_t i = rocq__gguf_find(file, &file->tensors, name);
+    return i < 0 ? ROCQ_E_NOT_FOUND : rocq__gguf_tensor(file, i, tensor);
+}
+
+// -- values --
+
+// Element i of any integer type: its 64 bits in two's complement, and whether it is below zero.
+ROCQ__FN rocq_result rocq__gguf_integer(const rocq_gguf_value *value, int64_t i, uint64_t *bits,
+                                        bool *negative) {
+    if (!value || i < 0 || i >= value->count) return ROCQ_E_ARGUMENT;
+    const uint32_t type = (uint32_t)value->type;
+    if (type > ROCQ_GGUF_I32 && type != ROCQ_GGUF_U64 && type != ROCQ_GGUF_I64) return ROCQ_E_TYPE;
+    const int64_t size = rocq__gguf_type_size(type);
+    *bits = 0;
+    memcpy(bits, (const unsigned char *)value->data + i * size, (size_t)size);
+    const uint64_t sign = (uint64_t)1 << (size * 8 - 1);
+    *negative = type % 2 == 1 && (*bits & sign) != 0; // the signed types have the odd numbers
+    if (*negative) *bits |= ~(sign - 1);
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_value_i64(const rocq_gguf_value *value, int64_t i, int64_t *out) {
+    uint64_t bits;
+    bool negative;
+    if (!out) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__gguf_integer(value, i, &bits, &negative));
+    if (!negative && bits > INT64_MAX) return ROCQ_E_TYPE;
+    *out = (int64_t)bits;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_value_u64(const rocq_gguf_value *value, int64_t i, uint64_t *out) {
+    uint64_t bits;
+    bool negative;
+    if (!out) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__gguf_integer(value, i, &bits, &negative));
+    if (negative) return ROCQ_E_TYPE;
+    *out = bits;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_value_f64(const rocq_gguf_value *value, int64_t i, double *out) {
+    if (!value || !out || i < 0 || i >= value->count) return ROCQ_E_ARGUMENT;
+    if (value->type == ROCQ_GGUF_F64) {
+        memcpy(out, (const unsigned char *)value->data + i * 8, 8);
+        return ROCQ_OK;
+    }
+    if (value->type != ROCQ_GGUF_F32) return ROCQ_E_TYPE;
+    *out = (double)rocq__bits_f32(rocq__gguf_u32((const unsigned char *)value->data + i * 4));
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_value_bool(const rocq_gguf_value *value, int64_t i, bool *out) {
+    if (!value || !out || i < 0 || i >= value->count) return ROCQ_E_ARGUMENT;
+    if (value->type != ROCQ_GGUF_BOOL) return ROCQ_E_TYPE;
+    *out = ((const unsigned char *)value->data)[i] != 0;
+    return ROCQ_OK;
+}
+
+// Reads the string at *p and moves p behind it; false where none fits before the value's end.
+ROCQ__FN bool rocq__gguf_step(const rocq_gguf_value *value, const unsigned char **p,
+                              rocq_str *out) {
+    const unsigned char *end = (const unsigned char *)value->end;
+    if (end - *p < 8) return false;
+    const uint64_t length = rocq__gguf_u64(*p);
+    if (length > (uint64_t)(end - *p - 8)) return false;
+    out->data = (const char *)*p + 8;
+    out->length = (int64_t)length;
+    *p += 8 + length;
+    return true;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_value_str(const rocq_gguf_value *value, int64_t i, rocq_str *out) {
+    if (!value || !out || i < 0 || i >= value->count) return ROCQ_E_ARGUMENT;
+    if (value->type != ROCQ_GGUF_STRING) return ROCQ_E_TYPE;
+    const unsigned char *p = (const unsigned char *)value->data;
+    rocq_str text;
+    for (int64_t k = 0; k <= i; k++) {
+        if (!rocq__gguf_step(value, &p, &text))
+            return ROCQ_E_CORRUPT; // changed since it was opened
+    }
+    *out = text;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_next_str(const rocq_gguf_value *value, const void **cursor,
+                                        rocq_str *out) {
+    if (!value || !cursor || !out) return ROCQ_E_ARGUMENT;
+    if (value->type != ROCQ_GGUF_STRING) return ROCQ_E_TYPE;
+    const unsigned char *p = (const unsigned char *)(*cursor ? *cursor : value->data);
+    if (p == value->end) return ROCQ_E_NOT_FOUND;
+    if (p < (const unsigned char *)value->data) return ROCQ_E_ARGUMENT;
+    if (!rocq__gguf_step(value, &p, out)) return ROCQ_E_CORRUPT; // changed since it was opened
+    *cursor = p;
+    return ROCQ_OK;
+}
+
+#define ROCQ__GGUF_GET(name, type)                                                                 \
+    ROCQ_DEF rocq_result rocq_gguf_get_##name(const rocq_gguf *file, const char *key, type *out) { \
+        rocq_gguf_value value;                                                                     \
+        if (!out) return ROCQ_E_ARGUMENT;                                                          \
+        ROCQ__TRY(rocq_gguf_find_value(file, key, &value));                                        \
+        const rocq_result result =                                                                 \
+            value.is_array ? ROCQ_E_TYPE : rocq_gguf_value_##name(&value, 0, out);                 \
+        if (result == ROCQ_OK) return result;                                                      \
+        return rocq__fail(file->ctx, result, "gguf: '%s' does not read as " #name, key);           \
+    }
+ROCQ__GGUF_GET(i64, int64_t)
+ROCQ__GGUF_GET(u64, uint64_t)
+ROCQ__GGUF_GET(f64, double)
+ROCQ__GGUF_GET(bool, bool)
+ROCQ__GGUF_GET(str, rocq_str)
+#undef ROCQ__GGUF_GET
+
+// -- tensor data --
+
+ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
+                                    const rocq_gguf_tensor *tensor, void *dst) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!file || !tensor || !dst) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_read: file, tensor or dst is NULL");
+    }
+    const rocq__label name = rocq__label_of(tensor->name.data, tensor->name.length);
+    if (!tensor->known) {
+        return rocq__fail(ctx, ROCQ_E_FORMAT, "gguf_read: tensor '%s' has the unknown type %lu",
+                          name.text, (unsigned long)tensor->type_id);
+    }
+    int64_t end;
+    if (!rocq__add(tensor->offset, tensor->size, &end) || end > file->size) {
+        return rocq__fail(ctx, ROCQ_E_BOUNDS, "gguf_read: tensor '%s' is not of this file",
+                          name.text);
+    }
+    if (file->whole) {
+        memcpy(dst, file->head + tensor->offset, (size_t)tensor->size);
+    } else if (!file->read(dst, tensor->offset, tensor->size, file->user)) {
+        return rocq__fail(ctx, ROCQ_E_IO,
+                          "gguf_read: tensor '%s': cannot read %lld bytes at byte %lld", name.text,
+                          (long long)tensor->size, (long long)tensor->offset);
+    }
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
+                                      rocq_tensor *tensor) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!file || !name || !tensor) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_upload: file, name or tensor is NULL");
+    }
+    rocq_gguf_tensor found;
+    rocq_result result = rocq_gguf_find_tensor(file, name, &found);
+    if (result != ROCQ_OK) {
+        return rocq__fail(ctx, result, "gguf_upload: '%s': %s", name, rocq_result_message(result));
+    }
+    if (!found.known) {
+        return rocq__fail(ctx, ROCQ_E_FORMAT, "gguf_upload: tensor '%s' has the unknown type %lu",
+                          name, (unsigned long)found.type_id);
+    }
+    // The ops take a const tensor's memory as void *; none writes to an operand.
+    void *source = file->whole ? (void *)(uintptr_t)(file->head + found.offset) : NULL;
+    rocq_buffer buffer = rocq_buffer_from_host(source, found.size);
+    if (source && ctx->backend == ROCQ_CPU) {
+        result = rocq_tensor_init(tensor, &buffer, 0, found.format, found.n_dims, found.ne);
+        if (result != ROCQ_E_ALIGNMENT) return result;
+    }
+    ROCQ__TRY(rocq_buffer_alloc(ctx, &buffer, found.size));
+    rocq_tensor t;
+    void *staging = NULL;
+    result = rocq_tensor_init(&t, &buffer, 0, found.format, found.n_dims, found.ne);
+    if (result == ROCQ_OK && buffer.host) {
+        result = rocq_gguf_read(ctx, file, &found, buffer.host);
+    } else if (result == ROCQ_OK) {
+        if (!source) {
+            staging = rocq__alloc(ctx, found.size);
+            result = staging
+                         ? rocq_gguf_read(ctx, file, &found, staging)
+                         : rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_upload: no memory for '%s'", name);
+        }
+        if (result == ROCQ_OK) result = rocq_upload(ctx, &t, source ? source : staging, found.size);
+        rocq__free(ctx, staging);
+    }
+    if (result != ROCQ_OK) rocq_buffer_free(ctx, &buffer);
+    else *tensor = t;
+    return result;
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>gguf: writer
+// ---------------------------------------------------------------------------------------------
+// Every value and tensor is kept as the bytes of its record, one block each, until the first
+// tensor's data (or the end) makes the header final; from then on all goes straight through.
+
+typedef struct rocq__gguf_record {
+    unsigned char *bytes; // name first, as in the file
+    int64_t size;
+    int64_t name_length;
+    int64_t data_size; // of a tensor
+} rocq__gguf_record;
+
+typedef struct rocq__gguf_records {
+    rocq__gguf_record *items;
+    int64_t count, room;
+} rocq__gguf_records;
+
+struct rocq_gguf_writer {
+    rocq_ctx *ctx;
+    bool (*write)(const void *src, int64_t size, void *user);
+    void *user;
+    FILE *stream;
+    int64_t alignment;
+    rocq__gguf_records values, tensors;
+    int64_t data_size; // of the tensors added, each padded
+    int64_t n_written; // tensors whose data is out
+    bool header_written;
+    rocq_result failed; // the sink's first failure: what is out is then useless
+};
+
+// Room for n more records.
+ROCQ__FN rocq_result rocq__gguf_reserve(rocq_ctx *ctx, rocq__gguf_records *records, int64_t n) {
+    if (n <= records->room - records->count) return ROCQ_OK;
+    int64_t room, bytes = -1;
+    rocq__gguf_record *items = NULL;
+    if (rocq__add(records->count, ROCQ__MAX(n, records->count + 16), &room) &&
+        rocq__mul(room, (int64_t)sizeof *items, &bytes)) {
+        items = (rocq__gguf_record *)rocq__alloc(ctx, bytes);
+    }
+    if (!items)
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf: no memory for %lld records", (long long)n);
+    if (records->count > 0) {
+        memcpy(items, records->items, (size_t)records->count * sizeof *items);
+    }
+    rocq__free(ctx, records->items);
+    records->items = items;
+    records->room = room;
+    return ROCQ_OK;
+}
+
+// Record number, or -1.
+ROCQ__FN int64_t rocq__gguf_record_of(const rocq__gguf_records *records, const void *name,
+                                      int64_t length) {
+    for (int64_t i = 0; i < records->count; i++) {
+        const rocq__gguf_record *r = &records->items[i];
+        if (r->name_length == length && memcmp(r->bytes + 8, name, (size_t)length) == 0) return i;
+    }
+    return -1;
+}
+
+// Puts the record in, in place of the one with its name. The room is there.
+ROCQ__FN void rocq__gguf_put_record(rocq_ctx *ctx, rocq__gguf_records *records,
+                                    rocq__gguf_record record) {
+    int64_t i = rocq__gguf_record_of(records, record.bytes + 8, record.name_length);
+    if (i < 0) i = records->count++;
+    else rocq__free(ctx, records->items[i].bytes);
+    records->items[i] = record;
+}
+
+ROCQ__FN void rocq__gguf_free_records(rocq_ctx *ctx, rocq__gguf_records *records) {
+    for (int64_t i = 0; i < records->count; i++) rocq__free(ctx, records->items[i].bytes);
+    rocq__free(ctx, records->items);
+}
+
+ROCQ__FN unsigned char *rocq__gguf_store(unsigned char *p, const void *src, int64_t size) {
+    if (size > 0) memcpy(p, src, (size_t)size);
+    return p + size;
+}
+
+ROCQ__FN unsigned char *rocq__gguf_store_u32(unsigned char *p, uint32_t value) {
+    return rocq__gguf_store(p, &value, 4);
+}
+
+ROCQ__FN unsigned char *rocq__gguf_store_u64(unsigned char *p, uint64_t value) {
+    return rocq__gguf_store(p, &value, 8);
+}
+
+// Starts a record with its name; *p is where the size bytes of the rest belong.
+ROCQ__FN rocq_result rocq__gguf_new_record(rocq_ctx *ctx, rocq__gguf_record *record,
+                                           const char *name, int64_t size, unsigned char **p) {
+    memset(record, 0, sizeof *record);
+    record->name_length = (int64_t)strlen(name);
+    if (!rocq__add(8 + record->name_length, size, &record->size)) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "gguf: '%s' is too large", name);
+    }
+    record->bytes = (unsigned char *)rocq__alloc(ctx, record->size);
+    if (!record->bytes) {
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf: no memory for the %lld bytes of '%s'",
+                          (long long)record->size, name);
+    }
+    *p = rocq__gguf_store_u64(record->bytes, (uint64_t)record->name_length);
+    *p = rocq__gguf_store(*p, name, record->name_length);
+    return ROCQ_OK;
+}
+
+// What every call that changes the header needs.
+ROCQ__FN rocq_result rocq__gguf_check_writer(const rocq_gguf_writer *writer) {
+    if (!writer) return ROCQ_E_ARGUMENT;
+    if (writer->header_written) {
+        return rocq__fail(writer->ctx, ROCQ_E_STATE, "gguf: the header is written already");
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__gguf_set(rocq_gguf_writer *writer, const char *key, rocq_gguf_type type,
+                                    bool is_array, int64_t count, const void *data) {
+    rocq_ctx *ctx = writer->ctx;
+    const int64_t elem_size = rocq__gguf_type_size((uint32_t)type);
+    if (!key || !key[0] || strlen(key) > ROCQ__GGUF_MAX_KEY) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_set: length of the key is not 1 to 65535");
+    }
+    if (elem_size == 0 || count < 0 || (!is_array && count != 1) || (count > 0 && !data)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_set: '%s': type %d, count %lld, data %p", key,
+                          (int)type, (long long)count, data);
+    }
+    const rocq_str *strings = (const rocq_str *)data;
+    int64_t size;
+    bool fits = rocq__mul(count, elem_size, &size);
+    for (int64_t i = 0; fits && i < count; i++) {
+        if (type == ROCQ_GGUF_BOOL && ((const unsigned char *)data)[i] > 1) {
+            return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_set: '%s': bool %lld is neither 0 nor 1",
+                              key, (long long)i);
+        }
+        if (type != ROCQ_GGUF_STRING) continue;
+        if (strings[i].length < 0 || (strings[i].length > 0 && !strings[i].data)) {
+            return rocq__fail(
+                ctx, ROCQ_E_ARGUMENT, "gguf_set: '%s': string %lld has length %lld, data %p", key,
+                (long long)i, (long long)strings[i].length, (const void *)strings[i].data);
+        }
+        fits = rocq__add(size, strings[i].length, &size);
+    }
+    if (!fits || !rocq__add(size, is_array ? 16 : 4, &size)) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "gguf_set: '%s' is too large", key);
+    }
+    rocq__gguf_record record;
+    unsigned char *p;
+    ROCQ__TRY(rocq__gguf_reserve(ctx, &writer->values, 1));
+    ROCQ__TRY(rocq__gguf_new_record(ctx, &record, key, size, &p));
+    if (is_array) p = rocq__gguf_store_u32(p, ROCQ_GGUF_ARRAY);
+    p = rocq__gguf_store_u32(p, (uint32_t)type);
+    if (is_array) p = rocq__gguf_store_u64(p, (uint64_t)count);
+    if (type != ROCQ_GGUF_STRING) {
+        rocq__gguf_store(p, data, count * elem_size);
+    } else {
+        for (int64_t i = 0; i < count; i++) {
+            p = rocq__gguf_store_u64(p, (uint64_t)strings[i].length);
+            p = rocq__gguf_store(p, strings[i].data, strings[i].length);
+        }
+    }
+    rocq__gguf_put_record(ctx, &writer->values, record);
+    return ROCQ_OK;
+}
+
+ROCQ__FN void rocq__gguf_writer_free(rocq_gguf_writer *writer) {
+    rocq_ctx *ctx = writer->ctx;
+    rocq__gguf_free_records(ctx, &writer->values);
+    rocq__gguf_free_records(ctx, &writer->tensors);
+    rocq__free(ctx, writer);
+}
+
+ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
+                                      const rocq_gguf_writer_desc *desc) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!writer || !desc || !desc->path == !desc->write) {
+        return rocq__fail(
+            ctx, ROCQ_E_ARGUMENT,
+            "gguf_create: writer or desc is NULL, or not exactly one of path and write set");
+    }
+    const int32_t alignment = desc->alignment ? desc->alignment : ROCQ__GGUF_ALIGNMENT;
+    if (alignment < 8 || alignment > ROCQ__GGUF_MAX_ALIGNMENT ||
+        (alignment & (alignment - 1)) != 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "gguf_create: alignment %d is not a power of two from 8 to 1048576",
+                          (int)alignment);
+    }
+    rocq_gguf_writer *created = (rocq_gguf_writer *)rocq__alloc(ctx, (int64_t)sizeof *created);
+    if (!created) return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_create: no memory");
+    memset(created, 0, sizeof *created);
+    created->ctx = ctx;
+    created->alignment = alignment;
+    created->write = desc->write;
+    created->user = desc->user;
+    rocq_result result = ROCQ_OK;
+    if (alignment != ROCQ__GGUF_ALIGNMENT) {
+        const uint32_t value = (uint32_t)alignment;
+        result = rocq__gguf_set(created, "general.alignment", ROCQ_GGUF_U32, false, 1, &value);
+    }
+    if (result == ROCQ_OK && desc->path) {
+#if ROCQ__HAS_STDIO
+        created->stream = rocq__fopen(ctx, desc->path, true);
+        if (!created->stream) result = rocq__fopen_failed(ctx, desc->path, true);
+        created->write = rocq__gguf_stream_write;
+        created->user = created->stream;
+#else
+        result =
+            rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "gguf_create: built with ROCQ_NO_STDIO, no paths");
+#endif
+    }
+    if (result != ROCQ_OK) rocq__gguf_writer_free(created);
+    else *writer = created;
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_set(rocq_gguf_writer *writer, const char *key, rocq_gguf_type type,
+                                   bool is_array, int64_t count, const void *data) {
+    ROCQ__TRY(rocq__gguf_check_writer(writer));
+    if (key && strcmp(key, "general.alignment") == 0) {
+        return rocq__fail(writer->ctx, ROCQ_E_ARGUMENT,
+                          "gguf_set: '%s' is set by the writer's desc", key);
+    }
+    return rocq__gguf_set(writer, key, type, is_array, count, data);
+}
+
+ROCQ_DEF rocq_result rocq_gguf_set_u32(rocq_gguf_writer *writer, const char *key, uint32_t value) {
+    return rocq_gguf_set(writer, key, ROCQ_GGUF_U32, false, 1, &value);
+}
+
+ROCQ_DEF rocq_result rocq_gguf_set_f32(rocq_gguf_writer *writer, const char *key, float value) {
+    return rocq_gguf_set(writer, key, ROCQ_GGUF_F32, false, 1, &value);
+}
+
+ROCQ_DEF rocq_result rocq_gguf_set_bool(rocq_gguf_writer *writer, const char *key, bool value) {
+    const unsigned char byte = value;
+    return rocq_gguf_set(writer, key, ROCQ_GGUF_BOOL, false, 1, &byte);
+}
+
+ROCQ_DEF rocq_result rocq_gguf_set_str(rocq_gguf_writer *writer, const char *key,
+                                       const char *value) {
+    rocq_str text;
+    text.data = value;
+    text.length = value ? (int64_t)strlen(value) : -1; // which rocq_gguf_set refuses
+    return rocq_gguf_set(writer, key, ROCQ_GGUF_STRING, false, 1, &text);
+}
+
+ROCQ_DEF rocq_result rocq_gguf_set_from(rocq_gguf_writer *writer, const rocq_gguf *file) {
+    ROCQ__TRY(rocq__gguf_check_writer(writer));
+    rocq_ctx *ctx = writer->ctx;
+    if (!file) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_set_from: file is NULL");
+    const rocq__gguf_index *index = &file->values;
+    const int64_t skipped = rocq__gguf_find(file, index, "general.alignment");
+    // Copies first, so that a failure leaves the writer as it was.
+    rocq__gguf_records copies;
+    memset(&copies, 0, sizeof copies);
+    ROCQ__TRY(rocq__gguf_reserve(ctx, &writer->values, index->count));
+    rocq_result result = rocq__gguf_reserve(ctx, &copies, index->count);
+    for (int64_t i = 0; result == ROCQ_OK && i < index->count; i++) {
+        if (i == skipped) continue;
+        rocq__gguf_record record;
+        memset(&record, 0, sizeof record);
+        record.size = index->at[i + 1] - index->at[i];
+        record.name_length = rocq__gguf_name(file, index, i).length;
+        record.bytes = (unsigned char *)rocq__alloc(ctx, record.size);
+        if (!record.bytes) {
+            result = rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_set_from: no memory for %lld bytes",
+                                (long long)record.size);
+            break;
+        }
+        rocq__gguf_store(record.bytes, file->head + index->at[i], record.size);
+        copies.items[copies.count++] = record;
+    }
+    if (result == ROCQ_OK) {
+        for (int64_t i = 0; i < copies.count; i++) {
+            rocq__gguf_put_record(ctx, &writer->values, copies.items[i]);
+        }
+        copies.count = 0;
+    }
+    rocq__gguf_free_records(ctx, &copies);
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_add_tensor(rocq_gguf_writer *writer, const char *name,
+                                          rocq_format format, int32_t n_dims, const int64_t *ne) {
+    ROCQ__TRY(rocq__gguf_check_writer(writer));
+    rocq_ctx *ctx = writer->ctx;
+    if (!name || strlen(name) > 63) { // what ggml's own reader takes
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_add_tensor: name is NULL or longer than 63");
+    }
+    if (rocq__gguf_record_of(&writer->tensors, name, (int64_t)strlen(name)) >= 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_add_tensor: '%s' was added before", name);
+    }
+    rocq_tensor shape;
+    const rocq_result result = rocq_tensor_init(&shape, NULL, 0, format, n_dims, ne);
+    if (result != ROCQ_OK)
+        return rocq__fail(ctx, result, "gguf_add_tensor: '%s': bad shape or format", name);
+    rocq__gguf_record record;
+    unsigned char *p;
+    int64_t data_size;
+    if (!rocq__add(writer->data_size, rocq_tensor_size(&shape), &data_size) ||
+        !rocq__round_up(data_size, writer->alignment, &data_size)) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "gguf_add_tensor: '%s' makes the file too large",
+                          name);
+    }
+    ROCQ__TRY(rocq__gguf_reserve(ctx, &writer->tensors, 1));
+    ROCQ__TRY(rocq__gguf_new_record(ctx, &record, name, 4 + (int64_t)n_dims * 8 + 4 + 8, &p));
+    record.data_size = rocq_tensor_size(&shape);
+    p = rocq__gguf_store_u32(p, (uint32_t)n_dims);
+    for (int32_t d = 0; d < n_dims; d++) p = rocq__gguf_store_u64(p, (uint64_t)ne[d]);
+    p = rocq__gguf_store_u32(p, (uint32_t)format);
+    rocq__gguf_store_u64(p, (uint64_t)writer->data_size);
+    rocq__gguf_put_record(ctx, &writer->tensors, record);
+    writer->data_size = data_size;
+    return ROCQ_OK;
+}
+
+// Sends bytes, then the zeros that bring an offset of end to the next multiple of the alignment.
+ROCQ__FN rocq_result rocq__gguf_emit(rocq_gguf_writer *writer, const void *src, int64_t size,
+                                     int64_t end) {
+    static const unsigned char zeros[256] = {0};
+    bool ok = size == 0 || writer->write(src, size, writer->user);
+    for (int64_t rest = (-end) & (writer->alignment - 1), n; ok && rest > 0; rest -= n) {
+        n = ROCQ__MIN(rest, (int64_t)sizeof zeros);
+        ok = writer->write(zeros, n, writer->user);
+    }
+    if (ok) return ROCQ_OK;
+    writer->failed = ROCQ_E_IO;
+    return rocq__fail(writer->ctx, ROCQ_E_IO, "gguf: cannot write to the file");
+}
+
+ROCQ__FN rocq_result rocq__gguf_emit_header(rocq_gguf_writer *writer) {
+    unsigned char start[24], *p = start;
+    p = rocq__gguf_store(p, "GGUF", 4);
+    p = rocq__gguf_store_u32(p, 3);
+    p = rocq__gguf_store_u64(p, (uint64_t)writer->tensors.count);
+    rocq__gguf_store_u64(p, (uint64_t)writer->values.count);
+    int64_t end = (int64_t)sizeof start;
+    rocq_result result = rocq__gguf_emit(writer, start, end, 0);
+    const rocq__gguf_records *const kinds[2] = {&writer->values, &writer->tensors};
+    for (int k = 0; k < 2; k++) {
+        for (int64_t i = 0; result == ROCQ_OK && i < kinds[k]->count; i++) {
+            result = rocq__gguf_emit(writer, kinds[k]->items[i].bytes, kinds[k]->items[i].size, 0);
+            end += kinds[k]->items[i].size; // all of it is in memory: no overflow
+        }
+    }
+    writer->header_written = true;
+    return result == ROCQ_OK ? rocq__gguf_emit(writer, NULL, 0, end) : result;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_write(rocq_gguf_writer *writer, const void *data, int64_t size) {
+    if (!writer) return ROCQ_E_ARGUMENT;
+    rocq_ctx *ctx = writer->ctx;
+    if (writer->failed != ROCQ_OK) {
+        return rocq__fail(ctx, ROCQ_E_STATE, "gguf_write: an earlier write failed");
+    }
+    if (writer->n_written >= writer->tensors.count) {
+        return rocq__fail(ctx, ROCQ_E_STATE, "gguf_write: all %lld tensors are written",
+                          (long long)writer->n_written);
+    }
+    const rocq__gguf_record *tensor = &writer->tensors.items[writer->n_written];
+    if (!data || size != tensor->data_size) {
+        const char *name = (const char *)tensor->bytes + 8;
+        return rocq__fail(
+            ctx, ROCQ_E_ARGUMENT, "gguf_write: '%.*s' has %lld bytes, not %lld, data %p",
+            (int)tensor->name_length, name, (long long)tensor->data_size, (long long)size, data);
+    }
+    rocq_result result = writer->header_written ? ROCQ_OK : rocq__gguf_emit_header(writer);
+    if (result == ROCQ_OK) result = rocq__gguf_emit(writer, data, size, size);
+    if (result == ROCQ_OK) writer->n_written++;
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer) {
+    if (!writer || !*writer) return ROCQ_E_ARGUMENT;
+    rocq_gguf_writer *w = *writer;
+    rocq_result result = w->failed;
+    if (result == ROCQ_OK && w->n_written < w->tensors.count) {
+        result =
+            rocq__fail(w->ctx, ROCQ_E_STATE, "gguf_finish: %lld of %lld tensors are missing",
+                       (long long)(w->tensors.count - w->n_written), (long long)w->tensors.count);
+    }
+    if (result == ROCQ_OK && !w->header_written) result = rocq__gguf_emit_header(w);
+#if ROCQ__HAS_STDIO
+    if (w->stream && fclose(w->stream) != 0 && result == ROCQ_OK) {
+        result = rocq__fail(w->ctx, ROCQ_E_IO, "gguf_finish: cannot write the end of the file");
+    }
+#endif
+    rocq__gguf_writer_free(w);
+    *writer = NULL;
+    return result;
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>cpu_matmul
+// ---------------------------------------------------------------------------------------------
+// The same three steps for every format, precision and n:
+//   1. each column of x is converted once, into scratch memory: to F32, or to int8 blocks of 32;
+//   2. w is decoded eight rows (a panel) and one segment of K at a time, into memory that stays in
+//      the first cache, and multiplied there with every column of a tile;
+//   3. the sums of a tile go through the epilogue into y.
+// A sum runs over K in one order, whatever n, the tile and the thread are, so those never change a
+// bit of a result. INT8 gives the same bits with and without SIMD: the sum of a group is an exact
+// integer, and one fused multiply-add per group, in K order, adds it up.
+
+enum {
+    ROCQ__MM_ROWS = 8,      // of a panel
+    ROCQ__MM_PANELS = 4,    // of a tile
+    ROCQ__MM_TILE_M = ROCQ__MM_ROWS * ROCQ__MM_PANELS,
+    ROCQ__MM_TILE_N = 128,
+    ROCQ__MM_SEGMENT = 512, // of K; a multiple of every block
+    ROCQ__MM_FEW = 16       // up to here a tile is one panel: w streams through once, row by row
+};
+
+// Every thread has one. An int8 panel lies as the dot instructions want it: codes[k / 4][row][k % 4],
+// scale and min[k / group][row].
+typedef struct rocq__mm_work {
+    float sums[ROCQ__MM_TILE_N][ROCQ__MM_TILE_M];
+    float rows[ROCQ__MM_ROWS][ROCQ__MM_SEGMENT]; // F32 panel
+    float scale[ROCQ__MM_SEGMENT / 16][ROCQ__MM_ROWS];
+    float min[ROCQ__MM_SEGMENT / 16][ROCQ__MM_ROWS];
+    int8_t codes[ROCQ__MM_SEGMENT / 4][ROCQ__MM_ROWS][4];
+} rocq__mm_work;
+
+// A converted int8 column is K codes, then one of these per group of w.
+typedef struct rocq__mm_group {
+    float scale;
+    float sum;      // of the group's values: scale * sum of codes
+    int32_t offset; // sum of codes, times the format's offset
+} rocq__mm_group;
+
+// Adds a panel's products with n columns to sums[column][row]. x and groups are the first column's.
+typedef void (*rocq__mm_dot)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_work *work, bool has_min,
+                             int64_t n_groups, int64_t group, const int8_t *x,
+                             const rocq__mm_group *groups, int64_t column_bytes, int64_t n);
+
+// Decodes n blocks of each of eight rows into work's int8 panel.
+typedef void (*rocq__mm_pack)(rocq__mm_work *work, rocq_format format,
+                              const unsigned char *const row[ROCQ__MM_ROWS], int64_t n);
+
+typedef struct rocq__mm {
+    const rocq_matmul_params *p;
+    rocq_precision precision; // resolved
+    bool avx2;
+    int64_t n;          // columns that share one matrix of w: those of all its batches of x
+    int64_t n_matrices; // of w
+    int64_t n_panels, n_tiles;
+    int64_t column_bytes;
+    unsigned char *columns;
+    rocq__mm_work *work;
+    int64_t group; // INT8: group size of w's format, and what its kernels expect
+    bool has_min;
+    int32_t offset;
+    rocq__mm_dot dot;
+    rocq__mm_pack pack;
+} rocq__mm;
+
+ROCQ__FN rocq_precision rocq__matmul_precision_cpu(const rocq_matmul_params *p) {
+    if (p->precision != ROCQ_PRECISION_AUTO) return p->precision;
+    return rocq__codec_of(p->w->format)->unpack ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32;
+}
+
+ROCQ__FN float rocq__activation(rocq_activation activation, float x) {
+    switch (activation) {
+    case ROCQ_SILU: return x / (1.0f + expf(-x));
+    case ROCQ_GELU: return 0.5f * x * (1.0f + tanhf(0.797884560802865f * (x + 0.044715f * x * x * x)));
+    case ROCQ_GELU_ERF: return 0.5f * x * (1.0f + erff(x * 0.707106781186548f));
+    case ROCQ_RELU: return x > 0.0f ? x : 0.0f;
+    case ROCQ_TANH: return tanhf(x);
+    default: return x;
+    }
+}
+
+// -- step 1: columns --
+
+#if ROCQ__HAS_AVX2
+ROCQ__TARGET_AVX2 ROCQ__FN int64_t rocq__f16_to_f32_avx2(float *dst, const unsigned char *src,
+                                                         int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(src + 2 * i));
+        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(half));
+    }
+    return i;
+}
+
+ROCQ__TARGET_AVX2 ROCQ__FN int64_t rocq__round_f16_avx2(float *v, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(v + i), _MM_FROUND_TO_NEAREST_INT);
+        _mm256_storeu_ps(v + i, _mm256_cvtph_ps(half));
+    }
+    return i;
+}
+#endif
+
+// n values of any format as F32.
+ROCQ__FN void rocq__mm_load(const rocq__mm *mm, rocq_format format, float *dst,
+                            const unsigned char *src, int64_t n) {
+    int64_t done = 0;
+#if ROCQ__HAS_AVX2
+    if (mm->avx2 && format == ROCQ_F16) done = rocq__f16_to_f32_avx2(dst, src, n);
+#else
+    (void)mm;
+#endif
+    if (done < n) rocq__dequantize_row(format, dst + done, src + rocq__bytes(format, done), n - done);
+}
+
+ROCQ__FN void rocq__mm_round_f16(const rocq__mm *mm, float *v, int64_t n) {
+    int64_t i = 0;
+#if ROCQ__HAS_AVX2
+    if (mm->avx2) i = rocq__round_f16_avx2(v, n);
+#else
+    (void)mm;
+#endif
+    for (; i < n; i++) v[i] = rocq__f16_to_f32(rocq__f32_to_f16(v[i]));
+}
+
+// Codes -127 .. 127 of 32 values; the scale is returned. Blocks too small for 1 / scale are zero,
+// and one infinity or NaN makes the scale NaN, so that it reaches y.
+ROCQ__FN float rocq__quantize_32(int8_t *code, const float *v) {
+    uint32_t top = 0; // the bits of |v| order as |v| does, NaN on top
+    for (int i = 0; i < 32; i++) top = ROCQ__MAX(top, rocq__f32_bits(v[i]) & 0x7fffffffu);
+    const float amax = rocq__bits_f32(top);
+    if (top >= 0x7f800000u || amax < 0x1p-100f) {
+        memset(code, 0, 32);
+        return top >= 0x7f800000u ? NAN : 0.0f;
+    }
+    const float inverse = 127.0f / amax;
+    for (int i = 0; i < 32; i++) code[i] = (int8_t)lrintf(v[i] * inverse);
+    return amax / 127.0f;
+}
+
+#if ROCQ__HAS_AVX2
+ROCQ__TARGET_AVX2 ROCQ__FN float rocq__quantize_32_avx2(int8_t *code, const float *v) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    const __m256 a = _mm256_loadu_ps(v), b = _mm256_loadu_ps(v + 8), c = _mm256_loadu_ps(v + 16),
+                 d = _mm256_loadu_ps(v + 24);
+    const __m256i ab = _mm256_max_epu32(_mm256_and_si256(_mm256_castps_si256(a), magnitude),
+                                        _mm256_and_si256(_mm256_castps_si256(b), magnitude));
+    const __m256i cd = _mm256_max_epu32(_mm256_and_si256(_mm256_castps_si256(c), magnitude),
+                                        _mm256_and_si256(_mm256_castps_si256(d), magnitude));
+    const __m256i abcd = _mm256_max_epu32(ab, cd);
+    __m128i top4 = _mm_max_epu32(_mm256_castsi256_si128(abcd), _mm256_extracti128_si256(abcd, 1));
+    top4 = _mm_max_epu32(top4, _mm_shuffle_epi32(top4, 0x4e));
+    top4 = _mm_max_epu32(top4, _mm_shuffle_epi32(top4, 0xb1));
+    const uint32_t top = (uint32_t)_mm_cvtsi128_si32(top4);
+    const float amax = rocq__bits_f32(top);
+    if (top >= 0x7f800000u || amax < 0x1p-100f) {
+        memset(code, 0, 32);
+        return top >= 0x7f800000u ? NAN : 0.0f;
+    }
+    const __m256 inverse = _mm256_set1_ps(127.0f / amax);
+    const __m256i lo = _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(a, inverse)),
+                                          _mm256_cvtps_epi32(_mm256_mul_ps(b, inverse)));
+    const __m256i hi = _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(c, inverse)),
+                                          _mm256_cvtps_epi32(_mm256_mul_ps(d, inverse)));
+    // The packs work within halves; this puts their groups of four back in order.
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(lo, hi), order);
+    _mm256_storeu_si256((__m256i *)(void *)code, all);
+    return amax / 127.0f;
+}
+#endif
+
+ROCQ__FN void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst, const unsigned char *src) {
+    const rocq_format format = mm->p->x->format;
+    const int64_t k = mm->p->x->ne[0], per_block = 32 / mm->group;
+    int8_t *codes = (int8_t *)dst;
+    rocq__mm_group *groups = (rocq__mm_group *)(void *)(dst + k);
+    for (int64_t b = 0; b < k / 32; b++, codes += 32, src += rocq__bytes(format, 32)) {
+        float v[32], scale;
+        bool ready = false;
+        if (format == ROCQ_Q8_0) { // the codes as they are, but for -128, which the kernels do not take
+            uint16_t half;
+            memcpy(&half, src, sizeof half);
+            memcpy(codes, src + 2, 32);
+            scale = rocq__f16_to_f32(half);
+            ready = memchr(codes, 0x80, 32) == NULL;
+        }
+        if (!ready) {
+            rocq__mm_load(mm, format, v, src, 32);
+#if ROCQ__HAS_AVX2
+            scale = mm->avx2 ? rocq__quantize_32_avx2(codes, v) : rocq__quantize_32(codes, v);
+#else
+            scale = rocq__quantize_32(codes, v);
+#endif
+        }
+        for (int64_t g = 0; g < per_block; g++, groups++) {
+            int32_t sum = 0;
+            for (int64_t i = 0; i < mm->group; i++) sum += codes[g * mm->group + i];
+            groups->scale = scale;
+            groups->sum = scale * (float)sum;
+            groups->offset = mm->offset * sum;
+        }
+    }
+}
+
+// Row address in t, which has x's batches, of one column of one matrix.
+ROCQ__FN unsigned char *rocq__mm_at(const rocq__mm *mm, const rocq_tensor *t, int64_t matrix,
+                                    int64_t column) {
+    const rocq_tensor *w = mm->p->w, *x = mm->p->x;
+    const int64_t i1 = column % x->ne[1], batch = column / x->ne[1];
+    const int64_t run2 = x->ne[2] / w->ne[2], run3 = x->ne[3] / w->ne[3];
+    const int64_t i2 = matrix % w->ne[2] * run2 + batch % run2;
+    const int64_t i3 = matrix / w->ne[2] * run3 + batch / run2;
+    return rocq__row(t, i1, i2, i3);
+}
+
+ROCQ__FN void rocq__mm_convert(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    const rocq__mm *mm = (const rocq__mm *)arg;
+    const rocq_tensor *x = mm->p->x;
+    const int64_t k = x->ne[0];
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        const unsigned char *src = rocq__mm_at(mm, x, i / mm->n, i % mm->n);
+        unsigned char *dst = mm->columns + i * mm->column_bytes;
+        if (mm->precision == ROCQ_PRECISION_INT8) {
+            rocq__mm_column_int8(mm, dst, src);
+            continue;
+        }
+        float *v = (float *)(void *)dst;
+        rocq__mm_load(mm, x->format, v, src, k);
+        if (mm->precision == ROCQ_PRECISION_F16) rocq__mm_round_f16(mm, v, k);
+        memset(v + k, 0, (size_t)(mm->column_bytes - k * 4));
+    }
+}
+
+// -- step 2: dot products --
+
+// Scalar reference of the int8 dot, and of the layout it reads.
+ROCQ__FN void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_work *work, bool has_min,
+                             int64_t n_groups, int64_t group, const int8_t *x,
+                             const rocq__mm_group *groups, int64_t column_bytes, int64_t n) {
+    for (int64_t c = 0; c < n; c++) {
+        const int8_t *xc = x + c * column_bytes;
+        const rocq__mm_group *gc = (const rocq__mm_group *)(const void *)((const char *)groups + c * column_bytes);
+        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+            float sum = sums[c][r];
+            for (int64_t g = 0; g < n_groups; g++) {
+                int32_t dot = 0;
+                for (int64_t k = g * group; k < (g + 1) * group; k++) {
+                    dot += work->codes[k / 4][r][k % 4] * xc[k];
+                }
+                sum = fmaf(work->scale[g][r] * gc[g].scale, (float)dot, sum);
+                if (has_min) sum = fmaf(-work->min[g][r], gc[g].sum, sum);
+            }
+            sums[c][r] = sum;
+        }
+    }
+}
+
+#if ROCQ__HAS_AVX2
+#if defined(__clang__)
+#define ROCQ__UNROLL // clang does by itself
+#else
+#define ROCQ__UNROLL _Pragma("GCC unroll 8")
+#endif
+
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, sizeof four);
+    return _mm256_set1_epi32(four);
+}
+
+// A vector holds four codes of each of the eight rows, so a lane of the sums is a row. The first
+// operand of the byte dot is unsigned: with depth > 0 the codes are raised by the format's offset to
+// be that (the raise is taken back by groups->offset), and depth products of two fit an int16
+// together; with depth 0 they are signed, and their signs move over to x.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_int8_avx2(
+    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_work *work, bool has_min, int64_t n_groups,
+    const int8_t *x, const rocq__mm_group *groups, int64_t column_bytes, const int n_columns,
+    const int quads, const int depth) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256 sum[4];
+    const int8_t *xs[4];
+    const rocq__mm_group *gs[4];
+    ROCQ__UNROLL
+    for (int c = 0; c < n_columns; c++) {
+        sum[c] = _mm256_loadu_ps(sums[c]);
+        xs[c] = x + c * column_bytes;
+        gs[c] = (const rocq__mm_group *)(const void *)((const char *)groups + c * column_bytes);
+    }
+    const __m256i *codes = (const __m256i *)(const void *)work->codes;
+    for (int64_t g = 0; g < n_groups; g++) {
+        __m256i dot[4], part[4];
+        ROCQ__UNROLL
+        for (int q = 0; q < quads; q++) {
+            const __m256i w = _mm256_loadu_si256(codes++);
+            const __m256i size = depth ? w : _mm256_abs_epi8(w);
+            ROCQ__UNROLL
+            for (int c = 0; c < n_columns; c++) {
+                const __m256i four = rocq__four_codes(xs[c] + q * 4);
+                const __m256i pairs = _mm256_maddubs_epi16(size, depth ? four : _mm256_sign_epi8(four, w));
+                part[c] = depth > 1 && q % depth ? _mm256_add_epi16(part[c], pairs) : pairs;
+                if (depth < 2 || q % depth == depth - 1) {
+                    const __m256i lanes = _mm256_madd_epi16(part[c], ones);
+                    dot[c] = q < ROCQ__MAX(depth, 1) ? lanes : _mm256_add_epi32(dot[c], lanes);
+                }
+            }
+        }
+        const __m256 scale = _mm256_loadu_ps(work->scale[g]);
+        ROCQ__UNROLL
+        for (int c = 0; c < n_columns; c++) {
+            if (depth) dot[c] = _mm256_sub_epi32(dot[c], _mm256_set1_epi32(gs[c]->offset));
+            sum[c] = _mm256_fmadd_ps(_mm256_mul_ps(scale, _mm256_set1_ps(gs[c]->scale)),
+                                     _mm256_cvtepi32_ps(dot[c]), sum[c]);
+        }
+        if (has_min) {
+            const __m256 min = _mm256_loadu_ps(work->min[g]);
+            ROCQ__UNROLL
+            for (int c = 0; c < n_columns; c++) {
+                sum[c] = _mm256_fnmadd_ps(min, _mm256_set1_ps(gs[c]->sum), sum[c]);
+            }
+        }
+        ROCQ__UNROLL
+        for (int c = 0; c < n_columns; c++) {
+            xs[c] += quads * 4;
+            gs[c]++;
+        }
+    }
+    ROCQ__UNROLL
+    for (int c = 0; c < n_columns; c++) _mm256_storeu_ps(sums[c], sum[c]);
+}
+
+#define ROCQ__DOT_INT8_AVX2(name, quads, depth)                                                  \
+    ROCQ__TARGET_AVX2 ROCQ__FN void rocq__dot_int8_##name##_avx2(                                \
+        float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_work *work, bool has_min, int64_t n_groups, \
+        int64_t group, const int8_t *x, const rocq__mm_group *groups, int64_t column_bytes,      \
+        int64_t n) {                                                                             \
+        int64_t c = 0;                                                                           \
+        (void)group;                                                                             \
+        for (; c + 4 <= n; c += 4) {                                                             \
+            rocq__dot_int8_avx2(sums + c, work, has_min, n_groups, x + c * column_bytes,         \
+                                (const rocq__mm_group *)(const void *)((const char *)groups + c * column_bytes), \
+                                column_bytes, 4, quads, depth);                                  \
+        }                                                                                        \
+        for (; c < n; c++) {                                                                     \
+            rocq__dot_int8_avx2(sums + c, work, has_min, n_groups, x + c * column_bytes,         \
+                                (const rocq__mm_group *)(const void *)((const char *)groups + c * column_bytes), \
+                                column_bytes, 1, quads, depth);                                  \
+        }                                                                                        \
+    }
+ROCQ__DOT_INT8_AVX2(group32_signed, 8, 0)
+ROCQ__DOT_INT8_AVX2(group32_depth4, 8, 4) // codes up to 31: 4 products of two times 127 fit
+ROCQ__DOT_INT8_AVX2(group32_depth8, 8, 8) // up to 15
+ROCQ__DOT_INT8_AVX2(group16_depth2, 4, 2) // up to 63
+ROCQ__DOT_INT8_AVX2(group16_depth4, 4, 4)
+#undef ROCQ__DOT_INT8_AVX2
+#endif
+
+#if ROCQ__HAS_NEON
+// Lanes are rows, as with AVX2: 0 to 3 in one vector, 4 to 7 in the other.
+ROCQ__FN void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_work *work,
+                                  bool has_min, int64_t n_groups, int64_t group, const int8_t *x,
+                                  const rocq__mm_group *groups, int64_t column_bytes, int64_t n) {
+    for (int64_t c = 0; c < n; c++) {
+        const rocq__mm_group *gc = (const rocq__mm_group *)(const void *)((const char *)groups + c * column_bytes);
+        const int8_t *xc = x + c * column_bytes;
+        const int8_t *w = &work->codes[0][0][0];
+        float32x4_t sum0 = vld1q_f32(sums[c]), sum1 = vld1q_f32(sums[c] + 4);
+        for (int64_t g = 0; g < n_groups; g++) {
+            int32x4_t dot0 = vdupq_n_s32(0), dot1 = vdupq_n_s32(0);
+            for (int64_t k = 0; k < group; k += 4, xc += 4, w += 32) {
+                int32_t four;
+                memcpy(&four, xc, sizeof four);
+                const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
+                const int8x16_t w0 = vld1q_s8(w), w1 = vld1q_s8(w + 16);
+#if defined(__ARM_FEATURE_DOTPROD)
+                dot0 = vdotq_s32(dot0, w0, v);
+                dot1 = vdotq_s32(dot1, w1, v);
+#else
+                dot0 = vpadalq_s16(dot0, vpaddq_s16(vmull_s8(vget_low_s8(w0), vget_low_s8(v)),
+                                                    vmull_high_s8(w0, v)));
+                dot1 = vpadalq_s16(dot1, vpaddq_s16(vmull_s8(vget_low_s8(w1), vget_low_s8(v)),
+                                                    vmull_high_s8(w1, v)));
+#endif
+            }
+            sum0 = vfmaq_f32(sum0, vmulq_n_f32(vld1q_f32(work->scale[g]), gc[g].scale), vcvtq_f32_s32(dot0));
+            sum1 = vfmaq_f32(sum1, vmulq_n_f32(vld1q_f32(work->scale[g] + 4), gc[g].scale), vcvtq_f32_s32(dot1));
+            if (has_min) {
+                sum0 = vfmsq_n_f32(sum0, vld1q_f32(work->min[g]), gc[g].sum);
+                sum1 = vfmsq_n_f32(sum1, vld1q_f32(work->min[g] + 4), gc[g].sum);
+            }
+        }
+        vst1q_f32(sums[c], sum0);
+        vst1q_f32(sums[c] + 4, sum1);
+    }
+}
+#endif
+
+// Scalar reference of the F32 dot: eight partial sums, added as a tree. k is a multiple of 8.
+ROCQ__FN void rocq__dot_f32(float (*sums)[ROCQ__MM_TILE_M], const float *const *w, int64_t k,
+                            const float *x, int64_t column_floats, int64_t n) {
+    for (int64_t c = 0; c < n; c++) {
+        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+            float s[8] = {0};
+            for (int64_t i = 0; i < k; i += 8) {
+                for (int j = 0; j < 8; j++) s[j] += w[r][i + j] * x[c * column_floats + i + j];
+            }
+            sums[c][r] += ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+        }
+    }
+}
+
+#if ROCQ__HAS_AVX2
+// Four rows by one or three columns: twelve sums fill the registers and hide the adds' latency.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_f32_4_avx2(
+    float (*sums)[ROCQ__MM_TILE_M], const float *const *w, int64_t k, const float *x,
+    int64_t column_floats, int row, const int n_columns) {
+    __m256 s[3][4];
+    ROCQ__UNROLL
+    for (int c = 0; c < n_columns; c++) {
+        ROCQ__UNROLL
+        for (int r = 0; r < 4; r++) s[c][r] = _mm256_setzero_ps();
+    }
+    const float *w0 = w[row], *w1 = w[row + 1], *w2 = w[row + 2], *w3 = w[row + 3];
+    for (int64_t i = 0; i < k; i += 8) {
+        __m256 v[3];
+        ROCQ__UNROLL
+        for (int c = 0; c < n_columns; c++) v[c] = _mm256_loadu_ps(x + c * column_floats + i);
+        ROCQ__UNROLL
+        for (int r = 0; r < 4; r++) {
+            const __m256 a = _mm256_loadu_ps((r == 0 ? w0 : r == 1 ? w1 : r == 2 ? w2 : w3) + i);
+            ROCQ__UNROLL
+            for (int c = 0; c < n_columns; c++) s[c][r] = _mm256_fmadd_ps(a, v[c], s[c][r]);
+        }
+    }
+    ROCQ__UNROLL
+    for (int c = 0; c < n_columns; c++) {
+        const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(s[c][0], s[c][1]), _mm256_hadd_ps(s[c][2], s[c][3]));
+        const __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+        _mm_storeu_ps(sums[c] + row, _mm_add_ps(_mm_loadu_ps(sums[c] + row), four));
+    }
+}
+
+ROCQ__TARGET_AVX2 ROCQ__FN void rocq__dot_f32_avx2(float (*sums)[ROCQ__MM_TILE_M],
+                                                   const float *const *w, int64_t k, const float *x,
+                                                   int64_t column_floats, int64_t n) {
+    for (int64_t c = 0; c < n; c += n - c < 3 ? 1 : 3) {
+        const float *xc = x + c * column_floats;
+        for (int row = 0; row < ROCQ__MM_ROWS; row += 4) {
+            if (n - c < 3) rocq__dot_f32_4_avx2(sums + c, w, k, xc, column_floats, row, 1);
+            else rocq__dot_f32_4_avx2(sums + c, w, k, xc, column_floats, row, 3);
+        }
+    }
+}
+#endif
+
+#if ROCQ__HAS_NEON
+ROCQ__FN void rocq__dot_f32_neon(float (*sums)[ROCQ__MM_TILE_M], const float *const *w, int64_t k,
+                                 const float *x, int64_t column_floats, int64_t n) {
+    for (int64_t c = 0; c < n; c++) {
+        const float *xc = x + c * column_floats;
+        for (int row = 0; row < ROCQ__MM_ROWS; row += 4) {
+            float32x4_t s[4][2];
+            for (int r = 0; r < 4; r++) s[r][0] = s[r][1] = vdupq_n_f32(0.0f);
+            for (int64_t i = 0; i < k; i += 8) {
+                const float32x4_t v0 = vld1q_f32(xc + i), v1 = vld1q_f32(xc + i + 4);
+                for (int r = 0; r < 4; r++) {
+                    s[r][0] = vfmaq_f32(s[r][0], vld1q_f32(w[row + r] + i), v0);
+                    s[r][1] = vfmaq_f32(s[r][1], vld1q_f32(w[row + r] + i + 4), v1);
+                }
+            }
+            for (int r = 0; r < 4; r++) sums[c][row + r] += vaddvq_f32(vaddq_f32(s[r][0], s[r][1]));
+        }
+    }
+}
+#endif
+
+// -- panels --
+
+// Any format with codes, through its decoder.
+ROCQ__FN void rocq__pack_int8(rocq__mm_work *work, rocq_format format,
+                              const unsigned char *const row[ROCQ__MM_ROWS], int64_t n) {
+    const rocq__codec *codec = rocq__codec_of(format);
+    int64_t elems, bytes;
+    rocq__block_of(format, &elems, &bytes);
+    const int64_t n_groups = elems / codec->group;
+    for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+        for (int64_t b = 0; b < n; b++) {
+            int8_t code[256];
+            float scale[16], min[16];
+            codec->unpack(row[r] + b * bytes, code, scale, min);
+            for (int64_t k = 0; k < elems; k += 4) memcpy(work->codes[(b * elems + k) / 4][r], code + k, 4);
+            for (int64_t g = 0; g < n_groups; g++) {
+                work->scale[b * n_groups + g][r] = scale[g];
+                work->min[b * n_groups + g][r] = min[g];
+            }
+        }
+    }
+}
+
+#if ROCQ__HAS_AVX2
+// The same for AVX2, all rows at once: 16 bytes at the same place of each row turn into four vectors
+// that have bytes 4 j to 4 j + 3 of every row, which is how the codes lie in a panel. Bit fields are
+// then cut out of those. Codes are raised to be unsigned where rocq__mm_choose says so.
+
+typedef const unsigned char *const *rocq__rows;
+
+// 16 bytes of rows 0 to 3, beside those of rows 4 to 7.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__load_rows_avx2(__m256i v[4], rocq__rows row, int64_t at) {
+    ROCQ__UNROLL
+    for (int r = 0; r < 4; r++) {
+        const __m128i lo = _mm_loadu_si128((const __m128i *)(const void *)(row[r] + at));
+        const __m128i hi = _mm_loadu_si128((const __m128i *)(const void *)(row[r + 4] + at));
+        v[r] = _mm256_inserti128_si256(_mm256_castsi128_si256(lo), hi, 1);
+    }
+}
+
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__transpose_avx2(__m256i v[4]) {
+    const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
+    const __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm256_unpacklo_epi64(a, b);
+    v[1] = _mm256_unpackhi_epi64(a, b);
+    v[2] = _mm256_unpacklo_epi64(c, d);
+    v[3] = _mm256_unpackhi_epi64(c, d);
+}
+
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_rows_avx2(__m256i v[4], rocq__rows row, int64_t at) {
+    rocq__load_rows_avx2(v, row, at);
+    rocq__transpose_avx2(v);
+}
+
+// (v >> shift) & mask, per byte; no bit of the mask comes from the neighbour.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__bits_avx2(__m256i v, const int shift, const int mask) {
+    const __m256i moved = shift < 0 ? _mm256_slli_epi16(v, -shift) : _mm256_srli_epi16(v, shift);
+    return _mm256_and_si256(moved, _mm256_set1_epi8((char)mask));
+}
+
+// The F16 in the lower half of each lane.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__halves_avx2(__m256i v) {
+    const __m256i low = _mm256_and_si256(v, _mm256_set1_epi32(0xffff));
+    return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+}
+
+// d times byte i of each lane, unsigned less offset.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_scale_avx2(float *dst, __m256 d, __m256i bytes,
+                                                                const int i, const int offset) {
+    const __m256i byte = _mm256_and_si256(_mm256_srli_epi32(bytes, 8 * i), _mm256_set1_epi32(255));
+    const __m256i code = _mm256_sub_epi32(byte, _mm256_set1_epi32(offset));
+    _mm256_storeu_ps(dst, _mm256_mul_ps(d, _mm256_cvtepi32_ps(code)));
+}
+
+// 2^k for -149 <= k <= 127.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__pow2_avx2(__m256i k) {
+    const __m256i normal = _mm256_slli_epi32(_mm256_add_epi32(k, _mm256_set1_epi32(127)), 23);
+    const __m256i tiny = _mm256_sllv_epi32(_mm256_set1_epi32(1), _mm256_add_epi32(k, _mm256_set1_epi32(149)));
+    const __m256i is_tiny = _mm256_cmpgt_epi32(_mm256_set1_epi32(-126), k);
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, is_tiny));
+}
+
+enum { ROCQ__PLAIN4, ROCQ__IQ4, ROCQ__MX4 };
+
+// 16 bytes of each row as 32 codes: the low halves of the bytes, then the high ones.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_16_bytes_avx2(__m256i out[8], rocq__rows row,
+                                                                   int64_t at, const int levels) {
+    __m256i q[4];
+    rocq__take_rows_avx2(q, row, at);
+    const int8_t *table = levels == ROCQ__MX4 ? rocq__mxfp4_levels : rocq__iq4_levels;
+    const __m256i level = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)table));
+    ROCQ__UNROLL
+    for (int j = 0; j < 8; j++) {
+        __m256i v = rocq__bits_avx2(q[j % 4], j < 4 ? 0 : 4, 15);
+        if (levels != ROCQ__PLAIN4) v = _mm256_shuffle_epi8(level, v);
+        if (levels == ROCQ__MX4) v = _mm256_add_epi8(v, _mm256_set1_epi8(12));
+        out[j] = v;
+    }
+}
+
+// One block of each of the eight rows, `at` bytes into them: out takes 32 bytes per four codes, scale
+// and min a line per group.
+#define ROCQ__BLOCK_AVX2(name)                                                                \
+    ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_block_##name##_avx2(                \
+        __m256i *out, float (*scale)[ROCQ__MM_ROWS], float (*min)[ROCQ__MM_ROWS], rocq__rows row, \
+        int64_t at)
+
+ROCQ__BLOCK_AVX2(q4_0) {
+    __m256i head[4];
+    (void)min;
+    rocq__take_rows_avx2(head, row, at);
+    _mm256_storeu_ps(scale[0], rocq__halves_avx2(head[0]));
+    rocq__put_16_bytes_avx2(out, row, at + 2, ROCQ__PLAIN4);
+}
+
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_scale_and_min_avx2(float *scale, float *min,
+                                                                        __m256i head) {
+    _mm256_storeu_ps(scale, rocq__halves_avx2(head));
+    const __m256 m = rocq__halves_avx2(_mm256_srli_epi32(head, 16));
+    _mm256_storeu_ps(min, _mm256_xor_ps(m, _mm256_set1_ps(-0.0f)));
+}
+
+ROCQ__BLOCK_AVX2(q4_1) {
+    __m256i head[4];
+    rocq__take_rows_avx2(head, row, at);
+    rocq__put_scale_and_min_avx2(scale[0], min[0], head[0]);
+    rocq__put_16_bytes_avx2(out, row, at + 4, ROCQ__PLAIN4);
+}
+
+// Raises codes i by 16 where bit i of its row's lane in high is set.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_fifth_bits_avx2(__m256i out[8], __m256i high) {
+    ROCQ__UNROLL
+    for (int j = 0; j < 8; j++) {
+        const int byte = j / 2 * 0x01010101;
+        const __m128i pick = _mm_setr_epi32(byte, byte + 0x04040404, byte + 0x08080808, byte + 0x0c0c0c0c);
+        const __m256i all = _mm256_shuffle_epi8(high, _mm256_broadcastsi128_si256(pick));
+        const __m256i bit = _mm256_set1_epi32(j % 2 ? (int)0x80402010u : 0x08040201);
+        const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(all, bit), bit);
+        out[j] = _mm256_or_si256(out[j], _mm256_and_si256(set, _mm256_set1_epi8(16)));
+    }
+}
+
+ROCQ__BLOCK_AVX2(q5_0) {
+    __m256i head[4];
+    (void)min;
+    rocq__take_rows_avx2(head, row, at);
+    _mm256_storeu_ps(scale[0], rocq__halves_avx2(head[0]));
+    rocq__put_16_bytes_avx2(out, row, at + 6, ROCQ__PLAIN4);
+    rocq__put_fifth_bits_avx2(out, _mm256_or_si256(_mm256_srli_epi32(head[0], 16), _mm256_slli_epi32(head[1], 16)));
+}
+
+ROCQ__BLOCK_AVX2(q5_1) {
+    __m256i head[4];
+    rocq__take_rows_avx2(head, row, at);
+    rocq__put_scale_and_min_avx2(scale[0], min[0], head[0]);
+    rocq__put_16_bytes_avx2(out, row, at + 8, ROCQ__PLAIN4);
+    rocq__put_fifth_bits_avx2(out, head[1]);
+}
+
+ROCQ__BLOCK_AVX2(q8_0) {
+    __m256i head[4];
+    (void)min;
+    rocq__take_rows_avx2(head, row, at);
+    _mm256_storeu_ps(scale[0], rocq__halves_avx2(head[0]));
+    rocq__take_rows_avx2(out, row, at + 2);
+    rocq__take_rows_avx2(out + 4, row, at + 18);
+}
+
+ROCQ__BLOCK_AVX2(q2_K) {
+    __m256i v[4];
+    rocq__take_rows_avx2(v, row, at + 68); // the last 4 of these 16 bytes are d and dmin
+    const __m256 d = rocq__halves_avx2(v[3]), dmin = rocq__halves_avx2(_mm256_srli_epi32(v[3], 16));
+    rocq__take_rows_avx2(v, row, at);
+    ROCQ__UNROLL
+    for (int g = 0; g < 16; g++) {
+        rocq__put_scale_avx2(scale[g], d, rocq__bits_avx2(v[g / 4], 0, 15), g % 4, 0);
+        rocq__put_scale_avx2(min[g], dmin, rocq__bits_avx2(v[g / 4], 4, 15), g % 4, 0);
+    }
+    for (int64_t i = 0; i < 4; i++) { // 16 bytes are codes of groups 8 (i / 2) + i % 2, and + 2, + 4, + 6
+        rocq__take_rows_avx2(v, row, at + 16 + 16 * i);
+        __m256i *to = out + 4 * (i / 2 * 8 + i % 2);
+        ROCQ__UNROLL
+        for (int j = 0; j < 16; j++) to[j / 4 * 8 + j % 4] = rocq__bits_avx2(v[j % 4], j / 4 * 2, 3);
+    }
+}
+
+ROCQ__BLOCK_AVX2(q3_K) {
+    __m256i v[4], s[4], high[4];
+    (void)min;
+    rocq__take_rows_avx2(v, row, at + 94); // bytes 2 to 13 of these are scales, then d
+    ROCQ__UNROLL
+    for (int i = 0; i < 3; i++) {
+        s[i] = _mm256_or_si256(_mm256_srli_epi32(v[i], 16), _mm256_slli_epi32(v[i + 1], 16));
+    }
+    const __m256 d = rocq__halves_avx2(_mm256_srli_epi32(v[3], 16));
+    ROCQ__UNROLL
+    for (int g = 0; g < 16; g++) {
+        const __m256i low = rocq__bits_avx2(s[g / 4 % 2], g < 8 ? 0 : 4, 15);
+        const __m256i top = _mm256_slli_epi32(rocq__bits_avx2(s[2], g / 4 * 2, 3), 4);
+        rocq__put_scale_avx2(scale[g], d, _mm256_or_si256(low, top), g % 4, 32);
+    }
+    for (int64_t i = 0; i < 2; i++) {
+        rocq__take_rows_avx2(high, row, at + 16 * i);
+        for (int64_t h = 0; h < 2; h++) {
+            rocq__take_rows_avx2(v, row, at + 32 + 32 * h + 16 * i);
+            __m256i *to = out + 4 * (h * 8 + i);
+            ROCQ__UNROLL
+            for (int j = 0; j < 16; j++) {
+                const __m256i bit = _mm256_slli_epi16(rocq__bits_avx2(high[j % 4], j / 4, 1), 2);
+                to[j / 4 * 8 + j % 4] = _mm256_or_si256(rocq__bits_avx2(v[j % 4], j / 4 * 2, 3), bit);
+            }
+            ROCQ__UNROLL
+            for (int j = 0; j < 4; j++) high[j] = _mm256_srli_epi16(high[j], 4);
+        }
+    }
+}
+
+// The scales and mins of Q4_K and Q5_K.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_k_scales_avx2(float (*scale)[ROCQ__MM_ROWS],
+                                                                   float (*min)[ROCQ__MM_ROWS],
+                                                                   rocq__rows row, int64_t at) {
+    __m256i v[4];
+    rocq__take_rows_avx2(v, row, at);
+    const __m256 d = rocq__halves_avx2(v[0]), dmin = rocq__halves_avx2(_mm256_srli_epi32(v[0], 16));
+    const __m256i scale_high = _mm256_or_si256(rocq__bits_avx2(v[3], 0, 15), rocq__bits_avx2(v[1], 2, 48));
+    const __m256i min_high = _mm256_or_si256(rocq__bits_avx2(v[3], 4, 15), rocq__bits_avx2(v[2], 2, 48));
+    ROCQ__UNROLL
+    for (int g = 0; g < 4; g++) {
+        rocq__put_scale_avx2(scale[g], d, rocq__bits_avx2(v[1], 0, 63), g, 0);
+        rocq__put_scale_avx2(min[g], dmin, rocq__bits_avx2(v[2], 0, 63), g, 0);
+        rocq__put_scale_avx2(scale[4 + g], d, scale_high, g, 0);
+        rocq__put_scale_avx2(min[4 + g], dmin, min_high, g, 0);
+    }
+}
+
+// 32 bytes of each row as 64 codes: 32 from the low halves of the bytes, then 32 from the high ones.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_32_bytes_avx2(__m256i out[16], rocq__rows row,
+                                                                   int64_t at) {
+    for (int64_t i = 0; i < 2; i++, out += 4) {
+        __m256i q[4];
+        rocq__take_rows_avx2(q, row, at + 16 * i);
+        ROCQ__UNROLL
+        for (int j = 0; j < 8; j++) out[j / 4 * 8 + j % 4] = rocq__bits_avx2(q[j % 4], j < 4 ? 0 : 4, 15);
+    }
+}
+
+ROCQ__BLOCK_AVX2(q4_K) {
+    rocq__put_k_scales_avx2(scale, min, row, at);
+    for (int64_t i = 0; i < 4; i++) rocq__put_32_bytes_avx2(out + 16 * i, row, at + 16 + 32 * i);
+}
+
+ROCQ__BLOCK_AVX2(q5_K) {
+    __m256i high[8];
+    rocq__put_k_scales_avx2(scale, min, row, at);
+    rocq__take_rows_avx2(high, row, at + 16);
+    rocq__take_rows_avx2(high + 4, row, at + 32);
+    for (int64_t i = 0; i < 4; i++, out += 16) {
+        rocq__put_32_bytes_avx2(out, row, at + 48 + 32 * i);
+        ROCQ__UNROLL
+        for (int j = 0; j < 8; j++) {
+            out[j] = _mm256_or_si256(out[j], rocq__bits_avx2(high[j], -4, 16));
+            out[8 + j] = _mm256_or_si256(out[8 + j], rocq__bits_avx2(high[j], -3, 16));
+            high[j] = _mm256_srli_epi16(high[j], 2);
+        }
+    }
+}
+
+ROCQ__BLOCK_AVX2(q6_K) {
+    __m256i a[4], b[4], high[4];
+    (void)min;
+    rocq__take_rows_avx2(a, row, at + 194); // the last 2 of these 16 bytes are d
+    const __m256 d = rocq__halves_avx2(_mm256_srli_epi32(a[3], 16));
+    rocq__take_rows_avx2(a, row, at + 192);
+    ROCQ__UNROLL
+    for (int g = 0; g < 16; g++) {
+        const __m256i signed_code = _mm256_xor_si256(a[g / 4], _mm256_set1_epi8(-128));
+        rocq__put_scale_avx2(scale[g], d, signed_code, g % 4, 128);
+    }
+    for (int64_t i = 0; i < 4; i++) {
+        const int64_t h = i / 2, half = i % 2 * 16;
+        rocq__take_rows_avx2(a, row, at + 64 * h + half);
+        rocq__take_rows_avx2(b, row, at + 64 * h + 32 + half);
+        rocq__take_rows_avx2(high, row, at + 128 + 32 * h + half);
+        __m256i *to = out + 4 * (h * 8 + i % 2);
+        ROCQ__UNROLL
+        for (int j = 0; j < 4; j++) {
+            to[j] = _mm256_or_si256(rocq__bits_avx2(a[j], 0, 15), rocq__bits_avx2(high[j], -4, 48));
+            to[j + 8] = _mm256_or_si256(rocq__bits_avx2(b[j], 0, 15), rocq__bits_avx2(high[j], -2, 48));
+            to[j + 16] = _mm256_or_si256(rocq__bits_avx2(a[j], 4, 15), rocq__bits_avx2(high[j], 0, 48));
+            to[j + 24] = _mm256_or_si256(rocq__bits_avx2(b[j], 4, 15), rocq__bits_avx2(high[j], 2, 48));
+        }
+    }
+}
+
+ROCQ__BLOCK_AVX2(iq4_nl) {
+    __m256i head[4];
+    (void)min;
+    rocq__take_rows_avx2(head, row, at);
+    _mm256_storeu_ps(scale[0], rocq__halves_avx2(head[0]));
+    rocq__put_16_bytes_avx2(out, row, at + 2, ROCQ__IQ4);
+}
+
+ROCQ__BLOCK_AVX2(iq4_xs) {
+    __m256i head[4];
+    (void)min;
+    rocq__take_rows_avx2(head, row, at);
+    const __m256 d = rocq__halves_avx2(head[0]);
+    ROCQ__UNROLL
+    for (int g = 0; g < 8; g++) {
+        const __m256i low = _mm256_srli_epi32(head[1], 4 * g), top = _mm256_srli_epi32(head[0], 16 + 2 * g);
+        const __m256i code = _mm256_or_si256(
+            _mm256_and_si256(low, _mm256_set1_epi32(15)),
+            _mm256_slli_epi32(_mm256_and_si256(top, _mm256_set1_epi32(3)), 4));
+        rocq__put_scale_avx2(scale[g], d, code, 0, 32);
+    }
+    for (int64_t g = 0; g < 8; g++) rocq__put_16_bytes_avx2(out + 8 * g, row, at + 8 + 16 * g, ROCQ__IQ4);
+}
+
+ROCQ__BLOCK_AVX2(mxfp4) {
+    __m256i head[4];
+    (void)min;
+    rocq__take_rows_avx2(head, row, at);
+    const __m256i e = _mm256_and_si256(head[0], _mm256_set1_epi32(255));
+    _mm256_storeu_ps(scale[0], rocq__pow2_avx2(_mm256_sub_epi32(e, _mm256_set1_epi32(128))));
+    rocq__put_16_bytes_avx2(out, row, at + 1, ROCQ__MX4);
+}
+
+ROCQ__BLOCK_AVX2(mxfp6_e2m3) {
+    const __m128i upper = _mm_setr_epi8(16, 18, 20, 22, 24, 26, 28, 30, 32, 36, 40, 44, 48, 52, 56, 60);
+    const __m256i levels = _mm256_broadcastsi128_si256(upper); // of elements 16 to 31; the first 16 are 0 to 15
+    __m256i v[4];
+    (void)min;
+    rocq__take_rows_avx2(v, row, at);
+    const __m256i e = _mm256_and_si256(v[0], _mm256_set1_epi32(255));
+    const __m256 nan = _mm256_castsi256_ps(_mm256_cmpeq_epi32(e, _mm256_set1_epi32(255)));
+    const __m256 d = rocq__pow2_avx2(_mm256_sub_epi32(e, _mm256_set1_epi32(130)));
+    _mm256_storeu_ps(scale[0], _mm256_or_ps(d, nan));
+    for (int64_t i = 0; i < 2; i++) { // 12 bytes are 16 codes, three a lane of four
+        const char skip = (char)(4 * i);
+        const __m128i three = _mm_add_epi8(_mm_setr_epi8(0, 1, 2, -128, 3, 4, 5, -128, 6, 7, 8, -128, 9, 10, 11, -128),
+                                           _mm_set1_epi8(skip));
+        rocq__load_rows_avx2(v, row, at + 1 + 8 * i);
+        ROCQ__UNROLL
+        for (int r = 0; r < 4; r++) v[r] = _mm256_shuffle_epi8(v[r], _mm256_broadcastsi128_si256(three));
+        rocq__transpose_avx2(v);
+        ROCQ__UNROLL
+        for (int j = 0; j < 4; j++) {
+            const __m256i q = _mm256_or_si256(
+                _mm256_or_si256(_mm256_and_si256(v[j], _mm256_set1_epi32(0x3f)),
+                                _mm256_and_si256(_mm256_slli_epi32(v[j], 2), _mm256_set1_epi32(0x3f00))),
+                _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi32(v[j], 4), _mm256_set1_epi32(0x3f0000)),
+                                _mm256_and_si256(_mm256_slli_epi32(v[j], 6), _mm256_set1_epi32(0x3f000000))));
+            const __m256i index = rocq__bits_avx2(q, 0, 15), is_upper = _mm256_slli_epi16(q, 3);
+            const __m256i size = _mm256_blendv_epi8(index, _mm256_shuffle_epi8(levels, index), is_upper);
+            const __m256i sign = _mm256_sub_epi8(_mm256_set1_epi8(1), rocq__bits_avx2(q, 4, 2));
+            out[4 * i + j] = _mm256_sign_epi8(size, sign);
+        }
+    }
+}
+#undef ROCQ__BLOCK_AVX2
+
+// X(NAME, name, elems, group, offset, kernel): the raise of the codes, and the dot for their range.
+#define ROCQ__MM_AVX2(X)                               \
+    X(Q4_0, q4_0, 32, 32, 8, group32_depth8)           \
+    X(Q4_1, q4_1, 32, 32, 0, group32_depth8)           \
+    X(Q5_0, q5_0, 32, 32, 16, group32_depth4)          \
+    X(Q5_1, q5_1, 32, 32, 0, group32_depth4)           \
+    X(Q8_0, q8_0, 32, 32, 0, group32_signed)           \
+    X(Q2_K, q2_K, 256, 16, 0, group16_depth4)          \
+    X(Q3_K, q3_K, 256, 16, 4, group16_depth4)          \
+    X(Q4_K, q4_K, 256, 32, 0, group32_depth8)          \
+    X(Q5_K, q5_K, 256, 32, 0, group32_depth4)          \
+    X(Q6_K, q6_K, 256, 16, 32, group16_depth2)         \
+    X(IQ4_NL, iq4_nl, 32, 32, 0, group32_signed)       \
+    X(IQ4_XS, iq4_xs, 256, 32, 0, group32_signed)      \
+    X(MXFP4, mxfp4, 32, 32, 12, group32_depth4)        \
+    X(MXFP6_E2M3, mxfp6_e2m3, 32, 32, 0, group32_signed)
+
+#define ROCQ__X(NAME, name, elems, group, offset, kernel)                                             \
+    ROCQ__TARGET_AVX2 ROCQ__FN void rocq__pack_##name##_avx2(rocq__mm_work *work, rocq_format format, \
+                                                             rocq__rows row, int64_t n) {             \
+        (void)format;                                                                                 \
+        for (int64_t b = 0; b < n; b++) {                                                             \
+            rocq__pack_block_##name##_avx2((__m256i *)(void *)work->codes[b * ((elems) / 4)],         \
+                                           work->scale + b * ((elems) / (group)),                     \
+                                           work->min + b * ((elems) / (group)), row,                  \
+                                           b * (int64_t)sizeof(rocq_block_##name));                   \
+        }                                                                                             \
+    }
+ROCQ__MM_AVX2(ROCQ__X)
+#undef ROCQ__X
+#endif
+
+// Which kernels multiply w's format.
+ROCQ__FN void rocq__mm_choose(rocq__mm *mm) {
+    const rocq__codec *codec = rocq__codec_of(mm->p->w->format);
+    mm->group = codec->group;
+    mm->has_min = codec->has_min;
+    mm->pack = rocq__pack_int8;
+    mm->dot = rocq__dot_int8;
+#if ROCQ__HAS_NEON
+    mm->dot = rocq__dot_int8_neon;
+#endif
+#if ROCQ__HAS_AVX2
+    if (!mm->avx2) return;
+    switch (mm->p->w->format) {
+#define ROCQ__X(NAME, name, elems, size, raise, kernel) \
+    case ROCQ_##NAME:                                   \
+        mm->offset = raise;                             \
+        mm->dot = rocq__dot_int8_##kernel##_avx2;       \
+        mm->pack = rocq__pack_##name##_avx2;            \
+        break;
+        ROCQ__MM_AVX2(ROCQ__X)
+#undef ROCQ__X
+    default: break;
+    }
+#endif
+}
+
+// Adds k elements of K, from first on, of a panel's rows times n columns to sums.
+ROCQ__FN void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work, float (*sums)[ROCQ__MM_TILE_M],
+                             const unsigned char *const row[ROCQ__MM_ROWS], int64_t first, int64_t k,
+                             const unsigned char *columns, int64_t n) {
+    const rocq_format format = mm->p->w->format;
+    const unsigned char *at[ROCQ__MM_ROWS];
+    for (int r = 0; r < ROCQ__MM_ROWS; r++) at[r] = row[r] + rocq__bytes(format, first);
+    if (mm->precision == ROCQ_PRECISION_INT8) {
+        int64_t elems, bytes;
+        rocq__block_of(format, &elems, &bytes);
+        mm->pack(work, format, at, k / elems);
+        const unsigned char *groups = columns + mm->p->w->ne[0];
+        mm->dot(sums, work, mm->has_min, k / mm->group, mm->group, (const int8_t *)columns + first,
+                (const rocq__mm_group *)(const void *)groups + first / mm->group, mm->column_bytes, n);
+        return;
+    }
+    const float *w[ROCQ__MM_ROWS];
+    const int64_t padded = (k + 7) / 8 * 8;
+    for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+        if (format == ROCQ_F32 && padded == k) {
+            w[r] = (const float *)(const void *)at[r];
+        } else if (r > 0 && at[r] == at[r - 1]) {
+            w[r] = w[r - 1];
+        } else {
+            w[r] = work->rows[r];
+            rocq__mm_load(mm, format, work->rows[r], at[r], k);
+            for (int64_t i = k; i < padded; i++) work->rows[r][i] = 0.0f;
+        }
+    }
+    const float *x = (const float *)(const void *)columns + first;
+    const int64_t column_floats = mm->column_bytes / 4;
+#if ROCQ__HAS_AVX2
+    if (mm->avx2) {
+        rocq__dot_f32_avx2(sums, w, padded, x, column_floats, n);
+        return;
+    }
+#endif
+#if ROCQ__HAS_NEON
+    rocq__dot_f32_neon(sums, w, padded, x, column_floats, n);
+#else
+    rocq__dot_f32(sums, w, padded, x, column_floats, n);
+#endif
+}
+
+// -- step 3: epilogue --
+
+ROCQ__FN float rocq__mm_get(const rocq_tensor *t, const unsigned char *row, int64_t i) {
+    if (t->format == ROCQ_F32) return ((const float *)(const void *)row)[i];
+    return rocq__f16_to_f32(((const uint16_t *)(const void *)row)[i]);
+}
+
+// n sums of one column, of rows m and up, become y.
+ROCQ__FN void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, int64_t m, int64_t n,
+                              const float *sums) {
+    const rocq_matmul_params *p = mm->p;
+    float t[ROCQ__MM_TILE_M];
+    for (int64_t i = 0; i < n; i++) t[i] = sums[i];
+    if (p->bias) {
+        const unsigned char *bias = rocq__row(p->bias, 0, 0, 0);
+        for (int64_t i = 0; i < n; i++) t[i] += rocq__mm_get(p->bias, bias, m + i);
+    }
+    if (p->activation != ROCQ_IDENTITY) {
+        for (int64_t i = 0; i < n; i++) t[i] = rocq__activation(p->activation, t[i]);
+    }
+    if (p->softcap > 0.0f) {
+        for (int64_t i = 0; i < n; i++) t[i] = p->softcap * tanhf(t[i] / p->softcap);
+    }
+    if (p->gate) {
+        const unsigned char *gate = rocq__mm_at(mm, p->gate, matrix, column);
+        for (int64_t i = 0; i < n; i++) t[i] *= rocq__mm_get(p->gate, gate, m + i);
+    }
+    if (p->residual) {
+        const unsigned char *residual = rocq__mm_at(mm, p->residual, matrix, column);
+        for (int64_t i = 0; i < n; i++) t[i] += rocq__mm_get(p->residual, residual, m + i);
+    }
+    unsigned char *y = rocq__mm_at(mm, p->y, matrix, column);
+    if (p->y->format == ROCQ_F32) {
+        memcpy(y + m * 4, t, (size_t)n * sizeof *t);
+    } else {
+        for (int64_t i = 0; i < n; i++) ((uint16_t *)(void *)y)[m + i] = rocq__f32_to_f16(t[i]);
+    }
+}
+
+// -- the whole --
+
+// Panels begin .. end, counted through the panels of w, then tiles of columns, then matrices.
+ROCQ__FN void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    const rocq__mm *mm = (const rocq__mm *)arg;
+    const rocq_tensor *w = mm->p->w;
+    rocq__mm_work *work = mm->work + thread;
+    const int64_t most = mm->n > ROCQ__MM_FEW ? ROCQ__MM_PANELS : 1;
+    for (int64_t i = begin, n_panels; i < end; i += n_panels) {
+        const int64_t panel = i % mm->n_panels, tile = i / mm->n_panels % mm->n_tiles;
+        const int64_t matrix = i / mm->n_panels / mm->n_tiles;
+        n_panels = ROCQ__MIN(ROCQ__MIN(most, end - i), mm->n_panels - panel);
+        const int64_t m = panel * ROCQ__MM_ROWS, n_rows = ROCQ__MIN(n_panels * ROCQ__MM_ROWS, w->ne[1] - m);
+        const int64_t column = tile * ROCQ__MM_TILE_N, n = ROCQ__MIN(ROCQ__MM_TILE_N, mm->n - column);
+        const unsigned char *columns = mm->columns + (matrix * mm->n + column) * mm->column_bytes;
+        const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
+        for (int64_t r = 0; r < n_panels * ROCQ__MM_ROWS; r++) {
+            row[r] = rocq__row(w, m + ROCQ__MIN(r, n_rows - 1), matrix % w->ne[2], matrix / w->ne[2]);
+        }
+        memset(work->sums, 0, (size_t)n * sizeof work->sums[0]);
+        for (int64_t k = 0; k < w->ne[0]; k += ROCQ__MM_SEGMENT) {
+            for (int64_t q = 0; q < n_panels; q++) {
+                rocq__mm_panel(mm, work, (float(*)[ROCQ__MM_TILE_M])&work->sums[0][q * ROCQ__MM_ROWS],
+                               row + q * ROCQ__MM_ROWS, k, ROCQ__MIN(ROCQ__MM_SEGMENT, w->ne[0] - k),
+                               columns, n);
+            }
+        }
+        for (int64_t c = 0; c < n; c++) rocq__mm_finish(mm, matrix, column + c, m, n_rows, work->sums[c]);
+    }
+}
+
+// Everything that follows from the params alone; returns the scratch bytes.
+ROCQ__FN int64_t rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_params *p) {
+    const int64_t k = p->w->ne[0];
+    int64_t bytes;
+    memset(mm, 0, sizeof *mm);
+    mm->p = p;
+    mm->avx2 = ctx->has_avx2;
+    mm->precision = rocq__matmul_precision_cpu(p);
+    mm->n_matrices = p->w->ne[2] * p->w->ne[3];
+    mm->n = p->x->ne[1] * (p->x->ne[2] / p->w->ne[2]) * (p->x->ne[3] / p->w->ne[3]);
+    mm->n_panels = (p->w->ne[1] + ROCQ__MM_ROWS - 1) / ROCQ__MM_ROWS;
+    mm->n_tiles = (mm->n + ROCQ__MM_TILE_N - 1) / ROCQ__MM_TILE_N;
+    if (mm->precision == ROCQ_PRECISION_INT8) {
+        rocq__mm_choose(mm);
+        mm->column_bytes = k + k / mm->group * (int64_t)sizeof(rocq__mm_group);
+    } else {
+        mm->column_bytes = k * 4;
+    }
+    mm->column_bytes = (mm->column_bytes + 63) / 64 * 64;
+    const int64_t work = ctx->desc.n_threads * (int64_t)sizeof(rocq__mm_work);
+    // x may repeat one row without end by a stride of 0; what does not fit cannot be allocated either.
+    if (!rocq__mul(mm->column_bytes, mm->n, &bytes) || !rocq__mul(bytes, mm->n_matrices, &bytes) ||
+        !rocq__add(bytes, work, &bytes)) {
+        return INT64_MAX;
+    }
+    return bytes;
+}
+
+ROCQ__FN int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const rocq_matmul_params *p) {
+    rocq__mm mm;
+    return rocq__mm_plan(&mm, ctx, p);
+}
+
+ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, const rocq_matmul_params *p) {
+    rocq__mm mm;
+    void *scratch;
+    const int64_t bytes = rocq__mm_plan(&mm, ctx, p), k = p->w->ne[0];
+    ROCQ__TRY(rocq__scratch(ctx, bytes, &scratch));
+    mm.work = (rocq__mm_work *)scratch;
+    mm.columns = (unsigned char *)(mm.work + ctx->desc.n_threads);
+    // Waking the threads costs some microseconds: each piece should be worth about that.
+    rocq__parallel(ctx, mm.n * mm.n_matrices, 1 + 16384 / k, rocq__mm_convert, &mm);
+    rocq__parallel(ctx, mm.n_panels * mm.n_tiles * mm.n_matrices,
+                   1 + 65536 / (k * ROCQ__MM_ROWS * ROCQ__MIN(mm.n, ROCQ__MM_TILE_N)), rocq__mm_run, &mm);
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>cpu_rows: reading and writing rows as floats, and the vector arithmetic attention and ops share
+// ---------------------------------------------------------------------------------------------
+
+// Rows are worked on in pieces of this many elements: whole blocks of every format, and small
+// enough that the pieces live on the stack and in the first cache.
+enum { ROCQ__CHUNK = 256 };
+
+// Elements of the piece of a row of n that starts at k.
+ROCQ__INLINE int64_t rocq__piece(int64_t n, int64_t k) {
+    const int64_t most = ROCQ__CHUNK;
+    return ROCQ__MIN(n - k, most);
+}
+
+#if ROCQ__HAS_AVX2
+
+// The formats of activations and KV caches; values equal those of rocq__dequantize_row exactly.
+// Returns how many elements it has done (whole groups of 8), the caller does the rest.
+ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__decode_avx2(rocq_format format, float *dst, const void *src,
+                                                     int64_t n) {
+    const unsigned char *bytes = (const unsigned char *)src;
+    int64_t i = 0;
+    switch (format) {
+    case ROCQ_F16:
+        for (; i + 8 <= n; i += 8) {
+            const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(bytes + 2 * i));
+            _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(half));
+        }
+        break;
+    case ROCQ_BF16:
+        for (; i + 8 <= n; i += 8) {
+            const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(bytes + 2 * i));
+            const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+            _mm256_storeu_ps(dst + i, _mm256_castsi256_ps(bits));
+        }
+        break;
+    case ROCQ_Q8_0:
+        for (; i < n; i += 32, bytes += 34) {
+            uint16_t half;
+            memcpy(&half, bytes, 2);
+            const __m256 scale = _mm256_set1_ps(rocq__f16_to_f32(half));
+            for (int g = 0; g < 4; g++) {
+                const __m128i code = _mm_loadl_epi64((const __m128i *)(const void *)(bytes + 2 + 8 * g));
+                const __m256 value = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(code));
+                _mm256_storeu_ps(dst + i + 8 * g, _mm256_mul_ps(scale, value));
+            }
+        }
+        break;
+    case ROCQ_Q4_0:
+        for (; i < n; i += 32, bytes += 18) {
+            uint16_t half;
+            memcpy(&half, bytes, 2);
+            const __m256 scale = _mm256_set1_ps(rocq__f16_to_f32(half));
+            const __m128i pairs = _mm_loadu_si128((const __m128i *)(const void *)(bytes + 2));
+            const __m128i mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+            const __m128i low = _mm_sub_epi8(_mm_and_si128(pairs, mask), eight);
+            const __m128i high =
+                _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(pairs, 4), mask), eight);
+            const __m128i code[4] = {low, _mm_srli_si128(low, 8), high, _mm_srli_si128(high, 8)};
+            for (int g = 0; g < 4; g++) {
+                const __m256 value = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(code[g]));
+                _mm256_storeu_ps(dst + i + 8 * g, _mm256_mul_ps(scale, value));
+            }
+        }
+        break;
+    default: break;
+    }
+    return i;
+}
+
+#endif
+
+// Elements [first, first + n) of a row as floats: where they stand for F32, else decoded into buf.
+// first is a whole number of blocks.
+ROCQ__FN const float *rocq__load(bool avx2, rocq_format format, const unsigned char *row,
+                                 int64_t first, int64_t n, float *buf) {
+    const unsigned char *src = row + rocq__bytes(format, first);
+    if (format == ROCQ_F32) return (const float *)(const void *)src;
+    int64_t done = 0;
+#if ROCQ__HAS_AVX2
+    if (avx2) done = rocq__decode_avx2(format, buf, src, n);
+#else
+    (void)avx2;
+#endif
+    if (done < n) rocq__dequantize_row(format, buf + done, src + rocq__bytes(format, done), n - done);
+    return buf;
+}
+
+// Writes elements [first, first + n) of a row; src never is the row itself.
+ROCQ__FN void rocq__store(rocq_format format, unsigned char *row, int64_t first, const float *src,
+                          int64_t n) {
+    unsigned char *dst = row + rocq__bytes(format, first);
+    if (format == ROCQ_F32) {
+        memcpy(dst, src, (size_t)n * sizeof(float));
+    } else {
+        rocq__quantize_row(format, dst, src, n, NULL);
+    }
+}
+
+// The row that an operand repeated along dimensions of size 1 has at (i1, i2, i3).
+ROCQ__INLINE unsigned char *rocq__row_repeated(const rocq_tensor *t, int64_t i1, int64_t i2,
+                                               int64_t i3) {
+    return rocq__row(t, t->ne[1] == 1 ? 0 : i1, t->ne[2] == 1 ? 0 : i2, t->ne[3] == 1 ? 0 : i3);
+}
+
+ROCQ__INLINE const int32_t *rocq__row_i32(const rocq_tensor *t, int64_t i1) {
+    return (const int32_t *)(const void *)rocq__row(t, i1, 0, 0);
+}
+
+ROCQ__INLINE float *rocq__row_f32(const rocq_tensor *t, int64_t i1, int64_t i2, int64_t i3) {
+    return (float *)(void *)rocq__row(t, i1, i2, i3);
+}
+
+// -- sums over a chunk: eight running sums, so that the vector form adds in the same way --
+
+// sum of x
+ROCQ__FN float rocq__sum_scalar(const float *x, int64_t n) {
+    float lane[8] = {0}, tail = 0.0f;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        for (int j = 0; j < 8; j++) lane[j] += x[i + j];
+    }
+    for (; i < n; i++) tail += x[i];
+    return ((lane[0] + lane[4]) + (lane[1] + lane[5])) + ((lane[2] + lane[6]) + (lane[3] + lane[7])) + tail;
+}
+
+// sum of (x - mean)^2
+ROCQ__FN float rocq__sum_squares_scalar(const float *x, float mean, int64_t n) {
+    float lane[8] = {0}, tail = 0.0f;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        for (int j = 0; j < 8; j++) lane[j] += (x[i + j] - mean) * (x[i + j] - mean);
+    }
+    for (; i < n; i++) tail += (x[i] - mean) * (x[i] - mean);
+    return ((lane[0] + lane[4]) + (lane[1] + lane[5])) + ((lane[2] + lane[6]) + (lane[3] + lane[7])) + tail;
+}
+
+// x = exp(x - shift); returns the sum. -inf gives 0, NaN stays NaN.
+ROCQ__FN float rocq__exp_scalar(float *x, float shift, int64_t n) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < n; i++) {
+        x[i] = expf(x[i] - shift);
+        sum += x[i];
+    }
+    return sum;
+}
+
+// largest of x that is not NaN, -inf when there is none
+ROCQ__FN float rocq__max_scalar(const float *x, int64_t n) {
+    float largest = -INFINITY;
+    for (int64_t i = 0; i < n; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
+#if ROCQ__HAS_AVX2
+
+ROCQ__FN ROCQ__TARGET_AVX2 float rocq__hsum_avx2(__m256 v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehdup_ps(s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehl_ps(s, s)));
+}
+
+ROCQ__FN ROCQ__TARGET_AVX2 float rocq__sum_avx2(const float *x, int64_t n) {
+    __m256 lane = _mm256_setzero_ps();
+    int64_t i = 0;
+    float tail = 0.0f;
+    for (; i + 8 <= n; i += 8) lane = _mm256_add_ps(lane, _mm256_loadu_ps(x + i));
+    for (; i < n; i++) tail += x[i];
+    return rocq__hsum_avx2(lane) + tail;
+}
+
+ROCQ__FN ROCQ__TARGET_AVX2 float rocq__sum_squares_avx2(const float *x, float mean, int64_t n) {
+    __m256 lane = _mm256_setzero_ps();
+    int64_t i = 0;
+    float tail = 0.0f;
+    for (; i + 8 <= n; i += 8) {
+        const __m256 d = _mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(mean));
+        lane = _mm256_fmadd_ps(d, d, lane);
+    }
+    for (; i < n; i++) tail += (x[i] - mean) * (x[i] - mean);
+    return rocq__hsum_avx2(lane) + tail;
+}
+
+// exp(x) = 2^k e^r with |r| <= ln(2) / 2, e^r from its Taylor series (8 terms leave 5e-9). Below
+// -87.33 the result would be subnormal and is 0, NaN stays NaN. For x <= 88.
+ROCQ__ALWAYS_INLINE ROCQ__TARGET_AVX2 __m256 rocq__exp8_avx2(__m256 x) {
+    const __m256 live = _mm256_cmp_ps(x, _mm256_set1_ps(-87.33f), _CMP_NLT_UQ);
+    x = _mm256_max_ps(_mm256_set1_ps(-87.33f), x); // the second operand is returned for NaN
+    const __m256 k = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)),
+                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    // ln(2) in two parts, the first short enough that its products with k are exact
+    __m256 r = _mm256_fnmadd_ps(k, _mm256_set1_ps(0.693359375f), x);
+    r = _mm256_fnmadd_ps(k, _mm256_set1_ps(-2.12194440e-4f), r);
+    __m256 e = _mm256_set1_ps(1.0f / 5040.0f);
+    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f / 720.0f));
+    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f / 120.0f));
+    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f / 24.0f));
+    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f / 6.0f));
+    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(0.5f));
+    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f));
+    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f));
+    const __m256i power = _mm256_slli_epi32(
+        _mm256_add_epi32(_mm256_cvtps_epi32(k), _mm256_set1_epi32(127)), 23);
+    return _mm256_and_ps(live, _mm256_mul_ps(e, _mm256_castsi256_ps(power)));
+}
+
+ROCQ__FN ROCQ__TARGET_AVX2 float rocq__exp_avx2(float *x, float shift, int64_t n) {
+    __m256 lane = _mm256_setzero_ps();
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const __m256 e = rocq__exp8_avx2(_mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(shift)));
+        _mm256_storeu_ps(x + i, e);
+        lane = _mm256_add_ps(lane, e);
+    }
+    return rocq__hsum_avx2(lane) + rocq__exp_scalar(x + i, shift, n - i);
+}
+
+ROCQ__FN ROCQ__TARGET_AVX2 float rocq__max_avx2(const float *x, int64_t n) {
+    __m256 lane = _mm256_set1_ps(-INFINITY);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) lane = _mm256_max_ps(_mm256_loadu_ps(x + i), lane); // NaN: keeps lane
+    float part[8];
+    _mm256_storeu_ps(part, lane);
+    return ROCQ__MAX(rocq__max_scalar(part, 8), rocq__max_scalar(x + i, n - i));
+}
+
+#endif
+
+// One name per pair of forms.
+#if ROCQ__HAS_AVX2
+#define ROCQ__EITHER(avx2, name, args) ((avx2) ? name##_avx2 args : name##_scalar args)
+#else
+#define ROCQ__EITHER(avx2, name, args) ((void)(avx2), name##_scalar args)
+#endif
+
+ROCQ__INLINE float rocq__sum(bool avx2, const float *x, int64_t n) {
+    return ROCQ__EITHER(avx2, rocq__sum, (x, n));
+}
+
+ROCQ__INLINE float rocq__sum_squares(bool avx2, const float *x, float mean, int64_t n) {
+    return ROCQ__EITHER(avx2, rocq__sum_squares, (x, mean, n));
+}
+
+ROCQ__INLINE float rocq__exp(bool avx2, float *x, float shift, int64_t n) {
+    return ROCQ__EITHER(avx2, rocq__exp, (x, shift, n));
+}
+
+ROCQ__INLINE float rocq__max(bool avx2, const float *x, int64_t n) {
+    return ROCQ__EITHER(avx2, rocq__max, (x, n));
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>cpu_attention
+// ---------------------------------------------------------------------------------------------
+// Flash attention: for a tile of query rows, K and V pass by once in tiles, and each row keeps a
+// running maximum m, sum l = sum of exp(s - m) and vector acc = sum of exp(s - m) v.
+//
+// The query rows of one KV head are its group's heads of every token, token after token, so that
+// all of them share each decoded tile of K and V. One item of work is a tile of those rows. When
+// all rows fit one tile (decoding), the KV positions are split instead; the splits' (m, l, acc) are
+// merged in order afterwards. Tiles and splits start at fixed positions: results depend neither on
+// the number of threads nor on how large the cache is.
+
+enum {
+    ROCQ__ATTEND_ROWS = 32,  // query rows per tile
+    ROCQ__ATTEND_KEYS = 32,  // KV positions per tile
+    ROCQ__ATTEND_SPLIT = 256 // KV positions per split, a multiple of the tile
+};
+
+typedef struct rocq__attend {
+    const rocq_attention_params *p;
+    bool avx2;
+    int64_t head_dim, n_q, n_kv, n_heads, n_kv_heads, n_seqs;
+    int64_t group;     // query heads per KV head
+    int64_t n_rows;    // query rows per KV head: group n_q
+    int64_t tile_rows; // of them in one item
+    int64_t n_tiles, n_splits;
+    int64_t pitch;     // floats from row to row in scratch
+    int64_t local;     // floats of scratch per thread
+    int64_t part;      // floats per row of a split's result: m, l, acc
+    float scale;
+    float *scratch;    // one piece per thread
+    float *parts;      // [part, n_rows, n_splits, n_kv_heads, n_seqs]
+} rocq__attend;
+
+// score_r[j] = q_r . k[j] for two rows and four keys.
+ROCQ__FN void rocq__dot2x4_scalar(const float *q0, const float *q1, const float *const *k, int64_t n,
+                                  float *score0, float *score1) {
+    for (int j = 0; j < 4; j++) {
+        float lane0[8] = {0}, lane1[8] = {0};
+        int64_t i = 0;
+        for (; i + 8 <= n; i += 8) {
+            for (int l = 0; l < 8; l++) {
+                lane0[l] += q0[i + l] * k[j][i + l];
+                lane1[l] += q1[i + l] * k[j][i + l];
+            }
+        }
+        float sum0 = 0.0f, sum1 = 0.0f;
+        for (; i < n; i++) {
+            sum0 += q0[i] * k[j][i];
+            sum1 += q1[i] * k[j][i];
+        }
+        for (int l = 0; l < 8; l++) {
+            sum0 += lane0[l];
+            sum1 += lane1[l];
+        }
+        score0[j] = sum0;
+        score1[j] = sum1;
+    }
+}
+
+// acc += sum over 4 of weight[j] v[j]
+ROCQ__FN void rocq__axpy4_scalar(float *acc, const float *const *v, const float *weight, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        acc[i] += (weight[0] * v[0][i] + weight[1] * v[1][i]) + (weight[2] * v[2][i] + weight[3] * v[3][i]);
+    }
+}
+
+#if ROCQ__HAS_AVX2
+
+ROCQ__FN ROCQ__TARGET_AVX2 void rocq__dot2x4_avx2(const float *q0, const float *q1,
+                                                  const float *const *k, int64_t n, float *score0,
+                                                  float *score1) {
+    __m256 a0 = _mm256_setzero_ps(), a1 = a0, a2 = a0, a3 = a0, b0 = a0, b1 = a0, b2 = a0, b3 = a0;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const __m256 qa = _mm256_loadu_ps(q0 + i), qb = _mm256_loadu_ps(q1 + i);
+        const __m256 k0 = _mm256_loadu_ps(k[0] + i), k1 = _mm256_loadu_ps(k[1] + i);
+        const __m256 k2 = _mm256_loadu_ps(k[2] + i), k3 = _mm256_loadu_ps(k[3] + i);
+        a0 = _mm256_fmadd_ps(qa, k0, a0);
+        a1 = _mm256_fmadd_ps(qa, k1, a1);
+        a2 = _mm256_fmadd_ps(qa, k2, a2);
+        a3 = _mm256_fmadd_ps(qa, k3, a3);
+        b0 = _mm256_fmadd_ps(qb, k0, b0);
+        b1 = _mm256_fmadd_ps(qb, k1, b1);
+        b2 = _mm256_fmadd_ps(qb, k2, b2);
+        b3 = _mm256_fmadd_ps(qb, k3, b3);
+    }
+    // After two rounds of pairwise sums each 128-bit half holds a part of all eight results.
+    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(a0, a1), _mm256_hadd_ps(a2, a3));
+    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(b0, b1), _mm256_hadd_ps(b2, b3));
+    _mm_storeu_ps(score0, _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)));
+    _mm_storeu_ps(score1, _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1)));
+    for (; i < n; i++) {
+        for (int j = 0; j < 4; j++) {
+            score0[j] += q0[i] * k[j][i];
+            score1[j] += q1[i] * k[j][i];
+        }
+    }
+}
+
+ROCQ__FN ROCQ__TARGET_AVX2 void rocq__axpy4_avx2(float *acc, const float *const *v,
+                                                 const float *weight, int64_t n) {
+    const __m256 w0 = _mm256_set1_ps(weight[0]), w1 = _mm256_set1_ps(weight[1]);
+    const __m256 w2 = _mm256_set1_ps(weight[2]), w3 = _mm256_set1_ps(weight[3]);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256 sum = _mm256_loadu_ps(acc + i);
+        sum = _mm256_fmadd_ps(w0, _mm256_loadu_ps(v[0] + i), sum);
+        sum = _mm256_fmadd_ps(w1, _mm256_loadu_ps(v[1] + i), sum);
+        sum = _mm256_fmadd_ps(w2, _mm256_loadu_ps(v[2] + i), sum);
+        sum = _mm256_fmadd_ps(w3, _mm256_loadu_ps(v[3] + i), sum);
+        _mm256_storeu_ps(acc + i, sum);
+    }
+    for (; i < n; i++) {
+        acc[i] += (weight[0] * v[0][i] + weight[1] * v[1][i]) + (weight[2] * v[2][i] + weight[3] * v[3][i]);
+    }
+}
+
+#endif
+
+ROCQ__FN int64_t rocq__attend_len(const rocq__attend *a, int64_t seq) {
+    return a->p->kv_len ? rocq__row_i32(a->p->kv_len, 0)[seq] : a->n_kv;
+}
+
+// The positions [lo, hi) that query i of a sequence of len positions sees, masks aside. Neither
+// bound ever falls as i grows.
+ROCQ__FN void rocq__attend_range(const rocq__attend *a, int64_t len, int64_t i, int64_t *lo,
+                                 int64_t *hi) {
+    const int64_t pos = len - a->n_q + i;
+    *hi = a->p->causal ? ROCQ__MAX(pos + 1, 0) : len; // pos < len
+    *lo = a->p->window > 0 ? ROCQ__MAX(pos - a->p->window + 1, 0) : 0;
+}
+
+// Row of position j in k or v.
+ROCQ__FN const unsigned char *rocq__attend_row(const rocq__attend *a, const rocq_tensor *t, int64_t j,
+                                               int64_t kv_head, int64_t seq) {
+    if (!a->p->page_table) return rocq__row(t, kv_head, j, seq);
+    const int64_t page = rocq__row_i32(a->p->page_table, seq)[j / a->p->page_size];
+    return rocq__row(t, kv_head, page * a->p->page_size + j % a->p->page_size, 0);
+}
+
+// out row = acc / l, with the head's sink in the sum; 0 for a row that saw nothing.
+ROCQ__FN void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv_head, int64_t row,
+                                  float m, float l, float *acc) {
+    const int64_t head = kv_head * a->group + row % a->group;
+    const rocq_tensor *out = a->p->out;
+    float factor = 1.0f;
+    if (l != 0.0f) { // else acc is 0 as it is
+        if (a->p->sinks) {
+            const float sink = rocq__row_f32(a->p->sinks, 0, 0, 0)[head], top = ROCQ__MAX(m, sink);
+            factor = expf(m - top);
+            l = l * factor + expf(sink - top);
+        }
+        factor /= l;
+    }
+    for (int64_t d = 0; d < a->head_dim; d++) acc[d] *= factor;
+    rocq__store(out->format, rocq__row(out, head, row / a->group, seq), 0, acc, a->head_dim);
+}
+
+// The bias of every row for positions [begin, end): the mask where it is given, -inf where nothing
+// is visible. Writes the positions that some row sees to keys, and returns how many there are.
+ROCQ__FN int64_t rocq__attend_bias(const rocq__attend *a, int64_t seq, int64_t kv_head, int64_t row0,
+                                   int64_t n, int64_t begin, int64_t end, float *bias, int64_t *keys) {
+    const rocq_tensor *mask = a->p->mask;
+    const int64_t len = rocq__attend_len(a, seq);
+    bool seen[ROCQ__ATTEND_KEYS] = {false};
+    for (int64_t r = 0; r < n; r++) {
+        const int64_t i = (row0 + r) / a->group, head = kv_head * a->group + (row0 + r) % a->group;
+        float *line = bias + r * ROCQ__ATTEND_KEYS, decoded[ROCQ__ATTEND_KEYS];
+        const float *from = NULL;
+        int64_t lo, hi;
+        rocq__attend_range(a, len, i, &lo, &hi);
+        if (mask) {
+            from = rocq__load(a->avx2, mask->format, rocq__row_repeated(mask, i, head, seq), begin,
+                              end - begin, decoded);
+        }
+        for (int64_t j = begin; j < end; j++) {
+            const float value = j < lo || j >= hi ? -INFINITY : from ? from[j - begin] : 0.0f;
+            line[j - begin] = value;
+            seen[j - begin] |= value != -INFINITY;
+        }
+    }
+    int64_t n_keys = 0;
+    for (int64_t j = 0; j < end - begin; j++) {
+        if (!seen[j]) continue;
+        for (int64_t r = 0; r < n; r++) {
+            bias[r * ROCQ__ATTEND_KEYS + n_keys] = bias[r * ROCQ__ATTEND_KEYS + j];
+        }
+        keys[n_keys++] = begin + j;
+    }
+    return n_keys;
+}
+
+// Scratch of one thread.
+typedef struct rocq__attend_local {
+    float *q;     // [pitch, tile_rows], scaled
+    float *acc;   // [pitch, tile_rows]
+    float *tile;  // [pitch, KEYS]: decoded rows of K, then of V
+    float *score; // [KEYS, tile_rows]
+    float *bias;  // [KEYS, tile_rows]
+    float *m, *l; // [tile_rows]
+} rocq__attend_local;
+
+ROCQ__FN rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t thread) {
+    rocq__attend_local s;
+    s.q = a->scratch + thread * a->local;
+    s.acc = s.q + a->tile_rows * a->pitch;
+    s.tile = s.acc + a->tile_rows * a->pitch;
+    s.score = s.tile + ROCQ__ATTEND_KEYS * a->pitch;
+    s.bias = s.score + a->tile_rows * ROCQ__ATTEND_KEYS;
+    s.m = s.bias + a->tile_rows * ROCQ__ATTEND_KEYS;
+    s.l = s.m + a->tile_rows;
+    return s;
+}
+
+// Takes the rows of item (seq, kv_head, row0 .. row0 + n) past the keys [begin, end).
+ROCQ__FN void rocq__attend_tile(const rocq__attend *a, int64_t seq, int64_t kv_head, int64_t row0,
+                                int64_t n, int64_t begin, int64_t end, bool all_visible,
+                                const rocq__attend_local *local) {
+    const int64_t dim = a->head_dim, pitch = a->pitch;
+    const float *line[ROCQ__ATTEND_KEYS];
+    int64_t keys[ROCQ__ATTEND_KEYS], n_keys = end - begin;
+    if (all_visible) {
+        for (int64_t j = 0; j < n_keys; j++) keys[j] = begin + j;
+    } else {
+        n_keys = rocq__attend_bias(a, seq, kv_head, row0, n, begin, end, local->bias, keys);
+    }
+    if (n_keys == 0) return;
+
+    for (int64_t j = 0; j < n_keys; j++) {
+        const unsigned char *row = rocq__attend_row(a, a->p->k, keys[j], kv_head, seq);
+        line[j] = rocq__load(a->avx2, a->p->k->format, row, 0, dim, local->tile + j * pitch);
+    }
+    // Rows go by two and keys by four; what is missing is repeated, and its results are not used.
+    for (int64_t j = n_keys; j % 4 != 0; j++) line[j] = line[n_keys - 1];
+    for (int64_t r = 0; r < n; r += 2) {
+        const int64_t r1 = ROCQ__MIN(r + 1, n - 1);
+        const float *q0 = local->q + r * pitch, *q1 = local->q + r1 * pitch;
+        float *s0 = local->score + r * ROCQ__ATTEND_KEYS, *s1 = local->score + r1 * ROCQ__ATTEND_KEYS;
+        for (int64_t j = 0; j < n_keys; j += 4) {
+            ROCQ__EITHER(a->avx2, rocq__dot2x4, (q0, q1, line + j, dim, s0 + j, s1 + j));
+        }
+    }
+
+    for (int64_t j = 0; j < n_keys; j++) {
+        const unsigned char *row = rocq__attend_row(a, a->p->v, keys[j], kv_head, seq);
+        line[j] = rocq__load(a->avx2, a->p->v->format, row, 0, dim, local->tile + j * pitch);
+    }
+    for (int64_t r = 0; r < n; r++) {
+        float *s = local->score + r * ROCQ__ATTEND_KEYS;
+        if (a->p->softcap > 0.0f) {
+            for (int64_t j = 0; j < n_keys; j++) s[j] = a->p->softcap * tanhf(s[j] / a->p->softcap);
+        }
+        // Only what the row sees stays: a hidden key must not count even where it holds NaN.
+        const float *from[ROCQ__ATTEND_KEYS];
+        int64_t n_seen = 0;
+        for (int64_t j = 0; j < n_keys; j++) {
+            const float add = all_visible ? 0.0f : local->bias[r * ROCQ__ATTEND_KEYS + j];
+            const float value = s[j] + add;
+            if (add == -INFINITY || value == -INFINITY) continue;
+            s[n_seen] = value;
+            from[n_seen++] = line[j];
+        }
+        if (n_seen == 0) continue;
+        const float top = ROCQ__MAX(local->m[r], rocq__max(a->avx2, s, n_seen));
+        const float factor = expf(local->m[r] - top);
+        float *row = local->acc + r * pitch;
+        if (factor != 1.0f) {
+            for (int64_t d = 0; d < dim; d++) row[d] *= factor;
+        }
+        local->l[r] = local->l[r] * factor + rocq__exp(a->avx2, s, top, n_seen);
+        local->m[r] = top;
+        for (; n_seen % 4 != 0; n_seen++) {
+            s[n_seen] = 0.0f;
+            from[n_seen] = from[0];
+        }
+        for (int64_t j = 0; j < n_seen; j += 4) {
+            ROCQ__EITHER(a->avx2, rocq__axpy4, (row, from + j, s + j, dim));
+        }
+    }
+}
+
+ROCQ__FN void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
+    const rocq__attend *a = (const rocq__attend *)arg;
+    const int64_t dim = a->head_dim, pitch = a->pitch;
+    const rocq__attend_local local = rocq__attend_local_of(a, thread);
+    for (; item < item_end; item++) {
+        const int64_t split = item % a->n_splits, tile = item / a->n_splits % a->n_tiles;
+        const int64_t head_seq = item / a->n_splits / a->n_tiles;
+        const int64_t kv_head = head_seq % a->n_kv_heads, seq = head_seq / a->n_kv_heads;
+        const int64_t row0 = tile * a->tile_rows, n = ROCQ__MIN(a->tile_rows, a->n_rows - row0);
+        const int64_t len = rocq__attend_len(a, seq);
+        int64_t lo_first, hi_first, lo_last, hi_last;
+        rocq__attend_range(a, len, row0 / a->group, &lo_first, &hi_first);
+        rocq__attend_range(a, len, (row0 + n - 1) / a->group, &lo_last, &hi_last);
+        int64_t begin = lo_first, end = hi_last;
+        if (a->n_splits > 1) {
+            begin = ROCQ__MAX(begin, split * ROCQ__ATTEND_SPLIT);
+            end = ROCQ__MIN(end, (split + 1) * ROCQ__ATTEND_SPLIT);
+        }
+        for (int64_t r = 0; r < n; r++) {
+            const int64_t head = kv_head * a->group + (row0 + r) % a->group, i = (row0 + r) / a->group;
+            float *q = local.q + r * pitch;
+            const float *from = rocq__load(a->avx2, a->p->q->format,
+                                           rocq__row(a->p->q, head, i, seq), 0, dim, q);
+            for (int64_t d = 0; d < dim; d++) {
+                q[d] = from[d] * a->scale;
+                local.acc[r * pitch + d] = 0.0f;
+            }
+            local.m[r] = -INFINITY;
+            local.l[r] = 0.0f;
+        }
+        for (int64_t j = begin - begin % ROCQ__ATTEND_KEYS; j < end; j += ROCQ__ATTEND_KEYS) {
+            const int64_t first = ROCQ__MAX(j, begin), last = ROCQ__MIN(j + ROCQ__ATTEND_KEYS, end);
+            const bool all_visible = !a->p->mask && first >= lo_last && last <= hi_first;
+            rocq__attend_tile(a, seq, kv_head, row0, n, first, last, all_visible, &local);
+        }
+        for (int64_t r = 0; r < n; r++) {
+            float *acc = local.acc + r * pitch;
+            if (a->n_splits == 1) {
+                rocq__attend_finish(a, seq, kv_head, row0 + r, local.m[r], local.l[r], acc);
+            } else {
+                float *part = a->parts + ((head_seq * a->n_splits + split) * a->n_rows + r) * a->part;
+                part[0] = local.m[r];
+                part[1] = local.l[r];
+                memcpy(part + 2, acc, (size_t)dim * sizeof(float));
+            }
+        }
+    }
+}
+
+// Items are the rows of every KV head and sequence.
+ROCQ__FN void rocq__attend_merge_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
+    const rocq__attend *a = (const rocq__attend *)arg;
+    float *acc = a->scratch + thread * a->local;
+    for (; item < item_end; item++) {
+        const int64_t row = item % a->n_rows, head_seq = item / a->n_rows;
+        const float *part = a->parts + (head_seq * a->n_splits * a->n_rows + row) * a->part;
+        const int64_t step = a->n_rows * a->part;
+        float m = -INFINITY, l = 0.0f;
+        for (int64_t split = 0; split < a->n_splits; split++) m = ROCQ__MAX(m, part[split * step]);
+        memset(acc, 0, (size_t)a->head_dim * sizeof(float));
+        for (int64_t split = 0; split < a->n_splits; split++) {
+            const float *one = part + split * step;
+            if (one[1] == 0.0f) continue; // saw nothing
+            const float factor = expf(one[0] - m);
+            l += one[1] * factor;
+            for (int64_t d = 0; d < a->head_dim; d++) acc[d] += one[2 + d] * factor;
+        }
+        rocq__attend_finish(a, head_seq / a->n_kv_heads, head_seq % a->n_kv_heads, row, m, l, acc);
+    }
+}
+
+// Fills in everything but the memory; returns the bytes of that.
+ROCQ__FN int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_params *p,
+                                   rocq__attend *a) {
+    memset(a, 0, sizeof *a);
+    a->p = p;
+    a->avx2 = ctx->has_avx2;
+    a->head_dim = p->q->ne[0];
+    a->n_heads = p->q->ne[1];
+    a->n_q = p->q->ne[2];
+    a->n_seqs = p->q->ne[3];
+    a->n_kv_heads = p->k->ne[1];
+    a->n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+    a->group = a->n_heads / a->n_kv_heads;
+    a->n_rows = a->group * a->n_q;
+    a->tile_rows = ROCQ__MIN(a->n_rows, (int64_t)ROCQ__ATTEND_ROWS);
+    a->n_tiles = (a->n_rows + a->tile_rows - 1) / a->tile_rows;
+    a->n_splits = a->n_tiles > 1 ? 1 : (a->n_kv + ROCQ__ATTEND_SPLIT - 1) / ROCQ__ATTEND_SPLIT;
+    a->pitch = (a->head_dim + 15) / 16 * 16;
+    a->local = (2 * a->tile_rows + ROCQ__ATTEND_KEYS) * a->pitch +
+               2 * a->tile_rows * ROCQ__ATTEND_KEYS + (2 * a->tile_rows + 15) / 16 * 16;
+    a->part = a->head_dim + 2;
+    a->scale = p->scale != 0.0f ? p->scale : 1.0f / sqrtf((float)a->head_dim);
+    int64_t parts = 0, bytes;
+    if (a->n_splits > 1) {
+        parts = a->n_seqs * a->n_kv_heads * a->n_rows; // the rows of q, which are in memory
+        if (!rocq__mul(parts, a->n_splits, &parts) || !rocq__mul(parts, a->part, &parts)) {
+            return INT64_MAX;
+        }
+    }
+    if (!rocq__add(parts, a->local * ctx->desc.n_threads, &bytes) ||
+        !rocq__mul(bytes, (int64_t)sizeof(float), &bytes)) {
+        return INT64_MAX;
+    }
+    return bytes;
+}
+
+// What depends on the contents of kv_len and page_table.
+ROCQ__FN rocq_result rocq__attend_check(rocq_ctx *ctx, const rocq__attend *a) {
+    const rocq_attention_params *p = a->p;
+    for (int64_t seq = 0; seq < a->n_seqs; seq++) {
+        const int64_t len = rocq__attend_len(a, seq);
+        if (len < 1 || len > a->n_kv) {
+            return rocq__fail(ctx, ROCQ_E_BOUNDS, "attention: kv_len of sequence %lld is %lld of %lld",
+                              (long long)seq, (long long)len, (long long)a->n_kv);
+        }
+        if (!p->page_table) continue;
+        for (int64_t j = 0; j < len; j += p->page_size) {
+            const int64_t page = rocq__row_i32(p->page_table, seq)[j / p->page_size];
+            if (page < 0 || page * p->page_size + ROCQ__MIN(p->page_size, len - j) > p->k->ne[2]) {
+                return rocq__fail(ctx, ROCQ_E_BOUNDS,
+                                  "attention: page %lld of sequence %lld is %lld, past %lld rows",
+                                  (long long)(j / p->page_size), (long long)seq, (long long)page,
+                                  (long long)p->k->ne[2]);
+            }
+        }
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN int64_t rocq__scratch_attention_cpu(const rocq_ctx *ctx, const rocq_attention_params *p) {
+    rocq__attend a;
+    return rocq__attend_plan(ctx, p, &a);
+}
+
+ROCQ__FN rocq_result rocq__attention_cpu(rocq_ctx *ctx, const rocq_attention_params *p) {
+    rocq__attend a;
+    void *scratch;
+    const int64_t bytes = rocq__attend_plan(ctx, p, &a);
+    ROCQ__TRY(rocq__attend_check(ctx, &a));
+    ROCQ__TRY(rocq__scratch(ctx, bytes, &scratch));
+    a.scratch = (float *)scratch;
+    a.parts = a.scratch + a.local * ctx->desc.n_threads;
+    int64_t longest = 0;
+    for (int64_t seq = 0; seq < a.n_seqs; seq++) longest = ROCQ__MAX(longest, rocq__attend_len(&a, seq));
+    if (a.n_splits > 1) a.n_splits = (longest + ROCQ__ATTEND_SPLIT - 1) / ROCQ__ATTEND_SPLIT;
+    const int64_t n_heads = a.n_seqs * a.n_kv_heads, n_items = n_heads * a.n_tiles * a.n_splits;
+    const int64_t split_len = a.n_splits > 1 ? (int64_t)ROCQ__ATTEND_SPLIT : longest;
+    // A task under some 64k multiplications is not worth waking a thread for.
+    const int64_t work = 2 * a.tile_rows * a.head_dim * ROCQ__MIN(longest, split_len);
+    rocq__parallel(ctx, n_items, 1 + 65536 / work, rocq__attend_task, &a);
+    if (a.n_splits > 1) {
+        rocq__parallel(ctx, n_heads * a.n_rows, 1 + 65536 / (a.head_dim * a.n_splits),
+                       rocq__attend_merge_task, &a);
+    }
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>cpu_ops: in the order of ROCQ_OPS
+// ---------------------------------------------------------------------------------------------
+
+// Rows that are worth handing to a thread, for rows of n elements that are each some work.
+ROCQ__INLINE int64_t rocq__grain(int64_t n, int64_t work) {
+    return 1 + 65536 / (n * work);
+}
+
+// Dimensions 1 to 3 of row number r, for shapes whose rows are counted through.
+typedef struct rocq__coord {
+    int64_t i1, i2, i3;
+} rocq__coord;
+
+ROCQ__INLINE rocq__coord rocq__coord_of(const rocq_tensor *t, int64_t r) {
+    rocq__coord c;
+    c.i1 = r % t->ne[1];
+    c.i2 = r / t->ne[1] % t->ne[2];
+    c.i3 = r / t->ne[1] / t->ne[2];
+    return c;
+}
+
+ROCQ__INLINE int64_t rocq__n_rows(const rocq_tensor *t) {
+    return t->ne[1] * t->ne[2] * t->ne[3];
+}
+
+// -- rmsnorm, layernorm --
+
+typedef struct rocq__norm {
+    const rocq_norm_params *p;
+    bool avx2;
+    bool center; // layernorm
+    float eps;
+} rocq__norm;
+
+ROCQ__FN void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+    const rocq__norm *a = (const rocq__norm *)arg;
+    const rocq_norm_params *p = a->p;
+    const int64_t n = p->x->ne[0];
+    const float *weight = p->weight ? rocq__row_f32(p->weight, 0, 0, 0) : NULL;
+    const float *bias = p->bias ? rocq__row_f32(p->bias, 0, 0, 0) : NULL;
+    float buf[ROCQ__CHUNK], out[ROCQ__CHUNK];
+    (void)thread;
+    for (; r < r_end; r++) {
+        const rocq__coord c = rocq__coord_of(p->x, r);
+        const unsigned char *x_row = rocq__row(p->x, c.i1, c.i2, c.i3);
+        unsigned char *y_row = rocq__row(p->y, c.i1, c.i2, c.i3);
+        double sum = 0.0, squares = 0.0;
+        if (a->center) {
+            for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
+                const int64_t m = rocq__piece(n, k);
+                sum += (double)rocq__sum(a->avx2, rocq__load(a->avx2, p->x->format, x_row, k, m, buf), m);
+            }
+        }
+        const float mean = (float)(sum / (double)n);
+        for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
+            const int64_t m = rocq__piece(n, k);
+            const float *x = rocq__load(a->avx2, p->x->format, x_row, k, m, buf);
+            squares += (double)rocq__sum_squares(a->avx2, x, mean, m);
+        }
+        const float rstd = (float)(1.0 / sqrt(squares / (double)n + (double)a->eps));
+        for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
+            const int64_t m = rocq__piece(n, k);
+            const float *x = rocq__load(a->avx2, p->x->format, x_row, k, m, buf);
+            for (int64_t i = 0; i < m; i++) out[i] = (x[i] - mean) * rstd;
+            if (weight) {
+                for (int64_t i = 0; i < m; i++) out[i] *= weight[k + i];
+            }
+            if (bias) {
+                for (int64_t i = 0; i < m; i++) out[i] += bias[k + i];
+            }
+            rocq__store(p->y->format, y_row, k, out, m);
+        }
+        if (p->mean) rocq__row_f32(p->mean, c.i2, c.i3, 0)[c.i1] = mean;
+        if (p->rstd) rocq__row_f32(p->rstd, c.i2, c.i3, 0)[c.i1] = rstd;
+    }
+}
+
+ROCQ__FN rocq_result rocq__norm_cpu(rocq_ctx *ctx, const rocq_norm_params *p, bool center) {
+    rocq__norm a;
+    a.p = p;
+    a.avx2 = ctx->has_avx2;
+    a.center = center;
+    a.eps = p->eps > 0.0f ? p->eps : 1e-5f;
+    rocq__parallel(ctx, rocq__n_rows(p->x), rocq__grain(p->x->ne[0], 4), rocq__norm_task, &a);
+    return ROCQ_OK;
+}
+
+ROCQ__FN int64_t rocq__scratch_rmsnorm_cpu(const rocq_ctx *ctx, const rocq_norm_params *p) {
+    (void)ctx;
+    (void)p;
+    return 0;
+}
+
+ROCQ__FN rocq_result rocq__rmsnorm_cpu(rocq_ctx *ctx, const rocq_norm_params *p) {
+    return rocq__norm_cpu(ctx, p, false);
+}
+
+ROCQ__FN int64_t rocq__scratch_layernorm_cpu(const rocq_ctx *ctx, const rocq_norm_params *p) {
+    (void)ctx;
+    (void)p;
+    return 0;
+}
+
+ROCQ__FN rocq_result rocq__layernorm_cpu(rocq_ctx *ctx, const rocq_norm_params *p) {
+    return rocq__norm_cpu(ctx, p, true);
+}
+
+// -- rope, rope_append --
+
+// Source rows [D, n_heads, n_tokens] and where they go; turned unless plain. With cell, token t
+// goes to row cell[t].
+typedef struct rocq__rope_stream {
+    const rocq_tensor *x, *y;
+    const int32_t *cell;
+    bool plain;
+} rocq__rope_stream;
+
+typedef struct rocq__rope {
+    rocq__rope_stream streams[3];
+    int n_streams;
+    bool avx2;
+    bool neox;
+    int64_t head_dim, n_dims;
+    const int32_t *pos;
+    float magnitude;
+    double *turn;  // [n_dims / 2]: angle of a pair per position
+    float *local;  // per thread: cos and sin of the pairs, one head
+    int64_t pitch; // floats of that
+} rocq__rope;
+
+ROCQ__FN int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p, int64_t head_dim,
+                                    rocq__rope *a) {
+    memset(a, 0, sizeof *a);
+    a->avx2 = ctx->has_avx2;
+    a->neox = p->pairing == ROCQ_ROPE_NEOX;
+    a->head_dim = head_dim;
+    a->n_dims = p->n_dims > 0 ? p->n_dims : head_dim;
+    a->pitch = (a->n_dims + head_dim + 15) / 16 * 16;
+    int64_t bytes;
+    const int64_t turn_bytes = (a->n_dims / 2 * (int64_t)sizeof(double) + 63) / 64 * 64;
+    if (!rocq__mul(a->pitch * (int64_t)sizeof(float), ctx->desc.n_threads, &bytes) ||
+        !rocq__add(bytes, turn_bytes, &bytes)) {
+        return INT64_MAX;
+    }
+    return bytes;
+}
+
+// Number of the pair that turns n_turns times in the original context, as a fraction.
+ROCQ__FN double rocq__rope_pair_of(const rocq__rope *a, double base, double n_ctx, double n_turns) {
+    return (double)a->n_dims * log(n_ctx / (n_turns * 6.283185307179586)) / (2.0 * log(base));
+}
+
+// Angles go through double: at position 100,000 a float would be off by 0.004.
+ROCQ__FN rocq_result rocq__rope_start(rocq_ctx *ctx, const rocq_rope_config *p, const rocq_tensor *pos,
+                                      int64_t bytes, rocq__rope *a) {
+    const int64_t turn_bytes = (a->n_dims / 2 * (int64_t)sizeof(double) + 63) / 64 * 64;
+    const double base = p->freq_base > 0.0f ? (double)p->freq_base : 10000.0;
+    const double scale = p->freq_scale > 0.0f ? (double)p->freq_scale : 1.0;
+    const float *factors = p->freq_factors ? rocq__row_f32(p->freq_factors, 0, 0, 0) : NULL;
+    void *scratch;
+    ROCQ__TRY(rocq__scratch(ctx, bytes, &scratch));
+    a->turn = (double *)scratch;
+    a->local = (float *)(void *)((char *)scratch + turn_bytes);
+    a->pos = rocq__row_i32(pos, 0);
+    a->magnitude = p->attn_factor > 0.0f ? p->attn_factor : 1.0f;
+    double low = 0.0, high = 0.0;
+    if (p->ext_factor > 0.0f) {
+        const double fast = p->beta_fast > 0.0f ? (double)p->beta_fast : 32.0;
+        const double slow = p->beta_slow > 0.0f ? (double)p->beta_slow : 1.0;
+        low = ROCQ__MAX(0.0, floor(rocq__rope_pair_of(a, base, (double)p->n_ctx_orig, fast)));
+        high = ROCQ__MIN((double)a->n_dims - 1.0,
+                         ceil(rocq__rope_pair_of(a, base, (double)p->n_ctx_orig, slow)));
+        a->magnitude *= (float)(1.0 + 0.1 * log(1.0 / scale));
+    }
+    for (int64_t i = 0; i < a->n_dims / 2; i++) {
+        const double own = pow(base, -2.0 * (double)i / (double)a->n_dims) / (factors ? (double)factors[i] : 1.0);
+        double keep = 0.0; // share of the unscaled frequency
+        if (p->ext_factor > 0.0f) {
+            const double ramp = ((double)i - low) / ROCQ__MAX(0.001, high - low);
+            keep = (1.0 - ROCQ__MIN(1.0, ROCQ__MAX(0.0, ramp))) * (double)p->ext_factor;
+        }
+        a->turn[i] = own * scale * (1.0 - keep) + own * keep;
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t thread) {
+    const rocq__rope *a = (const rocq__rope *)arg;
+    const int64_t half = a->n_dims / 2;
+    float *cosine = a->local + thread * a->pitch, *sine = cosine + half, *head = sine + half;
+    // Pair i is elements i * step and i * step + apart.
+    const int64_t step = a->neox ? 1 : 2, apart = a->neox ? half : 1;
+    for (; t < t_end; t++) {
+        for (int64_t i = 0; i < half; i++) {
+            const double turns = (double)a->pos[t] * a->turn[i] * 0.15915494309189535;
+            const float angle = (float)((turns - floor(turns + 0.5)) * 6.283185307179586);
+            cosine[i] = cosf(angle) * a->magnitude;
+            sine[i] = sinf(angle) * a->magnitude;
+        }
+        for (int s = 0; s < a->n_streams; s++) {
+            const rocq__rope_stream *stream = &a->streams[s];
+            const int64_t to = stream->cell ? stream->cell[t] : t;
+            for (int64_t h = 0; h < stream->x->ne[1]; h++) {
+                unsigned char *y_row = rocq__row(stream->y, h, to, 0);
+                const float *x = rocq__load(a->avx2, stream->x->format, rocq__row(stream->x, h, t, 0), 0,
+                                            a->head_dim, head);
+                if (stream->plain) {
+                    rocq__store(stream->y->format, y_row, 0, x, a->head_dim);
+                    continue;
+                }
+                if (x != head) memcpy(head, x, (size_t)a->head_dim * sizeof(float));
+                for (int64_t i = 0; i < half; i++) {
+                    float *first = head + i * step, *second = first + apart;
+                    const float x0 = *first, x1 = *second;
+                    *first = x0 * cosine[i] - x1 * sine[i];
+                    *second = x0 * sine[i] + x1 * cosine[i];
+                }
+                rocq__store(stream->y->format, y_row, 0, head, a->head_dim);
+            }
+        }
+    }
+}
+
+ROCQ__FN int64_t rocq__scratch_rope_cpu(const rocq_ctx *ctx, const rocq_rope_params *p) {
+    rocq__rope a;
+    return rocq__rope_scratch(ctx, &p->rope, p->x->ne[0], &a);
+}
+
+ROCQ__FN rocq_result rocq__rope_cpu(rocq_ctx *ctx, const rocq_rope_params *p) {
+    rocq__rope a;
+    const int64_t bytes = rocq__rope_scratch(ctx, &p->rope, p->x->ne[0], &a);
+    ROCQ__TRY(rocq__rope_start(ctx, &p->rope, p->pos, bytes, &a));
+    a.streams[0].x = p->x;
+    a.streams[0].y = p->y;
+    a.n_streams = 1;
+    rocq__parallel(ctx, p->x->ne[2], rocq__grain(a.head_dim * p->x->ne[1], 4), rocq__rope_task, &a);
+    return ROCQ_OK;
+}
+
+ROCQ__FN int64_t rocq__scratch_rope_append_cpu(const rocq_ctx *ctx, const rocq_rope_append_params *p) {
+    rocq__rope a;
+    return rocq__rope_scratch(ctx, &p->rope, p->k->ne[0], &a);
+}
+
+ROCQ__FN rocq_result rocq__rope_append_cpu(rocq_ctx *ctx, const rocq_rope_append_params *p) {
+    rocq__rope a;
+    const int64_t n_tokens = p->k->ne[2], n_cells = p->k_cache->ne[2];
+    const int32_t *cell = rocq__row_i32(p->cell ? p->cell : p->pos, 0);
+    for (int64_t t = 0; t < n_tokens; t++) {
+        if (cell[t] < 0 || cell[t] >= n_cells) {
+            return rocq__fail(ctx, ROCQ_E_BOUNDS, "rope_append: cell of token %lld is %d of %lld",
+                              (long long)t, (int)cell[t], (long long)n_cells);
+        }
+    }
+    const int64_t bytes = rocq__rope_scratch(ctx, &p->rope, p->k->ne[0], &a);
+    ROCQ__TRY(rocq__rope_start(ctx, &p->rope, p->pos, bytes, &a));
+    int64_t n_heads = 2 * p->k->ne[1];
+    const rocq__rope_stream k = {p->k, p->k_cache, cell, false}, v = {p->v, p->v_cache, cell, true};
+    a.streams[a.n_streams++] = k;
+    a.streams[a.n_streams++] = v;
+    if (p->q) {
+        const rocq__rope_stream q = {p->q, p->q, NULL, false};
+        a.streams[a.n_streams++] = q;
+        n_heads += p->q->ne[1];
+    }
+    rocq__parallel(ctx, n_tokens, rocq__grain(a.head_dim * n_heads, 4), rocq__rope_task, &a);
+    return ROCQ_OK;
+}
+
+// -- activate, glu, add, mul, scale, cast: y from the same element of a and b --
+
+typedef struct rocq__map {
+    rocq_op op;
+    bool avx2;
+    const rocq_tensor *y, *a, *b; // b may be NULL; each ne is y's or 1
+    rocq_activation activation;
+    float scale, bias;
+} rocq__map;
+
+ROCQ__FN void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+    const rocq__map *map = (const rocq__map *)arg;
+    const rocq_tensor *y = map->y, *a = map->a, *b = map->b;
+    float a_buf[ROCQ__CHUNK], b_buf[ROCQ__CHUNK], out[ROCQ__CHUNK];
+    (void)thread;
+    for (; r < r_end; r++) {
+        const rocq__coord c = rocq__coord_of(y, r);
+        unsigned char *y_row = rocq__row(y, c.i1, c.i2, c.i3);
+        const unsigned char *a_row = rocq__row(a, c.i1, c.i2, c.i3);
+        const unsigned char *b_row = b ? rocq__row_repeated(b, c.i1, c.i2, c.i3) : NULL;
+        if (map->op == ROCQ_OP_CAST && y->format == a->format) { // lossless, and I32
+            memmove(y_row, a_row, (size_t)rocq__bytes(y->format, y->ne[0]));
+            continue;
+        }
+        if (b && b->ne[0] == 1) {
+            const float value = *rocq__load(map->avx2, b->format, b_row, 0, 1, b_buf);
+            for (int i = 0; i < ROCQ__CHUNK; i++) b_buf[i] = value;
+        }
+        for (int64_t k = 0; k < y->ne[0]; k += ROCQ__CHUNK) {
+            const int64_t n = rocq__piece(y->ne[0], k);
+            const float *u = rocq__load(map->avx2, a->format, a_row, k, n, a_buf), *v = b_buf;
+            if (b && b->ne[0] != 1) v = rocq__load(map->avx2, b->format, b_row, k, n, b_buf);
+            switch (map->op) {
+            case ROCQ_OP_ACTIVATE:
+                for (int64_t i = 0; i < n; i++) out[i] = rocq__activation(map->activation, u[i]);
+                break;
+            case ROCQ_OP_GLU:
+                for (int64_t i = 0; i < n; i++) out[i] = rocq__activation(map->activation, u[i]) * v[i];
+                break;
+            case ROCQ_OP_ADD:
+                for (int64_t i = 0; i < n; i++) out[i] = u[i] + v[i];
+                break;
+            case ROCQ_OP_MUL:
+                for (int64_t i = 0; i < n; i++) out[i] = u[i] * v[i];
+                break;
+            case ROCQ_OP_SCALE:
+                for (int64_t i = 0; i < n; i++) out[i] = u[i] * map->scale + map->bias;
+                break;
+            default: memcpy(out, u, (size_t)n * sizeof(float)); break;
+            }
+            rocq__store(y->format, y_row, k, out, n);
+        }
+    }
+}
+
+ROCQ__FN rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const rocq_tensor *y, const rocq_tensor *a,
+                                   const rocq_tensor *b, rocq_activation activation, float scale,
+                                   float bias) {
+    rocq__map map;
+    map.op = op;
+    map.avx2 = ctx->has_avx2;
+    map.y = y;
+    map.a = a;
+    map.b = b;
+    map.activation = activation;
+    map.scale = scale;
+    map.bias = bias;
+    const int64_t work = op == ROCQ_OP_ACTIVATE || op == ROCQ_OP_GLU ? 16 : 4;
+    rocq__parallel(ctx, rocq__n_rows(y), rocq__grain(y->ne[0], work), rocq__map_task, &map);
+    return ROCQ_OK;
+}
+
+ROCQ__FN int64_t rocq__scratch_activate_cpu(const rocq_ctx *ctx, const rocq_activate_params *p) {
+    (void)ctx;
+    (void)p;
+    return 0;
+}
+
+ROCQ__FN rocq_result rocq__activate_cpu(rocq_ctx *ctx, const rocq_activate_params *p) {
+    return rocq__map_cpu(ctx, ROCQ_OP_ACTIVATE, p->y, p->x, NULL, p->activation, 1.0f, 0.0f);
+}
+
+ROCQ__FN int64_t rocq__scratch_glu_cpu(const rocq_ctx *ctx, const rocq_glu_params *p) {
+    (void)ctx;
+    (void)p;
+    return 0;
+}
+
+ROCQ__FN rocq_result rocq__glu_cpu(rocq_ctx *ctx, const rocq_glu_params *p) {
+    return rocq__map_cpu(ctx, ROCQ_OP_GLU, p->y, p->gate, p->up, p->activation, 1.0f, 0.0f);
+}
+
+ROCQ__FN int64_t rocq__scratch_add_cpu(const rocq_ctx *ctx, const rocq_binary_params *p) {
+    (void)ctx;
+    (void)p;
+    return 0;
+}
+
+ROCQ__FN rocq_result rocq__add_cpu(rocq_ctx *ctx, const rocq_binary_params *p) {
+    return rocq__map_cpu(ctx, ROCQ_OP_ADD, p->y, p->a, p->b, ROCQ_IDENTITY, 1.0f, 0.0f);
+}
+
+ROCQ__FN int64_t rocq__scratch_mul_cpu(const rocq_ctx *ctx, const rocq_binary_params *p) {
+    (void)ctx;
+    (void)p;
+    return 0;
+}
+
+ROCQ__FN rocq_result rocq__mul_cpu(rocq_ctx *ctx, const rocq_binary_params *p) {
+    return rocq__map_cpu(ctx, ROCQ_OP_MUL, p->y, p->a, p->b, ROCQ_IDENTITY, 1.0f, 0.0f);
+}
+
+ROCQ__FN int64_t rocq__scratch_scale_cpu(const rocq_ctx *ctx, const rocq_scale_params *p) {
+    (void)ctx;
+    (void)p;
+    return 0;
+}
+
+ROCQ__FN rocq_result rocq__scale_cpu(rocq_ctx *ctx, const rocq_scale_params *p) {
+    return rocq__map_cpu(ctx, ROCQ_OP_SCALE, p->y, p->x, NULL, ROCQ_IDENTITY, p->scale, p->bias);
+}
+
+ROCQ__FN int64_t rocq__scratch_cast_cpu(const rocq_ctx *ctx, const rocq_cast_params *p) {
+    (void)ctx;
+    (void)p;
+    return 0;
+}
+
+ROCQ__FN rocq_result rocq__cast_cpu(rocq_ctx *ctx, const rocq_cast_params *p) {
+    return rocq__map_cpu(ctx, ROCQ_OP_CAST, p->y, p->x, NULL, ROCQ_IDENTITY, 1.0f, 0.0f);
+}
+
+// -- softmax --
+
+typedef struct rocq__softmax {
+    const rocq_softmax_params *p;
+    bool avx2;
+    float scale;
+} rocq__softmax;
+
+// A row that is -inf throughout becomes 0 throughout, as in attention.
+ROCQ__FN void rocq__softmax_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+    const rocq__softmax *a = (const rocq__softmax *)arg;
+    const rocq_tensor *x = a->p->x, *mask = a->p->mask;
+    const int64_t n = x->ne[0];
+    float buf[ROCQ__CHUNK];
+    (void)thread;
+    for (; r < r_end; r++) {
+        const rocq__coord c = rocq__coord_of(x, r);
+        const float *from = rocq__row_f32(x, c.i1, c.i2, c.i3);
+        const unsigned char *mask_row = mask ? rocq__row_repeated(mask, c.i1, c.i2, c.i3) : NULL;
+        float *y = rocq__row_f32(a->p->y, c.i1, c.i2, c.i3), top = -INFINITY;
+        double sum = 0.0;
+        for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
+            const int64_t m = rocq__piece(n, k);
+            for (int64_t i = k; i < k + m; i++) y[i] = from[i] * a->scale;
+            if (mask) {
+                const float *add = rocq__load(a->avx2, mask->format, mask_row, k, m, buf);
+                for (int64_t i = 0; i < m; i++) y[k + i] = add[i] == -INFINITY ? -INFINITY : y[k + i] + add[i];
+            }
+            top = ROCQ__MAX(top, rocq__max(a->avx2, y + k, m));
+        }
+        const float shift = top == -INFINITY ? 0.0f : top; // exp(-inf - -inf) would be NaN
+        for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
+            sum += (double)rocq__exp(a->avx2, y + k, shift, rocq__piece(n, k));
+        }
+        const float factor = sum == 0.0 ? 0.0f : (float)(1.0 / sum);
+        for (int64_t i = 0; i < n; i++) y[i] *= factor;
+    }
+}
+
+ROCQ__FN int64_t rocq__scratch_softmax_cpu(const rocq_ctx *ctx, const rocq_softmax_params *p) {
+    (void)ctx;
+    (void)p;
+    return 0;
+}
+
+ROCQ__FN rocq_result rocq__softmax_cpu(rocq_ctx *ctx, const rocq_softmax_params *p) {
+    rocq__softmax a;
+    a.p = p;
+    a.avx2 = ctx->has_avx2;
+    a.scale = p->scale != 0.0f ? p->scale : 1.0f;
+    rocq__parallel(ctx, rocq__n_rows(p->x), rocq__grain(p->x->ne[0], 8), rocq__softmax_task, &a);
+    return ROCQ_OK;
+}
+
+// -- gather --
+
+typedef struct rocq__gather {
+    const rocq_gather_params *p;
+    bool avx2;
+    float scale;
+} rocq__gather;
+
+ROCQ__FN void rocq__gather_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+    const rocq__gather *a = (const rocq__gather *)arg;
+    const rocq_tensor *table = a->p->table, *y = a->p->y;
+    const int32_t *ids = rocq__row_i32(a->p->ids, 0);
+    float buf[ROCQ__CHUNK], out[ROCQ__CHUNK];
+    (void)thread;
+    for (; r < r_end; r++) {
+        for (int64_t k = 0; k < y->ne[0]; k += ROCQ__CHUNK) {
+            const int64_t n = rocq__piece(y->ne[0], k);
+            const unsigned char *row = rocq__row(table, ids[r], 0, 0);
+            const float *x = rocq__load(a->avx2, table->format, row, k, n, buf);
+            for (int64_t i = 0; i < n; i++) out[i] = x[i] * a->scale;
+            rocq__store(y->format, rocq__row(y, r, 0, 0), k, out, n);
+        }
+    }
+}
+
+ROCQ__FN int64_t rocq__scratch_gather_cpu(const rocq_ctx *ctx, const rocq_gather_params *p) {
+    (void)ctx;
+    (void)p;
+    return 0;
+}
+
+ROCQ__FN rocq_result rocq__gather_cpu(rocq_ctx *ctx, const rocq_gather_params *p) {
+    rocq__gather a;
+    const int64_t n = p->ids->ne[0], n_rows = p->table->ne[1];
+    const int32_t *ids = rocq__row_i32(p->ids, 0);
+    for (int64_t i = 0; i < n; i++) {
+        if (ids[i] < 0 || ids[i] >= n_rows) {
+            return rocq__fail(ctx, ROCQ_E_BOUNDS, "gather: ids[%lld] is %d of %lld rows", (long long)i,
+                              (int)ids[i], (long long)n_rows);
+        }
+    }
+    a.p = p;
+    a.avx2 = ctx->has_avx2;
+    a.scale = p->scale != 0.0f ? p->scale : 1.0f;
+    rocq__parallel(ctx, n, rocq__grain(p->y->ne[0], 4), rocq__gather_task, &a);
+    return ROCQ_OK;
+}
+
+// -- argmax --
+
+ROCQ__FN void rocq__argmax_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+    const rocq_argmax_params *p = (const rocq_argmax_params *)arg;
+    (void)thread;
+    for (; r < r_end; r++) {
+        const float *x = rocq__row_f32(p->x, r, 0, 0);
+        int64_t best = 0; // NaN never wins, except where there is nothing else
+        for (int64_t i = 1; i < p->x->ne[0]; i++) {
+            if (x[i] > x[best] || (x[best] != x[best] && x[i] == x[i])) best = i;
+        }
+        ((int32_t *)(void *)rocq__row(p->index, 0, 0, 0))[r] = (int32_t)best;
+    }
+}
+
+ROCQ__FN int64_t rocq__scratch_argmax_cpu(const rocq_ctx *ctx, const rocq_argmax_params *p) {
+    (void)ctx;
+    (void)p;
+    return 0;
+}
+
+ROCQ__FN rocq_result rocq__argmax_cpu(rocq_ctx *ctx, const rocq_argmax_params *p) {
+    rocq_argmax_params a = *p;
+    rocq__parallel(ctx, p->x->ne[1], rocq__grain(p->x->ne[0], 2), rocq__argmax_task, &a);
+    return ROCQ_OK;
+}
+
+// -- sample --
+// Every filter keeps a front part of the order "higher logit first, then lower token", so what is
+// left is always "not behind the cut". The final distribution is summed and drawn from in token
+// order, so that the draw does not depend on how the cut was found.
+
+typedef struct rocq__candidate {
+    float logit;
+    int32_t token;
+} rocq__candidate;
+
+ROCQ__INLINE bool rocq__before(rocq__candidate a, rocq__candidate b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
+}
+
+// Restores the heap below position i. The root is the first in order, or the last one.
+ROCQ__FN void rocq__sift_down(rocq__candidate *heap, int64_t n, int64_t i, bool last_on_top) {
+    const rocq__candidate moving = heap[i];
+    for (int64_t child = 2 * i + 1; child < n; child = 2 * i + 1) {
+        if (child + 1 < n && rocq__before(heap[child + 1], heap[child]) != last_on_top) child++;
+        if (rocq__before(heap[child], moving) == last_on_top) break;
+        heap[i] = heap[child];
+        i = child;
+    }
+    heap[i] = moving;
+}
+
+// The candidate that comes k-th in order, 1 <= k <= n. heap holds k.
+ROCQ__FN rocq__candidate rocq__select(const rocq__candidate *all, int64_t n, int64_t k,
+                                      rocq__candidate *heap) {
+    memcpy(heap, all, (size_t)k * sizeof *heap);
+    for (int64_t i = k / 2; i-- > 0;) rocq__sift_down(heap, k, i, true);
+    for (int64_t i = k; i < n; i++) {
+        if (!rocq__before(all[i], heap[0])) continue;
+        heap[0] = all[i];
+        rocq__sift_down(heap, k, 0, true);
+    }
+    return heap[0];
+}
+
+// exp((logit - top) / temperature), 1 for the top itself even where that is infinite.
+ROCQ__INLINE float rocq__weight(float logit, float top, float temperature) {
+    return logit == top ? 1.0f : expf((logit - top) / temperature);
+}
+
+// The last candidate of the shortest front part that holds top_p of the weight of all up to cut.
+// heap holds n.
+ROCQ__FN rocq__candidate rocq__select_p(const rocq__candidate *all, int64_t n, rocq__candidate top,
+                                        rocq__candidate cut, float top_p, rocq__candidate *heap) {
+    int64_t n_left = 0, m = 0;
+    double sum = 0.0, front = 0.0;
+    for (int64_t i = 0; i < n; i++) {
+        if (rocq__before(cut, all[i])) continue;
+        sum += (double)rocq__weight(all[i].logit, top.logit, 1.0f);
+        n_left++;
+    }
+    // Those below this weight, all together, have less than the 1 - top_p that are left out: the
+    // front part ends before the first of them. The factor covers rounding.
+    const double least = 0.999 * (1.0 - (double)top_p) * sum / (double)n_left;
+    for (int64_t i = 0; i < n; i++) {
+        if (rocq__before(cut, all[i])) continue;
+        if ((double)rocq__weight(all[i].logit, top.logit, 1.0f) >= least) heap[m++] = all[i];
+    }
+    for (int64_t i = m / 2; i-- > 0;) rocq__sift_down(heap, m, i, false);
+    for (;;) {
+        const rocq__candidate next = heap[0];
+        front += (double)rocq__weight(next.logit, top.logit, 1.0f);
+        if (front >= (double)top_p * sum || m == 1) return next;
+        heap[0] = heap[--m];
+        rocq__sift_down(heap, m, 0, false);
+    }
+}
+
+ROCQ__INLINE uint64_t rocq__mix(uint64_t z) { // splitmix64's finisher
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+// Uniform in [0, 1), 53 bits, from seed and step alone.
+ROCQ__FN double rocq__uniform(uint64_t seed, uint64_t step) {
+    const uint64_t z = rocq__mix(rocq__mix(seed + 0x9e3779b97f4a7c15u) + (step + 1) * 0x9e3779b97f4a7c15u);
+    return (double)(z >> 11) * 0x1p-53;
+}
+
+// Candidates, as many for selection, and how often each token is in recent.
+ROCQ__FN int64_t rocq__scratch_sample_cpu(const rocq_ctx *ctx, const rocq_sample_params *p) {
+    (void)ctx;
+    return p->logits->ne[0] * (int64_t)(2 * sizeof(rocq__candidate) + sizeof(int32_t));
+}
+
+ROCQ__FN rocq_result rocq__sample_cpu(rocq_ctx *ctx, const rocq_sample_params *p) {
+    const int64_t n_vocab = p->logits->ne[0], n_recent = p->recent ? p->recent->ne[0] : 0;
+    const float *logits = rocq__row_f32(p->logits, 0, 0, 0);
+    const int32_t *recent = p->recent ? rocq__row_i32(p->recent, 0) : NULL;
+    const int32_t *allowed = p->allowed ? rocq__row_i32(p->allowed, 0) : NULL;
+    const float repeat = p->repeat_penalty > 0.0f ? p->repeat_penalty : 1.0f;
+    void *scratch;
+    ROCQ__TRY(rocq__scratch(ctx, rocq__scratch_sample_cpu(ctx, p), &scratch));
+    rocq__candidate *all = (rocq__candidate *)scratch, *heap = all + n_vocab;
+    int32_t *count = (int32_t *)(void *)(heap + n_vocab);
+    if (recent) memset(count, 0, (size_t)n_vocab * sizeof *count);
+    for (int64_t i = 0; i < n_recent; i++) {
+        if (recent[i] < 0 || recent[i] >= n_vocab) {
+            return rocq__fail(ctx, ROCQ_E_BOUNDS, "sample: recent[%lld] is %d of %lld tokens", (long long)i,
+                              (int)recent[i], (long long)n_vocab);
+        }
+        count[recent[i]]++;
+    }
+
+    int64_t n = 0;
+    rocq__candidate top = {-INFINITY, 0}, cut;
+    for (int64_t t = 0; t < n_vocab; t++) {
+        rocq__candidate c = {logits[t], (int32_t)t};
+        if (allowed && !((uint32_t)allowed[t / 32] >> (t % 32) & 1u)) continue;
+        if (recent && count[t] > 0) {
+            c.logit = c.logit > 0.0f ? c.logit / repeat : c.logit * repeat;
+            c.logit -= (float)count[t] * p->frequency_penalty + p->presence_penalty;
+        }
+        if (!(c.logit > -INFINITY)) continue; // no probability, or NaN
+        if (n == 0 || rocq__before(c, top)) top = c;
+        all[n++] = c;
+    }
+    if (n == 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "sample: no token is allowed and has a logit");
+    }
+
+    float prob = 1.0f;
+    int32_t token = top.token;
+    if (p->temperature > 0.0f) {
+        cut.logit = -INFINITY;
+        cut.token = INT32_MAX;
+        if (p->top_k > 0 && p->top_k < n) cut = rocq__select(all, n, p->top_k, heap);
+        if (p->top_p > 0.0f && p->top_p < 1.0f) cut = rocq__select_p(all, n, top, cut, p->top_p, heap);
+        double sum = 0.0, front = 0.0;
+        int64_t m = 0;
+        for (int64_t i = 0; i < n; i++) {
+            if (rocq__before(cut, all[i]) ||
+                (p->min_p > 0.0f && rocq__weight(all[i].logit, top.logit, 1.0f) < p->min_p)) {
+                continue;
+            }
+            const float weight = rocq__weight(all[i].logit, top.logit, p->temperature);
+            sum += (double)weight;
+            heap[m].token = all[i].token;
+            heap[m++].logit = weight;
+        }
+        const double target = rocq__uniform(p->seed, p->step) * sum;
+        // The sum is the same additions again, so it passes target; should rounding of the product
+        // forbid that, the last token with any weight stands.
+        for (int64_t i = 0; i < m && front <= target; i++) {
+            if (heap[i].logit == 0.0f) continue;
+            front += (double)heap[i].logit;
+            token = heap[i].token;
+            prob = (float)((double)heap[i].logit / sum);
+        }
+    }
+    *(int32_t *)(void *)rocq__row(p->token, 0, 0, 0) = token;
+    if (p->prob) *rocq__row_f32(p->prob, 0, 0, 0) = prob;
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>hip_api: the HIP runtime, found when the program runs
+// ---------------------------------------------------------------------------------------------
+
+// Looks for the runtime by versioned name, newest first: the unversioned one may belong to another
+// installation. It is never unloaded, since unloading it is not safe at any point of a process.
+ROCQ__FN rocq_result rocq__hip_find(rocq_ctx *ctx) {
+#if ROCQ__HAS_HIP
+#if defined(_WIN32)
+    static const char *const names[] = {"amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll"};
+#else
+    static const char *const names[] = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5",
+                                        "libamdhip64.so"};
+#endif
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+#if defined(_WIN32)
+        void *library = (void *)LoadLibraryA(names[i]);
+#else
+        void *library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
+#endif
+        if (library) {
+            return rocq__fail(ctx, ROCQ_E_NO_KERNELS, "found %s, but this program holds no GPU kernels",
+                              names[i]);
+        }
+    }
+    return rocq__fail(ctx, ROCQ_E_NO_RUNTIME, "no HIP runtime: none of %s ... %s can be loaded",
+                      names[0], names[sizeof names / sizeof names[0] - 1]);
+#else
+    return rocq__fail(ctx, ROCQ_E_NO_RUNTIME, "this program was built with ROCQ_NO_HIP");
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>check: what every op demands of its params, on any backend
+// ---------------------------------------------------------------------------------------------
+// These stay on in release builds: past them, no argument can make an op reach outside a tensor.
+
+// Formats an operand may have.
+enum {
+    ROCQ__F32 = 1, ROCQ__F16 = 2, ROCQ__BF16 = 4, ROCQ__Q8_0 = 8, ROCQ__Q4_0 = 16, ROCQ__I32 = 32,
+    ROCQ__ANY = 64, // all of ROCQ_FORMATS
+    ROCQ__OPTIONAL = 128, ROCQ__OUTPUT = 256,
+    ROCQ__FLOAT = ROCQ__F32 | ROCQ__F16,
+    ROCQ__KV = ROCQ__F32 | ROCQ__F16 | ROCQ__BF16 | ROCQ__Q8_0 | ROCQ__Q4_0
+};
+
+ROCQ__FN bool rocq__accepts(int accept, rocq_format format) {
+    switch (format) {
+    case ROCQ_F32: return (accept & (ROCQ__F32 | ROCQ__ANY)) != 0;
+    case ROCQ_F16: return (accept & (ROCQ__F16 | ROCQ__ANY)) != 0;
+    case ROCQ_BF16: return (accept & (ROCQ__BF16 | ROCQ__ANY)) != 0;
+    case ROCQ_Q8_0: return (accept & (ROCQ__Q8_0 | ROCQ__ANY)) != 0;
+    case ROCQ_Q4_0: return (accept & (ROCQ__Q4_0 | ROCQ__ANY)) != 0;
+    case ROCQ_I32: return (accept & ROCQ__I32) != 0;
+    default: return (accept & ROCQ__ANY) != 0;
+    }
+}
+
+// An output must not lie on top of itself: going up by stride, each dimension has to step over all
+// that the smaller ones reach.
+ROCQ__FN bool rocq__self_overlap(const rocq_tensor *t) {
+    int64_t reach = t->ne[0];
+    bool used[4] = {true, false, false, false};
+    for (int round = 1; round < 4; round++) {
+        int next = 0;
+        for (int d = 1; d < 4; d++) {
+            if (!used[d] && (next == 0 || t->stride[d] < t->stride[next])) next = d;
+        }
+        used[next] = true;
+        if (t->ne[next] == 1) continue;
+        if (t->stride[next] < reach) return true;
+        reach += (t->ne[next] - 1) * t->stride[next];
+    }
+    return false;
+}
+
+// One operand: present, of an accepted format, with whole blocks, inside its buffer, aligned.
+ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char *name,
+                                        const rocq_tensor *t, int accept) {
+    int64_t elems, bytes, extent;
+    if (!t) {
+        if (accept & ROCQ__OPTIONAL) return ROCQ_OK;
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s is NULL", op, name);
+    }
+    if (!rocq__block_of(t->format, &elems, &bytes) || !rocq__accepts(accept, t->format)) {
+        const rocq_format_info *info = rocq_get_format_info(t->format);
+        return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: %s cannot be in format %s (%d)", op, name,
+                          info ? info->name : "unknown", (int)t->format);
+    }
+    if (t->layout != ROCQ_LAYOUT_GGUF) {
+        return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: %s has unknown layout %d", op, name, (int)t->layout);
+    }
+    for (int d = 0; d < 4; d++) {
+        if (t->ne[d] < 1 || t->stride[d] < 0 || (d > 0 && t->stride[d] % elems != 0)) {
+            return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s has %lld elements, stride %lld in dimension %d",
+                              op, name, (long long)t->ne[d], (long long)t->stride[d], d);
+        }
+    }
+    if (t->stride[0] != 1 || t->ne[0] % elems != 0) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: rows of %s must be whole blocks of %d adjacent elements",
+                          op, name, (int)elems);
+    }
+    if (!rocq__extent(t, &extent)) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of %s overflows", op, name);
+    }
+    if (!t->buffer.host) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s has no memory on the CPU", op, name);
+    }
+    if (t->offset < 0 || t->offset > t->buffer.size || extent > t->buffer.size - t->offset) {
+        return rocq__fail(ctx, ROCQ_E_BOUNDS, "%s: %s needs %lld bytes at %lld, its buffer has %lld", op,
+                          name, (long long)extent, (long long)t->offset, (long long)t->buffer.size);
+    }
+    const int64_t align = rocq__alignment_of(t->format);
+    if (((uint64_t)(uintptr_t)t->buffer.host + (uint64_t)t->offset) % (uint64_t)align != 0) {
+        return rocq__fail(ctx, ROCQ_E_ALIGNMENT, "%s: %s must start at a multiple of %d bytes", op, name,
+                          (int)align);
+    }
+    if ((accept & ROCQ__OUTPUT) && rocq__self_overlap(t)) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: rows of %s overlap", op, name);
+    }
+    return ROCQ_OK;
+}
+
+// Sizes of an operand that is there; -1 leaves a dimension free.
+ROCQ__FN rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
+                                       const rocq_tensor *t, int64_t ne0, int64_t ne1, int64_t ne2,
+                                       int64_t ne3) {
+    const int64_t want[4] = {ne0, ne1, ne2, ne3};
+    if (!t) return ROCQ_OK;
+    for (int d = 0; d < 4; d++) {
+        if (want[d] >= 0 && t->ne[d] != want[d]) {
+            return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s has %lld elements in dimension %d, expected %lld",
+                              op, name, (long long)t->ne[d], d, (long long)want[d]);
+        }
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__check_same(rocq_ctx *ctx, const char *op, const char *name,
+                                      const rocq_tensor *t, const rocq_tensor *like) {
+    return rocq__check_shape(ctx, op, name, t, like->ne[0], like->ne[1], like->ne[2], like->ne[3]);
+}
+
+// Sizes of an operand that is repeated where it has 1.
+ROCQ__FN rocq_result rocq__check_repeat(rocq_ctx *ctx, const char *op, const char *name,
+                                        const rocq_tensor *t, const rocq_tensor *like) {
+    if (!t) return ROCQ_OK;
+    return rocq__check_shape(ctx, op, name, t, t->ne[0] == 1 ? 1 : like->ne[0],
+                             t->ne[1] == 1 ? 1 : like->ne[1], t->ne[2] == 1 ? 1 : like->ne[2],
+                             t->ne[3] == 1 ? 1 : like->ne[3]);
+}
+
+// A float option; NaN fails too.
+ROCQ__FN rocq_result rocq__check_range(rocq_ctx *ctx, const char *op, const char *name, float value,
+                                       float low, float high) {
+    if (value >= low && value <= high) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s is %g, expected %g to %g", op, name, (double)value,
+                      (double)low, (double)high);
+}
+
+ROCQ__FN rocq_result rocq__check_activation(rocq_ctx *ctx, const char *op, rocq_activation activation) {
+    if ((int)activation >= (int)ROCQ_IDENTITY && activation <= ROCQ_TANH) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown activation %d", op, (int)activation);
+}
+
+// The checks below read as lists: a line an operand.
+#define ROCQ__TENSOR(name, accept) ROCQ__TRY(rocq__check_tensor(ctx, op, #name, p->name, accept))
+#define ROCQ__SHAPE(name, ne0, ne1, ne2, ne3) \
+    ROCQ__TRY(rocq__check_shape(ctx, op, #name, p->name, ne0, ne1, ne2, ne3))
+#define ROCQ__SAME(name, like) ROCQ__TRY(rocq__check_same(ctx, op, #name, p->name, p->like))
+#define ROCQ__REPEAT(name, like) ROCQ__TRY(rocq__check_repeat(ctx, op, #name, p->name, p->like))
+#define ROCQ__RANGE(name, low, high) ROCQ__TRY(rocq__check_range(ctx, op, #name, p->name, low, high))
+
+ROCQ__FN rocq_result rocq__check_matmul(rocq_ctx *ctx, const rocq_matmul_params *p) {
+    const char *op = "matmul";
+    ROCQ__TENSOR(w, ROCQ__ANY);
+    ROCQ__TENSOR(x, ROCQ__FLOAT | ROCQ__Q8_0);
+    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__OUTPUT);
+    ROCQ__TENSOR(bias, ROCQ__F32 | ROCQ__OPTIONAL);
+    ROCQ__TENSOR(gate, ROCQ__FLOAT | ROCQ__OPTIONAL);
+    ROCQ__TENSOR(residual, ROCQ__FLOAT | ROCQ__OPTIONAL);
+    ROCQ__SHAPE(x, p->w->ne[0], -1, -1, -1);
+    ROCQ__SHAPE(y, p->w->ne[1], p->x->ne[1], p->x->ne[2], p->x->ne[3]);
+    for (int d = 2; d < 4; d++) {
+        if (p->x->ne[d] % p->w->ne[d] != 0) {
+            return rocq__fail(ctx, ROCQ_E_SHAPE, "matmul: batch %lld of w does not divide %lld of x",
+                              (long long)p->w->ne[d], (long long)p->x->ne[d]);
+        }
+    }
+    ROCQ__SHAPE(bias, p->w->ne[1], 1, 1, 1);
+    ROCQ__SAME(gate, y);
+    ROCQ__SAME(residual, y);
+    ROCQ__TRY(rocq__check_activation(ctx, op, p->activation));
+    ROCQ__RANGE(softcap, 0.0f, FLT_MAX);
+    if ((int)p->precision < 0 || p->precision > ROCQ_PRECISION_INT8) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul: unknown precision %d", (int)p->precision);
+    }
+    if (p->precision == ROCQ_PRECISION_INT8 && !rocq__codec_of(p->w->format)->unpack) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "matmul: format %s has no INT8 path",
+                          rocq_get_format_info(p->w->format)->name);
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__check_attention(rocq_ctx *ctx, const rocq_attention_params *p) {
+    const char *op = "attention";
+    ROCQ__TENSOR(q, ROCQ__FLOAT);
+    ROCQ__TENSOR(k, ROCQ__KV);
+    ROCQ__TENSOR(v, ROCQ__KV);
+    ROCQ__TENSOR(out, ROCQ__FLOAT | ROCQ__OUTPUT);
+    ROCQ__TENSOR(mask, ROCQ__FLOAT | ROCQ__OPTIONAL);
+    ROCQ__TENSOR(sinks, ROCQ__F32 | ROCQ__OPTIONAL);
+    ROCQ__TENSOR(kv_len, ROCQ__I32 | ROCQ__OPTIONAL);
+    ROCQ__TENSOR(page_table, ROCQ__I32 | ROCQ__OPTIONAL);
+    const int64_t head_dim = p->q->ne[0], n_heads = p->q->ne[1], n_q = p->q->ne[2], n_seqs = p->q->ne[3];
+    int64_t n_kv = p->k->ne[2];
+    if (head_dim > 512) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "attention: head size %lld is over 512",
+                          (long long)head_dim);
+    }
+    ROCQ__SAME(out, q);
+    ROCQ__SHAPE(k, head_dim, -1, -1, p->page_table ? 1 : n_seqs);
+    ROCQ__SAME(v, k);
+    if (n_heads % p->k->ne[1] != 0) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "attention: %lld heads are not a multiple of %lld KV heads",
+                          (long long)n_heads, (long long)p->k->ne[1]);
+    }
+    if (p->page_table) {
+        ROCQ__SHAPE(page_table, -1, n_seqs, 1, 1);
+        if (p->page_size < 1 || !rocq__mul(p->page_table->ne[0], p->page_size, &n_kv)) {
+            return rocq__fail(ctx, ROCQ_E_ARGUMENT, "attention: page_size is %d", (int)p->page_size);
+        }
+    }
+    if (n_kv > INT32_MAX) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "attention: %lld KV positions", (long long)n_kv);
+    }
+    ROCQ__SHAPE(kv_len, n_seqs, 1, 1, 1);
+    ROCQ__SHAPE(sinks, n_heads, 1, 1, 1);
+    if (p->mask) {
+        ROCQ__SHAPE(mask, n_kv, n_q, p->mask->ne[2] == 1 ? 1 : n_heads, p->mask->ne[3] == 1 ? 1 : n_seqs);
+    }
+    ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
+    ROCQ__RANGE(softcap, 0.0f, FLT_MAX);
+    if (p->window < 0 || (p->window > 0 && !p->causal)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "attention: window %d needs causal and cannot be negative",
+                          (int)p->window);
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__check_norm(rocq_ctx *ctx, const char *op, const rocq_norm_params *p) {
+    ROCQ__TENSOR(x, ROCQ__FLOAT);
+    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__OUTPUT);
+    ROCQ__TENSOR(weight, ROCQ__F32 | ROCQ__OPTIONAL);
+    ROCQ__TENSOR(bias, ROCQ__F32 | ROCQ__OPTIONAL);
+    ROCQ__TENSOR(mean, ROCQ__F32 | ROCQ__OPTIONAL | ROCQ__OUTPUT);
+    ROCQ__TENSOR(rstd, ROCQ__F32 | ROCQ__OPTIONAL | ROCQ__OUTPUT);
+    ROCQ__SAME(y, x);
+    ROCQ__SHAPE(weight, p->x->ne[0], 1, 1, 1);
+    ROCQ__SHAPE(bias, p->x->ne[0], 1, 1, 1);
+    ROCQ__SHAPE(mean, p->x->ne[1], p->x->ne[2], p->x->ne[3], 1);
+    ROCQ__SHAPE(rstd, p->x->ne[1], p->x->ne[2], p->x->ne[3], 1);
+    ROCQ__RANGE(eps, 0.0f, FLT_MAX);
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__check_rmsnorm(rocq_ctx *ctx, const rocq_norm_params *p) {
+    if (p->bias || p->mean) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "rmsnorm: has no %s", p->bias ? "bias" : "mean");
+    }
+    return rocq__check_norm(ctx, "rmsnorm", p);
+}
+
+ROCQ__FN rocq_result rocq__check_layernorm(rocq_ctx *ctx, const rocq_norm_params *p) {
+    return rocq__check_norm(ctx, "layernorm", p);
+}
+
+// n_dims resolved against the head size comes back in *n_dims.
+ROCQ__FN rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op, const rocq_rope_config *p,
+                                             int64_t head_dim) {
+    const int64_t n_dims = p->n_dims == 0 ? head_dim : p->n_dims;
+    if (p->pairing != ROCQ_ROPE_NORM && p->pairing != ROCQ_ROPE_NEOX) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown pairing %d", op, (int)p->pairing);
+    }
+    if (n_dims < 0 || n_dims > head_dim || n_dims % 2 != 0) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: n_dims %lld must be even and at most %lld", op,
+                          (long long)n_dims, (long long)head_dim);
+    }
+    ROCQ__RANGE(freq_base, 0.0f, FLT_MAX);
+    ROCQ__RANGE(freq_scale, 0.0f, FLT_MAX);
+    ROCQ__RANGE(ext_factor, 0.0f, FLT_MAX);
+    ROCQ__RANGE(attn_factor, 0.0f, FLT_MAX);
+    ROCQ__RANGE(beta_fast, 0.0f, FLT_MAX);
+    ROCQ__RANGE(beta_slow, 0.0f, FLT_MAX);
+    if (p->n_ctx_orig < 0 || (p->ext_factor > 0.0f && p->n_ctx_orig == 0)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: YaRN needs n_ctx_orig", op);
+    }
+    ROCQ__TENSOR(freq_factors, ROCQ__F32 | ROCQ__OPTIONAL);
+    ROCQ__SHAPE(freq_factors, n_dims / 2, 1, 1, 1);
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__check_rope(rocq_ctx *ctx, const rocq_rope_params *p) {
+    const char *op = "rope";
+    ROCQ__TENSOR(x, ROCQ__FLOAT);
+    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__OUTPUT);
+    ROCQ__TENSOR(pos, ROCQ__I32);
+    ROCQ__SHAPE(x, -1, -1, -1, 1);
+    ROCQ__SAME(y, x);
+    ROCQ__SHAPE(pos, p->x->ne[2], 1, 1, 1);
+    return rocq__check_rope_config(ctx, op, &p->rope, p->x->ne[0]);
+}
+
+ROCQ__FN rocq_result rocq__check_rope_append(rocq_ctx *ctx, const rocq_rope_append_params *p) {
+    const char *op = "rope_append";
+    ROCQ__TENSOR(q, ROCQ__F32 | ROCQ__OPTIONAL | ROCQ__OUTPUT);
+    ROCQ__TENSOR(k, ROCQ__F32);
+    ROCQ__TENSOR(v, ROCQ__F32);
+    ROCQ__TENSOR(k_cache, ROCQ__KV | ROCQ__OUTPUT);
+    ROCQ__TENSOR(v_cache, ROCQ__KV | ROCQ__OUTPUT);
+    ROCQ__TENSOR(pos, ROCQ__I32);
+    ROCQ__TENSOR(cell, ROCQ__I32 | ROCQ__OPTIONAL);
+    const int64_t head_dim = p->k->ne[0], n_kv_heads = p->k->ne[1], n_tokens = p->k->ne[2];
+    ROCQ__SHAPE(k, -1, -1, -1, 1);
+    ROCQ__SAME(v, k);
+    ROCQ__SHAPE(q, head_dim, -1, n_tokens, 1);
+    ROCQ__SHAPE(k_cache, head_dim, n_kv_heads, -1, 1);
+    ROCQ__SAME(v_cache, k_cache);
+    ROCQ__SHAPE(pos, n_tokens, 1, 1, 1);
+    ROCQ__SHAPE(cell, n_tokens, 1, 1, 1);
+    return rocq__check_rope_config(ctx, op, &p->rope, head_dim);
+}
+
+ROCQ__FN rocq_result rocq__check_activate(rocq_ctx *ctx, const rocq_activate_params *p) {
+    const char *op = "activate";
+    ROCQ__TENSOR(x, ROCQ__FLOAT);
+    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__OUTPUT);
+    ROCQ__SAME(y, x);
+    return rocq__check_activation(ctx, op, p->activation);
+}
+
+ROCQ__FN rocq_result rocq__check_glu(rocq_ctx *ctx, const rocq_glu_params *p) {
+    const char *op = "glu";
+    ROCQ__TENSOR(gate, ROCQ__FLOAT);
+    ROCQ__TENSOR(up, ROCQ__FLOAT);
+    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__OUTPUT);
+    ROCQ__SAME(up, gate);
+    ROCQ__SAME(y, gate);
+    return rocq__check_activation(ctx, op, p->activation);
+}
+
+ROCQ__FN rocq_result rocq__check_binary(rocq_ctx *ctx, const char *op, const rocq_binary_params *p) {
+    ROCQ__TENSOR(a, ROCQ__FLOAT);
+    ROCQ__TENSOR(b, ROCQ__FLOAT);
+    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__OUTPUT);
+    ROCQ__SAME(y, a);
+    ROCQ__REPEAT(b, a);
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__check_add(rocq_ctx *ctx, const rocq_binary_params *p) {
+    return rocq__check_binary(ctx, "add", p);
+}
+
+ROCQ__FN rocq_result rocq__check_mul(rocq_ctx *ctx, const rocq_binary_params *p) {
+    return rocq__check_binary(ctx, "mul", p);
+}
+
+ROCQ__FN rocq_result rocq__check_scale(rocq_ctx *ctx, const rocq_scale_params *p) {
+    const char *op = "scale";
+    ROCQ__TENSOR(x, ROCQ__FLOAT);
+    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__OUTPUT);
+    ROCQ__SAME(y, x);
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__check_cast(rocq_ctx *ctx, const rocq_cast_params *p) {
+    const char *op = "cast";
+    ROCQ__TENSOR(x, ROCQ__ANY | ROCQ__I32);
+    ROCQ__TENSOR(y, (p->x->format == ROCQ_I32 ? ROCQ__I32 : ROCQ__ANY) | ROCQ__OUTPUT);
+    ROCQ__SAME(y, x);
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__check_softmax(rocq_ctx *ctx, const rocq_softmax_params *p) {
+    const char *op = "softmax";
+    ROCQ__TENSOR(x, ROCQ__F32);
+    ROCQ__TENSOR(y, ROCQ__F32 | ROCQ__OUTPUT);
+    ROCQ__TENSOR(mask, ROCQ__FLOAT | ROCQ__OPTIONAL);
+    ROCQ__SAME(y, x);
+    ROCQ__SHAPE(mask, p->x->ne[0], -1, -1, -1);
+    ROCQ__REPEAT(mask, x);
+    ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__check_gather(rocq_ctx *ctx, const rocq_gather_params *p) {
+    const char *op = "gather";
+    ROCQ__TENSOR(table, ROCQ__ANY);
+    ROCQ__TENSOR(ids, ROCQ__I32);
+    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__OUTPUT);
+    ROCQ__SHAPE(table, -1, -1, 1, 1);
+    ROCQ__SHAPE(ids, -1, 1, 1, 1);
+    ROCQ__SHAPE(y, p->table->ne[0], p->ids->ne[0], 1, 1);
+    ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__check_argmax(rocq_ctx *ctx, const rocq_argmax_params *p) {
+    const char *op = "argmax";
+    ROCQ__TENSOR(x, ROCQ__F32);
+    ROCQ__TENSOR(index, ROCQ__I32 | ROCQ__OUTPUT);
+    ROCQ__SHAPE(x, -1, -1, 1, 1);
+    ROCQ__SHAPE(index, p->x->ne[1], 1, 1, 1);
+    if (p->x->ne[0] > INT32_MAX) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "argmax: rows of %lld elements", (long long)p->x->ne[0]);
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__check_sample(rocq_ctx *ctx, const rocq_sample_params *p) {
+    const char *op = "sample";
+    ROCQ__TENSOR(logits, ROCQ__F32);
+    ROCQ__TENSOR(token, ROCQ__I32 | ROCQ__OUTPUT);
+    ROCQ__TENSOR(prob, ROCQ__F32 | ROCQ__OPTIONAL | ROCQ__OUTPUT);
+    ROCQ__TENSOR(recent, ROCQ__I32 | ROCQ__OPTIONAL);
+    ROCQ__TENSOR(allowed, ROCQ__I32 | ROCQ__OPTIONAL);
+    ROCQ__SHAPE(logits, -1, 1, 1, 1);
+    ROCQ__SHAPE(token, 1, 1, 1, 1);
+    ROCQ__SHAPE(prob, 1, 1, 1, 1);
+    ROCQ__SHAPE(recent, -1, 1, 1, 1);
+    ROCQ__SHAPE(allowed, (p->logits->ne[0] + 31) / 32, 1, 1, 1);
+    if (p->logits->ne[0] > INT32_MAX) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "sample: %lld logits", (long long)p->logits->ne[0]);
+    }
+    ROCQ__RANGE(temperature, 0.0f, FLT_MAX);
+    ROCQ__RANGE(top_p, 0.0f, FLT_MAX);
+    ROCQ__RANGE(min_p, 0.0f, 1.0f);
+    ROCQ__RANGE(repeat_penalty, 0.0f, FLT_MAX);
+    ROCQ__RANGE(frequency_penalty, -FLT_MAX, FLT_MAX);
+    ROCQ__RANGE(presence_penalty, -FLT_MAX, FLT_MAX);
+    if (p->top_k < 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "sample: top_k is %d", (int)p->top_k);
+    }
+    return ROCQ_OK;
+}
+
+#undef ROCQ__TENSOR
+#undef ROCQ__SHAPE
+#undef ROCQ__SAME
+#undef ROCQ__REPEAT
+#undef ROCQ__RANGE
+
+// ---------------------------------------------------------------------------------------------
+// >>dispatch: the one place that picks a backend
+// ---------------------------------------------------------------------------------------------
+
+typedef struct rocq__op_entry {
+    const char *name;
+    rocq_result (*check)(rocq_ctx *ctx, const void *params);
+    int64_t (*scratch_cpu)(const rocq_ctx *ctx, const void *params);
+    rocq_result (*run_cpu)(rocq_ctx *ctx, const void *params);
+} rocq__op_entry;
+
+// The functions behind the table take typed params; calling them through another type would be
+// undefined, hence one thin wrapper each.
+#define ROCQ_X(NAME, name, params)                                                       \
+    ROCQ__FN rocq_result rocq__entry_check_##name(rocq_ctx *ctx, const void *p) {         \
+        return rocq__check_##name(ctx, (const params *)p);                               \
+    }                                                                                    \
+    ROCQ__FN int64_t rocq__entry_scratch_##name(const rocq_ctx *ctx, const void *p) {     \
+        return rocq__scratch_##name##_cpu(ctx, (const params *)p);                       \
+    }                                                                                    \
+    ROCQ__FN rocq_result rocq__entry_run_##name(rocq_ctx *ctx, const void *p) {           \
+        return rocq__##name##_cpu(ctx, (const params *)p);                               \
+    }
+ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
+
+static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = {
+#define ROCQ_X(NAME, name, params) \
+    {#name, rocq__entry_check_##name, rocq__entry_scratch_##name, rocq__entry_run_##name},
+    ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
+};
+
+ROCQ__FN rocq_result rocq__check_op(rocq_ctx *ctx, rocq_op op, const void *params) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if ((int)op < 0 || op >= ROCQ_OP_COUNT) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "unknown op %d", (int)op);
+    }
+    if (!params) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: params is NULL", rocq__ops[op].name);
+    return rocq__ops[op].check(ctx, params);
+}
+
+ROCQ__FN rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
+    ROCQ__TRY(rocq__check_op(ctx, op, params));
+    return rocq__ops[op].run_cpu(ctx, params);
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>public: context, introspection, and the ops' thin bodies
+// ---------------------------------------------------------------------------------------------
+
+ROCQ__FN int32_t rocq__core_count(void) {
+#if defined(_WIN32)
+    SYSTEM_INFO system;
+    GetSystemInfo(&system);
+    const long n = (long)system.dwNumberOfProcessors;
+#else
+    const long n = sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+    return (int32_t)ROCQ__MIN(ROCQ__MAX(n, 1), (long)ROCQ__MAX_THREADS);
+}
+
+#if ROCQ__HAS_AVX2
+ROCQ__FN bool rocq__cpu_has_avx2(void) {
+    unsigned a, b, c, d;
+    // The builtin also asks the system whether it saves the wide registers; it does not know F16C.
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __get_cpuid(1, &a, &b, &c, &d) && (c & 1u << 29) != 0;
+}
+#endif
+
+ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
+    // Its message must reach the log even when there is no context yet to hold it.
+    rocq_desc resolved;
+    const char *bad = NULL;
+    if (!out) return ROCQ_E_ARGUMENT;
+    *out = NULL;
+    memset(&resolved, 0, sizeof resolved);
+    if (desc) resolved = *desc;
+    if (!resolved.allocator.alloc != !resolved.allocator.free) bad = "one of allocator.alloc and free is NULL";
+    if ((int)resolved.prefer < 0 || resolved.prefer > ROCQ_GPU) bad = "unknown backend in prefer";
+    if (resolved.n_threads < 0) bad = "n_threads is negative";
+    if (resolved.memory_budget < 0 || resolved.scratch_bytes < 0) bad = "a size is negative";
+    if (bad) {
+        if (resolved.log) resolved.log(ROCQ_LOG_ERROR, bad, resolved.log_user);
+        return ROCQ_E_ARGUMENT;
+    }
+    if (!resolved.allocator.alloc) {
+        resolved.allocator.alloc = rocq__default_alloc;
+        resolved.allocator.free = rocq__default_free;
+    }
+    if (resolved.n_threads == 0) resolved.n_threads = rocq__core_count();
+    if (resolved.n_threads > ROCQ__MAX_THREADS) resolved.n_threads = ROCQ__MAX_THREADS;
+    if (!ROCQ__HAS_THREADS) resolved.n_threads = 1;
+
+    rocq_ctx *ctx = (rocq_ctx *)resolved.allocator.alloc(sizeof(rocq_ctx), resolved.allocator.user);
+    if (!ctx) {
+        if (resolved.log) resolved.log(ROCQ_LOG_ERROR, "no memory for a context", resolved.log_user);
+        return ROCQ_E_MEMORY;
+    }
+    memset(ctx, 0, sizeof *ctx);
+    ctx->desc = resolved;
+    ctx->backend = ROCQ_CPU;
+    ctx->blocks.prev = ctx->blocks.next = &ctx->blocks;
+    ctx->stats.n_allocs = 1;
+    ctx->stats.live_bytes = ctx->stats.peak_bytes = (int64_t)sizeof *ctx;
+#if ROCQ__HAS_AVX2
+    ctx->has_avx2 = rocq__cpu_has_avx2();
+#endif
+    snprintf(ctx->device, sizeof ctx->device, "CPU, %s, %d thread%s",
+             ctx->has_avx2 ? "AVX2" : ROCQ__HAS_NEON ? "NEON" : "scalar", (int)resolved.n_threads,
+             resolved.n_threads == 1 ? "" : "s");
+
+    rocq_result result = ROCQ_OK;
+    if (resolved.prefer == ROCQ_BACKEND_AUTO) {
+        ctx->gpu_result = ROCQ_E_NO_KERNELS; // so there is no reason to load the runtime
+    } else if (resolved.prefer == ROCQ_GPU) {
+        result = ctx->gpu_result = rocq__hip_find(ctx);
+        if (result != ROCQ_OK && resolved.allow_fallback) {
+            ctx->error[0] = '\0';
+            result = ROCQ_OK;
+        }
+    }
+    if (result == ROCQ_OK) result = rocq_reserve(ctx, resolved.scratch_bytes);
+    if (result != ROCQ_OK) {
+        rocq_close(&ctx);
+        return result;
+    }
+    *out = ctx;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF void rocq_close(rocq_ctx **ctx_ptr) {
+    if (!ctx_ptr || !*ctx_ptr) return;
+    rocq_ctx *ctx = *ctx_ptr;
+    *ctx_ptr = NULL;
+#if ROCQ__HAS_THREADS
+    if (ctx->pool_ready) rocq__pool_stop(&ctx->pool);
+#endif
+    while (ctx->blocks.next != &ctx->blocks) rocq__free(ctx, ctx->blocks.next + 1);
+    const rocq_allocator allocator = ctx->desc.allocator;
+    allocator.free(ctx, sizeof *ctx, allocator.user);
+}
+
+ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info) {
+    if (!ctx || !info) return ROCQ_E_ARGUMENT;
+    info->backend = ctx->backend;
+    info->device = ctx->device;
+    info->gpu_result = ctx->gpu_result;
+    info->desc = ctx->desc;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats) {
+    if (!ctx || !stats) return ROCQ_E_ARGUMENT;
+    *stats = ctx->stats;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx) {
+    return ctx ? ROCQ_OK : ROCQ_E_ARGUMENT; // CPU ops are done when their call returns
+}
+
+ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params, const char **why) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ctx->quiet = true;
+    const rocq_result result = rocq__check_op(ctx, op, params);
+    ctx->quiet = false;
+    if (why) *why = result == ROCQ_OK ? "" : ctx->error;
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *params, int64_t *bytes) {
+    ROCQ__TRY(rocq__check_op(ctx, op, params));
+    if (!bytes) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "scratch_size: bytes is NULL");
+    *bytes = rocq__ops[op].scratch_cpu(ctx, params);
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_matmul_precision(rocq_ctx *ctx, const rocq_matmul_params *params,
+                                           rocq_precision *precision) {
+    ROCQ__TRY(rocq__check_op(ctx, ROCQ_OP_MATMUL, params));
+    if (!precision) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul_precision: precision is NULL");
+    *precision = rocq__matmul_precision_cpu(params);
+    return ROCQ_OK;
+}
+
+// A copy to or from a tensor: both ends whole and of the same size.
+ROCQ__FN rocq_result rocq__check_copy(rocq_ctx *ctx, const char *op, const rocq_tensor *t,
+                                      const void *host, int64_t size) {
+    ROCQ__TRY(rocq__check_tensor(ctx, op, "tensor", t, ROCQ__ANY | ROCQ__I32));
+    if (!host) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: host pointer is NULL", op);
+    if (!rocq_tensor_contiguous(t) || size != rocq_tensor_size(t)) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %lld bytes for a tensor of %lld%s", op, (long long)size,
+                          (long long)rocq_tensor_size(t), rocq_tensor_contiguous(t) ? "" : ", strided");
+    }
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const void *src, int64_t size) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__check_copy(ctx, "upload", dst, src, size));
+    memmove(rocq_tensor_data(dst), src, (size_t)size);
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__check_copy(ctx, "download", src, dst, size));
+    memmove(dst, rocq_tensor_data(src), (size_t)size);
+    return ROCQ_OK;
+}
+
+#define ROCQ_X(NAME, name, params)                                            \
+    ROCQ_DEF rocq_result rocq_##name(rocq_ctx *ctx, const params *p) {        \
+        return rocq__run_op(ctx, ROCQ_OP_##NAME, p);                          \
+    }
+ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
+
+#endif // ROCQ_IMPLEMENTATION
+
+/*
+---------------------------------------------------------------------------------------------
+>>licence
+---------------------------------------------------------------------------------------------
+rocq is available under two licences: choose whichever you prefer.
+
+------------------------------------------------------------------------------
+ALTERNATIVE A - MIT License
+
+Copyright (c) 2026 The rocq authors
+
+Permission is hereby granted, free of charge, to any person obtaining a copy of
+this software and associated documentation files (the "Software"), to deal in
+the Software without restriction, including without limitation the rights to
+use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies
+of the Software, and to permit persons to whom the Software is furnished to do
+so, subject to the following conditions:
+
+The above copyright notice and this permission notice shall be included in all
+copies or substantial portions of the Software.
+
+THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+SOFTWARE.
+
+------------------------------------------------------------------------------
+ALTERNATIVE B - Public Domain (www.unlicense.org)
+
+This is free and unencumbered software released into the public domain.
+
+Anyone is free to copy, modify, publish, use, compile, sell, or distribute this
+software, either in source code form or as a compiled binary, for any purpose,
+commercial or non-commercial, and by any means.
+
+In jurisdictions that recognize copyright laws, the author or authors of this
+software dedicate any and all copyright interest in the software to the public
+domain. We make this dedication for the benefit of the public at large and to
+the detriment of our heirs and successors. We intend this dedication to be an
+overt act of relinquishment in perpetuity of all present and future rights to
+this software under copyright law.
+
+THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+AUTHORS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN
+ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION
+WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+
+------------------------------------------------------------------------------
+NOTICE FOR THE QUANTIZED BLOCK LAYOUTS AND CODEBOOK TABLES
+
+The byte layouts of the GGUF block formats and the codebook tables of IQ4_NL,
+IQ4_XS and MXFP4 in rocq.h follow ggml (https://github.com/ggml-org/ggml), whose
+licence asks that this notice stays with them, whichever alternative you choose:
+
+MIT License
+
+Copyright (c) 2023-2026 The ggml authors
+
+Permission is hereby granted, free of charge, to any person obtaining a copy
+of this software and associated documentation files (the "Software"), to deal
+in the Software without restriction, including without limitation the rights
+to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+copies of the Software, and to permit persons to whom the Software is
+furnished to do so, subject to the following conditions:
+
+The above copyright notice and this permission notice shall be included in all
+copies or substantial portions of the Software.
+
+THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+SOFTWARE.
+*/

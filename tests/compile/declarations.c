@@ -1,0 +1,2 @@
+// A file that only calls rocq.
+#include "rocq.h"

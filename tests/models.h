@@ -1,0 +1,253 @@
+// Small random-weight GGUF models of every family that examples/llama.h runs, written with rocq's
+// own writer. Include after cmocka.h and rocq.h.
+//
+// The scales are chosen so that a wrong step cannot hide: every layer moves the residual stream
+// about as much as what was there, attention scores have a spread near 1, caps and windows bite,
+// and the rows of the output matrix differ in length, so that the best token usually leads clearly.
+
+#ifndef TESTS_MODELS_H
+#define TESTS_MODELS_H
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+typedef struct model_spec {
+    const char *name;
+    const char *arch;
+    int32_t n_embd, n_heads, n_kv_heads, head_dim, n_ff, n_vocab;
+    int32_t n_layers;           // 0 = 2
+    const rocq_format *formats; // of the matrices in file order, repeated; ended by I32
+    bool tied;                  // the output matrix is the embedding
+    float rope_base;            // 0: the key is left out
+    const char *rope_scaling;   // "linear", "yarn" or NULL
+    float rope_factor;
+    int32_t n_ctx_orig;
+    bool rope_freqs;            // a rope_freqs.weight tensor
+    int32_t window;             // gemma2
+    float attention_cap, final_cap;
+    const char *leave_out;      // a tensor that the file lacks
+    const char *misshape;       // a tensor with one row too many
+} model_spec;
+
+typedef struct model_random {
+    uint64_t state;
+} model_random;
+
+static uint64_t model_u64(model_random *r) { // splitmix64
+    uint64_t z = r->state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static float model_uniform(model_random *r) { // in (0, 1)
+    return ((float)(model_u64(r) >> 40) + 0.5f) * 0x1p-24f;
+}
+
+static float model_normal(model_random *r) {
+    float radius = sqrtf(-2 * logf(model_uniform(r)));
+    return radius * cosf(6.28318531f * model_uniform(r));
+}
+
+// Where a model of this name is kept: with the other build output, below the working directory.
+static const char *model_path(const char *name) {
+    static char path[256];
+    const char *dirs[] = {".build", ".build/tests", ".build/tests/models"};
+    for (int32_t i = 0; i < 3; i++) (void)mkdir(dirs[i], 0777); // there already, mostly
+    snprintf(path, sizeof path, "%s/%s.gguf", dirs[2], name);
+    return path;
+}
+
+// What one tensor looks like. Normally distributed around mean; each row's length varies by e^spread.
+typedef struct model_tensor {
+    char name[64];
+    rocq_format format;
+    int64_t ne[2]; // ne[1] 0: one dimension
+    float mean, sigma, spread;
+} model_tensor;
+
+typedef struct model_file {
+    const model_spec *spec;
+    model_tensor *tensors;
+    int32_t n_layers, n_tensors, n_matrices;
+} model_file;
+
+static void model_add(model_file *f, int32_t layer, const char *name, int64_t ne0, int64_t ne1,
+                      float mean, float sigma, float spread) {
+    f->tensors = (model_tensor *)realloc(f->tensors, (size_t)(f->n_tensors + 1) * sizeof *f->tensors);
+    assert_non_null(f->tensors);
+    model_tensor *t = &f->tensors[f->n_tensors];
+    memset(t, 0, sizeof *t);
+    if (layer < 0) snprintf(t->name, sizeof t->name, "%s", name);
+    else snprintf(t->name, sizeof t->name, "blk.%d.%s", layer, name);
+    if (f->spec->leave_out && strcmp(f->spec->leave_out, t->name) == 0) return;
+    f->n_tensors++;
+    t->format = ROCQ_F32;
+    t->ne[0] = ne0;
+    t->ne[1] = ne1;
+    if (f->spec->misshape && strcmp(f->spec->misshape, t->name) == 0) t->ne[ne1 > 0]++;
+    t->mean = mean;
+    t->sigma = sigma;
+    t->spread = spread;
+    if (ne1 == 0) return;
+    int32_t n_formats = 0;
+    while (f->spec->formats[n_formats] != ROCQ_I32) n_formats++;
+    t->format = f->spec->formats[f->n_matrices++ % n_formats];
+    // As quantizing tools do where rows are no whole number of 256-element blocks.
+    if (ne0 % rocq_get_format_info(t->format)->block_elems != 0)
+        t->format = t->format == ROCQ_Q6_K ? ROCQ_Q8_0 : ROCQ_Q5_0;
+}
+
+static void model_add_all(model_file *f) {
+    const model_spec *s = f->spec;
+    bool gemma = strcmp(s->arch, "gemma2") == 0, qwen2 = strcmp(s->arch, "qwen2") == 0;
+    bool qwen3 = strcmp(s->arch, "qwen3") == 0;
+    int64_t n_embd = s->n_embd, n_q = (int64_t)s->n_heads * s->head_dim;
+    int64_t n_kv = (int64_t)s->n_kv_heads * s->head_dim;
+    float in = 1 / sqrtf((float)n_embd); // keeps unit variance across a matrix
+    // gemma2 multiplies embeddings by sqrt(n_embd); a tied output needs the length back.
+    float embd = gemma ? 0.3f * in : 0.3f;
+    model_add(f, -1, "token_embd.weight", n_embd, s->n_vocab, 0, embd, s->tied ? 0.5f : 0);
+    if (s->rope_freqs) model_add(f, -1, "rope_freqs.weight", s->head_dim / 2, 0, 3, 0.7f, 0);
+    for (int32_t i = 0; i < f->n_layers; i++) {
+        model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+        model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 1.2f * in, 0);
+        model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 1.2f * in, 0);
+        model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.5f * in, 0);
+        if (qwen2) {
+            model_add(f, i, "attn_q.bias", n_q, 0, 0, 0.5f, 0);
+            model_add(f, i, "attn_k.bias", n_kv, 0, 0, 0.5f, 0);
+            model_add(f, i, "attn_v.bias", n_kv, 0, 0, 0.5f, 0);
+        }
+        if (qwen3) {
+            model_add(f, i, "attn_q_norm.weight", s->head_dim, 0, 1.2f, 0.2f, 0);
+            model_add(f, i, "attn_k_norm.weight", s->head_dim, 0, 1.2f, 0.2f, 0);
+        }
+        model_add(f, i, "attn_output.weight", n_q, n_embd, 0, 1.5f / sqrtf((float)n_q), 0);
+        if (gemma) model_add(f, i, "post_attention_norm.weight", n_embd, 0, 1, 0.2f, 0);
+        model_add(f, i, "ffn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+        model_add(f, i, "ffn_gate.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
+        model_add(f, i, "ffn_up.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
+        model_add(f, i, "ffn_down.weight", s->n_ff, n_embd, 0, 1.5f / sqrtf((float)s->n_ff), 0);
+        if (gemma) model_add(f, i, "post_ffw_norm.weight", n_embd, 0, 1, 0.2f, 0);
+    }
+    // Logits with a spread of about 3, by way of the norm where the matrix is shared.
+    model_add(f, -1, "output_norm.weight", n_embd, 0, s->tied ? 3 * in / embd : 1,
+              s->tied ? 0.6f * in / embd : 0.2f, 0);
+    if (!s->tied) model_add(f, -1, "output.weight", n_embd, s->n_vocab, 0, 3 * in, 0.5f);
+}
+
+static void model_set_u32(rocq_gguf_writer *w, const char *arch, const char *key, int64_t value) {
+    char name[128];
+    snprintf(name, sizeof name, "%s.%s", arch, key);
+    assert_int_equal(rocq_gguf_set_u32(w, name, (uint32_t)value), ROCQ_OK);
+}
+
+static void model_set_f32(rocq_gguf_writer *w, const char *arch, const char *key, float value) {
+    char name[128];
+    snprintf(name, sizeof name, "%s.%s", arch, key);
+    assert_int_equal(rocq_gguf_set_f32(w, name, value), ROCQ_OK);
+}
+
+// The vocabulary: <unk>, <s>, </s>, the 256 bytes, then words that tokenize as themselves.
+static void model_set_vocab(rocq_gguf_writer *w, int32_t n_vocab) {
+    rocq_str *tokens = (rocq_str *)calloc((size_t)n_vocab, sizeof *tokens);
+    char (*text)[16] = (char (*)[16])calloc((size_t)n_vocab, sizeof *text);
+    float *scores = (float *)calloc((size_t)n_vocab, sizeof *scores);
+    int32_t *types = (int32_t *)calloc((size_t)n_vocab, sizeof *types);
+    assert_true(tokens && text && scores && types && n_vocab > 290);
+    for (int32_t i = 0; i < n_vocab; i++) {
+        types[i] = i == 0 ? 2 : i < 3 ? 3 : i < 259 ? 6 : 1; // unknown, control, byte, normal
+        scores[i] = i < 259 ? 0 : (float)(258 - i);
+        if (i < 3) snprintf(text[i], sizeof *text, "%s", i == 0 ? "<unk>" : i == 1 ? "<s>" : "</s>");
+        else if (i < 259) snprintf(text[i], sizeof *text, "<0x%02X>", (unsigned)(i - 3));
+        else if (i == 259) snprintf(text[i], sizeof *text, "\xe2\x96\x81");
+        else if (i < 286) snprintf(text[i], sizeof *text, "%c", 'a' + (i - 260));
+        else snprintf(text[i], sizeof *text, "\xe2\x96\x81%d", i);
+        tokens[i].data = text[i];
+        tokens[i].length = (int64_t)strlen(text[i]);
+    }
+    assert_int_equal(rocq_gguf_set_str(w, "tokenizer.ggml.model", "llama"), ROCQ_OK);
+    assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.tokens", ROCQ_GGUF_STRING, true, n_vocab,
+                                   tokens), ROCQ_OK);
+    assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.scores", ROCQ_GGUF_F32, true, n_vocab,
+                                   scores), ROCQ_OK);
+    assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.token_type", ROCQ_GGUF_I32, true, n_vocab,
+                                   types), ROCQ_OK);
+    assert_int_equal(rocq_gguf_set_u32(w, "tokenizer.ggml.bos_token_id", 1), ROCQ_OK);
+    assert_int_equal(rocq_gguf_set_u32(w, "tokenizer.ggml.eos_token_id", 2), ROCQ_OK);
+    free(types);
+    free(scores);
+    free(text);
+    free(tokens);
+}
+
+static void model_write(rocq_ctx *ctx, const model_spec *s, const char *path) {
+    model_file f = {0};
+    f.spec = s;
+    f.n_layers = s->n_layers > 0 ? s->n_layers : 2;
+    model_add_all(&f);
+
+    rocq_gguf_writer *w = NULL;
+    rocq_gguf_writer_desc desc = {0};
+    desc.path = path;
+    assert_int_equal(rocq_gguf_create(ctx, &w, &desc), ROCQ_OK);
+    assert_int_equal(rocq_gguf_set_str(w, "general.architecture", s->arch), ROCQ_OK);
+    assert_int_equal(rocq_gguf_set_str(w, "general.name", s->name), ROCQ_OK);
+    model_set_u32(w, s->arch, "context_length", 512);
+    model_set_u32(w, s->arch, "embedding_length", s->n_embd);
+    model_set_u32(w, s->arch, "block_count", f.n_layers);
+    model_set_u32(w, s->arch, "feed_forward_length", s->n_ff);
+    model_set_u32(w, s->arch, "attention.head_count", s->n_heads);
+    model_set_u32(w, s->arch, "attention.head_count_kv", s->n_kv_heads);
+    model_set_f32(w, s->arch, "attention.layer_norm_rms_epsilon", 1e-5f);
+    if (s->head_dim * s->n_heads != s->n_embd) {
+        model_set_u32(w, s->arch, "attention.key_length", s->head_dim);
+        model_set_u32(w, s->arch, "attention.value_length", s->head_dim);
+    }
+    if (s->rope_base > 0) model_set_f32(w, s->arch, "rope.freq_base", s->rope_base);
+    if (s->rope_scaling) {
+        char key[128];
+        snprintf(key, sizeof key, "%s.rope.scaling.type", s->arch);
+        assert_int_equal(rocq_gguf_set_str(w, key, s->rope_scaling), ROCQ_OK);
+        model_set_f32(w, s->arch, "rope.scaling.factor", s->rope_factor);
+        if (s->n_ctx_orig > 0)
+            model_set_u32(w, s->arch, "rope.scaling.original_context_length", s->n_ctx_orig);
+    }
+    if (s->window > 0) model_set_u32(w, s->arch, "attention.sliding_window", s->window);
+    if (s->attention_cap > 0) model_set_f32(w, s->arch, "attn_logit_softcapping", s->attention_cap);
+    if (s->final_cap > 0) model_set_f32(w, s->arch, "final_logit_softcapping", s->final_cap);
+    model_set_vocab(w, s->n_vocab);
+
+    for (int32_t i = 0; i < f.n_tensors; i++) {
+        const model_tensor *t = &f.tensors[i];
+        assert_int_equal(rocq_gguf_add_tensor(w, t->name, t->format, t->ne[1] > 0 ? 2 : 1, t->ne),
+                         ROCQ_OK);
+    }
+    for (int32_t i = 0; i < f.n_tensors; i++) {
+        const model_tensor *t = &f.tensors[i];
+        int64_t n_rows = t->ne[1] > 0 ? t->ne[1] : 1, n_bytes = 0;
+        assert_int_equal(rocq_row_size(t->format, t->ne[0], &n_bytes), ROCQ_OK);
+        float *rows = (float *)malloc((size_t)(n_rows * t->ne[0]) * sizeof *rows);
+        void *bytes = malloc((size_t)(n_rows * n_bytes));
+        assert_true(rows && bytes);
+        model_random random = {1}; // by name, so that a tensor is the same whatever surrounds it
+        for (const char *c = t->name; *c; c++) random.state = random.state * 31 + (unsigned char)*c;
+        for (int64_t r = 0; r < n_rows; r++) {
+            float sigma = t->sigma * expf(t->spread * model_normal(&random));
+            for (int64_t k = 0; k < t->ne[0]; k++)
+                rows[r * t->ne[0] + k] = t->mean + sigma * model_normal(&random);
+        }
+        assert_int_equal(rocq_quantize(t->format, bytes, rows, n_rows, t->ne[0], NULL), ROCQ_OK);
+        assert_int_equal(rocq_gguf_write(w, bytes, n_rows * n_bytes), ROCQ_OK);
+        free(bytes);
+        free(rows);
+    }
+    assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
+    free(f.tensors);
+}
+
+#endif // TESTS_MODELS_H

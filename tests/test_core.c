@@ -1,0 +1,627 @@
+// Contexts, memory, arena, tensors, threads, and what every op refuses: no file, no arithmetic.
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <cmocka.h>
+
+// An allocator that counts, and fails the request numbered fail_at.
+typedef struct counter {
+    int64_t n, live, fail_at;
+} counter;
+
+static void *counter_alloc(size_t size, void *user) {
+    counter *c = (counter *)user;
+    if (c->n++ == c->fail_at) return NULL;
+    c->live++;
+    return malloc(size);
+}
+
+static void counter_free(void *ptr, size_t size, void *user) {
+    counter *c = (counter *)user;
+    assert_non_null(ptr);
+    memset(ptr, 0xdd, size); // the size is the one asked for, or the sanitizer speaks up
+    c->live--;
+    free(ptr);
+}
+
+typedef struct log_entry {
+    int n;
+    rocq_log_level level;
+    char text[512];
+} log_entry;
+
+static void log_keep(rocq_log_level level, const char *message, void *user) {
+    log_entry *entry = (log_entry *)user;
+    entry->n++;
+    entry->level = level;
+    snprintf(entry->text, sizeof entry->text, "%s", message);
+}
+
+static rocq_ctx *open_cpu(void) {
+    rocq_ctx *ctx;
+    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 2};
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    return ctx;
+}
+
+static void results_have_names_and_stable_codes(void **state) {
+    (void)state;
+    static const struct { int code; const char *name; } golden[] = {
+        {0, "ROCQ_OK"}, {-1, "ROCQ_E_ARGUMENT"}, {-2, "ROCQ_E_SHAPE"}, {-3, "ROCQ_E_FORMAT"},
+        {-4, "ROCQ_E_ALIGNMENT"}, {-5, "ROCQ_E_OVERFLOW"}, {-6, "ROCQ_E_BOUNDS"},
+        {-7, "ROCQ_E_UNSUPPORTED"}, {-8, "ROCQ_E_STATE"}, {-20, "ROCQ_E_MEMORY"},
+        {-21, "ROCQ_E_BUDGET"}, {-22, "ROCQ_E_ARENA"}, {-40, "ROCQ_E_IO"}, {-41, "ROCQ_E_MAGIC"},
+        {-42, "ROCQ_E_VERSION"}, {-43, "ROCQ_E_TRUNCATED"}, {-44, "ROCQ_E_CORRUPT"},
+        {-45, "ROCQ_E_NOT_FOUND"}, {-46, "ROCQ_E_TYPE"}, {-60, "ROCQ_E_NO_RUNTIME"},
+        {-61, "ROCQ_E_NO_KERNELS"}};
+    size_t n = 0;
+#define ROCQ_X(NAME, code, message) n++;
+    ROCQ_RESULTS(ROCQ_X)
+#undef ROCQ_X
+    assert_int_equal(n, sizeof golden / sizeof golden[0]);
+    for (size_t i = 0; i < n; i++) {
+        assert_string_equal(rocq_result_name((rocq_result)golden[i].code), golden[i].name);
+        assert_true(strlen(rocq_result_message((rocq_result)golden[i].code)) > 5);
+    }
+    assert_string_equal(rocq_result_name((rocq_result)-999), "ROCQ_E_?");
+}
+
+static void open_fills_in_defaults(void **state) {
+    (void)state;
+    rocq_ctx *ctx;
+    rocq_info info;
+    assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+    assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
+    assert_int_equal(info.backend, ROCQ_CPU);
+    assert_int_equal(info.gpu_result, ROCQ_E_NO_KERNELS);
+    assert_true(info.desc.n_threads >= 1);
+    assert_non_null(info.desc.allocator.alloc);
+    assert_non_null(strstr(info.device, "CPU"));
+    assert_string_equal(rocq_error(ctx), "");
+    assert_int_equal(rocq_sync(ctx), ROCQ_OK);
+    rocq_close(&ctx);
+    assert_null(ctx);
+    rocq_close(&ctx);
+    rocq_close(NULL);
+}
+
+static void open_refuses_bad_descs(void **state) {
+    (void)state;
+    counter memory = {0, 0, -1};
+    log_entry log = {0, ROCQ_LOG_INFO, ""};
+    const rocq_desc good = {.prefer = ROCQ_CPU, .allocator = {counter_alloc, counter_free, &memory},
+                            .log = log_keep, .log_user = &log};
+    rocq_desc bad[5];
+    for (int i = 0; i < 5; i++) bad[i] = good;
+    bad[0].allocator.free = NULL;
+    bad[1].prefer = (rocq_backend)7;
+    bad[2].n_threads = -1;
+    bad[3].memory_budget = -1;
+    bad[4].scratch_bytes = -5;
+    for (int i = 0; i < 5; i++) {
+        rocq_ctx *ctx = (rocq_ctx *)&memory;
+        log.n = 0;
+        assert_int_equal(rocq_open(&ctx, &bad[i]), ROCQ_E_ARGUMENT);
+        assert_null(ctx);
+        assert_int_equal(log.n, 1);
+        assert_int_equal(log.level, ROCQ_LOG_ERROR);
+    }
+    assert_int_equal(rocq_open(NULL, &good), ROCQ_E_ARGUMENT);
+    assert_int_equal(memory.live, 0);
+}
+
+static void gpu_is_refused_or_falls_back(void **state) {
+    (void)state;
+    log_entry log = {0, ROCQ_LOG_INFO, ""};
+    rocq_ctx *ctx;
+    rocq_info info;
+    rocq_desc desc = {.prefer = ROCQ_GPU, .log = log_keep, .log_user = &log};
+    const rocq_result result = rocq_open(&ctx, &desc);
+    assert_true(result == ROCQ_E_NO_RUNTIME || result == ROCQ_E_NO_KERNELS);
+    assert_null(ctx);
+    assert_int_equal(log.n, 1);
+    desc.allow_fallback = true;
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
+    assert_int_equal(info.backend, ROCQ_CPU);
+    assert_int_equal(info.gpu_result, result);
+    assert_int_equal(log.n, 2); // a fallback is never silent
+    rocq_close(&ctx);
+}
+
+static void every_failing_allocation_of_open_is_reported(void **state) {
+    (void)state;
+    for (int64_t k = 0; k < 2; k++) {
+        counter memory = {0, 0, k};
+        rocq_ctx *ctx;
+        const rocq_desc desc = {.prefer = ROCQ_CPU, .scratch_bytes = 1000,
+                                .allocator = {counter_alloc, counter_free, &memory}};
+        assert_int_equal(rocq_open(&ctx, &desc), ROCQ_E_MEMORY);
+        assert_null(ctx);
+        assert_int_equal(memory.live, 0);
+    }
+}
+
+static void buffers_are_aligned_counted_and_freed(void **state) {
+    (void)state;
+    counter memory = {0, 0, -1};
+    rocq_ctx *ctx;
+    const rocq_desc desc = {.prefer = ROCQ_CPU, .memory_budget = 10000,
+                            .allocator = {counter_alloc, counter_free, &memory}};
+    rocq_buffer a, b, copy;
+    rocq_stats stats;
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    assert_int_equal(rocq_buffer_alloc(ctx, &a, 6000), ROCQ_OK);
+    assert_int_equal((uintptr_t)a.host % 256, 0);
+    memset(a.host, 1, 6000);
+
+    memset(&b, 0x5a, sizeof b);
+    copy = b;
+    assert_int_equal(rocq_buffer_alloc(ctx, &b, 4001), ROCQ_E_BUDGET);
+    assert_int_equal(rocq_buffer_alloc(ctx, &b, 0), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_buffer_alloc(ctx, &b, INT64_MAX), ROCQ_E_BUDGET);
+    assert_int_equal(rocq_buffer_alloc(ctx, NULL, 1), ROCQ_E_ARGUMENT);
+    memory.fail_at = memory.n;
+    assert_int_equal(rocq_buffer_alloc(ctx, &b, 10), ROCQ_E_MEMORY);
+    assert_memory_equal(&b, &copy, sizeof b); // untouched by all of these
+    assert_int_equal(rocq_buffer_alloc(ctx, &b, 4000), ROCQ_OK); // failures took no budget
+
+    copy = a;
+    assert_int_equal(rocq_buffer_free(ctx, &a), ROCQ_OK);
+    assert_null(a.host);
+    assert_int_equal(rocq_buffer_free(ctx, &a), ROCQ_OK); // empty
+    assert_int_equal(rocq_buffer_free(ctx, &copy), ROCQ_E_ARGUMENT); // stale
+    copy = rocq_buffer_from_host(&memory, 8);
+    assert_int_equal(rocq_buffer_free(ctx, &copy), ROCQ_E_ARGUMENT); // foreign
+
+    assert_int_equal(rocq_reserve(ctx, 5000), ROCQ_OK);
+    assert_int_equal(rocq_reserve(ctx, 100), ROCQ_OK); // smaller: nothing to do
+    assert_int_equal(rocq_reserve(ctx, 6001), ROCQ_E_BUDGET);
+    assert_int_equal(rocq_reserve(ctx, -1), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_get_stats(ctx, &stats), ROCQ_OK);
+    assert_int_equal(stats.scratch_bytes, 5000);
+    assert_int_equal(stats.n_allocs, 4);
+    assert_int_equal(stats.live_bytes, (int64_t)sizeof(rocq_ctx) + 4000 + 5000);
+    rocq_close(&ctx); // with b still alive
+    assert_int_equal(memory.live, 0);
+}
+
+static void arena_measures_cuts_and_resets(void **state) {
+    (void)state;
+    _Alignas(256) static unsigned char memory[4096];
+    rocq_arena arena;
+    rocq_buffer piece, buffer;
+    rocq_tensor t;
+    const int64_t ne[2] = {33, 3};
+    int64_t peak = 0;
+    for (int pass = 0; pass < 2; pass++) { // the same code measures, then cuts
+        buffer = rocq_buffer_from_host(memory, peak);
+        rocq_arena_init(&arena, pass == 0 ? NULL : &buffer);
+        assert_int_equal(rocq_arena_alloc(&arena, &piece, 10, 1), ROCQ_OK);
+        assert_int_equal(rocq_arena_tensor(&arena, &t, ROCQ_F32, 2, ne), ROCQ_OK);
+        assert_int_equal(arena.used, 256 + 33 * 3 * 4);
+        const int64_t mark = rocq_arena_mark(&arena);
+        assert_int_equal(rocq_arena_alloc(&arena, &piece, 100, 64), ROCQ_OK);
+        rocq_arena_reset(&arena, mark);
+        assert_int_equal(rocq_arena_alloc(&arena, &piece, 50, 64), ROCQ_OK);
+        assert_int_equal(arena.used, 704 + 50);
+        assert_int_equal(arena.peak, 704 + 100);
+        peak = arena.peak;
+    }
+    assert_ptr_equal(piece.host, memory + 704);
+    assert_ptr_equal(rocq_tensor_data(&t), memory + 256);
+
+    const rocq_buffer untouched = piece;
+    assert_int_equal(rocq_arena_alloc(&arena, &piece, 100, 0), ROCQ_E_ARENA);
+    assert_int_equal(arena.peak, 768 + 100); // names the size that would do
+    assert_memory_equal(&piece, &untouched, sizeof piece);
+    assert_int_equal(arena.used, 704 + 50);
+    assert_int_equal(rocq_arena_alloc(&arena, &piece, INT64_MAX, 0), ROCQ_E_OVERFLOW);
+    assert_int_equal(rocq_arena_alloc(&arena, &piece, 1, 3), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_arena_alloc(&arena, &piece, -1, 0), ROCQ_E_ARGUMENT);
+    rocq_arena_reset(&arena, 0);
+    assert_int_equal(arena.used, 0);
+
+    // Alignment is of the address, wherever the caller's memory starts.
+    buffer = rocq_buffer_from_host(memory + 4, 1000);
+    rocq_arena_init(&arena, &buffer);
+    assert_int_equal(rocq_arena_alloc(&arena, &piece, 8, 64), ROCQ_OK);
+    assert_ptr_equal(piece.host, memory + 64);
+}
+
+static void tensors_know_their_size_and_bounds(void **state) {
+    (void)state;
+    _Alignas(64) static unsigned char memory[4096];
+    const rocq_buffer buffer = rocq_buffer_from_host(memory, 288);
+    const int64_t q4_k[2] = {256, 2}, one[1] = {72}, half_block[1] = {128}, none[1] = {0};
+    const int64_t huge[4] = {1 << 30, 1 << 30, 1 << 30, 1};
+    rocq_tensor t, untouched;
+    memset(&t, 0x5a, sizeof t);
+    untouched = t;
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 1, ROCQ_Q4_K, 2, q4_k), ROCQ_E_BOUNDS);
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_Q4_K, 1, half_block), ROCQ_E_SHAPE);
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_F32, 1, none), ROCQ_E_SHAPE);
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_F32, 4, huge), ROCQ_E_OVERFLOW);
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 0, (rocq_format)4, 1, one), ROCQ_E_FORMAT);
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 2, ROCQ_F32, 1, (int64_t[]){71}), ROCQ_E_ALIGNMENT);
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_F32, 5, one), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_F32, 1, NULL), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tensor_from_host(&t, NULL, ROCQ_F32, 1, one), ROCQ_E_ARGUMENT);
+    assert_memory_equal(&t, &untouched, sizeof t);
+
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_Q4_K, 2, q4_k), ROCQ_OK);
+    assert_int_equal(rocq_tensor_size(&t), 288);
+    assert_int_equal(rocq_tensor_count(&t), 512);
+    assert_true(rocq_tensor_contiguous(&t));
+    assert_ptr_equal(rocq__row(&t, 1, 0, 0), memory + 144);
+}
+
+static void views_reshapes_and_permutations(void **state) {
+    (void)state;
+    static float memory[2 * 3 * 4 * 5];
+    for (int i = 0; i < 2 * 3 * 4 * 5; i++) memory[i] = (float)i;
+    const int64_t ne[4] = {5, 4, 3, 2};
+    rocq_tensor t, v, w;
+    assert_int_equal(rocq_tensor_from_host(&t, memory, ROCQ_F32, 4, ne), ROCQ_OK);
+
+    assert_int_equal(rocq_tensor_view(&v, &t, (int64_t[4]){1, 2, 0, 1}, (int64_t[4]){3, 2, 3, 1}), ROCQ_OK);
+    assert_float_equal(((float *)rocq_tensor_data(&v))[0], 1 + 2 * 5 + 60, 0);
+    assert_float_equal(*(float *)(void *)rocq__row(&v, 1, 2, 0), 1 + 3 * 5 + 2 * 20 + 60, 0);
+    assert_false(rocq_tensor_contiguous(&v));
+    assert_int_equal(rocq_tensor_reshape(&w, &v, 1, (int64_t[]){18}), ROCQ_E_SHAPE);
+    assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){1, 0, 0, 0}, (int64_t[4]){2, 2, 3, 1}), ROCQ_OK);
+    assert_float_equal(((float *)rocq_tensor_data(&w))[0], 2 + 2 * 5 + 60, 0);
+    assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){2, 0, 0, 0}, (int64_t[4]){2, 2, 3, 1}), ROCQ_E_SHAPE);
+    assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){-1, 0, 0, 0}, (int64_t[4]){1, 1, 1, 1}), ROCQ_E_SHAPE);
+    assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){INT64_MAX, 0, 0, 0}, (int64_t[4]){1, 1, 1, 1}),
+                     ROCQ_E_SHAPE);
+
+    assert_int_equal(rocq_tensor_reshape(&v, &t, 2, (int64_t[]){20, 6}), ROCQ_OK);
+    assert_float_equal(*(float *)(void *)rocq__row(&v, 5, 0, 0), 100, 0);
+    assert_int_equal(rocq_tensor_reshape(&w, &t, 2, (int64_t[]){20, 5}), ROCQ_E_SHAPE);
+
+    assert_int_equal(rocq_tensor_permute(&v, &t, (int32_t[4]){0, 2, 1, 3}), ROCQ_OK);
+    assert_int_equal(v.ne[1], 3);
+    assert_float_equal(*(float *)(void *)rocq__row(&v, 2, 1, 0), 2 * 20 + 5, 0);
+    assert_int_equal(rocq_tensor_permute(&w, &t, (int32_t[4]){1, 0, 2, 3}), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tensor_permute(&w, &t, (int32_t[4]){0, 1, 1, 3}), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tensor_permute(&w, &t, (int32_t[4]){0, 1, 2, 9}), ROCQ_E_ARGUMENT);
+}
+
+static void uploads_and_downloads_are_exact(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_cpu();
+    rocq_buffer buffer;
+    rocq_tensor t, v;
+    const float in[6] = {1, 2, 3, 4, 5, 6};
+    float out[6] = {0};
+    assert_int_equal(rocq_buffer_alloc(ctx, &buffer, sizeof in), ROCQ_OK);
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_F32, 2, (int64_t[]){3, 2}), ROCQ_OK);
+    assert_int_equal(rocq_upload(ctx, &t, in, sizeof in), ROCQ_OK);
+    assert_int_equal(rocq_download(ctx, out, &t, sizeof out), ROCQ_OK);
+    assert_memory_equal(in, out, sizeof in);
+    assert_int_equal(rocq_upload(ctx, &t, in, sizeof in - 4), ROCQ_E_SHAPE);
+    assert_int_equal(rocq_upload(ctx, &t, NULL, sizeof in), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_upload(ctx, NULL, in, sizeof in), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tensor_view(&v, &t, (int64_t[4]){0}, (int64_t[4]){2, 2, 1, 1}), ROCQ_OK);
+    assert_int_equal(rocq_download(ctx, out, &v, 16), ROCQ_E_SHAPE); // strided
+    v = t;
+    memset(&v.buffer, 0, sizeof v.buffer);
+    v.buffer.device.address = 4096;
+    v.buffer.size = 1000;
+    assert_int_equal(rocq_upload(ctx, &v, in, sizeof in), ROCQ_E_ARGUMENT); // device memory on a CPU
+    rocq_close(&ctx);
+}
+
+typedef struct sum_job {
+    int64_t *hits;
+    int32_t n_threads;
+    bool bad_thread;
+} sum_job;
+
+static void sum_task(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    sum_job *job = (sum_job *)arg;
+    if (thread < 0 || thread >= job->n_threads) job->bad_thread = true;
+    for (int64_t i = begin; i < end; i++) job->hits[i] += i + 1;
+}
+
+static void threads_do_every_item_once(void **state) {
+    (void)state;
+    enum { N = 1000, ROUNDS = 500 };
+    static const int32_t counts[] = {1, 2, 3, 8, 64};
+    static int64_t hits[N];
+    for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
+        rocq_ctx *ctx;
+        const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = counts[c]};
+        sum_job job = {hits, counts[c], false};
+        memset(hits, 0, sizeof hits);
+        assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+        for (int round = 0; round < ROUNDS; round++) {
+            rocq__parallel(ctx, N, 1 + round % 300, sum_task, &job);
+        }
+        rocq__parallel(ctx, 0, 1, sum_task, &job);
+        for (int64_t i = 0; i < N; i++) assert_int_equal(hits[i], (i + 1) * ROUNDS);
+        assert_false(job.bad_thread);
+        rocq_close(&ctx);
+    }
+}
+
+// Every op, given valid params, refuses each operand that is missing, in a wrong format, outside its
+// buffer, misaligned, self-overlapping or of a wrong shape; and says so before touching an output.
+enum { SLOT = 1 << 16, N_SLOTS = 12 };
+static _Alignas(256) unsigned char arena_memory[SLOT * N_SLOTS];
+
+static rocq_tensor slot_tensor(int slot, rocq_format format, int64_t ne0, int64_t ne1, int64_t ne2,
+                               int64_t ne3) {
+    const rocq_buffer buffer = rocq_buffer_from_host(arena_memory + slot * SLOT, SLOT);
+    const int64_t ne[4] = {ne0, ne1, ne2, ne3};
+    rocq_tensor t;
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 0, format, 4, ne), ROCQ_OK);
+    return t;
+}
+
+typedef struct op_case {
+    rocq_op op;
+    const void *params;
+    rocq_tensor *operand[10]; // all tensors the params point to
+    bool is_output[10];
+} op_case;
+
+static rocq_result ask(rocq_ctx *ctx, const op_case *c) {
+    const char *why = NULL;
+    const rocq_result result = rocq_supports(ctx, c->op, c->params, &why);
+    assert_non_null(why);
+    assert_int_equal(result == ROCQ_OK, why[0] == '\0');
+    return result;
+}
+
+static void check_refusals(rocq_ctx *ctx, const op_case *c) {
+    static unsigned char before[sizeof arena_memory];
+    memcpy(before, arena_memory, sizeof before);
+    assert_int_equal(ask(ctx, c), ROCQ_OK);
+    for (int i = 0; i < 10 && c->operand[i]; i++) {
+        rocq_tensor *t = c->operand[i];
+        const rocq_tensor good = *t;
+        t->format = (rocq_format)5;
+        assert_int_equal(ask(ctx, c), ROCQ_E_FORMAT);
+        *t = good;
+        t->buffer.size = rocq_tensor_size(&good) - 1;
+        assert_int_equal(ask(ctx, c), ROCQ_E_BOUNDS);
+        *t = good;
+        t->offset = -4;
+        assert_int_equal(ask(ctx, c), ROCQ_E_BOUNDS);
+        *t = good;
+        t->offset = SLOT + 4;
+        assert_int_equal(ask(ctx, c), ROCQ_E_BOUNDS);
+        *t = good;
+        t->stride[1] = INT64_MAX / 2 / 256 * 256;
+        t->ne[1] = good.ne[1] + 7;
+        const rocq_result overflow = ask(ctx, c);
+        assert_true(overflow == ROCQ_E_OVERFLOW || overflow == ROCQ_E_SHAPE);
+        *t = good;
+        t->ne[0] = 0;
+        assert_int_equal(ask(ctx, c), ROCQ_E_SHAPE);
+        *t = good;
+        t->stride[2] = -1;
+        assert_int_equal(ask(ctx, c), ROCQ_E_SHAPE);
+        *t = good;
+        t->stride[0] = 2;
+        assert_int_equal(ask(ctx, c), ROCQ_E_SHAPE);
+        *t = good;
+        t->layout = (rocq_layout)9;
+        assert_int_equal(ask(ctx, c), ROCQ_E_FORMAT);
+        *t = good;
+        memset(&t->buffer, 0, sizeof t->buffer);
+        assert_int_equal(ask(ctx, c), ROCQ_E_ARGUMENT);
+        *t = good;
+        if (rocq__alignment_of(good.format) > 1) {
+            t->offset = 1;
+            assert_int_equal(ask(ctx, c), ROCQ_E_ALIGNMENT);
+            *t = good;
+        }
+        if (c->is_output[i] && good.ne[1] > 1) {
+            t->stride[1] = 0;
+            assert_int_equal(ask(ctx, c), ROCQ_E_SHAPE);
+            *t = good;
+        }
+        if (good.ne[1] > 1 || good.ne[2] > 1) { // one row or plane too many cannot fit all the others
+            const int d = good.ne[2] > 1 ? 2 : 1;
+            t->ne[d]++;
+            const rocq_result more = ask(ctx, c);
+            assert_true(more == ROCQ_E_SHAPE || c->operand[1] == NULL ||
+                        (c->op == ROCQ_OP_GATHER && t != c->operand[0]) ||
+                        c->op == ROCQ_OP_ROPE_APPEND || c->op == ROCQ_OP_ATTENTION);
+            *t = good;
+        }
+        assert_int_equal(ask(ctx, c), ROCQ_OK);
+    }
+    assert_memory_equal(before, arena_memory, sizeof before);
+    assert_int_equal(rocq_supports(ctx, c->op, NULL, NULL), ROCQ_E_ARGUMENT);
+}
+
+static void ops_refuse_bad_operands(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_cpu();
+    rocq_tensor t[N_SLOTS];
+    int64_t bytes;
+
+    t[0] = slot_tensor(0, ROCQ_F32, 5, 3, 2, 1);
+    t[1] = slot_tensor(1, ROCQ_Q4_K, 256, 5, 1, 1);
+    t[2] = slot_tensor(2, ROCQ_F32, 256, 3, 2, 1);
+    t[3] = slot_tensor(3, ROCQ_F32, 5, 1, 1, 1);
+    t[4] = slot_tensor(4, ROCQ_F16, 5, 3, 2, 1);
+    t[5] = slot_tensor(5, ROCQ_F32, 5, 3, 2, 1);
+    rocq_matmul_params mm = {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], ROCQ_SILU, 0, ROCQ_PRECISION_AUTO};
+    check_refusals(ctx, &(op_case){ROCQ_OP_MATMUL, &mm, {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5]}, {true}});
+    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_MATMUL, &mm, &bytes), ROCQ_OK);
+    assert_true(bytes > 0);
+    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_MATMUL, &mm, NULL), ROCQ_E_ARGUMENT);
+    mm.activation = (rocq_activation)17;
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_E_ARGUMENT);
+    mm.activation = ROCQ_IDENTITY;
+    mm.softcap = NAN;
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_E_ARGUMENT);
+    mm.softcap = 0;
+    mm.precision = (rocq_precision)9;
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_E_ARGUMENT);
+    rocq_precision precision = ROCQ_PRECISION_AUTO;
+    mm.precision = ROCQ_PRECISION_AUTO;
+    assert_int_equal(rocq_matmul_precision(ctx, &mm, &precision), ROCQ_OK);
+    assert_int_equal(precision, ROCQ_PRECISION_INT8);
+    t[1] = slot_tensor(1, ROCQ_F32, 256, 5, 1, 1);
+    assert_int_equal(rocq_matmul_precision(ctx, &mm, &precision), ROCQ_OK);
+    assert_int_equal(precision, ROCQ_PRECISION_F32);
+    mm.precision = ROCQ_PRECISION_INT8;
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_E_UNSUPPORTED);
+    mm.precision = ROCQ_PRECISION_AUTO;
+    t[1] = slot_tensor(1, ROCQ_F32, 256, 5, 3, 1);
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_E_SHAPE); // batch 3 does not divide 2
+
+    t[0] = slot_tensor(0, ROCQ_F32, 64, 4, 3, 2);
+    t[1] = slot_tensor(1, ROCQ_F32, 64, 4, 3, 2);
+    t[2] = slot_tensor(2, ROCQ_F16, 64, 2, 7, 2);
+    t[3] = slot_tensor(3, ROCQ_Q8_0, 64, 2, 7, 2);
+    t[4] = slot_tensor(4, ROCQ_F32, 7, 3, 4, 2);
+    t[5] = slot_tensor(5, ROCQ_F32, 4, 1, 1, 1);
+    t[6] = slot_tensor(6, ROCQ_I32, 2, 1, 1, 1);
+    rocq_attention_params at = {.out = &t[0], .q = &t[1], .k = &t[2], .v = &t[3], .mask = &t[4],
+                                .sinks = &t[5], .kv_len = &t[6], .causal = true};
+    check_refusals(ctx, &(op_case){ROCQ_OP_ATTENTION, &at,
+                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6]}, {true}});
+    at.window = -1;
+    assert_int_equal(rocq_attention(ctx, &at), ROCQ_E_ARGUMENT);
+    at.window = 4;
+    at.causal = false;
+    assert_int_equal(rocq_attention(ctx, &at), ROCQ_E_ARGUMENT);
+    at.window = 0;
+    at.softcap = -1;
+    assert_int_equal(rocq_attention(ctx, &at), ROCQ_E_ARGUMENT);
+    at.softcap = 0;
+    t[2] = slot_tensor(2, ROCQ_F16, 64, 3, 7, 2);
+    t[3] = slot_tensor(3, ROCQ_F16, 64, 3, 7, 2);
+    assert_int_equal(rocq_attention(ctx, &at), ROCQ_E_SHAPE); // 4 heads over 3
+    t[2] = slot_tensor(2, ROCQ_F16, 64, 2, 8, 1);
+    t[3] = slot_tensor(3, ROCQ_F16, 64, 2, 8, 1);
+    t[4] = slot_tensor(4, ROCQ_F32, 6, 3, 1, 1);
+    t[7] = slot_tensor(7, ROCQ_I32, 3, 2, 1, 1);
+    at.page_table = &t[7];
+    at.page_size = 2;
+    check_refusals(ctx, &(op_case){ROCQ_OP_ATTENTION, &at, {&t[0], &t[7]}, {true}});
+    at.page_size = 0;
+    assert_int_equal(rocq_attention(ctx, &at), ROCQ_E_ARGUMENT);
+
+    t[0] = slot_tensor(0, ROCQ_Q8_0, 32, 3, 2, 1);
+    t[1] = slot_tensor(1, ROCQ_F32, 32, 3, 2, 1);
+    t[2] = slot_tensor(2, ROCQ_F32, 32, 1, 1, 1);
+    t[3] = slot_tensor(3, ROCQ_F32, 32, 1, 1, 1);
+    t[4] = slot_tensor(4, ROCQ_F32, 3, 2, 1, 1);
+    t[5] = slot_tensor(5, ROCQ_F32, 3, 2, 1, 1);
+    rocq_norm_params norm = {&t[0], &t[1], &t[2], NULL, NULL, &t[5], 0};
+    check_refusals(ctx, &(op_case){ROCQ_OP_RMSNORM, &norm, {&t[0], &t[1], &t[2], &t[5]}, {true, false, false, true}});
+    norm.bias = &t[3];
+    assert_int_equal(rocq_rmsnorm(ctx, &norm), ROCQ_E_ARGUMENT);
+    norm.mean = &t[4];
+    check_refusals(ctx, &(op_case){ROCQ_OP_LAYERNORM, &norm, {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5]},
+                                   {true, false, false, false, true, true}});
+    norm.eps = -1;
+    assert_int_equal(rocq_layernorm(ctx, &norm), ROCQ_E_ARGUMENT);
+
+    t[0] = slot_tensor(0, ROCQ_F32, 64, 4, 3, 1);
+    t[1] = slot_tensor(1, ROCQ_F16, 64, 4, 3, 1);
+    t[2] = slot_tensor(2, ROCQ_I32, 3, 1, 1, 1);
+    t[3] = slot_tensor(3, ROCQ_F32, 16, 1, 1, 1);
+    rocq_rope_params rope = {&t[0], &t[1], &t[2], {.n_dims = 32, .freq_factors = &t[3]}};
+    check_refusals(ctx, &(op_case){ROCQ_OP_ROPE, &rope, {&t[0], &t[1], &t[2], &t[3]}, {true}});
+    rope.rope.n_dims = 31;
+    assert_int_equal(rocq_rope(ctx, &rope), ROCQ_E_SHAPE);
+    rope.rope.n_dims = 66;
+    assert_int_equal(rocq_rope(ctx, &rope), ROCQ_E_SHAPE);
+    rope.rope.n_dims = 32;
+    rope.rope.ext_factor = 1;
+    assert_int_equal(rocq_rope(ctx, &rope), ROCQ_E_ARGUMENT); // YaRN without n_ctx_orig
+    rope.rope.ext_factor = 0;
+    rope.rope.pairing = (rocq_rope_pairing)5;
+    assert_int_equal(rocq_rope(ctx, &rope), ROCQ_E_ARGUMENT);
+
+    t[0] = slot_tensor(0, ROCQ_F32, 64, 4, 3, 1);
+    t[1] = slot_tensor(1, ROCQ_F32, 64, 2, 3, 1);
+    t[2] = slot_tensor(2, ROCQ_F32, 64, 2, 3, 1);
+    t[3] = slot_tensor(3, ROCQ_F16, 64, 2, 9, 1);
+    t[4] = slot_tensor(4, ROCQ_Q8_0, 64, 2, 9, 1);
+    t[5] = slot_tensor(5, ROCQ_I32, 3, 1, 1, 1);
+    t[6] = slot_tensor(6, ROCQ_I32, 3, 1, 1, 1);
+    rocq_rope_append_params append = {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], {.n_dims = 64}};
+    check_refusals(ctx, &(op_case){ROCQ_OP_ROPE_APPEND, &append,
+                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6]},
+                                   {true, false, false, true, true}});
+
+    t[0] = slot_tensor(0, ROCQ_F32, 32, 3, 2, 1);
+    t[1] = slot_tensor(1, ROCQ_F16, 32, 3, 2, 1);
+    t[2] = slot_tensor(2, ROCQ_F32, 32, 3, 2, 1);
+    const rocq_activate_params activate = {&t[0], &t[1], ROCQ_GELU};
+    check_refusals(ctx, &(op_case){ROCQ_OP_ACTIVATE, &activate, {&t[0], &t[1]}, {true}});
+    const rocq_glu_params glu = {&t[0], &t[1], &t[2], ROCQ_SILU};
+    check_refusals(ctx, &(op_case){ROCQ_OP_GLU, &glu, {&t[0], &t[1], &t[2]}, {true}});
+    const rocq_binary_params binary = {&t[0], &t[1], &t[2]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_ADD, &binary, {&t[0], &t[1], &t[2]}, {true}});
+    check_refusals(ctx, &(op_case){ROCQ_OP_MUL, &binary, {&t[0], &t[1], &t[2]}, {true}});
+    const rocq_scale_params scale = {&t[0], &t[1], 2, 1};
+    check_refusals(ctx, &(op_case){ROCQ_OP_SCALE, &scale, {&t[0], &t[1]}, {true}});
+    t[3] = slot_tensor(3, ROCQ_Q5_1, 32, 3, 2, 1);
+    const rocq_cast_params cast = {&t[3], &t[1]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_CAST, &cast, {&t[3], &t[1]}, {true}});
+    t[4] = slot_tensor(4, ROCQ_I32, 32, 3, 2, 1);
+    const rocq_cast_params cast_i32 = {&t[4], &t[1]};
+    assert_int_equal(rocq_cast(ctx, &cast_i32), ROCQ_E_FORMAT);
+    t[5] = slot_tensor(5, ROCQ_F16, 32, 3, 1, 1);
+    const rocq_softmax_params softmax = {&t[0], &t[2], &t[5], 0};
+    check_refusals(ctx, &(op_case){ROCQ_OP_SOFTMAX, &softmax, {&t[0], &t[2], &t[5]}, {true}});
+
+    t[0] = slot_tensor(0, ROCQ_F32, 256, 3, 1, 1);
+    t[1] = slot_tensor(1, ROCQ_Q6_K, 256, 9, 1, 1);
+    t[2] = slot_tensor(2, ROCQ_I32, 3, 1, 1, 1);
+    const rocq_gather_params gather = {&t[0], &t[1], &t[2], 0};
+    check_refusals(ctx, &(op_case){ROCQ_OP_GATHER, &gather, {&t[0], &t[1], &t[2]}, {true}});
+    const rocq_argmax_params argmax = {&t[2], &t[0]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_ARGMAX, &argmax, {&t[2], &t[0]}, {true}});
+
+    t[0] = slot_tensor(0, ROCQ_I32, 1, 1, 1, 1);
+    t[1] = slot_tensor(1, ROCQ_F32, 1, 1, 1, 1);
+    t[2] = slot_tensor(2, ROCQ_F32, 100, 1, 1, 1);
+    t[3] = slot_tensor(3, ROCQ_I32, 7, 1, 1, 1);
+    t[4] = slot_tensor(4, ROCQ_I32, 4, 1, 1, 1);
+    rocq_sample_params sample = {.token = &t[0], .prob = &t[1], .logits = &t[2], .recent = &t[3],
+                                 .allowed = &t[4], .temperature = 1};
+    check_refusals(ctx, &(op_case){ROCQ_OP_SAMPLE, &sample, {&t[0], &t[1], &t[2], &t[3], &t[4]}, {true, true}});
+    sample.temperature = NAN;
+    assert_int_equal(rocq_sample(ctx, &sample), ROCQ_E_ARGUMENT);
+    sample.temperature = 1;
+    sample.top_k = -1;
+    assert_int_equal(rocq_sample(ctx, &sample), ROCQ_E_ARGUMENT);
+
+    assert_int_equal(rocq_supports(ctx, (rocq_op)99, &sample, NULL), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_supports(NULL, ROCQ_OP_SAMPLE, &sample, NULL), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_matmul(NULL, &mm), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_matmul(ctx, NULL), ROCQ_E_ARGUMENT);
+    rocq_close(&ctx);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(results_have_names_and_stable_codes),
+        cmocka_unit_test(open_fills_in_defaults),
+        cmocka_unit_test(open_refuses_bad_descs),
+        cmocka_unit_test(gpu_is_refused_or_falls_back),
+        cmocka_unit_test(every_failing_allocation_of_open_is_reported),
+        cmocka_unit_test(buffers_are_aligned_counted_and_freed),
+        cmocka_unit_test(arena_measures_cuts_and_resets),
+        cmocka_unit_test(tensors_know_their_size_and_bounds),
+        cmocka_unit_test(views_reshapes_and_permutations),
+        cmocka_unit_test(uploads_and_downloads_are_exact),
+        cmocka_unit_test(threads_do_every_item_once),
+        cmocka_unit_test(ops_refuse_bad_operands),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
