@@ -907,7 +907,8 @@ typedef struct rocq_gguf_desc {
     int64_t size;      // bytes of data, or of what read can reach
     bool (*read)(void *dst, int64_t offset, int64_t size, void *user); // false = failed
     void *user;
-    bool no_mmap;      // read path through the C library instead
+    bool no_mmap;      // read path through the C library instead. A mapped file that is cut short
+                       // while in use ends the program (SIGBUS); one that is read gives E_IO
 } rocq_gguf_desc;
 
 // A metadata value: a scalar (count 1), or an array of count elements of type.
@@ -1865,6 +1866,7 @@ ROCQ__FN void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task
         return;
     }
 #endif
+    (void)ctx;
     (void)grain;
     fn(arg, 0, n, 0);
 }
@@ -2859,10 +2861,13 @@ enum {
     ROCQ__GGUF_ALIGNMENT = 32,          // of tensor data where the file does not say
     ROCQ__GGUF_MAX_ALIGNMENT = 1 << 20, // as ggml: more would only make a small file huge
     ROCQ__GGUF_MAX_KEY = 65535,
-    ROCQ__GGUF_WINDOW = 1 << 16, // first size of head
     ROCQ__GGUF_MIN_VALUE = 14, // bytes of the smallest value record: key of one byte, scalar of one
     ROCQ__GGUF_MIN_TENSOR = 24 // and of the smallest tensor record: no name, no dimensions
 };
+
+#ifndef ROCQ__GGUF_WINDOW
+#define ROCQ__GGUF_WINDOW 65536 // first size of a growing head; the fuzzer sets less
+#endif
 
 // Records of one kind. Both kinds start with their name: a 64-bit length, then the bytes.
 typedef struct rocq__gguf_index {
@@ -2931,12 +2936,13 @@ ROCQ__FN rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_inde
                           (unsigned long long)number);
     }
     const int64_t start = index->at[i];
-    uint64_t length = 0;
+    rocq__label name = rocq__label_of("", 0);
     if (file->head_size - start > 8) {
-        length = rocq__gguf_u64(file->head + start);
-        if (length > (uint64_t)(file->head_size - start - 8)) length = 0;
+        const uint64_t length = rocq__gguf_u64(file->head + start);
+        if (length <= (uint64_t)(file->head_size - start - 8)) {
+            name = rocq__label_of((const char *)file->head + start + 8, (int64_t)length);
+        }
     }
-    const rocq__label name = rocq__label_of((const char *)file->head + start + 8, (int64_t)length);
     return rocq__fail(file->ctx, result, "gguf: byte %lld, %s %lld '%s': %s: %llu", (long long)at,
                       index->kind, (long long)i, name.text, why, (unsigned long long)number);
 }
@@ -3092,7 +3098,8 @@ ROCQ__FN bool rocq__gguf_need(rocq__gguf_scan *scan, uint64_t n) {
     room = ROCQ__MAX(room, end);
     unsigned char *window = (unsigned char *)rocq__alloc(file->ctx, room);
     if (!window) {
-        rocq__gguf_stop(scan, ROCQ_E_MEMORY, "no memory for a header of bytes", (uint64_t)room);
+        rocq__gguf_stop(scan, ROCQ_E_MEMORY, "no memory for a header of this many bytes",
+                        (uint64_t)room);
         return false;
     }
     if (file->head_size > 0) memcpy(window, file->head, (size_t)file->head_size);
@@ -3238,10 +3245,10 @@ ROCQ__FN void rocq__gguf_sort(const rocq_gguf *file, const rocq__gguf_index *ind
 ROCQ__FN rocq_result rocq__gguf_sort_names(const rocq_gguf *file, const rocq__gguf_index *index) {
     rocq__gguf_sort(file, index, rocq__gguf_by_name);
     for (int64_t i = 1; i < index->count; i++) {
-        const int64_t a = index->order[i - 1], b = index->order[i];
+        const int64_t a = index->order[i - 1], b = index->order[i], later = ROCQ__MAX(a, b);
         if (rocq__gguf_by_name(file, index, a, b) == 0) {
-            return rocq__gguf_bad(file, index, b, index->at[b], ROCQ_E_CORRUPT,
-                                  "the same name as number", (uint64_t)a);
+            return rocq__gguf_bad(file, index, later, index->at[later], ROCQ_E_CORRUPT,
+                                  "the same name as number", (uint64_t)ROCQ__MIN(a, b));
         }
     }
     return ROCQ_OK;
@@ -3426,10 +3433,8 @@ ROCQ__FN rocq_result rocq__gguf_parse(rocq_gguf *file) {
         }
         file->alignment = (int64_t)alignment;
     }
-    if (!rocq__round_up(scan.at, file->alignment, &file->data_start)) {
-        return rocq__gguf_bad(file, NULL, 0, scan.at, ROCQ_E_OVERFLOW, "alignment",
-                              (uint64_t)file->alignment);
-    }
+    // All that stands before it is in memory: no overflow.
+    file->data_start = (scan.at + file->alignment - 1) & -file->alignment;
     ROCQ__TRY(rocq__gguf_check_tensors(file));
     return rocq__gguf_sort_names(file, &file->tensors);
 }
@@ -4109,8 +4114,8 @@ enum {
     ROCQ__MM_FEW = 16       // up to here a tile is one panel: w streams through once, row by row
 };
 
-// Every thread has one. An int8 panel lies as the dot instructions want it: codes[k / 4][row][k % 4],
-// scale and min[k / group][row].
+// Every thread has one, 64-byte aligned. An int8 panel lies as the dot instructions want it:
+// codes[k / 4][row][k % 4], scale and min[k / group][row].
 typedef struct rocq__mm_work {
     float sums[ROCQ__MM_TILE_N][ROCQ__MM_TILE_M];
     float rows[ROCQ__MM_ROWS][ROCQ__MM_SEGMENT]; // F32 panel
@@ -4126,10 +4131,19 @@ typedef struct rocq__mm_group {
     int32_t offset; // sum of codes, times the format's offset
 } rocq__mm_group;
 
-// Adds a panel's products with n columns to sums[column][row]. x and groups are the first column's.
-typedef void (*rocq__mm_dot)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_work *work, bool has_min,
-                             int64_t n_groups, int64_t group, const int8_t *x,
-                             const rocq__mm_group *groups, int64_t column_bytes, int64_t n);
+// What an int8 dot multiplies: the first groups of the panel in work with n columns.
+typedef struct rocq__mm_part {
+    const rocq__mm_work *work;
+    int64_t group, n_groups; // elements per group; groups
+    bool has_min;
+    const int8_t *x;         // codes of the first column
+    int64_t groups_at;       // from there to its groups, in bytes
+    int64_t column_bytes;    // to the next column
+    int64_t n;
+} rocq__mm_part;
+
+// Adds the products to sums[column][row].
+typedef void (*rocq__mm_dot)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part);
 
 // Decodes n blocks of each of eight rows into work's int8 panel.
 typedef void (*rocq__mm_pack)(rocq__mm_work *work, rocq_format format,
@@ -4160,8 +4174,9 @@ ROCQ__FN rocq_precision rocq__matmul_precision_cpu(const rocq_matmul_params *p) 
 ROCQ__FN float rocq__activation(rocq_activation activation, float x) {
     switch (activation) {
     case ROCQ_SILU: return x / (1.0f + expf(-x));
-    case ROCQ_GELU: return 0.5f * x * (1.0f + tanhf(0.797884560802865f * (x + 0.044715f * x * x * x)));
-    case ROCQ_GELU_ERF: return 0.5f * x * (1.0f + erff(x * 0.707106781186548f));
+    case ROCQ_GELU: // 1 + tanh(u) = 2 / (1 + exp(-2 u)), which does not cancel for negative x
+        return x / (1.0f + expf(-1.59576912160573f * (x + 0.044715f * x * x * x)));
+    case ROCQ_GELU_ERF: return 0.5f * x * erfcf(-0.707106781186548f * x);
     case ROCQ_RELU: return x > 0.0f ? x : 0.0f;
     case ROCQ_TANH: return tanhf(x);
     default: return x;
@@ -4171,12 +4186,14 @@ ROCQ__FN float rocq__activation(rocq_activation activation, float x) {
 // -- step 1: columns --
 
 #if ROCQ__HAS_AVX2
-ROCQ__TARGET_AVX2 ROCQ__FN int64_t rocq__f16_to_f32_avx2(float *dst, const unsigned char *src,
-                                                         int64_t n) {
+// F16 or BF16 as F32; returns how many of n are done.
+ROCQ__TARGET_AVX2 ROCQ__FN int64_t rocq__widen_avx2(bool bf16, float *dst, const unsigned char *src,
+                                                    int64_t n) {
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
         const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(src + 2 * i));
-        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(half));
+        const __m256i upper = _mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+        _mm256_storeu_ps(dst + i, bf16 ? _mm256_castsi256_ps(upper) : _mm256_cvtph_ps(half));
     }
     return i;
 }
@@ -4196,11 +4213,14 @@ ROCQ__FN void rocq__mm_load(const rocq__mm *mm, rocq_format format, float *dst,
                             const unsigned char *src, int64_t n) {
     int64_t done = 0;
 #if ROCQ__HAS_AVX2
-    if (mm->avx2 && format == ROCQ_F16) done = rocq__f16_to_f32_avx2(dst, src, n);
+    if (mm->avx2 && (format == ROCQ_F16 || format == ROCQ_BF16)) {
+        done = rocq__widen_avx2(format == ROCQ_BF16, dst, src, n);
+    }
 #else
     (void)mm;
 #endif
-    if (done < n) rocq__dequantize_row(format, dst + done, src + rocq__bytes(format, done), n - done);
+    src += rocq__bytes(format, done);
+    if (done < n) rocq__dequantize_row(format, dst + done, src, n - done);
 }
 
 ROCQ__FN void rocq__mm_round_f16(const rocq__mm *mm, float *v, int64_t n) {
@@ -4260,7 +4280,8 @@ ROCQ__TARGET_AVX2 ROCQ__FN float rocq__quantize_32_avx2(int8_t *code, const floa
 }
 #endif
 
-ROCQ__FN void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst, const unsigned char *src) {
+ROCQ__FN void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
+                                   const unsigned char *src) {
     const rocq_format format = mm->p->x->format;
     const int64_t k = mm->p->x->ne[0], per_block = 32 / mm->group;
     int8_t *codes = (int8_t *)dst;
@@ -4268,7 +4289,7 @@ ROCQ__FN void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst, const
     for (int64_t b = 0; b < k / 32; b++, codes += 32, src += rocq__bytes(format, 32)) {
         float v[32], scale;
         bool ready = false;
-        if (format == ROCQ_Q8_0) { // the codes as they are, but for -128, which the kernels do not take
+        if (format == ROCQ_Q8_0) { // the codes as they are, but for -128: the kernels take none
             uint16_t half;
             memcpy(&half, src, sizeof half);
             memcpy(codes, src + 2, 32);
@@ -4325,22 +4346,30 @@ ROCQ__FN void rocq__mm_convert(void *arg, int64_t begin, int64_t end, int32_t th
 
 // -- step 2: dot products --
 
+ROCQ__INLINE const int8_t *rocq__part_codes(const rocq__mm_part *part, int64_t column) {
+    return part->x + column * part->column_bytes;
+}
+
+ROCQ__INLINE const rocq__mm_group *rocq__part_groups(const rocq__mm_part *part, int64_t column) {
+    const void *groups = rocq__part_codes(part, column) + part->groups_at;
+    return (const rocq__mm_group *)groups;
+}
+
 // Scalar reference of the int8 dot, and of the layout it reads.
-ROCQ__FN void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_work *work, bool has_min,
-                             int64_t n_groups, int64_t group, const int8_t *x,
-                             const rocq__mm_group *groups, int64_t column_bytes, int64_t n) {
-    for (int64_t c = 0; c < n; c++) {
-        const int8_t *xc = x + c * column_bytes;
-        const rocq__mm_group *gc = (const rocq__mm_group *)(const void *)((const char *)groups + c * column_bytes);
+ROCQ__FN void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part) {
+    const rocq__mm_work *work = part->work;
+    for (int64_t c = 0; c < part->n; c++) {
+        const int8_t *x = rocq__part_codes(part, c);
+        const rocq__mm_group *groups = rocq__part_groups(part, c);
         for (int r = 0; r < ROCQ__MM_ROWS; r++) {
             float sum = sums[c][r];
-            for (int64_t g = 0; g < n_groups; g++) {
+            for (int64_t g = 0; g < part->n_groups; g++) {
                 int32_t dot = 0;
-                for (int64_t k = g * group; k < (g + 1) * group; k++) {
-                    dot += work->codes[k / 4][r][k % 4] * xc[k];
+                for (int64_t k = g * part->group; k < (g + 1) * part->group; k++) {
+                    dot += work->codes[k / 4][r][k % 4] * x[k];
                 }
-                sum = fmaf(work->scale[g][r] * gc[g].scale, (float)dot, sum);
-                if (has_min) sum = fmaf(-work->min[g][r], gc[g].sum, sum);
+                sum = fmaf(work->scale[g][r] * groups[g].scale, (float)dot, sum);
+                if (part->has_min) sum = fmaf(-work->min[g][r], groups[g].sum, sum);
             }
             sums[c][r] = sum;
         }
@@ -4350,8 +4379,12 @@ ROCQ__FN void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_work
 #if ROCQ__HAS_AVX2
 #if defined(__clang__)
 #define ROCQ__UNROLL // clang does by itself
+#define ROCQ__KEEP_ORDER(v)
 #else
-#define ROCQ__UNROLL _Pragma("GCC unroll 8")
+#define ROCQ__UNROLL _Pragma("GCC unroll 16")
+// gcc regroups a chain of integer adds into a tree at its end; all the terms then wait in memory
+// for want of registers, at half the speed.
+#define ROCQ__KEEP_ORDER(v) __asm__("" : "+x"(v))
 #endif
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) {
@@ -4361,82 +4394,72 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) 
 }
 
 // A vector holds four codes of each of the eight rows, so a lane of the sums is a row. The first
-// operand of the byte dot is unsigned: with depth > 0 the codes are raised by the format's offset to
-// be that (the raise is taken back by groups->offset), and depth products of two fit an int16
+// operand of the byte dot is unsigned. With depth > 0 the codes are raised by the format's offset
+// to be that (groups->offset takes the raise back), and depth products of two fit an int16
 // together; with depth 0 they are signed, and their signs move over to x.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_int8_avx2(
-    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_work *work, bool has_min, int64_t n_groups,
-    const int8_t *x, const rocq__mm_group *groups, int64_t column_bytes, const int n_columns,
+    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part, int64_t first, const int n_columns,
     const int quads, const int depth) {
+    const rocq__mm_work *work = part->work;
+    const __m256i *codes = (const __m256i *)(const void *)work->codes;
     const __m256i ones = _mm256_set1_epi16(1);
+    const int8_t *x[4];
+    const rocq__mm_group *groups[4];
     __m256 sum[4];
-    const int8_t *xs[4];
-    const rocq__mm_group *gs[4];
     ROCQ__UNROLL
     for (int c = 0; c < n_columns; c++) {
-        sum[c] = _mm256_loadu_ps(sums[c]);
-        xs[c] = x + c * column_bytes;
-        gs[c] = (const rocq__mm_group *)(const void *)((const char *)groups + c * column_bytes);
+        x[c] = rocq__part_codes(part, first + c);
+        groups[c] = rocq__part_groups(part, first + c);
+        sum[c] = _mm256_loadu_ps(sums[first + c]);
     }
-    const __m256i *codes = (const __m256i *)(const void *)work->codes;
-    for (int64_t g = 0; g < n_groups; g++) {
-        __m256i dot[4], part[4];
+    for (int64_t g = 0; g < part->n_groups; g++) {
+        __m256i dot[4], pairs[4];
         ROCQ__UNROLL
         for (int q = 0; q < quads; q++) {
-            const __m256i w = _mm256_loadu_si256(codes++);
-            const __m256i size = depth ? w : _mm256_abs_epi8(w);
+            const __m256i w = _mm256_load_si256(codes++), size = depth ? w : _mm256_abs_epi8(w);
             ROCQ__UNROLL
             for (int c = 0; c < n_columns; c++) {
-                const __m256i four = rocq__four_codes(xs[c] + q * 4);
-                const __m256i pairs = _mm256_maddubs_epi16(size, depth ? four : _mm256_sign_epi8(four, w));
-                part[c] = depth > 1 && q % depth ? _mm256_add_epi16(part[c], pairs) : pairs;
-                if (depth < 2 || q % depth == depth - 1) {
-                    const __m256i lanes = _mm256_madd_epi16(part[c], ones);
-                    dot[c] = q < ROCQ__MAX(depth, 1) ? lanes : _mm256_add_epi32(dot[c], lanes);
-                }
+                const __m256i four = rocq__four_codes(x[c] + q * 4);
+                const __m256i two =
+                    _mm256_maddubs_epi16(size, depth ? four : _mm256_sign_epi8(four, w));
+                pairs[c] = depth > 1 && q % depth ? _mm256_add_epi16(pairs[c], two) : two;
+                ROCQ__KEEP_ORDER(pairs[c]);
+                if (depth > 1 && q % depth != depth - 1) continue;
+                const __m256i lanes = _mm256_madd_epi16(pairs[c], ones);
+                dot[c] = q < ROCQ__MAX(depth, 1) ? lanes : _mm256_add_epi32(dot[c], lanes);
+                ROCQ__KEEP_ORDER(dot[c]);
             }
         }
         const __m256 scale = _mm256_loadu_ps(work->scale[g]);
         ROCQ__UNROLL
         for (int c = 0; c < n_columns; c++) {
-            if (depth) dot[c] = _mm256_sub_epi32(dot[c], _mm256_set1_epi32(gs[c]->offset));
-            sum[c] = _mm256_fmadd_ps(_mm256_mul_ps(scale, _mm256_set1_ps(gs[c]->scale)),
+            if (depth) dot[c] = _mm256_sub_epi32(dot[c], _mm256_set1_epi32(groups[c]->offset));
+            sum[c] = _mm256_fmadd_ps(_mm256_mul_ps(scale, _mm256_set1_ps(groups[c]->scale)),
                                      _mm256_cvtepi32_ps(dot[c]), sum[c]);
         }
-        if (has_min) {
+        if (part->has_min) {
             const __m256 min = _mm256_loadu_ps(work->min[g]);
             ROCQ__UNROLL
             for (int c = 0; c < n_columns; c++) {
-                sum[c] = _mm256_fnmadd_ps(min, _mm256_set1_ps(gs[c]->sum), sum[c]);
+                sum[c] = _mm256_fnmadd_ps(min, _mm256_set1_ps(groups[c]->sum), sum[c]);
             }
         }
         ROCQ__UNROLL
         for (int c = 0; c < n_columns; c++) {
-            xs[c] += quads * 4;
-            gs[c]++;
+            x[c] += quads * 4;
+            groups[c]++;
         }
     }
     ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) _mm256_storeu_ps(sums[c], sum[c]);
+    for (int c = 0; c < n_columns; c++) _mm256_storeu_ps(sums[first + c], sum[c]);
 }
 
-#define ROCQ__DOT_INT8_AVX2(name, quads, depth)                                                  \
-    ROCQ__TARGET_AVX2 ROCQ__FN void rocq__dot_int8_##name##_avx2(                                \
-        float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_work *work, bool has_min, int64_t n_groups, \
-        int64_t group, const int8_t *x, const rocq__mm_group *groups, int64_t column_bytes,      \
-        int64_t n) {                                                                             \
+#define ROCQ__DOT_INT8_AVX2(name, quads, depth)                                                   \
+    ROCQ__TARGET_AVX2 ROCQ__FN void rocq__dot_int8_##name##_avx2(float (*sums)[ROCQ__MM_TILE_M], \
+                                                                 const rocq__mm_part *part) {    \
         int64_t c = 0;                                                                           \
-        (void)group;                                                                             \
-        for (; c + 4 <= n; c += 4) {                                                             \
-            rocq__dot_int8_avx2(sums + c, work, has_min, n_groups, x + c * column_bytes,         \
-                                (const rocq__mm_group *)(const void *)((const char *)groups + c * column_bytes), \
-                                column_bytes, 4, quads, depth);                                  \
-        }                                                                                        \
-        for (; c < n; c++) {                                                                     \
-            rocq__dot_int8_avx2(sums + c, work, has_min, n_groups, x + c * column_bytes,         \
-                                (const rocq__mm_group *)(const void *)((const char *)groups + c * column_bytes), \
-                                column_bytes, 1, quads, depth);                                  \
-        }                                                                                        \
+        for (; c + 4 <= part->n; c += 4) rocq__dot_int8_avx2(sums, part, c, 4, quads, depth);    \
+        for (; c < part->n; c++) rocq__dot_int8_avx2(sums, part, c, 1, quads, depth);            \
     }
 ROCQ__DOT_INT8_AVX2(group32_signed, 8, 0)
 ROCQ__DOT_INT8_AVX2(group32_depth4, 8, 4) // codes up to 31: 4 products of two times 127 fit
@@ -4447,41 +4470,42 @@ ROCQ__DOT_INT8_AVX2(group16_depth4, 4, 4)
 #endif
 
 #if ROCQ__HAS_NEON
-// Lanes are rows, as with AVX2: 0 to 3 in one vector, 4 to 7 in the other.
-ROCQ__FN void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_work *work,
-                                  bool has_min, int64_t n_groups, int64_t group, const int8_t *x,
-                                  const rocq__mm_group *groups, int64_t column_bytes, int64_t n) {
-    for (int64_t c = 0; c < n; c++) {
-        const rocq__mm_group *gc = (const rocq__mm_group *)(const void *)((const char *)groups + c * column_bytes);
-        const int8_t *xc = x + c * column_bytes;
-        const int8_t *w = &work->codes[0][0][0];
-        float32x4_t sum0 = vld1q_f32(sums[c]), sum1 = vld1q_f32(sums[c] + 4);
-        for (int64_t g = 0; g < n_groups; g++) {
-            int32x4_t dot0 = vdupq_n_s32(0), dot1 = vdupq_n_s32(0);
-            for (int64_t k = 0; k < group; k += 4, xc += 4, w += 32) {
-                int32_t four;
-                memcpy(&four, xc, sizeof four);
-                const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
-                const int8x16_t w0 = vld1q_s8(w), w1 = vld1q_s8(w + 16);
+// Adds the products of four codes of four rows each; a lane is a row.
+ROCQ__INLINE int32x4_t rocq__dot_4_neon(int32x4_t dot, int8x16_t w, int8x16_t x) {
 #if defined(__ARM_FEATURE_DOTPROD)
-                dot0 = vdotq_s32(dot0, w0, v);
-                dot1 = vdotq_s32(dot1, w1, v);
+    return vdotq_s32(dot, w, x);
 #else
-                dot0 = vpadalq_s16(dot0, vpaddq_s16(vmull_s8(vget_low_s8(w0), vget_low_s8(v)),
-                                                    vmull_high_s8(w0, v)));
-                dot1 = vpadalq_s16(dot1, vpaddq_s16(vmull_s8(vget_low_s8(w1), vget_low_s8(v)),
-                                                    vmull_high_s8(w1, v)));
+    const int16x8_t two = vpaddq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(x)), vmull_high_s8(w, x));
+    return vpadalq_s16(dot, two);
 #endif
+}
+
+ROCQ__FN void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part) {
+    const rocq__mm_work *work = part->work;
+    for (int64_t c = 0; c < part->n; c++) {
+        const rocq__mm_group *groups = rocq__part_groups(part, c);
+        const int8_t *x = rocq__part_codes(part, c), *w = &work->codes[0][0][0];
+        float32x4_t sum[2] = {vld1q_f32(sums[c]), vld1q_f32(sums[c] + 4)};
+        for (int64_t g = 0; g < part->n_groups; g++) {
+            int32x4_t dot[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
+            for (int64_t k = 0; k < part->group; k += 4, x += 4, w += 32) {
+                int32_t four;
+                memcpy(&four, x, sizeof four);
+                const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
+                dot[0] = rocq__dot_4_neon(dot[0], vld1q_s8(w), v);
+                dot[1] = rocq__dot_4_neon(dot[1], vld1q_s8(w + 16), v);
             }
-            sum0 = vfmaq_f32(sum0, vmulq_n_f32(vld1q_f32(work->scale[g]), gc[g].scale), vcvtq_f32_s32(dot0));
-            sum1 = vfmaq_f32(sum1, vmulq_n_f32(vld1q_f32(work->scale[g] + 4), gc[g].scale), vcvtq_f32_s32(dot1));
-            if (has_min) {
-                sum0 = vfmsq_n_f32(sum0, vld1q_f32(work->min[g]), gc[g].sum);
-                sum1 = vfmsq_n_f32(sum1, vld1q_f32(work->min[g] + 4), gc[g].sum);
+            for (int h = 0; h < 2; h++) {
+                const float32x4_t scale = vld1q_f32(work->scale[g] + 4 * h);
+                const float32x4_t both = vmulq_n_f32(scale, groups[g].scale);
+                sum[h] = vfmaq_f32(sum[h], both, vcvtq_f32_s32(dot[h]));
+                if (part->has_min) {
+                    sum[h] = vfmsq_n_f32(sum[h], vld1q_f32(work->min[g] + 4 * h), groups[g].sum);
+                }
             }
         }
-        vst1q_f32(sums[c], sum0);
-        vst1q_f32(sums[c] + 4, sum1);
+        vst1q_f32(sums[c], sum[0]);
+        vst1q_f32(sums[c] + 4, sum[1]);
     }
 }
 #endif
@@ -4525,7 +4549,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_f32_4_avx2(
     }
     ROCQ__UNROLL
     for (int c = 0; c < n_columns; c++) {
-        const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(s[c][0], s[c][1]), _mm256_hadd_ps(s[c][2], s[c][3]));
+        const __m256 r01 = _mm256_hadd_ps(s[c][0], s[c][1]), r23 = _mm256_hadd_ps(s[c][2], s[c][3]);
+        const __m256 all = _mm256_hadd_ps(r01, r23);
         const __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
         _mm_storeu_ps(sums[c] + row, _mm_add_ps(_mm_loadu_ps(sums[c] + row), four));
     }
@@ -4579,7 +4604,9 @@ ROCQ__FN void rocq__pack_int8(rocq__mm_work *work, rocq_format format,
             int8_t code[256];
             float scale[16], min[16];
             codec->unpack(row[r] + b * bytes, code, scale, min);
-            for (int64_t k = 0; k < elems; k += 4) memcpy(work->codes[(b * elems + k) / 4][r], code + k, 4);
+            for (int64_t k = 0; k < elems; k += 4) {
+                memcpy(work->codes[(b * elems + k) / 4][r], code + k, 4);
+            }
             for (int64_t g = 0; g < n_groups; g++) {
                 work->scale[b * n_groups + g][r] = scale[g];
                 work->min[b * n_groups + g][r] = min[g];
@@ -4589,14 +4616,15 @@ ROCQ__FN void rocq__pack_int8(rocq__mm_work *work, rocq_format format,
 }
 
 #if ROCQ__HAS_AVX2
-// The same for AVX2, all rows at once: 16 bytes at the same place of each row turn into four vectors
-// that have bytes 4 j to 4 j + 3 of every row, which is how the codes lie in a panel. Bit fields are
-// then cut out of those. Codes are raised to be unsigned where rocq__mm_choose says so.
+// The same for AVX2, all rows at once: 16 bytes at the same place of each row turn into four
+// vectors that have bytes 4 j to 4 j + 3 of every row, which is how the codes lie in a panel. The
+// codes are then cut out of those. They are raised to be unsigned where ROCQ__MM_AVX2 says so.
 
 typedef const unsigned char *const *rocq__rows;
 
 // 16 bytes of rows 0 to 3, beside those of rows 4 to 7.
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__load_rows_avx2(__m256i v[4], rocq__rows row, int64_t at) {
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__load_rows_avx2(__m256i v[4], rocq__rows row,
+                                                                int64_t at) {
     ROCQ__UNROLL
     for (int r = 0; r < 4; r++) {
         const __m128i lo = _mm_loadu_si128((const __m128i *)(const void *)(row[r] + at));
@@ -4614,21 +4642,33 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__transpose_avx2(__m256i v[4]) {
     v[3] = _mm256_unpackhi_epi64(c, d);
 }
 
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_rows_avx2(__m256i v[4], rocq__rows row, int64_t at) {
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_rows_avx2(__m256i v[4], rocq__rows row,
+                                                                int64_t at) {
     rocq__load_rows_avx2(v, row, at);
     rocq__transpose_avx2(v);
 }
 
 // (v >> shift) & mask, per byte; no bit of the mask comes from the neighbour.
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__bits_avx2(__m256i v, const int shift, const int mask) {
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__bits_avx2(__m256i v, const int shift,
+                                                              const int mask) {
     const __m256i moved = shift < 0 ? _mm256_slli_epi16(v, -shift) : _mm256_srli_epi16(v, shift);
     return _mm256_and_si256(moved, _mm256_set1_epi8((char)mask));
+}
+
+// Two bit fields of different bytes as one.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__join_avx2(__m256i a, const int shift_a,
+                                                              const int mask_a, __m256i b,
+                                                              const int shift_b, const int mask_b) {
+    a = rocq__bits_avx2(a, shift_a, mask_a);
+    b = rocq__bits_avx2(b, shift_b, mask_b);
+    return _mm256_or_si256(a, b);
 }
 
 // The F16 in the lower half of each lane.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__halves_avx2(__m256i v) {
     const __m256i low = _mm256_and_si256(v, _mm256_set1_epi32(0xffff));
-    return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+    const __m128i lo = _mm256_castsi256_si128(low), hi = _mm256_extracti128_si256(low, 1);
+    return _mm256_cvtph_ps(_mm_packus_epi32(lo, hi));
 }
 
 // d times byte i of each lane, unsigned less offset.
@@ -4641,8 +4681,9 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_scale_avx2(float *dst, __m2
 
 // 2^k for -149 <= k <= 127.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__pow2_avx2(__m256i k) {
-    const __m256i normal = _mm256_slli_epi32(_mm256_add_epi32(k, _mm256_set1_epi32(127)), 23);
-    const __m256i tiny = _mm256_sllv_epi32(_mm256_set1_epi32(1), _mm256_add_epi32(k, _mm256_set1_epi32(149)));
+    const __m256i one = _mm256_set1_epi32(1), bias = _mm256_set1_epi32(127);
+    const __m256i normal = _mm256_slli_epi32(_mm256_add_epi32(k, bias), 23);
+    const __m256i tiny = _mm256_sllv_epi32(one, _mm256_add_epi32(k, _mm256_set1_epi32(149)));
     const __m256i is_tiny = _mm256_cmpgt_epi32(_mm256_set1_epi32(-126), k);
     return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, is_tiny));
 }
@@ -4655,7 +4696,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_16_bytes_avx2(__m256i out[8
     __m256i q[4];
     rocq__take_rows_avx2(q, row, at);
     const int8_t *table = levels == ROCQ__MX4 ? rocq__mxfp4_levels : rocq__iq4_levels;
-    const __m256i level = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)table));
+    const __m128i sixteen = _mm_loadu_si128((const __m128i *)(const void *)table);
+    const __m256i level = _mm256_broadcastsi128_si256(sixteen);
     ROCQ__UNROLL
     for (int j = 0; j < 8; j++) {
         __m256i v = rocq__bits_avx2(q[j % 4], j < 4 ? 0 : 4, 15);
@@ -4665,8 +4707,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_16_bytes_avx2(__m256i out[8
     }
 }
 
-// One block of each of the eight rows, `at` bytes into them: out takes 32 bytes per four codes, scale
-// and min a line per group.
+// One block of each of the eight rows, `at` bytes into them: out takes 32 bytes per four codes,
+// scale and min a line per group.
 #define ROCQ__BLOCK_AVX2(name)                                                                \
     ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_block_##name##_avx2(                \
         __m256i *out, float (*scale)[ROCQ__MM_ROWS], float (*min)[ROCQ__MM_ROWS], rocq__rows row, \
@@ -4699,7 +4741,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_fifth_bits_avx2(__m256i out
     ROCQ__UNROLL
     for (int j = 0; j < 8; j++) {
         const int byte = j / 2 * 0x01010101;
-        const __m128i pick = _mm_setr_epi32(byte, byte + 0x04040404, byte + 0x08080808, byte + 0x0c0c0c0c);
+        const __m128i lane = _mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c);
+        const __m128i pick = _mm_add_epi8(lane, _mm_set1_epi32(byte));
         const __m256i all = _mm256_shuffle_epi8(high, _mm256_broadcastsi128_si256(pick));
         const __m256i bit = _mm256_set1_epi32(j % 2 ? (int)0x80402010u : 0x08040201);
         const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(all, bit), bit);
@@ -4713,7 +4756,8 @@ ROCQ__BLOCK_AVX2(q5_0) {
     rocq__take_rows_avx2(head, row, at);
     _mm256_storeu_ps(scale[0], rocq__halves_avx2(head[0]));
     rocq__put_16_bytes_avx2(out, row, at + 6, ROCQ__PLAIN4);
-    rocq__put_fifth_bits_avx2(out, _mm256_or_si256(_mm256_srli_epi32(head[0], 16), _mm256_slli_epi32(head[1], 16)));
+    const __m256i low = _mm256_srli_epi32(head[0], 16), top = _mm256_slli_epi32(head[1], 16);
+    rocq__put_fifth_bits_avx2(out, _mm256_or_si256(low, top));
 }
 
 ROCQ__BLOCK_AVX2(q5_1) {
@@ -4743,11 +4787,13 @@ ROCQ__BLOCK_AVX2(q2_K) {
         rocq__put_scale_avx2(scale[g], d, rocq__bits_avx2(v[g / 4], 0, 15), g % 4, 0);
         rocq__put_scale_avx2(min[g], dmin, rocq__bits_avx2(v[g / 4], 4, 15), g % 4, 0);
     }
-    for (int64_t i = 0; i < 4; i++) { // 16 bytes are codes of groups 8 (i / 2) + i % 2, and + 2, + 4, + 6
+    for (int64_t i = 0; i < 4; i++) { // groups 8 (i / 2) + i % 2, and 2, 4 and 6 further on
         rocq__take_rows_avx2(v, row, at + 16 + 16 * i);
         __m256i *to = out + 4 * (i / 2 * 8 + i % 2);
         ROCQ__UNROLL
-        for (int j = 0; j < 16; j++) to[j / 4 * 8 + j % 4] = rocq__bits_avx2(v[j % 4], j / 4 * 2, 3);
+        for (int j = 0; j < 16; j++) {
+            to[j / 4 * 8 + j % 4] = rocq__bits_avx2(v[j % 4], j / 4 * 2, 3);
+        }
     }
 }
 
@@ -4774,7 +4820,8 @@ ROCQ__BLOCK_AVX2(q3_K) {
             ROCQ__UNROLL
             for (int j = 0; j < 16; j++) {
                 const __m256i bit = _mm256_slli_epi16(rocq__bits_avx2(high[j % 4], j / 4, 1), 2);
-                to[j / 4 * 8 + j % 4] = _mm256_or_si256(rocq__bits_avx2(v[j % 4], j / 4 * 2, 3), bit);
+                const __m256i low = rocq__bits_avx2(v[j % 4], j / 4 * 2, 3);
+                to[j / 4 * 8 + j % 4] = _mm256_or_si256(low, bit);
             }
             ROCQ__UNROLL
             for (int j = 0; j < 4; j++) high[j] = _mm256_srli_epi16(high[j], 4);
@@ -4789,25 +4836,27 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_k_scales_avx2(float (*scale
     __m256i v[4];
     rocq__take_rows_avx2(v, row, at);
     const __m256 d = rocq__halves_avx2(v[0]), dmin = rocq__halves_avx2(_mm256_srli_epi32(v[0], 16));
-    const __m256i scale_high = _mm256_or_si256(rocq__bits_avx2(v[3], 0, 15), rocq__bits_avx2(v[1], 2, 48));
-    const __m256i min_high = _mm256_or_si256(rocq__bits_avx2(v[3], 4, 15), rocq__bits_avx2(v[2], 2, 48));
+    const __m256i sc = rocq__join_avx2(v[3], 0, 15, v[1], 2, 48); // of groups 4 to 7
+    const __m256i mn = rocq__join_avx2(v[3], 4, 15, v[2], 2, 48);
     ROCQ__UNROLL
     for (int g = 0; g < 4; g++) {
         rocq__put_scale_avx2(scale[g], d, rocq__bits_avx2(v[1], 0, 63), g, 0);
         rocq__put_scale_avx2(min[g], dmin, rocq__bits_avx2(v[2], 0, 63), g, 0);
-        rocq__put_scale_avx2(scale[4 + g], d, scale_high, g, 0);
-        rocq__put_scale_avx2(min[4 + g], dmin, min_high, g, 0);
+        rocq__put_scale_avx2(scale[4 + g], d, sc, g, 0);
+        rocq__put_scale_avx2(min[4 + g], dmin, mn, g, 0);
     }
 }
 
-// 32 bytes of each row as 64 codes: 32 from the low halves of the bytes, then 32 from the high ones.
+// 32 bytes of each row as 64 codes: the low halves of the bytes, then the high ones.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_32_bytes_avx2(__m256i out[16], rocq__rows row,
                                                                    int64_t at) {
     for (int64_t i = 0; i < 2; i++, out += 4) {
         __m256i q[4];
         rocq__take_rows_avx2(q, row, at + 16 * i);
         ROCQ__UNROLL
-        for (int j = 0; j < 8; j++) out[j / 4 * 8 + j % 4] = rocq__bits_avx2(q[j % 4], j < 4 ? 0 : 4, 15);
+        for (int j = 0; j < 8; j++) {
+            out[j / 4 * 8 + j % 4] = rocq__bits_avx2(q[j % 4], j < 4 ? 0 : 4, 15);
+        }
     }
 }
 
@@ -4851,10 +4900,10 @@ ROCQ__BLOCK_AVX2(q6_K) {
         __m256i *to = out + 4 * (h * 8 + i % 2);
         ROCQ__UNROLL
         for (int j = 0; j < 4; j++) {
-            to[j] = _mm256_or_si256(rocq__bits_avx2(a[j], 0, 15), rocq__bits_avx2(high[j], -4, 48));
-            to[j + 8] = _mm256_or_si256(rocq__bits_avx2(b[j], 0, 15), rocq__bits_avx2(high[j], -2, 48));
-            to[j + 16] = _mm256_or_si256(rocq__bits_avx2(a[j], 4, 15), rocq__bits_avx2(high[j], 0, 48));
-            to[j + 24] = _mm256_or_si256(rocq__bits_avx2(b[j], 4, 15), rocq__bits_avx2(high[j], 2, 48));
+            to[j] = rocq__join_avx2(a[j], 0, 15, high[j], -4, 48);
+            to[j + 8] = rocq__join_avx2(b[j], 0, 15, high[j], -2, 48);
+            to[j + 16] = rocq__join_avx2(a[j], 4, 15, high[j], 0, 48);
+            to[j + 24] = rocq__join_avx2(b[j], 4, 15, high[j], 2, 48);
         }
     }
 }
@@ -4874,13 +4923,11 @@ ROCQ__BLOCK_AVX2(iq4_xs) {
     const __m256 d = rocq__halves_avx2(head[0]);
     ROCQ__UNROLL
     for (int g = 0; g < 8; g++) {
-        const __m256i low = _mm256_srli_epi32(head[1], 4 * g), top = _mm256_srli_epi32(head[0], 16 + 2 * g);
-        const __m256i code = _mm256_or_si256(
-            _mm256_and_si256(low, _mm256_set1_epi32(15)),
-            _mm256_slli_epi32(_mm256_and_si256(top, _mm256_set1_epi32(3)), 4));
-        rocq__put_scale_avx2(scale[g], d, code, 0, 32);
+        const __m256i low = _mm256_srli_epi32(head[1], 4 * g);
+        const __m256i top = _mm256_slli_epi32(_mm256_srli_epi32(head[0], 16 + 2 * g), 4);
+        rocq__put_scale_avx2(scale[g], d, rocq__join_avx2(low, 0, 15, top, 0, 48), 0, 32);
+        rocq__put_16_bytes_avx2(out + 8 * g, row, at + 8 + 16 * g, ROCQ__IQ4);
     }
-    for (int64_t g = 0; g < 8; g++) rocq__put_16_bytes_avx2(out + 8 * g, row, at + 8 + 16 * g, ROCQ__IQ4);
 }
 
 ROCQ__BLOCK_AVX2(mxfp4) {
@@ -4893,32 +4940,37 @@ ROCQ__BLOCK_AVX2(mxfp4) {
 }
 
 ROCQ__BLOCK_AVX2(mxfp6_e2m3) {
-    const __m128i upper = _mm_setr_epi8(16, 18, 20, 22, 24, 26, 28, 30, 32, 36, 40, 44, 48, 52, 56, 60);
-    const __m256i levels = _mm256_broadcastsi128_si256(upper); // of elements 16 to 31; the first 16 are 0 to 15
+    // Elements 0 to 15 stand for themselves, in units of the smallest, 16 to 31 for these.
+    const __m128i upper =
+        _mm_setr_epi8(16, 18, 20, 22, 24, 26, 28, 30, 32, 36, 40, 44, 48, 52, 56, 60);
+    const __m128i three =
+        _mm_setr_epi8(0, 1, 2, -128, 3, 4, 5, -128, 6, 7, 8, -128, 9, 10, 11, -128);
+    const __m256i levels = _mm256_broadcastsi128_si256(upper);
     __m256i v[4];
     (void)min;
     rocq__take_rows_avx2(v, row, at);
     const __m256i e = _mm256_and_si256(v[0], _mm256_set1_epi32(255));
-    const __m256 nan = _mm256_castsi256_ps(_mm256_cmpeq_epi32(e, _mm256_set1_epi32(255)));
+    const __m256i is_nan = _mm256_cmpeq_epi32(e, _mm256_set1_epi32(255));
     const __m256 d = rocq__pow2_avx2(_mm256_sub_epi32(e, _mm256_set1_epi32(130)));
-    _mm256_storeu_ps(scale[0], _mm256_or_ps(d, nan));
-    for (int64_t i = 0; i < 2; i++) { // 12 bytes are 16 codes, three a lane of four
-        const char skip = (char)(4 * i);
-        const __m128i three = _mm_add_epi8(_mm_setr_epi8(0, 1, 2, -128, 3, 4, 5, -128, 6, 7, 8, -128, 9, 10, 11, -128),
-                                           _mm_set1_epi8(skip));
+    _mm256_storeu_ps(scale[0], _mm256_or_ps(d, _mm256_castsi256_ps(is_nan)));
+    for (int64_t i = 0; i < 2; i++) { // 12 bytes are 16 codes; a lane takes 3 of them, 4 codes
+        const __m128i pick = _mm_add_epi8(three, _mm_set1_epi8((char)(4 * i)));
         rocq__load_rows_avx2(v, row, at + 1 + 8 * i);
         ROCQ__UNROLL
-        for (int r = 0; r < 4; r++) v[r] = _mm256_shuffle_epi8(v[r], _mm256_broadcastsi128_si256(three));
+        for (int r = 0; r < 4; r++) {
+            v[r] = _mm256_shuffle_epi8(v[r], _mm256_broadcastsi128_si256(pick));
+        }
         rocq__transpose_avx2(v);
         ROCQ__UNROLL
         for (int j = 0; j < 4; j++) {
-            const __m256i q = _mm256_or_si256(
-                _mm256_or_si256(_mm256_and_si256(v[j], _mm256_set1_epi32(0x3f)),
-                                _mm256_and_si256(_mm256_slli_epi32(v[j], 2), _mm256_set1_epi32(0x3f00))),
-                _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi32(v[j], 4), _mm256_set1_epi32(0x3f0000)),
-                                _mm256_and_si256(_mm256_slli_epi32(v[j], 6), _mm256_set1_epi32(0x3f000000))));
-            const __m256i index = rocq__bits_avx2(q, 0, 15), is_upper = _mm256_slli_epi16(q, 3);
-            const __m256i size = _mm256_blendv_epi8(index, _mm256_shuffle_epi8(levels, index), is_upper);
+            __m256i q = _mm256_setzero_si256();
+            ROCQ__UNROLL
+            for (int c = 0; c < 4; c++) {
+                const __m256i moved = _mm256_slli_epi32(v[j], 2 * c);
+                q = _mm256_or_si256(q, _mm256_and_si256(moved, _mm256_set1_epi32(63 << 8 * c)));
+            }
+            const __m256i low = rocq__bits_avx2(q, 0, 15), high = _mm256_shuffle_epi8(levels, low);
+            const __m256i size = _mm256_blendv_epi8(low, high, _mm256_slli_epi16(q, 3)); // by bit 4
             const __m256i sign = _mm256_sub_epi8(_mm256_set1_epi8(1), rocq__bits_avx2(q, 4, 2));
             out[4 * i + j] = _mm256_sign_epi8(size, sign);
         }
@@ -4943,16 +4995,17 @@ ROCQ__BLOCK_AVX2(mxfp6_e2m3) {
     X(MXFP4, mxfp4, 32, 32, 12, group32_depth4)        \
     X(MXFP6_E2M3, mxfp6_e2m3, 32, 32, 0, group32_signed)
 
-#define ROCQ__X(NAME, name, elems, group, offset, kernel)                                             \
-    ROCQ__TARGET_AVX2 ROCQ__FN void rocq__pack_##name##_avx2(rocq__mm_work *work, rocq_format format, \
-                                                             rocq__rows row, int64_t n) {             \
-        (void)format;                                                                                 \
-        for (int64_t b = 0; b < n; b++) {                                                             \
-            rocq__pack_block_##name##_avx2((__m256i *)(void *)work->codes[b * ((elems) / 4)],         \
-                                           work->scale + b * ((elems) / (group)),                     \
-                                           work->min + b * ((elems) / (group)), row,                  \
-                                           b * (int64_t)sizeof(rocq_block_##name));                   \
-        }                                                                                             \
+#define ROCQ__X(NAME, name, elems, group, offset, kernel)                                         \
+    ROCQ__TARGET_AVX2 ROCQ__FN void rocq__pack_##name##_avx2(rocq__mm_work *work, rocq_format f,  \
+                                                             rocq__rows row, int64_t n) {         \
+        const int64_t quads = (elems) / 4, groups = (elems) / (group);                            \
+        __m256i *codes = (__m256i *)(void *)work->codes;                                          \
+        (void)f;                                                                                  \
+        for (int64_t b = 0; b < n; b++) {                                                         \
+            rocq__pack_block_##name##_avx2(codes + b * quads, work->scale + b * groups,           \
+                                           work->min + b * groups, row,                           \
+                                           b * (int64_t)sizeof(rocq_block_##name));               \
+        }                                                                                         \
     }
 ROCQ__MM_AVX2(ROCQ__X)
 #undef ROCQ__X
@@ -4985,19 +5038,28 @@ ROCQ__FN void rocq__mm_choose(rocq__mm *mm) {
 }
 
 // Adds k elements of K, from first on, of a panel's rows times n columns to sums.
-ROCQ__FN void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work, float (*sums)[ROCQ__MM_TILE_M],
-                             const unsigned char *const row[ROCQ__MM_ROWS], int64_t first, int64_t k,
-                             const unsigned char *columns, int64_t n) {
+ROCQ__FN void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
+                             float (*sums)[ROCQ__MM_TILE_M],
+                             const unsigned char *const row[ROCQ__MM_ROWS], int64_t first,
+                             int64_t k, const unsigned char *columns, int64_t n) {
     const rocq_format format = mm->p->w->format;
     const unsigned char *at[ROCQ__MM_ROWS];
     for (int r = 0; r < ROCQ__MM_ROWS; r++) at[r] = row[r] + rocq__bytes(format, first);
     if (mm->precision == ROCQ_PRECISION_INT8) {
         int64_t elems, bytes;
+        rocq__mm_part part;
         rocq__block_of(format, &elems, &bytes);
         mm->pack(work, format, at, k / elems);
-        const unsigned char *groups = columns + mm->p->w->ne[0];
-        mm->dot(sums, work, mm->has_min, k / mm->group, mm->group, (const int8_t *)columns + first,
-                (const rocq__mm_group *)(const void *)groups + first / mm->group, mm->column_bytes, n);
+        part.work = work;
+        part.group = mm->group;
+        part.n_groups = k / mm->group;
+        part.has_min = mm->has_min;
+        part.x = (const int8_t *)columns + first;
+        part.groups_at = mm->p->w->ne[0] - first;
+        part.groups_at += first / mm->group * (int64_t)sizeof(rocq__mm_group);
+        part.column_bytes = mm->column_bytes;
+        part.n = n;
+        mm->dot(sums, &part);
         return;
     }
     const float *w[ROCQ__MM_ROWS];
@@ -5036,8 +5098,8 @@ ROCQ__FN float rocq__mm_get(const rocq_tensor *t, const unsigned char *row, int6
 }
 
 // n sums of one column, of rows m and up, become y.
-ROCQ__FN void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, int64_t m, int64_t n,
-                              const float *sums) {
+ROCQ__FN void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, int64_t m,
+                              int64_t n, const float *sums) {
     const rocq_matmul_params *p = mm->p;
     float t[ROCQ__MM_TILE_M];
     for (int64_t i = 0; i < n; i++) t[i] = sums[i];
@@ -5078,23 +5140,27 @@ ROCQ__FN void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread
     for (int64_t i = begin, n_panels; i < end; i += n_panels) {
         const int64_t panel = i % mm->n_panels, tile = i / mm->n_panels % mm->n_tiles;
         const int64_t matrix = i / mm->n_panels / mm->n_tiles;
+        const int64_t m = panel * ROCQ__MM_ROWS, column = tile * ROCQ__MM_TILE_N;
         n_panels = ROCQ__MIN(ROCQ__MIN(most, end - i), mm->n_panels - panel);
-        const int64_t m = panel * ROCQ__MM_ROWS, n_rows = ROCQ__MIN(n_panels * ROCQ__MM_ROWS, w->ne[1] - m);
-        const int64_t column = tile * ROCQ__MM_TILE_N, n = ROCQ__MIN(ROCQ__MM_TILE_N, mm->n - column);
+        const int64_t n_rows = ROCQ__MIN(n_panels * ROCQ__MM_ROWS, w->ne[1] - m);
+        const int64_t n = ROCQ__MIN(ROCQ__MM_TILE_N, mm->n - column);
         const unsigned char *columns = mm->columns + (matrix * mm->n + column) * mm->column_bytes;
         const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
         for (int64_t r = 0; r < n_panels * ROCQ__MM_ROWS; r++) {
-            row[r] = rocq__row(w, m + ROCQ__MIN(r, n_rows - 1), matrix % w->ne[2], matrix / w->ne[2]);
+            const int64_t i1 = m + ROCQ__MIN(r, n_rows - 1);
+            row[r] = rocq__row(w, i1, matrix % w->ne[2], matrix / w->ne[2]);
         }
         memset(work->sums, 0, (size_t)n * sizeof work->sums[0]);
-        for (int64_t k = 0; k < w->ne[0]; k += ROCQ__MM_SEGMENT) {
-            for (int64_t q = 0; q < n_panels; q++) {
-                rocq__mm_panel(mm, work, (float(*)[ROCQ__MM_TILE_M])&work->sums[0][q * ROCQ__MM_ROWS],
-                               row + q * ROCQ__MM_ROWS, k, ROCQ__MIN(ROCQ__MM_SEGMENT, w->ne[0] - k),
-                               columns, n);
+        for (int64_t first = 0; first < w->ne[0]; first += ROCQ__MM_SEGMENT) {
+            const int64_t k = ROCQ__MIN(ROCQ__MM_SEGMENT, w->ne[0] - first);
+            for (int64_t r = 0; r < n_panels * ROCQ__MM_ROWS; r += ROCQ__MM_ROWS) {
+                float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
+                rocq__mm_panel(mm, work, sums, row + r, first, k, columns, n);
             }
         }
-        for (int64_t c = 0; c < n; c++) rocq__mm_finish(mm, matrix, column + c, m, n_rows, work->sums[c]);
+        for (int64_t c = 0; c < n; c++) {
+            rocq__mm_finish(mm, matrix, column + c, m, n_rows, work->sums[c]);
+        }
     }
 }
 
@@ -5118,7 +5184,8 @@ ROCQ__FN int64_t rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_mat
     }
     mm->column_bytes = (mm->column_bytes + 63) / 64 * 64;
     const int64_t work = ctx->desc.n_threads * (int64_t)sizeof(rocq__mm_work);
-    // x may repeat one row without end by a stride of 0; what does not fit cannot be allocated either.
+    // A stride of 0 can repeat one row of x any number of times; what does not fit an int64 cannot
+    // be allocated either.
     if (!rocq__mul(mm->column_bytes, mm->n, &bytes) || !rocq__mul(bytes, mm->n_matrices, &bytes) ||
         !rocq__add(bytes, work, &bytes)) {
         return INT64_MAX;
@@ -5140,8 +5207,9 @@ ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, const rocq_matmul_params *p
     mm.columns = (unsigned char *)(mm.work + ctx->desc.n_threads);
     // Waking the threads costs some microseconds: each piece should be worth about that.
     rocq__parallel(ctx, mm.n * mm.n_matrices, 1 + 16384 / k, rocq__mm_convert, &mm);
-    rocq__parallel(ctx, mm.n_panels * mm.n_tiles * mm.n_matrices,
-                   1 + 65536 / (k * ROCQ__MM_ROWS * ROCQ__MIN(mm.n, ROCQ__MM_TILE_N)), rocq__mm_run, &mm);
+    const int64_t panel_work = k * ROCQ__MM_ROWS * ROCQ__MIN(mm.n, ROCQ__MM_TILE_N);
+    rocq__parallel(ctx, mm.n_panels * mm.n_tiles * mm.n_matrices, 1 + 65536 / panel_work,
+                   rocq__mm_run, &mm);
     return ROCQ_OK;
 }
 
@@ -5258,28 +5326,28 @@ ROCQ__INLINE float *rocq__row_f32(const rocq_tensor *t, int64_t i1, int64_t i2, 
     return (float *)(void *)rocq__row(t, i1, i2, i3);
 }
 
-// -- sums over a chunk: eight running sums, so that the vector form adds in the same way --
+// -- arithmetic over a chunk: eight running sums, so that the vector form adds in the same way --
 
-// sum of x
-ROCQ__FN float rocq__sum_scalar(const float *x, int64_t n) {
-    float lane[8] = {0}, tail = 0.0f;
+// moment[0] += sum of x - shift, moment[1] += sum of (x - shift)^2
+ROCQ__FN void rocq__moments_scalar(const float *x, float shift, int64_t n, double *moment) {
+    float sum[8] = {0}, square[8] = {0};
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
-        for (int j = 0; j < 8; j++) lane[j] += x[i + j];
+        for (int j = 0; j < 8; j++) {
+            const float d = x[i + j] - shift;
+            sum[j] += d;
+            square[j] += d * d;
+        }
     }
-    for (; i < n; i++) tail += x[i];
-    return ((lane[0] + lane[4]) + (lane[1] + lane[5])) + ((lane[2] + lane[6]) + (lane[3] + lane[7])) + tail;
-}
-
-// sum of (x - mean)^2
-ROCQ__FN float rocq__sum_squares_scalar(const float *x, float mean, int64_t n) {
-    float lane[8] = {0}, tail = 0.0f;
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        for (int j = 0; j < 8; j++) lane[j] += (x[i + j] - mean) * (x[i + j] - mean);
+    for (; i < n; i++) {
+        const float d = x[i] - shift;
+        sum[i % 8] += d;
+        square[i % 8] += d * d;
     }
-    for (; i < n; i++) tail += (x[i] - mean) * (x[i] - mean);
-    return ((lane[0] + lane[4]) + (lane[1] + lane[5])) + ((lane[2] + lane[6]) + (lane[3] + lane[7])) + tail;
+    for (int j = 0; j < 8; j++) {
+        moment[0] += (double)sum[j];
+        moment[1] += (double)square[j];
+    }
 }
 
 // x = exp(x - shift); returns the sum. -inf gives 0, NaN stays NaN.
@@ -5307,25 +5375,18 @@ ROCQ__FN ROCQ__TARGET_AVX2 float rocq__hsum_avx2(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehl_ps(s, s)));
 }
 
-ROCQ__FN ROCQ__TARGET_AVX2 float rocq__sum_avx2(const float *x, int64_t n) {
-    __m256 lane = _mm256_setzero_ps();
+ROCQ__FN ROCQ__TARGET_AVX2 void rocq__moments_avx2(const float *x, float shift, int64_t n,
+                                                   double *moment) {
+    __m256 sum = _mm256_setzero_ps(), square = _mm256_setzero_ps();
     int64_t i = 0;
-    float tail = 0.0f;
-    for (; i + 8 <= n; i += 8) lane = _mm256_add_ps(lane, _mm256_loadu_ps(x + i));
-    for (; i < n; i++) tail += x[i];
-    return rocq__hsum_avx2(lane) + tail;
-}
-
-ROCQ__FN ROCQ__TARGET_AVX2 float rocq__sum_squares_avx2(const float *x, float mean, int64_t n) {
-    __m256 lane = _mm256_setzero_ps();
-    int64_t i = 0;
-    float tail = 0.0f;
     for (; i + 8 <= n; i += 8) {
-        const __m256 d = _mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(mean));
-        lane = _mm256_fmadd_ps(d, d, lane);
+        const __m256 d = _mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(shift));
+        sum = _mm256_add_ps(sum, d);
+        square = _mm256_fmadd_ps(d, d, square);
     }
-    for (; i < n; i++) tail += (x[i] - mean) * (x[i] - mean);
-    return rocq__hsum_avx2(lane) + tail;
+    moment[0] += (double)rocq__hsum_avx2(sum);
+    moment[1] += (double)rocq__hsum_avx2(square);
+    rocq__moments_scalar(x + i, shift, n - i, moment);
 }
 
 // exp(x) = 2^k e^r with |r| <= ln(2) / 2, e^r from its Taylor series (8 terms leave 5e-9). Below
@@ -5380,12 +5441,8 @@ ROCQ__FN ROCQ__TARGET_AVX2 float rocq__max_avx2(const float *x, int64_t n) {
 #define ROCQ__EITHER(avx2, name, args) ((void)(avx2), name##_scalar args)
 #endif
 
-ROCQ__INLINE float rocq__sum(bool avx2, const float *x, int64_t n) {
-    return ROCQ__EITHER(avx2, rocq__sum, (x, n));
-}
-
-ROCQ__INLINE float rocq__sum_squares(bool avx2, const float *x, float mean, int64_t n) {
-    return ROCQ__EITHER(avx2, rocq__sum_squares, (x, mean, n));
+ROCQ__INLINE void rocq__moments(bool avx2, const float *x, float shift, int64_t n, double *moment) {
+    ROCQ__EITHER(avx2, rocq__moments, (x, shift, n, moment));
 }
 
 ROCQ__INLINE float rocq__exp(bool avx2, float *x, float shift, int64_t n) {
@@ -5883,24 +5940,26 @@ ROCQ__FN void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t threa
         const rocq__coord c = rocq__coord_of(p->x, r);
         const unsigned char *x_row = rocq__row(p->x, c.i1, c.i2, c.i3);
         unsigned char *y_row = rocq__row(p->y, c.i1, c.i2, c.i3);
-        double sum = 0.0, squares = 0.0;
-        if (a->center) {
+        float mean = 0.0f, rest = 0.0f;
+        double moment[2];
+        for (int pass = a->center ? 0 : 1; pass < 2; pass++) {
+            moment[0] = moment[1] = 0.0;
             for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
                 const int64_t m = rocq__piece(n, k);
-                sum += (double)rocq__sum(a->avx2, rocq__load(a->avx2, p->x->format, x_row, k, m, buf), m);
+                const float *x = rocq__load(a->avx2, p->x->format, x_row, k, m, buf);
+                rocq__moments(a->avx2, x, mean, m, moment);
             }
+            if (pass == 0) mean = (float)(moment[0] / (double)n);
         }
-        const float mean = (float)(sum / (double)n);
+        // The first mean is rounded, which shows where it is large next to the spread of x; the mean
+        // of what is left corrects it.
+        if (a->center) rest = (float)(moment[0] / (double)n);
+        const double variance = moment[1] / (double)n - (double)rest * (double)rest;
+        const float rstd = (float)(1.0 / sqrt(variance + (double)a->eps));
         for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
             const int64_t m = rocq__piece(n, k);
             const float *x = rocq__load(a->avx2, p->x->format, x_row, k, m, buf);
-            squares += (double)rocq__sum_squares(a->avx2, x, mean, m);
-        }
-        const float rstd = (float)(1.0 / sqrt(squares / (double)n + (double)a->eps));
-        for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
-            const int64_t m = rocq__piece(n, k);
-            const float *x = rocq__load(a->avx2, p->x->format, x_row, k, m, buf);
-            for (int64_t i = 0; i < m; i++) out[i] = (x[i] - mean) * rstd;
+            for (int64_t i = 0; i < m; i++) out[i] = ((x[i] - mean) - rest) * rstd;
             if (weight) {
                 for (int64_t i = 0; i < m; i++) out[i] *= weight[k + i];
             }
@@ -5909,7 +5968,7 @@ ROCQ__FN void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t threa
             }
             rocq__store(p->y->format, y_row, k, out, m);
         }
-        if (p->mean) rocq__row_f32(p->mean, c.i2, c.i3, 0)[c.i1] = mean;
+        if (p->mean) rocq__row_f32(p->mean, c.i2, c.i3, 0)[c.i1] = mean + rest;
         if (p->rstd) rocq__row_f32(p->rstd, c.i2, c.i3, 0)[c.i1] = rstd;
     }
 }
@@ -7192,6 +7251,9 @@ ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *
     memmove(dst, rocq_tensor_data(src), (size_t)size);
     return ROCQ_OK;
 }
+
+ROCQ_DEF float rocq_f16_to_f32(uint16_t half) { return rocq__f16_to_f32(half); }
+ROCQ_DEF uint16_t rocq_f32_to_f16(float value) { return rocq__f32_to_f16(value); }
 
 #define ROCQ_X(NAME, name, params)                                            \
     ROCQ_DEF rocq_result rocq_##name(rocq_ctx *ctx, const params *p) {        \

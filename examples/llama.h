@@ -1,48 +1,742 @@
-// llama.h - model graphs on rocq.h: llama (and mistral), qwen2, qwen3, gemma2, from GGUF files.
-// (INTERFACE FIRST; bodies follow.)
+// llama.h - runs llama (Mistral too), qwen2, qwen3 and gemma2 models from GGUF files, on rocq.h.
+//
+//     llama_model m;
+//     if (llama_open(&m, ctx, file, NULL) != ROCQ_OK) puts(m.error);
+//     llama_eval(&m, prompt, n_prompt, NULL);                 // fills the KV cache
+//     rocq_sample_params how = {.temperature = 0.8f, .top_k = 40};
+//     for (;;) {
+//         int32_t token;
+//         llama_sample(&m, &how, &token);
+//         llama_eval(&m, &token, 1, NULL);
+//     }
+//     llama_close(&m);
+//
+// The graph is llama__layer below: one page, the same for every family. Where families differ, a
+// weight is there or not, or a number in the configuration is set.
 
 #ifndef LLAMA_H
 #define LLAMA_H
 
 #include "../rocq.h"
 
-// Zero = default, as everywhere in rocq.
-typedef struct llama_options {
-    int32_t n_ctx;         // positions the KV cache holds; 0 = what the model was made for, at most 4096
-    int32_t n_batch;       // tokens computed at once, 0 = 128
-    int32_t n_logits;      // positions whose logits are computed at once when all are asked for, 0 = 1
-    const char *kv_format; // NULL = "f16"; or "f32", "bf16", "q8_0", "q4_0"
-    // Called while weights are found and while a prompt is read; false = stop (ROCQ_E_STATE). Or NULL.
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+// g++ takes fields that a designated initialiser leaves out for forgotten ones.
+#if defined(__cplusplus) && defined(__GNUC__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+#endif
+
+// ---------------------------------------------------------------------------------------------
+// Interface
+// ---------------------------------------------------------------------------------------------
+
+typedef struct llama_options { // 0 = default, as everywhere in rocq
+    int32_t n_ctx;             // positions the KV cache holds; default the model's own, at most 4096
+    int32_t n_batch;           // tokens computed at once, default 128
+    int32_t n_logits;          // positions whose logits are computed at once, when all are; default 1
+    const char *kv_format;     // "f16" (default), "f32", "bf16", "q8_0" or "q4_0"
+    // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
+    // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
     bool (*progress)(const char *what, int64_t done, int64_t total, void *user);
     void *user;
 } llama_options;
 
-typedef struct llama_layer llama_layer;
+// Letters in shapes: Q is n_heads * head_dim, KV is n_kv_heads * head_dim, FF is n_ff.
+typedef struct llama_layer {
+    rocq_tensor attn_norm;              // [n_embd]
+    rocq_tensor q, k, v;                // [n_embd, Q], [n_embd, KV], [n_embd, KV]
+    rocq_tensor q_bias, k_bias, v_bias; // [Q], [KV], [KV]         qwen2
+    rocq_tensor q_norm, k_norm;         // [head_dim], of each head   qwen3
+    rocq_tensor out, out_bias;          // [Q, n_embd], [n_embd]
+    rocq_tensor attn_post_norm;         // [n_embd]                   gemma2
+    rocq_tensor ffn_norm;               // [n_embd]
+    rocq_tensor gate, gate_bias;        // [n_embd, FF], [FF]
+    rocq_tensor up, up_bias;            // [n_embd, FF], [FF]
+    rocq_tensor down, down_bias;        // [FF, n_embd], [n_embd]
+    rocq_tensor ffn_post_norm;          // [n_embd]                   gemma2
+    rocq_tensor k_cache, v_cache;       // [head_dim, n_kv_heads, n_ctx], each head's rows together
+    int32_t window;                     // positions a query sees, 0 = all
+} llama_layer;                          // weights that a family lacks have n_dims 0
 
 typedef struct llama_model {
-    // public, read only but for n_past
-    int32_t n_vocab, n_embd, n_layers, n_heads, n_kv_heads, n_ctx, n_ctx_train, n_batch;
-    int32_t n_past;       // tokens in the cache; lower it to forget the newest, 0 starts afresh
-    int64_t weight_bytes, kv_bytes, scratch_bytes; // scratch: activations and rocq's own
-    char error[512];      // the message of the last failure, also of llama_open
-    // private fields follow
+    int32_t n_past; // tokens in the cache; lower it to forget the newest, 0 starts afresh
+
+    // The rest is for reading only.
+    const char *family; // general.architecture
+    int32_t n_vocab, n_embd, n_layers, n_heads, n_kv_heads, head_dim, n_ff;
+    int32_t n_ctx, n_ctx_train, n_batch, n_logits;
+    int64_t weight_bytes, kv_bytes;
+    int64_t scratch_bytes; // activations, and what ops need while they run
+    char error[512];       // the message of the last failure, also of llama_open
+
+    // Private from here on. The configuration:
+    float norm_eps, embedding_scale, attention_scale, attention_softcap, final_softcap;
+    rocq_activation activation;
+    rocq_rope_config rope;
+    // weights
+    rocq_tensor embedding;   // [n_embd, n_vocab]
+    rocq_tensor output_norm; // [n_embd]
+    rocq_tensor output;      // [n_embd, n_vocab]; may be the embedding
+    rocq_tensor output_bias; // [n_vocab]
+    rocq_tensor rope_freqs;  // [rope.n_dims / 2]                     llama 3
+    llama_layer *layers;     // [n_layers]
+    rocq_buffer *copies;     // [n_copies] of weights that are not just views of the file
+    int32_t n_weights, n_copies;
+    // what a batch of n <= n_batch tokens goes through
+    rocq_buffer memory;
+    rocq_tensor ids, pos; // I32 [n_batch]
+    rocq_tensor kv_len;   // I32 [1]: n_past + n
+    rocq_tensor x;        // [n_embd, n_batch] the residual stream
+    rocq_tensor h;        // [n_embd, n_batch] normed
+    rocq_tensor q, k, v;  // [Q, n_batch], [KV, n_batch], [KV, n_batch]
+    rocq_tensor ffn;      // [FF, n_batch]
+    rocq_tensor logits;   // [n_vocab, n_logits]
+    rocq_tensor last;     // [n_vocab] the column of logits that llama_sample draws from
+    rocq_tensor token;    // I32 [1]
+    int32_t *positions;   // [n_batch], on the host
+    rocq_ctx *ctx;
+    llama_options options;
+    bool planning;        // ops are measured, not run: see LLAMA__RUN
+    int64_t op_scratch;
 } llama_model;
 
-// Reads the configuration, checks every weight's shape, makes the cache and all memory that
-// llama_eval and llama_sample will need. The file must stay open while the model is used. On failure
-// everything is freed again, m is zero but for m->error.
-static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file, const llama_options *options);
+// Reads the configuration, checks every weight's shape, and makes the cache and all memory that
+// llama_eval and llama_sample will ever need. The file must stay open while the model is. On failure
+// everything is freed again, and *m is zero but for m->error.
+static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file,
+                                     const llama_options *options);
 static inline void llama_close(llama_model *m); // twice, or on a zeroed struct, is harmless
 
-// Appends tokens[0..n) to the cache, in batches. logits NULL: only the last position's are computed,
-// and wait for llama_sample or llama_logits. Otherwise logits receives [n_vocab, n] floats.
+// Appends tokens[0..n) to the cache, batch by batch. With logits NULL only those of the last position
+// are computed, and wait for llama_sample; otherwise logits receives n rows of n_vocab floats.
 static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int64_t n, float *logits);
 
-// The last position's logits, n_vocab floats.
-static inline rocq_result llama_logits(llama_model *m, float *logits);
-
-// Draws the next token from the last position's logits. how: the knobs of rocq_sample_params; its
-// token, prob, logits and step are filled in here.
+// Draws the next token from the logits of the last position. how: the knobs of rocq_sample_params;
+// its token, logits and step are filled in here.
 static inline rocq_result llama_sample(llama_model *m, const rocq_sample_params *how, int32_t *token);
 
+// ---------------------------------------------------------------------------------------------
+// Errors
+// ---------------------------------------------------------------------------------------------
+
+#define LLAMA__TRY(call)                                 \
+    do {                                                 \
+        const rocq_result llama__r = (call);             \
+        if (llama__r != ROCQ_OK) return llama__r;        \
+    } while (0)
+
+static rocq_result llama__fail(llama_model *m, rocq_result result, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(m->error, sizeof m->error, format, args);
+    va_end(args);
+    return result;
+}
+
+// What a public call returns: a failure without a message of ours came from the context.
+static rocq_result llama__done(llama_model *m, rocq_result result) {
+    if (result != ROCQ_OK && !m->error[0]) snprintf(m->error, sizeof m->error, "%s", rocq_error(m->ctx));
+    return result;
+}
+
+static rocq_result llama__progress(llama_model *m, const char *what, int64_t done, int64_t total) {
+    if (!m->options.progress || m->options.progress(what, done, total, m->options.user)) return ROCQ_OK;
+    return llama__fail(m, ROCQ_E_STATE, "%s was stopped", what);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Configuration
+// ---------------------------------------------------------------------------------------------
+
+enum { LLAMA__LLAMA = 1, LLAMA__QWEN2 = 2, LLAMA__QWEN3 = 4, LLAMA__GEMMA2 = 8, LLAMA__ALL = 15 };
+
+static const struct llama__family {
+    const char *name;
+    int bit;
+    rocq_rope_pairing pairing;
+    rocq_activation activation;
+} llama__families[] = {
+    {"llama", LLAMA__LLAMA, ROCQ_ROPE_NORM, ROCQ_SILU},
+    {"qwen2", LLAMA__QWEN2, ROCQ_ROPE_NEOX, ROCQ_SILU},
+    {"qwen3", LLAMA__QWEN3, ROCQ_ROPE_NEOX, ROCQ_SILU},
+    {"gemma2", LLAMA__GEMMA2, ROCQ_ROPE_NEOX, ROCQ_GELU},
+};
+
+enum { LLAMA__REQUIRED = -1 }; // in place of a default
+
+// The integer "<family>.<name>" of 1 to 2^30, or the default when the file does not have it.
+static rocq_result llama__read_int(llama_model *m, const rocq_gguf *file, const char *name,
+                                   int32_t fallback, int32_t *out) {
+    char key[128];
+    int64_t value = fallback;
+    snprintf(key, sizeof key, "%s.%s", m->family, name);
+    const rocq_result result = rocq_gguf_get_i64(file, key, &value);
+    if (result == ROCQ_E_NOT_FOUND && fallback != LLAMA__REQUIRED) {
+        *out = fallback;
+        return ROCQ_OK;
+    }
+    if (result == ROCQ_E_NOT_FOUND) return llama__fail(m, result, "the file has no %s", key);
+    if (result != ROCQ_OK) return llama__fail(m, result, "%s is not an integer", key);
+    if (value < 1 || value > 1 << 30) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f", key, (double)value);
+    }
+    *out = (int32_t)value;
+    return ROCQ_OK;
+}
+
+// The same for a finite number, not negative.
+static rocq_result llama__read_float(llama_model *m, const rocq_gguf *file, const char *name,
+                                     float fallback, float *out) {
+    char key[128];
+    double value = (double)fallback;
+    snprintf(key, sizeof key, "%s.%s", m->family, name);
+    const rocq_result result = rocq_gguf_get_f64(file, key, &value);
+    if (result == ROCQ_E_NOT_FOUND && fallback < 0) return llama__fail(m, result, "the file has no %s", key);
+    if (result != ROCQ_OK && result != ROCQ_E_NOT_FOUND) {
+        return llama__fail(m, result, "%s is not a number", key);
+    }
+    if (!(value >= 0 && value < 1e30)) return llama__fail(m, ROCQ_E_CORRUPT, "%s is %g", key, value);
+    *out = (float)value;
+    return ROCQ_OK;
+}
+
+static bool llama__is(rocq_str s, const char *text) {
+    return s.length == (int64_t)strlen(text) && memcmp(s.data, text, (size_t)s.length) == 0;
+}
+
+// Positions: how fast each pair of a head turns, and what stretches a model beyond its training.
+static rocq_result llama__read_rope(llama_model *m, const rocq_gguf *file) {
+    char key[128];
+    rocq_str scaling = {"linear", 6};
+    float factor;
+    LLAMA__TRY(llama__read_int(m, file, "rope.dimension_count", m->head_dim, &m->rope.n_dims));
+    LLAMA__TRY(llama__read_float(m, file, "rope.freq_base", 10000, &m->rope.freq_base));
+    LLAMA__TRY(llama__read_float(m, file, "rope.scale_linear", 0, &factor)); // the key's older name
+    LLAMA__TRY(llama__read_float(m, file, "rope.scaling.factor", factor, &factor));
+    LLAMA__TRY(llama__read_float(m, file, "rope.scaling.attn_factor", 1, &m->rope.attn_factor));
+    LLAMA__TRY(llama__read_int(m, file, "rope.scaling.original_context_length", m->n_ctx_train,
+                               &m->rope.n_ctx_orig));
+    snprintf(key, sizeof key, "%s.rope.scaling.type", m->family);
+    rocq_gguf_get_str(file, key, &scaling);
+    const bool none = llama__is(scaling, "none"), yarn = llama__is(scaling, "yarn");
+    if (!none && !yarn && !llama__is(scaling, "linear")) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s \"%.*s\" is not supported", key,
+                           (int)(scaling.length < 100 ? scaling.length : 100), scaling.data);
+    }
+    if (m->rope.n_dims > m->head_dim || m->rope.n_dims % 2 != 0) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.rope.dimension_count is %d for heads of %d", m->family,
+                           (int)m->rope.n_dims, (int)m->head_dim);
+    }
+    if (factor > 0 && !none) m->rope.freq_scale = 1 / factor;
+    m->rope.ext_factor = yarn ? 1.0f : 0.0f;
+    return ROCQ_OK;
+}
+
+static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file, int *family_bit) {
+    rocq_str name;
+    rocq_gguf_value tokens;
+    int32_t value_dim, n_experts;
+    if (rocq_gguf_get_str(file, "general.architecture", &name) != ROCQ_OK) {
+        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no general.architecture");
+    }
+    for (size_t i = 0; i < sizeof llama__families / sizeof llama__families[0]; i++) {
+        if (!llama__is(name, llama__families[i].name)) continue;
+        m->family = llama__families[i].name;
+        m->rope.pairing = llama__families[i].pairing;
+        m->activation = llama__families[i].activation;
+        *family_bit = llama__families[i].bit;
+    }
+    if (!m->family) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED,
+                           "model family \"%.*s\" is not one of llama, qwen2, qwen3, gemma2",
+                           (int)(name.length < 100 ? name.length : 100), name.data);
+    }
+    LLAMA__TRY(llama__read_int(m, file, "embedding_length", LLAMA__REQUIRED, &m->n_embd));
+    LLAMA__TRY(llama__read_int(m, file, "block_count", LLAMA__REQUIRED, &m->n_layers));
+    LLAMA__TRY(llama__read_int(m, file, "feed_forward_length", LLAMA__REQUIRED, &m->n_ff));
+    LLAMA__TRY(llama__read_int(m, file, "context_length", LLAMA__REQUIRED, &m->n_ctx_train));
+    LLAMA__TRY(llama__read_int(m, file, "attention.head_count", LLAMA__REQUIRED, &m->n_heads));
+    LLAMA__TRY(llama__read_int(m, file, "attention.head_count_kv", m->n_heads, &m->n_kv_heads));
+    LLAMA__TRY(llama__read_float(m, file, "attention.layer_norm_rms_epsilon", LLAMA__REQUIRED, &m->norm_eps));
+    const int32_t split = m->n_embd / m->n_heads;
+    LLAMA__TRY(llama__read_int(m, file, "attention.key_length", split, &m->head_dim));
+    LLAMA__TRY(llama__read_int(m, file, "attention.value_length", split, &value_dim));
+    LLAMA__TRY(llama__read_int(m, file, "expert_count", 1, &n_experts));
+    if (n_experts != 1) return llama__fail(m, ROCQ_E_UNSUPPORTED, "mixtures of experts are not supported");
+    if (value_dim != m->head_dim) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "keys of %d and values of %d elements are not supported",
+                           (int)m->head_dim, (int)value_dim);
+    }
+    if (m->n_layers > 1024 || m->n_heads % m->n_kv_heads != 0) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%d layers of %d heads on %d KV heads", (int)m->n_layers,
+                           (int)m->n_heads, (int)m->n_kv_heads);
+    }
+    if (rocq_gguf_find_value(file, "tokenizer.ggml.tokens", &tokens) == ROCQ_OK &&
+        tokens.count > 0 && tokens.count < 1 << 30) {
+        m->n_vocab = (int32_t)tokens.count;
+    } else {
+        LLAMA__TRY(llama__read_int(m, file, "vocab_size", LLAMA__REQUIRED, &m->n_vocab));
+    }
+    LLAMA__TRY(llama__read_rope(m, file));
+    m->embedding_scale = 1;
+    m->attention_scale = 1 / sqrtf((float)m->head_dim);
+    return ROCQ_OK;
+}
+
+// gemma2's own numbers. Its 27B model, known by its 46 layers, scales scores by what a head would be if
+// heads shared n_embd. Layers see a window in turn, all but the last of each sliding_window_pattern.
+static rocq_result llama__read_gemma2(llama_model *m, const rocq_gguf *file) {
+    int32_t window, pattern;
+    m->embedding_scale = sqrtf((float)m->n_embd);
+    if (m->n_layers == 46) m->attention_scale = 1 / sqrtf((float)(m->n_embd / m->n_heads));
+    LLAMA__TRY(llama__read_float(m, file, "attn_logit_softcapping", 50, &m->attention_softcap));
+    LLAMA__TRY(llama__read_float(m, file, "final_logit_softcapping", 30, &m->final_softcap));
+    LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window", 4096, &window));
+    LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window_pattern", 2, &pattern));
+    for (int32_t i = 0; i < m->n_layers; i++) m->layers[i].window = i % pattern < pattern - 1 ? window : 0;
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Weights
+// ---------------------------------------------------------------------------------------------
+
+enum { LLAMA__ONE, LLAMA__EMBD, LLAMA__Q, LLAMA__KV, LLAMA__HEAD, LLAMA__FF, LLAMA__N_SIZES };
+
+static const struct llama__weight {
+    const char *name;
+    size_t at;      // in llama_layer
+    int cols, rows; // sizes; LLAMA__ONE rows: a vector
+    int families;   // that must have it; others may not, unless optional
+    bool optional;
+} llama__weights[] = {
+    {"attn_norm.weight", offsetof(llama_layer, attn_norm), LLAMA__EMBD, LLAMA__ONE, LLAMA__ALL, false},
+    {"attn_q.weight", offsetof(llama_layer, q), LLAMA__EMBD, LLAMA__Q, LLAMA__ALL, false},
+    {"attn_k.weight", offsetof(llama_layer, k), LLAMA__EMBD, LLAMA__KV, LLAMA__ALL, false},
+    {"attn_v.weight", offsetof(llama_layer, v), LLAMA__EMBD, LLAMA__KV, LLAMA__ALL, false},
+    {"attn_q.bias", offsetof(llama_layer, q_bias), LLAMA__Q, LLAMA__ONE, LLAMA__QWEN2, true},
+    {"attn_k.bias", offsetof(llama_layer, k_bias), LLAMA__KV, LLAMA__ONE, LLAMA__QWEN2, true},
+    {"attn_v.bias", offsetof(llama_layer, v_bias), LLAMA__KV, LLAMA__ONE, LLAMA__QWEN2, true},
+    {"attn_q_norm.weight", offsetof(llama_layer, q_norm), LLAMA__HEAD, LLAMA__ONE, LLAMA__QWEN3, false},
+    {"attn_k_norm.weight", offsetof(llama_layer, k_norm), LLAMA__HEAD, LLAMA__ONE, LLAMA__QWEN3, false},
+    {"attn_output.weight", offsetof(llama_layer, out), LLAMA__Q, LLAMA__EMBD, LLAMA__ALL, false},
+    {"attn_output.bias", offsetof(llama_layer, out_bias), LLAMA__EMBD, LLAMA__ONE, 0, true},
+    {"post_attention_norm.weight", offsetof(llama_layer, attn_post_norm), LLAMA__EMBD, LLAMA__ONE,
+     LLAMA__GEMMA2, false},
+    {"ffn_norm.weight", offsetof(llama_layer, ffn_norm), LLAMA__EMBD, LLAMA__ONE, LLAMA__ALL, false},
+    {"ffn_gate.weight", offsetof(llama_layer, gate), LLAMA__EMBD, LLAMA__FF, LLAMA__ALL, false},
+    {"ffn_gate.bias", offsetof(llama_layer, gate_bias), LLAMA__FF, LLAMA__ONE, 0, true},
+    {"ffn_up.weight", offsetof(llama_layer, up), LLAMA__EMBD, LLAMA__FF, LLAMA__ALL, false},
+    {"ffn_up.bias", offsetof(llama_layer, up_bias), LLAMA__FF, LLAMA__ONE, 0, true},
+    {"ffn_down.weight", offsetof(llama_layer, down), LLAMA__FF, LLAMA__EMBD, LLAMA__ALL, false},
+    {"ffn_down.bias", offsetof(llama_layer, down_bias), LLAMA__EMBD, LLAMA__ONE, 0, true},
+    {"post_ffw_norm.weight", offsetof(llama_layer, ffn_post_norm), LLAMA__EMBD, LLAMA__ONE, LLAMA__GEMMA2,
+     false},
+};
+
+enum { LLAMA__N_WEIGHTS = sizeof llama__weights / sizeof llama__weights[0] };
+
+static size_t llama__max_weights(const llama_model *m) { // with the five that are in no layer
+    return 5 + (size_t)m->n_layers * LLAMA__N_WEIGHTS;
+}
+
+// Finds one weight, [cols] or [cols, rows], and makes it a tensor.
+static rocq_result llama__load(llama_model *m, const rocq_gguf *file, const char *name, int64_t cols,
+                               int64_t rows, bool required, rocq_tensor *out) {
+    rocq_gguf_tensor found;
+    rocq_stats before, after;
+    if (rocq_gguf_find_tensor(file, name, &found) != ROCQ_OK) {
+        return required ? llama__fail(m, ROCQ_E_NOT_FOUND, "tensor %s is missing", name) : ROCQ_OK;
+    }
+    if (found.ne[0] != cols || found.ne[1] != rows || found.ne[2] != 1 || found.ne[3] != 1) {
+        return llama__fail(m, ROCQ_E_SHAPE, "tensor %s has %.0f x %.0f elements, expected %.0f x %.0f", name,
+                           (double)found.ne[0], (double)found.ne[1], (double)cols, (double)rows);
+    }
+    if (!found.known || found.format == ROCQ_I32 || (rows == 1 && found.format != ROCQ_F32)) {
+        return llama__fail(m, ROCQ_E_FORMAT, "tensor %s has format %u, which cannot be used here", name,
+                           (unsigned)found.type_id);
+    }
+    LLAMA__TRY(rocq_get_stats(m->ctx, &before));
+    LLAMA__TRY(rocq_gguf_upload(m->ctx, file, name, out));
+    LLAMA__TRY(rocq_get_stats(m->ctx, &after));
+    if (after.n_allocs > before.n_allocs) m->copies[m->n_copies++] = out->buffer;
+    m->weight_bytes += found.size;
+    m->n_weights++;
+    return ROCQ_OK;
+}
+
+static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file, int family) {
+    const int64_t size[LLAMA__N_SIZES] = {1, m->n_embd, (int64_t)m->n_heads * m->head_dim,
+                                          (int64_t)m->n_kv_heads * m->head_dim, m->head_dim, m->n_ff};
+    LLAMA__TRY(llama__load(m, file, "token_embd.weight", m->n_embd, m->n_vocab, true, &m->embedding));
+    LLAMA__TRY(llama__load(m, file, "output_norm.weight", m->n_embd, 1, true, &m->output_norm));
+    LLAMA__TRY(llama__load(m, file, "output.weight", m->n_embd, m->n_vocab, false, &m->output));
+    LLAMA__TRY(llama__load(m, file, "output.bias", m->n_vocab, 1, false, &m->output_bias));
+    LLAMA__TRY(llama__load(m, file, "rope_freqs.weight", m->rope.n_dims / 2, 1, false, &m->rope_freqs));
+    if (m->rope_freqs.n_dims > 0) m->rope.freq_factors = &m->rope_freqs;
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        LLAMA__TRY(llama__progress(m, "loading", i, m->n_layers));
+        for (int k = 0; k < LLAMA__N_WEIGHTS; k++) {
+            const struct llama__weight *w = &llama__weights[k];
+            const bool required = (w->families & family) != 0;
+            char name[64];
+            if (!required && !w->optional) continue;
+            snprintf(name, sizeof name, "blk.%d.%s", (int)i, w->name);
+            rocq_tensor *field = (rocq_tensor *)(void *)((char *)&m->layers[i] + w->at);
+            LLAMA__TRY(llama__load(m, file, name, size[w->cols], size[w->rows], required, field));
+        }
+    }
+    // A weight that the graph does not know would be left out in silence, and the text be wrong.
+    if (m->n_weights != rocq_gguf_tensor_count(file)) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%d of the file's %d tensors belong to no %s model",
+                           (int)(rocq_gguf_tensor_count(file) - m->n_weights),
+                           (int)rocq_gguf_tensor_count(file), m->family);
+    }
+    return llama__progress(m, "loading", m->n_layers, m->n_layers);
+}
+
+// ---------------------------------------------------------------------------------------------
+// The graph
+// ---------------------------------------------------------------------------------------------
+
+// Runs an op, or, while llama_open plans, finds out what scratch memory it would need: the same code
+// reserves for exactly the ops that run later.
+#define LLAMA__RUN(m, OP, op, params)                                                              \
+    LLAMA__TRY((m)->planning ? llama__measure(m, ROCQ_OP_##OP, params) : rocq_##op((m)->ctx, params))
+
+static rocq_result llama__measure(llama_model *m, rocq_op op, const void *params) {
+    int64_t bytes = 0;
+    LLAMA__TRY(rocq_scratch_size(m->ctx, op, params, &bytes));
+    if (bytes > m->op_scratch) m->op_scratch = bytes;
+    return ROCQ_OK;
+}
+
+static const rocq_tensor *llama__maybe(const rocq_tensor *t) { return t->n_dims > 0 ? t : NULL; }
+
+// Columns [first, first + n) of a contiguous [K, columns] tensor.
+static rocq_tensor llama__columns(const rocq_tensor *t, int64_t first, int64_t n) {
+    const int64_t start[4] = {0, first, 0, 0}, ne[4] = {t->ne[0], n, 1, 1};
+    rocq_tensor view = *t;
+    rocq_tensor_view(&view, t, start, ne); // cannot fail: the columns are inside
+    return view;
+}
+
+// [n_heads * head_dim, n] seen as [head_dim, n_heads, n].
+static rocq_tensor llama__heads(const llama_model *m, const rocq_tensor *t) {
+    const int64_t ne[3] = {m->head_dim, t->ne[0] / m->head_dim, t->ne[1]};
+    rocq_tensor view = *t;
+    rocq_tensor_reshape(&view, t, 3, ne); // cannot fail: the sizes are the same
+    return view;
+}
+
+static rocq_result llama__norm(llama_model *m, const rocq_tensor *y, const rocq_tensor *x,
+                               const rocq_tensor *weight) {
+    const rocq_norm_params norm = {.y = y, .x = x, .weight = weight, .eps = m->norm_eps};
+    LLAMA__RUN(m, RMSNORM, rmsnorm, &norm);
+    return ROCQ_OK;
+}
+
+// Adds to the residual stream x, through a norm where the family has one.
+static rocq_result llama__add(llama_model *m, const rocq_tensor *x, const rocq_tensor *w,
+                              const rocq_tensor *bias, const rocq_tensor *in, const rocq_tensor *norm,
+                              const rocq_tensor *h) {
+    const bool direct = !llama__maybe(norm);
+    const rocq_matmul_params project = {.y = direct ? x : h, .w = w, .x = in, .bias = llama__maybe(bias),
+                                        .residual = direct ? x : NULL};
+    LLAMA__RUN(m, MATMUL, matmul, &project);
+    if (direct) return ROCQ_OK;
+    const rocq_binary_params add = {.y = x, .a = x, .b = h};
+    LLAMA__TRY(llama__norm(m, h, h, norm));
+    LLAMA__RUN(m, ADD, add, &add);
+    return ROCQ_OK;
+}
+
+// One layer over the n tokens in x [n_embd, n], whose positions are pos [n].
+static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq_tensor *x,
+                                const rocq_tensor *pos) {
+    const int64_t n = x->ne[1];
+    const rocq_tensor h = llama__columns(&m->h, 0, n), ffn = llama__columns(&m->ffn, 0, n);
+    const rocq_tensor q = llama__columns(&m->q, 0, n), q_heads = llama__heads(m, &q);
+    const rocq_tensor k = llama__columns(&m->k, 0, n), k_heads = llama__heads(m, &k);
+    const rocq_tensor v = llama__columns(&m->v, 0, n), v_heads = llama__heads(m, &v);
+
+    // Attention
+    const rocq_matmul_params to_q = {.y = &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias)};
+    const rocq_matmul_params to_k = {.y = &k, .w = &l->k, .x = &h, .bias = llama__maybe(&l->k_bias)};
+    const rocq_matmul_params to_v = {.y = &v, .w = &l->v, .x = &h, .bias = llama__maybe(&l->v_bias)};
+    const rocq_rope_append_params append = {.q = &q_heads, .k = &k_heads, .v = &v_heads,
+                                            .k_cache = &l->k_cache, .v_cache = &l->v_cache, .pos = pos,
+                                            .rope = m->rope};
+    const rocq_attention_params attend = {.out = &q_heads, .q = &q_heads, .k = &l->k_cache,
+                                          .v = &l->v_cache, .kv_len = &m->kv_len,
+                                          .scale = m->attention_scale, .softcap = m->attention_softcap,
+                                          .window = l->window, .causal = true};
+    LLAMA__TRY(llama__norm(m, &h, x, &l->attn_norm));
+    LLAMA__RUN(m, MATMUL, matmul, &to_q);
+    LLAMA__RUN(m, MATMUL, matmul, &to_k);
+    LLAMA__RUN(m, MATMUL, matmul, &to_v);
+    if (l->q_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &q_heads, &q_heads, &l->q_norm));
+    if (l->k_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &k_heads, &k_heads, &l->k_norm));
+    LLAMA__RUN(m, ROPE_APPEND, rope_append, &append);
+    LLAMA__RUN(m, ATTENTION, attention, &attend);
+    LLAMA__TRY(llama__add(m, x, &l->out, &l->out_bias, &q, &l->attn_post_norm, &h));
+
+    // Feed-forward: down(act(gate(h)) * up(h))
+    const rocq_matmul_params gate = {.y = &ffn, .w = &l->gate, .x = &h, .bias = llama__maybe(&l->gate_bias),
+                                     .activation = m->activation};
+    const rocq_matmul_params up = {.y = &ffn, .w = &l->up, .x = &h, .bias = llama__maybe(&l->up_bias),
+                                   .gate = &ffn};
+    LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm));
+    LLAMA__RUN(m, MATMUL, matmul, &gate);
+    LLAMA__RUN(m, MATMUL, matmul, &up);
+    return llama__add(m, x, &l->down, &l->down_bias, &ffn, &l->ffn_post_norm, &h);
+}
+
+// Tokens 0 .. n of the batch, from their ids to the residual stream after the last layer.
+static rocq_result llama__batch(llama_model *m, int64_t n) {
+    const rocq_tensor x = llama__columns(&m->x, 0, n);
+    rocq_tensor ids = m->ids, pos = m->pos;
+    ids.ne[0] = pos.ne[0] = n;
+    const rocq_gather_params embed = {.y = &x, .table = &m->embedding, .ids = &ids,
+                                      .scale = m->embedding_scale};
+    LLAMA__RUN(m, GATHER, gather, &embed);
+    for (int32_t i = 0; i < m->n_layers; i++) LLAMA__TRY(llama__layer(m, &m->layers[i], &x, &pos));
+    return ROCQ_OK;
+}
+
+// Logits of n <= n_logits tokens of the batch, from number first on.
+static rocq_result llama__head(llama_model *m, int64_t first, int64_t n) {
+    const rocq_tensor x = llama__columns(&m->x, first, n), h = llama__columns(&m->h, 0, n);
+    const rocq_tensor logits = llama__columns(&m->logits, 0, n);
+    const rocq_matmul_params project = {.y = &logits, .w = &m->output, .x = &h,
+                                        .bias = llama__maybe(&m->output_bias),
+                                        .softcap = m->final_softcap};
+    LLAMA__TRY(llama__norm(m, &h, &x, &m->output_norm));
+    LLAMA__RUN(m, MATMUL, matmul, &project);
+    m->last = llama__columns(&m->logits, n - 1, 1);
+    return ROCQ_OK;
+}
+
+static rocq_result llama__draw(llama_model *m, const rocq_sample_params *how) {
+    rocq_sample_params sample = *how;
+    sample.token = &m->token;
+    sample.logits = &m->last;
+    sample.step = (uint64_t)m->n_past;
+    LLAMA__RUN(m, SAMPLE, sample, &sample);
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Memory
+// ---------------------------------------------------------------------------------------------
+
+static rocq_result llama__tensor(llama_model *m, rocq_arena *arena, rocq_tensor *out, rocq_format format,
+                                 int64_t ne0, int64_t ne1, int64_t ne2) {
+    const int64_t ne[3] = {ne0, ne1, ne2};
+    const rocq_result result = rocq_arena_tensor(arena, out, format, ne2 > 1 ? 3 : ne1 > 1 ? 2 : 1, ne);
+    if (result == ROCQ_OK) return result;
+    return llama__fail(m, result, "no tensor of %.0f x %.0f x %.0f elements: %s", (double)ne0, (double)ne1,
+                       (double)ne2, rocq_result_message(result));
+}
+
+// Cuts the cache and the activations from an arena: first from a measuring one, then from memory.
+static rocq_result llama__cut(llama_model *m, rocq_arena *arena, rocq_format kv_format) {
+    const int64_t n = m->n_batch, n_q = (int64_t)m->n_heads * m->head_dim;
+    const int64_t n_kv = (int64_t)m->n_kv_heads * m->head_dim;
+    const int32_t swap[4] = {0, 2, 1, 3};
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        llama_layer *l = &m->layers[i];
+        rocq_tensor k, v;
+        LLAMA__TRY(llama__tensor(m, arena, &k, kv_format, m->head_dim, m->n_ctx, m->n_kv_heads));
+        LLAMA__TRY(llama__tensor(m, arena, &v, kv_format, m->head_dim, m->n_ctx, m->n_kv_heads));
+        LLAMA__TRY(rocq_tensor_permute(&l->k_cache, &k, swap));
+        LLAMA__TRY(rocq_tensor_permute(&l->v_cache, &v, swap));
+    }
+    m->kv_bytes = arena->used;
+    LLAMA__TRY(llama__tensor(m, arena, &m->ids, ROCQ_I32, n, 1, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->pos, ROCQ_I32, n, 1, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->kv_len, ROCQ_I32, 1, 1, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->token, ROCQ_I32, 1, 1, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->x, ROCQ_F32, m->n_embd, n, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->h, ROCQ_F32, m->n_embd, n, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->q, ROCQ_F32, n_q, n, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->k, ROCQ_F32, n_kv, n, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->v, ROCQ_F32, n_kv, n, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->ffn, ROCQ_F32, m->n_ff, n, 1));
+    return llama__tensor(m, arena, &m->logits, ROCQ_F32, m->n_vocab, m->n_logits, 1);
+}
+
+static rocq_allocator llama__allocator(const llama_model *m) {
+    rocq_info info;
+    memset(&info, 0, sizeof info);
+    rocq_get_info(m->ctx, &info);
+    return info.desc.allocator;
+}
+
+static rocq_result llama__allocate(llama_model *m, void *out, size_t size) { // *out, cleared
+    const rocq_allocator a = llama__allocator(m);
+    void *data = a.alloc(size, a.user);
+    if (!data) return llama__fail(m, ROCQ_E_MEMORY, "no memory for %.0f bytes", (double)size);
+    memset(data, 0, size);
+    memcpy(out, &data, sizeof data); // out points to a pointer of any type
+    return ROCQ_OK;
+}
+
+static void llama__free(llama_model *m, void *data, size_t size) {
+    const rocq_allocator a = llama__allocator(m);
+    if (data) a.free(data, size, a.user);
+}
+
+// Everything that llama_eval and llama_sample use, so that they allocate nothing.
+static rocq_result llama__make_memory(llama_model *m) {
+    const char *name = m->options.kv_format ? m->options.kv_format : "f16";
+    rocq_format kv_format;
+    rocq_arena arena;
+    if (rocq_format_from_name(&kv_format, name) != ROCQ_OK ||
+        m->head_dim % rocq_get_format_info(kv_format)->block_elems != 0) {
+        return llama__fail(m, ROCQ_E_FORMAT, "no KV cache of format %s for heads of %d elements", name,
+                           (int)m->head_dim);
+    }
+    rocq_arena_init(&arena, NULL);
+    LLAMA__TRY(llama__cut(m, &arena, kv_format));
+    const int64_t size = arena.peak;
+    LLAMA__TRY(rocq_buffer_alloc(m->ctx, &m->memory, size));
+    rocq_arena_init(&arena, &m->memory);
+    LLAMA__TRY(llama__cut(m, &arena, kv_format));
+    LLAMA__TRY(llama__allocate(m, &m->positions, (size_t)m->n_batch * sizeof(int32_t)));
+
+    // Scratch, for batches of 1, 2, 4 ... tokens: what an op needs may depend on how it goes about it.
+    const rocq_sample_params how = {.temperature = 1, .top_k = 40, .top_p = 0.9f, .min_p = 0.1f};
+    m->planning = true;
+    for (int64_t n = 1; n <= m->n_batch; n = n < m->n_batch && 2 * n > m->n_batch ? m->n_batch : 2 * n) {
+        LLAMA__TRY(llama__batch(m, n));
+        if (n <= m->n_logits || n == 1) LLAMA__TRY(llama__head(m, 0, n));
+    }
+    LLAMA__TRY(llama__head(m, 0, m->n_logits));
+    LLAMA__TRY(llama__draw(m, &how));
+    m->planning = false;
+    memset(&m->last, 0, sizeof m->last);
+    m->scratch_bytes = size - m->kv_bytes + m->op_scratch;
+    return rocq_reserve(m->ctx, m->op_scratch);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Bodies of the interface
+// ---------------------------------------------------------------------------------------------
+
+static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
+    int family = 0;
+    LLAMA__TRY(llama__read_config(m, file, &family));
+    LLAMA__TRY(llama__allocate(m, &m->layers, (size_t)m->n_layers * sizeof(llama_layer)));
+    LLAMA__TRY(llama__allocate(m, &m->copies, llama__max_weights(m) * sizeof(rocq_buffer)));
+    if (family == LLAMA__GEMMA2) LLAMA__TRY(llama__read_gemma2(m, file));
+    m->n_ctx = m->options.n_ctx > 0 ? m->options.n_ctx : m->n_ctx_train < 4096 ? m->n_ctx_train : 4096;
+    m->n_batch = m->options.n_batch > 0 ? m->options.n_batch : 128;
+    if (m->n_batch > m->n_ctx) m->n_batch = m->n_ctx;
+    m->n_logits = m->options.n_logits > 0 ? m->options.n_logits : 1;
+    if (m->n_logits > m->n_batch) m->n_logits = m->n_batch;
+    LLAMA__TRY(llama__load_all(m, file, family));
+    const bool tied = m->output.n_dims == 0;
+    if (tied) m->output = m->embedding;
+    return llama__make_memory(m);
+}
+
+static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file,
+                                     const llama_options *options) {
+    char error[sizeof m->error];
+    memset(m, 0, sizeof *m);
+    if (!ctx || !file) return llama__fail(m, ROCQ_E_ARGUMENT, "there is no context or no file");
+    m->ctx = ctx;
+    if (options) m->options = *options;
+    const rocq_result result = llama__done(m, llama__open(m, file));
+    if (result != ROCQ_OK) {
+        memcpy(error, m->error, sizeof error);
+        llama_close(m);
+        memcpy(m->error, error, sizeof error);
+    }
+    return result;
+}
+
+static inline void llama_close(llama_model *m) {
+    for (int32_t i = 0; i < m->n_copies; i++) rocq_buffer_free(m->ctx, &m->copies[i]);
+    if (m->ctx) {
+        rocq_buffer_free(m->ctx, &m->memory);
+        llama__free(m, m->positions, (size_t)m->n_batch * sizeof(int32_t));
+        llama__free(m, m->copies, llama__max_weights(m) * sizeof(rocq_buffer));
+        llama__free(m, m->layers, (size_t)m->n_layers * sizeof(llama_layer));
+    }
+    memset(m, 0, sizeof *m);
+}
+
+// One batch: uploads ids and positions, and runs the layers.
+static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int32_t n) {
+    const int32_t kv_len = m->n_past + n;
+    rocq_tensor ids = m->ids, pos = m->pos;
+    ids.ne[0] = pos.ne[0] = n;
+    for (int32_t i = 0; i < n; i++) {
+        m->positions[i] = m->n_past + i;
+        if (tokens[i] < 0 || tokens[i] >= m->n_vocab) {
+            return llama__fail(m, ROCQ_E_BOUNDS, "token %d is not one of %d", (int)tokens[i], (int)m->n_vocab);
+        }
+    }
+    LLAMA__TRY(rocq_upload(m->ctx, &ids, tokens, n * (int64_t)sizeof(int32_t)));
+    LLAMA__TRY(rocq_upload(m->ctx, &pos, m->positions, n * (int64_t)sizeof(int32_t)));
+    LLAMA__TRY(rocq_upload(m->ctx, &m->kv_len, &kv_len, (int64_t)sizeof kv_len));
+    LLAMA__TRY(llama__batch(m, n));
+    m->n_past = kv_len;
+    return ROCQ_OK;
+}
+
+static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n, float *logits) {
+    if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
+    if (!tokens || n < 1 || m->n_past < 0) return llama__fail(m, ROCQ_E_ARGUMENT, "there are no tokens");
+    if (n > m->n_ctx - m->n_past) {
+        return llama__fail(m, ROCQ_E_BOUNDS, "%.0f more tokens do not fit a context of %d, %d of it in use",
+                           (double)n, (int)m->n_ctx, (int)m->n_past);
+    }
+    for (int64_t done = 0; done < n;) {
+        const int32_t step = (int32_t)(n - done < m->n_batch ? n - done : m->n_batch);
+        if (n > 1) LLAMA__TRY(llama__progress(m, "reading", done, n));
+        LLAMA__TRY(llama__eval_batch(m, tokens + done, step));
+        for (int32_t i = 0; logits && i < step;) {
+            const int32_t part = step - i < m->n_logits ? step - i : m->n_logits;
+            const rocq_tensor from = llama__columns(&m->logits, 0, part);
+            LLAMA__TRY(llama__head(m, i, part));
+            LLAMA__TRY(rocq_download(m->ctx, logits + (done + i) * m->n_vocab, &from, rocq_tensor_size(&from)));
+            i += part;
+        }
+        done += step;
+        if (!logits && done == n) LLAMA__TRY(llama__head(m, step - 1, 1));
+    }
+    return n > 1 ? llama__progress(m, "reading", n, n) : ROCQ_OK;
+}
+
+static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int64_t n, float *logits) {
+    m->error[0] = '\0';
+    return llama__done(m, llama__eval(m, tokens, n, logits));
+}
+
+static rocq_result llama__sample(llama_model *m, const rocq_sample_params *how, int32_t *token) {
+    if (m->last.n_dims == 0) return llama__fail(m, ROCQ_E_STATE, "there are no logits to sample from");
+    if (!how || !token) return llama__fail(m, ROCQ_E_ARGUMENT, "how or token is NULL");
+    LLAMA__TRY(llama__draw(m, how));
+    return rocq_download(m->ctx, token, &m->token, (int64_t)sizeof *token);
+}
+
+static inline rocq_result llama_sample(llama_model *m, const rocq_sample_params *how, int32_t *token) {
+    m->error[0] = '\0';
+    return llama__done(m, llama__sample(m, how, token));
+}
+
+#undef LLAMA__TRY
+#undef LLAMA__RUN
+
+#if defined(__cplusplus) && defined(__GNUC__)
+#pragma GCC diagnostic pop
 #endif
+
+#endif // LLAMA_H

@@ -1,17 +1,30 @@
-// tokenizer.h - text to token ids and back, from GGUF metadata: "llama" (SentencePiece BPE) and
-// "gpt2" (byte-level BPE) vocabularies.  (INTERFACE FIRST; bodies follow.)
+// tokenizer.h - text to token ids and back, from a GGUF file's metadata.
+//
+//     tokenizer t;
+//     tokenizer_ids ids = {0};
+//     if (tokenizer_open(&t, file, NULL) != ROCQ_OK) puts(t.error);
+//     tokenizer_encode(&t, &ids, text, length, true, false);
+//     rocq_str piece = tokenizer_piece(&t, ids.data[0], false);
+//     tokenizer_ids_free(&t, &ids);
+//     tokenizer_close(&t);
+//
+// Two kinds of vocabulary: "llama" (SentencePiece BPE: merges by score, bytes as a fallback) and
+// "gpt2" (byte-level BPE: text is cut into words first, then merged by rank inside each). The ids are
+// llama.cpp's for any bytes, valid UTF-8 or not, and take time about linear in the text.
 
 #ifndef TOKENIZER_H
 #define TOKENIZER_H
 
 #include "../rocq.h"
 
-typedef struct tokenizer {
-    int32_t n_vocab;
-    int32_t bos, eos;  // -1 = none
-    char error[256];   // the message of the last failure, also of tokenizer_open
-    // private fields follow
-} tokenizer;
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+// ---------------------------------------------------------------------------------------------
+// Interface
+// ---------------------------------------------------------------------------------------------
 
 // A growing list of token ids; starts zeroed.
 typedef struct tokenizer_ids {
@@ -25,26 +38,1085 @@ typedef struct tokenizer_stream {
     int32_t n_pending;
 } tokenizer_stream;
 
+typedef struct tok__array { // memory that only grows
+    void *data;
+    int64_t capacity; // bytes
+} tok__array;
+
+typedef struct tok__map { // finds a string's index in an array of strings
+    tok__array strings;   // rocq_str [n]
+    tok__array slots;     // int32_t [n_slots]: index + 1, 0 = free
+    int64_t n, n_slots;         // n_slots is a power of two
+    int64_t longest;
+} tok__map;
+
+typedef struct tokenizer {
+    int32_t n_vocab;
+    int32_t bos, eos; // -1 = none
+    char error[256];  // the message of the last failure, also of tokenizer_open
+
+    // private
+    rocq_allocator allocator;
+    const struct tok__pre *pre; // how words are cut; NULL for SentencePiece
+    bool add_bos, add_eos, add_space;
+    int32_t byte_token[256]; // the token of a byte that no other token covers, or -1
+    uint16_t byte_char[256]; // byte-level vocabularies: the character that stands for a byte,
+    int16_t char_byte[324];  // and back; -1 = none
+    tok__map vocab, merges;
+    tok__array scores;  // float [n_vocab]
+    tok__array kinds;   // uint8_t [n_vocab]: TOK__NORMAL and so on
+    tok__array special; // int32_t [n_special]: tokens that are cut out of text, longest first
+    int32_t n_special;
+    tok__array class_starts;                                   // uint32_t, see tok__class
+    tok__array text, codes, classes, fragments, symbols, heap; // while encoding
+    tok__array piece;                                          // while decoding
+} tokenizer;
+
 // Token texts stay in the file, which must stay open. allocator NULL = malloc and free. On failure
-// everything is freed again, t is zero but for t->error.
-static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file, const rocq_allocator *allocator);
+// everything is freed again, and *t is zero but for t->error.
+static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file,
+                                         const rocq_allocator *allocator);
 static inline void tokenizer_close(tokenizer *t); // twice, or on a zeroed struct, is harmless
 
-// Appends the tokens of a text of any bytes. add_special: BOS and EOS where the file asks for them.
-// parse_special: "</s>" and its like in the text become control tokens (as llama_tokenize's flags).
-static inline rocq_result tokenizer_encode(tokenizer *t, tokenizer_ids *ids, const char *text, int64_t length,
-                                           bool add_special, bool parse_special);
+// Appends the tokens of a text of any bytes. add_special: with BOS and EOS where the file asks for
+// them. parse_special: "</s>" and its like in the text become the control tokens of that name.
+static inline rocq_result tokenizer_encode(tokenizer *t, tokenizer_ids *ids, const char *text,
+                                           int64_t length, bool add_special, bool parse_special);
 static inline void tokenizer_ids_free(tokenizer *t, tokenizer_ids *ids);
 
 // True when generation ends with this token.
 static inline bool tokenizer_is_end(const tokenizer *t, int32_t id);
 
-// The bytes of one token, maybe part of a character; control tokens are empty unless special.
-// Valid until the next call on t.
+// The bytes of one token, maybe part of a character only; control tokens are empty unless special is
+// set. Valid until the next call on t.
 static inline rocq_str tokenizer_piece(tokenizer *t, int32_t id, bool special);
 
-// The same for reading along: only whole UTF-8 characters come out, what is never completed becomes
-// U+FFFD. id -1 flushes. No allocation.
+// The same for reading along: only whole UTF-8 characters come out, and U+FFFD for what never becomes
+// one. id -1 flushes what is left. Allocates nothing.
 static inline rocq_str tokenizer_next(tokenizer *t, tokenizer_stream *s, int32_t id, bool special);
 
-#endif
+// ---------------------------------------------------------------------------------------------
+// Errors and memory
+// ---------------------------------------------------------------------------------------------
+
+#define TOK__TRY(call)                                   \
+    do {                                                       \
+        const rocq_result tok__r = (call);               \
+        if (tok__r != ROCQ_OK) return tok__r;      \
+    } while (0)
+
+static rocq_result tok__fail(tokenizer *t, rocq_result result, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(t->error, sizeof t->error, format, args);
+    va_end(args);
+    return result;
+}
+
+static void *tok__malloc(size_t size, void *user) {
+    (void)user;
+    return malloc(size);
+}
+
+static void tok__mfree(void *ptr, size_t size, void *user) {
+    (void)size;
+    (void)user;
+    free(ptr);
+}
+
+static void tok__free(tokenizer *t, tok__array *a) {
+    if (a->data) t->allocator.free(a->data, (size_t)a->capacity, t->allocator.user);
+    a->data = NULL;
+    a->capacity = 0;
+}
+
+// Room for n elements, keeping what is there. At least doubles, so that appending is cheap.
+static rocq_result tok__room(tokenizer *t, tok__array *a, int64_t n, size_t size) {
+    const int64_t need = n * (int64_t)size;
+    if (need <= a->capacity) return ROCQ_OK;
+    const int64_t capacity = need > 2 * a->capacity ? need : 2 * a->capacity;
+    void *data = t->allocator.alloc((size_t)capacity, t->allocator.user);
+    if (!data) {
+        return tok__fail(t, ROCQ_E_MEMORY, "no memory for %.0f bytes of tokenizer data",
+                               (double)capacity);
+    }
+    if (a->capacity > 0) memcpy(data, a->data, (size_t)a->capacity);
+    tok__free(t, a);
+    a->data = data;
+    a->capacity = capacity;
+    return ROCQ_OK;
+}
+
+static rocq_result tok__push(tokenizer *t, tokenizer_ids *ids, int32_t id) {
+    if (ids->count == ids->capacity) {
+        tok__array a = {ids->data, ids->capacity * (int64_t)sizeof(int32_t)};
+        TOK__TRY(tok__room(t, &a, ids->count < 64 ? 64 : 2 * ids->count, sizeof(int32_t)));
+        ids->data = (int32_t *)a.data;
+        ids->capacity = a.capacity / (int64_t)sizeof(int32_t);
+    }
+    ids->data[ids->count++] = id;
+    return ROCQ_OK;
+}
+
+static inline void tokenizer_ids_free(tokenizer *t, tokenizer_ids *ids) {
+    tok__array a = {ids->data, ids->capacity * (int64_t)sizeof(int32_t)};
+    tok__free(t, &a);
+    memset(ids, 0, sizeof *ids);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Strings by content
+// ---------------------------------------------------------------------------------------------
+
+static uint64_t tok__hash(uint64_t hash, const char *text, int64_t n) { // FNV-1a
+    for (int64_t i = 0; i < n; i++) hash = (hash ^ (unsigned char)text[i]) * 0x100000001b3u;
+    return hash;
+}
+
+// The slot of "a b", or of "a" where b is NULL; or the free slot where it would go.
+static int32_t *tok__slot(const tok__map *map, const char *a, int64_t n_a, const char *b,
+                                int64_t n_b) {
+    const rocq_str *strings = (const rocq_str *)map->strings.data;
+    int32_t *slots = (int32_t *)map->slots.data;
+    uint64_t hash = tok__hash(0xcbf29ce484222325u, a, n_a);
+    if (b) hash = tok__hash(tok__hash(hash, " ", 1), b, n_b);
+    const int64_t length = b ? n_a + 1 + n_b : n_a;
+    int64_t i = (int64_t)((hash ^ hash >> 32) & (uint64_t)(map->n_slots - 1));
+    for (; slots[i] != 0; i = (i + 1) & (map->n_slots - 1)) {
+        const rocq_str s = strings[slots[i] - 1];
+        if (s.length != length || memcmp(s.data, a, (size_t)n_a) != 0) continue;
+        if (!b || (s.data[n_a] == ' ' && memcmp(s.data + n_a + 1, b, (size_t)n_b) == 0)) break;
+    }
+    return &slots[i];
+}
+
+// Index of the string, or -1.
+static int32_t tok__find(const tok__map *map, const char *a, int64_t n_a, const char *b,
+                               int64_t n_b) {
+    if (map->n == 0 || n_a + n_b > map->longest) return -1;
+    return *tok__slot(map, a, n_a, b, n_b) - 1;
+}
+
+// Reads an array of strings. Of equal ones the last is found, or the first.
+static rocq_result tok__read_map(tokenizer *t, const rocq_gguf *file, const char *key,
+                                       tok__map *map, bool last_wins) {
+    rocq_gguf_value value;
+    const void *cursor = NULL;
+    if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK) {
+        return tok__fail(t, ROCQ_E_NOT_FOUND, "the file has no %s", key);
+    }
+    if (!value.is_array || value.type != ROCQ_GGUF_STRING || value.count > INT32_MAX / 2) {
+        return tok__fail(t, ROCQ_E_TYPE, "%s is not an array of strings", key);
+    }
+    for (map->n_slots = 64; map->n_slots < 2 * value.count;) map->n_slots *= 2;
+    TOK__TRY(tok__room(t, &map->strings, value.count + 1, sizeof(rocq_str)));
+    TOK__TRY(tok__room(t, &map->slots, map->n_slots, sizeof(int32_t)));
+    memset(map->slots.data, 0, (size_t)map->n_slots * sizeof(int32_t));
+    rocq_str *strings = (rocq_str *)map->strings.data;
+    for (; map->n < value.count; map->n++) {
+        rocq_str *s = &strings[map->n];
+        if (rocq_gguf_next_str(&value, &cursor, s) != ROCQ_OK) {
+            return tok__fail(t, ROCQ_E_CORRUPT, "%s ends early", key);
+        }
+        if (s->length > INT32_MAX / 8) {
+            return tok__fail(t, ROCQ_E_OVERFLOW, "%s has a string of %.0f bytes", key,
+                                   (double)s->length);
+        }
+        if (s->length == 0) continue;
+        if (s->length > map->longest) map->longest = s->length;
+        int32_t *slot = tok__slot(map, s->data, s->length, NULL, 0);
+        if (*slot == 0 || last_wins) *slot = (int32_t)map->n + 1;
+    }
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Characters
+// ---------------------------------------------------------------------------------------------
+
+enum {
+    TOK__OTHER, // symbols, marks, controls, the unassigned
+    TOK__NUMBER,
+    TOK__LETTER,
+    TOK__PUNCTUATION,
+    TOK__SPACE // property White_Space; no space is a number, letter or punctuation
+};
+
+// General categories N, L and P of Unicode 15.1, as runs of equal class from U+0000 on:
+// 4 * length + class. Made from the Unicode Character Database. Beyond them all is OTHER.
+static const uint32_t tok__class_runs[] = {
+    132, 15, 4, 27, 4, 19, 41, 11, 12, 11, 106, 15, 4, 7, 4, 106, 7, 4, 7, 140, 7, 20, 7, 8, 6, 7,
+    24, 9, 4, 6, 11, 4, 5, 6, 7, 13, 7, 94, 4, 126, 4, 1834, 16, 50, 56, 22, 28, 6, 4, 6, 516, 22,
+    4, 10, 8, 18, 7, 6, 24, 6, 7, 14, 4, 6, 4, 82, 4, 334, 4, 558, 32, 666, 4, 154, 8, 6, 27, 166,
+    11, 204, 7, 4, 7, 8, 7, 8, 7, 36, 110, 16, 18, 11, 80, 11, 4, 11, 52, 7, 4, 15, 174, 84, 41, 19,
+    10, 4, 398, 7, 6, 60, 10, 28, 10, 41, 14, 8, 6, 59, 8, 6, 4, 122, 116, 358, 44, 6, 56, 41, 134,
+    36, 10, 4, 15, 6, 20, 90, 16, 6, 36, 6, 12, 6, 28, 63, 4, 102, 20, 7, 4, 46, 20, 98, 4, 26, 68,
+    170, 232, 218, 12, 6, 72, 6, 28, 42, 8, 11, 41, 7, 66, 16, 34, 8, 10, 8, 90, 4, 30, 4, 6, 12,
+    18, 12, 6, 64, 6, 52, 10, 4, 14, 16, 41, 10, 8, 25, 8, 6, 7, 28, 26, 16, 10, 8, 90, 4, 30, 4,
+    10, 4, 10, 4, 10, 124, 18, 4, 6, 28, 41, 8, 14, 4, 7, 56, 38, 4, 14, 4, 90, 4, 30, 4, 10, 4, 22,
+    12, 6, 72, 6, 60, 10, 16, 41, 7, 32, 6, 44, 34, 8, 10, 8, 90, 4, 30, 4, 10, 4, 22, 12, 6, 120,
+    10, 4, 14, 16, 41, 4, 6, 25, 44, 6, 4, 26, 12, 14, 4, 18, 12, 10, 4, 6, 4, 10, 12, 10, 12, 14,
+    12, 50, 88, 6, 84, 53, 72, 34, 4, 14, 4, 94, 4, 66, 12, 6, 104, 14, 8, 6, 8, 10, 16, 41, 28, 7,
+    29, 4, 6, 12, 7, 34, 4, 14, 4, 94, 4, 42, 4, 22, 12, 6, 124, 10, 4, 10, 16, 41, 4, 10, 68, 38,
+    4, 14, 4, 166, 8, 6, 64, 6, 20, 14, 4, 29, 14, 16, 77, 4, 26, 20, 74, 12, 98, 4, 38, 4, 6, 8,
+    30, 124, 41, 16, 7, 48, 194, 4, 10, 48, 30, 32, 7, 41, 11, 148, 10, 4, 6, 4, 22, 4, 98, 4, 6, 4,
+    42, 4, 10, 36, 6, 8, 22, 4, 6, 36, 41, 8, 18, 128, 6, 12, 63, 4, 7, 44, 81, 24, 19, 8, 34, 4,
+    146, 96, 7, 8, 22, 268, 23, 16, 11, 148, 174, 80, 6, 41, 27, 26, 16, 18, 12, 6, 12, 10, 28, 14,
+    16, 54, 48, 6, 4, 41, 24, 154, 4, 6, 20, 6, 8, 174, 7, 1334, 4, 18, 8, 30, 4, 6, 4, 18, 8, 166,
+    4, 18, 8, 134, 4, 18, 8, 30, 4, 6, 4, 18, 8, 62, 4, 230, 4, 18, 8, 270, 20, 39, 81, 12, 66, 64,
+    346, 8, 26, 8, 7, 2482, 4, 7, 70, 4, 106, 11, 12, 302, 15, 13, 34, 28, 74, 52, 78, 12, 11, 36,
+    74, 56, 54, 4, 14, 60, 210, 128, 15, 6, 15, 4, 6, 12, 41, 24, 41, 24, 47, 20, 41, 24, 358, 28,
+    22, 8, 138, 4, 6, 20, 282, 40, 126, 148, 11, 41, 122, 8, 22, 44, 178, 16, 106, 24, 45, 148, 94,
+    28, 11, 214, 172, 41, 24, 41, 24, 31, 6, 27, 348, 190, 68, 34, 12, 41, 31, 112, 11, 16, 122, 52,
+    10, 41, 178, 88, 19, 146, 92, 23, 41, 12, 14, 41, 146, 11, 38, 28, 174, 8, 14, 35, 44, 7, 84,
+    18, 4, 26, 4, 10, 12, 6, 20, 770, 256, 1114, 8, 26, 8, 154, 8, 26, 8, 34, 4, 6, 4, 6, 4, 6, 4,
+    126, 8, 214, 4, 30, 4, 6, 12, 14, 4, 30, 12, 18, 8, 26, 16, 54, 20, 14, 4, 30, 76, 99, 32, 83,
+    4, 55, 4, 51, 68, 5, 6, 8, 25, 12, 11, 6, 41, 12, 11, 4, 54, 404, 6, 16, 6, 8, 42, 4, 6, 12, 22,
+    24, 6, 4, 6, 4, 6, 4, 18, 4, 46, 8, 18, 20, 22, 16, 6, 4, 205, 10, 21, 1528, 19, 116, 11, 1236,
+    241, 312, 89, 2464, 59, 121, 196, 11, 124, 43, 1612, 91, 252, 19, 128, 11, 2056, 918, 24, 18,
+    12, 10, 20, 19, 5, 11, 154, 4, 6, 20, 6, 8, 226, 28, 6, 7, 60, 94, 36, 30, 4, 30, 4, 30, 4, 30,
+    4, 30, 4, 30, 4, 30, 4, 30, 132, 191, 6, 131, 8, 51, 1676, 15, 4, 10, 5, 43, 8, 51, 4, 37, 24,
+    7, 22, 8, 13, 10, 7, 12, 346, 24, 14, 7, 362, 7, 18, 20, 174, 4, 378, 12, 17, 40, 130, 192, 66,
+    128, 41, 120, 33, 4, 61, 128, 41, 156, 61, 1280, 26370, 256, 88630, 268, 186, 11, 1078, 15, 66,
+    41, 10, 80, 190, 16, 7, 40, 7, 126, 8, 282, 41, 8, 27, 124, 38, 8, 414, 8, 258, 20, 10, 4, 6, 4,
+    22, 96, 66, 4, 14, 4, 18, 4, 94, 52, 25, 40, 210, 19, 40, 202, 104, 11, 41, 96, 26, 15, 6, 7,
+    10, 4, 41, 114, 32, 11, 94, 96, 7, 118, 28, 190, 56, 55, 4, 6, 41, 16, 11, 22, 4, 42, 41, 22, 4,
+    166, 92, 14, 4, 34, 16, 41, 8, 19, 94, 12, 6, 12, 202, 4, 6, 12, 10, 8, 22, 8, 6, 4, 6, 96, 14,
+    11, 46, 20, 11, 14, 48, 26, 8, 26, 8, 26, 36, 30, 4, 30, 4, 174, 4, 58, 24, 462, 32, 7, 16, 41,
+    24, 44690, 48, 94, 16, 198, 33808, 1466, 8, 426, 152, 30, 48, 22, 20, 6, 4, 42, 4, 54, 4, 22, 4,
+    6, 4, 10, 4, 10, 4, 434, 132, 1454, 11, 64, 258, 8, 218, 160, 50, 80, 43, 88, 143, 4, 59, 4, 7,
+    16, 7, 4, 11, 16, 22, 4, 542, 16, 15, 4, 27, 4, 19, 41, 11, 12, 11, 106, 15, 4, 7, 4, 106, 7, 4,
+    7, 4, 31, 358, 12, 26, 8, 26, 8, 26, 8, 14, 140, 50, 4, 106, 4, 78, 4, 10, 4, 62, 8, 58, 136,
+    494, 20, 15, 16, 181, 48, 229, 68, 9, 976, 118, 12, 198, 64, 109, 16, 130, 17, 36, 82, 5, 34, 5,
+    20, 154, 40, 122, 4, 7, 146, 16, 34, 7, 21, 168, 634, 8, 41, 24, 146, 16, 146, 16, 162, 32, 210,
+    44, 7, 46, 4, 62, 4, 30, 4, 10, 4, 46, 4, 62, 4, 30, 4, 10, 268, 1246, 36, 90, 40, 34, 96, 26,
+    4, 170, 4, 38, 276, 26, 8, 6, 4, 178, 4, 10, 12, 6, 8, 94, 4, 7, 33, 94, 8, 29, 126, 32, 37,
+    192, 78, 4, 10, 20, 21, 90, 25, 12, 7, 106, 20, 7, 256, 226, 16, 9, 10, 65, 8, 185, 6, 60, 18,
+    4, 14, 4, 118, 40, 37, 28, 39, 28, 118, 9, 7, 118, 13, 128, 34, 4, 114, 24, 21, 31, 36, 218, 12,
+    31, 90, 8, 33, 78, 20, 33, 74, 28, 19, 48, 29, 320, 294, 220, 206, 52, 206, 28, 25, 146, 48, 41,
+    1176, 125, 4, 170, 12, 7, 8, 10, 312, 118, 41, 6, 32, 90, 44, 17, 23, 88, 74, 16, 19, 152, 86,
+    29, 80, 94, 48, 214, 60, 31, 16, 121, 4, 10, 8, 6, 52, 182, 44, 11, 4, 19, 56, 102, 28, 41, 36,
+    146, 60, 41, 19, 6, 8, 6, 32, 142, 4, 11, 6, 48, 194, 56, 18, 19, 16, 7, 8, 41, 6, 7, 6, 15, 4,
+    81, 44, 74, 4, 102, 48, 27, 4, 10, 252, 30, 4, 6, 4, 18, 4, 62, 4, 42, 7, 24, 190, 68, 41, 44,
+    34, 8, 10, 8, 90, 4, 30, 4, 10, 4, 22, 12, 6, 72, 6, 48, 22, 632, 214, 72, 18, 23, 41, 11, 4, 7,
+    4, 14, 120, 194, 80, 10, 7, 6, 32, 41, 664, 190, 72, 95, 18, 144, 194, 68, 15, 6, 44, 41, 24,
+    55, 76, 174, 52, 6, 7, 24, 41, 216, 110, 84, 49, 15, 4, 30, 740, 178, 60, 7, 400, 258, 77, 48,
+    34, 8, 6, 8, 34, 4, 10, 4, 98, 60, 6, 4, 6, 8, 15, 36, 41, 280, 34, 8, 158, 64, 6, 7, 6, 112, 6,
+    40, 162, 28, 6, 16, 35, 36, 6, 44, 186, 64, 15, 6, 23, 52, 294, 28, 43, 984, 38, 4, 150, 68, 6,
+    23, 40, 117, 12, 11, 122, 448, 30, 4, 10, 4, 154, 84, 6, 36, 41, 24, 26, 4, 10, 4, 130, 56, 6,
+    28, 41, 1240, 78, 16, 11, 36, 6, 4, 54, 4, 138, 60, 55, 41, 344, 6, 60, 85, 168, 7, 3690, 408,
+    445, 4, 23, 44, 786, 10544, 390, 11, 52, 4290, 68, 26, 16100, 2334, 34532, 2278, 28, 126, 4, 41,
+    16, 11, 318, 4, 41, 24, 122, 28, 7, 40, 194, 28, 23, 16, 18, 7, 44, 41, 4, 29, 4, 86, 20, 78,
+    2752, 258, 93, 19, 404, 302, 20, 6, 264, 54, 256, 10, 7, 6, 112, 24546, 32, 4954, 168, 38,
+    35740, 18, 4, 30, 4, 10, 4, 1166, 60, 6, 116, 14, 8, 6, 56, 18, 32, 1586, 9232, 430, 20, 54, 12,
+    38, 28, 42, 20, 7, 22656, 81, 48, 81, 432, 101, 540, 342, 4, 286, 4, 10, 8, 6, 8, 10, 8, 18, 4,
+    50, 4, 6, 4, 30, 4, 262, 4, 18, 8, 34, 4, 30, 4, 114, 4, 18, 4, 22, 4, 6, 12, 30, 4, 1362, 8,
+    102, 4, 102, 4, 126, 4, 102, 4, 126, 4, 102, 4, 126, 4, 102, 4, 126, 4, 102, 4, 34, 8, 201,
+    2588, 23, 4560, 126, 24, 26, 1044, 250, 584, 182, 40, 30, 8, 41, 16, 6, 1284, 122, 72, 178, 16,
+    41, 1880, 114, 16, 41, 2968, 30, 4, 18, 4, 10, 4, 62, 4, 790, 8, 37, 192, 274, 28, 6, 16, 41,
+    16, 11, 3140, 237, 4, 13, 4, 17, 304, 181, 4, 61, 776, 18, 4, 110, 4, 10, 4, 6, 8, 6, 4, 42, 4,
+    18, 4, 6, 4, 6, 24, 6, 16, 6, 4, 6, 4, 6, 4, 14, 4, 10, 4, 6, 8, 6, 4, 6, 4, 6, 4, 6, 4, 6, 4,
+    10, 4, 6, 8, 18, 4, 30, 4, 18, 4, 18, 4, 6, 4, 42, 4, 70, 20, 14, 4, 22, 4, 70, 2320, 53, 11148,
+    41, 4120, 170882, 128, 16618, 24, 890, 8, 23050, 56, 29894, 60, 2490, 9864, 2170, 6024, 19758,
+    20, 16770,
+};
+
+enum { TOK__N_RUNS = sizeof tok__class_runs / sizeof tok__class_runs[0] };
+
+static int tok__class(const tokenizer *t, uint32_t code) {
+    const uint32_t *starts = (const uint32_t *)t->class_starts.data;
+    if ((code >= 9 && code <= 13) || code == 0x20 || code == 0x85 || code == 0xa0 || code == 0x1680 ||
+        (code >= 0x2000 && code <= 0x200a) || code == 0x2028 || code == 0x2029 || code == 0x202f ||
+        code == 0x205f || code == 0x3000) {
+        return TOK__SPACE;
+    }
+    if (code >= starts[TOK__N_RUNS]) return TOK__OTHER;
+    int low = 0, high = TOK__N_RUNS; // starts[low] <= code < starts[high]
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (starts[middle] <= code) low = middle;
+        else high = middle;
+    }
+    return (int)(tok__class_runs[low] & 3u);
+}
+
+static int tok__put_utf8(char *out, uint32_t code) {
+    if (code < 0x80) {
+        out[0] = (char)code;
+        return 1;
+    }
+    const int n = code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    for (int i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80u | (code & 0x3fu));
+    out[0] = (char)(unsigned char)((0xf0u << (4 - n)) | code);
+    return n;
+}
+
+// Reads one character as llama.cpp does: any sequence of the right form counts, overlong ones and
+// surrogates too; a byte that begins none is U+FFFD.
+static int tok__get_utf8(const char *text, int64_t n, uint32_t *code) {
+    const unsigned char *s = (const unsigned char *)text;
+    const int length = s[0] < 0x80 ? 1 : s[0] < 0xc0 ? 0 : s[0] < 0xe0 ? 2 : s[0] < 0xf0 ? 3 : s[0] < 0xf8 ? 4 : 0;
+    bool whole = length > 0 && length <= n;
+    for (int i = 1; whole && i < length; i++) whole = (s[i] & 0xc0u) == 0x80u;
+    *code = 0xfffd;
+    if (!whole) return 1;
+    uint32_t value = length == 1 ? s[0] : s[0] & (0x7fu >> length);
+    for (int i = 1; i < length; i++) value = value << 6 | (s[i] & 0x3fu);
+    if (value <= 0x10ffff) *code = value;
+    return length;
+}
+
+// Strict, for output: the length of the valid character at s; 0 when n bytes may still become one;
+// or minus the number of bytes that cannot.
+static int tok__valid_utf8(const unsigned char *s, int32_t n) {
+    const unsigned char c = s[0];
+    const int length = c < 0x80 ? 1 : c < 0xc2 ? 0 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : c < 0xf5 ? 4 : 0;
+    if (length == 0) return -1;
+    for (int i = 1; i < length; i++) {
+        if (i >= n) return 0;
+        const unsigned char low = i > 1 ? 0x80 : c == 0xe0 ? 0xa0 : c == 0xf0 ? 0x90 : 0x80;
+        const unsigned char high = i > 1 ? 0xbf : c == 0xed ? 0x9f : c == 0xf4 ? 0x8f : 0xbf;
+        if (s[i] < low || s[i] > high) return -i;
+    }
+    return length;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Cutting text into words, before byte-level BPE
+// ---------------------------------------------------------------------------------------------
+// A vocabulary was trained on words that a regular expression cut, and only fits words cut the same
+// way. Each rule below is one expression, quoted above it; it returns the end of the word at `at`.
+// Where an expression only finds things, what lies between is a word too. Several rules in a row cut
+// the words of the one before.
+
+typedef struct tok__chars {
+    const uint32_t *code;
+    const uint8_t *kind; // tok__class of each
+} tok__chars;
+
+typedef int64_t (*tok__rule)(const tok__chars *x, int64_t at, int64_t end);
+
+static bool tok__is_symbol(int kind) { // [^\s\p{L}\p{N}]
+    return kind == TOK__OTHER || kind == TOK__PUNCTUATION;
+}
+
+static bool tok__is_newline(uint32_t code) { return code == '\r' || code == '\n'; }
+
+// Length of 's 't 'm 'd 're 've 'll at `at`, else 0.
+static int64_t tok__contraction(const tok__chars *x, int64_t at, int64_t end,
+                                      bool any_case) {
+    uint32_t c[2] = {0, 0};
+    if (x->code[at] != '\'') return 0;
+    for (int i = 0; i < 2 && at + 1 + i < end; i++) {
+        c[i] = x->code[at + 1 + i];
+        if (any_case && c[i] >= 'A' && c[i] <= 'Z') c[i] += 'a' - 'A';
+    }
+    if (c[0] == 's' || c[0] == 't' || c[0] == 'm' || c[0] == 'd') return 2;
+    return (c[0] == 'r' && c[1] == 'e') || (c[0] == 'v' && c[1] == 'e') || (c[0] == 'l' && c[1] == 'l')
+               ? 3 : 0;
+}
+
+// \s+(?!\S)|\s+ : the last space before a word is left to it. With newlines, before that
+// \s*[\r\n]+ : up to the last line end.
+static int64_t tok__spaces(const tok__chars *x, int64_t at, int64_t end, bool newlines) {
+    int64_t stop = at, line = at;
+    for (; stop < end && x->kind[stop] == TOK__SPACE; stop++) {
+        if (newlines && tok__is_newline(x->code[stop])) line = stop + 1;
+    }
+    if (line > at) return line;
+    return stop < end && stop > at + 1 ? stop - 1 : stop;
+}
+
+// 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+static int64_t tok__rule_gpt2(const tok__chars *x, int64_t at, int64_t end) {
+    const int64_t contraction = tok__contraction(x, at, end, false);
+    if (contraction > 0) return at + contraction;
+    int64_t i = at + (x->code[at] == ' ' && at + 1 < end ? 1 : 0);
+    const int kind = x->kind[i];
+    if (kind == TOK__SPACE) return tok__spaces(x, at, end, false);
+    while (i < end && (x->kind[i] == kind ||
+                       (tok__is_symbol(kind) && tok__is_symbol(x->kind[i])))) i++;
+    return i;
+}
+
+// What the next three rules share, after their words of letters and numbers:
+//  ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+     (tekken: [\r\n/]*)
+static int64_t tok__rest(const tok__chars *x, int64_t at, int64_t end, bool slash) {
+    int64_t i = at + (x->code[at] == ' ' && at + 1 < end ? 1 : 0);
+    if (!tok__is_symbol(x->kind[i])) return tok__spaces(x, at, end, true);
+    while (i < end && tok__is_symbol(x->kind[i])) i++;
+    while (i < end && (tok__is_newline(x->code[i]) || (slash && x->code[i] == '/'))) i++;
+    return i;
+}
+
+// True at a letter, or at what may stand before one: [^\r\n\p{L}\p{N}]?\p{L}
+static bool tok__starts_letters(const tok__chars *x, int64_t at, int64_t end) {
+    if (x->kind[at] == TOK__LETTER) return true;
+    return x->kind[at] != TOK__NUMBER && !tok__is_newline(x->code[at]) && at + 1 < end &&
+           x->kind[at + 1] == TOK__LETTER;
+}
+
+// (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,digits}| rest
+static int64_t tok__rule_letters(const tok__chars *x, int64_t at, int64_t end, int digits) {
+    const int64_t contraction = tok__contraction(x, at, end, true);
+    if (contraction > 0) return at + contraction;
+    int64_t i = at + 1;
+    if (tok__starts_letters(x, at, end)) {
+        while (i < end && x->kind[i] == TOK__LETTER) i++;
+        return i;
+    }
+    if (x->kind[at] != TOK__NUMBER) return tok__rest(x, at, end, false);
+    while (i < end && i < at + digits && x->kind[i] == TOK__NUMBER) i++;
+    return i;
+}
+
+static int64_t tok__rule_llama3(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__rule_letters(x, at, end, 3);
+}
+
+static int64_t tok__rule_qwen2(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__rule_letters(x, at, end, 1);
+}
+
+// [^\r\n\p{L}\p{N}]?U*W+|[^\r\n\p{L}\p{N}]?U+W*|\p{N}| rest, where U is any letter but a-z and W any
+// but A-Z: capitals begin a word.
+static int64_t tok__rule_tekken(const tok__chars *x, int64_t at, int64_t end) {
+    if (!tok__starts_letters(x, at, end)) {
+        return x->kind[at] == TOK__NUMBER ? at + 1 : tok__rest(x, at, end, true);
+    }
+    const int64_t first = at + (x->kind[at] == TOK__LETTER ? 0 : 1);
+    int64_t i = first;
+    while (i < end && x->kind[i] == TOK__LETTER && !(x->code[i] >= 'a' && x->code[i] <= 'z')) i++;
+    const int64_t capitals = i;
+    while (i < end && x->kind[i] == TOK__LETTER && !(x->code[i] >= 'A' && x->code[i] <= 'Z')) i++;
+    if (i > capitals) return i;
+    while (i > first && x->code[i - 1] < 0x80) i--; // W+ takes the last letter that is not A-Z
+    return i > first ? i : capitals;
+}
+
+// A run of what rule and kinds agree on, or the run before the next one.
+static bool tok__is_mark(const tok__chars *x, int64_t i, const char *more) {
+    return x->kind[i] == TOK__PUNCTUATION ||
+           (x->code[i] > 0 && x->code[i] < 0x80 && strchr(more, (int)x->code[i]));
+}
+
+static int64_t tok__marks(const tok__chars *x, int64_t at, int64_t end, const char *more) {
+    int64_t i = at + 1;
+    while (i < end && tok__is_mark(x, i, more) == tok__is_mark(x, at, more)) i++;
+    return i;
+}
+
+// [\p{P}\$\+<=>\^~\|]+
+static int64_t tok__rule_marks(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__marks(x, at, end, "$+<=>^~|");
+}
+
+// [\p{P}\$\+<=>\^~\|`]+
+static int64_t tok__rule_falcon(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__marks(x, at, end, "$+<=>^~|`");
+}
+
+// \p{N}+
+static int64_t tok__rule_numbers(const tok__chars *x, int64_t at, int64_t end) {
+    int64_t i = at + 1;
+    while (i < end && (x->kind[i] == TOK__NUMBER) == (x->kind[at] == TOK__NUMBER)) i++;
+    return i;
+}
+
+// \p{N}
+static int64_t tok__rule_digit(const tok__chars *x, int64_t at, int64_t end) {
+    return x->kind[at] == TOK__NUMBER ? at + 1 : tok__rule_numbers(x, at, end);
+}
+
+// [0-9][0-9][0-9]
+static int64_t tok__rule_thousands(const tok__chars *x, int64_t at, int64_t end) {
+    for (int64_t i = at, n = 0; i < end; i++) {
+        n = x->code[i] >= '0' && x->code[i] <= '9' ? n + 1 : 0;
+        if (n == 3) return i - 2 > at ? i - 2 : i + 1;
+    }
+    return end;
+}
+
+// tokenizer.ggml.pre, as llama.cpp knows them; others are refused, because guessing would quietly
+// give a model the wrong tokens.
+typedef struct tok__pre {
+    const char *names;        // separated by spaces
+    tok__rule rules[5]; // NULL at the end
+    bool whole_words;         // a word that is a token is not merged from parts
+    bool add_bos;             // unless the file says otherwise
+} tok__pre;
+
+static const tok__pre tok__pres[] = {
+    {" default ", {tok__rule_marks, tok__rule_gpt2, tok__rule_numbers,
+                   tok__rule_thousands, NULL}, false, false},
+    {" gpt-2 phi-2 olmo mpt jais trillion granite-docling modern-bert gigachat mellum exaone4 ",
+     {tok__rule_gpt2, NULL, NULL, NULL, NULL}, false, false},
+    {" llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 ",
+     {tok__rule_llama3, NULL, NULL, NULL, NULL}, true, true},
+    {" smaug-bpe dbrx ", {tok__rule_llama3, NULL, NULL, NULL, NULL}, false, false},
+    {" qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan solar-open grok-2 kormo f2llmv2 ",
+     {tok__rule_qwen2, NULL, NULL, NULL, NULL}, false, false},
+    {" tekken ", {tok__rule_tekken, NULL, NULL, NULL, NULL}, true, true},
+    {" falcon ", {tok__rule_falcon, tok__rule_gpt2, tok__rule_thousands, NULL, NULL},
+     false, false},
+    {" starcoder refact command-r smollm codeshell exaone minerva-7b mellum2 ",
+     {tok__rule_digit, tok__rule_gpt2, NULL, NULL, NULL}, false, false},
+};
+
+// ---------------------------------------------------------------------------------------------
+// Merging: the best pair of neighbours first, until none is left that makes a token
+// ---------------------------------------------------------------------------------------------
+
+typedef struct tok__symbol { // a piece of text between its living neighbours
+    int32_t prev, next;            // -1 = none
+    int32_t at, n;                 // bytes; n 0 = merged into the one before
+} tok__symbol;
+
+typedef struct tok__pair {
+    double key; // larger is merged first, the leftmost of equals
+    int32_t left, right;
+    int32_t n; // bytes of both, when they were paired
+} tok__pair;
+
+typedef struct tok__heap {
+    tok__pair *pairs; // the best on top
+    int64_t n;
+} tok__heap;
+
+static bool tok__better(const tok__pair *a, const tok__pair *b) {
+    return a->key > b->key || (a->key == b->key && a->left < b->left);
+}
+
+static void tok__heap_push(tok__heap *h, tok__pair pair) {
+    int64_t i = h->n++;
+    for (; i > 0 && tok__better(&pair, &h->pairs[(i - 1) / 2]); i = (i - 1) / 2) {
+        h->pairs[i] = h->pairs[(i - 1) / 2];
+    }
+    h->pairs[i] = pair;
+}
+
+static tok__pair tok__heap_pop(tok__heap *h) {
+    const tok__pair top = h->pairs[0], last = h->pairs[--h->n];
+    int64_t i = 0, child;
+    for (; (child = 2 * i + 1) < h->n; i = child) {
+        if (child + 1 < h->n && tok__better(&h->pairs[child + 1], &h->pairs[child])) child++;
+        if (!tok__better(&h->pairs[child], &last)) break;
+        h->pairs[i] = h->pairs[child];
+    }
+    h->pairs[i] = last;
+    return top;
+}
+
+// Puts a pair of neighbours on the heap, when merging it is allowed.
+static void tok__pair_up(const tokenizer *t, tok__heap *h, const char *text, int32_t left,
+                               int32_t right) {
+    const tok__symbol *symbols = (const tok__symbol *)t->symbols.data;
+    if (left < 0 || right < 0) return;
+    const tok__symbol *a = &symbols[left], *b = &symbols[right];
+    tok__pair pair = {0, left, right, a->n + b->n};
+    int32_t found;
+    if (t->pre) {
+        found = tok__find(&t->merges, text + a->at, a->n, text + b->at, b->n);
+        pair.key = -(double)found; // earlier merges first
+    } else {
+        found = tok__find(&t->vocab, text + a->at, pair.n, NULL, 0);
+        if (found >= 0) pair.key = (double)((const float *)t->scores.data)[found];
+    }
+    if (found >= 0) tok__heap_push(h, pair);
+}
+
+// Appends the tokens of one word, or of one whole text for SentencePiece.
+static rocq_result tok__merge(tokenizer *t, tokenizer_ids *ids, const char *text, int64_t n) {
+    TOK__TRY(tok__room(t, &t->symbols, n, sizeof(tok__symbol)));
+    tok__symbol *symbols = (tok__symbol *)t->symbols.data;
+
+    int32_t n_symbols = 0;
+    for (int64_t at = 0; at < n; n_symbols++) { // one per character, by its first byte alone
+        const unsigned char c = (unsigned char)text[at];
+        const int64_t length = c < 0xc0 ? 1 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : 4;
+        tok__symbol *s = &symbols[n_symbols];
+        s->at = (int32_t)at;
+        s->n = (int32_t)(length < n - at ? length : n - at);
+        s->prev = n_symbols - 1;
+        s->next = at + length < n ? n_symbols + 1 : -1;
+        at += length;
+    }
+    // Every merge takes one pair off the heap and adds at most two.
+    TOK__TRY(tok__room(t, &t->heap, 2 * (int64_t)n_symbols, sizeof(tok__pair)));
+    tok__heap heap = {(tok__pair *)t->heap.data, 0};
+    for (int32_t i = 1; i < n_symbols; i++) tok__pair_up(t, &heap, text, i - 1, i);
+    while (heap.n > 0) {
+        const tok__pair pair = tok__heap_pop(&heap);
+        tok__symbol *left = &symbols[pair.left], *right = &symbols[pair.right];
+        if (left->n == 0 || right->n == 0 || left->n + right->n != pair.n) continue; // outlived
+        left->n = pair.n;
+        right->n = 0;
+        left->next = right->next;
+        if (right->next >= 0) symbols[right->next].prev = pair.left;
+        tok__pair_up(t, &heap, text, left->prev, pair.left);
+        tok__pair_up(t, &heap, text, pair.left, left->next);
+    }
+    for (int32_t i = 0; i >= 0; i = symbols[i].next) {
+        const int32_t id = tok__find(&t->vocab, text + symbols[i].at, symbols[i].n, NULL, 0);
+        if (id >= 0) TOK__TRY(tok__push(t, ids, id));
+        for (int32_t k = 0; id < 0 && k < symbols[i].n; k++) {
+            const int32_t byte = t->byte_token[(unsigned char)text[symbols[i].at + k]];
+            if (byte >= 0) TOK__TRY(tok__push(t, ids, byte));
+        }
+    }
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Encoding
+// ---------------------------------------------------------------------------------------------
+
+// SentencePiece: a space is U+2581, and the text is one word.
+static rocq_result tok__encode_llama(tokenizer *t, tokenizer_ids *ids, const char *text,
+                                           int64_t n, bool space_before) {
+    int64_t length = 0;
+    TOK__TRY(tok__room(t, &t->text, 3 * (n + 1), 1));
+    char *out = (char *)t->text.data;
+    for (int64_t i = space_before ? -1 : 0; i < n; i++) {
+        if (i < 0 || text[i] == ' ') length += tok__put_utf8(out + length, 0x2581);
+        else out[length++] = text[i];
+    }
+    return tok__merge(t, ids, out, length);
+}
+
+// One word of a byte-level vocabulary: each byte of its UTF-8 becomes a printable character.
+static rocq_result tok__encode_word(tokenizer *t, tokenizer_ids *ids, const uint32_t *code,
+                                          int64_t n) {
+    int64_t length = 0;
+    TOK__TRY(tok__room(t, &t->text, 8 * n, 1));
+    char *out = (char *)t->text.data;
+    for (int64_t i = 0; i < n; i++) {
+        char utf8[4];
+        const int n_bytes = tok__put_utf8(utf8, code[i]);
+        for (int k = 0; k < n_bytes; k++) {
+            length += tok__put_utf8(out + length, t->byte_char[(unsigned char)utf8[k]]);
+        }
+    }
+    const int32_t id = t->pre->whole_words ? tok__find(&t->vocab, out, length, NULL, 0) : -1;
+    return id >= 0 ? tok__push(t, ids, id) : tok__merge(t, ids, out, length);
+}
+
+// The words of x[at, end) by rule number `rule` and those after it.
+static rocq_result tok__encode_words(tokenizer *t, tokenizer_ids *ids, const tok__chars *x,
+                                           int64_t at, int64_t end, int rule) {
+    if (!t->pre->rules[rule]) return tok__encode_word(t, ids, x->code + at, end - at);
+    while (at < end) {
+        const int64_t stop = t->pre->rules[rule](x, at, end);
+        TOK__TRY(tok__encode_words(t, ids, x, at, stop, rule + 1));
+        at = stop;
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result tok__encode_gpt2(tokenizer *t, tokenizer_ids *ids, const char *text,
+                                          int64_t n) {
+    int64_t n_chars = 0;
+    TOK__TRY(tok__room(t, &t->codes, n, sizeof(uint32_t)));
+    TOK__TRY(tok__room(t, &t->classes, n, 1));
+    uint32_t *code = (uint32_t *)t->codes.data;
+    uint8_t *kind = (uint8_t *)t->classes.data;
+    for (int64_t at = 0; at < n; n_chars++) {
+        at += tok__get_utf8(text + at, n - at, &code[n_chars]);
+        kind[n_chars] = (uint8_t)tok__class(t, code[n_chars]);
+    }
+    const tok__chars x = {code, kind};
+    return tok__encode_words(t, ids, &x, 0, n_chars, 0);
+}
+
+enum { // what a token is; bits, because a control token may be found by its text alone
+    TOK__NORMAL = 1,
+    TOK__UNKNOWN = 2,
+    TOK__CONTROL = 4,
+    TOK__USER = 8, // always cut out of text, always shown
+    TOK__BYTE = 16,
+    TOK__END = 32
+};
+
+typedef struct tok__fragment { // of the text; a list in text order
+    int64_t begin, end;
+    int32_t id; // a token that was cut out, or -1: still text
+    int32_t next;
+} tok__fragment;
+
+static int64_t tok__search(const char *text, int64_t begin, int64_t end, rocq_str what) {
+    while (end - begin >= what.length) {
+        const char *hit = (const char *)memchr(text + begin, what.data[0],
+                                               (size_t)(end - begin - what.length + 1));
+        if (!hit) return -1;
+        begin = hit - text;
+        if (memcmp(hit, what.data, (size_t)what.length) == 0) return begin;
+        begin++;
+    }
+    return -1;
+}
+
+// Cuts every occurrence of one token out of the fragments that are still text.
+static rocq_result tok__cut(tokenizer *t, const char *text, int32_t id, int32_t *n_fragments) {
+    const rocq_str what = ((const rocq_str *)t->vocab.strings.data)[id];
+    for (int32_t f = 0; f >= 0;) {
+        tok__fragment *list = (tok__fragment *)t->fragments.data;
+        const int64_t at = list[f].id >= 0 ? -1 : tok__search(text, list[f].begin, list[f].end, what);
+        if (at < 0) {
+            f = list[f].next;
+            continue;
+        }
+        // text before, the token, text after: in place, and behind it in the list
+        const tok__fragment whole = list[f];
+        TOK__TRY(tok__room(t, &t->fragments, *n_fragments + 2, sizeof *list));
+        list = (tok__fragment *)t->fragments.data;
+        int32_t token = f;
+        if (at > whole.begin) {
+            token = (*n_fragments)++;
+            list[f].end = at;
+            list[f].next = token;
+        }
+        list[token].begin = at;
+        list[token].end = at + what.length;
+        list[token].id = id;
+        list[token].next = whole.next;
+        f = whole.next;
+        if (at + what.length < whole.end) {
+            f = (*n_fragments)++;
+            list[token].next = f;
+            list[f].begin = at + what.length;
+            list[f].end = whole.end;
+            list[f].id = -1;
+            list[f].next = whole.next;
+        }
+    }
+    return ROCQ_OK;
+}
+
+static inline rocq_result tokenizer_encode(tokenizer *t, tokenizer_ids *ids, const char *text,
+                                           int64_t length, bool add_special, bool parse_special) {
+    const uint8_t *kinds = (const uint8_t *)t->kinds.data;
+    const int32_t *special = (const int32_t *)t->special.data;
+    if (!kinds) return tok__fail(t, ROCQ_E_STATE, "the tokenizer is not open");
+    if (length < 0 || (length > 0 && !text)) return tok__fail(t, ROCQ_E_ARGUMENT, "there is no text");
+    if (length > INT32_MAX / 8) {
+        return tok__fail(t, ROCQ_E_OVERFLOW, "a text of %.0f bytes is too long", (double)length);
+    }
+    if (add_special && t->add_bos) TOK__TRY(tok__push(t, ids, t->bos));
+
+    TOK__TRY(tok__room(t, &t->fragments, 1, sizeof(tok__fragment)));
+    const tok__fragment all = {0, length, -1, -1};
+    *(tok__fragment *)t->fragments.data = all;
+    int32_t n_fragments = 1;
+    for (int32_t i = 0; i < t->n_special && length > 0; i++) {
+        if (!parse_special && (kinds[special[i]] & (TOK__CONTROL | TOK__UNKNOWN))) continue;
+        TOK__TRY(tok__cut(t, text, special[i], &n_fragments));
+    }
+
+    const tok__fragment *list = (const tok__fragment *)t->fragments.data;
+    bool after_token = true; // as is the beginning
+    for (int32_t f = length > 0 ? 0 : -1; f >= 0; f = list[f].next) {
+        const char *from = text + list[f].begin;
+        const int64_t n = list[f].end - list[f].begin;
+        if (list[f].id >= 0) TOK__TRY(tok__push(t, ids, list[f].id));
+        else if (t->pre) TOK__TRY(tok__encode_gpt2(t, ids, from, n));
+        else TOK__TRY(tok__encode_llama(t, ids, from, n, t->add_space && after_token));
+        after_token = list[f].id >= 0;
+    }
+    if (add_special && t->add_eos) TOK__TRY(tok__push(t, ids, t->eos));
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Decoding
+// ---------------------------------------------------------------------------------------------
+
+static inline bool tokenizer_is_end(const tokenizer *t, int32_t id) {
+    return id >= 0 && id < t->n_vocab && (((const uint8_t *)t->kinds.data)[id] & TOK__END);
+}
+
+// The value of a token text like "<0x0A>", or -1.
+static int tok__byte_of(rocq_str text) {
+    int value = 0;
+    if (text.length != 6 || memcmp(text.data, "<0x", 3) != 0 || text.data[5] != '>') return -1;
+    for (int i = 3; i < 5; i++) {
+        const char *digits = "0123456789ABCDEF";
+        const char *digit = text.data[i] ? strchr(digits, text.data[i]) : NULL;
+        if (!digit) return -1;
+        value = value * 16 + (int)(digit - digits);
+    }
+    return value;
+}
+
+// Writes the token's bytes to out, which has room for the longest token, and returns their number.
+static int64_t tok__decode(const tokenizer *t, int32_t id, bool special, char *out) {
+    if (id < 0 || id >= t->n_vocab) return 0;
+    const rocq_str text = ((const rocq_str *)t->vocab.strings.data)[id];
+    const int kind = ((const uint8_t *)t->kinds.data)[id];
+    int64_t n = 0;
+    if (!special && (kind & (TOK__CONTROL | TOK__UNKNOWN))) return 0;
+    if (kind & (TOK__CONTROL | TOK__UNKNOWN | TOK__USER)) {
+        memcpy(out, text.data, (size_t)text.length);
+        return text.length;
+    }
+    if (kind & TOK__BYTE) {
+        const int byte = tok__byte_of(text);
+        if (byte >= 0) out[n++] = (char)byte;
+        return n;
+    }
+    for (int64_t i = 0; (kind & TOK__NORMAL) && i < text.length;) {
+        uint32_t code;
+        const int length = tok__get_utf8(text.data + i, text.length - i, &code);
+        if (t->pre && code < 324 && t->char_byte[code] >= 0) {
+            out[n++] = (char)t->char_byte[code];
+        } else if (!t->pre && code == 0x2581) {
+            out[n++] = ' ';
+        } else {
+            memcpy(out + n, text.data + i, (size_t)length);
+            n += length;
+        }
+        i += length;
+    }
+    return n;
+}
+
+static inline rocq_str tokenizer_piece(tokenizer *t, int32_t id, bool special) {
+    rocq_str piece = {(const char *)t->piece.data, 0};
+    if (t->piece.data) piece.length = tok__decode(t, id, special, (char *)t->piece.data);
+    return piece;
+}
+
+static inline rocq_str tokenizer_next(tokenizer *t, tokenizer_stream *s, int32_t id, bool special) {
+    rocq_str out = {(const char *)t->piece.data, 0};
+    if (!t->piece.data) return out;
+    // The front of the buffer is for what goes out, up to three bytes for each that comes in.
+    char *to = (char *)t->piece.data;
+    unsigned char *from = (unsigned char *)to + 3 * (t->vocab.longest + 4);
+    memcpy(from, s->pending, (size_t)s->n_pending);
+    int64_t n = s->n_pending, i = 0;
+    if (id >= 0) n += tok__decode(t, id, special, (char *)from + n);
+    while (i < n) {
+        int length = tok__valid_utf8(from + i, (int32_t)(n - i < 4 ? n - i : 4));
+        if (length == 0 && id >= 0) break;                // may still become a character
+        if (length == 0) length = -(int)(n - i);          // never will
+        if (length > 0) memcpy(to + out.length, from + i, (size_t)length);
+        out.length += length > 0 ? length : tok__put_utf8(to + out.length, 0xfffd);
+        i += length > 0 ? length : -length;
+    }
+    s->n_pending = (int32_t)(n - i);
+    memcpy(s->pending, from + i, (size_t)s->n_pending);
+    return out;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Opening
+// ---------------------------------------------------------------------------------------------
+
+// Tokens that end generation whatever the file calls them, and tokens for filling in code. Files
+// often give them no role, or an ordinary type; either way they are control tokens.
+typedef struct tok__role {
+    const char *key; // that takes the place of the texts, or NULL
+    bool ends;
+    const char *texts[16];
+} tok__role;
+
+static const tok__role tok__roles[] = {
+    {NULL, true, {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>",
+                  "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+                  "<end_of_utterance>", "<eos>",
+                  "<\xef\xbd\x9c" "end\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>", NULL}},
+    {"tokenizer.ggml.fim_pre_token_id", false, {"<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>",
+                                                "<PRE>", "\xe2\x96\x81<PRE>", NULL}},
+    {"tokenizer.ggml.fim_suf_token_id", false, {"<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
+                                                "<SUF>", "\xe2\x96\x81<SUF>", NULL}},
+    {"tokenizer.ggml.fim_mid_token_id", false, {"<|fim_middle|>", "<fim-middle>", "<fim_middle>",
+                                                "<MID>", "\xe2\x96\x81<MID>", NULL}},
+    {"tokenizer.ggml.fim_pad_token_id", true, {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+                                               NULL}},
+    {"tokenizer.ggml.fim_rep_token_id", true, {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+                                               "<reponame>", NULL}},
+    {"tokenizer.ggml.fim_sep_token_id", true, {"<|file_sep|>", NULL}},
+    {"tokenizer.ggml.eos_token_id", true, {NULL}},
+    {"tokenizer.ggml.eot_token_id", true, {NULL}},
+    {"tokenizer.ggml.eom_token_id", true, {NULL}},
+};
+
+// The id that a key holds, or fallback where there is none in range.
+static int32_t tok__read_id(const tokenizer *t, const rocq_gguf *file, const char *key,
+                                  int32_t fallback) {
+    int64_t id = -1;
+    if (fallback >= t->n_vocab) fallback = -1;
+    return rocq_gguf_get_i64(file, key, &id) == ROCQ_OK && id >= 0 && id < t->n_vocab ? (int32_t)id
+                                                                                       : fallback;
+}
+
+static void tok__read_roles(tokenizer *t, const rocq_gguf *file) {
+    uint8_t *kinds = (uint8_t *)t->kinds.data;
+    for (size_t i = 0; i < sizeof tok__roles / sizeof tok__roles[0]; i++) {
+        const tok__role *role = &tok__roles[i];
+        int32_t id = role->key ? tok__read_id(t, file, role->key, -1) : -1;
+        if (id >= 0 && role->ends) kinds[id] |= TOK__END;
+        for (int k = 0; id < 0 && role->texts[k]; k++) {
+            const int32_t token = tok__find(&t->vocab, role->texts[k],
+                                                  (int64_t)strlen(role->texts[k]), NULL, 0);
+            if (token < 0) continue;
+            kinds[token] = (uint8_t)(kinds[token] | TOK__CONTROL | (role->ends ? TOK__END : 0));
+            if (role->key) break; // the first text takes the role
+        }
+    }
+    if (t->eos >= 0) kinds[t->eos] |= TOK__END;
+}
+
+// An optional array of numbers, one per token.
+static rocq_result tok__read_array(tokenizer *t, const rocq_gguf *file, const char *key,
+                                         rocq_gguf_value *value, bool *there) {
+    *there = rocq_gguf_find_value(file, key, value) == ROCQ_OK;
+    if (*there && (!value->is_array || value->count < t->n_vocab)) {
+        return tok__fail(t, ROCQ_E_CORRUPT, "%s does not have an entry for each of %d tokens", key,
+                               (int)t->n_vocab);
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result tok__read_tokens(tokenizer *t, const rocq_gguf *file) {
+    static const uint8_t kind_of[7] = {0, TOK__NORMAL, TOK__UNKNOWN, TOK__CONTROL,
+                                       TOK__USER, 0, TOK__BYTE}; // 0 and 5 are never shown
+    rocq_gguf_value scores, types;
+    bool has_scores, has_types;
+    TOK__TRY(tok__read_map(t, file, "tokenizer.ggml.tokens", &t->vocab, true));
+    t->n_vocab = (int32_t)t->vocab.n;
+    if (t->n_vocab == 0) return tok__fail(t, ROCQ_E_CORRUPT, "tokenizer.ggml.tokens is empty");
+    TOK__TRY(tok__read_array(t, file, "tokenizer.ggml.scores", &scores, &has_scores));
+    TOK__TRY(tok__read_array(t, file, "tokenizer.ggml.token_type", &types, &has_types));
+    TOK__TRY(tok__room(t, &t->scores, t->n_vocab, sizeof(float)));
+    TOK__TRY(tok__room(t, &t->kinds, t->n_vocab, 1));
+    for (int32_t i = 0; i < t->n_vocab; i++) {
+        double score = 0;
+        int64_t type = 1;
+        if ((has_scores && rocq_gguf_value_f64(&scores, i, &score) != ROCQ_OK) ||
+            (has_types && rocq_gguf_value_i64(&types, i, &type) != ROCQ_OK)) {
+            return tok__fail(t, ROCQ_E_TYPE, "token %d has no number for a score or type", (int)i);
+        }
+        ((float *)t->scores.data)[i] = (float)score;
+        ((uint8_t *)t->kinds.data)[i] = type >= 0 && type < 7 ? kind_of[type] : 0;
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result tok__find_pre(tokenizer *t, const rocq_gguf *file) {
+    rocq_str name = {"default", 7};
+    char padded[64];
+    const rocq_result result = rocq_gguf_get_str(file, "tokenizer.ggml.pre", &name);
+    if (result != ROCQ_OK && result != ROCQ_E_NOT_FOUND) {
+        return tok__fail(t, result, "tokenizer.ggml.pre is not a string");
+    }
+    snprintf(padded, sizeof padded, " %.*s ", (int)(name.length < 60 ? name.length : 60), name.data);
+    for (size_t i = 0; i < sizeof tok__pres / sizeof tok__pres[0]; i++) {
+        if (!strchr(padded + 1, ' ')[1] && strstr(tok__pres[i].names, padded)) {
+            t->pre = &tok__pres[i];
+            return ROCQ_OK;
+        }
+    }
+    return tok__fail(t, ROCQ_E_UNSUPPORTED, "tokenizer.ggml.pre \"%.*s\" is not supported",
+                           (int)(name.length < 100 ? name.length : 100), name.data);
+}
+
+// Bytes that are printable in Latin-1 stand for themselves, the others for U+0100 and up, in order.
+static void tok__map_bytes(tokenizer *t) {
+    uint16_t next = 256;
+    memset(t->char_byte, -1, sizeof t->char_byte);
+    for (int b = 0; b < 256; b++) {
+        const bool printable = (b > 0x20 && b < 0x7f) || (b > 0xa0 && b != 0xad);
+        t->byte_char[b] = printable ? (uint16_t)b : next++;
+        t->char_byte[t->byte_char[b]] = (int16_t)b;
+    }
+}
+
+// Longer tokens are cut out of text before shorter ones.
+static rocq_result tok__list_special(tokenizer *t) {
+    const uint8_t *kinds = (const uint8_t *)t->kinds.data;
+    const rocq_str *texts = (const rocq_str *)t->vocab.strings.data;
+    TOK__TRY(tok__room(t, &t->special, t->n_vocab, sizeof(int32_t)));
+    TOK__TRY(tok__room(t, &t->heap, t->n_vocab, sizeof(tok__pair)));
+    tok__heap heap = {(tok__pair *)t->heap.data, 0};
+    for (int32_t i = 0; i < t->n_vocab; i++) {
+        const tok__pair pair = {(double)texts[i].length, i, 0, 0};
+        if ((kinds[i] & (TOK__CONTROL | TOK__UNKNOWN | TOK__USER)) && texts[i].length > 0) {
+            tok__heap_push(&heap, pair);
+        }
+    }
+    while (heap.n > 0) ((int32_t *)t->special.data)[t->n_special++] = tok__heap_pop(&heap).left;
+    return ROCQ_OK;
+}
+
+static rocq_result tok__load(tokenizer *t, const rocq_gguf *file) {
+    rocq_str model;
+    if (rocq_gguf_get_str(file, "tokenizer.ggml.model", &model) != ROCQ_OK) {
+        return tok__fail(t, ROCQ_E_NOT_FOUND, "the file has no tokenizer.ggml.model");
+    }
+    const bool gpt2 = model.length == 4 && memcmp(model.data, "gpt2", 4) == 0;
+    if (!gpt2 && !(model.length == 5 && memcmp(model.data, "llama", 5) == 0)) {
+        return tok__fail(t, ROCQ_E_UNSUPPORTED, "tokenizer.ggml.model \"%.*s\" is not supported",
+                               (int)(model.length < 100 ? model.length : 100), model.data);
+    }
+    if (gpt2) TOK__TRY(tok__find_pre(t, file));
+    TOK__TRY(tok__read_tokens(t, file));
+    if (gpt2) TOK__TRY(tok__read_map(t, file, "tokenizer.ggml.merges", &t->merges, false));
+
+    t->bos = tok__read_id(t, file, "tokenizer.ggml.bos_token_id", gpt2 ? 11 : 1);
+    t->eos = tok__read_id(t, file, "tokenizer.ggml.eos_token_id", gpt2 ? 11 : 2);
+    t->add_bos = gpt2 ? t->pre->add_bos : true;
+    t->add_space = !gpt2;
+    rocq_gguf_get_bool(file, "tokenizer.ggml.add_bos_token", &t->add_bos); // absent: as above
+    rocq_gguf_get_bool(file, "tokenizer.ggml.add_eos_token", &t->add_eos);
+    rocq_gguf_get_bool(file, "tokenizer.ggml.add_space_prefix", &t->add_space);
+    if ((t->add_bos && t->bos < 0) || (t->add_eos && t->eos < 0)) {
+        return tok__fail(t, ROCQ_E_CORRUPT, "texts are to begin or end with a token that is not there");
+    }
+    tok__read_roles(t, file);
+    TOK__TRY(tok__list_special(t));
+
+    tok__map_bytes(t);
+    const int32_t unknown = gpt2 ? -1 : tok__read_id(t, file, "tokenizer.ggml.unknown_token_id", 0);
+    for (int b = 0; b < 256; b++) {
+        char name[8], raw = (char)b;
+        snprintf(name, sizeof name, "<0x%02X>", (unsigned)b);
+        t->byte_token[b] = gpt2 ? -1 : tok__find(&t->vocab, name, 6, NULL, 0);
+        if (t->byte_token[b] < 0) t->byte_token[b] = tok__find(&t->vocab, &raw, 1, NULL, 0);
+        if (t->byte_token[b] < 0) t->byte_token[b] = unknown;
+    }
+    TOK__TRY(tok__room(t, &t->class_starts, TOK__N_RUNS + 1, sizeof(uint32_t)));
+    uint32_t *starts = (uint32_t *)t->class_starts.data;
+    starts[0] = 0;
+    for (int i = 0; i < TOK__N_RUNS; i++) starts[i + 1] = starts[i] + (tok__class_runs[i] >> 2);
+    return tok__room(t, &t->piece, 4 * (t->vocab.longest + 4), 1); // see tokenizer_next
+}
+
+static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file,
+                                         const rocq_allocator *allocator) {
+    char error[sizeof t->error];
+    memset(t, 0, sizeof *t);
+    t->allocator.alloc = tok__malloc;
+    t->allocator.free = tok__mfree;
+    if (allocator && allocator->alloc) t->allocator = *allocator;
+    const rocq_result result = file ? tok__load(t, file)
+                                    : tok__fail(t, ROCQ_E_ARGUMENT, "there is no file");
+    if (result != ROCQ_OK) {
+        memcpy(error, t->error, sizeof error);
+        tokenizer_close(t);
+        memcpy(t->error, error, sizeof error);
+    }
+    return result;
+}
+
+static inline void tokenizer_close(tokenizer *t) {
+    tok__array *arrays[] = {
+        &t->vocab.strings, &t->vocab.slots, &t->merges.strings, &t->merges.slots, &t->scores, &t->kinds,
+        &t->special, &t->class_starts, &t->text, &t->codes, &t->classes, &t->fragments, &t->symbols,
+        &t->heap, &t->piece};
+    for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) tok__free(t, arrays[i]);
+    memset(t, 0, sizeof *t);
+}
+
+#undef TOK__TRY
+
+#endif // TOKENIZER_H

@@ -83,6 +83,8 @@ typedef struct peer_batch {
     X(int32_t, llama_vocab_bos, (const void *vocab))                                               \
     X(int32_t, llama_vocab_eos, (const void *vocab))                                               \
     X(int32_t, llama_decode, (void *context, peer_batch batch))                                    \
+    X(void *, llama_get_memory, (const void *context))                                             \
+    X(void, llama_memory_clear, (void *memory, bool data))                                         \
     X(float *, llama_get_logits_ith, (void *context, int32_t i))                                   \
     X(int32_t, llama_tokenize, (const void *vocab, const char *text, int32_t length,               \
                                 int32_t *tokens, int32_t n_max, bool add_special, bool parse))     \
@@ -91,15 +93,20 @@ typedef struct peer_batch {
     X(int32_t, llama_detokenize, (const void *vocab, const int32_t *tokens, int32_t n_tokens,      \
                                   char *text, int32_t length, bool remove, bool unparse))
 
+// libggml-base's own quantizer, to make models that owe nothing to rocq's, and fast.
+typedef size_t (*peer_quantize_fn)(int32_t type, const float *src, void *dst, int64_t start,
+                                   int64_t n_rows, int64_t n_per_row, const float *importance);
+
 static struct {
     bool open;
+    peer_quantize_fn quantize;
     char log[4000]; // the newest warnings and errors, for failure messages
 #define PEER_X(result, name, args) result (*name) args;
     PEER_FUNCTIONS(PEER_X)
 #undef PEER_X
 } peer;
 
-static void peer_log(int level, const char *text, void *user) {
+static inline void peer_log(int level, const char *text, void *user) {
     (void)user;
     if (level >= 3 && level <= 5) { // warning, error, and the continuation of a line
         size_t used = strlen(peer.log), n = strlen(text);
@@ -109,7 +116,7 @@ static void peer_log(int level, const char *text, void *user) {
 }
 
 // The library in ROCQ_GGML_DIR whose name matches pattern, or NULL when it is not there.
-static void *peer_library(const char *pattern) {
+static inline void *peer_library(const char *pattern) {
     const char *dir = getenv("ROCQ_GGML_DIR");
     if (!dir || !*dir) return NULL;
     char path[4096];
@@ -125,10 +132,11 @@ static void *peer_library(const char *pattern) {
 }
 
 // Loads the library once. False: it is not installed, and the test is to be skipped.
-static bool peer_open(void) {
+static inline bool peer_open(void) {
     if (peer.open) return true;
     void *ggml = peer_library("libggml.v*.so"), *llama = peer_library("libllama.v*.so");
-    if (!ggml || !llama) return false;
+    void *base = peer_library("libggml-base.so");
+    if (!ggml || !llama || !base) return false;
     void *symbol; // an object pointer, by way of memcpy, since ISO C casts none to a function
 #define PEER_X(result, name, args)                  \
     symbol = dlsym(llama, #name);                   \
@@ -140,6 +148,9 @@ static bool peer_open(void) {
     symbol = dlsym(ggml, "ggml_backend_load_all_from_path");
     assert_non_null(symbol);
     memcpy(&load_backends, &symbol, sizeof symbol);
+    symbol = dlsym(base, "ggml_quantize_chunk");
+    assert_non_null(symbol);
+    memcpy(&peer.quantize, &symbol, sizeof symbol);
     peer.llama_log_set(peer_log, NULL);
     load_backends(getenv("ROCQ_GGML_DIR"));
     peer.llama_backend_init();
@@ -164,7 +175,7 @@ typedef struct peer_model {
     int8_t *wanted; // n_ctx ones
 } peer_model;
 
-static void peer_close(peer_model *m) {
+static inline void peer_close(peer_model *m) {
     if (m->context) peer.llama_free(m->context);
     if (m->model) peer.llama_model_free(m->model);
     free(m->wanted);
@@ -172,7 +183,7 @@ static void peer_close(peer_model *m) {
 }
 
 // n_ctx 0 loads the vocabulary alone. kv_type is a GGML type, for K and V.
-static void peer_load(peer_model *m, const char *path, int32_t n_ctx, int32_t kv_type) {
+static inline void peer_load(peer_model *m, const char *path, int32_t n_ctx, int32_t kv_type) {
     memset(m, 0, sizeof *m);
     peer.log[0] = 0;
     peer_model_params mp = peer.llama_model_default_params();
@@ -185,7 +196,7 @@ static void peer_load(peer_model *m, const char *path, int32_t n_ctx, int32_t kv
     if (n_ctx == 0) return;
     peer_context_params cp = peer.llama_context_default_params();
     cp.n_ctx = cp.n_batch = cp.n_ubatch = (uint32_t)n_ctx;
-    cp.n_threads = cp.n_threads_batch = 2;
+    cp.n_threads = cp.n_threads_batch = 1; // its threads wait in busy loops
     cp.flash_attention = 0;
     cp.type_k = cp.type_v = kv_type;
     m->context = peer.llama_init_from_model(m->model, cp);
@@ -195,8 +206,13 @@ static void peer_load(peer_model *m, const char *path, int32_t n_ctx, int32_t kv
     memset(m->wanted, 1, (size_t)n_ctx);
 }
 
+// Forgets all tokens.
+static inline void peer_forget(peer_model *m) {
+    peer.llama_memory_clear(peer.llama_get_memory(m->context), true);
+}
+
 // Appends n tokens and copies their n_vocab logits each to logits.
-static void peer_decode(peer_model *m, const int32_t *tokens, int32_t n, float *logits) {
+static inline void peer_decode(peer_model *m, const int32_t *tokens, int32_t n, float *logits) {
     peer_batch batch = {0};
     batch.n_tokens = n;
     batch.token = (int32_t *)(uintptr_t)tokens; // read only

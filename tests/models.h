@@ -28,6 +28,7 @@ typedef struct model_spec {
     bool rope_freqs;            // a rope_freqs.weight tensor
     int32_t window;             // gemma2
     float attention_cap, final_cap;
+    bool decoded;               // the values of the formats, written as F32
     const char *leave_out;      // a tensor that the file lacks
     const char *misshape;       // a tensor with one row too many
 } model_spec;
@@ -36,24 +37,24 @@ typedef struct model_random {
     uint64_t state;
 } model_random;
 
-static uint64_t model_u64(model_random *r) { // splitmix64
+static inline uint64_t model_u64(model_random *r) { // splitmix64
     uint64_t z = r->state += 0x9e3779b97f4a7c15u;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
 }
 
-static float model_uniform(model_random *r) { // in (0, 1)
+static inline float model_uniform(model_random *r) { // in (0, 1)
     return ((float)(model_u64(r) >> 40) + 0.5f) * 0x1p-24f;
 }
 
-static float model_normal(model_random *r) {
+static inline float model_normal(model_random *r) {
     float radius = sqrtf(-2 * logf(model_uniform(r)));
     return radius * cosf(6.28318531f * model_uniform(r));
 }
 
 // Where a model of this name is kept: with the other build output, below the working directory.
-static const char *model_path(const char *name) {
+static inline const char *model_path(const char *name) {
     static char path[256];
     const char *dirs[] = {".build", ".build/tests", ".build/tests/models"};
     for (int32_t i = 0; i < 3; i++) (void)mkdir(dirs[i], 0777); // there already, mostly
@@ -61,7 +62,8 @@ static const char *model_path(const char *name) {
     return path;
 }
 
-// What one tensor looks like. Normally distributed around mean; each row's length varies by e^spread.
+// What one tensor looks like: normally distributed around mean, or around mean and -mean by turns of
+// chance where mean is negative; each row's length varies by e^spread.
 typedef struct model_tensor {
     char name[64];
     rocq_format format;
@@ -75,7 +77,7 @@ typedef struct model_file {
     int32_t n_layers, n_tensors, n_matrices;
 } model_file;
 
-static void model_add(model_file *f, int32_t layer, const char *name, int64_t ne0, int64_t ne1,
+static inline void model_add(model_file *f, int32_t layer, const char *name, int64_t ne0, int64_t ne1,
                       float mean, float sigma, float spread) {
     f->tensors = (model_tensor *)realloc(f->tensors, (size_t)(f->n_tensors + 1) * sizeof *f->tensors);
     assert_non_null(f->tensors);
@@ -101,59 +103,59 @@ static void model_add(model_file *f, int32_t layer, const char *name, int64_t ne
         t->format = t->format == ROCQ_Q6_K ? ROCQ_Q8_0 : ROCQ_Q5_0;
 }
 
-static void model_add_all(model_file *f) {
+static inline void model_add_all(model_file *f) {
     const model_spec *s = f->spec;
     bool gemma = strcmp(s->arch, "gemma2") == 0, qwen2 = strcmp(s->arch, "qwen2") == 0;
     bool qwen3 = strcmp(s->arch, "qwen3") == 0;
     int64_t n_embd = s->n_embd, n_q = (int64_t)s->n_heads * s->head_dim;
     int64_t n_kv = (int64_t)s->n_kv_heads * s->head_dim;
     float in = 1 / sqrtf((float)n_embd); // keeps unit variance across a matrix
-    // gemma2 multiplies embeddings by sqrt(n_embd); a tied output needs the length back.
-    float embd = gemma ? 0.3f * in : 0.3f;
-    model_add(f, -1, "token_embd.weight", n_embd, s->n_vocab, 0, embd, s->tied ? 0.5f : 0);
+    float embd = gemma ? 0.6f * in : 0.6f; // gemma2 multiplies it by sqrt(n_embd)
+    model_add(f, -1, "token_embd.weight", n_embd, s->n_vocab, 0, embd, gemma ? 0.7f : s->tied ? 0.5f : 0);
     if (s->rope_freqs) model_add(f, -1, "rope_freqs.weight", s->head_dim / 2, 0, 3, 0.7f, 0);
     for (int32_t i = 0; i < f->n_layers; i++) {
         model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
-        model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 1.2f * in, 0);
-        model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 1.2f * in, 0);
+        model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 0.8f * in, 0);
+        model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 0.8f * in, 0);
         model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.5f * in, 0);
         if (qwen2) {
-            model_add(f, i, "attn_q.bias", n_q, 0, 0, 0.5f, 0);
-            model_add(f, i, "attn_k.bias", n_kv, 0, 0, 0.5f, 0);
-            model_add(f, i, "attn_v.bias", n_kv, 0, 0, 0.5f, 0);
+            model_add(f, i, "attn_q.bias", n_q, 0, 0, 0.3f, 0);
+            model_add(f, i, "attn_k.bias", n_kv, 0, 0, 0.3f, 0);
+            model_add(f, i, "attn_v.bias", n_kv, 0, 0, 0.2f, 0);
         }
         if (qwen3) {
-            model_add(f, i, "attn_q_norm.weight", s->head_dim, 0, 1.2f, 0.2f, 0);
-            model_add(f, i, "attn_k_norm.weight", s->head_dim, 0, 1.2f, 0.2f, 0);
+            model_add(f, i, "attn_q_norm.weight", s->head_dim, 0, 0.8f, 0.2f, 0);
+            model_add(f, i, "attn_k_norm.weight", s->head_dim, 0, 0.8f, 0.2f, 0);
         }
-        model_add(f, i, "attn_output.weight", n_q, n_embd, 0, 1.5f / sqrtf((float)n_q), 0);
-        if (gemma) model_add(f, i, "post_attention_norm.weight", n_embd, 0, 1, 0.2f, 0);
+        model_add(f, i, "attn_output.weight", n_q, n_embd, 0, 0.8f / sqrtf((float)n_q), 0);
+        if (gemma) model_add(f, i, "post_attention_norm.weight", n_embd, 0, 0.5f, 0.1f, 0);
         model_add(f, i, "ffn_norm.weight", n_embd, 0, 1, 0.2f, 0);
         model_add(f, i, "ffn_gate.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
         model_add(f, i, "ffn_up.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
-        model_add(f, i, "ffn_down.weight", s->n_ff, n_embd, 0, 1.5f / sqrtf((float)s->n_ff), 0);
-        if (gemma) model_add(f, i, "post_ffw_norm.weight", n_embd, 0, 1, 0.2f, 0);
+        model_add(f, i, "ffn_down.weight", s->n_ff, n_embd, 0, 0.4f / sqrtf((float)s->n_ff), 0);
+        if (gemma) model_add(f, i, "post_ffw_norm.weight", n_embd, 0, 0.3f, 0.1f, 0);
     }
-    // Logits with a spread of about 3, by way of the norm where the matrix is shared.
-    model_add(f, -1, "output_norm.weight", n_embd, 0, s->tied ? 3 * in / embd : 1,
-              s->tied ? 0.6f * in / embd : 0.2f, 0);
+    // Logits with a spread of about 3, by way of the norm where the matrix is shared. Its weights
+    // have both signs then, or every token would predict itself.
+    float norm = s->tied ? 3 * in / embd : 1;
+    model_add(f, -1, "output_norm.weight", n_embd, 0, s->tied ? -norm : norm, 0.2f * norm, 0);
     if (!s->tied) model_add(f, -1, "output.weight", n_embd, s->n_vocab, 0, 3 * in, 0.5f);
 }
 
-static void model_set_u32(rocq_gguf_writer *w, const char *arch, const char *key, int64_t value) {
+static inline void model_set_u32(rocq_gguf_writer *w, const char *arch, const char *key, int64_t value) {
     char name[128];
     snprintf(name, sizeof name, "%s.%s", arch, key);
     assert_int_equal(rocq_gguf_set_u32(w, name, (uint32_t)value), ROCQ_OK);
 }
 
-static void model_set_f32(rocq_gguf_writer *w, const char *arch, const char *key, float value) {
+static inline void model_set_f32(rocq_gguf_writer *w, const char *arch, const char *key, float value) {
     char name[128];
     snprintf(name, sizeof name, "%s.%s", arch, key);
     assert_int_equal(rocq_gguf_set_f32(w, name, value), ROCQ_OK);
 }
 
 // The vocabulary: <unk>, <s>, </s>, the 256 bytes, then words that tokenize as themselves.
-static void model_set_vocab(rocq_gguf_writer *w, int32_t n_vocab) {
+static inline void model_set_vocab(rocq_gguf_writer *w, int32_t n_vocab) {
     rocq_str *tokens = (rocq_str *)calloc((size_t)n_vocab, sizeof *tokens);
     char (*text)[16] = (char (*)[16])calloc((size_t)n_vocab, sizeof *text);
     float *scores = (float *)calloc((size_t)n_vocab, sizeof *scores);
@@ -185,7 +187,21 @@ static void model_set_vocab(rocq_gguf_writer *w, int32_t n_vocab) {
     free(tokens);
 }
 
-static void model_write(rocq_ctx *ctx, const model_spec *s, const char *path) {
+// As ggml_quantize_chunk.
+typedef size_t (*model_quantize_fn)(int32_t format, const float *src, void *dst, int64_t start,
+                                    int64_t n_rows, int64_t n_per_row, const float *importance);
+
+static inline size_t model_quantize(int32_t format, const float *src, void *dst, int64_t start,
+                             int64_t n_rows, int64_t n_per_row, const float *importance) {
+    (void)start;
+    assert_int_equal(rocq_quantize((rocq_format)format, dst, src, n_rows, n_per_row, importance),
+                     ROCQ_OK);
+    return 0;
+}
+
+// quantize NULL: rocq_quantize, which searches long for the best K-quants.
+static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *path,
+                        model_quantize_fn quantize) {
     model_file f = {0};
     f.spec = s;
     f.n_layers = s->n_layers > 0 ? s->n_layers : 2;
@@ -224,8 +240,8 @@ static void model_write(rocq_ctx *ctx, const model_spec *s, const char *path) {
 
     for (int32_t i = 0; i < f.n_tensors; i++) {
         const model_tensor *t = &f.tensors[i];
-        assert_int_equal(rocq_gguf_add_tensor(w, t->name, t->format, t->ne[1] > 0 ? 2 : 1, t->ne),
-                         ROCQ_OK);
+        assert_int_equal(rocq_gguf_add_tensor(w, t->name, s->decoded ? ROCQ_F32 : t->format,
+                                              t->ne[1] > 0 ? 2 : 1, t->ne), ROCQ_OK);
     }
     for (int32_t i = 0; i < f.n_tensors; i++) {
         const model_tensor *t = &f.tensors[i];
@@ -238,11 +254,18 @@ static void model_write(rocq_ctx *ctx, const model_spec *s, const char *path) {
         for (const char *c = t->name; *c; c++) random.state = random.state * 31 + (unsigned char)*c;
         for (int64_t r = 0; r < n_rows; r++) {
             float sigma = t->sigma * expf(t->spread * model_normal(&random));
-            for (int64_t k = 0; k < t->ne[0]; k++)
-                rows[r * t->ne[0] + k] = t->mean + sigma * model_normal(&random);
+            for (int64_t k = 0; k < t->ne[0]; k++) {
+                bool flip = t->mean < 0 && model_u64(&random) % 2;
+                rows[r * t->ne[0] + k] = (flip ? -t->mean : t->mean) + sigma * model_normal(&random);
+            }
         }
-        assert_int_equal(rocq_quantize(t->format, bytes, rows, n_rows, t->ne[0], NULL), ROCQ_OK);
-        assert_int_equal(rocq_gguf_write(w, bytes, n_rows * n_bytes), ROCQ_OK);
+        (quantize ? quantize : model_quantize)((int32_t)t->format, rows, bytes, 0, n_rows, t->ne[0],
+                                               NULL);
+        if (s->decoded) {
+            assert_int_equal(rocq_dequantize(t->format, rows, bytes, n_rows * t->ne[0]), ROCQ_OK);
+            n_bytes = t->ne[0] * (int64_t)sizeof *rows;
+        }
+        assert_int_equal(rocq_gguf_write(w, s->decoded ? rows : bytes, n_rows * n_bytes), ROCQ_OK);
         free(bytes);
         free(rows);
     }

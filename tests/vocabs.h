@@ -41,7 +41,7 @@ static const char vocab_corpus[] =
     "the king said to the queen: \"the dragon is in the tower, and the tower is on fire!\" the end.\n"
     "hello hello hello world world the the and and of of to to in in is is that that it it was was\n";
 
-static const char *vocab_utf8(uint32_t code) {
+static inline const char *vocab_utf8(uint32_t code) {
     static char text[5];
     memset(text, 0, sizeof text);
     if (code < 0x80) {
@@ -64,7 +64,7 @@ static const char *vocab_utf8(uint32_t code) {
 
 // The printable character that byte-level vocabularies write for a byte: itself where it is a
 // visible Latin-1 character, else the next of those from U+0100 on.
-static const char *vocab_byte(int32_t byte) {
+static inline const char *vocab_byte(int32_t byte) {
     uint32_t next = 256;
     for (int32_t b = 0; b <= byte; b++) {
         bool visible = (b >= 33 && b <= 126) || (b >= 161 && b != 173);
@@ -74,13 +74,13 @@ static const char *vocab_byte(int32_t byte) {
     return "";
 }
 
-static int32_t vocab_find(const vocab *v, const char *text) {
+static inline int32_t vocab_find(const vocab *v, const char *text) {
     for (int32_t i = 0; i < v->n_tokens; i++)
         if (strcmp(v->text[i], text) == 0) return i;
     return -1;
 }
 
-static int32_t vocab_add(vocab *v, const char *text, float score, int32_t type) {
+static inline int32_t vocab_add(vocab *v, const char *text, float score, int32_t type) {
     assert_true(v->n_tokens < VOCAB_MAX && strlen(text) < VOCAB_TEXT && vocab_find(v, text) < 0);
     strcpy(v->text[v->n_tokens], text);
     v->score[v->n_tokens] = score;
@@ -88,7 +88,7 @@ static int32_t vocab_add(vocab *v, const char *text, float score, int32_t type) 
     return v->n_tokens++;
 }
 
-static void vocab_add_merge(vocab *v, int32_t left, int32_t right) {
+static inline void vocab_add_merge(vocab *v, int32_t left, int32_t right) {
     char text[2 * VOCAB_TEXT];
     assert_true(v->n_merges < VOCAB_MAX);
     snprintf(text, sizeof text, "%s %s", v->text[left], v->text[right]);
@@ -100,7 +100,7 @@ static void vocab_add_merge(vocab *v, int32_t left, int32_t right) {
 
 // Merges the most frequent neighbours of the training text, n times. inside: not across the start
 // of a word. What crosses words shows where a tokenizer splits text.
-static void vocab_train(vocab *v, int32_t n, bool inside, const char *space, const char *newline) {
+static inline void vocab_train(vocab *v, int32_t n, bool inside, const char *space, const char *newline) {
     enum { N = 1500 };
     static uint16_t count[N][N];
     for (int32_t k = 0; k < n; k++) {
@@ -134,7 +134,7 @@ static void vocab_train(vocab *v, int32_t n, bool inside, const char *space, con
 }
 
 // Byte-level: 256 bytes, merges, then words that only whole-word look-up finds, then specials.
-static void vocab_bpe(vocab *v) {
+static inline void vocab_bpe(vocab *v) {
     memset(v, 0, sizeof *v);
     for (int32_t b = 0; b < 256; b++) vocab_add(v, vocab_byte(b), 0, 1);
     for (const char *c = vocab_corpus; *c; c++) v->symbols[v->n_symbols++] = (unsigned char)*c;
@@ -155,7 +155,7 @@ static void vocab_bpe(vocab *v) {
 }
 
 // SentencePiece-like: specials, 256 byte tokens, merges scored by rank, single characters.
-static void vocab_spm(vocab *v) {
+static inline void vocab_spm(vocab *v) {
     memset(v, 0, sizeof *v);
     vocab_add(v, "<unk>", 0, 2);
     vocab_add(v, "<s>", 0, 3);
@@ -189,7 +189,7 @@ static void vocab_spm(vocab *v) {
 // One merge behind every boundary that a pre-tokenizer may draw: the last byte of a character with
 // the first byte of the next, with 'a' and with '!'. Splits of a text show in its tokens, so each
 // code point's class can be read off.
-static void vocab_boundaries(vocab *v) {
+static inline void vocab_boundaries(vocab *v) {
     memset(v, 0, sizeof *v);
     for (int32_t b = 0; b < 256; b++) vocab_add(v, vocab_byte(b), 0, 1);
     for (int32_t last = 0x80; last < 0xc0; last++) {
@@ -206,7 +206,7 @@ typedef struct vocab_options {
     int32_t add_bos, add_eos, add_space_prefix; // -1: the key is left out
 } vocab_options;
 
-static void vocab_write(rocq_ctx *ctx, const vocab *v, const vocab_options *o, const char *path) {
+static inline void vocab_write(rocq_ctx *ctx, const vocab *v, const vocab_options *o, const char *path) {
     rocq_gguf_writer *w = NULL;
     rocq_gguf_writer_desc desc = {0};
     static rocq_str strings[VOCAB_MAX];

@@ -1,0 +1,371 @@
+// generate.c - continues a prompt with a GGUF model.
+//
+//     cc -O2 examples/generate.c -o generate -lm -ldl -lpthread
+//     ./generate -m model.gguf -p "Once upon a time" --stats
+//
+// The text goes to stdout as it comes, everything else to stderr. Exit status 1, after one line that
+// says why, on any failure. Options are listed below.
+
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
+#include "llama.h"
+#include "tokenizer.h"
+
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#if defined(_WIN32)
+#include <io.h>
+#include <windows.h>
+#else
+#include <unistd.h>
+#endif
+
+#if defined(__cplusplus) && defined(__GNUC__) // see llama.h
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+#endif
+
+static const char usage[] =
+    "usage: generate [options]\n"
+    "    -m FILE          model (the one in examples/model)\n"
+    "    -p TEXT          prompt\n"
+    "    -e               \\n, \\t, \\\" and \\\\ in the prompt stand for what they do in C\n"
+    "    -n N             tokens to generate at most (256)\n"
+    "    -c N             context: tokens of prompt and text together (the model's, at most 4096)\n"
+    "    --temp X         0 takes the most probable token (0.8)\n"
+    "    --top-k N        only the N most probable tokens, 0 = all (40)\n"
+    "    --top-p X        only the most probable tokens that make up X, 1 = all (0.95)\n"
+    "    --min-p X        only tokens X times as probable as the best, 0 = all (0.05)\n"
+    "    --seed N         of the draw (the time)\n"
+    "    --threads N      CPU threads (one per core)\n"
+    "    --device NAME    auto, cpu or gpu (auto)\n"
+    "    --kv FORMAT      of the KV cache: f16, f32 or q8_0 (f16)\n"
+    "    --stats          print times, speeds and memory\n"
+    "    --logits FILE    write the prompt's logits, [n_vocab] floats per token, and generate nothing\n";
+
+typedef struct options {
+    const char *model, *prompt, *kv, *logits;
+    bool escapes, stats;
+    int32_t n, n_ctx, n_threads;
+    rocq_backend device;
+    rocq_sample_params sample; // the knobs only
+} options;
+
+#define DEFAULT_PROMPT "Once upon a time"
+
+// ---------------------------------------------------------------------------------------------
+// Options
+// ---------------------------------------------------------------------------------------------
+
+// The model beside this file's source, wherever the program is started.
+static const char *default_model(void) {
+    static char path[1024];
+    const char *source = __FILE__, *end = source + strlen(source);
+    while (end > source && end[-1] != '/' && end[-1] != '\\') end--;
+    snprintf(path, sizeof path, "%.*smodel/rocq-demo.gguf", (int)(end - source), source);
+    return path;
+}
+
+enum { FLAG, TEXT, INTEGER, NUMBER, SEED, DEVICE };
+
+// Stores an option's value by its type; false when it is out of range.
+static bool parse_value(const char *text, int type, double low, double high, void *to) {
+    static const char *const devices[] = {"auto", "cpu", "gpu"}; // in the order of rocq_backend
+    int device = 0;
+    char *end;
+    const double x = strtod(text, &end);
+    const bool number = end != text && *end == '\0' && x >= low && x <= high;
+    switch (type) {
+    case TEXT: *(const char **)to = text; return true;
+    case DEVICE:
+        while (device < 3 && strcmp(text, devices[device]) != 0) device++;
+        *(rocq_backend *)to = (rocq_backend)device;
+        return device < 3;
+    case NUMBER:
+        if (number) *(float *)to = (float)x;
+        return number;
+    case SEED:
+        if (number) *(uint64_t *)to = (uint64_t)x;
+        return number;
+    default:
+        if (number) *(int32_t *)to = (int32_t)x;
+        return number && x == floor(x);
+    }
+}
+
+// False, after a line on stderr, when an option is unknown or its value wrong.
+static bool parse_options(options *o, int argc, char **argv) {
+    const struct {
+        const char *name;
+        int type;
+        double low, high;
+        void *to;
+    } table[] = {
+        {"-m", TEXT, 0, 0, &o->model},
+        {"-p", TEXT, 0, 0, &o->prompt},
+        {"-e", FLAG, 0, 0, &o->escapes},
+        {"-n", INTEGER, 0, 1e9, &o->n},
+        {"-c", INTEGER, 1, 1e9, &o->n_ctx},
+        {"--temp", NUMBER, 0, 1e6, &o->sample.temperature},
+        {"--top-k", INTEGER, 0, 1e9, &o->sample.top_k},
+        {"--top-p", NUMBER, 0, 1, &o->sample.top_p},
+        {"--min-p", NUMBER, 0, 1, &o->sample.min_p},
+        {"--seed", SEED, 0, 9e15, &o->sample.seed},
+        {"--threads", INTEGER, 1, 1024, &o->n_threads},
+        {"--device", DEVICE, 0, 0, &o->device},
+        {"--kv", TEXT, 0, 0, &o->kv},
+        {"--stats", FLAG, 0, 0, &o->stats},
+        {"--logits", TEXT, 0, 0, &o->logits},
+    };
+    const int n_options = (int)(sizeof table / sizeof table[0]);
+    for (int i = 1; i < argc; i++) {
+        int k = 0;
+        while (k < n_options && strcmp(argv[i], table[k].name) != 0) k++;
+        if (k == n_options) {
+            fprintf(stderr, "generate: option %s is unknown\n%s", argv[i], usage);
+            return false;
+        }
+        if (table[k].type == FLAG) {
+            *(bool *)table[k].to = true;
+            continue;
+        }
+        const char *value = i + 1 < argc ? argv[++i] : NULL;
+        if (!value || !parse_value(value, table[k].type, table[k].low, table[k].high, table[k].to)) {
+            fprintf(stderr, "generate: option %s cannot be \"%s\"\n%s", table[k].name, value ? value : "", usage);
+            return false;
+        }
+    }
+    return true;
+}
+
+// The prompt with its escapes resolved, in new memory.
+static char *unescape(const char *text, bool escapes) {
+    char *out = (char *)malloc(strlen(text) + 1), *to = out;
+    for (; out && *text; text++) {
+        const char *found = escapes && text[0] == '\\' && text[1] ? strchr("n\nt\t\"\"\\\\", text[1]) : NULL;
+        *to++ = found ? found[1] : *text;
+        if (found) text++;
+    }
+    if (out) *to = '\0';
+    return out;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Time, memory, terminal
+// ---------------------------------------------------------------------------------------------
+
+static double seconds(void) {
+#if defined(_WIN32)
+    LARGE_INTEGER count, rate;
+    QueryPerformanceCounter(&count);
+    QueryPerformanceFrequency(&rate);
+    return (double)count.QuadPart / (double)rate.QuadPart;
+#else
+    struct timespec t;
+    timespec_get(&t, TIME_UTC);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+#endif
+}
+
+static bool on_terminal(void) {
+#if defined(_WIN32)
+    return _isatty(2) != 0;
+#else
+    return isatty(2) != 0;
+#endif
+}
+
+static int64_t n_allocs; // by rocq and the tokenizer alike
+
+static void *count_alloc(size_t size, void *user) {
+    (void)user;
+    n_allocs++;
+    return malloc(size);
+}
+
+static void count_free(void *ptr, size_t size, void *user) {
+    (void)size;
+    (void)user;
+    free(ptr);
+}
+
+static volatile sig_atomic_t interrupted;
+
+static void on_interrupt(int signal_number) {
+    interrupted = 1;
+    signal(signal_number, SIG_DFL); // a second one ends at once
+}
+
+// Progress of loading and of long prompts, in one line that is overwritten and at last erased.
+static bool show_progress(const char *what, int64_t done, int64_t total, void *user) {
+    if (*(const bool *)user && total > 1) {
+        if (done < total) fprintf(stderr, "\r%s %d%% ", what, (int)(100 * done / total));
+        else fprintf(stderr, "\r%*s\r", (int)strlen(what) + 6, "");
+        fflush(stderr);
+    }
+    return !interrupted;
+}
+
+// ---------------------------------------------------------------------------------------------
+// The job
+// ---------------------------------------------------------------------------------------------
+
+typedef struct run {
+    options o;
+    rocq_ctx *ctx;
+    rocq_gguf *file;
+    llama_model model;
+    tokenizer tok;
+    tokenizer_ids ids;
+    char *prompt;
+    float *logits;
+    bool terminal;
+    int32_t n_prompt, n_generated; // tokens
+    int64_t setup_allocs;
+    double load, tokenize, read, first, generate; // seconds; generate is from the first token on
+} run;
+
+static bool fail(const char *what, const char *why) {
+    fprintf(stderr, "generate: %s%s%s\n", what, what[0] ? ": " : "", why);
+    return false;
+}
+
+static bool load(run *r) {
+    const rocq_desc desc = {.prefer = r->o.device, .n_threads = r->o.n_threads,
+                            .allocator = {count_alloc, count_free, NULL}};
+    const rocq_gguf_desc source = {.path = r->o.model};
+    const llama_options how = {.n_ctx = r->o.n_ctx, .kv_format = r->o.kv, .progress = show_progress,
+                               .user = &r->terminal};
+    const rocq_result result = rocq_open(&r->ctx, &desc);
+    if (result != ROCQ_OK) return fail("cannot open the device", rocq_result_message(result));
+    if (rocq_gguf_open(r->ctx, &r->file, &source) != ROCQ_OK) return fail(r->o.model, rocq_error(r->ctx));
+    if (tokenizer_open(&r->tok, r->file, &desc.allocator) != ROCQ_OK) return fail(r->o.model, r->tok.error);
+    if (llama_open(&r->model, r->ctx, r->file, &how) != ROCQ_OK) {
+        return fail(r->o.model, r->model.error);
+    }
+    return true;
+}
+
+static bool tokenize(run *r) {
+    r->prompt = unescape(r->o.prompt, r->o.escapes);
+    if (!r->prompt) return fail("prompt", "no memory");
+    if (tokenizer_encode(&r->tok, &r->ids, r->prompt, (int64_t)strlen(r->prompt), true, true) != ROCQ_OK) {
+        return fail("prompt", r->tok.error);
+    }
+    if (r->ids.count == 0) return fail("prompt", "it is empty, and the model has no token to begin a text");
+    if (r->ids.count > r->model.n_ctx) return fail("prompt", "it is longer than the context (see -c)");
+    r->n_prompt = (int32_t)r->ids.count;
+    return true;
+}
+
+// For tests: all logits of the prompt, to compare with another program's.
+static bool write_logits(run *r) {
+    const size_t n = (size_t)r->n_prompt * (size_t)r->model.n_vocab;
+    r->logits = (float *)malloc(n * sizeof(float));
+    if (!r->logits) return fail(r->o.logits, "no memory");
+    if (llama_eval(&r->model, r->ids.data, r->n_prompt, r->logits) != ROCQ_OK) return fail("", r->model.error);
+    FILE *out = fopen(r->o.logits, "wb");
+    const bool written = out && fwrite(r->logits, sizeof(float), n, out) == n;
+    const bool closed = out && fclose(out) == 0;
+    return (written && closed) || fail(r->o.logits, "cannot be written");
+}
+
+static void print(rocq_str text) {
+    fwrite(text.data, 1, (size_t)text.length, stdout);
+    fflush(stdout);
+}
+
+// Reads the prompt, then draws tokens until the model ends the text, or -n, the context or Ctrl-C do.
+static bool generate(run *r) {
+    tokenizer_stream stream = {{0}, 0};
+    const rocq_str prompt = {r->prompt, (int64_t)strlen(r->prompt)};
+    const double start = seconds();
+    double first = 0;
+    int32_t token;
+    print(prompt);
+    if (llama_eval(&r->model, r->ids.data, r->n_prompt, NULL) != ROCQ_OK) {
+        return interrupted ? true : fail("", r->model.error);
+    }
+    r->read = seconds() - start;
+    while (r->n_generated < r->o.n && !interrupted) {
+        if (r->n_generated > 0) {
+            if (r->model.n_past == r->model.n_ctx) break;
+            if (llama_eval(&r->model, &token, 1, NULL) != ROCQ_OK) return fail("", r->model.error);
+        }
+        if (llama_sample(&r->model, &r->o.sample, &token) != ROCQ_OK) return fail("", r->model.error);
+        if (r->n_generated++ == 0) {
+            first = seconds();
+            r->first = first - start - r->read;
+        }
+        if (tokenizer_is_end(&r->tok, token)) break;
+        print(tokenizer_next(&r->tok, &stream, token, false));
+    }
+    print(tokenizer_next(&r->tok, &stream, -1, false));
+    if (r->n_generated > 0) r->generate = seconds() - first;
+    return ferror(stdout) ? fail("stdout", "cannot be written") : true;
+}
+
+static void print_rate(const char *what, double n, double time) {
+    fprintf(stderr, "%-18s %8.1f tokens/s   %.0f tokens in %.3f s\n", what, time > 0 ? n / time : 0, n, time);
+}
+
+static void print_stats(const run *r) {
+    const double mib = 1024 * 1024;
+    const llama_model *m = &r->model;
+    rocq_info info;
+    if (rocq_get_info(r->ctx, &info) == ROCQ_OK) fprintf(stderr, "%-18s %s\n", "device", info.device);
+    fprintf(stderr, "%-18s %s, %d layers, %d x %d heads on %d, context %d\n", "model", m->family,
+            (int)m->n_layers, (int)m->n_heads, (int)m->head_dim, (int)m->n_kv_heads, (int)m->n_ctx);
+    fprintf(stderr, "%-18s %8.1f ms         load %.1f, tokenize %.1f, prompt %.1f, sample %.1f\n",
+            "time to first token", 1e3 * (r->load + r->tokenize + r->read + r->first), 1e3 * r->load,
+            1e3 * r->tokenize, 1e3 * r->read, 1e3 * r->first);
+    print_rate("prompt", r->n_prompt, r->read);
+    print_rate("generation", r->n_generated > 1 ? r->n_generated - 1 : 0, r->generate);
+    fprintf(stderr, "%-18s %8.2f MiB        weights %.2f, KV cache %.2f, scratch %.2f\n", "memory",
+            (double)(m->weight_bytes + m->kv_bytes + m->scratch_bytes) / mib,
+            (double)m->weight_bytes / mib, (double)m->kv_bytes / mib, (double)m->scratch_bytes / mib);
+    fprintf(stderr, "%-18s %8.0f            after set-up\n", "allocations", (double)(n_allocs - r->setup_allocs));
+}
+
+static bool whole_run(run *r) {
+    double start = seconds();
+    if (!load(r)) return false;
+    r->load = seconds() - start;
+    start = seconds();
+    if (!tokenize(r)) return false;
+    r->tokenize = seconds() - start;
+    r->setup_allocs = n_allocs;
+    if (r->o.logits) return write_logits(r);
+    if (!generate(r)) return false;
+    printf("\n");
+    if (r->o.stats) print_stats(r);
+    return true;
+}
+
+int main(int argc, char **argv) {
+    static run r; // zeroed
+    r.o.model = default_model();
+    r.o.prompt = DEFAULT_PROMPT;
+    r.o.n = 256;
+    r.o.sample.temperature = 0.8f;
+    r.o.sample.top_k = 40;
+    r.o.sample.top_p = 0.95f;
+    r.o.sample.min_p = 0.05f;
+    r.o.sample.seed = (uint64_t)time(NULL);
+    r.terminal = on_terminal();
+    if (!parse_options(&r.o, argc, argv)) return 1;
+    signal(SIGINT, on_interrupt);
+    const bool good = whole_run(&r);
+    free(r.logits);
+    free(r.prompt);
+    tokenizer_ids_free(&r.tok, &r.ids);
+    tokenizer_close(&r.tok);
+    llama_close(&r.model);
+    rocq_gguf_close(&r.file);
+    rocq_close(&r.ctx);
+    return good ? 0 : 1;
+}

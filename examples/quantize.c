@@ -1,0 +1,214 @@
+// quantize.c - re-encodes the weights of a GGUF file.
+//
+//     cc -O2 examples/quantize.c -o quantize -lm -ldl -lpthread
+//     ./quantize model-f32.gguf model-q4.gguf q4_k_m
+//
+// The last argument is a format ("q8_0", "q4_k", "f16" ...) for all matrices, or q4_k_m, a mix: Q4_K,
+// with Q6_K where it counts most, that is for the output matrix and for attn_v and ffn_down of about
+// half of the layers. Vectors and norms stay F32. A matrix whose rows are no whole number of 256-element
+// blocks takes a format of 32-element blocks of about the same precision, or else F16.
+// Works on one tensor at a time; memory is bounded by the largest.
+
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#if defined(__cplusplus) && defined(__GNUC__) // takes fields a designated initialiser omits for forgotten
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+#endif
+
+typedef struct job {
+    const char *in_path, *out_path;
+    bool mix;           // q4_k_m
+    rocq_format format; // else
+    rocq_ctx *ctx;
+    rocq_gguf *in;
+    rocq_gguf_writer *out;
+    int32_t n_layers;
+    bool tied;                   // there is no output matrix: the embedding serves
+    rocq_buffer before, after;   // the largest tensor, as it was and as it will be
+    rocq_buffer row, row_after;  // the longest row, in F32
+    int64_t bytes_before, bytes_after;
+} job;
+
+static bool fail(const char *what, const char *why) {
+    fprintf(stderr, "quantize: %s: %s\n", what, why);
+    return false;
+}
+
+// A failed call's message, or its meaning where the call has no context to keep one.
+static bool check(const job *j, const char *what, rocq_result result) {
+    if (result == ROCQ_OK) return true;
+    const char *why = rocq_error(j->ctx);
+    return fail(what, *why ? why : rocq_result_message(result));
+}
+
+
+// The format for rows that a format of 256-element blocks does not fit.
+static rocq_format fit(rocq_format format, int64_t n_per_row) {
+    if (n_per_row % rocq_get_format_info(format)->block_elems == 0) return format;
+    switch (format) {
+    case ROCQ_Q2_K: case ROCQ_Q3_K: case ROCQ_IQ4_XS: format = ROCQ_IQ4_NL; break;
+    case ROCQ_Q4_K: format = ROCQ_Q5_0; break;
+    case ROCQ_Q5_K: format = ROCQ_Q5_1; break;
+    case ROCQ_Q6_K: format = ROCQ_Q8_0; break;
+    default: return ROCQ_F16;
+    }
+    return n_per_row % 32 == 0 ? format : ROCQ_F16;
+}
+
+// The first and last eighth of the layers, and every third between.
+static bool layer_counts_more(int32_t layer, int32_t n_layers) {
+    const int32_t eighth = n_layers / 8;
+    return layer < eighth || layer >= 7 * n_layers / 8 || (layer - eighth) % 3 == 2;
+}
+
+static rocq_format choose(const job *j, const rocq_gguf_tensor *t) {
+    char name[128];
+    int layer = -1;
+    if (!t->known || t->format == ROCQ_I32) return t->format;
+    snprintf(name, sizeof name, "%.*s", (int)(t->name.length < 127 ? t->name.length : 127), t->name.data);
+    if (t->n_dims < 2 || strstr(name, "norm")) return ROCQ_F32;
+    if (!j->mix) return fit(j->format, t->ne[0]);
+    const bool output = strcmp(name, j->tied ? "token_embd.weight" : "output.weight") == 0;
+    const bool candidate = strstr(name, "attn_v.") || strstr(name, "ffn_down.");
+    if (candidate && sscanf(name, "blk.%d.", &layer) != 1) layer = -1;
+    const bool more = output || (layer >= 0 && layer_counts_more(layer, j->n_layers));
+    return fit(more ? ROCQ_Q6_K : ROCQ_Q4_K, t->ne[0]);
+}
+
+// llama.cpp's number for general.file_type, or -1.
+static int file_type(const job *j) {
+    if (j->mix) return 15;
+    switch (j->format) {
+    case ROCQ_F32: return 0;
+    case ROCQ_F16: return 1;
+    case ROCQ_Q4_0: return 2;
+    case ROCQ_Q4_1: return 3;
+    case ROCQ_Q8_0: return 7;
+    case ROCQ_Q5_0: return 8;
+    case ROCQ_Q5_1: return 9;
+    case ROCQ_Q2_K: return 10;
+    case ROCQ_Q3_K: return 12;
+    case ROCQ_Q4_K: return 14;
+    case ROCQ_Q5_K: return 16;
+    case ROCQ_Q6_K: return 18;
+    case ROCQ_IQ4_NL: return 25;
+    case ROCQ_IQ4_XS: return 30;
+    case ROCQ_BF16: return 32;
+    case ROCQ_MXFP4: return 38;
+    default: return -1;
+    }
+}
+
+// Reads the input's directory and lays out the output's.
+static bool plan(job *j) {
+    const rocq_gguf_desc source = {.path = j->in_path};
+    const rocq_gguf_writer_desc target = {.path = j->out_path};
+    rocq_gguf_tensor t;
+    rocq_str family;
+    int64_t n_layers = 0, before = 1, after = 1, row = 1;
+    char key[128];
+    if (!check(j, j->in_path, rocq_gguf_open(j->ctx, &j->in, &source))) return false;
+    if (rocq_gguf_get_str(j->in, "general.architecture", &family) == ROCQ_OK && family.length < 64) {
+        snprintf(key, sizeof key, "%.*s.block_count", (int)family.length, family.data);
+        rocq_gguf_get_i64(j->in, key, &n_layers);
+    }
+    j->n_layers = n_layers > 0 && n_layers < 1 << 20 ? (int32_t)n_layers : 0;
+    j->tied = rocq_gguf_find_tensor(j->in, "output.weight", &t) != ROCQ_OK;
+
+    if (!check(j, j->out_path, rocq_gguf_create(j->ctx, &j->out, &target)) ||
+        !check(j, j->out_path, rocq_gguf_set_from(j->out, j->in)) ||
+        !check(j, j->out_path, rocq_gguf_set_u32(j->out, "general.quantization_version", 2))) return false;
+    if (file_type(j) >= 0 &&
+        !check(j, j->out_path, rocq_gguf_set_u32(j->out, "general.file_type", (uint32_t)file_type(j)))) {
+        return false;
+    }
+    for (int64_t i = 0; i < rocq_gguf_tensor_count(j->in); i++) {
+        char name[256];
+        int64_t n_bytes, n_rows;
+        if (!check(j, j->in_path, rocq_gguf_tensor_at(j->in, i, &t))) return false;
+        if (t.name.length >= (int64_t)sizeof name) return fail(j->in_path, "a tensor's name is too long");
+        snprintf(name, sizeof name, "%.*s", (int)t.name.length, t.name.data);
+        if (!t.known) return fail(name, "the tensor's format is unknown");
+        if (!check(j, name, rocq_row_size(choose(j, &t), t.ne[0], &n_bytes)) ||
+            !check(j, name, rocq_gguf_add_tensor(j->out, name, choose(j, &t), t.n_dims, t.ne))) return false;
+        n_rows = t.ne[1] * t.ne[2] * t.ne[3]; // the reader has checked that the product fits
+        if (t.size > before) before = t.size;
+        if (n_bytes * n_rows > after) after = n_bytes * n_rows;
+        if (t.ne[0] > row) row = t.ne[0];
+    }
+    return check(j, "memory", rocq_buffer_alloc(j->ctx, &j->before, before)) &&
+           check(j, "memory", rocq_buffer_alloc(j->ctx, &j->after, after)) &&
+           check(j, "memory", rocq_buffer_alloc(j->ctx, &j->row, row * (int64_t)sizeof(float))) &&
+           check(j, "memory", rocq_buffer_alloc(j->ctx, &j->row_after, row * (int64_t)sizeof(float)));
+}
+
+// Re-encodes row by row, decodes the result again, and prints a line on what became of the tensor.
+static bool convert(job *j, const rocq_gguf_tensor *t) {
+    const rocq_format format = choose(j, t);
+    const int64_t n = t->ne[0], n_rows = t->ne[1] * t->ne[2] * t->ne[3];
+    unsigned char *from = (unsigned char *)j->before.host, *to = (unsigned char *)j->after.host;
+    float *x = (float *)j->row.host, *y = (float *)j->row_after.host;
+    double error = 0, power = 0;
+    int64_t from_bytes = 0, to_bytes = 0;
+    char name[256], shape[64];
+    snprintf(name, sizeof name, "%.*s", (int)t->name.length, t->name.data);
+    if (!check(j, name, rocq_gguf_read(j->ctx, j->in, t, from)) ||
+        !check(j, name, rocq_row_size(t->format, n, &from_bytes)) ||
+        !check(j, name, rocq_row_size(format, n, &to_bytes))) return false;
+    if (format == t->format) memcpy(to, from, (size_t)(to_bytes * n_rows));
+    for (int64_t i = 0; format != t->format && i < n_rows; i++) {
+        if (!check(j, name, rocq_dequantize(t->format, x, from + i * from_bytes, n)) ||
+            !check(j, name, rocq_quantize(format, to + i * to_bytes, x, 1, n, NULL)) ||
+            !check(j, name, rocq_dequantize(format, y, to + i * to_bytes, n))) return false;
+        for (int64_t k = 0; k < n; k++) {
+            error += ((double)y[k] - (double)x[k]) * ((double)y[k] - (double)x[k]);
+            power += (double)x[k] * (double)x[k];
+        }
+    }
+    snprintf(shape, sizeof shape, "%.0f x %.0f", (double)n, (double)n_rows);
+    printf("%-32s %16s  %-10s  %-10s  %8.5f  %12.0f\n", name, shape, rocq_get_format_info(t->format)->name,
+           rocq_get_format_info(format)->name, power > 0 ? sqrt(error / power) : 0.0, (double)(to_bytes * n_rows));
+    j->bytes_before += t->size;
+    j->bytes_after += to_bytes * n_rows;
+    return check(j, j->out_path, rocq_gguf_write(j->out, to, to_bytes * n_rows));
+}
+
+static bool quantize(job *j) {
+    rocq_gguf_tensor t;
+    if (strcmp(j->in_path, j->out_path) == 0) return fail(j->out_path, "is the input");
+    if (!plan(j)) return false;
+    printf("%-32s %16s  %-10s  %-10s  %8s  %12s\n", "tensor", "shape", "from", "to", "error", "bytes");
+    for (int64_t i = 0; i < rocq_gguf_tensor_count(j->in); i++) {
+        if (!check(j, j->in_path, rocq_gguf_tensor_at(j->in, i, &t)) || !convert(j, &t)) return false;
+    }
+    printf("%.0f bytes of weights become %.0f (%.1f%%); error is root mean square, relative to the weights\n",
+           (double)j->bytes_before, (double)j->bytes_after,
+           j->bytes_before > 0 ? 100 * (double)j->bytes_after / (double)j->bytes_before : 0.0);
+    return check(j, j->out_path, rocq_gguf_finish(&j->out));
+}
+
+int main(int argc, char **argv) {
+    static job j; // zeroed
+    j.mix = argc == 4 && (strcmp(argv[3], "q4_k_m") == 0 || strcmp(argv[3], "Q4_K_M") == 0);
+    if (argc != 4 || (!j.mix && rocq_format_from_name(&j.format, argv[3]) != ROCQ_OK) ||
+        (!j.mix && j.format == ROCQ_I32)) {
+        fprintf(stderr, "usage: quantize in.gguf out.gguf q4_k_m|FORMAT   (f32 f16 bf16 q4_0 q4_1 q5_0 q5_1"
+                        " q8_0 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4)\n");
+        return 1;
+    }
+    j.in_path = argv[1];
+    j.out_path = argv[2];
+    const rocq_desc desc = {.prefer = ROCQ_CPU};
+    if (rocq_open(&j.ctx, &desc) != ROCQ_OK) return fail("rocq", "cannot start") ? 0 : 1;
+    const bool good = quantize(&j), created = j.out != NULL;
+    if (j.out) rocq_gguf_finish(&j.out);
+    if (!good && created) remove(j.out_path);
+    rocq_gguf_close(&j.in);
+    rocq_close(&j.ctx); // with its buffers
+    return good ? 0 : 1;
+}

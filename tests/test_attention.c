@@ -1,0 +1,655 @@
+// Attention against float64, in every option, format and layout, and against ggml.
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <cmocka.h>
+
+#include "ops.h"
+
+// What F32 arithmetic over the decoded values leaves; the contract says 1e-6 (F32) and 1e-5 (F16).
+#define BOUND 1e-9
+
+typedef struct shape {
+    int64_t head_dim, n_heads, n_kv_heads, n_q, n_kv, n_seqs;
+    rocq_format q_format, k_format, v_format, mask_format, out_format;
+    box_layout layout;
+    bool causal, sinks, kv_len, in_place;
+    int32_t window, page_size; // 0 = none
+    float softcap, scale;
+    int64_t mask_heads, mask_seqs; // 0 = no mask
+    float mask_hidden;             // share of the mask that is -inf
+} shape;
+
+typedef struct problem {
+    shape s;
+    box q, k, v, out, mask, sinks, kv_len, page_table;
+    rocq_attention_params p;
+    double *want;
+} problem;
+
+static int64_t length_of(const problem *a, int64_t seq) {
+    return a->s.kv_len ? (int64_t)a->kv_len.value[seq] : a->s.n_kv;
+}
+
+// Row of a position in k and v, and the sequence index there.
+static int64_t row_of(const problem *a, int64_t j, int64_t seq, int64_t *row_seq) {
+    *row_seq = a->s.page_size ? 0 : seq;
+    if (!a->s.page_size) return j;
+    const double page = box_at(&a->page_table, j / a->s.page_size, seq, 0, 0);
+    return (int64_t)page * a->s.page_size + j % a->s.page_size;
+}
+
+static bool visible(const problem *a, int64_t seq, int64_t head, int64_t i, int64_t j) {
+    const int64_t p = length_of(a, seq) - a->s.n_q + i;
+    if (j >= length_of(a, seq)) return false;
+    if (a->s.causal && j > p) return false;
+    if (a->s.window && j <= p - a->s.window) return false;
+    return !a->s.mask_heads || box_at_repeated(&a->mask, j, i, head, seq) != -INFINITY;
+}
+
+// Every step as the comment at rocq_attention_params has it, in float64.
+static void reference(problem *a) {
+    const shape *s = &a->s;
+    const double scale = s->scale != 0 ? s->scale : 1 / sqrt((double)s->head_dim);
+    double *score = (double *)malloc((size_t)s->n_kv * sizeof(double)), *out = a->want;
+    assert_non_null(score);
+    for (int64_t seq = 0; seq < s->n_seqs; seq++) {
+        for (int64_t i = 0; i < s->n_q; i++) {
+            for (int64_t h = 0; h < s->n_heads; h++, out += s->head_dim) {
+                const int64_t kv_head = h * s->n_kv_heads / s->n_heads;
+                double top = s->sinks ? a->sinks.value[h] : -(double)INFINITY, sum = 0;
+                int64_t row_seq;
+                for (int64_t j = 0; j < s->n_kv; j++) {
+                    if (!visible(a, seq, h, i, j)) continue;
+                    const int64_t row = row_of(a, j, seq, &row_seq);
+                    double dot = 0;
+                    for (int64_t d = 0; d < s->head_dim; d++) {
+                        dot += box_at(&a->q, d, h, i, seq) * box_at(&a->k, d, kv_head, row, row_seq);
+                    }
+                    score[j] = dot * scale;
+                    if (s->softcap > 0) score[j] = s->softcap * tanh(score[j] / s->softcap);
+                    if (s->mask_heads) score[j] += box_at_repeated(&a->mask, j, i, h, seq);
+                    top = score[j] > top ? score[j] : top;
+                }
+                if (s->sinks) sum = exp(a->sinks.value[h] - top);
+                for (int64_t d = 0; d < s->head_dim; d++) out[d] = 0;
+                for (int64_t j = 0; j < s->n_kv; j++) {
+                    if (!visible(a, seq, h, i, j)) continue;
+                    const int64_t row = row_of(a, j, seq, &row_seq);
+                    const double weight = exp(score[j] - top);
+                    sum += weight;
+                    for (int64_t d = 0; d < s->head_dim; d++) {
+                        out[d] += weight * box_at(&a->v, d, kv_head, row, row_seq);
+                    }
+                }
+                for (int64_t d = 0; d < s->head_dim && sum > 0; d++) out[d] /= sum;
+            }
+        }
+    }
+    free(score);
+}
+
+// Random operands. Scores get a spread near 2, so that softmax is neither flat nor one-hot.
+static problem problem_make(shape s) {
+    problem a;
+    memset(&a, 0, sizeof a);
+    const rocq_attention_params none = {.out = NULL};
+    a.p = none;
+    if (s.page_size) s.n_kv = (s.n_kv + s.page_size - 1) / s.page_size * s.page_size;
+    a.s = s;
+    const int64_t n_pages = s.page_size ? s.n_kv / s.page_size : 0;
+    const int64_t n_rows = s.page_size ? (n_pages * s.n_seqs + 1) * s.page_size : s.n_kv;
+    const int64_t kv_seqs = s.page_size ? 1 : s.n_seqs;
+    a.q = box_random(s.layout, s.q_format, 2, s.head_dim, s.n_heads, s.n_q, s.n_seqs);
+    a.k = box_random(s.layout, s.k_format, 1, s.head_dim, s.n_kv_heads, n_rows, kv_seqs);
+    a.v = box_random(s.layout, s.v_format, 1, s.head_dim, s.n_kv_heads, n_rows, kv_seqs);
+    a.p.q = &a.q.t;
+    a.p.k = &a.k.t;
+    a.p.v = &a.v.t;
+    if (s.in_place) {
+        a.out.t.format = ROCQ_I32; // unused
+        a.p.out = &a.q.t;
+    } else {
+        a.out = box_make(s.layout, s.out_format, s.head_dim, s.n_heads, s.n_q, s.n_seqs);
+        a.p.out = &a.out.t;
+    }
+    if (s.mask_heads) {
+        a.mask = box_make(s.layout, s.mask_format, s.n_kv, s.n_q, s.mask_heads, s.mask_seqs);
+        for (int64_t i = 0; i < a.mask.count; i++) {
+            a.mask.value[i] = random_in(0, 1) < s.mask_hidden ? -(double)INFINITY : random_normal();
+        }
+        box_write(&a.mask);
+        a.p.mask = &a.mask.t;
+    }
+    if (s.sinks) {
+        a.sinks = box_random(BOX_PLAIN, ROCQ_F32, 2, s.n_heads, 1, 1, 1);
+        a.p.sinks = &a.sinks.t;
+    }
+    if (s.kv_len) {
+        a.kv_len = box_make(BOX_PLAIN, ROCQ_I32, s.n_seqs, 1, 1, 1);
+        for (int64_t i = 0; i < s.n_seqs; i++) a.kv_len.value[i] = (double)(1 + random_below(s.n_kv));
+        box_write(&a.kv_len);
+        a.p.kv_len = &a.kv_len.t;
+    }
+    if (s.page_size) { // pages of the pool in an order of their own; page 0 is nobody's
+        a.page_table = box_make(s.layout, ROCQ_I32, n_pages, s.n_seqs, 1, 1);
+        for (int64_t i = 0; i < a.page_table.count; i++) a.page_table.value[i] = (double)(1 + i);
+        for (int64_t i = a.page_table.count - 1; i > 0; i--) {
+            const int64_t j = random_below(i + 1);
+            const double swap = a.page_table.value[i];
+            a.page_table.value[i] = a.page_table.value[j];
+            a.page_table.value[j] = swap;
+        }
+        box_write(&a.page_table);
+        a.p.page_table = &a.page_table.t;
+        a.p.page_size = s.page_size;
+    }
+    a.p.scale = s.scale;
+    a.p.softcap = s.softcap;
+    a.p.window = s.window;
+    a.p.causal = s.causal;
+    a.want = (double *)malloc((size_t)a.q.count * sizeof(double));
+    assert_non_null(a.want);
+    return a;
+}
+
+// The struct moves when it is returned; its params follow.
+static void problem_link(problem *a) {
+    a->p.q = &a->q.t;
+    a->p.k = &a->k.t;
+    a->p.v = &a->v.t;
+    a->p.out = a->s.in_place ? &a->q.t : &a->out.t;
+    if (a->p.mask) a->p.mask = &a->mask.t;
+    if (a->p.sinks) a->p.sinks = &a->sinks.t;
+    if (a->p.kv_len) a->p.kv_len = &a->kv_len.t;
+    if (a->p.page_table) a->p.page_table = &a->page_table.t;
+}
+
+static box *problem_out(problem *a) {
+    return a->s.in_place ? &a->q : &a->out;
+}
+
+static void problem_free(problem *a) {
+    box_free(&a->q);
+    box_free(&a->k);
+    box_free(&a->v);
+    box_free(&a->out);
+    box_free(&a->mask);
+    box_free(&a->sinks);
+    box_free(&a->kv_len);
+    box_free(&a->page_table);
+    free(a->want);
+}
+
+static void check(problem *a) {
+    problem_link(a);
+    reference(a);
+    box *out = problem_out(a);
+    unsigned char *before = (unsigned char *)malloc((size_t)out->size);
+    assert_non_null(before);
+    memcpy(before, out->memory, (size_t)out->size);
+    for (int simd = 0; simd < 2; simd++) {
+        memcpy(out->memory, before, (size_t)out->size);
+        run(simd, ROCQ_OP_ATTENTION, &a->p, &out, 1);
+        check_rows(out, a->want, BOUND);
+    }
+    free(before);
+}
+
+static void solve(shape s) {
+    problem a = problem_make(s);
+    check(&a);
+    problem_free(&a);
+}
+
+static shape basic(void) { // GQA, nothing optional
+    const shape s = {.head_dim = 64, .n_heads = 4, .n_kv_heads = 2, .n_q = 3, .n_kv = 33, .n_seqs = 1,
+                     .q_format = ROCQ_F32, .k_format = ROCQ_F32, .v_format = ROCQ_F32,
+                     .mask_format = ROCQ_F32, .out_format = ROCQ_F32};
+    return s;
+}
+
+static const rocq_format kv_formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16, ROCQ_Q8_0, ROCQ_Q4_0};
+
+static void head_sizes(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {1, 7, 40, 64, 80, 96, 112, 128, 256, 512};
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        for (int layout = BOX_PLAIN; layout <= BOX_PERMUTED; layout++) {
+            shape s = basic();
+            s.head_dim = sizes[i];
+            s.layout = (box_layout)layout;
+            solve(s);
+            s.k_format = s.v_format = ROCQ_F16;
+            s.causal = true;
+            solve(s);
+        }
+    }
+}
+
+static void counts_of_queries_and_keys(void **state) {
+    (void)state;
+    static const int64_t n_kv[] = {1, 2, 31, 32, 33, 127, 300};
+    for (int64_t n_q = 1; n_q <= 17; n_q++) {
+        for (size_t i = 0; i < sizeof n_kv / sizeof n_kv[0]; i++) {
+            shape s = basic();
+            s.head_dim = 16;
+            s.n_q = n_q;
+            s.n_kv = n_kv[i];
+            s.n_heads = 6; // rows of a KV head: 3 n_q, so that tiles of 32 break everywhere
+            s.causal = (n_q + (int64_t)i) % 2 == 0;
+            solve(s);
+        }
+    }
+}
+
+static void head_groups(void **state) {
+    (void)state;
+    static const int64_t heads[][2] = {{1, 1}, {5, 5}, {6, 2}, {7, 1}, {40, 1}, {33, 11}};
+    for (size_t i = 0; i < sizeof heads / sizeof heads[0]; i++) {
+        shape s = basic();
+        s.n_heads = heads[i][0];
+        s.n_kv_heads = heads[i][1];
+        s.n_seqs = 2;
+        s.causal = true;
+        solve(s);
+    }
+}
+
+static void formats(void **state) {
+    (void)state;
+    for (size_t k = 0; k < sizeof kv_formats / sizeof kv_formats[0]; k++) {
+        for (size_t v = 0; v < sizeof kv_formats / sizeof kv_formats[0]; v++) {
+            shape s = basic();
+            s.k_format = kv_formats[k];
+            s.v_format = kv_formats[v];
+            s.layout = (box_layout)((k + v) % 3);
+            s.q_format = v % 2 ? ROCQ_F16 : ROCQ_F32;
+            s.out_format = k % 2 ? ROCQ_F16 : ROCQ_F32;
+            solve(s);
+        }
+    }
+}
+
+static void each_option(void **state) {
+    (void)state;
+    for (int option = 0; option < 12; option++) {
+        shape s = basic();
+        s.n_seqs = 2;
+        s.n_q = 5;
+        s.n_kv = 70;
+        s.causal = option == 1 || option == 2 || option == 3;
+        if (option == 2) s.window = 9;
+        if (option == 3) s.window = 1;
+        if (option == 4) s.softcap = 3;
+        s.sinks = option == 5;
+        s.kv_len = option == 6;
+        if (option == 7) s.page_size = 8;
+        if (option == 8) s.page_size = 33;
+        if (option == 9) s.scale = -0.25f;
+        s.in_place = option == 10;
+        if (option == 11) {
+            s.mask_heads = s.mask_seqs = 1;
+            s.mask_hidden = 0.5f;
+        }
+        solve(s);
+    }
+}
+
+static void masks(void **state) {
+    (void)state;
+    for (int kind = 0; kind < 16; kind++) {
+        shape s = basic();
+        s.n_seqs = 3;
+        s.n_kv = 70;
+        s.mask_heads = kind & 1 ? s.n_heads : 1;
+        s.mask_seqs = kind & 2 ? s.n_seqs : 1;
+        s.mask_format = kind & 4 ? ROCQ_F16 : ROCQ_F32;
+        s.mask_hidden = kind & 8 ? 0.9f : 0.0f;
+        s.layout = (box_layout)(kind % 3);
+        solve(s);
+    }
+}
+
+static void everything_together(void **state) {
+    (void)state;
+    static const int64_t dims[] = {32, 64, 96, 128};
+    for (int round = 0; round < 250; round++) {
+        shape s = {.head_dim = dims[random_below(4)]};
+        s.n_kv_heads = 1 + random_below(3);
+        s.n_heads = s.n_kv_heads * (1 + random_below(5));
+        s.n_q = random_below(2) ? 1 + random_below(4) : 1 + random_below(40);
+        s.n_kv = random_below(4) ? 1 + random_below(100) : 1 + random_below(700);
+        s.n_seqs = 1 + random_below(3);
+        s.q_format = random_below(2) ? ROCQ_F32 : ROCQ_F16;
+        s.k_format = kv_formats[random_below(5)];
+        s.v_format = kv_formats[random_below(5)];
+        s.mask_format = random_below(2) ? ROCQ_F32 : ROCQ_F16;
+        s.layout = (box_layout)random_below(3);
+        s.causal = random_below(3) > 0;
+        s.sinks = random_below(3) == 0;
+        s.kv_len = random_below(2);
+        s.in_place = random_below(3) == 0;
+        s.out_format = s.in_place || random_below(2) ? s.q_format : ROCQ_F32;
+        if (s.causal && random_below(2)) s.window = (int32_t)(1 + random_below(s.n_kv + 5));
+        if (random_below(3) == 0) s.page_size = (int32_t)(1 + random_below(40));
+        if (random_below(3) == 0) s.softcap = random_in(1, 20);
+        if (random_below(3) == 0) s.scale = random_in(-0.5f, 0.5f);
+        if (random_below(2)) {
+            s.mask_heads = random_below(2) ? 1 : s.n_heads;
+            s.mask_seqs = random_below(2) ? 1 : s.n_seqs;
+            s.mask_hidden = random_in(0, 1.2f);
+        }
+        solve(s);
+    }
+}
+
+// One query row over more than one split, and the same bits whatever the cache's size, with pages
+// as without.
+static void long_contexts(void **state) {
+    (void)state;
+    static const int64_t lengths[] = {255, 256, 257, 512, 513, 600, 1000};
+    for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
+        shape s = basic();
+        s.n_q = 1;
+        s.n_kv = 1000;
+        s.k_format = ROCQ_Q8_0;
+        s.v_format = ROCQ_F16;
+        s.causal = true;
+        s.kv_len = true;
+        problem a = problem_make(s);
+        a.kv_len.value[0] = (double)lengths[i];
+        box_write(&a.kv_len);
+        check(&a);
+
+        rocq_tensor k, v, out;
+        const int64_t start[4] = {0}, ne[4] = {s.head_dim, s.n_kv_heads, lengths[i], 1};
+        assert_int_equal(rocq_tensor_view(&k, &a.k.t, start, ne), ROCQ_OK);
+        assert_int_equal(rocq_tensor_view(&v, &a.v.t, start, ne), ROCQ_OK);
+        box exact = box_make(BOX_PLAIN, ROCQ_F32, s.head_dim, s.n_heads, 1, 1), *exact_out = &exact;
+        rocq_attention_params p = a.p;
+        p.k = &k;
+        p.v = &v;
+        p.kv_len = NULL;
+        p.out = &exact.t;
+        run(1, ROCQ_OP_ATTENTION, &p, &exact_out, 1);
+        assert_true(same_bytes(exact.memory, a.out.memory, a.out.size));
+
+        // The cache as pages of 50 rows in their natural order.
+        box table = box_make(BOX_PLAIN, ROCQ_I32, 20, 1, 1, 1);
+        for (int64_t j = 0; j < 20; j++) table.value[j] = (double)j;
+        box_write(&table);
+        p = a.p;
+        p.page_table = &table.t;
+        p.page_size = 50;
+        p.out = &out;
+        out = exact.t;
+        memset(exact.memory, 0xff, (size_t)exact.size);
+        run(1, ROCQ_OP_ATTENTION, &p, &exact_out, 1);
+        assert_true(same_bytes(exact.memory, a.out.memory, a.out.size));
+        box_free(&table);
+        box_free(&exact);
+        problem_free(&a);
+    }
+}
+
+static void rows_that_see_nothing_are_zero(void **state) {
+    (void)state;
+    for (int kind = 0; kind < 4; kind++) {
+        shape s = basic();
+        s.sinks = kind & 1;
+        s.n_q = 8;
+        s.n_kv = 5;
+        if (kind & 2) {
+            s.mask_heads = s.mask_seqs = 1;
+            s.mask_hidden = 2;
+        } else {
+            s.causal = true; // queries 0, 1 and 2 stand before position 0
+        }
+        problem a = problem_make(s);
+        check(&a);
+        const int64_t n_blind = (kind & 2 ? s.n_q : 3) * s.n_heads * s.head_dim;
+        for (int64_t i = 0; i < n_blind; i++) assert_true(a.out.value[i] == 0);
+        problem_free(&a);
+    }
+}
+
+// NaN in what a row cannot see must not reach it, be it hidden from all rows or only from some.
+static void hidden_positions_may_hold_anything(void **state) {
+    (void)state;
+    for (int kind = 0; kind < 6; kind++) {
+        shape s = basic();
+        s.n_q = 6;
+        s.n_kv = 80;
+        s.kv_len = kind == 0;
+        s.causal = kind == 1 || kind == 2;
+        if (kind == 2) s.window = 10;
+        if (kind >= 3) {
+            s.mask_heads = s.n_heads;
+            s.mask_seqs = 1;
+            s.mask_hidden = 0.3f;
+        }
+        problem a = problem_make(s);
+        if (kind == 0) {
+            a.kv_len.value[0] = 50;
+            box_write(&a.kv_len);
+        }
+        problem_link(&a);
+        for (int64_t j = 0; j < s.n_kv; j++) {
+            bool hidden_from_all = true, hidden_from_some = false;
+            for (int64_t i = 0; i < s.n_q; i++) {
+                for (int64_t h = 0; h < s.n_heads; h++) {
+                    const bool v = visible(&a, 0, h, i, j);
+                    hidden_from_all &= !v;
+                    hidden_from_some |= !v;
+                }
+            }
+            if (!(hidden_from_all || (hidden_from_some && j == 77))) continue;
+            for (int64_t h = 0; h < s.n_kv_heads; h++) {
+                for (int64_t d = 0; d < s.head_dim; d++) {
+                    const int64_t at = (j * s.n_kv_heads + h) * s.head_dim + d;
+                    a.k.value[at] = kind % 2 ? (double)NAN : (double)INFINITY;
+                    a.v.value[at] = kind % 2 ? (double)INFINITY : (double)NAN;
+                }
+            }
+        }
+        box_write(&a.k);
+        box_write(&a.v);
+        reference(&a);
+        for (int simd = 0; simd < 2; simd++) {
+            box *out = &a.out;
+            int64_t n_clean = 0, n_dirty = 0;
+            memset(out->memory, 0xff, (size_t)out->size);
+            run(simd, ROCQ_OP_ATTENTION, &a.p, &out, 1);
+            box_read(out);
+            for (int64_t r = 0; r < box_rows(out); r++) {
+                const double *want = a.want + r * s.head_dim, *got = out->value + r * s.head_dim;
+                if (isfinite(want[0])) {
+                    assert_true(nmse(ROCQ_F32, got, want, s.head_dim) <= BOUND);
+                    n_clean++;
+                } else { // what is seen is not hidden
+                    assert_true(isnan(got[0]));
+                    n_dirty++;
+                }
+            }
+            assert_true(n_clean > 0);
+            if (kind == 1) assert_true(n_dirty > 0);
+        }
+        problem_free(&a);
+    }
+}
+
+static void bad_contents_are_refused(void **state) {
+    (void)state;
+    static const int32_t bad_len[] = {0, -1, 65, INT32_MIN, INT32_MAX};
+    shape s = basic();
+    s.n_kv = 64;
+    s.n_seqs = 2;
+    s.kv_len = true;
+    s.page_size = 16;
+    problem a = problem_make(s);
+    problem_link(&a);
+    box *out = &a.out;
+    int32_t *len = (int32_t *)(void *)a.kv_len.memory, *page = (int32_t *)(void *)a.page_table.memory;
+    for (size_t i = 0; i < sizeof bad_len / sizeof bad_len[0]; i++) {
+        len[1] = bad_len[i];
+        run_fails(ROCQ_OP_ATTENTION, &a.p, ROCQ_E_BOUNDS, &out, 1);
+    }
+    // The pool holds pages 0 to 8; the third one of the second sequence is used from length 33 on.
+    static const int32_t bad_page[] = {-1, 9, INT32_MAX, INT32_MIN};
+    for (size_t i = 0; i < sizeof bad_page / sizeof bad_page[0]; i++) {
+        const int32_t good = page[4 + 2];
+        page[4 + 2] = bad_page[i];
+        len[1] = 33;
+        run_fails(ROCQ_OP_ATTENTION, &a.p, ROCQ_E_BOUNDS, &out, 1);
+        len[1] = 32;
+        run(1, ROCQ_OP_ATTENTION, &a.p, &out, 1);
+        page[4 + 2] = good;
+    }
+    problem_free(&a);
+}
+
+// A last page that the pool holds only in part is good for as many positions as there are.
+static void partial_last_page(void **state) {
+    (void)state;
+    shape s = basic();
+    s.n_kv = 64;
+    s.kv_len = true;
+    s.page_size = 16;
+    problem a = problem_make(s);
+    problem_link(&a);
+    box *out = &a.out;
+    const int64_t start[4] = {0}, ne[4] = {s.head_dim, s.n_kv_heads, 4 * 16 + 5, 1};
+    rocq_tensor k, v;
+    assert_int_equal(rocq_tensor_view(&k, &a.k.t, start, ne), ROCQ_OK);
+    assert_int_equal(rocq_tensor_view(&v, &a.v.t, start, ne), ROCQ_OK);
+    a.p.k = &k;
+    a.p.v = &v;
+    const double pages[4] = {1, 3, 4, 2};
+    memcpy(a.page_table.value, pages, sizeof pages);
+    box_write(&a.page_table);
+    for (int32_t length = 36; length <= 38; length++) {
+        ((int32_t *)(void *)a.kv_len.memory)[0] = length;
+        a.kv_len.value[0] = length;
+        memset(out->memory, 0xff, (size_t)out->size);
+        if (length <= 37) { // rows 64 to 68 of page 4 are there
+            run(1, ROCQ_OP_ATTENTION, &a.p, &out, 1);
+            reference(&a);
+            check_rows(out, a.want, BOUND);
+        } else {
+            run_fails(ROCQ_OP_ATTENTION, &a.p, ROCQ_E_BOUNDS, &out, 1);
+        }
+    }
+    problem_free(&a);
+}
+
+static void nan_in_a_query_stays_visible(void **state) {
+    (void)state;
+    for (int64_t n_kv = 5; n_kv < 600; n_kv += 590) {
+        shape s = basic();
+        s.n_q = 1;
+        s.n_kv = n_kv;
+        problem a = problem_make(s);
+        problem_link(&a);
+        a.q.value[3] = NAN; // head 0
+        box_write(&a.q);
+        reference(&a);
+        for (int simd = 0; simd < 2; simd++) {
+            box *out = &a.out;
+            run(simd, ROCQ_OP_ATTENTION, &a.p, &out, 1);
+            box_read(out);
+            for (int64_t d = 0; d < s.head_dim; d++) assert_true(isnan(out->value[d]));
+            assert_true(nmse(ROCQ_F32, out->value + s.head_dim, a.want + s.head_dim, s.head_dim) <= BOUND);
+        }
+        problem_free(&a);
+    }
+}
+
+// Scores far outside what exp can hold.
+static void large_scores(void **state) {
+    (void)state;
+    shape s = basic();
+    s.scale = 1000;
+    s.causal = true;
+    s.n_kv = 300;
+    solve(s);
+    s.n_q = 1;
+    solve(s);
+    s.softcap = 50;
+    solve(s);
+}
+
+static void agrees_with_ggml(void **state) {
+    (void)state;
+    ggml_api g = ggml_open();
+    // ggml keeps F16 sums of F16 values and rounds q to the format of k, which sets the bounds.
+    static const struct { rocq_format format; double bound; } kinds[] = {
+        {ROCQ_F32, 1e-11}, {ROCQ_F16, 1e-5}, {ROCQ_BF16, 5e-5}, {ROCQ_Q8_0, 5e-4}, {ROCQ_Q4_0, 5e-4}};
+    for (size_t f = 0; f < sizeof kinds / sizeof kinds[0]; f++) {
+        for (int option = 0; option < 8; option++) {
+            shape s = basic();
+            s.n_q = 4;
+            s.n_kv = 96;
+            s.n_seqs = 2;
+            s.head_dim = option & 1 ? 128 : 64;
+            s.k_format = s.v_format = kinds[f].format;
+            s.mask_format = ROCQ_F16; // all that ggml takes
+            s.mask_heads = option & 1 ? s.n_heads : 1;
+            s.mask_seqs = option & 2 ? s.n_seqs : 1;
+            s.mask_hidden = 0.3f;
+            s.scale = 0.11f;
+            if (option & 2) s.softcap = 4;
+            s.sinks = option & 4;
+            problem a = problem_make(s);
+            problem_link(&a);
+            // [D, heads, n, seqs] here, [D, n, heads, seqs] there
+            const int32_t axes[4] = {0, 2, 1, 3};
+            box q = box_make(BOX_PLAIN, s.q_format, s.head_dim, s.n_q, s.n_heads, s.n_seqs);
+            box k = box_make(BOX_PLAIN, s.k_format, s.head_dim, s.n_kv, s.n_kv_heads, s.n_seqs);
+            box v = box_make(BOX_PLAIN, s.v_format, s.head_dim, s.n_kv, s.n_kv_heads, s.n_seqs);
+            const rocq_tensor *from[3] = {a.p.q, a.p.k, a.p.v};
+            box *to[3] = {&q, &k, &v};
+            for (int t = 0; t < 3; t++) {
+                rocq_tensor turned;
+                assert_int_equal(rocq_tensor_permute(&turned, from[t], axes), ROCQ_OK);
+                const rocq_cast_params cast = {.y = &to[t]->t, .x = &turned};
+                assert_int_equal(rocq_cast(contexts[0][0], &cast), ROCQ_OK);
+            }
+            void *node = g.flash_attn_ext(g.ctx, ggml_from(&g, &q), ggml_from(&g, &k), ggml_from(&g, &v),
+                                          ggml_from(&g, &a.mask), s.scale, 0, s.softcap);
+            if (s.sinks) g.flash_attn_ext_add_sinks(node, ggml_from(&g, &a.sinks));
+            ggml_run(&g, node, a.want, a.out.count);
+            box *out = &a.out;
+            run(1, ROCQ_OP_ATTENTION, &a.p, &out, 1);
+            check_all(out, a.want, kinds[f].bound);
+            box_free(&q);
+            box_free(&k);
+            box_free(&v);
+            problem_free(&a);
+        }
+    }
+    ggml_close(&g);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(head_sizes),
+        cmocka_unit_test(counts_of_queries_and_keys),
+        cmocka_unit_test(head_groups),
+        cmocka_unit_test(formats),
+        cmocka_unit_test(each_option),
+        cmocka_unit_test(masks),
+        cmocka_unit_test(everything_together),
+        cmocka_unit_test(long_contexts),
+        cmocka_unit_test(rows_that_see_nothing_are_zero),
+        cmocka_unit_test(hidden_positions_may_hold_anything),
+        cmocka_unit_test(bad_contents_are_refused),
+        cmocka_unit_test(partial_last_page),
+        cmocka_unit_test(nan_in_a_query_stays_visible),
+        cmocka_unit_test(large_scores),
+        cmocka_unit_test(agrees_with_ggml),
+    };
+    return cmocka_run_group_tests_name("attention", tests, open_contexts, close_contexts);
+}

@@ -1,0 +1,689 @@
+// Matrix products: every format, operand, precision and size against float64, SIMD against scalar,
+// and ggml as a peer.
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <cmocka.h>
+
+#include "ops.h"
+
+static const rocq_format all_formats[] = {
+#define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_##NAME,
+    ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+};
+enum { N_FORMATS = sizeof all_formats / sizeof all_formats[0] };
+
+static bool has_int8(rocq_format f) {
+    return f != ROCQ_F32 && f != ROCQ_F16 && f != ROCQ_BF16 && f != ROCQ_MXFP6_E3M2;
+}
+
+static const char *name_of(rocq_format f) {
+    return rocq_get_format_info(f)->name;
+}
+
+// -- weights: blocks of any bits at all, with scales of a sensible size --
+
+static uint16_t random_half(void) {
+    return rocq_f32_to_f16(0.02f * random_normal());
+}
+
+static void random_block(rocq_format format, void *block) {
+    const rocq_format_info *info = rocq_get_format_info(format);
+    unsigned char *bytes = (unsigned char *)block;
+    for (int32_t i = 0; i < info->block_bytes; i++) bytes[i] = (unsigned char)random_u64();
+    switch (format) {
+    case ROCQ_F32: *(float *)block = random_normal(); break;
+    case ROCQ_F16: *(uint16_t *)block = rocq_f32_to_f16(random_normal()); break;
+    case ROCQ_BF16: *(uint16_t *)block = (uint16_t)(rocq__f32_bits(random_normal()) >> 16); break;
+    case ROCQ_Q4_1: ((rocq_block_q4_1 *)block)->m = random_half(); // then d, as all that start with it
+    /* fallthrough */
+    case ROCQ_Q4_0: case ROCQ_Q5_0: case ROCQ_Q8_0: case ROCQ_IQ4_NL: case ROCQ_IQ4_XS:
+        *(uint16_t *)block = random_half();
+        break;
+    case ROCQ_Q5_1: case ROCQ_Q4_K: case ROCQ_Q5_K:
+        ((uint16_t *)block)[0] = random_half();
+        ((uint16_t *)block)[1] = random_half();
+        break;
+    case ROCQ_Q2_K:
+        ((rocq_block_q2_K *)block)->d = random_half();
+        ((rocq_block_q2_K *)block)->dmin = random_half();
+        break;
+    case ROCQ_Q3_K: ((rocq_block_q3_K *)block)->d = random_half(); break;
+    case ROCQ_Q6_K: ((rocq_block_q6_K *)block)->d = random_half(); break;
+    default: bytes[0] = (unsigned char)(120 + random_below(10)); break; // the MX formats' exponent
+    }
+}
+
+static void random_weights(box *w) {
+    const rocq_format_info *info = rocq_get_format_info(w->t.format);
+    for (int64_t r = 0; r < box_rows(w); r++) {
+        unsigned char *row = box_row(w, r);
+        for (int64_t i = 0; i < w->t.ne[0] / info->block_elems; i++) {
+            random_block(w->t.format, row + i * info->block_bytes);
+        }
+    }
+    box_read(w);
+}
+
+// -- problems --
+
+typedef struct shape {
+    rocq_format w, x, y, gate, residual;
+    rocq_precision precision;
+    int64_t m, n, k, w_batch[2], x_batch[2];
+    box_layout w_layout, x_layout, y_layout;
+    bool has_bias, has_gate, has_residual;
+    rocq_activation activation;
+    float softcap;
+    enum { SEPARATE, Y_IS_RESIDUAL, Y_IS_GATE } in_place;
+} shape;
+
+typedef struct problem {
+    shape s;
+    box w, x, y, bias, gate, residual;
+    rocq_matmul_params p;
+    double *exact; // products of the operands as they are
+    double *want;  // of the operands as the precision takes them, through the epilogue
+    double *slack; // what F32 arithmetic may add to that
+} problem;
+
+static rocq_precision precision_of(const shape *s) {
+    if (s->precision != ROCQ_PRECISION_AUTO) return s->precision;
+    return has_int8(s->w) ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32;
+}
+
+// x as the precision takes it, in float64.
+static double *rounded_x(const problem *a) {
+    const box *x = &a->x;
+    double *v = (double *)malloc((size_t)x->count * sizeof(double));
+    assert_non_null(v);
+    memcpy(v, x->value, (size_t)x->count * sizeof(double));
+    const rocq_precision precision = precision_of(&a->s);
+    if (precision == ROCQ_PRECISION_F16) {
+        for (int64_t i = 0; i < x->count; i++) {
+            v[i] = rocq_f16_to_f32(rocq_f32_to_f16((float)v[i]));
+        }
+    }
+    if (precision != ROCQ_PRECISION_INT8) return v;
+    for (int64_t b = 0; b < x->count; b += 32) {
+        float top = 0;
+        if (a->s.x == ROCQ_Q8_0) { // kept as it is, but for blocks that hold a code of -128
+            const int64_t r = b / x->t.ne[0], i = b % x->t.ne[0] / 32;
+            const rocq_block_q8_0 *block = (const rocq_block_q8_0 *)(const void *)box_row(x, r) + i;
+            if (!memchr(block->qs, 0x80, 32)) continue;
+        }
+        for (int64_t i = b; i < b + 32; i++) top = fmaxf(top, fabsf((float)v[i]));
+        const float inverse = top > 0 ? 127.0f / top : 0.0f;
+        for (int64_t i = b; i < b + 32; i++) {
+            v[i] = (double)(top / 127.0f) * nearbyintf((float)v[i] * inverse);
+        }
+    }
+    return v;
+}
+
+static double activate(rocq_activation activation, double x) {
+    switch (activation) {
+    case ROCQ_SILU: return x / (1 + exp(-x));
+    case ROCQ_GELU: return x / 2 * (1 + tanh(sqrt(2 / 3.14159265358979) * (x + 0.044715 * x * x * x)));
+    case ROCQ_GELU_ERF: return x / 2 * (1 + erf(x / sqrt(2.0)));
+    case ROCQ_RELU: return x > 0 ? x : 0;
+    case ROCQ_TANH: return tanh(x);
+    default: return x;
+    }
+}
+
+// The comment at rocq_matmul_params, word for word. Rounding: K/8 partial sums and then some, each
+// at most half a unit of the largest that can have come together; the largest of w's neighbours
+// stands in for the scale and min that a small weight may be the difference of.
+static void reference(problem *a) {
+    const shape *s = &a->s;
+    const double unit = 0x1p-23;
+    double *x = rounded_x(a), *largest = (double *)malloc((size_t)a->w.count * sizeof(double));
+    assert_non_null(largest);
+    for (int64_t i = 0; i < a->w.count; i++) {
+        const int64_t k = i % s->k, first = i - k % 32;
+        largest[i] = 0;
+        for (int64_t j = first; j < first + 32 && j < i - k + s->k; j++) {
+            largest[i] = fmax(largest[i], fabs(a->w.value[j]));
+        }
+    }
+    for (int64_t i = 0; i < a->y.count; i++) {
+        const int64_t m = i % s->m, n = i / s->m % s->n;
+        const int64_t i2 = i / s->m / s->n % s->x_batch[0], i3 = i / s->m / s->n / s->x_batch[0];
+        const int64_t w2 = i2 / (s->x_batch[0] / s->w_batch[0]), w3 = i3 / (s->x_batch[1] / s->w_batch[1]);
+        const double *w = a->w.value + ((w3 * s->w_batch[0] + w2) * s->m + m) * s->k;
+        const double *size = largest + ((w3 * s->w_batch[0] + w2) * s->m + m) * s->k;
+        const int64_t column = ((i3 * s->x_batch[0] + i2) * s->n + n) * s->k;
+        double t = 0, exact = 0, e = 0;
+        for (int64_t k = 0; k < s->k; k++) {
+            t += w[k] * x[column + k];
+            exact += w[k] * a->x.value[column + k];
+            e += size[k] * fabs(x[column + k]);
+        }
+        a->exact[i] = exact;
+        e *= unit / 2 * (double)(s->k / 8 + 16);
+        if (s->has_bias) {
+            t += a->bias.value[m];
+            e += unit * fabs(t);
+        }
+        if (s->activation != ROCQ_IDENTITY) {
+            e = 1.2 * e + 8 * unit * fabs(t); // no activation is steeper than 1.13
+            t = activate(s->activation, t);
+        }
+        if (s->softcap > 0) {
+            e += 8 * unit * fabs(t);
+            t = s->softcap * tanh(t / s->softcap);
+        }
+        if (s->has_gate) {
+            t *= a->gate.value[i];
+            e = e * fabs(a->gate.value[i]) + unit * fabs(t);
+        }
+        if (s->has_residual) {
+            t += a->residual.value[i];
+            e += unit * (fabs(t) + fabs(a->residual.value[i]));
+        }
+        if (s->y == ROCQ_F16) e += 0x1p-11 * (fabs(t) + e) + 0x1p-25;
+        a->want[i] = t;
+        a->slack[i] = e;
+    }
+    free(largest);
+    free(x);
+}
+
+static box operand(const shape *s, bool present, rocq_format format) {
+    box b;
+    memset(&b, 0, sizeof b);
+    if (!present) return b;
+    return box_random(s->y_layout, format, 1, s->m, s->n, s->x_batch[0], s->x_batch[1]);
+}
+
+// Operands, params and a reference. Sizes and batches left 0 are 1.
+static problem make(shape s) {
+    problem a;
+    memset(&a, 0, sizeof a);
+    for (int i = 0; i < 2; i++) {
+        if (!s.w_batch[i]) s.w_batch[i] = 1;
+        if (!s.x_batch[i]) s.x_batch[i] = 1;
+    }
+    a.s = s;
+    a.w = box_make(s.w_layout, s.w, s.k, s.m, s.w_batch[0], s.w_batch[1]);
+    random_weights(&a.w);
+    a.x = box_random(s.x_layout, s.x, 1, s.k, s.n, s.x_batch[0], s.x_batch[1]);
+    if (s.has_bias) a.bias = box_random(BOX_PLAIN, ROCQ_F32, 1, s.m, 1, 1, 1);
+    a.gate = operand(&s, s.has_gate, s.in_place == Y_IS_GATE ? s.y : s.gate);
+    a.residual = operand(&s, s.has_residual, s.in_place == Y_IS_RESIDUAL ? s.y : s.residual);
+    a.y = box_make(s.y_layout, s.y, s.m, s.n, s.x_batch[0], s.x_batch[1]);
+    a.exact = (double *)malloc((size_t)a.y.count * sizeof(double));
+    a.want = (double *)malloc((size_t)a.y.count * sizeof(double));
+    a.slack = (double *)malloc((size_t)a.y.count * sizeof(double));
+    assert_true(a.exact && a.want && a.slack);
+    reference(&a);
+    return a;
+}
+
+static void destroy(problem *a) {
+    box_free(&a->w);
+    box_free(&a->x);
+    box_free(&a->y);
+    box_free(&a->bias);
+    box_free(&a->gate);
+    box_free(&a->residual);
+    free(a->exact);
+    free(a->want);
+    free(a->slack);
+}
+
+// The tensors' addresses are those of a, which must not move from here on.
+static void set_params(problem *a) {
+    memset(&a->p, 0, sizeof a->p);
+    a->p.y = &a->y.t;
+    a->p.w = &a->w.t;
+    a->p.x = &a->x.t;
+    a->p.bias = a->s.has_bias ? &a->bias.t : NULL;
+    a->p.gate = a->s.has_gate ? a->s.in_place == Y_IS_GATE ? &a->y.t : &a->gate.t : NULL;
+    a->p.residual = a->s.has_residual
+                        ? a->s.in_place == Y_IS_RESIDUAL ? &a->y.t : &a->residual.t : NULL;
+    a->p.activation = a->s.activation;
+    a->p.softcap = a->s.softcap;
+    a->p.precision = a->s.precision;
+}
+
+// y before the call: NaN, or the operand that it is in place of.
+static void reset_y(problem *a) {
+    memset(a->y.memory, 0xff, (size_t)a->y.size);
+    const box *from = a->s.in_place == Y_IS_GATE ? &a->gate : &a->residual;
+    if (a->s.in_place == SEPARATE) return;
+    for (int64_t r = 0; r < box_rows(&a->y); r++) {
+        memcpy(box_row(&a->y, r), box_row(from, r), (size_t)box_row_size(&a->y));
+    }
+}
+
+static double contract(rocq_precision precision) {
+    return precision == ROCQ_PRECISION_F32 ? 1e-6 : precision == ROCQ_PRECISION_F16 ? 1e-5 : 5e-4;
+}
+
+static void check_y(problem *a, const char *how) {
+    const shape *s = &a->s;
+    box_read(&a->y);
+    box_check_outside(&a->y);
+    for (int64_t i = 0; i < a->y.count; i++) {
+        if (!(fabs(a->y.value[i] - a->want[i]) <= a->slack[i])) {
+            fail_msg("%s x %s, precision %d, m %d n %d k %d, %s: y[%d] is %.9g, expected %.9g +- %.2g",
+                     name_of(s->w), name_of(s->x), (int)s->precision, (int)s->m, (int)s->n, (int)s->k,
+                     how, (int)i, a->y.value[i], a->want[i], a->slack[i]);
+        }
+    }
+    // A few numbers may all be small by chance, and their errors then are not.
+    const bool plain = !s->has_bias && !s->has_gate && !s->has_residual &&
+                       s->activation == ROCQ_IDENTITY && s->softcap == 0 && s->y == ROCQ_F32;
+    if (!plain || a->y.count < 256) return;
+    const double e = nmse(ROCQ_F32, a->y.value, a->exact, a->y.count);
+    if (!(e <= contract(precision_of(s)))) {
+        fail_msg("%s x %s, precision %d, k %d, %s: NMSE %g", name_of(s->w), name_of(s->x),
+                 (int)s->precision, (int)s->k, how, e);
+    }
+}
+
+// With and without SIMD, on 1, 2 and 5 threads; INT8 gives the same bits throughout. y is left as
+// SIMD made it.
+static void solve(problem *a) {
+    box *y = &a->y;
+    unsigned char *scalar = (unsigned char *)malloc((size_t)y->size);
+    assert_non_null(scalar);
+    set_params(a);
+    for (int simd = 0; simd < 2; simd++) {
+        reset_y(a);
+        run(simd, ROCQ_OP_MATMUL, &a->p, &y, 1);
+        check_y(a, simd ? "SIMD" : "scalar");
+        if (!simd) memcpy(scalar, y->memory, (size_t)y->size);
+    }
+    if (precision_of(&a->s) == ROCQ_PRECISION_INT8 && !same_bytes(scalar, y->memory, y->size)) {
+        fail_msg("%s x %s: SIMD and scalar bits differ", name_of(a->s.w), name_of(a->s.x));
+    }
+    free(scalar);
+}
+
+// m rows and n columns of the problem as a problem of its own: the same bits as in the whole.
+static void check_part(const problem *a, int simd, int64_t m0, int64_t m, int64_t n0, int64_t n) {
+    const int64_t w_start[4] = {0, m0, 0, 0}, w_ne[4] = {a->s.k, m, 1, 1};
+    const int64_t x_start[4] = {0, n0, 0, 0}, x_ne[4] = {a->s.k, n, 1, 1};
+    box y = box_make(BOX_STRIDED, a->s.y, m, n, 1, 1);
+    rocq_tensor w, x;
+    assert_int_equal(rocq_tensor_view(&w, &a->w.t, w_start, w_ne), ROCQ_OK);
+    assert_int_equal(rocq_tensor_view(&x, &a->x.t, x_start, x_ne), ROCQ_OK);
+    const rocq_matmul_params p = {.y = &y.t, .w = &w, .x = &x, .precision = a->s.precision};
+    assert_int_equal(rocq_matmul(contexts[simd][1], &p), ROCQ_OK);
+    box_check_outside(&y);
+    for (int64_t c = 0; c < n; c++) {
+        const unsigned char *whole = box_row(&a->y, n0 + c) + m0 * 4;
+        if (!same_bytes(box_row(&y, c), whole, m * 4)) {
+            fail_msg("%s x %s, precision %d, k %d: column %d differs when only %d x %d are computed",
+                     name_of(a->s.w), name_of(a->s.x), (int)a->s.precision, (int)a->s.k, (int)(n0 + c),
+                     (int)m, (int)n);
+        }
+    }
+    box_free(&y);
+}
+
+// -- tests --
+
+// Every format x operand x precision x K; then every m and n as a part of the largest.
+static void one_format(rocq_format format) {
+    static const rocq_format xs[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q8_0};
+    static const int64_t ms[] = {1, 3, 17, 33}, ns[] = {1, 2, 3, 5, 8, 17, 33};
+    const int64_t elems = block_elems(format);
+    for (int x = 0; x < 3; x++) {
+        const int64_t unit = xs[x] == ROCQ_Q8_0 && elems == 1 ? 32 : elems;
+        const int64_t ks[3] = {unit, unit * (unit == 1 ? 37 : 3), unit == 1 ? 519 : 512 + unit};
+        for (int precision = ROCQ_PRECISION_AUTO; precision <= ROCQ_PRECISION_INT8; precision++) {
+            if (precision == ROCQ_PRECISION_INT8 && !has_int8(format)) continue;
+            for (int k = 0; k < 3; k++) {
+                if (precision == ROCQ_PRECISION_AUTO && k != 1) continue; // it is one of the others
+                const shape s = {.w = format, .x = xs[x], .precision = (rocq_precision)precision,
+                                 .m = 33, .n = 33, .k = ks[k], .w_layout = (box_layout)(k % 2),
+                                 .x_layout = (box_layout)(precision % 2), .y_layout = BOX_STRIDED};
+                problem a = make(s);
+                solve(&a);
+                for (int m = 0; m < 4; m++) {
+                    for (int n = 0; n < 7; n++) {
+                        check_part(&a, 1, m % 2 ? 0 : 33 - ms[m], ms[m], n % 2 ? 33 - ns[n] : 0, ns[n]);
+                    }
+                }
+                destroy(&a);
+            }
+        }
+    }
+}
+
+#define ROCQ_X(NAME, name, id, elems, bytes) \
+    static void format_##name(void **state) { \
+        (void)state;                          \
+        one_format(ROCQ_##NAME);              \
+    }
+ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+
+// More columns than a tile has, and more rows than a tile and a piece of a thread.
+static void tiles(void **state) {
+    static const rocq_format formats[] = {ROCQ_Q8_0, ROCQ_Q4_K, ROCQ_Q6_K, ROCQ_F16, ROCQ_F32};
+    (void)state;
+    for (int f = 0; f < 5; f++) {
+        const shape s = {.w = formats[f], .x = ROCQ_F32, .m = 75, .n = 261, .k = 256};
+        problem a = make(s);
+        solve(&a);
+        for (int64_t n = 15; n <= 18; n++) {
+            check_part(&a, 1, 0, 75, 120, n);
+            if (has_int8(s.w)) check_part(&a, 0, 0, 75, 120, n); // the whole is SIMD's
+        }
+        check_part(&a, 1, 3, 41, 0, 129);
+        check_part(&a, 1, 3, 72, 133, 128);
+        destroy(&a);
+        const shape tall = {.w = formats[f], .x = ROCQ_F32, .m = 1029, .n = 1, .k = 256};
+        problem b = make(tall);
+        solve(&b);
+        destroy(&b);
+    }
+}
+
+// Activations as real models have them: a few channels far above the rest, in every token.
+static void outliers(void **state) {
+    (void)state;
+    for (int f = 0; f < N_FORMATS; f++) {
+        const shape s = {.w = all_formats[f], .x = ROCQ_F32, .m = 64, .n = 17, .k = 1024};
+        problem a = make(s);
+        for (int64_t i = 0; i < a.x.count; i++) {
+            const int64_t k = i % s.k;
+            if (k == 7 || k == 300 || k == 301 || k == 999) a.x.value[i] *= k == 7 ? 500 : 60;
+        }
+        box_write(&a.x);
+        reference(&a);
+        solve(&a);
+        destroy(&a);
+    }
+}
+
+// All bits of w and all codes of x at their ends, where a sum of products could leave its type.
+static void extreme_codes(void **state) {
+    (void)state;
+    for (int f = 0; f < N_FORMATS; f++) {
+        const shape s = {.w = all_formats[f], .x = ROCQ_Q8_0, .m = 16, .n = 5, .k = 512};
+        const rocq_format_info *info = rocq_get_format_info(s.w);
+        problem a = make(s);
+        for (int64_t r = 0; r < s.m && has_int8(s.w); r++) {
+            for (int64_t i = 0; i < s.k / info->block_elems; i++) {
+                unsigned char *block = box_row(&a.w, r) + i * info->block_bytes, kept[512];
+                memcpy(kept, block, (size_t)info->block_bytes);
+                memset(block, r % 2 ? 0xff : 0, (size_t)info->block_bytes);
+                // Scales of F16 come back: a block of nothing but ones is NaN in most formats.
+                switch (s.w) {
+                case ROCQ_Q2_K: memcpy(block + 80, kept + 80, 4); break;
+                case ROCQ_Q3_K: memcpy(block + 108, kept + 108, 2); break;
+                case ROCQ_Q6_K: memcpy(block + 208, kept + 208, 2); break;
+                case ROCQ_MXFP4: case ROCQ_MXFP6_E2M3: block[0] = kept[0]; break;
+                case ROCQ_Q4_1: case ROCQ_Q5_1: case ROCQ_Q4_K: case ROCQ_Q5_K:
+                    memcpy(block, kept, 4);
+                    break;
+                default: memcpy(block, kept, 2); break;
+                }
+                if (s.w == ROCQ_Q8_0) memset(block + 2, r % 4 ? 0x80 : 0x7f, 32);
+            }
+        }
+        box_read(&a.w);
+        for (int64_t n = 0; n < s.n; n++) { // all 127, all -127, all -128, taking turns, anything
+            for (int64_t i = 0; i < s.k / 32; i++) {
+                rocq_block_q8_0 *block = (rocq_block_q8_0 *)(void *)box_row(&a.x, n) + i;
+                static const int8_t codes[3] = {127, -127, -128};
+                for (int j = 0; j < 32; j++) {
+                    block->qs[j] = n < 3 ? codes[n] : n == 3 ? codes[j % 2] : (int8_t)random_u64();
+                }
+            }
+        }
+        box_read(&a.x);
+        reference(&a);
+        solve(&a);
+        destroy(&a);
+    }
+}
+
+// Every E8M0 exponent, up to where F32 ends, and NaN. All elements of a row are the same.
+static void block_exponents(void **state) {
+    static const rocq_format formats[] = {ROCQ_MXFP4, ROCQ_MXFP6_E2M3, ROCQ_MXFP6_E3M2};
+    (void)state;
+    for (int f = 0; f < 3; f++) {
+        const shape s = {.w = formats[f], .x = ROCQ_F32, .m = 256, .n = 2, .k = 32};
+        problem a = make(s);
+        for (int64_t r = 0; r < s.m; r++) {
+            memset(box_row(&a.w, r), r % 2 ? 0xff : 0x55, (size_t)box_row_size(&a.w));
+            box_row(&a.w, r)[0] = (unsigned char)r;
+        }
+        for (int64_t i = 0; i < a.x.count; i++) a.x.value[i] = i % 2 ? 0.25 : -0.125;
+        box_write(&a.x);
+        box_read(&a.w);
+        reference(&a);
+        set_params(&a);
+        for (int simd = 0; simd < 2; simd++) {
+            box *y = &a.y;
+            reset_y(&a);
+            run(simd, ROCQ_OP_MATMUL, &a.p, &y, 1);
+            box_read(y);
+            for (int64_t i = 0; i < y->count; i++) {
+                // The scales' product may be a subnormal number: the sum of 32 products of codes
+                // up to 60 and 127 multiplies that rounding.
+                const double e = a.slack[i] + 0x1p-150 * 32 * 60 * 127;
+                // Decoded, w is beyond F32, or the sum is.
+                if (isinf(a.w.value[i % s.m * s.k]) || fabs(a.want[i]) > 0x1p127) continue;
+                if (isnan(a.want[i]) != isnan(y->value[i]) || fabs(y->value[i] - a.want[i]) > e) {
+                    fail_msg("%s, exponent %d: %g, expected %g", name_of(s.w), (int)(i % 256),
+                             y->value[i], a.want[i]);
+                }
+            }
+        }
+        destroy(&a);
+    }
+}
+
+// Each step of the epilogue alone, and all together, in both formats and in place.
+static void epilogues(void **state) {
+    static const rocq_format floats[] = {ROCQ_F32, ROCQ_F16};
+    (void)state;
+    for (int w = 0; w < 2; w++) {
+        for (int f = 0; f < 4; f++) {
+            const shape plain = {.w = w ? ROCQ_Q5_K : ROCQ_F32, .x = ROCQ_F32, .y = floats[f % 2],
+                                 .gate = floats[f / 2], .residual = floats[1 - f / 2],
+                                 .m = 37, .n = 19, .k = 256, .y_layout = (box_layout)(f % 3)};
+            for (int step = 0; step < 16; step++) {
+                shape s = plain;
+                s.has_bias = step == 1 || step >= 10;
+                if (step >= 2 && step <= 6) s.activation = (rocq_activation)(step - 1);
+                if (step >= 10) s.activation = (rocq_activation)(step - 10);
+                s.softcap = step == 7 ? 3.0f : step >= 10 ? 5.0f : 0.0f;
+                s.has_gate = step == 8 || step >= 10;
+                s.has_residual = step == 9 || step >= 10;
+                problem a = make(s);
+                solve(&a);
+                destroy(&a);
+                for (int place = Y_IS_RESIDUAL; place <= Y_IS_GATE; place++) {
+                    if (!(place == Y_IS_GATE ? s.has_gate : s.has_residual)) continue;
+                    s.in_place = place == Y_IS_GATE ? Y_IS_GATE : Y_IS_RESIDUAL;
+                    a = make(s);
+                    solve(&a);
+                    destroy(&a);
+                }
+            }
+        }
+    }
+}
+
+// Batches, shared by all ratios of w's to x's, in every memory layout.
+static void batches(void **state) {
+    static const int64_t counts[][4] = { // of w, of x
+        {1, 1, 3, 1}, {1, 1, 1, 3}, {1, 1, 3, 2}, {3, 1, 3, 2}, {2, 3, 2, 3}, {2, 3, 4, 9}, {1, 2, 5, 2}};
+    static const rocq_format formats[] = {ROCQ_F16, ROCQ_Q4_0, ROCQ_Q6_K};
+    (void)state;
+    for (int f = 0; f < 3; f++) {
+        for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+            for (int layout = 0; layout < 9; layout++) {
+                const shape s = {.w = formats[f], .x = layout % 2 ? ROCQ_F16 : ROCQ_F32, .m = 9, .n = 5,
+                                 .k = 256, .w_batch = {counts[i][0], counts[i][1]},
+                                 .x_batch = {counts[i][2], counts[i][3]},
+                                 .w_layout = (box_layout)(layout % 3),
+                                 .x_layout = (box_layout)(layout / 3),
+                                 .y_layout = (box_layout)((layout + 1) % 3),
+                                 .residual = ROCQ_F32, .has_residual = layout % 3 == 0};
+                problem a = make(s);
+                solve(&a);
+                destroy(&a);
+            }
+        }
+    }
+}
+
+// One column seen n times through a stride of 0, and one row of w seen m times.
+static void repeated_rows(void **state) {
+    (void)state;
+    for (int f = 0; f < 2; f++) {
+        const shape s = {.w = f ? ROCQ_Q4_K : ROCQ_F32, .x = ROCQ_F32, .m = 1, .n = 1, .k = 256};
+        problem a = make(s);
+        solve(&a);
+        box y = box_make(BOX_STRIDED, ROCQ_F32, 11, 6, 1, 1);
+        rocq_tensor w = a.w.t, x = a.x.t;
+        w.ne[1] = 11;
+        x.ne[1] = 6;
+        w.stride[1] = x.stride[1] = 0;
+        const rocq_matmul_params p = {.y = &y.t, .w = &w, .x = &x};
+        assert_int_equal(rocq_matmul(contexts[1][1], &p), ROCQ_OK);
+        box_check_outside(&y);
+        for (int64_t c = 0; c < 6; c++) {
+            for (int64_t m = 0; m < 11; m++) {
+                assert_true(same_bytes(box_row(&y, c) + 4 * m, box_row(&a.y, 0), 4));
+            }
+        }
+        box_free(&y);
+        destroy(&a);
+    }
+}
+
+// NaN and infinity stay visible in their own column, and only there; zeros and numbers too small
+// for a scale give nothing but the bias.
+static void special_values(void **state) {
+    static const float specials[] = {NAN, INFINITY, -INFINITY};
+    (void)state;
+    for (int f = 0; f < N_FORMATS; f++) {
+        for (int special = 0; special < 3; special++) {
+            const shape s = {.w = all_formats[f], .x = special == 1 ? ROCQ_F16 : ROCQ_F32, .m = 33,
+                             .n = 7, .k = 256, .has_bias = true};
+            problem a = make(s);
+            for (int64_t k = 0; k < s.k; k++) {
+                a.x.value[2 * s.k + k] = 0;
+                a.x.value[5 * s.k + k] = s.x == ROCQ_F32 ? 1e-38 : -0.0;
+            }
+            for (int64_t i = 0; i < a.w.count; i++) { // so that infinity meets no 0
+                if (a.w.value[i] == 0 && i % s.k == 201) a.w.value[i] = NAN;
+            }
+            box_write(&a.x);
+            if (s.x == ROCQ_F32) {
+                ((float *)(void *)box_row(&a.x, 3))[201] = specials[special];
+            } else {
+                ((uint16_t *)(void *)box_row(&a.x, 3))[201] = rocq_f32_to_f16(specials[special]);
+            }
+            set_params(&a);
+            for (int simd = 0; simd < 2; simd++) {
+                box *y = &a.y;
+                reset_y(&a);
+                run(simd, ROCQ_OP_MATMUL, &a.p, &y, 1);
+                box_read(y);
+                for (int64_t i = 0; i < y->count; i++) {
+                    const int64_t m = i % s.m, n = i / s.m;
+                    if (n == 3 && isfinite(y->value[i])) {
+                        fail_msg("%s: %g in x became %g", name_of(s.w), (double)specials[special],
+                                 y->value[i]);
+                    }
+                    if (n != 3 && !isfinite(y->value[i])) fail_msg("%s: column %d", name_of(s.w), (int)n);
+                    if ((n == 2 || n == 5) && fabs(y->value[i] - a.bias.value[m]) > 1e-30) {
+                        fail_msg("%s: %g in column %d, the bias is %g", name_of(s.w), y->value[i], (int)n,
+                                 a.bias.value[m]);
+                    }
+                }
+            }
+            destroy(&a);
+        }
+    }
+}
+
+// What AUTO is can be read back, and INT8 without int8 codes is refused.
+static void precisions(void **state) {
+    (void)state;
+    for (int f = 0; f < N_FORMATS; f++) {
+        shape s = {.w = all_formats[f], .x = ROCQ_F32, .m = 3, .n = 2, .k = 256};
+        problem a = make(s);
+        rocq_precision precision = ROCQ_PRECISION_AUTO;
+        set_params(&a);
+        assert_int_equal(rocq_matmul_precision(contexts[1][0], &a.p, &precision), ROCQ_OK);
+        assert_int_equal(precision, has_int8(s.w) ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32);
+        for (int forced = ROCQ_PRECISION_F32; forced <= ROCQ_PRECISION_INT8; forced++) {
+            a.p.precision = (rocq_precision)forced;
+            if (forced == ROCQ_PRECISION_INT8 && !has_int8(s.w)) {
+                box *y = &a.y;
+                run_fails(ROCQ_OP_MATMUL, &a.p, ROCQ_E_UNSUPPORTED, &y, 1);
+                continue;
+            }
+            assert_int_equal(rocq_matmul_precision(contexts[1][0], &a.p, &precision), ROCQ_OK);
+            assert_int_equal(precision, forced);
+        }
+        destroy(&a);
+    }
+}
+
+// Each side's error against float64 is its own rounding of x. Where there are enough columns to even
+// out chance, ours is at most a quarter above ggml's.
+static void agrees_with_ggml(void **state) {
+    (void)state;
+    ggml_api g = ggml_open();
+    void *(*mul_mat)(void *, void *, void *) = NULL;
+    ggml_symbol(g.base, "ggml_mul_mat", &mul_mat);
+    print_message("NMSE           ours, ggml's against float64; ours against ggml's\n");
+    for (int f = 0; f < N_FORMATS; f++) {
+        if (all_formats[f] == ROCQ_MXFP6_E2M3 || all_formats[f] == ROCQ_MXFP6_E3M2) continue;
+        for (int n = 0; n < 3; n++) {
+            const shape s = {.w = all_formats[f], .x = ROCQ_F32, .m = 256, .n = n == 0 ? 1 : n == 1 ? 5 : 33,
+                             .k = 1024};
+            problem a = make(s);
+            solve(&a);
+            double *theirs = (double *)malloc((size_t)a.y.count * sizeof(double));
+            assert_non_null(theirs);
+            ggml_run(&g, mul_mat(g.ctx, ggml_from(&g, &a.w), ggml_from(&g, &a.x)), theirs, a.y.count);
+            const double ours_error = nmse(ROCQ_F32, a.y.value, a.exact, a.y.count);
+            const double their_error = nmse(ROCQ_F32, theirs, a.exact, a.y.count);
+            const double between = nmse(ROCQ_F32, a.y.value, theirs, a.y.count);
+            print_message("%-7s n=%-3d %.2e %.2e; %.2e\n", name_of(s.w), (int)s.n, ours_error, their_error,
+                          between);
+            assert_true(between <= 5e-4);
+            if (s.n == 33) assert_true(ours_error <= 1.25 * their_error + 1e-12);
+            free(theirs);
+            destroy(&a);
+        }
+    }
+    ggml_close(&g);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+#define ROCQ_X(NAME, name, id, elems, bytes) cmocka_unit_test(format_##name),
+        ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+        cmocka_unit_test(tiles),
+        cmocka_unit_test(outliers),
+        cmocka_unit_test(extreme_codes),
+        cmocka_unit_test(block_exponents),
+        cmocka_unit_test(epilogues),
+        cmocka_unit_test(batches),
+        cmocka_unit_test(repeated_rows),
+        cmocka_unit_test(special_values),
+        cmocka_unit_test(precisions),
+        cmocka_unit_test(agrees_with_ggml),
+    };
+    return cmocka_run_group_tests_name("matmul", tests, open_contexts, close_contexts);
+}

@@ -1,0 +1,1084 @@
+// Every operation but matmul and attention against float64 or an exact reference, in every option,
+// format and layout, and against ggml.
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <cmocka.h>
+
+#include "ops.h"
+
+#define BOUND 1e-9 // NMSE of F32 arithmetic; the contract says 1e-6
+
+static double *doubles(int64_t n) {
+    double *p = (double *)malloc((size_t)n * sizeof(double));
+    assert_non_null(p);
+    return p;
+}
+
+static void coords(const box *b, int64_t i, int64_t c[4]) {
+    for (int d = 0; d < 4; d++) {
+        c[d] = i % b->t.ne[d];
+        i /= b->t.ne[d];
+    }
+}
+
+// Runs an op with both instruction sets from the same memory, and compares y with want.
+static void check(rocq_op op, const void *params, box *y, const double *want) {
+    unsigned char *before = (unsigned char *)malloc((size_t)y->size);
+    assert_non_null(before);
+    memcpy(before, y->memory, (size_t)y->size);
+    for (int simd = 0; simd < 2; simd++) {
+        memcpy(y->memory, before, (size_t)y->size);
+        run(simd, op, params, &y, 1);
+        check_rows(y, want, BOUND);
+    }
+    free(before);
+}
+
+static const int64_t row_sizes[] = {1, 2, 7, 8, 31, 32, 33, 64, 255, 256, 257, 1000, 4099};
+enum { N_ROW_SIZES = (int)(sizeof row_sizes / sizeof row_sizes[0]) };
+static const rocq_format floats[] = {ROCQ_F32, ROCQ_F16};
+
+// The Q8_0 form of an output is the rounding of its F32 form, bit for bit: y8 and y32 hold both.
+static void check_q8_0(box *y8, box *y32) {
+    const int64_t n = y32->t.ne[0];
+    box_read(y32);
+    for (int64_t r = 0; r < box_rows(y32); r++) {
+        unsigned char want[8192];
+        float row[4096];
+        assert_true(n <= 4096);
+        for (int64_t i = 0; i < n; i++) row[i] = (float)y32->value[r * n + i];
+        assert_int_equal(rocq_quantize(ROCQ_Q8_0, want, row, 1, n, NULL), ROCQ_OK);
+        assert_true(same_bytes(box_row(y8, r), want, box_row_size(y8)));
+    }
+    box_check_outside(y8);
+}
+
+// -- rmsnorm, layernorm --
+
+static void norms(void **state) {
+    (void)state;
+    for (int k = 0; k < N_ROW_SIZES; k++) {
+        for (int option = 0; option < 32; option++) {
+            const int64_t n = row_sizes[k];
+            const bool layer = option & 1, in_place = option & 8;
+            const rocq_op op = layer ? ROCQ_OP_LAYERNORM : ROCQ_OP_RMSNORM;
+            const box_layout layout = (box_layout)((option + k) % 3);
+            const rocq_format x_format = floats[(option >> 2) & 1];
+            const rocq_format y_format = in_place ? x_format : floats[(option >> 4) & 1];
+            box x = box_random(layout, x_format, 1, n, 3, 2, 2);
+            for (int64_t i = 0; i < x.count; i++) x.value[i] = x.value[i] * 3 + 10; // var << mean^2
+            box_write(&x);
+            box y = in_place ? x : box_make(layout, y_format, n, 3, 2, 2);
+            box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
+            box bias = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
+            box mean = box_make(layout, ROCQ_F32, 3, 2, 2, 1), rstd = box_make(layout, ROCQ_F32, 3, 2, 2, 1);
+            const rocq_norm_params p = {.y = &y.t, .x = &x.t,
+                .weight = option & 2 ? &weight.t : NULL,
+                .bias = layer && (option & 4) ? &bias.t : NULL,
+                .mean = layer && (option & 2) ? &mean.t : NULL,
+                .rstd = option & 4 ? &rstd.t : NULL,
+                .eps = option & 16 ? 0.5f : 0};
+            double *want = doubles(x.count), want_mean[12], want_rstd[12];
+            for (int64_t r = 0; r < 12; r++) {
+                const double *row = x.value + r * n;
+                double sum = 0, squares = 0;
+                for (int64_t i = 0; i < n; i++) sum += row[i];
+                want_mean[r] = layer ? sum / (double)n : 0;
+                for (int64_t i = 0; i < n; i++) squares += (row[i] - want_mean[r]) * (row[i] - want_mean[r]);
+                want_rstd[r] = 1 / sqrt(squares / (double)n + (p.eps > 0 ? (double)p.eps : 1e-5));
+                for (int64_t i = 0; i < n; i++) {
+                    want[r * n + i] = (row[i] - want_mean[r]) * want_rstd[r];
+                    if (p.weight) want[r * n + i] *= weight.value[i];
+                    if (p.bias) want[r * n + i] += bias.value[i];
+                }
+            }
+            check(op, &p, &y, want);
+            if (p.mean) check_rows(&mean, want_mean, BOUND);
+            if (p.rstd) check_rows(&rstd, want_rstd, BOUND);
+            if (n % 32 == 0 && n <= 4096 && !in_place) {
+                box y8 = box_make(layout, ROCQ_Q8_0, n, 3, 2, 2), *out8 = &y8;
+                box y32 = box_make(layout, ROCQ_F32, n, 3, 2, 2), *out32 = &y32;
+                rocq_norm_params q = p;
+                for (int simd = 0; simd < 2; simd++) {
+                    q.y = &y8.t;
+                    run(simd, op, &q, &out8, 1);
+                    q.y = &y32.t;
+                    run(simd, op, &q, &out32, 1);
+                    check_q8_0(&y8, &y32);
+                }
+                box_free(&y8);
+                box_free(&y32);
+            }
+            free(want);
+            if (!in_place) box_free(&y);
+            box_free(&x);
+            box_free(&weight);
+            box_free(&bias);
+            box_free(&mean);
+            box_free(&rstd);
+        }
+    }
+}
+
+// -- rope, rope_append --
+
+// The comment at rocq_rope_config in float64; YaRN's bounds as in arXiv 2309.00071 section 3.2.
+static void rope_reference(const rocq_rope_config *c, const double *factors, double *head, int64_t head_dim,
+                           double pos) {
+    const double base = c->freq_base > 0 ? (double)c->freq_base : 10000;
+    const double scale = c->freq_scale > 0 ? (double)c->freq_scale : 1;
+    const int64_t n = c->n_dims ? c->n_dims : head_dim;
+    double magnitude = c->attn_factor > 0 ? (double)c->attn_factor : 1;
+    for (int64_t i = 0; i < n / 2; i++) {
+        double angle = pow(base, -2 * (double)i / (double)n) / (factors ? factors[i] : 1) * pos;
+        if (c->ext_factor > 0) {
+            const double fast = c->beta_fast > 0 ? (double)c->beta_fast : 32;
+            const double slow = c->beta_slow > 0 ? (double)c->beta_slow : 1;
+            const double turns = 2 * acos(-1.0);
+            double low = floor((double)n * log(c->n_ctx_orig / (fast * turns)) / (2 * log(base)));
+            double high = ceil((double)n * log(c->n_ctx_orig / (slow * turns)) / (2 * log(base)));
+            low = low < 0 ? 0 : low;
+            high = high > (double)n - 1 ? (double)n - 1 : high;
+            double ramp = ((double)i - low) / (high - low < 0.001 ? 0.001 : high - low);
+            ramp = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
+            const double kept = (1 - ramp) * (double)c->ext_factor;
+            angle = angle * scale * (1 - kept) + angle * kept;
+            if (i == 0) magnitude *= 1 + 0.1 * log(1 / scale);
+        } else {
+            angle *= scale;
+        }
+        double *first = c->pairing == ROCQ_ROPE_NEOX ? head + i : head + 2 * i;
+        double *second = c->pairing == ROCQ_ROPE_NEOX ? head + i + n / 2 : head + 2 * i + 1;
+        const double x0 = *first, x1 = *second;
+        *first = (x0 * cos(angle) - x1 * sin(angle)) * magnitude;
+        *second = (x0 * sin(angle) + x1 * cos(angle)) * magnitude;
+    }
+}
+
+// Option bits: pairing, partial, linear scaling, YaRN, factors, attn_factor.
+static rocq_rope_config rope_option(int option, int64_t head_dim, const rocq_tensor *factors) {
+    rocq_rope_config c;
+    memset(&c, 0, sizeof c);
+    c.pairing = option & 1 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM;
+    c.n_dims = option & 2 ? (int32_t)(head_dim / 4 * 2) : 0;
+    if (option & 4) {
+        c.freq_scale = 0.25f;
+        c.freq_base = 500000;
+    }
+    if (option & 8) {
+        c.ext_factor = option & 4 ? 1.0f : 0.6f;
+        c.n_ctx_orig = option & 2 ? 4096 : 300;
+        if (option & 1) {
+            c.beta_fast = 16;
+            c.beta_slow = 2;
+        }
+    }
+    if (option & 16) c.freq_factors = factors;
+    if (option & 32) c.attn_factor = 1.3f;
+    return c;
+}
+
+static const int32_t positions[] = {0, 1, 2, 1000, -3, 31, 131072, 7, -100000, 4095, 12, 3, 5};
+enum { N_POSITIONS = (int)(sizeof positions / sizeof positions[0]) };
+
+static void rope(void **state) {
+    (void)state;
+    static const int64_t head_dims[] = {4, 40, 64, 80, 128};
+    for (size_t k = 0; k < sizeof head_dims / sizeof head_dims[0]; k++) {
+        for (int option = 0; option < 64; option++) {
+            const int64_t head_dim = head_dims[k], n_heads = 3;
+            const bool in_place = (option + (int)k) % 3 == 0;
+            const rocq_format format = floats[(option + (int)k) % 2];
+            const box_layout layout = (box_layout)((option / 2 + (int)k) % 3);
+            const int64_t n_pairs = (option & 2 ? head_dim / 4 * 2 : head_dim) / 2;
+            box factors = box_random(BOX_PLAIN, ROCQ_F32, 1, n_pairs, 1, 1, 1);
+            for (int64_t i = 0; i < n_pairs; i++) factors.value[i] = random_in(0.5f, 8);
+            box_write(&factors);
+            box x = box_random(layout, format, 1, head_dim, n_heads, N_POSITIONS, 1);
+            box y = in_place ? x : box_make(layout, floats[option % 2], head_dim, n_heads, N_POSITIONS, 1);
+            box pos = box_i32(positions, N_POSITIONS);
+            const rocq_rope_params p = {.y = &y.t, .x = &x.t, .pos = &pos.t,
+                                        .rope = rope_option(option, head_dim, &factors.t)};
+            double *want = doubles(x.count);
+            memcpy(want, x.value, (size_t)x.count * sizeof(double));
+            for (int64_t t = 0; t < N_POSITIONS; t++) {
+                for (int64_t h = 0; h < n_heads; h++) {
+                    rope_reference(&p.rope, p.rope.freq_factors ? factors.value : NULL,
+                                   want + (t * n_heads + h) * head_dim, head_dim, positions[t]);
+                }
+            }
+            check(ROCQ_OP_ROPE, &p, &y, want);
+            free(want);
+            if (!in_place) box_free(&y);
+            box_free(&x);
+            box_free(&pos);
+            box_free(&factors);
+        }
+    }
+}
+
+static void rope_append(void **state) {
+    (void)state;
+    static const rocq_format formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16, ROCQ_Q8_0, ROCQ_Q4_0};
+    static const int32_t cells[N_POSITIONS] = {3, 0, 19, 7, 8, 9, 1, 18, 2, 4, 11, 6, 5};
+    for (int option = 0; option < 150; option++) {
+        const int64_t head_dim = option % 2 ? 64 : 32, n_kv_heads = 2, n_heads = 6, n_cells = 20;
+        const int64_t n_tokens = 1 + option % N_POSITIONS;
+        const box_layout layout = (box_layout)(option % 3);
+        const bool with_q = option % 4 != 0, with_cell = option % 5 != 0;
+        int32_t natural[N_POSITIONS];
+        for (int32_t t = 0; t < N_POSITIONS; t++) natural[t] = with_cell ? positions[t] : (t * 3 + 1) % 20;
+        const int32_t *cell = with_cell ? cells : natural;
+        box q = box_random(layout, ROCQ_F32, 1, head_dim, n_heads, n_tokens, 1);
+        box k = box_random(layout, ROCQ_F32, 1, head_dim, n_kv_heads, n_tokens, 1);
+        box v = box_random(layout, ROCQ_F32, 1, head_dim, n_kv_heads, n_tokens, 1);
+        box k_cache = box_make(layout, formats[option % 5], head_dim, n_kv_heads, n_cells, 1);
+        box v_cache = box_make(layout, formats[option / 5 % 5], head_dim, n_kv_heads, n_cells, 1);
+        box pos = box_i32(natural, n_tokens), cell_box = box_i32(cell, n_tokens);
+        box turned = box_make(BOX_PLAIN, ROCQ_F32, head_dim, n_kv_heads, n_tokens, 1), *out = &turned;
+        box q_turned = box_make(BOX_PLAIN, ROCQ_F32, head_dim, n_heads, n_tokens, 1), *q_out = &q_turned;
+        const rocq_rope_append_params p = {.q = with_q ? &q.t : NULL, .k = &k.t, .v = &v.t,
+            .k_cache = &k_cache.t, .v_cache = &v_cache.t, .pos = &pos.t,
+            .cell = with_cell ? &cell_box.t : NULL, .rope = rope_option(option & 15, head_dim, NULL)};
+        box *outputs[3] = {&k_cache, &v_cache, &q};
+        unsigned char *q_before = (unsigned char *)malloc((size_t)q.size);
+        assert_non_null(q_before);
+        memcpy(q_before, q.memory, (size_t)q.size);
+        for (int simd = 0; simd < 2; simd++) {
+            memcpy(q.memory, q_before, (size_t)q.size);
+            memset(k_cache.memory, 0xff, (size_t)k_cache.size);
+            memset(v_cache.memory, 0xff, (size_t)v_cache.size);
+            // The op is rope, then the cast of each row to the cache: the same bits.
+            const rocq_rope_params turn = {.y = &turned.t, .x = &k.t, .pos = &pos.t, .rope = p.rope};
+            run(simd, ROCQ_OP_ROPE, &turn, &out, 1);
+            const rocq_rope_params turn_q = {.y = &q_turned.t, .x = &q.t, .pos = &pos.t, .rope = p.rope};
+            run(simd, ROCQ_OP_ROPE, &turn_q, &q_out, 1);
+            run(simd, ROCQ_OP_ROPE_APPEND, &p, outputs, 3);
+            bool written[20] = {false};
+            for (int64_t t = 0; t < n_tokens; t++) {
+                written[cell[t]] = true;
+                for (int64_t h = 0; h < n_kv_heads; h++) {
+                    unsigned char row[4 * 64];
+                    const int64_t from = t * n_kv_heads + h, to = cell[t] * n_kv_heads + h;
+                    assert_int_equal(rocq_quantize(k_cache.t.format, row, (float *)(void *)box_row(&turned, from),
+                                                   1, head_dim, NULL), ROCQ_OK);
+                    assert_true(same_bytes(row, box_row(&k_cache, to), box_row_size(&k_cache)));
+                    assert_int_equal(rocq_quantize(v_cache.t.format, row, (float *)(void *)box_row(&v, from), 1,
+                                                   head_dim, NULL), ROCQ_OK);
+                    assert_true(same_bytes(row, box_row(&v_cache, to), box_row_size(&v_cache)));
+                }
+            }
+            for (int64_t r = 0; r < box_rows(&k_cache); r++) { // the other cells are untouched
+                for (int64_t i = 0; i < box_row_size(&k_cache) && !written[r / n_kv_heads]; i++) {
+                    assert_int_equal(box_row(&k_cache, r)[i], 0xff);
+                }
+            }
+            for (int64_t r = 0; r < box_rows(&q); r++) {
+                const unsigned char *want = with_q ? box_row(&q_turned, r) : q_before + (box_row(&q, r) - q.memory);
+                assert_true(same_bytes(box_row(&q, r), want, box_row_size(&q)));
+            }
+            for (int o = 0; o < 3; o++) box_check_outside(outputs[o]);
+        }
+        static const int32_t bad[] = {-1, 20, INT32_MAX, INT32_MIN};
+        for (int i = 0; i < 4; i++) { // the last token's, so that earlier ones could have been written
+            memcpy((with_cell ? cell_box : pos).memory + 4 * (n_tokens - 1), &bad[i], 4);
+            run_fails(ROCQ_OP_ROPE_APPEND, &p, ROCQ_E_BOUNDS, outputs, 3);
+        }
+        free(q_before);
+        box_free(&q);
+        box_free(&k);
+        box_free(&v);
+        box_free(&k_cache);
+        box_free(&v_cache);
+        box_free(&pos);
+        box_free(&cell_box);
+        box_free(&turned);
+        box_free(&q_turned);
+    }
+}
+
+// -- activate, glu --
+
+// 1 + tanh(u) is written as 2 / (1 + exp(-2 u)), and 1 + erf(u) as erfc(-u): where they are small,
+// even a double has no digits of them left.
+static double activation_reference(rocq_activation activation, double x) {
+    switch (activation) {
+    case ROCQ_SILU: return x / (1 + exp(-x));
+    case ROCQ_GELU: return x / (1 + exp(-2 * sqrt(2 / acos(-1.0)) * (x + 0.044715 * x * x * x)));
+    case ROCQ_GELU_ERF: return x / 2 * erfc(-x / sqrt(2));
+    case ROCQ_RELU: return x > 0 ? x : 0;
+    case ROCQ_TANH: return tanh(x);
+    default: return x;
+    }
+}
+
+static void activate(void **state) {
+    (void)state;
+    for (int k = 0; k < N_ROW_SIZES; k++) {
+        for (int a = ROCQ_IDENTITY; a <= ROCQ_TANH; a++) {
+            for (int option = 0; option < 6; option++) {
+                const box_layout layout = (box_layout)((option + a) % 3);
+                const bool in_place = option >= 4;
+                box x = box_random(layout, floats[option & 1], 3, row_sizes[k], 3, 2, 2);
+                box y = in_place ? x : box_make(layout, floats[option >> 1 & 1], row_sizes[k], 3, 2, 2);
+                const rocq_activate_params p = {.y = &y.t, .x = &x.t, .activation = (rocq_activation)a};
+                double *want = doubles(x.count);
+                for (int64_t i = 0; i < x.count; i++) want[i] = activation_reference(p.activation, x.value[i]);
+                check(ROCQ_OP_ACTIVATE, &p, &y, want);
+                free(want);
+                if (!in_place) box_free(&y);
+                box_free(&x);
+            }
+        }
+    }
+}
+
+// Far out, where exp and tanh saturate, each value is its limit.
+static void activations_saturate(void **state) {
+    (void)state;
+    static const double far[] = {-200, -90, 90, 200, 3e38, -3e38, 0, -0.0};
+    for (int a = ROCQ_SILU; a <= ROCQ_TANH; a++) {
+        box x = box_make(BOX_PLAIN, ROCQ_F32, 8, 1, 1, 1), y = box_make(BOX_PLAIN, ROCQ_F32, 8, 1, 1, 1);
+        memcpy(x.value, far, sizeof far);
+        box_write(&x);
+        const rocq_activate_params p = {.y = &y.t, .x = &x.t, .activation = (rocq_activation)a};
+        for (int simd = 0; simd < 2; simd++) {
+            box *out = &y;
+            run(simd, ROCQ_OP_ACTIVATE, &p, &out, 1);
+            box_read(&y);
+            for (int i = 0; i < 8; i++) {
+                const double limit = x.value[i] <= 0 ? (a == ROCQ_TANH && x.value[i] < 0 ? -1 : 0)
+                                                     : (a == ROCQ_TANH ? 1 : x.value[i]);
+                assert_true(fabs(y.value[i] - limit) <= 1e-30);
+            }
+        }
+        box_free(&x);
+        box_free(&y);
+    }
+}
+
+static void glu(void **state) {
+    (void)state;
+    for (int k = 0; k < N_ROW_SIZES; k++) {
+        for (int option = 0; option < 24; option++) {
+            const int64_t n = row_sizes[k];
+            const box_layout layout = (box_layout)((option + k) % 3);
+            const rocq_format format = floats[option >> 1 & 1];
+            const int alias = option % 3; // y alone, in gate, in up
+            box gate = box_random(layout, format, 2, n, 3, 2, 1), up = box_random(layout, format, 2, n, 3, 2, 1);
+            box y = alias == 1 ? gate : alias == 2 ? up : box_make(layout, floats[option & 1], n, 3, 2, 1);
+            const rocq_glu_params p = {.y = &y.t, .gate = &gate.t, .up = &up.t,
+                                       .activation = (rocq_activation)(option % 6)};
+            double *want = doubles(gate.count);
+            for (int64_t i = 0; i < gate.count; i++) {
+                want[i] = activation_reference(p.activation, gate.value[i]) * up.value[i];
+            }
+            check(ROCQ_OP_GLU, &p, &y, want);
+            if (n % 32 == 0 && alias == 0) {
+                box y8 = box_make(layout, ROCQ_Q8_0, n, 3, 2, 1), *out8 = &y8;
+                box y32 = box_make(layout, ROCQ_F32, n, 3, 2, 1), *out32 = &y32;
+                rocq_glu_params q = p;
+                for (int simd = 0; simd < 2; simd++) {
+                    q.y = &y8.t;
+                    run(simd, ROCQ_OP_GLU, &q, &out8, 1);
+                    q.y = &y32.t;
+                    run(simd, ROCQ_OP_GLU, &q, &out32, 1);
+                    check_q8_0(&y8, &y32);
+                }
+                box_free(&y8);
+                box_free(&y32);
+            }
+            free(want);
+            if (alias == 0) box_free(&y);
+            box_free(&gate);
+            box_free(&up);
+        }
+    }
+}
+
+// -- add, mul, scale --
+
+// Every way to repeat b, with every choice of output.
+static void add_and_mul(void **state) {
+    (void)state;
+    for (int repeat = 0; repeat < 16; repeat++) {
+        for (int option = 0; option < 24; option++) {
+            const int64_t n = row_sizes[(repeat * 24 + option) % (N_ROW_SIZES - 1)];
+            const box_layout layout = (box_layout)(option % 3);
+            const int alias = repeat == 0 ? option % 4 : option % 2; // new, a, b, both
+            const bool multiply = option & 4;
+            box a = box_random(layout, floats[option >> 3 & 1], 1, n, 3, 2, 2);
+            box b = alias == 3 ? a : box_random(layout, alias == 2 ? a.t.format : floats[option & 1], 1,
+                                                repeat & 1 ? 1 : n, repeat & 2 ? 1 : 3, repeat & 4 ? 1 : 2,
+                                                repeat & 8 ? 1 : 2);
+            box y = alias == 0 ? box_make(layout, floats[option >> 2 & 1], n, 3, 2, 2) : alias == 2 ? b : a;
+            const rocq_binary_params p = {.y = &y.t, .a = &a.t, .b = &b.t};
+            double *want = doubles(a.count);
+            for (int64_t i = 0; i < a.count; i++) {
+                int64_t c[4];
+                coords(&a, i, c);
+                const double v = box_at_repeated(&b, c[0], c[1], c[2], c[3]);
+                want[i] = multiply ? a.value[i] * v : a.value[i] + v;
+            }
+            check(multiply ? ROCQ_OP_MUL : ROCQ_OP_ADD, &p, &y, want);
+            free(want);
+            if (alias == 0) box_free(&y);
+            if (alias != 3) box_free(&b);
+            box_free(&a);
+        }
+    }
+}
+
+static void scale(void **state) {
+    (void)state;
+    static const float factors[][2] = {{0, 0}, {0, 2}, {1, 0}, {-1.5f, 0}, {0.125f, -3}, {30, 0.5f}};
+    for (int option = 0; option < 36; option++) {
+        const int64_t n = row_sizes[option % N_ROW_SIZES];
+        const box_layout layout = (box_layout)(option % 3);
+        const bool in_place = option >= 24;
+        box x = box_random(layout, floats[option & 1], 1, n, 3, 2, 2);
+        box y = in_place ? x : box_make(layout, floats[option >> 1 & 1], n, 3, 2, 2);
+        const rocq_scale_params p = {.y = &y.t, .x = &x.t, .scale = factors[option % 6][0],
+                                     .bias = factors[option % 6][1]};
+        double *want = doubles(x.count);
+        for (int64_t i = 0; i < x.count; i++) want[i] = x.value[i] * (double)p.scale + (double)p.bias;
+        check(ROCQ_OP_SCALE, &p, &y, want);
+        free(want);
+        if (!in_place) box_free(&y);
+        box_free(&x);
+    }
+}
+
+// -- cast, gather: all formats --
+
+static const rocq_format all_formats[] = {
+#define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_##NAME,
+    ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+};
+enum { N_FORMATS = (int)(sizeof all_formats / sizeof all_formats[0]) };
+
+// Between formats: what rocq_quantize makes of what rocq_dequantize gives. To itself: the same bytes.
+static void cast_one(rocq_format from, rocq_format to, box_layout layout, int64_t n) {
+    box x = box_random(layout, from, 1, n, 2, 2, 1), y = box_make(layout, to, n, 2, 2, 1), *out = &y;
+    const rocq_cast_params p = {.y = &y.t, .x = &x.t};
+    unsigned char want[4 * 4099];
+    float row[4099];
+    for (int simd = 0; simd < 2; simd++) {
+        if (simd == 0 && block_elems(to) == 256) continue; // slow to encode, and nothing differs
+        memset(y.memory, 0xff, (size_t)y.size);
+        run(simd, ROCQ_OP_CAST, &p, &out, 1);
+        for (int64_t r = 0; r < box_rows(&x); r++) {
+            if (from == to) {
+                memcpy(want, box_row(&x, r), (size_t)box_row_size(&x));
+            } else {
+                for (int64_t i = 0; i < n; i++) row[i] = (float)x.value[r * n + i];
+                assert_int_equal(rocq_quantize(to, want, row, 1, n, NULL), ROCQ_OK);
+            }
+            assert_true(same_bytes(box_row(&y, r), want, box_row_size(&y)));
+        }
+        box_check_outside(&y);
+    }
+    box_free(&x);
+    box_free(&y);
+}
+
+static void cast(void **state) {
+    (void)state;
+    for (int a = 0; a < N_FORMATS; a++) {
+        for (int b = 0; b < N_FORMATS; b++) {
+            const rocq_format from = all_formats[a], to = all_formats[b];
+            const bool blocks = block_elems(from) > 1 || block_elems(to) > 1;
+            const bool slow = block_elems(from) == 256 || block_elems(to) == 256;
+            if (slow && from != ROCQ_F32 && to != ROCQ_F32 && from != to && (a + 2 * b) % 5) continue;
+            cast_one(from, to, (box_layout)((a + b) % 3),
+                     !blocks ? row_sizes[(a * N_FORMATS + b) % N_ROW_SIZES] : from == ROCQ_F32 ? 512 : 256);
+        }
+    }
+}
+
+static void cast_of_indices(void **state) {
+    (void)state;
+    for (int layout = BOX_PLAIN; layout <= BOX_PERMUTED; layout++) {
+        box x = box_make((box_layout)layout, ROCQ_I32, 33, 3, 2, 2);
+        box y = box_make(BOX_PERMUTED, ROCQ_I32, 33, 3, 2, 2), *out = &y;
+        for (int64_t i = 0; i < x.count; i++) x.value[i] = (double)(int32_t)random_u64();
+        box_write(&x);
+        const rocq_cast_params p = {.y = &y.t, .x = &x.t};
+        run(1, ROCQ_OP_CAST, &p, &out, 1);
+        check_rows(&y, x.value, 0);
+        box_free(&x);
+        box_free(&y);
+    }
+}
+
+static void gather(void **state) {
+    (void)state;
+    for (int f = 0; f < N_FORMATS; f++) {
+        for (int option = 0; option < 8; option++) {
+            enum { N_IDS = 9, N_ROWS = 6 };
+            const int64_t n = block_elems(all_formats[f]) > 1 ? 512 : row_sizes[(f + option) % N_ROW_SIZES];
+            const box_layout layout = option & 1 ? BOX_STRIDED : BOX_PLAIN;
+            box table = box_random(layout, all_formats[f], 1, n, N_ROWS, 1, 1);
+            box y = box_make(layout, floats[option >> 1 & 1], n, N_IDS, 1, 1), *out = &y;
+            int32_t rows[N_IDS];
+            for (int i = 0; i < N_IDS; i++) rows[i] = i == 4 ? N_ROWS - 1 : i == 5 ? 0 : (int32_t)random_below(N_ROWS);
+            box ids = box_i32(rows, N_IDS);
+            const rocq_gather_params p = {.y = &y.t, .table = &table.t, .ids = &ids.t,
+                                          .scale = option & 4 ? 1.7f : 0};
+            double *want = doubles(y.count);
+            for (int64_t i = 0; i < y.count; i++) {
+                want[i] = box_at(&table, i % n, rows[i / n], 0, 0) * (option & 4 ? (double)1.7f : 1);
+            }
+            check(ROCQ_OP_GATHER, &p, &y, want);
+            static const int32_t bad[] = {-1, N_ROWS, INT32_MAX, INT32_MIN};
+            for (int i = 0; i < 4; i++) {
+                memcpy(ids.memory + 4 * (N_IDS - 1), &bad[i], 4);
+                run_fails(ROCQ_OP_GATHER, &p, ROCQ_E_BOUNDS, &out, 1);
+            }
+            free(want);
+            box_free(&table);
+            box_free(&y);
+            box_free(&ids);
+        }
+    }
+}
+
+// -- softmax --
+
+static void softmax(void **state) {
+    (void)state;
+    for (int k = 0; k < N_ROW_SIZES; k++) {
+        for (int option = 0; option < 32; option++) {
+            const int64_t n = row_sizes[k];
+            const box_layout layout = (box_layout)((option + k) % 3);
+            const bool in_place = option & 1, masked = option & 2;
+            box x = box_random(layout, ROCQ_F32, option & 16 ? 200 : 3, n, 3, 2, 2);
+            box y = in_place ? x : box_make(layout, ROCQ_F32, n, 3, 2, 2);
+            box mask = box_make(layout, floats[option >> 2 & 1], n, option & 4 ? 3 : 1, option & 8 ? 1 : 2,
+                                option & 4 ? 2 : 1);
+            for (int64_t i = 0; i < mask.count; i++) {
+                mask.value[i] = random_in(0, 1) < 0.4f ? -(double)INFINITY : random_normal();
+            }
+            for (int64_t i = 0; i < n; i++) mask.value[i] = -(double)INFINITY; // a row without anything
+            box_write(&mask);
+            const rocq_softmax_params p = {.y = &y.t, .x = &x.t, .mask = masked ? &mask.t : NULL,
+                                           .scale = option & 8 ? 0.3f : 0};
+            double *want = doubles(x.count);
+            for (int64_t r = 0; r < box_rows(&x); r++) {
+                double top = -(double)INFINITY, sum = 0;
+                for (int64_t i = r * n; i < r * n + n; i++) {
+                    int64_t c[4];
+                    coords(&x, i, c);
+                    want[i] = x.value[i] * (option & 8 ? (double)0.3f : 1);
+                    if (masked) want[i] += box_at_repeated(&mask, c[0], c[1], c[2], c[3]);
+                    top = want[i] > top ? want[i] : top;
+                }
+                for (int64_t i = r * n; i < r * n + n; i++) {
+                    want[i] = want[i] == -(double)INFINITY ? 0 : exp(want[i] - top);
+                    sum += want[i];
+                }
+                for (int64_t i = r * n; i < r * n + n && sum > 0; i++) want[i] /= sum;
+            }
+            check(ROCQ_OP_SOFTMAX, &p, &y, want);
+            free(want);
+            if (!in_place) box_free(&y);
+            box_free(&x);
+            box_free(&mask);
+        }
+    }
+}
+
+// NaN anywhere in a row reaches all of it; a hidden one does not.
+static void softmax_and_nan(void **state) {
+    (void)state;
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 50, 3, 1, 1), y = box_make(BOX_PLAIN, ROCQ_F32, 50, 3, 1, 1);
+    box mask = box_make(BOX_PLAIN, ROCQ_F32, 50, 3, 1, 1), *out = &y;
+    for (int64_t i = 0; i < mask.count; i++) mask.value[i] = 0;
+    x.value[7] = NAN;
+    x.value[50 + 7] = NAN;
+    mask.value[50 + 7] = -(double)INFINITY;
+    box_write(&x);
+    box_write(&mask);
+    const rocq_softmax_params p = {.y = &y.t, .x = &x.t, .mask = &mask.t};
+    for (int simd = 0; simd < 2; simd++) {
+        run(simd, ROCQ_OP_SOFTMAX, &p, &out, 1);
+        box_read(&y);
+        for (int i = 0; i < 150; i++) assert_true(i < 50 ? isnan(y.value[i]) : y.value[i] >= 0 && y.value[i] < 1);
+        assert_true(y.value[57] == 0);
+    }
+    box_free(&x);
+    box_free(&y);
+    box_free(&mask);
+}
+
+// -- argmax --
+
+static void argmax(void **state) {
+    (void)state;
+    for (int k = 0; k < N_ROW_SIZES; k++) {
+        for (int option = 0; option < 6; option++) {
+            const int64_t n = row_sizes[k];
+            box x = box_make(option % 2 ? BOX_STRIDED : BOX_PLAIN, ROCQ_F32, n, 17, 1, 1);
+            box index = box_make(BOX_PLAIN, ROCQ_I32, 17, 1, 1, 1), *out = &index;
+            double want[17];
+            for (int64_t i = 0; i < x.count; i++) {
+                x.value[i] = option < 2 ? (double)random_normal() : (double)random_below(4) - 2; // ties
+                if (option >= 4 && random_below(3) == 0) x.value[i] = random_below(2) ? (double)NAN : -(double)INFINITY;
+                if (option == 5 && i >= 3 * n && i < 4 * n) x.value[i] = NAN;
+            }
+            box_write(&x);
+            for (int64_t r = 0; r < 17; r++) {
+                int64_t best = -1;
+                for (int64_t i = 0; i < n; i++) {
+                    const double v = x.value[r * n + i];
+                    if (!isnan(v) && (best < 0 || v > x.value[r * n + best])) best = i;
+                }
+                want[r] = best < 0 ? 0 : (double)best;
+            }
+            const rocq_argmax_params p = {.index = &index.t, .x = &x.t};
+            for (int simd = 0; simd < 2; simd++) {
+                run(simd, ROCQ_OP_ARGMAX, &p, &out, 1);
+                check_rows(&index, want, 0);
+            }
+            box_free(&x);
+            box_free(&index);
+        }
+    }
+}
+
+// -- sample --
+
+typedef struct draw {
+    box logits, token, prob, recent, allowed;
+    rocq_sample_params p;
+} draw;
+
+static void draw_free(draw *d) {
+    box_free(&d->logits);
+    box_free(&d->token);
+    box_free(&d->prob);
+    box_free(&d->recent);
+    box_free(&d->allowed);
+}
+
+static draw draw_make(int64_t n_vocab, float spread) {
+    draw d;
+    memset(&d, 0, sizeof d);
+    d.logits = box_random(BOX_PLAIN, ROCQ_F32, spread, n_vocab, 1, 1, 1);
+    d.token = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1);
+    d.prob = box_make(BOX_PLAIN, ROCQ_F32, 1, 1, 1, 1);
+    d.p.temperature = 1;
+    return d;
+}
+
+static void draw_link(draw *d) { // after the last move of the struct
+    d->p.logits = &d->logits.t;
+    d->p.token = &d->token.t;
+    d->p.prob = &d->prob.t;
+    if (d->recent.memory) d->p.recent = &d->recent.t;
+    if (d->allowed.memory) d->p.allowed = &d->allowed.t;
+}
+
+static int32_t drawn(const draw *d) {
+    return *(const int32_t *)(const void *)d->token.memory;
+}
+
+typedef struct ranked {
+    double logit;
+    int64_t token;
+} ranked;
+
+static int by_rank(const void *a, const void *b) {
+    const ranked *x = (const ranked *)a, *y = (const ranked *)b;
+    if (x->logit != y->logit) return x->logit > y->logit ? -1 : 1;
+    return x->token < y->token ? -1 : 1;
+}
+
+// The final distribution, by sorting everything and applying each step of the comment at
+// rocq_sample_params in turn. Returns how many tokens have a part in it.
+static int64_t distribution(const draw *d, double *prob) {
+    const int64_t n_vocab = d->logits.count;
+    const rocq_sample_params *p = &d->p;
+    ranked *list = (ranked *)malloc((size_t)n_vocab * sizeof(ranked));
+    int64_t n = 0;
+    double sum = 0;
+    assert_non_null(list);
+    for (int64_t t = 0; t < n_vocab; t++) {
+        double logit = d->logits.value[t];
+        int64_t count = 0;
+        prob[t] = 0;
+        for (int64_t i = 0; p->recent && i < d->recent.count; i++) count += (int64_t)d->recent.value[i] == t;
+        if (p->allowed && !((uint32_t)d->allowed.value[t / 32] >> t % 32 & 1)) continue;
+        if (count > 0) {
+            const double r = p->repeat_penalty > 0 ? (double)p->repeat_penalty : 1;
+            logit = logit > 0 ? logit / r : logit * r;
+            logit -= (double)count * (double)p->frequency_penalty + (double)p->presence_penalty;
+        }
+        if (isnan(logit) || logit == -(double)INFINITY) continue;
+        list[n].logit = logit;
+        list[n++].token = t;
+    }
+    qsort(list, (size_t)n, sizeof(ranked), by_rank);
+    if (p->temperature == 0) {
+        n = n > 0 ? 1 : 0;
+    } else {
+        if (p->top_k > 0 && p->top_k < n) n = p->top_k;
+        if (p->top_p > 0 && p->top_p < 1) {
+            double front = 0;
+            int64_t keep = 0;
+            for (int64_t i = 0; i < n; i++) sum += exp(list[i].logit - list[0].logit);
+            while (keep < n && front < (double)p->top_p * sum) front += exp(list[keep++].logit - list[0].logit);
+            n = keep;
+        }
+        while (p->min_p > 0 && exp(list[n - 1].logit - list[0].logit) < (double)p->min_p) n--;
+    }
+    sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+        prob[list[i].token] = p->temperature == 0 ? 1 : exp((list[i].logit - list[0].logit) / (double)p->temperature);
+        sum += prob[list[i].token];
+    }
+    for (int64_t t = 0; t < n_vocab; t++) prob[t] /= sum;
+    free(list);
+    return n;
+}
+
+// Each filter alone and all together, with ties: the drawn token has a part in the distribution, its
+// probability is right, and over many draws every token of a small distribution comes up.
+static void sample_filters(void **state) {
+    (void)state;
+    for (int round = 0; round < 300; round++) {
+        const int64_t n_vocab = 1 + random_below(round % 3 ? 90 : 3000);
+        draw d = draw_make(n_vocab, random_in(0.5f, 4));
+        const int kind = round % 10; // 0 none, 1 to 7 one thing, 8 and 9 all
+        if (round & 1) { // ties, also at the cuts
+            for (int64_t t = 0; t < n_vocab; t++) d.logits.value[t] = floor(d.logits.value[t] * 2) / 2;
+        }
+        for (int64_t t = 0; t < n_vocab - 1 && round % 7 == 0; t += 1 + random_below(5)) {
+            d.logits.value[t] = random_below(2) ? (double)NAN : -(double)INFINITY;
+        }
+        box_write(&d.logits);
+        if (kind == 1 || kind >= 8) d.p.top_k = (int32_t)(1 + random_below(n_vocab + 3));
+        if (kind == 2 || kind >= 8) d.p.top_p = random_in(0.01f, 1.1f);
+        if (kind == 3 || kind >= 8) d.p.min_p = random_in(0.001f, 0.3f);
+        if (kind == 4 || kind >= 8) d.p.temperature = random_in(0.2f, 2);
+        if (kind == 5 || kind >= 8) {
+            int32_t recent[20];
+            for (int i = 0; i < 20; i++) recent[i] = (int32_t)random_below(n_vocab < 12 ? n_vocab : 12);
+            d.recent = box_i32(recent, 20);
+            d.p.repeat_penalty = random_below(2) ? random_in(0.8f, 2) : 0;
+            d.p.frequency_penalty = random_below(2) ? random_in(-0.3f, 0.6f) : 0;
+            d.p.presence_penalty = random_below(2) ? random_in(-0.3f, 0.6f) : 0;
+        }
+        if (kind == 6 || kind >= 8) {
+            d.allowed = box_make(BOX_PLAIN, ROCQ_I32, (n_vocab + 31) / 32, 1, 1, 1);
+            for (int64_t i = 0; i < d.allowed.count; i++) {
+                ((uint32_t *)(void *)d.allowed.memory)[i] = (uint32_t)random_u64() | (i == d.allowed.count - 1
+                    ? 1u << (n_vocab - 1) % 32 : 0);
+                d.allowed.value[i] = ((uint32_t *)(void *)d.allowed.memory)[i];
+            }
+        }
+        if (kind == 7) d.p.temperature = 0;
+        draw_link(&d);
+        double *prob = doubles(n_vocab);
+        const int64_t n_left = distribution(&d, prob);
+        bool *came = (bool *)calloc((size_t)n_vocab, sizeof(bool));
+        assert_non_null(came);
+        d.p.seed = random_u64();
+        double least = 1;
+        for (int64_t t = 0; t < n_vocab; t++) least = prob[t] > 0 && prob[t] < least ? prob[t] : least;
+        const int64_t n_draws = n_left <= 20 && least > 0.01 ? 1500 : 40;
+        for (int64_t step = 0; step < n_draws; step++) {
+            d.p.step = (uint64_t)step;
+            box *outputs[2] = {&d.token, &d.prob};
+            if (step < 2) {
+                run((int)step, ROCQ_OP_SAMPLE, &d.p, outputs, 2);
+            } else {
+                assert_int_equal(rocq_sample(contexts[0][0], &d.p), ROCQ_OK);
+            }
+            const int32_t token = drawn(&d);
+            assert_true(token >= 0 && token < n_vocab);
+            box_read(&d.prob);
+            if (!(prob[token] > 0 && fabs(d.prob.value[0] - prob[token]) <= 1e-5 * prob[token])) {
+                fail_msg("round %d: token %d has probability %g, expected %g", round, (int)token,
+                         d.prob.value[0], prob[token]);
+            }
+            came[token] = true;
+        }
+        for (int64_t t = 0; t < n_vocab && n_draws > 40; t++) assert_true(came[t] == (prob[t] > 0));
+        free(came);
+        free(prob);
+        draw_free(&d);
+    }
+}
+
+// 100,000 draws: chi-square against the distribution. With 63 degrees of freedom, 0.1 % of honest
+// generators exceed 103.4; seed and data are fixed, so this one does not.
+static void sample_follows_the_distribution(void **state) {
+    (void)state;
+    enum { N = 64, DRAWS = 100000 };
+    draw d = draw_make(N, 0.8f);
+    draw_link(&d);
+    d.p.temperature = 0.9f;
+    double prob[N], square = 0;
+    int64_t count[N] = {0};
+    distribution(&d, prob);
+    d.p.seed = 42;
+    for (int i = 0; i < DRAWS; i++) {
+        d.p.step = (uint64_t)i;
+        assert_int_equal(rocq_sample(contexts[1][0], &d.p), ROCQ_OK);
+        count[drawn(&d)]++;
+    }
+    for (int t = 0; t < N; t++) {
+        const double expected = prob[t] * DRAWS;
+        assert_true(expected > 20);
+        square += ((double)count[t] - expected) * ((double)count[t] - expected) / expected;
+    }
+    if (!(square > 30 && square < 103.4)) fail_msg("chi-square is %g", square);
+    // The same with the seed counting instead of the step.
+    memset(count, 0, sizeof count);
+    d.p.step = 0;
+    for (int i = 0; i < DRAWS; i++) {
+        d.p.seed = (uint64_t)i;
+        assert_int_equal(rocq_sample(contexts[1][0], &d.p), ROCQ_OK);
+        count[drawn(&d)]++;
+    }
+    square = 0;
+    for (int t = 0; t < N; t++) {
+        square += ((double)count[t] - prob[t] * DRAWS) * ((double)count[t] - prob[t] * DRAWS) / (prob[t] * DRAWS);
+    }
+    if (!(square > 30 && square < 103.4)) fail_msg("chi-square over seeds is %g", square);
+    draw_free(&d);
+}
+
+// The draw depends on logits, parameters, seed and step, on nothing else; and on each of those two.
+static void sample_is_deterministic(void **state) {
+    (void)state;
+    draw d = draw_make(500, 1);
+    draw_link(&d);
+    int32_t first[100], n_seed = 0, n_step = 0;
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < 100; i++) {
+            d.p.seed = (uint64_t)(i / 10);
+            d.p.step = (uint64_t)(i % 10);
+            d.p.top_p = 0; // a draw in between must not matter
+            assert_int_equal(rocq_sample(contexts[0][0], &d.p), ROCQ_OK);
+            d.p.top_p = 0.9f;
+            assert_int_equal(rocq_sample(contexts[round][round], &d.p), ROCQ_OK);
+            if (round == 0) first[i] = drawn(&d);
+            assert_int_equal(first[i], drawn(&d));
+        }
+    }
+    for (int i = 10; i < 100; i++) n_seed += first[i] != first[i - 10];
+    for (int i = 1; i < 100; i++) n_step += first[i] != first[i - 1];
+    assert_true(n_seed > 80 && n_step > 80);
+    draw_free(&d);
+}
+
+// A first part of the order decides ties: the lower token wins, in argmax and at every cut.
+static void sample_breaks_ties_by_token(void **state) {
+    (void)state;
+    draw d = draw_make(40, 1);
+    for (int64_t t = 0; t < 40; t++) d.logits.value[t] = 2;
+    d.logits.value[30] = 3;
+    box_write(&d.logits);
+    draw_link(&d);
+    bool came[40] = {false};
+    d.p.top_k = 4; // 30, then 0, 1, 2
+    for (int i = 0; i < 300; i++) {
+        d.p.step = (uint64_t)i;
+        assert_int_equal(rocq_sample(contexts[1][0], &d.p), ROCQ_OK);
+        came[drawn(&d)] = true;
+    }
+    for (int t = 0; t < 40; t++) assert_true(came[t] == (t < 3 || t == 30));
+    d.p.temperature = 0;
+    assert_int_equal(rocq_sample(contexts[1][0], &d.p), ROCQ_OK);
+    assert_int_equal(drawn(&d), 30);
+    d.logits.value[20] = 3;
+    box_write(&d.logits);
+    assert_int_equal(rocq_sample(contexts[1][0], &d.p), ROCQ_OK);
+    assert_int_equal(drawn(&d), 20);
+    draw_free(&d);
+}
+
+static void sample_at_the_edges(void **state) {
+    (void)state;
+    box *outputs[2];
+    // An infinite logit takes all; two share.
+    draw d = draw_make(10, 1);
+    outputs[0] = &d.token;
+    outputs[1] = &d.prob;
+    draw_link(&d);
+    d.logits.value[4] = (double)INFINITY;
+    d.logits.value[7] = (double)INFINITY;
+    box_write(&d.logits);
+    for (int option = 0; option < 4; option++) {
+        d.p.top_k = option & 1 ? 5 : 0;
+        d.p.top_p = option & 2 ? 0.999f : 0;
+        for (int i = 0; i < 50; i++) {
+            d.p.step = (uint64_t)i;
+            assert_int_equal(rocq_sample(contexts[1][0], &d.p), ROCQ_OK);
+            assert_true(drawn(&d) == 4 || drawn(&d) == 7);
+            box_read(&d.prob);
+            assert_true(d.prob.value[0] == 0.5);
+        }
+    }
+    d.p.top_k = 0;
+    d.p.top_p = 0;
+    // A temperature so small that the quotient overflows is the argmax.
+    d.logits.value[4] = 1e30;
+    d.logits.value[7] = -1e30;
+    d.p.temperature = 1e-30f;
+    box_write(&d.logits);
+    assert_int_equal(rocq_sample(contexts[1][0], &d.p), ROCQ_OK);
+    assert_int_equal(drawn(&d), 4);
+    // No prob asked for.
+    d.p.prob = NULL;
+    assert_int_equal(rocq_sample(contexts[1][0], &d.p), ROCQ_OK);
+    draw_link(&d);
+    // Nothing to choose from.
+    for (int kind = 0; kind < 4; kind++) {
+        for (int64_t t = 0; t < 10; t++) {
+            d.logits.value[t] = kind == 0 ? (double)NAN : kind == 1 ? -(double)INFINITY : (double)random_normal();
+        }
+        if (kind == 2) {
+            d.allowed = box_i32((const int32_t[]){0x7ffffc00}, 1); // bits past the vocabulary only
+        } else if (kind == 3) { // the one that is allowed is NaN
+            memset(d.allowed.memory, 0, 4);
+            d.allowed.memory[0] = 4;
+            d.logits.value[2] = NAN;
+        }
+        draw_link(&d);
+        box_write(&d.logits);
+        d.p.temperature = kind & 1 ? 0 : 1;
+        memset(d.token.memory, 0xff, 4);
+        memset(d.prob.memory, 0xff, 4);
+        run_fails(ROCQ_OP_SAMPLE, &d.p, ROCQ_E_ARGUMENT, outputs, 2);
+    }
+    // Recent tokens outside the vocabulary.
+    d.p.allowed = NULL;
+    d.recent = box_i32((const int32_t[]){1, 2, -1}, 3);
+    draw_link(&d);
+    d.p.allowed = NULL;
+    run_fails(ROCQ_OP_SAMPLE, &d.p, ROCQ_E_BOUNDS, outputs, 2);
+    memcpy(d.recent.memory, (const int32_t[]){10}, 4);
+    run_fails(ROCQ_OP_SAMPLE, &d.p, ROCQ_E_BOUNDS, outputs, 2);
+    draw_free(&d);
+}
+
+// -- ggml --
+
+static void rope_agrees_with_ggml(void **state) {
+    (void)state;
+    static const int32_t near[] = {0, 1, 2, 30, 311, 9, -3};
+    ggml_api g = ggml_open();
+    for (int option = 0; option < 64; option++) {
+        const int64_t head_dim = 64, n_pairs = (option & 2 ? 32 : 64) / 2;
+        box factors = box_random(BOX_PLAIN, ROCQ_F32, 1, n_pairs, 1, 1, 1);
+        for (int64_t i = 0; i < n_pairs; i++) factors.value[i] = random_in(0.5f, 8);
+        box_write(&factors);
+        box x = box_random(BOX_PLAIN, ROCQ_F32, 1, head_dim, 3, 7, 1);
+        box y = box_make(BOX_PLAIN, ROCQ_F32, head_dim, 3, 7, 1), *out = &y;
+        box pos = box_i32(near, 7);
+        const rocq_rope_params p = {.y = &y.t, .x = &x.t, .pos = &pos.t,
+                                    .rope = rope_option(option, head_dim, &factors.t)};
+        const rocq_rope_config *c = &p.rope;
+        double *want = doubles(x.count);
+        ggml_run(&g, g.rope_ext(g.ctx, ggml_from(&g, &x), ggml_from(&g, &pos),
+                                c->freq_factors ? ggml_from(&g, &factors) : NULL,
+                                c->n_dims ? c->n_dims : (int)head_dim, option & 1 ? 2 : 0, c->n_ctx_orig,
+                                c->freq_base > 0 ? c->freq_base : 10000, c->freq_scale > 0 ? c->freq_scale : 1,
+                                c->ext_factor, c->attn_factor > 0 ? c->attn_factor : 1,
+                                c->beta_fast > 0 ? c->beta_fast : 32, c->beta_slow > 0 ? c->beta_slow : 1),
+                 want, x.count);
+        run(1, ROCQ_OP_ROPE, &p, &out, 1);
+        check_rows(&y, want, 1e-8); // ggml multiplies its way from pair to pair, in float
+        free(want);
+        box_free(&factors);
+        box_free(&x);
+        box_free(&y);
+        box_free(&pos);
+    }
+    ggml_close(&g);
+}
+
+static void norms_and_softmax_agree_with_ggml(void **state) {
+    (void)state;
+    ggml_api g = ggml_open();
+    for (int k = 0; k < N_ROW_SIZES; k++) {
+        const int64_t n = row_sizes[k];
+        box x = box_random(BOX_PLAIN, ROCQ_F32, 2, n, 3, 2, 2), y = box_make(BOX_PLAIN, ROCQ_F32, n, 3, 2, 2);
+        box mask = box_make(BOX_PLAIN, ROCQ_F16, n, 3, 1, 1), *out = &y;
+        for (int64_t i = 0; i < mask.count; i++) mask.value[i] = i % n > 0 && i % 3 ? -(double)INFINITY : random_normal();
+        box_write(&mask);
+        double *want = doubles(x.count);
+        const rocq_norm_params norm = {.y = &y.t, .x = &x.t, .eps = 1e-3f};
+        ggml_run(&g, g.rms_norm(g.ctx, ggml_from(&g, &x), 1e-3f), want, x.count);
+        run(1, ROCQ_OP_RMSNORM, &norm, &out, 1);
+        check_all(&y, want, 1e-11);
+        ggml_run(&g, g.norm(g.ctx, ggml_from(&g, &x), 1e-3f), want, x.count);
+        run(1, ROCQ_OP_LAYERNORM, &norm, &out, 1);
+        check_all(&y, want, 1e-11);
+        const rocq_softmax_params soft = {.y = &y.t, .x = &x.t, .mask = &mask.t, .scale = 0.4f};
+        ggml_run(&g, g.soft_max_ext(g.ctx, ggml_from(&g, &x), ggml_from(&g, &mask), 0.4f, 0), want, x.count);
+        run(1, ROCQ_OP_SOFTMAX, &soft, &out, 1);
+        check_all(&y, want, 1e-11);
+        free(want);
+        box_free(&x);
+        box_free(&y);
+        box_free(&mask);
+    }
+    ggml_close(&g);
+}
+
+static void activations_agree_with_ggml(void **state) {
+    (void)state;
+    ggml_api g = ggml_open();
+    // ggml looks its tanh form of gelu up in a table of F16 values.
+    const struct { rocq_activation a; void *(*f)(void *, void *); double bound; } kinds[] = {
+        {ROCQ_SILU, g.silu, 1e-11}, {ROCQ_GELU, g.gelu, 5e-7}, {ROCQ_GELU_ERF, g.gelu_erf, 1e-11}};
+    for (int a = 0; a < 3; a++) {
+        box x = box_random(BOX_PLAIN, ROCQ_F32, 3, 1000, 3, 1, 1), y = box_make(BOX_PLAIN, ROCQ_F32, 1000, 3, 1, 1);
+        box *out = &y;
+        const rocq_activate_params p = {.y = &y.t, .x = &x.t, .activation = kinds[a].a};
+        double *want = doubles(x.count);
+        ggml_run(&g, kinds[a].f(g.ctx, ggml_from(&g, &x)), want, x.count);
+        run(1, ROCQ_OP_ACTIVATE, &p, &out, 1);
+        check_rows(&y, want, kinds[a].bound);
+        free(want);
+        box_free(&x);
+        box_free(&y);
+    }
+    ggml_close(&g);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(norms),
+        cmocka_unit_test(rope),
+        cmocka_unit_test(rope_append),
+        cmocka_unit_test(activate),
+        cmocka_unit_test(activations_saturate),
+        cmocka_unit_test(glu),
+        cmocka_unit_test(add_and_mul),
+        cmocka_unit_test(scale),
+        cmocka_unit_test(cast),
+        cmocka_unit_test(cast_of_indices),
+        cmocka_unit_test(gather),
+        cmocka_unit_test(softmax),
+        cmocka_unit_test(softmax_and_nan),
+        cmocka_unit_test(argmax),
+        cmocka_unit_test(sample_filters),
+        cmocka_unit_test(sample_follows_the_distribution),
+        cmocka_unit_test(sample_is_deterministic),
+        cmocka_unit_test(sample_breaks_ties_by_token),
+        cmocka_unit_test(sample_at_the_edges),
+        cmocka_unit_test(rope_agrees_with_ggml),
+        cmocka_unit_test(norms_and_softmax_agree_with_ggml),
+        cmocka_unit_test(activations_agree_with_ggml),
+    };
+    return cmocka_run_group_tests_name("ops", tests, open_contexts, close_contexts);
+}
