@@ -62,6 +62,7 @@
        ROCQ_NO_THREADS        no thread pool: ops run on the calling thread
        ROCQ_NO_SIMD           portable C only, no AVX2 or NEON code
        ROCQ_NO_STDIO          no file access: GGUF from memory or a callback only
+       ROCQ_NO_MMAP           files are read, never mapped
        ROCQ_NO_HIP            no look for a GPU at run time: libc and libm are enough to link
 
    SIMD needs no compiler flags: AVX2 code is compiled beside portable code by gcc and clang and
@@ -1867,6 +1868,7 @@ ROCQ__FN void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task
     }
 #endif
     (void)ctx;
+    (void)ctx;
     (void)grain;
     fn(arg, 0, n, 0);
 }
@@ -1899,9 +1901,10 @@ typedef struct rocq__codec {
     rocq_format_info info;
     void (*unpack)(const void *block, int8_t *code, float *scale, float *min);
     void (*pack)(void *block, const rocq__fields *fields);
-    int32_t group; // elements per scale
+    int32_t group;   // elements per scale
     bool has_min;
-    rocq__grid grid;
+    int32_t mx_bits; // mantissa bits of an MX element, else 0
+    rocq__grid grid; // of the others
 } rocq__codec;
 
 static const int8_t rocq__iq4_levels[16] = {ROCQ_IQ4_LEVELS};
@@ -2236,36 +2239,37 @@ ROCQ__FN void rocq__unpack_mxfp6_e2m3(const void *block, int8_t *code, float *sc
 }
 
 // The one format whose codes do not fit int8: up to 448.
-ROCQ__FN void rocq__decode_mxfp6_e3m2(const rocq_block_mxfp6_e3m2 *b, float *dst) {
+ROCQ__FN void rocq__decode_mxfp6_e3m2(const void *block, float *dst) {
+    const rocq_block_mxfp6_e3m2 *b = (const rocq_block_mxfp6_e3m2 *)block;
     const float scale = b->e == 255 ? NAN : rocq__pow2(b->e - 127 - 4);
     uint8_t q[32];
     rocq__split6(q, b->qs);
     for (int32_t i = 0; i < 32; i++) dst[i] = scale * (float)rocq__fp6(q[i], 2);
 }
 
-// The codecs: unpack, pack, group, has_min, then the grid of the formats that have one.
+// The codecs: unpack, pack, group, has_min, mx_bits, grid.
 #define ROCQ__PAIR(name) rocq__unpack_##name, rocq__pack_##name
 #define ROCQ__NO_GRID {0, 0, 0, 0, NULL, 0, 0, 0, 0}
-#define ROCQ__CODEC_F32 NULL, NULL, 1, false, ROCQ__NO_GRID
-#define ROCQ__CODEC_F16 NULL, NULL, 1, false, ROCQ__NO_GRID
-#define ROCQ__CODEC_BF16 NULL, NULL, 1, false, ROCQ__NO_GRID
-#define ROCQ__CODEC_Q4_0 ROCQ__PAIR(q4_0), 32, false, {32, 32, -8, 7, NULL, 1, 1, 0, 0}
-#define ROCQ__CODEC_Q4_1 ROCQ__PAIR(q4_1), 32, true, {32, 32, 0, 15, NULL, 1, 1, -1, -1}
-#define ROCQ__CODEC_Q5_0 ROCQ__PAIR(q5_0), 32, false, {32, 32, -16, 15, NULL, 1, 1, 0, 0}
-#define ROCQ__CODEC_Q5_1 ROCQ__PAIR(q5_1), 32, true, {32, 32, 0, 31, NULL, 1, 1, -1, -1}
-#define ROCQ__CODEC_Q8_0 ROCQ__PAIR(q8_0), 32, false, {32, 32, -128, 127, NULL, 1, 1, 0, 0}
-#define ROCQ__CODEC_Q2_K ROCQ__PAIR(q2_K), 16, true, {256, 16, 0, 3, NULL, 0, 15, 0, 15}
-#define ROCQ__CODEC_Q3_K ROCQ__PAIR(q3_K), 16, false, {256, 16, -4, 3, NULL, -32, 31, 0, 0}
-#define ROCQ__CODEC_Q4_K ROCQ__PAIR(q4_K), 32, true, {256, 32, 0, 15, NULL, 0, 63, 0, 63}
-#define ROCQ__CODEC_Q5_K ROCQ__PAIR(q5_K), 32, true, {256, 32, 0, 31, NULL, 0, 63, 0, 63}
-#define ROCQ__CODEC_Q6_K ROCQ__PAIR(q6_K), 16, false, {256, 16, -32, 31, NULL, -128, 127, 0, 0}
+#define ROCQ__CODEC_F32 NULL, NULL, 1, false, 0, ROCQ__NO_GRID
+#define ROCQ__CODEC_F16 NULL, NULL, 1, false, 0, ROCQ__NO_GRID
+#define ROCQ__CODEC_BF16 NULL, NULL, 1, false, 0, ROCQ__NO_GRID
+#define ROCQ__CODEC_Q4_0 ROCQ__PAIR(q4_0), 32, false, 0, {32, 32, -8, 7, NULL, 1, 1, 0, 0}
+#define ROCQ__CODEC_Q4_1 ROCQ__PAIR(q4_1), 32, true, 0, {32, 32, 0, 15, NULL, 1, 1, -1, -1}
+#define ROCQ__CODEC_Q5_0 ROCQ__PAIR(q5_0), 32, false, 0, {32, 32, -16, 15, NULL, 1, 1, 0, 0}
+#define ROCQ__CODEC_Q5_1 ROCQ__PAIR(q5_1), 32, true, 0, {32, 32, 0, 31, NULL, 1, 1, -1, -1}
+#define ROCQ__CODEC_Q8_0 ROCQ__PAIR(q8_0), 32, false, 0, {32, 32, -128, 127, NULL, 1, 1, 0, 0}
+#define ROCQ__CODEC_Q2_K ROCQ__PAIR(q2_K), 16, true, 0, {256, 16, 0, 3, NULL, 0, 15, 0, 15}
+#define ROCQ__CODEC_Q3_K ROCQ__PAIR(q3_K), 16, false, 0, {256, 16, -4, 3, NULL, -32, 31, 0, 0}
+#define ROCQ__CODEC_Q4_K ROCQ__PAIR(q4_K), 32, true, 0, {256, 32, 0, 15, NULL, 0, 63, 0, 63}
+#define ROCQ__CODEC_Q5_K ROCQ__PAIR(q5_K), 32, true, 0, {256, 32, 0, 31, NULL, 0, 63, 0, 63}
+#define ROCQ__CODEC_Q6_K ROCQ__PAIR(q6_K), 16, false, 0, {256, 16, -32, 31, NULL, -128, 127, 0, 0}
 #define ROCQ__CODEC_IQ4_NL \
-    ROCQ__PAIR(iq4_nl), 32, false, {32, 32, 0, 0, rocq__iq4_levels, 1, 1, 0, 0}
+    ROCQ__PAIR(iq4_nl), 32, false, 0, {32, 32, 0, 0, rocq__iq4_levels, 1, 1, 0, 0}
 #define ROCQ__CODEC_IQ4_XS \
-    ROCQ__PAIR(iq4_xs), 32, false, {256, 32, 0, 0, rocq__iq4_levels, -32, 31, 0, 0}
-#define ROCQ__CODEC_MXFP4 rocq__unpack_mxfp4, NULL, 32, false, ROCQ__NO_GRID
-#define ROCQ__CODEC_MXFP6_E2M3 rocq__unpack_mxfp6_e2m3, NULL, 32, false, ROCQ__NO_GRID
-#define ROCQ__CODEC_MXFP6_E3M2 NULL, NULL, 32, false, ROCQ__NO_GRID
+    ROCQ__PAIR(iq4_xs), 32, false, 0, {256, 32, 0, 0, rocq__iq4_levels, -32, 31, 0, 0}
+#define ROCQ__CODEC_MXFP4 rocq__unpack_mxfp4, NULL, 32, false, 1, ROCQ__NO_GRID
+#define ROCQ__CODEC_MXFP6_E2M3 rocq__unpack_mxfp6_e2m3, NULL, 32, false, 3, ROCQ__NO_GRID
+#define ROCQ__CODEC_MXFP6_E3M2 NULL, NULL, 32, false, 2, ROCQ__NO_GRID
 
 // NULL for an unknown format.
 ROCQ__FN const rocq__codec *rocq__codec_of(rocq_format format) {
@@ -2288,37 +2292,38 @@ ROCQ__FN const rocq__codec *rocq__codec_of(rocq_format format) {
 
 // -- dequantize --
 
+ROCQ__FN void rocq__decode_block(const rocq__codec *codec, const void *block, float *ROCQ__RESTRICT dst) {
+    if (!codec->unpack) {
+        rocq__decode_mxfp6_e3m2(block, dst);
+        return;
+    }
+    int8_t code[256];
+    float scale[16], min[16];
+    codec->unpack(block, code, scale, min);
+    for (int32_t i = 0; i < codec->info.block_elems; i += 16) {
+        const float s = scale[i / codec->group], m = min[i / codec->group];
+        for (int32_t k = 0; k < 16; k++) dst[i + k] = s * (float)code[i + k] - m;
+    }
+}
+
 ROCQ__FN void rocq__dequantize_row(rocq_format format, float *ROCQ__RESTRICT dst,
                                    const void *ROCQ__RESTRICT src, int64_t n) {
-    if (format == ROCQ_F32) {
-        if (n > 0) memcpy(dst, src, (size_t)n * sizeof(float));
-        return;
-    }
-    if (format == ROCQ_F16) {
-        const uint16_t *half = (const uint16_t *)src;
-        for (int64_t i = 0; i < n; i++) dst[i] = rocq__f16_to_f32(half[i]);
-        return;
-    }
-    if (format == ROCQ_BF16) {
-        const uint16_t *half = (const uint16_t *)src;
-        for (int64_t i = 0; i < n; i++) dst[i] = rocq__bf16_to_f32(half[i]);
-        return;
-    }
-    if (format == ROCQ_MXFP6_E3M2) {
-        const rocq_block_mxfp6_e3m2 *b = (const rocq_block_mxfp6_e3m2 *)src;
-        for (int64_t i = 0; i < n / 32; i++) rocq__decode_mxfp6_e3m2(b + i, dst + 32 * i);
-        return;
-    }
-    const rocq__codec *codec = rocq__codec_of(format);
+    const uint16_t *half = (const uint16_t *)src;
     const unsigned char *block = (const unsigned char *)src;
-    for (int64_t i = 0; i < n; i += codec->info.block_elems, block += codec->info.block_bytes) {
-        int8_t code[256];
-        float scale[16], min[16];
-        codec->unpack(block, code, scale, min);
-        for (int32_t j = 0; j < codec->info.block_elems; j += 16) {
-            const float s = scale[j / codec->group], m = min[j / codec->group];
-            float *out = dst + i + j;
-            for (int32_t k = 0; k < 16; k++) out[k] = s * (float)code[j + k] - m;
+    const rocq__codec *codec = rocq__codec_of(format);
+    switch (format) {
+    case ROCQ_F32:
+        if (n > 0) memcpy(dst, src, (size_t)n * sizeof(float));
+        break;
+    case ROCQ_F16:
+        for (int64_t i = 0; i < n; i++) dst[i] = rocq__f16_to_f32(half[i]);
+        break;
+    case ROCQ_BF16:
+        for (int64_t i = 0; i < n; i++) dst[i] = rocq__bf16_to_f32(half[i]);
+        break;
+    default:
+        for (int64_t i = 0; i < n; i += codec->info.block_elems, block += codec->info.block_bytes) {
+            rocq__decode_block(codec, block, dst + i);
         }
     }
 }
@@ -2383,21 +2388,18 @@ ROCQ__FN void rocq__encode_plain(const rocq__grid *grid, const float *x, rocq__f
     }
 }
 
-// The nearest level, the first of two equally near.
+// The nearest level, of two equally near the smaller magnitude; never one beyond F32, or -0.
 ROCQ__FN void rocq__codes_mxfp4(uint8_t *q, const float *x, uint8_t e) {
     const float scale = rocq__pow2(e - 128);
-    float best[32];
-    for (int32_t i = 0; i < 32; i++) best[i] = fabsf(x[i]);
-    memset(q, 0, 32);
-    for (int32_t k = 1; k < 16; k++) {
-        const float level = scale * (float)rocq__mxfp4_levels[k];
-        for (int32_t i = 0; i < 32; i++) {
-            const float error = fabsf(level - x[i]);
-            if (error < best[i]) {
-                best[i] = error;
-                q[i] = (uint8_t)k;
-            }
-        }
+    float magnitude[32];
+    for (int32_t i = 0; i < 32; i++) magnitude[i] = 0;
+    for (int32_t k = 1; k < 8; k++) {
+        const float level = (float)rocq__mxfp4_levels[k], below = (float)rocq__mxfp4_levels[k - 1];
+        const float middle = scale * level > FLT_MAX ? INFINITY : scale * (0.5f * (level + below));
+        for (int32_t i = 0; i < 32; i++) magnitude[i] += fabsf(x[i]) > middle ? 1.0f : 0.0f;
+    }
+    for (int32_t i = 0; i < 32; i++) {
+        q[i] = (uint8_t)((int32_t)magnitude[i] + (x[i] < 0 && magnitude[i] > 0 ? 8 : 0));
     }
 }
 
@@ -2419,312 +2421,414 @@ ROCQ__FN void rocq__codes_fp6(uint8_t *q, const float *x, uint8_t e, int32_t f_b
     }
 }
 
-// Sum of w (x - y)^2 over 32 elements; w NULL = 1.
-ROCQ__FN double rocq__error_32(const float *x, const float *y, const float *w) {
-    double sum = 0;
-    for (int32_t i = 0; i < 32; i++) {
-        const double r = (double)x[i] - (double)y[i];
-        sum += r * r * (w ? (double)w[i] : 1.0);
-    }
-    return sum;
-}
-
 // The scale is the power of two of the OCP specification, or ggml's for MXFP4; with importance the
 // best of that and its neighbours.
-ROCQ__FN void rocq__encode_mx(rocq_format format, void *dst, const float *x, const float *w) {
-    float amax = 0, y[32];
+ROCQ__FN void rocq__encode_mx(const rocq__codec *codec, void *dst, const float *x, const float *w) {
+    const int32_t f_bits = codec->mx_bits;
+    float amax = 0;
     for (int32_t i = 0; i < 32; i++) amax = ROCQ__MAX(amax, fabsf(x[i]));
     amax = ROCQ__MIN(amax, FLT_MAX);
-    int32_t exponent = 0;
-    if (amax > 0) {
-        // ggml takes the floor of a logarithm that was rounded to F32: just below a power of two
-        // that is the exponent of the power. Its byte wraps around for amax < 2^-125, where all
-        // codes are 0.
-        if (format == ROCQ_MXFP4) exponent = (int32_t)floorf((float)log2((double)amax)) - 2 + 127;
-        else exponent = ilogbf(amax) - (format == ROCQ_MXFP6_E2M3 ? 2 : 4) + 127;
-        if (format != ROCQ_MXFP4) exponent = ROCQ__MAX(exponent, 0);
+    int32_t e = 0;
+    if (f_bits == 1) {
+        // ggml takes the floor of a logarithm rounded to F32, which just below a power of two is
+        // that power's. Its byte wraps around for amax < 2^-125, where all codes are 0.
+        if (amax > 0) e = (int32_t)floorf((float)log2((double)amax)) - 2 + 127;
+    } else if (amax > 0) {
+        e = ROCQ__MAX(ilogbf(amax) - (f_bits == 3 ? 2 : 4) + 127, 0);
     }
-    double best = 0;
-    for (int32_t step = w ? -1 : 0; step <= (w ? 1 : 0); step++) {
-        const int32_t e = w ? ROCQ__MIN(ROCQ__MAX(exponent + step, 0), 254) : exponent;
-        unsigned char block[sizeof(rocq_block_mxfp6_e2m3)];
-        uint8_t q[32];
+    const int32_t first = w ? ROCQ__MIN(ROCQ__MAX(e - 1, 0), 254) : e;
+    const int32_t last = w ? ROCQ__MIN(ROCQ__MAX(e + 1, 0), 254) : e;
+    double best = INFINITY;
+    for (e = first; e <= last; e++) {
+        uint8_t block[sizeof(rocq_block_mxfp6_e2m3)], q[32];
         block[0] = (uint8_t)e;
-        if (format == ROCQ_MXFP4) {
+        if (f_bits == 1) {
             rocq__codes_mxfp4(q, x, block[0]);
             rocq__join4(block + 1, q, 16);
         } else {
-            rocq__codes_fp6(q, x, block[0], format == ROCQ_MXFP6_E2M3 ? 3 : 2);
+            rocq__codes_fp6(q, x, block[0], f_bits);
             rocq__join6(block + 1, q);
         }
-        rocq__dequantize_row(format, y, block, 32);
-        const double error = rocq__error_32(x, y, w);
-        if (step == (w ? -1 : 0) || error < best) {
+        if (first < last) {
+            float y[32];
+            double error = 0;
+            rocq__decode_block(codec, block, y);
+            for (int32_t i = 0; i < 32; i++) {
+                const double r = (double)x[i] - (double)y[i];
+                error += (double)w[i] * r * r;
+            }
+            if (!(error < best) && e > first) continue;
             best = error;
-            memcpy(dst, block, (size_t)rocq__bytes(format, 32));
         }
+        memcpy(dst, block, (size_t)codec->info.block_bytes);
     }
 }
 
 // -- quantize: the searched formats --
 // Made small is the sum of w r^2, r = x - (d sc level - dmin mn), over what the format can store.
-// Each group is fitted by itself first (least squares for its scale and min, levels reassigned, from
-// a spread of starts). Then d and dmin are tried from a few starts: for each, every group takes its
-// best sc and mn, and least squares over the block moves d and dmin, with the F16 rounding of both in
-// the loop. What counts in the end is always the true error of what is stored.
-// A power of two is taken out of the block first, so no square overflows or vanishes.
+//   1. Each group is fitted by itself: scale s and min m by least squares, from a spread of starts.
+//   2. Many d and dmin are tried with the levels of 1: how F16 rounds them, and how near sc and mn
+//      come to the groups' s and m, is a matter of luck.
+//   3. From the best of those, groups choose sc, mn and levels anew and least squares over the block
+//      moves d and dmin, in turns. The smallest error of what is stored wins.
 
 typedef struct rocq__search {
     const rocq__grid *grid;
-    int32_t exponent; // x below is the block's times 2^-exponent
+    bool has_min;
+    int32_t n_groups;
+    int32_t exponent;   // x is the block's times 2^-exponent: no square overflows or vanishes
     float x[256], w[256];
-    float level[16];  // of the table
+    float s[16], m[16]; // each group's own fit
+    float peak[16];     // its element of largest magnitude
+    float weight[16];   // its sum of w
 } rocq__search;
 
-// Residual sums of a group at some scale s and min m, r = x + m - s level: all that is needed to know
-// the error nearby, where the levels stay: with s + a, m + b it is
-// rr - 2 a rl + 2 b r1 + a a ll - 2 a b l1 + b b w1. Built on r and not on x, so nothing cancels.
+// Sums of a group at scale s and min m over r = x + m - s level. They give the error nearby, where
+// the levels stay; built on r and not on x, so that little cancels.
 typedef struct rocq__sums {
-    float rr, rl, r1, ll, l1, w1;
+    float rr, rl, r1, ll, l1, w1; // of w r r, w r level, w r, w level level, w level, w
 } rocq__sums;
 
-// Assigns 16 n16 elements their nearest levels for scale s and min m.
-ROCQ__FN rocq__sums rocq__assign(const rocq__search *search, int32_t first, float s, float m,
-                                 uint8_t *q) {
-    const rocq__grid *grid = search->grid;
-    const float inverse = s != 0 ? 1 / s : 0;
+// The error at s + a, m + b.
+ROCQ__INLINE float rocq__error_at(const rocq__sums *k, float a, float b) {
+    return k->rr - 2 * (a * k->rl - b * k->r1) + a * (a * k->ll - 2 * b * k->l1) + b * b * k->w1;
+}
+
+// The levels nearest to 16 values.
+ROCQ__INLINE void rocq__levels_16(const rocq__grid *grid, const float *v, float *level) {
+    if (grid->table) {
+        for (int32_t i = 0; i < 16; i++) level[i] = (float)grid->table[0];
+        for (int32_t k = 1; k < 16; k++) {
+            const float step = (float)(grid->table[k] - grid->table[k - 1]);
+            const float middle = 0.5f * (float)(grid->table[k] + grid->table[k - 1]);
+            for (int32_t i = 0; i < 16; i++) level[i] += v[i] > middle ? step : 0.0f;
+        }
+        return;
+    }
     const float q_lo = (float)grid->q_lo, range = (float)(grid->q_hi - grid->q_lo);
-    rocq__sums sums = {0, 0, 0, 0, 0, 0};
-    for (int32_t j = first; j < first + grid->group; j += 16) {
+    for (int32_t i = 0; i < 16; i++) {
+        float t = v[i] - q_lo;
+        t = t > 0.0f ? t : 0.0f; // also a NaN
+        t = t < range ? t : range;
+        level[i] = (float)(int32_t)(t + 0.5f) + q_lo;
+    }
+}
+
+// Gives the elements of group g their nearest levels. Four partial sums each, for SIMD.
+ROCQ__FN rocq__sums rocq__assign(const rocq__search *search, int32_t g, float s, float m) {
+    const int32_t group = search->grid->group;
+    const float inverse = s != 0 ? 1 / s : 0;
+    float rr[4] = {0, 0, 0, 0}, rl[4] = {0, 0, 0, 0}, r1[4] = {0, 0, 0, 0};
+    float ll[4] = {0, 0, 0, 0}, l1[4] = {0, 0, 0, 0};
+    for (int32_t j = g * group; j < (g + 1) * group; j += 16) {
         const float *x = search->x + j, *w = search->w + j;
         float v[16], level[16];
         for (int32_t i = 0; i < 16; i++) v[i] = (x[i] + m) * inverse;
-        if (grid->table) {
-            int32_t code[16];
-            for (int32_t i = 0; i < 16; i++) {
-                code[i] = 0;
-                level[i] = search->level[0];
+        rocq__levels_16(search->grid, v, level);
+        for (int32_t i = 0; i < 16; i += 4) {
+            for (int32_t k = 0; k < 4; k++) {
+                const float l = level[i + k], r = x[i + k] + m - s * l;
+                const float wr = w[i + k] * r, wl = w[i + k] * l;
+                rr[k] += wr * r;
+                rl[k] += wr * l;
+                r1[k] += wr;
+                ll[k] += wl * l;
+                l1[k] += wl;
             }
-            for (int32_t k = 1; k < 16; k++) {
-                const float step = search->level[k] - search->level[k - 1];
-                const float middle = 0.5f * (search->level[k] + search->level[k - 1]);
-                for (int32_t i = 0; i < 16; i++) {
-                    level[i] += v[i] > middle ? step : 0;
-                    code[i] += v[i] > middle ? 1 : 0;
-                }
-            }
-            if (q) {
-                for (int32_t i = 0; i < 16; i++) q[j + i] = (uint8_t)code[i];
-            }
-        } else {
-            for (int32_t i = 0; i < 16; i++) {
-                float t = v[i] - q_lo;
-                t = t > 0 ? t : 0; // also a NaN
-                t = t < range ? t : range;
-                v[i] = (float)(int32_t)(t + 0.5f);
-                level[i] = v[i] + q_lo;
-            }
-            if (q) {
-                for (int32_t i = 0; i < 16; i++) q[j + i] = (uint8_t)v[i];
-            }
-        }
-        for (int32_t i = 0; i < 16; i++) {
-            const float r = x[i] + m - s * level[i], wl = w[i] * level[i], wr = w[i] * r;
-            sums.rr += wr * r;
-            sums.rl += wr * level[i];
-            sums.r1 += wr;
-            sums.ll += wl * level[i];
-            sums.l1 += wl;
-            sums.w1 += w[i];
         }
     }
+    const rocq__sums sums = {rr[0] + rr[1] + rr[2] + rr[3], rl[0] + rl[1] + rl[2] + rl[3],
+                             r1[0] + r1[1] + r1[2] + r1[3], ll[0] + ll[1] + ll[2] + ll[3],
+                             l1[0] + l1[1] + l1[2] + l1[3], search->weight[g]};
     return sums;
 }
 
-// Moves s and m to the least squares optimum for the levels that gave the sums.
-ROCQ__FN void rocq__refit(const rocq__grid *grid, const rocq__sums *k, float *s, float *m) {
-    float a = k->ll > 0 ? k->rl / k->ll : 0, b = 0;
-    if (grid->mn_lo != grid->mn_hi || grid->mn_lo != 0) {
-        const float det = k->ll * k->w1 - k->l1 * k->l1;
-        if (det > 1e-6f * k->ll * k->w1) {
-            a = (k->rl * k->w1 - k->r1 * k->l1) / det;
-            b = (k->rl * k->l1 - k->r1 * k->ll) / det;
-        } else {
-            a = 0; // one level only: the offset does it all
-            b = -k->r1 / k->w1;
-        }
-        if (grid->mn_lo >= 0 && *m + b < 0) {
-            b = -*m;
-            a = k->ll > 0 ? (k->rl + b * k->l1) / k->ll : 0;
-        }
-    }
-    *s += a;
-    *m += b;
+// Of the two values around v that an F16 field can hold: side 0 the nearer one, 1 the one of larger
+// magnitude, 2 the farther one.
+ROCQ__FN float rocq__stored(const rocq__search *search, float v, int32_t side) {
+    const float unit = rocq__pow2(search->exponent), inverse = rocq__pow2(-search->exponent);
+    uint16_t bits = rocq__f32_to_f16(rocq__f16_limit(v * unit));
+    const float first = rocq__f16_to_f32(bits) * inverse;
+    const bool larger = fabsf(first) < fabsf(v); // is the other one
+    if (side == 0 || (side == 1 && !larger)) return first;
+    if ((bits & 0x7fffu) == (larger ? 0x7bffu : 0u)) return first;
+    bits = (uint16_t)(larger ? bits + 1 : bits - 1);
+    return rocq__f16_to_f32(bits) * inverse;
 }
 
-// Fits one group by itself; returns its error.
-ROCQ__FN float rocq__fit(const rocq__search *search, int32_t first, float *s_out, float *m_out) {
+// The steps from s, m to the least squares optimum for the levels that gave the sums.
+ROCQ__FN void rocq__refit(const rocq__search *search, const rocq__sums *k, float m, float *a, float *b) {
+    *a = k->ll > 0 ? k->rl / k->ll : 0;
+    *b = 0;
+    if (!search->has_min) return;
+    const float det = k->ll * k->w1 - k->l1 * k->l1;
+    if (det > 1e-5f * k->ll * k->w1) {
+        *a = (k->rl * k->w1 - k->r1 * k->l1) / det;
+        *b = (k->rl * k->l1 - k->r1 * k->ll) / det;
+    } else { // all on one level: an offset does it
+        *a = 0;
+        *b = -k->r1 / k->w1;
+    }
+    if (search->grid->mn_lo == 0 && m + *b < 0) { // mins are not negative
+        *b = -m;
+        *a = k->ll > 0 ? (k->rl + *b * k->l1) / k->ll : 0;
+    }
+}
+
+// Step 1 for a group. Starts put the ends of its range on levels inside, at and outside the ends of
+// the grid. Among fits about equally good the first and finest is taken, so that groups that are
+// alike end up alike. With a single scale the rounding to F16 is in here.
+ROCQ__FN void rocq__fit(rocq__search *search, int32_t g) {
     const rocq__grid *grid = search->grid;
-    const float *x = search->x + first;
-    const bool has_min = grid->mn_lo != 0 || grid->mn_hi != 0;
-    float low = x[0], high = x[0];
-    for (int32_t i = 1; i < grid->group; i++) {
+    const float *x = search->x + g * grid->group, *w = search->w + g * grid->group;
+    const float bottom = (float)(grid->table ? grid->table[0] : grid->q_lo);
+    const float top = (float)(grid->table ? grid->table[15] : grid->q_hi);
+    const float unit = grid->table ? 14.0f : 1.0f; // distance of levels near the ends
+    const bool single = grid->sc_lo == 1;
+    float low = x[0], high = x[0], xx = 0, best = INFINITY, s_best = 0, m_best = 0;
+    search->weight[g] = 0;
+    for (int32_t i = 0; i < grid->group; i++) {
         low = ROCQ__MIN(low, x[i]);
         high = ROCQ__MAX(high, x[i]);
+        xx += w[i] * x[i] * x[i];
+        search->weight[g] += w[i];
     }
-    if (grid->mn_lo == 0) low = ROCQ__MIN(low, 0);
-    float best = INFINITY, best_s = 0, best_m = 0;
-    const float bottom = grid->table ? search->level[0] : (float)grid->q_lo;
-    const float top = grid->table ? search->level[15] : (float)grid->q_hi;
-    const float unit = grid->table ? 12.0f : 1.0f;
-    const int32_t outer = has_min ? 5 : 2, inner = has_min ? 5 : 16;
-    for (int32_t i = 0; i < outer; i++) {
-        for (int32_t j = 0; j < inner; j++) {
-            float s, m = 0;
-            if (has_min) {
-                // The ends of the range move inward (and a little outward) by parts of a level.
-                const float step = (high - low) / top;
-                m = -(low + step * (0.25f * (float)i - 0.25f));
-                if (grid->mn_lo == 0 && m < 0) m = 0;
-                s = (high - step * (0.25f * (float)j - 0.25f) + m) / top;
-            } else {
-                const float peak = high > -low ? high : low;
-                const float end = i ? top : bottom;
-                const float inward = unit * (0.2f * (float)j - 0.5f);
-                s = peak / (end < 0 ? end + inward : end - inward);
+    const float peak = search->peak[g] = high > -low ? high : low;
+    const float equal = single ? 0.0f : 3e-7f * xx;
+    if (grid->mn_lo == 0) low = ROCQ__MIN(low, 0.0f);
+    for (int32_t i = 0; i < (search->has_min ? 25 : 32); i++) {
+        float s, m = 0, a, b;
+        if (search->has_min) {
+            const float below = 0.4f * (float)(i / 5 - 1), above = 0.5f * (float)(i % 5 - 2);
+            s = (high - low) / (top + below + above);
+            m = -low - below * s;
+            if (grid->mn_lo == 0) m = ROCQ__MAX(m, 0.0f);
+        } else {
+            const float outside = unit * (2.5f - 0.35f * (float)(i / 2));
+            s = peak / (i % 2 ? top + outside : bottom - outside);
+        }
+        const rocq__sums sums = rocq__assign(search, g, s, m);
+        rocq__refit(search, &sums, m, &a, &b);
+        const float s_to = single ? rocq__stored(search, s + a, 0) : s + a;
+        const float m_to = single ? rocq__stored(search, m + b, 0) : m + b;
+        const float error = rocq__error_at(&sums, s_to - s, m_to - m);
+        if (error + equal + 1e-6f * sums.rr < 0.995f * best) {
+            best = error;
+            s_best = s_to;
+            m_best = m_to;
+        }
+    }
+    best = INFINITY;
+    search->s[g] = search->m[g] = 0;
+    for (int32_t turn = 0; turn < 4; turn++) {
+        float a, b;
+        const rocq__sums sums = rocq__assign(search, g, s_best, m_best);
+        if (!(sums.rr < best)) break;
+        best = sums.rr;
+        search->s[g] = s_best;
+        search->m[g] = m_best;
+        rocq__refit(search, &sums, m_best, &a, &b);
+        s_best = single ? rocq__stored(search, s_best + a, 0) : s_best + a;
+        m_best = single ? rocq__stored(search, m_best + b, 0) : m_best + b;
+    }
+}
+
+// The integer of a range that is nearest to v / unit.
+ROCQ__INLINE int32_t rocq__code_for(float v, float unit, int32_t lo, int32_t hi) {
+    float t = (unit != 0 ? v / unit : 0) - (float)lo;
+    t = t > 0 ? t : 0;
+    t = t < (float)(hi - lo) ? t : (float)(hi - lo);
+    return (int32_t)(t + 0.5f) + lo;
+}
+
+typedef struct rocq__start {
+    float error, d, dmin;
+    float a[16], m[16]; // of each group: what its scale is off by, the min that suits that best
+} rocq__start;
+
+// Step 2: d that put the largest s on the end of the range of sc, or up to half the range inside it,
+// the best n of them; then dmin for each in the same way. A min can make good what a scale is too
+// large by, not what it is too small by, so with mins d is rounded up.
+ROCQ__FN void rocq__find_starts(const rocq__search *search, rocq__start *starts, int32_t n) {
+    const rocq__grid *grid = search->grid;
+    const float end = (float)(grid->sc_lo < 0 ? grid->sc_lo : grid->sc_hi);
+    const float step = (float)(grid->sc_hi + 1) / (end < 0 ? -64.0f : 64.0f);
+    rocq__sums sums[16];
+    float top = 0;
+    for (int32_t g = 0; g < search->n_groups; g++) {
+        sums[g] = rocq__assign(search, g, search->s[g], search->m[g]);
+        if (fabsf(search->s[g]) > fabsf(top)) top = search->s[g];
+    }
+    memset(starts, 0, (size_t)n * sizeof *starts);
+    for (int32_t i = 0; i < n; i++) starts[i].error = INFINITY;
+    for (int32_t i = 0; i < 32; i++) {
+        rocq__start start;
+        memset(&start, 0, sizeof start);
+        start.d = rocq__stored(search, top / (end - step * (float)i), search->has_min);
+        for (int32_t g = 0; g < search->n_groups; g++) {
+            const rocq__sums *k = &sums[g];
+            const int32_t sc = rocq__code_for(search->s[g], start.d, grid->sc_lo, grid->sc_hi);
+            const float a = start.d * (float)sc - search->s[g];
+            const float m = search->has_min ? search->m[g] + (a * k->l1 - k->r1) / k->w1 : 0;
+            start.a[g] = a;
+            start.m[g] = ROCQ__MAX(m, 0.0f);
+            start.error += rocq__error_at(k, a, start.m[g] - search->m[g]);
+        }
+        int32_t at = n;
+        for (; at > 0 && start.error < starts[at - 1].error; at--) {
+            if (at < n) starts[at] = starts[at - 1];
+        }
+        if (at < n) starts[at] = start;
+    }
+    for (int32_t i = 0; i < n && search->has_min; i++) {
+        rocq__start *start = &starts[i];
+        float m_top = 0;
+        for (int32_t g = 0; g < search->n_groups; g++) m_top = ROCQ__MAX(m_top, start->m[g]);
+        start->error = INFINITY;
+        for (int32_t j = 0; j < 16; j++) {
+            const float to = (float)grid->mn_hi - (float)(j * (grid->mn_hi + 1)) / 64;
+            const float dmin = rocq__stored(search, m_top / to, 0);
+            float error = 0;
+            for (int32_t g = 0; g < search->n_groups; g++) {
+                const int32_t mn = rocq__code_for(start->m[g], dmin, 0, grid->mn_hi);
+                error += rocq__error_at(&sums[g], start->a[g], dmin * (float)mn - search->m[g]);
             }
-            for (int32_t k = 0; k < 3; k++) {
-                const rocq__sums sums = rocq__assign(search, first, s, m, NULL);
-                if (sums.rr < best) {
-                    best = sums.rr;
-                    best_s = s;
-                    best_m = m;
-                } else if (k > 1) {
-                    break;
-                }
-                rocq__refit(grid, &sums, &s, &m);
+            if (error < start->error) {
+                start->error = error;
+                start->dmin = dmin;
             }
         }
     }
-    *s_out = best_s;
-    *m_out = best_m;
-    return best;
 }
 
-ROCQ__FN float rocq__quadratic(const rocq__sums *k, float a, float b) {
-    return k->rr - 2 * a * k->rl + 2 * b * k->r1 + a * a * k->ll - 2 * a * b * k->l1 + b * b * k->w1;
-}
-
-ROCQ__INLINE int32_t rocq__nearest_in(float v, int32_t lo, int32_t hi) {
-    const float c = v > (float)lo ? v < (float)hi ? v : (float)hi : (float)lo;
-    return (int32_t)(c - (float)lo + 0.5f) + lo;
-}
-
-// The stored scale nearest to v, in the search's units.
-ROCQ__FN float rocq__stored(const rocq__search *search, float v, uint16_t *bits) {
-    const float down = rocq__pow2(search->exponent), up = rocq__pow2(-search->exponent);
-    *bits = rocq__f32_to_f16(rocq__f16_limit(v * down));
-    return rocq__f16_to_f32(*bits) * up;
+// Step 3: chooses sc and mn of every group for given d and dmin, those nearest to s and m or the next
+// ones if they are better. Returns the error. Moves d and dmin to where least squares over the block
+// wants them, among what can be stored, and each s and m to what its group wants.
+ROCQ__FN float rocq__choose(const rocq__search *search, float *d, float *dmin, float *s, float *m,
+                            rocq__fields *f) {
+    const rocq__grid *grid = search->grid;
+    float total = 0, dd = 0, dm = 0, mm = 0, rd = 0, rm = 0;
+    for (int32_t g = 0; g < search->n_groups; g++) {
+        const int32_t sc = rocq__code_for(s[g], *d, grid->sc_lo, grid->sc_hi);
+        const int32_t mn = rocq__code_for(m[g], *dmin, grid->mn_lo, grid->mn_hi);
+        const rocq__sums nearest = rocq__assign(search, g, *d * (float)sc, *dmin * (float)mn);
+        rocq__sums best = nearest;
+        int32_t tries[7] = {sc, ROCQ__MAX(sc - 1, grid->sc_lo), ROCQ__MIN(sc + 1, grid->sc_hi)}, n = 3;
+        // With few levels and no min, quite another scale may do as well: the peak on another level.
+        for (int32_t i = 0; i < 4 && grid->q_hi - grid->q_lo == 7; i++) {
+            const int32_t level = i < 2 ? grid->q_lo + i : grid->q_hi + 2 - i;
+            tries[n++] = rocq__code_for(search->peak[g], *d * (float)level, grid->sc_lo, grid->sc_hi);
+        }
+        f->sc[g] = sc;
+        f->mn[g] = mn;
+        for (int32_t i = 0; i < n; i++) {
+            // The best mn depends on sc: it is that of the m which least squares gives for it.
+            const float a = *d * (float)(tries[i] - sc), to = (a * nearest.l1 - nearest.r1) / nearest.w1;
+            const int32_t mn_to = rocq__code_for(*dmin * (float)mn + to, *dmin, grid->mn_lo, grid->mn_hi);
+            if (tries[i] == sc && mn_to == mn) continue;
+            const rocq__sums k = rocq__assign(search, g, *d * (float)tries[i], *dmin * (float)mn_to);
+            if (k.rr < best.rr) {
+                best = k;
+                f->sc[g] = tries[i];
+                f->mn[g] = mn_to;
+            }
+        }
+        const float l = (float)f->sc[g], o = (float)f->mn[g];
+        float a, b;
+        rocq__refit(search, &best, *dmin * o, &a, &b);
+        s[g] = *d * l + a;
+        m[g] = *dmin * o + b;
+        total += best.rr;
+        dd += l * l * best.ll;
+        dm += l * o * best.l1;
+        mm += o * o * best.w1;
+        rd += l * best.rl;
+        rm += o * best.r1;
+    }
+    const float det = dd * mm - dm * dm, d_from = *d, dmin_from = *dmin;
+    const float d_to = d_from + (det > 1e-5f * dd * mm ? (rd * mm - rm * dm) / det : dd > 0 ? rd / dd : 0);
+    float best = INFINITY;
+    for (int32_t side = 0; side <= 2; side += 2) {
+        // What d is off by, dmin may make good.
+        const float d_try = rocq__stored(search, d_to, side), a = d_try - d_from;
+        const float dmin_try = mm > 0 ? rocq__stored(search, dmin_from + (a * dm - rm) / mm, 0) : dmin_from;
+        const float b = dmin_try - dmin_from;
+        const float error = total - 2 * (a * rd - b * rm) + a * (a * dd - 2 * b * dm) + b * b * mm;
+        if (error < best) {
+            best = error;
+            *d = d_try;
+            *dmin = dmin_try;
+        }
+    }
+    return total;
 }
 
 ROCQ__FN void rocq__encode_searched(const rocq__grid *grid, const float *x, const float *w,
                                     rocq__fields *out) {
     rocq__search search;
-    rocq__fields f;
-    const int32_t n_groups = grid->n / grid->group;
-    const bool has_min = grid->mn_lo != 0 || grid->mn_hi != 0;
-    float amax = 0, wmax = 0;
-    memset(out, 0, sizeof *out);
-    memset(&f, 0, sizeof f);
+    float amax = 0, wmax = 0, d, dmin;
     for (int32_t i = 0; i < grid->n; i++) {
         amax = ROCQ__MAX(amax, fabsf(x[i]));
         if (w) wmax = ROCQ__MAX(wmax, w[i]);
     }
-    if (!(amax > 1e-12f)) return;
+    memset(out, 0, sizeof *out);
+    if (!(amax > 1e-12f)) { // far below what F16 scales reach
+        memset(out->q, grid->table ? 8 : -grid->q_lo, sizeof out->q);
+        return;
+    }
     search.grid = grid;
+    search.has_min = grid->mn_lo != 0 || grid->mn_hi != 0;
+    search.n_groups = grid->n / grid->group;
     search.exponent = ROCQ__MIN(ilogbf(amax), 126);
     for (int32_t i = 0; i < grid->n; i++) {
         search.x[i] = x[i] * rocq__pow2(-search.exponent);
-        search.w[i] = wmax > 0 ? w[i] / wmax + 1e-7f : 1;
+        search.w[i] = wmax > 0 ? w[i] / wmax + 1e-7f : 1.0f; // unimportant values get sane levels too
     }
-    if (grid->table) for (int32_t k = 0; k < 16; k++) search.level[k] = grid->table[k];
-
-    float s[16], m[16], s_top = 0, m_top = 0;
-    for (int32_t g = 0; g < n_groups; g++) {
-        rocq__fit(&search, g * grid->group, &s[g], &m[g]);
-        if (fabsf(s[g]) > fabsf(s_top)) s_top = s[g];
-        if (fabsf(m[g]) > fabsf(m_top)) m_top = m[g];
-    }
-    float best = INFINITY;
-    const int32_t n_starts = grid->sc_lo == grid->sc_hi ? 1 : 8;
-    for (int32_t start = 0; start < n_starts; start++) {
-        float d, dmin;
-        const int32_t sc_range = grid->sc_hi;
-        float part = 1 - 0.5f * (float)(start >> (grid->sc_lo < 0)) / (float)(sc_range > 15 ? sc_range : 15);
-        if (sc_range == 15) part = 1 - 1.0f*(float)start / 15;
-        if (sc_range == 1) part = 1;
-        d = s_top / ((grid->sc_lo < 0 && !(start & 1) ? (float)grid->sc_lo : (float)grid->sc_hi) * part);
-        dmin = m_top / (float)(grid->mn_lo < 0 ? -1 : grid->mn_hi ? grid->mn_hi : 1);
-        float last = INFINITY;
-        for (int32_t turn = 0; turn < 4; turn++) {
-            d = rocq__stored(&search, d, &f.d);
-            dmin = rocq__stored(&search, dmin, &f.dmin);
-            float total = 0, A = 0, B = 0, C = 0, P = 0, Q = 0;
-            for (int32_t g = 0; g < n_groups; g++) {
-                const int32_t first = g * grid->group;
-                int32_t sc = rocq__nearest_in(d != 0 ? s[g] / d : 0, grid->sc_lo, grid->sc_hi);
-                int32_t mn = rocq__nearest_in(dmin != 0 ? m[g] / dmin : 0, grid->mn_lo, grid->mn_hi);
-                int32_t sc0 = ROCQ__MAX(sc - 1, grid->sc_lo), sc1 = ROCQ__MIN(sc + 1, grid->sc_hi);
-                int32_t mn0 = ROCQ__MAX(mn - 1, grid->mn_lo), mn1 = ROCQ__MIN(mn + 1, grid->mn_hi);
-                rocq__sums k = {INFINITY, 0, 0, 0, 0, 0};
-                for (int32_t a = sc0; a <= sc1; a++) {
-                    for (int32_t b = mn0; b <= mn1; b++) {
-                        const rocq__sums t = rocq__assign(&search, first, d * (float)a, dmin * (float)b, NULL);
-                        if (t.rr < k.rr) {
-                            k = t;
-                            sc = a;
-                            mn = b;
-                        }
-                    }
+    for (int32_t g = 0; g < search.n_groups; g++) rocq__fit(&search, g);
+    if (grid->sc_lo == 1) {
+        d = search.s[0];
+        dmin = -search.m[0];
+        out->sc[0] = 1;
+        out->mn[0] = grid->mn_lo;
+    } else {
+        rocq__start starts[2];
+        float best = INFINITY;
+        rocq__find_starts(&search, starts, 2);
+        d = dmin = 0;
+        for (int32_t i = 0; i < 2; i++) {
+            float s[16], m[16], last = INFINITY;
+            memcpy(s, search.s, sizeof s);
+            memcpy(m, search.has_min ? starts[i].m : search.m, sizeof m);
+            for (int32_t turn = 0; turn < 2; turn++) {
+                rocq__fields f;
+                const float d_at = starts[i].d, dmin_at = starts[i].dmin;
+                const float error = rocq__choose(&search, &starts[i].d, &starts[i].dmin, s, m, &f);
+                if (error < best) {
+                    best = error;
+                    d = d_at;
+                    dmin = dmin_at;
+                    memcpy(out->sc, f.sc, sizeof f.sc);
+                    memcpy(out->mn, f.mn, sizeof f.mn);
                 }
-                f.sc[g] = sc;
-                f.mn[g] = mn;
-                total += k.rr;
-                const float l = (float)sc, o = (float)mn;
-                A += l * l * k.ll;
-                B += l * o * k.l1;
-                C += o * o * k.w1;
-                P += l * k.rl;
-                Q += o * k.r1;
+                if (!(error < last)) break;
+                last = error;
             }
-            if (total < best) {
-                best = total;
-                out->d = f.d;
-                out->dmin = f.dmin;
-                memcpy(out->sc, f.sc, sizeof f.sc);
-                memcpy(out->mn, f.mn, sizeof f.mn);
-            }
-            if (!(total < last)) break;
-            last = total;
-            float a = A > 0 ? P / A : 0, b = 0;
-            if (has_min && C > 0) {
-                const float det = A * C - B * B;
-                if (det > 1e-6f * A * C) {
-                    a = (P * C - Q * B) / det;
-                    b = (P * B - Q * A) / det;
-                } else {
-                    b = -Q / C, a = 0;
-                }
-            }
-            d += a;
-            dmin += b;
         }
     }
-    {
-        const float up = rocq__pow2(-search.exponent);
-        const float d = rocq__f16_to_f32(out->d) * up, dmin = rocq__f16_to_f32(out->dmin) * up;
-        for (int32_t g = 0; g < n_groups; g++) {
-            rocq__assign(&search, g * grid->group, d * (float)out->sc[g], dmin * (float)out->mn[g], out->q);
+    out->d = rocq__f32_to_f16(d * rocq__pow2(search.exponent));
+    out->dmin = rocq__f32_to_f16(dmin * rocq__pow2(search.exponent));
+    for (int32_t j = 0; j < grid->n; j += 16) {
+        const int32_t g = j / grid->group;
+        const float s = d * (float)out->sc[g], m = dmin * (float)out->mn[g], inverse = s != 0 ? 1 / s : 0;
+        float v[16], level[16];
+        for (int32_t i = 0; i < 16; i++) v[i] = (search.x[j + i] + m) * inverse;
+        rocq__levels_16(grid, v, level);
+        for (int32_t i = 0; i < 16; i++) {
+            int32_t q = (int32_t)level[i] - grid->q_lo;
+            if (grid->table) {
+                for (q = 0; q < 15 && grid->table[q] != (int32_t)level[i];) q++;
+            }
+            out->q[j + i] = (uint8_t)q;
         }
     }
 }
@@ -2733,33 +2837,34 @@ ROCQ__FN void rocq__encode_searched(const rocq__grid *grid, const float *x, cons
 
 ROCQ__FN void rocq__quantize_row(rocq_format format, void *dst, const float *src, int64_t n,
                                  const float *importance) {
-    if (format == ROCQ_F32) {
-        if (n > 0) memcpy(dst, src, (size_t)n * sizeof(float));
-        return;
-    }
-    if (format == ROCQ_F16) {
-        uint16_t *half = (uint16_t *)dst;
-        for (int64_t i = 0; i < n; i++) half[i] = rocq__f32_to_f16(src[i]);
-        return;
-    }
-    if (format == ROCQ_BF16) {
-        uint16_t *half = (uint16_t *)dst;
-        for (int64_t i = 0; i < n; i++) half[i] = rocq__f32_to_bf16(src[i]);
-        return;
-    }
-    const rocq__codec *codec = rocq__codec_of(format);
-    const bool plain = !importance && codec->grid.sc_lo == 1 && !codec->grid.table;
+    uint16_t *half = (uint16_t *)dst;
     unsigned char *block = (unsigned char *)dst;
-    for (int64_t i = 0; i < n; i += codec->info.block_elems, block += codec->info.block_bytes) {
-        const float *w = importance ? importance + i : NULL;
-        if (!codec->pack) {
-            rocq__encode_mx(format, block, src + i, w);
-            continue;
+    const rocq__codec *codec = rocq__codec_of(format);
+    switch (format) {
+    case ROCQ_F32:
+        if (n > 0) memcpy(dst, src, (size_t)n * sizeof(float));
+        break;
+    case ROCQ_F16:
+        for (int64_t i = 0; i < n; i++) half[i] = rocq__f32_to_f16(src[i]);
+        break;
+    case ROCQ_BF16:
+        for (int64_t i = 0; i < n; i++) half[i] = rocq__f32_to_bf16(src[i]);
+        break;
+    default:
+        for (int64_t i = 0; i < n; i += codec->info.block_elems, block += codec->info.block_bytes) {
+            const float *w = importance ? importance + i : NULL;
+            rocq__fields fields;
+            if (codec->mx_bits) {
+                rocq__encode_mx(codec, block, src + i, w);
+                continue;
+            }
+            if (!w && codec->grid.sc_lo == 1 && !codec->grid.table) {
+                rocq__encode_plain(&codec->grid, src + i, &fields);
+            } else {
+                rocq__encode_searched(&codec->grid, src + i, w, &fields);
+            }
+            codec->pack(block, &fields);
         }
-        rocq__fields fields;
-        if (plain) rocq__encode_plain(&codec->grid, src + i, &fields);
-        else rocq__encode_searched(&codec->grid, src + i, w, &fields);
-        codec->pack(block, &fields);
     }
 }
 
@@ -4360,18 +4465,21 @@ ROCQ__FN void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part
     const rocq__mm_work *work = part->work;
     for (int64_t c = 0; c < part->n; c++) {
         const int8_t *x = rocq__part_codes(part, c);
+        const int8_t(*w)[ROCQ__MM_ROWS][4] = work->codes;
         const rocq__mm_group *groups = rocq__part_groups(part, c);
-        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-            float sum = sums[c][r];
-            for (int64_t g = 0; g < part->n_groups; g++) {
-                int32_t dot = 0;
-                for (int64_t k = g * part->group; k < (g + 1) * part->group; k++) {
-                    dot += work->codes[k / 4][r][k % 4] * x[k];
+        for (int64_t g = 0; g < part->n_groups; g++) {
+            int32_t dot[ROCQ__MM_ROWS] = {0};
+            for (int64_t k = 0; k < part->group; k += 4, x += 4, w++) {
+                for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+                    const int8_t *four = w[0][r];
+                    dot[r] += four[0] * x[0] + four[1] * x[1] + four[2] * x[2] + four[3] * x[3];
                 }
-                sum = fmaf(work->scale[g][r] * groups[g].scale, (float)dot, sum);
-                if (part->has_min) sum = fmaf(-work->min[g][r], groups[g].sum, sum);
             }
-            sums[c][r] = sum;
+            for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+                const float scale = work->scale[g][r] * groups[g].scale;
+                sums[c][r] = fmaf(scale, (float)dot[r], sums[c][r]);
+                if (part->has_min) sums[c][r] = fmaf(-work->min[g][r], groups[g].sum, sums[c][r]);
+            }
         }
     }
 }
@@ -5143,7 +5251,7 @@ ROCQ__FN void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread
         const int64_t m = panel * ROCQ__MM_ROWS, column = tile * ROCQ__MM_TILE_N;
         n_panels = ROCQ__MIN(ROCQ__MIN(most, end - i), mm->n_panels - panel);
         const int64_t n_rows = ROCQ__MIN(n_panels * ROCQ__MM_ROWS, w->ne[1] - m);
-        const int64_t n = ROCQ__MIN(ROCQ__MM_TILE_N, mm->n - column);
+        const int64_t n = ROCQ__MIN((int64_t)ROCQ__MM_TILE_N, mm->n - column);
         const unsigned char *columns = mm->columns + (matrix * mm->n + column) * mm->column_bytes;
         const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
         for (int64_t r = 0; r < n_panels * ROCQ__MM_ROWS; r++) {
@@ -5152,7 +5260,7 @@ ROCQ__FN void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread
         }
         memset(work->sums, 0, (size_t)n * sizeof work->sums[0]);
         for (int64_t first = 0; first < w->ne[0]; first += ROCQ__MM_SEGMENT) {
-            const int64_t k = ROCQ__MIN(ROCQ__MM_SEGMENT, w->ne[0] - first);
+            const int64_t k = ROCQ__MIN((int64_t)ROCQ__MM_SEGMENT, w->ne[0] - first);
             for (int64_t r = 0; r < n_panels * ROCQ__MM_ROWS; r += ROCQ__MM_ROWS) {
                 float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
                 rocq__mm_panel(mm, work, sums, row + r, first, k, columns, n);
@@ -5207,7 +5315,7 @@ ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, const rocq_matmul_params *p
     mm.columns = (unsigned char *)(mm.work + ctx->desc.n_threads);
     // Waking the threads costs some microseconds: each piece should be worth about that.
     rocq__parallel(ctx, mm.n * mm.n_matrices, 1 + 16384 / k, rocq__mm_convert, &mm);
-    const int64_t panel_work = k * ROCQ__MM_ROWS * ROCQ__MIN(mm.n, ROCQ__MM_TILE_N);
+    const int64_t panel_work = k * ROCQ__MM_ROWS * ROCQ__MIN(mm.n, (int64_t)ROCQ__MM_TILE_N);
     rocq__parallel(ctx, mm.n_panels * mm.n_tiles * mm.n_matrices, 1 + 65536 / panel_work,
                    rocq__mm_run, &mm);
     return ROCQ_OK;
@@ -5227,6 +5335,12 @@ ROCQ__INLINE int64_t rocq__piece(int64_t n, int64_t k) {
     return ROCQ__MIN(n - k, most);
 }
 
+#if defined(__GNUC__) || defined(__clang__)
+#define ROCQ__PREFETCH(address) __builtin_prefetch(address, 0, 2)
+#else
+#define ROCQ__PREFETCH(address) ((void)(address))
+#endif
+
 #if ROCQ__HAS_AVX2
 
 // The formats of activations and KV caches; values equal those of rocq__dequantize_row exactly.
@@ -5236,6 +5350,7 @@ ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__decode_avx2(rocq_format format, float *
     const unsigned char *bytes = (const unsigned char *)src;
     int64_t i = 0;
     switch (format) {
+    case ROCQ_F32: memcpy(dst, src, (size_t)n * sizeof(float)); return n;
     case ROCQ_F16:
         for (; i + 8 <= n; i += 8) {
             const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(bytes + 2 * i));
@@ -5328,6 +5443,10 @@ ROCQ__INLINE float *rocq__row_f32(const rocq_tensor *t, int64_t i1, int64_t i2, 
 
 // -- arithmetic over a chunk: eight running sums, so that the vector form adds in the same way --
 
+ROCQ__INLINE float rocq__sum8(const float *x) {
+    return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
+}
+
 // moment[0] += sum of x - shift, moment[1] += sum of (x - shift)^2
 ROCQ__FN void rocq__moments_scalar(const float *x, float shift, int64_t n, double *moment) {
     float sum[8] = {0}, square[8] = {0};
@@ -5344,10 +5463,8 @@ ROCQ__FN void rocq__moments_scalar(const float *x, float shift, int64_t n, doubl
         sum[i % 8] += d;
         square[i % 8] += d * d;
     }
-    for (int j = 0; j < 8; j++) {
-        moment[0] += (double)sum[j];
-        moment[1] += (double)square[j];
-    }
+    moment[0] += (double)rocq__sum8(sum);
+    moment[1] += (double)rocq__sum8(square);
 }
 
 // x = exp(x - shift); returns the sum. -inf gives 0, NaN stays NaN.
@@ -5386,14 +5503,16 @@ ROCQ__FN ROCQ__TARGET_AVX2 void rocq__moments_avx2(const float *x, float shift, 
     }
     moment[0] += (double)rocq__hsum_avx2(sum);
     moment[1] += (double)rocq__hsum_avx2(square);
+    _mm256_zeroupper(); // gcc 12 leaves it out before a tail call, and SSE code then crawls
     rocq__moments_scalar(x + i, shift, n - i, moment);
 }
 
 // exp(x) = 2^k e^r with |r| <= ln(2) / 2, e^r from its Taylor series (8 terms leave 5e-9). Below
-// -87.33 the result would be subnormal and is 0, NaN stays NaN. For x <= 88.
+// -87.33 the result would be subnormal and is 0, from 88.38 it is infinity, NaN stays NaN.
 ROCQ__ALWAYS_INLINE ROCQ__TARGET_AVX2 __m256 rocq__exp8_avx2(__m256 x) {
     const __m256 live = _mm256_cmp_ps(x, _mm256_set1_ps(-87.33f), _CMP_NLT_UQ);
-    x = _mm256_max_ps(_mm256_set1_ps(-87.33f), x); // the second operand is returned for NaN
+    // the second operand is what max and min return for NaN
+    x = _mm256_min_ps(_mm256_set1_ps(88.8f), _mm256_max_ps(_mm256_set1_ps(-87.33f), x));
     const __m256 k = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)),
                                      _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     // ln(2) in two parts, the first short enough that its products with k are exact
@@ -5429,6 +5548,7 @@ ROCQ__FN ROCQ__TARGET_AVX2 float rocq__max_avx2(const float *x, int64_t n) {
     for (; i + 8 <= n; i += 8) lane = _mm256_max_ps(_mm256_loadu_ps(x + i), lane); // NaN: keeps lane
     float part[8];
     _mm256_storeu_ps(part, lane);
+    _mm256_zeroupper();
     return ROCQ__MAX(rocq__max_scalar(part, 8), rocq__max_scalar(x + i, n - i));
 }
 
@@ -5487,36 +5607,40 @@ typedef struct rocq__attend {
     float *parts;      // [part, n_rows, n_splits, n_kv_heads, n_seqs]
 } rocq__attend;
 
-// score_r[j] = q_r . k[j] for two rows and four keys.
+// score_r[j] = q_r . k[j] for two rows and four keys; n is a multiple of 8.
 ROCQ__FN void rocq__dot2x4_scalar(const float *q0, const float *q1, const float *const *k, int64_t n,
                                   float *score0, float *score1) {
     for (int j = 0; j < 4; j++) {
-        float lane0[8] = {0}, lane1[8] = {0};
-        int64_t i = 0;
-        for (; i + 8 <= n; i += 8) {
+        float sum0[8] = {0}, sum1[8] = {0};
+        for (int64_t i = 0; i < n; i += 8) {
             for (int l = 0; l < 8; l++) {
-                lane0[l] += q0[i + l] * k[j][i + l];
-                lane1[l] += q1[i + l] * k[j][i + l];
+                sum0[l] += q0[i + l] * k[j][i + l];
+                sum1[l] += q1[i + l] * k[j][i + l];
             }
         }
-        float sum0 = 0.0f, sum1 = 0.0f;
-        for (; i < n; i++) {
-            sum0 += q0[i] * k[j][i];
-            sum1 += q1[i] * k[j][i];
-        }
-        for (int l = 0; l < 8; l++) {
-            sum0 += lane0[l];
-            sum1 += lane1[l];
-        }
-        score0[j] = sum0;
-        score1[j] = sum1;
+        score0[j] = rocq__sum8(sum0);
+        score1[j] = rocq__sum8(sum1);
     }
 }
 
-// acc += sum over 4 of weight[j] v[j]
-ROCQ__FN void rocq__axpy4_scalar(float *acc, const float *const *v, const float *weight, int64_t n) {
-    for (int64_t i = 0; i < n; i++) {
-        acc[i] += (weight[0] * v[0][i] + weight[1] * v[1][i]) + (weight[2] * v[2][i] + weight[3] * v[3][i]);
+// acc_r = keep_r acc_r + sum over j of weight_r[j] v[j] for two rows; n is a multiple of 32.
+ROCQ__FN void rocq__values2_scalar(float *acc0, float *acc1, float keep0, float keep1,
+                                   const float *const *v, const float *weight0, const float *weight1,
+                                   int64_t n_keys, int64_t n) {
+    for (int64_t i = 0; i < n; i += 8) {
+        float a[8], b[8];
+        for (int l = 0; l < 8; l++) {
+            a[l] = acc0[i + l] * keep0;
+            b[l] = acc1[i + l] * keep1;
+        }
+        for (int64_t j = 0; j < n_keys; j++) {
+            for (int l = 0; l < 8; l++) {
+                a[l] += weight0[j] * v[j][i + l];
+                b[l] += weight1[j] * v[j][i + l];
+            }
+        }
+        memcpy(acc0 + i, a, sizeof a);
+        memcpy(acc1 + i, b, sizeof b);
     }
 }
 
@@ -5526,8 +5650,7 @@ ROCQ__FN ROCQ__TARGET_AVX2 void rocq__dot2x4_avx2(const float *q0, const float *
                                                   const float *const *k, int64_t n, float *score0,
                                                   float *score1) {
     __m256 a0 = _mm256_setzero_ps(), a1 = a0, a2 = a0, a3 = a0, b0 = a0, b1 = a0, b2 = a0, b3 = a0;
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
+    for (int64_t i = 0; i < n; i += 8) {
         const __m256 qa = _mm256_loadu_ps(q0 + i), qb = _mm256_loadu_ps(q1 + i);
         const __m256 k0 = _mm256_loadu_ps(k[0] + i), k1 = _mm256_loadu_ps(k[1] + i);
         const __m256 k2 = _mm256_loadu_ps(k[2] + i), k3 = _mm256_loadu_ps(k[3] + i);
@@ -5545,29 +5668,42 @@ ROCQ__FN ROCQ__TARGET_AVX2 void rocq__dot2x4_avx2(const float *q0, const float *
     const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(b0, b1), _mm256_hadd_ps(b2, b3));
     _mm_storeu_ps(score0, _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)));
     _mm_storeu_ps(score1, _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1)));
-    for (; i < n; i++) {
-        for (int j = 0; j < 4; j++) {
-            score0[j] += q0[i] * k[j][i];
-            score1[j] += q1[i] * k[j][i];
-        }
-    }
 }
 
-ROCQ__FN ROCQ__TARGET_AVX2 void rocq__axpy4_avx2(float *acc, const float *const *v,
-                                                 const float *weight, int64_t n) {
-    const __m256 w0 = _mm256_set1_ps(weight[0]), w1 = _mm256_set1_ps(weight[1]);
-    const __m256 w2 = _mm256_set1_ps(weight[2]), w3 = _mm256_set1_ps(weight[3]);
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256 sum = _mm256_loadu_ps(acc + i);
-        sum = _mm256_fmadd_ps(w0, _mm256_loadu_ps(v[0] + i), sum);
-        sum = _mm256_fmadd_ps(w1, _mm256_loadu_ps(v[1] + i), sum);
-        sum = _mm256_fmadd_ps(w2, _mm256_loadu_ps(v[2] + i), sum);
-        sum = _mm256_fmadd_ps(w3, _mm256_loadu_ps(v[3] + i), sum);
-        _mm256_storeu_ps(acc + i, sum);
-    }
-    for (; i < n; i++) {
-        acc[i] += (weight[0] * v[0][i] + weight[1] * v[1][i]) + (weight[2] * v[2][i] + weight[3] * v[3][i]);
+ROCQ__FN ROCQ__TARGET_AVX2 void rocq__values2_avx2(float *acc0, float *acc1, float keep0, float keep1,
+                                                   const float *const *v, const float *weight0,
+                                                   const float *weight1, int64_t n_keys, int64_t n) {
+    const __m256 k0 = _mm256_set1_ps(keep0), k1 = _mm256_set1_ps(keep1);
+    for (int64_t i = 0; i < n; i += 32) {
+        __m256 a0 = _mm256_mul_ps(k0, _mm256_loadu_ps(acc0 + i));
+        __m256 a1 = _mm256_mul_ps(k0, _mm256_loadu_ps(acc0 + i + 8));
+        __m256 a2 = _mm256_mul_ps(k0, _mm256_loadu_ps(acc0 + i + 16));
+        __m256 a3 = _mm256_mul_ps(k0, _mm256_loadu_ps(acc0 + i + 24));
+        __m256 b0 = _mm256_mul_ps(k1, _mm256_loadu_ps(acc1 + i));
+        __m256 b1 = _mm256_mul_ps(k1, _mm256_loadu_ps(acc1 + i + 8));
+        __m256 b2 = _mm256_mul_ps(k1, _mm256_loadu_ps(acc1 + i + 16));
+        __m256 b3 = _mm256_mul_ps(k1, _mm256_loadu_ps(acc1 + i + 24));
+        for (int64_t j = 0; j < n_keys; j++) {
+            const __m256 w0 = _mm256_broadcast_ss(weight0 + j), w1 = _mm256_broadcast_ss(weight1 + j);
+            const __m256 v0 = _mm256_loadu_ps(v[j] + i), v1 = _mm256_loadu_ps(v[j] + i + 8);
+            const __m256 v2 = _mm256_loadu_ps(v[j] + i + 16), v3 = _mm256_loadu_ps(v[j] + i + 24);
+            a0 = _mm256_fmadd_ps(w0, v0, a0);
+            a1 = _mm256_fmadd_ps(w0, v1, a1);
+            a2 = _mm256_fmadd_ps(w0, v2, a2);
+            a3 = _mm256_fmadd_ps(w0, v3, a3);
+            b0 = _mm256_fmadd_ps(w1, v0, b0);
+            b1 = _mm256_fmadd_ps(w1, v1, b1);
+            b2 = _mm256_fmadd_ps(w1, v2, b2);
+            b3 = _mm256_fmadd_ps(w1, v3, b3);
+        }
+        _mm256_storeu_ps(acc0 + i, a0);
+        _mm256_storeu_ps(acc0 + i + 8, a1);
+        _mm256_storeu_ps(acc0 + i + 16, a2);
+        _mm256_storeu_ps(acc0 + i + 24, a3);
+        _mm256_storeu_ps(acc1 + i, b0);
+        _mm256_storeu_ps(acc1 + i + 8, b1);
+        _mm256_storeu_ps(acc1 + i + 16, b2);
+        _mm256_storeu_ps(acc1 + i + 24, b3);
     }
 }
 
@@ -5586,12 +5722,11 @@ ROCQ__FN void rocq__attend_range(const rocq__attend *a, int64_t len, int64_t i, 
     *lo = a->p->window > 0 ? ROCQ__MAX(pos - a->p->window + 1, 0) : 0;
 }
 
-// Row of position j in k or v.
-ROCQ__FN const unsigned char *rocq__attend_row(const rocq__attend *a, const rocq_tensor *t, int64_t j,
-                                               int64_t kv_head, int64_t seq) {
-    if (!a->p->page_table) return rocq__row(t, kv_head, j, seq);
-    const int64_t page = rocq__row_i32(a->p->page_table, seq)[j / a->p->page_size];
-    return rocq__row(t, kv_head, page * a->p->page_size + j % a->p->page_size, 0);
+// Row of position j in k and v. 32-bit division, since it runs for every row.
+ROCQ__INLINE int64_t rocq__attend_row(const rocq__attend *a, int64_t j, int64_t seq) {
+    if (!a->p->page_table) return j;
+    const uint32_t page_size = (uint32_t)a->p->page_size, page = (uint32_t)j / page_size;
+    return (int64_t)rocq__row_i32(a->p->page_table, seq)[page] * page_size + (uint32_t)j % page_size;
 }
 
 // out row = acc / l, with the head's sink in the sum; 0 for a row that saw nothing.
@@ -5646,13 +5781,15 @@ ROCQ__FN int64_t rocq__attend_bias(const rocq__attend *a, int64_t seq, int64_t k
     return n_keys;
 }
 
-// Scratch of one thread.
+// Scratch of one thread. Vectors are padded to a pitch that the arithmetic above takes; the padding
+// of q, acc and tile is 0.
 typedef struct rocq__attend_local {
     float *q;     // [pitch, tile_rows], scaled
     float *acc;   // [pitch, tile_rows]
     float *tile;  // [pitch, KEYS]: decoded rows of K, then of V
     float *score; // [KEYS, tile_rows]
     float *bias;  // [KEYS, tile_rows]
+    float *spare; // [pitch]
     float *m, *l; // [tile_rows]
 } rocq__attend_local;
 
@@ -5663,18 +5800,85 @@ ROCQ__FN rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t
     s.tile = s.acc + a->tile_rows * a->pitch;
     s.score = s.tile + ROCQ__ATTEND_KEYS * a->pitch;
     s.bias = s.score + a->tile_rows * ROCQ__ATTEND_KEYS;
-    s.m = s.bias + a->tile_rows * ROCQ__ATTEND_KEYS;
+    s.spare = s.bias + a->tile_rows * ROCQ__ATTEND_KEYS;
+    s.m = s.spare + a->pitch;
     s.l = s.m + a->tile_rows;
     return s;
+}
+
+// Turns row r's scores into weights, updates m and l, and sets *keep to the factor that this puts on
+// acc. Only the keys that the row sees stay, since a hidden one must not count even where it holds
+// NaN: their weights move up in score, their lines to seen. Returns their number.
+ROCQ__FN int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_local *local, int64_t r,
+                                    const float *const *line, int64_t n_keys, bool all_visible,
+                                    const float **seen, float *keep) {
+    float *s = local->score + r * ROCQ__ATTEND_KEYS;
+    const float *bias = local->bias + r * ROCQ__ATTEND_KEYS;
+    int64_t n_seen = 0;
+    if (a->p->softcap > 0.0f) {
+        for (int64_t j = 0; j < n_keys; j++) s[j] = a->p->softcap * tanhf(s[j] / a->p->softcap);
+    }
+    if (all_visible) {
+        memcpy(seen, line, (size_t)n_keys * sizeof *seen);
+        n_seen = n_keys;
+    } else {
+        for (int64_t j = 0; j < n_keys; j++) {
+            if (bias[j] == -INFINITY) continue;
+            s[n_seen] = s[j] + bias[j];
+            seen[n_seen++] = line[j];
+        }
+    }
+    if (n_seen == 0) return 0;
+    const float top = ROCQ__MAX(local->m[r], rocq__max(a->avx2, s, n_seen));
+    *keep = expf(local->m[r] - top);
+    local->l[r] = local->l[r] * *keep + rocq__exp(a->avx2, s, top, n_seen);
+    local->m[r] = top;
+    return n_seen;
+}
+
+// Rows of k or v of one KV head and sequence.
+typedef struct rocq__attend_rows {
+    rocq_format format;
+    const unsigned char *base;
+    int64_t step, bytes; // from row to row, of a row
+} rocq__attend_rows;
+
+ROCQ__FN rocq__attend_rows rocq__attend_rows_of(const rocq__attend *a, const rocq_tensor *t,
+                                                int64_t kv_head, int64_t seq) {
+    rocq__attend_rows rows;
+    rows.format = t->format;
+    rows.base = rocq__row(t, kv_head, 0, a->p->page_table ? 0 : seq);
+    rows.step = rocq__bytes(t->format, t->stride[2]);
+    rows.bytes = rocq__bytes(t->format, a->head_dim);
+    return rows;
+}
+
+// F32 rows are copied too: with a power of two from row to row, as in a cache, they would push each
+// other out of the first cache.
+ROCQ__INLINE void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows, int64_t row,
+                                      float *dst) {
+    const unsigned char *src = rows->base + row * rows->step;
+    int64_t done = 0;
+#if ROCQ__HAS_AVX2
+    if (a->avx2) done = rocq__decode_avx2(rows->format, dst, src, a->head_dim);
+#endif
+    if (done == a->head_dim) return;
+    rocq__dequantize_row(rows->format, dst + done, src + rocq__bytes(rows->format, done),
+                         a->head_dim - done);
+}
+
+// A KV head's rows are too far apart for the hardware to fetch ahead.
+ROCQ__INLINE void rocq__attend_prefetch(const rocq__attend_rows *rows, int64_t row) {
+    for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH(rows->base + row * rows->step + i);
 }
 
 // Takes the rows of item (seq, kv_head, row0 .. row0 + n) past the keys [begin, end).
 ROCQ__FN void rocq__attend_tile(const rocq__attend *a, int64_t seq, int64_t kv_head, int64_t row0,
                                 int64_t n, int64_t begin, int64_t end, bool all_visible,
                                 const rocq__attend_local *local) {
-    const int64_t dim = a->head_dim, pitch = a->pitch;
+    const int64_t pitch = a->pitch;
     const float *line[ROCQ__ATTEND_KEYS];
-    int64_t keys[ROCQ__ATTEND_KEYS], n_keys = end - begin;
+    int64_t keys[ROCQ__ATTEND_KEYS], row[ROCQ__ATTEND_KEYS], n_keys = end - begin;
     if (all_visible) {
         for (int64_t j = 0; j < n_keys; j++) keys[j] = begin + j;
     } else {
@@ -5682,9 +5886,14 @@ ROCQ__FN void rocq__attend_tile(const rocq__attend *a, int64_t seq, int64_t kv_h
     }
     if (n_keys == 0) return;
 
+    const rocq__attend_rows k = rocq__attend_rows_of(a, a->p->k, kv_head, seq);
+    const rocq__attend_rows v = rocq__attend_rows_of(a, a->p->v, kv_head, seq);
+    const int64_t len = rocq__attend_len(a, seq);
     for (int64_t j = 0; j < n_keys; j++) {
-        const unsigned char *row = rocq__attend_row(a, a->p->k, keys[j], kv_head, seq);
-        line[j] = rocq__load(a->avx2, a->p->k->format, row, 0, dim, local->tile + j * pitch);
+        row[j] = rocq__attend_row(a, keys[j], seq);
+        line[j] = local->tile + j * pitch;
+        rocq__attend_prefetch(&v, row[j]);
+        rocq__attend_decode(a, &k, row[j], local->tile + j * pitch);
     }
     // Rows go by two and keys by four; what is missing is repeated, and its results are not used.
     for (int64_t j = n_keys; j % 4 != 0; j++) line[j] = line[n_keys - 1];
@@ -5693,44 +5902,34 @@ ROCQ__FN void rocq__attend_tile(const rocq__attend *a, int64_t seq, int64_t kv_h
         const float *q0 = local->q + r * pitch, *q1 = local->q + r1 * pitch;
         float *s0 = local->score + r * ROCQ__ATTEND_KEYS, *s1 = local->score + r1 * ROCQ__ATTEND_KEYS;
         for (int64_t j = 0; j < n_keys; j += 4) {
-            ROCQ__EITHER(a->avx2, rocq__dot2x4, (q0, q1, line + j, dim, s0 + j, s1 + j));
+            ROCQ__EITHER(a->avx2, rocq__dot2x4, (q0, q1, line + j, pitch, s0 + j, s1 + j));
         }
     }
 
     for (int64_t j = 0; j < n_keys; j++) {
-        const unsigned char *row = rocq__attend_row(a, a->p->v, keys[j], kv_head, seq);
-        line[j] = rocq__load(a->avx2, a->p->v->format, row, 0, dim, local->tile + j * pitch);
+        const int64_t next = keys[j] + ROCQ__ATTEND_KEYS;
+        if (next < len) rocq__attend_prefetch(&k, rocq__attend_row(a, next, seq));
+        rocq__attend_decode(a, &v, row[j], local->tile + j * pitch);
     }
-    for (int64_t r = 0; r < n; r++) {
-        float *s = local->score + r * ROCQ__ATTEND_KEYS;
-        if (a->p->softcap > 0.0f) {
-            for (int64_t j = 0; j < n_keys; j++) s[j] = a->p->softcap * tanhf(s[j] / a->p->softcap);
+    // Two rows that see all these keys share the loads of V; another row's partner is a spare one.
+    static const float none[ROCQ__ATTEND_KEYS] = {0};
+    for (int64_t r = 0; r < n; r += 2) {
+        const float *seen[2][ROCQ__ATTEND_KEYS];
+        float keep[2] = {0};
+        int64_t n_seen[2] = {0};
+        for (int64_t i = 0; i < 2 && r + i < n; i++) {
+            n_seen[i] = rocq__attend_weigh(a, local, r + i, line, n_keys, all_visible, seen[i], &keep[i]);
         }
-        // Only what the row sees stays: a hidden key must not count even where it holds NaN.
-        const float *from[ROCQ__ATTEND_KEYS];
-        int64_t n_seen = 0;
-        for (int64_t j = 0; j < n_keys; j++) {
-            const float add = all_visible ? 0.0f : local->bias[r * ROCQ__ATTEND_KEYS + j];
-            const float value = s[j] + add;
-            if (add == -INFINITY || value == -INFINITY) continue;
-            s[n_seen] = value;
-            from[n_seen++] = line[j];
+        float *acc = local->acc + r * pitch, *s = local->score + r * ROCQ__ATTEND_KEYS;
+        if (n_seen[0] == n_keys && n_seen[1] == n_keys) {
+            ROCQ__EITHER(a->avx2, rocq__values2,
+                         (acc, acc + pitch, keep[0], keep[1], line, s, s + ROCQ__ATTEND_KEYS, n_keys, pitch));
+            continue;
         }
-        if (n_seen == 0) continue;
-        const float top = ROCQ__MAX(local->m[r], rocq__max(a->avx2, s, n_seen));
-        const float factor = expf(local->m[r] - top);
-        float *row = local->acc + r * pitch;
-        if (factor != 1.0f) {
-            for (int64_t d = 0; d < dim; d++) row[d] *= factor;
-        }
-        local->l[r] = local->l[r] * factor + rocq__exp(a->avx2, s, top, n_seen);
-        local->m[r] = top;
-        for (; n_seen % 4 != 0; n_seen++) {
-            s[n_seen] = 0.0f;
-            from[n_seen] = from[0];
-        }
-        for (int64_t j = 0; j < n_seen; j += 4) {
-            ROCQ__EITHER(a->avx2, rocq__axpy4, (row, from + j, s + j, dim));
+        for (int64_t i = 0; i < 2; i++) {
+            if (n_seen[i] == 0) continue;
+            ROCQ__EITHER(a->avx2, rocq__values2, (acc + i * pitch, local->spare, keep[i], 0.0f, seen[i],
+                                                  s + i * ROCQ__ATTEND_KEYS, none, n_seen[i], pitch));
         }
     }
 }
@@ -5739,6 +5938,7 @@ ROCQ__FN void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32
     const rocq__attend *a = (const rocq__attend *)arg;
     const int64_t dim = a->head_dim, pitch = a->pitch;
     const rocq__attend_local local = rocq__attend_local_of(a, thread);
+    memset(local.tile, 0, (size_t)(ROCQ__ATTEND_KEYS * pitch) * sizeof(float));
     for (; item < item_end; item++) {
         const int64_t split = item % a->n_splits, tile = item / a->n_splits % a->n_tiles;
         const int64_t head_seq = item / a->n_splits / a->n_tiles;
@@ -5756,17 +5956,19 @@ ROCQ__FN void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32
         for (int64_t r = 0; r < n; r++) {
             const int64_t head = kv_head * a->group + (row0 + r) % a->group, i = (row0 + r) / a->group;
             float *q = local.q + r * pitch;
+            memset(q, 0, (size_t)pitch * sizeof(float));
+            memset(local.acc + r * pitch, 0, (size_t)pitch * sizeof(float));
             const float *from = rocq__load(a->avx2, a->p->q->format,
                                            rocq__row(a->p->q, head, i, seq), 0, dim, q);
-            for (int64_t d = 0; d < dim; d++) {
-                q[d] = from[d] * a->scale;
-                local.acc[r * pitch + d] = 0.0f;
-            }
+            for (int64_t d = 0; d < dim; d++) q[d] = from[d] * a->scale;
             local.m[r] = -INFINITY;
             local.l[r] = 0.0f;
         }
-        for (int64_t j = begin - begin % ROCQ__ATTEND_KEYS; j < end; j += ROCQ__ATTEND_KEYS) {
-            const int64_t first = ROCQ__MAX(j, begin), last = ROCQ__MIN(j + ROCQ__ATTEND_KEYS, end);
+        // A tile also ends where what all rows see begins or ends.
+        for (int64_t first = begin, last; first < end; first = last) {
+            last = ROCQ__MIN(first - first % ROCQ__ATTEND_KEYS + ROCQ__ATTEND_KEYS, end);
+            if (first < lo_last) last = ROCQ__MIN(last, lo_last);
+            if (first < hi_first) last = ROCQ__MIN(last, hi_first);
             const bool all_visible = !a->p->mask && first >= lo_last && last <= hi_first;
             rocq__attend_tile(a, seq, kv_head, row0, n, first, last, all_visible, &local);
         }
@@ -5823,8 +6025,8 @@ ROCQ__FN int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_par
     a->tile_rows = ROCQ__MIN(a->n_rows, (int64_t)ROCQ__ATTEND_ROWS);
     a->n_tiles = (a->n_rows + a->tile_rows - 1) / a->tile_rows;
     a->n_splits = a->n_tiles > 1 ? 1 : (a->n_kv + ROCQ__ATTEND_SPLIT - 1) / ROCQ__ATTEND_SPLIT;
-    a->pitch = (a->head_dim + 15) / 16 * 16;
-    a->local = (2 * a->tile_rows + ROCQ__ATTEND_KEYS) * a->pitch +
+    a->pitch = (a->head_dim + 31) / 32 * 32;
+    a->local = (2 * a->tile_rows + ROCQ__ATTEND_KEYS + 1) * a->pitch +
                2 * a->tile_rows * ROCQ__ATTEND_KEYS + (2 * a->tile_rows + 15) / 16 * 16;
     a->part = a->head_dim + 2;
     a->scale = p->scale != 0.0f ? p->scale : 1.0f / sqrtf((float)a->head_dim);
@@ -6167,6 +6369,37 @@ ROCQ__FN rocq_result rocq__rope_append_cpu(rocq_ctx *ctx, const rocq_rope_append
 
 // -- activate, glu, add, mul, scale, cast: y from the same element of a and b --
 
+#if ROCQ__HAS_AVX2
+
+// SILU and the tanh form of GELU are x / (1 + exp(-(linear x + cubic x^3))). Returns how many
+// elements it has done.
+ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__gate_avx2(float *y, const float *x, int64_t n, float linear,
+                                                   float cubic) {
+    const __m256 one = _mm256_set1_ps(1.0f);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const __m256 v = _mm256_loadu_ps(x + i);
+        const __m256 square = _mm256_min_ps(_mm256_set1_ps(1e30f), _mm256_mul_ps(v, v)); // 0 inf is NaN
+        const __m256 slope = _mm256_fmadd_ps(square, _mm256_set1_ps(cubic), _mm256_set1_ps(linear));
+        const __m256 e = rocq__exp8_avx2(_mm256_fnmadd_ps(v, slope, _mm256_setzero_ps()));
+        _mm256_storeu_ps(y + i, _mm256_div_ps(v, _mm256_add_ps(one, e)));
+    }
+    return i;
+}
+
+#endif
+
+ROCQ__FN void rocq__activate_row(bool avx2, rocq_activation activation, float *y, const float *x, int64_t n) {
+    int64_t i = 0;
+#if ROCQ__HAS_AVX2
+    if (avx2 && activation == ROCQ_SILU) i = rocq__gate_avx2(y, x, n, 1.0f, 0.0f);
+    if (avx2 && activation == ROCQ_GELU) i = rocq__gate_avx2(y, x, n, 1.59576912160573f, 0.0713548162726f);
+#else
+    (void)avx2;
+#endif
+    for (; i < n; i++) y[i] = rocq__activation(activation, x[i]);
+}
+
 typedef struct rocq__map {
     rocq_op op;
     bool avx2;
@@ -6199,10 +6432,11 @@ ROCQ__FN void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread
             if (b && b->ne[0] != 1) v = rocq__load(map->avx2, b->format, b_row, k, n, b_buf);
             switch (map->op) {
             case ROCQ_OP_ACTIVATE:
-                for (int64_t i = 0; i < n; i++) out[i] = rocq__activation(map->activation, u[i]);
+                rocq__activate_row(map->avx2, map->activation, out, u, n);
                 break;
             case ROCQ_OP_GLU:
-                for (int64_t i = 0; i < n; i++) out[i] = rocq__activation(map->activation, u[i]) * v[i];
+                rocq__activate_row(map->avx2, map->activation, out, u, n);
+                for (int64_t i = 0; i < n; i++) out[i] *= v[i];
                 break;
             case ROCQ_OP_ADD:
                 for (int64_t i = 0; i < n; i++) out[i] = u[i] + v[i];
@@ -6440,62 +6674,41 @@ ROCQ__INLINE bool rocq__before(rocq__candidate a, rocq__candidate b) {
     return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
 }
 
-// Restores the heap below position i. The root is the first in order, or the last one.
-ROCQ__FN void rocq__sift_down(rocq__candidate *heap, int64_t n, int64_t i, bool last_on_top) {
-    const rocq__candidate moving = heap[i];
-    for (int64_t child = 2 * i + 1; child < n; child = 2 * i + 1) {
-        if (child + 1 < n && rocq__before(heap[child + 1], heap[child]) != last_on_top) child++;
-        if (rocq__before(heap[child], moving) == last_on_top) break;
-        heap[i] = heap[child];
-        i = child;
-    }
-    heap[i] = moving;
-}
-
-// The candidate that comes k-th in order, 1 <= k <= n. heap holds k.
-ROCQ__FN rocq__candidate rocq__select(const rocq__candidate *all, int64_t n, int64_t k,
-                                      rocq__candidate *heap) {
-    memcpy(heap, all, (size_t)k * sizeof *heap);
-    for (int64_t i = k / 2; i-- > 0;) rocq__sift_down(heap, k, i, true);
-    for (int64_t i = k; i < n; i++) {
-        if (!rocq__before(all[i], heap[0])) continue;
-        heap[0] = all[i];
-        rocq__sift_down(heap, k, 0, true);
-    }
-    return heap[0];
-}
-
 // exp((logit - top) / temperature), 1 for the top itself even where that is infinite.
 ROCQ__INLINE float rocq__weight(float logit, float top, float temperature) {
     return logit == top ? 1.0f : expf((logit - top) / temperature);
 }
 
-// The last candidate of the shortest front part that holds top_p of the weight of all up to cut.
-// heap holds n.
-ROCQ__FN rocq__candidate rocq__select_p(const rocq__candidate *all, int64_t n, rocq__candidate top,
-                                        rocq__candidate cut, float top_p, rocq__candidate *heap) {
-    int64_t n_left = 0, m = 0;
-    double sum = 0.0, front = 0.0;
-    for (int64_t i = 0; i < n; i++) {
-        if (rocq__before(cut, all[i])) continue;
-        sum += (double)rocq__weight(all[i].logit, top.logit, 1.0f);
-        n_left++;
+// The candidate with which the weights, added up in order, reach target: exp(logit - top), or with
+// count 1 for each. Reorders list; n > 0.
+ROCQ__FN rocq__candidate rocq__select(rocq__candidate *list, int64_t n, float top, bool count,
+                                      double target) {
+    double front = 0.0; // weight of what stands before list
+    while (n > 1) {
+        // All that comes before the pivot moves to the front of list.
+        const rocq__candidate pivot = list[n / 2];
+        int64_t m = 0;
+        double sum = front;
+        list[n / 2] = list[n - 1];
+        list[n - 1] = pivot;
+        for (int64_t i = 0; i < n - 1; i++) {
+            if (!rocq__before(list[i], pivot)) continue;
+            const rocq__candidate moved = list[i];
+            list[i] = list[m];
+            list[m++] = moved;
+            sum += count ? 1.0 : (double)rocq__weight(moved.logit, top, 1.0f);
+        }
+        if (m > 0 && sum >= target) {
+            n = m;
+            continue;
+        }
+        sum += count ? 1.0 : (double)rocq__weight(pivot.logit, top, 1.0f);
+        if (sum >= target || m == n - 1) return pivot;
+        front = sum;
+        list += m;
+        n -= m + 1; // the pivot was the last one
     }
-    // Those below this weight, all together, have less than the 1 - top_p that are left out: the
-    // front part ends before the first of them. The factor covers rounding.
-    const double least = 0.999 * (1.0 - (double)top_p) * sum / (double)n_left;
-    for (int64_t i = 0; i < n; i++) {
-        if (rocq__before(cut, all[i])) continue;
-        if ((double)rocq__weight(all[i].logit, top.logit, 1.0f) >= least) heap[m++] = all[i];
-    }
-    for (int64_t i = m / 2; i-- > 0;) rocq__sift_down(heap, m, i, false);
-    for (;;) {
-        const rocq__candidate next = heap[0];
-        front += (double)rocq__weight(next.logit, top.logit, 1.0f);
-        if (front >= (double)top_p * sum || m == 1) return next;
-        heap[0] = heap[--m];
-        rocq__sift_down(heap, m, 0, false);
-    }
+    return list[0];
 }
 
 ROCQ__INLINE uint64_t rocq__mix(uint64_t z) { // splitmix64's finisher
@@ -6524,8 +6737,8 @@ ROCQ__FN rocq_result rocq__sample_cpu(rocq_ctx *ctx, const rocq_sample_params *p
     const float repeat = p->repeat_penalty > 0.0f ? p->repeat_penalty : 1.0f;
     void *scratch;
     ROCQ__TRY(rocq__scratch(ctx, rocq__scratch_sample_cpu(ctx, p), &scratch));
-    rocq__candidate *all = (rocq__candidate *)scratch, *heap = all + n_vocab;
-    int32_t *count = (int32_t *)(void *)(heap + n_vocab);
+    rocq__candidate *all = (rocq__candidate *)scratch, *list = all + n_vocab;
+    int32_t *count = (int32_t *)(void *)(list + n_vocab);
     if (recent) memset(count, 0, (size_t)n_vocab * sizeof *count);
     for (int64_t i = 0; i < n_recent; i++) {
         if (recent[i] < 0 || recent[i] >= n_vocab) {
@@ -6557,10 +6770,22 @@ ROCQ__FN rocq_result rocq__sample_cpu(rocq_ctx *ctx, const rocq_sample_params *p
     if (p->temperature > 0.0f) {
         cut.logit = -INFINITY;
         cut.token = INT32_MAX;
-        if (p->top_k > 0 && p->top_k < n) cut = rocq__select(all, n, p->top_k, heap);
-        if (p->top_p > 0.0f && p->top_p < 1.0f) cut = rocq__select_p(all, n, top, cut, p->top_p, heap);
+        if (p->top_k > 0 && p->top_k < n) {
+            memcpy(list, all, (size_t)n * sizeof *list);
+            cut = rocq__select(list, n, top.logit, true, (double)p->top_k);
+        }
         double sum = 0.0, front = 0.0;
         int64_t m = 0;
+        if (p->top_p > 0.0f && p->top_p < 1.0f) {
+            for (int64_t i = 0; i < n; i++) {
+                if (rocq__before(cut, all[i])) continue;
+                list[m++] = all[i];
+                sum += (double)rocq__weight(all[i].logit, top.logit, 1.0f);
+            }
+            cut = rocq__select(list, m, top.logit, false, (double)p->top_p * sum);
+            sum = 0.0;
+            m = 0;
+        }
         for (int64_t i = 0; i < n; i++) {
             if (rocq__before(cut, all[i]) ||
                 (p->min_p > 0.0f && rocq__weight(all[i].logit, top.logit, 1.0f) < p->min_p)) {
@@ -6568,17 +6793,17 @@ ROCQ__FN rocq_result rocq__sample_cpu(rocq_ctx *ctx, const rocq_sample_params *p
             }
             const float weight = rocq__weight(all[i].logit, top.logit, p->temperature);
             sum += (double)weight;
-            heap[m].token = all[i].token;
-            heap[m++].logit = weight;
+            list[m].token = all[i].token;
+            list[m++].logit = weight;
         }
         const double target = rocq__uniform(p->seed, p->step) * sum;
         // The sum is the same additions again, so it passes target; should rounding of the product
         // forbid that, the last token with any weight stands.
         for (int64_t i = 0; i < m && front <= target; i++) {
-            if (heap[i].logit == 0.0f) continue;
-            front += (double)heap[i].logit;
-            token = heap[i].token;
-            prob = (float)((double)heap[i].logit / sum);
+            if (list[i].logit == 0.0f) continue;
+            front += (double)list[i].logit;
+            token = list[i].token;
+            prob = (float)((double)list[i].logit / sum);
         }
     }
     *(int32_t *)(void *)rocq__row(p->token, 0, 0, 0) = token;

@@ -3,8 +3,8 @@
 //     cc -O2 examples/generate.c -o generate -lm -ldl -lpthread
 //     ./generate -m model.gguf -p "Once upon a time" --stats
 //
-// The text goes to stdout as it comes, everything else to stderr. Exit status 1, after one line that
-// says why, on any failure. Options are listed below.
+// The text goes to stdout as it comes, everything else to stderr. Exit status 1, after one line
+// that says why, on any failure. Options are listed below.
 
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
@@ -45,7 +45,7 @@ static const char usage[] =
     "    --device NAME    auto, cpu or gpu (auto)\n"
     "    --kv FORMAT      of the KV cache: f16, f32 or q8_0 (f16)\n"
     "    --stats          print times, speeds and memory\n"
-    "    --logits FILE    write the prompt's logits, [n_vocab] floats per token, and generate nothing\n";
+    "    --logits FILE    write n_vocab logits per token of the prompt, and generate nothing\n";
 
 typedef struct options {
     const char *model, *prompt, *kv, *logits;
@@ -72,39 +72,41 @@ static const char *default_model(void) {
 
 enum { FLAG, TEXT, INTEGER, NUMBER, SEED, DEVICE };
 
-// Stores an option's value by its type; false when it is out of range.
-static bool parse_value(const char *text, int type, double low, double high, void *to) {
+typedef struct option {
+    const char *name;
+    int type;
+    double low, high;
+    void *to; // bool, const char *, int32_t, float, uint64_t or rocq_backend, by type
+} option;
+
+// Stores an option's value; false when it is none.
+static bool parse_value(const char *text, const option *o) {
     static const char *const devices[] = {"auto", "cpu", "gpu"}; // in the order of rocq_backend
     int device = 0;
     char *end;
     const double x = strtod(text, &end);
-    const bool number = end != text && *end == '\0' && x >= low && x <= high;
-    switch (type) {
-    case TEXT: *(const char **)to = text; return true;
+    const bool number = end != text && *end == '\0' && x >= o->low && x <= o->high;
+    switch (o->type) {
+    case TEXT: *(const char **)o->to = text; return true;
     case DEVICE:
         while (device < 3 && strcmp(text, devices[device]) != 0) device++;
-        *(rocq_backend *)to = (rocq_backend)device;
+        *(rocq_backend *)o->to = (rocq_backend)device;
         return device < 3;
     case NUMBER:
-        if (number) *(float *)to = (float)x;
+        if (number) *(float *)o->to = (float)x;
         return number;
     case SEED:
-        if (number) *(uint64_t *)to = (uint64_t)x;
+        if (number) *(uint64_t *)o->to = (uint64_t)x;
         return number;
     default:
-        if (number) *(int32_t *)to = (int32_t)x;
+        if (number) *(int32_t *)o->to = (int32_t)x;
         return number && x == floor(x);
     }
 }
 
-// False, after a line on stderr, when an option is unknown or its value wrong.
+// False, after a line on stderr and the usage, when an option is unknown or its value wrong.
 static bool parse_options(options *o, int argc, char **argv) {
-    const struct {
-        const char *name;
-        int type;
-        double low, high;
-        void *to;
-    } table[] = {
+    const option table[] = {
         {"-m", TEXT, 0, 0, &o->model},
         {"-p", TEXT, 0, 0, &o->prompt},
         {"-e", FLAG, 0, 0, &o->escapes},
@@ -121,21 +123,19 @@ static bool parse_options(options *o, int argc, char **argv) {
         {"--stats", FLAG, 0, 0, &o->stats},
         {"--logits", TEXT, 0, 0, &o->logits},
     };
-    const int n_options = (int)(sizeof table / sizeof table[0]);
+    const size_t n = sizeof table / sizeof table[0];
     for (int i = 1; i < argc; i++) {
-        int k = 0;
-        while (k < n_options && strcmp(argv[i], table[k].name) != 0) k++;
-        if (k == n_options) {
-            fprintf(stderr, "generate: option %s is unknown\n%s", argv[i], usage);
+        size_t k = 0;
+        while (k < n && strcmp(argv[i], table[k].name) != 0) k++;
+        if (k == n) {
+            fprintf(stderr, "generate: there is no option %s\n%s", argv[i], usage);
             return false;
         }
         if (table[k].type == FLAG) {
             *(bool *)table[k].to = true;
-            continue;
-        }
-        const char *value = i + 1 < argc ? argv[++i] : NULL;
-        if (!value || !parse_value(value, table[k].type, table[k].low, table[k].high, table[k].to)) {
-            fprintf(stderr, "generate: option %s cannot be \"%s\"\n%s", table[k].name, value ? value : "", usage);
+        } else if (++i == argc || !parse_value(argv[i], &table[k])) {
+            fprintf(stderr, "generate: option %s cannot be \"%s\"\n%s", table[k].name,
+                    i < argc ? argv[i] : "", usage);
             return false;
         }
     }
@@ -146,8 +146,10 @@ static bool parse_options(options *o, int argc, char **argv) {
 static char *unescape(const char *text, bool escapes) {
     char *out = (char *)malloc(strlen(text) + 1), *to = out;
     for (; out && *text; text++) {
-        const char *found = escapes && text[0] == '\\' && text[1] ? strchr("n\nt\t\"\"\\\\", text[1]) : NULL;
-        *to++ = found ? found[1] : *text;
+        const char *escape = "n\nt\t\"\"\\\\"; // pairs
+        while (*escape && escape[0] != text[1]) escape += 2;
+        const bool found = escapes && *text == '\\' && *escape;
+        *to++ = found ? escape[1] : *text;
         if (found) text++;
     }
     if (out) *to = '\0';
@@ -242,8 +244,12 @@ static bool load(run *r) {
                                .user = &r->terminal};
     const rocq_result result = rocq_open(&r->ctx, &desc);
     if (result != ROCQ_OK) return fail("cannot open the device", rocq_result_message(result));
-    if (rocq_gguf_open(r->ctx, &r->file, &source) != ROCQ_OK) return fail(r->o.model, rocq_error(r->ctx));
-    if (tokenizer_open(&r->tok, r->file, &desc.allocator) != ROCQ_OK) return fail(r->o.model, r->tok.error);
+    if (rocq_gguf_open(r->ctx, &r->file, &source) != ROCQ_OK) {
+        return fail(r->o.model, rocq_error(r->ctx));
+    }
+    if (tokenizer_open(&r->tok, r->file, &desc.allocator) != ROCQ_OK) {
+        return fail(r->o.model, r->tok.error);
+    }
     if (llama_open(&r->model, r->ctx, r->file, &how) != ROCQ_OK) {
         return fail(r->o.model, r->model.error);
     }
@@ -253,11 +259,12 @@ static bool load(run *r) {
 static bool tokenize(run *r) {
     r->prompt = unescape(r->o.prompt, r->o.escapes);
     if (!r->prompt) return fail("prompt", "no memory");
-    if (tokenizer_encode(&r->tok, &r->ids, r->prompt, (int64_t)strlen(r->prompt), true, true) != ROCQ_OK) {
+    const int64_t length = (int64_t)strlen(r->prompt);
+    if (tokenizer_encode(&r->tok, &r->ids, r->prompt, length, true, true) != ROCQ_OK) {
         return fail("prompt", r->tok.error);
     }
-    if (r->ids.count == 0) return fail("prompt", "it is empty, and the model has no token to begin a text");
-    if (r->ids.count > r->model.n_ctx) return fail("prompt", "it is longer than the context (see -c)");
+    if (r->ids.count == 0) return fail("prompt", "is empty, and no token begins a text");
+    if (r->ids.count > r->model.n_ctx) return fail("prompt", "is longer than the context (see -c)");
     r->n_prompt = (int32_t)r->ids.count;
     return true;
 }
@@ -267,7 +274,9 @@ static bool write_logits(run *r) {
     const size_t n = (size_t)r->n_prompt * (size_t)r->model.n_vocab;
     r->logits = (float *)malloc(n * sizeof(float));
     if (!r->logits) return fail(r->o.logits, "no memory");
-    if (llama_eval(&r->model, r->ids.data, r->n_prompt, r->logits) != ROCQ_OK) return fail("", r->model.error);
+    if (llama_eval(&r->model, r->ids.data, r->n_prompt, r->logits) != ROCQ_OK) {
+        return fail(r->o.model, r->model.error);
+    }
     FILE *out = fopen(r->o.logits, "wb");
     const bool written = out && fwrite(r->logits, sizeof(float), n, out) == n;
     const bool closed = out && fclose(out) == 0;
@@ -279,7 +288,7 @@ static void print(rocq_str text) {
     fflush(stdout);
 }
 
-// Reads the prompt, then draws tokens until the model ends the text, or -n, the context or Ctrl-C do.
+// Reads the prompt, then draws tokens until the model, -n, the context or Ctrl-C ends the text.
 static bool generate(run *r) {
     tokenizer_stream stream = {{0}, 0};
     const rocq_str prompt = {r->prompt, (int64_t)strlen(r->prompt)};
@@ -288,15 +297,19 @@ static bool generate(run *r) {
     int32_t token;
     print(prompt);
     if (llama_eval(&r->model, r->ids.data, r->n_prompt, NULL) != ROCQ_OK) {
-        return interrupted ? true : fail("", r->model.error);
+        return interrupted ? true : fail(r->o.model, r->model.error);
     }
     r->read = seconds() - start;
     while (r->n_generated < r->o.n && !interrupted) {
         if (r->n_generated > 0) {
             if (r->model.n_past == r->model.n_ctx) break;
-            if (llama_eval(&r->model, &token, 1, NULL) != ROCQ_OK) return fail("", r->model.error);
+            if (llama_eval(&r->model, &token, 1, NULL) != ROCQ_OK) {
+                return fail(r->o.model, r->model.error);
+            }
         }
-        if (llama_sample(&r->model, &r->o.sample, &token) != ROCQ_OK) return fail("", r->model.error);
+        if (llama_sample(&r->model, &r->o.sample, &token) != ROCQ_OK) {
+            return fail(r->o.model, r->model.error);
+        }
         if (r->n_generated++ == 0) {
             first = seconds();
             r->first = first - start - r->read;
@@ -309,26 +322,31 @@ static bool generate(run *r) {
     return ferror(stdout) ? fail("stdout", "cannot be written") : true;
 }
 
-static void print_rate(const char *what, double n, double time) {
-    fprintf(stderr, "%-18s %8.1f tokens/s   %.0f tokens in %.3f s\n", what, time > 0 ? n / time : 0, n, time);
+static void print_rate(const char *what, int32_t n, double time) {
+    fprintf(stderr, "%-20s %9.1f tokens/s   %d in %.3f s\n", what,
+            time > 0 ? (double)n / time : 0.0, (int)n, time);
 }
 
 static void print_stats(const run *r) {
-    const double mib = 1024 * 1024;
+    const double ms = 1e3, mib = 1.0 / (1024 * 1024);
     const llama_model *m = &r->model;
     rocq_info info;
-    if (rocq_get_info(r->ctx, &info) == ROCQ_OK) fprintf(stderr, "%-18s %s\n", "device", info.device);
-    fprintf(stderr, "%-18s %s, %d layers, %d x %d heads on %d, context %d\n", "model", m->family,
+    rocq_get_info(r->ctx, &info);
+    fprintf(stderr, "%-20s %s\n", "device", info.device);
+    fprintf(stderr, "%-20s %s, %d layers, %d x %d heads on %d, context %d\n", "model", m->family,
             (int)m->n_layers, (int)m->n_heads, (int)m->head_dim, (int)m->n_kv_heads, (int)m->n_ctx);
-    fprintf(stderr, "%-18s %8.1f ms         load %.1f, tokenize %.1f, prompt %.1f, sample %.1f\n",
-            "time to first token", 1e3 * (r->load + r->tokenize + r->read + r->first), 1e3 * r->load,
-            1e3 * r->tokenize, 1e3 * r->read, 1e3 * r->first);
+    fprintf(stderr, "%-20s %9.1f ms         ", "time to first token",
+            ms * (r->load + r->tokenize + r->read + r->first));
+    fprintf(stderr, "load %.1f, tokenize %.1f, prompt %.1f, first token %.1f\n", ms * r->load,
+            ms * r->tokenize, ms * r->read, ms * r->first);
     print_rate("prompt", r->n_prompt, r->read);
     print_rate("generation", r->n_generated > 1 ? r->n_generated - 1 : 0, r->generate);
-    fprintf(stderr, "%-18s %8.2f MiB        weights %.2f, KV cache %.2f, scratch %.2f\n", "memory",
-            (double)(m->weight_bytes + m->kv_bytes + m->scratch_bytes) / mib,
-            (double)m->weight_bytes / mib, (double)m->kv_bytes / mib, (double)m->scratch_bytes / mib);
-    fprintf(stderr, "%-18s %8.0f            after set-up\n", "allocations", (double)(n_allocs - r->setup_allocs));
+    fprintf(stderr, "%-20s %9.2f MiB        ", "memory",
+            mib * (double)(m->weight_bytes + m->kv_bytes + m->scratch_bytes));
+    fprintf(stderr, "weights %.2f, KV cache %.2f, scratch %.2f\n", mib * (double)m->weight_bytes,
+            mib * (double)m->kv_bytes, mib * (double)m->scratch_bytes);
+    fprintf(stderr, "%-20s %9.0f            after set-up\n", "allocations",
+            (double)(n_allocs - r->setup_allocs));
 }
 
 static bool whole_run(run *r) {

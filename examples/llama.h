@@ -35,10 +35,10 @@
 // ---------------------------------------------------------------------------------------------
 
 typedef struct llama_options { // 0 = default, as everywhere in rocq
-    int32_t n_ctx;             // positions the KV cache holds; default the model's own, at most 4096
-    int32_t n_batch;           // tokens computed at once, default 128
-    int32_t n_logits;          // positions whose logits are computed at once, when all are; default 1
-    const char *kv_format;     // "f16" (default), "f32", "bf16", "q8_0" or "q4_0"
+    int32_t n_ctx;         // positions the KV cache holds; default the model's own, at most 4096
+    int32_t n_batch;       // tokens computed at once, default 128
+    int32_t n_logits;      // positions whose logits are computed at once, where all are; default 1
+    const char *kv_format; // "f16" (default), "f32", "bf16", "q8_0" or "q4_0"
     // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
     // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
     bool (*progress)(const char *what, int64_t done, int64_t total, void *user);
@@ -105,19 +105,21 @@ typedef struct llama_model {
 } llama_model;
 
 // Reads the configuration, checks every weight's shape, and makes the cache and all memory that
-// llama_eval and llama_sample will ever need. The file must stay open while the model is. On failure
-// everything is freed again, and *m is zero but for m->error.
+// llama_eval and llama_sample will ever need. While the model is open, file and ctx must be, and *m
+// must not move. On failure everything is freed again, and *m is zero but for m->error.
 static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file,
                                      const llama_options *options);
 static inline void llama_close(llama_model *m); // twice, or on a zeroed struct, is harmless
 
-// Appends tokens[0..n) to the cache, batch by batch. With logits NULL only those of the last position
-// are computed, and wait for llama_sample; otherwise logits receives n rows of n_vocab floats.
-static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int64_t n, float *logits);
+// Appends tokens[0..n) to the cache, batch by batch. With logits NULL only those of the last
+// position are computed, and wait for llama_sample; else logits receives n rows of n_vocab floats.
+static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int64_t n,
+                                     float *logits);
 
 // Draws the next token from the logits of the last position. how: the knobs of rocq_sample_params;
 // its token, logits and step are filled in here.
-static inline rocq_result llama_sample(llama_model *m, const rocq_sample_params *how, int32_t *token);
+static inline rocq_result llama_sample(llama_model *m, const rocq_sample_params *how,
+                                       int32_t *token);
 
 // ---------------------------------------------------------------------------------------------
 // Errors
@@ -139,12 +141,13 @@ static rocq_result llama__fail(llama_model *m, rocq_result result, const char *f
 
 // What a public call returns: a failure without a message of ours came from the context.
 static rocq_result llama__done(llama_model *m, rocq_result result) {
-    if (result != ROCQ_OK && !m->error[0]) snprintf(m->error, sizeof m->error, "%s", rocq_error(m->ctx));
-    return result;
+    if (result == ROCQ_OK || m->error[0]) return result;
+    return llama__fail(m, result, "%s", rocq_error(m->ctx));
 }
 
 static rocq_result llama__progress(llama_model *m, const char *what, int64_t done, int64_t total) {
-    if (!m->options.progress || m->options.progress(what, done, total, m->options.user)) return ROCQ_OK;
+    const llama_options *o = &m->options;
+    if (!o->progress || o->progress(what, done, total, o->user)) return ROCQ_OK;
     return llama__fail(m, ROCQ_E_STATE, "%s was stopped", what);
 }
 
@@ -168,38 +171,40 @@ static const struct llama__family {
 
 enum { LLAMA__REQUIRED = -1 }; // in place of a default
 
-// The integer "<family>.<name>" of 1 to 2^30, or the default when the file does not have it.
+// The integer "<family>.<name>" of 1 to 2^30, or the default where the file does not have it.
 static rocq_result llama__read_int(llama_model *m, const rocq_gguf *file, const char *name,
                                    int32_t fallback, int32_t *out) {
     char key[128];
-    int64_t value = fallback;
+    int64_t value = 0;
     snprintf(key, sizeof key, "%s.%s", m->family, name);
     const rocq_result result = rocq_gguf_get_i64(file, key, &value);
-    if (result == ROCQ_E_NOT_FOUND && fallback != LLAMA__REQUIRED) {
-        *out = fallback;
-        return ROCQ_OK;
-    }
-    if (result == ROCQ_E_NOT_FOUND) return llama__fail(m, result, "the file has no %s", key);
-    if (result != ROCQ_OK) return llama__fail(m, result, "%s is not an integer", key);
-    if (value < 1 || value > 1 << 30) {
+    if (result == ROCQ_E_NOT_FOUND) {
+        if (fallback == LLAMA__REQUIRED) return llama__fail(m, result, "the file has no %s", key);
+        value = fallback;
+    } else if (result != ROCQ_OK) {
+        return llama__fail(m, result, "%s is not an integer", key);
+    } else if (value < 1 || value > 1 << 30) {
         return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f", key, (double)value);
     }
     *out = (int32_t)value;
     return ROCQ_OK;
 }
 
-// The same for a finite number, not negative.
+// The same for a number that is not negative.
 static rocq_result llama__read_float(llama_model *m, const rocq_gguf *file, const char *name,
                                      float fallback, float *out) {
     char key[128];
-    double value = (double)fallback;
+    double value = 0;
     snprintf(key, sizeof key, "%s.%s", m->family, name);
     const rocq_result result = rocq_gguf_get_f64(file, key, &value);
-    if (result == ROCQ_E_NOT_FOUND && fallback < 0) return llama__fail(m, result, "the file has no %s", key);
-    if (result != ROCQ_OK && result != ROCQ_E_NOT_FOUND) {
+    if (result == ROCQ_E_NOT_FOUND) {
+        if (fallback < 0) return llama__fail(m, result, "the file has no %s", key);
+        value = (double)fallback;
+    } else if (result != ROCQ_OK) {
         return llama__fail(m, result, "%s is not a number", key);
+    } else if (!(value >= 0 && value < 1e30)) { // NaN fails too
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s is %g", key, value);
     }
-    if (!(value >= 0 && value < 1e30)) return llama__fail(m, ROCQ_E_CORRUPT, "%s is %g", key, value);
     *out = (float)value;
     return ROCQ_OK;
 }
@@ -228,8 +233,8 @@ static rocq_result llama__read_rope(llama_model *m, const rocq_gguf *file) {
                            (int)(scaling.length < 100 ? scaling.length : 100), scaling.data);
     }
     if (m->rope.n_dims > m->head_dim || m->rope.n_dims % 2 != 0) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s.rope.dimension_count is %d for heads of %d", m->family,
-                           (int)m->rope.n_dims, (int)m->head_dim);
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.rope.dimension_count is %d for heads of %d",
+                           m->family, (int)m->rope.n_dims, (int)m->head_dim);
     }
     if (factor > 0 && !none) m->rope.freq_scale = 1 / factor;
     m->rope.ext_factor = yarn ? 1.0f : 0.0f;
@@ -261,19 +266,22 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file, int
     LLAMA__TRY(llama__read_int(m, file, "context_length", LLAMA__REQUIRED, &m->n_ctx_train));
     LLAMA__TRY(llama__read_int(m, file, "attention.head_count", LLAMA__REQUIRED, &m->n_heads));
     LLAMA__TRY(llama__read_int(m, file, "attention.head_count_kv", m->n_heads, &m->n_kv_heads));
-    LLAMA__TRY(llama__read_float(m, file, "attention.layer_norm_rms_epsilon", LLAMA__REQUIRED, &m->norm_eps));
+    LLAMA__TRY(llama__read_float(m, file, "attention.layer_norm_rms_epsilon", LLAMA__REQUIRED,
+                                 &m->norm_eps));
     const int32_t split = m->n_embd / m->n_heads;
     LLAMA__TRY(llama__read_int(m, file, "attention.key_length", split, &m->head_dim));
     LLAMA__TRY(llama__read_int(m, file, "attention.value_length", split, &value_dim));
     LLAMA__TRY(llama__read_int(m, file, "expert_count", 1, &n_experts));
-    if (n_experts != 1) return llama__fail(m, ROCQ_E_UNSUPPORTED, "mixtures of experts are not supported");
+    if (n_experts != 1) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "mixtures of experts are not supported");
+    }
     if (value_dim != m->head_dim) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "keys of %d and values of %d elements are not supported",
-                           (int)m->head_dim, (int)value_dim);
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "keys of %d elements with values of %d are not "
+                           "supported", (int)m->head_dim, (int)value_dim);
     }
     if (m->n_layers > 1024 || m->n_heads % m->n_kv_heads != 0) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%d layers of %d heads on %d KV heads", (int)m->n_layers,
-                           (int)m->n_heads, (int)m->n_kv_heads);
+        return llama__fail(m, ROCQ_E_CORRUPT, "%d layers of %d heads on %d KV heads",
+                           (int)m->n_layers, (int)m->n_heads, (int)m->n_kv_heads);
     }
     if (rocq_gguf_find_value(file, "tokenizer.ggml.tokens", &tokens) == ROCQ_OK &&
         tokens.count > 0 && tokens.count < 1 << 30) {
@@ -287,17 +295,24 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file, int
     return ROCQ_OK;
 }
 
-// gemma2's own numbers. Its 27B model, known by its 46 layers, scales scores by what a head would be if
-// heads shared n_embd. Layers see a window in turn, all but the last of each sliding_window_pattern.
-static rocq_result llama__read_gemma2(llama_model *m, const rocq_gguf *file) {
-    int32_t window, pattern;
-    m->embedding_scale = sqrtf((float)m->n_embd);
-    if (m->n_layers == 46) m->attention_scale = 1 / sqrtf((float)(m->n_embd / m->n_heads));
-    LLAMA__TRY(llama__read_float(m, file, "attn_logit_softcapping", 50, &m->attention_softcap));
-    LLAMA__TRY(llama__read_float(m, file, "final_logit_softcapping", 30, &m->final_softcap));
-    LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window", 4096, &window));
-    LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window_pattern", 2, &pattern));
-    for (int32_t i = 0; i < m->n_layers; i++) m->layers[i].window = i % pattern < pattern - 1 ? window : 0;
+// What only one family has.
+static rocq_result llama__read_extras(llama_model *m, const rocq_gguf *file, int family) {
+    int32_t window = 0, pattern = 0;
+    if (family == LLAMA__GEMMA2) {
+        m->embedding_scale = sqrtf((float)m->n_embd);
+        // The 27B model, known by its layers, takes n_embd / n_heads for the size of a head here.
+        if (m->n_layers == 46) m->attention_scale = 1 / sqrtf((float)(m->n_embd / m->n_heads));
+        LLAMA__TRY(llama__read_float(m, file, "attn_logit_softcapping", 50, &m->attention_softcap));
+        LLAMA__TRY(llama__read_float(m, file, "final_logit_softcapping", 30, &m->final_softcap));
+        LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window", 4096, &window));
+        LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window_pattern", 2, &pattern));
+    } else if (family == LLAMA__LLAMA) { // the first Mistral; llama.cpp sees no window there
+        LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window", 0, &window));
+    }
+    // Of each `pattern` layers the last one sees everything.
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        m->layers[i].window = pattern > 0 && i % pattern == pattern - 1 ? 0 : window;
+    }
     return ROCQ_OK;
 }
 
@@ -305,37 +320,38 @@ static rocq_result llama__read_gemma2(llama_model *m, const rocq_gguf *file) {
 // Weights
 // ---------------------------------------------------------------------------------------------
 
-enum { LLAMA__ONE, LLAMA__EMBD, LLAMA__Q, LLAMA__KV, LLAMA__HEAD, LLAMA__FF, LLAMA__N_SIZES };
+// Sizes: 1, n_embd, Q, KV, head_dim, FF.
+enum { LLAMA__1, LLAMA__E, LLAMA__Q, LLAMA__KV, LLAMA__D, LLAMA__F, LLAMA__N_SIZES };
 
 static const struct llama__weight {
     const char *name;
     size_t at;      // in llama_layer
-    int cols, rows; // sizes; LLAMA__ONE rows: a vector
+    int cols, rows; // sizes; LLAMA__1 rows: a vector
     int families;   // that must have it; others may not, unless optional
     bool optional;
 } llama__weights[] = {
-    {"attn_norm.weight", offsetof(llama_layer, attn_norm), LLAMA__EMBD, LLAMA__ONE, LLAMA__ALL, false},
-    {"attn_q.weight", offsetof(llama_layer, q), LLAMA__EMBD, LLAMA__Q, LLAMA__ALL, false},
-    {"attn_k.weight", offsetof(llama_layer, k), LLAMA__EMBD, LLAMA__KV, LLAMA__ALL, false},
-    {"attn_v.weight", offsetof(llama_layer, v), LLAMA__EMBD, LLAMA__KV, LLAMA__ALL, false},
-    {"attn_q.bias", offsetof(llama_layer, q_bias), LLAMA__Q, LLAMA__ONE, LLAMA__QWEN2, true},
-    {"attn_k.bias", offsetof(llama_layer, k_bias), LLAMA__KV, LLAMA__ONE, LLAMA__QWEN2, true},
-    {"attn_v.bias", offsetof(llama_layer, v_bias), LLAMA__KV, LLAMA__ONE, LLAMA__QWEN2, true},
-    {"attn_q_norm.weight", offsetof(llama_layer, q_norm), LLAMA__HEAD, LLAMA__ONE, LLAMA__QWEN3, false},
-    {"attn_k_norm.weight", offsetof(llama_layer, k_norm), LLAMA__HEAD, LLAMA__ONE, LLAMA__QWEN3, false},
-    {"attn_output.weight", offsetof(llama_layer, out), LLAMA__Q, LLAMA__EMBD, LLAMA__ALL, false},
-    {"attn_output.bias", offsetof(llama_layer, out_bias), LLAMA__EMBD, LLAMA__ONE, 0, true},
-    {"post_attention_norm.weight", offsetof(llama_layer, attn_post_norm), LLAMA__EMBD, LLAMA__ONE,
+    {"attn_norm.weight", offsetof(llama_layer, attn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL, false},
+    {"attn_q.weight", offsetof(llama_layer, q), LLAMA__E, LLAMA__Q, LLAMA__ALL, false},
+    {"attn_k.weight", offsetof(llama_layer, k), LLAMA__E, LLAMA__KV, LLAMA__ALL, false},
+    {"attn_v.weight", offsetof(llama_layer, v), LLAMA__E, LLAMA__KV, LLAMA__ALL, false},
+    {"attn_q.bias", offsetof(llama_layer, q_bias), LLAMA__Q, LLAMA__1, LLAMA__QWEN2, true},
+    {"attn_k.bias", offsetof(llama_layer, k_bias), LLAMA__KV, LLAMA__1, LLAMA__QWEN2, true},
+    {"attn_v.bias", offsetof(llama_layer, v_bias), LLAMA__KV, LLAMA__1, LLAMA__QWEN2, true},
+    {"attn_q_norm.weight", offsetof(llama_layer, q_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3, false},
+    {"attn_k_norm.weight", offsetof(llama_layer, k_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3, false},
+    {"attn_output.weight", offsetof(llama_layer, out), LLAMA__Q, LLAMA__E, LLAMA__ALL, false},
+    {"attn_output.bias", offsetof(llama_layer, out_bias), LLAMA__E, LLAMA__1, 0, true},
+    {"post_attention_norm.weight", offsetof(llama_layer, attn_post_norm), LLAMA__E, LLAMA__1,
      LLAMA__GEMMA2, false},
-    {"ffn_norm.weight", offsetof(llama_layer, ffn_norm), LLAMA__EMBD, LLAMA__ONE, LLAMA__ALL, false},
-    {"ffn_gate.weight", offsetof(llama_layer, gate), LLAMA__EMBD, LLAMA__FF, LLAMA__ALL, false},
-    {"ffn_gate.bias", offsetof(llama_layer, gate_bias), LLAMA__FF, LLAMA__ONE, 0, true},
-    {"ffn_up.weight", offsetof(llama_layer, up), LLAMA__EMBD, LLAMA__FF, LLAMA__ALL, false},
-    {"ffn_up.bias", offsetof(llama_layer, up_bias), LLAMA__FF, LLAMA__ONE, 0, true},
-    {"ffn_down.weight", offsetof(llama_layer, down), LLAMA__FF, LLAMA__EMBD, LLAMA__ALL, false},
-    {"ffn_down.bias", offsetof(llama_layer, down_bias), LLAMA__EMBD, LLAMA__ONE, 0, true},
-    {"post_ffw_norm.weight", offsetof(llama_layer, ffn_post_norm), LLAMA__EMBD, LLAMA__ONE, LLAMA__GEMMA2,
-     false},
+    {"ffn_norm.weight", offsetof(llama_layer, ffn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL, false},
+    {"ffn_gate.weight", offsetof(llama_layer, gate), LLAMA__E, LLAMA__F, LLAMA__ALL, false},
+    {"ffn_gate.bias", offsetof(llama_layer, gate_bias), LLAMA__F, LLAMA__1, 0, true},
+    {"ffn_up.weight", offsetof(llama_layer, up), LLAMA__E, LLAMA__F, LLAMA__ALL, false},
+    {"ffn_up.bias", offsetof(llama_layer, up_bias), LLAMA__F, LLAMA__1, 0, true},
+    {"ffn_down.weight", offsetof(llama_layer, down), LLAMA__F, LLAMA__E, LLAMA__ALL, false},
+    {"ffn_down.bias", offsetof(llama_layer, down_bias), LLAMA__E, LLAMA__1, 0, true},
+    {"post_ffw_norm.weight", offsetof(llama_layer, ffn_post_norm), LLAMA__E, LLAMA__1,
+     LLAMA__GEMMA2, false},
 };
 
 enum { LLAMA__N_WEIGHTS = sizeof llama__weights / sizeof llama__weights[0] };
@@ -345,20 +361,20 @@ static size_t llama__max_weights(const llama_model *m) { // with the five that a
 }
 
 // Finds one weight, [cols] or [cols, rows], and makes it a tensor.
-static rocq_result llama__load(llama_model *m, const rocq_gguf *file, const char *name, int64_t cols,
-                               int64_t rows, bool required, rocq_tensor *out) {
+static rocq_result llama__load(llama_model *m, const rocq_gguf *file, const char *name,
+                               int64_t cols, int64_t rows, bool required, rocq_tensor *out) {
     rocq_gguf_tensor found;
     rocq_stats before, after;
     if (rocq_gguf_find_tensor(file, name, &found) != ROCQ_OK) {
         return required ? llama__fail(m, ROCQ_E_NOT_FOUND, "tensor %s is missing", name) : ROCQ_OK;
     }
     if (found.ne[0] != cols || found.ne[1] != rows || found.ne[2] != 1 || found.ne[3] != 1) {
-        return llama__fail(m, ROCQ_E_SHAPE, "tensor %s has %.0f x %.0f elements, expected %.0f x %.0f", name,
+        return llama__fail(m, ROCQ_E_SHAPE, "tensor %s is %.0f x %.0f, expected %.0f x %.0f", name,
                            (double)found.ne[0], (double)found.ne[1], (double)cols, (double)rows);
     }
     if (!found.known || found.format == ROCQ_I32 || (rows == 1 && found.format != ROCQ_F32)) {
-        return llama__fail(m, ROCQ_E_FORMAT, "tensor %s has format %u, which cannot be used here", name,
-                           (unsigned)found.type_id);
+        return llama__fail(m, ROCQ_E_FORMAT, "tensor %s has format %u, which cannot be used here",
+                           name, (unsigned)found.type_id);
     }
     LLAMA__TRY(rocq_get_stats(m->ctx, &before));
     LLAMA__TRY(rocq_gguf_upload(m->ctx, file, name, out));
@@ -370,13 +386,15 @@ static rocq_result llama__load(llama_model *m, const rocq_gguf *file, const char
 }
 
 static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file, int family) {
-    const int64_t size[LLAMA__N_SIZES] = {1, m->n_embd, (int64_t)m->n_heads * m->head_dim,
-                                          (int64_t)m->n_kv_heads * m->head_dim, m->head_dim, m->n_ff};
-    LLAMA__TRY(llama__load(m, file, "token_embd.weight", m->n_embd, m->n_vocab, true, &m->embedding));
-    LLAMA__TRY(llama__load(m, file, "output_norm.weight", m->n_embd, 1, true, &m->output_norm));
-    LLAMA__TRY(llama__load(m, file, "output.weight", m->n_embd, m->n_vocab, false, &m->output));
-    LLAMA__TRY(llama__load(m, file, "output.bias", m->n_vocab, 1, false, &m->output_bias));
-    LLAMA__TRY(llama__load(m, file, "rope_freqs.weight", m->rope.n_dims / 2, 1, false, &m->rope_freqs));
+    const int64_t head = m->head_dim, n_embd = m->n_embd, n_vocab = m->n_vocab;
+    const int64_t size[LLAMA__N_SIZES] = {1, n_embd, m->n_heads * head, m->n_kv_heads * head, head,
+                                          m->n_ff};
+    LLAMA__TRY(llama__load(m, file, "token_embd.weight", n_embd, n_vocab, true, &m->embedding));
+    LLAMA__TRY(llama__load(m, file, "output_norm.weight", n_embd, 1, true, &m->output_norm));
+    LLAMA__TRY(llama__load(m, file, "output.weight", n_embd, n_vocab, false, &m->output));
+    LLAMA__TRY(llama__load(m, file, "output.bias", n_vocab, 1, false, &m->output_bias));
+    LLAMA__TRY(llama__load(m, file, "rope_freqs.weight", m->rope.n_dims / 2, 1, false,
+                           &m->rope_freqs));
     if (m->rope_freqs.n_dims > 0) m->rope.freq_factors = &m->rope_freqs;
     for (int32_t i = 0; i < m->n_layers; i++) {
         LLAMA__TRY(llama__progress(m, "loading", i, m->n_layers));
@@ -392,9 +410,8 @@ static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file, int fa
     }
     // A weight that the graph does not know would be left out in silence, and the text be wrong.
     if (m->n_weights != rocq_gguf_tensor_count(file)) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%d of the file's %d tensors belong to no %s model",
-                           (int)(rocq_gguf_tensor_count(file) - m->n_weights),
-                           (int)rocq_gguf_tensor_count(file), m->family);
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "of the file's %.0f tensors a %s model has %d",
+                           (double)rocq_gguf_tensor_count(file), m->family, (int)m->n_weights);
     }
     return llama__progress(m, "loading", m->n_layers, m->n_layers);
 }
@@ -403,10 +420,11 @@ static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file, int fa
 // The graph
 // ---------------------------------------------------------------------------------------------
 
-// Runs an op, or, while llama_open plans, finds out what scratch memory it would need: the same code
-// reserves for exactly the ops that run later.
-#define LLAMA__RUN(m, OP, op, params)                                                              \
-    LLAMA__TRY((m)->planning ? llama__measure(m, ROCQ_OP_##OP, params) : rocq_##op((m)->ctx, params))
+// Runs an op, or, while llama_open plans, finds out what scratch memory it would need: the same
+// code reserves for exactly the ops that run later.
+#define LLAMA__RUN(m, OP, op, params)                                    \
+    LLAMA__TRY((m)->planning ? llama__measure(m, ROCQ_OP_##OP, params)   \
+                             : rocq_##op((m)->ctx, params))
 
 static rocq_result llama__measure(llama_model *m, rocq_op op, const void *params) {
     int64_t bytes = 0;
@@ -440,16 +458,16 @@ static rocq_result llama__norm(llama_model *m, const rocq_tensor *y, const rocq_
     return ROCQ_OK;
 }
 
-// Adds to the residual stream x, through a norm where the family has one.
+// x += w in + bias; gemma2 norms what is added, by way of h.
 static rocq_result llama__add(llama_model *m, const rocq_tensor *x, const rocq_tensor *w,
-                              const rocq_tensor *bias, const rocq_tensor *in, const rocq_tensor *norm,
-                              const rocq_tensor *h) {
-    const bool direct = !llama__maybe(norm);
-    const rocq_matmul_params project = {.y = direct ? x : h, .w = w, .x = in, .bias = llama__maybe(bias),
-                                        .residual = direct ? x : NULL};
+                              const rocq_tensor *in, const rocq_tensor *bias,
+                              const rocq_tensor *norm, const rocq_tensor *h) {
+    const bool direct = norm->n_dims == 0;
+    const rocq_matmul_params project = {.y = direct ? x : h, .w = w, .x = in,
+                                        .bias = llama__maybe(bias), .residual = direct ? x : NULL};
+    const rocq_binary_params add = {.y = x, .a = x, .b = h};
     LLAMA__RUN(m, MATMUL, matmul, &project);
     if (direct) return ROCQ_OK;
-    const rocq_binary_params add = {.y = x, .a = x, .b = h};
     LLAMA__TRY(llama__norm(m, h, h, norm));
     LLAMA__RUN(m, ADD, add, &add);
     return ROCQ_OK;
@@ -464,17 +482,19 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     const rocq_tensor k = llama__columns(&m->k, 0, n), k_heads = llama__heads(m, &k);
     const rocq_tensor v = llama__columns(&m->v, 0, n), v_heads = llama__heads(m, &v);
 
-    // Attention
-    const rocq_matmul_params to_q = {.y = &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias)};
-    const rocq_matmul_params to_k = {.y = &k, .w = &l->k, .x = &h, .bias = llama__maybe(&l->k_bias)};
-    const rocq_matmul_params to_v = {.y = &v, .w = &l->v, .x = &h, .bias = llama__maybe(&l->v_bias)};
-    const rocq_rope_append_params append = {.q = &q_heads, .k = &k_heads, .v = &v_heads,
-                                            .k_cache = &l->k_cache, .v_cache = &l->v_cache, .pos = pos,
-                                            .rope = m->rope};
-    const rocq_attention_params attend = {.out = &q_heads, .q = &q_heads, .k = &l->k_cache,
-                                          .v = &l->v_cache, .kv_len = &m->kv_len,
-                                          .scale = m->attention_scale, .softcap = m->attention_softcap,
-                                          .window = l->window, .causal = true};
+    const rocq_matmul_params to_q = {
+        .y = &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias)};
+    const rocq_matmul_params to_k = {
+        .y = &k, .w = &l->k, .x = &h, .bias = llama__maybe(&l->k_bias)};
+    const rocq_matmul_params to_v = {
+        .y = &v, .w = &l->v, .x = &h, .bias = llama__maybe(&l->v_bias)};
+    const rocq_rope_append_params append = {
+        .q = &q_heads, .k = &k_heads, .v = &v_heads, .k_cache = &l->k_cache,
+        .v_cache = &l->v_cache, .pos = pos, .rope = m->rope};
+    const rocq_attention_params attend = {
+        .out = &q_heads, .q = &q_heads, .k = &l->k_cache, .v = &l->v_cache, .kv_len = &m->kv_len,
+        .scale = m->attention_scale, .softcap = m->attention_softcap, .window = l->window,
+        .causal = true};
     LLAMA__TRY(llama__norm(m, &h, x, &l->attn_norm));
     LLAMA__RUN(m, MATMUL, matmul, &to_q);
     LLAMA__RUN(m, MATMUL, matmul, &to_k);
@@ -483,17 +503,18 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     if (l->k_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &k_heads, &k_heads, &l->k_norm));
     LLAMA__RUN(m, ROPE_APPEND, rope_append, &append);
     LLAMA__RUN(m, ATTENTION, attention, &attend);
-    LLAMA__TRY(llama__add(m, x, &l->out, &l->out_bias, &q, &l->attn_post_norm, &h));
+    LLAMA__TRY(llama__add(m, x, &l->out, &q, &l->out_bias, &l->attn_post_norm, &h));
 
-    // Feed-forward: down(act(gate(h)) * up(h))
-    const rocq_matmul_params gate = {.y = &ffn, .w = &l->gate, .x = &h, .bias = llama__maybe(&l->gate_bias),
-                                     .activation = m->activation};
-    const rocq_matmul_params up = {.y = &ffn, .w = &l->up, .x = &h, .bias = llama__maybe(&l->up_bias),
-                                   .gate = &ffn};
+    // x += down(activation(gate(h)) * up(h))
+    const rocq_matmul_params gate = {
+        .y = &ffn, .w = &l->gate, .x = &h, .bias = llama__maybe(&l->gate_bias),
+        .activation = m->activation};
+    const rocq_matmul_params up = {
+        .y = &ffn, .w = &l->up, .x = &h, .bias = llama__maybe(&l->up_bias), .gate = &ffn};
     LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm));
     LLAMA__RUN(m, MATMUL, matmul, &gate);
     LLAMA__RUN(m, MATMUL, matmul, &up);
-    return llama__add(m, x, &l->down, &l->down_bias, &ffn, &l->ffn_post_norm, &h);
+    return llama__add(m, x, &l->down, &ffn, &l->down_bias, &l->ffn_post_norm, &h);
 }
 
 // Tokens 0 .. n of the batch, from their ids to the residual stream after the last layer.
@@ -534,13 +555,13 @@ static rocq_result llama__draw(llama_model *m, const rocq_sample_params *how) {
 // Memory
 // ---------------------------------------------------------------------------------------------
 
-static rocq_result llama__tensor(llama_model *m, rocq_arena *arena, rocq_tensor *out, rocq_format format,
-                                 int64_t ne0, int64_t ne1, int64_t ne2) {
+static rocq_result llama__tensor(llama_model *m, rocq_arena *arena, rocq_tensor *out,
+                                 rocq_format format, int64_t ne0, int64_t ne1, int64_t ne2) {
     const int64_t ne[3] = {ne0, ne1, ne2};
-    const rocq_result result = rocq_arena_tensor(arena, out, format, ne2 > 1 ? 3 : ne1 > 1 ? 2 : 1, ne);
+    const rocq_result result = rocq_arena_tensor(arena, out, format, 3, ne);
     if (result == ROCQ_OK) return result;
-    return llama__fail(m, result, "no tensor of %.0f x %.0f x %.0f elements: %s", (double)ne0, (double)ne1,
-                       (double)ne2, rocq_result_message(result));
+    return llama__fail(m, result, "no tensor of %.0f x %.0f x %.0f elements: %s", (double)ne0,
+                       (double)ne1, (double)ne2, rocq_result_message(result));
 }
 
 // Cuts the cache and the activations from an arena: first from a measuring one, then from memory.
@@ -598,8 +619,8 @@ static rocq_result llama__make_memory(llama_model *m) {
     rocq_arena arena;
     if (rocq_format_from_name(&kv_format, name) != ROCQ_OK ||
         m->head_dim % rocq_get_format_info(kv_format)->block_elems != 0) {
-        return llama__fail(m, ROCQ_E_FORMAT, "no KV cache of format %s for heads of %d elements", name,
-                           (int)m->head_dim);
+        return llama__fail(m, ROCQ_E_FORMAT, "no KV cache of format %s for heads of %d elements",
+                           name, (int)m->head_dim);
     }
     rocq_arena_init(&arena, NULL);
     LLAMA__TRY(llama__cut(m, &arena, kv_format));
@@ -609,14 +630,11 @@ static rocq_result llama__make_memory(llama_model *m) {
     LLAMA__TRY(llama__cut(m, &arena, kv_format));
     LLAMA__TRY(llama__allocate(m, &m->positions, (size_t)m->n_batch * sizeof(int32_t)));
 
-    // Scratch, for batches of 1, 2, 4 ... tokens: what an op needs may depend on how it goes about it.
+    // For every n up to 16, then in larger steps: few columns may take another way than many.
     const rocq_sample_params how = {.temperature = 1, .top_k = 40, .top_p = 0.9f, .min_p = 0.1f};
     m->planning = true;
-    for (int64_t n = 1; n <= m->n_batch; n = n < m->n_batch && 2 * n > m->n_batch ? m->n_batch : 2 * n) {
-        LLAMA__TRY(llama__batch(m, n));
-        if (n <= m->n_logits || n == 1) LLAMA__TRY(llama__head(m, 0, n));
-    }
-    LLAMA__TRY(llama__head(m, 0, m->n_logits));
+    for (int64_t n = m->n_batch; n > 0; n -= n > 16 ? n / 4 : 1) LLAMA__TRY(llama__batch(m, n));
+    for (int64_t n = m->n_logits; n > 0; n -= n > 16 ? n / 4 : 1) LLAMA__TRY(llama__head(m, 0, n));
     LLAMA__TRY(llama__draw(m, &how));
     m->planning = false;
     memset(&m->last, 0, sizeof m->last);
@@ -633,8 +651,9 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     LLAMA__TRY(llama__read_config(m, file, &family));
     LLAMA__TRY(llama__allocate(m, &m->layers, (size_t)m->n_layers * sizeof(llama_layer)));
     LLAMA__TRY(llama__allocate(m, &m->copies, llama__max_weights(m) * sizeof(rocq_buffer)));
-    if (family == LLAMA__GEMMA2) LLAMA__TRY(llama__read_gemma2(m, file));
-    m->n_ctx = m->options.n_ctx > 0 ? m->options.n_ctx : m->n_ctx_train < 4096 ? m->n_ctx_train : 4096;
+    LLAMA__TRY(llama__read_extras(m, file, family));
+    m->n_ctx = m->n_ctx_train < 4096 ? m->n_ctx_train : 4096;
+    if (m->options.n_ctx > 0) m->n_ctx = m->options.n_ctx;
     m->n_batch = m->options.n_batch > 0 ? m->options.n_batch : 128;
     if (m->n_batch > m->n_ctx) m->n_batch = m->n_ctx;
     m->n_logits = m->options.n_logits > 0 ? m->options.n_logits : 1;
@@ -680,7 +699,8 @@ static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int3
     for (int32_t i = 0; i < n; i++) {
         m->positions[i] = m->n_past + i;
         if (tokens[i] < 0 || tokens[i] >= m->n_vocab) {
-            return llama__fail(m, ROCQ_E_BOUNDS, "token %d is not one of %d", (int)tokens[i], (int)m->n_vocab);
+            return llama__fail(m, ROCQ_E_BOUNDS, "token %d is not one of %d", (int)tokens[i],
+                               (int)m->n_vocab);
         }
     }
     LLAMA__TRY(rocq_upload(m->ctx, &ids, tokens, n * (int64_t)sizeof(int32_t)));
@@ -693,9 +713,11 @@ static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int3
 
 static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n, float *logits) {
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
-    if (!tokens || n < 1 || m->n_past < 0) return llama__fail(m, ROCQ_E_ARGUMENT, "there are no tokens");
+    if (!tokens || n < 1 || m->n_past < 0) {
+        return llama__fail(m, ROCQ_E_ARGUMENT, "there are no tokens, or n_past is negative");
+    }
     if (n > m->n_ctx - m->n_past) {
-        return llama__fail(m, ROCQ_E_BOUNDS, "%.0f more tokens do not fit a context of %d, %d of it in use",
+        return llama__fail(m, ROCQ_E_BOUNDS, "%.0f more tokens do not fit a context of %d with %d",
                            (double)n, (int)m->n_ctx, (int)m->n_past);
     }
     for (int64_t done = 0; done < n;) {
@@ -705,8 +727,9 @@ static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n,
         for (int32_t i = 0; logits && i < step;) {
             const int32_t part = step - i < m->n_logits ? step - i : m->n_logits;
             const rocq_tensor from = llama__columns(&m->logits, 0, part);
+            float *to = logits + (done + i) * m->n_vocab;
             LLAMA__TRY(llama__head(m, i, part));
-            LLAMA__TRY(rocq_download(m->ctx, logits + (done + i) * m->n_vocab, &from, rocq_tensor_size(&from)));
+            LLAMA__TRY(rocq_download(m->ctx, to, &from, rocq_tensor_size(&from)));
             i += part;
         }
         done += step;
@@ -715,19 +738,21 @@ static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n,
     return n > 1 ? llama__progress(m, "reading", n, n) : ROCQ_OK;
 }
 
-static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int64_t n, float *logits) {
+static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int64_t n,
+                                     float *logits) {
     m->error[0] = '\0';
     return llama__done(m, llama__eval(m, tokens, n, logits));
 }
 
 static rocq_result llama__sample(llama_model *m, const rocq_sample_params *how, int32_t *token) {
-    if (m->last.n_dims == 0) return llama__fail(m, ROCQ_E_STATE, "there are no logits to sample from");
+    if (m->last.n_dims == 0) return llama__fail(m, ROCQ_E_STATE, "there are no logits yet");
     if (!how || !token) return llama__fail(m, ROCQ_E_ARGUMENT, "how or token is NULL");
     LLAMA__TRY(llama__draw(m, how));
     return rocq_download(m->ctx, token, &m->token, (int64_t)sizeof *token);
 }
 
-static inline rocq_result llama_sample(llama_model *m, const rocq_sample_params *how, int32_t *token) {
+static inline rocq_result llama_sample(llama_model *m, const rocq_sample_params *how,
+                                       int32_t *token) {
     m->error[0] = '\0';
     return llama__done(m, llama__sample(m, how, token));
 }

@@ -3,10 +3,10 @@
 //     cc -O2 examples/quantize.c -o quantize -lm -ldl -lpthread
 //     ./quantize model-f32.gguf model-q4.gguf q4_k_m
 //
-// The last argument is a format ("q8_0", "q4_k", "f16" ...) for all matrices, or q4_k_m, a mix: Q4_K,
-// with Q6_K where it counts most, that is for the output matrix and for attn_v and ffn_down of about
-// half of the layers. Vectors and norms stay F32. A matrix whose rows are no whole number of 256-element
-// blocks takes a format of 32-element blocks of about the same precision, or else F16.
+// The last argument is a format ("q8_0", "q4_k", "f16" ...) for all matrices, or q4_k_m, a mix:
+// Q4_K, with Q6_K where it counts most: for the output matrix, and for attn_v and ffn_down of about
+// half of the layers. Vectors and norms are F32. A matrix whose rows are no whole number of
+// 256-element blocks takes a format of 32-element blocks of about the same precision, or else F16.
 // Works on one tensor at a time; memory is bounded by the largest.
 
 #define ROCQ_IMPLEMENTATION
@@ -16,7 +16,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#if defined(__cplusplus) && defined(__GNUC__) // takes fields a designated initialiser omits for forgotten
+#if defined(__cplusplus) && defined(__GNUC__) // g++ counts fields that are left zero as forgotten
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 #endif
 
@@ -66,11 +66,15 @@ static bool layer_counts_more(int32_t layer, int32_t n_layers) {
     return layer < eighth || layer >= 7 * n_layers / 8 || (layer - eighth) % 3 == 2;
 }
 
+static void copy_name(char name[256], const rocq_gguf_tensor *t) {
+    snprintf(name, 256, "%.*s", (int)(t->name.length < 255 ? t->name.length : 255), t->name.data);
+}
+
 static rocq_format choose(const job *j, const rocq_gguf_tensor *t) {
-    char name[128];
+    char name[256];
     int layer = -1;
-    if (!t->known || t->format == ROCQ_I32) return t->format;
-    snprintf(name, sizeof name, "%.*s", (int)(t->name.length < 127 ? t->name.length : 127), t->name.data);
+    copy_name(name, t);
+    if (t->format == ROCQ_I32) return t->format;
     if (t->n_dims < 2 || strstr(name, "norm")) return ROCQ_F32;
     if (!j->mix) return fit(j->format, t->ne[0]);
     const bool output = strcmp(name, j->tied ? "token_embd.weight" : "output.weight") == 0;
@@ -113,38 +117,43 @@ static bool plan(job *j) {
     int64_t n_layers = 0, before = 1, after = 1, row = 1;
     char key[128];
     if (!check(j, j->in_path, rocq_gguf_open(j->ctx, &j->in, &source))) return false;
-    if (rocq_gguf_get_str(j->in, "general.architecture", &family) == ROCQ_OK && family.length < 64) {
+    if (rocq_gguf_get_str(j->in, "general.architecture", &family) == ROCQ_OK &&
+        family.length < 64) {
         snprintf(key, sizeof key, "%.*s.block_count", (int)family.length, family.data);
         rocq_gguf_get_i64(j->in, key, &n_layers);
     }
     j->n_layers = n_layers > 0 && n_layers < 1 << 20 ? (int32_t)n_layers : 0;
     j->tied = rocq_gguf_find_tensor(j->in, "output.weight", &t) != ROCQ_OK;
 
-    if (!check(j, j->out_path, rocq_gguf_create(j->ctx, &j->out, &target)) ||
-        !check(j, j->out_path, rocq_gguf_set_from(j->out, j->in)) ||
-        !check(j, j->out_path, rocq_gguf_set_u32(j->out, "general.quantization_version", 2))) return false;
-    if (file_type(j) >= 0 &&
-        !check(j, j->out_path, rocq_gguf_set_u32(j->out, "general.file_type", (uint32_t)file_type(j)))) {
-        return false;
+    rocq_result result = rocq_gguf_create(j->ctx, &j->out, &target);
+    if (result == ROCQ_OK) result = rocq_gguf_set_from(j->out, j->in);
+    if (result == ROCQ_OK) result = rocq_gguf_set_u32(j->out, "general.quantization_version", 2);
+    if (result == ROCQ_OK && file_type(j) >= 0) {
+        result = rocq_gguf_set_u32(j->out, "general.file_type", (uint32_t)file_type(j));
     }
+    if (!check(j, j->out_path, result)) return false;
     for (int64_t i = 0; i < rocq_gguf_tensor_count(j->in); i++) {
         char name[256];
         int64_t n_bytes, n_rows;
         if (!check(j, j->in_path, rocq_gguf_tensor_at(j->in, i, &t))) return false;
-        if (t.name.length >= (int64_t)sizeof name) return fail(j->in_path, "a tensor's name is too long");
-        snprintf(name, sizeof name, "%.*s", (int)t.name.length, t.name.data);
-        if (!t.known) return fail(name, "the tensor's format is unknown");
-        if (!check(j, name, rocq_row_size(choose(j, &t), t.ne[0], &n_bytes)) ||
-            !check(j, name, rocq_gguf_add_tensor(j->out, name, choose(j, &t), t.n_dims, t.ne))) return false;
+        copy_name(name, &t);
+        if (!t.known) return fail(name, "has an unknown format");
+        const rocq_format format = choose(j, &t);
+        result = rocq_row_size(format, t.ne[0], &n_bytes);
+        if (result == ROCQ_OK) {
+            result = rocq_gguf_add_tensor(j->out, name, format, t.n_dims, t.ne);
+        }
+        if (!check(j, name, result)) return false;
         n_rows = t.ne[1] * t.ne[2] * t.ne[3]; // the reader has checked that the product fits
         if (t.size > before) before = t.size;
         if (n_bytes * n_rows > after) after = n_bytes * n_rows;
         if (t.ne[0] > row) row = t.ne[0];
     }
+    row *= (int64_t)sizeof(float);
     return check(j, "memory", rocq_buffer_alloc(j->ctx, &j->before, before)) &&
            check(j, "memory", rocq_buffer_alloc(j->ctx, &j->after, after)) &&
-           check(j, "memory", rocq_buffer_alloc(j->ctx, &j->row, row * (int64_t)sizeof(float))) &&
-           check(j, "memory", rocq_buffer_alloc(j->ctx, &j->row_after, row * (int64_t)sizeof(float)));
+           check(j, "memory", rocq_buffer_alloc(j->ctx, &j->row, row)) &&
+           check(j, "memory", rocq_buffer_alloc(j->ctx, &j->row_after, row));
 }
 
 // Re-encodes row by row, decodes the result again, and prints a line on what became of the tensor.
@@ -156,7 +165,7 @@ static bool convert(job *j, const rocq_gguf_tensor *t) {
     double error = 0, power = 0;
     int64_t from_bytes = 0, to_bytes = 0;
     char name[256], shape[64];
-    snprintf(name, sizeof name, "%.*s", (int)t->name.length, t->name.data);
+    copy_name(name, t);
     if (!check(j, name, rocq_gguf_read(j->ctx, j->in, t, from)) ||
         !check(j, name, rocq_row_size(t->format, n, &from_bytes)) ||
         !check(j, name, rocq_row_size(format, n, &to_bytes))) return false;
@@ -171,8 +180,9 @@ static bool convert(job *j, const rocq_gguf_tensor *t) {
         }
     }
     snprintf(shape, sizeof shape, "%.0f x %.0f", (double)n, (double)n_rows);
-    printf("%-32s %16s  %-10s  %-10s  %8.5f  %12.0f\n", name, shape, rocq_get_format_info(t->format)->name,
-           rocq_get_format_info(format)->name, power > 0 ? sqrt(error / power) : 0.0, (double)(to_bytes * n_rows));
+    printf("%-32s %16s  %-10s  %-10s  %8.5f  %12.0f\n", name, shape,
+           rocq_get_format_info(t->format)->name, rocq_get_format_info(format)->name,
+           power > 0 ? sqrt(error / power) : 0.0, (double)(to_bytes * n_rows));
     j->bytes_before += t->size;
     j->bytes_after += to_bytes * n_rows;
     return check(j, j->out_path, rocq_gguf_write(j->out, to, to_bytes * n_rows));
@@ -182,11 +192,13 @@ static bool quantize(job *j) {
     rocq_gguf_tensor t;
     if (strcmp(j->in_path, j->out_path) == 0) return fail(j->out_path, "is the input");
     if (!plan(j)) return false;
-    printf("%-32s %16s  %-10s  %-10s  %8s  %12s\n", "tensor", "shape", "from", "to", "error", "bytes");
+    printf("%-32s %16s  %-10s  %-10s  %8s  %12s\n", "tensor", "shape", "from", "to", "error",
+           "bytes");
     for (int64_t i = 0; i < rocq_gguf_tensor_count(j->in); i++) {
-        if (!check(j, j->in_path, rocq_gguf_tensor_at(j->in, i, &t)) || !convert(j, &t)) return false;
+        if (!check(j, j->in_path, rocq_gguf_tensor_at(j->in, i, &t))) return false;
+        if (!convert(j, &t)) return false;
     }
-    printf("%.0f bytes of weights become %.0f (%.1f%%); error is root mean square, relative to the weights\n",
+    printf("%.0f bytes of weights become %.0f (%.1f%%); errors are root mean square, relative\n",
            (double)j->bytes_before, (double)j->bytes_after,
            j->bytes_before > 0 ? 100 * (double)j->bytes_after / (double)j->bytes_before : 0.0);
     return check(j, j->out_path, rocq_gguf_finish(&j->out));
@@ -197,8 +209,9 @@ int main(int argc, char **argv) {
     j.mix = argc == 4 && (strcmp(argv[3], "q4_k_m") == 0 || strcmp(argv[3], "Q4_K_M") == 0);
     if (argc != 4 || (!j.mix && rocq_format_from_name(&j.format, argv[3]) != ROCQ_OK) ||
         (!j.mix && j.format == ROCQ_I32)) {
-        fprintf(stderr, "usage: quantize in.gguf out.gguf q4_k_m|FORMAT   (f32 f16 bf16 q4_0 q4_1 q5_0 q5_1"
-                        " q8_0 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4)\n");
+        fprintf(stderr, "usage: quantize in.gguf out.gguf q4_k_m|FORMAT\n"
+                        "formats: f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q2_k q3_k q4_k q5_k q6_k"
+                        " iq4_nl iq4_xs mxfp4\n");
         return 1;
     }
     j.in_path = argv[1];

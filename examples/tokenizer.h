@@ -9,8 +9,8 @@
 //     tokenizer_close(&t);
 //
 // Two kinds of vocabulary: "llama" (SentencePiece BPE: merges by score, bytes as a fallback) and
-// "gpt2" (byte-level BPE: text is cut into words first, then merged by rank inside each). The ids are
-// llama.cpp's for any bytes, valid UTF-8 or not, and take time about linear in the text.
+// "gpt2" (byte-level BPE: text is cut into words first, then merged by rank inside each). The ids
+// are llama.cpp's for any bytes, valid UTF-8 or not, and take time about linear in the text.
 
 #ifndef TOKENIZER_H
 #define TOKENIZER_H
@@ -43,11 +43,11 @@ typedef struct tok__array { // memory that only grows
     int64_t capacity; // bytes
 } tok__array;
 
-typedef struct tok__map { // finds a string's index in an array of strings
-    tok__array strings;   // rocq_str [n]
-    tok__array slots;     // int32_t [n_slots]: index + 1, 0 = free
-    int64_t n, n_slots;         // n_slots is a power of two
-    int64_t longest;
+typedef struct tok__map { // finds a string's place in an array of strings
+    tok__array strings; // rocq_str [n]
+    tok__array slots;   // int32_t [n_slots]: index + 1, 0 = free
+    int64_t n, n_slots; // n_slots is a power of two
+    int64_t longest;    // string, in bytes
 } tok__map;
 
 typedef struct tokenizer {
@@ -63,11 +63,11 @@ typedef struct tokenizer {
     uint16_t byte_char[256]; // byte-level vocabularies: the character that stands for a byte,
     int16_t char_byte[324];  // and back; -1 = none
     tok__map vocab, merges;
-    tok__array scores;  // float [n_vocab]
-    tok__array kinds;   // uint8_t [n_vocab]: TOK__NORMAL and so on
-    tok__array special; // int32_t [n_special]: tokens that are cut out of text, longest first
+    tok__array scores;       // float [n_vocab]
+    tok__array kinds;        // uint8_t [n_vocab]: TOK__NORMAL and so on
+    tok__array special;      // int32_t [n_special]: tokens that are cut out of text, longest first
     int32_t n_special;
-    tok__array class_starts;                                   // uint32_t, see tok__class
+    tok__array class_starts; // uint32_t: where each of tok__class_runs begins
     tok__array text, codes, classes, fragments, symbols, heap; // while encoding
     tok__array piece;                                          // while decoding
 } tokenizer;
@@ -78,31 +78,32 @@ static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file,
                                          const rocq_allocator *allocator);
 static inline void tokenizer_close(tokenizer *t); // twice, or on a zeroed struct, is harmless
 
-// Appends the tokens of a text of any bytes. add_special: with BOS and EOS where the file asks for
-// them. parse_special: "</s>" and its like in the text become the control tokens of that name.
+// Appends the tokens of a text of any bytes; on failure none. add_special: with BOS and EOS where
+// the file asks for them. parse_special: "</s>" and its like in the text become the control tokens
+// of that name.
 static inline rocq_result tokenizer_encode(tokenizer *t, tokenizer_ids *ids, const char *text,
                                            int64_t length, bool add_special, bool parse_special);
-static inline void tokenizer_ids_free(tokenizer *t, tokenizer_ids *ids);
+static inline void tokenizer_ids_free(tokenizer *t, tokenizer_ids *ids); // while t is open
 
 // True when generation ends with this token.
 static inline bool tokenizer_is_end(const tokenizer *t, int32_t id);
 
-// The bytes of one token, maybe part of a character only; control tokens are empty unless special is
-// set. Valid until the next call on t.
+// The bytes of one token, maybe part of a character only; control tokens are empty unless special
+// is set. Valid until the next call on t.
 static inline rocq_str tokenizer_piece(tokenizer *t, int32_t id, bool special);
 
-// The same for reading along: only whole UTF-8 characters come out, and U+FFFD for what never becomes
-// one. id -1 flushes what is left. Allocates nothing.
+// The same for reading along: only whole UTF-8 characters come out, and U+FFFD for what never
+// becomes one. id -1 flushes what is left. Allocates nothing.
 static inline rocq_str tokenizer_next(tokenizer *t, tokenizer_stream *s, int32_t id, bool special);
 
 // ---------------------------------------------------------------------------------------------
 // Errors and memory
 // ---------------------------------------------------------------------------------------------
 
-#define TOK__TRY(call)                                   \
-    do {                                                       \
-        const rocq_result tok__r = (call);               \
-        if (tok__r != ROCQ_OK) return tok__r;      \
+#define TOK__TRY(call)                        \
+    do {                                      \
+        const rocq_result tok__r = (call);    \
+        if (tok__r != ROCQ_OK) return tok__r; \
     } while (0)
 
 static rocq_result tok__fail(tokenizer *t, rocq_result result, const char *format, ...) {
@@ -135,10 +136,11 @@ static rocq_result tok__room(tokenizer *t, tok__array *a, int64_t n, size_t size
     const int64_t need = n * (int64_t)size;
     if (need <= a->capacity) return ROCQ_OK;
     const int64_t capacity = need > 2 * a->capacity ? need : 2 * a->capacity;
-    void *data = t->allocator.alloc((size_t)capacity, t->allocator.user);
+    const bool fits = (uint64_t)capacity <= SIZE_MAX;
+    void *data = fits ? t->allocator.alloc((size_t)capacity, t->allocator.user) : NULL;
     if (!data) {
         return tok__fail(t, ROCQ_E_MEMORY, "no memory for %.0f bytes of tokenizer data",
-                               (double)capacity);
+                         (double)capacity);
     }
     if (a->capacity > 0) memcpy(data, a->data, (size_t)a->capacity);
     tok__free(t, a);
@@ -175,7 +177,7 @@ static uint64_t tok__hash(uint64_t hash, const char *text, int64_t n) { // FNV-1
 
 // The slot of "a b", or of "a" where b is NULL; or the free slot where it would go.
 static int32_t *tok__slot(const tok__map *map, const char *a, int64_t n_a, const char *b,
-                                int64_t n_b) {
+                          int64_t n_b) {
     const rocq_str *strings = (const rocq_str *)map->strings.data;
     int32_t *slots = (int32_t *)map->slots.data;
     uint64_t hash = tok__hash(0xcbf29ce484222325u, a, n_a);
@@ -192,14 +194,14 @@ static int32_t *tok__slot(const tok__map *map, const char *a, int64_t n_a, const
 
 // Index of the string, or -1.
 static int32_t tok__find(const tok__map *map, const char *a, int64_t n_a, const char *b,
-                               int64_t n_b) {
+                         int64_t n_b) {
     if (map->n == 0 || n_a + n_b > map->longest) return -1;
     return *tok__slot(map, a, n_a, b, n_b) - 1;
 }
 
 // Reads an array of strings. Of equal ones the last is found, or the first.
 static rocq_result tok__read_map(tokenizer *t, const rocq_gguf *file, const char *key,
-                                       tok__map *map, bool last_wins) {
+                                 tok__map *map, bool last_wins) {
     rocq_gguf_value value;
     const void *cursor = NULL;
     if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK) {
@@ -220,7 +222,7 @@ static rocq_result tok__read_map(tokenizer *t, const rocq_gguf *file, const char
         }
         if (s->length > INT32_MAX / 8) {
             return tok__fail(t, ROCQ_E_OVERFLOW, "%s has a string of %.0f bytes", key,
-                                   (double)s->length);
+                             (double)s->length);
         }
         if (s->length == 0) continue;
         if (s->length > map->longest) map->longest = s->length;
@@ -325,9 +327,9 @@ enum { TOK__N_RUNS = sizeof tok__class_runs / sizeof tok__class_runs[0] };
 
 static int tok__class(const tokenizer *t, uint32_t code) {
     const uint32_t *starts = (const uint32_t *)t->class_starts.data;
-    if ((code >= 9 && code <= 13) || code == 0x20 || code == 0x85 || code == 0xa0 || code == 0x1680 ||
-        (code >= 0x2000 && code <= 0x200a) || code == 0x2028 || code == 0x2029 || code == 0x202f ||
-        code == 0x205f || code == 0x3000) {
+    if ((code >= 9 && code <= 13) || code == 0x20 || code == 0x85 || code == 0xa0 ||
+        code == 0x1680 || (code >= 0x2000 && code <= 0x200a) || code == 0x2028 || code == 0x2029 ||
+        code == 0x202f || code == 0x205f || code == 0x3000) {
         return TOK__SPACE;
     }
     if (code >= starts[TOK__N_RUNS]) return TOK__OTHER;
@@ -354,13 +356,13 @@ static int tok__put_utf8(char *out, uint32_t code) {
 // Reads one character as llama.cpp does: any sequence of the right form counts, overlong ones and
 // surrogates too; a byte that begins none is U+FFFD.
 static int tok__get_utf8(const char *text, int64_t n, uint32_t *code) {
-    const unsigned char *s = (const unsigned char *)text;
-    const int length = s[0] < 0x80 ? 1 : s[0] < 0xc0 ? 0 : s[0] < 0xe0 ? 2 : s[0] < 0xf0 ? 3 : s[0] < 0xf8 ? 4 : 0;
+    const unsigned char *s = (const unsigned char *)text, c = s[0];
+    const int length = c < 0x80 ? 1 : c < 0xc0 ? 0 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : c < 0xf8 ? 4 : 0;
     bool whole = length > 0 && length <= n;
     for (int i = 1; whole && i < length; i++) whole = (s[i] & 0xc0u) == 0x80u;
     *code = 0xfffd;
     if (!whole) return 1;
-    uint32_t value = length == 1 ? s[0] : s[0] & (0x7fu >> length);
+    uint32_t value = length == 1 ? c : c & (0x7fu >> length);
     for (int i = 1; i < length; i++) value = value << 6 | (s[i] & 0x3fu);
     if (value <= 0x10ffff) *code = value;
     return length;
@@ -385,9 +387,9 @@ static int tok__valid_utf8(const unsigned char *s, int32_t n) {
 // Cutting text into words, before byte-level BPE
 // ---------------------------------------------------------------------------------------------
 // A vocabulary was trained on words that a regular expression cut, and only fits words cut the same
-// way. Each rule below is one expression, quoted above it; it returns the end of the word at `at`.
-// Where an expression only finds things, what lies between is a word too. Several rules in a row cut
-// the words of the one before.
+// way. Each rule below is one expression, quoted above it, and returns the end of the word at `at`.
+// Where an expression only finds things, what lies between is a word too. Several rules in a row:
+// each cuts the words of the one before.
 
 typedef struct tok__chars {
     const uint32_t *code;
@@ -403,8 +405,7 @@ static bool tok__is_symbol(int kind) { // [^\s\p{L}\p{N}]
 static bool tok__is_newline(uint32_t code) { return code == '\r' || code == '\n'; }
 
 // Length of 's 't 'm 'd 're 've 'll at `at`, else 0.
-static int64_t tok__contraction(const tok__chars *x, int64_t at, int64_t end,
-                                      bool any_case) {
+static int64_t tok__contraction(const tok__chars *x, int64_t at, int64_t end, bool any_case) {
     uint32_t c[2] = {0, 0};
     if (x->code[at] != '\'') return 0;
     for (int i = 0; i < 2 && at + 1 + i < end; i++) {
@@ -412,8 +413,8 @@ static int64_t tok__contraction(const tok__chars *x, int64_t at, int64_t end,
         if (any_case && c[i] >= 'A' && c[i] <= 'Z') c[i] += 'a' - 'A';
     }
     if (c[0] == 's' || c[0] == 't' || c[0] == 'm' || c[0] == 'd') return 2;
-    return (c[0] == 'r' && c[1] == 'e') || (c[0] == 'v' && c[1] == 'e') || (c[0] == 'l' && c[1] == 'l')
-               ? 3 : 0;
+    const bool two = c[0] == 'l' ? c[1] == 'l' : (c[0] == 'r' || c[0] == 'v') && c[1] == 'e';
+    return two ? 3 : 0;
 }
 
 // \s+(?!\S)|\s+ : the last space before a word is left to it. With newlines, before that
@@ -478,8 +479,8 @@ static int64_t tok__rule_qwen2(const tok__chars *x, int64_t at, int64_t end) {
     return tok__rule_letters(x, at, end, 1);
 }
 
-// [^\r\n\p{L}\p{N}]?U*W+|[^\r\n\p{L}\p{N}]?U+W*|\p{N}| rest, where U is any letter but a-z and W any
-// but A-Z: capitals begin a word.
+// [^\r\n\p{L}\p{N}]?U*W+|[^\r\n\p{L}\p{N}]?U+W*|\p{N}| rest, where U is any letter but a-z, and W
+// any but A-Z: capitals begin a word.
 static int64_t tok__rule_tekken(const tok__chars *x, int64_t at, int64_t end) {
     if (!tok__starts_letters(x, at, end)) {
         return x->kind[at] == TOK__NUMBER ? at + 1 : tok__rest(x, at, end, true);
@@ -494,7 +495,6 @@ static int64_t tok__rule_tekken(const tok__chars *x, int64_t at, int64_t end) {
     return i > first ? i : capitals;
 }
 
-// A run of what rule and kinds agree on, or the run before the next one.
 static bool tok__is_mark(const tok__chars *x, int64_t i, const char *more) {
     return x->kind[i] == TOK__PUNCTUATION ||
            (x->code[i] > 0 && x->code[i] < 0x80 && strchr(more, (int)x->code[i]));
@@ -540,15 +540,15 @@ static int64_t tok__rule_thousands(const tok__chars *x, int64_t at, int64_t end)
 // tokenizer.ggml.pre, as llama.cpp knows them; others are refused, because guessing would quietly
 // give a model the wrong tokens.
 typedef struct tok__pre {
-    const char *names;        // separated by spaces
+    const char *names;  // each between spaces
     tok__rule rules[5]; // NULL at the end
-    bool whole_words;         // a word that is a token is not merged from parts
-    bool add_bos;             // unless the file says otherwise
+    bool whole_words;   // a word that is a token is not merged from parts
+    bool add_bos;       // unless the file says otherwise
 } tok__pre;
 
 static const tok__pre tok__pres[] = {
-    {" default ", {tok__rule_marks, tok__rule_gpt2, tok__rule_numbers,
-                   tok__rule_thousands, NULL}, false, false},
+    {" default ", {tok__rule_marks, tok__rule_gpt2, tok__rule_numbers, tok__rule_thousands, NULL},
+     false, false},
     {" gpt-2 phi-2 olmo mpt jais trillion granite-docling modern-bert gigachat mellum exaone4 ",
      {tok__rule_gpt2, NULL, NULL, NULL, NULL}, false, false},
     {" llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 ",
@@ -557,8 +557,7 @@ static const tok__pre tok__pres[] = {
     {" qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan solar-open grok-2 kormo f2llmv2 ",
      {tok__rule_qwen2, NULL, NULL, NULL, NULL}, false, false},
     {" tekken ", {tok__rule_tekken, NULL, NULL, NULL, NULL}, true, true},
-    {" falcon ", {tok__rule_falcon, tok__rule_gpt2, tok__rule_thousands, NULL, NULL},
-     false, false},
+    {" falcon ", {tok__rule_falcon, tok__rule_gpt2, tok__rule_thousands, NULL, NULL}, false, false},
     {" starcoder refact command-r smollm codeshell exaone minerva-7b mellum2 ",
      {tok__rule_digit, tok__rule_gpt2, NULL, NULL, NULL}, false, false},
 };
@@ -568,8 +567,8 @@ static const tok__pre tok__pres[] = {
 // ---------------------------------------------------------------------------------------------
 
 typedef struct tok__symbol { // a piece of text between its living neighbours
-    int32_t prev, next;            // -1 = none
-    int32_t at, n;                 // bytes; n 0 = merged into the one before
+    int32_t prev, next;      // -1 = none
+    int32_t at, n;           // bytes; n 0 = merged into the one before
 } tok__symbol;
 
 typedef struct tok__pair {
@@ -609,7 +608,7 @@ static tok__pair tok__heap_pop(tok__heap *h) {
 
 // Puts a pair of neighbours on the heap, when merging it is allowed.
 static void tok__pair_up(const tokenizer *t, tok__heap *h, const char *text, int32_t left,
-                               int32_t right) {
+                         int32_t right) {
     const tok__symbol *symbols = (const tok__symbol *)t->symbols.data;
     if (left < 0 || right < 0) return;
     const tok__symbol *a = &symbols[left], *b = &symbols[right];
@@ -672,8 +671,8 @@ static rocq_result tok__merge(tokenizer *t, tokenizer_ids *ids, const char *text
 // ---------------------------------------------------------------------------------------------
 
 // SentencePiece: a space is U+2581, and the text is one word.
-static rocq_result tok__encode_llama(tokenizer *t, tokenizer_ids *ids, const char *text,
-                                           int64_t n, bool space_before) {
+static rocq_result tok__encode_llama(tokenizer *t, tokenizer_ids *ids, const char *text, int64_t n,
+                                     bool space_before) {
     int64_t length = 0;
     TOK__TRY(tok__room(t, &t->text, 3 * (n + 1), 1));
     char *out = (char *)t->text.data;
@@ -686,7 +685,7 @@ static rocq_result tok__encode_llama(tokenizer *t, tokenizer_ids *ids, const cha
 
 // One word of a byte-level vocabulary: each byte of its UTF-8 becomes a printable character.
 static rocq_result tok__encode_word(tokenizer *t, tokenizer_ids *ids, const uint32_t *code,
-                                          int64_t n) {
+                                    int64_t n) {
     int64_t length = 0;
     TOK__TRY(tok__room(t, &t->text, 8 * n, 1));
     char *out = (char *)t->text.data;
@@ -703,7 +702,7 @@ static rocq_result tok__encode_word(tokenizer *t, tokenizer_ids *ids, const uint
 
 // The words of x[at, end) by rule number `rule` and those after it.
 static rocq_result tok__encode_words(tokenizer *t, tokenizer_ids *ids, const tok__chars *x,
-                                           int64_t at, int64_t end, int rule) {
+                                     int64_t at, int64_t end, int rule) {
     if (!t->pre->rules[rule]) return tok__encode_word(t, ids, x->code + at, end - at);
     while (at < end) {
         const int64_t stop = t->pre->rules[rule](x, at, end);
@@ -713,8 +712,7 @@ static rocq_result tok__encode_words(tokenizer *t, tokenizer_ids *ids, const tok
     return ROCQ_OK;
 }
 
-static rocq_result tok__encode_gpt2(tokenizer *t, tokenizer_ids *ids, const char *text,
-                                          int64_t n) {
+static rocq_result tok__encode_gpt2(tokenizer *t, tokenizer_ids *ids, const char *text, int64_t n) {
     int64_t n_chars = 0;
     TOK__TRY(tok__room(t, &t->codes, n, sizeof(uint32_t)));
     TOK__TRY(tok__room(t, &t->classes, n, 1));
@@ -760,13 +758,13 @@ static rocq_result tok__cut(tokenizer *t, const char *text, int32_t id, int32_t 
     const rocq_str what = ((const rocq_str *)t->vocab.strings.data)[id];
     for (int32_t f = 0; f >= 0;) {
         tok__fragment *list = (tok__fragment *)t->fragments.data;
-        const int64_t at = list[f].id >= 0 ? -1 : tok__search(text, list[f].begin, list[f].end, what);
+        const tok__fragment whole = list[f];
+        const int64_t at = whole.id >= 0 ? -1 : tok__search(text, whole.begin, whole.end, what);
         if (at < 0) {
-            f = list[f].next;
+            f = whole.next;
             continue;
         }
-        // text before, the token, text after: in place, and behind it in the list
-        const tok__fragment whole = list[f];
+        // The fragment becomes up to three: the text before, the token, and the text after it.
         TOK__TRY(tok__room(t, &t->fragments, *n_fragments + 2, sizeof *list));
         list = (tok__fragment *)t->fragments.data;
         int32_t token = f;
@@ -792,14 +790,13 @@ static rocq_result tok__cut(tokenizer *t, const char *text, int32_t id, int32_t 
     return ROCQ_OK;
 }
 
-static inline rocq_result tokenizer_encode(tokenizer *t, tokenizer_ids *ids, const char *text,
-                                           int64_t length, bool add_special, bool parse_special) {
+static rocq_result tok__encode(tokenizer *t, tokenizer_ids *ids, const char *text, int64_t length,
+                               bool add_special, bool parse_special) {
     const uint8_t *kinds = (const uint8_t *)t->kinds.data;
     const int32_t *special = (const int32_t *)t->special.data;
-    if (!kinds) return tok__fail(t, ROCQ_E_STATE, "the tokenizer is not open");
-    if (length < 0 || (length > 0 && !text)) return tok__fail(t, ROCQ_E_ARGUMENT, "there is no text");
-    if (length > INT32_MAX / 8) {
-        return tok__fail(t, ROCQ_E_OVERFLOW, "a text of %.0f bytes is too long", (double)length);
+    if (!special) return tok__fail(t, ROCQ_E_STATE, "the tokenizer is not open");
+    if (length < 0 || length > INT32_MAX / 8 || (length > 0 && !text)) {
+        return tok__fail(t, ROCQ_E_ARGUMENT, "no text, or one of %.0f bytes", (double)length);
     }
     if (add_special && t->add_bos) TOK__TRY(tok__push(t, ids, t->bos));
 
@@ -822,8 +819,15 @@ static inline rocq_result tokenizer_encode(tokenizer *t, tokenizer_ids *ids, con
         else TOK__TRY(tok__encode_llama(t, ids, from, n, t->add_space && after_token));
         after_token = list[f].id >= 0;
     }
-    if (add_special && t->add_eos) TOK__TRY(tok__push(t, ids, t->eos));
-    return ROCQ_OK;
+    return add_special && t->add_eos ? tok__push(t, ids, t->eos) : ROCQ_OK;
+}
+
+static inline rocq_result tokenizer_encode(tokenizer *t, tokenizer_ids *ids, const char *text,
+                                           int64_t length, bool add_special, bool parse_special) {
+    const int64_t before = ids->count;
+    const rocq_result result = tok__encode(t, ids, text, length, add_special, parse_special);
+    if (result != ROCQ_OK) ids->count = before;
+    return result;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -896,8 +900,8 @@ static inline rocq_str tokenizer_next(tokenizer *t, tokenizer_stream *s, int32_t
     if (id >= 0) n += tok__decode(t, id, special, (char *)from + n);
     while (i < n) {
         int length = tok__valid_utf8(from + i, (int32_t)(n - i < 4 ? n - i : 4));
-        if (length == 0 && id >= 0) break;                // may still become a character
-        if (length == 0) length = -(int)(n - i);          // never will
+        if (length == 0 && id >= 0) break;       // may still become a character
+        if (length == 0) length = -(int)(n - i); // never will
         if (length > 0) memcpy(to + out.length, from + i, (size_t)length);
         out.length += length > 0 ? length : tok__put_utf8(to + out.length, 0xfffd);
         i += length > 0 ? length : -length;
@@ -930,10 +934,10 @@ static const tok__role tok__roles[] = {
                                                 "<SUF>", "\xe2\x96\x81<SUF>", NULL}},
     {"tokenizer.ggml.fim_mid_token_id", false, {"<|fim_middle|>", "<fim-middle>", "<fim_middle>",
                                                 "<MID>", "\xe2\x96\x81<MID>", NULL}},
-    {"tokenizer.ggml.fim_pad_token_id", true, {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
-                                               NULL}},
-    {"tokenizer.ggml.fim_rep_token_id", true, {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
-                                               "<reponame>", NULL}},
+    {"tokenizer.ggml.fim_pad_token_id", true, {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>",
+                                               "[PAD]", NULL}},
+    {"tokenizer.ggml.fim_rep_token_id", true, {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>",
+                                               "<REPO>", "<reponame>", NULL}},
     {"tokenizer.ggml.fim_sep_token_id", true, {"<|file_sep|>", NULL}},
     {"tokenizer.ggml.eos_token_id", true, {NULL}},
     {"tokenizer.ggml.eot_token_id", true, {NULL}},
@@ -942,11 +946,11 @@ static const tok__role tok__roles[] = {
 
 // The id that a key holds, or fallback where there is none in range.
 static int32_t tok__read_id(const tokenizer *t, const rocq_gguf *file, const char *key,
-                                  int32_t fallback) {
+                            int32_t fallback) {
     int64_t id = -1;
-    if (fallback >= t->n_vocab) fallback = -1;
-    return rocq_gguf_get_i64(file, key, &id) == ROCQ_OK && id >= 0 && id < t->n_vocab ? (int32_t)id
-                                                                                       : fallback;
+    rocq_gguf_get_i64(file, key, &id);
+    if (id >= 0 && id < t->n_vocab) return (int32_t)id;
+    return fallback < t->n_vocab ? fallback : -1;
 }
 
 static void tok__read_roles(tokenizer *t, const rocq_gguf *file) {
@@ -957,7 +961,7 @@ static void tok__read_roles(tokenizer *t, const rocq_gguf *file) {
         if (id >= 0 && role->ends) kinds[id] |= TOK__END;
         for (int k = 0; id < 0 && role->texts[k]; k++) {
             const int32_t token = tok__find(&t->vocab, role->texts[k],
-                                                  (int64_t)strlen(role->texts[k]), NULL, 0);
+                                            (int64_t)strlen(role->texts[k]), NULL, 0);
             if (token < 0) continue;
             kinds[token] = (uint8_t)(kinds[token] | TOK__CONTROL | (role->ends ? TOK__END : 0));
             if (role->key) break; // the first text takes the role
@@ -968,18 +972,18 @@ static void tok__read_roles(tokenizer *t, const rocq_gguf *file) {
 
 // An optional array of numbers, one per token.
 static rocq_result tok__read_array(tokenizer *t, const rocq_gguf *file, const char *key,
-                                         rocq_gguf_value *value, bool *there) {
+                                   rocq_gguf_value *value, bool *there) {
     *there = rocq_gguf_find_value(file, key, value) == ROCQ_OK;
     if (*there && (!value->is_array || value->count < t->n_vocab)) {
         return tok__fail(t, ROCQ_E_CORRUPT, "%s does not have an entry for each of %d tokens", key,
-                               (int)t->n_vocab);
+                         (int)t->n_vocab);
     }
     return ROCQ_OK;
 }
 
 static rocq_result tok__read_tokens(tokenizer *t, const rocq_gguf *file) {
-    static const uint8_t kind_of[7] = {0, TOK__NORMAL, TOK__UNKNOWN, TOK__CONTROL,
-                                       TOK__USER, 0, TOK__BYTE}; // 0 and 5 are never shown
+    static const uint8_t kind_of[7] = { // by token_type; 0 and 5 are never shown
+        0, TOK__NORMAL, TOK__UNKNOWN, TOK__CONTROL, TOK__USER, 0, TOK__BYTE};
     rocq_gguf_value scores, types;
     bool has_scores, has_types;
     TOK__TRY(tok__read_map(t, file, "tokenizer.ggml.tokens", &t->vocab, true));
@@ -1004,20 +1008,21 @@ static rocq_result tok__read_tokens(tokenizer *t, const rocq_gguf *file) {
 
 static rocq_result tok__find_pre(tokenizer *t, const rocq_gguf *file) {
     rocq_str name = {"default", 7};
-    char padded[64];
+    char padded[64]; // as in the lists: a space on both sides
     const rocq_result result = rocq_gguf_get_str(file, "tokenizer.ggml.pre", &name);
     if (result != ROCQ_OK && result != ROCQ_E_NOT_FOUND) {
         return tok__fail(t, result, "tokenizer.ggml.pre is not a string");
     }
-    snprintf(padded, sizeof padded, " %.*s ", (int)(name.length < 60 ? name.length : 60), name.data);
+    const int length = (int)(name.length < 60 ? name.length : 60);
+    snprintf(padded, sizeof padded, " %.*s ", length, name.data);
     for (size_t i = 0; i < sizeof tok__pres / sizeof tok__pres[0]; i++) {
         if (!strchr(padded + 1, ' ')[1] && strstr(tok__pres[i].names, padded)) {
             t->pre = &tok__pres[i];
             return ROCQ_OK;
         }
     }
-    return tok__fail(t, ROCQ_E_UNSUPPORTED, "tokenizer.ggml.pre \"%.*s\" is not supported",
-                           (int)(name.length < 100 ? name.length : 100), name.data);
+    return tok__fail(t, ROCQ_E_UNSUPPORTED, "tokenizer.ggml.pre \"%.*s\" is not supported", length,
+                     name.data);
 }
 
 // Bytes that are printable in Latin-1 stand for themselves, the others for U+0100 and up, in order.
@@ -1056,7 +1061,7 @@ static rocq_result tok__load(tokenizer *t, const rocq_gguf *file) {
     const bool gpt2 = model.length == 4 && memcmp(model.data, "gpt2", 4) == 0;
     if (!gpt2 && !(model.length == 5 && memcmp(model.data, "llama", 5) == 0)) {
         return tok__fail(t, ROCQ_E_UNSUPPORTED, "tokenizer.ggml.model \"%.*s\" is not supported",
-                               (int)(model.length < 100 ? model.length : 100), model.data);
+                         (int)(model.length < 100 ? model.length : 100), model.data);
     }
     if (gpt2) TOK__TRY(tok__find_pre(t, file));
     TOK__TRY(tok__read_tokens(t, file));
@@ -1070,7 +1075,7 @@ static rocq_result tok__load(tokenizer *t, const rocq_gguf *file) {
     rocq_gguf_get_bool(file, "tokenizer.ggml.add_eos_token", &t->add_eos);
     rocq_gguf_get_bool(file, "tokenizer.ggml.add_space_prefix", &t->add_space);
     if ((t->add_bos && t->bos < 0) || (t->add_eos && t->eos < 0)) {
-        return tok__fail(t, ROCQ_E_CORRUPT, "texts are to begin or end with a token that is not there");
+        return tok__fail(t, ROCQ_E_CORRUPT, "a text must begin or end with a token not there");
     }
     tok__read_roles(t, file);
     TOK__TRY(tok__list_special(t));
@@ -1110,9 +1115,9 @@ static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file,
 
 static inline void tokenizer_close(tokenizer *t) {
     tok__array *arrays[] = {
-        &t->vocab.strings, &t->vocab.slots, &t->merges.strings, &t->merges.slots, &t->scores, &t->kinds,
-        &t->special, &t->class_starts, &t->text, &t->codes, &t->classes, &t->fragments, &t->symbols,
-        &t->heap, &t->piece};
+        &t->vocab.strings, &t->vocab.slots, &t->merges.strings, &t->merges.slots, &t->scores,
+        &t->kinds, &t->special, &t->class_starts, &t->text, &t->codes, &t->classes, &t->fragments,
+        &t->symbols, &t->heap, &t->piece};
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) tok__free(t, arrays[i]);
     memset(t, 0, sizeof *t);
 }

@@ -51,9 +51,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 
     span bytes = {data, size};
     static const uint8_t nothing[1];
-    const rocq_gguf_desc descs[2] = {
-        {.data = size ? data : nothing, .size = (int64_t)size},
-        {.size = (int64_t)size, .read = span_read, .user = &bytes}};
+    const rocq_gguf_desc descs[2] = {{.data = size ? data : nothing, .size = (int64_t)size},
+                                     {.size = (int64_t)size, .read = span_read, .user = &bytes}};
     rocq_result results[2];
     uint64_t hashes[2] = {0, 0};
     for (int k = 0; k < 2; k++) {

@@ -3,12 +3,12 @@
 // the includer has rocq.h, <stdlib.h> and <string.h>.
 
 // A broken promise of the library ends the program, in a test as under the fuzzer.
-#define WALK_CHECK(condition)                                             \
-    do {                                                                  \
-        if (!(condition)) {                                               \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            abort();                                                      \
-        }                                                                 \
+#define WALK_CHECK(condition)                                                                      \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                        \
+            abort();                                                                               \
+        }                                                                                          \
     } while (0)
 
 static uint64_t walk_mix(uint64_t hash, const void *data, int64_t size) { // FNV-1a
@@ -27,7 +27,8 @@ static uint64_t walk_str(uint64_t hash, rocq_str text) {
 
 // A name as the C string that look-ups take; false when it is none or long.
 static bool walk_name(char name[256], rocq_str text) {
-    if (text.length > 255 || (text.length > 0 && memchr(text.data, 0, (size_t)text.length))) return false;
+    if (text.length > 255 || (text.length > 0 && memchr(text.data, 0, (size_t)text.length)))
+        return false;
     if (text.length > 0) memcpy(name, text.data, (size_t)text.length);
     name[text.length] = 0;
     return true;
@@ -59,8 +60,10 @@ static uint64_t walk_element(uint64_t hash, const rocq_gguf_value *value, int64_
 static uint64_t walk_value(uint64_t hash, const rocq_gguf_value *value) {
     hash = walk_str(hash, value->key);
     hash = walk_int(walk_int(walk_int(hash, value->type), value->is_array), value->count);
-    const int64_t count = value->count, probes[] = {-1, 0, 1, count / 2, count - 1, count, INT64_MAX};
-    for (size_t k = 0; k < sizeof probes / sizeof *probes; k++) hash = walk_element(hash, value, probes[k]);
+    const int64_t count = value->count,
+                  probes[] = {-1, 0, 1, count / 2, count - 1, count, INT64_MAX};
+    for (size_t k = 0; k < sizeof probes / sizeof *probes; k++)
+        hash = walk_element(hash, value, probes[k]);
     const void *cursor = NULL;
     rocq_str text = {NULL, 0};
     rocq_result result;

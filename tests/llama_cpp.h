@@ -152,6 +152,8 @@ static inline bool peer_open(void) {
     assert_non_null(symbol);
     memcpy(&peer.quantize, &symbol, sizeof symbol);
     peer.llama_log_set(peer_log, NULL);
+    // It would rotate quantized keys and values, which is another cache format than rocq's.
+    setenv("LLAMA_ATTN_ROT_DISABLE", "1", 1);
     load_backends(getenv("ROCQ_GGML_DIR"));
     peer.llama_backend_init();
 
@@ -197,7 +199,8 @@ static inline void peer_load(peer_model *m, const char *path, int32_t n_ctx, int
     peer_context_params cp = peer.llama_context_default_params();
     cp.n_ctx = cp.n_batch = cp.n_ubatch = (uint32_t)n_ctx;
     cp.n_threads = cp.n_threads_batch = 1; // its threads wait in busy loops
-    cp.flash_attention = 0;
+    // Plain attention, except that llama.cpp reads quantized values in the fused one only.
+    cp.flash_attention = kv_type == 2 || kv_type == 8;
     cp.type_k = cp.type_v = kv_type;
     m->context = peer.llama_init_from_model(m->model, cp);
     if (!m->context) fail_msg("llama.cpp cannot start %s:\n%s", path, peer.log);

@@ -24,11 +24,12 @@ typedef struct model_spec {
     float rope_base;            // 0: the key is left out
     const char *rope_scaling;   // "linear", "yarn" or NULL
     float rope_factor;
+    float rope_attention;       // 0: the key is left out
     int32_t n_ctx_orig;
     bool rope_freqs;            // a rope_freqs.weight tensor
+    bool biases;                // on every matrix of a layer; qwen2 has them on q, k and v anyway
     int32_t window;             // gemma2
     float attention_cap, final_cap;
-    bool decoded;               // the values of the formats, written as F32
     const char *leave_out;      // a tensor that the file lacks
     const char *misshape;       // a tensor with one row too many
 } model_spec;
@@ -118,7 +119,7 @@ static inline void model_add_all(model_file *f) {
         model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 0.8f * in, 0);
         model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 0.8f * in, 0);
         model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.5f * in, 0);
-        if (qwen2) {
+        if (qwen2 || s->biases) {
             model_add(f, i, "attn_q.bias", n_q, 0, 0, 0.3f, 0);
             model_add(f, i, "attn_k.bias", n_kv, 0, 0, 0.3f, 0);
             model_add(f, i, "attn_v.bias", n_kv, 0, 0, 0.2f, 0);
@@ -133,6 +134,12 @@ static inline void model_add_all(model_file *f) {
         model_add(f, i, "ffn_gate.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
         model_add(f, i, "ffn_up.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
         model_add(f, i, "ffn_down.weight", s->n_ff, n_embd, 0, 0.4f / sqrtf((float)s->n_ff), 0);
+        if (s->biases) {
+            model_add(f, i, "attn_output.bias", n_embd, 0, 0, 0.2f, 0);
+            model_add(f, i, "ffn_gate.bias", s->n_ff, 0, 0, 0.3f, 0);
+            model_add(f, i, "ffn_up.bias", s->n_ff, 0, 0, 0.3f, 0);
+            model_add(f, i, "ffn_down.bias", n_embd, 0, 0, 0.2f, 0);
+        }
         if (gemma) model_add(f, i, "post_ffw_norm.weight", n_embd, 0, 0.3f, 0.1f, 0);
     }
     // Logits with a spread of about 3, by way of the norm where the matrix is shared. Its weights
@@ -219,7 +226,7 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
     model_set_u32(w, s->arch, "feed_forward_length", s->n_ff);
     model_set_u32(w, s->arch, "attention.head_count", s->n_heads);
     model_set_u32(w, s->arch, "attention.head_count_kv", s->n_kv_heads);
-    model_set_f32(w, s->arch, "attention.layer_norm_rms_epsilon", 1e-5f);
+    model_set_f32(w, s->arch, "attention.layer_norm_rms_epsilon", 0.01f); // large enough to show
     if (s->head_dim * s->n_heads != s->n_embd) {
         model_set_u32(w, s->arch, "attention.key_length", s->head_dim);
         model_set_u32(w, s->arch, "attention.value_length", s->head_dim);
@@ -230,6 +237,8 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
         snprintf(key, sizeof key, "%s.rope.scaling.type", s->arch);
         assert_int_equal(rocq_gguf_set_str(w, key, s->rope_scaling), ROCQ_OK);
         model_set_f32(w, s->arch, "rope.scaling.factor", s->rope_factor);
+        if (s->rope_attention > 0)
+            model_set_f32(w, s->arch, "rope.scaling.attn_factor", s->rope_attention);
         if (s->n_ctx_orig > 0)
             model_set_u32(w, s->arch, "rope.scaling.original_context_length", s->n_ctx_orig);
     }
@@ -240,8 +249,8 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
 
     for (int32_t i = 0; i < f.n_tensors; i++) {
         const model_tensor *t = &f.tensors[i];
-        assert_int_equal(rocq_gguf_add_tensor(w, t->name, s->decoded ? ROCQ_F32 : t->format,
-                                              t->ne[1] > 0 ? 2 : 1, t->ne), ROCQ_OK);
+        assert_int_equal(rocq_gguf_add_tensor(w, t->name, t->format, t->ne[1] > 0 ? 2 : 1, t->ne),
+                         ROCQ_OK);
     }
     for (int32_t i = 0; i < f.n_tensors; i++) {
         const model_tensor *t = &f.tensors[i];
@@ -261,11 +270,7 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
         }
         (quantize ? quantize : model_quantize)((int32_t)t->format, rows, bytes, 0, n_rows, t->ne[0],
                                                NULL);
-        if (s->decoded) {
-            assert_int_equal(rocq_dequantize(t->format, rows, bytes, n_rows * t->ne[0]), ROCQ_OK);
-            n_bytes = t->ne[0] * (int64_t)sizeof *rows;
-        }
-        assert_int_equal(rocq_gguf_write(w, s->decoded ? rows : bytes, n_rows * n_bytes), ROCQ_OK);
+        assert_int_equal(rocq_gguf_write(w, bytes, n_rows * n_bytes), ROCQ_OK);
         free(bytes);
         free(rows);
     }

@@ -193,7 +193,8 @@ static void check(problem *a) {
     for (int simd = 0; simd < 2; simd++) {
         memcpy(out->memory, before, (size_t)out->size);
         run(simd, ROCQ_OP_ATTENTION, &a->p, &out, 1);
-        check_rows(out, a->want, BOUND);
+        // A short row may be almost nothing, the difference of larger values.
+        (a->s.head_dim < 8 ? check_all : check_rows)(out, a->want, BOUND);
     }
     free(before);
 }
@@ -316,12 +317,13 @@ static void masks(void **state) {
 static void everything_together(void **state) {
     (void)state;
     static const int64_t dims[] = {32, 64, 96, 128};
-    for (int round = 0; round < 250; round++) {
+    for (int round = 0; round < 120; round++) {
+        const bool decode = random_below(2); // few queries of a long context, else the other way round
         shape s = {.head_dim = dims[random_below(4)]};
         s.n_kv_heads = 1 + random_below(3);
         s.n_heads = s.n_kv_heads * (1 + random_below(5));
-        s.n_q = random_below(2) ? 1 + random_below(4) : 1 + random_below(40);
-        s.n_kv = random_below(4) ? 1 + random_below(100) : 1 + random_below(700);
+        s.n_q = 1 + random_below(decode ? 3 : 40);
+        s.n_kv = 1 + random_below(decode ? 600 : 80);
         s.n_seqs = 1 + random_below(3);
         s.q_format = random_below(2) ? ROCQ_F32 : ROCQ_F16;
         s.k_format = kv_formats[random_below(5)];

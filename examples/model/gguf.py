@@ -29,7 +29,8 @@ def metadata(cfg, tokens):
         ("general.file_type", U32, 0), ("general.alignment", U32, ALIGN),
         ("llama.vocab_size", U32, cfg["vocab"]), ("llama.context_length", U32, cfg["context"]),
         ("llama.embedding_length", U32, cfg["width"]), ("llama.block_count", U32, cfg["layers"]),
-        ("llama.feed_forward_length", U32, cfg["ffn"]), ("llama.attention.head_count", U32, cfg["heads"]),
+        ("llama.feed_forward_length", U32, cfg["ffn"]),
+        ("llama.attention.head_count", U32, cfg["heads"]),
         ("llama.attention.head_count_kv", U32, cfg["kv_heads"]),
         ("llama.attention.layer_norm_rms_epsilon", F32, cfg["eps"]),
         ("llama.rope.dimension_count", U32, cfg["width"] // cfg["heads"]),
@@ -51,15 +52,16 @@ def shapes(cfg):
     out = [("token_embd.weight", (d, cfg["vocab"]))]
     for i in range(cfg["layers"]):
         b = "blk.%d." % i
-        out += [(b + "attn_norm.weight", (d,)), (b + "attn_q.weight", (d, d)), (b + "attn_k.weight", (d, kv)),
-                (b + "attn_v.weight", (d, kv)), (b + "attn_output.weight", (d, d)),
+        out += [(b + "attn_norm.weight", (d,)), (b + "attn_q.weight", (d, d)),
+                (b + "attn_k.weight", (d, kv)), (b + "attn_v.weight", (d, kv)),
+                (b + "attn_output.weight", (d, d)),
                 (b + "ffn_norm.weight", (d,)), (b + "ffn_gate.weight", (d, cfg["ffn"])),
                 (b + "ffn_up.weight", (d, cfg["ffn"])), (b + "ffn_down.weight", (cfg["ffn"], d))]
     return out + [("output_norm.weight", (d,))]
 
 
 def write(path, cfg, tokens, data):
-    """data(name) gives the little-endian float bytes of a tensor. No output.weight: the embedding is tied."""
+    """data(name) gives a tensor's little-endian floats. The output is tied to the embedding."""
     count, meta = metadata(cfg, tokens)
     tensors, infos, at = shapes(cfg), b"", 0
     for name, dims in tensors:

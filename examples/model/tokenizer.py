@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # The SentencePiece-style vocabulary: byte-pair training over the corpus, and the encoder.
 # Encoding is defined by the scores alone: of all neighbouring pieces whose concatenation is in the
-# vocabulary, join the one with the highest score (the leftmost of equals), until none is left; characters
-# still unknown become byte tokens. Pieces never span a space, a line end or (except 's) a border between
-# letters and punctuation.
+# vocabulary, join the one with the highest score (the leftmost of equals), until none is left;
+# characters still unknown become byte tokens. Pieces never span a space, a line end or (except 's)
+# a border between letters and punctuation.
 #
 #   python3 tokenizer.py 30000 > vocab.txt           train on that many training documents
 import re
@@ -76,7 +76,8 @@ class Tokenizer:
         if chunk not in self.words:
             parts = list(chunk)
             while True:
-                known = [(self.ids[a + b], k) for k, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in self.ids]
+                known = [(self.ids[a + b], k) for k, (a, b) in enumerate(zip(parts, parts[1:]))
+                         if a + b in self.ids]
                 if not known:
                     break
                 k = min(known)[1]

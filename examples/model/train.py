@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # Trains the shipped model with PyTorch on one GPU and writes an F32 GGUF.
 #
-#   python3 train.py OUT --docs 600000 --steps 5000
+#   python3 corpus.py heldout 360 > OUT/heldout.txt
+#   python3 train.py OUT
 #
-# The corpus is made here, in parallel, from corpus.py: nothing is downloaded or read but this folder.
-# In the last part of the run the matrices pass through a 4-bit rounding like that of Q4_K (the embedding
+# The corpus is made here, in parallel, from corpus.py: nothing is read but this folder. In the last
+# part of the run the matrices pass through a 4-bit rounding like that of Q4_K (the embedding
 # through a 6-bit one like Q6_K), so that the weights end up where quantization costs little.
 import argparse
 import json
@@ -22,8 +23,8 @@ import gguf
 import tokenizer
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-CFG = {"name": "rocq lines", "vocab": tokenizer.SIZE, "context": 512, "width": 256, "layers": 7, "heads": 4,
-       "kv_heads": 2, "ffn": 768, "eps": 1e-5, "rope_base": 10000.0}
+CFG = {"name": "rocq lines", "vocab": tokenizer.SIZE, "context": 512, "width": 256, "layers": 7,
+       "heads": 4, "kv_heads": 2, "ffn": 768, "eps": 1e-5, "rope_base": 10000.0}
 TOK = tokenizer.load(os.path.join(HERE, "vocab.txt"))
 
 
@@ -39,12 +40,13 @@ def encode_range(job):
 
 def load_corpus(pool, split, docs):
     step = 2000
-    parts = pool.map(encode_range, [(split, i, min(i + step, docs)) for i in range(0, docs, step)], chunksize=1)
+    jobs = [(split, i, min(i + step, docs)) for i in range(0, docs, step)]
+    parts = pool.map(encode_range, jobs, chunksize=1)
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
 def fake_quant(w, group, levels, symmetric):
-    """w rounded in groups along the input dimension, group scales themselves kept in 6 bits per 256."""
+    """w rounded in groups along the input dimension, the scales of each 256 kept in 6 bits."""
     rows, cols = w.shape
     g = w.view(rows, cols // group, group)
     low = -g.abs().amax(-1, keepdim=True) if symmetric else g.amin(-1, keepdim=True).clamp(max=0.0)
@@ -76,14 +78,16 @@ class Model(torch.nn.Module):
         self.mats = torch.nn.ParameterDict()
         self.norms = torch.nn.ParameterDict()
         for i in range(n):
-            for name, rows, cols, s in (("attn_q", d, d, std), ("attn_k", kv, d, std), ("attn_v", kv, d, std),
-                                        ("attn_output", d, d, out), ("ffn_gate", f, d, std),
+            for name, rows, cols, s in (("attn_q", d, d, std), ("attn_k", kv, d, std),
+                                        ("attn_v", kv, d, std), ("attn_output", d, d, out),
+                                        ("ffn_gate", f, d, std),
                                         ("ffn_up", f, d, std), ("ffn_down", d, f, out)):
                 self.mats["%d_%s" % (i, name)] = mat(rows, cols, s)
             self.norms["%d_attn_norm" % i] = torch.nn.Parameter(torch.ones(d))
             self.norms["%d_ffn_norm" % i] = torch.nn.Parameter(torch.ones(d))
         self.norms["output_norm"] = torch.nn.Parameter(torch.ones(d))
-        angle = torch.arange(cfg["context"])[:, None] * cfg["rope_base"] ** (-torch.arange(0, self.hd, 2) / self.hd)
+        turn = cfg["rope_base"] ** (-torch.arange(0, self.hd, 2) / self.hd)
+        angle = torch.arange(cfg["context"])[:, None] * turn
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -115,7 +119,8 @@ class Model(torch.nn.Module):
                 return y.view(batch, time_, -1, self.hd).transpose(1, 2)
 
             h = self.norm(x, "%d_attn_norm" % i)
-            q, k, v = self.rope(split(lin(h, "attn_q"))), self.rope(split(lin(h, "attn_k"))), split(lin(h, "attn_v"))
+            q, k = self.rope(split(lin(h, "attn_q"))), self.rope(split(lin(h, "attn_k")))
+            v = split(lin(h, "attn_v"))
             share = cfg["heads"] // cfg["kv_heads"]
             k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -138,7 +143,7 @@ class Model(torch.nn.Module):
 
 @torch.no_grad()
 def evaluate(model, docs, quant, device):
-    """Exact (F32) sums over held-out documents: nats and counts, whole text and spoken part, without EOS."""
+    """Sums over documents without EOS, in F32: nats and counts, of all text and the spoken part."""
     total = {"all": 0.0, "spoken": 0.0, "n": 0, "spoken_n": 0}
     for at in range(0, len(docs), 50):
         part = docs[at:at + 50]
@@ -161,21 +166,22 @@ def evaluate(model, docs, quant, device):
 def main():
     ap = argparse.ArgumentParser()
     ap.add_argument("out")
-    ap.add_argument("--docs", type=int, default=600000)
-    ap.add_argument("--steps", type=int, default=5000)
+    ap.add_argument("--docs", type=int, default=1500000)
+    ap.add_argument("--steps", type=int, default=12367)
     ap.add_argument("--batch", type=int, default=256)
     ap.add_argument("--lr", type=float, default=3e-3)
     ap.add_argument("--quant-from", type=float, default=0.7)
-    ap.add_argument("--limit", type=float, default=1e9, help="seconds of training after which the schedule ends early")
+    ap.add_argument("--limit", type=float, default=1e9, help="seconds; shortens the schedule")
     args = ap.parse_args()
     start = time.time()
     pool = multiprocessing.Pool()  # forked before the GPU is touched
     data, sizes = load_corpus(pool, "train", args.docs)
-    held = [[tokenizer.BOS] + TOK.encode(d) for d in
-            open(os.path.join(args.out, "heldout.txt"), encoding="utf-8").read().rstrip("\n").split("\n\n")]
+    with open(os.path.join(args.out, "heldout.txt"), encoding="utf-8") as f:
+        held = [[tokenizer.BOS] + TOK.encode(d) for d in f.read().rstrip("\n").split("\n\n")]
     held = [h for h in held if len(h) <= CFG["context"]]
     pool.close()
-    print("corpus: %d documents, %d tokens, %.0f s" % (len(sizes), len(data), time.time() - start), flush=True)
+    print("corpus: %d documents, %d tokens, %.0f s" % (len(sizes), len(data), time.time() - start),
+          flush=True)
 
     device = "cuda"
     torch.manual_seed(1)
@@ -188,8 +194,8 @@ def main():
     model = Model(CFG).to(device)
     decay = [p for p in model.parameters() if p.ndim == 2]
     plain = [p for p in model.parameters() if p.ndim == 1]
-    opt = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
-                            lr=args.lr, betas=(0.9, 0.95), eps=1e-9, fused=True)
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    opt = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-9, fused=True)
     print("parameters:", sum(p.numel() for p in model.parameters()), flush=True)
 
     def loss_of(rows, quant):
@@ -217,7 +223,8 @@ def main():
         for g in opt.param_groups:
             g["lr"] = args.lr * rate
         quant.fill_(1.0 if done >= args.quant_from else 0.0)
-        rows = stream[begins[torch.randint(len(begins), (args.batch,), device=device)][:, None] + span].long()
+        first = begins[torch.randint(len(begins), (args.batch,), device=device)]
+        rows = stream[first[:, None] + span].long()
         loss = fast(rows, quant)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
@@ -227,7 +234,7 @@ def main():
         step += 1
         if step % 250 == 0 or step == steps:
             log.append((step, round(float(mean), 4)))
-            print("step %d  loss %.4f  %.0f s" % (step, float(mean), time.time() - began), flush=True)
+            print("step %d  loss %.4f  %.0f s" % (*log[-1], time.time() - began), flush=True)
     trained = time.time() - began
 
     torch.set_float32_matmul_precision("highest")
@@ -236,25 +243,30 @@ def main():
               "corpus_documents": len(sizes), "train_seconds": trained}
     texts = [TOK.decode(h[1:]) for h in held]
     heads = [t.index("\n") for t in texts]
-    size = {"all": sum(len(t) for t in texts), "spoken": sum(len(t) - h for t, h in zip(texts, heads))}
+    size, spoken = sum(map(len, texts)), sum(len(t) - h for t, h in zip(texts, heads))
     ends = np.cumsum(sizes)
-    inside = [data[e - n:e - 1].astype(int).tolist() for e, n in zip(ends[:300], sizes[:300]) if n <= CFG["context"]]
-    for name, docs, q in (("heldout_f32", held, 0.0), ("heldout_4bit_rounded", held, 1.0), ("train_f32", inside, 0.0)):
+    inside = [data[e - n:e - 1].astype(int).tolist() for e, n in zip(ends[:300], sizes[:300])
+              if n <= CFG["context"]]
+    for name, docs, q in (("heldout_f32", held, 0.0), ("heldout_4bit_rounded", held, 1.0),
+                          ("train_f32", inside, 0.0)):
         sums = evaluate(model, docs, torch.tensor(q, device=device), device)
-        result[name] = {"nats_per_token": sums["all"] / sums["n"], "spoken_nats_per_token": sums["spoken"] / sums["spoken_n"]}
+        result[name] = {"nats_per_token": sums["all"] / sums["n"],
+                        "spoken_nats_per_token": sums["spoken"] / sums["spoken_n"]}
         if docs is held:
-            result[name]["bits_per_byte"] = sums["all"] / math.log(2) / size["all"]
-            result[name]["spoken_bits_per_byte"] = sums["spoken"] / math.log(2) / size["spoken"]
+            result[name]["bits_per_byte"] = sums["all"] / math.log(2) / size
+            result[name]["spoken_bits_per_byte"] = sums["spoken"] / math.log(2) / spoken
         print(name, result[name], flush=True)
-    result["largest"] = {n: round(float(p.detach().abs().max()), 3) for n, p in model.named_parameters()}
+    result["largest"] = {n: float(p.detach().abs().max()) for n, p in model.named_parameters()}
 
     gguf.write(os.path.join(args.out, "demo-f32.gguf"), CFG, TOK.table(), model.tensor)
     check = [tokenizer.BOS] + TOK.encode(texts[0])[:60]
     zero = torch.zeros((), device=device)
     with torch.no_grad():
         logits = model(torch.tensor([check], device=device), zero)[0, -1].float().cpu()
-    json.dump({"ids": check, "logits": [round(float(x), 5) for x in logits]}, open(os.path.join(args.out, "check.json"), "w"))
-    json.dump(result, open(os.path.join(args.out, "result.json"), "w"), indent=1)
+    with open(os.path.join(args.out, "check.json"), "w") as f:
+        json.dump({"ids": check, "logits": logits.tolist()}, f)
+    with open(os.path.join(args.out, "result.json"), "w") as f:
+        json.dump(result, f, indent=1)
     print("all done, %.0f s" % (time.time() - start), flush=True)
 
 

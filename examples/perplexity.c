@@ -1,0 +1,163 @@
+// perplexity.c - how well a GGUF model predicts a text: perplexity per token, bits per byte.
+//
+//     cc -O2 examples/perplexity.c -o perplexity -lm -ldl -lpthread
+//     ./perplexity model.gguf text.txt
+//     ./perplexity model.gguf texts.txt --documents    empty lines separate texts of their own
+//
+// Bits per byte compare models with different vocabularies. Each token counts once, in a window
+// that holds at least half a context of the text before it; only a text's first window begins
+// without. Where the vocabulary asks for it a token of its own (BOS) begins the text; elsewhere the
+// first token, which nothing predicts, is not counted.
+
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
+#include "llama.h"
+#include "tokenizer.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__cplusplus) && defined(__GNUC__) // see llama.h
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+#endif
+
+typedef struct job {
+    const char *model_path, *text_path, *kv;
+    bool documents;
+    int32_t n_ctx;
+    rocq_ctx *ctx;
+    rocq_gguf *file;
+    llama_model model;
+    tokenizer tok;
+    tokenizer_ids ids;
+    char *text;
+    int64_t length;
+    float *logits;       // [n_vocab, n_batch]
+    double nats;         // sum of -ln p
+    int64_t n_tokens, n_bytes;
+} job;
+
+static bool fail(const char *what, const char *why) {
+    fprintf(stderr, "perplexity: %s: %s\n", what, why);
+    return false;
+}
+
+static bool read_text(job *j) {
+    int64_t capacity = 0;
+    FILE *in = fopen(j->text_path, "rb");
+    if (!in) return fail(j->text_path, "cannot be opened");
+    while (!feof(in) && !ferror(in)) {
+        if (j->length == capacity) {
+            capacity = capacity > 0 ? 2 * capacity : 1 << 16;
+            char *grown = (char *)realloc(j->text, (size_t)capacity);
+            if (!grown) break;
+            j->text = grown;
+        }
+        j->length += (int64_t)fread(j->text + j->length, 1, (size_t)(capacity - j->length), in);
+    }
+    const bool whole = feof(in) != 0;
+    fclose(in);
+    return whole || fail(j->text_path, "cannot be read");
+}
+
+// -ln of the probability that logits give to the token.
+static double surprise(const float *logits, int32_t n_vocab, int32_t token) {
+    double sum = 0, top = (double)logits[0];
+    for (int32_t i = 1; i < n_vocab; i++) top = (double)logits[i] > top ? (double)logits[i] : top;
+    for (int32_t i = 0; i < n_vocab; i++) sum += exp((double)logits[i] - top);
+    return top + log(sum) - (double)logits[token];
+}
+
+// Evaluates ids[begin, end) as one window, and counts the tokens from number `count` on.
+static bool window(job *j, int64_t begin, int64_t end, int64_t count) {
+    llama_model *m = &j->model;
+    m->n_past = 0;
+    for (int64_t at = begin; at < end; at += m->n_batch) {
+        const int64_t n = end - at < m->n_batch ? end - at : m->n_batch;
+        if (llama_eval(m, j->ids.data + at, n, j->logits) != ROCQ_OK) {
+            return fail(j->model_path, m->error);
+        }
+        for (int64_t i = 0; i < n; i++) { // position at + i predicts the token after it
+            const int64_t next = at + i + 1;
+            if (next < count || next >= end) continue;
+            j->nats += surprise(j->logits + i * m->n_vocab, m->n_vocab, j->ids.data[next]);
+            j->n_tokens++;
+        }
+    }
+    return true;
+}
+
+static bool measure(job *j, const char *text, int64_t length) {
+    j->ids.count = 0;
+    if (tokenizer_encode(&j->tok, &j->ids, text, length, true, false) != ROCQ_OK) {
+        return fail(j->text_path, j->tok.error);
+    }
+    j->n_bytes += length;
+    for (int64_t done = 1; done < j->ids.count;) { // tokens before it are counted, or never will be
+        const int64_t n_ctx = j->model.n_ctx, before = done < n_ctx / 2 ? done : n_ctx / 2;
+        const int64_t begin = done - before;
+        const int64_t end = begin + n_ctx < j->ids.count ? begin + n_ctx : j->ids.count;
+        if (!window(j, begin, end, done)) return false;
+        done = end;
+    }
+    return true;
+}
+
+static bool run(job *j) {
+    const rocq_gguf_desc source = {.path = j->model_path};
+    const llama_options options = {.n_ctx = j->n_ctx, .n_logits = 128, .kv_format = j->kv};
+    if (!read_text(j)) return false;
+    if (rocq_open(&j->ctx, NULL) != ROCQ_OK) return fail("rocq", "cannot start");
+    if (rocq_gguf_open(j->ctx, &j->file, &source) != ROCQ_OK) {
+        return fail(j->model_path, rocq_error(j->ctx));
+    }
+    if (tokenizer_open(&j->tok, j->file, NULL) != ROCQ_OK) return fail(j->model_path, j->tok.error);
+    if (llama_open(&j->model, j->ctx, j->file, &options) != ROCQ_OK) {
+        return fail(j->model_path, j->model.error);
+    }
+    const size_t n_logits = (size_t)j->model.n_batch * (size_t)j->model.n_vocab;
+    j->logits = (float *)malloc(n_logits * sizeof(float));
+    if (!j->logits) return fail("logits", "no memory");
+    for (int64_t at = 0, end; at < j->length; at = end + 2) {
+        for (end = at; end < j->length; end++) {
+            if (j->documents && end + 1 < j->length && memcmp(j->text + end, "\n\n", 2) == 0) break;
+        }
+        if (!measure(j, j->text + at, end - at)) return false;
+    }
+    if (j->n_tokens == 0) return fail(j->text_path, "there is no token to predict");
+    printf("%.4f bits per byte, perplexity %.4f (%.0f tokens, %.0f bytes)\n",
+           j->nats / log(2.0) / (double)j->n_bytes, exp(j->nats / (double)j->n_tokens),
+           (double)j->n_tokens, (double)j->n_bytes);
+    return true;
+}
+
+int main(int argc, char **argv) {
+    static job j; // zeroed
+    bool good = argc >= 3;
+    for (int i = 3; i < argc && good; i++) {
+        const char *value = i + 1 < argc ? argv[i + 1] : "";
+        if (strcmp(argv[i], "--documents") == 0) j.documents = true;
+        else if (strcmp(argv[i], "-c") == 0 && atoi(value) > 1) j.n_ctx = atoi(argv[++i]);
+        else if (strcmp(argv[i], "--kv") == 0 && *value) j.kv = argv[++i];
+        else good = false;
+    }
+    if (!good) {
+        fprintf(stderr, "usage: perplexity model.gguf text.txt [--documents] [-c context]"
+                        " [--kv f16|f32|q8_0]\n");
+        return 1;
+    }
+    j.model_path = argv[1];
+    j.text_path = argv[2];
+    good = run(&j);
+    free(j.logits);
+    free(j.text);
+    tokenizer_ids_free(&j.tok, &j.ids);
+    tokenizer_close(&j.tok);
+    llama_close(&j.model);
+    rocq_gguf_close(&j.file);
+    rocq_close(&j.ctx);
+    return good ? 0 : 1;
+}

@@ -1,0 +1,395 @@
+// The main job as a user runs it: examples/generate.c itself, its main() called in a child process
+// whose output is caught. Files that are wrong, options that are wrong, memory that runs out at every
+// single allocation, Ctrl-C: each ends with one line, exit status 1 (0 for Ctrl-C) and nothing leaked.
+
+#define _XOPEN_SOURCE 700 // fork, pipe, posix_openpt
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+static int64_t n_live, n_calls, fail_at = -1; // blocks alive, calls so far, and the call that fails
+
+static void *counted_malloc(size_t size) {
+    if (n_calls++ == fail_at) return NULL;
+    void *ptr = (malloc)(size);
+    if (ptr) n_live++;
+    return ptr;
+}
+
+static void counted_free(void *ptr) {
+    if (ptr) n_live--;
+    (free)(ptr);
+}
+
+// Every allocation of the program goes through these: rocq's, the examples' and main's own.
+#define malloc counted_malloc
+#define free counted_free
+#define main generate_main
+#include "../examples/generate.c"
+#undef main
+#undef free
+#undef malloc
+
+#include <cmocka.h> // has a macro of the name of a function above
+
+#include "models.h"
+
+enum { LEAKED = 99, N_ARGS = 16 };
+
+typedef struct outcome {
+    int status; // exit status, or minus the signal that ended it
+    char out[20000], err[20000];
+    int64_t calls; // allocations
+} outcome;
+
+typedef struct child {
+    pid_t pid;
+    int out, err, calls; // read ends
+} child;
+
+// As one writes to a terminal: a pseudo-terminal in place of a pipe.
+static void open_terminal(int ends[2]) {
+    ends[0] = posix_openpt(O_RDWR | O_NOCTTY);
+    assert_true(ends[0] >= 0 && grantpt(ends[0]) == 0 && unlockpt(ends[0]) == 0);
+    ends[1] = open(ptsname(ends[0]), O_RDWR | O_NOCTTY);
+    assert_true(ends[1] >= 0);
+}
+
+// Runs main() in a child, with the allocation number `failing` denied, or none (-1).
+static child start(int64_t failing, bool terminal, const char *const *args) {
+    child c;
+    int out[2], err[2], calls[2];
+    assert_true(pipe(out) == 0 && pipe(calls) == 0);
+    if (terminal) open_terminal(err);
+    else assert_int_equal(pipe(err), 0);
+    fflush(NULL);
+    c.pid = fork();
+    assert_true(c.pid >= 0);
+    if (c.pid == 0) {
+        char *argv[N_ARGS + 1] = {(char *)"generate"};
+        int argc = 1;
+        while (args[argc - 1]) {
+            argv[argc] = (char *)(uintptr_t)args[argc - 1]; // main does not write to it
+            argc++;
+        }
+        dup2(out[1], 1);
+        dup2(err[1], 2);
+        fail_at = failing;
+        n_live = n_calls = 0;
+        int status = generate_main(argc, argv);
+        if (write(calls[1], &n_calls, sizeof n_calls) != sizeof n_calls) status = LEAKED;
+        if (n_live != 0) fprintf(stderr, "%d blocks are still allocated\n", (int)n_live);
+        exit(n_live == 0 ? status : LEAKED); // where the leak checker looks too
+    }
+    close(out[1]);
+    close(err[1]);
+    close(calls[1]);
+    c.out = out[0];
+    c.err = err[0];
+    c.calls = calls[0];
+    return c;
+}
+
+static size_t read_all(int fd, char *to, size_t size, size_t used) {
+    ssize_t n;
+    while (used + 1 < size && (n = read(fd, to + used, size - 1 - used)) > 0) used += (size_t)n;
+    to[used] = 0;
+    close(fd);
+    return used;
+}
+
+static void finish(child *c, outcome *o, size_t n_out) {
+    int status = 0;
+    read_all(c->out, o->out, sizeof o->out, n_out);
+    read_all(c->err, o->err, sizeof o->err, 0);
+    o->calls = 0;
+    if (read(c->calls, &o->calls, sizeof o->calls) < 0) o->calls = -1;
+    close(c->calls);
+    assert_int_equal(waitpid(c->pid, &status, 0), c->pid);
+    o->status = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+static const outcome *generate_with(int64_t failing, const char *const *args) {
+    static outcome o;
+    child c = start(failing, false, args);
+    finish(&c, &o, 0);
+    return &o;
+}
+
+// The arguments as a list: RUN("-m", path, ...).
+#define RUN(...) generate_with(-1, (const char *const[]){__VA_ARGS__, NULL})
+
+static void expect_success(const outcome *o) {
+    if (o->status != 0) fail_msg("exit status %d: %s", o->status, o->err);
+}
+
+// Exit status 1, no text, and one line on stderr that names the program and holds `words`.
+static void expect_failure(const outcome *o, const char *words) {
+    const char *end = strchr(o->err, '\n');
+    if (o->status != 1 || !end || end[1] || strncmp(o->err, "generate: ", 10) != 0 ||
+        !strstr(o->err, words) || strlen(o->err) < 15)
+        fail_msg("exit status %d, expected 1 and a line with \"%s\", not: %s", o->status, words, o->err);
+}
+
+static const rocq_format q8_0[] = {ROCQ_Q8_0, ROCQ_I32}, f16[] = {ROCQ_F16, ROCQ_I32};
+static const model_spec small = {"generate", "llama", .n_embd = 64, .n_heads = 4, .n_kv_heads = 2,
+    .head_dim = 32, .n_ff = 96, .n_vocab = 301, .formats = q8_0};
+
+static void write_model(const model_spec *s) {
+    rocq_ctx *ctx = NULL;
+    assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+    model_write(ctx, s, model_path(s->name), NULL);
+    rocq_close(&ctx);
+}
+
+// The path of a model like the small one, newly written, for the caller to keep.
+static const char *with(char to[256], model_spec s, const char *name) {
+    s.name = name;
+    write_model(&s);
+    strcpy(to, model_path(name));
+    return to;
+}
+
+static char small_path[256];
+
+static int setup(void **state) {
+    (void)state;
+    with(small_path, small, small.name);
+    return 0;
+}
+
+static void test_text(void **state) {
+    (void)state;
+    char first[20000];
+    const outcome *o = RUN("-m", small_path, "-p", "abc", "-n", "40", "--seed", "7");
+    expect_success(o);
+    assert_int_equal(strncmp(o->out, "abc", 3), 0); // the prompt, then its continuation
+    assert_true(strlen(o->out) > 20);
+    assert_string_equal(o->err, ""); // no terminal: no progress
+    strcpy(first, o->out);
+
+    // The same seed gives the same text, whatever the threads; another one does not.
+    o = RUN("-m", small_path, "-p", "abc", "-n", "40", "--seed", "7", "--threads", "3");
+    expect_success(o);
+    assert_string_equal(o->out, first);
+    o = RUN("-m", small_path, "-p", "abc", "-n", "40", "--seed", "8");
+    expect_success(o);
+    assert_string_not_equal(o->out, first);
+
+    // The most probable tokens: no seed matters.
+    o = RUN("-m", small_path, "-p", "abc", "-n", "40", "--temp", "0", "--seed", "1");
+    expect_success(o);
+    strcpy(first, o->out);
+    o = RUN("-m", small_path, "-p", "abc", "-n", "40", "--temp", "0", "--seed", "2");
+    expect_success(o);
+    assert_string_equal(o->out, first);
+
+    o = RUN("-m", small_path, "-p", "a\\n\\\"b", "-e", "-n", "0");
+    expect_success(o);
+    assert_string_equal(o->out, "a\n\"b\n");
+    o = RUN("-m", small_path, "-p", "a\\nb", "-n", "0");
+    expect_success(o);
+    assert_string_equal(o->out, "a\\nb\n");
+}
+
+// What follows `label` in the statistics.
+static double statistic(const outcome *o, const char *label) {
+    const char *at = strstr(o->err, label);
+    if (!at) fail_msg("no %s in: %s", label, o->err);
+    return strtod(at + strlen(label), NULL);
+}
+
+static void test_stats(void **state) {
+    (void)state;
+    // A prompt of several batches, and a context that fills before -n is reached.
+    static char prompt[400];
+    memset(prompt, 'q', sizeof prompt - 1);
+    const outcome *o = RUN("-m", small_path, "-p", prompt, "-n", "500", "-c", "450", "--stats");
+    expect_success(o);
+    assert_true(statistic(o, "allocations ") == 0);
+    assert_true(statistic(o, "time to first token ") > 0);
+    assert_true(statistic(o, "generation ") > 0);
+    assert_true(statistic(o, "memory ") > 0);
+    for (const char *kv[] = {"f32", "q8_0", NULL}, **k = kv; *k; k++) {
+        o = RUN("-m", small_path, "-n", "5", "--kv", *k, "--stats");
+        expect_success(o);
+        assert_true(statistic(o, "allocations ") == 0);
+    }
+}
+
+static void test_options(void **state) {
+    (void)state;
+    static const struct { const char *name, *value; } wrong[] = {
+        {"--nonsense", NULL}, {"-n", NULL}, {"-n", "x"}, {"-n", "-1"}, {"-n", "1.5"}, {"-n", "1e12"},
+        {"-n", ""}, {"--temp", "-1"}, {"--temp", "nan"}, {"--temp", "1x"}, {"--top-p", "2"},
+        {"--threads", "0"}, {"--device", "abacus"}, {"-c", "0"}, {"stray", NULL}, {"-m", NULL},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        const char *args[3] = {wrong[i].name, wrong[i].value, NULL};
+        const outcome *o = generate_with(-1, args);
+        if (o->status != 1 || !strstr(o->err, wrong[i].name) || !strstr(o->err, "usage:"))
+            fail_msg("%s %s: exit status %d: %s", wrong[i].name, wrong[i].value ? wrong[i].value : "",
+                     o->status, o->err);
+        assert_string_equal(o->out, "");
+    }
+    expect_failure(RUN("-m", small_path, "--kv", "q2_k"), "q2_k");
+    expect_failure(RUN("-m", small_path, "--device", "gpu"), "");
+    expect_failure(RUN("-m", small_path, "-c", "3", "-p", "abcdefgh"), "context");
+}
+
+static void test_wrong_models(void **state) {
+    (void)state;
+    char path[256];
+    model_spec s = small;
+    s.arch = "mamba";
+    expect_failure(RUN("-m", with(path, s, "generate-family")), "mamba");
+
+    static const char *const tensors[] = {"token_embd.weight", "output_norm.weight",
+        "blk.0.attn_norm.weight", "blk.0.attn_q.weight", "blk.1.attn_k.weight", "blk.1.attn_v.weight",
+        "blk.0.attn_output.weight", "blk.1.ffn_norm.weight", "blk.0.ffn_gate.weight",
+        "blk.1.ffn_up.weight", "blk.1.ffn_down.weight"};
+    for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++) {
+        s = small;
+        s.leave_out = tensors[i];
+        expect_failure(RUN("-m", with(path, s, "generate-missing")), tensors[i]);
+        s.leave_out = NULL;
+        s.misshape = tensors[i];
+        expect_failure(RUN("-m", with(path, s, "generate-shape")), tensors[i]);
+    }
+    // Tensors that other families need.
+    static const struct { const char *arch, *tensor; } others[] = {
+        {"qwen2", "blk.0.attn_q.bias"}, {"qwen3", "blk.1.attn_k_norm.weight"},
+        {"gemma2", "blk.0.post_attention_norm.weight"}, {"gemma2", "blk.1.post_ffw_norm.weight"}};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        s = small;
+        s.n_heads = 2; // qwen2 wants heads that add up to n_embd
+        s.arch = others[i].arch;
+        expect_success(RUN("-n", "3", "-m", with(path, s, "generate-other")));
+        s.leave_out = others[i].tensor;
+        expect_failure(RUN("-m", with(path, s, "generate-other")), others[i].tensor);
+    }
+}
+
+static void test_wrong_files(void **state) {
+    (void)state;
+    expect_failure(RUN("-m", "no/such/model.gguf"), "no/such/model.gguf");
+    expect_failure(RUN("-m", "tests"), "tests");
+    expect_failure(RUN("-m", "tests/test_generate.c"), "tests/test_generate.c");
+    expect_failure(RUN("-m", "/dev/null"), "/dev/null");
+
+    // Cut off anywhere: in the header, the vocabulary, the directory, the weights.
+    static char bytes[1 << 20];
+    FILE *f = fopen(small_path, "rb");
+    assert_non_null(f);
+    size_t size = fread(bytes, 1, sizeof bytes, f);
+    fclose(f);
+    assert_true(size > 100000 && size < sizeof bytes);
+    const char *path = model_path("generate-cut");
+    model_random r = {3};
+    for (int32_t i = 0; i < 40; i++) {
+        size_t cut = i < 12 ? (size_t)i * 3 : i == 12 ? size - 64 : (size_t)(model_u64(&r) % size);
+        if (i > 24) cut %= 9000; // where the metadata is
+        f = fopen(path, "wb");
+        assert_non_null(f);
+        assert_int_equal(fwrite(bytes, 1, cut, f), cut);
+        assert_int_equal(fclose(f), 0);
+        expect_failure(RUN("-m", path), path);
+    }
+}
+
+// Every allocation of a whole run denied in turn: an error, and nothing left behind.
+static void test_no_memory(void **state) {
+    (void)state;
+    char path[256];
+    static const struct { const char *arch, *kv; const rocq_format *formats; } cases[] = {
+        {"llama", "f16", q8_0}, {"gemma2", "q8_0", f16}};
+    for (size_t i = 0; i < 2; i++) {
+        model_spec s = small;
+        s.arch = cases[i].arch;
+        s.formats = cases[i].formats;
+        with(path, s, "generate-memory");
+        const char *args[] = {"-m", path, "-p", "hello there", "-n", "6", "--kv", cases[i].kv,
+                              "--threads", "2", NULL};
+        const outcome *o = generate_with(-1, args);
+        expect_success(o);
+        int64_t n = o->calls;
+        assert_true(n > 10 && n < 400);
+        for (int64_t k = 0; k < n; k++) expect_failure(generate_with(k, args), "");
+        printf("# %s: each of %d allocations denied\n", s.arch, (int)n);
+    }
+}
+
+// Progress, in lines that are overwritten and at last erased, and only on a terminal.
+static void test_progress(void **state) {
+    (void)state;
+    static char prompt[300];
+    static outcome o;
+    memset(prompt, 'q', sizeof prompt - 1);
+    const char *args[] = {"-m", small_path, "-p", prompt, "-n", "2", NULL};
+    child c = start(-1, true, args);
+    finish(&c, &o, 0);
+    expect_success(&o);
+    assert_non_null(strstr(o.err, "\rloading 50% "));
+    assert_non_null(strstr(o.err, "\rreading "));
+    assert_null(strchr(o.err, '\n'));
+    assert_int_equal(o.err[strlen(o.err) - 1], '\r');
+}
+
+// Ctrl-C once n_shown bytes of text are out: the text so far, a newline, exit status 0.
+static void interrupt(const char *prompt, size_t n_shown) {
+    // A context whose cache fits in memory, and that would take minutes to fill.
+    const char *args[] = {"-m", small_path, "-p", prompt, "-n", "100000", "-c", "100000", NULL};
+    static outcome o;
+    child c = start(-1, false, args);
+    size_t n = 0;
+    while (n < n_shown) {
+        ssize_t k = read(c.out, o.out + n, n_shown - n);
+        if (k <= 0) {
+            finish(&c, &o, n);
+            fail_msg("ended early, exit status %d: %s", o.status, o.err);
+        }
+        n += (size_t)k;
+    }
+    assert_int_equal(kill(c.pid, SIGINT), 0);
+    finish(&c, &o, n);
+    expect_success(&o);
+    assert_string_equal(o.err, "");
+    assert_int_equal(strncmp(o.out, prompt, strlen(prompt)), 0);
+    assert_int_equal(o.out[strlen(o.out) - 1], '\n');
+}
+
+static void test_interrupt(void **state) {
+    (void)state;
+    interrupt("abc", 40);    // while text is written
+    static char prompt[8000];
+    memset(prompt, 'q', sizeof prompt - 1);
+    interrupt(prompt, 1); // while the prompt is read, which begins when it has been shown
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_text),
+        cmocka_unit_test(test_stats),
+        cmocka_unit_test(test_options),
+        cmocka_unit_test(test_wrong_models),
+        cmocka_unit_test(test_wrong_files),
+        cmocka_unit_test(test_no_memory),
+        cmocka_unit_test(test_progress),
+        cmocka_unit_test(test_interrupt),
+    };
+    return cmocka_run_group_tests_name("generate", tests, setup, NULL);
+}
