@@ -5321,6 +5321,12 @@ ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, const rocq_matmul_params *p
     return ROCQ_OK;
 }
 
+#if ROCQ__HAS_AVX2
+#undef ROCQ__UNROLL
+#undef ROCQ__KEEP_ORDER
+#undef ROCQ__MM_AVX2
+#endif
+
 // ---------------------------------------------------------------------------------------------
 // >>cpu_rows: reading and writing rows as floats, and the vector arithmetic attention and ops share
 // ---------------------------------------------------------------------------------------------

@@ -47,6 +47,9 @@ static const char usage[] =
     "    --stats          print times, speeds and memory\n"
     "    --logits FILE    write n_vocab logits per token of the prompt, and generate nothing\n";
 
+// What the model in examples/model continues: who speaks, and about what.
+#define DEFAULT_PROMPT "role: blacksmith | mood: weary | topic: the broken windmill | name: Hugo\n"
+
 typedef struct options {
     const char *model, *prompt, *kv, *logits;
     bool escapes, stats;
@@ -54,8 +57,6 @@ typedef struct options {
     rocq_backend device;
     rocq_sample_params sample; // the knobs only
 } options;
-
-#define DEFAULT_PROMPT "Once upon a time"
 
 // ---------------------------------------------------------------------------------------------
 // Options
@@ -173,11 +174,11 @@ static double seconds(void) {
 #endif
 }
 
-static bool on_terminal(void) {
+static bool is_terminal(int file) {
 #if defined(_WIN32)
-    return _isatty(2) != 0;
+    return _isatty(file) != 0;
 #else
-    return isatty(2) != 0;
+    return isatty(file) != 0;
 #endif
 }
 
@@ -204,10 +205,11 @@ static void on_interrupt(int signal_number) {
 
 // Progress of loading and of long prompts, in one line that is overwritten and at last erased.
 static bool show_progress(const char *what, int64_t done, int64_t total, void *user) {
-    if (*(const bool *)user && total > 1) {
-        if (done < total) fprintf(stderr, "\r%s %d%% ", what, (int)(100 * done / total));
-        else fprintf(stderr, "\r%*s\r", (int)strlen(what) + 6, "");
-        fflush(stderr);
+    const bool on_terminal = *(const bool *)user;
+    if (on_terminal && done > 0 && done < total && !interrupted) {
+        fprintf(stderr, "\r%s %d%% ", what, (int)(100 * done / total));
+    } else if (on_terminal && done > 0) {
+        fprintf(stderr, "\r%*s\r", (int)strlen(what) + 6, "");
     }
     return !interrupted;
 }
@@ -232,7 +234,7 @@ typedef struct run {
 } run;
 
 static bool fail(const char *what, const char *why) {
-    fprintf(stderr, "generate: %s%s%s\n", what, what[0] ? ": " : "", why);
+    fprintf(stderr, "generate: %s: %s\n", what, why);
     return false;
 }
 
@@ -243,7 +245,7 @@ static bool load(run *r) {
     const llama_options how = {.n_ctx = r->o.n_ctx, .kv_format = r->o.kv, .progress = show_progress,
                                .user = &r->terminal};
     const rocq_result result = rocq_open(&r->ctx, &desc);
-    if (result != ROCQ_OK) return fail("cannot open the device", rocq_result_message(result));
+    if (result != ROCQ_OK) return fail("device", rocq_result_message(result));
     if (rocq_gguf_open(r->ctx, &r->file, &source) != ROCQ_OK) {
         return fail(r->o.model, rocq_error(r->ctx));
     }
@@ -295,11 +297,11 @@ static bool generate(run *r) {
     const double start = seconds();
     double first = 0;
     int32_t token;
-    print(prompt);
     if (llama_eval(&r->model, r->ids.data, r->n_prompt, NULL) != ROCQ_OK) {
         return interrupted ? true : fail(r->o.model, r->model.error);
     }
     r->read = seconds() - start;
+    print(prompt);
     while (r->n_generated < r->o.n && !interrupted) {
         if (r->n_generated > 0) {
             if (r->model.n_past == r->model.n_ctx) break;
@@ -360,6 +362,7 @@ static bool whole_run(run *r) {
     if (r->o.logits) return write_logits(r);
     if (!generate(r)) return false;
     printf("\n");
+    fflush(stdout);
     if (r->o.stats) print_stats(r);
     return true;
 }
@@ -374,7 +377,7 @@ int main(int argc, char **argv) {
     r.o.sample.top_p = 0.95f;
     r.o.sample.min_p = 0.05f;
     r.o.sample.seed = (uint64_t)time(NULL);
-    r.terminal = on_terminal();
+    r.terminal = is_terminal(2);
     if (!parse_options(&r.o, argc, argv)) return 1;
     signal(SIGINT, on_interrupt);
     const bool good = whole_run(&r);
