@@ -2575,15 +2575,15 @@ ROCQ__FN void rocq__refit(const rocq__search *search, const rocq__sums *k, float
     }
 }
 
-// Step 1 for a group. Starts put the ends of its range on levels inside, at and outside the ends of
-// the grid. Among fits about equally good the first and finest is taken, so that groups that are
+// Step 1 for a group. Starts put the ends of its range outside, at and inside the ends of the levels,
+// in this order; among fits about equally good the first and finest is taken, so that groups that are
 // alike end up alike. With a single scale the rounding to F16 is in here.
 ROCQ__FN void rocq__fit(rocq__search *search, int32_t g) {
     const rocq__grid *grid = search->grid;
     const float *x = search->x + g * grid->group, *w = search->w + g * grid->group;
     const float bottom = (float)(grid->table ? grid->table[0] : grid->q_lo);
     const float top = (float)(grid->table ? grid->table[15] : grid->q_hi);
-    const float unit = grid->table ? 14.0f : 1.0f; // distance of levels near the ends
+    const float unit = grid->table ? 14.0f : 1.0f, spacing = grid->table ? 4.2f : 0.35f;
     const bool single = grid->sc_lo == 1;
     float low = x[0], high = x[0], xx = 0, best = INFINITY, s_best = 0, m_best = 0;
     search->weight[g] = 0;
@@ -2596,15 +2596,15 @@ ROCQ__FN void rocq__fit(rocq__search *search, int32_t g) {
     const float peak = search->peak[g] = high > -low ? high : low;
     const float equal = single ? 0.0f : 3e-7f * xx;
     if (grid->mn_lo == 0) low = ROCQ__MIN(low, 0.0f);
-    for (int32_t i = 0; i < (search->has_min ? 25 : 32); i++) {
+    for (int32_t i = 0; i < (search->has_min ? 25 : grid->table ? 48 : 32); i++) {
         float s, m = 0, a, b;
         if (search->has_min) {
-            const float below = 0.4f * (float)(i / 5 - 1), above = 0.5f * (float)(i % 5 - 2);
+            const float below = 0.4f * (float)(i / 5 - 1), above = 0.5f * (float)(2 - i % 5);
             s = (high - low) / (top + below + above);
             m = -low - below * s;
             if (grid->mn_lo == 0) m = ROCQ__MAX(m, 0.0f);
         } else {
-            const float outside = unit * (2.5f - 0.35f * (float)(i / 2));
+            const float outside = unit * 2.5f - spacing * (float)(i / 2);
             s = peak / (i % 2 ? top + outside : bottom - outside);
         }
         const rocq__sums sums = rocq__assign(search, g, s, m);
@@ -2647,28 +2647,36 @@ typedef struct rocq__start {
 } rocq__start;
 
 // Step 2: d that put the largest s on the end of the range of sc, or up to half the range inside it,
-// the best n of them; then dmin for each in the same way. A min can make good what a scale is too
-// large by, not what it is too small by, so with mins d is rounded up.
+// each moved to what suits the sc that go with it; the best n of them, then dmin for each in the same
+// way. A min can make good what a scale is too large by, so with mins d is also rounded up.
 ROCQ__FN void rocq__find_starts(const rocq__search *search, rocq__start *starts, int32_t n) {
     const rocq__grid *grid = search->grid;
     const float end = (float)(grid->sc_lo < 0 ? grid->sc_lo : grid->sc_hi);
     const float step = (float)(grid->sc_hi + 1) / (end < 0 ? -64.0f : 64.0f);
+    const int32_t sides = search->has_min ? 2 : 1;
     rocq__sums sums[16];
-    float top = 0;
+    float stiff[16], top = 0; // stiff: how fast the error grows with the square of a step of s
     for (int32_t g = 0; g < search->n_groups; g++) {
-        sums[g] = rocq__assign(search, g, search->s[g], search->m[g]);
+        const rocq__sums k = sums[g] = rocq__assign(search, g, search->s[g], search->m[g]);
+        stiff[g] = search->m[g] > 0 ? ROCQ__MAX(k.ll - k.l1 * k.l1 / k.w1, 1e-6f * k.ll) : k.ll;
         if (fabsf(search->s[g]) > fabsf(top)) top = search->s[g];
     }
     memset(starts, 0, (size_t)n * sizeof *starts);
     for (int32_t i = 0; i < n; i++) starts[i].error = INFINITY;
-    for (int32_t i = 0; i < 32; i++) {
+    for (int32_t i = 0; i < 32 * sides; i++) {
+        const float d = top / (end - step * (float)(i / sides));
+        float sc[16], along = 0, square = 0;
         rocq__start start;
         memset(&start, 0, sizeof start);
-        start.d = rocq__stored(search, top / (end - step * (float)i), search->has_min);
+        for (int32_t g = 0; g < search->n_groups; g++) {
+            sc[g] = (float)rocq__code_for(search->s[g], d, grid->sc_lo, grid->sc_hi);
+            along += stiff[g] * sc[g] * search->s[g];
+            square += stiff[g] * sc[g] * sc[g];
+        }
+        start.d = rocq__stored(search, square > 0 ? along / square : 0, i % sides);
         for (int32_t g = 0; g < search->n_groups; g++) {
             const rocq__sums *k = &sums[g];
-            const int32_t sc = rocq__code_for(search->s[g], start.d, grid->sc_lo, grid->sc_hi);
-            const float a = start.d * (float)sc - search->s[g];
+            const float a = start.d * sc[g] - search->s[g];
             const float m = search->has_min ? search->m[g] + (a * k->l1 - k->r1) / k->w1 : 0;
             start.a[g] = a;
             start.m[g] = ROCQ__MAX(m, 0.0f);
@@ -2685,7 +2693,7 @@ ROCQ__FN void rocq__find_starts(const rocq__search *search, rocq__start *starts,
         float m_top = 0;
         for (int32_t g = 0; g < search->n_groups; g++) m_top = ROCQ__MAX(m_top, start->m[g]);
         start->error = INFINITY;
-        for (int32_t j = 0; j < 16; j++) {
+        for (int32_t j = 0; j < 32; j++) {
             const float to = (float)grid->mn_hi - (float)(j * (grid->mn_hi + 1)) / 64;
             const float dmin = rocq__stored(search, m_top / to, 0);
             float error = 0;
@@ -2713,10 +2721,10 @@ ROCQ__FN float rocq__choose(const rocq__search *search, float *d, float *dmin, f
         const int32_t mn = rocq__code_for(m[g], *dmin, grid->mn_lo, grid->mn_hi);
         const rocq__sums nearest = rocq__assign(search, g, *d * (float)sc, *dmin * (float)mn);
         rocq__sums best = nearest;
-        int32_t tries[7] = {sc, ROCQ__MAX(sc - 1, grid->sc_lo), ROCQ__MIN(sc + 1, grid->sc_hi)}, n = 3;
+        int32_t tries[10] = {sc, ROCQ__MAX(sc - 1, grid->sc_lo), ROCQ__MIN(sc + 1, grid->sc_hi)}, n = 3;
         // With few levels and no min, quite another scale may do as well: the peak on another level.
-        for (int32_t i = 0; i < 4 && grid->q_hi - grid->q_lo == 7; i++) {
-            const int32_t level = i < 2 ? grid->q_lo + i : grid->q_hi + 2 - i;
+        for (int32_t level = grid->q_lo; level <= grid->q_hi && grid->q_lo == -4; level++) {
+            if (level == 0) continue;
             tries[n++] = rocq__code_for(search->peak[g], *d * (float)level, grid->sc_lo, grid->sc_hi);
         }
         f->sc[g] = sc;
@@ -5351,8 +5359,8 @@ ROCQ__INLINE int64_t rocq__piece(int64_t n, int64_t k) {
 
 // The formats of activations and KV caches; values equal those of rocq__dequantize_row exactly.
 // Returns how many elements it has done (whole groups of 8), the caller does the rest.
-ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__decode_avx2(rocq_format format, float *dst, const void *src,
-                                                     int64_t n) {
+ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__decode_avx2(rocq_format format, float *dst,
+                                                     const void *src, int64_t n) {
     const unsigned char *bytes = (const unsigned char *)src;
     int64_t i = 0;
     switch (format) {
@@ -5376,7 +5384,8 @@ ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__decode_avx2(rocq_format format, float *
             memcpy(&half, bytes, 2);
             const __m256 scale = _mm256_set1_ps(rocq__f16_to_f32(half));
             for (int g = 0; g < 4; g++) {
-                const __m128i code = _mm_loadl_epi64((const __m128i *)(const void *)(bytes + 2 + 8 * g));
+                const __m128i code =
+                    _mm_loadl_epi64((const __m128i *)(const void *)(bytes + 2 + 8 * g));
                 const __m256 value = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(code));
                 _mm256_storeu_ps(dst + i + 8 * g, _mm256_mul_ps(scale, value));
             }
@@ -5418,7 +5427,9 @@ ROCQ__FN const float *rocq__load(bool avx2, rocq_format format, const unsigned c
 #else
     (void)avx2;
 #endif
-    if (done < n) rocq__dequantize_row(format, buf + done, src + rocq__bytes(format, done), n - done);
+    if (done < n) {
+        rocq__dequantize_row(format, buf + done, src + rocq__bytes(format, done), n - done);
+    }
     return buf;
 }
 
@@ -5541,7 +5552,8 @@ ROCQ__FN ROCQ__TARGET_AVX2 float rocq__exp_avx2(float *x, float shift, int64_t n
     __m256 lane = _mm256_setzero_ps();
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
-        const __m256 e = rocq__exp8_avx2(_mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(shift)));
+        const __m256 e =
+            rocq__exp8_avx2(_mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(shift)));
         _mm256_storeu_ps(x + i, e);
         lane = _mm256_add_ps(lane, e);
     }
@@ -5551,7 +5563,9 @@ ROCQ__FN ROCQ__TARGET_AVX2 float rocq__exp_avx2(float *x, float shift, int64_t n
 ROCQ__FN ROCQ__TARGET_AVX2 float rocq__max_avx2(const float *x, int64_t n) {
     __m256 lane = _mm256_set1_ps(-INFINITY);
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8) lane = _mm256_max_ps(_mm256_loadu_ps(x + i), lane); // NaN: keeps lane
+    for (; i + 8 <= n; i += 8) {
+        lane = _mm256_max_ps(_mm256_loadu_ps(x + i), lane); // NaN: keeps lane
+    }
     float part[8];
     _mm256_storeu_ps(part, lane);
     _mm256_zeroupper();
@@ -5614,8 +5628,8 @@ typedef struct rocq__attend {
 } rocq__attend;
 
 // score_r[j] = q_r . k[j] for two rows and four keys; n is a multiple of 8.
-ROCQ__FN void rocq__dot2x4_scalar(const float *q0, const float *q1, const float *const *k, int64_t n,
-                                  float *score0, float *score1) {
+ROCQ__FN void rocq__dot2x4_scalar(const float *q0, const float *q1, const float *const *k,
+                                  int64_t n, float *score0, float *score1) {
     for (int j = 0; j < 4; j++) {
         float sum0[8] = {0}, sum1[8] = {0};
         for (int64_t i = 0; i < n; i += 8) {
@@ -5631,8 +5645,8 @@ ROCQ__FN void rocq__dot2x4_scalar(const float *q0, const float *q1, const float 
 
 // acc_r = keep_r acc_r + sum over j of weight_r[j] v[j] for two rows; n is a multiple of 32.
 ROCQ__FN void rocq__values2_scalar(float *acc0, float *acc1, float keep0, float keep1,
-                                   const float *const *v, const float *weight0, const float *weight1,
-                                   int64_t n_keys, int64_t n) {
+                                   const float *const *v, const float *weight0,
+                                   const float *weight1, int64_t n_keys, int64_t n) {
     for (int64_t i = 0; i < n; i += 8) {
         float a[8], b[8];
         for (int l = 0; l < 8; l++) {
@@ -5676,9 +5690,10 @@ ROCQ__FN ROCQ__TARGET_AVX2 void rocq__dot2x4_avx2(const float *q0, const float *
     _mm_storeu_ps(score1, _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1)));
 }
 
-ROCQ__FN ROCQ__TARGET_AVX2 void rocq__values2_avx2(float *acc0, float *acc1, float keep0, float keep1,
-                                                   const float *const *v, const float *weight0,
-                                                   const float *weight1, int64_t n_keys, int64_t n) {
+ROCQ__FN ROCQ__TARGET_AVX2 void rocq__values2_avx2(float *acc0, float *acc1, float keep0,
+                                                   float keep1, const float *const *v,
+                                                   const float *weight0, const float *weight1,
+                                                   int64_t n_keys, int64_t n) {
     const __m256 k0 = _mm256_set1_ps(keep0), k1 = _mm256_set1_ps(keep1);
     for (int64_t i = 0; i < n; i += 32) {
         __m256 a0 = _mm256_mul_ps(k0, _mm256_loadu_ps(acc0 + i));
@@ -5690,7 +5705,8 @@ ROCQ__FN ROCQ__TARGET_AVX2 void rocq__values2_avx2(float *acc0, float *acc1, flo
         __m256 b2 = _mm256_mul_ps(k1, _mm256_loadu_ps(acc1 + i + 16));
         __m256 b3 = _mm256_mul_ps(k1, _mm256_loadu_ps(acc1 + i + 24));
         for (int64_t j = 0; j < n_keys; j++) {
-            const __m256 w0 = _mm256_broadcast_ss(weight0 + j), w1 = _mm256_broadcast_ss(weight1 + j);
+            const __m256 w0 = _mm256_broadcast_ss(weight0 + j),
+                         w1 = _mm256_broadcast_ss(weight1 + j);
             const __m256 v0 = _mm256_loadu_ps(v[j] + i), v1 = _mm256_loadu_ps(v[j] + i + 8);
             const __m256 v2 = _mm256_loadu_ps(v[j] + i + 16), v3 = _mm256_loadu_ps(v[j] + i + 24);
             a0 = _mm256_fmadd_ps(w0, v0, a0);
@@ -5732,7 +5748,8 @@ ROCQ__FN void rocq__attend_range(const rocq__attend *a, int64_t len, int64_t i, 
 ROCQ__INLINE int64_t rocq__attend_row(const rocq__attend *a, int64_t j, int64_t seq) {
     if (!a->p->page_table) return j;
     const uint32_t page_size = (uint32_t)a->p->page_size, page = (uint32_t)j / page_size;
-    return (int64_t)rocq__row_i32(a->p->page_table, seq)[page] * page_size + (uint32_t)j % page_size;
+    return (int64_t)rocq__row_i32(a->p->page_table, seq)[page] * page_size +
+           (uint32_t)j % page_size;
 }
 
 // out row = acc / l, with the head's sink in the sum; 0 for a row that saw nothing.
@@ -5755,8 +5772,9 @@ ROCQ__FN void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv
 
 // The bias of every row for positions [begin, end): the mask where it is given, -inf where nothing
 // is visible. Writes the positions that some row sees to keys, and returns how many there are.
-ROCQ__FN int64_t rocq__attend_bias(const rocq__attend *a, int64_t seq, int64_t kv_head, int64_t row0,
-                                   int64_t n, int64_t begin, int64_t end, float *bias, int64_t *keys) {
+ROCQ__FN int64_t rocq__attend_bias(const rocq__attend *a, int64_t seq, int64_t kv_head,
+                                   int64_t row0, int64_t n, int64_t begin, int64_t end, float *bias,
+                                   int64_t *keys) {
     const rocq_tensor *mask = a->p->mask;
     const int64_t len = rocq__attend_len(a, seq);
     bool seen[ROCQ__ATTEND_KEYS] = {false};
@@ -5812,12 +5830,12 @@ ROCQ__FN rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t
     return s;
 }
 
-// Turns row r's scores into weights, updates m and l, and sets *keep to the factor that this puts on
-// acc. Only the keys that the row sees stay, since a hidden one must not count even where it holds
-// NaN: their weights move up in score, their lines to seen. Returns their number.
-ROCQ__FN int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_local *local, int64_t r,
-                                    const float *const *line, int64_t n_keys, bool all_visible,
-                                    const float **seen, float *keep) {
+// Turns row r's scores into weights, updates m and l, and sets *keep to the factor that this puts
+// on acc. Only the keys that the row sees stay, since a hidden one must not count even where it
+// holds NaN: their weights move up in score, their lines to seen. Returns their number.
+ROCQ__FN int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_local *local,
+                                    int64_t r, const float *const *line, int64_t n_keys,
+                                    bool all_visible, const float **seen, float *keep) {
     float *s = local->score + r * ROCQ__ATTEND_KEYS;
     const float *bias = local->bias + r * ROCQ__ATTEND_KEYS;
     int64_t n_seen = 0;
@@ -5861,8 +5879,8 @@ ROCQ__FN rocq__attend_rows rocq__attend_rows_of(const rocq__attend *a, const roc
 
 // F32 rows are copied too: with a power of two from row to row, as in a cache, they would push each
 // other out of the first cache.
-ROCQ__INLINE void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows, int64_t row,
-                                      float *dst) {
+ROCQ__INLINE void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows,
+                                      int64_t row, float *dst) {
     const unsigned char *src = rows->base + row * rows->step;
     int64_t done = 0;
 #if ROCQ__HAS_AVX2
@@ -5906,7 +5924,8 @@ ROCQ__FN void rocq__attend_tile(const rocq__attend *a, int64_t seq, int64_t kv_h
     for (int64_t r = 0; r < n; r += 2) {
         const int64_t r1 = ROCQ__MIN(r + 1, n - 1);
         const float *q0 = local->q + r * pitch, *q1 = local->q + r1 * pitch;
-        float *s0 = local->score + r * ROCQ__ATTEND_KEYS, *s1 = local->score + r1 * ROCQ__ATTEND_KEYS;
+        float *s0 = local->score + r * ROCQ__ATTEND_KEYS,
+              *s1 = local->score + r1 * ROCQ__ATTEND_KEYS;
         for (int64_t j = 0; j < n_keys; j += 4) {
             ROCQ__EITHER(a->avx2, rocq__dot2x4, (q0, q1, line + j, pitch, s0 + j, s1 + j));
         }
@@ -5924,18 +5943,21 @@ ROCQ__FN void rocq__attend_tile(const rocq__attend *a, int64_t seq, int64_t kv_h
         float keep[2] = {0};
         int64_t n_seen[2] = {0};
         for (int64_t i = 0; i < 2 && r + i < n; i++) {
-            n_seen[i] = rocq__attend_weigh(a, local, r + i, line, n_keys, all_visible, seen[i], &keep[i]);
+            n_seen[i] =
+                rocq__attend_weigh(a, local, r + i, line, n_keys, all_visible, seen[i], &keep[i]);
         }
         float *acc = local->acc + r * pitch, *s = local->score + r * ROCQ__ATTEND_KEYS;
         if (n_seen[0] == n_keys && n_seen[1] == n_keys) {
             ROCQ__EITHER(a->avx2, rocq__values2,
-                         (acc, acc + pitch, keep[0], keep[1], line, s, s + ROCQ__ATTEND_KEYS, n_keys, pitch));
+                         (acc, acc + pitch, keep[0], keep[1], line, s, s + ROCQ__ATTEND_KEYS,
+                          n_keys, pitch));
             continue;
         }
         for (int64_t i = 0; i < 2; i++) {
             if (n_seen[i] == 0) continue;
-            ROCQ__EITHER(a->avx2, rocq__values2, (acc + i * pitch, local->spare, keep[i], 0.0f, seen[i],
-                                                  s + i * ROCQ__ATTEND_KEYS, none, n_seen[i], pitch));
+            ROCQ__EITHER(a->avx2, rocq__values2,
+                         (acc + i * pitch, local->spare, keep[i], 0.0f, seen[i],
+                          s + i * ROCQ__ATTEND_KEYS, none, n_seen[i], pitch));
         }
     }
 }
@@ -5960,7 +5982,8 @@ ROCQ__FN void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32
             end = ROCQ__MIN(end, (split + 1) * ROCQ__ATTEND_SPLIT);
         }
         for (int64_t r = 0; r < n; r++) {
-            const int64_t head = kv_head * a->group + (row0 + r) % a->group, i = (row0 + r) / a->group;
+            const int64_t head = kv_head * a->group + (row0 + r) % a->group,
+                          i = (row0 + r) / a->group;
             float *q = local.q + r * pitch;
             memset(q, 0, (size_t)pitch * sizeof(float));
             memset(local.acc + r * pitch, 0, (size_t)pitch * sizeof(float));
@@ -5983,7 +6006,8 @@ ROCQ__FN void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32
             if (a->n_splits == 1) {
                 rocq__attend_finish(a, seq, kv_head, row0 + r, local.m[r], local.l[r], acc);
             } else {
-                float *part = a->parts + ((head_seq * a->n_splits + split) * a->n_rows + r) * a->part;
+                float *part =
+                    a->parts + ((head_seq * a->n_splits + split) * a->n_rows + r) * a->part;
                 part[0] = local.m[r];
                 part[1] = local.l[r];
                 memcpy(part + 2, acc, (size_t)dim * sizeof(float));
@@ -6056,8 +6080,9 @@ ROCQ__FN rocq_result rocq__attend_check(rocq_ctx *ctx, const rocq__attend *a) {
     for (int64_t seq = 0; seq < a->n_seqs; seq++) {
         const int64_t len = rocq__attend_len(a, seq);
         if (len < 1 || len > a->n_kv) {
-            return rocq__fail(ctx, ROCQ_E_BOUNDS, "attention: kv_len of sequence %lld is %lld of %lld",
-                              (long long)seq, (long long)len, (long long)a->n_kv);
+            return rocq__fail(ctx, ROCQ_E_BOUNDS,
+                              "attention: kv_len of sequence %lld is %lld of %lld", (long long)seq,
+                              (long long)len, (long long)a->n_kv);
         }
         if (!p->page_table) continue;
         for (int64_t j = 0; j < len; j += p->page_size) {
@@ -6087,7 +6112,9 @@ ROCQ__FN rocq_result rocq__attention_cpu(rocq_ctx *ctx, const rocq_attention_par
     a.scratch = (float *)scratch;
     a.parts = a.scratch + a.local * ctx->desc.n_threads;
     int64_t longest = 0;
-    for (int64_t seq = 0; seq < a.n_seqs; seq++) longest = ROCQ__MAX(longest, rocq__attend_len(&a, seq));
+    for (int64_t seq = 0; seq < a.n_seqs; seq++) {
+        longest = ROCQ__MAX(longest, rocq__attend_len(&a, seq));
+    }
     if (a.n_splits > 1) a.n_splits = (longest + ROCQ__ATTEND_SPLIT - 1) / ROCQ__ATTEND_SPLIT;
     const int64_t n_heads = a.n_seqs * a.n_kv_heads, n_items = n_heads * a.n_tiles * a.n_splits;
     const int64_t split_len = a.n_splits > 1 ? (int64_t)ROCQ__ATTEND_SPLIT : longest;
@@ -6159,8 +6186,8 @@ ROCQ__FN void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t threa
             }
             if (pass == 0) mean = (float)(moment[0] / (double)n);
         }
-        // The first mean is rounded, which shows where it is large next to the spread of x; the mean
-        // of what is left corrects it.
+        // The first mean is rounded, which shows where it is large next to the spread of x; the
+        // mean of what is left corrects it.
         if (a->center) rest = (float)(moment[0] / (double)n);
         const double variance = moment[1] / (double)n - (double)rest * (double)rest;
         const float rstd = (float)(1.0 / sqrt(variance + (double)a->eps));
@@ -6234,8 +6261,8 @@ typedef struct rocq__rope {
     int64_t pitch; // floats of that
 } rocq__rope;
 
-ROCQ__FN int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p, int64_t head_dim,
-                                    rocq__rope *a) {
+ROCQ__FN int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p,
+                                    int64_t head_dim, rocq__rope *a) {
     memset(a, 0, sizeof *a);
     a->avx2 = ctx->has_avx2;
     a->neox = p->pairing == ROCQ_ROPE_NEOX;
@@ -6257,8 +6284,8 @@ ROCQ__FN double rocq__rope_pair_of(const rocq__rope *a, double base, double n_ct
 }
 
 // Angles go through double: at position 100,000 a float would be off by 0.004.
-ROCQ__FN rocq_result rocq__rope_start(rocq_ctx *ctx, const rocq_rope_config *p, const rocq_tensor *pos,
-                                      int64_t bytes, rocq__rope *a) {
+ROCQ__FN rocq_result rocq__rope_start(rocq_ctx *ctx, const rocq_rope_config *p,
+                                      const rocq_tensor *pos, int64_t bytes, rocq__rope *a) {
     const int64_t turn_bytes = (a->n_dims / 2 * (int64_t)sizeof(double) + 63) / 64 * 64;
     const double base = p->freq_base > 0.0f ? (double)p->freq_base : 10000.0;
     const double scale = p->freq_scale > 0.0f ? (double)p->freq_scale : 1.0;
@@ -6279,7 +6306,8 @@ ROCQ__FN rocq_result rocq__rope_start(rocq_ctx *ctx, const rocq_rope_config *p, 
         a->magnitude *= (float)(1.0 + 0.1 * log(1.0 / scale));
     }
     for (int64_t i = 0; i < a->n_dims / 2; i++) {
-        const double own = pow(base, -2.0 * (double)i / (double)a->n_dims) / (factors ? (double)factors[i] : 1.0);
+        const double own =
+            pow(base, -2.0 * (double)i / (double)a->n_dims) / (factors ? (double)factors[i] : 1.0);
         double keep = 0.0; // share of the unscaled frequency
         if (p->ext_factor > 0.0f) {
             const double ramp = ((double)i - low) / ROCQ__MAX(0.001, high - low);
@@ -6308,8 +6336,8 @@ ROCQ__FN void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t threa
             const int64_t to = stream->cell ? stream->cell[t] : t;
             for (int64_t h = 0; h < stream->x->ne[1]; h++) {
                 unsigned char *y_row = rocq__row(stream->y, h, to, 0);
-                const float *x = rocq__load(a->avx2, stream->x->format, rocq__row(stream->x, h, t, 0), 0,
-                                            a->head_dim, head);
+                const float *x = rocq__load(a->avx2, stream->x->format,
+                                            rocq__row(stream->x, h, t, 0), 0, a->head_dim, head);
                 if (stream->plain) {
                     rocq__store(stream->y->format, y_row, 0, x, a->head_dim);
                     continue;
@@ -6343,7 +6371,8 @@ ROCQ__FN rocq_result rocq__rope_cpu(rocq_ctx *ctx, const rocq_rope_params *p) {
     return ROCQ_OK;
 }
 
-ROCQ__FN int64_t rocq__scratch_rope_append_cpu(const rocq_ctx *ctx, const rocq_rope_append_params *p) {
+ROCQ__FN int64_t rocq__scratch_rope_append_cpu(const rocq_ctx *ctx,
+                                               const rocq_rope_append_params *p) {
     rocq__rope a;
     return rocq__rope_scratch(ctx, &p->rope, p->k->ne[0], &a);
 }
@@ -6379,13 +6408,14 @@ ROCQ__FN rocq_result rocq__rope_append_cpu(rocq_ctx *ctx, const rocq_rope_append
 
 // SILU and the tanh form of GELU are x / (1 + exp(-(linear x + cubic x^3))). Returns how many
 // elements it has done.
-ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__gate_avx2(float *y, const float *x, int64_t n, float linear,
-                                                   float cubic) {
+ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__gate_avx2(float *y, const float *x, int64_t n,
+                                                   float linear, float cubic) {
     const __m256 one = _mm256_set1_ps(1.0f);
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
         const __m256 v = _mm256_loadu_ps(x + i);
-        const __m256 square = _mm256_min_ps(_mm256_set1_ps(1e30f), _mm256_mul_ps(v, v)); // 0 inf is NaN
+        const __m256 square =
+            _mm256_min_ps(_mm256_set1_ps(1e30f), _mm256_mul_ps(v, v)); // 0 inf is NaN
         const __m256 slope = _mm256_fmadd_ps(square, _mm256_set1_ps(cubic), _mm256_set1_ps(linear));
         const __m256 e = rocq__exp8_avx2(_mm256_fnmadd_ps(v, slope, _mm256_setzero_ps()));
         _mm256_storeu_ps(y + i, _mm256_div_ps(v, _mm256_add_ps(one, e)));
@@ -6395,11 +6425,14 @@ ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__gate_avx2(float *y, const float *x, int
 
 #endif
 
-ROCQ__FN void rocq__activate_row(bool avx2, rocq_activation activation, float *y, const float *x, int64_t n) {
+ROCQ__FN void rocq__activate_row(bool avx2, rocq_activation activation, float *y, const float *x,
+                                 int64_t n) {
     int64_t i = 0;
 #if ROCQ__HAS_AVX2
     if (avx2 && activation == ROCQ_SILU) i = rocq__gate_avx2(y, x, n, 1.0f, 0.0f);
-    if (avx2 && activation == ROCQ_GELU) i = rocq__gate_avx2(y, x, n, 1.59576912160573f, 0.0713548162726f);
+    if (avx2 && activation == ROCQ_GELU) {
+        i = rocq__gate_avx2(y, x, n, 1.59576912160573f, 0.0713548162726f);
+    }
 #else
     (void)avx2;
 #endif
@@ -6460,9 +6493,9 @@ ROCQ__FN void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread
     }
 }
 
-ROCQ__FN rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const rocq_tensor *y, const rocq_tensor *a,
-                                   const rocq_tensor *b, rocq_activation activation, float scale,
-                                   float bias) {
+ROCQ__FN rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const rocq_tensor *y,
+                                   const rocq_tensor *a, const rocq_tensor *b,
+                                   rocq_activation activation, float scale, float bias) {
     rocq__map map;
     map.op = op;
     map.avx2 = ctx->has_avx2;
@@ -6563,7 +6596,9 @@ ROCQ__FN void rocq__softmax_task(void *arg, int64_t r, int64_t r_end, int32_t th
             for (int64_t i = k; i < k + m; i++) y[i] = from[i] * a->scale;
             if (mask) {
                 const float *add = rocq__load(a->avx2, mask->format, mask_row, k, m, buf);
-                for (int64_t i = 0; i < m; i++) y[k + i] = add[i] == -INFINITY ? -INFINITY : y[k + i] + add[i];
+                for (int64_t i = 0; i < m; i++) {
+                    y[k + i] = add[i] == -INFINITY ? -INFINITY : y[k + i] + add[i];
+                }
             }
             top = ROCQ__MAX(top, rocq__max(a->avx2, y + k, m));
         }
@@ -6628,8 +6663,8 @@ ROCQ__FN rocq_result rocq__gather_cpu(rocq_ctx *ctx, const rocq_gather_params *p
     const int32_t *ids = rocq__row_i32(p->ids, 0);
     for (int64_t i = 0; i < n; i++) {
         if (ids[i] < 0 || ids[i] >= n_rows) {
-            return rocq__fail(ctx, ROCQ_E_BOUNDS, "gather: ids[%lld] is %d of %lld rows", (long long)i,
-                              (int)ids[i], (long long)n_rows);
+            return rocq__fail(ctx, ROCQ_E_BOUNDS, "gather: ids[%lld] is %d of %lld rows",
+                              (long long)i, (int)ids[i], (long long)n_rows);
         }
     }
     a.p = p;
@@ -6725,7 +6760,8 @@ ROCQ__INLINE uint64_t rocq__mix(uint64_t z) { // splitmix64's finisher
 
 // Uniform in [0, 1), 53 bits, from seed and step alone.
 ROCQ__FN double rocq__uniform(uint64_t seed, uint64_t step) {
-    const uint64_t z = rocq__mix(rocq__mix(seed + 0x9e3779b97f4a7c15u) + (step + 1) * 0x9e3779b97f4a7c15u);
+    const uint64_t z =
+        rocq__mix(rocq__mix(seed + 0x9e3779b97f4a7c15u) + (step + 1) * 0x9e3779b97f4a7c15u);
     return (double)(z >> 11) * 0x1p-53;
 }
 
@@ -6748,8 +6784,8 @@ ROCQ__FN rocq_result rocq__sample_cpu(rocq_ctx *ctx, const rocq_sample_params *p
     if (recent) memset(count, 0, (size_t)n_vocab * sizeof *count);
     for (int64_t i = 0; i < n_recent; i++) {
         if (recent[i] < 0 || recent[i] >= n_vocab) {
-            return rocq__fail(ctx, ROCQ_E_BOUNDS, "sample: recent[%lld] is %d of %lld tokens", (long long)i,
-                              (int)recent[i], (long long)n_vocab);
+            return rocq__fail(ctx, ROCQ_E_BOUNDS, "sample: recent[%lld] is %d of %lld tokens",
+                              (long long)i, (int)recent[i], (long long)n_vocab);
         }
         count[recent[i]]++;
     }

@@ -234,7 +234,8 @@ typedef struct run {
 } run;
 
 static bool fail(const char *what, const char *why) {
-    fprintf(stderr, "generate: %s: %s\n", what, why);
+    if (strstr(why, what)) fprintf(stderr, "generate: %s\n", why);
+    else fprintf(stderr, "generate: %s: %s\n", what, why);
     return false;
 }
 

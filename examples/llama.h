@@ -125,10 +125,10 @@ static inline rocq_result llama_sample(llama_model *m, const rocq_sample_params 
 // Errors
 // ---------------------------------------------------------------------------------------------
 
-#define LLAMA__TRY(call)                                 \
-    do {                                                 \
-        const rocq_result llama__r = (call);             \
-        if (llama__r != ROCQ_OK) return llama__r;        \
+#define LLAMA__TRY(call)                          \
+    do {                                          \
+        const rocq_result llama__r = (call);      \
+        if (llama__r != ROCQ_OK) return llama__r; \
     } while (0)
 
 static rocq_result llama__fail(llama_model *m, rocq_result result, const char *format, ...) {
@@ -422,8 +422,8 @@ static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file, int fa
 
 // Runs an op, or, while llama_open plans, finds out what scratch memory it would need: the same
 // code reserves for exactly the ops that run later.
-#define LLAMA__RUN(m, OP, op, params)                                    \
-    LLAMA__TRY((m)->planning ? llama__measure(m, ROCQ_OP_##OP, params)   \
+#define LLAMA__RUN(m, OP, op, params)                                  \
+    LLAMA__TRY((m)->planning ? llama__measure(m, ROCQ_OP_##OP, params) \
                              : rocq_##op((m)->ctx, params))
 
 static rocq_result llama__measure(llama_model *m, rocq_op op, const void *params) {
@@ -659,8 +659,7 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     m->n_logits = m->options.n_logits > 0 ? m->options.n_logits : 1;
     if (m->n_logits > m->n_batch) m->n_logits = m->n_batch;
     LLAMA__TRY(llama__load_all(m, file, family));
-    const bool tied = m->output.n_dims == 0;
-    if (tied) m->output = m->embedding;
+    if (m->output.n_dims == 0) m->output = m->embedding; // tied
     return llama__make_memory(m);
 }
 

@@ -41,7 +41,8 @@ typedef struct job {
 } job;
 
 static bool fail(const char *what, const char *why) {
-    fprintf(stderr, "perplexity: %s: %s\n", what, why);
+    if (strstr(why, what)) fprintf(stderr, "perplexity: %s\n", why);
+    else fprintf(stderr, "perplexity: %s: %s\n", what, why);
     return false;
 }
 

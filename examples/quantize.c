@@ -35,7 +35,8 @@ typedef struct job {
 } job;
 
 static bool fail(const char *what, const char *why) {
-    fprintf(stderr, "quantize: %s: %s\n", what, why);
+    if (strstr(why, what)) fprintf(stderr, "quantize: %s\n", why);
+    else fprintf(stderr, "quantize: %s: %s\n", what, why);
     return false;
 }
 

@@ -118,7 +118,7 @@ static inline void model_add_all(model_file *f) {
         model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
         model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 0.8f * in, 0);
         model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 0.8f * in, 0);
-        model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.5f * in, 0);
+        model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.2f * in, 0);
         if (qwen2 || s->biases) {
             model_add(f, i, "attn_q.bias", n_q, 0, 0, 0.3f, 0);
             model_add(f, i, "attn_k.bias", n_kv, 0, 0, 0.3f, 0);
@@ -128,7 +128,7 @@ static inline void model_add_all(model_file *f) {
             model_add(f, i, "attn_q_norm.weight", s->head_dim, 0, 0.8f, 0.2f, 0);
             model_add(f, i, "attn_k_norm.weight", s->head_dim, 0, 0.8f, 0.2f, 0);
         }
-        model_add(f, i, "attn_output.weight", n_q, n_embd, 0, 0.8f / sqrtf((float)n_q), 0);
+        model_add(f, i, "attn_output.weight", n_q, n_embd, 0, 0.6f / sqrtf((float)n_q), 0);
         if (gemma) model_add(f, i, "post_attention_norm.weight", n_embd, 0, 0.5f, 0.1f, 0);
         model_add(f, i, "ffn_norm.weight", n_embd, 0, 1, 0.2f, 0);
         model_add(f, i, "ffn_gate.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);

@@ -58,7 +58,8 @@ OPS_FN box box_make(box_layout layout, rocq_format format, int64_t ne0, int64_t 
                     int64_t ne3) {
     const int64_t ne[4] = {ne0, ne1, ne2, ne3}, gap = layout == BOX_PLAIN ? 0 : block_elems(format);
     const int64_t whole[4] = {ne0 + 2 * gap, layout == BOX_PLAIN ? ne1 : ne1 + 2,
-                              layout == BOX_PLAIN ? ne2 : ne2 + 1, layout == BOX_PLAIN ? ne3 : ne3 + 1};
+                              layout == BOX_PLAIN ? ne2 : ne2 + 1,
+                              layout == BOX_PLAIN ? ne3 : ne3 + 1};
     const int64_t swapped[4] = {whole[0], whole[2], whole[1], whole[3]};
     const int64_t start[4] = {gap, layout == BOX_PLAIN ? 0 : 1, 0, 0};
     const int32_t axes[4] = {0, 2, 1, 3};
@@ -91,7 +92,8 @@ OPS_FN int64_t box_rows(const box *b) {
 }
 
 OPS_FN unsigned char *box_row(const box *b, int64_t r) {
-    const int64_t i1 = r % b->t.ne[1], i2 = r / b->t.ne[1] % b->t.ne[2], i3 = r / b->t.ne[1] / b->t.ne[2];
+    const int64_t i1 = r % b->t.ne[1], i2 = r / b->t.ne[1] % b->t.ne[2],
+                  i3 = r / b->t.ne[1] / b->t.ne[2];
     const int64_t elems = i1 * b->t.stride[1] + i2 * b->t.stride[2] + i3 * b->t.stride[3];
     int64_t bytes;
     assert_int_equal(rocq_row_size(b->t.format, elems, &bytes), ROCQ_OK);
@@ -111,7 +113,9 @@ OPS_FN void box_read(box *b) {
     assert_non_null(row);
     for (int64_t r = 0; r < box_rows(b); r++) {
         if (b->t.format == ROCQ_I32) {
-            for (int64_t i = 0; i < n; i++) b->value[r * n + i] = ((int32_t *)(void *)box_row(b, r))[i];
+            for (int64_t i = 0; i < n; i++) {
+                b->value[r * n + i] = ((int32_t *)(void *)box_row(b, r))[i];
+            }
             continue;
         }
         assert_int_equal(rocq_dequantize(b->t.format, row, box_row(b, r), n), ROCQ_OK);
@@ -136,7 +140,9 @@ OPS_FN void box_write(box *b) {
         if (b->t.format == ROCQ_F32) { // infinities are wanted here, rocq_quantize refuses them
             memcpy(box_row(b, r), row, (size_t)n * sizeof(float));
         } else if (b->t.format == ROCQ_F16) {
-            for (int64_t i = 0; i < n; i++) ((uint16_t *)(void *)box_row(b, r))[i] = rocq_f32_to_f16(row[i]);
+            for (int64_t i = 0; i < n; i++) {
+                ((uint16_t *)(void *)box_row(b, r))[i] = rocq_f32_to_f16(row[i]);
+            }
         } else {
             assert_int_equal(rocq_quantize(b->t.format, box_row(b, r), row, 1, n, NULL), ROCQ_OK);
         }
@@ -179,7 +185,9 @@ OPS_FN void box_check_outside(const box *b) {
         memset(inside + (box_row(b, r) - b->memory), 1, (size_t)box_row_size(b));
     }
     for (int64_t i = 0; i < b->size; i++) {
-        if (!inside[i] && b->memory[i] != 0xff) fail_msg("byte %lld beside the tensor was written", (long long)i);
+        if (!inside[i] && b->memory[i] != 0xff) {
+            fail_msg("byte %lld beside the tensor was written", (long long)i);
+        }
     }
     free(inside);
 }
@@ -285,7 +293,9 @@ OPS_FN void run(int simd, rocq_op op, const void *params, box *const *outputs, i
         ctx->scratch_size = 0;
         assert_int_equal(rocq_reserve(ctx, scratch), ROCQ_OK);
         assert_int_equal(rocq_get_stats(ctx, &stats), ROCQ_OK);
-        for (int o = 0; o < n_outputs; o++) memcpy(outputs[o]->memory, before[o], (size_t)outputs[o]->size);
+        for (int o = 0; o < n_outputs; o++) {
+            memcpy(outputs[o]->memory, before[o], (size_t)outputs[o]->size);
+        }
         if (run_one(ctx, op, params) != ROCQ_OK) fail_msg("failed: %s", rocq_error(ctx));
         assert_int_equal(rocq_get_stats(ctx, &later), ROCQ_OK);
         assert_int_equal(later.n_allocs, stats.n_allocs);
@@ -293,7 +303,8 @@ OPS_FN void run(int simd, rocq_op op, const void *params, box *const *outputs, i
             if (i == 0) {
                 memcpy(first[o], outputs[o]->memory, (size_t)outputs[o]->size);
             } else if (!same_bytes(first[o], outputs[o]->memory, outputs[o]->size)) {
-                fail_msg("output %d with %d threads differs from 1 thread", o, (int)thread_counts[i]);
+                fail_msg("output %d with %d threads differs from 1 thread", o,
+                         (int)thread_counts[i]);
             }
         }
     }
@@ -304,7 +315,8 @@ OPS_FN void run(int simd, rocq_op op, const void *params, box *const *outputs, i
 }
 
 // The op fails with this code and a message, and leaves the outputs as they are.
-OPS_FN void run_fails(rocq_op op, const void *params, rocq_result want, box *const *outputs, int n_outputs) {
+OPS_FN void run_fails(rocq_op op, const void *params, rocq_result want, box *const *outputs,
+                      int n_outputs) {
     rocq_ctx *ctx = contexts[1][1];
     unsigned char *before[4];
     for (int o = 0; o < n_outputs; o++) {
@@ -339,12 +351,12 @@ typedef struct ggml_api {
     size_t (*nbytes)(const void *);
     void *(*new_graph)(void *);
     void (*build)(void *, void *);
-    void *(*flash_attn_ext)(void *, void *q, void *k, void *v, void *mask, float scale, float max_bias,
-                            float softcap);
+    void *(*flash_attn_ext)(void *, void *q, void *k, void *v, void *mask, float scale,
+                            float max_bias, float softcap);
     void (*flash_attn_ext_add_sinks)(void *, void *);
-    void *(*rope_ext)(void *, void *a, void *pos, void *factors, int n_dims, int mode, int n_ctx_orig,
-                      float freq_base, float freq_scale, float ext_factor, float attn_factor,
-                      float beta_fast, float beta_slow);
+    void *(*rope_ext)(void *, void *a, void *pos, void *factors, int n_dims, int mode,
+                      int n_ctx_orig, float freq_base, float freq_scale, float ext_factor,
+                      float attn_factor, float beta_fast, float beta_slow);
     void *(*rms_norm)(void *, void *, float);
     void *(*norm)(void *, void *, float);
     void *(*soft_max_ext)(void *, void *, void *mask, float scale, float max_bias);
@@ -363,9 +375,10 @@ OPS_FN void ggml_symbol(void *library, const char *name, void *function) {
 
 // The variant for this CPU. Libraries stay open: what their initialisers allocate is never freed.
 OPS_FN void ggml_find(ggml_api *g) {
-    static const char *const variants[] = {"x64", "sse42", "sandybridge", "ivybridge", "piledriver",
-        "haswell", "skylakex", "cannonlake", "cascadelake", "cooperlake", "icelake", "zen4", "alderlake",
-        "sapphirerapids"};
+    static const char *const variants[] = {
+        "x64",     "sse42",    "sandybridge", "ivybridge",     "piledriver",
+        "haswell", "skylakex", "cannonlake",  "cascadelake",   "cooperlake",
+        "icelake", "zen4",     "alderlake",   "sapphirerapids"};
     const char *dir = getenv("ROCQ_GGML_DIR");
     char path[4096];
     int best = 0;
@@ -430,7 +443,8 @@ OPS_FN void ggml_close(ggml_api *g) {
 
 // A ggml tensor with the values of a plain box.
 OPS_FN void *ggml_from(ggml_api *g, const box *b) {
-    void *t = g->new_tensor_4d(g->ctx, (int)b->t.format, b->t.ne[0], b->t.ne[1], b->t.ne[2], b->t.ne[3]);
+    void *t =
+        g->new_tensor_4d(g->ctx, (int)b->t.format, b->t.ne[0], b->t.ne[1], b->t.ne[2], b->t.ne[3]);
     assert_int_equal(g->nbytes(t), b->size);
     memcpy(g->get_data(t), b->memory, (size_t)b->size);
     return t;

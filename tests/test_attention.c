@@ -66,7 +66,8 @@ static void reference(problem *a) {
                     const int64_t row = row_of(a, j, seq, &row_seq);
                     double dot = 0;
                     for (int64_t d = 0; d < s->head_dim; d++) {
-                        dot += box_at(&a->q, d, h, i, seq) * box_at(&a->k, d, kv_head, row, row_seq);
+                        dot +=
+                            box_at(&a->q, d, h, i, seq) * box_at(&a->k, d, kv_head, row, row_seq);
                     }
                     score[j] = dot * scale;
                     if (s->softcap > 0) score[j] = s->softcap * tanh(score[j] / s->softcap);
@@ -129,7 +130,9 @@ static problem problem_make(shape s) {
     }
     if (s.kv_len) {
         a.kv_len = box_make(BOX_PLAIN, ROCQ_I32, s.n_seqs, 1, 1, 1);
-        for (int64_t i = 0; i < s.n_seqs; i++) a.kv_len.value[i] = (double)(1 + random_below(s.n_kv));
+        for (int64_t i = 0; i < s.n_seqs; i++) {
+            a.kv_len.value[i] = (double)(1 + random_below(s.n_kv));
+        }
         box_write(&a.kv_len);
         a.p.kv_len = &a.kv_len.t;
     }
@@ -206,9 +209,17 @@ static void solve(shape s) {
 }
 
 static shape basic(void) { // GQA, nothing optional
-    const shape s = {.head_dim = 64, .n_heads = 4, .n_kv_heads = 2, .n_q = 3, .n_kv = 33, .n_seqs = 1,
-                     .q_format = ROCQ_F32, .k_format = ROCQ_F32, .v_format = ROCQ_F32,
-                     .mask_format = ROCQ_F32, .out_format = ROCQ_F32};
+    const shape s = {.head_dim = 64,
+                     .n_heads = 4,
+                     .n_kv_heads = 2,
+                     .n_q = 3,
+                     .n_kv = 33,
+                     .n_seqs = 1,
+                     .q_format = ROCQ_F32,
+                     .k_format = ROCQ_F32,
+                     .v_format = ROCQ_F32,
+                     .mask_format = ROCQ_F32,
+                     .out_format = ROCQ_F32};
     return s;
 }
 
@@ -318,7 +329,8 @@ static void everything_together(void **state) {
     (void)state;
     static const int64_t dims[] = {32, 64, 96, 128};
     for (int round = 0; round < 120; round++) {
-        const bool decode = random_below(2); // few queries of a long context, else the other way round
+        const bool decode =
+            random_below(2); // few queries of a long context, else the other way round
         shape s = {.head_dim = dims[random_below(4)]};
         s.n_kv_heads = 1 + random_below(3);
         s.n_heads = s.n_kv_heads * (1 + random_below(5));
@@ -494,7 +506,8 @@ static void bad_contents_are_refused(void **state) {
     problem a = problem_make(s);
     problem_link(&a);
     box *out = &a.out;
-    int32_t *len = (int32_t *)(void *)a.kv_len.memory, *page = (int32_t *)(void *)a.page_table.memory;
+    int32_t *len = (int32_t *)(void *)a.kv_len.memory,
+            *page = (int32_t *)(void *)a.page_table.memory;
     for (size_t i = 0; i < sizeof bad_len / sizeof bad_len[0]; i++) {
         len[1] = bad_len[i];
         run_fails(ROCQ_OP_ATTENTION, &a.p, ROCQ_E_BOUNDS, &out, 1);
@@ -563,7 +576,8 @@ static void nan_in_a_query_stays_visible(void **state) {
             run(simd, ROCQ_OP_ATTENTION, &a.p, &out, 1);
             box_read(out);
             for (int64_t d = 0; d < s.head_dim; d++) assert_true(isnan(out->value[d]));
-            assert_true(nmse(ROCQ_F32, out->value + s.head_dim, a.want + s.head_dim, s.head_dim) <= BOUND);
+            assert_true(nmse(ROCQ_F32, out->value + s.head_dim, a.want + s.head_dim, s.head_dim) <=
+                        BOUND);
         }
         problem_free(&a);
     }
@@ -587,8 +601,12 @@ static void agrees_with_ggml(void **state) {
     (void)state;
     ggml_api g = ggml_open();
     // ggml keeps F16 sums of F16 values and rounds q to the format of k, which sets the bounds.
-    static const struct { rocq_format format; double bound; } kinds[] = {
-        {ROCQ_F32, 1e-11}, {ROCQ_F16, 1e-5}, {ROCQ_BF16, 5e-5}, {ROCQ_Q8_0, 5e-4}, {ROCQ_Q4_0, 5e-4}};
+    static const struct { rocq_format format; double bound;
+    } kinds[] = {{ROCQ_F32, 1e-11},
+                 {ROCQ_F16, 1e-5},
+                 {ROCQ_BF16, 5e-5},
+                 {ROCQ_Q8_0, 5e-4},
+                 {ROCQ_Q4_0, 5e-4}};
     for (size_t f = 0; f < sizeof kinds / sizeof kinds[0]; f++) {
         for (int option = 0; option < 8; option++) {
             shape s = basic();
@@ -619,8 +637,9 @@ static void agrees_with_ggml(void **state) {
                 const rocq_cast_params cast = {.y = &to[t]->t, .x = &turned};
                 assert_int_equal(rocq_cast(contexts[0][0], &cast), ROCQ_OK);
             }
-            void *node = g.flash_attn_ext(g.ctx, ggml_from(&g, &q), ggml_from(&g, &k), ggml_from(&g, &v),
-                                          ggml_from(&g, &a.mask), s.scale, 0, s.softcap);
+            void *node =
+                g.flash_attn_ext(g.ctx, ggml_from(&g, &q), ggml_from(&g, &k), ggml_from(&g, &v),
+                                 ggml_from(&g, &a.mask), s.scale, 0, s.softcap);
             if (s.sinks) g.flash_attn_ext_add_sinks(node, ggml_from(&g, &a.sinks));
             ggml_run(&g, node, a.want, a.out.count);
             box *out = &a.out;
