@@ -2345,6 +2345,13 @@ ROCQ__NOINLINE void rocq__scaled(float *ROCQ__RESTRICT dst, const float *ROCQ__R
     for (int32_t i = 0; i < n; i++) dst[i] = (x[i] - offset) * factor;
 }
 
+// Importance as weights from 0 to 1, and never quite 0: unimportant values get sane levels too.
+ROCQ__FN void rocq__weights(float *ROCQ__RESTRICT dst, const float *ROCQ__RESTRICT w, int32_t n) {
+    float top = 0;
+    for (int32_t i = 0; i < n && w; i++) top = ROCQ__MAX(top, w[i]);
+    for (int32_t i = 0; i < n; i++) dst[i] = top > 0 ? w[i] / top + 1e-7f : 1.0f;
+}
+
 // What a scale field can hold: a scale that F16 would round to infinity takes F16's largest value,
 // so a block of huge values saturates.
 ROCQ__INLINE float rocq__f16_limit(float v) {
@@ -2450,12 +2457,13 @@ ROCQ__FN void rocq__encode_mx(const rocq__codec *codec, void *dst, const float *
             rocq__join6(block + 1, q);
         }
         if (first < last) {
-            float y[32];
+            float y[32], weight[32];
             double error = 0;
             rocq__decode_block(codec, block, y);
+            rocq__weights(weight, w, 32);
             for (int32_t i = 0; i < 32; i++) {
                 const double r = (double)x[i] - (double)y[i];
-                error += (double)w[i] * r * r;
+                error += (double)weight[i] * r * r;
             }
             if (!(error < best) && e > first) continue;
             best = error;
@@ -2774,11 +2782,8 @@ ROCQ__FN float rocq__choose(const rocq__search *search, float *d, float *dmin, f
 ROCQ__FN void rocq__encode_searched(const rocq__grid *grid, const float *x, const float *w,
                                     rocq__fields *out) {
     rocq__search search;
-    float amax = 0, wmax = 0, d, dmin;
-    for (int32_t i = 0; i < grid->n; i++) {
-        amax = ROCQ__MAX(amax, fabsf(x[i]));
-        if (w) wmax = ROCQ__MAX(wmax, w[i]);
-    }
+    float amax = 0, d, dmin;
+    for (int32_t i = 0; i < grid->n; i++) amax = ROCQ__MAX(amax, fabsf(x[i]));
     memset(out, 0, sizeof *out);
     if (!(amax > 1e-12f)) { // far below what F16 scales reach
         memset(out->q, grid->table ? 8 : -grid->q_lo, sizeof out->q);
@@ -2788,10 +2793,8 @@ ROCQ__FN void rocq__encode_searched(const rocq__grid *grid, const float *x, cons
     search.has_min = grid->mn_lo != 0 || grid->mn_hi != 0;
     search.n_groups = grid->n / grid->group;
     search.exponent = ROCQ__MIN(ilogbf(amax), 126);
-    for (int32_t i = 0; i < grid->n; i++) {
-        search.x[i] = x[i] * rocq__pow2(-search.exponent);
-        search.w[i] = wmax > 0 ? w[i] / wmax + 1e-7f : 1.0f; // unimportant values get sane levels too
-    }
+    for (int32_t i = 0; i < grid->n; i++) search.x[i] = x[i] * rocq__pow2(-search.exponent);
+    rocq__weights(search.w, w, grid->n);
     for (int32_t g = 0; g < search.n_groups; g++) rocq__fit(&search, g);
     if (grid->sc_lo == 1) {
         d = search.s[0];

@@ -133,14 +133,14 @@ static inline void model_add_all(model_file *f) {
         model_add(f, i, "ffn_norm.weight", n_embd, 0, 1, 0.2f, 0);
         model_add(f, i, "ffn_gate.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
         model_add(f, i, "ffn_up.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
-        model_add(f, i, "ffn_down.weight", s->n_ff, n_embd, 0, 0.4f / sqrtf((float)s->n_ff), 0);
+        model_add(f, i, "ffn_down.weight", s->n_ff, n_embd, 0, 0.25f / sqrtf((float)s->n_ff), 0);
         if (s->biases) {
             model_add(f, i, "attn_output.bias", n_embd, 0, 0, 0.2f, 0);
             model_add(f, i, "ffn_gate.bias", s->n_ff, 0, 0, 0.3f, 0);
             model_add(f, i, "ffn_up.bias", s->n_ff, 0, 0, 0.3f, 0);
             model_add(f, i, "ffn_down.bias", n_embd, 0, 0, 0.2f, 0);
         }
-        if (gemma) model_add(f, i, "post_ffw_norm.weight", n_embd, 0, 0.3f, 0.1f, 0);
+        if (gemma) model_add(f, i, "post_ffw_norm.weight", n_embd, 0, 0.25f, 0.1f, 0);
     }
     // Logits with a spread of about 3, by way of the norm where the matrix is shared. Its weights
     // have both signs then, or every token would predict itself.

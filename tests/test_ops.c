@@ -947,6 +947,19 @@ static void sample_is_deterministic(void **state) {
     for (int i = 10; i < 100; i++) n_seed += first[i] != first[i - 10];
     for (int i = 1; i < 100; i++) n_step += first[i] != first[i - 1];
     assert_true(n_seed > 80 && n_step > 80);
+    // A seed is not another seed's sequence moved along, not even by the generator's own increment.
+    int32_t n_moved = 0;
+    for (int i = 0; i < 100; i++) {
+        d.p.seed = 0;
+        d.p.step = (uint64_t)i + 1;
+        assert_int_equal(rocq_sample(contexts[0][0], &d.p), ROCQ_OK);
+        const int32_t here = drawn(&d);
+        d.p.seed = 0x9e3779b97f4a7c15u;
+        d.p.step = (uint64_t)i;
+        assert_int_equal(rocq_sample(contexts[0][0], &d.p), ROCQ_OK);
+        n_moved += here != drawn(&d);
+    }
+    assert_true(n_moved > 80);
     draw_free(&d);
 }
 
