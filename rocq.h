@@ -423,7 +423,11 @@ ROCQ_FORMATS(ROCQ_X)
     X(E_NOT_FOUND, -45, "no such key or tensor")                                   \
     X(E_TYPE, -46, "metadata value has another type or does not fit")              \
     X(E_NO_RUNTIME, -60, "no HIP runtime on this machine")                         \
-    X(E_NO_KERNELS, -61, "no GPU kernels for this device in this program")
+    X(E_NO_KERNELS, -61, "no GPU kernels for this device in this program")         \
+    X(E_NO_DEVICE, -62, "no GPU, or none that passes its self-test")               \
+    X(E_DEVICE, -63, "the HIP runtime reported an error")                          \
+    X(E_LOST, -64, "the GPU is lost: close the context")                           \
+    X(E_CANCELLED, -65, "cancelled by rocq_cancel")
 
 typedef enum rocq_result {
 #define ROCQ_X(NAME, code, message) ROCQ_##NAME = code,
@@ -442,6 +446,7 @@ typedef enum rocq_result {
 typedef struct rocq_ctx rocq_ctx;   // one device (or the CPU), its threads and its scratch memory
 typedef struct rocq_gguf rocq_gguf; // one open GGUF file
 typedef struct rocq_gguf_writer rocq_gguf_writer;
+typedef struct rocq_graph rocq_graph; // ops recorded once, to be replayed
 
 typedef enum rocq_backend {
     ROCQ_BACKEND_AUTO = 0, // a GPU that has kernels and passes its self-test, else the CPU
@@ -466,6 +471,13 @@ typedef struct rocq_desc {
     int64_t memory_budget;     // bytes of buffers and scratch, 0 = no limit
     int64_t scratch_bytes;     // reserved at open, see rocq_reserve
     rocq_allocator allocator;  // zero = ROCQ_MALLOC and ROCQ_FREE
+    int32_t device;            // GPU: 0 = the best, else 1 + its number in HIP's order
+    const char *pci;           // GPU by PCI address ("0000:03:00.0"), to match the renderer's; or NULL
+    const char *kernels_path;  // file with the code object of rocq_kernels.hip; NULL = ROCQ_KERNELS
+    const void *kernels_data;  // or the code object itself, in memory; both NULL where it is linked
+    int64_t kernels_size;
+    int32_t dispatch_us;       // longest that one launch may take, by estimate; 0 = 5000, -1 = any
+    bool no_graphs;            // rocq_graph_launch runs the recorded ops one by one
     void (*log)(rocq_log_level level, const char *message, void *user); // NULL = silent
     void *log_user;
 } rocq_desc;
@@ -474,6 +486,13 @@ typedef struct rocq_info {
     rocq_backend backend;      // what was opened: ROCQ_CPU or ROCQ_GPU
     const char *device;        // for people: chip and instruction set in use
     rocq_result gpu_result;    // why there is no GPU (ROCQ_OK when there is one, or none was tried)
+    const char *gpu_message;   // the sentence to that code, "" for ROCQ_OK
+    const char *runtime;       // name under which the HIP runtime was found, "linked", or ""
+    const char *kernels;       // file of the code object, "memory", "linked", or ""
+    const char *pci;           // of the GPU, or ""
+    int32_t target;            // of the kernels that run: 0x1100 for gfx1100; 0 for CPU and others
+    int32_t n_units;           // compute units
+    int64_t device_bytes;      // memory of the GPU
     rocq_desc desc;            // as given, with every default filled in
 } rocq_info;
 
@@ -484,6 +503,7 @@ typedef struct rocq_stats {
     int64_t scratch_bytes;     // reserved for ops
     int64_t scratch_peak;      // most that one op has used
     int64_t n_fallbacks;       // ops a GPU context ran on the CPU
+    int64_t n_launches;        // kernels launched; a graph's count once per replay
 } rocq_stats;
 
 // An address on the device: its own type, so that it cannot be mistaken for a host pointer.
@@ -499,7 +519,9 @@ typedef struct rocq_buffer {
 } rocq_buffer;
 
 typedef enum rocq_layout {
-    ROCQ_LAYOUT_GGUF = 0 // blocks as in the file; every op takes it
+    ROCQ_LAYOUT_GGUF = 0, // blocks as in the file; every op takes it
+    ROCQ_LAYOUT_PLANAR    // block formats on a GPU: the same bits in planes, for wide loads (>>kernels).
+                          // Same size; whole tensors only: no views, no download
 } rocq_layout;
 
 // Up to four dimensions over a piece of a buffer. A tensor never owns memory, so it can be copied,
@@ -573,11 +595,12 @@ typedef enum rocq_op {
 } rocq_op;
 
 // y[m, n] = epilogue(sum over k of w[k, m] x[k, n]). The epilogue runs in this order, each step
-// optional: + bias[m], activation, softcap, * gate[m, n], + residual[m, n], cast to y's format.
+// optional: + bias[m], activation, softcap, * gate[m, n], * sum over k of w2[k, m] x[k, n],
+// + residual[m, n], cast to y's format.
 // w and x may have a third and fourth dimension (batch); w's must divide x's, and is then shared
 // by consecutive runs of x's. y may be residual or gate, never overlap w or x otherwise.
 typedef struct rocq_matmul_params {
-    const rocq_tensor *y;        // F32 or F16 [M, N, B2, B3]
+    const rocq_tensor *y;        // F32, F16 or Q8_0 [M, N, B2, B3]
     const rocq_tensor *w;        // any format [K, M, b2, b3]
     const rocq_tensor *x;        // F32, F16 or Q8_0 [K, N, B2, B3]
     const rocq_tensor *bias;     // F32 [M] or NULL
@@ -585,7 +608,10 @@ typedef struct rocq_matmul_params {
     const rocq_tensor *residual; // F32 or F16, y's shape, or NULL
     rocq_activation activation;
     float softcap;               // c > 0: t = c tanh(t / c)
-    rocq_precision precision;    // AUTO: INT8 for quantized w, F32 otherwise
+    rocq_precision precision;    // AUTO: see rocq_matmul_precision
+    const rocq_tensor *w2;       // w's shape, any format, or NULL: silu(gate x) * (up x) in one pass
+    const struct rocq_matmul_params *next; // another product of the same x, to share its pass (q, k
+                                 // and v); NULL ends the chain. All are checked before the first runs
 } rocq_matmul_params;
 
 // out[d, h, i] = sum over j of softmax_j(score(i, j)) v[d, h_kv, j] for query i of head h, with
@@ -595,7 +621,7 @@ typedef struct rocq_matmul_params {
 // A sink adds exp(sink[h]) to the softmax sum and no value. A row that sees nothing is all 0.
 // K and V may be any strided view ([D, n_ctx, n_kv_heads] storage with swapped strides too).
 typedef struct rocq_attention_params {
-    const rocq_tensor *out;        // F32 or F16 [D, n_heads, n_q, n_seqs]; may be q
+    const rocq_tensor *out;        // F32, F16 or Q8_0 [D, n_heads, n_q, n_seqs]; may be q
     const rocq_tensor *q;          // F32 or F16 [D, n_heads, n_q, n_seqs]
     const rocq_tensor *k;          // F32 F16 BF16 Q8_0 Q4_0 [D, n_kv_heads, n_kv, n_seqs]
     const rocq_tensor *v;          // as k, its format may differ
@@ -766,6 +792,18 @@ ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats);
 // Waits until all work submitted on the context is done.
 ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx);
 
+// From any thread: the next op submitted on the context fails with E_CANCELLED, and so do all after
+// it until rocq_sync, which waits for what was submitted before and then clears the request.
+ROCQ_DEF void rocq_cancel(rocq_ctx *ctx);
+
+// Records the ops called between begin and end instead of running them; params and tensors are
+// copied, memory is not: a replay reads what is in the tensors then. Ops, uploads excluded, in the
+// order of the calls; anything else in between is E_STATE. On a GPU a replay is one submission.
+ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx);
+ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **graph);
+ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph);
+ROCQ_DEF void rocq_graph_free(rocq_ctx *ctx, rocq_graph **graph); // twice is harmless
+
 // Checks an op's params exactly as the op itself would, and runs nothing. params points to the
 // struct that ROCQ_OPS names. why (may be NULL) receives the reason, valid as rocq_error is.
 ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params, const char **why);
@@ -777,7 +815,9 @@ ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *pa
 // grow it themselves, which counts as an allocation in rocq_stats.
 ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 
-// What AUTO resolves to for these params.
+// What AUTO resolves to for these params. On the CPU: INT8 for quantized w (F32 for MXFP6_E3M2), F32
+// otherwise. On a GPU: with up to 8 columns INT8 for quantized w (F32 for MXFP6), F32 otherwise; with
+// more F16, but F32 for F32 w.
 ROCQ_DEF rocq_result rocq_matmul_precision(rocq_ctx *ctx, const rocq_matmul_params *params,
                                            rocq_precision *precision);
 
@@ -789,8 +829,9 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
 // Frees and empties the buffer; an empty one is harmless. rocq_close frees what is left.
 ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer);
 
-// Wraps the caller's own host memory.
+// Wraps the caller's own memory: on the host, or on the context's GPU (hipMalloc, or imported).
 ROCQ_DEF rocq_buffer rocq_buffer_from_host(void *data, int64_t size);
+ROCQ_DEF rocq_buffer rocq_buffer_from_device(uint64_t address, int64_t size);
 
 // -- arena --
 
@@ -841,7 +882,8 @@ ROCQ_DEF bool rocq_tensor_contiguous(const rocq_tensor *tensor);
 ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor);
 
 // Copies between host memory and a contiguous tensor; size must be rocq_tensor_size. upload may
-// return before the copy is done but never reads src afterwards; download waits.
+// return before the copy is done but never reads src afterwards; download waits. src of a planar
+// tensor is blocks in the GGUF layout, which are repacked on the way.
 ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const void *src, int64_t size);
 ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size);
 
@@ -1032,6 +1074,277 @@ ROCQ_OPS(ROCQ_X)
 #endif // ROCQ_H
 
 // Stop here if you only want the API.
+
+// ---------------------------------------------------------------------------------------------
+// >>kernels: what passes between this file and rocq_kernels.hip
+// ---------------------------------------------------------------------------------------------
+// rocq_kernels.hip defines ROCQ_DEVICE and includes this file for what stands up to the end of this
+// section. A kernel is extern "C" __global__ void rocq_k_NAME(ARGS), takes one args struct by value
+// and is named once, in ROCQ_KERNELS. All sizes have been checked against the buffers before a
+// launch; what a kernel reads from device memory (ids, positions, page tables) it checks itself.
+
+#if (defined(ROCQ_IMPLEMENTATION) || defined(ROCQ_DEVICE)) && !defined(ROCQ_KERNELS_DECLARED)
+#define ROCQ_KERNELS_DECLARED
+
+// The planar layout (ROCQ_LAYOUT_PLANAR). A tensor of n = R K / 32 units of 32 weights, R rows in
+// all, is cut into planes, one after the other without gaps, each with all units in row order. A
+// plane holds this many bytes per unit, or per 8 units (a superblock) where marked /8:
+//   Q4_0 IQ4_NL  N 16, d 2                    Q2_K    C 8, scales 16/8, d dmin 4/8
+//   Q4_1         N 16, d m 4                  Q3_K    C 8, B 4, sl 8/8, sh 4/8, d 2/8
+//   Q5_0         N 16, B 4, d 2               Q4_K    N 16, head 16/8
+//   Q5_1         N 16, B 4, d m 4             Q5_K    N 16, B 4, head 16/8
+//   Q8_0         L 16, H 16, d 2              Q6_K    N 16, C 8, scales 16/8, d 2/8
+//   MXFP4        N 16, e 1                    IQ4_XS  N 16, (d, scales_h, scales_l) 8/8
+//   MXFP6        N 16, C 8, e 1
+// That is the size of the GGUF layout, and every plane begins aligned for its widest load. Words
+// are little endian; byte b of word w is elements as follows:
+//   N  bits 0-3 of q: nibbles, word w byte b: element 4 w + b low, 16 + 4 w + b high
+//   C  the next 2 bits of q (Q2_K Q3_K: bits 0-1): word w (0, 1) byte b, bits 2 r and 2 r + 1:
+//      element 16 w + 4 r + b (r < 4)
+//   B  the bit above those: byte b, bit r: element 4 r + b (r < 8)
+//   L, H  codes 0-15 and 16-31 of a unit
+//   head  d, dmin, lo[8], hi: lo[g] holds bits 0-3 of sc[g] (low) and mn[g] (high); bits 4 g and
+//      4 g + 1 of hi are bits 4-5 of sc[g], bits 4 g + 2 and 4 g + 3 those of mn[g]
+//   sl, sh  Q3_K: byte u of sl holds bits 0-3 of sc[2 u] (low) and sc[2 u + 1] (high); bits 4 u, 4 u + 1
+//      of sh are bits 4-5 of sc[2 u], bits 4 u + 2, 4 u + 3 those of sc[2 u + 1]
+// d, dmin, m, e, scales are the fields of the GGUF block, in its order.
+// x of an INT8 product is a planar Q8_0 tensor whose d is rounded up, so that no code is clipped.
+
+enum {
+    ROCQ_K_WAVE = 32,         // lanes
+    ROCQ_K_MATVEC_ROWS = 4,   // rows of w that a wave takes through K together
+    ROCQ_K_MATVEC_WAVES = 8,  // of a block
+    ROCQ_K_MATVEC_PARTS = 4,  // products of the same x in one launch
+    ROCQ_K_FEW = 8,           // columns up to which a product is a matvec
+    ROCQ_K_ROW_THREADS = 256, // of kernels that give a row to a block
+    ROCQ_K_DIMS = 4
+};
+
+// A tensor of any strides. Planar tensors have their planes behind data and are contiguous.
+typedef struct rocq_k_tensor {
+    void *data;         // element 0
+    int64_t stride[3];  // bytes from one element to the next in dimensions 1 to 3
+    int32_t ne[4];
+    int32_t format;     // rocq_format
+    int32_t layout;     // rocq_layout
+} rocq_k_tensor;
+
+// Bits of the status word that a kernel sets when device memory held an index out of range; the
+// next rocq_sync turns it into E_BOUNDS.
+enum { ROCQ_K_BAD_ID = 1, ROCQ_K_BAD_CELL = 2, ROCQ_K_BAD_LENGTH = 4, ROCQ_K_BAD_PAGE = 8, ROCQ_K_NO_TOKEN = 16 };
+
+// Every launch may be one piece of a grid that the time cap cut: block0 is added to blockIdx.x.
+typedef struct rocq_k_common {
+    uint32_t block0;
+    uint32_t *status;
+} rocq_k_common;
+
+typedef struct rocq_k_selftest_args {
+    uint32_t *out;      // [64]: 0 the target (0x1100, ... or 0 when not gfx), 1 lanes of a wave,
+                        // 2 ROCQ_VERSION, 3 sizeof every args struct summed, 4 and up: a wave's sum
+                        // of squares, a WMMA and a dot4, all with known results
+} rocq_k_selftest_args;
+
+// Planar copy of raw blocks. A block of 256 threads takes 256 units.
+typedef struct rocq_k_repack_args {
+    rocq_k_common common;
+    rocq_k_tensor src;  // GGUF layout, any strides
+    void *dst;          // planar, all of src
+    int64_t unit0;      // dst may be a larger tensor: src's first unit in it,
+    int64_t n_units;    // and how many units it has in all
+} rocq_k_repack_args;
+
+// y = op(a, b): activate, glu, add, mul, scale and cast of float formats, with y also in Q8_0 (raw
+// or planar) and Q4_0. b is repeated where it has 1.
+typedef struct rocq_k_map_args {
+    rocq_k_common common;
+    rocq_k_tensor y, a, b; // b.data NULL: none
+    int32_t op;            // rocq_op
+    int32_t activation;
+    float scale, bias;
+} rocq_k_map_args;
+
+// y[., r] = x[., ids ? ids[r] : r] * scale, decoded: gather, and cast from every format.
+typedef struct rocq_k_decode_args {
+    rocq_k_common common;
+    rocq_k_tensor y, x;
+    const int32_t *ids;    // [rows of y], x then has 2 dimensions; NULL: same shape
+    float scale;
+} rocq_k_decode_args;
+
+// A block a row.
+typedef struct rocq_k_norm_args {
+    rocq_k_common common;
+    rocq_k_tensor y, x, mean, rstd; // data NULL: absent; mean and rstd [ne1, ne2, ne3]
+    const float *weight, *bias;     // or NULL
+    float eps;
+    int32_t center;                 // layernorm
+} rocq_k_norm_args;
+
+typedef struct rocq_k_rope_stream {
+    rocq_k_tensor y, x; // [D, heads, tokens]; token t of x goes to row cell[t] of y's dimension 2
+    int32_t plain;      // copied, not turned
+    int32_t to_cell;
+} rocq_k_rope_stream;
+
+typedef struct rocq_k_rope_args {
+    rocq_k_common common;
+    rocq_k_rope_stream stream[3];
+    const int32_t *pos, *cell;
+    const float *freq_factors; // or NULL
+    int32_t n_streams, n_cells;
+    int32_t head_dim, n_dims;
+    int32_t neox;
+    float magnitude;           // of cos and sin
+    double turn[256];          // turns of pair i per position, before freq_factors
+} rocq_k_rope_args;
+
+typedef struct rocq_k_softmax_args {
+    rocq_k_common common;
+    rocq_k_tensor y, x, mask;
+    float scale;
+} rocq_k_softmax_args;
+
+typedef struct rocq_k_argmax_args {
+    rocq_k_common common;
+    int32_t *index;
+    rocq_k_tensor x;
+} rocq_k_argmax_args;
+
+typedef struct rocq_k_sample_args {
+    rocq_k_common common;
+    int32_t *token;
+    float *prob;            // or NULL
+    const float *logits;
+    const int32_t *recent;  // or NULL
+    const int32_t *allowed; // or NULL
+    float *work;            // [n_vocab] logits after penalties
+    int32_t n_vocab, n_recent;
+    float temperature, top_p, min_p, repeat_penalty, frequency_penalty, presence_penalty;
+    int32_t top_k;
+    float uniform_hi, uniform_lo; // the draw in [0, 1), as a sum of two floats
+} rocq_k_sample_args;
+
+// What a sum goes through on its way to y, in the order of rocq_matmul_params.
+typedef struct rocq_k_epilogue {
+    rocq_k_tensor y, gate, residual; // data NULL: absent
+    const float *bias;               // [M] or NULL
+    int32_t activation;
+    float softcap;
+} rocq_k_epilogue;
+
+// One product of a matvec launch. Its blocks are block_end of the part before to block_end - 1.
+typedef struct rocq_k_matvec_part {
+    const void *w, *w2; // planar, or plain for F32 F16 BF16; w2: y = epilogue(w x) * (w2 x)
+    int64_t n_units;    // of the whole tensor (planar), which places its planes
+    int64_t row0;       // first row, for batches
+    int32_t m;          // rows
+    int32_t format;
+    uint32_t block_end;
+    rocq_k_epilogue epilogue;
+} rocq_k_matvec_part;
+
+// y[m, c] for n <= ROCQ_K_FEW columns c. k_waves waves share a row group, each with its part of K.
+typedef struct rocq_k_matvec_args {
+    rocq_k_common common;
+    rocq_k_matvec_part part[ROCQ_K_MATVEC_PARTS];
+    const void *x;      // INT8: planar Q8_0 [K, x_columns]; F32: floats [K, n] with x_stride
+    int64_t x_units;    // of that whole planar tensor
+    int64_t x_column0;  // first column
+    int64_t x_stride;   // F32: floats from column to column
+    int32_t k, n;
+    int32_t n_parts;
+    int32_t k_waves;    // 1, 2, 4 or 8
+} rocq_k_matvec_args;
+
+// y = epilogue(w x) over tiles; blockIdx.x counts tiles of M fastest, then of N, blockIdx.z batches.
+typedef struct rocq_k_matmul_args {
+    rocq_k_common common;
+    const void *w;         // planar, or plain for F32 F16 BF16: all of w's batches
+    int64_t w_units;       // of the whole tensor
+    const void *x;         // F16: F16 [K, N] rows x_stride apart; INT8: planar Q8_0; F32: floats
+    int64_t x_units;       // of the whole planar x
+    int64_t x_stride;      // elements from column to column
+    rocq_k_epilogue epilogue;
+    int64_t m, n, k;
+    int32_t tiles_m, tiles_n;
+    int32_t format;
+    int32_t batch2, run2, run3; // batch z of x: i2 = z % batch2, i3 = z / batch2; w's matrix is
+                                // (i2 / run2, i3 / run3) of w_batch2 by ..
+    int32_t w_batch2;
+} rocq_k_matmul_args;
+
+typedef struct rocq_k_attention_args {
+    rocq_k_common common;
+    rocq_k_tensor out, q, k, v, mask; // mask.data NULL: none. Repeated where it has 1
+    const float *sinks;
+    const int32_t *kv_len, *page_table;
+    int32_t n_kv;          // most positions a sequence may have
+    int32_t page_size, n_pages;
+    int32_t head_dim, n_heads, n_kv_heads, n_q, n_seqs;
+    float scale, softcap;
+    int32_t window, causal;
+    // Work: columns (query i, head h of a KV head's group) of one KV head and sequence are cut into
+    // tiles, K and V into n_splits runs of positions. Partial results meet in work; counter (zero
+    // before and after) tells the last block of a tile, which merges.
+    int32_t n_splits, n_tiles;
+    float *work;
+    uint32_t *counter;
+} rocq_k_attention_args;
+
+// Formats whose codes fit int8 and are worth the integer dot product: X(name), names as in
+// ROCQ_FORMATS. The MXFP6 formats go by way of floats.
+#define ROCQ_K_INT8_FORMATS(F, X) \
+    F(X, q4_0) F(X, q4_1) F(X, q5_0) F(X, q5_1) F(X, q8_0) F(X, q2_K) F(X, q3_K) F(X, q4_K) \
+    F(X, q5_K) F(X, q6_K) F(X, iq4_nl) F(X, iq4_xs) F(X, mxfp4)
+#define ROCQ_K_ALL_FORMATS(F, X) \
+    F(X, f32) F(X, f16) F(X, bf16) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
+#define ROCQ_K_HEAD_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128) F(X, 256) F(X, 512)
+
+// The families, then the list: X(name, args, threads), the kernel being rocq_k_##name, threads the
+// most a block of it may have.
+#define ROCQ_K_MATVEC_INT8(X, f)                        \
+    X(matvec_int8_##f##_n1, rocq_k_matvec_args, 256)    \
+    X(matvec_int8_##f##_n2, rocq_k_matvec_args, 256)    \
+    X(matvec_int8_##f##_n4, rocq_k_matvec_args, 256)    \
+    X(matvec_int8_##f##_n8, rocq_k_matvec_args, 256)
+#define ROCQ_K_MATVEC_F32(X, f)                         \
+    X(matvec_f32_##f##_n1, rocq_k_matvec_args, 256)     \
+    X(matvec_f32_##f##_n8, rocq_k_matvec_args, 256)
+#define ROCQ_K_MATMUL_F16(X, f)                         \
+    X(matmul_f16_##f##_128, rocq_k_matmul_args, 128)    \
+    X(matmul_f16_##f##_32, rocq_k_matmul_args, 128)
+#define ROCQ_K_MATMUL_INT8(X, f) X(matmul_int8_##f, rocq_k_matmul_args, 128)
+#define ROCQ_K_ATTENTION(X, d)                          \
+    X(attention_decode_##d, rocq_k_attention_args, 128) \
+    X(attention_prefill_##d, rocq_k_attention_args, 128)
+
+#define ROCQ_KERNELS(X)                                      \
+    X(selftest, rocq_k_selftest_args, 32)                    \
+    X(repack, rocq_k_repack_args, 256)                       \
+    ROCQ_K_INT8_FORMATS(ROCQ_K_MATVEC_INT8, X)               \
+    X(matvec_int8_mixed_n1, rocq_k_matvec_args, 256)         \
+    ROCQ_K_ALL_FORMATS(ROCQ_K_MATVEC_F32, X)                 \
+    ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_F16, X)                 \
+    ROCQ_K_INT8_FORMATS(ROCQ_K_MATMUL_INT8, X)               \
+    X(matmul_f32, rocq_k_matmul_args, 256)                   \
+    ROCQ_K_HEAD_DIMS(ROCQ_K_ATTENTION, X)                    \
+    X(norm, rocq_k_norm_args, 256)                           \
+    X(rope, rocq_k_rope_args, 256)                           \
+    X(map, rocq_k_map_args, 256)                             \
+    X(softmax, rocq_k_softmax_args, 256)                     \
+    X(decode, rocq_k_decode_args, 256)                       \
+    X(argmax, rocq_k_argmax_args, 256)                       \
+    X(sample, rocq_k_sample_args, 1024)
+
+enum {
+#define ROCQ_X(name, args, threads) ROCQ_K_##name,
+    ROCQ_KERNELS(ROCQ_X)
+#undef ROCQ_X
+    ROCQ_K_COUNT
+};
+
+#endif // ROCQ_KERNELS_DECLARED
 
 // ---------------------------------------------------------------------------------------------
 // >>implementation
