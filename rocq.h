@@ -38,7 +38,9 @@
        >>cpu_quant       decode and encode blocks
        >>gguf            reader and writer
        >>cpu_matmul      >>cpu_attention    >>cpu_ops
-       >>hip_api         finding the HIP runtime
+       >>hip_api         the HIP runtime, the kernels, the device
+       >>hip_memory      device memory, scratch, copies
+       >>hip_launch      from params to launches
        >>check           what each op demands of its params
        >>dispatch        the one place that picks a backend
        >>public          context, introspection, bodies of the ops
@@ -64,6 +66,9 @@
        ROCQ_NO_STDIO          no file access: GGUF from memory or a callback only
        ROCQ_NO_MMAP           files are read, never mapped
        ROCQ_NO_HIP            no look for a GPU at run time: libc and libm are enough to link
+       ROCQ_KERNELS_PATH      file with the GPU kernels, a string, where rocq_desc names none
+       ROCQ_LINKED            the program is linked with rocq_kernels.hip. Windows needs to be told;
+                              ELF systems find out
 
    SIMD needs no compiler flags: AVX2 code is compiled beside portable code by gcc and clang and
    chosen when the context opens.
@@ -119,6 +124,18 @@
    CPU then. rocq_get_info says which it became and why there is no GPU. Nothing falls back silently:
    rocq_stats.n_fallbacks counts ops that a GPU context ran on the CPU.
 
+   A GPU needs two things. The HIP runtime is looked for when the program runs (libamdhip64, newest
+   version first), so that one program also runs where it is absent. The kernels are a code object made
+   from rocq_kernels.hip (examples/build-kernels), given by rocq_desc, or are linked into the program
+   with the runtime. Devices are tried discrete ones first, larger ones first: the first for which the
+   kernels load and that then computes a few known results correctly is taken, and nothing is created
+   on the others. device and pci choose one.
+
+   Work on the GPU runs in the order of the calls, on one queue. No launch is meant to take longer than
+   dispatch_us, so that a renderer gets its turn. rocq_cancel, from any thread, stops what comes after.
+   Calls make the context's device the current one of their thread. When the GPU fails, the call and
+   all after it return E_LOST; rocq_close still frees everything.
+
 
    >>memory
    --------
@@ -127,8 +144,13 @@
    first. Host memory of your own works everywhere on the CPU (rocq_tensor_from_host).
 
    All memory comes from rocq_desc.allocator, at these places only: rocq_open, rocq_buffer_alloc,
-   rocq_reserve, an op that needs more scratch than is reserved, rocq_gguf_open and _upload, and the
-   GGUF writer. memory_budget limits buffers and scratch together.
+   rocq_reserve, an op that needs more scratch than is reserved, rocq_gguf_open and _upload, graphs
+   while they are recorded, and the GGUF writer. memory_budget limits buffers and scratch together.
+
+   On a GPU, buffers and scratch are device memory. Beside them a context has 4 MiB of pinned host
+   memory, from the first copy on, through which all copies go (the runtime never sees your pages, which
+   may belong to a mapped file), and 257 KiB on the device. Uploading a planar tensor takes up to 1 MiB
+   of scratch. An op that falls back to the CPU takes host memory for its operands while it runs.
 
 
    >>errors
@@ -412,7 +434,7 @@ ROCQ_FORMATS(ROCQ_X)
     X(E_BOUNDS, -6, "tensor reaches outside its buffer, or an index is too large") \
     X(E_UNSUPPORTED, -7, "the backend cannot do this")                             \
     X(E_STATE, -8, "call is out of order")                                         \
-    X(E_MEMORY, -20, "host memory allocation failed")                              \
+    X(E_MEMORY, -20, "memory allocation failed, on the host or the GPU")           \
     X(E_BUDGET, -21, "memory budget would be exceeded")                            \
     X(E_ARENA, -22, "arena is full")                                               \
     X(E_IO, -40, "file cannot be opened, read or written")                         \
@@ -473,8 +495,9 @@ typedef struct rocq_desc {
     rocq_allocator allocator;  // zero = ROCQ_MALLOC and ROCQ_FREE
     int32_t device;            // GPU: 0 = the best, else 1 + its number in HIP's order
     const char *pci;           // GPU by PCI address ("0000:03:00.0"), to match the renderer's; or NULL
-    const char *kernels_path;  // file with the code object of rocq_kernels.hip; NULL = ROCQ_KERNELS
-    const void *kernels_data;  // or the code object itself, in memory; both NULL where it is linked
+    const char *kernels_path;  // file with the code object of rocq_kernels.hip; NULL = see kernels_data
+    const void *kernels_data;  // or the code object itself, not copied: it must outlive the context.
+                               // Both NULL = the linked kernels, else the file ROCQ_KERNELS_PATH
     int64_t kernels_size;
     int32_t dispatch_us;       // longest that one launch may take, by estimate; 0 = 5000, -1 = any
     bool no_graphs;            // rocq_graph_launch runs the recorded ops one by one
@@ -491,9 +514,9 @@ typedef struct rocq_info {
     const char *kernels;       // file of the code object, "memory", "linked", or ""
     const char *pci;           // of the GPU, or ""
     int32_t target;            // of the kernels that run: 0x1100 for gfx1100; 0 for CPU and others
-    int32_t n_units;           // compute units
+    int32_t n_units;           // compute units of the GPU
     int64_t device_bytes;      // memory of the GPU
-    rocq_desc desc;            // as given, with every default filled in
+    rocq_desc desc;            // with every default filled in; its strings are the context's
 } rocq_info;
 
 typedef struct rocq_stats {
@@ -521,7 +544,7 @@ typedef struct rocq_buffer {
 typedef enum rocq_layout {
     ROCQ_LAYOUT_GGUF = 0, // blocks as in the file; every op takes it
     ROCQ_LAYOUT_PLANAR    // block formats on a GPU: the same bits in planes, for wide loads (>>kernels).
-                          // Same size; whole tensors only: no views, no download
+                          // Same size; whole tensors only: no views but reshapes, no download
 } rocq_layout;
 
 // Up to four dimensions over a piece of a buffer. A tensor never owns memory, so it can be copied,
@@ -789,16 +812,23 @@ ROCQ_DEF void rocq_close(rocq_ctx **ctx);
 ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info);
 ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats);
 
-// Waits until all work submitted on the context is done.
+// Waits until all work submitted on the context is done. On a GPU, E_BOUNDS when an op since the last
+// sync has met an id, cell, length or page out of range in device memory: it has used another one in its
+// place, or none. (The CPU backend sees those when the op is called.)
 ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx);
 
-// From any thread: the next op submitted on the context fails with E_CANCELLED, and so do all after
-// it until rocq_sync, which waits for what was submitted before and then clears the request.
+// From any thread, or a signal handler: ops and graphs that are submitted from now on fail with
+// E_CANCELLED, before they have done anything, until rocq_sync, which waits for what was submitted
+// before and then clears the request.
 ROCQ_DEF void rocq_cancel(rocq_ctx *ctx);
 
-// Records the ops called between begin and end instead of running them; params and tensors are
-// copied, memory is not: a replay reads what is in the tensors then. Ops, uploads excluded, in the
-// order of the calls; anything else in between is E_STATE. On a GPU a replay is one submission.
+// Records the ops called between begin and end, in their order, instead of running them; each is checked
+// as always, and one that fails is not recorded. Params and tensors are copied, memory is not: a replay
+// reads what is in the tensors then, so their buffers must live as long as the graph. Copies, sync and
+// other graphs in between are E_STATE. On a GPU a replay is one submission; where the runtime cannot do
+// that, with no_graphs, with an op that falls back, and on the CPU, it is the ops one by one. A launch
+// allocates only when scratch memory has grown since the last (the graph is then captured again).
+// rocq_close frees what is left.
 ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx);
 ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **graph);
 ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph);
@@ -829,7 +859,8 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
 // Frees and empties the buffer; an empty one is harmless. rocq_close frees what is left.
 ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer);
 
-// Wraps the caller's own memory: on the host, or on the context's GPU (hipMalloc, or imported).
+// Wraps the caller's own memory: on the host, or on the context's GPU (hipMalloc, or imported). What
+// other queues write there must be done before an op reads it.
 ROCQ_DEF rocq_buffer rocq_buffer_from_host(void *data, int64_t size);
 ROCQ_DEF rocq_buffer rocq_buffer_from_device(uint64_t address, int64_t size);
 
@@ -882,8 +913,8 @@ ROCQ_DEF bool rocq_tensor_contiguous(const rocq_tensor *tensor);
 ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor);
 
 // Copies between host memory and a contiguous tensor; size must be rocq_tensor_size. upload may
-// return before the copy is done but never reads src afterwards; download waits. src of a planar
-// tensor is blocks in the GGUF layout, which are repacked on the way.
+// return before the copy is done but never reads src afterwards; download waits. To upload to a planar
+// tensor (layout set by you), src is blocks in the GGUF layout, which are repacked on the way.
 ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const void *src, int64_t size);
 ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size);
 
@@ -1021,7 +1052,8 @@ ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
 
 // Makes a tensor that the context's ops can use: a view into the file where that is host memory
 // already (mapped or a span, CPU context), else a buffer that the context owns (free it early with
-// rocq_buffer_free on tensor->buffer). The file must stay open while the tensor is used.
+// rocq_buffer_free on tensor->buffer). On a GPU, block formats become planar. The file must stay open
+// while a tensor that views it is used.
 ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
                                       rocq_tensor *tensor);
 
@@ -1116,6 +1148,11 @@ enum {
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
     ROCQ_K_MATVEC_PARTS = 4,  // products of the same x in one launch
     ROCQ_K_FEW = 8,           // columns up to which a product is a matvec
+    ROCQ_K_MATMUL_M = 128,    // rows of w that a block of a matmul takes, and columns:
+    ROCQ_K_MATMUL_F16_N = 128,
+    ROCQ_K_MATMUL_F16_N_FEW = 32, // of the kernels named _32
+    ROCQ_K_MATMUL_INT8_N = 64,
+    ROCQ_K_MATMUL_F32_N = 64,
     ROCQ_K_ROW_THREADS = 256, // of kernels that give a row to a block
     ROCQ_K_DIMS = 4
 };
@@ -1245,6 +1282,16 @@ typedef struct rocq_k_matvec_part {
 } rocq_k_matvec_part;
 
 // y[m, c] for n <= ROCQ_K_FEW columns c. k_waves waves share a row group, each with its part of K.
+//   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; f32 has _n1 and _n8; int8_mixed: n = 1
+//   grid      the last part's block_end blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves
+//             rows of one part; part i has (m + R - 1) / R blocks: its block_end is the sum up to it
+//   parts     same x, k and n; one format but for int8_mixed; w2 has w's format, shape and place
+//   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
+//   f32       x and x_stride * 4 aligned to 16 bytes. With plain w any alignment of whole elements does,
+//             and any k; what is not 16-byte aligned is read by elements
+//   epilogue  tensors begin at column 0 of this launch, dimension 1 is columns. y may be residual or
+//             gate. y in Q8_0 needs k_waves = 1 and m % 32 = 0; planar, y is the whole tensor and its
+//             columns are x_column0 and up
 typedef struct rocq_k_matvec_args {
     rocq_k_common common;
     rocq_k_matvec_part part[ROCQ_K_MATVEC_PARTS];
@@ -1274,19 +1321,33 @@ typedef struct rocq_k_matmul_args {
     int32_t w_batch2;
 } rocq_k_matmul_args;
 
+// Columns of work: (query i, head h of a KV head's group), column i group + h. attention_decode takes
+// ROCQ_K_DECODE_COLUMNS of them a block, attention_prefill ROCQ_K_PREFILL_COLUMNS(D), D being the
+// kernel's head size, which is the least in ROCQ_K_HEAD_DIMS that is head_dim or more.
+#define ROCQ_K_DECODE_COLUMNS 16
+#define ROCQ_K_PREFILL_COLUMNS(D) ((D) <= 128 ? 64 : (D) == 256 ? 32 : 16)
+
+// Blocks of 128 threads; blockIdx.x counts n_splits fastest, then n_tiles, KV heads, sequences:
+//   n_tiles   columns of a KV head, group n_q, over the columns of a block, rounded up
+//   n_splits  1 or more: so many blocks share the positions of a tile, each at least 64 to be worth it (256 is
+//             good on big chips); what runs past kv_len is cut by the kernel. The results depend on it
+//   work      n_splits > 1: n_tiles n_kv_heads n_seqs n_splits (D + 2) columns-of-a-block floats
+//   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after; tells the last block of a
+//             tile, which merges
+// The pieces of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
     rocq_k_common common;
-    rocq_k_tensor out, q, k, v, mask; // mask.data NULL: none. Repeated where it has 1
-    const float *sinks;
-    const int32_t *kv_len, *page_table;
-    int32_t n_kv;          // most positions a sequence may have
+    rocq_k_tensor out, q, k, v, mask; // as in rocq_attention_params; mask.data NULL: none. mask is repeated
+                                      // where it has 1. k and v: stride[1] below 2^32
+    const float *sinks;               // or NULL
+    const int32_t *kv_len;            // or NULL: n_kv
+    const int32_t *page_table;        // or NULL; n_pages a sequence
+    int32_t n_kv;                     // most positions a sequence may have: n_pages page_size if paged
     int32_t page_size, n_pages;
     int32_t head_dim, n_heads, n_kv_heads, n_q, n_seqs;
-    float scale, softcap;
+    float scale;                      // not 0
+    float softcap;                    // 0: none
     int32_t window, causal;
-    // Work: columns (query i, head h of a KV head's group) of one KV head and sequence are cut into
-    // tiles, K and V into n_splits runs of positions. Partial results meet in work; counter (zero
-    // before and after) tells the last block of a tile, which merges.
     int32_t n_splits, n_tiles;
     float *work;
     uint32_t *counter;
@@ -1334,7 +1395,7 @@ typedef struct rocq_k_attention_args {
     X(map, rocq_k_map_args, 256)                             \
     X(softmax, rocq_k_softmax_args, 256)                     \
     X(decode, rocq_k_decode_args, 256)                       \
-    X(argmax, rocq_k_argmax_args, 256)                       \
+    X(argmax, rocq_k_argmax_args, 1024)                      \
     X(sample, rocq_k_sample_args, 1024)
 
 enum {
@@ -1343,6 +1404,74 @@ enum {
 #undef ROCQ_X
     ROCQ_K_COUNT
 };
+
+// The GPU runtime as rocq.h uses it: HIP's functions with neutral types. Each returns HIP's error
+// number, 0 for success. X(need, field, symbol, parameters): OPTIONAL ones may be NULL, and MODULE ones
+// where the kernels are linked. It is filled from the shared library, or handed over by the program's own
+// rocq_kernels.hip.
+#define ROCQ_HIP_FUNCTIONS(X)                                                                         \
+    X(REQUIRED, device_count, hipGetDeviceCount, (int *n))                                            \
+    X(REQUIRED, set_device, hipSetDevice, (int device))                                               \
+    X(REQUIRED, device_attribute, hipDeviceGetAttribute, (int *value, int attribute, int device))     \
+    X(REQUIRED, device_name, hipDeviceGetName, (char *name, int size, int device))                    \
+    X(REQUIRED, device_pci, hipDeviceGetPCIBusId, (char *pci, int size, int device))                  \
+    X(REQUIRED, device_memory, hipDeviceTotalMem, (size_t *bytes, int device))                        \
+    X(REQUIRED, mem_alloc, hipMalloc, (void **ptr, size_t size))                                      \
+    X(REQUIRED, mem_free, hipFree, (void *ptr))                                                       \
+    X(REQUIRED, host_alloc, hipHostMalloc, (void **ptr, size_t size, unsigned flags))                 \
+    X(REQUIRED, host_free, hipHostFree, (void *ptr))                                                  \
+    X(REQUIRED, copy, hipMemcpyAsync,                                                                 \
+      (void *dst, const void *src, size_t size, int kind, void *stream))                              \
+    X(REQUIRED, fill, hipMemsetAsync, (void *dst, int byte, size_t size, void *stream))               \
+    X(REQUIRED, stream_create, hipStreamCreateWithFlags, (void **stream, unsigned flags))             \
+    X(REQUIRED, stream_destroy, hipStreamDestroy, (void *stream))                                     \
+    X(REQUIRED, stream_wait, hipStreamSynchronize, (void *stream))                                    \
+    X(REQUIRED, event_create, hipEventCreateWithFlags, (void **event, unsigned flags))                \
+    X(REQUIRED, event_destroy, hipEventDestroy, (void *event))                                        \
+    X(REQUIRED, event_record, hipEventRecord, (void *event, void *stream))                            \
+    X(REQUIRED, event_wait, hipEventSynchronize, (void *event))                                       \
+    X(OPTIONAL, capture_begin, hipStreamBeginCapture, (void *stream, int mode))                       \
+    X(OPTIONAL, capture_end, hipStreamEndCapture, (void *stream, void **graph))                       \
+    X(OPTIONAL, graph_instantiate, hipGraphInstantiate,                                               \
+      (void **exec, void *graph, void **error_node, char *log, size_t log_size))                      \
+    X(OPTIONAL, graph_destroy, hipGraphDestroy, (void *graph))                                        \
+    X(OPTIONAL, graph_launch, hipGraphLaunch, (void *exec, void *stream))                             \
+    X(OPTIONAL, graph_exec_destroy, hipGraphExecDestroy, (void *exec))                                \
+    X(MODULE, module_load, hipModuleLoadData, (void **module, const void *image))                     \
+    X(MODULE, module_unload, hipModuleUnload, (void *module))                                         \
+    X(MODULE, module_function, hipModuleGetFunction,                                                  \
+      (void **function, void *module, const char *name))                                              \
+    X(MODULE, module_launch, hipModuleLaunchKernel,                                                   \
+      (void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,           \
+       unsigned block_y, unsigned block_z, unsigned lds, void *stream, void **args, void **extra))
+
+typedef struct rocq_hip {
+#define ROCQ_X(need, field, symbol, parameters) int (*field) parameters;
+    ROCQ_HIP_FUNCTIONS(ROCQ_X)
+#undef ROCQ_X
+    const char *(*error_name)(int error);
+    // Of a program that links the kernels; else zero. launch takes a kernel's host stub from stubs,
+    // which are in the order of ROCQ_KERNELS.
+    int (*launch)(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads, void *args,
+                  void *stream);
+    const void *const *stubs;
+    int n_stubs, version; // ROCQ_K_COUNT and ROCQ_VERSION of rocq_kernels.hip
+} rocq_hip;
+
+// Attributes and constants that have been the same numbers since HIP 5; those of CUDA are mapped.
+enum {
+    ROCQ_HIP_CLOCK_KHZ = 5, ROCQ_HIP_INTEGRATED = 16, ROCQ_HIP_MEMORY_BITS = 59,
+    ROCQ_HIP_MEMORY_KHZ = 60, ROCQ_HIP_UNITS = 63,
+    ROCQ_HIP_TO_DEVICE = 1, ROCQ_HIP_TO_HOST = 2, ROCQ_HIP_ON_DEVICE = 3, // copy
+    ROCQ_HIP_NON_BLOCKING = 1, ROCQ_HIP_NO_TIMING = 2, ROCQ_HIP_THREAD_LOCAL = 1,
+    ROCQ_HIP_OUT_OF_MEMORY = 2
+};
+
+// Defined by rocq_kernels.hip: the runtime and the kernels that the program is linked with.
+#ifdef __cplusplus
+extern "C"
+#endif
+const rocq_hip *rocq_hip_linked(void);
 
 #endif // ROCQ_KERNELS_DECLARED
 
@@ -1603,10 +1732,16 @@ typedef struct rocq__pool {
 } rocq__pool;
 #endif
 
+struct rocq__gpu;
+
 struct rocq_ctx {
     rocq_desc desc; // resolved
     rocq_backend backend;
+    struct rocq__gpu *gpu; // NULL on the CPU
     rocq_result gpu_result;
+    int32_t cancelled;     // set by any thread (atomic)
+    rocq_graph *recording; // or NULL
+    rocq_graph *graphs;    // all of the context's
     bool has_avx2;
     bool quiet; // rocq_supports asks, it does not complain
     bool pool_ready;
@@ -1616,6 +1751,7 @@ struct rocq_ctx {
     void *scratch;
     int64_t scratch_size;
     char error[512];
+    char gpu_message[512];
     char device[96];
 #if ROCQ__HAS_THREADS
     rocq__pool pool;
@@ -1638,6 +1774,18 @@ ROCQ__FN rocq_result rocq__fail(rocq_ctx *ctx, rocq_result result, const char *f
         ctx->desc.log(ROCQ_LOG_ERROR, ctx->error, ctx->desc.log_user);
     }
     return result;
+}
+
+// For what is worth knowing and no failure.
+ROCQ__PRINTF(3, 4)
+ROCQ__FN void rocq__log(rocq_ctx *ctx, rocq_log_level level, const char *format, ...) {
+    char message[sizeof ctx->error];
+    va_list args;
+    if (!ctx->desc.log) return;
+    va_start(args, format);
+    vsnprintf(message, sizeof message, format, args);
+    va_end(args);
+    ctx->desc.log(level, message, ctx->desc.log_user);
 }
 
 // Leaves the function with the first failure.
@@ -1732,9 +1880,22 @@ ROCQ__FN rocq_result rocq__take_budget(rocq_ctx *ctx, int64_t size) {
         return rocq__fail(ctx, ROCQ_E_BUDGET, "%lld more bytes do not fit the budget: %lld of %lld used",
                           (long long)size, (long long)ctx->budget_used, (long long)budget);
     }
+    if (size > INT64_MAX - ctx->budget_used) {
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for %lld bytes", (long long)size);
+    }
     ctx->budget_used += size;
     return ROCQ_OK;
 }
+
+ROCQ__INLINE bool rocq__on_gpu(const rocq_ctx *ctx) {
+    return ROCQ__HAS_HIP && ctx->gpu != NULL;
+}
+
+// Of a GPU context, see >>hip_memory.
+ROCQ__FN rocq_result rocq__buffer_alloc_hip(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size);
+ROCQ__FN rocq_result rocq__buffer_free_hip(rocq_ctx *ctx, rocq_buffer *buffer);
+ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes);
+ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op);
 
 ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size) {
     if (!ctx) return ROCQ_E_ARGUMENT;
@@ -1742,6 +1903,7 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_alloc: buffer is NULL or size %lld is not positive",
                           (long long)size);
     }
+    if (rocq__on_gpu(ctx)) return rocq__buffer_alloc_hip(ctx, buffer, size);
     const rocq_result result = rocq__take_budget(ctx, size);
     if (result != ROCQ_OK) return result;
     void *data = rocq__alloc_aligned(ctx, size, 256);
@@ -1757,7 +1919,8 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
 ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!buffer) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: buffer is NULL");
-    if (!buffer->host) return ROCQ_OK;
+    if (!buffer->host && !buffer->device.address) return ROCQ_OK;
+    if (rocq__on_gpu(ctx)) return rocq__buffer_free_hip(ctx, buffer);
     // Searched rather than trusted: a foreign, stale or inner pointer must not reach the allocator.
     rocq__block *block = ctx->blocks.next;
     while (block != &ctx->blocks && !(block->buffer && (void *)(block + 1) == buffer->host)) {
@@ -1780,12 +1943,17 @@ ROCQ_DEF rocq_buffer rocq_buffer_from_host(void *data, int64_t size) {
     return buffer;
 }
 
-ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes) {
-    if (!ctx) return ROCQ_E_ARGUMENT;
-    if (bytes < 0) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "reserve: %lld bytes", (long long)bytes);
+ROCQ_DEF rocq_buffer rocq_buffer_from_device(uint64_t address, int64_t size) {
+    rocq_buffer buffer;
+    memset(&buffer, 0, sizeof buffer);
+    buffer.device.address = address;
+    buffer.size = size;
+    return buffer;
+}
+
+ROCQ__FN rocq_result rocq__reserve_cpu(rocq_ctx *ctx, int64_t bytes) {
     if (bytes <= ctx->scratch_size) return ROCQ_OK;
-    const rocq_result result = rocq__take_budget(ctx, bytes - ctx->scratch_size);
-    if (result != ROCQ_OK) return result;
+    ROCQ__TRY(rocq__take_budget(ctx, bytes - ctx->scratch_size));
     void *scratch = rocq__alloc(ctx, bytes);
     if (!scratch) {
         ctx->budget_used -= bytes - ctx->scratch_size;
@@ -1794,15 +1962,22 @@ ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes) {
     rocq__free(ctx, ctx->scratch);
     ctx->scratch = scratch;
     ctx->scratch_size = bytes;
-    ctx->stats.scratch_bytes = bytes;
+    if (!rocq__on_gpu(ctx)) ctx->stats.scratch_bytes = bytes;
     return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (bytes < 0) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "reserve: %lld bytes", (long long)bytes);
+    if (!rocq__on_gpu(ctx)) return rocq__reserve_cpu(ctx, bytes);
+    ROCQ__TRY(rocq__hip_enter(ctx, "reserve"));
+    return rocq__reserve_hip(ctx, bytes);
 }
 
 // The running op's scratch memory, 64-byte aligned. One call per op: a second one returns the same.
 ROCQ__FN rocq_result rocq__scratch(rocq_ctx *ctx, int64_t bytes, void **out) {
-    const rocq_result result = rocq_reserve(ctx, bytes);
-    if (result != ROCQ_OK) return result;
-    ctx->stats.scratch_peak = ROCQ__MAX(ctx->stats.scratch_peak, bytes);
+    ROCQ__TRY(rocq__reserve_cpu(ctx, bytes));
+    if (!rocq__on_gpu(ctx)) ctx->stats.scratch_peak = ROCQ__MAX(ctx->stats.scratch_peak, bytes);
     *out = ctx->scratch;
     return ROCQ_OK;
 }
@@ -1933,6 +2108,7 @@ ROCQ_DEF rocq_result rocq_tensor_view(rocq_tensor *view, const rocq_tensor *src,
     int64_t elems, bytes, skip = 0;
     if (!view || !src || !start || !ne) return ROCQ_E_ARGUMENT;
     if (!rocq__block_of(src->format, &elems, &bytes)) return ROCQ_E_FORMAT;
+    if (src->layout != ROCQ_LAYOUT_GGUF) return ROCQ_E_UNSUPPORTED;
     for (int d = 0; d < 4; d++) {
         int64_t step;
         if (start[d] < 0 || ne[d] < 1 || ne[d] > src->ne[d] || start[d] > src->ne[d] - ne[d]) {
@@ -1997,6 +2173,7 @@ ROCQ_DEF rocq_result rocq_tensor_permute(rocq_tensor *view, const rocq_tensor *s
                                          const int32_t axes[4]) {
     int32_t seen = 0;
     if (!view || !src || !axes || axes[0] != 0) return ROCQ_E_ARGUMENT;
+    if (src->layout != ROCQ_LAYOUT_GGUF) return ROCQ_E_UNSUPPORTED;
     rocq_tensor t = *src;
     t.n_dims = 1;
     for (int d = 0; d < 4; d++) {
@@ -2019,6 +2196,18 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 // >>threads: one pool per context, started by the first job that wants it
 // ---------------------------------------------------------------------------------------------
 
+#if defined(__GNUC__) || defined(__clang__)
+ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+ROCQ__INLINE int32_t rocq__load32(int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+#else
+ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) { return InterlockedExchangeAdd64((volatile LONG64 *)p, v); }
+ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) { return (int32_t)InterlockedExchangeAdd((volatile LONG *)p, v); }
+ROCQ__INLINE int32_t rocq__load32(int32_t *p) { return (int32_t)InterlockedOr((volatile LONG *)p, 0); }
+ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) { InterlockedExchange((volatile LONG *)p, v); }
+#endif
+
 #if ROCQ__HAS_THREADS
 
 #if defined(_WIN32)
@@ -2031,18 +2220,6 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 #define ROCQ__UNLOCK(m) pthread_mutex_unlock(m)
 #define ROCQ__WAIT(c, m) pthread_cond_wait(c, m)
 #define ROCQ__WAKE(c) pthread_cond_broadcast(c)
-#endif
-
-#if defined(__GNUC__) || defined(__clang__)
-ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
-ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
-ROCQ__INLINE int32_t rocq__load32(int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-#else
-ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) { return InterlockedExchangeAdd64((volatile LONG64 *)p, v); }
-ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) { return (int32_t)InterlockedExchangeAdd((volatile LONG *)p, v); }
-ROCQ__INLINE int32_t rocq__load32(int32_t *p) { return (int32_t)InterlockedOr((volatile LONG *)p, 0); }
-ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) { InterlockedExchange((volatile LONG *)p, v); }
 #endif
 
 ROCQ__INLINE void rocq__relax(void) {
@@ -4062,6 +4239,18 @@ ROCQ__GGUF_GET(str, rocq_str)
 
 // -- tensor data --
 
+// Bytes of a tensor, which are known to be in the file.
+ROCQ__FN rocq_result rocq__gguf_fetch(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
+                                      int64_t offset, int64_t size, unsigned char *dst) {
+    if (file->whole) {
+        memcpy(dst, file->head + offset, (size_t)size);
+    } else if (!file->read(dst, offset, size, file->user)) {
+        return rocq__fail(ctx, ROCQ_E_IO, "gguf: tensor '%s': cannot read %lld bytes at byte %lld",
+                          name, (long long)size, (long long)offset);
+    }
+    return ROCQ_OK;
+}
+
 ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
                                     const rocq_gguf_tensor *tensor, void *dst) {
     if (!ctx) return ROCQ_E_ARGUMENT;
@@ -4078,15 +4267,11 @@ ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
         return rocq__fail(ctx, ROCQ_E_BOUNDS, "gguf_read: tensor '%s' is not of this file",
                           name.text);
     }
-    if (file->whole) {
-        memcpy(dst, file->head + tensor->offset, (size_t)tensor->size);
-    } else if (!file->read(dst, tensor->offset, tensor->size, file->user)) {
-        return rocq__fail(ctx, ROCQ_E_IO,
-                          "gguf_read: tensor '%s': cannot read %lld bytes at byte %lld", name.text,
-                          (long long)tensor->size, (long long)tensor->offset);
-    }
-    return ROCQ_OK;
+    return rocq__gguf_fetch(ctx, file, name.text, tensor->offset, tensor->size, (unsigned char *)dst);
 }
+
+ROCQ__FN rocq_result rocq__upload_file(rocq_ctx *ctx, const rocq_tensor *t, const rocq_gguf *file,
+                                       const char *name, int64_t offset);
 
 ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
                                       rocq_tensor *tensor) {
@@ -4110,21 +4295,15 @@ ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, cons
         result = rocq_tensor_init(tensor, &buffer, 0, found.format, found.n_dims, found.ne);
         if (result != ROCQ_E_ALIGNMENT) return result;
     }
+    if (ctx->recording) return rocq__fail(ctx, ROCQ_E_STATE, "gguf_upload: a graph is being recorded");
     ROCQ__TRY(rocq_buffer_alloc(ctx, &buffer, found.size));
     rocq_tensor t;
-    void *staging = NULL;
     result = rocq_tensor_init(&t, &buffer, 0, found.format, found.n_dims, found.ne);
-    if (result == ROCQ_OK && buffer.host) {
-        result = rocq_gguf_read(ctx, file, &found, buffer.host);
+    if (result == ROCQ_OK && rocq__on_gpu(ctx)) {
+        if (rocq_get_format_info(t.format)->block_elems > 1) t.layout = ROCQ_LAYOUT_PLANAR;
+        result = rocq__upload_file(ctx, &t, file, name, found.offset);
     } else if (result == ROCQ_OK) {
-        if (!source) {
-            staging = rocq__alloc(ctx, found.size);
-            result = staging
-                         ? rocq_gguf_read(ctx, file, &found, staging)
-                         : rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_upload: no memory for '%s'", name);
-        }
-        if (result == ROCQ_OK) result = rocq_upload(ctx, &t, source ? source : staging, found.size);
-        rocq__free(ctx, staging);
+        result = rocq_gguf_read(ctx, file, &found, buffer.host);
     }
     if (result != ROCQ_OK) rocq_buffer_free(ctx, &buffer);
     else *tensor = t;
@@ -4580,6 +4759,7 @@ typedef void (*rocq__mm_pack)(rocq__mm_work *work, rocq_format format,
 
 typedef struct rocq__mm {
     const rocq_matmul_params *p;
+    const rocq_tensor *other; // F32, y's shape: w2 x, or NULL
     rocq_precision precision; // resolved
     bool avx2;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
@@ -5549,6 +5729,10 @@ ROCQ__FN void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column
         const unsigned char *gate = rocq__mm_at(mm, p->gate, matrix, column);
         for (int64_t i = 0; i < n; i++) t[i] *= rocq__mm_get(p->gate, gate, m + i);
     }
+    if (mm->other) {
+        const unsigned char *other = rocq__mm_at(mm, mm->other, matrix, column);
+        for (int64_t i = 0; i < n; i++) t[i] *= rocq__mm_get(mm->other, other, m + i);
+    }
     if (p->residual) {
         const unsigned char *residual = rocq__mm_at(mm, p->residual, matrix, column);
         for (int64_t i = 0; i < n; i++) t[i] += rocq__mm_get(p->residual, residual, m + i);
@@ -5625,16 +5809,13 @@ ROCQ__FN int64_t rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_mat
     return bytes;
 }
 
-ROCQ__FN int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const rocq_matmul_params *p) {
+// One product without w2, y in F32 or F16.
+ROCQ__FN void rocq__mm_multiply(rocq_ctx *ctx, const rocq_matmul_params *p, const rocq_tensor *other,
+                                void *scratch) {
     rocq__mm mm;
-    return rocq__mm_plan(&mm, ctx, p);
-}
-
-ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, const rocq_matmul_params *p) {
-    rocq__mm mm;
-    void *scratch;
-    const int64_t bytes = rocq__mm_plan(&mm, ctx, p), k = p->w->ne[0];
-    ROCQ__TRY(rocq__scratch(ctx, bytes, &scratch));
+    const int64_t k = p->w->ne[0];
+    rocq__mm_plan(&mm, ctx, p);
+    mm.other = other;
     mm.work = (rocq__mm_work *)scratch;
     mm.columns = (unsigned char *)(mm.work + ctx->desc.n_threads);
     // Waking the threads costs some microseconds: each piece should be worth about that.
@@ -5642,6 +5823,77 @@ ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, const rocq_matmul_params *p
     const int64_t panel_work = k * ROCQ__MM_ROWS * ROCQ__MIN(mm.n, (int64_t)ROCQ__MM_TILE_N);
     rocq__parallel(ctx, mm.n_panels * mm.n_tiles * mm.n_matrices, 1 + 65536 / panel_work,
                    rocq__mm_run, &mm);
+}
+
+// What a product with w2 or y in Q8_0 is made of: products without, through F32 tensors of y's
+// shape at the front of scratch.
+typedef struct rocq__mm_steps {
+    rocq_matmul_params other, main;
+    int64_t floats_bytes, pass_bytes;
+} rocq__mm_steps;
+
+ROCQ__FN rocq__mm_steps rocq__mm_steps_of(const rocq_ctx *ctx, const rocq_matmul_params *p) {
+    rocq__mm_steps s;
+    rocq__mm mm;
+    memset(&s, 0, sizeof s);
+    s.main = *p;
+    s.main.w2 = NULL;
+    s.main.next = NULL;
+    s.pass_bytes = rocq__mm_plan(&mm, ctx, &s.main);
+    if (p->w2) {
+        s.other.y = p->y;
+        s.other.w = p->w2;
+        s.other.x = p->x;
+        s.other.precision = p->precision;
+        s.pass_bytes = ROCQ__MAX(s.pass_bytes, rocq__mm_plan(&mm, ctx, &s.other));
+    }
+    if (p->w2 || p->y->format == ROCQ_Q8_0) {
+        const bool fits = rocq__mul(rocq_tensor_count(p->y), 4, &s.floats_bytes) &&
+                          rocq__round_up(s.floats_bytes, 64, &s.floats_bytes);
+        if (!fits) s.floats_bytes = INT64_MAX;
+    }
+    return s;
+}
+
+ROCQ__FN int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const rocq_matmul_params *p) {
+    int64_t most = 0;
+    for (; p; p = p->next) {
+        const rocq__mm_steps s = rocq__mm_steps_of(ctx, p);
+        int64_t bytes = s.pass_bytes;
+        if (p->w2 && !rocq__add(bytes, s.floats_bytes, &bytes)) bytes = INT64_MAX;
+        if (p->y->format == ROCQ_Q8_0 && !rocq__add(bytes, s.floats_bytes, &bytes)) bytes = INT64_MAX;
+        most = ROCQ__MAX(most, bytes);
+    }
+    return most;
+}
+
+ROCQ__FN rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const rocq_tensor *y,
+                                   const rocq_tensor *a, const rocq_tensor *b,
+                                   rocq_activation activation, float scale, float bias);
+
+ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, const rocq_matmul_params *p) {
+    void *scratch;
+    ROCQ__TRY(rocq__scratch(ctx, rocq__scratch_matmul_cpu(ctx, p), &scratch));
+    for (; p; p = p->next) {
+        rocq__mm_steps s = rocq__mm_steps_of(ctx, p);
+        rocq_tensor other, floats;
+        char *at = (char *)scratch;
+        if (p->w2) {
+            rocq_tensor_from_host(&other, at, ROCQ_F32, 4, p->y->ne); // cannot fail: they were planned
+            at += s.floats_bytes;
+            s.other.y = &other;
+        }
+        if (p->y->format == ROCQ_Q8_0) {
+            rocq_tensor_from_host(&floats, at, ROCQ_F32, 4, p->y->ne);
+            at += s.floats_bytes;
+            s.main.y = &floats;
+        }
+        if (p->w2) rocq__mm_multiply(ctx, &s.other, NULL, at);
+        rocq__mm_multiply(ctx, &s.main, p->w2 ? &other : NULL, at);
+        if (p->y->format == ROCQ_Q8_0) {
+            ROCQ__TRY(rocq__map_cpu(ctx, ROCQ_OP_CAST, p->y, &floats, NULL, ROCQ_IDENTITY, 1.0f, 0.0f));
+        }
+    }
     return ROCQ_OK;
 }
 
@@ -6594,42 +6846,63 @@ ROCQ__FN int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config 
     return bytes;
 }
 
+// A config with its defaults filled in; low and high bound YaRN's ramp, in pairs.
+typedef struct rocq__rope_scaling {
+    double n_dims, base, scale, ext_factor, low, high;
+    float magnitude; // of cos and sin
+} rocq__rope_scaling;
+
 // Number of the pair that turns n_turns times in the original context, as a fraction.
-ROCQ__FN double rocq__rope_pair_of(const rocq__rope *a, double base, double n_ctx, double n_turns) {
-    return (double)a->n_dims * log(n_ctx / (n_turns * 6.283185307179586)) / (2.0 * log(base));
+ROCQ__FN double rocq__rope_pair_of(const rocq__rope_scaling *s, double n_ctx, double n_turns) {
+    return s->n_dims * log(n_ctx / (n_turns * 6.283185307179586)) / (2.0 * log(s->base));
 }
+
+ROCQ__FN rocq__rope_scaling rocq__rope_scaling_of(const rocq_rope_config *p, int64_t n_dims) {
+    rocq__rope_scaling s;
+    memset(&s, 0, sizeof s);
+    s.n_dims = (double)n_dims;
+    s.base = p->freq_base > 0.0f ? (double)p->freq_base : 10000.0;
+    s.scale = p->freq_scale > 0.0f ? (double)p->freq_scale : 1.0;
+    s.ext_factor = (double)p->ext_factor;
+    s.magnitude = p->attn_factor > 0.0f ? p->attn_factor : 1.0f;
+    if (p->ext_factor > 0.0f) {
+        const double fast = p->beta_fast > 0.0f ? (double)p->beta_fast : 32.0;
+        const double slow = p->beta_slow > 0.0f ? (double)p->beta_slow : 1.0;
+        s.low = ROCQ__MAX(0.0, floor(rocq__rope_pair_of(&s, (double)p->n_ctx_orig, fast)));
+        s.high = ROCQ__MIN((double)n_dims - 1.0,
+                           ceil(rocq__rope_pair_of(&s, (double)p->n_ctx_orig, slow)));
+        s.magnitude *= (float)(1.0 + 0.1 * log(1.0 / s.scale));
+    }
+    return s;
+}
+
+// Angle of pair i per position, its frequency divided by factor.
+ROCQ__FN double rocq__rope_turn(const rocq__rope_scaling *s, int64_t i, double factor) {
+    const double own = pow(s->base, -2.0 * (double)i / s->n_dims) / factor;
+    double keep = 0.0; // share of the unscaled frequency
+    if (s->ext_factor > 0.0) {
+        const double ramp = ((double)i - s->low) / ROCQ__MAX(0.001, s->high - s->low);
+        keep = (1.0 - ROCQ__MIN(1.0, ROCQ__MAX(0.0, ramp))) * s->ext_factor;
+    }
+    return own * s->scale * (1.0 - keep) + own * keep;
+}
+
+#define ROCQ__TURNS 0.15915494309189535 // 1 / (2 pi): turns per radian
 
 // Angles go through double: at position 100,000 a float would be off by 0.004.
 ROCQ__FN rocq_result rocq__rope_start(rocq_ctx *ctx, const rocq_rope_config *p,
                                       const rocq_tensor *pos, int64_t bytes, rocq__rope *a) {
     const int64_t turn_bytes = (a->n_dims / 2 * (int64_t)sizeof(double) + 63) / 64 * 64;
-    const double base = p->freq_base > 0.0f ? (double)p->freq_base : 10000.0;
-    const double scale = p->freq_scale > 0.0f ? (double)p->freq_scale : 1.0;
+    const rocq__rope_scaling scaling = rocq__rope_scaling_of(p, a->n_dims);
     const float *factors = p->freq_factors ? rocq__row_f32(p->freq_factors, 0, 0, 0) : NULL;
     void *scratch;
     ROCQ__TRY(rocq__scratch(ctx, bytes, &scratch));
     a->turn = (double *)scratch;
     a->local = (float *)(void *)((char *)scratch + turn_bytes);
     a->pos = rocq__row_i32(pos, 0);
-    a->magnitude = p->attn_factor > 0.0f ? p->attn_factor : 1.0f;
-    double low = 0.0, high = 0.0;
-    if (p->ext_factor > 0.0f) {
-        const double fast = p->beta_fast > 0.0f ? (double)p->beta_fast : 32.0;
-        const double slow = p->beta_slow > 0.0f ? (double)p->beta_slow : 1.0;
-        low = ROCQ__MAX(0.0, floor(rocq__rope_pair_of(a, base, (double)p->n_ctx_orig, fast)));
-        high = ROCQ__MIN((double)a->n_dims - 1.0,
-                         ceil(rocq__rope_pair_of(a, base, (double)p->n_ctx_orig, slow)));
-        a->magnitude *= (float)(1.0 + 0.1 * log(1.0 / scale));
-    }
+    a->magnitude = scaling.magnitude;
     for (int64_t i = 0; i < a->n_dims / 2; i++) {
-        const double own =
-            pow(base, -2.0 * (double)i / (double)a->n_dims) / (factors ? (double)factors[i] : 1.0);
-        double keep = 0.0; // share of the unscaled frequency
-        if (p->ext_factor > 0.0f) {
-            const double ramp = ((double)i - low) / ROCQ__MAX(0.001, high - low);
-            keep = (1.0 - ROCQ__MIN(1.0, ROCQ__MAX(0.0, ramp))) * (double)p->ext_factor;
-        }
-        a->turn[i] = own * scale * (1.0 - keep) + own * keep;
+        a->turn[i] = rocq__rope_turn(&scaling, i, factors ? (double)factors[i] : 1.0);
     }
     return ROCQ_OK;
 }
@@ -6642,7 +6915,7 @@ ROCQ__FN void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t threa
     const int64_t step = a->neox ? 1 : 2, apart = a->neox ? half : 1;
     for (; t < t_end; t++) {
         for (int64_t i = 0; i < half; i++) {
-            const double turns = (double)a->pos[t] * a->turn[i] * 0.15915494309189535;
+            const double turns = (double)a->pos[t] * a->turn[i] * ROCQ__TURNS;
             const float angle = (float)((turns - floor(turns + 0.5)) * 6.283185307179586);
             cosine[i] = cosf(angle) * a->magnitude;
             sine[i] = sinf(angle) * a->magnitude;
@@ -7170,36 +7443,1571 @@ ROCQ__FN rocq_result rocq__sample_cpu(rocq_ctx *ctx, const rocq_sample_params *p
 }
 
 // ---------------------------------------------------------------------------------------------
-// >>hip_api: the HIP runtime, found when the program runs
+// >>hip_api: the GPU runtime, its kernels, and the device
 // ---------------------------------------------------------------------------------------------
+// Everything that a GPU context has beside what it shares with the CPU backend hangs off ctx->gpu.
+// Every call of the runtime returns an error number, and rocq__hip_failed is where it becomes a code:
+// out of memory leaves the context as it was; while a device is being tried or a graph captured, the
+// attempt has failed; after that, any other error means that what was submitted can no longer be
+// trusted, and the context is lost.
+
+// Figures that the host needs to choose a kernel and its grid, and to estimate how long it runs.
+typedef struct rocq__chip {
+    int32_t target;       // 0x1100 for gfx1100 and so on; 0 for NVIDIA and the CPU stand-in
+    int32_t n_units;      // compute units (multiprocessors)
+    double bytes_per_us;  // of memory
+    double flops_per_us;  // of the vector unit in F32
+    double matrix_per_us; // of the matrix unit in F16
+} rocq__chip;
+
+// A block of device memory, in a ring like rocq__block: rocq_close frees what is left.
+typedef struct rocq__device_block {
+    struct rocq__device_block *prev, *next;
+    void *address;
+    int64_t size;
+    bool buffer; // made by rocq_buffer_alloc
+} rocq__device_block;
+
+enum {
+    ROCQ__PIECES = 4,
+    ROCQ__PIECE = 1 << 20,   // bytes: long enough that the copy engine runs at full speed
+    ROCQ__COUNTERS = 65536,  // zero words that kernels use to find out who is last
+    ROCQ__MAX_DEVICES = 64
+};
+
+// Pinned host memory that every copy passes through: the runtime never sees the caller's pages, which
+// may be mapped from a file. Copies fill one piece after the other; the event of a piece, recorded
+// when the next one is begun, tells when it may be filled again.
+typedef struct rocq__ring {
+    unsigned char *memory; // NULL before the first copy
+    void *event[ROCQ__PIECES];
+    bool pending[ROCQ__PIECES];
+    int32_t piece;
+    int64_t used; // bytes of the piece
+} rocq__ring;
+
+typedef struct rocq__gpu {
+    const rocq_hip *hip;
+    rocq_hip loaded;       // what hip points to where the runtime was found in a library
+    const char *runtime;   // its name, or "linked"
+    char kernels[256];     // path (its end, if that is longer), "memory" or "linked"
+    const void *image;     // code object; NULL where the kernels are linked
+    void *image_memory;    // it, where it was read from a file
+    int32_t device;
+    char name[64], pci[32];
+    int64_t device_bytes;
+    rocq__chip chip;
+    void *module;
+    void *function[ROCQ_K_COUNT];
+    int64_t launches[ROCQ_K_COUNT]; // of each kernel
+    int64_t n_launches[ROCQ_K_COUNT]; // by kernel, without replays: tests see what has run
+    void *stream;          // the one queue: more would cost idle power and buy no order
+    rocq__device_block blocks; // ring
+    uint32_t *status;      // [1], set by kernels that meet an index out of range
+    uint32_t *counters;    // [ROCQ__COUNTERS]
+    uint32_t *pinned;      // [64]: where status and self-test results come to
+    rocq__ring ring;
+    rocq__device_block *scratch;
+    int64_t scratch_moves; // how often scratch has got another address
+    bool trial;            // errors end an attempt, not the context
+    bool lost;             // only rocq_close works
+} rocq__gpu;
+
+// The code and sentence of a runtime call that returned error.
+ROCQ__FN rocq_result rocq__hip_failed(rocq_ctx *ctx, const char *what, int error) {
+    rocq__gpu *gpu = ctx->gpu;
+    const char *name = gpu->hip->error_name ? gpu->hip->error_name(error) : NULL;
+    if (!name) name = "error";
+    if (error == ROCQ_HIP_OUT_OF_MEMORY) {
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no memory on the GPU (%s)", what, name);
+    }
+    if (gpu->trial) return rocq__fail(ctx, ROCQ_E_DEVICE, "%s: %s (%d)", what, name, error);
+    gpu->lost = true;
+    return rocq__fail(ctx, ROCQ_E_LOST, "%s: %s (%d); the GPU is lost, close the context", what,
+                      name, error);
+}
+
+// Leaves the function when a runtime call fails.
+#define ROCQ__HIP(what, call)                                                         \
+    do {                                                                              \
+        const int rocq__error = (call);                                               \
+        if (rocq__error != 0) return rocq__hip_failed(ctx, what, rocq__error);        \
+    } while (0)
+
+// Every public call that reaches the device begins here. The runtime keeps the current device per
+// thread, and the caller may have changed it.
+ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op) {
+    if (ctx->gpu->lost) {
+        return rocq__fail(ctx, ROCQ_E_LOST, "%s: the GPU was lost earlier; close the context", op);
+    }
+    ROCQ__HIP(op, ctx->gpu->hip->set_device(ctx->gpu->device));
+    return ROCQ_OK;
+}
+
+// -- the runtime --
+
+#if ROCQ__HAS_HIP
+
+// A program that is linked with rocq_kernels.hip has this function, others do not: on ELF a weak
+// reference finds out. Elsewhere (Windows) the program says so with ROCQ_LINKED.
+#if defined(ROCQ_LINKED)
+#define ROCQ__HIP_LINKED() rocq_hip_linked()
+#elif defined(__ELF__) && (defined(__GNUC__) || defined(__clang__))
+#pragma weak rocq_hip_linked
+#define ROCQ__HIP_LINKED() (rocq_hip_linked ? rocq_hip_linked() : NULL)
+#else
+#define ROCQ__HIP_LINKED() ((const rocq_hip *)NULL)
+#endif
+
+typedef struct rocq__hip_symbol {
+    const char *name;
+    size_t offset; // of the pointer in rocq_hip
+    bool required;
+} rocq__hip_symbol;
+
+static const rocq__hip_symbol rocq__hip_symbols[] = {
+#define ROCQ__NEED_REQUIRED true
+#define ROCQ__NEED_MODULE true
+#define ROCQ__NEED_OPTIONAL false
+#define ROCQ_X(need, field, symbol, parameters) {#symbol, offsetof(rocq_hip, field), ROCQ__NEED_##need},
+    ROCQ_HIP_FUNCTIONS(ROCQ_X)
+#undef ROCQ_X
+    {"hipGetErrorName", offsetof(rocq_hip, error_name), false}
+};
+#undef ROCQ__NEED_REQUIRED
+#undef ROCQ__NEED_MODULE
+#undef ROCQ__NEED_OPTIONAL
 
 // Looks for the runtime by versioned name, newest first: the unversioned one may belong to another
 // installation. It is never unloaded, since unloading it is not safe at any point of a process.
-ROCQ__FN rocq_result rocq__hip_find(rocq_ctx *ctx) {
-#if ROCQ__HAS_HIP
+ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
 #if defined(_WIN32)
     static const char *const names[] = {"amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll"};
 #else
     static const char *const names[] = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5",
                                         "libamdhip64.so"};
 #endif
-    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+    const size_t n_names = sizeof names / sizeof names[0];
+    for (size_t i = 0; i < n_names; i++) {
 #if defined(_WIN32)
-        void *library = (void *)LoadLibraryA(names[i]);
+        HMODULE library = LoadLibraryA(names[i]);
 #else
         void *library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
 #endif
-        if (library) {
-            return rocq__fail(ctx, ROCQ_E_NO_KERNELS, "found %s, but this program holds no GPU kernels",
-                              names[i]);
+        if (!library) continue;
+        for (size_t k = 0; k < sizeof rocq__hip_symbols / sizeof rocq__hip_symbols[0]; k++) {
+            const rocq__hip_symbol *symbol = &rocq__hip_symbols[k];
+#if defined(_WIN32)
+            const FARPROC address = GetProcAddress(library, symbol->name);
+#else
+            void *address = dlsym(library, symbol->name);
+#endif
+            if (!address && symbol->required) {
+                return rocq__fail(ctx, ROCQ_E_NO_RUNTIME, "%s has no %s", names[i], symbol->name);
+            }
+            memcpy((char *)&gpu->loaded + symbol->offset, &address, sizeof address);
         }
+        gpu->hip = &gpu->loaded;
+        gpu->runtime = names[i];
+        return ROCQ_OK;
     }
     return rocq__fail(ctx, ROCQ_E_NO_RUNTIME, "no HIP runtime: none of %s ... %s can be loaded",
-                      names[0], names[sizeof names / sizeof names[0] - 1]);
+                      names[0], names[n_names - 1]);
+}
+
+// The program's own rocq_kernels.hip, which may have been compiled with another rocq.h.
+ROCQ__FN rocq_result rocq__hip_linked(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_hip *linked) {
+    if (linked->version != ROCQ_VERSION || linked->n_stubs != ROCQ_K_COUNT) {
+        return rocq__fail(
+            ctx, ROCQ_E_NO_KERNELS,
+            "rocq_kernels.hip is version %d with %d kernels, rocq.h version %d with %d",
+            linked->version, linked->n_stubs, (int)ROCQ_VERSION, (int)ROCQ_K_COUNT);
+    }
+    if (gpu->image && !linked->module_load) {
+        return rocq__fail(ctx, ROCQ_E_NO_KERNELS,
+                          "%s: this program only runs the kernels linked into it", gpu->kernels);
+    }
+    gpu->hip = linked;
+    gpu->runtime = "linked";
+    return ROCQ_OK;
+}
+
+// -- the kernels --
+
+ROCQ__FN uint64_t rocq__read_u64(const unsigned char *p) {
+    uint64_t v = 0;
+    for (int i = 7; i >= 0; i--) v = v << 8 | p[i];
+    return v;
+}
+
+// The runtime is given an address and no size: it trusts what the headers say. So those are checked
+// first, as far as the bytes reach: a code object (ELF), a bundle of them, or a compressed bundle.
+ROCQ__FN bool rocq__image_whole(const unsigned char *p, int64_t size) {
+    static const char bundle[] = "__CLANG_OFFLOAD_BUNDLE__";
+    const uint64_t n = (uint64_t)size;
+    if (size < 64) return false;
+    if (memcmp(p, "\177ELF\2\1", 6) == 0) {
+        const uint64_t at = rocq__read_u64(p + 40),
+                       n_sections = rocq__read_u64(p + 56) >> 32 & 0xffff;
+        if (at > n || n_sections > (n - at) / 64) return false;
+        for (uint64_t i = 0; i < n_sections; i++) {
+            const unsigned char *section = p + at + 64 * i;
+            const uint64_t offset = rocq__read_u64(section + 24),
+                           bytes = rocq__read_u64(section + 32);
+            const bool in_file = (rocq__read_u64(section) >> 32) != 8; // SHT_NOBITS
+            if (in_file && (offset > n || bytes > n - offset)) return false;
+        }
+        return true;
+    }
+    if (memcmp(p, bundle, 24) == 0) {
+        uint64_t at = 32;
+        for (uint64_t i = rocq__read_u64(p + 24); i > 0; i--) {
+            if (n - at < 24) return false;
+            const uint64_t offset = rocq__read_u64(p + at), bytes = rocq__read_u64(p + at + 8);
+            const uint64_t label = rocq__read_u64(p + at + 16);
+            if (offset > n || bytes > n - offset || label > n - at - 24) return false;
+            at += 24 + label;
+        }
+        return true;
+    }
+    if (memcmp(p, "CCOB", 4) == 0) { // version 2 has its size in 4 bytes, 3 in 8, 1 not at all
+        const int version = p[4] | p[5] << 8;
+        const uint64_t bytes = rocq__read_u64(p + 8);
+        return version == 1 || (version == 2 ? (bytes & 0xffffffffu) : bytes) <= n;
+    }
+    return false;
+}
+
+// Stays until rocq_close, because the runtime reads a module's image when it likes.
+ROCQ__FN rocq_result rocq__image_read(rocq_ctx *ctx, rocq__gpu *gpu, const char *path,
+                                      const void **image, int64_t *size) {
+#if ROCQ__HAS_STDIO
+    rocq_result result = ROCQ_E_NO_KERNELS;
+    unsigned char *data = NULL;
+    long length = -1;
+    FILE *stream = rocq__fopen(ctx, path, false);
+    if (stream && fseek(stream, 0, SEEK_END) == 0) length = ftell(stream);
+    if (length > 0 && fseek(stream, 0, SEEK_SET) == 0) {
+        data = (unsigned char *)rocq__alloc_aligned(ctx, length, 4096);
+        if (!data) result = ROCQ_E_MEMORY;
+        else if (fread(data, 1, (size_t)length, stream) == (size_t)length) result = ROCQ_OK;
+    }
+    if (stream) fclose(stream);
+    if (result == ROCQ_OK) {
+        *image = gpu->image_memory = data;
+        *size = length;
+        return ROCQ_OK;
+    }
+    rocq__free(ctx, data);
+    return rocq__fail(ctx, result, "cannot read the GPU kernels in '%s'", path);
 #else
-    return rocq__fail(ctx, ROCQ_E_NO_RUNTIME, "this program was built with ROCQ_NO_HIP");
+    (void)gpu;
+    (void)image;
+    (void)size;
+    return rocq__fail(ctx, ROCQ_E_NO_KERNELS, "'%s': this program was built with ROCQ_NO_STDIO",
+                      path);
 #endif
 }
+
+// Where the kernels are: in the desc, else linked, else where ROCQ_KERNELS_PATH says.
+ROCQ__FN rocq_result rocq__hip_kernels(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_hip *linked) {
+    const char *path = ctx->desc.kernels_path;
+    const void *image = ctx->desc.kernels_data;
+    int64_t size = ctx->desc.kernels_size;
+    if (!path && !image && linked && linked->stubs) {
+        snprintf(gpu->kernels, sizeof gpu->kernels, "linked");
+        return ROCQ_OK;
+    }
+#if defined(ROCQ_KERNELS_PATH)
+    if (!path && !image) path = ROCQ_KERNELS_PATH;
+#endif
+    if (!path && !image) {
+        return rocq__fail(ctx, ROCQ_E_NO_KERNELS,
+                          "no GPU kernels: none are linked, and desc names no code object");
+    }
+    const char *name = path ? path : "memory"; // the caller's string may not live as long
+    const size_t length = strlen(name), room = sizeof gpu->kernels - 1;
+    snprintf(gpu->kernels, sizeof gpu->kernels, "%s", length > room ? name + length - room : name);
+    if (path) ROCQ__TRY(rocq__image_read(ctx, gpu, path, &image, &size));
+    if (!rocq__image_whole((const unsigned char *)image, size)) {
+        return rocq__fail(ctx, ROCQ_E_NO_KERNELS, "%s: not a whole code object (%lld bytes)",
+                          gpu->kernels, (long long)size);
+    }
+    gpu->image = image;
+    return ROCQ_OK;
+}
+
+#endif // ROCQ__HAS_HIP
+
+// name, size of the args and largest block of every kernel.
+typedef struct rocq__kernel {
+    const char *name;
+    int32_t args_size, threads;
+} rocq__kernel;
+
+static const rocq__kernel rocq__kernels[ROCQ_K_COUNT] = {
+#define ROCQ_X(name, args, threads) {"rocq_k_" #name, (int32_t)sizeof(args), threads},
+    ROCQ_KERNELS(ROCQ_X)
+#undef ROCQ_X
+};
+
+// One launch, as it is.
+ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint32_t grid_z,
+                              uint32_t threads, void *args) {
+    if (!gpu->image) {
+        return gpu->hip->launch(gpu->hip->stubs[kernel], grid_x, grid_z, threads, args,
+                                gpu->stream);
+    }
+    void *list[1];
+    list[0] = args;
+    return gpu->hip->module_launch(gpu->function[kernel], grid_x, 1, grid_z, threads, 1, 1, 0,
+                                   gpu->stream, list, NULL);
+}
+
+// -- the device --
+
+#if ROCQ__HAS_HIP
+
+// What the fastest chip of a target has. HIP counts RDNA's compute units in pairs unless told
+// otherwise, and its memory clock is not that of the data, so neither is taken from there. Rates per
+// unit are AMD's: 256 flops a clock on the vector unit (without dual issue), 512 on the matrix unit.
+static const struct {
+    int32_t target, max_units;
+    double bytes_per_us;
+} rocq__chips[] = {
+    {0x1100, 96, 960e3}, {0x1101, 60, 624e3}, {0x1102, 32, 288e3},
+    {0x1103, 12, 100e3}, {0x1150, 16, 120e3}, {0x1151, 40, 240e3},
+};
+
+ROCQ__FN int rocq__hip_attribute(const rocq__gpu *gpu, int attribute, int device) {
+    int value = 0;
+    return gpu->hip->device_attribute(&value, attribute, device) == 0 && value > 0 ? value : 0;
+}
+
+ROCQ__FN void rocq__chip_init(rocq__gpu *gpu, int32_t target) {
+    const int units = rocq__hip_attribute(gpu, ROCQ_HIP_UNITS, gpu->device);
+    double mhz = rocq__hip_attribute(gpu, ROCQ_HIP_CLOCK_KHZ, gpu->device) * 1e-3;
+    rocq__chip *chip = &gpu->chip;
+    if (mhz <= 0.0) mhz = 1000.0;
+    chip->target = target;
+    chip->n_units = ROCQ__MAX(units, 1);
+    chip->bytes_per_us = 2.0 * rocq__hip_attribute(gpu, ROCQ_HIP_MEMORY_KHZ, gpu->device) * 1e-3 *
+                         rocq__hip_attribute(gpu, ROCQ_HIP_MEMORY_BITS, gpu->device) / 8.0;
+    if (chip->bytes_per_us <= 0.0) chip->bytes_per_us = 50e3;
+    for (size_t i = 0; i < sizeof rocq__chips / sizeof rocq__chips[0]; i++) {
+        if (rocq__chips[i].target != target) continue;
+        chip->n_units = ROCQ__MIN(2 * chip->n_units, rocq__chips[i].max_units);
+        chip->bytes_per_us = rocq__chips[i].bytes_per_us;
+    }
+    chip->flops_per_us = 256.0 * mhz * chip->n_units;
+    chip->matrix_per_us = 2.0 * chip->flops_per_us;
+}
+
+// What the self-test kernel must find; the sums are explained there (rocq_kernels.hip, >>entry).
+ROCQ__FN rocq_result rocq__selftest_check(rocq_ctx *ctx, const uint32_t *out) {
+    uint32_t sizes = 0, squares = 0, dots = 0, products = 0;
+#define ROCQ_X(name, args, threads) sizes += (uint32_t)sizeof(args);
+    ROCQ_KERNELS(ROCQ_X)
+#undef ROCQ_X
+    for (int lane = 0; lane < ROCQ_K_WAVE; lane++) {
+        squares += (uint32_t)((lane + 1) * (lane + 1));
+        dots += (uint32_t)(1 * 3 + -1 * -5 + -128 * 7 + 127 * -9 + lane);
+    }
+    for (int m = 0; m < 16; m++) {
+        for (int n = 0; n < 16; n++) {
+            int c = 0;
+            for (int k = 0; k < 16; k++) c += ((3 * m + 5 * k) % 7 - 3) * ((2 * n + 3 * k) % 5 - 2);
+            products += (uint32_t)((16 * m + n + 1) * c);
+        }
+    }
+    if (out[2] != (uint32_t)ROCQ_VERSION) {
+        return rocq__fail(ctx, ROCQ_E_NO_KERNELS, "kernels of version %lu, rocq.h is version %lu",
+                          (unsigned long)out[2], (unsigned long)ROCQ_VERSION);
+    }
+    if (out[3] != sizes) {
+        return rocq__fail(ctx, ROCQ_E_NO_KERNELS,
+                          "kernels of another rocq.h: their args structs have %lu bytes, here %lu",
+                          (unsigned long)out[3], (unsigned long)sizes);
+    }
+    const struct {
+        const char *what;
+        uint32_t found, expected;
+    } facts[] = {
+        {"lanes of a wave", out[1], ROCQ_K_WAVE}, {"sum over a wave", out[4], squares},
+        {"integer dot products", out[5], dots},   {"F16 matrix products", out[6], products},
+        {"int8 matrix products", out[7], products},
+    };
+    for (size_t i = 0; i < sizeof facts / sizeof facts[0]; i++) {
+        if (facts[i].found == facts[i].expected) continue;
+        return rocq__fail(ctx, ROCQ_E_NO_DEVICE, "self-test failed: %s: %lu, expected %lu",
+                          facts[i].what, (unsigned long)facts[i].found,
+                          (unsigned long)facts[i].expected);
+    }
+    return ROCQ_OK;
+}
+
+#endif // ROCQ__HAS_HIP
+
+// ---------------------------------------------------------------------------------------------
+// >>hip_memory: device memory, scratch, copies
+// ---------------------------------------------------------------------------------------------
+// All work of a context is in the order of its one stream, so a copy needs no event to wait for the
+// op before it, and scratch memory can be used by the next op as soon as that is submitted.
+
+ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size, bool buffer,
+                                        rocq__device_block **out) {
+    rocq__gpu *gpu = ctx->gpu;
+    rocq__device_block *block = (rocq__device_block *)rocq__alloc(ctx, (int64_t)sizeof *block);
+    if (!block) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no host memory", what);
+    block->address = NULL;
+    int error = ROCQ_HIP_OUT_OF_MEMORY;
+    if ((uint64_t)size <= SIZE_MAX) error = gpu->hip->mem_alloc(&block->address, (size_t)size);
+    if (error != 0) {
+        rocq__free(ctx, block);
+        return rocq__hip_failed(ctx, what, error);
+    }
+    block->size = size;
+    block->buffer = buffer;
+    block->prev = &gpu->blocks;
+    block->next = gpu->blocks.next;
+    block->next->prev = block;
+    gpu->blocks.next = block;
+    ctx->stats.live_bytes += size;
+    ctx->stats.peak_bytes = ROCQ__MAX(ctx->stats.peak_bytes, ctx->stats.live_bytes);
+    *out = block;
+    return ROCQ_OK;
+}
+
+// Only after the work that uses it is done.
+ROCQ__FN void rocq__device_free(rocq_ctx *ctx, rocq__device_block *block) {
+    if (!block) return;
+    block->prev->next = block->next;
+    block->next->prev = block->prev;
+    ctx->stats.live_bytes -= block->size;
+    ctx->gpu->hip->mem_free(block->address);
+    rocq__free(ctx, block);
+}
+
+ROCQ__FN rocq_result rocq__buffer_alloc_hip(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size) {
+    rocq__device_block *block;
+    ROCQ__TRY(rocq__hip_enter(ctx, "buffer_alloc"));
+    ROCQ__TRY(rocq__take_budget(ctx, size));
+    const rocq_result result = rocq__device_alloc(ctx, "buffer_alloc", size, true, &block);
+    if (result != ROCQ_OK) {
+        ctx->budget_used -= size;
+        return result;
+    }
+    *buffer = rocq_buffer_from_device((uint64_t)(uintptr_t)block->address, size);
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__buffer_free_hip(rocq_ctx *ctx, rocq_buffer *buffer) {
+    rocq__gpu *gpu = ctx->gpu;
+    rocq__device_block *block = gpu->blocks.next;
+    while (block != &gpu->blocks &&
+           !(block->buffer && (uint64_t)(uintptr_t)block->address == buffer->device.address)) {
+        block = block->next;
+    }
+    if (block == &gpu->blocks) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: not a buffer of this context");
+    }
+    if (!gpu->lost) {
+        ROCQ__TRY(rocq__hip_enter(ctx, "buffer_free"));
+        ROCQ__HIP("buffer_free", gpu->hip->stream_wait(gpu->stream));
+    }
+    ctx->budget_used -= block->size;
+    rocq__device_free(ctx, block);
+    memset(buffer, 0, sizeof *buffer);
+    return ROCQ_OK;
+}
+
+// Device scratch only grows. A graph that was captured over the old block is captured again before
+// its next launch (scratch_moves tells), so the old block can go at once.
+ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
+    rocq__gpu *gpu = ctx->gpu;
+    const int64_t old = gpu->scratch ? gpu->scratch->size : 0;
+    rocq__device_block *block;
+    if (bytes <= old) return ROCQ_OK;
+    ROCQ__TRY(rocq__take_budget(ctx, bytes - old));
+    rocq_result result = rocq__device_alloc(ctx, "scratch", bytes, false, &block);
+    if (result == ROCQ_OK && gpu->scratch) {
+        const int error = gpu->hip->stream_wait(gpu->stream);
+        if (error != 0) {
+            rocq__device_free(ctx, block);
+            result = rocq__hip_failed(ctx, "scratch", error);
+        }
+    }
+    if (result != ROCQ_OK) {
+        ctx->budget_used -= bytes - old;
+        return result;
+    }
+    rocq__device_free(ctx, gpu->scratch);
+    gpu->scratch = block;
+    gpu->scratch_moves++;
+    ctx->stats.scratch_bytes = bytes;
+    return ROCQ_OK;
+}
+
+// The running op's device scratch. One call per op: a second one returns the same.
+ROCQ__FN rocq_result rocq__scratch_hip(rocq_ctx *ctx, int64_t bytes, void **out) {
+    *out = NULL;
+    if (bytes == 0) return ROCQ_OK;
+    ROCQ__TRY(rocq__reserve_hip(ctx, bytes));
+    ctx->stats.scratch_peak = ROCQ__MAX(ctx->stats.scratch_peak, bytes);
+    *out = ctx->gpu->scratch->address;
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__fill_hip(rocq_ctx *ctx, void *dst, int byte, int64_t size) {
+    ROCQ__HIP("fill", ctx->gpu->hip->fill(dst, byte, (size_t)size, ctx->gpu->stream));
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__copy_hip(rocq_ctx *ctx, void *dst, const void *src, int64_t size) {
+    rocq__gpu *gpu = ctx->gpu;
+    ROCQ__HIP("copy", gpu->hip->copy(dst, src, (size_t)size, ROCQ_HIP_ON_DEVICE, gpu->stream));
+    return ROCQ_OK;
+}
+
+// -- the ring --
+
+ROCQ__FN rocq_result rocq__ring_init(rocq_ctx *ctx) {
+    rocq__gpu *gpu = ctx->gpu;
+    rocq__ring *ring = &gpu->ring;
+    void *memory = NULL;
+    if (ring->memory) return ROCQ_OK;
+    for (int i = 0; i < ROCQ__PIECES; i++) {
+        if (ring->event[i]) continue;
+        ROCQ__HIP("event", gpu->hip->event_create(&ring->event[i], ROCQ_HIP_NO_TIMING));
+    }
+    const size_t size = (size_t)ROCQ__PIECES * ROCQ__PIECE;
+    ROCQ__HIP("pinned memory", gpu->hip->host_alloc(&memory, size, 0));
+    ring->memory = (unsigned char *)memory;
+    ctx->stats.n_allocs++;
+    ctx->stats.live_bytes += (int64_t)size;
+    ctx->stats.peak_bytes = ROCQ__MAX(ctx->stats.peak_bytes, ctx->stats.live_bytes);
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__ring_mark(rocq_ctx *ctx) {
+    rocq__ring *ring = &ctx->gpu->ring;
+    ROCQ__HIP("event", ctx->gpu->hip->event_record(ring->event[ring->piece], ctx->gpu->stream));
+    ring->pending[ring->piece] = true;
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, int32_t piece) {
+    rocq__ring *ring = &ctx->gpu->ring;
+    if (!ring->pending[piece]) return ROCQ_OK;
+    ROCQ__HIP("copy", ctx->gpu->hip->event_wait(ring->event[piece]));
+    ring->pending[piece] = false;
+    return ROCQ_OK;
+}
+
+// size bytes (at most a piece) that no copy uses any more; those of a piece follow each other.
+ROCQ__FN rocq_result rocq__ring_take(rocq_ctx *ctx, int64_t size, unsigned char **out) {
+    rocq__ring *ring = &ctx->gpu->ring;
+    ROCQ__TRY(rocq__ring_init(ctx));
+    if (ring->used + size > ROCQ__PIECE) {
+        ROCQ__TRY(rocq__ring_mark(ctx));
+        ring->piece = (ring->piece + 1) % ROCQ__PIECES;
+        ring->used = 0;
+        ROCQ__TRY(rocq__ring_wait(ctx, ring->piece));
+    }
+    *out = ring->memory + (int64_t)ring->piece * ROCQ__PIECE + ring->used;
+    ring->used += (size + 63) / 64 * 64;
+    return ROCQ_OK;
+}
+
+// What is uploaded: memory, or a tensor's bytes in a file that is read.
+typedef struct rocq__source {
+    const void *data;
+    const rocq_gguf *file; // with data NULL
+    const char *name;
+    int64_t offset;
+} rocq__source;
+
+ROCQ__FN rocq_result rocq__source_read(rocq_ctx *ctx, const rocq__source *source, int64_t at,
+                                       int64_t size, unsigned char *dst) {
+    if (source->data) {
+        memcpy(dst, (const unsigned char *)source->data + at, (size_t)size);
+        return ROCQ_OK;
+    }
+    return rocq__gguf_fetch(ctx, source->file, source->name, source->offset + at, size, dst);
+}
+
+ROCQ__FN void *rocq__device_data(const rocq_tensor *t) {
+    if (!t) return NULL;
+    return (void *)(uintptr_t)(t->buffer.device.address + (uint64_t)t->offset);
+}
+
+ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
+                                      int64_t unit0, int64_t n_units);
+
+ROCQ__FN rocq_result rocq__upload_bytes(rocq_ctx *ctx, void *dst, const rocq__source *source,
+                                        int64_t at, int64_t size) {
+    rocq__gpu *gpu = ctx->gpu;
+    const int64_t most = ROCQ__PIECE;
+    for (int64_t done = 0, n; done < size; done += n) {
+        unsigned char *piece;
+        n = ROCQ__MIN(most, size - done);
+        ROCQ__TRY(rocq__ring_take(ctx, n, &piece));
+        ROCQ__TRY(rocq__source_read(ctx, source, at + done, n, piece));
+        ROCQ__HIP("upload", gpu->hip->copy((char *)dst + done, piece, (size_t)n, ROCQ_HIP_TO_DEVICE,
+                                           gpu->stream));
+    }
+    return ROCQ_OK;
+}
+
+// A contiguous tensor from source, a piece at a time. For a planar tensor the pieces, whole blocks,
+// go to scratch memory, from where the repack kernel puts their units in place.
+ROCQ__FN rocq_result rocq__upload_hip(rocq_ctx *ctx, const rocq_tensor *t,
+                                      const rocq__source *source) {
+    const int64_t size = rocq_tensor_size(t);
+    int64_t elems, bytes;
+    void *staging;
+    if (t->layout != ROCQ_LAYOUT_PLANAR) return rocq__upload_bytes(ctx, rocq__device_data(t), source, 0, size);
+    rocq__block_of(t->format, &elems, &bytes);
+    const int64_t most = ROCQ__PIECE / bytes * bytes, units = elems / 32; // of a block
+    ROCQ__TRY(rocq__scratch_hip(ctx, ROCQ__MIN(most, size), &staging));
+    for (int64_t at = 0, n; at < size; at += n) {
+        n = ROCQ__MIN(most, size - at);
+        ROCQ__TRY(rocq__upload_bytes(ctx, staging, source, at, n));
+        ROCQ__TRY(rocq__repack_hip(ctx, t, staging, at / bytes * units, n / bytes * units));
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__upload_file(rocq_ctx *ctx, const rocq_tensor *t, const rocq_gguf *file,
+                                       const char *name, int64_t offset) {
+    rocq__source source;
+    memset(&source, 0, sizeof source);
+    source.file = file;
+    source.name = name;
+    source.offset = offset;
+    return rocq__upload_hip(ctx, t, &source);
+}
+
+// Copies size bytes of device memory and waits for them.
+ROCQ__FN rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *src, int64_t size) {
+    rocq__gpu *gpu = ctx->gpu;
+    struct {
+        const unsigned char *from;
+        int32_t piece;
+    } flight[ROCQ__PIECES - 1];
+    const int64_t most = ROCQ__PIECE, room = ROCQ__PIECES - 1;
+    const int64_t n = (size + most - 1) / most;
+    for (int64_t i = 0; i < n + room - 1; i++) {
+        const int64_t k = i - (room - 1); // is taken out while those after it are on their way
+        if (i < n) {
+            unsigned char *piece;
+            const int64_t bytes = ROCQ__MIN(most, size - i * most);
+            const void *from = (const char *)src + i * most;
+            ROCQ__TRY(rocq__ring_take(ctx, bytes, &piece));
+            ROCQ__HIP("download",
+                      gpu->hip->copy(piece, from, (size_t)bytes, ROCQ_HIP_TO_HOST, gpu->stream));
+            ROCQ__TRY(rocq__ring_mark(ctx));
+            flight[i % room].from = piece;
+            flight[i % room].piece = gpu->ring.piece;
+        }
+        if (k >= 0) {
+            const int64_t bytes = ROCQ__MIN(most, size - k * most);
+            ROCQ__TRY(rocq__ring_wait(ctx, flight[k % room].piece));
+            memcpy((char *)dst + k * most, flight[k % room].from, (size_t)bytes);
+        }
+    }
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>hip_launch: from params to launches
+// ---------------------------------------------------------------------------------------------
+// Every op has two functions: rocq__plan_NAME_hip says whether the GPU can do it and how much scratch
+// it takes, launching and allocating nothing; rocq__NAME_hip then only launches.
+
+// -- launch core --
+
+// Of a whole grid: bytes moved, flops of the vector unit (a fused multiply-add is 2, as is a dot4, an
+// exponential 8) and of the matrix unit. Only the time cap looks at it.
+typedef struct rocq__cost {
+    double bytes, flops, matrix;
+} rocq__cost;
+
+ROCQ__FN const rocq__chip *rocq__chip_of(const rocq_ctx *ctx) {
+    return &ctx->gpu->chip;
+}
+
+// A kernel over grid_x by grid_z blocks. args is the kernel's args struct, which begins with
+// rocq_k_common. Where the estimate is over the time cap, grid_x is cut into launches of equal size,
+// each still large enough to fill the chip; the estimate assumes half of each peak rate.
+ROCQ__FN rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int64_t grid_z,
+                                  int threads, void *args, rocq__cost cost) {
+    rocq__gpu *gpu = ctx->gpu;
+    rocq_k_common *common = (rocq_k_common *)args;
+    if (grid_x <= 0 || grid_z <= 0) return ROCQ_OK;
+    const int64_t most = ROCQ__MIN((int64_t)INT32_MAX, (int64_t)UINT32_MAX / threads);
+    int64_t step = grid_x;
+    if (ctx->desc.dispatch_us > 0) {
+        const double work =
+            cost.flops / gpu->chip.flops_per_us + cost.matrix / gpu->chip.matrix_per_us;
+        const double us = 2.0 * ROCQ__MAX(cost.bytes / gpu->chip.bytes_per_us, work);
+        const double pieces = ceil(us / ctx->desc.dispatch_us);
+        const int64_t full = (2 * (int64_t)gpu->chip.n_units + grid_z - 1) / grid_z;
+        if (pieces > 1.0) step = (int64_t)ceil((double)grid_x / pieces);
+        step = ROCQ__MIN(ROCQ__MAX(step, full), grid_x);
+    }
+    step = ROCQ__MIN(step, most);
+    if (grid_z > 65535 || grid_x > UINT32_MAX) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: a grid of %lld by %lld blocks",
+                          rocq__kernels[kernel].name, (long long)grid_x, (long long)grid_z);
+    }
+    common->status = gpu->status;
+    for (int64_t x = 0; x < grid_x; x += step) {
+        const int64_t n = ROCQ__MIN(step, grid_x - x);
+        common->block0 = (uint32_t)x;
+        ROCQ__HIP(
+            rocq__kernels[kernel].name,
+            rocq__hip_launch(gpu, kernel, (uint32_t)n, (uint32_t)grid_z, (uint32_t)threads, args));
+        gpu->n_launches[kernel]++;
+        ctx->stats.n_launches++;
+        gpu->launches[kernel]++;
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN int64_t rocq__hip_launches(const rocq_ctx *ctx, int kernel) {
+    return ctx->gpu->n_launches[kernel];
+}
+
+// Sizes have been checked to fit; a tensor that is not there has data NULL.
+ROCQ__FN rocq_k_tensor rocq__k_tensor(const rocq_tensor *t) {
+    rocq_k_tensor k;
+    int64_t elems, bytes;
+    memset(&k, 0, sizeof k);
+    if (!t) return k;
+    rocq__block_of(t->format, &elems, &bytes);
+    k.data = rocq__device_data(t);
+    for (int d = 0; d < 4; d++) k.ne[d] = (int32_t)t->ne[d];
+    for (int d = 1; d < 4; d++) k.stride[d - 1] = t->stride[d] / elems * bytes;
+    k.format = (int32_t)t->format;
+    k.layout = (int32_t)t->layout;
+    return k;
+}
+
+// n words that are zero now; the kernel leaves them zero.
+ROCQ__FN rocq_result rocq__counters_hip(rocq_ctx *ctx, int64_t n, uint32_t **out) {
+    if (n > ROCQ__COUNTERS) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%lld counters, there are %d", (long long)n,
+                          (int)ROCQ__COUNTERS);
+    }
+    *out = ctx->gpu->counters;
+    return ROCQ_OK;
+}
+
+// Units unit0 and up of planar dst from n_units of raw blocks.
+ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
+                                      int64_t unit0, int64_t n_units) {
+    rocq_k_repack_args a;
+    const rocq__cost cost = {2.0 * (double)rocq__bytes(dst->format, 32 * n_units), 0.0, 0.0};
+    memset(&a, 0, sizeof a);
+    a.src.data = raw;
+    a.src.ne[0] = (int32_t)(32 * n_units);
+    a.src.ne[1] = a.src.ne[2] = a.src.ne[3] = 1;
+    for (int d = 0; d < 3; d++) a.src.stride[d] = rocq__bytes(dst->format, 32 * n_units);
+    a.src.format = (int32_t)dst->format;
+    a.src.layout = (int32_t)ROCQ_LAYOUT_GGUF;
+    a.dst = rocq__device_data(dst);
+    a.unit0 = unit0;
+    a.n_units = rocq_tensor_count(dst) / 32;
+    return rocq__launch(ctx, ROCQ_K_repack, (n_units + 255) / 256, 1, 256, &a, cost);
+}
+
+// -- ops, in the order of ROCQ_OPS --
+// An op's body runs twice over the same job: to plan, when scratch memory has no address yet and
+// nothing is launched, and to launch. So the plan is never wrong. The first failure stays in the job
+// and turns what follows into nothing.
+
+typedef struct rocq__job {
+    rocq_ctx *ctx;
+    const char *op;
+    bool planning;
+    uintptr_t scratch;  // device address, 256-byte aligned; 0 while planning
+    int64_t used, most; // bytes of it
+    rocq_result result;
+} rocq__job;
+
+ROCQ__FN void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
+                               int threads, void *args, rocq__cost cost) {
+    if (job->result != ROCQ_OK) return;
+    if (grid_x > INT32_MAX || grid_z > 65535) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: a grid of %lld x %lld blocks",
+                                 job->op, (long long)grid_x, (long long)grid_z);
+    } else if (!job->planning) {
+        job->result = rocq__launch(job->ctx, kernel, grid_x, grid_z, threads, args, cost);
+    }
+}
+
+// A tensor in scratch memory, rows pitch elements apart.
+ROCQ__FN rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_layout layout,
+                                      const int64_t ne[4], int64_t pitch) {
+    int64_t end = 0;
+    rocq_tensor t;
+    memset(&t, 0, sizeof t);
+    t.format = format;
+    t.layout = layout;
+    t.n_dims = 4;
+    t.stride[0] = 1;
+    t.stride[1] = pitch;
+    bool fits = true;
+    for (int d = 0; d < 4; d++) {
+        t.ne[d] = ne[d];
+        if (d > 1) fits = fits && rocq__mul(t.stride[d - 1], ne[d - 1], &t.stride[d]);
+    }
+    fits = fits && rocq__mul(t.stride[3], ne[3], &end) && end < INT64_MAX / 8;
+    if (!fits) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_OVERFLOW, "%s: scratch memory overflows", job->op);
+        return t;
+    }
+    t.buffer.size = rocq__bytes(format, end);
+    t.buffer.device.address = (uint64_t)job->scratch + (uint64_t)job->used;
+    job->used = (job->used + t.buffer.size + 255) / 256 * 256;
+    job->most = ROCQ__MAX(job->most, job->used);
+    return t;
+}
+
+// Kernels count the elements of a row in 32 bits, and somewhat past its end.
+enum { ROCQ__ROW_ELEMS = 1 << 30 };
+
+ROCQ__FN void rocq__job_row(rocq__job *job, int64_t ne0) {
+    if (job->result != ROCQ_OK || ne0 <= ROCQ__ROW_ELEMS) return;
+    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: rows of %lld elements, over %d", job->op,
+                             (long long)ne0, (int)ROCQ__ROW_ELEMS);
+}
+
+ROCQ__FN bool rocq__is_plain(rocq_format format) {
+    return format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
+}
+
+ROCQ__FN double rocq__tensor_bytes(const rocq_tensor *t) {
+    return t ? (double)rocq_tensor_size(t) : 0.0;
+}
+
+ROCQ__FN rocq__cost rocq__cost_of(double bytes, double flops, double matrix) {
+    rocq__cost cost;
+    cost.bytes = bytes;
+    cost.flops = flops;
+    cost.matrix = matrix;
+    return cost;
+}
+
+// Blocks of 256 threads that share out t's rows in pieces of so many of its row_size elements or
+// bytes. A kernel counts the pieces in 32 bits.
+ROCQ__FN int64_t rocq__piece_blocks(rocq__job *job, const rocq_tensor *t, int64_t row_size, int64_t piece) {
+    int64_t n;
+    if (!rocq__mul(rocq__n_rows(t), (row_size + piece - 1) / piece, &n) || n > UINT32_MAX - 256) {
+        if (job->result == ROCQ_OK) {
+            job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: too many elements for one launch",
+                                     job->op);
+        }
+        return 0;
+    }
+    return (n + 255) / 256;
+}
+
+// Threads of a block that has a row to itself: four elements each, as far as 256 threads go.
+ROCQ__FN int rocq__row_threads(int64_t ne0) {
+    int threads = ROCQ_K_WAVE;
+    while (threads < ROCQ_K_ROW_THREADS && 4 * threads < ne0) threads *= 2;
+    return threads;
+}
+
+ROCQ__FN void rocq__job_map(rocq__job *job, rocq_op op, const rocq_tensor *y, const rocq_tensor *a,
+                            const rocq_tensor *b, rocq_activation activation, float scale,
+                            float bias) {
+    rocq_k_map_args args;
+    memset(&args, 0, sizeof args);
+    args.y = rocq__k_tensor(y);
+    args.a = rocq__k_tensor(a);
+    args.b = rocq__k_tensor(b);
+    args.op = (int32_t)op;
+    args.activation = (int32_t)activation;
+    args.scale = scale;
+    args.bias = bias;
+    const double bytes = rocq__tensor_bytes(y) + rocq__tensor_bytes(a) + rocq__tensor_bytes(b);
+    const double work = activation == ROCQ_IDENTITY ? 8.0 : 32.0;
+    const bool copy = op == ROCQ_OP_CAST && y->format == a->format; // of bytes
+    rocq__job_row(job, y->ne[0]);
+    const int64_t blocks = copy ? rocq__piece_blocks(job, y, rocq__bytes(y->format, y->ne[0]), 16)
+                                : rocq__piece_blocks(job, y, y->ne[0], 4);
+    rocq__job_launch(job, ROCQ_K_map, blocks, 1, 256, &args,
+                     rocq__cost_of(bytes, work * (double)rocq_tensor_count(y), 0.0));
+}
+
+ROCQ__FN void rocq__job_decode(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x,
+                               const rocq_tensor *ids, float scale) {
+    rocq_k_decode_args args;
+    memset(&args, 0, sizeof args);
+    args.y = rocq__k_tensor(y);
+    args.x = rocq__k_tensor(x);
+    args.ids = (const int32_t *)rocq__device_data(ids);
+    args.scale = scale;
+    rocq__job_row(job, y->ne[0]);
+    rocq__job_launch(job, ROCQ_K_decode, rocq__piece_blocks(job, y, y->ne[0], 4), 1, 256, &args,
+                     rocq__cost_of(2.0 * rocq__tensor_bytes(y), 8.0 * (double)rocq_tensor_count(y), 0.0));
+}
+
+ROCQ__FN void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const rocq_tensor *x) {
+    rocq_k_repack_args args;
+    memset(&args, 0, sizeof args);
+    args.src = rocq__k_tensor(x);
+    args.dst = rocq__device_data(planar);
+    args.n_units = rocq_tensor_count(x) / 32;
+    rocq__job_launch(job, ROCQ_K_repack, rocq__piece_blocks(job, x, x->ne[0], 32), 1, 256, &args,
+                     rocq__cost_of(2.0 * rocq__tensor_bytes(x), 2.0 * (double)rocq_tensor_count(x), 0.0));
+}
+
+// y = x in y's format and layout: a copy, a repack, a decoding or an encoding, or the last two.
+ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x) {
+    const bool planar_y = y->layout == ROCQ_LAYOUT_PLANAR, planar_x = x->layout == ROCQ_LAYOUT_PLANAR;
+    const bool encodes = rocq__is_plain(y->format) || y->format == ROCQ_Q8_0 ||
+                         (y->format == ROCQ_Q4_0 && !planar_y);
+    if (y->format == x->format && planar_y == planar_x) {
+        rocq__job_map(job, ROCQ_OP_CAST, y, x, NULL, ROCQ_IDENTITY, 1.0f, 0.0f);
+    } else if (y->format == x->format && planar_y) {
+        rocq__job_repack(job, y, x);
+    } else if (!encodes || (y->format == x->format && planar_x)) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: no GPU kernel makes %s%s from %s%s",
+                                 job->op, planar_y ? "planar " : "", rocq_get_format_info(y->format)->name,
+                                 planar_x ? "planar " : "", rocq_get_format_info(x->format)->name);
+    } else if (rocq__is_plain(x->format)) {
+        rocq__job_map(job, ROCQ_OP_CAST, y, x, NULL, ROCQ_IDENTITY, 1.0f, 0.0f);
+    } else if (rocq__is_plain(y->format)) {
+        rocq__job_decode(job, y, x, NULL, 1.0f);
+    } else {
+        const rocq_tensor floats = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, x->ne, x->ne[0]);
+        rocq__job_decode(job, &floats, x, NULL, 1.0f);
+        rocq__job_map(job, ROCQ_OP_CAST, y, &floats, NULL, ROCQ_IDENTITY, 1.0f, 0.0f);
+    }
+}
+
+// -- matmul --
+// A chain of products of one x. With few columns each is a matvec, and neighbours share a launch;
+// with more it is a grid of tiles. Before that x and w are brought to the one form that a kernel
+// reads, where they are not in it already:
+//   x    INT8: planar Q8_0; else F16 or F32, 16-byte aligned rows at one distance throughout
+//   w    planar blocks; F32 F16 BF16 contiguous, 16-byte aligned
+
+enum { ROCQ__MATMUL_K = 1 << 24 }; // most of K: 32 bits address the rows of a tile
+
+// Place of a format in ROCQ_K_ALL_FORMATS, which is the order of a family's kernels.
+ROCQ__FN int rocq__k_format(rocq_format format) {
+    switch (format) {
+#define ROCQ_X(NAME, name, id, elems, bytes) \
+    case ROCQ_##NAME: return (ROCQ_K_matvec_f32_##name##_n1 - ROCQ_K_matvec_f32_f32_n1) / 2;
+        ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+    default: return -1;
+    }
+}
+
+// The same in ROCQ_K_INT8_FORMATS, -1 for a format that has no integer path.
+ROCQ__FN int rocq__k_int8_format(rocq_format format) {
+    const int i = rocq__k_format(format) - rocq__k_format(ROCQ_Q4_0);
+    return i <= rocq__k_format(ROCQ_MXFP4) - rocq__k_format(ROCQ_Q4_0) ? ROCQ__MAX(i, -1) : -1;
+}
+
+ROCQ__FN rocq_precision rocq__matmul_precision_of(const rocq_matmul_params *p, const rocq_tensor *w) {
+    if (p->precision != ROCQ_PRECISION_AUTO) return p->precision;
+    if (p->x->ne[1] > ROCQ_K_FEW) {
+        return w->format == ROCQ_F32 ? ROCQ_PRECISION_F32 : ROCQ_PRECISION_F16;
+    }
+    return rocq__k_int8_format(w->format) >= 0 ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32;
+}
+
+ROCQ__FN rocq_precision rocq__matmul_precision_hip(const rocq_matmul_params *p) {
+    return rocq__matmul_precision_of(p, p->w);
+}
+
+// The precision of the kernel that runs: there is no matvec in F16, since reading x in F32 costs it
+// nothing.
+ROCQ__FN rocq_precision rocq__gemm_path(const rocq_matmul_params *p, const rocq_tensor *w) {
+    const rocq_precision precision = rocq__matmul_precision_of(p, w);
+    const bool few = p->x->ne[1] <= ROCQ_K_FEW;
+    return few && precision == ROCQ_PRECISION_F16 ? ROCQ_PRECISION_F32 : precision;
+}
+
+ROCQ__FN bool rocq__aligned16(const rocq_tensor *t) {
+    return (uintptr_t)rocq__device_data(t) % 16 == 0;
+}
+
+// Rows of a float tensor all at one distance, through the batches, and readable in pieces of 16 bytes.
+ROCQ__FN bool rocq__wide_rows(const rocq_tensor *t) {
+    const int64_t wide = t->format == ROCQ_F32 ? 4 : 8;
+    if (t->stride[1] > ROCQ__MATMUL_K) return false; // so that the products below fit
+    int64_t step = t->stride[1] * t->ne[1];
+    for (int d = 2; d < 4; d++) {
+        if (t->ne[d] != 1 && t->stride[d] != step) return false;
+        if (!rocq__mul(step, t->ne[d], &step)) return false;
+    }
+    return rocq__aligned16(t) && t->ne[0] % wide == 0 && t->stride[1] % wide == 0;
+}
+
+ROCQ__FN rocq_tensor rocq__gemm_x(rocq__job *job, const rocq_tensor *x, rocq_precision path) {
+    const rocq_format to = path == ROCQ_PRECISION_INT8  ? ROCQ_Q8_0
+                           : path == ROCQ_PRECISION_F16 ? ROCQ_F16
+                                                        : ROCQ_F32;
+    const rocq_layout layout = to == ROCQ_Q8_0 ? ROCQ_LAYOUT_PLANAR : ROCQ_LAYOUT_GGUF;
+    if (x->format == to && x->layout == layout && (to == ROCQ_Q8_0 || rocq__wide_rows(x))) return *x;
+    const rocq_tensor t = rocq__job_tensor(job, to, layout, x->ne, (x->ne[0] + 7) / 8 * 8);
+    rocq__job_convert(job, &t, x);
+    return t;
+}
+
+ROCQ__FN rocq_tensor rocq__gemm_w(rocq__job *job, const rocq_tensor *w) {
+    const bool plain = rocq__is_plain(w->format);
+    if (plain ? rocq_tensor_contiguous(w) && rocq__aligned16(w) : w->layout == ROCQ_LAYOUT_PLANAR) {
+        return *w;
+    }
+    const rocq_layout layout = plain ? ROCQ_LAYOUT_GGUF : ROCQ_LAYOUT_PLANAR;
+    const rocq_tensor t = rocq__job_tensor(job, w->format, layout, w->ne, w->ne[0]);
+    rocq__job_convert(job, &t, w);
+    return t;
+}
+
+// A product with everything where its kernel reads and writes it.
+typedef struct rocq__gemm {
+    const rocq_matmul_params *p;
+    rocq_precision path;
+    rocq_tensor w, w2; // w2.n_dims 0: none
+    rocq_tensor y;     // p->y, or F32 in scratch memory where the kernel cannot write that
+    rocq_tensor gate;  // p->gate, or the other product of a pair that no kernel takes together
+    bool has_gate;
+} rocq__gemm;
+
+ROCQ__FN rocq_k_epilogue rocq__k_epilogue(const rocq__gemm *g) {
+    rocq_k_epilogue e;
+    memset(&e, 0, sizeof e);
+    e.y = rocq__k_tensor(&g->y);
+    if (g->has_gate) e.gate = rocq__k_tensor(&g->gate);
+    e.residual = rocq__k_tensor(g->p->residual);
+    e.bias = (const float *)rocq__device_data(g->p->bias);
+    e.activation = (int32_t)g->p->activation;
+    e.softcap = g->p->softcap;
+    return e;
+}
+
+ROCQ__FN void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
+    const int64_t bytes = i2 * t->stride[1] + i3 * t->stride[2];
+    if (t->data) t->data = (void *)((uintptr_t)t->data + (uintptr_t)bytes);
+}
+
+// Waves that share the rows of a matvec. The memory is busy while latency x bandwidth bytes are on
+// their way; a wave has one step of its four rows on the way: a lane a unit of each, or of plain
+// formats 16 bytes. So K is divided until all waves together reach that, but never so far that a step
+// is not full. On an H200 with this latency the rule takes the fastest of 1, 2, 4 and 8, or one at
+// most 4% behind, for Q4_0, Q8_0, Q4_K, Q5_K, Q6_K and F16 of 4096 x 4096, 14336 x 4096 and 4096 x
+// 14336, n = 1.
+enum { ROCQ__LATENCY_NS = 950 }; // of a load under load; 240 idle on a 7900 XTX
+
+ROCQ__FN int32_t rocq__k_waves(const rocq__chip *chip, rocq_format format, int64_t rows, int64_t k,
+                               double row_bytes) {
+    const double flight = chip->bytes_per_us * (double)ROCQ__LATENCY_NS / 1000.0;
+    const int64_t lane = rocq__is_plain(format) ? 16 / rocq__bytes(format, 1) : 32;
+    const int64_t step = lane * ROCQ_K_WAVE;
+    const double share = (double)ROCQ__MIN(k, step) / (double)k;
+    const double each = (double)rows * row_bytes * share; // bytes on the way with k_waves 1
+    int32_t k_waves = 1;
+    while (k_waves < ROCQ_K_MATVEC_WAVES && each * k_waves < flight && k >= step * k_waves * 2) k_waves *= 2;
+    return k_waves;
+}
+
+// Products of one x and path, with at most ROCQ_K_FEW columns, in one launch a batch.
+ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_parts,
+                             const rocq_tensor *x) {
+    const int64_t n = x->ne[1], k = x->ne[0];
+    const bool int8 = g->path == ROCQ_PRECISION_INT8;
+    rocq_k_matvec_args args;
+    int64_t rows = 0, blocks = 0;
+    double bytes = rocq__tensor_bytes(x), weights = 0.0;
+    bool mixed = false, groups = false; // groups: a block has to own whole blocks of a Q8_0 y
+    memset(&args, 0, sizeof args);
+    args.k = (int32_t)k;
+    args.n = (int32_t)n;
+    args.n_parts = n_parts;
+    args.x = rocq__device_data(x);
+    args.x_units = rocq_tensor_count(x) / 32;
+    args.x_stride = x->stride[1];
+    for (int32_t i = 0; i < n_parts; i++) {
+        rocq_k_matvec_part *part = &args.part[i];
+        const rocq_tensor *w = &g[i].w;
+        const double pair = g[i].w2.n_dims > 0 ? 2.0 : 1.0;
+        part->w = rocq__device_data(w);
+        if (g[i].w2.n_dims > 0) part->w2 = rocq__device_data(&g[i].w2);
+        part->n_units = rocq_tensor_count(w) / 32;
+        part->m = (int32_t)w->ne[1];
+        part->format = (int32_t)w->format;
+        rows += w->ne[1];
+        weights += pair * (double)(k * w->ne[1]);
+        bytes += pair * (double)(w->ne[1] * rocq__bytes(w->format, k));
+        mixed = mixed || w->format != g[0].w.format;
+        groups = groups || g[i].y.format == ROCQ_Q8_0;
+    }
+    args.k_waves = 1;
+    if (!groups) {
+        args.k_waves = rocq__k_waves(rocq__chip_of(job->ctx), g->w.format, rows, k, bytes / (double)rows);
+    }
+    const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES / args.k_waves;
+    for (int32_t i = 0; i < n_parts; i++) {
+        blocks += (g[i].w.ne[1] + block_rows - 1) / block_rows;
+        args.part[i].block_end = (uint32_t)blocks;
+    }
+    int kernel = ROCQ_K_matvec_f32_f32_n1 + 2 * rocq__k_format(g->w.format) + (n > 1);
+    if (int8) {
+        const int columns = n > 4 ? 3 : n > 2 ? 2 : n > 1 ? 1 : 0; // 1, 2, 4, 8
+        kernel = ROCQ_K_matvec_int8_q4_0_n1 + 4 * rocq__k_int8_format(g->w.format) + columns;
+    }
+    if (mixed) kernel = ROCQ_K_matvec_int8_mixed_n1;
+    const double flops = weights * (int8 ? 2.0 + 0.5 * (double)n : 2.0 + 2.0 * (double)n);
+    for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
+        for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
+            args.x_column0 = (i3 * x->ne[2] + i2) * n;
+            for (int32_t i = 0; i < n_parts; i++) {
+                const rocq_tensor *w = &g[i].w;
+                const int64_t w2 = i2 / (x->ne[2] / w->ne[2]), w3 = i3 / (x->ne[3] / w->ne[3]);
+                rocq_k_epilogue *e = &args.part[i].epilogue;
+                args.part[i].row0 = (w3 * w->ne[2] + w2) * w->ne[1];
+                *e = rocq__k_epilogue(&g[i]);
+                if (g[i].y.layout != ROCQ_LAYOUT_PLANAR) rocq__k_move(&e->y, i2, i3);
+                rocq__k_move(&e->gate, i2, i3);
+                rocq__k_move(&e->residual, i2, i3);
+            }
+            rocq__job_launch(job, kernel, blocks, 1, 256, &args, rocq__cost_of(bytes, flops, 0.0));
+        }
+    }
+}
+
+enum { ROCQ__TILE_DECODE = 16 }; // columns whose products take as long as fetching and decoding w
+
+// Columns of an F16 tile: those that make the longest-working compute unit finish first.
+ROCQ__FN int64_t rocq__tile_columns(const rocq__chip *chip, int64_t tiles_m, int64_t n, int64_t n_matrices) {
+    int64_t time[2];
+    for (int i = 0; i < 2; i++) {
+        const int64_t columns = i == 0 ? ROCQ_K_MATMUL_F16_N : ROCQ_K_MATMUL_F16_N_FEW;
+        const int64_t blocks = tiles_m * ((n + columns - 1) / columns) * n_matrices;
+        time[i] = (blocks + chip->n_units - 1) / chip->n_units * (columns + ROCQ__TILE_DECODE);
+    }
+    return time[0] <= time[1] ? ROCQ_K_MATMUL_F16_N : ROCQ_K_MATMUL_F16_N_FEW;
+}
+
+// A product as a grid of tiles, z counting the batches.
+ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_tensor *x) {
+    const rocq_tensor *w = &g->w;
+    const int64_t m = w->ne[1], n = x->ne[1], k = x->ne[0], n_matrices = x->ne[2] * x->ne[3];
+    const int64_t tile_m = ROCQ_K_MATMUL_M;
+    int64_t tile_n = ROCQ_K_MATMUL_F32_N;
+    int kernel = ROCQ_K_matmul_f32, threads = 256;
+    rocq_k_matmul_args args;
+    if (g->path == ROCQ_PRECISION_INT8) {
+        tile_n = ROCQ_K_MATMUL_INT8_N;
+        kernel = ROCQ_K_matmul_int8_q4_0 + rocq__k_int8_format(w->format);
+        threads = 128;
+    } else if (g->path == ROCQ_PRECISION_F16) {
+        tile_n = rocq__tile_columns(rocq__chip_of(job->ctx), (m + tile_m - 1) / tile_m, n, n_matrices);
+        kernel = ROCQ_K_matmul_f16_f32_128 + 2 * rocq__k_format(w->format) + (tile_n != ROCQ_K_MATMUL_F16_N);
+        threads = 128;
+    }
+    memset(&args, 0, sizeof args);
+    args.w = rocq__device_data(w);
+    args.w_units = rocq_tensor_count(w) / 32;
+    args.x = rocq__device_data(x);
+    args.x_units = rocq_tensor_count(x) / 32;
+    args.x_stride = x->stride[1];
+    args.epilogue = rocq__k_epilogue(g);
+    args.m = m;
+    args.n = n;
+    args.k = k;
+    args.tiles_m = (int32_t)((m + tile_m - 1) / tile_m);
+    args.tiles_n = (int32_t)((n + tile_n - 1) / tile_n);
+    args.format = (int32_t)w->format;
+    args.batch2 = (int32_t)x->ne[2];
+    args.run2 = (int32_t)(x->ne[2] / w->ne[2]);
+    args.run3 = (int32_t)(x->ne[3] / w->ne[3]);
+    args.w_batch2 = (int32_t)w->ne[2];
+    const double products = (double)m * (double)n * (double)k * (double)n_matrices;
+    const double bytes = rocq__tensor_bytes(w) + rocq__tensor_bytes(x) + rocq__tensor_bytes(&g->y);
+    const double decode = 3.0 * products / (double)tile_n;
+    rocq__job_launch(job, kernel, (int64_t)args.tiles_m * args.tiles_n, n_matrices, threads, &args,
+                     g->path == ROCQ_PRECISION_F32
+                         ? rocq__cost_of(bytes, decode + 2.0 * products, 0.0)
+                         : rocq__cost_of(bytes, decode, 2.0 * products));
+}
+
+ROCQ__FN void rocq__gemm_launch(rocq__job *job, const rocq__gemm *g, int32_t n, const rocq_tensor *x) {
+    if (x->ne[1] <= ROCQ_K_FEW) rocq__gemm_few(job, g, n, x);
+    else rocq__gemm_tiles(job, g, x);
+    for (int32_t i = 0; i < n; i++) {
+        if (g[i].y.format != g[i].p->y->format) rocq__job_convert(job, g[i].p->y, &g[i].y);
+    }
+}
+
+// x[] holds x for each path that the chain takes.
+ROCQ__FN void rocq__gemm_prepare(rocq__job *job, const rocq_matmul_params *p, const rocq_tensor *x,
+                                 rocq__gemm *g) {
+    const bool few = p->x->ne[1] <= ROCQ_K_FEW;
+    memset(g, 0, sizeof *g);
+    g->p = p;
+    g->path = rocq__gemm_path(p, p->w);
+    g->w = rocq__gemm_w(job, p->w);
+    g->y = *p->y;
+    // A block of a matvec owns whole blocks of y; those of tiles are too far apart.
+    if (p->y->format == ROCQ_Q8_0 && !few) {
+        g->y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    }
+    g->has_gate = p->gate != NULL;
+    if (p->gate) g->gate = *p->gate;
+    if (!p->w2) return;
+    if (few && p->w2->format == p->w->format) {
+        g->w2 = rocq__gemm_w(job, p->w2);
+        return;
+    }
+    // What w2 makes of x becomes the gate of the product with w.
+    const rocq_tensor made = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    rocq_matmul_params other;
+    rocq__gemm second;
+    memset(&other, 0, sizeof other);
+    other.y = &made;
+    other.w = p->w2;
+    other.x = p->x;
+    other.gate = p->gate;
+    other.precision = p->precision;
+    rocq__gemm_prepare(job, &other, x, &second);
+    rocq__gemm_launch(job, &second, 1, &x[second.path]);
+    g->gate = made;
+    g->has_gate = true;
+}
+
+// Products from first on that one launch takes: as many as fit, of one path, and of one format unless
+// a lone column allows several. None of a chain reads what another one writes.
+ROCQ__FN int32_t rocq__gemm_run(const rocq_matmul_params *first) {
+    const rocq_precision path = rocq__gemm_path(first, first->w);
+    const bool any_format = path == ROCQ_PRECISION_INT8 && first->x->ne[1] == 1;
+    int32_t n = 1;
+    if (first->x->ne[1] > ROCQ_K_FEW) return 1;
+    for (const rocq_matmul_params *p = first->next; p && n < ROCQ_K_MATVEC_PARTS; p = p->next, n++) {
+        if (rocq__gemm_path(p, p->w) != path) return n;
+        if (p->w->format != first->w->format && !any_format) return n;
+    }
+    return n;
+}
+
+ROCQ__FN void rocq__job_matmul(rocq__job *job, const rocq_matmul_params *p) {
+    rocq__gemm g[ROCQ_K_MATVEC_PARTS];
+    rocq_tensor x[ROCQ_PRECISION_INT8 + 1];
+    bool have[ROCQ_PRECISION_INT8 + 1] = {false, false, false, false};
+    if (p->x->ne[0] > ROCQ__MATMUL_K) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: K %lld is over %d on the GPU",
+                                 (long long)p->x->ne[0], (int)ROCQ__MATMUL_K);
+        return;
+    }
+    for (const rocq_matmul_params *q = p; q; q = q->next) {
+        for (int i = 0; i < 2; i++) {
+            const rocq_tensor *w = i == 0 ? q->w : q->w2;
+            if (!w) continue;
+            const rocq_precision path = rocq__gemm_path(q, w);
+            if (path == ROCQ_PRECISION_INT8 && rocq__k_int8_format(w->format) < 0) {
+                job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                         "matmul: format %s has no INT8 path on the GPU",
+                                         rocq_get_format_info(w->format)->name);
+                return;
+            }
+            if (!have[path]) x[path] = rocq__gemm_x(job, p->x, path);
+            have[path] = true;
+        }
+    }
+    const int64_t mark = job->used;
+    while (p) {
+        const int32_t n = rocq__gemm_run(p);
+        for (int32_t i = 0; i < n; i++, p = p->next) rocq__gemm_prepare(job, p, x, &g[i]);
+        rocq__gemm_launch(job, g, n, &x[g[0].path]);
+        job->used = mark; // launches run in order: the next may use the same memory
+    }
+}
+
+// -- attention --
+
+enum {
+    ROCQ__ATTEND_RUN = 128, // positions that are worth a block of their own
+    ROCQ__ATTEND_BLOCKS = 2 // a compute unit: 16 KB of K or V on their way each
+};
+
+#define ROCQ_X(X, d) d,
+static const int32_t rocq__head_dims[] = {ROCQ_K_HEAD_DIMS(ROCQ_X, )};
+#undef ROCQ_X
+
+ROCQ__FN void rocq__job_attention(rocq__job *job, const rocq_attention_params *p) {
+    const int64_t n_heads = p->q->ne[1], n_kv_heads = p->k->ne[1], n_q = p->q->ne[2];
+    const int64_t n_seqs = p->q->ne[3], columns = n_heads / n_kv_heads * n_q;
+    const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+    int size = 0; // the next head size that there are kernels for
+    while (rocq__head_dims[size] < p->q->ne[0]) size++;
+    const int64_t head_dim = rocq__head_dims[size], few = ROCQ_K_DECODE_COLUMNS;
+
+    // A prefill block reads K and V for up to 64 columns at once: worth it where over half of them are
+    // there.
+    const int64_t many = ROCQ_K_PREFILL_COLUMNS(head_dim);
+    const bool decode = columns <= ROCQ__MAX(few, many / 2);
+    const int64_t tile = decode ? few : many;
+    const int64_t n_tiles = (columns + tile - 1) / tile, blocks = n_tiles * n_kv_heads * n_seqs;
+
+    // From shapes alone, never from kv_len: a recorded launch is replayed while that grows.
+    const int64_t want = (int64_t)ROCQ__ATTEND_BLOCKS * rocq__chip_of(job->ctx)->n_units / blocks;
+    const int64_t most = blocks <= ROCQ__COUNTERS ? (n_kv + ROCQ__ATTEND_RUN - 1) / ROCQ__ATTEND_RUN : 1;
+    const int64_t n_splits = ROCQ__MAX(1, ROCQ__MIN(want, most));
+    if (columns > INT32_MAX / 2) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: %lld queries in a group on the GPU",
+                                 (long long)columns);
+        return;
+    }
+
+    rocq_k_attention_args args;
+    memset(&args, 0, sizeof args);
+    args.out = rocq__k_tensor(p->out);
+    args.q = rocq__k_tensor(p->q);
+    args.k = rocq__k_tensor(p->k);
+    args.v = rocq__k_tensor(p->v);
+    args.mask = rocq__k_tensor(p->mask);
+    args.sinks = (const float *)rocq__device_data(p->sinks);
+    args.kv_len = (const int32_t *)rocq__device_data(p->kv_len);
+    args.page_table = (const int32_t *)rocq__device_data(p->page_table);
+    args.n_kv = (int32_t)n_kv;
+    args.page_size = p->page_size;
+    args.n_pages = p->page_table ? (int32_t)p->page_table->ne[0] : 0;
+    args.head_dim = (int32_t)p->q->ne[0];
+    args.n_heads = (int32_t)n_heads;
+    args.n_kv_heads = (int32_t)n_kv_heads;
+    args.n_q = (int32_t)n_q;
+    args.n_seqs = (int32_t)n_seqs;
+    args.scale = p->scale != 0.0f ? p->scale : 1.0f / sqrtf((float)p->q->ne[0]);
+    args.softcap = p->softcap;
+    args.window = p->window;
+    args.causal = p->causal;
+    args.n_splits = (int32_t)n_splits;
+    args.n_tiles = (int32_t)n_tiles;
+    if (args.k.stride[1] > UINT32_MAX || args.v.stride[1] > UINT32_MAX) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: KV rows 4 GiB apart on the GPU");
+        return;
+    }
+    if (n_splits > 1) {
+        const int64_t part[4] = {head_dim + 2, tile, blocks, n_splits}; // O, m and l of a column
+        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, part, part[0]);
+        args.work = (float *)rocq__device_data(&work);
+        if (!job->planning && job->result == ROCQ_OK) {
+            job->result = rocq__counters_hip(job->ctx, blocks, &args.counter);
+        }
+    }
+    // As if every query saw all that is there: a cap on time must not be too late.
+    const double pairs = (double)columns * (double)n_kv_heads * (double)n_seqs * (double)n_kv;
+    const double kv = (double)(rocq__bytes(p->k->format, p->q->ne[0]) + rocq__bytes(p->v->format, p->q->ne[0])) *
+                      (double)n_kv * (double)blocks;
+    rocq__job_launch(job, (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size,
+                     blocks * n_splits, 1, 128, &args, rocq__cost_of(kv, 16.0 * pairs, 4.0 * pairs * (double)head_dim));
+}
+
+// -- rmsnorm, layernorm --
+
+ROCQ__FN void rocq__job_norm(rocq__job *job, const rocq_norm_params *p, bool center) {
+    rocq_k_norm_args args;
+    memset(&args, 0, sizeof args);
+    args.y = rocq__k_tensor(p->y);
+    args.x = rocq__k_tensor(p->x);
+    args.mean = rocq__k_tensor(p->mean);
+    args.rstd = rocq__k_tensor(p->rstd);
+    args.weight = (const float *)rocq__device_data(p->weight);
+    args.bias = (const float *)rocq__device_data(p->bias);
+    args.eps = p->eps > 0.0f ? p->eps : 1e-5f;
+    args.center = center;
+    rocq__job_row(job, p->x->ne[0]);
+    const double bytes = rocq__tensor_bytes(p->x) + rocq__tensor_bytes(p->y);
+    rocq__job_launch(job, ROCQ_K_norm, rocq__n_rows(p->x), 1, rocq__row_threads(p->x->ne[0]), &args,
+                     rocq__cost_of(bytes, 16.0 * (double)rocq_tensor_count(p->x), 0.0));
+}
+
+ROCQ__FN void rocq__job_rmsnorm(rocq__job *job, const rocq_norm_params *p) {
+    rocq__job_norm(job, p, false);
+}
+
+ROCQ__FN void rocq__job_layernorm(rocq__job *job, const rocq_norm_params *p) {
+    rocq__job_norm(job, p, true);
+}
+
+// -- rope, rope_append --
+
+enum { ROCQ__ROPE_DIMS = 512 }; // 2 x turn[] of rocq_k_rope_args
+
+ROCQ__FN void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
+                             int64_t head_dim, rocq_k_rope_args *args) {
+    const int64_t n_dims = p->n_dims > 0 ? p->n_dims : head_dim;
+    if (n_dims > ROCQ__ROPE_DIMS) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: n_dims %lld is over %d on the GPU",
+                                 job->op, (long long)n_dims, (int)ROCQ__ROPE_DIMS);
+        return;
+    }
+    rocq__job_row(job, head_dim);
+    const rocq__rope_scaling scaling = rocq__rope_scaling_of(p, n_dims);
+    for (int64_t i = 0; i < n_dims / 2; i++) {
+        args->turn[i] = rocq__rope_turn(&scaling, i, 1.0) * ROCQ__TURNS;
+    }
+    args->magnitude = scaling.magnitude;
+    args->pos = (const int32_t *)rocq__device_data(pos);
+    args->freq_factors = (const float *)rocq__device_data(p->freq_factors);
+    args->head_dim = (int32_t)head_dim;
+    args->n_dims = (int32_t)n_dims;
+    args->neox = p->pairing == ROCQ_ROPE_NEOX;
+}
+
+ROCQ__FN void rocq__k_stream(rocq_k_rope_args *args, const rocq_tensor *y, const rocq_tensor *x,
+                             bool plain, bool to_cell) {
+    rocq_k_rope_stream *stream = &args->stream[args->n_streams++];
+    stream->y = rocq__k_tensor(y);
+    stream->x = rocq__k_tensor(x);
+    stream->plain = plain;
+    stream->to_cell = to_cell;
+}
+
+// A block takes as many heads of a token as 256 quads of elements hold.
+ROCQ__FN void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
+    if (job->result != ROCQ_OK) return;
+    const int64_t quads = (args->head_dim + 3) / 4, heads_at_once = quads < 256 ? 256 / quads : 1;
+    const int64_t n_tokens = args->stream[0].x.ne[2];
+    int64_t heads = 0, blocks = 0;
+    for (int i = 0; i < args->n_streams; i++) {
+        heads += args->stream[i].x.ne[1];
+        blocks += (args->stream[i].x.ne[1] + heads_at_once - 1) / heads_at_once;
+    }
+    const double n = (double)heads * (double)n_tokens * args->head_dim;
+    const double turns = (double)n_tokens * args->n_dims;
+    rocq__job_launch(job, ROCQ_K_rope, n_tokens * blocks, 1, 256, args,
+                     rocq__cost_of(8.0 * n, 8.0 * n + 100.0 * turns, 0.0));
+}
+
+ROCQ__FN void rocq__job_rope(rocq__job *job, const rocq_rope_params *p) {
+    rocq_k_rope_args args;
+    memset(&args, 0, sizeof args);
+    rocq__job_turn(job, &p->rope, p->pos, p->x->ne[0], &args);
+    rocq__k_stream(&args, p->y, p->x, false, false);
+    rocq__job_rope_launch(job, &args);
+}
+
+ROCQ__FN void rocq__job_rope_append(rocq__job *job, const rocq_rope_append_params *p) {
+    rocq_k_rope_args args;
+    memset(&args, 0, sizeof args);
+    rocq__job_turn(job, &p->rope, p->pos, p->k->ne[0], &args);
+    rocq__k_stream(&args, p->k_cache, p->k, false, true);
+    rocq__k_stream(&args, p->v_cache, p->v, true, true);
+    if (p->q) rocq__k_stream(&args, p->q, p->q, false, false);
+    args.cell = (const int32_t *)rocq__device_data(p->cell ? p->cell : p->pos);
+    args.n_cells = (int32_t)p->k_cache->ne[2];
+    rocq__job_rope_launch(job, &args);
+}
+
+// -- activate, glu, add, mul, scale, cast --
+
+ROCQ__FN void rocq__job_activate(rocq__job *job, const rocq_activate_params *p) {
+    rocq__job_map(job, ROCQ_OP_ACTIVATE, p->y, p->x, NULL, p->activation, 1.0f, 0.0f);
+}
+
+ROCQ__FN void rocq__job_glu(rocq__job *job, const rocq_glu_params *p) {
+    rocq__job_map(job, ROCQ_OP_GLU, p->y, p->gate, p->up, p->activation, 1.0f, 0.0f);
+}
+
+ROCQ__FN void rocq__job_add(rocq__job *job, const rocq_binary_params *p) {
+    rocq__job_map(job, ROCQ_OP_ADD, p->y, p->a, p->b, ROCQ_IDENTITY, 1.0f, 0.0f);
+}
+
+ROCQ__FN void rocq__job_mul(rocq__job *job, const rocq_binary_params *p) {
+    rocq__job_map(job, ROCQ_OP_MUL, p->y, p->a, p->b, ROCQ_IDENTITY, 1.0f, 0.0f);
+}
+
+ROCQ__FN void rocq__job_scale(rocq__job *job, const rocq_scale_params *p) {
+    rocq__job_map(job, ROCQ_OP_SCALE, p->y, p->x, NULL, ROCQ_IDENTITY, p->scale, p->bias);
+}
+
+ROCQ__FN void rocq__job_cast(rocq__job *job, const rocq_cast_params *p) {
+    rocq__job_convert(job, p->y, p->x);
+}
+
+// -- softmax, gather, argmax, sample --
+
+ROCQ__FN void rocq__job_softmax(rocq__job *job, const rocq_softmax_params *p) {
+    rocq_k_softmax_args args;
+    memset(&args, 0, sizeof args);
+    args.y = rocq__k_tensor(p->y);
+    args.x = rocq__k_tensor(p->x);
+    args.mask = rocq__k_tensor(p->mask);
+    args.scale = p->scale != 0.0f ? p->scale : 1.0f;
+    const double bytes = 3.0 * rocq__tensor_bytes(p->x) + rocq__tensor_bytes(p->mask);
+    rocq__job_row(job, p->x->ne[0]);
+    rocq__job_launch(job, ROCQ_K_softmax, rocq__n_rows(p->x), 1, rocq__row_threads(p->x->ne[0]), &args,
+                     rocq__cost_of(bytes, 24.0 * (double)rocq_tensor_count(p->x), 0.0));
+}
+
+ROCQ__FN void rocq__job_gather(rocq__job *job, const rocq_gather_params *p) {
+    rocq__job_decode(job, p->y, p->table, p->ids, p->scale != 0.0f ? p->scale : 1.0f);
+}
+
+ROCQ__FN void rocq__job_argmax(rocq__job *job, const rocq_argmax_params *p) {
+    rocq_k_argmax_args args;
+    memset(&args, 0, sizeof args);
+    args.index = (int32_t *)rocq__device_data(p->index);
+    args.x = rocq__k_tensor(p->x);
+    rocq__job_row(job, p->x->ne[0]);
+    const int threads = p->x->ne[0] > 8192 ? 1024 : rocq__row_threads(p->x->ne[0]);
+    rocq__job_launch(job, ROCQ_K_argmax, p->x->ne[1], 1, threads, &args,
+                     rocq__cost_of(rocq__tensor_bytes(p->x), 4.0 * (double)rocq_tensor_count(p->x), 0.0));
+}
+
+ROCQ__FN void rocq__job_sample(rocq__job *job, const rocq_sample_params *p) {
+    const int64_t n = p->logits->ne[0];
+    const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->logits->ne, n);
+    const double draw = rocq__uniform(p->seed, p->step);
+    rocq_k_sample_args args;
+    rocq__job_row(job, n);
+    memset(&args, 0, sizeof args);
+    args.token = (int32_t *)rocq__device_data(p->token);
+    args.prob = (float *)rocq__device_data(p->prob);
+    args.logits = (const float *)rocq__device_data(p->logits);
+    args.recent = (const int32_t *)rocq__device_data(p->recent);
+    args.allowed = (const int32_t *)rocq__device_data(p->allowed);
+    args.work = (float *)rocq__device_data(&work);
+    args.n_vocab = (int32_t)n;
+    args.n_recent = p->recent ? (int32_t)p->recent->ne[0] : 0;
+    args.temperature = p->temperature;
+    args.top_k = p->top_k;
+    args.top_p = p->top_p;
+    args.min_p = p->min_p;
+    args.repeat_penalty = p->repeat_penalty > 0.0f ? p->repeat_penalty : 1.0f;
+    args.frequency_penalty = p->frequency_penalty;
+    args.presence_penalty = p->presence_penalty;
+    args.uniform_hi = (float)draw;
+    args.uniform_lo = (float)(draw - (double)args.uniform_hi);
+    const double reads = 8.0 * (double)n; // passes of a search for the cut
+    rocq__job_launch(job, ROCQ_K_sample, 1, 1, 1024, &args, rocq__cost_of(4.0 * reads, 8.0 * reads, 0.0));
+}
+
+#define ROCQ_X(NAME, name, params)                                                                    \
+    ROCQ__FN rocq_result rocq__plan_##name##_hip(rocq_ctx *ctx, const params *p, int64_t *scratch) {  \
+        rocq__job job = {ctx, #name, true, 0, 0, 0, ROCQ_OK};                                         \
+        rocq__job_##name(&job, p);                                                                    \
+        *scratch = job.most;                                                                          \
+        return job.result;                                                                            \
+    }                                                                                                 \
+    ROCQ__FN rocq_result rocq__##name##_hip(rocq_ctx *ctx, const params *p, void *scratch) {          \
+        rocq__job job = {ctx, #name, false, (uintptr_t)scratch, 0, 0, ROCQ_OK};                       \
+        rocq__job_##name(&job, p);                                                                    \
+        return job.result;                                                                            \
+    }
+ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
 
 // ---------------------------------------------------------------------------------------------
 // >>check: what every op demands of its params, on any backend
@@ -7211,6 +9019,7 @@ enum {
     ROCQ__F32 = 1, ROCQ__F16 = 2, ROCQ__BF16 = 4, ROCQ__Q8_0 = 8, ROCQ__Q4_0 = 16, ROCQ__I32 = 32,
     ROCQ__ANY = 64, // all of ROCQ_FORMATS
     ROCQ__OPTIONAL = 128, ROCQ__OUTPUT = 256,
+    ROCQ__PLANAR = 512, // its block formats in that layout too, on a GPU
     ROCQ__FLOAT = ROCQ__F32 | ROCQ__F16,
     ROCQ__KV = ROCQ__F32 | ROCQ__F16 | ROCQ__BF16 | ROCQ__Q8_0 | ROCQ__Q4_0
 };
@@ -7245,6 +9054,12 @@ ROCQ__FN bool rocq__self_overlap(const rocq_tensor *t) {
     return false;
 }
 
+// Address of element 0, of either kind.
+ROCQ__FN uint64_t rocq__address(const rocq_tensor *t) {
+    return (t->buffer.host ? (uint64_t)(uintptr_t)t->buffer.host : t->buffer.device.address) +
+           (uint64_t)t->offset;
+}
+
 // One operand: present, of an accepted format, with whole blocks, inside its buffer, aligned.
 ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char *name,
                                         const rocq_tensor *t, int accept) {
@@ -7258,7 +9073,7 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
         return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: %s cannot be in format %s (%d)", op, name,
                           info ? info->name : "unknown", (int)t->format);
     }
-    if (t->layout != ROCQ_LAYOUT_GGUF) {
+    if (t->layout != ROCQ_LAYOUT_GGUF && t->layout != ROCQ_LAYOUT_PLANAR) {
         return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: %s has unknown layout %d", op, name, (int)t->layout);
     }
     for (int d = 0; d < 4; d++) {
@@ -7274,15 +9089,38 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
     if (!rocq__extent(t, &extent)) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of %s overflows", op, name);
     }
-    if (!t->buffer.host) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s has no memory on the CPU", op, name);
+    if (rocq__on_gpu(ctx) ? t->buffer.host || !t->buffer.device.address
+                          : !t->buffer.host || t->buffer.device.address) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s has no memory on the %s", op, name,
+                          rocq__on_gpu(ctx) ? "GPU" : "CPU");
     }
     if (t->offset < 0 || t->offset > t->buffer.size || extent > t->buffer.size - t->offset) {
         return rocq__fail(ctx, ROCQ_E_BOUNDS, "%s: %s needs %lld bytes at %lld, its buffer has %lld", op,
                           name, (long long)extent, (long long)t->offset, (long long)t->buffer.size);
     }
-    const int64_t align = rocq__alignment_of(t->format);
-    if (((uint64_t)(uintptr_t)t->buffer.host + (uint64_t)t->offset) % (uint64_t)align != 0) {
+    int64_t align = rocq__alignment_of(t->format);
+    if (rocq__on_gpu(ctx)) {
+        if (t->buffer.device.address > UINT64_MAX - (uint64_t)t->buffer.size) {
+            return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: buffer of %s ends past the address space", op, name);
+        }
+        for (int d = 0; d < 4; d++) {
+            if (t->ne[d] > INT32_MAX) {
+                return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s has %lld elements in dimension %d", op,
+                                  name, (long long)t->ne[d], d);
+            }
+        }
+    }
+    if (t->layout == ROCQ_LAYOUT_PLANAR) {
+        if (!rocq__on_gpu(ctx) || !(accept & ROCQ__PLANAR) || elems == 1) {
+            return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s cannot be planar%s", op, name,
+                              rocq__on_gpu(ctx) ? "" : " on the CPU");
+        }
+        if (!rocq_tensor_contiguous(t)) {
+            return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s is planar and has gaps", op, name);
+        }
+        align = 16;
+    }
+    if ((rocq__address(t) & (uint64_t)(align - 1)) != 0) {
         return rocq__fail(ctx, ROCQ_E_ALIGNMENT, "%s: %s must start at a multiple of %d bytes", op, name,
                           (int)align);
     }
@@ -7342,11 +9180,13 @@ ROCQ__FN rocq_result rocq__check_activation(rocq_ctx *ctx, const char *op, rocq_
 #define ROCQ__REPEAT(name, like) ROCQ__TRY(rocq__check_repeat(ctx, op, #name, p->name, p->like))
 #define ROCQ__RANGE(name, low, high) ROCQ__TRY(rocq__check_range(ctx, op, #name, p->name, low, high))
 
-ROCQ__FN rocq_result rocq__check_matmul(rocq_ctx *ctx, const rocq_matmul_params *p) {
+// One product of a chain.
+ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const rocq_matmul_params *p) {
     const char *op = "matmul";
-    ROCQ__TENSOR(w, ROCQ__ANY);
-    ROCQ__TENSOR(x, ROCQ__FLOAT | ROCQ__Q8_0);
-    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__OUTPUT);
+    ROCQ__TENSOR(w, ROCQ__ANY | ROCQ__PLANAR);
+    ROCQ__TENSOR(w2, ROCQ__ANY | ROCQ__PLANAR | ROCQ__OPTIONAL);
+    ROCQ__TENSOR(x, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR);
+    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR | ROCQ__OUTPUT);
     ROCQ__TENSOR(bias, ROCQ__F32 | ROCQ__OPTIONAL);
     ROCQ__TENSOR(gate, ROCQ__FLOAT | ROCQ__OPTIONAL);
     ROCQ__TENSOR(residual, ROCQ__FLOAT | ROCQ__OPTIONAL);
@@ -7358,6 +9198,7 @@ ROCQ__FN rocq_result rocq__check_matmul(rocq_ctx *ctx, const rocq_matmul_params 
                               (long long)p->w->ne[d], (long long)p->x->ne[d]);
         }
     }
+    ROCQ__SAME(w2, w);
     ROCQ__SHAPE(bias, p->w->ne[1], 1, 1, 1);
     ROCQ__SAME(gate, y);
     ROCQ__SAME(residual, y);
@@ -7366,9 +9207,37 @@ ROCQ__FN rocq_result rocq__check_matmul(rocq_ctx *ctx, const rocq_matmul_params 
     if ((int)p->precision < 0 || p->precision > ROCQ_PRECISION_INT8) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul: unknown precision %d", (int)p->precision);
     }
-    if (p->precision == ROCQ_PRECISION_INT8 && !rocq__codec_of(p->w->format)->unpack) {
+    for (int i = 0; i < 2; i++) {
+        const rocq_tensor *w = i == 0 ? p->w : p->w2;
+        if (!w || p->precision != ROCQ_PRECISION_INT8 || rocq__codec_of(w->format)->unpack) continue;
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "matmul: format %s has no INT8 path",
-                          rocq_get_format_info(p->w->format)->name);
+                          rocq_get_format_info(w->format)->name);
+    }
+    return ROCQ_OK;
+}
+
+// The same memory, seen the same way.
+ROCQ__FN bool rocq__same_tensor(const rocq_tensor *a, const rocq_tensor *b) {
+    if (rocq__address(a) != rocq__address(b) || a->format != b->format || a->layout != b->layout) return false;
+    for (int d = 0; d < 4; d++) {
+        if (a->ne[d] != b->ne[d] || (a->ne[d] > 1 && a->stride[d] != b->stride[d])) return false;
+    }
+    return true;
+}
+
+enum { ROCQ__MOST_PRODUCTS = 16 }; // in a chain; a longer one may run in a circle
+
+ROCQ__FN rocq_result rocq__check_matmul(rocq_ctx *ctx, const rocq_matmul_params *p) {
+    int n = 0;
+    for (const rocq_matmul_params *q = p; q; q = q->next) {
+        if (++n > ROCQ__MOST_PRODUCTS) {
+            return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul: next chains more than %d products",
+                              (int)ROCQ__MOST_PRODUCTS);
+        }
+        ROCQ__TRY(rocq__check_product(ctx, q));
+        if (!rocq__same_tensor(q->x, p->x)) {
+            return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul: next product %d has another x", n - 1);
+        }
     }
     return ROCQ_OK;
 }
@@ -7378,7 +9247,7 @@ ROCQ__FN rocq_result rocq__check_attention(rocq_ctx *ctx, const rocq_attention_p
     ROCQ__TENSOR(q, ROCQ__FLOAT);
     ROCQ__TENSOR(k, ROCQ__KV);
     ROCQ__TENSOR(v, ROCQ__KV);
-    ROCQ__TENSOR(out, ROCQ__FLOAT | ROCQ__OUTPUT);
+    ROCQ__TENSOR(out, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR | ROCQ__OUTPUT);
     ROCQ__TENSOR(mask, ROCQ__FLOAT | ROCQ__OPTIONAL);
     ROCQ__TENSOR(sinks, ROCQ__F32 | ROCQ__OPTIONAL);
     ROCQ__TENSOR(kv_len, ROCQ__I32 | ROCQ__OPTIONAL);
@@ -7421,7 +9290,7 @@ ROCQ__FN rocq_result rocq__check_attention(rocq_ctx *ctx, const rocq_attention_p
 
 ROCQ__FN rocq_result rocq__check_norm(rocq_ctx *ctx, const char *op, const rocq_norm_params *p) {
     ROCQ__TENSOR(x, ROCQ__FLOAT);
-    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__OUTPUT);
+    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR | ROCQ__OUTPUT);
     ROCQ__TENSOR(weight, ROCQ__F32 | ROCQ__OPTIONAL);
     ROCQ__TENSOR(bias, ROCQ__F32 | ROCQ__OPTIONAL);
     ROCQ__TENSOR(mean, ROCQ__F32 | ROCQ__OPTIONAL | ROCQ__OUTPUT);
@@ -7514,7 +9383,7 @@ ROCQ__FN rocq_result rocq__check_glu(rocq_ctx *ctx, const rocq_glu_params *p) {
     const char *op = "glu";
     ROCQ__TENSOR(gate, ROCQ__FLOAT);
     ROCQ__TENSOR(up, ROCQ__FLOAT);
-    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__OUTPUT);
+    ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR | ROCQ__OUTPUT);
     ROCQ__SAME(up, gate);
     ROCQ__SAME(y, gate);
     return rocq__check_activation(ctx, op, p->activation);
@@ -7547,8 +9416,8 @@ ROCQ__FN rocq_result rocq__check_scale(rocq_ctx *ctx, const rocq_scale_params *p
 
 ROCQ__FN rocq_result rocq__check_cast(rocq_ctx *ctx, const rocq_cast_params *p) {
     const char *op = "cast";
-    ROCQ__TENSOR(x, ROCQ__ANY | ROCQ__I32);
-    ROCQ__TENSOR(y, (p->x->format == ROCQ_I32 ? ROCQ__I32 : ROCQ__ANY) | ROCQ__OUTPUT);
+    ROCQ__TENSOR(x, ROCQ__ANY | ROCQ__I32 | ROCQ__PLANAR);
+    ROCQ__TENSOR(y, (p->x->format == ROCQ_I32 ? ROCQ__I32 : ROCQ__ANY | ROCQ__PLANAR) | ROCQ__OUTPUT);
     ROCQ__SAME(y, x);
     return ROCQ_OK;
 }
@@ -7567,7 +9436,7 @@ ROCQ__FN rocq_result rocq__check_softmax(rocq_ctx *ctx, const rocq_softmax_param
 
 ROCQ__FN rocq_result rocq__check_gather(rocq_ctx *ctx, const rocq_gather_params *p) {
     const char *op = "gather";
-    ROCQ__TENSOR(table, ROCQ__ANY);
+    ROCQ__TENSOR(table, ROCQ__ANY | ROCQ__PLANAR);
     ROCQ__TENSOR(ids, ROCQ__I32);
     ROCQ__TENSOR(y, ROCQ__FLOAT | ROCQ__OUTPUT);
     ROCQ__SHAPE(table, -1, -1, 1, 1);
@@ -7622,35 +9491,251 @@ ROCQ__FN rocq_result rocq__check_sample(rocq_ctx *ctx, const rocq_sample_params 
 #undef ROCQ__REPEAT
 #undef ROCQ__RANGE
 
+// -- operands --
+
+// Every tensor in the params of every op, in the order of ROCQ_OPS: what a copy of params must copy
+// with them, and what may lie on what. An IN_PLACE operand may be the op's (first) output itself.
+enum { ROCQ__IN, ROCQ__IN_PLACE, ROCQ__OUT };
+enum { ROCQ__MAX_OPERANDS = 7 * ROCQ__MOST_PRODUCTS }; // of one op; the most a matmul chain has
+
+typedef struct rocq__operand {
+    int32_t op, role;
+    size_t offset; // of the pointer in the params
+    const char *name;
+} rocq__operand;
+
+static const rocq__operand rocq__operands[] = {
+#define ROCQ_X(NAME, params, role, field) {ROCQ_OP_##NAME, ROCQ__##role, offsetof(params, field), #field},
+    ROCQ_X(MATMUL, rocq_matmul_params, OUT, y)
+    ROCQ_X(MATMUL, rocq_matmul_params, IN, w)
+    ROCQ_X(MATMUL, rocq_matmul_params, IN, w2)
+    ROCQ_X(MATMUL, rocq_matmul_params, IN, x)
+    ROCQ_X(MATMUL, rocq_matmul_params, IN, bias)
+    ROCQ_X(MATMUL, rocq_matmul_params, IN_PLACE, gate)
+    ROCQ_X(MATMUL, rocq_matmul_params, IN_PLACE, residual)
+    ROCQ_X(ATTENTION, rocq_attention_params, OUT, out)
+    ROCQ_X(ATTENTION, rocq_attention_params, IN_PLACE, q)
+    ROCQ_X(ATTENTION, rocq_attention_params, IN, k)
+    ROCQ_X(ATTENTION, rocq_attention_params, IN, v)
+    ROCQ_X(ATTENTION, rocq_attention_params, IN, mask)
+    ROCQ_X(ATTENTION, rocq_attention_params, IN, sinks)
+    ROCQ_X(ATTENTION, rocq_attention_params, IN, kv_len)
+    ROCQ_X(ATTENTION, rocq_attention_params, IN, page_table)
+    ROCQ_X(RMSNORM, rocq_norm_params, OUT, y)
+    ROCQ_X(RMSNORM, rocq_norm_params, IN_PLACE, x)
+    ROCQ_X(RMSNORM, rocq_norm_params, IN, weight)
+    ROCQ_X(RMSNORM, rocq_norm_params, OUT, rstd)
+    ROCQ_X(LAYERNORM, rocq_norm_params, OUT, y)
+    ROCQ_X(LAYERNORM, rocq_norm_params, IN_PLACE, x)
+    ROCQ_X(LAYERNORM, rocq_norm_params, IN, weight)
+    ROCQ_X(LAYERNORM, rocq_norm_params, IN, bias)
+    ROCQ_X(LAYERNORM, rocq_norm_params, OUT, mean)
+    ROCQ_X(LAYERNORM, rocq_norm_params, OUT, rstd)
+    ROCQ_X(ROPE, rocq_rope_params, OUT, y)
+    ROCQ_X(ROPE, rocq_rope_params, IN_PLACE, x)
+    ROCQ_X(ROPE, rocq_rope_params, IN, pos)
+    ROCQ_X(ROPE, rocq_rope_params, IN, rope.freq_factors)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, q)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, k_cache)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, v_cache)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, k)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, v)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, pos)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, cell)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, rope.freq_factors)
+    ROCQ_X(ACTIVATE, rocq_activate_params, OUT, y)
+    ROCQ_X(ACTIVATE, rocq_activate_params, IN_PLACE, x)
+    ROCQ_X(GLU, rocq_glu_params, OUT, y)
+    ROCQ_X(GLU, rocq_glu_params, IN_PLACE, gate)
+    ROCQ_X(GLU, rocq_glu_params, IN_PLACE, up)
+    ROCQ_X(ADD, rocq_binary_params, OUT, y)
+    ROCQ_X(ADD, rocq_binary_params, IN_PLACE, a)
+    ROCQ_X(ADD, rocq_binary_params, IN_PLACE, b)
+    ROCQ_X(MUL, rocq_binary_params, OUT, y)
+    ROCQ_X(MUL, rocq_binary_params, IN_PLACE, a)
+    ROCQ_X(MUL, rocq_binary_params, IN_PLACE, b)
+    ROCQ_X(SCALE, rocq_scale_params, OUT, y)
+    ROCQ_X(SCALE, rocq_scale_params, IN_PLACE, x)
+    ROCQ_X(CAST, rocq_cast_params, OUT, y)
+    ROCQ_X(CAST, rocq_cast_params, IN_PLACE, x)
+    ROCQ_X(SOFTMAX, rocq_softmax_params, OUT, y)
+    ROCQ_X(SOFTMAX, rocq_softmax_params, IN_PLACE, x)
+    ROCQ_X(SOFTMAX, rocq_softmax_params, IN, mask)
+    ROCQ_X(GATHER, rocq_gather_params, OUT, y)
+    ROCQ_X(GATHER, rocq_gather_params, IN, table)
+    ROCQ_X(GATHER, rocq_gather_params, IN, ids)
+    ROCQ_X(ARGMAX, rocq_argmax_params, OUT, index)
+    ROCQ_X(ARGMAX, rocq_argmax_params, IN, x)
+    ROCQ_X(SAMPLE, rocq_sample_params, OUT, token)
+    ROCQ_X(SAMPLE, rocq_sample_params, OUT, prob)
+    ROCQ_X(SAMPLE, rocq_sample_params, IN, logits)
+    ROCQ_X(SAMPLE, rocq_sample_params, IN, recent)
+    ROCQ_X(SAMPLE, rocq_sample_params, IN, allowed)
+#undef ROCQ_X
+};
+enum { ROCQ__N_OPERANDS = (int)(sizeof rocq__operands / sizeof rocq__operands[0]) };
+
+ROCQ__FN const rocq_tensor *rocq__operand_of(const void *params, const rocq__operand *operand) {
+    const rocq_tensor *t;
+    memcpy(&t, (const char *)params + operand->offset, sizeof t);
+    return t;
+}
+
+// The operands of op stand together: *end is one past the last.
+ROCQ__FN int32_t rocq__operands_begin(rocq_op op, int32_t *end) {
+    int32_t i = 0;
+    while (rocq__operands[i].op != (int32_t)op) i++;
+    for (*end = i; *end < ROCQ__N_OPERANDS && rocq__operands[*end].op == (int32_t)op;) ++*end;
+    return i;
+}
+
+// Params that follow in a chain; only matmul has them.
+ROCQ__FN const void *rocq__next_params(rocq_op op, const void *params) {
+    return op == ROCQ_OP_MATMUL ? ((const rocq_matmul_params *)params)->next : NULL;
+}
+
+ROCQ__FN const rocq_tensor *rocq__planar_operand(rocq_op op, const void *params) {
+    int32_t end, begin = rocq__operands_begin(op, &end);
+    for (; params; params = rocq__next_params(op, params)) {
+        for (int32_t i = begin; i < end; i++) {
+            const rocq_tensor *t = rocq__operand_of(params, &rocq__operands[i]);
+            if (t && t->layout == ROCQ_LAYOUT_PLANAR) return t;
+        }
+    }
+    return NULL;
+}
+
+// Memory in common. Tensors with gaps may lie in each other's gaps (q, k and v of one product), which
+// is not looked into: those never count.
+ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
+    const uint64_t a0 = rocq__address(a), b0 = rocq__address(b);
+    if (a0 >= b0 + (uint64_t)rocq_tensor_size(b) || b0 >= a0 + (uint64_t)rocq_tensor_size(a)) return false;
+    return rocq_tensor_contiguous(a) && rocq_tensor_contiguous(b);
+}
+
+// No output on another operand, but for the in-place ones, which it may be exactly.
+ROCQ__FN rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, rocq_op op,
+                                         const void *params) {
+    int32_t end;
+    const int32_t begin = rocq__operands_begin(op, &end);
+    for (const void *p = params; p; p = rocq__next_params(op, p)) {
+        for (int32_t o = begin; o < end; o++) {
+            const rocq_tensor *out = rocq__operand_of(p, &rocq__operands[o]);
+            if (!out || rocq__operands[o].role != ROCQ__OUT) continue;
+            for (const void *q = params; q; q = rocq__next_params(op, q)) {
+                for (int32_t i = begin; i < end; i++) {
+                    const rocq_tensor *t = rocq__operand_of(q, &rocq__operands[i]);
+                    if (!t || (p == q && i == o) || !rocq__meet(out, t)) continue;
+                    const bool in_place =
+                        p == q && o == begin && rocq__operands[i].role == ROCQ__IN_PLACE;
+                    if (in_place && rocq__same_tensor(out, t)) continue;
+                    return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s lies on %s", op_name,
+                                      rocq__operands[o].name, rocq__operands[i].name);
+                }
+            }
+        }
+    }
+    return ROCQ_OK;
+}
+
+// -- copies of params --
+
+// An op with its params and tensors, all in one block of memory.
+typedef struct rocq__node {
+    struct rocq__node *next;
+    rocq_op op;
+    void *params;         // the first of a chain
+    rocq_tensor *tensors; // [n_tensors]
+    int32_t n_tensors;
+    bool output[ROCQ__MAX_OPERANDS]; // tensor i is written
+} rocq__node;
+
+struct rocq_graph {
+    rocq_graph *next; // of the context's
+    rocq__node *first, *last;
+    int64_t scratch;  // largest of an op
+    bool on_cpu;      // a GPU context does some of it on the CPU
+    void *exec;       // the captured graph, or NULL: ops run one by one
+    bool refused;     // the runtime could not capture it
+    int64_t scratch_moves, n_launches; // when captured, of it
+};
+
+ROCQ__FN rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *params,
+                                     int64_t params_size, rocq__node **out) {
+    int32_t end, n_params = 0, n_tensors = 0;
+    const int32_t begin = rocq__operands_begin(op, &end);
+    for (const void *p = params; p; p = rocq__next_params(op, p), n_params++) {
+        for (int32_t i = begin; i < end; i++) n_tensors += rocq__operand_of(p, &rocq__operands[i]) != NULL;
+    }
+    const int64_t node_size = (int64_t)sizeof(rocq__node),
+                  tensor_size = (int64_t)sizeof(rocq_tensor);
+    char *memory =
+        (char *)rocq__alloc(ctx, node_size + n_tensors * tensor_size + n_params * params_size);
+    if (!memory) return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for a copy of an op's params");
+    rocq__node *node = (rocq__node *)(void *)memory;
+    memset(node, 0, sizeof *node);
+    node->op = op;
+    node->tensors = (rocq_tensor *)(void *)(memory + node_size);
+    node->params = memory + node_size + n_tensors * tensor_size;
+    char *copy = (char *)node->params;
+    for (const void *p = params; p; p = rocq__next_params(op, p), copy += params_size) {
+        memcpy(copy, p, (size_t)params_size);
+        for (int32_t i = begin; i < end; i++) {
+            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
+            if (!t) continue;
+            rocq_tensor *own = &node->tensors[node->n_tensors];
+            *own = *t;
+            memcpy(copy + rocq__operands[i].offset, &own, sizeof own);
+            node->output[node->n_tensors++] = rocq__operands[i].role == ROCQ__OUT;
+        }
+        if (rocq__next_params(op, p)) {
+            ((rocq_matmul_params *)(void *)copy)->next =
+                (const rocq_matmul_params *)(void *)(copy + params_size);
+        }
+    }
+    *out = node;
+    return ROCQ_OK;
+}
+
 // ---------------------------------------------------------------------------------------------
 // >>dispatch: the one place that picks a backend
 // ---------------------------------------------------------------------------------------------
 
 typedef struct rocq__op_entry {
     const char *name;
+    int64_t params_size;
     rocq_result (*check)(rocq_ctx *ctx, const void *params);
     int64_t (*scratch_cpu)(const rocq_ctx *ctx, const void *params);
     rocq_result (*run_cpu)(rocq_ctx *ctx, const void *params);
+    rocq_result (*plan_hip)(rocq_ctx *ctx, const void *params, int64_t *scratch);
+    rocq_result (*run_hip)(rocq_ctx *ctx, const void *params, void *scratch);
 } rocq__op_entry;
 
 // The functions behind the table take typed params; calling them through another type would be
 // undefined, hence one thin wrapper each.
-#define ROCQ_X(NAME, name, params)                                                       \
-    ROCQ__FN rocq_result rocq__entry_check_##name(rocq_ctx *ctx, const void *p) {         \
-        return rocq__check_##name(ctx, (const params *)p);                               \
-    }                                                                                    \
-    ROCQ__FN int64_t rocq__entry_scratch_##name(const rocq_ctx *ctx, const void *p) {     \
-        return rocq__scratch_##name##_cpu(ctx, (const params *)p);                       \
-    }                                                                                    \
-    ROCQ__FN rocq_result rocq__entry_run_##name(rocq_ctx *ctx, const void *p) {           \
-        return rocq__##name##_cpu(ctx, (const params *)p);                               \
+#define ROCQ_X(NAME, name, params)                                                                        \
+    ROCQ__FN rocq_result rocq__entry_check_##name(rocq_ctx *ctx, const void *p) {                         \
+        return rocq__check_##name(ctx, (const params *)p);                                                \
+    }                                                                                                     \
+    ROCQ__FN int64_t rocq__entry_scratch_##name(const rocq_ctx *ctx, const void *p) {                     \
+        return rocq__scratch_##name##_cpu(ctx, (const params *)p);                                        \
+    }                                                                                                     \
+    ROCQ__FN rocq_result rocq__entry_run_##name(rocq_ctx *ctx, const void *p) {                           \
+        return rocq__##name##_cpu(ctx, (const params *)p);                                                \
+    }                                                                                                     \
+    ROCQ__FN rocq_result rocq__entry_plan_##name(rocq_ctx *ctx, const void *p, int64_t *scratch) {        \
+        return rocq__plan_##name##_hip(ctx, (const params *)p, scratch);                                  \
+    }                                                                                                     \
+    ROCQ__FN rocq_result rocq__entry_hip_##name(rocq_ctx *ctx, const void *p, void *scratch) {            \
+        return rocq__##name##_hip(ctx, (const params *)p, scratch);                                       \
     }
 ROCQ_OPS(ROCQ_X)
 #undef ROCQ_X
 
 static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = {
-#define ROCQ_X(NAME, name, params) \
-    {#name, rocq__entry_check_##name, rocq__entry_scratch_##name, rocq__entry_run_##name},
+#define ROCQ_X(NAME, name, params)                                                                    \
+    {#name, (int64_t)sizeof(params), rocq__entry_check_##name, rocq__entry_scratch_##name,            \
+     rocq__entry_run_##name, rocq__entry_plan_##name, rocq__entry_hip_##name},
     ROCQ_OPS(ROCQ_X)
 #undef ROCQ_X
 };
@@ -7661,12 +9746,226 @@ ROCQ__FN rocq_result rocq__check_op(rocq_ctx *ctx, rocq_op op, const void *param
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "unknown op %d", (int)op);
     }
     if (!params) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: params is NULL", rocq__ops[op].name);
-    return rocq__ops[op].check(ctx, params);
+    ROCQ__TRY(rocq__ops[op].check(ctx, params));
+    return rocq__check_overlap(ctx, rocq__ops[op].name, op, params);
+}
+
+// Whether, and with how much scratch, the context's device does an op that has passed its checks.
+// *on_cpu: a GPU context does it on the CPU, which allow_fallback permits.
+ROCQ__FN rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params, int64_t *scratch,
+                                   bool *on_cpu) {
+    *on_cpu = false;
+    *scratch = 0;
+    if (!rocq__on_gpu(ctx)) {
+        *scratch = rocq__ops[op].scratch_cpu(ctx, params);
+        return ROCQ_OK;
+    }
+    const bool quiet = ctx->quiet;
+    ctx->quiet = quiet || ctx->desc.allow_fallback;
+    const rocq_result result = rocq__ops[op].plan_hip(ctx, params, scratch);
+    ctx->quiet = quiet;
+    if (result != ROCQ_E_UNSUPPORTED || !ctx->desc.allow_fallback) return result;
+    const rocq_tensor *planar = rocq__planar_operand(op, params);
+    if (planar) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
+                          "%s: not on the GPU, and the CPU has no planar %s", rocq__ops[op].name,
+                          rocq_get_format_info(planar->format)->name);
+    }
+    *scratch = 0;
+    *on_cpu = true;
+    return ROCQ_OK;
+}
+
+// -- an op of a GPU context on the CPU --
+
+// A stretch of device memory that operands cover, and its copy on the host.
+typedef struct rocq__region {
+    uint64_t begin, end;
+    unsigned char *host;
+    bool written;
+} rocq__region;
+
+// Operands are brought to the host, and outputs back. What overlaps on the device must do so here as
+// well, hence regions: each is copied once, whole, with the gaps of strided tensors.
+ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *params) {
+    rocq__node *node;
+    rocq__region regions[ROCQ__MAX_OPERANDS];
+    int32_t n_regions = 0;
+    ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
+    for (int32_t i = 0; i < node->n_tensors; i++) {
+        const rocq_tensor *t = &node->tensors[i];
+        int64_t extent = 0;
+        rocq__region r;
+        rocq__extent(t, &extent);
+        memset(&r, 0, sizeof r);
+        r.begin = t->buffer.device.address + (uint64_t)t->offset;
+        r.end = r.begin + (uint64_t)extent;
+        r.written = node->output[i];
+        for (int32_t k = 0; k < n_regions;) { // takes in all that it touches
+            if (regions[k].begin < r.end && r.begin < regions[k].end) {
+                r.begin = ROCQ__MIN(r.begin, regions[k].begin);
+                r.end = ROCQ__MAX(r.end, regions[k].end);
+                r.written = r.written || regions[k].written;
+                regions[k] = regions[--n_regions];
+                k = 0;
+            } else {
+                k++;
+            }
+        }
+        regions[n_regions++] = r;
+    }
+    rocq_result result = ROCQ_OK;
+    for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
+        rocq__region *r = &regions[k];
+        const int64_t size = (int64_t)(r->end - r->begin);
+        r->host = (unsigned char *)rocq__alloc(ctx, size);
+        result = r->host ? rocq__download_hip(ctx, r->host, (const void *)(uintptr_t)r->begin, size)
+                         : rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no host memory for %lld bytes",
+                                      rocq__ops[op].name, (long long)size);
+    }
+    for (int32_t i = 0; i < node->n_tensors && result == ROCQ_OK; i++) {
+        rocq_tensor *t = &node->tensors[i];
+        const uint64_t begin = t->buffer.device.address + (uint64_t)t->offset;
+        for (int32_t k = 0; k < n_regions; k++) {
+            if (begin < regions[k].begin || begin >= regions[k].end) continue;
+            t->buffer = rocq_buffer_from_host(regions[k].host,
+                                              (int64_t)(regions[k].end - regions[k].begin));
+            t->offset = (int64_t)(begin - regions[k].begin);
+        }
+    }
+    if (result == ROCQ_OK) result = rocq__ops[op].run_cpu(ctx, node->params);
+    for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
+        const rocq__region *r = &regions[k];
+        rocq__source source;
+        memset(&source, 0, sizeof source);
+        source.data = r->host;
+        if (r->written) {
+            result = rocq__upload_bytes(ctx, (void *)(uintptr_t)r->begin, &source, 0,
+                                        (int64_t)(r->end - r->begin));
+        }
+    }
+    for (int32_t k = 0; k < n_regions; k++) rocq__free(ctx, regions[k].host);
+    rocq__free(ctx, node);
+    if (result == ROCQ_OK) ctx->stats.n_fallbacks++;
+    return result;
+}
+
+// -- running --
+
+ROCQ__FN rocq_result rocq__run_on_device(rocq_ctx *ctx, rocq_op op, const void *params) {
+    int64_t bytes;
+    bool on_cpu;
+    void *scratch;
+    if (!rocq__on_gpu(ctx)) return rocq__ops[op].run_cpu(ctx, params);
+    ROCQ__TRY(rocq__plan_op(ctx, op, params, &bytes, &on_cpu));
+    if (on_cpu) return rocq__run_fallback(ctx, op, params);
+    ROCQ__TRY(rocq__scratch_hip(ctx, bytes, &scratch));
+    return rocq__ops[op].run_hip(ctx, params, scratch);
+}
+
+// What stops an op before its params are looked at.
+ROCQ__FN rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
+    if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, name));
+    if (rocq__load32(&ctx->cancelled)) {
+        return rocq__fail(ctx, ROCQ_E_CANCELLED,
+                          "%s: rocq_cancel was called; rocq_sync takes it back", name);
+    }
+    return ROCQ_OK;
 }
 
 ROCQ__FN rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__begin_op(ctx, rocq__ops[op].name));
     ROCQ__TRY(rocq__check_op(ctx, op, params));
-    return rocq__ops[op].run_cpu(ctx, params);
+    if (!ctx->recording) return rocq__run_on_device(ctx, op, params);
+    // Recorded is what would run now: the reason why it cannot belongs to this call.
+    rocq_graph *graph = ctx->recording;
+    rocq__node *node;
+    int64_t scratch;
+    bool on_cpu;
+    ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
+    ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
+    if (graph->last) graph->last->next = node;
+    else graph->first = node;
+    graph->last = node;
+    graph->scratch = ROCQ__MAX(graph->scratch, scratch);
+    graph->on_cpu = graph->on_cpu || on_cpu;
+    return ROCQ_OK;
+}
+
+// -- graphs --
+
+ROCQ__FN rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq_graph *graph) {
+    for (const rocq__node *node = graph->first; node; node = node->next) {
+        ROCQ__TRY(rocq__run_on_device(ctx, node->op, node->params));
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN void rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
+    if (graph->exec) ctx->gpu->hip->graph_exec_destroy(graph->exec);
+    graph->exec = NULL;
+}
+
+// Makes one submission of the ops. Scratch memory has its full size before capture begins, since
+// nothing may be allocated during it. A runtime that cannot do it (E_DEVICE) has not lost anything:
+// the ops then run one by one.
+ROCQ__FN rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
+    rocq__gpu *gpu = ctx->gpu;
+    const rocq_hip *hip = gpu->hip;
+    void *captured = NULL;
+    rocq__graph_forget(ctx, graph);
+    ROCQ__TRY(rocq__reserve_hip(ctx, graph->scratch));
+    const int64_t n_launches = ctx->stats.n_launches;
+    gpu->trial = true;
+    int error = hip->capture_begin(gpu->stream, ROCQ_HIP_THREAD_LOCAL);
+    rocq_result result = ROCQ_OK;
+    if (error == 0) {
+        result = rocq__graph_run(ctx, graph);
+        error = hip->capture_end(gpu->stream, &captured);
+    }
+    if (error == 0 && result == ROCQ_OK) {
+        error = hip->graph_instantiate(&graph->exec, captured, NULL, NULL, 0);
+        if (error != 0) graph->exec = NULL;
+    }
+    if (captured) hip->graph_destroy(captured);
+    if (error != 0 && result == ROCQ_OK) result = rocq__hip_failed(ctx, "graph", error);
+    gpu->trial = false;
+    graph->n_launches = ctx->stats.n_launches - n_launches;
+    graph->scratch_moves = gpu->scratch_moves;
+    ctx->stats.n_launches = n_launches;
+    return result;
+}
+
+// As one submission where the context does that, and it is worth it.
+ROCQ__FN rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
+    if (!rocq__on_gpu(ctx) || ctx->desc.no_graphs || graph->on_cpu || !graph->first) return ROCQ_OK;
+    const rocq_hip *hip = ctx->gpu->hip;
+    if (!hip->capture_begin || !hip->capture_end || !hip->graph_instantiate ||
+        !hip->graph_destroy || !hip->graph_launch || !hip->graph_exec_destroy || graph->refused) {
+        return ROCQ_OK;
+    }
+    if (graph->exec && graph->scratch_moves == ctx->gpu->scratch_moves) return ROCQ_OK;
+    const bool quiet = ctx->quiet;
+    ctx->quiet = true;
+    const rocq_result result = rocq__graph_capture(ctx, graph);
+    ctx->quiet = quiet;
+    if (result != ROCQ_E_DEVICE) return result;
+    graph->refused = true;
+    rocq__log(ctx, ROCQ_LOG_WARN, "graph: ops run one by one: %s", ctx->error);
+    return ROCQ_OK;
+}
+
+ROCQ__FN void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
+    rocq__graph_forget(ctx, graph);
+    for (rocq__node *node = graph->first, *next; node; node = next) {
+        next = node->next;
+        rocq__free(ctx, node);
+    }
+    rocq_graph **link = &ctx->graphs;
+    while (*link && *link != graph) link = &(*link)->next;
+    if (*link) *link = graph->next;
+    rocq__free(ctx, graph);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -7693,6 +9992,208 @@ ROCQ__FN bool rocq__cpu_has_avx2(void) {
 }
 #endif
 
+// -- the device --
+
+#if ROCQ__HAS_HIP
+
+// Gives back all that rocq__device_try has got. A lost device answers with errors, which do not matter.
+ROCQ__FN void rocq__device_leave(rocq_ctx *ctx) {
+    rocq__gpu *gpu = ctx->gpu;
+    rocq__ring *ring = &gpu->ring;
+    const rocq_hip *hip = gpu->hip;
+    hip->set_device(gpu->device);
+    // Pinned memory is the last to go, since a copy into it that still runs would write on.
+    if (gpu->stream) hip->stream_wait(gpu->stream);
+    while (gpu->blocks.next != &gpu->blocks) rocq__device_free(ctx, gpu->blocks.next);
+    gpu->scratch = NULL;
+    for (int i = 0; i < ROCQ__PIECES; i++) {
+        if (ring->event[i]) hip->event_destroy(ring->event[i]);
+    }
+    if (ring->memory) {
+        hip->host_free(ring->memory);
+        ctx->stats.live_bytes -= (int64_t)ROCQ__PIECES * ROCQ__PIECE;
+    }
+    memset(ring, 0, sizeof *ring);
+    if (gpu->pinned) hip->host_free(gpu->pinned);
+    gpu->pinned = NULL;
+    if (gpu->stream) hip->stream_destroy(gpu->stream);
+    gpu->stream = NULL;
+    if (gpu->module) hip->module_unload(gpu->module);
+    gpu->module = NULL;
+}
+
+// Loads the kernels on a device and has them show that they work there.
+ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
+    rocq__gpu *gpu = ctx->gpu;
+    const rocq_hip *hip = gpu->hip;
+    const int64_t line = 256; // bytes: status, then self-test results, then counters
+    const int64_t size = 2 * line + (int64_t)ROCQ__COUNTERS * 4;
+    size_t device_bytes = 0;
+    void *pinned = NULL;
+    rocq__device_block *block;
+    rocq_k_selftest_args args;
+    ROCQ__HIP("set device", hip->set_device(gpu->device));
+    if (gpu->image) {
+        const int error = hip->module_load(&gpu->module, gpu->image);
+        if (error != 0) {
+            gpu->module = NULL;
+            rocq__hip_failed(ctx, gpu->kernels, error);
+            return error == ROCQ_HIP_OUT_OF_MEMORY ? ROCQ_E_MEMORY : ROCQ_E_NO_KERNELS;
+        }
+        for (int k = 0; k < ROCQ_K_COUNT; k++) {
+            if (hip->module_function(&gpu->function[k], gpu->module, rocq__kernels[k].name) != 0) {
+                return rocq__fail(ctx, ROCQ_E_NO_KERNELS,
+                                  "%s has no kernel %s: it is of another rocq.h", gpu->kernels,
+                                  rocq__kernels[k].name);
+            }
+        }
+    }
+    // Of normal priority: another one would be a second hardware queue, which costs power when idle.
+    ROCQ__HIP("stream", hip->stream_create(&gpu->stream, ROCQ_HIP_NON_BLOCKING));
+    ROCQ__HIP("pinned memory", hip->host_alloc(&pinned, (size_t)line, 0));
+    gpu->pinned = (uint32_t *)pinned;
+    ROCQ__TRY(rocq__device_alloc(ctx, "device memory", size, false, &block));
+    gpu->status = (uint32_t *)block->address;
+    gpu->counters = gpu->status + 2 * line / 4;
+    args.out = gpu->status + line / 4;
+    ROCQ__TRY(rocq__fill_hip(ctx, block->address, 0, size));
+    ROCQ__HIP("self-test", rocq__hip_launch(gpu, ROCQ_K_selftest, 1, 1, ROCQ_K_WAVE, &args));
+    memset(gpu->pinned, 0, (size_t)line);
+    ROCQ__HIP("self-test",
+              hip->copy(pinned, args.out, (size_t)line, ROCQ_HIP_TO_HOST, gpu->stream));
+    ROCQ__HIP("self-test", hip->stream_wait(gpu->stream));
+    ROCQ__TRY(rocq__selftest_check(ctx, gpu->pinned));
+    rocq__chip_init(gpu, (int32_t)gpu->pinned[0]);
+    if (hip->device_memory(&device_bytes, gpu->device) == 0)
+        gpu->device_bytes = (int64_t)device_bytes;
+    return ROCQ_OK;
+}
+
+// "03:00.0" and "0000:03:00.0" name the same device; letters of either case.
+ROCQ__FN bool rocq__same_pci(const char *wanted, const char *pci) {
+    const size_t n = strlen(wanted), skip = strlen(pci) > n ? strlen(pci) - n : 0;
+    if (n == 0 || (skip > 0 && pci[skip - 1] != ':') || strlen(pci) < n) return false;
+    for (size_t i = 0; i < n; i++) {
+        const char a = wanted[i], b = pci[skip + i];
+        if ((a >= 'A' && a <= 'F' ? a + 32 : a) != (b >= 'A' && b <= 'F' ? b + 32 : b)) return false;
+    }
+    return true;
+}
+
+typedef struct rocq__device_rank {
+    int32_t device, units;
+    bool integrated;
+} rocq__device_rank;
+
+// Tries the devices that the desc allows, discrete ones first, then by size, never by free memory.
+// The first that works is taken; the others are not touched. Says why the best of them did not.
+ROCQ__FN rocq_result rocq__device_choose(rocq_ctx *ctx) {
+    rocq__gpu *gpu = ctx->gpu;
+    const rocq_hip *hip = gpu->hip;
+    rocq__device_rank list[ROCQ__MAX_DEVICES];
+    char why[sizeof ctx->error];
+    int n_devices = 0, n = 0;
+    rocq_result result = ROCQ_E_NO_DEVICE;
+    const int error = hip->device_count(&n_devices);
+    if (error != 0) n_devices = 0;
+    for (int device = 0; device < n_devices && n < ROCQ__MAX_DEVICES; device++) {
+        char pci[32] = "";
+        if (ctx->desc.device > 0 && ctx->desc.device != device + 1) continue;
+        hip->device_pci(pci, (int)sizeof pci, device);
+        if (ctx->desc.pci && !rocq__same_pci(ctx->desc.pci, pci)) continue;
+        rocq__device_rank c;
+        c.device = device;
+        c.units = rocq__hip_attribute(gpu, ROCQ_HIP_UNITS, device);
+        c.integrated = rocq__hip_attribute(gpu, ROCQ_HIP_INTEGRATED, device) != 0;
+        int at = n++;
+        for (; at > 0; at--) {
+            const rocq__device_rank *before = &list[at - 1];
+            if (before->integrated == c.integrated ? before->units >= c.units : c.integrated) break;
+            list[at] = *before;
+        }
+        list[at] = c;
+    }
+    if (n == 0) {
+        return rocq__fail(ctx, ROCQ_E_NO_DEVICE, "no GPU%s%s: HIP lists %d (%s)",
+                          ctx->desc.pci ? " at " : ctx->desc.device > 0 ? " of that number" : "",
+                          ctx->desc.pci ? ctx->desc.pci : "", n_devices,
+                          error == 0 || !hip->error_name ? "no error" : hip->error_name(error));
+    }
+    for (int i = 0; i < n; i++) {
+        gpu->device = list[i].device;
+        gpu->name[0] = gpu->pci[0] = '\0';
+        hip->device_name(gpu->name, (int)sizeof gpu->name, gpu->device);
+        hip->device_pci(gpu->pci, (int)sizeof gpu->pci, gpu->device);
+        gpu->name[sizeof gpu->name - 1] = gpu->pci[sizeof gpu->pci - 1] = '\0';
+        const rocq_result tried = rocq__device_try(ctx);
+        if (tried == ROCQ_OK) return ROCQ_OK;
+        rocq__device_leave(ctx);
+        if (i == 0) {
+            result = tried == ROCQ_E_DEVICE ? ROCQ_E_NO_DEVICE : tried;
+            memcpy(why, ctx->error, sizeof why);
+        }
+    }
+    gpu->device = list[0].device;
+    hip->device_name(gpu->name, (int)sizeof gpu->name, gpu->device);
+    return rocq__fail(ctx, result, "GPU %d of %d (%.63s): %.380s", (int)gpu->device + 1, n_devices,
+                      gpu->name, why);
+}
+
+#endif // ROCQ__HAS_HIP
+
+ROCQ__FN void rocq__gpu_close(rocq_ctx *ctx) {
+#if ROCQ__HAS_HIP
+    rocq__gpu *gpu = ctx->gpu;
+    if (!gpu) return;
+    if (gpu->hip) rocq__device_leave(ctx);
+    rocq__free(ctx, gpu->image_memory);
+    rocq__free(ctx, gpu);
+    ctx->gpu = NULL;
+#else
+    (void)ctx;
+#endif
+}
+
+// Makes ctx a GPU context, or leaves it as it was.
+ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
+#if ROCQ__HAS_HIP
+    const rocq_hip *linked = ROCQ__HIP_LINKED();
+    rocq__gpu *gpu = (rocq__gpu *)rocq__alloc(ctx, (int64_t)sizeof *gpu);
+    if (!gpu) return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for a GPU context");
+    memset(gpu, 0, sizeof *gpu);
+    gpu->blocks.prev = gpu->blocks.next = &gpu->blocks;
+    gpu->trial = true;
+    ctx->gpu = gpu;
+    rocq_result result = rocq__hip_kernels(ctx, gpu, linked);
+    if (result == ROCQ_OK) result = linked ? rocq__hip_linked(ctx, gpu, linked) : rocq__hip_load(ctx, gpu);
+    if (result == ROCQ_OK) result = rocq__device_choose(ctx);
+    if (result != ROCQ_OK) {
+        rocq__gpu_close(ctx);
+        return result;
+    }
+    gpu->trial = false;
+    ctx->backend = ROCQ_GPU;
+    snprintf(ctx->device, sizeof ctx->device, "%.63s, %d compute units", gpu->name,
+             (int)gpu->chip.n_units);
+    return ROCQ_OK;
+#else
+    return rocq__fail(ctx, ROCQ_E_NO_RUNTIME, "this program was built with ROCQ_NO_HIP");
+#endif
+}
+
+// No code object and nothing linked: there is no reason to load the runtime.
+ROCQ__FN bool rocq__has_kernels(const rocq_ctx *ctx) {
+#if !ROCQ__HAS_HIP
+    (void)ctx;
+    return false;
+#elif defined(ROCQ_KERNELS_PATH)
+    (void)ctx;
+    return true;
+#else
+    return ctx->desc.kernels_path || ctx->desc.kernels_data || ROCQ__HIP_LINKED() != NULL;
+#endif
+}
+
 ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     // Its message must reach the log even when there is no context yet to hold it.
     rocq_desc resolved;
@@ -7705,6 +10206,11 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     if ((int)resolved.prefer < 0 || resolved.prefer > ROCQ_GPU) bad = "unknown backend in prefer";
     if (resolved.n_threads < 0) bad = "n_threads is negative";
     if (resolved.memory_budget < 0 || resolved.scratch_bytes < 0) bad = "a size is negative";
+    if (resolved.device < 0) bad = "device is negative";
+    if (resolved.dispatch_us < -1) bad = "dispatch_us is less than -1";
+    if (resolved.kernels_data && (resolved.kernels_path || resolved.kernels_size < 1)) {
+        bad = "kernels_data needs kernels_size, and no kernels_path beside it";
+    }
     if (bad) {
         if (resolved.log) resolved.log(ROCQ_LOG_ERROR, bad, resolved.log_user);
         return ROCQ_E_ARGUMENT;
@@ -7713,13 +10219,15 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
         resolved.allocator.alloc = rocq__default_alloc;
         resolved.allocator.free = rocq__default_free;
     }
+    if (resolved.dispatch_us == 0) resolved.dispatch_us = 5000;
     if (resolved.n_threads == 0) resolved.n_threads = rocq__core_count();
     if (resolved.n_threads > ROCQ__MAX_THREADS) resolved.n_threads = ROCQ__MAX_THREADS;
     if (!ROCQ__HAS_THREADS) resolved.n_threads = 1;
 
     rocq_ctx *ctx = (rocq_ctx *)resolved.allocator.alloc(sizeof(rocq_ctx), resolved.allocator.user);
     if (!ctx) {
-        if (resolved.log) resolved.log(ROCQ_LOG_ERROR, "no memory for a context", resolved.log_user);
+        if (resolved.log)
+            resolved.log(ROCQ_LOG_ERROR, "no memory for a context", resolved.log_user);
         return ROCQ_E_MEMORY;
     }
     memset(ctx, 0, sizeof *ctx);
@@ -7736,15 +10244,28 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
              resolved.n_threads == 1 ? "" : "s");
 
     rocq_result result = ROCQ_OK;
-    if (resolved.prefer == ROCQ_BACKEND_AUTO) {
-        ctx->gpu_result = ROCQ_E_NO_KERNELS; // so there is no reason to load the runtime
-    } else if (resolved.prefer == ROCQ_GPU) {
-        result = ctx->gpu_result = rocq__hip_find(ctx);
-        if (result != ROCQ_OK && resolved.allow_fallback) {
-            ctx->error[0] = '\0';
+    if (resolved.prefer != ROCQ_CPU) {
+        const bool fallback = resolved.prefer == ROCQ_BACKEND_AUTO || resolved.allow_fallback;
+        ctx->quiet = fallback;
+        if (resolved.prefer == ROCQ_BACKEND_AUTO && !rocq__has_kernels(ctx)) {
+            result = rocq__fail(ctx, ROCQ_E_NO_KERNELS,
+                                "no GPU kernels: none are linked, and desc names no code object");
+        } else {
+            result = rocq__gpu_open(ctx);
+        }
+        ctx->quiet = false;
+        ctx->gpu_result = result;
+        if (result != ROCQ_OK) memcpy(ctx->gpu_message, ctx->error, sizeof ctx->gpu_message);
+        if (result != ROCQ_OK && fallback) {
+            rocq__log(ctx, resolved.prefer == ROCQ_GPU ? ROCQ_LOG_WARN : ROCQ_LOG_INFO,
+                      "on the CPU: %s", ctx->gpu_message);
             result = ROCQ_OK;
         }
+        ctx->error[0] = '\0';
     }
+    // The caller's strings may not live as long as the context.
+    ctx->desc.pci = rocq__on_gpu(ctx) ? ctx->gpu->pci : NULL;
+    ctx->desc.kernels_path = ctx->gpu && ctx->desc.kernels_path ? ctx->gpu->kernels : NULL;
     if (result == ROCQ_OK) result = rocq_reserve(ctx, resolved.scratch_bytes);
     if (result != ROCQ_OK) {
         rocq_close(&ctx);
@@ -7761,6 +10282,9 @@ ROCQ_DEF void rocq_close(rocq_ctx **ctx_ptr) {
 #if ROCQ__HAS_THREADS
     if (ctx->pool_ready) rocq__pool_stop(&ctx->pool);
 #endif
+    if (rocq__on_gpu(ctx)) ctx->gpu->hip->stream_wait(ctx->gpu->stream);
+    while (ctx->graphs) rocq__graph_delete(ctx, ctx->graphs);
+    rocq__gpu_close(ctx);
     while (ctx->blocks.next != &ctx->blocks) rocq__free(ctx, ctx->blocks.next + 1);
     const rocq_allocator allocator = ctx->desc.allocator;
     allocator.free(ctx, sizeof *ctx, allocator.user);
@@ -7768,9 +10292,20 @@ ROCQ_DEF void rocq_close(rocq_ctx **ctx_ptr) {
 
 ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info) {
     if (!ctx || !info) return ROCQ_E_ARGUMENT;
+    memset(info, 0, sizeof *info);
     info->backend = ctx->backend;
     info->device = ctx->device;
     info->gpu_result = ctx->gpu_result;
+    info->gpu_message = ctx->gpu_message;
+    info->runtime = info->kernels = info->pci = "";
+    if (rocq__on_gpu(ctx)) {
+        info->runtime = ctx->gpu->runtime;
+        info->kernels = ctx->gpu->kernels;
+        info->pci = ctx->gpu->pci;
+        info->target = ctx->gpu->chip.target;
+        info->n_units = ctx->gpu->chip.n_units;
+        info->device_bytes = ctx->gpu->device_bytes;
+    }
     info->desc = ctx->desc;
     return ROCQ_OK;
 }
@@ -7781,23 +10316,116 @@ ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats) {
     return ROCQ_OK;
 }
 
-ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx) {
-    return ctx ? ROCQ_OK : ROCQ_E_ARGUMENT; // CPU ops are done when their call returns
+// Not while a graph is being recorded: it would come at another time than the ops around it.
+ROCQ__FN rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
+    if (!ctx->recording) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_STATE, "%s: a graph is being recorded", call);
 }
 
-ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params, const char **why) {
+ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx) {
     if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__not_recording(ctx, "sync"));
+    if (!rocq__on_gpu(ctx)) { // CPU ops are done when their call returns
+        rocq__store32(&ctx->cancelled, 0);
+        return ROCQ_OK;
+    }
+    rocq__gpu *gpu = ctx->gpu;
+    ROCQ__TRY(rocq__hip_enter(ctx, "sync"));
+    ROCQ__HIP("sync", gpu->hip->copy(gpu->pinned, gpu->status, 4, ROCQ_HIP_TO_HOST, gpu->stream));
+    ROCQ__HIP("sync", gpu->hip->stream_wait(gpu->stream));
+    rocq__store32(&ctx->cancelled, 0);
+    const uint32_t status = gpu->pinned[0];
+    if (status == 0) return ROCQ_OK;
+    ROCQ__TRY(rocq__fill_hip(ctx, gpu->status, 0, 4));
+    return rocq__fail(ctx, ROCQ_E_BOUNDS, "an op since the last sync has met%s%s%s%s%s",
+                      status & ROCQ_K_BAD_ID ? " an id past its table," : "",
+                      status & ROCQ_K_BAD_CELL ? " a cell past its cache," : "",
+                      status & ROCQ_K_BAD_LENGTH ? " a kv_len out of range," : "",
+                      status & ROCQ_K_BAD_PAGE ? " a page past its pool," : "",
+                      status & ROCQ_K_NO_TOKEN ? " a mask that allows no token," : "");
+}
+
+ROCQ_DEF void rocq_cancel(rocq_ctx *ctx) {
+    if (ctx) rocq__store32(&ctx->cancelled, 1);
+}
+
+ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__not_recording(ctx, "graph_begin"));
+    if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, "graph_begin"));
+    rocq_graph *graph = (rocq_graph *)rocq__alloc(ctx, (int64_t)sizeof *graph);
+    if (!graph) return rocq__fail(ctx, ROCQ_E_MEMORY, "graph_begin: no memory");
+    memset(graph, 0, sizeof *graph);
+    graph->next = ctx->graphs;
+    ctx->graphs = ctx->recording = graph;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **out) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    rocq_graph *graph = ctx->recording;
+    if (!graph) return rocq__fail(ctx, ROCQ_E_STATE, "graph_end: no graph is being recorded");
+    ctx->recording = NULL;
+    rocq_result result =
+        out ? ROCQ_OK : rocq__fail(ctx, ROCQ_E_ARGUMENT, "graph_end: graph is NULL");
+    if (result == ROCQ_OK && rocq__on_gpu(ctx)) result = rocq__hip_enter(ctx, "graph_end");
+    if (result == ROCQ_OK) result = rocq__graph_prepare(ctx, graph);
+    if (result != ROCQ_OK) rocq__graph_delete(ctx, graph);
+    if (out) *out = result == ROCQ_OK ? graph : NULL;
+    return result;
+}
+
+ROCQ__FN rocq_result rocq__check_graph(rocq_ctx *ctx, const char *call, const rocq_graph *graph) {
+    for (const rocq_graph *g = ctx->graphs; g; g = g->next) {
+        if (g == graph && g != ctx->recording) return ROCQ_OK;
+    }
+    return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: not a graph of this context", call);
+}
+
+ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__not_recording(ctx, "graph_launch"));
+    ROCQ__TRY(rocq__check_graph(ctx, "graph_launch", graph));
+    ROCQ__TRY(rocq__begin_op(ctx, "graph_launch"));
+    ROCQ__TRY(rocq__graph_prepare(ctx, graph));
+    if (!graph->exec) return rocq__graph_run(ctx, graph);
+    ROCQ__HIP("graph_launch", ctx->gpu->hip->graph_launch(graph->exec, ctx->gpu->stream));
+    ctx->stats.n_launches += graph->n_launches;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF void rocq_graph_free(rocq_ctx *ctx, rocq_graph **graph) {
+    if (!ctx || !graph || !*graph || rocq__check_graph(ctx, "graph_free", *graph) != ROCQ_OK) return;
+    // A replay may still be running.
+    if ((*graph)->exec && rocq__hip_enter(ctx, "graph_free") == ROCQ_OK) {
+        const int error = ctx->gpu->hip->stream_wait(ctx->gpu->stream);
+        if (error != 0) rocq__hip_failed(ctx, "graph_free", error);
+    }
+    rocq__graph_delete(ctx, *graph);
+    *graph = NULL;
+}
+
+ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params,
+                                   const char **why) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    int64_t scratch;
+    bool on_cpu;
     ctx->quiet = true;
-    const rocq_result result = rocq__check_op(ctx, op, params);
+    rocq_result result = rocq__check_op(ctx, op, params);
+    if (result == ROCQ_OK) result = rocq__plan_op(ctx, op, params, &scratch, &on_cpu);
     ctx->quiet = false;
     if (why) *why = result == ROCQ_OK ? "" : ctx->error;
     return result;
 }
 
-ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *params, int64_t *bytes) {
+ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *params,
+                                       int64_t *bytes) {
     ROCQ__TRY(rocq__check_op(ctx, op, params));
     if (!bytes) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "scratch_size: bytes is NULL");
-    *bytes = rocq__ops[op].scratch_cpu(ctx, params);
+    int64_t scratch;
+    bool on_cpu;
+    ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
+    *bytes = scratch;
     return ROCQ_OK;
 }
 
@@ -7805,32 +10433,44 @@ ROCQ_DEF rocq_result rocq_matmul_precision(rocq_ctx *ctx, const rocq_matmul_para
                                            rocq_precision *precision) {
     ROCQ__TRY(rocq__check_op(ctx, ROCQ_OP_MATMUL, params));
     if (!precision) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul_precision: precision is NULL");
-    *precision = rocq__matmul_precision_cpu(params);
+    *precision =
+        rocq__on_gpu(ctx) ? rocq__matmul_precision_hip(params) : rocq__matmul_precision_cpu(params);
     return ROCQ_OK;
 }
 
 // A copy to or from a tensor: both ends whole and of the same size.
 ROCQ__FN rocq_result rocq__check_copy(rocq_ctx *ctx, const char *op, const rocq_tensor *t,
-                                      const void *host, int64_t size) {
-    ROCQ__TRY(rocq__check_tensor(ctx, op, "tensor", t, ROCQ__ANY | ROCQ__I32));
+                                      const void *host, int64_t size, int accept) {
+    ROCQ__TRY(rocq__not_recording(ctx, op));
+    if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, op));
+    ROCQ__TRY(rocq__check_tensor(ctx, op, "tensor", t, ROCQ__ANY | ROCQ__I32 | accept));
     if (!host) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: host pointer is NULL", op);
     if (!rocq_tensor_contiguous(t) || size != rocq_tensor_size(t)) {
-        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %lld bytes for a tensor of %lld%s", op, (long long)size,
-                          (long long)rocq_tensor_size(t), rocq_tensor_contiguous(t) ? "" : ", strided");
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %lld bytes for a tensor of %lld%s", op,
+                          (long long)size, (long long)rocq_tensor_size(t),
+                          rocq_tensor_contiguous(t) ? "" : ", strided");
     }
     return ROCQ_OK;
 }
 
-ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const void *src, int64_t size) {
+ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
+                                 int64_t size) {
     if (!ctx) return ROCQ_E_ARGUMENT;
-    ROCQ__TRY(rocq__check_copy(ctx, "upload", dst, src, size));
+    ROCQ__TRY(rocq__check_copy(ctx, "upload", dst, src, size, ROCQ__PLANAR));
+    if (rocq__on_gpu(ctx)) {
+        rocq__source source;
+        memset(&source, 0, sizeof source);
+        source.data = src;
+        return rocq__upload_hip(ctx, dst, &source);
+    }
     memmove(rocq_tensor_data(dst), src, (size_t)size);
     return ROCQ_OK;
 }
 
 ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size) {
     if (!ctx) return ROCQ_E_ARGUMENT;
-    ROCQ__TRY(rocq__check_copy(ctx, "download", src, dst, size));
+    ROCQ__TRY(rocq__check_copy(ctx, "download", src, dst, size, 0));
+    if (rocq__on_gpu(ctx)) return rocq__download_hip(ctx, dst, rocq__device_data(src), size);
     memmove(dst, rocq_tensor_data(src), (size_t)size);
     return ROCQ_OK;
 }

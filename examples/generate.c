@@ -43,6 +43,8 @@ static const char usage[] =
     "    --seed N         of the draw (the time)\n"
     "    --threads N      CPU threads (one per core)\n"
     "    --device NAME    auto, cpu or gpu (auto)\n"
+    "    --kernels FILE   code object of rocq_kernels.hip, where it is not linked ($ROCQ_KERNELS)\n"
+    "    --no-graph       launch the operations of each token one by one\n"
     "    --kv FORMAT      of the KV cache: f16, f32 or q8_0 (f16)\n"
     "    --stats          print times, speeds and memory\n"
     "    --logits FILE    write n_vocab logits per token of the prompt, and generate nothing\n";
@@ -50,9 +52,11 @@ static const char usage[] =
 // What the model in examples/model continues: who speaks, and about what.
 #define DEFAULT_PROMPT "role: blacksmith | mood: weary | topic: the broken windmill | name: Hugo\n"
 
+enum { REASON_SIZE = 512 };
+
 typedef struct options {
-    const char *model, *prompt, *kv, *logits;
-    bool escapes, stats;
+    const char *model, *prompt, *kv, *kernels, *logits;
+    bool escapes, no_graph, stats;
     int32_t n, n_ctx, n_threads;
     rocq_backend device;
     rocq_sample_params sample; // the knobs only
@@ -120,6 +124,8 @@ static bool parse_options(options *o, int argc, char **argv) {
         {"--seed", SEED, 0, 9e15, &o->sample.seed},
         {"--threads", INTEGER, 1, 1024, &o->n_threads},
         {"--device", DEVICE, 0, 0, &o->device},
+        {"--kernels", TEXT, 0, 0, &o->kernels},
+        {"--no-graph", FLAG, 0, 0, &o->no_graph},
         {"--kv", TEXT, 0, 0, &o->kv},
         {"--stats", FLAG, 0, 0, &o->stats},
         {"--logits", TEXT, 0, 0, &o->logits},
@@ -227,9 +233,10 @@ typedef struct run {
     tokenizer_ids ids;
     char *prompt;
     float *logits;
+    char reason[REASON_SIZE]; // of the last failure in rocq
     bool terminal;
     int32_t n_prompt, n_generated; // tokens
-    int64_t setup_allocs;
+    int64_t setup_allocs, launches; // kernels launched from the first token on
     double load, tokenize, read, first, generate; // seconds; generate is from the first token on
 } run;
 
@@ -239,18 +246,43 @@ static bool fail(const char *what, const char *why) {
     return false;
 }
 
-static bool load(run *r) {
+// Why rocq_open fails is only said here: there is no context then to ask.
+static void keep_reason(rocq_log_level level, const char *message, void *user) {
+    if (level == ROCQ_LOG_ERROR) snprintf((char *)user, REASON_SIZE, "%s", message);
+}
+
+static int64_t count_launches(const run *r) {
+    rocq_stats stats;
+    return rocq_get_stats(r->ctx, &stats) == ROCQ_OK ? stats.n_launches : 0;
+}
+
+static bool open_device(run *r) {
+    rocq_info info;
     const rocq_desc desc = {.prefer = r->o.device, .n_threads = r->o.n_threads,
-                            .allocator = {count_alloc, count_free, NULL}};
+                            .allocator = {count_alloc, count_free, NULL},
+                            .kernels_path = r->o.kernels, .no_graphs = r->o.no_graph,
+                            .log = keep_reason, .log_user = r->reason};
+    const rocq_result result = rocq_open(&r->ctx, &desc);
+    if (result != ROCQ_OK) return fail("device", *r->reason ? r->reason : rocq_result_message(result));
+    // The GPU was only a wish, and one worth a word where there are kernels for it.
+    rocq_get_info(r->ctx, &info);
+    const bool no_kernels = info.gpu_result == ROCQ_E_NO_KERNELS && !r->o.kernels;
+    if (info.backend == ROCQ_CPU && r->o.device != ROCQ_CPU && info.gpu_result != ROCQ_OK && !no_kernels) {
+        fprintf(stderr, "generate: on the CPU: %s\n", info.gpu_message);
+    }
+    return true;
+}
+
+static bool load(run *r) {
+    const rocq_allocator allocator = {count_alloc, count_free, NULL};
     const rocq_gguf_desc source = {.path = r->o.model};
     const llama_options how = {.n_ctx = r->o.n_ctx, .kv_format = r->o.kv, .progress = show_progress,
                                .user = &r->terminal};
-    const rocq_result result = rocq_open(&r->ctx, &desc);
-    if (result != ROCQ_OK) return fail("device", rocq_result_message(result));
+    if (!open_device(r)) return false;
     if (rocq_gguf_open(r->ctx, &r->file, &source) != ROCQ_OK) {
         return fail(r->o.model, rocq_error(r->ctx));
     }
-    if (tokenizer_open(&r->tok, r->file, &desc.allocator) != ROCQ_OK) {
+    if (tokenizer_open(&r->tok, r->file, &allocator) != ROCQ_OK) {
         return fail(r->o.model, r->tok.error);
     }
     if (llama_open(&r->model, r->ctx, r->file, &how) != ROCQ_OK) {
@@ -301,6 +333,7 @@ static bool generate(run *r) {
     if (llama_eval(&r->model, r->ids.data, r->n_prompt, NULL) != ROCQ_OK) {
         return interrupted ? true : fail(r->o.model, r->model.error);
     }
+    if (rocq_sync(r->ctx) != ROCQ_OK) return fail(r->o.model, rocq_error(r->ctx)); // to time it
     r->read = seconds() - start;
     print(prompt);
     while (r->n_generated < r->o.n && !interrupted) {
@@ -316,12 +349,14 @@ static bool generate(run *r) {
         if (r->n_generated++ == 0) {
             first = seconds();
             r->first = first - start - r->read;
+            r->launches = count_launches(r);
         }
         if (tokenizer_is_end(&r->tok, token)) break;
         print(tokenizer_next(&r->tok, &stream, token, false));
     }
     print(tokenizer_next(&r->tok, &stream, -1, false));
     if (r->n_generated > 0) r->generate = seconds() - first;
+    r->launches = count_launches(r) - r->launches;
     return ferror(stdout) ? fail("stdout", "cannot be written") : true;
 }
 
@@ -336,6 +371,14 @@ static void print_stats(const run *r) {
     rocq_info info;
     rocq_get_info(r->ctx, &info);
     fprintf(stderr, "%-20s %s\n", "device", info.device);
+    if (info.backend == ROCQ_GPU) {
+        char target[16] = "other";
+        if (info.target != 0) snprintf(target, sizeof target, "gfx%x", (unsigned)info.target);
+        fprintf(stderr, "%-20s %s, kernels: %s, runtime: %s\n", "target", target, info.kernels, info.runtime);
+        fprintf(stderr, "%-20s %9.1f per token%s\n", "launches",
+                r->n_generated > 1 ? (double)r->launches / (double)(r->n_generated - 1) : 0.0,
+                r->o.no_graph ? "" : ", replayed as a graph");
+    }
     fprintf(stderr, "%-20s %s, %d layers, %d x %d heads on %d, context %d\n", "model", m->family,
             (int)m->n_layers, (int)m->n_heads, (int)m->head_dim, (int)m->n_kv_heads, (int)m->n_ctx);
     fprintf(stderr, "%-20s %9.1f ms         ", "time to first token",
@@ -372,6 +415,7 @@ int main(int argc, char **argv) {
     static run r; // zeroed
     r.o.model = default_model();
     r.o.prompt = DEFAULT_PROMPT;
+    r.o.kernels = getenv("ROCQ_KERNELS");
     r.o.n = 256;
     r.o.sample.temperature = 0.8f;
     r.o.sample.top_k = 40;

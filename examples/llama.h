@@ -88,16 +88,18 @@ typedef struct llama_model {
     int32_t n_weights, n_copies;
     // what a batch of n <= n_batch tokens goes through
     rocq_buffer memory;
-    rocq_tensor ids, pos; // I32 [n_batch]
-    rocq_tensor kv_len;   // I32 [1]: n_past + n
+    rocq_tensor inputs;   // I32 [1 + 2 n_batch]: n_past + n, then n tokens and their n positions
+    int32_t *staged;      // the same on the host, for one upload
     rocq_tensor x;        // [n_embd, n_batch] the residual stream
-    rocq_tensor h;        // [n_embd, n_batch] normed
+    rocq_tensor h;        // [n_embd or Q, n_batch] normed or attended: see llama__operand
     rocq_tensor q, k, v;  // [Q, n_batch], [KV, n_batch], [KV, n_batch]
-    rocq_tensor ffn;      // [FF, n_batch]
+    rocq_tensor ffn;      // [FF, n_batch], an operand too
+    rocq_tensor added;    // [n_embd, n_batch] before its norm         gemma2
     rocq_tensor logits;   // [n_vocab, n_logits]
     rocq_tensor last;     // [n_vocab] the column of logits that llama_sample draws from
     rocq_tensor token;    // I32 [1]
-    int32_t *positions;   // [n_batch], on the host
+    rocq_format few, many; // of operands, with up to 8 columns and with more
+    rocq_graph *step;     // one token, recorded; NULL where ops run one by one
     rocq_ctx *ctx;
     llama_options options;
     bool planning;        // ops are measured, not run: see LLAMA__RUN
@@ -360,6 +362,15 @@ static size_t llama__max_weights(const llama_model *m) { // with the five that a
     return 5 + (size_t)m->n_layers * LLAMA__N_WEIGHTS;
 }
 
+// A GPU's kernels multiply few columns in int8 and many in F16, where the weights allow it. What
+// they read is best written so at once; llama_open starts from those two formats.
+static void llama__operands_of(llama_model *m, rocq_format weights) {
+    const bool whole = rocq_get_format_info(weights)->block_elems == 1;
+    const bool mxfp6 = weights == ROCQ_MXFP6_E2M3 || weights == ROCQ_MXFP6_E3M2;
+    if (whole || mxfp6) m->few = ROCQ_F32;
+    if (weights == ROCQ_F32) m->many = ROCQ_F32;
+}
+
 // Finds one weight, [cols] or [cols, rows], and makes it a tensor.
 static rocq_result llama__load(llama_model *m, const rocq_gguf *file, const char *name,
                                int64_t cols, int64_t rows, bool required, rocq_tensor *out) {
@@ -380,6 +391,7 @@ static rocq_result llama__load(llama_model *m, const rocq_gguf *file, const char
     LLAMA__TRY(rocq_gguf_upload(m->ctx, file, name, out));
     LLAMA__TRY(rocq_get_stats(m->ctx, &after));
     if (after.n_allocs > before.n_allocs) m->copies[m->n_copies++] = out->buffer;
+    if (rows > 1 && out != &m->embedding) llama__operands_of(m, found.format);
     m->weight_bytes += found.size;
     m->n_weights++;
     return ROCQ_OK;
@@ -443,12 +455,30 @@ static rocq_tensor llama__columns(const rocq_tensor *t, int64_t first, int64_t n
     return view;
 }
 
+static rocq_tensor llama__inputs(const llama_model *m, int64_t first, int64_t n) {
+    const int64_t start[4] = {first, 0, 0, 0}, ne[4] = {n, 1, 1, 1};
+    rocq_tensor view = m->inputs;
+    rocq_tensor_view(&view, &m->inputs, start, ne); // cannot fail either
+    return view;
+}
+
 // [n_heads * head_dim, n] seen as [head_dim, n_heads, n].
 static rocq_tensor llama__heads(const llama_model *m, const rocq_tensor *t) {
     const int64_t ne[3] = {m->head_dim, t->ne[0] / m->head_dim, t->ne[1]};
     rocq_tensor view = *t;
     rocq_tensor_reshape(&view, t, 3, ne); // cannot fail: the sizes are the same
     return view;
+}
+
+// What a product reads: [rows, n] in t's memory, in the format that suits n.
+static rocq_tensor llama__operand(const llama_model *m, const rocq_tensor *t, int64_t rows,
+                                  int64_t n) {
+    const int64_t ne[2] = {rows, n};
+    rocq_tensor operand = *t;
+    // cannot fail: t has room for as many columns in F32
+    rocq_tensor_init(&operand, &t->buffer, t->offset, n <= 8 ? m->few : m->many, 2, ne);
+    if (operand.format == ROCQ_Q8_0) operand.layout = ROCQ_LAYOUT_PLANAR;
+    return operand;
 }
 
 static rocq_result llama__norm(llama_model *m, const rocq_tensor *y, const rocq_tensor *x,
@@ -458,80 +488,84 @@ static rocq_result llama__norm(llama_model *m, const rocq_tensor *y, const rocq_
     return ROCQ_OK;
 }
 
-// x += w in + bias; gemma2 norms what is added, by way of h.
+// x += w in + bias; gemma2 norms what is added.
 static rocq_result llama__add(llama_model *m, const rocq_tensor *x, const rocq_tensor *w,
                               const rocq_tensor *in, const rocq_tensor *bias,
-                              const rocq_tensor *norm, const rocq_tensor *h) {
+                              const rocq_tensor *norm) {
     const bool direct = norm->n_dims == 0;
-    const rocq_matmul_params project = {.y = direct ? x : h, .w = w, .x = in,
+    const rocq_tensor added = llama__columns(&m->added, 0, direct ? 1 : x->ne[1]);
+    const rocq_matmul_params project = {.y = direct ? x : &added, .w = w, .x = in,
                                         .bias = llama__maybe(bias), .residual = direct ? x : NULL};
-    const rocq_binary_params add = {.y = x, .a = x, .b = h};
+    const rocq_binary_params add = {.y = x, .a = x, .b = &added};
     LLAMA__RUN(m, MATMUL, matmul, &project);
     if (direct) return ROCQ_OK;
-    LLAMA__TRY(llama__norm(m, h, h, norm));
+    LLAMA__TRY(llama__norm(m, &added, &added, norm));
     LLAMA__RUN(m, ADD, add, &add);
     return ROCQ_OK;
 }
 
-// One layer over the n tokens in x [n_embd, n], whose positions are pos [n].
-static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq_tensor *x,
-                                const rocq_tensor *pos) {
+// One layer over the n tokens in x [n_embd, n].
+static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq_tensor *x) {
     const int64_t n = x->ne[1];
-    const rocq_tensor h = llama__columns(&m->h, 0, n), ffn = llama__columns(&m->ffn, 0, n);
+    const rocq_tensor kv_len = llama__inputs(m, 0, 1), pos = llama__inputs(m, 1 + n, n);
+    const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
+    const bool pair = l->up_bias.n_dims == 0; // w2 has no bias: with one, gate and up go one by one
+    const rocq_tensor ffn = pair ? llama__operand(m, &m->ffn, m->n_ff, n)
+                                 : llama__columns(&m->ffn, 0, n);
     const rocq_tensor q = llama__columns(&m->q, 0, n), q_heads = llama__heads(m, &q);
     const rocq_tensor k = llama__columns(&m->k, 0, n), k_heads = llama__heads(m, &k);
     const rocq_tensor v = llama__columns(&m->v, 0, n), v_heads = llama__heads(m, &v);
+    rocq_tensor seen = llama__operand(m, &m->h, m->q.ne[0], n), seen_heads; // by attention
+    if (m->head_dim % rocq_get_format_info(seen.format)->block_elems != 0) seen = q;
+    seen_heads = llama__heads(m, &seen);
 
-    const rocq_matmul_params to_q = {
-        .y = &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias)};
-    const rocq_matmul_params to_k = {
-        .y = &k, .w = &l->k, .x = &h, .bias = llama__maybe(&l->k_bias)};
     const rocq_matmul_params to_v = {
         .y = &v, .w = &l->v, .x = &h, .bias = llama__maybe(&l->v_bias)};
+    const rocq_matmul_params to_k = {
+        .y = &k, .w = &l->k, .x = &h, .bias = llama__maybe(&l->k_bias), .next = &to_v};
+    const rocq_matmul_params to_q = {
+        .y = &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias), .next = &to_k};
     const rocq_rope_append_params append = {
         .q = &q_heads, .k = &k_heads, .v = &v_heads, .k_cache = &l->k_cache,
-        .v_cache = &l->v_cache, .pos = pos, .rope = m->rope};
+        .v_cache = &l->v_cache, .pos = &pos, .rope = m->rope};
     const rocq_attention_params attend = {
-        .out = &q_heads, .q = &q_heads, .k = &l->k_cache, .v = &l->v_cache, .kv_len = &m->kv_len,
+        .out = &seen_heads, .q = &q_heads, .k = &l->k_cache, .v = &l->v_cache, .kv_len = &kv_len,
         .scale = m->attention_scale, .softcap = m->attention_softcap, .window = l->window,
         .causal = true};
     LLAMA__TRY(llama__norm(m, &h, x, &l->attn_norm));
     LLAMA__RUN(m, MATMUL, matmul, &to_q);
-    LLAMA__RUN(m, MATMUL, matmul, &to_k);
-    LLAMA__RUN(m, MATMUL, matmul, &to_v);
     if (l->q_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &q_heads, &q_heads, &l->q_norm));
     if (l->k_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &k_heads, &k_heads, &l->k_norm));
     LLAMA__RUN(m, ROPE_APPEND, rope_append, &append);
     LLAMA__RUN(m, ATTENTION, attention, &attend);
-    LLAMA__TRY(llama__add(m, x, &l->out, &q, &l->out_bias, &l->attn_post_norm, &h));
+    LLAMA__TRY(llama__add(m, x, &l->out, &seen, &l->out_bias, &l->attn_post_norm));
 
     // x += down(activation(gate(h)) * up(h))
     const rocq_matmul_params gate = {
         .y = &ffn, .w = &l->gate, .x = &h, .bias = llama__maybe(&l->gate_bias),
-        .activation = m->activation};
+        .activation = m->activation, .w2 = pair ? &l->up : NULL};
     const rocq_matmul_params up = {
         .y = &ffn, .w = &l->up, .x = &h, .bias = llama__maybe(&l->up_bias), .gate = &ffn};
     LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm));
     LLAMA__RUN(m, MATMUL, matmul, &gate);
-    LLAMA__RUN(m, MATMUL, matmul, &up);
-    return llama__add(m, x, &l->down, &ffn, &l->down_bias, &l->ffn_post_norm, &h);
+    if (!pair) LLAMA__RUN(m, MATMUL, matmul, &up);
+    return llama__add(m, x, &l->down, &ffn, &l->down_bias, &l->ffn_post_norm);
 }
 
 // Tokens 0 .. n of the batch, from their ids to the residual stream after the last layer.
 static rocq_result llama__batch(llama_model *m, int64_t n) {
-    const rocq_tensor x = llama__columns(&m->x, 0, n);
-    rocq_tensor ids = m->ids, pos = m->pos;
-    ids.ne[0] = pos.ne[0] = n;
+    const rocq_tensor x = llama__columns(&m->x, 0, n), ids = llama__inputs(m, 1, n);
     const rocq_gather_params embed = {.y = &x, .table = &m->embedding, .ids = &ids,
                                       .scale = m->embedding_scale};
     LLAMA__RUN(m, GATHER, gather, &embed);
-    for (int32_t i = 0; i < m->n_layers; i++) LLAMA__TRY(llama__layer(m, &m->layers[i], &x, &pos));
+    for (int32_t i = 0; i < m->n_layers; i++) LLAMA__TRY(llama__layer(m, &m->layers[i], &x));
     return ROCQ_OK;
 }
 
 // Logits of n <= n_logits tokens of the batch, from number first on.
 static rocq_result llama__head(llama_model *m, int64_t first, int64_t n) {
-    const rocq_tensor x = llama__columns(&m->x, first, n), h = llama__columns(&m->h, 0, n);
+    const rocq_tensor x = llama__columns(&m->x, first, n);
+    const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
     const rocq_tensor logits = llama__columns(&m->logits, 0, n);
     const rocq_matmul_params project = {.y = &logits, .w = &m->output, .x = &h,
                                         .bias = llama__maybe(&m->output_bias),
@@ -542,6 +576,21 @@ static rocq_result llama__head(llama_model *m, int64_t first, int64_t n) {
     return ROCQ_OK;
 }
 
+// All that the newest token takes: what m->step records.
+static rocq_result llama__one(llama_model *m) {
+    LLAMA__TRY(llama__batch(m, 1));
+    return llama__head(m, 0, 1);
+}
+
+static rocq_result llama__record(llama_model *m) {
+    LLAMA__TRY(rocq_graph_begin(m->ctx));
+    const rocq_result result = llama__one(m);
+    const rocq_result ended = rocq_graph_end(m->ctx, &m->step);
+    memset(&m->last, 0, sizeof m->last); // nothing has run yet
+    return result != ROCQ_OK ? result : ended;
+}
+
+// Each draw has a number of its own, so it is no part of the recorded step.
 static rocq_result llama__draw(llama_model *m, const rocq_sample_params *how) {
     rocq_sample_params sample = *how;
     sample.token = &m->token;
@@ -578,28 +627,28 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena, rocq_format kv_
         LLAMA__TRY(rocq_tensor_permute(&l->v_cache, &v, swap));
     }
     m->kv_bytes = arena->used;
-    LLAMA__TRY(llama__tensor(m, arena, &m->ids, ROCQ_I32, n, 1, 1));
-    LLAMA__TRY(llama__tensor(m, arena, &m->pos, ROCQ_I32, n, 1, 1));
-    LLAMA__TRY(llama__tensor(m, arena, &m->kv_len, ROCQ_I32, 1, 1, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->inputs, ROCQ_I32, 1 + 2 * n, 1, 1));
     LLAMA__TRY(llama__tensor(m, arena, &m->token, ROCQ_I32, 1, 1, 1));
     LLAMA__TRY(llama__tensor(m, arena, &m->x, ROCQ_F32, m->n_embd, n, 1));
-    LLAMA__TRY(llama__tensor(m, arena, &m->h, ROCQ_F32, m->n_embd, n, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->h, ROCQ_F32, n_q > m->n_embd ? n_q : m->n_embd, n, 1));
     LLAMA__TRY(llama__tensor(m, arena, &m->q, ROCQ_F32, n_q, n, 1));
     LLAMA__TRY(llama__tensor(m, arena, &m->k, ROCQ_F32, n_kv, n, 1));
     LLAMA__TRY(llama__tensor(m, arena, &m->v, ROCQ_F32, n_kv, n, 1));
     LLAMA__TRY(llama__tensor(m, arena, &m->ffn, ROCQ_F32, m->n_ff, n, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->added, ROCQ_F32, m->n_embd,
+                             m->layers[0].attn_post_norm.n_dims > 0 ? n : 1, 1));
     return llama__tensor(m, arena, &m->logits, ROCQ_F32, m->n_vocab, m->n_logits, 1);
 }
 
-static rocq_allocator llama__allocator(const llama_model *m) {
+static rocq_info llama__info(const llama_model *m) {
     rocq_info info;
     memset(&info, 0, sizeof info);
     rocq_get_info(m->ctx, &info);
-    return info.desc.allocator;
+    return info;
 }
 
 static rocq_result llama__allocate(llama_model *m, void *out, size_t size) { // *out, cleared
-    const rocq_allocator a = llama__allocator(m);
+    const rocq_allocator a = llama__info(m).desc.allocator;
     void *data = a.alloc(size, a.user);
     if (!data) return llama__fail(m, ROCQ_E_MEMORY, "no memory for %.0f bytes", (double)size);
     memset(data, 0, size);
@@ -608,8 +657,12 @@ static rocq_result llama__allocate(llama_model *m, void *out, size_t size) { // 
 }
 
 static void llama__free(llama_model *m, void *data, size_t size) {
-    const rocq_allocator a = llama__allocator(m);
+    const rocq_allocator a = llama__info(m).desc.allocator;
     if (data) a.free(data, size, a.user);
+}
+
+static size_t llama__staged_size(const llama_model *m) {
+    return (1 + 2 * (size_t)m->n_batch) * sizeof(int32_t);
 }
 
 // Everything that llama_eval and llama_sample use, so that they allocate nothing.
@@ -628,7 +681,7 @@ static rocq_result llama__make_memory(llama_model *m) {
     LLAMA__TRY(rocq_buffer_alloc(m->ctx, &m->memory, size));
     rocq_arena_init(&arena, &m->memory);
     LLAMA__TRY(llama__cut(m, &arena, kv_format));
-    LLAMA__TRY(llama__allocate(m, &m->positions, (size_t)m->n_batch * sizeof(int32_t)));
+    LLAMA__TRY(llama__allocate(m, &m->staged, llama__staged_size(m)));
 
     // For every n up to 16, then in larger steps: few columns may take another way than many.
     const rocq_sample_params how = {.temperature = 1, .top_k = 40, .top_p = 0.9f, .min_p = 0.1f};
@@ -647,7 +700,11 @@ static rocq_result llama__make_memory(llama_model *m) {
 // ---------------------------------------------------------------------------------------------
 
 static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
+    const rocq_info info = llama__info(m);
+    const bool gpu = info.backend == ROCQ_GPU;
     int family = 0;
+    m->few = gpu ? ROCQ_Q8_0 : ROCQ_F32;
+    m->many = gpu ? ROCQ_F16 : ROCQ_F32;
     LLAMA__TRY(llama__read_config(m, file, &family));
     LLAMA__TRY(llama__allocate(m, &m->layers, (size_t)m->n_layers * sizeof(llama_layer)));
     LLAMA__TRY(llama__allocate(m, &m->copies, llama__max_weights(m) * sizeof(rocq_buffer)));
@@ -660,7 +717,9 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     if (m->n_logits > m->n_batch) m->n_logits = m->n_batch;
     LLAMA__TRY(llama__load_all(m, file, family));
     if (m->output.n_dims == 0) m->output = m->embedding; // tied
-    return llama__make_memory(m);
+    llama__operands_of(m, m->output.format);
+    LLAMA__TRY(llama__make_memory(m));
+    return gpu && !info.desc.no_graphs ? llama__record(m) : ROCQ_OK;
 }
 
 static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file,
@@ -680,32 +739,38 @@ static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_g
 }
 
 static inline void llama_close(llama_model *m) {
+    if (m->ctx) rocq_graph_free(m->ctx, &m->step);
     for (int32_t i = 0; i < m->n_copies; i++) rocq_buffer_free(m->ctx, &m->copies[i]);
     if (m->ctx) {
         rocq_buffer_free(m->ctx, &m->memory);
-        llama__free(m, m->positions, (size_t)m->n_batch * sizeof(int32_t));
+        llama__free(m, m->staged, llama__staged_size(m));
         llama__free(m, m->copies, llama__max_weights(m) * sizeof(rocq_buffer));
         llama__free(m, m->layers, (size_t)m->n_layers * sizeof(llama_layer));
     }
     memset(m, 0, sizeof *m);
 }
 
-// One batch: uploads ids and positions, and runs the layers.
-static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int32_t n) {
+// One batch: uploads tokens and positions, and runs the layers; with head, the last position's logits.
+static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int32_t n, bool head) {
     const int32_t kv_len = m->n_past + n;
-    rocq_tensor ids = m->ids, pos = m->pos;
-    ids.ne[0] = pos.ne[0] = n;
+    const rocq_tensor inputs = llama__inputs(m, 0, 1 + 2 * n);
+    m->staged[0] = kv_len;
     for (int32_t i = 0; i < n; i++) {
-        m->positions[i] = m->n_past + i;
+        m->staged[1 + i] = tokens[i];
+        m->staged[1 + n + i] = m->n_past + i;
         if (tokens[i] < 0 || tokens[i] >= m->n_vocab) {
             return llama__fail(m, ROCQ_E_BOUNDS, "token %d is not one of %d", (int)tokens[i],
                                (int)m->n_vocab);
         }
     }
-    LLAMA__TRY(rocq_upload(m->ctx, &ids, tokens, n * (int64_t)sizeof(int32_t)));
-    LLAMA__TRY(rocq_upload(m->ctx, &pos, m->positions, n * (int64_t)sizeof(int32_t)));
-    LLAMA__TRY(rocq_upload(m->ctx, &m->kv_len, &kv_len, (int64_t)sizeof kv_len));
-    LLAMA__TRY(llama__batch(m, n));
+    LLAMA__TRY(rocq_upload(m->ctx, &inputs, m->staged, rocq_tensor_size(&inputs)));
+    if (m->step && n == 1 && head) {
+        LLAMA__TRY(rocq_graph_launch(m->ctx, m->step));
+        m->last = llama__columns(&m->logits, 0, 1);
+    } else {
+        LLAMA__TRY(llama__batch(m, n));
+        if (head) LLAMA__TRY(llama__head(m, n - 1, 1));
+    }
     m->n_past = kv_len;
     return ROCQ_OK;
 }
@@ -722,7 +787,7 @@ static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n,
     for (int64_t done = 0; done < n;) {
         const int32_t step = (int32_t)(n - done < m->n_batch ? n - done : m->n_batch);
         if (n > 1) LLAMA__TRY(llama__progress(m, "reading", done, n));
-        LLAMA__TRY(llama__eval_batch(m, tokens + done, step));
+        LLAMA__TRY(llama__eval_batch(m, tokens + done, step, !logits && done + step == n));
         for (int32_t i = 0; logits && i < step;) {
             const int32_t part = step - i < m->n_logits ? step - i : m->n_logits;
             const rocq_tensor from = llama__columns(&m->logits, 0, part);
@@ -732,7 +797,6 @@ static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n,
             i += part;
         }
         done += step;
-        if (!logits && done == n) LLAMA__TRY(llama__head(m, step - 1, 1));
     }
     return n > 1 ? llama__progress(m, "reading", n, n) : ROCQ_OK;
 }

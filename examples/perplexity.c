@@ -3,6 +3,7 @@
 //     cc -O2 examples/perplexity.c -o perplexity -lm -ldl -lpthread
 //     ./perplexity model.gguf text.txt
 //     ./perplexity model.gguf texts.txt --documents    empty lines separate texts of their own
+//     ./perplexity model.gguf text.txt --device gpu --kernels rocq_kernels.co
 //
 // Bits per byte compare models with different vocabularies. Each token counts once, in a window
 // that holds at least half a context of the text before it; only a text's first window begins
@@ -24,9 +25,13 @@
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 #endif
 
+enum { REASON_SIZE = 512 };
+
 typedef struct job {
-    const char *model_path, *text_path, *kv;
+    const char *model_path, *text_path, *kv, *kernels;
+    rocq_backend device;
     bool documents;
+    char reason[REASON_SIZE]; // of the last failure in rocq
     int32_t n_ctx;
     rocq_ctx *ctx;
     rocq_gguf *file;
@@ -107,11 +112,30 @@ static bool measure(job *j, const char *text, int64_t length) {
     return true;
 }
 
+// Why rocq_open fails is only said here: there is no context then to ask.
+static void keep_reason(rocq_log_level level, const char *message, void *user) {
+    if (level == ROCQ_LOG_ERROR) snprintf((char *)user, REASON_SIZE, "%s", message);
+}
+
+static bool open_device(job *j) {
+    rocq_info info;
+    const rocq_desc desc = {.prefer = j->device, .kernels_path = j->kernels, .log = keep_reason,
+                            .log_user = j->reason};
+    const rocq_result result = rocq_open(&j->ctx, &desc);
+    if (result != ROCQ_OK) return fail("device", *j->reason ? j->reason : rocq_result_message(result));
+    rocq_get_info(j->ctx, &info);
+    const bool no_kernels = info.gpu_result == ROCQ_E_NO_KERNELS && !j->kernels;
+    if (info.backend == ROCQ_CPU && j->device != ROCQ_CPU && info.gpu_result != ROCQ_OK && !no_kernels) {
+        fprintf(stderr, "perplexity: on the CPU: %s\n", info.gpu_message);
+    }
+    return true;
+}
+
 static bool run(job *j) {
     const rocq_gguf_desc source = {.path = j->model_path};
     const llama_options options = {.n_ctx = j->n_ctx, .n_logits = 128, .kv_format = j->kv};
     if (!read_text(j)) return false;
-    if (rocq_open(&j->ctx, NULL) != ROCQ_OK) return fail("rocq", "cannot start");
+    if (!open_device(j)) return false;
     if (rocq_gguf_open(j->ctx, &j->file, &source) != ROCQ_OK) {
         return fail(j->model_path, rocq_error(j->ctx));
     }
@@ -137,17 +161,26 @@ static bool run(job *j) {
 
 int main(int argc, char **argv) {
     static job j; // zeroed
+    static const char *const devices[] = {"auto", "cpu", "gpu"}; // in the order of rocq_backend
     bool good = argc >= 3;
+    j.kernels = getenv("ROCQ_KERNELS");
     for (int i = 3; i < argc && good; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
         if (strcmp(argv[i], "--documents") == 0) j.documents = true;
         else if (strcmp(argv[i], "-c") == 0 && atoi(value) > 1) j.n_ctx = atoi(argv[++i]);
         else if (strcmp(argv[i], "--kv") == 0 && *value) j.kv = argv[++i];
-        else good = false;
+        else if (strcmp(argv[i], "--kernels") == 0 && *value) j.kernels = argv[++i];
+        else if (strcmp(argv[i], "--device") == 0) {
+            int device = 0;
+            while (device < 3 && strcmp(value, devices[device]) != 0) device++;
+            good = device < 3;
+            j.device = (rocq_backend)device;
+            i++;
+        } else good = false;
     }
     if (!good) {
         fprintf(stderr, "usage: perplexity model.gguf text.txt [--documents] [-c context]"
-                        " [--kv f16|f32|q8_0]\n");
+                        " [--kv f16|f32|q8_0] [--device auto|cpu|gpu] [--kernels file]\n");
         return 1;
     }
     j.model_path = argv[1];

@@ -166,6 +166,48 @@ OPS_FN box box_i32(const int32_t *values, int64_t n) {
     return b;
 }
 
+// -- weights: blocks of any bits at all, with scales of a sensible size --
+
+OPS_FN uint16_t random_half(void) {
+    return rocq_f32_to_f16(0.02f * random_normal());
+}
+
+OPS_FN void random_block(rocq_format format, void *block) {
+    const rocq_format_info *info = rocq_get_format_info(format);
+    unsigned char *bytes = (unsigned char *)block;
+    for (int32_t i = 0; i < info->block_bytes; i++) bytes[i] = (unsigned char)random_u64();
+    switch (format) {
+    case ROCQ_F32: *(float *)block = random_normal(); break;
+    case ROCQ_F16: *(uint16_t *)block = rocq_f32_to_f16(random_normal()); break;
+    case ROCQ_BF16: *(uint16_t *)block = (uint16_t)(rocq__f32_bits(random_normal()) >> 16); break;
+    case ROCQ_Q4_0: case ROCQ_Q5_0: case ROCQ_Q8_0: case ROCQ_IQ4_NL: case ROCQ_IQ4_XS:
+        *(uint16_t *)block = random_half();
+        break;
+    case ROCQ_Q4_1: case ROCQ_Q5_1: case ROCQ_Q4_K: case ROCQ_Q5_K:
+        ((uint16_t *)block)[0] = random_half();
+        ((uint16_t *)block)[1] = random_half();
+        break;
+    case ROCQ_Q2_K:
+        ((rocq_block_q2_K *)block)->d = random_half();
+        ((rocq_block_q2_K *)block)->dmin = random_half();
+        break;
+    case ROCQ_Q3_K: ((rocq_block_q3_K *)block)->d = random_half(); break;
+    case ROCQ_Q6_K: ((rocq_block_q6_K *)block)->d = random_half(); break;
+    default: bytes[0] = (unsigned char)(120 + random_below(10)); break; // the MX formats' exponent
+    }
+}
+
+OPS_FN void random_weights(box *w) {
+    const rocq_format_info *info = rocq_get_format_info(w->t.format);
+    for (int64_t r = 0; r < box_rows(w); r++) {
+        unsigned char *row = box_row(w, r);
+        for (int64_t i = 0; i < w->t.ne[0] / info->block_elems; i++) {
+            random_block(w->t.format, row + i * info->block_bytes);
+        }
+    }
+    box_read(w);
+}
+
 OPS_FN double box_at(const box *b, int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
     const int64_t *ne = b->t.ne;
     return b->value[((i3 * ne[2] + i2) * ne[1] + i1) * ne[0] + i0];

@@ -55,7 +55,8 @@ static void results_have_names_and_stable_codes(void **state) {
         {-21, "ROCQ_E_BUDGET"}, {-22, "ROCQ_E_ARENA"}, {-40, "ROCQ_E_IO"}, {-41, "ROCQ_E_MAGIC"},
         {-42, "ROCQ_E_VERSION"}, {-43, "ROCQ_E_TRUNCATED"}, {-44, "ROCQ_E_CORRUPT"},
         {-45, "ROCQ_E_NOT_FOUND"}, {-46, "ROCQ_E_TYPE"}, {-60, "ROCQ_E_NO_RUNTIME"},
-        {-61, "ROCQ_E_NO_KERNELS"}};
+        {-61, "ROCQ_E_NO_KERNELS"},
+        {-62, "ROCQ_E_NO_DEVICE"}, {-63, "ROCQ_E_DEVICE"}, {-64, "ROCQ_E_LOST"}, {-65, "ROCQ_E_CANCELLED"}};
     size_t n = 0;
 #define ROCQ_X(NAME, code, message) n++;
     ROCQ_RESULTS(ROCQ_X)
@@ -453,7 +454,8 @@ static void ops_refuse_bad_operands(void **state) {
     t[3] = slot_tensor(3, ROCQ_F32, 5, 1, 1, 1);
     t[4] = slot_tensor(4, ROCQ_F16, 5, 3, 2, 1);
     t[5] = slot_tensor(5, ROCQ_F32, 5, 3, 2, 1);
-    rocq_matmul_params mm = {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], ROCQ_SILU, 0, ROCQ_PRECISION_AUTO};
+    rocq_matmul_params mm = {.y = &t[0], .w = &t[1], .x = &t[2], .bias = &t[3], .gate = &t[4],
+                             .residual = &t[5], .activation = ROCQ_SILU};
     check_refusals(ctx, &(op_case){ROCQ_OP_MATMUL, &mm, {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5]}, {true}});
     assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_MATMUL, &mm, &bytes), ROCQ_OK);
     assert_true(bytes > 0);

@@ -24,48 +24,6 @@ static const char *name_of(rocq_format f) {
     return rocq_get_format_info(f)->name;
 }
 
-// -- weights: blocks of any bits at all, with scales of a sensible size --
-
-static uint16_t random_half(void) {
-    return rocq_f32_to_f16(0.02f * random_normal());
-}
-
-static void random_block(rocq_format format, void *block) {
-    const rocq_format_info *info = rocq_get_format_info(format);
-    unsigned char *bytes = (unsigned char *)block;
-    for (int32_t i = 0; i < info->block_bytes; i++) bytes[i] = (unsigned char)random_u64();
-    switch (format) {
-    case ROCQ_F32: *(float *)block = random_normal(); break;
-    case ROCQ_F16: *(uint16_t *)block = rocq_f32_to_f16(random_normal()); break;
-    case ROCQ_BF16: *(uint16_t *)block = (uint16_t)(rocq__f32_bits(random_normal()) >> 16); break;
-    case ROCQ_Q4_0: case ROCQ_Q5_0: case ROCQ_Q8_0: case ROCQ_IQ4_NL: case ROCQ_IQ4_XS:
-        *(uint16_t *)block = random_half();
-        break;
-    case ROCQ_Q4_1: case ROCQ_Q5_1: case ROCQ_Q4_K: case ROCQ_Q5_K:
-        ((uint16_t *)block)[0] = random_half();
-        ((uint16_t *)block)[1] = random_half();
-        break;
-    case ROCQ_Q2_K:
-        ((rocq_block_q2_K *)block)->d = random_half();
-        ((rocq_block_q2_K *)block)->dmin = random_half();
-        break;
-    case ROCQ_Q3_K: ((rocq_block_q3_K *)block)->d = random_half(); break;
-    case ROCQ_Q6_K: ((rocq_block_q6_K *)block)->d = random_half(); break;
-    default: bytes[0] = (unsigned char)(120 + random_below(10)); break; // the MX formats' exponent
-    }
-}
-
-static void random_weights(box *w) {
-    const rocq_format_info *info = rocq_get_format_info(w->t.format);
-    for (int64_t r = 0; r < box_rows(w); r++) {
-        unsigned char *row = box_row(w, r);
-        for (int64_t i = 0; i < w->t.ne[0] / info->block_elems; i++) {
-            random_block(w->t.format, row + i * info->block_bytes);
-        }
-    }
-    box_read(w);
-}
-
 // -- problems --
 
 typedef struct shape {
@@ -545,6 +503,109 @@ static void batches(void **state) {
     }
 }
 
+// w2, next and y in Q8_0 are what the same products give one by one: w2's times the rest before the
+// residual, each of a chain as if alone, and Q8_0 as if cast.
+static void fused(void **state) {
+    static const rocq_format formats[] = {ROCQ_F32, ROCQ_BF16, ROCQ_Q4_0, ROCQ_Q2_K, ROCQ_Q6_K, ROCQ_MXFP6_E3M2};
+    (void)state;
+    for (int i = 0; i < 48; i++) {
+        const int64_t m = 64, n = 1 + i % 3 * 8, k = 256, batch = 1 + i / 3 % 2;
+        const rocq_format f = formats[i % 6], f2 = formats[(i + i / 6) % 6];
+        const box_layout layout = (box_layout)(i % 3);
+        box w[3], x = box_random(layout, i % 2 ? ROCQ_F16 : ROCQ_F32, 1, k, n, batch, 1), y[3], alone[3];
+        for (int j = 0; j < 3; j++) {
+            w[j] = box_make((box_layout)(j % 2), j == 1 ? f2 : f, k, m, 1, 1);
+            random_weights(&w[j]);
+            y[j] = box_make((box_layout)((i + j) % 3), j == 2 ? ROCQ_Q8_0 : ROCQ_F32, m, n, batch, 1);
+            alone[j] = box_make(BOX_PLAIN, ROCQ_F32, m, n, batch, 1);
+        }
+        box bias = box_random(BOX_PLAIN, ROCQ_F32, 1, m, 1, 1, 1);
+        box gate = box_random(BOX_STRIDED, ROCQ_F16, 1, m, n, batch, 1);
+        box residual = box_random(BOX_PLAIN, ROCQ_F32, 1, m, n, batch, 1);
+        box cast = box_make(BOX_PLAIN, ROCQ_Q8_0, m, n, batch, 1);
+        rocq_matmul_params p[3] = {
+            {.y = &alone[0].t, .w = &w[0].t, .x = &x.t, .bias = &bias.t, .gate = i % 4 ? &gate.t : NULL,
+             .activation = ROCQ_SILU, .softcap = i % 5 ? 0.0f : 3.0f},
+            {.y = &alone[1].t, .w = &w[1].t, .x = &x.t},
+            {.y = &alone[2].t, .w = &w[2].t, .x = &x.t, .bias = &bias.t}};
+        box *out[] = {&y[0], &y[1], &y[2]};
+        for (int j = 0; j < 3; j++) {
+            box *one = &alone[j];
+            run(i % 2, ROCQ_OP_MATMUL, &p[j], &one, 1);
+            box_read(&alone[j]);
+        }
+        const rocq_cast_params to_q8_0 = {.y = &cast.t, .x = &alone[2].t};
+        box *one = &cast;
+        run(i % 2, ROCQ_OP_CAST, &to_q8_0, &one, 1);
+
+        for (int j = 0; j < 3; j++) p[j].y = &y[j].t;
+        p[0].w2 = &w[1].t;
+        p[0].residual = &residual.t;
+        p[0].next = &p[1];
+        p[1].next = &p[2];
+        run(i % 2, ROCQ_OP_MATMUL, &p[0], out, 3);
+        for (int j = 0; j < 3; j++) {
+            box_read(&y[j]);
+            box_check_outside(&y[j]);
+        }
+        box_read(&cast);
+        double *want = (double *)malloc((size_t)y[0].count * sizeof(double));
+        assert_non_null(want);
+        for (int64_t e = 0; e < y[0].count; e++) {
+            want[e] = alone[0].value[e] * alone[1].value[e] + residual.value[e];
+        }
+        check_rows(&y[0], want, 1e-13);
+        assert_true(same_bytes(y[1].value, alone[1].value, y[1].count * (int64_t)sizeof(double)));
+        assert_true(same_bytes(y[2].value, cast.value, y[2].count * (int64_t)sizeof(double)));
+        free(want);
+        for (int j = 0; j < 3; j++) {
+            box_free(&w[j]);
+            box_free(&y[j]);
+            box_free(&alone[j]);
+        }
+        box_free(&x);
+        box_free(&bias);
+        box_free(&gate);
+        box_free(&residual);
+        box_free(&cast);
+    }
+}
+
+static void wrong_chains(void **state) {
+    box w = box_make(BOX_PLAIN, ROCQ_F32, 8, 4, 1, 1), wide = box_make(BOX_PLAIN, ROCQ_F32, 8, 5, 1, 1);
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 1, 1), x2 = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 1, 1);
+    box y = box_make(BOX_PLAIN, ROCQ_F32, 4, 2, 1, 1), y2 = box_make(BOX_PLAIN, ROCQ_F32, 4, 2, 1, 1);
+    box *out[] = {&y, &y2};
+    rocq_matmul_params second = {.y = &y2.t, .w = &w.t, .x = &x.t};
+    rocq_matmul_params first = {.y = &y.t, .w = &w.t, .x = &x.t, .next = &second};
+    (void)state;
+    random_weights(&w);
+    random_weights(&wide);
+    second.x = &x2.t; // all products of a chain have one x
+    run_fails(ROCQ_OP_MATMUL, &first, ROCQ_E_ARGUMENT, out, 2);
+    second.x = &x.t;
+    second.y = &y.t; // two products that write the same
+    run_fails(ROCQ_OP_MATMUL, &first, ROCQ_E_ARGUMENT, out, 2);
+    second.y = &y2.t;
+    second.gate = &y.t; // one that reads what the other writes
+    run_fails(ROCQ_OP_MATMUL, &first, ROCQ_E_ARGUMENT, out, 2);
+    second.gate = NULL;
+    second.next = &first; // a circle
+    run_fails(ROCQ_OP_MATMUL, &first, ROCQ_E_ARGUMENT, out, 2);
+    second.next = NULL;
+    second.w = &wide.t; // the last of a chain is checked before the first runs
+    run_fails(ROCQ_OP_MATMUL, &first, ROCQ_E_SHAPE, out, 2);
+    second.w = &w.t;
+    first.w2 = &wide.t;
+    run_fails(ROCQ_OP_MATMUL, &first, ROCQ_E_SHAPE, out, 2);
+    box_free(&w);
+    box_free(&wide);
+    box_free(&x);
+    box_free(&x2);
+    box_free(&y);
+    box_free(&y2);
+}
+
 // One column seen n times through a stride of 0, and one row of w seen m times.
 static void repeated_rows(void **state) {
     (void)state;
@@ -689,6 +750,8 @@ int main(void) {
         cmocka_unit_test(block_exponents),
         cmocka_unit_test(epilogues),
         cmocka_unit_test(batches),
+        cmocka_unit_test(fused),
+        cmocka_unit_test(wrong_chains),
         cmocka_unit_test(repeated_rows),
         cmocka_unit_test(special_values),
         cmocka_unit_test(precisions),

@@ -1,0 +1,4650 @@
+/* rocq_kernels.hip - the GPU kernels of rocq.h, for AMD RDNA3 and RDNA3.5
+
+   Device code only: every decision about which kernel runs, on what grid, stands in rocq.h (>>hip_launch).
+
+   As a code object that a program loads when it runs (examples/build-kernels does this):
+
+       hipcc -O3 --genco --offload-arch=gfx1100,gfx1101,gfx1102,gfx1103,gfx1150,gfx1151 rocq_kernels.hip -o rocq_kernels.co
+
+   Linked into a program, which then needs nothing at run time but the HIP runtime:
+
+       hipcc -O3 --offload-arch=gfx1100 -x hip app.c rocq_kernels.hip -o app
+
+   Licence: MIT or public domain, at your choice; see the end of rocq.h.
+
+   CONTENTS (search for the mark)
+
+       >>platform    what differs between compilers: gfx11, NVIDIA (tests), the CPU (tests)
+       >>wave        reductions; >>memory reading and writing tensors
+       >>blocks      one decoder per format, for the planar and the GGUF layout
+       >>quantize    activations to int8 blocks
+       >>matvec      decode: w x for up to 8 columns
+       >>matmul      prompts: tiles on the matrix unit
+       >>attention   decode and prefill
+       >>ops         norms, rope, maps, softmax, gather, argmax, sample
+       >>entry       the table of kernels for programs that link this file
+
+   CONVENTIONS
+   A wave is 32 lanes. Blocks are one-dimensional. Every kernel takes one args struct by value and adds
+   args.common.block0 to blockIdx.x, so that the host can cut a long grid into short launches. Global
+   memory is read and written with gload and gstore, LDS with lget and lput: on the GPU they are plain
+   accesses, in the tests they check bounds, poison and races. Sums are in F32 and in a fixed order.
+   A operands are rows of M, B operands columns of N, both with K innermost: C[m][n] = sum A[m][k] B[n][k].
+*/
+
+#define ROCQ_DEVICE
+#include "rocq.h"
+
+// ---------------------------------------------------------------------------------------------
+// >>platform
+// ---------------------------------------------------------------------------------------------
+// Each platform defines the same names:
+//   DEV                      a device function; KERNEL(name, args, threads) the head of a kernel,
+//                            KERNEL_WAVES(.., waves) with registers for that many waves a SIMD
+//   LDS(type, name, n)       an LDS array, 16-byte aligned, in a device function or kernel
+//   f16 f16x2 u32x2 u32x4    a half, and vectors with .x .y .z .w
+//   gload gstore lget lput   see above; T is a scalar or one of the vectors
+//   block_sync               barrier of the block; block_index: blockIdx; n_threads: blockDim.x
+//   wave_sync                what lanes of the wave wrote to LDS before is there for the others after
+//   wave_xor<mask>(x)        x of lane ^ mask, mask 1 2 4 8 16; wave_read(x, lane): lane uniform
+//   wave_ballot(bool)        a bit a lane
+//   dot4(a, b, c)            c + sum of four int8 products; dot2(a, b, c): of two half products, in F32
+//   fma2(a, b, c)            on f16x2
+//   byte_perm(hi, lo, sel)   byte i of the result is byte (sel >> 8 i) & 7 of lo (0-3) and hi (4-7);
+//                            sel's other bits are 0
+//   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
+//   fence_device, atomic_inc(p)      release or acquire at device scope; returns the old value
+//   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
+//   target_id                0x1100 and so on, 0 where not gfx
+
+#include <stdint.h>
+
+// A parameter of this type takes no part in deducing T: stores convert to the type of the memory.
+template <typename T> struct as_given_type { typedef T type; };
+template <typename T> using as_given = typename as_given_type<T>::type;
+
+#if defined(ROCQ_SIMT) // the CPU stand-in of the tests
+
+#include ROCQ_SIMT
+
+#else
+
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#else
+#include <hip/hip_runtime.h>
+#if defined(__HIP_DEVICE_COMPILE__) && !defined(__GFX11__)
+#error "rocq_kernels.hip is for gfx11 targets: pass --offload-arch=gfx1100 or the like"
+#endif
+#endif
+
+#define DEV __attribute__((unused)) static __device__ __forceinline__
+#define KERNEL(name, args, threads) \
+    extern "C" __global__ void __launch_bounds__(threads) rocq_k_##name(const args a)
+#if defined(__CUDACC__)
+#define KERNEL_WAVES(name, args, threads, waves) \
+    extern "C" __global__ void __launch_bounds__(threads, (waves) * 128 / (threads)) rocq_k_##name(const args a)
+#else
+#define KERNEL_WAVES(name, args, threads, waves) \
+    extern "C" __global__ void __launch_bounds__(threads, waves) rocq_k_##name(const args a)
+#endif
+#define LDS(type, name, n) __shared__ __attribute__((aligned(16))) type name[n]
+
+DEV void block_sync() { __syncthreads(); }
+DEV uint32_t thread_index() { return threadIdx.x; }
+DEV uint32_t n_threads() { return blockDim.x; }
+DEV uint32_t block_index() { return blockIdx.x; }
+DEV uint32_t block_index_z() { return blockIdx.z; }
+DEV void fence_device() { __threadfence(); }
+DEV uint32_t atomic_inc(uint32_t *p) { return atomicAdd(p, 1u); }
+DEV void atomic_or(uint32_t *p, uint32_t bits) { atomicOr(p, bits); }
+// LDS; sums of integers do not depend on the order
+DEV void lds_add(uint32_t *p, uint32_t v) { atomicAdd(p, v); }
+DEV void lds_add(unsigned long long *p, unsigned long long v) { atomicAdd(p, v); }
+
+template <typename T> DEV T lget(const T *p) { return *p; }
+template <typename T> DEV void lput(T *p, as_given<T> v) { *p = v; }
+
+#if defined(__CUDACC__)
+
+DEV void wave_sync() { __syncwarp(); }
+
+typedef __half f16;
+typedef __half2 f16x2;
+typedef uint2 u32x2;
+typedef uint4 u32x4;
+
+DEV u32x4 make4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return make_uint4(x, y, z, w); }
+DEV u32x2 make2(uint32_t x, uint32_t y) { return make_uint2(x, y); }
+DEV f16x2 pair(f16 x, f16 y) { return __halves2half2(x, y); }
+template <typename T> DEV T gload(const T *p) { return *p; }
+template <typename T> DEV void gstore(T *p, as_given<T> v) { *p = v; }
+template <int mask, typename T> DEV T wave_xor(T x) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+template <typename T> DEV T wave_read(T x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+DEV uint32_t wave_ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
+DEV int dot4(int a, int b, int c) { return __dp4a(a, b, c); }
+DEV f16x2 fma2(f16x2 a, f16x2 b, f16x2 c) { return __hfma2(a, b, c); }
+DEV float dot2(f16x2 a, f16x2 b, float c) {
+    const float2 x = __half22float2(a), y = __half22float2(b);
+    return fmaf(x.x, y.x, fmaf(x.y, y.y, c));
+}
+DEV uint32_t byte_perm(uint32_t hi, uint32_t lo, uint32_t sel) { // one nibble an index here
+    const uint32_t s = sel | sel >> 4;
+    return __byte_perm(lo, hi, (s & 0xff) | (s >> 8 & 0xff00));
+}
+DEV float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEV float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEV float rcp_fast(float x) { return __frcp_rn(x); }
+DEV int target_id() { return 0; }
+
+// The fragments. One lane's share of a 16x16 operand with K innermost (frag), and of the F32 or I32
+// result (frag_c, frag_ci), whose element v stands at row frag_row(v), column frag_col(v). A lane's
+// elements lie in FRAG_SLOTS columns; frag_slot(v) says in which. With g = lane / 4, t = lane % 4 as
+// in the PTX manual's pictures, words are (row g, k 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8).
+struct frag { uint32_t w[4]; };
+struct frag_i8 { uint32_t w[2]; };
+struct frag_c { float v[8]; };
+struct frag_ci { int v[8]; };
+enum { FRAG_SLOTS = 4 };
+DEV int frag_row(int v) { return (int)(threadIdx.x & 31) / 4 + 8 * (v >> 1 & 1); }
+DEV int frag_col(int v) { return 2 * (int)(threadIdx.x & 3) + (v & 1) + 8 * (v >> 2); }
+DEV constexpr int frag_slot(int v) { return (v & 1) + 2 * (v >> 2); }
+// Column of a slot, and the reductions over all rows of each slot's column.
+DEV int frag_slot_col(int s) { return 2 * (int)(threadIdx.x & 3) + (s & 1) + 8 * (s >> 1); }
+DEV float frag_col_max(float x) {
+    x = fmaxf(x, wave_xor<4>(x));
+    x = fmaxf(x, wave_xor<8>(x));
+    return fmaxf(x, wave_xor<16>(x));
+}
+DEV float frag_col_sum(float x) {
+    x += wave_xor<4>(x);
+    x += wave_xor<8>(x);
+    return x + wave_xor<16>(x);
+}
+
+// tile[row * stride + k], 16-byte aligned rows; row 0-15 is M (A) or N (B).
+template <typename F> DEV frag frag_words(F word) {
+    const int g = (int)(threadIdx.x & 31) / 4, t = 2 * (int)(threadIdx.x & 3);
+    frag f;
+    f.w[0] = word(g, t);
+    f.w[1] = word(g + 8, t);
+    f.w[2] = word(g, t + 8);
+    f.w[3] = word(g + 8, t + 8);
+    return f;
+}
+DEV frag frag_load(const f16 *tile, int stride) { // LDS
+    const int row = (int)(threadIdx.x & 15), k = (int)(threadIdx.x & 16) / 2;
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(tile + row * stride + k);
+    frag f;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f.w[0]), "=r"(f.w[1]), "=r"(f.w[2]), "=r"(f.w[3])
+                 : "r"(at) : "memory");
+    return f;
+}
+// The same as a B operand only, in the order in which its instructions want the words: 0 2 1 3.
+struct frag_b { uint32_t w[4]; };
+DEV frag_b frag_load_b(const f16 *tile, int stride) { // LDS
+    const int lane = (int)(threadIdx.x & 31), row = (lane & 7) + lane / 16 * 8, k = lane & 8;
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(tile + row * stride + k);
+    frag_b f;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f.w[0]), "=r"(f.w[1]), "=r"(f.w[2]), "=r"(f.w[3])
+                 : "r"(at) : "memory");
+    return f;
+}
+DEV frag frag_load_global(const f16 *tile, int64_t stride) {
+    return frag_words([=](int row, int k) { return *(const uint32_t *)(tile + row * stride + k); });
+}
+DEV frag_i8 frag_i8_load(const int8_t *tile, int stride) { // LDS
+    const int g = (int)(threadIdx.x & 31) / 4, t = 4 * (int)(threadIdx.x & 3);
+    frag_i8 f;
+    f.w[0] = *(const uint32_t *)(tile + g * stride + t);
+    f.w[1] = *(const uint32_t *)(tile + (g + 8) * stride + t);
+    return f;
+}
+// The B operand whose element (k, n) is element (row frag_k_row(k), column n) of a result, rounded to
+// F16. From one k of an aligned group of four to the next are FRAG_K_STEP rows.
+enum { FRAG_K_STEP = 1 };
+DEV int frag_k_row(int k) { return k; }
+DEV uint32_t frag_transpose(uint32_t x) {
+    uint32_t y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+DEV frag frag_from_c(const frag_c &c) {
+    frag f;
+    for (int i = 0; i < 4; i++) { // (rows, columns) 0-7 0-7, 8-15 0-7, 0-7 8-15, 8-15 8-15
+        const __half2 h = __floats2half2_rn(c.v[2 * i], c.v[2 * i + 1]);
+        uint32_t w;
+        memcpy(&w, &h, 4);
+        f.w[(i & 1) * 2 + (i >> 1)] = frag_transpose(w);
+    }
+    return f;
+}
+DEV void wmma(frag_c &c, const frag &a, const frag &b) { // c += a b
+    for (int h = 0; h < 2; h++) {
+        float *v = c.v + 4 * h;
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(v[0]), "+f"(v[1]), "+f"(v[2]), "+f"(v[3])
+                     : "r"(a.w[0]), "r"(a.w[1]), "r"(a.w[2]), "r"(a.w[3]), "r"(b.w[h]),
+                       "r"(b.w[h + 2]));
+    }
+}
+DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
+    for (int h = 0; h < 2; h++) {
+        float *v = c.v + 4 * h;
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(v[0]), "+f"(v[1]), "+f"(v[2]), "+f"(v[3])
+                     : "r"(a.w[0]), "r"(a.w[1]), "r"(a.w[2]), "r"(a.w[3]), "r"(b.w[2 * h]),
+                       "r"(b.w[2 * h + 1]));
+    }
+}
+DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
+    for (int h = 0; h < 2; h++) {
+        int *v = c.v + 4 * h;
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 "
+                     "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                     : "+r"(v[0]), "+r"(v[1]), "+r"(v[2]), "+r"(v[3])
+                     : "r"(a.w[0]), "r"(a.w[1]), "r"(b.w[h]));
+    }
+}
+
+#else // gfx11
+
+typedef _Float16 f16;
+typedef _Float16 f16x2 __attribute__((ext_vector_type(2)));
+typedef uint32_t u32x2 __attribute__((ext_vector_type(2)));
+typedef uint32_t u32x4 __attribute__((ext_vector_type(4)));
+
+DEV u32x4 make4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return u32x4{x, y, z, w}; }
+DEV u32x2 make2(uint32_t x, uint32_t y) { return u32x2{x, y}; }
+DEV f16x2 pair(f16 x, f16 y) { return f16x2{x, y}; }
+// Through the global address space, so that no flat instruction is made of a pointer from a struct.
+template <typename T> DEV T gload(const T *p) {
+    return *(const __attribute__((address_space(1))) T *)p;
+}
+template <typename T> DEV void gstore(T *p, as_given<T> v) {
+    *(__attribute__((address_space(1))) T *)p = v;
+}
+
+// LDS accesses of a wave are done in order: only the compiler must keep them so.
+DEV void wave_sync() {
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+}
+// DPP row_xmask swaps within 16 lanes at no cost beside the next instruction; permlanex16 swaps rows.
+template <int mask, typename T> DEV T wave_xor(T x) {
+    static_assert(sizeof(T) == 4, "a lane swaps 32 bits");
+    int i = __builtin_bit_cast(int, x);
+    if (mask == 16) {
+        i = __builtin_amdgcn_permlanex16(i, i, 0x76543210, (int)0xfedcba98, false, false);
+        asm volatile("" : "+v"(i)); // LLVM before 21 sinks the swap into branches where half the wave is off
+    } else {
+        i = __builtin_amdgcn_update_dpp(i, i, 0x160 | (mask & 15), 0xf, 0xf, true);
+    }
+    return __builtin_bit_cast(T, i);
+}
+template <typename T> DEV T wave_read(T x, int lane) {
+    return __builtin_bit_cast(T, __builtin_amdgcn_readlane(__builtin_bit_cast(int, x), lane));
+}
+DEV uint32_t wave_ballot(bool x) { return __builtin_amdgcn_ballot_w32(x); }
+DEV int dot4(int a, int b, int c) { return __builtin_amdgcn_sudot4(true, a, true, b, c, false); }
+DEV f16x2 fma2(f16x2 a, f16x2 b, f16x2 c) { return a * b + c; } // contracted to v_pk_fma_f16
+DEV float dot2(f16x2 a, f16x2 b, float c) { return __builtin_amdgcn_fdot2(a, b, c, false); }
+DEV uint32_t byte_perm(uint32_t hi, uint32_t lo, uint32_t sel) {
+    return __builtin_amdgcn_perm(hi, lo, sel);
+}
+DEV float exp2_fast(float x) { return __builtin_amdgcn_exp2f(x); }
+DEV float log2_fast(float x) { return __builtin_amdgcn_logf(x); }
+DEV float rcp_fast(float x) { return __builtin_amdgcn_rcpf(x); }
+DEV int target_id() {
+#if defined(__gfx1100__)
+    return 0x1100;
+#elif defined(__gfx1101__)
+    return 0x1101;
+#elif defined(__gfx1102__)
+    return 0x1102;
+#elif defined(__gfx1103__)
+    return 0x1103;
+#elif defined(__gfx1150__)
+    return 0x1150;
+#elif defined(__gfx1151__)
+    return 0x1151;
+#else
+    return 0x11ff;
+#endif
+}
+
+// The fragments. One lane's share of a 16x16 operand with K innermost (frag), and of the F32 or I32
+// result (frag_c, frag_ci), whose element v stands at row frag_row(v), column frag_col(v). A lane's
+// elements lie in FRAG_SLOTS columns; frag_slot(v) says in which.
+//   operand: lane l holds all 16 k of row l % 16; lanes 16-31 repeat lanes 0-15
+//   result:  lane l holds column l % 16, rows 2 v + l / 16
+typedef _Float16 frag __attribute__((ext_vector_type(16)));
+typedef int frag_i8 __attribute__((ext_vector_type(4)));
+struct frag_c { float v[8]; };
+struct frag_ci { int v[8]; };
+enum { FRAG_SLOTS = 1 };
+DEV int frag_row(int v) { return 2 * v + (int)(threadIdx.x >> 4 & 1); }
+DEV int frag_col(int v) { return (int)(threadIdx.x & 15); }
+DEV constexpr int frag_slot(int v) { return 0; }
+// Column of a slot, and the reductions over all rows of each slot's column.
+DEV int frag_slot_col(int s) { return (int)(threadIdx.x & 15); }
+DEV float frag_col_max(float x) { return fmaxf(x, wave_xor<16>(x)); }
+DEV float frag_col_sum(float x) { return x + wave_xor<16>(x); }
+
+struct frag_halves { u32x4 lo, hi; };
+// tile[row * stride + k], 16-byte aligned rows; row 0-15 is M (A) or N (B).
+DEV frag frag_load(const f16 *tile, int stride) { // LDS
+    const u32x4 *row = (const u32x4 *)(tile + (threadIdx.x & 15) * stride);
+    const frag_halves h = {lget(row), lget(row + 1)};
+    return __builtin_bit_cast(frag, h);
+}
+DEV frag frag_load_global(const f16 *tile, int64_t stride) {
+    const u32x4 *row = (const u32x4 *)(tile + (threadIdx.x & 15) * stride);
+    const frag_halves h = {gload(row), gload(row + 1)};
+    return __builtin_bit_cast(frag, h);
+}
+typedef frag frag_b; // a B operand in the order that suits the platform best; here there is one
+DEV frag_b frag_load_b(const f16 *tile, int stride) { return frag_load(tile, stride); }
+DEV frag_i8 frag_i8_load(const int8_t *tile, int stride) { // LDS
+    const u32x4 row = lget((const u32x4 *)(tile + (threadIdx.x & 15) * stride));
+    return __builtin_bit_cast(frag_i8, row);
+}
+// The B operand whose element (k, n) is element (row frag_k_row(k), column n) of a result, rounded to
+// F16: the even rows, which lanes 0-15 have, then the odd ones of lanes 16-31. From one k of an
+// aligned group of four to the next are FRAG_K_STEP rows.
+enum { FRAG_K_STEP = 2 };
+DEV int frag_k_row(int k) { return (k << 1 & 15) | k >> 3; }
+DEV frag frag_from_c(const frag_c &c) {
+    const bool odd = (threadIdx.x & 16) != 0;
+    uint32_t w[8];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const f16x2 h = {(f16)c.v[2 * i], (f16)c.v[2 * i + 1]};
+        const uint32_t own = __builtin_bit_cast(uint32_t, h), other = wave_xor<16>(own);
+        w[i] = odd ? other : own;
+        w[4 + i] = odd ? own : other;
+    }
+    const frag_halves f = {{w[0], w[1], w[2], w[3]}, {w[4], w[5], w[6], w[7]}};
+    return __builtin_bit_cast(frag, f);
+}
+typedef float frag_v8 __attribute__((ext_vector_type(8)));
+typedef int frag_v8i __attribute__((ext_vector_type(8)));
+DEV void wmma(frag_c &c, const frag &a, const frag &b) { // c += a b
+    frag_v8 v = __builtin_bit_cast(frag_v8, c);
+    v = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(a, b, v);
+    c = __builtin_bit_cast(frag_c, v);
+}
+DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
+    frag_v8i v = __builtin_bit_cast(frag_v8i, c);
+    v = __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(true, a, true, b, v, false);
+    c = __builtin_bit_cast(frag_ci, v);
+}
+
+#endif
+#endif // the stand-in
+
+// From here on every platform is the same.
+
+template <typename To, typename From> DEV To bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "bits are reinterpreted, not converted");
+    To to;
+    __builtin_memcpy(&to, &from, sizeof to);
+    return to;
+}
+DEV int lane_index() { return (int)(thread_index() & 31); }
+DEV int wave_index() { return (int)(thread_index() >> 5); }
+
+// ---------------------------------------------------------------------------------------------
+// >>wave
+// ---------------------------------------------------------------------------------------------
+
+// Over the 32 lanes, the same bits in each.
+template <typename T> DEV T wave_sum(T x) {
+    x += wave_xor<1>(x);
+    x += wave_xor<2>(x);
+    x += wave_xor<4>(x);
+    x += wave_xor<8>(x);
+    return x + wave_xor<16>(x);
+}
+DEV float wave_max(float x) {
+    x = fmaxf(x, wave_xor<1>(x));
+    x = fmaxf(x, wave_xor<2>(x));
+    x = fmaxf(x, wave_xor<4>(x));
+    x = fmaxf(x, wave_xor<8>(x));
+    return fmaxf(x, wave_xor<16>(x));
+}
+
+// Over a block, the same bits in every thread. work: one float a wave, free again after the call.
+DEV float block_sum(float x, float *work) {
+    x = wave_sum(x);
+    if (lane_index() == 0) lput(work + wave_index(), x);
+    block_sync();
+    float sum = 0.0f;
+    for (uint32_t w = 0; w < n_threads() / 32; w++) sum += lget(work + w);
+    block_sync();
+    return sum;
+}
+DEV float block_max(float x, float *work) {
+    x = wave_max(x);
+    if (lane_index() == 0) lput(work + wave_index(), x);
+    block_sync();
+    float top = lget(work);
+    for (uint32_t w = 1; w < n_threads() / 32; w++) top = fmaxf(top, lget(work + w));
+    block_sync();
+    return top;
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>memory
+// ---------------------------------------------------------------------------------------------
+
+DEV float bf16_f32(uint16_t b) { return bits<float>((uint32_t)b << 16); }
+DEV uint16_t f32_bf16(float x) { // nearest even, NaN stays NaN
+    const uint32_t u = bits<uint32_t>(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 64u);
+    return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+}
+DEV float f16_f32(uint16_t h) { return (float)bits<f16>(h); }
+DEV uint16_t f32_f16(float x) { return bits<uint16_t>((f16)x); }
+
+// x, but what is computed from it stays where it stands: kept out of a loop, addresses of rare paths
+// would take registers from the common one.
+DEV int recomputed(int x) {
+#if defined(__GFX11__)
+    asm volatile("" : "+v"(x));
+#elif defined(__CUDACC__)
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+template <typename T> DEV T recomputed_uniform(T x) { // of a value that is the same in all lanes
+#if defined(__GFX11__)
+    int word[sizeof(T) / 4];
+    __builtin_memcpy(word, &x, sizeof x);
+#pragma unroll
+    for (int i = 0; i < (int)(sizeof(T) / 4); i++) word[i] = __builtin_amdgcn_readfirstlane(word[i]);
+    __builtin_memcpy(&x, word, sizeof x);
+    asm volatile("" : "+s"(x));
+#endif
+    return x;
+}
+// The compiler moves nothing across: loads begun as early as can be would take registers from all else.
+DEV void keep_order() {
+#if defined(__GFX11__)
+    __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+// A kernel's args once more, for what comes after a loop: fields kept in registers would lie idle in it.
+template <typename T> DEV const T &reread(const T &args) {
+#if defined(__GFX11__)
+    typedef const __attribute__((address_space(4))) T constant;
+    (void)args;
+    return *(const T *)recomputed_uniform((constant *)__builtin_amdgcn_kernarg_segment_ptr());
+#else
+    return args;
+#endif
+}
+// 8 bytes at an even address.
+DEV u32x2 gload_even(const uint16_t *p) {
+#if defined(__GFX11__)
+    typedef u32x2 even __attribute__((aligned(2))); // the hardware reads at any address
+    return *(const __attribute__((address_space(1))) even *)p;
+#else
+    return make2(gload(p) | (uint32_t)gload(p + 1) << 16, gload(p + 2) | (uint32_t)gload(p + 3) << 16);
+#endif
+}
+// Address of row (i1, i2, i3), and of the same in an operand that is repeated where it has 1.
+DEV char *row_of(const rocq_k_tensor &t, int64_t i1, int64_t i2, int64_t i3) {
+    return (char *)t.data + i1 * t.stride[0] + i2 * t.stride[1] + i3 * t.stride[2];
+}
+DEV char *row_repeated(const rocq_k_tensor &t, int64_t i1, int64_t i2, int64_t i3) {
+    return row_of(t, t.ne[1] == 1 ? 0 : i1, t.ne[2] == 1 ? 0 : i2, t.ne[3] == 1 ? 0 : i3);
+}
+// Element i of a row of F32, F16 or BF16.
+DEV float get_float(int32_t format, const char *row, int64_t i) {
+    if (format == ROCQ_F32) return gload((const float *)row + i);
+    const uint16_t h = gload((const uint16_t *)row + i);
+    return format == ROCQ_F16 ? f16_f32(h) : bf16_f32(h);
+}
+DEV void put_float(int32_t format, char *row, int64_t i, float x) {
+    if (format == ROCQ_F32) gstore((float *)row + i, x);
+    else gstore((uint16_t *)row + i, format == ROCQ_F16 ? f32_f16(x) : f32_bf16(x));
+}
+DEV float exp_fast(float x) { return exp2_fast(x * 1.44269504f); }
+
+DEV float activation(int32_t kind, float x) { // as in rocq_activation
+    switch (kind) {
+    case ROCQ_SILU: return x * rcp_fast(1.0f + exp_fast(-x));
+    case ROCQ_GELU: return x * rcp_fast(1.0f + exp_fast(-1.59576912160573f * (x + 0.044715f * x * x * x)));
+    case ROCQ_GELU_ERF: return 0.5f * x * erfcf(-0.707106781186548f * x);
+    case ROCQ_RELU: return fmaxf(x, 0.0f);
+    case ROCQ_TANH: return tanhf(x);
+    default: return x;
+    }
+}
+
+
+// ---------------------------------------------------------------------------------------------
+// >>blocks
+// ---------------------------------------------------------------------------------------------
+// The planar layout, a unit of 32 weights at a time: planes_of finds the planes, load_raw reads a
+// unit with the widest loads there are, decode_raw takes it apart. A lane that loads one unit while
+// it works on another keeps only the raw registers of both. The planes are drawn at >>kernels in
+// rocq.h.
+//   value of element e = 4 i + b: scale[e / 16] q - min[e / 16], q being byte b of q[i]
+// scale q and min are exact in F32, so the value has one rounding at most. Where a format counts its
+// codes from an offset (Q4_0: 8), min holds scale times the offset; decode_word subtracts it from
+// the code instead, which also keeps the sign of a zero and an infinite scale as they are on the
+// CPU: its values have ggml's bits.
+
+// Bytes per 8 units of the planes in their order: n (N, L), c (C, H), b (B), s (sl and Q2_K's and
+// Q6_K's scales), t (sh), d (d, dmin, m, e, head and what lies with them). offset: what a code counts
+// from. is_signed: q holds signed bytes. halves: elements 16-31 have a scale of their own. has_scale:
+// the scale is d times an integer. has_min: there is a min beside the offset.
+template <int F> struct block_layout;
+#define ROCQ_X(F, N, C, B, S, T, D, OFFSET, SIGNED, HALVES, SCALE, MIN)                       \
+    template <> struct block_layout<F> {                                                      \
+        enum { n = N, c = C, b = B, s = S, t = T, d = D };                                    \
+        enum { offset = OFFSET, is_signed = SIGNED };                                         \
+        enum { halves = HALVES, has_scale = SCALE, has_min = MIN };                           \
+    };
+//                        n    c   b   s  t  d   offset signed halves scale min
+ROCQ_X(ROCQ_Q4_0,        128,   0,  0,  0, 0, 16,  8,    0,     0,     0,   0)
+ROCQ_X(ROCQ_Q4_1,        128,   0,  0,  0, 0, 32,  0,    0,     0,     0,   1)
+ROCQ_X(ROCQ_Q5_0,        128,   0, 32,  0, 0, 16, 16,    0,     0,     0,   0)
+ROCQ_X(ROCQ_Q5_1,        128,   0, 32,  0, 0, 32,  0,    0,     0,     0,   1)
+ROCQ_X(ROCQ_Q8_0,        128, 128,  0,  0, 0, 16,  0,    1,     0,     0,   0)
+ROCQ_X(ROCQ_Q2_K,          0,  64,  0, 16, 0,  4,  0,    0,     1,     1,   1)
+ROCQ_X(ROCQ_Q3_K,          0,  64, 32,  8, 4,  2,  4,    0,     1,     1,   0)
+ROCQ_X(ROCQ_Q4_K,        128,   0,  0,  0, 0, 16,  0,    0,     0,     1,   1)
+ROCQ_X(ROCQ_Q5_K,        128,   0, 32,  0, 0, 16,  0,    0,     0,     1,   1)
+ROCQ_X(ROCQ_Q6_K,        128,  64,  0, 16, 0,  2, 32,    0,     1,     1,   0)
+ROCQ_X(ROCQ_IQ4_NL,      128,   0,  0,  0, 0, 16,  0,    1,     0,     0,   0)
+ROCQ_X(ROCQ_IQ4_XS,      128,   0,  0,  0, 0,  8,  0,    1,     0,     1,   0)
+ROCQ_X(ROCQ_MXFP4,       128,   0,  0,  0, 0,  8,  0,    1,     0,     0,   0)
+ROCQ_X(ROCQ_MXFP6_E2M3,  128,  64,  0,  0, 0,  8,  0,    0,     0,     0,   0)
+ROCQ_X(ROCQ_MXFP6_E3M2,  128,  64,  0,  0, 0,  8,  0,    0,     0,     0,   0)
+#undef ROCQ_X
+
+template <int F> DEV constexpr bool is_mxfp6() { return F == ROCQ_MXFP6_E2M3 || F == ROCQ_MXFP6_E3M2; }
+template <int F> DEV constexpr bool is_plain() {
+    return F == ROCQ_F32 || F == ROCQ_F16 || F == ROCQ_BF16;
+}
+// q[i] of a unit holds signed bytes.
+template <int F> DEV constexpr bool code_signed() { return block_layout<F>::is_signed != 0; }
+
+template <int F> struct planes { const char *n, *c, *b, *s, *t, *d; };
+
+// base: of a tensor with n_units units in all.
+template <int F> DEV planes<F> planes_of(const void *base, int64_t n_units) {
+    typedef block_layout<F> l;
+    planes<F> p;
+    p.n = (const char *)base;
+    p.c = p.n + n_units * l::n / 8;
+    p.b = p.c + n_units * l::c / 8;
+    p.s = p.b + n_units * l::b / 8;
+    p.t = p.s + n_units * l::s / 8;
+    p.d = p.t + n_units * l::t / 8;
+    return p;
+}
+// The planes from a row's first unit on. With a uniform unit here and a 32-bit one for load_raw, an
+// address is a scalar base and one 32-bit offset.
+template <int F> DEV planes<F> planes_at(const planes<F> &p, int64_t unit) {
+    typedef block_layout<F> l;
+    planes<F> q;
+    q.n = p.n + unit * l::n / 8;
+    q.c = p.c + unit * l::c / 8;
+    q.b = p.b + unit * l::b / 8;
+    q.s = p.s + unit * l::s / 8;
+    q.t = p.t + unit * l::t / 8;
+    q.d = p.d + unit * l::d / 8;
+    return q;
+}
+
+// A unit as loaded; what a format has no plane for is 0 and takes no register.
+template <int F> struct raw {
+    u32x4 n, c, d;
+    uint32_t b, s, t;
+};
+
+// Of superblock formats, unit 0 of p begins a superblock. I: int64_t or uint32_t.
+template <int F, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
+    typedef block_layout<F> l;
+    const u32x4 none = make4(0, 0, 0, 0);
+    raw<F> r = {none, none, none, 0, 0, 0};
+    if constexpr (l::n != 0) r.n = gload((const u32x4 *)(p.n + unit * 16));
+    if constexpr (l::c == 128) r.c = gload((const u32x4 *)(p.c + unit * 16));
+    if constexpr (l::c == 64) {
+        const u32x2 c = gload((const u32x2 *)(p.c + unit * 8));
+        r.c = make4(c.x, c.y, 0, 0);
+    }
+    if constexpr (l::b != 0) r.b = gload((const uint32_t *)(p.b + unit * 4));
+    if constexpr (l::s == 16) r.s = gload((const uint16_t *)(p.s + unit * 2));
+    if constexpr (l::s == 8) r.s = gload((const uint8_t *)(p.s + unit));
+    if constexpr (l::t != 0) r.t = gload((const uint32_t *)(p.t + unit / 8 * 4));
+    if constexpr (F == ROCQ_Q4_K || F == ROCQ_Q5_K) {
+        r.d = gload((const u32x4 *)(p.d + unit / 8 * 16));
+    } else if constexpr (F == ROCQ_IQ4_XS) {
+        const u32x2 d = gload((const u32x2 *)(p.d + unit / 8 * 8));
+        r.d = make4(d.x, d.y, 0, 0);
+    } else if constexpr (F == ROCQ_Q2_K) {
+        r.d = make4(gload((const uint32_t *)(p.d + unit / 8 * 4)), 0, 0, 0);
+    } else if constexpr (l::d == 2) {
+        r.d = make4(gload((const uint16_t *)(p.d + unit / 8 * 2)), 0, 0, 0);
+    } else if constexpr (l::d == 32) {
+        r.d = make4(gload((const uint32_t *)(p.d + unit * 4)), 0, 0, 0);
+    } else if constexpr (l::d == 16) {
+        r.d = make4(gload((const uint16_t *)(p.d + unit * 2)), 0, 0, 0);
+    } else {
+        r.d = make4(gload((const uint8_t *)(p.d + unit)), 0, 0, 0);
+    }
+    return r;
+}
+
+// Levels of four nibbles, the low ones of n's bytes: two look-ups of 8 levels, and a choice by bit 3.
+DEV uint32_t level_words(const int8_t *level, int i) {
+    return (uint32_t)(uint8_t)level[i] | (uint32_t)(uint8_t)level[i + 1] << 8 |
+           (uint32_t)(uint8_t)level[i + 2] << 16 | (uint32_t)(uint8_t)level[i + 3] << 24;
+}
+template <int F> DEV uint32_t levels_of(uint32_t n) {
+    constexpr int8_t iq4[16] = {ROCQ_IQ4_LEVELS}, mxfp4[16] = {ROCQ_MXFP4_LEVELS};
+    const int8_t *level = F == ROCQ_MXFP4 ? mxfp4 : iq4;
+    const uint32_t index = n & 0x07070707u;
+    const uint32_t low = byte_perm(level_words(level, 4), level_words(level, 0), index);
+    const uint32_t high = byte_perm(level_words(level, 12), level_words(level, 8), index);
+    return byte_perm(high, low, (n >> 1 & 0x04040404u) | 0x03020100u);
+}
+
+// The codes of a unit, words i of 8: element 4 i + b is byte b.
+template <int F> DEV uint32_t decode_code(const raw<F> &r, int i) {
+    typedef block_layout<F> l;
+    const uint32_t ns[4] = {r.n.x, r.n.y, r.n.z, r.n.w}, cs[4] = {r.c.x, r.c.y, r.c.z, r.c.w};
+    const uint32_t n = ns[i & 3];
+    if constexpr (F == ROCQ_Q8_0) return i < 4 ? n : cs[i & 3];
+    if constexpr (F == ROCQ_IQ4_NL || F == ROCQ_IQ4_XS || F == ROCQ_MXFP4) {
+        return levels_of<F>(i < 4 ? n : n >> 4);
+    }
+    uint32_t q = 0;
+    if constexpr (l::n != 0) q = (i < 4 ? n : n >> 4) & 0x0f0f0f0fu;
+    if constexpr (l::c != 0) { // at bit 4, or 0 where there is no N
+        const int at = 2 * (i & 3), to = l::n != 0 ? 4 : 0;
+        const uint32_t c = cs[i >> 2];
+        q |= (at < to ? c << (to - at) : c >> (at - to)) & 0x03030303u << to;
+    }
+    if constexpr (l::b != 0) {
+        const int to = l::n != 0 ? 4 : 2;
+        q |= (i < to ? r.b << (to - i) : r.b >> (i - to)) & 0x01010101u << to;
+    }
+    return q;
+}
+
+// value = d sc[g] (q - offset) - dmin mn[g], g = element / 16; the integers are 1 where a format has
+// none, and equal where it has no halves. dmin is 0 without a min.
+struct block_factors {
+    float d, dmin;
+    int32_t sc[2], mn[2];
+};
+
+// 2^(e - 127) for e < 255.
+DEV float pow2_e8m0(uint32_t e) { return bits<float>(e == 0 ? 1u << 22 : e << 23); }
+
+template <int F, typename I> DEV block_factors decode_factors(const raw<F> &r, I unit) {
+    const uint32_t u = (uint32_t)unit & 7u;
+    block_factors f = {0.0f, 0.0f, {1, 1}, {1, 1}};
+    if constexpr (F == ROCQ_MXFP4) { // 2^(e - 128), a denormal for e < 2
+        const uint32_t e = r.d.x;
+        f.d = bits<float>(e < 2 ? 1u << (21 + e) : (e - 1) << 23);
+    } else if constexpr (is_mxfp6<F>()) {
+        f.d = r.d.x == 255 ? bits<float>(0x7fc00000u) : pow2_e8m0(r.d.x);
+    } else {
+        f.d = f16_f32((uint16_t)r.d.x);
+    }
+    if constexpr (F == ROCQ_Q4_1 || F == ROCQ_Q5_1) f.dmin = -f16_f32((uint16_t)(r.d.x >> 16));
+    if constexpr (F == ROCQ_Q2_K) {
+        f.dmin = f16_f32((uint16_t)(r.d.x >> 16));
+        f.sc[0] = (int)(r.s & 15);
+        f.mn[0] = (int)(r.s >> 4 & 15);
+        f.sc[1] = (int)(r.s >> 8 & 15);
+        f.mn[1] = (int)(r.s >> 12);
+    }
+    if constexpr (F == ROCQ_Q3_K) {
+        const uint32_t high = r.t >> 4 * u;
+        f.sc[0] = (int)((r.s & 15) | (high << 4 & 0x30)) - 32;
+        f.sc[1] = (int)(r.s >> 4 | (high << 2 & 0x30)) - 32;
+    }
+    if constexpr (F == ROCQ_Q4_K || F == ROCQ_Q5_K) {
+        const uint32_t low = byte_perm(r.d.z, r.d.y, u), high = r.d.w >> 4 * u;
+        f.dmin = f16_f32((uint16_t)(r.d.x >> 16));
+        f.sc[0] = f.sc[1] = (int)((low & 15) | (high << 4 & 0x30));
+        f.mn[0] = f.mn[1] = (int)((low >> 4 & 15) | (high << 2 & 0x30));
+    }
+    if constexpr (F == ROCQ_Q6_K) {
+        f.sc[0] = (int8_t)(r.s & 255);
+        f.sc[1] = (int8_t)(r.s >> 8);
+    }
+    if constexpr (F == ROCQ_IQ4_XS) {
+        const uint32_t low = r.d.y >> 4 * u & 15, high = r.d.x >> 2 * u;
+        f.sc[0] = f.sc[1] = (int)(low | (high >> 12 & 0x30)) - 32;
+    }
+    return f;
+}
+
+struct unit {
+    uint32_t q[8];
+    float scale[2], min[2];
+};
+
+// Of the MXFP6 formats, q are the 6-bit codes and scale is 2^(e - 127): decode_word has the values.
+template <int F, typename I> DEV unit decode_raw(const raw<F> &r, I at) {
+    const block_factors f = decode_factors<F>(r, at);
+    unit u;
+#pragma unroll
+    for (int i = 0; i < 8; i++) u.q[i] = decode_code<F>(r, i);
+#pragma unroll
+    for (int g = 0; g < 2; g++) {
+        u.scale[g] = f.d * (float)f.sc[g];
+        if (block_layout<F>::has_min) u.min[g] = f.dmin * (float)f.mn[g];
+        else u.min[g] = (float)block_layout<F>::offset * u.scale[g];
+    }
+    return u;
+}
+
+// Two 6-bit codes, in bytes 0 and 2, as F16: the exponent lies at F16's, 14 (E2M3) or 12 (E3M2) too
+// low, and subnormals stay exact.
+template <int F> DEV f16x2 mxfp6_halves(uint32_t codes) {
+    const int up = F == ROCQ_MXFP6_E2M3 ? 7 : 8;
+    return bits<f16x2>((codes << up & 0x001f001fu << up) | (codes << 10 & 0x80008000u));
+}
+
+// Elements 4 i to 4 i + 3, with the bits that the CPU backend gives them.
+template <int F> DEV void decode_word(const unit &u, int i, float v[4]) {
+    typedef block_layout<F> l;
+    const uint32_t q = u.q[i];
+    const float scale = u.scale[i >> 2], min = u.min[i >> 2];
+    if constexpr (is_mxfp6<F>()) {
+        const float up = F == ROCQ_MXFP6_E2M3 ? 16384.0f : 4096.0f;
+        const f16x2 even = mxfp6_halves<F>(q & 0x00ff00ffu), odd = mxfp6_halves<F>(q >> 8 & 0x00ff00ffu);
+        const f16 h[4] = {even.x, odd.x, even.y, odd.y};
+        // + 0: -0 decodes as +0
+        for (int b = 0; b < 4; b++) v[b] = fmaf((float)h[b], up, 0.0f) * scale;
+    } else {
+#pragma unroll
+        for (int b = 0; b < 4; b++) {
+            const uint32_t byte = q >> 8 * b & 255;
+            const float code = l::is_signed ? (float)(int8_t)byte : (float)byte;
+            if (l::offset != 0) v[b] = (code - (float)l::offset) * scale;
+            else if (l::has_min) v[b] = fmaf(code, scale, -min);
+            else v[b] = code * scale;
+        }
+    }
+}
+
+// Plain formats: a piece is 16 bytes, 4 (F32) or 8 elements.
+template <int F> DEV constexpr int piece_elems() { return F == ROCQ_F32 ? 4 : is_plain<F>() ? 8 : 32; }
+
+// Elements 4 i to 4 i + 3 of a piece.
+template <int F> DEV void decode_piece(const u32x4 &piece, int i, float v[4]) {
+    const uint32_t w[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+        if constexpr (F == ROCQ_F32) v[b] = bits<float>(w[b]);
+        if constexpr (F == ROCQ_F16) v[b] = f16_f32((uint16_t)(w[2 * i + b / 2] >> 16 * (b & 1)));
+        if constexpr (F == ROCQ_BF16) {
+            const uint32_t pair = w[2 * i + b / 2];
+            v[b] = bits<float>(b & 1 ? pair & 0xffff0000u : pair << 16);
+        }
+    }
+}
+
+// -- the GGUF layout --
+// Blocks as they lie in the file, read with nothing wider than their alignment warrants: 2 bytes, 1
+// for the MX formats. gfx11 reads at any address, and its compiler joins neighbouring loads.
+
+template <int F> struct gguf_block;
+#define ROCQ_X(NAME, name, id, n_elems, n_bytes)  \
+    template <> struct gguf_block<ROCQ_##NAME> {  \
+        typedef rocq_block_##name type;           \
+        enum { elems = n_elems, bytes = n_bytes }; \
+    };
+ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+
+// Elements and bytes of a block, for formats known only when the kernel runs.
+DEV int format_elems(int32_t format) {
+    switch (format) {
+#define ROCQ_X(NAME, name, id, elems, bytes) \
+    case id: return elems;
+        ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+    default: return 1;
+    }
+}
+DEV int format_bytes(int32_t format) {
+    switch (format) {
+#define ROCQ_X(NAME, name, id, elems, bytes) \
+    case id: return bytes;
+        ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+    default: return 4;
+    }
+}
+
+DEV uint32_t load_by2(const void *p) { // 4 bytes
+    const uint16_t *h = (const uint16_t *)p;
+    return (uint32_t)gload(h) | (uint32_t)gload(h + 1) << 16;
+}
+DEV uint32_t load_by1(const void *p) {
+    const uint8_t *b = (const uint8_t *)p;
+    return (uint32_t)gload(b) | (uint32_t)gload(b + 1) << 8 | (uint32_t)gload(b + 2) << 16 |
+           (uint32_t)gload(b + 3) << 24;
+}
+
+// Bits 0-3 of x as bit 0 of bytes 0-3.
+DEV uint32_t spread_bits(uint32_t x) { return (x & 15u) * 0x00204081u & 0x01010101u; }
+
+// Codes as stored of elements 4 i to 4 i + 3 of unit u (32 elements) of a block, a byte each.
+template <int F> DEV uint32_t gguf_codes(const char *block, int u, int i) {
+    const typename gguf_block<F>::type *any = (const typename gguf_block<F>::type *)block;
+    switch (F) {
+    case ROCQ_Q4_0:
+    case ROCQ_IQ4_NL: {
+        const rocq_block_q4_0 *b = (const rocq_block_q4_0 *)any;
+        return load_by2(b->qs + 4 * (i & 3)) >> (i & 4) & 0x0f0f0f0fu;
+    }
+    case ROCQ_Q4_1: {
+        const rocq_block_q4_1 *b = (const rocq_block_q4_1 *)any;
+        return load_by2(b->qs + 4 * (i & 3)) >> (i & 4) & 0x0f0f0f0fu;
+    }
+    case ROCQ_Q5_0: {
+        const rocq_block_q5_0 *b = (const rocq_block_q5_0 *)any;
+        return (load_by2(b->qs + 4 * (i & 3)) >> (i & 4) & 0x0f0f0f0fu) |
+               spread_bits(load_by2(b->qh) >> 4 * i) << 4;
+    }
+    case ROCQ_Q5_1: {
+        const rocq_block_q5_1 *b = (const rocq_block_q5_1 *)any;
+        return (load_by2(b->qs + 4 * (i & 3)) >> (i & 4) & 0x0f0f0f0fu) |
+               spread_bits(load_by2(b->qh) >> 4 * i) << 4;
+    }
+    case ROCQ_Q8_0: return load_by2(((const rocq_block_q8_0 *)any)->qs + 4 * i);
+    case ROCQ_Q2_K: {
+        const rocq_block_q2_K *b = (const rocq_block_q2_K *)any;
+        return load_by2(b->qs + 32 * (u >> 2) + 4 * i) >> 2 * (u & 3) & 0x03030303u;
+    }
+    case ROCQ_Q3_K: {
+        const rocq_block_q3_K *b = (const rocq_block_q3_K *)any;
+        return (load_by2(b->qs + 32 * (u >> 2) + 4 * i) >> 2 * (u & 3) & 0x03030303u) |
+               (load_by2(b->hmask + 4 * i) >> u & 0x01010101u) << 2;
+    }
+    case ROCQ_Q4_K: {
+        const rocq_block_q4_K *b = (const rocq_block_q4_K *)any;
+        return load_by2(b->qs + 32 * (u >> 1) + 4 * i) >> 4 * (u & 1) & 0x0f0f0f0fu;
+    }
+    case ROCQ_Q5_K: {
+        const rocq_block_q5_K *b = (const rocq_block_q5_K *)any;
+        return (load_by2(b->qs + 32 * (u >> 1) + 4 * i) >> 4 * (u & 1) & 0x0f0f0f0fu) |
+               (load_by2(b->qh + 4 * i) >> u & 0x01010101u) << 4;
+    }
+    case ROCQ_Q6_K: {
+        const rocq_block_q6_K *b = (const rocq_block_q6_K *)any;
+        return (load_by2(b->ql + 64 * (u >> 2) + 32 * (u & 1) + 4 * i) >> 2 * (u & 2) &
+                0x0f0f0f0fu) |
+               (load_by2(b->qh + 32 * (u >> 2) + 4 * i) >> 2 * (u & 3) & 0x03030303u) << 4;
+    }
+    case ROCQ_IQ4_XS: {
+        const rocq_block_iq4_xs *b = (const rocq_block_iq4_xs *)any;
+        return load_by2(b->qs + 16 * u + 4 * (i & 3)) >> (i & 4) & 0x0f0f0f0fu;
+    }
+    case ROCQ_MXFP4: {
+        const rocq_block_mxfp4 *b = (const rocq_block_mxfp4 *)any;
+        return load_by1(b->qs + 4 * (i & 3)) >> (i & 4) & 0x0f0f0f0fu;
+    }
+    default: { // MXFP6: 3 bytes
+        const uint8_t *qs = ((const rocq_block_mxfp6_e2m3 *)any)->qs + 3 * i;
+        const uint32_t v = (uint32_t)gload(qs) | (uint32_t)gload(qs + 1) << 8 |
+                           (uint32_t)gload(qs + 2) << 16;
+        return (v & 63u) | (v & 63u << 6) << 2 | (v & 63u << 12) << 4 | (v & 63u << 18) << 6;
+    }
+    }
+}
+
+// sc[g] of a Q3_K block, 0 to 63.
+DEV uint32_t gguf_q3_K_scale(const rocq_block_q3_K *b, int g) {
+    const uint32_t low = (uint32_t)gload(b->scales + (g & 7)) >> 4 * (g >> 3) & 15u;
+    const uint32_t high = (uint32_t)gload(b->scales + 8 + (g & 3)) >> 2 * (g >> 2) & 3u;
+    return low | high << 4;
+}
+// sc[g] of the scales of a Q4_K or Q5_K block in bits 0-5, mn[g] in bits 8-13.
+DEV uint32_t gguf_q4_K_scale(const uint8_t *scales, int g) {
+    const uint32_t sc = gload(scales + (g & 3)), mn = gload(scales + 4 + (g & 3));
+    const uint32_t low = gload(scales + 8 + (g & 3));
+    return g < 4 ? (sc & 63u) | (mn & 63u) << 8
+                 : (low & 15u) | sc >> 6 << 4 | (low >> 4 | mn >> 6 << 4) << 8;
+}
+// sc[g] of an IQ4_XS block, 0 to 63.
+DEV uint32_t gguf_iq4_xs_scale(const rocq_block_iq4_xs *b, int g) {
+    const uint32_t low = (uint32_t)gload(b->scales_l + (g >> 1)) >> 4 * (g & 1) & 15u;
+    return low | ((uint32_t)gload(&b->scales_h) >> 2 * g & 3u) << 4;
+}
+
+struct gguf_factors { float scale, min; }; // min beside the format's offset, as in block_layout
+
+// Of elements 16 h to 16 h + 15 of unit u of a block.
+template <int F> DEV gguf_factors gguf_scale(const char *block, int u, int h) {
+    const typename gguf_block<F>::type *any = (const typename gguf_block<F>::type *)block;
+    const uint16_t *half = (const uint16_t *)any; // d is the first field of most
+    switch (F) {
+    case ROCQ_Q4_1:
+    case ROCQ_Q5_1: return {f16_f32(gload(half)), -f16_f32(gload(half + 1))};
+    case ROCQ_Q2_K: {
+        const rocq_block_q2_K *b = (const rocq_block_q2_K *)any;
+        const uint32_t s = gload(b->scales + 2 * u + h);
+        return {f16_f32(gload(&b->d)) * (float)(s & 15u),
+                f16_f32(gload(&b->dmin)) * (float)(s >> 4)};
+    }
+    case ROCQ_Q3_K: {
+        const rocq_block_q3_K *b = (const rocq_block_q3_K *)any;
+        return {f16_f32(gload(&b->d)) * (float)((int)gguf_q3_K_scale(b, 2 * u + h) - 32), 0.0f};
+    }
+    case ROCQ_Q4_K:
+    case ROCQ_Q5_K: { // both begin alike
+        const rocq_block_q4_K *b = (const rocq_block_q4_K *)any;
+        const uint32_t s = gguf_q4_K_scale(b->scales, u);
+        return {f16_f32(gload(&b->d)) * (float)(s & 63u),
+                f16_f32(gload(&b->dmin)) * (float)(s >> 8)};
+    }
+    case ROCQ_Q6_K: {
+        const rocq_block_q6_K *b = (const rocq_block_q6_K *)any;
+        return {f16_f32(gload(&b->d)) * (float)gload(b->scales + 2 * u + h), 0.0f};
+    }
+    case ROCQ_IQ4_XS: {
+        const rocq_block_iq4_xs *b = (const rocq_block_iq4_xs *)any;
+        return {f16_f32(gload(&b->d)) * (float)((int)gguf_iq4_xs_scale(b, u) - 32), 0.0f};
+    }
+    case ROCQ_MXFP4:
+    case ROCQ_MXFP6_E2M3:
+    case ROCQ_MXFP6_E3M2: {
+        raw<F> r = {};
+        r.d.x = gload((const uint8_t *)any);
+        return {decode_factors<F>(r, 0u).d, 0.0f};
+    }
+    default: return {f16_f32(gload(half)), 0.0f};
+    }
+}
+
+// Words of a unit as decode_raw gives them.
+template <int F> DEV uint32_t gguf_word(const char *block, int u, int i) {
+    if constexpr (F == ROCQ_IQ4_NL || F == ROCQ_IQ4_XS || F == ROCQ_MXFP4) {
+        return levels_of<F>(gguf_codes<F>(block, u, i));
+    }
+    return gguf_codes<F>(block, u, i);
+}
+template <int F> DEV unit gguf_unit(const char *block, int u) {
+    unit to;
+#pragma unroll
+    for (int i = 0; i < 8; i++) to.q[i] = gguf_word<F>(block, u, i);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const gguf_factors f = gguf_scale<F>(block, u, h);
+        to.scale[h] = f.scale;
+        to.min[h] = block_layout<F>::has_min ? f.min : (float)block_layout<F>::offset * f.scale;
+    }
+    return to;
+}
+// Elements 4 i to 4 i + 3 of unit u of a block, with the bits of the CPU backend; i need not be
+// constant.
+template <int F> DEV void gguf_values(const char *block, int u, int i, float v[4]) {
+    const gguf_factors f = gguf_scale<F>(block, u, i >> 2);
+    unit to;
+    to.q[0] = gguf_word<F>(block, u, i);
+    to.scale[0] = f.scale;
+    to.min[0] = f.min;
+    decode_word<F>(to, 0, v);
+}
+
+// -- encoders --
+// A unit of 32 lies in 8 neighbouring lanes: lane % 8 == i holds elements 4 i to 4 i + 3. All lanes
+// of a wave must come; live says whether the unit exists.
+
+DEV float oct_max(float x) {
+    x = fmaxf(x, wave_xor<1>(x));
+    x = fmaxf(x, wave_xor<2>(x));
+    return fmaxf(x, wave_xor<4>(x));
+}
+DEV uint32_t oct_max(uint32_t x) {
+    uint32_t y = wave_xor<1>(x);
+    x = y > x ? y : x;
+    y = wave_xor<2>(x);
+    x = y > x ? y : x;
+    y = wave_xor<4>(x);
+    return y > x ? y : x;
+}
+
+// What a scale field can hold, as in rocq__f16_limit.
+DEV float f16_limit(float v) { return v >= 65520.0f ? 65504.0f : v <= -65520.0f ? -65504.0f : v; }
+
+DEV void store_by2(void *p, uint32_t v) {
+    gstore((uint16_t *)p, v & 0xffffu);
+    gstore((uint16_t *)p + 1, v >> 16);
+}
+
+// ggml's reference bytes (see rocq__encode_plain): 127 is the largest magnitude, halves round away
+// from 0, NaN becomes -128.
+DEV void put_q8_0(char *block, int i, bool live, const float *v) {
+    float top = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 4; e++) top = fmaxf(top, fabsf(v[e]));
+    const float d = f16_limit(oct_max(top) / 127.0f), inverse = d != 0.0f ? 1.0f / d : 0.0f;
+    const bool none = inverse > 3.40282347e+38f; // d is so small that it is stored as 0
+    uint32_t codes = 0;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float x = v[e] * inverse;
+        const float t = x > -128.0f ? x < 127.0f ? x : 127.0f : -128.0f;
+        const int whole = (int)t;
+        const float rest = t - (float)whole;
+        const int q = whole + (rest >= 0.5f) - (rest <= -0.5f);
+        codes |= none ? 0u : ((uint32_t)q & 255u) << 8 * e;
+    }
+    if (!live) return;
+    if (i == 0) gstore((uint16_t *)block, f32_f16(d));
+    store_by2(block + 2 + 4 * i, codes);
+}
+
+// As above: the element of largest magnitude, the first of equals, takes level -8. Magnitudes
+// compare as integers: clang 19 drops the fabsf of fabsf(x != 0 ? x : 0), which a search from 0
+// begins with.
+DEV float farther(float x, float y) { // x when equal or when y is NaN
+    const uint32_t mx = bits<uint32_t>(x) & 0x7fffffffu, my = bits<uint32_t>(y) & 0x7fffffffu;
+    return my > mx && my <= 0x7f800000u ? y : x;
+}
+template <int mask> DEV float oct_farther(float x) {
+    const float y = wave_xor<mask>(x);
+    return thread_index() & mask ? farther(y, x) : farther(x, y);
+}
+DEV void put_q4_0(char *block, int i, bool live, const float *v) {
+    float top = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 4; e++) top = farther(top, v[e]);
+    top = oct_farther<4>(oct_farther<2>(oct_farther<1>(top)));
+    const float d = f16_limit(top / -8.0f), inverse = d != 0.0f ? 1.0f / d : 0.0f;
+    const bool none = fabsf(inverse) > 3.40282347e+38f;
+    uint32_t codes = 0;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float x = v[e] * inverse;
+        const float t = x > -8.0f ? x < 7.0f ? x : 7.0f : -8.0f;
+        codes |= none ? 0u : (uint32_t)(t + 8.5f) << 8 * e;
+    }
+    const uint32_t upper = wave_xor<4>(codes); // elements 16 on, for lanes 0 to 3
+    if (!live) return;
+    if (i == 0) gstore((uint16_t *)block, f32_f16(d));
+    if (i < 4) store_by2(block + 2 + 4 * i, codes | upper << 4);
+}
+
+// Unit `unit` of a planar Q8_0 tensor of n units: x of an INT8 product. As rocq__quantize_32, but d
+// is the next F16 upwards, so that codes stay within -127 to 127; past F16's range they are
+// clipped.
+// A block with a NaN or an infinity has d NaN, one that is all but 0 has d 0.
+struct q8_block { uint16_t d; float inverse; };
+DEV q8_block q8_block_of(uint32_t top) { // bits of the largest magnitude, NaN on top
+    const float amax = bits<float>(top);
+    if (top >= 0x7f800000u) return {0x7e00, 0.0f};
+    if (amax < 7.88860905e-31f) return {0, 0.0f}; // 2^-100
+    const float d = amax * (1.0f / 127.0f);
+    uint32_t h = f32_f16(d);
+    if (f16_f32((uint16_t)h) < d) h++;
+    h = h < 0x7bffu ? h : 0x7bffu;
+    return {(uint16_t)h, 1.0f / f16_f32((uint16_t)h)};
+}
+DEV uint32_t q8_codes(const float *v, float inverse) { // of four values
+    uint32_t codes = 0;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float x = fminf(127.0f, fmaxf(-127.0f, rintf(v[e] * inverse)));
+        codes |= ((uint32_t)(int)x & 255u) << 8 * e;
+    }
+    return codes;
+}
+DEV void put_q8_0_planar(void *base, int64_t n, int64_t unit, int i, bool live, const float *v) {
+    uint32_t top = 0;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const uint32_t magnitude = bits<uint32_t>(v[e]) & 0x7fffffffu;
+        top = magnitude > top ? magnitude : top;
+    }
+    const q8_block b = q8_block_of(oct_max(top));
+    const uint32_t codes = b.inverse != 0.0f ? q8_codes(v, b.inverse) : 0u;
+    if (!live) return;
+    gstore((uint32_t *)base + (i < 4 ? 0 : 4 * n) + 4 * unit + (i & 3), codes);
+    if (i == 0) gstore((uint16_t *)base + 16 * n + unit, b.d);
+}
+
+// -- repack --
+// dst = src with the bits of every block sorted into planes (the picture stands in rocq.h,
+// >>kernels).
+//
+//   src   GGUF layout, any of the 15 block formats, rows at any stride
+//   dst   planar, 16-byte aligned; src's units become units unit0 and up of n_units
+//
+// A thread takes a unit of 32 weights, neighbouring threads neighbouring units: it gathers the 32
+// codes to a byte each, which is the one form all formats share, and joins them again into nibble,
+// pair and bit planes, whose stores are 16, 8 and 4 bytes a lane and contiguous over the wave. The
+// scales of a superblock are written by the lanes of its units, each the bytes that belong to it.
+// Geometry: 256 threads, a block for 256 units of src, the last one in part; fewer than 2^32 units.
+// Bytes: reads and writes the tensor once. Blocks are read in pieces of 2 bytes (MX 1), since
+// 18-byte blocks have no better alignment; lanes of a wave share the cache lines.
+
+template <int F>
+DEV void repack_unit(const char *row, int64_t column, uint8_t *dst, int64_t unit, int64_t n) {
+    enum {
+        PER_BLOCK = gguf_block<F>::elems / 32,
+        NIBBLES = F != ROCQ_Q8_0 && F != ROCQ_Q2_K && F != ROCQ_Q3_K,
+        PAIRS = F == ROCQ_Q2_K || F == ROCQ_Q3_K || F == ROCQ_Q6_K || F == ROCQ_MXFP6_E2M3 ||
+                F == ROCQ_MXFP6_E3M2,
+        BITS = F == ROCQ_Q5_0 || F == ROCQ_Q5_1 || F == ROCQ_Q5_K || F == ROCQ_Q3_K,
+        PAIR_SHIFT = NIBBLES ? 4 : 0,
+        BIT_SHIFT = NIBBLES ? 4 : 2
+    };
+    const char *block = row + column / PER_BLOCK * gguf_block<F>::bytes;
+    const int u = (int)(column % PER_BLOCK);
+    const int64_t super = unit / PER_BLOCK;
+    uint32_t q[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) q[i] = gguf_codes<F>(block, u, i);
+
+    uint8_t *plane = dst;
+    if (NIBBLES) {
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) w[i] = (q[i] & 0x0f0f0f0fu) | (q[i + 4] & 0x0f0f0f0fu) << 4;
+        gstore((u32x4 *)plane + unit, make4(w[0], w[1], w[2], w[3]));
+        plane += 16 * n;
+    }
+    if (PAIRS) {
+        uint32_t w[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            w[i] = 0;
+#pragma unroll
+            for (int r = 0; r < 4; r++) w[i] |= (q[4 * i + r] >> PAIR_SHIFT & 0x03030303u) << 2 * r;
+        }
+        gstore((u32x2 *)plane + unit, make2(w[0], w[1]));
+        plane += 8 * n;
+    }
+    if (BITS) {
+        uint32_t w = 0;
+#pragma unroll
+        for (int r = 0; r < 8; r++) w |= (q[r] >> BIT_SHIFT & 0x01010101u) << r;
+        gstore((uint32_t *)plane + unit, w);
+        plane += 4 * n;
+    }
+    if (F == ROCQ_Q8_0) {
+        gstore((u32x4 *)plane + unit, make4(q[0], q[1], q[2], q[3]));
+        plane += 16 * n;
+        gstore((u32x4 *)plane + unit, make4(q[4], q[5], q[6], q[7]));
+        plane += 16 * n;
+    }
+
+    switch (F) {
+    case ROCQ_Q4_1:
+    case ROCQ_Q5_1: gstore((uint32_t *)plane + unit, load_by2(block)); break;
+    case ROCQ_MXFP4:
+    case ROCQ_MXFP6_E2M3:
+    case ROCQ_MXFP6_E3M2: gstore(plane + unit, gload((const uint8_t *)block)); break;
+    case ROCQ_Q2_K: {
+        const rocq_block_q2_K *b = (const rocq_block_q2_K *)(const void *)block;
+        gstore((uint16_t *)plane + unit, gload((const uint16_t *)b->scales + u));
+        if (u == 0) gstore((uint32_t *)(plane + 2 * n) + super, load_by2(&b->d));
+        break;
+    }
+    case ROCQ_Q3_K: {
+        const rocq_block_q3_K *b = (const rocq_block_q3_K *)(const void *)block;
+        const uint32_t first = gguf_q3_K_scale(b, 2 * u), second = gguf_q3_K_scale(b, 2 * u + 1);
+        gstore(plane + unit, (first & 15u) | (second & 15u) << 4);
+        if ((u & 1) == 0) {
+            const uint32_t third = gguf_q3_K_scale(b, 2 * u + 2),
+                           last = gguf_q3_K_scale(b, 2 * u + 3);
+            gstore(plane + n + unit / 2,
+                   first >> 4 | second >> 4 << 2 | third >> 4 << 4 | last >> 4 << 6);
+        }
+        if (u == 0) gstore((uint16_t *)(plane + n + n / 2) + super, gload(&b->d));
+        break;
+    }
+    case ROCQ_Q4_K:
+    case ROCQ_Q5_K: { // both begin alike
+        const rocq_block_q4_K *b = (const rocq_block_q4_K *)(const void *)block;
+        const uint32_t s = gguf_q4_K_scale(b->scales, u);
+        uint8_t *head = plane + 16 * super;
+        if (u == 0) gstore((uint32_t *)head, load_by2(&b->d));
+        gstore(head + 4 + u, (s & 15u) | (s >> 8 & 15u) << 4);
+        if ((u & 1) == 0) {
+            const uint32_t next = gguf_q4_K_scale(b->scales, u + 1);
+            gstore(head + 12 + u / 2,
+                   (s >> 4 & 3u) | s >> 12 << 2 | (next >> 4 & 3u) << 4 | next >> 12 << 6);
+        }
+        break;
+    }
+    case ROCQ_Q6_K: {
+        const rocq_block_q6_K *b = (const rocq_block_q6_K *)(const void *)block;
+        gstore((uint16_t *)plane + unit, gload((const uint16_t *)b->scales + u));
+        if (u == 0) gstore((uint16_t *)(plane + 2 * n) + super, gload(&b->d));
+        break;
+    }
+    case ROCQ_IQ4_XS:
+        if (u < 2) gstore((uint32_t *)plane + 2 * super + u, load_by2(block + 4 * u));
+        break;
+    default: gstore((uint16_t *)plane + unit, gload((const uint16_t *)block)); break;
+    }
+}
+
+KERNEL(repack, rocq_k_repack_args, 256) {
+    const uint32_t per_row = (uint32_t)a.src.ne[0] / 32;
+    const uint32_t n =
+        per_row * (uint32_t)a.src.ne[1] * (uint32_t)a.src.ne[2] * (uint32_t)a.src.ne[3];
+    const uint32_t at = (a.common.block0 + block_index()) * 256 + thread_index();
+    if (at >= n) return;
+    const uint32_t row = at / per_row, column = at - row * per_row;
+    const uint32_t plane = row / (uint32_t)a.src.ne[1], i1 = row - plane * (uint32_t)a.src.ne[1];
+    const uint32_t i3 = plane / (uint32_t)a.src.ne[2], i2 = plane - i3 * (uint32_t)a.src.ne[2];
+    const char *from = row_of(a.src, i1, i2, i3);
+    const int64_t unit = a.unit0 + at;
+    uint8_t *dst = (uint8_t *)a.dst;
+    switch (a.src.format) {
+#define ROCQ_X(F) \
+    case ROCQ_##F: repack_unit<ROCQ_##F>(from, column, dst, unit, a.n_units); break;
+        ROCQ_X(Q4_0)
+        ROCQ_X(Q4_1)
+        ROCQ_X(Q5_0)
+        ROCQ_X(Q5_1)
+        ROCQ_X(Q8_0)
+        ROCQ_X(Q2_K)
+        ROCQ_X(Q3_K)
+        ROCQ_X(Q4_K)
+        ROCQ_X(Q5_K)
+        ROCQ_X(Q6_K)
+        ROCQ_X(IQ4_NL)
+        ROCQ_X(IQ4_XS)
+        ROCQ_X(MXFP4)
+        ROCQ_X(MXFP6_E2M3)
+        ROCQ_X(MXFP6_E3M2)
+#undef ROCQ_X
+    default: break;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>matvec
+// ---------------------------------------------------------------------------------------------
+// y[m, c] = epilogue(sum over k of w[k, m] x[k, c]) for n <= N columns c: the product of decode.
+//
+//   w    planar [K, M] (rows row0 and up of a tensor of n_units units), or plain F32, F16 or BF16
+//   x    int8: planar Q8_0 [K, x_columns], columns x_column0 and up; f32: F32, column c at
+//        x + (x_column0 + c) x_stride
+//   y    column c is dimension 1; F32, F16, or Q8_0 (raw, or planar, there columns x_column0 and up)
+//
+// A wave takes ROCQ_K_MATVEC_ROWS rows of w through K together; a lane owns every 32nd unit of 32
+// weights of each (plain formats: every 32nd piece of 16 bytes), so the wave reads 512 contiguous
+// bytes of each row's widest plane in one load a lane. As soon as a unit is taken apart its registers
+// receive the lane's next one, so all four rows' loads are nearly always in flight: 2 KB a wave
+// with codes alone. What belongs to x, its load, its sums and its scale, is shared by the rows; what
+// belongs to w, its load and its unpacking, by the columns. k_waves waves share a row group, each
+// with every k_waves-th step of K: more bytes in flight where M is too small to fill the chip.
+// A unit's product is an exact integer; it enters the lane's F32 sum by one fused multiply-add, two
+// with a min. Lanes are added by DPP, halving the sums a lane holds as long as it holds several, waves
+// and w2 meet in LDS, and then a thread takes one y through the epilogue.
+//
+// Geometry: blocks of 256 threads, 8 waves; a block owns 32 / k_waves rows of one part. Parts are
+// laid end to end (block_end). LDS: 1 to 2 KB (N = 8). Rows past m repeat row m - 1, columns past n
+// column n - 1, and are not stored; lanes past the end of K load its last unit and add nothing.
+// Assumes planar tensors aligned to 16 bytes. y in Q8_0 needs the 32 rows of its units in one
+// block: k_waves = 1 and m a multiple of 32.
+// Bytes: w once, x once a wave, from the caches. VALU a weight of Q4_0, n = 1: 12 unpacking, 8 dot4 and 4
+// others per 32.
+
+// Sums of V values over the 32 lanes. Lane l gets value l % V: as long as there are several, a lane
+// passes on the half that is not its own. mask: lanes to meet next.
+template <int V, int mask> DEV float wave_sums(const float *v) {
+    if constexpr (mask == 32) {
+        return v[0];
+    } else if constexpr (V == 1) {
+        const float sum = v[0] + wave_xor<mask>(v[0]);
+        return wave_sums<1, mask * 2>(&sum);
+    } else {
+        const bool odd = (thread_index() & mask) != 0;
+        float half[V / 2];
+#pragma unroll
+        for (int i = 0; i < V / 2; i++) {
+            const float v0 = v[2 * i], v1 = v[2 * i + 1];
+            half[i] = (odd ? v1 : v0) + wave_xor<mask>(odd ? v0 : v1);
+        }
+        return wave_sums<V / 2, mask * 2>(half);
+    }
+}
+
+// The product of 24-bit integers, full rate on gfx11.
+DEV int mul24(int a, int b) {
+    return ((int)((uint32_t)a << 8) >> 8) * ((int)((uint32_t)b << 8) >> 8);
+}
+
+// Where a wave works: rows of a part, in units or pieces, and the share of K.
+struct matvec_work {
+    int64_t row[ROCQ_K_MATVEC_ROWS];
+    uint32_t first, step, count; // a lane's first unit, to its next, and units of a row
+};
+
+struct matvec_x {
+    uint32_t q[8];
+    float d;
+    int sum[2]; // of the codes of each half
+};
+
+template <int F> DEV void matvec_x_sums(matvec_x &x) {
+    typedef block_layout<F> l;
+    if (l::offset == 0 && !l::has_min) return;
+    const int ones = 0x01010101;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        x.sum[h] = h == 1 && !l::halves ? x.sum[0] : 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) x.sum[h] = dot4((int)x.q[4 * h + i], ones, x.sum[h]);
+    }
+}
+
+// Adds a unit's product to sum.
+template <int F> DEV float matvec_add(float sum, const uint32_t q[8], const block_factors &f,
+                                      const matvec_x &x) {
+    typedef block_layout<F> l;
+    if constexpr (l::halves) {
+        int dot[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            dot[h] = -l::offset * x.sum[h];
+#pragma unroll
+            for (int i = 4 * h; i < 4 * h + 4; i++) dot[h] = dot4((int)q[i], (int)x.q[i], dot[h]);
+        }
+        sum = fmaf(f.d * x.d, (float)(mul24(dot[0], f.sc[0]) + mul24(dot[1], f.sc[1])), sum);
+        if (l::has_min) {
+            const int mins = mul24(x.sum[0], f.mn[0]) + mul24(x.sum[1], f.mn[1]);
+            sum = fmaf(-f.dmin * x.d, (float)mins, sum);
+        }
+    } else { // sum[1] is of all 32
+        int dot = l::offset ? -l::offset * x.sum[1] : 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) dot = dot4((int)q[i], (int)x.q[i], dot);
+        sum = fmaf(f.d * x.d, (float)dot, sum);
+        if (l::has_min) sum = fmaf(-f.dmin, x.d * (float)x.sum[1], sum);
+    }
+    return sum;
+}
+
+// Loads above are issued there, and no later ones before them. Without this the compiler moves a load
+// that is used in the next trip of a loop into that trip, and x of all columns to the top of the loop.
+DEV void loads_issued() {
+    __asm__ volatile("" ::: "memory");
+#if defined(__AMDGCN__)
+    __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+// x is computed here: not later, where what it is made of takes more registers than it does, and, of a
+// value that does not change in a loop, not before it.
+DEV void computed(float &x) {
+#if defined(__AMDGCN__)
+    __asm__ volatile("" : "+v"(x));
+#endif
+}
+DEV void computed(uint32_t &x) {
+#if defined(__AMDGCN__)
+    __asm__ volatile("" : "+v"(x));
+#elif defined(__CUDACC__)
+    __asm__ volatile("" : "+r"(x));
+#endif
+}
+
+// The units of a wave's rows. Where scalar registers are short, because of many planes or columns,
+// the rows share the first one's addresses and differ in a lane's 32-bit offset.
+template <int F, bool SHARED> struct matvec_rows {
+    planes<F> row[SHARED ? 1 : ROCQ_K_MATVEC_ROWS];
+    uint32_t offset[ROCQ_K_MATVEC_ROWS];
+};
+template <int F, bool SHARED>
+DEV matvec_rows<F, SHARED> matvec_rows_of(const void *w, int64_t n_units, int64_t units, const matvec_work &work) {
+    const planes<F> tensor = planes_of<F>(w, n_units);
+    matvec_rows<F, SHARED> rows;
+#pragma unroll
+    for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) {
+        if (!SHARED || r == 0) rows.row[r] = planes_at<F>(tensor, work.row[r] * units);
+        rows.offset[r] = SHARED ? (uint32_t)((work.row[r] - work.row[0]) * units) : 0;
+    }
+    return rows;
+}
+template <int F, bool SHARED>
+DEV raw<F> matvec_load(const matvec_rows<F, SHARED> &rows, int r, uint32_t unit) {
+    return load_raw<F>(rows.row[SHARED ? 0 : r], unit + rows.offset[r]);
+}
+template <int F> DEV constexpr bool many_planes() {
+    typedef block_layout<F> l;
+    return (l::n != 0) + (l::c != 0) + (l::b != 0) + (l::s != 0) + (l::t != 0) + 1 > 3;
+}
+
+template <int F> DEV matvec_x matvec_x_of(const raw<ROCQ_Q8_0> &r) {
+    matvec_x x;
+#pragma unroll
+    for (int i = 0; i < 8; i++) x.q[i] = decode_code<ROCQ_Q8_0>(r, i);
+    x.d = f16_f32((uint16_t)r.d.x);
+    matvec_x_sums<F>(x);
+    return x;
+}
+
+// A unit of w, taken apart. Without halves, d and dmin are multiplied by their integers here, once for
+// all columns.
+template <int F> struct matvec_unit {
+    uint32_t q[8];
+    block_factors f;
+};
+template <int F> DEV matvec_unit<F> matvec_unit_of(const raw<F> &r, uint32_t at) {
+    matvec_unit<F> u;
+    u.f = decode_factors<F>(r, at);
+    if (!block_layout<F>::halves) {
+        u.f.d *= (float)u.f.sc[0];
+        u.f.dmin *= (float)u.f.mn[0];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) u.q[i] = decode_code<F>(r, i);
+    return u;
+}
+
+// sums[ROWS c + r] of the lane, of row r and column c. Loads return in order, so those of x go out
+// ahead of those of w that are needed later.
+template <int F, int N>
+DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_units,
+                          const matvec_work &work, float *sums) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS, SHARED = N > 1 || many_planes<F>() };
+    const int64_t units = a.k / 32;
+    const matvec_rows<F, SHARED> rows = matvec_rows_of<F, SHARED>(w, n_units, units, work);
+    const planes<ROCQ_Q8_0> x0 =
+        planes_at<ROCQ_Q8_0>(planes_of<ROCQ_Q8_0>(a.x, a.x_units), a.x_column0 * units);
+    uint32_t column[N]; // units from x0
+#pragma unroll
+    for (int c = 0; c < N; c++) column[c] = (uint32_t)((c < a.n ? c : a.n - 1) * units);
+    const uint32_t last = work.count - 1;
+    uint32_t at = work.first;
+    computed(at); // the first addresses would take registers throughout
+    uint32_t next = at < last ? at : last;
+    raw<ROCQ_Q8_0> r_x = load_raw<ROCQ_Q8_0>(x0, column[0] + next);
+    raw<F> r_w[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load(rows, r, next);
+    loads_issued();
+#pragma unroll 1
+    for (; at < work.count; at += work.step) {
+        next = at + work.step < last ? at + work.step : last;
+        matvec_unit<F> u[ROWS];
+#pragma unroll
+        for (int c = 0; c < N; c++) {
+            const matvec_x x = matvec_x_of<F>(r_x);
+            r_x = load_raw<ROCQ_Q8_0>(x0, c + 1 < N ? column[c + 1] + at : column[0] + next);
+            loads_issued();
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                if (c == 0) u[r] = matvec_unit_of<F>(r_w[r], at);
+                if (c == N - 1) {
+                    r_w[r] = matvec_load(rows, r, next);
+                    loads_issued();
+                }
+                sums[ROWS * c + r] = matvec_add<F>(sums[ROWS * c + r], u[r].q, u[r].f, x);
+                if (N > 1) computed(sums[ROWS * c + r]);
+            }
+        }
+    }
+}
+
+// Four values of a column of F32 x, times v of the rows.
+template <int N>
+DEV void matvec_f32_add(float *sums, const char *const column[N], uint32_t offset,
+                        const float (&v)[ROCQ_K_MATVEC_ROWS][4]) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS };
+#pragma unroll
+    for (int c = 0; c < N; c++) {
+        const u32x4 x = gload((const u32x4 *)(column[c] + offset));
+        const float four[4] = {bits<float>(x.x), bits<float>(x.y), bits<float>(x.z), bits<float>(x.w)};
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (int b = 0; b < 4; b++) sums[ROWS * c + r] = fmaf(v[r][b], four[b], sums[ROWS * c + r]);
+            if (N > 1) computed(sums[ROWS * c + r]);
+        }
+    }
+}
+
+// The same from values in F32, w's with the bits that they have on the CPU. Block formats: a unit in
+// four parts of 8 weights, in a loop that moves the codes down, since 8 columns of a whole unit are a
+// thousand instructions.
+template <int F, int N>
+DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_units,
+                         const matvec_work &work, float *sums) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS, SHARED = N > 2 || many_planes<F>() };
+    const char *column[N];
+#pragma unroll
+    for (int c = 0; c < N; c++) {
+        column[c] = (const char *)((const float *)a.x + (a.x_column0 + (c < a.n ? c : a.n - 1)) * a.x_stride);
+    }
+    const int64_t units = a.k / 32;
+    const matvec_rows<F, SHARED> rows = matvec_rows_of<F, SHARED>(w, n_units, units, work);
+    const uint32_t last = work.count - 1;
+    uint32_t at = work.first;
+    computed(at); // the first addresses would take registers throughout
+    uint32_t next = at < last ? at : last;
+    raw<F> r_w[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load(rows, r, next);
+    loads_issued();
+#pragma unroll 1
+    for (; at < work.count; at += work.step) {
+        next = at + work.step < last ? at + work.step : last;
+        unit u[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            u[r] = decode_raw<F>(r_w[r], at);
+            r_w[r] = matvec_load(rows, r, next);
+            loads_issued();
+        }
+#pragma unroll 1
+        for (uint32_t part = 0; part < 4; part++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float v[ROWS][4];
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) decode_word<F>(u[r], i, v[r]);
+                matvec_f32_add<N>(sums, column, at * 128 + part * 32 + (uint32_t)i * 16, v);
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+                for (int i = 0; i < 6; i++) u[r].q[i] = u[r].q[i + 2];
+                u[r].scale[0] = part == 1 ? u[r].scale[1] : u[r].scale[0];
+                u[r].min[0] = part == 1 ? u[r].min[1] : u[r].min[0];
+            }
+        }
+    }
+}
+
+// F32, F16 and BF16 rows: pieces of 16 bytes, or elements where a row is not a whole number of
+// pieces or not aligned.
+template <int F, int N>
+DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const matvec_work &work, float *sums) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS, ELEMS = piece_elems<F>(), SIZE = 16 / ELEMS };
+    const char *column[N], *row[ROWS];
+#pragma unroll
+    for (int c = 0; c < N; c++) {
+        column[c] = (const char *)((const float *)a.x + (a.x_column0 + (c < a.n ? c : a.n - 1)) * a.x_stride);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) row[r] = (const char *)w + work.row[r] * a.k * SIZE;
+    if (a.k % ELEMS != 0 || a.x_stride % 4 != 0 || ((uintptr_t)a.x | (uintptr_t)w) % 16 != 0) {
+#pragma unroll 1
+        for (uint32_t k = work.first; k < (uint32_t)a.k; k += work.step) {
+            float v[ROWS];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) v[r] = get_float(F, row[r], k);
+#pragma unroll
+            for (int c = 0; c < N; c++) {
+                const float x = gload((const float *)column[c] + k);
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) sums[ROWS * c + r] = fmaf(v[r], x, sums[ROWS * c + r]);
+            }
+        }
+        return;
+    }
+    const uint32_t count = (uint32_t)a.k / ELEMS, last = count - 1;
+    uint32_t at = work.first;
+    computed(at); // the first addresses would take registers throughout
+    uint32_t next = at < last ? at : last;
+    u32x4 r_w[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) r_w[r] = gload((const u32x4 *)(row[r] + next * 16));
+    loads_issued();
+#pragma unroll 1
+    for (; at < count; at += work.step) {
+        next = at + work.step < last ? at + work.step : last;
+        u32x4 piece[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            piece[r] = r_w[r];
+            r_w[r] = gload((const u32x4 *)(row[r] + next * 16));
+        }
+        loads_issued();
+#pragma unroll
+        for (int i = 0; i < ELEMS / 4; i++) {
+            float v[ROWS][4];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) decode_piece<F>(piece[r], i, v[r]);
+            matvec_f32_add<N>(sums, column, at * (ELEMS * 4) + (uint32_t)i * 16, v);
+        }
+    }
+}
+
+// Rows row and up of a part, by one wave; its sums go to out[pass][ROWS c + r], pass 1 being w2's.
+template <int F, int N, bool INT8>
+DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_part &p, int row,
+                         int k_wave, float *out) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS };
+    matvec_work work;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) work.row[r] = p.row0 + (row + r < p.m ? row + r : p.m - 1);
+    work.first = (uint32_t)(k_wave * ROCQ_K_WAVE + lane_index());
+    work.step = (uint32_t)(a.k_waves * ROCQ_K_WAVE);
+    work.count = (uint32_t)a.k / 32;
+    const int passes = p.w2 ? 2 : 1;
+#pragma unroll 1
+    for (int pass = 0; pass < passes; pass++) {
+        const void *w = pass ? p.w2 : p.w;
+        float sums[ROWS * N];
+#pragma unroll
+        for (int i = 0; i < ROWS * N; i++) sums[i] = 0.0f;
+        if constexpr (INT8) matvec_int8_sums<F, N>(a, w, p.n_units, work, sums);
+        else if constexpr (is_plain<F>()) matvec_plain_sums<F, N>(a, w, work, sums);
+        else matvec_f32_sums<F, N>(a, w, p.n_units, work, sums);
+        const float sum = wave_sums<ROWS * N, 1>(sums);
+        if (lane_index() < ROWS * N) lput(out + pass * ROCQ_K_MATVEC_WAVES * ROWS * N + lane_index(), sum);
+    }
+}
+
+// One y a thread: the waves' shares of K, in order, and the epilogue.
+template <int N>
+DEV void matvec_finish(const rocq_k_matvec_args &a, const rocq_k_matvec_part &p, int first_row,
+                       int k_shift, float *sums) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N, PASS = ROCQ_K_MATVEC_WAVES * SLOT };
+    const int rows_log2 = 5 - k_shift, r = (int)thread_index() & ((1 << rows_log2) - 1);
+    const int c = (int)thread_index() >> rows_log2, row = first_row + r;
+    if (c >= a.n || row >= p.m) return;
+    const int slot = (r / ROWS << k_shift) * SLOT + c * ROWS + r % ROWS;
+    float v = lget(sums + slot), v2 = p.w2 ? lget(sums + PASS + slot) : 1.0f;
+    for (int k = 1; k < a.k_waves; k++) {
+        v += lget(sums + slot + k * SLOT);
+        if (p.w2) v2 += lget(sums + PASS + slot + k * SLOT);
+    }
+    const rocq_k_epilogue &e = p.epilogue;
+    if (e.bias) v += gload(e.bias + row);
+    v = activation(e.activation, v);
+    if (e.softcap > 0.0f) v = e.softcap * tanhf(v / e.softcap);
+    if (e.gate.data) v *= get_float(e.gate.format, row_of(e.gate, c, 0, 0), row);
+    if (p.w2) v *= v2;
+    if (e.residual.data) v += get_float(e.residual.format, row_of(e.residual, c, 0, 0), row);
+    if (e.y.format != ROCQ_Q8_0) {
+        put_float(e.y.format, row_of(e.y, c, 0, 0), row, v);
+        return;
+    }
+    // The wave has column c of a unit; 8 lanes take four rows each.
+    const int i = lane_index() & 7;
+    float four[4];
+    lput(sums + slot, v);
+    wave_sync();
+#pragma unroll
+    for (int b = 0; b < 4; b++) four[b] = lget(sums + i * SLOT + c * ROWS + b);
+    const bool live = lane_index() < 8;
+    if (e.y.layout == ROCQ_LAYOUT_PLANAR) {
+        const int64_t per_column = e.y.ne[0] / 32;
+        const int64_t n = per_column * e.y.ne[1] * e.y.ne[2] * e.y.ne[3];
+        put_q8_0_planar(e.y.data, n, (a.x_column0 + c) * per_column + first_row / 32, i, live, four);
+    } else {
+        put_q8_0(row_of(e.y, c, 0, 0) + first_row / 32 * 34, i, live, four);
+    }
+}
+
+// A block's work. F: the one format of all parts, or MATVEC_MIXED: each part has its own.
+enum { MATVEC_MIXED = -1 };
+template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_args &a) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS };
+    LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
+    uint32_t block = a.common.block0 + block_index(), begin = 0;
+    int i = 0;
+    while (i < a.n_parts - 1 && block >= a.part[i].block_end) begin = a.part[i++].block_end;
+    const rocq_k_matvec_part &p = a.part[i];
+    const int k_shift = a.k_waves == 1 ? 0 : a.k_waves == 2 ? 1 : a.k_waves == 4 ? 2 : 3;
+    const int wave = wave_read(wave_index(), 0); // uniform: addresses of rows stay scalar
+    const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> k_shift);
+    const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & (a.k_waves - 1);
+    float *out = sums + wave * ROWS * N;
+    if (row < p.m) {
+        if constexpr (F == MATVEC_MIXED) {
+            switch (p.format) {
+#define ROCQ_X(name) \
+    case ROCQ_##name: matvec_products<ROCQ_##name, N, INT8>(a, p, row, k_wave, out); break;
+                ROCQ_X(Q4_0)
+                ROCQ_X(Q4_1)
+                ROCQ_X(Q5_0)
+                ROCQ_X(Q5_1)
+                ROCQ_X(Q8_0)
+                ROCQ_X(Q2_K)
+                ROCQ_X(Q3_K)
+                ROCQ_X(Q4_K)
+                ROCQ_X(Q5_K)
+                ROCQ_X(Q6_K)
+                ROCQ_X(IQ4_NL)
+                ROCQ_X(IQ4_XS)
+                ROCQ_X(MXFP4)
+#undef ROCQ_X
+            default: break;
+            }
+        } else {
+            matvec_products<F, N, INT8>(a, p, row, k_wave, out);
+        }
+    }
+    block_sync();
+    matvec_finish<N>(a, p, first_row, k_shift, sums);
+}
+
+// The id of a format by the name in the lists.
+enum {
+#define ROCQ_X(NAME, name, id, elems, bytes) format_id_##name = id,
+    ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+};
+
+// Waves a SIMD that the registers leave room for.
+constexpr int matvec_waves(int n, bool int8) { return n > 2 ? 4 : n == 1 && int8 ? 8 : 6; }
+
+#define ROCQ_X(n, f, type, is_int8)                                                            \
+    KERNEL_WAVES(matvec_##type##_##f##_n##n, rocq_k_matvec_args, 256, matvec_waves(n, is_int8)) { \
+        matvec_block<format_id_##f, n, is_int8>(a);                                            \
+    }
+#define ROCQ_X_INT8(X, f) X(1, f, int8, true) X(2, f, int8, true) X(4, f, int8, true) X(8, f, int8, true)
+#define ROCQ_X_F32(X, f) X(1, f, f32, false) X(8, f, f32, false)
+ROCQ_K_INT8_FORMATS(ROCQ_X_INT8, ROCQ_X)
+KERNEL_WAVES(matvec_int8_mixed_n1, rocq_k_matvec_args, 256, matvec_waves(1, true)) { matvec_block<MATVEC_MIXED, 1, true>(a); }
+ROCQ_K_ALL_FORMATS(ROCQ_X_F32, ROCQ_X)
+#undef ROCQ_X
+#undef ROCQ_X_INT8
+#undef ROCQ_X_F32
+
+// ---------------------------------------------------------------------------------------------
+// >>matmul
+// ---------------------------------------------------------------------------------------------
+// y[m, n] = epilogue(sum over k of w[k, m] x[k, n]) for more columns n than a matvec takes: the
+// product of prompts. A block owns a tile of y and goes through K in steps: w is decoded and x
+// copied into LDS, from where the waves multiply, while the next step's bytes, not yet decoded, are
+// on their way into registers.
+//
+//   w    planar [K, M, ..], or plain F32, F16 or BF16 of any K; matrices follow each other
+//   x    column c of batch z is column z n + c: F16 or F32 with x_stride elements from column to
+//        column, or planar Q8_0. F16 and F32 columns begin at multiples of 16 bytes and can be read
+//        up to the next such multiple past K; what lies there has no effect
+//   y    F32 or F16, likewise gate and residual, any strides; y may be gate or residual
+//
+// Geometry: blockIdx.x (+ block0) counts tiles_m tiles_n tiles, blockIdx.z batches of x. Tiles are
+// ROCQ_K_MATMUL_M rows by ROCQ_K_MATMUL_F16_N, _F16_N_FEW, _INT8_N or _F32_N columns; 128 threads,
+// matmul_f32 256. Rows past M are row M - 1, columns past N column N - 1, and are not stored.
+// Sums run over K in one order, whatever n and the tile are. Numbers of units and offsets within
+// a tile are 32-bit: 128 rows of w and 128 columns of x are less than 4 GB each.
+
+#define ROCQ_X(NAME, name, id, elems, bytes) MM_##name = id,
+enum { ROCQ_FORMATS(ROCQ_X) }; // ids by the names that the kernels carry
+#undef ROCQ_X
+
+// Where a block's tile lies. Blocks go through bands of MM_BAND tiles of M, in a band through M
+// first: those that run at one time share rows of w and columns of x in L2 about equally.
+enum { MM_BAND = 16 };
+struct mm_place {
+    int64_t m0, n0;     // first row and column
+    int64_t w_row;      // row m0 in all of w
+    int64_t x_column;   // column n0 in all of x
+    int32_t i2, i3;     // batch
+};
+DEV mm_place mm_place_of(const rocq_k_matmul_args &a, int bm, int bn) {
+    const uint32_t tiles_m = (uint32_t)a.tiles_m, tiles_n = (uint32_t)a.tiles_n;
+    const uint32_t z = block_index_z();
+    const uint32_t tile = a.common.block0 + block_index(), band = tile / (MM_BAND * tiles_n);
+    const uint32_t at = tile - band * (MM_BAND * tiles_n), left = tiles_m - band * MM_BAND;
+    const uint32_t height = left < MM_BAND ? left : MM_BAND;
+    mm_place p;
+    p.m0 = (int64_t)(band * MM_BAND + at % height) * bm;
+    p.n0 = (int64_t)(at / height) * bn;
+    p.i2 = (int32_t)(z % (uint32_t)a.batch2);
+    p.i3 = (int32_t)(z / (uint32_t)a.batch2);
+    p.w_row = (p.i2 / a.run2 + (int64_t)(p.i3 / a.run3) * a.w_batch2) * a.m + p.m0;
+    p.x_column = z * a.n + p.n0;
+    return p;
+}
+
+// The index of the wave, known to be uniform: what follows from it is scalar.
+DEV int mm_wave() { return wave_read(wave_index(), 0); }
+
+template <int TM, int TN> DEV void mm_clear(frag_c (&c)[TM][TN]) {
+#pragma unroll
+    for (int i = 0; i < TM; i++) {
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+#pragma unroll
+            for (int v = 0; v < 8; v++) c[i][j].v[v] = 0.0f;
+        }
+    }
+}
+
+// Column n of y, rows m0 to m0 + 32 R - 1, from sums in LDS: a wave's work.
+template <int R>
+DEV void mm_put_column(const rocq_k_matmul_args &a, const mm_place &at, const float *sums,
+                       int64_t m0, int64_t n) {
+    const rocq_k_epilogue &e = a.epilogue;
+    char *y = row_of(e.y, n, at.i2, at.i3);
+    const char *gate = row_of(e.gate, n, at.i2, at.i3);
+    const char *residual = row_of(e.residual, n, at.i2, at.i3);
+#pragma unroll 1
+    for (int r = 0; r < R; r++) {
+        const int64_t m = m0 + 32 * r + lane_index();
+        if (m >= a.m) return;
+        float x = lget(sums + 32 * r + lane_index());
+        if (e.bias) x += gload(e.bias + m);
+        x = activation(e.activation, x);
+        if (e.softcap > 0.0f) x = e.softcap * tanhf(x / e.softcap);
+        if (e.gate.data) x *= get_float(e.gate.format, gate, m);
+        if (e.residual.data) x += get_float(e.residual.format, residual, m);
+        put_float(e.y.format, y, m, x);
+    }
+}
+
+// The sums of a wave's 16 TM by 16 TN elements, from row m0 and column n0 on, become y. A fragment
+// has few rows of many columns, y has its rows side by side: 16 columns at a time pass through LDS,
+// so that a wave reads and writes runs of 32 rows. work: the block's, of mm_pass_floats<TM> a wave;
+// two words of padding a column keep both sides free of bank conflicts. All waves must come.
+template <int TM> DEV constexpr int mm_pass_floats() { return 16 * (16 * TM + 2); }
+template <int TM, int TN>
+DEV void mm_finish(const rocq_k_matmul_args &a, const mm_place &at, const frag_c (&c)[TM][TN],
+                   float *work, int64_t m0, int64_t n0) {
+    const int stride = 16 * TM + 2;
+    work += mm_wave() * mm_pass_floats<TM>();
+#pragma unroll 1
+    for (int pass = 0; pass < TN; pass++) {
+        block_sync();
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+            if (j != pass) continue;
+#pragma unroll
+            for (int i = 0; i < TM; i++) {
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    lput(work + frag_col(v) * stride + 16 * i + frag_row(v), c[i][j].v[v]);
+                }
+            }
+        }
+        block_sync();
+#pragma unroll 1
+        for (int column = 0; column < 16; column++) {
+            const int64_t n = n0 + 16 * pass + column;
+            if (n >= a.n) break;
+            mm_put_column<TM / 2>(a, at, work + column * stride, m0, n);
+        }
+    }
+}
+
+// -- F16 --
+
+// matmul_f16: x in F16, w decoded to F16, products and sums on the matrix unit with F32 sums.
+//
+// A step is 64 of K. A thread decodes two neighbouring units of one row of w (plain formats: pieces
+// of 16 bytes, 8 threads a row) and copies pieces of x, 8 threads a column: x is read in whole
+// lines, and the two units of a row follow each other into the same line.
+// Tile of 128 columns: waves 2 by 2, each 64 by 64, so that 4 + 4 fragments feed 16 WMMA and LDS is
+// busy for a third of the time that the matrix units are; 128 sums a lane. Tile of 32 columns: the
+// waves lie one above the other, 32 by 32 each, and a unit is still decoded once.
+// RDNA3 issues no WMMA while it decodes, but a weight is decoded once for all columns of a tile: 2
+// to 4 VALU operations beside 32 cycles of WMMA (128 columns) or 8 (32 columns).
+//
+// LDS: 36 KB (23 KB), rows of 64 halves and 8 of padding. One buffer and two barriers a step of 64
+// wait as often as two buffers and one barrier a step of 32 would, and w and x are read in pieces
+// twice as long. A WGP holds three blocks (five), so three waves a SIMD, which leaves each 256
+// registers; the epilogue passes through the same LDS.
+// Bytes: w tiles_n times, x tiles_m times, most of it from L2. Weights beyond F16's range are
+// infinite here.
+enum {
+    MM_F16_BK = 64,
+    MM_F16_ROW = MM_F16_BK + 8, // halves of a row in LDS: 36 words spread 8 rows over all banks
+    MM_F16_CHUNKS = MM_F16_BK / 8
+};
+
+// The 32 weights of a unit as halves. A code under the byte 0x64 is the half 1024 + code; the
+// subtraction is exact, so a value has the rounding of its scale and one of its own.
+template <int F> DEV void mm_unit_halves(const raw<F> &r, uint32_t unit, u32x4 h[4]) {
+    typedef block_layout<F> l;
+    const block_factors f = decode_factors<F>(r, unit);
+    uint32_t w[16];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const f16 s = (f16)(f.d * (float)f.sc[i >> 2]);
+        const uint32_t q = decode_code<F>(r, i);
+        f16x2 v[2];
+        if constexpr (is_mxfp6<F>()) {
+            const f16 up = (f16)(F == ROCQ_MXFP6_E2M3 ? 16384.0f : 4096.0f);
+            const uint32_t e = bits<uint32_t>(mxfp6_halves<F>(q & 0x00ff00ffu));
+            const uint32_t o = bits<uint32_t>(mxfp6_halves<F>(q >> 8 & 0x00ff00ffu));
+            v[0] = bits<f16x2>(byte_perm(o, e, 0x05040100)) * pair(up, up) * pair(s, s);
+            v[1] = bits<f16x2>(byte_perm(o, e, 0x07060302)) * pair(up, up) * pair(s, s);
+        } else {
+            const f16 zero = (f16)(float)(1024 + (l::is_signed ? 128 : l::offset));
+            const uint32_t code = l::is_signed ? q ^ 0x80808080u : q;
+            v[0] = bits<f16x2>(byte_perm(0x64646464, code, 0x04010400)) - pair(zero, zero);
+            v[1] = bits<f16x2>(byte_perm(0x64646464, code, 0x04030402)) - pair(zero, zero);
+            if constexpr (l::has_min) {
+                const f16 min = (f16)(f.dmin * (float)f.mn[i >> 2]);
+                v[0] = fma2(v[0], pair(s, s), pair(-min, -min));
+                v[1] = fma2(v[1], pair(s, s), pair(-min, -min));
+            } else {
+                v[0] = v[0] * pair(s, s);
+                v[1] = v[1] * pair(s, s);
+            }
+        }
+        w[2 * i] = bits<uint32_t>(v[0]);
+        w[2 * i + 1] = bits<uint32_t>(v[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) h[i] = make4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
+}
+
+// Eight elements of a plain format as halves.
+template <int F> DEV u32x4 mm_piece_halves(const u32x4 &piece) {
+    if constexpr (F == ROCQ_F16) return piece;
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float v[4];
+        decode_piece<F>(piece, i, v);
+        w[2 * i] = bits<uint32_t>(pair((f16)v[0], (f16)v[1]));
+        w[2 * i + 1] = bits<uint32_t>(pair((f16)v[2], (f16)v[3]));
+    }
+    return make4(w[0], w[1], w[2], w[3]);
+}
+
+// A piece (16 bytes) of a row of n elements of a plain format, from element k on; 0 past the end.
+// wide: a row is a whole number of pieces.
+template <int F> DEV u32x4 mm_load_piece(const char *row, uint32_t k, uint32_t n, bool wide) {
+    const int size = 16 / piece_elems<F>();
+    if (k >= n) return make4(0, 0, 0, 0);
+    if (wide) return gload((const u32x4 *)(row + k * size));
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if constexpr (F == ROCQ_F32) {
+            w[i] = k + i < n ? gload((const uint32_t *)row + k + i) : 0;
+        } else {
+            const uint32_t e = k + 2 * i;
+            const uint32_t low = e < n ? gload((const uint16_t *)row + e) : 0;
+            w[i] = low | (e + 1 < n ? (uint32_t)gload((const uint16_t *)row + e + 1) << 16 : 0);
+        }
+    }
+    return make4(w[0], w[1], w[2], w[3]);
+}
+
+// Elements k to k + 7, those past n 0.
+DEV u32x4 mm_mask_halves(const u32x4 &piece, int64_t k, int64_t n) {
+    uint32_t w[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int64_t e = k + 2 * i;
+        w[i] = e + 1 < n ? w[i] : e < n ? w[i] & 0xffffu : 0;
+    }
+    return make4(w[0], w[1], w[2], w[3]);
+}
+
+template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
+    enum {
+        BM = ROCQ_K_MATMUL_M, BK = MM_F16_BK, ROW = MM_F16_ROW, CHUNKS = MM_F16_CHUNKS,
+        WN = BN == 128 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
+        LOAD_ROWS = 128 / CHUNKS, N_W = BM / LOAD_ROWS, N_X = BN / LOAD_ROWS
+    };
+    LDS(u32x4, tile, (BM + BN) * ROW / 8);
+    static_assert(4 * mm_pass_floats<TM>() * 4 <= (int)sizeof(tile), "the epilogue passes here");
+    f16 *const wt = (f16 *)tile, *const xt = wt + BM * ROW;
+    const mm_place at = mm_place_of(a, BM, BN);
+    const int t = (int)thread_index(), wave = mm_wave();
+    const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
+    const uint32_t k = (uint32_t)a.k, n_steps = (k + BK - 1) / BK;
+    const int chunk = t % CHUNKS, row = t / CHUNKS; // of pieces: 8 lanes read one line of a row
+
+    // x: rows past the last are the last one, whose offset is the largest
+    const char *const x = (const char *)a.x + at.x_column * a.x_stride * 2;
+    const uint32_t x_bytes = (uint32_t)a.x_stride * 2;
+    const uint32_t x_last = (uint32_t)(a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
+    u32x4 xr[N_X];
+    const auto load_x = [&](uint32_t step) {
+        const uint32_t e = step * BK + 8 * (uint32_t)chunk, e_last = (k - 1) & ~7u;
+        const uint32_t from = (e < e_last ? e : e_last) * 2, most = x_last * x_bytes + from;
+        const uint32_t first = (uint32_t)row * x_bytes + from;
+#pragma unroll
+        for (int i = 0; i < N_X; i++) {
+            const uint32_t offset = first + (uint32_t)(i * LOAD_ROWS) * x_bytes;
+            xr[i] = gload((const u32x4 *)(x + (offset < most ? offset : most)));
+        }
+    };
+    const auto store_x = [&](uint32_t step) {
+        const bool tail = is_plain<F>() && step * BK + BK > k;
+#pragma unroll
+        for (int i = 0; i < N_X; i++) {
+            u32x4 *to = (u32x4 *)(xt + (row + i * LOAD_ROWS) * ROW) + chunk;
+            lput(to, tail ? mm_mask_halves(xr[i], step * BK + 8 * (uint32_t)chunk, k) : xr[i]);
+        }
+    };
+
+    // w: two units of row t of a quantized format, or pieces of a plain one
+    const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
+    const uint32_t row_units = k / 32;
+    raw<F> wr[2];
+    u32x4 wp[N_W];
+    planes<F> p;
+    uint32_t w_unit = 0;
+    const char *w = nullptr;
+    bool wide = false;
+    if constexpr (is_plain<F>()) {
+        w = (const char *)a.w + at.w_row * k * (16 / piece_elems<F>());
+        wide = k % piece_elems<F>() == 0;
+    } else {
+        p = planes_at(planes_of<F>(a.w, a.w_units), at.w_row * row_units);
+        w_unit = ((uint32_t)t < w_last ? (uint32_t)t : w_last) * row_units;
+    }
+    const auto load_w = [&](uint32_t step) {
+        if constexpr (!is_plain<F>()) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const uint32_t u = 2 * step + h;
+                wr[h] = load_raw(p, w_unit + (u < row_units ? u : row_units - 1));
+            }
+        } else if (F != ROCQ_F32 && wide) {
+            const uint32_t e = step * BK + 8 * (uint32_t)chunk;
+            const uint32_t first = ((uint32_t)row * k + e) * 2, most = (w_last * k + e) * 2;
+#pragma unroll
+            for (int i = 0; i < N_W; i++) {
+                const uint32_t offset = first + (uint32_t)(i * LOAD_ROWS) * k * 2;
+                wp[i] = make4(0, 0, 0, 0);
+                if (e < k) wp[i] = gload((const u32x4 *)(w + (offset < most ? offset : most)));
+            }
+        }
+    };
+    const auto store_w = [&](uint32_t step) {
+        if constexpr (!is_plain<F>()) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                u32x4 halves[4];
+                mm_unit_halves<F>(wr[h], 2 * step + h, halves);
+#pragma unroll
+                for (int i = 0; i < 4; i++) lput((u32x4 *)(wt + t * ROW) + 4 * h + i, halves[i]);
+            }
+        } else if (F != ROCQ_F32 && wide) {
+#pragma unroll
+            for (int i = 0; i < N_W; i++) {
+                u32x4 *to = (u32x4 *)(wt + (row + i * LOAD_ROWS) * ROW) + chunk;
+                lput(to, mm_piece_halves<F>(wp[i]));
+            }
+        } else { // F32 would take 64 registers a step, misaligned rows many loads
+            const int parts = BK / piece_elems<F>();
+#pragma unroll 1
+            for (int i = t; i < BM * parts; i += 128) {
+                const int r = i / parts, e = i % parts * piece_elems<F>();
+                const uint32_t r_in = (uint32_t)r < w_last ? (uint32_t)r : w_last;
+                const u32x4 piece = mm_load_piece<F>(w + r_in * (k * (16 / piece_elems<F>())),
+                                                     step * BK + (uint32_t)e, k, wide);
+                f16 *const to = wt + r * ROW + e;
+                if constexpr (F == ROCQ_F32) {
+                    float v[4];
+                    decode_piece<F>(piece, 0, v);
+                    lput((u32x2 *)to, make2(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
+                                            bits<uint32_t>(pair((f16)v[2], (f16)v[3]))));
+                } else {
+                    lput((u32x4 *)to, mm_piece_halves<F>(piece));
+                }
+            }
+        }
+    };
+
+    const f16 *const ww = wt + wm * ROW, *const xw = xt + wn * ROW;
+    frag_c c[TM][TN];
+    mm_clear(c);
+    load_w(0);
+    load_x(0);
+    for (uint32_t step = 0; step < n_steps; step++) {
+        store_w(step);
+        store_x(step);
+        block_sync();
+        const uint32_t next = step + 1 < n_steps ? step + 1 : step;
+        load_w(next);
+        load_x(next);
+        const uint32_t left = (k - step * BK + 15) / 16;
+        const int n16 = left < BK / 16 ? (int)left : BK / 16;
+        // A fragment is loaded again as soon as its last product has been issued.
+        frag fw[TM];
+        frag_b fx = frag_load_b(xw, ROW);
+#pragma unroll
+        for (int i = 0; i < TM; i++) fw[i] = frag_load(ww + 16 * i * ROW, ROW);
+#pragma unroll 1
+        for (int s = 1; s < n16; s++) {
+#pragma unroll
+            for (int j = 0; j < TN; j++) {
+                const bool last = j + 1 == TN;
+                const int from = last ? 16 * s : 16 * (j + 1) * ROW + 16 * (s - 1);
+                const frag_b next_x = frag_load_b(xw + from, ROW);
+#pragma unroll
+                for (int i = 0; i < TM; i++) {
+                    wmma(c[i][j], fw[i], fx);
+                    if (last) fw[i] = frag_load(ww + 16 * i * ROW + 16 * s, ROW);
+                }
+                fx = next_x;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+            const int from = 16 * (j + 1) * ROW + 16 * (n16 - 1);
+            const frag_b next_x = j + 1 < TN ? frag_load_b(xw + from, ROW) : fx;
+#pragma unroll
+            for (int i = 0; i < TM; i++) wmma(c[i][j], fw[i], fx);
+            fx = next_x;
+        }
+        block_sync();
+    }
+    mm_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
+}
+
+#define MM_KERNELS(X, f)                                                    \
+    KERNEL(matmul_f16_##f##_128, rocq_k_matmul_args, 128) {                 \
+        matmul_f16<MM_##f, ROCQ_K_MATMUL_F16_N>(a);                         \
+    }                                                                       \
+    KERNEL(matmul_f16_##f##_32, rocq_k_matmul_args, 128) {                  \
+        matmul_f16<MM_##f, ROCQ_K_MATMUL_F16_N_FEW>(a);                     \
+    }
+ROCQ_K_ALL_FORMATS(MM_KERNELS, )
+#undef MM_KERNELS
+
+// -- INT8 --
+
+// matmul_int8: x in planar Q8_0, w's codes as int8. The sum of a group (32 of K; 16 where a unit
+// has two scales) is an exact integer from the matrix unit; it enters the F32 sums multiplied by
+// the scales of its row and its column. A min takes away min times the sum of x's group, which is
+// computed when x is staged; offsets such as Q4_0's 8 are taken off the codes there.
+//
+// A step is 64 of K: a thread unpacks two units of a row of w, and one of x. Waves 2 by 2, each 64
+// rows by 32 columns, 64 sums a lane. LDS: 17 to 21 KB, rows of 64 codes and 16 of padding, then
+// scales, mins and sums by groups.
+// Scaling takes 24 VALU cycles a group and 16 by 16 sums, 32 with a min: WMMA cannot have more than
+// 73% (67%) of the cycles, 57% (50%) with groups of 16. As RDNA3's matrix units are no faster in
+// int8, matmul_f16 is ahead for every n; this is for callers that ask for INT8's arithmetic.
+enum {
+    MM_INT8_BK = 64,
+    MM_INT8_ROW = MM_INT8_BK + 16 // bytes of a row in LDS: 20 words spread 8 rows over all banks
+};
+
+// Bytes of q less an offset below 128 - q: no byte carries into the next.
+DEV uint32_t mm_less_offset(uint32_t q, int offset) {
+    return (q + 0x01010101u * (uint32_t)(128 - offset)) ^ 0x80808080u;
+}
+
+template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
+    typedef block_layout<F> l;
+    enum {
+        BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_INT8_N, BK = MM_INT8_BK, ROW = MM_INT8_ROW,
+        WM = 64, WN = 32, TM = WM / 16, TN = WN / 16,
+        GROUPS = l::halves ? 4 : 2 // of BK elements
+    };
+    // Codes, then floats: scales of w and of x, mins of w and sums of the values of x, by groups.
+    enum {
+        CODES = (BM + BN) * ROW, XS = GROUPS * BM, WMIN = XS + 2 * BN, XSUM = WMIN + GROUPS * BM,
+        FLOATS = l::has_min ? XSUM + GROUPS * BN : WMIN
+    };
+    LDS(u32x4, tile, CODES / 16 + FLOATS / 4);
+    static_assert(4 * mm_pass_floats<TM>() * 4 <= (int)sizeof(tile), "the epilogue passes here");
+    float *const ws = (float *)tile + CODES / 4;
+    float *const xs = ws + XS, *const wmin = ws + WMIN, *const xsum = ws + XSUM;
+    int8_t *const wt = (int8_t *)tile, *const xt = wt + BM * ROW;
+    const mm_place at = mm_place_of(a, BM, BN);
+    const int t = (int)thread_index(), wave = mm_wave();
+    const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
+    const uint32_t row_units = (uint32_t)(a.k / 32), n_steps = (row_units + 1) / 2;
+    const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
+    const uint32_t x_last = (uint32_t)(a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
+    const planes<F> wp = planes_at(planes_of<F>(a.w, a.w_units), at.w_row * row_units);
+    const planes<ROCQ_Q8_0> xp =
+        planes_at(planes_of<ROCQ_Q8_0>(a.x, a.x_units), at.x_column * row_units);
+    const uint32_t w_unit = ((uint32_t)t < w_last ? (uint32_t)t : w_last) * row_units;
+    const uint32_t column = (uint32_t)t / 2, half = (uint32_t)t % 2;
+    const uint32_t x_unit = (column < x_last ? column : x_last) * row_units;
+
+    raw<F> wr[2];
+    raw<ROCQ_Q8_0> xr;
+    const auto load = [&](uint32_t step) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const uint32_t u = 2 * step + h;
+            wr[h] = load_raw(wp, w_unit + (u < row_units ? u : row_units - 1));
+        }
+        const uint32_t u = 2 * step + half;
+        xr = load_raw(xp, x_unit + (u < row_units ? u : row_units - 1));
+    };
+    const auto store = [&](uint32_t step) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const unit u = decode_raw<F>(wr[h], 2 * step + h);
+            uint32_t q[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                q[i] = l::offset ? mm_less_offset(u.q[i], l::offset) : u.q[i];
+            }
+            u32x4 *to = (u32x4 *)(wt + t * ROW) + 2 * h;
+            lput(to, make4(q[0], q[1], q[2], q[3]));
+            lput(to + 1, make4(q[4], q[5], q[6], q[7]));
+#pragma unroll
+            for (int g = 0; g < GROUPS / 2; g++) {
+                lput(ws + (h * GROUPS / 2 + g) * BM + t, u.scale[g]);
+                if (l::has_min) lput(wmin + (h * GROUPS / 2 + g) * BM + t, u.min[g]);
+            }
+        }
+        u32x4 *to = (u32x4 *)(xt + column * ROW) + 2 * half;
+        lput(to, xr.n);
+        lput(to + 1, xr.c);
+        const float d = f16_f32((uint16_t)xr.d.x);
+        lput(xs + half * BN + column, d);
+        if (l::has_min) {
+            const uint32_t q[8] = {xr.n.x, xr.n.y, xr.n.z, xr.n.w, xr.c.x, xr.c.y, xr.c.z, xr.c.w};
+            int sum = 0;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                sum = dot4((int)q[i], 0x01010101, sum);
+                if ((i + 1) % (16 / GROUPS) != 0) continue;
+                lput(xsum + (half * GROUPS / 2 + i * GROUPS / 16) * BN + column, d * (float)sum);
+                sum = 0;
+            }
+        }
+    };
+
+    frag_c c[TM][TN];
+    mm_clear(c);
+    load(0);
+    for (uint32_t step = 0; step < n_steps; step++) {
+        store(step);
+        block_sync();
+        load(step + 1 < n_steps ? step + 1 : step);
+        const int n_groups = 2 * step + 1 < row_units ? GROUPS : GROUPS / 2;
+#pragma unroll 1
+        for (int g = 0; g < n_groups; g++) {
+            const int wide = BK / GROUPS; // elements of a group
+            frag_i8 fx[TN][BK / GROUPS / 16];
+            float sx[TN][FRAG_SLOTS], sum[TN][FRAG_SLOTS];
+#pragma unroll
+            for (int j = 0; j < TN; j++) {
+#pragma unroll
+                for (int h = 0; h < wide / 16; h++) {
+                    fx[j][h] = frag_i8_load(xt + (wn + 16 * j) * ROW + wide * g + 16 * h, ROW);
+                }
+#pragma unroll
+                for (int s = 0; s < FRAG_SLOTS; s++) {
+                    const int n = wn + 16 * j + frag_slot_col(s);
+                    sx[j][s] = lget(xs + g / (GROUPS / 2) * BN + n);
+                    if (l::has_min) sum[j][s] = lget(xsum + g * BN + n);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < TM; i++) {
+                frag_i8 fw[BK / GROUPS / 16];
+                float sw[8], min[8];
+#pragma unroll
+                for (int h = 0; h < wide / 16; h++) {
+                    fw[h] = frag_i8_load(wt + (wm + 16 * i) * ROW + wide * g + 16 * h, ROW);
+                }
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    const int m = wm + 16 * i + frag_row(v);
+                    sw[v] = lget(ws + g * BM + m);
+                    if (l::has_min) min[v] = lget(wmin + g * BM + m);
+                }
+#pragma unroll
+                for (int j = 0; j < TN; j++) {
+                    frag_ci ci = {{0, 0, 0, 0, 0, 0, 0, 0}};
+#pragma unroll
+                    for (int h = 0; h < wide / 16; h++) wmma_i8(ci, fw[h], fx[j][h]);
+#pragma unroll
+                    for (int v = 0; v < 8; v++) {
+                        float *x = &c[i][j].v[v];
+                        const int s = frag_slot(v);
+                        *x = fmaf((float)ci.v[v], sw[v] * sx[j][s], *x);
+                        if (l::has_min) *x = fmaf(-min[v], sum[j][s], *x);
+                    }
+                }
+            }
+        }
+        block_sync();
+    }
+    mm_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
+}
+
+#define MM_KERNEL(X, f) \
+    KERNEL(matmul_int8_##f, rocq_k_matmul_args, 128) { matmul_int8<MM_##f>(a); }
+ROCQ_K_INT8_FORMATS(MM_KERNEL, )
+#undef MM_KERNEL
+
+// -- F32 --
+
+// Elements 32 step and up of row row0 + r of w as floats, transposed into LDS: element e goes to
+// to[e * stride].
+template <int F>
+DEV void mm_put_floats(const rocq_k_matmul_args &a, int64_t row0, uint32_t r, uint32_t step,
+                       float *to, int stride) {
+    const uint32_t k = (uint32_t)a.k;
+    if constexpr (is_plain<F>()) {
+        const int elems = piece_elems<F>();
+        const char *row = (const char *)a.w + (row0 + r) * k * (16 / elems);
+#pragma unroll 1
+        for (int e = 0; e < 32; e += elems) {
+            const u32x4 piece = mm_load_piece<F>(row, 32 * step + (uint32_t)e, k, k % elems == 0);
+#pragma unroll
+            for (int i = 0; i < elems / 4; i++) {
+                float v[4];
+                decode_piece<F>(piece, i, v);
+#pragma unroll
+                for (int b = 0; b < 4; b++) lput(to + (e + 4 * i + b) * stride, v[b]);
+            }
+        }
+    } else {
+        const planes<F> p = planes_at(planes_of<F>(a.w, a.w_units), row0 * (k / 32));
+        const unit u = decode_raw<F>(load_raw(p, r * (k / 32) + step), step);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float v[4];
+            decode_word<F>(u, i, v);
+#pragma unroll
+            for (int b = 0; b < 4; b++) lput(to + (4 * i + b) * stride, v[b]);
+        }
+    }
+}
+
+// matmul_f32: x and products in F32, for any format of w: the precision of the CPU's F32.
+//
+// A block of 256 threads owns 128 rows by 64 columns, a thread 8 rows (from 4 tm and from 64 + 4 tm
+// on) of 4 columns. A step is 32 of K: waves 0-3 decode a unit of w a thread, waves 4-7 copy x,
+// half a unit a thread. LDS: 25 KB, both operands with K outermost, so that a thread reads 4 rows
+// or columns at once: 3 reads of 16 bytes for 32 multiply-adds, which gfx11 issues in pairs. The
+// format is a uniform branch a step.
+KERNEL(matmul_f32, rocq_k_matmul_args, 256) {
+    enum { BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_F32_N, BK = 32, WS = BM + 4, XS = BN + 4 };
+    LDS(float, wt, BK * WS);
+    LDS(float, xt, BK * XS);
+    const mm_place at = mm_place_of(a, BM, BN);
+    const int t = (int)thread_index(), tm = t % 16, tn = t / 16;
+    const int64_t w_last = (a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
+    const int64_t x_last = (a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
+    float c[8][4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) c[i][j] = 0.0f;
+    }
+#pragma unroll 1
+    for (int64_t k0 = 0; k0 < a.k; k0 += BK) {
+        if (t < BM) {
+            const uint32_t r = (uint32_t)(t < w_last ? t : w_last);
+            switch (a.format) {
+#define ROCQ_X(NAME, name, id, elems, bytes) \
+            case id: mm_put_floats<id>(a, at.w_row, r, (uint32_t)(k0 / BK), wt + t, WS); break;
+            ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+            }
+        } else {
+            const int n = t % BN, e0 = (t - BM) / BN * 16;
+            const int64_t column = at.x_column + (n < x_last ? n : x_last);
+            const float *x = (const float *)a.x + column * a.x_stride;
+#pragma unroll
+            for (int e = e0; e < e0 + 16; e += 4) {
+                const int64_t k = k0 + e;
+                const u32x4 piece = k < a.k ? gload((const u32x4 *)(x + k)) : make4(0, 0, 0, 0);
+                const uint32_t w[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+                for (int b = 0; b < 4; b++) {
+                    lput(xt + (e + b) * XS + n, k + b < a.k ? bits<float>(w[b]) : 0.0f);
+                }
+            }
+        }
+        block_sync();
+#pragma unroll 4
+        for (int e = 0; e < BK; e++) {
+            const u32x4 w0 = lget((const u32x4 *)(wt + e * WS + 4 * tm));
+            const u32x4 w1 = lget((const u32x4 *)(wt + e * WS + 64 + 4 * tm));
+            const u32x4 x0 = lget((const u32x4 *)(xt + e * XS + 4 * tn));
+            const uint32_t w[8] = {w0.x, w0.y, w0.z, w0.w, w1.x, w1.y, w1.z, w1.w};
+            const uint32_t x[4] = {x0.x, x0.y, x0.z, x0.w};
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    c[i][j] = fmaf(bits<float>(w[i]), bits<float>(x[j]), c[i][j]);
+                }
+            }
+        }
+        block_sync();
+    }
+#pragma unroll 1
+    for (int pass = 0; pass < 4; pass++) { // column 4 tn + pass of every thread
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (j != pass) continue;
+#pragma unroll
+            for (int i = 0; i < 8; i++) lput(wt + tn * WS + i / 4 * 64 + 4 * tm + i % 4, c[i][j]);
+        }
+        block_sync();
+#pragma unroll 1
+        for (int column = mm_wave(); column < 16; column += 8) {
+            const int64_t n = at.n0 + 4 * column + pass;
+            if (n < a.n) mm_put_column<4>(a, at, wt + column * WS, at.m0, n);
+        }
+        block_sync();
+    }
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>attention
+// ---------------------------------------------------------------------------------------------
+// out[d, h, i] = sum over j of softmax_j(score(i, j)) v[d, h_kv, j], all as in rocq_attention_params.
+//
+// The columns of the work are the pairs (query i, head h of the group of one KV head), query after
+// query, so that K and V are read once for all heads of a group. 16 columns are a column tile. KV
+// positions pass by in KV tiles of TILE, and per KV tile
+//   S = K Q^T    [position][column]: K is the A operand, Q the B operand, so that a lane owns columns
+//   P = 2^(S - m), m the column's running maximum, l += sum of P
+//   O = O + V^T P  [d][column]: P goes from result to operand in registers, V is transposed in LDS
+// Scores are in units of log2: exp is one fma and one exp2. m follows the true maximum only when that
+// is more than 2^8 away, which leaves P in F16's range and spares nearly all rescaling of O.
+//
+// A block is 4 waves. For D over 128 the head is cut into SLICES of 128 and a wave has one slice of
+// Q, of K and of O: no wave has more than 128 elements of a column, and the waves of a column tile
+// add up their parts of S in LDS. What waves are left are
+//   decode   SETS that take every SETS-th KV tile, each wave staging its own slice of K and V in its own
+//            LDS without a barrier; in the end the sets' (m, l, O) are merged through LDS
+//   prefill  COLUMN_TILES, with one KV tile in LDS that all four waves stage and use
+//      D            64   80-128  256  512              64   80-128  256  512
+//      decode  SETS  4      4      2    1   TILE         32    16     16   16    columns a block   16
+//      prefill tiles 4      4      2    1   TILE         64    32     16   16    columns a block   64 64 32 16
+// The runs of positions that the columns see are cut into n_splits parts, one a block. The last
+// block of a column tile (told by counter) merges the parts in their order.
+//
+// LDS     K [position][BD + 8], V^T [row][TILE + 8], both F16. The 8 put the 16-byte words of consecutive
+//         rows into different banks, on loads; row r of a slice of V^T is element 8 (r % (W / 8)) +
+//         r / (W / 8), and the k of V^T and P are in the order of frag_k_row: both so that a lane's store
+//         of 4 positions meets no other in its bank.
+// KV      any strides. 16-byte loads where rows of F32, F16 and BF16 are aligned to 16 bytes and head_dim is a
+//         multiple of 8; else element by element. Blocks of Q8_0 and Q4_0 as in GGUF, 2-byte aligned.
+// Values  F32 and BF16 operands are rounded to F16, Q4_0 and Q8_0 values too.
+// Bytes   K and V once per column tile (decode) or block (prefill), Q and out once.
+// Math    per 16 positions and 16 columns of a wave: W / 8 WMMA (512 cycles for W = 128) and some 60 VALU.
+
+enum {
+    ATTEND_WAVES = 4,
+    ATTEND_COLUMNS = 16 // of a column tile
+};
+
+template <int D, int TILES> struct attend_shape {
+    enum {
+        HEAD = D,
+        COLUMN_TILES = TILES,
+        SLICES = D > 128 ? D / 128 : 1,
+        W = D / SLICES,                               // elements of a slice
+        SETS = ATTEND_WAVES / (COLUMN_TILES * SLICES), // of waves that share out the positions
+        SHARED = COLUMN_TILES > 1,                    // the block has one KV tile, else each wave its own
+        BD = SHARED ? D : W,                          // elements of a head that a KV tile holds
+        TILE = SHARED ? (D <= 64 ? 64 : D <= 128 ? 32 : 16) : W <= 64 ? 32 : 16,
+        THREADS = SHARED ? 128 : 32,                  // that stage a KV tile
+        LOADS = TILE * ((BD + 63) / 64) * 8 / THREADS, // of 8 elements, per thread
+        K_STRIDE = BD + 8,
+        V_STRIDE = TILE + 8,
+        PARTS = TILE / 16,
+        WORDS = (TILE + 31) / 32, // of a bit per position
+        O_FRAGS = W / 16,
+        COLUMNS = ATTEND_COLUMNS * COLUMN_TILES,
+        // bytes of LDS
+        K_BYTES = TILE * K_STRIDE * 2,
+        V_BYTES = BD * V_STRIDE * 2,
+        WAVE_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES, // not SHARED: K and V in turn
+        TILE_BYTES = SHARED ? K_BYTES + V_BYTES : ATTEND_WAVES * WAVE_BYTES,
+        Q_STRIDE = BD + 8,
+        Q_BYTES = SHARED ? 0 : SLICES * ATTEND_COLUMNS * Q_STRIDE * 2, // SHARED: in registers
+        // parts of S, not SHARED: in place of K
+        SUM_BYTES = SLICES > 1 && SHARED ? ATTEND_WAVES * PARTS * 1024 : 0,
+        SUM_STRIDE = SHARED ? PARTS * 256 : WAVE_BYTES / 4, // floats from wave to wave
+        OUT_STRIDE = D + 4,
+        OUT_BYTES = ATTEND_COLUMNS * (OUT_STRIDE + 2) * 4,
+        LOOP_BYTES = TILE_BYTES + Q_BYTES + SUM_BYTES,
+        MAIN_BYTES = LOOP_BYTES > OUT_BYTES ? LOOP_BYTES : OUT_BYTES,
+        ROW_BYTES = TILE * 4 + ATTEND_COLUMNS * 8, // of a wave: rows of K and V, of the mask
+        LDS_BYTES = MAIN_BYTES + ATTEND_WAVES * ROW_BYTES + 16
+    };
+    static constexpr uint64_t ALL_SEEN = ~(uint64_t)0 >> (64 - TILE);
+    // Which 8 elements of which row of the tile thread t loads at its p-th load: row lane_row + pass_row,
+    // chunk lane_chunk + pass_chunk. For V four loads are four consecutive k.
+    enum { ROWS_K = THREADS / 8, GROUPS = TILE / 4 };
+    template <bool V> DEV int lane_row(int t) {
+        if (!V) return t / 8;
+        const int k = 4 * (t / 8 % GROUPS);
+        return (k & ~15) + frag_k_row(k & 15);
+    }
+    template <bool V> DEV int lane_chunk(int t) { return t % 8 + (V ? 8 * (t / 8 / GROUPS) : 0); }
+    template <bool V> DEV constexpr int pass_row(int p) {
+        return V ? FRAG_K_STEP * (p % 4) + 4 * (ROWS_K * (p / 4) % GROUPS) : ROWS_K * p % TILE;
+    }
+    template <bool V> DEV constexpr int pass_chunk(int p) {
+        return V ? 8 * (ROWS_K * (p / 4) / GROUPS) : 8 * (ROWS_K * p / TILE);
+    }
+};
+
+// How rows are read. WIDE, Q8_0 and Q4_0: in chunks of 8 elements that stay as they are in registers
+// until the tile before has been used; F32 in chunks, and the rest element by element, when the tile is staged.
+enum { ATTEND_WIDE, ATTEND_Q8_0, ATTEND_Q4_0, ATTEND_F32, ATTEND_ANY };
+
+struct attend_rows { // of Q, K or V
+    const char *base;
+    uint32_t step; // bytes from row to row
+    int32_t format, way, head_dim, last_chunk;
+};
+
+DEV attend_rows attend_rows_of(const rocq_k_tensor &t, const char *base, int64_t step, int head_dim) {
+    attend_rows rows;
+    rows.base = base;
+    rows.step = (uint32_t)step;
+    rows.format = t.format;
+    rows.head_dim = head_dim;
+    rows.last_chunk = (head_dim - 1) / 8;
+    const int64_t all = (int64_t)(uintptr_t)t.data | t.stride[0] | t.stride[1] | t.stride[2];
+    if (t.format == ROCQ_Q8_0) rows.way = ATTEND_Q8_0;
+    else if (t.format == ROCQ_Q4_0) rows.way = ATTEND_Q4_0;
+    else if ((all & 15) != 0 || head_dim % 8 != 0 || step > 0x1000000) rows.way = ATTEND_ANY;
+    else rows.way = t.format == ROCQ_F32 ? ATTEND_F32 : ATTEND_WIDE;
+    return rows;
+}
+
+DEV uint32_t attend_pair(float x, float y) { return bits<uint32_t>(pair((f16)x, (f16)y)); }
+
+// Elements 8 chunk ... 8 chunk + 7 of a row: F16 or BF16 as they are, F32 as F16, of blocks x, y the
+// codes and z the scale.
+template <int WAY> DEV u32x4 attend_load(const char *row, int chunk) {
+    if (WAY == ATTEND_F32) {
+        const u32x4 lo = gload((const u32x4 *)row + 2 * chunk), hi = gload((const u32x4 *)row + 2 * chunk + 1);
+        return make4(attend_pair(bits<float>(lo.x), bits<float>(lo.y)), attend_pair(bits<float>(lo.z), bits<float>(lo.w)),
+                     attend_pair(bits<float>(hi.x), bits<float>(hi.y)), attend_pair(bits<float>(hi.z), bits<float>(hi.w)));
+    }
+    if (WAY == ATTEND_WIDE) return gload((const u32x4 *)row + chunk);
+    const uint16_t *block = (const uint16_t *)(row + (WAY == ATTEND_Q8_0 ? 34 : 18) * (chunk >> 2));
+    const u32x2 code = gload_even(block + 1 + 4 * (chunk & (WAY == ATTEND_Q8_0 ? 3 : 1)));
+    return make4(code.x, code.y, gload(block), 0);
+}
+
+// The 8 halves of what attend_load gave. A code as the low byte of a half 1024 + code is exact, so
+// that the only rounding is that of scale times code.
+template <int WAY> DEV u32x4 attend_halves(u32x4 r, int chunk, int format) {
+    if (WAY == ATTEND_WIDE && format == ROCQ_BF16) {
+        uint32_t w[4] = {r.x, r.y, r.z, r.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) w[i] = attend_pair(bits<float>(w[i] << 16), bits<float>(w[i] & 0xffff0000u));
+        return make4(w[0], w[1], w[2], w[3]);
+    }
+    if (WAY != ATTEND_Q8_0 && WAY != ATTEND_Q4_0) return r;
+    const uint32_t shift = chunk & 2 ? 4 : 0;
+    uint32_t code[2] = {r.x, r.y}, w[4];
+    const f16 offset = (f16)(WAY == ATTEND_Q8_0 ? -1152.0f : -1032.0f), one = (f16)1.0f;
+    const f16 scale = bits<f16>((uint16_t)r.z), zero = (f16)-0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t c = WAY == ATTEND_Q8_0 ? code[i / 2] ^ 0x80808080u : code[i / 2] >> shift & 0x0f0f0f0fu;
+        const uint32_t h = byte_perm(0x64646464u, c, i % 2 ? 0x04030402u : 0x04010400u);
+        const f16x2 q = fma2(bits<f16x2>(h), pair(one, one), pair(offset, offset));
+        w[i] = bits<uint32_t>(fma2(q, pair(scale, scale), pair(zero, zero)));
+    }
+    return make4(w[0], w[1], w[2], w[3]);
+}
+
+// Where a KV tile lies.
+struct attend_place {
+    int first, end;       // its first position; the end of the run that the block works on
+    bool listed;          // rows holds the rows of its positions, past the end those of the last one
+    int32_t *rows;        // LDS, of the wave
+    uint64_t seen;        // bit r: its position r lies before end and in a page that exists
+    int chunk0;           // first chunk of the slice
+};
+
+DEV const char *attend_row(const attend_rows &t, const attend_place &at, int r) {
+    return t.base + (uint64_t)(uint32_t)lget(at.rows + r) * t.step;
+}
+
+// Loads a thread's share of a tile of K or V. What lies past the end or past head_dim is loaded from
+// the last position or chunk, and dropped on the way to LDS.
+template <typename S, bool V, int WAY>
+DEV void attend_fetch_way(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at, int thread) {
+    if (WAY == ATTEND_WIDE && !at.listed) {
+        const int row = S::template lane_row<V>(thread), chunk = at.chunk0 + S::template lane_chunk<V>(thread);
+        const uint32_t step = recomputed_uniform(t.step);
+        const char *tile = t.base + (uint64_t)(uint32_t)at.first * step;
+#pragma unroll
+        for (int p = 0; p < S::LOADS; p++) {
+            // One offset serves all loads, but where a row of chunks is not whole passes.
+            const int pass_c = S::BD % 64 == 0 ? 0 : S::template pass_chunk<V>(p);
+            const int c = S::BD % 64 == 0 ? chunk : min(chunk + pass_c, t.last_chunk);
+            const char *pass = tile + (uint32_t)S::template pass_row<V>(p) * step + 16 * (S::template pass_chunk<V>(p) - pass_c);
+            raw[p] = gload((const u32x4 *)(recomputed_uniform(pass) + ((uint32_t)row * t.step + 16u * (uint32_t)c)));
+        }
+        return;
+    }
+    thread = recomputed(thread);
+#pragma unroll
+    for (int p = 0; p < S::LOADS; p++) {
+        const int c = min(at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p), t.last_chunk);
+        raw[p] = attend_load<WAY>(attend_row(t, at, S::template lane_row<V>(thread) + S::template pass_row<V>(p)), c);
+    }
+}
+template <typename S, bool V>
+DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at, int thread) {
+    if (t.way == ATTEND_WIDE) attend_fetch_way<S, V, ATTEND_WIDE>(raw, t, at, thread);
+    else if (t.way == ATTEND_Q8_0) attend_fetch_way<S, V, ATTEND_Q8_0>(raw, t, at, thread);
+    else if (t.way == ATTEND_Q4_0) attend_fetch_way<S, V, ATTEND_Q4_0>(raw, t, at, thread);
+}
+
+// Puts the halves of loads p to p + 3 into the tile; 0 for what head_dim does not have, and for V of
+// positions not seen, whose weight is 0 but whose values may be anything.
+template <typename S, bool V>
+DEV void attend_put(f16 *tile, u32x4 (&h)[4], int p, const attend_rows &t, const attend_place &at, int thread) {
+    const int lane_c = S::template lane_chunk<V>(thread), lane_r = S::template lane_row<V>(thread);
+    if (V && at.seen != S::ALL_SEEN) {
+        const int first_r = recomputed(lane_r);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (!(at.seen >> (first_r + S::template pass_row<V>(p + i)) & 1)) h[i] = make4(0, 0, 0, 0);
+        }
+    }
+    if (!V && t.head_dim < S::HEAD) {
+        const int first_c = recomputed(lane_c);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (at.chunk0 + first_c + S::template pass_chunk<V>(p + i) > t.last_chunk) h[i] = make4(0, 0, 0, 0);
+        }
+    }
+    if (!V) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int c = lane_c + S::template pass_chunk<V>(p + i), r = lane_r + S::template pass_row<V>(p + i);
+            if (S::BD % 64 == 0 || c < S::BD / 8) lput((u32x4 *)(tile + r * S::K_STRIDE + 8 * c), h[i]);
+        }
+        return;
+    }
+    const int c = lane_c + S::template pass_chunk<V>(p);
+    if (S::BD % 64 != 0 && c >= S::BD / 8) return;
+    f16 *to = tile + (c / (S::W / 8) * S::W + c % (S::W / 8)) * S::V_STRIDE + 4 * (thread / 8 % S::GROUPS + S::ROWS_K * (p / 4) % S::GROUPS);
+    const uint32_t w[4][4] = {{h[0].x, h[0].y, h[0].z, h[0].w}, {h[1].x, h[1].y, h[1].z, h[1].w},
+                              {h[2].x, h[2].y, h[2].z, h[2].w}, {h[3].x, h[3].y, h[3].z, h[3].w}};
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+        const uint32_t which = e % 2 ? 0x07060302u : 0x05040100u;
+        lput((u32x2 *)(to + e * (S::W / 8) * S::V_STRIDE),
+             make2(byte_perm(w[1][e / 2], w[0][e / 2], which), byte_perm(w[3][e / 2], w[2][e / 2], which)));
+    }
+}
+template <typename S, bool V, int WAY>
+DEV void attend_stage_way(f16 *tile, u32x4 (&raw)[S::LOADS], int format, const attend_rows &t, const attend_place &at, int thread) {
+#pragma unroll
+    for (int p = 0; p < S::LOADS; p += 4) {
+        u32x4 h[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int c = at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p + i);
+            h[i] = attend_halves<WAY>(raw[p + i], c, format);
+        }
+        attend_put<S, V>(tile, h, p, t, at, thread);
+    }
+}
+// Element by element, straight from memory.
+template <typename S, bool V>
+DEV void attend_stage_any(f16 *tile, const attend_rows &t, const attend_place &at, int thread) {
+#pragma unroll 1
+    for (int i = thread; i < S::TILE * S::BD; i += S::THREADS) {
+        const int e = i % S::BD, n = i / S::BD, d = 8 * at.chunk0 + e;
+        const int r = V ? (n & ~15) + frag_k_row(n & 15) : n;
+        const bool there = d < t.head_dim && (at.seen >> r & 1);
+        const float x = there ? get_float(t.format, attend_row(t, at, r), d) : 0.0f;
+        f16 *to = V ? tile + (e / S::W * S::W + e % 8 * (S::W / 8) + e % S::W / 8) * S::V_STRIDE + n : tile + r * S::K_STRIDE + e;
+        lput(to, (f16)x);
+    }
+}
+template <typename S, bool V>
+DEV void attend_stage(f16 *tile, u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at, int thread) {
+    if (t.way == ATTEND_WIDE && t.format == ROCQ_F16) {
+        attend_stage_way<S, V, ATTEND_WIDE>(tile, raw, ROCQ_F16, t, at, thread);
+        return;
+    }
+    thread = recomputed(thread);
+    if (t.way == ATTEND_WIDE) {
+        attend_stage_way<S, V, ATTEND_WIDE>(tile, raw, ROCQ_BF16, t, at, thread);
+    } else if (t.way == ATTEND_Q8_0) {
+        attend_stage_way<S, V, ATTEND_Q8_0>(tile, raw, 0, t, at, thread);
+    } else if (t.way == ATTEND_Q4_0) {
+        attend_stage_way<S, V, ATTEND_Q4_0>(tile, raw, 0, t, at, thread);
+    } else if (t.way == ATTEND_F32) {
+#pragma unroll
+        for (int p = 0; p < S::LOADS; p += 4) {
+            u32x4 h[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (i == 2) keep_order();
+                const char *row = attend_row(t, at, S::template lane_row<V>(thread) + S::template pass_row<V>(p + i));
+                h[i] = attend_load<ATTEND_F32>(row, min(at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p + i), t.last_chunk));
+            }
+            attend_put<S, V>(tile, h, p, t, at, thread);
+        }
+    } else {
+        attend_stage_any<S, V>(tile, t, at, thread);
+    }
+}
+
+// What a block works on, and a wave's part in it.
+struct attend_task {
+    uint32_t tile_index;      // of the columns of a KV head and sequence, for work and counter
+    int split, column0, kv_head, seq;
+};
+template <typename S> DEV attend_task attend_task_of(const rocq_k_attention_args &a, int block) {
+    attend_task t;
+    t.tile_index = (uint32_t)block / (uint32_t)a.n_splits;
+    t.split = (int)((uint32_t)block % (uint32_t)a.n_splits);
+    const uint32_t head_seq = t.tile_index / (uint32_t)a.n_tiles;
+    // The tiles of late queries, which see most, come first.
+    t.column0 = (a.n_tiles - 1 - (int)(t.tile_index % (uint32_t)a.n_tiles)) * S::COLUMNS;
+    t.kv_head = (int)(head_seq % (uint32_t)a.n_kv_heads);
+    t.seq = (int)(head_seq / (uint32_t)a.n_kv_heads);
+    return t;
+}
+template <typename S> struct attend_part { // of a wave in its block
+    int slice, column_tile, set;
+};
+template <typename S> DEV attend_part<S> attend_part_of(int wave) {
+    return {wave % S::SLICES, wave / S::SLICES % S::COLUMN_TILES, wave / (S::SLICES * S::COLUMN_TILES)};
+}
+
+// Columns column0 and up of Q in LDS; 0 past the last one. A negative scale turns their signs.
+template <typename S>
+DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_task &task, int column0, int n_columns, int chunk0, int thread) {
+    const attend_rows t = attend_rows_of(a.q, 0, 0, a.head_dim);
+    const uint32_t flip = a.scale < 0.0f ? 0x80008000u : 0u;
+    const int group = a.n_heads / a.n_kv_heads, n_there = min(n_columns, group * a.n_q - column0);
+    if (t.way == ATTEND_ANY) {
+#pragma unroll 1
+        for (int i = thread; i < n_columns * S::BD; i += S::THREADS) {
+            const int c = i / S::BD, d = 8 * chunk0 + i % S::BD;
+            float x = 0.0f;
+            if (c < n_there && d < a.head_dim) {
+                x = get_float(a.q.format, row_of(a.q, task.kv_head * group + (column0 + c) % group, (column0 + c) / group, task.seq), d);
+            }
+            lput(tile + c * S::Q_STRIDE + i % S::BD, (f16)(a.scale < 0.0f ? -x : x));
+        }
+        return;
+    }
+#pragma unroll 2
+    for (int i = thread; i < n_columns * (S::BD / 8); i += S::THREADS) {
+        const int c = i / (S::BD / 8), chunk = i % (S::BD / 8);
+        u32x4 x = make4(0, 0, 0, 0);
+        if (c < n_there && chunk0 + chunk <= t.last_chunk) {
+            const char *row = row_of(a.q, task.kv_head * group + (column0 + c) % group, (column0 + c) / group, task.seq);
+            x = t.way == ATTEND_F32 ? attend_load<ATTEND_F32>(row, chunk0 + chunk) : attend_load<ATTEND_WIDE>(row, chunk0 + chunk);
+            x = make4(x.x ^ flip, x.y ^ flip, x.z ^ flip, x.w ^ flip);
+        }
+        lput((u32x4 *)(tile + c * S::Q_STRIDE + 8 * chunk), x);
+    }
+}
+
+// What a wave keeps of its columns; rows of o are those of V^T.
+template <typename S> struct attend_state {
+    frag_c o[S::O_FRAGS];
+    float m[FRAG_SLOTS], l[FRAG_SLOTS]; // l: of the lane's own rows until the end of the loop
+};
+
+template <typename S> DEV void attend_clear(attend_state<S> &c) {
+#pragma unroll
+    for (int i = 0; i < 8 * S::O_FRAGS; i++) c.o[i / 8].v[i % 8] = 0.0f;
+#pragma unroll
+    for (int s = 0; s < FRAG_SLOTS; s++) {
+        c.m[s] = -INFINITY;
+        c.l[s] = 0.0f;
+    }
+}
+
+DEV float attend_keep(float m, float top) { return m == top ? 1.0f : exp2_fast(m - top); }
+
+template <typename S> DEV void attend_rescale(attend_state<S> &c, const float (&keep)[FRAG_SLOTS]) {
+#pragma unroll
+    for (int f = 0; f < S::O_FRAGS; f++) {
+#pragma unroll
+        for (int v = 0; v < 8; v++) c.o[f].v[v] *= keep[frag_slot(v)];
+    }
+}
+
+// c += the state whose m and l are given and whose element v of fragment f is other(f, v).
+template <typename S, typename F>
+DEV void attend_merge(attend_state<S> &c, const float (&m)[FRAG_SLOTS], const float (&l)[FRAG_SLOTS], F other) {
+    float keep[FRAG_SLOTS], add[FRAG_SLOTS];
+#pragma unroll
+    for (int s = 0; s < FRAG_SLOTS; s++) {
+        const float top = fmaxf(c.m[s], m[s]);
+        keep[s] = attend_keep(c.m[s], top);
+        add[s] = attend_keep(m[s], top);
+        c.m[s] = top;
+        c.l[s] = c.l[s] * keep[s] + l[s] * add[s];
+    }
+#pragma unroll
+    for (int f = 0; f < S::O_FRAGS; f++) {
+        if (f % 2 == 0) keep_order();
+#pragma unroll
+        for (int v = 0; v < 8; v++) {
+            c.o[f].v[v] = c.o[f].v[v] * keep[frag_slot(v)] + other(f, v) * add[frag_slot(v)];
+        }
+    }
+}
+
+// Merges the states of all sets into set 0's. work: LDS, free before and after.
+template <typename S> DEV void attend_merge_sets(attend_state<S> &c, int set, int slice, float *work) {
+    const int lane = recomputed(lane_index());
+#pragma unroll
+    for (int step = S::SETS / 2; step > 0; step /= 2) {
+        float *part = work + ((set & (step - 1)) * S::SLICES + slice) * 32 * (8 * S::O_FRAGS + 2 * FRAG_SLOTS) + lane;
+        if (set >= step && set < 2 * step) {
+#pragma unroll
+            for (int s = 0; s < FRAG_SLOTS; s++) {
+                lput(part + 32 * s, c.m[s]);
+                lput(part + 32 * (FRAG_SLOTS + s), c.l[s]);
+            }
+#pragma unroll
+            for (int i = 0; i < 8 * S::O_FRAGS; i++) lput(part + 32 * (2 * FRAG_SLOTS + i), c.o[i / 8].v[i % 8]);
+        }
+        block_sync();
+        if (set < step) {
+            float m[FRAG_SLOTS], l[FRAG_SLOTS];
+#pragma unroll
+            for (int s = 0; s < FRAG_SLOTS; s++) {
+                m[s] = lget(part + 32 * s);
+                l[s] = lget(part + 32 * (FRAG_SLOTS + s));
+            }
+            attend_merge<S>(c, m, l, [=](int f, int v) { return lget(part + 32 * (2 * FRAG_SLOTS + 8 * f + v)); });
+        }
+        block_sync();
+    }
+}
+
+// Column c of the work of a KV head, and the positions that it sees but for the mask.
+struct attend_column { int query, head; };
+DEV attend_column attend_column_of(const rocq_k_attention_args &a, int c) {
+    const int group = a.n_heads / a.n_kv_heads;
+    return {c / group, c % group};
+}
+DEV int attend_low(const rocq_k_attention_args &a, int len, int query) {
+    const int p = len - a.n_q + query;
+    return a.window > 0 && p >= a.window ? p - a.window + 1 : 0;
+}
+DEV int attend_high(const rocq_k_attention_args &a, int len, int query) {
+    return a.causal ? max(len - a.n_q + query + 1, 0) : len;
+}
+
+// Row of position j of a sequence in the pools, -1 if the table names a page that they do not have.
+DEV int attend_paged_row(const rocq_k_attention_args &a0, int seq, int j) {
+    const rocq_k_attention_args &a = reread(a0);
+    const int size = recomputed_uniform(a.page_size);
+    const int page = gload(a.page_table + (int64_t)seq * a.n_pages + j / size);
+    const int64_t row = (int64_t)page * size + j % size;
+    if (page >= 0 && row < a.k.ne[2]) return (int)row;
+    atomic_or(a.common.status, ROCQ_K_BAD_PAGE);
+    return -1;
+}
+
+// at becomes the tile at first. Its pages are looked up a tile ahead, in row.
+template <typename S>
+DEV void attend_look_up(int (&row)[S::WORDS], const rocq_k_attention_args &a, int seq, int first, int end) {
+#pragma unroll
+    for (int w = 0; w < S::WORDS; w++) {
+        const int r = 32 * w + lane_index();
+        row[w] = r < S::TILE && first + r < end ? attend_paged_row(a, seq, first + r) : -1;
+    }
+}
+template <typename S>
+DEV void attend_turn_to(attend_place &at, const int (&row)[S::WORDS], bool paged, bool list, int first) {
+    const int n = max(at.end - first, 0);
+    at.first = first;
+    at.seen = n < S::TILE ? ((uint64_t)1 << n) - 1 : S::ALL_SEEN;
+    at.listed = list || n < S::TILE;
+    if (!at.listed) return;
+    wave_sync();
+    if (paged) at.seen = 0;
+#pragma unroll
+    for (int w = 0; w < S::WORDS; w++) {
+        const int r = 32 * w + recomputed(lane_index());
+        if (paged) at.seen |= (uint64_t)wave_ballot(row[w] >= 0) << 32 * w;
+        if (r < S::TILE) lput(at.rows + r, paged ? max(row[w], 0) : min(first + r, at.end - 1));
+    }
+    wave_sync();
+}
+
+template <typename S> DEV void attend_sync() {
+    if (S::SHARED) block_sync();
+    else wave_sync();
+}
+
+// Scores times factor plus the mask at positions first and up, of which last is the last.
+template <typename S>
+DEV void attend_bias(frag_c (&s)[S::PARTS], const rocq_k_attention_args &a, const u32x2 *rows, int first, int last, float factor) {
+    const char *mask[FRAG_SLOTS];
+#pragma unroll
+    for (int i = 0; i < FRAG_SLOTS; i++) {
+        const u32x2 row = lget(rows + recomputed(frag_slot_col(i)));
+        mask[i] = (const char *)(uintptr_t)((uint64_t)row.y << 32 | row.x);
+    }
+    first += recomputed(frag_row(0));
+#pragma unroll
+    for (int b = 0; b < S::PARTS; b++) {
+        float bias[8];
+        keep_order();
+        if (a.mask.format == ROCQ_F32) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const int j = min(first + 16 * b + (frag_row(i) - frag_row(0)), last);
+                bias[i] = gload((const float *)mask[frag_slot(i)] + j);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const int j = min(first + 16 * b + (frag_row(i) - frag_row(0)), last);
+                bias[i] = f16_f32(gload((const uint16_t *)mask[frag_slot(i)] + j));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float &x = s[b].v[i];
+            x = bias[i] == -INFINITY ? bias[i] : x * factor + bias[i] * 1.44269504f;
+        }
+    }
+}
+
+// -inf where position first + row is not in [low, high) or not seen.
+template <typename S>
+DEV void attend_hide(frag_c (&s)[S::PARTS], const int (&low)[FRAG_SLOTS], const int (&high)[FRAG_SLOTS], int first, uint64_t seen) {
+    const int row = recomputed(frag_row(0));
+#pragma unroll
+    for (int i = 0; i < 8 * S::PARTS; i++) {
+        const int slot = frag_slot(i % 8), step = frag_row(i % 8) - frag_row(0);
+        const uint32_t word = (uint32_t)(seen >> 16 * (i / 8)) >> row;
+        const bool inside = (uint32_t)(first + row - low[slot] + 16 * (i / 8) + step) < (uint32_t)(high[slot] - low[slot]);
+        if (!inside | !(word >> step & 1)) s[i / 8].v[i % 8] = -INFINITY;
+    }
+}
+
+// Scores, in units of log2 when times factor, become weights.
+template <typename S> DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::PARTS], float factor) {
+    float top[FRAG_SLOTS], keep[FRAG_SLOTS], base[FRAG_SLOTS];
+    bool moves = false;
+#pragma unroll
+    for (int i = 0; i < FRAG_SLOTS; i++) top[i] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 8 * S::PARTS; i++) {
+        float &t = top[frag_slot(i % 8)];
+        t = fmaxf(t, s[i / 8].v[i % 8]);
+    }
+#pragma unroll
+    for (int i = 0; i < FRAG_SLOTS; i++) {
+        top[i] = frag_col_max(top[i]) * factor;
+        moves = moves || top[i] > c.m[i] + 8.0f;
+    }
+    if (wave_ballot(moves) != 0) {
+#pragma unroll
+        for (int i = 0; i < FRAG_SLOTS; i++) {
+            const float m = top[i] > c.m[i] + 8.0f ? top[i] : c.m[i];
+            keep[i] = attend_keep(c.m[i], m);
+            c.l[i] *= keep[i];
+            c.m[i] = m;
+        }
+        attend_rescale<S>(c, keep);
+    }
+#pragma unroll
+    for (int i = 0; i < FRAG_SLOTS; i++) base[i] = c.m[i] == -INFINITY ? 0.0f : c.m[i];
+#pragma unroll
+    for (int i = 0; i < 8 * S::PARTS; i++) {
+        const int slot = frag_slot(i % 8);
+        const float p = exp2_fast(fmaf(s[i / 8].v[i % 8], factor, -base[slot]));
+        c.l[slot] += p;
+        s[i / 8].v[i % 8] = p;
+    }
+}
+
+// What o is multiplied by, for a column of a head with maximum m and sum l, sink included.
+DEV float attend_factor(const rocq_k_attention_args &a, int head, float m, float l) {
+    float keep = 1.0f;
+    if (a.sinks) {
+        const float sink = gload(a.sinks + head) * 1.44269504f, top = fmaxf(m, sink);
+        keep = attend_keep(m, top);
+        l = l * keep + attend_keep(sink, top);
+    }
+    return keep * rcp_fast(l);
+}
+
+// Elements d to d + 3 of a column to out; all lanes of the wave come.
+DEV void attend_store(const rocq_k_attention_args &a, const attend_task &t, int column, int d, bool live, float (&x)[4]) {
+    const attend_column c = attend_column_of(a, live ? column : 0);
+    const int head = t.kv_head * (a.n_heads / a.n_kv_heads) + c.head;
+    char *row = row_of(a.out, head, c.query, t.seq);
+    if (a.out.format != ROCQ_Q8_0) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            if (live && d + e < a.head_dim) put_float(a.out.format, row, d + e, x[e]);
+        }
+    } else if (a.out.layout == ROCQ_LAYOUT_PLANAR) {
+        const int64_t units = a.head_dim / 32, r = head + a.n_heads * (c.query + (int64_t)a.n_q * t.seq);
+        put_q8_0_planar(a.out.data, units * a.n_heads * a.n_q * a.n_seqs, r * units + d / 32, d % 32 / 4, live, x);
+    } else {
+        put_q8_0(row + d / 32 * 34, d % 32 / 4, live, x);
+    }
+}
+
+// Merges the states of the block's sets and, in the last block of a column tile, of all its blocks, and
+// writes the columns. lds: all of it, and a flag. A block's result in work is m and l of each column,
+// then o, a column after the other; columns past the end are left out.
+template <typename S>
+DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, float *lds, uint32_t *last_flag) {
+    const rocq_k_attention_args &a = reread(a0);
+    const int thread = recomputed((int)thread_index());
+    const attend_task t = attend_task_of<S>(a, recomputed_uniform((int)(block_index() + a.common.block0)));
+    const attend_part<S> w = attend_part_of<S>(wave_read(wave_index(), 0));
+    const int group = a.n_heads / a.n_kv_heads, n_there = min((int)S::COLUMNS, group * a.n_q - t.column0);
+    const int64_t part_floats = S::COLUMNS * (S::HEAD + 2);
+    float *parts = a.work;
+    if (a.n_splits > 1) parts += (int64_t)t.tile_index * a.n_splits * part_floats;
+    float *part = parts + t.split * part_floats, *m_l = lds + ATTEND_COLUMNS * S::OUT_STRIDE;
+#pragma unroll
+    for (int s = 0; s < FRAG_SLOTS; s++) state.l[s] = frag_col_sum(state.l[s]);
+    attend_merge_sets<S>(state, w.set, w.slice, lds);
+
+    for (int n = 0; n < S::COLUMN_TILES; n++) {
+        if (w.set == 0 && w.column_tile == n) {
+#pragma unroll
+            for (int f = 0; f < S::O_FRAGS; f++) {
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    lput(lds + frag_col(i) * S::OUT_STRIDE + w.slice * S::W + 16 * f + frag_row(i), state.o[f].v[i]);
+                }
+            }
+            if (w.slice == 0 && frag_row(0) == 0) {
+#pragma unroll
+                for (int s = 0; s < FRAG_SLOTS; s++) {
+                    lput(m_l + frag_slot_col(s), state.m[s]);
+                    lput(m_l + ATTEND_COLUMNS + frag_slot_col(s), state.l[s]);
+                }
+            }
+        }
+        block_sync();
+        for (int i = thread; i < (4 * S::HEAD + 127) / 128 * 128; i += 128) {
+            const int c = min(i / (S::HEAD / 4), ATTEND_COLUMNS - 1), d = i % (S::HEAD / 4) * 4, column = ATTEND_COLUMNS * n + c;
+            const bool live = i < 4 * S::HEAD && column < n_there && d < a.head_dim;
+            const float *from = lds + c * S::OUT_STRIDE + d / S::W * S::W + d % 8 * (S::W / 8) + d % S::W / 8;
+            const float m = lget(m_l + c), l = lget(m_l + ATTEND_COLUMNS + c);
+            float x[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[e] = lget(from + e * (S::W / 8));
+            if (a.n_splits > 1) {
+                if (live) {
+                    gstore((u32x4 *)(part + 2 * S::COLUMNS + column * S::HEAD + d),
+                           make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]), bits<uint32_t>(x[3])));
+                    if (d == 0) gstore((u32x2 *)part + column, make2(bits<uint32_t>(m), bits<uint32_t>(l)));
+                }
+            } else {
+                const float factor = live ? attend_factor(a, t.kv_head * group + (t.column0 + column) % group, m, l) : 0.0f;
+#pragma unroll
+                for (int e = 0; e < 4; e++) x[e] = l == 0.0f ? 0.0f : x[e] * factor; // saw nothing
+                attend_store(a, t, t.column0 + column, d, live, x);
+            }
+        }
+        block_sync();
+    }
+    if (a.n_splits == 1) return;
+
+    fence_device();
+    block_sync();
+    if (thread_index() == 0) {
+        const bool last = atomic_inc(a.counter + t.tile_index) == (uint32_t)a.n_splits - 1;
+        lput(last_flag, last ? 1u : 0u);
+        if (last) gstore(a.counter + t.tile_index, 0u);
+    }
+    block_sync();
+    if (lget(last_flag) == 0) return;
+    fence_device();
+
+    // Maximum and sum of each column; 128 / COLUMNS threads share its splits.
+    float *tops = lds, *sums = lds + 128;
+    const int own = thread % S::COLUMNS, lanes = 128 / S::COLUMNS;
+    float top = -INFINITY, sum = 0.0f;
+    if (own < n_there) {
+        for (int i = thread / S::COLUMNS; i < a.n_splits; i += lanes) top = fmaxf(top, gload(parts + i * part_floats + 2 * own));
+    }
+    lput(tops + thread, top);
+    block_sync();
+    for (int i = 0; i < lanes; i++) top = fmaxf(top, lget(tops + own + S::COLUMNS * i));
+    if (own < n_there) {
+        for (int i = thread / S::COLUMNS; i < a.n_splits; i += lanes) {
+            const u32x2 m_l = gload((const u32x2 *)(parts + i * part_floats) + own);
+            sum += bits<float>(m_l.y) * attend_keep(bits<float>(m_l.x), top);
+        }
+    }
+    block_sync();
+    if (thread < S::COLUMNS) lput(tops + thread, top);
+    lput(sums + thread, sum);
+    block_sync();
+    for (int i = thread; i < (S::COLUMNS * S::HEAD / 4 + 127) / 128 * 128; i += 128) {
+        const int column = min(i / (S::HEAD / 4), S::COLUMNS - 1), d = i % (S::HEAD / 4) * 4;
+        const bool live = i < S::COLUMNS * S::HEAD / 4 && column < n_there && d < a.head_dim;
+        float x[4] = {0.0f, 0.0f, 0.0f, 0.0f}, l = 0.0f;
+        const float m = lget(tops + column);
+        for (int k = 0; k < lanes; k++) l += lget(sums + column + S::COLUMNS * k);
+        if (live) {
+            const float *from = parts + 2 * S::COLUMNS + column * S::HEAD + d;
+#pragma unroll 4
+            for (int k = 0; k < a.n_splits; k++) {
+                const u32x4 o = gload((const u32x4 *)(from + k * part_floats));
+                const float keep = attend_keep(gload(parts + k * part_floats + 2 * column), m);
+                x[0] += keep * bits<float>(o.x);
+                x[1] += keep * bits<float>(o.y);
+                x[2] += keep * bits<float>(o.z);
+                x[3] += keep * bits<float>(o.w);
+            }
+            const float factor = attend_factor(a, t.kv_head * group + (t.column0 + column) % group, m, l);
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[e] = l == 0.0f ? 0.0f : x[e] * factor;
+        }
+        attend_store(a, t, t.column0 + column, d, live, x);
+    }
+}
+
+template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &a) {
+    typedef attend_shape<D, COLUMN_TILES> S;
+    LDS(u32x4, lds, S::LDS_BYTES / 16);
+    const int lane = lane_index(), wave = wave_read(wave_index(), 0);
+    const attend_part<S> w = attend_part_of<S>(wave);
+    const int thread = S::SHARED ? (int)thread_index() : lane;
+    f16 *k_tile = (f16 *)((char *)lds + (S::SHARED ? 0 : wave * S::WAVE_BYTES));
+    f16 *v_tile = S::SHARED ? (f16 *)((char *)lds + S::K_BYTES) : k_tile;
+    float *sums = (float *)((char *)lds + (S::SHARED ? S::TILE_BYTES : 0));
+
+    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
+    const int group = a.n_heads / a.n_kv_heads, n_columns = group * a.n_q;
+    const bool paged = a.page_table != 0;
+    int len = a.n_kv;
+    if (a.kv_len) {
+        len = gload(a.kv_len + t.seq);
+        if (len < 1 || len > a.n_kv) {
+            if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_LENGTH);
+            len = len < 1 ? 1 : a.n_kv;
+        }
+    }
+
+    // The run of this block: what its columns see, cut into n_splits parts of whole rounds of tiles.
+    const int column_end = min(t.column0 + (int)S::COLUMNS, n_columns);
+    int begin = attend_low(a, len, attend_column_of(a, t.column0).query);
+    int end = attend_high(a, len, attend_column_of(a, column_end - 1).query);
+    const int round = S::TILE * S::SETS;
+    const int run = ((max(end - begin, 0) + a.n_splits - 1) / a.n_splits + round - 1) / round * round;
+    begin = (int)min((int64_t)begin + (int64_t)t.split * run, (int64_t)end);
+    end = min(end - begin, run) + begin;
+
+    // The columns of this wave and of this lane. Columns past the end are the last one again.
+    const int first = t.column0 + ATTEND_COLUMNS * w.column_tile;
+    const attend_column c_first = attend_column_of(a, min(first, n_columns - 1));
+    const attend_column c_last = attend_column_of(a, min(first + ATTEND_COLUMNS, n_columns) - 1);
+    const int low_first = attend_low(a, len, c_first.query), low_last = attend_low(a, len, c_last.query);
+    const int high_first = min(attend_high(a, len, c_first.query), end);
+    const int high_last = first < n_columns ? min(attend_high(a, len, c_last.query), end) : 0;
+    int low[FRAG_SLOTS], high[FRAG_SLOTS];
+#pragma unroll
+    for (int s = 0; s < FRAG_SLOTS; s++) {
+        const attend_column c = attend_column_of(a, min(first + frag_slot_col(s), n_columns - 1));
+        low[s] = attend_low(a, len, c.query);
+        high[s] = min(attend_high(a, len, c.query), end);
+    }
+
+    const attend_rows k = attend_rows_of(a.k, row_of(a.k, t.kv_head, 0, paged ? 0 : t.seq), a.k.stride[1], a.head_dim);
+    const attend_rows v = attend_rows_of(a.v, row_of(a.v, t.kv_head, 0, paged ? 0 : t.seq), a.v.stride[1], a.head_dim);
+    attend_place at;
+    at.end = end;
+    at.rows = (int32_t *)((char *)lds + S::MAIN_BYTES + wave * S::ROW_BYTES);
+    u32x2 *mask_rows = (u32x2 *)(at.rows + S::TILE); // addresses
+    at.chunk0 = S::SHARED ? 0 : w.slice * (S::W / 8);
+    if (a.mask.data && lane < ATTEND_COLUMNS) {
+        const attend_column c = attend_column_of(a, min(first + lane, n_columns - 1));
+        const char *row = row_repeated(a.mask, c.query, t.kv_head * group + c.head, t.seq);
+        lput(mask_rows + lane, make2((uint32_t)(uintptr_t)row, (uint32_t)((uintptr_t)row >> 32)));
+    }
+
+    // A score is cap tanh(scale q.k / cap) + mask, times log2(e). Without cap and mask the factor waits for
+    // the fma before exp2; tanh(x) is 1 - 2 / (1 + e^2x).
+    const float log2_e = 1.44269504f, scale = recomputed_uniform(fabsf(a.scale) * log2_e);
+    const bool capped = a.softcap > 0.0f, biased = a.mask.data != 0;
+    const float cap = recomputed_uniform(a.softcap * log2_e);
+    const float to_cap = recomputed_uniform(capped ? 2.0f * scale / a.softcap : 0.0f);
+    const float factor = recomputed_uniform(capped || biased ? 1.0f : scale);
+
+    u32x4 raw_k[S::LOADS];
+    int row[S::WORDS] = {};
+    const bool list = paged || k.way != ATTEND_WIDE || v.way != ATTEND_WIDE || a.head_dim < D;
+    if (begin < end) {
+        if (paged) attend_look_up<S>(row, a, t.seq, begin + w.set * S::TILE, end);
+        attend_turn_to<S>(at, row, paged, list, begin + w.set * S::TILE);
+        attend_fetch<S, false>(raw_k, k, at, thread);
+    }
+    // Q stays in registers, or if each wave has its own tile of K and V, in LDS: those waves have memory
+    // to wait for, and more of its data in registers.
+    f16 *q_tile = S::SHARED ? k_tile : (f16 *)((char *)lds + S::TILE_BYTES) + w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
+    frag q[S::O_FRAGS];
+    if (S::SHARED || w.set == 0) {
+        attend_stage_q<S>(q_tile, a, t, t.column0, S::SHARED ? S::COLUMNS : ATTEND_COLUMNS, at.chunk0, thread);
+    }
+    block_sync();
+    if (S::SHARED) {
+        const f16 *from = q_tile + w.column_tile * ATTEND_COLUMNS * S::Q_STRIDE + w.slice * S::W;
+#pragma unroll
+        for (int i = 0; i < S::O_FRAGS; i++) q[i] = frag_load(from + 16 * i, S::Q_STRIDE);
+        block_sync();
+    }
+    attend_state<S> state;
+    attend_clear<S>(state);
+    for (; begin < end; begin += round) {
+        attend_stage<S, false>(k_tile, raw_k, k, at, thread);
+        attend_sync<S>();
+        const int next = at.first + round;
+        if (paged) attend_look_up<S>(row, a, t.seq, next, end);
+        u32x4 raw_v[S::LOADS];
+        attend_fetch<S, true>(raw_v, v, at, thread);
+
+        // Scores. A wave leaves out a tile that none of its columns sees.
+        const bool live = at.first < high_last && at.first + S::TILE > low_first;
+        frag_c s[S::PARTS];
+#pragma unroll
+        for (int b = 0; b < S::PARTS; b++) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) s[b].v[i] = 0.0f;
+        }
+        if (live) {
+            const f16 *from = k_tile + (S::SHARED ? w.slice * S::W : 0);
+#pragma unroll
+            for (int i = 0; i < S::O_FRAGS; i++) {
+                if (i % (S::PARTS < 4 ? 4 / S::PARTS : 1) == 0) keep_order();
+                const frag qi = S::SHARED ? q[i] : frag_load(q_tile + 16 * i, S::Q_STRIDE);
+#pragma unroll
+                for (int b = 0; b < S::PARTS; b++) {
+                    wmma(s[b], frag_load(from + 16 * b * S::K_STRIDE + 16 * i, S::K_STRIDE), qi);
+                }
+            }
+        }
+        if (S::SLICES > 1) { // the slices' parts are added in their order, so that all get the same
+            float *own = sums + wave * S::SUM_STRIDE + lane;
+            const float *all = own - w.slice * S::SUM_STRIDE;
+            if (!S::SHARED) wave_sync();
+            if (live) {
+#pragma unroll
+                for (int i = 0; i < 8 * S::PARTS; i++) lput(own + 32 * i, s[i / 8].v[i % 8]);
+            }
+            block_sync();
+            if (live) {
+#pragma unroll
+                for (int i = 0; i < 8 * S::PARTS; i++) {
+                    float sum = lget(all + 32 * i);
+#pragma unroll
+                    for (int j = 1; j < S::SLICES; j++) sum += lget(all + j * S::SUM_STRIDE + 32 * i);
+                    s[i / 8].v[i % 8] = sum;
+                }
+            }
+            if (!S::SHARED) block_sync();
+        }
+
+        frag p[S::PARTS];
+        if (live) {
+            if (capped) {
+#pragma unroll
+                for (int i = 0; i < 8 * S::PARTS; i++) {
+                    float &x = s[i / 8].v[i % 8];
+                    x = cap - 2.0f * cap * rcp_fast(1.0f + exp2_fast(x * to_cap));
+                }
+            }
+            if (biased) attend_bias<S>(s, a, mask_rows, at.first, end - 1, capped ? 1.0f : scale);
+            if (at.first < low_last || at.first + S::TILE > high_first || at.seen != S::ALL_SEEN) {
+                attend_hide<S>(s, low, high, at.first, at.seen);
+            }
+            attend_weigh<S>(state, s, factor);
+#pragma unroll
+            for (int b = 0; b < S::PARTS; b++) p[b] = frag_from_c(s[b]);
+        }
+
+        if (!S::SHARED) wave_sync();
+        attend_stage<S, true>(v_tile, raw_v, v, at, thread);
+        attend_turn_to<S>(at, row, paged, list, next);
+        attend_sync<S>();
+        attend_fetch<S, false>(raw_k, k, at, thread); // past the end: the last position again
+        if (live) {
+            const f16 *from = v_tile + (S::SHARED ? w.slice * S::W * S::V_STRIDE : 0);
+#pragma unroll
+            for (int b = 0; b < S::PARTS; b++) {
+#pragma unroll
+                for (int f = 0; f < S::O_FRAGS; f++) {
+                    if (f % 4 == 0) keep_order();
+                    wmma(state.o[f], frag_load(from + 16 * f * S::V_STRIDE + 16 * b, S::V_STRIDE), p[b]);
+                }
+            }
+        }
+        if (!S::SHARED) wave_sync();
+    }
+    block_sync();
+    attend_finish<S>(a, state, (float *)lds, (uint32_t *)((char *)lds + S::MAIN_BYTES + ATTEND_WAVES * S::ROW_BYTES));
+}
+
+#define ROCQ_X(X, d)                                                                               \
+    KERNEL(attention_decode_##d, rocq_k_attention_args, 128) { attend<d, 1>(a); }                  \
+    KERNEL(attention_prefill_##d, rocq_k_attention_args, 128) { attend<d, d <= 128 ? 4 : 512 / d>(a); }
+ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
+#undef ROCQ_X
+
+// ---------------------------------------------------------------------------------------------
+// >>ops: in the order of ROCQ_OPS
+// ---------------------------------------------------------------------------------------------
+// A lane works on quads: four neighbouring elements of a row, 16 bytes of F32. Rows of F32, F16 and
+// BF16 are wide when all their quads are whole and aligned; others go element by element.
+
+// Dimensions 1 to 3 of row number r of t.
+struct place { uint32_t i1, i2, i3; };
+DEV place place_of(const rocq_k_tensor &t, uint32_t r) {
+    const uint32_t ne1 = (uint32_t)t.ne[1], ne2 = (uint32_t)t.ne[2];
+    const uint32_t plane = r / ne1, i3 = plane / ne2;
+    return {r - plane * ne1, plane - i3 * ne2, i3};
+}
+DEV uint32_t rows_of(const rocq_k_tensor &t) {
+    return (uint32_t)t.ne[1] * (uint32_t)t.ne[2] * (uint32_t)t.ne[3];
+}
+DEV uint64_t alignment_bits(const rocq_k_tensor &t) { // no bit below the alignment of every row
+    return (uint64_t)(uintptr_t)t.data | (uint64_t)t.stride[0] | (uint64_t)t.stride[1] |
+           (uint64_t)t.stride[2];
+}
+DEV bool is_wide(const rocq_k_tensor &t) {
+    return ((t.ne[0] & 3) | (int)(alignment_bits(t) & (t.format == ROCQ_F32 ? 15u : 7u))) == 0;
+}
+
+// Rows follow each other without gaps; planar tensors always do.
+DEV bool is_packed(const rocq_k_tensor &t) {
+    const int64_t row = (int64_t)(t.ne[0] / format_elems(t.format)) * format_bytes(t.format);
+    return t.layout == ROCQ_LAYOUT_PLANAR ||
+           ((t.ne[1] == 1 || t.stride[0] == row) &&
+            (t.ne[2] == 1 || t.stride[1] == row * t.ne[1]) &&
+            (t.ne[3] == 1 || t.stride[2] == row * t.ne[1] * t.ne[2]));
+}
+
+// Elements of the quad at k of a row of n that exist.
+DEV int quad_count(int64_t n, int64_t k) { return n - k < 4 ? n > k ? (int)(n - k) : 0 : 4; }
+
+// Elements k to k + count - 1 of a row of F32, F16 or BF16, then zeros.
+DEV void get4(int32_t format, const char *row, bool wide, int64_t k, int count, float v[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) v[e] = 0.0f;
+    if (wide && format == ROCQ_F32) {
+        if (count == 0) return;
+        const u32x4 w = gload((const u32x4 *)((const float *)row + k));
+        v[0] = bits<float>(w.x);
+        v[1] = bits<float>(w.y);
+        v[2] = bits<float>(w.z);
+        v[3] = bits<float>(w.w);
+    } else if (wide) {
+        if (count == 0) return;
+        const u32x2 w = gload((const u32x2 *)((const uint16_t *)row + k));
+        const uint32_t h[4] = {w.x & 0xffffu, w.x >> 16, w.y & 0xffffu, w.y >> 16};
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            v[e] = format == ROCQ_F16 ? f16_f32((uint16_t)h[e]) : bf16_f32((uint16_t)h[e]);
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            if (e < count) v[e] = get_float(format, row, k + e);
+        }
+    }
+}
+
+// Writes them to a row of y, which is row number r of it. Formats: F32 F16 BF16, raw Q8_0 and Q4_0,
+// planar Q8_0. All lanes of a wave must come, with count 0 where there is nothing to write, and of
+// block formats lane % 8 == k / 4 % 8.
+DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t k, int count,
+              const float v[4]) {
+    const int i = (int)(k >> 2) & 7;
+    if (y.format == ROCQ_Q8_0 && y.layout == ROCQ_LAYOUT_PLANAR) {
+        const int64_t per_row = y.ne[0] / 32;
+        put_q8_0_planar(y.data, per_row * rows_of(y), per_row * r + k / 32, i, count > 0, v);
+    } else if (y.format == ROCQ_Q8_0) {
+        put_q8_0(row + k / 32 * (int)sizeof(rocq_block_q8_0), i, count > 0, v);
+    } else if (y.format == ROCQ_Q4_0) {
+        put_q4_0(row + k / 32 * (int)sizeof(rocq_block_q4_0), i, count > 0, v);
+    } else if (wide && y.format == ROCQ_F32) {
+        if (count == 0) return;
+        gstore((u32x4 *)((float *)row + k), make4(bits<uint32_t>(v[0]), bits<uint32_t>(v[1]),
+                                                   bits<uint32_t>(v[2]), bits<uint32_t>(v[3])));
+    } else if (wide) {
+        if (count == 0) return;
+        uint32_t h[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) h[e] = y.format == ROCQ_F16 ? f32_f16(v[e]) : f32_bf16(v[e]);
+        gstore((u32x2 *)((uint16_t *)row + k), make2(h[0] | h[1] << 16, h[2] | h[3] << 16));
+    } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            if (e < count) put_float(y.format, row, k + e, v[e]);
+        }
+    }
+}
+
+// A tile of a row: Q quads a thread, quad j of thread t being quad j * n_threads() + t of the tile.
+// With 8, rows of up to one tile stay in registers from the first pass to the last.
+enum { TILE_QUADS = 8 };
+DEV int tile_at(int base, int j) { return base + 4 * (j * (int)n_threads() + (int)thread_index()); }
+DEV int tile_size(int quads) { return 4 * quads * (int)n_threads(); }
+
+// How many of the quads j of a tile any lane has, and whether all lanes have all of quad j;
+// uniform.
+DEV int tile_quads(int n, int base) {
+    const int step = 4 * (int)n_threads();
+    return (n - base + step - 1) / step;
+}
+DEV bool is_full(int n, int base, int j) { return base + 4 * (j + 1) * (int)n_threads() <= n; }
+
+// Elements from base on of a row of n, F32 or F16; zeros past its end, nothing in quads past the
+// tile's. All loads are under way before one is used, and lanes past the end read element 0, so
+// that no lane branches.
+template <int Q>
+DEV void load_tile(int32_t format, bool wide, const char *row, int n, int base, float (&v)[Q][4]) {
+    const int quads = tile_quads(n, base);
+    uint32_t w[Q][4];
+#pragma unroll
+    for (int j = 0; j < Q; j++) {
+        if (j >= quads) break;
+        const int k = tile_at(base, j), k0 = k < n ? k : 0;
+        if (wide && format == ROCQ_F32) {
+            const u32x4 q = gload((const u32x4 *)((const float *)row + k0));
+            w[j][0] = q.x;
+            w[j][1] = q.y;
+            w[j][2] = q.z;
+            w[j][3] = q.w;
+        } else if (wide) {
+            const u32x2 q = gload((const u32x2 *)((const uint16_t *)row + k0));
+            w[j][0] = q.x;
+            w[j][1] = q.y;
+        } else {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int at = k + e < n ? k + e : 0;
+                w[j][e] = format == ROCQ_F32 ? gload((const uint32_t *)row + at)
+                                             : gload((const uint16_t *)row + at);
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < Q; j++) {
+        if (j >= quads) break;
+        if (format == ROCQ_F32) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) v[j][e] = bits<float>(w[j][e]);
+        } else {
+            const uint32_t x = w[j][0], y = w[j][1];
+            v[j][0] = f16_f32((uint16_t)x);
+            v[j][1] = f16_f32((uint16_t)(wide ? x >> 16 : y));
+            v[j][2] = f16_f32((uint16_t)(wide ? y : w[j][2]));
+            v[j][3] = f16_f32((uint16_t)(wide ? y >> 16 : w[j][3]));
+        }
+        if (is_full(n, base, j)) continue;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            if (tile_at(base, j) + e >= n) v[j][e] = 0.0f;
+        }
+    }
+}
+
+// -- rmsnorm, layernorm --
+// Per row of K: y = ((x - mean) - rest) rstd weight + bias, mean = sum x / K, rest = sum (x - mean)
+// / K, rstd = 1 / sqrt(sum (x - mean)^2 / K - rest^2 + eps); without center mean and rest are 0.
+// The first mean is rounded, which shows where it is large next to the spread of x; rest corrects
+// it.
+//
+//   x     F32 or F16 [K, rows], any strides     weight, bias  F32 [K], either may be absent
+//   y     F32, F16, Q8_0 raw or planar, x's shape; may be x when their formats are equal
+//   mean, rstd  F32 [rows], written where present
+//
+// A block owns a row, a thread the quads t, t + threads, ... of it; a unit of 32 that y needs for
+// its scale lies in 8 neighbouring lanes.
+// Geometry: a block a row, 32 to 256 threads by the host's choice: 32 are enough for K <= 128 and
+// keep short rows (a norm per head) from idling. LDS: a float a wave.
+// Bytes: x once while K <= 32 threads (8192 with 256), kept in registers; else once per pass, three
+// in all with center, two without. y once. Sums are F32 in a fixed order: 8 quads a lane, then a
+// tree, so an error grows with log K only.
+KERNEL(norm, rocq_k_norm_args, 256) {
+    LDS(float, work, 8);
+    const uint32_t r = a.common.block0 + block_index();
+    const place at = place_of(a.x, r);
+    const char *x_row = row_of(a.x, at.i1, at.i2, at.i3);
+    char *y_row = row_of(a.y, at.i1, at.i2, at.i3);
+    const int n = a.x.ne[0], tile = tile_size(TILE_QUADS);
+    const bool x_wide = is_wide(a.x), y_wide = is_wide(a.y);
+    const bool w_wide = (((uintptr_t)a.weight | (uintptr_t)a.bias) & 15u) == 0 && (n & 3) == 0;
+    const float share = 1.0f / (float)n;
+    float v[TILE_QUADS][4], mean = 0.0f, rest = 0.0f, rstd = 0.0f;
+    const int first = a.center ? 0 : 1;
+    for (int pass = first; pass < 3; pass++) { // mean; rest and rstd; y
+        float sum = 0.0f, square = 0.0f;
+        for (int base = 0; base < n; base += tile) {
+            if (n > tile || pass == first) load_tile(a.x.format, x_wide, x_row, n, base, v);
+            if (pass == 2) {
+                // Not unrolled, for the sake of code size: quad j is always in v[0].
+#pragma unroll 1
+                for (int j = 0; j < TILE_QUADS && j < tile_quads(n, base); j++) {
+                    const int k = tile_at(base, j), count = quad_count(n, k);
+                    float w[4], b[4], y[4];
+                    if (a.weight) get4(ROCQ_F32, (const char *)a.weight, w_wide, k, count, w);
+                    if (a.bias) get4(ROCQ_F32, (const char *)a.bias, w_wide, k, count, b);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        y[e] = ((v[0][e] - mean) - rest) * rstd;
+                        if (a.weight) y[e] *= w[e];
+                        if (a.bias) y[e] += b[e];
+                    }
+                    put4(a.y, y_wide, y_row, r, k, count, y);
+#pragma unroll
+                    for (int i = 0; i + 1 < TILE_QUADS; i++) {
+#pragma unroll
+                        for (int e = 0; e < 4; e++) v[i][e] = v[i + 1][e];
+                    }
+                }
+                continue;
+            }
+            const int quads = tile_quads(n, base);
+#pragma unroll
+            for (int j = 0; j < TILE_QUADS; j++) {
+                if (j >= quads) break;
+                const bool full = is_full(n, base, j);
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    float d = v[j][e] - mean;
+                    if (!full && tile_at(base, j) + e >= n) d = 0.0f;
+                    sum += d;
+                    square = fmaf(d, d, square);
+                }
+            }
+        }
+        if (pass == 2) break;
+        if (a.center) sum = block_sum(sum, work) * share;
+        if (pass == 0) {
+            mean = sum;
+        } else {
+            if (a.center) rest = sum;
+            const float variance = fmaf(-rest, rest, block_sum(square, work) * share);
+            rstd = 1.0f / sqrtf(variance + a.eps);
+        }
+    }
+    if (thread_index() == 0) {
+        if (a.mean.data) gstore((float *)row_of(a.mean, at.i2, at.i3, 0) + at.i1, mean + rest);
+        if (a.rstd.data) gstore((float *)row_of(a.rstd, at.i2, at.i3, 0) + at.i1, rstd);
+    }
+}
+
+// -- rope, rope_append --
+
+// Sine and cosine of `turns` whole turns, |turns| <= 1/2: reduced to an eighth of a turn around 0,
+// where the Taylor series leave 3e-9 (sine) and 2e-9 (cosine).
+struct sine_cosine { float s, c; };
+DEV sine_cosine sincos_turns(float turns) {
+    const float quarter = rintf(4.0f * turns); // -2 to 2
+    const float x = fmaf(quarter, -0.25f, turns) * 6.28318531f, z = x * x;
+    float s = fmaf(z, 2.75573192e-6f, -1.98412698e-4f);
+    s = fmaf(z, s, 8.33333333e-3f);
+    s = fmaf(z, s, -1.66666667e-1f);
+    s = fmaf(x * z, s, x);
+    float c = fmaf(z, -2.75573192e-7f, 2.48015873e-5f);
+    c = fmaf(z, c, -1.38888889e-3f);
+    c = fmaf(z, c, 4.16666667e-2f);
+    c = fmaf(z, c, -0.5f);
+    c = fmaf(z, c, 1.0f);
+    const int q = (int)quarter & 3;
+    return {q == 0 ? s : q == 1 ? c : q == 2 ? -s : -c, q == 0 ? c : q == 1 ? -s : q == 2 ? -c : s};
+}
+
+// Up to three streams in one launch: q turned in place, k turned and stored in the KV cache, v
+// stored there. Pair i of token t turns by pos[t] turn[i] / freq_factors[i] whole turns:
+// (x0, x1) becomes magnitude (x0 cos - x1 sin, x0 sin + x1 cos).
+//
+//   x     F32 or F16 [D, heads, tokens], any strides
+//   y     F32 F16 BF16, raw Q8_0 Q4_0 [D, heads, cells or tokens], any strides; may be x. Elements
+//         from n_dims on are copied; n_dims <= 512
+//   cell  row of y for token t where to_cell is set; one out of range stores nothing and sets a bit
+//         of the status
+//
+// Geometry: 256 threads. With Q = ceil(D / 4) quads a head, a block owns H = max(1, 256 / Q) heads
+// of one stream and token; slices(s) = ceil(heads(s) / H), a token has S = sum of slices(s) blocks,
+// and block b is slice b % S of token b / S: tokens S blocks in all. A thread owns a quad of a
+// head, and one unit of 32 lies in 8 neighbouring lanes. Heads of more than 1024 elements take
+// several rounds.
+// The angles of a token are worked out once in a block, in double up to the fraction of a turn (at
+// position 100,000 a float would be off by 0.004), and shared by its heads: LDS 2 KB.
+// Where x is y, a round's loads all come before its stores: both elements of a pair are read by two
+// lanes (NEOX), and lie in the same round. The second read hits the cache.
+// Bytes: x and y once; 4 double operations a thread, which at 1/32 rate cost less than the loads.
+KERNEL(rope, rocq_k_rope_args, 256) {
+    LDS(float, cosine, 256);
+    LDS(float, sine, 256);
+    const int n = a.head_dim, half = a.n_dims / 2, quads = (n + 3) / 4, t = (int)thread_index();
+    const int heads = quads < 256 ? 256 / quads : 1;
+    uint32_t slices = 0;
+    for (int s = 0; s < a.n_streams; s++) {
+        slices += (uint32_t)((a.stream[s].x.ne[1] + heads - 1) / heads);
+    }
+    const uint32_t b = a.common.block0 + block_index();
+    const uint32_t token = b / slices;
+    int slice = (int)(b - token * slices), s = 0;
+    for (; s + 1 < a.n_streams; s++) {
+        const int own = (a.stream[s].x.ne[1] + heads - 1) / heads;
+        if (slice < own) break;
+        slice -= own;
+    }
+    const rocq_k_rope_stream &stream = a.stream[s];
+
+    int64_t to = token;
+    bool stored = true;
+    if (stream.to_cell) {
+        to = gload((a.cell ? a.cell : a.pos) + token);
+        stored = to >= 0 && to < a.n_cells;
+        if (!stored) {
+            to = 0;
+            if (t == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+        }
+    }
+    if (!stream.plain) {
+        if (t < half) {
+            double turns = (double)gload(a.pos + token) * a.turn[t];
+            if (a.freq_factors) turns /= (double)gload(a.freq_factors + t);
+            const sine_cosine turned = sincos_turns((float)(turns - rint(turns)));
+            lput(sine + t, turned.s * a.magnitude);
+            lput(cosine + t, turned.c * a.magnitude);
+        }
+        block_sync();
+    }
+
+    const int local = quads < 256 ? t / quads : 0, head = slice * heads + local;
+    const bool live = local < heads && head < stream.x.ne[1];
+    const char *x_row = row_of(stream.x, live ? head : 0, token, 0);
+    char *y_row = row_of(stream.y, live ? head : 0, to, 0);
+    const bool x_wide = is_wide(stream.x), y_wide = is_wide(stream.y);
+    for (int first = 0; first < quads; first += 256) {
+        const int k = 4 * (first + t - local * quads);
+        const int count = live ? quad_count(n, k) : 0;
+        const int turned = stream.plain ? 0 : 2 * half - k; // elements of the quad below n_dims
+        float v[4], p[4], y[4];
+        get4(stream.x.format, x_row, x_wide, k, count, v);
+        if (!a.neox) {
+            p[0] = v[1];
+            p[1] = v[0];
+            p[2] = v[3];
+            p[3] = v[2];
+        } else if ((half & 3) == 0) {
+            get4(stream.x.format, x_row, x_wide, k < half ? k + half : k - half,
+                 turned > 0 ? count : 0, p);
+        } else {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                p[e] = 0.0f;
+                if (e < count && e < turned) {
+                    p[e] = get_float(stream.x.format, x_row,
+                                     k + e < half ? k + e + half : k + e - half);
+                }
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            y[e] = v[e];
+            if (e >= count || e >= turned) continue;
+            const bool second = a.neox ? k + e >= half : (e & 1) != 0;
+            const int pair = a.neox ? k + e - (second ? half : 0) : (k + e) / 2;
+            const float c = lget(cosine + pair), sn = lget(sine + pair);
+            y[e] = fmaf(v[e], c, (second ? p[e] : -p[e]) * sn);
+        }
+        block_sync();
+        put4(stream.y, y_wide, y_row, 0, k, stored ? count : 0, y);
+    }
+}
+
+// -- activate, glu, add, mul, scale, cast --
+
+// Bytes of a row.
+DEV int64_t row_bytes_of(const rocq_k_tensor &t) {
+    return (int64_t)(t.ne[0] / format_elems(t.format)) * format_bytes(t.format);
+}
+// 16 bytes at byte k of a row of n, or what is left of it.
+template <typename T> DEV void copy_piece(char *to, const char *from, int64_t k, int64_t n) {
+    const int each = (int)sizeof(T);
+#pragma unroll
+    for (int e = 0; e < 16 / each; e++) {
+        if (k + e * each < n) gstore((T *)(to + k) + e, gload((const T *)(from + k) + e));
+    }
+}
+
+DEV void activate4(int32_t kind, float v[4]) {
+    switch (kind) {
+#define ROCQ_X(KIND) \
+    case KIND:       \
+        for (int e = 0; e < 4; e++) v[e] = activation(KIND, v[e]); \
+        break;
+        ROCQ_X(ROCQ_SILU)
+        ROCQ_X(ROCQ_GELU)
+        ROCQ_X(ROCQ_GELU_ERF)
+        ROCQ_X(ROCQ_RELU)
+        ROCQ_X(ROCQ_TANH)
+#undef ROCQ_X
+    default: break;
+    }
+}
+
+// y = activation(a), activation(a) b, a + b, a b, a scale + bias or a, by op; a cast to a's own
+// format copies bytes, also of blocks and I32.
+//
+//   a, b  F32, F16 or BF16; b is repeated where it has 1, also along a row; any strides
+//   y     F32 F16 BF16, Q8_0 raw or planar, Q4_0 raw, a's shape; may be a or b of its format
+//
+// This is also what turns activations into the planar Q8_0 or the F16 that a product takes.
+// Geometry: 256 threads, a thread a piece. A piece is a quad, ceil(ne0 / 4) to a row; in a copy it
+// is 16 bytes, ceil(bytes of a row / 16) to a row. Pieces are counted through all rows, and there
+// must be fewer than 2^32. A unit of 32 of a quantized y is the quads of 8 neighbouring lanes, its
+// largest magnitude comes by three lane swaps.
+// Bytes: a, b and y once, 16 a lane on wide rows, neighbouring lanes side by side.
+KERNEL(map, rocq_k_map_args, 256) {
+    const uint32_t at = (a.common.block0 + block_index()) * 256 + thread_index();
+    const uint32_t rows = rows_of(a.y);
+    if (a.op == ROCQ_OP_CAST && a.y.format == a.a.format) {
+        const int64_t n = row_bytes_of(a.y);
+        const uint32_t pieces = (uint32_t)((n + 15) / 16), r = at / pieces;
+        if (r >= rows) return;
+        const int64_t k = 16 * (int64_t)(at - r * pieces);
+        const place p = place_of(a.y, r);
+        char *to = row_of(a.y, p.i1, p.i2, p.i3);
+        const char *from = row_of(a.a, p.i1, p.i2, p.i3);
+        const uint64_t low = alignment_bits(a.y) | alignment_bits(a.a);
+        if (((low | (uint64_t)n) & 15) == 0) copy_piece<u32x4>(to, from, k, n);
+        else if (((low | (uint64_t)n) & 3) == 0) copy_piece<uint32_t>(to, from, k, n);
+        else if (((low | (uint64_t)n) & 1) == 0) copy_piece<uint16_t>(to, from, k, n);
+        else copy_piece<uint8_t>(to, from, k, n);
+        return;
+    }
+    // Whole tensors are one long row, and two dimensions need one product a row: the general
+    // address takes more of the ALU's time than the rest.
+    const bool one_row =
+        (a.y.ne[0] & 3) == 0 && is_packed(a.y) && is_packed(a.a) &&
+        (!a.b.data || (is_packed(a.b) && a.b.ne[0] == a.y.ne[0] && rows_of(a.b) == rows));
+    const uint32_t pieces = (uint32_t)(a.y.ne[0] + 3) / 4, row = one_row ? 0 : at / pieces;
+    const bool live = one_row ? at < pieces * rows : row < rows;
+    const uint32_t r = live ? row : 0;
+    const int64_t k = 4 * (int64_t)(at - row * pieces);
+    const int count = !live ? 0 : one_row ? 4 : quad_count(a.y.ne[0], k);
+    const char *a_row = (const char *)a.a.data, *b_row = (const char *)a.b.data;
+    char *y_row = (char *)a.y.data;
+    if (!one_row && a.y.ne[2] == 1 && a.y.ne[3] == 1) {
+        a_row = row_of(a.a, r, 0, 0);
+        if (a.b.data) b_row = row_repeated(a.b, r, 0, 0);
+        y_row = row_of(a.y, r, 0, 0);
+    } else if (!one_row) {
+        const place p = place_of(a.y, r);
+        a_row = row_of(a.a, p.i1, p.i2, p.i3);
+        if (a.b.data) b_row = row_repeated(a.b, p.i1, p.i2, p.i3);
+        y_row = row_of(a.y, p.i1, p.i2, p.i3);
+    }
+    float v[4], b[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    get4(a.a.format, a_row, is_wide(a.a), k, count, v);
+    if (a.b.data) {
+        if (a.b.ne[0] == 1) b[0] = b[1] = b[2] = b[3] = get_float(a.b.format, b_row, 0);
+        else get4(a.b.format, b_row, is_wide(a.b), k, count, b);
+    }
+    if (a.op == ROCQ_OP_ACTIVATE || a.op == ROCQ_OP_GLU) activate4(a.activation, v);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        switch (a.op) {
+        case ROCQ_OP_ADD: v[e] += b[e]; break;
+        case ROCQ_OP_GLU:
+        case ROCQ_OP_MUL: v[e] *= b[e]; break;
+        case ROCQ_OP_SCALE: v[e] = fmaf(v[e], a.scale, a.bias); break;
+        default: break;
+        }
+    }
+    put4(a.y, is_wide(a.y), y_row, r, k, count, v);
+}
+
+// -- softmax --
+// Per row of K: y = exp(s - max s) / sum of it, s = x scale + mask; a mask of -inf hides whatever x
+// is, and a row that is -inf throughout becomes 0 throughout. One NaN makes its row NaN.
+//
+//   x, y  F32 [K, rows], any strides; y may be x
+//   mask  F32 or F16, x's shape or 1 in dimensions 1 to 3, where it is repeated; may be absent
+//
+// A block owns a row, a thread the quads t, t + threads, ... of it. Geometry: a block a row, 32 to
+// 256 threads by the host's choice. LDS: a float a wave.
+// Bytes: x and mask once while K <= 32 threads (8192 with 256), kept in registers; else three
+// times.
+KERNEL(softmax, rocq_k_softmax_args, 256) {
+    LDS(float, work, 8);
+    const uint32_t r = a.common.block0 + block_index();
+    const place at = place_of(a.x, r);
+    const char *x_row = row_of(a.x, at.i1, at.i2, at.i3);
+    const char *mask_row = a.mask.data ? row_repeated(a.mask, at.i1, at.i2, at.i3) : x_row;
+    char *y_row = row_of(a.y, at.i1, at.i2, at.i3);
+    const int n = a.x.ne[0], tile = tile_size(TILE_QUADS);
+    const bool x_wide = is_wide(a.x), y_wide = is_wide(a.y), mask_wide = is_wide(a.mask);
+    float v[TILE_QUADS][4], top = -INFINITY, shift = 0.0f, factor = 0.0f;
+    for (int pass = 0; pass < 3; pass++) { // largest; sum; y
+        float sum = 0.0f;
+        for (int base = 0; base < n; base += tile) {
+            const int quads = tile_quads(n, base);
+            if (n > tile || pass == 0) {
+                load_tile(ROCQ_F32, x_wide, x_row, n, base, v);
+                float m[TILE_QUADS][4];
+                if (a.mask.data) load_tile(a.mask.format, mask_wide, mask_row, n, base, m);
+#pragma unroll
+                for (int j = 0; j < TILE_QUADS; j++) {
+                    if (j >= quads) break;
+                    const bool full = is_full(n, base, j);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        v[j][e] *= a.scale;
+                        if (a.mask.data) {
+                            v[j][e] = m[j][e] == -INFINITY ? -INFINITY : v[j][e] + m[j][e];
+                        }
+                        if (!full && tile_at(base, j) + e >= n) v[j][e] = -INFINITY;
+                        top = fmaxf(top, v[j][e]); // NaN: keeps top
+                    }
+                }
+            }
+            if (pass == 0) continue;
+#pragma unroll
+            for (int j = 0; j < TILE_QUADS; j++) {
+                if (j >= quads) break;
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    if (n > tile || pass == 1) v[j][e] = exp_fast(v[j][e] - shift);
+                    sum += v[j][e];
+                }
+            }
+            if (pass == 1) continue;
+#pragma unroll
+            for (int j = 0; j < TILE_QUADS; j++) {
+                if (j >= quads) break;
+                const int k = tile_at(base, j);
+                if (y_wide && k < n) {
+                    gstore((u32x4 *)((float *)y_row + k),
+                           make4(bits<uint32_t>(v[j][0] * factor), bits<uint32_t>(v[j][1] * factor),
+                                 bits<uint32_t>(v[j][2] * factor),
+                                 bits<uint32_t>(v[j][3] * factor)));
+                } else if (!y_wide) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        if (k + e < n) gstore((float *)y_row + k + e, v[j][e] * factor);
+                    }
+                }
+            }
+        }
+        if (pass == 0) {
+            top = block_max(top, work);
+            shift = top == -INFINITY ? 0.0f : top; // exp(-inf - -inf) would be NaN
+        } else if (pass == 1) {
+            sum = block_sum(sum, work);
+            factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+        }
+    }
+}
+
+// -- gather, and cast from every format --
+
+DEV void decode_raw_quad(int32_t format, const char *row, int64_t k, float v[4]) {
+    switch (format) {
+#define ROCQ_X(F)                                                                              \
+    case ROCQ_##F: {                                                                           \
+        typedef gguf_block<ROCQ_##F> b;                                                        \
+        gguf_values<ROCQ_##F>(row + k / b::elems * b::bytes, (int)(k % b::elems) / 32,         \
+                              (int)(k >> 2) & 7, v);                                           \
+        break;                                                                                 \
+    }
+#define ROCQ_BLOCK_FORMATS(X) \
+    X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) \
+    X(IQ4_XS) X(MXFP4) X(MXFP6_E2M3) X(MXFP6_E3M2)
+        ROCQ_BLOCK_FORMATS(ROCQ_X)
+#undef ROCQ_X
+    default: break;
+    }
+}
+// Quad i (0 to 7) of a unit; q[i] of a lane's own i without an array in memory.
+template <int F>
+DEV void decode_planar_quad(const void *base, int64_t n_units, int64_t at, int i, float v[4]) {
+    const unit u = decode_raw<F>(load_raw<F>(planes_of<F>(base, n_units), at), at);
+    unit one;
+    one.q[0] = u.q[0];
+#pragma unroll
+    for (int w = 1; w < 8; w++) one.q[0] = i == w ? u.q[w] : one.q[0];
+    one.scale[0] = i < 4 ? u.scale[0] : u.scale[1];
+    one.min[0] = i < 4 ? u.min[0] : u.min[1];
+    decode_word<F>(one, 0, v);
+}
+DEV void decode_planar_quad_of(int32_t format, const void *base, int64_t n_units, int64_t at, int i,
+                               float v[4]) {
+    switch (format) {
+#define ROCQ_X(F) \
+    case ROCQ_##F: decode_planar_quad<ROCQ_##F>(base, n_units, at, i, v); break;
+        ROCQ_BLOCK_FORMATS(ROCQ_X)
+#undef ROCQ_X
+    default: break;
+    }
+}
+
+// y[., r] = x[., ids ? ids[r] : r] scale, decoded: embedding rows, and cast from every format.
+//
+//   x  any of the 18 formats, raw at any strides or planar; I32, which is copied
+//   y  F32, F16 or BF16 (I32 when x is), any strides
+//   ids  I32 [rows of y] or absent; x then has 2 dimensions. One out of range gives a row of zeros
+//      and sets a bit of the status
+//
+// Geometry: 256 threads, a thread a quad of y, ceil(ne0 / 4) to a row, counted through all rows;
+// fewer than 2^32 in all. Neighbouring lanes write neighbouring quads, so stores are 16 bytes (F16:
+// 8) a lane and contiguous. The 8 lanes of a unit read the same scale and, planar, the same codes:
+// one request of the wave. With F32 out, 4 bytes written a weight dominate, and decoding the whole
+// unit in each lane stays far below what the ALU does meanwhile.
+// scale 1 gives the bits of rocq_dequantize.
+KERNEL(decode, rocq_k_decode_args, 256) {
+    const uint32_t at = (a.common.block0 + block_index()) * 256 + thread_index();
+    const uint32_t pieces = (uint32_t)(a.y.ne[0] + 3) / 4, r = at / pieces;
+    if (r >= rows_of(a.y)) return;
+    const int64_t k = 4 * (int64_t)(at - r * pieces);
+    const int count = quad_count(a.y.ne[0], k);
+    const place p = place_of(a.y, r);
+    char *y_row = row_of(a.y, p.i1, p.i2, p.i3);
+    const char *x_row = row_of(a.x, p.i1, p.i2, p.i3);
+    int64_t row = r;
+    float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    bool found = true;
+    if (a.ids) {
+        row = gload(a.ids + r);
+        found = row >= 0 && row < a.x.ne[1];
+        if (!found && k == 0) atomic_or(a.common.status, ROCQ_K_BAD_ID);
+        x_row = row_of(a.x, found ? row : 0, 0, 0);
+    }
+    if (a.x.format == ROCQ_I32) {
+        for (int e = 0; e < count; e++) {
+            gstore((int32_t *)y_row + k + e, found ? gload((const int32_t *)x_row + k + e) : 0);
+        }
+        return;
+    }
+    if (found) {
+        if (a.x.format == ROCQ_F32 || a.x.format == ROCQ_F16 || a.x.format == ROCQ_BF16) {
+            get4(a.x.format, x_row, is_wide(a.x), k, count, v);
+        } else if (a.x.layout == ROCQ_LAYOUT_PLANAR) {
+            const int64_t per_row = a.x.ne[0] / 32;
+            decode_planar_quad_of(a.x.format, a.x.data, per_row * rows_of(a.x),
+                                  row * per_row + k / 32, (int)(k >> 2) & 7, v);
+        } else {
+            decode_raw_quad(a.x.format, x_row, k, v);
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) v[e] *= a.scale;
+    if (a.y.format == ROCQ_F32 || a.y.format == ROCQ_F16 || a.y.format == ROCQ_BF16) {
+        put4(a.y, is_wide(a.y), y_row, r, k, count, v);
+    }
+}
+
+// -- argmax --
+
+// A candidate for the largest: the higher value, then the lower index.
+struct best_of { float x; int i; };
+DEV bool is_better(float x, int i, const best_of &than) {
+    return x > than.x || (x == than.x && i < than.i);
+}
+template <int mask> DEV best_of wave_better(const best_of &b) {
+    const float x = wave_xor<mask>(b.x);
+    const int i = wave_xor<mask>(b.i);
+    return is_better(x, i, b) ? best_of{x, i} : b;
+}
+// Over a block; xs and is hold one a wave and are free again after the call.
+DEV best_of block_best(best_of b, float *xs, int *is) {
+    b = wave_better<16>(wave_better<8>(wave_better<4>(wave_better<2>(wave_better<1>(b)))));
+    if (lane_index() == 0) {
+        lput(xs + wave_index(), b.x);
+        lput(is + wave_index(), b.i);
+    }
+    block_sync();
+    for (int w = 0; w < (int)n_threads() / 32; w++) {
+        const float x = lget(xs + w);
+        const int i = lget(is + w);
+        if (is_better(x, i, b)) b = best_of{x, i};
+    }
+    block_sync();
+    return b;
+}
+
+// index[r] = the first k with x[k, r] the largest of row r. NaN never wins; a row of nothing else
+// gives 0.
+//
+//   x  F32 [K, rows], any strides; index: I32 [rows]
+//
+// A block owns a row, a thread the quads t, t + threads, ... of it, four loads of 16 bytes under
+// way.
+// Geometry: a block a row, 32 to 1024 threads by the host's choice, 1024 for a vocabulary. LDS: 8
+// bytes a wave. Bytes: x once.
+KERNEL(argmax, rocq_k_argmax_args, 1024) {
+    LDS(float, xs, 32);
+    LDS(int, is, 32);
+    const uint32_t r = a.common.block0 + block_index();
+    const char *row = row_of(a.x, r, 0, 0);
+    const int n = a.x.ne[0];
+    const bool wide = is_wide(a.x);
+    best_of best = {-INFINITY, 0x7fffffff};
+    float v[4][4];
+    for (int base = 0; base < n; base += tile_size(4)) {
+        load_tile(ROCQ_F32, wide, row, n, base, v);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (j >= tile_quads(n, base)) break;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int k = tile_at(base, j) + e;
+                if (k < n && is_better(v[j][e], k, best)) best = best_of{v[j][e], k};
+            }
+        }
+    }
+    best = block_best(best, xs, is);
+    if (thread_index() == 0) gstore(a.index + r, best.i == 0x7fffffff ? 0 : best.i);
+}
+
+// -- sample --
+
+enum {
+    SAMPLE_BITS = 11,                  // of a rank that one pass sorts by
+    SAMPLE_BINS = 1 << SAMPLE_BITS,
+    SAMPLE_PART = 64,                  // list entries of a wave
+    SAMPLE_WAVES = 32,
+    SAMPLE_TOP_K = 0, SAMPLE_TOP_P, SAMPLE_DRAW // the steps that choose a place in an order
+};
+
+// The candidates: work[], where a token that has none holds -inf; or once they are few the list in
+// LDS, of which each wave keeps a part of its own.
+struct sample_state {
+    const float *work;
+    uint32_t n;
+    float *logit; // LDS, this wave's part
+    uint32_t *token;
+    int count;    // of this wave's part
+    bool listed;
+
+    float top;      // largest logit
+    uint64_t cut;   // candidates of a greater rank are out
+    int width;      // bits of a token
+    float unit;     // of the fixed point sums
+    float temperature, min_p;
+};
+
+DEV uint64_t wave_sum64(uint64_t x) {
+#define ROCQ_X(mask)                                                         \
+    x += (uint64_t)wave_xor<mask>((uint32_t)x) |                             \
+         (uint64_t)wave_xor<mask>((uint32_t)(x >> 32)) << 32;
+    ROCQ_X(1)
+    ROCQ_X(2)
+    ROCQ_X(4)
+    ROCQ_X(8)
+    ROCQ_X(16)
+#undef ROCQ_X
+    return x;
+}
+
+// The place in the order "higher logit first, then lower token", as a number.
+DEV uint64_t sample_rank(const sample_state &s, float logit, uint32_t token) {
+    const uint32_t u = bits<uint32_t>(logit + 0.0f); // -0 is 0
+    const uint32_t order = u & 0x80000000u ? u : u ^ 0x7fffffffu;
+    return (uint64_t)order << s.width | token;
+}
+// exp((logit - top) / temperature), 1 for the top itself even where that is infinite.
+DEV float sample_weight(const sample_state &s, float logit, float temperature) {
+    return logit == s.top ? 1.0f : expf((logit - s.top) / temperature);
+}
+// What a step adds up: candidates, or their weights in fixed point, whose sum no order changes.
+DEV uint64_t sample_mass(const sample_state &s, int step, float logit) {
+    if (step == SAMPLE_TOP_K) return 1;
+    if (step == SAMPLE_TOP_P) return (uint64_t)(sample_weight(s, logit, 1.0f) * s.unit);
+    if (s.min_p > 0.0f && sample_weight(s, logit, 1.0f) < s.min_p) return 0;
+    return (uint64_t)(sample_weight(s, logit, s.temperature) * s.unit);
+}
+
+// Calls f(live, logit, token) for every candidate and for lanes without one, all lanes of a wave
+// together. Every thread meets the tokens it wrote to work itself.
+template <typename F> DEV void sample_each(const sample_state &s, F f) {
+    if (s.listed) {
+        for (int i = lane_index(); i < (s.count + 31) / 32 * 32; i += 32) {
+            const int at = i < s.count ? i : 0;
+            const float logit = lget(s.logit + at);
+            const uint32_t token = lget(s.token + at);
+            f(i < s.count && sample_rank(s, logit, token) <= s.cut, logit, token);
+        }
+        return;
+    }
+    for (uint32_t base = thread_index(); base - thread_index() < s.n; base += 4096) {
+        float v[4];
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++) {
+            const uint32_t i = base + 1024 * j;
+            v[j] = gload(s.work + (i < s.n ? i : 0));
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++) {
+            const uint32_t i = base + 1024 * j;
+            f(i < s.n && v[j] > -INFINITY && sample_rank(s, v[j], i) <= s.cut, v[j], i);
+        }
+    }
+}
+
+// Adds to a bin. Where all candidates of a wave fall into one, which neighbouring tokens and
+// crowded logits do, they go there in one addition.
+DEV void sample_add(unsigned long long *mass, uint32_t *count, bool live, uint32_t bin,
+                    uint64_t x) {
+    const uint32_t all = wave_ballot(live);
+    if (all == 0) return;
+    const int first = __ffs((int)all) - 1;
+    const uint32_t common = wave_read(bin, first);
+    if (wave_ballot(live && bin == common) == all) {
+        x = wave_sum64(live ? x : 0);
+        if (lane_index() == first) {
+            lds_add(mass + bin, x);
+            lds_add(count + bin, (uint32_t)__popc(all));
+        }
+    } else if (live) {
+        lds_add(mass + bin, x);
+        lds_add(count + bin, 1u);
+    }
+}
+
+// The lane at which front plus the lanes' x, added up in order, reaches target, or 32; front
+// becomes the sum before that lane.
+DEV int wave_reach(uint64_t x, uint64_t &front, uint64_t target) {
+    int found = 32;
+    for (int l = 0; l < 32; l++) {
+        const uint64_t own =
+            (uint64_t)wave_read((uint32_t)x, l) | (uint64_t)wave_read((uint32_t)(x >> 32), l) << 32;
+        if (found == 32 && front + own >= target) found = l;
+        if (found == 32) front += own;
+    }
+    return found;
+}
+
+struct sample_work { // LDS
+    unsigned long long *mass;  // [SAMPLE_BINS]
+    uint32_t *count;           // [SAMPLE_BINS]
+    unsigned long long *total; // [SAMPLE_WAVES]
+    unsigned long long *front; // [1]
+    uint32_t *found;           // [2]: bin or SAMPLE_BINS, candidates in it
+    uint32_t *full;            // [1]: waves with too many for the list
+};
+
+// The bins, in order, in which front plus their masses reaches target.
+DEV uint32_t sample_find(const sample_work &work, uint64_t &front, uint64_t target,
+                         uint32_t &count) {
+    const int lane = lane_index(), wave = wave_index();
+    const unsigned long long *own = work.mass + 64 * wave + 2 * lane;
+    const uint64_t sum = wave_sum64(lget(own) + lget(own + 1));
+    if (lane == 0) lput(work.total + wave, sum);
+    block_sync();
+    if (wave == 0) {
+        const int w = wave_reach(lget(work.total + lane), front, target);
+        uint32_t bin = SAMPLE_BINS;
+        if (w < 32) {
+            const unsigned long long *pair = work.mass + 64 * w + 2 * lane;
+            const int l = wave_reach(lget(pair) + lget(pair + 1), front, target);
+            bin = 64u * (uint32_t)w + 2u * (uint32_t)l;
+            const uint64_t even = lget(work.mass + bin);
+            if (front + even < target) {
+                front += even;
+                bin++;
+            }
+        }
+        if (lane == 0) {
+            lput(work.front, front);
+            lput(work.found, bin);
+            lput(work.found + 1, bin < SAMPLE_BINS ? lget(work.count + bin) : 0u);
+        }
+    }
+    block_sync();
+    front = lget(work.front);
+    count = lget(work.found + 1);
+    return lget(work.found);
+}
+
+// Moves the candidates up to the cut to the list; leaves all as it is when a wave has too many.
+DEV void sample_shorten(sample_state &s, const sample_work &work) {
+    int count = 0;
+    if (thread_index() == 0) lput(work.full, 0u);
+    block_sync();
+    sample_each(s, [&](bool live, float logit, uint32_t token) {
+        const uint32_t all = wave_ballot(live);
+        const int at = count + __popc(all & ((1u << lane_index()) - 1u));
+        if (live && at < SAMPLE_PART) {
+            lput(s.logit + at, logit);
+            lput(s.token + at, token);
+        }
+        count += __popc(all);
+    });
+    if (count > SAMPLE_PART && lane_index() == 0) lds_add(work.full, 1u);
+    block_sync();
+    s.listed = lget(work.full) == 0;
+    if (s.listed) s.count = count;
+    block_sync();
+}
+
+// Goes along the candidates in the order of rank, or of token in the step DRAW, to the one with
+// which the masses reach target. Returns the greatest number that shares its leading digits, which
+// single it out or, in TOP_K, end a run that is kept whole; *low is the least such number. ~0 when
+// target is beyond all.
+DEV uint64_t sample_select(sample_state &s, const sample_work &work, int step, uint64_t target,
+                           uint64_t *low) {
+    uint64_t prefix = 0, front = 0;
+    int shift = step == SAMPLE_DRAW ? s.width : 32 + s.width;
+    *low = 0;
+    while (shift > 0) {
+        const int digit = shift < SAMPLE_BITS ? shift : SAMPLE_BITS, above = shift;
+        shift -= digit;
+        for (uint32_t b = thread_index(); b < SAMPLE_BINS; b += 1024) {
+            lput(work.mass + b, 0ull);
+            lput(work.count + b, 0u);
+        }
+        block_sync();
+        sample_each(s, [&](bool live, float logit, uint32_t token) {
+            const uint64_t rank = step == SAMPLE_DRAW ? token : sample_rank(s, logit, token);
+            const uint32_t bin = (uint32_t)(rank >> shift) & ((1u << digit) - 1u);
+            if (rank >> above != prefix) live = false;
+            sample_add(work.mass, work.count, live, bin, live ? sample_mass(s, step, logit) : 0);
+        });
+        block_sync();
+        uint32_t count = 0;
+        const uint32_t bin = sample_find(work, front, target, count);
+        if (bin == SAMPLE_BINS) return ~0ull;
+        prefix = prefix << digit | bin;
+        const bool whole = step == SAMPLE_TOP_K && front + count == target;
+        if (count == 1 || whole) break;
+        if (step != SAMPLE_DRAW && !s.listed) {
+            s.cut = ((prefix + 1) << shift) - 1;
+            sample_shorten(s, work);
+        }
+    }
+    *low = prefix << shift;
+    return ((prefix + 1) << shift) - 1;
+}
+
+// Draws a token from logits [n_vocab], all of rocq_sample_params: tokens outside `allowed` drop
+// out, penalties by the counts in recent (an id out of range is left out and sets a bit of the
+// status), then, unless temperature is 0 and the best token stands, top_k, top_p and min_p over the
+// softmax of what is left, temperature and the draw. Writes the token, and its probability where
+// asked for; with no token left -1 and a bit of the status.
+//
+// Each filter keeps a front part of the order "higher logit first, then lower token", and the draw
+// walks in token order, so each is the same task: find where masses added up in an order reach a
+// target. Places in the order are numbers, and a radix search finds the digits of the number from
+// the top, 2048 bins a pass. Masses are fixed point integers, in units of 2^-(62 - bits of a
+// token), so sums depend on no order and the token on nothing but the arguments. As soon as the
+// candidates up to the cut fit the list in LDS, usually after one digit, they move there and memory
+// is left alone.
+//
+// Geometry: one block of 1024 threads. LDS: bins 24 KB, list 16 KB. work: n_vocab floats, 4-byte
+// aligned; while recent is counted they are the counts.
+// Bytes: logits and work once to begin with, work twice more when the list fits (n_vocab 128k: 2 MB
+// of the second-level cache), once for every digit and sum where it does not.
+KERNEL(sample, rocq_k_sample_args, 1024) {
+    LDS(unsigned long long, mass, SAMPLE_BINS);
+    LDS(uint32_t, count, SAMPLE_BINS);
+    LDS(float, list_logit, SAMPLE_WAVES * SAMPLE_PART);
+    LDS(uint32_t, list_token, SAMPLE_WAVES * SAMPLE_PART);
+    LDS(unsigned long long, total, SAMPLE_WAVES);
+    LDS(unsigned long long, front, 1);
+    LDS(uint32_t, found, 2);
+    LDS(uint32_t, full, 1);
+    LDS(float, xs, SAMPLE_WAVES);
+    LDS(int, is, SAMPLE_WAVES);
+    const uint32_t t = thread_index(), n = (uint32_t)a.n_vocab;
+    uint32_t *counts = (uint32_t *)a.work;
+    if (a.recent) {
+        for (uint32_t i = t; i < n; i += 1024) gstore(counts + i, 0u);
+        fence_device();
+        block_sync();
+        for (uint32_t i = t; i < (uint32_t)a.n_recent; i += 1024) {
+            const uint32_t id = (uint32_t)gload(a.recent + i);
+            if (id < n) atomic_inc(counts + id);
+            else atomic_or(a.common.status, ROCQ_K_BAD_ID);
+        }
+        fence_device();
+        block_sync();
+    }
+    const float repeat = a.repeat_penalty > 0.0f ? a.repeat_penalty : 1.0f;
+    best_of best = {-INFINITY, 0x7fffffff};
+    for (uint32_t base = t; base < n; base += 4096) {
+        float v[4];
+        uint32_t c[4];
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++) {
+            const uint32_t i = base + 1024 * j, at = i < n ? i : 0;
+            v[j] = gload(a.logits + at);
+            c[j] = a.recent ? gload(counts + at) : 0;
+            if (a.allowed && !((uint32_t)gload(a.allowed + at / 32) >> (at & 31) & 1u)) {
+                v[j] = -INFINITY;
+            }
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++) {
+            const uint32_t i = base + 1024 * j;
+            if (i >= n) continue;
+            float x = v[j];
+            if (c[j] > 0) {
+                x = x > 0.0f ? x / repeat : x * repeat;
+                x -= (float)c[j] * a.frequency_penalty + a.presence_penalty;
+            }
+            if (!(x > -INFINITY)) x = -INFINITY; // no probability, or NaN
+            else if (is_better(x, (int)i, best)) best = best_of{x, (int)i};
+            gstore(a.work + i, x);
+        }
+    }
+    best = block_best(best, xs, is);
+
+    float prob = 1.0f;
+    int token = best.i;
+    if (token == 0x7fffffff) {
+        token = -1;
+        prob = 0.0f;
+        if (t == 0) atomic_or(a.common.status, ROCQ_K_NO_TOKEN);
+    } else if (a.temperature > 0.0f) {
+        sample_state s;
+        s.work = a.work;
+        s.n = n;
+        s.logit = list_logit + SAMPLE_PART * wave_index();
+        s.token = list_token + SAMPLE_PART * wave_index();
+        s.count = 0;
+        s.listed = false;
+        s.top = best.x;
+        s.cut = ~0ull;
+        s.width = n > 1 ? 32 - __clz((int)(n - 1)) : 1;
+        s.unit = bits<float>((uint32_t)(62 - s.width + 127) << 23);
+        s.temperature = a.temperature;
+        s.min_p = a.min_p;
+        const sample_work work = {mass, count, total, front, found, full};
+        for (int step = SAMPLE_TOP_K; step <= SAMPLE_DRAW; step++) {
+            if (step == SAMPLE_TOP_K && !(a.top_k > 0 && (uint32_t)a.top_k < n)) continue;
+            if (step == SAMPLE_TOP_P && !(a.top_p > 0.0f && a.top_p < 1.0f)) continue;
+            uint64_t target = (uint64_t)a.top_k, sum = 0, low;
+            if (step != SAMPLE_TOP_K) {
+                sample_each(s, [&](bool live, float logit, uint32_t) {
+                    if (live) sum += sample_mass(s, step, logit);
+                });
+                sum = wave_sum64(sum);
+                if (lane_index() == 0) lput(total + wave_index(), sum);
+                block_sync();
+                sum = 0;
+                for (int w = 0; w < SAMPLE_WAVES; w++) sum += lget(total + w);
+                block_sync();
+                // Reached means at least top_p of the sum, or beyond the draw's part of it.
+                const double part = step == SAMPLE_TOP_P
+                                        ? (double)a.top_p
+                                        : (double)a.uniform_hi + (double)a.uniform_lo;
+                const double at = part * (double)sum;
+                target = step == SAMPLE_TOP_P ? (uint64_t)ceil(at) : (uint64_t)at + 1;
+                target = target < 1 ? 1 : target > sum ? sum : target;
+            }
+            const uint64_t last = sample_select(s, work, step, target, &low);
+            if (step != SAMPLE_DRAW) {
+                s.cut = last < s.cut ? last : s.cut;
+                continue;
+            }
+            sample_each(s, [&](bool live, float logit, uint32_t i) {
+                if (!live || i < low || i > last) return;
+                const uint64_t own = sample_mass(s, step, logit);
+                if (own == 0) return;
+                lput(xs, (float)((double)own / (double)sum));
+                lput(is, (int)i);
+            });
+            block_sync();
+            prob = lget(xs);
+            token = lget(is);
+        }
+    }
+    if (t == 0) {
+        gstore(a.token, token);
+        if (a.prob) gstore(a.prob, prob);
+    }
+}
+// ---------------------------------------------------------------------------------------------
+// >>entry
+// ---------------------------------------------------------------------------------------------
+
+// Shows that a device computes what this file means it to, before it is trusted with anything:
+//   out[0] target_id              out[1] lanes of a wave      out[2] ROCQ_VERSION
+//   out[3] sizes of all args structs, summed: rocq.h and this file agree about them
+//   out[4] sum over lanes of (lane + 1)^2                       crosses a wave by every step
+//   out[5] sum over lanes of dot4((1, -1, -128, 127), (3, -5, 7, -9), lane)
+//   out[6] sum over m, n of (16 m + n + 1) C[m][n] for C = A B on the matrix unit in F16, with
+//          A[m][k] = (3 m + 5 k) % 7 - 3 and B[n][k] = (2 n + 3 k) % 5 - 2: every number is exact
+//   out[7] the same in int8
+// One wave; 2 KiB of LDS, tiles of 16 rows (24 halves or 16 bytes from row to row).
+DEV int selftest_a(int m, int k) { return (3 * m + 5 * k) % 7 - 3; }
+DEV int selftest_b(int n, int k) { return (2 * n + 3 * k) % 5 - 2; }
+
+DEV uint32_t selftest_lanes() {
+#if defined(ROCQ_SIMT) || defined(__CUDACC__)
+    return ROCQ_K_WAVE;
+#else
+    return (uint32_t)__builtin_amdgcn_wavefrontsize();
+#endif
+}
+
+KERNEL(selftest, rocq_k_selftest_args, 32) {
+    LDS(f16, halves, 2 * 16 * 24);
+    LDS(int8_t, codes, 2 * 16 * 16);
+    const int lane = lane_index();
+    for (int i = lane; i < 256; i += 32) {
+        const int row = i / 16, k = i % 16;
+        lput(halves + row * 24 + k, (f16)(float)selftest_a(row, k));
+        lput(halves + (16 + row) * 24 + k, (f16)(float)selftest_b(row, k));
+        lput(codes + row * 16 + k, (int8_t)selftest_a(row, k));
+        lput(codes + (16 + row) * 16 + k, (int8_t)selftest_b(row, k));
+    }
+    block_sync();
+    frag_c c = {{0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}};
+    frag_ci ci = {{0, 0, 0, 0, 0, 0, 0, 0}};
+    wmma(c, frag_load(halves, 24), frag_load(halves + 16 * 24, 24));
+    wmma_i8(ci, frag_i8_load(codes, 16), frag_i8_load(codes + 16 * 16, 16));
+    int sum = 0, sum_i8 = 0;
+    for (int v = 0; v < 8; v++) {
+        const int weight = 16 * frag_row(v) + frag_col(v) + 1;
+        sum += weight * (int)c.v[v];
+        sum_i8 += weight * ci.v[v];
+    }
+    const int squares = wave_sum((lane + 1) * (lane + 1));
+    const int dots = wave_sum(dot4(0x7f80ff01, (int)0xf707fb03, lane));
+    sum = wave_sum(sum);
+    sum_i8 = wave_sum(sum_i8);
+    uint32_t sizes = 0;
+#define ROCQ_X(name, args, threads) sizes += (uint32_t)sizeof(args);
+    ROCQ_KERNELS(ROCQ_X)
+#undef ROCQ_X
+    if (lane != 0) return;
+    gstore(a.out + 0, (uint32_t)target_id());
+    gstore(a.out + 1, selftest_lanes());
+    gstore(a.out + 2, (uint32_t)ROCQ_VERSION);
+    gstore(a.out + 3, sizes);
+    gstore(a.out + 4, (uint32_t)squares);
+    gstore(a.out + 5, (uint32_t)dots);
+    gstore(a.out + 6, (uint32_t)sum);
+    gstore(a.out + 7, (uint32_t)sum_i8);
+}
+
+// What a program that is linked with this file has in place of libamdhip64 and a code object: the
+// runtime's functions as struct rocq_hip wants them, and the kernels' host stubs. It stays out of code
+// objects (--genco has no host pass) and of the tests' stand-in, which brings its own.
+#if !defined(ROCQ_SIMT) && !defined(__HIP_DEVICE_COMPILE__) && !defined(__CUDA_ARCH__)
+
+#if defined(__CUDACC__)
+#define RUNTIME(name) cuda##name
+#define RUNTIME_HOST_ALLOC cudaHostAlloc
+#define RUNTIME_HOST_FREE cudaFreeHost
+#else
+#define RUNTIME(name) hip##name
+#define RUNTIME_HOST_ALLOC hipHostMalloc
+#define RUNTIME_HOST_FREE hipHostFree
+#endif
+typedef RUNTIME(Stream_t) entry_stream;
+typedef RUNTIME(Event_t) entry_event;
+typedef RUNTIME(Graph_t) entry_graph;
+typedef RUNTIME(GraphExec_t) entry_exec;
+
+static int entry_device_count(int *n) { return (int)RUNTIME(GetDeviceCount)(n); }
+static int entry_set_device(int device) { return (int)RUNTIME(SetDevice)(device); }
+static int entry_device_pci(char *pci, int size, int device) {
+    return (int)RUNTIME(DeviceGetPCIBusId)(pci, size, device);
+}
+static int entry_mem_alloc(void **ptr, size_t size) { return (int)RUNTIME(Malloc)(ptr, size); }
+static int entry_mem_free(void *ptr) { return (int)RUNTIME(Free)(ptr); }
+static int entry_host_alloc(void **ptr, size_t size, unsigned flags) {
+    return (int)RUNTIME_HOST_ALLOC(ptr, size, flags);
+}
+static int entry_host_free(void *ptr) { return (int)RUNTIME_HOST_FREE(ptr); }
+static int entry_copy(void *dst, const void *src, size_t size, int kind, void *stream) {
+    return (int)RUNTIME(MemcpyAsync)(dst, src, size, (RUNTIME(MemcpyKind))kind, (entry_stream)stream);
+}
+static int entry_fill(void *dst, int byte, size_t size, void *stream) {
+    return (int)RUNTIME(MemsetAsync)(dst, byte, size, (entry_stream)stream);
+}
+static int entry_stream_create(void **stream, unsigned flags) {
+    return (int)RUNTIME(StreamCreateWithFlags)((entry_stream *)stream, flags);
+}
+static int entry_stream_destroy(void *stream) {
+    return (int)RUNTIME(StreamDestroy)((entry_stream)stream);
+}
+static int entry_stream_wait(void *stream) {
+    return (int)RUNTIME(StreamSynchronize)((entry_stream)stream);
+}
+static int entry_event_create(void **event, unsigned flags) {
+    return (int)RUNTIME(EventCreateWithFlags)((entry_event *)event, flags);
+}
+static int entry_event_destroy(void *event) { return (int)RUNTIME(EventDestroy)((entry_event)event); }
+static int entry_event_record(void *event, void *stream) {
+    return (int)RUNTIME(EventRecord)((entry_event)event, (entry_stream)stream);
+}
+static int entry_event_wait(void *event) {
+    return (int)RUNTIME(EventSynchronize)((entry_event)event);
+}
+static int entry_capture_begin(void *stream, int mode) {
+    return (int)RUNTIME(StreamBeginCapture)((entry_stream)stream, (RUNTIME(StreamCaptureMode))mode);
+}
+static int entry_capture_end(void *stream, void **graph) {
+    return (int)RUNTIME(StreamEndCapture)((entry_stream)stream, (entry_graph *)graph);
+}
+static int entry_graph_destroy(void *graph) { return (int)RUNTIME(GraphDestroy)((entry_graph)graph); }
+static int entry_graph_launch(void *exec, void *stream) {
+    return (int)RUNTIME(GraphLaunch)((entry_exec)exec, (entry_stream)stream);
+}
+static int entry_graph_exec_destroy(void *exec) {
+    return (int)RUNTIME(GraphExecDestroy)((entry_exec)exec);
+}
+static const char *entry_error_name(int error) {
+    return RUNTIME(GetErrorName)((RUNTIME(Error_t))error);
+}
+static int entry_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads, void *args,
+                        void *stream) {
+    void *list[1] = {args};
+    return (int)RUNTIME(LaunchKernel)(stub, dim3(grid_x, 1, grid_z), dim3(threads), list, 0,
+                                      (entry_stream)stream);
+}
+
+#if defined(__CUDACC__)
+static int entry_device_attribute(int *value, int attribute, int device) {
+    cudaDeviceAttr attr;
+    switch (attribute) {
+    case ROCQ_HIP_CLOCK_KHZ: attr = cudaDevAttrClockRate; break;
+    case ROCQ_HIP_INTEGRATED: attr = cudaDevAttrIntegrated; break;
+    case ROCQ_HIP_MEMORY_BITS: attr = cudaDevAttrGlobalMemoryBusWidth; break;
+    case ROCQ_HIP_MEMORY_KHZ: attr = cudaDevAttrMemoryClockRate; break;
+    case ROCQ_HIP_UNITS: attr = cudaDevAttrMultiProcessorCount; break;
+    default: return (int)cudaErrorInvalidValue;
+    }
+    return (int)cudaDeviceGetAttribute(value, attr, device);
+}
+static int entry_device_name(char *name, int size, int device) {
+    cudaDeviceProp properties;
+    const cudaError_t error = cudaGetDeviceProperties(&properties, device);
+    for (int i = 0; error == cudaSuccess && i < size; i++) {
+        name[i] = i + 1 < size ? properties.name[i] : '\0';
+        if (name[i] == '\0') break;
+    }
+    return (int)error;
+}
+static int entry_device_memory(size_t *bytes, int device) {
+    cudaDeviceProp properties;
+    const cudaError_t error = cudaGetDeviceProperties(&properties, device);
+    if (error == cudaSuccess) *bytes = properties.totalGlobalMem;
+    return (int)error;
+}
+static int entry_graph_instantiate(void **exec, void *graph, void **, char *, size_t) {
+    return (int)cudaGraphInstantiate((cudaGraphExec_t *)exec, (cudaGraph_t)graph, 0);
+}
+#else
+static int entry_device_attribute(int *value, int attribute, int device) {
+    return (int)hipDeviceGetAttribute(value, (hipDeviceAttribute_t)attribute, device);
+}
+static int entry_device_name(char *name, int size, int device) {
+    return (int)hipDeviceGetName(name, size, device);
+}
+static int entry_device_memory(size_t *bytes, int device) {
+    return (int)hipDeviceTotalMem(bytes, device);
+}
+static int entry_graph_instantiate(void **exec, void *graph, void **, char *, size_t) {
+    return (int)hipGraphInstantiate((hipGraphExec_t *)exec, (hipGraph_t)graph, NULL, NULL, 0);
+}
+static int entry_module_load(void **module, const void *image) {
+    return (int)hipModuleLoadData((hipModule_t *)module, image);
+}
+static int entry_module_unload(void *module) { return (int)hipModuleUnload((hipModule_t)module); }
+static int entry_module_function(void **function, void *module, const char *name) {
+    return (int)hipModuleGetFunction((hipFunction_t *)function, (hipModule_t)module, name);
+}
+static int entry_module_launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                               unsigned block_x, unsigned block_y, unsigned block_z, unsigned lds,
+                               void *stream, void **args, void **extra) {
+    return (int)hipModuleLaunchKernel((hipFunction_t)function, grid_x, grid_y, grid_z, block_x, block_y,
+                                      block_z, lds, (hipStream_t)stream, args, extra);
+}
+#endif
+
+static const void *const entry_stubs[] = {
+#define ROCQ_X(name, args, threads) (const void *)&rocq_k_##name,
+    ROCQ_KERNELS(ROCQ_X)
+#undef ROCQ_X
+};
+
+extern "C" const rocq_hip *rocq_hip_linked(void) {
+    static const rocq_hip table = {
+        entry_device_count, entry_set_device, entry_device_attribute, entry_device_name,
+        entry_device_pci, entry_device_memory, entry_mem_alloc, entry_mem_free, entry_host_alloc,
+        entry_host_free, entry_copy, entry_fill, entry_stream_create, entry_stream_destroy,
+        entry_stream_wait, entry_event_create, entry_event_destroy, entry_event_record,
+        entry_event_wait, entry_capture_begin, entry_capture_end, entry_graph_instantiate,
+        entry_graph_destroy, entry_graph_launch, entry_graph_exec_destroy,
+#if defined(__CUDACC__)
+        nullptr, nullptr, nullptr, nullptr,
+#else
+        entry_module_load, entry_module_unload, entry_module_function, entry_module_launch,
+#endif
+        entry_error_name, entry_launch, entry_stubs, ROCQ_K_COUNT, ROCQ_VERSION,
+    };
+    return &table;
+}
+
+#endif

@@ -1,0 +1,1125 @@
+// Every operation on a GPU against the CPU backend: all formats, options and odd sizes. The same
+// program runs on the lane-accurate stand-in (tests/run simt) and on a real device (tests/gpu): it
+// only asks rocq_open for a GPU. Outputs start as NaN, sit between guard bytes, and are compared so
+// that NaN fails; at the end every kernel of the list must have been launched.
+//
+//     gpu_ops [FILTER]     only the tests whose name contains FILTER
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <cmocka.h>
+
+#include "ops.h"
+
+// NMSE over a row. The contract's bounds, less for what is exact by nature.
+#define BOUND_F32 1e-6
+#define BOUND_F16 1e-5
+#define BOUND_INT8 5e-4
+
+static rocq_ctx *cpu, *gpu;
+
+// -- operands on the device --
+
+// A copy of a box's memory on the GPU, and the box's tensor over it.
+typedef struct twin {
+    const box *b;
+    rocq_tensor t;
+} twin;
+
+enum { MAX_TWINS = 64 };
+static twin twins[MAX_TWINS];
+static int n_twins;
+
+static rocq_tensor words_of(rocq_buffer buffer, int64_t size) { // all of a buffer's bytes
+    rocq_tensor t;
+    const int64_t ne = (size + 3) / 4;
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_I32, 1, &ne), ROCQ_OK);
+    return t;
+}
+
+static void copy_to_gpu(const twin *w) {
+    const rocq_tensor words = words_of(w->t.buffer, w->b->size);
+    void *bytes = calloc((size_t)rocq_tensor_size(&words), 1);
+    assert_non_null(bytes);
+    memcpy(bytes, w->b->memory, (size_t)w->b->size);
+    assert_int_equal(rocq_upload(gpu, &words, bytes, rocq_tensor_size(&words)), ROCQ_OK);
+    free(bytes);
+}
+
+static void copy_from_gpu(const twin *w) {
+    const rocq_tensor words = words_of(w->t.buffer, w->b->size);
+    void *bytes = malloc((size_t)rocq_tensor_size(&words));
+    assert_non_null(bytes);
+    if (rocq_download(gpu, bytes, &words, rocq_tensor_size(&words)) != ROCQ_OK) {
+        fail_msg("download: %s", rocq_error(gpu));
+    }
+    memcpy(w->b->memory, bytes, (size_t)w->b->size);
+    free(bytes);
+}
+
+// planar: block formats lie in planes; the box must be plain.
+static rocq_tensor *on_gpu_as(const box *b, bool planar) {
+    twin *w = &twins[n_twins++];
+    assert_true(n_twins <= MAX_TWINS);
+    w->b = b;
+    w->t = b->t;
+    if (rocq_buffer_alloc(gpu, &w->t.buffer, (b->size + 3) / 4 * 4) != ROCQ_OK) {
+        fail_msg("buffer: %s", rocq_error(gpu));
+    }
+    if (!planar) {
+        copy_to_gpu(w);
+        return &w->t;
+    }
+    w->t.layout = ROCQ_LAYOUT_PLANAR;
+    if (rocq_upload(gpu, &w->t, b->memory, rocq_tensor_size(&w->t)) != ROCQ_OK) {
+        fail_msg("planar upload: %s", rocq_error(gpu));
+    }
+    return &w->t;
+}
+
+static rocq_tensor *on_gpu(const box *b) { return on_gpu_as(b, false); }
+
+static void free_twins(void) {
+    while (n_twins > 0) {
+        assert_int_equal(rocq_buffer_free(gpu, &twins[--n_twins].t.buffer), ROCQ_OK);
+    }
+}
+
+// -- one comparison --
+
+// The tensors in an op's params. OUT marks what it writes.
+#define OPERANDS_matmul(F) F(y) F(w) F(x) F(bias) F(gate) F(residual) F(w2)
+#define OPERANDS_attention(F) F(out) F(q) F(k) F(v) F(mask) F(sinks) F(kv_len) F(page_table)
+#define OPERANDS_rmsnorm(F) F(y) F(x) F(weight) F(bias) F(mean) F(rstd)
+#define OPERANDS_layernorm(F) OPERANDS_rmsnorm(F)
+#define OPERANDS_rope(F) F(y) F(x) F(pos) F(rope.freq_factors)
+#define OPERANDS_rope_append(F) \
+    F(q) F(k) F(v) F(k_cache) F(v_cache) F(pos) F(cell) F(rope.freq_factors)
+#define OPERANDS_activate(F) F(y) F(x)
+#define OPERANDS_glu(F) F(y) F(gate) F(up)
+#define OPERANDS_add(F) F(y) F(a) F(b)
+#define OPERANDS_mul(F) F(y) F(a) F(b)
+#define OPERANDS_scale(F) F(y) F(x)
+#define OPERANDS_cast(F) F(y) F(x)
+#define OPERANDS_softmax(F) F(y) F(x) F(mask)
+#define OPERANDS_gather(F) F(y) F(table) F(ids)
+#define OPERANDS_argmax(F) F(index) F(x)
+#define OPERANDS_sample(F) F(token) F(prob) F(logits) F(recent) F(allowed)
+
+// The device's tensor of a host box that is a member of one: boxes are found by their tensor.
+static const rocq_tensor *moved(const rocq_tensor *t) {
+    for (int i = 0; t && i < n_twins; i++) {
+        if (&twins[i].b->t == t) return &twins[i].t;
+    }
+    return t ? on_gpu((const box *)(const void *)((const char *)t - offsetof(box, t))) : NULL;
+}
+
+enum { MAX_CHAIN = 4 };
+typedef union any_params {
+#define ROCQ_X(NAME, name, type) type name;
+    ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
+    rocq_matmul_params chain[MAX_CHAIN];
+} any_params;
+
+// Params whose tensors are boxes' become params over the GPU's copies. Boxes that are planar there
+// have been moved before, with on_gpu_as.
+static void move_params(rocq_op op, any_params *p) {
+    switch (op) {
+#define ROCQ_FIELD(field) q->field = moved(q->field);
+#define ROCQ_X(NAME, name, type)     \
+    case ROCQ_OP_##NAME: {           \
+        type *q = &p->name;          \
+        OPERANDS_##name(ROCQ_FIELD)  \
+        break;                       \
+    }
+        ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
+#undef ROCQ_FIELD
+    default: fail_msg("unknown op");
+    }
+    for (int i = 0; op == ROCQ_OP_MATMUL && p->chain[i].next; i++) {
+        assert_true(i + 1 < MAX_CHAIN);
+        any_params next;
+        next.matmul = *p->chain[i].next;
+        const rocq_matmul_params *rest = next.matmul.next;
+        next.matmul.next = NULL;
+        move_params(op, &next);
+        p->chain[i + 1] = next.matmul;
+        p->chain[i + 1].next = rest;
+        p->chain[i].next = &p->chain[i + 1];
+    }
+}
+
+static any_params params_of(rocq_op op, const void *params) {
+    any_params p;
+    memset(&p, 0, sizeof p);
+    switch (op) {
+#define ROCQ_X(NAME, name, type) case ROCQ_OP_##NAME: p.name = *(const type *)params; break;
+        ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
+    default: fail_msg("unknown op");
+    }
+    return p;
+}
+
+static double *values_of(const box *b) {
+    double *v = (double *)malloc((size_t)b->count * sizeof(double));
+    assert_non_null(v);
+    memcpy(v, b->value, (size_t)b->count * sizeof(double));
+    return v;
+}
+
+// Runs op with `host` on the CPU and with `device` (tensors of boxes, too) on the GPU, and compares
+// what they wrote to out. bound 0 asks for the same bytes. out then holds the GPU's result.
+static void compare_as(rocq_op op, const void *host, const void *device, box *const *out, int n_out,
+                       double bound, const char *what) {
+    double *want[8];
+    unsigned char *before[8], *bytes[8];
+    const char *why = "";
+    for (int o = 0; o < n_out; o++) {
+        before[o] = (unsigned char *)malloc((size_t)out[o]->size);
+        bytes[o] = (unsigned char *)malloc((size_t)out[o]->size);
+        assert_true(before[o] && bytes[o]);
+        memcpy(before[o], out[o]->memory, (size_t)out[o]->size);
+    }
+    if (run_one(cpu, op, host) != ROCQ_OK) fail_msg("%s: CPU: %s", what, rocq_error(cpu));
+    for (int o = 0; o < n_out; o++) {
+        box_read(out[o]);
+        want[o] = values_of(out[o]);
+        memcpy(bytes[o], out[o]->memory, (size_t)out[o]->size);
+        memcpy(out[o]->memory, before[o], (size_t)out[o]->size);
+    }
+    any_params p = params_of(op, device);
+    move_params(op, &p);
+    if (rocq_supports(gpu, op, &p, &why) != ROCQ_OK) fail_msg("%s: not supported: %s", what, why);
+    if (run_one(gpu, op, &p) != ROCQ_OK) fail_msg("%s: GPU: %s", what, rocq_error(gpu));
+    if (rocq_sync(gpu) != ROCQ_OK) fail_msg("%s: sync: %s", what, rocq_error(gpu));
+    for (int i = 0; i < n_twins; i++) {
+        for (int o = 0; o < n_out; o++) {
+            if (twins[i].b == out[o] && twins[i].t.layout == ROCQ_LAYOUT_GGUF) copy_from_gpu(&twins[i]);
+        }
+    }
+    for (int o = 0; o < n_out; o++) {
+        // Rows of a few elements are judged together: one that happens to be small has no power of
+        // its own to measure an error against.
+        const int64_t n = out[o]->t.ne[0], step = n < 32 && bound > 0 ? out[o]->count : n;
+        box_read(out[o]);
+        box_check_outside(out[o]);
+        for (int64_t i = 0; i < out[o]->count; i += step) {
+            if (bound > 0) {
+                const double e = nmse(out[o]->t.format, out[o]->value + i, want[o] + i, step);
+                if (!(e <= bound)) {
+                    fail_msg("%s: output %d, row %lld: NMSE %g over %g (first %g, expected %g)", what,
+                             o, (long long)(i / n), e, bound, out[o]->value[i], want[o][i]);
+                }
+            } else {
+                const unsigned char *got = box_row(out[o], i / n);
+                if (!same_bytes(got, bytes[o] + (got - out[o]->memory), box_row_size(out[o]))) {
+                    fail_msg("%s: output %d, row %lld differs (first %g, expected %g)", what, o,
+                             (long long)(i / n), out[o]->value[i], want[o][i]);
+                }
+            }
+        }
+        free(want[o]);
+        free(before[o]);
+        free(bytes[o]);
+    }
+    free_twins();
+}
+
+static void compare(rocq_op op, const void *params, box *out, double bound, const char *what) {
+    compare_as(op, params, params, &out, 1, bound, what);
+}
+
+static const char *say(const char *format, ...) {
+    static char text[400];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return text;
+}
+
+static const char *name_of(rocq_format f) { return rocq_get_format_info(f)->name; }
+
+static const rocq_format all_formats[] = {
+#define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_##NAME,
+    ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+};
+enum { N_FORMATS = (int)(sizeof all_formats / sizeof all_formats[0]) };
+static const rocq_format floats[] = {ROCQ_F32, ROCQ_F16};
+
+static bool has_int8(rocq_format f) { // on a GPU
+    return block_elems(f) > 1 && f != ROCQ_MXFP6_E2M3 && f != ROCQ_MXFP6_E3M2;
+}
+
+// -- matmul --
+
+typedef struct product { // a case; 0 = default
+    rocq_format w, x, y;
+    int64_t m, n, k;
+    rocq_precision precision;
+    bool planar, planar_x, bias, gate, residual, w2;
+    rocq_activation activation;
+    float softcap;
+    box_layout w_layout, x_layout, y_layout;
+    int64_t w2_batch[2], x_batch[2]; // of w, and of x
+} product;
+
+static rocq_precision resolved(const product *s) { // rocq_matmul_precision's rule for a GPU
+    if (s->precision != ROCQ_PRECISION_AUTO) return s->precision;
+    if (s->n > 8) return s->w == ROCQ_F32 ? ROCQ_PRECISION_F32 : ROCQ_PRECISION_F16;
+    return has_int8(s->w) ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32;
+}
+
+static int64_t or_1(int64_t n) { return n > 0 ? n : 1; }
+
+static void check_product(const product *s) {
+    const int64_t wb2 = or_1(s->w2_batch[0]), wb3 = or_1(s->w2_batch[1]);
+    const int64_t xb2 = or_1(s->x_batch[0]), xb3 = or_1(s->x_batch[1]);
+    box w = box_make(s->w_layout, s->w, s->k, s->m, wb2, wb3);
+    box w2 = box_make(s->w_layout, s->w, s->k, s->m, wb2, wb3);
+    box x = box_random(s->x_layout, s->x, 1, s->k, s->n, xb2, xb3);
+    box y = box_make(s->y_layout, s->y, s->m, s->n, xb2, xb3);
+    box bias = box_random(BOX_PLAIN, ROCQ_F32, 1, s->m, 1, 1, 1);
+    box gate = box_random(BOX_STRIDED, ROCQ_F16, 1, s->m, s->n, xb2, xb3);
+    box residual = box_random(BOX_PLAIN, ROCQ_F32, 1, s->m, s->n, xb2, xb3);
+    random_weights(&w);
+    random_weights(&w2);
+    rocq_matmul_params p = {.y = &y.t, .w = &w.t, .x = &x.t, .bias = s->bias ? &bias.t : NULL,
+                            .gate = s->gate ? &gate.t : NULL,
+                            .residual = s->residual ? &residual.t : NULL,
+                            .activation = s->activation, .softcap = s->softcap,
+                            .precision = s->precision, .w2 = s->w2 ? &w2.t : NULL};
+    rocq_matmul_params host = p;
+    host.precision = ROCQ_PRECISION_F32;
+    const rocq_precision precision = resolved(s);
+    const double bound = precision == ROCQ_PRECISION_INT8  ? BOUND_INT8
+                         : precision == ROCQ_PRECISION_F16 ? BOUND_F16
+                                                           : BOUND_F32;
+    on_gpu_as(&w, s->planar && block_elems(s->w) > 1);
+    if (s->w2) on_gpu_as(&w2, s->planar && block_elems(s->w) > 1);
+    if (s->planar_x) on_gpu_as(&x, true);
+    box *out[] = {&y};
+    // Products of activation functions and of two sums carry the error of both, and the ratio of two
+    // sums over a handful of values scatters around the one over many.
+    const double room = (s->w2 || s->gate ? 4 : s->activation || s->softcap > 0 ? 2 : 1) *
+                        (y.count < 32 ? 4 : 1);
+    compare_as(ROCQ_OP_MATMUL, &host, &p, out, 1,
+               bound * room + (s->y == ROCQ_Q8_0 ? 1e-4 : 0),
+               say("%s%s x %s, M %d N %d K %d, precision %d", name_of(s->w),
+                   s->planar ? " planar" : "", name_of(s->x), (int)s->m, (int)s->n, (int)s->k,
+                   (int)s->precision));
+    box_free(&w);
+    box_free(&w2);
+    box_free(&x);
+    box_free(&y);
+    box_free(&bias);
+    box_free(&gate);
+    box_free(&residual);
+}
+
+// K of one block and of more than a wave takes at once; M around a block's rows.
+static int64_t small_k(rocq_format f) { return block_elems(f) > 1 ? block_elems(f) : 5; }
+static int64_t large_k(rocq_format f) { return block_elems(f) == 1 ? 1003 : 1280; }
+
+static void test_matmul_matvec(void **state) {
+    (void)state;
+    for (int f = 0; f < N_FORMATS; f++) {
+        for (int64_t n = 1; n <= 8; n++) {
+            const product s = {.w = all_formats[f], .m = n % 2 ? 1 : 37, .n = n, .planar = true,
+                               .k = n % 2 ? small_k(all_formats[f]) : large_k(all_formats[f])};
+            check_product(&s);
+        }
+        const product large = {.w = all_formats[f], .m = 67, .n = 1, .planar = true,
+                               .k = large_k(all_formats[f])};
+        check_product(&large);
+        product exact = large;
+        exact.precision = ROCQ_PRECISION_F32;
+        check_product(&exact);
+        exact.n = 5;
+        check_product(&exact);
+    }
+}
+
+static void test_matmul_tiles_f16(void **state) {
+    (void)state;
+    static const int64_t n_columns[] = {9, 17, 33, 130};
+    for (int f = 0; f < N_FORMATS; f++) {
+        for (int i = 0; i < 4; i++) {
+            const product s = {.w = all_formats[f], .m = i % 2 ? 129 : 31, .n = n_columns[i],
+                               .k = i % 2 ? small_k(all_formats[f]) : 256 + block_elems(all_formats[f]),
+                               .planar = true, .precision = ROCQ_PRECISION_F16};
+            check_product(&s);
+        }
+    }
+}
+
+static void test_matmul_tiles_int8(void **state) {
+    (void)state;
+    for (int f = 0; f < N_FORMATS; f++) {
+        if (!has_int8(all_formats[f])) continue;
+        for (int i = 0; i < 2; i++) {
+            const product s = {.w = all_formats[f], .m = i ? 130 : 5, .n = i ? 133 : 9,
+                               .k = i ? 512 : small_k(all_formats[f]), .planar = true,
+                               .precision = ROCQ_PRECISION_INT8};
+            check_product(&s);
+        }
+    }
+}
+
+static void test_matmul_tiles_f32(void **state) {
+    (void)state;
+    for (int f = 0; f < N_FORMATS; f++) {
+        const product s = {.w = all_formats[f], .m = 65, .n = 11, .k = large_k(all_formats[f]) / 5 * 1,
+                           .planar = true, .precision = ROCQ_PRECISION_F32};
+        product t = s;
+        t.k = 2 * small_k(all_formats[f]);
+        check_product(&t);
+    }
+}
+
+// Raw blocks, strided and permuted rows, F16 and Q8_0 activations, batches: all go by way of copies.
+static void test_matmul_layouts(void **state) {
+    (void)state;
+    static const rocq_format formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q4_0, ROCQ_Q6_K, ROCQ_MXFP6_E2M3};
+    static const rocq_format x_formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q8_0};
+    for (int f = 0; f < 5; f++) {
+        for (int i = 0; i < 12; i++) {
+            product s = {.w = formats[f], .x = x_formats[i % 3], .m = 19, .n = i % 2 ? 3 : 12,
+                         .k = 256, .w_layout = (box_layout)(i / 3 % 3),
+                         .x_layout = (box_layout)((i + 1) % 3), .y_layout = (box_layout)((i + 2) % 3)};
+            if (i % 4 == 3) {
+                s.w2_batch[0] = 2;
+                s.x_batch[0] = 4;
+                s.x_batch[1] = 3;
+            }
+            check_product(&s);
+            if (s.w_layout == BOX_PLAIN) {
+                s.planar = true;
+                check_product(&s);
+            }
+        }
+    }
+    const product planar_x = {.w = ROCQ_Q5_K, .x = ROCQ_Q8_0, .m = 40, .n = 2, .k = 512, .planar = true,
+                              .planar_x = true};
+    check_product(&planar_x);
+}
+
+static void test_matmul_epilogue(void **state) {
+    (void)state;
+    for (int i = 0; i < 24; i++) {
+        const rocq_format f = i % 3 == 0 ? ROCQ_Q4_K : i % 3 == 1 ? ROCQ_Q8_0 : ROCQ_F16;
+        const product s = {.w = f, .m = 64, .n = i % 2 ? 2 : 20, .k = 256, .planar = true,
+                           .y = i % 5 == 4 ? ROCQ_Q8_0 : i % 4 == 1 ? ROCQ_F16 : ROCQ_F32,
+                           .y_layout = i % 5 == 4 ? BOX_PLAIN : BOX_STRIDED,
+                           .bias = i % 2 == 0, .gate = i % 3 == 1, .residual = i % 4 < 2,
+                           .w2 = i % 5 > 2, .activation = (rocq_activation)(i % 6),
+                           .softcap = i % 7 == 3 ? 5.0f : 0.0f};
+        check_product(&s);
+    }
+}
+
+// q, k and v in one pass: the same and mixed formats, one and many columns.
+static void test_matmul_chain(void **state) {
+    (void)state;
+    static const rocq_format formats[][3] = {{ROCQ_Q4_K, ROCQ_Q4_K, ROCQ_Q4_K},
+                                             {ROCQ_Q4_K, ROCQ_Q4_K, ROCQ_Q6_K},
+                                             {ROCQ_Q8_0, ROCQ_F16, ROCQ_MXFP4}};
+    static const int64_t n_columns[] = {1, 2, 8, 19};
+    for (int f = 0; f < 3; f++) {
+        for (int c = 0; c < 4; c++) {
+            box w[3], y[3], x = box_random(BOX_PLAIN, ROCQ_F32, 1, 512, n_columns[c], 1, 1);
+            rocq_matmul_params p[3], host[3];
+            box *out[3];
+            memset(p, 0, sizeof p);
+            for (int i = 0; i < 3; i++) {
+                w[i] = box_make(BOX_PLAIN, formats[f][i], 512, i == 0 ? 70 : 33, 1, 1);
+                y[i] = box_make(BOX_STRIDED, ROCQ_F32, i == 0 ? 70 : 33, n_columns[c], 1, 1);
+                random_weights(&w[i]);
+                out[i] = &y[i];
+                p[i].y = &y[i].t;
+                p[i].w = &w[i].t;
+                p[i].x = &x.t;
+                p[i].next = i < 2 ? &p[i + 1] : NULL;
+                on_gpu_as(&w[i], block_elems(formats[f][i]) > 1);
+            }
+            memcpy(host, p, sizeof p);
+            for (int i = 0; i < 3; i++) {
+                host[i].precision = ROCQ_PRECISION_F32;
+                host[i].next = i < 2 ? &host[i + 1] : NULL;
+            }
+            compare_as(ROCQ_OP_MATMUL, &host[0], &p[0], out, 3, BOUND_INT8,
+                       say("chain %d, %d columns", f, (int)n_columns[c]));
+            for (int i = 0; i < 3; i++) {
+                box_free(&w[i]);
+                box_free(&y[i]);
+            }
+            box_free(&x);
+        }
+    }
+}
+
+// -- attention --
+
+typedef struct attend {
+    int64_t d, n_heads, n_kv_heads, n_q, n_kv, n_seqs;
+    rocq_format q, out, k, v;
+    bool causal, mask, mask_heads, sinks, kv_len, in_place;
+    int32_t window, page_size;
+    float softcap;
+    box_layout layout;
+} attend;
+
+static void check_attention(const attend *s) {
+    const int64_t n_pages = s->page_size ? (s->n_kv + s->page_size - 1) / s->page_size : 1;
+    const int64_t n_kv = s->page_size ? n_pages * s->page_size : s->n_kv;
+    const int64_t n_rows = s->page_size ? n_pages * s->page_size * s->n_seqs : s->n_kv;
+    box q = box_random(s->in_place ? BOX_PLAIN : s->layout, s->q, 1, s->d, s->n_heads, s->n_q, s->n_seqs);
+    box out = box_make(s->layout, s->out, s->d, s->n_heads, s->n_q, s->n_seqs);
+    const int64_t kv_seqs = s->page_size ? 1 : s->n_seqs;
+    box k = box_random(s->layout, s->k, 1, s->d, s->n_kv_heads, n_rows, kv_seqs);
+    box v = box_random(s->layout, s->v, 1, s->d, s->n_kv_heads, n_rows, kv_seqs);
+    box mask = box_random(BOX_PLAIN, ROCQ_F16, 1, n_kv, s->n_q, s->mask_heads ? s->n_heads : 1, 1);
+    box sinks = box_random(BOX_PLAIN, ROCQ_F32, 2, s->n_heads, 1, 1, 1);
+    box kv_len = box_make(BOX_PLAIN, ROCQ_I32, s->n_seqs, 1, 1, 1);
+    box pages = box_make(BOX_PLAIN, ROCQ_I32, n_pages, s->n_seqs, 1, 1);
+    for (int64_t i = 0; i < mask.count; i++) {
+        if (random_below(3) == 0) mask.value[i] = -INFINITY;
+    }
+    box_write(&mask);
+    for (int64_t i = 0; i < s->n_seqs; i++) kv_len.value[i] = (double)(n_kv - i % n_kv);
+    box_write(&kv_len);
+    for (int64_t i = 0; i < pages.count; i++) pages.value[i] = (double)((i * 7 + 3) % pages.count);
+    if (pages.count % 7 == 0) {
+        for (int64_t i = 0; i < pages.count; i++) pages.value[i] = (double)(pages.count - 1 - i);
+    }
+    box_write(&pages);
+    box *o = s->in_place ? &q : &out;
+    const rocq_attention_params p = {
+        .out = &o->t, .q = &q.t, .k = &k.t, .v = &v.t, .mask = s->mask ? &mask.t : NULL,
+        .sinks = s->sinks ? &sinks.t : NULL, .kv_len = s->kv_len ? &kv_len.t : NULL,
+        .page_table = s->page_size ? &pages.t : NULL, .page_size = s->page_size,
+        .softcap = s->softcap, .window = s->window, .causal = s->causal};
+    compare(ROCQ_OP_ATTENTION, &p, o, BOUND_F16 + (s->out == ROCQ_Q8_0 ? 1e-4 : 0),
+            say("D %d, %d heads on %d, n_q %d, n_kv %d, seqs %d, K %s V %s, page %d", (int)s->d,
+                (int)s->n_heads, (int)s->n_kv_heads, (int)s->n_q, (int)s->n_kv, (int)s->n_seqs,
+                name_of(s->k), name_of(s->v), (int)s->page_size));
+    box_free(&q);
+    box_free(&out);
+    box_free(&k);
+    box_free(&v);
+    box_free(&mask);
+    box_free(&sinks);
+    box_free(&kv_len);
+    box_free(&pages);
+}
+
+static void test_attention_heads(void **state) {
+    (void)state;
+    static const int64_t dims[] = {1, 24, 33, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512};
+    for (int i = 0; i < (int)(sizeof dims / sizeof dims[0]); i++) {
+        const attend decode = {.d = dims[i], .n_heads = 4, .n_kv_heads = 2, .n_q = 1, .n_kv = 77,
+                               .n_seqs = 1, .k = ROCQ_F16, .v = ROCQ_F16};
+        attend prefill = decode;
+        prefill.n_q = 37;
+        prefill.causal = true;
+        check_attention(&decode);
+        check_attention(&prefill);
+    }
+}
+
+static void test_attention_formats(void **state) {
+    (void)state;
+    static const rocq_format kv[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16, ROCQ_Q8_0, ROCQ_Q4_0};
+    for (int i = 0; i < 25; i++) {
+        const attend s = {.d = i % 2 ? 64 : 128, .n_heads = 4, .n_kv_heads = i % 3 ? 2 : 4,
+                          .n_q = i % 4 ? 1 : 9, .n_kv = 40 + i, .n_seqs = 1, .k = kv[i / 5],
+                          .v = kv[i % 5], .q = floats[i % 2], .out = floats[i / 2 % 2],
+                          .causal = true, .layout = (box_layout)(i % 3)};
+        check_attention(&s);
+    }
+}
+
+static void test_attention_options(void **state) {
+    (void)state;
+    for (int i = 0; i < 48; i++) {
+        const bool many = i % 2 == 1;
+        const attend s = {.d = 64, .n_heads = i % 5 == 0 ? 32 : 6, .n_kv_heads = i % 5 == 0 ? 1 : 2,
+                          .n_q = many ? 19 : 1 + i % 3, .n_kv = i % 6 == 0 ? 1 : 20 + 9 * (i % 11),
+                          .n_seqs = 1 + i % 3, .k = ROCQ_F16, .v = i % 4 ? ROCQ_F16 : ROCQ_Q8_0,
+                          .causal = i % 3 != 0, .mask = i % 4 == 2, .mask_heads = i % 8 == 2,
+                          .sinks = i % 5 == 1, .kv_len = i % 2 == 0,
+                          .window = i % 3 != 0 && i % 4 == 1 ? 1 + i : 0,
+                          .softcap = i % 6 == 5 ? 8.0f : 0.0f,
+                          .out = i % 7 == 6 ? ROCQ_Q8_0 : ROCQ_F32,
+                          .page_size = i % 5 == 2 ? 1 + i % 16 : 0, .in_place = i % 7 == 3};
+        check_attention(&s);
+    }
+}
+
+// Long enough that runs of K and V are split over blocks and merged.
+static void test_attention_long(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        const attend s = {.d = 128, .n_heads = 8, .n_kv_heads = 2, .n_q = i < 2 ? 1 : 3, .n_kv = 1500,
+                          .n_seqs = 1 + i % 2, .k = ROCQ_F16, .v = ROCQ_F16, .causal = true,
+                          .kv_len = i % 2 == 1, .sinks = i > 1};
+        check_attention(&s);
+    }
+}
+
+// -- rmsnorm, layernorm --
+
+static void test_norms(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {1, 31, 32, 64, 257, 1000, 1024, 4096, 9000};
+    static const rocq_format y_formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q8_0};
+    for (int i = 0; i < 36; i++) {
+        const int64_t n = sizes[i % 9];
+        const bool center = i % 2 == 1;
+        const rocq_format fy = n % 32 == 0 ? y_formats[i % 3] : floats[i % 2];
+        box x = box_random((box_layout)(i % 3), floats[i / 3 % 2], 1, n, 3, 2, 1);
+        box y = box_make((box_layout)(i / 2 % 3), fy, n, 3, 2, 1);
+        box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
+        box bias = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
+        box mean = box_make(BOX_PLAIN, ROCQ_F32, 3, 2, 1, 1), rstd = box_make(BOX_PLAIN, ROCQ_F32, 3, 2, 1, 1);
+        if (i % 5 == 0) { // a mean that is large next to the spread
+            for (int64_t k = 0; k < x.count; k++) x.value[k] += 100;
+            box_write(&x);
+        }
+        rocq_norm_params p = {.y = &y.t, .x = &x.t, .weight = i % 4 ? &weight.t : NULL, .rstd = &rstd.t};
+        if (center) {
+            p.bias = i % 3 ? &bias.t : NULL;
+            p.mean = &mean.t;
+        }
+        box *out[] = {&y, &rstd, &mean};
+        const double bound = fy == ROCQ_Q8_0 ? 1e-4 : n == 1 && center ? 1e-6 : BOUND_F32;
+        compare_as(center ? ROCQ_OP_LAYERNORM : ROCQ_OP_RMSNORM, &p, &p, out, center ? 3 : 2, bound,
+                   say("norm of %d, %s to %s", (int)n, name_of(x.t.format), name_of(fy)));
+        box_free(&x);
+        box_free(&y);
+        box_free(&weight);
+        box_free(&bias);
+        box_free(&mean);
+        box_free(&rstd);
+    }
+}
+
+// The planar Q8_0 form of a norm or a product feeds a matmul: checked through that product.
+static void test_planar_activations(void **state) {
+    (void)state;
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 256, 2, 1, 1), w = box_make(BOX_PLAIN, ROCQ_Q4_K, 256, 96, 1, 1);
+    box h = box_make(BOX_PLAIN, ROCQ_Q8_0, 256, 2, 1, 1), y = box_make(BOX_PLAIN, ROCQ_F32, 96, 2, 1, 1);
+    box g = box_make(BOX_PLAIN, ROCQ_Q8_0, 96, 2, 1, 1);
+    random_weights(&w);
+    const rocq_norm_params norm = {.y = &h.t, .x = &x.t};
+    const rocq_matmul_params mm = {.y = &y.t, .w = &w.t, .x = &h.t};
+    const rocq_matmul_params both = {.y = &g.t, .w = &w.t, .x = &h.t, .w2 = &w.t, .activation = ROCQ_SILU};
+    const rocq_cast_params back = {.y = &y.t, .x = &g.t};
+    rocq_matmul_params exact = mm, exact_both = both;
+    exact.precision = exact_both.precision = ROCQ_PRECISION_F32;
+    for (int glu = 0; glu < 2; glu++) {
+        memset(y.memory, 0xff, (size_t)y.size);
+        memset(h.memory, 0, (size_t)h.size);
+        memset(g.memory, 0, (size_t)g.size);
+        on_gpu_as(&h, true);
+        on_gpu_as(&g, true);
+        on_gpu_as(&w, true);
+        any_params n = params_of(ROCQ_OP_RMSNORM, &norm), m = params_of(ROCQ_OP_MATMUL, &mm);
+        any_params b = params_of(ROCQ_OP_MATMUL, &both), c = params_of(ROCQ_OP_CAST, &back);
+        move_params(ROCQ_OP_RMSNORM, &n);
+        move_params(ROCQ_OP_MATMUL, &m);
+        move_params(ROCQ_OP_MATMUL, &b);
+        move_params(ROCQ_OP_CAST, &c);
+        assert_int_equal(rocq_rmsnorm(gpu, &n.rmsnorm), ROCQ_OK);
+        if (glu) {
+            assert_int_equal(rocq_matmul(gpu, &b.matmul), ROCQ_OK);
+            assert_int_equal(rocq_cast(gpu, &c.cast), ROCQ_OK);
+        } else {
+            assert_int_equal(rocq_matmul(gpu, &m.matmul), ROCQ_OK);
+        }
+        if (rocq_sync(gpu) != ROCQ_OK) fail_msg("%s", rocq_error(gpu));
+        for (int i = 0; i < n_twins; i++) {
+            if (twins[i].b == &y) copy_from_gpu(&twins[i]);
+        }
+        box_read(&y);
+        double *got = values_of(&y);
+        assert_int_equal(rocq_rmsnorm(cpu, &norm), ROCQ_OK);
+        assert_int_equal(rocq_matmul(cpu, glu ? &exact_both : &exact), ROCQ_OK);
+        if (glu) assert_int_equal(rocq_cast(cpu, &back), ROCQ_OK);
+        box_read(&y);
+        const double e = nmse(ROCQ_F32, got, y.value, y.count);
+        if (!(e <= 5e-4)) fail_msg("planar activations, glu %d: NMSE %g", glu, e);
+        free(got);
+        free_twins();
+    }
+    box_free(&x);
+    box_free(&w);
+    box_free(&h);
+    box_free(&y);
+    box_free(&g);
+}
+
+// -- rope, rope_append --
+
+static rocq_rope_config random_rope(int i, const box *factors) {
+    const rocq_rope_config rope = {.pairing = i % 2 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM,
+                                   .n_dims = i % 3 == 2 ? 32 : 0,
+                                   .freq_base = i % 4 == 3 ? 500000.0f : 0.0f,
+                                   .freq_scale = i % 5 == 2 ? 0.25f : 0.0f,
+                                   .ext_factor = i % 5 == 2 ? 1.0f : 0.0f, .n_ctx_orig = 2048,
+                                   .freq_factors = i % 6 == 1 ? &factors->t : NULL};
+    return rope;
+}
+
+static void test_rope(void **state) {
+    (void)state;
+    for (int i = 0; i < 24; i++) {
+        const int64_t d = i % 3 == 0 ? 64 : i % 3 == 1 ? 80 : 128, n = 1 + i % 4;
+        box x = box_random((box_layout)(i % 3), floats[i / 2 % 2], 1, d, 3, n, 1);
+        box y = box_make((box_layout)(i / 3 % 3), floats[i % 2], d, 3, n, 1);
+        box pos = box_make(BOX_PLAIN, ROCQ_I32, n, 1, 1, 1);
+        box factors = box_random(BOX_PLAIN, ROCQ_F32, 0.1f, (i % 3 == 2 ? 32 : d) / 2, 1, 1, 1);
+        for (int64_t t = 0; t < n; t++) pos.value[t] = (double)(t * 1000 + 100000 * (i % 2));
+        box_write(&pos);
+        for (int64_t k = 0; k < factors.count; k++) factors.value[k] = 1 + fabs(factors.value[k]);
+        box_write(&factors);
+        const rocq_rope_params p = {.y = i % 7 == 6 ? &x.t : &y.t, .x = &x.t, .pos = &pos.t,
+                                    .rope = random_rope(i, &factors)};
+        compare(ROCQ_OP_ROPE, &p, i % 7 == 6 ? &x : &y, BOUND_F32, say("rope %d", i));
+        box_free(&x);
+        box_free(&y);
+        box_free(&pos);
+        box_free(&factors);
+    }
+}
+
+static void test_rope_append(void **state) {
+    (void)state;
+    static const rocq_format kv[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16, ROCQ_Q8_0, ROCQ_Q4_0};
+    for (int i = 0; i < 25; i++) {
+        const int64_t d = i % 2 ? 64 : 96, n = 1 + i % 3, cells = 9;
+        box q = box_random(BOX_PLAIN, ROCQ_F32, 1, d, 4, n, 1), k = box_random(BOX_STRIDED, ROCQ_F32, 1, d, 2, n, 1);
+        box v = box_random(BOX_PLAIN, ROCQ_F32, 1, d, 2, n, 1);
+        box k_cache = box_make((box_layout)(i % 3), kv[i % 5], d, 2, cells, 1);
+        box v_cache = box_make((box_layout)(i / 3 % 3), kv[i / 5], d, 2, cells, 1);
+        box pos = box_make(BOX_PLAIN, ROCQ_I32, n, 1, 1, 1), cell = box_make(BOX_PLAIN, ROCQ_I32, n, 1, 1, 1);
+        box factors = box_random(BOX_PLAIN, ROCQ_F32, 0.1f, (i % 3 == 2 ? 32 : d) / 2, 1, 1, 1);
+        for (int64_t t = 0; t < n; t++) {
+            pos.value[t] = (double)(t + i % 4);
+            cell.value[t] = (double)(8 - 2 * t);
+        }
+        box_write(&pos);
+        box_write(&cell);
+        for (int64_t j = 0; j < factors.count; j++) factors.value[j] = 1 + fabs(factors.value[j]);
+        box_write(&factors);
+        const rocq_rope_append_params p = {
+            .q = i % 4 ? &q.t : NULL, .k = &k.t, .v = &v.t, .k_cache = &k_cache.t,
+            .v_cache = &v_cache.t, .pos = &pos.t, .cell = i % 3 ? &cell.t : NULL,
+            .rope = random_rope(i, &factors)};
+        box *out[] = {&k_cache, &v_cache, &q};
+        // cells that were not written keep their NaN; compare what was
+        const unsigned char fill = 0;
+        memset(k_cache.memory, fill, (size_t)k_cache.size);
+        memset(v_cache.memory, fill, (size_t)v_cache.size);
+        for (int o = 0; o < 2; o++) { // guard bytes again
+            unsigned char *inside = (unsigned char *)calloc((size_t)out[o]->size, 1);
+            for (int64_t r = 0; r < box_rows(out[o]); r++) {
+                memset(inside + (box_row(out[o], r) - out[o]->memory), 1, (size_t)box_row_size(out[o]));
+            }
+            for (int64_t b = 0; b < out[o]->size; b++) {
+                if (!inside[b]) out[o]->memory[b] = 0xff;
+            }
+            free(inside);
+        }
+        // a rounding tie of the turned K may fall to the other side: one code of 32
+        compare_as(ROCQ_OP_ROPE_APPEND, &p, &p, out, i % 4 ? 3 : 2,
+                   kv[i % 5] == ROCQ_Q4_0 ? 2e-3 : 1e-5, say("rope_append %d", i));
+        box_free(&q);
+        box_free(&k);
+        box_free(&v);
+        box_free(&k_cache);
+        box_free(&v_cache);
+        box_free(&pos);
+        box_free(&cell);
+        box_free(&factors);
+    }
+}
+
+// -- activate, glu, add, mul, scale, cast --
+
+static void test_maps(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {1, 7, 32, 33, 128, 1000};
+    for (int i = 0; i < 72; i++) {
+        const int64_t n = sizes[i % 6];
+        const box_layout lx = (box_layout)(i % 3), ly = (box_layout)(i / 3 % 3);
+        box a = box_random(lx, floats[i % 2], 2, n, 3, 2, 2), b = box_random(ly, floats[i / 2 % 2], 2, n, 3, 2, 2);
+        box y = box_make(ly, floats[i / 4 % 2], n, 3, 2, 2);
+        box y8 = box_make(ly, ROCQ_Q8_0, (n + 31) / 32 * 32, 3, 2, 2);
+        box row = box_random(BOX_PLAIN, ROCQ_F32, 1, i % 2 ? 1 : n, 1, i % 3 ? 2 : 1, 1);
+        const rocq_activation act = (rocq_activation)(i % 6);
+        const rocq_activate_params activate = {&y.t, &a.t, act};
+        const rocq_glu_params glu = {&y.t, &a.t, &b.t, act}, glu8 = {&y8.t, &a.t, &b.t, act};
+        const rocq_binary_params binary = {&y.t, &a.t, i % 2 ? &b.t : &row.t};
+        const rocq_scale_params scale = {&y.t, &a.t, 0.37f, i % 2 ? 1.5f : 0.0f};
+        switch (i / 12) {
+        case 0: compare(ROCQ_OP_ACTIVATE, &activate, &y, BOUND_F32, say("activate %d", i)); break;
+        case 1: compare(ROCQ_OP_GLU, &glu, &y, BOUND_F32, say("glu %d", i)); break;
+        case 2:
+            if (n % 32 == 0) compare(ROCQ_OP_GLU, &glu8, &y8, 1e-4, say("glu to Q8_0 %d", i));
+            break;
+        case 3: compare(ROCQ_OP_ADD, &binary, &y, BOUND_F32, say("add %d", i)); break;
+        case 4: compare(ROCQ_OP_MUL, &binary, &y, BOUND_F32, say("mul %d", i)); break;
+        default: compare(ROCQ_OP_SCALE, &scale, &y, BOUND_F32, say("scale %d", i)); break;
+        }
+        box_free(&a);
+        box_free(&b);
+        box_free(&y);
+        box_free(&y8);
+        box_free(&row);
+    }
+}
+
+// Every format to F32, F16 and BF16, raw (any strides) and planar; F32 bit for bit. The formats of KV
+// caches back, in ggml's bytes; every format copied.
+static void test_casts(void **state) {
+    (void)state;
+    static const rocq_format to[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16, ROCQ_Q8_0, ROCQ_Q4_0};
+    for (int f = 0; f < N_FORMATS; f++) {
+        const rocq_format format = all_formats[f];
+        for (int i = 0; i < 9; i++) {
+            const int64_t n = block_elems(format) > 1 ? 2 * block_elems(format) : 77;
+            const bool planar = i >= 6;
+            if (planar && block_elems(format) == 1) continue;
+            box x = box_make(planar ? BOX_PLAIN : (box_layout)(i % 3), format, n, 5, 2, 1);
+            box y = box_make((box_layout)((i + 1) % 3), i == 5 ? format : to[i % 3], n, 5, 2, 1);
+            random_weights(&x);
+            if (planar) on_gpu_as(&x, true);
+            const rocq_cast_params p = {&y.t, &x.t};
+            compare(ROCQ_OP_CAST, &p, &y, 0, say("cast %s%s to %s", name_of(format),
+                                                 planar ? " planar" : "", name_of(y.t.format)));
+            box_free(&x);
+            box_free(&y);
+        }
+    }
+    for (int i = 0; i < 20; i++) {
+        box x = box_random((box_layout)(i % 3), to[i % 3], 1, 96, 7, 2, 1);
+        box y = box_make((box_layout)(i / 3 % 3), to[3 + i % 2], 96, 7, 2, 1);
+        const rocq_cast_params p = {&y.t, &x.t};
+        compare(ROCQ_OP_CAST, &p, &y, 0, say("cast %s to %s", name_of(x.t.format), name_of(y.t.format)));
+        box_free(&x);
+        box_free(&y);
+    }
+    const int32_t ids[] = {5, -7, 0, 1 << 30};
+    box a = box_i32(ids, 4), b = box_make(BOX_STRIDED, ROCQ_I32, 4, 1, 1, 1);
+    const rocq_cast_params p = {&b.t, &a.t};
+    compare(ROCQ_OP_CAST, &p, &b, 0, "cast I32");
+    box_free(&a);
+    box_free(&b);
+}
+
+// -- softmax, gather, argmax --
+
+static void test_softmax(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {1, 2, 31, 32, 257, 1000, 5000};
+    for (int i = 0; i < 21; i++) {
+        const int64_t n = sizes[i % 7];
+        box x = box_random((box_layout)(i % 3), ROCQ_F32, 3, n, 3, 2, 1);
+        box y = box_make((box_layout)(i / 3 % 3), ROCQ_F32, n, 3, 2, 1);
+        box mask = box_random(BOX_PLAIN, floats[i % 2], 1, n, 3, i % 3 ? 1 : 2, 1);
+        for (int64_t k = 0; k < mask.count; k++) {
+            if (random_below(2) == 0 || k / n == 1) mask.value[k] = -INFINITY; // row 1 sees nothing
+        }
+        box_write(&mask);
+        const rocq_softmax_params p = {.y = i % 5 == 4 ? &x.t : &y.t, .x = &x.t,
+                                       .mask = i % 2 ? &mask.t : NULL, .scale = i % 3 ? 0.5f : 0.0f};
+        compare(ROCQ_OP_SOFTMAX, &p, i % 5 == 4 ? &x : &y, BOUND_F32, say("softmax %d", i));
+        box_free(&x);
+        box_free(&y);
+        box_free(&mask);
+    }
+}
+
+static void test_gather(void **state) {
+    (void)state;
+    const int32_t ids[] = {4, 0, 6, 6, 2};
+    for (int f = 0; f < N_FORMATS; f++) {
+        for (int i = 0; i < 3; i++) {
+            const int64_t n = block_elems(all_formats[f]) > 1 ? 2 * block_elems(all_formats[f]) : 77;
+            const bool planar = i == 2 && block_elems(all_formats[f]) > 1;
+            box table = box_make(planar || i == 0 ? BOX_PLAIN : BOX_STRIDED, all_formats[f], n, 7, 1, 1);
+            box y = box_make(BOX_STRIDED, floats[i % 2], n, 5, 1, 1), at = box_i32(ids, 5);
+            random_weights(&table);
+            if (planar) on_gpu_as(&table, true);
+            const rocq_gather_params p = {&y.t, &table.t, &at.t, i == 1 ? 3.0f : 0.0f};
+            compare(ROCQ_OP_GATHER, &p, &y, 0, say("gather %s %d", name_of(all_formats[f]), i));
+            box_free(&table);
+            box_free(&y);
+            box_free(&at);
+        }
+    }
+}
+
+static void test_argmax(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {1, 2, 33, 256, 1000, 70000};
+    for (int i = 0; i < 12; i++) {
+        const int64_t n = sizes[i % 6];
+        box x = box_random(i % 2 ? BOX_STRIDED : BOX_PLAIN, ROCQ_F32, 1, n, 4, 1, 1);
+        box index = box_make(BOX_PLAIN, ROCQ_I32, 4, 1, 1, 1);
+        for (int64_t k = 0; k < n; k++) {
+            x.value[n + k] = NAN; // nothing else there
+            if (k % 3 == 0) x.value[2 * n + k] = NAN;
+            x.value[3 * n + k] = (double)(k / 5 * 5 == n / 2 / 5 * 5); // equals: the first
+        }
+        box_write(&x);
+        const rocq_argmax_params p = {&index.t, &x.t};
+        compare(ROCQ_OP_ARGMAX, &p, &index, 0, say("argmax of %d", (int)n));
+        box_free(&x);
+        box_free(&index);
+    }
+}
+
+// -- sample --
+
+// The same token as the CPU's, but where rounding of the running sum may decide: then a token whose
+// probability the CPU gives as its neighbour's is seen in at most a few draws of hundreds.
+static void test_sample(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {1, 5, 100, 1000, 33000};
+    int n_draws = 0, n_other = 0;
+    for (int i = 0; i < 300; i++) {
+        const int64_t n = sizes[i % 5];
+        box logits = box_random(BOX_PLAIN, ROCQ_F32, 3, n, 1, 1, 1);
+        box token = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1), prob = box_make(BOX_PLAIN, ROCQ_F32, 1, 1, 1, 1);
+        box allowed = box_make(BOX_PLAIN, ROCQ_I32, (n + 31) / 32, 1, 1, 1);
+        int32_t recent[7];
+        for (int k = 0; k < 7; k++) recent[k] = (int32_t)random_below(n);
+        box last = box_i32(recent, 7);
+        for (int64_t k = 0; k < allowed.count; k++) {
+            ((int32_t *)(void *)allowed.memory)[k] = (int32_t)(random_u64() | 1);
+        }
+        if (i % 4 == 1) { // ties
+            for (int64_t k = 0; k < n; k++) logits.value[k] = floor(logits.value[k]);
+            box_write(&logits);
+        }
+        const rocq_sample_params p = {
+            .token = &token.t, .prob = &prob.t, .logits = &logits.t,
+            .recent = i % 3 == 0 ? &last.t : NULL, .allowed = i % 6 == 5 ? &allowed.t : NULL,
+            .temperature = i % 8 == 0 ? 0.0f : 0.3f + 0.1f * (float)(i % 9),
+            .top_k = i % 2 ? 1 + i % 50 : 0, .top_p = i % 3 == 1 ? 0.9f : 0.0f,
+            .min_p = i % 5 == 1 ? 0.05f : 0.0f, .repeat_penalty = i % 3 == 0 ? 1.3f : 0.0f,
+            .frequency_penalty = i % 9 == 0 ? 0.2f : 0.0f, .presence_penalty = i % 9 == 3 ? 0.4f : 0.0f,
+            .seed = (uint64_t)i * 77, .step = (uint64_t)i};
+        assert_int_equal(rocq_sample(cpu, &p), ROCQ_OK);
+        const int32_t want = *(int32_t *)(void *)token.memory;
+        const float want_prob = *(float *)(void *)prob.memory;
+        any_params d = params_of(ROCQ_OP_SAMPLE, &p);
+        move_params(ROCQ_OP_SAMPLE, &d);
+        if (rocq_sample(gpu, &d.sample) != ROCQ_OK) fail_msg("sample: %s", rocq_error(gpu));
+        if (rocq_sync(gpu) != ROCQ_OK) fail_msg("sample: %s", rocq_error(gpu));
+        for (int k = 0; k < n_twins; k++) copy_from_gpu(&twins[k]);
+        const int32_t got = *(int32_t *)(void *)token.memory;
+        const float got_prob = *(float *)(void *)prob.memory;
+        assert_true(got >= 0 && got < n);
+        if (i % 8 == 0 || p.top_k == 1) assert_int_equal(got, want);
+        n_draws++;
+        n_other += got != want;
+        if (got == want && !(fabsf(got_prob - want_prob) <= 1e-4f * want_prob + 1e-6f)) {
+            fail_msg("sample %d: probability %g, expected %g", i, (double)got_prob, (double)want_prob);
+        }
+        free_twins();
+        box_free(&logits);
+        box_free(&token);
+        box_free(&prob);
+        box_free(&allowed);
+        box_free(&last);
+    }
+    if (n_other > n_draws / 100) fail_msg("%d of %d draws differ from the CPU's", n_other, n_draws);
+}
+
+// -- what the device finds out for itself --
+
+// Indices in device memory that are out of range: nothing is written beyond, and rocq_sync reports.
+static void test_bad_indices(void **state) {
+    (void)state;
+    const int32_t ids[] = {1, 1 << 30, -1};
+    box table = box_random(BOX_PLAIN, ROCQ_F32, 1, 40, 7, 1, 1), y = box_make(BOX_STRIDED, ROCQ_F32, 40, 3, 1, 1);
+    box at = box_i32(ids, 3);
+    const rocq_gather_params p = {&y.t, &table.t, &at.t, 0};
+    any_params d = params_of(ROCQ_OP_GATHER, &p);
+    move_params(ROCQ_OP_GATHER, &d);
+    assert_int_equal(rocq_gather(gpu, &d.gather), ROCQ_OK);
+    assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
+    assert_true(strlen(rocq_error(gpu)) > 10);
+    assert_int_equal(rocq_sync(gpu), ROCQ_OK); // reported once
+    for (int i = 0; i < n_twins; i++) copy_from_gpu(&twins[i]);
+    box_check_outside(&y);
+    free_twins();
+    box_free(&table);
+    box_free(&y);
+    box_free(&at);
+
+    box q = box_random(BOX_PLAIN, ROCQ_F32, 1, 64, 2, 2, 1), k = box_random(BOX_PLAIN, ROCQ_F32, 1, 64, 2, 2, 1);
+    box cache = box_make(BOX_STRIDED, ROCQ_F16, 64, 2, 4, 1), cells = box_i32(ids + 1, 2);
+    box other = box_make(BOX_STRIDED, ROCQ_F16, 64, 2, 4, 1), pos = box_i32(ids, 2);
+    const rocq_rope_append_params append = {.q = &q.t, .k = &k.t, .v = &k.t, .k_cache = &cache.t,
+                                            .v_cache = &other.t, .pos = &pos.t, .cell = &cells.t};
+    d = params_of(ROCQ_OP_ROPE_APPEND, &append);
+    move_params(ROCQ_OP_ROPE_APPEND, &d);
+    assert_int_equal(rocq_rope_append(gpu, &d.rope_append), ROCQ_OK);
+    assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
+    for (int i = 0; i < n_twins; i++) copy_from_gpu(&twins[i]);
+    for (int64_t i = 0; i < cache.size; i++) assert_true(cache.memory[i] == 0xff && other.memory[i] == 0xff);
+    free_twins();
+    box_free(&q);
+    box_free(&k);
+    box_free(&cache);
+    box_free(&other);
+    box_free(&cells);
+    box_free(&pos);
+}
+
+// -- graphs --
+
+// Recorded once, replayed over what lies in the tensors then.
+static void test_graph(void **state) {
+    (void)state;
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 256, 1, 1, 1), w = box_make(BOX_PLAIN, ROCQ_Q4_K, 256, 64, 1, 1);
+    box h = box_make(BOX_PLAIN, ROCQ_F32, 256, 1, 1, 1), y = box_make(BOX_PLAIN, ROCQ_F32, 64, 1, 1, 1);
+    random_weights(&w);
+    const rocq_norm_params norm = {.y = &h.t, .x = &x.t};
+    const rocq_matmul_params mm = {.y = &y.t, .w = &w.t, .x = &h.t};
+    on_gpu_as(&w, true);
+    any_params n = params_of(ROCQ_OP_RMSNORM, &norm), m = params_of(ROCQ_OP_MATMUL, &mm);
+    move_params(ROCQ_OP_RMSNORM, &n);
+    move_params(ROCQ_OP_MATMUL, &m);
+    int64_t scratch = 0;
+    assert_int_equal(rocq_scratch_size(gpu, ROCQ_OP_MATMUL, &m, &scratch), ROCQ_OK);
+    assert_int_equal(rocq_reserve(gpu, scratch), ROCQ_OK);
+    rocq_graph *graph = NULL;
+    assert_int_equal(rocq_graph_begin(gpu), ROCQ_OK);
+    assert_int_equal(rocq_graph_begin(gpu), ROCQ_E_STATE);
+    assert_int_equal(rocq_rmsnorm(gpu, &n.rmsnorm), ROCQ_OK);
+    if (rocq_matmul(gpu, &m.matmul) != ROCQ_OK) fail_msg("recording: %s", rocq_error(gpu));
+    if (rocq_graph_end(gpu, &graph) != ROCQ_OK) fail_msg("graph_end: %s", rocq_error(gpu));
+    for (int round = 0; round < 3; round++) {
+        for (int64_t i = 0; i < x.count; i++) x.value[i] = random_normal();
+        box_write(&x);
+        for (int i = 0; i < n_twins; i++) {
+            if (twins[i].b == &x) copy_to_gpu(&twins[i]);
+        }
+        if (rocq_graph_launch(gpu, graph) != ROCQ_OK) fail_msg("graph_launch: %s", rocq_error(gpu));
+        for (int i = 0; i < n_twins; i++) {
+            if (twins[i].b == &y) copy_from_gpu(&twins[i]);
+        }
+        box_read(&y);
+        double *got = values_of(&y);
+        assert_int_equal(rocq_rmsnorm(cpu, &norm), ROCQ_OK);
+        assert_int_equal(rocq_matmul(cpu, &mm), ROCQ_OK);
+        box_read(&y);
+        const double e = nmse(ROCQ_F32, got, y.value, y.count);
+        if (!(e <= 1e-3)) fail_msg("replay %d: NMSE %g", round, e);
+        free(got);
+    }
+    rocq_graph_free(gpu, &graph);
+    rocq_graph_free(gpu, &graph);
+    free_twins();
+    box_free(&x);
+    box_free(&w);
+    box_free(&h);
+    box_free(&y);
+}
+
+// -- the same bits, run after run --
+
+static void test_repeatable(void **state) {
+    (void)state;
+    box w = box_make(BOX_PLAIN, ROCQ_Q6_K, 2048, 70, 1, 1), x = box_random(BOX_PLAIN, ROCQ_F32, 1, 2048, 3, 1, 1);
+    box y = box_make(BOX_PLAIN, ROCQ_F32, 70, 3, 1, 1), first = box_make(BOX_PLAIN, ROCQ_F32, 70, 3, 1, 1);
+    random_weights(&w);
+    for (int round = 0; round < 3; round++) {
+        const rocq_matmul_params p = {.y = &y.t, .w = &w.t, .x = &x.t};
+        on_gpu_as(&w, true);
+        any_params d = params_of(ROCQ_OP_MATMUL, &p);
+        move_params(ROCQ_OP_MATMUL, &d);
+        assert_int_equal(rocq_matmul(gpu, &d.matmul), ROCQ_OK);
+        for (int i = 0; i < n_twins; i++) {
+            if (twins[i].b == &y) copy_from_gpu(&twins[i]);
+        }
+        if (round == 0) memcpy(first.memory, y.memory, (size_t)y.size);
+        assert_true(same_bytes(first.memory, y.memory, y.size));
+        free_twins();
+    }
+    box_free(&w);
+    box_free(&x);
+    box_free(&y);
+    box_free(&first);
+}
+
+static void test_every_kernel_ran(void **state) {
+    (void)state;
+    int missing = 0;
+    for (int i = 0; i < ROCQ_K_COUNT; i++) {
+        if (gpu->gpu->launches[i] > 0) continue;
+        print_message("%s was not launched\n", rocq__kernels[i].name);
+        missing++;
+    }
+    assert_int_equal(missing, 0);
+}
+
+// ---------------------------------------------------------------------------------------------
+
+static int open_both(void **state) {
+    (void)state;
+    const rocq_desc on_cpu = {.prefer = ROCQ_CPU}, on_device = {.prefer = ROCQ_GPU};
+    if (rocq_open(&cpu, &on_cpu) != ROCQ_OK) return -1;
+    const rocq_result result = rocq_open(&gpu, &on_device);
+    if (result != ROCQ_OK) {
+        print_message("no GPU: %s\n", rocq_result_message(result));
+        return -1;
+    }
+    rocq_info info;
+    rocq_get_info(gpu, &info);
+    print_message("# device: %s\n", info.device);
+    return 0;
+}
+
+static int close_both(void **state) {
+    (void)state;
+    rocq_close(&gpu);
+    rocq_close(&cpu);
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_matmul_matvec),   cmocka_unit_test(test_matmul_tiles_f16),
+        cmocka_unit_test(test_matmul_tiles_int8), cmocka_unit_test(test_matmul_tiles_f32),
+        cmocka_unit_test(test_matmul_layouts),  cmocka_unit_test(test_matmul_epilogue),
+        cmocka_unit_test(test_matmul_chain),    cmocka_unit_test(test_attention_heads),
+        cmocka_unit_test(test_attention_formats), cmocka_unit_test(test_attention_options),
+        cmocka_unit_test(test_attention_long),  cmocka_unit_test(test_norms),
+        cmocka_unit_test(test_planar_activations), cmocka_unit_test(test_rope),
+        cmocka_unit_test(test_rope_append),     cmocka_unit_test(test_maps),
+        cmocka_unit_test(test_casts),           cmocka_unit_test(test_softmax),
+        cmocka_unit_test(test_gather),          cmocka_unit_test(test_argmax),
+        cmocka_unit_test(test_sample),          cmocka_unit_test(test_bad_indices),
+        cmocka_unit_test(test_graph),           cmocka_unit_test(test_repeatable),
+    };
+    const struct CMUnitTest last[] = {cmocka_unit_test(test_every_kernel_ran)};
+    if (open_both(NULL) != 0) return 2;
+    int failed = 0;
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    failed += cmocka_run_group_tests_name("gpu", tests, NULL, NULL);
+    if (argc <= 1) failed += cmocka_run_group_tests_name("kernels", last, NULL, NULL);
+    close_both(NULL);
+    return failed;
+}

@@ -1,0 +1,62 @@
+/* hip.h - the stand-in's HIP runtime (hip.cc), as tests control it
+
+   rocq.h finds it like that of any program that links rocq_kernels.hip (rocq_hip_linked), or as
+   the shared library libamdhip64.so.7 when it is built as one. Device memory is malloc's, so that
+   AddressSanitizer guards it, begins as 0xff bytes, and blocks up to 1 MiB may be touched by
+   kernels and copies only. Launches, copies and fills are queued: nothing runs before somebody
+   waits. A wrong call (a copy out of bounds, an unknown stream, ...) is an error of the stand-in
+   beside HIP's. */
+
+#ifndef ROCQ_SIMT_HIP_H
+#define ROCQ_SIMT_HIP_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* When queued work runs.
+   SIMT_AT_ONCE   when it is submitted
+   SIMT_LATE      when its stream or event is waited for, as far as that asks; mem_free waits for
+                  the device, as HIP's does. The default; SIMT_WORK=0, 1, 2 in the environment
+                  sets another
+   SIMT_LATEST    as SIMT_LATE, but mem_free does not wait: memory freed too early is found */
+enum { SIMT_AT_ONCE, SIMT_LATE, SIMT_LATEST };
+void simt_set_work(int when);
+
+/* The n-th runtime call from now (1: the next) returns code, and so do all after it: the device is
+   lost and what is queued never runs. simt_fail_once: that call alone. n 0: no failure, and the
+   device is back. A failing call that frees something still frees it. */
+void simt_fail_at(int64_t n, int code);
+void simt_fail_once(int64_t n, int code);
+int64_t simt_calls(void); /* runtime calls so far */
+
+/* What has been created and not destroyed. */
+typedef struct simt_live {
+    int device_blocks, host_blocks, streams, events, modules, graphs, execs;
+    size_t device_bytes, host_bytes;
+} simt_live;
+simt_live simt_get_live(void);
+int simt_live_sum(void); /* of the counts */
+
+void simt_set_devices(int n);            /* 1 */
+void simt_set_memory(size_t bytes);      /* of each device; 1 GiB */
+void simt_set_image_error(int code);     /* what module_load answers: 0, or 209 wrong target */
+void simt_set_selftest_error(int bits);  /* XORed into the self-test's word 4: computes wrongly */
+void simt_set_optional(int there);       /* the table's OPTIONAL functions: 1, or NULL */
+
+/* The stand-in's own errors, see simt.h. Their text, as printed on stderr. */
+int simt_error_count(void);
+const char *simt_errors_text(void);
+void simt_forget_errors(void);
+
+/* Launches of rocq_k_NAME that ran, -1 when there is no such kernel; kernel by kernel, by index. */
+int64_t simt_launches(const char *name);
+const char *simt_kernel_at(int index); /* NULL past the last */
+
+#ifdef __cplusplus
+}
+#endif
+#endif
