@@ -67,8 +67,8 @@
        ROCQ_NO_MMAP           files are read, never mapped
        ROCQ_NO_HIP            no look for a GPU at run time: libc and libm are enough to link
        ROCQ_KERNELS_PATH      file with the GPU kernels, a string, where rocq_desc names none
-       ROCQ_LINKED            the program is linked with rocq_kernels.hip. Windows needs to be told;
-                              ELF systems find out
+       ROCQ_LINKED            the program is linked with rocq_kernels.hip. Windows needs to be told, and
+                              a program that has it in a static library; other ELF programs find out
 
    SIMD needs no compiler flags: AVX2 code is compiled beside portable code by gcc and clang and
    chosen when the context opens.
@@ -166,8 +166,9 @@
    ---------
    Dequantization gives ggml's bits for every format ggml has. An op's precision is bounded against a
    float64 reference over the dequantized operands (see rocq_precision); AUTO picks INT8 activations
-   for quantized weights and F32 otherwise, and rocq_matmul_precision tells which. Sums run in a fixed
-   order: the same inputs give the same bits on every run and for every number of threads.
+   for quantized weights (a GPU from 9 columns on F16) and F32 otherwise, and rocq_matmul_precision
+   tells which. Sums run in a fixed order: the same inputs give the same bits on every run on one
+   device, and for every number of threads.
 
 
    >>files
@@ -8263,7 +8264,8 @@ ROCQ__FN rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_l
         t.ne[d] = ne[d];
         if (d > 1) fits = fits && rocq__mul(t.stride[d - 1], ne[d - 1], &t.stride[d]);
     }
-    fits = fits && rocq__mul(t.stride[3], ne[3], &end) && end < INT64_MAX / 8;
+    fits = fits && rocq__mul(t.stride[3], ne[3], &end) && end < INT64_MAX / 64; // and several of them
+    if (job->result != ROCQ_OK) return t;
     if (!fits) {
         job->result = rocq__fail(job->ctx, ROCQ_E_OVERFLOW, "%s: scratch memory overflows", job->op);
         return t;
@@ -8371,6 +8373,7 @@ ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq
     const bool planar_y = y->layout == ROCQ_LAYOUT_PLANAR, planar_x = x->layout == ROCQ_LAYOUT_PLANAR;
     const bool encodes = rocq__is_plain(y->format) || y->format == ROCQ_Q8_0 ||
                          (y->format == ROCQ_Q4_0 && !planar_y);
+    if (job->result != ROCQ_OK) return;
     if (y->format == x->format && planar_y == planar_x) {
         rocq__job_map(job, ROCQ_OP_CAST, y, x, NULL, ROCQ_IDENTITY, 1.0f, 0.0f);
     } else if (y->format == x->format && planar_y) {
@@ -10173,7 +10176,9 @@ ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
     }
     gpu->trial = false;
     ctx->backend = ROCQ_GPU;
-    snprintf(ctx->device, sizeof ctx->device, "%.63s, %d compute units", gpu->name,
+    char target[16] = "";
+    if (gpu->chip.target) snprintf(target, sizeof target, " gfx%x,", (unsigned)gpu->chip.target & 0xffff);
+    snprintf(ctx->device, sizeof ctx->device, "%.55s,%s %d compute units", gpu->name, target,
              (int)gpu->chip.n_units);
     return ROCQ_OK;
 #else

@@ -46,6 +46,7 @@ static const char usage[] =
     "    --kernels FILE   code object of rocq_kernels.hip, where it is not linked ($ROCQ_KERNELS)\n"
     "    --no-graph       launch the operations of each token one by one\n"
     "    --kv FORMAT      of the KV cache: f16, f32 or q8_0 (f16)\n"
+    "    --precision P    of products: auto, f32, f16 or int8 (auto)\n"
     "    --stats          print times, speeds and memory\n"
     "    --logits FILE    write n_vocab logits per token of the prompt, and generate nothing\n";
 
@@ -58,7 +59,7 @@ typedef struct options {
     const char *model, *prompt, *kv, *kernels, *logits;
     bool escapes, no_graph, stats;
     int32_t n, n_ctx, n_threads;
-    rocq_backend device;
+    int32_t device, precision; // rocq_backend, rocq_precision
     rocq_sample_params sample; // the knobs only
 } options;
 
@@ -75,28 +76,31 @@ static const char *default_model(void) {
     return path;
 }
 
-enum { FLAG, TEXT, INTEGER, NUMBER, SEED, DEVICE };
+enum { FLAG, TEXT, INTEGER, NUMBER, SEED, DEVICE, PRECISION };
 
 typedef struct option {
     const char *name;
     int type;
     double low, high;
-    void *to; // bool, const char *, int32_t, float, uint64_t or rocq_backend, by type
+    void *to; // bool, const char *, int32_t, float or uint64_t, by type; a name's place in its list
 } option;
 
 // Stores an option's value; false when it is none.
 static bool parse_value(const char *text, const option *o) {
-    static const char *const devices[] = {"auto", "cpu", "gpu"}; // in the order of rocq_backend
-    int device = 0;
+    // In the order of rocq_backend and of rocq_precision.
+    static const char *const names[2][4] = {{"auto", "cpu", "gpu", NULL}, {"auto", "f32", "f16", "int8"}};
+    const char *const *list = names[o->type == PRECISION];
+    int32_t at = 0;
     char *end;
     const double x = strtod(text, &end);
     const bool number = end != text && *end == '\0' && x >= o->low && x <= o->high;
     switch (o->type) {
     case TEXT: *(const char **)o->to = text; return true;
     case DEVICE:
-        while (device < 3 && strcmp(text, devices[device]) != 0) device++;
-        *(rocq_backend *)o->to = (rocq_backend)device;
-        return device < 3;
+    case PRECISION:
+        while (at < 4 && list[at] && strcmp(text, list[at]) != 0) at++;
+        *(int32_t *)o->to = at;
+        return at < 4 && list[at];
     case NUMBER:
         if (number) *(float *)o->to = (float)x;
         return number;
@@ -127,6 +131,7 @@ static bool parse_options(options *o, int argc, char **argv) {
         {"--kernels", TEXT, 0, 0, &o->kernels},
         {"--no-graph", FLAG, 0, 0, &o->no_graph},
         {"--kv", TEXT, 0, 0, &o->kv},
+        {"--precision", PRECISION, 0, 0, &o->precision},
         {"--stats", FLAG, 0, 0, &o->stats},
         {"--logits", TEXT, 0, 0, &o->logits},
     };
@@ -258,7 +263,7 @@ static int64_t count_launches(const run *r) {
 
 static bool open_device(run *r) {
     rocq_info info;
-    const rocq_desc desc = {.prefer = r->o.device, .n_threads = r->o.n_threads,
+    const rocq_desc desc = {.prefer = (rocq_backend)r->o.device, .n_threads = r->o.n_threads,
                             .allocator = {count_alloc, count_free, NULL},
                             .kernels_path = r->o.kernels, .no_graphs = r->o.no_graph,
                             .log = keep_reason, .log_user = r->reason};
@@ -267,7 +272,7 @@ static bool open_device(run *r) {
     // The GPU was only a wish, and one worth a word where there are kernels for it.
     rocq_get_info(r->ctx, &info);
     const bool no_kernels = info.gpu_result == ROCQ_E_NO_KERNELS && !r->o.kernels;
-    if (info.backend == ROCQ_CPU && r->o.device != ROCQ_CPU && info.gpu_result != ROCQ_OK && !no_kernels) {
+    if (info.backend == ROCQ_CPU && r->o.device != (int32_t)ROCQ_CPU && info.gpu_result != ROCQ_OK && !no_kernels) {
         fprintf(stderr, "generate: on the CPU: %s\n", info.gpu_message);
     }
     return true;
@@ -276,7 +281,8 @@ static bool open_device(run *r) {
 static bool load(run *r) {
     const rocq_allocator allocator = {count_alloc, count_free, NULL};
     const rocq_gguf_desc source = {.path = r->o.model};
-    const llama_options how = {.n_ctx = r->o.n_ctx, .kv_format = r->o.kv, .progress = show_progress,
+    const llama_options how = {.n_ctx = r->o.n_ctx, .kv_format = r->o.kv,
+                               .precision = (rocq_precision)r->o.precision, .progress = show_progress,
                                .user = &r->terminal};
     if (!open_device(r)) return false;
     if (rocq_gguf_open(r->ctx, &r->file, &source) != ROCQ_OK) {

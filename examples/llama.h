@@ -39,6 +39,7 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
     int32_t n_batch;       // tokens computed at once, default 128
     int32_t n_logits;      // positions whose logits are computed at once, where all are; default 1
     const char *kv_format; // "f16" (default), "f32", "bf16", "q8_0" or "q4_0"
+    rocq_precision precision; // of all products; default AUTO, which differs between CPU and GPU
     // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
     // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
     bool (*progress)(const char *what, int64_t done, int64_t total, void *user);
@@ -495,7 +496,8 @@ static rocq_result llama__add(llama_model *m, const rocq_tensor *x, const rocq_t
     const bool direct = norm->n_dims == 0;
     const rocq_tensor added = llama__columns(&m->added, 0, direct ? 1 : x->ne[1]);
     const rocq_matmul_params project = {.y = direct ? x : &added, .w = w, .x = in,
-                                        .bias = llama__maybe(bias), .residual = direct ? x : NULL};
+                                        .bias = llama__maybe(bias), .residual = direct ? x : NULL,
+                                        .precision = m->options.precision};
     const rocq_binary_params add = {.y = x, .a = x, .b = &added};
     LLAMA__RUN(m, MATMUL, matmul, &project);
     if (direct) return ROCQ_OK;
@@ -520,11 +522,14 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     seen_heads = llama__heads(m, &seen);
 
     const rocq_matmul_params to_v = {
-        .y = &v, .w = &l->v, .x = &h, .bias = llama__maybe(&l->v_bias)};
+        .y = &v, .w = &l->v, .x = &h, .bias = llama__maybe(&l->v_bias),
+        .precision = m->options.precision};
     const rocq_matmul_params to_k = {
-        .y = &k, .w = &l->k, .x = &h, .bias = llama__maybe(&l->k_bias), .next = &to_v};
+        .y = &k, .w = &l->k, .x = &h, .bias = llama__maybe(&l->k_bias),
+        .precision = m->options.precision, .next = &to_v};
     const rocq_matmul_params to_q = {
-        .y = &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias), .next = &to_k};
+        .y = &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias),
+        .precision = m->options.precision, .next = &to_k};
     const rocq_rope_append_params append = {
         .q = &q_heads, .k = &k_heads, .v = &v_heads, .k_cache = &l->k_cache,
         .v_cache = &l->v_cache, .pos = &pos, .rope = m->rope};
@@ -543,9 +548,11 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     // x += down(activation(gate(h)) * up(h))
     const rocq_matmul_params gate = {
         .y = &ffn, .w = &l->gate, .x = &h, .bias = llama__maybe(&l->gate_bias),
-        .activation = m->activation, .w2 = pair ? &l->up : NULL};
+        .activation = m->activation, .precision = m->options.precision,
+        .w2 = pair ? &l->up : NULL};
     const rocq_matmul_params up = {
-        .y = &ffn, .w = &l->up, .x = &h, .bias = llama__maybe(&l->up_bias), .gate = &ffn};
+        .y = &ffn, .w = &l->up, .x = &h, .bias = llama__maybe(&l->up_bias), .gate = &ffn,
+        .precision = m->options.precision};
     LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm));
     LLAMA__RUN(m, MATMUL, matmul, &gate);
     if (!pair) LLAMA__RUN(m, MATMUL, matmul, &up);
@@ -569,7 +576,8 @@ static rocq_result llama__head(llama_model *m, int64_t first, int64_t n) {
     const rocq_tensor logits = llama__columns(&m->logits, 0, n);
     const rocq_matmul_params project = {.y = &logits, .w = &m->output, .x = &h,
                                         .bias = llama__maybe(&m->output_bias),
-                                        .softcap = m->final_softcap};
+                                        .softcap = m->final_softcap,
+                                        .precision = m->options.precision};
     LLAMA__TRY(llama__norm(m, &h, &x, &m->output_norm));
     LLAMA__RUN(m, MATMUL, matmul, &project);
     m->last = llama__columns(&m->logits, n - 1, 1);
@@ -703,8 +711,10 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     const rocq_info info = llama__info(m);
     const bool gpu = info.backend == ROCQ_GPU;
     int family = 0;
-    m->few = gpu ? ROCQ_Q8_0 : ROCQ_F32;
-    m->many = gpu ? ROCQ_F16 : ROCQ_F32;
+    const rocq_precision precision = m->options.precision;
+    const bool is_auto = precision == ROCQ_PRECISION_AUTO;
+    m->few = gpu && (is_auto || precision == ROCQ_PRECISION_INT8) ? ROCQ_Q8_0 : ROCQ_F32;
+    m->many = gpu && (is_auto || precision == ROCQ_PRECISION_F16) ? ROCQ_F16 : ROCQ_F32;
     LLAMA__TRY(llama__read_config(m, file, &family));
     LLAMA__TRY(llama__allocate(m, &m->layers, (size_t)m->n_layers * sizeof(llama_layer)));
     LLAMA__TRY(llama__allocate(m, &m->copies, llama__max_weights(m) * sizeof(rocq_buffer)));

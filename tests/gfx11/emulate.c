@@ -338,8 +338,8 @@ static void attention_decode(emulated *e, int scale, int format, int d) {
 }
 // Work: products of 16x16x16, of which Q K^T and P V take n_q n_kv d / 4096 a head each.
 static void attention_prefill(emulated *e, int scale, int format, int d) {
-    attend(e, (rocq_format)format, d, 4, 1, 32, 128 * scale, false);
-    e->work = 2.0 * 4 * 32 * 128 * scale * d / 4096;
+    attend(e, (rocq_format)format, d, 4, 1, 128, 128 * scale, false);
+    e->work = 2.0 * 4 * 128 * 128 * scale * d / 4096;
 }
 
 // Work, from here on: elements.

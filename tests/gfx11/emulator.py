@@ -242,8 +242,6 @@ class Program:
             step.count += 1
             kind = step.kind
             if kind == "emulated":
-                if step.run:
-                    step.run(w)
                 arguments = w.arguments.get(step.globals)
                 if arguments is None:
                     arguments = w.arguments[step.globals] = [w.bases[i] for i in step.globals]
@@ -278,7 +276,8 @@ class Program:
         step = Step()
         step.instruction, step.next, step.count, step.run = i, pc + i.size, 0, None
         own = {"load": self._global, "store": self._global, "lds load": self._lds, "lds store": self._lds,
-               "scalar load": self._scalar_load, "wmma": self._wmma}.get(i.kind)
+               "scalar load": self._scalar_load, "wmma": self._wmma, "atomic": self._atomic,
+               "lds other": self._lds_atomic}.get(i.kind)
         if "_dpp" in i.name or "dpp8:" in i.operands:
             own = self._dpp
         elif i.name.startswith("v_permlane"):
@@ -294,7 +293,6 @@ class Program:
         if own and (run := own(i, self._words(i))):
             step.kind, step.run = "own", run
         elif step.kind == "emulated":
-            step.run = self._atomic(i, self._words(i)) if i.kind == "atomic" else None
             step.function, step.globals = self._decode(pc, i)
         self.steps[pc] = step
         return step
@@ -385,15 +383,42 @@ class Program:
                 self._move(w, i, view, [address - base], register, [lane], i.bits)
         return run
 
-    def _atomic(self, i, words):
-        """The emulator does it; here its addresses are checked."""
-        size = 8 if re.search(r"64$", i.name) else 4
+    def _checked(self, i, register, n, check):
+        """The emulator's own memory instruction, which touches memory for lanes that are off too: those
+        borrow the address, of n registers, of a lane that is on."""
+        function, arguments = self._decode(self.base + i.address, i)
 
         def run(w):
             lanes = self._lanes(w)
+            if not lanes:
+                return
+            check(w, lanes)
+            cells = [32 * r + lane for r in range(register, register + n)
+                     for lane in range(32) if lane not in lanes]
+            saved = [w.vector[cell] for cell in cells]
+            for cell in cells:
+                w.vector[cell] = w.vector[cell // 32 * 32 + lanes[0]]
+            function(*[w.bases[g] for g in arguments])
+            for cell, value in zip(cells, saved):
+                w.vector[cell] = value
+        return run
+
+    def _atomic(self, i, words):
+        size = 8 if re.search(r"64$", i.name) else 4
+
+        def check(w, lanes):
             for address in self._addresses(w, words, lanes):
                 self.memory.get(address, address + size, i.name)
-        return run
+        return self._checked(i, words[1] & 0xFF, 1 if words[1] >> 16 & 0x7F < NULL else 2, check)
+
+    def _lds_atomic(self, i, words):
+        size, register = 8 if re.search(r"64$", i.name) else 4, words[1] & 0xFF
+
+        def check(w, lanes):
+            last = max(w.vector[32 * register + lane] for lane in lanes) + (words[0] & 0xFFFF)
+            if last + size > w.group.size:
+                raise Fault(f"{i.name} at {i.address:#x}: {last} and {size} more in LDS")
+        return self._checked(i, register, 1, check)
 
     def _lds(self, i, words):
         low, high = words

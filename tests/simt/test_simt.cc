@@ -215,7 +215,9 @@ KERNEL(bad_race_read_write, test_args, 64) {
     // the wave that the stand-in runs first reads
     if ((atomic_inc((uint32_t *)a.out) & 63) < 32) {
         gstore((float *)a.out + 1 + thread_index(), lget(work));
-    } else if (thread_index() % 32 == 9) lput(work, 2.0f);
+    } else if (thread_index() % 32 == 9) {
+        lput(work, 2.0f);
+    }
 }
 KERNEL(bad_race_write_write, test_args, 64) {
     LDS(float, work, 1);
@@ -420,10 +422,9 @@ static void test_atomics(void **) {
 static void test_wmma(void **) {
     static f16 in[512];
     static float out[544];
-    for (int kind = 0; kind < 3; kind++) { // small integers, fractions, denormals {
+    for (int kind = 0; kind < 3; kind++) { // small integers, fractions, denormals
         for (f16 &x : in) {
             const float r = (float)(random_u32() % 2048) - 1024.0f;
-    }
             x = (f16)(kind == 0 ? truncf(r / 128) : kind == 1 ? r / 512 : r * 0x1p-24f);
         }
         good(rocq_k_test_wmma, 1, 1, 32, {in, nullptr, nullptr, 0}, out, sizeof out, [&] {
@@ -535,9 +536,8 @@ static void test_integers(void **) {
 }
 
 static void test_floats(void **) {
-    for (uint32_t h = 0; h < 65536; h += 16) { // all halves, as wmma reads them {
+    for (uint32_t h = 0; h < 65536; h += 16) { // all halves, as wmma reads them
         uint16_t halves[16];
-    }
         for (uint32_t i = 0; i < 16; i++) halves[i] = (uint16_t)(h + i);
         frag f;
         simt_f32x16 wide;
