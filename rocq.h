@@ -1305,7 +1305,7 @@ typedef struct rocq_k_matvec_args {
     int32_t k_waves;    // 1, 2, 4 or 8
 } rocq_k_matvec_args;
 
-// y = epilogue(w x) over tiles; blockIdx.x counts tiles of M fastest, then of N, blockIdx.z batches.
+// y = epilogue(w x) over tiles; blockIdx.x counts tiles (see mm_place), blockIdx.z batches.
 typedef struct rocq_k_matmul_args {
     rocq_k_common common;
     const void *w;         // planar, or plain for F32 F16 BF16: all of w's batches
@@ -2198,15 +2198,27 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 // ---------------------------------------------------------------------------------------------
 
 #if defined(__GNUC__) || defined(__clang__)
-ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
-ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) {
+    return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+}
+ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) {
+    return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+}
 ROCQ__INLINE int32_t rocq__load32(int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 #else
-ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) { return InterlockedExchangeAdd64((volatile LONG64 *)p, v); }
-ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) { return (int32_t)InterlockedExchangeAdd((volatile LONG *)p, v); }
-ROCQ__INLINE int32_t rocq__load32(int32_t *p) { return (int32_t)InterlockedOr((volatile LONG *)p, 0); }
-ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) { InterlockedExchange((volatile LONG *)p, v); }
+ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) {
+    return InterlockedExchangeAdd64((volatile LONG64 *)p, v);
+}
+ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) {
+    return (int32_t)InterlockedExchangeAdd((volatile LONG *)p, v);
+}
+ROCQ__INLINE int32_t rocq__load32(int32_t *p) {
+    return (int32_t)InterlockedOr((volatile LONG *)p, 0);
+}
+ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) {
+    InterlockedExchange((volatile LONG *)p, v);
+}
 #endif
 
 #if ROCQ__HAS_THREADS
@@ -4268,7 +4280,8 @@ ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
         return rocq__fail(ctx, ROCQ_E_BOUNDS, "gguf_read: tensor '%s' is not of this file",
                           name.text);
     }
-    return rocq__gguf_fetch(ctx, file, name.text, tensor->offset, tensor->size, (unsigned char *)dst);
+    return rocq__gguf_fetch(ctx, file, name.text, tensor->offset, tensor->size,
+                            (unsigned char *)dst);
 }
 
 ROCQ__FN rocq_result rocq__upload_file(rocq_ctx *ctx, const rocq_tensor *t, const rocq_gguf *file,
@@ -4296,7 +4309,9 @@ ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, cons
         result = rocq_tensor_init(tensor, &buffer, 0, found.format, found.n_dims, found.ne);
         if (result != ROCQ_E_ALIGNMENT) return result;
     }
-    if (ctx->recording) return rocq__fail(ctx, ROCQ_E_STATE, "gguf_upload: a graph is being recorded");
+    if (ctx->recording) {
+        return rocq__fail(ctx, ROCQ_E_STATE, "gguf_upload: a graph is being recorded");
+    }
     ROCQ__TRY(rocq_buffer_alloc(ctx, &buffer, found.size));
     rocq_tensor t;
     result = rocq_tensor_init(&t, &buffer, 0, found.format, found.n_dims, found.ne);
@@ -5811,8 +5826,8 @@ ROCQ__FN int64_t rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_mat
 }
 
 // One product without w2, y in F32 or F16.
-ROCQ__FN void rocq__mm_multiply(rocq_ctx *ctx, const rocq_matmul_params *p, const rocq_tensor *other,
-                                void *scratch) {
+ROCQ__FN void rocq__mm_multiply(rocq_ctx *ctx, const rocq_matmul_params *p,
+                                const rocq_tensor *other, void *scratch) {
     rocq__mm mm;
     const int64_t k = p->w->ne[0];
     rocq__mm_plan(&mm, ctx, p);
@@ -5862,7 +5877,9 @@ ROCQ__FN int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const rocq_matmul
         const rocq__mm_steps s = rocq__mm_steps_of(ctx, p);
         int64_t bytes = s.pass_bytes;
         if (p->w2 && !rocq__add(bytes, s.floats_bytes, &bytes)) bytes = INT64_MAX;
-        if (p->y->format == ROCQ_Q8_0 && !rocq__add(bytes, s.floats_bytes, &bytes)) bytes = INT64_MAX;
+        if (p->y->format == ROCQ_Q8_0 && !rocq__add(bytes, s.floats_bytes, &bytes)) {
+            bytes = INT64_MAX;
+        }
         most = ROCQ__MAX(most, bytes);
     }
     return most;
@@ -5892,7 +5909,8 @@ ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, const rocq_matmul_params *p
         if (p->w2) rocq__mm_multiply(ctx, &s.other, NULL, at);
         rocq__mm_multiply(ctx, &s.main, p->w2 ? &other : NULL, at);
         if (p->y->format == ROCQ_Q8_0) {
-            ROCQ__TRY(rocq__map_cpu(ctx, ROCQ_OP_CAST, p->y, &floats, NULL, ROCQ_IDENTITY, 1.0f, 0.0f));
+            ROCQ__TRY(
+                rocq__map_cpu(ctx, ROCQ_OP_CAST, p->y, &floats, NULL, ROCQ_IDENTITY, 1.0f, 0.0f));
         }
     }
     return ROCQ_OK;
@@ -8067,7 +8085,9 @@ ROCQ__FN rocq_result rocq__upload_hip(rocq_ctx *ctx, const rocq_tensor *t,
     const int64_t size = rocq_tensor_size(t);
     int64_t elems, bytes;
     void *staging;
-    if (t->layout != ROCQ_LAYOUT_PLANAR) return rocq__upload_bytes(ctx, rocq__device_data(t), source, 0, size);
+    if (t->layout != ROCQ_LAYOUT_PLANAR) {
+        return rocq__upload_bytes(ctx, rocq__device_data(t), source, 0, size);
+    }
     rocq__block_of(t->format, &elems, &bytes);
     const int64_t most = ROCQ__PIECE / bytes * bytes, units = elems / 32; // of a block
     ROCQ__TRY(rocq__scratch_hip(ctx, ROCQ__MIN(most, size), &staging));
@@ -8267,7 +8287,8 @@ ROCQ__FN rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_l
     fits = fits && rocq__mul(t.stride[3], ne[3], &end) && end < INT64_MAX / 64; // and several of them
     if (job->result != ROCQ_OK) return t;
     if (!fits) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_OVERFLOW, "%s: scratch memory overflows", job->op);
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_OVERFLOW, "%s: scratch memory overflows", job->op);
         return t;
     }
     t.buffer.size = rocq__bytes(format, end);
@@ -8282,8 +8303,8 @@ enum { ROCQ__ROW_ELEMS = 1 << 30 };
 
 ROCQ__FN void rocq__job_row(rocq__job *job, int64_t ne0) {
     if (job->result != ROCQ_OK || ne0 <= ROCQ__ROW_ELEMS) return;
-    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: rows of %lld elements, over %d", job->op,
-                             (long long)ne0, (int)ROCQ__ROW_ELEMS);
+    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: rows of %lld elements, over %d",
+                             job->op, (long long)ne0, (int)ROCQ__ROW_ELEMS);
 }
 
 ROCQ__FN bool rocq__is_plain(rocq_format format) {
@@ -8304,12 +8325,13 @@ ROCQ__FN rocq__cost rocq__cost_of(double bytes, double flops, double matrix) {
 
 // Blocks of 256 threads that share out t's rows in pieces of so many of its row_size elements or
 // bytes. A kernel counts the pieces in 32 bits.
-ROCQ__FN int64_t rocq__piece_blocks(rocq__job *job, const rocq_tensor *t, int64_t row_size, int64_t piece) {
+ROCQ__FN int64_t rocq__piece_blocks(rocq__job *job, const rocq_tensor *t, int64_t row_size,
+                                    int64_t piece) {
     int64_t n;
     if (!rocq__mul(rocq__n_rows(t), (row_size + piece - 1) / piece, &n) || n > UINT32_MAX - 256) {
         if (job->result == ROCQ_OK) {
-            job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: too many elements for one launch",
-                                     job->op);
+            job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                     "%s: too many elements for one launch", job->op);
         }
         return 0;
     }
@@ -8354,8 +8376,9 @@ ROCQ__FN void rocq__job_decode(rocq__job *job, const rocq_tensor *y, const rocq_
     args.ids = (const int32_t *)rocq__device_data(ids);
     args.scale = scale;
     rocq__job_row(job, y->ne[0]);
-    rocq__job_launch(job, ROCQ_K_decode, rocq__piece_blocks(job, y, y->ne[0], 4), 1, 256, &args,
-                     rocq__cost_of(2.0 * rocq__tensor_bytes(y), 8.0 * (double)rocq_tensor_count(y), 0.0));
+    rocq__job_launch(
+        job, ROCQ_K_decode, rocq__piece_blocks(job, y, y->ne[0], 4), 1, 256, &args,
+        rocq__cost_of(2.0 * rocq__tensor_bytes(y), 8.0 * (double)rocq_tensor_count(y), 0.0));
 }
 
 ROCQ__FN void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const rocq_tensor *x) {
@@ -8364,13 +8387,15 @@ ROCQ__FN void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const 
     args.src = rocq__k_tensor(x);
     args.dst = rocq__device_data(planar);
     args.n_units = rocq_tensor_count(x) / 32;
-    rocq__job_launch(job, ROCQ_K_repack, rocq__piece_blocks(job, x, x->ne[0], 32), 1, 256, &args,
-                     rocq__cost_of(2.0 * rocq__tensor_bytes(x), 2.0 * (double)rocq_tensor_count(x), 0.0));
+    rocq__job_launch(
+        job, ROCQ_K_repack, rocq__piece_blocks(job, x, x->ne[0], 32), 1, 256, &args,
+        rocq__cost_of(2.0 * rocq__tensor_bytes(x), 2.0 * (double)rocq_tensor_count(x), 0.0));
 }
 
 // y = x in y's format and layout: a copy, a repack, a decoding or an encoding, or the last two.
 ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x) {
-    const bool planar_y = y->layout == ROCQ_LAYOUT_PLANAR, planar_x = x->layout == ROCQ_LAYOUT_PLANAR;
+    const bool planar_y = y->layout == ROCQ_LAYOUT_PLANAR,
+               planar_x = x->layout == ROCQ_LAYOUT_PLANAR;
     const bool encodes = rocq__is_plain(y->format) || y->format == ROCQ_Q8_0 ||
                          (y->format == ROCQ_Q4_0 && !planar_y);
     if (job->result != ROCQ_OK) return;
@@ -8379,15 +8404,17 @@ ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq
     } else if (y->format == x->format && planar_y) {
         rocq__job_repack(job, y, x);
     } else if (!encodes || (y->format == x->format && planar_x)) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: no GPU kernel makes %s%s from %s%s",
-                                 job->op, planar_y ? "planar " : "", rocq_get_format_info(y->format)->name,
-                                 planar_x ? "planar " : "", rocq_get_format_info(x->format)->name);
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: no GPU kernel makes %s%s from %s%s",
+                       job->op, planar_y ? "planar " : "", rocq_get_format_info(y->format)->name,
+                       planar_x ? "planar " : "", rocq_get_format_info(x->format)->name);
     } else if (rocq__is_plain(x->format)) {
         rocq__job_map(job, ROCQ_OP_CAST, y, x, NULL, ROCQ_IDENTITY, 1.0f, 0.0f);
     } else if (rocq__is_plain(y->format)) {
         rocq__job_decode(job, y, x, NULL, 1.0f);
     } else {
-        const rocq_tensor floats = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, x->ne, x->ne[0]);
+        const rocq_tensor floats =
+            rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, x->ne, x->ne[0]);
         rocq__job_decode(job, &floats, x, NULL, 1.0f);
         rocq__job_map(job, ROCQ_OP_CAST, y, &floats, NULL, ROCQ_IDENTITY, 1.0f, 0.0f);
     }
@@ -8419,7 +8446,8 @@ ROCQ__FN int rocq__k_int8_format(rocq_format format) {
     return i <= rocq__k_format(ROCQ_MXFP4) - rocq__k_format(ROCQ_Q4_0) ? ROCQ__MAX(i, -1) : -1;
 }
 
-ROCQ__FN rocq_precision rocq__matmul_precision_of(const rocq_matmul_params *p, const rocq_tensor *w) {
+ROCQ__FN rocq_precision rocq__matmul_precision_of(const rocq_matmul_params *p,
+                                                  const rocq_tensor *w) {
     if (p->precision != ROCQ_PRECISION_AUTO) return p->precision;
     if (p->x->ne[1] > ROCQ_K_FEW) {
         return w->format == ROCQ_F32 ? ROCQ_PRECISION_F32 : ROCQ_PRECISION_F16;
@@ -8460,7 +8488,9 @@ ROCQ__FN rocq_tensor rocq__gemm_x(rocq__job *job, const rocq_tensor *x, rocq_pre
                            : path == ROCQ_PRECISION_F16 ? ROCQ_F16
                                                         : ROCQ_F32;
     const rocq_layout layout = to == ROCQ_Q8_0 ? ROCQ_LAYOUT_PLANAR : ROCQ_LAYOUT_GGUF;
-    if (x->format == to && x->layout == layout && (to == ROCQ_Q8_0 || rocq__wide_rows(x))) return *x;
+    if (x->format == to && x->layout == layout && (to == ROCQ_Q8_0 || rocq__wide_rows(x))) {
+        return *x;
+    }
     const rocq_tensor t = rocq__job_tensor(job, to, layout, x->ne, (x->ne[0] + 7) / 8 * 8);
     rocq__job_convert(job, &t, x);
     return t;
@@ -8520,7 +8550,9 @@ ROCQ__FN int32_t rocq__k_waves(const rocq__chip *chip, rocq_format format, int64
     const double share = (double)ROCQ__MIN(k, step) / (double)k;
     const double each = (double)rows * row_bytes * share; // bytes on the way with k_waves 1
     int32_t k_waves = 1;
-    while (k_waves < ROCQ_K_MATVEC_WAVES && each * k_waves < flight && k >= step * k_waves * 2) k_waves *= 2;
+    while (k_waves < ROCQ_K_MATVEC_WAVES && each * k_waves < flight && k >= step * k_waves * 2) {
+        k_waves *= 2;
+    }
     return k_waves;
 }
 
@@ -8557,7 +8589,8 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     }
     args.k_waves = 1;
     if (!groups) {
-        args.k_waves = rocq__k_waves(rocq__chip_of(job->ctx), g->w.format, rows, k, bytes / (double)rows);
+        args.k_waves =
+            rocq__k_waves(rocq__chip_of(job->ctx), g->w.format, rows, k, bytes / (double)rows);
     }
     const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES / args.k_waves;
     for (int32_t i = 0; i < n_parts; i++) {
@@ -8592,7 +8625,8 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
 enum { ROCQ__TILE_DECODE = 16 }; // columns whose products take as long as fetching and decoding w
 
 // Columns of an F16 tile: those that make the longest-working compute unit finish first.
-ROCQ__FN int64_t rocq__tile_columns(const rocq__chip *chip, int64_t tiles_m, int64_t n, int64_t n_matrices) {
+ROCQ__FN int64_t rocq__tile_columns(const rocq__chip *chip, int64_t tiles_m, int64_t n,
+                                    int64_t n_matrices) {
     int64_t time[2];
     for (int i = 0; i < 2; i++) {
         const int64_t columns = i == 0 ? ROCQ_K_MATMUL_F16_N : ROCQ_K_MATMUL_F16_N_FEW;
@@ -8615,8 +8649,10 @@ ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_t
         kernel = ROCQ_K_matmul_int8_q4_0 + rocq__k_int8_format(w->format);
         threads = 128;
     } else if (g->path == ROCQ_PRECISION_F16) {
-        tile_n = rocq__tile_columns(rocq__chip_of(job->ctx), (m + tile_m - 1) / tile_m, n, n_matrices);
-        kernel = ROCQ_K_matmul_f16_f32_128 + 2 * rocq__k_format(w->format) + (tile_n != ROCQ_K_MATMUL_F16_N);
+        tile_n =
+            rocq__tile_columns(rocq__chip_of(job->ctx), (m + tile_m - 1) / tile_m, n, n_matrices);
+        kernel = ROCQ_K_matmul_f16_f32_128 + 2 * rocq__k_format(w->format) +
+                 (tile_n != ROCQ_K_MATMUL_F16_N);
         threads = 128;
     }
     memset(&args, 0, sizeof args);
@@ -8645,7 +8681,8 @@ ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_t
                          : rocq__cost_of(bytes, decode, 2.0 * products));
 }
 
-ROCQ__FN void rocq__gemm_launch(rocq__job *job, const rocq__gemm *g, int32_t n, const rocq_tensor *x) {
+ROCQ__FN void rocq__gemm_launch(rocq__job *job, const rocq__gemm *g, int32_t n,
+                                const rocq_tensor *x) {
     if (x->ne[1] <= ROCQ_K_FEW) rocq__gemm_few(job, g, n, x);
     else rocq__gemm_tiles(job, g, x);
     for (int32_t i = 0; i < n; i++) {
@@ -8674,7 +8711,8 @@ ROCQ__FN void rocq__gemm_prepare(rocq__job *job, const rocq_matmul_params *p, co
         return;
     }
     // What w2 makes of x becomes the gate of the product with w.
-    const rocq_tensor made = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    const rocq_tensor made =
+        rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
     rocq_matmul_params other;
     rocq__gemm second;
     memset(&other, 0, sizeof other);
@@ -8696,7 +8734,8 @@ ROCQ__FN int32_t rocq__gemm_run(const rocq_matmul_params *first) {
     const bool any_format = path == ROCQ_PRECISION_INT8 && first->x->ne[1] == 1;
     int32_t n = 1;
     if (first->x->ne[1] > ROCQ_K_FEW) return 1;
-    for (const rocq_matmul_params *p = first->next; p && n < ROCQ_K_MATVEC_PARTS; p = p->next, n++) {
+    for (const rocq_matmul_params *p = first->next; p && n < ROCQ_K_MATVEC_PARTS;
+         p = p->next, n++) {
         if (rocq__gemm_path(p, p->w) != path) return n;
         if (p->w->format != first->w->format && !any_format) return n;
     }
@@ -8708,8 +8747,9 @@ ROCQ__FN void rocq__job_matmul(rocq__job *job, const rocq_matmul_params *p) {
     rocq_tensor x[ROCQ_PRECISION_INT8 + 1];
     bool have[ROCQ_PRECISION_INT8 + 1] = {false, false, false, false};
     if (p->x->ne[0] > ROCQ__MATMUL_K) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: K %lld is over %d on the GPU",
-                                 (long long)p->x->ne[0], (int)ROCQ__MATMUL_K);
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: K %lld is over %d on the GPU",
+                       (long long)p->x->ne[0], (int)ROCQ__MATMUL_K);
         return;
     }
     for (const rocq_matmul_params *q = p; q; q = q->next) {
@@ -8764,11 +8804,13 @@ ROCQ__FN void rocq__job_attention(rocq__job *job, const rocq_attention_params *p
 
     // From shapes alone, never from kv_len: a recorded launch is replayed while that grows.
     const int64_t want = (int64_t)ROCQ__ATTEND_BLOCKS * rocq__chip_of(job->ctx)->n_units / blocks;
-    const int64_t most = blocks <= ROCQ__COUNTERS ? (n_kv + ROCQ__ATTEND_RUN - 1) / ROCQ__ATTEND_RUN : 1;
+    const int64_t most =
+        blocks <= ROCQ__COUNTERS ? (n_kv + ROCQ__ATTEND_RUN - 1) / ROCQ__ATTEND_RUN : 1;
     const int64_t n_splits = ROCQ__MAX(1, ROCQ__MIN(want, most));
     if (columns > INT32_MAX / 2) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: %lld queries in a group on the GPU",
-                                 (long long)columns);
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                       "attention: %lld queries in a group on the GPU", (long long)columns);
         return;
     }
 
@@ -8797,7 +8839,8 @@ ROCQ__FN void rocq__job_attention(rocq__job *job, const rocq_attention_params *p
     args.n_splits = (int32_t)n_splits;
     args.n_tiles = (int32_t)n_tiles;
     if (args.k.stride[1] > UINT32_MAX || args.v.stride[1] > UINT32_MAX) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: KV rows 4 GiB apart on the GPU");
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: KV rows 4 GiB apart on the GPU");
         return;
     }
     if (n_splits > 1) {
@@ -8810,10 +8853,13 @@ ROCQ__FN void rocq__job_attention(rocq__job *job, const rocq_attention_params *p
     }
     // As if every query saw all that is there: a cap on time must not be too late.
     const double pairs = (double)columns * (double)n_kv_heads * (double)n_seqs * (double)n_kv;
-    const double kv = (double)(rocq__bytes(p->k->format, p->q->ne[0]) + rocq__bytes(p->v->format, p->q->ne[0])) *
-                      (double)n_kv * (double)blocks;
-    rocq__job_launch(job, (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size,
-                     blocks * n_splits, 1, 128, &args, rocq__cost_of(kv, 16.0 * pairs, 4.0 * pairs * (double)head_dim));
+    const double kv =
+        (double)(rocq__bytes(p->k->format, p->q->ne[0]) + rocq__bytes(p->v->format, p->q->ne[0])) *
+        (double)n_kv * (double)blocks;
+    rocq__job_launch(job,
+                     (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size,
+                     blocks * n_splits, 1, 128, &args,
+                     rocq__cost_of(kv, 16.0 * pairs, 4.0 * pairs * (double)head_dim));
 }
 
 // -- rmsnorm, layernorm --
@@ -8851,8 +8897,9 @@ ROCQ__FN void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const ro
                              int64_t head_dim, rocq_k_rope_args *args) {
     const int64_t n_dims = p->n_dims > 0 ? p->n_dims : head_dim;
     if (n_dims > ROCQ__ROPE_DIMS) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: n_dims %lld is over %d on the GPU",
-                                 job->op, (long long)n_dims, (int)ROCQ__ROPE_DIMS);
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: n_dims %lld is over %d on the GPU",
+                       job->op, (long long)n_dims, (int)ROCQ__ROPE_DIMS);
         return;
     }
     rocq__job_row(job, head_dim);
@@ -8950,8 +8997,8 @@ ROCQ__FN void rocq__job_softmax(rocq__job *job, const rocq_softmax_params *p) {
     args.scale = p->scale != 0.0f ? p->scale : 1.0f;
     const double bytes = 3.0 * rocq__tensor_bytes(p->x) + rocq__tensor_bytes(p->mask);
     rocq__job_row(job, p->x->ne[0]);
-    rocq__job_launch(job, ROCQ_K_softmax, rocq__n_rows(p->x), 1, rocq__row_threads(p->x->ne[0]), &args,
-                     rocq__cost_of(bytes, 24.0 * (double)rocq_tensor_count(p->x), 0.0));
+    rocq__job_launch(job, ROCQ_K_softmax, rocq__n_rows(p->x), 1, rocq__row_threads(p->x->ne[0]),
+                     &args, rocq__cost_of(bytes, 24.0 * (double)rocq_tensor_count(p->x), 0.0));
 }
 
 ROCQ__FN void rocq__job_gather(rocq__job *job, const rocq_gather_params *p) {
@@ -8965,8 +9012,9 @@ ROCQ__FN void rocq__job_argmax(rocq__job *job, const rocq_argmax_params *p) {
     args.x = rocq__k_tensor(p->x);
     rocq__job_row(job, p->x->ne[0]);
     const int threads = p->x->ne[0] > 8192 ? 1024 : rocq__row_threads(p->x->ne[0]);
-    rocq__job_launch(job, ROCQ_K_argmax, p->x->ne[1], 1, threads, &args,
-                     rocq__cost_of(rocq__tensor_bytes(p->x), 4.0 * (double)rocq_tensor_count(p->x), 0.0));
+    rocq__job_launch(
+        job, ROCQ_K_argmax, p->x->ne[1], 1, threads, &args,
+        rocq__cost_of(rocq__tensor_bytes(p->x), 4.0 * (double)rocq_tensor_count(p->x), 0.0));
 }
 
 ROCQ__FN void rocq__job_sample(rocq__job *job, const rocq_sample_params *p) {
@@ -8994,7 +9042,8 @@ ROCQ__FN void rocq__job_sample(rocq__job *job, const rocq_sample_params *p) {
     args.uniform_hi = (float)draw;
     args.uniform_lo = (float)(draw - (double)args.uniform_hi);
     const double reads = 8.0 * (double)n; // passes of a search for the cut
-    rocq__job_launch(job, ROCQ_K_sample, 1, 1, 1024, &args, rocq__cost_of(4.0 * reads, 8.0 * reads, 0.0));
+    rocq__job_launch(job, ROCQ_K_sample, 1, 1, 1024, &args,
+                     rocq__cost_of(4.0 * reads, 8.0 * reads, 0.0));
 }
 
 #define ROCQ_X(NAME, name, params)                                                                    \
@@ -9077,17 +9126,20 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
                           info ? info->name : "unknown", (int)t->format);
     }
     if (t->layout != ROCQ_LAYOUT_GGUF && t->layout != ROCQ_LAYOUT_PLANAR) {
-        return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: %s has unknown layout %d", op, name, (int)t->layout);
+        return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: %s has unknown layout %d", op, name,
+                          (int)t->layout);
     }
     for (int d = 0; d < 4; d++) {
         if (t->ne[d] < 1 || t->stride[d] < 0 || (d > 0 && t->stride[d] % elems != 0)) {
-            return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s has %lld elements, stride %lld in dimension %d",
-                              op, name, (long long)t->ne[d], (long long)t->stride[d], d);
+            return rocq__fail(ctx, ROCQ_E_SHAPE,
+                              "%s: %s has %lld elements, stride %lld in dimension %d", op, name,
+                              (long long)t->ne[d], (long long)t->stride[d], d);
         }
     }
     if (t->stride[0] != 1 || t->ne[0] % elems != 0) {
-        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: rows of %s must be whole blocks of %d adjacent elements",
-                          op, name, (int)elems);
+        return rocq__fail(ctx, ROCQ_E_SHAPE,
+                          "%s: rows of %s must be whole blocks of %d adjacent elements", op, name,
+                          (int)elems);
     }
     if (!rocq__extent(t, &extent)) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of %s overflows", op, name);
@@ -9098,18 +9150,21 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
                           rocq__on_gpu(ctx) ? "GPU" : "CPU");
     }
     if (t->offset < 0 || t->offset > t->buffer.size || extent > t->buffer.size - t->offset) {
-        return rocq__fail(ctx, ROCQ_E_BOUNDS, "%s: %s needs %lld bytes at %lld, its buffer has %lld", op,
-                          name, (long long)extent, (long long)t->offset, (long long)t->buffer.size);
+        return rocq__fail(ctx, ROCQ_E_BOUNDS,
+                          "%s: %s needs %lld bytes at %lld, its buffer has %lld", op, name,
+                          (long long)extent, (long long)t->offset, (long long)t->buffer.size);
     }
     int64_t align = rocq__alignment_of(t->format);
     if (rocq__on_gpu(ctx)) {
         if (t->buffer.device.address > UINT64_MAX - (uint64_t)t->buffer.size) {
-            return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: buffer of %s ends past the address space", op, name);
+            return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: buffer of %s ends past the address space",
+                              op, name);
         }
         for (int d = 0; d < 4; d++) {
             if (t->ne[d] > INT32_MAX) {
-                return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s has %lld elements in dimension %d", op,
-                                  name, (long long)t->ne[d], d);
+                return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
+                                  "%s: %s has %lld elements in dimension %d", op, name,
+                                  (long long)t->ne[d], d);
             }
         }
     }
@@ -9124,8 +9179,8 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
         align = 16;
     }
     if ((rocq__address(t) & (uint64_t)(align - 1)) != 0) {
-        return rocq__fail(ctx, ROCQ_E_ALIGNMENT, "%s: %s must start at a multiple of %d bytes", op, name,
-                          (int)align);
+        return rocq__fail(ctx, ROCQ_E_ALIGNMENT, "%s: %s must start at a multiple of %d bytes", op,
+                          name, (int)align);
     }
     if ((accept & ROCQ__OUTPUT) && rocq__self_overlap(t)) {
         return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: rows of %s overlap", op, name);
@@ -9212,7 +9267,9 @@ ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const rocq_matmul_params
     }
     for (int i = 0; i < 2; i++) {
         const rocq_tensor *w = i == 0 ? p->w : p->w2;
-        if (!w || p->precision != ROCQ_PRECISION_INT8 || rocq__codec_of(w->format)->unpack) continue;
+        if (!w || p->precision != ROCQ_PRECISION_INT8 || rocq__codec_of(w->format)->unpack) {
+            continue;
+        }
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "matmul: format %s has no INT8 path",
                           rocq_get_format_info(w->format)->name);
     }
@@ -9221,7 +9278,9 @@ ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const rocq_matmul_params
 
 // The same memory, seen the same way.
 ROCQ__FN bool rocq__same_tensor(const rocq_tensor *a, const rocq_tensor *b) {
-    if (rocq__address(a) != rocq__address(b) || a->format != b->format || a->layout != b->layout) return false;
+    if (rocq__address(a) != rocq__address(b) || a->format != b->format || a->layout != b->layout) {
+        return false;
+    }
     for (int d = 0; d < 4; d++) {
         if (a->ne[d] != b->ne[d] || (a->ne[d] > 1 && a->stride[d] != b->stride[d])) return false;
     }
@@ -9420,7 +9479,8 @@ ROCQ__FN rocq_result rocq__check_scale(rocq_ctx *ctx, const rocq_scale_params *p
 ROCQ__FN rocq_result rocq__check_cast(rocq_ctx *ctx, const rocq_cast_params *p) {
     const char *op = "cast";
     ROCQ__TENSOR(x, ROCQ__ANY | ROCQ__I32 | ROCQ__PLANAR);
-    ROCQ__TENSOR(y, (p->x->format == ROCQ_I32 ? ROCQ__I32 : ROCQ__ANY | ROCQ__PLANAR) | ROCQ__OUTPUT);
+    ROCQ__TENSOR(y,
+                 (p->x->format == ROCQ_I32 ? ROCQ__I32 : ROCQ__ANY | ROCQ__PLANAR) | ROCQ__OUTPUT);
     ROCQ__SAME(y, x);
     return ROCQ_OK;
 }
@@ -9612,7 +9672,9 @@ ROCQ__FN const rocq_tensor *rocq__planar_operand(rocq_op op, const void *params)
 // is not looked into: those never count.
 ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
     const uint64_t a0 = rocq__address(a), b0 = rocq__address(b);
-    if (a0 >= b0 + (uint64_t)rocq_tensor_size(b) || b0 >= a0 + (uint64_t)rocq_tensor_size(a)) return false;
+    if (a0 >= b0 + (uint64_t)rocq_tensor_size(b) || b0 >= a0 + (uint64_t)rocq_tensor_size(a)) {
+        return false;
+    }
     return rocq_tensor_contiguous(a) && rocq_tensor_contiguous(b);
 }
 
@@ -9668,7 +9730,9 @@ ROCQ__FN rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *para
     int32_t end, n_params = 0, n_tensors = 0;
     const int32_t begin = rocq__operands_begin(op, &end);
     for (const void *p = params; p; p = rocq__next_params(op, p), n_params++) {
-        for (int32_t i = begin; i < end; i++) n_tensors += rocq__operand_of(p, &rocq__operands[i]) != NULL;
+        for (int32_t i = begin; i < end; i++) {
+            n_tensors += rocq__operand_of(p, &rocq__operands[i]) != NULL;
+        }
     }
     const int64_t node_size = (int64_t)sizeof(rocq__node),
                   tensor_size = (int64_t)sizeof(rocq_tensor);
@@ -10078,7 +10142,9 @@ ROCQ__FN bool rocq__same_pci(const char *wanted, const char *pci) {
     if (n == 0 || (skip > 0 && pci[skip - 1] != ':') || strlen(pci) < n) return false;
     for (size_t i = 0; i < n; i++) {
         const char a = wanted[i], b = pci[skip + i];
-        if ((a >= 'A' && a <= 'F' ? a + 32 : a) != (b >= 'A' && b <= 'F' ? b + 32 : b)) return false;
+        if ((a >= 'A' && a <= 'F' ? a + 32 : a) != (b >= 'A' && b <= 'F' ? b + 32 : b)) {
+            return false;
+        }
     }
     return true;
 }
@@ -10168,7 +10234,9 @@ ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
     gpu->trial = true;
     ctx->gpu = gpu;
     rocq_result result = rocq__hip_kernels(ctx, gpu, linked);
-    if (result == ROCQ_OK) result = linked ? rocq__hip_linked(ctx, gpu, linked) : rocq__hip_load(ctx, gpu);
+    if (result == ROCQ_OK) {
+        result = linked ? rocq__hip_linked(ctx, gpu, linked) : rocq__hip_load(ctx, gpu);
+    }
     if (result == ROCQ_OK) result = rocq__device_choose(ctx);
     if (result != ROCQ_OK) {
         rocq__gpu_close(ctx);
@@ -10177,7 +10245,9 @@ ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
     gpu->trial = false;
     ctx->backend = ROCQ_GPU;
     char target[16] = "";
-    if (gpu->chip.target) snprintf(target, sizeof target, " gfx%x,", (unsigned)gpu->chip.target & 0xffff);
+    if (gpu->chip.target) {
+        snprintf(target, sizeof target, " gfx%x,", (unsigned)gpu->chip.target & 0xffff);
+    }
     snprintf(ctx->device, sizeof ctx->device, "%.55s,%s %d compute units", gpu->name, target,
              (int)gpu->chip.n_units);
     return ROCQ_OK;
@@ -10400,7 +10470,9 @@ ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph) {
 }
 
 ROCQ_DEF void rocq_graph_free(rocq_ctx *ctx, rocq_graph **graph) {
-    if (!ctx || !graph || !*graph || rocq__check_graph(ctx, "graph_free", *graph) != ROCQ_OK) return;
+    if (!ctx || !graph || !*graph || rocq__check_graph(ctx, "graph_free", *graph) != ROCQ_OK) {
+        return;
+    }
     // A replay may still be running.
     if ((*graph)->exec && rocq__hip_enter(ctx, "graph_free") == ROCQ_OK) {
         const int error = ctx->gpu->hip->stream_wait(ctx->gpu->stream);

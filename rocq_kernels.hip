@@ -545,41 +545,43 @@ DEV float activation(int32_t kind, float x) { // as in rocq_activation
 // it works on another keeps only the raw registers of both. The planes are drawn at >>kernels in
 // rocq.h.
 //   value of element e = 4 i + b: scale[e / 16] q - min[e / 16], q being byte b of q[i]
-// scale q and min are exact in F32, so the value has one rounding at most. Where a format counts its
-// codes from an offset (Q4_0: 8), min holds scale times the offset; decode_word subtracts it from
-// the code instead, which also keeps the sign of a zero and an infinite scale as they are on the
-// CPU: its values have ggml's bits.
+// scale q and min are exact in F32, so the value has one rounding at most. Where a format counts
+// its codes from an offset (Q4_0: 8), min holds scale times the offset; decode_word subtracts it
+// from the code instead, which also keeps the sign of a zero and an infinite scale as they are on
+// the CPU: its values have ggml's bits.
 
 // Bytes per 8 units of the planes in their order: n (N, L), c (C, H), b (B), s (sl and Q2_K's and
-// Q6_K's scales), t (sh), d (d, dmin, m, e, head and what lies with them). offset: what a code counts
-// from. is_signed: q holds signed bytes. halves: elements 16-31 have a scale of their own. has_scale:
-// the scale is d times an integer. has_min: there is a min beside the offset.
+// Q6_K's scales), t (sh), d (d, dmin, m, e, head and what lies with them). offset: what a code
+// counts from. is_signed: q holds signed bytes. halves: elements 16-31 have a scale of their own.
+// has_min: there is a min beside the offset.
 template <int F> struct block_layout;
-#define ROCQ_X(F, N, C, B, S, T, D, OFFSET, SIGNED, HALVES, SCALE, MIN)                       \
+#define ROCQ_X(F, N, C, B, S, T, D, OFFSET, SIGNED, HALVES, MIN)                              \
     template <> struct block_layout<F> {                                                      \
         enum { n = N, c = C, b = B, s = S, t = T, d = D };                                    \
         enum { offset = OFFSET, is_signed = SIGNED };                                         \
-        enum { halves = HALVES, has_scale = SCALE, has_min = MIN };                           \
+        enum { halves = HALVES, has_min = MIN };                                              \
     };
-//                        n    c   b   s  t  d   offset signed halves scale min
-ROCQ_X(ROCQ_Q4_0,        128,   0,  0,  0, 0, 16,  8,    0,     0,     0,   0)
-ROCQ_X(ROCQ_Q4_1,        128,   0,  0,  0, 0, 32,  0,    0,     0,     0,   1)
-ROCQ_X(ROCQ_Q5_0,        128,   0, 32,  0, 0, 16, 16,    0,     0,     0,   0)
-ROCQ_X(ROCQ_Q5_1,        128,   0, 32,  0, 0, 32,  0,    0,     0,     0,   1)
-ROCQ_X(ROCQ_Q8_0,        128, 128,  0,  0, 0, 16,  0,    1,     0,     0,   0)
-ROCQ_X(ROCQ_Q2_K,          0,  64,  0, 16, 0,  4,  0,    0,     1,     1,   1)
-ROCQ_X(ROCQ_Q3_K,          0,  64, 32,  8, 4,  2,  4,    0,     1,     1,   0)
-ROCQ_X(ROCQ_Q4_K,        128,   0,  0,  0, 0, 16,  0,    0,     0,     1,   1)
-ROCQ_X(ROCQ_Q5_K,        128,   0, 32,  0, 0, 16,  0,    0,     0,     1,   1)
-ROCQ_X(ROCQ_Q6_K,        128,  64,  0, 16, 0,  2, 32,    0,     1,     1,   0)
-ROCQ_X(ROCQ_IQ4_NL,      128,   0,  0,  0, 0, 16,  0,    1,     0,     0,   0)
-ROCQ_X(ROCQ_IQ4_XS,      128,   0,  0,  0, 0,  8,  0,    1,     0,     1,   0)
-ROCQ_X(ROCQ_MXFP4,       128,   0,  0,  0, 0,  8,  0,    1,     0,     0,   0)
-ROCQ_X(ROCQ_MXFP6_E2M3,  128,  64,  0,  0, 0,  8,  0,    0,     0,     0,   0)
-ROCQ_X(ROCQ_MXFP6_E3M2,  128,  64,  0,  0, 0,  8,  0,    0,     0,     0,   0)
+//                        n    c   b   s  t  d   offset signed halves min
+ROCQ_X(ROCQ_Q4_0,        128,   0,  0,  0, 0, 16,  8,    0,     0,   0)
+ROCQ_X(ROCQ_Q4_1,        128,   0,  0,  0, 0, 32,  0,    0,     0,   1)
+ROCQ_X(ROCQ_Q5_0,        128,   0, 32,  0, 0, 16, 16,    0,     0,   0)
+ROCQ_X(ROCQ_Q5_1,        128,   0, 32,  0, 0, 32,  0,    0,     0,   1)
+ROCQ_X(ROCQ_Q8_0,        128, 128,  0,  0, 0, 16,  0,    1,     0,   0)
+ROCQ_X(ROCQ_Q2_K,          0,  64,  0, 16, 0,  4,  0,    0,     1,   1)
+ROCQ_X(ROCQ_Q3_K,          0,  64, 32,  8, 4,  2,  4,    0,     1,   0)
+ROCQ_X(ROCQ_Q4_K,        128,   0,  0,  0, 0, 16,  0,    0,     0,   1)
+ROCQ_X(ROCQ_Q5_K,        128,   0, 32,  0, 0, 16,  0,    0,     0,   1)
+ROCQ_X(ROCQ_Q6_K,        128,  64,  0, 16, 0,  2, 32,    0,     1,   0)
+ROCQ_X(ROCQ_IQ4_NL,      128,   0,  0,  0, 0, 16,  0,    1,     0,   0)
+ROCQ_X(ROCQ_IQ4_XS,      128,   0,  0,  0, 0,  8,  0,    1,     0,   0)
+ROCQ_X(ROCQ_MXFP4,       128,   0,  0,  0, 0,  8,  0,    1,     0,   0)
+ROCQ_X(ROCQ_MXFP6_E2M3,  128,  64,  0,  0, 0,  8,  0,    0,     0,   0)
+ROCQ_X(ROCQ_MXFP6_E3M2,  128,  64,  0,  0, 0,  8,  0,    0,     0,   0)
 #undef ROCQ_X
 
-template <int F> DEV constexpr bool is_mxfp6() { return F == ROCQ_MXFP6_E2M3 || F == ROCQ_MXFP6_E3M2; }
+template <int F> DEV constexpr bool is_mxfp6() {
+    return F == ROCQ_MXFP6_E2M3 || F == ROCQ_MXFP6_E3M2;
+}
 template <int F> DEV constexpr bool is_plain() {
     return F == ROCQ_F32 || F == ROCQ_F16 || F == ROCQ_BF16;
 }
@@ -654,7 +656,7 @@ template <int F, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
     return r;
 }
 
-// Levels of four nibbles, the low ones of n's bytes: two look-ups of 8 levels, and a choice by bit 3.
+// Levels of four nibbles, the low ones of n's bytes: two look-ups of 8 levels, a choice by bit 3.
 DEV uint32_t level_words(const int8_t *level, int i) {
     return (uint32_t)(uint8_t)level[i] | (uint32_t)(uint8_t)level[i + 1] << 8 |
            (uint32_t)(uint8_t)level[i + 2] << 16 | (uint32_t)(uint8_t)level[i + 3] << 24;
@@ -691,8 +693,8 @@ template <int F> DEV uint32_t decode_code(const raw<F> &r, int i) {
     return q;
 }
 
-// value = d sc[g] (q - offset) - dmin mn[g], g = element / 16; the integers are 1 where a format has
-// none, and equal where it has no halves. dmin is 0 without a min.
+// value = d sc[g] (q - offset) - dmin mn[g], g = element / 16; the integers are 1 where a format
+// has none, and equal where it has no halves. dmin is 0 without a min.
 struct block_factors {
     float d, dmin;
     int32_t sc[2], mn[2];
@@ -776,7 +778,8 @@ template <int F> DEV void decode_word(const unit &u, int i, float v[4]) {
     const float scale = u.scale[i >> 2], min = u.min[i >> 2];
     if constexpr (is_mxfp6<F>()) {
         const float up = F == ROCQ_MXFP6_E2M3 ? 16384.0f : 4096.0f;
-        const f16x2 even = mxfp6_halves<F>(q & 0x00ff00ffu), odd = mxfp6_halves<F>(q >> 8 & 0x00ff00ffu);
+        const f16x2 even = mxfp6_halves<F>(q & 0x00ff00ffu);
+        const f16x2 odd = mxfp6_halves<F>(q >> 8 & 0x00ff00ffu);
         const f16 h[4] = {even.x, odd.x, even.y, odd.y};
         // + 0: -0 decodes as +0
         for (int b = 0; b < 4; b++) v[b] = fmaf((float)h[b], up, 0.0f) * scale;
@@ -792,8 +795,10 @@ template <int F> DEV void decode_word(const unit &u, int i, float v[4]) {
     }
 }
 
-// Plain formats: a piece is 16 bytes, 4 (F32) or 8 elements.
-template <int F> DEV constexpr int piece_elems() { return F == ROCQ_F32 ? 4 : is_plain<F>() ? 8 : 32; }
+// Plain formats: a piece is 16 bytes, 4 (F32) or 8 elements. Of block formats it is a unit.
+template <int F> DEV constexpr int piece_elems() {
+    return F == ROCQ_F32 ? 4 : is_plain<F>() ? 8 : 32;
+}
 
 // Elements 4 i to 4 i + 3 of a piece.
 template <int F> DEV void decode_piece(const u32x4 &piece, int i, float v[4]) {
@@ -1293,26 +1298,27 @@ KERNEL(repack, rocq_k_repack_args, 256) {
 //   w    planar [K, M] (rows row0 and up of a tensor of n_units units), or plain F32, F16 or BF16
 //   x    int8: planar Q8_0 [K, x_columns], columns x_column0 and up; f32: F32, column c at
 //        x + (x_column0 + c) x_stride
-//   y    column c is dimension 1; F32, F16, or Q8_0 (raw, or planar, there columns x_column0 and up)
+//   y    column c is dimension 1; F32, F16, or Q8_0 (raw; or planar: columns x_column0 and up)
 //
 // A wave takes ROCQ_K_MATVEC_ROWS rows of w through K together; a lane owns every 32nd unit of 32
 // weights of each (plain formats: every 32nd piece of 16 bytes), so the wave reads 512 contiguous
-// bytes of each row's widest plane in one load a lane. As soon as a unit is taken apart its registers
-// receive the lane's next one, so all four rows' loads are nearly always in flight: 2 KB a wave
-// with codes alone. What belongs to x, its load, its sums and its scale, is shared by the rows; what
-// belongs to w, its load and its unpacking, by the columns. k_waves waves share a row group, each
-// with every k_waves-th step of K: more bytes in flight where M is too small to fill the chip.
-// A unit's product is an exact integer; it enters the lane's F32 sum by one fused multiply-add, two
-// with a min. Lanes are added by DPP, halving the sums a lane holds as long as it holds several, waves
-// and w2 meet in LDS, and then a thread takes one y through the epilogue.
+// bytes of each row's widest plane in one load a lane. As soon as a unit is taken apart its
+// registers receive the lane's next one, so all four rows' loads are nearly always in flight: 2 KB
+// a wave with codes alone. What belongs to x, its load, its sums and its scale, is shared by the
+// rows; what belongs to w, its load and its unpacking, by the columns. k_waves waves share a row
+// group, each with every k_waves-th step of K: more bytes in flight where M is too small to fill
+// the chip. A unit's product is an exact integer; it enters the lane's F32 sum by one fused
+// multiply-add, two with a min. Lanes are added by DPP, halving the sums a lane holds as long as it
+// holds several; waves and w2 meet in LDS, and then a thread takes one y through the epilogue. w2
+// is a second pass over K by the same wave.
 //
 // Geometry: blocks of 256 threads, 8 waves; a block owns 32 / k_waves rows of one part. Parts are
-// laid end to end (block_end). LDS: 1 to 2 KB (N = 8). Rows past m repeat row m - 1, columns past n
+// laid end to end (block_end). LDS: 256 N bytes. Rows past m repeat row m - 1, columns past n
 // column n - 1, and are not stored; lanes past the end of K load its last unit and add nothing.
 // Assumes planar tensors aligned to 16 bytes. y in Q8_0 needs the 32 rows of its units in one
 // block: k_waves = 1 and m a multiple of 32.
-// Bytes: w once, x once a wave, from the caches. VALU a weight of Q4_0, n = 1: 12 unpacking, 8 dot4 and 4
-// others per 32.
+// Bytes: w once from memory, x once a wave from the caches. VALU per 32 weights of Q4_0, n = 1: 12
+// unpacking, 8 dot4 and 4 others, and 8 dot4 and 13 others that the four rows share.
 
 // Sums of V values over the 32 lanes. Lane l gets value l % V: as long as there are several, a lane
 // passes on the half that is not its own. mask: lanes to meet next.
@@ -1390,16 +1396,16 @@ template <int F> DEV float matvec_add(float sum, const uint32_t q[8], const bloc
     return sum;
 }
 
-// Loads above are issued there, and no later ones before them. Without this the compiler moves a load
-// that is used in the next trip of a loop into that trip, and x of all columns to the top of the loop.
+// Loads above are issued there, and no later ones before them. Without this the compiler moves a
+// load that is used in the next trip of a loop into that trip, and x of all columns to the top.
 DEV void loads_issued() {
     __asm__ volatile("" ::: "memory");
 #if defined(__AMDGCN__)
     __builtin_amdgcn_sched_barrier(0);
 #endif
 }
-// x is computed here: not later, where what it is made of takes more registers than it does, and, of a
-// value that does not change in a loop, not before it.
+// x is computed here: not later, where what it is made of takes more registers than it does, and,
+// of a value that does not change in a loop, not before it.
 DEV void computed(float &x) {
 #if defined(__AMDGCN__)
     __asm__ volatile("" : "+v"(x));
@@ -1420,7 +1426,8 @@ template <int F, bool SHARED> struct matvec_rows {
     uint32_t offset[ROCQ_K_MATVEC_ROWS];
 };
 template <int F, bool SHARED>
-DEV matvec_rows<F, SHARED> matvec_rows_of(const void *w, int64_t n_units, int64_t units, const matvec_work &work) {
+DEV matvec_rows<F, SHARED> matvec_rows_of(const void *w, int64_t n_units, int64_t units,
+                                          const matvec_work &work) {
     const planes<F> tensor = planes_of<F>(w, n_units);
     matvec_rows<F, SHARED> rows;
 #pragma unroll
@@ -1448,8 +1455,8 @@ template <int F> DEV matvec_x matvec_x_of(const raw<ROCQ_Q8_0> &r) {
     return x;
 }
 
-// A unit of w, taken apart. Without halves, d and dmin are multiplied by their integers here, once for
-// all columns.
+// A unit of w, taken apart. Without halves, d and dmin are multiplied by their integers here, once
+// for all columns.
 template <int F> struct matvec_unit {
     uint32_t q[8];
     block_factors f;
@@ -1511,7 +1518,13 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
     }
 }
 
-// Four values of a column of F32 x, times v of the rows.
+// Column c of F32 x.
+DEV const char *matvec_column(const rocq_k_matvec_args &a, int c) {
+    const int64_t at = a.x_column0 + (c < a.n ? c : a.n - 1);
+    return (const char *)((const float *)a.x + at * a.x_stride);
+}
+
+// Four values of the columns of F32 x, times v of the rows.
 template <int N>
 DEV void matvec_f32_add(float *sums, const char *const column[N], uint32_t offset,
                         const float (&v)[ROCQ_K_MATVEC_ROWS][4]) {
@@ -1519,28 +1532,29 @@ DEV void matvec_f32_add(float *sums, const char *const column[N], uint32_t offse
 #pragma unroll
     for (int c = 0; c < N; c++) {
         const u32x4 x = gload((const u32x4 *)(column[c] + offset));
-        const float four[4] = {bits<float>(x.x), bits<float>(x.y), bits<float>(x.z), bits<float>(x.w)};
+        float four[4];
+        decode_piece<ROCQ_F32>(x, 0, four);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
 #pragma unroll
-            for (int b = 0; b < 4; b++) sums[ROWS * c + r] = fmaf(v[r][b], four[b], sums[ROWS * c + r]);
+            for (int b = 0; b < 4; b++) {
+                sums[ROWS * c + r] = fmaf(v[r][b], four[b], sums[ROWS * c + r]);
+            }
             if (N > 1) computed(sums[ROWS * c + r]);
         }
     }
 }
 
-// The same from values in F32, w's with the bits that they have on the CPU. Block formats: a unit in
-// four parts of 8 weights, in a loop that moves the codes down, since 8 columns of a whole unit are a
-// thousand instructions.
+// The same from values in F32, w's with the bits that they have on the CPU. Block formats: a unit
+// in four parts of 8 weights, in a loop that moves the codes down, since 8 columns of a whole unit
+// are a thousand instructions.
 template <int F, int N>
 DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_units,
                          const matvec_work &work, float *sums) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SHARED = N > 2 || many_planes<F>() };
     const char *column[N];
 #pragma unroll
-    for (int c = 0; c < N; c++) {
-        column[c] = (const char *)((const float *)a.x + (a.x_column0 + (c < a.n ? c : a.n - 1)) * a.x_stride);
-    }
+    for (int c = 0; c < N; c++) column[c] = matvec_column(a, c);
     const int64_t units = a.k / 32;
     const matvec_rows<F, SHARED> rows = matvec_rows_of<F, SHARED>(w, n_units, units, work);
     const uint32_t last = work.count - 1;
@@ -1584,13 +1598,12 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
 // F32, F16 and BF16 rows: pieces of 16 bytes, or elements where a row is not a whole number of
 // pieces or not aligned.
 template <int F, int N>
-DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const matvec_work &work, float *sums) {
+DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const matvec_work &work,
+                           float *sums) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, ELEMS = piece_elems<F>(), SIZE = 16 / ELEMS };
     const char *column[N], *row[ROWS];
 #pragma unroll
-    for (int c = 0; c < N; c++) {
-        column[c] = (const char *)((const float *)a.x + (a.x_column0 + (c < a.n ? c : a.n - 1)) * a.x_stride);
-    }
+    for (int c = 0; c < N; c++) column[c] = matvec_column(a, c);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) row[r] = (const char *)w + work.row[r] * a.k * SIZE;
     if (a.k % ELEMS != 0 || a.x_stride % 4 != 0 || ((uintptr_t)a.x | (uintptr_t)w) % 16 != 0) {
@@ -1603,7 +1616,9 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
             for (int c = 0; c < N; c++) {
                 const float x = gload((const float *)column[c] + k);
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) sums[ROWS * c + r] = fmaf(v[r], x, sums[ROWS * c + r]);
+                for (int r = 0; r < ROWS; r++) {
+                    sums[ROWS * c + r] = fmaf(v[r], x, sums[ROWS * c + r]);
+                }
             }
         }
         return;
@@ -1640,7 +1655,7 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
 template <int F, int N, bool INT8>
 DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_part &p, int row,
                          int k_wave, float *out) {
-    enum { ROWS = ROCQ_K_MATVEC_ROWS };
+    enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
     matvec_work work;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) work.row[r] = p.row0 + (row + r < p.m ? row + r : p.m - 1);
@@ -1657,8 +1672,8 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_part &
         if constexpr (INT8) matvec_int8_sums<F, N>(a, w, p.n_units, work, sums);
         else if constexpr (is_plain<F>()) matvec_plain_sums<F, N>(a, w, work, sums);
         else matvec_f32_sums<F, N>(a, w, p.n_units, work, sums);
-        const float sum = wave_sums<ROWS * N, 1>(sums);
-        if (lane_index() < ROWS * N) lput(out + pass * ROCQ_K_MATVEC_WAVES * ROWS * N + lane_index(), sum);
+        const float sum = wave_sums<SLOT, 1>(sums);
+        if (lane_index() < SLOT) lput(out + pass * ROCQ_K_MATVEC_WAVES * SLOT + lane_index(), sum);
     }
 }
 
@@ -1698,7 +1713,8 @@ DEV void matvec_finish(const rocq_k_matvec_args &a, const rocq_k_matvec_part &p,
     if (e.y.layout == ROCQ_LAYOUT_PLANAR) {
         const int64_t per_column = e.y.ne[0] / 32;
         const int64_t n = per_column * e.y.ne[1] * e.y.ne[2] * e.y.ne[3];
-        put_q8_0_planar(e.y.data, n, (a.x_column0 + c) * per_column + first_row / 32, i, live, four);
+        const int64_t unit = (a.x_column0 + c) * per_column + first_row / 32;
+        put_q8_0_planar(e.y.data, n, unit, i, live, four);
     } else {
         put_q8_0(row_of(e.y, c, 0, 0) + first_row / 32 * 34, i, live, four);
     }
@@ -1754,17 +1770,27 @@ enum {
 #undef ROCQ_X
 };
 
-// Waves a SIMD that the registers leave room for.
-constexpr int matvec_waves(int n, bool int8) { return n > 2 ? 4 : n == 1 && int8 ? 8 : 6; }
+// Waves a SIMD that the registers leave room for: as many as NVIDIA's compiler finds registers for
+// without spilling in the loop (8 waves: 64 a thread); on gfx11 all kernels stay well below.
+constexpr int matvec_waves(int format, int n, bool int8) {
+    const bool plain = format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
+    if (!int8 && !plain) return n == 1 ? 4 : 2;
+    if (n > 2 || format == MATVEC_MIXED) return 4;
+    return n == 1 && int8 && format != ROCQ_Q5_K ? 8 : 6;
+}
 
-#define ROCQ_X(n, f, type, is_int8)                                                            \
-    KERNEL_WAVES(matvec_##type##_##f##_n##n, rocq_k_matvec_args, 256, matvec_waves(n, is_int8)) { \
-        matvec_block<format_id_##f, n, is_int8>(a);                                            \
+#define ROCQ_X(n, f, type, is_int8)                                        \
+    KERNEL_WAVES(matvec_##type##_##f##_n##n, rocq_k_matvec_args, 256,      \
+                 matvec_waves(format_id_##f, n, is_int8)) {                \
+        matvec_block<format_id_##f, n, is_int8>(a);                        \
     }
-#define ROCQ_X_INT8(X, f) X(1, f, int8, true) X(2, f, int8, true) X(4, f, int8, true) X(8, f, int8, true)
+#define ROCQ_X_INT8(X, f) \
+    X(1, f, int8, true) X(2, f, int8, true) X(4, f, int8, true) X(8, f, int8, true)
 #define ROCQ_X_F32(X, f) X(1, f, f32, false) X(8, f, f32, false)
 ROCQ_K_INT8_FORMATS(ROCQ_X_INT8, ROCQ_X)
-KERNEL_WAVES(matvec_int8_mixed_n1, rocq_k_matvec_args, 256, matvec_waves(1, true)) { matvec_block<MATVEC_MIXED, 1, true>(a); }
+KERNEL_WAVES(matvec_int8_mixed_n1, rocq_k_matvec_args, 256, matvec_waves(MATVEC_MIXED, 1, true)) {
+    matvec_block<MATVEC_MIXED, 1, true>(a);
+}
 ROCQ_K_ALL_FORMATS(ROCQ_X_F32, ROCQ_X)
 #undef ROCQ_X
 #undef ROCQ_X_INT8
@@ -1954,16 +1980,19 @@ template <int F> DEV void mm_unit_halves(const raw<F> &r, uint32_t unit, u32x4 h
 
 // Eight elements of a plain format as halves.
 template <int F> DEV u32x4 mm_piece_halves(const u32x4 &piece) {
-    if constexpr (F == ROCQ_F16) return piece;
-    uint32_t w[4];
+    if constexpr (F == ROCQ_F16) {
+        return piece;
+    } else {
+        uint32_t w[4];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float v[4];
-        decode_piece<F>(piece, i, v);
-        w[2 * i] = bits<uint32_t>(pair((f16)v[0], (f16)v[1]));
-        w[2 * i + 1] = bits<uint32_t>(pair((f16)v[2], (f16)v[3]));
+        for (int i = 0; i < 2; i++) {
+            float v[4];
+            decode_piece<F>(piece, i, v);
+            w[2 * i] = bits<uint32_t>(pair((f16)v[0], (f16)v[1]));
+            w[2 * i + 1] = bits<uint32_t>(pair((f16)v[2], (f16)v[3]));
+        }
+        return make4(w[0], w[1], w[2], w[3]);
     }
-    return make4(w[0], w[1], w[2], w[3]);
 }
 
 // A piece (16 bytes) of a row of n elements of a plain format, from element k on; 0 past the end.
@@ -1995,6 +2024,40 @@ DEV u32x4 mm_mask_halves(const u32x4 &piece, int64_t k, int64_t n) {
         w[i] = e + 1 < n ? w[i] : e < n ? w[i] & 0xffffu : 0;
     }
     return make4(w[0], w[1], w[2], w[3]);
+}
+
+// c += w x over n16 times 16 of K: rows from w on, columns from x on, in LDS. A fragment is loaded
+// again as soon as its last product has been issued.
+template <int TM, int TN>
+DEV void mm_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16) {
+    enum { ROW = MM_F16_ROW };
+    frag fw[TM];
+    frag_b fx = frag_load_b(x, ROW);
+#pragma unroll
+    for (int i = 0; i < TM; i++) fw[i] = frag_load(w + 16 * i * ROW, ROW);
+#pragma unroll 1
+    for (int s = 1; s < n16; s++) {
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+            const bool last = j + 1 == TN;
+            const int from = last ? 16 * s : 16 * (j + 1) * ROW + 16 * (s - 1);
+            const frag_b next_x = frag_load_b(x + from, ROW);
+#pragma unroll
+            for (int i = 0; i < TM; i++) {
+                wmma(c[i][j], fw[i], fx);
+                if (last) fw[i] = frag_load(w + 16 * i * ROW + 16 * s, ROW);
+            }
+            fx = next_x;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < TN; j++) {
+        const int from = 16 * (j + 1) * ROW + 16 * (n16 - 1);
+        const frag_b next_x = j + 1 < TN ? frag_load_b(x + from, ROW) : fx;
+#pragma unroll
+        for (int i = 0; i < TM; i++) wmma(c[i][j], fw[i], fx);
+        fx = next_x;
+    }
 }
 
 template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
@@ -2106,7 +2169,7 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
         }
     };
 
-    const f16 *const ww = wt + wm * ROW, *const xw = xt + wn * ROW;
+    const bool has_work = at.m0 + wm < a.m && at.n0 + wn < a.n; // of the wave
     frag_c c[TM][TN];
     mm_clear(c);
     load_w(0);
@@ -2120,34 +2183,7 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
         load_x(next);
         const uint32_t left = (k - step * BK + 15) / 16;
         const int n16 = left < BK / 16 ? (int)left : BK / 16;
-        // A fragment is loaded again as soon as its last product has been issued.
-        frag fw[TM];
-        frag_b fx = frag_load_b(xw, ROW);
-#pragma unroll
-        for (int i = 0; i < TM; i++) fw[i] = frag_load(ww + 16 * i * ROW, ROW);
-#pragma unroll 1
-        for (int s = 1; s < n16; s++) {
-#pragma unroll
-            for (int j = 0; j < TN; j++) {
-                const bool last = j + 1 == TN;
-                const int from = last ? 16 * s : 16 * (j + 1) * ROW + 16 * (s - 1);
-                const frag_b next_x = frag_load_b(xw + from, ROW);
-#pragma unroll
-                for (int i = 0; i < TM; i++) {
-                    wmma(c[i][j], fw[i], fx);
-                    if (last) fw[i] = frag_load(ww + 16 * i * ROW + 16 * s, ROW);
-                }
-                fx = next_x;
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < TN; j++) {
-            const int from = 16 * (j + 1) * ROW + 16 * (n16 - 1);
-            const frag_b next_x = j + 1 < TN ? frag_load_b(xw + from, ROW) : fx;
-#pragma unroll
-            for (int i = 0; i < TM; i++) wmma(c[i][j], fw[i], fx);
-            fx = next_x;
-        }
+        if (has_work) mm_multiply<TM, TN>(c, wt + wm * ROW, xt + wn * ROW, n16);
         block_sync();
     }
     mm_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
@@ -2263,6 +2299,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
         }
     };
 
+    const bool has_work = at.m0 + wm < a.m && at.n0 + wn < a.n; // of the wave
     frag_c c[TM][TN];
     mm_clear(c);
     load(0);
@@ -2270,7 +2307,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
         store(step);
         block_sync();
         load(step + 1 < n_steps ? step + 1 : step);
-        const int n_groups = 2 * step + 1 < row_units ? GROUPS : GROUPS / 2;
+        const int n_groups = !has_work ? 0 : 2 * step + 1 < row_units ? GROUPS : GROUPS / 2;
 #pragma unroll 1
         for (int g = 0; g < n_groups; g++) {
             const int wide = BK / GROUPS; // elements of a group
@@ -2518,7 +2555,7 @@ template <int D, int TILES> struct attend_shape {
         OUT_BYTES = ATTEND_COLUMNS * (OUT_STRIDE + 2) * 4,
         LOOP_BYTES = TILE_BYTES + Q_BYTES + SUM_BYTES,
         MAIN_BYTES = LOOP_BYTES > OUT_BYTES ? LOOP_BYTES : OUT_BYTES,
-        ROW_BYTES = TILE * 4 + ATTEND_COLUMNS * 8, // of a wave: rows of K and V, of the mask
+        ROW_BYTES = 2 * TILE * 4 + ATTEND_COLUMNS * 8, // of a wave: rows of K and V of two tiles, of the mask
         LDS_BYTES = MAIN_BYTES + ATTEND_WAVES * ROW_BYTES + 16
     };
     static constexpr uint64_t ALL_SEEN = ~(uint64_t)0 >> (64 - TILE);
@@ -2539,8 +2576,9 @@ template <int D, int TILES> struct attend_shape {
     }
 };
 
-// How rows are read. WIDE, Q8_0 and Q4_0: in chunks of 8 elements that stay as they are in registers
-// until the tile before has been used; F32 in chunks, and the rest element by element, when the tile is staged.
+// How rows are read, in chunks of 8 elements. WIDE (F16 and BF16): 16 bytes that are on their way
+// while the tile before is used. Q8_0, Q4_0 and F32 are read when their tile is staged, since a second set of
+// registers that may hold either form makes the compiler copy them, and so wait for them. ANY: by elements.
 enum { ATTEND_WIDE, ATTEND_Q8_0, ATTEND_Q4_0, ATTEND_F32, ATTEND_ANY };
 
 struct attend_rows { // of Q, K or V
@@ -2551,7 +2589,7 @@ struct attend_rows { // of Q, K or V
 
 DEV attend_rows attend_rows_of(const rocq_k_tensor &t, const char *base, int64_t step, int head_dim) {
     attend_rows rows;
-    rows.base = base;
+    rows.base = recomputed_uniform(base);
     rows.step = (uint32_t)step;
     rows.format = t.format;
     rows.head_dim = head_dim;
@@ -2606,11 +2644,11 @@ template <int WAY> DEV u32x4 attend_halves(u32x4 r, int chunk, int format) {
 
 // Where a KV tile lies.
 struct attend_place {
-    int first, end;       // its first position; the end of the run that the block works on
-    bool listed;          // rows holds the rows of its positions, past the end those of the last one
-    int32_t *rows;        // LDS, of the wave
-    uint64_t seen;        // bit r: its position r lies before end and in a page that exists
-    int chunk0;           // first chunk of the slice
+    int first, end;  // its first position; the end of the run that the block works on
+    int listed;      // rows holds the rows of its positions, past the end those of the last one
+    int chunk0;      // first chunk of the slice
+    int32_t *rows;   // LDS, of the wave
+    uint64_t seen;   // bit r: its position r lies before end and in a page that exists
 };
 
 DEV const char *attend_row(const attend_rows &t, const attend_place &at, int r) {
@@ -2619,60 +2657,48 @@ DEV const char *attend_row(const attend_rows &t, const attend_place &at, int r) 
 
 // Loads a thread's share of a tile of K or V. What lies past the end or past head_dim is loaded from
 // the last position or chunk, and dropped on the way to LDS.
-template <typename S, bool V, int WAY>
-DEV void attend_fetch_way(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at, int thread) {
-    if (WAY == ATTEND_WIDE && !at.listed) {
-        const int row = S::template lane_row<V>(thread), chunk = at.chunk0 + S::template lane_chunk<V>(thread);
-        const uint32_t step = recomputed_uniform(t.step);
-        const char *tile = t.base + (uint64_t)(uint32_t)at.first * step;
+template <typename S, bool V>
+DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at, int thread) {
+    if (t.way != ATTEND_WIDE) return;
+    if (at.listed) {
+        thread = recomputed(thread);
 #pragma unroll
         for (int p = 0; p < S::LOADS; p++) {
-            // One offset serves all loads, but where a row of chunks is not whole passes.
-            const int pass_c = S::BD % 64 == 0 ? 0 : S::template pass_chunk<V>(p);
-            const int c = S::BD % 64 == 0 ? chunk : min(chunk + pass_c, t.last_chunk);
-            const char *pass = tile + (uint32_t)S::template pass_row<V>(p) * step + 16 * (S::template pass_chunk<V>(p) - pass_c);
-            raw[p] = gload((const u32x4 *)(recomputed_uniform(pass) + ((uint32_t)row * t.step + 16u * (uint32_t)c)));
+            const int c = at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p);
+            const char *row = attend_row(t, at, S::template lane_row<V>(thread) + S::template pass_row<V>(p));
+            raw[p] = attend_load<ATTEND_WIDE>(row, min(c, t.last_chunk));
         }
         return;
     }
-    thread = recomputed(thread);
+    const int row = S::template lane_row<V>(thread), chunk = at.chunk0 + S::template lane_chunk<V>(thread);
+    const uint32_t step = recomputed_uniform(t.step);
+    const char *tile = t.base + (uint64_t)(uint32_t)at.first * step;
 #pragma unroll
     for (int p = 0; p < S::LOADS; p++) {
-        const int c = min(at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p), t.last_chunk);
-        raw[p] = attend_load<WAY>(attend_row(t, at, S::template lane_row<V>(thread) + S::template pass_row<V>(p)), c);
+        // One offset serves all loads, but where a row of chunks is not whole passes.
+        const int pass_c = S::BD % 64 == 0 ? 0 : S::template pass_chunk<V>(p);
+        const int c = S::BD % 64 == 0 ? chunk : min(chunk + pass_c, t.last_chunk);
+        const char *pass = tile + (uint32_t)S::template pass_row<V>(p) * step + 16 * (S::template pass_chunk<V>(p) - pass_c);
+        raw[p] = gload((const u32x4 *)(recomputed_uniform(pass) + ((uint32_t)row * t.step + 16u * (uint32_t)c)));
     }
-}
-template <typename S, bool V>
-DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at, int thread) {
-    if (t.way == ATTEND_WIDE) attend_fetch_way<S, V, ATTEND_WIDE>(raw, t, at, thread);
-    else if (t.way == ATTEND_Q8_0) attend_fetch_way<S, V, ATTEND_Q8_0>(raw, t, at, thread);
-    else if (t.way == ATTEND_Q4_0) attend_fetch_way<S, V, ATTEND_Q4_0>(raw, t, at, thread);
 }
 
-// Puts the halves of loads p to p + 3 into the tile; 0 for what head_dim does not have, and for V of
-// positions not seen, whose weight is 0 but whose values may be anything.
+// Puts the halves of loads p to p + 3 into the tile. Then 0 over what head_dim does not have, and for
+// V over positions not seen, whose weight is 0 but whose values may be anything.
 template <typename S, bool V>
-DEV void attend_put(f16 *tile, u32x4 (&h)[4], int p, const attend_rows &t, const attend_place &at, int thread) {
+DEV void attend_put(f16 *tile, const u32x4 (&h)[4], int p, const attend_rows &t, const attend_place &at, int thread) {
     const int lane_c = S::template lane_chunk<V>(thread), lane_r = S::template lane_row<V>(thread);
-    if (V && at.seen != S::ALL_SEEN) {
-        const int first_r = recomputed(lane_r);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (!(at.seen >> (first_r + S::template pass_row<V>(p + i)) & 1)) h[i] = make4(0, 0, 0, 0);
-        }
-    }
-    if (!V && t.head_dim < S::HEAD) {
-        const int first_c = recomputed(lane_c);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (at.chunk0 + first_c + S::template pass_chunk<V>(p + i) > t.last_chunk) h[i] = make4(0, 0, 0, 0);
-        }
-    }
     if (!V) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int c = lane_c + S::template pass_chunk<V>(p + i), r = lane_r + S::template pass_row<V>(p + i);
             if (S::BD % 64 == 0 || c < S::BD / 8) lput((u32x4 *)(tile + r * S::K_STRIDE + 8 * c), h[i]);
+        }
+        if (t.head_dim == S::HEAD) return;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int c = recomputed(lane_c) + S::template pass_chunk<V>(p + i), r = lane_r + S::template pass_row<V>(p + i);
+            if (at.chunk0 + c > t.last_chunk && c < S::BD / 8) lput((u32x4 *)(tile + r * S::K_STRIDE + 8 * c), make4(0, 0, 0, 0));
         }
         return;
     }
@@ -2687,16 +2713,40 @@ DEV void attend_put(f16 *tile, u32x4 (&h)[4], int p, const attend_rows &t, const
         lput((u32x2 *)(to + e * (S::W / 8) * S::V_STRIDE),
              make2(byte_perm(w[1][e / 2], w[0][e / 2], which), byte_perm(w[3][e / 2], w[2][e / 2], which)));
     }
+    if (at.seen == S::ALL_SEEN) return;
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+        if (at.seen >> (lane_r + S::template pass_row<V>(p) + FRAG_K_STEP * i) & 1) continue;
+#pragma unroll
+        for (int e = 0; e < 8; e++) lput(to + e * (S::W / 8) * S::V_STRIDE + i, (f16)0.0f);
+    }
 }
+template <typename S, bool V>
+DEV void attend_stage_wide(f16 *tile, u32x4 (&raw)[S::LOADS], int format, const attend_rows &t, const attend_place &at, int thread) {
+#pragma unroll
+    for (int p = 0; p < S::LOADS; p += 4) {
+        u32x4 h[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) h[i] = attend_halves<ATTEND_WIDE>(raw[p + i], 0, format);
+        attend_put<S, V>(tile, h, p, t, at, thread);
+    }
+}
+// The same straight from memory.
 template <typename S, bool V, int WAY>
-DEV void attend_stage_way(f16 *tile, u32x4 (&raw)[S::LOADS], int format, const attend_rows &t, const attend_place &at, int thread) {
+DEV void attend_stage_direct(f16 *tile, const attend_rows &t, const attend_place &at, int thread) {
 #pragma unroll
     for (int p = 0; p < S::LOADS; p += 4) {
         u32x4 h[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
+            if (WAY == ATTEND_F32 && i == 2) keep_order();
+            const char *row = attend_row(t, at, S::template lane_row<V>(thread) + S::template pass_row<V>(p + i));
             const int c = at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p + i);
-            h[i] = attend_halves<WAY>(raw[p + i], c, format);
+            h[i] = attend_load<WAY>(row, min(c, t.last_chunk));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            h[i] = attend_halves<WAY>(h[i], at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p + i), 0);
         }
         attend_put<S, V>(tile, h, p, t, at, thread);
     }
@@ -2717,31 +2767,15 @@ DEV void attend_stage_any(f16 *tile, const attend_rows &t, const attend_place &a
 template <typename S, bool V>
 DEV void attend_stage(f16 *tile, u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at, int thread) {
     if (t.way == ATTEND_WIDE && t.format == ROCQ_F16) {
-        attend_stage_way<S, V, ATTEND_WIDE>(tile, raw, ROCQ_F16, t, at, thread);
+        attend_stage_wide<S, V>(tile, raw, ROCQ_F16, t, at, thread);
         return;
     }
     thread = recomputed(thread);
-    if (t.way == ATTEND_WIDE) {
-        attend_stage_way<S, V, ATTEND_WIDE>(tile, raw, ROCQ_BF16, t, at, thread);
-    } else if (t.way == ATTEND_Q8_0) {
-        attend_stage_way<S, V, ATTEND_Q8_0>(tile, raw, 0, t, at, thread);
-    } else if (t.way == ATTEND_Q4_0) {
-        attend_stage_way<S, V, ATTEND_Q4_0>(tile, raw, 0, t, at, thread);
-    } else if (t.way == ATTEND_F32) {
-#pragma unroll
-        for (int p = 0; p < S::LOADS; p += 4) {
-            u32x4 h[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                if (i == 2) keep_order();
-                const char *row = attend_row(t, at, S::template lane_row<V>(thread) + S::template pass_row<V>(p + i));
-                h[i] = attend_load<ATTEND_F32>(row, min(at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p + i), t.last_chunk));
-            }
-            attend_put<S, V>(tile, h, p, t, at, thread);
-        }
-    } else {
-        attend_stage_any<S, V>(tile, t, at, thread);
-    }
+    if (t.way == ATTEND_WIDE) attend_stage_wide<S, V>(tile, raw, ROCQ_BF16, t, at, thread);
+    else if (t.way == ATTEND_Q8_0) attend_stage_direct<S, V, ATTEND_Q8_0>(tile, t, at, thread);
+    else if (t.way == ATTEND_Q4_0) attend_stage_direct<S, V, ATTEND_Q4_0>(tile, t, at, thread);
+    else if (t.way == ATTEND_F32) attend_stage_direct<S, V, ATTEND_F32>(tile, t, at, thread);
+    else attend_stage_any<S, V>(tile, t, at, thread);
 }
 
 // What a block works on, and a wave's part in it.
@@ -3192,7 +3226,8 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     const int round = S::TILE * S::SETS;
     const int run = ((max(end - begin, 0) + a.n_splits - 1) / a.n_splits + round - 1) / round * round;
     begin = (int)min((int64_t)begin + (int64_t)t.split * run, (int64_t)end);
-    end = min(end - begin, run) + begin;
+    end = recomputed_uniform(min(end - begin, run) + begin);
+    begin = recomputed_uniform(begin);
 
     // The columns of this wave and of this lane. Columns past the end are the last one again.
     const int first = t.column0 + ATTEND_COLUMNS * w.column_tile;
@@ -3211,10 +3246,11 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
 
     const attend_rows k = attend_rows_of(a.k, row_of(a.k, t.kv_head, 0, paged ? 0 : t.seq), a.k.stride[1], a.head_dim);
     const attend_rows v = attend_rows_of(a.v, row_of(a.v, t.kv_head, 0, paged ? 0 : t.seq), a.v.stride[1], a.head_dim);
+    int32_t *tables = (int32_t *)((char *)lds + S::MAIN_BYTES + wave * S::ROW_BYTES);
+    u32x2 *mask_rows = (u32x2 *)(tables + 2 * S::TILE); // addresses
     attend_place at;
     at.end = end;
-    at.rows = (int32_t *)((char *)lds + S::MAIN_BYTES + wave * S::ROW_BYTES);
-    u32x2 *mask_rows = (u32x2 *)(at.rows + S::TILE); // addresses
+    at.rows = tables;
     at.chunk0 = S::SHARED ? 0 : w.slice * (S::W / 8);
     if (a.mask.data && lane < ATTEND_COLUMNS) {
         const attend_column c = attend_column_of(a, min(first + lane, n_columns - 1));
@@ -3230,13 +3266,18 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     const float to_cap = recomputed_uniform(capped ? 2.0f * scale / a.softcap : 0.0f);
     const float factor = recomputed_uniform(capped || biased ? 1.0f : scale);
 
-    u32x4 raw_k[S::LOADS];
+    u32x4 raw_k[S::LOADS], raw_v[S::LOADS];
     int row[S::WORDS] = {};
     const bool list = paged || k.way != ATTEND_WIDE || v.way != ATTEND_WIDE || a.head_dim < D;
     if (begin < end) {
-        if (paged) attend_look_up<S>(row, a, t.seq, begin + w.set * S::TILE, end);
-        attend_turn_to<S>(at, row, paged, list, begin + w.set * S::TILE);
+        const int own = recomputed_uniform(begin + w.set * S::TILE);
+        if (paged) attend_look_up<S>(row, a, t.seq, own, end);
+        attend_turn_to<S>(at, row, paged, list, own);
         attend_fetch<S, false>(raw_k, k, at, thread);
+        if (!S::SHARED) {
+            attend_fetch<S, true>(raw_v, v, at, thread);
+            if (paged) attend_look_up<S>(row, a, t.seq, own + round, end);
+        }
     }
     // Q stays in registers, or if each wave has its own tile of K and V, in LDS: those waves have memory
     // to wait for, and more of its data in registers.
@@ -3254,13 +3295,22 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     }
     attend_state<S> state;
     attend_clear<S>(state);
-    for (; begin < end; begin += round) {
+    for (int side = S::TILE; begin < end; begin += round, side ^= S::TILE) {
         attend_stage<S, false>(k_tile, raw_k, k, at, thread);
         attend_sync<S>();
-        const int next = at.first + round;
-        if (paged) attend_look_up<S>(row, a, t.seq, next, end);
-        u32x4 raw_v[S::LOADS];
-        attend_fetch<S, true>(raw_v, v, at, thread);
+        // A wave with its own tile has both K and V of the next one on the way while it works on this one;
+        // shared tiles have more waves to hide behind, and fewer registers.
+        attend_place next = at;
+        next.rows = tables + side;
+        u32x4 fresh_v[S::LOADS];
+        if (S::SHARED) {
+            attend_fetch<S, true>(fresh_v, v, at, thread);
+            if (paged) attend_look_up<S>(row, a, t.seq, at.first + round, end);
+        } else {
+            attend_turn_to<S>(next, row, paged, list, at.first + round);
+            attend_fetch<S, false>(raw_k, k, next, thread); // past the end: the last position again
+            if (paged) attend_look_up<S>(row, a, t.seq, at.first + 2 * round, end);
+        }
 
         // Scores. A wave leaves out a tile that none of its columns sees.
         const bool live = at.first < high_last && at.first + S::TILE > low_first;
@@ -3322,10 +3372,15 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
         }
 
         if (!S::SHARED) wave_sync();
-        attend_stage<S, true>(v_tile, raw_v, v, at, thread);
-        attend_turn_to<S>(at, row, paged, list, next);
+        if (S::SHARED) {
+            attend_stage<S, true>(v_tile, fresh_v, v, at, thread);
+            attend_turn_to<S>(next, row, paged, list, at.first + round);
+        } else {
+            attend_stage<S, true>(v_tile, raw_v, v, at, thread);
+            attend_fetch<S, true>(raw_v, v, next, thread);
+        }
         attend_sync<S>();
-        attend_fetch<S, false>(raw_k, k, at, thread); // past the end: the last position again
+        if (S::SHARED) attend_fetch<S, false>(raw_k, k, next, thread);
         if (live) {
             const f16 *from = v_tile + (S::SHARED ? w.slice * S::W * S::V_STRIDE : 0);
 #pragma unroll
@@ -3338,6 +3393,7 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
             }
         }
         if (!S::SHARED) wave_sync();
+        at = next;
     }
     block_sync();
     attend_finish<S>(a, state, (float *)lds, (uint32_t *)((char *)lds + S::MAIN_BYTES + ATTEND_WAVES * S::ROW_BYTES));
@@ -3523,8 +3579,8 @@ DEV void load_tile(int32_t format, bool wide, const char *row, int n, int base, 
 // Geometry: a block a row, 32 to 256 threads by the host's choice: 32 are enough for K <= 128 and
 // keep short rows (a norm per head) from idling. LDS: a float a wave.
 // Bytes: x once while K <= 32 threads (8192 with 256), kept in registers; else once per pass, three
-// in all with center, two without. y once. Sums are F32 in a fixed order: 8 quads a lane, then a
-// tree, so an error grows with log K only.
+// in all with center, two without. y once. Sums are F32 in a fixed order: a lane's own elements,
+// then a tree over the lanes, then the waves in order.
 KERNEL(norm, rocq_k_norm_args, 256) {
     LDS(float, work, 8);
     const uint32_t r = a.common.block0 + block_index();

@@ -88,7 +88,8 @@ typedef struct option {
 // Stores an option's value; false when it is none.
 static bool parse_value(const char *text, const option *o) {
     // In the order of rocq_backend and of rocq_precision.
-    static const char *const names[2][4] = {{"auto", "cpu", "gpu", NULL}, {"auto", "f32", "f16", "int8"}};
+    static const char *const names[2][4] = {{"auto", "cpu", "gpu", NULL},
+                                            {"auto", "f32", "f16", "int8"}};
     const char *const *list = names[o->type == PRECISION];
     int32_t at = 0;
     char *end;
@@ -268,11 +269,14 @@ static bool open_device(run *r) {
                             .kernels_path = r->o.kernels, .no_graphs = r->o.no_graph,
                             .log = keep_reason, .log_user = r->reason};
     const rocq_result result = rocq_open(&r->ctx, &desc);
-    if (result != ROCQ_OK) return fail("device", *r->reason ? r->reason : rocq_result_message(result));
+    if (result != ROCQ_OK) {
+        return fail("device", *r->reason ? r->reason : rocq_result_message(result));
+    }
     // The GPU was only a wish, and one worth a word where there are kernels for it.
     rocq_get_info(r->ctx, &info);
     const bool no_kernels = info.gpu_result == ROCQ_E_NO_KERNELS && !r->o.kernels;
-    if (info.backend == ROCQ_CPU && r->o.device != (int32_t)ROCQ_CPU && info.gpu_result != ROCQ_OK && !no_kernels) {
+    if (info.backend == ROCQ_CPU && r->o.device != (int32_t)ROCQ_CPU &&
+        info.gpu_result != ROCQ_OK && !no_kernels) {
         fprintf(stderr, "generate: on the CPU: %s\n", info.gpu_message);
     }
     return true;
@@ -282,8 +286,8 @@ static bool load(run *r) {
     const rocq_allocator allocator = {count_alloc, count_free, NULL};
     const rocq_gguf_desc source = {.path = r->o.model};
     const llama_options how = {.n_ctx = r->o.n_ctx, .kv_format = r->o.kv,
-                               .precision = (rocq_precision)r->o.precision, .progress = show_progress,
-                               .user = &r->terminal};
+                               .precision = (rocq_precision)r->o.precision,
+                               .progress = show_progress, .user = &r->terminal};
     if (!open_device(r)) return false;
     if (rocq_gguf_open(r->ctx, &r->file, &source) != ROCQ_OK) {
         return fail(r->o.model, rocq_error(r->ctx));
@@ -380,7 +384,8 @@ static void print_stats(const run *r) {
     if (info.backend == ROCQ_GPU) {
         char target[16] = "other";
         if (info.target != 0) snprintf(target, sizeof target, "gfx%x", (unsigned)info.target);
-        fprintf(stderr, "%-20s %s, kernels: %s, runtime: %s\n", "target", target, info.kernels, info.runtime);
+        fprintf(stderr, "%-20s %s, kernels: %s, runtime: %s\n", "target", target, info.kernels,
+                info.runtime);
         fprintf(stderr, "%-20s %9.1f per token%s\n", "launches",
                 r->n_generated > 1 ? (double)r->launches / (double)(r->n_generated - 1) : 0.0,
                 r->o.no_graph ? "" : ", replayed as a graph");

@@ -122,10 +122,13 @@ static bool open_device(job *j) {
     const rocq_desc desc = {.prefer = j->device, .kernels_path = j->kernels, .log = keep_reason,
                             .log_user = j->reason};
     const rocq_result result = rocq_open(&j->ctx, &desc);
-    if (result != ROCQ_OK) return fail("device", *j->reason ? j->reason : rocq_result_message(result));
+    if (result != ROCQ_OK) {
+        return fail("device", *j->reason ? j->reason : rocq_result_message(result));
+    }
     rocq_get_info(j->ctx, &info);
     const bool no_kernels = info.gpu_result == ROCQ_E_NO_KERNELS && !j->kernels;
-    if (info.backend == ROCQ_CPU && j->device != ROCQ_CPU && info.gpu_result != ROCQ_OK && !no_kernels) {
+    if (info.backend == ROCQ_CPU && j->device != ROCQ_CPU && info.gpu_result != ROCQ_OK &&
+        !no_kernels) {
         fprintf(stderr, "perplexity: on the CPU: %s\n", info.gpu_message);
     }
     return true;

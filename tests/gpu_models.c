@@ -80,13 +80,16 @@ static void check_prompt(trio *t, const int32_t *tokens, int32_t n, double bound
     const int64_t count = (int64_t)n * t->model[CPU].n_vocab;
     for (int i = 0; i < N_DEVICES; i++) {
         t->model[i].n_past = 0;
-        if (llama_eval(&t->model[i], tokens, n, t->logits[i]) != ROCQ_OK) fail_msg("%s", t->model[i].error);
+        if (llama_eval(&t->model[i], tokens, n, t->logits[i]) != ROCQ_OK) {
+            fail_msg("%s", t->model[i].error);
+        }
     }
     for (int i = GPU_GRAPH; i < N_DEVICES; i++) {
         const double error = error_of(t, i, count);
         if (!(error <= bound)) fail_msg("%d tokens at once: NMSE %g over %g", (int)n, error, bound);
     }
-    assert_memory_equal(t->logits[GPU_GRAPH], t->logits[GPU_ONE_BY_ONE], (size_t)count * sizeof(float));
+    assert_memory_equal(t->logits[GPU_GRAPH], t->logits[GPU_ONE_BY_ONE],
+                        (size_t)count * sizeof(float));
 }
 
 // The next token, by way of the recorded step: the same bits as the ops one by one, nothing allocated,
@@ -101,8 +104,12 @@ static void check_step(trio *t, int32_t token, double bound, int64_t most_launch
         assert_int_equal(rocq_get_stats(contexts[i], &after), ROCQ_OK);
         assert_int_equal(after.n_allocs, before.n_allocs);
         assert_int_equal(after.n_fallbacks, 0);
-        if (i != CPU && most_launches > 0) assert_in_range(after.n_launches - before.n_launches, 1, most_launches);
-        assert_int_equal(rocq_download(contexts[i], t->logits[i], &m->last, rocq_tensor_size(&m->last)), ROCQ_OK);
+        if (i != CPU && most_launches > 0) {
+            assert_in_range(after.n_launches - before.n_launches, 1, most_launches);
+        }
+        assert_int_equal(
+            rocq_download(contexts[i], t->logits[i], &m->last, rocq_tensor_size(&m->last)),
+            ROCQ_OK);
     }
     assert_true((t->model[GPU_GRAPH].step != NULL) && (t->model[GPU_ONE_BY_ONE].step == NULL));
     const double error = error_of(t, GPU_GRAPH, n);
@@ -118,20 +125,25 @@ static void check_model(const model_spec *s, const char *kv, double bound, int64
     assert_non_null(t);
     for (int i = 0; i < N_TOKENS; i++) tokens[i] = 3 + i * 37 % (s->n_vocab - 4);
     trio_open(t, s, kv);
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) check_prompt(t, tokens, sizes[i], bound);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        check_prompt(t, tokens, sizes[i], bound);
+    }
     const int64_t launches = layer > 0 ? layer * t->model[CPU].n_layers + 3 : 0; // embedding, norm, logits
     for (int i = 0; i < 3; i++) check_step(t, tokens[i], bound, launches);
     trio_close(t);
     free(t);
 }
 
-static const rocq_format q4_0[] = {ROCQ_Q4_0, ROCQ_I32}, f16[] = {ROCQ_F16, ROCQ_I32}, f32[] = {ROCQ_F32, ROCQ_I32};
-static const rocq_format mixed[] = {ROCQ_Q4_K, ROCQ_Q6_K, ROCQ_Q8_0, ROCQ_BF16, ROCQ_MXFP6_E2M3, ROCQ_I32};
+static const rocq_format q4_0[] = {ROCQ_Q4_0, ROCQ_I32}, f16[] = {ROCQ_F16, ROCQ_I32},
+                         f32[] = {ROCQ_F32, ROCQ_I32};
+static const rocq_format mixed[] = {ROCQ_Q4_K, ROCQ_Q6_K,       ROCQ_Q8_0,
+                                    ROCQ_BF16, ROCQ_MXFP6_E2M3, ROCQ_I32};
 
 // Bounds: INT8 activations on one side and F16 on the other; F16 throughout against F32; F32.
 static void test_llama(void **state) {
-    const model_spec s = {"gpu-llama", "llama", .n_embd = 256, .n_heads = 4, .n_kv_heads = 2, .head_dim = 64,
-                          .n_ff = 512, .n_vocab = 301, .formats = q4_0};
+    const model_spec s = {"gpu-llama",  "llama",         .n_embd = 256,
+                          .n_heads = 4, .n_kv_heads = 2, .head_dim = 64,
+                          .n_ff = 512,  .n_vocab = 301,  .formats = q4_0};
     model_spec other = s;
     (void)state;
     check_model(&s, "f16", 2e-3, 8);
@@ -142,23 +154,26 @@ static void test_llama(void **state) {
 }
 
 static void test_qwen2(void **state) {
-    const model_spec s = {"gpu-qwen2", "qwen2", .n_embd = 192, .n_heads = 6, .n_kv_heads = 1, .head_dim = 32,
-                          .n_ff = 320, .n_vocab = 301, .formats = f16, .biases = true};
+    const model_spec s = {"gpu-qwen2",     "qwen2",        .n_embd = 192, .n_heads = 6,
+                          .n_kv_heads = 1, .head_dim = 32, .n_ff = 320,   .n_vocab = 301,
+                          .formats = f16,  .biases = true};
     (void)state;
     check_model(&s, "q4_0", 2e-3, 9); // a bias of its own keeps up from joining gate
 }
 
 static void test_qwen3(void **state) { // heads of no whole number of blocks; each is normed
-    const model_spec s = {"gpu-qwen3", "qwen3", .n_embd = 128, .n_heads = 4, .n_kv_heads = 4, .head_dim = 80,
-                          .n_ff = 160, .n_vocab = 301, .formats = q4_0, .tied = true};
+    const model_spec s = {"gpu-qwen3",     "qwen3",        .n_embd = 128, .n_heads = 4,
+                          .n_kv_heads = 4, .head_dim = 80, .n_ff = 160,   .n_vocab = 301,
+                          .formats = q4_0, .tied = true};
     (void)state;
     check_model(&s, "f16", 2e-3, 0);
 }
 
 static void test_gemma2(void **state) {
-    const model_spec s = {"gpu-gemma2", "gemma2", .n_embd = 256, .n_heads = 2, .n_kv_heads = 1, .head_dim = 256,
-                          .n_ff = 256, .n_vocab = 301, .formats = q4_0, .tied = true, .window = 7,
-                          .attention_cap = 50, .final_cap = 30};
+    const model_spec s = {"gpu-gemma2",    "gemma2",        .n_embd = 256, .n_heads = 2,
+                          .n_kv_heads = 1, .head_dim = 256, .n_ff = 256,   .n_vocab = 301,
+                          .formats = q4_0, .tied = true,    .window = 7,   .attention_cap = 50,
+                          .final_cap = 30};
     (void)state;
     check_model(&s, "f16", 2e-3, 12); // two more norms and sums
 }

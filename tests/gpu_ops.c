@@ -199,7 +199,9 @@ static void compare_as(rocq_op op, const void *host, const void *device, box *co
     if (rocq_sync(gpu) != ROCQ_OK) fail_msg("%s: sync: %s", what, rocq_error(gpu));
     for (int i = 0; i < n_twins; i++) {
         for (int o = 0; o < n_out; o++) {
-            if (twins[i].b == out[o] && twins[i].t.layout == ROCQ_LAYOUT_GGUF) copy_from_gpu(&twins[i]);
+            if (twins[i].b == out[o] && twins[i].t.layout == ROCQ_LAYOUT_GGUF) {
+                copy_from_gpu(&twins[i]);
+            }
         }
     }
     for (int o = 0; o < n_out; o++) {
@@ -212,8 +214,8 @@ static void compare_as(rocq_op op, const void *host, const void *device, box *co
             if (bound > 0) {
                 const double e = nmse(out[o]->t.format, out[o]->value + i, want[o] + i, step);
                 if (!(e <= bound)) {
-                    fail_msg("%s: output %d, row %lld: NMSE %g over %g (first %g, expected %g)", what,
-                             o, (long long)(i / n), e, bound, out[o]->value[i], want[o][i]);
+                    fail_msg("%s: output %d, row %lld: NMSE %g over %g (first %g, expected %g)",
+                             what, o, (long long)(i / n), e, bound, out[o]->value[i], want[o][i]);
                 }
             } else {
                 const unsigned char *got = box_row(out[o], i / n);
@@ -355,9 +357,13 @@ static void test_matmul_tiles_f16(void **state) {
     for (int f = 0; f < N_FORMATS; f++) {
         for (int i = 0; i < 5; i++) {
             gpu->gpu->chip.n_units = i == 4 ? 1 : n_units;
-            const product s = {.w = all_formats[f], .m = i % 2 ? 129 : 31, .n = n_columns[i],
-                               .k = i % 2 ? small_k(all_formats[f]) : 256 + block_elems(all_formats[f]),
-                               .planar = true, .precision = ROCQ_PRECISION_F16};
+            const product s = {.w = all_formats[f],
+                               .m = i % 2 ? 129 : 31,
+                               .n = n_columns[i],
+                               .k = i % 2 ? small_k(all_formats[f])
+                                          : 256 + block_elems(all_formats[f]),
+                               .planar = true,
+                               .precision = ROCQ_PRECISION_F16};
             check_product(&s);
         }
     }
@@ -380,8 +386,9 @@ static void test_matmul_tiles_int8(void **state) {
 static void test_matmul_tiles_f32(void **state) {
     (void)state;
     for (int f = 0; f < N_FORMATS; f++) {
-        const product s = {.w = all_formats[f], .m = 65, .n = 11, .k = large_k(all_formats[f]) / 5 * 1,
-                           .planar = true, .precision = ROCQ_PRECISION_F32};
+        const product s = {.w = all_formats[f], .m = 65, .n = 11,
+                           .k = large_k(all_formats[f]) / 5 * 1, .planar = true,
+                           .precision = ROCQ_PRECISION_F32};
         product t = s;
         t.k = 2 * small_k(all_formats[f]);
         check_product(&t);
@@ -391,13 +398,15 @@ static void test_matmul_tiles_f32(void **state) {
 // Raw blocks, strided and permuted rows, F16 and Q8_0 activations, batches: all go by way of copies.
 static void test_matmul_layouts(void **state) {
     (void)state;
-    static const rocq_format formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q4_0, ROCQ_Q6_K, ROCQ_MXFP6_E2M3};
+    static const rocq_format formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q4_0, ROCQ_Q6_K,
+                                          ROCQ_MXFP6_E2M3};
     static const rocq_format x_formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q8_0};
     for (int f = 0; f < 5; f++) {
         for (int i = 0; i < 12; i++) {
             product s = {.w = formats[f], .x = x_formats[i % 3], .m = 19, .n = i % 2 ? 3 : 12,
                          .k = 256, .w_layout = (box_layout)(i / 3 % 3),
-                         .x_layout = (box_layout)((i + 1) % 3), .y_layout = (box_layout)((i + 2) % 3)};
+                         .x_layout = (box_layout)((i + 1) % 3),
+                         .y_layout = (box_layout)((i + 2) % 3)};
             if (i % 4 == 3) {
                 s.w2_batch[0] = 2;
                 s.x_batch[0] = 4;
@@ -410,8 +419,8 @@ static void test_matmul_layouts(void **state) {
             }
         }
     }
-    const product planar_x = {.w = ROCQ_Q5_K, .x = ROCQ_Q8_0, .m = 40, .n = 2, .k = 512, .planar = true,
-                              .planar_x = true};
+    const product planar_x = {.w = ROCQ_Q5_K, .x = ROCQ_Q8_0, .m = 40, .n = 2, .k = 512,
+                              .planar = true, .planar_x = true};
     check_product(&planar_x);
 }
 
@@ -484,7 +493,8 @@ static void check_attention(const attend *s) {
     const int64_t n_pages = s->page_size ? (s->n_kv + s->page_size - 1) / s->page_size : 1;
     const int64_t n_kv = s->page_size ? n_pages * s->page_size : s->n_kv;
     const int64_t n_rows = s->page_size ? n_pages * s->page_size * s->n_seqs : s->n_kv;
-    box q = box_random(s->in_place ? BOX_PLAIN : s->layout, s->q, 1, s->d, s->n_heads, s->n_q, s->n_seqs);
+    box q = box_random(s->in_place ? BOX_PLAIN : s->layout, s->q, 1, s->d, s->n_heads, s->n_q,
+                       s->n_seqs);
     box out = box_make(s->layout, s->out, s->d, s->n_heads, s->n_q, s->n_seqs);
     const int64_t kv_seqs = s->page_size ? 1 : s->n_seqs;
     box k = box_random(s->layout, s->k, 1, s->d, s->n_kv_heads, n_rows, kv_seqs);
@@ -571,9 +581,9 @@ static void test_attention_options(void **state) {
 static void test_attention_long(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++) {
-        const attend s = {.d = 128, .n_heads = 8, .n_kv_heads = 2, .n_q = i < 2 ? 1 : 3, .n_kv = 1500,
-                          .n_seqs = 1 + i % 2, .k = ROCQ_F16, .v = ROCQ_F16, .causal = true,
-                          .kv_len = i % 2 == 1, .sinks = i > 1};
+        const attend s = {.d = 128, .n_heads = 8, .n_kv_heads = 2, .n_q = i < 2 ? 1 : 3,
+                          .n_kv = 1500, .n_seqs = 1 + i % 2, .k = ROCQ_F16, .v = ROCQ_F16,
+                          .causal = true, .kv_len = i % 2 == 1, .sinks = i > 1};
         check_attention(&s);
     }
 }
@@ -592,12 +602,14 @@ static void test_norms(void **state) {
         box y = box_make((box_layout)(i / 2 % 3), fy, n, 3, 2, 1);
         box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
         box bias = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
-        box mean = box_make(BOX_PLAIN, ROCQ_F32, 3, 2, 1, 1), rstd = box_make(BOX_PLAIN, ROCQ_F32, 3, 2, 1, 1);
+        box mean = box_make(BOX_PLAIN, ROCQ_F32, 3, 2, 1, 1),
+            rstd = box_make(BOX_PLAIN, ROCQ_F32, 3, 2, 1, 1);
         if (i % 5 == 0) { // a mean that is large next to the spread
             for (int64_t k = 0; k < x.count; k++) x.value[k] += 100;
             box_write(&x);
         }
-        rocq_norm_params p = {.y = &y.t, .x = &x.t, .weight = i % 4 ? &weight.t : NULL, .rstd = &rstd.t};
+        rocq_norm_params p = {.y = &y.t, .x = &x.t, .weight = i % 4 ? &weight.t : NULL,
+                              .rstd = &rstd.t};
         if (center) {
             p.bias = i % 3 ? &bias.t : NULL;
             p.mean = &mean.t;
@@ -618,13 +630,16 @@ static void test_norms(void **state) {
 // The planar Q8_0 form of a norm or a product feeds a matmul: checked through that product.
 static void test_planar_activations(void **state) {
     (void)state;
-    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 256, 2, 1, 1), w = box_make(BOX_PLAIN, ROCQ_Q4_K, 256, 96, 1, 1);
-    box h = box_make(BOX_PLAIN, ROCQ_Q8_0, 256, 2, 1, 1), y = box_make(BOX_PLAIN, ROCQ_F32, 96, 2, 1, 1);
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 256, 2, 1, 1),
+        w = box_make(BOX_PLAIN, ROCQ_Q4_K, 256, 96, 1, 1);
+    box h = box_make(BOX_PLAIN, ROCQ_Q8_0, 256, 2, 1, 1),
+        y = box_make(BOX_PLAIN, ROCQ_F32, 96, 2, 1, 1);
     box g = box_make(BOX_PLAIN, ROCQ_Q8_0, 96, 2, 1, 1);
     random_weights(&w);
     const rocq_norm_params norm = {.y = &h.t, .x = &x.t};
     const rocq_matmul_params mm = {.y = &y.t, .w = &w.t, .x = &h.t};
-    const rocq_matmul_params both = {.y = &g.t, .w = &w.t, .x = &h.t, .w2 = &w.t, .activation = ROCQ_SILU};
+    const rocq_matmul_params both = {.y = &g.t, .w = &w.t, .x = &h.t, .w2 = &w.t,
+                                     .activation = ROCQ_SILU};
     const rocq_cast_params back = {.y = &y.t, .x = &g.t};
     rocq_matmul_params exact = mm, exact_both = both;
     exact.precision = exact_both.precision = ROCQ_PRECISION_F32;
@@ -709,11 +724,13 @@ static void test_rope_append(void **state) {
     static const rocq_format kv[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16, ROCQ_Q8_0, ROCQ_Q4_0};
     for (int i = 0; i < 25; i++) {
         const int64_t d = i % 2 ? 64 : 96, n = 1 + i % 3, cells = 9;
-        box q = box_random(BOX_PLAIN, ROCQ_F32, 1, d, 4, n, 1), k = box_random(BOX_STRIDED, ROCQ_F32, 1, d, 2, n, 1);
+        box q = box_random(BOX_PLAIN, ROCQ_F32, 1, d, 4, n, 1),
+            k = box_random(BOX_STRIDED, ROCQ_F32, 1, d, 2, n, 1);
         box v = box_random(BOX_PLAIN, ROCQ_F32, 1, d, 2, n, 1);
         box k_cache = box_make((box_layout)(i % 3), kv[i % 5], d, 2, cells, 1);
         box v_cache = box_make((box_layout)(i / 3 % 3), kv[i / 5], d, 2, cells, 1);
-        box pos = box_make(BOX_PLAIN, ROCQ_I32, n, 1, 1, 1), cell = box_make(BOX_PLAIN, ROCQ_I32, n, 1, 1, 1);
+        box pos = box_make(BOX_PLAIN, ROCQ_I32, n, 1, 1, 1),
+            cell = box_make(BOX_PLAIN, ROCQ_I32, n, 1, 1, 1);
         box factors = box_random(BOX_PLAIN, ROCQ_F32, 0.1f, (i % 3 == 2 ? 32 : d) / 2, 1, 1, 1);
         for (int64_t t = 0; t < n; t++) {
             pos.value[t] = (double)(t + i % 4);
@@ -735,7 +752,8 @@ static void test_rope_append(void **state) {
         for (int o = 0; o < 2; o++) { // guard bytes again
             unsigned char *inside = (unsigned char *)calloc((size_t)out[o]->size, 1);
             for (int64_t r = 0; r < box_rows(out[o]); r++) {
-                memset(inside + (box_row(out[o], r) - out[o]->memory), 1, (size_t)box_row_size(out[o]));
+                memset(inside + (box_row(out[o], r) - out[o]->memory), 1,
+                       (size_t)box_row_size(out[o]));
             }
             for (int64_t b = 0; b < out[o]->size; b++) {
                 if (!inside[b]) out[o]->memory[b] = 0xff;
@@ -764,7 +782,8 @@ static void test_maps(void **state) {
     for (int i = 0; i < 72; i++) {
         const int64_t n = sizes[i % 6];
         const box_layout lx = (box_layout)(i % 3), ly = (box_layout)(i / 3 % 3);
-        box a = box_random(lx, floats[i % 2], 2, n, 3, 2, 2), b = box_random(ly, floats[i / 2 % 2], 2, n, 3, 2, 2);
+        box a = box_random(lx, floats[i % 2], 2, n, 3, 2, 2),
+            b = box_random(ly, floats[i / 2 % 2], 2, n, 3, 2, 2);
         box y = box_make(ly, floats[i / 4 % 2], n, 3, 2, 2);
         box y8 = box_make(ly, ROCQ_Q8_0, (n + 31) / 32 * 32, 3, 2, 2);
         box row = box_random(BOX_PLAIN, ROCQ_F32, 1, i % 2 ? 1 : n, 1, i % 3 ? 2 : 1, 1);
@@ -817,7 +836,8 @@ static void test_casts(void **state) {
         box x = box_random((box_layout)(i % 3), to[i % 3], 1, 96, 7, 2, 1);
         box y = box_make((box_layout)(i / 3 % 3), to[3 + i % 2], 96, 7, 2, 1);
         const rocq_cast_params p = {&y.t, &x.t};
-        compare(ROCQ_OP_CAST, &p, &y, 0, say("cast %s to %s", name_of(x.t.format), name_of(y.t.format)));
+        compare(ROCQ_OP_CAST, &p, &y, 0,
+                say("cast %s to %s", name_of(x.t.format), name_of(y.t.format)));
         box_free(&x);
         box_free(&y);
     }
@@ -844,7 +864,8 @@ static void test_softmax(void **state) {
         }
         box_write(&mask);
         const rocq_softmax_params p = {.y = i % 5 == 4 ? &x.t : &y.t, .x = &x.t,
-                                       .mask = i % 2 ? &mask.t : NULL, .scale = i % 3 ? 0.5f : 0.0f};
+                                       .mask = i % 2 ? &mask.t : NULL,
+                                       .scale = i % 3 ? 0.5f : 0.0f};
         compare(ROCQ_OP_SOFTMAX, &p, i % 5 == 4 ? &x : &y, BOUND_F32, say("softmax %d", i));
         box_free(&x);
         box_free(&y);
@@ -857,9 +878,11 @@ static void test_gather(void **state) {
     const int32_t ids[] = {4, 0, 6, 6, 2};
     for (int f = 0; f < N_FORMATS; f++) {
         for (int i = 0; i < 3; i++) {
-            const int64_t n = block_elems(all_formats[f]) > 1 ? 2 * block_elems(all_formats[f]) : 77;
+            const int64_t n =
+                block_elems(all_formats[f]) > 1 ? 2 * block_elems(all_formats[f]) : 77;
             const bool planar = i == 2 && block_elems(all_formats[f]) > 1;
-            box table = box_make(planar || i == 0 ? BOX_PLAIN : BOX_STRIDED, all_formats[f], n, 7, 1, 1);
+            box table =
+                box_make(planar || i == 0 ? BOX_PLAIN : BOX_STRIDED, all_formats[f], n, 7, 1, 1);
             box y = box_make(BOX_STRIDED, floats[i % 2], n, 5, 1, 1), at = box_i32(ids, 5);
             random_weights(&table);
             if (planar) on_gpu_as(&table, true);
@@ -903,7 +926,8 @@ static void test_sample(void **state) {
     for (int i = 0; i < 300; i++) {
         const int64_t n = sizes[i % 5];
         box logits = box_random(BOX_PLAIN, ROCQ_F32, 3, n, 1, 1, 1);
-        box token = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1), prob = box_make(BOX_PLAIN, ROCQ_F32, 1, 1, 1, 1);
+        box token = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
+            prob = box_make(BOX_PLAIN, ROCQ_F32, 1, 1, 1, 1);
         box allowed = box_make(BOX_PLAIN, ROCQ_I32, (n + 31) / 32, 1, 1, 1);
         int32_t recent[7];
         for (int k = 0; k < 7; k++) recent[k] = (int32_t)random_below(n);
@@ -915,14 +939,21 @@ static void test_sample(void **state) {
             for (int64_t k = 0; k < n; k++) logits.value[k] = floor(logits.value[k]);
             box_write(&logits);
         }
-        const rocq_sample_params p = {
-            .token = &token.t, .prob = &prob.t, .logits = &logits.t,
-            .recent = i % 3 == 0 ? &last.t : NULL, .allowed = i % 6 == 5 ? &allowed.t : NULL,
-            .temperature = i % 8 == 0 ? 0.0f : 0.3f + 0.1f * (float)(i % 9),
-            .top_k = i % 2 ? 1 + i % 50 : 0, .top_p = i % 3 == 1 ? 0.9f : 0.0f,
-            .min_p = i % 5 == 1 ? 0.05f : 0.0f, .repeat_penalty = i % 3 == 0 ? 1.3f : 0.0f,
-            .frequency_penalty = i % 9 == 0 ? 0.2f : 0.0f, .presence_penalty = i % 9 == 3 ? 0.4f : 0.0f,
-            .seed = (uint64_t)i * 77, .step = (uint64_t)i};
+        const rocq_sample_params p = {.token = &token.t,
+                                      .prob = &prob.t,
+                                      .logits = &logits.t,
+                                      .recent = i % 3 == 0 ? &last.t : NULL,
+                                      .allowed = i % 6 == 5 ? &allowed.t : NULL,
+                                      .temperature =
+                                          i % 8 == 0 ? 0.0f : 0.3f + 0.1f * (float)(i % 9),
+                                      .top_k = i % 2 ? 1 + i % 50 : 0,
+                                      .top_p = i % 3 == 1 ? 0.9f : 0.0f,
+                                      .min_p = i % 5 == 1 ? 0.05f : 0.0f,
+                                      .repeat_penalty = i % 3 == 0 ? 1.3f : 0.0f,
+                                      .frequency_penalty = i % 9 == 0 ? 0.2f : 0.0f,
+                                      .presence_penalty = i % 9 == 3 ? 0.4f : 0.0f,
+                                      .seed = (uint64_t)i * 77,
+                                      .step = (uint64_t)i};
         assert_int_equal(rocq_sample(cpu, &p), ROCQ_OK);
         const int32_t want = *(int32_t *)(void *)token.memory;
         const float want_prob = *(float *)(void *)prob.memory;
@@ -938,7 +969,8 @@ static void test_sample(void **state) {
         n_draws++;
         n_other += got != want;
         if (got == want && !(fabsf(got_prob - want_prob) <= 1e-4f * want_prob + 1e-6f)) {
-            fail_msg("sample %d: probability %g, expected %g", i, (double)got_prob, (double)want_prob);
+            fail_msg("sample %d: probability %g, expected %g", i, (double)got_prob,
+                     (double)want_prob);
         }
         free_twins();
         box_free(&logits);
@@ -956,7 +988,8 @@ static void test_sample(void **state) {
 static void test_bad_indices(void **state) {
     (void)state;
     const int32_t ids[] = {1, 1 << 30, -1};
-    box table = box_random(BOX_PLAIN, ROCQ_F32, 1, 40, 7, 1, 1), y = box_make(BOX_STRIDED, ROCQ_F32, 40, 3, 1, 1);
+    box table = box_random(BOX_PLAIN, ROCQ_F32, 1, 40, 7, 1, 1),
+        y = box_make(BOX_STRIDED, ROCQ_F32, 40, 3, 1, 1);
     box at = box_i32(ids, 3);
     const rocq_gather_params p = {&y.t, &table.t, &at.t, 0};
     any_params d = params_of(ROCQ_OP_GATHER, &p);
@@ -972,7 +1005,8 @@ static void test_bad_indices(void **state) {
     box_free(&y);
     box_free(&at);
 
-    box q = box_random(BOX_PLAIN, ROCQ_F32, 1, 64, 2, 2, 1), k = box_random(BOX_PLAIN, ROCQ_F32, 1, 64, 2, 2, 1);
+    box q = box_random(BOX_PLAIN, ROCQ_F32, 1, 64, 2, 2, 1),
+        k = box_random(BOX_PLAIN, ROCQ_F32, 1, 64, 2, 2, 1);
     box cache = box_make(BOX_STRIDED, ROCQ_F16, 64, 2, 4, 1), cells = box_i32(ids + 1, 2);
     box other = box_make(BOX_STRIDED, ROCQ_F16, 64, 2, 4, 1), pos = box_i32(ids, 2);
     const rocq_rope_append_params append = {.q = &q.t, .k = &k.t, .v = &k.t, .k_cache = &cache.t,
@@ -982,7 +1016,9 @@ static void test_bad_indices(void **state) {
     assert_int_equal(rocq_rope_append(gpu, &d.rope_append), ROCQ_OK);
     assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
     for (int i = 0; i < n_twins; i++) copy_from_gpu(&twins[i]);
-    for (int64_t i = 0; i < cache.size; i++) assert_true(cache.memory[i] == 0xff && other.memory[i] == 0xff);
+    for (int64_t i = 0; i < cache.size; i++) {
+        assert_true(cache.memory[i] == 0xff && other.memory[i] == 0xff);
+    }
     free_twins();
     box_free(&q);
     box_free(&k);
@@ -997,8 +1033,10 @@ static void test_bad_indices(void **state) {
 // Recorded once, replayed over what lies in the tensors then.
 static void test_graph(void **state) {
     (void)state;
-    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 256, 1, 1, 1), w = box_make(BOX_PLAIN, ROCQ_Q4_K, 256, 64, 1, 1);
-    box h = box_make(BOX_PLAIN, ROCQ_F32, 256, 1, 1, 1), y = box_make(BOX_PLAIN, ROCQ_F32, 64, 1, 1, 1);
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 256, 1, 1, 1),
+        w = box_make(BOX_PLAIN, ROCQ_Q4_K, 256, 64, 1, 1);
+    box h = box_make(BOX_PLAIN, ROCQ_F32, 256, 1, 1, 1),
+        y = box_make(BOX_PLAIN, ROCQ_F32, 64, 1, 1, 1);
     random_weights(&w);
     const rocq_norm_params norm = {.y = &h.t, .x = &x.t};
     const rocq_matmul_params mm = {.y = &y.t, .w = &w.t, .x = &h.t};
@@ -1047,8 +1085,10 @@ static void test_graph(void **state) {
 
 static void test_repeatable(void **state) {
     (void)state;
-    box w = box_make(BOX_PLAIN, ROCQ_Q6_K, 2048, 70, 1, 1), x = box_random(BOX_PLAIN, ROCQ_F32, 1, 2048, 3, 1, 1);
-    box y = box_make(BOX_PLAIN, ROCQ_F32, 70, 3, 1, 1), first = box_make(BOX_PLAIN, ROCQ_F32, 70, 3, 1, 1);
+    box w = box_make(BOX_PLAIN, ROCQ_Q6_K, 2048, 70, 1, 1),
+        x = box_random(BOX_PLAIN, ROCQ_F32, 1, 2048, 3, 1, 1);
+    box y = box_make(BOX_PLAIN, ROCQ_F32, 70, 3, 1, 1),
+        first = box_make(BOX_PLAIN, ROCQ_F32, 70, 3, 1, 1);
     random_weights(&w);
     for (int round = 0; round < 3; round++) {
         const rocq_matmul_params p = {.y = &y.t, .w = &w.t, .x = &x.t};

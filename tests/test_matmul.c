@@ -506,17 +506,20 @@ static void batches(void **state) {
 // w2, next and y in Q8_0 are what the same products give one by one: w2's times the rest before the
 // residual, each of a chain as if alone, and Q8_0 as if cast.
 static void fused(void **state) {
-    static const rocq_format formats[] = {ROCQ_F32, ROCQ_BF16, ROCQ_Q4_0, ROCQ_Q2_K, ROCQ_Q6_K, ROCQ_MXFP6_E3M2};
+    static const rocq_format formats[] = {ROCQ_F32,  ROCQ_BF16, ROCQ_Q4_0,
+                                          ROCQ_Q2_K, ROCQ_Q6_K, ROCQ_MXFP6_E3M2};
     (void)state;
     for (int i = 0; i < 48; i++) {
         const int64_t m = 64, n = 1 + i % 3 * 8, k = 256, batch = 1 + i / 3 % 2;
         const rocq_format f = formats[i % 6], f2 = formats[(i + i / 6) % 6];
         const box_layout layout = (box_layout)(i % 3);
-        box w[3], x = box_random(layout, i % 2 ? ROCQ_F16 : ROCQ_F32, 1, k, n, batch, 1), y[3], alone[3];
+        box w[3], x = box_random(layout, i % 2 ? ROCQ_F16 : ROCQ_F32, 1, k, n, batch, 1), y[3],
+                  alone[3];
         for (int j = 0; j < 3; j++) {
             w[j] = box_make((box_layout)(j % 2), j == 1 ? f2 : f, k, m, 1, 1);
             random_weights(&w[j]);
-            y[j] = box_make((box_layout)((i + j) % 3), j == 2 ? ROCQ_Q8_0 : ROCQ_F32, m, n, batch, 1);
+            y[j] =
+                box_make((box_layout)((i + j) % 3), j == 2 ? ROCQ_Q8_0 : ROCQ_F32, m, n, batch, 1);
             alone[j] = box_make(BOX_PLAIN, ROCQ_F32, m, n, batch, 1);
         }
         box bias = box_random(BOX_PLAIN, ROCQ_F32, 1, m, 1, 1, 1);
@@ -572,9 +575,12 @@ static void fused(void **state) {
 }
 
 static void wrong_chains(void **state) {
-    box w = box_make(BOX_PLAIN, ROCQ_F32, 8, 4, 1, 1), wide = box_make(BOX_PLAIN, ROCQ_F32, 8, 5, 1, 1);
-    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 1, 1), x2 = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 1, 1);
-    box y = box_make(BOX_PLAIN, ROCQ_F32, 4, 2, 1, 1), y2 = box_make(BOX_PLAIN, ROCQ_F32, 4, 2, 1, 1);
+    box w = box_make(BOX_PLAIN, ROCQ_F32, 8, 4, 1, 1),
+        wide = box_make(BOX_PLAIN, ROCQ_F32, 8, 5, 1, 1);
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 1, 1),
+        x2 = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 1, 1);
+    box y = box_make(BOX_PLAIN, ROCQ_F32, 4, 2, 1, 1),
+        y2 = box_make(BOX_PLAIN, ROCQ_F32, 4, 2, 1, 1);
     box *out[] = {&y, &y2};
     rocq_matmul_params second = {.y = &y2.t, .w = &w.t, .x = &x.t};
     rocq_matmul_params first = {.y = &y.t, .w = &w.t, .x = &x.t, .next = &second};

@@ -275,7 +275,8 @@ static void copies_of_any_size_come_back(void **state) {
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
         const int64_t n = sizes[i], bytes = n * 4;
         rocq_tensor t = device_tensor(ctx, ROCQ_F32, n, 1);
-        float *in = random_floats(n), *out = random_floats(n), *copy = (float *)malloc((size_t)bytes);
+        float *in = random_floats(n), *out = random_floats(n),
+              *copy = (float *)malloc((size_t)bytes);
         memcpy(copy, in, (size_t)bytes);
         assert_int_equal(rocq_upload(ctx, &t, in, bytes), ROCQ_OK);
         memset(in, 0xff, (size_t)bytes); // never read after the call
@@ -289,8 +290,10 @@ static void copies_of_any_size_come_back(void **state) {
         free(copy);
     }
     // Small uploads, more of them than the ring holds at once, each seen by the op after it.
-    rocq_tensor x = device_tensor(ctx, ROCQ_F32, 1024, 1), sum = device_tensor(ctx, ROCQ_F32, 1024, 1);
-    float *values = random_floats(1024), *total = (float *)calloc(1024, 4), *out = random_floats(1024);
+    rocq_tensor x = device_tensor(ctx, ROCQ_F32, 1024, 1),
+                sum = device_tensor(ctx, ROCQ_F32, 1024, 1);
+    float *values = random_floats(1024), *total = (float *)calloc(1024, 4),
+          *out = random_floats(1024);
     assert_int_equal(rocq_upload(ctx, &sum, total, 4096), ROCQ_OK);
     const rocq_binary_params add = {.y = &sum, .a = &sum, .b = &x};
     for (int i = 0; i < 1500; i++) {
@@ -323,7 +326,8 @@ static void planar_tensors_decode_to_the_same_bits(void **state) {
         void *blocks = malloc((size_t)size);
         assert_int_equal(rocq_quantize(formats[f], blocks, values, rows, 256, NULL), ROCQ_OK);
         assert_int_equal(rocq_dequantize(formats[f], want, blocks, n), ROCQ_OK);
-        rocq_tensor x = device_tensor(ctx, formats[f], 256, rows), y = device_tensor(ctx, ROCQ_F32, 256, rows);
+        rocq_tensor x = device_tensor(ctx, formats[f], 256, rows),
+                    y = device_tensor(ctx, ROCQ_F32, 256, rows);
         if (info->block_elems > 1) x.layout = ROCQ_LAYOUT_PLANAR;
         assert_int_equal(rocq_upload(ctx, &x, blocks, size), ROCQ_OK);
         const rocq_cast_params cast = {.y = &y, .x = &x};
@@ -400,7 +404,8 @@ static void steady_state_allocates_nothing(void **state) {
         if (i > 0) {
             assert_int_equal(before.n_allocs, after.n_allocs);
             assert_int_equal(before.live_bytes, after.live_bytes);
-            assert_int_equal(live.device_blocks + live.host_blocks, now.device_blocks + now.host_blocks);
+            assert_int_equal(live.device_blocks + live.host_blocks,
+                             now.device_blocks + now.host_blocks);
         }
         before = after;
         live = now;
@@ -412,7 +417,8 @@ static void steady_state_allocates_nothing(void **state) {
 
 static void long_work_is_cut_and_stays_the_same(void **state) {
     (void)state;
-    float *v = random_floats(256 * 4096), *first = random_floats(256 * 4096), *out = random_floats(256 * 4096);
+    float *v = random_floats(256 * 4096), *first = random_floats(256 * 4096),
+          *out = random_floats(256 * 4096);
     int64_t launches[2];
     for (int i = 0; i < 2; i++) {
         rocq_desc desc = gpu_desc();
@@ -444,7 +450,8 @@ static void foreign_and_crooked_tensors_are_refused(void **state) {
     const rocq_desc on_cpu = {.prefer = ROCQ_CPU, .n_threads = 1};
     float memory[64] = {0};
     const int64_t ne[2] = {32, 1};
-    rocq_tensor x = device_tensor(ctx, ROCQ_F32, 32, 2), y = device_tensor(ctx, ROCQ_F32, 32, 2), t, onhost;
+    rocq_tensor x = device_tensor(ctx, ROCQ_F32, 32, 2), y = device_tensor(ctx, ROCQ_F32, 32, 2), t,
+                onhost;
     rocq_scale_params p = {.y = &y, .x = &t, .scale = 1.0f};
     assert_int_equal(rocq_open(&cpu, &on_cpu), ROCQ_OK);
     assert_int_equal(rocq_tensor_from_host(&onhost, memory, ROCQ_F32, 2, ne), ROCQ_OK);
@@ -531,8 +538,8 @@ static void foreign_and_crooked_tensors_are_refused(void **state) {
 static void indices_out_of_range_are_told_at_sync(void **state) {
     (void)state;
     rocq_ctx *ctx = open_gpu(NULL);
-    rocq_tensor table = device_tensor(ctx, ROCQ_F32, 32, 4), y = device_tensor(ctx, ROCQ_F32, 32, 3),
-                ids = device_tensor(ctx, ROCQ_I32, 3, 1);
+    rocq_tensor table = device_tensor(ctx, ROCQ_F32, 32, 4),
+                y = device_tensor(ctx, ROCQ_F32, 32, 3), ids = device_tensor(ctx, ROCQ_I32, 3, 1);
     const int32_t bad[3] = {0, 4, -1}, good[3] = {3, 2, 1};
     float *v = random_floats(128), out[96];
     const rocq_gather_params p = {.y = &y, .table = &table, .ids = &ids};
@@ -580,7 +587,8 @@ static void graphs_replay(void **state) {
         desc.prefer = kind == ON_CPU ? ROCQ_CPU : ROCQ_GPU;
         simt_set_optional(kind != NO_FUNCTIONS);
         rocq_ctx *ctx = open_gpu(&desc);
-        rocq_tensor x = device_tensor(ctx, ROCQ_F32, 100, 1), y = device_tensor(ctx, ROCQ_F32, 100, 1);
+        rocq_tensor x = device_tensor(ctx, ROCQ_F32, 100, 1),
+                    y = device_tensor(ctx, ROCQ_F32, 100, 1);
         float v[100] = {0};
         assert_int_equal(rocq_upload(ctx, &x, v, sizeof v), ROCQ_OK);
         assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
@@ -610,11 +618,14 @@ static void graphs_replay(void **state) {
 static void graphs_over_scratch_follow_it(void **state) {
     (void)state;
     rocq_ctx *ctx = open_gpu(NULL);
-    rocq_tensor x = device_tensor(ctx, ROCQ_F32, 256, 20), w = device_tensor(ctx, ROCQ_Q8_0, 256, 32),
-                y = device_tensor(ctx, ROCQ_F32, 32, 20), big = device_tensor(ctx, ROCQ_Q8_0, 1 << 16, 17);
+    rocq_tensor x = device_tensor(ctx, ROCQ_F32, 256, 20),
+                w = device_tensor(ctx, ROCQ_Q8_0, 256, 32),
+                y = device_tensor(ctx, ROCQ_F32, 32, 20),
+                big = device_tensor(ctx, ROCQ_Q8_0, 1 << 16, 17);
     float *v = random_floats(256 * 20), *want = random_floats(640), *got = random_floats(640);
     float *values = random_floats(256 * 32);
-    unsigned char blocks[32 * 272], *many = (unsigned char *)calloc(1, (size_t)rocq_tensor_size(&big));
+    unsigned char blocks[32 * 272],
+        *many = (unsigned char *)calloc(1, (size_t)rocq_tensor_size(&big));
     const rocq_matmul_params mm = {.y = &y, .w = &w, .x = &x, .precision = ROCQ_PRECISION_INT8};
     rocq_graph *graph;
     rocq_quantize(ROCQ_Q8_0, blocks, values, 32, 256, NULL);
@@ -718,20 +729,23 @@ static void ops_without_a_kernel_fall_back_when_allowed(void **state) {
         desc.prefer = kind == 0 ? ROCQ_CPU : ROCQ_GPU;
         desc.allow_fallback = kind > 1;
         rocq_ctx *ctx = open_gpu(&desc);
-        rocq_tensor all = device_tensor(ctx, ROCQ_F32, ALL, 1), pos = device_tensor(ctx, ROCQ_I32, N, 1);
+        rocq_tensor all = device_tensor(ctx, ROCQ_F32, ALL, 1),
+                    pos = device_tensor(ctx, ROCQ_I32, N, 1);
         rocq_tensor qkv, cache, part[3], half[2];
         const int64_t qkv_ne[3] = {D, 3, N}, cache_ne[3] = {D, 2, CELLS};
         assert_int_equal(rocq_upload(ctx, &all, v, ALL * 4), ROCQ_OK);
         assert_int_equal(rocq_upload(ctx, &pos, positions, sizeof positions), ROCQ_OK);
         assert_int_equal(rocq_tensor_init(&qkv, &all.buffer, 0, ROCQ_F32, 3, qkv_ne), ROCQ_OK);
-        assert_int_equal(rocq_tensor_init(&cache, &all.buffer, ROW * N * 4, ROCQ_F32, 3, cache_ne), ROCQ_OK);
+        assert_int_equal(rocq_tensor_init(&cache, &all.buffer, ROW * N * 4, ROCQ_F32, 3, cache_ne),
+                         ROCQ_OK);
         for (int i = 0; i < 3; i++) {
-            const int64_t start[4] = {0, i, 0, 0}, box[4] = {D, 1, N, 1}, cells[4] = {D, 1, CELLS, 1};
+            const int64_t start[4] = {0, i, 0, 0}, box[4] = {D, 1, N, 1},
+                          cells[4] = {D, 1, CELLS, 1};
             assert_int_equal(rocq_tensor_view(&part[i], &qkv, start, box), ROCQ_OK);
             if (i < 2) assert_int_equal(rocq_tensor_view(&half[i], &cache, start, cells), ROCQ_OK);
         }
-        const rocq_rope_append_params p = {.q = &part[0], .k = &part[1], .v = &part[2], .k_cache = &half[0],
-                                           .v_cache = &half[1], .pos = &pos};
+        const rocq_rope_append_params p = {.q = &part[0], .k = &part[1], .v = &part[2],
+                                           .k_cache = &half[0], .v_cache = &half[1], .pos = &pos};
         const char *why;
         const rocq_result expected = kind == 1 ? ROCQ_E_UNSUPPORTED : ROCQ_OK;
         rocq_graph *graph = NULL;
@@ -844,7 +858,8 @@ static bool use_all(outcome *o, bool from_image) {
     if (all) {
         assert_int_equal(rocq_tensor_init(&x, &buffer, 0, ROCQ_F32, 2, ne), ROCQ_OK);
         assert_int_equal(rocq_tensor_init(&y, &buffer, 4096, ROCQ_F32, 2, ne_y), ROCQ_OK);
-        assert_int_equal(rocq_tensor_init(&out, &buffer, 8192, ROCQ_F32, 1, (const int64_t[]){300000}), ROCQ_OK);
+        assert_int_equal(
+            rocq_tensor_init(&out, &buffer, 8192, ROCQ_F32, 1, (const int64_t[]){300000}), ROCQ_OK);
         const rocq_norm_params norm = {.y = &x, .x = &x};
         const rocq_matmul_params mm = {.y = &y, .w = &w, .x = &x, .precision = ROCQ_PRECISION_INT8};
         bool well = went_well(o, rocq_upload(ctx, &x, v, 2048));
@@ -896,7 +911,9 @@ static void every_runtime_call_may_fail(void **state) {
                 else simt_fail_at(i, 719);
                 use_all(&o, from_image == 1);
                 if (kind == 3 && o.lost) fail_msg("call %d: out of memory lost the device", (int)i);
-                if (nothing_is_left(NULL) != 0) fail_msg("call %d of %d, kind %d", (int)i, (int)n, kind);
+                if (nothing_is_left(NULL) != 0) {
+                    fail_msg("call %d of %d, kind %d", (int)i, (int)n, kind);
+                }
             }
             simt_set_work(SIMT_LATE);
         }

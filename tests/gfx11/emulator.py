@@ -284,8 +284,6 @@ class Program:
             own = self._permlane
         elif i.name.startswith(("ds_bpermute", "ds_swizzle")):
             own = self._lds_permute
-        elif i.name in ("ds_add_u32", "ds_add_u64"):
-            own = self._lds_add
         step.kind = i.kind if i.kind in ("hint", "branch", "barrier", "end") else "emulated"
         if i.name.startswith(("scratch_", "flat_", "buffer_l", "buffer_s", "buffer_a", "s_trap",
                               "s_setpc", "s_swappc")):
@@ -445,23 +443,6 @@ class Program:
                                 f"{max(offsets)} and {size} more are asked for")
                 self._count_lds(offsets, size)
                 self._move(w, i, w.group.view, offsets, register, lanes, bits)
-        return run
-
-    def _lds_add(self, i, words):
-        """The emulator would read the addresses of lanes that are off."""
-        low, high = words
-        size = int(i.name[-2:]) // 8
-        address, data, offset = high & 0xFF, high >> 8 & 0xFF, low & 0xFFFF
-
-        def run(w):
-            lanes = self._lanes(w)
-            for lane in lanes:
-                at = (w.vector[32 * address + lane] + offset) & ALL
-                if at + size > w.group.size:
-                    raise Fault(f"{i.name} at {i.address:#x}: LDS has {w.group.size} bytes, {at} is asked for")
-                value = sum(w.vector[32 * (data + d) + lane] << 32 * d for d in range(size // 4))
-                old = int.from_bytes(w.group.view[at:at + size], "little")
-                w.group.view[at:at + size] = (old + value & (1 << 8 * size) - 1).to_bytes(size, "little")
         return run
 
     def _count_lds(self, offsets, size):
