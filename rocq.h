@@ -2,17 +2,22 @@
 
    A single-file C11 library (stb style): GGUF models, 18 weight formats, fused dequantize-matmul,
    flash attention and the small operations around them, on plain tensors. Its partner
-   rocq_kernels.hip holds the GPU kernels; without it, or without a GPU, the CPU backend in this file
-   does the work behind the same calls.
+   rocq_kernels.hip holds the GPU kernels; without it, or without a GPU, the CPU backend in this
+   file does the work behind the same calls.
 
-   Do this in ONE C or C++ file:
+   Do this in ONE C or C++ file, and include it plainly everywhere else:
 
        #define ROCQ_IMPLEMENTATION
        #include "rocq.h"
 
-   and include it plainly everywhere else. Link with -lm -ldl -lpthread (nothing on Windows):
+   Build with one of these lines (Windows needs no -l):
 
-       cc -O2 app.c -o app -lm -ldl -lpthread
+       cc -O2 app.c -o app -lm -ldl -lpthread                 CPU, and GPU with kernels in a file
+       cc -O2 -DROCQ_NO_HIP app.c -o app -lm -lpthread        CPU only
+       hipcc -O3 --offload-arch=gfx1100 -x hip app.c rocq_kernels.hip -o app  GPU, kernels linked
+
+   That file is a code object for all RDNA3 chips: examples/build-kernels makes it, and
+   rocq_desc.kernels_path names it.
 
    Licence: MIT or public domain, at your choice; see the end of this file.
 
@@ -21,8 +26,9 @@
 
        >>options         macros you can set
        >>steps           from a file to a matrix product, step by step
-       >>contexts        what a context is, threads, budget, fallback
-       >>memory          buffers, arenas, tensors, scratch
+       >>contexts        what a context is, how a GPU is chosen, order, fallback, loss
+       >>memory          buffers, arenas, tensors, scratch, what is allocated when
+       >>graphs          a step recorded once and replayed
        >>errors          codes, messages, what a failure leaves behind
        >>numbers         precision, sum order, what is bit-exact
        >>files           GGUF
@@ -33,23 +39,26 @@
        >>results         the table of result codes
        >>types           descs, tensors, params structs (shapes and formulas stand here)
        >>api             functions
+       >>kernels         what passes between this file and rocq_kernels.hip: planar layout, args
+                         structs, the list of kernels, the HIP functions
 
-       >>implementation  >>config >>includes >>util >>log >>alloc >>arena >>tensor >>threads
+       >>implementation  >>config >>includes >>util >>context >>log >>alloc >>arena >>tensor
+                         >>threads
        >>cpu_quant       decode and encode blocks
        >>gguf            reader and writer
-       >>cpu_matmul      >>cpu_attention    >>cpu_ops
+       >>cpu_matmul      >>cpu_rows    >>cpu_attention    >>cpu_ops
        >>hip_api         the HIP runtime, the kernels, the device
        >>hip_memory      device memory, scratch, copies
        >>hip_launch      from params to launches
        >>check           what each op demands of its params
-       >>dispatch        the one place that picks a backend
+       >>dispatch        the one place that picks a backend; graphs
        >>public          context, introspection, bodies of the ops
        >>licence
 
 
-   ROCQ DOES NOT tokenize, keep a sampler's history, know any model's graph or train. Those are
-   programs on top, and examples/ has them to copy from: tokenizer.h, llama.h, generate.c. It does not
-   print, exit, abort or throw, reads no environment variable, and keeps no global state.
+   ROCQ DOES NOT tokenize, keep a sampler's history, know any model's layers or train. Those are
+   programs on top, and examples/ has them to copy from: tokenizer.h, llama.h, generate.c. It does
+   not print, exit, abort or throw, reads no environment variable, and keeps no global state.
 
 
    >>options
@@ -65,10 +74,11 @@
        ROCQ_NO_SIMD           portable C only, no AVX2 or NEON code
        ROCQ_NO_STDIO          no file access: GGUF from memory or a callback only
        ROCQ_NO_MMAP           files are read, never mapped
-       ROCQ_NO_HIP            no look for a GPU at run time: libc and libm are enough to link
-       ROCQ_KERNELS_PATH      file with the GPU kernels, a string, where rocq_desc names none
-       ROCQ_LINKED            the program is linked with rocq_kernels.hip. Windows needs to be told, and
-                              a program that has it in a static library; other ELF programs find out
+       ROCQ_NO_HIP            no look for a GPU at run time, and no dlopen
+       ROCQ_KERNELS_PATH      file with the code object of the kernels, a string: taken where
+                              rocq_desc names none and none are linked
+       ROCQ_LINKED            the program is linked with rocq_kernels.hip. Only Windows, and a
+                              program with the kernels in a static library, must say so
 
    SIMD needs no compiler flags: AVX2 code is compiled beside portable code by gcc and clang and
    chosen when the context opens.
@@ -82,7 +92,8 @@
           rocq_desc desc = { .memory_budget = 512 << 20 };
           if (rocq_open(&ctx, &desc) != ROCQ_OK) ...
 
-   2. Open a model and bring a weight to where ops can use it. On the CPU that is a view of the mapped
+   2. Open a model and bring a weight to where ops can use it. On the CPU that is a view of the
+   mapped
       file: nothing is copied.
 
           rocq_gguf *file;
@@ -110,79 +121,107 @@
           rocq_gguf_close(&file);
           rocq_close(&ctx);
 
-   To allocate nothing while running, ask rocq_scratch_size for the largest ops and rocq_reserve that
-   much once; rocq_stats.n_allocs then stays where it is. examples/llama.h does so.
+   To allocate nothing while running, ask rocq_scratch_size for the largest ops and rocq_reserve
+   that much once; rocq_stats.n_allocs then stays where it is. examples/llama.h does so.
 
 
    >>contexts
    ----------
-   A context is a device with its threads and scratch memory, for one thread at a time. Contexts share
-   nothing, so several may run side by side. The CPU backend starts its threads with the first op that
-   is large enough to share and keeps them, asleep between ops, until rocq_close.
+   A context is a device with its threads and scratch memory, for one thread at a time. Contexts
+   share nothing, so several may run side by side. The CPU backend starts its threads with the first
+   op that is large enough to share and keeps them, asleep between ops, until rocq_close.
 
-   prefer = ROCQ_GPU fails without a usable GPU unless allow_fallback is set; prefer = AUTO takes the
-   CPU then. rocq_get_info says which it became and why there is no GPU. Nothing falls back silently:
-   rocq_stats.n_fallbacks counts ops that a GPU context ran on the CPU.
+   A GPU needs a runtime and kernels. Either both are linked into the program, or the HIP runtime is
+   looked for when the program runs (libamdhip64, newest version first, never unloaded) and the
+   kernels are a code object, so that one program also runs where there is no GPU. A code object
+   that rocq_desc names goes before linked kernels, and those before ROCQ_KERNELS_PATH.
 
-   A GPU needs two things. The HIP runtime is looked for when the program runs (libamdhip64, newest
-   version first), so that one program also runs where it is absent. The kernels are a code object made
-   from rocq_kernels.hip (examples/build-kernels), given by rocq_desc, or are linked into the program
-   with the runtime. Devices are tried discrete ones first, larger ones first: the first for which the
-   kernels load and that then computes a few known results correctly is taken, and nothing is created
-   on the others. device and pci choose one.
+   Devices are tried discrete ones first, larger ones first; device and pci name one. The first on
+   which the kernels load and a self-test (sums over a wave, integer dot products, matrix products)
+   comes out right is taken, and the rest are left alone. rocq_get_info says which it became.
 
-   Work on the GPU runs in the order of the calls, on one queue. No launch is meant to take longer than
-   dispatch_us, so that a renderer gets its turn. rocq_cancel, from any thread, stops what comes after.
-   Calls make the context's device the current one of their thread. When the GPU fails, the call and
-   all after it return E_LOST; rocq_close still frees everything.
+   prefer = ROCQ_GPU fails without a usable GPU unless allow_fallback is set; prefer = AUTO takes
+   the CPU then, and rocq_get_info has the reason. allow_fallback also lets single ops that no
+   kernel does run on the CPU. Nothing falls back silently: rocq_stats.n_fallbacks counts them.
+
+   Work on the GPU runs in the order of the calls, on one queue. Ops, graphs and uploads return once
+   they are submitted. What waits for the GPU: rocq_sync, rocq_download, rocq_buffer_free,
+   rocq_graph_free, rocq_close, scratch memory that grows, and an op that falls back. Long launches
+   are cut, so that by estimate none takes longer than dispatch_us and a renderer gets its turn.
+   rocq_cancel, from any thread, stops what has not been submitted. Every call makes the context's
+   device the current one of its thread.
+
+   An error of the runtime other than a lack of memory means that submitted work cannot be trusted:
+   that call and all after it return E_LOST, and rocq_close still frees everything.
 
 
    >>memory
    --------
-   rocq_buffer is a block of memory, host or device, never both. rocq_tensor is a view: format, sizes
-   and strides over a piece of a buffer, with no ownership. Dimensions are in GGUF order, innermost
-   first. Host memory of your own works everywhere on the CPU (rocq_tensor_from_host).
+   rocq_buffer is a block of memory, host or device, never both: device memory in a GPU context,
+   host memory in a CPU context. rocq_tensor is a view: format, sizes and strides over a piece of a
+   buffer, with no ownership. Dimensions are in GGUF order, innermost first. Host memory of your own
+   works everywhere on the CPU (rocq_tensor_from_host).
 
-   All memory comes from rocq_desc.allocator, at these places only: rocq_open, rocq_buffer_alloc,
-   rocq_reserve, an op that needs more scratch than is reserved, rocq_gguf_open and _upload, graphs
-   while they are recorded, and the GGUF writer. memory_budget limits buffers and scratch together.
+   Memory is taken at these places only: rocq_open, rocq_buffer_alloc, rocq_reserve, an op that
+   needs more scratch than is reserved, the first copy of a GPU context, rocq_gguf_open and _upload,
+   graphs while they are recorded or captured, an op that falls back (host memory for its operands,
+   while it runs), and the GGUF writer. So a token's ops, copies and graph launches allocate nothing
+   once scratch is reserved; rocq_stats.n_allocs shows it. Host memory comes from
+   rocq_desc.allocator, device and pinned memory from the runtime. memory_budget limits buffers and
+   scratch together.
 
-   On a GPU, buffers and scratch are device memory. Beside them a context has 4 MiB of pinned host
-   memory, from the first copy on, through which all copies go (the runtime never sees your pages, which
-   may belong to a mapped file), and 257 KiB on the device. Uploading a planar tensor takes up to 1 MiB
-   of scratch. An op that falls back to the CPU takes host memory for its operands while it runs.
+   Block formats on a GPU are planar (ROCQ_LAYOUT_PLANAR): the bits of all blocks sorted into
+   planes, so that kernels read 16 bytes at a time. rocq_gguf_upload does that on the way, through
+   up to 1 MiB of scratch. Ops take the GGUF layout as well, but repack such a weight on every call.
+
+   All copies go through a ring of 4 MiB of pinned host memory: the runtime never sees your pages,
+   which may belong to a mapped file. The device holds 257 KiB more for counters and status.
+
+
+   >>graphs
+   --------
+   rocq_graph_begin and _end record ops instead of running them; rocq_graph_launch replays them. On
+   a GPU that is one submission for the hundreds of launches of a token, which saves the host's time
+   between them. Shapes, addresses and numbers in params are fixed; what changes from step to step
+   is in tensors: upload the token, its position and kv_len, then launch. A draw has the number of
+   its step as a param and stays outside. examples/llama.h does so.
 
 
    >>errors
    --------
-   Every call that can fail returns a rocq_result: 0, or a negative code from the table at >>results.
-   rocq_error(ctx) has the sentence: op, argument, value found, value expected; desc.log receives it at
-   the moment of failure. Outputs are untouched, nothing is leaked and the context stays usable.
-   Shapes, strides, bounds, alignment, formats and overflow are checked in every build.
-   rocq_supports runs an op's checks without running the op.
+   Every call that can fail returns a rocq_result: 0, or a negative code of the table at >>results.
+   rocq_error(ctx) has the sentence: op, argument, value found, value expected; desc.log receives it
+   at the moment of failure. Outputs are untouched, nothing is leaked and the context stays usable,
+   but after E_LOST. Shapes, strides, bounds, alignment, formats, overlap and overflow are checked
+   in every build before anything runs. What lies in device memory (ids, positions, lengths, pages)
+   is checked by the kernels, and rocq_sync reports it. rocq_supports runs an op's checks without
+   running the op.
 
 
    >>numbers
    ---------
-   Dequantization gives ggml's bits for every format ggml has. An op's precision is bounded against a
-   float64 reference over the dequantized operands (see rocq_precision); AUTO picks INT8 activations
-   for quantized weights (a GPU from 9 columns on F16) and F32 otherwise, and rocq_matmul_precision
-   tells which. Sums run in a fixed order: the same inputs give the same bits on every run on one
-   device, and for every number of threads.
+   Dequantization gives ggml's bits for every format ggml has. An op's precision is bounded against
+   a float64 reference over the dequantized operands (see rocq_precision). AUTO multiplies quantized
+   weights with INT8 activations and others in F32; a GPU, from 9 columns on, all but F32 weights in
+   F16 (rocq_matmul_precision tells which). A value over 65504 is infinite in an F16 operand.
+
+   Sums run in a fixed order, without atomics: the same inputs give the same bits on every run on
+   one device, replayed or not, and on the CPU for every number of threads. CPU and GPU, and GPUs
+   with different numbers of compute units, order sums differently.
 
 
    >>files
    -------
-   GGUF 2 and 3, little endian, from a path (memory-mapped), a span of memory or a read callback (pak
-   files). Nothing in a file is trusted: counts, lengths, offsets, products and overlaps are checked at
-   open, and a hostile file ends in a code, not a crash. One thing no reader of mapped files can catch:
-   a file cut short by someone else while it is mapped. Set no_mmap, or read it into memory, where that
-   can happen.
+   GGUF 2 and 3, little endian, from a path (memory-mapped), a span of memory or a read callback
+   (pak files). Nothing in a file is trusted: counts, lengths, offsets, products and overlaps are
+   checked at open, and a hostile file ends in a code, not a crash. One thing no reader of mapped
+   files can catch: a file cut short by someone else while it is mapped. Set no_mmap, or read it
+   into memory, where that can happen.
 
 
    >>history
    ---------
-       0.1.0  the header: formats, GGUF, CPU backend
+       0.1.0  formats, GGUF, CPU backend; GPU backend, graphs
 */
 
 // ---------------------------------------------------------------------------------------------
@@ -495,12 +534,12 @@ typedef struct rocq_desc {
     int64_t scratch_bytes;     // reserved at open, see rocq_reserve
     rocq_allocator allocator;  // zero = ROCQ_MALLOC and ROCQ_FREE
     int32_t device;            // GPU: 0 = the best, else 1 + its number in HIP's order
-    const char *pci;           // GPU by PCI address ("0000:03:00.0"), to match the renderer's; or NULL
-    const char *kernels_path;  // file with the code object of rocq_kernels.hip; NULL = see kernels_data
-    const void *kernels_data;  // or the code object itself, not copied: it must outlive the context.
-                               // Both NULL = the linked kernels, else the file ROCQ_KERNELS_PATH
-    int64_t kernels_size;
-    int32_t dispatch_us;       // longest that one launch may take, by estimate; 0 = 5000, -1 = any
+    const char *pci;           // GPU by PCI address ("0000:03:00.0"), as the renderer's; or NULL
+    const char *kernels_path;  // file with the code object of rocq_kernels.hip, or NULL
+    const void *kernels_data;  // or the code object itself, not copied: must outlive the context.
+                               // Both NULL = linked kernels, else the file ROCQ_KERNELS_PATH
+    int64_t kernels_size;      // bytes of kernels_data
+    int32_t dispatch_us;       // most microseconds of a launch, by estimate; 0 = 5000, -1 = any
     bool no_graphs;            // rocq_graph_launch runs the recorded ops one by one
     void (*log)(rocq_log_level level, const char *message, void *user); // NULL = silent
     void *log_user;
@@ -521,8 +560,9 @@ typedef struct rocq_info {
 } rocq_info;
 
 typedef struct rocq_stats {
-    int64_t n_allocs;          // allocations since open; constant while ops run in steady state
-    int64_t live_bytes;        // allocated now
+    int64_t n_allocs;          // allocations since open, of the host and the device; constant while
+                               // ops run in steady state
+    int64_t live_bytes;        // allocated now, host and device together
     int64_t peak_bytes;        // most ever
     int64_t scratch_bytes;     // reserved for ops
     int64_t scratch_peak;      // most that one op has used
@@ -544,8 +584,9 @@ typedef struct rocq_buffer {
 
 typedef enum rocq_layout {
     ROCQ_LAYOUT_GGUF = 0, // blocks as in the file; every op takes it
-    ROCQ_LAYOUT_PLANAR    // block formats on a GPU: the same bits in planes, for wide loads (>>kernels).
-                          // Same size; whole tensors only: no views but reshapes, no download
+    ROCQ_LAYOUT_PLANAR    // block formats on a GPU: the same bits in planes, for wide loads
+                          // (>>kernels). Same size, 16-byte aligned; whole tensors only: no views
+                          // but reshapes, no download
 } rocq_layout;
 
 // Up to four dimensions over a piece of a buffer. A tensor never owns memory, so it can be copied,
@@ -633,9 +674,10 @@ typedef struct rocq_matmul_params {
     rocq_activation activation;
     float softcap;               // c > 0: t = c tanh(t / c)
     rocq_precision precision;    // AUTO: see rocq_matmul_precision
-    const rocq_tensor *w2;       // w's shape, any format, or NULL: silu(gate x) * (up x) in one pass
+    const rocq_tensor *w2;       // w's shape, any format, or NULL: silu(gate x) * (up x) in one
     const struct rocq_matmul_params *next; // another product of the same x, to share its pass (q, k
-                                 // and v); NULL ends the chain. All are checked before the first runs
+                                           // and v), or NULL. At most 16 in all; all are checked
+                                           // before the first runs, none may use another's y
 } rocq_matmul_params;
 
 // out[d, h, i] = sum over j of softmax_j(score(i, j)) v[d, h_kv, j] for query i of head h, with
@@ -813,9 +855,10 @@ ROCQ_DEF void rocq_close(rocq_ctx **ctx);
 ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info);
 ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats);
 
-// Waits until all work submitted on the context is done. On a GPU, E_BOUNDS when an op since the last
-// sync has met an id, cell, length or page out of range in device memory: it has used another one in its
-// place, or none. (The CPU backend sees those when the op is called.)
+// Waits until all work submitted on the context is done. On a GPU, E_BOUNDS when an op since the
+// last sync has met an id, cell, length or page out of range in device memory (it has used another
+// one in its place, or none) or a mask that allows no token (the token is -1). On the CPU the op
+// itself fails for those.
 ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx);
 
 // From any thread, or a signal handler: ops and graphs that are submitted from now on fail with
@@ -823,13 +866,14 @@ ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx);
 // before and then clears the request.
 ROCQ_DEF void rocq_cancel(rocq_ctx *ctx);
 
-// Records the ops called between begin and end, in their order, instead of running them; each is checked
-// as always, and one that fails is not recorded. Params and tensors are copied, memory is not: a replay
-// reads what is in the tensors then, so their buffers must live as long as the graph. Copies, sync and
-// other graphs in between are E_STATE. On a GPU a replay is one submission; where the runtime cannot do
-// that, with no_graphs, with an op that falls back, and on the CPU, it is the ops one by one. A launch
-// allocates only when scratch memory has grown since the last (the graph is then captured again).
-// rocq_close frees what is left.
+// Records the ops called between begin and end, in their order, instead of running them; each is
+// checked as always, and one that fails is not recorded. Params and tensors are copied, memory is
+// not: a replay reads what is in the tensors then, so their buffers must live as long as the graph.
+// Copies, sync and other graphs in between are E_STATE. On a GPU a replay is one submission, and
+// asynchronous as ops are; where the runtime cannot do that, with no_graphs, with an op that falls
+// back, and on the CPU, it is the ops one by one. A launch allocates only when scratch memory has
+// grown since the last (the graph is then captured again). On failure end sets *graph to NULL and
+// drops what was recorded. free waits for a replay that is running; rocq_close frees what is left.
 ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx);
 ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **graph);
 ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph);
@@ -846,9 +890,9 @@ ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *pa
 // grow it themselves, which counts as an allocation in rocq_stats.
 ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 
-// What AUTO resolves to for these params. On the CPU: INT8 for quantized w (F32 for MXFP6_E3M2), F32
-// otherwise. On a GPU: with up to 8 columns INT8 for quantized w (F32 for MXFP6), F32 otherwise; with
-// more F16, but F32 for F32 w.
+// What AUTO resolves to for these params (their own precision, where that is not AUTO). On the CPU:
+// INT8 for quantized w (F32 for MXFP6_E3M2), F32 otherwise. On a GPU with up to 8 columns: INT8 for
+// quantized w (F32 for MXFP6), F32 otherwise; with more: F16, but F32 for F32 w.
 ROCQ_DEF rocq_result rocq_matmul_precision(rocq_ctx *ctx, const rocq_matmul_params *params,
                                            rocq_precision *precision);
 
@@ -857,11 +901,12 @@ ROCQ_DEF rocq_result rocq_matmul_precision(rocq_ctx *ctx, const rocq_matmul_para
 // Memory that the context's ops can use, 256-byte aligned, not cleared. Counts against the budget.
 ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size);
 
-// Frees and empties the buffer; an empty one is harmless. rocq_close frees what is left.
+// Frees and empties the buffer, on a GPU after submitted work is done; an empty one is harmless.
+// rocq_close frees what is left.
 ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer);
 
-// Wraps the caller's own memory: on the host, or on the context's GPU (hipMalloc, or imported). What
-// other queues write there must be done before an op reads it.
+// Wraps the caller's own memory: on the host, or on the context's GPU (hipMalloc, or imported).
+// What other queues write there must be done before an op reads it.
 ROCQ_DEF rocq_buffer rocq_buffer_from_host(void *data, int64_t size);
 ROCQ_DEF rocq_buffer rocq_buffer_from_device(uint64_t address, int64_t size);
 
@@ -914,8 +959,9 @@ ROCQ_DEF bool rocq_tensor_contiguous(const rocq_tensor *tensor);
 ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor);
 
 // Copies between host memory and a contiguous tensor; size must be rocq_tensor_size. upload may
-// return before the copy is done but never reads src afterwards; download waits. To upload to a planar
-// tensor (layout set by you), src is blocks in the GGUF layout, which are repacked on the way.
+// return before the copy is done but never reads src afterwards; download waits. To upload to a
+// planar tensor (layout set by you), src is blocks in the GGUF layout, which are repacked on the
+// way.
 ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const void *src, int64_t size);
 ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size);
 
@@ -1053,8 +1099,8 @@ ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
 
 // Makes a tensor that the context's ops can use: a view into the file where that is host memory
 // already (mapped or a span, CPU context), else a buffer that the context owns (free it early with
-// rocq_buffer_free on tensor->buffer). On a GPU, block formats become planar. The file must stay open
-// while a tensor that views it is used.
+// rocq_buffer_free on tensor->buffer). On a GPU, block formats become planar. The file must stay
+// open while a tensor that views it is used.
 ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
                                       rocq_tensor *tensor);
 
@@ -1138,8 +1184,8 @@ ROCQ_OPS(ROCQ_X)
 //   L, H  codes 0-15 and 16-31 of a unit
 //   head  d, dmin, lo[8], hi: lo[g] holds bits 0-3 of sc[g] (low) and mn[g] (high); bits 4 g and
 //      4 g + 1 of hi are bits 4-5 of sc[g], bits 4 g + 2 and 4 g + 3 those of mn[g]
-//   sl, sh  Q3_K: byte u of sl holds bits 0-3 of sc[2 u] (low) and sc[2 u + 1] (high); bits 4 u, 4 u + 1
-//      of sh are bits 4-5 of sc[2 u], bits 4 u + 2, 4 u + 3 those of sc[2 u + 1]
+//   sl, sh  Q3_K: byte u of sl holds bits 0-3 of sc[2 u] (low) and sc[2 u + 1] (high); bits 4 u and
+//      4 u + 1 of sh are bits 4-5 of sc[2 u], bits 4 u + 2 and 4 u + 3 those of sc[2 u + 1]
 // d, dmin, m, e, scales are the fields of the GGUF block, in its order.
 // x of an INT8 product is a planar Q8_0 tensor whose d is rounded up, so that no code is clipped.
 
@@ -1169,7 +1215,10 @@ typedef struct rocq_k_tensor {
 
 // Bits of the status word that a kernel sets when device memory held an index out of range; the
 // next rocq_sync turns it into E_BOUNDS.
-enum { ROCQ_K_BAD_ID = 1, ROCQ_K_BAD_CELL = 2, ROCQ_K_BAD_LENGTH = 4, ROCQ_K_BAD_PAGE = 8, ROCQ_K_NO_TOKEN = 16 };
+enum {
+    ROCQ_K_BAD_ID = 1, ROCQ_K_BAD_CELL = 2, ROCQ_K_BAD_LENGTH = 4, ROCQ_K_BAD_PAGE = 8,
+    ROCQ_K_NO_TOKEN = 16
+};
 
 // Every launch may be one piece of a grid that the time cap cut: block0 is added to blockIdx.x.
 typedef struct rocq_k_common {
@@ -1284,15 +1333,16 @@ typedef struct rocq_k_matvec_part {
 
 // y[m, c] for n <= ROCQ_K_FEW columns c. k_waves waves share a row group, each with its part of K.
 //   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; f32 has _n1 and _n8; int8_mixed: n = 1
-//   grid      the last part's block_end blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves
-//             rows of one part; part i has (m + R - 1) / R blocks: its block_end is the sum up to it
+//   grid      the last part's block_end blocks of ROCQ_K_MATVEC_WAVES waves. A block has
+//             R = 32 / k_waves rows of one part; part i has (m + R - 1) / R blocks: its block_end
+//             is the sum up to it
 //   parts     same x, k and n; one format but for int8_mixed; w2 has w's format, shape and place
 //   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
-//   f32       x and x_stride * 4 aligned to 16 bytes. With plain w any alignment of whole elements does,
-//             and any k; what is not 16-byte aligned is read by elements
-//   epilogue  tensors begin at column 0 of this launch, dimension 1 is columns. y may be residual or
-//             gate. y in Q8_0 needs k_waves = 1 and m % 32 = 0; planar, y is the whole tensor and its
-//             columns are x_column0 and up
+//   f32       x and x_stride * 4 aligned to 16 bytes. With plain w any alignment of whole elements
+//             does, and any k; what is not 16-byte aligned is read by elements
+//   epilogue  tensors begin at column 0 of this launch, dimension 1 is columns. y may be residual
+//             or gate. y in Q8_0 needs k_waves = 1 and m % 32 = 0; planar, y is the whole tensor
+//             and its columns are x_column0 and up
 typedef struct rocq_k_matvec_args {
     rocq_k_common common;
     rocq_k_matvec_part part[ROCQ_K_MATVEC_PARTS];
@@ -1322,28 +1372,28 @@ typedef struct rocq_k_matmul_args {
     int32_t w_batch2;
 } rocq_k_matmul_args;
 
-// Columns of work: (query i, head h of a KV head's group), column i group + h. attention_decode takes
-// ROCQ_K_DECODE_COLUMNS of them a block, attention_prefill ROCQ_K_PREFILL_COLUMNS(D), D being the
-// kernel's head size, which is the least in ROCQ_K_HEAD_DIMS that is head_dim or more.
+// Columns of work: (query i, head h of a KV head's group), column i group + h. attention_decode
+// takes ROCQ_K_DECODE_COLUMNS of them a block, attention_prefill ROCQ_K_PREFILL_COLUMNS(D), D being
+// the kernel's head size, which is the least in ROCQ_K_HEAD_DIMS that is head_dim or more.
 #define ROCQ_K_DECODE_COLUMNS 16
 #define ROCQ_K_PREFILL_COLUMNS(D) ((D) <= 128 ? 64 : (D) == 256 ? 32 : 16)
 
 // Blocks of 128 threads; blockIdx.x counts n_splits fastest, then n_tiles, KV heads, sequences:
 //   n_tiles   columns of a KV head, group n_q, over the columns of a block, rounded up
-//   n_splits  1 or more: so many blocks share the positions of a tile, each at least 64 to be worth it (256 is
-//             good on big chips); what runs past kv_len is cut by the kernel. The results depend on it
+//   n_splits  1 or more: so many blocks share the positions of a tile, 64 or more each to be worth
+//             it; what runs past kv_len is cut by the kernel. The results depend on it
 //   work      n_splits > 1: n_tiles n_kv_heads n_seqs n_splits (D + 2) columns-of-a-block floats
-//   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after; tells the last block of a
-//             tile, which merges
+//   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after; tells the last
+//             block of a tile, which merges
 // The pieces of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
     rocq_k_common common;
-    rocq_k_tensor out, q, k, v, mask; // as in rocq_attention_params; mask.data NULL: none. mask is repeated
-                                      // where it has 1. k and v: stride[1] below 2^32
+    rocq_k_tensor out, q, k, v, mask; // as in rocq_attention_params; mask.data NULL: none. mask is
+                                      // repeated where it has 1. k and v: stride[1] below 2^32
     const float *sinks;               // or NULL
     const int32_t *kv_len;            // or NULL: n_kv
     const int32_t *page_table;        // or NULL; n_pages a sequence
-    int32_t n_kv;                     // most positions a sequence may have: n_pages page_size if paged
+    int32_t n_kv;                     // most positions of a sequence: n_pages page_size if paged
     int32_t page_size, n_pages;
     int32_t head_dim, n_heads, n_kv_heads, n_q, n_seqs;
     float scale;                      // not 0
@@ -1407,43 +1457,43 @@ enum {
 };
 
 // The GPU runtime as rocq.h uses it: HIP's functions with neutral types. Each returns HIP's error
-// number, 0 for success. X(need, field, symbol, parameters): OPTIONAL ones may be NULL, and MODULE ones
-// where the kernels are linked. It is filled from the shared library, or handed over by the program's own
-// rocq_kernels.hip.
-#define ROCQ_HIP_FUNCTIONS(X)                                                                         \
-    X(REQUIRED, device_count, hipGetDeviceCount, (int *n))                                            \
-    X(REQUIRED, set_device, hipSetDevice, (int device))                                               \
-    X(REQUIRED, device_attribute, hipDeviceGetAttribute, (int *value, int attribute, int device))     \
-    X(REQUIRED, device_name, hipDeviceGetName, (char *name, int size, int device))                    \
-    X(REQUIRED, device_pci, hipDeviceGetPCIBusId, (char *pci, int size, int device))                  \
-    X(REQUIRED, device_memory, hipDeviceTotalMem, (size_t *bytes, int device))                        \
-    X(REQUIRED, mem_alloc, hipMalloc, (void **ptr, size_t size))                                      \
-    X(REQUIRED, mem_free, hipFree, (void *ptr))                                                       \
-    X(REQUIRED, host_alloc, hipHostMalloc, (void **ptr, size_t size, unsigned flags))                 \
-    X(REQUIRED, host_free, hipHostFree, (void *ptr))                                                  \
-    X(REQUIRED, copy, hipMemcpyAsync,                                                                 \
-      (void *dst, const void *src, size_t size, int kind, void *stream))                              \
-    X(REQUIRED, fill, hipMemsetAsync, (void *dst, int byte, size_t size, void *stream))               \
-    X(REQUIRED, stream_create, hipStreamCreateWithFlags, (void **stream, unsigned flags))             \
-    X(REQUIRED, stream_destroy, hipStreamDestroy, (void *stream))                                     \
-    X(REQUIRED, stream_wait, hipStreamSynchronize, (void *stream))                                    \
-    X(REQUIRED, event_create, hipEventCreateWithFlags, (void **event, unsigned flags))                \
-    X(REQUIRED, event_destroy, hipEventDestroy, (void *event))                                        \
-    X(REQUIRED, event_record, hipEventRecord, (void *event, void *stream))                            \
-    X(REQUIRED, event_wait, hipEventSynchronize, (void *event))                                       \
-    X(OPTIONAL, capture_begin, hipStreamBeginCapture, (void *stream, int mode))                       \
-    X(OPTIONAL, capture_end, hipStreamEndCapture, (void *stream, void **graph))                       \
-    X(OPTIONAL, graph_instantiate, hipGraphInstantiate,                                               \
-      (void **exec, void *graph, void **error_node, char *log, size_t log_size))                      \
-    X(OPTIONAL, graph_destroy, hipGraphDestroy, (void *graph))                                        \
-    X(OPTIONAL, graph_launch, hipGraphLaunch, (void *exec, void *stream))                             \
-    X(OPTIONAL, graph_exec_destroy, hipGraphExecDestroy, (void *exec))                                \
-    X(MODULE, module_load, hipModuleLoadData, (void **module, const void *image))                     \
-    X(MODULE, module_unload, hipModuleUnload, (void *module))                                         \
-    X(MODULE, module_function, hipModuleGetFunction,                                                  \
-      (void **function, void *module, const char *name))                                              \
-    X(MODULE, module_launch, hipModuleLaunchKernel,                                                   \
-      (void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,           \
+// number, 0 for success. X(need, field, symbol, parameters): OPTIONAL ones may be NULL, and MODULE
+// ones where the kernels are linked. It is filled from the shared library, or handed over by the
+// program's own rocq_kernels.hip.
+#define ROCQ_HIP_FUNCTIONS(X)                                                                     \
+    X(REQUIRED, device_count, hipGetDeviceCount, (int *n))                                        \
+    X(REQUIRED, set_device, hipSetDevice, (int device))                                           \
+    X(REQUIRED, device_attribute, hipDeviceGetAttribute, (int *value, int attribute, int device)) \
+    X(REQUIRED, device_name, hipDeviceGetName, (char *name, int size, int device))                \
+    X(REQUIRED, device_pci, hipDeviceGetPCIBusId, (char *pci, int size, int device))              \
+    X(REQUIRED, device_memory, hipDeviceTotalMem, (size_t *bytes, int device))                    \
+    X(REQUIRED, mem_alloc, hipMalloc, (void **ptr, size_t size))                                  \
+    X(REQUIRED, mem_free, hipFree, (void *ptr))                                                   \
+    X(REQUIRED, host_alloc, hipHostMalloc, (void **ptr, size_t size, unsigned flags))             \
+    X(REQUIRED, host_free, hipHostFree, (void *ptr))                                              \
+    X(REQUIRED, copy, hipMemcpyAsync,                                                             \
+      (void *dst, const void *src, size_t size, int kind, void *stream))                          \
+    X(REQUIRED, fill, hipMemsetAsync, (void *dst, int byte, size_t size, void *stream))           \
+    X(REQUIRED, stream_create, hipStreamCreateWithFlags, (void **stream, unsigned flags))         \
+    X(REQUIRED, stream_destroy, hipStreamDestroy, (void *stream))                                 \
+    X(REQUIRED, stream_wait, hipStreamSynchronize, (void *stream))                                \
+    X(REQUIRED, event_create, hipEventCreateWithFlags, (void **event, unsigned flags))            \
+    X(REQUIRED, event_destroy, hipEventDestroy, (void *event))                                    \
+    X(REQUIRED, event_record, hipEventRecord, (void *event, void *stream))                        \
+    X(REQUIRED, event_wait, hipEventSynchronize, (void *event))                                   \
+    X(OPTIONAL, capture_begin, hipStreamBeginCapture, (void *stream, int mode))                   \
+    X(OPTIONAL, capture_end, hipStreamEndCapture, (void *stream, void **graph))                   \
+    X(OPTIONAL, graph_instantiate, hipGraphInstantiate,                                           \
+      (void **exec, void *graph, void **error_node, char *log, size_t log_size))                  \
+    X(OPTIONAL, graph_destroy, hipGraphDestroy, (void *graph))                                    \
+    X(OPTIONAL, graph_launch, hipGraphLaunch, (void *exec, void *stream))                         \
+    X(OPTIONAL, graph_exec_destroy, hipGraphExecDestroy, (void *exec))                            \
+    X(MODULE, module_load, hipModuleLoadData, (void **module, const void *image))                 \
+    X(MODULE, module_unload, hipModuleUnload, (void *module))                                     \
+    X(MODULE, module_function, hipModuleGetFunction,                                              \
+      (void **function, void *module, const char *name))                                          \
+    X(MODULE, module_launch, hipModuleLaunchKernel,                                               \
+      (void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,       \
        unsigned block_y, unsigned block_z, unsigned lds, void *stream, void **args, void **extra))
 
 typedef struct rocq_hip {
@@ -1690,7 +1740,7 @@ ROCQ__INLINE unsigned char *rocq__row(const rocq_tensor *t, int64_t i1, int64_t 
 }
 
 // ---------------------------------------------------------------------------------------------
-// The context
+// >>context
 // ---------------------------------------------------------------------------------------------
 
 // Stands in front of every allocation: the list lets rocq_close free what the caller left.
@@ -2048,7 +2098,7 @@ ROCQ_DEF void rocq_arena_reset(rocq_arena *arena, int64_t mark) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Tensors
+// >>tensor
 // ---------------------------------------------------------------------------------------------
 
 // Bytes from element 0 to the end of the last one, or false when that does not fit an int64.
@@ -5897,7 +5947,8 @@ ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, const rocq_matmul_params *p
         rocq_tensor other, floats;
         char *at = (char *)scratch;
         if (p->w2) {
-            rocq_tensor_from_host(&other, at, ROCQ_F32, 4, p->y->ne); // cannot fail: they were planned
+            // Cannot fail: the sizes were planned.
+            rocq_tensor_from_host(&other, at, ROCQ_F32, 4, p->y->ne);
             at += s.floats_bytes;
             s.other.y = &other;
         }
@@ -7465,10 +7516,10 @@ ROCQ__FN rocq_result rocq__sample_cpu(rocq_ctx *ctx, const rocq_sample_params *p
 // >>hip_api: the GPU runtime, its kernels, and the device
 // ---------------------------------------------------------------------------------------------
 // Everything that a GPU context has beside what it shares with the CPU backend hangs off ctx->gpu.
-// Every call of the runtime returns an error number, and rocq__hip_failed is where it becomes a code:
-// out of memory leaves the context as it was; while a device is being tried or a graph captured, the
-// attempt has failed; after that, any other error means that what was submitted can no longer be
-// trusted, and the context is lost.
+// Every call of the runtime returns an error number, and rocq__hip_failed is where it becomes a
+// code: out of memory leaves the context as it was; while a device is being tried or a graph
+// captured, the attempt has failed; after that, any other error means that what was submitted can
+// no longer be trusted, and the context is lost.
 
 // Figures that the host needs to choose a kernel and its grid, and to estimate how long it runs.
 typedef struct rocq__chip {
@@ -7494,9 +7545,9 @@ enum {
     ROCQ__MAX_DEVICES = 64
 };
 
-// Pinned host memory that every copy passes through: the runtime never sees the caller's pages, which
-// may be mapped from a file. Copies fill one piece after the other; the event of a piece, recorded
-// when the next one is begun, tells when it may be filled again.
+// Pinned host memory that every copy passes through: the runtime never sees the caller's pages,
+// which may be mapped from a file. Copies fill one piece after the other; the event of a piece,
+// recorded when the next one is begun, tells when it may be filled again.
 typedef struct rocq__ring {
     unsigned char *memory; // NULL before the first copy
     void *event[ROCQ__PIECES];
@@ -7518,8 +7569,7 @@ typedef struct rocq__gpu {
     rocq__chip chip;
     void *module;
     void *function[ROCQ_K_COUNT];
-    int64_t launches[ROCQ_K_COUNT]; // of each kernel
-    int64_t n_launches[ROCQ_K_COUNT]; // by kernel, without replays: tests see what has run
+    int64_t launches[ROCQ_K_COUNT]; // of each kernel, without replays: tests see what has run
     void *stream;          // the one queue: more would cost idle power and buy no order
     rocq__device_block blocks; // ring
     uint32_t *status;      // [1], set by kernels that meet an index out of range
@@ -7588,7 +7638,8 @@ static const rocq__hip_symbol rocq__hip_symbols[] = {
 #define ROCQ__NEED_REQUIRED true
 #define ROCQ__NEED_MODULE true
 #define ROCQ__NEED_OPTIONAL false
-#define ROCQ_X(need, field, symbol, parameters) {#symbol, offsetof(rocq_hip, field), ROCQ__NEED_##need},
+#define ROCQ_X(need, field, symbol, parameters) \
+    {#symbol, offsetof(rocq_hip, field), ROCQ__NEED_##need},
     ROCQ_HIP_FUNCTIONS(ROCQ_X)
 #undef ROCQ_X
     {"hipGetErrorName", offsetof(rocq_hip, error_name), false}
@@ -7788,8 +7839,9 @@ ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint3
 #if ROCQ__HAS_HIP
 
 // What the fastest chip of a target has. HIP counts RDNA's compute units in pairs unless told
-// otherwise, and its memory clock is not that of the data, so neither is taken from there. Rates per
-// unit are AMD's: 256 flops a clock on the vector unit (without dual issue), 512 on the matrix unit.
+// otherwise, and its memory clock is not that of the data, so neither is taken from there. Rates
+// per unit are AMD's: 256 flops a clock on the vector unit (without dual issue), 512 on the matrix
+// unit.
 static const struct {
     int32_t target, max_units;
     double bytes_per_us;
@@ -8143,13 +8195,13 @@ ROCQ__FN rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *sr
 // ---------------------------------------------------------------------------------------------
 // >>hip_launch: from params to launches
 // ---------------------------------------------------------------------------------------------
-// Every op has two functions: rocq__plan_NAME_hip says whether the GPU can do it and how much scratch
-// it takes, launching and allocating nothing; rocq__NAME_hip then only launches.
+// Every op has two functions: rocq__plan_NAME_hip says whether the GPU can do it and how much
+// scratch it takes, launching and allocating nothing; rocq__NAME_hip then only launches.
 
 // -- launch core --
 
-// Of a whole grid: bytes moved, flops of the vector unit (a fused multiply-add is 2, as is a dot4, an
-// exponential 8) and of the matrix unit. Only the time cap looks at it.
+// Of a whole grid: bytes moved, flops of the vector unit (a fused multiply-add is 2, as is a dot4,
+// an exponential 8) and of the matrix unit. Only the time cap looks at it.
 typedef struct rocq__cost {
     double bytes, flops, matrix;
 } rocq__cost;
@@ -8159,8 +8211,8 @@ ROCQ__FN const rocq__chip *rocq__chip_of(const rocq_ctx *ctx) {
 }
 
 // A kernel over grid_x by grid_z blocks. args is the kernel's args struct, which begins with
-// rocq_k_common. Where the estimate is over the time cap, grid_x is cut into launches of equal size,
-// each still large enough to fill the chip; the estimate assumes half of each peak rate.
+// rocq_k_common. Where the estimate is over the time cap, grid_x is cut into launches of equal
+// size, each still large enough to fill the chip; the estimate assumes half of each peak rate.
 ROCQ__FN rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int64_t grid_z,
                                   int threads, void *args, rocq__cost cost) {
     rocq__gpu *gpu = ctx->gpu;
@@ -8189,15 +8241,10 @@ ROCQ__FN rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int
         ROCQ__HIP(
             rocq__kernels[kernel].name,
             rocq__hip_launch(gpu, kernel, (uint32_t)n, (uint32_t)grid_z, (uint32_t)threads, args));
-        gpu->n_launches[kernel]++;
-        ctx->stats.n_launches++;
         gpu->launches[kernel]++;
+        ctx->stats.n_launches++;
     }
     return ROCQ_OK;
-}
-
-ROCQ__FN int64_t rocq__hip_launches(const rocq_ctx *ctx, int kernel) {
-    return ctx->gpu->n_launches[kernel];
 }
 
 // Sizes have been checked to fit; a tensor that is not there has data NULL.
@@ -8243,10 +8290,9 @@ ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, voi
     return rocq__launch(ctx, ROCQ_K_repack, (n_units + 255) / 256, 1, 256, &a, cost);
 }
 
-// -- ops, in the order of ROCQ_OPS --
-// An op's body runs twice over the same job: to plan, when scratch memory has no address yet and
-// nothing is launched, and to launch. So the plan is never wrong. The first failure stays in the job
-// and turns what follows into nothing.
+// -- ops, in the order of ROCQ_OPS -- An op's body runs twice over the same job: to plan, when
+// scratch memory has no address yet and nothing is launched, and to launch. So the plan is never
+// wrong. The first failure stays in the job and turns what follows into nothing.
 
 typedef struct rocq__job {
     rocq_ctx *ctx;
@@ -8284,7 +8330,7 @@ ROCQ__FN rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_l
         t.ne[d] = ne[d];
         if (d > 1) fits = fits && rocq__mul(t.stride[d - 1], ne[d - 1], &t.stride[d]);
     }
-    fits = fits && rocq__mul(t.stride[3], ne[3], &end) && end < INT64_MAX / 64; // and several of them
+    fits = fits && rocq__mul(t.stride[3], ne[3], &end) && end < INT64_MAX / 64; // even several
     if (job->result != ROCQ_OK) return t;
     if (!fits) {
         job->result =
@@ -8427,7 +8473,10 @@ ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq
 //   x    INT8: planar Q8_0; else F16 or F32, 16-byte aligned rows at one distance throughout
 //   w    planar blocks; F32 F16 BF16 contiguous, 16-byte aligned
 
-enum { ROCQ__MATMUL_K = 1 << 24 }; // most of K: 32 bits address the rows of a tile
+enum {
+    ROCQ__MATMUL_K = 1 << 24,     // most of K: 32 bits address the rows of a tile
+    ROCQ__MATMUL_BATCHES = 65535  // of matrices: a matvec launches each, tiles count them in z
+};
 
 // Place of a format in ROCQ_K_ALL_FORMATS, which is the order of a family's kernels.
 ROCQ__FN int rocq__k_format(rocq_format format) {
@@ -8471,7 +8520,8 @@ ROCQ__FN bool rocq__aligned16(const rocq_tensor *t) {
     return (uintptr_t)rocq__device_data(t) % 16 == 0;
 }
 
-// Rows of a float tensor all at one distance, through the batches, and readable in pieces of 16 bytes.
+// Rows of a float tensor all at one distance, through the batches, and readable in pieces of 16
+// bytes.
 ROCQ__FN bool rocq__wide_rows(const rocq_tensor *t) {
     const int64_t wide = t->format == ROCQ_F32 ? 4 : 8;
     if (t->stride[1] > ROCQ__MATMUL_K) return false; // so that the products below fit
@@ -8536,10 +8586,10 @@ ROCQ__FN void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
 
 // Waves that share the rows of a matvec. The memory is busy while latency x bandwidth bytes are on
 // their way; a wave has one step of its four rows on the way: a lane a unit of each, or of plain
-// formats 16 bytes. So K is divided until all waves together reach that, but never so far that a step
-// is not full. On an H200 with this latency the rule takes the fastest of 1, 2, 4 and 8, or one at
-// most 4% behind, for Q4_0, Q8_0, Q4_K, Q5_K, Q6_K and F16 of 4096 x 4096, 14336 x 4096 and 4096 x
-// 14336, n = 1.
+// formats 16 bytes. So K is divided until all waves together reach that, but never so far that a
+// step is not full. On an H200 with this latency the rule takes the fastest of 1, 2, 4 and 8, or
+// one at most 4% behind, for Q4_0, Q8_0, Q4_K, Q5_K, Q6_K and F16 of 4096 x 4096, 14336 x 4096 and
+// 4096 x 14336, n = 1.
 enum { ROCQ__LATENCY_NS = 950 }; // of a load under load; 240 idle on a 7900 XTX
 
 ROCQ__FN int32_t rocq__k_waves(const rocq__chip *chip, rocq_format format, int64_t rows, int64_t k,
@@ -8727,8 +8777,8 @@ ROCQ__FN void rocq__gemm_prepare(rocq__job *job, const rocq_matmul_params *p, co
     g->has_gate = true;
 }
 
-// Products from first on that one launch takes: as many as fit, of one path, and of one format unless
-// a lone column allows several. None of a chain reads what another one writes.
+// Products from first on that one launch takes: as many as fit, of one path, and of one format
+// unless a lone column allows several. None of a chain reads what another one writes.
 ROCQ__FN int32_t rocq__gemm_run(const rocq_matmul_params *first) {
     const rocq_precision path = rocq__gemm_path(first, first->w);
     const bool any_format = path == ROCQ_PRECISION_INT8 && first->x->ne[1] == 1;
@@ -8750,6 +8800,12 @@ ROCQ__FN void rocq__job_matmul(rocq__job *job, const rocq_matmul_params *p) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: K %lld is over %d on the GPU",
                        (long long)p->x->ne[0], (int)ROCQ__MATMUL_K);
+        return;
+    }
+    if (p->x->ne[2] * p->x->ne[3] > ROCQ__MATMUL_BATCHES) {
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: %lld x %lld batches on the GPU",
+                       (long long)p->x->ne[2], (long long)p->x->ne[3]);
         return;
     }
     for (const rocq_matmul_params *q = p; q; q = q->next) {
@@ -8795,8 +8851,8 @@ ROCQ__FN void rocq__job_attention(rocq__job *job, const rocq_attention_params *p
     while (rocq__head_dims[size] < p->q->ne[0]) size++;
     const int64_t head_dim = rocq__head_dims[size], few = ROCQ_K_DECODE_COLUMNS;
 
-    // A prefill block reads K and V for up to 64 columns at once: worth it where over half of them are
-    // there.
+    // A prefill block reads K and V for up to 64 columns at once: worth it where over half of them
+    // are there.
     const int64_t many = ROCQ_K_PREFILL_COLUMNS(head_dim);
     const bool decode = columns <= ROCQ__MAX(few, many / 2);
     const int64_t tile = decode ? few : many;
@@ -9046,17 +9102,17 @@ ROCQ__FN void rocq__job_sample(rocq__job *job, const rocq_sample_params *p) {
                      rocq__cost_of(4.0 * reads, 8.0 * reads, 0.0));
 }
 
-#define ROCQ_X(NAME, name, params)                                                                    \
-    ROCQ__FN rocq_result rocq__plan_##name##_hip(rocq_ctx *ctx, const params *p, int64_t *scratch) {  \
-        rocq__job job = {ctx, #name, true, 0, 0, 0, ROCQ_OK};                                         \
-        rocq__job_##name(&job, p);                                                                    \
-        *scratch = job.most;                                                                          \
-        return job.result;                                                                            \
-    }                                                                                                 \
-    ROCQ__FN rocq_result rocq__##name##_hip(rocq_ctx *ctx, const params *p, void *scratch) {          \
-        rocq__job job = {ctx, #name, false, (uintptr_t)scratch, 0, 0, ROCQ_OK};                       \
-        rocq__job_##name(&job, p);                                                                    \
-        return job.result;                                                                            \
+#define ROCQ_X(NAME, name, params)                                                                 \
+    ROCQ__FN rocq_result rocq__plan_##name##_hip(rocq_ctx *ctx, const params *p, int64_t *bytes) { \
+        rocq__job job = {ctx, #name, true, 0, 0, 0, ROCQ_OK};                                      \
+        rocq__job_##name(&job, p);                                                                 \
+        *bytes = job.most;                                                                         \
+        return job.result;                                                                         \
+    }                                                                                              \
+    ROCQ__FN rocq_result rocq__##name##_hip(rocq_ctx *ctx, const params *p, void *scratch) {       \
+        rocq__job job = {ctx, #name, false, (uintptr_t)scratch, 0, 0, ROCQ_OK};                    \
+        rocq__job_##name(&job, p);                                                                 \
+        return job.result;                                                                         \
     }
 ROCQ_OPS(ROCQ_X)
 #undef ROCQ_X
@@ -9196,8 +9252,9 @@ ROCQ__FN rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char
     if (!t) return ROCQ_OK;
     for (int d = 0; d < 4; d++) {
         if (want[d] >= 0 && t->ne[d] != want[d]) {
-            return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s has %lld elements in dimension %d, expected %lld",
-                              op, name, (long long)t->ne[d], d, (long long)want[d]);
+            return rocq__fail(ctx, ROCQ_E_SHAPE,
+                              "%s: %s has %lld elements in dimension %d, expected %lld", op, name,
+                              (long long)t->ne[d], d, (long long)want[d]);
         }
     }
     return ROCQ_OK;
@@ -9568,7 +9625,8 @@ typedef struct rocq__operand {
 } rocq__operand;
 
 static const rocq__operand rocq__operands[] = {
-#define ROCQ_X(NAME, params, role, field) {ROCQ_OP_##NAME, ROCQ__##role, offsetof(params, field), #field},
+#define ROCQ_X(NAME, params, role, field) \
+    {ROCQ_OP_##NAME, ROCQ__##role, offsetof(params, field), #field},
     ROCQ_X(MATMUL, rocq_matmul_params, OUT, y)
     ROCQ_X(MATMUL, rocq_matmul_params, IN, w)
     ROCQ_X(MATMUL, rocq_matmul_params, IN, w2)
@@ -9668,8 +9726,8 @@ ROCQ__FN const rocq_tensor *rocq__planar_operand(rocq_op op, const void *params)
     return NULL;
 }
 
-// Memory in common. Tensors with gaps may lie in each other's gaps (q, k and v of one product), which
-// is not looked into: those never count.
+// Memory in common. Tensors with gaps may lie in each other's gaps (q, k and v of one product),
+// which is not looked into: those never count.
 ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
     const uint64_t a0 = rocq__address(a), b0 = rocq__address(b);
     if (a0 >= b0 + (uint64_t)rocq_tensor_size(b) || b0 >= a0 + (uint64_t)rocq_tensor_size(a)) {
@@ -9780,28 +9838,28 @@ typedef struct rocq__op_entry {
 
 // The functions behind the table take typed params; calling them through another type would be
 // undefined, hence one thin wrapper each.
-#define ROCQ_X(NAME, name, params)                                                                        \
-    ROCQ__FN rocq_result rocq__entry_check_##name(rocq_ctx *ctx, const void *p) {                         \
-        return rocq__check_##name(ctx, (const params *)p);                                                \
-    }                                                                                                     \
-    ROCQ__FN int64_t rocq__entry_scratch_##name(const rocq_ctx *ctx, const void *p) {                     \
-        return rocq__scratch_##name##_cpu(ctx, (const params *)p);                                        \
-    }                                                                                                     \
-    ROCQ__FN rocq_result rocq__entry_run_##name(rocq_ctx *ctx, const void *p) {                           \
-        return rocq__##name##_cpu(ctx, (const params *)p);                                                \
-    }                                                                                                     \
-    ROCQ__FN rocq_result rocq__entry_plan_##name(rocq_ctx *ctx, const void *p, int64_t *scratch) {        \
-        return rocq__plan_##name##_hip(ctx, (const params *)p, scratch);                                  \
-    }                                                                                                     \
-    ROCQ__FN rocq_result rocq__entry_hip_##name(rocq_ctx *ctx, const void *p, void *scratch) {            \
-        return rocq__##name##_hip(ctx, (const params *)p, scratch);                                       \
+#define ROCQ_X(NAME, name, params)                                                                 \
+    ROCQ__FN rocq_result rocq__entry_check_##name(rocq_ctx *ctx, const void *p) {                  \
+        return rocq__check_##name(ctx, (const params *)p);                                         \
+    }                                                                                              \
+    ROCQ__FN int64_t rocq__entry_scratch_##name(const rocq_ctx *ctx, const void *p) {              \
+        return rocq__scratch_##name##_cpu(ctx, (const params *)p);                                 \
+    }                                                                                              \
+    ROCQ__FN rocq_result rocq__entry_run_##name(rocq_ctx *ctx, const void *p) {                    \
+        return rocq__##name##_cpu(ctx, (const params *)p);                                         \
+    }                                                                                              \
+    ROCQ__FN rocq_result rocq__entry_plan_##name(rocq_ctx *ctx, const void *p, int64_t *scratch) { \
+        return rocq__plan_##name##_hip(ctx, (const params *)p, scratch);                           \
+    }                                                                                              \
+    ROCQ__FN rocq_result rocq__entry_hip_##name(rocq_ctx *ctx, const void *p, void *scratch) {     \
+        return rocq__##name##_hip(ctx, (const params *)p, scratch);                                \
     }
 ROCQ_OPS(ROCQ_X)
 #undef ROCQ_X
 
 static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = {
-#define ROCQ_X(NAME, name, params)                                                                    \
-    {#name, (int64_t)sizeof(params), rocq__entry_check_##name, rocq__entry_scratch_##name,            \
+#define ROCQ_X(NAME, name, params)                                                         \
+    {#name, (int64_t)sizeof(params), rocq__entry_check_##name, rocq__entry_scratch_##name, \
      rocq__entry_run_##name, rocq__entry_plan_##name, rocq__entry_hip_##name},
     ROCQ_OPS(ROCQ_X)
 #undef ROCQ_X
@@ -9852,8 +9910,8 @@ typedef struct rocq__region {
     bool written;
 } rocq__region;
 
-// Operands are brought to the host, and outputs back. What overlaps on the device must do so here as
-// well, hence regions: each is copied once, whole, with the gaps of strided tensors.
+// Operands are brought to the host, and outputs back. What overlaps on the device must do so here
+// as well, hence regions: each is copied once, whole, with the gaps of strided tensors.
 ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__node *node;
     rocq__region regions[ROCQ__MAX_OPERANDS];
@@ -9969,8 +10027,14 @@ ROCQ__FN rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq_graph *graph) {
     return ROCQ_OK;
 }
 
+// A replay may still be running: that of a graph without scratch memory is not waited for when the
+// context gets its first.
 ROCQ__FN void rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
-    if (graph->exec) ctx->gpu->hip->graph_exec_destroy(graph->exec);
+    rocq__gpu *gpu = ctx->gpu;
+    if (!graph->exec) return;
+    const int error = gpu->hip->stream_wait(gpu->stream);
+    if (error != 0 && !gpu->lost) rocq__hip_failed(ctx, "graph", error);
+    gpu->hip->graph_exec_destroy(graph->exec);
     graph->exec = NULL;
 }
 
@@ -10063,7 +10127,8 @@ ROCQ__FN bool rocq__cpu_has_avx2(void) {
 
 #if ROCQ__HAS_HIP
 
-// Gives back all that rocq__device_try has got. A lost device answers with errors, which do not matter.
+// Gives back all that rocq__device_try has got. A lost device answers with errors, which do not
+// matter.
 ROCQ__FN void rocq__device_leave(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     rocq__ring *ring = &gpu->ring;
@@ -10115,7 +10180,8 @@ ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
             }
         }
     }
-    // Of normal priority: another one would be a second hardware queue, which costs power when idle.
+    // Of normal priority: another one would be a second hardware queue, which costs power when
+    // idle.
     ROCQ__HIP("stream", hip->stream_create(&gpu->stream, ROCQ_HIP_NON_BLOCKING));
     ROCQ__HIP("pinned memory", hip->host_alloc(&pinned, (size_t)line, 0));
     gpu->pinned = (uint32_t *)pinned;
@@ -10233,7 +10299,7 @@ ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
     gpu->blocks.prev = gpu->blocks.next = &gpu->blocks;
     gpu->trial = true;
     ctx->gpu = gpu;
-    rocq_result result = rocq__hip_kernels(ctx, gpu, linked);
+    rocq_result result = rocq__hip_kernels(ctx, gpu, linked); // first: without, none is loaded
     if (result == ROCQ_OK) {
         result = linked ? rocq__hip_linked(ctx, gpu, linked) : rocq__hip_load(ctx, gpu);
     }
@@ -10252,20 +10318,7 @@ ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
              (int)gpu->chip.n_units);
     return ROCQ_OK;
 #else
-    return rocq__fail(ctx, ROCQ_E_NO_RUNTIME, "this program was built with ROCQ_NO_HIP");
-#endif
-}
-
-// No code object and nothing linked: there is no reason to load the runtime.
-ROCQ__FN bool rocq__has_kernels(const rocq_ctx *ctx) {
-#if !ROCQ__HAS_HIP
-    (void)ctx;
-    return false;
-#elif defined(ROCQ_KERNELS_PATH)
-    (void)ctx;
-    return true;
-#else
-    return ctx->desc.kernels_path || ctx->desc.kernels_data || ROCQ__HIP_LINKED() != NULL;
+    return rocq__fail(ctx, ROCQ_E_NO_KERNELS, "no GPU: this program was built with ROCQ_NO_HIP");
 #endif
 }
 
@@ -10322,12 +10375,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     if (resolved.prefer != ROCQ_CPU) {
         const bool fallback = resolved.prefer == ROCQ_BACKEND_AUTO || resolved.allow_fallback;
         ctx->quiet = fallback;
-        if (resolved.prefer == ROCQ_BACKEND_AUTO && !rocq__has_kernels(ctx)) {
-            result = rocq__fail(ctx, ROCQ_E_NO_KERNELS,
-                                "no GPU kernels: none are linked, and desc names no code object");
-        } else {
-            result = rocq__gpu_open(ctx);
-        }
+        result = rocq__gpu_open(ctx);
         ctx->quiet = false;
         ctx->gpu_result = result;
         if (result != ROCQ_OK) memcpy(ctx->gpu_message, ctx->error, sizeof ctx->gpu_message);
@@ -10357,7 +10405,7 @@ ROCQ_DEF void rocq_close(rocq_ctx **ctx_ptr) {
 #if ROCQ__HAS_THREADS
     if (ctx->pool_ready) rocq__pool_stop(&ctx->pool);
 #endif
-    if (rocq__on_gpu(ctx)) ctx->gpu->hip->stream_wait(ctx->gpu->stream);
+    if (rocq__on_gpu(ctx)) ctx->gpu->hip->set_device(ctx->gpu->device);
     while (ctx->graphs) rocq__graph_delete(ctx, ctx->graphs);
     rocq__gpu_close(ctx);
     while (ctx->blocks.next != &ctx->blocks) rocq__free(ctx, ctx->blocks.next + 1);
@@ -10473,11 +10521,7 @@ ROCQ_DEF void rocq_graph_free(rocq_ctx *ctx, rocq_graph **graph) {
     if (!ctx || !graph || !*graph || rocq__check_graph(ctx, "graph_free", *graph) != ROCQ_OK) {
         return;
     }
-    // A replay may still be running.
-    if ((*graph)->exec && rocq__hip_enter(ctx, "graph_free") == ROCQ_OK) {
-        const int error = ctx->gpu->hip->stream_wait(ctx->gpu->stream);
-        if (error != 0) rocq__hip_failed(ctx, "graph_free", error);
-    }
+    if ((*graph)->exec) rocq__hip_enter(ctx, "graph_free");
     rocq__graph_delete(ctx, *graph);
     *graph = NULL;
 }

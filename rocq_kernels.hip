@@ -2485,38 +2485,51 @@ KERNEL(matmul_f32, rocq_k_matmul_args, 256) {
 // ---------------------------------------------------------------------------------------------
 // >>attention
 // ---------------------------------------------------------------------------------------------
-// out[d, h, i] = sum over j of softmax_j(score(i, j)) v[d, h_kv, j], all as in rocq_attention_params.
+// out[d, h, i] = sum over j of softmax_j(score(i, j)) v[d, h_kv, j], as in rocq_attention_params.
 //
 // The columns of the work are the pairs (query i, head h of the group of one KV head), query after
 // query, so that K and V are read once for all heads of a group. 16 columns are a column tile. KV
 // positions pass by in KV tiles of TILE, and per KV tile
-//   S = K Q^T    [position][column]: K is the A operand, Q the B operand, so that a lane owns columns
-//   P = 2^(S - m), m the column's running maximum, l += sum of P
+//   S = K Q^T      [position][column]: K is the A, Q the B operand, so that a lane owns columns
+//   P = 2^(S - m)  m the column's running maximum, l += sum of P
 //   O = O + V^T P  [d][column]: P goes from result to operand in registers, V is transposed in LDS
-// Scores are in units of log2: exp is one fma and one exp2. m follows the true maximum only when that
+// Scores are in units of log2: exp is one fma and one exp2. m follows the true maximum only when it
 // is more than 2^8 away, which leaves P in F16's range and spares nearly all rescaling of O.
 //
 // A block is 4 waves. For D over 128 the head is cut into SLICES of 128 and a wave has one slice of
 // Q, of K and of O: no wave has more than 128 elements of a column, and the waves of a column tile
-// add up their parts of S in LDS. What waves are left are
-//   decode   SETS that take every SETS-th KV tile, each wave staging its own slice of K and V in its own
-//            LDS without a barrier; in the end the sets' (m, l, O) are merged through LDS
-//   prefill  COLUMN_TILES, with one KV tile in LDS that all four waves stage and use
-//      D            64   80-128  256  512              64   80-128  256  512
-//      decode  SETS  4      4      2    1   TILE         32    16     16   16    columns a block   16
-//      prefill tiles 4      4      2    1   TILE         64    32     16   16    columns a block   64 64 32 16
-// The runs of positions that the columns see are cut into n_splits parts, one a block. The last
-// block of a column tile (told by counter) merges the parts in their order.
+// add up their parts of S in LDS. What waves are left are   decode   SETS that take every SETS-th
+// KV tile, each wave staging its own slice of K and V in its            own LDS without a barrier;
+// in the end the sets' (m, l, O) are merged through LDS   prefill  COLUMN_TILES, with one KV tile
+// in LDS that all four waves stage and use
 //
-// LDS     K [position][BD + 8], V^T [row][TILE + 8], both F16. The 8 put the 16-byte words of consecutive
-//         rows into different banks, on loads; row r of a slice of V^T is element 8 (r % (W / 8)) +
-//         r / (W / 8), and the k of V^T and P are in the order of frag_k_row: both so that a lane's store
-//         of 4 positions meets no other in its bank.
-// KV      any strides. 16-byte loads where rows of F32, F16 and BF16 are aligned to 16 bytes and head_dim is a
-//         multiple of 8; else element by element. Blocks of Q8_0 and Q4_0 as in GGUF, 2-byte aligned.
-// Values  F32 and BF16 operands are rounded to F16, Q4_0 and Q8_0 values too.
-// Bytes   K and V once per column tile (decode) or block (prefill), Q and out once.
-// Math    per 16 positions and 16 columns of a wave: W / 8 WMMA (512 cycles for W = 128) and some 60 VALU.
+//   D                      64  80-128   256   512
+//   decode   SETS           4     4      2     1
+//            TILE          32    16     16    16
+//            columns       16    16     16    16   of a block
+//   prefill  COLUMN_TILES   4     4      2     1
+//            TILE          64    32     16    16
+//            columns       64    64     32    16
+//
+// The run of positions that the columns see is cut into n_splits parts, one a block. Blocks leave
+// m, l and O of their columns in work, and the last one of a column tile (told by counter) merges
+// them in their order. A row that sees nothing is 0.
+//
+// Grid    as at rocq_k_attention_args in rocq.h; 128 threads
+// LDS     13 to 43 KB: K [position][BD + 8], V^T [row][TILE + 8], F16. The 8 put the 16-byte words
+//         of consecutive rows into different banks, on loads. Row r of a slice of V^T is element
+//         8 (r % (W / 8)) + r / (W / 8), and k of V^T and P are in the order of frag_k_row: so the
+//         stores of 4 positions by the lanes of a wave meet in no bank. Decode: K and V in turn in
+//         the same place, and Q
+// KV      steps between positions below 2^32 bytes. 16-byte loads of F32, F16 and BF16 where rows
+//         are aligned to 16 bytes and head_dim is a multiple of 8, else single elements; GGUF
+//         blocks of Q8_0 and Q4_0 in pieces of 2 or 8 bytes. Pages are looked up a tile ahead
+// Values  Q, K, V and P are rounded to F16 (so K and V past 65504 are infinite), sums are F32. What
+//         a column does not see takes no part, except that a NaN or infinity in V reaches columns
+//         that do not see its position, where they share the KV tile with one that does
+// Bytes   K and V once per column tile (decode) or block (prefill), Q and out once
+// Math    per 16 positions and 16 columns of a wave W / 8 WMMA (512 cycles for W = 128) and, in
+//         prefill, some 80 cycles of the rest
 
 enum {
     ATTEND_WAVES = 4,
@@ -2528,12 +2541,16 @@ template <int D, int TILES> struct attend_shape {
         HEAD = D,
         COLUMN_TILES = TILES,
         SLICES = D > 128 ? D / 128 : 1,
-        W = D / SLICES,                               // elements of a slice
+        W = D / SLICES,                                // elements of a slice
         SETS = ATTEND_WAVES / (COLUMN_TILES * SLICES), // of waves that share out the positions
-        SHARED = COLUMN_TILES > 1,                    // the block has one KV tile, else each wave its own
-        BD = SHARED ? D : W,                          // elements of a head that a KV tile holds
-        TILE = SHARED ? (D <= 64 ? 64 : D <= 128 ? 32 : 16) : W <= 64 ? 32 : 16,
-        THREADS = SHARED ? 128 : 32,                  // that stage a KV tile
+        SHARED = COLUMN_TILES > 1, // the block has one KV tile, else each wave its own
+        BD = SHARED ? D : W,       // elements of a head that a KV tile holds
+        TILE = SHARED    ? (D <= 64    ? 64
+                            : D <= 128 ? 32
+                                       : 16)
+               : W <= 64 ? 32
+                         : 16,
+        THREADS = SHARED ? 128 : 32,                   // that stage a KV tile
         LOADS = TILE * ((BD + 63) / 64) * 8 / THREADS, // of 8 elements, per thread
         K_STRIDE = BD + 8,
         V_STRIDE = TILE + 8,
@@ -2549,18 +2566,19 @@ template <int D, int TILES> struct attend_shape {
         Q_STRIDE = BD + 8,
         Q_BYTES = SHARED ? 0 : SLICES * ATTEND_COLUMNS * Q_STRIDE * 2, // SHARED: in registers
         // parts of S, not SHARED: in place of K
-        SUM_BYTES = SLICES > 1 && SHARED ? ATTEND_WAVES * PARTS * 1024 : 0,
+        SUM_BYTES = SLICES > 1 && SHARED ? ATTEND_WAVES *PARTS * 1024 : 0,
         SUM_STRIDE = SHARED ? PARTS * 256 : WAVE_BYTES / 4, // floats from wave to wave
         OUT_STRIDE = D + 4,
         OUT_BYTES = ATTEND_COLUMNS * (OUT_STRIDE + 2) * 4,
         LOOP_BYTES = TILE_BYTES + Q_BYTES + SUM_BYTES,
         MAIN_BYTES = LOOP_BYTES > OUT_BYTES ? LOOP_BYTES : OUT_BYTES,
-        ROW_BYTES = 2 * TILE * 4 + ATTEND_COLUMNS * 8, // of a wave: rows of K and V of two tiles, of the mask
+        ROW_BYTES = 2 * TILE * 4 +
+                    ATTEND_COLUMNS * 8, // of a wave: rows of K and V of two tiles, of the mask
         LDS_BYTES = MAIN_BYTES + ATTEND_WAVES * ROW_BYTES + 16
     };
     static constexpr uint64_t ALL_SEEN = ~(uint64_t)0 >> (64 - TILE);
-    // Which 8 elements of which row of the tile thread t loads at its p-th load: row lane_row + pass_row,
-    // chunk lane_chunk + pass_chunk. For V four loads are four consecutive k.
+    // Which 8 elements of which row of the tile thread t loads at its p-th load: row lane_row +
+    // pass_row, chunk lane_chunk + pass_chunk. For V four loads are four consecutive k.
     enum { ROWS_K = THREADS / 8, GROUPS = TILE / 4 };
     template <bool V> DEV int lane_row(int t) {
         if (!V) return t / 8;
@@ -2577,8 +2595,9 @@ template <int D, int TILES> struct attend_shape {
 };
 
 // How rows are read, in chunks of 8 elements. WIDE (F16 and BF16): 16 bytes that are on their way
-// while the tile before is used. Q8_0, Q4_0 and F32 are read when their tile is staged, since a second set of
-// registers that may hold either form makes the compiler copy them, and so wait for them. ANY: by elements.
+// while the tile before is used. Q8_0, Q4_0 and F32 are read when their tile is staged, since a
+// second set of registers that may hold either form makes the compiler copy them, and so wait for
+// them. ANY: by elements.
 enum { ATTEND_WIDE, ATTEND_Q8_0, ATTEND_Q4_0, ATTEND_F32, ATTEND_ANY };
 
 struct attend_rows { // of Q, K or V
@@ -2587,7 +2606,8 @@ struct attend_rows { // of Q, K or V
     int32_t format, way, head_dim, last_chunk;
 };
 
-DEV attend_rows attend_rows_of(const rocq_k_tensor &t, const char *base, int64_t step, int head_dim) {
+DEV attend_rows attend_rows_of(const rocq_k_tensor &t, const char *base, int64_t step,
+                               int head_dim) {
     attend_rows rows;
     rows.base = recomputed_uniform(base);
     rows.step = (uint32_t)step;
@@ -2602,15 +2622,20 @@ DEV attend_rows attend_rows_of(const rocq_k_tensor &t, const char *base, int64_t
     return rows;
 }
 
-DEV uint32_t attend_pair(float x, float y) { return bits<uint32_t>(pair((f16)x, (f16)y)); }
+DEV uint32_t attend_pair(float x, float y) {
+    return bits<uint32_t>(pair((f16)x, (f16)y));
+}
 
-// Elements 8 chunk ... 8 chunk + 7 of a row: F16 or BF16 as they are, F32 as F16, of blocks x, y the
-// codes and z the scale.
+// Elements 8 chunk ... 8 chunk + 7 of a row: F16 or BF16 as they are, F32 as F16, of blocks x, y
+// the codes and z the scale.
 template <int WAY> DEV u32x4 attend_load(const char *row, int chunk) {
     if (WAY == ATTEND_F32) {
-        const u32x4 lo = gload((const u32x4 *)row + 2 * chunk), hi = gload((const u32x4 *)row + 2 * chunk + 1);
-        return make4(attend_pair(bits<float>(lo.x), bits<float>(lo.y)), attend_pair(bits<float>(lo.z), bits<float>(lo.w)),
-                     attend_pair(bits<float>(hi.x), bits<float>(hi.y)), attend_pair(bits<float>(hi.z), bits<float>(hi.w)));
+        const u32x4 lo = gload((const u32x4 *)row + 2 * chunk),
+                    hi = gload((const u32x4 *)row + 2 * chunk + 1);
+        return make4(attend_pair(bits<float>(lo.x), bits<float>(lo.y)),
+                     attend_pair(bits<float>(lo.z), bits<float>(lo.w)),
+                     attend_pair(bits<float>(hi.x), bits<float>(hi.y)),
+                     attend_pair(bits<float>(hi.z), bits<float>(hi.w)));
     }
     if (WAY == ATTEND_WIDE) return gload((const u32x4 *)row + chunk);
     const uint16_t *block = (const uint16_t *)(row + (WAY == ATTEND_Q8_0 ? 34 : 18) * (chunk >> 2));
@@ -2624,7 +2649,8 @@ template <int WAY> DEV u32x4 attend_halves(u32x4 r, int chunk, int format) {
     if (WAY == ATTEND_WIDE && format == ROCQ_BF16) {
         uint32_t w[4] = {r.x, r.y, r.z, r.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) w[i] = attend_pair(bits<float>(w[i] << 16), bits<float>(w[i] & 0xffff0000u));
+        for (int i = 0; i < 4; i++)
+            w[i] = attend_pair(bits<float>(w[i] << 16), bits<float>(w[i] & 0xffff0000u));
         return make4(w[0], w[1], w[2], w[3]);
     }
     if (WAY != ATTEND_Q8_0 && WAY != ATTEND_Q4_0) return r;
@@ -2634,7 +2660,8 @@ template <int WAY> DEV u32x4 attend_halves(u32x4 r, int chunk, int format) {
     const f16 scale = bits<f16>((uint16_t)r.z), zero = (f16)-0.0f;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const uint32_t c = WAY == ATTEND_Q8_0 ? code[i / 2] ^ 0x80808080u : code[i / 2] >> shift & 0x0f0f0f0fu;
+        const uint32_t c =
+            WAY == ATTEND_Q8_0 ? code[i / 2] ^ 0x80808080u : code[i / 2] >> shift & 0x0f0f0f0fu;
         const uint32_t h = byte_perm(0x64646464u, c, i % 2 ? 0x04030402u : 0x04010400u);
         const f16x2 q = fma2(bits<f16x2>(h), pair(one, one), pair(offset, offset));
         w[i] = bits<uint32_t>(fma2(q, pair(scale, scale), pair(zero, zero)));
@@ -2644,33 +2671,37 @@ template <int WAY> DEV u32x4 attend_halves(u32x4 r, int chunk, int format) {
 
 // Where a KV tile lies.
 struct attend_place {
-    int first, end;  // its first position; the end of the run that the block works on
-    int listed;      // rows holds the rows of its positions, past the end those of the last one
-    int chunk0;      // first chunk of the slice
-    int32_t *rows;   // LDS, of the wave
-    uint64_t seen;   // bit r: its position r lies before end and in a page that exists
+    int first, end; // its first position; the end of the run that the block works on
+    int listed;     // rows holds the rows of its positions, past the end those of the last one
+    int chunk0;     // first chunk of the slice
+    int32_t *rows;  // LDS, of the wave
+    uint64_t seen;  // bit r: its position r lies before end and in a page that exists
 };
 
 DEV const char *attend_row(const attend_rows &t, const attend_place &at, int r) {
     return t.base + (uint64_t)(uint32_t)lget(at.rows + r) * t.step;
 }
 
-// Loads a thread's share of a tile of K or V. What lies past the end or past head_dim is loaded from
-// the last position or chunk, and dropped on the way to LDS.
+// Loads a thread's share of a tile of K or V. What lies past the end or past head_dim is loaded
+// from the last position or chunk, and dropped on the way to LDS.
 template <typename S, bool V>
-DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at, int thread) {
+DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at,
+                      int thread) {
     if (t.way != ATTEND_WIDE) return;
     if (at.listed) {
         thread = recomputed(thread);
 #pragma unroll
         for (int p = 0; p < S::LOADS; p++) {
-            const int c = at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p);
-            const char *row = attend_row(t, at, S::template lane_row<V>(thread) + S::template pass_row<V>(p));
+            const int c =
+                at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p);
+            const char *row =
+                attend_row(t, at, S::template lane_row<V>(thread) + S::template pass_row<V>(p));
             raw[p] = attend_load<ATTEND_WIDE>(row, min(c, t.last_chunk));
         }
         return;
     }
-    const int row = S::template lane_row<V>(thread), chunk = at.chunk0 + S::template lane_chunk<V>(thread);
+    const int row = S::template lane_row<V>(thread),
+              chunk = at.chunk0 + S::template lane_chunk<V>(thread);
     const uint32_t step = recomputed_uniform(t.step);
     const char *tile = t.base + (uint64_t)(uint32_t)at.first * step;
 #pragma unroll
@@ -2678,40 +2709,51 @@ DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend
         // One offset serves all loads, but where a row of chunks is not whole passes.
         const int pass_c = S::BD % 64 == 0 ? 0 : S::template pass_chunk<V>(p);
         const int c = S::BD % 64 == 0 ? chunk : min(chunk + pass_c, t.last_chunk);
-        const char *pass = tile + (uint32_t)S::template pass_row<V>(p) * step + 16 * (S::template pass_chunk<V>(p) - pass_c);
-        raw[p] = gload((const u32x4 *)(recomputed_uniform(pass) + ((uint32_t)row * t.step + 16u * (uint32_t)c)));
+        const char *pass = tile + (uint32_t)S::template pass_row<V>(p) * step +
+                           16 * (S::template pass_chunk<V>(p) - pass_c);
+        raw[p] = gload((const u32x4 *)(recomputed_uniform(pass) +
+                                       ((uint32_t)row * t.step + 16u * (uint32_t)c)));
     }
 }
 
-// Puts the halves of loads p to p + 3 into the tile. Then 0 over what head_dim does not have, and for
-// V over positions not seen, whose weight is 0 but whose values may be anything.
+// Puts the halves of loads p to p + 3 into the tile. Then 0 over what head_dim does not have, and
+// for V over positions not seen, whose weight is 0 but whose values may be anything.
 template <typename S, bool V>
-DEV void attend_put(f16 *tile, const u32x4 (&h)[4], int p, const attend_rows &t, const attend_place &at, int thread) {
+DEV void attend_put(f16 *tile, const u32x4 (&h)[4], int p, const attend_rows &t,
+                    const attend_place &at, int thread) {
     const int lane_c = S::template lane_chunk<V>(thread), lane_r = S::template lane_row<V>(thread);
     if (!V) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int c = lane_c + S::template pass_chunk<V>(p + i), r = lane_r + S::template pass_row<V>(p + i);
-            if (S::BD % 64 == 0 || c < S::BD / 8) lput((u32x4 *)(tile + r * S::K_STRIDE + 8 * c), h[i]);
+            const int c = lane_c + S::template pass_chunk<V>(p + i),
+                      r = lane_r + S::template pass_row<V>(p + i);
+            if (S::BD % 64 == 0 || c < S::BD / 8)
+                lput((u32x4 *)(tile + r * S::K_STRIDE + 8 * c), h[i]);
         }
         if (t.head_dim == S::HEAD) return;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int c = recomputed(lane_c) + S::template pass_chunk<V>(p + i), r = lane_r + S::template pass_row<V>(p + i);
-            if (at.chunk0 + c > t.last_chunk && c < S::BD / 8) lput((u32x4 *)(tile + r * S::K_STRIDE + 8 * c), make4(0, 0, 0, 0));
+            const int c = recomputed(lane_c) + S::template pass_chunk<V>(p + i),
+                      r = lane_r + S::template pass_row<V>(p + i);
+            if (at.chunk0 + c > t.last_chunk && c < S::BD / 8)
+                lput((u32x4 *)(tile + r * S::K_STRIDE + 8 * c), make4(0, 0, 0, 0));
         }
         return;
     }
     const int c = lane_c + S::template pass_chunk<V>(p);
     if (S::BD % 64 != 0 && c >= S::BD / 8) return;
-    f16 *to = tile + (c / (S::W / 8) * S::W + c % (S::W / 8)) * S::V_STRIDE + 4 * (thread / 8 % S::GROUPS + S::ROWS_K * (p / 4) % S::GROUPS);
-    const uint32_t w[4][4] = {{h[0].x, h[0].y, h[0].z, h[0].w}, {h[1].x, h[1].y, h[1].z, h[1].w},
-                              {h[2].x, h[2].y, h[2].z, h[2].w}, {h[3].x, h[3].y, h[3].z, h[3].w}};
+    f16 *to = tile + (c / (S::W / 8) * S::W + c % (S::W / 8)) * S::V_STRIDE +
+              4 * (thread / 8 % S::GROUPS + S::ROWS_K * (p / 4) % S::GROUPS);
+    const uint32_t w[4][4] = {{h[0].x, h[0].y, h[0].z, h[0].w},
+                              {h[1].x, h[1].y, h[1].z, h[1].w},
+                              {h[2].x, h[2].y, h[2].z, h[2].w},
+                              {h[3].x, h[3].y, h[3].z, h[3].w}};
 #pragma unroll
     for (int e = 0; e < 8; e++) {
         const uint32_t which = e % 2 ? 0x07060302u : 0x05040100u;
         lput((u32x2 *)(to + e * (S::W / 8) * S::V_STRIDE),
-             make2(byte_perm(w[1][e / 2], w[0][e / 2], which), byte_perm(w[3][e / 2], w[2][e / 2], which)));
+             make2(byte_perm(w[1][e / 2], w[0][e / 2], which),
+                   byte_perm(w[3][e / 2], w[2][e / 2], which)));
     }
     if (at.seen == S::ALL_SEEN) return;
 #pragma unroll 1
@@ -2722,7 +2764,8 @@ DEV void attend_put(f16 *tile, const u32x4 (&h)[4], int p, const attend_rows &t,
     }
 }
 template <typename S, bool V>
-DEV void attend_stage_wide(f16 *tile, u32x4 (&raw)[S::LOADS], int format, const attend_rows &t, const attend_place &at, int thread) {
+DEV void attend_stage_wide(f16 *tile, u32x4 (&raw)[S::LOADS], int format, const attend_rows &t,
+                           const attend_place &at, int thread) {
 #pragma unroll
     for (int p = 0; p < S::LOADS; p += 4) {
         u32x4 h[4];
@@ -2740,13 +2783,18 @@ DEV void attend_stage_direct(f16 *tile, const attend_rows &t, const attend_place
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             if (WAY == ATTEND_F32 && i == 2) keep_order();
-            const char *row = attend_row(t, at, S::template lane_row<V>(thread) + S::template pass_row<V>(p + i));
-            const int c = at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p + i);
+            const char *row =
+                attend_row(t, at, S::template lane_row<V>(thread) + S::template pass_row<V>(p + i));
+            const int c =
+                at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p + i);
             h[i] = attend_load<WAY>(row, min(c, t.last_chunk));
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            h[i] = attend_halves<WAY>(h[i], at.chunk0 + S::template lane_chunk<V>(thread) + S::template pass_chunk<V>(p + i), 0);
+            h[i] = attend_halves<WAY>(h[i],
+                                      at.chunk0 + S::template lane_chunk<V>(thread) +
+                                          S::template pass_chunk<V>(p + i),
+                                      0);
         }
         attend_put<S, V>(tile, h, p, t, at, thread);
     }
@@ -2760,12 +2808,14 @@ DEV void attend_stage_any(f16 *tile, const attend_rows &t, const attend_place &a
         const int r = V ? (n & ~15) + frag_k_row(n & 15) : n;
         const bool there = d < t.head_dim && (at.seen >> r & 1);
         const float x = there ? get_float(t.format, attend_row(t, at, r), d) : 0.0f;
-        f16 *to = V ? tile + (e / S::W * S::W + e % 8 * (S::W / 8) + e % S::W / 8) * S::V_STRIDE + n : tile + r * S::K_STRIDE + e;
+        f16 *to = V ? tile + (e / S::W * S::W + e % 8 * (S::W / 8) + e % S::W / 8) * S::V_STRIDE + n
+                    : tile + r * S::K_STRIDE + e;
         lput(to, (f16)x);
     }
 }
 template <typename S, bool V>
-DEV void attend_stage(f16 *tile, u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at, int thread) {
+DEV void attend_stage(f16 *tile, u32x4 (&raw)[S::LOADS], const attend_rows &t,
+                      const attend_place &at, int thread) {
     if (t.way == ATTEND_WIDE && t.format == ROCQ_F16) {
         attend_stage_wide<S, V>(tile, raw, ROCQ_F16, t, at, thread);
         return;
@@ -2780,7 +2830,7 @@ DEV void attend_stage(f16 *tile, u32x4 (&raw)[S::LOADS], const attend_rows &t, c
 
 // What a block works on, and a wave's part in it.
 struct attend_task {
-    uint32_t tile_index;      // of the columns of a KV head and sequence, for work and counter
+    uint32_t tile_index; // of the columns of a KV head and sequence, for work and counter
     int split, column0, kv_head, seq;
 };
 template <typename S> DEV attend_task attend_task_of(const rocq_k_attention_args &a, int block) {
@@ -2798,12 +2848,14 @@ template <typename S> struct attend_part { // of a wave in its block
     int slice, column_tile, set;
 };
 template <typename S> DEV attend_part<S> attend_part_of(int wave) {
-    return {wave % S::SLICES, wave / S::SLICES % S::COLUMN_TILES, wave / (S::SLICES * S::COLUMN_TILES)};
+    return {wave % S::SLICES, wave / S::SLICES % S::COLUMN_TILES,
+            wave / (S::SLICES * S::COLUMN_TILES)};
 }
 
 // Columns column0 and up of Q in LDS; 0 past the last one. A negative scale turns their signs.
 template <typename S>
-DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_task &task, int column0, int n_columns, int chunk0, int thread) {
+DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_task &task,
+                        int column0, int n_columns, int chunk0, int thread) {
     const attend_rows t = attend_rows_of(a.q, 0, 0, a.head_dim);
     const uint32_t flip = a.scale < 0.0f ? 0x80008000u : 0u;
     const int group = a.n_heads / a.n_kv_heads, n_there = min(n_columns, group * a.n_q - column0);
@@ -2813,7 +2865,10 @@ DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_
             const int c = i / S::BD, d = 8 * chunk0 + i % S::BD;
             float x = 0.0f;
             if (c < n_there && d < a.head_dim) {
-                x = get_float(a.q.format, row_of(a.q, task.kv_head * group + (column0 + c) % group, (column0 + c) / group, task.seq), d);
+                x = get_float(a.q.format,
+                              row_of(a.q, task.kv_head * group + (column0 + c) % group,
+                                     (column0 + c) / group, task.seq),
+                              d);
             }
             lput(tile + c * S::Q_STRIDE + i % S::BD, (f16)(a.scale < 0.0f ? -x : x));
         }
@@ -2824,8 +2879,10 @@ DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_
         const int c = i / (S::BD / 8), chunk = i % (S::BD / 8);
         u32x4 x = make4(0, 0, 0, 0);
         if (c < n_there && chunk0 + chunk <= t.last_chunk) {
-            const char *row = row_of(a.q, task.kv_head * group + (column0 + c) % group, (column0 + c) / group, task.seq);
-            x = t.way == ATTEND_F32 ? attend_load<ATTEND_F32>(row, chunk0 + chunk) : attend_load<ATTEND_WIDE>(row, chunk0 + chunk);
+            const char *row = row_of(a.q, task.kv_head * group + (column0 + c) % group,
+                                     (column0 + c) / group, task.seq);
+            x = t.way == ATTEND_F32 ? attend_load<ATTEND_F32>(row, chunk0 + chunk)
+                                    : attend_load<ATTEND_WIDE>(row, chunk0 + chunk);
             x = make4(x.x ^ flip, x.y ^ flip, x.z ^ flip, x.w ^ flip);
         }
         lput((u32x4 *)(tile + c * S::Q_STRIDE + 8 * chunk), x);
@@ -2848,7 +2905,9 @@ template <typename S> DEV void attend_clear(attend_state<S> &c) {
     }
 }
 
-DEV float attend_keep(float m, float top) { return m == top ? 1.0f : exp2_fast(m - top); }
+DEV float attend_keep(float m, float top) {
+    return m == top ? 1.0f : exp2_fast(m - top);
+}
 
 template <typename S> DEV void attend_rescale(attend_state<S> &c, const float (&keep)[FRAG_SLOTS]) {
 #pragma unroll
@@ -2860,7 +2919,8 @@ template <typename S> DEV void attend_rescale(attend_state<S> &c, const float (&
 
 // c += the state whose m and l are given and whose element v of fragment f is other(f, v).
 template <typename S, typename F>
-DEV void attend_merge(attend_state<S> &c, const float (&m)[FRAG_SLOTS], const float (&l)[FRAG_SLOTS], F other) {
+DEV void attend_merge(attend_state<S> &c, const float (&m)[FRAG_SLOTS],
+                      const float (&l)[FRAG_SLOTS], F other) {
     float keep[FRAG_SLOTS], add[FRAG_SLOTS];
 #pragma unroll
     for (int s = 0; s < FRAG_SLOTS; s++) {
@@ -2881,11 +2941,15 @@ DEV void attend_merge(attend_state<S> &c, const float (&m)[FRAG_SLOTS], const fl
 }
 
 // Merges the states of all sets into set 0's. work: LDS, free before and after.
-template <typename S> DEV void attend_merge_sets(attend_state<S> &c, int set, int slice, float *work) {
+template <typename S>
+DEV void attend_merge_sets(attend_state<S> &c, int set, int slice, float *work) {
     const int lane = recomputed(lane_index());
 #pragma unroll
     for (int step = S::SETS / 2; step > 0; step /= 2) {
-        float *part = work + ((set & (step - 1)) * S::SLICES + slice) * 32 * (8 * S::O_FRAGS + 2 * FRAG_SLOTS) + lane;
+        float *part =
+            work +
+            ((set & (step - 1)) * S::SLICES + slice) * 32 * (8 * S::O_FRAGS + 2 * FRAG_SLOTS) +
+            lane;
         if (set >= step && set < 2 * step) {
 #pragma unroll
             for (int s = 0; s < FRAG_SLOTS; s++) {
@@ -2893,7 +2957,8 @@ template <typename S> DEV void attend_merge_sets(attend_state<S> &c, int set, in
                 lput(part + 32 * (FRAG_SLOTS + s), c.l[s]);
             }
 #pragma unroll
-            for (int i = 0; i < 8 * S::O_FRAGS; i++) lput(part + 32 * (2 * FRAG_SLOTS + i), c.o[i / 8].v[i % 8]);
+            for (int i = 0; i < 8 * S::O_FRAGS; i++)
+                lput(part + 32 * (2 * FRAG_SLOTS + i), c.o[i / 8].v[i % 8]);
         }
         block_sync();
         if (set < step) {
@@ -2903,14 +2968,18 @@ template <typename S> DEV void attend_merge_sets(attend_state<S> &c, int set, in
                 m[s] = lget(part + 32 * s);
                 l[s] = lget(part + 32 * (FRAG_SLOTS + s));
             }
-            attend_merge<S>(c, m, l, [=](int f, int v) { return lget(part + 32 * (2 * FRAG_SLOTS + 8 * f + v)); });
+            attend_merge<S>(c, m, l, [=](int f, int v) {
+                return lget(part + 32 * (2 * FRAG_SLOTS + 8 * f + v));
+            });
         }
         block_sync();
     }
 }
 
 // Column c of the work of a KV head, and the positions that it sees but for the mask.
-struct attend_column { int query, head; };
+struct attend_column {
+    int query, head;
+};
 DEV attend_column attend_column_of(const rocq_k_attention_args &a, int c) {
     const int group = a.n_heads / a.n_kv_heads;
     return {c / group, c % group};
@@ -2936,7 +3005,8 @@ DEV int attend_paged_row(const rocq_k_attention_args &a0, int seq, int j) {
 
 // at becomes the tile at first. Its pages are looked up a tile ahead, in row.
 template <typename S>
-DEV void attend_look_up(int (&row)[S::WORDS], const rocq_k_attention_args &a, int seq, int first, int end) {
+DEV void attend_look_up(int (&row)[S::WORDS], const rocq_k_attention_args &a, int seq, int first,
+                        int end) {
 #pragma unroll
     for (int w = 0; w < S::WORDS; w++) {
         const int r = 32 * w + lane_index();
@@ -2944,7 +3014,8 @@ DEV void attend_look_up(int (&row)[S::WORDS], const rocq_k_attention_args &a, in
     }
 }
 template <typename S>
-DEV void attend_turn_to(attend_place &at, const int (&row)[S::WORDS], bool paged, bool list, int first) {
+DEV void attend_turn_to(attend_place &at, const int (&row)[S::WORDS], bool paged, bool list,
+                        int first) {
     const int n = max(at.end - first, 0);
     at.first = first;
     at.seen = n < S::TILE ? ((uint64_t)1 << n) - 1 : S::ALL_SEEN;
@@ -2968,7 +3039,8 @@ template <typename S> DEV void attend_sync() {
 
 // Scores times factor plus the mask at positions first and up, of which last is the last.
 template <typename S>
-DEV void attend_bias(frag_c (&s)[S::PARTS], const rocq_k_attention_args &a, const u32x2 *rows, int first, int last, float factor) {
+DEV void attend_bias(frag_c (&s)[S::PARTS], const rocq_k_attention_args &a, const u32x2 *rows,
+                     int first, int last, float factor) {
     const char *mask[FRAG_SLOTS];
 #pragma unroll
     for (int i = 0; i < FRAG_SLOTS; i++) {
@@ -3003,19 +3075,22 @@ DEV void attend_bias(frag_c (&s)[S::PARTS], const rocq_k_attention_args &a, cons
 
 // -inf where position first + row is not in [low, high) or not seen.
 template <typename S>
-DEV void attend_hide(frag_c (&s)[S::PARTS], const int (&low)[FRAG_SLOTS], const int (&high)[FRAG_SLOTS], int first, uint64_t seen) {
+DEV void attend_hide(frag_c (&s)[S::PARTS], const int (&low)[FRAG_SLOTS],
+                     const int (&high)[FRAG_SLOTS], int first, uint64_t seen) {
     const int row = recomputed(frag_row(0));
 #pragma unroll
     for (int i = 0; i < 8 * S::PARTS; i++) {
         const int slot = frag_slot(i % 8), step = frag_row(i % 8) - frag_row(0);
         const uint32_t word = (uint32_t)(seen >> 16 * (i / 8)) >> row;
-        const bool inside = (uint32_t)(first + row - low[slot] + 16 * (i / 8) + step) < (uint32_t)(high[slot] - low[slot]);
+        const bool inside = (uint32_t)(first + row - low[slot] + 16 * (i / 8) + step) <
+                            (uint32_t)(high[slot] - low[slot]);
         if (!inside | !(word >> step & 1)) s[i / 8].v[i % 8] = -INFINITY;
     }
 }
 
 // Scores, in units of log2 when times factor, become weights.
-template <typename S> DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::PARTS], float factor) {
+template <typename S>
+DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::PARTS], float factor) {
     float top[FRAG_SLOTS], keep[FRAG_SLOTS], base[FRAG_SLOTS];
     bool moves = false;
 #pragma unroll
@@ -3063,7 +3138,8 @@ DEV float attend_factor(const rocq_k_attention_args &a, int head, float m, float
 }
 
 // Elements d to d + 3 of a column to out; all lanes of the wave come.
-DEV void attend_store(const rocq_k_attention_args &a, const attend_task &t, int column, int d, bool live, float (&x)[4]) {
+DEV void attend_store(const rocq_k_attention_args &a, const attend_task &t, int column, int d,
+                      bool live, float (&x)[4]) {
     const attend_column c = attend_column_of(a, live ? column : 0);
     const int head = t.kv_head * (a.n_heads / a.n_kv_heads) + c.head;
     char *row = row_of(a.out, head, c.query, t.seq);
@@ -3073,23 +3149,28 @@ DEV void attend_store(const rocq_k_attention_args &a, const attend_task &t, int 
             if (live && d + e < a.head_dim) put_float(a.out.format, row, d + e, x[e]);
         }
     } else if (a.out.layout == ROCQ_LAYOUT_PLANAR) {
-        const int64_t units = a.head_dim / 32, r = head + a.n_heads * (c.query + (int64_t)a.n_q * t.seq);
-        put_q8_0_planar(a.out.data, units * a.n_heads * a.n_q * a.n_seqs, r * units + d / 32, d % 32 / 4, live, x);
+        const int64_t units = a.head_dim / 32,
+                      r = head + a.n_heads * (c.query + (int64_t)a.n_q * t.seq);
+        put_q8_0_planar(a.out.data, units * a.n_heads * a.n_q * a.n_seqs, r * units + d / 32,
+                        d % 32 / 4, live, x);
     } else {
         put_q8_0(row + d / 32 * 34, d % 32 / 4, live, x);
     }
 }
 
-// Merges the states of the block's sets and, in the last block of a column tile, of all its blocks, and
-// writes the columns. lds: all of it, and a flag. A block's result in work is m and l of each column,
-// then o, a column after the other; columns past the end are left out.
+// Merges the states of the block's sets and, in the last block of a column tile, of all its blocks,
+// and writes the columns. lds: all of it, and a flag. A block's result in work is m and l of each
+// column, then o, a column after the other; columns past the end are left out.
 template <typename S>
-DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, float *lds, uint32_t *last_flag) {
+DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, float *lds,
+                       uint32_t *last_flag) {
     const rocq_k_attention_args &a = reread(a0);
     const int thread = recomputed((int)thread_index());
-    const attend_task t = attend_task_of<S>(a, recomputed_uniform((int)(block_index() + a.common.block0)));
+    const attend_task t =
+        attend_task_of<S>(a, recomputed_uniform((int)(block_index() + a.common.block0)));
     const attend_part<S> w = attend_part_of<S>(wave_read(wave_index(), 0));
-    const int group = a.n_heads / a.n_kv_heads, n_there = min((int)S::COLUMNS, group * a.n_q - t.column0);
+    const int group = a.n_heads / a.n_kv_heads,
+              n_there = min((int)S::COLUMNS, group * a.n_q - t.column0);
     const int64_t part_floats = S::COLUMNS * (S::HEAD + 2);
     float *parts = a.work;
     if (a.n_splits > 1) parts += (int64_t)t.tile_index * a.n_splits * part_floats;
@@ -3104,7 +3185,8 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
             for (int f = 0; f < S::O_FRAGS; f++) {
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
-                    lput(lds + frag_col(i) * S::OUT_STRIDE + w.slice * S::W + 16 * f + frag_row(i), state.o[f].v[i]);
+                    lput(lds + frag_col(i) * S::OUT_STRIDE + w.slice * S::W + 16 * f + frag_row(i),
+                         state.o[f].v[i]);
                 }
             }
             if (w.slice == 0 && frag_row(0) == 0) {
@@ -3117,9 +3199,11 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
         }
         block_sync();
         for (int i = thread; i < (4 * S::HEAD + 127) / 128 * 128; i += 128) {
-            const int c = min(i / (S::HEAD / 4), ATTEND_COLUMNS - 1), d = i % (S::HEAD / 4) * 4, column = ATTEND_COLUMNS * n + c;
+            const int c = min(i / (S::HEAD / 4), ATTEND_COLUMNS - 1), d = i % (S::HEAD / 4) * 4,
+                      column = ATTEND_COLUMNS * n + c;
             const bool live = i < 4 * S::HEAD && column < n_there && d < a.head_dim;
-            const float *from = lds + c * S::OUT_STRIDE + d / S::W * S::W + d % 8 * (S::W / 8) + d % S::W / 8;
+            const float *from =
+                lds + c * S::OUT_STRIDE + d / S::W * S::W + d % 8 * (S::W / 8) + d % S::W / 8;
             const float m = lget(m_l + c), l = lget(m_l + ATTEND_COLUMNS + c);
             float x[4];
 #pragma unroll
@@ -3127,11 +3211,15 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
             if (a.n_splits > 1) {
                 if (live) {
                     gstore((u32x4 *)(part + 2 * S::COLUMNS + column * S::HEAD + d),
-                           make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]), bits<uint32_t>(x[3])));
-                    if (d == 0) gstore((u32x2 *)part + column, make2(bits<uint32_t>(m), bits<uint32_t>(l)));
+                           make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]),
+                                 bits<uint32_t>(x[3])));
+                    if (d == 0)
+                        gstore((u32x2 *)part + column, make2(bits<uint32_t>(m), bits<uint32_t>(l)));
                 }
             } else {
-                const float factor = live ? attend_factor(a, t.kv_head * group + (t.column0 + column) % group, m, l) : 0.0f;
+                const float factor =
+                    live ? attend_factor(a, t.kv_head * group + (t.column0 + column) % group, m, l)
+                         : 0.0f;
 #pragma unroll
                 for (int e = 0; e < 4; e++) x[e] = l == 0.0f ? 0.0f : x[e] * factor; // saw nothing
                 attend_store(a, t, t.column0 + column, d, live, x);
@@ -3157,7 +3245,8 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     const int own = thread % S::COLUMNS, lanes = 128 / S::COLUMNS;
     float top = -INFINITY, sum = 0.0f;
     if (own < n_there) {
-        for (int i = thread / S::COLUMNS; i < a.n_splits; i += lanes) top = fmaxf(top, gload(parts + i * part_floats + 2 * own));
+        for (int i = thread / S::COLUMNS; i < a.n_splits; i += lanes)
+            top = fmaxf(top, gload(parts + i * part_floats + 2 * own));
     }
     lput(tops + thread, top);
     block_sync();
@@ -3189,7 +3278,8 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
                 x[2] += keep * bits<float>(o.z);
                 x[3] += keep * bits<float>(o.w);
             }
-            const float factor = attend_factor(a, t.kv_head * group + (t.column0 + column) % group, m, l);
+            const float factor =
+                attend_factor(a, t.kv_head * group + (t.column0 + column) % group, m, l);
 #pragma unroll
             for (int e = 0; e < 4; e++) x[e] = l == 0.0f ? 0.0f : x[e] * factor;
         }
@@ -3219,12 +3309,14 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
         }
     }
 
-    // The run of this block: what its columns see, cut into n_splits parts of whole rounds of tiles.
+    // The run of this block: what its columns see, cut into n_splits parts of whole rounds of
+    // tiles.
     const int column_end = min(t.column0 + (int)S::COLUMNS, n_columns);
     int begin = attend_low(a, len, attend_column_of(a, t.column0).query);
     int end = attend_high(a, len, attend_column_of(a, column_end - 1).query);
     const int round = S::TILE * S::SETS;
-    const int run = ((max(end - begin, 0) + a.n_splits - 1) / a.n_splits + round - 1) / round * round;
+    const int run =
+        ((max(end - begin, 0) + a.n_splits - 1) / a.n_splits + round - 1) / round * round;
     begin = (int)min((int64_t)begin + (int64_t)t.split * run, (int64_t)end);
     end = recomputed_uniform(min(end - begin, run) + begin);
     begin = recomputed_uniform(begin);
@@ -3233,7 +3325,8 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     const int first = t.column0 + ATTEND_COLUMNS * w.column_tile;
     const attend_column c_first = attend_column_of(a, min(first, n_columns - 1));
     const attend_column c_last = attend_column_of(a, min(first + ATTEND_COLUMNS, n_columns) - 1);
-    const int low_first = attend_low(a, len, c_first.query), low_last = attend_low(a, len, c_last.query);
+    const int low_first = attend_low(a, len, c_first.query),
+              low_last = attend_low(a, len, c_last.query);
     const int high_first = min(attend_high(a, len, c_first.query), end);
     const int high_last = first < n_columns ? min(attend_high(a, len, c_last.query), end) : 0;
     int low[FRAG_SLOTS], high[FRAG_SLOTS];
@@ -3244,8 +3337,10 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
         high[s] = min(attend_high(a, len, c.query), end);
     }
 
-    const attend_rows k = attend_rows_of(a.k, row_of(a.k, t.kv_head, 0, paged ? 0 : t.seq), a.k.stride[1], a.head_dim);
-    const attend_rows v = attend_rows_of(a.v, row_of(a.v, t.kv_head, 0, paged ? 0 : t.seq), a.v.stride[1], a.head_dim);
+    const attend_rows k = attend_rows_of(a.k, row_of(a.k, t.kv_head, 0, paged ? 0 : t.seq),
+                                         a.k.stride[1], a.head_dim);
+    const attend_rows v = attend_rows_of(a.v, row_of(a.v, t.kv_head, 0, paged ? 0 : t.seq),
+                                         a.v.stride[1], a.head_dim);
     int32_t *tables = (int32_t *)((char *)lds + S::MAIN_BYTES + wave * S::ROW_BYTES);
     u32x2 *mask_rows = (u32x2 *)(tables + 2 * S::TILE); // addresses
     attend_place at;
@@ -3258,8 +3353,8 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
         lput(mask_rows + lane, make2((uint32_t)(uintptr_t)row, (uint32_t)((uintptr_t)row >> 32)));
     }
 
-    // A score is cap tanh(scale q.k / cap) + mask, times log2(e). Without cap and mask the factor waits for
-    // the fma before exp2; tanh(x) is 1 - 2 / (1 + e^2x).
+    // A score is cap tanh(scale q.k / cap) + mask, times log2(e). Without cap and mask the factor
+    // waits for the fma before exp2; tanh(x) is 1 - 2 / (1 + e^2x).
     const float log2_e = 1.44269504f, scale = recomputed_uniform(fabsf(a.scale) * log2_e);
     const bool capped = a.softcap > 0.0f, biased = a.mask.data != 0;
     const float cap = recomputed_uniform(a.softcap * log2_e);
@@ -3279,12 +3374,15 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
             if (paged) attend_look_up<S>(row, a, t.seq, own + round, end);
         }
     }
-    // Q stays in registers, or if each wave has its own tile of K and V, in LDS: those waves have memory
-    // to wait for, and more of its data in registers.
-    f16 *q_tile = S::SHARED ? k_tile : (f16 *)((char *)lds + S::TILE_BYTES) + w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
+    // Q stays in registers, or if each wave has its own tile of K and V, in LDS: those waves have
+    // memory to wait for, and more of its data in registers.
+    f16 *q_tile =
+        S::SHARED ? k_tile
+                  : (f16 *)((char *)lds + S::TILE_BYTES) + w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
     frag q[S::O_FRAGS];
     if (S::SHARED || w.set == 0) {
-        attend_stage_q<S>(q_tile, a, t, t.column0, S::SHARED ? S::COLUMNS : ATTEND_COLUMNS, at.chunk0, thread);
+        attend_stage_q<S>(q_tile, a, t, t.column0, S::SHARED ? S::COLUMNS : ATTEND_COLUMNS,
+                          at.chunk0, thread);
     }
     block_sync();
     if (S::SHARED) {
@@ -3298,8 +3396,8 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     for (int side = S::TILE; begin < end; begin += round, side ^= S::TILE) {
         attend_stage<S, false>(k_tile, raw_k, k, at, thread);
         attend_sync<S>();
-        // A wave with its own tile has both K and V of the next one on the way while it works on this one;
-        // shared tiles have more waves to hide behind, and fewer registers.
+        // A wave with its own tile has both K and V of the next one on the way while it works on
+        // this one; shared tiles have more waves to hide behind, and fewer registers.
         attend_place next = at;
         next.rows = tables + side;
         u32x4 fresh_v[S::LOADS];
@@ -3346,7 +3444,8 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
                 for (int i = 0; i < 8 * S::PARTS; i++) {
                     float sum = lget(all + 32 * i);
 #pragma unroll
-                    for (int j = 1; j < S::SLICES; j++) sum += lget(all + j * S::SUM_STRIDE + 32 * i);
+                    for (int j = 1; j < S::SLICES; j++)
+                        sum += lget(all + j * S::SUM_STRIDE + 32 * i);
                     s[i / 8].v[i % 8] = sum;
                 }
             }
@@ -3388,7 +3487,8 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
 #pragma unroll
                 for (int f = 0; f < S::O_FRAGS; f++) {
                     if (f % 4 == 0) keep_order();
-                    wmma(state.o[f], frag_load(from + 16 * f * S::V_STRIDE + 16 * b, S::V_STRIDE), p[b]);
+                    wmma(state.o[f], frag_load(from + 16 * f * S::V_STRIDE + 16 * b, S::V_STRIDE),
+                         p[b]);
                 }
             }
         }
@@ -3396,12 +3496,17 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
         at = next;
     }
     block_sync();
-    attend_finish<S>(a, state, (float *)lds, (uint32_t *)((char *)lds + S::MAIN_BYTES + ATTEND_WAVES * S::ROW_BYTES));
+    attend_finish<S>(a, state, (float *)lds,
+                     (uint32_t *)((char *)lds + S::MAIN_BYTES + ATTEND_WAVES * S::ROW_BYTES));
 }
 
 #define ROCQ_X(X, d)                                                                               \
-    KERNEL(attention_decode_##d, rocq_k_attention_args, 128) { attend<d, 1>(a); }                  \
-    KERNEL(attention_prefill_##d, rocq_k_attention_args, 128) { attend<d, d <= 128 ? 4 : 512 / d>(a); }
+    KERNEL(attention_decode_##d, rocq_k_attention_args, 128) {                                     \
+        attend<d, 1>(a);                                                                           \
+    }                                                                                              \
+    KERNEL(attention_prefill_##d, rocq_k_attention_args, 128) {                                    \
+        attend<d, d <= 128 ? 4 : 512 / d>(a);                                                      \
+    }
 ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 

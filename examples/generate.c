@@ -1,7 +1,12 @@
-// generate.c - continues a prompt with a GGUF model.
+// generate.c - continues a prompt with a GGUF model, on a GPU that has kernels, else on the CPU.
 //
 //     cc -O2 examples/generate.c -o generate -lm -ldl -lpthread
 //     ./generate -m model.gguf -p "Once upon a time" --stats
+//     examples/build-kernels && ./generate --kernels rocq_kernels.co                  # on a GPU
+//
+// or with the kernels linked:
+//
+//     hipcc -O3 --offload-arch=gfx1100 -x hip examples/generate.c rocq_kernels.hip -o generate
 //
 // The text goes to stdout as it comes, everything else to stderr. Exit status 1, after one line
 // that says why, on any failure. Options are listed below.

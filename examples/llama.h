@@ -760,7 +760,7 @@ static inline void llama_close(llama_model *m) {
     memset(m, 0, sizeof *m);
 }
 
-// One batch: uploads tokens and positions, and runs the layers; with head, the last position's logits.
+// One batch: uploads tokens and positions, and runs the layers; with head also the last logits.
 static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int32_t n, bool head) {
     const int32_t kv_len = m->n_past + n;
     const rocq_tensor inputs = llama__inputs(m, 0, 1 + 2 * n);

@@ -1,6 +1,6 @@
-// Whole models of examples/llama.h on a GPU against the CPU backend: every family, weights of several
-// formats, few and many tokens at once, and the recorded step of one token. As gpu_ops.c, for the
-// stand-in and for real devices.
+// Whole models of examples/llama.h on a GPU against the CPU backend: every family, weights of
+// several formats, few and many tokens at once, and the recorded step of one token. As gpu_ops.c,
+// for the stand-in and for real devices.
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
@@ -92,8 +92,8 @@ static void check_prompt(trio *t, const int32_t *tokens, int32_t n, double bound
                         (size_t)count * sizeof(float));
 }
 
-// The next token, by way of the recorded step: the same bits as the ops one by one, nothing allocated,
-// and no more launches than the step needs.
+// The next token, by way of the recorded step: the same bits as the ops one by one, nothing
+// allocated, and no more launches than the step needs.
 static void check_step(trio *t, int32_t token, double bound, int64_t most_launches) {
     const int64_t n = t->model[CPU].n_vocab;
     for (int i = 0; i < N_DEVICES; i++) {
@@ -128,7 +128,8 @@ static void check_model(const model_spec *s, const char *kv, double bound, int64
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         check_prompt(t, tokens, sizes[i], bound);
     }
-    const int64_t launches = layer > 0 ? layer * t->model[CPU].n_layers + 3 : 0; // embedding, norm, logits
+    // Beside the layers: embedding, norm, logits.
+    const int64_t launches = layer > 0 ? layer * t->model[CPU].n_layers + 3 : 0;
     for (int i = 0; i < 3; i++) check_step(t, tokens[i], bound, launches);
     trio_close(t);
     free(t);

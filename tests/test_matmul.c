@@ -513,13 +513,13 @@ static void fused(void **state) {
         const int64_t m = 64, n = 1 + i % 3 * 8, k = 256, batch = 1 + i / 3 % 2;
         const rocq_format f = formats[i % 6], f2 = formats[(i + i / 6) % 6];
         const box_layout layout = (box_layout)(i % 3);
-        box w[3], x = box_random(layout, i % 2 ? ROCQ_F16 : ROCQ_F32, 1, k, n, batch, 1), y[3],
-                  alone[3];
+        box x = box_random(layout, i % 2 ? ROCQ_F16 : ROCQ_F32, 1, k, n, batch, 1);
+        box w[3], y[3], alone[3];
         for (int j = 0; j < 3; j++) {
             w[j] = box_make((box_layout)(j % 2), j == 1 ? f2 : f, k, m, 1, 1);
             random_weights(&w[j]);
-            y[j] =
-                box_make((box_layout)((i + j) % 3), j == 2 ? ROCQ_Q8_0 : ROCQ_F32, m, n, batch, 1);
+            y[j] = box_make((box_layout)((i + j) % 3), j == 2 ? ROCQ_Q8_0 : ROCQ_F32, m, n, batch,
+                            1);
             alone[j] = box_make(BOX_PLAIN, ROCQ_F32, m, n, batch, 1);
         }
         box bias = box_random(BOX_PLAIN, ROCQ_F32, 1, m, 1, 1, 1);
@@ -527,8 +527,9 @@ static void fused(void **state) {
         box residual = box_random(BOX_PLAIN, ROCQ_F32, 1, m, n, batch, 1);
         box cast = box_make(BOX_PLAIN, ROCQ_Q8_0, m, n, batch, 1);
         rocq_matmul_params p[3] = {
-            {.y = &alone[0].t, .w = &w[0].t, .x = &x.t, .bias = &bias.t, .gate = i % 4 ? &gate.t : NULL,
-             .activation = ROCQ_SILU, .softcap = i % 5 ? 0.0f : 3.0f},
+            {.y = &alone[0].t, .w = &w[0].t, .x = &x.t, .bias = &bias.t,
+             .gate = i % 4 ? &gate.t : NULL, .activation = ROCQ_SILU,
+             .softcap = i % 5 ? 0.0f : 3.0f},
             {.y = &alone[1].t, .w = &w[1].t, .x = &x.t},
             {.y = &alone[2].t, .w = &w[2].t, .x = &x.t, .bias = &bias.t}};
         box *out[] = {&y[0], &y[1], &y[2]};

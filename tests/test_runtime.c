@@ -1,5 +1,5 @@
-// What a GPU context does around its kernels: devices, memory, order, graphs, and all that can fail.
-// The stand-in's runtime (tests/simt/hip.h) fails on demand and counts what is left behind.
+// What a GPU context does around its kernels: devices, memory, order, graphs, and all that can
+// fail. The stand-in's runtime (tests/simt/hip.h) fails on demand and counts what is left behind.
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
@@ -129,8 +129,9 @@ static void devices_are_chosen_by_number_and_address(void **state) {
         const char *pci, *found; // NULL: none
     } cases[] = {
         {1, NULL, "0000:03:00.0"}, {3, NULL, "0000:05:00.0"}, {4, NULL, NULL},
-        {0, "0000:04:00.0", "0000:04:00.0"}, {0, "05:00.0", "0000:05:00.0"}, {0, "0000:07:00.0", NULL},
-        {0, "5:00.0", NULL}, {0, "", NULL}, {2, "0000:04:00.0", "0000:04:00.0"}, {1, "0000:04:00.0", NULL}};
+        {0, "0000:04:00.0", "0000:04:00.0"}, {0, "05:00.0", "0000:05:00.0"},
+        {0, "0000:07:00.0", NULL}, {0, "5:00.0", NULL}, {0, "", NULL},
+        {2, "0000:04:00.0", "0000:04:00.0"}, {1, "0000:04:00.0", NULL}};
     simt_set_devices(3);
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         rocq_ctx *ctx;
@@ -233,7 +234,8 @@ static void code_objects_are_read_with_care(void **state) {
         free(part);
     }
     static const struct { int at; uint64_t value; } bad[] = {
-        {0, 0}, {24, 1000}, {24, UINT64_MAX}, {32, UINT64_MAX}, {40, UINT64_MAX}, {48, UINT64_MAX}, {40, 600}};
+        {0, 0}, {24, 1000}, {24, UINT64_MAX}, {32, UINT64_MAX}, {40, UINT64_MAX}, {48, UINT64_MAX},
+        {40, 600}};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         desc.kernels_data = image;
         desc.kernels_size = make_bundle(image, 2);
@@ -450,8 +452,8 @@ static void foreign_and_crooked_tensors_are_refused(void **state) {
     const rocq_desc on_cpu = {.prefer = ROCQ_CPU, .n_threads = 1};
     float memory[64] = {0};
     const int64_t ne[2] = {32, 1};
-    rocq_tensor x = device_tensor(ctx, ROCQ_F32, 32, 2), y = device_tensor(ctx, ROCQ_F32, 32, 2), t,
-                onhost;
+    rocq_tensor x = device_tensor(ctx, ROCQ_F32, 32, 2), y = device_tensor(ctx, ROCQ_F32, 32, 2);
+    rocq_tensor t, onhost;
     rocq_scale_params p = {.y = &y, .x = &t, .scale = 1.0f};
     assert_int_equal(rocq_open(&cpu, &on_cpu), ROCQ_OK);
     assert_int_equal(rocq_tensor_from_host(&onhost, memory, ROCQ_F32, 2, ne), ROCQ_OK);
@@ -519,6 +521,19 @@ static void foreign_and_crooked_tensors_are_refused(void **state) {
     assert_int_equal(rocq_cast(ctx, &cast), ROCQ_E_UNSUPPORTED);
     rocq_rope_append_params append = {.k = &f, .v = &f, .k_cache = &w, .v_cache = &w, .pos = &x};
     assert_int_equal(rocq_rope_append(ctx, &append), ROCQ_E_UNSUPPORTED);
+
+    // More batches than a grid counts: one row, over and over.
+    const int64_t batches[3] = {1, 1, 65536};
+    rocq_tensor sums = device_tensor(ctx, ROCQ_F32, 1, 65536), row = f, rows;
+    rocq_matmul_params mm = {.y = &sums, .w = &row, .x = &rows};
+    assert_int_equal(rocq_tensor_reshape(&sums, &sums, 3, batches), ROCQ_OK);
+    row.ne[1] = 1;
+    rows = row;
+    rows.ne[2] = 65536;
+    rows.stride[2] = 0;
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_E_UNSUPPORTED);
+    rows.ne[2] = sums.ne[2] = 65535;
+    assert_int_equal(rocq_supports(ctx, ROCQ_OP_MATMUL, &mm, NULL), ROCQ_OK);
 
     // Buffers: inner, foreign and stale addresses reach neither runtime nor allocator.
     rocq_buffer inner = x.buffer, stale = x.buffer, foreign = rocq_buffer_from_host(memory, 64);
@@ -602,9 +617,10 @@ static void graphs_replay(void **state) {
         rocq_get_stats(ctx, &after);
         assert_int_equal(after.n_launches - before.n_launches, kind == ON_CPU ? 0 : 10);
         assert_int_equal(after.n_allocs, before.n_allocs);
-        assert_int_equal(rocq_reserve(ctx, after.scratch_bytes + 4096), ROCQ_OK); // scratch moves
+        assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK); // runs as scratch moves
+        assert_int_equal(rocq_reserve(ctx, after.scratch_bytes + 4096), ROCQ_OK);
         assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK);
-        assert_true(first_of(ctx, &x) == 63.0f);
+        assert_true(first_of(ctx, &x) == 127.0f);
         assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
         assert_int_equal(rocq_graph_end(ctx, &empty), ROCQ_OK);
         assert_int_equal(rocq_graph_launch(ctx, empty), ROCQ_OK);
@@ -716,8 +732,8 @@ static void cancel_stops_what_comes_after(void **state) {
     rocq_cancel(NULL);
 }
 
-// Heads of 1024 turned whole, which no kernel does; q, k and v lie in one buffer, and so do the rows of
-// both caches: all of them must keep what the others write.
+// Heads of 1024 turned whole, which no kernel does; q, k and v lie in one buffer, and so do the
+// rows of both caches: all of them must keep what the others write.
 static void ops_without_a_kernel_fall_back_when_allowed(void **state) {
     (void)state;
     enum { D = 1024, N = 3, CELLS = 5, ROW = 3 * D, ALL = ROW * N + 2 * D * CELLS };

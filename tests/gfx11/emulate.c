@@ -1,6 +1,6 @@
-// What tests/gfx11/emulate runs, as a shared library: every family of kernels through rocq.h, on a HIP
-// runtime whose device memory is the host's and whose launches are the harness's. Each case runs an op
-// on the CPU backend and on that device, over the same memory, and compares.
+// What tests/gfx11/emulate runs, as a shared library: every family of kernels through rocq.h, on a
+// HIP runtime whose device memory is the host's and whose launches are the harness's. Each case
+// runs an op on the CPU backend and on that device, over the same memory, and compares.
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -30,9 +30,10 @@ __attribute__((format(printf, 1, 2), noreturn)) static void fail_msg(const char 
 // ---------------------------------------------------------------------------------------------
 
 typedef struct harness {
-    void (*memory)(const void *address, size_t size);           // kernels may touch it; size 0: no more
+    void (*memory)(const void *address, size_t size);           // kernels may touch it; 0: no more
     void (*image)(const void *code_object);
-    int (*launch)(const char *kernel, unsigned grid_x, unsigned grid_z, unsigned threads, const void *args);
+    int (*launch)(const char *kernel, unsigned grid_x, unsigned grid_z, unsigned threads,
+                  const void *args);
 } harness;
 
 static harness host;
@@ -53,7 +54,11 @@ static int fake_text(char *text, int size, int device) {
     snprintf(text, (size_t)size, "emulated");
     return 0;
 }
-static int fake_total(size_t *bytes, int device) { (void)device; *bytes = (size_t)1 << 30; return 0; }
+static int fake_total(size_t *bytes, int device) {
+    (void)device;
+    *bytes = (size_t)1 << 30;
+    return 0;
+}
 static int fake_alloc(void **ptr, size_t size) { // NaN and -1, as a device's memory may be
     if (posix_memalign(ptr, 256, size) != 0) return ROCQ_HIP_OUT_OF_MEMORY;
     memset(*ptr, 0xff, size);
@@ -93,9 +98,9 @@ static int fake_function(void **function, void *module, const char *name) {
     *function = (void *)(uintptr_t)name; // a literal of rocq.h
     return 0;
 }
-static int fake_launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                       unsigned block_y, unsigned block_z, unsigned lds, void *stream, void **args,
-                       void **extra) {
+static int fake_launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                       unsigned block_x, unsigned block_y, unsigned block_z, unsigned lds,
+                       void *stream, void **args, void **extra) {
     (void)stream;
     if (grid_y != 1 || block_y != 1 || block_z != 1 || lds != 0 || extra) return 1;
     return host.launch((const char *)function, grid_x, grid_z, block_x, args[0]);
@@ -193,10 +198,10 @@ static void to_device(const box *w) {
     }
 }
 
-// The op on both; the worst of the outputs counts. on_cpu has params of the reference, on_gpu the op's
-// own: they differ in precision. w, or NULL, is to be planar.
-static void compare(emulated *e, rocq_op op, const void *on_cpu, const void *on_gpu, box *const *out,
-                    int n_out, const box *w) {
+// The op on both; the worst of the outputs counts. on_cpu has params of the reference, on_gpu the
+// op's own: they differ in precision. w, or NULL, is to be planar.
+static void compare(emulated *e, rocq_op op, const void *on_cpu, const void *on_gpu,
+                    box *const *out, int n_out, const box *w) {
     double *want[3];
     unsigned char *before[3];
     for (int o = 0; o < n_out; o++) {
@@ -242,7 +247,8 @@ static void selftest(emulated *e, int scale, int format, int p) { // rocq_open c
     (void)format;
     (void)p;
     rocq_ctx *again = NULL;
-    const rocq_desc desc = {.prefer = ROCQ_GPU, .kernels_path = gpu->desc.kernels_path, .dispatch_us = -1};
+    const rocq_desc desc = {.prefer = ROCQ_GPU, .kernels_path = gpu->desc.kernels_path,
+                            .dispatch_us = -1};
     snprintf(e->shape, sizeof e->shape, "one wave");
     const rocq_result result = rocq_open(&again, &desc);
     rocq_close(&again);
@@ -252,13 +258,16 @@ static void selftest(emulated *e, int scale, int format, int p) { // rocq_open c
 
 static void product(emulated *e, rocq_format format, rocq_precision precision, int64_t m, int64_t n,
                     int64_t k) {
-    box *w = weights(format, k, m), *x = normal(ROCQ_F32, 1, k, n, 1), *y = output(ROCQ_F32, m, n, 1);
+    box *w = weights(format, k, m), *x = normal(ROCQ_F32, 1, k, n, 1),
+        *y = output(ROCQ_F32, m, n, 1);
     rocq_matmul_params on_gpu = {.y = &y->t, .w = &w->t, .x = &x->t, .precision = precision};
     rocq_matmul_params on_cpu = on_gpu;
     on_cpu.precision = ROCQ_PRECISION_F32;
     compare(e, ROCQ_OP_MATMUL, &on_cpu, &on_gpu, &y, 1, w);
     snprintf(e->shape, sizeof e->shape, "M %d, N %d, K %d", (int)m, (int)n, (int)k);
-    e->bound = precision == ROCQ_PRECISION_INT8 ? 5e-4 : precision == ROCQ_PRECISION_F16 ? 1e-5 : 1e-6;
+    e->bound = precision == ROCQ_PRECISION_INT8  ? 5e-4
+               : precision == ROCQ_PRECISION_F16 ? 1e-5
+                                                 : 1e-6;
 }
 
 // Work: weights. 96 rows are what two of 96 units have to do of 4608.
@@ -325,10 +334,12 @@ static void attend(emulated *e, rocq_format format, int64_t d, int64_t n_heads, 
                    int64_t n_q, int64_t n_kv, bool causal) {
     box *q = normal(ROCQ_F32, 1, d, n_heads, n_q), *out = output(ROCQ_F32, d, n_heads, n_q);
     box *k = normal(format, 1, d, n_kv_heads, n_kv), *v = normal(format, 1, d, n_kv_heads, n_kv);
-    const rocq_attention_params p = {.out = &out->t, .q = &q->t, .k = &k->t, .v = &v->t, .causal = causal};
+    const rocq_attention_params p = {.out = &out->t, .q = &q->t, .k = &k->t, .v = &v->t,
+                                     .causal = causal};
     compare(e, ROCQ_OP_ATTENTION, &p, &p, &out, 1, NULL);
     snprintf(e->shape, sizeof e->shape, "%s KV, D %d, %d heads on %d, %d queries, %d positions",
-             rocq_get_format_info(format)->name, (int)d, (int)n_heads, (int)n_kv_heads, (int)n_q, (int)n_kv);
+             rocq_get_format_info(format)->name, (int)d, (int)n_heads, (int)n_kv_heads, (int)n_q,
+             (int)n_kv);
     e->bound = 1e-5;
 }
 // Work: elements of K and V.
@@ -355,8 +366,9 @@ static void norms(emulated *e, int scale, int format, int center) {
         p.mean = &out[2]->t;
     }
     compare(e, center ? ROCQ_OP_LAYERNORM : ROCQ_OP_RMSNORM, &p, &p, out, center ? 3 : 2, NULL);
-    snprintf(e->shape, sizeof e->shape, "%s of %d rows of %d to %s", center ? "layernorm" : "rmsnorm",
-             (int)rows, (int)k, rocq_get_format_info((rocq_format)format)->name);
+    snprintf(e->shape, sizeof e->shape, "%s of %d rows of %d to %s",
+             center ? "layernorm" : "rmsnorm", (int)rows, (int)k,
+             rocq_get_format_info((rocq_format)format)->name);
     e->bound = format == ROCQ_Q8_0 ? 1e-4 : 1e-6;
     e->work = (double)(k * rows);
 }
@@ -364,7 +376,8 @@ static void norms(emulated *e, int scale, int format, int center) {
 static void rope_append(emulated *e, int scale, int format, int pairing) {
     const int64_t d = 128, n = 3, heads = 4 * scale, kv_heads = 2 * scale, cells = 8;
     const int32_t pos[3] = {5, 6, 7}, cell[3] = {5, 2, 7};
-    box *out[3] = {normal(ROCQ_F32, 1, d, heads, n), output((rocq_format)format, d, kv_heads, cells),
+    box *out[3] = {normal(ROCQ_F32, 1, d, heads, n),
+                   output((rocq_format)format, d, kv_heads, cells),
                    output((rocq_format)format, d, kv_heads, cells)};
     box *k = normal(ROCQ_F32, 1, d, kv_heads, n), *v = normal(ROCQ_F32, 1, d, kv_heads, n);
     for (int i = 1; i < 3; i++) { // the cells that are not written hold numbers
@@ -375,15 +388,17 @@ static void rope_append(emulated *e, int scale, int format, int pairing) {
         .pos = &indices(pos, n)->t, .cell = &indices(cell, n)->t,
         .rope = {.pairing = (rocq_rope_pairing)pairing, .freq_base = 1e6f}};
     compare(e, ROCQ_OP_ROPE_APPEND, &p, &p, out, 3, NULL);
-    snprintf(e->shape, sizeof e->shape, "rope and append, %s cache, D %d, %d and %d heads, %d tokens",
-             rocq_get_format_info((rocq_format)format)->name, (int)d, (int)heads, (int)kv_heads, (int)n);
+    snprintf(
+        e->shape, sizeof e->shape, "rope and append, %s cache, D %d, %d and %d heads, %d tokens",
+        rocq_get_format_info((rocq_format)format)->name, (int)d, (int)heads, (int)kv_heads, (int)n);
     e->bound = format == ROCQ_Q8_0 ? 1e-4 : 1e-5;
     e->work = (double)(d * n * (heads + 2 * kv_heads));
 }
 
 static void map(emulated *e, int scale, int format, int op) {
     const int64_t k = 1024 * scale, rows = 2;
-    box *a = normal(ROCQ_F32, 1, k, rows, 1), *b = normal(ROCQ_F32, 1, k, op == ROCQ_OP_ADD ? 1 : rows, 1);
+    box *a = normal(ROCQ_F32, 1, k, rows, 1),
+        *b = normal(ROCQ_F32, 1, k, op == ROCQ_OP_ADD ? 1 : rows, 1);
     box *y = output((rocq_format)format, k, rows, 1);
     union {
         rocq_glu_params glu;
@@ -399,8 +414,8 @@ static void map(emulated *e, int scale, int format, int op) {
     default: p.cast = (rocq_cast_params){&y->t, &a->t}; break;
     }
     compare(e, (rocq_op)op, &p, &p, &y, 1, NULL);
-    snprintf(e->shape, sizeof e->shape, "%s of %d rows of %d to %s", rocq__ops[op].name, (int)rows, (int)k,
-             rocq_get_format_info((rocq_format)format)->name);
+    snprintf(e->shape, sizeof e->shape, "%s of %d rows of %d to %s", rocq__ops[op].name, (int)rows,
+             (int)k, rocq_get_format_info((rocq_format)format)->name);
     e->bound = format == ROCQ_F32 ? 1e-6 : 1e-4;
     e->work = (double)(k * rows);
 }
@@ -425,8 +440,8 @@ static void repack(emulated *e, int scale, int format, int p) {
     for (int32_t i = 0; i < 32; i++) ids[i] = i;
     const rocq_gather_params params = {.y = &y->t, .table = &table->t, .ids = &indices(ids, 32)->t};
     compare(e, ROCQ_OP_GATHER, &params, &params, &y, 1, table);
-    snprintf(e->shape, sizeof e->shape, "%s, 32 rows of %d", rocq_get_format_info((rocq_format)format)->name,
-             (int)k);
+    snprintf(e->shape, sizeof e->shape, "%s, 32 rows of %d",
+             rocq_get_format_info((rocq_format)format)->name, (int)k);
     e->work = 32.0 * (double)k;
 }
 
@@ -461,17 +476,19 @@ static void sample(emulated *e, int scale, int format, int p) {
     (void)format;
     (void)p;
     const rocq_sample_params params = {
-        .token = &token->t, .logits = &logits->t, .recent = &indices(recent, 4)->t, .temperature = 0.8f,
-        .top_k = 40, .top_p = 0.95f, .min_p = 0.02f, .repeat_penalty = 1.1f, .seed = 7, .step = 3};
+        .token = &token->t, .logits = &logits->t, .recent = &indices(recent, 4)->t,
+        .temperature = 0.8f, .top_k = 40, .top_p = 0.95f, .min_p = 0.02f, .repeat_penalty = 1.1f,
+        .seed = 7, .step = 3};
     compare(e, ROCQ_OP_SAMPLE, &params, &params, &token, 1, NULL);
     snprintf(e->shape, sizeof e->shape, "%d logits, top 40, top p, min p, penalties", (int)n);
     e->work = (double)n;
 }
 
 // unit is what the work of a case counts.
-#define FORMATS_OF_MATVEC(X)                                                                            \
-    X(q4_0, Q4_0) X(q8_0, Q8_0) X(q4_K, Q4_K) X(q5_K, Q5_K) X(q6_K, Q6_K) X(q4_1, Q4_1) X(q5_0, Q5_0)   \
-    X(q5_1, Q5_1) X(q2_K, Q2_K) X(q3_K, Q3_K) X(iq4_nl, IQ4_NL) X(iq4_xs, IQ4_XS) X(mxfp4, MXFP4)
+#define FORMATS_OF_MATVEC(X)                                                    \
+    X(q4_0, Q4_0) X(q8_0, Q8_0) X(q4_K, Q4_K) X(q5_K, Q5_K) X(q6_K, Q6_K)       \
+    X(q4_1, Q4_1) X(q5_0, Q5_0) X(q5_1, Q5_1) X(q2_K, Q2_K) X(q3_K, Q3_K)       \
+    X(iq4_nl, IQ4_NL) X(iq4_xs, IQ4_XS) X(mxfp4, MXFP4)
 static const struct {
     const char *kernel, *unit;
     void (*run)(emulated *e, int scale, int format, int p);
@@ -530,8 +547,8 @@ const char *emulate_case(int i, const char **unit, int *scales) { // NULL past t
     return cases[i].kernel;
 }
 
-// NULL, or what went wrong. The device is cut to 2 of 96 compute units and their share of bandwidth, so
-// that small operands are spread as large ones are over all.
+// NULL, or what went wrong. The device is cut to 2 of 96 compute units and their share of
+// bandwidth, so that small operands are spread as large ones are over all.
 const char *emulate_open(const harness *h, const char *code_object) {
     const rocq_desc host_desc = {.prefer = ROCQ_CPU, .n_threads = 1};
     const rocq_desc desc = {.prefer = ROCQ_GPU, .kernels_path = code_object, .dispatch_us = -1};
@@ -540,7 +557,9 @@ const char *emulate_open(const harness *h, const char *code_object) {
     if (rocq_open(&gpu, &desc) != ROCQ_OK) {
         rocq_info info;
         const rocq_desc any = {.kernels_path = code_object};
-        if (rocq_open(&gpu, &any) == ROCQ_OK && rocq_get_info(gpu, &info) == ROCQ_OK) return info.gpu_message;
+        if (rocq_open(&gpu, &any) == ROCQ_OK && rocq_get_info(gpu, &info) == ROCQ_OK) {
+            return info.gpu_message;
+        }
         return "no context";
     }
     gpu->gpu->chip.n_units = 2;

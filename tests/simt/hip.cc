@@ -37,6 +37,7 @@ struct operation {
     const void *src;
     size_t size;
     int kind; // of a copy; the byte of a fill
+    const void *exec; // the executable graph that launched it, or NULL
 };
 typedef std::vector<operation> operations;
 
@@ -557,6 +558,13 @@ int hipGraphDestroy(void *graph) {
 }
 int hipGraphExecDestroy(void *exec) {
     ENTER();
+    for (const stream *s : hip().streams) {
+        for (size_t i = s->done; i < s->queue.size(); i++) {
+            if (s->queue[i].exec != exec) continue;
+            misuse("hipGraphExecDestroy: %p is running", exec);
+            break;
+        }
+    }
     const int error = destroy(hip().execs, "hipGraphExecDestroy", exec);
     return failure ? failure : error;
 }
@@ -569,7 +577,8 @@ int hipGraphLaunch(void *exec, void *on) {
         return HIP_INVALID_HANDLE;
     }
     int error = HIP_OK;
-    for (const operation &o : *(operations *)exec) {
+    for (operation o : *(operations *)exec) {
+        o.exec = exec;
         const int e = submit(s, o);
         if (!error) error = e;
     }
