@@ -7780,6 +7780,14 @@ ROCQ__FN rocq_result rocq__image_read(rocq_ctx *ctx, rocq__gpu *gpu, const char 
 }
 
 // Where the kernels are: in the desc, else linked, else where ROCQ_KERNELS_PATH says.
+ROCQ__FN bool rocq__has_kernels(const rocq_ctx *ctx, const rocq_hip *linked) {
+    bool built_in = linked && linked->stubs;
+#if defined(ROCQ_KERNELS_PATH)
+    built_in = true;
+#endif
+    return built_in || ctx->desc.kernels_path || ctx->desc.kernels_data;
+}
+
 ROCQ__FN rocq_result rocq__hip_kernels(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_hip *linked) {
     const char *path = ctx->desc.kernels_path;
     const void *image = ctx->desc.kernels_data;
@@ -7791,10 +7799,6 @@ ROCQ__FN rocq_result rocq__hip_kernels(rocq_ctx *ctx, rocq__gpu *gpu, const rocq
 #if defined(ROCQ_KERNELS_PATH)
     if (!path && !image) path = ROCQ_KERNELS_PATH;
 #endif
-    if (!path && !image) {
-        return rocq__fail(ctx, ROCQ_E_NO_KERNELS,
-                          "no GPU kernels: none are linked, and desc names no code object");
-    }
     const char *name = path ? path : "memory"; // the caller's string may not live as long
     const size_t length = strlen(name), room = sizeof gpu->kernels - 1;
     snprintf(gpu->kernels, sizeof gpu->kernels, "%s", length > room ? name + length - room : name);
@@ -10005,7 +10009,7 @@ ROCQ__FN rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params)
     if (!ctx->recording) return rocq__run_on_device(ctx, op, params);
     // Recorded is what would run now: the reason why it cannot belongs to this call.
     rocq_graph *graph = ctx->recording;
-    rocq__node *node;
+    rocq__node *node = NULL;
     int64_t scratch;
     bool on_cpu;
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
@@ -10293,13 +10297,17 @@ ROCQ__FN void rocq__gpu_close(rocq_ctx *ctx) {
 ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
 #if ROCQ__HAS_HIP
     const rocq_hip *linked = ROCQ__HIP_LINKED();
+    if (!rocq__has_kernels(ctx, linked)) { // asked first: such a program allocates and loads nothing
+        return rocq__fail(ctx, ROCQ_E_NO_KERNELS,
+                          "no GPU kernels: none are linked, and desc names no code object");
+    }
     rocq__gpu *gpu = (rocq__gpu *)rocq__alloc(ctx, (int64_t)sizeof *gpu);
     if (!gpu) return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for a GPU context");
     memset(gpu, 0, sizeof *gpu);
     gpu->blocks.prev = gpu->blocks.next = &gpu->blocks;
     gpu->trial = true;
     ctx->gpu = gpu;
-    rocq_result result = rocq__hip_kernels(ctx, gpu, linked); // first: without, none is loaded
+    rocq_result result = rocq__hip_kernels(ctx, gpu, linked);
     if (result == ROCQ_OK) {
         result = linked ? rocq__hip_linked(ctx, gpu, linked) : rocq__hip_load(ctx, gpu);
     }
