@@ -1,10 +1,11 @@
 /* rocq_kernels.hip - the GPU kernels of rocq.h, for AMD RDNA3 and RDNA3.5
 
-   Device code only: every decision about which kernel runs, on what grid, stands in rocq.h (>>hip_launch).
+   Device code only: which kernel runs, and on what grid, is decided in rocq.h (>>hip_launch).
 
    As a code object that a program loads when it runs (examples/build-kernels does this):
 
-       hipcc -O3 --genco --offload-arch=gfx1100,gfx1101,gfx1102,gfx1103,gfx1150,gfx1151 rocq_kernels.hip -o rocq_kernels.co
+       hipcc -O3 --genco --offload-arch=gfx1100,gfx1101,gfx1102,gfx1103,gfx1150,gfx1151 \
+           rocq_kernels.hip -o rocq_kernels.co
 
    Linked into a program, which then needs nothing at run time but the HIP runtime:
 
@@ -15,21 +16,23 @@
    CONTENTS (search for the mark)
 
        >>platform    what differs between compilers: gfx11, NVIDIA (tests), the CPU (tests)
-       >>wave        reductions; >>memory reading and writing tensors
-       >>blocks      one decoder per format, for the planar and the GGUF layout
-       >>quantize    activations to int8 blocks
+       >>wave        reductions over a wave and a block
+       >>memory      reading and writing tensors
+       >>blocks      one decoder per format, for the planar and the GGUF layout; repack
+       >>quantize    encoders of Q8_0 and Q4_0
        >>matvec      decode: w x for up to 8 columns
        >>matmul      prompts: tiles on the matrix unit
        >>attention   decode and prefill
        >>ops         norms, rope, maps, softmax, gather, argmax, sample
-       >>entry       the table of kernels for programs that link this file
+       >>entry       the self-test, and the table of kernels for programs that link this file
 
    CONVENTIONS
-   A wave is 32 lanes. Blocks are one-dimensional. Every kernel takes one args struct by value and adds
-   args.common.block0 to blockIdx.x, so that the host can cut a long grid into short launches. Global
-   memory is read and written with gload and gstore, LDS with lget and lput: on the GPU they are plain
-   accesses, in the tests they check bounds, poison and races. Sums are in F32 and in a fixed order.
-   A operands are rows of M, B operands columns of N, both with K innermost: C[m][n] = sum A[m][k] B[n][k].
+   A wave is 32 lanes. Blocks are one-dimensional. Every kernel takes one args struct by value and
+   adds args.common.block0 to blockIdx.x, so that the host can cut a long grid into short launches.
+   Global memory is read and written with gload and gstore, LDS with lget and lput: on the GPU they
+   are plain accesses, in the tests they check bounds, poison and races. Sums are in F32 and in a
+   fixed order. A operands are rows of M, B operands columns of N, both with K innermost:
+   C[m][n] = sum A[m][k] B[n][k].
 */
 
 #define ROCQ_DEVICE
@@ -83,8 +86,9 @@ template <typename T> using as_given = typename as_given_type<T>::type;
 #define KERNEL(name, args, threads) \
     extern "C" __global__ void __launch_bounds__(threads) rocq_k_##name(const args a)
 #if defined(__CUDACC__)
-#define KERNEL_WAVES(name, args, threads, waves) \
-    extern "C" __global__ void __launch_bounds__(threads, (waves) * 128 / (threads)) rocq_k_##name(const args a)
+#define KERNEL_WAVES(name, args, threads, waves)                                                   \
+    extern "C" __global__ void __launch_bounds__(threads, (waves)*128 / (threads))                 \
+        rocq_k_##name(const args a)
 #else
 #define KERNEL_WAVES(name, args, threads, waves) \
     extern "C" __global__ void __launch_bounds__(threads, waves) rocq_k_##name(const args a)
@@ -120,7 +124,9 @@ DEV u32x2 make2(uint32_t x, uint32_t y) { return make_uint2(x, y); }
 DEV f16x2 pair(f16 x, f16 y) { return __halves2half2(x, y); }
 template <typename T> DEV T gload(const T *p) { return *p; }
 template <typename T> DEV void gstore(T *p, as_given<T> v) { *p = v; }
-template <int mask, typename T> DEV T wave_xor(T x) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+template <int mask, typename T> DEV T wave_xor(T x) {
+    return __shfl_xor_sync(0xffffffffu, x, mask);
+}
 template <typename T> DEV T wave_read(T x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEV uint32_t wave_ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
 DEV int dot4(int a, int b, int c) { return __dp4a(a, b, c); }
@@ -475,7 +481,8 @@ template <typename T> DEV T recomputed_uniform(T x) { // of a value that is the 
     int word[sizeof(T) / 4];
     __builtin_memcpy(word, &x, sizeof x);
 #pragma unroll
-    for (int i = 0; i < (int)(sizeof(T) / 4); i++) word[i] = __builtin_amdgcn_readfirstlane(word[i]);
+    for (int i = 0; i < (int)(sizeof(T) / 4); i++)
+        word[i] = __builtin_amdgcn_readfirstlane(word[i]);
     __builtin_memcpy(&x, word, sizeof x);
     asm volatile("" : "+s"(x));
 #endif
@@ -503,7 +510,8 @@ DEV u32x2 gload_even(const uint16_t *p) {
     typedef u32x2 even __attribute__((aligned(2))); // the hardware reads at any address
     return *(const __attribute__((address_space(1))) even *)p;
 #else
-    return make2(gload(p) | (uint32_t)gload(p + 1) << 16, gload(p + 2) | (uint32_t)gload(p + 3) << 16);
+    return make2(gload(p) | (uint32_t)gload(p + 1) << 16,
+                 gload(p + 2) | (uint32_t)gload(p + 3) << 16);
 #endif
 }
 // Address of row (i1, i2, i3), and of the same in an operand that is repeated where it has 1.
@@ -528,7 +536,8 @@ DEV float exp_fast(float x) { return exp2_fast(x * 1.44269504f); }
 DEV float activation(int32_t kind, float x) { // as in rocq_activation
     switch (kind) {
     case ROCQ_SILU: return x * rcp_fast(1.0f + exp_fast(-x));
-    case ROCQ_GELU: return x * rcp_fast(1.0f + exp_fast(-1.59576912160573f * (x + 0.044715f * x * x * x)));
+    case ROCQ_GELU:
+        return x * rcp_fast(1.0f + exp_fast(-1.59576912160573f * (x + 0.044715f * x * x * x)));
     case ROCQ_GELU_ERF: return 0.5f * x * erfcf(-0.707106781186548f * x);
     case ROCQ_RELU: return fmaxf(x, 0.0f);
     case ROCQ_TANH: return tanhf(x);
@@ -1019,7 +1028,9 @@ template <int F> DEV void gguf_values(const char *block, int u, int i, float v[4
     decode_word<F>(to, 0, v);
 }
 
-// -- encoders --
+// ---------------------------------------------------------------------------------------------
+// >>quantize: encoders of Q8_0 and Q4_0 blocks, and of planar Q8_0
+// ---------------------------------------------------------------------------------------------
 // A unit of 32 lies in 8 neighbouring lanes: lane % 8 == i holds elements 4 i to 4 i + 3. All lanes
 // of a wave must come; live says whether the unit exists.
 
@@ -4678,7 +4689,8 @@ static int entry_host_alloc(void **ptr, size_t size, unsigned flags) {
 }
 static int entry_host_free(void *ptr) { return (int)RUNTIME_HOST_FREE(ptr); }
 static int entry_copy(void *dst, const void *src, size_t size, int kind, void *stream) {
-    return (int)RUNTIME(MemcpyAsync)(dst, src, size, (RUNTIME(MemcpyKind))kind, (entry_stream)stream);
+    return (int)RUNTIME(MemcpyAsync)(dst, src, size, (RUNTIME(MemcpyKind))kind,
+                                     (entry_stream)stream);
 }
 static int entry_fill(void *dst, int byte, size_t size, void *stream) {
     return (int)RUNTIME(MemsetAsync)(dst, byte, size, (entry_stream)stream);
@@ -4695,7 +4707,9 @@ static int entry_stream_wait(void *stream) {
 static int entry_event_create(void **event, unsigned flags) {
     return (int)RUNTIME(EventCreateWithFlags)((entry_event *)event, flags);
 }
-static int entry_event_destroy(void *event) { return (int)RUNTIME(EventDestroy)((entry_event)event); }
+static int entry_event_destroy(void *event) {
+    return (int)RUNTIME(EventDestroy)((entry_event)event);
+}
 static int entry_event_record(void *event, void *stream) {
     return (int)RUNTIME(EventRecord)((entry_event)event, (entry_stream)stream);
 }
@@ -4708,7 +4722,9 @@ static int entry_capture_begin(void *stream, int mode) {
 static int entry_capture_end(void *stream, void **graph) {
     return (int)RUNTIME(StreamEndCapture)((entry_stream)stream, (entry_graph *)graph);
 }
-static int entry_graph_destroy(void *graph) { return (int)RUNTIME(GraphDestroy)((entry_graph)graph); }
+static int entry_graph_destroy(void *graph) {
+    return (int)RUNTIME(GraphDestroy)((entry_graph)graph);
+}
 static int entry_graph_launch(void *exec, void *stream) {
     return (int)RUNTIME(GraphLaunch)((entry_exec)exec, (entry_stream)stream);
 }
@@ -4718,8 +4734,8 @@ static int entry_graph_exec_destroy(void *exec) {
 static const char *entry_error_name(int error) {
     return RUNTIME(GetErrorName)((RUNTIME(Error_t))error);
 }
-static int entry_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads, void *args,
-                        void *stream) {
+static int entry_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads,
+                        void *args, void *stream) {
     void *list[1] = {args};
     return (int)RUNTIME(LaunchKernel)(stub, dim3(grid_x, 1, grid_z), dim3(threads), list, 0,
                                       (entry_stream)stream);
@@ -4779,8 +4795,8 @@ static int entry_module_function(void **function, void *module, const char *name
 static int entry_module_launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                                unsigned block_x, unsigned block_y, unsigned block_z, unsigned lds,
                                void *stream, void **args, void **extra) {
-    return (int)hipModuleLaunchKernel((hipFunction_t)function, grid_x, grid_y, grid_z, block_x, block_y,
-                                      block_z, lds, (hipStream_t)stream, args, extra);
+    return (int)hipModuleLaunchKernel((hipFunction_t)function, grid_x, grid_y, grid_z, block_x,
+                                      block_y, block_z, lds, (hipStream_t)stream, args, extra);
 }
 #endif
 
