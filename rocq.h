@@ -93,8 +93,7 @@
           if (rocq_open(&ctx, &desc) != ROCQ_OK) ...
 
    2. Open a model and bring a weight to where ops can use it. On the CPU that is a view of the
-   mapped
-      file: nothing is copied.
+      mapped file: nothing is copied.
 
           rocq_gguf *file;
           rocq_gguf_desc source = { .path = "model.gguf" };
