@@ -89,25 +89,6 @@ static void free_twins(void) {
 
 // -- one comparison --
 
-// The tensors in an op's params. OUT marks what it writes.
-#define OPERANDS_matmul(F) F(y) F(w) F(x) F(bias) F(gate) F(residual) F(w2)
-#define OPERANDS_attention(F) F(out) F(q) F(k) F(v) F(mask) F(sinks) F(kv_len) F(page_table)
-#define OPERANDS_rmsnorm(F) F(y) F(x) F(weight) F(bias) F(mean) F(rstd)
-#define OPERANDS_layernorm(F) OPERANDS_rmsnorm(F)
-#define OPERANDS_rope(F) F(y) F(x) F(pos) F(rope.freq_factors)
-#define OPERANDS_rope_append(F) \
-    F(q) F(k) F(v) F(k_cache) F(v_cache) F(pos) F(cell) F(rope.freq_factors)
-#define OPERANDS_activate(F) F(y) F(x)
-#define OPERANDS_glu(F) F(y) F(gate) F(up)
-#define OPERANDS_add(F) F(y) F(a) F(b)
-#define OPERANDS_mul(F) F(y) F(a) F(b)
-#define OPERANDS_scale(F) F(y) F(x)
-#define OPERANDS_cast(F) F(y) F(x)
-#define OPERANDS_softmax(F) F(y) F(x) F(mask)
-#define OPERANDS_gather(F) F(y) F(table) F(ids)
-#define OPERANDS_argmax(F) F(index) F(x)
-#define OPERANDS_sample(F) F(token) F(prob) F(logits) F(recent) F(allowed)
-
 // The device's tensor of a host box that is a member of one: boxes are found by their tensor.
 static const rocq_tensor *moved(const rocq_tensor *t) {
     for (int i = 0; t && i < n_twins; i++) {
@@ -127,18 +108,10 @@ typedef union any_params {
 // Params whose tensors are boxes' become params over the GPU's copies. Boxes that are planar there
 // have been moved before, with on_gpu_as.
 static void move_params(rocq_op op, any_params *p) {
-    switch (op) {
-#define ROCQ_FIELD(field) q->field = moved(q->field);
-#define ROCQ_X(NAME, name, type)     \
-    case ROCQ_OP_##NAME: {           \
-        type *q = &p->name;          \
-        OPERANDS_##name(ROCQ_FIELD)  \
-        break;                       \
-    }
-        ROCQ_OPS(ROCQ_X)
-#undef ROCQ_X
-#undef ROCQ_FIELD
-    default: fail_msg("unknown op");
+    int32_t end;
+    for (int32_t i = rocq__operands_begin(op, &end); i < end; i++) {
+        const rocq_tensor *t = moved(rocq__operand_of(p, &rocq__operands[i]));
+        memcpy((char *)p + rocq__operands[i].offset, &t, sizeof t);
     }
     for (int i = 0; op == ROCQ_OP_MATMUL && p->chain[i].next; i++) {
         assert_true(i + 1 < MAX_CHAIN);
