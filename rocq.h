@@ -52,6 +52,10 @@
        >>hip_launch      from params to launches
        >>check           what each op demands of its params
        >>dispatch        the one place that picks a backend; graphs
+       >>pool            >>kv
+       >>profile         timers, regions, reports
+       >>occupancy
+       >>tuner           search, evaluation, cache; warm-up
        >>public          context, introspection, bodies of the ops
        >>licence
 
@@ -75,6 +79,8 @@
        ROCQ_NO_STDIO          no file access: GGUF from memory or a callback only
        ROCQ_NO_MMAP           files are read, never mapped
        ROCQ_NO_HIP            no look for a GPU at run time, and no dlopen
+       ROCQ_NO_PROFILE        no profile: its calls do nothing, and ops have no hooks for it
+       ROCQ_DEBUG             guard bytes behind the host blocks of pools, checked when freed
        ROCQ_KERNELS_PATH      file with the code object of the kernels, a string: taken where
                               rocq_desc names none and none are linked
        ROCQ_LINKED            the program is linked with rocq_kernels.hip. Only Windows, and a
@@ -483,6 +489,7 @@ ROCQ_FORMATS(ROCQ_X)
     X(E_CORRUPT, -44, "file contradicts itself")                                   \
     X(E_NOT_FOUND, -45, "no such key or tensor")                                   \
     X(E_TYPE, -46, "metadata value has another type or does not fit")              \
+    X(E_FOREIGN, -47, "of another chip, driver or version of rocq")                \
     X(E_NO_RUNTIME, -60, "no HIP runtime on this machine")                         \
     X(E_NO_KERNELS, -61, "no GPU kernels for this device in this program")         \
     X(E_NO_DEVICE, -62, "no GPU, or none that passes its self-test")               \
@@ -525,6 +532,13 @@ typedef struct rocq_allocator {
     void *user;
 } rocq_allocator;
 
+typedef enum rocq_precision {
+    ROCQ_PRECISION_AUTO = 0,
+    ROCQ_PRECISION_F32,  // operands exact in F32, F32 sums:           NMSE <= 1e-6
+    ROCQ_PRECISION_F16,  // operands rounded to F16, F32 sums:         NMSE <= 1e-5
+    ROCQ_PRECISION_INT8  // activations in int8 blocks of 32, F32 sums: NMSE <= 5e-4
+} rocq_precision;        // NMSE: against a float64 reference over the dequantized operands
+
 typedef struct rocq_desc {
     rocq_backend prefer;       // GPU: rocq_open fails without one, unless allow_fallback
     bool allow_fallback;       // an op (or a whole context) the GPU cannot do runs on the CPU; counted
@@ -540,6 +554,7 @@ typedef struct rocq_desc {
     int64_t kernels_size;      // bytes of kernels_data
     int32_t dispatch_us;       // most microseconds of a launch, by estimate; 0 = 5000, -1 = any
     bool no_graphs;            // rocq_graph_launch runs the recorded ops one by one
+    rocq_precision precision;  // what AUTO means in every op of the context; AUTO = each op's choice
     void (*log)(rocq_log_level level, const char *message, void *user); // NULL = silent
     void *log_user;
 } rocq_desc;
@@ -578,7 +593,8 @@ typedef struct rocq_device_ptr {
 typedef struct rocq_buffer {
     void *host;
     rocq_device_ptr device;
-    int64_t size; // bytes
+    int64_t size;    // bytes
+    uint64_t ticket; // of a pool's block, private; 0 otherwise
 } rocq_buffer;
 
 typedef enum rocq_layout {
@@ -601,21 +617,66 @@ typedef struct rocq_tensor {
     int64_t stride[4];
 } rocq_tensor;
 
-// A bump allocator over one buffer. With an empty buffer it only measures: the same code first
+// A bump allocator: over one buffer (rocq_arena_init), or over chunks that it takes from a context
+// as it grows (rocq_arena_init_growing). With an empty buffer it only measures: the same code first
 // finds out the size (peak), then is run again over a buffer of that size.
 typedef struct rocq_arena {
-    rocq_buffer buffer; // not owned
-    int64_t used;       // bytes
+    rocq_buffer buffer; // not owned; of a growing arena its present chunk
+    int64_t used;       // bytes from the start, over all chunks
     int64_t peak;       // most ever used, and on overflow what would have been
     bool measuring;
+    rocq_ctx *ctx;             // growing: where chunks come from
+    struct rocq__chunk *chunk; // growing: the present one, private
+    int64_t chunk_size;        // growing: least bytes of a chunk
 } rocq_arena;
 
-typedef enum rocq_precision {
-    ROCQ_PRECISION_AUTO = 0,
-    ROCQ_PRECISION_F32,  // operands exact in F32, F32 sums:           NMSE <= 1e-6
-    ROCQ_PRECISION_F16,  // operands rounded to F16, F32 sums:         NMSE <= 1e-5
-    ROCQ_PRECISION_INT8  // activations in int8 blocks of 32, F32 sums: NMSE <= 5e-4
-} rocq_precision;        // NMSE: against a float64 reference over the dequantized operands
+// Where memory is. DEFAULT: where the context's ops work, device memory on a GPU.
+typedef enum rocq_memory {
+    ROCQ_MEMORY_DEFAULT = 0,
+    ROCQ_MEMORY_HOST,
+    ROCQ_MEMORY_PINNED, // host memory that the GPU's copy engines reach; plain host memory on the CPU
+    ROCQ_MEMORY_DEVICE
+} rocq_memory;
+
+typedef enum rocq_report { ROCQ_REPORT_TEXT = 0, ROCQ_REPORT_JSON, ROCQ_REPORT_TRACE } rocq_report;
+
+// Gets a report's bytes in order; false = failed, which ends the report with E_IO.
+typedef bool (*rocq_write_fn)(const void *src, int64_t size, void *user);
+
+// A pool hands out blocks of a few sizes (classes) and keeps what is freed for the next request of
+// the class, so that memory whose size changes from step to step costs a few nanoseconds and no
+// runtime call. Zeroed fields are defaults.
+typedef struct rocq_pool_desc {
+    rocq_memory memory;
+    const int64_t *classes;  // block sizes, rising multiples of 256, copied; NULL = eight to each
+    int32_t n_classes;       // doubling, so that from 2 KiB up at most 12.5% of a block is waste
+    int64_t slab_size;       // bytes taken at once and cut into blocks of a class; 0 = 8 MiB. A
+                             // block of more than a quarter of it is taken by itself (large path)
+    int64_t budget;          // most bytes of slabs and large blocks, 0 = only the context's own
+    bool thread_safe;        // any thread may call, at once; else one at a time
+} rocq_pool_desc;
+
+// Of one class, or of all together. Rates are 0 where they would be 0 / 0.
+typedef struct rocq_pool_stats {
+    int64_t block_size;      // of the class; 0 for all together
+    int64_t n_requests;      // rocq_pool_alloc calls that succeeded
+    int64_t n_hits;          // of those, served from a free block
+    int64_t n_frees;
+    int64_t n_live;          // blocks handed out now
+    int64_t n_free;          // blocks kept for later
+    int64_t live_bytes;      // requested and not freed
+    int64_t peak_bytes;      // most of that ever
+    int64_t block_bytes;     // of the blocks handed out: live_bytes and what rounding up wastes
+    int64_t reserved_bytes;  // taken from the context
+    int64_t reserved_peak;
+    int64_t n_reserves;      // slabs and large blocks taken, ever
+    int64_t n_trims;         // and given back
+    double hit_rate;         // n_hits / n_requests
+    double internal;         // fragmentation inside blocks: 1 - live_bytes / block_bytes
+    double external;         // outside: 1 - block_bytes / reserved_bytes
+} rocq_pool_stats;
+
+typedef struct rocq_pool rocq_pool;
 
 typedef enum rocq_activation {
     ROCQ_IDENTITY = 0,
@@ -895,6 +956,16 @@ ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 ROCQ_DEF rocq_result rocq_matmul_precision(rocq_ctx *ctx, const rocq_matmul_params *params,
                                            rocq_precision *precision);
 
+// What an op computes in, why, and how exact that is.
+typedef struct rocq_precision_info {
+    rocq_precision precision; // F32, F16 or INT8, never AUTO
+    double nmse;              // bound, see rocq_precision
+    bool forced;              // by the params or rocq_desc.precision, not by AUTO
+    const char *why;          // a sentence, of the library
+} rocq_precision_info;
+ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *params,
+                                        rocq_precision_info *info);
+
 // -- buffers --
 
 // Memory that the context's ops can use, 256-byte aligned, not cleared. Counts against the budget.
@@ -926,6 +997,41 @@ ROCQ_DEF rocq_result rocq_arena_tensor(rocq_arena *arena, rocq_tensor *tensor, r
 // mark, then reset to it, frees everything cut in between; reset to 0 frees all.
 ROCQ_DEF int64_t rocq_arena_mark(const rocq_arena *arena);
 ROCQ_DEF void rocq_arena_reset(rocq_arena *arena, int64_t mark);
+
+// An arena that takes chunks of at least chunk_size bytes (0 = 1 MiB) from the context as it needs
+// them. Reset keeps them for later, rocq_arena_free gives them back. A piece never spans chunks, and
+// what is left of a chunk counts as used.
+ROCQ_DEF rocq_result rocq_arena_init_growing(rocq_arena *arena, rocq_ctx *ctx, int64_t chunk_size);
+ROCQ_DEF void rocq_arena_free(rocq_arena *arena); // of a growing one; twice is harmless
+
+// -- pool --
+
+// desc NULL is all defaults. The pool must be destroyed before its context is closed; blocks that
+// are still out are then invalid. On failure *pool is NULL.
+ROCQ_DEF rocq_result rocq_pool_create(rocq_ctx *ctx, rocq_pool **pool, const rocq_pool_desc *desc);
+ROCQ_DEF void rocq_pool_destroy(rocq_pool **pool); // twice, or on NULL, is harmless
+
+// A block of at least size bytes, 256-byte aligned, not cleared; buffer->size is size. E_BUDGET and
+// E_MEMORY come only after free blocks have been given back to make room. On a GPU a block may be
+// freed while ops that use it are under way, and be handed out again: all work is in order.
+ROCQ_DEF rocq_result rocq_pool_alloc(rocq_pool *pool, rocq_buffer *buffer, int64_t size);
+
+// Takes the block back and empties *buffer; an empty one is harmless. E_ARGUMENT, and nothing done,
+// for what is not a live block of this pool: freed before (by a copy of the buffer too), foreign, or
+// a piece of one. With ROCQ_DEBUG blocks of host memory have guard bytes behind them, and one that
+// was overrun is an E_CORRUPT (and kept out of use).
+ROCQ_DEF rocq_result rocq_pool_free(rocq_pool *pool, rocq_buffer *buffer);
+
+// Gives back free memory until at most keep bytes are reserved, or no whole slab is free; on a GPU
+// after submitted work is done.
+ROCQ_DEF rocq_result rocq_pool_trim(rocq_pool *pool, int64_t keep);
+
+// Class 0 to n - 1, smallest first; -1 is all together. E_ARGUMENT past the end.
+ROCQ_DEF rocq_result rocq_pool_get_stats(rocq_pool *pool, int32_t size_class, rocq_pool_stats *stats);
+
+// A table for people, or JSON: {"total": {...}, "classes": [{...}, ...]} with the fields' names.
+ROCQ_DEF rocq_result rocq_pool_report(rocq_pool *pool, rocq_report kind, rocq_write_fn write,
+                                      void *user);
 
 // -- tensors: pure functions on the struct, no memory is touched --
 
@@ -1103,6 +1209,27 @@ ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
 ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
                                       rocq_tensor *tensor);
 
+// How rocq_gguf_load goes about it. Zeroed fields are defaults.
+typedef struct rocq_load_desc {
+    const char *const *names; // tensors to load, in this order; NULL = all of the file, in its order
+    int64_t n_names;
+    int64_t piece_bytes;      // GPU: read, copied and repacked as one; 0 = 8 MiB
+    int32_t n_pieces;         // GPU: pinned pieces in flight, 3 or more; 0 = 4
+    bool copy;                // CPU: also what could be a view of the file
+    bool (*progress)(int64_t done, int64_t total, void *user); // bytes; from the calling thread,
+                              // after every piece; false = stop: E_CANCELLED
+    void *user;
+} rocq_load_desc;
+
+// Loads many tensors at once, as rocq_gguf_upload loads one: into one buffer, tensors[i] being
+// names[i]. On a GPU three stages overlap: the context's threads read a piece into pinned memory
+// while the one before crosses the bus and the one before that is repacked. Pinned memory is
+// n_pieces pieces, device memory besides the buffer as much again, for as long as the call takes.
+// Returns when all is in place. *buffer (empty where every tensor views the file) is freed with
+// rocq_buffer_free. On failure, and after rocq_cancel, nothing is kept. desc may be NULL.
+ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file, const rocq_load_desc *desc,
+                                    rocq_tensor *tensors, rocq_buffer *buffer);
+
 // -- GGUF writer: version 3. Values, then tensors, then each tensor's bytes in the order added --
 
 typedef struct rocq_gguf_writer_desc {
@@ -1137,6 +1264,267 @@ ROCQ_DEF rocq_result rocq_gguf_write(rocq_gguf_writer *writer, const void *data,
 // Finishes and frees. E_STATE (and a file that should be thrown away) when tensors are missing.
 // Always sets *writer to NULL.
 ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer);
+
+// -- KV cache: keys and values of many sequences and layers, bookkept on the host --
+
+typedef struct rocq_kv rocq_kv;
+
+typedef struct rocq_kv_desc {
+    int32_t n_layers, n_kv_heads, head_dim;
+    rocq_format k_format, v_format; // F32 (0), F16, BF16, Q8_0 or Q4_0
+    int32_t n_seqs;       // sequences, numbered from 0; 0 = 1
+    int32_t n_ctx;        // most positions of a sequence
+    int32_t page_size;    // 0 = contiguous: every sequence has room for n_ctx positions. Else
+                          // positions are kept in pages of so many, from a pool all sequences share
+    int32_t n_pages;      // paged: of that pool; 0 = enough for n_seqs full sequences
+    rocq_rope_config rope; // how the keys were turned, for rocq_kv_shift
+} rocq_kv_desc;
+
+// What ops take, for one layer and the sequences seq0 to seq0 + n - 1. The tensors stay the same
+// from step to step (so that a graph can be recorded over them); what is in kv_len and page_table
+// moves on.
+typedef struct rocq_kv_view {
+    rocq_tensor k_cache, v_cache; // of rocq_rope_append: [D, n_kv_heads, n_cells], all sequences
+    rocq_tensor k, v;             // of rocq_attention: [D, n_kv_heads, n_ctx, n], or the page pool
+    rocq_tensor kv_len;           // I32 [n]
+    rocq_tensor page_table;       // I32 [pages of a sequence, n]; n_dims 0 when contiguous
+    int32_t page_size;
+} rocq_kv_view;
+
+typedef struct rocq_kv_stats {
+    int64_t reserved_bytes; // of K and V
+    int64_t used_bytes;     // of positions held; a page that sequences share counts once
+    int64_t n_positions;    // held, over all sequences
+    int32_t n_pages, n_free_pages, n_shared_pages; // paged
+    int64_t n_page_copies;  // pages copied because a sequence wrote to one it shared
+    double internal;        // of the room that sequences hold, the share without a position
+    double unused;          // 1 - used_bytes / reserved_bytes
+} rocq_kv_stats;
+
+// Bytes that rocq_kv_create takes (K, V, lengths, page tables), without taking them.
+ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes);
+
+// On failure *kv is NULL. Must be freed before its context is closed. All memory is taken here.
+ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **kv, const rocq_kv_desc *desc);
+ROCQ_DEF void rocq_kv_free(rocq_kv **kv); // twice, or on NULL, is harmless
+
+ROCQ_DEF rocq_result rocq_kv_layer(rocq_kv *kv, int32_t layer, int32_t seq0, int32_t n_seqs,
+                                   rocq_kv_view *view);
+
+// Makes room for n more positions of a sequence: they begin at rocq_kv_length before the call.
+// cells [n] (or NULL) receives where rocq_rope_append is to put them. A shared page that they fall
+// into is copied first. E_BOUNDS past n_ctx, E_MEMORY when no page is free; the sequence is then as
+// it was.
+ROCQ_DEF rocq_result rocq_kv_append(rocq_kv *kv, int32_t seq, int32_t n, int32_t *cells);
+
+// Brings kv_len and page_table on the device up to date with what has been called since: before the
+// ops of a step, after its append.
+ROCQ_DEF rocq_result rocq_kv_flush(rocq_kv *kv);
+
+ROCQ_DEF int32_t rocq_kv_length(const rocq_kv *kv, int32_t seq); // positions held; -1 = no such
+
+// Keeps the first length positions.
+ROCQ_DEF rocq_result rocq_kv_truncate(rocq_kv *kv, int32_t seq, int32_t length);
+
+// Drops the n positions from first on, and moves those behind them down by n: their keys are turned
+// back by n positions (rope), and rounded to the cache's format once more.
+ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int32_t n);
+
+// Makes dst a copy of src (what dst held is dropped). Paged: the pages are shared until one of the
+// two writes to them; contiguous: all is copied.
+ROCQ_DEF rocq_result rocq_kv_fork(rocq_kv *kv, int32_t src, int32_t dst);
+
+// A sequence to host memory and back, into a cache of the same layers, heads and formats, of either
+// layout. dst NULL asks for the size. restore replaces what seq held; a snapshot that is cut short,
+// altered (checksum) or of another shape is an E_CORRUPT, E_TRUNCATED or E_SHAPE and changes nothing.
+ROCQ_DEF rocq_result rocq_kv_save(rocq_kv *kv, int32_t seq, void *dst, int64_t size, int64_t *needed);
+ROCQ_DEF rocq_result rocq_kv_restore(rocq_kv *kv, int32_t seq, const void *src, int64_t size);
+
+ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats);
+
+// -- timers and profile: ROCQ_NO_PROFILE compiles the profile out --
+
+// Statistics of samples, which are sorted in place. Percentiles are of the nearest rank.
+typedef struct rocq_summary {
+    int64_t count;
+    double min, median, mean, p95, p99, max, deviation; // deviation: of the sample (n - 1)
+} rocq_summary;
+ROCQ_DEF void rocq_summarize(rocq_summary *summary, double *samples, int64_t n);
+
+ROCQ_DEF int64_t rocq_time_ns(void); // host clock that never goes back
+
+// A stopwatch on the host's clock, or on the GPU's own by events, which see only the time between
+// reaching start and reaching stop in the queue. On the CPU, and where the runtime has no such
+// events, both are the host's clock.
+typedef enum rocq_timer_kind { ROCQ_TIMER_HOST = 0, ROCQ_TIMER_GPU } rocq_timer_kind;
+typedef struct rocq_timer {
+    rocq_timer_kind kind;
+    int64_t start_ns, stop_ns;
+    void *start_event, *stop_event; // private
+} rocq_timer;
+ROCQ_DEF rocq_result rocq_timer_create(rocq_ctx *ctx, rocq_timer *timer, rocq_timer_kind kind);
+ROCQ_DEF rocq_result rocq_timer_start(rocq_ctx *ctx, rocq_timer *timer);
+ROCQ_DEF rocq_result rocq_timer_stop(rocq_ctx *ctx, rocq_timer *timer);
+ROCQ_DEF rocq_result rocq_timer_read(rocq_ctx *ctx, rocq_timer *timer, double *ns); // waits for stop
+ROCQ_DEF void rocq_timer_free(rocq_ctx *ctx, rocq_timer *timer);
+
+// What launching costs, of a kernel that does nothing, one at a time: until the call returns, until
+// the host sees it done, and per launch of a row of them. On the CPU: a job handed to the threads.
+typedef struct rocq_launch_cost {
+    rocq_summary submit_ns, complete_ns, row_ns;
+} rocq_launch_cost;
+ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_cost *cost);
+
+// How a region touches memory, and with it which share of the bandwidth it can reach at best.
+typedef enum rocq_access {
+    ROCQ_ACCESS_STREAM = 0, // one after the other: 90%
+    ROCQ_ACCESS_TILED,      // blocks read again from caches: bound by arithmetic, 85% of that
+    ROCQ_ACCESS_GATHER,     // rows from anywhere: 60%
+    ROCQ_ACCESS_LATENCY     // too little to fill the chip: no share is expected
+} rocq_access;
+
+// A profile collects times by name while it is on. Every op, graph launch and copy is a region of
+// its own (ops with their bytes and flops), inside the regions that the program opens.
+typedef struct rocq_profile_desc {
+    int32_t max_regions;    // names, 0 = 256; each keeps
+    int32_t max_samples;    // the latest so many times, 0 = 1024, for median and percentiles
+    int32_t max_events;     // of the trace, 0 = 65536; later ones are counted, not kept
+    bool host_only;         // GPU: host times alone, no events in the queue
+    bool roctx;             // also mark ranges for AMD's profilers, where libroctx64 is found
+    double bytes_per_s;     // peak of the device, for shares; 0 = the chip's (GPU), none (CPU)
+    double flops_per_s;     // the same in F32, or
+    double matrix_per_s;    // on the matrix unit
+} rocq_profile_desc;
+
+typedef struct rocq_region_stats {
+    const char *name, *path; // path: names from the outermost region, with '/'
+    int32_t depth;           // 0 = outermost
+    rocq_summary host_ns;    // over the latest samples, count over all
+    rocq_summary gpu_ns;     // count 0: not timed on the GPU
+    double total_ns;         // of the GPU where it was timed, else of the host
+    double bytes, flops;     // sums of what was said to be moved and computed
+    double bytes_per_s, flops_per_s;
+    double share;            // of the peak that bounds it, 0 when unknown
+    rocq_access access;
+    bool memory_bound;
+    const char *verdict;     // "memory-bound, 82% of 960 GB/s: excellent"; "" when unknown
+} rocq_region_stats;
+
+// All memory is taken by start; nothing is allocated while regions run. E_STATE when it is on.
+ROCQ_DEF rocq_result rocq_profile_start(rocq_ctx *ctx, const rocq_profile_desc *desc);
+ROCQ_DEF rocq_result rocq_profile_stop(rocq_ctx *ctx);  // collecting ends, results stay
+ROCQ_DEF rocq_result rocq_profile_clear(rocq_ctx *ctx); // forgets the results, and what start took
+
+// Nested; name must stay valid (a literal). Without a profile they do nothing. work adds what the
+// innermost open region moves and computes.
+ROCQ_DEF rocq_result rocq_region_begin(rocq_ctx *ctx, const char *name);
+ROCQ_DEF rocq_result rocq_region_work(rocq_ctx *ctx, double bytes, double flops, rocq_access access);
+ROCQ_DEF rocq_result rocq_region_end(rocq_ctx *ctx);
+
+// Results, waiting for the GPU first. Regions in the order of their first begin.
+ROCQ_DEF int32_t rocq_profile_count(rocq_ctx *ctx);
+ROCQ_DEF rocq_result rocq_profile_region(rocq_ctx *ctx, int32_t index, rocq_region_stats *stats);
+
+// TEXT: a table. JSON: {"regions": [...], "dropped": n}. TRACE: Chrome's trace event format, which
+// ui.perfetto.dev and chrome://tracing open: host and GPU as two threads.
+ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_write_fn write,
+                                         void *user);
+
+// -- occupancy: waves of a kernel that fit an RDNA3 chip; no GPU needed --
+
+typedef struct rocq_occupancy_params {
+    int32_t target;    // 0x1100, 0x1101, 0x1102, 0x1103, 0x1150 or 0x1151
+    int32_t vgprs;     // of a lane, 1 to 256
+    int32_t lds_bytes; // of a workgroup
+    int32_t threads;   // of a workgroup, 1 to 1024
+    int32_t wave;      // 32 or 64; 0 = 32
+    bool cu_mode;      // -mcumode: a workgroup stays on one of the two CUs of a WGP
+} rocq_occupancy_params;
+
+typedef enum rocq_occupancy_limit {
+    ROCQ_LIMIT_NONE = 0, // all 16 waves of a SIMD
+    ROCQ_LIMIT_VGPRS,
+    ROCQ_LIMIT_LDS,
+    ROCQ_LIMIT_THREADS   // workgroups: their number, or that a whole one has to fit
+} rocq_occupancy_limit;
+
+typedef struct rocq_occupancy {
+    int32_t compiler_waves;     // of a SIMD, as clang prints it ("; Occupancy"), which ignores the
+                                // granule of LDS and that workgroups are whole
+    double waves;               // of a SIMD, what the hardware can hold
+    int32_t groups;             // workgroups of a WGP (of a CU with cu_mode); 0: will not launch
+    int32_t max_waves;          // 16
+    rocq_occupancy_limit limit; // of waves
+    int32_t next_vgprs;         // most VGPRs with which one more wave would fit, 0 = none
+} rocq_occupancy;
+ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params, rocq_occupancy *result);
+
+// Sizes of workgroups (multiples of a wave up to 1024) that reach more than half of all waves with
+// these VGPRs and lds_per_thread bytes, best first. Writes up to n, returns how many there are.
+ROCQ_DEF int32_t rocq_recommend_threads(const rocq_occupancy_params *params, double lds_per_thread,
+                                        int32_t *threads, int32_t n);
+
+// -- tuner: finds the fastest launch of an op on this device, and remembers it --
+
+// How an op is launched; 0 = by rule. Which fields count depends on the op.
+typedef struct rocq_launch_config {
+    int32_t k_waves;  // matmul with few columns: waves that share K: 1, 2, 4 or 8
+    int32_t tile_n;   // matmul with many: columns of a tile: 32 or 128 (F16)
+    int32_t n_splits; // attention: parts that share the positions
+} rocq_launch_config;
+
+typedef enum rocq_search { ROCQ_SEARCH_GRID = 0, ROCQ_SEARCH_RANDOM, ROCQ_SEARCH_HILL_CLIMB } rocq_search;
+
+typedef struct rocq_tune_desc {
+    rocq_search search;
+    // Instead of search: picks the next of n configurations (none twice) from the times so far, NaN
+    // where untried; -1 ends the search.
+    int32_t (*next)(const rocq_launch_config *space, const double *ns, int32_t n, void *user);
+    // Instead of timing on the device: nanoseconds of a configuration, NaN = cannot run.
+    double (*evaluate)(const rocq_launch_config *config, void *user);
+    void *user;
+    bool by_model;        // estimate from occupancy and roofline; always so without a GPU
+    int32_t max_configs;  // tried at most, 0 = all
+    int32_t max_ms;       // 0 = 1000
+    double min_gain;      // a configuration must be so much faster than the default to replace it,
+                          // in a second measurement against it, in turn; 0 = 0.03
+    uint64_t seed;        // of RANDOM and HILL_CLIMB
+} rocq_tune_desc;
+
+typedef struct rocq_tune_result {
+    rocq_launch_config config;  // chosen: all 0 where the default stays
+    double default_ns, best_ns; // medians
+    double speedup;             // default_ns / best_ns, at least 1
+    double bytes_per_s, flops_per_s; // at best_ns
+    int32_t n_space, n_pruned, n_tried;
+    double spent_ms;
+    bool cached;                // known already: nothing was tried
+} rocq_tune_result;
+
+// Tunes an op for the shapes and formats of these params, which run many times (their outputs are
+// overwritten), and keeps the result in the context for all ops of that shape class. A CPU context
+// has nothing to tune: E_UNSUPPORTED. desc NULL is all defaults. Results keep their bounds of
+// precision, but a tuned op may order its sums differently.
+ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op op, const void *params,
+                               const rocq_tune_desc *desc, rocq_tune_result *result);
+
+// What a launch of these params uses now, by rule or tuned.
+ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op op, const void *params,
+                                            rocq_launch_config *config);
+
+// The results as text: a line with format version, rocq version, chip and driver, a line for each
+// (op, formats, shape class, configuration, times), and a checksum. load refuses, with E_CORRUPT
+// or E_FOREIGN and changing nothing, a text that is damaged, or of another chip, driver or rocq: one
+// simply tunes again. clear forgets all results.
+ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *user);
+ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const char *text, int64_t size);
+ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
+
+// Does before the first token what would make it slow: loads kernels onto the device by launching
+// each once without work (those that the graph needs, or all with graph NULL), makes the graph's
+// submission, takes the pinned memory of copies, starts the threads; on the CPU, reads the graph's
+// operands once, so that a mapped file is in memory. Nothing that ops see is changed.
+ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph);
 
 // -- operations: contracts stand at the params structs --
 
@@ -1480,6 +1868,12 @@ enum {
     X(REQUIRED, event_destroy, hipEventDestroy, (void *event))                                    \
     X(REQUIRED, event_record, hipEventRecord, (void *event, void *stream))                        \
     X(REQUIRED, event_wait, hipEventSynchronize, (void *event))                                   \
+    X(OPTIONAL, event_query, hipEventQuery, (void *event))                                        \
+    X(OPTIONAL, event_elapsed, hipEventElapsedTime, (float *ms, void *start, void *stop))         \
+    X(OPTIONAL, stream_wait_event, hipStreamWaitEvent,                                            \
+      (void *stream, void *event, unsigned flags))                                                \
+    X(OPTIONAL, memory_info, hipMemGetInfo, (size_t *free_bytes, size_t *total_bytes))            \
+    X(OPTIONAL, driver_version, hipDriverGetVersion, (int *version))                              \
     X(OPTIONAL, capture_begin, hipStreamBeginCapture, (void *stream, int mode))                   \
     X(OPTIONAL, capture_end, hipStreamEndCapture, (void *stream, void **graph))                   \
     X(OPTIONAL, graph_instantiate, hipGraphInstantiate,                                           \
@@ -1514,7 +1908,7 @@ enum {
     ROCQ_HIP_MEMORY_KHZ = 60, ROCQ_HIP_UNITS = 63,
     ROCQ_HIP_TO_DEVICE = 1, ROCQ_HIP_TO_HOST = 2, ROCQ_HIP_ON_DEVICE = 3, // copy
     ROCQ_HIP_NON_BLOCKING = 1, ROCQ_HIP_NO_TIMING = 2, ROCQ_HIP_THREAD_LOCAL = 1,
-    ROCQ_HIP_OUT_OF_MEMORY = 2
+    ROCQ_HIP_OUT_OF_MEMORY = 2, ROCQ_HIP_NOT_READY = 600 // of event_query
 };
 
 // Defined by rocq_kernels.hip: the runtime and the kernels that the program is linked with.
@@ -1582,6 +1976,11 @@ const rocq_hip *rocq_hip_linked(void);
 #define ROCQ__HAS_HIP 1
 #else
 #define ROCQ__HAS_HIP 0
+#endif
+#if !defined(ROCQ_NO_PROFILE)
+#define ROCQ__HAS_PROFILE 1
+#else
+#define ROCQ__HAS_PROFILE 0
 #endif
 
 // >>includes
@@ -1766,7 +2165,7 @@ typedef pthread_mutex_t rocq__mutex;
 typedef pthread_cond_t rocq__cond;
 #endif
 
-typedef struct rocq__pool {
+typedef struct rocq__workers {
     rocq__thread threads[ROCQ__MAX_THREADS];
     int32_t n_started; // workers, without the caller
     rocq__mutex mutex;
@@ -1779,7 +2178,7 @@ typedef struct rocq__pool {
     int32_t generation; // of jobs (atomic); negative tells the workers to end
     int32_t active;     // workers still on the job (atomic)
     int32_t n_joined;   // gives each worker its number at start (atomic)
-} rocq__pool;
+} rocq__workers;
 #endif
 
 struct rocq__gpu;
@@ -1794,7 +2193,7 @@ struct rocq_ctx {
     rocq_graph *graphs;    // all of the context's
     bool has_avx2;
     bool quiet; // rocq_supports asks, it does not complain
-    bool pool_ready;
+    bool workers_ready;
     rocq_stats stats;
     int64_t budget_used;
     rocq__block blocks; // ring
@@ -1804,7 +2203,7 @@ struct rocq_ctx {
     char gpu_message[512];
     char device[96];
 #if ROCQ__HAS_THREADS
-    rocq__pool pool;
+    rocq__workers workers;
 #endif
 };
 
@@ -2296,7 +2695,7 @@ ROCQ__INLINE void rocq__relax(void) {
 // than sleeping, waiting longer is not.
 enum { ROCQ__SPINS = 2000 };
 
-ROCQ__FN void rocq__pool_share(rocq__pool *pool, int32_t thread) {
+ROCQ__FN void rocq__workers_share(rocq__workers *pool, int32_t thread) {
     for (;;) {
         const int64_t begin = rocq__fetch_add64(&pool->next, pool->chunk);
         if (begin >= pool->n) return;
@@ -2304,7 +2703,7 @@ ROCQ__FN void rocq__pool_share(rocq__pool *pool, int32_t thread) {
     }
 }
 
-ROCQ__FN void rocq__pool_worker(rocq__pool *pool) {
+ROCQ__FN void rocq__workers_worker(rocq__workers *pool) {
     const int32_t thread = rocq__fetch_add32(&pool->n_joined, 1) + 1;
     int32_t seen = 0;
     for (;;) {
@@ -2316,7 +2715,7 @@ ROCQ__FN void rocq__pool_worker(rocq__pool *pool) {
         }
         seen = rocq__load32(&pool->generation);
         if (seen < 0) return;
-        rocq__pool_share(pool, thread);
+        rocq__workers_share(pool, thread);
         if (rocq__fetch_add32(&pool->active, -1) == 1) {
             ROCQ__LOCK(&pool->mutex);
             ROCQ__WAKE(&pool->done);
@@ -2326,19 +2725,19 @@ ROCQ__FN void rocq__pool_worker(rocq__pool *pool) {
 }
 
 #if defined(_WIN32)
-ROCQ__FN DWORD WINAPI rocq__pool_main(LPVOID arg) {
-    rocq__pool_worker((rocq__pool *)arg);
+ROCQ__FN DWORD WINAPI rocq__workers_main(LPVOID arg) {
+    rocq__workers_worker((rocq__workers *)arg);
     return 0;
 }
 #else
-ROCQ__FN void *rocq__pool_main(void *arg) {
-    rocq__pool_worker((rocq__pool *)arg);
+ROCQ__FN void *rocq__workers_main(void *arg) {
+    rocq__workers_worker((rocq__workers *)arg);
     return NULL;
 }
 #endif
 
 // Fewer threads than asked for is not an error: the work is shared by those there are.
-ROCQ__FN void rocq__pool_start(rocq__pool *pool, int32_t n_workers) {
+ROCQ__FN void rocq__workers_start(rocq__workers *pool, int32_t n_workers) {
 #if defined(_WIN32)
     InitializeCriticalSection(&pool->mutex);
     InitializeConditionVariable(&pool->work);
@@ -2350,16 +2749,16 @@ ROCQ__FN void rocq__pool_start(rocq__pool *pool, int32_t n_workers) {
 #endif
     for (int32_t i = 0; i < n_workers; i++) {
 #if defined(_WIN32)
-        pool->threads[i] = CreateThread(NULL, 0, rocq__pool_main, pool, 0, NULL);
+        pool->threads[i] = CreateThread(NULL, 0, rocq__workers_main, pool, 0, NULL);
         if (!pool->threads[i]) return;
 #else
-        if (pthread_create(&pool->threads[i], NULL, rocq__pool_main, pool) != 0) return;
+        if (pthread_create(&pool->threads[i], NULL, rocq__workers_main, pool) != 0) return;
 #endif
         pool->n_started++;
     }
 }
 
-ROCQ__FN void rocq__pool_stop(rocq__pool *pool) {
+ROCQ__FN void rocq__workers_stop(rocq__workers *pool) {
     ROCQ__LOCK(&pool->mutex);
     rocq__store32(&pool->generation, -1);
     ROCQ__WAKE(&pool->work);
@@ -2381,7 +2780,7 @@ ROCQ__FN void rocq__pool_stop(rocq__pool *pool) {
 #endif
 }
 
-ROCQ__FN void rocq__pool_run(rocq__pool *pool, int64_t n, int64_t chunk, rocq__task fn, void *arg) {
+ROCQ__FN void rocq__workers_run(rocq__workers *pool, int64_t n, int64_t chunk, rocq__task fn, void *arg) {
     ROCQ__LOCK(&pool->mutex);
     pool->fn = fn;
     pool->arg = arg;
@@ -2392,7 +2791,7 @@ ROCQ__FN void rocq__pool_run(rocq__pool *pool, int64_t n, int64_t chunk, rocq__t
     rocq__store32(&pool->generation, pool->generation == INT32_MAX ? 1 : pool->generation + 1);
     ROCQ__WAKE(&pool->work);
     ROCQ__UNLOCK(&pool->mutex);
-    rocq__pool_share(pool, 0);
+    rocq__workers_share(pool, 0);
     for (int i = 0; i < ROCQ__SPINS && rocq__load32(&pool->active) != 0; i++) rocq__relax();
     if (rocq__load32(&pool->active) != 0) {
         ROCQ__LOCK(&pool->mutex);
@@ -2409,13 +2808,13 @@ ROCQ__FN void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task
     if (n <= 0) return;
 #if ROCQ__HAS_THREADS
     if (ctx->desc.n_threads > 1 && n > grain) {
-        if (!ctx->pool_ready) {
-            rocq__pool_start(&ctx->pool, ctx->desc.n_threads - 1);
-            ctx->pool_ready = true;
+        if (!ctx->workers_ready) {
+            rocq__workers_start(&ctx->workers, ctx->desc.n_threads - 1);
+            ctx->workers_ready = true;
         }
         // Four pieces per thread even out what other programs on the machine take away.
         const int64_t pieces = (int64_t)ctx->desc.n_threads * 4;
-        rocq__pool_run(&ctx->pool, n, ROCQ__MAX(grain, (n + pieces - 1) / pieces), fn, arg);
+        rocq__workers_run(&ctx->workers, n, ROCQ__MAX(grain, (n + pieces - 1) / pieces), fn, arg);
         return;
     }
 #endif
@@ -10103,6 +10502,26 @@ ROCQ__FN void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
 }
 
 // ---------------------------------------------------------------------------------------------
+// >>pool: blocks of a few sizes, kept for the next request
+// ---------------------------------------------------------------------------------------------
+
+// ---------------------------------------------------------------------------------------------
+// >>kv: keys and values of sequences, contiguous or paged
+// ---------------------------------------------------------------------------------------------
+
+// ---------------------------------------------------------------------------------------------
+// >>profile: timers, regions, reports
+// ---------------------------------------------------------------------------------------------
+
+// ---------------------------------------------------------------------------------------------
+// >>occupancy: waves of a kernel that fit a chip
+// ---------------------------------------------------------------------------------------------
+
+// ---------------------------------------------------------------------------------------------
+// >>tuner: search, evaluation, cache; warm-up
+// ---------------------------------------------------------------------------------------------
+
+// ---------------------------------------------------------------------------------------------
 // >>public: context, introspection, and the ops' thin bodies
 // ---------------------------------------------------------------------------------------------
 
@@ -10410,7 +10829,7 @@ ROCQ_DEF void rocq_close(rocq_ctx **ctx_ptr) {
     rocq_ctx *ctx = *ctx_ptr;
     *ctx_ptr = NULL;
 #if ROCQ__HAS_THREADS
-    if (ctx->pool_ready) rocq__pool_stop(&ctx->pool);
+    if (ctx->workers_ready) rocq__workers_stop(&ctx->workers);
 #endif
     if (rocq__on_gpu(ctx)) ctx->gpu->hip->set_device(ctx->gpu->device);
     while (ctx->graphs) rocq__graph_delete(ctx, ctx->graphs);

@@ -4716,6 +4716,17 @@ static int entry_event_record(void *event, void *stream) {
 static int entry_event_wait(void *event) {
     return (int)RUNTIME(EventSynchronize)((entry_event)event);
 }
+static int entry_event_query(void *event) { return (int)RUNTIME(EventQuery)((entry_event)event); }
+static int entry_event_elapsed(float *ms, void *start, void *stop) {
+    return (int)RUNTIME(EventElapsedTime)(ms, (entry_event)start, (entry_event)stop);
+}
+static int entry_stream_wait_event(void *stream, void *event, unsigned flags) {
+    return (int)RUNTIME(StreamWaitEvent)((entry_stream)stream, (entry_event)event, flags);
+}
+static int entry_memory_info(size_t *free_bytes, size_t *total_bytes) {
+    return (int)RUNTIME(MemGetInfo)(free_bytes, total_bytes);
+}
+static int entry_driver_version(int *version) { return (int)RUNTIME(DriverGetVersion)(version); }
 static int entry_capture_begin(void *stream, int mode) {
     return (int)RUNTIME(StreamBeginCapture)((entry_stream)stream, (RUNTIME(StreamCaptureMode))mode);
 }
@@ -4812,8 +4823,9 @@ extern "C" const rocq_hip *rocq_hip_linked(void) {
         entry_device_pci, entry_device_memory, entry_mem_alloc, entry_mem_free, entry_host_alloc,
         entry_host_free, entry_copy, entry_fill, entry_stream_create, entry_stream_destroy,
         entry_stream_wait, entry_event_create, entry_event_destroy, entry_event_record,
-        entry_event_wait, entry_capture_begin, entry_capture_end, entry_graph_instantiate,
-        entry_graph_destroy, entry_graph_launch, entry_graph_exec_destroy,
+        entry_event_wait, entry_event_query, entry_event_elapsed, entry_stream_wait_event,
+        entry_memory_info, entry_driver_version, entry_capture_begin, entry_capture_end,
+        entry_graph_instantiate, entry_graph_destroy, entry_graph_launch, entry_graph_exec_destroy,
 #if defined(__CUDACC__)
         nullptr, nullptr, nullptr, nullptr,
 #else

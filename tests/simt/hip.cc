@@ -10,6 +10,7 @@
 
 #include <pthread.h>
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <set>
@@ -29,7 +30,7 @@ enum {
 };
 
 struct operation {
-    enum { LAUNCH, COPY, FILL, MARK } what;
+    enum { LAUNCH, COPY, FILL, MARK, WAIT } what;
     simt_kernel *kernel;
     uint32_t grid_x, grid_z, threads;
     std::shared_ptr<std::vector<char>> args; // shared with the graph it may come from
@@ -38,6 +39,9 @@ struct operation {
     size_t size;
     int kind; // of a copy; the byte of a fill
     const void *exec; // the executable graph that launched it, or NULL
+    struct event *mark;  // of a MARK: gets the time
+    struct stream *on;   // of a WAIT: this stream
+    uint64_t after;      // has to have run so many operations
 };
 typedef std::vector<operation> operations;
 
@@ -53,6 +57,7 @@ struct stream {
 struct event {
     stream *on = nullptr;
     uint64_t after = 0; // operations of the stream up to and with its mark
+    double ms = 0;      // of the host's clock, when that was reached
 };
 struct block {
     size_t size;
@@ -67,6 +72,7 @@ struct runtime {
     std::set<operations *> graphs, execs;
     std::set<int *> modules;
     std::map<int, size_t> used; // bytes by device
+    int open = 0;               // runs of streams, one in another, that see device memory
     stream null_stream;
     size_t memory = (size_t)1 << 30;
     int n_devices = 1, work = SIMT_LATE, image_error = 0, selftest_error = 0;
@@ -138,9 +144,11 @@ void close_block(uintptr_t at, const block &b, bool closed) {
 // Kernels and copies see device memory, the host does not.
 struct device_access {
     device_access() {
+        if (hip().open++ > 0) return;
         for (auto &b : hip().device) close_block(b.first, b.second, false);
     }
     ~device_access() {
+        if (--hip().open > 0) return;
         for (auto &b : hip().device) close_block(b.first, b.second, true);
     }
 };
@@ -165,6 +173,8 @@ int check_range(const char *call, const char *side, const void *p, size_t size, 
 // queues
 // ---------------------------------------------------------------------------------------------
 
+int run_until(stream *s, uint64_t count);
+
 int run_one(const operation &o) {
     switch (o.what) {
     case operation::LAUNCH: {
@@ -178,7 +188,13 @@ int run_one(const operation &o) {
     }
     case operation::COPY: memmove(o.dst, o.src, o.size); return HIP_OK;
     case operation::FILL: memset(o.dst, o.kind, o.size); return HIP_OK;
-    default: return HIP_OK;
+    case operation::WAIT: return hip().streams.count(o.on) ? run_until(o.on, o.after) : HIP_OK;
+    default:
+        if (o.mark && hip().events.count(o.mark)) {
+            o.mark->ms = std::chrono::duration<double, std::milli>(
+                std::chrono::steady_clock::now().time_since_epoch()).count();
+        }
+        return HIP_OK;
     }
 }
 
@@ -188,7 +204,8 @@ int run_until(stream *s, uint64_t count) {
     if (s->base + s->done >= count) return error;
     device_access access;
     while (s->base + s->done < count && s->done < s->queue.size()) {
-        const int e = run_one(s->queue[s->done++]);
+        const operation o = s->queue[s->done++];
+        const int e = run_one(o);
         if (!error) error = e;
     }
     if (s->done == s->queue.size()) {
@@ -218,7 +235,7 @@ stream *find_stream(const char *call, void *handle) {
 
 int submit(stream *s, const operation &o) {
     if (s->capturing) {
-        if (o.what != operation::MARK) s->captured.push_back(o);
+        if (o.what != operation::MARK && o.what != operation::WAIT) s->captured.push_back(o);
         return HIP_OK;
     }
     if (s == &hip().null_stream) {
@@ -487,6 +504,7 @@ int hipEventRecord(void *handle, void *on) {
     event *e = (event *)handle;
     operation o = {};
     o.what = operation::MARK;
+    o.mark = e;
     const int error = submit(s, o);
     if (!s->capturing) {
         e->on = s;
@@ -505,6 +523,55 @@ int hipEventSynchronize(void *handle) {
     return e->on ? run_until(e->on, e->after) : HIP_OK;
 }
 
+int hipEventQuery(void *handle) {
+    ENTER_OR_FAIL();
+    event *e = (event *)handle;
+    if (!hip().events.count(e)) {
+        misuse("hipEventQuery: %p is not an event", handle);
+        return HIP_INVALID_HANDLE;
+    }
+    NOT_WHILE_CAPTURING("hipEventQuery");
+    return e->on && e->on->base + e->on->done < e->after ? ROCQ_HIP_NOT_READY : HIP_OK;
+}
+int hipEventElapsedTime(float *ms, void *start, void *stop) {
+    ENTER_OR_FAIL();
+    for (void *handle : {start, stop}) {
+        event *e = (event *)handle;
+        if (!hip().events.count(e)) {
+            misuse("hipEventElapsedTime: %p is not an event", handle);
+            return HIP_INVALID_HANDLE;
+        }
+        if (e->on && e->on->base + e->on->done < e->after) return ROCQ_HIP_NOT_READY;
+    }
+    *ms = (float)(((event *)stop)->ms - ((event *)start)->ms);
+    return HIP_OK;
+}
+int hipStreamWaitEvent(void *on, void *handle, unsigned flags) {
+    ENTER_OR_FAIL();
+    stream *s = find_stream("hipStreamWaitEvent", on);
+    event *e = (event *)handle;
+    if (!s || !hip().events.count(e) || flags != 0) {
+        if (s) misuse("hipStreamWaitEvent: %p is not an event, or flags %u", handle, flags);
+        return HIP_INVALID_HANDLE;
+    }
+    if (!e->on || e->on == s) return HIP_OK;
+    operation o = {};
+    o.what = operation::WAIT;
+    o.on = e->on;
+    o.after = e->after;
+    return submit(s, o);
+}
+int hipMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
+    ENTER_OR_FAIL();
+    *total_bytes = hip().memory;
+    *free_bytes = hip().memory - hip().used[current_device];
+    return HIP_OK;
+}
+int hipDriverGetVersion(int *version) {
+    ENTER_OR_FAIL();
+    *version = 60443484;
+    return HIP_OK;
+}
 int hipStreamBeginCapture(void *handle, int) {
     ENTER_OR_FAIL();
     stream *s = find_stream("hipStreamBeginCapture", handle);
