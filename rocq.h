@@ -46,6 +46,7 @@
                          >>threads
        >>cpu_quant       decode and encode blocks
        >>gguf            reader and writer
+       >>precision       what an op computes in
        >>cpu_matmul      >>cpu_rows    >>cpu_attention    >>cpu_ops
        >>hip_api         the HIP runtime, the kernels, the device
        >>hip_memory      device memory, scratch, copies
@@ -107,6 +108,8 @@
           rocq_tensor w;
           rocq_gguf_upload(ctx, file, "blk.0.attn_q.weight", &w);     // [K, M] rows of K elements
 
+      rocq_gguf_load does that for a whole model, several times as fast.
+
    3. Make tensors for activations. An arena cuts them from one buffer; a measuring arena run over
       the same code beforehand tells how large that buffer must be.
 
@@ -133,8 +136,9 @@
    >>contexts
    ----------
    A context is a device with its threads and scratch memory, for one thread at a time. Contexts
-   share nothing, so several may run side by side. The CPU backend starts its threads with the first
-   op that is large enough to share and keeps them, asleep between ops, until rocq_close.
+   share nothing, so several may run side by side. A context starts its threads with the first op on
+   the CPU that is large enough to share, or the first 256 KiB that are loaded or uploaded at once,
+   and keeps them, asleep in between, until rocq_close.
 
    A GPU needs a runtime and kernels. Either both are linked into the program, or the HIP runtime is
    looked for when the program runs (libamdhip64, newest version first, never unloaded) and the
@@ -150,9 +154,10 @@
    kernel does run on the CPU. Nothing falls back silently: rocq_stats.n_fallbacks counts them.
 
    Work on the GPU runs in the order of the calls, on one queue. Ops, graphs and uploads return once
-   they are submitted. What waits for the GPU: rocq_sync, rocq_download, rocq_buffer_free,
-   rocq_graph_free, rocq_close, scratch memory that grows, and an op that falls back. Long launches
-   are cut, so that by estimate none takes longer than dispatch_us and a renderer gets its turn.
+   they are submitted. What waits for the GPU: rocq_sync, rocq_download, rocq_kv_save, rocq_kv_free,
+   rocq_buffer_free, rocq_graph_free, rocq_close, scratch memory that grows, and an op that falls
+   back. Long launches are cut, so that by estimate none takes longer than dispatch_us and a
+   renderer gets its turn.
    rocq_cancel, from any thread, stops what has not been submitted. Every call makes the context's
    device the current one of its thread.
 
@@ -168,12 +173,12 @@
    works everywhere on the CPU (rocq_tensor_from_host).
 
    Memory is taken at these places only: rocq_open, rocq_buffer_alloc, rocq_reserve, an op that
-   needs more scratch than is reserved, the first copy of a GPU context, rocq_gguf_open and _upload,
-   graphs while they are recorded or captured, an op that falls back (host memory for its operands,
-   while it runs), and the GGUF writer. So a token's ops, copies and graph launches allocate nothing
-   once scratch is reserved; rocq_stats.n_allocs shows it. Host memory comes from
-   rocq_desc.allocator, device and pinned memory from the runtime. memory_budget limits buffers and
-   scratch together.
+   needs more scratch than is reserved, the first copy of a GPU context, rocq_gguf_open, _upload
+   and _load, graphs while they are recorded or captured, an op that falls back (host memory for
+   its operands, while it runs), rocq_kv_create, the tuner, and the GGUF writer. So a token's ops,
+   copies and graph launches allocate nothing once scratch is reserved; rocq_stats.n_allocs shows
+   it. Host memory comes from rocq_desc.allocator, device and pinned memory from the runtime.
+   memory_budget limits buffers and scratch together.
 
    Block formats on a GPU are planar (ROCQ_LAYOUT_PLANAR): the bits of all blocks sorted into
    planes, so that kernels read 16 bytes at a time. rocq_gguf_upload does that on the way, through
@@ -181,6 +186,12 @@
 
    All copies go through a ring of 4 MiB of pinned host memory: the runtime never sees your pages,
    which may belong to a mapped file. The device holds 257 KiB more for counters and status.
+   rocq_gguf_load has a larger ring and a second queue while it runs; loading a model with it keeps
+   reading, copying and repacking going at once.
+
+   rocq_kv keeps the keys and values of sequences, in one piece each or in pages that they share
+   until one of them writes. A step is rocq_kv_append (where the new rows go), rocq_kv_flush, and the
+   ops, which may be recorded: rocq_rope_append and rocq_attention over what rocq_kv_layer gives.
 
 
    >>graphs
@@ -207,12 +218,14 @@
    ---------
    Dequantization gives ggml's bits for every format ggml has. An op's precision is bounded against
    a float64 reference over the dequantized operands (see rocq_precision). AUTO multiplies quantized
-   weights with INT8 activations and others in F32; a GPU, from 9 columns on, all but F32 weights in
-   F16 (rocq_matmul_precision tells which). A value over 65504 is infinite in an F16 operand.
+   weights with INT8 activations and others in F32; a CPU without AVX2 all in F32; a GPU, from 9
+   columns on, all but F32 weights in F16, and it attends in F16. rocq_get_precision has the
+   precision, bound and reason for an op, and rocq_desc.precision replaces AUTO. A value over 65504
+   is infinite in an F16 operand.
 
    Sums run in a fixed order, without atomics: the same inputs give the same bits on every run on
-   one device, replayed or not, and on the CPU for every number of threads. CPU and GPU, and GPUs
-   with different numbers of compute units, order sums differently.
+   one device, replayed or not, and on the CPU for every number of threads. CPU and GPU, GPUs with
+   different numbers of compute units, and tuned and untuned ops order sums differently.
 
 
    >>files
@@ -532,12 +545,18 @@ typedef struct rocq_allocator {
     void *user;
 } rocq_allocator;
 
+// NMSE: squared error of an output over its squares, against a float64 reference over the
+// dequantized operands, before the rounding to the output's format.
+// One that is asked for, by an op's params or rocq_desc.precision, is the least exact that may run:
+// an op that has a more exact form instead (most have F32 alone; a GPU multiplies up to 8 columns in
+// INT8 or F32) uses that. E_UNSUPPORTED: an op whose forms are all less exact (attention in F32 on a
+// GPU), and a product in INT8 whose w has no integer codes.
 typedef enum rocq_precision {
-    ROCQ_PRECISION_AUTO = 0,
+    ROCQ_PRECISION_AUTO = 0, // by op, backend, chip and shape, as rocq_get_precision tells
     ROCQ_PRECISION_F32,  // operands exact in F32, F32 sums:           NMSE <= 1e-6
     ROCQ_PRECISION_F16,  // operands rounded to F16, F32 sums:         NMSE <= 1e-5
     ROCQ_PRECISION_INT8  // activations in int8 blocks of 32, F32 sums: NMSE <= 5e-4
-} rocq_precision;        // NMSE: against a float64 reference over the dequantized operands
+} rocq_precision;
 
 typedef struct rocq_desc {
     rocq_backend prefer;       // GPU: rocq_open fails without one, unless allow_fallback
@@ -554,7 +573,7 @@ typedef struct rocq_desc {
     int64_t kernels_size;      // bytes of kernels_data
     int32_t dispatch_us;       // most microseconds of a launch, by estimate; 0 = 5000, -1 = any
     bool no_graphs;            // rocq_graph_launch runs the recorded ops one by one
-    rocq_precision precision;  // what AUTO means in every op of the context; AUTO = each op's choice
+    rocq_precision precision;  // what AUTO means in every op of the context
     void (*log)(rocq_log_level level, const char *message, void *user); // NULL = silent
     void *log_user;
 } rocq_desc;
@@ -648,12 +667,17 @@ typedef bool (*rocq_write_fn)(const void *src, int64_t size, void *user);
 // runtime call. Zeroed fields are defaults.
 typedef struct rocq_pool_desc {
     rocq_memory memory;
-    const int64_t *classes;  // block sizes, rising multiples of 256, copied; NULL = eight to each
-    int32_t n_classes;       // doubling, so that from 2 KiB up at most 12.5% of a block is waste
-    int64_t slab_size;       // bytes taken at once and cut into blocks of a class; 0 = 8 MiB. A
-                             // block of more than a quarter of it is taken by itself (large path)
-    int64_t budget;          // most bytes of slabs and large blocks, 0 = only the context's own
-    bool thread_safe;        // any thread may call, at once; else one at a time
+    const int64_t *classes;  // block sizes, rising multiples of 256, copied. Above the last (NULL =
+    int32_t n_classes;       // from the start) there are eight to each doubling, so that for sizes
+                             // from 2 KiB up less than 12.5% of a block is waste
+    int64_t slab_size;       // most bytes taken at once and cut into blocks of a class, 0 = 8 MiB; a
+                             // class begins with less and doubles. A block of more than a quarter
+                             // of it is taken by itself (large path)
+    int64_t budget;          // most bytes of slabs and large blocks, 0 = only the context's own,
+                             // -1 = what rocq_pool_reserve takes and nothing else
+    bool exact;              // requests take blocks of their own class only. Else, before memory is
+                             // taken, a free block up to twice the class's size serves
+    bool thread_safe;        // any thread may call, at once; else one at a time (see rocq_pool_alloc)
 } rocq_pool_desc;
 
 // Of one class, or of all together. Rates are 0 where they would be 0 / 0.
@@ -733,7 +757,7 @@ typedef struct rocq_matmul_params {
     const rocq_tensor *residual; // F32 or F16, y's shape, or NULL
     rocq_activation activation;
     float softcap;               // c > 0: t = c tanh(t / c)
-    rocq_precision precision;    // AUTO: see rocq_matmul_precision
+    rocq_precision precision;
     const rocq_tensor *w2;       // w's shape, any format, or NULL: silu(gate x) * (up x) in one
     const struct rocq_matmul_params *next; // another product of the same x, to share its pass (q, k
                                            // and v), or NULL. At most 16 in all; all are checked
@@ -950,17 +974,15 @@ ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *pa
 // grow it themselves, which counts as an allocation in rocq_stats.
 ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 
-// What AUTO resolves to for these params (their own precision, where that is not AUTO). On the CPU:
-// INT8 for quantized w (F32 for MXFP6_E3M2), F32 otherwise. On a GPU with up to 8 columns: INT8 for
-// quantized w (F32 for MXFP6), F32 otherwise; with more: F16, but F32 for F32 w.
-ROCQ_DEF rocq_result rocq_matmul_precision(rocq_ctx *ctx, const rocq_matmul_params *params,
-                                           rocq_precision *precision);
-
-// What an op computes in, why, and how exact that is.
+// What an op computes in with these params, which are checked as the op does. Of products with w2
+// the less exact of both, of a chain the first. AUTO is, on a CPU with AVX2: INT8 for quantized w
+// (F32 for MXFP6_E3M2), F32 otherwise; without: F32. On a GPU with up to 8 columns: INT8 for
+// quantized w (F32 for MXFP6), F32 otherwise; with more: F16, but F32 for F32 w; F16 for attention.
+// F32 for all other ops.
 typedef struct rocq_precision_info {
-    rocq_precision precision; // F32, F16 or INT8, never AUTO
-    double nmse;              // bound, see rocq_precision
-    bool forced;              // by the params or rocq_desc.precision, not by AUTO
+    rocq_precision precision; // F32, F16 or INT8
+    rocq_precision asked;     // by the params, else by rocq_desc.precision; AUTO = by neither
+    double nmse;              // bound, see rocq_precision; with w2 the sum of two
     const char *why;          // a sentence, of the library
 } rocq_precision_info;
 ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *params,
@@ -1012,8 +1034,14 @@ ROCQ_DEF rocq_result rocq_pool_create(rocq_ctx *ctx, rocq_pool **pool, const roc
 ROCQ_DEF void rocq_pool_destroy(rocq_pool **pool); // twice, or on NULL, is harmless
 
 // A block of at least size bytes, 256-byte aligned, not cleared; buffer->size is size. E_BUDGET and
-// E_MEMORY come only after free blocks have been given back to make room. On a GPU a block may be
-// freed while ops that use it are under way, and be handed out again: all work is in order.
+// E_MEMORY come only after free slabs have been given back to make room: as many bytes as are asked
+// for, oldest first, then all. On a GPU a block may be freed while ops that use it are under way,
+// and be handed out again: all work is in order.
+// A request that finds a free block, and free, do not touch the context, so threads of a
+// thread-safe pool may make them beside ops. One that finds none takes memory from the context, and
+// is a call of the context as _reserve, _trim and _destroy are: nothing else of it may run at that
+// time but hits and frees. With budget -1 no request does. rocq_error has no sentence for failures of a thread-safe
+// pool that do not come from the context; rocq_desc.log gets them, in their thread.
 ROCQ_DEF rocq_result rocq_pool_alloc(rocq_pool *pool, rocq_buffer *buffer, int64_t size);
 
 // Takes the block back and empties *buffer; an empty one is harmless. E_ARGUMENT, and nothing done,
@@ -1022,6 +1050,9 @@ ROCQ_DEF rocq_result rocq_pool_alloc(rocq_pool *pool, rocq_buffer *buffer, int64
 // was overrun is an E_CORRUPT (and kept out of use).
 ROCQ_DEF rocq_result rocq_pool_free(rocq_pool *pool, rocq_buffer *buffer);
 
+// Takes memory until n blocks for requests of this size are free. On failure what was taken stays.
+ROCQ_DEF rocq_result rocq_pool_reserve(rocq_pool *pool, int64_t size, int64_t n);
+
 // Gives back free memory until at most keep bytes are reserved, or no whole slab is free; on a GPU
 // after submitted work is done.
 ROCQ_DEF rocq_result rocq_pool_trim(rocq_pool *pool, int64_t keep);
@@ -1029,7 +1060,8 @@ ROCQ_DEF rocq_result rocq_pool_trim(rocq_pool *pool, int64_t keep);
 // Class 0 to n - 1, smallest first; -1 is all together. E_ARGUMENT past the end.
 ROCQ_DEF rocq_result rocq_pool_get_stats(rocq_pool *pool, int32_t size_class, rocq_pool_stats *stats);
 
-// A table for people, or JSON: {"total": {...}, "classes": [{...}, ...]} with the fields' names.
+// A table for people, or JSON: {"total": {...}, "classes": [{...}, ...]} with the names of the
+// fields, of the classes that were used. TRACE is an E_ARGUMENT.
 ROCQ_DEF rocq_result rocq_pool_report(rocq_pool *pool, rocq_report kind, rocq_write_fn write,
                                       void *user);
 
@@ -1133,8 +1165,8 @@ typedef struct rocq_gguf_desc {
     int64_t size;      // bytes of data, or of what read can reach
     bool (*read)(void *dst, int64_t offset, int64_t size, void *user); // false = failed
     void *user;
-    bool no_mmap;      // read path through the C library instead. A mapped file that is cut short
-                       // while in use ends the program (SIGBUS); one that is read gives E_IO
+    bool no_mmap;      // only read path. A mapped file that is cut short while a view of it is in
+                       // use ends the program (SIGBUS); one that is read gives E_IO
 } rocq_gguf_desc;
 
 // A metadata value: a scalar (count 1), or an array of count elements of type.
@@ -1211,22 +1243,24 @@ ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, cons
 
 // How rocq_gguf_load goes about it. Zeroed fields are defaults.
 typedef struct rocq_load_desc {
-    const char *const *names; // tensors to load, in this order; NULL = all of the file, in its order
+    const char *const *names; // tensors to load, in this order; NULL = all, in the file's order
     int64_t n_names;
-    int64_t piece_bytes;      // GPU: read, copied and repacked as one; 0 = 8 MiB
-    int32_t n_pieces;         // GPU: pinned pieces in flight, 3 or more; 0 = 4
+    int64_t piece_bytes;      // what is read, copied and repacked at once, 512 to 2^28; 0 = 8 MiB
+    int32_t n_pieces;         // GPU: pinned pieces in flight, 3 to 64; 0 = 4
     bool copy;                // CPU: also what could be a view of the file
-    bool (*progress)(int64_t done, int64_t total, void *user); // bytes; from the calling thread,
-                              // after every piece; false = stop: E_CANCELLED
+    bool (*progress)(int64_t done, int64_t total, void *user); // bytes; from the calling thread, at
+                              // the start and after every piece; false = stop: E_CANCELLED
     void *user;
 } rocq_load_desc;
 
 // Loads many tensors at once, as rocq_gguf_upload loads one: into one buffer, tensors[i] being
-// names[i]. On a GPU three stages overlap: the context's threads read a piece into pinned memory
-// while the one before crosses the bus and the one before that is repacked. Pinned memory is
-// n_pieces pieces, device memory besides the buffer as much again, for as long as the call takes.
-// Returns when all is in place. *buffer (empty where every tensor views the file) is freed with
-// rocq_buffer_free. On failure, and after rocq_cancel, nothing is kept. desc may be NULL.
+// names[i]; names twice in the list share memory. On a GPU three stages overlap: the context's
+// threads read a piece into pinned memory while the one before crosses the bus and the one before
+// that is repacked. Pinned memory is n_pieces pieces, and device memory besides the buffer, within
+// the budget, as much again, for as long as the call takes. A path or a span is read by all threads,
+// a callback called by this one only. Returns when all is in place. *buffer (empty where every
+// tensor views the file) is freed with rocq_buffer_free. On failure, and after rocq_cancel, nothing
+// is kept. desc may be NULL.
 ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file, const rocq_load_desc *desc,
                                     rocq_tensor *tensors, rocq_buffer *buffer);
 
@@ -1277,7 +1311,8 @@ typedef struct rocq_kv_desc {
     int32_t page_size;    // 0 = contiguous: every sequence has room for n_ctx positions. Else
                           // positions are kept in pages of so many, from a pool all sequences share
     int32_t n_pages;      // paged: of that pool; 0 = enough for n_seqs full sequences
-    rocq_rope_config rope; // how the keys were turned, for rocq_kv_shift
+    rocq_rope_config rope; // how the keys were turned, for rocq_kv_shift; memory of freq_factors
+                           // must live as long as the cache
 } rocq_kv_desc;
 
 // What ops take, for one layer and the sequences seq0 to seq0 + n - 1. The tensors stay the same
@@ -1286,7 +1321,7 @@ typedef struct rocq_kv_desc {
 typedef struct rocq_kv_view {
     rocq_tensor k_cache, v_cache; // of rocq_rope_append: [D, n_kv_heads, n_cells], all sequences
     rocq_tensor k, v;             // of rocq_attention: [D, n_kv_heads, n_ctx, n], or the page pool
-    rocq_tensor kv_len;           // I32 [n]
+    rocq_tensor kv_len;           // I32 [n]; attention takes no sequence without positions
     rocq_tensor page_table;       // I32 [pages of a sequence, n]; n_dims 0 when contiguous
     int32_t page_size;
 } rocq_kv_view;
@@ -1297,14 +1332,19 @@ typedef struct rocq_kv_stats {
     int64_t n_positions;    // held, over all sequences
     int32_t n_pages, n_free_pages, n_shared_pages; // paged
     int64_t n_page_copies;  // pages copied because a sequence wrote to one it shared
-    double internal;        // of the room that sequences hold, the share without a position
+    double internal;        // of the room that sequences with positions hold (their pages, or
+                            // n_ctx), the share without one
     double unused;          // 1 - used_bytes / reserved_bytes
 } rocq_kv_stats;
 
-// Bytes that rocq_kv_create takes (K, V, lengths, page tables), without taking them.
+// Bytes of the buffer that rocq_kv_create takes, without taking it: K, V, lengths, page tables, and
+// up to 4 MiB (1/32 of a sequence in F16) through which shift, save and restore go.
 ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes);
 
-// On failure *kv is NULL. Must be freed before its context is closed. All memory is taken here.
+// On failure *kv is NULL. Must be freed before its context is closed. All memory is taken here: the
+// buffer, some bytes on the host for each page and sequence, and the context's scratch that shift
+// needs. Of the calls below, those that may run ops (append, shift, fork, save, restore) are E_STATE
+// while a graph is recorded, and E_CANCELLED only before they have begun.
 ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **kv, const rocq_kv_desc *desc);
 ROCQ_DEF void rocq_kv_free(rocq_kv **kv); // twice, or on NULL, is harmless
 
@@ -1312,13 +1352,14 @@ ROCQ_DEF rocq_result rocq_kv_layer(rocq_kv *kv, int32_t layer, int32_t seq0, int
                                    rocq_kv_view *view);
 
 // Makes room for n more positions of a sequence: they begin at rocq_kv_length before the call.
-// cells [n] (or NULL) receives where rocq_rope_append is to put them. A shared page that they fall
-// into is copied first. E_BOUNDS past n_ctx, E_MEMORY when no page is free; the sequence is then as
-// it was.
+// cells [n] (or NULL) receives where rocq_rope_append is to put them: contiguous, position j of
+// sequence s is cell s n_ctx + j. A shared page that they fall into is copied first. E_BOUNDS past
+// n_ctx, E_MEMORY when no page is free; the sequence is then as it was.
 ROCQ_DEF rocq_result rocq_kv_append(rocq_kv *kv, int32_t seq, int32_t n, int32_t *cells);
 
-// Brings kv_len and page_table on the device up to date with what has been called since: before the
-// ops of a step, after its append.
+// Brings kv_len and page_table on the device up to date with what has been called since, in one
+// upload: before the ops of a step, after its append. Those of steps before, replays too, still see
+// the old ones.
 ROCQ_DEF rocq_result rocq_kv_flush(rocq_kv *kv);
 
 ROCQ_DEF int32_t rocq_kv_length(const rocq_kv *kv, int32_t seq); // positions held; -1 = no such
@@ -1327,7 +1368,9 @@ ROCQ_DEF int32_t rocq_kv_length(const rocq_kv *kv, int32_t seq); // positions he
 ROCQ_DEF rocq_result rocq_kv_truncate(rocq_kv *kv, int32_t seq, int32_t length);
 
 // Drops the n positions from first on, and moves those behind them down by n: their keys are turned
-// back by n positions (rope), and rounded to the cache's format once more.
+// back by n positions (rope), and rounded to the cache's format once more. Paged, first and n in
+// whole pages: values stay where they are. Shared pages are copied before they are written:
+// E_MEMORY when too few are free, and nothing is changed.
 ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int32_t n);
 
 // Makes dst a copy of src (what dst held is dropped). Paged: the pages are shared until one of the
@@ -1335,8 +1378,10 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
 ROCQ_DEF rocq_result rocq_kv_fork(rocq_kv *kv, int32_t src, int32_t dst);
 
 // A sequence to host memory and back, into a cache of the same layers, heads and formats, of either
-// layout. dst NULL asks for the size. restore replaces what seq held; a snapshot that is cut short,
-// altered (checksum) or of another shape is an E_CORRUPT, E_TRUNCATED or E_SHAPE and changes nothing.
+// layout. dst NULL asks for the size, which needed (may be NULL otherwise) receives. save waits for
+// the GPU; restore does not, nor reads src afterwards. It replaces what seq held, and changes nothing
+// on E_TRUNCATED (cut short), E_CORRUPT (altered: there is a checksum), E_FOREIGN (of another
+// version), E_SHAPE (of another cache), E_BOUNDS (over n_ctx positions) and E_MEMORY (too few pages).
 ROCQ_DEF rocq_result rocq_kv_save(rocq_kv *kv, int32_t seq, void *dst, int64_t size, int64_t *needed);
 ROCQ_DEF rocq_result rocq_kv_restore(rocq_kv *kv, int32_t seq, const void *src, int64_t size);
 
@@ -1344,7 +1389,8 @@ ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats);
 
 // -- timers and profile: ROCQ_NO_PROFILE compiles the profile out --
 
-// Statistics of samples, which are sorted in place. Percentiles are of the nearest rank.
+// Statistics of samples, which are sorted in place and must be numbers. Percentiles are of the
+// nearest rank; the median of an even count is the mean of the two in the middle. All 0 for n < 1.
 typedef struct rocq_summary {
     int64_t count;
     double min, median, mean, p95, p99, max, deviation; // deviation: of the sample (n - 1)
@@ -1355,7 +1401,8 @@ ROCQ_DEF int64_t rocq_time_ns(void); // host clock that never goes back
 
 // A stopwatch on the host's clock, or on the GPU's own by events, which see only the time between
 // reaching start and reaching stop in the queue. On the CPU, and where the runtime has no such
-// events, both are the host's clock.
+// events, both are the host's clock. It can be started again, and must be freed before its context
+// is closed. E_STATE for a stop without a start, or a read without a stop.
 typedef enum rocq_timer_kind { ROCQ_TIMER_HOST = 0, ROCQ_TIMER_GPU } rocq_timer_kind;
 typedef struct rocq_timer {
     rocq_timer_kind kind;
@@ -1366,16 +1413,17 @@ ROCQ_DEF rocq_result rocq_timer_create(rocq_ctx *ctx, rocq_timer *timer, rocq_ti
 ROCQ_DEF rocq_result rocq_timer_start(rocq_ctx *ctx, rocq_timer *timer);
 ROCQ_DEF rocq_result rocq_timer_stop(rocq_ctx *ctx, rocq_timer *timer);
 ROCQ_DEF rocq_result rocq_timer_read(rocq_ctx *ctx, rocq_timer *timer, double *ns); // waits for stop
-ROCQ_DEF void rocq_timer_free(rocq_ctx *ctx, rocq_timer *timer);
+ROCQ_DEF void rocq_timer_free(rocq_ctx *ctx, rocq_timer *timer); // twice is harmless
 
-// What launching costs, of a kernel that does nothing, one at a time: until the call returns, until
-// the host sees it done, and per launch of a row of them. On the CPU: a job handed to the threads.
+// What launching costs, of a kernel that does nothing, n times: until the call returns, until the
+// host sees it done, and per launch of a row of 32. On the CPU: a job handed to the threads, whose
+// call returns when it is done. For the time being memory is taken.
 typedef struct rocq_launch_cost {
     rocq_summary submit_ns, complete_ns, row_ns;
 } rocq_launch_cost;
 ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_cost *cost);
 
-// How a region touches memory, and with it which share of the bandwidth it can reach at best.
+// How a region touches memory, and with it which share of its peak it can reach at best.
 typedef enum rocq_access {
     ROCQ_ACCESS_STREAM = 0, // one after the other: 90%
     ROCQ_ACCESS_TILED,      // blocks read again from caches: bound by arithmetic, 85% of that
@@ -1383,8 +1431,15 @@ typedef enum rocq_access {
     ROCQ_ACCESS_LATENCY     // too little to fill the chip: no share is expected
 } rocq_access;
 
-// A profile collects times by name while it is on. Every op, graph launch and copy is a region of
-// its own (ops with their bytes and flops), inside the regions that the program opens.
+// A profile collects times by name while it is on, in regions that lie in one another. The program
+// opens its own; in them every op that runs ("matvec Q4_K", "rmsnorm"), graph launch ("graph"),
+// rocq_upload, rocq_download, and rocq_sync on a GPU is one, but not what runs inside a graph that
+// is replayed as one submission. On a GPU ops and graphs are timed there, by events; a region around
+// them lasts there from its first to its last. A call that fails is no sample.
+//
+// Bytes and flops of ops are counted by operands: each is moved once, of a table the rows that are
+// gathered, of a cache the rows that are written, or the positions that attention reads. What only
+// device memory knows (kv_len on a GPU) is left out with its op. They add up in all regions around.
 typedef struct rocq_profile_desc {
     int32_t max_regions;    // names, 0 = 256; each keeps
     int32_t max_samples;    // the latest so many times, 0 = 1024, for median and percentiles
@@ -1393,30 +1448,36 @@ typedef struct rocq_profile_desc {
     bool roctx;             // also mark ranges for AMD's profilers, where libroctx64 is found
     double bytes_per_s;     // peak of the device, for shares; 0 = the chip's (GPU), none (CPU)
     double flops_per_s;     // the same in F32, or
-    double matrix_per_s;    // on the matrix unit
+    double matrix_per_s;    // on the matrix unit; 0 = none of other GPUs than AMD's
 } rocq_profile_desc;
 
 typedef struct rocq_region_stats {
-    const char *name, *path; // path: names from the outermost region, with '/'
+    const char *name, *path; // path: names from the outermost region, with '/', the last 127 bytes
     int32_t depth;           // 0 = outermost
-    rocq_summary host_ns;    // over the latest samples, count over all
+    rocq_summary host_ns;    // over the latest samples, count over all. On a GPU: of submission
     rocq_summary gpu_ns;     // count 0: not timed on the GPU
     double total_ns;         // of the GPU where it was timed, else of the host
-    double bytes, flops;     // sums of what was said to be moved and computed
+    double bytes, flops;     // sums of what was moved and computed, those of regions inside included
     double bytes_per_s, flops_per_s;
     double share;            // of the peak that bounds it, 0 when unknown
-    rocq_access access;
-    bool memory_bound;
-    const char *verdict;     // "memory-bound, 82% of 960 GB/s: excellent"; "" when unknown
-} rocq_region_stats;
+    rocq_access access;      // of ops by their shapes; LATENCY where the peak would take under 2 us
+    bool memory_bound;       // false when unknown
+    const char *verdict;     // "memory-bound, 82% of 960 GB/s: excellent" (above 80%; good: above
+                             // 60%; else what such access can reach); "" when unknown
+} rocq_region_stats;         // its strings live until clear, or the next start
 
-// All memory is taken by start; nothing is allocated while regions run. E_STATE when it is on.
+// All memory is taken by start; nothing is allocated while regions run, and what finds no room is
+// counted (rocq_profile_report). E_STATE when it is on. Starting again begins anew, and drops the
+// results of before; stop leaves them, clear forgets them and gives back what start took. Both are
+// harmless when there is nothing to stop or clear. With ROCQ_NO_PROFILE all of it is ROCQ_OK and
+// nothing.
 ROCQ_DEF rocq_result rocq_profile_start(rocq_ctx *ctx, const rocq_profile_desc *desc);
-ROCQ_DEF rocq_result rocq_profile_stop(rocq_ctx *ctx);  // collecting ends, results stay
-ROCQ_DEF rocq_result rocq_profile_clear(rocq_ctx *ctx); // forgets the results, and what start took
+ROCQ_DEF rocq_result rocq_profile_stop(rocq_ctx *ctx); // regions that are open are forgotten
+ROCQ_DEF rocq_result rocq_profile_clear(rocq_ctx *ctx);
 
-// Nested; name must stay valid (a literal). Without a profile they do nothing. work adds what the
-// innermost open region moves and computes.
+// Nested, 64 deep; name, UTF-8, must stay valid until clear (a literal). work adds what the innermost
+// open region moves and computes; E_STATE without one, as for an end without a begin. Without a
+// profile that is on they do nothing.
 ROCQ_DEF rocq_result rocq_region_begin(rocq_ctx *ctx, const char *name);
 ROCQ_DEF rocq_result rocq_region_work(rocq_ctx *ctx, double bytes, double flops, rocq_access access);
 ROCQ_DEF rocq_result rocq_region_end(rocq_ctx *ctx);
@@ -1425,8 +1486,11 @@ ROCQ_DEF rocq_result rocq_region_end(rocq_ctx *ctx);
 ROCQ_DEF int32_t rocq_profile_count(rocq_ctx *ctx);
 ROCQ_DEF rocq_result rocq_profile_region(rocq_ctx *ctx, int32_t index, rocq_region_stats *stats);
 
-// TEXT: a table. JSON: {"regions": [...], "dropped": n}. TRACE: Chrome's trace event format, which
-// ui.perfetto.dev and chrome://tracing open: host and GPU as two threads.
+// TEXT: a table, regions in one another. JSON: {"device", "peak_bytes_per_s", ..., "regions": [...],
+// "dropped": n}, fields as in rocq_region_stats. TRACE: Chrome's trace event format, which
+// ui.perfetto.dev and chrome://tracing open: host and GPU as two threads, on the host's clock. In
+// all, dropped counts calls without room for their name or depth, dropped_gpu those without their
+// time on the GPU, dropped_events those missing in the trace. E_STATE before the first start.
 ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_write_fn write,
                                          void *user);
 
@@ -1454,13 +1518,18 @@ typedef struct rocq_occupancy {
     double waves;               // of a SIMD, what the hardware can hold
     int32_t groups;             // workgroups of a WGP (of a CU with cu_mode); 0: will not launch
     int32_t max_waves;          // 16
-    rocq_occupancy_limit limit; // of waves
-    int32_t next_vgprs;         // most VGPRs with which one more wave would fit, 0 = none
+    rocq_occupancy_limit limit; // of waves; of several limits that are equal, the one named last here
+    int32_t next_vgprs;         // most VGPRs with which one more workgroup would fit, 0 = none
 } rocq_occupancy;
+
+// E_ARGUMENT for numbers out of the ranges above and other chips. More LDS than the 64 KiB that a
+// workgroup may have is an answer: 0 groups.
 ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params, rocq_occupancy *result);
 
 // Sizes of workgroups (multiples of a wave up to 1024) that reach more than half of all waves with
-// these VGPRs and lds_per_thread bytes, best first. Writes up to n, returns how many there are.
+// these VGPRs, and lds_per_thread bytes besides lds_bytes; params->threads is ignored. Best first,
+// of equals the smaller, which gives its place back sooner. Writes up to n, returns how many there
+// are: 0 also for params that rocq_get_occupancy would refuse.
 ROCQ_DEF int32_t rocq_recommend_threads(const rocq_occupancy_params *params, double lds_per_thread,
                                         int32_t *threads, int32_t n);
 
@@ -1469,8 +1538,9 @@ ROCQ_DEF int32_t rocq_recommend_threads(const rocq_occupancy_params *params, dou
 // How an op is launched; 0 = by rule. Which fields count depends on the op.
 typedef struct rocq_launch_config {
     int32_t k_waves;  // matmul with few columns: waves that share K: 1, 2, 4 or 8
-    int32_t tile_n;   // matmul with many: columns of a tile: 32 or 128 (F16)
-    int32_t n_splits; // attention: parts that share the positions
+    int32_t tile_n;   // matmul with many, in F16: columns of a tile: 32 or 128; attention: queries
+                      // (those of all heads on a KV head) of a block: 16, or more for prompts
+    int32_t n_splits; // attention: blocks that share the positions
 } rocq_launch_config;
 
 typedef enum rocq_search { ROCQ_SEARCH_GRID = 0, ROCQ_SEARCH_RANDOM, ROCQ_SEARCH_HILL_CLIMB } rocq_search;
@@ -1478,14 +1548,15 @@ typedef enum rocq_search { ROCQ_SEARCH_GRID = 0, ROCQ_SEARCH_RANDOM, ROCQ_SEARCH
 typedef struct rocq_tune_desc {
     rocq_search search;
     // Instead of search: picks the next of n configurations (none twice) from the times so far, NaN
-    // where untried; -1 ends the search.
+    // where untried, infinite where it cannot run; -1 ends the search. The default is tried first.
     int32_t (*next)(const rocq_launch_config *space, const double *ns, int32_t n, void *user);
-    // Instead of timing on the device: nanoseconds of a configuration, NaN = cannot run.
+    // Instead of timing on the device: nanoseconds of a configuration, NaN = cannot run. Asked
+    // for the default in turn with each other one.
     double (*evaluate)(const rocq_launch_config *config, void *user);
     void *user;
-    bool by_model;        // estimate from occupancy and roofline; always so without a GPU
-    int32_t max_configs;  // tried at most, 0 = all
-    int32_t max_ms;       // 0 = 1000
+    bool by_model;        // estimate from occupancy and roofline instead
+    int32_t max_configs;  // tried at most, with the default; 0 = all
+    int32_t max_ms;       // for a shape class; 0 = 1000
     double min_gain;      // a configuration must be so much faster than the default to replace it,
                           // in a second measurement against it, in turn; 0 = 0.03
     uint64_t seed;        // of RANDOM and HILL_CLIMB
@@ -1495,20 +1566,39 @@ typedef struct rocq_tune_result {
     rocq_launch_config config;  // chosen: all 0 where the default stays
     double default_ns, best_ns; // medians
     double speedup;             // default_ns / best_ns, at least 1
-    double bytes_per_s, flops_per_s; // at best_ns
-    int32_t n_space, n_pruned, n_tried;
+    double bytes_per_s, flops_per_s; // at best_ns; 0 where only the GPU knows lengths
+    int32_t n_space;            // configurations there are,
+    int32_t n_pruned;           // not timed because the model puts them far behind its best,
+    int32_t n_tried;            // tried, the default among them
     double spent_ms;
-    bool cached;                // known already: nothing was tried
+    bool cached;                // known already, or nothing to choose: nothing was tried
 } rocq_tune_result;
 
 // Tunes an op for the shapes and formats of these params, which run many times (their outputs are
 // overwritten), and keeps the result in the context for all ops of that shape class. A CPU context
-// has nothing to tune: E_UNSUPPORTED. desc NULL is all defaults. Results keep their bounds of
-// precision, but a tuned op may order its sums differently.
+// has nothing to tune: E_UNSUPPORTED. desc NULL is all defaults; result may be NULL. Results keep
+// their bounds of precision, but a tuned op may order its sums differently. An op of several
+// launches has each tuned, and config is the first one's.
+//     A time is the median of samples on the device's clock, each a row of runs, taken in turn with
+// the default's. What fits the device's caches comes from there: see rocq_tune_graph.
+//     A class is an exact shape, but for columns over 8 (rounded up to 32, past 1024 to a power of
+// two) and positions that attention has room for (to a power of two). Attention is timed at the
+// lengths that kv_len holds.
+//     Graphs keep the launches they were captured with. A result may want more scratch memory: tune,
+// or load, before rocq_scratch_size is asked.
 ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op op, const void *params,
                                const rocq_tune_desc *desc, rocq_tune_result *result);
 
-// What a launch of these params uses now, by rule or tuned.
+// Tunes all ops of a recorded graph, a class at a time. Up to 64 ops of a class run in turn, so that
+// a layer finds its weights where it does in a model, mostly not in caches. Ops alone are run and
+// overwrite their outputs; appends to a KV cache are not. The graph is captured again, with what was
+// found. Of result, times are sums over the ops that there was something to choose for, and config
+// is the first one's.
+ROCQ_DEF rocq_result rocq_tune_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq_tune_desc *desc,
+                                     rocq_tune_result *result);
+
+// What a launch of these params uses now, by rule or tuned; of several launches, the first that has
+// a choice. All 0 where there is none, as on the CPU.
 ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op op, const void *params,
                                             rocq_launch_config *config);
 
@@ -1547,7 +1637,8 @@ ROCQ_OPS(ROCQ_X)
 // rocq_kernels.hip defines ROCQ_DEVICE and includes this file for what stands up to the end of this
 // section. A kernel is extern "C" __global__ void rocq_k_NAME(ARGS), takes one args struct by value
 // and is named once, in ROCQ_KERNELS. All sizes have been checked against the buffers before a
-// launch; what a kernel reads from device memory (ids, positions, page tables) it checks itself.
+// launch; what a kernel reads from device memory (ids, positions, page tables) it checks itself. With
+// args that are all zero a kernel touches no memory and returns: rocq_warm launches it so.
 
 #if (defined(ROCQ_IMPLEMENTATION) || defined(ROCQ_DEVICE)) && !defined(ROCQ_KERNELS_DECLARED)
 #define ROCQ_KERNELS_DECLARED
@@ -1587,7 +1678,9 @@ enum {
     ROCQ_K_MATMUL_F16_N_FEW = 32, // of the kernels named _32
     ROCQ_K_MATMUL_INT8_N = 64,
     ROCQ_K_MATMUL_F32_N = 64,
-    ROCQ_K_ROW_THREADS = 256, // of kernels that give a row to a block
+    ROCQ_K_ROW_THREADS = 256, // of softmax, which gives a row to a block, and of norm, which does
+    ROCQ_K_NORM_THREADS = 512,
+    ROCQ_K_ATTEND_RUN = 128,  // positions that are worth a block of attention of their own
     ROCQ_K_DIMS = 4
 };
 
@@ -1659,6 +1752,7 @@ typedef struct rocq_k_rope_stream {
     rocq_k_tensor y, x; // [D, heads, tokens]; token t of x goes to row cell[t] of y's dimension 2
     int32_t plain;      // copied, not turned
     int32_t to_cell;
+    uint32_t slices;    // blocks of a token
 } rocq_k_rope_stream;
 
 typedef struct rocq_k_rope_args {
@@ -1667,10 +1761,15 @@ typedef struct rocq_k_rope_args {
     const int32_t *pos, *cell;
     const float *freq_factors; // or NULL
     int32_t n_streams, n_cells;
+    uint32_t slices;           // of all streams
+    int32_t heads;             // of a block
     int32_t head_dim, n_dims;
     int32_t neox;
     float magnitude;           // of cos and sin
-    double turn[256];          // turns of pair i per position, before freq_factors
+    // Turns of pair i per position, before freq_factors: own (scale + (1 - scale) keep), where own is
+    // 1 / (2 pi) times power[b] of every bit b set in i, and keep = ext_factor (1 - (i - low)
+    // per_pair), the factor in brackets held within 0 to 1.
+    double power[8], scale, ext_factor, low, per_pair;
 } rocq_k_rope_args;
 
 typedef struct rocq_k_softmax_args {
@@ -1767,8 +1866,9 @@ typedef struct rocq_k_matmul_args {
 
 // Blocks of 128 threads; blockIdx.x counts n_splits fastest, then n_tiles, KV heads, sequences:
 //   n_tiles   columns of a KV head, group n_q, over the columns of a block, rounded up
-//   n_splits  1 or more: so many blocks share the positions of a tile, 64 or more each to be worth
-//             it; what runs past kv_len is cut by the kernel. The results depend on it
+//   n_splits  1 or more: so many blocks share the positions of a tile. A block takes no fewer than
+//             ROCQ_K_ATTEND_RUN, so where kv_len is short the last ones have nothing to do. The
+//             results depend on it
 //   work      n_splits > 1: n_tiles n_kv_heads n_seqs n_splits (D + 2) columns-of-a-block floats
 //   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after; tells the last
 //             block of a tile, which merges
@@ -1828,7 +1928,7 @@ typedef struct rocq_k_attention_args {
     ROCQ_K_INT8_FORMATS(ROCQ_K_MATMUL_INT8, X)               \
     X(matmul_f32, rocq_k_matmul_args, 256)                   \
     ROCQ_K_HEAD_DIMS(ROCQ_K_ATTENTION, X)                    \
-    X(norm, rocq_k_norm_args, 256)                           \
+    X(norm, rocq_k_norm_args, 512)                           \
     X(rope, rocq_k_rope_args, 256)                           \
     X(map, rocq_k_map_args, 256)                             \
     X(softmax, rocq_k_softmax_args, 256)                     \
@@ -1879,6 +1979,7 @@ enum {
     X(OPTIONAL, graph_instantiate, hipGraphInstantiate,                                           \
       (void **exec, void *graph, void **error_node, char *log, size_t log_size))                  \
     X(OPTIONAL, graph_destroy, hipGraphDestroy, (void *graph))                                    \
+    X(OPTIONAL, graph_upload, hipGraphUpload, (void *exec, void *stream))                         \
     X(OPTIONAL, graph_launch, hipGraphLaunch, (void *exec, void *stream))                         \
     X(OPTIONAL, graph_exec_destroy, hipGraphExecDestroy, (void *exec))                            \
     X(MODULE, module_load, hipModuleLoadData, (void **module, const void *image))                 \
@@ -1982,6 +2083,11 @@ const rocq_hip *rocq_hip_linked(void);
 #else
 #define ROCQ__HAS_PROFILE 0
 #endif
+#if defined(ROCQ_DEBUG)
+#define ROCQ__GUARD 64 // bytes behind a pool's block in host memory
+#else
+#define ROCQ__GUARD 0
+#endif
 
 // >>includes
 
@@ -1992,6 +2098,7 @@ const rocq_hip *rocq_hip_linked(void);
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #if defined(_WIN32)
 #ifndef WIN32_LEAN_AND_MEAN
@@ -2002,6 +2109,7 @@ const rocq_hip *rocq_hip_linked(void);
 #endif
 #include <windows.h>
 #else
+#include <poll.h>
 #include <unistd.h>
 #if ROCQ__HAS_THREADS
 #include <pthread.h>
@@ -2104,6 +2212,27 @@ ROCQ__INLINE uint16_t rocq__f32_to_bf16(float value) {
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// No step loses anything of the sum or the word, so a change of one word always shows.
+ROCQ__INLINE uint64_t rocq__checksum_step(uint64_t sum, uint64_t word) {
+    sum = (sum ^ word) * 0x9e3779b97f4a7c15u + 1;
+    return sum ^ sum >> 32;
+}
+
+// 64 bits over bytes, going on from sum. Four sums take turns, since each step waits for the one
+// before it.
+ROCQ__FN uint64_t rocq__checksum(uint64_t sum, const void *data, int64_t size) {
+    const unsigned char *bytes = (const unsigned char *)data;
+    uint64_t sums[4] = {sum, 1, 2, 3}, words[4];
+    for (int64_t i = 0; i < size; i += (int64_t)sizeof words) {
+        const int64_t rest = size - i;
+        if (rest < (int64_t)sizeof words) memset(words, 0, sizeof words);
+        memcpy(words, bytes + i, (size_t)ROCQ__MIN(rest, (int64_t)sizeof words));
+        for (int k = 0; k < 4; k++) sums[k] = rocq__checksum_step(sums[k], words[k]);
+    }
+    for (int k = 1; k < 4; k++) sums[0] = rocq__checksum_step(sums[0], sums[k]);
+    return sums[0];
+}
+
 // Elements and bytes of one block; false for an unknown format.
 ROCQ__INLINE bool rocq__block_of(rocq_format format, int64_t *elems, int64_t *bytes) {
     switch (format) {
@@ -2182,6 +2311,7 @@ typedef struct rocq__workers {
 #endif
 
 struct rocq__gpu;
+typedef struct rocq__profile rocq__profile;
 
 struct rocq_ctx {
     rocq_desc desc; // resolved
@@ -2189,6 +2319,10 @@ struct rocq_ctx {
     struct rocq__gpu *gpu; // NULL on the CPU
     rocq_result gpu_result;
     int32_t cancelled;     // set by any thread (atomic)
+#if ROCQ__HAS_PROFILE
+    rocq__profile *profile;   // results, or NULL
+    rocq__profile *profiling; // the same while it is on, else NULL
+#endif
     rocq_graph *recording; // or NULL
     rocq_graph *graphs;    // all of the context's
     bool has_avx2;
@@ -2199,6 +2333,9 @@ struct rocq_ctx {
     rocq__block blocks; // ring
     void *scratch;
     int64_t scratch_size;
+    struct rocq__tuned *tuned; // [n_tuned] by class, what rocq_tune found; room for tuned_room
+    int32_t n_tuned, tuned_room;
+    struct rocq__survey *survey; // where a plan notes what it has to choose, or NULL
     char error[512];
     char gpu_message[512];
     char device[96];
@@ -2235,6 +2372,56 @@ ROCQ__FN void rocq__log(rocq_ctx *ctx, rocq_log_level level, const char *format,
     vsnprintf(message, sizeof message, format, args);
     va_end(args);
     ctx->desc.log(level, message, ctx->desc.log_user);
+}
+
+// Text on its way to the caller's function; after a failure nothing more is written. A piece has at
+// most 511 bytes. No %f: its decimal point depends on the program's locale, rocq__print_number's
+// does not.
+typedef struct rocq__output {
+    rocq_write_fn write;
+    void *user;
+    bool failed;
+} rocq__output;
+
+ROCQ__PRINTF(2, 3)
+ROCQ__FN void rocq__print(rocq__output *out, const char *format, ...) {
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    const int n = vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (n < 0 || n >= (int)sizeof text) out->failed = true;
+    if (!out->failed && n > 0) out->failed = !out->write(text, n, out->user);
+}
+
+// width as printf's; digits behind the point. What is not finite is 0, as JSON has nothing for it.
+ROCQ__FN void rocq__print_number(rocq__output *out, double value, int width, int digits) {
+    char text[400];
+    int length = 0;
+    snprintf(text, sizeof text, "%.*f", digits, value - value == 0.0 ? value : 0.0);
+    for (const char *c = text; *c; c++) { // the point may be any bytes but these
+        const bool plain = *c == '-' || (*c >= '0' && *c <= '9');
+        if (plain || text[length - 1] != '.') text[length++] = plain ? *c : '.';
+    }
+    rocq__print(out, "%*.*s", width, length, text);
+}
+
+ROCQ__FN void rocq__print_bytes(rocq__output *out, const char *text, int64_t size) {
+    if (!out->failed && size > 0) out->failed = !out->write(text, size, out->user);
+}
+
+// A JSON string of UTF-8, of any length.
+ROCQ__FN void rocq__print_string(rocq__output *out, const char *text) {
+    rocq__print(out, "\"");
+    for (const char *plain = text;; text++) {
+        const bool escaped = *text == '"' || *text == '\\', control = (unsigned char)*text < 0x20;
+        if (!escaped && !control) continue;
+        rocq__print_bytes(out, plain, text - plain);
+        if (!*text) break;
+        rocq__print(out, escaped ? "\\%c" : "\\u%04x", (unsigned char)*text);
+        plain = text + 1;
+    }
+    rocq__print(out, "\"");
 }
 
 // Leaves the function with the first failure.
@@ -2435,7 +2622,15 @@ ROCQ__FN rocq_result rocq__scratch(rocq_ctx *ctx, int64_t bytes, void **out) {
 // >>arena
 // ---------------------------------------------------------------------------------------------
 
+// Of a growing arena. Those behind the present one are kept from before a reset, in no order.
+typedef struct rocq__chunk {
+    struct rocq__chunk *prev, *next;
+    rocq_buffer buffer;
+    int64_t begin; // the arena's position of its first byte, while it is in use
+} rocq__chunk;
+
 ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer) {
+    if (!arena) return;
     memset(arena, 0, sizeof *arena);
     if (buffer) arena->buffer = *buffer;
     arena->measuring = arena->buffer.size == 0;
@@ -2450,6 +2645,46 @@ ROCQ__FN rocq_buffer rocq__buffer_piece(const rocq_buffer *buffer, int64_t offse
     return piece;
 }
 
+ROCQ__FN void rocq__chunk_link(rocq__chunk *chunk, rocq__chunk *prev, rocq__chunk *next) {
+    chunk->prev = prev;
+    chunk->next = next;
+    if (prev) prev->next = chunk;
+    if (next) next->prev = chunk;
+}
+
+// Makes a chunk with room for size bytes the present one: one that is kept, or a new one.
+ROCQ__FN rocq_result rocq__arena_grow(rocq_arena *arena, int64_t size, int64_t align) {
+    rocq_ctx *ctx = arena->ctx;
+    rocq__chunk *now = arena->chunk, *chunk = now ? now->next : NULL;
+    int64_t bytes, begin = 0;
+    // Buffers are 256-byte aligned; what else an alignment may cost is added.
+    if (!rocq__add(size, ROCQ__MAX(align, 256) - 256, &bytes) ||
+        (now && !rocq__add(now->begin, now->buffer.size, &begin)) || bytes > INT64_MAX - begin) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "arena_alloc: %lld bytes", (long long)size);
+    }
+    while (chunk && chunk->buffer.size < bytes) chunk = chunk->next;
+    if (chunk) {
+        if (chunk->next) chunk->next->prev = chunk->prev;
+        chunk->prev->next = chunk->next;
+    } else {
+        chunk = (rocq__chunk *)rocq__alloc(ctx, (int64_t)sizeof *chunk);
+        if (!chunk) return rocq__fail(ctx, ROCQ_E_MEMORY, "arena_alloc: no host memory");
+        memset(chunk, 0, sizeof *chunk);
+        const rocq_result result =
+            rocq_buffer_alloc(ctx, &chunk->buffer, ROCQ__MAX(bytes, arena->chunk_size));
+        if (result != ROCQ_OK) {
+            rocq__free(ctx, chunk);
+            return result;
+        }
+    }
+    rocq__chunk_link(chunk, now, now ? now->next : NULL);
+    chunk->begin = begin;
+    arena->chunk = chunk;
+    arena->buffer = chunk->buffer;
+    arena->used = begin;
+    return ROCQ_OK;
+}
+
 ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int64_t size,
                                       int64_t align) {
     if (align == 0) align = 256;
@@ -2460,15 +2695,20 @@ ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int
     const int64_t base = arena->buffer.host
                              ? (int64_t)((uintptr_t)arena->buffer.host & (uintptr_t)(align - 1))
                              : (int64_t)(arena->buffer.device.address & (uint64_t)(align - 1));
+    const int64_t origin = arena->chunk ? arena->chunk->begin : 0; // position of the buffer's start
     int64_t begin, end;
-    if (!rocq__add(arena->used, base, &begin) || !rocq__round_up(begin, align, &begin) ||
+    if (!rocq__add(arena->used - origin, base, &begin) || !rocq__round_up(begin, align, &begin) ||
         !rocq__add(begin - base, size, &end)) {
         return ROCQ_E_OVERFLOW;
     }
     begin -= base;
-    arena->peak = ROCQ__MAX(arena->peak, end);
+    if (arena->ctx && end > arena->buffer.size) {
+        ROCQ__TRY(rocq__arena_grow(arena, size, align));
+        return rocq_arena_alloc(arena, piece, size, align);
+    }
+    arena->peak = ROCQ__MAX(arena->peak, origin + end);
     if (!arena->measuring && end > arena->buffer.size) return ROCQ_E_ARENA;
-    arena->used = end;
+    arena->used = origin + end;
     *piece = rocq__buffer_piece(&arena->buffer, begin, size);
     return ROCQ_OK;
 }
@@ -2492,7 +2732,37 @@ ROCQ_DEF int64_t rocq_arena_mark(const rocq_arena *arena) {
 }
 
 ROCQ_DEF void rocq_arena_reset(rocq_arena *arena, int64_t mark) {
-    if (arena && mark >= 0 && mark <= arena->used) arena->used = mark;
+    if (!arena || mark < 0 || mark > arena->used) return;
+    arena->used = mark;
+    if (!arena->chunk) return;
+    while (arena->chunk->begin > mark) arena->chunk = arena->chunk->prev;
+    arena->buffer = arena->chunk->buffer;
+}
+
+ROCQ_DEF rocq_result rocq_arena_init_growing(rocq_arena *arena, rocq_ctx *ctx, int64_t chunk_size) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!arena || chunk_size < 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "arena_init_growing: arena is NULL or chunk_size %lld is negative",
+                          (long long)chunk_size);
+    }
+    memset(arena, 0, sizeof *arena);
+    arena->ctx = ctx;
+    arena->chunk_size = chunk_size ? chunk_size : 1 << 20;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF void rocq_arena_free(rocq_arena *arena) {
+    if (!arena || !arena->ctx) return;
+    rocq__chunk *chunk = arena->chunk;
+    while (chunk && chunk->next) chunk = chunk->next;
+    while (chunk) {
+        rocq__chunk *prev = chunk->prev;
+        rocq_buffer_free(arena->ctx, &chunk->buffer); // what fails here is left to rocq_close
+        rocq__free(arena->ctx, chunk);
+        chunk = prev;
+    }
+    memset(arena, 0, sizeof *arena);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -2652,6 +2922,9 @@ ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) {
 ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
 }
+ROCQ__INLINE int32_t rocq__exchange32(int32_t *p, int32_t v) {
+    return __atomic_exchange_n(p, v, __ATOMIC_ACQ_REL);
+}
 ROCQ__INLINE int32_t rocq__load32(int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 #else
@@ -2661,6 +2934,9 @@ ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) {
 ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) {
     return (int32_t)InterlockedExchangeAdd((volatile LONG *)p, v);
 }
+ROCQ__INLINE int32_t rocq__exchange32(int32_t *p, int32_t v) {
+    return (int32_t)InterlockedExchange((volatile LONG *)p, v);
+}
 ROCQ__INLINE int32_t rocq__load32(int32_t *p) {
     return (int32_t)InterlockedOr((volatile LONG *)p, 0);
 }
@@ -2668,6 +2944,29 @@ ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) {
     InterlockedExchange((volatile LONG *)p, v);
 }
 #endif
+
+ROCQ__INLINE void rocq__relax(void) {
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+    __builtin_ia32_pause();
+#elif defined(__aarch64__) && (defined(__GNUC__) || defined(__clang__))
+    __asm__ __volatile__("yield");
+#endif
+}
+
+// A lock for a few dozen instructions, which costs half of what a mutex does. Whoever finds it held
+// for longer (its holder sleeps, or takes memory) sleeps as well, so it yields to any priority.
+ROCQ__INLINE void rocq__spin_lock(int32_t *lock) {
+    for (int32_t spins = 0; rocq__exchange32(lock, 1) != 0; spins++) {
+        if (spins < 200) rocq__relax();
+#if defined(_WIN32)
+        else Sleep(1);
+#else
+        else poll(NULL, 0, 1);
+#endif
+    }
+}
+
+ROCQ__INLINE void rocq__spin_unlock(int32_t *lock) { rocq__store32(lock, 0); }
 
 #if ROCQ__HAS_THREADS
 
@@ -2682,14 +2981,6 @@ ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) {
 #define ROCQ__WAIT(c, m) pthread_cond_wait(c, m)
 #define ROCQ__WAKE(c) pthread_cond_broadcast(c)
 #endif
-
-ROCQ__INLINE void rocq__relax(void) {
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-    __builtin_ia32_pause();
-#elif defined(__aarch64__) && (defined(__GNUC__) || defined(__clang__))
-    __asm__ __volatile__("yield");
-#endif
-}
 
 // A decode step is hundreds of jobs a few microseconds apart: waiting that long in a loop is cheaper
 // than sleeping, waiting longer is not.
@@ -3932,9 +4223,25 @@ enum {
     ROCQ__GGUF_MIN_TENSOR = 24 // and of the smallest tensor record: no name, no dimensions
 };
 
+enum { // of loading
+    ROCQ__LINE = 64,           // bytes: copies begin as far from a line there as here
+    ROCQ__GAP = 1 << 16,       // bytes between tensors that are read, rather than jumped over
+    ROCQ__LEAST_PIECE = 512,   // bytes: holds a block of any format, wherever in a line it starts
+    ROCQ__MOST_PIECE = 1 << 28,// its elements fit a kernel's int32
+    ROCQ__MAX_PIECES = 64
+};
+
 #ifndef ROCQ__GGUF_WINDOW
 #define ROCQ__GGUF_WINDOW 65536 // first size of a growing head; the fuzzer sets less
 #endif
+
+// Where bytes come from: memory, or a function.
+typedef struct rocq__source {
+    const unsigned char *data; // or NULL, with read:
+    bool (*read)(void *dst, int64_t offset, int64_t size, void *user);
+    void *user;
+    bool shared; // any thread may call read, several at once
+} rocq__source;
 
 // Records of one kind. Both kinds start with their name: a 64-bit length, then the bytes.
 typedef struct rocq__gguf_index {
@@ -3953,8 +4260,7 @@ struct rocq_gguf {
     void *window; // head as a block of ours, else NULL
     void *map;    // head as a mapping of ours, else NULL
     FILE *stream;
-    bool (*read)(void *dst, int64_t offset, int64_t size, void *user); // where not whole
-    void *user;
+    rocq__source source; // of tensors, and of what head lacks
     int32_t version;
     int64_t alignment;
     int64_t data_start; // what tensor offsets count from
@@ -4058,10 +4364,36 @@ ROCQ__FN int64_t rocq__ftell(FILE *stream) {
 #endif
 }
 
-ROCQ__FN bool rocq__gguf_stream_read(void *dst, int64_t offset, int64_t size, void *user) {
+#if !defined(_WIN32) && !defined(__cplusplus)
+// POSIX, but hidden by the C library's headers where the compiler is told -std=c11.
+extern int (fileno)(FILE *stream);
+extern ssize_t pread(int fd, void *dst, size_t size, off_t offset);
+#endif
+
+// Past the stream's buffer and position, so that threads can read side by side.
+ROCQ__FN bool rocq__file_read(void *dst, int64_t offset, int64_t size, void *user) {
     FILE *stream = (FILE *)user;
-    return rocq__fseek(stream, offset, SEEK_SET) &&
-           fread(dst, 1, (size_t)size, stream) == (size_t)size;
+    unsigned char *p = (unsigned char *)dst;
+    while (size > 0) {
+#if defined(_WIN32)
+        const HANDLE handle = (HANDLE)_get_osfhandle(_fileno(stream));
+        OVERLAPPED at;
+        DWORD n = 0;
+        memset(&at, 0, sizeof at);
+        at.Offset = (DWORD)offset;
+        at.OffsetHigh = (DWORD)(offset >> 32);
+        if (!ReadFile(handle, p, (DWORD)ROCQ__MIN(size, (int64_t)1 << 30), &n, &at)) return false;
+#else
+        if ((int64_t)(off_t)offset != offset) return false;
+        const ssize_t n = pread(fileno(stream), p, (size_t)size, (off_t)offset);
+        if (n < 0 && errno == EINTR) continue;
+#endif
+        if (n <= 0) return false; // an error, or the file's end
+        p += n;
+        offset += (int64_t)n;
+        size -= (int64_t)n;
+    }
+    return true;
 }
 
 ROCQ__FN bool rocq__gguf_stream_write(const void *src, int64_t size, void *user) {
@@ -4070,10 +4402,11 @@ ROCQ__FN bool rocq__gguf_stream_write(const void *src, int64_t size, void *user)
 #endif
 
 #if ROCQ__HAS_MMAP
-// Leaves the file as it is where it cannot be mapped: it is then read through the stream.
-ROCQ__FN void rocq__gguf_map(rocq_gguf *file, const char *path) {
+// Leaves the file as it is where it cannot be mapped. Either way tensors that are copied are read: a
+// copy out of the mapping is no faster (bench/upload.c; H200 host, 16 threads: 77 against 79 GB/s),
+// and ends the program where the file has shrunk.
+ROCQ__FN void rocq__gguf_map(rocq_gguf *file) {
 #if defined(_WIN32)
-    (void)path;
     const HANDLE handle = (HANDLE)_get_osfhandle(_fileno(file->stream));
     const HANDLE mapping = CreateFileMappingW(handle, NULL, PAGE_READONLY, 0, 0, NULL);
     if (!mapping) return;
@@ -4081,8 +4414,7 @@ ROCQ__FN void rocq__gguf_map(rocq_gguf *file, const char *path) {
     CloseHandle(mapping); // the view keeps it alive
 #else
     struct stat info;
-    const int fd = open(path, O_RDONLY);
-    if (fd < 0) return;
+    const int fd = fileno(file->stream);
     if (fstat(fd, &info) == 0 && info.st_size > 0 && (uint64_t)info.st_size <= SIZE_MAX) {
         void *map = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
         if (map != MAP_FAILED) {
@@ -4090,14 +4422,11 @@ ROCQ__FN void rocq__gguf_map(rocq_gguf *file, const char *path) {
             file->size = info.st_size;
         }
     }
-    close(fd);
 #endif
     if (!file->map) return;
     file->head = (const unsigned char *)file->map;
     file->head_size = file->size;
     file->whole = true;
-    fclose(file->stream);
-    file->stream = NULL;
 }
 #endif
 
@@ -4107,12 +4436,13 @@ ROCQ__FN rocq_result rocq__gguf_open_source(rocq_gguf *file, const rocq_gguf_des
         file->head = (const unsigned char *)desc->data;
         file->head_size = desc->size;
         file->whole = true;
+        file->source.data = file->head;
         return ROCQ_OK;
     }
     if (desc->read) {
         file->size = desc->size;
-        file->read = desc->read;
-        file->user = desc->user;
+        file->source.read = desc->read;
+        file->source.user = desc->user;
         return ROCQ_OK;
     }
 #if ROCQ__HAS_STDIO
@@ -4122,10 +4452,11 @@ ROCQ__FN rocq_result rocq__gguf_open_source(rocq_gguf *file, const rocq_gguf_des
     if (file->size < 0) {
         return rocq__fail(file->ctx, ROCQ_E_IO, "gguf: cannot find the size of '%s'", desc->path);
     }
-    file->read = rocq__gguf_stream_read;
-    file->user = file->stream;
+    file->source.read = rocq__file_read;
+    file->source.user = file->stream;
+    file->source.shared = true;
 #if ROCQ__HAS_MMAP
-    if (!desc->no_mmap) rocq__gguf_map(file, desc->path);
+    if (!desc->no_mmap) rocq__gguf_map(file);
 #endif
     return ROCQ_OK;
 #else
@@ -4170,8 +4501,8 @@ ROCQ__FN bool rocq__gguf_need(rocq__gguf_scan *scan, uint64_t n) {
         return false;
     }
     if (file->head_size > 0) memcpy(window, file->head, (size_t)file->head_size);
-    const bool ok =
-        file->read(window + file->head_size, file->head_size, room - file->head_size, file->user);
+    const bool ok = file->source.read(window + file->head_size, file->head_size,
+                                      room - file->head_size, file->source.user);
     rocq__free(file->ctx, ok ? file->window : window);
     if (!ok) {
         rocq__gguf_stop(scan, ROCQ_E_IO, "cannot read this many bytes",
@@ -4700,16 +5031,63 @@ ROCQ__GGUF_GET(str, rocq_str)
 
 // -- tensor data --
 
-// Bytes of a tensor, which are known to be in the file.
-ROCQ__FN rocq_result rocq__gguf_fetch(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
-                                      int64_t offset, int64_t size, unsigned char *dst) {
-    if (file->whole) {
-        memcpy(dst, file->head + offset, (size_t)size);
-    } else if (!file->read(dst, offset, size, file->user)) {
-        return rocq__fail(ctx, ROCQ_E_IO, "gguf: tensor '%s': cannot read %lld bytes at byte %lld",
-                          name, (long long)size, (long long)offset);
+enum {
+    ROCQ__SLICE = 1 << 16, // bytes that a thread reads in one go
+    ROCQ__SLICES_ALONE = 4 // what is no more than this is not worth waking the others
+};
+
+typedef struct rocq__reading {
+    const rocq__source *source;
+    unsigned char *dst;
+    int64_t offset, size;
+    void (*meanwhile)(void *arg); // NULL once it has been called
+    void *arg;
+    int32_t failed; // (atomic)
+} rocq__reading;
+
+ROCQ__FN void rocq__read_meanwhile(rocq__reading *r) {
+    if (r->meanwhile) r->meanwhile(r->arg);
+    r->meanwhile = NULL;
+}
+
+ROCQ__FN void rocq__read_slices(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    rocq__reading *r = (rocq__reading *)arg;
+    const rocq__source *source = r->source;
+    const int64_t at = begin * ROCQ__SLICE, size = ROCQ__MIN(end * ROCQ__SLICE, r->size) - at;
+    if (thread == 0) rocq__read_meanwhile(r);
+    if (source->data) {
+        memcpy(r->dst + at, source->data + r->offset + at, (size_t)size);
+    } else if (!source->read(r->dst + at, r->offset + at, size, source->user)) {
+        rocq__store32(&r->failed, 1);
     }
-    return ROCQ_OK;
+}
+
+// Bytes that are known to be in the source, by the context's threads together where it lets them.
+// The calling thread first does what meanwhile (or NULL) says, while the others read. false = failed.
+ROCQ__FN bool rocq__source_read(rocq_ctx *ctx, const rocq__source *source, int64_t offset,
+                                int64_t size, void *dst, void (*meanwhile)(void *arg), void *arg) {
+    rocq__reading r;
+    const int64_t n = (size + ROCQ__SLICE - 1) / ROCQ__SLICE;
+    r.source = source;
+    r.dst = (unsigned char *)dst;
+    r.offset = offset;
+    r.size = size;
+    r.meanwhile = meanwhile;
+    r.arg = arg;
+    r.failed = 0;
+    if ((source->data || source->shared) && n > ROCQ__SLICES_ALONE) {
+        rocq__parallel(ctx, n, 1, rocq__read_slices, &r);
+    } else {
+        rocq__read_slices(&r, 0, n, 0);
+    }
+    rocq__read_meanwhile(&r); // where the others left nothing for the calling thread
+    return r.failed == 0;
+}
+
+ROCQ__FN rocq_result rocq__read_failed(rocq_ctx *ctx, rocq_str name, int64_t offset, int64_t size) {
+    const rocq__label label = rocq__label_of(name.data, name.length);
+    return rocq__fail(ctx, ROCQ_E_IO, "gguf: tensor '%s': cannot read %lld bytes at byte %lld",
+                      label.text, (long long)size, (long long)offset);
 }
 
 ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
@@ -4728,12 +5106,93 @@ ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
         return rocq__fail(ctx, ROCQ_E_BOUNDS, "gguf_read: tensor '%s' is not of this file",
                           name.text);
     }
-    return rocq__gguf_fetch(ctx, file, name.text, tensor->offset, tensor->size,
-                            (unsigned char *)dst);
+    if (!rocq__source_read(ctx, &file->source, tensor->offset, tensor->size, dst, NULL, NULL)) {
+        return rocq__read_failed(ctx, tensor->name, tensor->offset, tensor->size);
+    }
+    return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__upload_file(rocq_ctx *ctx, const rocq_tensor *t, const rocq_gguf *file,
-                                       const char *name, int64_t offset);
+// A tensor, and where in a source its bytes are.
+typedef struct rocq__part {
+    rocq_tensor t;
+    rocq_str name;  // for messages
+    int64_t offset;
+    int64_t size;   // 0: nothing is to be copied
+    int64_t index;  // in the caller's list
+} rocq__part;
+
+// How far a load is.
+typedef struct rocq__loading {
+    rocq_ctx *ctx;
+    rocq_load_desc desc; // with defaults filled in
+    int64_t done, total; // bytes
+} rocq__loading;
+
+ROCQ__FN rocq_result rocq__load_step(rocq__loading *load, int64_t bytes) {
+    load->done += bytes;
+    if (rocq__load32(&load->ctx->cancelled)) {
+        return rocq__fail(load->ctx, ROCQ_E_CANCELLED, "gguf_load: cancelled");
+    }
+    if (load->desc.progress && !load->desc.progress(load->done, load->total, load->desc.user)) {
+        return rocq__fail(load->ctx, ROCQ_E_CANCELLED,
+                          "gguf_load: stopped after %lld of %lld bytes", (long long)load->done,
+                          (long long)load->total);
+    }
+    return ROCQ_OK;
+}
+
+// Of a GPU context, see >>hip_memory.
+ROCQ__FN rocq_result rocq__upload_hip(rocq_ctx *ctx, const rocq__source *source,
+                                      const rocq__part *part);
+ROCQ__FN rocq_result rocq__load_hip(rocq__loading *load, const rocq__source *source,
+                                    const rocq__part *parts, int64_t n_parts);
+
+ROCQ__FN rocq_result rocq__load_cpu(rocq__loading *load, const rocq__source *source,
+                                    const rocq__part *parts, int64_t n_parts) {
+    for (int64_t k = 0; k < n_parts; k++) {
+        const rocq__part *p = &parts[k];
+        for (int64_t at = 0, n; at < p->size; at += n) {
+            char *dst = (char *)rocq_tensor_data(&p->t) + at;
+            n = ROCQ__MIN(p->size - at, load->desc.piece_bytes);
+            if (!rocq__source_read(load->ctx, source, p->offset + at, n, dst, NULL, NULL)) {
+                return rocq__read_failed(load->ctx, p->name, p->offset + at, n);
+            }
+            ROCQ__TRY(rocq__load_step(load, n));
+        }
+    }
+    return ROCQ_OK;
+}
+
+// What is to be done for a tensor of the file: nothing where it can be a view of memory that is the
+// file, unless copy is set, else a copy to where rocq__part_place will say.
+ROCQ__FN rocq_result rocq__part_init(rocq_ctx *ctx, const char *op, const rocq_gguf *file,
+                                     const rocq_gguf_tensor *found, bool copy, rocq__part *part) {
+    const rocq__label name = rocq__label_of(found->name.data, found->name.length);
+    memset(part, 0, sizeof *part);
+    part->name = found->name;
+    part->offset = found->offset;
+    if (!found->known) {
+        return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: tensor '%s' has the unknown type %lu", op,
+                          name.text, (unsigned long)found->type_id);
+    }
+    if (file->whole && ctx->backend == ROCQ_CPU && !copy) {
+        // The ops take a const tensor's memory as void *; none writes to an operand.
+        void *data = (void *)(uintptr_t)(file->head + found->offset);
+        const rocq_buffer view = rocq_buffer_from_host(data, found->size);
+        const rocq_result result =
+            rocq_tensor_init(&part->t, &view, 0, found->format, found->n_dims, found->ne);
+        if (result != ROCQ_E_ALIGNMENT) return result;
+    }
+    if (ctx->recording) {
+        return rocq__fail(ctx, ROCQ_E_STATE, "%s: a graph is being recorded", op);
+    }
+    part->size = found->size;
+    ROCQ__TRY(rocq_tensor_init(&part->t, NULL, 0, found->format, found->n_dims, found->ne));
+    if (rocq__on_gpu(ctx) && rocq_get_format_info(found->format)->block_elems > 1) {
+        part->t.layout = ROCQ_LAYOUT_PLANAR;
+    }
+    return ROCQ_OK;
+}
 
 ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
                                       rocq_tensor *tensor) {
@@ -4742,35 +5201,122 @@ ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, cons
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_upload: file, name or tensor is NULL");
     }
     rocq_gguf_tensor found;
+    rocq__part part;
     rocq_result result = rocq_gguf_find_tensor(file, name, &found);
     if (result != ROCQ_OK) {
         return rocq__fail(ctx, result, "gguf_upload: '%s': %s", name, rocq_result_message(result));
     }
-    if (!found.known) {
-        return rocq__fail(ctx, ROCQ_E_FORMAT, "gguf_upload: tensor '%s' has the unknown type %lu",
-                          name, (unsigned long)found.type_id);
+    ROCQ__TRY(rocq__part_init(ctx, "gguf_upload", file, &found, false, &part));
+    if (part.size > 0) {
+        ROCQ__TRY(rocq_buffer_alloc(ctx, &part.t.buffer, part.size));
+        result = rocq__on_gpu(ctx) ? rocq__upload_hip(ctx, &file->source, &part)
+                                   : rocq_gguf_read(ctx, file, &found, part.t.buffer.host);
+        if (result != ROCQ_OK) {
+            rocq_buffer_free(ctx, &part.t.buffer);
+            return result;
+        }
     }
-    // The ops take a const tensor's memory as void *; none writes to an operand.
-    void *source = file->whole ? (void *)(uintptr_t)(file->head + found.offset) : NULL;
-    rocq_buffer buffer = rocq_buffer_from_host(source, found.size);
-    if (source && ctx->backend == ROCQ_CPU) {
-        result = rocq_tensor_init(tensor, &buffer, 0, found.format, found.n_dims, found.ne);
-        if (result != ROCQ_E_ALIGNMENT) return result;
+    *tensor = part.t;
+    return ROCQ_OK;
+}
+
+// By place in the file; qsort's order of equals is not defined, so that of the list decides.
+ROCQ__FN int rocq__part_compare(const void *a, const void *b) {
+    const rocq__part *p = (const rocq__part *)a, *q = (const rocq__part *)b;
+    if (p->offset != q->offset) return p->offset < q->offset ? -1 : 1;
+    return p->index < q->index ? -1 : p->index > q->index;
+}
+
+// Finds the tensors and sorts them by their place in the file.
+ROCQ__FN rocq_result rocq__load_find(rocq__loading *load, const rocq_gguf *file, rocq__part *parts,
+                                     int64_t n_parts) {
+    rocq_ctx *ctx = load->ctx;
+    for (int64_t i = 0; i < n_parts; i++) {
+        const char *const *name = load->desc.names ? &load->desc.names[i] : NULL;
+        rocq_gguf_tensor found;
+        const rocq_result result =
+            name ? rocq_gguf_find_tensor(file, *name, &found)
+                 : rocq_gguf_tensor_at(file, i, &found);
+        if (result != ROCQ_OK) {
+            return rocq__fail(ctx, result, "gguf_load: tensor %lld '%s': %s", (long long)i,
+                              name && *name ? *name : "", rocq_result_message(result));
+        }
+        ROCQ__TRY(rocq__part_init(ctx, "gguf_load", file, &found, load->desc.copy, &parts[i]));
+        parts[i].index = i;
+        if (!rocq__add(load->total, found.size, &load->total)) {
+            return rocq__fail(ctx, ROCQ_E_OVERFLOW, "gguf_load: more bytes than can be counted");
+        }
+        if (parts[i].size == 0) load->done += found.size;
     }
-    if (ctx->recording) {
-        return rocq__fail(ctx, ROCQ_E_STATE, "gguf_upload: a graph is being recorded");
+    qsort(parts, (size_t)n_parts, sizeof *parts, rocq__part_compare);
+    return ROCQ_OK;
+}
+
+// Puts what is to be copied into one buffer, each tensor aligned as a buffer of its own would be. A
+// tensor that is in the list again shares the memory of the first.
+ROCQ__FN rocq_result rocq__load_place(rocq__loading *load, rocq__part *parts, int64_t n_parts,
+                                      rocq_buffer *buffer) {
+    int64_t size = 0;
+    for (int64_t k = 0; k < n_parts; k++) {
+        rocq__part *p = &parts[k];
+        if (p->size == 0) continue;
+        if (k > 0 && p->offset == p[-1].offset) {
+            p->t.offset = p[-1].t.offset;
+            load->total -= p->size;
+            p->size = 0;
+            continue;
+        }
+        if (!rocq__round_up(size, 256, &p->t.offset) || !rocq__add(p->t.offset, p->size, &size)) {
+            return rocq__fail(load->ctx, ROCQ_E_OVERFLOW, "gguf_load: too large for a buffer");
+        }
     }
-    ROCQ__TRY(rocq_buffer_alloc(ctx, &buffer, found.size));
-    rocq_tensor t;
-    result = rocq_tensor_init(&t, &buffer, 0, found.format, found.n_dims, found.ne);
-    if (result == ROCQ_OK && rocq__on_gpu(ctx)) {
-        if (rocq_get_format_info(t.format)->block_elems > 1) t.layout = ROCQ_LAYOUT_PLANAR;
-        result = rocq__upload_file(ctx, &t, file, name, found.offset);
-    } else if (result == ROCQ_OK) {
-        result = rocq_gguf_read(ctx, file, &found, buffer.host);
+    if (size == 0) return ROCQ_OK;
+    ROCQ__TRY(rocq_buffer_alloc(load->ctx, buffer, size));
+    for (int64_t k = 0; k < n_parts; k++) {
+        if (!parts[k].t.buffer.host) parts[k].t.buffer = *buffer;
     }
-    if (result != ROCQ_OK) rocq_buffer_free(ctx, &buffer);
-    else *tensor = t;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file, const rocq_load_desc *desc,
+                                    rocq_tensor *tensors, rocq_buffer *buffer) {
+    rocq__loading load;
+    rocq_buffer loaded;
+    int64_t size;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    memset(&load, 0, sizeof load);
+    memset(&loaded, 0, sizeof loaded);
+    load.ctx = ctx;
+    if (desc) load.desc = *desc;
+    if (load.desc.piece_bytes == 0) load.desc.piece_bytes = 8 << 20;
+    if (load.desc.n_pieces == 0) load.desc.n_pieces = 4;
+    if (!file || !tensors || !buffer || load.desc.n_names < 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "gguf_load: file, tensors or buffer is NULL, or n_names %lld",
+                          (long long)load.desc.n_names);
+    }
+    if (load.desc.piece_bytes < ROCQ__LEAST_PIECE || load.desc.piece_bytes > ROCQ__MOST_PIECE ||
+        load.desc.n_pieces < 3 || load.desc.n_pieces > ROCQ__MAX_PIECES) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "gguf_load: %d pieces of %lld bytes; 3 to %d of %d to %d it must be",
+                          (int)load.desc.n_pieces, (long long)load.desc.piece_bytes,
+                          (int)ROCQ__MAX_PIECES, (int)ROCQ__LEAST_PIECE, (int)ROCQ__MOST_PIECE);
+    }
+    const int64_t n = load.desc.names ? load.desc.n_names : file->tensors.count;
+    rocq__part *parts = NULL;
+    if (rocq__mul(n, (int64_t)sizeof *parts, &size)) parts = (rocq__part *)rocq__alloc(ctx, size);
+    if (!parts) return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_load: no memory for a list");
+    rocq_result result = rocq__load_find(&load, file, parts, n);
+    if (result == ROCQ_OK) result = rocq__load_place(&load, parts, n, &loaded);
+    if (result == ROCQ_OK) result = rocq__load_step(&load, 0);
+    if (result == ROCQ_OK && loaded.size > 0) {
+        result = rocq__on_gpu(ctx) ? rocq__load_hip(&load, &file->source, parts, n)
+                                   : rocq__load_cpu(&load, &file->source, parts, n);
+    }
+    for (int64_t k = 0; result == ROCQ_OK && k < n; k++) tensors[parts[k].index] = parts[k].t;
+    if (result == ROCQ_OK) *buffer = loaded;
+    else rocq_buffer_free(ctx, &loaded);
+    rocq__free(ctx, parts);
     return result;
 }
 
@@ -5166,6 +5712,106 @@ ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer) {
 }
 
 // ---------------------------------------------------------------------------------------------
+// >>precision: what an op computes in
+// ---------------------------------------------------------------------------------------------
+
+typedef enum rocq__chip_kind { ROCQ__ANY_CHIP, ROCQ__AVX2, ROCQ__RDNA3 } rocq__chip_kind;
+typedef enum rocq__w_kind { ROCQ__ANY_W, ROCQ__CODED_W, ROCQ__F32_W } rocq__w_kind;
+
+// What AUTO is: the first rule that fits, and F32 for an op that has none.
+typedef struct rocq__precision_rule {
+    rocq_op op;
+    rocq_backend backend;
+    rocq__chip_kind chips;
+    int64_t columns; // of a product, at most
+    rocq__w_kind w;  // CODED: with integer codes that the backend multiplies
+    rocq_precision precision;
+    const char *why;
+} rocq__precision_rule;
+
+static const rocq__precision_rule rocq__precision_rules[] = {
+    // One thread, K = M = 2048, 1 and 64 columns of Q4_0 Q8_0 Q4_K Q6_K: with AVX2 INT8 is 1.4 to
+    // 10 times as fast; as portable code F32 is 0.8 to 1.2 (clang) or 1.4 to 9 times (gcc) as fast.
+    {ROCQ_OP_MATMUL, ROCQ_CPU, ROCQ__AVX2, INT64_MAX, ROCQ__CODED_W, ROCQ_PRECISION_INT8,
+     "AVX2 multiplies w's codes as they are, several times as fast as decoded ones"},
+    {ROCQ_OP_MATMUL, ROCQ_CPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__CODED_W, ROCQ_PRECISION_F32,
+     "without AVX2, integer products are no faster than those in F32"},
+    {ROCQ_OP_MATMUL, ROCQ_CPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F32,
+     "w has no integer codes"},
+    {ROCQ_OP_MATMUL, ROCQ_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__CODED_W, ROCQ_PRECISION_INT8,
+     "few columns wait for w to be read, whose codes dot4 multiplies as they are"},
+    {ROCQ_OP_MATMUL, ROCQ_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__ANY_W, ROCQ_PRECISION_F32,
+     "few columns wait for w to be read, and w has no integer codes"},
+    {ROCQ_OP_MATMUL, ROCQ_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__F32_W, ROCQ_PRECISION_F32,
+     "weights of F32 are not rounded"},
+    // WMMA: 512 operations a clock and compute unit in both (AMD matrix instruction calculator).
+    {ROCQ_OP_MATMUL, ROCQ_GPU, ROCQ__RDNA3, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F16,
+     "RDNA3's matrix unit is as fast in F16 as in INT8, which has scales to apply besides"},
+    // M = K = 4096, 32 to 4096 columns of Q4_0 Q8_0 Q4_K Q6_K: 1.3 to 1.9 times as fast as INT8.
+    {ROCQ_OP_MATMUL, ROCQ_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F16,
+     "the F16 kernels were the faster ones where both were measured, on an NVIDIA H200"},
+    {ROCQ_OP_ATTENTION, ROCQ_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F16,
+     "the matrix unit takes F16, and scores and values are sums in F32"},
+};
+
+typedef struct rocq__choice {
+    rocq_precision precision;
+    const char *why;
+} rocq__choice;
+
+ROCQ__FN int32_t rocq__target_of(const rocq_ctx *ctx);
+ROCQ__FN int rocq__k_int8_format(rocq_format format);
+
+// Whether there are integer products with a format's codes.
+ROCQ__FN bool rocq__is_coded(rocq_backend backend, rocq_format format) {
+    if (backend == ROCQ_GPU) return rocq__k_int8_format(format) >= 0;
+    return rocq__codec_of(format)->unpack != NULL;
+}
+
+ROCQ__FN rocq__choice rocq__precision_rule_for(const rocq_ctx *ctx, rocq_backend backend,
+                                               rocq_op op, rocq_format w, int64_t columns) {
+    rocq__choice choice = {ROCQ_PRECISION_F32, "the op has no other form"};
+    for (size_t i = 0; i < sizeof rocq__precision_rules / sizeof rocq__precision_rules[0]; i++) {
+        const rocq__precision_rule *r = &rocq__precision_rules[i];
+        if (r->op != op || r->backend != backend || columns > r->columns) continue;
+        if (r->chips == ROCQ__AVX2 && !ctx->has_avx2) continue;
+        if (r->chips == ROCQ__RDNA3 && rocq__target_of(ctx) == 0) continue;
+        if (r->w == ROCQ__CODED_W && !rocq__is_coded(backend, w)) continue;
+        if (r->w == ROCQ__F32_W && w != ROCQ_F32) continue;
+        choice.precision = r->precision;
+        choice.why = r->why;
+        break;
+    }
+    return choice;
+}
+
+// What is asked for: AUTO = nothing is.
+ROCQ__FN rocq_precision rocq__asked(const rocq_ctx *ctx, rocq_precision of_params) {
+    return of_params != ROCQ_PRECISION_AUTO ? of_params : ctx->desc.precision;
+}
+
+// Of the product of x with one w.
+ROCQ__FN rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backend,
+                                           const rocq_matmul_params *p, const rocq_tensor *w) {
+    const rocq_precision asked = rocq__asked(ctx, p->precision);
+    rocq__choice choice;
+    choice.precision = asked;
+    choice.why = p->precision ? "the params ask for it" : "the context asks for it";
+    if (asked == ROCQ_PRECISION_AUTO) {
+        return rocq__precision_rule_for(ctx, backend, ROCQ_OP_MATMUL, w->format, p->x->ne[1]);
+    }
+    if (asked == ROCQ_PRECISION_F16 && backend == ROCQ_GPU && p->x->ne[1] <= ROCQ_K_FEW) {
+        choice.precision = ROCQ_PRECISION_F32;
+        choice.why = "F16 is asked for, but few columns wait for w to be read: F32 costs no time";
+    }
+    return choice;
+}
+
+ROCQ__FN double rocq__nmse_bound(rocq_precision precision) {
+    return precision == ROCQ_PRECISION_INT8 ? 5e-4 : precision == ROCQ_PRECISION_F16 ? 1e-5 : 1e-6;
+}
+
+// ---------------------------------------------------------------------------------------------
 // >>cpu_matmul
 // ---------------------------------------------------------------------------------------------
 // The same three steps for every format, precision and n:
@@ -5238,11 +5884,6 @@ typedef struct rocq__mm {
     rocq__mm_dot dot;
     rocq__mm_pack pack;
 } rocq__mm;
-
-ROCQ__FN rocq_precision rocq__matmul_precision_cpu(const rocq_matmul_params *p) {
-    if (p->precision != ROCQ_PRECISION_AUTO) return p->precision;
-    return rocq__codec_of(p->w->format)->unpack ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32;
-}
 
 ROCQ__FN float rocq__activation(rocq_activation activation, float x) {
     switch (activation) {
@@ -6251,7 +6892,7 @@ ROCQ__FN int64_t rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_mat
     memset(mm, 0, sizeof *mm);
     mm->p = p;
     mm->avx2 = ctx->has_avx2;
-    mm->precision = rocq__matmul_precision_cpu(p);
+    mm->precision = rocq__product_choice(ctx, ROCQ_CPU, p, p->w).precision;
     mm->n_matrices = p->w->ne[2] * p->w->ne[3];
     mm->n = p->x->ne[1] * (p->x->ne[2] / p->w->ne[2]) * (p->x->ne[3] / p->w->ne[3]);
     mm->n_panels = (p->w->ne[1] + ROCQ__MM_ROWS - 1) / ROCQ__MM_ROWS;
@@ -7926,18 +8567,21 @@ typedef struct rocq__chip {
     double bytes_per_us;  // of memory
     double flops_per_us;  // of the vector unit in F32
     double matrix_per_us; // of the matrix unit in F16
+    bool guessed;         // bytes_per_us is, since the runtime does not tell
 } rocq__chip;
 
-// A block of device memory, in a ring like rocq__block: rocq_close frees what is left.
+enum { ROCQ__PRIVATE, ROCQ__BUFFER, ROCQ__PINNED }; // BUFFER: made by rocq_buffer_alloc
+
+// A block of device or pinned memory, in a ring like rocq__block: rocq_close frees what is left.
 typedef struct rocq__device_block {
     struct rocq__device_block *prev, *next;
     void *address;
     int64_t size;
-    bool buffer; // made by rocq_buffer_alloc
+    int kind;
 } rocq__device_block;
 
 enum {
-    ROCQ__PIECES = 4,
+    ROCQ__PIECES = 4,        // of the context's ring
     ROCQ__PIECE = 1 << 20,   // bytes: long enough that the copy engine runs at full speed
     ROCQ__COUNTERS = 65536,  // zero words that kernels use to find out who is last
     ROCQ__MAX_DEVICES = 64
@@ -7945,13 +8589,19 @@ enum {
 
 // Pinned host memory that every copy passes through: the runtime never sees the caller's pages,
 // which may be mapped from a file. Copies fill one piece after the other; the event of a piece,
-// recorded when the next one is begun, tells when it may be filled again.
+// recorded behind the last of its copies and what they feed, tells when it may be filled again. The
+// context has one ring, whose copies go through its stream; rocq_gguf_load makes a larger one for as
+// long as it runs.
 typedef struct rocq__ring {
-    unsigned char *memory; // NULL before the first copy
-    void *event[ROCQ__PIECES];
-    bool pending[ROCQ__PIECES];
-    int32_t piece;
-    int64_t used; // bytes of the piece
+    unsigned char *memory;  // n_pieces of piece_bytes; NULL before the first copy
+    int64_t piece_bytes;    // a multiple of ROCQ__LINE
+    int32_t n_pieces;
+    int32_t piece;          // that is being filled
+    int64_t used;           // bytes of it
+    void *stream;           // of the copies
+    void *event[ROCQ__MAX_PIECES];
+    bool pending[ROCQ__MAX_PIECES]; // the event is recorded, and nobody has waited for it
+    rocq__device_block *staging;    // loading: as much device memory, where blocks are repacked from
 } rocq__ring;
 
 typedef struct rocq__gpu {
@@ -7968,6 +8618,7 @@ typedef struct rocq__gpu {
     void *module;
     void *function[ROCQ_K_COUNT];
     int64_t launches[ROCQ_K_COUNT]; // of each kernel, without replays: tests see what has run
+    bool *planned;         // [ROCQ_K_COUNT] or NULL: where plans note what they would launch
     void *stream;          // the one queue: more would cost idle power and buy no order
     rocq__device_block blocks; // ring
     uint32_t *status;      // [1], set by kernels that meet an index out of range
@@ -8238,19 +8889,32 @@ ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint3
 
 // -- the device --
 
-#if ROCQ__HAS_HIP
-
 // What the fastest chip of a target has. HIP counts RDNA's compute units in pairs unless told
 // otherwise, and its memory clock is not that of the data, so neither is taken from there. Rates
 // per unit are AMD's: 256 flops a clock on the vector unit (without dual issue), 512 on the matrix
 // unit.
-static const struct {
+typedef struct rocq__chip_facts {
     int32_t target, max_units;
     double bytes_per_us;
-} rocq__chips[] = {
-    {0x1100, 96, 960e3}, {0x1101, 60, 624e3}, {0x1102, 32, 288e3},
-    {0x1103, 12, 100e3}, {0x1150, 16, 120e3}, {0x1151, 40, 240e3},
+    int32_t vgprs; // of a SIMD, for waves of 32 lanes
+} rocq__chip_facts;
+static const rocq__chip_facts rocq__chips[] = {
+    {0x1100, 96, 960e3, 1536}, {0x1101, 60, 624e3, 1536}, {0x1102, 32, 288e3, 1024},
+    {0x1103, 12, 100e3, 1024}, {0x1150, 16, 120e3, 1024}, {0x1151, 40, 240e3, 1536},
 };
+
+ROCQ__FN int32_t rocq__target_of(const rocq_ctx *ctx) {
+    return rocq__on_gpu(ctx) ? ctx->gpu->chip.target : 0;
+}
+
+ROCQ__FN const rocq__chip_facts *rocq__chip_find(int32_t target) { // NULL: another chip
+    for (size_t i = 0; i < sizeof rocq__chips / sizeof rocq__chips[0]; i++) {
+        if (rocq__chips[i].target == target) return &rocq__chips[i];
+    }
+    return NULL;
+}
+
+#if ROCQ__HAS_HIP
 
 ROCQ__FN int rocq__hip_attribute(const rocq__gpu *gpu, int attribute, int device) {
     int value = 0;
@@ -8266,11 +8930,13 @@ ROCQ__FN void rocq__chip_init(rocq__gpu *gpu, int32_t target) {
     chip->n_units = ROCQ__MAX(units, 1);
     chip->bytes_per_us = 2.0 * rocq__hip_attribute(gpu, ROCQ_HIP_MEMORY_KHZ, gpu->device) * 1e-3 *
                          rocq__hip_attribute(gpu, ROCQ_HIP_MEMORY_BITS, gpu->device) / 8.0;
-    if (chip->bytes_per_us <= 0.0) chip->bytes_per_us = 50e3;
-    for (size_t i = 0; i < sizeof rocq__chips / sizeof rocq__chips[0]; i++) {
-        if (rocq__chips[i].target != target) continue;
-        chip->n_units = ROCQ__MIN(2 * chip->n_units, rocq__chips[i].max_units);
-        chip->bytes_per_us = rocq__chips[i].bytes_per_us;
+    chip->guessed = chip->bytes_per_us <= 0.0;
+    if (chip->guessed) chip->bytes_per_us = 50e3;
+    const rocq__chip_facts *facts = rocq__chip_find(target);
+    if (facts) {
+        chip->n_units = ROCQ__MIN(2 * chip->n_units, facts->max_units);
+        chip->bytes_per_us = facts->bytes_per_us;
+        chip->guessed = false;
     }
     chip->flops_per_us = 256.0 * mhz * chip->n_units;
     chip->matrix_per_us = 2.0 * chip->flops_per_us;
@@ -8327,20 +8993,23 @@ ROCQ__FN rocq_result rocq__selftest_check(rocq_ctx *ctx, const uint32_t *out) {
 // All work of a context is in the order of its one stream, so a copy needs no event to wait for the
 // op before it, and scratch memory can be used by the next op as soon as that is submitted.
 
-ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size, bool buffer,
+ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size, int kind,
                                         rocq__device_block **out) {
     rocq__gpu *gpu = ctx->gpu;
     rocq__device_block *block = (rocq__device_block *)rocq__alloc(ctx, (int64_t)sizeof *block);
     if (!block) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no host memory", what);
     block->address = NULL;
     int error = ROCQ_HIP_OUT_OF_MEMORY;
-    if ((uint64_t)size <= SIZE_MAX) error = gpu->hip->mem_alloc(&block->address, (size_t)size);
+    if ((uint64_t)size <= SIZE_MAX) {
+        error = kind == ROCQ__PINNED ? gpu->hip->host_alloc(&block->address, (size_t)size, 0)
+                                     : gpu->hip->mem_alloc(&block->address, (size_t)size);
+    }
     if (error != 0) {
         rocq__free(ctx, block);
         return rocq__hip_failed(ctx, what, error);
     }
     block->size = size;
-    block->buffer = buffer;
+    block->kind = kind;
     block->prev = &gpu->blocks;
     block->next = gpu->blocks.next;
     block->next->prev = block;
@@ -8357,7 +9026,8 @@ ROCQ__FN void rocq__device_free(rocq_ctx *ctx, rocq__device_block *block) {
     block->prev->next = block->next;
     block->next->prev = block->prev;
     ctx->stats.live_bytes -= block->size;
-    ctx->gpu->hip->mem_free(block->address);
+    if (block->kind == ROCQ__PINNED) ctx->gpu->hip->host_free(block->address);
+    else ctx->gpu->hip->mem_free(block->address);
     rocq__free(ctx, block);
 }
 
@@ -8365,7 +9035,7 @@ ROCQ__FN rocq_result rocq__buffer_alloc_hip(rocq_ctx *ctx, rocq_buffer *buffer, 
     rocq__device_block *block;
     ROCQ__TRY(rocq__hip_enter(ctx, "buffer_alloc"));
     ROCQ__TRY(rocq__take_budget(ctx, size));
-    const rocq_result result = rocq__device_alloc(ctx, "buffer_alloc", size, true, &block);
+    const rocq_result result = rocq__device_alloc(ctx, "buffer_alloc", size, ROCQ__BUFFER, &block);
     if (result != ROCQ_OK) {
         ctx->budget_used -= size;
         return result;
@@ -8378,7 +9048,8 @@ ROCQ__FN rocq_result rocq__buffer_free_hip(rocq_ctx *ctx, rocq_buffer *buffer) {
     rocq__gpu *gpu = ctx->gpu;
     rocq__device_block *block = gpu->blocks.next;
     while (block != &gpu->blocks &&
-           !(block->buffer && (uint64_t)(uintptr_t)block->address == buffer->device.address)) {
+           !(block->kind == ROCQ__BUFFER &&
+             (uint64_t)(uintptr_t)block->address == buffer->device.address)) {
         block = block->next;
     }
     if (block == &gpu->blocks) {
@@ -8402,7 +9073,7 @@ ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
     rocq__device_block *block;
     if (bytes <= old) return ROCQ_OK;
     ROCQ__TRY(rocq__take_budget(ctx, bytes - old));
-    rocq_result result = rocq__device_alloc(ctx, "scratch", bytes, false, &block);
+    rocq_result result = rocq__device_alloc(ctx, "scratch", bytes, ROCQ__PRIVATE, &block);
     if (result == ROCQ_OK && gpu->scratch) {
         const int error = gpu->hip->stream_wait(gpu->stream);
         if (error != 0) {
@@ -8444,33 +9115,55 @@ ROCQ__FN rocq_result rocq__copy_hip(rocq_ctx *ctx, void *dst, const void *src, i
 
 // -- the ring --
 
-ROCQ__FN rocq_result rocq__ring_init(rocq_ctx *ctx) {
-    rocq__gpu *gpu = ctx->gpu;
-    rocq__ring *ring = &gpu->ring;
+ROCQ__FN rocq_result rocq__ring_init(rocq_ctx *ctx, rocq__ring *ring, int64_t piece_bytes,
+                                     int32_t n_pieces) {
+    const rocq_hip *hip = ctx->gpu->hip;
+    const int64_t size = n_pieces * piece_bytes;
     void *memory = NULL;
     if (ring->memory) return ROCQ_OK;
-    for (int i = 0; i < ROCQ__PIECES; i++) {
+    ring->piece_bytes = piece_bytes;
+    ring->n_pieces = n_pieces;
+    if (!ring->stream) ring->stream = ctx->gpu->stream;
+    for (int32_t i = 0; i < n_pieces; i++) {
         if (ring->event[i]) continue;
-        ROCQ__HIP("event", gpu->hip->event_create(&ring->event[i], ROCQ_HIP_NO_TIMING));
+        ROCQ__HIP("event", hip->event_create(&ring->event[i], ROCQ_HIP_NO_TIMING));
     }
-    const size_t size = (size_t)ROCQ__PIECES * ROCQ__PIECE;
-    ROCQ__HIP("pinned memory", gpu->hip->host_alloc(&memory, size, 0));
+    ROCQ__HIP("pinned memory", hip->host_alloc(&memory, (size_t)size, 0));
     ring->memory = (unsigned char *)memory;
     ctx->stats.n_allocs++;
-    ctx->stats.live_bytes += (int64_t)size;
+    ctx->stats.live_bytes += size;
     ctx->stats.peak_bytes = ROCQ__MAX(ctx->stats.peak_bytes, ctx->stats.live_bytes);
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__ring_mark(rocq_ctx *ctx) {
-    rocq__ring *ring = &ctx->gpu->ring;
-    ROCQ__HIP("event", ctx->gpu->hip->event_record(ring->event[ring->piece], ctx->gpu->stream));
-    ring->pending[ring->piece] = true;
+// Waits for the copies, and for the kernels that read staging. Twice is harmless.
+ROCQ__FN void rocq__ring_free(rocq_ctx *ctx, rocq__ring *ring) {
+    const rocq_hip *hip = ctx->gpu->hip;
+    const bool own_stream = ring->stream && ring->stream != ctx->gpu->stream;
+    if (own_stream) {
+        hip->stream_wait(ring->stream);
+        hip->stream_destroy(ring->stream);
+    }
+    if (ring->memory) hip->stream_wait(ctx->gpu->stream);
+    for (int32_t i = 0; i < ring->n_pieces; i++) {
+        if (ring->event[i]) hip->event_destroy(ring->event[i]);
+    }
+    if (ring->memory) {
+        hip->host_free(ring->memory);
+        ctx->stats.live_bytes -= ring->n_pieces * ring->piece_bytes;
+    }
+    if (ring->staging) ctx->budget_used -= ring->staging->size;
+    rocq__device_free(ctx, ring->staging);
+    memset(ring, 0, sizeof *ring);
+}
+
+ROCQ__FN rocq_result rocq__ring_mark(rocq_ctx *ctx, rocq__ring *ring, int32_t piece) {
+    ROCQ__HIP("event", ctx->gpu->hip->event_record(ring->event[piece], ctx->gpu->stream));
+    ring->pending[piece] = true;
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, int32_t piece) {
-    rocq__ring *ring = &ctx->gpu->ring;
+ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, rocq__ring *ring, int32_t piece) {
     if (!ring->pending[piece]) return ROCQ_OK;
     ROCQ__HIP("copy", ctx->gpu->hip->event_wait(ring->event[piece]));
     ring->pending[piece] = false;
@@ -8478,35 +9171,20 @@ ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, int32_t piece) {
 }
 
 // size bytes (at most a piece) that no copy uses any more; those of a piece follow each other.
-ROCQ__FN rocq_result rocq__ring_take(rocq_ctx *ctx, int64_t size, unsigned char **out) {
-    rocq__ring *ring = &ctx->gpu->ring;
-    ROCQ__TRY(rocq__ring_init(ctx));
-    if (ring->used + size > ROCQ__PIECE) {
-        ROCQ__TRY(rocq__ring_mark(ctx));
-        ring->piece = (ring->piece + 1) % ROCQ__PIECES;
+// unsent: of a copy that is yet to be submitted, or NULL: is set where the copy is its piece's last,
+// and must mark the piece.
+ROCQ__FN rocq_result rocq__ring_take(rocq_ctx *ctx, rocq__ring *ring, int64_t size, bool *unsent,
+                                     unsigned char **out) {
+    if (ring->used + size > ring->piece_bytes) {
+        if (unsent) *unsent = true;
+        else ROCQ__TRY(rocq__ring_mark(ctx, ring, ring->piece));
+        ring->piece = (ring->piece + 1) % ring->n_pieces;
         ring->used = 0;
-        ROCQ__TRY(rocq__ring_wait(ctx, ring->piece));
+        ROCQ__TRY(rocq__ring_wait(ctx, ring, ring->piece));
     }
-    *out = ring->memory + (int64_t)ring->piece * ROCQ__PIECE + ring->used;
-    ring->used += (size + 63) / 64 * 64;
+    *out = ring->memory + ring->piece * ring->piece_bytes + ring->used;
+    ring->used += (size + ROCQ__LINE - 1) / ROCQ__LINE * ROCQ__LINE;
     return ROCQ_OK;
-}
-
-// What is uploaded: memory, or a tensor's bytes in a file that is read.
-typedef struct rocq__source {
-    const void *data;
-    const rocq_gguf *file; // with data NULL
-    const char *name;
-    int64_t offset;
-} rocq__source;
-
-ROCQ__FN rocq_result rocq__source_read(rocq_ctx *ctx, const rocq__source *source, int64_t at,
-                                       int64_t size, unsigned char *dst) {
-    if (source->data) {
-        memcpy(dst, (const unsigned char *)source->data + at, (size_t)size);
-        return ROCQ_OK;
-    }
-    return rocq__gguf_fetch(ctx, source->file, source->name, source->offset + at, size, dst);
 }
 
 ROCQ__FN void *rocq__device_data(const rocq_tensor *t) {
@@ -8514,53 +9192,213 @@ ROCQ__FN void *rocq__device_data(const rocq_tensor *t) {
     return (void *)(uintptr_t)(t->buffer.device.address + (uint64_t)t->offset);
 }
 
+// -- uploads: read into the ring, copied to the device, repacked there --
+// What is uploaded is a list of parts in the order of their source. It is cut into stretches of the
+// source that go on without regard to where one part ends, so that the cost of many small tensors is
+// that of their bytes. While the threads read a stretch, the calling one submits that before it.
+
 ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
                                       int64_t unit0, int64_t n_units);
 
-ROCQ__FN rocq_result rocq__upload_bytes(rocq_ctx *ctx, void *dst, const rocq__source *source,
-                                        int64_t at, int64_t size) {
-    rocq__gpu *gpu = ctx->gpu;
-    const int64_t most = ROCQ__PIECE;
-    for (int64_t done = 0, n; done < size; done += n) {
-        unsigned char *piece;
-        n = ROCQ__MIN(most, size - done);
-        ROCQ__TRY(rocq__ring_take(ctx, n, &piece));
-        ROCQ__TRY(rocq__source_read(ctx, source, at + done, n, piece));
-        ROCQ__HIP("upload", gpu->hip->copy((char *)dst + done, piece, (size_t)n, ROCQ_HIP_TO_DEVICE,
-                                           gpu->stream));
-    }
-    return ROCQ_OK;
-}
+typedef struct rocq__stretch {
+    int64_t start, end;    // in the source
+    int64_t part, at;      // what is first: byte at of a part
+    int64_t bytes;         // of parts; 0: there is no stretch
+    unsigned char *memory; // in the ring: start. Both are at the same distance from a line
+    int32_t piece;
+    bool last;             // of its piece
+} rocq__stretch;
 
-// A contiguous tensor from source, a piece at a time. For a planar tensor the pieces, whole blocks,
-// go to scratch memory, from where the repack kernel puts their units in place.
-ROCQ__FN rocq_result rocq__upload_hip(rocq_ctx *ctx, const rocq_tensor *t,
-                                      const rocq__source *source) {
-    const int64_t size = rocq_tensor_size(t);
+typedef struct rocq__upload {
+    rocq_ctx *ctx;
+    rocq__ring *ring;
+    const rocq__part *parts;
+    int64_t n_parts;
+    rocq__stretch unsent; // has been read
+    rocq_result result;   // of the last submission
+} rocq__upload;
+
+// Bytes of which a part may be cut: a planar tensor is repacked by blocks.
+ROCQ__FN int64_t rocq__part_grain(const rocq__part *p) {
     int64_t elems, bytes;
-    void *staging;
-    if (t->layout != ROCQ_LAYOUT_PLANAR) {
-        return rocq__upload_bytes(ctx, rocq__device_data(t), source, 0, size);
-    }
-    rocq__block_of(t->format, &elems, &bytes);
-    const int64_t most = ROCQ__PIECE / bytes * bytes, units = elems / 32; // of a block
-    ROCQ__TRY(rocq__scratch_hip(ctx, ROCQ__MIN(most, size), &staging));
-    for (int64_t at = 0, n; at < size; at += n) {
-        n = ROCQ__MIN(most, size - at);
-        ROCQ__TRY(rocq__upload_bytes(ctx, staging, source, at, n));
-        ROCQ__TRY(rocq__repack_hip(ctx, t, staging, at / bytes * units, n / bytes * units));
-    }
-    return ROCQ_OK;
+    rocq__block_of(p->t.format, &elems, &bytes);
+    return p->t.layout == ROCQ_LAYOUT_PLANAR ? bytes : 1;
 }
 
-ROCQ__FN rocq_result rocq__upload_file(rocq_ctx *ctx, const rocq_tensor *t, const rocq_gguf *file,
-                                       const char *name, int64_t offset) {
+// The stretch from byte *at of part *part on, at most a piece long; moves both behind it.
+ROCQ__FN rocq__stretch rocq__stretch_next(const rocq__upload *u, int64_t *part, int64_t *at) {
+    rocq__stretch s;
+    int64_t most = 0; // where the piece would end
+    memset(&s, 0, sizeof s);
+    for (; *part < u->n_parts; (*part)++, *at = 0) {
+        const rocq__part *p = &u->parts[*part];
+        const int64_t begin = p->offset + *at, left = p->size - *at;
+        if (left == 0) continue;
+        if (s.bytes == 0) {
+            s.start = s.end = begin;
+            s.part = *part;
+            s.at = *at;
+            most = begin / ROCQ__LINE * ROCQ__LINE + u->ring->piece_bytes;
+        }
+        if (begin - s.end > ROCQ__GAP || begin >= most) break;
+        const int64_t grain = rocq__part_grain(p);
+        const int64_t n = left <= most - begin ? left : (most - begin) / grain * grain;
+        if (n == 0) break;
+        s.end = begin + n;
+        s.bytes += n;
+        *at += n;
+        if (n < left) break;
+    }
+    return s;
+}
+
+// Submits the copies of u->unsent and the repacking of what they bring. Blocks go to staging memory
+// in one copy, from the first to the last of the stretch; other tensors go to their place.
+ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
+    rocq_ctx *ctx = u->ctx;
+    rocq__gpu *gpu = ctx->gpu;
+    const rocq_hip *hip = gpu->hip;
+    rocq__ring *ring = u->ring;
+    const rocq__stretch *s = &u->unsent;
+    const bool overlapped = ring->stream != gpu->stream;
+    int64_t first = s->end, last = s->start; // of blocks
+    for (int64_t k = s->part, at = s->at; k < u->n_parts; k++, at = 0) {
+        const rocq__part *p = &u->parts[k];
+        const int64_t begin = p->offset + at, n = ROCQ__MIN(p->size - at, s->end - begin);
+        if (begin >= s->end) break;
+        if (n > 0 && p->t.layout == ROCQ_LAYOUT_PLANAR) {
+            first = ROCQ__MIN(first, begin);
+            last = begin + n;
+        } else if (n > 0) {
+            ROCQ__HIP("upload", hip->copy((char *)rocq__device_data(&p->t) + at,
+                                          s->memory + (begin - s->start), (size_t)n,
+                                          ROCQ_HIP_TO_DEVICE, ring->stream));
+        }
+    }
+    unsigned char *staging = NULL; // where start would be
+    if (first < last) {
+        staging = ring->staging
+                      ? (unsigned char *)ring->staging->address + (s->memory - ring->memory)
+                      : (unsigned char *)gpu->scratch->address + s->start % ROCQ__LINE;
+        ROCQ__HIP("upload", hip->copy(staging + (first - s->start), s->memory + (first - s->start),
+                                      (size_t)(last - first), ROCQ_HIP_TO_DEVICE, ring->stream));
+    }
+    if (overlapped) { // from here on the context's stream is behind the copies
+        ROCQ__HIP("upload", hip->event_record(ring->event[s->piece], ring->stream));
+        ROCQ__HIP("upload", hip->stream_wait_event(gpu->stream, ring->event[s->piece], 0));
+    }
+    for (int64_t k = s->part, at = s->at; staging && k < u->n_parts; k++, at = 0) {
+        const rocq__part *p = &u->parts[k];
+        const int64_t begin = p->offset + at, n = ROCQ__MIN(p->size - at, s->end - begin);
+        int64_t elems, bytes;
+        if (begin >= s->end) break;
+        if (n <= 0 || p->t.layout != ROCQ_LAYOUT_PLANAR) continue;
+        rocq__block_of(p->t.format, &elems, &bytes);
+        ROCQ__TRY(rocq__repack_hip(ctx, &p->t, staging + (begin - s->start),
+                                   at / bytes * (elems / 32), n / bytes * (elems / 32)));
+    }
+    return overlapped || s->last ? rocq__ring_mark(ctx, ring, s->piece) : ROCQ_OK;
+}
+
+ROCQ__FN void rocq__upload_send(void *arg) {
+    rocq__upload *u = (rocq__upload *)arg;
+    if (u->unsent.bytes > 0) u->result = rocq__stretch_send(u);
+    u->unsent.bytes = 0;
+}
+
+// Returns when all is submitted. load may be NULL; it is told of all stretches but the last.
+ROCQ__FN rocq_result rocq__upload_parts(rocq_ctx *ctx, rocq__ring *ring, const rocq__source *source,
+                                        const rocq__part *parts, int64_t n_parts, rocq__loading *load) {
+    rocq__upload u;
+    int64_t part = 0, at = 0;
+    memset(&u, 0, sizeof u);
+    u.ctx = ctx;
+    u.ring = ring;
+    u.parts = parts;
+    u.n_parts = n_parts;
+    for (;;) {
+        rocq__stretch next = rocq__stretch_next(&u, &part, &at);
+        if (next.bytes == 0) break;
+        const int64_t size = next.end - next.start, skew = next.start % ROCQ__LINE;
+        const int64_t unsent = u.unsent.bytes;
+        ROCQ__TRY(rocq__ring_take(ctx, ring, skew + size, unsent > 0 ? &u.unsent.last : NULL,
+                                  &next.memory));
+        next.memory += skew;
+        next.piece = ring->piece;
+        if (!rocq__source_read(ctx, source, next.start, size, next.memory, rocq__upload_send, &u)) {
+            return rocq__read_failed(ctx, parts[next.part].name, next.start, size);
+        }
+        ROCQ__TRY(u.result);
+        u.unsent = next;
+        if (load && unsent > 0) ROCQ__TRY(rocq__load_step(load, unsent));
+    }
+    rocq__upload_send(&u);
+    return u.result;
+}
+
+// One tensor, through the context's ring and, where it is planar, through scratch memory.
+ROCQ__FN rocq_result rocq__upload_hip(rocq_ctx *ctx, const rocq__source *source,
+                                      const rocq__part *part) {
+    rocq__ring *ring = &ctx->gpu->ring;
+    void *staging;
+    ROCQ__TRY(rocq__ring_init(ctx, ring, ROCQ__PIECE, ROCQ__PIECES));
+    if (part->t.layout == ROCQ_LAYOUT_PLANAR) {
+        const int64_t most = ROCQ__PIECE, size = part->size + ROCQ__LINE;
+        ROCQ__TRY(rocq__scratch_hip(ctx, ROCQ__MIN(most, size), &staging));
+    }
+    return rocq__upload_parts(ctx, ring, source, part, 1, NULL);
+}
+
+ROCQ__FN rocq_result rocq__upload_memory(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
+                                         int64_t size) {
     rocq__source source;
+    rocq__part part;
     memset(&source, 0, sizeof source);
-    source.file = file;
-    source.name = name;
-    source.offset = offset;
-    return rocq__upload_hip(ctx, t, &source);
+    memset(&part, 0, sizeof part);
+    source.data = (const unsigned char *)src;
+    part.t = *dst;
+    part.size = size;
+    return rocq__upload_hip(ctx, &source, &part);
+}
+
+// A ring whose copies go through a stream of their own: that of the context repacks meanwhile. A
+// runtime whose streams cannot wait for each other does all on that one.
+ROCQ__FN rocq_result rocq__load_ring(rocq__loading *load, const rocq__part *parts, int64_t n_parts,
+                                     rocq__ring *ring) {
+    rocq_ctx *ctx = load->ctx;
+    const rocq_hip *hip = ctx->gpu->hip;
+    const int32_t n_pieces = load->desc.n_pieces;
+    int64_t piece_bytes = 0, k = 0;
+    rocq__round_up(load->desc.piece_bytes, ROCQ__LINE, &piece_bytes);
+    if (hip->stream_wait_event) {
+        ROCQ__HIP("stream", hip->stream_create(&ring->stream, ROCQ_HIP_NON_BLOCKING));
+    }
+    ROCQ__TRY(rocq__ring_init(ctx, ring, piece_bytes, n_pieces));
+    while (k < n_parts && parts[k].t.layout != ROCQ_LAYOUT_PLANAR) k++;
+    if (k == n_parts) return ROCQ_OK;
+    const int64_t size = n_pieces * piece_bytes;
+    ROCQ__TRY(rocq__take_budget(ctx, size));
+    const rocq_result result = rocq__device_alloc(ctx, "gguf_load", size, false, &ring->staging);
+    if (result != ROCQ_OK) ctx->budget_used -= size;
+    return result;
+}
+
+ROCQ__FN rocq_result rocq__load_hip(rocq__loading *load, const rocq__source *source,
+                                    const rocq__part *parts, int64_t n_parts) {
+    rocq_ctx *ctx = load->ctx;
+    rocq__gpu *gpu = ctx->gpu;
+    rocq__ring ring;
+    memset(&ring, 0, sizeof ring);
+    rocq_result result = rocq__load_ring(load, parts, n_parts, &ring);
+    if (result == ROCQ_OK) {
+        result = rocq__upload_parts(ctx, &ring, source, parts, n_parts, load);
+    }
+    if (result == ROCQ_OK) {
+        const int error = gpu->hip->stream_wait(gpu->stream);
+        if (error != 0) result = rocq__hip_failed(ctx, "gguf_load", error);
+    }
+    rocq__ring_free(ctx, &ring);
+    return result == ROCQ_OK ? rocq__load_step(load, load->total - load->done) : result;
 }
 
 // Copies size bytes of device memory and waits for them.
@@ -8570,24 +9408,26 @@ ROCQ__FN rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *sr
         const unsigned char *from;
         int32_t piece;
     } flight[ROCQ__PIECES - 1];
+    rocq__ring *ring = &gpu->ring;
     const int64_t most = ROCQ__PIECE, room = ROCQ__PIECES - 1;
     const int64_t n = (size + most - 1) / most;
+    ROCQ__TRY(rocq__ring_init(ctx, ring, ROCQ__PIECE, ROCQ__PIECES));
     for (int64_t i = 0; i < n + room - 1; i++) {
         const int64_t k = i - (room - 1); // is taken out while those after it are on their way
         if (i < n) {
             unsigned char *piece;
             const int64_t bytes = ROCQ__MIN(most, size - i * most);
             const void *from = (const char *)src + i * most;
-            ROCQ__TRY(rocq__ring_take(ctx, bytes, &piece));
+            ROCQ__TRY(rocq__ring_take(ctx, ring, bytes, NULL, &piece));
             ROCQ__HIP("download",
                       gpu->hip->copy(piece, from, (size_t)bytes, ROCQ_HIP_TO_HOST, gpu->stream));
-            ROCQ__TRY(rocq__ring_mark(ctx));
+            ROCQ__TRY(rocq__ring_mark(ctx, ring, ring->piece));
             flight[i % room].from = piece;
-            flight[i % room].piece = gpu->ring.piece;
+            flight[i % room].piece = ring->piece;
         }
         if (k >= 0) {
             const int64_t bytes = ROCQ__MIN(most, size - k * most);
-            ROCQ__TRY(rocq__ring_wait(ctx, flight[k % room].piece));
+            ROCQ__TRY(rocq__ring_wait(ctx, ring, flight[k % room].piece));
             memcpy((char *)dst + k * most, flight[k % room].from, (size_t)bytes);
         }
     }
@@ -8692,6 +9532,39 @@ ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, voi
     return rocq__launch(ctx, ROCQ_K_repack, (n_units + 255) / 256, 1, 256, &a, cost);
 }
 
+// -- choices --
+// Where params leave open how a launch is made, the op's body describes it as a site and asks
+// rocq__config_for, which goes by the rule of its kind, unless rocq_tune has found something faster for
+// the class of the site.
+
+enum { ROCQ__MATVEC, ROCQ__TILES, ROCQ__ATTEND, ROCQ__KINDS };
+
+// All that a rule looks at besides the chip. Each kind uses some of the fields: rocq__site_fields
+// has their names. 0 where unused, so that sites compare as bytes.
+typedef struct rocq__site {
+    int32_t kind;
+    int32_t format, format2; // of w, -1 = several; of k and v
+    int32_t int8;            // matvec: integer products
+    int32_t pair;            // matvec: with w2
+    int32_t m, k, n;         // attention: columns of a KV head, head size, positions
+    int32_t batch;           // tiles: matrices; attention: KV heads of all sequences
+    int32_t row_bytes;       // matvec: of weights to a row, w2's too
+} rocq__site;
+
+// Sites of what is being planned, one of each class.
+enum { ROCQ__SURVEY = 32 }; // a chain of 16 products, each with a w2 of another format
+typedef struct rocq__survey {
+    rocq__site site[ROCQ__SURVEY];
+    rocq_launch_config config; // of the first
+    int32_t n;
+} rocq__survey;
+
+ROCQ__FN rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *site);
+
+ROCQ__FN int32_t rocq__clamp32(int64_t n) {
+    return (int32_t)ROCQ__MIN(n, (int64_t)INT32_MAX);
+}
+
 // -- ops, in the order of ROCQ_OPS -- An op's body runs twice over the same job: to plan, when
 // scratch memory has no address yet and nothing is launched, and to launch. So the plan is never
 // wrong. The first failure stays in the job and turns what follows into nothing.
@@ -8711,7 +9584,9 @@ ROCQ__FN void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64
     if (grid_x > INT32_MAX || grid_z > 65535) {
         job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: a grid of %lld x %lld blocks",
                                  job->op, (long long)grid_x, (long long)grid_z);
-    } else if (!job->planning) {
+    } else if (job->planning) {
+        if (job->ctx->gpu->planned && grid_x > 0) job->ctx->gpu->planned[kernel] = true;
+    } else {
         job->result = rocq__launch(job->ctx, kernel, grid_x, grid_z, threads, args, cost);
     }
 }
@@ -8897,25 +9772,9 @@ ROCQ__FN int rocq__k_int8_format(rocq_format format) {
     return i <= rocq__k_format(ROCQ_MXFP4) - rocq__k_format(ROCQ_Q4_0) ? ROCQ__MAX(i, -1) : -1;
 }
 
-ROCQ__FN rocq_precision rocq__matmul_precision_of(const rocq_matmul_params *p,
-                                                  const rocq_tensor *w) {
-    if (p->precision != ROCQ_PRECISION_AUTO) return p->precision;
-    if (p->x->ne[1] > ROCQ_K_FEW) {
-        return w->format == ROCQ_F32 ? ROCQ_PRECISION_F32 : ROCQ_PRECISION_F16;
-    }
-    return rocq__k_int8_format(w->format) >= 0 ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32;
-}
-
-ROCQ__FN rocq_precision rocq__matmul_precision_hip(const rocq_matmul_params *p) {
-    return rocq__matmul_precision_of(p, p->w);
-}
-
-// The precision of the kernel that runs: there is no matvec in F16, since reading x in F32 costs it
-// nothing.
-ROCQ__FN rocq_precision rocq__gemm_path(const rocq_matmul_params *p, const rocq_tensor *w) {
-    const rocq_precision precision = rocq__matmul_precision_of(p, w);
-    const bool few = p->x->ne[1] <= ROCQ_K_FEW;
-    return few && precision == ROCQ_PRECISION_F16 ? ROCQ_PRECISION_F32 : precision;
+ROCQ__FN rocq_precision rocq__gemm_path(const rocq_ctx *ctx, const rocq_matmul_params *p,
+                                        const rocq_tensor *w) {
+    return rocq__product_choice(ctx, ROCQ_GPU, p, w).precision;
 }
 
 ROCQ__FN bool rocq__aligned16(const rocq_tensor *t) {
@@ -8994,18 +9853,29 @@ ROCQ__FN void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
 // 4096 x 14336, n = 1.
 enum { ROCQ__LATENCY_NS = 950 }; // of a load under load; 240 idle on a 7900 XTX
 
-ROCQ__FN int32_t rocq__k_waves(const rocq__chip *chip, rocq_format format, int64_t rows, int64_t k,
-                               double row_bytes) {
-    const double flight = chip->bytes_per_us * (double)ROCQ__LATENCY_NS / 1000.0;
-    const int64_t lane = rocq__is_plain(format) ? 16 / rocq__bytes(format, 1) : 32;
-    const int64_t step = lane * ROCQ_K_WAVE;
-    const double share = (double)ROCQ__MIN(k, step) / (double)k;
-    const double each = (double)rows * row_bytes * share; // bytes on the way with k_waves 1
-    int32_t k_waves = 1;
-    while (k_waves < ROCQ_K_MATVEC_WAVES && each * k_waves < flight && k >= step * k_waves * 2) {
-        k_waves *= 2;
+// Elements of a row that a wave takes in one step.
+ROCQ__FN int32_t rocq__matvec_step(const rocq__site *s) {
+    const rocq_format format = (rocq_format)s->format;
+    const bool plain = s->format >= 0 && rocq__is_plain(format);
+    return ROCQ_K_WAVE * (plain ? (int32_t)(16 / rocq__bytes(format, 1)) : 32);
+}
+
+// Bytes that all waves together have on the way with k_waves 1.
+ROCQ__FN double rocq__matvec_flight(const rocq__site *s) {
+    const int32_t step = rocq__matvec_step(s);
+    return (double)s->m * s->row_bytes * ROCQ__MIN(s->k, step) / s->k;
+}
+
+ROCQ__FN rocq_launch_config rocq__rule_matvec(const rocq__chip *chip, const rocq__site *s) {
+    const double enough = chip->bytes_per_us * (double)ROCQ__LATENCY_NS / 1000.0;
+    const double each = rocq__matvec_flight(s);
+    const int32_t step = rocq__matvec_step(s);
+    rocq_launch_config config = {1, 0, 0};
+    while (config.k_waves < ROCQ_K_MATVEC_WAVES && each * config.k_waves < enough &&
+           s->k >= step * config.k_waves * 2) {
+        config.k_waves *= 2;
     }
-    return k_waves;
+    return config;
 }
 
 // Products of one x and path, with at most ROCQ_K_FEW columns, in one launch a batch.
@@ -9041,8 +9911,17 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     }
     args.k_waves = 1;
     if (!groups) {
-        args.k_waves =
-            rocq__k_waves(rocq__chip_of(job->ctx), g->w.format, rows, k, bytes / (double)rows);
+        rocq__site site;
+        memset(&site, 0, sizeof site);
+        site.kind = ROCQ__MATVEC;
+        site.format = mixed ? -1 : (int32_t)g->w.format;
+        site.int8 = int8;
+        site.pair = g->w2.n_dims > 0;
+        site.m = rocq__clamp32(rows);
+        site.k = (int32_t)k;
+        site.n = (int32_t)n;
+        site.row_bytes = (int32_t)((bytes - rocq__tensor_bytes(x)) / (double)rows);
+        args.k_waves = rocq__config_for(job->ctx, &site).k_waves;
     }
     const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES / args.k_waves;
     for (int32_t i = 0; i < n_parts; i++) {
@@ -9074,18 +9953,25 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     }
 }
 
-enum { ROCQ__TILE_DECODE = 16 }; // columns whose products take as long as fetching and decoding w
+// Columns whose products take as long as fetching and decoding w: on RDNA3 by its machine code
+// (bench/gfx1100.md), and measured on an H200, whose matrix unit leaves all else further behind.
+enum { ROCQ__TILE_DECODE = 16, ROCQ__TILE_DECODE_OTHER = 45 };
 
-// Columns of an F16 tile: those that make the longest-working compute unit finish first.
-ROCQ__FN int64_t rocq__tile_columns(const rocq__chip *chip, int64_t tiles_m, int64_t n,
-                                    int64_t n_matrices) {
-    int64_t time[2];
-    for (int i = 0; i < 2; i++) {
-        const int64_t columns = i == 0 ? ROCQ_K_MATMUL_F16_N : ROCQ_K_MATMUL_F16_N_FEW;
-        const int64_t blocks = tiles_m * ((n + columns - 1) / columns) * n_matrices;
-        time[i] = (blocks + chip->n_units - 1) / chip->n_units * (columns + ROCQ__TILE_DECODE);
+// How long the longest-working compute unit has to do with F16 tiles of so many columns, in columns.
+ROCQ__FN int64_t rocq__tiles_time(const rocq__chip *chip, const rocq__site *s, int64_t columns) {
+    const int64_t tiles_m = ((int64_t)s->m + ROCQ_K_MATMUL_M - 1) / ROCQ_K_MATMUL_M;
+    const int64_t blocks = tiles_m * ((s->n + columns - 1) / columns) * s->batch;
+    const int64_t decode = chip->target ? ROCQ__TILE_DECODE : ROCQ__TILE_DECODE_OTHER;
+    return (blocks + chip->n_units - 1) / chip->n_units * (columns + decode);
+}
+
+ROCQ__FN rocq_launch_config rocq__rule_tiles(const rocq__chip *chip, const rocq__site *s) {
+    rocq_launch_config config = {0, ROCQ_K_MATMUL_F16_N, 0};
+    if (rocq__tiles_time(chip, s, ROCQ_K_MATMUL_F16_N_FEW) <
+        rocq__tiles_time(chip, s, ROCQ_K_MATMUL_F16_N)) {
+        config.tile_n = ROCQ_K_MATMUL_F16_N_FEW;
     }
-    return time[0] <= time[1] ? ROCQ_K_MATMUL_F16_N : ROCQ_K_MATMUL_F16_N_FEW;
+    return config;
 }
 
 // A product as a grid of tiles, z counting the batches.
@@ -9101,8 +9987,15 @@ ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_t
         kernel = ROCQ_K_matmul_int8_q4_0 + rocq__k_int8_format(w->format);
         threads = 128;
     } else if (g->path == ROCQ_PRECISION_F16) {
-        tile_n =
-            rocq__tile_columns(rocq__chip_of(job->ctx), (m + tile_m - 1) / tile_m, n, n_matrices);
+        rocq__site site;
+        memset(&site, 0, sizeof site);
+        site.kind = ROCQ__TILES;
+        site.format = (int32_t)w->format;
+        site.m = rocq__clamp32(m);
+        site.k = (int32_t)k;
+        site.n = rocq__clamp32(n);
+        site.batch = rocq__clamp32(n_matrices);
+        tile_n = rocq__config_for(job->ctx, &site).tile_n;
         kernel = ROCQ_K_matmul_f16_f32_128 + 2 * rocq__k_format(w->format) +
                  (tile_n != ROCQ_K_MATMUL_F16_N);
         threads = 128;
@@ -9148,7 +10041,7 @@ ROCQ__FN void rocq__gemm_prepare(rocq__job *job, const rocq_matmul_params *p, co
     const bool few = p->x->ne[1] <= ROCQ_K_FEW;
     memset(g, 0, sizeof *g);
     g->p = p;
-    g->path = rocq__gemm_path(p, p->w);
+    g->path = rocq__gemm_path(job->ctx, p, p->w);
     g->w = rocq__gemm_w(job, p->w);
     g->y = *p->y;
     // A block of a matvec owns whole blocks of y; those of tiles are too far apart.
@@ -9181,14 +10074,14 @@ ROCQ__FN void rocq__gemm_prepare(rocq__job *job, const rocq_matmul_params *p, co
 
 // Products from first on that one launch takes: as many as fit, of one path, and of one format
 // unless a lone column allows several. None of a chain reads what another one writes.
-ROCQ__FN int32_t rocq__gemm_run(const rocq_matmul_params *first) {
-    const rocq_precision path = rocq__gemm_path(first, first->w);
+ROCQ__FN int32_t rocq__gemm_run(const rocq_ctx *ctx, const rocq_matmul_params *first) {
+    const rocq_precision path = rocq__gemm_path(ctx, first, first->w);
     const bool any_format = path == ROCQ_PRECISION_INT8 && first->x->ne[1] == 1;
     int32_t n = 1;
     if (first->x->ne[1] > ROCQ_K_FEW) return 1;
     for (const rocq_matmul_params *p = first->next; p && n < ROCQ_K_MATVEC_PARTS;
          p = p->next, n++) {
-        if (rocq__gemm_path(p, p->w) != path) return n;
+        if (rocq__gemm_path(ctx, p, p->w) != path) return n;
         if (p->w->format != first->w->format && !any_format) return n;
     }
     return n;
@@ -9214,7 +10107,7 @@ ROCQ__FN void rocq__job_matmul(rocq__job *job, const rocq_matmul_params *p) {
         for (int i = 0; i < 2; i++) {
             const rocq_tensor *w = i == 0 ? q->w : q->w2;
             if (!w) continue;
-            const rocq_precision path = rocq__gemm_path(q, w);
+            const rocq_precision path = rocq__gemm_path(job->ctx, q, w);
             if (path == ROCQ_PRECISION_INT8 && rocq__k_int8_format(w->format) < 0) {
                 job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
                                          "matmul: format %s has no INT8 path on the GPU",
@@ -9227,7 +10120,7 @@ ROCQ__FN void rocq__job_matmul(rocq__job *job, const rocq_matmul_params *p) {
     }
     const int64_t mark = job->used;
     while (p) {
-        const int32_t n = rocq__gemm_run(p);
+        const int32_t n = rocq__gemm_run(job->ctx, p);
         for (int32_t i = 0; i < n; i++, p = p->next) rocq__gemm_prepare(job, p, x, &g[i]);
         rocq__gemm_launch(job, g, n, &x[g[0].path]);
         job->used = mark; // launches run in order: the next may use the same memory
@@ -9237,13 +10130,40 @@ ROCQ__FN void rocq__job_matmul(rocq__job *job, const rocq_matmul_params *p) {
 // -- attention --
 
 enum {
-    ROCQ__ATTEND_RUN = 128, // positions that are worth a block of their own
-    ROCQ__ATTEND_BLOCKS = 2 // a compute unit: 16 KB of K or V on their way each
+    ROCQ__ATTEND_BLOCKS = 2,      // a compute unit, each with
+    ROCQ__ATTEND_FLIGHT = 16384,  // bytes of K and V on their way, and
+    ROCQ__ATTEND_MERGE = 8192     // of parts when it merges them
 };
 
 #define ROCQ_X(X, d) d,
 static const int32_t rocq__head_dims[] = {ROCQ_K_HEAD_DIMS(ROCQ_X, )};
 #undef ROCQ_X
+
+// Bytes of K and V that a KV head has, and of the part of a block.
+ROCQ__FN double rocq__attend_kv(const rocq__site *s) {
+    return (double)s->n * (double)(rocq__bytes((rocq_format)s->format, s->k) +
+                                   rocq__bytes((rocq_format)s->format2, s->k));
+}
+
+ROCQ__FN double rocq__attend_part(const rocq__site *s, int32_t tile_n) {
+    return 4.0 * ROCQ__MIN(s->m, tile_n) * (s->k + 2);
+}
+
+// A prefill block reads K and V for up to 64 columns at once: worth it where over half of them are
+// there. Splits fill the chip, but their number is at most what makes reading, kv / splits, take as
+// long as merging, part * splits, at their rates. They go by shapes alone, never by kv_len: a
+// recorded launch is replayed while that grows.
+ROCQ__FN rocq_launch_config rocq__rule_attend(const rocq__chip *chip, const rocq__site *s) {
+    const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(s->k);
+    rocq_launch_config config = {0, s->m <= ROCQ__MAX(few, many / 2) ? few : many, 1};
+    const int64_t n_tiles = ((int64_t)s->m + config.tile_n - 1) / config.tile_n;
+    const int64_t want = (int64_t)ROCQ__ATTEND_BLOCKS * chip->n_units / (n_tiles * s->batch);
+    const int64_t most = ((int64_t)s->n + ROCQ_K_ATTEND_RUN - 1) / ROCQ_K_ATTEND_RUN;
+    const double even = sqrt(rocq__attend_kv(s) / ROCQ__ATTEND_FLIGHT * ROCQ__ATTEND_MERGE /
+                             rocq__attend_part(s, config.tile_n));
+    config.n_splits = (int32_t)ROCQ__MAX(1, ROCQ__MIN(ROCQ__MIN(want, most), (int64_t)even));
+    return config;
+}
 
 ROCQ__FN void rocq__job_attention(rocq__job *job, const rocq_attention_params *p) {
     const int64_t n_heads = p->q->ne[1], n_kv_heads = p->k->ne[1], n_q = p->q->ne[2];
@@ -9251,20 +10171,27 @@ ROCQ__FN void rocq__job_attention(rocq__job *job, const rocq_attention_params *p
     const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
     int size = 0; // the next head size that there are kernels for
     while (rocq__head_dims[size] < p->q->ne[0]) size++;
-    const int64_t head_dim = rocq__head_dims[size], few = ROCQ_K_DECODE_COLUMNS;
-
-    // A prefill block reads K and V for up to 64 columns at once: worth it where over half of them
-    // are there.
-    const int64_t many = ROCQ_K_PREFILL_COLUMNS(head_dim);
-    const bool decode = columns <= ROCQ__MAX(few, many / 2);
-    const int64_t tile = decode ? few : many;
+    const int64_t head_dim = rocq__head_dims[size];
+    if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "attention: the context is to compute in F32, the GPU has F16");
+        return;
+    }
+    rocq__site site;
+    memset(&site, 0, sizeof site);
+    site.kind = ROCQ__ATTEND;
+    site.format = (int32_t)p->k->format;
+    site.format2 = (int32_t)p->v->format;
+    site.m = rocq__clamp32(columns);
+    site.k = (int32_t)head_dim;
+    site.n = rocq__clamp32(n_kv);
+    site.batch = rocq__clamp32(n_kv_heads * n_seqs);
+    const rocq_launch_config config = rocq__config_for(job->ctx, &site);
+    const int64_t tile = config.tile_n;
+    const int64_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(head_dim);
+    const bool decode = tile < many || (many == few && columns <= few);
     const int64_t n_tiles = (columns + tile - 1) / tile, blocks = n_tiles * n_kv_heads * n_seqs;
-
-    // From shapes alone, never from kv_len: a recorded launch is replayed while that grows.
-    const int64_t want = (int64_t)ROCQ__ATTEND_BLOCKS * rocq__chip_of(job->ctx)->n_units / blocks;
-    const int64_t most =
-        blocks <= ROCQ__COUNTERS ? (n_kv + ROCQ__ATTEND_RUN - 1) / ROCQ__ATTEND_RUN : 1;
-    const int64_t n_splits = ROCQ__MAX(1, ROCQ__MIN(want, most));
+    const int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1;
     if (columns > INT32_MAX / 2) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
@@ -9335,7 +10262,10 @@ ROCQ__FN void rocq__job_norm(rocq__job *job, const rocq_norm_params *p, bool cen
     args.center = center;
     rocq__job_row(job, p->x->ne[0]);
     const double bytes = rocq__tensor_bytes(p->x) + rocq__tensor_bytes(p->y);
-    rocq__job_launch(job, ROCQ_K_norm, rocq__n_rows(p->x), 1, rocq__row_threads(p->x->ne[0]), &args,
+    // A row of up to 16 elements a thread stays in registers.
+    int threads = rocq__row_threads(p->x->ne[0]);
+    while (threads < ROCQ_K_NORM_THREADS && 16 * threads < p->x->ne[0]) threads *= 2;
+    rocq__job_launch(job, ROCQ_K_norm, rocq__n_rows(p->x), 1, threads, &args,
                      rocq__cost_of(bytes, 16.0 * (double)rocq_tensor_count(p->x), 0.0));
 }
 
@@ -9349,7 +10279,7 @@ ROCQ__FN void rocq__job_layernorm(rocq__job *job, const rocq_norm_params *p) {
 
 // -- rope, rope_append --
 
-enum { ROCQ__ROPE_DIMS = 512 }; // 2 x turn[] of rocq_k_rope_args
+enum { ROCQ__ROPE_DIMS = 512 }; // power[] of rocq_k_rope_args numbers half as many pairs
 
 ROCQ__FN void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
                              int64_t head_dim, rocq_k_rope_args *args) {
@@ -9362,9 +10292,11 @@ ROCQ__FN void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const ro
     }
     rocq__job_row(job, head_dim);
     const rocq__rope_scaling scaling = rocq__rope_scaling_of(p, n_dims);
-    for (int64_t i = 0; i < n_dims / 2; i++) {
-        args->turn[i] = rocq__rope_turn(&scaling, i, 1.0) * ROCQ__TURNS;
-    }
+    for (int b = 0; b < 8; b++) args->power[b] = pow(scaling.base, -2.0 * (1 << b) / scaling.n_dims);
+    args->scale = scaling.scale;
+    args->ext_factor = scaling.ext_factor;
+    args->low = scaling.low;
+    args->per_pair = 1.0 / ROCQ__MAX(0.001, scaling.high - scaling.low);
     args->magnitude = scaling.magnitude;
     args->pos = (const int32_t *)rocq__device_data(pos);
     args->freq_factors = (const float *)rocq__device_data(p->freq_factors);
@@ -9385,13 +10317,18 @@ ROCQ__FN void rocq__k_stream(rocq_k_rope_args *args, const rocq_tensor *y, const
 // A block takes as many heads of a token as 256 quads of elements hold.
 ROCQ__FN void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
     if (job->result != ROCQ_OK) return;
-    const int64_t quads = (args->head_dim + 3) / 4, heads_at_once = quads < 256 ? 256 / quads : 1;
+    const int32_t quads = (args->head_dim + 3) / 4;
     const int64_t n_tokens = args->stream[0].x.ne[2];
     int64_t heads = 0, blocks = 0;
+    args->heads = quads < 256 ? 256 / quads : 1;
     for (int i = 0; i < args->n_streams; i++) {
-        heads += args->stream[i].x.ne[1];
-        blocks += (args->stream[i].x.ne[1] + heads_at_once - 1) / heads_at_once;
+        rocq_k_rope_stream *stream = &args->stream[i];
+        stream->slices = (uint32_t)((stream->x.ne[1] + (int64_t)args->heads - 1) / args->heads);
+        heads += stream->x.ne[1];
+        blocks += stream->slices;
     }
+    if (blocks > UINT32_MAX) blocks = UINT32_MAX; // more than a launch can have
+    args->slices = (uint32_t)blocks;
     const double n = (double)heads * (double)n_tokens * args->head_dim;
     const double turns = (double)n_tokens * args->n_dims;
     rocq__job_launch(job, ROCQ_K_rope, n_tokens * blocks, 1, 256, args,
@@ -9502,6 +10439,80 @@ ROCQ__FN void rocq__job_sample(rocq__job *job, const rocq_sample_params *p) {
     const double reads = 8.0 * (double)n; // passes of a search for the cut
     rocq__job_launch(job, ROCQ_K_sample, 1, 1, 1024, &args,
                      rocq__cost_of(4.0 * reads, 8.0 * reads, 0.0));
+}
+
+// -- choices: the tables --
+
+typedef struct rocq__kind {
+    const char *name;
+    rocq_launch_config (*rule)(const rocq__chip *chip, const rocq__site *site);
+} rocq__kind;
+
+static const rocq__kind rocq__kinds[ROCQ__KINDS] = {
+    {"matvec", rocq__rule_matvec}, {"matmul", rocq__rule_tiles}, {"attention", rocq__rule_attend}};
+
+// What rocq_tune found for a class of sites; config is all 0 where the rule is as good.
+typedef struct rocq__tuned {
+    rocq__site site;
+    rocq_launch_config config;
+    int64_t default_ns, best_ns;
+} rocq__tuned;
+
+// The class: sites that take each other's configurations. All fields count as they are, but for
+// columns of tiles, where only whole narrow tiles matter and less the more there are, and for the
+// positions that attention has room for.
+ROCQ__FN rocq__site rocq__site_class(const rocq__site *site) {
+    rocq__site s = *site;
+    int64_t n = ROCQ_K_MATMUL_F16_N_FEW;
+    if (s.kind == ROCQ__TILES && s.n <= 1024) {
+        n = ((int64_t)s.n + n - 1) / n * n;
+        s.n = (int32_t)n;
+    } else if (s.kind != ROCQ__MATVEC) {
+        while (n < s.n) n *= 2;
+        s.n = rocq__clamp32(n);
+    }
+    return s;
+}
+
+// Where the class is in the sorted list, or would be.
+ROCQ__FN int32_t rocq__tuned_place(const rocq_ctx *ctx, const rocq__site *site, bool *found) {
+    int32_t begin = 0, end = ctx->n_tuned;
+    *found = false;
+    while (begin < end) {
+        const int32_t middle = begin + (end - begin) / 2;
+        const int order = memcmp(&ctx->tuned[middle].site, site, sizeof *site);
+        if (order < 0) begin = middle + 1;
+        else end = middle;
+        if (order == 0) *found = true;
+    }
+    return begin;
+}
+
+ROCQ__FN bool rocq__is_rule(const rocq_launch_config *config) {
+    return config->k_waves == 0 && config->tile_n == 0 && config->n_splits == 0;
+}
+
+ROCQ__FN void rocq__survey_add(rocq__survey *survey, const rocq__site *site,
+                               const rocq_launch_config *config) {
+    const rocq__site own = rocq__site_class(site);
+    for (int32_t i = 0; i < survey->n; i++) {
+        const rocq__site other = rocq__site_class(&survey->site[i]);
+        if (memcmp(&own, &other, sizeof own) == 0) return;
+    }
+    if (survey->n == 0) survey->config = *config;
+    if (survey->n < ROCQ__SURVEY) survey->site[survey->n++] = *site;
+}
+
+ROCQ__FN rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *site) {
+    rocq_launch_config config = rocq__kinds[site->kind].rule(rocq__chip_of(ctx), site);
+    if (ctx->n_tuned > 0) {
+        bool found;
+        const rocq__site own = rocq__site_class(site);
+        const int32_t place = rocq__tuned_place(ctx, &own, &found);
+        if (found && !rocq__is_rule(&ctx->tuned[place].config)) config = ctx->tuned[place].config;
+    }
+    if (ctx->survey) rocq__survey_add(ctx->survey, site, &config);
+    return config;
 }
 
 #define ROCQ_X(NAME, name, params)                                                                 \
@@ -9726,7 +10737,8 @@ ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const rocq_matmul_params
     }
     for (int i = 0; i < 2; i++) {
         const rocq_tensor *w = i == 0 ? p->w : p->w2;
-        if (!w || p->precision != ROCQ_PRECISION_INT8 || rocq__codec_of(w->format)->unpack) {
+        if (!w || rocq__asked(ctx, p->precision) != ROCQ_PRECISION_INT8 ||
+            rocq__is_coded(ROCQ_CPU, w->format)) {
             continue;
         }
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "matmul: format %s has no INT8 path",
@@ -10175,6 +11187,15 @@ typedef struct rocq__node {
     bool output[ROCQ__MAX_OPERANDS]; // tensor i is written
 } rocq__node;
 
+// What an op, a graph or a copy does, for the profile (>>profile). Flops on the matrix unit are among
+// the flops.
+typedef struct rocq__work {
+    const char *name, *detail; // of its region: "matvec", and a format or NULL
+    double bytes, flops, matrix;
+    rocq_access access;
+    bool copy; // between host and device: not the memory's peak bounds it
+} rocq__work;
+
 struct rocq_graph {
     rocq_graph *next; // of the context's
     rocq__node *first, *last;
@@ -10183,6 +11204,9 @@ struct rocq_graph {
     void *exec;       // the captured graph, or NULL: ops run one by one
     bool refused;     // the runtime could not capture it
     int64_t scratch_moves, n_launches; // when captured, of it
+#if ROCQ__HAS_PROFILE
+    rocq__work work;  // of all ops, when captured
+#endif
 };
 
 ROCQ__FN rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *params,
@@ -10363,13 +11387,11 @@ ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *p
     if (result == ROCQ_OK) result = rocq__ops[op].run_cpu(ctx, node->params);
     for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
         const rocq__region *r = &regions[k];
-        rocq__source source;
-        memset(&source, 0, sizeof source);
-        source.data = r->host;
-        if (r->written) {
-            result = rocq__upload_bytes(ctx, (void *)(uintptr_t)r->begin, &source, 0,
-                                        (int64_t)(r->end - r->begin));
-        }
+        const int64_t size = (int64_t)(r->end - r->begin);
+        rocq_tensor bytes; // of no particular shape
+        memset(&bytes, 0, sizeof bytes);
+        bytes.buffer = rocq_buffer_from_device(r->begin, size);
+        if (r->written) result = rocq__upload_memory(ctx, &bytes, r->host, size);
     }
     for (int32_t k = 0; k < n_regions; k++) rocq__free(ctx, regions[k].host);
     rocq__free(ctx, node);
@@ -10379,7 +11401,32 @@ ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *p
 
 // -- running --
 
-ROCQ__FN rocq_result rocq__run_on_device(rocq_ctx *ctx, rocq_op op, const void *params) {
+// With a profile, all that runs is a region (>>profile); but not what a graph's capture collects. The
+// hooks below are all there are: without ROCQ__HAS_PROFILE nothing of it is left.
+#if ROCQ__HAS_PROFILE
+ROCQ__FN rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *params);
+ROCQ__FN rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params);
+ROCQ__FN rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph);
+ROCQ__FN rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
+                                        bool piece);
+ROCQ__FN rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes);
+
+ROCQ__INLINE bool rocq__profiling(const rocq_ctx *ctx) {
+    return ctx->profiling && !(rocq__on_gpu(ctx) && ctx->gpu->trial);
+}
+
+// Leaves the function with what call returns.
+#define ROCQ__AS_REGION(ctx, name, bytes, call)                    \
+    do {                                                           \
+        if (!rocq__profiling(ctx)) return (call);                  \
+        ROCQ__TRY(rocq__region_enter(ctx, name, NULL, false));     \
+        return rocq__region_leave_copy(ctx, (call), (bytes));      \
+    } while (0)
+#else
+#define ROCQ__AS_REGION(ctx, name, bytes, call) return (call)
+#endif
+
+ROCQ__FN rocq_result rocq__run_here(rocq_ctx *ctx, rocq_op op, const void *params) {
     int64_t bytes;
     bool on_cpu;
     void *scratch;
@@ -10388,6 +11435,13 @@ ROCQ__FN rocq_result rocq__run_on_device(rocq_ctx *ctx, rocq_op op, const void *
     if (on_cpu) return rocq__run_fallback(ctx, op, params);
     ROCQ__TRY(rocq__scratch_hip(ctx, bytes, &scratch));
     return rocq__ops[op].run_hip(ctx, params, scratch);
+}
+
+ROCQ__FN rocq_result rocq__run_on_device(rocq_ctx *ctx, rocq_op op, const void *params) {
+#if ROCQ__HAS_PROFILE
+    if (rocq__profiling(ctx)) return rocq__region_op(ctx, op, params);
+#endif
+    return rocq__run_here(ctx, op, params);
 }
 
 // What stops an op before its params are looked at.
@@ -10422,6 +11476,12 @@ ROCQ__FN rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params)
 
 // -- graphs --
 
+// Not while a graph is being recorded: it would come at another time than the ops around it.
+ROCQ__FN rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
+    if (!ctx->recording) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_STATE, "%s: a graph is being recorded", call);
+}
+
 ROCQ__FN rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq_graph *graph) {
     for (const rocq__node *node = graph->first; node; node = node->next) {
         ROCQ__TRY(rocq__run_on_device(ctx, node->op, node->params));
@@ -10448,6 +11508,12 @@ ROCQ__FN rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     const rocq_hip *hip = gpu->hip;
     void *captured = NULL;
     rocq__graph_forget(ctx, graph);
+    for (const rocq__node *node = graph->first; node; node = node->next) {
+        int64_t scratch; // an op may have been tuned since it was recorded
+        bool on_cpu;
+        ROCQ__TRY(rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu));
+        graph->scratch = ROCQ__MAX(graph->scratch, scratch);
+    }
     ROCQ__TRY(rocq__reserve_hip(ctx, graph->scratch));
     const int64_t n_launches = ctx->stats.n_launches;
     gpu->trial = true;
@@ -10466,6 +11532,15 @@ ROCQ__FN rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     gpu->trial = false;
     graph->n_launches = ctx->stats.n_launches - n_launches;
     graph->scratch_moves = gpu->scratch_moves;
+#if ROCQ__HAS_PROFILE
+    memset(&graph->work, 0, sizeof graph->work);
+    for (const rocq__node *node = graph->first; node; node = node->next) {
+        const rocq__work work = rocq__work_of(ctx, node->op, node->params);
+        graph->work.bytes += work.bytes;
+        graph->work.flops += work.flops;
+        graph->work.matrix += work.matrix;
+    }
+#endif
     ctx->stats.n_launches = n_launches;
     return result;
 }
@@ -10489,6 +11564,20 @@ ROCQ__FN rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
     return ROCQ_OK;
 }
 
+ROCQ__FN rocq_result rocq__check_graph(rocq_ctx *ctx, const char *call, const rocq_graph *graph) {
+    for (const rocq_graph *g = ctx->graphs; g; g = g->next) {
+        if (g == graph && g != ctx->recording) return ROCQ_OK;
+    }
+    return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: not a graph of this context", call);
+}
+
+ROCQ__FN rocq_result rocq__graph_submit(rocq_ctx *ctx, rocq_graph *graph) {
+    if (!graph->exec) return rocq__graph_run(ctx, graph);
+    ROCQ__HIP("graph_launch", ctx->gpu->hip->graph_launch(graph->exec, ctx->gpu->stream));
+    ctx->stats.n_launches += graph->n_launches;
+    return ROCQ_OK;
+}
+
 ROCQ__FN void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__graph_forget(ctx, graph);
     for (rocq__node *node = graph->first, *next; node; node = next) {
@@ -10504,22 +11593,3622 @@ ROCQ__FN void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
 // ---------------------------------------------------------------------------------------------
 // >>pool: blocks of a few sizes, kept for the next request
 // ---------------------------------------------------------------------------------------------
+// A slab is memory of the context, cut into blocks of one class; a large block is a slab of its own.
+// What is known of a block is in a descriptor in host memory, since device memory cannot hold it. A
+// buffer's ticket is the number of its block's descriptor, and above it the block's generation,
+// which alloc and free each raise: it is odd while the block is out. So free finds the block without
+// a search, and a ticket fits once: 2^31 uses of the same block must pass before it would again.
+// Descriptors outlive the slab and are used for another.
+
+enum {
+    ROCQ__SLAB_FIRST = 65536, // bytes of a class's first slab
+    ROCQ__CLASSES = 296       // by default: up to 128 TiB
+};
+
+typedef struct rocq__pool_block {
+    void *memory;        // device address or host pointer
+    int64_t size;        // asked for; 0 while free, -1 when it was overrun and is out of use
+    uint32_t generation;
+    int32_t size_class;
+    int32_t next;        // free block of the class, or spare descriptor; -1 = last
+    int32_t slab;        // -1 = a spare descriptor
+} rocq__pool_block;
+
+typedef struct rocq__slab {
+    void *host;                 // rocq__alloc's, or NULL
+    rocq__device_block *device; // device or pinned memory
+    int64_t size;
+    int32_t size_class;
+    int32_t index; // where trim moves it, -1 = it goes
+} rocq__slab;
+
+typedef struct rocq__size_class {
+    int64_t block_size;
+    int32_t free; // first block, -1 = none
+    // Counters that change together stand apart: compilers would join neighbours to one 16-byte load,
+    // which waits long for the 8-byte stores before it.
+    int64_t n_requests;
+    int64_t n_misses;  // requests that took a slab
+    int64_t live_bytes;
+    int64_t n_blocks;  // in slabs
+    int64_t n_frees;
+    int64_t n_overrun; // blocks out of use
+    int64_t peak_bytes;
+    int64_t peak_blocks, n_reserves, n_trims;
+} rocq__size_class;
+
+struct rocq_pool {
+    rocq_ctx *ctx;
+    rocq_memory memory; // HOST, PINNED (of a GPU context only) or DEVICE
+    bool by_formula;    // classes are the default ones
+    bool exact, thread_safe;
+    const bool *lost;   // the GPU's, or &never where it is not asked
+    bool never;
+    int64_t most;       // largest request
+    int64_t live_bytes, peak_bytes;
+    rocq__size_class *classes;
+    rocq__pool_block *blocks;
+    rocq__slab *slabs;  // oldest first
+    int32_t n_classes, n_blocks, n_slabs;
+    int32_t blocks_room, slabs_room;
+    int32_t spare, n_spare; // descriptors
+    int64_t slab_size, budget;
+    int64_t reserved_bytes, reserved_peak;
+    int32_t lock; // of a thread-safe pool
+};
+
+ROCQ__INLINE void rocq__pool_lock(rocq_pool *pool) {
+    if (pool->thread_safe) rocq__spin_lock(&pool->lock);
+}
+
+ROCQ__INLINE void rocq__pool_unlock(rocq_pool *pool) {
+    if (pool->thread_safe) rocq__spin_unlock(&pool->lock);
+}
+
+// A failure that has nothing to do with the context, which may be in use by another thread.
+ROCQ__PRINTF(3, 4)
+ROCQ__FN rocq_result rocq__pool_fail(rocq_pool *pool, rocq_result result, const char *format, ...) {
+    char message[256];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(message, sizeof message, format, args);
+    va_end(args);
+    if (!pool->thread_safe) return rocq__fail(pool->ctx, result, "%s", message);
+    rocq__log(pool->ctx, ROCQ_LOG_ERROR, "%s", message);
+    return result;
+}
+
+// -- classes --
+
+// n is not 0.
+ROCQ__INLINE int32_t rocq__highest_bit(uint64_t n) {
+#if defined(__GNUC__) || defined(__clang__)
+    return 63 - __builtin_clzll(n);
+#else
+    int32_t bit = 0;
+    while (n >>= 1) bit++;
+    return bit;
+#endif
+}
+
+// By default: multiples of 256 up to 4 KiB, then of 512 up to 8 KiB, and so on.
+ROCQ__INLINE int32_t rocq__default_class(int64_t size) {
+    const uint64_t units = (uint64_t)(size - 1) >> 8;
+    const int32_t shift = rocq__highest_bit(units | 8) - 3;
+    return 8 * shift + (int32_t)(units >> shift);
+}
+
+ROCQ__FN int64_t rocq__default_size(int32_t c) {
+    const int32_t shift = ROCQ__MAX(c / 8 - 1, 0);
+    return (int64_t)(c - 8 * shift + 1) << (shift + 8);
+}
+
+// Guard bytes behind a request; the condition is there for the compiler to see the 0.
+ROCQ__INLINE int64_t rocq__pool_guard(const rocq_pool *pool) {
+    return ROCQ__GUARD > 0 && pool->memory != ROCQ_MEMORY_DEVICE ? ROCQ__GUARD : 0;
+}
+
+// The smallest class that holds size bytes, 1 to pool->most.
+ROCQ__INLINE int32_t rocq__pool_class(const rocq_pool *pool, int64_t size) {
+    size += rocq__pool_guard(pool);
+    if (pool->by_formula) return rocq__default_class(size);
+    int32_t low = 0, high = pool->n_classes - 1;
+    while (low < high) {
+        const int32_t middle = (low + high) / 2;
+        if (pool->classes[middle].block_size < size) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+// -- slabs --
+
+ROCQ__FN void rocq__slab_free(rocq_pool *pool, rocq__slab *slab) {
+    pool->ctx->budget_used -= slab->size;
+    if (slab->device) rocq__device_free(pool->ctx, slab->device);
+    else rocq__free(pool->ctx, slab->host);
+}
+
+// The array, or a larger one with its elements, so that n elements fit; NULL when there is no memory.
+ROCQ__FN void *rocq__pool_array(rocq_ctx *ctx, void *array, int32_t *room, int64_t n, int64_t element) {
+    if (n <= *room) return array;
+    const int64_t more = ROCQ__MIN(ROCQ__MAX(n, 2 * (int64_t)*room), INT32_MAX);
+    void *larger = n <= INT32_MAX ? rocq__alloc(ctx, more * element) : NULL;
+    if (!larger) return NULL;
+    if (array) memcpy(larger, array, (size_t)(*room * element));
+    rocq__free(ctx, array);
+    *room = (int32_t)more;
+    return larger;
+}
+
+// Takes a slab of n blocks and puts them on the list of their class.
+ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
+    rocq_ctx *ctx = pool->ctx;
+    rocq__size_class *cls = &pool->classes[c];
+    const int64_t bytes = n * cls->block_size;
+    rocq__slab slab;
+    memset(&slab, 0, sizeof slab);
+    slab.size = bytes;
+    slab.size_class = c;
+    if (pool->budget > 0 && bytes > pool->budget - pool->reserved_bytes) {
+        return rocq__fail(ctx, ROCQ_E_BUDGET, "%lld more bytes do not fit the pool's budget: %lld of %lld used",
+                          (long long)bytes, (long long)pool->reserved_bytes, (long long)pool->budget);
+    }
+
+    void *slabs = rocq__pool_array(ctx, pool->slabs, &pool->slabs_room, (int64_t)pool->n_slabs + 1,
+                                   (int64_t)sizeof slab);
+    if (slabs) pool->slabs = (rocq__slab *)slabs;
+    void *blocks = rocq__pool_array(ctx, pool->blocks, &pool->blocks_room,
+                                    pool->n_blocks + ROCQ__MAX(n - pool->n_spare, 0),
+                                    (int64_t)sizeof *pool->blocks);
+    if (blocks) pool->blocks = (rocq__pool_block *)blocks;
+    if (!slabs || !blocks) return rocq__fail(ctx, ROCQ_E_MEMORY, "pool: no host memory");
+
+    ROCQ__TRY(rocq__take_budget(ctx, bytes));
+    rocq_result result = ROCQ_OK;
+    if (pool->memory == ROCQ_MEMORY_HOST) {
+        slab.host = rocq__alloc_aligned(ctx, bytes, 256);
+        if (!slab.host) {
+            result = rocq__fail(ctx, ROCQ_E_MEMORY, "pool: no memory for %lld bytes", (long long)bytes);
+        }
+    } else {
+        result = rocq__hip_enter(ctx, "pool");
+        if (result == ROCQ_OK) {
+            const int kind = pool->memory == ROCQ_MEMORY_PINNED ? ROCQ__PINNED : ROCQ__PRIVATE;
+            result = rocq__device_alloc(ctx, "pool", bytes, kind, &slab.device);
+        }
+    }
+    if (result != ROCQ_OK) {
+        ctx->budget_used -= bytes;
+        return result;
+    }
+
+    char *memory = (char *)(slab.device ? slab.device->address : slab.host);
+    for (int64_t k = n - 1; k >= 0; k--) { // the first block is the first to be handed out
+        int32_t i = pool->spare;
+        if (i >= 0) {
+            pool->spare = pool->blocks[i].next;
+            pool->n_spare--;
+        } else {
+            i = pool->n_blocks++;
+            memset(&pool->blocks[i], 0, sizeof pool->blocks[i]);
+        }
+        rocq__pool_block *block = &pool->blocks[i];
+        block->memory = memory + k * cls->block_size;
+        block->next = cls->free;
+        block->size_class = c;
+        block->slab = pool->n_slabs;
+        cls->free = i;
+    }
+    pool->slabs[pool->n_slabs++] = slab;
+    cls->n_blocks += n;
+    cls->peak_blocks = ROCQ__MAX(cls->peak_blocks, cls->n_blocks);
+    cls->n_reserves++;
+    pool->reserved_bytes += bytes;
+    pool->reserved_peak = ROCQ__MAX(pool->reserved_peak, pool->reserved_bytes);
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
+    rocq_ctx *ctx = pool->ctx;
+    int64_t left = pool->reserved_bytes;
+    int32_t n = 0;
+    for (int32_t s = 0; s < pool->n_slabs; s++) pool->slabs[s].index = -1;
+    for (int32_t i = 0; i < pool->n_blocks; i++) {
+        const rocq__pool_block *block = &pool->blocks[i];
+        if (block->slab >= 0 && block->size != 0) pool->slabs[block->slab].index = 0;
+    }
+    for (int32_t s = 0; s < pool->n_slabs; s++) {
+        rocq__slab *slab = &pool->slabs[s];
+        if (slab->index < 0 && left > keep) left -= slab->size;
+        else slab->index = n++;
+    }
+    if (n == pool->n_slabs) return ROCQ_OK;
+    if (pool->memory != ROCQ_MEMORY_HOST) {
+        ROCQ__TRY(rocq__hip_enter(ctx, "pool_trim"));
+        ROCQ__HIP("pool_trim", ctx->gpu->hip->stream_wait(ctx->gpu->stream));
+    }
+
+    for (int32_t c = 0; c < pool->n_classes; c++) {
+        int32_t *link = &pool->classes[c].free;
+        while (*link >= 0) {
+            const int32_t i = *link;
+            rocq__pool_block *block = &pool->blocks[i];
+            if (pool->slabs[block->slab].index >= 0) {
+                link = &block->next;
+                continue;
+            }
+            *link = block->next;
+            block->slab = -1;
+            block->next = pool->spare;
+            pool->spare = i;
+            pool->n_spare++;
+        }
+    }
+    for (int32_t i = 0; i < pool->n_blocks; i++) {
+        rocq__pool_block *block = &pool->blocks[i];
+        if (block->slab >= 0) block->slab = pool->slabs[block->slab].index;
+    }
+    for (int32_t s = 0; s < pool->n_slabs; s++) {
+        rocq__slab *slab = &pool->slabs[s];
+        if (slab->index >= 0) {
+            pool->slabs[slab->index] = *slab;
+            continue;
+        }
+        rocq__size_class *cls = &pool->classes[slab->size_class];
+        cls->n_blocks -= slab->size / cls->block_size;
+        cls->n_trims++;
+        rocq__slab_free(pool, slab);
+    }
+    pool->n_slabs = n;
+    pool->reserved_bytes = left;
+    return ROCQ_OK;
+}
+
+// Makes a block of the class free. What fails before free slabs were given back was no failure of
+// the caller's, and leaves no message.
+ROCQ__FN rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
+    rocq_ctx *ctx = pool->ctx;
+    const rocq__size_class *cls = &pool->classes[c];
+    char error[sizeof ctx->error];
+    int64_t n = 1;
+    if (cls->block_size <= pool->slab_size / 4) {
+        n = ROCQ__MAX(cls->n_blocks, ROCQ__SLAB_FIRST / cls->block_size);
+        n = ROCQ__MAX(ROCQ__MIN(n, pool->slab_size / cls->block_size), 1);
+    }
+    memcpy(error, ctx->error, sizeof error);
+    for (int attempt = 0; attempt < 2; attempt++, n = 1) {
+        ctx->quiet = true;
+        const rocq_result result = rocq__slab_take(pool, c, n);
+        ctx->quiet = false;
+        if (result != ROCQ_OK && result != ROCQ_E_BUDGET && result != ROCQ_E_MEMORY) {
+            rocq__log(ctx, ROCQ_LOG_ERROR, "%s", ctx->error);
+            return result;
+        }
+        memcpy(ctx->error, error, sizeof error);
+        if (result == ROCQ_OK) return ROCQ_OK;
+        const int64_t keep = pool->reserved_bytes - n * cls->block_size;
+        ROCQ__TRY(rocq__pool_trim(pool, attempt == 0 ? ROCQ__MAX(keep, 0) : 0));
+    }
+    return rocq__slab_take(pool, c, 1);
+}
+
+// -- calls --
+
+ROCQ_DEF void rocq_pool_destroy(rocq_pool **pool_at) {
+    rocq_pool *pool = pool_at ? *pool_at : NULL;
+    if (!pool) return;
+    rocq_ctx *ctx = pool->ctx;
+    // A GPU that is lost has no work left that could use the memory.
+    if (pool->memory != ROCQ_MEMORY_HOST && pool->n_slabs > 0 && !ctx->gpu->lost &&
+        rocq__hip_enter(ctx, "pool_destroy") == ROCQ_OK) {
+        const int error = ctx->gpu->hip->stream_wait(ctx->gpu->stream);
+        if (error != 0) rocq__hip_failed(ctx, "pool_destroy", error);
+    }
+    for (int32_t s = 0; s < pool->n_slabs; s++) rocq__slab_free(pool, &pool->slabs[s]);
+    rocq__free(ctx, pool->blocks);
+    rocq__free(ctx, pool->slabs);
+    rocq__free(ctx, pool->classes);
+    rocq__free(ctx, pool);
+    *pool_at = NULL;
+}
+
+ROCQ_DEF rocq_result rocq_pool_create(rocq_ctx *ctx, rocq_pool **pool_at, const rocq_pool_desc *desc) {
+    rocq_pool_desc d;
+    if (pool_at) *pool_at = NULL;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (!pool_at || d.slab_size < 0 || d.budget < -1 || d.n_classes < 0 ||
+        (d.n_classes > 0 && !d.classes)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "pool_create: pool or classes is NULL, or a number is out of range");
+    }
+    if (d.memory < ROCQ_MEMORY_DEFAULT || d.memory > ROCQ_MEMORY_DEVICE) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "pool_create: no memory %d", (int)d.memory);
+    }
+    if (d.memory == ROCQ_MEMORY_DEVICE && !rocq__on_gpu(ctx)) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "pool_create: a CPU context has no device memory");
+    }
+    const int64_t most = rocq__default_size(ROCQ__CLASSES - 1);
+    int64_t last = 0;
+    for (int32_t c = 0; c < d.n_classes; c++) {
+        if (d.classes[c] <= last || d.classes[c] % 256 != 0 || d.classes[c] > most) {
+            return rocq__fail(ctx, ROCQ_E_ARGUMENT, "pool_create: class %d of %lld bytes is no multiple of 256, not above %lld, or too large",
+                              (int)c, (long long)d.classes[c], (long long)last);
+        }
+        last = d.classes[c];
+    }
+    const int32_t first = last > 0 ? rocq__default_class(last + 1) : 0; // default one above the last
+    const int64_t n_classes = (int64_t)d.n_classes + ROCQ__CLASSES - first;
+
+    rocq_pool *pool = (rocq_pool *)rocq__alloc(ctx, (int64_t)sizeof *pool);
+    rocq__size_class *classes = (rocq__size_class *)rocq__alloc(ctx, n_classes * (int64_t)sizeof *classes);
+    if (!pool || !classes || n_classes > INT32_MAX) {
+        rocq__free(ctx, pool);
+        rocq__free(ctx, classes);
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "pool_create: no host memory");
+    }
+    memset(pool, 0, sizeof *pool);
+    memset(classes, 0, (size_t)n_classes * sizeof *classes);
+    for (int32_t c = 0; c < (int32_t)n_classes; c++) {
+        classes[c].block_size = c < d.n_classes ? d.classes[c] : rocq__default_size(c - d.n_classes + first);
+        classes[c].free = -1;
+    }
+    pool->ctx = ctx;
+    pool->memory = d.memory != ROCQ_MEMORY_DEFAULT ? d.memory
+                   : rocq__on_gpu(ctx)             ? ROCQ_MEMORY_DEVICE
+                                                   : ROCQ_MEMORY_HOST;
+    if (!rocq__on_gpu(ctx)) pool->memory = ROCQ_MEMORY_HOST;
+    pool->by_formula = d.n_classes == 0;
+    pool->exact = d.exact;
+    pool->thread_safe = d.thread_safe;
+    pool->lost = pool->memory != ROCQ_MEMORY_HOST && !d.thread_safe ? &ctx->gpu->lost : &pool->never;
+    pool->most = most - rocq__pool_guard(pool);
+    pool->classes = classes;
+    pool->n_classes = (int32_t)n_classes;
+    pool->spare = -1;
+    pool->slab_size = d.slab_size > 0 ? d.slab_size : 8 << 20;
+    pool->budget = d.budget;
+    *pool_at = pool;
+    return ROCQ_OK;
+}
+
+ROCQ__INLINE void rocq__guard_set(const rocq__pool_block *block) {
+    unsigned char *guard = (unsigned char *)block->memory + block->size;
+    for (int k = 0; k < ROCQ__GUARD; k++) guard[k] = 0xa5;
+}
+
+ROCQ__INLINE bool rocq__guard_broken(const rocq__pool_block *block) {
+    const unsigned char *guard = (const unsigned char *)block->memory + block->size;
+    for (int k = 0; k < ROCQ__GUARD; k++) {
+        if (guard[k] != 0xa5) return true;
+    }
+    return false;
+}
+
+// Alloc and free each have a short function for what nearly always happens, which false tells was
+// not so, and one for the rest.
+
+ROCQ__ALWAYS_INLINE bool rocq__class_serves(rocq_pool *pool, rocq__size_class *cls,
+                                            rocq_buffer *buffer, int64_t size) {
+    const int32_t i = cls->free;
+    if (i < 0) return false;
+    rocq__pool_block *block = &pool->blocks[i];
+    cls->free = block->next;
+    cls->n_requests++;
+    cls->live_bytes += size;
+    if (cls->live_bytes > cls->peak_bytes) cls->peak_bytes = cls->live_bytes;
+    pool->live_bytes += size;
+    if (pool->live_bytes > pool->peak_bytes) pool->peak_bytes = pool->live_bytes;
+    block->size = size;
+    block->generation++;
+    buffer->size = size;
+    buffer->ticket = (uint64_t)block->generation << 32 | (uint32_t)i;
+    if (pool->memory == ROCQ_MEMORY_DEVICE) {
+        buffer->host = NULL;
+        buffer->device.address = (uint64_t)(uintptr_t)block->memory;
+    } else {
+        buffer->host = block->memory;
+        buffer->device.address = 0;
+        rocq__guard_set(block);
+    }
+    return true;
+}
+
+ROCQ__ALWAYS_INLINE bool rocq__pool_hit(rocq_pool *pool, rocq_buffer *buffer, int64_t size) {
+    if (!buffer || (uint64_t)size - 1 >= (uint64_t)pool->most || *pool->lost) return false;
+    return rocq__class_serves(pool, &pool->classes[rocq__pool_class(pool, size)], buffer, size);
+}
+
+ROCQ__NOINLINE rocq_result rocq__pool_miss(rocq_pool *pool, rocq_buffer *buffer, int64_t size) {
+    if (!buffer || size < 1 || size > pool->most) {
+        return rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_alloc: buffer is NULL, or %lld bytes are "
+                               "not 1 to %lld", (long long)size, (long long)pool->most);
+    }
+    if (*pool->lost) return rocq__hip_enter(pool->ctx, "pool_alloc");
+    const int32_t c = rocq__pool_class(pool, size);
+    rocq__size_class *cls = &pool->classes[c];
+    for (int32_t k = c + 1; !pool->exact && k < pool->n_classes; k++) {
+        if (pool->classes[k].block_size > 2 * cls->block_size) break;
+        if (rocq__class_serves(pool, &pool->classes[k], buffer, size)) return ROCQ_OK;
+    }
+    if (pool->budget < 0) {
+        return rocq__pool_fail(pool, ROCQ_E_BUDGET, "pool_alloc: no free block of %lld bytes is left "
+                               "in a pool that does not grow", (long long)cls->block_size);
+    }
+    ROCQ__TRY(rocq__pool_grow(pool, c));
+    cls->n_misses++;
+    rocq__class_serves(pool, cls, buffer, size);
+    return ROCQ_OK;
+}
+
+ROCQ__NOINLINE rocq_result rocq__pool_alloc_slow(rocq_pool *pool, rocq_buffer *buffer,
+                                                 int64_t size) {
+    rocq__pool_lock(pool);
+    const bool hit = pool->thread_safe && rocq__pool_hit(pool, buffer, size);
+    const rocq_result result = hit ? ROCQ_OK : rocq__pool_miss(pool, buffer, size);
+    rocq__pool_unlock(pool);
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_pool_alloc(rocq_pool *pool, rocq_buffer *buffer, int64_t size) {
+    if (!pool) return ROCQ_E_ARGUMENT;
+    if (!pool->thread_safe && rocq__pool_hit(pool, buffer, size)) return ROCQ_OK;
+    return rocq__pool_alloc_slow(pool, buffer, size);
+}
+
+// The live block that the buffer is, or NULL.
+ROCQ__ALWAYS_INLINE rocq__pool_block *rocq__pool_find(rocq_pool *pool, const rocq_buffer *buffer) {
+    const uint32_t i = (uint32_t)buffer->ticket, generation = (uint32_t)(buffer->ticket >> 32);
+    if (i >= (uint32_t)pool->n_blocks || !(generation & 1)) return NULL;
+    rocq__pool_block *block = &pool->blocks[i];
+    const void *memory = pool->memory == ROCQ_MEMORY_DEVICE
+                             ? (const void *)(uintptr_t)buffer->device.address
+                             : buffer->host;
+    const bool found = block->generation == generation && block->memory == memory &&
+                       block->size == buffer->size;
+    return found ? block : NULL;
+}
+
+ROCQ__ALWAYS_INLINE bool rocq__pool_put(rocq_pool *pool, rocq_buffer *buffer) {
+    rocq__pool_block *block = buffer ? rocq__pool_find(pool, buffer) : NULL;
+    if (!block || (pool->memory != ROCQ_MEMORY_DEVICE && rocq__guard_broken(block))) return false;
+    rocq__size_class *cls = &pool->classes[block->size_class];
+    cls->n_frees++;
+    cls->live_bytes -= block->size;
+    pool->live_bytes -= block->size;
+    block->generation++;
+    block->size = 0;
+    block->next = cls->free;
+    cls->free = (int32_t)(uint32_t)buffer->ticket;
+    memset(buffer, 0, sizeof *buffer);
+    return true;
+}
+
+ROCQ__NOINLINE rocq_result rocq__pool_refuse(rocq_pool *pool, const rocq_buffer *buffer) {
+    if (!buffer) return rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_free: buffer is NULL");
+    if (!buffer->host && !buffer->device.address) return ROCQ_OK;
+    rocq__pool_block *block = rocq__pool_find(pool, buffer);
+    if (!block) {
+        return rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_free: no live block of this pool: freed "
+                               "before, foreign, or a piece of one");
+    }
+    rocq__size_class *cls = &pool->classes[block->size_class];
+    cls->n_frees++;
+    cls->n_overrun++;
+    cls->live_bytes -= block->size;
+    pool->live_bytes -= block->size;
+    block->generation++;
+    block->size = -1;
+    return rocq__pool_fail(pool, ROCQ_E_CORRUPT, "pool_free: something has written behind a block of "
+                           "%lld bytes", (long long)buffer->size);
+}
+
+ROCQ__NOINLINE rocq_result rocq__pool_free_slow(rocq_pool *pool, rocq_buffer *buffer) {
+    rocq__pool_lock(pool);
+    const bool put = pool->thread_safe && rocq__pool_put(pool, buffer);
+    const rocq_result result = put ? ROCQ_OK : rocq__pool_refuse(pool, buffer);
+    rocq__pool_unlock(pool);
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_pool_free(rocq_pool *pool, rocq_buffer *buffer) {
+    if (!pool) return ROCQ_E_ARGUMENT;
+    if (!pool->thread_safe && rocq__pool_put(pool, buffer)) return ROCQ_OK;
+    return rocq__pool_free_slow(pool, buffer);
+}
+
+ROCQ__INLINE int64_t rocq__size_class_free(const rocq__size_class *cls) {
+    return cls->n_blocks - cls->n_overrun - (cls->n_requests - cls->n_frees);
+}
+
+ROCQ_DEF rocq_result rocq_pool_reserve(rocq_pool *pool, int64_t size, int64_t n) {
+    rocq_result result = ROCQ_OK;
+    if (!pool) return ROCQ_E_ARGUMENT;
+    rocq__pool_lock(pool);
+    if (n < 0 || (uint64_t)size - 1 >= (uint64_t)pool->most) {
+        result = rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_reserve: %lld blocks of %lld bytes",
+                                 (long long)n, (long long)size);
+    } else {
+        const int32_t c = rocq__pool_class(pool, size);
+        const rocq__size_class *cls = &pool->classes[c];
+        const bool large = cls->block_size > pool->slab_size / 4;
+        const int64_t most = large ? 1 : pool->slab_size / cls->block_size;
+        while (result == ROCQ_OK && rocq__size_class_free(cls) < n) {
+            result = rocq__slab_take(pool, c, ROCQ__MIN(n - rocq__size_class_free(cls), most));
+        }
+    }
+    rocq__pool_unlock(pool);
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_pool_trim(rocq_pool *pool, int64_t keep) {
+    if (!pool) return ROCQ_E_ARGUMENT;
+    rocq__pool_lock(pool);
+    const rocq_result result =
+        keep < 0 ? rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_trim: keep %lld bytes", (long long)keep)
+                 : rocq__pool_trim(pool, keep);
+    rocq__pool_unlock(pool);
+    return result;
+}
+
+// -- statistics --
+
+ROCQ__FN void rocq__pool_rates(rocq_pool_stats *s) {
+    if (s->n_requests > 0) s->hit_rate = (double)s->n_hits / (double)s->n_requests;
+    if (s->block_bytes > 0) s->internal = 1.0 - (double)s->live_bytes / (double)s->block_bytes;
+    if (s->reserved_bytes > 0) s->external = 1.0 - (double)s->block_bytes / (double)s->reserved_bytes;
+}
+
+ROCQ__FN rocq_pool_stats rocq__size_class_stats(const rocq__size_class *cls) {
+    rocq_pool_stats s;
+    memset(&s, 0, sizeof s);
+    s.block_size = cls->block_size;
+    s.n_requests = cls->n_requests;
+    s.n_hits = cls->n_requests - cls->n_misses;
+    s.n_frees = cls->n_frees;
+    s.n_live = cls->n_requests - cls->n_frees;
+    s.n_free = rocq__size_class_free(cls);
+    s.live_bytes = cls->live_bytes;
+    s.peak_bytes = cls->peak_bytes;
+    s.block_bytes = s.n_live * s.block_size;
+    s.reserved_bytes = cls->n_blocks * s.block_size;
+    s.reserved_peak = cls->peak_blocks * s.block_size;
+    s.n_reserves = cls->n_reserves;
+    s.n_trims = cls->n_trims;
+    rocq__pool_rates(&s);
+    return s;
+}
+
+ROCQ__FN rocq_pool_stats rocq__pool_total(const rocq_pool *pool) {
+    rocq_pool_stats total;
+    memset(&total, 0, sizeof total);
+    for (int32_t c = 0; c < pool->n_classes; c++) {
+        const rocq_pool_stats s = rocq__size_class_stats(&pool->classes[c]);
+        total.n_requests += s.n_requests;
+        total.n_hits += s.n_hits;
+        total.n_frees += s.n_frees;
+        total.n_live += s.n_live;
+        total.n_free += s.n_free;
+        total.block_bytes += s.block_bytes;
+        total.n_reserves += s.n_reserves;
+        total.n_trims += s.n_trims;
+    }
+    total.live_bytes = pool->live_bytes;
+    total.peak_bytes = pool->peak_bytes;
+    total.reserved_bytes = pool->reserved_bytes;
+    total.reserved_peak = pool->reserved_peak;
+    rocq__pool_rates(&total);
+    return total;
+}
+
+ROCQ_DEF rocq_result rocq_pool_get_stats(rocq_pool *pool, int32_t size_class, rocq_pool_stats *stats) {
+    rocq_result result = ROCQ_OK;
+    if (!pool) return ROCQ_E_ARGUMENT;
+    rocq__pool_lock(pool);
+    if (!stats || size_class < -1 || size_class >= pool->n_classes) {
+        result = rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_get_stats: stats is NULL or class %d is not -1 to %d",
+                                 (int)size_class, (int)pool->n_classes - 1);
+    } else {
+        *stats = size_class < 0 ? rocq__pool_total(pool) : rocq__size_class_stats(&pool->classes[size_class]);
+    }
+    rocq__pool_unlock(pool);
+    return result;
+}
+
+ROCQ__FN void rocq__pool_print_text(rocq__output *out, const char *name, const rocq_pool_stats *s) {
+    rocq__print(out, "%12s %10lld ", name, (long long)s->n_requests);
+    rocq__print_number(out, 100.0 * s->hit_rate, 7, 2);
+    rocq__print(out, " %8lld %8lld %14lld %14lld ", (long long)s->n_live, (long long)s->n_free,
+                (long long)s->peak_bytes, (long long)s->reserved_bytes);
+    rocq__print_number(out, 100.0 * s->internal, 8, 2);
+    rocq__print_number(out, 100.0 * s->external, 10, 2);
+    rocq__print(out, "\n");
+}
+
+ROCQ__FN void rocq__pool_print_json(rocq__output *out, const rocq_pool_stats *s) {
+    const struct {
+        const char *name;
+        int64_t value;
+    } counts[] = {
+        {"block_size", s->block_size}, {"n_requests", s->n_requests}, {"n_hits", s->n_hits},
+        {"n_frees", s->n_frees}, {"n_live", s->n_live}, {"n_free", s->n_free},
+        {"live_bytes", s->live_bytes}, {"peak_bytes", s->peak_bytes},
+        {"block_bytes", s->block_bytes}, {"reserved_bytes", s->reserved_bytes},
+        {"reserved_peak", s->reserved_peak}, {"n_reserves", s->n_reserves}, {"n_trims", s->n_trims}};
+    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        rocq__print(out, "%s\"%s\": %lld", i > 0 ? ", " : "{", counts[i].name, (long long)counts[i].value);
+    }
+    rocq__print(out, ", \"hit_rate\": ");
+    rocq__print_number(out, s->hit_rate, 0, 6);
+    rocq__print(out, ", \"internal\": ");
+    rocq__print_number(out, s->internal, 0, 6);
+    rocq__print(out, ", \"external\": ");
+    rocq__print_number(out, s->external, 0, 6);
+    rocq__print(out, "}");
+}
+
+ROCQ_DEF rocq_result rocq_pool_report(rocq_pool *pool, rocq_report kind, rocq_write_fn write,
+                                      void *user) {
+    rocq__output out = {write, user, false};
+    if (!pool) return ROCQ_E_ARGUMENT;
+    const bool json = kind == ROCQ_REPORT_JSON;
+    rocq__pool_lock(pool);
+    rocq_result result = ROCQ_OK;
+    if (!write || (!json && kind != ROCQ_REPORT_TEXT)) {
+        result = rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_report: write is NULL or there is no report %d", (int)kind);
+    } else {
+        const rocq_pool_stats total = rocq__pool_total(pool);
+        bool comma = false;
+        rocq__print(&out, json ? "{\"total\": "
+                               : "       class   requests  hits %%     live     free     peak bytes"
+                                 " reserved bytes  inside %% outside %%\n");
+        if (json) rocq__pool_print_json(&out, &total);
+        if (json) rocq__print(&out, ", \"classes\": [");
+        for (int32_t c = 0; c < pool->n_classes; c++) {
+            const rocq_pool_stats s = rocq__size_class_stats(&pool->classes[c]);
+            char name[24];
+            if (s.n_reserves == 0) continue;
+            snprintf(name, sizeof name, "%lld", (long long)s.block_size);
+            if (!json) rocq__pool_print_text(&out, name, &s);
+            if (json && comma) rocq__print(&out, ",\n");
+            if (json) rocq__pool_print_json(&out, &s);
+            comma = true;
+        }
+        if (json) rocq__print(&out, "]}\n");
+        else rocq__pool_print_text(&out, "total", &total);
+        if (out.failed) result = rocq__pool_fail(pool, ROCQ_E_IO, "pool_report: write failed");
+    }
+    rocq__pool_unlock(pool);
+    return result;
+}
 
 // ---------------------------------------------------------------------------------------------
 // >>kv: keys and values of sequences, contiguous or paged
 // ---------------------------------------------------------------------------------------------
+// A cell is the place of one position: its keys and its values in all layers. Both layouts keep
+// cell c of a head, of a layer, in row c of [D, n_cells] memory, so that attention reads the rows
+// of a head one after the other. Contiguous, sequence s has cells s n_ctx and up; paged, page p is
+// cells p page_size and up. All work on cells is casts over all layers and heads at once, in stream
+// order, so a GPU needs no waiting. What is decided is decided on the host beforehand: once the
+// casts begin, only a lost device stops them.
+
+enum {
+    ROCQ__KV_STAGE = 4 << 20, // most bytes of the stage, but it has room for one position
+    ROCQ__KV_CHUNK = 16       // positions that it holds at least, as far as those bytes go
+};
+
+struct rocq_kv {
+    rocq_ctx *ctx;
+    rocq_kv_desc desc; // resolved; rope is what turns keys back: values do not grow again
+    rocq_tensor freq_factors;
+    int64_t n_cells, n_planes; // planes: heads of all layers
+    int64_t seq_pages;         // of a sequence of n_ctx positions; 0 = contiguous
+    int64_t chunk;             // positions that the stage holds
+    rocq_buffer memory;
+    rocq_tensor k, v;          // [D, n_cells, n_planes]
+    rocq_tensor stage;         // F32 [D, n_planes, chunk]: on their way within, in or out
+    rocq_tensor words;         // I32, as the host's: lengths, tables, turns
+    int32_t *length;           // [n_seqs]
+    int32_t *table;            // [seq_pages, n_seqs]
+    int32_t *turn;             // [chunk] by how much keys turn, all the same
+    int32_t *refs;             // [n_pages] sequences that have the page
+    int32_t *free_pages;       // [n_free] a stack
+    int32_t *fill;             // [n_pages] for rocq_kv_get_stats
+    int32_t n_free;
+    int64_t dirty, dirty_end;  // words that the device does not have yet
+    int64_t n_page_copies;
+};
+
+ROCQ__FN int64_t rocq__kv_n_words(const rocq_kv *kv) {
+    return kv->desc.n_seqs * (1 + kv->seq_pages) + kv->chunk;
+}
+
+// Cuts the tensors from an arena: first from a measuring one, then from memory.
+ROCQ__FN rocq_result rocq__kv_cut(rocq_kv *kv, rocq_arena *arena) {
+    const rocq_kv_desc *d = &kv->desc;
+    const int64_t rows[3] = {d->head_dim, kv->n_cells, kv->n_planes};
+    const int64_t stage[3] = {d->head_dim, kv->n_planes, kv->chunk};
+    const int64_t n_words = rocq__kv_n_words(kv);
+    ROCQ__TRY(rocq_arena_tensor(arena, &kv->k, d->k_format, 3, rows));
+    ROCQ__TRY(rocq_arena_tensor(arena, &kv->v, d->v_format, 3, rows));
+    ROCQ__TRY(rocq_arena_tensor(arena, &kv->stage, ROCQ_F32, 3, stage));
+    return rocq_arena_tensor(arena, &kv->words, ROCQ_I32, 1, &n_words);
+}
+
+// Everything about a cache but its memory, and the bytes of that. ctx may be NULL.
+ROCQ__FN rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq_kv *kv,
+                                   int64_t *bytes) {
+    int64_t elems, block, position;
+    rocq_arena arena;
+    if (!desc) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "kv: desc is NULL");
+    memset(kv, 0, sizeof *kv);
+    kv->ctx = ctx;
+    kv->desc = *desc;
+    rocq_kv_desc *d = &kv->desc;
+    if (d->n_seqs == 0) d->n_seqs = 1;
+    if (d->n_layers < 1 || d->n_kv_heads < 1 || d->head_dim < 1 || d->n_ctx < 1 || d->n_seqs < 1) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "kv: %d layers of %d heads of %d elements, %d sequences of %d positions",
+                          (int)d->n_layers, (int)d->n_kv_heads, (int)d->head_dim, (int)d->n_seqs,
+                          (int)d->n_ctx);
+    }
+    if (d->page_size < 0 || d->n_pages < 0 || (d->n_pages > 0 && d->page_size == 0)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "kv: %d pages of %d positions", (int)d->n_pages,
+                          (int)d->page_size);
+    }
+    for (int i = 0; i < 2; i++) {
+        const rocq_format format = i == 0 ? d->k_format : d->v_format;
+        if (!rocq__accepts(ROCQ__KV, format)) {
+            return rocq__fail(ctx, ROCQ_E_FORMAT, "kv: %s format %d is none of a cache's",
+                              i == 0 ? "K" : "V", (int)format);
+        }
+        rocq__block_of(format, &elems, &block);
+        if (d->head_dim % elems != 0) {
+            return rocq__fail(ctx, ROCQ_E_SHAPE,
+                              "kv: heads of %d elements are no whole blocks of %d",
+                              (int)d->head_dim, (int)elems);
+        }
+    }
+    kv->n_planes = (int64_t)d->n_layers * d->n_kv_heads;
+    kv->n_cells = (int64_t)d->n_seqs * d->n_ctx;
+    if (d->page_size > 0) {
+        kv->seq_pages = ((int64_t)d->n_ctx + d->page_size - 1) / d->page_size;
+        const int64_t n_pages = d->n_pages > 0 ? d->n_pages : d->n_seqs * kv->seq_pages;
+        d->n_pages = (int32_t)ROCQ__MIN(n_pages, (int64_t)INT32_MAX);
+        kv->n_cells = n_pages * d->page_size;
+    }
+    if (kv->n_cells > INT32_MAX || kv->n_planes > INT32_MAX ||
+        d->n_seqs * (1 + kv->seq_pages) > INT32_MAX || // entries of tables
+        !rocq__mul(kv->n_planes, d->head_dim * (int64_t)sizeof(float), &position)) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "kv: %lld cells of %lld heads",
+                          (long long)kv->n_cells, (long long)kv->n_planes);
+    }
+    // A thirty-second of a sequence: with F16, that is as much of its memory.
+    kv->chunk = ROCQ__MAX(d->n_ctx / 32, (int32_t)ROCQ__KV_CHUNK);
+    kv->chunk = ROCQ__MIN(kv->chunk, ROCQ__MAX(ROCQ__KV_STAGE / position, 1));
+    kv->chunk = ROCQ__MIN(kv->chunk, (int64_t)d->n_ctx);
+    rocq_arena_init(&arena, NULL);
+    const rocq_result result = rocq__kv_cut(kv, &arena);
+    if (result != ROCQ_OK) return rocq__fail(ctx, result, "kv: the cache's size overflows");
+    *bytes = arena.peak;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes) {
+    rocq_kv kv;
+    return bytes ? rocq__kv_plan(NULL, desc, &kv, bytes) : ROCQ_E_ARGUMENT;
+}
+
+// The turn back of keys, checked, and with a factor that takes YaRN's growth out again.
+ROCQ__FN rocq_result rocq__kv_rope(rocq_kv *kv) {
+    rocq_rope_config *rope = &kv->desc.rope;
+    ROCQ__TRY(rocq__check_rope_config(kv->ctx, "kv_create", rope, kv->desc.head_dim));
+    rope->attn_factor = 1.0f;
+    const int64_t n_dims = rope->n_dims > 0 ? rope->n_dims : kv->desc.head_dim;
+    rope->attn_factor = 1.0f / rocq__rope_scaling_of(rope, n_dims).magnitude;
+    ROCQ__TRY(rocq__check_range(kv->ctx, "kv_create", "YaRN's factor", rope->attn_factor, FLT_MIN,
+                                FLT_MAX));
+    if (!rope->freq_factors) return ROCQ_OK;
+    kv->freq_factors = *rope->freq_factors;
+    rope->freq_factors = &kv->freq_factors;
+    return ROCQ_OK;
+}
+
+// Keys of n positions in the stage, turned where they are.
+ROCQ__FN rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *keys,
+                                        rocq_tensor *pos) {
+    const int64_t start[4] = {rocq__kv_n_words(kv) - kv->chunk, 0, 0, 0};
+    const int64_t ne[4] = {keys->ne[2], 1, 1, 1};
+    rocq_rope_params p;
+    rocq_tensor_view(pos, &kv->words, start, ne); // cannot fail: there are chunk of them
+    p.x = p.y = keys;
+    p.pos = pos;
+    p.rope = kv->desc.rope;
+    return p;
+}
+
+// All that may fail of rocq_kv_create; what it took is in *kv.
+ROCQ__FN rocq_result rocq__kv_make(rocq_kv *kv, int64_t bytes) {
+    rocq_arena arena;
+    rocq_tensor pos;
+    int64_t scratch;
+    ROCQ__TRY(rocq__kv_rope(kv));
+    ROCQ__TRY(rocq_buffer_alloc(kv->ctx, &kv->memory, bytes));
+    rocq_arena_init(&arena, &kv->memory);
+    ROCQ__TRY(rocq__kv_cut(kv, &arena));
+    const rocq_rope_params turn = rocq__kv_turn(kv, &kv->stage, &pos);
+    ROCQ__TRY(rocq_scratch_size(kv->ctx, ROCQ_OP_ROPE, &turn, &scratch));
+    ROCQ__TRY(rocq_reserve(kv->ctx, scratch));
+    kv->dirty_end = rocq__kv_n_words(kv);
+    return rocq_kv_flush(kv); // also takes the pinned memory that copies go through
+}
+
+ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **out, const rocq_kv_desc *desc) {
+    rocq_kv plan;
+    int64_t bytes;
+    if (out) *out = NULL;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!out) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "kv_create: kv is NULL");
+    ROCQ__TRY(rocq__not_recording(ctx, "kv_create"));
+    ROCQ__TRY(rocq__kv_plan(ctx, desc, &plan, &bytes));
+    const int64_t n_words = rocq__kv_n_words(&plan), n_pages = plan.desc.n_pages;
+    const int64_t host = (n_words + 3 * n_pages) * (int64_t)sizeof(int32_t);
+    rocq_kv *kv = (rocq_kv *)rocq__alloc(ctx, (int64_t)sizeof *kv + host);
+    if (!kv) {
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "kv_create: no memory for %lld bytes",
+                          (long long)host);
+    }
+    *kv = plan;
+    kv->length = (int32_t *)(void *)(kv + 1);
+    kv->table = kv->length + kv->desc.n_seqs;
+    kv->turn = kv->length + n_words - kv->chunk;
+    kv->refs = kv->length + n_words;
+    kv->free_pages = kv->refs + n_pages;
+    kv->fill = kv->free_pages + n_pages;
+    memset(kv->length, 0, (size_t)host);
+    for (int32_t i = 0; i < n_pages; i++) kv->free_pages[i] = (int32_t)n_pages - 1 - i;
+    kv->n_free = (int32_t)n_pages;
+    const rocq_result result = rocq__kv_make(kv, bytes);
+    if (result != ROCQ_OK) rocq_kv_free(&kv);
+    *out = kv;
+    return result;
+}
+
+ROCQ_DEF void rocq_kv_free(rocq_kv **kv_ptr) {
+    if (!kv_ptr || !*kv_ptr) return;
+    rocq_kv *kv = *kv_ptr;
+    *kv_ptr = NULL;
+    rocq_buffer_free(kv->ctx, &kv->memory);
+    rocq__free(kv->ctx, kv);
+}
+
+// -- bookkeeping --
+
+ROCQ__FN rocq_result rocq__kv_check(const rocq_kv *kv, const char *call, int32_t seq) {
+    if (!kv) return ROCQ_E_ARGUMENT;
+    if (seq >= 0 && seq < kv->desc.n_seqs) return ROCQ_OK;
+    return rocq__fail(kv->ctx, ROCQ_E_ARGUMENT, "%s: sequence %d of %d", call, (int)seq,
+                      (int)kv->desc.n_seqs);
+}
+
+// The same for calls that may run ops: those are then stopped by nothing but a lost device, since
+// cancelling half of a move would leave neither the old sequence nor the new one.
+ROCQ__FN rocq_result rocq__kv_begin(const rocq_kv *kv, const char *call, int32_t seq) {
+    ROCQ__TRY(rocq__kv_check(kv, call, seq));
+    ROCQ__TRY(rocq__not_recording(kv->ctx, call));
+    return rocq__begin_op(kv->ctx, call);
+}
+
+ROCQ__FN void rocq__kv_set(rocq_kv *kv, int32_t *word, int32_t value) {
+    const int64_t i = word - kv->length;
+    kv->dirty = ROCQ__MIN(kv->dirty, i);
+    kv->dirty_end = ROCQ__MAX(kv->dirty_end, i + 1);
+    *word = value;
+}
+
+ROCQ__FN int32_t *rocq__kv_table(const rocq_kv *kv, int32_t seq) {
+    return kv->table + seq * kv->seq_pages;
+}
+
+// Pages of a sequence of so many positions; none when contiguous.
+ROCQ__FN int32_t rocq__kv_pages(const rocq_kv *kv, int64_t length) {
+    const int64_t size = kv->desc.page_size;
+    return size > 0 ? (int32_t)((length + size - 1) / size) : 0;
+}
+
+ROCQ__FN int32_t rocq__kv_take(rocq_kv *kv) {
+    const int32_t page = kv->free_pages[--kv->n_free];
+    kv->refs[page] = 1;
+    return page;
+}
+
+ROCQ__FN void rocq__kv_drop(rocq_kv *kv, int32_t page) {
+    if (--kv->refs[page] == 0) kv->free_pages[kv->n_free++] = page;
+}
+
+// Takes pages, of which enough must be free, or gives them back.
+ROCQ__FN void rocq__kv_set_length(rocq_kv *kv, int32_t seq, int32_t length) {
+    int32_t *table = rocq__kv_table(kv, seq);
+    int32_t held = rocq__kv_pages(kv, kv->length[seq]);
+    const int32_t pages = rocq__kv_pages(kv, length);
+    for (; held < pages; held++) rocq__kv_set(kv, &table[held], rocq__kv_take(kv));
+    for (; held > pages; held--) rocq__kv_drop(kv, table[held - 1]);
+    rocq__kv_set(kv, &kv->length[seq], length);
+}
+
+// Of pages [begin, end) of a sequence, those that others have too.
+ROCQ__FN int32_t rocq__kv_shared(const rocq_kv *kv, int32_t seq, int32_t begin, int32_t end) {
+    const int32_t *table = rocq__kv_table(kv, seq);
+    int32_t n = 0;
+    for (int32_t i = begin; i < end; i++) n += kv->refs[table[i]] > 1;
+    return n;
+}
+
+ROCQ__FN rocq_result rocq__kv_want_pages(const rocq_kv *kv, const char *call, int32_t want,
+                                         int32_t have) {
+    if (want <= have) return ROCQ_OK;
+    return rocq__fail(kv->ctx, ROCQ_E_MEMORY, "%s: needs %d pages, of %d are %d free", call,
+                      (int)want, (int)kv->desc.n_pages, (int)have);
+}
+
+// Cell of a position; returns how many of the n positions from there lie in cells that follow.
+ROCQ__FN int32_t rocq__kv_run(const rocq_kv *kv, int32_t seq, int32_t pos, int32_t n,
+                              int32_t *cell) {
+    const int32_t size = kv->desc.page_size, *table = rocq__kv_table(kv, seq);
+    if (size == 0) {
+        *cell = seq * kv->desc.n_ctx + pos;
+        return n;
+    }
+    int32_t page = pos / size, run = size - pos % size;
+    *cell = table[page] * size + pos % size;
+    for (; run < n && table[page + 1] == table[page] + 1; page++) run += size;
+    return ROCQ__MIN(run, n);
+}
+
+// -- moving rows --
+
+ROCQ__FN rocq_result rocq__kv_cast(rocq_kv *kv, const rocq_tensor *y, const rocq_tensor *x) {
+    rocq_cast_params p;
+    p.y = y;
+    p.x = x;
+    return rocq__run_on_device(kv->ctx, ROCQ_OP_CAST, &p);
+}
+
+// Cells [cell, cell + n) of k or v: [D, n, n_planes].
+ROCQ__FN rocq_tensor rocq__kv_cells(const rocq_tensor *rows, int64_t cell, int64_t n) {
+    const int64_t start[4] = {0, cell, 0, 0}, ne[4] = {rows->ne[0], n, rows->ne[2], 1};
+    rocq_tensor view = *rows;
+    rocq_tensor_view(&view, rows, start, ne); // cannot fail: the cells are inside
+    return view;
+}
+
+// From cells to other cells, which do not overlap them.
+ROCQ__FN rocq_result rocq__kv_copy(rocq_kv *kv, int64_t to, int64_t from, int64_t n) {
+    for (int i = 0; i < 2; i++) {
+        const rocq_tensor *rows = i == 0 ? &kv->k : &kv->v;
+        const rocq_tensor y = rocq__kv_cells(rows, to, n), x = rocq__kv_cells(rows, from, n);
+        ROCQ__TRY(rocq__kv_cast(kv, &y, &x));
+    }
+    return ROCQ_OK;
+}
+
+// Gives the sequence pages [begin, end) for itself, with what they hold. There are enough free.
+ROCQ__FN rocq_result rocq__kv_own(rocq_kv *kv, int32_t seq, int32_t begin, int32_t end) {
+    const int32_t size = kv->desc.page_size;
+    int32_t *table = rocq__kv_table(kv, seq);
+    for (int32_t i = begin; i < end; i++) {
+        const int32_t old = table[i], held = ROCQ__MIN(size, kv->length[seq] - i * size);
+        if (kv->refs[old] == 1) continue;
+        const int32_t page = rocq__kv_take(kv);
+        rocq__kv_drop(kv, old);
+        rocq__kv_set(kv, &table[i], page);
+        kv->n_page_copies++;
+        ROCQ__TRY(rocq__kv_copy(kv, (int64_t)page * size, (int64_t)old * size, held));
+    }
+    return ROCQ_OK;
+}
+
+// Room in the stage for n <= chunk positions: [D, n_planes, n].
+ROCQ__FN rocq_tensor rocq__kv_stage(const rocq_kv *kv, rocq_format format, int64_t n) {
+    const int64_t ne[3] = {kv->desc.head_dim, kv->n_planes, n};
+    rocq_tensor t = kv->stage;
+    // cannot fail: no format is wider than the stage's
+    rocq_tensor_init(&t, &kv->stage.buffer, kv->stage.offset, format, 3, ne);
+    return t;
+}
+
+// As many positions of a sequence as the stage's tensor has, from pos on: into it, or out of it.
+ROCQ__FN rocq_result rocq__kv_move(rocq_kv *kv, const rocq_tensor *rows, int32_t seq, int32_t pos,
+                                   const rocq_tensor *stage, bool out) {
+    const int32_t n = (int32_t)stage->ne[2], swap[4] = {0, 2, 1, 3};
+    for (int32_t done = 0, run; done < n; done += run) {
+        int32_t cell;
+        run = rocq__kv_run(kv, seq, pos + done, n - done, &cell);
+        const int64_t start[4] = {0, 0, done, 0};
+        const int64_t ne[4] = {stage->ne[0], stage->ne[1], run, 1};
+        const rocq_tensor cells = rocq__kv_cells(rows, cell, run);
+        rocq_tensor piece = *stage;
+        rocq_tensor_view(&piece, stage, start, ne); // neither can fail
+        rocq_tensor_permute(&piece, &piece, swap);
+        ROCQ__TRY(out ? rocq__kv_cast(kv, &cells, &piece) : rocq__kv_cast(kv, &piece, &cells));
+    }
+    return ROCQ_OK;
+}
+
+// -- calls --
+
+ROCQ_DEF rocq_result rocq_kv_layer(rocq_kv *kv, int32_t layer, int32_t seq0, int32_t n_seqs,
+                                   rocq_kv_view *out) {
+    ROCQ__TRY(rocq__kv_check(kv, "kv_layer", seq0));
+    const rocq_kv_desc *d = &kv->desc;
+    if (!out || layer < 0 || layer >= d->n_layers || n_seqs < 1 || n_seqs > d->n_seqs - seq0) {
+        return rocq__fail(kv->ctx, ROCQ_E_ARGUMENT,
+                          "kv_layer: layer %d of %d, sequences %d + %d of %d%s", (int)layer,
+                          (int)d->n_layers, (int)seq0, (int)n_seqs, (int)d->n_seqs,
+                          out ? "" : ", view is NULL");
+    }
+    const int64_t start[4] = {0, 0, (int64_t)layer * d->n_kv_heads, 0};
+    const int64_t ne[4] = {d->head_dim, kv->n_cells, d->n_kv_heads, 1};
+    const int64_t own[4] = {0, 0, (int64_t)seq0 * d->n_ctx, 0};
+    const int64_t all[4] = {d->head_dim, d->n_kv_heads, d->n_ctx, 1};
+    const int64_t lengths[4] = {seq0, 0, 0, 0}, n_lengths[4] = {n_seqs, 1, 1, 1};
+    const int64_t tables[4] = {d->n_seqs + seq0 * kv->seq_pages, 0, 0, 0};
+    const int64_t n_tables[4] = {n_seqs * kv->seq_pages, 1, 1, 1};
+    const int64_t pages[2] = {kv->seq_pages, n_seqs};
+    const int32_t swap[4] = {0, 2, 1, 3};
+    rocq_kv_view view; // nothing below can fail: it is all inside
+    memset(&view, 0, sizeof view);
+    for (int i = 0; i < 2; i++) {
+        rocq_tensor *cache = i == 0 ? &view.k_cache : &view.v_cache;
+        rocq_tensor *attended = i == 0 ? &view.k : &view.v;
+        rocq_tensor_view(cache, i == 0 ? &kv->k : &kv->v, start, ne);
+        rocq_tensor_permute(cache, cache, swap);
+        *attended = *cache;
+        if (d->page_size > 0) continue;
+        rocq_tensor_view(attended, cache, own, all);
+        attended->n_dims = 4;
+        attended->ne[3] = n_seqs;
+        attended->stride[3] = d->n_ctx * attended->stride[2];
+    }
+    rocq_tensor_view(&view.kv_len, &kv->words, lengths, n_lengths);
+    view.page_size = d->page_size;
+    if (d->page_size > 0) {
+        rocq_tensor_view(&view.page_table, &kv->words, tables, n_tables);
+        rocq_tensor_reshape(&view.page_table, &view.page_table, 2, pages);
+    }
+    *out = view;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_kv_append(rocq_kv *kv, int32_t seq, int32_t n, int32_t *cells) {
+    ROCQ__TRY(rocq__kv_begin(kv, "kv_append", seq));
+    const int32_t length = kv->length[seq], size = kv->desc.page_size;
+    if (n < 0) return rocq__fail(kv->ctx, ROCQ_E_ARGUMENT, "kv_append: %d positions", (int)n);
+    if (n > kv->desc.n_ctx - length) {
+        return rocq__fail(kv->ctx, ROCQ_E_BOUNDS, "kv_append: %d more positions with %d of %d",
+                          (int)n, (int)length, (int)kv->desc.n_ctx);
+    }
+    const int32_t held = rocq__kv_pages(kv, length), pages = rocq__kv_pages(kv, length + n);
+    const int32_t written = n > 0 && size > 0 ? length / size : held; // the first, may be shared
+    const int32_t shared = rocq__kv_shared(kv, seq, written, held);
+    ROCQ__TRY(rocq__kv_want_pages(kv, "kv_append", shared + pages - held, kv->n_free));
+    ROCQ__TRY(rocq__kv_own(kv, seq, written, held));
+    rocq__kv_set_length(kv, seq, length + n);
+    for (int32_t done = 0, run; cells && done < n; done += run) {
+        int32_t cell;
+        run = rocq__kv_run(kv, seq, length + done, n - done, &cell);
+        for (int32_t i = 0; i < run; i++) cells[done + i] = cell + i;
+    }
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_kv_flush(rocq_kv *kv) {
+    ROCQ__TRY(rocq__kv_check(kv, "kv_flush", 0));
+    ROCQ__TRY(rocq__not_recording(kv->ctx, "kv_flush"));
+    if (kv->dirty >= kv->dirty_end) return ROCQ_OK;
+    const int64_t start[4] = {kv->dirty, 0, 0, 0}, ne[4] = {kv->dirty_end - kv->dirty, 1, 1, 1};
+    rocq_tensor words = kv->words;
+    rocq_tensor_view(&words, &kv->words, start, ne); // cannot fail
+    ROCQ__TRY(rocq_upload(kv->ctx, &words, kv->length + kv->dirty, rocq_tensor_size(&words)));
+    kv->dirty = INT64_MAX;
+    kv->dirty_end = 0;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF int32_t rocq_kv_length(const rocq_kv *kv, int32_t seq) {
+    return kv && seq >= 0 && seq < kv->desc.n_seqs ? kv->length[seq] : -1;
+}
+
+ROCQ_DEF rocq_result rocq_kv_truncate(rocq_kv *kv, int32_t seq, int32_t length) {
+    ROCQ__TRY(rocq__kv_check(kv, "kv_truncate", seq));
+    if (length < 0 || length > kv->length[seq]) {
+        return rocq__fail(kv->ctx, ROCQ_E_ARGUMENT, "kv_truncate: to %d positions of %d",
+                          (int)length, (int)kv->length[seq]);
+    }
+    if (length < kv->length[seq]) rocq__kv_set_length(kv, seq, length);
+    return ROCQ_OK;
+}
+
+// Where first and n are whole pages, the dropped ones leave the table and the rest stay where they
+// are. Otherwise rows go down from front to back, so that none is overwritten before it is read.
+ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int32_t n) {
+    ROCQ__TRY(rocq__kv_begin(kv, "kv_shift", seq));
+    const int32_t length = kv->length[seq], size = kv->desc.page_size;
+    if (first < 0 || n < 0 || first > length || n > length - first) {
+        return rocq__fail(kv->ctx, ROCQ_E_ARGUMENT, "kv_shift: positions %d + %d of %d", (int)first,
+                          (int)n, (int)length);
+    }
+    if (n == 0) return ROCQ_OK;
+    const bool whole = size > 0 && first % size == 0 && n % size == 0;
+    const int32_t left = length - n, end = rocq__kv_pages(kv, left);
+    const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // pages that are written
+    const int32_t out = whole ? n / size : 0;                         // and that are dropped
+    int32_t *table = rocq__kv_table(kv, seq);
+    const int32_t freed = out - rocq__kv_shared(kv, seq, begin, begin + out);
+    const int32_t want = first < left ? rocq__kv_shared(kv, seq, begin + out, end + out) : 0;
+    ROCQ__TRY(rocq__kv_want_pages(kv, "kv_shift", want, kv->n_free + freed));
+    if (whole) {
+        for (int32_t i = begin; i < begin + out; i++) rocq__kv_drop(kv, table[i]);
+        for (int32_t i = begin; i < end; i++) rocq__kv_set(kv, &table[i], table[i + out]);
+        rocq__kv_set(kv, &kv->length[seq], left);
+    }
+    if (first < left) {
+        for (int64_t i = 0; i < kv->chunk; i++) rocq__kv_set(kv, &kv->turn[i], -n);
+        ROCQ__TRY(rocq_kv_flush(kv));
+        ROCQ__TRY(rocq__kv_own(kv, seq, begin, end));
+    }
+    for (int32_t to = first, m; to < left; to += m) {
+        m = ROCQ__MIN((int32_t)kv->chunk, left - to);
+        const int32_t from = whole ? to : to + n;
+        const rocq_tensor keys = rocq__kv_stage(kv, ROCQ_F32, m);
+        const rocq_tensor values = rocq__kv_stage(kv, kv->desc.v_format, m);
+        rocq_tensor pos;
+        const rocq_rope_params turn = rocq__kv_turn(kv, &keys, &pos);
+        ROCQ__TRY(rocq__kv_move(kv, &kv->k, seq, from, &keys, false));
+        ROCQ__TRY(rocq__run_on_device(kv->ctx, ROCQ_OP_ROPE, &turn));
+        ROCQ__TRY(rocq__kv_move(kv, &kv->k, seq, to, &keys, true));
+        if (whole) continue;
+        ROCQ__TRY(rocq__kv_move(kv, &kv->v, seq, from, &values, false));
+        ROCQ__TRY(rocq__kv_move(kv, &kv->v, seq, to, &values, true));
+    }
+    if (!whole) rocq__kv_set_length(kv, seq, left);
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_kv_fork(rocq_kv *kv, int32_t src, int32_t dst) {
+    ROCQ__TRY(rocq__kv_begin(kv, "kv_fork", src));
+    ROCQ__TRY(rocq__kv_check(kv, "kv_fork", dst));
+    const int32_t length = kv->length[src], n_ctx = kv->desc.n_ctx;
+    if (src == dst) return ROCQ_OK;
+    rocq__kv_set_length(kv, dst, 0);
+    for (int32_t i = 0; i < rocq__kv_pages(kv, length); i++) {
+        const int32_t page = rocq__kv_table(kv, src)[i];
+        kv->refs[page]++;
+        rocq__kv_set(kv, &rocq__kv_table(kv, dst)[i], page);
+    }
+    if (kv->desc.page_size == 0 && length > 0) {
+        ROCQ__TRY(rocq__kv_copy(kv, (int64_t)dst * n_ctx, (int64_t)src * n_ctx, length));
+    }
+    rocq__kv_set(kv, &kv->length[dst], length);
+    return ROCQ_OK;
+}
+
+// A snapshot is this header, then the keys of all positions, then their values, each a
+// [D, n_planes, length] tensor of the cache's format.
+typedef struct rocq__kv_header {
+    char magic[8];
+    int32_t version, n_layers, n_kv_heads, head_dim, k_format, v_format, length, zero;
+    uint64_t checksum; // of all, with 0 here
+} rocq__kv_header;
+
+enum { ROCQ__KV_VERSION = 1 };
+
+// Of a whole snapshot. checksum is 0 in h, which may be what stands before the rows or not.
+ROCQ__FN uint64_t rocq__kv_checksum(const rocq__kv_header *h, const void *snapshot, int64_t size) {
+    const int64_t head = (int64_t)sizeof *h;
+    return rocq__checksum(rocq__checksum(0, h, head), (const unsigned char *)snapshot + head,
+                          size - head);
+}
+
+ROCQ__FN rocq__kv_header rocq__kv_header_of(const rocq_kv *kv, int32_t length) {
+    const rocq_kv_desc *d = &kv->desc;
+    rocq__kv_header h;
+    memset(&h, 0, sizeof h);
+    memcpy(h.magic, "rocq kv", 8);
+    h.version = ROCQ__KV_VERSION;
+    h.n_layers = d->n_layers;
+    h.n_kv_heads = d->n_kv_heads;
+    h.head_dim = d->head_dim;
+    h.k_format = (int32_t)d->k_format;
+    h.v_format = (int32_t)d->v_format;
+    h.length = length;
+    return h;
+}
+
+// Bytes of a snapshot: no more than the cache's own, which are known to fit.
+ROCQ__FN int64_t rocq__kv_snapshot_size(const rocq_kv *kv, int32_t length) {
+    const int64_t elems = kv->desc.head_dim * kv->n_planes * length;
+    return (int64_t)sizeof(rocq__kv_header) + rocq__bytes(kv->desc.k_format, elems) +
+           rocq__bytes(kv->desc.v_format, elems);
+}
+
+// A sequence's keys and values, from or to the bytes behind a header.
+ROCQ__FN rocq_result rocq__kv_transfer(rocq_kv *kv, int32_t seq, int32_t length,
+                                       unsigned char *save, const unsigned char *restore) {
+    int64_t at = (int64_t)sizeof(rocq__kv_header);
+    for (int i = 0; i < 2; i++) {
+        const rocq_tensor *rows = i == 0 ? &kv->k : &kv->v;
+        for (int32_t pos = 0, n; pos < length; pos += n) {
+            n = ROCQ__MIN((int32_t)kv->chunk, length - pos);
+            const rocq_tensor stage = rocq__kv_stage(kv, rows->format, n);
+            const int64_t size = rocq_tensor_size(&stage);
+            if (save) {
+                ROCQ__TRY(rocq__kv_move(kv, rows, seq, pos, &stage, false));
+                ROCQ__TRY(rocq_download(kv->ctx, save + at, &stage, size));
+            } else {
+                ROCQ__TRY(rocq_upload(kv->ctx, &stage, restore + at, size));
+                ROCQ__TRY(rocq__kv_move(kv, rows, seq, pos, &stage, true));
+            }
+            at += size;
+        }
+    }
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_kv_save(rocq_kv *kv, int32_t seq, void *dst, int64_t size,
+                                  int64_t *needed) {
+    ROCQ__TRY(rocq__kv_begin(kv, "kv_save", seq));
+    const int64_t bytes = rocq__kv_snapshot_size(kv, kv->length[seq]);
+    if (dst ? size < bytes : !needed) {
+        return rocq__fail(kv->ctx, ROCQ_E_ARGUMENT, "kv_save: %lld bytes of room for %lld",
+                          (long long)size, (long long)bytes);
+    }
+    if (dst) {
+        rocq__kv_header h = rocq__kv_header_of(kv, kv->length[seq]);
+        ROCQ__TRY(rocq__kv_transfer(kv, seq, h.length, (unsigned char *)dst, NULL));
+        h.checksum = rocq__kv_checksum(&h, dst, bytes);
+        memcpy(dst, &h, sizeof h);
+    }
+    if (needed) *needed = bytes;
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__kv_check_snapshot(const rocq_kv *kv, const void *src, int64_t size,
+                                             rocq__kv_header *h) {
+    const int64_t head = (int64_t)sizeof *h;
+    rocq_ctx *ctx = kv->ctx;
+    if (!src) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "kv_restore: src is NULL");
+    if (size < head) {
+        return rocq__fail(ctx, ROCQ_E_TRUNCATED, "kv_restore: %lld bytes are no snapshot",
+                          (long long)size);
+    }
+    memcpy(h, src, sizeof *h);
+    rocq__kv_header own = rocq__kv_header_of(kv, h->length);
+    if (memcmp(h->magic, own.magic, sizeof own.magic) != 0) {
+        return rocq__fail(ctx, ROCQ_E_CORRUPT, "kv_restore: not a snapshot");
+    }
+    if (h->version != own.version) {
+        return rocq__fail(ctx, ROCQ_E_FOREIGN, "kv_restore: version %d, this is %d",
+                          (int)h->version, (int)own.version);
+    }
+    own.checksum = h->checksum;
+    if (memcmp(h, &own, sizeof own) != 0) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE,
+                          "kv_restore: %d layers of %d heads of %d elements in formats %d and %d",
+                          (int)h->n_layers, (int)h->n_kv_heads, (int)h->head_dim, (int)h->k_format,
+                          (int)h->v_format);
+    }
+    if (h->length < 0 || h->length > kv->desc.n_ctx) {
+        return rocq__fail(ctx, ROCQ_E_BOUNDS, "kv_restore: %d positions, there is room for %d",
+                          (int)h->length, (int)kv->desc.n_ctx);
+    }
+    const int64_t bytes = rocq__kv_snapshot_size(kv, h->length);
+    if (size != bytes) {
+        return rocq__fail(ctx, size < bytes ? ROCQ_E_TRUNCATED : ROCQ_E_CORRUPT,
+                          "kv_restore: %lld bytes, %d positions are %lld", (long long)size,
+                          (int)h->length, (long long)bytes);
+    }
+    own.checksum = 0;
+    if (rocq__kv_checksum(&own, src, bytes) == h->checksum) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_CORRUPT, "kv_restore: the checksum is wrong");
+}
+
+ROCQ_DEF rocq_result rocq_kv_restore(rocq_kv *kv, int32_t seq, const void *src, int64_t size) {
+    rocq__kv_header h;
+    ROCQ__TRY(rocq__kv_begin(kv, "kv_restore", seq));
+    ROCQ__TRY(rocq__kv_check_snapshot(kv, src, size, &h));
+    const int32_t held = rocq__kv_pages(kv, kv->length[seq]), pages = rocq__kv_pages(kv, h.length);
+    const int32_t freed = held - rocq__kv_shared(kv, seq, 0, held);
+    ROCQ__TRY(rocq__kv_want_pages(kv, "kv_restore", pages, kv->n_free + freed));
+    rocq__kv_set_length(kv, seq, 0);
+    rocq__kv_set_length(kv, seq, h.length);
+    return rocq__kv_transfer(kv, seq, h.length, NULL, (const unsigned char *)src);
+}
+
+ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats) {
+    if (!kv) return ROCQ_E_ARGUMENT;
+    if (!stats) return rocq__fail(kv->ctx, ROCQ_E_ARGUMENT, "kv_get_stats: stats is NULL");
+    const rocq_kv_desc *d = &kv->desc;
+    const int64_t elems = d->head_dim * kv->n_planes; // of a position
+    const int64_t position = rocq__bytes(d->k_format, elems) + rocq__bytes(d->v_format, elems);
+    int64_t used = 0, room = 0; // positions, once each
+    memset(stats, 0, sizeof *stats);
+    if (d->page_size > 0) memset(kv->fill, 0, (size_t)d->n_pages * sizeof(int32_t));
+    for (int32_t seq = 0; seq < d->n_seqs; seq++) {
+        const int32_t length = kv->length[seq], *table = rocq__kv_table(kv, seq);
+        stats->n_positions += length;
+        if (d->page_size == 0) {
+            used += length;
+            room += length > 0 ? d->n_ctx : 0;
+        }
+        for (int32_t i = 0; i < rocq__kv_pages(kv, length); i++) {
+            int32_t *fill = &kv->fill[table[i]];
+            *fill = ROCQ__MAX(*fill, ROCQ__MIN(d->page_size, length - i * d->page_size));
+        }
+    }
+    for (int32_t page = 0; page < d->n_pages; page++) {
+        used += kv->fill[page];
+        room += kv->refs[page] > 0 ? d->page_size : 0;
+        stats->n_shared_pages += kv->refs[page] > 1;
+    }
+    stats->reserved_bytes = kv->n_cells * position;
+    stats->used_bytes = used * position;
+    stats->n_pages = d->n_pages;
+    stats->n_free_pages = kv->n_free;
+    stats->n_page_copies = kv->n_page_copies;
+    stats->internal = room > 0 ? 1.0 - (double)used / (double)room : 0.0;
+    stats->unused = 1.0 - (double)used / (double)kv->n_cells;
+    return ROCQ_OK;
+}
 
 // ---------------------------------------------------------------------------------------------
 // >>profile: timers, regions, reports
 // ---------------------------------------------------------------------------------------------
 
+// -- time and statistics --
+
+#if defined(__linux__) && !defined(CLOCK_MONOTONIC) // hidden by -std=c11
+#define CLOCK_MONOTONIC 1
+extern int clock_gettime(int clock, struct timespec *time);
+#endif
+
+ROCQ_DEF int64_t rocq_time_ns(void) {
+#if defined(_WIN32)
+    LARGE_INTEGER count, rate;
+    QueryPerformanceCounter(&count);
+    QueryPerformanceFrequency(&rate);
+    // Whole seconds apart, so that the product does not overflow.
+    return count.QuadPart / rate.QuadPart * 1000000000 +
+           count.QuadPart % rate.QuadPart * 1000000000 / rate.QuadPart;
+#else
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+#endif
+}
+
+// Heap sort: it needs no memory, and the C library's may take some.
+ROCQ__FN void rocq__sort(double *v, int64_t n) {
+    for (int64_t i = n / 2, end = n; end > 1;) {
+        double x;
+        if (i > 0) {
+            x = v[--i];
+        } else {
+            x = v[--end];
+            v[end] = v[0];
+        }
+        int64_t at = i;
+        for (int64_t child; (child = 2 * at + 1) < end; at = child) {
+            if (child + 1 < end && v[child + 1] > v[child]) child++;
+            if (v[child] <= x) break;
+            v[at] = v[child];
+        }
+        v[at] = x;
+    }
+}
+
+ROCQ_DEF void rocq_summarize(rocq_summary *summary, double *samples, int64_t n) {
+    if (!summary) return;
+    memset(summary, 0, sizeof *summary);
+    if (!samples || n < 1) return;
+    double sum = 0.0, squares = 0.0;
+    rocq__sort(samples, n);
+    for (int64_t i = 0; i < n; i++) sum += samples[i];
+    const double mean = sum / (double)n;
+    for (int64_t i = 0; i < n; i++) squares += (samples[i] - mean) * (samples[i] - mean);
+    summary->count = n;
+    summary->min = samples[0];
+    summary->max = samples[n - 1];
+    summary->median = 0.5 * (samples[(n - 1) / 2] + samples[n / 2]);
+    summary->mean = mean;
+    summary->p95 = samples[n - 1 - n * 5 / 100]; // the rank is n - floor(0.05 n)
+    summary->p99 = samples[n - 1 - n / 100];
+    summary->deviation = n > 1 ? sqrt(squares / (double)(n - 1)) : 0.0;
+}
+
+// -- stopwatches --
+
+ROCQ__FN bool rocq__gpu_timed(const rocq_ctx *ctx) {
+    return rocq__on_gpu(ctx) && ctx->gpu->hip->event_elapsed;
+}
+
+ROCQ_DEF void rocq_timer_free(rocq_ctx *ctx, rocq_timer *timer) {
+    if (!timer) return;
+    if (ctx && rocq__on_gpu(ctx)) {
+        ctx->gpu->hip->set_device(ctx->gpu->device);
+        if (timer->start_event) ctx->gpu->hip->event_destroy(timer->start_event);
+        if (timer->stop_event) ctx->gpu->hip->event_destroy(timer->stop_event);
+    }
+    memset(timer, 0, sizeof *timer);
+}
+
+ROCQ_DEF rocq_result rocq_timer_create(rocq_ctx *ctx, rocq_timer *timer, rocq_timer_kind kind) {
+    rocq_timer t;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!timer || (kind != ROCQ_TIMER_HOST && kind != ROCQ_TIMER_GPU)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "timer_create: timer is NULL, or kind %d is none",
+                          (int)kind);
+    }
+    memset(&t, 0, sizeof t);
+    t.kind = kind;
+    if (kind == ROCQ_TIMER_GPU && rocq__gpu_timed(ctx)) {
+        ROCQ__TRY(rocq__hip_enter(ctx, "timer_create"));
+        ROCQ__HIP("timer_create", ctx->gpu->hip->event_create(&t.start_event, 0));
+        const int error = ctx->gpu->hip->event_create(&t.stop_event, 0);
+        if (error != 0) {
+            t.stop_event = NULL;
+            rocq_timer_free(ctx, &t);
+            return rocq__hip_failed(ctx, "timer_create", error);
+        }
+    }
+    *timer = t;
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__timer_mark(rocq_ctx *ctx, const char *call, void *event, int64_t *ns) {
+    if (event) {
+        ROCQ__TRY(rocq__hip_enter(ctx, call));
+        ROCQ__HIP(call, ctx->gpu->hip->event_record(event, ctx->gpu->stream));
+    }
+    *ns = rocq_time_ns();
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_timer_start(rocq_ctx *ctx, rocq_timer *timer) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!timer) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "timer_start: timer is NULL");
+    timer->stop_ns = 0;
+    return rocq__timer_mark(ctx, "timer_start", timer->start_event, &timer->start_ns);
+}
+
+ROCQ_DEF rocq_result rocq_timer_stop(rocq_ctx *ctx, rocq_timer *timer) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!timer) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "timer_stop: timer is NULL");
+    if (timer->start_ns == 0) return rocq__fail(ctx, ROCQ_E_STATE, "timer_stop: not started");
+    return rocq__timer_mark(ctx, "timer_stop", timer->stop_event, &timer->stop_ns);
+}
+
+ROCQ_DEF rocq_result rocq_timer_read(rocq_ctx *ctx, rocq_timer *timer, double *ns) {
+    float ms = 0.0f;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!timer || !ns) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "timer_read: an argument is NULL");
+    if (timer->stop_ns == 0) return rocq__fail(ctx, ROCQ_E_STATE, "timer_read: not stopped");
+    if (!timer->stop_event) {
+        *ns = (double)(timer->stop_ns - timer->start_ns);
+        return ROCQ_OK;
+    }
+    const rocq_hip *hip = ctx->gpu->hip;
+    ROCQ__TRY(rocq__hip_enter(ctx, "timer_read"));
+    ROCQ__HIP("timer_read", hip->event_wait(timer->stop_event));
+    ROCQ__HIP("timer_read", hip->event_elapsed(&ms, timer->start_event, timer->stop_event));
+    *ns = 1e6 * (double)ms;
+    return ROCQ_OK;
+}
+
+// -- what a launch costs --
+
+ROCQ__FN void rocq__task_nothing(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    (void)arg;
+    (void)begin;
+    (void)end;
+    (void)thread;
+}
+
+ROCQ__FN rocq_result rocq__launch_nothing(rocq_ctx *ctx) {
+    if (!rocq__on_gpu(ctx)) {
+        rocq__parallel(ctx, ctx->desc.n_threads, 1, rocq__task_nothing, NULL);
+        return ROCQ_OK;
+    }
+    rocq_k_map_args none;
+    memset(&none, 0, sizeof none); // tensors without elements
+    const int error = rocq__hip_launch(ctx->gpu, ROCQ_K_map, 1, 1, ROCQ_K_WAVE, &none);
+    return error == 0 ? ROCQ_OK : rocq__hip_failed(ctx, "measure_launch", error);
+}
+
+ROCQ__FN rocq_result rocq__launch_wait(rocq_ctx *ctx) {
+    if (!rocq__on_gpu(ctx)) return ROCQ_OK;
+    ROCQ__HIP("measure_launch", ctx->gpu->hip->stream_wait(ctx->gpu->stream));
+    return ROCQ_OK;
+}
+
+enum { ROCQ__LAUNCH_ROW = 32, ROCQ__LAUNCH_WARM = 16 };
+
+ROCQ__FN rocq_result rocq__launch_times(rocq_ctx *ctx, int32_t n, double *submit, double *complete,
+                                        double *row) {
+    if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, "measure_launch"));
+    for (int32_t i = -ROCQ__LAUNCH_WARM; i < n; i++) {
+        const int64_t start = rocq_time_ns();
+        ROCQ__TRY(rocq__launch_nothing(ctx));
+        const int64_t submitted = rocq_time_ns();
+        ROCQ__TRY(rocq__launch_wait(ctx));
+        if (i < 0) continue;
+        submit[i] = (double)(submitted - start);
+        complete[i] = (double)(rocq_time_ns() - start);
+    }
+    for (int32_t i = 0; i < n; i++) {
+        const int64_t start = rocq_time_ns();
+        for (int k = 0; k < ROCQ__LAUNCH_ROW; k++) ROCQ__TRY(rocq__launch_nothing(ctx));
+        ROCQ__TRY(rocq__launch_wait(ctx));
+        row[i] = (double)(rocq_time_ns() - start) / ROCQ__LAUNCH_ROW;
+    }
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_cost *cost) {
+    int64_t bytes;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!cost || n < 1 || !rocq__mul(n, 3 * (int64_t)sizeof(double), &bytes)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "measure_launch: cost is NULL, or %ld launches",
+                          (long)n);
+    }
+    double *samples = (double *)rocq__alloc(ctx, bytes);
+    if (!samples) return rocq__fail(ctx, ROCQ_E_MEMORY, "measure_launch: no memory");
+    const rocq_result result =
+        rocq__launch_times(ctx, n, samples, samples + n, samples + 2 * (int64_t)n);
+    if (result == ROCQ_OK) {
+        rocq_summarize(&cost->submit_ns, samples, n);
+        rocq_summarize(&cost->complete_ns, samples + n, n);
+        rocq_summarize(&cost->row_ns, samples + 2 * (int64_t)n, n);
+    }
+    rocq__free(ctx, samples);
+    return result;
+}
+
+// -- what an op moves and computes --
+
+// Query and position pairs that attention looks at, and positions of K and V that it reads, summed
+// over sequences; false where only the GPU knows kv_len.
+ROCQ__FN bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_params *p,
+                                    double *pairs, double *positions) {
+    const int64_t n_q = p->q->ne[2];
+    const int32_t *kv_len = NULL;
+    *pairs = *positions = 0.0;
+    if (p->kv_len && rocq__on_gpu(ctx)) return false;
+    if (p->kv_len) kv_len = (const int32_t *)rocq_tensor_data(p->kv_len);
+    for (int64_t s = 0; s < p->q->ne[3]; s++) {
+        const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+        const int64_t length = kv_len ? kv_len[s] : n_kv;
+        const int64_t window = p->window > 0 ? p->window : length;
+        // With causal, query i sees least + i positions, but no more than the window has.
+        const int64_t least = p->causal ? length - n_q + 1 : length;
+        const int64_t rising = p->causal ? ROCQ__MIN(ROCQ__MAX(window - least, 0), n_q) : 0;
+        *pairs += (double)(rising * least + rising * (rising - 1) / 2 + (n_q - rising) * window);
+        *positions += (double)ROCQ__MIN(length, window + n_q - 1);
+    }
+    return true;
+}
+
+// Cheaper than rocq_tensor_count: these sizes have been checked.
+ROCQ__INLINE double rocq__elems(const rocq_tensor *t) {
+    return (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
+}
+
+// Elements of operand t that are moved: all of it, of a table the rows that are gathered, of a cache
+// those that are read or written.
+ROCQ__FN double rocq__elems_moved(rocq_op op, const void *params, const rocq_tensor *t,
+                                  double positions) {
+    if (op == ROCQ_OP_GATHER) {
+        const rocq_gather_params *p = (const rocq_gather_params *)params;
+        if (t == p->table) t = p->y;
+    } else if (op == ROCQ_OP_ATTENTION) {
+        const rocq_attention_params *p = (const rocq_attention_params *)params;
+        if (t == p->k || t == p->v) return positions * (double)(t->ne[0] * t->ne[1]);
+    } else if (op == ROCQ_OP_ROPE_APPEND) {
+        const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
+        if (t == p->q) return 2.0 * rocq__elems(t); // in place
+        if (t == p->k_cache) t = p->k;
+        if (t == p->v_cache) t = p->v;
+    }
+    return rocq__elems(t);
+}
+
+ROCQ__FN rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
+    int32_t end;
+    const int32_t begin = rocq__operands_begin(op, &end);
+    const rocq_tensor *y = rocq__operand_of(params, &rocq__operands[begin]), *kind = NULL;
+    double pairs, positions = 0.0;
+    bool mixed = false, known = true;
+    rocq__work work;
+    memset(&work, 0, sizeof work);
+    work.name = rocq__ops[op].name;
+    work.flops = rocq__elems(y);
+    if (op == ROCQ_OP_MATMUL) {
+        const rocq_matmul_params *first = (const rocq_matmul_params *)params;
+        const bool few = first->x->ne[1] <= ROCQ_K_FEW;
+        work.name = few ? "matvec" : "matmul";
+        work.access = few ? ROCQ_ACCESS_STREAM : ROCQ_ACCESS_TILED;
+        work.flops = 0.0;
+        kind = first->w;
+        for (const rocq_matmul_params *p = first; p; p = p->next) {
+            const double flops = 2.0 * rocq__elems(p->y) * (double)p->w->ne[0];
+            work.flops += p->w2 ? 2.0 * flops : flops;
+            mixed = mixed || p->w->format != kind->format;
+        }
+        if (!few && rocq__on_gpu(ctx) &&
+            rocq__gemm_path(ctx, first, first->w) != ROCQ_PRECISION_F32) {
+            work.matrix = work.flops;
+        }
+    } else if (op == ROCQ_OP_ATTENTION) {
+        const rocq_attention_params *p = (const rocq_attention_params *)params;
+        kind = p->k;
+        work.access = p->q->ne[2] <= ROCQ_K_FEW ? ROCQ_ACCESS_STREAM : ROCQ_ACCESS_TILED;
+        known = rocq__attention_reach(ctx, p, &pairs, &positions);
+        work.flops = 4.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
+        if (rocq__on_gpu(ctx)) work.matrix = work.flops;
+    } else if (op == ROCQ_OP_GATHER) {
+        kind = ((const rocq_gather_params *)params)->table;
+        work.access = ROCQ_ACCESS_GATHER;
+    } else if (op == ROCQ_OP_CAST) {
+        kind = y;
+    } else if (op == ROCQ_OP_ARGMAX) {
+        work.flops = rocq__elems(((const rocq_argmax_params *)params)->x);
+    } else if (op == ROCQ_OP_SAMPLE) {
+        work.flops = rocq__elems(((const rocq_sample_params *)params)->logits);
+    }
+    if (kind) work.detail = mixed ? "mixed" : rocq_get_format_info(kind->format)->name;
+    for (const void *p = params; p; p = rocq__next_params(op, p)) {
+        for (int32_t i = begin; i < end; i++) {
+            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
+            int64_t elems, bytes;
+            if (!t) continue;
+            if (op == ROCQ_OP_MATMUL && p != params && t == ((const rocq_matmul_params *)p)->x) {
+                continue; // the first product has read it
+            }
+            rocq__block_of(t->format, &elems, &bytes);
+            work.bytes +=
+                rocq__elems_moved(op, p, t, positions) * (double)bytes / (double)elems;
+        }
+    }
+    if (!known) work.bytes = work.flops = work.matrix = 0.0;
+    return work;
+}
+
+#if ROCQ__HAS_PROFILE
+
+// -- regions --
+// A region that is open is a frame. What the library submits to a GPU in one piece (an op, a captured
+// graph) stands between two events there, its marks; a region around pieces takes the first mark
+// and the last inside it, so that regions of the program cost the GPU nothing. What has ended waits
+// in a queue, in the order of its last marks, until the GPU has come by; asking never waits, but
+// when no mark is free the oldest is waited for: the queue is then long, so the GPU does not starve,
+// and no op is left out because it comes late in a step.
+
+enum {
+    ROCQ__DEPTH = 64,    // of frames
+    ROCQ__MARKS = 1024,
+    ROCQ__QUEUE = 2048,
+    ROCQ__PATH = 128,
+    ROCQ__MEMOS = 128,   // a power of two
+    ROCQ__FILL_NS = 2000 // what keeps the memory busy for less cannot fill a chip
+};
+
+// The latest times of a region, and their sum over all. What is used at every call stands first.
+typedef struct rocq__times {
+    double *ns;   // [max_samples], or NULL
+    int32_t next; // where the next one goes
+    int64_t count;
+    double sum;
+} rocq__times;
+
+typedef struct rocq__named { // a region, under its parent
+    rocq__times host, gpu;
+    double bytes, flops, matrix; // sums
+    rocq_access access;
+    bool op, copy; // of the library
+    int32_t parent, depth;
+    const char *name, *detail;
+    uint32_t hash;
+    int32_t next;          // in the bucket, -1 at its end
+    char label[48];        // name and detail, of those with a detail
+    char path[ROCQ__PATH];
+    char verdict[96];
+} rocq__named;
+
+// The region that a name at this address had under this parent.
+typedef struct rocq__memo {
+    const char *name, *detail;
+    int32_t parent, region;
+} rocq__memo;
+
+typedef struct rocq__frame {
+    int32_t region;      // -1: no room
+    int32_t span;        // of the trace, -1: no room
+    int32_t first, last; // marks, -1: none
+    bool piece;
+    int64_t start_ns;
+    double bytes, flops, matrix; // of regions inside, and what rocq_region_work says
+} rocq__frame;
+
+typedef struct rocq__mark {
+    void *event;
+    int32_t refs; // frames, queued and the anchor
+    double ns;    // since the start of the profile, once the GPU has come by
+} rocq__mark;
+
+typedef struct rocq__queued {
+    int32_t region, first, last;
+    bool piece;
+} rocq__queued;
+
+typedef struct rocq__span {
+    int64_t start_ns, stop_ns; // since the start of the profile; stop -1: open, or failed
+    int32_t region;
+    bool gpu;
+} rocq__span;
+
+struct rocq__profile {
+    rocq_profile_desc desc; // resolved, peaks too: 0 where none is known
+    int64_t start_ns;
+    int32_t n_regions, n_buckets, depth; // depth may be more than there are frames
+    int64_t n_spans;
+    int64_t dropped, dropped_gpu, dropped_spans;
+    rocq__named *regions;
+    int32_t *buckets;  // [n_buckets], a power of two
+    double *host, *gpu; // [max_regions][max_samples], gpu NULL where nothing is timed there
+    double *sorted;    // [max_samples]
+    rocq__span *spans;
+    rocq__memo memos[ROCQ__MEMOS];
+    rocq__frame frames[ROCQ__DEPTH];
+    rocq__mark marks[ROCQ__MARKS];
+    int32_t unused[ROCQ__MARKS], n_unused;
+    int32_t anchor;    // the last mark whose time is known
+    rocq__queued queue[ROCQ__QUEUE];
+    int32_t queue_begin, n_queued;
+    int (*range_push)(const char *); // roctx, or NULL
+    int (*range_pop)(void);
+};
+
+ROCQ__FN const char *rocq__named_label(const rocq__named *r) {
+    return r->detail ? r->label : r->name;
+}
+
+// above/label, or of what is too long the end, from the beginning of a character of UTF-8 on.
+ROCQ__FN void rocq__path_join(char path[ROCQ__PATH], const char *above, const char *label) {
+    const size_t length = above ? strlen(above) + 1 : 0, total = length + strlen(label);
+    size_t from = total < ROCQ__PATH ? 0 : total - ROCQ__PATH + 4, to = 0;
+    if (from > 0) to = (size_t)snprintf(path, ROCQ__PATH, "...");
+    for (bool inside = from > 0; from < total; from++) {
+        const char c = from + 1 < length ? above[from] : from < length ? '/' : label[from - length];
+        inside = inside && ((unsigned char)c & 0xc0) == 0x80;
+        if (!inside) path[to++] = c;
+    }
+    path[to] = '\0';
+}
+
+ROCQ__FN int32_t rocq__named_make(rocq__profile *p, int32_t *bucket, uint32_t hash, int32_t parent,
+                                  const char *name, const char *detail) {
+    if (p->n_regions == p->desc.max_regions) return -1;
+    rocq__named *r = &p->regions[p->n_regions];
+    r->name = name;
+    r->detail = detail;
+    r->hash = hash;
+    r->parent = parent;
+    const int64_t samples = (int64_t)p->n_regions * p->desc.max_samples;
+    r->host.ns = p->host + samples;
+    if (p->gpu) r->gpu.ns = p->gpu + samples;
+    if (detail) snprintf(r->label, sizeof r->label, "%s %s", name, detail);
+    rocq__path_join(r->path, parent >= 0 ? p->regions[parent].path : NULL, rocq__named_label(r));
+    if (parent >= 0) r->depth = p->regions[parent].depth + 1;
+    r->next = *bucket;
+    *bucket = p->n_regions;
+    return p->n_regions++;
+}
+
+// By what the names say: equal literals may lie in several places. -1: no room.
+ROCQ__FN int32_t rocq__named_search(rocq__profile *p, int32_t parent, const char *name,
+                                    const char *detail) {
+    uint32_t hash = 2166136261u + (uint32_t)parent;
+    for (const char *c = name; *c; c++) hash = (hash ^ (unsigned char)*c) * 16777619u;
+    for (const char *c = detail; c && *c; c++) hash = (hash ^ (unsigned char)*c) * 16777619u;
+    int32_t *bucket = &p->buckets[(hash ^ hash >> 15) & (uint32_t)(p->n_buckets - 1)];
+    for (int32_t i = *bucket; i >= 0; i = p->regions[i].next) {
+        const rocq__named *r = &p->regions[i];
+        if (r->hash == hash && r->parent == parent && r->detail == detail &&
+            (r->name == name || strcmp(r->name, name) == 0)) {
+            return i;
+        }
+    }
+    return rocq__named_make(p, bucket, hash, parent, name, detail);
+}
+
+ROCQ__FN int32_t rocq__named_find(rocq__profile *p, int32_t parent, const char *name,
+                                  const char *detail) {
+    const uintptr_t key = (uintptr_t)name + 31 * (uintptr_t)detail + 7 * (uintptr_t)parent;
+    rocq__memo *memo = &p->memos[(key ^ key >> 7) & (ROCQ__MEMOS - 1)];
+    if (memo->name != name || memo->detail != detail || memo->parent != parent) {
+        memo->name = name;
+        memo->detail = detail;
+        memo->parent = parent;
+        memo->region = rocq__named_search(p, parent, name, detail);
+    }
+    return memo->region;
+}
+
+ROCQ__FN int32_t rocq__span_add(rocq__profile *p, int32_t region, bool gpu, int64_t start,
+                                int64_t stop) {
+    if (p->n_spans == p->desc.max_events) {
+        p->dropped_spans++;
+        return -1;
+    }
+    rocq__span *span = &p->spans[p->n_spans];
+    span->start_ns = start;
+    span->stop_ns = stop;
+    span->region = region;
+    span->gpu = gpu;
+    return (int32_t)p->n_spans++;
+}
+
+ROCQ__INLINE void rocq__times_add(const rocq__profile *p, rocq__times *times, double ns) {
+    times->ns[times->next] = ns;
+    if (++times->next == p->desc.max_samples) times->next = 0;
+    times->count++;
+    times->sum += ns;
+}
+
+// -- marks --
+
+ROCQ__FN void rocq__mark_drop(rocq__profile *p, int32_t mark) {
+    if (mark >= 0 && --p->marks[mark].refs == 0) p->unused[p->n_unused++] = mark;
+}
+
+// What still waits is given up, and what comes is timed on the host alone.
+ROCQ__FN void rocq__marks_end(rocq_ctx *ctx, rocq__profile *p) {
+    p->dropped_gpu += p->n_queued;
+    p->n_queued = 0;
+    p->n_unused = 0;
+    p->anchor = -1;
+    for (int32_t i = 0; i < ROCQ__DEPTH; i++) p->frames[i].first = p->frames[i].last = -1;
+    for (int32_t i = 0; i < ROCQ__MARKS; i++) {
+        if (p->marks[i].event) ctx->gpu->hip->event_destroy(p->marks[i].event);
+        p->marks[i].event = NULL;
+    }
+}
+
+// The oldest in the queue has been reached by the GPU: its times.
+ROCQ__FN rocq_result rocq__queue_take(rocq_ctx *ctx, rocq__profile *p) {
+    const rocq_hip *hip = ctx->gpu->hip;
+    const rocq__queued *call = &p->queue[p->queue_begin];
+    rocq__mark *first = &p->marks[call->first], *last = &p->marks[call->last];
+    if (call->piece) {
+        // Intervals since the mark before: a float holds no long ones to the nanosecond.
+        float before = 0.0f, during = 0.0f;
+        ROCQ__HIP("profile",
+                  hip->event_elapsed(&before, p->marks[p->anchor].event, first->event));
+        ROCQ__HIP("profile", hip->event_elapsed(&during, first->event, last->event));
+        first->ns = p->marks[p->anchor].ns + 1e6 * (double)before;
+        last->ns = first->ns + 1e6 * (double)during;
+        last->refs++;
+        rocq__mark_drop(p, p->anchor);
+        p->anchor = call->last;
+    }
+    if (call->region >= 0) {
+        rocq__times_add(p, &p->regions[call->region].gpu, last->ns - first->ns);
+        rocq__span_add(p, call->region, true, (int64_t)first->ns, (int64_t)last->ns);
+    }
+    rocq__mark_drop(p, call->first);
+    rocq__mark_drop(p, call->last);
+    p->queue_begin = (p->queue_begin + 1) % ROCQ__QUEUE;
+    p->n_queued--;
+    return ROCQ_OK;
+}
+
+// Takes from the queue what is done; before that waits for the n oldest.
+ROCQ__FN rocq_result rocq__queue_serve(rocq_ctx *ctx, rocq__profile *p, int32_t n) {
+    const rocq_hip *hip = ctx->gpu->hip;
+    for (; p->n_queued > 0; n--) {
+        const rocq__queued *call = &p->queue[p->queue_begin];
+        if (call->piece) { // the pieces of other regions have gone before them
+            void *event = p->marks[call->last].event;
+            const int error = n > 0 ? hip->event_wait(event) : hip->event_query(event);
+            if (error == ROCQ_HIP_NOT_READY && n <= 0) return ROCQ_OK;
+            if (error != 0) return rocq__hip_failed(ctx, "profile", error);
+        }
+        ROCQ__TRY(rocq__queue_take(ctx, p));
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__mark_take(rocq_ctx *ctx, rocq__profile *p, int32_t *mark) {
+    *mark = -1;
+    while (p->n_unused == 0 && p->n_queued > 0) ROCQ__TRY(rocq__queue_serve(ctx, p, 1));
+    if (p->n_unused == 0) return ROCQ_OK;
+    const int32_t i = p->unused[p->n_unused - 1];
+    ROCQ__HIP("profile", ctx->gpu->hip->event_record(p->marks[i].event, ctx->gpu->stream));
+    p->n_unused--;
+    p->marks[i].refs = 1;
+    *mark = i;
+    return ROCQ_OK;
+}
+
+// All that is under way is waited for. Results of a lost GPU are those that came in time.
+ROCQ__FN rocq_result rocq__queue_finish(rocq_ctx *ctx, rocq__profile *p, const char *call) {
+    if (!p->gpu || p->n_queued == 0) return ROCQ_OK;
+    rocq_result result = ROCQ_E_LOST;
+    if (!ctx->gpu->lost) result = rocq__hip_enter(ctx, call);
+    if (result == ROCQ_OK) result = rocq__queue_serve(ctx, p, ROCQ__QUEUE);
+    if (result != ROCQ_OK) rocq__marks_end(ctx, p);
+    return result == ROCQ_E_LOST ? ROCQ_OK : result;
+}
+
+// -- begin and end --
+
+// piece: what is submitted until the end goes to the GPU in one.
+ROCQ__FN rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
+                                        bool piece) {
+    rocq__profile *p = ctx->profiling;
+    int32_t mark = -1, region = -1;
+    piece = piece && p->anchor >= 0;
+    if (piece) ROCQ__TRY(rocq__mark_take(ctx, p, &mark));
+    if (p->depth < ROCQ__DEPTH) {
+        rocq__frame *frame = &p->frames[p->depth];
+        const int32_t parent = p->depth > 0 ? frame[-1].region : -1;
+        if (p->depth == 0 || parent >= 0) region = rocq__named_find(p, parent, name, detail);
+        memset(frame, 0, sizeof *frame);
+        frame->region = region;
+        frame->piece = piece;
+        frame->first = mark;
+        frame->last = frame->span = -1;
+        frame->start_ns = rocq_time_ns();
+        if (region >= 0) {
+            frame->span = rocq__span_add(p, region, false, frame->start_ns - p->start_ns, -1);
+        }
+    } else {
+        rocq__mark_drop(p, mark);
+    }
+    p->depth++;
+    if (region < 0) p->dropped++;
+    if (p->range_push) p->range_push(region >= 0 ? rocq__named_label(&p->regions[region]) : name);
+    return ROCQ_OK;
+}
+
+// The frame's marks become the end of those of the region around it.
+ROCQ__FN void rocq__marks_inherit(rocq__profile *p, rocq__frame *outer, const rocq__frame *frame) {
+    if (outer->first < 0) {
+        outer->first = frame->first;
+        p->marks[frame->first].refs++;
+    }
+    p->marks[frame->last].refs++;
+    rocq__mark_drop(p, outer->last);
+    outer->last = frame->last;
+}
+
+// A call that failed is no sample. The work counts for all regions around, too.
+ROCQ__FN rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, const rocq__work *work) {
+    const int64_t now = rocq_time_ns();
+    rocq__profile *p = ctx->profiling;
+    if (p->range_pop) p->range_pop();
+    if (--p->depth >= ROCQ__DEPTH) return result;
+    rocq__frame *f = &p->frames[p->depth], *outer = p->depth > 0 ? f - 1 : NULL;
+    if (f->piece && f->first >= 0) {
+        const rocq_result marked = rocq__mark_take(ctx, p, &f->last);
+        if (result == ROCQ_OK) result = marked;
+    }
+    if (result != ROCQ_OK || f->last < 0) {
+        rocq__mark_drop(p, f->first);
+        rocq__mark_drop(p, f->last);
+        f->first = f->last = -1;
+    }
+    if (result != ROCQ_OK) return result;
+    if (work) {
+        f->bytes += work->bytes;
+        f->flops += work->flops;
+        f->matrix += work->matrix;
+    }
+    if (outer && !(work && work->copy)) {
+        outer->bytes += f->bytes;
+        outer->flops += f->flops;
+        outer->matrix += f->matrix;
+    }
+    if (outer && f->last >= 0) rocq__marks_inherit(p, outer, f);
+    if (f->region >= 0) {
+        rocq__named *r = &p->regions[f->region];
+        rocq__times_add(p, &r->host, (double)(now - f->start_ns));
+        r->bytes += f->bytes;
+        r->flops += f->flops;
+        r->matrix += f->matrix;
+        if (work) {
+            r->access = work->access;
+            r->copy = work->copy;
+            r->op = true;
+        }
+        if (f->span >= 0) p->spans[f->span].stop_ns = now - p->start_ns;
+    }
+    if (f->last < 0) return ROCQ_OK;
+    if (p->n_queued == ROCQ__QUEUE && f->piece) ROCQ__TRY(rocq__queue_serve(ctx, p, 1));
+    if (p->n_queued == ROCQ__QUEUE) {
+        rocq__mark_drop(p, f->first);
+        rocq__mark_drop(p, f->last);
+        p->dropped_gpu++;
+        return ROCQ_OK;
+    }
+    rocq__queued *call = &p->queue[(p->queue_begin + p->n_queued++) % ROCQ__QUEUE];
+    call->region = f->region;
+    call->first = f->first;
+    call->last = f->last;
+    call->piece = f->piece;
+    return f->piece ? rocq__queue_serve(ctx, p, 0) : ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params) {
+    const rocq__work work = rocq__work_of(ctx, op, params);
+    ROCQ__TRY(rocq__region_enter(ctx, work.name, work.detail, true));
+    return rocq__region_leave(ctx, rocq__run_here(ctx, op, params), &work);
+}
+
+ROCQ__FN rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph) {
+    ROCQ__TRY(rocq__region_enter(ctx, "graph", NULL, graph->exec != NULL));
+    return rocq__region_leave(ctx, rocq__graph_submit(ctx, graph),
+                              graph->exec ? &graph->work : NULL);
+}
+
+ROCQ__FN rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes) {
+    rocq__work work;
+    memset(&work, 0, sizeof work);
+    work.bytes = (double)bytes;
+    work.copy = true;
+    return rocq__region_leave(ctx, result, &work);
+}
+
+// -- start and stop --
+
+ROCQ__FN void rocq__profile_free(rocq_ctx *ctx, rocq__profile *p) {
+    if (!p) return;
+    if (p->anchor >= 0) rocq__marks_end(ctx, p);
+    rocq__free(ctx, p->regions);
+    rocq__free(ctx, p->buckets);
+    rocq__free(ctx, p->host);
+    rocq__free(ctx, p->gpu);
+    rocq__free(ctx, p->sorted);
+    rocq__free(ctx, p->spans);
+    rocq__free(ctx, p);
+}
+
+// Cleared, so that its pages are there when regions run; NULL when there is no memory.
+ROCQ__FN void *rocq__profile_array(rocq_ctx *ctx, int64_t n, int64_t size) {
+    int64_t bytes;
+    if (!rocq__mul(n, size, &bytes)) return NULL;
+    void *memory = rocq__alloc(ctx, bytes);
+    if (memory) memset(memory, 0, (size_t)bytes);
+    return memory;
+}
+
+// The chip's peaks where the desc has none. The matrix unit's is only known of AMD's chips.
+ROCQ__FN void rocq__profile_peaks(const rocq_ctx *ctx, rocq_profile_desc *desc) {
+    if (!rocq__on_gpu(ctx)) return;
+    const rocq__chip *chip = rocq__chip_of(ctx);
+    if (chip->guessed) return;
+    if (desc->bytes_per_s == 0.0) desc->bytes_per_s = 1e6 * chip->bytes_per_us;
+    if (desc->flops_per_s == 0.0) desc->flops_per_s = 1e6 * chip->flops_per_us;
+    if (desc->matrix_per_s == 0.0 && chip->target != 0) {
+        desc->matrix_per_s = 1e6 * chip->matrix_per_us;
+    }
+}
+
+ROCQ__FN void rocq__roctx_load(rocq__profile *p) {
+#if ROCQ__HAS_HIP
+#if defined(_WIN32)
+    static const char *const names[] = {"roctx64.dll", "libroctx64.dll"};
+#else
+    static const char *const names[] = {"libroctx64.so.4", "libroctx64.so"};
+#endif
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+#if defined(_WIN32)
+        HMODULE library = LoadLibraryA(names[i]);
+        if (!library) continue;
+        const FARPROC push = GetProcAddress(library, "roctxRangePushA");
+        const FARPROC pop = GetProcAddress(library, "roctxRangePop");
+#else
+        void *library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
+        if (!library) continue;
+        void *push = dlsym(library, "roctxRangePushA"), *pop = dlsym(library, "roctxRangePop");
+#endif
+        if (!push || !pop) continue;
+        memcpy(&p->range_push, &push, sizeof push);
+        memcpy(&p->range_pop, &pop, sizeof pop);
+        return;
+    }
+#else
+    (void)p;
+#endif
+}
+
+// The events, and the first of them as the anchor: the GPU's clock and the host's meet there.
+ROCQ__FN rocq_result rocq__marks_begin(rocq_ctx *ctx, rocq__profile *p) {
+    const rocq_hip *hip = ctx->gpu->hip;
+    ROCQ__TRY(rocq__hip_enter(ctx, "profile_start"));
+    for (int32_t i = 0; i < ROCQ__MARKS; i++) {
+        ROCQ__HIP("profile_start", hip->event_create(&p->marks[i].event, 0));
+        p->unused[p->n_unused++] = i;
+    }
+    ROCQ__TRY(rocq__mark_take(ctx, p, &p->anchor));
+    ROCQ__HIP("profile_start", hip->event_wait(p->marks[p->anchor].event));
+    p->marks[p->anchor].ns = (double)(rocq_time_ns() - p->start_ns);
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__profile_make(rocq_ctx *ctx, const rocq_profile_desc *desc,
+                                        rocq__profile **out) {
+    rocq__profile *p = (rocq__profile *)rocq__profile_array(ctx, 1, (int64_t)sizeof *p);
+    if (!p) return rocq__fail(ctx, ROCQ_E_MEMORY, "profile_start: no memory");
+    *out = p;
+    p->desc = *desc;
+    p->anchor = -1;
+    p->n_buckets = 2;
+    while (p->n_buckets < 2 * desc->max_regions) p->n_buckets *= 2;
+    const int64_t n_regions = desc->max_regions, real = (int64_t)sizeof(double);
+    const bool gpu = rocq__gpu_timed(ctx) && ctx->gpu->hip->event_query && !desc->host_only;
+    p->regions = (rocq__named *)rocq__profile_array(ctx, n_regions, (int64_t)sizeof *p->regions);
+    p->buckets = (int32_t *)rocq__profile_array(ctx, p->n_buckets, (int64_t)sizeof *p->buckets);
+    p->host = (double *)rocq__profile_array(ctx, n_regions, desc->max_samples * real);
+    p->sorted = (double *)rocq__profile_array(ctx, desc->max_samples, real);
+    p->spans = (rocq__span *)rocq__profile_array(ctx, desc->max_events, (int64_t)sizeof *p->spans);
+    if (gpu) p->gpu = (double *)rocq__profile_array(ctx, n_regions, desc->max_samples * real);
+    if (!p->regions || !p->buckets || !p->host || !p->sorted || !p->spans || (gpu && !p->gpu)) {
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "profile_start: no memory for %ld regions of %ld samples"
+                          " and %ld events", (long)desc->max_regions, (long)desc->max_samples,
+                          (long)desc->max_events);
+    }
+    for (int32_t i = 0; i < p->n_buckets; i++) p->buckets[i] = -1;
+    if (desc->roctx) rocq__roctx_load(p);
+    p->start_ns = rocq_time_ns();
+    return gpu ? rocq__marks_begin(ctx, p) : ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_profile_start(rocq_ctx *ctx, const rocq_profile_desc *desc) {
+    enum { MOST = 1 << 24 };
+    rocq_profile_desc d;
+    rocq__profile *p = NULL;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (ctx->profiling) return rocq__fail(ctx, ROCQ_E_STATE, "profile_start: it is on");
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (d.max_regions == 0) d.max_regions = 256;
+    if (d.max_samples == 0) d.max_samples = 1024;
+    if (d.max_events == 0) d.max_events = 65536;
+    if (d.max_regions < 0 || d.max_regions > MOST || d.max_samples < 0 || d.max_samples > MOST ||
+        d.max_events < 0 || d.max_events > MOST) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "profile_start: a number is negative or over %ld",
+                          (long)MOST);
+    }
+    if (!(d.bytes_per_s >= 0.0 && d.flops_per_s >= 0.0 && d.matrix_per_s >= 0.0)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "profile_start: a peak is negative or no number");
+    }
+    rocq__profile_peaks(ctx, &d);
+    const rocq_result result = rocq__profile_make(ctx, &d, &p);
+    if (result != ROCQ_OK) {
+        rocq__profile_free(ctx, p);
+        return result;
+    }
+    rocq__profile_free(ctx, ctx->profile);
+    ctx->profile = ctx->profiling = p;
+    return ROCQ_OK;
+}
+
+// Regions that are still open are forgotten.
+ROCQ_DEF rocq_result rocq_profile_stop(rocq_ctx *ctx) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    rocq__profile *p = ctx->profiling;
+    if (!p) return ROCQ_OK;
+    const rocq_result result = rocq__queue_finish(ctx, p, "profile_stop");
+    if (p->anchor >= 0) rocq__marks_end(ctx, p);
+    for (; p->depth > 0; p->depth--) {
+        if (p->range_pop) p->range_pop();
+    }
+    ctx->profiling = NULL;
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_profile_clear(rocq_ctx *ctx) {
+    const rocq_result result = rocq_profile_stop(ctx);
+    if (ctx) {
+        rocq__profile_free(ctx, ctx->profile);
+        ctx->profile = NULL;
+    }
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_region_begin(rocq_ctx *ctx, const char *name) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!ctx->profiling) return ROCQ_OK;
+    if (!name) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "region_begin: name is NULL");
+    return rocq__region_enter(ctx, name, NULL, false);
+}
+
+ROCQ_DEF rocq_result rocq_region_work(rocq_ctx *ctx, double bytes, double flops,
+                                      rocq_access access) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    rocq__profile *p = ctx->profiling;
+    if (!p) return ROCQ_OK;
+    if (!(bytes >= 0.0 && flops >= 0.0) || !isfinite(bytes + flops) || (int)access < 0 ||
+        access > ROCQ_ACCESS_LATENCY) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "region_work: a number or access %d is out of range",
+                          (int)access);
+    }
+    if (p->depth == 0) return rocq__fail(ctx, ROCQ_E_STATE, "region_work: no region is open");
+    if (p->depth > ROCQ__DEPTH) return ROCQ_OK; // dropped, as its begin was
+    rocq__frame *frame = &p->frames[p->depth - 1];
+    frame->bytes += bytes;
+    frame->flops += flops;
+    if (frame->region >= 0) p->regions[frame->region].access = access;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_region_end(rocq_ctx *ctx) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!ctx->profiling) return ROCQ_OK;
+    if (ctx->profiling->depth == 0) {
+        return rocq__fail(ctx, ROCQ_E_STATE, "region_end: no region is open");
+    }
+    return rocq__region_leave(ctx, ROCQ_OK, NULL);
+}
+
+// -- results --
+
+// What a kind of access can reach, at best, of the peak that bounds it.
+static const struct {
+    const char *name, *reach;
+} rocq__accesses[] = { // in the order of rocq_access
+    {"stream", "a stream can reach 90%"},
+    {"tiled", "tiles can reach 85%"},
+    {"gather", "gathered rows can reach 60%"},
+    {"latency", "too little work to fill the chip"},
+};
+
+// Share of the peak, what bounds, and the verdict on it.
+ROCQ__FN void rocq__judge(const rocq__profile *p, rocq__named *r, rocq_region_stats *stats) {
+    const rocq_profile_desc *peak = &p->desc;
+    const double seconds = stats->bytes_per_s > 0.0   ? r->bytes / stats->bytes_per_s
+                           : stats->flops_per_s > 0.0 ? r->flops / stats->flops_per_s
+                                                      : 0.0;
+    const double vector = r->flops - r->matrix;
+    const bool computes = (vector <= 0.0 || peak->flops_per_s > 0.0) &&
+                          (r->matrix <= 0.0 || peak->matrix_per_s > 0.0);
+    double memory_s = 0.0, compute_s = 0.0; // at the peaks
+    r->verdict[0] = '\0';
+    if (r->copy || seconds <= 0.0) return;
+    if (peak->bytes_per_s > 0.0) memory_s = r->bytes / peak->bytes_per_s;
+    if (peak->flops_per_s > 0.0) compute_s += vector / peak->flops_per_s;
+    if (peak->matrix_per_s > 0.0) compute_s += r->matrix / peak->matrix_per_s;
+    if (stats->access == ROCQ_ACCESS_TILED ? !computes : peak->bytes_per_s <= 0.0) return;
+    const double least = ROCQ__MAX(memory_s, compute_s);
+    if (least <= 0.0) return;
+    if (r->op && 1e9 * least / (double)r->host.count < ROCQ__FILL_NS) {
+        stats->access = ROCQ_ACCESS_LATENCY;
+    }
+    stats->memory_bound = memory_s >= compute_s;
+    stats->share = least / seconds;
+    const char *bound = stats->memory_bound ? "memory-bound" : "compute-bound";
+    const char *unit = stats->memory_bound ? "GB/s" : "GFLOP/s";
+    double rate = 1e-9 * (stats->memory_bound ? peak->bytes_per_s : r->flops / compute_s);
+    if (!stats->memory_bound && rate >= 1e4) {
+        rate *= 1e-3;
+        unit = "TFLOP/s";
+    }
+    const char *word = rocq__accesses[stats->access].reach;
+    if (stats->share > 1.0) word = "more than the peak, from caches";
+    else if (stats->share > 0.8) word = "excellent";
+    else if (stats->share > 0.6) word = "good";
+    else if (stats->access == ROCQ_ACCESS_LATENCY) bound = "latency-bound";
+    snprintf(r->verdict, sizeof r->verdict, "%s, %.0f%% of %.0f %s: %s", bound,
+             100.0 * stats->share, rate, unit, word);
+}
+
+ROCQ__FN void rocq__times_summarize(const rocq__profile *p, const rocq__times *times,
+                                    rocq_summary *summary) {
+    const int64_t kept = ROCQ__MIN(times->count, (int64_t)p->desc.max_samples);
+    if (kept > 0) memcpy(p->sorted, times->ns, (size_t)kept * sizeof(double));
+    rocq_summarize(summary, p->sorted, kept);
+    summary->count = times->count;
+}
+
+// Those of the GPU, where there are.
+ROCQ__FN const rocq__times *rocq__times_of(const rocq__named *r) {
+    return r->gpu.count > 0 ? &r->gpu : &r->host;
+}
+
+ROCQ__FN void rocq__region_stats(const rocq__profile *p, int32_t index, rocq_region_stats *stats) {
+    rocq__named *r = &p->regions[index];
+    memset(stats, 0, sizeof *stats);
+    stats->name = rocq__named_label(r);
+    stats->path = r->path;
+    stats->depth = r->depth;
+    rocq__times_summarize(p, &r->host, &stats->host_ns);
+    rocq__times_summarize(p, &r->gpu, &stats->gpu_ns);
+    stats->total_ns = rocq__times_of(r)->sum;
+    stats->bytes = r->bytes;
+    stats->flops = r->flops;
+    stats->access = r->access;
+    if (stats->total_ns > 0.0) { // the GPU may have fewer times than there were calls
+        const double calls = (double)rocq__times_of(r)->count;
+        const double seconds = 1e-9 * stats->total_ns / calls * (double)r->host.count;
+        stats->bytes_per_s = r->bytes / seconds;
+        stats->flops_per_s = r->flops / seconds;
+    }
+    rocq__judge(p, r, stats);
+    stats->verdict = r->verdict;
+}
+
+ROCQ_DEF int32_t rocq_profile_count(rocq_ctx *ctx) {
+    if (!ctx || !ctx->profile) return 0;
+    rocq__queue_finish(ctx, ctx->profile, "profile_count");
+    return ctx->profile->n_regions;
+}
+
+ROCQ_DEF rocq_result rocq_profile_region(rocq_ctx *ctx, int32_t index, rocq_region_stats *stats) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    const int32_t n = ctx->profile ? ctx->profile->n_regions : 0;
+    if (!stats || index < 0 || index >= n) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "profile_region: stats is NULL, or %ld is none of %ld",
+                          (long)index, (long)n);
+    }
+    ROCQ__TRY(rocq__queue_finish(ctx, ctx->profile, "profile_region"));
+    rocq__region_stats(ctx->profile, index, stats);
+    return ROCQ_OK;
+}
+
+// -- reports --
+
+enum { ROCQ__NAME_WIDTH = 44 };
+
+// Characters of UTF-8 text.
+ROCQ__FN int rocq__text_width(const char *text) {
+    int n = 0;
+    for (; *text; text++) n += ((unsigned char)*text & 0xc0) != 0x80;
+    return n;
+}
+
+// The region and, below it, those inside: a tree, though later regions may have come first. parent
+// -1 is the root.
+ROCQ__FN void rocq__report_rows(rocq__output *out, const rocq__profile *p, int32_t parent,
+                                int width) {
+    const double around = parent < 0 ? 0.0 : rocq__times_of(&p->regions[parent])->sum;
+    for (int32_t i = ROCQ__MAX(parent, -1) + 1; i < p->n_regions; i++) {
+        rocq_region_stats s;
+        if (p->regions[i].parent != parent) continue;
+        rocq__region_stats(p, i, &s);
+        const rocq_summary *times = s.gpu_ns.count > 0 ? &s.gpu_ns : &s.host_ns;
+        const int indent = 2 * s.depth, pad = width - indent - rocq__text_width(s.name);
+        rocq__print(out, "%*s", indent, "");
+        rocq__print_bytes(out, s.name, (int64_t)strlen(s.name));
+        rocq__print(out, "%*s %8lld", ROCQ__MAX(pad, 0), "", (long long)s.host_ns.count);
+        rocq__print_number(out, 1e-6 * s.total_ns, 11, 3);
+        if (around > 0.0) rocq__print_number(out, 100.0 * s.total_ns / around, 7, 1);
+        else rocq__print(out, "%7s", "");
+        rocq__print_number(out, 1e-3 * times->median, 12, 2);
+        rocq__print_number(out, 1e-3 * times->p95, 12, 2);
+        rocq__print_number(out, 1e-3 * times->p99, 12, 2);
+        if (p->gpu) rocq__print_number(out, 1e-3 * s.host_ns.median, 12, 2);
+        if (s.bytes > 0.0) rocq__print_number(out, 1e-9 * s.bytes_per_s, 9, 2);
+        else rocq__print(out, "%9s", "");
+        if (s.flops > 0.0) rocq__print_number(out, 1e-9 * s.flops_per_s, 10, 1);
+        else rocq__print(out, "%10s", "");
+        rocq__print(out, "%s%s\n", *s.verdict ? "  " : "", s.verdict);
+        rocq__report_rows(out, p, i, width);
+    }
+}
+
+ROCQ__FN void rocq__report_table(rocq__output *out, const rocq__profile *p) {
+    int width = 6;
+    for (int32_t i = 0; i < p->n_regions; i++) {
+        const rocq__named *r = &p->regions[i];
+        width = ROCQ__MAX(width, 2 * r->depth + rocq__text_width(rocq__named_label(r)));
+    }
+    width = ROCQ__MIN(width, ROCQ__NAME_WIDTH);
+    rocq__print(out, "%-*s %8s%11s%7s%12s%12s%12s", width, "region", "calls", "total ms", "%",
+                "median us", "p95 us", "p99 us");
+    rocq__print(out, "%s%9s%10s\n", p->gpu ? "     host us" : "", "GB/s", "GFLOP/s");
+    rocq__report_rows(out, p, -1, width);
+    if (p->dropped + p->dropped_gpu + p->dropped_spans > 0) {
+        rocq__print(out, "no room for: %lld calls, %lld GPU times, %lld trace events\n",
+                    (long long)p->dropped, (long long)p->dropped_gpu, (long long)p->dropped_spans);
+    }
+}
+
+ROCQ__FN void rocq__json_field(rocq__output *out, const char *name, double value, int decimals) {
+    rocq__print(out, ", \"%s\": ", name);
+    rocq__print_number(out, value, 0, decimals);
+}
+
+ROCQ__FN void rocq__json_summary(rocq__output *out, const char *name, const rocq_summary *s) {
+    rocq__print(out, ",\n     \"%s\": {\"count\": %lld", name, (long long)s->count);
+    rocq__json_field(out, "min", s->min, 1);
+    rocq__json_field(out, "median", s->median, 1);
+    rocq__json_field(out, "mean", s->mean, 1);
+    rocq__json_field(out, "p95", s->p95, 1);
+    rocq__json_field(out, "p99", s->p99, 1);
+    rocq__json_field(out, "max", s->max, 1);
+    rocq__json_field(out, "deviation", s->deviation, 1);
+    rocq__print(out, "}");
+}
+
+ROCQ__FN void rocq__json_dropped(rocq__output *out, const rocq__profile *p) {
+    rocq__print(out, "\"dropped\": %lld, \"dropped_gpu\": %lld, \"dropped_events\": %lld",
+                (long long)p->dropped, (long long)p->dropped_gpu, (long long)p->dropped_spans);
+}
+
+ROCQ__FN void rocq__report_json(rocq__output *out, const rocq_ctx *ctx, const rocq__profile *p) {
+    rocq__print(out, "{\"device\": ");
+    rocq__print_string(out, ctx->device);
+    rocq__json_field(out, "peak_bytes_per_s", p->desc.bytes_per_s, 0);
+    rocq__json_field(out, "peak_flops_per_s", p->desc.flops_per_s, 0);
+    rocq__json_field(out, "peak_matrix_per_s", p->desc.matrix_per_s, 0);
+    rocq__print(out, ",\n \"regions\": [");
+    for (int32_t i = 0; i < p->n_regions; i++) {
+        rocq_region_stats s;
+        rocq__region_stats(p, i, &s);
+        rocq__print(out, "%s\n    {\"name\": ", i > 0 ? "," : "");
+        rocq__print_string(out, s.name);
+        rocq__print(out, ", \"path\": ");
+        rocq__print_string(out, s.path);
+        rocq__print(out, ", \"depth\": %d", (int)s.depth);
+        rocq__json_summary(out, "host_ns", &s.host_ns);
+        rocq__json_summary(out, "gpu_ns", &s.gpu_ns);
+        rocq__print(out, ",\n     \"access\": \"%s\", \"memory_bound\": %s",
+                    rocq__accesses[s.access].name, s.memory_bound ? "true" : "false");
+        rocq__json_field(out, "total_ns", s.total_ns, 1);
+        rocq__json_field(out, "bytes", s.bytes, 0);
+        rocq__json_field(out, "flops", s.flops, 0);
+        rocq__json_field(out, "bytes_per_s", s.bytes_per_s, 0);
+        rocq__json_field(out, "flops_per_s", s.flops_per_s, 0);
+        rocq__json_field(out, "share", s.share, 4);
+        rocq__print(out, ", \"verdict\": ");
+        rocq__print_string(out, s.verdict);
+        rocq__print(out, "}");
+    }
+    rocq__print(out, "\n ], ");
+    rocq__json_dropped(out, p);
+    rocq__print(out, "}\n");
+}
+
+ROCQ__FN void rocq__report_trace(rocq__output *out, const rocq_ctx *ctx, const rocq__profile *p) {
+    static const char meta[] = "{\"ph\": \"M\", \"pid\": 1, \"tid\": %d, \"name\": \"%s\", "
+                               "\"args\": {\"name\": ";
+    rocq__print(out, "{\"displayTimeUnit\": \"ns\", ");
+    rocq__json_dropped(out, p);
+    rocq__print(out, ", \"traceEvents\": [\n");
+    rocq__print(out, meta, 1, "process_name");
+    rocq__print_string(out, ctx->device);
+    rocq__print(out, "}},\n");
+    rocq__print(out, meta, 1, "thread_name");
+    rocq__print(out, "\"host\"}}");
+    if (p->gpu) {
+        rocq__print(out, ",\n");
+        rocq__print(out, meta, 2, "thread_name");
+        rocq__print(out, "\"GPU\"}}");
+    }
+    for (int64_t i = 0; i < p->n_spans && !out->failed; i++) {
+        const rocq__span *span = &p->spans[i];
+        if (span->stop_ns < 0) continue;
+        rocq__print(out, ",\n{\"ph\": \"X\", \"pid\": 1, \"tid\": %d, \"name\": ",
+                    span->gpu ? 2 : 1);
+        rocq__print_string(out, rocq__named_label(&p->regions[span->region]));
+        rocq__json_field(out, "ts", 1e-3 * (double)span->start_ns, 3);
+        rocq__json_field(out, "dur", 1e-3 * (double)(span->stop_ns - span->start_ns), 3);
+        rocq__print(out, "}");
+    }
+    rocq__print(out, "\n]}\n");
+}
+
+ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_write_fn write,
+                                         void *user) {
+    rocq__output out;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!write || (int)kind < 0 || kind > ROCQ_REPORT_TRACE) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "profile_report: write is NULL, or kind %d is none",
+                          (int)kind);
+    }
+    const rocq__profile *p = ctx->profile;
+    if (!p) return rocq__fail(ctx, ROCQ_E_STATE, "profile_report: no profile has been started");
+    ROCQ__TRY(rocq__queue_finish(ctx, ctx->profile, "profile_report"));
+    out.write = write;
+    out.user = user;
+    out.failed = false;
+    if (kind == ROCQ_REPORT_TEXT) rocq__report_table(&out, p);
+    else if (kind == ROCQ_REPORT_JSON) rocq__report_json(&out, ctx, p);
+    else rocq__report_trace(&out, ctx, p);
+    return out.failed ? rocq__fail(ctx, ROCQ_E_IO, "profile_report: the report cannot be written")
+                      : ROCQ_OK;
+}
+
+#else // compiled out: there is never a profile
+
+ROCQ_DEF rocq_result rocq_profile_start(rocq_ctx *ctx, const rocq_profile_desc *desc) {
+    (void)desc;
+    return ctx ? ROCQ_OK : ROCQ_E_ARGUMENT;
+}
+ROCQ_DEF rocq_result rocq_profile_stop(rocq_ctx *ctx) { return ctx ? ROCQ_OK : ROCQ_E_ARGUMENT; }
+ROCQ_DEF rocq_result rocq_profile_clear(rocq_ctx *ctx) { return ctx ? ROCQ_OK : ROCQ_E_ARGUMENT; }
+ROCQ_DEF rocq_result rocq_region_begin(rocq_ctx *ctx, const char *name) {
+    (void)name;
+    return ctx ? ROCQ_OK : ROCQ_E_ARGUMENT;
+}
+ROCQ_DEF rocq_result rocq_region_work(rocq_ctx *ctx, double bytes, double flops,
+                                      rocq_access access) {
+    (void)bytes;
+    (void)flops;
+    (void)access;
+    return ctx ? ROCQ_OK : ROCQ_E_ARGUMENT;
+}
+ROCQ_DEF rocq_result rocq_region_end(rocq_ctx *ctx) { return ctx ? ROCQ_OK : ROCQ_E_ARGUMENT; }
+ROCQ_DEF int32_t rocq_profile_count(rocq_ctx *ctx) {
+    (void)ctx;
+    return 0;
+}
+ROCQ_DEF rocq_result rocq_profile_region(rocq_ctx *ctx, int32_t index, rocq_region_stats *stats) {
+    (void)stats;
+    return rocq__fail(ctx, ROCQ_E_ARGUMENT, "profile_region: %ld is none of 0", (long)index);
+}
+ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_write_fn write,
+                                         void *user) {
+    (void)kind;
+    (void)write;
+    (void)user;
+    return ctx ? ROCQ_OK : ROCQ_E_ARGUMENT;
+}
+
+#endif // ROCQ__HAS_PROFILE
+
 // ---------------------------------------------------------------------------------------------
 // >>occupancy: waves of a kernel that fit a chip
 // ---------------------------------------------------------------------------------------------
+// A workgroup stays on one WGP: two CUs of two SIMDs each, or with cu_mode on one of its CUs. A
+// SIMD has slots for 16 waves and a file of VGPRs that is handed out in 64ths of it, a wave of 64
+// lanes taking two of each register that one of 32 takes (RDNA3.5 ISA, 3.3.2.1). LDS is handed out
+// in blocks of 1024 bytes, and a CU has barriers for 16 workgroups; one of a single wave needs none.
+// SGPRs and scratch limit nothing.
+
+enum {
+    ROCQ__SIMD_WAVES = 16,
+    ROCQ__FILE_GRANULES = 64,
+    ROCQ__CU_SIMDS = 2,
+    ROCQ__CU_BARRIERS = 16,
+    ROCQ__CU_LDS = 65536, // bytes, and the most a workgroup may have
+    ROCQ__LDS_GRANULE = 1024
+};
+
+// Workgroups that find room where one has to stay, by what it needs.
+typedef struct rocq__room {
+    int32_t size;  // waves of a workgroup
+    int32_t simds; // where its waves may be
+    int32_t waves; // of a SIMD, by VGPRs
+    int32_t by_vgprs, by_threads, by_lds;
+    int32_t compiler_lds; // by_lds as clang counts it
+} rocq__room;
+
+ROCQ__FN rocq__room rocq__room_of(const rocq_occupancy_params *p, int32_t vgprs) {
+    const int32_t cus = p->cu_mode ? 1 : 2, wave = p->wave ? p->wave : 32;
+    const int32_t file = rocq__chip_find(p->target)->vgprs * 32 / wave;
+    const int32_t granule = file / ROCQ__FILE_GRANULES;
+    rocq__room room;
+    room.size = (p->threads + wave - 1) / wave;
+    room.simds = ROCQ__CU_SIMDS * cus;
+    room.waves = ROCQ__MIN(file / ((vgprs + granule - 1) / granule * granule), ROCQ__SIMD_WAVES);
+    room.by_vgprs = room.waves * room.simds / room.size;
+    room.by_threads = ROCQ__SIMD_WAVES * room.simds / room.size;
+    if (room.size > 1) room.by_threads = ROCQ__MIN(room.by_threads, ROCQ__CU_BARRIERS * cus);
+    room.by_lds = p->lds_bytes > ROCQ__CU_LDS ? 0 : room.by_threads;
+    if (p->lds_bytes > 0 && p->lds_bytes <= ROCQ__CU_LDS) {
+        const int32_t blocks = (p->lds_bytes + ROCQ__LDS_GRANULE - 1) / ROCQ__LDS_GRANULE;
+        room.by_lds = ROCQ__CU_LDS * cus / (blocks * ROCQ__LDS_GRANULE);
+    }
+    room.compiler_lds = ROCQ__CU_LDS * cus / ROCQ__MAX(p->lds_bytes, 1);
+    return room;
+}
+
+ROCQ__FN int32_t rocq__room_groups(const rocq__room *room) {
+    return ROCQ__MIN(ROCQ__MIN(room->by_vgprs, room->by_threads), room->by_lds);
+}
+
+ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
+                                        rocq_occupancy *result) {
+    if (!params || !result || !rocq__chip_find(params->target)) return ROCQ_E_ARGUMENT;
+    if (params->vgprs < 1 || params->vgprs > 256 || params->lds_bytes < 0 || params->threads < 1 ||
+        params->threads > 1024 || (params->wave != 0 && params->wave != 32 && params->wave != 64)) {
+        return ROCQ_E_ARGUMENT;
+    }
+    const rocq__room room = rocq__room_of(params, params->vgprs);
+    const int32_t groups = rocq__room_groups(&room);
+    rocq_occupancy o;
+    memset(&o, 0, sizeof o);
+
+    // LLVM (AMDGPUSubtarget, getOccupancyWithLocalMemSize): VGPRs by the SIMD, and apart from them
+    // the waves of as many workgroups as slots and LDS allow, rounded up and at least one.
+    const int32_t allowed = ROCQ__MIN(room.by_threads, room.compiler_lds);
+    const int32_t waves = (allowed * room.size + room.simds - 1) / room.simds;
+    o.compiler_waves = ROCQ__MIN(room.waves, ROCQ__MAX(ROCQ__MIN(waves, ROCQ__SIMD_WAVES), 1));
+
+    o.groups = groups;
+    o.waves = (double)(groups * room.size) / room.simds;
+    o.max_waves = ROCQ__SIMD_WAVES;
+    if (groups * room.size < ROCQ__SIMD_WAVES * room.simds) {
+        o.limit = groups == room.by_threads ? ROCQ_LIMIT_THREADS
+                  : groups == room.by_lds   ? ROCQ_LIMIT_LDS
+                                            : ROCQ_LIMIT_VGPRS;
+    }
+    for (int32_t v = params->vgprs - 1; v > 0 && o.next_vgprs == 0; v--) {
+        const rocq__room less = rocq__room_of(params, v);
+        if (rocq__room_groups(&less) > groups) o.next_vgprs = v;
+    }
+    *result = o;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF int32_t rocq_recommend_threads(const rocq_occupancy_params *params, double lds_per_thread,
+                                        int32_t *threads, int32_t n) {
+    enum { MOST = 1024 / 32 };
+    int32_t sizes[MOST], count = 0;
+    double waves[MOST];
+    if (!params || params->lds_bytes < 0 || !(lds_per_thread >= 0.0)) return 0;
+    rocq_occupancy_params p = *params;
+    const int32_t wave = p.wave == 64 ? 64 : 32;
+    for (p.threads = wave; p.threads <= 1024; p.threads += wave) {
+        const double lds = ceil((double)params->lds_bytes + lds_per_thread * p.threads);
+        rocq_occupancy o;
+        if (!(lds <= (double)ROCQ__CU_LDS)) continue;
+        p.lds_bytes = (int32_t)lds;
+        if (rocq_get_occupancy(&p, &o) != ROCQ_OK) return 0;
+        if (o.waves <= 0.5 * o.max_waves) continue;
+        int32_t at = count++;
+        for (; at > 0 && waves[at - 1] < o.waves; at--) {
+            sizes[at] = sizes[at - 1];
+            waves[at] = waves[at - 1];
+        }
+        sizes[at] = p.threads;
+        waves[at] = o.waves;
+    }
+    for (int32_t i = 0; threads && i < ROCQ__MIN(n, count); i++) threads[i] = sizes[i];
+    return count;
+}
 
 // ---------------------------------------------------------------------------------------------
 // >>tuner: search, evaluation, cache; warm-up
 // ---------------------------------------------------------------------------------------------
+// What rocq_tune tries is put where its result will be, into ctx->tuned: a trial takes the way that
+// the result takes later. The op, or several of one class in turn, is recorded some times over, and
+// the replay is timed.
+
+enum {
+    ROCQ__TUNED = 4096,         // results that a context keeps
+    ROCQ__SPACE = 64,           // configurations of a site
+    ROCQ__TUNE_PARAMS = 64,     // ops of a graph that take turns
+    ROCQ__TUNE_RUNS = 256,      // ops in a row, or until it takes
+    ROCQ__TUNE_ROW_NS = 500000, // so long, which hides what its launch costs
+    ROCQ__TUNE_TRIAL = 5,       // samples of a trial, and of the default in turn with it
+    ROCQ__TUNE_PROOF = 15,      // and of what is to replace the default
+    ROCQ__TUNE_LINE = 400       // bytes of a line of text
+};
+
+// -- the list --
+
+ROCQ__FN rocq_result rocq__tuned_insert(rocq_ctx *ctx, int32_t place, const rocq__tuned *entry) {
+    if (ctx->n_tuned == ctx->tuned_room) {
+        const int32_t room = ROCQ__MAX(16, 2 * ctx->n_tuned);
+        rocq__tuned *list = NULL;
+        if (room <= ROCQ__TUNED) {
+            list = (rocq__tuned *)rocq__alloc(ctx, room * (int64_t)sizeof *list);
+        }
+        if (!list)
+            return rocq__fail(ctx, ROCQ_E_MEMORY, "tune: no memory for %d results", (int)room);
+        if (ctx->n_tuned > 0) memcpy(list, ctx->tuned, (size_t)ctx->n_tuned * sizeof *list);
+        rocq__free(ctx, ctx->tuned);
+        ctx->tuned = list;
+        ctx->tuned_room = room;
+    }
+    rocq__tuned *at = ctx->tuned + place;
+    memmove(at + 1, at, (size_t)(ctx->n_tuned++ - place) * sizeof *at);
+    *at = *entry;
+    return ROCQ_OK;
+}
+
+ROCQ__FN void rocq__tuned_remove(rocq_ctx *ctx, const rocq__site *site) {
+    bool found;
+    const int32_t place = rocq__tuned_place(ctx, site, &found);
+    if (!found) return;
+    rocq__tuned *at = ctx->tuned + place;
+    memmove(at, at + 1, (size_t)(--ctx->n_tuned - place) * sizeof *at);
+}
+
+// -- the space --
+
+ROCQ__FN int32_t rocq__values_k_waves(const rocq__site *s, int32_t *out) {
+    int32_t n = 0;
+    for (int32_t v = 1; v <= ROCQ_K_MATVEC_WAVES; v *= 2) {
+        if (v == 1 || s->k / v >= rocq__matvec_step(s)) out[n++] = v; // each has a full step
+    }
+    return n;
+}
+
+ROCQ__FN int32_t rocq__values_tile(const rocq__site *s, int32_t *out) {
+    (void)s;
+    out[0] = ROCQ_K_MATMUL_F16_N_FEW;
+    out[1] = ROCQ_K_MATMUL_F16_N;
+    return 2;
+}
+
+ROCQ__FN int32_t rocq__values_attend_tile(const rocq__site *s, int32_t *out) {
+    out[0] = ROCQ_K_DECODE_COLUMNS;
+    out[1] = ROCQ_K_PREFILL_COLUMNS(s->k);
+    return out[0] == out[1] ? 1 : 2;
+}
+
+// 1, 2, 3, 4, 6, 8, 12 and so on, as long as each is worth a block.
+ROCQ__FN int32_t rocq__values_splits(const rocq__site *s, int32_t *out) {
+    int32_t n = 0;
+    for (int32_t v = 1; v <= 256 && (v == 1 || s->n / v >= ROCQ_K_ATTEND_RUN); v *= 2) {
+        out[n++] = v;
+        if (v > 1 && s->n / (v + v / 2) >= ROCQ_K_ATTEND_RUN) out[n++] = v + v / 2;
+    }
+    return n;
+}
+
+// The knobs of each kind: the field of a configuration and the values it may have, rising.
+typedef struct rocq__knob {
+    int32_t kind;
+    const char *name;
+    size_t at;
+    int32_t (*values)(const rocq__site *site, int32_t *out);
+} rocq__knob;
+
+static const rocq__knob rocq__knobs[] = {
+    {ROCQ__MATVEC, "k_waves", offsetof(rocq_launch_config, k_waves), rocq__values_k_waves},
+    {ROCQ__TILES, "tile_n", offsetof(rocq_launch_config, tile_n), rocq__values_tile},
+    {ROCQ__ATTEND, "tile_n", offsetof(rocq_launch_config, tile_n), rocq__values_attend_tile},
+    {ROCQ__ATTEND, "n_splits", offsetof(rocq_launch_config, n_splits), rocq__values_splits},
+};
+enum { ROCQ__KNOBS = sizeof rocq__knobs / sizeof rocq__knobs[0] };
+
+ROCQ__FN int32_t rocq__field(const void *base, size_t at) {
+    int32_t value;
+    memcpy(&value, (const char *)base + at, sizeof value);
+    return value;
+}
+
+ROCQ__FN void rocq__set_field(void *base, size_t at, int32_t value) {
+    memcpy((char *)base + at, &value, sizeof value);
+}
+
+// All configurations of a site, at most ROCQ__SPACE; returns how many.
+ROCQ__FN int32_t rocq__space_of(const rocq__site *site, rocq_launch_config *space) {
+    int32_t n = 1, values[ROCQ__SPACE];
+    memset(space, 0, sizeof *space);
+    for (int i = 0; i < (int)ROCQ__KNOBS; i++) {
+        const rocq__knob *knob = &rocq__knobs[i];
+        if (knob->kind != site->kind) continue;
+        const int32_t n_values = ROCQ__MIN(knob->values(site, values), ROCQ__SPACE / n);
+        for (int32_t c = n * n_values - 1; c >= 0; c--) {
+            space[c] = space[c / n_values];
+            rocq__set_field(&space[c], knob->at, values[c % n_values]);
+        }
+        n *= n_values;
+    }
+    return n;
+}
+
+ROCQ__FN int32_t rocq__find_config(const rocq_launch_config *space, int32_t n,
+                                   const rocq_launch_config *config) {
+    int32_t i = 0;
+    while (i < n && memcmp(&space[i], config, sizeof *config) != 0) i++;
+    return i;
+}
+
+// Whether from a to b it is one step of one knob: no other configuration lies between them.
+ROCQ__FN bool rocq__is_step(const rocq_launch_config *space, int32_t n, int32_t a, int32_t b) {
+    const rocq__knob *turned = NULL;
+    for (int i = 0; i < (int)ROCQ__KNOBS; i++) {
+        const size_t at = rocq__knobs[i].at;
+        if (rocq__field(&space[a], at) == rocq__field(&space[b], at)) continue;
+        if (turned && turned->at != at) return false;
+        turned = &rocq__knobs[i];
+    }
+    if (!turned) return false;
+    const int32_t from = rocq__field(&space[a], turned->at),
+                  to = rocq__field(&space[b], turned->at);
+    for (int32_t c = 0; c < n; c++) {
+        rocq_launch_config between = space[a];
+        const int32_t value = rocq__field(&space[c], turned->at);
+        if (value <= ROCQ__MIN(from, to) || value >= ROCQ__MAX(from, to)) continue;
+        rocq__set_field(&between, turned->at, value);
+        if (memcmp(&between, &space[c], sizeof between) == 0) return false;
+    }
+    return true;
+}
+
+// -- the model --
+
+// Blocks of a kernel that a compute unit holds at once, from what clang makes of it for gfx11.
+ROCQ__FN double rocq__blocks_of_unit(const rocq__chip *chip, int32_t vgprs, int32_t lds,
+                                     int32_t threads) {
+    rocq_occupancy_params params;
+    rocq_occupancy occupancy;
+    memset(&params, 0, sizeof params);
+    params.target = chip->target ? chip->target : 0x1100;
+    params.vgprs = vgprs;
+    params.lds_bytes = lds;
+    params.threads = threads;
+    if (rocq_get_occupancy(&params, &occupancy) != ROCQ_OK) return 1.0;
+    return ROCQ__MAX(0.5 * occupancy.groups, 0.5);
+}
+
+// Nanoseconds of a launch: what memory, or the latency of each wave's chain of loads, or arithmetic
+// takes, whichever is longest, a latency for every round of blocks that the chip holds at once, and
+// merging at the end. On an H200 its best k_waves are the measured ones, or at most a tenth behind
+// (tests/test_tuner.c); it knows nothing of caches.
+ROCQ__FN double rocq__model_ns(const rocq__chip *chip, const rocq__site *s,
+                               const rocq_launch_config *c) {
+    const double latency = ROCQ__LATENCY_NS, units = chip->n_units, tile_m = ROCQ_K_MATMUL_M;
+    double blocks, held, bytes, chain, work, meet = 0.0; // chain, work, meet: ns
+    if (s->kind == ROCQ__MATVEC) {
+        const double rows = (double)s->m,
+                     steps = ceil((double)s->k / rocq__matvec_step(s) / c->k_waves);
+        blocks = ceil(rows * c->k_waves / (ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES));
+        held = rocq__blocks_of_unit(chip, s->n > 1 ? 124 : 86, 256 * s->n, 256);
+        bytes = rows * s->row_bytes;
+        chain = steps * (1 + s->pair) * latency;
+        work = rows * s->k * (1 + s->pair) * (2.0 + (s->int8 ? 0.5 : 2.0) * s->n) * 1e3 /
+               chip->flops_per_us;
+    } else if (s->kind == ROCQ__TILES) {
+        const bool wide = c->tile_n == ROCQ_K_MATMUL_F16_N;
+        const int64_t columns = rocq__tiles_time(chip, s, c->tile_n);
+        blocks = ceil((double)s->m / tile_m) * ceil((double)s->n / c->tile_n) * s->batch;
+        held = wide ? rocq__blocks_of_unit(chip, 254, 36864, 128)
+                    : rocq__blocks_of_unit(chip, 124, 23040, 128);
+        bytes = ((double)rocq__bytes((rocq_format)s->format, s->k) * s->m + 2.0 * s->k * s->n +
+                 4.0 * s->m * s->n) *
+                s->batch;
+        chain = 0.0;
+        work = 2.0 * tile_m * s->k * (double)columns * 1e3 * units / chip->matrix_per_us;
+    } else {
+        const double positions = ceil((double)s->n / c->n_splits);
+        blocks = ceil((double)s->m / c->tile_n) * s->batch * c->n_splits;
+        held = rocq__blocks_of_unit(chip, 240, 30000, 128);
+        bytes = ceil((double)s->m / c->tile_n) * s->batch * rocq__attend_kv(s);
+        chain = rocq__attend_kv(s) / c->n_splits / ROCQ__ATTEND_FLIGHT * latency;
+        work = ceil(blocks / units) * units * 4.0 * c->tile_n * s->k * positions * 1e3 /
+               chip->matrix_per_us;
+        if (c->n_splits > 1) {
+            meet = rocq__attend_part(s, c->tile_n) * c->n_splits / ROCQ__ATTEND_MERGE * latency;
+        }
+    }
+    const double rounds = ceil(blocks / (held * units));
+    const double memory = ROCQ__MAX(bytes * 1e3 / chip->bytes_per_us, rounds * chain);
+    return rounds * latency + ROCQ__MAX(memory, work) + meet;
+}
+
+// -- evaluation --
+
+typedef struct rocq__tuning {
+    rocq_ctx *ctx;
+    rocq_tune_desc desc; // resolved
+    rocq_op op;
+    const void *params[ROCQ__TUNE_PARAMS]; // run in turn
+    int32_t n_params, n_runs;              // n_runs: ops of a row
+    rocq__site site, own;                  // as the rule sees it, and its class
+    rocq_launch_config space[ROCQ__SPACE + 1];
+    double ns[ROCQ__SPACE + 1]; // medians, NaN: untried, infinite: cannot run
+    int32_t n_space, base;      // base: the rule's configuration
+    rocq_graph *base_row;       // n_runs under it
+    rocq_timer timer;
+} rocq__tuning;
+
+ROCQ__FN bool rocq__tune_timed(const rocq__tuning *t) {
+    return !t->desc.evaluate && !t->desc.by_model;
+}
+
+ROCQ__FN void rocq__tune_use(rocq__tuning *t, int32_t config) {
+    bool found;
+    const int32_t place = rocq__tuned_place(t->ctx, &t->own, &found);
+    t->ctx->tuned[place].config = t->space[config];
+}
+
+ROCQ__FN rocq_result rocq__tune_record(rocq__tuning *t, int32_t config, rocq_graph **row) {
+    rocq_result result = ROCQ_OK;
+    rocq__tune_use(t, config);
+    ROCQ__TRY(rocq_graph_begin(t->ctx));
+    for (int32_t i = 0; i < t->n_runs && result == ROCQ_OK; i++) {
+        result = rocq__run_op(t->ctx, t->op, t->params[i % t->n_params]);
+    }
+    const rocq_result ended = rocq_graph_end(t->ctx, row);
+    if (result == ROCQ_OK) return ended;
+    rocq_graph_free(t->ctx, row);
+    return result;
+}
+
+// One sample of a configuration: nanoseconds of an op.
+ROCQ__FN rocq_result rocq__tune_sample(rocq__tuning *t, int32_t config, rocq_graph *row,
+                                       double *ns) {
+    rocq_ctx *ctx = t->ctx;
+    if (t->desc.evaluate) {
+        *ns = t->desc.evaluate(&t->space[config], t->desc.user);
+    } else if (t->desc.by_model) {
+        *ns = rocq__model_ns(rocq__chip_of(ctx), &t->site, &t->space[config]);
+    } else {
+        rocq__tune_use(t, config); // where the ops run one by one, or are captured again
+        ROCQ__TRY(rocq_timer_start(ctx, &t->timer));
+        ROCQ__TRY(rocq_graph_launch(ctx, row));
+        if (!t->timer.stop_event) ROCQ__HIP("tune", ctx->gpu->hip->stream_wait(ctx->gpu->stream));
+        ROCQ__TRY(rocq_timer_stop(ctx, &t->timer));
+        ROCQ__TRY(rocq_timer_read(ctx, &t->timer, ns));
+        *ns /= t->n_runs;
+    }
+    if (!(*ns > 0.0)) *ns = (double)INFINITY;
+    return ROCQ_OK;
+}
+
+// Medians of the default and of a configuration, sampled in turn, so that a clock that changes
+// changes both. A configuration that there is no memory for cannot run: infinite.
+ROCQ__FN rocq_result rocq__tune_compare(rocq__tuning *t, int32_t config, int32_t n, double *base_ns,
+                                        double *ns) {
+    double a[ROCQ__TUNE_PROOF], b[ROCQ__TUNE_PROOF];
+    rocq_graph *row = NULL;
+    rocq_summary summary;
+    rocq_result result = ROCQ_OK;
+    if (rocq__tune_timed(t)) {
+        const bool quiet = t->ctx->quiet;
+        t->ctx->quiet = true;
+        result = rocq__tune_record(t, config, &row);
+        if (result == ROCQ_OK) result = rocq__tune_sample(t, config, row, b); // not counted
+        t->ctx->quiet = quiet;
+        if (result == ROCQ_E_MEMORY || result == ROCQ_E_BUDGET) {
+            rocq_graph_free(t->ctx, &row);
+            *ns = (double)INFINITY;
+            return ROCQ_OK;
+        }
+        if (result != ROCQ_OK) rocq__log(t->ctx, ROCQ_LOG_ERROR, "%s", t->ctx->error);
+    }
+    for (int32_t i = 0; i < n && result == ROCQ_OK; i++) {
+        result = rocq__tune_sample(t, t->base, t->base_row, &a[i]);
+        if (result == ROCQ_OK) result = rocq__tune_sample(t, config, row, &b[i]);
+    }
+    rocq_graph_free(t->ctx, &row);
+    if (result != ROCQ_OK) return result;
+    rocq_summarize(&summary, a, n);
+    *base_ns = summary.median;
+    rocq_summarize(&summary, b, n);
+    *ns = *base_ns < (double)INFINITY ? summary.median : *base_ns;
+    return ROCQ_OK;
+}
+
+// Records the default. One op alone tells how many make a row.
+ROCQ__FN rocq_result rocq__tune_base(rocq__tuning *t) {
+    double ns = 0.0;
+    if (rocq__tune_timed(t)) {
+        t->n_runs = 1;
+        ROCQ__TRY(rocq__tune_record(t, t->base, &t->base_row));
+        for (int32_t i = 0; i < 2; i++) { // the first also warms up
+            ROCQ__TRY(rocq__tune_sample(t, t->base, t->base_row, &ns));
+        }
+        rocq_graph_free(t->ctx, &t->base_row);
+        const double most = ROCQ__TUNE_RUNS, fit = (double)ROCQ__TUNE_ROW_NS / ns;
+        const int32_t n = (int32_t)ROCQ__MAX(ROCQ__MIN(fit, most), 1.0);
+        t->n_params = ROCQ__MIN(t->n_params, n);
+        t->n_runs = n / t->n_params * t->n_params;
+        ROCQ__TRY(rocq__tune_record(t, t->base, &t->base_row));
+        ROCQ__TRY(rocq__tune_sample(t, t->base, t->base_row, &ns));
+    }
+    ROCQ__TRY(rocq__tune_sample(t, t->base, t->base_row, &ns));
+    t->ns[t->base] = ns;
+    if (ns < (double)INFINITY) return ROCQ_OK;
+    return rocq__fail(t->ctx, ROCQ_E_ARGUMENT, "tune: there is no time for the default");
+}
+
+// -- search --
+
+ROCQ__FN int32_t rocq__tune_best(const rocq__tuning *t) {
+    int32_t best = t->base;
+    for (int32_t i = 0; i < t->n_space; i++) {
+        if (t->ns[i] < t->ns[best]) best = i;
+    }
+    return best;
+}
+
+// GRID and RANDOM take any that is untried, HILL_CLIMB one that is a step from the best so far.
+ROCQ__FN int32_t rocq__tune_next(const rocq__tuning *t, int32_t n_tried) {
+    int32_t open[ROCQ__SPACE + 1], n = 0;
+    const int32_t best = rocq__tune_best(t);
+    if (t->desc.next) return t->desc.next(t->space, t->ns, t->n_space, t->desc.user);
+    for (int32_t i = 0; i < t->n_space; i++) {
+        if (t->ns[i] == t->ns[i]) continue;
+        if (t->desc.search == ROCQ_SEARCH_HILL_CLIMB &&
+            !rocq__is_step(t->space, t->n_space, best, i)) {
+            continue;
+        }
+        open[n++] = i;
+    }
+    if (n == 0) return -1;
+    if (t->desc.search == ROCQ_SEARCH_GRID) return open[0];
+    return open[(int32_t)(rocq__uniform(t->desc.seed, (uint64_t)n_tried) * n)];
+}
+
+// The space without what the model puts far behind its best.
+ROCQ__FN void rocq__tune_space(rocq__tuning *t, rocq_tune_result *result) {
+    const rocq__chip *chip = rocq__chip_of(t->ctx);
+    const rocq_launch_config rule = rocq__kinds[t->site.kind].rule(chip, &t->site);
+    double least = (double)INFINITY;
+    int32_t n = rocq__space_of(&t->own, t->space);
+    if (rocq__find_config(t->space, n, &rule) == n) t->space[n++] = rule;
+    result->n_space += n;
+    for (int32_t i = 0; i < n; i++) {
+        least = ROCQ__MIN(least, rocq__model_ns(chip, &t->site, &t->space[i]));
+    }
+    for (int32_t i = 0; i < n; i++) {
+        const rocq_launch_config config = t->space[i];
+        const bool is_rule = memcmp(&config, &rule, sizeof rule) == 0;
+        if (is_rule) t->base = t->n_space;
+        if (!rocq__tune_timed(t) || is_rule ||
+            rocq__model_ns(chip, &t->site, &config) <= 2.0 * least) {
+            t->ns[t->n_space] = (double)NAN;
+            t->space[t->n_space++] = config;
+        } else {
+            result->n_pruned++;
+        }
+    }
+}
+
+ROCQ__FN int64_t rocq__whole_ns(double ns) {
+    return (int64_t)ceil(ROCQ__MIN(ns, 1e15));
+}
+
+ROCQ__FN rocq_result rocq__tune_search(rocq__tuning *t, rocq_tune_result *result,
+                                       rocq__tuned *out) {
+    const int64_t end_ns = rocq_time_ns() + t->desc.max_ms * (int64_t)1000000;
+    double base_ns, ns;
+    int32_t n_tried = 1;
+    rocq__tune_space(t, result);
+    ROCQ__TRY(rocq__tune_base(t));
+    result->n_tried++;
+    while (n_tried < t->desc.max_configs && rocq_time_ns() < end_ns) {
+        const int32_t i = rocq__tune_next(t, n_tried);
+        if (i == -1) break;
+        if (i < 0 || i >= t->n_space || t->ns[i] == t->ns[i]) {
+            return rocq__fail(t->ctx, ROCQ_E_ARGUMENT, "tune: next gave %d of %d, or one twice",
+                              (int)i, (int)t->n_space);
+        }
+        base_ns = ns = t->ns[t->base];
+        ROCQ__TRY(rocq__tune_compare(t, i, t->desc.evaluate ? 1 : ROCQ__TUNE_TRIAL, &base_ns, &ns));
+        t->ns[i] = ns < (double)INFINITY ? ns * (t->ns[t->base] / base_ns) : ns;
+        n_tried++;
+        result->n_tried++;
+    }
+    const int32_t best = rocq__tune_best(t);
+    const double gain = 1.0 + t->desc.min_gain;
+    memset(&out->config, 0, sizeof out->config);
+    out->default_ns = out->best_ns = rocq__whole_ns(t->ns[t->base]);
+    if (t->ns[best] * gain > t->ns[t->base]) return ROCQ_OK;
+    const int32_t n_proof = t->desc.evaluate ? 3 : ROCQ__TUNE_PROOF;
+    ROCQ__TRY(rocq__tune_compare(t, best, n_proof, &base_ns, &ns));
+    if (!(ns < (double)INFINITY) || ns * gain > base_ns) return ROCQ_OK;
+    out->config = t->space[best];
+    out->default_ns = rocq__whole_ns(base_ns);
+    out->best_ns = rocq__whole_ns(ns);
+    return ROCQ_OK;
+}
+
+// Finds what is best for a site, unless it is known. The list of results is as before on failure.
+ROCQ__FN rocq_result rocq__tune_site(rocq__tuning *t, rocq_tune_result *result, rocq__tuned *out) {
+    rocq_ctx *ctx = t->ctx;
+    bool found;
+    int32_t place = rocq__tuned_place(ctx, &t->own, &found);
+    if (found) {
+        *out = ctx->tuned[place];
+        return ROCQ_OK;
+    }
+    memset(out, 0, sizeof *out);
+    out->site = t->own;
+    t->n_space = 0;
+    t->base_row = NULL;
+    ROCQ__TRY(rocq__tuned_insert(ctx, place, out));
+    rocq_result r = ROCQ_OK;
+    if (rocq__tune_timed(t)) r = rocq_timer_create(ctx, &t->timer, ROCQ_TIMER_GPU);
+    if (r == ROCQ_OK) {
+        r = rocq__tune_search(t, result, out);
+        if (rocq__tune_timed(t)) rocq_timer_free(ctx, &t->timer);
+    }
+    rocq_graph_free(ctx, &t->base_row);
+    if (r == ROCQ_OK) {
+        place = rocq__tuned_place(ctx, &t->own, &found);
+        ctx->tuned[place] = *out;
+        result->cached = false;
+    } else {
+        rocq__tuned_remove(ctx, &t->own);
+    }
+    return r;
+}
+
+ROCQ__FN rocq_result rocq__survey_op(rocq_ctx *ctx, rocq_op op, const void *params,
+                                     rocq__survey *survey) {
+    int64_t scratch;
+    bool on_cpu;
+    memset(survey, 0, sizeof *survey);
+    ctx->survey = survey;
+    const rocq_result result = rocq__plan_op(ctx, op, params, &scratch, &on_cpu);
+    ctx->survey = NULL;
+    if (on_cpu) survey->n = 0; // found out half way
+    return result;
+}
+
+ROCQ__FN rocq_result rocq__tune_begin(rocq_ctx *ctx, const rocq_tune_desc *desc, rocq__tuning *t,
+                                      rocq_tune_result *result) {
+    ROCQ__TRY(rocq__not_recording(ctx, "tune"));
+    if (!rocq__on_gpu(ctx)) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "tune: there is nothing to tune on the CPU");
+    }
+    ROCQ__TRY(rocq__begin_op(ctx, "tune"));
+    memset(t, 0, sizeof *t);
+    memset(result, 0, sizeof *result);
+    result->cached = true;
+    t->ctx = ctx;
+    if (desc) t->desc = *desc;
+    rocq_tune_desc *d = &t->desc;
+    if ((int)d->search < 0 || d->search > ROCQ_SEARCH_HILL_CLIMB || d->max_configs < 0 ||
+        d->max_ms < 0 || !(d->min_gain >= 0.0 && d->min_gain < 1e6)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "tune: search %d, max_configs %d, max_ms %d or min_gain %g is no good",
+                          (int)d->search, (int)d->max_configs, (int)d->max_ms, d->min_gain);
+    }
+    if (d->max_configs == 0) d->max_configs = ROCQ__SPACE + 1;
+    if (d->max_ms == 0) d->max_ms = 1000;
+    if (d->min_gain == 0.0) d->min_gain = 0.03;
+    return ROCQ_OK;
+}
+
+// The ops from first on that have a site of this class, which take turns. Returns how many there
+// are; an op counts for each of its sites in part.
+ROCQ__FN double rocq__tune_gather(rocq__tuning *t, const rocq__node *first) {
+    rocq__survey survey;
+    double n_ops = 0.0;
+    t->op = first->op;
+    t->n_params = 0;
+    for (const rocq__node *node = first; node; node = node->next) {
+        if (rocq__survey_op(t->ctx, node->op, node->params, &survey) != ROCQ_OK) continue;
+        for (int32_t i = 0; i < survey.n; i++) {
+            const rocq__site own = rocq__site_class(&survey.site[i]);
+            if (memcmp(&own, &t->own, sizeof own) != 0) continue;
+            if (t->n_params < ROCQ__TUNE_PARAMS) t->params[t->n_params++] = node->params;
+            n_ops += 1.0 / survey.n;
+        }
+    }
+    return n_ops;
+}
+
+ROCQ__FN rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
+                                      rocq_tune_result *result) {
+    const int64_t start_ns = rocq_time_ns();
+    rocq__site done[ROCQ__SURVEY];
+    int32_t n_done = 0;
+    double bytes = 0.0, flops = 0.0;
+    rocq__tuned found;
+    for (const rocq__node *node = first; node; node = node->next) {
+        rocq__survey survey;
+        ROCQ__TRY(rocq__survey_op(t->ctx, node->op, node->params, &survey));
+        if (survey.n > 0) {
+            const rocq__work work = rocq__work_of(t->ctx, node->op, node->params);
+            bytes += work.bytes;
+            flops += work.flops;
+        }
+        for (int32_t i = 0; i < survey.n; i++) {
+            int32_t k = 0;
+            t->site = survey.site[i];
+            t->own = rocq__site_class(&t->site);
+            while (k < n_done && memcmp(&done[k], &t->own, sizeof t->own) != 0) k++;
+            if (k < n_done || n_done == ROCQ__SURVEY) continue;
+            done[n_done++] = t->own;
+            const double n_ops = rocq__tune_gather(t, node);
+            ROCQ__TRY(rocq__tune_site(t, result, &found));
+            if (n_done == 1) result->config = found.config;
+            result->default_ns += (double)found.default_ns * n_ops;
+            result->best_ns += (double)found.best_ns * n_ops;
+        }
+    }
+    const double s = result->best_ns * 1e-9;
+    result->spent_ms = (double)(rocq_time_ns() - start_ns) * 1e-6;
+    result->speedup = s > 0.0 ? ROCQ__MAX(result->default_ns / result->best_ns, 1.0) : 1.0;
+    result->bytes_per_s = s > 0.0 ? bytes / s : 0.0;
+    result->flops_per_s = s > 0.0 ? flops / s : 0.0;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op op, const void *params,
+                               const rocq_tune_desc *desc, rocq_tune_result *result) {
+    rocq__tuning t;
+    rocq__node *node;
+    rocq_tune_result r;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__tune_begin(ctx, desc, &t, &r));
+    ROCQ__TRY(rocq__check_op(ctx, op, params));
+    ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
+    const rocq_result done = rocq__tune_nodes(&t, node, &r);
+    rocq__free(ctx, node);
+    if (done == ROCQ_OK && result) *result = r;
+    return done;
+}
+
+ROCQ_DEF rocq_result rocq_tune_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq_tune_desc *desc,
+                                     rocq_tune_result *result) {
+    rocq__tuning t;
+    rocq_tune_result r;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__tune_begin(ctx, desc, &t, &r));
+    ROCQ__TRY(rocq__check_graph(ctx, "tune_graph", graph));
+    ROCQ__TRY(rocq__tune_nodes(&t, graph->first, &r));
+    rocq__graph_forget(ctx, graph); // its submission is made again, with what was found
+    ROCQ__TRY(rocq__graph_prepare(ctx, graph));
+    if (result) *result = r;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op op, const void *params,
+                                            rocq_launch_config *config) {
+    rocq__survey survey;
+    ROCQ__TRY(rocq__check_op(ctx, op, params));
+    if (!config) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "get_launch_config: config is NULL");
+    ROCQ__TRY(rocq__survey_op(ctx, op, params, &survey));
+    *config = survey.config;
+    return ROCQ_OK;
+}
+
+// -- the text --
+
+// A line of text is built, or read, from left to right.
+typedef struct rocq__line {
+    char text[ROCQ__TUNE_LINE];
+    int32_t length;
+} rocq__line;
+
+ROCQ__PRINTF(2, 3)
+ROCQ__FN void rocq__line_add(rocq__line *line, const char *format, ...) {
+    va_list args;
+    const size_t room = sizeof line->text - (size_t)line->length;
+    va_start(args, format);
+    const int n = vsnprintf(line->text + line->length, room, format, args);
+    va_end(args);
+    line->length += (int32_t)ROCQ__MIN(ROCQ__MAX(n, 0), (int)room - 1); // the longest line fits
+}
+
+// Fields of a site: their names in each kind, NULL where it has none.
+static const struct {
+    const char *name[ROCQ__KINDS];
+    size_t at;
+    bool is_format;
+} rocq__site_fields[] = {
+    {{"w", "w", "k"}, offsetof(rocq__site, format), true},
+    {{NULL, NULL, "v"}, offsetof(rocq__site, format2), true},
+    {{"int8", NULL, NULL}, offsetof(rocq__site, int8), false},
+    {{"pair", NULL, NULL}, offsetof(rocq__site, pair), false},
+    {{"m", "m", "columns"}, offsetof(rocq__site, m), false},
+    {{"k", "k", "head"}, offsetof(rocq__site, k), false},
+    {{"n", "n", "positions"}, offsetof(rocq__site, n), false},
+    {{NULL, "batch", "kv_heads"}, offsetof(rocq__site, batch), false},
+    {{"row_bytes", NULL, NULL}, offsetof(rocq__site, row_bytes), false},
+};
+enum { ROCQ__SITE_FIELDS = sizeof rocq__site_fields / sizeof rocq__site_fields[0] };
+
+// What a text must begin with to be of use here.
+ROCQ__FN void rocq__tuning_head(const rocq_ctx *ctx, rocq__line *line) {
+    const rocq__gpu *gpu = ctx->gpu;
+    int driver = 0;
+    if (gpu->hip->driver_version && gpu->hip->driver_version(&driver) != 0) driver = 0;
+    line->length = 0;
+    rocq__line_add(line, "rocq-tuning 1: rocq %d, gfx%x %.63s, %d units, driver %d\n",
+                   (int)ROCQ_VERSION, (unsigned)gpu->chip.target & 0xffff, gpu->name,
+                   (int)gpu->chip.n_units, driver);
+}
+
+ROCQ__FN void rocq__tuned_line(const rocq__tuned *entry, rocq__line *line) {
+    const rocq__site *site = &entry->site;
+    line->length = 0;
+    rocq__line_add(line, "%s", rocq__kinds[site->kind].name);
+    for (int i = 0; i < (int)ROCQ__SITE_FIELDS; i++) {
+        const char *name = rocq__site_fields[i].name[site->kind];
+        const int32_t value = rocq__field(site, rocq__site_fields[i].at);
+        if (!name) continue;
+        if (!rocq__site_fields[i].is_format) rocq__line_add(line, " %s=%d", name, (int)value);
+        else if (value == -1) rocq__line_add(line, " %s=mixed", name);
+        else rocq__line_add(line, " %s=%s", name, rocq_get_format_info((rocq_format)value)->name);
+    }
+    rocq__line_add(line, " :");
+    for (int i = 0; i < (int)ROCQ__KNOBS; i++) {
+        if (rocq__knobs[i].kind != site->kind) continue;
+        rocq__line_add(line, " %s=%d", rocq__knobs[i].name,
+                       (int)rocq__field(&entry->config, rocq__knobs[i].at));
+    }
+    rocq__line_add(line, " : default_ns=%lld best_ns=%lld\n", (long long)entry->default_ns,
+                   (long long)entry->best_ns);
+}
+
+ROCQ__FN void rocq__checksum_line(uint64_t sum, rocq__line *line) {
+    line->length = 0;
+    rocq__line_add(line, "checksum %08lx%08lx\n", (unsigned long)(sum >> 32),
+                   (unsigned long)(sum & 0xffffffffu));
+}
+
+ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *user) {
+    rocq__line line;
+    uint64_t sum = 0;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!write) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "tuning_save: write is NULL");
+    if (!rocq__on_gpu(ctx)) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
+                          "tuning_save: there is nothing to tune on the CPU");
+    }
+    for (int32_t i = -1; i <= ctx->n_tuned; i++) {
+        if (i < 0) rocq__tuning_head(ctx, &line);
+        else if (i < ctx->n_tuned) rocq__tuned_line(&ctx->tuned[i], &line);
+        else rocq__checksum_line(sum, &line);
+        sum = rocq__checksum(sum, line.text, line.length);
+        if (!write(line.text, line.length, user)) {
+            return rocq__fail(ctx, ROCQ_E_IO, "tuning_save: write failed");
+        }
+    }
+    return ROCQ_OK;
+}
+
+// The next line with its end; false at the end of the text, or where a line has none or is too
+// long.
+ROCQ__FN bool rocq__next_line(const char **text, int64_t *size, rocq__line *line) {
+    const int64_t most = ROCQ__MIN(*size, (int64_t)ROCQ__TUNE_LINE - 1);
+    int64_t n = 0;
+    while (n < most && (*text)[n] != '\n') n++;
+    if (n == most) return false;
+    line->length = (int32_t)(n + 1);
+    memcpy(line->text, *text, (size_t)line->length);
+    line->text[line->length] = '\0';
+    *text += n + 1;
+    *size -= n + 1;
+    return true;
+}
+
+// The number behind " name=" in a line, or of the format named there.
+ROCQ__FN bool rocq__line_value(const rocq__line *line, const char *name, bool is_format,
+                               int64_t *out) {
+    char key[32];
+    rocq_format format;
+    snprintf(key, sizeof key, " %s=", name);
+    const char *at = strstr(line->text, key);
+    if (!at) return false;
+    at += strlen(key);
+    int n = 0;
+    *out = 0;
+    if (!is_format) {
+        for (; n < 16 && at[n] >= '0' && at[n] <= '9'; n++) *out = 10 * *out + (at[n] - '0');
+        return n > 0;
+    }
+    while (n < (int)sizeof key - 1 && at[n] != ' ' && at[n] != '\0') n++;
+    memcpy(key, at, (size_t)n);
+    key[n] = '\0';
+    *out = -1;
+    if (strcmp(key, "mixed") == 0) return true;
+    if (rocq_format_from_name(&format, key) != ROCQ_OK) return false;
+    *out = (int64_t)format;
+    return true;
+}
+
+// A line is good when it is exactly what would be written for what is found in it, and that is
+// something that could have been tuned.
+ROCQ__FN bool rocq__tuned_read(const rocq__line *line, rocq__tuned *entry) {
+    rocq_launch_config space[ROCQ__SPACE];
+    rocq__line again;
+    int64_t value;
+    memset(entry, 0, sizeof *entry);
+    rocq__site *site = &entry->site;
+    const size_t kind_length = strcspn(line->text, " ");
+    while (site->kind < ROCQ__KINDS &&
+           (strlen(rocq__kinds[site->kind].name) != kind_length ||
+            memcmp(line->text, rocq__kinds[site->kind].name, kind_length) != 0)) {
+        site->kind++;
+    }
+    if (site->kind == ROCQ__KINDS) return false;
+    for (int i = 0; i < (int)ROCQ__SITE_FIELDS; i++) {
+        const char *name = rocq__site_fields[i].name[site->kind];
+        const bool is_format = rocq__site_fields[i].is_format;
+        if (!name) continue;
+        if (!rocq__line_value(line, name, is_format, &value) || value > INT32_MAX) return false;
+        if (is_format && value == -1 && site->kind != ROCQ__MATVEC) return false;
+        rocq__set_field(site, rocq__site_fields[i].at, (int32_t)value);
+    }
+    for (int i = 0; i < (int)ROCQ__KNOBS; i++) {
+        if (rocq__knobs[i].kind != site->kind) continue;
+        if (!rocq__line_value(line, rocq__knobs[i].name, false, &value) || value > INT32_MAX) {
+            return false;
+        }
+        rocq__set_field(&entry->config, rocq__knobs[i].at, (int32_t)value);
+    }
+    if (!rocq__line_value(line, "default_ns", false, &entry->default_ns) ||
+        !rocq__line_value(line, "best_ns", false, &entry->best_ns)) {
+        return false;
+    }
+    rocq__tuned_line(entry, &again);
+    if (again.length != line->length || memcmp(again.text, line->text, (size_t)line->length) != 0) {
+        return false;
+    }
+    const rocq__site own = rocq__site_class(site);
+    if (site->m < 1 || site->k < 1 || site->n < 1 || memcmp(&own, site, sizeof own) != 0)
+        return false;
+    if (rocq__is_rule(&entry->config)) return true;
+    const int32_t n = rocq__space_of(site, space);
+    return rocq__find_config(space, n, &entry->config) < n;
+}
+
+// Reads a text that must begin with head into the list, which is empty.
+ROCQ__FN rocq_result rocq__tuning_read(rocq_ctx *ctx, const rocq__line *head, const char *text,
+                                       int64_t size) {
+    static const char format[] = "rocq-tuning 1: ";
+    rocq__line line, first, sums;
+    rocq__tuned entry;
+    uint64_t sum = 0;
+    int32_t n = 0;
+    if (!rocq__next_line(&text, &size, &line) || memcmp(line.text, format, 12) != 0) {
+        return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: not a text of rocq_tuning_save");
+    }
+    if (memcmp(line.text, format, sizeof format - 1) != 0) {
+        return rocq__fail(ctx, ROCQ_E_FOREIGN, "tuning_load: of another version, '%.40s'",
+                          line.text);
+    }
+    first = line;
+    const bool foreign =
+        line.length != head->length || memcmp(line.text, head->text, (size_t)head->length) != 0;
+    for (;; n++) {
+        sum = rocq__checksum(sum, line.text, line.length);
+        if (!rocq__next_line(&text, &size, &line)) {
+            return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: cut short after line %d",
+                              (int)n + 1);
+        }
+        if (size == 0) break;
+        if (foreign) continue;
+        if (!rocq__tuned_read(&line, &entry) ||
+            (n > 0 && memcmp(&ctx->tuned[n - 1].site, &entry.site, sizeof entry.site) >= 0)) {
+            return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: line %d: '%.200s'", (int)n + 2,
+                              line.text);
+        }
+        ROCQ__TRY(rocq__tuned_insert(ctx, n, &entry));
+    }
+    rocq__checksum_line(sum, &sums);
+    if (line.length != sums.length || memcmp(line.text, sums.text, (size_t)sums.length) != 0) {
+        return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: damaged: the checksum is another");
+    }
+    if (!foreign) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_FOREIGN, "tuning_load: for '%.*s', not for '%.*s'",
+                      (int)first.length - 16, first.text + 15, (int)head->length - 16,
+                      head->text + 15);
+}
+
+// What is read comes to a new list, so that a text that turns out bad changes nothing; of what both
+// lists have, the text's counts.
+ROCQ__FN rocq_result rocq__tuning_replace(rocq_ctx *ctx, const rocq__line *head, const char *text,
+                                          int64_t size) {
+    rocq__tuned *old = ctx->tuned;
+    const int32_t n_old = ctx->n_tuned, old_room = ctx->tuned_room;
+    ctx->tuned = NULL;
+    ctx->n_tuned = ctx->tuned_room = 0;
+    rocq_result result = rocq__tuning_read(ctx, head, text, size);
+    for (int32_t i = 0; i < n_old && result == ROCQ_OK; i++) {
+        bool found;
+        const int32_t place = rocq__tuned_place(ctx, &old[i].site, &found);
+        if (!found) result = rocq__tuned_insert(ctx, place, &old[i]);
+    }
+    rocq__free(ctx, result == ROCQ_OK ? old : ctx->tuned);
+    if (result == ROCQ_OK) return ROCQ_OK;
+    ctx->tuned = old;
+    ctx->n_tuned = n_old;
+    ctx->tuned_room = old_room;
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const char *text, int64_t size) {
+    rocq__line head;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!text || size < 0)
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "tuning_load: text is NULL or size negative");
+    if (!rocq__on_gpu(ctx)) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
+                          "tuning_load: there is nothing to tune on the CPU");
+    }
+    rocq__tuning_head(ctx, &head);
+    return rocq__tuning_replace(ctx, &head, text, size);
+}
+
+ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
+    if (!ctx) return;
+    rocq__free(ctx, ctx->tuned);
+    ctx->tuned = NULL;
+    ctx->n_tuned = ctx->tuned_room = 0;
+}
+
+// -- warm-up --
+
+enum { ROCQ__PAGE = 4096 };
+
+typedef struct rocq__pages {
+    const volatile unsigned char *data;
+    int64_t size;
+} rocq__pages;
+
+ROCQ__FN void rocq__touch_task(void *arg, int64_t page, int64_t end, int32_t thread) {
+    const rocq__pages *a = (const rocq__pages *)arg;
+    (void)thread;
+    for (; page < end && page * ROCQ__PAGE < a->size; page++) (void)a->data[page * ROCQ__PAGE];
+}
+
+// Starts the threads, with nothing to do, and reads a byte of every page of what the graph reads.
+ROCQ__FN rocq_result rocq__warm_cpu(rocq_ctx *ctx, const rocq_graph *graph) {
+    rocq__pages pages = {NULL, 0};
+    rocq__parallel(ctx, ctx->desc.n_threads, 1, rocq__touch_task, &pages);
+    for (const rocq__node *node = graph ? graph->first : NULL; node; node = node->next) {
+        for (int32_t i = 0; i < node->n_tensors; i++) {
+            if (node->output[i] || !rocq__extent(&node->tensors[i], &pages.size)) continue;
+            pages.data = (const unsigned char *)rocq_tensor_data(&node->tensors[i]);
+            rocq__parallel(ctx, (pages.size + ROCQ__PAGE - 1) / ROCQ__PAGE, 64, rocq__touch_task,
+                           &pages);
+        }
+    }
+    return ROCQ_OK;
+}
+
+typedef union rocq__any_args {
+#define ROCQ_X(name, args, threads) args name;
+    ROCQ_KERNELS(ROCQ_X)
+#undef ROCQ_X
+} rocq__any_args;
+
+ROCQ__FN rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
+    rocq__gpu *gpu = ctx->gpu;
+    rocq_result result = ROCQ_OK;
+    bool planned[ROCQ_K_COUNT];
+    rocq__any_args none;
+    memset(planned, graph ? 0 : 1, sizeof planned);
+    memset(&none, 0, sizeof none);
+    gpu->planned = planned;
+    for (rocq__node *node = graph ? graph->first : NULL; node && result == ROCQ_OK; node = node->next) {
+        int64_t scratch;
+        bool on_cpu;
+        result = rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu);
+    }
+    gpu->planned = NULL;
+    ROCQ__TRY(result);
+    for (int k = 0; k < ROCQ_K_COUNT; k++) {
+        if (!planned[k]) continue;
+        ROCQ__HIP(rocq__kernels[k].name,
+                  rocq__hip_launch(gpu, k, 1, 1, (uint32_t)rocq__kernels[k].threads, &none));
+    }
+    ROCQ__TRY(rocq__ring_init(ctx, &gpu->ring, ROCQ__PIECE, ROCQ__PIECES));
+    if (graph) {
+        ROCQ__TRY(rocq__reserve_hip(ctx, graph->scratch));
+        ROCQ__TRY(rocq__graph_prepare(ctx, graph));
+        if (graph->exec && gpu->hip->graph_upload) {
+            ROCQ__HIP("graph", gpu->hip->graph_upload(graph->exec, gpu->stream));
+        }
+    }
+    ROCQ__HIP("warm", gpu->hip->stream_wait(gpu->stream));
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__not_recording(ctx, "warm"));
+    if (graph) ROCQ__TRY(rocq__check_graph(ctx, "warm", graph));
+    ROCQ__TRY(rocq__begin_op(ctx, "warm"));
+    return rocq__on_gpu(ctx) ? rocq__warm_hip(ctx, graph) : rocq__warm_cpu(ctx, graph);
+}
 
 // ---------------------------------------------------------------------------------------------
 // >>public: context, introspection, and the ops' thin bodies
@@ -10553,21 +15242,13 @@ ROCQ__FN bool rocq__cpu_has_avx2(void) {
 // matter.
 ROCQ__FN void rocq__device_leave(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
-    rocq__ring *ring = &gpu->ring;
     const rocq_hip *hip = gpu->hip;
     hip->set_device(gpu->device);
     // Pinned memory is the last to go, since a copy into it that still runs would write on.
     if (gpu->stream) hip->stream_wait(gpu->stream);
     while (gpu->blocks.next != &gpu->blocks) rocq__device_free(ctx, gpu->blocks.next);
     gpu->scratch = NULL;
-    for (int i = 0; i < ROCQ__PIECES; i++) {
-        if (ring->event[i]) hip->event_destroy(ring->event[i]);
-    }
-    if (ring->memory) {
-        hip->host_free(ring->memory);
-        ctx->stats.live_bytes -= (int64_t)ROCQ__PIECES * ROCQ__PIECE;
-    }
-    memset(ring, 0, sizeof *ring);
+    rocq__ring_free(ctx, &gpu->ring);
     if (gpu->pinned) hip->host_free(gpu->pinned);
     gpu->pinned = NULL;
     if (gpu->stream) hip->stream_destroy(gpu->stream);
@@ -10607,7 +15288,7 @@ ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
     ROCQ__HIP("stream", hip->stream_create(&gpu->stream, ROCQ_HIP_NON_BLOCKING));
     ROCQ__HIP("pinned memory", hip->host_alloc(&pinned, (size_t)line, 0));
     gpu->pinned = (uint32_t *)pinned;
-    ROCQ__TRY(rocq__device_alloc(ctx, "device memory", size, false, &block));
+    ROCQ__TRY(rocq__device_alloc(ctx, "device memory", size, ROCQ__PRIVATE, &block));
     gpu->status = (uint32_t *)block->address;
     gpu->counters = gpu->status + 2 * line / 4;
     args.out = gpu->status + line / 4;
@@ -10761,6 +15442,9 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     if (resolved.n_threads < 0) bad = "n_threads is negative";
     if (resolved.memory_budget < 0 || resolved.scratch_bytes < 0) bad = "a size is negative";
     if (resolved.device < 0) bad = "device is negative";
+    if ((int)resolved.precision < 0 || resolved.precision > ROCQ_PRECISION_INT8) {
+        bad = "unknown precision";
+    }
     if (resolved.dispatch_us < -1) bad = "dispatch_us is less than -1";
     if (resolved.kernels_data && (resolved.kernels_path || resolved.kernels_size < 1)) {
         bad = "kernels_data needs kernels_size, and no kernels_path beside it";
@@ -10832,6 +15516,7 @@ ROCQ_DEF void rocq_close(rocq_ctx **ctx_ptr) {
     if (ctx->workers_ready) rocq__workers_stop(&ctx->workers);
 #endif
     if (rocq__on_gpu(ctx)) ctx->gpu->hip->set_device(ctx->gpu->device);
+    rocq_profile_clear(ctx);
     while (ctx->graphs) rocq__graph_delete(ctx, ctx->graphs);
     rocq__gpu_close(ctx);
     while (ctx->blocks.next != &ctx->blocks) rocq__free(ctx, ctx->blocks.next + 1);
@@ -10865,21 +15550,8 @@ ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats) {
     return ROCQ_OK;
 }
 
-// Not while a graph is being recorded: it would come at another time than the ops around it.
-ROCQ__FN rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
-    if (!ctx->recording) return ROCQ_OK;
-    return rocq__fail(ctx, ROCQ_E_STATE, "%s: a graph is being recorded", call);
-}
-
-ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx) {
-    if (!ctx) return ROCQ_E_ARGUMENT;
-    ROCQ__TRY(rocq__not_recording(ctx, "sync"));
-    if (!rocq__on_gpu(ctx)) { // CPU ops are done when their call returns
-        rocq__store32(&ctx->cancelled, 0);
-        return ROCQ_OK;
-    }
+ROCQ__FN rocq_result rocq__sync_hip(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
-    ROCQ__TRY(rocq__hip_enter(ctx, "sync"));
     ROCQ__HIP("sync", gpu->hip->copy(gpu->pinned, gpu->status, 4, ROCQ_HIP_TO_HOST, gpu->stream));
     ROCQ__HIP("sync", gpu->hip->stream_wait(gpu->stream));
     rocq__store32(&ctx->cancelled, 0);
@@ -10892,6 +15564,17 @@ ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx) {
                       status & ROCQ_K_BAD_LENGTH ? " a kv_len out of range," : "",
                       status & ROCQ_K_BAD_PAGE ? " a page past its pool," : "",
                       status & ROCQ_K_NO_TOKEN ? " a mask that allows no token," : "");
+}
+
+ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__not_recording(ctx, "sync"));
+    if (!rocq__on_gpu(ctx)) { // CPU ops are done when their call returns
+        rocq__store32(&ctx->cancelled, 0);
+        return ROCQ_OK;
+    }
+    ROCQ__TRY(rocq__hip_enter(ctx, "sync"));
+    ROCQ__AS_REGION(ctx, "sync", 0, rocq__sync_hip(ctx));
 }
 
 ROCQ_DEF void rocq_cancel(rocq_ctx *ctx) {
@@ -10924,23 +15607,16 @@ ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **out) {
     return result;
 }
 
-ROCQ__FN rocq_result rocq__check_graph(rocq_ctx *ctx, const char *call, const rocq_graph *graph) {
-    for (const rocq_graph *g = ctx->graphs; g; g = g->next) {
-        if (g == graph && g != ctx->recording) return ROCQ_OK;
-    }
-    return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: not a graph of this context", call);
-}
-
 ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__not_recording(ctx, "graph_launch"));
     ROCQ__TRY(rocq__check_graph(ctx, "graph_launch", graph));
     ROCQ__TRY(rocq__begin_op(ctx, "graph_launch"));
     ROCQ__TRY(rocq__graph_prepare(ctx, graph));
-    if (!graph->exec) return rocq__graph_run(ctx, graph);
-    ROCQ__HIP("graph_launch", ctx->gpu->hip->graph_launch(graph->exec, ctx->gpu->stream));
-    ctx->stats.n_launches += graph->n_launches;
-    return ROCQ_OK;
+#if ROCQ__HAS_PROFILE
+    if (rocq__profiling(ctx)) return rocq__region_graph(ctx, graph);
+#endif
+    return rocq__graph_submit(ctx, graph);
 }
 
 ROCQ_DEF void rocq_graph_free(rocq_ctx *ctx, rocq_graph **graph) {
@@ -10976,12 +15652,27 @@ ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *pa
     return ROCQ_OK;
 }
 
-ROCQ_DEF rocq_result rocq_matmul_precision(rocq_ctx *ctx, const rocq_matmul_params *params,
-                                           rocq_precision *precision) {
-    ROCQ__TRY(rocq__check_op(ctx, ROCQ_OP_MATMUL, params));
-    if (!precision) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul_precision: precision is NULL");
-    *precision =
-        rocq__on_gpu(ctx) ? rocq__matmul_precision_hip(params) : rocq__matmul_precision_cpu(params);
+ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *params,
+                                        rocq_precision_info *info) {
+    int64_t scratch;
+    bool on_cpu;
+    ROCQ__TRY(rocq__check_op(ctx, op, params));
+    if (!info) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "get_precision: info is NULL");
+    ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
+    const rocq_backend backend = rocq__on_gpu(ctx) && !on_cpu ? ROCQ_GPU : ROCQ_CPU;
+    const rocq_matmul_params *p = op == ROCQ_OP_MATMUL ? (const rocq_matmul_params *)params : NULL;
+    rocq__choice choice, second;
+    if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
+    else choice = rocq__precision_rule_for(ctx, backend, op, ROCQ_F32, 0);
+    info->asked = rocq__asked(ctx, p ? p->precision : ROCQ_PRECISION_AUTO);
+    info->nmse = rocq__nmse_bound(choice.precision);
+    if (p && p->w2) { // the product of two sums carries the error of both
+        second = rocq__product_choice(ctx, backend, p, p->w2);
+        info->nmse += rocq__nmse_bound(second.precision);
+        if (second.precision > choice.precision) choice = second;
+    }
+    info->precision = choice.precision;
+    info->why = choice.why;
     return ROCQ_OK;
 }
 
@@ -11000,26 +15691,31 @@ ROCQ__FN rocq_result rocq__check_copy(rocq_ctx *ctx, const char *op, const rocq_
     return ROCQ_OK;
 }
 
+ROCQ__FN rocq_result rocq__upload_tensor(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
+                                         int64_t size) {
+    if (rocq__on_gpu(ctx)) return rocq__upload_memory(ctx, dst, src, size);
+    memmove(rocq_tensor_data(dst), src, (size_t)size);
+    return ROCQ_OK;
+}
+
 ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
                                  int64_t size) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__check_copy(ctx, "upload", dst, src, size, ROCQ__PLANAR));
-    if (rocq__on_gpu(ctx)) {
-        rocq__source source;
-        memset(&source, 0, sizeof source);
-        source.data = src;
-        return rocq__upload_hip(ctx, dst, &source);
-    }
-    memmove(rocq_tensor_data(dst), src, (size_t)size);
+    ROCQ__AS_REGION(ctx, "upload", size, rocq__upload_tensor(ctx, dst, src, size));
+}
+
+ROCQ__FN rocq_result rocq__download_tensor(rocq_ctx *ctx, void *dst, const rocq_tensor *src,
+                                           int64_t size) {
+    if (rocq__on_gpu(ctx)) return rocq__download_hip(ctx, dst, rocq__device_data(src), size);
+    memmove(dst, rocq_tensor_data(src), (size_t)size);
     return ROCQ_OK;
 }
 
 ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__check_copy(ctx, "download", src, dst, size, 0));
-    if (rocq__on_gpu(ctx)) return rocq__download_hip(ctx, dst, rocq__device_data(src), size);
-    memmove(dst, rocq_tensor_data(src), (size_t)size);
-    return ROCQ_OK;
+    ROCQ__AS_REGION(ctx, "download", size, rocq__download_tensor(ctx, dst, src, size));
 }
 
 ROCQ_DEF float rocq_f16_to_f32(uint16_t half) { return rocq__f16_to_f32(half); }

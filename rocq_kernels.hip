@@ -106,6 +106,7 @@ DEV void atomic_or(uint32_t *p, uint32_t bits) { atomicOr(p, bits); }
 // LDS; sums of integers do not depend on the order
 DEV void lds_add(uint32_t *p, uint32_t v) { atomicAdd(p, v); }
 DEV void lds_add(unsigned long long *p, unsigned long long v) { atomicAdd(p, v); }
+DEV uint32_t lds_take(uint32_t *p, uint32_t n) { return atomicAdd(p, n); } // what was there
 
 template <typename T> DEV T lget(const T *p) { return *p; }
 template <typename T> DEV void lput(T *p, as_given<T> v) { *p = v; }
@@ -433,24 +434,19 @@ DEV float wave_max(float x) {
     return fmaxf(x, wave_xor<16>(x));
 }
 
-// Over a block, the same bits in every thread. work: one float a wave, free again after the call.
-DEV float block_sum(float x, float *work) {
-    x = wave_sum(x);
+// Over a block, the same bits in every thread. work: LDS of BLOCK_WORK floats that nothing else of the
+// kernel uses, so that one barrier does.
+enum { BLOCK_WORK = 32 };
+DEV float block_share(float x, float *work, float none) { // lane w gets wave w's x
     if (lane_index() == 0) lput(work + wave_index(), x);
     block_sync();
-    float sum = 0.0f;
-    for (uint32_t w = 0; w < n_threads() / 32; w++) sum += lget(work + w);
-    block_sync();
-    return sum;
+    return lane_index() < (int)n_threads() / 32 ? lget(work + lane_index()) : none;
+}
+DEV float block_sum(float x, float *work) {
+    return wave_sum(block_share(wave_sum(x), work, 0.0f));
 }
 DEV float block_max(float x, float *work) {
-    x = wave_max(x);
-    if (lane_index() == 0) lput(work + wave_index(), x);
-    block_sync();
-    float top = lget(work);
-    for (uint32_t w = 1; w < n_threads() / 32; w++) top = fmaxf(top, lget(work + w));
-    block_sync();
-    return top;
+    return wave_max(block_share(wave_max(x), work, -INFINITY));
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -2080,6 +2076,7 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     LDS(u32x4, tile, (BM + BN) * ROW / 8);
     static_assert(4 * mm_pass_floats<TM>() * 4 <= (int)sizeof(tile), "the epilogue passes here");
     f16 *const wt = (f16 *)tile, *const xt = wt + BM * ROW;
+    if (a.tiles_m == 0) return;
     const mm_place at = mm_place_of(a, BM, BN);
     const int t = (int)thread_index(), wave = mm_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
@@ -2250,6 +2247,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     float *const ws = (float *)tile + CODES / 4;
     float *const xs = ws + XS, *const wmin = ws + WMIN, *const xsum = ws + XSUM;
     int8_t *const wt = (int8_t *)tile, *const xt = wt + BM * ROW;
+    if (a.tiles_m == 0) return;
     const mm_place at = mm_place_of(a, BM, BN);
     const int t = (int)thread_index(), wave = mm_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
@@ -2422,6 +2420,7 @@ KERNEL(matmul_f32, rocq_k_matmul_args, 256) {
     enum { BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_F32_N, BK = 32, WS = BM + 4, XS = BN + 4 };
     LDS(float, wt, BK * WS);
     LDS(float, xt, BK * XS);
+    if (a.tiles_m == 0) return;
     const mm_place at = mm_place_of(a, BM, BN);
     const int t = (int)thread_index(), tm = t % 16, tn = t / 16;
     const int64_t w_last = (a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
@@ -2522,9 +2521,10 @@ KERNEL(matmul_f32, rocq_k_matmul_args, 256) {
 //            TILE          64    32     16    16
 //            columns       64    64     32    16
 //
-// The run of positions that the columns see is cut into n_splits parts, one a block. Blocks leave
-// m, l and O of their columns in work, and the last one of a column tile (told by counter) merges
-// them in their order. A row that sees nothing is 0.
+// The run of positions that the columns see is cut into parts, one a block: n_splits, or as many as
+// have ROCQ_K_ATTEND_RUN positions. A part alone goes straight to out. Else blocks leave m, l and O
+// of their columns in work, and the last one of a column tile (told by counter) merges them in
+// their order. A row that sees nothing is 0.
 //
 // Grid    as at rocq_k_attention_args in rocq.h; 128 threads
 // LDS     13 to 43 KB: K [position][BD + 8], V^T [row][TILE + 8], F16. The 8 put the 16-byte words
@@ -2846,13 +2846,15 @@ struct attend_task {
 };
 template <typename S> DEV attend_task attend_task_of(const rocq_k_attention_args &a, int block) {
     attend_task t;
-    t.tile_index = (uint32_t)block / (uint32_t)a.n_splits;
-    t.split = (int)((uint32_t)block % (uint32_t)a.n_splits);
-    const uint32_t head_seq = t.tile_index / (uint32_t)a.n_tiles;
+    // A decode step has one of most of these, and divisions take longer than what else comes first.
+    const uint32_t n_splits = (uint32_t)a.n_splits, n_tiles = (uint32_t)a.n_tiles;
+    t.tile_index = n_splits == 1 ? (uint32_t)block : (uint32_t)block / n_splits;
+    t.split = (int)((uint32_t)block - t.tile_index * n_splits);
+    const uint32_t head_seq = n_tiles == 1 ? t.tile_index : t.tile_index / n_tiles;
     // The tiles of late queries, which see most, come first.
-    t.column0 = (a.n_tiles - 1 - (int)(t.tile_index % (uint32_t)a.n_tiles)) * S::COLUMNS;
-    t.kv_head = (int)(head_seq % (uint32_t)a.n_kv_heads);
-    t.seq = (int)(head_seq / (uint32_t)a.n_kv_heads);
+    t.column0 = (int)(n_tiles - 1 - (t.tile_index - head_seq * n_tiles)) * S::COLUMNS;
+    t.seq = a.n_seqs == 1 ? 0 : (int)(head_seq / (uint32_t)a.n_kv_heads);
+    t.kv_head = (int)head_seq - t.seq * a.n_kv_heads;
     return t;
 }
 template <typename S> struct attend_part { // of a wave in its block
@@ -2863,40 +2865,49 @@ template <typename S> DEV attend_part<S> attend_part_of(int wave) {
             wave / (S::SLICES * S::COLUMN_TILES)};
 }
 
+// Column c of the work of a KV head.
+struct attend_column {
+    int query, head;
+};
+DEV attend_column attend_column_of(const rocq_k_attention_args &a, int c) {
+    if (a.n_q == 1) return {0, c};
+    const int group = a.n_heads / a.n_kv_heads;
+    return {c / group, c % group};
+}
+
 // Columns column0 and up of Q in LDS; 0 past the last one. A negative scale turns their signs.
 template <typename S>
-DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_task &task,
-                        int column0, int n_columns, int chunk0, int thread) {
+DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_task &task) {
+    enum { CHUNKS = S::HEAD / 8, SLICE = S::BD / 8, SLICE_HALVES = ATTEND_COLUMNS * S::Q_STRIDE };
     const attend_rows t = attend_rows_of(a.q, 0, 0, a.head_dim);
     const uint32_t flip = a.scale < 0.0f ? 0x80008000u : 0u;
-    const int group = a.n_heads / a.n_kv_heads, n_there = min(n_columns, group * a.n_q - column0);
-    if (t.way == ATTEND_ANY) {
-#pragma unroll 1
-        for (int i = thread; i < n_columns * S::BD; i += S::THREADS) {
-            const int c = i / S::BD, d = 8 * chunk0 + i % S::BD;
-            float x = 0.0f;
-            if (c < n_there && d < a.head_dim) {
-                x = get_float(a.q.format,
-                              row_of(a.q, task.kv_head * group + (column0 + c) % group,
-                                     (column0 + c) / group, task.seq),
-                              d);
-            }
-            lput(tile + c * S::Q_STRIDE + i % S::BD, (f16)(a.scale < 0.0f ? -x : x));
-        }
-        return;
-    }
+    const int group = a.n_heads / a.n_kv_heads, n_there = group * a.n_q - task.column0;
 #pragma unroll 2
-    for (int i = thread; i < n_columns * (S::BD / 8); i += S::THREADS) {
-        const int c = i / (S::BD / 8), chunk = i % (S::BD / 8);
+    for (int i = (int)thread_index(); i < S::COLUMNS * CHUNKS; i += 128) {
+        const int c = i / CHUNKS, chunk = i % CHUNKS;
         u32x4 x = make4(0, 0, 0, 0);
-        if (c < n_there && chunk0 + chunk <= t.last_chunk) {
-            const char *row = row_of(a.q, task.kv_head * group + (column0 + c) % group,
-                                     (column0 + c) / group, task.seq);
-            x = t.way == ATTEND_F32 ? attend_load<ATTEND_F32>(row, chunk0 + chunk)
-                                    : attend_load<ATTEND_WIDE>(row, chunk0 + chunk);
+        if (c < n_there && chunk <= t.last_chunk) {
+            const attend_column of = attend_column_of(a, task.column0 + c);
+            const char *row = row_of(a.q, task.kv_head * group + of.head, of.query, task.seq);
+            if (t.way == ATTEND_ANY) {
+                float v[8] = {};
+#pragma unroll 1
+                for (int e = 0; e < 8; e++) {
+#pragma unroll
+                    for (int k = 0; k < 7; k++) v[k] = v[k + 1];
+                    const int d = 8 * chunk + e;
+                    v[7] = d < a.head_dim ? get_float(a.q.format, row, d) : 0.0f;
+                }
+                x = make4(attend_pair(v[0], v[1]), attend_pair(v[2], v[3]), attend_pair(v[4], v[5]),
+                          attend_pair(v[6], v[7]));
+            } else {
+                x = t.way == ATTEND_F32 ? attend_load<ATTEND_F32>(row, chunk)
+                                        : attend_load<ATTEND_WIDE>(row, chunk);
+            }
             x = make4(x.x ^ flip, x.y ^ flip, x.z ^ flip, x.w ^ flip);
         }
-        lput((u32x4 *)(tile + c * S::Q_STRIDE + 8 * chunk), x);
+        lput((u32x4 *)(tile + chunk / SLICE * SLICE_HALVES + c * S::Q_STRIDE +
+                       8 * (chunk % SLICE)), x);
     }
 }
 
@@ -2987,14 +2998,7 @@ DEV void attend_merge_sets(attend_state<S> &c, int set, int slice, float *work) 
     }
 }
 
-// Column c of the work of a KV head, and the positions that it sees but for the mask.
-struct attend_column {
-    int query, head;
-};
-DEV attend_column attend_column_of(const rocq_k_attention_args &a, int c) {
-    const int group = a.n_heads / a.n_kv_heads;
-    return {c / group, c % group};
-}
+// The positions that a query sees but for the mask.
 DEV int attend_low(const rocq_k_attention_args &a, int len, int query) {
     const int p = len - a.n_q + query;
     return a.window > 0 && p >= a.window ? p - a.window + 1 : 0;
@@ -3173,8 +3177,8 @@ DEV void attend_store(const rocq_k_attention_args &a, const attend_task &t, int 
 // and writes the columns. lds: all of it, and a flag. A block's result in work is m and l of each
 // column, then o, a column after the other; columns past the end are left out.
 template <typename S>
-DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, float *lds,
-                       uint32_t *last_flag) {
+DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, int n_parts,
+                       float *lds, uint32_t *last_flag) {
     const rocq_k_attention_args &a = reread(a0);
     const int thread = recomputed((int)thread_index());
     const attend_task t =
@@ -3184,7 +3188,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
               n_there = min((int)S::COLUMNS, group * a.n_q - t.column0);
     const int64_t part_floats = S::COLUMNS * (S::HEAD + 2);
     float *parts = a.work;
-    if (a.n_splits > 1) parts += (int64_t)t.tile_index * a.n_splits * part_floats;
+    if (n_parts > 1) parts += (int64_t)t.tile_index * a.n_splits * part_floats;
     float *part = parts + t.split * part_floats, *m_l = lds + ATTEND_COLUMNS * S::OUT_STRIDE;
 #pragma unroll
     for (int s = 0; s < FRAG_SLOTS; s++) state.l[s] = frag_col_sum(state.l[s]);
@@ -3209,17 +3213,18 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
             }
         }
         block_sync();
-        for (int i = thread; i < (4 * S::HEAD + 127) / 128 * 128; i += 128) {
+        const int quads = min(n_there - ATTEND_COLUMNS * n, ATTEND_COLUMNS) * (S::HEAD / 4);
+        for (int i = thread; i < (quads + 127) / 128 * 128; i += 128) {
             const int c = min(i / (S::HEAD / 4), ATTEND_COLUMNS - 1), d = i % (S::HEAD / 4) * 4,
                       column = ATTEND_COLUMNS * n + c;
-            const bool live = i < 4 * S::HEAD && column < n_there && d < a.head_dim;
+            const bool live = i < quads && d < a.head_dim;
             const float *from =
                 lds + c * S::OUT_STRIDE + d / S::W * S::W + d % 8 * (S::W / 8) + d % S::W / 8;
             const float m = lget(m_l + c), l = lget(m_l + ATTEND_COLUMNS + c);
             float x[4];
 #pragma unroll
             for (int e = 0; e < 4; e++) x[e] = lget(from + e * (S::W / 8));
-            if (a.n_splits > 1) {
+            if (n_parts > 1) {
                 if (live) {
                     gstore((u32x4 *)(part + 2 * S::COLUMNS + column * S::HEAD + d),
                            make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]),
@@ -3238,12 +3243,12 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
         }
         block_sync();
     }
-    if (a.n_splits == 1) return;
+    if (n_parts == 1) return;
 
     fence_device();
     block_sync();
     if (thread_index() == 0) {
-        const bool last = atomic_inc(a.counter + t.tile_index) == (uint32_t)a.n_splits - 1;
+        const bool last = atomic_inc(a.counter + t.tile_index) == (uint32_t)n_parts - 1;
         lput(last_flag, last ? 1u : 0u);
         if (last) gstore(a.counter + t.tile_index, 0u);
     }
@@ -3251,49 +3256,47 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     if (lget(last_flag) == 0) return;
     fence_device();
 
-    // Maximum and sum of each column; 128 / COLUMNS threads share its splits.
-    float *tops = lds, *sums = lds + 128;
-    const int own = thread % S::COLUMNS, lanes = 128 / S::COLUMNS;
-    float top = -INFINITY, sum = 0.0f;
-    if (own < n_there) {
-        for (int i = thread / S::COLUMNS; i < a.n_splits; i += lanes)
-            top = fmaxf(top, gload(parts + i * part_floats + 2 * own));
-    }
-    lput(tops + thread, top);
-    block_sync();
-    for (int i = 0; i < lanes; i++) top = fmaxf(top, lget(tops + own + S::COLUMNS * i));
-    if (own < n_there) {
-        for (int i = thread / S::COLUMNS; i < a.n_splits; i += lanes) {
-            const u32x2 m_l = gload((const u32x2 *)(parts + i * part_floats) + own);
-            sum += bits<float>(m_l.y) * attend_keep(bits<float>(m_l.x), top);
-        }
-    }
-    block_sync();
-    if (thread < S::COLUMNS) lput(tops + thread, top);
-    lput(sums + thread, sum);
-    block_sync();
-    for (int i = thread; i < (S::COLUMNS * S::HEAD / 4 + 127) / 128 * 128; i += 128) {
-        const int column = min(i / (S::HEAD / 4), S::COLUMNS - 1), d = i % (S::HEAD / 4) * 4;
-        const bool live = i < S::COLUMNS * S::HEAD / 4 && column < n_there && d < a.head_dim;
-        float x[4] = {0.0f, 0.0f, 0.0f, 0.0f}, l = 0.0f;
-        const float m = lget(tops + column);
-        for (int k = 0; k < lanes; k++) l += lget(sums + column + S::COLUMNS * k);
-        if (live) {
-            const float *from = parts + 2 * S::COLUMNS + column * S::HEAD + d;
-#pragma unroll 4
-            for (int k = 0; k < a.n_splits; k++) {
-                const u32x4 o = gload((const u32x4 *)(from + k * part_floats));
-                const float keep = attend_keep(gload(parts + k * part_floats + 2 * column), m);
-                x[0] += keep * bits<float>(o.x);
-                x[1] += keep * bits<float>(o.y);
-                x[2] += keep * bits<float>(o.z);
-                x[3] += keep * bits<float>(o.w);
-            }
-            const float factor =
-                attend_factor(a, t.kv_head * group + (t.column0 + column) % group, m, l);
+    // A thread merges a quad of a column, the loads of AHEAD parts under way at a time.
+    enum { AHEAD = 8 };
+    const int quads = n_there * (S::HEAD / 4);
+    for (int i = thread; i < (quads + 127) / 128 * 128; i += 128) {
+        const int column = min(i / (S::HEAD / 4), n_there - 1), d = i % (S::HEAD / 4) * 4;
+        const bool live = i < quads && d < a.head_dim;
+        const float *from = parts + 2 * S::COLUMNS + column * S::HEAD + (live ? d : 0);
+        float x[4] = {0.0f, 0.0f, 0.0f, 0.0f}, m = -INFINITY, l = 0.0f;
+#pragma unroll 1
+        for (int first = 0; first < n_parts; first += AHEAD) {
+            u32x4 o[AHEAD];
+            u32x2 m_l[AHEAD];
+            float top = m;
 #pragma unroll
-            for (int e = 0; e < 4; e++) x[e] = l == 0.0f ? 0.0f : x[e] * factor;
+            for (int k = 0; k < AHEAD; k++) {
+                const int64_t at = min(first + k, n_parts - 1) * part_floats;
+                m_l[k] = gload((const u32x2 *)(parts + at) + column);
+                o[k] = gload((const u32x4 *)(from + at));
+            }
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) top = fmaxf(top, bits<float>(m_l[k].x));
+            const float keep = attend_keep(m, top);
+            m = top;
+            l *= keep;
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[e] *= keep;
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                if (first + k >= n_parts) break;
+                const float add = attend_keep(bits<float>(m_l[k].x), top);
+                l += bits<float>(m_l[k].y) * add;
+                x[0] += bits<float>(o[k].x) * add;
+                x[1] += bits<float>(o[k].y) * add;
+                x[2] += bits<float>(o[k].z) * add;
+                x[3] += bits<float>(o[k].w) * add;
+            }
         }
+        const float factor =
+            attend_factor(a, t.kv_head * group + (t.column0 + column) % group, m, l);
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] = l == 0.0f ? 0.0f : x[e] * factor;
         attend_store(a, t, t.column0 + column, d, live, x);
     }
 }
@@ -3301,6 +3304,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
 template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &a) {
     typedef attend_shape<D, COLUMN_TILES> S;
     LDS(u32x4, lds, S::LDS_BYTES / 16);
+    if (a.n_splits == 0) return;
     const int lane = lane_index(), wave = wave_read(wave_index(), 0);
     const attend_part<S> w = attend_part_of<S>(wave);
     const int thread = S::SHARED ? (int)thread_index() : lane;
@@ -3320,14 +3324,16 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
         }
     }
 
-    // The run of this block: what its columns see, cut into n_splits parts of whole rounds of
-    // tiles.
+    // The run of this block: what its columns see, cut into parts of whole rounds of tiles.
     const int column_end = min(t.column0 + (int)S::COLUMNS, n_columns);
     int begin = attend_low(a, len, attend_column_of(a, t.column0).query);
     int end = attend_high(a, len, attend_column_of(a, column_end - 1).query);
     const int round = S::TILE * S::SETS;
-    const int run =
-        ((max(end - begin, 0) + a.n_splits - 1) / a.n_splits + round - 1) / round * round;
+    static_assert(ROCQ_K_ATTEND_RUN % (S::TILE * S::SETS) == 0, "the least part is whole rounds");
+    const int all = max(end - begin, 0), share = (all + a.n_splits - 1) / a.n_splits;
+    const int run = max((share + round - 1) / round * round, (int)ROCQ_K_ATTEND_RUN);
+    const int n_parts = recomputed_uniform(max((all + run - 1) / run, 1));
+    if (t.split >= n_parts) return;
     begin = (int)min((int64_t)begin + (int64_t)t.split * run, (int64_t)end);
     end = recomputed_uniform(min(end - begin, run) + begin);
     begin = recomputed_uniform(begin);
@@ -3387,14 +3393,10 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     }
     // Q stays in registers, or if each wave has its own tile of K and V, in LDS: those waves have
     // memory to wait for, and more of its data in registers.
-    f16 *q_tile =
-        S::SHARED ? k_tile
-                  : (f16 *)((char *)lds + S::TILE_BYTES) + w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
+    f16 *q_tile = S::SHARED ? k_tile : (f16 *)((char *)lds + S::TILE_BYTES);
     frag q[S::O_FRAGS];
-    if (S::SHARED || w.set == 0) {
-        attend_stage_q<S>(q_tile, a, t, t.column0, S::SHARED ? S::COLUMNS : ATTEND_COLUMNS,
-                          at.chunk0, thread);
-    }
+    attend_stage_q<S>(q_tile, a, t);
+    if (!S::SHARED) q_tile += w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
     block_sync();
     if (S::SHARED) {
         const f16 *from = q_tile + w.column_tile * ATTEND_COLUMNS * S::Q_STRIDE + w.slice * S::W;
@@ -3507,7 +3509,7 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
         at = next;
     }
     block_sync();
-    attend_finish<S>(a, state, (float *)lds,
+    attend_finish<S>(a, state, n_parts, (float *)lds,
                      (uint32_t *)((char *)lds + S::MAIN_BYTES + ATTEND_WAVES * S::ROW_BYTES));
 }
 
@@ -3530,6 +3532,7 @@ ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 // Dimensions 1 to 3 of row number r of t.
 struct place { uint32_t i1, i2, i3; };
 DEV place place_of(const rocq_k_tensor &t, uint32_t r) {
+    if ((t.ne[2] | t.ne[3]) == 1) return {r, 0, 0}; // divisions take longer than a load
     const uint32_t ne1 = (uint32_t)t.ne[1], ne2 = (uint32_t)t.ne[2];
     const uint32_t plane = r / ne1, i3 = plane / ne2;
     return {r - plane * ne1, plane - i3 * ne2, i3};
@@ -3692,53 +3695,60 @@ DEV void load_tile(int32_t format, bool wide, const char *row, int n, int base, 
 //
 // A block owns a row, a thread the quads t, t + threads, ... of it; a unit of 32 that y needs for
 // its scale lies in 8 neighbouring lanes.
-// Geometry: a block a row, 32 to 256 threads by the host's choice: 32 are enough for K <= 128 and
-// keep short rows (a norm per head) from idling. LDS: a float a wave.
-// Bytes: x once while K <= 32 threads (8192 with 256), kept in registers; else once per pass, three
-// in all with center, two without. y once. Sums are F32 in a fixed order: a lane's own elements,
-// then a tree over the lanes, then the waves in order.
-KERNEL(norm, rocq_k_norm_args, 256) {
-    LDS(float, work, 8);
+// Geometry: a block a row, 32 to 512 threads by the host's choice. LDS: 384 bytes.
+// Bytes: x and weight once while K <= 16 threads (8192 with 512), kept in registers, and all under
+// way before one is used, since the lone row of a decode step is all latency; else x once per pass,
+// three in all with center, two without. y once. Sums are F32 in a fixed order: a lane's own elements,
+// then a tree over the lanes, then one over the waves.
+enum { NORM_QUADS = 4 }; // of a tile
+KERNEL(norm, rocq_k_norm_args, 512) {
+    LDS(float, work, 3 * BLOCK_WORK);
+    if (a.x.ne[0] == 0) return;
     const uint32_t r = a.common.block0 + block_index();
     const place at = place_of(a.x, r);
     const char *x_row = row_of(a.x, at.i1, at.i2, at.i3);
     char *y_row = row_of(a.y, at.i1, at.i2, at.i3);
-    const int n = a.x.ne[0], tile = tile_size(TILE_QUADS);
-    const bool x_wide = is_wide(a.x), y_wide = is_wide(a.y);
+    const int n = a.x.ne[0], tile = tile_size(NORM_QUADS);
+    const bool whole = n <= tile, x_wide = is_wide(a.x), y_wide = is_wide(a.y);
     const bool w_wide = (((uintptr_t)a.weight | (uintptr_t)a.bias) & 15u) == 0 && (n & 3) == 0;
     const float share = 1.0f / (float)n;
-    float v[TILE_QUADS][4], mean = 0.0f, rest = 0.0f, rstd = 0.0f;
+    float v[NORM_QUADS][4], w[NORM_QUADS][4], mean = 0.0f, rest = 0.0f, rstd = 0.0f;
     const int first = a.center ? 0 : 1;
     for (int pass = first; pass < 3; pass++) { // mean; rest and rstd; y
         float sum = 0.0f, square = 0.0f;
         for (int base = 0; base < n; base += tile) {
-            if (n > tile || pass == first) load_tile(a.x.format, x_wide, x_row, n, base, v);
+            if (a.weight && pass == (whole ? first : 2)) {
+                load_tile(ROCQ_F32, w_wide, (const char *)a.weight, n, base, w);
+            }
+            if (!whole || pass == first) load_tile(a.x.format, x_wide, x_row, n, base, v);
             if (pass == 2) {
-                // Not unrolled, for the sake of code size: quad j is always in v[0].
+                // Not unrolled, for the sake of code size: quad j is always in v[0] and w[0].
 #pragma unroll 1
-                for (int j = 0; j < TILE_QUADS && j < tile_quads(n, base); j++) {
+                for (int j = 0; j < NORM_QUADS && j < tile_quads(n, base); j++) {
                     const int k = tile_at(base, j), count = quad_count(n, k);
-                    float w[4], b[4], y[4];
-                    if (a.weight) get4(ROCQ_F32, (const char *)a.weight, w_wide, k, count, w);
+                    float b[4], y[4];
                     if (a.bias) get4(ROCQ_F32, (const char *)a.bias, w_wide, k, count, b);
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         y[e] = ((v[0][e] - mean) - rest) * rstd;
-                        if (a.weight) y[e] *= w[e];
+                        if (a.weight) y[e] *= w[0][e];
                         if (a.bias) y[e] += b[e];
                     }
                     put4(a.y, y_wide, y_row, r, k, count, y);
 #pragma unroll
-                    for (int i = 0; i + 1 < TILE_QUADS; i++) {
+                    for (int i = 0; i + 1 < NORM_QUADS; i++) {
 #pragma unroll
-                        for (int e = 0; e < 4; e++) v[i][e] = v[i + 1][e];
+                        for (int e = 0; e < 4; e++) {
+                            v[i][e] = v[i + 1][e];
+                            w[i][e] = w[i + 1][e];
+                        }
                     }
                 }
                 continue;
             }
             const int quads = tile_quads(n, base);
 #pragma unroll
-            for (int j = 0; j < TILE_QUADS; j++) {
+            for (int j = 0; j < NORM_QUADS; j++) {
                 if (j >= quads) break;
                 const bool full = is_full(n, base, j);
 #pragma unroll
@@ -3751,13 +3761,13 @@ KERNEL(norm, rocq_k_norm_args, 256) {
             }
         }
         if (pass == 2) break;
-        if (a.center) sum = block_sum(sum, work) * share;
+        if (a.center) sum = block_sum(sum, work + pass * BLOCK_WORK) * share;
         if (pass == 0) {
             mean = sum;
         } else {
             if (a.center) rest = sum;
-            const float variance = fmaf(-rest, rest, block_sum(square, work) * share);
-            rstd = 1.0f / sqrtf(variance + a.eps);
+            const float mean_square = block_sum(square, work + 2 * BLOCK_WORK) * share;
+            rstd = 1.0f / sqrtf(fmaf(-rest, rest, mean_square) + a.eps);
         }
     }
     if (thread_index() == 0) {
@@ -3788,7 +3798,7 @@ DEV sine_cosine sincos_turns(float turns) {
 }
 
 // Up to three streams in one launch: q turned in place, k turned and stored in the KV cache, v
-// stored there. Pair i of token t turns by pos[t] turn[i] / freq_factors[i] whole turns:
+// stored there. Pair i of token t turns by pos[t] turn(i) / freq_factors[i] whole turns:
 // (x0, x1) becomes magnitude (x0 cos - x1 sin, x0 sin + x1 cos).
 //
 //   x     F32 or F16 [D, heads, tokens], any strides
@@ -3797,66 +3807,40 @@ DEV sine_cosine sincos_turns(float turns) {
 //   cell  row of y for token t where to_cell is set; one out of range stores nothing and sets a bit
 //         of the status
 //
-// Geometry: 256 threads. With Q = ceil(D / 4) quads a head, a block owns H = max(1, 256 / Q) heads
-// of one stream and token; slices(s) = ceil(heads(s) / H), a token has S = sum of slices(s) blocks,
-// and block b is slice b % S of token b / S: tokens S blocks in all. A thread owns a quad of a
+// Geometry: 256 threads. With Q = ceil(D / 4) quads a head, a block owns heads = max(1, 256 / Q)
+// heads of one stream and token; a stream has slices = ceil(its heads / heads) blocks a token, all
+// together S, and block b is slice b % S of token b / S: tokens S blocks in all. A thread owns a quad of a
 // head, and one unit of 32 lies in 8 neighbouring lanes. Heads of more than 1024 elements take
 // several rounds.
 // The angles of a token are worked out once in a block, in double up to the fraction of a turn (at
-// position 100,000 a float would be off by 0.004), and shared by its heads: LDS 2 KB.
-// Where x is y, a round's loads all come before its stores: both elements of a pair are read by two
-// lanes (NEOX), and lie in the same round. The second read hits the cache.
-// Bytes: x and y once; 4 double operations a thread, which at 1/32 rate cost less than the loads.
+// position 100,000 a float would be off by 0.004), and shared by its heads: LDS 2 KB. That and the
+// loads of pos, cell and x wait for each other nowhere: a decode step's launch is all latency.
+// Where x is y, all loads of turned elements, which are in the first round, come before the barrier
+// and all stores after it: the elements of a pair are read by two lanes (NEOX).
+// Bytes: x and y once; some 12 double operations a thread, which at 1/32 rate cost less than the loads.
 KERNEL(rope, rocq_k_rope_args, 256) {
     LDS(float, cosine, 256);
     LDS(float, sine, 256);
+    if (a.n_streams == 0) return;
     const int n = a.head_dim, half = a.n_dims / 2, quads = (n + 3) / 4, t = (int)thread_index();
-    const int heads = quads < 256 ? 256 / quads : 1;
-    uint32_t slices = 0;
-    for (int s = 0; s < a.n_streams; s++) {
-        slices += (uint32_t)((a.stream[s].x.ne[1] + heads - 1) / heads);
-    }
     const uint32_t b = a.common.block0 + block_index();
-    const uint32_t token = b / slices;
-    int slice = (int)(b - token * slices), s = 0;
-    for (; s + 1 < a.n_streams; s++) {
-        const int own = (a.stream[s].x.ne[1] + heads - 1) / heads;
-        if (slice < own) break;
-        slice -= own;
-    }
+    const uint32_t token = b < a.slices ? 0 : b / a.slices;
+    uint32_t slice = b - token * a.slices;
+    int s = 0;
+    for (; s + 1 < a.n_streams && slice >= a.stream[s].slices; s++) slice -= a.stream[s].slices;
     const rocq_k_rope_stream &stream = a.stream[s];
+    const int position = gload(a.pos + token);
+    const int cell = stream.to_cell ? gload((a.cell ? a.cell : a.pos) + token) : 0;
 
-    int64_t to = token;
-    bool stored = true;
-    if (stream.to_cell) {
-        to = gload((a.cell ? a.cell : a.pos) + token);
-        stored = to >= 0 && to < a.n_cells;
-        if (!stored) {
-            to = 0;
-            if (t == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
-        }
-    }
-    if (!stream.plain) {
-        if (t < half) {
-            double turns = (double)gload(a.pos + token) * a.turn[t];
-            if (a.freq_factors) turns /= (double)gload(a.freq_factors + t);
-            const sine_cosine turned = sincos_turns((float)(turns - rint(turns)));
-            lput(sine + t, turned.s * a.magnitude);
-            lput(cosine + t, turned.c * a.magnitude);
-        }
-        block_sync();
-    }
-
-    const int local = quads < 256 ? t / quads : 0, head = slice * heads + local;
-    const bool live = local < heads && head < stream.x.ne[1];
+    const int local = quads < 256 ? t / quads : 0, head = (int)slice * a.heads + local;
+    const bool live = local < a.heads && head < stream.x.ne[1], x_wide = is_wide(stream.x);
     const char *x_row = row_of(stream.x, live ? head : 0, token, 0);
-    char *y_row = row_of(stream.y, live ? head : 0, to, 0);
-    const bool x_wide = is_wide(stream.x), y_wide = is_wide(stream.y);
-    for (int first = 0; first < quads; first += 256) {
-        const int k = 4 * (first + t - local * quads);
-        const int count = live ? quad_count(n, k) : 0;
-        const int turned = stream.plain ? 0 : 2 * half - k; // elements of the quad below n_dims
-        float v[4], p[4], y[4];
+    float v[4], p[4]; // a quad, and what its elements turn with
+    int k, count, turned; // turned: elements of the quad below n_dims
+    const auto load = [&](int first) {
+        k = 4 * (first + t - local * quads);
+        count = live ? quad_count(n, k) : 0;
+        turned = stream.plain ? 0 : 2 * half - k;
         get4(stream.x.format, x_row, x_wide, k, count, v);
         if (!a.neox) {
             p[0] = v[1];
@@ -3876,6 +3860,34 @@ KERNEL(rope, rocq_k_rope_args, 256) {
                 }
             }
         }
+    };
+    load(0);
+    if (!stream.plain && t < half) {
+        double turn = 0.15915494309189535; // 1 / (2 pi)
+#pragma unroll
+        for (int i = 0; i < 8; i++) turn *= t >> i & 1 ? a.power[i] : 1.0;
+        if (a.ext_factor > 0.0) {
+            const double ramp = fmin(1.0, fmax(0.0, ((double)t - a.low) * a.per_pair));
+            const double keep = (1.0 - ramp) * a.ext_factor;
+            turn = turn * a.scale * (1.0 - keep) + turn * keep;
+        } else {
+            turn *= a.scale;
+        }
+        double turns = (double)position * turn;
+        if (a.freq_factors) turns /= (double)gload(a.freq_factors + t);
+        const sine_cosine angle = sincos_turns((float)(turns - rint(turns)));
+        lput(sine + t, angle.s * a.magnitude);
+        lput(cosine + t, angle.c * a.magnitude);
+    }
+    block_sync();
+
+    const bool stored = !stream.to_cell || (cell >= 0 && cell < a.n_cells);
+    const int64_t to = !stream.to_cell ? token : stored ? cell : 0;
+    char *y_row = row_of(stream.y, live ? head : 0, to, 0);
+    const bool y_wide = is_wide(stream.y);
+    if (!stored && t == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+    for (int first = 0;;) {
+        float y[4];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             y[e] = v[e];
@@ -3885,8 +3897,10 @@ KERNEL(rope, rocq_k_rope_args, 256) {
             const float c = lget(cosine + pair), sn = lget(sine + pair);
             y[e] = fmaf(v[e], c, (second ? p[e] : -p[e]) * sn);
         }
-        block_sync();
         put4(stream.y, y_wide, y_row, 0, k, stored ? count : 0, y);
+        first += 256;
+        if (first >= quads) break;
+        load(first);
     }
 }
 
@@ -3934,6 +3948,7 @@ DEV void activate4(int32_t kind, float v[4]) {
 // largest magnitude comes by three lane swaps.
 // Bytes: a, b and y once, 16 a lane on wide rows, neighbouring lanes side by side.
 KERNEL(map, rocq_k_map_args, 256) {
+    if (a.y.ne[0] == 0) return;
     const uint32_t at = (a.common.block0 + block_index()) * 256 + thread_index();
     const uint32_t rows = rows_of(a.y);
     if (a.op == ROCQ_OP_CAST && a.y.format == a.a.format) {
@@ -4001,11 +4016,12 @@ KERNEL(map, rocq_k_map_args, 256) {
 //   mask  F32 or F16, x's shape or 1 in dimensions 1 to 3, where it is repeated; may be absent
 //
 // A block owns a row, a thread the quads t, t + threads, ... of it. Geometry: a block a row, 32 to
-// 256 threads by the host's choice. LDS: a float a wave.
+// 256 threads by the host's choice. LDS: 256 bytes.
 // Bytes: x and mask once while K <= 32 threads (8192 with 256), kept in registers; else three
 // times.
 KERNEL(softmax, rocq_k_softmax_args, 256) {
-    LDS(float, work, 8);
+    LDS(float, work, 2 * BLOCK_WORK);
+    if (a.x.ne[0] == 0) return;
     const uint32_t r = a.common.block0 + block_index();
     const place at = place_of(a.x, r);
     const char *x_row = row_of(a.x, at.i1, at.i2, at.i3);
@@ -4069,7 +4085,7 @@ KERNEL(softmax, rocq_k_softmax_args, 256) {
             top = block_max(top, work);
             shift = top == -INFINITY ? 0.0f : top; // exp(-inf - -inf) would be NaN
         } else if (pass == 1) {
-            sum = block_sum(sum, work);
+            sum = block_sum(sum, work + BLOCK_WORK);
             factor = sum == 0.0f ? 0.0f : 1.0f / sum;
         }
     }
@@ -4131,6 +4147,7 @@ DEV void decode_planar_quad_of(int32_t format, const void *base, int64_t n_units
 // unit in each lane stays far below what the ALU does meanwhile.
 // scale 1 gives the bits of rocq_dequantize.
 KERNEL(decode, rocq_k_decode_args, 256) {
+    if (a.y.ne[0] == 0) return;
     const uint32_t at = (a.common.block0 + block_index()) * 256 + thread_index();
     const uint32_t pieces = (uint32_t)(a.y.ne[0] + 3) / 4, r = at / pieces;
     if (r >= rows_of(a.y)) return;
@@ -4213,6 +4230,7 @@ DEV best_of block_best(best_of b, float *xs, int *is) {
 KERNEL(argmax, rocq_k_argmax_args, 1024) {
     LDS(float, xs, 32);
     LDS(int, is, 32);
+    if (a.x.ne[0] == 0) return;
     const uint32_t r = a.common.block0 + block_index();
     const char *row = row_of(a.x, r, 0, 0);
     const int n = a.x.ne[0];
@@ -4238,48 +4256,105 @@ KERNEL(argmax, rocq_k_argmax_args, 1024) {
 // -- sample --
 
 enum {
-    SAMPLE_BITS = 11,                  // of a rank that one pass sorts by
+    SAMPLE_BITS = 11,   // of a rank that one pass sorts by
     SAMPLE_BINS = 1 << SAMPLE_BITS,
-    SAMPLE_PART = 64,                  // list entries of a wave
-    SAMPLE_WAVES = 32,
+    SAMPLE_LIST = 1024, // candidates that can be sorted: one a thread
+    SAMPLE_QUADS = 4,   // of a tile of logits
     SAMPLE_TOP_K = 0, SAMPLE_TOP_P, SAMPLE_DRAW // the steps that choose a place in an order
 };
 
-// The candidates: work[], where a token that has none holds -inf; or once they are few the list in
-// LDS, of which each wave keeps a part of its own.
 struct sample_state {
-    const float *work;
-    uint32_t n;
-    float *logit; // LDS, this wave's part
-    uint32_t *token;
-    int count;    // of this wave's part
-    bool listed;
-
-    float top;      // largest logit
-    uint64_t cut;   // candidates of a greater rank are out
-    int width;      // bits of a token
-    float unit;     // of the fixed point sums
+    const float *logits; // a token that is no candidate has -inf or NaN
+    bool wide;           // as in load_tile
+    int n, width;        // tokens, and bits of one
+    float top;           // largest logit
+    uint64_t cut;        // candidates of a greater rank are out
+    float unit;          // of the fixed point sums
     float temperature, min_p;
 };
 
+struct sample_work { // LDS
+    unsigned long long *mass;  // [SAMPLE_BINS]; else the list, and twice as many keys to sort it
+    uint32_t *count;           // [SAMPLE_BINS]
+    unsigned long long *total; // [32]: of waves
+    uint32_t *listed;          // [1]
+};
+
+template <int mask> DEV uint64_t wave_xor64(uint64_t x) {
+    return (uint64_t)wave_xor<mask>((uint32_t)x) |
+           (uint64_t)wave_xor<mask>((uint32_t)(x >> 32)) << 32;
+}
 DEV uint64_t wave_sum64(uint64_t x) {
-#define ROCQ_X(mask)                                                         \
-    x += (uint64_t)wave_xor<mask>((uint32_t)x) |                             \
-         (uint64_t)wave_xor<mask>((uint32_t)(x >> 32)) << 32;
-    ROCQ_X(1)
-    ROCQ_X(2)
-    ROCQ_X(4)
-    ROCQ_X(8)
-    ROCQ_X(16)
-#undef ROCQ_X
-    return x;
+    x += wave_xor64<1>(x);
+    x += wave_xor64<2>(x);
+    x += wave_xor64<4>(x);
+    x += wave_xor64<8>(x);
+    return x + wave_xor64<16>(x);
 }
 
-// The place in the order "higher logit first, then lower token", as a number.
+// Sums of x over the lanes, and over the 1024 threads, before the own one; and over all.
+template <int mask> DEV void wave_scan_step(uint64_t &before, uint64_t &sum) {
+    const uint64_t other = wave_xor64<mask>(sum);
+    if (thread_index() & mask) before += other;
+    sum += other;
+}
+DEV uint64_t wave_scan(uint64_t x, uint64_t &total) {
+    uint64_t before = 0;
+    wave_scan_step<1>(before, x);
+    wave_scan_step<2>(before, x);
+    wave_scan_step<4>(before, x);
+    wave_scan_step<8>(before, x);
+    wave_scan_step<16>(before, x);
+    total = x;
+    return before;
+}
+DEV uint64_t block_scan(uint64_t x, unsigned long long *work, uint64_t &total) { // work: LDS [32]
+    const uint64_t before = wave_scan(x, x);
+    if (lane_index() == 0) lput(work + wave_index(), x);
+    block_sync();
+    const uint64_t of_wave = lget(work + lane_index());
+    block_sync();
+    total = wave_sum64(of_wave);
+    return before + wave_sum64(lane_index() < wave_index() ? of_wave : 0);
+}
+
+// Keys in ascending order, one a thread of 1024; those from size (a power of two) on are no less than
+// any before. work: LDS [2048]. A bitonic sort: runs of `run` keys, every other one descending, come
+// from pairs of such runs of half the length; keys closer than a wave meet in registers.
+DEV uint64_t sort_keep(uint64_t own, uint64_t other, int apart, int run) {
+    const int t = (int)thread_index();
+    const bool least = ((t & apart) == 0) == ((t & run) == 0);
+    return (other < own) == least ? other : own;
+}
+DEV uint64_t block_sort(uint64_t key, int size, unsigned long long *work) {
+    const int t = (int)thread_index();
+    int side = 0; // two of them, so that a step needs one barrier
+#pragma unroll 1
+    for (int run = 2; run <= size; run *= 2) {
+#pragma unroll 1
+        for (int apart = run / 2; apart >= 32; apart /= 2, side ^= 1024) {
+            lput(work + side + t, key);
+            block_sync();
+            key = sort_keep(key, lget(work + side + (t ^ apart)), apart, run);
+        }
+        if (run > 16) key = sort_keep(key, wave_xor64<16>(key), 16, run);
+        if (run > 8) key = sort_keep(key, wave_xor64<8>(key), 8, run);
+        if (run > 4) key = sort_keep(key, wave_xor64<4>(key), 4, run);
+        if (run > 2) key = sort_keep(key, wave_xor64<2>(key), 2, run);
+        key = sort_keep(key, wave_xor64<1>(key), 1, run);
+    }
+    block_sync();
+    return key;
+}
+
+// The place in the order "higher logit first, then lower token", as a number; ~0 is none.
 DEV uint64_t sample_rank(const sample_state &s, float logit, uint32_t token) {
     const uint32_t u = bits<uint32_t>(logit + 0.0f); // -0 is 0
     const uint32_t order = u & 0x80000000u ? u : u ^ 0x7fffffffu;
     return (uint64_t)order << s.width | token;
+}
+DEV float sample_logit(uint32_t order) {
+    return bits<float>(order & 0x80000000u ? order : order ^ 0x7fffffffu);
 }
 // exp((logit - top) / temperature), 1 for the top itself even where that is infinite.
 DEV float sample_weight(const sample_state &s, float logit, float temperature) {
@@ -4288,42 +4363,81 @@ DEV float sample_weight(const sample_state &s, float logit, float temperature) {
 // What a step adds up: candidates, or their weights in fixed point, whose sum no order changes.
 DEV uint64_t sample_mass(const sample_state &s, int step, float logit) {
     if (step == SAMPLE_TOP_K) return 1;
-    if (step == SAMPLE_TOP_P) return (uint64_t)(sample_weight(s, logit, 1.0f) * s.unit);
-    if (s.min_p > 0.0f && sample_weight(s, logit, 1.0f) < s.min_p) return 0;
-    return (uint64_t)(sample_weight(s, logit, s.temperature) * s.unit);
+    if (step == SAMPLE_DRAW && s.min_p > 0.0f && sample_weight(s, logit, 1.0f) < s.min_p) return 0;
+    const float temperature = step == SAMPLE_DRAW ? s.temperature : 1.0f;
+    return (uint64_t)(sample_weight(s, logit, temperature) * s.unit);
+}
+// The sum that a step looks for: at least top_p of all, or beyond the draw's part of it.
+DEV uint64_t sample_target(const rocq_k_sample_args &a, int step, uint64_t sum) {
+    if (step == SAMPLE_TOP_K) return (uint64_t)a.top_k;
+    const double part = step == SAMPLE_TOP_P ? (double)a.top_p
+                                             : (double)a.uniform_hi + (double)a.uniform_lo;
+    const double at = part * (double)sum;
+    const uint64_t target = step == SAMPLE_TOP_P ? (uint64_t)ceil(at) : (uint64_t)at + 1;
+    return target < 1 ? 1 : target > sum ? sum : target;
 }
 
 // Calls f(live, logit, token) for every candidate and for lanes without one, all lanes of a wave
-// together. Every thread meets the tokens it wrote to work itself.
+// together: a quad a lane, one element after the other. Quads without a candidate in the wave are
+// left out.
 template <typename F> DEV void sample_each(const sample_state &s, F f) {
-    if (s.listed) {
-        for (int i = lane_index(); i < (s.count + 31) / 32 * 32; i += 32) {
-            const int at = i < s.count ? i : 0;
-            const float logit = lget(s.logit + at);
-            const uint32_t token = lget(s.token + at);
-            f(i < s.count && sample_rank(s, logit, token) <= s.cut, logit, token);
-        }
-        return;
-    }
-    for (uint32_t base = thread_index(); base - thread_index() < s.n; base += 4096) {
-        float v[4];
+    const uint32_t last = (uint32_t)(s.cut >> s.width); // order of the cut
+    const float least = last >= 0xff800000u ? -INFINITY : sample_logit(last);
+    float v[SAMPLE_QUADS][4];
+    for (int base = 0; base < s.n; base += tile_size(SAMPLE_QUADS)) {
+        load_tile(ROCQ_F32, s.wide, (const char *)s.logits, s.n, base, v);
+#pragma unroll 1
+        for (int j = 0; j < SAMPLE_QUADS && j < tile_quads(s.n, base); j++) {
+            const int k = tile_at(base, j);
+            const float best = fmaxf(fmaxf(v[0][0], v[0][1]), fmaxf(v[0][2], v[0][3]));
+            if (wave_ballot(k < s.n && best >= least) != 0) {
 #pragma unroll
-        for (uint32_t j = 0; j < 4; j++) {
-            const uint32_t i = base + 1024 * j;
-            v[j] = gload(s.work + (i < s.n ? i : 0));
-        }
+                for (int e = 0; e < 4; e++) {
+                    const float x = v[0][e];
+                    const bool live = k + e < s.n && x > -INFINITY &&
+                                      sample_rank(s, x, (uint32_t)(k + e)) <= s.cut;
+                    f(live, x, (uint32_t)(k + e));
+                }
+            }
 #pragma unroll
-        for (uint32_t j = 0; j < 4; j++) {
-            const uint32_t i = base + 1024 * j;
-            f(i < s.n && v[j] > -INFINITY && sample_rank(s, v[j], i) <= s.cut, v[j], i);
+            for (int i = 0; i + 1 < SAMPLE_QUADS; i++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) v[i][e] = v[i + 1][e];
+            }
         }
     }
 }
 
-// Adds to a bin. Where all candidates of a wave fall into one, which neighbouring tokens and
-// crowded logits do, they go there in one addition.
-DEV void sample_add(unsigned long long *mass, uint32_t *count, bool live, uint32_t bin,
-                    uint64_t x) {
+// What candidates are sorted by: the rank, or in the step DRAW the token, the bits of the logit below.
+DEV uint64_t sample_key(const sample_state &s, int step, float logit, uint32_t token) {
+    if (step != SAMPLE_DRAW) return sample_rank(s, logit, token);
+    return (uint64_t)token << 32 | bits<uint32_t>(logit);
+}
+
+// Makes a list of the candidates up to the cut and gives each thread a key, ~0 past the last. Returns
+// how many there are; more than SAMPLE_LIST are no list.
+DEV int sample_list(const sample_state &s, const sample_work &work, int step, uint64_t &key) {
+    if (thread_index() == 0) lput(work.listed, 0u);
+    block_sync();
+    sample_each(s, [&](bool live, float logit, uint32_t token) {
+        const uint32_t all = wave_ballot(live);
+        if (all == 0) return;
+        const int lane = lane_index(), first = __ffs((int)all) - 1;
+        uint32_t at = 0;
+        if (lane == first) at = lds_take(work.listed, (uint32_t)__popc(all));
+        at = wave_read(at, first) + (uint32_t)__popc(all & ((1u << lane) - 1u));
+        if (live && at < SAMPLE_LIST) lput(work.mass + at, sample_key(s, step, logit, token));
+    });
+    block_sync();
+    const int n = (int)lget(work.listed);
+    if (n <= SAMPLE_LIST) key = (int)thread_index() < n ? lget(work.mass + thread_index()) : ~0ull;
+    block_sync();
+    return n;
+}
+
+// Adds to a bin. Where all candidates of a wave fall into one, which crowded logits do, they go there
+// in one addition.
+DEV void sample_add(const sample_work &work, bool live, uint32_t bin, uint64_t x) {
     const uint32_t all = wave_ballot(live);
     if (all == 0) return;
     const int first = __ffs((int)all) - 1;
@@ -4331,128 +4445,94 @@ DEV void sample_add(unsigned long long *mass, uint32_t *count, bool live, uint32
     if (wave_ballot(live && bin == common) == all) {
         x = wave_sum64(live ? x : 0);
         if (lane_index() == first) {
-            lds_add(mass + bin, x);
-            lds_add(count + bin, (uint32_t)__popc(all));
+            lds_add(work.mass + bin, x);
+            lds_add(work.count + bin, (uint32_t)__popc(all));
         }
     } else if (live) {
-        lds_add(mass + bin, x);
-        lds_add(count + bin, 1u);
+        lds_add(work.mass + bin, x);
+        lds_add(work.count + bin, 1u);
     }
 }
 
-// The lane at which front plus the lanes' x, added up in order, reaches target, or 32; front
+// The first lane at which front plus the lanes' x, added up in order, reaches target, or 32; front
 // becomes the sum before that lane.
 DEV int wave_reach(uint64_t x, uint64_t &front, uint64_t target) {
-    int found = 32;
-    for (int l = 0; l < 32; l++) {
-        const uint64_t own =
-            (uint64_t)wave_read((uint32_t)x, l) | (uint64_t)wave_read((uint32_t)(x >> 32), l) << 32;
-        if (found == 32 && front + own >= target) found = l;
-        if (found == 32) front += own;
-    }
-    return found;
+    uint64_t all;
+    const uint64_t before = wave_scan(x, all);
+    const uint32_t reached = wave_ballot(front + before + x >= target);
+    if (reached == 0) return 32;
+    const int lane = __ffs((int)reached) - 1;
+    front += (uint64_t)wave_read((uint32_t)before, lane) |
+             (uint64_t)wave_read((uint32_t)(before >> 32), lane) << 32;
+    return lane;
 }
 
-struct sample_work { // LDS
-    unsigned long long *mass;  // [SAMPLE_BINS]
-    uint32_t *count;           // [SAMPLE_BINS]
-    unsigned long long *total; // [SAMPLE_WAVES]
-    unsigned long long *front; // [1]
-    uint32_t *found;           // [2]: bin or SAMPLE_BINS, candidates in it
-    uint32_t *full;            // [1]: waves with too many for the list
+// A search for the place in an order at which masses reach target: digit after digit of its number,
+// from the top.
+struct sample_search {
+    uint64_t target, sum;   // 0: not known yet; sum: of the masses of all candidates
+    uint64_t prefix, front; // the digits so far, and the masses before them
+    int shift;              // bits that are left, < 0: not begun
 };
 
-// The bins, in order, in which front plus their masses reaches target.
-DEV uint32_t sample_find(const sample_work &work, uint64_t &front, uint64_t target,
-                         uint32_t &count) {
-    const int lane = lane_index(), wave = wave_index();
-    const unsigned long long *own = work.mass + 64 * wave + 2 * lane;
-    const uint64_t sum = wave_sum64(lget(own) + lget(own + 1));
-    if (lane == 0) lput(work.total + wave, sum);
-    block_sync();
-    if (wave == 0) {
-        const int w = wave_reach(lget(work.total + lane), front, target);
-        uint32_t bin = SAMPLE_BINS;
-        if (w < 32) {
-            const unsigned long long *pair = work.mass + 64 * w + 2 * lane;
-            const int l = wave_reach(lget(pair) + lget(pair + 1), front, target);
-            bin = 64u * (uint32_t)w + 2u * (uint32_t)l;
-            const uint64_t even = lget(work.mass + bin);
-            if (front + even < target) {
-                front += even;
-                bin++;
-            }
-        }
-        if (lane == 0) {
-            lput(work.front, front);
-            lput(work.found, bin);
-            lput(work.found + 1, bin < SAMPLE_BINS ? lget(work.count + bin) : 0u);
-        }
+// Finds the next digit, or nothing (false) where target is beyond all. count: candidates that share
+// the digits so far.
+DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
+                      int step, sample_search &search, uint32_t &count) {
+    if (search.shift < 0) {
+        search.shift = step == SAMPLE_DRAW ? s.width : 32 + s.width;
+        search.prefix = search.front = 0;
+    }
+    // Of tokens the last 7 bits are a digit of their own: a wave's four quads have the others in common.
+    const int above = search.shift, rest = step == SAMPLE_DRAW && above > 7 ? 7 : 0;
+    const int digit = above - rest < SAMPLE_BITS ? above - rest : SAMPLE_BITS, shift = above - digit;
+    for (uint32_t b = thread_index(); b < SAMPLE_BINS; b += 1024) {
+        lput(work.mass + b, 0ull);
+        lput(work.count + b, 0u);
     }
     block_sync();
-    front = lget(work.front);
-    count = lget(work.found + 1);
-    return lget(work.found);
-}
-
-// Moves the candidates up to the cut to the list; leaves all as it is when a wave has too many.
-DEV void sample_shorten(sample_state &s, const sample_work &work) {
-    int count = 0;
-    if (thread_index() == 0) lput(work.full, 0u);
-    block_sync();
+    uint64_t quad = 0; // DRAW: a quad's masses go to one bin together
     sample_each(s, [&](bool live, float logit, uint32_t token) {
-        const uint32_t all = wave_ballot(live);
-        const int at = count + __popc(all & ((1u << lane_index()) - 1u));
-        if (live && at < SAMPLE_PART) {
-            lput(s.logit + at, logit);
-            lput(s.token + at, token);
+        const uint64_t rank = step == SAMPLE_DRAW ? token : sample_rank(s, logit, token);
+        const uint32_t bin = (uint32_t)(rank >> shift) & ((1u << digit) - 1u);
+        if (rank >> above != search.prefix) live = false;
+        uint64_t own = live ? sample_mass(s, step, logit) : 0;
+        if (rest > 0) {
+            quad += own;
+            if ((token & 3) != 3) return;
+            own = quad;
+            live = own != 0;
+            quad = 0;
         }
-        count += __popc(all);
+        sample_add(work, live, bin, own);
     });
-    if (count > SAMPLE_PART && lane_index() == 0) lds_add(work.full, 1u);
     block_sync();
-    s.listed = lget(work.full) == 0;
-    if (s.listed) s.count = count;
+    // Two bins a thread, 64 a wave; then every wave searches alike.
+    const unsigned long long *own = work.mass + 2 * thread_index();
+    const uint64_t of_wave = wave_sum64(lget(own) + lget(own + 1));
+    if (lane_index() == 0) lput(work.total + wave_index(), of_wave);
     block_sync();
-}
-
-// Goes along the candidates in the order of rank, or of token in the step DRAW, to the one with
-// which the masses reach target. Returns the greatest number that shares its leading digits, which
-// single it out or, in TOP_K, end a run that is kept whole; *low is the least such number. ~0 when
-// target is beyond all.
-DEV uint64_t sample_select(sample_state &s, const sample_work &work, int step, uint64_t target,
-                           uint64_t *low) {
-    uint64_t prefix = 0, front = 0;
-    int shift = step == SAMPLE_DRAW ? s.width : 32 + s.width;
-    *low = 0;
-    while (shift > 0) {
-        const int digit = shift < SAMPLE_BITS ? shift : SAMPLE_BITS, above = shift;
-        shift -= digit;
-        for (uint32_t b = thread_index(); b < SAMPLE_BINS; b += 1024) {
-            lput(work.mass + b, 0ull);
-            lput(work.count + b, 0u);
-        }
-        block_sync();
-        sample_each(s, [&](bool live, float logit, uint32_t token) {
-            const uint64_t rank = step == SAMPLE_DRAW ? token : sample_rank(s, logit, token);
-            const uint32_t bin = (uint32_t)(rank >> shift) & ((1u << digit) - 1u);
-            if (rank >> above != prefix) live = false;
-            sample_add(work.mass, work.count, live, bin, live ? sample_mass(s, step, logit) : 0);
-        });
-        block_sync();
-        uint32_t count = 0;
-        const uint32_t bin = sample_find(work, front, target, count);
-        if (bin == SAMPLE_BINS) return ~0ull;
-        prefix = prefix << digit | bin;
-        const bool whole = step == SAMPLE_TOP_K && front + count == target;
-        if (count == 1 || whole) break;
-        if (step != SAMPLE_DRAW && !s.listed) {
-            s.cut = ((prefix + 1) << shift) - 1;
-            sample_shorten(s, work);
-        }
+    const uint64_t totals = lget(work.total + lane_index());
+    if (search.target == 0) {
+        search.sum = wave_sum64(totals);
+        search.target = sample_target(a, step, search.sum);
     }
-    *low = prefix << shift;
-    return ((prefix + 1) << shift) - 1;
+    const int w = wave_reach(totals, search.front, search.target);
+    if (w < 32) {
+        const unsigned long long *pair = work.mass + 64 * w + 2 * lane_index();
+        const int l = wave_reach(lget(pair) + lget(pair + 1), search.front, search.target);
+        uint32_t bin = 64u * (uint32_t)w + 2u * (uint32_t)l;
+        const uint64_t even = lget(work.mass + bin);
+        if (search.front + even < search.target) {
+            search.front += even;
+            bin++;
+        }
+        count = lget(work.count + bin);
+        search.prefix = search.prefix << digit | bin;
+        search.shift = shift;
+    }
+    block_sync();
+    return w < 32;
 }
 
 // Draws a token from logits [n_vocab], all of rocq_sample_params: tokens outside `allowed` drop
@@ -4463,70 +4543,85 @@ DEV uint64_t sample_select(sample_state &s, const sample_work &work, int step, u
 //
 // Each filter keeps a front part of the order "higher logit first, then lower token", and the draw
 // walks in token order, so each is the same task: find where masses added up in an order reach a
-// target. Places in the order are numbers, and a radix search finds the digits of the number from
-// the top, 2048 bins a pass. Masses are fixed point integers, in units of 2^-(62 - bits of a
-// token), so sums depend on no order and the token on nothing but the arguments. As soon as the
-// candidates up to the cut fit the list in LDS, usually after one digit, they move there and memory
-// is left alone.
+// target. Masses are fixed point integers, in units of 2^-(62 - bits of a token), so sums depend on
+// no order and the token on nothing but the arguments.
+// Up to 1024 candidates are sorted, one a thread, and their masses added up along the threads. To
+// come to so few: the k-th best of the threads' own best ones has k candidates up to it or more, and
+// for a usual top_k not many more. Otherwise places in the order are numbers, and a radix search
+// finds the number's digits from the top, 2048 bins a pass over work, until what is left is few.
 //
-// Geometry: one block of 1024 threads. LDS: bins 24 KB, list 16 KB. work: n_vocab floats, 4-byte
-// aligned; while recent is counted they are the counts.
-// Bytes: logits and work once to begin with, work twice more when the list fits (n_vocab 128k: 2 MB
-// of the second-level cache), once for every digit and sum where it does not.
+// Geometry: one block of 1024 threads, a thread the quads t, t + 1024, ... LDS 25 KB. work: n_vocab
+// floats, 16-byte aligned, used with recent or allowed; while recent is counted they are the counts.
+// Bytes: logits once, and from the second-level cache once more for a usual top_k, else twice for
+// every digit.
 KERNEL(sample, rocq_k_sample_args, 1024) {
     LDS(unsigned long long, mass, SAMPLE_BINS);
-    LDS(uint32_t, count, SAMPLE_BINS);
-    LDS(float, list_logit, SAMPLE_WAVES * SAMPLE_PART);
-    LDS(uint32_t, list_token, SAMPLE_WAVES * SAMPLE_PART);
-    LDS(unsigned long long, total, SAMPLE_WAVES);
-    LDS(unsigned long long, front, 1);
-    LDS(uint32_t, found, 2);
-    LDS(uint32_t, full, 1);
-    LDS(float, xs, SAMPLE_WAVES);
-    LDS(int, is, SAMPLE_WAVES);
-    const uint32_t t = thread_index(), n = (uint32_t)a.n_vocab;
+    LDS(uint32_t, bins, SAMPLE_BINS);
+    LDS(unsigned long long, total, 32);
+    LDS(uint32_t, listed, 1);
+    LDS(float, xs, 32);
+    LDS(int, is, 32);
+    if (a.n_vocab == 0) return;
+    const int t = (int)thread_index(), n = a.n_vocab;
+    const float *logits = a.logits;
     uint32_t *counts = (uint32_t *)a.work;
     if (a.recent) {
-        for (uint32_t i = t; i < n; i += 1024) gstore(counts + i, 0u);
+        for (int i = t; i < n; i += 1024) gstore(counts + i, 0u);
         fence_device();
         block_sync();
-        for (uint32_t i = t; i < (uint32_t)a.n_recent; i += 1024) {
+        for (int i = t; i < a.n_recent; i += 1024) {
             const uint32_t id = (uint32_t)gload(a.recent + i);
-            if (id < n) atomic_inc(counts + id);
+            if (id < (uint32_t)n) atomic_inc(counts + id);
             else atomic_or(a.common.status, ROCQ_K_BAD_ID);
         }
         fence_device();
         block_sync();
     }
-    const float repeat = a.repeat_penalty > 0.0f ? a.repeat_penalty : 1.0f;
-    best_of best = {-INFINITY, 0x7fffffff};
-    for (uint32_t base = t; base < n; base += 4096) {
-        float v[4];
-        uint32_t c[4];
+    if (a.recent || a.allowed) { // work gets what they leave of the logits
+        const float repeat = a.repeat_penalty > 0.0f ? a.repeat_penalty : 1.0f;
+        for (int base = t; base < n; base += 4096) {
+            float v[4];
+            uint32_t c[4];
 #pragma unroll
-        for (uint32_t j = 0; j < 4; j++) {
-            const uint32_t i = base + 1024 * j, at = i < n ? i : 0;
-            v[j] = gload(a.logits + at);
-            c[j] = a.recent ? gload(counts + at) : 0;
-            if (a.allowed && !((uint32_t)gload(a.allowed + at / 32) >> (at & 31) & 1u)) {
-                v[j] = -INFINITY;
+            for (int j = 0; j < 4; j++) {
+                const int i = base + 1024 * j, at = i < n ? i : 0;
+                v[j] = gload(a.logits + at);
+                c[j] = a.recent ? gload(counts + at) : 0;
+                if (a.allowed && !((uint32_t)gload(a.allowed + at / 32) >> (at & 31) & 1u)) {
+                    v[j] = -INFINITY;
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (base + 1024 * j >= n) continue;
+                if (c[j] > 0) {
+                    v[j] = v[j] > 0.0f ? v[j] / repeat : v[j] * repeat;
+                    v[j] -= (float)c[j] * a.frequency_penalty + a.presence_penalty;
+                }
+                gstore(a.work + base + 1024 * j, v[j]);
             }
         }
+        fence_device();
+        block_sync();
+        logits = a.work;
+    }
+    const bool wide = (n & 3) == 0 && ((uintptr_t)logits & 15u) == 0;
+    best_of own = {-INFINITY, 0x7fffffff}; // of the thread
+    for (int base = 0; base < n; base += tile_size(SAMPLE_QUADS)) {
+        float v[SAMPLE_QUADS][4];
+        load_tile(ROCQ_F32, wide, (const char *)logits, n, base, v);
 #pragma unroll
-        for (uint32_t j = 0; j < 4; j++) {
-            const uint32_t i = base + 1024 * j;
-            if (i >= n) continue;
-            float x = v[j];
-            if (c[j] > 0) {
-                x = x > 0.0f ? x / repeat : x * repeat;
-                x -= (float)c[j] * a.frequency_penalty + a.presence_penalty;
+        for (int j = 0; j < SAMPLE_QUADS; j++) {
+            if (j >= tile_quads(n, base)) break;
+            const bool full = is_full(n, base, j);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int k = tile_at(base, j) + e;
+                if (v[j][e] > own.x && (full || k < n)) own = best_of{v[j][e], k}; // first of equals
             }
-            if (!(x > -INFINITY)) x = -INFINITY; // no probability, or NaN
-            else if (is_better(x, (int)i, best)) best = best_of{x, (int)i};
-            gstore(a.work + i, x);
         }
     }
-    best = block_best(best, xs, is);
+    const best_of best = block_best(own, xs, is);
 
     float prob = 1.0f;
     int token = best.i;
@@ -4535,57 +4630,100 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
         prob = 0.0f;
         if (t == 0) atomic_or(a.common.status, ROCQ_K_NO_TOKEN);
     } else if (a.temperature > 0.0f) {
-        sample_state s;
-        s.work = a.work;
-        s.n = n;
-        s.logit = list_logit + SAMPLE_PART * wave_index();
-        s.token = list_token + SAMPLE_PART * wave_index();
-        s.count = 0;
-        s.listed = false;
-        s.top = best.x;
-        s.cut = ~0ull;
-        s.width = n > 1 ? 32 - __clz((int)(n - 1)) : 1;
-        s.unit = bits<float>((uint32_t)(62 - s.width + 127) << 23);
-        s.temperature = a.temperature;
-        s.min_p = a.min_p;
-        const sample_work work = {mass, count, total, front, found, full};
-        for (int step = SAMPLE_TOP_K; step <= SAMPLE_DRAW; step++) {
-            if (step == SAMPLE_TOP_K && !(a.top_k > 0 && (uint32_t)a.top_k < n)) continue;
-            if (step == SAMPLE_TOP_P && !(a.top_p > 0.0f && a.top_p < 1.0f)) continue;
-            uint64_t target = (uint64_t)a.top_k, sum = 0, low;
-            if (step != SAMPLE_TOP_K) {
-                sample_each(s, [&](bool live, float logit, uint32_t) {
-                    if (live) sum += sample_mass(s, step, logit);
-                });
-                sum = wave_sum64(sum);
-                if (lane_index() == 0) lput(total + wave_index(), sum);
-                block_sync();
-                sum = 0;
-                for (int w = 0; w < SAMPLE_WAVES; w++) sum += lget(total + w);
-                block_sync();
-                // Reached means at least top_p of the sum, or beyond the draw's part of it.
-                const double part = step == SAMPLE_TOP_P
-                                        ? (double)a.top_p
-                                        : (double)a.uniform_hi + (double)a.uniform_lo;
-                const double at = part * (double)sum;
-                target = step == SAMPLE_TOP_P ? (uint64_t)ceil(at) : (uint64_t)at + 1;
-                target = target < 1 ? 1 : target > sum ? sum : target;
-            }
-            const uint64_t last = sample_select(s, work, step, target, &low);
-            if (step != SAMPLE_DRAW) {
-                s.cut = last < s.cut ? last : s.cut;
+        const int width = n > 1 ? 32 - __clz(n - 1) : 1;
+        const float unit = bits<float>((uint32_t)(62 - width + 127) << 23);
+        sample_state s = {logits, wide, n, width, best.x, ~0ull, unit, a.temperature, a.min_p};
+        const sample_work work = {mass, bins, total, listed};
+        const bool has_k = a.top_k > 0 && a.top_k < n, has_p = a.top_p > 0.0f && a.top_p < 1.0f;
+        sample_search search = {0, 0, 0, 0, -1};
+        // The list: keys in the order of step sorted_for. Few tokens are one as they are; else it is
+        // tried for whenever the cut has moved.
+        uint64_t key = ~0ull;
+        int n_listed = SAMPLE_LIST + 1, sorted_for = -1;
+        bool bound = n > SAMPLE_LIST && has_k && a.top_k <= SAMPLE_LIST, tries = false;
+        if (n <= SAMPLE_LIST) {
+            const float x = t < n ? gload(logits + t) : -INFINITY;
+            if (x > -INFINITY) key = sample_key(s, SAMPLE_DRAW, x, (uint32_t)t);
+            n_listed = n;
+            sorted_for = SAMPLE_DRAW;
+        }
+        for (int step = SAMPLE_TOP_K;;) {
+            if ((step == SAMPLE_TOP_K && !has_k) || (step == SAMPLE_TOP_P && !has_p)) {
+                step++;
                 continue;
             }
-            sample_each(s, [&](bool live, float logit, uint32_t i) {
-                if (!live || i < low || i > last) return;
-                const uint64_t own = sample_mass(s, step, logit);
-                if (own == 0) return;
-                lput(xs, (float)((double)own / (double)sum));
-                lput(is, (int)i);
-            });
-            block_sync();
-            prob = lget(xs);
-            token = lget(is);
+            const int order = step == SAMPLE_DRAW ? SAMPLE_DRAW : SAMPLE_TOP_K;
+            if (bound) {
+                key = own.i == 0x7fffffff ? ~0ull : sample_rank(s, own.x, (uint32_t)own.i);
+            } else if (n_listed > SAMPLE_LIST && tries) {
+                n_listed = sample_list(s, work, step, key);
+                tries = false;
+            } else if (n_listed <= SAMPLE_LIST && sorted_for != order && key != ~0ull) {
+                const bool by_token = sorted_for == SAMPLE_DRAW;
+                const uint32_t token_of = by_token ? (uint32_t)(key >> 32)
+                                                   : (uint32_t)key & ((1u << width) - 1u);
+                const float logit = by_token ? bits<float>((uint32_t)key)
+                                             : sample_logit((uint32_t)(key >> width));
+                key = sample_key(s, step, logit, token_of);
+            }
+            const bool is_list = n_listed <= SAMPLE_LIST;
+            if (bound || (is_list && sorted_for != order)) {
+                int size = 32;
+                while (size < SAMPLE_LIST && (bound || size < n_listed)) size *= 2;
+                key = block_sort(key, size, mass);
+                sorted_for = order;
+            }
+            if (bound) {
+                if (t == a.top_k - 1) lput(total, key);
+                block_sync();
+                s.cut = lget(total);
+                block_sync();
+                bound = false;
+                tries = s.cut != ~0ull;
+                sorted_for = -1;
+                continue;
+            }
+            if (is_list) {
+                const float logit = step == SAMPLE_DRAW ? bits<float>((uint32_t)key)
+                                                        : sample_logit((uint32_t)(key >> width));
+                const uint64_t own_mass = key != ~0ull ? sample_mass(s, step, logit) : 0;
+                if (t == 0) lput(listed, (uint32_t)n_listed);
+                const uint64_t before = block_scan(own_mass, total, search.sum);
+                if (search.target == 0) search.target = sample_target(a, step, search.sum);
+                if (before < search.target && before + own_mass >= search.target) { // one thread
+                    lput(xs, (float)((double)own_mass / (double)search.sum));
+                    lput(is, (int)(key >> 32));
+                    lput(listed, (uint32_t)t + 1);
+                }
+                block_sync();
+                prob = lget(xs);
+                token = lget(is);
+                n_listed = (int)lget(listed);
+                if (step == SAMPLE_DRAW) break;
+                if (t >= n_listed) key = ~0ull;
+                block_sync();
+            } else {
+                uint32_t count = 0;
+                const bool there = sample_digit(a, s, work, step, search, count);
+                if (step == SAMPLE_DRAW) {
+                    if (search.shift > 0) continue;
+                    token = (int)search.prefix;
+                    prob = (float)((double)sample_mass(s, step, gload(logits + token)) /
+                                   (double)search.sum);
+                    break;
+                }
+                if (there) {
+                    const uint64_t last = ((search.prefix + 1) << search.shift) - 1;
+                    s.cut = last < s.cut ? last : s.cut;
+                    tries = true;
+                    if (search.shift > 0 && count > 1 &&
+                        !(step == SAMPLE_TOP_K && search.front + count == search.target)) {
+                        continue;
+                    }
+                }
+            }
+            step++;
+            search = sample_search{0, 0, 0, 0, -1};
         }
     }
     if (t == 0) {
@@ -4647,7 +4785,7 @@ KERNEL(selftest, rocq_k_selftest_args, 32) {
 #define ROCQ_X(name, args, threads) sizes += (uint32_t)sizeof(args);
     ROCQ_KERNELS(ROCQ_X)
 #undef ROCQ_X
-    if (lane != 0) return;
+    if (lane != 0 || !a.out) return;
     gstore(a.out + 0, (uint32_t)target_id());
     gstore(a.out + 1, selftest_lanes());
     gstore(a.out + 2, (uint32_t)ROCQ_VERSION);
@@ -4739,6 +4877,15 @@ static int entry_graph_destroy(void *graph) {
 static int entry_graph_launch(void *exec, void *stream) {
     return (int)RUNTIME(GraphLaunch)((entry_exec)exec, (entry_stream)stream);
 }
+static int entry_graph_upload(void *exec, void *stream) {
+#if defined(__CUDACC__) || HIP_VERSION >= 60000000
+    return (int)RUNTIME(GraphUpload)((entry_exec)exec, (entry_stream)stream);
+#else // whether older headers have it differs
+    (void)exec;
+    (void)stream;
+    return 0;
+#endif
+}
 static int entry_graph_exec_destroy(void *exec) {
     return (int)RUNTIME(GraphExecDestroy)((entry_exec)exec);
 }
@@ -4825,7 +4972,8 @@ extern "C" const rocq_hip *rocq_hip_linked(void) {
         entry_stream_wait, entry_event_create, entry_event_destroy, entry_event_record,
         entry_event_wait, entry_event_query, entry_event_elapsed, entry_stream_wait_event,
         entry_memory_info, entry_driver_version, entry_capture_begin, entry_capture_end,
-        entry_graph_instantiate, entry_graph_destroy, entry_graph_launch, entry_graph_exec_destroy,
+        entry_graph_instantiate, entry_graph_destroy, entry_graph_upload, entry_graph_launch,
+        entry_graph_exec_destroy,
 #if defined(__CUDACC__)
         nullptr, nullptr, nullptr, nullptr,
 #else

@@ -50,9 +50,16 @@ static const char usage[] =
     "    --device NAME    auto, cpu or gpu (auto)\n"
     "    --kernels FILE   code object of rocq_kernels.hip, where it is not linked ($ROCQ_KERNELS)\n"
     "    --no-graph       launch the operations of each token one by one\n"
-    "    --kv FORMAT      of the KV cache: f16, f32 or q8_0 (f16)\n"
+    "    --kv FORMAT      of the KV cache: f32, f16, bf16, q8_0 or q4_0 (f16)\n"
+    "    --kv-page N      keep the cache in pages of N tokens, 0 = in one piece (0)\n"
+    "    --shift N        when the context is full, keep its first N tokens, forget half of the\n"
+    "                     others and go on (the text ends)\n"
     "    --precision P    of products: auto, f32, f16 or int8 (auto)\n"
+    "    --tuning FILE    launches that are fastest for this model on this GPU; they are found and\n"
+    "                     kept in FILE where it is not there, or of another GPU or driver\n"
     "    --stats          print times, speeds and memory\n"
+    "    --trace FILE     write what ran when, for ui.perfetto.dev or chrome://tracing\n"
+    "    --profile FILE   write the times of --stats as JSON\n"
     "    --logits FILE    write n_vocab logits per token of the prompt, and generate nothing\n";
 
 // What the model in examples/model continues: who speaks, and about what.
@@ -61,9 +68,10 @@ static const char usage[] =
 enum { REASON_SIZE = 512 };
 
 typedef struct options {
-    const char *model, *prompt, *kv, *kernels, *logits;
+    const char *model, *prompt, *kv, *kernels, *logits, *tuning, *trace, *profile;
     bool escapes, no_graph, stats;
     int32_t n, n_ctx, n_threads;
+    int32_t kv_page, shift;    // shift: tokens to keep, -1 = the text ends
     int32_t device, precision; // rocq_backend, rocq_precision
     rocq_sample_params sample; // the knobs only
 } options;
@@ -137,8 +145,13 @@ static bool parse_options(options *o, int argc, char **argv) {
         {"--kernels", TEXT, 0, 0, &o->kernels},
         {"--no-graph", FLAG, 0, 0, &o->no_graph},
         {"--kv", TEXT, 0, 0, &o->kv},
+        {"--kv-page", INTEGER, 0, 1e6, &o->kv_page},
+        {"--shift", INTEGER, 0, 1e9, &o->shift},
         {"--precision", PRECISION, 0, 0, &o->precision},
+        {"--tuning", TEXT, 0, 0, &o->tuning},
         {"--stats", FLAG, 0, 0, &o->stats},
+        {"--trace", TEXT, 0, 0, &o->trace},
+        {"--profile", TEXT, 0, 0, &o->profile},
         {"--logits", TEXT, 0, 0, &o->logits},
     };
     const size_t n = sizeof table / sizeof table[0];
@@ -178,18 +191,7 @@ static char *unescape(const char *text, bool escapes) {
 // Time, memory, terminal
 // ---------------------------------------------------------------------------------------------
 
-static double seconds(void) {
-#if defined(_WIN32)
-    LARGE_INTEGER count, rate;
-    QueryPerformanceCounter(&count);
-    QueryPerformanceFrequency(&rate);
-    return (double)count.QuadPart / (double)rate.QuadPart;
-#else
-    struct timespec t;
-    timespec_get(&t, TIME_UTC);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-#endif
-}
+static double seconds(void) { return 1e-9 * (double)rocq_time_ns(); }
 
 static bool is_terminal(int file) {
 #if defined(_WIN32)
@@ -235,6 +237,11 @@ static bool show_progress(const char *what, int64_t done, int64_t total, void *u
 // The job
 // ---------------------------------------------------------------------------------------------
 
+// What the time to the first token is made of, in its order.
+enum { DEVICE_OPEN, FILE_OPEN, LOAD, WARM, TOKENIZE, READ_PROMPT, FIRST_TOKEN, N_PHASES };
+static const char *const phase_names[N_PHASES] = {"device", "open",   "load",       "warm",
+                                                  "tokenize", "prompt", "first token"};
+
 typedef struct run {
     options o;
     rocq_ctx *ctx;
@@ -248,8 +255,20 @@ typedef struct run {
     bool terminal;
     int32_t n_prompt, n_generated; // tokens
     int64_t setup_allocs, launches; // kernels launched from the first token on
-    double load, tokenize, read, first, generate; // seconds; generate is from the first token on
+    double phase[N_PHASES], phase_start; // seconds
+    double generate;                     // from the first token on
 } run;
+
+// A phase is a region of the profile too, but for the device, without which there is none.
+static void begin_phase(run *r, int phase) {
+    rocq_region_begin(r->ctx, phase_names[phase]);
+    r->phase_start = seconds();
+}
+
+static void end_phase(run *r, int phase) {
+    r->phase[phase] = seconds() - r->phase_start;
+    rocq_region_end(r->ctx);
+}
 
 static bool fail(const char *what, const char *why) {
     if (strstr(why, what)) fprintf(stderr, "generate: %s\n", why);
@@ -287,26 +306,76 @@ static bool open_device(run *r) {
     return true;
 }
 
+static bool on_gpu(const run *r) {
+    rocq_info info;
+    return rocq_get_info(r->ctx, &info) == ROCQ_OK && info.backend == ROCQ_GPU;
+}
+
+// False when --tuning names no file, or one that is not for this GPU: it is then made anew.
+static bool load_tuning(run *r) {
+    static char text[1 << 18];
+    FILE *in = fopen(r->o.tuning, "rb");
+    if (!in) return false;
+    const size_t size = fread(text, 1, sizeof text, in);
+    fclose(in);
+    if (rocq_tuning_load(r->ctx, text, (int64_t)size) == ROCQ_OK) return true;
+    fprintf(stderr, "generate: %s: %s\n", r->o.tuning, rocq_error(r->ctx));
+    return false;
+}
+
+static bool write_file(const void *src, int64_t size, void *user) {
+    return fwrite(src, 1, (size_t)size, (FILE *)user) == (size_t)size;
+}
+
+static bool make_tuning(run *r) {
+    rocq_tune_result result;
+    if (llama_tune(&r->model, &result) != ROCQ_OK) {
+        return fail(r->o.tuning, r->model.error);
+    }
+    if (r->o.stats) {
+        fprintf(stderr, "%-20s %9.3f            times as fast, %d launches tried in %.1f s\n",
+                "tuned", result.speedup, (int)result.n_tried, 1e-3 * result.spent_ms);
+    }
+    FILE *out = fopen(r->o.tuning, "wb");
+    const bool written = out && rocq_tuning_save(r->ctx, write_file, out) == ROCQ_OK;
+    const bool closed = out && fclose(out) == 0;
+    return (written && closed) || fail(r->o.tuning, "cannot be written");
+}
+
 static bool load(run *r) {
     const rocq_allocator allocator = {count_alloc, count_free, NULL};
     const rocq_gguf_desc source = {.path = r->o.model};
     const llama_options how = {.n_ctx = r->o.n_ctx, .kv_format = r->o.kv,
+                               .kv_page = r->o.kv_page,
                                .precision = (rocq_precision)r->o.precision,
                                .progress = show_progress, .user = &r->terminal};
-    if (!open_device(r)) return false;
+    begin_phase(r, FILE_OPEN);
     if (rocq_gguf_open(r->ctx, &r->file, &source) != ROCQ_OK) {
         return fail(r->o.model, rocq_error(r->ctx));
     }
     if (tokenizer_open(&r->tok, r->file, &allocator) != ROCQ_OK) {
         return fail(r->o.model, r->tok.error);
     }
+    end_phase(r, FILE_OPEN);
+    begin_phase(r, LOAD);
+    if (r->o.tuning && !on_gpu(r)) {
+        fprintf(stderr, "generate: --tuning: there is nothing to tune on the CPU\n");
+        r->o.tuning = NULL;
+    }
+    const bool tuned = !r->o.tuning || load_tuning(r);
     if (llama_open(&r->model, r->ctx, r->file, &how) != ROCQ_OK) {
         return fail(r->o.model, r->model.error);
     }
+    if (!tuned && !make_tuning(r)) return false;
+    end_phase(r, LOAD);
+    begin_phase(r, WARM);
+    if (rocq_warm(r->ctx, r->model.step) != ROCQ_OK) return fail("warm-up", rocq_error(r->ctx));
+    end_phase(r, WARM);
     return true;
 }
 
 static bool tokenize(run *r) {
+    begin_phase(r, TOKENIZE);
     r->prompt = unescape(r->o.prompt, r->o.escapes);
     if (!r->prompt) return fail("prompt", "no memory");
     const int64_t length = (int64_t)strlen(r->prompt);
@@ -316,6 +385,7 @@ static bool tokenize(run *r) {
     if (r->ids.count == 0) return fail("prompt", "is empty, and no token begins a text");
     if (r->ids.count > r->model.n_ctx) return fail("prompt", "is longer than the context (see -c)");
     r->n_prompt = (int32_t)r->ids.count;
+    end_phase(r, TOKENIZE);
     return true;
 }
 
@@ -342,18 +412,28 @@ static void print(rocq_str text) {
 static bool generate(run *r) {
     tokenizer_stream stream = {{0}, 0};
     const rocq_str prompt = {r->prompt, (int64_t)strlen(r->prompt)};
-    const double start = seconds();
-    double first = 0;
+    double start = 0;
     int32_t token;
+    begin_phase(r, READ_PROMPT);
     if (llama_eval(&r->model, r->ids.data, r->n_prompt, NULL) != ROCQ_OK) {
         return interrupted ? true : fail(r->o.model, r->model.error);
     }
     if (rocq_sync(r->ctx) != ROCQ_OK) return fail(r->o.model, rocq_error(r->ctx)); // to time it
-    r->read = seconds() - start;
+    end_phase(r, READ_PROMPT);
     print(prompt);
     while (r->n_generated < r->o.n && !interrupted) {
-        if (r->n_generated > 0) {
-            if (r->model.n_past == r->model.n_ctx) break;
+        const bool first = r->n_generated == 0;
+        if (first) {
+            begin_phase(r, FIRST_TOKEN);
+        } else {
+            if (r->model.n_past == r->model.n_ctx) {
+                const int32_t half = (r->model.n_ctx - r->o.shift + 1) / 2;
+                if (r->o.shift < 0 || half < 1) break;
+                if (llama_forget(&r->model, r->o.shift, half) != ROCQ_OK) {
+                    return fail(r->o.model, r->model.error);
+                }
+            }
+            rocq_region_begin(r->ctx, "token");
             if (llama_eval(&r->model, &token, 1, NULL) != ROCQ_OK) {
                 return fail(r->o.model, r->model.error);
             }
@@ -361,16 +441,22 @@ static bool generate(run *r) {
         if (llama_sample(&r->model, &r->o.sample, &token) != ROCQ_OK) {
             return fail(r->o.model, r->model.error);
         }
-        if (r->n_generated++ == 0) {
-            first = seconds();
-            r->first = first - start - r->read;
+        r->n_generated++;
+        if (first) {
+            end_phase(r, FIRST_TOKEN);
+            rocq_region_end(r->ctx);
+            rocq_region_begin(r->ctx, "generation");
             r->launches = count_launches(r);
+            start = seconds();
+        } else {
+            rocq_region_end(r->ctx);
         }
         if (tokenizer_is_end(&r->tok, token)) break;
         print(tokenizer_next(&r->tok, &stream, token, false));
     }
     print(tokenizer_next(&r->tok, &stream, -1, false));
-    if (r->n_generated > 0) r->generate = seconds() - first;
+    rocq_region_end(r->ctx); // generation, or time to first token
+    if (r->n_generated > 0) r->generate = seconds() - start;
     r->launches = count_launches(r) - r->launches;
     return ferror(stdout) ? fail("stdout", "cannot be written") : true;
 }
@@ -381,7 +467,8 @@ static void print_rate(const char *what, int32_t n, double time) {
 }
 
 static void print_stats(const run *r) {
-    const double ms = 1e3, mib = 1.0 / (1024 * 1024);
+    const double mib = 1.0 / (1024 * 1024);
+    double total = 0;
     const llama_model *m = &r->model;
     rocq_info info;
     rocq_get_info(r->ctx, &info);
@@ -397,11 +484,13 @@ static void print_stats(const run *r) {
     }
     fprintf(stderr, "%-20s %s, %d layers, %d x %d heads on %d, context %d\n", "model", m->family,
             (int)m->n_layers, (int)m->n_heads, (int)m->head_dim, (int)m->n_kv_heads, (int)m->n_ctx);
-    fprintf(stderr, "%-20s %9.1f ms         ", "time to first token",
-            ms * (r->load + r->tokenize + r->read + r->first));
-    fprintf(stderr, "load %.1f, tokenize %.1f, prompt %.1f, first token %.1f\n", ms * r->load,
-            ms * r->tokenize, ms * r->read, ms * r->first);
-    print_rate("prompt", r->n_prompt, r->read);
+    for (int i = 0; i < N_PHASES; i++) total += r->phase[i];
+    fprintf(stderr, "%-20s %9.1f ms         ", "time to first token", 1e3 * total);
+    for (int i = 0; i < N_PHASES; i++) {
+        fprintf(stderr, "%s%s %.1f", i > 0 ? ", " : "", phase_names[i], 1e3 * r->phase[i]);
+    }
+    fprintf(stderr, "\n");
+    print_rate("prompt", r->n_prompt, r->phase[READ_PROMPT]);
     print_rate("generation", r->n_generated > 1 ? r->n_generated - 1 : 0, r->generate);
     fprintf(stderr, "%-20s %9.2f MiB        ", "memory",
             mib * (double)(m->weight_bytes + m->kv_bytes + m->scratch_bytes));
@@ -411,20 +500,37 @@ static void print_stats(const run *r) {
             (double)(n_allocs - r->setup_allocs));
 }
 
+static bool write_report(const run *r, const char *path, rocq_report kind) {
+    if (!path) return true;
+    FILE *out = fopen(path, "wb");
+    const bool written = out && rocq_profile_report(r->ctx, kind, write_file, out) == ROCQ_OK;
+    const bool closed = out && fclose(out) == 0;
+    return (written && closed) || fail(path, "cannot be written");
+}
+
 static bool whole_run(run *r) {
-    double start = seconds();
-    if (!load(r)) return false;
-    r->load = seconds() - start;
-    start = seconds();
-    if (!tokenize(r)) return false;
-    r->tokenize = seconds() - start;
+    const bool profiled = r->o.stats || r->o.trace || r->o.profile;
+    begin_phase(r, DEVICE_OPEN);
+    if (!open_device(r)) return false;
+    end_phase(r, DEVICE_OPEN);
+    if (profiled && rocq_profile_start(r->ctx, NULL) != ROCQ_OK) {
+        return fail("profile", rocq_error(r->ctx));
+    }
+    rocq_region_begin(r->ctx, "time to first token");
+    if (!load(r) || !tokenize(r)) return false;
     r->setup_allocs = n_allocs;
     if (r->o.logits) return write_logits(r);
     if (!generate(r)) return false;
     printf("\n");
     fflush(stdout);
-    if (r->o.stats) print_stats(r);
-    return true;
+    rocq_profile_stop(r->ctx);
+    if (r->o.stats) {
+        print_stats(r);
+        fprintf(stderr, "\n");
+        rocq_profile_report(r->ctx, ROCQ_REPORT_TEXT, write_file, stderr);
+    }
+    return write_report(r, r->o.trace, ROCQ_REPORT_TRACE) &&
+           write_report(r, r->o.profile, ROCQ_REPORT_JSON);
 }
 
 int main(int argc, char **argv) {
@@ -433,6 +539,7 @@ int main(int argc, char **argv) {
     r.o.prompt = DEFAULT_PROMPT;
     r.o.kernels = getenv("ROCQ_KERNELS");
     r.o.n = 256;
+    r.o.shift = -1;
     r.o.sample.temperature = 0.8f;
     r.o.sample.top_k = 40;
     r.o.sample.top_p = 0.95f;

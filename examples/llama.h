@@ -39,7 +39,9 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
     int32_t n_batch;       // tokens computed at once, default 128
     int32_t n_logits;      // positions whose logits are computed at once, where all are; default 1
     const char *kv_format; // "f16" (default), "f32", "bf16", "q8_0" or "q4_0"
+    int32_t kv_page;       // positions of a page of the cache, default 0: contiguous
     rocq_precision precision; // of all products; default AUTO, which differs between CPU and GPU
+    bool no_warm;          // open sooner, and be slower at the first tokens
     // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
     // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
     bool (*progress)(const char *what, int64_t done, int64_t total, void *user);
@@ -59,7 +61,7 @@ typedef struct llama_layer {
     rocq_tensor up, up_bias;            // [n_embd, FF], [FF]
     rocq_tensor down, down_bias;        // [FF, n_embd], [n_embd]
     rocq_tensor ffn_post_norm;          // [n_embd]                   gemma2
-    rocq_tensor k_cache, v_cache;       // [head_dim, n_kv_heads, n_ctx], each head's rows together
+    rocq_kv_view cache;
     int32_t window;                     // positions a query sees, 0 = all
 } llama_layer;                          // weights that a family lacks have n_dims 0
 
@@ -85,11 +87,13 @@ typedef struct llama_model {
     rocq_tensor output_bias; // [n_vocab]
     rocq_tensor rope_freqs;  // [rope.n_dims / 2]                     llama 3
     llama_layer *layers;     // [n_layers]
-    rocq_buffer *copies;     // [n_copies] of weights that are not just views of the file
-    int32_t n_weights, n_copies;
+    rocq_buffer weights;     // of those that are not just views of the file
+    int32_t n_weights;
+    rocq_kv *kv;
     // what a batch of n <= n_batch tokens goes through
     rocq_buffer memory;
-    rocq_tensor inputs;   // I32 [1 + 2 n_batch]: n_past + n, then n tokens and their n positions
+    rocq_tensor inputs;   // I32 [1 + 3 n_batch]: n_past + n, then of n tokens the ids, the positions
+                          // and the cells of the cache
     int32_t *staged;      // the same on the host, for one upload
     rocq_tensor x;        // [n_embd, n_batch] the residual stream
     rocq_tensor h;        // [n_embd or Q, n_batch] normed or attended: see llama__operand
@@ -119,10 +123,19 @@ static inline void llama_close(llama_model *m); // twice, or on a zeroed struct,
 static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int64_t n,
                                      float *logits);
 
+// Forgets n of the tokens in the cache, from number first on: those behind them move up, and n_past
+// goes down by n. So text can go on when the context is full.
+static inline rocq_result llama_forget(llama_model *m, int32_t first, int32_t n);
+
 // Draws the next token from the logits of the last position. how: the knobs of rocq_sample_params;
 // its token, logits and step are filled in here.
 static inline rocq_result llama_sample(llama_model *m, const rocq_sample_params *how,
                                        int32_t *token);
+
+// Finds the fastest launches for the ops of one token on this GPU, with half the context full
+// (rocq_tune_graph): some seconds, after which the cache is empty. rocq_tuning_save keeps them for
+// the next time, to be loaded before llama_open. ROCQ_E_UNSUPPORTED on the CPU.
+static inline rocq_result llama_tune(llama_model *m, rocq_tune_result *result);
 
 // ---------------------------------------------------------------------------------------------
 // Errors
@@ -357,10 +370,27 @@ static const struct llama__weight {
      LLAMA__GEMMA2, false},
 };
 
-enum { LLAMA__N_WEIGHTS = sizeof llama__weights / sizeof llama__weights[0] };
+enum { LLAMA__N_WEIGHTS = sizeof llama__weights / sizeof llama__weights[0], LLAMA__N_OTHERS = 5 };
 
-static size_t llama__max_weights(const llama_model *m) { // with the five that are in no layer
-    return 5 + (size_t)m->n_layers * LLAMA__N_WEIGHTS;
+static rocq_info llama__info(const llama_model *m) {
+    rocq_info info;
+    memset(&info, 0, sizeof info);
+    rocq_get_info(m->ctx, &info);
+    return info;
+}
+
+static rocq_result llama__allocate(llama_model *m, void *out, size_t size) { // *out, cleared
+    const rocq_allocator a = llama__info(m).desc.allocator;
+    void *data = a.alloc(size, a.user);
+    if (!data) return llama__fail(m, ROCQ_E_MEMORY, "no memory for %.0f bytes", (double)size);
+    memset(data, 0, size);
+    memcpy(out, &data, sizeof data); // out points to a pointer of any type
+    return ROCQ_OK;
+}
+
+static void llama__free(llama_model *m, void *data, size_t size) {
+    const rocq_allocator a = llama__info(m).desc.allocator;
+    if (data) a.free(data, size, a.user);
 }
 
 // A GPU's kernels multiply few columns in int8 and many in F16, where the weights allow it. What
@@ -372,11 +402,19 @@ static void llama__operands_of(llama_model *m, rocq_format weights) {
     if (weights == ROCQ_F32) m->many = ROCQ_F32;
 }
 
-// Finds one weight, [cols] or [cols, rows], and makes it a tensor.
-static rocq_result llama__load(llama_model *m, const rocq_gguf *file, const char *name,
-                               int64_t cols, int64_t rows, bool required, rocq_tensor *out) {
+// What is to be loaded, and where it goes: [n_weights] each.
+typedef struct llama__list {
+    rocq_tensor *tensors;
+    rocq_tensor **places;
+    const char **names;
+    char (*text)[64]; // of the names
+} llama__list;
+
+// Finds one weight, [cols] or [cols, rows], and lists it.
+static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__list *list,
+                               const char *name, int64_t cols, int64_t rows, bool required,
+                               rocq_tensor *place) {
     rocq_gguf_tensor found;
-    rocq_stats before, after;
     if (rocq_gguf_find_tensor(file, name, &found) != ROCQ_OK) {
         return required ? llama__fail(m, ROCQ_E_NOT_FOUND, "tensor %s is missing", name) : ROCQ_OK;
     }
@@ -388,37 +426,45 @@ static rocq_result llama__load(llama_model *m, const rocq_gguf *file, const char
         return llama__fail(m, ROCQ_E_FORMAT, "tensor %s has format %u, which cannot be used here",
                            name, (unsigned)found.type_id);
     }
-    LLAMA__TRY(rocq_get_stats(m->ctx, &before));
-    LLAMA__TRY(rocq_gguf_upload(m->ctx, file, name, out));
-    LLAMA__TRY(rocq_get_stats(m->ctx, &after));
-    if (after.n_allocs > before.n_allocs) m->copies[m->n_copies++] = out->buffer;
-    if (rows > 1 && out != &m->embedding) llama__operands_of(m, found.format);
+    const int32_t i = m->n_weights++;
+    snprintf(list->text[i], sizeof list->text[i], "%s", name);
+    list->names[i] = list->text[i];
+    list->places[i] = place;
+    if (rows > 1 && place != &m->embedding) llama__operands_of(m, found.format);
     m->weight_bytes += found.size;
-    m->n_weights++;
     return ROCQ_OK;
 }
 
-static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file, int family) {
+static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, int family,
+                                   llama__list *list) {
     const int64_t head = m->head_dim, n_embd = m->n_embd, n_vocab = m->n_vocab;
     const int64_t size[LLAMA__N_SIZES] = {1, n_embd, m->n_heads * head, m->n_kv_heads * head, head,
                                           m->n_ff};
-    LLAMA__TRY(llama__load(m, file, "token_embd.weight", n_embd, n_vocab, true, &m->embedding));
-    LLAMA__TRY(llama__load(m, file, "output_norm.weight", n_embd, 1, true, &m->output_norm));
-    LLAMA__TRY(llama__load(m, file, "output.weight", n_embd, n_vocab, false, &m->output));
-    LLAMA__TRY(llama__load(m, file, "output.bias", n_vocab, 1, false, &m->output_bias));
-    LLAMA__TRY(llama__load(m, file, "rope_freqs.weight", m->rope.n_dims / 2, 1, false,
-                           &m->rope_freqs));
-    if (m->rope_freqs.n_dims > 0) m->rope.freq_factors = &m->rope_freqs;
+    const struct {
+        const char *name;
+        int64_t cols, rows;
+        bool required;
+        rocq_tensor *place;
+    } others[LLAMA__N_OTHERS] = {
+        {"token_embd.weight", n_embd, n_vocab, true, &m->embedding},
+        {"output_norm.weight", n_embd, 1, true, &m->output_norm},
+        {"output.weight", n_embd, n_vocab, false, &m->output},
+        {"output.bias", n_vocab, 1, false, &m->output_bias},
+        {"rope_freqs.weight", m->rope.n_dims / 2, 1, false, &m->rope_freqs}};
+    for (int k = 0; k < LLAMA__N_OTHERS; k++) {
+        LLAMA__TRY(llama__find(m, file, list, others[k].name, others[k].cols, others[k].rows,
+                               others[k].required, others[k].place));
+    }
     for (int32_t i = 0; i < m->n_layers; i++) {
-        LLAMA__TRY(llama__progress(m, "loading", i, m->n_layers));
         for (int k = 0; k < LLAMA__N_WEIGHTS; k++) {
             const struct llama__weight *w = &llama__weights[k];
             const bool required = (w->families & family) != 0;
             char name[64];
             if (!required && !w->optional) continue;
             snprintf(name, sizeof name, "blk.%d.%s", (int)i, w->name);
-            rocq_tensor *field = (rocq_tensor *)(void *)((char *)&m->layers[i] + w->at);
-            LLAMA__TRY(llama__load(m, file, name, size[w->cols], size[w->rows], required, field));
+            rocq_tensor *place = (rocq_tensor *)(void *)((char *)&m->layers[i] + w->at);
+            LLAMA__TRY(llama__find(m, file, list, name, size[w->cols], size[w->rows], required,
+                                   place));
         }
     }
     // A weight that the graph does not know would be left out in silence, and the text be wrong.
@@ -426,7 +472,37 @@ static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file, int fa
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "of the file's %.0f tensors a %s model has %d",
                            (double)rocq_gguf_tensor_count(file), m->family, (int)m->n_weights);
     }
-    return llama__progress(m, "loading", m->n_layers, m->n_layers);
+    return ROCQ_OK;
+}
+
+static bool llama__loading(int64_t done, int64_t total, void *user) {
+    return llama__progress((llama_model *)user, "loading", done, total) == ROCQ_OK;
+}
+
+static rocq_result llama__load_listed(llama_model *m, const rocq_gguf *file, int family,
+                                      llama__list *list) {
+    LLAMA__TRY(llama__find_all(m, file, family, list));
+    const rocq_load_desc desc = {.names = list->names, .n_names = m->n_weights,
+                                 .progress = llama__loading, .user = m};
+    const rocq_result result = rocq_gguf_load(m->ctx, file, &desc, list->tensors, &m->weights);
+    if (result != ROCQ_OK) return m->error[0] ? ROCQ_E_STATE : result; // progress had it stopped
+    for (int32_t i = 0; i < m->n_weights; i++) *list->places[i] = list->tensors[i];
+    if (m->rope_freqs.n_dims > 0) m->rope.freq_factors = &m->rope_freqs;
+    return ROCQ_OK;
+}
+
+static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file, int family) {
+    const size_t n = LLAMA__N_OTHERS + (size_t)m->n_layers * LLAMA__N_WEIGHTS;
+    llama__list list;
+    const size_t size = n * (sizeof *list.tensors + sizeof *list.places + sizeof *list.names +
+                             sizeof *list.text);
+    LLAMA__TRY(llama__allocate(m, &list.tensors, size));
+    list.places = (rocq_tensor **)(void *)(list.tensors + n);
+    list.names = (const char **)(void *)(list.places + n);
+    list.text = (char (*)[64])(void *)(list.names + n);
+    const rocq_result result = llama__load_listed(m, file, family, &list);
+    llama__free(m, list.tensors, size);
+    return result;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -510,6 +586,8 @@ static rocq_result llama__add(llama_model *m, const rocq_tensor *x, const rocq_t
 static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq_tensor *x) {
     const int64_t n = x->ne[1];
     const rocq_tensor kv_len = llama__inputs(m, 0, 1), pos = llama__inputs(m, 1 + n, n);
+    const rocq_tensor cells = llama__inputs(m, 1 + 2 * n, n);
+    const rocq_kv_view *cache = &l->cache;
     const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
     const bool pair = l->up_bias.n_dims == 0; // w2 has no bias: with one, gate and up go one by one
     const rocq_tensor ffn = pair ? llama__operand(m, &m->ffn, m->n_ff, n)
@@ -531,10 +609,11 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
         .y = &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias),
         .precision = m->options.precision, .next = &to_k};
     const rocq_rope_append_params append = {
-        .q = &q_heads, .k = &k_heads, .v = &v_heads, .k_cache = &l->k_cache,
-        .v_cache = &l->v_cache, .pos = &pos, .rope = m->rope};
+        .q = &q_heads, .k = &k_heads, .v = &v_heads, .k_cache = &cache->k_cache,
+        .v_cache = &cache->v_cache, .pos = &pos, .cell = &cells, .rope = m->rope};
     const rocq_attention_params attend = {
-        .out = &seen_heads, .q = &q_heads, .k = &l->k_cache, .v = &l->v_cache, .kv_len = &kv_len,
+        .out = &seen_heads, .q = &q_heads, .k = &cache->k, .v = &cache->v, .kv_len = &kv_len,
+        .page_table = llama__maybe(&cache->page_table), .page_size = cache->page_size,
         .scale = m->attention_scale, .softcap = m->attention_softcap, .window = l->window,
         .causal = true};
     LLAMA__TRY(llama__norm(m, &h, x, &l->attn_norm));
@@ -621,21 +700,11 @@ static rocq_result llama__tensor(llama_model *m, rocq_arena *arena, rocq_tensor 
                        (double)ne1, (double)ne2, rocq_result_message(result));
 }
 
-// Cuts the cache and the activations from an arena: first from a measuring one, then from memory.
-static rocq_result llama__cut(llama_model *m, rocq_arena *arena, rocq_format kv_format) {
+// Cuts the activations from an arena: first from a measuring one, then from memory.
+static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
     const int64_t n = m->n_batch, n_q = (int64_t)m->n_heads * m->head_dim;
     const int64_t n_kv = (int64_t)m->n_kv_heads * m->head_dim;
-    const int32_t swap[4] = {0, 2, 1, 3};
-    for (int32_t i = 0; i < m->n_layers; i++) {
-        llama_layer *l = &m->layers[i];
-        rocq_tensor k, v;
-        LLAMA__TRY(llama__tensor(m, arena, &k, kv_format, m->head_dim, m->n_ctx, m->n_kv_heads));
-        LLAMA__TRY(llama__tensor(m, arena, &v, kv_format, m->head_dim, m->n_ctx, m->n_kv_heads));
-        LLAMA__TRY(rocq_tensor_permute(&l->k_cache, &k, swap));
-        LLAMA__TRY(rocq_tensor_permute(&l->v_cache, &v, swap));
-    }
-    m->kv_bytes = arena->used;
-    LLAMA__TRY(llama__tensor(m, arena, &m->inputs, ROCQ_I32, 1 + 2 * n, 1, 1));
+    LLAMA__TRY(llama__tensor(m, arena, &m->inputs, ROCQ_I32, 1 + 3 * n, 1, 1));
     LLAMA__TRY(llama__tensor(m, arena, &m->token, ROCQ_I32, 1, 1, 1));
     LLAMA__TRY(llama__tensor(m, arena, &m->x, ROCQ_F32, m->n_embd, n, 1));
     LLAMA__TRY(llama__tensor(m, arena, &m->h, ROCQ_F32, n_q > m->n_embd ? n_q : m->n_embd, n, 1));
@@ -648,47 +717,40 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena, rocq_format kv_
     return llama__tensor(m, arena, &m->logits, ROCQ_F32, m->n_vocab, m->n_logits, 1);
 }
 
-static rocq_info llama__info(const llama_model *m) {
-    rocq_info info;
-    memset(&info, 0, sizeof info);
-    rocq_get_info(m->ctx, &info);
-    return info;
-}
-
-static rocq_result llama__allocate(llama_model *m, void *out, size_t size) { // *out, cleared
-    const rocq_allocator a = llama__info(m).desc.allocator;
-    void *data = a.alloc(size, a.user);
-    if (!data) return llama__fail(m, ROCQ_E_MEMORY, "no memory for %.0f bytes", (double)size);
-    memset(data, 0, size);
-    memcpy(out, &data, sizeof data); // out points to a pointer of any type
-    return ROCQ_OK;
-}
-
-static void llama__free(llama_model *m, void *data, size_t size) {
-    const rocq_allocator a = llama__info(m).desc.allocator;
-    if (data) a.free(data, size, a.user);
-}
-
 static size_t llama__staged_size(const llama_model *m) {
-    return (1 + 2 * (size_t)m->n_batch) * sizeof(int32_t);
+    return (1 + 3 * (size_t)m->n_batch) * sizeof(int32_t);
+}
+
+static rocq_result llama__make_cache(llama_model *m) {
+    const char *name = m->options.kv_format ? m->options.kv_format : "f16";
+    rocq_format format;
+    if (rocq_format_from_name(&format, name) != ROCQ_OK ||
+        m->head_dim % rocq_get_format_info(format)->block_elems != 0) {
+        return llama__fail(m, ROCQ_E_FORMAT, "no KV cache of format %s for heads of %d elements",
+                           name, (int)m->head_dim);
+    }
+    const rocq_kv_desc desc = {.n_layers = m->n_layers, .n_kv_heads = m->n_kv_heads,
+                               .head_dim = m->head_dim, .k_format = format, .v_format = format,
+                               .n_ctx = m->n_ctx, .page_size = m->options.kv_page,
+                               .rope = m->rope};
+    LLAMA__TRY(rocq_kv_size(&desc, &m->kv_bytes));
+    LLAMA__TRY(rocq_kv_create(m->ctx, &m->kv, &desc));
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        LLAMA__TRY(rocq_kv_layer(m->kv, i, 0, 1, &m->layers[i].cache));
+    }
+    return ROCQ_OK;
 }
 
 // Everything that llama_eval and llama_sample use, so that they allocate nothing.
 static rocq_result llama__make_memory(llama_model *m) {
-    const char *name = m->options.kv_format ? m->options.kv_format : "f16";
-    rocq_format kv_format;
     rocq_arena arena;
-    if (rocq_format_from_name(&kv_format, name) != ROCQ_OK ||
-        m->head_dim % rocq_get_format_info(kv_format)->block_elems != 0) {
-        return llama__fail(m, ROCQ_E_FORMAT, "no KV cache of format %s for heads of %d elements",
-                           name, (int)m->head_dim);
-    }
+    LLAMA__TRY(llama__make_cache(m));
     rocq_arena_init(&arena, NULL);
-    LLAMA__TRY(llama__cut(m, &arena, kv_format));
+    LLAMA__TRY(llama__cut(m, &arena));
     const int64_t size = arena.peak;
     LLAMA__TRY(rocq_buffer_alloc(m->ctx, &m->memory, size));
     rocq_arena_init(&arena, &m->memory);
-    LLAMA__TRY(llama__cut(m, &arena, kv_format));
+    LLAMA__TRY(llama__cut(m, &arena));
     LLAMA__TRY(llama__allocate(m, &m->staged, llama__staged_size(m)));
 
     // For every n up to 16, then in larger steps: few columns may take another way than many.
@@ -699,7 +761,7 @@ static rocq_result llama__make_memory(llama_model *m) {
     LLAMA__TRY(llama__draw(m, &how));
     m->planning = false;
     memset(&m->last, 0, sizeof m->last);
-    m->scratch_bytes = size - m->kv_bytes + m->op_scratch;
+    m->scratch_bytes = size + m->op_scratch;
     return rocq_reserve(m->ctx, m->op_scratch);
 }
 
@@ -707,17 +769,28 @@ static rocq_result llama__make_memory(llama_model *m) {
 // Bodies of the interface
 // ---------------------------------------------------------------------------------------------
 
+// Does now what would make the first tokens slow: a GPU gets all kernels, since which of them a prompt
+// takes depends on its length, and the step's submission; the CPU reads the weights.
+static rocq_result llama__warm(llama_model *m, bool gpu) {
+    if (gpu) LLAMA__TRY(rocq_warm(m->ctx, NULL));
+    const bool recorded = m->step != NULL;
+    if (!recorded) LLAMA__TRY(llama__record(m));
+    const rocq_result result = rocq_warm(m->ctx, m->step);
+    if (!recorded) rocq_graph_free(m->ctx, &m->step);
+    return result;
+}
+
 static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     const rocq_info info = llama__info(m);
     const bool gpu = info.backend == ROCQ_GPU;
     int family = 0;
-    const rocq_precision precision = m->options.precision;
+    const rocq_precision asked = m->options.precision;
+    const rocq_precision precision = asked ? asked : info.desc.precision;
     const bool is_auto = precision == ROCQ_PRECISION_AUTO;
     m->few = gpu && (is_auto || precision == ROCQ_PRECISION_INT8) ? ROCQ_Q8_0 : ROCQ_F32;
     m->many = gpu && (is_auto || precision == ROCQ_PRECISION_F16) ? ROCQ_F16 : ROCQ_F32;
     LLAMA__TRY(llama__read_config(m, file, &family));
     LLAMA__TRY(llama__allocate(m, &m->layers, (size_t)m->n_layers * sizeof(llama_layer)));
-    LLAMA__TRY(llama__allocate(m, &m->copies, llama__max_weights(m) * sizeof(rocq_buffer)));
     LLAMA__TRY(llama__read_extras(m, file, family));
     m->n_ctx = m->n_ctx_train < 4096 ? m->n_ctx_train : 4096;
     if (m->options.n_ctx > 0) m->n_ctx = m->options.n_ctx;
@@ -729,7 +802,8 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     if (m->output.n_dims == 0) m->output = m->embedding; // tied
     llama__operands_of(m, m->output.format);
     LLAMA__TRY(llama__make_memory(m));
-    return gpu && !info.desc.no_graphs ? llama__record(m) : ROCQ_OK;
+    if (gpu && !info.desc.no_graphs) LLAMA__TRY(llama__record(m));
+    return m->options.no_warm ? ROCQ_OK : llama__warm(m, gpu);
 }
 
 static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file,
@@ -750,20 +824,21 @@ static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_g
 
 static inline void llama_close(llama_model *m) {
     if (m->ctx) rocq_graph_free(m->ctx, &m->step);
-    for (int32_t i = 0; i < m->n_copies; i++) rocq_buffer_free(m->ctx, &m->copies[i]);
+    rocq_kv_free(&m->kv);
     if (m->ctx) {
         rocq_buffer_free(m->ctx, &m->memory);
         llama__free(m, m->staged, llama__staged_size(m));
-        llama__free(m, m->copies, llama__max_weights(m) * sizeof(rocq_buffer));
+        rocq_buffer_free(m->ctx, &m->weights);
         llama__free(m, m->layers, (size_t)m->n_layers * sizeof(llama_layer));
     }
     memset(m, 0, sizeof *m);
 }
 
-// One batch: uploads tokens and positions, and runs the layers; with head also the last logits.
+// One batch: uploads tokens, positions and cells, and runs the layers; with head also the last
+// logits. The length goes with them, so that only a table of pages needs another upload.
 static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int32_t n, bool head) {
     const int32_t kv_len = m->n_past + n;
-    const rocq_tensor inputs = llama__inputs(m, 0, 1 + 2 * n);
+    const rocq_tensor inputs = llama__inputs(m, 0, 1 + 3 * n);
     m->staged[0] = kv_len;
     for (int32_t i = 0; i < n; i++) {
         m->staged[1 + i] = tokens[i];
@@ -773,6 +848,9 @@ static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int3
                                (int)m->n_vocab);
         }
     }
+    LLAMA__TRY(rocq_kv_truncate(m->kv, 0, m->n_past)); // lowered, or a call failed after its append
+    LLAMA__TRY(rocq_kv_append(m->kv, 0, n, m->staged + 1 + 2 * n));
+    if (m->options.kv_page > 0) LLAMA__TRY(rocq_kv_flush(m->kv));
     LLAMA__TRY(rocq_upload(m->ctx, &inputs, m->staged, rocq_tensor_size(&inputs)));
     if (m->step && n == 1 && head) {
         LLAMA__TRY(rocq_graph_launch(m->ctx, m->step));
@@ -817,6 +895,19 @@ static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int6
     return llama__done(m, llama__eval(m, tokens, n, logits));
 }
 
+static rocq_result llama__forget(llama_model *m, int32_t first, int32_t n) {
+    if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
+    LLAMA__TRY(rocq_kv_truncate(m->kv, 0, m->n_past));
+    LLAMA__TRY(rocq_kv_shift(m->kv, 0, first, n));
+    m->n_past -= n;
+    return ROCQ_OK;
+}
+
+static inline rocq_result llama_forget(llama_model *m, int32_t first, int32_t n) {
+    m->error[0] = '\0';
+    return llama__done(m, llama__forget(m, first, n));
+}
+
 static rocq_result llama__sample(llama_model *m, const rocq_sample_params *how, int32_t *token) {
     if (m->last.n_dims == 0) return llama__fail(m, ROCQ_E_STATE, "there are no logits yet");
     if (!how || !token) return llama__fail(m, ROCQ_E_ARGUMENT, "how or token is NULL");
@@ -828,6 +919,32 @@ static inline rocq_result llama_sample(llama_model *m, const rocq_sample_params 
                                        int32_t *token) {
     m->error[0] = '\0';
     return llama__done(m, llama__sample(m, how, token));
+}
+
+static rocq_result llama__tune(llama_model *m, rocq_tune_result *result) {
+    const int32_t half = m->n_ctx > 1 ? m->n_ctx / 2 : 1;
+    const size_t size = (size_t)half * sizeof(int32_t);
+    const bool recorded = m->step != NULL;
+    int32_t *tokens; // any will do: zeros
+    if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
+    if (llama__info(m).backend != ROCQ_GPU) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "there is nothing to tune on the CPU");
+    }
+    LLAMA__TRY(llama__allocate(m, &tokens, size));
+    m->n_past = 0;
+    rocq_result r = llama__eval(m, tokens, half, NULL);
+    llama__free(m, tokens, size);
+    if (r == ROCQ_OK && !recorded) r = llama__record(m);
+    if (r == ROCQ_OK) r = rocq_tune_graph(m->ctx, m->step, NULL, result);
+    if (!recorded) rocq_graph_free(m->ctx, &m->step);
+    m->n_past = 0;
+    memset(&m->last, 0, sizeof m->last);
+    return r;
+}
+
+static inline rocq_result llama_tune(llama_model *m, rocq_tune_result *result) {
+    m->error[0] = '\0';
+    return llama__done(m, llama__tune(m, result));
 }
 
 #undef LLAMA__TRY

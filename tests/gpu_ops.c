@@ -13,11 +13,6 @@
 
 #include "ops.h"
 
-// NMSE over a row. The contract's bounds, less for what is exact by nature.
-#define BOUND_F32 1e-6
-#define BOUND_F16 1e-5
-#define BOUND_INT8 5e-4
-
 static rocq_ctx *cpu, *gpu;
 
 // -- operands on the device --
@@ -145,13 +140,17 @@ static double *values_of(const box *b) {
     return v;
 }
 
+#define EXACT (-1.0)
+
 // Runs op with `host` on the CPU and with `device` (tensors of boxes, too) on the GPU, and compares
-// what they wrote to out. bound 0 asks for the same bytes. out then holds the GPU's result.
+// what they wrote to out, row by row: the NMSE may be what rocq_get_precision says and room besides,
+// or EXACT asks for the same bytes. out then holds the GPU's result.
 static void compare_as(rocq_op op, const void *host, const void *device, box *const *out, int n_out,
-                       double bound, const char *what) {
-    double *want[8];
+                       double room, const char *what) {
+    double *want[8], contract = 0;
     unsigned char *before[8], *bytes[8];
     const char *why = "";
+    bool int8 = false;
     for (int o = 0; o < n_out; o++) {
         before[o] = (unsigned char *)malloc((size_t)out[o]->size);
         bytes[o] = (unsigned char *)malloc((size_t)out[o]->size);
@@ -168,6 +167,12 @@ static void compare_as(rocq_op op, const void *host, const void *device, box *co
     any_params p = params_of(op, device);
     move_params(op, &p);
     if (rocq_supports(gpu, op, &p, &why) != ROCQ_OK) fail_msg("%s: not supported: %s", what, why);
+    for (const rocq_matmul_params *q = &p.matmul; q; q = op == ROCQ_OP_MATMUL ? q->next : NULL) {
+        rocq_precision_info info;
+        assert_int_equal(rocq_get_precision(gpu, op, q, &info), ROCQ_OK);
+        contract = fmax(contract, info.nmse);
+        int8 = int8 || info.precision == ROCQ_PRECISION_INT8;
+    }
     if (run_one(gpu, op, &p) != ROCQ_OK) fail_msg("%s: GPU: %s", what, rocq_error(gpu));
     if (rocq_sync(gpu) != ROCQ_OK) fail_msg("%s: sync: %s", what, rocq_error(gpu));
     for (int i = 0; i < n_twins; i++) {
@@ -179,12 +184,14 @@ static void compare_as(rocq_op op, const void *host, const void *device, box *co
     }
     for (int o = 0; o < n_out; o++) {
         // Rows of a few elements are judged together: one that happens to be small has no power of
-        // its own to measure an error against.
-        const int64_t n = out[o]->t.ne[0], step = n < 32 && bound > 0 ? out[o]->count : n;
+        // its own to measure an error against. And INT8's ratio of two sums over a handful of values
+        // scatters around the one over many that the contract bounds.
+        const int64_t n = out[o]->t.ne[0], step = n < 32 && room != EXACT ? out[o]->count : n;
+        const double bound = contract * (int8 && out[o]->count < 32 ? 2 : 1) + room;
         box_read(out[o]);
         box_check_outside(out[o]);
         for (int64_t i = 0; i < out[o]->count; i += step) {
-            if (bound > 0) {
+            if (room != EXACT) {
                 const double e = nmse(out[o]->t.format, out[o]->value + i, want[o] + i, step);
                 if (!(e <= bound)) {
                     fail_msg("%s: output %d, row %lld: NMSE %g over %g (first %g, expected %g)",
@@ -205,8 +212,8 @@ static void compare_as(rocq_op op, const void *host, const void *device, box *co
     free_twins();
 }
 
-static void compare(rocq_op op, const void *params, box *out, double bound, const char *what) {
-    compare_as(op, params, params, &out, 1, bound, what);
+static void compare(rocq_op op, const void *params, box *out, double room, const char *what) {
+    compare_as(op, params, params, &out, 1, room, what);
 }
 
 static const char *say(const char *format, ...) {
@@ -245,12 +252,6 @@ typedef struct product { // a case; 0 = default
     int64_t w2_batch[2], x_batch[2]; // of w, and of x
 } product;
 
-static rocq_precision resolved(const product *s) { // rocq_matmul_precision's rule for a GPU
-    if (s->precision != ROCQ_PRECISION_AUTO) return s->precision;
-    if (s->n > 8) return s->w == ROCQ_F32 ? ROCQ_PRECISION_F32 : ROCQ_PRECISION_F16;
-    return has_int8(s->w) ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32;
-}
-
 static int64_t or_1(int64_t n) { return n > 0 ? n : 1; }
 
 static void check_product(const product *s) {
@@ -272,19 +273,11 @@ static void check_product(const product *s) {
                             .precision = s->precision, .w2 = s->w2 ? &w2.t : NULL};
     rocq_matmul_params host = p;
     host.precision = ROCQ_PRECISION_F32;
-    const rocq_precision precision = resolved(s);
-    const double bound = precision == ROCQ_PRECISION_INT8  ? BOUND_INT8
-                         : precision == ROCQ_PRECISION_F16 ? BOUND_F16
-                                                           : BOUND_F32;
     on_gpu_as(&w, s->planar && block_elems(s->w) > 1);
     if (s->w2) on_gpu_as(&w2, s->planar && block_elems(s->w) > 1);
     if (s->planar_x) on_gpu_as(&x, true);
     box *out[] = {&y};
-    // A product of two sums carries the error of both; and INT8's ratio of two sums over a handful of
-    // values scatters around the one over many that the contract bounds.
-    const double room = (s->w2 ? 2 : 1) * (y.count < 32 && precision == ROCQ_PRECISION_INT8 ? 2 : 1);
-    compare_as(ROCQ_OP_MATMUL, &host, &p, out, 1,
-               bound * room + (s->y == ROCQ_Q8_0 ? 1e-4 : 0),
+    compare_as(ROCQ_OP_MATMUL, &host, &p, out, 1, s->y == ROCQ_Q8_0 ? 1e-4 : 0,
                say("%s%s x %s, M %d N %d K %d, precision %d", name_of(s->w),
                    s->planar ? " planar" : "", name_of(s->x), (int)s->m, (int)s->n, (int)s->k,
                    (int)s->precision));
@@ -437,7 +430,7 @@ static void test_matmul_chain(void **state) {
                 host[i].precision = ROCQ_PRECISION_F32;
                 host[i].next = i < 2 ? &host[i + 1] : NULL;
             }
-            compare_as(ROCQ_OP_MATMUL, &host[0], &p[0], out, 3, BOUND_INT8,
+            compare_as(ROCQ_OP_MATMUL, &host[0], &p[0], out, 3, 0,
                        say("chain %d, %d columns", f, (int)n_columns[c]));
             for (int i = 0; i < 3; i++) {
                 box_free(&w[i]);
@@ -490,7 +483,7 @@ static void check_attention(const attend *s) {
         .sinks = s->sinks ? &sinks.t : NULL, .kv_len = s->kv_len ? &kv_len.t : NULL,
         .page_table = s->page_size ? &pages.t : NULL, .page_size = s->page_size,
         .softcap = s->softcap, .window = s->window, .causal = s->causal};
-    compare(ROCQ_OP_ATTENTION, &p, o, BOUND_F16 + (s->out == ROCQ_Q8_0 ? 1e-4 : 0),
+    compare(ROCQ_OP_ATTENTION, &p, o, s->out == ROCQ_Q8_0 ? 1e-4 : 0,
             say("D %d, %d heads on %d, n_q %d, n_kv %d, seqs %d, K %s V %s, page %d", (int)s->d,
                 (int)s->n_heads, (int)s->n_kv_heads, (int)s->n_q, (int)s->n_kv, (int)s->n_seqs,
                 name_of(s->k), name_of(s->v), (int)s->page_size));
@@ -585,8 +578,8 @@ static void test_norms(void **state) {
             p.mean = &mean.t;
         }
         box *out[] = {&y, &rstd, &mean};
-        const double bound = fy == ROCQ_Q8_0 ? 1e-4 : n == 1 && center ? 1e-6 : BOUND_F32;
-        compare_as(center ? ROCQ_OP_LAYERNORM : ROCQ_OP_RMSNORM, &p, &p, out, center ? 3 : 2, bound,
+        compare_as(center ? ROCQ_OP_LAYERNORM : ROCQ_OP_RMSNORM, &p, &p, out, center ? 3 : 2,
+                   fy == ROCQ_Q8_0 ? 1e-4 : 0,
                    say("norm of %d, %s to %s", (int)n, name_of(x.t.format), name_of(fy)));
         box_free(&x);
         box_free(&y);
@@ -681,7 +674,7 @@ static void test_rope(void **state) {
         box_write(&factors);
         const rocq_rope_params p = {.y = i % 7 == 6 ? &x.t : &y.t, .x = &x.t, .pos = &pos.t,
                                     .rope = random_rope(i, &factors)};
-        compare(ROCQ_OP_ROPE, &p, i % 7 == 6 ? &x : &y, BOUND_F32, say("rope %d", i));
+        compare(ROCQ_OP_ROPE, &p, i % 7 == 6 ? &x : &y, 0, say("rope %d", i));
         box_free(&x);
         box_free(&y);
         box_free(&pos);
@@ -763,14 +756,14 @@ static void test_maps(void **state) {
         const rocq_binary_params binary = {&y.t, &a.t, i % 2 ? &b.t : &row.t};
         const rocq_scale_params scale = {&y.t, &a.t, 0.37f, i % 2 ? 1.5f : 0.0f};
         switch (i / 12) {
-        case 0: compare(ROCQ_OP_ACTIVATE, &activate, &y, BOUND_F32, say("activate %d", i)); break;
-        case 1: compare(ROCQ_OP_GLU, &glu, &y, BOUND_F32, say("glu %d", i)); break;
+        case 0: compare(ROCQ_OP_ACTIVATE, &activate, &y, 0, say("activate %d", i)); break;
+        case 1: compare(ROCQ_OP_GLU, &glu, &y, 0, say("glu %d", i)); break;
         case 2:
             if (n % 32 == 0) compare(ROCQ_OP_GLU, &glu8, &y8, 1e-4, say("glu to Q8_0 %d", i));
             break;
-        case 3: compare(ROCQ_OP_ADD, &binary, &y, BOUND_F32, say("add %d", i)); break;
-        case 4: compare(ROCQ_OP_MUL, &binary, &y, BOUND_F32, say("mul %d", i)); break;
-        default: compare(ROCQ_OP_SCALE, &scale, &y, BOUND_F32, say("scale %d", i)); break;
+        case 3: compare(ROCQ_OP_ADD, &binary, &y, 0, say("add %d", i)); break;
+        case 4: compare(ROCQ_OP_MUL, &binary, &y, 0, say("mul %d", i)); break;
+        default: compare(ROCQ_OP_SCALE, &scale, &y, 0, say("scale %d", i)); break;
         }
         box_free(&a);
         box_free(&b);
@@ -796,7 +789,7 @@ static void test_casts(void **state) {
             random_weights(&x);
             if (planar) on_gpu_as(&x, true);
             const rocq_cast_params p = {&y.t, &x.t};
-            compare(ROCQ_OP_CAST, &p, &y, 0, say("cast %s%s to %s", name_of(format),
+            compare(ROCQ_OP_CAST, &p, &y, EXACT, say("cast %s%s to %s", name_of(format),
                                                  planar ? " planar" : "", name_of(y.t.format)));
             box_free(&x);
             box_free(&y);
@@ -806,7 +799,7 @@ static void test_casts(void **state) {
         box x = box_random((box_layout)(i % 3), to[i % 3], 1, 96, 7, 2, 1);
         box y = box_make((box_layout)(i / 3 % 3), to[3 + i % 2], 96, 7, 2, 1);
         const rocq_cast_params p = {&y.t, &x.t};
-        compare(ROCQ_OP_CAST, &p, &y, 0,
+        compare(ROCQ_OP_CAST, &p, &y, EXACT,
                 say("cast %s to %s", name_of(x.t.format), name_of(y.t.format)));
         box_free(&x);
         box_free(&y);
@@ -814,7 +807,7 @@ static void test_casts(void **state) {
     const int32_t ids[] = {5, -7, 0, 1 << 30};
     box a = box_i32(ids, 4), b = box_make(BOX_STRIDED, ROCQ_I32, 4, 1, 1, 1);
     const rocq_cast_params p = {&b.t, &a.t};
-    compare(ROCQ_OP_CAST, &p, &b, 0, "cast I32");
+    compare(ROCQ_OP_CAST, &p, &b, EXACT, "cast I32");
     box_free(&a);
     box_free(&b);
 }
@@ -836,7 +829,7 @@ static void test_softmax(void **state) {
         const rocq_softmax_params p = {.y = i % 5 == 4 ? &x.t : &y.t, .x = &x.t,
                                        .mask = i % 2 ? &mask.t : NULL,
                                        .scale = i % 3 ? 0.5f : 0.0f};
-        compare(ROCQ_OP_SOFTMAX, &p, i % 5 == 4 ? &x : &y, BOUND_F32, say("softmax %d", i));
+        compare(ROCQ_OP_SOFTMAX, &p, i % 5 == 4 ? &x : &y, 0, say("softmax %d", i));
         box_free(&x);
         box_free(&y);
         box_free(&mask);
@@ -857,7 +850,7 @@ static void test_gather(void **state) {
             random_weights(&table);
             if (planar) on_gpu_as(&table, true);
             const rocq_gather_params p = {&y.t, &table.t, &at.t, i == 1 ? 3.0f : 0.0f};
-            compare(ROCQ_OP_GATHER, &p, &y, 0, say("gather %s %d", name_of(all_formats[f]), i));
+            compare(ROCQ_OP_GATHER, &p, &y, EXACT, say("gather %s %d", name_of(all_formats[f]), i));
             box_free(&table);
             box_free(&y);
             box_free(&at);
@@ -879,7 +872,7 @@ static void test_argmax(void **state) {
         }
         box_write(&x);
         const rocq_argmax_params p = {&index.t, &x.t};
-        compare(ROCQ_OP_ARGMAX, &p, &index, 0, say("argmax of %d", (int)n));
+        compare(ROCQ_OP_ARGMAX, &p, &index, EXACT, say("argmax of %d", (int)n));
         box_free(&x);
         box_free(&index);
     }

@@ -1,6 +1,7 @@
 // llama.cpp as the peer of whole-model and tokenizer tests: its C API, out of the shared objects
 // of the npm package @node-llama-cpp/linux-x64 (tests/fetch-ggml), found at run time. Include after
-// cmocka.h. Nothing of it is linked, so the tests build and skip where the package is missing.
+// cmocka.h, or what defines its fail_msg and the assert_x used here. Nothing of it is linked, so the
+// tests build and skip where the package is missing.
 //
 // Three structs cross the border by value. They are declared here up to the last field in use,
 // padded well past their real size (the callee then reads and writes only its own part), and
@@ -85,6 +86,8 @@ typedef struct peer_batch {
     X(int32_t, llama_decode, (void *context, peer_batch batch))                                    \
     X(void *, llama_get_memory, (const void *context))                                             \
     X(void, llama_memory_clear, (void *memory, bool data))                                         \
+    X(bool, llama_memory_seq_rm, (void *memory, int32_t seq, int32_t first, int32_t end))          \
+    X(void, llama_attach_threadpool, (void *context, void *pool, void *batch_pool))                \
     X(float *, llama_get_logits_ith, (void *context, int32_t i))                                   \
     X(int32_t, llama_tokenize, (const void *vocab, const char *text, int32_t length,               \
                                 int32_t *tokens, int32_t n_max, bool add_special, bool parse))     \
@@ -134,9 +137,9 @@ static inline void *peer_library(const char *pattern) {
 // Loads the library once. False: it is not installed, and the test is to be skipped.
 static inline bool peer_open(void) {
     if (peer.open) return true;
-    void *ggml = peer_library("libggml.v*.so"), *llama = peer_library("libllama.v*.so");
+    void *all = peer_library("libggml.v*.so"), *llama = peer_library("libllama.v*.so");
     void *base = peer_library("libggml-base.so");
-    if (!ggml || !llama || !base) return false;
+    if (!all || !llama || !base) return false;
     void *symbol; // an object pointer, by way of memcpy, since ISO C casts none to a function
 #define PEER_X(result, name, args)                  \
     symbol = dlsym(llama, #name);                   \
@@ -145,7 +148,7 @@ static inline bool peer_open(void) {
     PEER_FUNCTIONS(PEER_X)
 #undef PEER_X
     void (*load_backends)(const char *dir) = NULL;
-    symbol = dlsym(ggml, "ggml_backend_load_all_from_path");
+    symbol = dlsym(all, "ggml_backend_load_all_from_path");
     assert_non_null(symbol);
     memcpy(&load_backends, &symbol, sizeof symbol);
     symbol = dlsym(base, "ggml_quantize_chunk");

@@ -295,6 +295,13 @@ static void test_batches(void **state) {
     assert_memory_equal(whole, other, (size_t)n * sizeof *whole);
     ours_close(&o);
 
+    // Nor do pages of the cache.
+    options.kv_page = 7;
+    ours_open(&o, path, 1, &options);
+    ours_eval(&o, prompt, N_PROMPT, other);
+    assert_memory_equal(whole, other, (size_t)n * sizeof *whole);
+    ours_close(&o);
+
     options.n_batch = 7;
     options.n_logits = 3;
     ours_open(&o, path, 2, &options);
@@ -323,6 +330,43 @@ static void test_batches(void **state) {
     free(last);
     free(other);
     free(whole);
+}
+
+// With one layer a token's keys and values depend on nothing but the token and its position, so that
+// forgetting tokens is as if they had never been there.
+static void test_forget(void **state) {
+    model_spec s = *(const model_spec *)*state;
+    char name[64];
+    snprintf(name, sizeof name, "forget-%s", s.name);
+    s.name = name;
+    s.n_layers = 1;
+    write_model(&s, NULL);
+    enum { FIRST = 6, N = 12, REST = N_PROMPT - N };
+    float *want = floats(s.n_vocab), *got = floats(s.n_vocab);
+    int32_t prompt[N_PROMPT], left[REST];
+    random_prompt(prompt, s.n_vocab, 6);
+    memcpy(left, prompt, FIRST * sizeof *left);
+    memcpy(left + FIRST, prompt + FIRST + N, (REST - FIRST) * sizeof *left);
+    for (int32_t page = 0; page <= 8; page += page == 0 ? 6 : 2) { // FIRST and N are whole pages of 6
+        const llama_options options = {.n_ctx = N_PROMPT, .kv_format = "f32", .kv_page = page};
+        ours o;
+        ours_open(&o, model_path(s.name), 1, &options);
+        ours_eval(&o, left, REST - 1, NULL);
+        ours_eval(&o, left + REST - 1, 1, want);
+        o.m.n_past = 0;
+        ours_eval(&o, prompt, N_PROMPT, NULL);
+        assert_int_equal(llama_forget(&o.m, FIRST, N_PROMPT), ROCQ_E_ARGUMENT);
+        assert_true(strlen(o.m.error) > 0);
+        assert_int_equal(o.m.n_past, N_PROMPT);
+        assert_int_equal(llama_forget(&o.m, FIRST, N), ROCQ_OK);
+        assert_int_equal(o.m.n_past, REST);
+        o.m.n_past--;
+        ours_eval(&o, left + REST - 1, 1, got);
+        assert_true(nmse(got, want, s.n_vocab) < 1e-9);
+        ours_close(&o);
+    }
+    free(got);
+    free(want);
 }
 
 // The shipped model with its weights decoded to F32, where both programs compute exactly.
@@ -474,8 +518,9 @@ static void test_demo(void **state) {
 
 int main(void) {
     static const char *const families[] = {"llama-F32", "qwen2-F32", "qwen3-F32", "gemma2-F32"};
-    static struct CMUnitTest tests[N_SPECS + N_CACHES + 4 + 1];
-    static char names[4][64];
+    static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32", "gemma2-F32"};
+    static struct CMUnitTest tests[N_SPECS + N_CACHES + 4 + 4 + 1];
+    static char names[4][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
         tests[n] = (struct CMUnitTest){.name = specs[i].name, .test_func = test_model};
@@ -484,6 +529,12 @@ int main(void) {
             if (strcmp(families[k], specs[i].name) != 0) continue;
             snprintf(names[k], sizeof names[k], "%s, batches and cache", specs[i].name);
             tests[n] = (struct CMUnitTest){.name = names[k], .test_func = test_batches};
+            tests[n++].initial_state = (void *)(uintptr_t)&specs[i];
+        }
+        for (int32_t k = 0; k < 4; k++) {
+            if (strcmp(forgetful[k], specs[i].name) != 0) continue;
+            snprintf(forget_names[k], sizeof forget_names[k], "%s, forgetting", specs[i].name);
+            tests[n] = (struct CMUnitTest){.name = forget_names[k], .test_func = test_forget};
             tests[n++].initial_state = (void *)(uintptr_t)&specs[i];
         }
     }

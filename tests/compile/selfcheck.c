@@ -117,7 +117,8 @@ static void check_format(rocq_format format, const char *name, bool has_referenc
     printf("digest %s decoded %016llx\n", name, (unsigned long long)hash(decoded, sizeof decoded));
 }
 
-static void check_matmul(rocq_ctx *ctx, rocq_format format, double limit) {
+static void check_matmul(rocq_ctx *ctx, rocq_format format, rocq_precision precision,
+                         double limit) {
     static double want[COLUMNS * ROWS];
     rocq_matmul_params p;
     fill(source, ROWS * N);
@@ -141,6 +142,7 @@ static void check_matmul(rocq_ctx *ctx, rocq_format format, double limit) {
     p.y = &ty;
     p.w = &tw;
     p.x = &tx;
+    p.precision = precision;
     CHECK(rocq_matmul(ctx, &p) == ROCQ_OK);
     CHECK(close_enough(y, want, COLUMNS * ROWS, limit));
 }
@@ -290,10 +292,12 @@ int main(void) {
 #define ROCQ_X(NAME, name, id, elems, bytes) check_format(ROCQ_##NAME, #NAME, id < 10 || id == 39);
     ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
-    check_matmul(ctx, ROCQ_F32, 1e-6);
-    check_matmul(ctx, ROCQ_Q4_0, 5e-4);
-    check_matmul(ctx, ROCQ_Q6_K, 5e-4);
-    check_matmul(ctx, ROCQ_MXFP6_E3M2, 5e-4);
+    check_matmul(ctx, ROCQ_F32, ROCQ_PRECISION_F32, 1e-6);
+    check_matmul(ctx, ROCQ_Q4_0, ROCQ_PRECISION_AUTO, 5e-4);
+    check_matmul(ctx, ROCQ_Q4_0, ROCQ_PRECISION_INT8, 5e-4);
+    check_matmul(ctx, ROCQ_Q6_K, ROCQ_PRECISION_INT8, 5e-4);
+    check_matmul(ctx, ROCQ_Q6_K, ROCQ_PRECISION_F32, 1e-6);
+    check_matmul(ctx, ROCQ_MXFP6_E3M2, ROCQ_PRECISION_F16, 1e-5);
     check_attention(ctx);
     check_files(ctx);
     rocq_close(&ctx);

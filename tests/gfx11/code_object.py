@@ -4,7 +4,10 @@
     code.kernels["rocq_k_norm"][".vgpr_count"]
     code.instructions()["rocq_k_norm"][0].name
 """
+import ctypes
+import functools
 import os
+import pathlib
 import re
 import shutil
 import struct
@@ -16,24 +19,42 @@ import tempfile
 MACHINES = {0x41: "gfx1100", 0x46: "gfx1101", 0x47: "gfx1102", 0x44: "gfx1103", 0x43: "gfx1150",
             0x4A: "gfx1151"}
 TARGETS = sorted(MACHINES.values())
-# The two register files: VGPRs of a SIMD, in waves of 32 lanes, and the granule of allocation.
-VGPR_FILES = {1536: 24, 1024: 16}
+VGPR_FILES = 1536, 1024  # of a SIMD, in waves of 32 lanes
+
+
+# rocq.h's own occupancy, for Python to call, compiled without what it does not need.
+WITHOUT = "-DROCQ_NO_HIP", "-DROCQ_NO_SIMD", "-DROCQ_NO_THREADS", "-DROCQ_NO_STDIO"
+_OCCUPANCY = """
+#define ROCQ_IMPLEMENTATION
+#define ROCQ_STATIC
+#include "rocq.h"
+int vgpr_file(int target) { return rocq__chip_find(target)->vgprs; }
+int waves(int target, int vgprs, int lds, int threads, int wave, int cu_mode) {
+    const rocq_occupancy_params p = {target, vgprs, lds, threads, wave, cu_mode != 0};
+    rocq_occupancy o;
+    return rocq_get_occupancy(&p, &o) == ROCQ_OK ? o.compiler_waves : -1;
+}
+"""
+
+
+@functools.cache
+def _occupancy():
+    top = pathlib.Path(__file__).parent.parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/occupancy.so"
+        subprocess.run(["cc", "-O0", "-w", "-shared", "-fPIC", *WITHOUT, f"-I{top}", "-xc", "-", "-o",
+                        library, "-lm"], input=_OCCUPANCY.encode(), check=True)
+        return ctypes.CDLL(library)
 
 
 def vgpr_file(target):
-    return 1536 if target in ("gfx1100", "gfx1101", "gfx1151") else 1024
+    return _occupancy().vgpr_file(int(target.removeprefix("gfx"), 16))
 
 
-def waves_per_simd(target, vgprs, lds, threads, wgp):
-    """The compiler's occupancy: waves of 32 lanes that a SIMD holds of this kernel alone."""
-    total = vgpr_file(target)
-    granule = VGPR_FILES[total]
-    by_vgprs = min(16, total // (granule * -(-max(vgprs, 1) // granule)))
-    simds, pool, barriers = (4, 131072, 32) if wgp else (2, 65536, 16)
-    waves = -(-threads // 32)
-    groups = 16 * simds if waves == 1 else min(16 * simds // waves, barriers)
-    groups = min(groups, pool // max(lds, 1))
-    return min(by_vgprs, min(16, -(-groups * waves // simds)) if groups else 1)
+def waves_per_simd(target, vgprs, lds, threads, wave, cu_mode):
+    """The compiler's occupancy: waves that a SIMD holds of this kernel alone."""
+    return _occupancy().waves(int(target.removeprefix("gfx"), 16), max(vgprs, 1), lds, threads, wave,
+                              cu_mode)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -132,7 +153,8 @@ class CodeObject:
     def waves(self, kernel):
         k = self.kernels[kernel]
         return waves_per_simd(self.target, k[".vgpr_count"], k[".group_segment_fixed_size"],
-                              k[".max_flat_workgroup_size"], self.descriptor(kernel)["wgp"])
+                              k[".max_flat_workgroup_size"], k[".wavefront_size"],
+                              not self.descriptor(kernel)["wgp"])
 
     def instructions(self):
         """Every function's instructions in order, by the disassembler."""

@@ -652,6 +652,14 @@ int hipGraphLaunch(void *exec, void *on) {
     return error;
 }
 
+int hipGraphUpload(void *exec, void *on) {
+    ENTER_OR_FAIL();
+    if (!find_stream("hipGraphUpload", on)) return HIP_INVALID_HANDLE;
+    if (hip().execs.count((operations *)exec)) return HIP_OK;
+    misuse("hipGraphUpload: %p is not an executable graph", exec);
+    return HIP_INVALID_HANDLE;
+}
+
 int hipModuleLoadData(void **module, const void *image) {
     ENTER_OR_FAIL();
     if (!image) return HIP_INVALID_VALUE;

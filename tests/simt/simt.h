@@ -817,6 +817,13 @@ SIMT_UNCHECKED inline void lds_add(unsigned long long *p, unsigned long long v, 
     }
 }
 
+SIMT_UNCHECKED inline uint32_t lds_take(uint32_t *p, uint32_t n, SIMT_LINE) {
+    if (!simt_lds_access(p, sizeof *p, alignof(uint32_t), SIMT_ATOMIC, nullptr, line)) return 0;
+    const uint32_t was = *p;
+    *p += n;
+    return was;
+}
+
 // Brings value to a collective and waits for the others; the wave's lanes, and which of value and
 // aux holds what they brought.
 struct simt_met {

@@ -1,0 +1,343 @@
+// What a pool's block costs against malloc or the GPU runtime, one size at a time and over the trace
+// of a training step (bench/training_trace, run by python3); fragmentation; what an arena's cut costs.
+//
+// Host memory, against glibc's malloc and free:
+//     pool/SIZE           alloc and free of one size in a tight loop. glibc serves up to 32 MiB from
+//                         its heap here, once it has seen the size freed, and maps what is larger
+//     pool/SIZE/mmap      the same with glibc's threshold fixed at its documented 128 KiB, as it is
+//                         before it has adapted, and stays in programs that set it: each call maps,
+//                         and a page that is touched is a fault
+//     pool/trace          all requests of the steps, in order; per request
+//     .../touched         with the first byte of every page written after each alloc
+// On a GPU, against the runtime's own calls (hipMalloc, hipHostMalloc and their frees):
+//     pool/device/SIZE, pool/device/trace, pool/pinned/SIZE
+#include "bench.h"
+
+#include <malloc.h>
+
+enum { PAGE = 4096, INNER = 100 };
+
+// -- one size --
+
+typedef struct loop {
+    bench *b;
+    rocq_pool *pool;
+    int64_t size;
+    bool touch, pinned;
+} loop;
+
+static void touch_pages(void *memory, int64_t size) {
+    volatile unsigned char *bytes = (volatile unsigned char *)memory;
+    for (int64_t i = 0; i < size; i += PAGE) bytes[i] = 1;
+}
+
+static rocq_result pool_loop(void *user) {
+    const loop *l = (const loop *)user;
+    for (int i = 0; i < INNER; i++) {
+        rocq_buffer block;
+        const rocq_result result = rocq_pool_alloc(l->pool, &block, l->size);
+        if (result != ROCQ_OK) return result;
+        if (l->touch) touch_pages(block.host, l->size);
+        rocq_pool_free(l->pool, &block);
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result malloc_loop(void *user) {
+    const loop *l = (const loop *)user;
+    for (int i = 0; i < INNER; i++) {
+        void *volatile block = malloc((size_t)l->size); // volatile: or the pair is optimised away
+        if (!block) return ROCQ_E_MEMORY;
+        if (l->touch) touch_pages(block, l->size);
+        free(block);
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result runtime_loop(void *user) {
+    const loop *l = (const loop *)user;
+    const rocq_hip *hip = l->b->ctx->gpu->hip;
+    for (int i = 0; i < INNER; i++) {
+        void *block = NULL;
+        if (l->pinned ? hip->host_alloc(&block, (size_t)l->size, 0)
+                      : hip->mem_alloc(&block, (size_t)l->size)) {
+            return ROCQ_E_DEVICE;
+        }
+        if (l->pinned ? hip->host_free(block) : hip->mem_free(block)) return ROCQ_E_DEVICE;
+    }
+    return ROCQ_OK;
+}
+
+// -- the trace --
+
+typedef struct event {
+    int32_t number; // of the buffer
+    int64_t size;   // 0 = it is freed
+} event;
+
+typedef struct trace {
+    bench *b;
+    event *events;
+    int64_t n, n_requests, warm, n_warm; // warm: first event of the last quarter of the steps
+    int32_t n_numbers;
+    int64_t peak, peak_at; // bytes asked for at once, and the event after which
+    rocq_pool *pool;
+    rocq_buffer *buffers;
+    bool touch;
+} trace;
+
+static bool read_trace(trace *t, int steps) {
+    char line[100];
+    snprintf(line, sizeof line, "python3 bench/training_trace --steps %d 2>/dev/null", steps);
+    FILE *file = popen(line, "r");
+    int64_t room = 0, live = 0, *sizes = NULL;
+    int step = 0;
+    while (file && fgets(line, sizeof line, file)) {
+        long long number = 0, size = 0;
+        if (line[0] == 's' && step++ == steps * 3 / 4) t->warm = t->n, t->n_warm = t->n_requests;
+        if (sscanf(line, "a %lld %lld", &number, &size) != 2 && sscanf(line, "f %lld", &number) != 1) {
+            continue;
+        }
+        if (t->n == room) {
+            room = 2 * room + 1000;
+            t->events = (event *)realloc(t->events, (size_t)room * sizeof *t->events);
+            if (!t->events) return false;
+        }
+        if (number >= t->n_numbers) {
+            t->n_numbers = (int32_t)number + 1;
+            sizes = (int64_t *)realloc(sizes, (size_t)t->n_numbers * sizeof *sizes);
+            if (!sizes) return false;
+        }
+        t->events[t->n].number = (int32_t)number;
+        t->events[t->n++].size = size;
+        live += size > 0 ? size : -sizes[number];
+        if (size > 0) sizes[number] = size, t->n_requests++;
+        if (live > t->peak) t->peak = live, t->peak_at = t->n;
+    }
+    free(sizes);
+    const bool whole = file && pclose(file) == 0 && t->n > 0;
+    if (whole) t->buffers = (rocq_buffer *)bench_alloc(t->n_numbers * (int64_t)sizeof(rocq_buffer));
+    return whole;
+}
+
+static rocq_result replay_pool(trace *t, int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i++) {
+        const event *e = &t->events[i];
+        rocq_buffer *block = &t->buffers[e->number];
+        const rocq_result result = e->size > 0 ? rocq_pool_alloc(t->pool, block, e->size)
+                                               : rocq_pool_free(t->pool, block);
+        if (result != ROCQ_OK) return result;
+        if (t->touch && e->size > 0) touch_pages(block->host, e->size);
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result trace_pool(void *user) {
+    trace *t = (trace *)user;
+    return replay_pool(t, t->warm, t->n);
+}
+
+static rocq_result trace_malloc(void *user) {
+    trace *t = (trace *)user;
+    for (int64_t i = t->warm; i < t->n; i++) {
+        const event *e = &t->events[i];
+        void **block = &t->buffers[e->number].host;
+        if (e->size == 0) {
+            free(*block);
+            *block = NULL;
+            continue;
+        }
+        *block = malloc((size_t)e->size);
+        if (!*block) return ROCQ_E_MEMORY;
+        if (t->touch) touch_pages(*block, e->size);
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result trace_runtime(void *user) {
+    trace *t = (trace *)user;
+    const rocq_hip *hip = t->b->ctx->gpu->hip;
+    for (int64_t i = t->warm; i < t->n; i++) {
+        const event *e = &t->events[i];
+        void **block = &t->buffers[e->number].host;
+        if (e->size > 0 ? hip->mem_alloc(block, (size_t)e->size) : hip->mem_free(*block)) {
+            return ROCQ_E_DEVICE;
+        }
+        if (e->size == 0) *block = NULL;
+    }
+    return ROCQ_OK;
+}
+
+// -- cases --
+
+// The pool's row, and the row of what it is compared with: x how many times the pool's time.
+static void compare(bench *b, const char *name, const char *peer, rocq_result (*run)(void *),
+                    rocq_result (*peer_run)(void *), void *user, int64_t inner) {
+    char names[2][100];
+    snprintf(names[0], sizeof names[0], "pool/%s", name);
+    snprintf(names[1], sizeof names[1], "pool/%s/%s", name, peer);
+    const bench_case cases[2] = {{.name = names[0], .run = run, .user = user, .inner = inner},
+                                 {.name = names[1], .run = peer_run, .user = user, .inner = inner}};
+    bench_run_pair(b, cases, 2);
+}
+
+static void size_name(char out[32], int64_t size) {
+    if (size < 1 << 20) snprintf(out, 32, "%lldKiB", (long long)(size >> 10));
+    else snprintf(out, 32, "%lldMiB", (long long)(size >> 20));
+}
+
+static rocq_pool *open_pool(bench *b, const rocq_pool_desc *desc) {
+    rocq_pool *pool;
+    if (rocq_pool_create(b->ctx, &pool, desc) != ROCQ_OK) bench_fail(b, "pool", rocq_error(b->ctx));
+    return pool;
+}
+
+static void host_sizes(bench *b) {
+    const rocq_pool_desc desc = {.memory = ROCQ_MEMORY_HOST},
+                         shared = {.memory = ROCQ_MEMORY_HOST, .thread_safe = true};
+    rocq_pool *pool = open_pool(b, &desc), *safe = open_pool(b, &shared);
+    for (int mapped = 0; mapped < 2; mapped++) {
+        // glibc adapts its threshold until it is set; after that it is fixed for good.
+        if (mapped && mallopt(M_MMAP_THRESHOLD, 128 << 10) != 1) break;
+        malloc_trim(0); // what the heap still holds would be used first
+        for (int64_t size = 64 << 10; size <= (b->tiny ? 64 << 10 : 64 << 20); size *= 4) {
+            char sized[32], name[80];
+            size_name(sized, size);
+            for (int touch = 0; touch < 2; touch++) {
+                loop l = {b, pool, size, touch != 0, false};
+                snprintf(name, sizeof name, "%s%s%s", sized, mapped ? "/mmap" : "",
+                         touch ? "/touched" : "");
+                compare(b, name, "malloc", pool_loop, malloc_loop, &l, INNER);
+            }
+            loop l = {b, safe, size, false, false};
+            snprintf(name, sizeof name, "%s%s/thread_safe", sized, mapped ? "/mmap" : "");
+            if (pool && safe && !mapped) compare(b, name, "malloc", pool_loop, malloc_loop, &l, INNER);
+        }
+    }
+    rocq_pool_destroy(&pool);
+    rocq_pool_destroy(&safe);
+}
+
+static void device_sizes(bench *b) {
+    for (int pinned = 0; pinned < 2; pinned++) {
+        const rocq_pool_desc desc = {.memory = pinned ? ROCQ_MEMORY_PINNED : ROCQ_MEMORY_DEVICE};
+        rocq_pool *pool = open_pool(b, &desc);
+        for (int64_t size = 64 << 10; pool && size <= (b->tiny ? 64 << 10 : 64 << 20); size *= 4) {
+            char sized[32], name[80];
+            size_name(sized, size);
+            loop l = {b, pool, size, false, pinned != 0};
+            snprintf(name, sizeof name, "%s/%s", pinned ? "pinned" : "device", sized);
+            compare(b, name, "runtime", pool_loop, runtime_loop, &l, INNER);
+        }
+        rocq_pool_destroy(&pool);
+    }
+}
+
+// Hit rate and fragmentation over the last quarter of the steps, within some memory: as much as the
+// pool likes, or so many times what the trace needs at once.
+static void trace_figures(bench *b, trace *t, rocq_memory memory, double budget) {
+    const rocq_pool_desc desc = {.memory = memory, .budget = (int64_t)(budget * (double)t->peak)};
+    rocq_pool_stats warm, peak, end;
+    char name[100], within[40] = "";
+    if (budget > 0) snprintf(within, sizeof within, "/budget_%.2fx", budget);
+    t->pool = open_pool(b, &desc);
+    t->touch = false;
+    // Through once as recorded, then up to the moment of most memory, for the state it is in there.
+    bool fine = t->pool && replay_pool(t, 0, t->warm) == ROCQ_OK &&
+                rocq_pool_get_stats(t->pool, -1, &warm) == ROCQ_OK &&
+                replay_pool(t, t->warm, t->n) == ROCQ_OK &&
+                rocq_pool_get_stats(t->pool, -1, &end) == ROCQ_OK &&
+                replay_pool(t, 0, t->peak_at) == ROCQ_OK &&
+                rocq_pool_get_stats(t->pool, -1, &peak) == ROCQ_OK &&
+                replay_pool(t, t->peak_at, t->n) == ROCQ_OK;
+    if (!fine) {
+        snprintf(name, sizeof name, "pool/trace%s", within);
+        bench_fail(b, name, rocq_error(b->ctx));
+        return;
+    }
+    const double n = (double)(end.n_requests - warm.n_requests);
+    const struct {
+        const char *name;
+        double value;
+        const char *unit;
+        bool verified;
+    } figures[] = {
+        {"hit_rate", (double)(end.n_hits - warm.n_hits) / n, "of requests",
+         budget > 0 || (double)(end.n_hits - warm.n_hits) / n >= 0.95},
+        {"internal", peak.internal, "of blocks, at the peak", peak.internal <= 0.125},
+        {"external", peak.external, "of reserved, at the peak", true},
+        {"asked_peak", (double)peak.peak_bytes, "bytes", peak.peak_bytes == t->peak},
+        {"reserved_peak", (double)end.reserved_peak, "bytes",
+         budget <= 0 || end.reserved_peak <= desc.budget}};
+    for (size_t i = 0; i < sizeof figures / sizeof figures[0]; i++) {
+        snprintf(name, sizeof name, "pool/trace%s/%s", within, figures[i].name);
+        bench_value(b, name, figures[i].value, figures[i].unit, figures[i].verified);
+    }
+    rocq_pool_destroy(&t->pool);
+}
+
+static void traces(bench *b) {
+    trace t;
+    memset(&t, 0, sizeof t);
+    t.b = b;
+    if (!read_trace(&t, b->tiny ? 8 : 64)) {
+        bench_skip(b, "pool/trace", "python3 bench/training_trace, from the top level, gave nothing");
+        return;
+    }
+    const rocq_memory memory = b->gpu ? ROCQ_MEMORY_DEVICE : ROCQ_MEMORY_HOST;
+    const double budgets[] = {0, 3, 2, 1.5, 1.25};
+    bench_value(b, "pool/trace/requests", (double)t.n_requests / (b->tiny ? 8 : 64), "a step", true);
+    for (int i = 0; i < (b->tiny ? 1 : 5); i++) trace_figures(b, &t, memory, budgets[i]);
+
+    const rocq_pool_desc desc = {.memory = memory};
+    const int64_t n = t.n_requests - t.n_warm;
+    t.pool = open_pool(b, &desc);
+    if (b->gpu) {
+        compare(b, "device/trace", "runtime", trace_pool, trace_runtime, &t, n);
+    } else {
+        compare(b, "trace", "malloc", trace_pool, trace_malloc, &t, n);
+        t.touch = true;
+        compare(b, "trace/touched", "malloc", trace_pool, trace_malloc, &t, n);
+    }
+    rocq_pool_destroy(&t.pool);
+    free(t.events);
+    free(t.buffers);
+}
+
+// -- arena --
+
+static rocq_result arena_loop(void *user) {
+    rocq_arena *arena = (rocq_arena *)user;
+    rocq_buffer piece;
+    const int64_t mark = rocq_arena_mark(arena);
+    for (int i = 0; i < INNER; i++) {
+        const rocq_result result = rocq_arena_alloc(arena, &piece, 10000, 0);
+        if (result != ROCQ_OK) return result;
+    }
+    rocq_arena_reset(arena, mark);
+    return ROCQ_OK;
+}
+
+static void arenas(bench *b) {
+    rocq_arena arena;
+    rocq_buffer buffer;
+    bench_case c = {.name = "arena/fixed/10KB", .run = arena_loop, .user = &arena, .inner = INNER};
+    if (rocq_buffer_alloc(b->ctx, &buffer, 2 << 20) == ROCQ_OK) {
+        rocq_arena_init(&arena, &buffer);
+        bench_run(b, &c);
+        rocq_buffer_free(b->ctx, &buffer);
+    }
+    c.name = "arena/growing/10KB"; // four chunks that are kept
+    if (rocq_arena_init_growing(&arena, b->ctx, 256 << 10) == ROCQ_OK) bench_run(b, &c);
+    rocq_arena_free(&arena);
+}
+
+int main(int argc, char **argv) {
+    bench b;
+    if (!bench_open(&b, argc, argv, "memory")) return 1;
+    arenas(&b);
+    traces(&b); // before malloc's threshold is set
+    host_sizes(&b);
+    if (b.gpu) device_sizes(&b);
+    return bench_close(&b);
+}

@@ -1,0 +1,13 @@
+// tests/test_kv.c in a GPU context: the same calls through the kernels, on the stand-in.
+#define KV_BACKEND ROCQ_GPU
+#define KV_SCRIPT 60
+#define KV_TEARDOWN nothing_was_wrong
+#include "test_kv.c"
+
+#include "simt/hip.h"
+
+static int nothing_was_wrong(void **state) {
+    (void)state;
+    if (simt_error_count() != 0) print_message("%s\n", simt_errors_text());
+    return simt_error_count() != 0 || simt_live_sum() != 0 ? -1 : 0;
+}

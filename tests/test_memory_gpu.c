@@ -1,0 +1,301 @@
+// Pools and arenas of a GPU context: device and pinned memory, order of reuse, what waits, memory
+// that runs out, and a GPU that is lost. On the stand-in's runtime (tests/simt/hip.h).
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <cmocka.h>
+
+#include "simt/hip.h"
+
+enum { N = 512 }; // elements of a row
+
+static int left_before; // by tests that failed
+
+static int begin(void **state) {
+    (void)state;
+    left_before = simt_live_sum();
+    simt_fail_at(0, 0);
+    simt_set_memory((size_t)1 << 30);
+    simt_set_optional(1);
+    simt_set_work(SIMT_LATEST); // memory that is freed too early is found
+    return 0;
+}
+
+// Nothing is left on the device, and the runtime was never called wrongly.
+static int nothing_is_left(void **state) {
+    (void)state;
+    simt_fail_at(0, 0);
+    if (simt_error_count() != 0) print_message("%s\n", simt_errors_text());
+    const int left = simt_live_sum() - left_before, errors = simt_error_count();
+    simt_forget_errors();
+    if (left != 0) print_message("%d left\n", left);
+    return left != 0 || errors != 0 ? -1 : 0;
+}
+
+static rocq_ctx *open_gpu(int64_t budget) {
+    rocq_ctx *ctx = NULL;
+    const rocq_desc desc = {.prefer = ROCQ_GPU, .n_threads = 1, .memory_budget = budget};
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    return ctx;
+}
+
+static rocq_pool *pool_of(rocq_ctx *ctx, rocq_pool_desc desc) {
+    rocq_pool *pool = NULL;
+    assert_int_equal(rocq_pool_create(ctx, &pool, &desc), ROCQ_OK);
+    return pool;
+}
+
+static rocq_pool_stats total(rocq_pool *pool) {
+    rocq_pool_stats s;
+    assert_int_equal(rocq_pool_get_stats(pool, -1, &s), ROCQ_OK);
+    return s;
+}
+
+static rocq_tensor row_in(const rocq_buffer *buffer) {
+    rocq_tensor t;
+    const int64_t ne[1] = {N};
+    assert_int_equal(rocq_tensor_init(&t, buffer, 0, ROCQ_F32, 1, ne), ROCQ_OK);
+    return t;
+}
+
+static void blocks_are_where_they_were_asked_for(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_gpu(0);
+    for (rocq_memory memory = ROCQ_MEMORY_DEFAULT; memory <= ROCQ_MEMORY_DEVICE; memory++) {
+        const simt_live before = simt_get_live();
+        const int64_t live = ctx->stats.live_bytes;
+        rocq_pool *pool = pool_of(ctx, (rocq_pool_desc){.memory = memory});
+        const bool device = memory == ROCQ_MEMORY_DEFAULT || memory == ROCQ_MEMORY_DEVICE;
+        const bool pinned = memory == ROCQ_MEMORY_PINNED;
+        rocq_buffer b[100];
+        for (int i = 0; i < 100; i++) {
+            assert_int_equal(rocq_pool_alloc(pool, &b[i], 1 + 700 * (int64_t)i), ROCQ_OK);
+            assert_int_equal(b[i].host != NULL, !device);
+            assert_int_equal(b[i].device.address != 0, device);
+            assert_int_equal((b[i].device.address | (uintptr_t)b[i].host) % 256, 0);
+            if (b[i].host) memset(b[i].host, i, (size_t)b[i].size);
+        }
+        const int64_t reserved = total(pool).reserved_bytes, slabs = total(pool).n_reserves;
+        simt_live now = simt_get_live();
+        assert_int_equal(now.device_blocks - before.device_blocks, device ? slabs : 0);
+        assert_int_equal(now.device_bytes - before.device_bytes, device ? reserved : 0);
+        assert_int_equal(now.host_blocks - before.host_blocks, pinned ? slabs : 0);
+        assert_true(ctx->stats.live_bytes - live >= reserved);
+        assert_int_equal(ctx->budget_used, reserved);
+        for (int i = 0; i < 100; i++) {
+            rocq_buffer copy = b[i];
+            assert_int_equal(rocq_pool_free(pool, &b[i]), ROCQ_OK);
+            assert_int_equal(rocq_pool_free(pool, &copy), ROCQ_E_ARGUMENT);
+            assert_int_equal(rocq_buffer_free(ctx, &copy), ROCQ_E_ARGUMENT); // it is not the context's
+        }
+        assert_int_equal(rocq_pool_trim(pool, 0), ROCQ_OK);
+        now = simt_get_live();
+        assert_memory_equal(&now, &before, sizeof now);
+        assert_int_equal(rocq_pool_alloc(pool, &b[0], 1 << 20), ROCQ_OK);
+        rocq_pool_destroy(&pool); // with a block still out
+        assert_int_equal(ctx->budget_used, 0);
+        assert_int_equal(ctx->stats.live_bytes, live);
+    }
+    rocq_close(&ctx);
+}
+
+// A block may be freed while an op that reads it is still to run: the next owner's writes are behind
+// it in the stream. Only what gives memory back waits.
+static void freed_blocks_serve_work_in_order(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_gpu(0);
+    rocq_pool *pool = pool_of(ctx, (rocq_pool_desc){0});
+    rocq_buffer sum_block;
+    assert_int_equal(rocq_pool_alloc(pool, &sum_block, N * 4), ROCQ_OK);
+    const rocq_tensor sum = row_in(&sum_block);
+    float host[N], expected[N];
+    for (int i = 0; i < N; i++) host[i] = expected[i] = 0;
+    assert_int_equal(rocq_upload(ctx, &sum, host, sizeof host), ROCQ_OK);
+    uint64_t address = 0;
+    for (int step = 1; step <= 20; step++) {
+        rocq_buffer block;
+        assert_int_equal(rocq_pool_alloc(pool, &block, N * 4), ROCQ_OK);
+        if (step > 1) assert_int_equal(block.device.address, address);
+        address = block.device.address;
+        const rocq_tensor x = row_in(&block);
+        for (int i = 0; i < N; i++) {
+            host[i] = (float)(step * i % 17);
+            expected[i] += host[i];
+        }
+        assert_int_equal(rocq_upload(ctx, &x, host, sizeof host), ROCQ_OK);
+        const rocq_binary_params add = {.y = &sum, .a = &sum, .b = &x};
+        assert_int_equal(rocq_add(ctx, &add), ROCQ_OK);
+        assert_int_equal(rocq_pool_free(pool, &block), ROCQ_OK);
+        if (step % 7 == 0) assert_int_equal(rocq_pool_trim(pool, 0), ROCQ_OK); // sum's slab stays
+    }
+    for (int i = 0; i < N; i++) host[i] = NAN;
+    assert_int_equal(rocq_download(ctx, host, &sum, sizeof host), ROCQ_OK);
+    for (int i = 0; i < N; i++) assert_true(host[i] == expected[i]);
+
+    // Work that is still queued over large blocks when they are given back, and when the pool goes.
+    for (int destroy = 0; destroy < 2; destroy++) {
+        rocq_buffer large[2];
+        for (int k = 0; k < 2; k++) {
+            assert_int_equal(rocq_pool_alloc(pool, &large[k], 4 << 20), ROCQ_OK);
+        }
+        const rocq_tensor a = row_in(&large[0]), b = row_in(&large[1]);
+        for (int i = 0; i < N; i++) host[i] = 1;
+        assert_int_equal(rocq_upload(ctx, &a, host, sizeof host), ROCQ_OK);
+        const rocq_binary_params add = {.y = &b, .a = &a, .b = &a};
+        assert_int_equal(rocq_add(ctx, &add), ROCQ_OK);
+        const int64_t launches = simt_launches("add");
+        for (int k = 0; k < 2; k++) assert_int_equal(rocq_pool_free(pool, &large[k]), ROCQ_OK);
+        assert_int_equal(simt_launches("add"), launches); // free waits for nothing
+        if (destroy) rocq_pool_destroy(&pool);
+        else assert_int_equal(rocq_pool_trim(pool, 0), ROCQ_OK);
+        assert_true(simt_launches("add") == -1 || simt_launches("add") > launches);
+    }
+    rocq_close(&ctx);
+}
+
+// The device has 64 MiB: free blocks are given back for what no longer fits.
+static void free_blocks_make_room(void **state) {
+    (void)state;
+    simt_set_memory(64 << 20);
+    rocq_ctx *ctx = open_gpu(0);
+    rocq_pool *pool = pool_of(ctx, (rocq_pool_desc){0});
+    rocq_buffer b[6], none = {0}, same = none;
+    for (int i = 0; i < 6; i++) assert_int_equal(rocq_pool_alloc(pool, &b[i], 8 << 20), ROCQ_OK);
+    assert_int_equal(rocq_pool_alloc(pool, &none, 40 << 20), ROCQ_E_MEMORY);
+    assert_memory_equal(&none, &same, sizeof none);
+    for (int i = 0; i < 6; i++) assert_int_equal(rocq_pool_free(pool, &b[i]), ROCQ_OK);
+    assert_int_equal(rocq_pool_alloc(pool, &none, 40 << 20), ROCQ_OK);
+    assert_true(total(pool).n_trims >= 5);
+    assert_int_equal(rocq_pool_free(pool, &none), ROCQ_OK);
+    rocq_pool_destroy(&pool);
+    rocq_close(&ctx);
+}
+
+static rocq_result use_all(rocq_ctx *ctx, rocq_memory memory) {
+    rocq_pool *pool;
+    rocq_result result = ROCQ_OK;
+    rocq_buffer b[12];
+    memset(b, 0, sizeof b);
+    const rocq_pool_desc desc = {.memory = memory, .slab_size = 1 << 20};
+    if (rocq_pool_create(ctx, &pool, &desc) != ROCQ_OK) return ROCQ_E_MEMORY;
+    for (int i = 0; i < 12; i++) {
+        const rocq_buffer before = b[i];
+        const rocq_result r = rocq_pool_alloc(pool, &b[i], (int64_t)1 << (8 + i));
+        if (r != ROCQ_OK) assert_memory_equal(&b[i], &before, sizeof before);
+        if (result == ROCQ_OK) result = r;
+        if (i % 2 == 0) rocq_pool_free(pool, &b[i]);
+    }
+    for (int i = 0; i < 12; i++) assert_int_equal(rocq_pool_free(pool, &b[i]), ROCQ_OK);
+    const rocq_result trimmed = rocq_pool_trim(pool, 0);
+    if (result == ROCQ_OK) result = trimmed;
+    rocq_pool_destroy(&pool);
+    rocq_arena arena;
+    if (result == ROCQ_OK) result = rocq_arena_init_growing(&arena, ctx, 10000);
+    if (result != ROCQ_OK) return result;
+    for (int i = 0; i < 5; i++) {
+        const rocq_result r = rocq_arena_alloc(&arena, &b[i], 7000, 0);
+        if (result == ROCQ_OK) result = r;
+    }
+    rocq_arena_free(&arena);
+    return result;
+}
+
+// Every runtime call fails in turn: once for lack of memory, or for good because the GPU is gone.
+static void every_runtime_call_may_fail(void **state) {
+    (void)state;
+    enum { OUT_OF_MEMORY = 2, GONE = 719 };
+    for (rocq_memory memory = ROCQ_MEMORY_PINNED; memory <= ROCQ_MEMORY_DEVICE; memory++) {
+        for (int gone = 0; gone < 2; gone++) {
+            bool reached = true;
+            for (int64_t n = 1; reached; n++) {
+                rocq_ctx *ctx = open_gpu(0);
+                const int64_t calls = simt_calls();
+                if (gone) simt_fail_at(n, GONE);
+                else simt_fail_once(n, OUT_OF_MEMORY);
+                const rocq_result result = use_all(ctx, memory);
+                reached = simt_calls() - calls >= n;
+                // A free that fails is nobody's failure; a lack of memory may be made up for.
+                assert_true(result == ROCQ_OK ||
+                            (reached && result == (gone ? ROCQ_E_LOST : ROCQ_E_MEMORY)));
+                if (gone && reached) { // nothing works any more
+                    rocq_pool *pool = pool_of(ctx, (rocq_pool_desc){.memory = memory});
+                    rocq_buffer b = {0};
+                    assert_int_equal(rocq_pool_alloc(pool, &b, 1000), ROCQ_E_LOST);
+                    rocq_pool_destroy(&pool);
+                }
+                simt_fail_at(0, 0);
+                if (!gone) assert_int_equal(use_all(ctx, memory), ROCQ_OK);
+                rocq_close(&ctx);
+            }
+        }
+    }
+}
+
+static void a_lost_gpu_gives_no_blocks(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_gpu(0);
+    rocq_pool *pool = pool_of(ctx, (rocq_pool_desc){0});
+    rocq_buffer b, c;
+    assert_int_equal(rocq_pool_alloc(pool, &b, 1000), ROCQ_OK);
+    assert_int_equal(rocq_pool_alloc(pool, &c, 1000), ROCQ_OK);
+    assert_int_equal(rocq_pool_free(pool, &b), ROCQ_OK);
+    simt_fail_at(1, 719);
+    assert_int_equal(rocq_sync(ctx), ROCQ_E_LOST);
+    assert_int_equal(rocq_pool_alloc(pool, &b, 1000), ROCQ_E_LOST); // though one is free
+    assert_int_equal(rocq_pool_trim(pool, 1 << 20), ROCQ_OK);       // nothing to do
+    assert_int_equal(rocq_pool_free(pool, &c), ROCQ_OK);
+    assert_int_equal(rocq_pool_trim(pool, 0), ROCQ_E_LOST);
+    assert_int_equal(total(pool).n_free, 64);
+    rocq_pool_destroy(&pool);
+    rocq_close(&ctx);
+
+    simt_fail_at(0, 0);
+    ctx = open_gpu(0); // closed with the pool's memory still out: nothing is left of it either
+    pool = pool_of(ctx, (rocq_pool_desc){.memory = ROCQ_MEMORY_PINNED});
+    assert_int_equal(rocq_pool_alloc(pool, &b, 1000), ROCQ_OK);
+    rocq_close(&ctx);
+}
+
+static void growing_arenas_take_device_memory(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_gpu(0);
+    rocq_arena arena;
+    assert_int_equal(rocq_arena_init_growing(&arena, ctx, 8192), ROCQ_OK);
+    int64_t n_allocs = 0;
+    float host[N], back[N];
+    for (int i = 0; i < N; i++) host[i] = (float)i;
+    for (int step = 0; step < 10; step++) {
+        rocq_tensor t[8];
+        const int64_t ne[1] = {N};
+        rocq_arena_reset(&arena, 0);
+        for (int k = 0; k < 8; k++) {
+            assert_int_equal(rocq_arena_tensor(&arena, &t[k], ROCQ_F32, 1, ne), ROCQ_OK);
+            assert_int_equal((t[k].buffer.device.address + (uint64_t)t[k].offset) % 256, 0);
+        }
+        assert_int_equal(rocq_upload(ctx, &t[0], host, sizeof host), ROCQ_OK);
+        for (int k = 1; k < 8; k++) {
+            const rocq_binary_params add = {.y = &t[k], .a = &t[k - 1], .b = &t[0]};
+            assert_int_equal(rocq_add(ctx, &add), ROCQ_OK);
+        }
+        assert_int_equal(rocq_download(ctx, back, &t[7], sizeof back), ROCQ_OK);
+        for (int i = 0; i < N; i++) assert_true(back[i] == 8.0f * host[i]);
+        if (step == 0) n_allocs = ctx->stats.n_allocs;
+        assert_int_equal(ctx->stats.n_allocs, n_allocs);
+    }
+    rocq_arena_free(&arena);
+    assert_int_equal(ctx->budget_used, ctx->stats.scratch_bytes);
+    rocq_close(&ctx);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(blocks_are_where_they_were_asked_for, begin, nothing_is_left),
+        cmocka_unit_test_setup_teardown(freed_blocks_serve_work_in_order, begin, nothing_is_left),
+        cmocka_unit_test_setup_teardown(free_blocks_make_room, begin, nothing_is_left),
+        cmocka_unit_test_setup_teardown(every_runtime_call_may_fail, begin, nothing_is_left),
+        cmocka_unit_test_setup_teardown(a_lost_gpu_gives_no_blocks, begin, nothing_is_left),
+        cmocka_unit_test_setup_teardown(growing_arenas_take_device_memory, begin, nothing_is_left)};
+    return cmocka_run_group_tests_name("memory_gpu", tests, NULL, NULL);
+}

@@ -1,0 +1,1144 @@
+// The tuner: what it may choose, how it searches, when it believes a result, and the text that
+// keeps what it found. Evaluators with known landscapes stand in for the clock, so that verdicts do
+// not depend on the machine; the launches are those of the stand-in (tests/simt/hip.h).
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <cmocka.h>
+
+#include "simt/hip.h"
+
+// -- a GPU context whose host memory is counted and can run out --
+
+static struct {
+    int64_t blocks, calls, fail_at; // fail_at: the call that gets nothing, 0 = none
+} host;
+
+static void *counted_alloc(size_t size, void *user) {
+    (void)user;
+    if (++host.calls == host.fail_at) return NULL;
+    void *ptr = malloc(size);
+    if (ptr) host.blocks++;
+    return ptr;
+}
+
+static void counted_free(void *ptr, size_t size, void *user) {
+    (void)size;
+    (void)user;
+    host.blocks--;
+    free(ptr);
+}
+
+static rocq_ctx *ctx;
+
+static rocq_result open_again(void) {
+    const rocq_desc desc = {.prefer = ROCQ_GPU, .n_threads = 1,
+                            .allocator = {counted_alloc, counted_free, NULL}};
+    rocq_close(&ctx);
+    simt_fail_at(0, 0);
+    return rocq_open(&ctx, &desc);
+}
+
+static int begin(void **state) {
+    (void)state;
+    memset(&host, 0, sizeof host);
+    simt_set_optional(1);
+    return open_again() == ROCQ_OK ? 0 : -1;
+}
+
+static int end(void **state) {
+    (void)state;
+    simt_fail_at(0, 0);
+    rocq_close(&ctx);
+    const int errors = simt_error_count();
+    if (errors != 0) print_message("%s\n", simt_errors_text());
+    simt_forget_errors();
+    return host.blocks != 0 || simt_live_sum() != 0 || errors != 0 ? -1 : 0;
+}
+
+// -- operands --
+
+static uint64_t random_state = 1;
+
+static float random_float(void) { // splitmix64, -1 to 1
+    uint64_t z = random_state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return (float)((double)((z ^ (z >> 31)) >> 11) * 0x1p-52 - 1.0);
+}
+
+// A tensor on the device, and what its elements are as floats.
+typedef struct operand {
+    rocq_tensor t;
+    float *value;
+    int64_t n;
+} operand;
+
+static operand make(rocq_format format, int64_t ne0, int64_t ne1, int64_t ne2) {
+    const int64_t ne[4] = {ne0, ne1, ne2, 1};
+    operand o = {.n = ne0 * ne1 * ne2};
+    rocq_buffer buffer;
+    int64_t size;
+    assert_int_equal(rocq_row_size(format, o.n, &size), ROCQ_OK);
+    assert_int_equal(rocq_buffer_alloc(ctx, &buffer, size), ROCQ_OK);
+    assert_int_equal(rocq_tensor_init(&o.t, &buffer, 0, format, 4, ne), ROCQ_OK);
+    o.value = (float *)malloc((size_t)o.n * sizeof(float));
+    for (int64_t i = 0; i < o.n; i++) o.value[i] = NAN;
+    return o;
+}
+
+static operand filled(rocq_format format, int64_t ne0, int64_t ne1, int64_t ne2) {
+    operand o = make(format, ne0, ne1, ne2);
+    void *blocks = malloc((size_t)rocq_tensor_size(&o.t));
+    for (int64_t i = 0; i < o.n; i++) o.value[i] = random_float();
+    assert_int_equal(rocq_quantize(format, blocks, o.value, o.n / ne0, ne0, NULL), ROCQ_OK);
+    assert_int_equal(rocq_dequantize(format, o.value, blocks, o.n), ROCQ_OK);
+    if (rocq_get_format_info(format)->block_elems > 1 && ne2 == 1) o.t.layout = ROCQ_LAYOUT_PLANAR;
+    assert_int_equal(rocq_upload(ctx, &o.t, blocks, rocq_tensor_size(&o.t)), ROCQ_OK);
+    free(blocks);
+    return o;
+}
+
+static void drop(operand *o) {
+    free(o->value);
+    assert_int_equal(rocq_buffer_free(ctx, &o->t.buffer), ROCQ_OK);
+}
+
+// y = w x, with the kind of launch that its sizes make it.
+typedef struct product {
+    operand w, x, y;
+    rocq_matmul_params p;
+} product;
+
+static void product_make(product *a, rocq_format format, int64_t m, int64_t k, int64_t n) {
+    memset(a, 0, sizeof *a);
+    a->w = filled(format, k, m, 1);
+    a->x = filled(ROCQ_F32, k, n, 1);
+    a->y = make(ROCQ_F32, m, n, 1);
+    a->p = (rocq_matmul_params){.y = &a->y.t, .w = &a->w.t, .x = &a->x.t};
+}
+
+static void product_free(product *a) {
+    drop(&a->w);
+    drop(&a->x);
+    drop(&a->y);
+}
+
+// The smallest that leaves all four values of k_waves to choose from.
+static void waves_make(product *a) { product_make(a, ROCQ_F32, 20, 1024, 1); }
+
+typedef struct attended {
+    operand q, k, v, out;
+    rocq_attention_params p;
+} attended;
+
+static void attended_make(attended *a, int64_t n_heads, int64_t n_kv_heads, int64_t n_q,
+                          int64_t n_kv) {
+    memset(a, 0, sizeof *a);
+    a->q = filled(ROCQ_F32, 64, n_heads, n_q);
+    a->k = filled(ROCQ_F16, 64, n_kv_heads, n_kv);
+    a->v = filled(ROCQ_F16, 64, n_kv_heads, n_kv);
+    a->out = make(ROCQ_F32, 64, n_heads, n_q);
+    a->p = (rocq_attention_params){.out = &a->out.t, .q = &a->q.t, .k = &a->k.t, .v = &a->v.t,
+                                   .causal = true};
+}
+
+static void attended_free(attended *a) {
+    drop(&a->q);
+    drop(&a->k);
+    drop(&a->v);
+    drop(&a->out);
+}
+
+static void poison(operand *o) {
+    for (int64_t i = 0; i < o->n; i++) o->value[i] = NAN;
+    assert_int_equal(rocq_upload(ctx, &o->t, o->value, 4 * o->n), ROCQ_OK);
+}
+
+static void fetch(operand *o) {
+    assert_int_equal(rocq_download(ctx, o->value, &o->t, 4 * o->n), ROCQ_OK);
+}
+
+static double nmse(const float *got, const double *want, int64_t n) {
+    double error = 0, power = 0;
+    for (int64_t i = 0; i < n; i++) {
+        error += (got[i] - want[i]) * (got[i] - want[i]);
+        power += want[i] * want[i];
+    }
+    return error / power;
+}
+
+static rocq_launch_config config_of(rocq_op op, const void *params) {
+    rocq_launch_config c;
+    memset(&c, 0xff, sizeof c);
+    assert_int_equal(rocq_get_launch_config(ctx, op, params, &c), ROCQ_OK);
+    return c;
+}
+
+// -- landscapes: what takes the place of the clock --
+
+typedef struct landscape {
+    double (*ns)(const rocq_launch_config *c);
+    int32_t calls, nan_after;   // nan_after n > 0: from the n-th call on nothing can run
+    rocq_launch_config seen[512];
+} landscape;
+
+static double evaluate(const rocq_launch_config *c, void *user) {
+    landscape *l = (landscape *)user;
+    assert_true(l->calls < 512);
+    l->seen[l->calls++] = *c;
+    return l->nan_after > 0 && l->calls >= l->nan_after ? (double)NAN : l->ns(c);
+}
+
+static double likes_one_wave(const rocq_launch_config *c) { return 100.0 * c->k_waves; }
+static double all_alike(const rocq_launch_config *c) { (void)c; return 1000.0; }
+
+// One valley, at tile 64 and 6 splits.
+static double valley(const rocq_launch_config *c) {
+    const double s = log2((double)c->n_splits / 6.0);
+    return 1000.0 + 300.0 * s * s + (c->tile_n == 64 ? 0.0 : 500.0);
+}
+
+static rocq_tune_result tuned(rocq_op op, const void *params, const rocq_tune_desc *desc) {
+    rocq_tune_result r;
+    memset(&r, 0xff, sizeof r);
+    if (rocq_tune(ctx, op, params, desc, &r) != ROCQ_OK) fail_msg("%s", rocq_error(ctx));
+    return r;
+}
+
+// -- searches --
+
+static void every_search_finds_the_best(void **state) {
+    (void)state;
+    attended a;
+    attended_make(&a, 4, 2, 4, 600);
+    for (int search = 0; search < 3; search++) {
+        landscape l = {.ns = valley};
+        const rocq_tune_desc desc = {.search = (rocq_search)search, .evaluate = evaluate,
+                                     .user = &l, .seed = 7};
+        const rocq_tune_result r = tuned(ROCQ_OP_ATTENTION, &a.p, &desc);
+        assert_int_equal(r.config.tile_n, 64);
+        assert_int_equal(r.config.n_splits, 6);
+        assert_int_equal(r.config.k_waves, 0);
+        assert_int_equal(r.best_ns, 1000);
+        assert_true(r.speedup > 1.0 && fabs(r.speedup - r.default_ns / r.best_ns) < 1e-12);
+        assert_true(r.n_space >= 14 && r.n_pruned == 0 && !r.cached && r.spent_ms >= 0.0);
+        if (search == ROCQ_SEARCH_HILL_CLIMB) assert_true(r.n_tried < r.n_space);
+        else assert_int_equal(r.n_tried, r.n_space);
+        assert_true(r.bytes_per_s > 0.0 && r.flops_per_s > 0.0);
+        // it is what is launched from now on
+        const rocq_launch_config now = config_of(ROCQ_OP_ATTENTION, &a.p);
+        assert_memory_equal(&now, &r.config, sizeof now);
+        rocq_tuning_clear(ctx);
+    }
+    attended_free(&a);
+}
+
+static void random_search_follows_its_seed(void **state) {
+    (void)state;
+    attended a;
+    attended_make(&a, 4, 2, 4, 600);
+    landscape l[3];
+    const uint64_t seeds[3] = {1, 1, 2};
+    for (int i = 0; i < 3; i++) {
+        memset(&l[i], 0, sizeof l[i]);
+        l[i].ns = all_alike;
+        const rocq_tune_desc desc = {.search = ROCQ_SEARCH_RANDOM, .evaluate = evaluate,
+                                     .user = &l[i], .seed = seeds[i]};
+        tuned(ROCQ_OP_ATTENTION, &a.p, &desc);
+        rocq_tuning_clear(ctx);
+    }
+    assert_memory_equal(l[0].seen, l[1].seen, sizeof l[0].seen);
+    assert_memory_not_equal(l[0].seen, l[2].seen, sizeof l[0].seen);
+    attended_free(&a);
+}
+
+static int32_t picked[64], n_picked, pick_limit;
+static int32_t last_first(const rocq_launch_config *space, const double *ns, int32_t n,
+                          void *user) {
+    (void)user;
+    int32_t tried = 0;
+    for (int32_t i = 0; i < n; i++) {
+        assert_true(space[i].k_waves >= 1);
+        tried += !isnan(ns[i]);
+    }
+    assert_int_equal(tried, n_picked + 1); // the default, and what was picked
+    if (n_picked == pick_limit) return -1;
+    for (int32_t i = n - 1; i >= 0; i--) {
+        if (!isnan(ns[i])) continue;
+        picked[n_picked++] = i;
+        return i;
+    }
+    return -1;
+}
+static int32_t out_of_range(const rocq_launch_config *space, const double *ns, int32_t n,
+                            void *user) {
+    (void)space;
+    (void)ns;
+    (void)user;
+    return n;
+}
+static int32_t always_the_same(const rocq_launch_config *space, const double *ns, int32_t n,
+                               void *user) {
+    (void)space;
+    (void)ns;
+    (void)n;
+    (void)user;
+    return 0;
+}
+
+static void a_search_of_ones_own(void **state) {
+    (void)state;
+    product a;
+    waves_make(&a);
+    for (pick_limit = 0; pick_limit < 4; pick_limit++) {
+        landscape l = {.ns = all_alike};
+        n_picked = 0;
+        const rocq_tune_desc desc = {.next = last_first, .evaluate = evaluate, .user = &l};
+        const rocq_tune_result r = tuned(ROCQ_OP_MATMUL, &a.p, &desc);
+        assert_int_equal(r.n_tried, pick_limit + 1);
+        assert_int_equal(r.n_space, 4);
+        rocq_tuning_clear(ctx);
+    }
+    landscape l = {.ns = likes_one_wave};
+    rocq_tune_result r, untouched;
+    memset(&r, 0x5a, sizeof r);
+    untouched = r;
+    rocq_tune_desc desc = {.next = out_of_range, .evaluate = evaluate, .user = &l};
+    assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, &desc, &r), ROCQ_E_ARGUMENT);
+    desc.next = always_the_same;
+    assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, &desc, &r), ROCQ_E_ARGUMENT);
+    assert_memory_equal(&r, &untouched, sizeof r);
+    assert_int_equal(ctx->n_tuned, 0);
+    product_free(&a);
+}
+
+static void limits_are_kept(void **state) {
+    (void)state;
+    product a;
+    waves_make(&a);
+    for (int32_t most = 1; most <= 6; most++) {
+        landscape l = {.ns = all_alike};
+        const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l, .max_configs = most};
+        const rocq_tune_result r = tuned(ROCQ_OP_MATMUL, &a.p, &desc);
+        assert_int_equal(r.n_tried, most < 4 ? most : 4);
+        assert_int_equal(r.speedup, 1);
+        rocq_tuning_clear(ctx);
+    }
+    // timed on the stand-in, where one sample takes longer than that
+    const rocq_tune_desc hurry = {.max_ms = 1};
+    const rocq_tune_result r = tuned(ROCQ_OP_MATMUL, &a.p, &hurry);
+    assert_true(r.n_tried < r.n_space);
+    product_free(&a);
+}
+
+// -- belief --
+
+static double gain; // of 4 waves over all others
+static double a_little_better(const rocq_launch_config *c) {
+    return c->k_waves == 4 ? 1000.0 / (1.0 + gain) : 1000.0;
+}
+
+static void a_gain_must_be_large_enough(void **state) {
+    (void)state;
+    product a;
+    waves_make(&a);
+    const struct {
+        double gain, min_gain;
+        bool wins;
+    } cases[] = {{0.02, 0.0, false}, {0.04, 0.0, true}, {0.04, 0.1, false}, {0.2, 0.1, true},
+                 {0.001, 0.0005, true}, {-0.5, 0.0, false}};
+    const int32_t rule = config_of(ROCQ_OP_MATMUL, &a.p).k_waves;
+    assert_true(rule != 4);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        landscape l = {.ns = a_little_better};
+        gain = cases[i].gain;
+        const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l,
+                                     .min_gain = cases[i].min_gain};
+        const rocq_tune_result r = tuned(ROCQ_OP_MATMUL, &a.p, &desc);
+        assert_int_equal(r.config.k_waves, cases[i].wins ? 4 : 0);
+        assert_int_equal(config_of(ROCQ_OP_MATMUL, &a.p).k_waves, cases[i].wins ? 4 : rule);
+        assert_true(r.speedup >= 1.0);
+        if (!cases[i].wins) assert_true(r.speedup == 1.0 && r.best_ns == r.default_ns);
+        rocq_tuning_clear(ctx);
+    }
+    product_free(&a);
+}
+
+static int32_t lucky_calls;
+static double lucky_once(const rocq_launch_config *c) { // fast when first seen, never again
+    return c->k_waves == 4 && lucky_calls++ == 0 ? 10.0 : 1000.0;
+}
+
+static void luck_is_not_believed(void **state) {
+    (void)state;
+    product a;
+    waves_make(&a);
+    landscape l = {.ns = lucky_once};
+    lucky_calls = 0;
+    const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+    const rocq_tune_result r = tuned(ROCQ_OP_MATMUL, &a.p, &desc);
+    assert_int_equal(r.config.k_waves, 0);
+    assert_true(lucky_calls > 1);
+    assert_true(r.speedup == 1.0);
+    product_free(&a);
+}
+
+static double drift_ns;
+static double drifting(const rocq_launch_config *c) { // everything gets slower, all the time
+    drift_ns *= 1.05;
+    return c->k_waves == 2 ? 0.9 * drift_ns : drift_ns;
+}
+
+static void a_clock_that_drifts_is_met_in_turn(void **state) {
+    (void)state;
+    product a;
+    waves_make(&a);
+    landscape l = {.ns = drifting};
+    drift_ns = 1000.0;
+    const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+    assert_int_equal(tuned(ROCQ_OP_MATMUL, &a.p, &desc).config.k_waves, 2);
+    product_free(&a);
+}
+
+static double no_times(const rocq_launch_config *c) { // but of the default, 8
+    const double ns[9] = {0, 0.0, -1.0, 0, (double)INFINITY, 0, 0, 0, 100.0};
+    return ns[c->k_waves];
+}
+
+static void what_cannot_run_is_left_alone(void **state) {
+    (void)state;
+    product a;
+    product_make(&a, ROCQ_F32, 20, 1024, 1);
+    const int32_t rule = config_of(ROCQ_OP_MATMUL, &a.p).k_waves;
+    landscape l = {.ns = likes_one_wave, .nan_after = 2}; // all but the first call
+    rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+    const rocq_tune_result r = tuned(ROCQ_OP_MATMUL, &a.p, &desc);
+    assert_int_equal(r.config.k_waves, 0);
+    assert_true(r.speedup == 1.0 && r.best_ns > 0.0);
+    rocq_tuning_clear(ctx);
+    l = (landscape){.ns = no_times};
+    assert_int_equal(tuned(ROCQ_OP_MATMUL, &a.p, &desc).config.k_waves, 0);
+    rocq_tuning_clear(ctx);
+    l = (landscape){.ns = no_times, .nan_after = 1};
+    assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, &desc, NULL), ROCQ_E_ARGUMENT);
+    assert_int_equal(config_of(ROCQ_OP_MATMUL, &a.p).k_waves, rule);
+    assert_int_equal(ctx->n_tuned, 0);
+    product_free(&a);
+}
+
+// -- what was tuned is what runs --
+
+static void a_second_call_knows(void **state) {
+    (void)state;
+    product a, same, other;
+    waves_make(&a);
+    waves_make(&same);
+    product_make(&other, ROCQ_F32, 21, 1024, 1);
+    landscape l = {.ns = likes_one_wave};
+    const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+    const rocq_tune_result first = tuned(ROCQ_OP_MATMUL, &a.p, &desc);
+    const int32_t calls = l.calls;
+    assert_int_equal(first.config.k_waves, 1);
+    assert_false(first.cached);
+    const rocq_tune_result again = tuned(ROCQ_OP_MATMUL, &same.p, &desc);
+    assert_int_equal(l.calls, calls);
+    assert_true(again.cached && again.n_tried == 0 && again.config.k_waves == 1);
+    assert_true(again.default_ns == first.default_ns && again.best_ns == first.best_ns);
+    assert_int_equal(config_of(ROCQ_OP_MATMUL, &other.p).k_waves, 8); // another class
+    rocq_tuning_clear(ctx);
+    assert_int_equal(config_of(ROCQ_OP_MATMUL, &a.p).k_waves, 8);
+    rocq_tuning_clear(ctx);
+    rocq_tuning_clear(NULL);
+    product_free(&a);
+    product_free(&same);
+    product_free(&other);
+}
+
+static rocq_launch_config wanted;
+static double likes_wanted(const rocq_launch_config *c) {
+    return memcmp(c, &wanted, sizeof wanted) == 0 ? 100.0 : 1000.0;
+}
+
+// Makes the op use each configuration of its space in turn, calling check; returns how many.
+static int32_t each_config(rocq_op op, const void *params, void (*check)(void *user), void *user) {
+    rocq__survey survey;
+    rocq_launch_config space[ROCQ__SPACE];
+    assert_int_equal(rocq__survey_op(ctx, op, params, &survey), ROCQ_OK);
+    assert_int_equal(survey.n, 1);
+    const rocq__site own = rocq__site_class(&survey.site[0]);
+    const int32_t n = rocq__space_of(&own, space);
+    for (int32_t i = 0; i < n; i++) {
+        landscape l = {.ns = likes_wanted};
+        const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+        wanted = space[i];
+        rocq_tuning_clear(ctx);
+        tuned(op, params, &desc);
+        const rocq_launch_config now = config_of(op, params);
+        assert_memory_equal(&now, &wanted, sizeof now);
+        check(user);
+    }
+    rocq_tuning_clear(ctx);
+    return n;
+}
+
+static void check_product(void *user) {
+    product *a = (product *)user;
+    const int64_t m = a->w.t.ne[1], k = a->w.t.ne[0], n = a->x.t.ne[1];
+    double *want = (double *)calloc((size_t)(m * n), sizeof *want);
+    for (int64_t c = 0; c < n; c++) {
+        for (int64_t r = 0; r < m; r++) {
+            for (int64_t i = 0; i < k; i++) {
+                want[c * m + r] += (double)a->w.value[r * k + i] * (double)a->x.value[c * k + i];
+            }
+        }
+    }
+    poison(&a->y);
+    assert_int_equal(rocq_matmul(ctx, &a->p), ROCQ_OK);
+    fetch(&a->y);
+    const double bound = n > ROCQ_K_FEW ? 1e-5 : a->w.t.format == ROCQ_F32 ? 1e-6 : 5e-4;
+    const double error = nmse(a->y.value, want, m * n);
+    if (!(error <= bound)) {
+        fail_msg("nmse %g with k_waves %d, tile_n %d", error, wanted.k_waves, wanted.tile_n);
+    }
+    free(want);
+}
+
+static void check_attended(void *user) {
+    attended *a = (attended *)user;
+    const int64_t d = 64, h = a->q.t.ne[1], n_q = a->q.t.ne[2], group = h / a->k.t.ne[1],
+                  n_kv = a->k.t.ne[2], kv_row = d * a->k.t.ne[1];
+    double *want = (double *)calloc((size_t)a->out.n, sizeof *want);
+    double *p = (double *)malloc((size_t)n_kv * sizeof *p);
+    for (int64_t i = 0; i < n_q * h; i++) {
+        const float *q = a->q.value + i * d;
+        const int64_t at = i % h / group * d, seen = n_kv - n_q + i / h + 1;
+        double sum = 0;
+        for (int64_t j = 0; j < seen; j++) {
+            double score = 0;
+            for (int64_t e = 0; e < d; e++) {
+                score += (double)q[e] * (double)a->k.value[j * kv_row + at + e];
+            }
+            sum += p[j] = exp(score / 8.0);
+        }
+        for (int64_t j = 0; j < seen; j++) {
+            for (int64_t e = 0; e < d; e++) {
+                want[i * d + e] += p[j] / sum * (double)a->v.value[j * kv_row + at + e];
+            }
+        }
+    }
+    poison(&a->out);
+    assert_int_equal(rocq_attention(ctx, &a->p), ROCQ_OK);
+    fetch(&a->out);
+    const double error = nmse(a->out.value, want, a->out.n);
+    if (!(error <= 1e-5)) {
+        fail_msg("nmse %g with tile_n %d, n_splits %d", error, wanted.tile_n, wanted.n_splits);
+    }
+    free(p);
+    free(want);
+}
+
+static void every_configuration_is_right(void **state) {
+    (void)state;
+    product a;
+    attended b;
+    waves_make(&a);
+    assert_int_equal(each_config(ROCQ_OP_MATMUL, &a.p, check_product, &a), 4);
+    product_free(&a);
+    product_make(&a, ROCQ_Q4_0, 37, 8192, 2);
+    assert_int_equal(each_config(ROCQ_OP_MATMUL, &a.p, check_product, &a), 4);
+    product_free(&a);
+    product_make(&a, ROCQ_Q4_K, 130, 256, 40);
+    assert_int_equal(each_config(ROCQ_OP_MATMUL, &a.p, check_product, &a), 2);
+    product_free(&a);
+    attended_make(&b, 4, 2, 3, 300);
+    assert_int_equal(each_config(ROCQ_OP_ATTENTION, &b.p, check_attended, &b), 2 * 6);
+    attended_free(&b);
+}
+
+static int64_t ran(const char *name) {
+    const int64_t n = simt_launches(name);
+    assert_true(n >= 0);
+    return n;
+}
+
+static void the_kernels_of_a_configuration_run(void **state) {
+    (void)state;
+    product a;
+    attended b;
+    product_make(&a, ROCQ_Q4_K, 64, 256, 33);
+    attended_make(&b, 4, 2, 2, 130);
+    landscape l = {.ns = likes_wanted};
+    const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+    for (int wide = 0; wide < 2; wide++) {
+        const char *tile = wide ? "matmul_f16_q4_K_128" : "matmul_f16_q4_K_32";
+        const char *block = wide ? "attention_prefill_64" : "attention_decode_64";
+        wanted = (rocq_launch_config){.tile_n = wide ? 128 : 32};
+        tuned(ROCQ_OP_MATMUL, &a.p, &desc);
+        wanted = (rocq_launch_config){.tile_n = wide ? 64 : 16, .n_splits = 2};
+        tuned(ROCQ_OP_ATTENTION, &b.p, &desc);
+        const int64_t n_tile = ran(tile), n_block = ran(block);
+        assert_int_equal(rocq_matmul(ctx, &a.p), ROCQ_OK);
+        assert_int_equal(rocq_attention(ctx, &b.p), ROCQ_OK);
+        assert_int_equal(rocq_sync(ctx), ROCQ_OK);
+        assert_int_equal(ran(tile), n_tile + 1);
+        assert_int_equal(ran(block), n_block + 1);
+        rocq_tuning_clear(ctx);
+    }
+    product_free(&a);
+    attended_free(&b);
+}
+
+static void scratch_is_what_a_tuned_op_takes(void **state) {
+    (void)state;
+    attended b;
+    int64_t before, after;
+    rocq_stats stats;
+    attended_make(&b, 1, 1, 1, 1000);
+    wanted = (rocq_launch_config){.tile_n = 64, .n_splits = 12};
+    landscape l = {.ns = likes_wanted};
+    const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_ATTENTION, &b.p, &before), ROCQ_OK);
+    tuned(ROCQ_OP_ATTENTION, &b.p, &desc);
+    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_ATTENTION, &b.p, &after), ROCQ_OK);
+    assert_true(after > before);
+    assert_int_equal(rocq_attention(ctx, &b.p), ROCQ_OK);
+    assert_int_equal(rocq_get_stats(ctx, &stats), ROCQ_OK);
+    assert_int_equal(stats.scratch_bytes, after);
+    attended_free(&b);
+}
+
+// A graph recorded before keeps its launches, and has the scratch memory it needs when it is
+// captured again.
+static void graphs_keep_their_launches(void **state) {
+    (void)state;
+    attended b;
+    rocq_graph *graph;
+    attended_make(&b, 4, 2, 2, 130);
+    assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
+    assert_int_equal(rocq_attention(ctx, &b.p), ROCQ_OK);
+    assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
+    wanted = (rocq_launch_config){.tile_n = 64, .n_splits = 2};
+    landscape l = {.ns = likes_wanted};
+    const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+    tuned(ROCQ_OP_ATTENTION, &b.p, &desc);
+    const int64_t before = ran("attention_prefill_64");
+    assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK);
+    assert_int_equal(rocq_sync(ctx), ROCQ_OK);
+    assert_int_equal(ran("attention_prefill_64"), before);
+    assert_int_equal(rocq_reserve(ctx, 1 << 22), ROCQ_OK); // moves scratch memory
+    assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK);
+    assert_int_equal(rocq_sync(ctx), ROCQ_OK);
+    assert_int_equal(ran("attention_prefill_64"), before + 1);
+    wanted = (rocq_launch_config){0};
+    check_attended(&b);
+    rocq_graph_free(ctx, &graph);
+    attended_free(&b);
+}
+
+static void a_graph_is_tuned_whole(void **state) {
+    (void)state;
+    product a[3];
+    attended b;
+    rocq_graph *graph;
+    for (int i = 0; i < 2; i++) waves_make(&a[i]);
+    product_make(&a[2], ROCQ_Q8_0, 33, 256, 33);
+    attended_make(&b, 4, 2, 2, 130);
+    assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
+    for (int i = 0; i < 3; i++) assert_int_equal(rocq_matmul(ctx, &a[i].p), ROCQ_OK);
+    assert_int_equal(rocq_attention(ctx, &b.p), ROCQ_OK);
+    assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
+    landscape l = {.ns = all_alike};
+    rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+    rocq_tune_result r;
+    assert_int_equal(rocq_tune_graph(ctx, graph, &desc, &r), ROCQ_OK);
+    assert_int_equal(ctx->n_tuned, 3);
+    assert_true(r.default_ns == 4000.0 && r.best_ns == 4000.0 && r.speedup == 1.0 && !r.cached);
+    assert_int_equal(rocq_tune_graph(ctx, graph, &desc, &r), ROCQ_OK);
+    assert_true(r.cached && r.n_tried == 0 && r.default_ns == 4000.0);
+    rocq_tuning_clear(ctx);
+    desc = (rocq_tune_desc){.max_ms = 200}; // by the clock: whatever comes out is right
+    assert_int_equal(rocq_tune_graph(ctx, graph, &desc, &r), ROCQ_OK);
+    assert_true(r.n_tried >= 3 && r.speedup >= 1.0 && r.best_ns > 0.0);
+    for (int i = 0; i < 3; i++) poison(&a[i].y);
+    assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK);
+    assert_int_equal(rocq_sync(ctx), ROCQ_OK);
+    for (int i = 0; i < 3; i++) {
+        fetch(&a[i].y);
+        for (int64_t k = 0; k < a[i].y.n; k++) assert_true(isfinite(a[i].y.value[k]));
+        check_product(&a[i]);
+    }
+    check_attended(&b);
+    rocq_graph_free(ctx, &graph);
+    for (int i = 0; i < 3; i++) product_free(&a[i]);
+    attended_free(&b);
+}
+
+// Timed on the stand-in, with and without events and graphs: the verdict is not looked at.
+static void timing_works_with_what_the_runtime_has(void **state) {
+    (void)state;
+    for (int optional = 0; optional < 2; optional++) {
+        product a;
+        simt_set_optional(optional);
+        assert_int_equal(open_again(), ROCQ_OK);
+        waves_make(&a);
+        const rocq_tune_desc quick = {.max_ms = 300};
+        const rocq_tune_result r = tuned(ROCQ_OP_MATMUL, &a.p, &quick);
+        assert_true(r.default_ns > 0.0 && r.best_ns > 0.0 && r.speedup >= 1.0 && r.n_tried >= 1);
+        check_product(&a);
+        product_free(&a);
+    }
+}
+
+static void the_model_estimates_and_prunes(void **state) {
+    (void)state;
+    attended a;
+    product w;
+    attended_make(&a, 1, 1, 1, 2000);
+    const rocq_tune_desc model = {.by_model = true};
+    rocq_tune_result r = tuned(ROCQ_OP_ATTENTION, &a.p, &model);
+    assert_true(r.n_pruned == 0 && r.n_tried == r.n_space && r.default_ns > 0.0);
+    rocq_tuning_clear(ctx);
+    const rocq_tune_desc one = {.max_configs = 1};
+    r = tuned(ROCQ_OP_ATTENTION, &a.p, &one); // a single block over 2000 positions: far behind
+    assert_true(r.n_pruned > 0 && r.n_tried == 1);
+    waves_make(&w);
+    r = tuned(ROCQ_OP_MATMUL, &w.p, &model);
+    assert_true(r.n_tried == 4 && r.speedup >= 1.0);
+    attended_free(&a);
+    product_free(&w);
+}
+
+// On an H200 (132 units, 4.8 TB/s) the model puts the k_waves that were measured as fastest first,
+// or one that was at most a tenth behind: Q4_0 and Q8_0, M x K, n = 1.
+static void the_model_agrees_with_measurements(void **state) {
+    (void)state;
+    const rocq__chip h200 = {.n_units = 132, .bytes_per_us = 4.8e6, .flops_per_us = 33.5e6,
+                             .matrix_per_us = 67e6};
+    static const struct {
+        rocq_format format;
+        int32_t m, k;
+        double us[4];
+    } cases[] = {{ROCQ_Q4_0, 4096, 4096, {5.49, 4.68, 4.71, 6.12}},
+                 {ROCQ_Q4_0, 14336, 4096, {9.89, 10.91, 11.44, 17.15}},
+                 {ROCQ_Q4_0, 4096, 14336, {13.44, 10.46, 10.20, 11.26}},
+                 {ROCQ_Q8_0, 4096, 4096, {6.94, 6.44, 6.61, 7.20}},
+                 {ROCQ_Q8_0, 14336, 4096, {17.22, 16.94, 16.66, 19.19}},
+                 {ROCQ_Q8_0, 4096, 14336, {17.91, 16.69, 16.78, 17.01}}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const rocq__site site = {.kind = ROCQ__MATVEC, .format = (int32_t)cases[i].format,
+                                 .int8 = 1, .m = cases[i].m, .k = cases[i].k, .n = 1,
+                                 .row_bytes = (int32_t)rocq__bytes(cases[i].format, cases[i].k)};
+        int best = 0, fastest = 0;
+        double ns[4];
+        for (int w = 0; w < 4; w++) {
+            const rocq_launch_config c = {.k_waves = 1 << w};
+            ns[w] = rocq__model_ns(&h200, &site, &c);
+            if (ns[w] < ns[best]) best = w;
+            if (cases[i].us[w] < cases[i].us[fastest]) fastest = w;
+        }
+        assert_true(cases[i].us[best] <= 1.1 * cases[i].us[fastest]);
+        assert_true(ns[best] < 1500.0 * cases[i].us[best] && ns[best] > 500.0 * cases[i].us[best]);
+    }
+}
+
+// -- refusals --
+
+static void arguments_are_checked(void **state) {
+    (void)state;
+    product a;
+    waves_make(&a);
+    rocq_launch_config c;
+    rocq_tune_result r;
+    const rocq_tune_desc bad[] = {{.search = (rocq_search)3}, {.max_configs = -1}, {.max_ms = -1},
+                                  {.min_gain = -0.1}, {.min_gain = (double)NAN},
+                                  {.min_gain = (double)INFINITY}};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, &bad[i], &r), ROCQ_E_ARGUMENT);
+    }
+    rocq_matmul_params wrong = a.p;
+    wrong.x = NULL;
+    assert_int_equal(rocq_tune(NULL, ROCQ_OP_MATMUL, &a.p, NULL, &r), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tune(ctx, ROCQ_OP_COUNT, &a.p, NULL, &r), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, NULL, NULL, &r), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &wrong, NULL, &r), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tune_graph(ctx, NULL, NULL, &r), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tune_graph(NULL, NULL, NULL, &r), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_get_launch_config(ctx, ROCQ_OP_MATMUL, &a.p, NULL), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_get_launch_config(NULL, ROCQ_OP_MATMUL, &a.p, &c), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tuning_save(ctx, NULL, NULL), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tuning_load(ctx, NULL, 1), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tuning_load(ctx, "", -1), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
+    assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, NULL, &r), ROCQ_E_STATE);
+    rocq_graph *graph;
+    assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
+    rocq_graph_free(ctx, &graph);
+    rocq_cancel(ctx);
+    assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, NULL, &r), ROCQ_E_CANCELLED);
+    assert_int_equal(rocq_sync(ctx), ROCQ_OK);
+    assert_int_equal(ctx->n_tuned, 0);
+    product_free(&a);
+}
+
+static void an_op_without_choices_has_nothing_to_tune(void **state) {
+    (void)state;
+    operand x = filled(ROCQ_F32, 64, 2, 1);
+    const rocq_norm_params norm = {.y = &x.t, .x = &x.t};
+    const rocq_tune_result r = tuned(ROCQ_OP_RMSNORM, &norm, NULL);
+    const rocq_launch_config c = config_of(ROCQ_OP_RMSNORM, &norm), none = {0};
+    assert_true(r.n_space == 0 && r.n_tried == 0 && r.speedup == 1.0 && r.cached);
+    assert_memory_equal(&c, &none, sizeof c);
+    drop(&x);
+}
+
+static bool to_nowhere(const void *src, int64_t size, void *user) {
+    (void)src;
+    (void)size;
+    return ++*(int *)user < 2;
+}
+
+static void the_cpu_has_nothing_to_tune(void **state) {
+    (void)state;
+    rocq_ctx *cpu;
+    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1};
+    assert_int_equal(rocq_open(&cpu, &desc), ROCQ_OK);
+    float v[4] = {1, 2, 3, 4};
+    rocq_tensor x;
+    assert_int_equal(rocq_tensor_from_host(&x, v, ROCQ_F32, 1, (int64_t[]){4}), ROCQ_OK);
+    const rocq_norm_params norm = {.y = &x, .x = &x};
+    rocq_launch_config c, none = {0};
+    int calls = 0;
+    memset(&c, 0xff, sizeof c);
+    assert_int_equal(rocq_tune(cpu, ROCQ_OP_RMSNORM, &norm, NULL, NULL), ROCQ_E_UNSUPPORTED);
+    assert_int_equal(rocq_tuning_save(cpu, to_nowhere, &calls), ROCQ_E_UNSUPPORTED);
+    assert_int_equal(rocq_tuning_load(cpu, "", 0), ROCQ_E_UNSUPPORTED);
+    assert_int_equal(rocq_get_launch_config(cpu, ROCQ_OP_RMSNORM, &norm, &c), ROCQ_OK);
+    assert_memory_equal(&c, &none, sizeof c);
+    assert_int_equal(calls, 0);
+    rocq_close(&cpu);
+}
+
+static void memory_may_run_out_at_any_point(void **state) {
+    (void)state;
+    product a;
+    waves_make(&a);
+    const rocq_tune_desc desc = {.max_ms = 100, .max_configs = 3};
+    tuned(ROCQ_OP_MATMUL, &a.p, &desc); // takes what stays
+    rocq_tuning_clear(ctx);
+    bool failed = true;
+    int n = 0;
+    for (int64_t at = 1; failed && at < 500; at++) {
+        const int64_t blocks = host.blocks;
+        rocq_tune_result r, untouched;
+        memset(&r, 0x5a, sizeof r);
+        untouched = r;
+        host.calls = 0;
+        host.fail_at = at;
+        const rocq_result result = rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, &desc, &r);
+        failed = host.calls >= at;
+        host.fail_at = 0;
+        if (result != ROCQ_OK) {
+            assert_int_equal(result, ROCQ_E_MEMORY);
+            assert_memory_equal(&r, &untouched, sizeof r);
+            assert_int_equal(ctx->n_tuned, 0);
+            n++;
+        }
+        rocq_tuning_clear(ctx);
+        assert_int_equal(host.blocks, blocks);
+    }
+    assert_false(failed);
+    assert_true(n > 3);
+    check_product(&a);
+    product_free(&a);
+}
+
+static void a_lost_device_is_reported(void **state) {
+    (void)state;
+    for (int64_t at = 1; at < 60; at += at < 12 ? 1 : 7) {
+        product a;
+        waves_make(&a);
+        const rocq_tune_desc desc = {.max_configs = 2};
+        rocq_tune_result r;
+        assert_int_equal(rocq_sync(ctx), ROCQ_OK);
+        simt_fail_at(at, 999);
+        assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, &desc, &r), ROCQ_E_LOST);
+        assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, &desc, &r), ROCQ_E_LOST);
+        assert_int_equal(ctx->n_tuned, 0);
+        free(a.w.value);
+        free(a.x.value);
+        free(a.y.value);
+        assert_int_equal(open_again(), ROCQ_OK);
+    }
+}
+
+// -- the text --
+
+typedef struct text {
+    char data[8192];
+    int64_t size;
+} text;
+
+static bool append(const void *src, int64_t size, void *user) {
+    text *t = (text *)user;
+    if (t->size + size > (int64_t)sizeof t->data) return false;
+    memcpy(t->data + t->size, src, (size_t)size);
+    t->size += size;
+    return true;
+}
+
+static text saved(void) {
+    text t = {.size = 0};
+    assert_int_equal(rocq_tuning_save(ctx, append, &t), ROCQ_OK);
+    return t;
+}
+
+// One result of each kind.
+static text tune_three(void) {
+    product a, b;
+    attended c;
+    waves_make(&a);
+    product_make(&b, ROCQ_Q4_K, 64, 256, 33);
+    attended_make(&c, 4, 2, 2, 130);
+    landscape l = {.ns = all_alike};
+    const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+    tuned(ROCQ_OP_ATTENTION, &c.p, &desc);
+    l.ns = likes_one_wave;
+    tuned(ROCQ_OP_MATMUL, &a.p, &desc);
+    l.ns = likes_wanted;
+    const rocq_launch_config rule = config_of(ROCQ_OP_MATMUL, &b.p);
+    wanted = (rocq_launch_config){.tile_n = rule.tile_n == 32 ? 128 : 32};
+    tuned(ROCQ_OP_MATMUL, &b.p, &desc);
+    product_free(&a);
+    product_free(&b);
+    attended_free(&c);
+    return saved();
+}
+
+static void saved_and_loaded_it_is_the_same(void **state) {
+    (void)state;
+    const text t = tune_three();
+    assert_int_equal(ctx->n_tuned, 3);
+    const size_t bytes = 3 * sizeof(rocq__tuned);
+    rocq__tuned before[3];
+    memcpy(before, ctx->tuned, bytes);
+    rocq_tuning_clear(ctx);
+    assert_int_equal(rocq_tuning_load(ctx, t.data, t.size), ROCQ_OK);
+    assert_int_equal(ctx->n_tuned, 3);
+    assert_memory_equal(before, ctx->tuned, bytes);
+    const text again = saved();
+    assert_int_equal(again.size, t.size);
+    assert_memory_equal(again.data, t.data, (size_t)t.size);
+    assert_int_equal(rocq_tuning_load(ctx, t.data, t.size), ROCQ_OK); // on top of itself
+    assert_int_equal(ctx->n_tuned, 3);
+    product a;
+    waves_make(&a);
+    assert_int_equal(config_of(ROCQ_OP_MATMUL, &a.p).k_waves, 1);
+    assert_true(tuned(ROCQ_OP_MATMUL, &a.p, NULL).cached);
+    product_free(&a);
+    // with others there already, both are kept
+    landscape l = {.ns = all_alike};
+    const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+    rocq_tuning_clear(ctx);
+    product_make(&a, ROCQ_F32, 24, 1024, 1);
+    tuned(ROCQ_OP_MATMUL, &a.p, &desc);
+    product_free(&a);
+    assert_int_equal(rocq_tuning_load(ctx, t.data, t.size), ROCQ_OK);
+    assert_int_equal(ctx->n_tuned, 4);
+    rocq_tuning_clear(ctx);
+    const text empty = saved();
+    assert_int_equal(rocq_tuning_load(ctx, empty.data, empty.size), ROCQ_OK);
+    assert_int_equal(ctx->n_tuned, 0);
+    int calls = 0;
+    assert_int_equal(rocq_tuning_save(ctx, to_nowhere, &calls), ROCQ_E_IO);
+}
+
+// Loads what must be refused; nothing may change.
+static rocq_result refused(const char *data, int64_t size) {
+    const rocq__tuned *tuned_before = ctx->tuned;
+    const int32_t n = ctx->n_tuned;
+    char *copy = (char *)malloc((size_t)size + 1); // exactly as large: reads past it are found
+    memcpy(copy, data, (size_t)size);
+    char *exact = (char *)realloc(copy, (size_t)(size > 0 ? size : 1));
+    const rocq_result result = rocq_tuning_load(ctx, exact, size);
+    free(exact);
+    assert_true(result == ROCQ_E_CORRUPT || result == ROCQ_E_FOREIGN);
+    assert_true(strlen(rocq_error(ctx)) > 20);
+    assert_ptr_equal(ctx->tuned, tuned_before);
+    assert_int_equal(ctx->n_tuned, n);
+    return result;
+}
+
+static void every_byte_counts(void **state) {
+    (void)state;
+    text t = tune_three();
+    for (int64_t i = 0; i < t.size; i++) {
+        static const unsigned char flips[] = {1, 2, 0x20, 0x80};
+        for (size_t k = 0; k < sizeof flips; k++) {
+            t.data[i] = (char)(t.data[i] ^ flips[k]);
+            refused(t.data, t.size);
+            t.data[i] = (char)(t.data[i] ^ flips[k]);
+        }
+        refused(t.data, i); // cut short
+    }
+    t.data[t.size] = '\n';
+    refused(t.data, t.size + 1);
+    t.data[t.size] = 'x';
+    refused(t.data, t.size + 1);
+    assert_int_equal(rocq_tuning_load(ctx, t.data, t.size), ROCQ_OK);
+}
+
+// A text with a right checksum, whatever it says.
+static text sealed(const char *head, const char *const *lines, int n) {
+    text t = {.size = 0};
+    rocq__line line;
+    uint64_t sum = rocq__checksum(0, head, (int64_t)strlen(head));
+    append(head, (int64_t)strlen(head), &t);
+    for (int i = 0; i < n; i++) {
+        sum = rocq__checksum(sum, lines[i], (int64_t)strlen(lines[i]));
+        append(lines[i], (int64_t)strlen(lines[i]), &t);
+    }
+    rocq__checksum_line(sum, &line);
+    append(line.text, line.length, &t);
+    return t;
+}
+
+#define MATVEC "matvec w=Q4_K int8=1 pair=0 m=64 k=8192 n=1 row_bytes=4608"
+#define ATTEND "attention k=F16 v=F16 columns=4 head=64 positions=256 kv_heads=2"
+#define TIMES " : default_ns=10 best_ns=9\n"
+
+static void what_nobody_would_save_is_refused(void **state) {
+    (void)state;
+    static const char good[] = MATVEC " : k_waves=8" TIMES;
+    static const char *const bad[] = {
+        MATVEC " : k_waves=16" TIMES,
+        MATVEC " : k_waves=3" TIMES,
+        "matvec w=Q4_K int8=1 pair=0 m=64 k=2048 n=1 row_bytes=4608 : k_waves=8" TIMES,
+        MATVEC " : k_waves=8 : default_ns=10 best_ns=09\n",
+        MATVEC " : k_waves=8 : default_ns=10 best_ns=-9\n",
+        MATVEC " : k_waves=8 : default_ns=10\n",
+        MATVEC " : k_waves=8 : default_ns=10 best_ns=9 \n",
+        "matvec w=Q4_K int8=1 pair=0 m=0 k=8192 n=1 row_bytes=4608 : k_waves=8" TIMES,
+        "matvec w=Q4_K int8=1 pair=0 m=99999999999 k=8192 n=1 row_bytes=1 : k_waves=8" TIMES,
+        "matvec w=q4_k int8=1 pair=0 m=64 k=8192 n=1 row_bytes=4608 : k_waves=8" TIMES,
+        "matvec w=Q9_Z int8=1 pair=0 m=64 k=8192 n=1 row_bytes=4608 : k_waves=8" TIMES,
+        "matmul w=mixed m=64 k=256 n=64 batch=1 : tile_n=32" TIMES,
+        "matmul w=Q4_K m=64 k=256 n=33 batch=1 : tile_n=32" TIMES, // no class
+        "matmul w=Q4_K m=64 k=256 n=64 batch=1 : tile_n=64" TIMES,
+        ATTEND " : tile_n=16 n_splits=100000" TIMES,
+        ATTEND " : tile_n=16 n_splits=0" TIMES,
+        "softmax k=1\n", "\n", " \n", "matvec\n", "matvec : :\n", "checksum 0\n",
+    };
+    rocq__line head;
+    const char *const twice[] = {good, good};
+    rocq__tuning_head(ctx, &head);
+    const char *const one[] = {good};
+    text t = sealed(head.text, one, 1);
+    assert_int_equal(rocq_tuning_load(ctx, t.data, t.size), ROCQ_OK);
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        t = sealed(head.text, &bad[i], 1);
+        if (refused(t.data, t.size) != ROCQ_E_CORRUPT) fail_msg("%s", bad[i]);
+    }
+    t = sealed(head.text, twice, 2);
+    assert_int_equal(refused(t.data, t.size), ROCQ_E_CORRUPT);
+}
+
+static void of_elsewhere_is_foreign(void **state) {
+    (void)state;
+    rocq__line head;
+    rocq__tuning_head(ctx, &head);
+    const char *const marks[] = {"rocq ", "gfx", ", ", " units", "driver "};
+    for (size_t i = 0; i < sizeof marks / sizeof marks[0]; i++) {
+        rocq__line other = head;
+        char *at = strstr(other.text + 15, marks[i]) + strlen(marks[i]);
+        *at = *at == '7' ? '8' : '7';
+        const text t = sealed(other.text, NULL, 0);
+        assert_int_equal(refused(t.data, t.size), ROCQ_E_FOREIGN);
+    }
+    const text later = sealed("rocq-tuning 2: anything\n", NULL, 0);
+    assert_int_equal(refused(later.data, later.size), ROCQ_E_FOREIGN);
+    const text none = sealed("something else\n", NULL, 0);
+    assert_int_equal(refused(none.data, none.size), ROCQ_E_CORRUPT);
+    assert_int_equal(refused("", 0), ROCQ_E_CORRUPT);
+}
+
+static void loading_may_run_out_of_memory(void **state) {
+    (void)state;
+    const text t = tune_three();
+    for (int64_t at = 1;; at++) {
+        const int64_t blocks = host.blocks;
+        const rocq__tuned *before = ctx->tuned;
+        host.calls = 0;
+        host.fail_at = at;
+        const rocq_result result = rocq_tuning_load(ctx, t.data, t.size);
+        host.fail_at = 0;
+        assert_int_equal(host.blocks, blocks);
+        if (result == ROCQ_OK) break;
+        assert_int_equal(result, ROCQ_E_MEMORY);
+        assert_ptr_equal(ctx->tuned, before);
+        assert_int_equal(ctx->n_tuned, 3);
+    }
+}
+
+// The list stays sorted and complete however it grows, and has a limit.
+static void many_results_are_kept(void **state) {
+    (void)state;
+    rocq__tuned entry;
+    bool found;
+    memset(&entry, 0, sizeof entry);
+    for (int32_t i = 0; i < 4096; i++) {
+        entry.site.m = (int32_t)((uint32_t)i * 2654435761u >> 8) | 1;
+        entry.site.n = i;
+        const int32_t place = rocq__tuned_place(ctx, &entry.site, &found);
+        assert_false(found);
+        assert_int_equal(rocq__tuned_insert(ctx, place, &entry), ROCQ_OK);
+    }
+    for (int32_t i = 1; i < ctx->n_tuned; i++) {
+        assert_true(memcmp(&ctx->tuned[i - 1].site, &ctx->tuned[i].site, sizeof entry.site) < 0);
+        const int32_t place = rocq__tuned_place(ctx, &ctx->tuned[i].site, &found);
+        assert_true(found && place == i);
+    }
+    assert_int_equal(rocq__tuned_insert(ctx, 0, &entry), ROCQ_E_MEMORY);
+    const rocq__site gone = ctx->tuned[1000].site;
+    rocq__tuned_remove(ctx, &gone);
+    rocq__tuned_place(ctx, &gone, &found);
+    assert_false(found);
+    assert_int_equal(ctx->n_tuned, 4095);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+#define TEST(f) cmocka_unit_test_setup_teardown(f, begin, end)
+        TEST(every_search_finds_the_best),
+        TEST(random_search_follows_its_seed),
+        TEST(a_search_of_ones_own),
+        TEST(limits_are_kept),
+        TEST(a_gain_must_be_large_enough),
+        TEST(luck_is_not_believed),
+        TEST(a_clock_that_drifts_is_met_in_turn),
+        TEST(what_cannot_run_is_left_alone),
+        TEST(a_second_call_knows),
+        TEST(every_configuration_is_right),
+        TEST(the_kernels_of_a_configuration_run),
+        TEST(scratch_is_what_a_tuned_op_takes),
+        TEST(graphs_keep_their_launches),
+        TEST(a_graph_is_tuned_whole),
+        TEST(timing_works_with_what_the_runtime_has),
+        TEST(the_model_estimates_and_prunes),
+        TEST(the_model_agrees_with_measurements),
+        TEST(arguments_are_checked),
+        TEST(an_op_without_choices_has_nothing_to_tune),
+        TEST(the_cpu_has_nothing_to_tune),
+        TEST(memory_may_run_out_at_any_point),
+        TEST(a_lost_device_is_reported),
+        TEST(saved_and_loaded_it_is_the_same),
+        TEST(every_byte_counts),
+        TEST(what_nobody_would_save_is_refused),
+        TEST(of_elsewhere_is_foreign),
+        TEST(loading_may_run_out_of_memory),
+        TEST(many_results_are_kept),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
