@@ -1584,8 +1584,8 @@ typedef struct rocq_tune_result {
 //     A class is an exact shape, but for columns over 8 (rounded up to 32, past 1024 to a power of
 // two) and positions that attention has room for (to a power of two). Attention is timed at the
 // lengths that kv_len holds.
-//     Graphs keep the launches they were captured with. A result may want more scratch memory: tune,
-// or load, before rocq_scratch_size is asked.
+//     Graphs keep the launches they were captured with, as long as scratch memory does not grow. A
+// result may want more of it: tune, or load, before rocq_scratch_size is asked.
 ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op op, const void *params,
                                const rocq_tune_desc *desc, rocq_tune_result *result);
 
@@ -2213,7 +2213,9 @@ ROCQ__INLINE uint16_t rocq__f32_to_bf16(float value) {
 }
 
 // No step loses anything of the sum or the word, so a change of one word always shows.
-ROCQ__INLINE uint64_t rocq__checksum_step(uint64_t sum, uint64_t word) {
+ROCQ__INLINE uint64_t rocq__checksum_step(uint64_t sum, const void *bytes) {
+    uint64_t word;
+    memcpy(&word, bytes, sizeof word);
     sum = (sum ^ word) * 0x9e3779b97f4a7c15u + 1;
     return sum ^ sum >> 32;
 }
@@ -2222,15 +2224,20 @@ ROCQ__INLINE uint64_t rocq__checksum_step(uint64_t sum, uint64_t word) {
 // before it.
 ROCQ__FN uint64_t rocq__checksum(uint64_t sum, const void *data, int64_t size) {
     const unsigned char *bytes = (const unsigned char *)data;
-    uint64_t sums[4] = {sum, 1, 2, 3}, words[4];
-    for (int64_t i = 0; i < size; i += (int64_t)sizeof words) {
-        const int64_t rest = size - i;
-        if (rest < (int64_t)sizeof words) memset(words, 0, sizeof words);
-        memcpy(words, bytes + i, (size_t)ROCQ__MIN(rest, (int64_t)sizeof words));
-        for (int k = 0; k < 4; k++) sums[k] = rocq__checksum_step(sums[k], words[k]);
+    const int64_t whole = size / 32 * 32;
+    unsigned char rest[32] = {0};
+    uint64_t a = sum, b = 1, c = 2, d = 3;
+    memcpy(rest, bytes + whole, (size_t)(size - whole));
+    for (int64_t i = 0; i <= whole; i += 32) {
+        const unsigned char *p = i < whole ? bytes + i : rest;
+        a = rocq__checksum_step(a, p);
+        b = rocq__checksum_step(b, p + 8);
+        c = rocq__checksum_step(c, p + 16);
+        d = rocq__checksum_step(d, p + 24);
     }
-    for (int k = 1; k < 4; k++) sums[0] = rocq__checksum_step(sums[0], sums[k]);
-    return sums[0];
+    a = rocq__checksum_step(a, &b);
+    a = rocq__checksum_step(a, &c);
+    return rocq__checksum_step(a, &d);
 }
 
 // Elements and bytes of one block; false for an unknown format.
@@ -5164,7 +5171,7 @@ ROCQ__FN rocq_result rocq__load_cpu(rocq__loading *load, const rocq__source *sou
 }
 
 // What is to be done for a tensor of the file: nothing where it can be a view of memory that is the
-// file, unless copy is set, else a copy to where rocq__part_place will say.
+// file, unless copy is set; else a copy, to a place that is not known yet.
 ROCQ__FN rocq_result rocq__part_init(rocq_ctx *ctx, const char *op, const rocq_gguf *file,
                                      const rocq_gguf_tensor *found, bool copy, rocq__part *part) {
     const rocq__label name = rocq__label_of(found->name.data, found->name.length);
@@ -9307,8 +9314,9 @@ ROCQ__FN void rocq__upload_send(void *arg) {
 }
 
 // Returns when all is submitted. load may be NULL; it is told of all stretches but the last.
-ROCQ__FN rocq_result rocq__upload_parts(rocq_ctx *ctx, rocq__ring *ring, const rocq__source *source,
-                                        const rocq__part *parts, int64_t n_parts, rocq__loading *load) {
+ROCQ__FN rocq_result rocq__upload_parts(rocq_ctx *ctx, rocq__ring *ring,
+                                        const rocq__source *source, const rocq__part *parts,
+                                        int64_t n_parts, rocq__loading *load) {
     rocq__upload u;
     int64_t part = 0, at = 0;
     memset(&u, 0, sizeof u);
@@ -9325,10 +9333,10 @@ ROCQ__FN rocq_result rocq__upload_parts(rocq_ctx *ctx, rocq__ring *ring, const r
                                   &next.memory));
         next.memory += skew;
         next.piece = ring->piece;
-        if (!rocq__source_read(ctx, source, next.start, size, next.memory, rocq__upload_send, &u)) {
-            return rocq__read_failed(ctx, parts[next.part].name, next.start, size);
-        }
+        const bool ok = rocq__source_read(ctx, source, next.start, size, next.memory,
+                                          rocq__upload_send, &u);
         ROCQ__TRY(u.result);
+        if (!ok) return rocq__read_failed(ctx, parts[next.part].name, next.start, size);
         u.unsent = next;
         if (load && unsent > 0) ROCQ__TRY(rocq__load_step(load, unsent));
     }
@@ -12745,9 +12753,9 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
     const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // pages that are written
     const int32_t out = whole ? n / size : 0;                         // and that are dropped
     int32_t *table = rocq__kv_table(kv, seq);
-    const int32_t freed = out - rocq__kv_shared(kv, seq, begin, begin + out);
+    // Shared pages come before a sequence's own: where one is copied, no dropped one becomes free.
     const int32_t want = first < left ? rocq__kv_shared(kv, seq, begin + out, end + out) : 0;
-    ROCQ__TRY(rocq__kv_want_pages(kv, "kv_shift", want, kv->n_free + freed));
+    ROCQ__TRY(rocq__kv_want_pages(kv, "kv_shift", want, kv->n_free));
     if (whole) {
         for (int32_t i = begin; i < begin + out; i++) rocq__kv_drop(kv, table[i]);
         for (int32_t i = begin; i < end; i++) rocq__kv_set(kv, &table[i], table[i + out]);
@@ -13674,7 +13682,7 @@ ROCQ__FN rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, 
 
 ROCQ__FN void rocq__profile_free(rocq_ctx *ctx, rocq__profile *p) {
     if (!p) return;
-    if (p->anchor >= 0) rocq__marks_end(ctx, p);
+    if (p->gpu) rocq__marks_end(ctx, p);
     rocq__free(ctx, p->regions);
     rocq__free(ctx, p->buckets);
     rocq__free(ctx, p->host);
@@ -13811,7 +13819,7 @@ ROCQ_DEF rocq_result rocq_profile_stop(rocq_ctx *ctx) {
     rocq__profile *p = ctx->profiling;
     if (!p) return ROCQ_OK;
     const rocq_result result = rocq__queue_finish(ctx, p, "profile_stop");
-    if (p->anchor >= 0) rocq__marks_end(ctx, p);
+    if (p->gpu) rocq__marks_end(ctx, p);
     for (; p->depth > 0; p->depth--) {
         if (p->range_pop) p->range_pop();
     }
@@ -13999,10 +14007,10 @@ ROCQ__FN void rocq__report_rows(rocq__output *out, const rocq__profile *p, int32
         rocq__print_number(out, 1e-3 * times->p95, 12, 2);
         rocq__print_number(out, 1e-3 * times->p99, 12, 2);
         if (p->gpu) rocq__print_number(out, 1e-3 * s.host_ns.median, 12, 2);
-        if (s.bytes > 0.0) rocq__print_number(out, 1e-9 * s.bytes_per_s, 9, 2);
-        else rocq__print(out, "%9s", "");
-        if (s.flops > 0.0) rocq__print_number(out, 1e-9 * s.flops_per_s, 10, 1);
-        else rocq__print(out, "%10s", "");
+        if (s.bytes > 0.0 || s.flops > 0.0) {
+            rocq__print_number(out, 1e-9 * s.bytes_per_s, 9, 2);
+            rocq__print_number(out, 1e-9 * s.flops_per_s, 10, 1);
+        }
         rocq__print(out, "%s%s\n", *s.verdict ? "  " : "", s.verdict);
         rocq__report_rows(out, p, i, width);
     }
@@ -14963,8 +14971,7 @@ ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *
     return ROCQ_OK;
 }
 
-// The next line with its end; false at the end of the text, or where a line has none or is too
-// long.
+// The next line, its end included; false where the text ends before, or the line is too long.
 ROCQ__FN bool rocq__next_line(const char **text, int64_t *size, rocq__line *line) {
     const int64_t most = ROCQ__MIN(*size, (int64_t)ROCQ__TUNE_LINE - 1);
     int64_t n = 0;
@@ -15057,10 +15064,10 @@ ROCQ__FN rocq_result rocq__tuning_read(rocq_ctx *ctx, const rocq__line *head, co
     rocq__tuned entry;
     uint64_t sum = 0;
     int32_t n = 0;
-    if (!rocq__next_line(&text, &size, &line) || memcmp(line.text, format, 12) != 0) {
+    if (!rocq__next_line(&text, &size, &line) || strncmp(line.text, format, 12) != 0) {
         return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: not a text of rocq_tuning_save");
     }
-    if (memcmp(line.text, format, sizeof format - 1) != 0) {
+    if (strncmp(line.text, format, sizeof format - 1) != 0) {
         return rocq__fail(ctx, ROCQ_E_FOREIGN, "tuning_load: of another version, '%.40s'",
                           line.text);
     }
@@ -15192,7 +15199,6 @@ ROCQ__FN rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
     }
     ROCQ__TRY(rocq__ring_init(ctx, &gpu->ring, ROCQ__PIECE, ROCQ__PIECES));
     if (graph) {
-        ROCQ__TRY(rocq__reserve_hip(ctx, graph->scratch));
         ROCQ__TRY(rocq__graph_prepare(ctx, graph));
         if (graph->exec && gpu->hip->graph_upload) {
             ROCQ__HIP("graph", gpu->hip->graph_upload(graph->exec, gpu->stream));
@@ -15207,6 +15213,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
     ROCQ__TRY(rocq__not_recording(ctx, "warm"));
     if (graph) ROCQ__TRY(rocq__check_graph(ctx, "warm", graph));
     ROCQ__TRY(rocq__begin_op(ctx, "warm"));
+    if (graph) ROCQ__TRY(rocq_reserve(ctx, graph->scratch));
     return rocq__on_gpu(ctx) ? rocq__warm_hip(ctx, graph) : rocq__warm_cpu(ctx, graph);
 }
 

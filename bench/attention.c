@@ -152,14 +152,16 @@ static bool make_peer(heads *h) {
     void *ks[GGML_MOST], *vs[GGML_MOST], *mask = NULL;
     ggml_job_begin(&h->job, (int)h->n_copies);
     void *ctx = h->job.ctx, *q = ggml.ggml_new_tensor_4d(ctx, ROCQ_F32, s->d, s->n_q, s->heads, 1);
-    if (s->causal && s->n_q > 1) mask = ggml.ggml_new_tensor_4d(ctx, ROCQ_F16, s->n_kv, s->n_q, 1, 1);
+    if (s->causal && s->n_q > 1) // its rows padded for kernels that read tiles of it
+        mask = ggml.ggml_new_tensor_4d(ctx, ROCQ_F16, s->n_kv, (s->n_q + 63) / 64 * 64, 1, 1);
     for (int64_t i = 0; i < h->n_copies; i++) {
         ks[i] = ggml.ggml_new_tensor_4d(ctx, (int)s->format, s->d, s->n_kv, s->kv_heads, 1);
         vs[i] = ggml.ggml_new_tensor_4d(ctx, (int)s->format, s->d, s->n_kv, s->kv_heads, 1);
         h->job.results[i] = ggml.ggml_flash_attn_ext(ctx, q, ks[i], vs[i], mask,
                                                      1 / sqrtf((float)s->d), 0, 0);
     }
-    if (!ggml_job_ready(&h->job, NULL)) {
+    if (!ggml_job_ready(&h->job, NULL) ||
+        !ggml.ggml_backend_dev_supports_op(ggml.device, h->job.results[0])) {
         ggml_job_end(&h->job);
         return false;
     }

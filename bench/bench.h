@@ -174,7 +174,8 @@ BENCH_FN bool bench_wants(const bench *b, const char *name);
 BENCH_FN const bench_result *bench_run(bench *b, const bench_case *c);
 
 // The same for n cases in turn. cases[0] is what the others are compared with: their ratio is their
-// time over its time. Returns the n results, NULL when any did not run.
+// time over its time. One of the others that fails or is wrong is left out. Returns the n results, NULL
+// when any is missing.
 BENCH_FN const bench_result *bench_run_pair(bench *b, const bench_case *cases, int n);
 
 // A figure that is no time of a run. Not verified: counts as failed.
@@ -910,39 +911,44 @@ BENCH_FN const bench_result *bench_run_pair(bench *b, const bench_case *cases, i
     for (int i = 0; i < n; i++) wanted |= bench_wants(b, cases[i].name);
     if (!wanted) return NULL;
     bench_result *rs = (bench_result *)bench_alloc(n * (int64_t)sizeof *rs);
+    const bench_case **cs = (const bench_case **)bench_alloc(n * (int64_t)sizeof *cs);
     bool failed = false, settled = false;
     int64_t rounds = 0;
-    for (int i = 0; i < n && !failed && !bench__stopped; i++) {
-        rs[i].name = bench__copy(cases[i].name);
-        rs[i].samples = (double *)bench_alloc(MOST * (int64_t)sizeof(double));
-        rs[i].inner = cases[i].inner > 0 ? cases[i].inner : 1;
-        rs[i].cold = b->cold;
-        rs[i].has_verify = rs[i].verified = cases[i].verify != NULL;
-        rs[i].batch = bench__prepare(b, &cases[i]);
-        failed = rs[i].batch == 0;
+    int m = 0; // cases that can be timed: without the first, nothing is compared
+    for (int i = 0; i < n && (i == 0 || m > 0) && !bench__stopped; i++) {
+        const bench_case *c = cs[m] = &cases[i];
+        bench_result *r = &rs[m];
+        r->batch = bench__prepare(b, c);
+        if (r->batch == 0) continue;
+        r->name = bench__copy(c->name);
+        r->samples = (double *)bench_alloc(MOST * (int64_t)sizeof(double));
+        r->inner = c->inner > 0 ? c->inner : 1;
+        r->cold = b->cold;
+        r->has_verify = r->verified = c->verify != NULL;
+        m++;
     }
     const double start = bench__now();
-    while (!failed && !settled && !bench__stopped && rounds < MOST &&
-           (rounds < LEAST || (!b->tiny && bench__now() - start < 1e9 * b->seconds * n))) {
-        for (int j = 0; j < n && !failed && !bench__stopped; j++) {
-            const int i = rounds % 2 ? n - 1 - j : j;
-            const double ns = bench__sample(b, &cases[i], rs[i].batch);
+    while (m > 0 && !failed && !settled && !bench__stopped && rounds < MOST &&
+           (rounds < LEAST || (!b->tiny && bench__now() - start < 1e9 * b->seconds * m))) {
+        for (int j = 0; j < m && !failed && !bench__stopped; j++) {
+            const int i = rounds % 2 ? m - 1 - j : j;
+            const double ns = bench__sample(b, cs[i], rs[i].batch);
             failed = ns < 0;
             rs[i].samples[rs[i].n++] = ns;
         }
         rounds++;
         if (failed || bench__stopped) break; // an incomplete round
         settled = !b->tiny;
-        for (int i = 0; i < n; i++) settled &= bench__settle(&rs[i]);
+        for (int i = 0; i < m; i++) settled &= bench__settle(&rs[i]);
         if (b->terminal) {
             fprintf(stderr, "\r\033[K%s: %lld samples, +-%.1f%%", rs[0].name, (long long)rounds,
                     50 * (rs[0].ci[1] - rs[0].ci[0]) / rs[0].summary.median);
         }
     }
     int64_t whole = rounds; // rounds in which all took a sample
-    for (int i = 0; i < n; i++) whole = rs[i].n < whole ? rs[i].n : whole;
+    for (int i = 0; i < m; i++) whole = rs[i].n < whole ? rs[i].n : whole;
     const bool keep = !failed && whole >= LEAST; // a stopped case is kept when it has enough
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; i < m; i++) {
         bench_result *r = &rs[i];
         if (!keep) {
             bench__free_result(r);
@@ -950,7 +956,7 @@ BENCH_FN const bench_result *bench_run_pair(bench *b, const bench_case *cases, i
         }
         r->n = whole;
         bench__settle(r);
-        bench__rates(b, &cases[i], r);
+        bench__rates(b, cs[i], r);
         if (i > 0) {
             r->against = bench__copy(rs[0].name);
             r->ratio = r->summary.median / rs[0].summary.median;
@@ -961,8 +967,9 @@ BENCH_FN const bench_result *bench_run_pair(bench *b, const bench_case *cases, i
         bench__print_row(b, r);
     }
     free(rs);
+    free(cs);
     bench__write(b);
-    return keep ? &b->results[b->n_results - n] : NULL;
+    return keep && m == n ? &b->results[b->n_results - n] : NULL;
 }
 
 BENCH_FN const bench_result *bench_run(bench *b, const bench_case *c) {

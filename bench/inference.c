@@ -7,6 +7,7 @@
 //
 //   inference/MODEL/ttft/N     from N tokens to the first one drawn; the cache is empty before
 //   inference/MODEL/decode/N   a step with N tokens in the cache: eval, draw, the token on the host
+//   inference/MODEL/phase/N/.. what the time to the first token is made of
 //   values: load (ms, file in the page cache), launches, allocations (none) a step, bytes
 
 #include "bench.h"
@@ -126,6 +127,29 @@ static bool open_peer(session *s, const char *path, int32_t n_ctx) {
     return true;
 }
 
+// What the time to the first token is made of: medians of five, each phase waited for.
+static void phases(session *s, const char *prefix, int32_t n) {
+    static const char *const names[2] = {"prompt", "draw"};
+    char name[160];
+    double samples[2][5];
+    rocq_summary summary;
+    bool ok = true;
+    for (int i = 0; i < 5 && ok; i++) {
+        s->m.n_past = 0;
+        const double start = bench__now();
+        ok = llama_eval(&s->m, s->tokens, n, NULL) == ROCQ_OK && rocq_sync(s->b->ctx) == ROCQ_OK;
+        const double read = bench__now();
+        ok = ok && llama_sample(&s->m, &greedy, &s->drawn) == ROCQ_OK;
+        samples[0][i] = read - start;
+        samples[1][i] = bench__now() - read;
+    }
+    for (int i = 0; i < 2 && ok; i++) {
+        rocq_summarize(&summary, samples[i], 5);
+        snprintf(name, sizeof name, "%s/phase/%d/%s", prefix, (int)n, names[i]);
+        bench_value(s->b, name, summary.median * 1e-6, "ms", s->right);
+    }
+}
+
 static void measure(session *s, const char *model, const char *what, int32_t n, int32_t past,
                     double n_weights) {
     char name[128], peer_name[160];
@@ -153,6 +177,9 @@ static void measure(session *s, const char *model, const char *what, int32_t n, 
          .run = peer_run, .reset = peer_reset, .verify = is_right, .user = s, GGML_TURNS},
     };
     bench_run_pair(s->b, cases, s->peer.context ? 2 : 1);
+    if (past > 0) return;
+    snprintf(name, sizeof name, "inference/%s", model);
+    phases(s, name, n);
 }
 
 static void measure_model(bench *b, const model_shape *shape) {

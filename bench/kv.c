@@ -1,10 +1,12 @@
-// kv.c - the KV cache: what it holds and wastes as sequences grow, come and go, in both layouts; what
-// its calls cost; and attention over pages beside attention over one piece.
+// kv.c - the KV cache: what it holds and wastes as sequences grow, come and go, in both layouts;
+// what its calls cost; and attention over pages beside attention over one piece.
 //
 // kv/memory/FORMAT/LAYOUT/N      bytes that a sequence of N positions keeps from others, a layer
-// kv/mixed/LAYOUT/...            64 sequences of mixed lengths, each followed by another when it ends
-// kv/CALL/LAYOUT                 times of calls; an append, a fork or a flush is of one position
-// kv/decode/LAYOUT/kvN           attention of one token over all layers
+// kv/mixed/LAYOUT/...            64 sequences of mixed lengths, each followed by another at its end
+// kv/CALL/LAYOUT                 times of calls: append of one position, flush after it; fork, save
+//                                and restore of a whole sequence; page_copy: the first write to a
+//                                shared page; shift: half of a sequence dropped, 3/8 moved up
+// kv/decode/FORMAT/LAYOUT/kvN    attention of one token over all layers
 // LAYOUT is contiguous or the positions of a page.
 
 #include "bench.h"
@@ -72,8 +74,8 @@ static int32_t random_length(uint64_t *state, int32_t n_ctx) {
 }
 
 // In each round every sequence grows by a token; one that has reached its length makes place for a
-// new one, whose prompt is half of it. Every fourth is forked from a neighbour, as answers drawn more
-// than once are, and shares what it had until then.
+// new one, whose prompt is half of it. Every fourth is forked from a neighbour, as answers drawn
+// more than once are, and shares what that has.
 static void mixed(bench *b, int32_t page_size) {
     enum { SEQS = 64 };
     const int32_t n_ctx = 4096, rounds = b->tiny ? 200 : 4000, first = rounds / 2;
@@ -204,8 +206,8 @@ static void cache_free(cache *c) {
     free(c->got);
 }
 
-// A cache with length positions in sequence 0, whose pages do not follow each other: sequence 1 takes
-// every second one while both grow, and is then emptied.
+// A cache with length positions in sequence 0, whose pages do not follow each other: sequence 1
+// takes every second one while both grow, and is then emptied.
 static rocq_result cache_make(cache *c, bench *b, rocq_format format, int32_t page_size,
                               int32_t length) {
     const int64_t kv_ne[3] = {DIM, KV_HEADS, TABLE}, q_ne[2] = {DIM, HEADS}, ids[1] = {TABLE};
@@ -387,8 +389,8 @@ static void calls(bench *b, int32_t page_size) {
         {.name = "flush", .run = run_flush, .verify = verify_same, .user = &c, .inner = 16},
         {.name = "fork", .bytes = page_size ? 0 : 2 * all, .run = run_fork, .reset = empty_other,
          .verify = verify_fork, .user = &c},
-        {.name = "page_copy", .bytes = 2 * bytes * half_page(&c), .run = run_page_copy, .reset = share,
-         .verify = verify_same, .user = &c},
+        {.name = "page_copy", .bytes = 2 * bytes * half_page(&c), .run = run_page_copy,
+         .reset = share, .verify = verify_same, .user = &c},
         {.name = "shift", .bytes = whole ? tail : 2 * tail, .run = run_shift, .reset = restore_all,
          .verify = verify_shift, .user = &c},
         {.name = "save", .bytes = all, .run = run_save, .reset = restore_all, .verify = verify_save,

@@ -2,20 +2,21 @@
 // of a training step (bench/training_trace, run by python3); fragmentation; what an arena's cut costs.
 //
 // Host memory, against glibc's malloc and free:
-//     pool/SIZE           alloc and free of one size in a tight loop. glibc serves up to 32 MiB from
-//                         its heap here, once it has seen the size freed, and maps what is larger
-//     pool/SIZE/mmap      the same with glibc's threshold fixed at its documented 128 KiB, as it is
-//                         before it has adapted, and stays in programs that set it: each call maps,
-//                         and a page that is touched is a fault
+//     pool/SIZE           alloc and free, one block at a time: glibc's best case, which cuts the block
+//                         from the end of its heap and joins it again, without a call of the system
+//     pool/SIZE/live16    sixteen blocks of sizes of one class, freed in another order: what a heap
+//                         does when more than one block lives at all
 //     pool/trace          all requests of the steps, in order; per request
-//     .../touched         with the first byte of every page written after each alloc
+//     .../touched         the same with the first byte of every page written after each alloc
+//     .../thread_safe     a pool that threads may share; malloc always is one
 // On a GPU, against the runtime's own calls (hipMalloc, hipHostMalloc and their frees):
 //     pool/device/SIZE, pool/device/trace, pool/pinned/SIZE
+#define ROCQ_IMPLEMENTATION // the runtime's own allocator is below what rocq.h declares
 #include "bench.h"
 
 #include <malloc.h>
 
-enum { PAGE = 4096, INNER = 100 };
+enum { PAGE = 4096, LIVE = 16, INNER = 4 * LIVE };
 
 // -- one size --
 
@@ -39,6 +40,38 @@ static rocq_result pool_loop(void *user) {
         if (result != ROCQ_OK) return result;
         if (l->touch) touch_pages(block.host, l->size);
         rocq_pool_free(l->pool, &block);
+    }
+    return ROCQ_OK;
+}
+
+// The k-th of LIVE sizes of one class, and the order in which they are freed.
+static int64_t size_of(const loop *l, int k) { return l->size - l->size / 128 * k; }
+static int order(int k) { return k * 5 % LIVE; }
+
+static rocq_result pool_live(void *user) {
+    const loop *l = (const loop *)user;
+    rocq_buffer blocks[LIVE];
+    for (int i = 0; i < INNER / LIVE; i++) {
+        for (int k = 0; k < LIVE; k++) {
+            const rocq_result result = rocq_pool_alloc(l->pool, &blocks[k], size_of(l, k));
+            if (result != ROCQ_OK) return result;
+            if (l->touch) touch_pages(blocks[k].host, size_of(l, k));
+        }
+        for (int k = 0; k < LIVE; k++) rocq_pool_free(l->pool, &blocks[order(k)]);
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result malloc_live(void *user) {
+    const loop *l = (const loop *)user;
+    void *volatile blocks[LIVE];
+    for (int i = 0; i < INNER / LIVE; i++) {
+        for (int k = 0; k < LIVE; k++) {
+            blocks[k] = malloc((size_t)size_of(l, k));
+            if (!blocks[k]) return ROCQ_E_MEMORY;
+            if (l->touch) touch_pages(blocks[k], size_of(l, k));
+        }
+        for (int k = 0; k < LIVE; k++) free(blocks[order(k)]);
     }
     return ROCQ_OK;
 }
@@ -196,23 +229,25 @@ static void host_sizes(bench *b) {
     const rocq_pool_desc desc = {.memory = ROCQ_MEMORY_HOST},
                          shared = {.memory = ROCQ_MEMORY_HOST, .thread_safe = true};
     rocq_pool *pool = open_pool(b, &desc), *safe = open_pool(b, &shared);
-    for (int mapped = 0; mapped < 2; mapped++) {
-        // glibc adapts its threshold until it is set; after that it is fixed for good.
-        if (mapped && mallopt(M_MMAP_THRESHOLD, 128 << 10) != 1) break;
-        malloc_trim(0); // what the heap still holds would be used first
+    const struct {
+        const char *name;
+        bool live, touch, safe;
+    } kinds[] = {{"", false, false, false},
+                 {"/live16", true, false, false},
+                 {"/live16/touched", true, true, false},
+                 {"/live16/thread_safe", true, false, true}};
+    for (size_t i = 0; pool && safe && i < sizeof kinds / sizeof kinds[0]; i++) {
+        malloc_trim(0); // what traces and other sizes have left
         for (int64_t size = 64 << 10; size <= (b->tiny ? 64 << 10 : 64 << 20); size *= 4) {
             char sized[32], name[80];
+            loop l = {b, kinds[i].safe ? safe : pool, size, kinds[i].touch, false};
             size_name(sized, size);
-            for (int touch = 0; touch < 2; touch++) {
-                loop l = {b, pool, size, touch != 0, false};
-                snprintf(name, sizeof name, "%s%s%s", sized, mapped ? "/mmap" : "",
-                         touch ? "/touched" : "");
-                compare(b, name, "malloc", pool_loop, malloc_loop, &l, INNER);
-            }
-            loop l = {b, safe, size, false, false};
-            snprintf(name, sizeof name, "%s%s/thread_safe", sized, mapped ? "/mmap" : "");
-            if (pool && safe && !mapped) compare(b, name, "malloc", pool_loop, malloc_loop, &l, INNER);
+            snprintf(name, sizeof name, "%s%s", sized, kinds[i].name);
+            compare(b, name, "malloc", kinds[i].live ? pool_live : pool_loop,
+                    kinds[i].live ? malloc_live : malloc_loop, &l, INNER);
         }
+        rocq_pool_trim(pool, 0);
+        rocq_pool_trim(safe, 0);
     }
     rocq_pool_destroy(&pool);
     rocq_pool_destroy(&safe);
@@ -235,11 +270,13 @@ static void device_sizes(bench *b) {
 
 // Hit rate and fragmentation over the last quarter of the steps, within some memory: as much as the
 // pool likes, or so many times what the trace needs at once.
-static void trace_figures(bench *b, trace *t, rocq_memory memory, double budget) {
-    const rocq_pool_desc desc = {.memory = memory, .budget = (int64_t)(budget * (double)t->peak)};
+static void trace_figures(bench *b, trace *t, rocq_memory memory, double budget, bool exact) {
+    const rocq_pool_desc desc = {.memory = memory, .budget = (int64_t)(budget * (double)t->peak),
+                                 .exact = exact};
     rocq_pool_stats warm, peak, end;
     char name[100], within[40] = "";
     if (budget > 0) snprintf(within, sizeof within, "/budget_%.2fx", budget);
+    if (exact) strcat(within, "/exact");
     t->pool = open_pool(b, &desc);
     t->touch = false;
     // Through once as recorded, then up to the moment of most memory, for the state it is in there.
@@ -264,7 +301,7 @@ static void trace_figures(bench *b, trace *t, rocq_memory memory, double budget)
     } figures[] = {
         {"hit_rate", (double)(end.n_hits - warm.n_hits) / n, "of requests",
          budget > 0 || (double)(end.n_hits - warm.n_hits) / n >= 0.95},
-        {"internal", peak.internal, "of blocks, at the peak", peak.internal <= 0.125},
+        {"internal", peak.internal, "of blocks, at the peak", !exact || peak.internal <= 0.125},
         {"external", peak.external, "of reserved, at the peak", true},
         {"asked_peak", (double)peak.peak_bytes, "bytes", peak.peak_bytes == t->peak},
         {"reserved_peak", (double)end.reserved_peak, "bytes",
@@ -285,9 +322,14 @@ static void traces(bench *b) {
         return;
     }
     const rocq_memory memory = b->gpu ? ROCQ_MEMORY_DEVICE : ROCQ_MEMORY_HOST;
-    const double budgets[] = {0, 3, 2, 1.5, 1.25};
+    const struct {
+        double budget;
+        bool exact;
+    } figures[] = {{0, false}, {0, true}, {2, false}, {1.5, false}, {1.5, true}, {1.25, true}};
     bench_value(b, "pool/trace/requests", (double)t.n_requests / (b->tiny ? 8 : 64), "a step", true);
-    for (int i = 0; i < (b->tiny ? 1 : 5); i++) trace_figures(b, &t, memory, budgets[i]);
+    for (int i = 0; i < (b->tiny ? 2 : 6); i++) {
+        trace_figures(b, &t, memory, figures[i].budget, figures[i].exact);
+    }
 
     const rocq_pool_desc desc = {.memory = memory};
     const int64_t n = t.n_requests - t.n_warm;
@@ -336,7 +378,7 @@ int main(int argc, char **argv) {
     bench b;
     if (!bench_open(&b, argc, argv, "memory")) return 1;
     arenas(&b);
-    traces(&b); // before malloc's threshold is set
+    traces(&b);
     host_sizes(&b);
     if (b.gpu) device_sizes(&b);
     return bench_close(&b);

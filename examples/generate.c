@@ -238,7 +238,7 @@ static bool show_progress(const char *what, int64_t done, int64_t total, void *u
 // ---------------------------------------------------------------------------------------------
 
 // What the time to the first token is made of, in its order.
-enum { DEVICE_OPEN, FILE_OPEN, LOAD, WARM, TOKENIZE, READ_PROMPT, FIRST_TOKEN, N_PHASES };
+enum { DEVICE_OPEN, MODEL_OPEN, LOAD, WARM, TOKENIZE, READ_PROMPT, FIRST_TOKEN, N_PHASES };
 static const char *const phase_names[N_PHASES] = {"device", "open",   "load",       "warm",
                                                   "tokenize", "prompt", "first token"};
 
@@ -349,14 +349,14 @@ static bool load(run *r) {
                                .kv_page = r->o.kv_page,
                                .precision = (rocq_precision)r->o.precision,
                                .progress = show_progress, .user = &r->terminal};
-    begin_phase(r, FILE_OPEN);
+    begin_phase(r, MODEL_OPEN);
     if (rocq_gguf_open(r->ctx, &r->file, &source) != ROCQ_OK) {
         return fail(r->o.model, rocq_error(r->ctx));
     }
     if (tokenizer_open(&r->tok, r->file, &allocator) != ROCQ_OK) {
         return fail(r->o.model, r->tok.error);
     }
-    end_phase(r, FILE_OPEN);
+    end_phase(r, MODEL_OPEN);
     begin_phase(r, LOAD);
     if (r->o.tuning && !on_gpu(r)) {
         fprintf(stderr, "generate: --tuning: there is nothing to tune on the CPU\n");

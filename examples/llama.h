@@ -92,8 +92,8 @@ typedef struct llama_model {
     rocq_kv *kv;
     // what a batch of n <= n_batch tokens goes through
     rocq_buffer memory;
-    rocq_tensor inputs;   // I32 [1 + 3 n_batch]: n_past + n, then of n tokens the ids, the positions
-                          // and the cells of the cache
+    rocq_tensor inputs;   // I32 [1 + 3 n_batch]: n_past + n, then of n tokens their ids, their
+                          // positions and their cells in the cache
     int32_t *staged;      // the same on the host, for one upload
     rocq_tensor x;        // [n_embd, n_batch] the residual stream
     rocq_tensor h;        // [n_embd or Q, n_batch] normed or attended: see llama__operand

@@ -39,6 +39,27 @@ static void write_again(rocq_ctx *ctx, const rocq_gguf *file) {
     WALK_CHECK(rocq_gguf_finish(&writer) == ROCQ_OK && !writer);
 }
 
+// A file whose types are known can be loaded, and each tensor is what reading it gives.
+static void load_all(rocq_ctx *ctx, const rocq_gguf *file, bool copy) {
+    const int64_t n = rocq_gguf_tensor_count(file);
+    rocq_tensor *tensors = (rocq_tensor *)malloc((size_t)n * sizeof *tensors + 1);
+    rocq_buffer buffer;
+    const rocq_load_desc desc = {.piece_bytes = 512, .copy = copy};
+    if (tensors && rocq_gguf_load(ctx, file, &desc, tensors, &buffer) == ROCQ_OK) {
+        for (int64_t i = 0; i < n; i++) {
+            rocq_gguf_tensor t;
+            WALK_CHECK(rocq_gguf_tensor_at(file, i, &t) == ROCQ_OK);
+            void *data = malloc((size_t)t.size);
+            WALK_CHECK(data && rocq_gguf_read(ctx, file, &t, data) == ROCQ_OK);
+            WALK_CHECK(rocq_tensor_size(&tensors[i]) == t.size);
+            WALK_CHECK(memcmp(rocq_tensor_data(&tensors[i]), data, (size_t)t.size) == 0);
+            free(data);
+        }
+        WALK_CHECK(rocq_buffer_free(ctx, &buffer) == ROCQ_OK);
+    }
+    free(tensors);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static rocq_ctx *ctx;
@@ -62,6 +83,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (!file) continue;
         hashes[k] = walk_file(ctx, file, (int64_t)size, true);
         if (k == 0) write_again(ctx, file);
+        load_all(ctx, file, k == 1);
         rocq_gguf_close(&file);
     }
     WALK_CHECK(results[0] == results[1] && hashes[0] == hashes[1]);

@@ -44,7 +44,8 @@ enum { N_TOKENS = 40 };
 
 static void trio_open(trio *t, const model_spec *s, const char *kv) {
     const rocq_gguf_desc source = {.path = model_path(s->name)};
-    const llama_options options = {.n_ctx = 96, .n_batch = 20, .n_logits = 20, .kv_format = kv};
+    const llama_options options = {.n_ctx = 96, .n_batch = 20, .n_logits = 20, .kv_format = kv,
+                                   .kv_page = strcmp(kv, "f16") == 0 ? 0 : 8}; // both layouts
     model_write(contexts[CPU], s, source.path, NULL);
     for (int i = 0; i < N_DEVICES; i++) {
         assert_int_equal(rocq_gguf_open(contexts[i], &t->file[i], &source), ROCQ_OK);
@@ -117,7 +118,38 @@ static void check_step(trio *t, int32_t token, double bound, int64_t most_launch
     assert_memory_equal(t->logits[GPU_GRAPH], t->logits[GPU_ONE_BY_ONE], (size_t)n * sizeof(float));
 }
 
-// layer: launches of one, 0 where they are not counted.
+typedef struct text {
+    char data[8192];
+    int64_t size;
+} text;
+
+static bool append(const void *src, int64_t size, void *user) {
+    text *t = (text *)user;
+    if (t->size + size > (int64_t)sizeof t->data) return false;
+    memcpy(t->data + t->size, src, (size_t)size);
+    t->size += size;
+    return true;
+}
+
+// Tuned on one GPU context and loaded by the other, both are right, and agree.
+static void check_tuned(trio *t, const int32_t *tokens, double bound) {
+    text found = {.size = 0};
+    rocq_tune_result result;
+    llama_model *m = &t->model[GPU_GRAPH];
+    assert_int_equal(llama_tune(&t->model[CPU], NULL), ROCQ_E_UNSUPPORTED);
+    if (llama_tune(m, &result) != ROCQ_OK) fail_msg("%s", m->error);
+    assert_true(result.speedup >= 1 && result.n_tried > 0 && !result.cached && m->n_past == 0);
+    assert_int_equal(rocq_tuning_save(contexts[GPU_GRAPH], append, &found), ROCQ_OK);
+    assert_int_equal(rocq_tuning_load(contexts[GPU_ONE_BY_ONE], found.data, found.size), ROCQ_OK);
+    assert_int_equal(llama_tune(&t->model[GPU_ONE_BY_ONE], &result), ROCQ_OK);
+    assert_true(result.cached && !t->model[GPU_ONE_BY_ONE].step);
+    check_prompt(t, tokens, 1, bound);
+    check_prompt(t, tokens, 9, bound);
+    for (int i = 0; i < 2; i++) check_step(t, tokens[i], bound, 0);
+    for (int i = GPU_GRAPH; i < N_DEVICES; i++) rocq_tuning_clear(contexts[i]);
+}
+
+// layer: launches of one, 0 where they are not counted: then the model is tuned as well.
 static void check_model(const model_spec *s, const char *kv, double bound, int64_t layer) {
     static const int32_t sizes[] = {1, 7, 8, 9, 33};
     trio *t = (trio *)calloc(1, sizeof *t);
@@ -131,6 +163,7 @@ static void check_model(const model_spec *s, const char *kv, double bound, int64
     // Beside the layers: embedding, norm, logits.
     const int64_t launches = layer > 0 ? layer * t->model[CPU].n_layers + 3 : 0;
     for (int i = 0; i < 3; i++) check_step(t, tokens[i], bound, launches);
+    if (layer == 0) check_tuned(t, tokens, bound);
     trio_close(t);
     free(t);
 }

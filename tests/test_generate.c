@@ -46,6 +46,8 @@ static void counted_free(void *ptr) {
 
 #include <cmocka.h> // has a macro of the name of a function above
 
+#include <cjson/cJSON.h>
+
 #include "models.h"
 
 enum { LEAKED = 99, N_ARGS = 16 };
@@ -257,6 +259,91 @@ static void test_cache(void **state) {
     assert_string_equal(o->out, text);
 }
 
+static cJSON *read_json(const char *path) {
+    static char text[1 << 21];
+    FILE *in = fopen(path, "rb");
+    assert_non_null(in);
+    const size_t size = fread(text, 1, sizeof text - 1, in);
+    assert_true(size < sizeof text - 1);
+    fclose(in);
+    text[size] = 0;
+    cJSON *json = cJSON_ParseWithOpts(text, NULL, true);
+    if (!json) fail_msg("%s: no JSON at: %.80s", path, cJSON_GetErrorPtr());
+    return json;
+}
+
+// Where a name ends that begins at or after `from`, and is nowhere before it; in microseconds.
+static double phase_after(const cJSON *events, const char *name, double from) {
+    const cJSON *e;
+    cJSON_ArrayForEach(e, events) {
+        if (strcmp(cJSON_GetObjectItem(e, "name")->valuestring, name) != 0) continue;
+        const double start = cJSON_GetObjectItem(e, "ts")->valuedouble;
+        if (start < from) fail_msg("%s begins at %.3f, not after %.3f", name, start, from);
+        return start + cJSON_GetObjectItem(e, "dur")->valuedouble;
+    }
+    fail_msg("there is no %s", name);
+    return 0;
+}
+
+// The phases one after the other, tokens in generation, ops in tokens; and the text stays the same.
+static void test_profile(void **state) {
+    (void)state;
+    static const char *const phases[] = {"open", "load", "warm", "tokenize", "prompt", "first token"};
+    char text[sizeof ((outcome *)0)->out], trace_path[256], profile_path[256];
+    snprintf(trace_path, sizeof trace_path, "%s", model_path("generate-trace"));
+    snprintf(profile_path, sizeof profile_path, "%s", model_path("generate-profile"));
+    const outcome *o = RUN("-m", small_path, "-p", "abc", "-n", "20", "--temp", "0");
+    expect_success(o);
+    snprintf(text, sizeof text, "%s", o->out);
+    o = RUN("-m", small_path, "-p", "abc", "-n", "20", "--temp", "0", "--stats", "--trace", trace_path,
+            "--profile", profile_path);
+    expect_success(o);
+    assert_string_equal(o->out, text);
+    assert_true(statistic(o, "allocations ") == 0);
+    const char *at = strstr(o->err, "time to first token");
+    assert_non_null(at);
+    for (size_t i = 0; i < sizeof phases / sizeof phases[0]; i++) {
+        assert_non_null(at = strstr(at, phases[i])); // in their order, in the statistics
+    }
+    assert_non_null(strstr(o->err, "\nregion ")); // and the table
+    assert_non_null(strstr(o->err, "\n    matvec Q8_0 "));
+
+    cJSON *trace = read_json(trace_path), *profile = read_json(profile_path);
+    const cJSON *e, *events = cJSON_GetObjectItem(trace, "traceEvents");
+    while (strcmp(cJSON_GetObjectItem(cJSON_GetArrayItem(events, 0), "ph")->valuestring, "M") == 0) {
+        cJSON_DeleteItemFromArray(cJSON_GetObjectItem(trace, "traceEvents"), 0);
+    }
+    double end = 0;
+    for (size_t i = 0; i < sizeof phases / sizeof phases[0]; i++) {
+        end = phase_after(events, phases[i], end);
+    }
+    assert_true(phase_after(events, "time to first token", 0) >= end);
+    const double generated = phase_after(events, "generation", end);
+    int n_tokens = 0, n_ops = 0;
+    cJSON_ArrayForEach(e, events) {
+        const char *name = cJSON_GetObjectItem(e, "name")->valuestring;
+        const double start = cJSON_GetObjectItem(e, "ts")->valuedouble;
+        const double stop = start + cJSON_GetObjectItem(e, "dur")->valuedouble;
+        if (start < end) continue;
+        if (strcmp(name, "generation") != 0) assert_true(stop <= generated + 1e-3);
+        n_tokens += strcmp(name, "token") == 0;
+        n_ops += strncmp(name, "matvec", 6) == 0;
+    }
+    assert_true(n_tokens == 19 && n_ops >= 19 * 4);
+    bool found = false;
+    cJSON_ArrayForEach(e, cJSON_GetObjectItem(profile, "regions")) {
+        if (strcmp(cJSON_GetObjectItem(e, "path")->valuestring, "generation/token") != 0) continue;
+        const cJSON *times = cJSON_GetObjectItem(e, "host_ns");
+        found = cJSON_GetObjectItem(times, "count")->valuedouble == 19 &&
+                cJSON_GetObjectItem(e, "bytes_per_s")->valuedouble > 0;
+    }
+    assert_true(found);
+    cJSON_Delete(trace);
+    cJSON_Delete(profile);
+    expect_failure(RUN("-m", small_path, "-n", "2", "--trace", "no/such/trace"), "no/such/trace");
+    expect_failure(RUN("-m", small_path, "-n", "2", "--profile", "no/such/file"), "no/such/file");
+}
+
 static void test_options(void **state) {
     (void)state;
     static const struct { const char *name, *value; } wrong[] = {
@@ -348,7 +435,7 @@ static void test_no_memory(void **state) {
         s.arch = cases[i].arch;
         s.formats = cases[i].formats;
         with(path, s, "generate-memory");
-        const char *args[] = {"-m", path, "-p", "hello there", "-n", "6", "--kv", cases[i].kv,
+        const char *args[] = {"-m", path, "-p", "hello there", "-n", "6", "--stats", "--kv", cases[i].kv,
                               "--threads", "2", NULL};
         const outcome *o = generate_with(-1, args);
         expect_success(o);
@@ -411,6 +498,7 @@ int main(void) {
         cmocka_unit_test(test_text),
         cmocka_unit_test(test_stats),
         cmocka_unit_test(test_cache),
+        cmocka_unit_test(test_profile),
         cmocka_unit_test(test_options),
         cmocka_unit_test(test_wrong_models),
         cmocka_unit_test(test_wrong_files),

@@ -288,6 +288,35 @@ static void large_blocks_are_taken_alone_and_kept(void **state) {
     close_all(&f);
 }
 
+// Before memory is taken, a free block of up to twice the class's size serves, the smallest first.
+static void larger_blocks_serve_before_memory_is_taken(void **state) {
+    (void)state;
+    fixture f;
+    open_with_budget(&f, 0);
+    for (int exact = 0; exact < 2; exact++) {
+        rocq_pool *pool = pool_of(f.ctx, (rocq_pool_desc){.exact = exact != 0});
+        const int64_t less = ROCQ__GUARD;
+        rocq_buffer a = take(pool, (4 << 20) - less), b = take(pool, (7 << 20) - less), c;
+        void *const four = a.host, *const seven = b.host;
+        give(pool, &a);
+        give(pool, &b);
+        a = take(pool, (3 << 20) - less);
+        b = take(pool, (3 << 20) - less); // seven is more than twice this
+        c = take(pool, (6 << 20) - less);
+        assert_int_equal(a.host == four, !exact);
+        assert_int_equal(c.host == seven, !exact);
+        assert_ptr_not_equal(b.host, seven);
+        const rocq_pool_stats s = total(pool);
+        assert_int_equal(s.n_hits, exact ? 0 : 2);
+        assert_int_equal(s.block_bytes, exact ? 12 << 20 : 14 << 20);
+        give(pool, &a);
+        give(pool, &b);
+        give(pool, &c);
+        rocq_pool_destroy(&pool);
+    }
+    close_all(&f);
+}
+
 static void what_is_reserved_ahead_is_there(void **state) {
     (void)state;
     fixture f;
@@ -612,11 +641,15 @@ typedef struct model {
     int32_t n_classes;
 } model;
 
-static int64_t model_block(const model *m, int64_t size) {
-    for (int32_t c = 0; c < m->n_classes; c++) {
-        if (size + ROCQ__GUARD <= m->classes[c]) return m->classes[c];
+// Size of a live block, which is that of its request's class, or up to twice that.
+static int64_t model_block(const model *m, const rocq_buffer *b) {
+    const int64_t size = m->pool->classes[m->pool->blocks[(uint32_t)b->ticket].size_class].block_size;
+    int64_t own = class_for(b->size);
+    for (int32_t c = m->n_classes - 1; c >= 0; c--) {
+        if (b->size + ROCQ__GUARD <= m->classes[c]) own = m->classes[c];
     }
-    return class_for(size);
+    assert_true(m->pool->exact ? size == own : size >= own && size <= 2 * own);
+    return size;
 }
 
 static void stamp(const rocq_buffer *b, uint64_t value) {
@@ -641,7 +674,7 @@ static void model_alloc(model *m) {
     stamp(b, m->stamp[m->n_live++]);
     m->n_requests++;
     m->live_bytes += size;
-    m->block_bytes += model_block(m, size);
+    m->block_bytes += model_block(m, b);
     m->peak_bytes = ROCQ__MAX(m->peak_bytes, m->live_bytes);
 }
 
@@ -650,7 +683,7 @@ static void model_free(model *m) {
     rocq_buffer *b = &m->live[i];
     assert_true(stamped(b, m->stamp[i]));
     m->live_bytes -= b->size;
-    m->block_bytes -= model_block(m, b->size);
+    m->block_bytes -= model_block(m, b);
     m->freed[random_below(16)] = *b;
     assert_int_equal(rocq_pool_free(m->pool, b), ROCQ_OK);
     m->live[i] = m->live[--m->n_live];
@@ -699,9 +732,9 @@ static void random_traces_agree_with_a_model(void **state) {
     static const int64_t classes[] = {256, 4096, 65536, 1 << 20};
     const rocq_pool_desc descs[] = {
         {.slab_size = 1 << 20},
-        {.slab_size = 1 << 20, .budget = 6 << 20},
-        {.slab_size = 1 << 18, .thread_safe = true},
-        {.slab_size = 1 << 20, .classes = classes, .n_classes = 4}};
+        {.slab_size = 1 << 20, .budget = 6 << 20, .exact = true},
+        {.slab_size = 1 << 18, .budget = 6 << 20, .thread_safe = true},
+        {.slab_size = 1 << 20, .classes = classes, .n_classes = 4, .exact = true}};
     random_state = 4;
     for (size_t d = 0; d < sizeof descs / sizeof descs[0]; d++) {
         fixture f;
@@ -872,7 +905,7 @@ static void threads_share_a_pool(void **state) {
         rocq_pool *pool = pool_of(f.ctx, (rocq_pool_desc){.thread_safe = true,
                                                           .budget = beside_ops ? -1 : 0});
         for (int64_t size = 256; beside_ops && size < 9000; size += 256) {
-            assert_int_equal(rocq_pool_reserve(pool, size, 3), ROCQ_OK);
+            assert_int_equal(rocq_pool_reserve(pool, size, 1), ROCQ_OK);
         }
         const int64_t n_allocs = f.ctx->stats.n_allocs;
         pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -916,15 +949,15 @@ static void threads_share_a_pool(void **state) {
 
 // -- a recorded training step --
 
-static void a_training_steps_requests_are_hits(void **state) {
-    (void)state;
+// Replays it, and returns the most bytes that were asked for at once.
+static int64_t replay_training(int64_t budget) {
     enum { STEPS = 48, WARM = 24, NUMBERS = 4096 };
     static rocq_buffer buffers[NUMBERS];
     FILE *trace = popen("python3 bench/training_trace --steps 48 --seed 1", "r");
     assert_non_null(trace);
     fixture f;
     open_with_budget(&f, 0);
-    rocq_pool *pool = pool_of(f.ctx, (rocq_pool_desc){0});
+    rocq_pool *pool = pool_of(f.ctx, (rocq_pool_desc){.budget = budget});
     rocq_pool_stats warm;
     memset(&warm, 0, sizeof warm);
     char line[100];
@@ -952,8 +985,16 @@ static void a_training_steps_requests_are_hits(void **state) {
                   per_step, steady, s.hit_rate, (long long)s.peak_bytes, (long long)s.reserved_peak);
     assert_true(per_step > 900 && per_step < 1100);
     assert_true(steady >= 0.95);
+    if (budget > 0) assert_true(s.reserved_peak <= budget && 2 * budget <= 3 * s.peak_bytes);
     rocq_pool_destroy(&pool);
     close_all(&f);
+    return s.peak_bytes;
+}
+
+static void a_training_steps_requests_are_hits(void **state) {
+    (void)state;
+    const int64_t peak = replay_training(0);
+    if (ROCQ__GUARD == 0) replay_training(peak * 3 / 2); // guards change the classes
 }
 
 // -- arenas --
@@ -1158,6 +1199,7 @@ int main(void) {
         cmocka_unit_test(freed_blocks_are_handed_out_again),
         cmocka_unit_test(slabs_double),
         cmocka_unit_test(large_blocks_are_taken_alone_and_kept),
+        cmocka_unit_test(larger_blocks_serve_before_memory_is_taken),
         cmocka_unit_test(what_is_reserved_ahead_is_there),
         cmocka_unit_test(budgets_hold),
         cmocka_unit_test(trim_gives_back_whole_slabs),

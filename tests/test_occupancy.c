@@ -168,7 +168,7 @@ static int32_t placed(const rocq_occupancy_params *p) {
 
 static void hardware_is_what_can_be_placed(void **state) {
     (void)state;
-    for (int i = 0; i < 200000; i++) {
+    for (int i = 0; i < 60000; i++) {
         const rocq_occupancy_params p = random_params(chips[i % N_CHIPS]);
         const rocq_occupancy o = occupancy(&p);
         const int32_t n = placed(&p), size = (p.threads + p.wave - 1) / p.wave;
@@ -184,7 +184,7 @@ static void hardware_is_what_can_be_placed(void **state) {
 // More of anything never fits more often, and what limits is what it is said to be.
 static void properties(void **state) {
     (void)state;
-    for (int i = 0; i < 20000; i++) {
+    for (int i = 0; i < 6000; i++) {
         const rocq_occupancy_params p = random_params(chips[i % N_CHIPS]);
         const rocq_occupancy o = occupancy(&p);
         rocq_occupancy_params q = p;

@@ -773,9 +773,9 @@ static void text_report(void **state) {
     end(ctx, 0);
     assert_string_equal(report(ctx, ROCQ_REPORT_TEXT)->data,
         "region           calls   total ms      %   median us      p95 us      p99 us     GB/s   GFLOP/s\n"
-        "first                2      1.500             750.00     1000.00     1000.00                   \n"
-        "  in \xc3\xa9 it            1      0.250   16.7      250.00      250.00      250.00                   \n"
-        "  late               1      0.500   33.3      500.00      500.00      500.00                   \n"
+        "first                2      1.500             750.00     1000.00     1000.00\n"
+        "  in \xc3\xa9 it            1      0.250   16.7      250.00      250.00      250.00\n"
+        "  late               1      0.500   33.3      500.00      500.00      500.00\n"
         "second region        1      1.500            1500.00     1500.00     1500.00   787.20     200.0"
         "  memory-bound, 82% of 960 GB/s: excellent\n");
     close_cpu(ctx);
