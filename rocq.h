@@ -172,10 +172,12 @@
    buffer, with no ownership. Dimensions are in GGUF order, innermost first. Host memory of your own
    works everywhere on the CPU (rocq_tensor_from_host).
 
-   Memory is taken at these places only: rocq_open, rocq_buffer_alloc, rocq_reserve, an op that
+   Memory is taken at these places only: rocq_open, rocq_buffer_alloc, rocq_reserve, pools that find
+   no free block, arenas that grow, an op that
    needs more scratch than is reserved, the first copy of a GPU context, rocq_gguf_open, _upload
-   and _load, graphs while they are recorded or captured, an op that falls back (host memory for
-   its operands, while it runs), rocq_kv_create, the tuner, and the GGUF writer. So a token's ops,
+   and _load, graphs while they are recorded or captured, rocq_warm, which takes what the first copy
+   and replay would, an op that falls back (host memory for its operands, while it runs),
+   rocq_kv_create, the tuner, and the GGUF writer. So a token's ops,
    copies and graph launches allocate nothing once scratch is reserved; rocq_stats.n_allocs shows
    it. Host memory comes from rocq_desc.allocator, device and pinned memory from the runtime.
    memory_budget limits buffers and scratch together.
@@ -200,7 +202,8 @@
    a GPU that is one submission for the hundreds of launches of a token, which saves the host's time
    between them. Shapes, addresses and numbers in params are fixed; what changes from step to step
    is in tensors: upload the token, its position and kv_len, then launch. A draw has the number of
-   its step as a param and stays outside. examples/llama.h does so.
+   its step as a param and stays outside. rocq_warm does ahead what the first replay would have to
+   do before it runs. examples/llama.h does both.
 
 
    >>errors
@@ -669,18 +672,20 @@ typedef struct rocq_pool_desc {
     rocq_memory memory;
     const int64_t *classes;  // block sizes, rising multiples of 256, copied. Above the last (NULL =
     int32_t n_classes;       // from the start) there are eight to each doubling, so that for sizes
-                             // from 2 KiB up less than 12.5% of a block is waste
+                             // from 2 KiB up less than 12.5% of a block of the class is waste
     int64_t slab_size;       // most bytes taken at once and cut into blocks of a class, 0 = 8 MiB; a
                              // class begins with less and doubles. A block of more than a quarter
                              // of it is taken by itself (large path)
     int64_t budget;          // most bytes of slabs and large blocks, 0 = only the context's own,
                              // -1 = what rocq_pool_reserve takes and nothing else
-    bool exact;              // requests take blocks of their own class only. Else, before memory is
-                             // taken, a free block up to twice the class's size serves
+    bool exact;              // a request takes a block of its own class only. Else, before memory is
+                             // taken, a free one of up to twice that size serves: far less is then
+                             // reserved where sizes change from step to step
     bool thread_safe;        // any thread may call, at once; else one at a time (see rocq_pool_alloc)
 } rocq_pool_desc;
 
-// Of one class, or of all together. Rates are 0 where they would be 0 / 0.
+// Of one class, or of all together. A request counts in the class of the block it got. Rates are 0
+// where they would be 0 / 0.
 typedef struct rocq_pool_stats {
     int64_t block_size;      // of the class; 0 for all together
     int64_t n_requests;      // rocq_pool_alloc calls that succeeded
@@ -1037,11 +1042,12 @@ ROCQ_DEF void rocq_pool_destroy(rocq_pool **pool); // twice, or on NULL, is harm
 // E_MEMORY come only after free slabs have been given back to make room: as many bytes as are asked
 // for, oldest first, then all. On a GPU a block may be freed while ops that use it are under way,
 // and be handed out again: all work is in order.
-// A request that finds a free block, and free, do not touch the context, so threads of a
-// thread-safe pool may make them beside ops. One that finds none takes memory from the context, and
-// is a call of the context as _reserve, _trim and _destroy are: nothing else of it may run at that
-// time but hits and frees. With budget -1 no request does. rocq_error has no sentence for failures of a thread-safe
-// pool that do not come from the context; rocq_desc.log gets them, in their thread.
+//
+// Threads: with thread_safe, a request that finds a free block, rocq_pool_free and the statistics
+// may run at any time in any thread, beside ops as well: they do not touch the context. A request
+// that finds none takes memory, and is a call of the context, as reserve, trim, create and destroy
+// are: it may run beside those of this pool only. With budget -1 no request does. Failures that are
+// not the context's own go to rocq_desc.log, in the thread of the call, and not to rocq_error.
 ROCQ_DEF rocq_result rocq_pool_alloc(rocq_pool *pool, rocq_buffer *buffer, int64_t size);
 
 // Takes the block back and empties *buffer; an empty one is harmless. E_ARGUMENT, and nothing done,
@@ -1245,8 +1251,8 @@ ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, cons
 typedef struct rocq_load_desc {
     const char *const *names; // tensors to load, in this order; NULL = all, in the file's order
     int64_t n_names;
-    int64_t piece_bytes;      // what is read, copied and repacked at once, 512 to 2^28; 0 = 8 MiB
-    int32_t n_pieces;         // GPU: pinned pieces in flight, 3 to 64; 0 = 4
+    int64_t piece_bytes;      // what is read, copied and repacked at once, 512 to 2^28; 0 = 4 MiB
+    int32_t n_pieces;         // GPU: pinned pieces in flight, 3 to 64; 0 = 6
     bool copy;                // CPU: also what could be a view of the file
     bool (*progress)(int64_t done, int64_t total, void *user); // bytes; from the calling thread, at
                               // the start and after every piece; false = stop: E_CANCELLED
@@ -1257,7 +1263,7 @@ typedef struct rocq_load_desc {
 // names[i]; names twice in the list share memory. On a GPU three stages overlap: the context's
 // threads read a piece into pinned memory while the one before crosses the bus and the one before
 // that is repacked. Pinned memory is n_pieces pieces, and device memory besides the buffer, within
-// the budget, as much again, for as long as the call takes. A path or a span is read by all threads,
+// the budget, twice as much, for as long as the call takes. A path or a span is read by all threads,
 // a callback called by this one only. Returns when all is in place. *buffer (empty where every
 // tensor views the file) is freed with rocq_buffer_free. On failure, and after rocq_cancel, nothing
 // is kept. desc may be NULL.
@@ -1456,11 +1462,12 @@ typedef struct rocq_region_stats {
     int32_t depth;           // 0 = outermost
     rocq_summary host_ns;    // over the latest samples, count over all. On a GPU: of submission
     rocq_summary gpu_ns;     // count 0: not timed on the GPU
-    double total_ns;         // of the GPU where it was timed, else of the host
+    double total_ns;         // of ops and graphs on the GPU where they were timed there; of other
+                             // regions on the host, or the GPU if longer: their end need not wait
     double bytes, flops;     // sums of what was moved and computed, those of regions inside included
     double bytes_per_s, flops_per_s;
     double share;            // of the peak that bounds it, 0 when unknown
-    rocq_access access;      // of ops by their shapes; LATENCY where the peak would take under 2 us
+    rocq_access access;      // of ops by their shapes; LATENCY where at the peak it took under 2 us
     bool memory_bound;       // false when unknown
     const char *verdict;     // "memory-bound, 82% of 960 GB/s: excellent" (above 80%; good: above
                              // 60%; else what such access can reach); "" when unknown
@@ -1610,10 +1617,11 @@ ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *
 ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const char *text, int64_t size);
 ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
 
-// Does before the first token what would make it slow: loads kernels onto the device by launching
-// each once without work (those that the graph needs, or all with graph NULL), makes the graph's
-// submission, takes the pinned memory of copies, starts the threads; on the CPU, reads the graph's
-// operands once, so that a mapped file is in memory. Nothing that ops see is changed.
+// Does before the first token what would make it slow, and waits for it. GPU: every kernel that the
+// graph needs, or all with graph NULL, is launched once without work, so that it is loaded; the graph
+// becomes the submission that it is replayed as, and pinned memory for copies is taken. CPU: the
+// threads are started, and every page of the graph's operands is touched, so that a mapped file is
+// in memory. Both: scratch memory for the graph. Nothing that ops see is changed.
 ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph);
 
 // -- operations: contracts stand at the params structs --
@@ -5295,8 +5303,8 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file, const 
     memset(&loaded, 0, sizeof loaded);
     load.ctx = ctx;
     if (desc) load.desc = *desc;
-    if (load.desc.piece_bytes == 0) load.desc.piece_bytes = 8 << 20;
-    if (load.desc.n_pieces == 0) load.desc.n_pieces = 4;
+    if (load.desc.piece_bytes == 0) load.desc.piece_bytes = 4 << 20;
+    if (load.desc.n_pieces == 0) load.desc.n_pieces = 6;
     if (!file || !tensors || !buffer || load.desc.n_names < 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT,
                           "gguf_load: file, tensors or buffer is NULL, or n_names %lld",
@@ -8596,19 +8604,22 @@ enum {
 
 // Pinned host memory that every copy passes through: the runtime never sees the caller's pages,
 // which may be mapped from a file. Copies fill one piece after the other; the event of a piece,
-// recorded behind the last of its copies and what they feed, tells when it may be filled again. The
-// context has one ring, whose copies go through its stream; rocq_gguf_load makes a larger one for as
-// long as it runs.
+// recorded behind the last of its copies, tells when it may be filled again. The context has one
+// ring, whose copies go through its stream; rocq_gguf_load makes a larger one for as long as it runs.
+// That has staging memory too, device memory that blocks are repacked from: twice as many pieces,
+// so that a stream which goes on late after it has waited for the other holds up no pinned piece,
+// which costs more to make (11 ms for 32 MiB on an H200; bench/upload.c).
 typedef struct rocq__ring {
     unsigned char *memory;  // n_pieces of piece_bytes; NULL before the first copy
     int64_t piece_bytes;    // a multiple of ROCQ__LINE
     int32_t n_pieces;
-    int32_t piece;          // that is being filled
+    int64_t piece;          // that is being filled: its number since the ring was made
     int64_t used;           // bytes of it
     void *stream;           // of the copies
-    void *event[ROCQ__MAX_PIECES];
-    bool pending[ROCQ__MAX_PIECES]; // the event is recorded, and nobody has waited for it
-    rocq__device_block *staging;    // loading: as much device memory, where blocks are repacked from
+    void *copied[ROCQ__MAX_PIECES];
+    bool pending[ROCQ__MAX_PIECES];       // copied is recorded, and nobody has waited for it
+    rocq__device_block *staging;          // loading: 2 n_pieces of piece_bytes, with events that
+    void *repacked[2 * ROCQ__MAX_PIECES]; // tell when a piece of it may be filled again
 } rocq__ring;
 
 typedef struct rocq__gpu {
@@ -9132,8 +9143,8 @@ ROCQ__FN rocq_result rocq__ring_init(rocq_ctx *ctx, rocq__ring *ring, int64_t pi
     ring->n_pieces = n_pieces;
     if (!ring->stream) ring->stream = ctx->gpu->stream;
     for (int32_t i = 0; i < n_pieces; i++) {
-        if (ring->event[i]) continue;
-        ROCQ__HIP("event", hip->event_create(&ring->event[i], ROCQ_HIP_NO_TIMING));
+        if (ring->copied[i]) continue;
+        ROCQ__HIP("event", hip->event_create(&ring->copied[i], ROCQ_HIP_NO_TIMING));
     }
     ROCQ__HIP("pinned memory", hip->host_alloc(&memory, (size_t)size, 0));
     ring->memory = (unsigned char *)memory;
@@ -9152,8 +9163,9 @@ ROCQ__FN void rocq__ring_free(rocq_ctx *ctx, rocq__ring *ring) {
         hip->stream_destroy(ring->stream);
     }
     if (ring->memory) hip->stream_wait(ctx->gpu->stream);
-    for (int32_t i = 0; i < ring->n_pieces; i++) {
-        if (ring->event[i]) hip->event_destroy(ring->event[i]);
+    for (int32_t i = 0; i < 2 * ring->n_pieces; i++) {
+        if (i < ring->n_pieces && ring->copied[i]) hip->event_destroy(ring->copied[i]);
+        if (ring->repacked[i]) hip->event_destroy(ring->repacked[i]);
     }
     if (ring->memory) {
         hip->host_free(ring->memory);
@@ -9164,16 +9176,18 @@ ROCQ__FN void rocq__ring_free(rocq_ctx *ctx, rocq__ring *ring) {
     memset(ring, 0, sizeof *ring);
 }
 
-ROCQ__FN rocq_result rocq__ring_mark(rocq_ctx *ctx, rocq__ring *ring, int32_t piece) {
-    ROCQ__HIP("event", ctx->gpu->hip->event_record(ring->event[piece], ctx->gpu->stream));
-    ring->pending[piece] = true;
+ROCQ__FN rocq_result rocq__ring_mark(rocq_ctx *ctx, rocq__ring *ring, int64_t piece) {
+    const int64_t i = piece % ring->n_pieces;
+    ROCQ__HIP("event", ctx->gpu->hip->event_record(ring->copied[i], ring->stream));
+    ring->pending[i] = true;
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, rocq__ring *ring, int32_t piece) {
-    if (!ring->pending[piece]) return ROCQ_OK;
-    ROCQ__HIP("copy", ctx->gpu->hip->event_wait(ring->event[piece]));
-    ring->pending[piece] = false;
+ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, rocq__ring *ring, int64_t piece) {
+    const int64_t i = piece % ring->n_pieces;
+    if (!ring->pending[i]) return ROCQ_OK;
+    ROCQ__HIP("copy", ctx->gpu->hip->event_wait(ring->copied[i]));
+    ring->pending[i] = false;
     return ROCQ_OK;
 }
 
@@ -9185,11 +9199,11 @@ ROCQ__FN rocq_result rocq__ring_take(rocq_ctx *ctx, rocq__ring *ring, int64_t si
     if (ring->used + size > ring->piece_bytes) {
         if (unsent) *unsent = true;
         else ROCQ__TRY(rocq__ring_mark(ctx, ring, ring->piece));
-        ring->piece = (ring->piece + 1) % ring->n_pieces;
+        ring->piece++;
         ring->used = 0;
         ROCQ__TRY(rocq__ring_wait(ctx, ring, ring->piece));
     }
-    *out = ring->memory + ring->piece * ring->piece_bytes + ring->used;
+    *out = ring->memory + ring->piece % ring->n_pieces * ring->piece_bytes + ring->used;
     ring->used += (size + ROCQ__LINE - 1) / ROCQ__LINE * ROCQ__LINE;
     return ROCQ_OK;
 }
@@ -9212,7 +9226,7 @@ typedef struct rocq__stretch {
     int64_t part, at;      // what is first: byte at of a part
     int64_t bytes;         // of parts; 0: there is no stretch
     unsigned char *memory; // in the ring: start. Both are at the same distance from a line
-    int32_t piece;
+    int64_t piece, used;   // in which piece of the ring, and how far from its beginning
     bool last;             // of its piece
 } rocq__stretch;
 
@@ -9283,16 +9297,23 @@ ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
         }
     }
     unsigned char *staging = NULL; // where start would be
+    void *repacked = NULL;
     if (first < last) {
-        staging = ring->staging
-                      ? (unsigned char *)ring->staging->address + (s->memory - ring->memory)
-                      : (unsigned char *)gpu->scratch->address + s->start % ROCQ__LINE;
+        const int64_t i = s->piece % (2 * ring->n_pieces);
+        const rocq__device_block *block = ring->staging ? ring->staging : gpu->scratch;
+        staging = (unsigned char *)block->address;
+        staging += ring->staging ? i * ring->piece_bytes + s->used : s->start % ROCQ__LINE;
+        if (overlapped) {
+            repacked = ring->repacked[i];
+            ROCQ__HIP("upload", hip->stream_wait_event(ring->stream, repacked, 0));
+        }
         ROCQ__HIP("upload", hip->copy(staging + (first - s->start), s->memory + (first - s->start),
                                       (size_t)(last - first), ROCQ_HIP_TO_DEVICE, ring->stream));
     }
-    if (overlapped) { // from here on the context's stream is behind the copies
-        ROCQ__HIP("upload", hip->event_record(ring->event[s->piece], ring->stream));
-        ROCQ__HIP("upload", hip->stream_wait_event(gpu->stream, ring->event[s->piece], 0));
+    if (s->last || repacked) ROCQ__TRY(rocq__ring_mark(ctx, ring, s->piece));
+    if (repacked) {
+        void *copied = ring->copied[s->piece % ring->n_pieces];
+        ROCQ__HIP("upload", hip->stream_wait_event(gpu->stream, copied, 0));
     }
     for (int64_t k = s->part, at = s->at; staging && k < u->n_parts; k++, at = 0) {
         const rocq__part *p = &u->parts[k];
@@ -9304,7 +9325,8 @@ ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
         ROCQ__TRY(rocq__repack_hip(ctx, &p->t, staging + (begin - s->start),
                                    at / bytes * (elems / 32), n / bytes * (elems / 32)));
     }
-    return overlapped || s->last ? rocq__ring_mark(ctx, ring, s->piece) : ROCQ_OK;
+    if (repacked) ROCQ__HIP("upload", hip->event_record(repacked, gpu->stream));
+    return ROCQ_OK;
 }
 
 ROCQ__FN void rocq__upload_send(void *arg) {
@@ -9333,6 +9355,7 @@ ROCQ__FN rocq_result rocq__upload_parts(rocq_ctx *ctx, rocq__ring *ring,
                                   &next.memory));
         next.memory += skew;
         next.piece = ring->piece;
+        next.used = next.memory - (ring->memory + ring->piece % ring->n_pieces * ring->piece_bytes);
         const bool ok = rocq__source_read(ctx, source, next.start, size, next.memory,
                                           rocq__upload_send, &u);
         ROCQ__TRY(u.result);
@@ -9384,7 +9407,10 @@ ROCQ__FN rocq_result rocq__load_ring(rocq__loading *load, const rocq__part *part
     ROCQ__TRY(rocq__ring_init(ctx, ring, piece_bytes, n_pieces));
     while (k < n_parts && parts[k].t.layout != ROCQ_LAYOUT_PLANAR) k++;
     if (k == n_parts) return ROCQ_OK;
-    const int64_t size = n_pieces * piece_bytes;
+    for (int32_t i = 0; ring->stream != ctx->gpu->stream && i < 2 * n_pieces; i++) {
+        ROCQ__HIP("event", hip->event_create(&ring->repacked[i], ROCQ_HIP_NO_TIMING));
+    }
+    const int64_t size = 2 * n_pieces * piece_bytes;
     ROCQ__TRY(rocq__take_budget(ctx, size));
     const rocq_result result = rocq__device_alloc(ctx, "gguf_load", size, false, &ring->staging);
     if (result != ROCQ_OK) ctx->budget_used -= size;
@@ -9402,7 +9428,8 @@ ROCQ__FN rocq_result rocq__load_hip(rocq__loading *load, const rocq__source *sou
         result = rocq__upload_parts(ctx, &ring, source, parts, n_parts, load);
     }
     if (result == ROCQ_OK) {
-        const int error = gpu->hip->stream_wait(gpu->stream);
+        int error = gpu->hip->stream_wait(ring.stream);
+        if (error == 0) error = gpu->hip->stream_wait(gpu->stream);
         if (error != 0) result = rocq__hip_failed(ctx, "gguf_load", error);
     }
     rocq__ring_free(ctx, &ring);
@@ -9414,7 +9441,7 @@ ROCQ__FN rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *sr
     rocq__gpu *gpu = ctx->gpu;
     struct {
         const unsigned char *from;
-        int32_t piece;
+        int64_t piece;
     } flight[ROCQ__PIECES - 1];
     rocq__ring *ring = &gpu->ring;
     const int64_t most = ROCQ__PIECE, room = ROCQ__PIECES - 1;
@@ -9542,8 +9569,8 @@ ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, voi
 
 // -- choices --
 // Where params leave open how a launch is made, the op's body describes it as a site and asks
-// rocq__config_for, which goes by the rule of its kind, unless rocq_tune has found something faster for
-// the class of the site.
+// rocq__config_for, which goes by the rule of its kind, unless rocq_tune has found something faster
+// for the class of the site.
 
 enum { ROCQ__MATVEC, ROCQ__TILES, ROCQ__ATTEND, ROCQ__KINDS };
 
@@ -9965,7 +9992,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
 // (bench/gfx1100.md), and measured on an H200, whose matrix unit leaves all else further behind.
 enum { ROCQ__TILE_DECODE = 16, ROCQ__TILE_DECODE_OTHER = 45 };
 
-// How long the longest-working compute unit has to do with F16 tiles of so many columns, in columns.
+// Time of the longest-working compute unit with F16 tiles of so many columns, counted in columns.
 ROCQ__FN int64_t rocq__tiles_time(const rocq__chip *chip, const rocq__site *s, int64_t columns) {
     const int64_t tiles_m = ((int64_t)s->m + ROCQ_K_MATMUL_M - 1) / ROCQ_K_MATMUL_M;
     const int64_t blocks = tiles_m * ((s->n + columns - 1) / columns) * s->batch;
@@ -10147,10 +10174,16 @@ enum {
 static const int32_t rocq__head_dims[] = {ROCQ_K_HEAD_DIMS(ROCQ_X, )};
 #undef ROCQ_X
 
-// Bytes of K and V that a KV head has, and of the part of a block.
+// How long a block takes for a row of K or V, in bytes on their way; codes take half as long again
+// to unpack as F16 takes to read.
+ROCQ__FN double rocq__attend_load(int32_t format, int32_t head_dim) {
+    const bool plain = rocq__is_plain((rocq_format)format);
+    return plain ? (double)rocq__bytes((rocq_format)format, head_dim) : 3.0 * head_dim;
+}
+
+// Bytes of K and V of a KV head, as above, and of the part of a block.
 ROCQ__FN double rocq__attend_kv(const rocq__site *s) {
-    return (double)s->n * (double)(rocq__bytes((rocq_format)s->format, s->k) +
-                                   rocq__bytes((rocq_format)s->format2, s->k));
+    return s->n * (rocq__attend_load(s->format, s->k) + rocq__attend_load(s->format2, s->k));
 }
 
 ROCQ__FN double rocq__attend_part(const rocq__site *s, int32_t tile_n) {
@@ -10158,18 +10191,25 @@ ROCQ__FN double rocq__attend_part(const rocq__site *s, int32_t tile_n) {
 }
 
 // A prefill block reads K and V for up to 64 columns at once: worth it where over half of them are
-// there. Splits fill the chip, but their number is at most what makes reading, kv / splits, take as
-// long as merging, part * splits, at their rates. They go by shapes alone, never by kv_len: a
-// recorded launch is replayed while that grows.
+// there. Splits have whole runs of positions each, as few as still fill the chip; with few columns
+// also so many runs that reading, kv / splits, takes about as long as merging, part * splits, since
+// few blocks merge. All from shapes alone, never from kv_len: a recorded launch is replayed while
+// that grows. On an H200 within 1% of the fastest for the 11 shapes with one query in
+// bench/tuning.c.
 ROCQ__FN rocq_launch_config rocq__rule_attend(const rocq__chip *chip, const rocq__site *s) {
     const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(s->k);
     rocq_launch_config config = {0, s->m <= ROCQ__MAX(few, many / 2) ? few : many, 1};
-    const int64_t n_tiles = ((int64_t)s->m + config.tile_n - 1) / config.tile_n;
-    const int64_t want = (int64_t)ROCQ__ATTEND_BLOCKS * chip->n_units / (n_tiles * s->batch);
-    const int64_t most = ((int64_t)s->n + ROCQ_K_ATTEND_RUN - 1) / ROCQ_K_ATTEND_RUN;
-    const double even = sqrt(rocq__attend_kv(s) / ROCQ__ATTEND_FLIGHT * ROCQ__ATTEND_MERGE /
-                             rocq__attend_part(s, config.tile_n));
-    config.n_splits = (int32_t)ROCQ__MAX(1, ROCQ__MIN(ROCQ__MIN(want, most), (int64_t)even));
+    const double all = (double)s->n / ROCQ_K_ATTEND_RUN; // runs
+    const double blocks = ceil((double)s->m / config.tile_n) * s->batch;
+    const double fill = floor((double)ROCQ__ATTEND_BLOCKS * chip->n_units / blocks);
+    double runs = ceil(all / ROCQ__MAX(fill, 1.0)); // of a split
+    if (config.tile_n == few) {
+        const double even = all / sqrt(rocq__attend_kv(s) / ROCQ__ATTEND_FLIGHT *
+                                       ROCQ__ATTEND_MERGE / rocq__attend_part(s, few));
+        const bool up = even * even > floor(even) * ceil(even); // by ratio
+        runs = ROCQ__MAX(runs, floor(even) + (up ? 1.0 : 0.0));
+    }
+    config.n_splits = (int32_t)ceil(all / ROCQ__MAX(runs, 1.0));
     return config;
 }
 
@@ -11601,12 +11641,12 @@ ROCQ__FN void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
 // ---------------------------------------------------------------------------------------------
 // >>pool: blocks of a few sizes, kept for the next request
 // ---------------------------------------------------------------------------------------------
-// A slab is memory of the context, cut into blocks of one class; a large block is a slab of its own.
-// What is known of a block is in a descriptor in host memory, since device memory cannot hold it. A
-// buffer's ticket is the number of its block's descriptor, and above it the block's generation,
-// which alloc and free each raise: it is odd while the block is out. So free finds the block without
-// a search, and a ticket fits once: 2^31 uses of the same block must pass before it would again.
-// Descriptors outlive the slab and are used for another.
+// A slab is memory of the context, cut into blocks of one class; a large block is a slab of its
+// own. What is known of a block is in a descriptor in host memory, since device memory cannot hold
+// it. A buffer's ticket is the number of its block's descriptor, and above it the block's
+// generation, which alloc and free each raise: it is odd while the block is out. So free finds the
+// block without a search, and a ticket fits once, until 2^31 uses of the block have passed.
+// Descriptors outlive their slab and serve another.
 
 enum {
     ROCQ__SLAB_FIRST = 65536, // bytes of a class's first slab
@@ -11633,8 +11673,8 @@ typedef struct rocq__slab {
 typedef struct rocq__size_class {
     int64_t block_size;
     int32_t free; // first block, -1 = none
-    // Counters that change together stand apart: compilers would join neighbours to one 16-byte load,
-    // which waits long for the 8-byte stores before it.
+    // Counters that change together stand apart: compilers would join neighbours to one 16-byte
+    // load, which waits long for the 8-byte stores before it.
     int64_t n_requests;
     int64_t n_misses;  // requests that took a slab
     int64_t live_bytes;
@@ -11737,8 +11777,9 @@ ROCQ__FN void rocq__slab_free(rocq_pool *pool, rocq__slab *slab) {
     else rocq__free(pool->ctx, slab->host);
 }
 
-// The array, or a larger one with its elements, so that n elements fit; NULL when there is no memory.
-ROCQ__FN void *rocq__pool_array(rocq_ctx *ctx, void *array, int32_t *room, int64_t n, int64_t element) {
+// The array, or a larger one with what it holds, with room for n elements; NULL: no memory.
+ROCQ__FN void *rocq__pool_array(rocq_ctx *ctx, void *array, int32_t *room, int64_t n,
+                                int64_t element) {
     if (n <= *room) return array;
     const int64_t more = ROCQ__MIN(ROCQ__MAX(n, 2 * (int64_t)*room), INT32_MAX);
     void *larger = n <= INT32_MAX ? rocq__alloc(ctx, more * element) : NULL;
@@ -11759,8 +11800,10 @@ ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
     slab.size = bytes;
     slab.size_class = c;
     if (pool->budget > 0 && bytes > pool->budget - pool->reserved_bytes) {
-        return rocq__fail(ctx, ROCQ_E_BUDGET, "%lld more bytes do not fit the pool's budget: %lld of %lld used",
-                          (long long)bytes, (long long)pool->reserved_bytes, (long long)pool->budget);
+        return rocq__fail(ctx, ROCQ_E_BUDGET,
+                          "%lld more bytes do not fit the pool's budget: %lld of %lld used",
+                          (long long)bytes, (long long)pool->reserved_bytes,
+                          (long long)pool->budget);
     }
 
     void *slabs = rocq__pool_array(ctx, pool->slabs, &pool->slabs_room, (int64_t)pool->n_slabs + 1,
@@ -11777,7 +11820,8 @@ ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
     if (pool->memory == ROCQ_MEMORY_HOST) {
         slab.host = rocq__alloc_aligned(ctx, bytes, 256);
         if (!slab.host) {
-            result = rocq__fail(ctx, ROCQ_E_MEMORY, "pool: no memory for %lld bytes", (long long)bytes);
+            result = rocq__fail(ctx, ROCQ_E_MEMORY, "pool: no memory for %lld bytes",
+                                (long long)bytes);
         }
     } else {
         result = rocq__hip_enter(ctx, "pool");
@@ -11873,8 +11917,9 @@ ROCQ__FN rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
     return ROCQ_OK;
 }
 
-// Makes a block of the class free. What fails before free slabs were given back was no failure of
-// the caller's, and leaves no message.
+// Makes a block of the class free. Where a slab does not fit, as many bytes of free slabs are given
+// back (blocks taken one by one would fragment what is left), then a block by itself must do. What
+// fails on the way is no failure of the caller's and leaves no message.
 ROCQ__FN rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
     rocq_ctx *ctx = pool->ctx;
     const rocq__size_class *cls = &pool->classes[c];
@@ -11885,9 +11930,10 @@ ROCQ__FN rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
         n = ROCQ__MAX(ROCQ__MIN(n, pool->slab_size / cls->block_size), 1);
     }
     memcpy(error, ctx->error, sizeof error);
-    for (int attempt = 0; attempt < 2; attempt++, n = 1) {
+    for (int attempt = 0; attempt < 2; attempt++) {
+        const int64_t keep = ROCQ__MAX(pool->reserved_bytes - n * cls->block_size, 0);
         ctx->quiet = true;
-        const rocq_result result = rocq__slab_take(pool, c, n);
+        const rocq_result result = rocq__slab_take(pool, c, attempt == 0 ? n : 1);
         ctx->quiet = false;
         if (result != ROCQ_OK && result != ROCQ_E_BUDGET && result != ROCQ_E_MEMORY) {
             rocq__log(ctx, ROCQ_LOG_ERROR, "%s", ctx->error);
@@ -11895,8 +11941,7 @@ ROCQ__FN rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
         }
         memcpy(ctx->error, error, sizeof error);
         if (result == ROCQ_OK) return ROCQ_OK;
-        const int64_t keep = pool->reserved_bytes - n * cls->block_size;
-        ROCQ__TRY(rocq__pool_trim(pool, attempt == 0 ? ROCQ__MAX(keep, 0) : 0));
+        ROCQ__TRY(rocq__pool_trim(pool, attempt == 0 ? keep : 0));
     }
     return rocq__slab_take(pool, c, 1);
 }
@@ -11921,7 +11966,8 @@ ROCQ_DEF void rocq_pool_destroy(rocq_pool **pool_at) {
     *pool_at = NULL;
 }
 
-ROCQ_DEF rocq_result rocq_pool_create(rocq_ctx *ctx, rocq_pool **pool_at, const rocq_pool_desc *desc) {
+ROCQ_DEF rocq_result rocq_pool_create(rocq_ctx *ctx, rocq_pool **pool_at,
+                                      const rocq_pool_desc *desc) {
     rocq_pool_desc d;
     if (pool_at) *pool_at = NULL;
     if (!ctx) return ROCQ_E_ARGUMENT;
@@ -11929,37 +11975,42 @@ ROCQ_DEF rocq_result rocq_pool_create(rocq_ctx *ctx, rocq_pool **pool_at, const 
     if (desc) d = *desc;
     if (!pool_at || d.slab_size < 0 || d.budget < -1 || d.n_classes < 0 ||
         (d.n_classes > 0 && !d.classes)) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "pool_create: pool or classes is NULL, or a number is out of range");
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "pool_create: pool or classes is NULL, or a number is out of range");
     }
     if (d.memory < ROCQ_MEMORY_DEFAULT || d.memory > ROCQ_MEMORY_DEVICE) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "pool_create: no memory %d", (int)d.memory);
     }
     if (d.memory == ROCQ_MEMORY_DEVICE && !rocq__on_gpu(ctx)) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "pool_create: a CPU context has no device memory");
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
+                          "pool_create: a CPU context has no device memory");
     }
     const int64_t most = rocq__default_size(ROCQ__CLASSES - 1);
     int64_t last = 0;
     for (int32_t c = 0; c < d.n_classes; c++) {
         if (d.classes[c] <= last || d.classes[c] % 256 != 0 || d.classes[c] > most) {
-            return rocq__fail(ctx, ROCQ_E_ARGUMENT, "pool_create: class %d of %lld bytes is no multiple of 256, not above %lld, or too large",
+            return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                              "pool_create: class %d, %lld bytes, is no multiple of 256 above %lld",
                               (int)c, (long long)d.classes[c], (long long)last);
         }
         last = d.classes[c];
     }
-    const int32_t first = last > 0 ? rocq__default_class(last + 1) : 0; // default one above the last
+    const int32_t first = last > 0 ? rocq__default_class(last + 1) : 0; // default class after it
     const int64_t n_classes = (int64_t)d.n_classes + ROCQ__CLASSES - first;
 
+    const int64_t bytes = n_classes * (int64_t)sizeof(rocq__size_class);
     rocq_pool *pool = (rocq_pool *)rocq__alloc(ctx, (int64_t)sizeof *pool);
-    rocq__size_class *classes = (rocq__size_class *)rocq__alloc(ctx, n_classes * (int64_t)sizeof *classes);
+    rocq__size_class *classes = (rocq__size_class *)rocq__alloc(ctx, bytes);
     if (!pool || !classes || n_classes > INT32_MAX) {
         rocq__free(ctx, pool);
         rocq__free(ctx, classes);
         return rocq__fail(ctx, ROCQ_E_MEMORY, "pool_create: no host memory");
     }
     memset(pool, 0, sizeof *pool);
-    memset(classes, 0, (size_t)n_classes * sizeof *classes);
+    memset(classes, 0, (size_t)bytes);
     for (int32_t c = 0; c < (int32_t)n_classes; c++) {
-        classes[c].block_size = c < d.n_classes ? d.classes[c] : rocq__default_size(c - d.n_classes + first);
+        const int32_t above = c - d.n_classes;
+        classes[c].block_size = above < 0 ? d.classes[c] : rocq__default_size(first + above);
         classes[c].free = -1;
     }
     pool->ctx = ctx;
@@ -11970,7 +12021,8 @@ ROCQ_DEF rocq_result rocq_pool_create(rocq_ctx *ctx, rocq_pool **pool_at, const 
     pool->by_formula = d.n_classes == 0;
     pool->exact = d.exact;
     pool->thread_safe = d.thread_safe;
-    pool->lost = pool->memory != ROCQ_MEMORY_HOST && !d.thread_safe ? &ctx->gpu->lost : &pool->never;
+    pool->lost = &pool->never;
+    if (pool->memory != ROCQ_MEMORY_HOST && !d.thread_safe) pool->lost = &ctx->gpu->lost;
     pool->most = most - rocq__pool_guard(pool);
     pool->classes = classes;
     pool->n_classes = (int32_t)n_classes;
@@ -12030,8 +12082,9 @@ ROCQ__ALWAYS_INLINE bool rocq__pool_hit(rocq_pool *pool, rocq_buffer *buffer, in
 
 ROCQ__NOINLINE rocq_result rocq__pool_miss(rocq_pool *pool, rocq_buffer *buffer, int64_t size) {
     if (!buffer || size < 1 || size > pool->most) {
-        return rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_alloc: buffer is NULL, or %lld bytes are "
-                               "not 1 to %lld", (long long)size, (long long)pool->most);
+        return rocq__pool_fail(pool, ROCQ_E_ARGUMENT,
+                               "pool_alloc: buffer is NULL, or %lld bytes are not 1 to %lld",
+                               (long long)size, (long long)pool->most);
     }
     if (*pool->lost) return rocq__hip_enter(pool->ctx, "pool_alloc");
     const int32_t c = rocq__pool_class(pool, size);
@@ -12041,8 +12094,9 @@ ROCQ__NOINLINE rocq_result rocq__pool_miss(rocq_pool *pool, rocq_buffer *buffer,
         if (rocq__class_serves(pool, &pool->classes[k], buffer, size)) return ROCQ_OK;
     }
     if (pool->budget < 0) {
-        return rocq__pool_fail(pool, ROCQ_E_BUDGET, "pool_alloc: no free block of %lld bytes is left "
-                               "in a pool that does not grow", (long long)cls->block_size);
+        return rocq__pool_fail(pool, ROCQ_E_BUDGET,
+                               "pool_alloc: no free block of %lld bytes, and the pool does not grow",
+                               (long long)cls->block_size);
     }
     ROCQ__TRY(rocq__pool_grow(pool, c));
     cls->n_misses++;
@@ -12078,15 +12132,22 @@ ROCQ__ALWAYS_INLINE rocq__pool_block *rocq__pool_find(rocq_pool *pool, const roc
     return found ? block : NULL;
 }
 
-ROCQ__ALWAYS_INLINE bool rocq__pool_put(rocq_pool *pool, rocq_buffer *buffer) {
-    rocq__pool_block *block = buffer ? rocq__pool_find(pool, buffer) : NULL;
-    if (!block || (pool->memory != ROCQ_MEMORY_DEVICE && rocq__guard_broken(block))) return false;
+// The block is no longer out; size says what it is then.
+ROCQ__ALWAYS_INLINE rocq__size_class *rocq__pool_return(rocq_pool *pool, rocq__pool_block *block,
+                                                        int64_t size) {
     rocq__size_class *cls = &pool->classes[block->size_class];
     cls->n_frees++;
     cls->live_bytes -= block->size;
     pool->live_bytes -= block->size;
     block->generation++;
-    block->size = 0;
+    block->size = size;
+    return cls;
+}
+
+ROCQ__ALWAYS_INLINE bool rocq__pool_put(rocq_pool *pool, rocq_buffer *buffer) {
+    rocq__pool_block *block = buffer ? rocq__pool_find(pool, buffer) : NULL;
+    if (!block || (pool->memory != ROCQ_MEMORY_DEVICE && rocq__guard_broken(block))) return false;
+    rocq__size_class *cls = rocq__pool_return(pool, block, 0);
     block->next = cls->free;
     cls->free = (int32_t)(uint32_t)buffer->ticket;
     memset(buffer, 0, sizeof *buffer);
@@ -12098,18 +12159,13 @@ ROCQ__NOINLINE rocq_result rocq__pool_refuse(rocq_pool *pool, const rocq_buffer 
     if (!buffer->host && !buffer->device.address) return ROCQ_OK;
     rocq__pool_block *block = rocq__pool_find(pool, buffer);
     if (!block) {
-        return rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_free: no live block of this pool: freed "
-                               "before, foreign, or a piece of one");
+        return rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_free: no live block of this pool: "
+                               "freed before, foreign, or a piece of one");
     }
-    rocq__size_class *cls = &pool->classes[block->size_class];
-    cls->n_frees++;
-    cls->n_overrun++;
-    cls->live_bytes -= block->size;
-    pool->live_bytes -= block->size;
-    block->generation++;
-    block->size = -1;
-    return rocq__pool_fail(pool, ROCQ_E_CORRUPT, "pool_free: something has written behind a block of "
-                           "%lld bytes", (long long)buffer->size);
+    rocq__pool_return(pool, block, -1)->n_overrun++;
+    return rocq__pool_fail(pool, ROCQ_E_CORRUPT,
+                           "pool_free: something has written behind a block of %lld bytes",
+                           (long long)buffer->size);
 }
 
 ROCQ__NOINLINE rocq_result rocq__pool_free_slow(rocq_pool *pool, rocq_buffer *buffer) {
@@ -12154,7 +12210,7 @@ ROCQ_DEF rocq_result rocq_pool_trim(rocq_pool *pool, int64_t keep) {
     if (!pool) return ROCQ_E_ARGUMENT;
     rocq__pool_lock(pool);
     const rocq_result result =
-        keep < 0 ? rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_trim: keep %lld bytes", (long long)keep)
+        keep < 0 ? rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_trim: keep is negative")
                  : rocq__pool_trim(pool, keep);
     rocq__pool_unlock(pool);
     return result;
@@ -12165,7 +12221,9 @@ ROCQ_DEF rocq_result rocq_pool_trim(rocq_pool *pool, int64_t keep) {
 ROCQ__FN void rocq__pool_rates(rocq_pool_stats *s) {
     if (s->n_requests > 0) s->hit_rate = (double)s->n_hits / (double)s->n_requests;
     if (s->block_bytes > 0) s->internal = 1.0 - (double)s->live_bytes / (double)s->block_bytes;
-    if (s->reserved_bytes > 0) s->external = 1.0 - (double)s->block_bytes / (double)s->reserved_bytes;
+    if (s->reserved_bytes > 0) {
+        s->external = 1.0 - (double)s->block_bytes / (double)s->reserved_bytes;
+    }
 }
 
 ROCQ__FN rocq_pool_stats rocq__size_class_stats(const rocq__size_class *cls) {
@@ -12210,15 +12268,19 @@ ROCQ__FN rocq_pool_stats rocq__pool_total(const rocq_pool *pool) {
     return total;
 }
 
-ROCQ_DEF rocq_result rocq_pool_get_stats(rocq_pool *pool, int32_t size_class, rocq_pool_stats *stats) {
+ROCQ_DEF rocq_result rocq_pool_get_stats(rocq_pool *pool, int32_t size_class,
+                                         rocq_pool_stats *stats) {
     rocq_result result = ROCQ_OK;
     if (!pool) return ROCQ_E_ARGUMENT;
     rocq__pool_lock(pool);
     if (!stats || size_class < -1 || size_class >= pool->n_classes) {
-        result = rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_get_stats: stats is NULL or class %d is not -1 to %d",
+        result = rocq__pool_fail(pool, ROCQ_E_ARGUMENT,
+                                 "pool_get_stats: stats is NULL or class %d is not -1 to %d",
                                  (int)size_class, (int)pool->n_classes - 1);
+    } else if (size_class < 0) {
+        *stats = rocq__pool_total(pool);
     } else {
-        *stats = size_class < 0 ? rocq__pool_total(pool) : rocq__size_class_stats(&pool->classes[size_class]);
+        *stats = rocq__size_class_stats(&pool->classes[size_class]);
     }
     rocq__pool_unlock(pool);
     return result;
@@ -12243,9 +12305,11 @@ ROCQ__FN void rocq__pool_print_json(rocq__output *out, const rocq_pool_stats *s)
         {"n_frees", s->n_frees}, {"n_live", s->n_live}, {"n_free", s->n_free},
         {"live_bytes", s->live_bytes}, {"peak_bytes", s->peak_bytes},
         {"block_bytes", s->block_bytes}, {"reserved_bytes", s->reserved_bytes},
-        {"reserved_peak", s->reserved_peak}, {"n_reserves", s->n_reserves}, {"n_trims", s->n_trims}};
+        {"reserved_peak", s->reserved_peak}, {"n_reserves", s->n_reserves},
+        {"n_trims", s->n_trims}};
     for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
-        rocq__print(out, "%s\"%s\": %lld", i > 0 ? ", " : "{", counts[i].name, (long long)counts[i].value);
+        rocq__print(out, "%s\"%s\": %lld", i > 0 ? ", " : "{", counts[i].name,
+                    (long long)counts[i].value);
     }
     rocq__print(out, ", \"hit_rate\": ");
     rocq__print_number(out, s->hit_rate, 0, 6);
@@ -12264,7 +12328,8 @@ ROCQ_DEF rocq_result rocq_pool_report(rocq_pool *pool, rocq_report kind, rocq_wr
     rocq__pool_lock(pool);
     rocq_result result = ROCQ_OK;
     if (!write || (!json && kind != ROCQ_REPORT_TEXT)) {
-        result = rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_report: write is NULL or there is no report %d", (int)kind);
+        result = rocq__pool_fail(pool, ROCQ_E_ARGUMENT,
+                                 "pool_report: write is NULL or there is no report %d", (int)kind);
     } else {
         const rocq_pool_stats total = rocq__pool_total(pool);
         bool comma = false;
@@ -12651,10 +12716,9 @@ ROCQ_DEF rocq_result rocq_kv_layer(rocq_kv *kv, int32_t layer, int32_t seq0, int
     ROCQ__TRY(rocq__kv_check(kv, "kv_layer", seq0));
     const rocq_kv_desc *d = &kv->desc;
     if (!out || layer < 0 || layer >= d->n_layers || n_seqs < 1 || n_seqs > d->n_seqs - seq0) {
-        return rocq__fail(kv->ctx, ROCQ_E_ARGUMENT,
-                          "kv_layer: layer %d of %d, sequences %d + %d of %d%s", (int)layer,
-                          (int)d->n_layers, (int)seq0, (int)n_seqs, (int)d->n_seqs,
-                          out ? "" : ", view is NULL");
+        return rocq__fail(kv->ctx, ROCQ_E_ARGUMENT, "kv_layer: layer %d of %d, sequences %d + %d "
+                          "of %d, or view is NULL", (int)layer, (int)d->n_layers, (int)seq0,
+                          (int)n_seqs, (int)d->n_seqs);
     }
     const int64_t start[4] = {0, 0, (int64_t)layer * d->n_kv_heads, 0};
     const int64_t ne[4] = {d->head_dim, kv->n_cells, d->n_kv_heads, 1};
@@ -12750,8 +12814,8 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
     if (n == 0) return ROCQ_OK;
     const bool whole = size > 0 && first % size == 0 && n % size == 0;
     const int32_t left = length - n, end = rocq__kv_pages(kv, left);
-    const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // pages that are written
-    const int32_t out = whole ? n / size : 0;                         // and that are dropped
+    const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // written are [begin, end)
+    const int32_t out = whole ? n / size : 0; // pages that are dropped
     int32_t *table = rocq__kv_table(kv, seq);
     // Shared pages come before a sequence's own: where one is copied, no dropped one becomes free.
     const int32_t want = first < left ? rocq__kv_shared(kv, seq, begin + out, end + out) : 0;
@@ -13666,8 +13730,10 @@ ROCQ__FN rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *para
 
 ROCQ__FN rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph) {
     ROCQ__TRY(rocq__region_enter(ctx, "graph", NULL, graph->exec != NULL));
+    rocq__work work; // one by one, that of the ops inside
+    memset(&work, 0, sizeof work);
     return rocq__region_leave(ctx, rocq__graph_submit(ctx, graph),
-                              graph->exec ? &graph->work : NULL);
+                              graph->exec ? &graph->work : &work);
 }
 
 ROCQ__FN rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes) {
@@ -13901,9 +13967,7 @@ ROCQ__FN void rocq__judge(const rocq__profile *p, rocq__named *r, rocq_region_st
     if (stats->access == ROCQ_ACCESS_TILED ? !computes : peak->bytes_per_s <= 0.0) return;
     const double least = ROCQ__MAX(memory_s, compute_s);
     if (least <= 0.0) return;
-    if (r->op && 1e9 * least / (double)r->host.count < ROCQ__FILL_NS) {
-        stats->access = ROCQ_ACCESS_LATENCY;
-    }
+    if (1e9 * least / (double)r->host.count < ROCQ__FILL_NS) stats->access = ROCQ_ACCESS_LATENCY;
     stats->memory_bound = memory_s >= compute_s;
     stats->share = least / seconds;
     const char *bound = stats->memory_bound ? "memory-bound" : "compute-bound";
@@ -13918,8 +13982,9 @@ ROCQ__FN void rocq__judge(const rocq__profile *p, rocq__named *r, rocq_region_st
     else if (stats->share > 0.8) word = "excellent";
     else if (stats->share > 0.6) word = "good";
     else if (stats->access == ROCQ_ACCESS_LATENCY) bound = "latency-bound";
-    snprintf(r->verdict, sizeof r->verdict, "%s, %.0f%% of %.0f %s: %s", bound,
-             100.0 * stats->share, rate, unit, word);
+    snprintf(r->verdict, sizeof r->verdict, "%s, %s%.0f%% of %.0f %s: %s", bound,
+             stats->share < 0.01 ? "under " : "", ROCQ__MAX(100.0 * stats->share, 1.0), rate, unit,
+             word);
 }
 
 ROCQ__FN void rocq__times_summarize(const rocq__profile *p, const rocq__times *times,
@@ -13930,9 +13995,11 @@ ROCQ__FN void rocq__times_summarize(const rocq__profile *p, const rocq__times *t
     summary->count = times->count;
 }
 
-// Those of the GPU, where there are.
+// What counts as a region's time: of what the library submits that on the GPU, of a region around it
+// the longer of both, since its end need not wait for the GPU.
 ROCQ__FN const rocq__times *rocq__times_of(const rocq__named *r) {
-    return r->gpu.count > 0 ? &r->gpu : &r->host;
+    const bool gpu = r->op ? r->gpu.count > 0 : r->gpu.sum > r->host.sum;
+    return gpu ? &r->gpu : &r->host;
 }
 
 ROCQ__FN void rocq__region_stats(const rocq__profile *p, int32_t index, rocq_region_stats *stats) {
@@ -13995,7 +14062,8 @@ ROCQ__FN void rocq__report_rows(rocq__output *out, const rocq__profile *p, int32
         rocq_region_stats s;
         if (p->regions[i].parent != parent) continue;
         rocq__region_stats(p, i, &s);
-        const rocq_summary *times = s.gpu_ns.count > 0 ? &s.gpu_ns : &s.host_ns;
+        const bool gpu = rocq__times_of(&p->regions[i]) == &p->regions[i].gpu;
+        const rocq_summary *times = gpu ? &s.gpu_ns : &s.host_ns;
         const int indent = 2 * s.depth, pad = width - indent - rocq__text_width(s.name);
         rocq__print(out, "%*s", indent, "");
         rocq__print_bytes(out, s.name, (int64_t)strlen(s.name));
@@ -14490,7 +14558,9 @@ ROCQ__FN double rocq__model_ns(const rocq__chip *chip, const rocq__site *s,
         const double positions = ceil((double)s->n / c->n_splits);
         blocks = ceil((double)s->m / c->tile_n) * s->batch * c->n_splits;
         held = rocq__blocks_of_unit(chip, 240, 30000, 128);
-        bytes = ceil((double)s->m / c->tile_n) * s->batch * rocq__attend_kv(s);
+        bytes = ceil((double)s->m / c->tile_n) * s->batch * s->n *
+                (double)(rocq__bytes((rocq_format)s->format, s->k) +
+                         rocq__bytes((rocq_format)s->format2, s->k));
         chain = rocq__attend_kv(s) / c->n_splits / ROCQ__ATTEND_FLIGHT * latency;
         work = ceil(blocks / units) * units * 4.0 * c->tile_n * s->k * positions * 1e3 /
                chip->matrix_per_us;
@@ -15146,24 +15216,30 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
 enum { ROCQ__PAGE = 4096 };
 
 typedef struct rocq__pages {
-    const volatile unsigned char *data;
+    volatile unsigned char *data;
     int64_t size;
+    bool written; // by the graph: a page gets its own byte back, and with it memory of its own
 } rocq__pages;
 
 ROCQ__FN void rocq__touch_task(void *arg, int64_t page, int64_t end, int32_t thread) {
     const rocq__pages *a = (const rocq__pages *)arg;
     (void)thread;
-    for (; page < end && page * ROCQ__PAGE < a->size; page++) (void)a->data[page * ROCQ__PAGE];
+    for (; page < end && page * ROCQ__PAGE < a->size; page++) {
+        const unsigned char byte = a->data[page * ROCQ__PAGE];
+        if (a->written) a->data[page * ROCQ__PAGE] = byte;
+    }
 }
 
-// Starts the threads, with nothing to do, and reads a byte of every page of what the graph reads.
+// Starts the threads, with nothing to do, and touches every page of the graph's operands and scratch.
 ROCQ__FN rocq_result rocq__warm_cpu(rocq_ctx *ctx, const rocq_graph *graph) {
-    rocq__pages pages = {NULL, 0};
-    rocq__parallel(ctx, ctx->desc.n_threads, 1, rocq__touch_task, &pages);
+    rocq__pages pages = {(unsigned char *)ctx->scratch, ctx->scratch_size, true};
+    rocq__parallel(ctx, ROCQ__MAX(ctx->desc.n_threads, ctx->scratch_size / ROCQ__PAGE + 1), 1,
+                   rocq__touch_task, &pages);
     for (const rocq__node *node = graph ? graph->first : NULL; node; node = node->next) {
         for (int32_t i = 0; i < node->n_tensors; i++) {
-            if (node->output[i] || !rocq__extent(&node->tensors[i], &pages.size)) continue;
-            pages.data = (const unsigned char *)rocq_tensor_data(&node->tensors[i]);
+            if (!rocq__extent(&node->tensors[i], &pages.size)) continue;
+            pages.data = (unsigned char *)rocq_tensor_data(&node->tensors[i]);
+            pages.written = node->output[i];
             rocq__parallel(ctx, (pages.size + ROCQ__PAGE - 1) / ROCQ__PAGE, 64, rocq__touch_task,
                            &pages);
         }

@@ -443,10 +443,12 @@ DEV float block_share(float x, float *work, float none) { // lane w gets wave w'
     return lane_index() < (int)n_threads() / 32 ? lget(work + lane_index()) : none;
 }
 DEV float block_sum(float x, float *work) {
-    return wave_sum(block_share(wave_sum(x), work, 0.0f));
+    x = wave_sum(x);
+    return n_threads() == 32 ? x : wave_sum(block_share(x, work, 0.0f));
 }
 DEV float block_max(float x, float *work) {
-    return wave_max(block_share(wave_max(x), work, -INFINITY));
+    x = wave_max(x);
+    return n_threads() == 32 ? x : wave_max(block_share(x, work, -INFINITY));
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -3257,7 +3259,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     fence_device();
 
     // A thread merges a quad of a column, the loads of AHEAD parts under way at a time.
-    enum { AHEAD = 8 };
+    enum { AHEAD = 16 };
     const int quads = n_there * (S::HEAD / 4);
     for (int i = thread; i < (quads + 127) / 128 * 128; i += 128) {
         const int column = min(i / (S::HEAD / 4), n_there - 1), d = i % (S::HEAD / 4) * 4;
@@ -3284,7 +3286,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
             for (int e = 0; e < 4; e++) x[e] *= keep;
 #pragma unroll
             for (int k = 0; k < AHEAD; k++) {
-                if (first + k >= n_parts) break;
+                if (first + k >= n_parts) continue;
                 const float add = attend_keep(bits<float>(m_l[k].x), top);
                 l += bits<float>(m_l[k].y) * add;
                 x[0] += bits<float>(o[k].x) * add;
@@ -4483,7 +4485,8 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
         search.shift = step == SAMPLE_DRAW ? s.width : 32 + s.width;
         search.prefix = search.front = 0;
     }
-    // Of tokens the last 7 bits are a digit of their own: a wave's four quads have the others in common.
+    // Of tokens the last 7 bits are a digit of their own: the 128 that a wave reads at a time have all
+    // others in common, and go to one bin.
     const int above = search.shift, rest = step == SAMPLE_DRAW && above > 7 ? 7 : 0;
     const int digit = above - rest < SAMPLE_BITS ? above - rest : SAMPLE_BITS, shift = above - digit;
     for (uint32_t b = thread_index(); b < SAMPLE_BINS; b += 1024) {

@@ -1,9 +1,9 @@
-// attention.c - attention of one token over a long cache (decode) and of whole prompts, by format of
-// keys and values, and ggml's flash attention beside.
+// attention.c - attention of one token over a long cache (decode) and of whole prompts, by format
+// of keys and values, and ggml's flash attention beside.
 //
-// Names: attention/KV/dD/hHEADSxKV_HEADS/qN/kvN; queries see what stands before them, but in "full" all.
-// Keys and values take turns from as many copies as no cache holds; on a GPU all copies are one recorded
-// graph, as the layers of a model are.
+// Names: attention/KV/dD/hHEADSxKV_HEADS/qN/kvN; queries see what stands before them, but in "full"
+// all. Keys and values take turns from as many copies as no cache holds; on a GPU all copies are
+// one recorded graph, as the layers of a model are.
 
 #include "bench.h"
 #include "ggml.h"
@@ -48,7 +48,8 @@ static bool close_enough(const heads *h) {
     double *want = (double *)bench_alloc(s->d * (int64_t)sizeof *want);
     double error = 0, power = 0;
     for (int64_t i = 0; i < 12; i++) { // the last query, the first ones, and others
-        const int64_t query = i == 0 ? s->n_q - 1 : i * i * i * 37 % s->n_q, head = i * 5 % s->heads;
+        const int64_t query = i == 0 ? s->n_q - 1 : i * i * i * 37 % s->n_q;
+        const int64_t head = i * 5 % s->heads;
         const int64_t kv = head * s->kv_heads / s->heads;
         const int64_t seen = s->causal ? s->n_kv - s->n_q + query + 1 : s->n_kv;
         const float *q = h->q + (query * s->heads + head) * s->d;
@@ -100,7 +101,8 @@ static char *random_rows(heads *h, uint64_t *state) {
     float *rows = (float *)bench_alloc(some * h->s.d * (int64_t)sizeof *rows);
     char *data = (char *)bench_alloc(h->kv_bytes);
     for (int64_t i = 0; i < some * h->s.d; i++) rows[i] = bench_normal(state);
-    if (rocq_quantize(h->s.format, data, rows, some, h->s.d, NULL) != ROCQ_OK) bench__die("quantize");
+    if (rocq_quantize(h->s.format, data, rows, some, h->s.d, NULL) != ROCQ_OK)
+        bench__die("keys cannot be encoded");
     for (int64_t r = some; r < n; r++)
         memcpy(data + r * (h->kv_bytes / n), data + r % some * (h->kv_bytes / n),
                (size_t)(h->kv_bytes / n));
@@ -168,7 +170,8 @@ static bool make_peer(heads *h) {
     const size_t row = (size_t)s->d * sizeof(float);
     for (int64_t i = 0; i < s->n_q * s->heads; i++) { // ours are [D, heads, n_q]
         const int64_t query = i / s->heads, head = i % s->heads;
-        ggml.ggml_backend_tensor_set(q, h->q + i * s->d, (size_t)(head * s->n_q + query) * row, row);
+        const size_t at = (size_t)(head * s->n_q + query) * row;
+        ggml.ggml_backend_tensor_set(q, h->q + i * s->d, at, row);
     }
     for (int64_t i = 0; mask && i < s->n_q; i++) {
         uint16_t *line = (uint16_t *)bench_alloc(s->n_kv * 2);

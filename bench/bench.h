@@ -1,29 +1,30 @@
-// bench.h - what the measuring programs of this folder share: options, verified and repeated timing,
-// statistics, the machine and its ceilings, results as JSON.
+// bench.h - what the measuring programs of this folder share: options, verified and repeated
+// timing, statistics, the machine and its ceilings, results as JSON.
 //
 //     #include "bench.h" // first: it brings the implementation of rocq.h
 //
 //     int main(int argc, char **argv) {
 //         bench b;
 //         if (!bench_open(&b, argc, argv, "matmul")) return 1;
-//         bench_case c = {.name = "matmul/Q4_K/4096x4096/n1", .bytes = w_bytes, .flops = 2.0 * m * k,
-//                         .run = product, .verify = is_right, .user = &state};
+//         bench_case c = {.name = "matmul/Q4_K/4096x4096/n1", .bytes = w_bytes,
+//                         .flops = 2.0 * m * k, .run = product, .verify = right, .user = &state};
 //         if (bench_wants(&b, c.name)) { ...make its data...; bench_run(&b, &c); }
 //         return bench_close(&b);
 //     }
 //
-//     gcc -O2 -I. bench/NAME.c -o NAME -lm -ldl -lpthread      the CPU, or a GPU with --kernels FILE
+//     gcc -O2 -I. bench/NAME.c -o NAME -lm -ldl -lpthread      CPU, or a GPU with --kernels FILE
 //     gcc -O2 -I. bench/NAME.c kernels.o probe.o -o NAME ...   kernels linked (probe.o: probe.hip)
 //
-// Programs use what rocq.h declares and nothing private: with -DBENCH_EXTERNAL the implementation comes
-// from a library, compiled once for all of them. One that must look below the API defines
-// ROCQ_IMPLEMENTATION before it includes this file. tests/run bench builds them all with the warnings of
-// the examples (-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror), and runs their tiny cases.
+// Programs use what rocq.h declares and nothing private: with -DBENCH_EXTERNAL the implementation
+// comes from a library, compiled once for all of them. One that must look below the API defines
+// ROCQ_IMPLEMENTATION before it includes this file. tests/run bench builds them all with the
+// warnings of the examples (-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror), and runs their
+// tiny cases.
 //
 // Options of every program:
 //     FILTER...        only cases whose name contains one of these
-//     --json FILE      where results go; the file is whole after every case, so what was measured is
-//                      there when a run is stopped: by Ctrl-C, a time limit or a crash
+//     --json FILE      where results go; the file is whole after every case, so what was measured
+//                      is there when a run is stopped: by Ctrl-C, a time limit or a crash
 //     --device D       auto (default), cpu or gpu
 //     --kernels FILE   code object of rocq_kernels.hip
 //     --threads N      of the CPU context; default one per core
@@ -32,9 +33,9 @@
 //     --tiny           smallest sizes, five samples: shows that a program works, measures nothing
 //
 // How a time is taken: run once and verify; warm up; find how many runs a sample needs to be long
-// against the clock and the wait for the GPU; then take samples until the 95% confidence interval of
-// their median (by order statistics, so of no assumed distribution) is no wider than 2% of it, at
-// least 5 and at most 300, or until the time is up. Cases that are compared are sampled in turn,
+// against the clock and the wait for the GPU; then take samples until the 95% confidence interval
+// of their median (by order statistics, so of no assumed distribution) is no wider than 2% of it,
+// at least 5 and at most 300, or until the time is up. Cases that are compared are sampled in turn,
 // every second round backwards, so that what changes with time meets all of them.
 //
 // RESULTS, schema "rocq-bench 1" (bench/run merges the files of several programs into one like it):
@@ -44,17 +45,17 @@
 //     complete  false: stopped before its end
 //     options   device, threads, seconds, warm, tiny, filters
 //     machine   cpu, cores, cache_bytes (last level), memory_bytes, cpu_mhz and load (as read after
-//               the probes), os, compiler, device (rocq's name of what ran), gpu: null, or name, target,
-//               units, bytes, runtime, driver, clock_mhz, memory_mhz (as read; "" where unknown)
+//               the probes), os, compiler, device (rocq's name of what ran), gpu: null, or name,
+//               target, units, bytes, runtime, driver, clock_mhz, memory_mhz (as read; "" where
+//               unknown)
 //     ceilings  of this run: name (read, copy, f32, f16, int8), threads (0: GPU), value in bytes or
 //               operations a second
-//     cases     name; unit "ns"; n samples; min, median, mean, p95, p99, max, sd; ci: [low, high] of
-//               the median; settled; samples in the order taken; batch (runs in a sample), inner (ops
-//               in a run; times are of one op); bytes, flops (of one op), bytes_per_s, flops_per_s
-//               (at the median); bound (memory, arithmetic or ""), share of that ceiling (0: unknown);
-//               verified (null: nothing to verify); cold; against (name, or null), ratio (median
-//               over that of `against`, so of what is compared with: above 1, that is slower),
-//               ratio_ci
+//     cases     name; unit "ns"; n samples; min, median, mean, p95, p99, max, sd; ci: [low, high]
+//               of the median; settled; samples in the order taken; batch (runs in a sample), inner
+//               (ops in a run; times are of one op); bytes, flops (of one op), bytes_per_s,
+//               flops_per_s (at the median); bound (memory, arithmetic or ""), share of its
+//               ceiling (0: unknown); verified (null: nothing to verify); cold; against (the case it is
+//               compared with, or null), ratio (its median over that of `against`), ratio_ci
 //     values    name, value, unit, verified: what is no time of a run
 //     failed    name, why: could not run, or wrong. Not timed
 //     skipped   name, why
@@ -142,8 +143,8 @@ typedef struct bench {
     int32_t n_threads;      // of the CPU
     int64_t cache_bytes;    // last level cache of the device, or more
     double seconds;
-    // Ceilings: bytes a second and operations a second, with one thread, and with all or on the GPU;
-    // 0 where unknown.
+    // Ceilings: bytes a second and operations a second, with one thread, and with all or on the
+    // GPU; 0 where unknown.
     double read_1, read_all, copy_all, unit_1[BENCH_N_UNITS], unit_all[BENCH_N_UNITS];
 
     // private
@@ -158,34 +159,36 @@ typedef struct bench {
     bool terminal, finished;
 } bench;
 
-// Reads the options, opens the context, measures the ceilings. False: said why on stderr, or --help.
+// Reads the options, opens the context, measures the ceilings. False: said why on stderr, or
+// --help.
 BENCH_FN bool bench_open(bench *b, int argc, char **argv, const char *program);
 
-// Writes the results and frees everything. The exit status: 0, 1 when a case failed or was wrong, 130
-// when the run was stopped.
+// Writes the results and frees everything. The exit status: 0, 1 when a case failed or was wrong,
+// 130 when the run was stopped.
 BENCH_FN int bench_close(bench *b);
 
 // Whether this case, or with a name that ends in '/' any case below it, is to run: ask before its
 // data is made. False too once the run is stopped.
 BENCH_FN bool bench_wants(const bench *b, const char *name);
 
-// Verifies and times one case, prints its row and keeps its result, which is returned (until the next
-// call); NULL when it did not run, was wrong or was stopped.
+// Verifies and times one case, prints its row and keeps its result, which is returned (until the
+// next call); NULL when it did not run, was wrong or was stopped.
 BENCH_FN const bench_result *bench_run(bench *b, const bench_case *c);
 
 // The same for n cases in turn. cases[0] is what the others are compared with: their ratio is their
-// time over its time. One of the others that fails or is wrong is left out. Returns the n results, NULL
-// when any is missing.
+// time over its time. One of the others that fails or is wrong is left out. Returns the n results,
+// NULL when any is missing.
 BENCH_FN const bench_result *bench_run_pair(bench *b, const bench_case *cases, int n);
 
 // A figure that is no time of a run. Not verified: counts as failed.
-BENCH_FN void bench_value(bench *b, const char *name, double value, const char *unit, bool verified);
+BENCH_FN void bench_value(bench *b, const char *name, double value, const char *unit,
+                          bool verified);
 
-BENCH_FN void bench_skip(bench *b, const char *name, const char *why); // what cannot be measured here
-BENCH_FN void bench_fail(bench *b, const char *name, const char *why); // the program then ends with 1
+BENCH_FN void bench_skip(bench *b, const char *name, const char *why); // cannot be measured here
+BENCH_FN void bench_fail(bench *b, const char *name, const char *why); // the exit status is then 1
 
-// How many copies of an operand of so many bytes are larger than the cache: used in turn, each is read
-// from memory. 1 with --warm and --tiny.
+// How many copies of an operand of so many bytes are larger than the cache: used in turn, each is
+// read from memory. 1 with --warm and --tiny.
 BENCH_FN int64_t bench_copies(const bench *b, int64_t bytes);
 
 // Empties the CPU's caches.
@@ -305,7 +308,8 @@ BENCH_FN bool bench_wants(const bench *b, const char *name) {
 // distribution with p = 1/2 leaves with 2.5% on either side. Below 6 samples, all of them.
 BENCH_FN void bench__median_interval(const double *sorted, int64_t n, double ci[2]) {
     const double reach = 0.98 * sqrt((double)n);
-    int64_t low = (int64_t)floor((double)n / 2 - reach), high = (int64_t)ceil((double)n / 2 + reach);
+    int64_t low = (int64_t)floor((double)n / 2 - reach);
+    int64_t high = (int64_t)ceil((double)n / 2 + reach);
     if (low < 0) low = 0;
     if (high > n - 1) high = n - 1;
     ci[0] = sorted[low];
@@ -438,8 +442,8 @@ BENCH_FN void *bench__probe_run(void *user) {
     return NULL;
 }
 
-// Bytes a second (data), or operations a second (NULL), of n threads, each with its part: the best of
-// five, since a ceiling is what can be reached.
+// Bytes a second (data), or operations a second (NULL), of n threads, each with its part: the best
+// of five, since a ceiling is what can be reached.
 BENCH_FN double bench__probe_cpu(const unsigned char *data, int64_t size, int n) {
     enum { MOST = 1024 };
     static bench__probe probes[MOST];
@@ -454,7 +458,8 @@ BENCH_FN double bench__probe_cpu(const unsigned char *data, int64_t size, int n)
             const int64_t part = data ? size / n / 4096 * 4096 : size;
             probes[t].data = data ? data + part * t : NULL;
             probes[t].size = part;
-            if (t > 0 && pthread_create(&threads[t], NULL, bench__probe_run, &probes[t]) != 0) break;
+            if (t > 0 && pthread_create(&threads[t], NULL, bench__probe_run, &probes[t]) != 0)
+                break;
             started = t + 1;
         }
         bench__probe_run(&probes[0]);
@@ -510,7 +515,7 @@ BENCH_FN void bench__probe_gpu(bench *b) {
         read.x = &x;
         b->copy_all = bench__probe_stream(b, ROCQ_OP_CAST, &copy, 2 * (double)size);
         b->read_all = bench__probe_stream(b, ROCQ_OP_ARGMAX, &read, (double)size);
-        if (b->copy_all > b->read_all) b->read_all = b->copy_all; // whatever is reached can be reached
+        if (b->copy_all > b->read_all) b->read_all = b->copy_all;
     }
     rocq_buffer_free(b->ctx, &memory);
     if (!bench_gpu_probe) return;
@@ -614,12 +619,13 @@ BENCH_FN void bench__put_machine(FILE *f, const bench *b) {
     bench__file_line("/sys/module/amdgpu/version", NULL, text, sizeof text);
     if (*text) {
         bench__put_string(f, "driver", text);
-        bench__command_line("grep -h '[*]' /sys/class/drm/card*/device/pp_dpm_sclk 2>/dev/null", text,
-                            sizeof text);
-        bench__put_string(f, "clock_mhz", text);
-        bench__command_line("grep -h '[*]' /sys/class/drm/card*/device/pp_dpm_mclk 2>/dev/null", text,
-                            sizeof text);
-        bench__put_string(f, "memory_mhz", text);
+        const char *keys[2] = {"clock_mhz", "memory_mhz"}, *names[2] = {"sclk", "mclk"};
+        for (int i = 0; i < 2; i++) {
+            snprintf(more, sizeof more,
+                     "grep -h '[*]' /sys/class/drm/card*/device/pp_dpm_%s 2>/dev/null", names[i]);
+            bench__command_line(more, text, sizeof text);
+            bench__put_string(f, keys[i], text);
+        }
     } else {
         const char *keys[3] = {"driver", "clock_mhz", "memory_mhz"};
         const char *names[3] = {"driver_version", "clocks.sm", "clocks.mem"};
@@ -784,7 +790,8 @@ BENCH_FN void bench_skip(bench *b, const char *name, const char *why) {
     bench__write(b);
 }
 
-BENCH_FN void bench_value(bench *b, const char *name, double value, const char *unit, bool verified) {
+BENCH_FN void bench_value(bench *b, const char *name, double value, const char *unit,
+                          bool verified) {
     if (!bench_wants(b, name)) return;
     if (!verified) {
         bench_fail(b, name, "the figure is not what it must be");
@@ -986,8 +993,8 @@ BENCH_FN bool bench__options(bench *b, int argc, char **argv) {
     b->seconds = 3;
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
-        const bool takes = !strcmp(a, "--json") || !strcmp(a, "--device") || !strcmp(a, "--kernels") ||
-            !strcmp(a, "--threads") || !strcmp(a, "--seconds");
+        const bool takes = !strcmp(a, "--json") || !strcmp(a, "--device") ||
+            !strcmp(a, "--kernels") || !strcmp(a, "--threads") || !strcmp(a, "--seconds");
         if (takes && !value) {
             fprintf(stderr, "%s: %s needs a value\n", b->program, a);
             return false;
@@ -1002,8 +1009,9 @@ BENCH_FN bool bench__options(bench *b, int argc, char **argv) {
         else if (!strcmp(a, "--tiny")) b->tiny = true, b->cold = false;
         else if (a[0] != '-') b->filters[b->n_filters++] = argv[i];
         else {
-            fprintf(stderr, "usage: %s [FILTER...] [--json FILE] [--device auto|cpu|gpu] [--kernels FILE]"
-                    " [--threads N] [--seconds S] [--warm] [--tiny]\n", b->program);
+            fprintf(stderr, "usage: %s [FILTER...] [--json FILE] [--device auto|cpu|gpu]"
+                    " [--kernels FILE] [--threads N] [--seconds S] [--warm] [--tiny]\n",
+                    b->program);
             return false;
         }
     }
@@ -1055,8 +1063,8 @@ BENCH_FN bool bench_open(bench *b, int argc, char **argv, const char *program) {
     b->cache_bytes = (int64_t)sysconf(_SC_LEVEL3_CACHE_SIZE);
     if (b->cache_bytes <= 0) b->cache_bytes = (int64_t)sysconf(_SC_LEVEL2_CACHE_SIZE);
     if (b->cache_bytes < 32 << 20) b->cache_bytes = 32 << 20;
-    // More than the last level of any GPU (AMD's Infinity Cache: 96 MiB on gfx1100), and enough that a
-    // row of launches takes longer than its submission.
+    // More than the last level of any GPU (AMD's Infinity Cache: 96 MiB on gfx1100), and enough
+    // that a row of launches takes longer than its submission.
     if (b->gpu) b->cache_bytes = 400 << 20;
     b->terminal = isatty(STDERR_FILENO) && isatty(STDOUT_FILENO);
 
@@ -1077,7 +1085,7 @@ BENCH_FN bool bench_open(bench *b, int argc, char **argv, const char *program) {
     char load[64];
     bench__file_line("/proc/loadavg", NULL, load, sizeof load);
     if (!b->tiny && atof(load) > 0.75 * (double)sysconf(_SC_NPROCESSORS_ONLN))
-        printf("LOADED: other work runs on this machine (load %.1f); its times are not worth keeping\n",
+        printf("LOADED: other work runs here (load %.1f): these times are not worth keeping\n",
                atof(load));
     bench__print_head();
     size_t size;

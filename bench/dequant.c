@@ -1,5 +1,5 @@
-// dequant.c - decoding weights to floats: every format, the 4096 x 4096 that ROCmForge published, and
-// ggml's decoders beside (as both libraries have them for hosts: on one thread).
+// dequant.c - decoding weights to floats: every format, the 4096 x 4096 that ROCmForge published,
+// and ggml's decoders beside (as both libraries have them for hosts: on one thread).
 
 #include "bench.h"
 #include "ggml.h"
@@ -99,7 +99,8 @@ static void measure(bench *b, rocq_format format, const char *decoder, int64_t r
     int64_t row;
     if (rocq_row_size(format, k, &row) != ROCQ_OK) return;
     w.bytes = row * rows;
-    w.n_copies = bench_copies(b, w.bytes + rows * k * (int64_t)sizeof(float)); // the output passes too
+    // The output passes through the cache, too.
+    w.n_copies = bench_copies(b, w.bytes + rows * k * (int64_t)sizeof(float));
     w.blocks = (char *)bench_alloc(w.bytes * w.n_copies);
     w.rows_in = (float *)bench_alloc(64 * k * (int64_t)sizeof(float));
     w.out = (float *)bench_alloc(rows * k * (int64_t)sizeof(float));
@@ -112,8 +113,10 @@ static void measure(bench *b, rocq_format format, const char *decoder, int64_t r
 
     const double bytes = (double)w.bytes + 4.0 * (double)(rows * k);
     const bench_case on_host[2] = {
-        {.name = host, .bytes = bytes, .run = run_host, .verify = verify_host, .user = &w, .threads = 1},
-        {.name = peer, .bytes = bytes, .run = run_peer, .verify = same_bits, .user = &w, .threads = 1},
+        {.name = host, .bytes = bytes, .run = run_host, .verify = verify_host, .user = &w,
+         .threads = 1},
+        {.name = peer, .bytes = bytes, .run = run_peer, .verify = same_bits, .user = &w,
+         .threads = 1},
     };
     const bool has_peer = !b->gpu && info->block_elems > 1 && format < ROCQ_MXFP6_E2M3 &&
         ggml_open(b) && ggml__symbol(ggml.base, decoder, &w.peer);

@@ -1,13 +1,15 @@
-// ggml.h - ggml as the peer of single operations, in the same process. Include after bench.h. Nothing of
-// it is linked: shared objects are found at run time, and a program goes without where they are missing.
+// ggml.h - ggml as the peer of single operations, in the same process. Include after bench.h.
+// Nothing of it is linked: shared objects are found at run time, and a program goes without where
+// they are missing.
 //
 //     CPU   ROCQ_GGML_DIR      of an npm package (tests/fetch-ggml)
-//     GPU   ROCQ_GGML_GPU_DIR  libggml-base.so and libggml-cuda.so or libggml-hip.so, of a checkout built
-//                              with -DBUILD_SHARED_LIBS=ON and -DGGML_CUDA=ON or -DGGML_HIP=ON
+//     GPU   ROCQ_GGML_GPU_DIR  libggml-base.so and libggml-cuda.so or libggml-hip.so, of a checkout
+//                              built with -DBUILD_SHARED_LIBS=ON and -DGGML_CUDA=ON (-DGGML_HIP=ON)
 //
 // It runs as llama.cpp runs it: on the CPU with a lasting thread pool, which sleeps between samples
-// (GGML_TURNS in a bench_case) so that its busy waiting takes nothing from the other side, and weights in
-// the buffer type that ggml prefers, which repacks some formats; on a GPU with one graph of all copies.
+// (GGML_TURNS in a bench_case) so that its busy waiting takes nothing from the other side, and
+// weights in the buffer type that ggml prefers, which repacks some formats; on a GPU with one graph
+// of all copies.
 
 #ifndef BENCH_GGML_H
 #define BENCH_GGML_H
@@ -179,8 +181,9 @@ BENCH_FN void ggml_close(void) {
     ggml.backend = ggml.pool = NULL;
 }
 
-// One operation over operands of which several copies take turns: make its tensors in ctx and weights,
-// each result in results, then ggml_job_ready. ggml_job_run computes the next result, on a GPU all.
+// One operation over operands of which several copies take turns: make its tensors in ctx and
+// weights, each result in results, then ggml_job_ready. ggml_job_run computes the next result, on a
+// GPU all.
 enum { GGML_MOST = 256 };
 typedef struct ggml_job {
     void *ctx, *weight_ctx;          // of weights: matrices of products, which may be repacked

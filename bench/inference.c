@@ -1,9 +1,9 @@
-// inference.c - whole models through examples/llama.h: time to the first token of prompts of 128, 512
-// and 2048, and the step of a token, with llama.cpp's library beside on the CPU.
+// inference.c - whole models through examples/llama.h: time to the first token of prompts of 128,
+// 512 and 2048, and the step of a token, with llama.cpp's library beside on the CPU.
 //
-// Models: the shipped one, and llama shapes of 1.1B and 7B with random weights, written to a file in
-// TMPDIR (or /tmp) that is unlinked at once. 7B runs on a GPU, or where a filter names it. Tokens are
-// drawn greedily, and brought to the host.
+// Models: the shipped one, and llama shapes of 1.1B and 7B with random weights, written to a file
+// in TMPDIR (or /tmp) that is unlinked at once. 7B runs on a GPU, or where a filter names it.
+// Tokens are drawn greedily, and brought to the host.
 //
 //   inference/MODEL/ttft/N     from N tokens to the first one drawn; the cache is empty before
 //   inference/MODEL/decode/N   a step with N tokens in the cache: eval, draw, the token on the host
@@ -73,9 +73,9 @@ static bool is_right(void *user) { // of the model: see check
     return s->right && s->drawn >= 0 && s->drawn < s->m.n_vocab;
 }
 
-// Logits of the same tokens, read at once and one by one, must agree, since they come from different
-// kernels; and with llama.cpp's, where it is there. Int8 activations of 22 layers differ by more than
-// one product's bound.
+// Logits of the same tokens, read at once and one by one, must agree, since they come from
+// different kernels; and with llama.cpp's, where it is there. Int8 activations of 22 layers differ
+// by more than one product's bound.
 static void check(session *s, const char *name) {
     char value[160];
     const int32_t n = VERIFY;
@@ -155,7 +155,8 @@ static void measure(session *s, const char *model, const char *what, int32_t n, 
     char name[128], peer_name[160];
     snprintf(name, sizeof name, "inference/%s/%s/%d", model, what, (int)(n > 1 ? n : past));
     snprintf(peer_name, sizeof peer_name, "%s/llama.cpp", name);
-    if (n + past > s->m.n_ctx || (!bench_wants(s->b, name) && !bench_wants(s->b, peer_name))) return;
+    if (n + past > s->m.n_ctx) return;
+    if (!bench_wants(s->b, name) && !bench_wants(s->b, peer_name)) return;
     s->past = 0;
     if (past > 0) { // what stands in both caches
         s->m.n_past = 0;
@@ -172,7 +173,8 @@ static void measure(session *s, const char *model, const char *what, int32_t n, 
     s->past = past;
     const bench_case cases[2] = {
         {.name = name, .bytes = (double)s->m.weight_bytes, .flops = 2 * n_weights * n, .run = run,
-         .reset = reset, .verify = is_right, .user = s, .single = true},
+         .reset = reset, .verify = is_right, .user = s, .single = true,
+         .unit = s->b->gpu ? BENCH_F16 : BENCH_F32},
         {.name = peer_name, .bytes = (double)s->m.weight_bytes, .flops = 2 * n_weights * n,
          .run = peer_run, .reset = peer_reset, .verify = is_right, .user = s, GGML_TURNS},
     };
@@ -190,7 +192,8 @@ static void measure_model(bench *b, const model_shape *shape) {
     prefix[strlen(prefix) - 1] = 0;
     if (shape->name) {
         const char *dir = getenv("TMPDIR");
-        snprintf(path, sizeof path, "%s/rocq-bench-%d.gguf", dir && *dir ? dir : "/tmp", (int)getpid());
+        snprintf(path, sizeof path, "%s/rocq-bench-%d.gguf", dir && *dir ? dir : "/tmp",
+                 (int)getpid());
         if (!write_model(b, shape, MAX_PROMPT, path)) {
             bench_fail(b, prefix, rocq_error(b->ctx));
             unlink(path);
@@ -240,7 +243,8 @@ static void measure_model(bench *b, const model_shape *shape) {
                 measure(s, name, "ttft", b->tiny ? 16 : prompts[i], 0, n_weights);
         }
         for (int i = 0; i < 3; i++)
-            if (!b->tiny || i == 0) measure(s, name, "decode", 1, b->tiny ? 16 : pasts[i], n_weights);
+            if (!b->tiny || i == 0)
+                measure(s, name, "decode", 1, b->tiny ? 16 : pasts[i], n_weights);
 
         rocq_stats before, after;
         s->n = 1;

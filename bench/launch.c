@@ -5,16 +5,18 @@
 //   launch/timer/KIND               a timer started, stopped and read
 //   profile/clock, /region          reading the host's clock; a region of the program, begun and ended
 //   profile/op/STATE                an op too small to matter, with the profile off and on
-//   profile/step/STATE              a step of the shipped model (eval, draw, the token on the host), off
-//                                   and on, in turn: the ratio is what a profile costs
-//   profile/step_host/on            on a GPU: with host times alone
+//   profile/step/MODEL/STATE        a step (eval, draw, the token on the host), off and on, in turn: the
+//                                   ratio is what a profile costs. demo: the shipped model; 1.1B: a llama
+//                                   shape with random weights, written to TMPDIR (or /tmp) and unlinked
+//   profile/step_host/MODEL/STATE   on a GPU: on is host times alone, without events in the queue
 //
 // From the top level, where the model is.
 
 #include "bench.h"
 #include "../examples/llama.h"
+#include "model.h"
 
-enum { CALLS = 1000, STEPS = 16, PAST = 64 };
+enum { PAST = 64 };
 
 typedef struct state {
     bench *b;
@@ -23,6 +25,7 @@ typedef struct state {
     llama_model m;
     int32_t token, drawn, wanted;
     rocq_profile_desc profile;
+    int calls, steps; // of a run
 } state;
 
 // -- launches and timers --
@@ -80,14 +83,14 @@ static void profile_off(void *user) {
 static volatile int64_t clock_sink;
 
 static rocq_result read_clock(void *user) {
-    (void)user;
-    for (int i = 0; i < CALLS; i++) clock_sink = rocq_time_ns();
+    const state *s = (const state *)user;
+    for (int i = 0; i < s->calls; i++) clock_sink = rocq_time_ns();
     return ROCQ_OK;
 }
 static rocq_result mark_regions(void *user) {
     const state *s = (const state *)user;
     rocq_result result = ROCQ_OK;
-    for (int i = 0; i < CALLS && result == ROCQ_OK; i++) {
+    for (int i = 0; i < s->calls && result == ROCQ_OK; i++) {
         result = rocq_region_begin(s->b->ctx, "region");
         if (result == ROCQ_OK) result = rocq_region_end(s->b->ctx);
     }
@@ -97,20 +100,20 @@ static rocq_result run_ops(void *user) {
     const state *s = (const state *)user;
     const rocq_scale_params p = {.y = &s->x, .x = &s->x, .scale = 1};
     rocq_result result = ROCQ_OK;
-    for (int i = 0; i < CALLS && result == ROCQ_OK; i++) result = rocq_scale(s->b->ctx, &p);
+    for (int i = 0; i < s->calls && result == ROCQ_OK; i++) result = rocq_scale(s->b->ctx, &p);
     return result;
 }
 
 static void small_costs(state *s) {
     bench *b = s->b;
     const bench_case calls[] = {
-        {.name = "profile/clock", .run = read_clock, .user = s, .inner = CALLS},
+        {.name = "profile/clock", .run = read_clock, .user = s, .inner = s->calls},
         {.name = "profile/region", .run = mark_regions, .enter = profile_on, .leave = profile_off,
-         .user = s, .inner = CALLS}};
+         .user = s, .inner = s->calls}};
     const bench_case ops[] = {
-        {.name = "profile/op/off", .run = run_ops, .user = s, .inner = CALLS},
+        {.name = "profile/op/off", .run = run_ops, .user = s, .inner = s->calls},
         {.name = "profile/op/on", .run = run_ops, .enter = profile_on, .leave = profile_off,
-         .user = s, .inner = CALLS}};
+         .user = s, .inner = s->calls}};
     for (int i = 0; i < 2; i++) {
         if (bench_wants(b, calls[i].name)) bench_run(b, &calls[i]);
     }
@@ -131,7 +134,7 @@ static rocq_result step(void *user) {
     static const rocq_sample_params greedy; // temperature 0
     state *s = (state *)user;
     rocq_result result = ROCQ_OK;
-    for (int i = 0; i < STEPS && result == ROCQ_OK; i++) {
+    for (int i = 0; i < s->steps && result == ROCQ_OK; i++) {
         s->m.n_past = PAST;
         result = llama_eval(&s->m, &s->token, 1, NULL);
         if (result == ROCQ_OK) result = llama_sample(&s->m, &greedy, &s->drawn);
@@ -143,38 +146,59 @@ static bool same_token(void *user) { // profiled or not
     return s->drawn == s->wanted;
 }
 
-static void steps(state *s) {
+// Pairs of a step with the profile off and on.
+static void compare_steps(state *s, const char *kind, const char *model, bool host_only) {
+    char names[2][64], value[64];
+    for (int i = 0; i < 2; i++) {
+        snprintf(names[i], sizeof names[i], "profile/%s/%s/%s", kind, model, i ? "on" : "off");
+    }
+    const bench_case cases[] = {
+        {.name = names[0], .run = step, .verify = same_token, .user = s, .inner = s->steps},
+        {.name = names[1], .run = step, .verify = same_token, .enter = profile_on,
+         .leave = profile_off, .user = s, .inner = s->steps}};
+    s->profile.host_only = host_only;
+    const bench_result *results = bench_run_pair(s->b, cases, 2);
+    snprintf(value, sizeof value, "profile/%s/%s/cost", kind, model);
+    if (results) bench_value(s->b, value, 100 * (results[1].ratio - 1), "% of a step", true);
+}
+
+static void steps_of(state *s, const char *model, const char *path) {
     bench *b = s->b;
     rocq_gguf *file = NULL;
-    const rocq_gguf_desc source = {.path = "examples/model/rocq-demo.gguf"};
-    const bench_case cases[] = {
-        {.name = "profile/step/off", .run = step, .verify = same_token, .user = s, .inner = STEPS},
-        {.name = "profile/step/on", .run = step, .verify = same_token, .enter = profile_on,
-         .leave = profile_off, .user = s, .inner = STEPS}};
+    const rocq_gguf_desc source = {.path = path};
     int32_t prompt[PAST];
-    if (!bench_wants(b, "profile/step")) return;
     for (int32_t i = 0; i < PAST; i++) prompt[i] = 100 + i;
     s->token = 7;
     if (rocq_gguf_open(b->ctx, &file, &source) || llama_open(&s->m, b->ctx, file, NULL) ||
         llama_eval(&s->m, prompt, PAST, NULL) || step(s)) {
-        bench_fail(b, "profile/step", file ? s->m.error : rocq_error(b->ctx));
+        bench_fail(b, model, file ? s->m.error : rocq_error(b->ctx));
     } else {
         s->wanted = s->drawn;
-        const bench_result *results = bench_run_pair(b, cases, 2);
-        if (results) {
-            bench_value(b, "profile/step/cost", 100 * (results[1].ratio - 1), "% of a step", true);
-        }
-        if (b->gpu) {
-            bench_case host[] = {cases[0], cases[1]};
-            host[0].name = "profile/step_host/off";
-            host[1].name = "profile/step_host/on";
-            s->profile.host_only = true;
-            bench_run_pair(b, host, 2);
-            s->profile.host_only = false;
-        }
+        compare_steps(s, "step", model, false);
+        if (b->gpu) compare_steps(s, "step_host", model, true);
     }
     llama_close(&s->m);
     rocq_gguf_close(&file);
+}
+
+static void steps(state *s) {
+    static const model_shape large = {"1.1B", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K};
+    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0};
+    bench *b = s->b;
+    const model_shape *shape = b->tiny ? &tiny : &large;
+    const char *dir = getenv("TMPDIR");
+    char path[512], name[64];
+    s->steps = b->tiny ? 1 : 16;
+    if (!b->tiny && bench_wants(b, "profile/step/demo/")) {
+        steps_of(s, "demo", "examples/model/rocq-demo.gguf");
+    }
+    snprintf(name, sizeof name, "profile/step/%s/", shape->name);
+    if (!bench_wants(b, name)) return;
+    s->steps = b->tiny ? 1 : 4;
+    snprintf(path, sizeof path, "%s/rocq-launch-%d.gguf", dir && *dir ? dir : "/tmp", (int)getpid());
+    if (write_model(b, shape, 512, path)) steps_of(s, shape->name, path);
+    else bench_fail(b, name, rocq_error(b->ctx));
+    unlink(path);
 }
 
 int main(int argc, char **argv) {
@@ -182,6 +206,7 @@ int main(int argc, char **argv) {
     bench b;
     if (!bench_open(&b, argc, argv, "launch")) return 1;
     s.b = &b;
+    s.calls = b.tiny ? 20 : 1000;
     launches(&b);
     timers(&s);
     small_costs(&s);

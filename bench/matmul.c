@@ -1,8 +1,9 @@
-// matmul.c - products of quantized weights: every format, columns from 1 (decode) to 4096 (prompt), the
-// sizes that ROCmForge published, and ggml beside.
+// matmul.c - products of quantized weights: every format, columns from 1 (decode) to 4096 (prompt),
+// the sizes that ROCmForge published, and ggml beside.
 //
-// Weights take turns from as many copies as no cache holds. On a GPU a run is a recorded graph that goes
-// through all copies once, as the steps of a model do, so that launching is not what is measured.
+// Weights take turns from as many copies as no cache holds. On a GPU a run is a recorded graph that
+// goes through all copies once, as the steps of a model do, so that launching is not what is
+// measured.
 
 #include "bench.h"
 #include "ggml.h"
@@ -27,8 +28,8 @@ static rocq_result run(void *user) {
     return rocq_matmul(p->b->ctx, &params);
 }
 
-// 200 outputs of p->y against sums in float64 over the decoded weights. The bound is that of INT8, the
-// loosest an operand has; AUTO decides which it is.
+// 200 outputs of p->y against sums in float64 over the decoded weights. The bound is that of INT8,
+// the loosest an operand has; AUTO decides which it is.
 static bool close_enough(product *p) {
     float *row = (float *)bench_alloc(p->k * (int64_t)sizeof *row);
     double error = 0, power = 0;
@@ -140,8 +141,8 @@ static void measure(bench *b, rocq_format format, int64_t m, int64_t k, int64_t 
     const rocq_matmul_params params = {.y = &p.dy, .w = &p.copies[0], .x = &p.dx};
     rocq_precision_info info = {.precision = ROCQ_PRECISION_F32}; // what AUTO takes
     rocq_get_precision(b->ctx, ROCQ_OP_MATMUL, &params, &info);
-    const bench_unit unit = !b->gpu || info.precision == ROCQ_PRECISION_F32 ? BENCH_F32 // the CPU's
-        : info.precision == ROCQ_PRECISION_F16 ? BENCH_F16 : BENCH_INT8; // ceiling is known in F32 only
+    const bench_unit unit = !b->gpu || info.precision == ROCQ_PRECISION_F32 ? BENCH_F32
+        : info.precision == ROCQ_PRECISION_F16 ? BENCH_F16 : BENCH_INT8;
     const bench_case cases[2] = {
         {.name = name, .bytes = bytes * inner, .flops = flops * inner, .run = run, .verify = verify,
          .user = &p, .inner = (int64_t)inner, .unit = unit},

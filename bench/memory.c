@@ -1,7 +1,7 @@
 // What a pool's block costs against malloc or the GPU runtime, one size at a time and over the trace
 // of a training step (bench/training_trace, run by python3); fragmentation; what an arena's cut costs.
 //
-// Host memory, against glibc's malloc and free:
+// On the CPU (--device cpu), against glibc's malloc and free:
 //     pool/SIZE           alloc and free, one block at a time: glibc's best case, which cuts the block
 //                         from the end of its heap and joins it again, without a call of the system
 //     pool/SIZE/live16    sixteen blocks of sizes of one class, freed in another order: what a heap
@@ -379,7 +379,7 @@ int main(int argc, char **argv) {
     if (!bench_open(&b, argc, argv, "memory")) return 1;
     arenas(&b);
     traces(&b);
-    host_sizes(&b);
     if (b.gpu) device_sizes(&b);
+    else host_sizes(&b);
     return bench_close(&b);
 }

@@ -1,6 +1,7 @@
-// probe.hip - ceilings of a GPU for bench.h: what a plain streaming read, fused multiply-adds and the
-// matrix unit reach, with the instructions that rocq_kernels.hip uses. Linked into the measuring programs
-// beside the kernels; without it they know the bandwidth alone, as rocq's own kernels reach it.
+// probe.hip - ceilings of a GPU for bench.h: what a plain streaming read, fused multiply-adds and
+// the matrix unit reach, with the instructions that rocq_kernels.hip uses. Linked into the
+// measuring programs beside the kernels; without it they know the bandwidth alone, as rocq's own
+// kernels reach it.
 //
 //     hipcc -O3 --offload-arch=native -x hip -c bench/probe.hip -o probe.o
 //     nvcc -O3 -std=c++17 -x cu -gencode=arch=compute_90a,code=sm_90a -c bench/probe.hip -o probe.o
@@ -96,8 +97,8 @@ __device__ void multiply_int8(tile &c, uint32_t a) {
 PROBE_MATRIX(f16)
 PROBE_MATRIX(int8)
 
-// rates: bytes a second read; operations a second in F32, F16 and int8. The best of ten launches and
-// several grids each; 0 where the runtime fails.
+// rates: bytes a second read; operations a second in F32, F16 and int8. The best of ten launches
+// and several grids each; 0 where the runtime fails.
 extern "C" void bench_gpu_probe(double rates[4]) {
     const size_t size = (size_t)1 << 30;
     int device = 0, units = 0;
@@ -117,7 +118,8 @@ extern "C" void bench_gpu_probe(double rates[4]) {
                 double work = (double)size;
                 ok = RT(EventRecord)(start, 0) == 0;
                 if (what == 0) {
-                    probe_read<<<blocks, THREADS>>>((const uint4 *)data, size / 16, (uint32_t *)out);
+                    const uint4 *from = (const uint4 *)data;
+                    probe_read<<<blocks, THREADS>>>(from, size / 16, (uint32_t *)out);
                 } else if (what == 1) {
                     probe_f32<<<blocks, THREADS>>>(0.5f, (uint32_t *)out);
                     work = lanes * ROUNDS * CHAINS * 2;

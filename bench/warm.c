@@ -1,5 +1,5 @@
 // warm.c - what rocq_warm is worth: the first prompt and the first step of a token in a fresh process,
-// against the same once it has run for a while, with and without it (llama_options.no_warm).
+// against the same once it has run for a while, with and without it (llama_warm).
 //
 // The program starts itself anew for every measurement, since a runtime keeps what it has loaded, with
 // the file dropped from the page cache where the system does that. In one process either the prompt or
@@ -42,7 +42,7 @@ static rocq_result eval(llama_model *m, int32_t n, int32_t past) {
 static int measured(bool warm, bool step, const char *device, const char *path) {
     const rocq_desc desc = {.prefer = strcmp(device, "gpu") == 0 ? ROCQ_GPU : ROCQ_CPU,
                             .kernels_path = kernels};
-    const llama_options options = {.n_ctx = 512, .n_batch = PROMPT, .no_warm = !warm};
+    const llama_options options = {.n_ctx = 512, .n_batch = PROMPT};
     const rocq_gguf_desc source = {.path = path};
     const int32_t n = step ? STEPS : PROMPTS, skip = step ? SKIP : 1, tokens = step ? 1 : PROMPT;
     double ns[STEPS];
@@ -53,7 +53,8 @@ static int measured(bool warm, bool step, const char *device, const char *path) 
     if (rocq_open(&ctx, &desc) != ROCQ_OK) return 1;
     const int64_t start = rocq_time_ns();
     bool ok = rocq_gguf_open(ctx, &file, &source) == ROCQ_OK &&
-              llama_open(&m, ctx, file, &options) == ROCQ_OK && rocq_sync(ctx) == ROCQ_OK;
+              llama_open(&m, ctx, file, &options) == ROCQ_OK &&
+              (!warm || llama_warm(&m) == ROCQ_OK) && rocq_sync(ctx) == ROCQ_OK;
     const double opened = (double)(rocq_time_ns() - start);
     for (int32_t i = 0; i < n && ok; i++) {
         const int64_t begin = rocq_time_ns();

@@ -369,7 +369,7 @@ static bool load(run *r) {
     if (!tuned && !make_tuning(r)) return false;
     end_phase(r, LOAD);
     begin_phase(r, WARM);
-    if (rocq_warm(r->ctx, r->model.step) != ROCQ_OK) return fail("warm-up", rocq_error(r->ctx));
+    if (llama_warm(&r->model) != ROCQ_OK) return fail("warm-up", r->model.error);
     end_phase(r, WARM);
     return true;
 }

@@ -41,7 +41,6 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
     const char *kv_format; // "f16" (default), "f32", "bf16", "q8_0" or "q4_0"
     int32_t kv_page;       // positions of a page of the cache, default 0: contiguous
     rocq_precision precision; // of all products; default AUTO, which differs between CPU and GPU
-    bool no_warm;          // open sooner, and be slower at the first tokens
     // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
     // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
     bool (*progress)(const char *what, int64_t done, int64_t total, void *user);
@@ -117,6 +116,9 @@ typedef struct llama_model {
 static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file,
                                      const llama_options *options);
 static inline void llama_close(llama_model *m); // twice, or on a zeroed struct, is harmless
+
+// Does ahead what would make the first tokens slow; after llama_tune, if that is called.
+static inline rocq_result llama_warm(llama_model *m);
 
 // Appends tokens[0..n) to the cache, batch by batch. With logits NULL only those of the last
 // position are computed, and wait for llama_sample; else logits receives n rows of n_vocab floats.
@@ -769,17 +771,6 @@ static rocq_result llama__make_memory(llama_model *m) {
 // Bodies of the interface
 // ---------------------------------------------------------------------------------------------
 
-// Does now what would make the first tokens slow: a GPU gets all kernels, since which of them a prompt
-// takes depends on its length, and the step's submission; the CPU reads the weights.
-static rocq_result llama__warm(llama_model *m, bool gpu) {
-    if (gpu) LLAMA__TRY(rocq_warm(m->ctx, NULL));
-    const bool recorded = m->step != NULL;
-    if (!recorded) LLAMA__TRY(llama__record(m));
-    const rocq_result result = rocq_warm(m->ctx, m->step);
-    if (!recorded) rocq_graph_free(m->ctx, &m->step);
-    return result;
-}
-
 static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     const rocq_info info = llama__info(m);
     const bool gpu = info.backend == ROCQ_GPU;
@@ -802,8 +793,7 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     if (m->output.n_dims == 0) m->output = m->embedding; // tied
     llama__operands_of(m, m->output.format);
     LLAMA__TRY(llama__make_memory(m));
-    if (gpu && !info.desc.no_graphs) LLAMA__TRY(llama__record(m));
-    return m->options.no_warm ? ROCQ_OK : llama__warm(m, gpu);
+    return gpu && !info.desc.no_graphs ? llama__record(m) : ROCQ_OK;
 }
 
 static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file,
@@ -819,6 +809,26 @@ static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_g
         llama_close(m);
         memcpy(m->error, error, sizeof error);
     }
+    return result;
+}
+
+// A GPU loads all kernels, since which of them a prompt takes depends on its length. Where no step is
+// recorded one is for the time being: the CPU reads its weights.
+static rocq_result llama__warm(llama_model *m) {
+    const bool recorded = m->step != NULL;
+    if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
+    if (llama__info(m).backend == ROCQ_GPU) LLAMA__TRY(rocq_warm(m->ctx, NULL));
+    if (!recorded) LLAMA__TRY(llama__record(m));
+    const rocq_result result = rocq_warm(m->ctx, m->step);
+    if (!recorded) rocq_graph_free(m->ctx, &m->step);
+    return result;
+}
+
+static inline rocq_result llama_warm(llama_model *m) {
+    const rocq_tensor last = m->last; // recording forgets it
+    m->error[0] = '\0';
+    const rocq_result result = llama__done(m, llama__warm(m));
+    m->last = last;
     return result;
 }
 

@@ -1191,7 +1191,8 @@ static void a_decode_loop_allocates_nothing(void **state) {
     close_all(&f);
 }
 
-int main(void) {
+int main(int argc, char **argv) { // [name of a test]
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(default_classes_waste_an_eighth_at_most),
         cmocka_unit_test(the_callers_classes_go_first),

@@ -562,6 +562,7 @@ const char *emulate_open(const harness *h, const char *code_object) {
         }
         return "no context";
     }
+    if (rocq_warm(gpu, NULL) != ROCQ_OK) return "a kernel without work does something";
     gpu->gpu->chip.n_units = 2;
     gpu->gpu->chip.bytes_per_us /= 48;
     return NULL;
