@@ -1263,7 +1263,7 @@ typedef struct rocq_load_desc {
 // names[i]; names twice in the list share memory. On a GPU three stages overlap: the context's
 // threads read a piece into pinned memory while the one before crosses the bus and the one before
 // that is repacked. Pinned memory is n_pieces pieces, and device memory besides the buffer, within
-// the budget, twice as much, for as long as the call takes. A path or a span is read by all threads,
+// the budget, as much again, for as long as the call takes. A path or a span is read by all threads,
 // a callback called by this one only. Returns when all is in place. *buffer (empty where every
 // tensor views the file) is freed with rocq_buffer_free. On failure, and after rocq_cancel, nothing
 // is kept. desc may be NULL.
@@ -8604,22 +8604,19 @@ enum {
 
 // Pinned host memory that every copy passes through: the runtime never sees the caller's pages,
 // which may be mapped from a file. Copies fill one piece after the other; the event of a piece,
-// recorded behind the last of its copies, tells when it may be filled again. The context has one
-// ring, whose copies go through its stream; rocq_gguf_load makes a larger one for as long as it runs.
-// That has staging memory too, device memory that blocks are repacked from: twice as many pieces,
-// so that a stream which goes on late after it has waited for the other holds up no pinned piece,
-// which costs more to make (11 ms for 32 MiB on an H200; bench/upload.c).
+// recorded behind the last of its copies and what they feed, tells when it may be filled again. The
+// context has one ring, whose copies go through its stream; rocq_gguf_load makes a larger one for as
+// long as it runs.
 typedef struct rocq__ring {
     unsigned char *memory;  // n_pieces of piece_bytes; NULL before the first copy
     int64_t piece_bytes;    // a multiple of ROCQ__LINE
     int32_t n_pieces;
-    int64_t piece;          // that is being filled: its number since the ring was made
+    int32_t piece;          // that is being filled
     int64_t used;           // bytes of it
     void *stream;           // of the copies
-    void *copied[ROCQ__MAX_PIECES];
-    bool pending[ROCQ__MAX_PIECES];       // copied is recorded, and nobody has waited for it
-    rocq__device_block *staging;          // loading: 2 n_pieces of piece_bytes, with events that
-    void *repacked[2 * ROCQ__MAX_PIECES]; // tell when a piece of it may be filled again
+    void *event[ROCQ__MAX_PIECES];
+    bool pending[ROCQ__MAX_PIECES]; // the event is recorded, and nobody has waited for it
+    rocq__device_block *staging;    // loading: as much device memory, where blocks are repacked from
 } rocq__ring;
 
 typedef struct rocq__gpu {
@@ -9143,8 +9140,8 @@ ROCQ__FN rocq_result rocq__ring_init(rocq_ctx *ctx, rocq__ring *ring, int64_t pi
     ring->n_pieces = n_pieces;
     if (!ring->stream) ring->stream = ctx->gpu->stream;
     for (int32_t i = 0; i < n_pieces; i++) {
-        if (ring->copied[i]) continue;
-        ROCQ__HIP("event", hip->event_create(&ring->copied[i], ROCQ_HIP_NO_TIMING));
+        if (ring->event[i]) continue;
+        ROCQ__HIP("event", hip->event_create(&ring->event[i], ROCQ_HIP_NO_TIMING));
     }
     ROCQ__HIP("pinned memory", hip->host_alloc(&memory, (size_t)size, 0));
     ring->memory = (unsigned char *)memory;
@@ -9163,9 +9160,8 @@ ROCQ__FN void rocq__ring_free(rocq_ctx *ctx, rocq__ring *ring) {
         hip->stream_destroy(ring->stream);
     }
     if (ring->memory) hip->stream_wait(ctx->gpu->stream);
-    for (int32_t i = 0; i < 2 * ring->n_pieces; i++) {
-        if (i < ring->n_pieces && ring->copied[i]) hip->event_destroy(ring->copied[i]);
-        if (ring->repacked[i]) hip->event_destroy(ring->repacked[i]);
+    for (int32_t i = 0; i < ring->n_pieces; i++) {
+        if (ring->event[i]) hip->event_destroy(ring->event[i]);
     }
     if (ring->memory) {
         hip->host_free(ring->memory);
@@ -9176,18 +9172,16 @@ ROCQ__FN void rocq__ring_free(rocq_ctx *ctx, rocq__ring *ring) {
     memset(ring, 0, sizeof *ring);
 }
 
-ROCQ__FN rocq_result rocq__ring_mark(rocq_ctx *ctx, rocq__ring *ring, int64_t piece) {
-    const int64_t i = piece % ring->n_pieces;
-    ROCQ__HIP("event", ctx->gpu->hip->event_record(ring->copied[i], ring->stream));
-    ring->pending[i] = true;
+ROCQ__FN rocq_result rocq__ring_mark(rocq_ctx *ctx, rocq__ring *ring, int32_t piece) {
+    ROCQ__HIP("event", ctx->gpu->hip->event_record(ring->event[piece], ctx->gpu->stream));
+    ring->pending[piece] = true;
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, rocq__ring *ring, int64_t piece) {
-    const int64_t i = piece % ring->n_pieces;
-    if (!ring->pending[i]) return ROCQ_OK;
-    ROCQ__HIP("copy", ctx->gpu->hip->event_wait(ring->copied[i]));
-    ring->pending[i] = false;
+ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, rocq__ring *ring, int32_t piece) {
+    if (!ring->pending[piece]) return ROCQ_OK;
+    ROCQ__HIP("copy", ctx->gpu->hip->event_wait(ring->event[piece]));
+    ring->pending[piece] = false;
     return ROCQ_OK;
 }
 
@@ -9199,11 +9193,11 @@ ROCQ__FN rocq_result rocq__ring_take(rocq_ctx *ctx, rocq__ring *ring, int64_t si
     if (ring->used + size > ring->piece_bytes) {
         if (unsent) *unsent = true;
         else ROCQ__TRY(rocq__ring_mark(ctx, ring, ring->piece));
-        ring->piece++;
+        ring->piece = (ring->piece + 1) % ring->n_pieces;
         ring->used = 0;
         ROCQ__TRY(rocq__ring_wait(ctx, ring, ring->piece));
     }
-    *out = ring->memory + ring->piece % ring->n_pieces * ring->piece_bytes + ring->used;
+    *out = ring->memory + ring->piece * ring->piece_bytes + ring->used;
     ring->used += (size + ROCQ__LINE - 1) / ROCQ__LINE * ROCQ__LINE;
     return ROCQ_OK;
 }
@@ -9226,7 +9220,7 @@ typedef struct rocq__stretch {
     int64_t part, at;      // what is first: byte at of a part
     int64_t bytes;         // of parts; 0: there is no stretch
     unsigned char *memory; // in the ring: start. Both are at the same distance from a line
-    int64_t piece, used;   // in which piece of the ring, and how far from its beginning
+    int32_t piece;
     bool last;             // of its piece
 } rocq__stretch;
 
@@ -9297,23 +9291,16 @@ ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
         }
     }
     unsigned char *staging = NULL; // where start would be
-    void *repacked = NULL;
     if (first < last) {
-        const int64_t i = s->piece % (2 * ring->n_pieces);
-        const rocq__device_block *block = ring->staging ? ring->staging : gpu->scratch;
-        staging = (unsigned char *)block->address;
-        staging += ring->staging ? i * ring->piece_bytes + s->used : s->start % ROCQ__LINE;
-        if (overlapped) {
-            repacked = ring->repacked[i];
-            ROCQ__HIP("upload", hip->stream_wait_event(ring->stream, repacked, 0));
-        }
+        staging = ring->staging
+                      ? (unsigned char *)ring->staging->address + (s->memory - ring->memory)
+                      : (unsigned char *)gpu->scratch->address + s->start % ROCQ__LINE;
         ROCQ__HIP("upload", hip->copy(staging + (first - s->start), s->memory + (first - s->start),
                                       (size_t)(last - first), ROCQ_HIP_TO_DEVICE, ring->stream));
     }
-    if (s->last || repacked) ROCQ__TRY(rocq__ring_mark(ctx, ring, s->piece));
-    if (repacked) {
-        void *copied = ring->copied[s->piece % ring->n_pieces];
-        ROCQ__HIP("upload", hip->stream_wait_event(gpu->stream, copied, 0));
+    if (overlapped) { // from here on the context's stream is behind the copies
+        ROCQ__HIP("upload", hip->event_record(ring->event[s->piece], ring->stream));
+        ROCQ__HIP("upload", hip->stream_wait_event(gpu->stream, ring->event[s->piece], 0));
     }
     for (int64_t k = s->part, at = s->at; staging && k < u->n_parts; k++, at = 0) {
         const rocq__part *p = &u->parts[k];
@@ -9325,8 +9312,7 @@ ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
         ROCQ__TRY(rocq__repack_hip(ctx, &p->t, staging + (begin - s->start),
                                    at / bytes * (elems / 32), n / bytes * (elems / 32)));
     }
-    if (repacked) ROCQ__HIP("upload", hip->event_record(repacked, gpu->stream));
-    return ROCQ_OK;
+    return overlapped || s->last ? rocq__ring_mark(ctx, ring, s->piece) : ROCQ_OK;
 }
 
 ROCQ__FN void rocq__upload_send(void *arg) {
@@ -9355,7 +9341,6 @@ ROCQ__FN rocq_result rocq__upload_parts(rocq_ctx *ctx, rocq__ring *ring,
                                   &next.memory));
         next.memory += skew;
         next.piece = ring->piece;
-        next.used = next.memory - (ring->memory + ring->piece % ring->n_pieces * ring->piece_bytes);
         const bool ok = rocq__source_read(ctx, source, next.start, size, next.memory,
                                           rocq__upload_send, &u);
         ROCQ__TRY(u.result);
@@ -9407,10 +9392,7 @@ ROCQ__FN rocq_result rocq__load_ring(rocq__loading *load, const rocq__part *part
     ROCQ__TRY(rocq__ring_init(ctx, ring, piece_bytes, n_pieces));
     while (k < n_parts && parts[k].t.layout != ROCQ_LAYOUT_PLANAR) k++;
     if (k == n_parts) return ROCQ_OK;
-    for (int32_t i = 0; ring->stream != ctx->gpu->stream && i < 2 * n_pieces; i++) {
-        ROCQ__HIP("event", hip->event_create(&ring->repacked[i], ROCQ_HIP_NO_TIMING));
-    }
-    const int64_t size = 2 * n_pieces * piece_bytes;
+    const int64_t size = n_pieces * piece_bytes;
     ROCQ__TRY(rocq__take_budget(ctx, size));
     const rocq_result result = rocq__device_alloc(ctx, "gguf_load", size, false, &ring->staging);
     if (result != ROCQ_OK) ctx->budget_used -= size;
@@ -9428,8 +9410,7 @@ ROCQ__FN rocq_result rocq__load_hip(rocq__loading *load, const rocq__source *sou
         result = rocq__upload_parts(ctx, &ring, source, parts, n_parts, load);
     }
     if (result == ROCQ_OK) {
-        int error = gpu->hip->stream_wait(ring.stream);
-        if (error == 0) error = gpu->hip->stream_wait(gpu->stream);
+        const int error = gpu->hip->stream_wait(gpu->stream);
         if (error != 0) result = rocq__hip_failed(ctx, "gguf_load", error);
     }
     rocq__ring_free(ctx, &ring);
@@ -9441,7 +9422,7 @@ ROCQ__FN rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *sr
     rocq__gpu *gpu = ctx->gpu;
     struct {
         const unsigned char *from;
-        int64_t piece;
+        int32_t piece;
     } flight[ROCQ__PIECES - 1];
     rocq__ring *ring = &gpu->ring;
     const int64_t most = ROCQ__PIECE, room = ROCQ__PIECES - 1;
@@ -10199,13 +10180,13 @@ ROCQ__FN double rocq__attend_part(const rocq__site *s, int32_t tile_n) {
 ROCQ__FN rocq_launch_config rocq__rule_attend(const rocq__chip *chip, const rocq__site *s) {
     const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(s->k);
     rocq_launch_config config = {0, s->m <= ROCQ__MAX(few, many / 2) ? few : many, 1};
-    const double all = (double)s->n / ROCQ_K_ATTEND_RUN; // runs
+    const double all = (double)s->n / (double)ROCQ_K_ATTEND_RUN; // runs
     const double blocks = ceil((double)s->m / config.tile_n) * s->batch;
     const double fill = floor((double)ROCQ__ATTEND_BLOCKS * chip->n_units / blocks);
     double runs = ceil(all / ROCQ__MAX(fill, 1.0)); // of a split
     if (config.tile_n == few) {
-        const double even = all / sqrt(rocq__attend_kv(s) / ROCQ__ATTEND_FLIGHT *
-                                       ROCQ__ATTEND_MERGE / rocq__attend_part(s, few));
+        const double even = all / sqrt(rocq__attend_kv(s) / (double)ROCQ__ATTEND_FLIGHT *
+                                       (double)ROCQ__ATTEND_MERGE / rocq__attend_part(s, few));
         const bool up = even * even > floor(even) * ceil(even); // by ratio
         runs = ROCQ__MAX(runs, floor(even) + (up ? 1.0 : 0.0));
     }
@@ -13222,7 +13203,7 @@ ROCQ__FN rocq_result rocq__launch_times(rocq_ctx *ctx, int32_t n, double *submit
         const int64_t start = rocq_time_ns();
         for (int k = 0; k < ROCQ__LAUNCH_ROW; k++) ROCQ__TRY(rocq__launch_nothing(ctx));
         ROCQ__TRY(rocq__launch_wait(ctx));
-        row[i] = (double)(rocq_time_ns() - start) / ROCQ__LAUNCH_ROW;
+        row[i] = (double)(rocq_time_ns() - start) / (double)ROCQ__LAUNCH_ROW;
     }
     return ROCQ_OK;
 }
@@ -13914,7 +13895,7 @@ ROCQ_DEF rocq_result rocq_region_work(rocq_ctx *ctx, double bytes, double flops,
     if (!ctx) return ROCQ_E_ARGUMENT;
     rocq__profile *p = ctx->profiling;
     if (!p) return ROCQ_OK;
-    if (!(bytes >= 0.0 && flops >= 0.0) || !isfinite(bytes + flops) || (int)access < 0 ||
+    if (!(bytes >= 0.0 && flops >= 0.0) || bytes + flops > DBL_MAX || (int)access < 0 ||
         access > ROCQ_ACCESS_LATENCY) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "region_work: a number or access %d is out of range",
                           (int)access);
@@ -13967,7 +13948,9 @@ ROCQ__FN void rocq__judge(const rocq__profile *p, rocq__named *r, rocq_region_st
     if (stats->access == ROCQ_ACCESS_TILED ? !computes : peak->bytes_per_s <= 0.0) return;
     const double least = ROCQ__MAX(memory_s, compute_s);
     if (least <= 0.0) return;
-    if (1e9 * least / (double)r->host.count < ROCQ__FILL_NS) stats->access = ROCQ_ACCESS_LATENCY;
+    if (1e9 * least < (double)ROCQ__FILL_NS * (double)r->host.count) {
+        stats->access = ROCQ_ACCESS_LATENCY;
+    }
     stats->memory_bound = memory_s >= compute_s;
     stats->share = least / seconds;
     const char *bound = stats->memory_bound ? "memory-bound" : "compute-bound";
@@ -14561,11 +14544,11 @@ ROCQ__FN double rocq__model_ns(const rocq__chip *chip, const rocq__site *s,
         bytes = ceil((double)s->m / c->tile_n) * s->batch * s->n *
                 (double)(rocq__bytes((rocq_format)s->format, s->k) +
                          rocq__bytes((rocq_format)s->format2, s->k));
-        chain = rocq__attend_kv(s) / c->n_splits / ROCQ__ATTEND_FLIGHT * latency;
+        chain = rocq__attend_kv(s) / c->n_splits / (double)ROCQ__ATTEND_FLIGHT * latency;
         work = ceil(blocks / units) * units * 4.0 * c->tile_n * s->k * positions * 1e3 /
                chip->matrix_per_us;
         if (c->n_splits > 1) {
-            meet = rocq__attend_part(s, c->tile_n) * c->n_splits / ROCQ__ATTEND_MERGE * latency;
+            meet = rocq__attend_part(s, c->tile_n) * c->n_splits / (double)ROCQ__ATTEND_MERGE * latency;
         }
     }
     const double rounds = ceil(blocks / (held * units));

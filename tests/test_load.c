@@ -687,7 +687,7 @@ static void the_budget_is_kept(void **state) {
     rocq_gguf *file = open_model(ctx, &m, SPAN);
     rocq_buffer buffer;
     assert_ok(load(ctx, file, &desc, NULL, tensors, m.n, &buffer));
-    const int64_t size = buffer.size, staging = 2 * 3 * 4096;
+    const int64_t size = buffer.size, staging = 3 * 4096;
     rocq_gguf_close(&file);
     rocq_close(&ctx);
     const int64_t budgets[] = {size - 1, size + staging - 1, size + staging};
