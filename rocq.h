@@ -29,6 +29,8 @@
        >>contexts        what a context is, how a GPU is chosen, order, fallback, loss
        >>memory          buffers, arenas, tensors, scratch, what is allocated when
        >>graphs          a step recorded once and replayed
+       >>time            timers, profile, warm-up
+       >>tuning          the fastest launch of an op, found and kept
        >>errors          codes, messages, what a failure leaves behind
        >>numbers         precision, sum order, what is bit-exact
        >>files           GGUF
@@ -206,6 +208,26 @@
    do before it runs. examples/llama.h does both.
 
 
+   >>time
+   ------
+   rocq_timer is a stopwatch on the host's clock or the GPU's. Between rocq_profile_start and _stop
+   every op, copy and graph is a region with its times, bytes and arithmetic, inside the regions that
+   the program names with rocq_region_begin and _end; rocq_profile_report writes a table, JSON, or a
+   trace that Perfetto opens. A graph is one region: to see its ops, set no_graphs.
+
+   Loading kernels onto the GPU, and pages of a mapped file into memory, is done by what needs them
+   first. rocq_warm does it before: record a step, warm it, and the first token takes as long as
+   those after it.
+
+
+   >>tuning
+   --------
+   How an op is launched follows from its shapes and the chip by rule. rocq_tune times the other ways
+   and keeps one that is faster, for the context's ops of that shape; rocq_tune_graph does so for a
+   recorded step. rocq_tuning_save and _load carry the results to the next start, as a text that is
+   only accepted by the same chip, driver and version. Nothing is searched unless asked for.
+
+
    >>errors
    --------
    Every call that can fail returns a rocq_result: 0, or a negative code of the table at >>results.
@@ -242,7 +264,8 @@
 
    >>history
    ---------
-       0.1.0  formats, GGUF, CPU backend; GPU backend, graphs
+       0.1.0  formats, GGUF, CPU backend; GPU backend, graphs; pool, KV cache, loading, profile,
+              occupancy, tuner
 */
 
 // ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@
 
 #include <malloc.h>
 
-enum { PAGE = 4096, LIVE = 16, INNER = 4 * LIVE };
+enum { PAGE = 4096, LIVE = 16, INNER = 4 * LIVE, REQUESTS = 1024 };
 
 // -- one size --
 
@@ -42,6 +42,28 @@ static rocq_result pool_loop(void *user) {
         rocq_pool_free(l->pool, &block);
     }
     return ROCQ_OK;
+}
+
+// Requests alone, all served from free blocks: what a frame asks for, and gives back later.
+typedef struct requests {
+    rocq_pool *pool;
+    int64_t size;
+    int n; // so many that all are 4 GiB at most, which nobody touches
+    rocq_buffer blocks[REQUESTS];
+} requests;
+
+static rocq_result pool_requests(void *user) {
+    requests *r = (requests *)user;
+    for (int k = 0; k < r->n; k++) {
+        const rocq_result result = rocq_pool_alloc(r->pool, &r->blocks[k], r->size);
+        if (result != ROCQ_OK) return result;
+    }
+    return ROCQ_OK;
+}
+
+static void give_back(void *user) {
+    requests *r = (requests *)user;
+    for (int k = 0; k < r->n; k++) rocq_pool_free(r->pool, &r->blocks[k]); // empty ones too
 }
 
 // The k-th of LIVE sizes of one class, and the order in which they are freed.
@@ -219,6 +241,25 @@ static void size_name(char out[32], int64_t size) {
     else snprintf(out, 32, "%lldMiB", (long long)(size >> 20));
 }
 
+// A request by itself against malloc and free of the same size.
+static void request_alone(bench *b, rocq_pool *pool, int64_t size) {
+    static requests r;
+    char sized[32], names[2][100];
+    loop l = {b, pool, size, false, false};
+    memset(&r, 0, sizeof r);
+    r.pool = pool;
+    r.size = size;
+    r.n = (int)((int64_t)REQUESTS * size < 4LL << 30 ? REQUESTS : (4LL << 30) / size);
+    size_name(sized, size);
+    snprintf(names[0], sizeof names[0], "pool/%s/request", sized);
+    snprintf(names[1], sizeof names[1], "pool/%s/request/malloc_free", sized);
+    const bench_case cases[2] = {
+        {.name = names[0], .run = pool_requests, .reset = give_back, .user = &r, .inner = r.n},
+        {.name = names[1], .run = malloc_loop, .user = &l, .inner = INNER}};
+    bench_run_pair(b, cases, 2);
+    give_back(&r);
+}
+
 static rocq_pool *open_pool(bench *b, const rocq_pool_desc *desc) {
     rocq_pool *pool;
     if (rocq_pool_create(b->ctx, &pool, desc) != ROCQ_OK) bench_fail(b, "pool", rocq_error(b->ctx));
@@ -245,6 +286,7 @@ static void host_sizes(bench *b) {
             snprintf(name, sizeof name, "%s%s", sized, kinds[i].name);
             compare(b, name, "malloc", kinds[i].live ? pool_live : pool_loop,
                     kinds[i].live ? malloc_live : malloc_loop, &l, INNER);
+            if (i == 0) request_alone(b, pool, size);
         }
         rocq_pool_trim(pool, 0);
         rocq_pool_trim(safe, 0);

@@ -54,7 +54,8 @@ static void results_have_names_and_stable_codes(void **state) {
         {-7, "ROCQ_E_UNSUPPORTED"}, {-8, "ROCQ_E_STATE"}, {-20, "ROCQ_E_MEMORY"},
         {-21, "ROCQ_E_BUDGET"}, {-22, "ROCQ_E_ARENA"}, {-40, "ROCQ_E_IO"}, {-41, "ROCQ_E_MAGIC"},
         {-42, "ROCQ_E_VERSION"}, {-43, "ROCQ_E_TRUNCATED"}, {-44, "ROCQ_E_CORRUPT"},
-        {-45, "ROCQ_E_NOT_FOUND"}, {-46, "ROCQ_E_TYPE"}, {-60, "ROCQ_E_NO_RUNTIME"},
+        {-45, "ROCQ_E_NOT_FOUND"}, {-46, "ROCQ_E_TYPE"}, {-47, "ROCQ_E_FOREIGN"},
+        {-60, "ROCQ_E_NO_RUNTIME"},
         {-61, "ROCQ_E_NO_KERNELS"}, {-62, "ROCQ_E_NO_DEVICE"}, {-63, "ROCQ_E_DEVICE"},
         {-64, "ROCQ_E_LOST"}, {-65, "ROCQ_E_CANCELLED"}};
     size_t n = 0;
