@@ -194,8 +194,9 @@
    reading, copying and repacking going at once.
 
    rocq_kv keeps the keys and values of sequences, in one piece each or in pages that they share
-   until one of them writes. A step is rocq_kv_append (where the new rows go), rocq_kv_flush, and the
-   ops, which may be recorded: rocq_rope_append and rocq_attention over what rocq_kv_layer gives.
+   until one of them writes. A step is rocq_kv_append (where the new rows go), rocq_kv_flush, and
+   the ops, which may be recorded: rocq_rope_append and rocq_attention over what rocq_kv_layer
+   gives.
 
 
    >>graphs
@@ -211,9 +212,9 @@
    >>time
    ------
    rocq_timer is a stopwatch on the host's clock or the GPU's. Between rocq_profile_start and _stop
-   every op, copy and graph is a region with its times, bytes and arithmetic, inside the regions that
-   the program names with rocq_region_begin and _end; rocq_profile_report writes a table, JSON, or a
-   trace that Perfetto opens. A graph is one region: to see its ops, set no_graphs.
+   every op, copy and graph is a region with its times, bytes and arithmetic, inside the regions
+   that the program names with rocq_region_begin and _end; rocq_profile_report writes a table, JSON,
+   or a trace that Perfetto opens. A graph is one region: to see its ops, set no_graphs.
 
    Loading kernels onto the GPU, and pages of a mapped file into memory, is done by what needs them
    first. rocq_warm does it before: record a step, warm it, and the first token takes as long as
@@ -222,10 +223,10 @@
 
    >>tuning
    --------
-   How an op is launched follows from its shapes and the chip by rule. rocq_tune times the other ways
-   and keeps one that is faster, for the context's ops of that shape; rocq_tune_graph does so for a
-   recorded step. rocq_tuning_save and _load carry the results to the next start, as a text that is
-   only accepted by the same chip, driver and version. Nothing is searched unless asked for.
+   How an op is launched follows from its shapes and the chip by rule. rocq_tune times the other
+   ways and keeps one that is faster, for the context's ops of that shape; rocq_tune_graph does so
+   for a recorded step. rocq_tuning_save and _load carry the results to the next start, as a text
+   that is only accepted by the same chip, driver and version. Nothing is searched unless asked for.
 
 
    >>errors
@@ -574,9 +575,9 @@ typedef struct rocq_allocator {
 // NMSE: squared error of an output over its squares, against a float64 reference over the
 // dequantized operands, before the rounding to the output's format.
 // One that is asked for, by an op's params or rocq_desc.precision, is the least exact that may run:
-// an op that has a more exact form instead (most have F32 alone; a GPU multiplies up to 8 columns in
-// INT8 or F32) uses that. E_UNSUPPORTED: an op whose forms are all less exact (attention in F32 on a
-// GPU), and a product in INT8 whose w has no integer codes.
+// an op that has a more exact form instead (most have F32 alone; a GPU multiplies up to 8 columns
+// in INT8 or F32) uses that. E_UNSUPPORTED: an op whose forms are all less exact (attention in F32
+// on a GPU), and a product in INT8 whose w has no integer codes.
 typedef enum rocq_precision {
     ROCQ_PRECISION_AUTO = 0, // by op, backend, chip and shape, as rocq_get_precision tells
     ROCQ_PRECISION_F32,  // operands exact in F32, F32 sums:           NMSE <= 1e-6
@@ -679,7 +680,8 @@ typedef struct rocq_arena {
 typedef enum rocq_memory {
     ROCQ_MEMORY_DEFAULT = 0,
     ROCQ_MEMORY_HOST,
-    ROCQ_MEMORY_PINNED, // host memory that the GPU's copy engines reach; plain host memory on the CPU
+    ROCQ_MEMORY_PINNED, // host memory that the GPU's copy engines reach; plain host memory on the
+                        // CPU
     ROCQ_MEMORY_DEVICE
 } rocq_memory;
 
@@ -696,15 +698,15 @@ typedef struct rocq_pool_desc {
     const int64_t *classes;  // block sizes, rising multiples of 256, copied. Above the last (NULL =
     int32_t n_classes;       // from the start) there are eight to each doubling, so that for sizes
                              // from 2 KiB up less than 12.5% of a block of the class is waste
-    int64_t slab_size;       // most bytes taken at once and cut into blocks of a class, 0 = 8 MiB; a
-                             // class begins with less and doubles. A block of more than a quarter
-                             // of it is taken by itself (large path)
+    int64_t slab_size;       // most bytes taken at once and cut into blocks of a class, 0 = 8 MiB;
+                             // a class begins with less and doubles. A block of more than a
+                             // quarter of it is taken by itself (large path)
     int64_t budget;          // most bytes of slabs and large blocks, 0 = only the context's own,
                              // -1 = what rocq_pool_reserve takes and nothing else
-    bool exact;              // a request takes a block of its own class only. Else, before memory is
-                             // taken, a free one of up to twice that size serves: far less is then
-                             // reserved where sizes change from step to step
-    bool thread_safe;        // any thread may call, at once; else one at a time (see rocq_pool_alloc)
+    bool exact;              // a request takes a block of its own class only. Else, before memory
+                             // is taken, a free one of up to twice that size serves: far less is
+                             // then reserved where sizes change from step to step
+    bool thread_safe;        // any thread may call, at once (see rocq_pool_alloc)
 } rocq_pool_desc;
 
 // Of one class, or of all together. A request counts in the class of the block it got. Rates are 0
@@ -1049,8 +1051,8 @@ ROCQ_DEF int64_t rocq_arena_mark(const rocq_arena *arena);
 ROCQ_DEF void rocq_arena_reset(rocq_arena *arena, int64_t mark);
 
 // An arena that takes chunks of at least chunk_size bytes (0 = 1 MiB) from the context as it needs
-// them. Reset keeps them for later, rocq_arena_free gives them back. A piece never spans chunks, and
-// what is left of a chunk counts as used.
+// them. Reset keeps them for later, rocq_arena_free gives them back. A piece never spans chunks,
+// and what is left of a chunk counts as used.
 ROCQ_DEF rocq_result rocq_arena_init_growing(rocq_arena *arena, rocq_ctx *ctx, int64_t chunk_size);
 ROCQ_DEF void rocq_arena_free(rocq_arena *arena); // of a growing one; twice is harmless
 
@@ -1074,9 +1076,9 @@ ROCQ_DEF void rocq_pool_destroy(rocq_pool **pool); // twice, or on NULL, is harm
 ROCQ_DEF rocq_result rocq_pool_alloc(rocq_pool *pool, rocq_buffer *buffer, int64_t size);
 
 // Takes the block back and empties *buffer; an empty one is harmless. E_ARGUMENT, and nothing done,
-// for what is not a live block of this pool: freed before (by a copy of the buffer too), foreign, or
-// a piece of one. With ROCQ_DEBUG blocks of host memory have guard bytes behind them, and one that
-// was overrun is an E_CORRUPT (and kept out of use).
+// for what is not a live block of this pool: freed before (by a copy of the buffer too), foreign,
+// or a piece of one. With ROCQ_DEBUG blocks of host memory have guard bytes behind them, and one
+// that was overrun is an E_CORRUPT (and kept out of use).
 ROCQ_DEF rocq_result rocq_pool_free(rocq_pool *pool, rocq_buffer *buffer);
 
 // Takes memory until n blocks for requests of this size are free. On failure what was taken stays.
@@ -1087,7 +1089,8 @@ ROCQ_DEF rocq_result rocq_pool_reserve(rocq_pool *pool, int64_t size, int64_t n)
 ROCQ_DEF rocq_result rocq_pool_trim(rocq_pool *pool, int64_t keep);
 
 // Class 0 to n - 1, smallest first; -1 is all together. E_ARGUMENT past the end.
-ROCQ_DEF rocq_result rocq_pool_get_stats(rocq_pool *pool, int32_t size_class, rocq_pool_stats *stats);
+ROCQ_DEF rocq_result rocq_pool_get_stats(rocq_pool *pool, int32_t size_class,
+                                         rocq_pool_stats *stats);
 
 // A table for people, or JSON: {"total": {...}, "classes": [{...}, ...]} with the names of the
 // fields, of the classes that were used. TRACE is an E_ARGUMENT.
@@ -1286,12 +1289,13 @@ typedef struct rocq_load_desc {
 // names[i]; names twice in the list share memory. On a GPU three stages overlap: the context's
 // threads read a piece into pinned memory while the one before crosses the bus and the one before
 // that is repacked. Pinned memory is n_pieces pieces, and device memory besides the buffer, within
-// the budget, as much again, for as long as the call takes. A path or a span is read by all threads,
-// a callback called by this one only. Returns when all is in place. *buffer (empty where every
-// tensor views the file) is freed with rocq_buffer_free. On failure, and after rocq_cancel, nothing
-// is kept. desc may be NULL.
-ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file, const rocq_load_desc *desc,
-                                    rocq_tensor *tensors, rocq_buffer *buffer);
+// the budget, as much again, for as long as the call takes. A path or a span is read by all
+// threads, a callback called by this one only. Returns when all is in place. *buffer (empty where
+// every tensor views the file) is freed with rocq_buffer_free. On failure, and after rocq_cancel,
+// nothing is kept. desc may be NULL.
+ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
+                                    const rocq_load_desc *desc, rocq_tensor *tensors,
+                                    rocq_buffer *buffer);
 
 // -- GGUF writer: version 3. Values, then tensors, then each tensor's bytes in the order added --
 
@@ -1372,8 +1376,8 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes);
 
 // On failure *kv is NULL. Must be freed before its context is closed. All memory is taken here: the
 // buffer, some bytes on the host for each page and sequence, and the context's scratch that shift
-// needs. Of the calls below, those that may run ops (append, shift, fork, save, restore) are E_STATE
-// while a graph is recorded, and E_CANCELLED only before they have begun.
+// needs. Of the calls below, those that may run ops (append, shift, fork, save, restore) are
+// E_STATE while a graph is recorded, and E_CANCELLED only before they have begun.
 ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **kv, const rocq_kv_desc *desc);
 ROCQ_DEF void rocq_kv_free(rocq_kv **kv); // twice, or on NULL, is harmless
 
@@ -1408,10 +1412,12 @@ ROCQ_DEF rocq_result rocq_kv_fork(rocq_kv *kv, int32_t src, int32_t dst);
 
 // A sequence to host memory and back, into a cache of the same layers, heads and formats, of either
 // layout. dst NULL asks for the size, which needed (may be NULL otherwise) receives. save waits for
-// the GPU; restore does not, nor reads src afterwards. It replaces what seq held, and changes nothing
-// on E_TRUNCATED (cut short), E_CORRUPT (altered: there is a checksum), E_FOREIGN (of another
-// version), E_SHAPE (of another cache), E_BOUNDS (over n_ctx positions) and E_MEMORY (too few pages).
-ROCQ_DEF rocq_result rocq_kv_save(rocq_kv *kv, int32_t seq, void *dst, int64_t size, int64_t *needed);
+// the GPU; restore does not, nor reads src afterwards. It replaces what seq held, and changes
+// nothing on E_TRUNCATED (cut short), E_CORRUPT (altered: there is a checksum), E_FOREIGN (of
+// another version), E_SHAPE (of another cache), E_BOUNDS (over n_ctx positions) and E_MEMORY (too
+// few pages).
+ROCQ_DEF rocq_result rocq_kv_save(rocq_kv *kv, int32_t seq, void *dst, int64_t size,
+                                  int64_t *needed);
 ROCQ_DEF rocq_result rocq_kv_restore(rocq_kv *kv, int32_t seq, const void *src, int64_t size);
 
 ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats);
@@ -1441,7 +1447,8 @@ typedef struct rocq_timer {
 ROCQ_DEF rocq_result rocq_timer_create(rocq_ctx *ctx, rocq_timer *timer, rocq_timer_kind kind);
 ROCQ_DEF rocq_result rocq_timer_start(rocq_ctx *ctx, rocq_timer *timer);
 ROCQ_DEF rocq_result rocq_timer_stop(rocq_ctx *ctx, rocq_timer *timer);
-ROCQ_DEF rocq_result rocq_timer_read(rocq_ctx *ctx, rocq_timer *timer, double *ns); // waits for stop
+// Waits for stop.
+ROCQ_DEF rocq_result rocq_timer_read(rocq_ctx *ctx, rocq_timer *timer, double *ns);
 ROCQ_DEF void rocq_timer_free(rocq_ctx *ctx, rocq_timer *timer); // twice is harmless
 
 // What launching costs, of a kernel that does nothing, n times: until the call returns, until the
@@ -1463,8 +1470,8 @@ typedef enum rocq_access {
 // A profile collects times by name while it is on, in regions that lie in one another. The program
 // opens its own; in them every op that runs ("matvec Q4_K", "rmsnorm"), graph launch ("graph"),
 // rocq_upload, rocq_download, and rocq_sync on a GPU is one, but not what runs inside a graph that
-// is replayed as one submission. On a GPU ops and graphs are timed there, by events; a region around
-// them lasts there from its first to its last. A call that fails is no sample.
+// is replayed as one submission. On a GPU ops and graphs are timed there, by events; a region
+// around them lasts there from its first to its last. A call that fails is no sample.
 //
 // Bytes and flops of ops are counted by operands: each is moved once, of a table the rows that are
 // gathered, of a cache the rows that are written, or the positions that attention reads. What only
@@ -1487,7 +1494,7 @@ typedef struct rocq_region_stats {
     rocq_summary gpu_ns;     // count 0: not timed on the GPU
     double total_ns;         // of ops and graphs on the GPU where they were timed there; of other
                              // regions on the host, or the GPU if longer: their end need not wait
-    double bytes, flops;     // sums of what was moved and computed, those of regions inside included
+    double bytes, flops; // sums of what was moved and computed, those of regions inside included
     double bytes_per_s, flops_per_s;
     double share;            // of the peak that bounds it, 0 when unknown
     rocq_access access;      // of ops by their shapes; LATENCY where at the peak it took under 2 us
@@ -1505,19 +1512,20 @@ ROCQ_DEF rocq_result rocq_profile_start(rocq_ctx *ctx, const rocq_profile_desc *
 ROCQ_DEF rocq_result rocq_profile_stop(rocq_ctx *ctx); // regions that are open are forgotten
 ROCQ_DEF rocq_result rocq_profile_clear(rocq_ctx *ctx);
 
-// Nested, 64 deep; name, UTF-8, must stay valid until clear (a literal). work adds what the innermost
-// open region moves and computes; E_STATE without one, as for an end without a begin. Without a
-// profile that is on they do nothing.
+// Nested, 64 deep; name, UTF-8, must stay valid until clear (a literal). work adds what the
+// innermost open region moves and computes; E_STATE without one, as for an end without a begin.
+// Without a profile that is on they do nothing.
 ROCQ_DEF rocq_result rocq_region_begin(rocq_ctx *ctx, const char *name);
-ROCQ_DEF rocq_result rocq_region_work(rocq_ctx *ctx, double bytes, double flops, rocq_access access);
+ROCQ_DEF rocq_result rocq_region_work(rocq_ctx *ctx, double bytes, double flops,
+                                      rocq_access access);
 ROCQ_DEF rocq_result rocq_region_end(rocq_ctx *ctx);
 
 // Results, waiting for the GPU first. Regions in the order of their first begin.
 ROCQ_DEF int32_t rocq_profile_count(rocq_ctx *ctx);
 ROCQ_DEF rocq_result rocq_profile_region(rocq_ctx *ctx, int32_t index, rocq_region_stats *stats);
 
-// TEXT: a table, regions in one another. JSON: {"device", "peak_bytes_per_s", ..., "regions": [...],
-// "dropped": n}, fields as in rocq_region_stats. TRACE: Chrome's trace event format, which
+// TEXT: a table, regions in one another. JSON: {"device", "peak_bytes_per_s", ..., "regions":
+// [...], "dropped": n}, fields as in rocq_region_stats. TRACE: Chrome's trace event format, which
 // ui.perfetto.dev and chrome://tracing open: host and GPU as two threads, on the host's clock. In
 // all, dropped counts calls without room for their name or depth, dropped_gpu those without their
 // time on the GPU, dropped_events those missing in the trace. E_STATE before the first start.
@@ -1548,13 +1556,15 @@ typedef struct rocq_occupancy {
     double waves;               // of a SIMD, what the hardware can hold
     int32_t groups;             // workgroups of a WGP (of a CU with cu_mode); 0: will not launch
     int32_t max_waves;          // 16
-    rocq_occupancy_limit limit; // of waves; of several limits that are equal, the one named last here
+    rocq_occupancy_limit
+        limit; // of waves; of several limits that are equal, the one named last here
     int32_t next_vgprs;         // most VGPRs with which one more workgroup would fit, 0 = none
 } rocq_occupancy;
 
 // E_ARGUMENT for numbers out of the ranges above and other chips. More LDS than the 64 KiB that a
 // workgroup may have is an answer: 0 groups.
-ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params, rocq_occupancy *result);
+ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
+                                        rocq_occupancy *result);
 
 // Sizes of workgroups (multiples of a wave up to 1024) that reach more than half of all waves with
 // these VGPRs, and lds_per_thread bytes besides lds_bytes; params->threads is ignored. Best first,
@@ -1573,7 +1583,11 @@ typedef struct rocq_launch_config {
     int32_t n_splits; // attention: blocks that share the positions
 } rocq_launch_config;
 
-typedef enum rocq_search { ROCQ_SEARCH_GRID = 0, ROCQ_SEARCH_RANDOM, ROCQ_SEARCH_HILL_CLIMB } rocq_search;
+typedef enum rocq_search {
+    ROCQ_SEARCH_GRID = 0,
+    ROCQ_SEARCH_RANDOM,
+    ROCQ_SEARCH_HILL_CLIMB
+} rocq_search;
 
 typedef struct rocq_tune_desc {
     rocq_search search;
@@ -1619,11 +1633,11 @@ typedef struct rocq_tune_result {
 ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op op, const void *params,
                                const rocq_tune_desc *desc, rocq_tune_result *result);
 
-// Tunes all ops of a recorded graph, a class at a time. Up to 64 ops of a class run in turn, so that
-// a layer finds its weights where it does in a model, mostly not in caches. Ops alone are run and
-// overwrite their outputs; appends to a KV cache are not. The graph is captured again, with what was
-// found. Of result, times are sums over the ops that there was something to choose for, and config
-// is the first one's.
+// Tunes all ops of a recorded graph, a class at a time. Up to 64 ops of a class run in turn, so
+// that a layer finds its weights where it does in a model, mostly not in caches. Ops alone are run
+// and overwrite their outputs; appends to a KV cache are not. The graph is captured again, with
+// what was found. Of result, times are sums over the ops that there was something to choose for,
+// and config is the first one's.
 ROCQ_DEF rocq_result rocq_tune_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq_tune_desc *desc,
                                      rocq_tune_result *result);
 
@@ -1634,17 +1648,17 @@ ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op op, const voi
 
 // The results as text: a line with format version, rocq version, chip and driver, a line for each
 // (op, formats, shape class, configuration, times), and a checksum. load refuses, with E_CORRUPT
-// or E_FOREIGN and changing nothing, a text that is damaged, or of another chip, driver or rocq: one
-// simply tunes again. clear forgets all results.
+// or E_FOREIGN and changing nothing, a text that is damaged, or of another chip, driver or rocq:
+// one simply tunes again. clear forgets all results.
 ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *user);
 ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const char *text, int64_t size);
 ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
 
 // Does before the first token what would make it slow, and waits for it. GPU: every kernel that the
-// graph needs, or all with graph NULL, is launched once without work, so that it is loaded; the graph
-// becomes the submission that it is replayed as, and pinned memory for copies is taken. CPU: the
-// threads are started, and every page of the graph's operands is touched, so that a mapped file is
-// in memory. Both: scratch memory for the graph. Nothing that ops see is changed.
+// graph needs, or all with graph NULL, is launched once without work, so that it is loaded; the
+// graph becomes the submission that it is replayed as, and pinned memory for copies is taken. CPU:
+// the threads are started, and every page of the graph's operands is touched, so that a mapped file
+// is in memory. Both: scratch memory for the graph. Nothing that ops see is changed.
 ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph);
 
 // -- operations: contracts stand at the params structs --
@@ -1668,8 +1682,8 @@ ROCQ_OPS(ROCQ_X)
 // rocq_kernels.hip defines ROCQ_DEVICE and includes this file for what stands up to the end of this
 // section. A kernel is extern "C" __global__ void rocq_k_NAME(ARGS), takes one args struct by value
 // and is named once, in ROCQ_KERNELS. All sizes have been checked against the buffers before a
-// launch; what a kernel reads from device memory (ids, positions, page tables) it checks itself. With
-// args that are all zero a kernel touches no memory and returns: rocq_warm launches it so.
+// launch; what a kernel reads from device memory (ids, positions, page tables) it checks itself.
+// With args that are all zero a kernel touches no memory and returns: rocq_warm launches it so.
 
 #if (defined(ROCQ_IMPLEMENTATION) || defined(ROCQ_DEVICE)) && !defined(ROCQ_KERNELS_DECLARED)
 #define ROCQ_KERNELS_DECLARED
@@ -1797,8 +1811,8 @@ typedef struct rocq_k_rope_args {
     int32_t head_dim, n_dims;
     int32_t neox;
     float magnitude;           // of cos and sin
-    // Turns of pair i per position, before freq_factors: own (scale + (1 - scale) keep), where own is
-    // 1 / (2 pi) times power[b] of every bit b set in i, and keep = ext_factor (1 - (i - low)
+    // Turns of pair i per position, before freq_factors: own (scale + (1 - scale) keep), where own
+    // is 1 / (2 pi) times power[b] of every bit b set in i, and keep = ext_factor (1 - (i - low)
     // per_pair), the factor in brackets held within 0 to 1.
     double power[8], scale, ext_factor, low, per_pair;
 } rocq_k_rope_args;
@@ -3109,7 +3123,8 @@ ROCQ__FN void rocq__workers_stop(rocq__workers *pool) {
 #endif
 }
 
-ROCQ__FN void rocq__workers_run(rocq__workers *pool, int64_t n, int64_t chunk, rocq__task fn, void *arg) {
+ROCQ__FN void rocq__workers_run(rocq__workers *pool, int64_t n, int64_t chunk, rocq__task fn,
+                                void *arg) {
     ROCQ__LOCK(&pool->mutex);
     pool->fn = fn;
     pool->arg = arg;
@@ -4440,9 +4455,9 @@ ROCQ__FN bool rocq__gguf_stream_write(const void *src, int64_t size, void *user)
 #endif
 
 #if ROCQ__HAS_MMAP
-// Leaves the file as it is where it cannot be mapped. Either way tensors that are copied are read: a
-// copy out of the mapping is no faster (bench/upload.c; H200 host, 16 threads: 77 against 79 GB/s),
-// and ends the program where the file has shrunk.
+// Leaves the file as it is where it cannot be mapped. Either way tensors that are copied are read:
+// a copy out of the mapping is no faster (bench/upload.c; H200 host, 16 threads: 77 against 79
+// GB/s), and ends the program where the file has shrunk.
 ROCQ__FN void rocq__gguf_map(rocq_gguf *file) {
 #if defined(_WIN32)
     const HANDLE handle = (HANDLE)_get_osfhandle(_fileno(file->stream));
@@ -5101,7 +5116,8 @@ ROCQ__FN void rocq__read_slices(void *arg, int64_t begin, int64_t end, int32_t t
 }
 
 // Bytes that are known to be in the source, by the context's threads together where it lets them.
-// The calling thread first does what meanwhile (or NULL) says, while the others read. false = failed.
+// The calling thread first does what meanwhile (or NULL) says, while the others read. false =
+// failed.
 ROCQ__FN bool rocq__source_read(rocq_ctx *ctx, const rocq__source *source, int64_t offset,
                                 int64_t size, void *dst, void (*meanwhile)(void *arg), void *arg) {
     rocq__reading r;
@@ -5316,8 +5332,9 @@ ROCQ__FN rocq_result rocq__load_place(rocq__loading *load, rocq__part *parts, in
     return ROCQ_OK;
 }
 
-ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file, const rocq_load_desc *desc,
-                                    rocq_tensor *tensors, rocq_buffer *buffer) {
+ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
+                                    const rocq_load_desc *desc, rocq_tensor *tensors,
+                                    rocq_buffer *buffer) {
     rocq__loading load;
     rocq_buffer loaded;
     int64_t size;
@@ -8628,8 +8645,8 @@ enum {
 // Pinned host memory that every copy passes through: the runtime never sees the caller's pages,
 // which may be mapped from a file. Copies fill one piece after the other; the event of a piece,
 // recorded behind the last of its copies and what they feed, tells when it may be filled again. The
-// context has one ring, whose copies go through its stream; rocq_gguf_load makes a larger one for as
-// long as it runs.
+// context has one ring, whose copies go through its stream; rocq_gguf_load makes a larger one for
+// as long as it runs.
 typedef struct rocq__ring {
     unsigned char *memory;  // n_pieces of piece_bytes; NULL before the first copy
     int64_t piece_bytes;    // a multiple of ROCQ__LINE
@@ -8639,7 +8656,7 @@ typedef struct rocq__ring {
     void *stream;           // of the copies
     void *event[ROCQ__MAX_PIECES];
     bool pending[ROCQ__MAX_PIECES]; // the event is recorded, and nobody has waited for it
-    rocq__device_block *staging;    // loading: as much device memory, where blocks are repacked from
+    rocq__device_block *staging; // loading: as much device memory, where blocks are repacked from
 } rocq__ring;
 
 typedef struct rocq__gpu {
@@ -9209,8 +9226,8 @@ ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, rocq__ring *ring, int32_t pi
 }
 
 // size bytes (at most a piece) that no copy uses any more; those of a piece follow each other.
-// unsent: of a copy that is yet to be submitted, or NULL: is set where the copy is its piece's last,
-// and must mark the piece.
+// unsent: of a copy that is yet to be submitted, or NULL: is set where the copy is its piece's
+// last, and must mark the piece.
 ROCQ__FN rocq_result rocq__ring_take(rocq_ctx *ctx, rocq__ring *ring, int64_t size, bool *unsent,
                                      unsigned char **out) {
     if (ring->used + size > ring->piece_bytes) {
@@ -9232,8 +9249,8 @@ ROCQ__FN void *rocq__device_data(const rocq_tensor *t) {
 
 // -- uploads: read into the ring, copied to the device, repacked there --
 // What is uploaded is a list of parts in the order of their source. It is cut into stretches of the
-// source that go on without regard to where one part ends, so that the cost of many small tensors is
-// that of their bytes. While the threads read a stretch, the calling one submits that before it.
+// source that go on without regard to where one part ends, so that the cost of many small tensors
+// is that of their bytes. While the threads read a stretch, the calling one submits that before it.
 
 ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
                                       int64_t unit0, int64_t n_units);
@@ -10344,7 +10361,8 @@ ROCQ__FN void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const ro
     }
     rocq__job_row(job, head_dim);
     const rocq__rope_scaling scaling = rocq__rope_scaling_of(p, n_dims);
-    for (int b = 0; b < 8; b++) args->power[b] = pow(scaling.base, -2.0 * (1 << b) / scaling.n_dims);
+    for (int b = 0; b < 8; b++)
+        args->power[b] = pow(scaling.base, -2.0 * (1 << b) / scaling.n_dims);
     args->scale = scaling.scale;
     args->ext_factor = scaling.ext_factor;
     args->low = scaling.low;
@@ -11239,8 +11257,8 @@ typedef struct rocq__node {
     bool output[ROCQ__MAX_OPERANDS]; // tensor i is written
 } rocq__node;
 
-// What an op, a graph or a copy does, for the profile (>>profile). Flops on the matrix unit are among
-// the flops.
+// What an op, a graph or a copy does, for the profile (>>profile). Flops on the matrix unit are
+// among the flops.
 typedef struct rocq__work {
     const char *name, *detail; // of its region: "matvec", and a format or NULL
     double bytes, flops, matrix;
@@ -11453,8 +11471,8 @@ ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *p
 
 // -- running --
 
-// With a profile, all that runs is a region (>>profile); but not what a graph's capture collects. The
-// hooks below are all there are: without ROCQ__HAS_PROFILE nothing of it is left.
+// With a profile, all that runs is a region (>>profile); but not what a graph's capture collects.
+// The hooks below are all there are: without ROCQ__HAS_PROFILE nothing of it is left.
 #if ROCQ__HAS_PROFILE
 ROCQ__FN rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *params);
 ROCQ__FN rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params);
@@ -12098,9 +12116,10 @@ ROCQ__NOINLINE rocq_result rocq__pool_miss(rocq_pool *pool, rocq_buffer *buffer,
         if (rocq__class_serves(pool, &pool->classes[k], buffer, size)) return ROCQ_OK;
     }
     if (pool->budget < 0) {
-        return rocq__pool_fail(pool, ROCQ_E_BUDGET,
-                               "pool_alloc: no free block of %lld bytes, and the pool does not grow",
-                               (long long)cls->block_size);
+        return rocq__pool_fail(
+            pool, ROCQ_E_BUDGET,
+            "pool_alloc: no free block of %lld bytes, and the pool does not grow",
+            (long long)cls->block_size);
     }
     ROCQ__TRY(rocq__pool_grow(pool, c));
     cls->n_misses++;
@@ -13280,8 +13299,8 @@ ROCQ__INLINE double rocq__elems(const rocq_tensor *t) {
     return (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
 }
 
-// Elements of operand t that are moved: all of it, of a table the rows that are gathered, of a cache
-// those that are read or written.
+// Elements of operand t that are moved: all of it, of a table the rows that are gathered, of a
+// cache those that are read or written.
 ROCQ__FN double rocq__elems_moved(rocq_op op, const void *params, const rocq_tensor *t,
                                   double positions) {
     if (op == ROCQ_OP_GATHER) {
@@ -13363,12 +13382,12 @@ ROCQ__FN rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *p
 #if ROCQ__HAS_PROFILE
 
 // -- regions --
-// A region that is open is a frame. What the library submits to a GPU in one piece (an op, a captured
-// graph) stands between two events there, its marks; a region around pieces takes the first mark
-// and the last inside it, so that regions of the program cost the GPU nothing. What has ended waits
-// in a queue, in the order of its last marks, until the GPU has come by; asking never waits, but
-// when no mark is free the oldest is waited for: the queue is then long, so the GPU does not starve,
-// and no op is left out because it comes late in a step.
+// A region that is open is a frame. What the library submits to a GPU in one piece (an op, a
+// captured graph) stands between two events there, its marks; a region around pieces takes the
+// first mark and the last inside it, so that regions of the program cost the GPU nothing. What has
+// ended waits in a queue, in the order of its last marks, until the GPU has come by; asking never
+// waits, but when no mark is free the oldest is waited for: the queue is then long, so the GPU does
+// not starve, and no op is left out because it comes late in a step.
 
 enum {
     ROCQ__DEPTH = 64,    // of frames
@@ -13843,9 +13862,10 @@ ROCQ__FN rocq_result rocq__profile_make(rocq_ctx *ctx, const rocq_profile_desc *
     p->spans = (rocq__span *)rocq__profile_array(ctx, desc->max_events, (int64_t)sizeof *p->spans);
     if (gpu) p->gpu = (double *)rocq__profile_array(ctx, n_regions, desc->max_samples * real);
     if (!p->regions || !p->buckets || !p->host || !p->sorted || !p->spans || (gpu && !p->gpu)) {
-        return rocq__fail(ctx, ROCQ_E_MEMORY, "profile_start: no memory for %ld regions of %ld samples"
-                          " and %ld events", (long)desc->max_regions, (long)desc->max_samples,
-                          (long)desc->max_events);
+        return rocq__fail(ctx, ROCQ_E_MEMORY,
+                          "profile_start: no memory for %ld regions of %ld samples"
+                          " and %ld events",
+                          (long)desc->max_regions, (long)desc->max_samples, (long)desc->max_events);
     }
     for (int32_t i = 0; i < p->n_buckets; i++) p->buckets[i] = -1;
     if (desc->roctx) rocq__roctx_load(p);
@@ -13920,8 +13940,8 @@ ROCQ_DEF rocq_result rocq_region_work(rocq_ctx *ctx, double bytes, double flops,
     if (!p) return ROCQ_OK;
     if (!(bytes >= 0.0 && flops >= 0.0) || bytes + flops > DBL_MAX || (int)access < 0 ||
         access > ROCQ_ACCESS_LATENCY) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "region_work: a number or access %d is out of range",
-                          (int)access);
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "region_work: a number or access %d is out of range", (int)access);
     }
     if (p->depth == 0) return rocq__fail(ctx, ROCQ_E_STATE, "region_work: no region is open");
     if (p->depth > ROCQ__DEPTH) return ROCQ_OK; // dropped, as its begin was
@@ -14001,8 +14021,8 @@ ROCQ__FN void rocq__times_summarize(const rocq__profile *p, const rocq__times *t
     summary->count = times->count;
 }
 
-// What counts as a region's time: of what the library submits that on the GPU, of a region around it
-// the longer of both, since its end need not wait for the GPU.
+// What counts as a region's time: of what the library submits that on the GPU, of a region around
+// it the longer of both, since its end need not wait for the GPU.
 ROCQ__FN const rocq__times *rocq__times_of(const rocq__named *r) {
     const bool gpu = r->op ? r->gpu.count > 0 : r->gpu.sum > r->host.sum;
     return gpu ? &r->gpu : &r->host;
@@ -14040,8 +14060,9 @@ ROCQ_DEF rocq_result rocq_profile_region(rocq_ctx *ctx, int32_t index, rocq_regi
     if (!ctx) return ROCQ_E_ARGUMENT;
     const int32_t n = ctx->profile ? ctx->profile->n_regions : 0;
     if (!stats || index < 0 || index >= n) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "profile_region: stats is NULL, or %ld is none of %ld",
-                          (long)index, (long)n);
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "profile_region: stats is NULL, or %ld is none of %ld", (long)index,
+                          (long)n);
     }
     ROCQ__TRY(rocq__queue_finish(ctx, ctx->profile, "profile_region"));
     rocq__region_stats(ctx->profile, index, stats);
@@ -14257,8 +14278,8 @@ ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_w
 // A workgroup stays on one WGP: two CUs of two SIMDs each, or with cu_mode on one of its CUs. A
 // SIMD has slots for 16 waves and a file of VGPRs that is handed out in 64ths of it, a wave of 64
 // lanes taking two of each register that one of 32 takes (RDNA3.5 ISA, 3.3.2.1). LDS is handed out
-// in blocks of 1024 bytes, and a CU has barriers for 16 workgroups; one of a single wave needs none.
-// SGPRs and scratch limit nothing.
+// in blocks of 1024 bytes, and a CU has barriers for 16 workgroups; one of a single wave needs
+// none. SGPRs and scratch limit nothing.
 
 enum {
     ROCQ__SIMD_WAVES = 16,
@@ -14571,7 +14592,8 @@ ROCQ__FN double rocq__model_ns(const rocq__chip *chip, const rocq__site *s,
         work = ceil(blocks / units) * units * 4.0 * c->tile_n * s->k * positions * 1e3 /
                chip->matrix_per_us;
         if (c->n_splits > 1) {
-            meet = rocq__attend_part(s, c->tile_n) * c->n_splits / (double)ROCQ__ATTEND_MERGE * latency;
+            meet = rocq__attend_part(s, c->tile_n) * c->n_splits / (double)ROCQ__ATTEND_MERGE *
+                   latency;
         }
     }
     const double rounds = ceil(blocks / (held * units));
@@ -15160,8 +15182,8 @@ ROCQ__FN rocq_result rocq__tuning_read(rocq_ctx *ctx, const rocq__line *head, co
         if (foreign) continue;
         if (!rocq__tuned_read(&line, &entry) ||
             (n > 0 && memcmp(&ctx->tuned[n - 1].site, &entry.site, sizeof entry.site) >= 0)) {
-            return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: line %d: '%.200s'", (int)n + 2,
-                              line.text);
+            return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: line %d: '%.*s'", (int)n + 2,
+                              (int)ROCQ__MIN(line.length - 1, 200), line.text);
         }
         ROCQ__TRY(rocq__tuned_insert(ctx, n, &entry));
     }
@@ -15236,7 +15258,8 @@ ROCQ__FN void rocq__touch_task(void *arg, int64_t page, int64_t end, int32_t thr
     }
 }
 
-// Starts the threads, with nothing to do, and touches every page of the graph's operands and scratch.
+// Starts the threads, with nothing to do, and touches every page of the graph's operands and
+// scratch.
 ROCQ__FN rocq_result rocq__warm_cpu(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__pages pages = {(unsigned char *)ctx->scratch, ctx->scratch_size, true};
     rocq__parallel(ctx, ROCQ__MAX(ctx->desc.n_threads, ctx->scratch_size / ROCQ__PAGE + 1), 1,
@@ -15267,7 +15290,8 @@ ROCQ__FN rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
     memset(planned, graph ? 0 : 1, sizeof planned);
     memset(&none, 0, sizeof none);
     gpu->planned = planned;
-    for (rocq__node *node = graph ? graph->first : NULL; node && result == ROCQ_OK; node = node->next) {
+    for (rocq__node *node = graph ? graph->first : NULL; node && result == ROCQ_OK;
+         node = node->next) {
         int64_t scratch;
         bool on_cpu;
         result = rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu);
