@@ -8,6 +8,7 @@
 #include <cmocka.h>
 
 #include "simt/hip.h"
+#include "simt/left.h"
 
 #define PATH ".build/test_load.gguf" // tests run in the repository root
 
@@ -57,15 +58,9 @@ static rocq_stats stats_of(rocq_ctx *ctx) {
     return stats;
 }
 
-static int left_before; // by tests that failed
-
 static int begin(void **state) {
     (void)state;
-    left_before = simt_live_sum();
-    simt_fail_at(0, 0);
-    simt_set_optional(1);
-    simt_set_memory((size_t)1 << 30);
-    simt_set_work(SIMT_LATE);
+    simt_begin();
     memset(&host, 0, sizeof host);
     host.fail_at = -1;
     return 0;
@@ -74,12 +69,7 @@ static int begin(void **state) {
 // Nothing is left, here or there, and the runtime was never called wrongly.
 static int nothing_is_left(void **state) {
     (void)state;
-    simt_fail_at(0, 0);
-    if (simt_error_count() != 0) print_message("%s\n", simt_errors_text());
-    const int left = simt_live_sum() - left_before, errors = simt_error_count();
-    simt_forget_errors();
-    if (left != 0 || host.blocks != 0) print_message("%d and %d left\n", left, (int)host.blocks);
-    return left != 0 || errors != 0 || host.blocks != 0 ? -1 : 0;
+    return simt_check_left(host.blocks);
 }
 
 // ---------------------------------------------------------------------------------------------

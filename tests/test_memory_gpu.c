@@ -8,17 +8,13 @@
 #include <cmocka.h>
 
 #include "simt/hip.h"
+#include "simt/left.h"
 
 enum { N = 512 }; // elements of a row
 
-static int left_before; // by tests that failed
-
 static int begin(void **state) {
     (void)state;
-    left_before = simt_live_sum();
-    simt_fail_at(0, 0);
-    simt_set_memory((size_t)1 << 30);
-    simt_set_optional(1);
+    simt_begin();
     simt_set_work(SIMT_LATEST); // memory that is freed too early is found
     return 0;
 }
@@ -26,12 +22,7 @@ static int begin(void **state) {
 // Nothing is left on the device, and the runtime was never called wrongly.
 static int nothing_is_left(void **state) {
     (void)state;
-    simt_fail_at(0, 0);
-    if (simt_error_count() != 0) print_message("%s\n", simt_errors_text());
-    const int left = simt_live_sum() - left_before, errors = simt_error_count();
-    simt_forget_errors();
-    if (left != 0) print_message("%d left\n", left);
-    return left != 0 || errors != 0 ? -1 : 0;
+    return simt_check_left(0);
 }
 
 static rocq_ctx *open_gpu(int64_t budget) {
