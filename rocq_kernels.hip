@@ -55,6 +55,7 @@
 //   fma2(a, b, c)            on f16x2
 //   byte_perm(hi, lo, sel)   byte i of the result is byte (sel >> 8 i) & 7 of lo (0-3) and hi (4-7);
 //                            sel's other bits are 0
+//   byte_levels(table, n)    bytes of a table of 16: byte i of x is byte (n >> 8 i) & 15, y that of n >> 4
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
 //   fence_device, atomic_inc(p)      release or acquire at device scope; returns the old value
 //   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
@@ -140,6 +141,17 @@ DEV uint32_t byte_perm(uint32_t hi, uint32_t lo, uint32_t sel) { // one nibble a
     const uint32_t s = sel | sel >> 4;
     return __byte_perm(lo, hi, (s & 0xff) | (s >> 8 & 0xff00));
 }
+DEV u32x2 byte_levels(u32x4 table, uint32_t n) { // n's nibbles are selectors as they lie
+    const uint32_t index = n & 0x77777777u, half = (n >> 1 & 0x44444444u) | 0x32103210u;
+    uint32_t v[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t low = __byte_perm(table.x, table.y, index >> 16 * i),
+                       high = __byte_perm(table.z, table.w, index >> 16 * i);
+        v[i] = __byte_perm(low, high, half >> 16 * i);
+    }
+    return make_uint2(__byte_perm(v[0], v[1], 0x6420), __byte_perm(v[0], v[1], 0x7531));
+}
 DEV float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -150,7 +162,11 @@ DEV float log2_fast(float x) {
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-DEV float rcp_fast(float x) { return __frcp_rn(x); }
+DEV float rcp_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 DEV int target_id() { return 0; }
 
 // The fragments. One lane's share of a 16x16 operand with K innermost (frag), and of the F32 or I32
@@ -312,6 +328,16 @@ DEV float dot2(f16x2 a, f16x2 b, float c) { return __builtin_amdgcn_fdot2(a, b, 
 DEV uint32_t byte_perm(uint32_t hi, uint32_t lo, uint32_t sel) {
     return __builtin_amdgcn_perm(hi, lo, sel);
 }
+DEV u32x2 byte_levels(u32x4 table, uint32_t n) { // two look-ups of 8, and a choice by bit 3
+    uint32_t v[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++, n >>= 4) {
+        const uint32_t index = n & 0x07070707u;
+        v[i] = byte_perm(byte_perm(table.w, table.z, index), byte_perm(table.y, table.x, index),
+                         (n >> 1 & 0x04040404u) | 0x03020100u);
+    }
+    return u32x2{v[0], v[1]};
+}
 DEV float exp2_fast(float x) { return __builtin_amdgcn_exp2f(x); }
 DEV float log2_fast(float x) { return __builtin_amdgcn_logf(x); }
 DEV float rcp_fast(float x) { return __builtin_amdgcn_rcpf(x); }
@@ -449,6 +475,30 @@ DEV float block_sum(float x, float *work) {
 DEV float block_max(float x, float *work) {
     x = wave_max(x);
     return n_threads() == 32 ? x : wave_max(block_share(x, work, -INFINITY));
+}
+
+// How many blocks came to a counter in global memory before this one; what they stored before is
+// there for this one after. word: LDS. A wave of gfx11 has its own stores to wait for and may have
+// an L0 of its own to drop; on NVIDIA the fence of one thread is for all that the barrier ordered.
+DEV uint32_t block_ticket(uint32_t *counter, uint32_t *word) {
+#if !defined(__CUDACC__)
+    fence_device();
+#endif
+    block_sync();
+    if (thread_index() == 0) {
+#if defined(__CUDACC__)
+        fence_device();
+#endif
+        lput(word, atomic_inc(counter));
+#if defined(__CUDACC__)
+        fence_device();
+#endif
+    }
+    block_sync();
+#if !defined(__CUDACC__)
+    fence_device();
+#endif
+    return lget(word);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -663,18 +713,16 @@ template <int F, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
     return r;
 }
 
-// Levels of four nibbles, the low ones of n's bytes: two look-ups of 8 levels, a choice by bit 3.
-DEV uint32_t level_words(const int8_t *level, int i) {
+DEV uint32_t level_word(const int8_t *level, int i) {
     return (uint32_t)(uint8_t)level[i] | (uint32_t)(uint8_t)level[i + 1] << 8 |
            (uint32_t)(uint8_t)level[i + 2] << 16 | (uint32_t)(uint8_t)level[i + 3] << 24;
 }
-template <int F> DEV uint32_t levels_of(uint32_t n) {
+// Of the low nibbles of n's bytes, and of the high ones.
+template <int F> DEV u32x2 levels_of(uint32_t n) {
     constexpr int8_t iq4[16] = {ROCQ_IQ4_LEVELS}, mxfp4[16] = {ROCQ_MXFP4_LEVELS};
     const int8_t *level = F == ROCQ_MXFP4 ? mxfp4 : iq4;
-    const uint32_t index = n & 0x07070707u;
-    const uint32_t low = byte_perm(level_words(level, 4), level_words(level, 0), index);
-    const uint32_t high = byte_perm(level_words(level, 12), level_words(level, 8), index);
-    return byte_perm(high, low, (n >> 1 & 0x04040404u) | 0x03020100u);
+    return byte_levels(make4(level_word(level, 0), level_word(level, 4), level_word(level, 8),
+                             level_word(level, 12)), n);
 }
 
 // The codes of a unit, words i of 8: element 4 i + b is byte b.
@@ -684,7 +732,8 @@ template <int F> DEV uint32_t decode_code(const raw<F> &r, int i) {
     const uint32_t n = ns[i & 3];
     if constexpr (F == ROCQ_Q8_0) return i < 4 ? n : cs[i & 3];
     if constexpr (F == ROCQ_IQ4_NL || F == ROCQ_IQ4_XS || F == ROCQ_MXFP4) {
-        return levels_of<F>(i < 4 ? n : n >> 4);
+        const u32x2 levels = levels_of<F>(n);
+        return i < 4 ? levels.x : levels.y;
     }
     uint32_t q = 0;
     if constexpr (l::n != 0) q = (i < 4 ? n : n >> 4) & 0x0f0f0f0fu;
@@ -999,7 +1048,7 @@ template <int F> DEV gguf_factors gguf_scale(const char *block, int u, int h) {
 // Words of a unit as decode_raw gives them.
 template <int F> DEV uint32_t gguf_word(const char *block, int u, int i) {
     if constexpr (F == ROCQ_IQ4_NL || F == ROCQ_IQ4_XS || F == ROCQ_MXFP4) {
-        return levels_of<F>(gguf_codes<F>(block, u, i));
+        return levels_of<F>(gguf_codes<F>(block, u, i)).x;
     }
     return gguf_codes<F>(block, u, i);
 }
@@ -1144,6 +1193,54 @@ DEV void put_q8_0_planar(void *base, int64_t n, int64_t unit, int i, bool live, 
     if (!live) return;
     gstore((uint32_t *)base + (i < 4 ? 0 : 4 * n) + 4 * unit + (i & 3), codes);
     if (i == 0) gstore((uint16_t *)base + 16 * n + unit, b.d);
+}
+
+// -- quads --
+// Four neighbouring elements of a row, 16 bytes of F32. Rows of F32, F16 and BF16 are wide when all
+// their quads are whole and aligned; others go element by element.
+
+DEV uint32_t rows_of(const rocq_k_tensor &t) {
+    return (uint32_t)t.ne[1] * (uint32_t)t.ne[2] * (uint32_t)t.ne[3];
+}
+DEV uint64_t alignment_bits(const rocq_k_tensor &t) { // no bit below the alignment of every row
+    return (uint64_t)(uintptr_t)t.data | (uint64_t)t.stride[0] | (uint64_t)t.stride[1] |
+           (uint64_t)t.stride[2];
+}
+DEV bool is_wide(const rocq_k_tensor &t) {
+    return ((t.ne[0] & 3) | (int)(alignment_bits(t) & (t.format == ROCQ_F32 ? 15u : 7u))) == 0;
+}
+// Elements of the quad at k of a row of n that exist.
+DEV int quad_count(int64_t n, int64_t k) { return n - k < 4 ? n > k ? (int)(n - k) : 0 : 4; }
+
+// Writes elements k to k + count - 1 to a row of y, which is row number r of it. Formats: F32 F16
+// BF16, raw Q8_0 and Q4_0, planar Q8_0. All lanes of a wave must come, with count 0 where there is
+// nothing to write, and of block formats lane % 8 == k / 4 % 8.
+DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t k, int count,
+              const float v[4]) {
+    const int i = (int)(k >> 2) & 7;
+    if (y.format == ROCQ_Q8_0 && y.layout == ROCQ_LAYOUT_PLANAR) {
+        const int64_t per_row = y.ne[0] / 32;
+        put_q8_0_planar(y.data, per_row * rows_of(y), per_row * r + k / 32, i, count > 0, v);
+    } else if (y.format == ROCQ_Q8_0) {
+        put_q8_0(row + k / 32 * (int)sizeof(rocq_block_q8_0), i, count > 0, v);
+    } else if (y.format == ROCQ_Q4_0) {
+        put_q4_0(row + k / 32 * (int)sizeof(rocq_block_q4_0), i, count > 0, v);
+    } else if (wide && y.format == ROCQ_F32) {
+        if (count == 0) return;
+        gstore((u32x4 *)((float *)row + k), make4(bits<uint32_t>(v[0]), bits<uint32_t>(v[1]),
+                                                   bits<uint32_t>(v[2]), bits<uint32_t>(v[3])));
+    } else if (wide) {
+        if (count == 0) return;
+        uint32_t h[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) h[e] = y.format == ROCQ_F16 ? f32_f16(v[e]) : f32_bf16(v[e]);
+        gstore((u32x2 *)((uint16_t *)row + k), make2(h[0] | h[1] << 16, h[2] | h[3] << 16));
+    } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            if (e < count) put_float(y.format, row, k + e, v[e]);
+        }
+    }
 }
 
 // -- repack --
@@ -1796,14 +1893,17 @@ constexpr int matvec_waves(int format, int n, bool int8) {
 #define ROCQ_X_INT8(X, f) \
     X(1, f, int8, true) X(2, f, int8, true) X(4, f, int8, true) X(8, f, int8, true)
 #define ROCQ_X_F32(X, f) X(1, f, f32, false) X(8, f, f32, false)
+#define ROCQ_X_PLAIN(X, f) X(2, f, f32, false) X(4, f, f32, false)
 ROCQ_K_INT8_FORMATS(ROCQ_X_INT8, ROCQ_X)
 KERNEL_WAVES(matvec_int8_mixed_n1, rocq_k_matvec_args, 256, matvec_waves(MATVEC_MIXED, 1, true)) {
     matvec_block<MATVEC_MIXED, 1, true>(a);
 }
 ROCQ_K_ALL_FORMATS(ROCQ_X_F32, ROCQ_X)
+ROCQ_K_PLAIN_FORMATS(ROCQ_X_PLAIN, ROCQ_X)
 #undef ROCQ_X
 #undef ROCQ_X_INT8
 #undef ROCQ_X_F32
+#undef ROCQ_X_PLAIN
 
 // ---------------------------------------------------------------------------------------------
 // >>matmul
@@ -1819,11 +1919,15 @@ ROCQ_K_ALL_FORMATS(ROCQ_X_F32, ROCQ_X)
 //        up to the next such multiple past K; what lies there has no effect
 //   y    F32 or F16, likewise gate and residual, any strides; y may be gate or residual
 //
-// Geometry: blockIdx.x (+ block0) counts tiles_m tiles_n tiles, blockIdx.z batches of x. Tiles are
-// ROCQ_K_MATMUL_M rows by ROCQ_K_MATMUL_F16_N, _F16_N_FEW, _INT8_N or _F32_N columns; 128 threads,
-// matmul_f32 256. Rows past M are row M - 1, columns past N column N - 1, and are not stored.
-// Sums run over K in one order, whatever n and the tile are. Numbers of units and offsets within
-// a tile are 32-bit: 128 rows of w and 128 columns of x are less than 4 GB each.
+// Geometry: blockIdx.x (+ block0) counts tiles_m tiles_n tiles, once for each of n_splits parts of
+// K, blockIdx.z batches of x. A tile alone goes through K no faster than its loads come back, so
+// where there are fewer tiles than the chip holds blocks, several blocks share the K of each: they
+// leave their sums in work, and matmul_merge, a second launch, adds them. Tiles are ROCQ_K_MATMUL_M
+// rows by ROCQ_K_MATMUL_F16_N, _F16_N_FEW, _INT8_N or _F32_N columns; 128 threads, matmul_f32 256.
+// Rows past M are row M - 1, columns past N column N - 1, and are not stored. Sums run over K in one
+// order, whatever n and the tile are; those of parts, each of whole steps, are added in their order.
+// Numbers of units and offsets within a tile are 32-bit: 128 rows of w and 128 columns of x are less
+// than 4 GB each.
 
 #define ROCQ_X(NAME, name, id, elems, bytes) MM_##name = id,
 enum { ROCQ_FORMATS(ROCQ_X) }; // ids by the names that the kernels carry
@@ -1837,14 +1941,19 @@ struct mm_place {
     int64_t w_row;      // row m0 in all of w
     int64_t x_column;   // column n0 in all of x
     int32_t i2, i3;     // batch
+    uint32_t split, begin, end; // its share of K: steps
 };
-DEV mm_place mm_place_of(const rocq_k_matmul_args &a, int bm, int bn) {
+DEV mm_place mm_place_of(const rocq_k_matmul_args &a, int bm, int bn, uint32_t n_steps) {
     const uint32_t tiles_m = (uint32_t)a.tiles_m, tiles_n = (uint32_t)a.tiles_n;
-    const uint32_t z = block_index_z();
-    const uint32_t tile = a.common.block0 + block_index(), band = tile / (MM_BAND * tiles_n);
+    const uint32_t n_splits = (uint32_t)a.n_splits, z = block_index_z();
+    const uint32_t block = a.common.block0 + block_index(), split = block / (tiles_m * tiles_n);
+    const uint32_t tile = block - split * (tiles_m * tiles_n), band = tile / (MM_BAND * tiles_n);
     const uint32_t at = tile - band * (MM_BAND * tiles_n), left = tiles_m - band * MM_BAND;
     const uint32_t height = left < MM_BAND ? left : MM_BAND;
     mm_place p;
+    p.split = split;
+    p.begin = n_steps * split / n_splits;
+    p.end = n_steps * (split + 1) / n_splits;
     p.m0 = (int64_t)(band * MM_BAND + at % height) * bm;
     p.n0 = (int64_t)(at / height) * bn;
     p.i2 = (int32_t)(z % (uint32_t)a.batch2);
@@ -1868,10 +1977,17 @@ template <int TM, int TN> DEV void mm_clear(frag_c (&c)[TM][TN]) {
     }
 }
 
-// Column n of y, rows m0 to m0 + 32 R - 1, from sums in LDS: a wave's work.
-template <int R>
-DEV void mm_put_column(const rocq_k_matmul_args &a, const mm_place &at, const float *sums,
-                       int64_t m0, int64_t n) {
+// Where the sums of a column's first part lie, the column counted through the batches; parts of it
+// are M apart.
+DEV float *mm_parts(const rocq_k_matmul_args &a, int64_t column) {
+    return a.work + column * a.n_splits * a.m;
+}
+
+// Column n of y, rows m0 to m0 + 32 R - 1: a wave's work. sum(m, r) is that of row m = m0 + 32 r +
+// lane.
+template <int R, typename S>
+DEV void mm_put_column(const rocq_k_matmul_args &a, const mm_place &at, int64_t m0, int64_t n,
+                       S sum) {
     const rocq_k_epilogue &e = a.epilogue;
     char *y = row_of(e.y, n, at.i2, at.i3);
     const char *gate = row_of(e.gate, n, at.i2, at.i3);
@@ -1880,7 +1996,7 @@ DEV void mm_put_column(const rocq_k_matmul_args &a, const mm_place &at, const fl
     for (int r = 0; r < R; r++) {
         const int64_t m = m0 + 32 * r + lane_index();
         if (m >= a.m) return;
-        float x = lget(sums + 32 * r + lane_index());
+        float x = sum(m, r);
         if (e.bias) x += gload(e.bias + m);
         x = activation(e.activation, x);
         if (e.softcap > 0.0f) x = e.softcap * tanhf(x / e.softcap);
@@ -1888,6 +2004,43 @@ DEV void mm_put_column(const rocq_k_matmul_args &a, const mm_place &at, const fl
         if (e.residual.data) x += get_float(e.residual.format, residual, m);
         put_float(e.y.format, y, m, x);
     }
+}
+
+// The same from sums in LDS; where K is split, they become a part, for matmul_merge.
+template <int R>
+DEV void mm_put_sums(const rocq_k_matmul_args &a, const mm_place &at, const float *sums, int64_t m0,
+                     int64_t n) {
+    if (a.n_splits == 1) {
+        mm_put_column<R>(a, at, m0, n, [=](int64_t, int r) {
+            return lget(sums + 32 * r + lane_index());
+        });
+        return;
+    }
+    float *part = mm_parts(a, at.x_column - at.n0 + n) + at.split * a.m;
+#pragma unroll 1
+    for (int r = 0; r < R; r++) {
+        const int64_t m = m0 + 32 * r + lane_index();
+        if (m < a.m) gstore(part + m, lget(sums + 32 * r + lane_index()));
+    }
+}
+
+// matmul_merge: y = epilogue(parts, added in their order), of products whose K was split. A wave owns
+// 64 rows of a column and a lane every 32nd of them, so that parts and y are read and written in
+// whole lines; a block of 256 threads has 8 columns. No LDS. Bytes: every part once, from L2 or the
+// Infinity Cache, where it was written just now.
+KERNEL(matmul_merge, rocq_k_matmul_args, 256) {
+    if (a.tiles_m == 0) return;
+    const mm_place at = mm_place_of(a, ROCQ_K_MERGE_M, ROCQ_K_MERGE_N, 1);
+    const int wave = mm_wave();
+    const int64_t n = at.n0 + wave;
+    if (n >= a.n) return;
+    const float *const parts = mm_parts(a, at.x_column + wave);
+    mm_put_column<ROCQ_K_MERGE_M / 32>(a, at, at.m0, n, [=](int64_t m, int) {
+        float x = 0.0f;
+#pragma unroll 4
+        for (int s = 0; s < a.n_splits; s++) x += gload(parts + s * a.m + m);
+        return x;
+    });
 }
 
 // The sums of a wave's 16 TM by 16 TN elements, from row m0 and column n0 on, become y. A fragment
@@ -1919,7 +2072,7 @@ DEV void mm_finish(const rocq_k_matmul_args &a, const mm_place &at, const frag_c
         for (int column = 0; column < 16; column++) {
             const int64_t n = n0 + 16 * pass + column;
             if (n >= a.n) break;
-            mm_put_column<TM / 2>(a, at, work + column * stride, m0, n);
+            mm_put_sums<TM / 2>(a, at, work + column * stride, m0, n);
         }
     }
 }
@@ -1928,12 +2081,13 @@ DEV void mm_finish(const rocq_k_matmul_args &a, const mm_place &at, const frag_c
 
 // matmul_f16: x in F16, w decoded to F16, products and sums on the matrix unit with F32 sums.
 //
-// A step is 64 of K. A thread decodes two neighbouring units of one row of w (plain formats: pieces
-// of 16 bytes, 8 threads a row) and copies pieces of x, 8 threads a column: x is read in whole
-// lines, and the two units of a row follow each other into the same line.
+// A step is 64 of K. A thread decodes a unit of each of two rows of w, its neighbour the other unit of
+// both (plain formats: pieces of 16 bytes, 8 threads a row), and copies pieces of x, 8 threads a
+// column: x is read in whole lines, and a load of w touches no more lines than it must.
 // Tile of 128 columns: waves 2 by 2, each 64 by 64, so that 4 + 4 fragments feed 16 WMMA and LDS is
 // busy for a third of the time that the matrix units are; 128 sums a lane. Tile of 32 columns: the
-// waves lie one above the other, 32 by 32 each, and a unit is still decoded once.
+// waves lie one above the other, 32 by 32 each, and a unit is still decoded once; of a tile with up to
+// 16 columns only those are multiplied.
 // RDNA3 issues no WMMA while it decodes, but a weight is decoded once for all columns of a tile: 2
 // to 4 VALU operations beside 32 cycles of WMMA (128 columns) or 8 (32 columns).
 //
@@ -2035,9 +2189,9 @@ DEV u32x4 mm_mask_halves(const u32x4 &piece, int64_t k, int64_t n) {
     return make4(w[0], w[1], w[2], w[3]);
 }
 
-// c += w x over n16 times 16 of K: rows from w on, columns from x on, in LDS. A fragment is loaded
-// again as soon as its last product has been issued.
-template <int TM, int TN>
+// c += w x over n16 times 16 of K: rows from w on, columns from x on, in LDS, of which the first
+// 16 USED are used. A fragment is loaded again as soon as its last product has been issued.
+template <int TM, int TN, int USED>
 DEV void mm_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16) {
     enum { ROW = MM_F16_ROW };
     frag fw[TM];
@@ -2047,8 +2201,8 @@ DEV void mm_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16) {
 #pragma unroll 1
     for (int s = 1; s < n16; s++) {
 #pragma unroll
-        for (int j = 0; j < TN; j++) {
-            const bool last = j + 1 == TN;
+        for (int j = 0; j < USED; j++) {
+            const bool last = j + 1 == USED;
             const int from = last ? 16 * s : 16 * (j + 1) * ROW + 16 * (s - 1);
             const frag_b next_x = frag_load_b(x + from, ROW);
 #pragma unroll
@@ -2060,9 +2214,9 @@ DEV void mm_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16) {
         }
     }
 #pragma unroll
-    for (int j = 0; j < TN; j++) {
+    for (int j = 0; j < USED; j++) {
         const int from = 16 * (j + 1) * ROW + 16 * (n16 - 1);
-        const frag_b next_x = j + 1 < TN ? frag_load_b(x + from, ROW) : fx;
+        const frag_b next_x = j + 1 < USED ? frag_load_b(x + from, ROW) : fx;
 #pragma unroll
         for (int i = 0; i < TM; i++) wmma(c[i][j], fw[i], fx);
         fx = next_x;
@@ -2079,10 +2233,10 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     static_assert(4 * mm_pass_floats<TM>() * 4 <= (int)sizeof(tile), "the epilogue passes here");
     f16 *const wt = (f16 *)tile, *const xt = wt + BM * ROW;
     if (a.tiles_m == 0) return;
-    const mm_place at = mm_place_of(a, BM, BN);
+    const uint32_t k = (uint32_t)a.k;
+    const mm_place at = mm_place_of(a, BM, BN, (k + BK - 1) / BK);
     const int t = (int)thread_index(), wave = mm_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
-    const uint32_t k = (uint32_t)a.k, n_steps = (k + BK - 1) / BK;
     const int chunk = t % CHUNKS, row = t / CHUNKS; // of pieces: 8 lanes read one line of a row
 
     // x: rows past the last are the last one, whose offset is the largest
@@ -2109,9 +2263,10 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
         }
     };
 
-    // w: two units of row t of a quantized format, or pieces of a plain one
+    // w: of a quantized format one of the step's two units, of rows t / 2 and 64 further on, so that
+    // two lanes share a line of memory; of a plain one pieces
     const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
-    const uint32_t row_units = k / 32;
+    const uint32_t row_units = k / 32, half = (uint32_t)t % 2;
     raw<F> wr[2];
     u32x4 wp[N_W];
     planes<F> p;
@@ -2123,14 +2278,16 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
         wide = k % piece_elems<F>() == 0;
     } else {
         p = planes_at(planes_of<F>(a.w, a.w_units), at.w_row * row_units);
-        w_unit = ((uint32_t)t < w_last ? (uint32_t)t : w_last) * row_units;
+        w_unit = (uint32_t)t / 2 * row_units;
     }
     const auto load_w = [&](uint32_t step) {
         if constexpr (!is_plain<F>()) {
+            const uint32_t u = 2 * step + half < row_units ? 2 * step + half : row_units - 1;
+            const uint32_t most = w_last * row_units;
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const uint32_t u = 2 * step + h;
-                wr[h] = load_raw(p, w_unit + (u < row_units ? u : row_units - 1));
+            for (int i = 0; i < 2; i++) {
+                const uint32_t first = w_unit + (uint32_t)i * (BM / 2) * row_units;
+                wr[i] = load_raw(p, (first < most ? first : most) + u);
             }
         } else if (F != ROCQ_F32 && wide) {
             const uint32_t e = step * BK + 8 * (uint32_t)chunk;
@@ -2146,11 +2303,12 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     const auto store_w = [&](uint32_t step) {
         if constexpr (!is_plain<F>()) {
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
+            for (int i = 0; i < 2; i++) {
+                u32x4 *to = (u32x4 *)(wt + (t / 2 + i * (BM / 2)) * ROW) + 4 * half;
                 u32x4 halves[4];
-                mm_unit_halves<F>(wr[h], 2 * step + h, halves);
+                mm_unit_halves<F>(wr[i], 2 * step + half, halves);
 #pragma unroll
-                for (int i = 0; i < 4; i++) lput((u32x4 *)(wt + t * ROW) + 4 * h + i, halves[i]);
+                for (int j = 0; j < 4; j++) lput(to + j, halves[j]);
             }
         } else if (F != ROCQ_F32 && wide) {
 #pragma unroll
@@ -2182,18 +2340,22 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     const bool has_work = at.m0 + wm < a.m && at.n0 + wn < a.n; // of the wave
     frag_c c[TM][TN];
     mm_clear(c);
-    load_w(0);
-    load_x(0);
-    for (uint32_t step = 0; step < n_steps; step++) {
+    const bool half_tile = TN == 2 && a.n - at.n0 <= 16;
+    load_w(at.begin);
+    load_x(at.begin);
+    for (uint32_t step = at.begin; step < at.end; step++) {
         store_w(step);
         store_x(step);
         block_sync();
-        const uint32_t next = step + 1 < n_steps ? step + 1 : step;
-        load_w(next);
-        load_x(next);
+        if (step + 1 < at.end) {
+            load_w(step + 1);
+            load_x(step + 1);
+        }
         const uint32_t left = (k - step * BK + 15) / 16;
         const int n16 = left < BK / 16 ? (int)left : BK / 16;
-        if (has_work) mm_multiply<TM, TN>(c, wt + wm * ROW, xt + wn * ROW, n16);
+        const f16 *const w_wave = wt + wm * ROW, *const x_wave = xt + wn * ROW;
+        if (half_tile && has_work) mm_multiply<TM, TN, TN == 2 ? 1 : TN>(c, w_wave, x_wave, n16);
+        else if (has_work) mm_multiply<TM, TN, TN>(c, w_wave, x_wave, n16);
         block_sync();
     }
     mm_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
@@ -2216,8 +2378,8 @@ ROCQ_K_ALL_FORMATS(MM_KERNELS, )
 // the scales of its row and its column. A min takes away min times the sum of x's group, which is
 // computed when x is staged; offsets such as Q4_0's 8 are taken off the codes there.
 //
-// A step is 64 of K: a thread unpacks two units of a row of w, and one of x. Waves 2 by 2, each 64
-// rows by 32 columns, 64 sums a lane. LDS: 17 to 21 KB, rows of 64 codes and 16 of padding, then
+// A step is 64 of K: a thread unpacks one of its two units, of two rows of w and a column of x. Waves
+// 2 by 2, each 64 rows by 32 columns, 64 sums a lane. LDS: 17 to 21 KB, rows of 64 codes and 16 of padding, then
 // scales, mins and sums by groups.
 // Scaling takes 24 VALU cycles a group and 16 by 16 sums, 32 with a min: WMMA cannot have more than
 // 73% (67%) of the cycles, 57% (50%) with groups of 16. As RDNA3's matrix units are no faster in
@@ -2250,46 +2412,48 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     float *const xs = ws + XS, *const wmin = ws + WMIN, *const xsum = ws + XSUM;
     int8_t *const wt = (int8_t *)tile, *const xt = wt + BM * ROW;
     if (a.tiles_m == 0) return;
-    const mm_place at = mm_place_of(a, BM, BN);
+    const uint32_t row_units = (uint32_t)(a.k / 32);
+    const mm_place at = mm_place_of(a, BM, BN, (row_units + 1) / 2);
     const int t = (int)thread_index(), wave = mm_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
-    const uint32_t row_units = (uint32_t)(a.k / 32), n_steps = (row_units + 1) / 2;
     const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
     const uint32_t x_last = (uint32_t)(a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
     const planes<F> wp = planes_at(planes_of<F>(a.w, a.w_units), at.w_row * row_units);
     const planes<ROCQ_Q8_0> xp =
         planes_at(planes_of<ROCQ_Q8_0>(a.x, a.x_units), at.x_column * row_units);
-    const uint32_t w_unit = ((uint32_t)t < w_last ? (uint32_t)t : w_last) * row_units;
+    const uint32_t w_unit = (uint32_t)t / 2 * row_units;
     const uint32_t column = (uint32_t)t / 2, half = (uint32_t)t % 2;
     const uint32_t x_unit = (column < x_last ? column : x_last) * row_units;
 
     raw<F> wr[2];
     raw<ROCQ_Q8_0> xr;
     const auto load = [&](uint32_t step) {
+        const uint32_t u = 2 * step + half < row_units ? 2 * step + half : row_units - 1;
+        const uint32_t most = w_last * row_units;
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const uint32_t u = 2 * step + h;
-            wr[h] = load_raw(wp, w_unit + (u < row_units ? u : row_units - 1));
+        for (int i = 0; i < 2; i++) {
+            const uint32_t first = w_unit + (uint32_t)i * (BM / 2) * row_units;
+            wr[i] = load_raw(wp, (first < most ? first : most) + u);
         }
-        const uint32_t u = 2 * step + half;
-        xr = load_raw(xp, x_unit + (u < row_units ? u : row_units - 1));
+        xr = load_raw(xp, x_unit + u);
     };
     const auto store = [&](uint32_t step) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const unit u = decode_raw<F>(wr[h], 2 * step + h);
+        for (int i = 0; i < 2; i++) {
+            const uint32_t row = (uint32_t)(t / 2 + i * (BM / 2));
+            const unit u = decode_raw<F>(wr[i], 2 * step + half);
             uint32_t q[8];
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                q[i] = l::offset ? mm_less_offset(u.q[i], l::offset) : u.q[i];
+            for (int j = 0; j < 8; j++) {
+                q[j] = l::offset ? mm_less_offset(u.q[j], l::offset) : u.q[j];
             }
-            u32x4 *to = (u32x4 *)(wt + t * ROW) + 2 * h;
+            u32x4 *to = (u32x4 *)(wt + row * ROW) + 2 * half;
             lput(to, make4(q[0], q[1], q[2], q[3]));
             lput(to + 1, make4(q[4], q[5], q[6], q[7]));
 #pragma unroll
             for (int g = 0; g < GROUPS / 2; g++) {
-                lput(ws + (h * GROUPS / 2 + g) * BM + t, u.scale[g]);
-                if (l::has_min) lput(wmin + (h * GROUPS / 2 + g) * BM + t, u.min[g]);
+                lput(ws + (half * GROUPS / 2 + g) * BM + row, u.scale[g]);
+                if (l::has_min) lput(wmin + (half * GROUPS / 2 + g) * BM + row, u.min[g]);
             }
         }
         u32x4 *to = (u32x4 *)(xt + column * ROW) + 2 * half;
@@ -2313,11 +2477,11 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     const bool has_work = at.m0 + wm < a.m && at.n0 + wn < a.n; // of the wave
     frag_c c[TM][TN];
     mm_clear(c);
-    load(0);
-    for (uint32_t step = 0; step < n_steps; step++) {
+    load(at.begin);
+    for (uint32_t step = at.begin; step < at.end; step++) {
         store(step);
         block_sync();
-        load(step + 1 < n_steps ? step + 1 : step);
+        load(step + 1 < at.end ? step + 1 : step);
         const int n_groups = !has_work ? 0 : 2 * step + 1 < row_units ? GROUPS : GROUPS / 2;
 #pragma unroll 1
         for (int g = 0; g < n_groups; g++) {
@@ -2378,31 +2542,46 @@ ROCQ_K_INT8_FORMATS(MM_KERNEL, )
 
 // -- F32 --
 
-// Elements 32 step and up of row row0 + r of w as floats, transposed into LDS: element e goes to
-// to[e * stride].
+// Half h of a step of 32 elements of row row0 + r of w, as it lies in memory; of a unit all.
 template <int F>
-DEV void mm_put_floats(const rocq_k_matmul_args &a, int64_t row0, uint32_t r, uint32_t step,
-                       float *to, int stride) {
+DEV void mm_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r, uint32_t step, int h,
+                      u32x4 (&to)[4]) {
     const uint32_t k = (uint32_t)a.k;
     if constexpr (is_plain<F>()) {
         const int elems = piece_elems<F>();
         const char *row = (const char *)a.w + (row0 + r) * k * (16 / elems);
-#pragma unroll 1
-        for (int e = 0; e < 32; e += elems) {
-            const u32x4 piece = mm_load_piece<F>(row, 32 * step + (uint32_t)e, k, k % elems == 0);
 #pragma unroll
-            for (int i = 0; i < elems / 4; i++) {
-                float v[4];
-                decode_piece<F>(piece, i, v);
-#pragma unroll
-                for (int b = 0; b < 4; b++) lput(to + (e + 4 * i + b) * stride, v[b]);
-            }
+        for (int i = 0; i < 16 / elems; i++) {
+            to[i] = mm_load_piece<F>(row, 32 * step + 16 * (uint32_t)h + (uint32_t)(i * elems), k,
+                                     k % elems == 0);
         }
     } else {
         const planes<F> p = planes_at(planes_of<F>(a.w, a.w_units), row0 * (k / 32));
-        const unit u = decode_raw<F>(load_raw(p, r * (k / 32) + step), step);
+        const raw<F> u = load_raw(p, r * (k / 32) + step);
+        static_assert(sizeof u <= sizeof to, "a unit passes here");
+        __builtin_memcpy(to, &u, sizeof u);
+    }
+}
+
+// The same as floats, transposed into LDS: element e of the step goes to to[e * stride].
+template <int F>
+DEV void mm_put_half(const u32x4 (&from)[4], uint32_t step, int h, float *to, int stride) {
+    if constexpr (is_plain<F>()) {
+        const int elems = piece_elems<F>();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float v[4];
+            decode_piece<F>(from[i * 4 / elems], i % (elems / 4), v);
+#pragma unroll
+            for (int b = 0; b < 4; b++) lput(to + (16 * h + 4 * i + b) * stride, v[b]);
+        }
+    } else {
+        raw<F> r;
+        __builtin_memcpy(&r, from, sizeof r);
+        const unit u = decode_raw<F>(r, step);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
+            if (i / 4 != h) continue;
             float v[4];
             decode_word<F>(u, i, v);
 #pragma unroll
@@ -2411,84 +2590,116 @@ DEV void mm_put_floats(const rocq_k_matmul_args &a, int64_t row0, uint32_t r, ui
     }
 }
 
+// c += w x over n of K, of a thread's 8 rows and the first 4 HALVES of its columns.
+template <int HALVES>
+DEV void mm_multiply_f32(float (&c)[8][8], const float *w, const float *x, int stride, int n) {
+#pragma unroll 2
+    for (int e = 0; e < n; e++) {
+        float vw[8], vx[4 * HALVES];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            decode_piece<ROCQ_F32>(lget((const u32x4 *)(w + e * stride + 64 * h)), 0, vw + 4 * h);
+        }
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+            decode_piece<ROCQ_F32>(lget((const u32x4 *)(x + e * stride + 64 * h)), 0, vx + 4 * h);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+#pragma unroll
+            for (int j = 0; j < 4 * HALVES; j++) c[i][j] = fmaf(vw[i], vx[j], c[i][j]);
+        }
+    }
+}
+
 // matmul_f32: x and products in F32, for any format of w: the precision of the CPU's F32.
 //
-// A block of 256 threads owns 128 rows by 64 columns, a thread 8 rows (from 4 tm and from 64 + 4 tm
-// on) of 4 columns. A step is 32 of K: waves 0-3 decode a unit of w a thread, waves 4-7 copy x,
-// half a unit a thread. LDS: 25 KB, both operands with K outermost, so that a thread reads 4 rows
-// or columns at once: 3 reads of 16 bytes for 32 multiply-adds, which gfx11 issues in pairs. The
-// format is a uniform branch a step.
-KERNEL(matmul_f32, rocq_k_matmul_args, 256) {
-    enum { BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_F32_N, BK = 32, WS = BM + 4, XS = BN + 4 };
-    LDS(float, wt, BK * WS);
-    LDS(float, xt, BK * XS);
+// A block of 256 threads owns 128 rows by 128 columns, a wave 32 by 16 and as much 64 rows and 64
+// columns further on, a thread 8 by 8: rows from 4 tm and from 64 + 4 tm on, columns likewise from
+// 4 tn. A step is 32 of K: a thread decodes half of it of a row of w into LDS and copies half of it of
+// a column of x, while the next step's bytes are on their way into registers. LDS: 33 KB, both
+// operands with K outermost, so that a thread reads 4 rows or columns at once: 4 reads of 16 bytes
+// for 64 multiply-adds, which gfx11 issues in pairs, and 3 for 32 where a tile has at most 64 columns.
+// The format is a uniform branch a step.
+KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
+    enum { BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_F32_N, BK = 32, STRIDE = BM + 4 };
+    static_assert(BM == BN, "rows and columns are shared out alike");
+    LDS(float, wt, BK * STRIDE);
+    LDS(float, xt, BK * STRIDE);
     if (a.tiles_m == 0) return;
-    const mm_place at = mm_place_of(a, BM, BN);
-    const int t = (int)thread_index(), tm = t % 16, tn = t / 16;
+    const mm_place at = mm_place_of(a, BM, BN, (uint32_t)((a.k + BK - 1) / BK));
+    const int t = (int)thread_index(), wave = mm_wave(), lane = lane_index();
+    const int tm = wave % 2 * 8 + lane % 8, tn = wave / 2 * 4 + lane / 8, half = wave / 4;
     const int64_t w_last = (a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
     const int64_t x_last = (a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
-    float c[8][4];
+    const int row = t % BM;
+    const uint32_t w_row = (uint32_t)(row < w_last ? row : w_last);
+    const float *const x =
+        (const float *)a.x + (at.x_column + (row < x_last ? row : x_last)) * a.x_stride;
+    u32x4 wr[4], xr[4];
+    const auto load = [&](uint32_t step) {
+        switch (a.format) {
+#define ROCQ_X(NAME, name, id, elems, bytes) \
+        case id: mm_load_half<id>(a, at.w_row, w_row, step, half, wr); break;
+        ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int64_t k = (int64_t)step * BK + 16 * half + 4 * i;
+            xr[i] = k < a.k ? gload((const u32x4 *)(x + k)) : make4(0, 0, 0, 0);
+        }
+    };
+    const auto store = [&](uint32_t step) {
+        switch (a.format) {
+#define ROCQ_X(NAME, name, id, elems, bytes) \
+        case id: mm_put_half<id>(wr, step, half, wt + row, STRIDE); break;
+        ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int64_t k = (int64_t)step * BK + 16 * half + 4 * i;
+            float v[4];
+            decode_piece<ROCQ_F32>(xr[i], 0, v);
+#pragma unroll
+            for (int b = 0; b < 4; b++) {
+                lput(xt + (16 * half + 4 * i + b) * STRIDE + row, k + b < a.k ? v[b] : 0.0f);
+            }
+        }
+    };
+
+    const bool half_tile = x_last < BN / 2;
+    float c[8][8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) c[i][j] = 0.0f;
+        for (int j = 0; j < 8; j++) c[i][j] = 0.0f;
     }
-#pragma unroll 1
-    for (int64_t k0 = 0; k0 < a.k; k0 += BK) {
-        if (t < BM) {
-            const uint32_t r = (uint32_t)(t < w_last ? t : w_last);
-            switch (a.format) {
-#define ROCQ_X(NAME, name, id, elems, bytes) \
-            case id: mm_put_floats<id>(a, at.w_row, r, (uint32_t)(k0 / BK), wt + t, WS); break;
-            ROCQ_FORMATS(ROCQ_X)
-#undef ROCQ_X
-            }
-        } else {
-            const int n = t % BN, e0 = (t - BM) / BN * 16;
-            const int64_t column = at.x_column + (n < x_last ? n : x_last);
-            const float *x = (const float *)a.x + column * a.x_stride;
-#pragma unroll
-            for (int e = e0; e < e0 + 16; e += 4) {
-                const int64_t k = k0 + e;
-                const u32x4 piece = k < a.k ? gload((const u32x4 *)(x + k)) : make4(0, 0, 0, 0);
-                const uint32_t w[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-                for (int b = 0; b < 4; b++) {
-                    lput(xt + (e + b) * XS + n, k + b < a.k ? bits<float>(w[b]) : 0.0f);
-                }
-            }
-        }
+    load(at.begin);
+    for (uint32_t step = at.begin; step < at.end; step++) {
+        store(step);
         block_sync();
-#pragma unroll 4
-        for (int e = 0; e < BK; e++) {
-            const u32x4 w0 = lget((const u32x4 *)(wt + e * WS + 4 * tm));
-            const u32x4 w1 = lget((const u32x4 *)(wt + e * WS + 64 + 4 * tm));
-            const u32x4 x0 = lget((const u32x4 *)(xt + e * XS + 4 * tn));
-            const uint32_t w[8] = {w0.x, w0.y, w0.z, w0.w, w1.x, w1.y, w1.z, w1.w};
-            const uint32_t x[4] = {x0.x, x0.y, x0.z, x0.w};
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    c[i][j] = fmaf(bits<float>(w[i]), bits<float>(x[j]), c[i][j]);
-                }
-            }
-        }
+        if (step + 1 < at.end) load(step + 1);
+        if (half_tile) mm_multiply_f32<1>(c, wt + 4 * tm, xt + 4 * tn, STRIDE, BK);
+        else mm_multiply_f32<2>(c, wt + 4 * tm, xt + 4 * tn, STRIDE, BK);
         block_sync();
     }
 #pragma unroll 1
-    for (int pass = 0; pass < 4; pass++) { // column 4 tn + pass of every thread
+    for (int pass = 0; pass < 8; pass++) { // column pass of every thread
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < 8; j++) {
             if (j != pass) continue;
 #pragma unroll
-            for (int i = 0; i < 8; i++) lput(wt + tn * WS + i / 4 * 64 + 4 * tm + i % 4, c[i][j]);
+            for (int i = 0; i < 8; i++) {
+                lput(wt + tn * STRIDE + i / 4 * 64 + 4 * tm + i % 4, c[i][j]);
+            }
         }
         block_sync();
 #pragma unroll 1
-        for (int column = mm_wave(); column < 16; column += 8) {
-            const int64_t n = at.n0 + 4 * column + pass;
-            if (n < a.n) mm_put_column<4>(a, at, wt + column * WS, at.m0, n);
+        for (int column = wave; column < 16; column += 8) {
+            const int64_t n = at.n0 + pass / 4 * 64 + 4 * column + pass % 4;
+            if (n < a.n) mm_put_sums<4>(a, at, wt + column * STRIDE, at.m0, n);
         }
         block_sync();
     }
@@ -2546,7 +2757,8 @@ KERNEL(matmul_f32, rocq_k_matmul_args, 256) {
 
 enum {
     ATTEND_WAVES = 4,
-    ATTEND_COLUMNS = 16 // of a column tile
+    ATTEND_COLUMNS = 16, // of a column tile
+    ATTEND_HALF = 8      // of those that pass through LDS at a time in the end
 };
 
 template <int D, int TILES> struct attend_shape {
@@ -2582,7 +2794,8 @@ template <int D, int TILES> struct attend_shape {
         SUM_BYTES = SLICES > 1 && SHARED ? ATTEND_WAVES *PARTS * 1024 : 0,
         SUM_STRIDE = SHARED ? PARTS * 256 : WAVE_BYTES / 4, // floats from wave to wave
         OUT_STRIDE = D + 4,
-        OUT_BYTES = ATTEND_COLUMNS * (OUT_STRIDE + 2) * 4,
+        OUT_ROWS = SETS * TILES * ATTEND_HALF, // of every column tile half of it
+        OUT_BYTES = OUT_ROWS * (OUT_STRIDE + 2) * 4,
         LOOP_BYTES = TILE_BYTES + Q_BYTES + SUM_BYTES,
         MAIN_BYTES = LOOP_BYTES > OUT_BYTES ? LOOP_BYTES : OUT_BYTES,
         ROW_BYTES = 2 * TILE * 4 +
@@ -2852,9 +3065,10 @@ template <typename S> DEV attend_task attend_task_of(const rocq_k_attention_args
     const uint32_t n_splits = (uint32_t)a.n_splits, n_tiles = (uint32_t)a.n_tiles;
     t.tile_index = n_splits == 1 ? (uint32_t)block : (uint32_t)block / n_splits;
     t.split = (int)((uint32_t)block - t.tile_index * n_splits);
-    const uint32_t head_seq = n_tiles == 1 ? t.tile_index : t.tile_index / n_tiles;
-    // The tiles of late queries, which see most, come first.
-    t.column0 = (int)(n_tiles - 1 - (t.tile_index - head_seq * n_tiles)) * S::COLUMNS;
+    const uint32_t heads = (uint32_t)(a.n_kv_heads * a.n_seqs);
+    const uint32_t back = n_tiles == 1 ? 0 : t.tile_index / heads; // tiles from the last one
+    const uint32_t head_seq = t.tile_index - back * heads;
+    t.column0 = (int)(n_tiles - 1 - back) * S::COLUMNS;
     t.seq = a.n_seqs == 1 ? 0 : (int)(head_seq / (uint32_t)a.n_kv_heads);
     t.kv_head = (int)head_seq - t.seq * a.n_kv_heads;
     return t;
@@ -2873,25 +3087,32 @@ struct attend_column {
 };
 DEV attend_column attend_column_of(const rocq_k_attention_args &a, int c) {
     if (a.n_q == 1) return {0, c};
-    const int group = a.n_heads / a.n_kv_heads;
-    return {c / group, c % group};
+    const int query = (int)(((uint64_t)(uint32_t)c * a.group_inverse + a.group_inverse) >> 32);
+    return {query, c - query * a.group};
 }
 
 // Columns column0 and up of Q in LDS; 0 past the last one. A negative scale turns their signs.
-template <typename S>
-DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_task &task) {
-    enum { CHUNKS = S::HEAD / 8, SLICE = S::BD / 8, SLICE_HALVES = ATTEND_COLUMNS * S::Q_STRIDE };
-    const attend_rows t = attend_rows_of(a.q, 0, 0, a.head_dim);
+template <typename S, int WAY>
+DEV void attend_stage_q_as(f16 *tile, const rocq_k_attention_args &a, const attend_task &task) {
+    enum {
+        CHUNKS = S::HEAD / 8,
+        SLICE = S::BD / 8,
+        SLICE_HALVES = ATTEND_COLUMNS * S::Q_STRIDE,
+        ALL = S::COLUMNS * CHUNKS,
+        AHEAD = WAY == ATTEND_ANY ? 1 : ALL < 512 ? ALL / 128 : 4 // loads under way
+    };
     const uint32_t flip = a.scale < 0.0f ? 0x80008000u : 0u;
-    const int group = a.n_heads / a.n_kv_heads, n_there = group * a.n_q - task.column0;
-#pragma unroll 2
-    for (int i = (int)thread_index(); i < S::COLUMNS * CHUNKS; i += 128) {
-        const int c = i / CHUNKS, chunk = i % CHUNKS;
-        u32x4 x = make4(0, 0, 0, 0);
-        if (c < n_there && chunk <= t.last_chunk) {
-            const attend_column of = attend_column_of(a, task.column0 + c);
-            const char *row = row_of(a.q, task.kv_head * group + of.head, of.query, task.seq);
-            if (t.way == ATTEND_ANY) {
+    const int n_there = a.group * a.n_q - task.column0, last_chunk = (a.head_dim - 1) / 8;
+#pragma unroll 1
+    for (int first = (int)thread_index(); first < ALL; first += 128 * AHEAD) {
+        u32x4 x[AHEAD];
+#pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+            const int i = min(first + 128 * n, ALL - 1), chunk = min(i % CHUNKS, last_chunk);
+            const attend_column of =
+                attend_column_of(a, task.column0 + min(i / CHUNKS, n_there - 1));
+            const char *row = row_of(a.q, task.kv_head * a.group + of.head, of.query, task.seq);
+            if (WAY == ATTEND_ANY) {
                 float v[8] = {};
 #pragma unroll 1
                 for (int e = 0; e < 8; e++) {
@@ -2900,17 +3121,31 @@ DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_
                     const int d = 8 * chunk + e;
                     v[7] = d < a.head_dim ? get_float(a.q.format, row, d) : 0.0f;
                 }
-                x = make4(attend_pair(v[0], v[1]), attend_pair(v[2], v[3]), attend_pair(v[4], v[5]),
-                          attend_pair(v[6], v[7]));
+                x[n] = make4(attend_pair(v[0], v[1]), attend_pair(v[2], v[3]),
+                             attend_pair(v[4], v[5]), attend_pair(v[6], v[7]));
             } else {
-                x = t.way == ATTEND_F32 ? attend_load<ATTEND_F32>(row, chunk)
-                                        : attend_load<ATTEND_WIDE>(row, chunk);
+                x[n] = attend_load<WAY>(row, chunk);
             }
-            x = make4(x.x ^ flip, x.y ^ flip, x.z ^ flip, x.w ^ flip);
         }
-        lput((u32x4 *)(tile + chunk / SLICE * SLICE_HALVES + c * S::Q_STRIDE +
-                       8 * (chunk % SLICE)), x);
+#pragma unroll
+        for (int n = 0; n < AHEAD; n++) {
+            const int i = first + 128 * n, c = i / CHUNKS, chunk = i % CHUNKS;
+            const bool there = c < n_there && chunk <= last_chunk;
+            const u32x4 h = there ? make4(x[n].x ^ flip, x[n].y ^ flip, x[n].z ^ flip, x[n].w ^ flip)
+                                  : make4(0, 0, 0, 0);
+            if (i < ALL) {
+                lput((u32x4 *)(tile + chunk / SLICE * SLICE_HALVES + c * S::Q_STRIDE +
+                               8 * (chunk % SLICE)), h);
+            }
+        }
     }
+}
+template <typename S>
+DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_task &task) {
+    const int way = attend_rows_of(a.q, 0, 0, a.head_dim).way;
+    if (way == ATTEND_F32) attend_stage_q_as<S, ATTEND_F32>(tile, a, task);
+    else if (way == ATTEND_WIDE) attend_stage_q_as<S, ATTEND_WIDE>(tile, a, task);
+    else attend_stage_q_as<S, ATTEND_ANY>(tile, a, task);
 }
 
 // What a wave keeps of its columns; rows of o are those of V^T.
@@ -2938,65 +3173,6 @@ template <typename S> DEV void attend_rescale(attend_state<S> &c, const float (&
     for (int f = 0; f < S::O_FRAGS; f++) {
 #pragma unroll
         for (int v = 0; v < 8; v++) c.o[f].v[v] *= keep[frag_slot(v)];
-    }
-}
-
-// c += the state whose m and l are given and whose element v of fragment f is other(f, v).
-template <typename S, typename F>
-DEV void attend_merge(attend_state<S> &c, const float (&m)[FRAG_SLOTS],
-                      const float (&l)[FRAG_SLOTS], F other) {
-    float keep[FRAG_SLOTS], add[FRAG_SLOTS];
-#pragma unroll
-    for (int s = 0; s < FRAG_SLOTS; s++) {
-        const float top = fmaxf(c.m[s], m[s]);
-        keep[s] = attend_keep(c.m[s], top);
-        add[s] = attend_keep(m[s], top);
-        c.m[s] = top;
-        c.l[s] = c.l[s] * keep[s] + l[s] * add[s];
-    }
-#pragma unroll
-    for (int f = 0; f < S::O_FRAGS; f++) {
-        if (f % 2 == 0) keep_order();
-#pragma unroll
-        for (int v = 0; v < 8; v++) {
-            c.o[f].v[v] = c.o[f].v[v] * keep[frag_slot(v)] + other(f, v) * add[frag_slot(v)];
-        }
-    }
-}
-
-// Merges the states of all sets into set 0's. work: LDS, free before and after.
-template <typename S>
-DEV void attend_merge_sets(attend_state<S> &c, int set, int slice, float *work) {
-    const int lane = recomputed(lane_index());
-#pragma unroll
-    for (int step = S::SETS / 2; step > 0; step /= 2) {
-        float *part =
-            work +
-            ((set & (step - 1)) * S::SLICES + slice) * 32 * (8 * S::O_FRAGS + 2 * FRAG_SLOTS) +
-            lane;
-        if (set >= step && set < 2 * step) {
-#pragma unroll
-            for (int s = 0; s < FRAG_SLOTS; s++) {
-                lput(part + 32 * s, c.m[s]);
-                lput(part + 32 * (FRAG_SLOTS + s), c.l[s]);
-            }
-#pragma unroll
-            for (int i = 0; i < 8 * S::O_FRAGS; i++)
-                lput(part + 32 * (2 * FRAG_SLOTS + i), c.o[i / 8].v[i % 8]);
-        }
-        block_sync();
-        if (set < step) {
-            float m[FRAG_SLOTS], l[FRAG_SLOTS];
-#pragma unroll
-            for (int s = 0; s < FRAG_SLOTS; s++) {
-                m[s] = lget(part + 32 * s);
-                l[s] = lget(part + 32 * (FRAG_SLOTS + s));
-            }
-            attend_merge<S>(c, m, l, [=](int f, int v) {
-                return lget(part + 32 * (2 * FRAG_SLOTS + 8 * f + v));
-            });
-        }
-        block_sync();
     }
 }
 
@@ -3143,123 +3319,114 @@ DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::PARTS], float factor) {
     }
 }
 
-// What o is multiplied by, for a column of a head with maximum m and sum l, sink included.
-DEV float attend_factor(const rocq_k_attention_args &a, int head, float m, float l) {
-    float keep = 1.0f;
+// Elements d to d + 3 of a column with maximum m and sum l to out, whose sink joins them; all lanes
+// of the wave come. A column that saw nothing is 0.
+DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, int column, int d,
+                        bool live, float m, float l, float (&x)[4]) {
+    const attend_column c = attend_column_of(a, live ? column : 0);
+    const int head = t.kv_head * a.group + c.head;
+    const bool saw = l != 0.0f;
+    float factor = 1.0f;
     if (a.sinks) {
         const float sink = gload(a.sinks + head) * 1.44269504f, top = fmaxf(m, sink);
-        keep = attend_keep(m, top);
+        const float keep = attend_keep(m, top);
         l = l * keep + attend_keep(sink, top);
+        factor = keep;
     }
-    return keep * rcp_fast(l);
-}
-
-// Elements d to d + 3 of a column to out; all lanes of the wave come.
-DEV void attend_store(const rocq_k_attention_args &a, const attend_task &t, int column, int d,
-                      bool live, float (&x)[4]) {
-    const attend_column c = attend_column_of(a, live ? column : 0);
-    const int head = t.kv_head * (a.n_heads / a.n_kv_heads) + c.head;
-    char *row = row_of(a.out, head, c.query, t.seq);
-    if (a.out.format != ROCQ_Q8_0) {
+    factor *= rcp_fast(l);
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            if (live && d + e < a.head_dim) put_float(a.out.format, row, d + e, x[e]);
-        }
-    } else if (a.out.layout == ROCQ_LAYOUT_PLANAR) {
-        const int64_t units = a.head_dim / 32,
-                      r = head + a.n_heads * (c.query + (int64_t)a.n_q * t.seq);
-        put_q8_0_planar(a.out.data, units * a.n_heads * a.n_q * a.n_seqs, r * units + d / 32,
-                        d % 32 / 4, live, x);
-    } else {
-        put_q8_0(row + d / 32 * 34, d % 32 / 4, live, x);
-    }
+    for (int e = 0; e < 4; e++) x[e] = saw ? x[e] * factor : 0.0f;
+    put4(a.out, is_wide(a.out), row_of(a.out, head, c.query, t.seq),
+         (uint32_t)(head + a.n_heads * (c.query + a.n_q * t.seq)), d,
+         live ? quad_count(a.head_dim, d) : 0, x);
 }
 
 // Merges the states of the block's sets and, in the last block of a column tile, of all its blocks,
-// and writes the columns. lds: all of it, and a flag. A block's result in work is m and l of each
-// column, then o, a column after the other; columns past the end are left out.
+// and writes the columns. lds: all of it, and a word. Its rows are [set][column tile][column of a
+// half], then come m and l of each. A block's result in work is m and l of each column, then o, a
+// column after the other; columns past the end are left out.
 template <typename S>
 DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, int n_parts,
-                       float *lds, uint32_t *last_flag) {
+                       float *lds, uint32_t *word) {
     const rocq_k_attention_args &a = reread(a0);
     const int thread = recomputed((int)thread_index());
     const attend_task t =
         attend_task_of<S>(a, recomputed_uniform((int)(block_index() + a.common.block0)));
     const attend_part<S> w = attend_part_of<S>(wave_read(wave_index(), 0));
-    const int group = a.n_heads / a.n_kv_heads,
-              n_there = min((int)S::COLUMNS, group * a.n_q - t.column0);
+    const int n_there = min((int)S::COLUMNS, a.group * a.n_q - t.column0);
     const int64_t part_floats = S::COLUMNS * (S::HEAD + 2);
     float *parts = a.work;
     if (n_parts > 1) parts += (int64_t)t.tile_index * a.n_splits * part_floats;
-    float *part = parts + t.split * part_floats, *m_l = lds + ATTEND_COLUMNS * S::OUT_STRIDE;
+    float *part = parts + t.split * part_floats, *m_l = lds + S::OUT_ROWS * S::OUT_STRIDE;
+    const int own_row = (w.set * S::COLUMN_TILES + w.column_tile) * ATTEND_HALF;
 #pragma unroll
     for (int s = 0; s < FRAG_SLOTS; s++) state.l[s] = frag_col_sum(state.l[s]);
-    attend_merge_sets<S>(state, w.set, w.slice, lds);
 
-    for (int n = 0; n < S::COLUMN_TILES; n++) {
-        if (w.set == 0 && w.column_tile == n) {
+#pragma unroll 1
+    for (int half = 0; half < ATTEND_COLUMNS && half < n_there; half += ATTEND_HALF) {
 #pragma unroll
-            for (int f = 0; f < S::O_FRAGS; f++) {
+        for (int i = 0; i < 8; i++) {
+            const int c = frag_col(i) - half;
+            if (c < 0 || c >= ATTEND_HALF) continue;
+            float *to = lds + (own_row + c) * S::OUT_STRIDE + w.slice * S::W + frag_row(i);
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    lput(lds + frag_col(i) * S::OUT_STRIDE + w.slice * S::W + 16 * f + frag_row(i),
-                         state.o[f].v[i]);
-                }
-            }
-            if (w.slice == 0 && frag_row(0) == 0) {
+            for (int f = 0; f < S::O_FRAGS; f++) lput(to + 16 * f, state.o[f].v[i]);
+        }
 #pragma unroll
-                for (int s = 0; s < FRAG_SLOTS; s++) {
-                    lput(m_l + frag_slot_col(s), state.m[s]);
-                    lput(m_l + ATTEND_COLUMNS + frag_slot_col(s), state.l[s]);
-                }
-            }
+        for (int s = 0; s < FRAG_SLOTS; s++) {
+            const int c = frag_slot_col(s) - half;
+            if (w.slice != 0 || frag_row(0) != 0 || c < 0 || c >= ATTEND_HALF) continue;
+            lput((u32x2 *)m_l + own_row + c,
+                 make2(bits<uint32_t>(state.m[s]), bits<uint32_t>(state.l[s])));
         }
         block_sync();
-        const int quads = min(n_there - ATTEND_COLUMNS * n, ATTEND_COLUMNS) * (S::HEAD / 4);
-        for (int i = thread; i < (quads + 127) / 128 * 128; i += 128) {
-            const int c = min(i / (S::HEAD / 4), ATTEND_COLUMNS - 1), d = i % (S::HEAD / 4) * 4,
-                      column = ATTEND_COLUMNS * n + c;
-            const bool live = i < quads && d < a.head_dim;
+        const int rows = S::COLUMN_TILES > 1 ? S::COLUMN_TILES * ATTEND_HALF
+                                             : min(n_there - half, (int)ATTEND_HALF);
+        for (int i = thread; i < (rows * (S::HEAD / 4) + 127) / 128 * 128; i += 128) {
+            const int row = min(i / (S::HEAD / 4), rows - 1), d = i % (S::HEAD / 4) * 4,
+                      column = row / ATTEND_HALF * ATTEND_COLUMNS + half + row % ATTEND_HALF;
+            const bool live = i < rows * (S::HEAD / 4) && column < n_there && d < a.head_dim;
             const float *from =
-                lds + c * S::OUT_STRIDE + d / S::W * S::W + d % 8 * (S::W / 8) + d % S::W / 8;
-            const float m = lget(m_l + c), l = lget(m_l + ATTEND_COLUMNS + c);
-            float x[4];
+                lds + row * S::OUT_STRIDE + d / S::W * S::W + d % 8 * (S::W / 8) + d % S::W / 8;
+            float x[4] = {0.0f, 0.0f, 0.0f, 0.0f}, m[S::SETS], l[S::SETS], top = -INFINITY, sum = 0.0f;
 #pragma unroll
-            for (int e = 0; e < 4; e++) x[e] = lget(from + e * (S::W / 8));
+            for (int k = 0; k < S::SETS; k++) {
+                const u32x2 v = lget((u32x2 *)m_l + k * S::COLUMN_TILES * ATTEND_HALF + row);
+                m[k] = bits<float>(v.x);
+                l[k] = bits<float>(v.y);
+                top = fmaxf(top, m[k]);
+            }
+#pragma unroll
+            for (int k = 0; k < S::SETS; k++) {
+                const float add = attend_keep(m[k], top);
+                sum += l[k] * add;
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    x[e] += add * lget(from + k * S::COLUMN_TILES * ATTEND_HALF * S::OUT_STRIDE +
+                                       e * (S::W / 8));
+                }
+            }
             if (n_parts > 1) {
                 if (live) {
                     gstore((u32x4 *)(part + 2 * S::COLUMNS + column * S::HEAD + d),
                            make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]),
                                  bits<uint32_t>(x[3])));
                     if (d == 0)
-                        gstore((u32x2 *)part + column, make2(bits<uint32_t>(m), bits<uint32_t>(l)));
+                        gstore((u32x2 *)part + column, make2(bits<uint32_t>(top), bits<uint32_t>(sum)));
                 }
             } else {
-                const float factor =
-                    live ? attend_factor(a, t.kv_head * group + (t.column0 + column) % group, m, l)
-                         : 0.0f;
-#pragma unroll
-                for (int e = 0; e < 4; e++) x[e] = l == 0.0f ? 0.0f : x[e] * factor; // saw nothing
-                attend_store(a, t, t.column0 + column, d, live, x);
+                attend_put_out(a, t, t.column0 + column, d, live, top, sum, x);
             }
         }
         block_sync();
     }
     if (n_parts == 1) return;
 
-    fence_device();
-    block_sync();
-    if (thread_index() == 0) {
-        const bool last = atomic_inc(a.counter + t.tile_index) == (uint32_t)n_parts - 1;
-        lput(last_flag, last ? 1u : 0u);
-        if (last) gstore(a.counter + t.tile_index, 0u);
-    }
-    block_sync();
-    if (lget(last_flag) == 0) return;
-    fence_device();
+    if (block_ticket(a.counter + t.tile_index, word) != (uint32_t)n_parts - 1) return;
+    if (thread_index() == 0) gstore(a.counter + t.tile_index, 0u);
 
     // A thread merges a quad of a column, the loads of AHEAD parts under way at a time.
-    enum { AHEAD = 16 };
+    enum { AHEAD = 8 };
     const int quads = n_there * (S::HEAD / 4);
     for (int i = thread; i < (quads + 127) / 128 * 128; i += 128) {
         const int column = min(i / (S::HEAD / 4), n_there - 1), d = i % (S::HEAD / 4) * 4;
@@ -3273,7 +3440,10 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
             float top = m;
 #pragma unroll
             for (int k = 0; k < AHEAD; k++) {
-                const int64_t at = min(first + k, n_parts - 1) * part_floats;
+                o[k] = make4(0, 0, 0, 0);
+                m_l[k] = make2(bits<uint32_t>(-INFINITY), 0);
+                if (first + k >= n_parts) continue;
+                const int64_t at = (first + k) * part_floats;
                 m_l[k] = gload((const u32x2 *)(parts + at) + column);
                 o[k] = gload((const u32x4 *)(from + at));
             }
@@ -3286,7 +3456,6 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
             for (int e = 0; e < 4; e++) x[e] *= keep;
 #pragma unroll
             for (int k = 0; k < AHEAD; k++) {
-                if (first + k >= n_parts) continue;
                 const float add = attend_keep(bits<float>(m_l[k].x), top);
                 l += bits<float>(m_l[k].y) * add;
                 x[0] += bits<float>(o[k].x) * add;
@@ -3295,11 +3464,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
                 x[3] += bits<float>(o[k].w) * add;
             }
         }
-        const float factor =
-            attend_factor(a, t.kv_head * group + (t.column0 + column) % group, m, l);
-#pragma unroll
-        for (int e = 0; e < 4; e++) x[e] = l == 0.0f ? 0.0f : x[e] * factor;
-        attend_store(a, t, t.column0 + column, d, live, x);
+        attend_put_out(a, t, t.column0 + column, d, live, m, l, x);
     }
 }
 
@@ -3315,7 +3480,7 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     float *sums = (float *)((char *)lds + (S::SHARED ? S::TILE_BYTES : 0));
 
     const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
-    const int group = a.n_heads / a.n_kv_heads, n_columns = group * a.n_q;
+    const int n_columns = a.group * a.n_q;
     const bool paged = a.page_table != 0;
     int len = a.n_kv;
     if (a.kv_len) {
@@ -3332,13 +3497,41 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     int end = attend_high(a, len, attend_column_of(a, column_end - 1).query);
     const int round = S::TILE * S::SETS;
     static_assert(ROCQ_K_ATTEND_RUN % (S::TILE * S::SETS) == 0, "the least part is whole rounds");
-    const int all = max(end - begin, 0), share = (all + a.n_splits - 1) / a.n_splits;
-    const int run = max((share + round - 1) / round * round, (int)ROCQ_K_ATTEND_RUN);
-    const int n_parts = recomputed_uniform(max((all + run - 1) / run, 1));
+    const int all = max(end - begin, 0);
+    int run = all, n_parts = 1;
+    if (a.n_splits > 1) {
+        const int share = (all + a.n_splits - 1) / a.n_splits;
+        run = max((share + round - 1) / round * round, (int)ROCQ_K_ATTEND_RUN);
+        n_parts = recomputed_uniform(max((all + run - 1) / run, 1));
+    }
     if (t.split >= n_parts) return;
     begin = (int)min((int64_t)begin + (int64_t)t.split * run, (int64_t)end);
     end = recomputed_uniform(min(end - begin, run) + begin);
     begin = recomputed_uniform(begin);
+
+    const attend_rows k = attend_rows_of(a.k, row_of(a.k, t.kv_head, 0, paged ? 0 : t.seq),
+                                         a.k.stride[1], a.head_dim);
+    const attend_rows v = attend_rows_of(a.v, row_of(a.v, t.kv_head, 0, paged ? 0 : t.seq),
+                                         a.v.stride[1], a.head_dim);
+    int32_t *tables = (int32_t *)((char *)lds + S::MAIN_BYTES + wave * S::ROW_BYTES);
+    u32x2 *mask_rows = (u32x2 *)(tables + 2 * S::TILE); // addresses
+    attend_place at;
+    at.end = end;
+    at.rows = tables;
+    at.chunk0 = S::SHARED ? 0 : w.slice * (S::W / 8);
+    u32x4 raw_k[S::LOADS], raw_v[S::LOADS];
+    int row[S::WORDS] = {};
+    const bool list = paged || k.way != ATTEND_WIDE || v.way != ATTEND_WIDE || a.head_dim < D;
+    if (begin < end) {
+        const int own = recomputed_uniform(begin + w.set * S::TILE);
+        if (paged) attend_look_up<S>(row, a, t.seq, own, end);
+        attend_turn_to<S>(at, row, paged, list, own);
+        attend_fetch<S, false>(raw_k, k, at, thread);
+        if (!S::SHARED) {
+            attend_fetch<S, true>(raw_v, v, at, thread);
+            if (paged) attend_look_up<S>(row, a, t.seq, own + round, end);
+        }
+    }
 
     // The columns of this wave and of this lane. Columns past the end are the last one again.
     const int first = t.column0 + ATTEND_COLUMNS * w.column_tile;
@@ -3355,21 +3548,11 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
         low[s] = attend_low(a, len, c.query);
         high[s] = min(attend_high(a, len, c.query), end);
     }
-
-    const attend_rows k = attend_rows_of(a.k, row_of(a.k, t.kv_head, 0, paged ? 0 : t.seq),
-                                         a.k.stride[1], a.head_dim);
-    const attend_rows v = attend_rows_of(a.v, row_of(a.v, t.kv_head, 0, paged ? 0 : t.seq),
-                                         a.v.stride[1], a.head_dim);
-    int32_t *tables = (int32_t *)((char *)lds + S::MAIN_BYTES + wave * S::ROW_BYTES);
-    u32x2 *mask_rows = (u32x2 *)(tables + 2 * S::TILE); // addresses
-    attend_place at;
-    at.end = end;
-    at.rows = tables;
-    at.chunk0 = S::SHARED ? 0 : w.slice * (S::W / 8);
     if (a.mask.data && lane < ATTEND_COLUMNS) {
         const attend_column c = attend_column_of(a, min(first + lane, n_columns - 1));
-        const char *row = row_repeated(a.mask, c.query, t.kv_head * group + c.head, t.seq);
-        lput(mask_rows + lane, make2((uint32_t)(uintptr_t)row, (uint32_t)((uintptr_t)row >> 32)));
+        const uintptr_t to =
+            (uintptr_t)row_repeated(a.mask, c.query, t.kv_head * a.group + c.head, t.seq);
+        lput(mask_rows + lane, make2((uint32_t)to, (uint32_t)((uint64_t)to >> 32)));
     }
 
     // A score is cap tanh(scale q.k / cap) + mask, times log2(e). Without cap and mask the factor
@@ -3380,19 +3563,6 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     const float to_cap = recomputed_uniform(capped ? 2.0f * scale / a.softcap : 0.0f);
     const float factor = recomputed_uniform(capped || biased ? 1.0f : scale);
 
-    u32x4 raw_k[S::LOADS], raw_v[S::LOADS];
-    int row[S::WORDS] = {};
-    const bool list = paged || k.way != ATTEND_WIDE || v.way != ATTEND_WIDE || a.head_dim < D;
-    if (begin < end) {
-        const int own = recomputed_uniform(begin + w.set * S::TILE);
-        if (paged) attend_look_up<S>(row, a, t.seq, own, end);
-        attend_turn_to<S>(at, row, paged, list, own);
-        attend_fetch<S, false>(raw_k, k, at, thread);
-        if (!S::SHARED) {
-            attend_fetch<S, true>(raw_v, v, at, thread);
-            if (paged) attend_look_up<S>(row, a, t.seq, own + round, end);
-        }
-    }
     // Q stays in registers, or if each wave has its own tile of K and V, in LDS: those waves have
     // memory to wait for, and more of its data in registers.
     f16 *q_tile = S::SHARED ? k_tile : (f16 *)((char *)lds + S::TILE_BYTES);
@@ -3528,8 +3698,7 @@ ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 // ---------------------------------------------------------------------------------------------
 // >>ops: in the order of ROCQ_OPS
 // ---------------------------------------------------------------------------------------------
-// A lane works on quads: four neighbouring elements of a row, 16 bytes of F32. Rows of F32, F16 and
-// BF16 are wide when all their quads are whole and aligned; others go element by element.
+// A lane works on quads (see >>quantize).
 
 // Dimensions 1 to 3 of row number r of t.
 struct place { uint32_t i1, i2, i3; };
@@ -3538,16 +3707,6 @@ DEV place place_of(const rocq_k_tensor &t, uint32_t r) {
     const uint32_t ne1 = (uint32_t)t.ne[1], ne2 = (uint32_t)t.ne[2];
     const uint32_t plane = r / ne1, i3 = plane / ne2;
     return {r - plane * ne1, plane - i3 * ne2, i3};
-}
-DEV uint32_t rows_of(const rocq_k_tensor &t) {
-    return (uint32_t)t.ne[1] * (uint32_t)t.ne[2] * (uint32_t)t.ne[3];
-}
-DEV uint64_t alignment_bits(const rocq_k_tensor &t) { // no bit below the alignment of every row
-    return (uint64_t)(uintptr_t)t.data | (uint64_t)t.stride[0] | (uint64_t)t.stride[1] |
-           (uint64_t)t.stride[2];
-}
-DEV bool is_wide(const rocq_k_tensor &t) {
-    return ((t.ne[0] & 3) | (int)(alignment_bits(t) & (t.format == ROCQ_F32 ? 15u : 7u))) == 0;
 }
 
 // Rows follow each other without gaps; planar tensors always do.
@@ -3558,9 +3717,6 @@ DEV bool is_packed(const rocq_k_tensor &t) {
             (t.ne[2] == 1 || t.stride[1] == row * t.ne[1]) &&
             (t.ne[3] == 1 || t.stride[2] == row * t.ne[1] * t.ne[2]));
 }
-
-// Elements of the quad at k of a row of n that exist.
-DEV int quad_count(int64_t n, int64_t k) { return n - k < 4 ? n > k ? (int)(n - k) : 0 : 4; }
 
 // Elements k to k + count - 1 of a row of F32, F16 or BF16, then zeros.
 DEV void get4(int32_t format, const char *row, bool wide, int64_t k, int count, float v[4]) {
@@ -3585,37 +3741,6 @@ DEV void get4(int32_t format, const char *row, bool wide, int64_t k, int count, 
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             if (e < count) v[e] = get_float(format, row, k + e);
-        }
-    }
-}
-
-// Writes them to a row of y, which is row number r of it. Formats: F32 F16 BF16, raw Q8_0 and Q4_0,
-// planar Q8_0. All lanes of a wave must come, with count 0 where there is nothing to write, and of
-// block formats lane % 8 == k / 4 % 8.
-DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t k, int count,
-              const float v[4]) {
-    const int i = (int)(k >> 2) & 7;
-    if (y.format == ROCQ_Q8_0 && y.layout == ROCQ_LAYOUT_PLANAR) {
-        const int64_t per_row = y.ne[0] / 32;
-        put_q8_0_planar(y.data, per_row * rows_of(y), per_row * r + k / 32, i, count > 0, v);
-    } else if (y.format == ROCQ_Q8_0) {
-        put_q8_0(row + k / 32 * (int)sizeof(rocq_block_q8_0), i, count > 0, v);
-    } else if (y.format == ROCQ_Q4_0) {
-        put_q4_0(row + k / 32 * (int)sizeof(rocq_block_q4_0), i, count > 0, v);
-    } else if (wide && y.format == ROCQ_F32) {
-        if (count == 0) return;
-        gstore((u32x4 *)((float *)row + k), make4(bits<uint32_t>(v[0]), bits<uint32_t>(v[1]),
-                                                   bits<uint32_t>(v[2]), bits<uint32_t>(v[3])));
-    } else if (wide) {
-        if (count == 0) return;
-        uint32_t h[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++) h[e] = y.format == ROCQ_F16 ? f32_f16(v[e]) : f32_bf16(v[e]);
-        gstore((u32x2 *)((uint16_t *)row + k), make2(h[0] | h[1] << 16, h[2] | h[3] << 16));
-    } else {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            if (e < count) put_float(y.format, row, k + e, v[e]);
         }
     }
 }
@@ -4829,6 +4954,10 @@ static int entry_host_alloc(void **ptr, size_t size, unsigned flags) {
     return (int)RUNTIME_HOST_ALLOC(ptr, size, flags);
 }
 static int entry_host_free(void *ptr) { return (int)RUNTIME_HOST_FREE(ptr); }
+static int entry_host_register(void *ptr, size_t size, unsigned flags) {
+    return (int)RUNTIME(HostRegister)(ptr, size, flags);
+}
+static int entry_host_unregister(void *ptr) { return (int)RUNTIME(HostUnregister)(ptr); }
 static int entry_copy(void *dst, const void *src, size_t size, int kind, void *stream) {
     return (int)RUNTIME(MemcpyAsync)(dst, src, size, (RUNTIME(MemcpyKind))kind,
                                      (entry_stream)stream);
@@ -4971,12 +5100,12 @@ extern "C" const rocq_hip *rocq_hip_linked(void) {
     static const rocq_hip table = {
         entry_device_count, entry_set_device, entry_device_attribute, entry_device_name,
         entry_device_pci, entry_device_memory, entry_mem_alloc, entry_mem_free, entry_host_alloc,
-        entry_host_free, entry_copy, entry_fill, entry_stream_create, entry_stream_destroy,
-        entry_stream_wait, entry_event_create, entry_event_destroy, entry_event_record,
-        entry_event_wait, entry_event_query, entry_event_elapsed, entry_stream_wait_event,
-        entry_memory_info, entry_driver_version, entry_capture_begin, entry_capture_end,
-        entry_graph_instantiate, entry_graph_destroy, entry_graph_upload, entry_graph_launch,
-        entry_graph_exec_destroy,
+        entry_host_free, entry_host_register, entry_host_unregister, entry_copy, entry_fill,
+        entry_stream_create, entry_stream_destroy, entry_stream_wait, entry_event_create,
+        entry_event_destroy, entry_event_record, entry_event_wait, entry_event_query,
+        entry_event_elapsed, entry_stream_wait_event, entry_memory_info, entry_driver_version,
+        entry_capture_begin, entry_capture_end, entry_graph_instantiate, entry_graph_destroy,
+        entry_graph_upload, entry_graph_launch, entry_graph_exec_destroy,
 #if defined(__CUDACC__)
         nullptr, nullptr, nullptr, nullptr,
 #else

@@ -9,7 +9,7 @@
 //     hipcc -O3 --offload-arch=gfx1100 -x hip examples/generate.c rocq_kernels.hip -o generate
 //
 // The text goes to stdout as it comes, everything else to stderr. Exit status 1, after one line
-// that says why, on any failure. Options are listed below.
+// that says why, on any failure. --help lists the options.
 
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
@@ -36,6 +36,7 @@
 
 static const char usage[] =
     "usage: generate [options]\n"
+    "    --help           print this\n"
     "    -m FILE          model (the one in examples/model)\n"
     "    -p TEXT          prompt\n"
     "    -e               \\n, \\t, \\\" and \\\\ in the prompt stand for what they do in C\n"
@@ -55,8 +56,8 @@ static const char usage[] =
     "    --shift N        when the context is full, keep its first N tokens, forget half of the\n"
     "                     others and go on (the text ends)\n"
     "    --precision P    of products: auto, f32, f16 or int8 (auto)\n"
-    "    --tuning FILE    launches that are fastest for this model on this GPU; they are found and\n"
-    "                     kept in FILE where it is not there, or of another GPU or driver\n"
+    "    --tuning FILE    launches that are fastest for this model on this GPU; they are found\n"
+    "                     and kept in FILE where it is not there, or of another GPU or driver\n"
     "    --stats          print times, speeds and memory\n"
     "    --trace FILE     write what ran when, for ui.perfetto.dev or chrome://tracing\n"
     "    --profile FILE   write the times of --stats as JSON\n"
@@ -69,7 +70,7 @@ enum { REASON_SIZE = 512 };
 
 typedef struct options {
     const char *model, *prompt, *kv, *kernels, *logits, *tuning, *trace, *profile;
-    bool escapes, no_graph, stats;
+    bool help, escapes, no_graph, stats;
     int32_t n, n_ctx, n_threads;
     int32_t kv_page, shift;    // shift: tokens to keep, -1 = the text ends
     int32_t device, precision; // rocq_backend, rocq_precision
@@ -89,7 +90,7 @@ static const char *default_model(void) {
     return path;
 }
 
-enum { FLAG, TEXT, INTEGER, NUMBER, SEED, DEVICE, PRECISION };
+enum { FLAG, TEXT, DEVICE, PRECISION, INTEGER, NUMBER, SEED };
 
 typedef struct option {
     const char *name;
@@ -120,16 +121,17 @@ static bool parse_value(const char *text, const option *o) {
         return number;
     case SEED:
         if (number) *(uint64_t *)o->to = (uint64_t)x;
-        return number;
+        return number && x == floor(x);
     default:
         if (number) *(int32_t *)o->to = (int32_t)x;
         return number && x == floor(x);
     }
 }
 
-// False, after a line on stderr and the usage, when an option is unknown or its value wrong.
+// False, after a line on stderr, when an option is unknown or its value wrong.
 static bool parse_options(options *o, int argc, char **argv) {
     const option table[] = {
+        {"--help", FLAG, 0, 0, &o->help},
         {"-m", TEXT, 0, 0, &o->model},
         {"-p", TEXT, 0, 0, &o->prompt},
         {"-e", FLAG, 0, 0, &o->escapes},
@@ -159,14 +161,19 @@ static bool parse_options(options *o, int argc, char **argv) {
         size_t k = 0;
         while (k < n && strcmp(argv[i], table[k].name) != 0) k++;
         if (k == n) {
-            fprintf(stderr, "generate: there is no option %s\n%s", argv[i], usage);
+            fprintf(stderr, "generate: there is no option %s, see --help\n", argv[i]);
             return false;
         }
         if (table[k].type == FLAG) {
             *(bool *)table[k].to = true;
-        } else if (++i == argc || !parse_value(argv[i], &table[k])) {
-            fprintf(stderr, "generate: option %s cannot be \"%s\"\n%s", table[k].name,
-                    i < argc ? argv[i] : "", usage);
+        } else if (++i == argc) {
+            fprintf(stderr, "generate: option %s needs a value, see --help\n", table[k].name);
+            return false;
+        } else if (!parse_value(argv[i], &table[k])) {
+            fprintf(stderr, "generate: option %s cannot be \"%s\"", table[k].name, argv[i]);
+            if (table[k].type < INTEGER) fprintf(stderr, ", see --help\n");
+            else fprintf(stderr, ", only %snumbers from %.16g to %.16g\n",
+                         table[k].type == NUMBER ? "" : "whole ", table[k].low, table[k].high);
             return false;
         }
     }
@@ -311,16 +318,23 @@ static bool on_gpu(const run *r) {
     return rocq_get_info(r->ctx, &info) == ROCQ_OK && info.backend == ROCQ_GPU;
 }
 
-// False when --tuning names no file, or one that is not for this GPU: it is then made anew.
-static bool load_tuning(run *r) {
+// *tuned is false when --tuning names no file, or one that is not for this GPU: it is then made
+// anew. Another kind of file is not written over.
+static bool load_tuning(run *r, bool *tuned) {
     static char text[1 << 18];
+    static const char head[] = "rocq-tuning ";
     FILE *in = fopen(r->o.tuning, "rb");
-    if (!in) return false;
+    *tuned = false;
+    if (!in) return true;
     const size_t size = fread(text, 1, sizeof text, in);
     fclose(in);
-    if (rocq_tuning_load(r->ctx, text, (int64_t)size) == ROCQ_OK) return true;
+    *tuned = rocq_tuning_load(r->ctx, text, (int64_t)size) == ROCQ_OK;
+    if (*tuned) return true;
+    if (size > 0 && strncmp(text, head, sizeof head - 1) != 0) {
+        return fail(r->o.tuning, "holds something else than tuning results");
+    }
     fprintf(stderr, "generate: %s: %s\n", r->o.tuning, rocq_error(r->ctx));
-    return false;
+    return true;
 }
 
 static bool write_file(const void *src, int64_t size, void *user) {
@@ -362,7 +376,8 @@ static bool load(run *r) {
         fprintf(stderr, "generate: --tuning: there is nothing to tune on the CPU\n");
         r->o.tuning = NULL;
     }
-    const bool tuned = !r->o.tuning || load_tuning(r);
+    bool tuned = true;
+    if (r->o.tuning && !load_tuning(r, &tuned)) return false;
     if (llama_open(&r->model, r->ctx, r->file, &how) != ROCQ_OK) {
         return fail(r->o.model, r->model.error);
     }
@@ -394,9 +409,12 @@ static bool write_logits(run *r) {
     const size_t n = (size_t)r->n_prompt * (size_t)r->model.n_vocab;
     r->logits = (float *)malloc(n * sizeof(float));
     if (!r->logits) return fail(r->o.logits, "no memory");
+    begin_phase(r, READ_PROMPT);
     if (llama_eval(&r->model, r->ids.data, r->n_prompt, r->logits) != ROCQ_OK) {
         return fail(r->o.model, r->model.error);
     }
+    end_phase(r, READ_PROMPT);
+    rocq_region_end(r->ctx); // time to first token, which is not drawn
     FILE *out = fopen(r->o.logits, "wb");
     const bool written = out && fwrite(r->logits, sizeof(float), n, out) == n;
     const bool closed = out && fclose(out) == 0;
@@ -513,15 +531,15 @@ static bool whole_run(run *r) {
     begin_phase(r, DEVICE_OPEN);
     if (!open_device(r)) return false;
     end_phase(r, DEVICE_OPEN);
-    if (profiled && rocq_profile_start(r->ctx, NULL) != ROCQ_OK) {
+    const rocq_profile_desc profile = {.cost = r->o.trace ? 1.0 : 0.0}; // a trace is without gaps
+    if (profiled && rocq_profile_start(r->ctx, &profile) != ROCQ_OK) {
         return fail("profile", rocq_error(r->ctx));
     }
     rocq_region_begin(r->ctx, "time to first token");
     if (!load(r) || !tokenize(r)) return false;
     r->setup_allocs = n_allocs;
-    if (r->o.logits) return write_logits(r);
-    if (!generate(r)) return false;
-    printf("\n");
+    if (r->o.logits ? !write_logits(r) : !generate(r)) return false;
+    if (!r->o.logits) printf("\n");
     fflush(stdout);
     rocq_profile_stop(r->ctx);
     if (r->o.stats) {
@@ -547,6 +565,7 @@ int main(int argc, char **argv) {
     r.o.sample.seed = (uint64_t)time(NULL);
     r.terminal = is_terminal(2);
     if (!parse_options(&r.o, argc, argv)) return 1;
+    if (r.o.help) return fputs(usage, stdout) < 0;
     signal(SIGINT, on_interrupt);
     const bool good = whole_run(&r);
     free(r.logits);

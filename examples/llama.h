@@ -726,17 +726,15 @@ static size_t llama__staged_size(const llama_model *m) {
 static rocq_result llama__make_cache(llama_model *m) {
     const char *name = m->options.kv_format ? m->options.kv_format : "f16";
     rocq_format format;
-    if (rocq_format_from_name(&format, name) != ROCQ_OK ||
-        m->head_dim % rocq_get_format_info(format)->block_elems != 0) {
-        return llama__fail(m, ROCQ_E_FORMAT, "no KV cache of format %s for heads of %d elements",
-                           name, (int)m->head_dim);
+    if (rocq_format_from_name(&format, name) != ROCQ_OK) {
+        return llama__fail(m, ROCQ_E_FORMAT, "there is no format %s for a KV cache", name);
     }
     const rocq_kv_desc desc = {.n_layers = m->n_layers, .n_kv_heads = m->n_kv_heads,
                                .head_dim = m->head_dim, .k_format = format, .v_format = format,
                                .n_ctx = m->n_ctx, .page_size = m->options.kv_page,
                                .rope = m->rope};
-    LLAMA__TRY(rocq_kv_size(&desc, &m->kv_bytes));
     LLAMA__TRY(rocq_kv_create(m->ctx, &m->kv, &desc));
+    LLAMA__TRY(rocq_kv_size(&desc, &m->kv_bytes));
     for (int32_t i = 0; i < m->n_layers; i++) {
         LLAMA__TRY(rocq_kv_layer(m->kv, i, 0, 1, &m->layers[i].cache));
     }
@@ -812,8 +810,8 @@ static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_g
     return result;
 }
 
-// A GPU loads all kernels, since which of them a prompt takes depends on its length. Where no step is
-// recorded one is for the time being: the CPU reads its weights.
+// A GPU loads all kernels, since which of them a prompt takes depends on its length. Where no step
+// is recorded one is for the time being: the CPU reads its weights.
 static rocq_result llama__warm(llama_model *m) {
     const bool recorded = m->step != NULL;
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");

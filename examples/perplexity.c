@@ -183,7 +183,8 @@ int main(int argc, char **argv) {
     }
     if (!good) {
         fprintf(stderr, "usage: perplexity model.gguf text.txt [--documents] [-c context]"
-                        " [--kv f16|f32|q8_0] [--device auto|cpu|gpu] [--kernels file]\n");
+                        " [--kv f32|f16|bf16|q8_0|q4_0] [--device auto|cpu|gpu]"
+                        " [--kernels file]\n");
         return 1;
     }
     j.model_path = argv[1];

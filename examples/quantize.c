@@ -7,7 +7,8 @@
 // Q4_K, with Q6_K where it counts most: for the output matrix, and for attn_v and ffn_down of about
 // half of the layers. Vectors and norms are F32. A matrix whose rows are no whole number of
 // 256-element blocks takes a format of 32-element blocks of about the same precision, or else F16.
-// Works on one tensor at a time; memory is bounded by the largest.
+// Works on one tensor at a time; memory is bounded by the largest. What is written has ".part" at
+// the end of its name until it is whole.
 
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
@@ -22,6 +23,7 @@
 
 typedef struct job {
     const char *in_path, *out_path;
+    char part_path[1024];
     bool mix;           // q4_k_m
     rocq_format format; // else
     rocq_ctx *ctx;
@@ -112,7 +114,7 @@ static int file_type(const job *j) {
 // Reads the input's directory and lays out the output's.
 static bool plan(job *j) {
     const rocq_gguf_desc source = {.path = j->in_path};
-    const rocq_gguf_writer_desc target = {.path = j->out_path};
+    const rocq_gguf_writer_desc target = {.path = j->part_path};
     rocq_gguf_tensor t;
     rocq_str family;
     int64_t n_layers = 0, before = 1, after = 1, row = 1;
@@ -191,7 +193,6 @@ static bool convert(job *j, const rocq_gguf_tensor *t) {
 
 static bool quantize(job *j) {
     rocq_gguf_tensor t;
-    if (strcmp(j->in_path, j->out_path) == 0) return fail(j->out_path, "is the input");
     if (!plan(j)) return false;
     printf("%-32s %16s  %-10s  %-10s  %8s  %12s\n", "tensor", "shape", "from", "to", "error",
            "bytes");
@@ -203,6 +204,12 @@ static bool quantize(job *j) {
            (double)j->bytes_before, (double)j->bytes_after,
            j->bytes_before > 0 ? 100 * (double)j->bytes_after / (double)j->bytes_before : 0.0);
     return check(j, j->out_path, rocq_gguf_finish(&j->out));
+}
+
+// The input is closed: it may be what is replaced.
+static bool put_in_place(const job *j) {
+    remove(j->out_path); // since rename does not replace on Windows
+    return rename(j->part_path, j->out_path) == 0 || fail(j->part_path, "cannot be renamed");
 }
 
 int main(int argc, char **argv) {
@@ -217,12 +224,17 @@ int main(int argc, char **argv) {
     }
     j.in_path = argv[1];
     j.out_path = argv[2];
+    const int length = snprintf(j.part_path, sizeof j.part_path, "%s.part", j.out_path);
+    if (length < 0 || length >= (int)sizeof j.part_path) {
+        return fail("output", "the path is too long") ? 0 : 1;
+    }
     const rocq_desc desc = {.prefer = ROCQ_CPU};
     if (rocq_open(&j.ctx, &desc) != ROCQ_OK) return fail("rocq", "cannot start") ? 0 : 1;
-    const bool good = quantize(&j), created = j.out != NULL;
+    const bool done = quantize(&j);
     if (j.out) rocq_gguf_finish(&j.out);
-    if (!good && created) remove(j.out_path);
     rocq_gguf_close(&j.in);
     rocq_close(&j.ctx); // with its buffers
+    const bool good = done && put_in_place(&j);
+    if (!done) remove(j.part_path);
     return good ? 0 : 1;
 }

@@ -357,6 +357,27 @@ static void test_matmul_tiles_f32(void **state) {
     }
 }
 
+// With more compute units than tiles, blocks share K, and their parts are added by a second launch.
+static void test_matmul_splits(void **state) {
+    (void)state;
+    static const rocq_format formats[] = {ROCQ_Q4_0, ROCQ_Q4_K, ROCQ_F16, ROCQ_F32};
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    gpu->gpu->chip.n_units = 256;
+    for (int i = 0; i < 12; i++) {
+        const rocq_precision paths[] = {ROCQ_PRECISION_F16, ROCQ_PRECISION_F32, ROCQ_PRECISION_INT8};
+        const rocq_format w = formats[i % 4];
+        const product s = {.w = w, .m = i % 2 ? 130 : 70, .n = i % 3 ? 35 : 9,
+                           .k = block_elems(w) > 1 ? 1792 : 1413, .planar = true,
+                           .precision = paths[has_int8(w) ? i / 4 : i / 4 % 2],
+                           .y_layout = BOX_STRIDED, .bias = true, .residual = true,
+                           .x_batch = {i % 2 + 1, 1}};
+        const int64_t before = gpu->gpu->launches[ROCQ_K_matmul_merge];
+        check_product(&s);
+        assert_int_equal(gpu->gpu->launches[ROCQ_K_matmul_merge], before + 1);
+    }
+    gpu->gpu->chip.n_units = n_units;
+}
+
 // Raw blocks, strided and permuted rows, F16 and Q8_0 activations, batches: all go by way of
 // copies.
 static void test_matmul_layouts(void **state) {
@@ -497,6 +518,14 @@ static void check_attention(const attend *s) {
     box_free(&pages);
 }
 
+// On a chip of one compute unit whatever fills its columns goes to the prefill kernels.
+static void check_prefill(const attend *s) {
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    gpu->gpu->chip.n_units = 1;
+    check_attention(s);
+    gpu->gpu->chip.n_units = n_units;
+}
+
 static void test_attention_heads(void **state) {
     (void)state;
     static const int64_t dims[] = {1, 24, 33, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512};
@@ -508,6 +537,7 @@ static void test_attention_heads(void **state) {
         prefill.causal = true;
         check_attention(&decode);
         check_attention(&prefill);
+        check_prefill(&prefill);
     }
 }
 
@@ -536,7 +566,8 @@ static void test_attention_options(void **state) {
                           .softcap = i % 6 == 5 ? 8.0f : 0.0f,
                           .out = i % 7 == 6 ? ROCQ_Q8_0 : ROCQ_F32,
                           .page_size = i % 5 == 2 ? 1 + i % 16 : 0, .in_place = i % 7 == 3};
-        check_attention(&s);
+        if (many) check_prefill(&s);
+        else check_attention(&s);
     }
 }
 
@@ -1114,6 +1145,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_matmul_matvec),   cmocka_unit_test(test_matmul_tiles_f16),
         cmocka_unit_test(test_matmul_tiles_int8), cmocka_unit_test(test_matmul_tiles_f32),
+        cmocka_unit_test(test_matmul_splits),
         cmocka_unit_test(test_matmul_layouts),  cmocka_unit_test(test_matmul_epilogue),
         cmocka_unit_test(test_matmul_chain),    cmocka_unit_test(test_attention_heads),
         cmocka_unit_test(test_attention_formats), cmocka_unit_test(test_attention_options),

@@ -4,9 +4,10 @@
 // tests build and skip where the package is missing.
 //
 // Three structs cross the border by value. They are declared here up to the last field in use,
-// padded well past their real size (the callee then reads and writes only its own part), and
-// peer_open compares the library's documented defaults at every named offset: a release with
-// another layout is a failed test with a clear message, never a crash or a silent pass.
+// padded well past their real size (the callee then reads and writes only its own part), and the
+// library's documented defaults are compared at every named offset: by peer_open those that do not
+// change between releases of one summer, by peer_load the others. A release with another layout is
+// a failed test with a clear message, never a crash or a silent pass.
 
 #ifndef TESTS_LLAMA_CPP_H
 #define TESTS_LLAMA_CPP_H
@@ -102,6 +103,7 @@ typedef size_t (*peer_quantize_fn)(int32_t type, const float *src, void *dst, in
 
 static struct {
     bool open;
+    const char *dir; // where the libraries are; NULL: what ROCQ_GGML_DIR says
     peer_quantize_fn quantize;
     char log[4000]; // the newest warnings and errors, for failure messages
 #define PEER_X(result, name, args) result (*name) args;
@@ -118,15 +120,17 @@ static inline void peer_log(int level, const char *text, void *user) {
     }
 }
 
-// The library in ROCQ_GGML_DIR whose name matches pattern, or NULL when it is not there.
-static inline void *peer_library(const char *pattern) {
-    const char *dir = getenv("ROCQ_GGML_DIR");
-    if (!dir || !*dir) return NULL;
-    char path[4096];
-    snprintf(path, sizeof path, "%s/%s", dir, pattern);
+// The library lib<name>.so or, as the npm package has it, lib<name>.v<release>.so; NULL when it is
+// not there.
+static inline void *peer_library(const char *name) {
+    if (!peer.dir) peer.dir = getenv("ROCQ_GGML_DIR");
+    if (!peer.dir || !*peer.dir) return NULL;
+    char path[2][4096];
+    snprintf(path[0], sizeof path[0], "%s/lib%s.so", peer.dir, name);
+    snprintf(path[1], sizeof path[1], "%s/lib%s.v*.so", peer.dir, name);
     glob_t found;
     void *library = NULL;
-    if (glob(path, 0, NULL, &found) == 0) {
+    if (glob(path[0], 0, NULL, &found) == 0 || glob(path[1], 0, NULL, &found) == 0) {
         library = dlopen(found.gl_pathv[0], RTLD_NOW | RTLD_LOCAL);
         if (!library) fail_msg("%s", dlerror());
     }
@@ -137,8 +141,8 @@ static inline void *peer_library(const char *pattern) {
 // Loads the library once. False: it is not installed, and the test is to be skipped.
 static inline bool peer_open(void) {
     if (peer.open) return true;
-    void *all = peer_library("libggml.v*.so"), *llama = peer_library("libllama.v*.so");
-    void *base = peer_library("libggml-base.so");
+    void *all = peer_library("ggml"), *llama = peer_library("llama");
+    void *base = peer_library("ggml-base");
     if (!all || !llama || !base) return false;
     void *symbol; // an object pointer, by way of memcpy, since ISO C casts none to a function
 #define PEER_X(result, name, args)                  \
@@ -157,14 +161,13 @@ static inline bool peer_open(void) {
     peer.llama_log_set(peer_log, NULL);
     // It would rotate quantized keys and values, which is another cache format than rocq's.
     setenv("LLAMA_ATTN_ROT_DISABLE", "1", 1);
-    load_backends(getenv("ROCQ_GGML_DIR"));
+    load_backends(peer.dir);
     peer.llama_backend_init();
 
     peer_model_params m = peer.llama_model_default_params();
     peer_context_params c = peer.llama_context_default_params();
-    bool known = m.n_gpu_layers == -1 && m.split_mode == 1 && m.load_mode == -1 &&
-        m.lazy_mode == 1 && !m.vocab_only && !m.check_tensors && m.use_extra_bufts &&
-        c.n_ctx == 512 && c.n_batch == 2048 && c.n_ubatch == 512 && c.n_seq_max == 1 &&
+    bool known = m.n_gpu_layers == -1 && m.split_mode == 1 && c.n_ctx == 512 &&
+        c.n_batch == 2048 && c.n_ubatch == 512 && c.n_seq_max == 1 &&
         c.n_threads == c.n_threads_batch && c.n_threads > 0 && c.rope_scaling == -1 &&
         c.pooling == -1 && c.attention == -1 && c.flash_attention == -1 && c.rope_base == 0 &&
         c.yarn[0] == -1 && c.yarn[3] == -1 && c.type_k == 1 && c.type_v == 1 && c.no_perf &&
@@ -192,6 +195,9 @@ static inline void peer_load(peer_model *m, const char *path, int32_t n_ctx, int
     memset(m, 0, sizeof *m);
     peer.log[0] = 0;
     peer_model_params mp = peer.llama_model_default_params();
+    if (mp.load_mode != -1 || mp.lazy_mode != 1 || mp.vocab_only || mp.check_tensors ||
+        !mp.use_extra_bufts)
+        fail_msg("this llama.cpp release has other model parameters than tests/llama_cpp.h");
     mp.vocab_only = n_ctx == 0;
     mp.use_extra_bufts = false; // plain kernels: their sums do not depend on the machine's repacking
     m->model = peer.llama_model_load_from_file(path, mp);

@@ -54,7 +54,7 @@ enum { LEAKED = 99, N_ARGS = 16 };
 
 typedef struct outcome {
     int status; // exit status, or minus the signal that ended it
-    char out[20000], err[20000];
+    char out[1 << 17], err[20000]; // out: more than a pipe holds when Ctrl-C comes late
     int64_t calls; // allocations
 } outcome;
 
@@ -340,6 +340,15 @@ static void test_profile(void **state) {
     assert_true(found);
     cJSON_Delete(trace);
     cJSON_Delete(profile);
+    o = RUN("-m", small_path, "-p", "abc", "--logits", model_path("generate-logits"), "--profile",
+            profile_path);
+    expect_success(o);
+    assert_string_equal(o->out, "");
+    profile = read_json(profile_path);
+    e = cJSON_GetArrayItem(cJSON_GetObjectItem(profile, "regions"), 0);
+    assert_string_equal(cJSON_GetObjectItem(e, "name")->valuestring, "time to first token");
+    assert_true(cJSON_GetObjectItem(e, "total_ns")->valuedouble > 0);
+    cJSON_Delete(profile);
     expect_failure(RUN("-m", small_path, "-n", "2", "--trace", "no/such/trace"), "no/such/trace");
     expect_failure(RUN("-m", small_path, "-n", "2", "--profile", "no/such/file"), "no/such/file");
 }
@@ -349,17 +358,22 @@ static void test_options(void **state) {
     static const struct { const char *name, *value; } wrong[] = {
         {"--nonsense", NULL}, {"-n", NULL}, {"-n", "x"}, {"-n", "-1"}, {"-n", "1.5"}, {"-n", "1e12"},
         {"-n", ""}, {"--temp", "-1"}, {"--temp", "nan"}, {"--temp", "1x"}, {"--top-p", "2"},
-        {"--threads", "0"}, {"--device", "abacus"}, {"-c", "0"}, {"stray", NULL}, {"-m", NULL},
+        {"--threads", "0"}, {"--device", "abacus"}, {"--precision", "int4"}, {"--seed", "1.5"},
+        {"-c", "0"}, {"stray", NULL}, {"-m", NULL},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         const char *args[3] = {wrong[i].name, wrong[i].value, NULL};
         const outcome *o = generate_with(-1, args);
-        if (o->status != 1 || !strstr(o->err, wrong[i].name) || !strstr(o->err, "usage:"))
-            fail_msg("%s %s: exit status %d: %s", wrong[i].name, wrong[i].value ? wrong[i].value : "",
-                     o->status, o->err);
+        expect_failure(o, wrong[i].name);
+        if (wrong[i].value) assert_non_null(strstr(o->err, wrong[i].value));
         assert_string_equal(o->out, "");
     }
-    expect_failure(RUN("-m", small_path, "--kv", "q2_k"), "q2_k");
+    const outcome *o = RUN("--help");
+    expect_success(o);
+    assert_string_equal(o->err, "");
+    assert_int_equal(strncmp(o->out, "usage: generate ", 16), 0);
+    expect_failure(RUN("-m", small_path, "--kv", "q2_k"), "Q2_K");
+    expect_failure(RUN("-m", small_path, "--kv", "nonsense"), "nonsense");
     expect_failure(RUN("-m", small_path, "--device", "gpu"), "");
     expect_failure(RUN("-m", small_path, "-c", "3", "-p", "abcdefgh"), "context");
 }

@@ -994,6 +994,19 @@ static void counted_free(void *ptr, size_t size, void *user) {
     free(ptr);
 }
 
+// A context shorter than the stage would be takes no more than it can hold.
+static void test_tiny_size(void **state) {
+    (void)state;
+    rocq_kv_desc d = small_desc(ROCQ_F16, ROCQ_F16, 0);
+    d.n_ctx = 4;
+    const int64_t elems = (int64_t)d.head_dim * d.n_layers * d.n_kv_heads; // of a position
+    const int64_t rows = (d.n_seqs * 4 * elems * 2 + 255) / 256 * 256; // K, V alike
+    const int64_t stage = (4 * elems * 4 + 255) / 256 * 256;
+    int64_t bytes;
+    assert_int_equal(rocq_kv_size(&d, &bytes), ROCQ_OK);
+    assert_int_equal(bytes, 2 * rows + stage + 4 * (d.n_seqs + 4)); // lengths, turns
+}
+
 static void test_memory(void **state) {
     (void)state;
     host_count host = {0, -1};
@@ -1045,6 +1058,7 @@ int main(void) {
         cmocka_unit_test(test_between_layouts),  cmocka_unit_test(test_hostile_snapshots),
         cmocka_unit_test(test_recorded_step),    cmocka_unit_test(test_bad_descs),
         cmocka_unit_test(test_bad_arguments),    cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_tiny_size),
     };
     return cmocka_run_group_tests(tests, NULL, KV_TEARDOWN);
 }

@@ -2,8 +2,7 @@
 // every time is known. tests/test_profile_gpu.c has what a GPU context adds.
 #include <time.h>
 
-// POSIX hides its clock from strict C11, so rocq.h declares what this makes of it.
-#define clock_gettime test_clock
+#define clock_gettime test_clock // see profile.h
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
@@ -15,34 +14,7 @@
 #include <dlfcn.h>
 
 #include "ops.h"
-
-static int64_t now_ns = 1000000;
-
-int test_clock(int clock, struct timespec *t) {
-    assert_int_equal(clock, 1); // CLOCK_MONOTONIC
-    t->tv_sec = now_ns / 1000000000;
-    t->tv_nsec = now_ns % 1000000000;
-    return 0;
-}
-
-// -- host memory, counted, and denied on demand --
-
-static int64_t n_live, n_calls, fail_at = -1;
-
-static void *counted_alloc(size_t size, void *user) {
-    (void)user;
-    if (n_calls++ == fail_at) return NULL;
-    void *ptr = malloc(size);
-    if (ptr) n_live++;
-    return ptr;
-}
-
-static void counted_free(void *ptr, size_t size, void *user) {
-    (void)size;
-    (void)user;
-    n_live--;
-    free(ptr);
-}
+#include "profile.h"
 
 static rocq_ctx *open_cpu(void) {
     rocq_ctx *ctx = NULL;
@@ -50,6 +22,7 @@ static rocq_ctx *open_cpu(void) {
                             .allocator = {counted_alloc, counted_free, NULL}};
     n_live = 0;
     fail_at = -1;
+    now_ns = 1000000;
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
     return ctx;
 }
@@ -71,43 +44,7 @@ static void once(rocq_ctx *ctx, const char *name, int64_t ns) {
     end(ctx, ns);
 }
 
-// The region with this path; fails where there is none.
-static rocq_region_stats stats_of(rocq_ctx *ctx, const char *path) {
-    rocq_region_stats s;
-    for (int32_t i = 0; i < rocq_profile_count(ctx); i++) {
-        memset(&s, 0xff, sizeof s);
-        assert_int_equal(rocq_profile_region(ctx, i, &s), ROCQ_OK);
-        if (strcmp(s.path, path) == 0) return s;
-    }
-    fail_msg("there is no region %s", path);
-    return s;
-}
-
 // -- reports --
-
-typedef struct text {
-    char data[400000];
-    int64_t size, n_writes, fail_at; // fail_at: this write and all after it
-} text;
-
-static bool write_text(const void *src, int64_t size, void *user) {
-    text *t = (text *)user;
-    if (t->fail_at >= 0 && t->n_writes >= t->fail_at) return false;
-    t->n_writes++;
-    assert_true(size > 0 && t->size + size < (int64_t)sizeof t->data);
-    memcpy(t->data + t->size, src, (size_t)size);
-    t->size += size;
-    t->data[t->size] = '\0';
-    return true;
-}
-
-static text *report(rocq_ctx *ctx, rocq_report kind) {
-    static text t;
-    t.size = t.n_writes = 0;
-    t.fail_at = -1;
-    assert_int_equal(rocq_profile_report(ctx, kind, write_text, &t), ROCQ_OK);
-    return &t;
-}
 
 static cJSON *report_json(rocq_ctx *ctx, rocq_report kind) {
     const text *t = report(ctx, kind);
@@ -412,6 +349,152 @@ static void no_room(void **state) {
     close_cpu(ctx);
 }
 
+// -- what measuring may cost --
+
+// Steps of 40 us in "run": two "part" and a "rest", which never lasts as long as the last time.
+enum { PART_NS = 10000, REST_NS = 20000, TICK_NS = 250, STEPS = 20000 };
+
+static void take_steps(rocq_ctx *ctx, int32_t from, int32_t to) {
+    for (int32_t i = from; i < to; i++) {
+        begin(ctx, "step");
+        once(ctx, "part", PART_NS);
+        assert_int_equal(rocq_region_work(ctx, 1, 2, ROCQ_ACCESS_STREAM), ROCQ_OK);
+        once(ctx, "part", PART_NS);
+        once(ctx, "rest", i % 2 ? REST_NS / 2 : REST_NS * 3 / 2);
+        end(ctx, 0);
+    }
+}
+
+static int64_t timed(rocq_ctx *ctx, const char *path) { return stats_of(ctx, path).host_ns.count; }
+
+static void short_regions_are_sampled(void **state) {
+    (void)state;
+    static const double shares[] = {0.005, 0.02, 0.1}; // of the time; measuring all takes over 4%
+    rocq_ctx *ctx = open_cpu();
+    for (size_t k = 0; k < sizeof shares / sizeof shares[0]; k++) {
+        const rocq_profile_desc desc = {.cost = k > 0 ? shares[k] : 0}; // the default
+        tick_ns = TICK_NS;
+        assert_int_equal(rocq_profile_start(ctx, &desc), ROCQ_OK);
+        const int64_t started = now_ns;
+        begin(ctx, "run");
+        int64_t before = 0;
+        for (int tenth = 0; tenth < 10; tenth++) { // evenly
+            take_steps(ctx, tenth * STEPS / 10, (tenth + 1) * STEPS / 10);
+            const int64_t n = timed(ctx, "run/step") - before;
+            if (tenth == 0) before = n;
+            else assert_true(2 * n > tenth * before && n < 2 * tenth * before);
+        }
+        end(ctx, 0);
+        tick_ns = 0;
+        const double spent = (double)(now_ns - started);
+        const rocq_region_stats run = stats_of(ctx, "run"), step = stats_of(ctx, "run/step"),
+                                part = stats_of(ctx, "run/step/part"),
+                                rest = stats_of(ctx, "run/step/rest");
+        assert_true(run.calls == 1 && run.host_ns.count == 1); // a first one
+        assert_int_equal(step.calls, STEPS);
+        // What is inside follows: a step is measured as a whole.
+        assert_true(rest.host_ns.count == step.host_ns.count);
+        assert_true(part.host_ns.count == 2 * step.host_ns.count);
+        assert_true(part.calls == 2 * rest.calls && llabs(rest.calls - STEPS) < 100);
+        // Two reads of the clock more for every region that is measured, and two anyway.
+        const double cost = 2.0 * TICK_NS * 4.0 * (double)step.host_ns.count / spent;
+        if (shares[k] < 0.05) {
+            assert_true(cost < 1.1 * shares[k] && cost > 0.7 * shares[k]);
+            assert_true(step.host_ns.count < STEPS / 2);
+        } else {
+            assert_int_equal(step.host_ns.count, STEPS);
+        }
+        // Sums are what they would be with all measured, and shares agree.
+        close_to(part.total_ns, 2.0 * STEPS * (PART_NS + TICK_NS), 0.02 * part.total_ns);
+        close_to(rest.total_ns, 1.0 * STEPS * (REST_NS + TICK_NS), 0.05 * rest.total_ns);
+        assert_true(step.total_ns > part.total_ns + rest.total_ns);
+        close_to(step.bytes, STEPS, 0.01 * STEPS);
+        close_to(run.bytes, STEPS, 0.02 * STEPS);
+        close_to(run.flops, 2 * STEPS, 0.04 * STEPS);
+        cJSON *json = report_json(ctx, ROCQ_REPORT_JSON);
+        const cJSON *r = cJSON_GetArrayItem(cJSON_GetObjectItem(json, "regions"), 1);
+        assert_true(number(r, "calls") == STEPS);
+        assert_true(number(cJSON_GetObjectItem(r, "host_ns"), "count") ==
+                    (double)step.host_ns.count);
+        cJSON_Delete(json);
+        assert_int_equal(rocq_profile_stop(ctx), ROCQ_OK);
+    }
+    close_cpu(ctx);
+}
+
+// Short calls before do not hide long ones, nor what comes for the first time; nor, after a
+// second, what lasts longer from now on.
+static void long_regions_are_measured(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_cpu();
+    assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
+    tick_ns = TICK_NS;
+    int64_t before = 0;
+    for (int i = 0; i < 20; i++) {
+        take_steps(ctx, 0, 2000);
+        begin(ctx, "long");
+        begin(ctx, i % 2 ? "odd" : "even"); // a first call, then brief ones
+        end(ctx, 100);
+        end(ctx, 60000000);
+    }
+    assert_int_equal(timed(ctx, "long"), 20);
+    assert_true(timed(ctx, "long/odd") >= 1 && timed(ctx, "long/even") >= 1);
+    take_steps(ctx, 0, 2000);
+    for (int i = 0; i < 750; i++) { // the costs of measuring all these are within the limit
+        if (i == 500) before = timed(ctx, "step");
+        begin(ctx, "step");
+        end(ctx, 2000000);
+    }
+    assert_int_equal(timed(ctx, "step"), before + 250);
+    tick_ns = 0;
+    assert_int_equal(rocq_profile_stop(ctx), ROCQ_OK);
+
+    // Without a limit all are, and with ranges for a profiler.
+    const rocq_profile_desc all[] = {{.cost = 1}, {.roctx = true}};
+    for (int k = 0; k < 2; k++) {
+        assert_int_equal(rocq_profile_start(ctx, &all[k]), ROCQ_OK);
+        tick_ns = 100000;
+        take_steps(ctx, 0, 300);
+        tick_ns = 0;
+        const rocq_region_stats part = stats_of(ctx, "step/part");
+        assert_true(part.calls == 600 && part.host_ns.count == 600 && part.bytes == 0);
+        assert_int_equal(rocq_profile_stop(ctx), ROCQ_OK);
+    }
+    close_cpu(ctx);
+}
+
+// Stopped, or closed wrongly, in the middle of a call that is passed over.
+static void passed_over_and_stopped(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_cpu();
+    assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
+    tick_ns = 100000; // longer than what there is to measure
+    take_steps(ctx, 0, 100);
+    int n = 0;
+    while (ctx->profiling->passing == 0 && n++ < 100) {
+        if (n > 1) end(ctx, 1);
+        begin(ctx, "step");
+    }
+    assert_int_equal(ctx->profiling->passing, 1);
+    begin(ctx, "inside");
+    assert_int_equal(rocq_region_work(ctx, 5, 5, ROCQ_ACCESS_STREAM), ROCQ_OK);
+    end(ctx, 1);
+    end(ctx, 1);
+    assert_int_equal(rocq_region_end(ctx), ROCQ_E_STATE);
+    begin(ctx, "step");
+    tick_ns = 0;
+    assert_int_equal(rocq_profile_stop(ctx), ROCQ_OK);
+    assert_int_equal(rocq_region_end(ctx), ROCQ_OK);
+    const rocq_profile_desc wrong[] = {{.cost = -1}, {.cost = (double)NAN}};
+    for (int k = 0; k < 2; k++) {
+        assert_int_equal(rocq_profile_start(ctx, &wrong[k]), ROCQ_E_ARGUMENT);
+    }
+    assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
+    once(ctx, "new", 5);
+    assert_int_equal(timed(ctx, "new"), 1);
+    close_cpu(ctx);
+}
+
 static void stop_and_start(void **state) {
     (void)state;
     rocq_ctx *ctx = open_cpu();
@@ -461,7 +544,7 @@ static void memory_is_taken_by_start(void **state) {
         assert_int_equal(n_live, live);
         assert_true(stats_of(ctx, "kept").total_ns == 3);
     }
-    assert_true(n > 4);
+    assert_int_equal(n, 2); // there is one
     assert_int_equal(n_live, live);
     const int64_t calls = n_calls;
     float data[32] = {0};
@@ -772,11 +855,11 @@ static void text_report(void **state) {
     once(ctx, "late", 500000);
     end(ctx, 0);
     assert_string_equal(report(ctx, ROCQ_REPORT_TEXT)->data,
-        "region           calls   total ms      %   median us      p95 us      p99 us     GB/s   GFLOP/s\n"
-        "first                2      1.500             750.00     1000.00     1000.00\n"
-        "  in \xc3\xa9 it            1      0.250   16.7      250.00      250.00      250.00\n"
-        "  late               1      0.500   33.3      500.00      500.00      500.00\n"
-        "second region        1      1.500            1500.00     1500.00     1500.00   787.20     200.0"
+        "region           calls   timed   total ms      %   median us      p95 us      p99 us     GB/s   GFLOP/s\n"
+        "first                2       2      1.500             750.00     1000.00     1000.00\n"
+        "  in \xc3\xa9 it            1       1      0.250   16.7      250.00      250.00      250.00\n"
+        "  late               1       1      0.500   33.3      500.00      500.00      500.00\n"
+        "second region        1       1      1.500            1500.00     1500.00     1500.00   787.20     200.0"
         "  memory-bound, 82% of 960 GB/s: excellent\n");
     close_cpu(ctx);
 }
@@ -906,6 +989,9 @@ int main(void) {
         cmocka_unit_test(regions_nest),
         cmocka_unit_test(wrong_calls),
         cmocka_unit_test(no_room),
+        cmocka_unit_test(short_regions_are_sampled),
+        cmocka_unit_test(long_regions_are_measured),
+        cmocka_unit_test(passed_over_and_stopped),
         cmocka_unit_test(stop_and_start),
         cmocka_unit_test(memory_is_taken_by_start),
         cmocka_unit_test(ops_are_regions),

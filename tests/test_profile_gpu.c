@@ -1,6 +1,9 @@
 // The profile in a GPU context: times by events, which are harvested without waiting, around graphs and
 // copies, and when the device fails. On the stand-in, whose runtime fails on demand (tests/simt/hip.h)
 // and whose events have the host's time of when its queue came by.
+#include <time.h>
+
+#define clock_gettime test_clock // see profile.h
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
@@ -9,39 +12,22 @@
 #include <cmocka.h>
 
 #include "simt/hip.h"
+#include "simt/left.h"
+#include "profile.h"
 
-static int64_t n_live;
-
-static void *counted_alloc(size_t size, void *user) {
-    (void)user;
-    void *ptr = malloc(size);
-    if (ptr) n_live++;
-    return ptr;
-}
-static void counted_free(void *ptr, size_t size, void *user) {
-    (void)size;
-    (void)user;
-    n_live--;
-    free(ptr);
-}
+static const rocq_profile_desc every = {.cost = 1}; // call is measured
 
 static int setup(void **state) {
     (void)state;
-    simt_fail_at(0, 0);
-    simt_set_optional(1);
-    simt_set_work(SIMT_LATE);
-    n_live = simt_live_sum() ? -1000000 : 0;
+    simt_begin();
+    n_live = 0;
+    now_ns = -1;
     return 0;
 }
 
-static int teardown(void **state) { // nothing is left, and the runtime was never called wrongly
+static int teardown(void **state) {
     (void)state;
-    simt_fail_at(0, 0);
-    const int left = simt_live_sum(), errors = simt_error_count();
-    if (errors != 0) print_message("%s\n", simt_errors_text());
-    if (left != 0 || n_live != 0) print_message("%d and %d left\n", left, (int)n_live);
-    simt_forget_errors();
-    return left != 0 || errors != 0 || n_live != 0 ? -1 : 0;
+    return simt_check_left(n_live);
 }
 
 static rocq_ctx *open_gpu(bool no_graphs) {
@@ -98,17 +84,6 @@ static rocq_result record_work(rocq_ctx *ctx, const work *w, rocq_graph **graph)
     return result;
 }
 
-static rocq_region_stats stats_of(rocq_ctx *ctx, const char *path) {
-    rocq_region_stats s;
-    for (int32_t i = 0; i < rocq_profile_count(ctx); i++) {
-        memset(&s, 0xff, sizeof s);
-        assert_int_equal(rocq_profile_region(ctx, i, &s), ROCQ_OK);
-        if (strcmp(s.path, path) == 0) return s;
-    }
-    fail_msg("there is no region %s", path);
-    return s;
-}
-
 static void expect(rocq_ctx *ctx, const char *path, int64_t n, int64_t n_gpu, double bytes) {
     const rocq_region_stats s = stats_of(ctx, path);
     if (s.host_ns.count != n || s.gpu_ns.count != n_gpu || s.bytes != bytes) {
@@ -116,27 +91,6 @@ static void expect(rocq_ctx *ctx, const char *path, int64_t n, int64_t n_gpu, do
                  (int)s.host_ns.count, (int)s.gpu_ns.count, s.bytes, (int)n, (int)n_gpu, bytes);
     }
     if (n_gpu > 0) assert_true(s.gpu_ns.min >= 0 && s.gpu_ns.max < 60e9 && s.total_ns > 0);
-}
-
-typedef struct text {
-    char data[400000];
-    int64_t size;
-} text;
-
-static bool write_text(const void *src, int64_t size, void *user) {
-    text *t = (text *)user;
-    assert_true(t->size + size < (int64_t)sizeof t->data);
-    memcpy(t->data + t->size, src, (size_t)size);
-    t->size += size;
-    t->data[t->size] = '\0';
-    return true;
-}
-
-static const char *report(rocq_ctx *ctx, rocq_report kind) {
-    static text t;
-    t.size = 0;
-    assert_int_equal(rocq_profile_report(ctx, kind, write_text, &t), ROCQ_OK);
-    return t.data;
 }
 
 static double field(const char *json, const char *name) {
@@ -217,7 +171,7 @@ static void ops_are_timed(void **state) {
             rocq_ctx *ctx = open_gpu(true);
             work w;
             float back[N];
-            const rocq_profile_desc desc = {.host_only = host_only != 0};
+            const rocq_profile_desc desc = {.host_only = host_only != 0, .cost = 1};
             const int64_t n = host_only ? 0 : 10;
             make_work(ctx, &w);
             assert_int_equal(rocq_profile_start(ctx, &desc), ROCQ_OK);
@@ -251,10 +205,10 @@ static void ops_are_timed(void **state) {
                 assert_true(inner.total_ns >= 0.999 * ops);
                 assert_true(stats_of(ctx, "outer").total_ns >= 0.999 * inner.total_ns);
             }
-            const char *trace = report(ctx, ROCQ_REPORT_TRACE);
+            const char *trace = report(ctx, ROCQ_REPORT_TRACE)->data;
             assert_int_equal(strstr(trace, "\"GPU\"") != NULL, !host_only);
             assert_int_equal(strstr(trace, "\"tid\": 2") != NULL, !host_only);
-            assert_int_equal(strstr(report(ctx, ROCQ_REPORT_TEXT), "host us") != NULL, !host_only);
+            assert_int_equal(strstr(report(ctx, ROCQ_REPORT_TEXT)->data, "host us") != NULL, !host_only);
             rocq_close(&ctx);
         }
     }
@@ -266,7 +220,7 @@ static void clocks_agree(void **state) {
     rocq_ctx *ctx = open_gpu(true);
     work w;
     make_work(ctx, &w);
-    assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
+    assert_int_equal(rocq_profile_start(ctx, &every), ROCQ_OK);
     for (int i = 0; i < 20; i++) {
         assert_int_equal(rocq_region_begin(ctx, "step"), ROCQ_OK);
         assert_int_equal(run_work(ctx, &w), ROCQ_OK);
@@ -276,7 +230,7 @@ static void clocks_agree(void **state) {
     assert_int_equal(rocq_profile_count(ctx), 4);
     double from = 0, to = 0;
     int n_gpu = 0, n_host = 0;
-    for (const char *at = report(ctx, ROCQ_REPORT_TRACE); (at = strstr(at, "\"ph\": \"X\"")); at++) {
+    for (const char *at = report(ctx, ROCQ_REPORT_TRACE)->data; (at = strstr(at, "\"ph\": \"X\"")); at++) {
         const double start = field(at, "\"ts\": "), stop = start + field(at, "\"dur\": ");
         char *end;
         const bool gpu = strtol(strstr(at, "\"tid\": ") + 7, &end, 10) == 2;
@@ -287,7 +241,7 @@ static void clocks_agree(void **state) {
         n_gpu += gpu;
     }
     assert_true(n_host == 20 && n_gpu == 60);
-    for (const char *at = report(ctx, ROCQ_REPORT_TRACE); (at = strstr(at, "\"tid\": 2, \"name\": \"s")); at++) {
+    for (const char *at = report(ctx, ROCQ_REPORT_TRACE)->data; (at = strstr(at, "\"tid\": 2, \"name\": \"s")); at++) {
         const double start = field(at, "\"ts\": "), stop = start + field(at, "\"dur\": ");
         if (!(start >= from - 1000 && stop <= to + 1000)) {
             fail_msg("%.1f to %.1f us on the GPU, %.1f to %.1f on the host", start, stop, from, to);
@@ -303,7 +257,7 @@ static void graphs_are_regions(void **state) {
         work w;
         rocq_graph *graph = NULL;
         make_work(ctx, &w);
-        assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
+        assert_int_equal(rocq_profile_start(ctx, &every), ROCQ_OK);
         const int events = simt_get_live().events;
         assert_int_equal(rocq_region_begin(ctx, "recording"), ROCQ_OK);
         assert_int_equal(record_work(ctx, &w, &graph), ROCQ_OK); // nothing runs, no event in between
@@ -334,7 +288,7 @@ static void long_queues(void **state) {
     rocq_ctx *ctx = open_gpu(true);
     work w;
     make_work(ctx, &w);
-    const rocq_profile_desc desc = {.max_events = 100};
+    const rocq_profile_desc desc = {.max_events = 100, .cost = 1};
     assert_int_equal(rocq_profile_start(ctx, &desc), ROCQ_OK);
     enum { CALLS = 1500 };
     const int64_t allocs = ctx->stats.n_allocs;
@@ -349,12 +303,12 @@ static void long_queues(void **state) {
     expect(ctx, "a", CALLS, CALLS, CALLS * (double)SCALE_BYTES);
     expect(ctx, "a/b", CALLS, CALLS, CALLS * (double)SCALE_BYTES);
     expect(ctx, "a/b/scale", CALLS, CALLS, CALLS * (double)SCALE_BYTES);
-    const char *json = report(ctx, ROCQ_REPORT_JSON);
+    const char *json = report(ctx, ROCQ_REPORT_JSON)->data;
     assert_true(field(json, "\"dropped\": ") == 0 && field(json, "\"dropped_gpu\": ") == 0);
     assert_true(field(json, "\"dropped_events\": ") == 6 * CALLS - 100);
     // With regions that have no room for their names, GPU times of the others still come.
     assert_int_equal(rocq_profile_clear(ctx), ROCQ_OK);
-    const rocq_profile_desc few = {.max_regions = 1};
+    const rocq_profile_desc few = {.max_regions = 1, .cost = 1};
     assert_int_equal(rocq_profile_start(ctx, &few), ROCQ_OK);
     assert_int_equal(rocq_region_begin(ctx, "a"), ROCQ_OK);
     for (int i = 0; i < 100; i++) assert_int_equal(rocq_region_begin(ctx, "deep"), ROCQ_OK);
@@ -366,13 +320,67 @@ static void long_queues(void **state) {
     rocq_close(&ctx);
 }
 
+// Short steps are timed now and then, as a whole, and where they are not nothing is asked of the
+// runtime for it; long ones always.
+static void short_steps_are_sampled(void **state) {
+    (void)state;
+    enum { STEPS = 3000, STEP_NS = 100000, MARKS_NS = 1000, OPS = 2 };
+    rocq_ctx *ctx = open_gpu(true);
+    work w;
+    make_work(ctx, &w);
+    simt_set_work(SIMT_AT_ONCE);
+    int64_t calls = simt_calls();
+    assert_int_equal(run_work(ctx, &w), ROCQ_OK);
+    const int64_t unprofiled = simt_calls() - calls;
+    now_ns = 1000000;
+    const rocq_profile_desc desc = {.max_samples = STEPS, .cost = 0.01};
+    assert_int_equal(rocq_profile_start(ctx, &desc), ROCQ_OK);
+    assert_true(ctx->profile->marks_ns == 0); // measured, by a clock that stands still
+    ctx->profile->marks_ns = MARKS_NS; // of every op: 2% of the time when all are timed
+    const int64_t started = now_ns;
+    int64_t passed = 0;
+    for (int i = 0; i < STEPS; i++) {
+        assert_int_equal(rocq_region_begin(ctx, "step"), ROCQ_OK);
+        const bool passing = ctx->profiling->passing > 0;
+        calls = simt_calls();
+        assert_int_equal(run_work(ctx, &w), ROCQ_OK);
+        calls = simt_calls() - calls - unprofiled;
+        assert_true(passing ? calls == 0 : calls >= 2 * OPS);
+        passed += passing;
+        now_ns += STEP_NS;
+        assert_int_equal(rocq_region_end(ctx), ROCQ_OK);
+    }
+    const rocq_region_stats step = stats_of(ctx, "step"), scale = stats_of(ctx, "step/scale"),
+                            cast = stats_of(ctx, "step/cast F16");
+    const int64_t n = STEPS - passed;
+    assert_true(step.calls == STEPS && step.host_ns.count == n && step.gpu_ns.count == n);
+    assert_true(scale.host_ns.count == n && scale.gpu_ns.count == n && cast.gpu_ns.count == n);
+    const double cost = (double)(OPS * MARKS_NS * n) / (double)(now_ns - started);
+    if (!(cost > 0.008 && cost < 0.012)) fail_msg("%d steps, %.4f", (int)n, cost);
+    assert_true(step.bytes == STEPS * (double)(SCALE_BYTES + CAST_BYTES));
+    assert_true(fabs((double)(scale.calls - STEPS)) < 20);
+    assert_true(scale.bytes == (double)scale.calls * SCALE_BYTES);
+    const double mean = scale.total_ns / (double)scale.calls; // on the GPU, which has the real clock
+    assert_true(mean >= scale.gpu_ns.min && mean <= scale.gpu_ns.max);
+    for (int i = 0; i < 100; i++) { // now they last long enough
+        if (i == 50) passed = stats_of(ctx, "step").host_ns.count;
+        assert_int_equal(rocq_region_begin(ctx, "step"), ROCQ_OK);
+        assert_int_equal(run_work(ctx, &w), ROCQ_OK);
+        now_ns += 100 * STEP_NS;
+        assert_int_equal(rocq_region_end(ctx), ROCQ_OK);
+    }
+    assert_int_equal(stats_of(ctx, "step").host_ns.count, passed + 50);
+    now_ns = -1;
+    rocq_close(&ctx);
+}
+
 static void without_events(void **state) {
     (void)state;
     simt_set_optional(0);
     rocq_ctx *ctx = open_gpu(false);
     work w;
     make_work(ctx, &w);
-    assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
+    assert_int_equal(rocq_profile_start(ctx, &every), ROCQ_OK);
     assert_int_equal(run_work(ctx, &w), ROCQ_OK);
     expect(ctx, "scale", 1, 0, SCALE_BYTES);
     rocq_close(&ctx);
@@ -397,7 +405,7 @@ static void unknown_work(void **state) {
     assert_int_equal(rocq_upload(ctx, &k, zeros, sizeof zeros), ROCQ_OK);
     assert_int_equal(rocq_upload(ctx, &v, zeros, sizeof zeros), ROCQ_OK);
     assert_int_equal(rocq_upload(ctx, &kv_len, &length, 4), ROCQ_OK);
-    const rocq_profile_desc desc = {.bytes_per_s = 1e9, .matrix_per_s = 1e9};
+    const rocq_profile_desc desc = {.bytes_per_s = 1e9, .matrix_per_s = 1e9, .cost = 1};
     assert_int_equal(rocq_profile_start(ctx, &desc), ROCQ_OK);
     rocq_attention_params p = {.out = &out, .q = &q, .k = &k, .v = &v, .kv_len = &kv_len};
     assert_int_equal(rocq_region_begin(ctx, "unknown"), ROCQ_OK);
@@ -424,14 +432,14 @@ static void starts_that_fail(void **state) {
             const int64_t first = simt_calls();
             if (once) simt_fail_once(k, ROCQ_HIP_OUT_OF_MEMORY);
             else simt_fail_at(k, 719);
-            const rocq_result result = rocq_profile_start(ctx, NULL);
+            const rocq_result result = rocq_profile_start(ctx, &every);
             done = simt_calls() - first < k;
             assert_int_equal(result, done ? ROCQ_OK : once ? ROCQ_E_MEMORY : ROCQ_E_LOST);
             simt_fail_at(0, 0);
             if (!done) {
                 assert_int_equal(simt_live_sum(), live);
                 assert_null(ctx->profile);
-                if (once) assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
+                if (once) assert_int_equal(rocq_profile_start(ctx, &every), ROCQ_OK);
             }
             rocq_close(&ctx);
         }
@@ -449,7 +457,7 @@ static void lost_devices(void **state) {
             rocq_graph *graph = NULL;
             make_work(ctx, &w);
             assert_int_equal(record_work(ctx, &w, &graph), ROCQ_OK);
-            assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
+            assert_int_equal(rocq_profile_start(ctx, &every), ROCQ_OK);
             assert_int_equal(run_work(ctx, &w), ROCQ_OK);
             assert_int_equal(rocq_profile_count(ctx), 2);
             const int64_t first = simt_calls();
@@ -489,6 +497,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(clocks_agree, setup, teardown),
         cmocka_unit_test_setup_teardown(graphs_are_regions, setup, teardown),
         cmocka_unit_test_setup_teardown(long_queues, setup, teardown),
+        cmocka_unit_test_setup_teardown(short_steps_are_sampled, setup, teardown),
         cmocka_unit_test_setup_teardown(without_events, setup, teardown),
         cmocka_unit_test_setup_teardown(unknown_work, setup, teardown),
         cmocka_unit_test_setup_teardown(starts_that_fail, setup, teardown),

@@ -112,6 +112,8 @@ static void check_warm(rocq_backend backend) {
     assert_int_equal(after.n_allocs, before.n_allocs);
     assert_int_equal(rocq_warm(k.ctx, k.graph), ROCQ_OK); // again, and all kernels: harmless
     assert_int_equal(rocq_warm(k.ctx, NULL), ROCQ_OK);
+    assert_int_equal(rocq_get_stats(k.ctx, &before), ROCQ_OK);
+    assert_int_equal(before.live_bytes, after.live_bytes); // what it took is given back
     assert_int_equal(rocq_graph_launch(k.ctx, k.graph), ROCQ_OK);
     is_right(&k);
     assert_int_equal(rocq_get_stats(k.ctx, &after), ROCQ_OK);
@@ -129,6 +131,63 @@ static void test_gpu(void **state) {
         simt_set_optional(optional);
         check_warm(ROCQ_GPU);
     }
+}
+
+// On the CPU the ops are rehearsed. Whatever is in their operands, which a step has yet to upload,
+// no byte of it changes, and nothing is complained about: neither ids out of range, nor those that
+// a rehearsal would have (1) where only 0 is in range.
+static void test_rehearsal(void **state) {
+    (void)state;
+    for (int one_row = 0; one_row < 2; one_row++) {
+        work k;
+        unsigned char had[1 << 17];
+        const int32_t ids[2] = {-5, 1 << 30};
+        rocq_stats stats;
+        assert_int_equal(work_open(&k, ROCQ_CPU), ROCQ_OK);
+        assert_int_equal(work_make(&k), ROCQ_OK);
+        if (one_row) k.x.ne[1] = k.h.ne[1] = k.y.ne[1] = 1;
+        assert_int_equal(work_record(&k), ROCQ_OK);
+        assert_int_equal(rocq_upload(k.ctx, &k.ids, ids, sizeof ids), ROCQ_OK);
+        assert_true(k.memory.size == sizeof had);
+        memcpy(had, k.memory.host, sizeof had);
+        assert_int_equal(rocq_warm(k.ctx, k.graph), ROCQ_OK);
+        assert_memory_equal(k.memory.host, had, sizeof had);
+        assert_string_equal(rocq_error(k.ctx), "");
+        assert_int_equal(rocq_get_stats(k.ctx, &stats), ROCQ_OK);
+        assert_int_equal(stats.n_launches, 0);
+        assert_int_equal(rocq_graph_launch(k.ctx, k.graph), ROCQ_E_BOUNDS); // a launch complains
+        work_close(&k);
+    }
+}
+
+static void count_pieces(void *user, int64_t begin, int64_t end, int32_t thread) {
+    int32_t *const runs = (int32_t *)user;
+    assert_true(thread >= 0 && thread < 4);
+    for (int64_t i = begin; i < end; i++) runs[i]++;
+}
+
+// Jobs of all sizes, in a row and with pauses about as long as threads look before they sleep: each
+// item is done once, by the time the caller goes on.
+static void test_threads(void **state) {
+    (void)state;
+    enum { ITEMS = 100, JOBS = 3000 };
+    rocq_ctx *ctx = NULL;
+    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 4};
+    uint32_t random = 1;
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    for (int job = 0; job < JOBS; job++) {
+        int32_t runs[ITEMS] = {0};
+        random = random * 1664525u + 1013904223u;
+        const int n = 1 + (int)(random >> 16) % ITEMS;
+        rocq__parallel(ctx, n, 1 + job % 3, count_pieces, runs);
+        for (int i = 0; i < ITEMS; i++) {
+            if (runs[i] != (i < n)) fail_msg("job %d: item %d of %d ran %d times", job, i, n,
+                                             runs[i]);
+        }
+        const int64_t pause = (int64_t)(random >> 8) % (job % 8 == 0 ? 2 * ROCQ__SPIN_NS : 1000);
+        for (const int64_t end = rocq_time_ns() + pause; rocq_time_ns() < end;) continue;
+    }
+    rocq_close(&ctx);
 }
 
 // The first copy of a context finds its memory there.
@@ -156,7 +215,7 @@ static void test_kernels(void **state) {
     assert_int_equal(work_open(&k, ROCQ_GPU), ROCQ_OK);
     assert_int_equal(work_make(&k), ROCQ_OK);
     assert_int_equal(work_record(&k), ROCQ_OK);
-    const int needed[] = {ROCQ_K_norm, ROCQ_K_matvec_f32_f32_n8, ROCQ_K_decode};
+    const int needed[] = {ROCQ_K_norm, ROCQ_K_matvec_f32_f32_n4, ROCQ_K_decode};
     int64_t had[ROCQ_K_COUNT], counted[ROCQ_K_COUNT];
     bool runs[ROCQ_K_COUNT] = {false};
     for (int i = 0; i < 3; i++) runs[needed[i]] = true;
@@ -227,10 +286,55 @@ static void test_failures(void **state) {
     assert_true(n_failed > 3);
 }
 
+// Memory of the host that runs out at any point of a warm-up.
+static int64_t allowed; // allocations until one is refused, < 0: none is
+static void *scarce(size_t size, void *user) {
+    (void)user;
+    if (allowed == 0) return NULL;
+    allowed--;
+    return malloc(size);
+}
+static void release(void *memory, size_t size, void *user) {
+    (void)size;
+    (void)user;
+    free(memory);
+}
+static void test_no_memory(void **state) {
+    (void)state;
+    const rocq_desc desc = {.prefer = ROCQ_CPU, .allocator = {.alloc = scarce, .free = release}};
+    int n_failed = 0;
+    rocq_result result = ROCQ_E_MEMORY;
+    for (int64_t at = 0; result != ROCQ_OK; at++, n_failed++) {
+        work k;
+        rocq_stats before, after;
+        allowed = -1;
+        memset(&k, 0, sizeof k);
+        assert_int_equal(rocq_open(&k.ctx, &desc), ROCQ_OK);
+        assert_int_equal(work_make(&k), ROCQ_OK);
+        assert_int_equal(work_record(&k), ROCQ_OK);
+        assert_int_equal(rocq_reserve(k.ctx, 1 << 20), ROCQ_OK); // more than the ops want
+        assert_int_equal(rocq_get_stats(k.ctx, &before), ROCQ_OK);
+        allowed = at;
+        result = rocq_warm(k.ctx, k.graph);
+        allowed = -1;
+        assert_true(result == ROCQ_OK || result == ROCQ_E_MEMORY);
+        if (result != ROCQ_OK) assert_true(strlen(rocq_error(k.ctx)) > 0);
+        assert_int_equal(rocq_get_stats(k.ctx, &after), ROCQ_OK);
+        assert_int_equal(after.live_bytes, before.live_bytes);
+        assert_int_equal(rocq_graph_launch(k.ctx, k.graph), ROCQ_OK);
+        is_right(&k);
+        work_close(&k);
+    }
+    assert_true(n_failed > 4); // three ops and their memory
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_cpu),     cmocka_unit_test(test_gpu),  cmocka_unit_test(test_first_copy),
-        cmocka_unit_test(test_kernels), cmocka_unit_test(test_misuse), cmocka_unit_test(test_failures),
+        cmocka_unit_test(test_cpu),        cmocka_unit_test(test_gpu),
+        cmocka_unit_test(test_rehearsal),  cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_first_copy), cmocka_unit_test(test_kernels),
+        cmocka_unit_test(test_misuse),     cmocka_unit_test(test_failures),
+        cmocka_unit_test(test_no_memory),
     };
     return cmocka_run_group_tests_name("warm", tests, NULL, NULL);
 }

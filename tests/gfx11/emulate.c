@@ -321,6 +321,13 @@ static void matmul_f16(emulated *e, int scale, int format, int n) {
     product(e, (rocq_format)format, ROCQ_PRECISION_F16, 256, n, 512 * scale);
     e->work = 256.0 * n * 512 * scale / 4096;
 }
+static void matmul_merge(emulated *e, int scale, int format, int n) { // work: y's elements
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    gpu->gpu->chip.n_units = 96; // so that K is split
+    product(e, (rocq_format)format, ROCQ_PRECISION_F16, 128, n, 1024 * scale);
+    gpu->gpu->chip.n_units = n_units;
+    e->work = 128.0 * n;
+}
 static void matmul_int8(emulated *e, int scale, int format, int n) {
     product(e, (rocq_format)format, ROCQ_PRECISION_INT8, 256, n, 512 * scale);
     e->work = 256.0 * n * 512 * scale / 4096;
@@ -504,6 +511,7 @@ static const struct {
     {"matvec_int8_mixed_n1", "weight", matvec_mixed, 0, 0, 1},
     {"matvec_f32_f32_n1", "weight", matvec_f32, ROCQ_F32, 1, 1},
     {"matvec_f32_f16_n1", "weight", matvec_f32, ROCQ_F16, 1, 1},
+    {"matvec_f32_f16_n4", "weight", matvec_f32, ROCQ_F16, 4, 1},
     {"matvec_f32_q6_K_n1", "weight", matvec_f32, ROCQ_Q6_K, 1, 1},
     {"matvec_f32_mxfp6_e2m3_n8", "weight", matvec_f32, ROCQ_MXFP6_E2M3, 5, 1},
     {"matmul_f16_q4_K_128", "16x16x16", matmul_f16, ROCQ_Q4_K, 128, 2},
@@ -511,6 +519,8 @@ static const struct {
     {"matmul_f16_q8_0_128", "16x16x16", matmul_f16, ROCQ_Q8_0, 128, 2},
     {"matmul_f16_f16_128", "16x16x16", matmul_f16, ROCQ_F16, 128, 2},
     {"matmul_f16_q4_K_32", "16x16x16", matmul_f16, ROCQ_Q4_K, 32, 2},
+    {"matmul_f16_q4_0_32", "16x16x16", matmul_f16, ROCQ_Q4_0, 16, 2},
+    {"matmul_merge", "element", matmul_merge, ROCQ_Q4_0, 16, 1},
     {"matmul_int8_q4_K", "16x16x16", matmul_int8, ROCQ_Q4_K, 64, 2},
     {"matmul_int8_q8_0", "16x16x16", matmul_int8, ROCQ_Q8_0, 64, 2},
     {"matmul_f32", "16x16x16", matmul_f32, ROCQ_F32, 64, 2},
@@ -565,6 +575,7 @@ const char *emulate_open(const harness *h, const char *code_object) {
     if (rocq_warm(gpu, NULL) != ROCQ_OK) return "a kernel without work does something";
     gpu->gpu->chip.n_units = 2;
     gpu->gpu->chip.bytes_per_us /= 48;
+    gpu->gpu->chip.matrix_per_us /= 48;
     return NULL;
 }
 

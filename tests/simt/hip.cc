@@ -400,6 +400,26 @@ int hipHostFree(void *ptr) {
     free(ptr);
     return failure;
 }
+// Memory that is the caller's: copies may use it until it is unregistered.
+int hipHostRegister(void *ptr, size_t size, unsigned) {
+    ENTER_OR_FAIL();
+    NOT_WHILE_CAPTURING("hipHostRegister");
+    if (!ptr || size == 0 || hip().host.count((uintptr_t)ptr)) {
+        misuse("hipHostRegister: %p of %zu bytes", ptr, size);
+        return HIP_INVALID_VALUE;
+    }
+    hip().host[(uintptr_t)ptr] = {size, current_device};
+    return HIP_OK;
+}
+int hipHostUnregister(void *ptr) {
+    ENTER();
+    NOT_WHILE_CAPTURING("hipHostUnregister");
+    if (!hip().host.erase((uintptr_t)ptr)) {
+        misuse("hipHostUnregister: %p is not registered", ptr);
+        return HIP_INVALID_VALUE;
+    }
+    return failure;
+}
 
 int hipMemcpyAsync(void *dst, const void *src, size_t size, int kind, void *on) {
     ENTER_OR_FAIL();

@@ -889,6 +889,15 @@ DEV uint32_t byte_perm(uint32_t hi, uint32_t lo, uint32_t sel, SIMT_LINE) {
     for (int i = 0; i < 32; i += 8) to |= (uint32_t)(from >> 8 * (sel >> i & 7) & 255) << i;
     return to;
 }
+DEV u32x2 byte_levels(u32x4 table, uint32_t n) {
+    u32x2 to = {0, 0};
+    for (int i = 0; i < 32; i += 8) {
+        const uint32_t low = n >> i & 15, high = n >> (i + 4) & 15;
+        to.x |= (table[low / 4] >> 8 * (low % 4) & 255) << i;
+        to.y |= (table[high / 4] >> 8 * (high % 4) & 255) << i;
+    }
+    return to;
+}
 
 // The hardware's have no denormals on either side.
 DEV float simt_flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }

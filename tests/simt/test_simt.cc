@@ -531,6 +531,15 @@ static void test_integers(void **) {
         }
         assert_int_equal((uint32_t)dot4((int)x, (int)y, (int)z), dot);
         assert_int_equal(byte_perm(x, y, sel), perm);
+        const u32x4 table = {x, y, z, ~x};
+        const u32x2 levels = byte_levels(table, sel ^ z);
+        uint8_t bytes[16];
+        memcpy(bytes, &table, 16);
+        for (int b = 0; b < 4; b++) {
+            const uint32_t n = (sel ^ z) >> 8 * b & 255;
+            assert_int_equal(levels.x >> 8 * b & 255, bytes[n & 15]);
+            assert_int_equal(levels.y >> 8 * b & 255, bytes[n >> 4]);
+        }
     }
     assert_int_equal(dot4((int)0x80808080u, (int)0x80808080u, 0), 65536);
 }
