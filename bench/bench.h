@@ -22,7 +22,7 @@
 // tiny cases.
 //
 // Options of every program:
-//     FILTER...        only cases whose name contains one of these
+//     FILTER...        only cases whose name contains one of these, or is one of these: "NAME$"
 //     --json FILE      where results go; the file is whole after every case, so what was measured
 //                      is there when a run is stopped: by Ctrl-C, a time limit or a crash
 //     --device D       auto (default), cpu or gpu
@@ -30,6 +30,8 @@
 //     --threads N      of the CPU context; default one per core
 //     --seconds S      most a case may take to settle; default 3
 //     --warm           operands may stay in caches (see bench_copies)
+//     --turns IN,OUT   samples are taken in turn with another process that has the same cases: see
+//                      "Turns"
 //     --tiny           smallest sizes, five samples: shows that a program works, measures nothing
 //
 // How a time is taken: run once and verify; warm up; find how many runs a sample needs to be long
@@ -37,6 +39,13 @@
 // of their median (by order statistics, so of no assumed distribution) is no wider than 2% of it,
 // at least 5 and at most 300, or until the time is up. Cases that are compared are sampled in turn,
 // every second round backwards, so that what changes with time meets all of them.
+//
+// Turns: two builds of a program are compared sample by sample, by bench/compare --turns, so that a
+// machine whose speed changes changes both. Before its every sample of a case a process reads a
+// number from the file descriptor IN, and afterwards it writes one to OUT. The one that is first
+// decides for both how many runs a sample is, and when there are samples enough: 100, or those of
+// twice the seconds. A number above 0 is the runs of a sample, -1 stands for the last sample, and 0
+// for nothing. A process that finds the pipe closed goes on alone.
 //
 // RESULTS, schema "rocq-bench 1" (bench/run merges the files of several programs into one like it):
 //     schema    "rocq-bench 1"
@@ -54,8 +63,9 @@
 //               of the median; settled; samples in the order taken; batch (runs in a sample), inner
 //               (ops in a run; times are of one op); bytes, flops (of one op), bytes_per_s,
 //               flops_per_s (at the median); bound (memory, arithmetic or ""), share of its
-//               ceiling (0: unknown); verified (null: nothing to verify); cold; against (the case it is
-//               compared with, or null), ratio (its median over that of `against`), ratio_ci
+//               ceiling (0: unknown); verified (null: nothing to verify); cold (its operands came
+//               from memory); against (the case it is compared with, or null), ratio (its median
+//               over that of `against`), ratio_ci
 //     values    name, value, unit, verified: what is no time of a run
 //     failed    name, why: could not run, or wrong. Not timed
 //     skipped   name, why
@@ -83,6 +93,9 @@
 #include <sys/utsname.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 // g++ takes fields that a designated initialiser leaves out for forgotten ones.
 #if defined(__cplusplus) && defined(__GNUC__)
@@ -111,6 +124,7 @@ typedef struct bench_case {
     int64_t inner;                  // ops in one run, 0 = 1: times are given per op
     bool single;                    // a sample is one run: for what happens once (a first token)
     bool flush;                     // cold: empty the CPU's caches before every run, untimed
+    bool warm;                      // its operands stay in caches, whatever the options say
     int32_t threads;                // CPU threads it uses, for the ceiling; 0 = the context's
     bench_unit unit;                // which arithmetic bounds it
 } bench_case;
@@ -156,7 +170,8 @@ typedef struct bench {
     int64_t n_results;
     bench_notes values, failed, skipped;
     unsigned char *flush;   // what bench_flush reads
-    bool terminal, finished;
+    int turn_in, turn_out;  // file descriptors
+    bool turns, terminal, finished;
 } bench;
 
 // Reads the options, opens the context, measures the ceilings. False: said why on stderr, or
@@ -293,9 +308,11 @@ BENCH_FN bool bench_wants(const bench *b, const char *name) {
     const bool below = n > 0 && name[n - 1] == '/'; // and the end of the names is not known yet
     for (int i = 0; i < b->n_filters; i++) {
         const char *f = b->filters[i];
-        const bool whole = strncmp(f, b->program, own) == 0 && f[own] == '/'; // from a name's start
-        const size_t shared = strlen(f) < n ? strlen(f) : n;
-        wanted |= strstr(name, f) != NULL || (below && (!whole || strncmp(f, name, shared) == 0));
+        const size_t length = strcspn(f, "$"), shared = length < n ? length : n;
+        const bool exact = f[length] == '$';
+        const bool whole = exact || (strncmp(f, b->program, own) == 0 && f[own] == '/');
+        const bool same = strncmp(f, name, shared) == 0; // from their starts
+        wanted |= below ? !whole || same : exact ? same && length == n : strstr(name, f) != NULL;
     }
     return wanted;
 }
@@ -373,7 +390,8 @@ BENCH_FN void bench__command_line(const char *command, char *out, size_t size) {
 }
 
 // Kernels of the probes, for each vector size: eight loads in flight, and more independent fused
-// multiply-adds than their latency times the number of units.
+// multiply-adds than their latency times the number of units. Their chains start from different
+// numbers, since a compiler makes one of those that are alike.
 #if defined(__GNUC__) && !defined(__clang__)
 #define BENCH__FUSED optimize("fp-contract=fast"),
 #else
@@ -395,8 +413,9 @@ BENCH_FN void bench__command_line(const char *command, char *out, size_t size) {
     }                                                                                              \
     __attribute__((BENCH__FUSED __VA_ARGS__ noinline, unused)) static double bench__fma_##name(    \
         int64_t n, float x, float y) {                                                             \
-        bench__f_##name a = {x}, b = {y}, s0 = a, s1 = a, s2 = a, s3 = a, s4 = a, s5 = a, s6 = a,  \
-            s7 = a, s8 = a, s9 = a;                                                                \
+        const bench__f_##name a = {x}, b = {y};                                                    \
+        bench__f_##name s0 = a, s1 = s0 + b, s2 = s1 + b, s3 = s2 + b, s4 = s3 + b, s5 = s4 + b,   \
+                        s6 = s5 + b, s7 = s6 + b, s8 = s7 + b, s9 = s8 + b;                        \
         for (int64_t i = 0; i < n; i++) {                                                          \
             s0 = s0 * a + b, s1 = s1 * a + b, s2 = s2 * a + b, s3 = s3 * a + b, s4 = s4 * a + b;   \
             s5 = s5 * a + b, s6 = s6 * a + b, s7 = s7 * a + b, s8 = s8 * a + b, s9 = s9 * a + b;   \
@@ -409,10 +428,35 @@ BENCH__PROBES(base, 16, )
 #if defined(__x86_64__)
 BENCH__PROBES(avx2, 32, target("avx2,fma"), )
 BENCH__PROBES(avx512, 64, target("avx512f"), )
+
+// Sums of products of bytes. AVX2 takes three instructions for it, of which the first has the sum
+// as an operand, so that none can be moved out of the loop.
+#define BENCH__VNNI(s) s = _mm512_dpbusd_epi32(s, a, a)
+#define BENCH__AVX2(s) s = _mm256_add_epi32(s, _mm256_madd_epi16(_mm256_maddubs_epi16(a, s), a))
+#define BENCH__DOTS(name, vector, set1, add, ...)                                                  \
+    __attribute__((__VA_ARGS__, noinline, unused)) static int bench__dot_##name(int64_t n,         \
+                                                                                int x) {           \
+        const vector a = set1(x);                                                                  \
+        vector s0 = set1(x + 1), s1 = set1(x + 2), s2 = set1(x + 3), s3 = set1(x + 4),             \
+               s4 = set1(x + 5), s5 = set1(x + 6), s6 = set1(x + 7), s7 = set1(x + 8),             \
+               s8 = set1(x + 9), s9 = set1(x + 10);                                                \
+        for (int64_t i = 0; i < n; i++) {                                                          \
+            add(s0), add(s1), add(s2), add(s3), add(s4);                                           \
+            add(s5), add(s6), add(s7), add(s8), add(s9);                                           \
+        }                                                                                          \
+        const vector all[10] = {s0, s1, s2, s3, s4, s5, s6, s7, s8, s9};                           \
+        int sum = 0, first;                                                                        \
+        for (int c = 0; c < 10; c++) memcpy(&first, &all[c], sizeof first), sum ^= first;          \
+        return sum;                                                                                \
+    }
+BENCH__DOTS(vnni, __m512i, _mm512_set1_epi32, BENCH__VNNI, target("avx512f,avx512vnni"))
+BENCH__DOTS(avx2, __m256i, _mm256_set1_epi32, BENCH__AVX2, target("avx2"))
+#define BENCH__DOT_OPS(bytes) (2.0 * 10 * (bytes))
 #endif
 
 typedef struct bench__probe {
     const unsigned char *data; // to be read; NULL: arithmetic
+    bench_unit unit;           // of which kind
     int64_t size;              // bytes, or rounds
     double ops;                // out: of arithmetic
 } bench__probe;
@@ -422,6 +466,19 @@ static volatile double bench__sink; // what keeps the compiler from leaving the 
 BENCH_FN void *bench__probe_run(void *user) {
     bench__probe *p = (bench__probe *)user;
     const float x = 0.5f + (float)bench__sink * 0, y = x;
+    if (!p->data && p->unit == BENCH_INT8) {
+        p->ops = 0;
+#if defined(__x86_64__)
+        if (__builtin_cpu_supports("avx512vnni")) {
+            p->ops = BENCH__DOT_OPS(64) * (double)p->size;
+            bench__sink = bench__dot_vnni(p->size, 0x01020304);
+        } else if (__builtin_cpu_supports("avx2")) {
+            p->ops = BENCH__DOT_OPS(32) * (double)p->size;
+            bench__sink = bench__dot_avx2(p->size, 0x01020304);
+        }
+#endif
+        return NULL;
+    }
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f")) {
         p->ops = BENCH__FMA_OPS(64) * (double)p->size;
@@ -444,7 +501,7 @@ BENCH_FN void *bench__probe_run(void *user) {
 
 // Bytes a second (data), or operations a second (NULL), of n threads, each with its part: the best
 // of five, since a ceiling is what can be reached.
-BENCH_FN double bench__probe_cpu(const unsigned char *data, int64_t size, int n) {
+BENCH_FN double bench__probe_cpu(const unsigned char *data, bench_unit unit, int64_t size, int n) {
     enum { MOST = 1024 };
     static bench__probe probes[MOST];
     static pthread_t threads[MOST];
@@ -457,6 +514,7 @@ BENCH_FN double bench__probe_cpu(const unsigned char *data, int64_t size, int n)
         for (int t = 0; t < n; t++) {
             const int64_t part = data ? size / n / 4096 * 4096 : size;
             probes[t].data = data ? data + part * t : NULL;
+            probes[t].unit = unit;
             probes[t].size = part;
             if (t > 0 && pthread_create(&threads[t], NULL, bench__probe_run, &probes[t]) != 0)
                 break;
@@ -533,10 +591,13 @@ BENCH_FN void bench__probe_all(bench *b) {
     const int64_t size = b->tiny ? 1 << 20 : 2 * b->cache_bytes + (64 << 20);
     const int64_t rounds = b->tiny ? 1000 : 4000000;
     unsigned char *data = (unsigned char *)bench_alloc(size);
-    b->read_1 = bench__probe_cpu(data, size, 1);
-    b->read_all = bench__probe_cpu(data, size, b->n_threads);
-    b->unit_1[BENCH_F32] = bench__probe_cpu(NULL, rounds, 1);
-    b->unit_all[BENCH_F32] = bench__probe_cpu(NULL, rounds, b->n_threads);
+    b->read_1 = bench__probe_cpu(data, BENCH_F32, size, 1);
+    b->read_all = bench__probe_cpu(data, BENCH_F32, size, b->n_threads);
+    for (int u = 0; u < BENCH_N_UNITS; u++) {
+        if (u == BENCH_F16) continue; // decoded, not computed with
+        b->unit_1[u] = bench__probe_cpu(NULL, (bench_unit)u, rounds, 1);
+        b->unit_all[u] = bench__probe_cpu(NULL, (bench_unit)u, rounds, b->n_threads);
+    }
     free(data);
 }
 
@@ -826,8 +887,18 @@ BENCH_FN double bench__sample(bench *b, const bench_case *c, int64_t batch) {
     return ns / (double)batch / (double)(c->inner > 0 ? c->inner : 1);
 }
 
-// Verifies, warms up, and finds the number of runs of a sample; 0 when the case cannot be timed.
-BENCH_FN int64_t bench__prepare(bench *b, const bench_case *c) {
+// The number that the other process hands over with the turn; 0 when there is none.
+BENCH_FN int64_t bench__take_turn(const bench *b) {
+    int64_t number = 0;
+    return b->turns && read(b->turn_in, &number, sizeof number) == sizeof number ? number : 0;
+}
+BENCH_FN void bench__give_turn(bench *b, int64_t number) {
+    if (b->turns && write(b->turn_out, &number, sizeof number) != sizeof number) b->turn_out = -1;
+}
+
+// Verifies, warms up, and finds the number of runs of a sample, unless it is given; 0 when the case
+// cannot be timed.
+BENCH_FN int64_t bench__prepare(bench *b, const bench_case *c, int64_t given) {
     double ns = bench__sample(b, c, 1);
     if (ns < 0) return 0;
     if (c->verify && !c->verify(c->user)) {
@@ -837,6 +908,7 @@ BENCH_FN int64_t bench__prepare(bench *b, const bench_case *c) {
     const double inner = (double)(c->inner > 0 ? c->inner : 1);
     const double enough = b->tiny ? 0 : b->gpu ? 4e6 : 1e6;
     int64_t batch = 1;
+    if (given > 0) return bench__sample(b, c, given) < 0 ? 0 : given;
     if (c->reset || c->single || (c->flush && b->cold)) return ns * inner > 1e9 ? 1 :
         bench__sample(b, c, 1) < 0 ? 0 : 1;
     while (!bench__stopped) {
@@ -913,8 +985,8 @@ BENCH_FN void bench__free_result(bench_result *r) {
 }
 
 BENCH_FN const bench_result *bench_run_pair(bench *b, const bench_case *cases, int n) {
-    enum { LEAST = 5, MOST = 300 };
-    bool wanted = false;
+    enum { LEAST = 5, MOST = 300, TURNS = 100 };
+    bool wanted = false, follows = false;
     for (int i = 0; i < n; i++) wanted |= bench_wants(b, cases[i].name);
     if (!wanted) return NULL;
     bench_result *rs = (bench_result *)bench_alloc(n * (int64_t)sizeof *rs);
@@ -925,27 +997,37 @@ BENCH_FN const bench_result *bench_run_pair(bench *b, const bench_case *cases, i
     for (int i = 0; i < n && (i == 0 || m > 0) && !bench__stopped; i++) {
         const bench_case *c = cs[m] = &cases[i];
         bench_result *r = &rs[m];
-        r->batch = bench__prepare(b, c);
+        if (b->terminal) fprintf(stderr, "\r\033[K%s: verified, warmed up", c->name);
+        const int64_t given = bench__take_turn(b);
+        r->batch = bench__prepare(b, c, given);
+        bench__give_turn(b, given > 0 ? 0 : r->batch);
+        follows = given > 0;
         if (r->batch == 0) continue;
         r->name = bench__copy(c->name);
         r->samples = (double *)bench_alloc(MOST * (int64_t)sizeof(double));
         r->inner = c->inner > 0 ? c->inner : 1;
-        r->cold = b->cold;
+        r->cold = b->cold && !c->warm;
         r->has_verify = r->verified = c->verify != NULL;
         m++;
     }
     const double start = bench__now();
-    while (m > 0 && !failed && !settled && !bench__stopped && rounds < MOST &&
-           (rounds < LEAST || (!b->tiny && bench__now() - start < 1e9 * b->seconds * m))) {
+    const double limit = b->tiny ? 0 : 1e9 * b->seconds * m * (1 + b->turns);
+    bool enough = false;
+    while (m > 0 && !failed && !settled && !enough && !bench__stopped) {
+        const bool last = rounds + 1 >= LEAST &&
+            (rounds + 1 >= (b->turns ? TURNS : MOST) || bench__now() - start >= limit);
+        enough = last && !follows;
         for (int j = 0; j < m && !failed && !bench__stopped; j++) {
             const int i = rounds % 2 ? m - 1 - j : j;
+            enough |= bench__take_turn(b) < 0 || rounds + 1 >= MOST;
             const double ns = bench__sample(b, cs[i], rs[i].batch);
+            bench__give_turn(b, enough && !follows ? -1 : 0);
             failed = ns < 0;
             rs[i].samples[rs[i].n++] = ns;
         }
         rounds++;
         if (failed || bench__stopped) break; // an incomplete round
-        settled = !b->tiny;
+        settled = !b->tiny && !b->turns;
         for (int i = 0; i < m; i++) settled &= bench__settle(&rs[i]);
         if (b->terminal) {
             fprintf(stderr, "\r\033[K%s: %lld samples, +-%.1f%%", rs[0].name, (long long)rounds,
@@ -994,7 +1076,8 @@ BENCH_FN bool bench__options(bench *b, int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
         const bool takes = !strcmp(a, "--json") || !strcmp(a, "--device") ||
-            !strcmp(a, "--kernels") || !strcmp(a, "--threads") || !strcmp(a, "--seconds");
+            !strcmp(a, "--kernels") || !strcmp(a, "--threads") || !strcmp(a, "--seconds") ||
+            !strcmp(a, "--turns");
         if (takes && !value) {
             fprintf(stderr, "%s: %s needs a value\n", b->program, a);
             return false;
@@ -1005,12 +1088,17 @@ BENCH_FN bool bench__options(bench *b, int argc, char **argv) {
         else if (!strcmp(a, "--kernels")) b->kernels = value;
         else if (!strcmp(a, "--threads")) b->n_threads = atoi(value);
         else if (!strcmp(a, "--seconds")) b->seconds = atof(value);
+        else if (!strcmp(a, "--turns")) {
+            b->turns = sscanf(value, "%d,%d", &b->turn_in, &b->turn_out) == 2;
+            signal(SIGPIPE, SIG_IGN);
+        }
         else if (!strcmp(a, "--warm")) b->cold = false;
         else if (!strcmp(a, "--tiny")) b->tiny = true, b->cold = false;
         else if (a[0] != '-') b->filters[b->n_filters++] = argv[i];
         else {
             fprintf(stderr, "usage: %s [FILTER...] [--json FILE] [--device auto|cpu|gpu]"
-                    " [--kernels FILE] [--threads N] [--seconds S] [--warm] [--tiny]\n",
+                    " [--kernels FILE] [--threads N] [--seconds S] [--warm] [--tiny]"
+                    " [--turns IN,OUT]\n",
                     b->program);
             return false;
         }
@@ -1080,7 +1168,7 @@ BENCH_FN bool bench_open(bench *b, int argc, char **argv, const char *program) {
     if (b->read_1 > 0) printf(" (one thread %.1f)", b->read_1 * 1e-9);
     if (b->unit_all[BENCH_F32] > 0) printf(", F32 %.0f GFLOP/s", b->unit_all[BENCH_F32] * 1e-9);
     if (b->unit_all[BENCH_F16] > 0) printf(", F16 matrix %.0f", b->unit_all[BENCH_F16] * 1e-9);
-    if (b->unit_all[BENCH_INT8] > 0) printf(", int8 matrix %.0f", b->unit_all[BENCH_INT8] * 1e-9);
+    if (b->unit_all[BENCH_INT8] > 0) printf(", int8 %.0f", b->unit_all[BENCH_INT8] * 1e-9);
     printf(b->tiny ? "; TINY: no measurement\n" : b->cold ? "; cold\n" : "; warm\n");
     char load[64];
     bench__file_line("/proc/loadavg", NULL, load, sizeof load);

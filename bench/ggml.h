@@ -3,8 +3,10 @@
 // they are missing.
 //
 //     CPU   ROCQ_GGML_DIR      of an npm package (tests/fetch-ggml)
-//     GPU   ROCQ_GGML_GPU_DIR  libggml-base.so and libggml-cuda.so or libggml-hip.so, of a checkout
-//                              built with -DBUILD_SHARED_LIBS=ON and -DGGML_CUDA=ON (-DGGML_HIP=ON)
+//     GPU   ROCQ_GGML_GPU_DIR  libggml-base.so and libggml-cuda.so or libggml-hip.so of a checkout
+//                              built with -DBUILD_SHARED_LIBS=ON and -DGGML_CUDA=ON or
+//                              -DGGML_HIP=ON; for whole models (inference.c) of one of llama.cpp,
+//                              all its libraries in one folder
 //
 // It runs as llama.cpp runs it: on the CPU with a lasting thread pool, which sleeps between samples
 // (GGML_TURNS in a bench_case) so that its busy waiting takes nothing from the other side, and

@@ -4,11 +4,13 @@
 //                                   handed to the threads); medians, and the 95th percentiles as p95
 //   launch/timer/KIND               a timer started, stopped and read
 //   profile/clock, /region          reading the host's clock; a region of the program, begun and ended
-//   profile/op/STATE                an op too small to matter, with the profile off and on
+//   profile/op/STATE                an op too small to matter, with the profile off and on; region and op
+//                                   with every call measured
 //   profile/step/MODEL/STATE        a step (eval, draw, the token on the host), off and on, in turn: the
 //                                   ratio is what a profile costs. demo: the shipped model; 1.1B: a llama
 //                                   shape with random weights, written to TMPDIR (or /tmp) and unlinked
-//   profile/step_host/MODEL/STATE   on a GPU: on is host times alone, without events in the queue
+//   profile/step_every/MODEL/STATE  the same with every call measured, instead of as many as cost little
+//   profile/step_host/MODEL/STATE   on a GPU: every call, host times alone, without events in the queue
 //
 // From the top level, where the model is.
 
@@ -147,7 +149,8 @@ static bool same_token(void *user) { // profiled or not
 }
 
 // Pairs of a step with the profile off and on.
-static void compare_steps(state *s, const char *kind, const char *model, bool host_only) {
+static void compare_steps(state *s, const char *kind, const char *model,
+                          const rocq_profile_desc *profile) {
     char names[2][64], value[64];
     for (int i = 0; i < 2; i++) {
         snprintf(names[i], sizeof names[i], "profile/%s/%s/%s", kind, model, i ? "on" : "off");
@@ -156,7 +159,7 @@ static void compare_steps(state *s, const char *kind, const char *model, bool ho
         {.name = names[0], .run = step, .verify = same_token, .user = s, .inner = s->steps},
         {.name = names[1], .run = step, .verify = same_token, .enter = profile_on,
          .leave = profile_off, .user = s, .inner = s->steps}};
-    s->profile.host_only = host_only;
+    s->profile = *profile;
     const bench_result *results = bench_run_pair(s->b, cases, 2);
     snprintf(value, sizeof value, "profile/%s/%s/cost", kind, model);
     if (results) bench_value(s->b, value, 100 * (results[1].ratio - 1), "% of a step", true);
@@ -174,11 +177,23 @@ static void steps_of(state *s, const char *model, const char *path) {
         bench_fail(b, model, file ? s->m.error : rocq_error(b->ctx));
     } else {
         s->wanted = s->drawn;
-        compare_steps(s, "step", model, false);
-        if (b->gpu) compare_steps(s, "step_host", model, true);
+        const rocq_profile_desc some = {0}, every = {.cost = 1}, host = {.cost = 1, .host_only = true};
+        compare_steps(s, "step", model, &some);
+        compare_steps(s, "step_every", model, &every);
+        if (b->gpu) compare_steps(s, "step_host", model, &host);
     }
     llama_close(&s->m);
     rocq_gguf_close(&file);
+}
+
+static bool wants_steps(const bench *b, const char *model) {
+    static const char *const kinds[] = {"step", "step_every", "step_host"};
+    char name[64];
+    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
+        snprintf(name, sizeof name, "profile/%s/%s/", kinds[i], model);
+        if (bench_wants(b, name)) return true;
+    }
+    return false;
 }
 
 static void steps(state *s) {
@@ -187,17 +202,14 @@ static void steps(state *s) {
     bench *b = s->b;
     const model_shape *shape = b->tiny ? &tiny : &large;
     const char *dir = getenv("TMPDIR");
-    char path[512], name[64];
-    s->steps = b->tiny ? 1 : 16;
-    if (!b->tiny && bench_wants(b, "profile/step/demo/")) {
-        steps_of(s, "demo", "examples/model/rocq-demo.gguf");
-    }
-    snprintf(name, sizeof name, "profile/step/%s/", shape->name);
-    if (!bench_wants(b, name)) return;
-    s->steps = b->tiny ? 1 : 4;
+    char path[512];
+    s->steps = b->tiny ? 1 : 128; // so many that the profile has found out how often to measure
+    if (!b->tiny && wants_steps(b, "demo")) steps_of(s, "demo", "examples/model/rocq-demo.gguf");
+    if (!wants_steps(b, shape->name)) return;
+    s->steps = b->tiny ? 1 : 32;
     snprintf(path, sizeof path, "%s/rocq-launch-%d.gguf", dir && *dir ? dir : "/tmp", (int)getpid());
     if (write_model(b, shape, 512, path)) steps_of(s, shape->name, path);
-    else bench_fail(b, name, rocq_error(b->ctx));
+    else bench_fail(b, shape->name, rocq_error(b->ctx));
     unlink(path);
 }
 
@@ -206,6 +218,7 @@ int main(int argc, char **argv) {
     bench b;
     if (!bench_open(&b, argc, argv, "launch")) return 1;
     s.b = &b;
+    s.profile.cost = 1;
     s.calls = b.tiny ? 20 : 1000;
     launches(&b);
     timers(&s);

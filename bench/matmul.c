@@ -141,7 +141,7 @@ static void measure(bench *b, rocq_format format, int64_t m, int64_t k, int64_t 
     const rocq_matmul_params params = {.y = &p.dy, .w = &p.copies[0], .x = &p.dx};
     rocq_precision_info info = {.precision = ROCQ_PRECISION_F32}; // what AUTO takes
     rocq_get_precision(b->ctx, ROCQ_OP_MATMUL, &params, &info);
-    const bench_unit unit = !b->gpu || info.precision == ROCQ_PRECISION_F32 ? BENCH_F32
+    const bench_unit unit = info.precision == ROCQ_PRECISION_F32 ? BENCH_F32
         : info.precision == ROCQ_PRECISION_F16 ? BENCH_F16 : BENCH_INT8;
     const bench_case cases[2] = {
         {.name = name, .bytes = bytes * inner, .flops = flops * inner, .run = run, .verify = verify,

@@ -2,13 +2,17 @@
 // of a training step (bench/training_trace, run by python3); fragmentation; what an arena's cut costs.
 //
 // On the CPU (--device cpu), against glibc's malloc and free:
-//     pool/SIZE           alloc and free, one block at a time: glibc's best case, which cuts the block
-//                         from the end of its heap and joins it again, without a call of the system
+//     pool/SIZE/request, /alloc_free, /malloc_free   a request alone, a request and its return, and
+//                         malloc and free, in turn, one block of one size at a time: glibc's best
+//                         case, which cuts the block from the end of its heap and joins it again,
+//                         without a call of the system
 //     pool/SIZE/live16    sixteen blocks of sizes of one class, freed in another order: what a heap
 //                         does when more than one block lives at all
 //     pool/trace          all requests of the steps, in order; per request
+//     pool/trace/SIZE/... the three of above by class, each call of the trace timed by itself
 //     .../touched         the same with the first byte of every page written after each alloc
 //     .../thread_safe     a pool that threads may share; malloc always is one
+//     .../times_faster    how many times as long malloc and free take
 // On a GPU, against the runtime's own calls (hipMalloc, hipHostMalloc and their frees):
 //     pool/device/SIZE, pool/device/trace, pool/pinned/SIZE
 #define ROCQ_IMPLEMENTATION // the runtime's own allocator is below what rocq.h declares
@@ -124,6 +128,8 @@ static rocq_result runtime_loop(void *user) {
 }
 
 // -- the trace --
+
+static volatile double clock_sink;
 
 typedef struct event {
     int32_t number; // of the buffer
@@ -241,22 +247,33 @@ static void size_name(char out[32], int64_t size) {
     else snprintf(out, 32, "%lldMiB", (long long)(size >> 20));
 }
 
-// A request by itself against malloc and free of the same size.
-static void request_alone(bench *b, rocq_pool *pool, int64_t size) {
+static void times_faster(bench *b, const char *name, double ratio) {
+    char line[320];
+    snprintf(line, sizeof line, "%s/times_faster", name);
+    bench_value(b, line, ratio, "x: malloc_free over it", true);
+}
+
+// A request by itself, and with its return, against malloc and free of the same size.
+static void host_size(bench *b, rocq_pool *pool, int64_t size) {
     static requests r;
-    char sized[32], names[2][100];
+    static const char *const kinds[] = {"request", "alloc_free", "malloc_free"};
+    char sized[32], names[3][100];
     loop l = {b, pool, size, false, false};
     memset(&r, 0, sizeof r);
     r.pool = pool;
     r.size = size;
     r.n = (int)((int64_t)REQUESTS * size < 4LL << 30 ? REQUESTS : (4LL << 30) / size);
     size_name(sized, size);
-    snprintf(names[0], sizeof names[0], "pool/%s/request", sized);
-    snprintf(names[1], sizeof names[1], "pool/%s/request/malloc_free", sized);
-    const bench_case cases[2] = {
+    for (int k = 0; k < 3; k++) snprintf(names[k], sizeof names[k], "pool/%s/%s", sized, kinds[k]);
+    const bench_case cases[3] = {
         {.name = names[0], .run = pool_requests, .reset = give_back, .user = &r, .inner = r.n},
-        {.name = names[1], .run = malloc_loop, .user = &l, .inner = INNER}};
-    bench_run_pair(b, cases, 2);
+        {.name = names[1], .run = pool_loop, .user = &l, .inner = INNER},
+        {.name = names[2], .run = malloc_loop, .user = &l, .inner = INNER}};
+    const bench_result *results = bench_run_pair(b, cases, 3);
+    for (int k = 0; results && k < 2; k++) {
+        times_faster(b, names[k], results[2].summary.median / results[k].summary.median);
+        results = b->results + b->n_results - 3;
+    }
     give_back(&r);
 }
 
@@ -272,21 +289,20 @@ static void host_sizes(bench *b) {
     rocq_pool *pool = open_pool(b, &desc), *safe = open_pool(b, &shared);
     const struct {
         const char *name;
-        bool live, touch, safe;
-    } kinds[] = {{"", false, false, false},
-                 {"/live16", true, false, false},
-                 {"/live16/touched", true, true, false},
-                 {"/live16/thread_safe", true, false, true}};
+        bool touch, safe;
+    } kinds[] = {{"/live16", false, false},
+                 {"/live16/touched", true, false},
+                 {"/live16/thread_safe", false, true}};
+    const int64_t most = b->tiny ? 64 << 10 : 64 << 20;
+    for (int64_t size = 64 << 10; pool && size <= most; size *= 4) host_size(b, pool, size);
     for (size_t i = 0; pool && safe && i < sizeof kinds / sizeof kinds[0]; i++) {
         malloc_trim(0); // what traces and other sizes have left
-        for (int64_t size = 64 << 10; size <= (b->tiny ? 64 << 10 : 64 << 20); size *= 4) {
+        for (int64_t size = 64 << 10; size <= most; size *= 4) {
             char sized[32], name[80];
             loop l = {b, kinds[i].safe ? safe : pool, size, kinds[i].touch, false};
             size_name(sized, size);
             snprintf(name, sizeof name, "%s%s", sized, kinds[i].name);
-            compare(b, name, "malloc", kinds[i].live ? pool_live : pool_loop,
-                    kinds[i].live ? malloc_live : malloc_loop, &l, INNER);
-            if (i == 0) request_alone(b, pool, size);
+            compare(b, name, "malloc", pool_live, malloc_live, &l, INNER);
         }
         rocq_pool_trim(pool, 0);
         rocq_pool_trim(safe, 0);
@@ -355,6 +371,109 @@ static void trace_figures(bench *b, trace *t, rocq_memory memory, double budget,
     rocq_pool_destroy(&t->pool);
 }
 
+enum { CLASSES = 64, ROUNDS = 9 };
+
+typedef struct class_cost {
+    int64_t size, n;    // of its blocks; requests
+    double sums[2][2];  // ns: of malloc and free, of the pool's calls
+} class_cost;
+
+static int64_t class_size(rocq_pool *pool, int64_t size) {
+    rocq_pool_stats stats;
+    for (int32_t c = 0; rocq_pool_get_stats(pool, c, &stats) == ROCQ_OK; c++) {
+        if (stats.block_size >= size) return stats.block_size;
+    }
+    return 0;
+}
+
+// Once through the steps of the last quarter, every call between two reads of the clock.
+static rocq_result time_calls(trace *t, bool pool, int round, double (*ns)[ROUNDS]) {
+    rocq_result result = ROCQ_OK;
+    for (int64_t i = t->warm; i < t->n && result == ROCQ_OK; i++) {
+        const event *e = &t->events[i];
+        rocq_buffer *block = &t->buffers[e->number];
+        const double start = bench__now();
+        if (pool && e->size > 0) result = rocq_pool_alloc(t->pool, block, e->size);
+        else if (pool) result = rocq_pool_free(t->pool, block);
+        else if (e->size > 0) block->host = malloc((size_t)e->size);
+        else free(block->host);
+        ns[i - t->warm][round] = bench__now() - start;
+    }
+    return result;
+}
+
+static double median_of(double samples[ROUNDS]) {
+    rocq_summary summary;
+    rocq_summarize(&summary, samples, ROUNDS);
+    return summary.median;
+}
+
+// By class: the median of each call over the rounds, less what reading the clock takes, summed.
+static int32_t sum_classes(trace *t, double (*ns[2])[ROUNDS], class_cost costs[CLASSES]) {
+    int32_t n = 0, *class_of = (int32_t *)bench_alloc(t->n_numbers * (int64_t)sizeof *class_of);
+    double clock[ROUNDS];
+    for (int k = 0; k < ROUNDS; k++) {
+        const double start = bench__now();
+        for (int i = 0; i < 1000; i++) clock_sink = bench__now();
+        clock[k] = (bench__now() - start) / 1001;
+    }
+    const double read = median_of(clock);
+    for (int64_t i = 0; i < t->n; i++) {
+        const event *e = &t->events[i];
+        const int64_t size = e->size > 0 ? class_size(t->pool, e->size) : 0;
+        int32_t c = e->size > 0 ? 0 : class_of[e->number];
+        while (e->size > 0 && c < n && costs[c].size != size) c++;
+        if (c == CLASSES) bench__die("the trace has too many classes");
+        if (c == n) costs[n++].size = size;
+        class_of[e->number] = c;
+        if (i < t->warm) continue;
+        costs[c].n += e->size > 0;
+        for (int k = 0; k < 2; k++) {
+            costs[c].sums[k][e->size == 0] += median_of(ns[k][i - t->warm]) - read;
+        }
+    }
+    free(class_of);
+    return n;
+}
+
+static void trace_classes(trace *t) {
+    static class_cost costs[CLASSES];
+    double (*ns[2])[ROUNDS], least[2] = {INFINITY, INFINITY};
+    bench *b = t->b;
+    if (!bench_wants(b, "pool/trace/")) return;
+    for (int k = 0; k < 2; k++) {
+        ns[k] = (double(*)[ROUNDS])bench_alloc((t->n - t->warm) * (int64_t)sizeof *ns[k]);
+    }
+    for (int i = 0; i < 2 * ROUNDS; i++) { // in turn
+        const bool pool = i % 4 == 1 || i % 4 == 2;
+        if (time_calls(t, pool, i / 2, ns[pool])) bench__die(rocq_error(b->ctx));
+    }
+    const int32_t n = sum_classes(t, ns, costs);
+    for (int64_t size = 64 << 10;;) { // rising
+        const class_cost *c = NULL;
+        for (int32_t k = 0; k < n; k++) {
+            if (costs[k].size < size || costs[k].n == 0) continue;
+            if (!c || costs[k].size < c->size) c = &costs[k];
+        }
+        if (!c) break;
+        const double calls = (double)c->n, malloc_free = (c->sums[0][0] + c->sums[0][1]) / calls;
+        const double ours[2] = {c->sums[1][0] / calls, (c->sums[1][0] + c->sums[1][1]) / calls};
+        char name[100];
+        for (int k = 0; k < 2; k++) {
+            snprintf(name, sizeof name, "pool/trace/%lldKiB/%s", (long long)(c->size >> 10),
+                     k ? "alloc_free" : "request");
+            bench_value(b, name, ours[k], "ns", true);
+            times_faster(b, name, malloc_free / ours[k]);
+            least[k] = fmin(least[k], malloc_free / ours[k]);
+        }
+        size = c->size + 1;
+    }
+    bench_value(b, "pool/trace/least/request/times_faster", least[0], "x: of its class", true);
+    bench_value(b, "pool/trace/least/alloc_free/times_faster", least[1], "x: of its class", true);
+    free(ns[0]);
+    free(ns[1]);
+}
+
 static void traces(bench *b) {
     trace t;
     memset(&t, 0, sizeof t);
@@ -380,6 +499,7 @@ static void traces(bench *b) {
         compare(b, "device/trace", "runtime", trace_pool, trace_runtime, &t, n);
     } else {
         compare(b, "trace", "malloc", trace_pool, trace_malloc, &t, n);
+        trace_classes(&t);
         t.touch = true;
         compare(b, "trace/touched", "malloc", trace_pool, trace_malloc, &t, n);
     }

@@ -87,6 +87,7 @@ __device__ void multiply_int8(tile &c, uint32_t a) {
 #define PROBE_MATRIX(name)                                                                        \
     __global__ void __launch_bounds__(THREADS) probe_##name(uint32_t a, uint32_t *out) {           \
         tile c[CHAINS] = {};                                                                      \
+        for (int i = 0; i < CHAINS; i++) c[i].v[0] = i; /* alike, they would become one */         \
         for (int r = 0; r < ROUNDS / 16; r++) {                                                   \
             _Pragma("unroll") for (int i = 0; i < CHAINS; i++) multiply_##name(c[i], a);           \
         }                                                                                         \

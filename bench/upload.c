@@ -3,8 +3,9 @@
 //
 //     upload [--gb N] [--dir DIR] [options of bench.h]
 //
-// Writes a file of about N GB (default 0.25) that has the tensors of a llama of 7B, Q4_0 and Q4_K
-// in turn with F32 norms, into DIR (default /tmp), removes it at the end, and samples in turn:
+// Writes a file of about N GB (default 0.25, on a GPU 4) that has the tensors of a llama of 7B,
+// Q4_0 and Q4_K in turn with F32 norms, into DIR (default /tmp), removes it at the end, and samples
+// in turn:
 //   load      rocq_gguf_load, with its defaults; load/MxN: with N pieces of M MiB
 //   naive     tensor by tensor: one thread reads it into plain memory, a copy by the runtime waits,
 //             a repack waits; the memory is there already
@@ -23,7 +24,7 @@
 enum { MAX_TENSORS = 1024, ROWS = 16, WIDEST = 11008, PIECE = 8 << 20, RING = 4 * PIECE };
 
 static const struct { int mib, count; } rings[] = { // that load is also measured with
-    {2, 4}, {2, 8}, {4, 3}, {4, 4}, {4, 5}, {6, 3}, {6, 4}, {8, 3}, {8, 4}};
+    {2, 6}, {2, 12}, {4, 3}, {4, 5}, {4, 6}, {4, 8}, {8, 3}};
 enum { N_RINGS = sizeof rings / sizeof rings[0] };
 
 typedef struct item {
@@ -422,7 +423,6 @@ int main(int argc, char **argv) {
     static bench b;
     const char *dir = "/tmp";
     int n = 1;
-    s.gb = 0.25;
     for (int i = 1; i < argc; i++) { // what bench.h does not know is taken out
         const char *option = argv[i], *value = i + 1 < argc ? argv[i + 1] : "";
         if (strcmp(option, "--gb") == 0) s.gb = atof(value), i++;
@@ -431,7 +431,7 @@ int main(int argc, char **argv) {
     }
     if (!bench_open(&b, n, argv, "upload")) return 1;
     s.b = &b;
-    if (b.tiny) s.gb = 0.01;
+    if (b.tiny || s.gb <= 0) s.gb = b.tiny ? 0.01 : b.gpu ? 4 : 0.25;
     snprintf(s.path, sizeof s.path, "%s/rocq-upload-%ld.gguf", dir, (long)getpid());
     if (bench_wants(&b, "upload/")) {
         set_up(&s);

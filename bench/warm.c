@@ -1,14 +1,17 @@
 // warm.c - what rocq_warm is worth: the first prompt and the first step of a token in a fresh process,
 // against the same once it has run for a while, with and without it (llama_warm).
 //
-// The program starts itself anew for every measurement, since a runtime keeps what it has loaded, with
-// the file dropped from the page cache where the system does that. In one process either the prompt or
-// the step comes first, straight after the model has been opened. Figures are medians over processes.
+// The program starts itself anew for every measurement, since a runtime keeps what it has loaded,
+// with the file dropped from the page cache where the system does that. In one process either the
+// prompt or the step comes first, straight after the model has been opened. Processes with (HOW:
+// warm) and without (cold) rocq_warm take turns, at least 5 of each and up to 25 in the time of a
+// case; figures are medians over them, so a few that something else held up do not count.
 //
 //   warm/MODEL/HOW/open              ms from opening the file to a model that is ready
 //   warm/MODEL/HOW/prompt/first      ms of 128 tokens to the first one drawn; /steady: median of later
 //   warm/MODEL/HOW/step/first        ms of a token; /steady: median of steps 10 to 60
-//   warm/MODEL/HOW/prompt, step/ratio    first over steady: at most 1.1 is the aim with HOW warm
+//   warm/MODEL/HOW/prompt, step/ratio    of each process first over its own steady, so that what
+//                                    slows a whole process is not in it; warm: at most 1.1 is the aim
 //
 //     warm [options of bench.h] [--model FILE]    else a llama shape of 1.1B with random weights
 
@@ -18,7 +21,8 @@
 
 #include <fcntl.h>
 
-enum { PROMPT = 128, STEPS = 60, SKIP = 10, PROMPTS = 9, RUNS = 5, FIGURES = 3 };
+enum { PROMPT = 128, STEPS = 60, SKIP = 10, PROMPTS = 9, RUNS = 25, RUNS_LEAST = 5 };
+enum { OPEN, FIRST, STEADY, RATIO, FIGURES };
 
 static const char *kernels;
 
@@ -87,40 +91,48 @@ static bool start(const bench *b, bool warm, bool step, const char *path, double
              kernels ? kernels : "");
     FILE *f = popen(command, "r");
     if (!f) return false;
-    const bool got = fscanf(f, "%lf %lf %lf", &figures[0], &figures[1], &figures[2]) == FIGURES;
+    const bool got =
+        fscanf(f, "%lf %lf %lf", &figures[OPEN], &figures[FIRST], &figures[STEADY]) == RATIO;
+    figures[RATIO] = got ? figures[FIRST] / figures[STEADY] : 0;
     return pclose(f) == 0 && got;
 }
 
-static void measure(bench *b, const char *model, const char *path, bool warm) {
-    const char *how = warm ? "warm" : "cold";
-    const int runs = b->tiny ? 1 : RUNS;
-    for (int step = 0; step < 2; step++) {
-        const char *what = step ? "step" : "prompt";
-        double samples[FIGURES][RUNS], value[FIGURES];
-        char name[160];
-        bool ok = true;
-        snprintf(name, sizeof name, "warm/%s/%s/%s", model, how, what);
-        if (!bench_wants(b, name)) continue;
-        for (int r = 0; r < runs && ok; r++) {
+static void measure(bench *b, const char *model, const char *path, bool step) {
+    static const char *const hows[] = {"cold", "warm"};
+    static const char *const figure[] = {"open", "first", "steady", "ratio"};
+    static double samples[2][FIGURES][RUNS];
+    const int64_t end_ns = rocq_time_ns() + (int64_t)(2e9 * b->seconds);
+    const int least = b->tiny ? 1 : RUNS_LEAST, most = b->tiny ? 1 : RUNS;
+    char name[2][160];
+    bool wanted[2], ok[2] = {true, true};
+    int n = 0;
+    for (int how = 0; how < 2; how++) {
+        snprintf(name[how], sizeof name[how], "warm/%s/%s/%s", model, hows[how],
+                 step ? "step" : "prompt");
+        wanted[how] = bench_wants(b, name[how]);
+    }
+    if (!wanted[0] && !wanted[1]) return;
+    for (; n < least || (n < most && rocq_time_ns() < end_ns); n++) {
+        for (int how = 0; how < 2; how++) {
             double figures[FIGURES];
-            ok = start(b, warm, step != 0, path, figures);
-            for (int i = 0; i < FIGURES && ok; i++) samples[i][r] = figures[i];
+            if (!wanted[how] || !ok[how]) continue;
+            ok[how] = start(b, how == 1, step, path, figures);
+            for (int i = 0; i < FIGURES && ok[how]; i++) samples[how][i][n] = figures[i];
         }
-        if (!ok) {
-            bench_fail(b, name, "the process that is measured failed");
+    }
+    for (int how = 0; how < 2; how++) {
+        char value[sizeof name + 16];
+        if (!wanted[how]) continue;
+        if (!ok[how]) {
+            bench_fail(b, name[how], "the process that is measured failed");
             continue;
         }
-        for (int i = 0; i < FIGURES; i++) value[i] = median(samples[i], runs);
-        if (step) {
-            snprintf(name, sizeof name, "warm/%s/%s/open", model, how);
-            bench_value(b, name, value[0], "ms", true);
+        snprintf(value, sizeof value, "warm/%s/%s/open", model, hows[how]);
+        if (step) bench_value(b, value, median(samples[how][OPEN], n), "ms", true);
+        for (int i = FIRST; i <= RATIO; i++) {
+            snprintf(value, sizeof value, "%s/%s", name[how], figure[i]);
+            bench_value(b, value, median(samples[how][i], n), i == RATIO ? "ratio" : "ms", true);
         }
-        snprintf(name, sizeof name, "warm/%s/%s/%s/first", model, how, what);
-        bench_value(b, name, value[1], "ms", true);
-        snprintf(name, sizeof name, "warm/%s/%s/%s/steady", model, how, what);
-        bench_value(b, name, value[2], "ms", true);
-        snprintf(name, sizeof name, "warm/%s/%s/%s/ratio", model, how, what);
-        bench_value(b, name, value[1] / value[2], "ratio", true);
     }
 }
 
@@ -147,7 +159,7 @@ int main(int argc, char **argv) {
     name = !given ? name : name ? name + 1 : given;
     snprintf(path, sizeof path, "%s/rocq-warm-%d.gguf", dir && *dir ? dir : "/tmp", (int)getpid());
     if (given || write_model(&b, shape, 512, path)) {
-        for (int warm = 0; warm < 2; warm++) measure(&b, name, given ? given : path, warm != 0);
+        for (int step = 0; step < 2; step++) measure(&b, name, given ? given : path, step != 0);
     } else {
         bench_fail(&b, name, rocq_error(b.ctx));
     }
