@@ -671,14 +671,6 @@ static rocq_result llama__one(llama_model *m) {
     return llama__head(m, 0, 1);
 }
 
-static rocq_result llama__record(llama_model *m) {
-    LLAMA__TRY(rocq_graph_begin(m->ctx));
-    const rocq_result result = llama__one(m);
-    const rocq_result ended = rocq_graph_end(m->ctx, &m->step);
-    memset(&m->last, 0, sizeof m->last); // nothing has run yet
-    return result != ROCQ_OK ? result : ended;
-}
-
 // Each draw has a number of its own, so it is no part of the recorded step.
 static rocq_result llama__draw(llama_model *m, const rocq_sample_params *how) {
     rocq_sample_params sample = *how;
@@ -687,6 +679,15 @@ static rocq_result llama__draw(llama_model *m, const rocq_sample_params *how) {
     sample.step = (uint64_t)m->n_past;
     LLAMA__RUN(m, SAMPLE, sample, &sample);
     return ROCQ_OK;
+}
+
+static rocq_result llama__record(llama_model *m, const rocq_sample_params *how) { // NULL: no draw
+    LLAMA__TRY(rocq_graph_begin(m->ctx));
+    rocq_result result = llama__one(m);
+    if (result == ROCQ_OK && how) result = llama__draw(m, how);
+    const rocq_result ended = rocq_graph_end(m->ctx, &m->step);
+    memset(&m->last, 0, sizeof m->last); // nothing has run yet
+    return result != ROCQ_OK ? result : ended;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -791,7 +792,7 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     if (m->output.n_dims == 0) m->output = m->embedding; // tied
     llama__operands_of(m, m->output.format);
     LLAMA__TRY(llama__make_memory(m));
-    return gpu && !info.desc.no_graphs ? llama__record(m) : ROCQ_OK;
+    return gpu && !info.desc.no_graphs ? llama__record(m, NULL) : ROCQ_OK;
 }
 
 static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file,
@@ -811,12 +812,13 @@ static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_g
 }
 
 // A GPU loads all kernels, since which of them a prompt takes depends on its length. Where no step
-// is recorded one is for the time being: the CPU reads its weights.
+// is recorded one is for the time being, with a draw: the CPU goes through it.
 static rocq_result llama__warm(llama_model *m) {
+    static const rocq_sample_params usual = {.temperature = 0.8f, .top_k = 40, .top_p = 0.95f};
     const bool recorded = m->step != NULL;
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
     if (llama__info(m).backend == ROCQ_GPU) LLAMA__TRY(rocq_warm(m->ctx, NULL));
-    if (!recorded) LLAMA__TRY(llama__record(m));
+    if (!recorded) LLAMA__TRY(llama__record(m, &usual));
     const rocq_result result = rocq_warm(m->ctx, m->step);
     if (!recorded) rocq_graph_free(m->ctx, &m->step);
     return result;
@@ -942,7 +944,7 @@ static rocq_result llama__tune(llama_model *m, rocq_tune_result *result) {
     m->n_past = 0;
     rocq_result r = llama__eval(m, tokens, half, NULL);
     llama__free(m, tokens, size);
-    if (r == ROCQ_OK && !recorded) r = llama__record(m);
+    if (r == ROCQ_OK && !recorded) r = llama__record(m, NULL);
     if (r == ROCQ_OK) r = rocq_tune_graph(m->ctx, m->step, NULL, result);
     if (!recorded) rocq_graph_free(m->ctx, &m->step);
     m->n_past = 0;
