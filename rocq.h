@@ -1967,7 +1967,7 @@ typedef struct rocq_k_attention_args {
     int32_t page_size, n_pages;
     int32_t head_dim, n_heads, n_kv_heads, n_q, n_seqs;
     int32_t group;                    // n_heads / n_kv_heads; group group n_q is below 2^32
-    uint32_t group_inverse;           // UINT32_MAX / group: c / group is (c + 1) group_inverse >> 32
+    uint32_t group_inverse;           // UINT32_MAX / group: c / group = (c + 1) group_inverse >> 32
     float scale;                      // not 0
     float softcap;                    // 0: none
     int32_t window, causal;
@@ -9537,8 +9537,8 @@ ROCQ__FN rocq_result rocq__copy_hip(rocq_ctx *ctx, void *dst, const void *src, i
 
 // -- the ring --
 
-// Pinned memory. A runtime makes it page by page, on one thread; what all threads have touched it only
-// has to pin. For rocq_gguf_load's 28 MiB that saves 3 ms of 11 (H200).
+// Pinned memory. A runtime makes it page by page, on one thread; what all threads have touched it
+// only has to pin. For rocq_gguf_load's 28 MiB that saves 3 ms of 11 (H200).
 ROCQ__FN rocq_result rocq__ring_memory(rocq_ctx *ctx, rocq__ring *ring, int64_t size) {
     const rocq_hip *hip = ctx->gpu->hip;
     void *memory = NULL;
@@ -10525,16 +10525,16 @@ ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_t
         args.work = (float *)rocq__device_data(&work);
         job->used = mark; // nothing else is made until it has been read
     }
-    rocq__job_launch(job, kernel, args.tiles_m * n_splits * args.tiles_n, n_matrices, threads, &args,
-                     g->path == ROCQ_PRECISION_F32
+    rocq__job_launch(job, kernel, args.tiles_m * n_splits * args.tiles_n, n_matrices, threads,
+                     &args, g->path == ROCQ_PRECISION_F32
                          ? rocq__cost_of(bytes, decode + 2.0 * products, 0.0)
                          : rocq__cost_of(bytes, decode, 2.0 * products));
     if (n_splits == 1) return;
     const double parts = (double)(m * n * n_splits) * (double)n_matrices;
     args.tiles_m = (int32_t)((m + ROCQ_K_MERGE_M - 1) / ROCQ_K_MERGE_M);
     args.tiles_n = (int32_t)((n + ROCQ_K_MERGE_N - 1) / ROCQ_K_MERGE_N);
-    rocq__job_launch(job, ROCQ_K_matmul_merge, (int64_t)args.tiles_m * args.tiles_n, n_matrices, 256,
-                     &args, rocq__cost_of(4.0 * parts, 2.0 * parts, 0.0));
+    rocq__job_launch(job, ROCQ_K_matmul_merge, (int64_t)args.tiles_m * args.tiles_n, n_matrices,
+                     256, &args, rocq__cost_of(4.0 * parts, 2.0 * parts, 0.0));
 }
 
 ROCQ__FN void rocq__gemm_launch(rocq__job *job, const rocq__gemm *g, int32_t n,
@@ -10670,10 +10670,10 @@ ROCQ__FN double rocq__attend_part(const rocq__site *s, int32_t tile_n) {
 // there, and blocks for every compute unit. Splits have whole runs of positions each, as few as
 // still fill the chip; with few columns also so many runs that reading, kv / splits, takes about as
 // long as merging, part * splits, since few blocks merge, and rather more splits than leave a
-// quarter of the compute units without a block. All from shapes alone, never from kv_len: a recorded
-// launch is replayed while that grows. On an H200 the fastest of 16, 22, 32 and 64 splits of 8192
-// positions for D 64 (4 KV heads) and 128 (8); for D 256 (4) 64 splits take 0.91 of the time of the
-// 32 that this chooses.
+// quarter of the compute units without a block. All from shapes alone, never from kv_len: a
+// recorded launch is replayed while that grows. On an H200 the fastest of 16, 22, 32 and 64 splits
+// of 8192 positions for D 64 (4 KV heads) and 128 (8); for D 256 (4) 64 splits take 0.91 of the
+// time of the 32 that this chooses.
 ROCQ__FN rocq_launch_config rocq__rule_attend(const rocq__chip *chip, const rocq__site *s) {
     const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(s->k);
     const bool fills = (int64_t)((s->m + many - 1) / many) * s->batch >= chip->n_units;
@@ -14718,7 +14718,8 @@ ROCQ__FN void rocq__report_trace(rocq__output *out, const rocq_ctx *ctx, const r
     rocq__print(out, ", \"traceEvents\": [");
     for (int i = 0; i < (p->gpu ? 3 : 2); i++) {
         rocq__print(out, "%s\n{\"ph\": \"M\", \"pid\": 1, \"tid\": %d, \"name\": \"%s\", "
-                    "\"args\": {", i > 0 ? "," : "", ROCQ__MAX(i, 1), i > 0 ? "thread_name" : "process_name");
+                    "\"args\": {", i > 0 ? "," : "", ROCQ__MAX(i, 1),
+                    i > 0 ? "thread_name" : "process_name");
         rocq__json_string(out, "name", names[i], "}}");
     }
     for (int64_t i = 0; i < p->n_spans && !out->failed; i++) {
@@ -16155,8 +16156,11 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     ctx->has_avx512 = ctx->has_avx2 && rocq__cpu_has_avx512();
 #endif
     snprintf(ctx->device, sizeof ctx->device, "CPU, %s, %d thread%s",
-             ctx->has_avx512 ? "AVX-512" : ctx->has_avx2 ? "AVX2" : ROCQ__HAS_NEON ? "NEON" : "scalar", (int)resolved.n_threads,
-             resolved.n_threads == 1 ? "" : "s");
+             ctx->has_avx512  ? "AVX-512"
+             : ctx->has_avx2  ? "AVX2"
+             : ROCQ__HAS_NEON ? "NEON"
+                              : "scalar",
+             (int)resolved.n_threads, resolved.n_threads == 1 ? "" : "s");
 
     rocq_result result = ROCQ_OK;
     if (resolved.prefer != ROCQ_CPU) {
