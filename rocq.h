@@ -3354,6 +3354,12 @@ ROCQ__INLINE void rocq__split4(int8_t *ROCQ__RESTRICT q, const uint8_t *ROCQ__RE
     for (int32_t j = 0; j < n; j++) q[n + j] = (int8_t)(qs[j] >> 4);
 }
 
+// 32 codes get value where their bytes have the bit of mask: what formats keep apart as high bits.
+ROCQ__INLINE void rocq__add_bit(int8_t *ROCQ__RESTRICT q, const uint8_t *ROCQ__RESTRICT qh,
+                                uint8_t mask, int8_t value) {
+    for (int32_t l = 0; l < 32; l++) q[l] = (int8_t)(q[l] + (qh[l] & mask ? value : 0));
+}
+
 ROCQ__INLINE void rocq__join4(uint8_t *ROCQ__RESTRICT qs, const uint8_t *ROCQ__RESTRICT q,
                               int32_t n) {
     for (int32_t j = 0; j < n; j++) qs[j] = (uint8_t)((q[j] & 15) | (q[n + j] & 15) << 4);
@@ -3391,9 +3397,17 @@ ROCQ__FN void rocq__pack_q4_1(void *block, const rocq__fields *f) {
     rocq__join4(b->qs, f->q, 16);
 }
 
+// The bits of qh[i], spread over 8 bytes, are bits 4 of codes 8 i to 8 i + 7.
 ROCQ__INLINE void rocq__split5(int8_t *q, const uint8_t *qh, const uint8_t *qs) {
     rocq__split4(q, qs, 16);
-    for (int32_t i = 0; i < 32; i++) q[i] = (int8_t)(q[i] | (qh[i / 8] >> i % 8 & 1) << 4);
+    for (int32_t i = 0; i < 4; i++) {
+        const uint64_t one = UINT64_C(0x0101010101010101), bits = UINT64_C(0x8040201008040201);
+        const uint64_t high = ((qh[i] * one & bits) + 0x7f * one) >> 3 & 0x10 * one;
+        uint64_t codes;
+        memcpy(&codes, q + 8 * i, 8);
+        codes |= high;
+        memcpy(q + 8 * i, &codes, 8);
+    }
 }
 
 ROCQ__INLINE void rocq__join5(uint8_t *qh, uint8_t *qs, const uint8_t *q) {
@@ -3493,10 +3507,8 @@ ROCQ__FN void rocq__unpack_q3_K(const void *block, int8_t *code, float *scale, f
         min[g] = 0;
     }
     rocq__split2(code, b->qs);
-    for (int32_t r = 0; r < 8; r++) {
-        int8_t *q = code + 32 * r;
-        for (int32_t l = 0; l < 32; l++) q[l] = (int8_t)((q[l] | (b->hmask[l] >> r & 1) << 2) - 4);
-    }
+    for (int32_t r = 0; r < 8; r++) rocq__add_bit(code + 32 * r, b->hmask, (uint8_t)(1 << r), 4);
+    rocq__shift_codes(code, 256, -4);
 }
 
 ROCQ__FN void rocq__pack_q3_K(void *block, const rocq__fields *f) {
@@ -3551,10 +3563,7 @@ ROCQ__FN void rocq__unpack_q5_K(const void *block, int8_t *code, float *scale, f
     const rocq_block_q5_K *b = (const rocq_block_q5_K *)block;
     rocq__split_scales(b->scales, rocq__f16_to_f32(b->d), rocq__f16_to_f32(b->dmin), scale, min);
     for (int32_t c = 0; c < 4; c++) rocq__split4(code + 64 * c, b->qs + 32 * c, 32);
-    for (int32_t g = 0; g < 8; g++) {
-        int8_t *q = code + 32 * g;
-        for (int32_t l = 0; l < 32; l++) q[l] = (int8_t)(q[l] | (b->qh[l] >> g & 1) << 4);
-    }
+    for (int32_t g = 0; g < 8; g++) rocq__add_bit(code + 32 * g, b->qh, (uint8_t)(1 << g), 16);
 }
 
 ROCQ__FN void rocq__pack_q5_K(void *block, const rocq__fields *f) {
@@ -3578,12 +3587,10 @@ ROCQ__FN void rocq__unpack_q6_K(const void *block, int8_t *code, float *scale, f
     }
     for (int32_t h = 0; h < 2; h++) rocq__split4(code + 128 * h, b->ql + 64 * h, 64);
     for (int32_t r = 0; r < 8; r++) {
-        int8_t *q = code + 32 * r;
-        const uint8_t *qh = b->qh + 32 * (r / 4);
-        for (int32_t l = 0; l < 32; l++) {
-            q[l] = (int8_t)((q[l] | (qh[l] >> 2 * (r % 4) & 3) << 4) - 32);
-        }
+        rocq__add_bit(code + 32 * r, b->qh + 32 * (r / 4), (uint8_t)(1 << 2 * (r % 4)), 16);
+        rocq__add_bit(code + 32 * r, b->qh + 32 * (r / 4), (uint8_t)(2 << 2 * (r % 4)), 32);
     }
+    rocq__shift_codes(code, 256, -32);
 }
 
 ROCQ__FN void rocq__pack_q6_K(void *block, const rocq__fields *f) {
