@@ -49,7 +49,6 @@ static bool check(const job *j, const char *what, rocq_result result) {
     return fail(what, *why ? why : rocq_result_message(result));
 }
 
-
 // The format for rows that a format of 256-element blocks does not fit.
 static rocq_format fit(rocq_format format, int64_t n_per_row) {
     if (n_per_row % rocq_get_format_info(format)->block_elems == 0) return format;
