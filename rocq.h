@@ -6381,6 +6381,18 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__add_min_avx2(__m256 sum, cons
     return _mm256_fnmadd_ps(_mm256_loadu_ps(min), _mm256_set1_ps(group->sum), sum);
 }
 
+// Where up to four columns begin, and their sums so far.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__columns_avx2(
+    const int8_t *x[4], const rocq__mm_group *groups[4], __m256 sum[4],
+    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part, int64_t first, const int n_columns) {
+    ROCQ__UNROLL
+    for (int c = 0; c < n_columns; c++) {
+        x[c] = rocq__part_codes(part, first + c);
+        groups[c] = rocq__part_groups(part, first + c);
+        sum[c] = _mm256_loadu_ps(sums[first + c]);
+    }
+}
+
 // A vector holds four codes of each of the eight rows, so a lane of the sums is a row. The first
 // operand of the byte dot is unsigned. With depth > 0 the codes are raised by the format's offset
 // to be that (groups->offset takes the raise back), and depth products of two fit an int16
@@ -6393,12 +6405,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_int8_avx2(
     const int8_t *x[4];
     const rocq__mm_group *groups[4];
     __m256 sum[4];
-    ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) {
-        x[c] = rocq__part_codes(part, first + c);
-        groups[c] = rocq__part_groups(part, first + c);
-        sum[c] = _mm256_loadu_ps(sums[first + c]);
-    }
+    rocq__columns_avx2(x, groups, sum, sums, part, first, n_columns);
     for (int64_t g = 0; g < part->n_groups; g++) {
         __m256i dot[4], pairs[4];
         ROCQ__UNROLL
@@ -6434,12 +6441,7 @@ ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_int8_vnni(
     const int8_t *x[4];
     const rocq__mm_group *groups[4];
     __m256 sum[4];
-    ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) {
-        x[c] = rocq__part_codes(part, first + c);
-        groups[c] = rocq__part_groups(part, first + c);
-        sum[c] = _mm256_loadu_ps(sums[first + c]);
-    }
+    rocq__columns_avx2(x, groups, sum, sums, part, first, n_columns);
     for (int64_t g = 0; g < part->n_groups; g++) {
         __m256i dot[4];
         ROCQ__UNROLL
