@@ -6,7 +6,7 @@
 //
 // A lane is a fiber. The lanes of a wave run one after another up to the next collective operation
 // (wave_sync, wave_xor, wave_read, wave_ballot, wmma and what is made of them), where all 32 meet;
-// the waves of a block run one after another up to the next block_sync, where all meet. Blocks run
+// the waves of a block run one after another up to the next barrier, where all meet. Blocks run
 // one after another on the calling thread; every second launch takes blocks, waves and lanes in the
 // opposite order. Reported as errors, with kernel, block, wave, lanes, lines and callers:
 //   - lanes of a wave at different collectives, or some that have returned; a barrier that not all
@@ -17,13 +17,17 @@
 //     than 64 KB, and races: two waves touch a byte between two barriers, or two lanes of a wave
 //     without wave_sync between them, and at least one writes. Lanes of a wave may write the same
 //     value; atomics may meet atomics
+//   - global memory: a byte that one wave of a block has written, and another wave of it reads, or
+//     writes with another value, with no block_sync between them. block_sync_lds and wave_sync do
+//     not count: on the GPU the store may still be under way behind them
 //   - misaligned global accesses. Global bounds are AddressSanitizer's, since every buffer is a
 //     block of malloc; so are LDS accesses that go around lget and lput
-// Errors of LDS are counted and the launch goes on; the others end it. Of each place the first is
-// told. SIMT_PROFILE=1 in the environment lists, at exit, launches and time by kernel.
+// Races and errors of LDS are counted and the launch goes on; the others end it. Of each place the
+// first is told. SIMT_PROFILE=1 in the environment lists, at exit, launches and time by kernel.
 //
-// Not modelled: waves do not interleave between barriers and blocks not at all, so that races in
-// global memory are seen only where the order of blocks, waves or lanes changes a result.
+// Not modelled: waves do not interleave between barriers and blocks not at all. Races in global
+// memory other than those above, between blocks, between lanes of a wave, or of a write with an
+// earlier read, are seen only where the order of blocks, waves or lanes changes a result.
 
 #ifndef ROCQ_SIMT_H
 #define ROCQ_SIMT_H
@@ -73,8 +77,8 @@ enum {
 
 // Where a lane stopped.
 enum simt_kind {
-    SIMT_AT_START, SIMT_AT_RETURN, SIMT_AT_BARRIER, SIMT_AT_SYNC, SIMT_AT_XOR, SIMT_AT_READ,
-    SIMT_AT_BALLOT, SIMT_AT_WMMA, SIMT_AT_WMMA_I8
+    SIMT_AT_START, SIMT_AT_RETURN, SIMT_AT_BARRIER_LDS, SIMT_AT_BARRIER, SIMT_AT_SYNC, SIMT_AT_XOR,
+    SIMT_AT_READ, SIMT_AT_BALLOT, SIMT_AT_WMMA, SIMT_AT_WMMA_I8
 };
 
 struct simt_lane {
@@ -105,6 +109,15 @@ struct simt_cell {
     uint16_t writer, reader;                // threads
     uint8_t atomic, many_writers;           // the last write was atomic; of several waves
     uint8_t many_waves, many_lanes;         // that read
+};
+
+// Who stored to a word of global memory.
+enum { SIMT_SEVERAL = 255 }; // waves, by atomics
+struct simt_stored {
+    uintptr_t word;  // address / 4
+    uint64_t order;  // simt.order then: an entry of another one is free
+    uint8_t by[4];   // of each byte 1 + the wave that wrote it last, 0: none, or SIMT_SEVERAL
+    uint8_t atomic;  // bytes, a bit each, that were last written by an atomic
 };
 
 struct simt_lds_site { // one declaration
@@ -144,6 +157,11 @@ struct simt_machine {
     uint32_t *split;        // of every 4 bytes: the block in which it was accessed in part
     simt_lds_array array[SIMT_LDS_ARRAYS];
     uint32_t n_arrays, lds_used;
+
+    simt_stored *stored;    // words of global memory that the block wrote since the last block_sync:
+    size_t stored_size;     // open addressing with linear probing, a power of two,
+    size_t n_stored;        // of which so many are in use
+    uint64_t order;         // one more at every block_sync and every block
 
     int errors;             // since the last simt_clear_errors
     size_t text_size;
@@ -301,8 +319,9 @@ inline uint64_t simt_op(simt_kind kind, int line, int mask = 0) {
 }
 inline simt_kind simt_kind_of(uint64_t op) { return (simt_kind)(op >> 32 & 0xffff); }
 inline const char *simt_kind_name(uint64_t op) {
-    static const char *const names[] = {"the start", "the end", "block_sync", "wave_sync",
-                                        "wave_xor", "wave_read", "wave_ballot", "wmma", "wmma_i8"};
+    static const char *const names[] = {"the start", "the end", "block_sync_lds", "block_sync",
+                                        "wave_sync", "wave_xor", "wave_read", "wave_ballot",
+                                        "wmma", "wmma_i8"};
     return names[simt_kind_of(op)];
 }
 
@@ -574,6 +593,83 @@ SIMT_UNCHECKED inline bool simt_lds_access(const void *p, uint32_t size, uint32_
 }
 
 // ---------------------------------------------------------------------------------------------
+// global memory
+// ---------------------------------------------------------------------------------------------
+
+inline void *simt_map(size_t size) {
+    void *map = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (map == MAP_FAILED) abort();
+    return map;
+}
+
+// From here on no store of the block's counts as unordered.
+SIMT_UNCHECKED inline void simt_order_global() {
+    simt.order++;
+    simt.n_stored = 0;
+}
+
+// The entry of a word, or the free one where it belongs.
+SIMT_UNCHECKED inline simt_stored *simt_stored_at(uintptr_t word) {
+    size_t i = (size_t)((uint64_t)word * 0x9e3779b97f4a7c15u >> 32) & (simt.stored_size - 1);
+    while (simt.stored[i].order == simt.order && simt.stored[i].word != word) {
+        i = (i + 1) & (simt.stored_size - 1);
+    }
+    return &simt.stored[i];
+}
+
+// Doubles the table, and so keeps it at most half full.
+SIMT_UNCHECKED inline void simt_stored_grow() {
+    simt_stored *const old = simt.stored;
+    const size_t old_size = simt.stored_size;
+    simt.stored_size = old ? 2 * old_size : 4096;
+    simt.stored = (simt_stored *)simt_map(simt.stored_size * sizeof(simt_stored));
+    for (size_t i = 0; i < old_size; i++) {
+        if (old[i].order == simt.order) *simt_stored_at(old[i].word) = old[i];
+    }
+    if (old) munmap(old, old_size * sizeof(simt_stored));
+}
+
+// Every access to global memory, before it is made. value: of a write.
+SIMT_UNCHECKED inline void simt_global_access(const void *p, size_t size, int access,
+                                              const void *value, int line) {
+    static const char *const race[] = {"is read", "is written with another value",
+                                       "meets an atomic"};
+    if (access == SIMT_READ && simt.n_stored == 0) return;
+    const uint8_t me = (uint8_t)(simt.now / SIMT_WAVE + 1);
+    const uintptr_t at = (uintptr_t)p;
+    uint8_t other = 0;
+    for (size_t i = 0; i < size;) {
+        if (access != SIMT_READ && 2 * (simt.n_stored + 1) > simt.stored_size) simt_stored_grow();
+        simt_stored *s = simt_stored_at((at + i) / 4);
+        if (s->order != simt.order) {
+            if (access == SIMT_READ) {
+                i += 4 - (at + i) % 4;
+                continue;
+            }
+            *s = simt_stored{(at + i) / 4, simt.order, {0, 0, 0, 0}, 0};
+            simt.n_stored++;
+        }
+        do {
+            const size_t b = (at + i) % 4;
+            const bool same = access == SIMT_WRITE && ((const char *)p)[i] == ((const char *)value)[i];
+            const bool atomics = access == SIMT_ATOMIC && (s->atomic >> b & 1);
+            if (s->by[b] != 0 && s->by[b] != me && !same && !atomics) other = s->by[b];
+            if (access != SIMT_READ) {
+                s->by[b] = atomics && s->by[b] != me && s->by[b] != 0 ? SIMT_SEVERAL : me;
+                s->atomic = (uint8_t)((s->atomic & ~(1u << b)) | (access == SIMT_ATOMIC) << b);
+            }
+            i++;
+        } while (i < size && (at + i) % 4 != 0);
+    }
+    if (!other) return;
+    char who[16] = "several waves";
+    if (other != SIMT_SEVERAL) snprintf(who, sizeof who, "wave %u", other - 1u);
+    simt_error(nullptr, line, "race: global memory that %s wrote %s with no block_sync between them",
+               who, race[access]);
+}
+
+// ---------------------------------------------------------------------------------------------
 // launches
 // ---------------------------------------------------------------------------------------------
 
@@ -612,18 +708,12 @@ inline void simt_death() {
 }
 #endif
 
-inline void *simt_map(size_t size) {
-    void *map = mmap(nullptr, size, PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (map == MAP_FAILED) abort();
-    return map;
-}
-
 SIMT_UNCHECKED inline bool simt_run_block() {
     simt.block_serial++;
     simt.interval++;
     simt.first_interval = simt.interval;
     simt.n_arrays = simt.lds_used = 0;
+    simt_order_global();
     const uint32_t waves = simt.n_threads / SIMT_WAVE;
     for (;;) {
         for (uint32_t w = 0; w < waves; w++) {
@@ -641,7 +731,9 @@ SIMT_UNCHECKED inline bool simt_run_block() {
             simt.aborted = true;
             return false;
         }
-        if (simt_kind_of(simt.lane[0].op) == SIMT_AT_RETURN) return true;
+        const simt_kind at = simt_kind_of(simt.lane[0].op);
+        if (at == SIMT_AT_RETURN) return true;
+        if (at == SIMT_AT_BARRIER) simt_order_global();
         simt.interval++;
     }
 }
@@ -774,10 +866,17 @@ DEV uint32_t block_index_z() { return simt.block_z; }
 DEV int target_id() { return 0; }
 
 DEV void block_sync(SIMT_LINE) { simt_stop(simt_op(SIMT_AT_BARRIER, line), nullptr); }
+DEV void block_sync_lds(SIMT_LINE) { simt_stop(simt_op(SIMT_AT_BARRIER_LDS, line), nullptr); }
 DEV void wave_sync(SIMT_LINE) { simt_stop(simt_op(SIMT_AT_SYNC, line), nullptr); }
 DEV void fence_device() {}
-DEV uint32_t atomic_inc(uint32_t *p) { return (*p)++; }
-DEV void atomic_or(uint32_t *p, uint32_t bits) { *p |= bits; }
+DEV uint32_t atomic_inc(uint32_t *p, SIMT_LINE) {
+    simt_global_access(p, sizeof *p, SIMT_ATOMIC, nullptr, line);
+    return (*p)++;
+}
+DEV void atomic_or(uint32_t *p, uint32_t bits, SIMT_LINE) {
+    simt_global_access(p, sizeof *p, SIMT_ATOMIC, nullptr, line);
+    *p |= bits;
+}
 
 template <typename T> DEV void simt_aligned(const T *p, int line) {
     if (__builtin_expect((uintptr_t)p % alignof(T) == 0, 1)) return;
@@ -787,10 +886,12 @@ template <typename T> DEV void simt_aligned(const T *p, int line) {
 }
 template <typename T> DEV T gload(const T *p, SIMT_LINE) {
     simt_aligned(p, line);
+    simt_global_access(p, sizeof(T), SIMT_READ, nullptr, line);
     return *p;
 }
 template <typename T> DEV void gstore(T *p, simt_given<T> v, SIMT_LINE) {
     simt_aligned(p, line);
+    simt_global_access(p, sizeof(T), SIMT_WRITE, &v, line);
     *p = v;
 }
 

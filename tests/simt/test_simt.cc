@@ -158,6 +158,29 @@ KERNEL(test_early, test_args, 256) {
     gstore((int *)a.out + thread_index(), lget(flag + wave));
 }
 
+// Global memory passed from wave to wave across block_sync, and LDS across block_sync_lds, beside
+// global stores that no other wave reads: of other bytes of the same words, of the same value, of
+// the wave's own. n words a thread fill the stand-in's table of stores several times over.
+KERNEL(test_passing, test_args, 128) {
+    LDS(uint32_t, work, 128);
+    const uint32_t t = thread_index(), n = n_threads();
+    uint32_t *out = (uint32_t *)a.out;
+    for (uint32_t i = 0; i < (uint32_t)a.n; i++) gstore(out + i * n + t, i + t);
+    block_sync();
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i < (uint32_t)a.n; i++) sum += gload(out + i * n + (t ^ 32));
+    lput(work + t, sum);
+    block_sync_lds();
+    sum = lget(work + (t ^ 64));
+    uint32_t *more = out + (uint32_t)a.n * n;
+    if (t < 32) gstore((uint8_t *)more, (uint8_t)1);
+    else if (t >= 64) gstore((uint8_t *)more + 1, (uint8_t)2);
+    gstore(more + 1, 7u);
+    gstore(more + 2 + t, sum);
+    block_sync_lds();
+    gstore(more + 2 + t, gload(more + 2 + t) + 1u);
+}
+
 KERNEL(test_index, test_args, 96) {
     const uint32_t n = block_index() + 3 * block_index_z();
     gstore((uint32_t *)a.out + n * n_threads() + thread_index(), n * 1000 + thread_index());
@@ -244,6 +267,46 @@ KERNEL(bad_race_lanes, test_args, 32) { // a collective does not order LDS
 KERNEL(bad_race_values, test_args, 32) {
     LDS(uint32_t, work, 1);
     lput(work, thread_index());
+}
+
+template <typename F> DEV void bad_pass(const test_args &a, F order) {
+    if (thread_index() == (uint32_t)a.n) gstore((uint32_t *)a.out + 5, 1u);
+    order();
+    if (thread_index() == 63u - (uint32_t)a.n) {
+        const u32x4 v = gload((const u32x4 *)a.out + 1);
+        gstore((uint32_t *)a.out, v.y);
+    }
+}
+KERNEL(bad_pass_none, test_args, 64) { bad_pass(a, [] {}); }
+KERNEL(bad_pass_fence, test_args, 64) { bad_pass(a, [] { fence_device(); }); }
+KERNEL(bad_pass_lds, test_args, 64) { bad_pass(a, [] { block_sync_lds(); }); }
+KERNEL(bad_pass_late, test_args, 64) { // the full barrier came before the store
+    block_sync();
+    bad_pass(a, [] {
+        block_sync_lds();
+        block_sync_lds();
+    });
+    block_sync();
+}
+KERNEL(bad_pass_part, test_args, 64) { // a byte of what is read
+    if (thread_index() == 0) gstore((uint8_t *)a.out + 6, (uint8_t)1);
+    block_sync_lds();
+    if (thread_index() == 32) gstore((uint32_t *)a.out, gload((const uint32_t *)a.out + 1));
+}
+KERNEL(bad_pass_atomic, test_args, 64) {
+    if (thread_index() == 0) gstore((uint32_t *)a.out, 0u);
+    block_sync();
+    atomic_inc((uint32_t *)a.out);
+    block_sync_lds();
+    if (thread_index() == 40) gstore((uint32_t *)a.out + 1, gload((const uint32_t *)a.out));
+}
+KERNEL(bad_pass_write, test_args, 64) {
+    if (thread_index() % 32 == 0) gstore((uint32_t *)a.out, thread_index() + 1);
+    block_sync_lds();
+}
+KERNEL(bad_barrier_kinds, test_args, 64) {
+    if (thread_index() < 32) block_sync_lds();
+    else block_sync();
 }
 
 KERNEL(bad_lds_end, test_args, 32) {
@@ -511,6 +574,17 @@ static void test_order_of_waves(void **) {
     good(rocq_k_test_early, 1, 1, 256, {}, early, sizeof early, [&] {
         for (int i = 0; i < 128; i++) assert_int_equal(early[i], i / 32);
     });
+    enum { PASSED = 100 };
+    static uint32_t passed[PASSED * 128 + 130];
+    good(rocq_k_test_passing, 1, 1, 128, {nullptr, nullptr, nullptr, PASSED}, passed, sizeof passed,
+         [&] {
+             const uint32_t *more = passed + PASSED * 128;
+             assert_int_equal(more[0], 0xffff0201u);
+             assert_int_equal(more[1], 7);
+             for (uint32_t t = 0; t < 128; t++) {
+                 assert_int_equal(more[2 + t], PASSED * (t ^ 96) + PASSED * (PASSED - 1) / 2 + 1);
+             }
+         });
     static uint32_t index[15 * 96];
     good(rocq_k_test_index, 3, 5, 96, {}, index, sizeof index, [&] {
         for (uint32_t i = 0; i < 15 * 96; i++) assert_int_equal(index[i], i / 96 * 1000 + i % 96);
@@ -618,6 +692,8 @@ static void test_divergence(void **) {
              "wave 1 at the end");
     bad_text(rocq_k_bad_barrier_twice, 1, 64, 0, "not all waves reach the same barrier", "");
     bad_text(rocq_k_bad_barrier_loop, 1, 64, 0, "wave 0 at the end, wave 1 at block_sync", "");
+    bad_text(rocq_k_bad_barrier_kinds, 1, 64, 0, "wave 0 at block_sync_lds line",
+             "wave 1 at block_sync line");
     bad_text(rocq_k_bad_collective_kinds, 1, 32, 0,
              "lanes 0 2 4 6 8 10 12 14 16 18 20 22 24 26 28 30 at",
              "lanes 1 3 5 7 9 11 13 15 17 19 21 23 25 27 29 31 at wave_xor<1> line ");
@@ -642,6 +718,32 @@ static void test_races(void **) {
     bad_text(rocq_k_bad_race_atomic, 1, 64, 0, "race: byte 0 of LDS array work", "");
     bad_text(rocq_k_bad_race_lanes, 1, 32, 0, "by another lane without wave_sync", "is read");
     bad_text(rocq_k_bad_race_values, 1, 32, 0, "by another lane without wave_sync", "is written");
+}
+
+static void test_passing(void **) {
+    for (int writer = 0; writer < 64; writer += 40) { // in both orders of the waves
+        const char *by = writer < 32 ? "race: global memory that wave 0 wrote is read"
+                                     : "race: global memory that wave 1 wrote is read";
+        bad_text(rocq_k_bad_pass_lds, 1, 64, writer, by, "with no block_sync between them");
+        bad_text(rocq_k_bad_pass_late, 1, 64, writer, by, "with no block_sync between them");
+    }
+    // without a barrier there is something to see where the writer comes first
+    const test_args a = {bad_in, nullptr, bad_out, 0};
+    int found[2] = {0, 0};
+    for (int order = 0; order < 2; order++) {
+        simt_clear_errors();
+        found[0] += simt_launch(rocq_k_bad_pass_none, 1, 1, 64, a);
+    }
+    for (int order = 0; order < 2; order++) {
+        simt_clear_errors();
+        found[1] += simt_launch(rocq_k_bad_pass_fence, 1, 1, 64, a);
+    }
+    assert_int_equal(found[0], 1);
+    assert_int_equal(found[1], 1);
+    bad_text(rocq_k_bad_pass_part, 1, 64, 0, "race: global memory that wave 0 wrote is read",
+             "wave 1 lane 0");
+    bad_text(rocq_k_bad_pass_atomic, 1, 64, 0, "global memory that several waves wrote is read", "");
+    bad_text(rocq_k_bad_pass_write, 1, 64, 0, "wrote is written with another value", "");
 }
 
 static void test_lds(void **) {
@@ -1015,6 +1117,7 @@ int main() {
         cmocka_unit_test(test_wmma_i8),    cmocka_unit_test(test_order_of_waves),
         cmocka_unit_test(test_integers),   cmocka_unit_test(test_floats),
         cmocka_unit_test(test_divergence), cmocka_unit_test(test_races),
+        cmocka_unit_test(test_passing),
         cmocka_unit_test(test_lds),        cmocka_unit_test(test_operands),
         cmocka_unit_test(test_launches),   cmocka_unit_test(test_global),
         RUNTIME_TEST(test_round_trip),     RUNTIME_TEST(test_events),
