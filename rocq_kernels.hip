@@ -47,8 +47,13 @@
 //   LDS(type, name, n)       an LDS array, 16-byte aligned, in a device function or kernel
 //   f16 f16x2 u32x2 u32x4    a half, and vectors with .x .y .z .w
 //   gload gstore lget lput   see above; T is a scalar or one of the vectors
-//   block_sync               barrier of the block; block_index: blockIdx; n_threads: blockDim.x
+//   block_sync               barrier of the block: what its threads stored before, in LDS and in
+//                            global memory, is there for all of them after
+//   block_sync_lds           barrier of the block that orders LDS only: loads and stores of global
+//                            memory stay under way across it, so that no global data that one wave
+//                            stores may be read or written by another behind it
 //   wave_sync                what lanes of the wave wrote to LDS before is there for the others after
+//   block_index, n_threads   blockIdx.x, blockDim.x
 //   wave_xor<mask>(x)        x of lane ^ mask, mask 1 2 4 8 16; wave_read(x, lane): lane uniform
 //   wave_ballot(bool)        a bit a lane
 //   dot4(a, b, c)            c + sum of four int8 products; dot2(a, b, c): of two half products, in F32
@@ -97,6 +102,15 @@ template <typename T> using as_given = typename as_given_type<T>::type;
 #define LDS(type, name, n) __shared__ __attribute__((aligned(16))) type name[n]
 
 DEV void block_sync() { __syncthreads(); }
+#if defined(__CUDACC__)
+DEV void block_sync_lds() { __syncthreads(); }
+#else
+// __syncthreads also waits until all loads and stores of global memory are done, and drops the L0
+// cache. Here the wave waits for its own LDS accesses alone, and the compiler, which is told that
+// memory changes, moves no access across. The instruction is written out because before the builtin
+// s_barrier clang 19 waits for global memory on gfx11; clang 22 does not.
+DEV void block_sync_lds() { asm volatile("s_waitcnt lgkmcnt(0)\n\ts_barrier" ::: "memory"); }
+#endif
 DEV uint32_t thread_index() { return threadIdx.x; }
 DEV uint32_t n_threads() { return blockDim.x; }
 DEV uint32_t block_index() { return blockIdx.x; }
@@ -465,7 +479,7 @@ DEV float wave_max(float x) {
 enum { BLOCK_WORK = 32 };
 DEV float block_share(float x, float *work, float none) { // lane w gets wave w's x
     if (lane_index() == 0) lput(work + wave_index(), x);
-    block_sync();
+    block_sync_lds();
     return lane_index() < (int)n_threads() / 32 ? lget(work + lane_index()) : none;
 }
 DEV float block_sum(float x, float *work) {
@@ -1865,7 +1879,7 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
             matvec_products<F, N, INT8>(a, p, row, k_wave, out);
         }
     }
-    block_sync();
+    block_sync_lds();
     matvec_finish<N>(a, p, first_row, k_shift, sums);
 }
 
@@ -2055,7 +2069,7 @@ DEV void mm_finish(const rocq_k_matmul_args &a, const mm_place &at, const frag_c
     work += mm_wave() * mm_pass_floats<TM>();
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
-        block_sync();
+        block_sync_lds();
 #pragma unroll
         for (int j = 0; j < TN; j++) {
             if (j != pass) continue;
@@ -2067,7 +2081,7 @@ DEV void mm_finish(const rocq_k_matmul_args &a, const mm_place &at, const frag_c
                 }
             }
         }
-        block_sync();
+        block_sync_lds();
 #pragma unroll 1
         for (int column = 0; column < 16; column++) {
             const int64_t n = n0 + 16 * pass + column;
@@ -2346,7 +2360,7 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     for (uint32_t step = at.begin; step < at.end; step++) {
         store_w(step);
         store_x(step);
-        block_sync();
+        block_sync_lds();
         if (step + 1 < at.end) {
             load_w(step + 1);
             load_x(step + 1);
@@ -2356,7 +2370,7 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
         const f16 *const w_wave = wt + wm * ROW, *const x_wave = xt + wn * ROW;
         if (half_tile && has_work) mm_multiply<TM, TN, TN == 2 ? 1 : TN>(c, w_wave, x_wave, n16);
         else if (has_work) mm_multiply<TM, TN, TN>(c, w_wave, x_wave, n16);
-        block_sync();
+        block_sync_lds();
     }
     mm_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
 }
@@ -2480,7 +2494,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     load(at.begin);
     for (uint32_t step = at.begin; step < at.end; step++) {
         store(step);
-        block_sync();
+        block_sync_lds();
         load(step + 1 < at.end ? step + 1 : step);
         const int n_groups = !has_work ? 0 : 2 * step + 1 < row_units ? GROUPS : GROUPS / 2;
 #pragma unroll 1
@@ -2530,7 +2544,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
                 }
             }
         }
-        block_sync();
+        block_sync_lds();
     }
     mm_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
 }
@@ -2679,11 +2693,11 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
     load(at.begin);
     for (uint32_t step = at.begin; step < at.end; step++) {
         store(step);
-        block_sync();
+        block_sync_lds();
         if (step + 1 < at.end) load(step + 1);
         if (half_tile) mm_multiply_f32<1>(c, wt + 4 * tm, xt + 4 * tn, STRIDE, BK);
         else mm_multiply_f32<2>(c, wt + 4 * tm, xt + 4 * tn, STRIDE, BK);
-        block_sync();
+        block_sync_lds();
     }
 #pragma unroll 1
     for (int pass = 0; pass < 8; pass++) { // column pass of every thread
@@ -2695,13 +2709,13 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
                 lput(wt + tn * STRIDE + i / 4 * 64 + 4 * tm + i % 4, c[i][j]);
             }
         }
-        block_sync();
+        block_sync_lds();
 #pragma unroll 1
         for (int column = wave; column < 16; column += 8) {
             const int64_t n = at.n0 + pass / 4 * 64 + 4 * column + pass % 4;
             if (n < a.n) mm_put_sums<4>(a, at, wt + column * STRIDE, at.m0, n);
         }
-        block_sync();
+        block_sync_lds();
     }
 }
 
@@ -3226,7 +3240,7 @@ DEV void attend_turn_to(attend_place &at, const int (&row)[S::WORDS], bool paged
 }
 
 template <typename S> DEV void attend_sync() {
-    if (S::SHARED) block_sync();
+    if (S::SHARED) block_sync_lds();
     else wave_sync();
 }
 
@@ -3379,7 +3393,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
             lput((u32x2 *)m_l + own_row + c,
                  make2(bits<uint32_t>(state.m[s]), bits<uint32_t>(state.l[s])));
         }
-        block_sync();
+        block_sync_lds();
         const int rows = S::COLUMN_TILES > 1 ? S::COLUMN_TILES * ATTEND_HALF
                                              : min(n_there - half, (int)ATTEND_HALF);
         for (int i = thread; i < (rows * (S::HEAD / 4) + 127) / 128 * 128; i += 128) {
@@ -3418,7 +3432,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
                 attend_put_out(a, t, t.column0 + column, d, live, top, sum, x);
             }
         }
-        block_sync();
+        block_sync_lds();
     }
     if (n_parts == 1) return;
 
@@ -3569,12 +3583,12 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     frag q[S::O_FRAGS];
     attend_stage_q<S>(q_tile, a, t);
     if (!S::SHARED) q_tile += w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
-    block_sync();
+    block_sync_lds();
     if (S::SHARED) {
         const f16 *from = q_tile + w.column_tile * ATTEND_COLUMNS * S::Q_STRIDE + w.slice * S::W;
 #pragma unroll
         for (int i = 0; i < S::O_FRAGS; i++) q[i] = frag_load(from + 16 * i, S::Q_STRIDE);
-        block_sync();
+        block_sync_lds();
     }
     attend_state<S> state;
     attend_clear<S>(state);
@@ -3623,7 +3637,7 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
 #pragma unroll
                 for (int i = 0; i < 8 * S::PARTS; i++) lput(own + 32 * i, s[i / 8].v[i % 8]);
             }
-            block_sync();
+            block_sync_lds();
             if (live) {
 #pragma unroll
                 for (int i = 0; i < 8 * S::PARTS; i++) {
@@ -3634,7 +3648,7 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
                     s[i / 8].v[i % 8] = sum;
                 }
             }
-            if (!S::SHARED) block_sync();
+            if (!S::SHARED) block_sync_lds();
         }
 
         frag p[S::PARTS];
@@ -3680,7 +3694,7 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
         if (!S::SHARED) wave_sync();
         at = next;
     }
-    block_sync();
+    block_sync_lds();
     attend_finish<S>(a, state, n_parts, (float *)lds,
                      (uint32_t *)((char *)lds + S::MAIN_BYTES + ATTEND_WAVES * S::ROW_BYTES));
 }
@@ -4006,7 +4020,7 @@ KERNEL(rope, rocq_k_rope_args, 256) {
         lput(sine + t, angle.s * a.magnitude);
         lput(cosine + t, angle.c * a.magnitude);
     }
-    block_sync();
+    block_sync_lds();
 
     const bool stored = !stream.to_cell || (cell >= 0 && cell < a.n_cells);
     const int64_t to = !stream.to_cell ? token : stored ? cell : 0;
@@ -4335,13 +4349,13 @@ DEV best_of block_best(best_of b, float *xs, int *is) {
         lput(xs + wave_index(), b.x);
         lput(is + wave_index(), b.i);
     }
-    block_sync();
+    block_sync_lds();
     for (int w = 0; w < (int)n_threads() / 32; w++) {
         const float x = lget(xs + w);
         const int i = lget(is + w);
         if (is_better(x, i, b)) b = best_of{x, i};
     }
-    block_sync();
+    block_sync_lds();
     return b;
 }
 
@@ -4438,9 +4452,9 @@ DEV uint64_t wave_scan(uint64_t x, uint64_t &total) {
 DEV uint64_t block_scan(uint64_t x, unsigned long long *work, uint64_t &total) { // work: LDS [32]
     const uint64_t before = wave_scan(x, x);
     if (lane_index() == 0) lput(work + wave_index(), x);
-    block_sync();
+    block_sync_lds();
     const uint64_t of_wave = lget(work + lane_index());
-    block_sync();
+    block_sync_lds();
     total = wave_sum64(of_wave);
     return before + wave_sum64(lane_index() < wave_index() ? of_wave : 0);
 }
@@ -4461,7 +4475,7 @@ DEV uint64_t block_sort(uint64_t key, int size, unsigned long long *work) {
 #pragma unroll 1
         for (int apart = run / 2; apart >= 32; apart /= 2, side ^= 1024) {
             lput(work + side + t, key);
-            block_sync();
+            block_sync_lds();
             key = sort_keep(key, lget(work + side + (t ^ apart)), apart, run);
         }
         if (run > 16) key = sort_keep(key, wave_xor64<16>(key), 16, run);
@@ -4470,7 +4484,7 @@ DEV uint64_t block_sort(uint64_t key, int size, unsigned long long *work) {
         if (run > 2) key = sort_keep(key, wave_xor64<2>(key), 2, run);
         key = sort_keep(key, wave_xor64<1>(key), 1, run);
     }
-    block_sync();
+    block_sync_lds();
     return key;
 }
 
@@ -4545,7 +4559,7 @@ DEV uint64_t sample_key(const sample_state &s, int step, float logit, uint32_t t
 // how many there are; more than SAMPLE_LIST are no list.
 DEV int sample_list(const sample_state &s, const sample_work &work, int step, uint64_t &key) {
     if (thread_index() == 0) lput(work.listed, 0u);
-    block_sync();
+    block_sync_lds();
     sample_each(s, [&](bool live, float logit, uint32_t token) {
         const uint32_t all = wave_ballot(live);
         if (all == 0) return;
@@ -4555,10 +4569,10 @@ DEV int sample_list(const sample_state &s, const sample_work &work, int step, ui
         at = wave_read(at, first) + (uint32_t)__popc(all & ((1u << lane) - 1u));
         if (live && at < SAMPLE_LIST) lput(work.mass + at, sample_key(s, step, logit, token));
     });
-    block_sync();
+    block_sync_lds();
     const int n = (int)lget(work.listed);
     if (n <= SAMPLE_LIST) key = (int)thread_index() < n ? lget(work.mass + thread_index()) : ~0ull;
-    block_sync();
+    block_sync_lds();
     return n;
 }
 
@@ -4618,7 +4632,7 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
         lput(work.mass + b, 0ull);
         lput(work.count + b, 0u);
     }
-    block_sync();
+    block_sync_lds();
     uint64_t quad = 0; // DRAW: a quad's masses go to one bin together
     sample_each(s, [&](bool live, float logit, uint32_t token) {
         const uint64_t rank = step == SAMPLE_DRAW ? token : sample_rank(s, logit, token);
@@ -4634,12 +4648,12 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
         }
         sample_add(work, live, bin, own);
     });
-    block_sync();
+    block_sync_lds();
     // Two bins a thread, 64 a wave; then every wave searches alike.
     const unsigned long long *own = work.mass + 2 * thread_index();
     const uint64_t of_wave = wave_sum64(lget(own) + lget(own + 1));
     if (lane_index() == 0) lput(work.total + wave_index(), of_wave);
-    block_sync();
+    block_sync_lds();
     const uint64_t totals = lget(work.total + lane_index());
     if (search.target == 0) {
         search.sum = wave_sum64(totals);
@@ -4659,7 +4673,7 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
         search.prefix = search.prefix << digit | bin;
         search.shift = shift;
     }
-    block_sync();
+    block_sync_lds();
     return w < 32;
 }
 
@@ -4803,9 +4817,9 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
             }
             if (bound) {
                 if (t == a.top_k - 1) lput(total, key);
-                block_sync();
+                block_sync_lds();
                 s.cut = lget(total);
-                block_sync();
+                block_sync_lds();
                 bound = false;
                 tries = s.cut != ~0ull;
                 sorted_for = -1;
@@ -4823,13 +4837,13 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
                     lput(is, (int)(key >> 32));
                     lput(listed, (uint32_t)t + 1);
                 }
-                block_sync();
+                block_sync_lds();
                 prob = lget(xs);
                 token = lget(is);
                 n_listed = (int)lget(listed);
                 if (step == SAMPLE_DRAW) break;
                 if (t >= n_listed) key = ~0ull;
-                block_sync();
+                block_sync_lds();
             } else {
                 uint32_t count = 0;
                 const bool there = sample_digit(a, s, work, step, search, count);
@@ -4894,7 +4908,7 @@ KERNEL(selftest, rocq_k_selftest_args, 32) {
         lput(codes + row * 16 + k, (int8_t)selftest_a(row, k));
         lput(codes + (16 + row) * 16 + k, (int8_t)selftest_b(row, k));
     }
-    block_sync();
+    block_sync_lds();
     frag_c c = {{0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}};
     frag_ci ci = {{0, 0, 0, 0, 0, 0, 0, 0}};
     wmma(c, frag_load(halves, 24), frag_load(halves + 16 * 24, 24));
