@@ -253,3 +253,29 @@ def width(name):
     if match := re.search(r"_b(\d+)", name) or re.search(r"_[uif](8|16|32|64)(?:_|$)", name):
         return pairs * int(match[1])
     return 32 * pairs
+
+
+def in_loops(instructions):
+    """The instructions that can follow themselves, in order: those in a cycle of the control flow."""
+    index = {i.address: n for n, i in enumerate(instructions)}
+    starts = {0} | {n + 1 for n, i in enumerate(instructions) if i.kind in ("branch", "end")}
+    starts = sorted(starts | {index[i.target] for i in instructions if i.target in index})
+    blocks = [instructions[a:b] for a, b in zip(starts, starts[1:] + [len(instructions)])]
+    blocks = {block[0].address: block for block in blocks if block}
+    after = {}
+    for at, block in blocks.items():
+        last = block[-1]
+        falls = last.kind != "end" and last.name != "s_branch"
+        after[at] = [to for to in (last.target, last.address + last.size if falls else None)
+                     if to in blocks]
+
+    def reached(starts):
+        seen, todo = set(), list(starts)
+        while todo:
+            at = todo.pop()
+            if at not in seen:
+                seen.add(at)
+                todo += after[at]
+        return seen
+
+    return [i for at, block in blocks.items() if at in reached(after[at]) for i in block]
