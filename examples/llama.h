@@ -51,7 +51,7 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
 typedef struct llama_layer {
     rocq_tensor attn_norm;              // [n_embd]
     rocq_tensor q, k, v;                // [n_embd, Q], [n_embd, KV], [n_embd, KV]
-    rocq_tensor q_bias, k_bias, v_bias; // [Q], [KV], [KV]         qwen2
+    rocq_tensor q_bias, k_bias, v_bias; // [Q], [KV], [KV]         most of qwen2
     rocq_tensor q_norm, k_norm;         // [head_dim], of each head   qwen3
     rocq_tensor out, out_bias;          // [Q, n_embd], [n_embd]
     rocq_tensor attn_post_norm;         // [n_embd]                   gemma2
@@ -189,39 +189,72 @@ static const struct llama__family {
 
 enum { LLAMA__REQUIRED = -1 }; // in place of a default
 
-// The integer "<family>.<name>" of 1 to 2^30, or the default where the file does not have it.
+// The number "<family>.<name>": of any type of number that GGUF has, or only of its integer types
+// where whole is set. A file may give it once for each layer instead, in an array; since all layers
+// have one shape here, its entries must be equal. *there: whether the file has the key at all.
+static rocq_result llama__read(llama_model *m, const rocq_gguf *file, const char *name, bool whole,
+                               bool *there, double *out) {
+    char key[128];
+    rocq_gguf_value value;
+    snprintf(key, sizeof key, "%s.%s", m->family, name);
+    *there = rocq_gguf_find_value(file, key, &value) == ROCQ_OK;
+    if (!*there) return ROCQ_OK;
+    if (value.is_array && (value.count < 1 || value.count != m->n_layers)) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s has %.0f entries for %d layers", key,
+                           (double)value.count, (int)m->n_layers);
+    }
+    for (int64_t i = 0; i < value.count; i++) {
+        int64_t integer;
+        uint64_t natural;
+        double number;
+        if (rocq_gguf_value_i64(&value, i, &integer) == ROCQ_OK) {
+            number = (double)integer;
+        } else if (rocq_gguf_value_u64(&value, i, &natural) == ROCQ_OK) { // above 2^63
+            number = (double)natural;
+        } else if (whole || rocq_gguf_value_f64(&value, i, &number) != ROCQ_OK) {
+            return llama__fail(m, ROCQ_E_TYPE, "%s is not %s", key, whole ? "an integer"
+                                                                          : "a number");
+        }
+        if (i > 0 && number != *out) {
+            return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is %g in layer 0 and %g in layer %d: "
+                               "layers of different shapes are not supported", key, *out, number,
+                               (int)i);
+        }
+        *out = number;
+    }
+    return ROCQ_OK;
+}
+
+// An integer of 1 to 2^30. The default stands for a key that is absent, and for a 0 in an optional
+// one, which is how llama.cpp writes down that a model does not have the thing.
 static rocq_result llama__read_int(llama_model *m, const rocq_gguf *file, const char *name,
                                    int32_t fallback, int32_t *out) {
-    char key[128];
-    int64_t value = 0;
-    snprintf(key, sizeof key, "%s.%s", m->family, name);
-    const rocq_result result = rocq_gguf_get_i64(file, key, &value);
-    if (result == ROCQ_E_NOT_FOUND) {
-        if (fallback == LLAMA__REQUIRED) return llama__fail(m, result, "the file has no %s", key);
-        value = fallback;
-    } else if (result != ROCQ_OK) {
-        return llama__fail(m, result, "%s is not an integer", key);
-    } else if (value < 1 || value > 1 << 30) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f", key, (double)value);
+    bool there;
+    double value = 0;
+    LLAMA__TRY(llama__read(m, file, name, true, &there, &value));
+    if (fallback == LLAMA__REQUIRED && !there) {
+        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no %s.%s", m->family, name);
+    }
+    if (fallback != LLAMA__REQUIRED && value == 0) value = fallback;
+    else if (value < 1 || value > 1 << 30) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %.0f", m->family, name, value);
     }
     *out = (int32_t)value;
     return ROCQ_OK;
 }
 
-// The same for a number that is not negative.
+// A number that is not negative; a 0 that is there counts.
 static rocq_result llama__read_float(llama_model *m, const rocq_gguf *file, const char *name,
                                      float fallback, float *out) {
-    char key[128];
+    bool there;
     double value = 0;
-    snprintf(key, sizeof key, "%s.%s", m->family, name);
-    const rocq_result result = rocq_gguf_get_f64(file, key, &value);
-    if (result == ROCQ_E_NOT_FOUND) {
-        if (fallback < 0) return llama__fail(m, result, "the file has no %s", key);
-        value = (double)fallback;
-    } else if (result != ROCQ_OK) {
-        return llama__fail(m, result, "%s is not a number", key);
-    } else if (!(value >= 0 && value < 1e30)) { // NaN fails too
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s is %g", key, value);
+    LLAMA__TRY(llama__read(m, file, name, false, &there, &value));
+    if (fallback < 0 && !there) {
+        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no %s.%s", m->family, name);
+    }
+    if (!there) value = (double)fallback;
+    else if (!(value >= 0 && value < 1e30)) { // NaN fails too
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %g", m->family, name, value);
     }
     *out = (float)value;
     return ROCQ_OK;
@@ -229,6 +262,21 @@ static rocq_result llama__read_float(llama_model *m, const rocq_gguf *file, cons
 
 static bool llama__is(rocq_str s, const char *text) {
     return s.length == (int64_t)strlen(text) && memcmp(s.data, text, (size_t)s.length) == 0;
+}
+
+// Fails for a model in which a token sees those behind it: what it computes for a token changes when
+// text is added, so it has no keys and values that a cache could keep, and continues no text.
+static rocq_result llama__read_causal(llama_model *m, const rocq_gguf *file) {
+    char key[128];
+    bool causal = true;
+    snprintf(key, sizeof key, "%s.attention.causal", m->family);
+    const rocq_result result = rocq_gguf_get_bool(file, key, &causal);
+    if (result != ROCQ_OK && result != ROCQ_E_NOT_FOUND) {
+        return llama__fail(m, result, "%s is neither true nor false", key);
+    }
+    if (causal) return ROCQ_OK;
+    return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is false: models whose tokens see those behind "
+                       "them are not supported", key);
 }
 
 // Positions: how fast each pair of a head turns, and what stretches a model beyond its training.
@@ -244,7 +292,10 @@ static rocq_result llama__read_rope(llama_model *m, const rocq_gguf *file) {
     LLAMA__TRY(llama__read_int(m, file, "rope.scaling.original_context_length", m->n_ctx_train,
                                &m->rope.n_ctx_orig));
     snprintf(key, sizeof key, "%s.rope.scaling.type", m->family);
-    rocq_gguf_get_str(file, key, &scaling);
+    const rocq_result typed = rocq_gguf_get_str(file, key, &scaling);
+    if (typed != ROCQ_OK && typed != ROCQ_E_NOT_FOUND) {
+        return llama__fail(m, typed, "%s is not a string", key);
+    }
     const bool none = llama__is(scaling, "none"), yarn = llama__is(scaling, "yarn");
     if (!none && !yarn && !llama__is(scaling, "linear")) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s \"%.*s\" is not supported", key,
@@ -278,8 +329,8 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file, int
                            "model family \"%.*s\" is not one of llama, qwen2, qwen3, gemma2",
                            (int)(name.length < 100 ? name.length : 100), name.data);
     }
-    LLAMA__TRY(llama__read_int(m, file, "embedding_length", LLAMA__REQUIRED, &m->n_embd));
     LLAMA__TRY(llama__read_int(m, file, "block_count", LLAMA__REQUIRED, &m->n_layers));
+    LLAMA__TRY(llama__read_int(m, file, "embedding_length", LLAMA__REQUIRED, &m->n_embd));
     LLAMA__TRY(llama__read_int(m, file, "feed_forward_length", LLAMA__REQUIRED, &m->n_ff));
     LLAMA__TRY(llama__read_int(m, file, "context_length", LLAMA__REQUIRED, &m->n_ctx_train));
     LLAMA__TRY(llama__read_int(m, file, "attention.head_count", LLAMA__REQUIRED, &m->n_heads));
@@ -307,15 +358,54 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file, int
     } else {
         LLAMA__TRY(llama__read_int(m, file, "vocab_size", LLAMA__REQUIRED, &m->n_vocab));
     }
+    LLAMA__TRY(llama__read_causal(m, file));
     LLAMA__TRY(llama__read_rope(m, file));
     m->embedding_scale = 1;
     m->attention_scale = 1 / sqrtf((float)m->head_dim);
     return ROCQ_OK;
 }
 
+// Which of gemma2's layers see no further back than the window: by an array with one entry a layer,
+// or by a number n, where of each n layers all but the last do. As in llama.cpp, n = 0 means all.
+static rocq_result llama__read_windows(llama_model *m, const rocq_gguf *file, int32_t window) {
+    static const char name[] = "attention.sliding_window_pattern";
+    char key[128];
+    rocq_gguf_value value;
+    double period = 2;
+    bool there;
+    snprintf(key, sizeof key, "%s.%s", m->family, name);
+    if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK || !value.is_array) {
+        LLAMA__TRY(llama__read(m, file, name, true, &there, &period));
+        if (period < 0 || period > 1 << 30) {
+            return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f", key, period);
+        }
+        for (int32_t i = 0, n = (int32_t)period; i < m->n_layers; i++) {
+            m->layers[i].window = n > 0 && i % n == n - 1 ? 0 : window;
+        }
+        return ROCQ_OK;
+    }
+    if (value.count != m->n_layers) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s has %.0f entries for %d layers", key,
+                           (double)value.count, (int)m->n_layers);
+    }
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        int64_t number = 0;
+        bool windowed = false;
+        if (rocq_gguf_value_bool(&value, i, &windowed) != ROCQ_OK) {
+            if (rocq_gguf_value_i64(&value, i, &number) != ROCQ_OK || (number | 1) != 1) {
+                return llama__fail(m, ROCQ_E_TYPE, "%s does not say yes or no in entry %d", key,
+                                   (int)i);
+            }
+            windowed = number == 1;
+        }
+        m->layers[i].window = windowed ? window : 0;
+    }
+    return ROCQ_OK;
+}
+
 // What only one family has.
 static rocq_result llama__read_extras(llama_model *m, const rocq_gguf *file, int family) {
-    int32_t window = 0, pattern = 0;
+    int32_t window = 0;
     if (family == LLAMA__GEMMA2) {
         m->embedding_scale = sqrtf((float)m->n_embd);
         // The 27B model, known by its layers, takes n_embd / n_heads for the size of a head here.
@@ -323,14 +413,12 @@ static rocq_result llama__read_extras(llama_model *m, const rocq_gguf *file, int
         LLAMA__TRY(llama__read_float(m, file, "attn_logit_softcapping", 50, &m->attention_softcap));
         LLAMA__TRY(llama__read_float(m, file, "final_logit_softcapping", 30, &m->final_softcap));
         LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window", 4096, &window));
-        LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window_pattern", 2, &pattern));
-    } else if (family == LLAMA__LLAMA) { // the first Mistral; llama.cpp sees no window there
+        return llama__read_windows(m, file, window);
+    }
+    if (family == LLAMA__LLAMA) { // the first Mistral; llama.cpp sees no window there
         LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window", 0, &window));
     }
-    // Of each `pattern` layers the last one sees everything.
-    for (int32_t i = 0; i < m->n_layers; i++) {
-        m->layers[i].window = pattern > 0 && i % pattern == pattern - 1 ? 0 : window;
-    }
+    for (int32_t i = 0; i < m->n_layers; i++) m->layers[i].window = window;
     return ROCQ_OK;
 }
 
@@ -352,9 +440,9 @@ static const struct llama__weight {
     {"attn_q.weight", offsetof(llama_layer, q), LLAMA__E, LLAMA__Q, LLAMA__ALL, false},
     {"attn_k.weight", offsetof(llama_layer, k), LLAMA__E, LLAMA__KV, LLAMA__ALL, false},
     {"attn_v.weight", offsetof(llama_layer, v), LLAMA__E, LLAMA__KV, LLAMA__ALL, false},
-    {"attn_q.bias", offsetof(llama_layer, q_bias), LLAMA__Q, LLAMA__1, LLAMA__QWEN2, true},
-    {"attn_k.bias", offsetof(llama_layer, k_bias), LLAMA__KV, LLAMA__1, LLAMA__QWEN2, true},
-    {"attn_v.bias", offsetof(llama_layer, v_bias), LLAMA__KV, LLAMA__1, LLAMA__QWEN2, true},
+    {"attn_q.bias", offsetof(llama_layer, q_bias), LLAMA__Q, LLAMA__1, 0, true},
+    {"attn_k.bias", offsetof(llama_layer, k_bias), LLAMA__KV, LLAMA__1, 0, true},
+    {"attn_v.bias", offsetof(llama_layer, v_bias), LLAMA__KV, LLAMA__1, 0, true},
     {"attn_q_norm.weight", offsetof(llama_layer, q_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3, false},
     {"attn_k_norm.weight", offsetof(llama_layer, k_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3, false},
     {"attn_output.weight", offsetof(llama_layer, out), LLAMA__Q, LLAMA__E, LLAMA__ALL, false},

@@ -76,6 +76,7 @@ typedef struct peer_batch {
     X(peer_model_params, llama_model_default_params, (void))                                       \
     X(peer_context_params, llama_context_default_params, (void))                                   \
     X(void *, llama_model_load_from_file, (const char *path, peer_model_params params))            \
+    X(void, llama_model_save_to_file, (const void *model, const char *path))                       \
     X(void, llama_model_free, (void *model))                                                       \
     X(void *, llama_init_from_model, (void *model, peer_context_params params))                    \
     X(void, llama_free, (void *context))                                                           \

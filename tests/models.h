@@ -28,10 +28,12 @@ typedef struct model_spec {
     int32_t n_ctx_orig;
     bool rope_freqs;            // a rope_freqs.weight tensor
     bool biases;                // on every matrix of a layer; qwen2 has them on q, k and v anyway
+    bool no_biases;             // qwen2 without them
     int32_t window;             // gemma2
     float attention_cap, final_cap;
     const char *leave_out;      // a tensor that the file lacks
     const char *misshape;       // a tensor with one row too many
+    void (*edit)(rocq_gguf_writer *w); // sets keys after all others, or NULL
 } model_spec;
 
 typedef struct model_random {
@@ -119,7 +121,7 @@ static inline void model_add_all(model_file *f) {
         model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 0.8f * in, 0);
         model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 0.8f * in, 0);
         model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.2f * in, 0);
-        if (qwen2 || s->biases) {
+        if ((qwen2 && !s->no_biases) || s->biases) {
             model_add(f, i, "attn_q.bias", n_q, 0, 0, 0.3f, 0);
             model_add(f, i, "attn_k.bias", n_kv, 0, 0, 0.3f, 0);
             model_add(f, i, "attn_v.bias", n_kv, 0, 0, 0.2f, 0);
@@ -246,6 +248,7 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
     if (s->attention_cap > 0) model_set_f32(w, s->arch, "attn_logit_softcapping", s->attention_cap);
     if (s->final_cap > 0) model_set_f32(w, s->arch, "final_logit_softcapping", s->final_cap);
     model_set_vocab(w, s->n_vocab);
+    if (s->edit) s->edit(w);
 
     for (int32_t i = 0; i < f.n_tensors; i++) {
         const model_tensor *t = &f.tensors[i];

@@ -70,6 +70,8 @@ static const model_spec specs[] = {
     {"qwen2-Q4_K", "qwen2", SIZES(256, 4, 1, 64, 512, 611), .formats = q4_K, .rope_base = 1e6f},
     {"qwen2-Q6_K", "qwen2", SIZES(448, 14, 2, 32, 256, 499), .formats = q6_K, .tied = true},
 
+    {"qwen2-no-biases", "qwen2", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, .no_biases = true},
+
     {"qwen3-F32", "qwen3", SIZES(256, 4, 2, 128, 320, 533), .formats = f32, .rope_base = 1e6f},
     {"qwen3-F16", "qwen3", SIZES(256, 4, 4, 64, 256, 401), .formats = f16, .tied = true},
     {"qwen3-Q8_0", "qwen3", SIZES(256, 7, 1, 64, 352, 707), .formats = q8_0, .tied = true},
@@ -89,6 +91,10 @@ static const model_spec specs[] = {
 };
 
 enum { N_SPECS = sizeof specs / sizeof *specs };
+
+#define X(NAME, name, id, elems, bytes) +1
+enum { N_FORMATS = ROCQ_FORMATS(X) };
+#undef X
 
 static double nmse(const float *x, const float *reference, int32_t n) {
     double error = 0, power = 0;
@@ -240,6 +246,253 @@ static void test_model(void **state) {
     if (!peer_open()) skip();
     bool exact = s->formats[0] == ROCQ_F32;
     compare(s, exact ? "f32" : "f16", exact ? 0 : 1, exact || s->formats[0] == ROCQ_F16 ? 1e-5 : 1e-3);
+}
+
+// A model that llama.cpp's own library has loaded and saved again. Its file has all of llama.cpp's
+// keys, most of them 0, and other types and an array where ours has numbers. It must give llama.cpp's
+// logits, and the very bits that the file it was made from gives.
+static void test_saved(void **state) {
+    const model_spec *s = (const model_spec *)*state;
+    if (!peer_open()) skip();
+    const int64_t n = (int64_t)N_PROMPT * s->n_vocab;
+    float *expected = floats(n), *logits[2] = {floats(n), floats(n)};
+    char paths[2][256];
+    snprintf(paths[0], sizeof paths[0], "%s", model_path(s->name));
+    snprintf(paths[1], sizeof paths[1], "%.240s.saved", paths[0]);
+    int32_t prompt[N_PROMPT];
+    random_prompt(prompt, s->n_vocab, 3);
+    write_model(s, peer.quantize);
+    peer_model p;
+    peer_load(&p, paths[0], N_CTX, 0);
+    peer_decode(&p, prompt, N_PROMPT, expected);
+    peer.llama_model_save_to_file(p.model, paths[1]);
+    peer_close(&p);
+    const llama_options options = {.n_ctx = N_CTX, .n_logits = N_PROMPT, .kv_format = "f32"};
+    for (int32_t k = 0; k < 2; k++) {
+        ours o;
+        ours_open(&o, paths[k], 1, &options);
+        ours_eval(&o, prompt, N_PROMPT, logits[k]);
+        ours_close(&o);
+    }
+    assert_memory_equal(logits[1], logits[0], (size_t)n * sizeof **logits);
+    const double tolerance =
+        s->formats[0] == ROCQ_F32 || s->formats[0] == ROCQ_F16 ? 1e-5 : 1e-3;
+    for (int32_t i = 0; i < N_PROMPT; i++) {
+        const int64_t at = (int64_t)i * s->n_vocab;
+        const double e = nmse(logits[1] + at, expected + at, s->n_vocab);
+        if (!(e <= tolerance)) fail_msg("position %d: NMSE %g", i, e);
+    }
+    for (int32_t k = 0; k < 2; k++) {
+        remove(paths[k]);
+        free(logits[k]);
+    }
+    free(expected);
+}
+
+// A small model with other metadata. 2 heads of 32 elements; every number fits the smallest type.
+static const model_spec keys_spec = {"keys", "llama", SIZES(64, 2, 1, 32, 96, 301), .formats = f32};
+
+typedef struct key {
+    const char *name; // "<family>." goes before it
+    rocq_gguf_type type;
+    int64_t count;    // of an array; 0 = one value
+    const void *data;
+} key;
+
+static const key *to_set; // by set_keys; the last has no name
+static const char *to_set_arch;
+
+static void set_keys(rocq_gguf_writer *w) {
+    for (const key *k = to_set; k->name; k++) {
+        char name[128];
+        snprintf(name, sizeof name, "%s.%s", to_set_arch, k->name);
+        assert_int_equal(rocq_gguf_set(w, name, k->type, k->count > 0, k->count > 0 ? k->count : 1,
+                                       k->data), ROCQ_OK);
+    }
+}
+
+// The logits of a prompt by a model with other keys, or the failure of llama_open.
+static rocq_result run_with(const model_spec *base, const key *keys, float *logits, char *error) {
+    model_spec s = *base;
+    rocq_ctx *ctx = NULL;
+    rocq_gguf *file = NULL;
+    llama_model m;
+    int32_t prompt[N_PROMPT];
+    const llama_options options = {.n_ctx = N_CTX, .n_logits = N_PROMPT, .kv_format = "f32"};
+    const rocq_gguf_desc from = {.path = model_path(s.name)};
+    to_set = keys;
+    to_set_arch = s.arch;
+    s.edit = set_keys;
+    write_model(&s, NULL);
+    random_prompt(prompt, s.n_vocab, 4);
+    assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+    assert_int_equal(rocq_gguf_open(ctx, &file, &from), ROCQ_OK);
+    memset(&m, 0x55, sizeof m);
+    const rocq_result result = llama_open(&m, ctx, file, &options);
+    if (error) strcpy(error, m.error);
+    if (result == ROCQ_OK) {
+        assert_int_equal(llama_eval(&m, prompt, N_PROMPT, logits), ROCQ_OK);
+        llama_close(&m);
+    }
+    memset(m.error, 0, sizeof m.error);
+    const llama_model zero = {0};
+    assert_memory_equal(&m, &zero, sizeof m); // closed, or it failed and left nothing
+    rocq_gguf_close(&file);
+    rocq_close(&ctx);
+    return result;
+}
+
+// Every key that holds an integer, in every type of integer that GGUF has, alone and once a layer.
+static void test_integer_types(void **state) {
+    (void)state;
+    static const struct { const char *name; int8_t value; } all[] = {
+        {"block_count", 2}, {"context_length", 100}, {"embedding_length", 64},
+        {"feed_forward_length", 96}, {"attention.head_count", 2}, {"attention.head_count_kv", 1},
+        {"attention.key_length", 32}, {"attention.value_length", 32}, {"expert_count", 0},
+        {"attention.sliding_window", 16}, {"rope.dimension_count", 32},
+        {"rope.scaling.original_context_length", 100}};
+    enum { N_ALL = sizeof all / sizeof *all };
+    static const rocq_gguf_type types[] = {ROCQ_GGUF_U32, ROCQ_GGUF_U8, ROCQ_GGUF_I8, ROCQ_GGUF_U16,
+                                           ROCQ_GGUF_I16, ROCQ_GGUF_I32, ROCQ_GGUF_U64, ROCQ_GGUF_I64};
+    const int64_t n = (int64_t)N_PROMPT * keys_spec.n_vocab;
+    float *expected = floats(n), *logits = floats(n);
+    for (size_t t = 0; t < sizeof types / sizeof *types; t++) {
+        for (int32_t array = 0; array < 2; array++) {
+            key keys[N_ALL + 1] = {{0}};
+            int64_t data[N_ALL][2]; // two elements of any type
+            char error[512];
+            for (size_t i = 0; i < N_ALL; i++) {
+                const size_t size = types[t] >= ROCQ_GGUF_U64 ? 8 : (size_t)1 << types[t] / 2;
+                const int64_t value = all[i].value; // little endian: its first bytes are the value
+                memcpy(data[i], &value, size);
+                memcpy((char *)data[i] + size, &value, size);
+                keys[i].name = all[i].name;
+                keys[i].type = types[t];
+                keys[i].count = array > 0 && i > 0 ? 2 : 0; // the number of layers itself is one
+                keys[i].data = data[i];
+            }
+            for (int64_t i = 0; i < n; i++) logits[i] = NAN;
+            if (run_with(&keys_spec, keys, t + (size_t)array > 0 ? logits : expected, error) != ROCQ_OK)
+                fail_msg("type %d, array %d: %s", (int)types[t], array, error);
+            if (t + (size_t)array > 0)
+                assert_memory_equal(logits, expected, (size_t)n * sizeof *logits);
+        }
+    }
+    free(logits);
+    free(expected);
+}
+
+static void test_keys(void **state) {
+    (void)state;
+    static const uint32_t u_0 = 0, u_2 = 2, u_1_2[] = {1, 2}, u_96_97[] = {96, 97}, u_2s[] = {2, 2, 2};
+    static const int32_t minus_1 = -1;
+    static const uint64_t huge = UINT64_MAX;
+    static const float f_2 = 2, f_nan = NAN;
+    static const double small = (double)0.01f, d_2s[] = {0.01, 0.02};
+    static const unsigned char no = 0, yes = 1;
+    static const rocq_str text = {"2", 1};
+    static const struct {
+        key set;
+        rocq_result result;
+        const char *message;
+    } cases[] = {
+        {{"expert_count", ROCQ_GGUF_U32, 0, &u_0}, ROCQ_OK, ""},
+        {{"attention.sliding_window", ROCQ_GGUF_U32, 0, &u_0}, ROCQ_OK, ""},
+        {{"attention.key_length", ROCQ_GGUF_U32, 0, &u_0}, ROCQ_OK, ""},
+        {{"attention.value_length", ROCQ_GGUF_U32, 0, &u_0}, ROCQ_OK, ""},
+        {{"rope.dimension_count", ROCQ_GGUF_U32, 0, &u_0}, ROCQ_OK, ""},
+        {{"rope.scaling.original_context_length", ROCQ_GGUF_U32, 0, &u_0}, ROCQ_OK, ""},
+        {{"attention.layer_norm_rms_epsilon", ROCQ_GGUF_F64, 0, &small}, ROCQ_OK, ""},
+        {{"attention.causal", ROCQ_GGUF_BOOL, 0, &yes}, ROCQ_OK, ""},
+        {{"attention.causal", ROCQ_GGUF_BOOL, 0, &no}, ROCQ_E_UNSUPPORTED, "llama.attention.causal"},
+        {{"attention.causal", ROCQ_GGUF_U32, 0, &u_0}, ROCQ_E_TYPE, "llama.attention.causal"},
+        {{"expert_count", ROCQ_GGUF_U32, 0, &u_2}, ROCQ_E_UNSUPPORTED, "mixtures of experts"},
+        {{"embedding_length", ROCQ_GGUF_U32, 0, &u_0}, ROCQ_E_CORRUPT, "llama.embedding_length is 0"},
+        {{"attention.head_count", ROCQ_GGUF_I32, 0, &minus_1}, ROCQ_E_CORRUPT, "head_count is -1"},
+        {{"attention.head_count", ROCQ_GGUF_U64, 0, &huge}, ROCQ_E_CORRUPT, "head_count is 18446744"},
+        {{"attention.head_count", ROCQ_GGUF_F32, 0, &f_2}, ROCQ_E_TYPE, "head_count is not an integer"},
+        {{"attention.head_count", ROCQ_GGUF_STRING, 0, &text}, ROCQ_E_TYPE, "is not an integer"},
+        {{"attention.head_count", ROCQ_GGUF_U32, 3, u_2s}, ROCQ_E_CORRUPT, "3 entries for 2 layers"},
+        {{"block_count", ROCQ_GGUF_U32, 2, u_2s}, ROCQ_E_CORRUPT, "llama.block_count"},
+        {{"attention.head_count_kv", ROCQ_GGUF_U32, 2, u_1_2}, ROCQ_E_UNSUPPORTED,
+         "llama.attention.head_count_kv is 1 in layer 0 and 2 in layer 1"},
+        {{"feed_forward_length", ROCQ_GGUF_U32, 2, u_96_97}, ROCQ_E_UNSUPPORTED,
+         "llama.feed_forward_length is 96 in layer 0 and 97 in layer 1"},
+        {{"attention.layer_norm_rms_epsilon", ROCQ_GGUF_F64, 2, d_2s}, ROCQ_E_UNSUPPORTED, "epsilon"},
+        {{"attention.layer_norm_rms_epsilon", ROCQ_GGUF_F32, 0, &f_nan}, ROCQ_E_CORRUPT, "is nan"},
+        {{"attention.layer_norm_rms_epsilon", ROCQ_GGUF_STRING, 0, &text}, ROCQ_E_TYPE, "not a number"},
+        {{"rope.scaling.type", ROCQ_GGUF_U32, 0, &u_2}, ROCQ_E_TYPE, "rope.scaling.type"},
+        {{"rope.scaling.type", ROCQ_GGUF_STRING, 0, &text}, ROCQ_E_UNSUPPORTED, "rope.scaling.type"},
+    };
+    const int64_t n = (int64_t)N_PROMPT * keys_spec.n_vocab;
+    float *expected = floats(n), *logits = floats(n);
+    const key none = {0};
+    assert_int_equal(run_with(&keys_spec, &none, expected, NULL), ROCQ_OK);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const key keys[] = {cases[i].set, none};
+        char error[512];
+        const rocq_result result = run_with(&keys_spec, keys, logits, error);
+        if (result != cases[i].result || !strstr(error, cases[i].message))
+            fail_msg("%s, case %d: result %d, \"%s\"", keys[0].name, (int)i, (int)result, error);
+        if (result != ROCQ_OK) continue;
+        assert_memory_equal(logits, expected, (size_t)n * sizeof *logits);
+        for (int64_t k = 0; k < n; k++) logits[k] = NAN;
+    }
+    free(logits);
+    free(expected);
+}
+
+// Which of gemma2's layers have the window, by a number and by arrays of every type.
+static void test_windows(void **state) {
+    (void)state;
+    static const uint32_t three = 3, u_windows[] = {1, 1, 0}, u_none[] = {0, 0, 0}, u_bad[] = {1, 2, 0};
+    static const uint32_t zero = 0, huge = UINT32_MAX;
+    static const unsigned char windows[] = {1, 1, 0};
+    static const float f_windows[] = {1, 1, 0};
+    static const char name[] = "attention.sliding_window_pattern";
+    static const key numbers[][2] = {{{name, ROCQ_GGUF_U32, 0, &zero}, {0}},
+                                     {{name, ROCQ_GGUF_U32, 0, &three}, {0}}};
+    static const key same[][2] = {{{name, ROCQ_GGUF_U32, 3, u_windows}, {0}},
+                                  {{name, ROCQ_GGUF_I32, 3, u_windows}, {0}},
+                                  {{name, ROCQ_GGUF_BOOL, 3, windows}, {0}},
+                                  {{name, ROCQ_GGUF_U8, 3, windows}, {0}}};
+    static const key none[] = {{name, ROCQ_GGUF_U32, 3, u_none}, {0}};
+    static const key wrong[][2] = {{{name, ROCQ_GGUF_U32, 2, u_windows}, {0}},
+                                   {{name, ROCQ_GGUF_U32, 3, u_bad}, {0}},
+                                   {{name, ROCQ_GGUF_U32, 0, &huge}, {0}},
+                                   {{name, ROCQ_GGUF_F32, 3, f_windows}, {0}}};
+    const model_spec s = {"windows", "gemma2", SIZES(64, 2, 1, 32, 96, 301), .formats = f32, GEMMA};
+    const int64_t n = (int64_t)N_PROMPT * s.n_vocab;
+    float *expected = floats(n), *logits = floats(n);
+    char error[512];
+    for (size_t k = 0; k < 2; k++) { // what the number 3 gives stays in expected
+        assert_int_equal(run_with(&s, numbers[k], expected, NULL), ROCQ_OK);
+        if (!peer_open()) continue;
+        int32_t prompt[N_PROMPT];
+        peer_model p;
+        random_prompt(prompt, s.n_vocab, 4);
+        peer_load(&p, model_path(s.name), N_CTX, 0);
+        peer_decode(&p, prompt, N_PROMPT, logits);
+        for (int32_t i = 0; i < N_PROMPT; i++) {
+            const int64_t at = (int64_t)i * s.n_vocab;
+            assert_true(nmse(expected + at, logits + at, s.n_vocab) <= 1e-5);
+        }
+        peer_close(&p);
+    }
+    for (size_t i = 0; i < sizeof same / sizeof *same; i++) {
+        for (int64_t k = 0; k < n; k++) logits[k] = NAN;
+        if (run_with(&s, same[i], logits, error) != ROCQ_OK) fail_msg("case %d: %s", (int)i, error);
+        assert_memory_equal(logits, expected, (size_t)n * sizeof *logits);
+    }
+    assert_int_equal(run_with(&s, none, logits, NULL), ROCQ_OK); // the array does count
+    const int64_t last = (int64_t)(N_PROMPT - 1) * s.n_vocab;
+    assert_true(nmse(logits + last, expected + last, s.n_vocab) > 1e-3);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        assert_int_not_equal(run_with(&s, wrong[i], logits, error), ROCQ_OK);
+        assert_non_null(strstr(error, name));
+    }
+    free(logits);
+    free(expected);
 }
 
 typedef struct cache {
@@ -516,10 +769,55 @@ static void test_demo(void **state) {
     }
 }
 
+// What test_saved takes: every family in every format that rocq and llama.cpp both have, and those of
+// the models above that compute exactly.
+enum { N_FAMILIES = 5, N_SAVED = N_FAMILIES * N_FORMATS + N_SPECS };
+
+static model_spec saved[N_SAVED];
+
+static int32_t list_saved(void) {
+    static const model_spec small[N_FAMILIES] = {
+        {NULL, "llama", SIZES(256, 4, 2, 64, 256, 301)},
+        {NULL, "llama", SIZES(256, 8, 2, 32, 256, 307), .rope_base = 1e6f},
+        {NULL, "qwen2", SIZES(256, 4, 2, 64, 256, 301), .tied = true},
+        {NULL, "qwen3", SIZES(256, 4, 1, 64, 256, 301)},
+        {NULL, "gemma2", SIZES(256, 4, 2, 64, 256, 301), GEMMA},
+    };
+    static const char *const names[N_FAMILIES] = {"llama", "mistral", "qwen2", "qwen3", "gemma2"};
+    static const rocq_format formats[] = {
+#define X(NAME, name, id, elems, bytes) ROCQ_##NAME,
+        ROCQ_FORMATS(X)
+#undef X
+    };
+    static rocq_format lists[N_FORMATS][2];
+    static char text[N_SAVED][64];
+    int32_t n = 0;
+    for (int32_t i = 0; i < N_SPECS; i++) {
+        if (specs[i].formats != f32) continue;
+        snprintf(text[n], sizeof text[n], "%s, saved by llama.cpp", specs[i].name);
+        saved[n] = specs[i];
+        saved[n].name = text[n];
+        n++;
+    }
+    for (int32_t f = 0; f < N_FORMATS; f++) {
+        lists[f][0] = formats[f];
+        lists[f][1] = ROCQ_I32;
+        if ((int32_t)formats[f] > 1000) continue; // rocq's own: no GGUF id
+        for (int32_t k = 0; k < N_FAMILIES; k++) {
+            snprintf(text[n], sizeof text[n], "%s in %s, saved by llama.cpp", names[k],
+                     rocq_get_format_info(formats[f])->name);
+            saved[n] = small[k];
+            saved[n].name = text[n];
+            saved[n++].formats = lists[f];
+        }
+    }
+    return n;
+}
+
 int main(void) {
     static const char *const families[] = {"llama-F32", "qwen2-F32", "qwen3-F32", "gemma2-F32"};
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32", "gemma2-F32"};
-    static struct CMUnitTest tests[N_SPECS + N_CACHES + 4 + 4 + 1];
+    static struct CMUnitTest tests[N_SPECS + N_CACHES + 4 + 4 + 4 + N_SAVED];
     static char names[4][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
@@ -543,5 +841,13 @@ int main(void) {
         tests[n++].initial_state = (void *)(uintptr_t)&caches[i];
     }
     tests[n++] = (struct CMUnitTest){.name = "shipped model", .test_func = test_demo};
+    tests[n++] = (struct CMUnitTest){.name = "types of integers", .test_func = test_integer_types};
+    tests[n++] = (struct CMUnitTest){.name = "metadata", .test_func = test_keys};
+    tests[n++] = (struct CMUnitTest){.name = "layers with a window", .test_func = test_windows};
+    const int32_t n_saved = list_saved();
+    for (int32_t i = 0; i < n_saved; i++) {
+        tests[n] = (struct CMUnitTest){.name = saved[i].name, .test_func = test_saved};
+        tests[n++].initial_state = &saved[i];
+    }
     return _cmocka_run_group_tests("llama", tests, n, NULL, NULL);
 }
