@@ -1310,6 +1310,29 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
                                     const rocq_load_desc *desc, rocq_tensor *tensors,
                                     rocq_buffer *buffer);
 
+// -- files written whole: for whatever takes a rocq_write_fn --
+
+typedef struct rocq_file rocq_file;
+
+// Opens a file that gets its name only when it is whole. What is written goes to a new file beside
+// it: "PATH.part" or, where there is such a file, "PATH.part1" to "PATH.part99". No file that
+// exists is ever opened, so that path, and what is at PATH.part, may be read meanwhile, under
+// whatever name. A file that is replaced leaves its permissions to the new one; a symbolic link is
+// itself replaced; what is no regular file (a pipe, a terminal, /dev/null) is written to directly.
+//     E_IO for a directory, a file without permission to write, and on POSIX where the file would
+// get the number of a closed stdout or stderr, so that text would be printed into it.
+ROCQ_DEF rocq_result rocq_file_create(rocq_ctx *ctx, rocq_file **file, const char *path);
+
+// A rocq_write_fn, whose user is the file.
+ROCQ_DEF bool rocq_file_write(const void *src, int64_t size, void *file);
+
+// Closes and frees, and sets *file to NULL. With keep, and if every write succeeded, the data is
+// sent to the disk and the file takes path's place in one step: at every moment either the old file
+// or the new one is there. Windows refuses that while path is open or mapped, so a file that is
+// replaced is closed first. Else, and on any failure, the new file is removed and path is as it
+// was. Only a program that is killed leaves its PATH.part. Call it before the context is closed.
+ROCQ_DEF rocq_result rocq_file_finish(rocq_file **file, bool keep);
+
 // -- GGUF writer: version 3. Values, then tensors, then each tensor's bytes in the order added --
 
 typedef struct rocq_gguf_writer_desc {
@@ -1319,8 +1342,8 @@ typedef struct rocq_gguf_writer_desc {
     int32_t alignment; // of tensor data, a power of two from 8 up; 0 = 32
 } rocq_gguf_writer_desc;
 
-// Opens the file for writing, over one that is there. *writer is only set by success, and freed by
-// rocq_gguf_finish, before its context is closed.
+// With a path, the file is a rocq_file: rocq_gguf_finish puts it there. *writer is only set by
+// success, and freed by rocq_gguf_finish, before its context is closed.
 ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
                                       const rocq_gguf_writer_desc *desc);
 
@@ -1345,8 +1368,8 @@ ROCQ_DEF rocq_result rocq_gguf_add_tensor(rocq_gguf_writer *writer, const char *
 // after which nothing can be set or added (E_STATE).
 ROCQ_DEF rocq_result rocq_gguf_write(rocq_gguf_writer *writer, const void *data, int64_t size);
 
-// Finishes and frees. E_STATE (and a file that should be thrown away) when tensors are missing.
-// Always sets *writer to NULL.
+// Finishes and frees. E_STATE when tensors are missing. On failure what is at the path stays as it
+// was; what a callback has got should be thrown away. Always sets *writer to NULL.
 ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer);
 
 // -- KV cache: keys and values of many sequences and layers, bookkept on the host --
@@ -2203,6 +2226,11 @@ const rocq_hip *rocq_hip_linked(void);
 #define NOMINMAX
 #endif
 #include <windows.h>
+#if ROCQ__HAS_STDIO
+#include <fcntl.h>
+#include <io.h>
+#include <sys/stat.h>
+#endif
 #else
 #include <poll.h>
 #include <unistd.h>
@@ -4540,29 +4568,47 @@ ROCQ__FN rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_inde
 // -- sources --
 
 #if ROCQ__HAS_STDIO
-// errno tells why it is NULL. Windows paths are UTF-8 here as everywhere else.
-ROCQ__FN FILE *rocq__fopen(rocq_ctx *ctx, const char *path, bool write) {
 #if defined(_WIN32)
+// A path in UTF-8, as everywhere in rocq, for the system; NULL with errno. Freed with rocq__free.
+ROCQ__FN wchar_t *rocq__wide(rocq_ctx *ctx, const char *path) {
     const int length = MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, NULL, 0);
     errno = EINVAL;
     if (length <= 0) return NULL;
     wchar_t *wide = (wchar_t *)rocq__alloc(ctx, (int64_t)length * (int64_t)sizeof(wchar_t));
     errno = ENOMEM;
+    if (wide) MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, wide, length);
+    return wide;
+}
+#endif
+
+typedef enum rocq__open_mode {
+    ROCQ__READ,
+    ROCQ__WRITE, // over what is there
+    ROCQ__CREATE // EEXIST where there is anything by that name, be it a dangling link
+} rocq__open_mode;
+
+// errno tells why it is NULL.
+ROCQ__FN FILE *rocq__fopen(rocq_ctx *ctx, const char *path, rocq__open_mode mode) {
+#if defined(_WIN32)
+    wchar_t *wide = rocq__wide(ctx, path);
+    FILE *stream = NULL;
     if (!wide) return NULL;
-    MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, wide, length);
-    FILE *stream = _wfopen(wide, write ? L"wb" : L"rb");
+    if (mode == ROCQ__CREATE) { // older C libraries of Windows do not know "wbx"
+        const int fd = _wopen(wide, _O_WRONLY | _O_BINARY | _O_CREAT | _O_EXCL | _O_NOINHERIT,
+                              _S_IREAD | _S_IWRITE);
+        stream = fd >= 0 ? _fdopen(fd, "wb") : NULL;
+    } else {
+        stream = _wfopen(wide, mode == ROCQ__WRITE ? L"wb" : L"rb");
+    }
+    const int error = errno;
     rocq__free(ctx, wide);
+    errno = error;
     return stream;
 #else
+    static const char *const modes[] = {"rb", "wb", "wbx"};
     (void)ctx;
-    return fopen(path, write ? "wb" : "rb");
+    return fopen(path, modes[mode]);
 #endif
-}
-
-ROCQ__FN rocq_result rocq__fopen_failed(rocq_ctx *ctx, const char *path, bool write) {
-    const int error = errno;
-    return rocq__fail(ctx, error == ENOMEM ? ROCQ_E_MEMORY : ROCQ_E_IO, "gguf: cannot %s '%s': %s",
-                      write ? "write" : "open", path, strerror(error));
 }
 
 ROCQ__FN bool rocq__fseek(FILE *stream, int64_t offset, int whence) {
@@ -4584,6 +4630,7 @@ ROCQ__FN int64_t rocq__ftell(FILE *stream) {
 #if !defined(_WIN32) && !defined(__cplusplus)
 // POSIX, but hidden by the C library's headers where the compiler is told -std=c11.
 extern int (fileno)(FILE *stream);
+extern int (fsync)(int fd);
 extern ssize_t pread(int fd, void *dst, size_t size, off_t offset);
 #endif
 
@@ -4613,9 +4660,6 @@ ROCQ__FN bool rocq__file_read(void *dst, int64_t offset, int64_t size, void *use
     return true;
 }
 
-ROCQ__FN bool rocq__gguf_stream_write(const void *src, int64_t size, void *user) {
-    return fwrite(src, 1, (size_t)size, (FILE *)user) == (size_t)size;
-}
 #endif
 
 #if ROCQ__HAS_MMAP
@@ -4663,8 +4707,12 @@ ROCQ__FN rocq_result rocq__gguf_open_source(rocq_gguf *file, const rocq_gguf_des
         return ROCQ_OK;
     }
 #if ROCQ__HAS_STDIO
-    file->stream = rocq__fopen(file->ctx, desc->path, false);
-    if (!file->stream) return rocq__fopen_failed(file->ctx, desc->path, false);
+    file->stream = rocq__fopen(file->ctx, desc->path, ROCQ__READ);
+    if (!file->stream) {
+        const int error = errno;
+        return rocq__fail(file->ctx, error == ENOMEM ? ROCQ_E_MEMORY : ROCQ_E_IO,
+                          "gguf: cannot open '%s': %s", desc->path, strerror(error));
+    }
     file->size = rocq__fseek(file->stream, 0, SEEK_END) ? rocq__ftell(file->stream) : -1;
     if (file->size < 0) {
         return rocq__fail(file->ctx, ROCQ_E_IO, "gguf: cannot find the size of '%s'", desc->path);
@@ -5541,6 +5589,200 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
 }
 
 // ---------------------------------------------------------------------------------------------
+// >>gguf: files written whole
+// ---------------------------------------------------------------------------------------------
+// The system's part first: what a path names, a file that goes to the disk, takes another's place,
+// or goes away. All of them return false, with errno, where that is impossible.
+
+#if ROCQ__HAS_STDIO
+typedef struct rocq__place {
+    bool special;         // there, and no regular file
+    uint32_t permissions; // of a regular file that is there, else 0; POSIX only
+} rocq__place;
+
+// Finds out about a path that is to be written, and false where that is not allowed.
+ROCQ__FN bool rocq__file_place(rocq_ctx *ctx, const char *path, rocq__place *place) {
+    memset(place, 0, sizeof *place);
+    errno = ENOENT;
+    if (!path[0]) return false;
+#if defined(_WIN32)
+    BY_HANDLE_FILE_INFORMATION info;
+    wchar_t *wide = rocq__wide(ctx, path);
+    if (!wide) return false;
+    // Without access to the data, so that it works on a file that others have open; directories
+    // need the flag.
+    const HANDLE handle =
+        CreateFileW(wide, 0, FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, NULL,
+                    OPEN_EXISTING, FILE_FLAG_BACKUP_SEMANTICS, NULL);
+    rocq__free(ctx, wide);
+    if (handle == INVALID_HANDLE_VALUE) return true; // there is none
+    place->special = GetFileType(handle) != FILE_TYPE_DISK;
+    const bool known = !place->special && GetFileInformationByHandle(handle, &info);
+    CloseHandle(handle);
+    errno = EISDIR;
+    if (known && (info.dwFileAttributes & FILE_ATTRIBUTE_DIRECTORY)) return false;
+    errno = EACCES;
+    return !known || !(info.dwFileAttributes & FILE_ATTRIBUTE_READONLY);
+#else
+    struct stat info;
+    (void)ctx;
+    if (stat(path, &info) != 0) return errno == ENOENT;
+    errno = EISDIR;
+    if (S_ISDIR(info.st_mode)) return false;
+    place->special = !S_ISREG(info.st_mode);
+    place->permissions = (uint32_t)info.st_mode & 0777u;
+    return access(path, W_OK) == 0;
+#endif
+}
+
+// All that was written, to the disk itself: a name must not be there before its data.
+ROCQ__FN bool rocq__file_sync(FILE *stream) {
+    if (fflush(stream) != 0) return false;
+#if defined(_WIN32)
+    return _commit(_fileno(stream)) == 0;
+#else
+    return fsync(fileno(stream)) == 0 || errno == EINVAL; // a file system without it
+#endif
+}
+
+ROCQ__FN bool rocq__file_replace(rocq_ctx *ctx, const char *from, const char *to) {
+#if defined(_WIN32)
+    wchar_t *source = rocq__wide(ctx, from), *target = rocq__wide(ctx, to);
+    const bool moved = source && target &&
+                       MoveFileExW(source, target, MOVEFILE_REPLACE_EXISTING);
+    rocq__free(ctx, source);
+    rocq__free(ctx, target);
+    if (!moved) errno = EACCES; // the usual reason: the file is open
+    return moved;
+#else
+    (void)ctx;
+    return rename(from, to) == 0;
+#endif
+}
+
+ROCQ__FN void rocq__file_remove(rocq_ctx *ctx, const char *path) {
+#if defined(_WIN32)
+    wchar_t *wide = rocq__wide(ctx, path);
+    if (wide) DeleteFileW(wide);
+    rocq__free(ctx, wide);
+#else
+    (void)ctx;
+    unlink(path);
+#endif
+}
+
+struct rocq_file {
+    rocq_ctx *ctx;
+    FILE *stream;
+    int error;         // errno of the first failure, or 0
+    bool direct;       // path is written to itself: there is no part
+    char *path, *part; // in memory behind the struct
+};
+
+ROCQ__FN rocq_result rocq__file_failed(rocq_ctx *ctx, const char *path, int error) {
+    return rocq__fail(ctx, error == ENOMEM ? ROCQ_E_MEMORY : ROCQ_E_IO, "cannot write '%s': %s",
+                      path, strerror(error));
+}
+
+// Opens the first free name for the part.
+ROCQ__FN bool rocq__file_open_part(rocq_file *file) {
+    char *const number = file->part + strlen(file->part);
+    file->stream = rocq__fopen(file->ctx, file->part, ROCQ__CREATE);
+    for (int i = 1; !file->stream && errno == EEXIST && i < 100; i++) {
+        snprintf(number, 3, "%d", i);
+        file->stream = rocq__fopen(file->ctx, file->part, ROCQ__CREATE);
+    }
+    return file->stream != NULL;
+}
+
+// Sets stream, and error where that is impossible.
+ROCQ__FN void rocq__file_open(rocq_file *file) {
+    rocq__place place;
+    bool good = rocq__file_place(file->ctx, file->path, &place);
+    file->direct = place.special;
+    if (good && file->direct) {
+        file->stream = rocq__fopen(file->ctx, file->path, ROCQ__WRITE);
+        good = file->stream != NULL;
+    } else if (good) {
+        good = rocq__file_open_part(file);
+    }
+#if !defined(_WIN32)
+    if (good && (fileno(file->stream) == 1 || fileno(file->stream) == 2)) {
+        errno = EBADF;
+        good = false;
+    } else if (good && place.permissions != 0) {
+        good = chmod(file->part, (mode_t)place.permissions) == 0;
+    }
+#endif
+    if (!good) file->error = errno;
+}
+#endif // ROCQ__HAS_STDIO
+
+ROCQ_DEF rocq_result rocq_file_create(rocq_ctx *ctx, rocq_file **file, const char *path) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!file || !path) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "file_create: file or path is NULL");
+    }
+#if ROCQ__HAS_STDIO
+    const int64_t length = (int64_t)strlen(path), size = (int64_t)sizeof(rocq_file);
+    rocq_file *created = (rocq_file *)rocq__alloc(ctx, size + 2 * (length + 8)); // ".part99"
+    if (!created) return rocq__fail(ctx, ROCQ_E_MEMORY, "file_create: no memory");
+    memset(created, 0, sizeof *created);
+    created->ctx = ctx;
+    created->path = (char *)created + size;
+    created->part = created->path + length + 1;
+    memcpy(created->path, path, (size_t)length + 1);
+    memcpy(created->part, path, (size_t)length);
+    memcpy(created->part + length, ".part", 6);
+    rocq__file_open(created);
+    if (created->error != 0) {
+        const int error = created->error;
+        if (created->stream) rocq_file_finish(&created, false);
+        else rocq__free(ctx, created);
+        return rocq__file_failed(ctx, path, error);
+    }
+    *file = created;
+    return ROCQ_OK;
+#else
+    return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "'%s': built with ROCQ_NO_STDIO, no paths", path);
+#endif
+}
+
+ROCQ_DEF bool rocq_file_write(const void *src, int64_t size, void *file) {
+#if ROCQ__HAS_STDIO
+    rocq_file *f = (rocq_file *)file;
+    if (!f || f->error != 0 || size < 0) return false;
+    if (size == 0 || fwrite(src, 1, (size_t)size, f->stream) == (size_t)size) return true;
+    f->error = errno;
+#else
+    (void)src;
+    (void)size;
+    (void)file;
+#endif
+    return false;
+}
+
+ROCQ_DEF rocq_result rocq_file_finish(rocq_file **file, bool keep) {
+    if (!file || !*file) return ROCQ_E_ARGUMENT;
+    rocq_result result = ROCQ_OK;
+#if ROCQ__HAS_STDIO
+    rocq_file *f = *file;
+    rocq_ctx *ctx = f->ctx;
+    if (keep && f->error == 0 && !f->direct && !rocq__file_sync(f->stream)) f->error = errno;
+    if (fclose(f->stream) != 0 && f->error == 0) f->error = errno;
+    const bool whole = keep && f->error == 0;
+    if (whole && !f->direct && !rocq__file_replace(ctx, f->part, f->path)) f->error = errno;
+    if (!f->direct && (!whole || f->error != 0)) rocq__file_remove(ctx, f->part);
+    if (keep && f->error != 0) result = rocq__file_failed(ctx, f->path, f->error);
+    rocq__free(ctx, f);
+    *file = NULL;
+#else
+    (void)keep;
+#endif
+    return result;
+}
+
+// ---------------------------------------------------------------------------------------------
 // >>gguf: writer
 // ---------------------------------------------------------------------------------------------
 // Every value and tensor is kept as the bytes of its record, one block each, until the first
@@ -5562,7 +5804,7 @@ struct rocq_gguf_writer {
     rocq_ctx *ctx;
     bool (*write)(const void *src, int64_t size, void *user);
     void *user;
-    FILE *stream;
+    rocq_file *file; // NULL: a callback writes
     int64_t alignment;
     rocq__gguf_records values, tensors;
     int64_t data_size; // of the tensors added, each padded
@@ -5739,15 +5981,9 @@ ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
         result = rocq__gguf_set(created, "general.alignment", ROCQ_GGUF_U32, false, 1, &value);
     }
     if (result == ROCQ_OK && desc->path) {
-#if ROCQ__HAS_STDIO
-        created->stream = rocq__fopen(ctx, desc->path, true);
-        if (!created->stream) result = rocq__fopen_failed(ctx, desc->path, true);
-        created->write = rocq__gguf_stream_write;
-        created->user = created->stream;
-#else
-        result =
-            rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "gguf_create: built with ROCQ_NO_STDIO, no paths");
-#endif
+        result = rocq_file_create(ctx, &created->file, desc->path);
+        created->write = rocq_file_write;
+        created->user = created->file;
     }
     if (result != ROCQ_OK) rocq__gguf_writer_free(created);
     else *writer = created;
@@ -5921,11 +6157,10 @@ ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer) {
                        (long long)(w->tensors.count - w->n_written), (long long)w->tensors.count);
     }
     if (result == ROCQ_OK && !w->header_written) result = rocq__gguf_emit_header(w);
-#if ROCQ__HAS_STDIO
-    if (w->stream && fclose(w->stream) != 0 && result == ROCQ_OK) {
-        result = rocq__fail(w->ctx, ROCQ_E_IO, "gguf_finish: cannot write the end of the file");
+    if (w->file) {
+        const rocq_result placed = rocq_file_finish(&w->file, result == ROCQ_OK);
+        if (result == ROCQ_OK) result = placed;
     }
-#endif
     rocq__gguf_writer_free(w);
     *writer = NULL;
     return result;
@@ -9235,7 +9470,7 @@ ROCQ__FN rocq_result rocq__image_read(rocq_ctx *ctx, rocq__gpu *gpu, const char 
     rocq_result result = ROCQ_E_NO_KERNELS;
     unsigned char *data = NULL;
     long length = -1;
-    FILE *stream = rocq__fopen(ctx, path, false);
+    FILE *stream = rocq__fopen(ctx, path, ROCQ__READ);
     if (stream && fseek(stream, 0, SEEK_END) == 0) length = ftell(stream);
     if (length > 0 && fseek(stream, 0, SEEK_SET) == 0) {
         data = (unsigned char *)rocq__alloc_aligned(ctx, length, 4096);

@@ -7,13 +7,15 @@
 // Q4_K, with Q6_K where it counts most: for the output matrix, and for attn_v and ffn_down of about
 // half of the layers. Vectors and norms are F32. A matrix whose rows are no whole number of
 // 256-element blocks takes a format of 32-element blocks of about the same precision, or else F16.
-// Works on one tensor at a time; memory is bounded by the largest. What is written has ".part" at
-// the end of its name until it is whole.
+// Works on one tensor at a time; memory is bounded by the largest. The output may be the input: what
+// is written has another name, out.gguf.part, until it is whole, and then takes the place of what is
+// there in one step (rocq_file_create). On any failure, Ctrl-C among them, out.gguf stays as it was.
 
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
 #include <math.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -23,12 +25,12 @@
 
 typedef struct job {
     const char *in_path, *out_path;
-    char part_path[1024];
     bool mix;           // q4_k_m
     rocq_format format; // else
     rocq_ctx *ctx;
     rocq_gguf *in;
     rocq_gguf_writer *out;
+    rocq_file *out_file; // where out writes to
     int32_t n_layers;
     bool tied;                   // there is no output matrix: the embedding serves
     rocq_buffer before, after;   // the largest tensor, as it was and as it will be
@@ -42,11 +44,45 @@ static bool fail(const char *what, const char *why) {
     return false;
 }
 
+// A signal that asks for the end is kept, so that the work stops at its next step and cleans up.
+static volatile sig_atomic_t stopped; // its number, or 0
+
+static void on_signal(int number) {
+    stopped = number;
+    signal(number, on_signal); // some systems forget the function when they call it
+}
+
+static void catch_signal(int number) {
+    if (signal(number, on_signal) == SIG_IGN) signal(number, SIG_IGN); // as nohup wants
+}
+
+static void catch_signals(void) {
+    catch_signal(SIGINT);
+    catch_signal(SIGTERM);
+#if !defined(_WIN32)
+    catch_signal(SIGHUP);
+    catch_signal(SIGPIPE);
+    signal(SIGXFSZ, SIG_IGN); // a file-size limit then is a write that fails
+#endif
+}
+
 // A failed call's message, or its meaning where the call has no context to keep one.
 static bool check(const job *j, const char *what, rocq_result result) {
     if (result == ROCQ_OK) return true;
     const char *why = rocq_error(j->ctx);
     return fail(what, *why ? why : rocq_result_message(result));
+}
+
+// The same for a call that writes the output. When that is where it failed the file knows why.
+static bool check_written(job *j, rocq_result result) {
+    if (result == ROCQ_E_IO) result = rocq_file_finish(&j->out_file, true);
+    return check(j, j->out_path, result);
+}
+
+// What was printed may still not have arrived: on a full disk, or where stdout is closed.
+static bool check_printed(void) {
+    const bool good = fflush(stdout) == 0 && !ferror(stdout);
+    return good || fail("stdout", "cannot be written");
 }
 
 // The format for rows that a format of 256-element blocks does not fit.
@@ -113,7 +149,6 @@ static int file_type(const job *j) {
 // Reads the input's directory and lays out the output's.
 static bool plan(job *j) {
     const rocq_gguf_desc source = {.path = j->in_path};
-    const rocq_gguf_writer_desc target = {.path = j->part_path};
     rocq_gguf_tensor t;
     rocq_str family;
     int64_t n_layers = 0, before = 1, after = 1, row = 1;
@@ -127,6 +162,8 @@ static bool plan(job *j) {
     j->n_layers = n_layers > 0 && n_layers < 1 << 20 ? (int32_t)n_layers : 0;
     j->tied = rocq_gguf_find_tensor(j->in, "output.weight", &t) != ROCQ_OK;
 
+    if (!check(j, j->out_path, rocq_file_create(j->ctx, &j->out_file, j->out_path))) return false;
+    const rocq_gguf_writer_desc target = {.write = rocq_file_write, .user = j->out_file};
     rocq_result result = rocq_gguf_create(j->ctx, &j->out, &target);
     if (result == ROCQ_OK) result = rocq_gguf_set_from(j->out, j->in);
     if (result == ROCQ_OK) result = rocq_gguf_set_u32(j->out, "general.quantization_version", 2);
@@ -173,6 +210,7 @@ static bool convert(job *j, const rocq_gguf_tensor *t) {
         !check(j, name, rocq_row_size(format, n, &to_bytes))) return false;
     if (format == t->format) memcpy(to, from, (size_t)(to_bytes * n_rows));
     for (int64_t i = 0; format != t->format && i < n_rows; i++) {
+        if (stopped) return false;
         if (!check(j, name, rocq_dequantize(t->format, x, from + i * from_bytes, n)) ||
             !check(j, name, rocq_quantize(format, to + i * to_bytes, x, 1, n, NULL)) ||
             !check(j, name, rocq_dequantize(format, y, to + i * to_bytes, n))) return false;
@@ -187,7 +225,7 @@ static bool convert(job *j, const rocq_gguf_tensor *t) {
            power > 0 ? sqrt(error / power) : 0.0, (double)(to_bytes * n_rows));
     j->bytes_before += t->size;
     j->bytes_after += to_bytes * n_rows;
-    return check(j, j->out_path, rocq_gguf_write(j->out, to, to_bytes * n_rows));
+    return check_printed() && check_written(j, rocq_gguf_write(j->out, to, to_bytes * n_rows));
 }
 
 static bool quantize(job *j) {
@@ -197,18 +235,16 @@ static bool quantize(job *j) {
            "bytes");
     for (int64_t i = 0; i < rocq_gguf_tensor_count(j->in); i++) {
         if (!check(j, j->in_path, rocq_gguf_tensor_at(j->in, i, &t))) return false;
-        if (!convert(j, &t)) return false;
+        if (stopped || !convert(j, &t)) return false;
     }
     printf("%.0f bytes of weights become %.0f (%.1f%%); errors are root mean square, relative\n",
            (double)j->bytes_before, (double)j->bytes_after,
            j->bytes_before > 0 ? 100 * (double)j->bytes_after / (double)j->bytes_before : 0.0);
-    return check(j, j->out_path, rocq_gguf_finish(&j->out));
-}
-
-// The input is closed: it may be what is replaced.
-static bool put_in_place(const job *j) {
-    remove(j->out_path); // since rename does not replace on Windows
-    return rename(j->part_path, j->out_path) == 0 || fail(j->part_path, "cannot be renamed");
+    // All that can fail has come before the output takes its place, for which Windows wants the
+    // input closed: it may be the same file.
+    if (!check_written(j, rocq_gguf_finish(&j->out)) || !check_printed() || stopped) return false;
+    rocq_gguf_close(&j->in);
+    return check(j, j->out_path, rocq_file_finish(&j->out_file, true));
 }
 
 int main(int argc, char **argv) {
@@ -223,17 +259,17 @@ int main(int argc, char **argv) {
     }
     j.in_path = argv[1];
     j.out_path = argv[2];
-    const int length = snprintf(j.part_path, sizeof j.part_path, "%s.part", j.out_path);
-    if (length < 0 || length >= (int)sizeof j.part_path) {
-        return fail("output", "the path is too long") ? 0 : 1;
-    }
     const rocq_desc desc = {.prefer = ROCQ_CPU};
     if (rocq_open(&j.ctx, &desc) != ROCQ_OK) return fail("rocq", "cannot start") ? 0 : 1;
-    const bool done = quantize(&j);
+    catch_signals();
+    const bool good = quantize(&j);
     if (j.out) rocq_gguf_finish(&j.out);
+    if (j.out_file) rocq_file_finish(&j.out_file, false);
     rocq_gguf_close(&j.in);
     rocq_close(&j.ctx); // with its buffers
-    const bool good = done && put_in_place(&j);
-    if (!done) remove(j.part_path);
+    if (stopped && !good) { // ends as the signal would have ended it
+        signal(stopped, SIG_DFL);
+        raise(stopped);
+    }
     return good ? 0 : 1;
 }
