@@ -208,7 +208,9 @@
    between them. Shapes, addresses and numbers in params are fixed; what changes from step to step
    is in tensors: upload the token, its position and kv_len, then launch. A draw has the number of
    its step as a param and stays outside. rocq_warm does ahead what the first replay would have to
-   do before it runs. examples/llama.h does both.
+   do before it runs, and checks that a replay is right: some releases of the HIP runtime are
+   reported to replay with stale data. A graph whose replay differs from its ops is launched op by
+   op from then on, and rocq_stats, rocq_get_info and the log tell. examples/llama.h does both.
 
 
    >>time
@@ -620,6 +622,8 @@ typedef struct rocq_info {
     int32_t n_units;           // compute units of the GPU
     int64_t device_bytes;      // memory of the GPU
     rocq_desc desc;            // with every default filled in; its strings are the context's
+    const char *replay;        // how the replay of a graph differed from its ops, when rocq_warm
+                               // last found one that does; or ""
 } rocq_info;
 
 typedef struct rocq_stats {
@@ -631,6 +635,8 @@ typedef struct rocq_stats {
     int64_t scratch_peak;      // most that one op has used
     int64_t n_fallbacks;       // ops a GPU context ran on the CPU
     int64_t n_launches;        // kernels launched; a graph's count once per replay
+    int64_t n_replays_checked; // graphs whose replay rocq_warm has compared with their ops
+    int64_t n_replays_refused; // of those, graphs whose replay differed: their ops run one by one
 } rocq_stats;
 
 // An address on the device: its own type, so that it cannot be mistaken for a host pointer.
@@ -1711,7 +1717,17 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
 // in memory, and the ops are rehearsed: they run with the graph's weights, but over zeros and into
 // memory of their own, up to 8 MiB, which is given back. That takes as long as a launch, and at
 // least 20 ms, in which the system gives each thread a core: a moment while a level loads. Both:
-// scratch memory for the graph. Nothing that ops see is changed.
+// scratch memory for the graph. Nothing that ops see is changed once it returns.
+//
+// GPU, once for each submission that a graph becomes: it is replayed with made-up inputs, replayed
+// with others, and its ops run one by one with those. Where the last two do not write the same
+// bits, the graph is never replayed again: rocq_graph_launch then runs its ops. Inputs are what the
+// ops read before one of them wrote it, but for weights, biases, tables and the cache that
+// attention reads. They, all that the ops write, and the first cells of the caches that
+// rocq_rope_append writes to (one more than it has tokens) are put aside before, and restored bit
+// for bit; no other stream may use them meanwhile. That takes the time of three launches, and twice
+// the memory of what is put aside. Where there is none, or the budget does not allow it, the replay
+// stays unchecked, and the log tells.
 ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph);
 
 // -- operations: contracts stand at the params structs --
@@ -9279,6 +9295,7 @@ typedef struct rocq__gpu {
     int64_t scratch_moves; // how often scratch has got another address
     bool trial;            // errors end an attempt, not the context
     bool lost;             // only rocq_close works
+    char replay[320];      // how the last replay that was given up differed, or ""
 } rocq__gpu;
 
 // The code and sentence of a runtime call that returned error.
@@ -11442,8 +11459,9 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
 
 // Every tensor in the params of every op, in the order of ROCQ_OPS: the formats it may have, what a
 // copy of params must copy with them, and what may lie on what. An IN_PLACE operand may be the op's
-// (first) output itself.
-enum { ROCQ__IN, ROCQ__IN_PLACE, ROCQ__OUT };
+// (first) output itself. A KEPT one is read, and usually stays as it is from step to step or is too
+// large to be put aside: weights, tables, and the cache that attention reads.
+enum { ROCQ__IN, ROCQ__IN_PLACE, ROCQ__KEPT, ROCQ__OUT };
 enum { ROCQ__MOST_PRODUCTS = 16 }; // in a chain; a longer one may run in a circle
 enum { ROCQ__MAX_OPERANDS = 7 * ROCQ__MOST_PRODUCTS }; // of one op; the most a matmul chain has
 
@@ -11457,34 +11475,34 @@ static const rocq__operand rocq__operands[] = {
 #define ROCQ_X(NAME, params, role, field, accept) \
     {ROCQ_OP_##NAME, ROCQ__##role, accept, offsetof(params, field), #field},
     ROCQ_X(MATMUL, rocq_matmul_params, OUT, y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
-    ROCQ_X(MATMUL, rocq_matmul_params, IN, w, ROCQ__ANY | ROCQ__PLANAR)
-    ROCQ_X(MATMUL, rocq_matmul_params, IN, w2, ROCQ__ANY | ROCQ__PLANAR | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL, rocq_matmul_params, KEPT, w, ROCQ__ANY | ROCQ__PLANAR)
+    ROCQ_X(MATMUL, rocq_matmul_params, KEPT, w2, ROCQ__ANY | ROCQ__PLANAR | ROCQ__OPTIONAL)
     ROCQ_X(MATMUL, rocq_matmul_params, IN, x, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
-    ROCQ_X(MATMUL, rocq_matmul_params, IN, bias, ROCQ__F32 | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL, rocq_matmul_params, KEPT, bias, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(MATMUL, rocq_matmul_params, IN_PLACE, gate, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(MATMUL, rocq_matmul_params, IN_PLACE, residual, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(ATTENTION, rocq_attention_params, OUT, out, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
     ROCQ_X(ATTENTION, rocq_attention_params, IN_PLACE, q, ROCQ__FLOAT)
-    ROCQ_X(ATTENTION, rocq_attention_params, IN, k, ROCQ__KV)
-    ROCQ_X(ATTENTION, rocq_attention_params, IN, v, ROCQ__KV)
+    ROCQ_X(ATTENTION, rocq_attention_params, KEPT, k, ROCQ__KV)
+    ROCQ_X(ATTENTION, rocq_attention_params, KEPT, v, ROCQ__KV)
     ROCQ_X(ATTENTION, rocq_attention_params, IN, mask, ROCQ__FLOAT | ROCQ__OPTIONAL)
-    ROCQ_X(ATTENTION, rocq_attention_params, IN, sinks, ROCQ__F32 | ROCQ__OPTIONAL)
+    ROCQ_X(ATTENTION, rocq_attention_params, KEPT, sinks, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(ATTENTION, rocq_attention_params, IN, kv_len, ROCQ__I32 | ROCQ__OPTIONAL)
     ROCQ_X(ATTENTION, rocq_attention_params, IN, page_table, ROCQ__I32 | ROCQ__OPTIONAL)
     ROCQ_X(RMSNORM, rocq_norm_params, OUT, y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
     ROCQ_X(RMSNORM, rocq_norm_params, IN_PLACE, x, ROCQ__FLOAT)
-    ROCQ_X(RMSNORM, rocq_norm_params, IN, weight, ROCQ__F32 | ROCQ__OPTIONAL)
+    ROCQ_X(RMSNORM, rocq_norm_params, KEPT, weight, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(RMSNORM, rocq_norm_params, OUT, rstd, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(LAYERNORM, rocq_norm_params, OUT, y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
     ROCQ_X(LAYERNORM, rocq_norm_params, IN_PLACE, x, ROCQ__FLOAT)
-    ROCQ_X(LAYERNORM, rocq_norm_params, IN, weight, ROCQ__F32 | ROCQ__OPTIONAL)
-    ROCQ_X(LAYERNORM, rocq_norm_params, IN, bias, ROCQ__F32 | ROCQ__OPTIONAL)
+    ROCQ_X(LAYERNORM, rocq_norm_params, KEPT, weight, ROCQ__F32 | ROCQ__OPTIONAL)
+    ROCQ_X(LAYERNORM, rocq_norm_params, KEPT, bias, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(LAYERNORM, rocq_norm_params, OUT, mean, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(LAYERNORM, rocq_norm_params, OUT, rstd, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(ROPE, rocq_rope_params, OUT, y, ROCQ__FLOAT)
     ROCQ_X(ROPE, rocq_rope_params, IN_PLACE, x, ROCQ__FLOAT)
     ROCQ_X(ROPE, rocq_rope_params, IN, pos, ROCQ__I32)
-    ROCQ_X(ROPE, rocq_rope_params, IN, rope.freq_factors, ROCQ__F32 | ROCQ__OPTIONAL)
+    ROCQ_X(ROPE, rocq_rope_params, KEPT, rope.freq_factors, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, q, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, k_cache, ROCQ__KV)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, v_cache, ROCQ__KV)
@@ -11492,7 +11510,8 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, v, ROCQ__F32)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, pos, ROCQ__I32)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, cell, ROCQ__I32 | ROCQ__OPTIONAL)
-    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, rope.freq_factors, ROCQ__F32 | ROCQ__OPTIONAL)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, KEPT, rope.freq_factors,
+           ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(ACTIVATE, rocq_activate_params, OUT, y, ROCQ__FLOAT)
     ROCQ_X(ACTIVATE, rocq_activate_params, IN_PLACE, x, ROCQ__FLOAT)
     ROCQ_X(GLU, rocq_glu_params, OUT, y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
@@ -11512,7 +11531,7 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(SOFTMAX, rocq_softmax_params, IN_PLACE, x, ROCQ__F32)
     ROCQ_X(SOFTMAX, rocq_softmax_params, IN, mask, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(GATHER, rocq_gather_params, OUT, y, ROCQ__FLOAT)
-    ROCQ_X(GATHER, rocq_gather_params, IN, table, ROCQ__ANY | ROCQ__PLANAR)
+    ROCQ_X(GATHER, rocq_gather_params, KEPT, table, ROCQ__ANY | ROCQ__PLANAR)
     ROCQ_X(GATHER, rocq_gather_params, IN, ids, ROCQ__I32)
     ROCQ_X(ARGMAX, rocq_argmax_params, OUT, index, ROCQ__I32)
     ROCQ_X(ARGMAX, rocq_argmax_params, IN, x, ROCQ__F32)
@@ -11956,7 +11975,8 @@ struct rocq_graph {
     int64_t scratch;  // largest of an op
     bool on_cpu;      // a GPU context does some of it on the CPU
     void *exec;       // the captured graph, or NULL: ops run one by one
-    bool refused;     // the runtime could not capture it
+    bool refused;     // the runtime could not capture it, or did not replay it right
+    bool checked;     // exec has been compared with the ops (rocq__replay_check)
     int64_t scratch_moves, n_launches; // when captured, of it
 #if ROCQ__HAS_PROFILE
     rocq__work work;  // of all ops, when captured
@@ -12093,6 +12113,34 @@ typedef struct rocq__region {
     bool written;
 } rocq__region;
 
+// The memory of a tensor, with the gaps between its rows.
+ROCQ__FN rocq__region rocq__region_of(const rocq_tensor *t, bool written) {
+    int64_t extent = 0;
+    rocq__region r;
+    rocq__extent(t, &extent);
+    memset(&r, 0, sizeof r);
+    r.begin = rocq__address(t);
+    r.end = r.begin + (uint64_t)extent;
+    r.written = written;
+    return r;
+}
+
+// Adds a region to a list whose regions do not overlap: it takes in all that it overlaps.
+ROCQ__FN void rocq__regions_add(rocq__region *regions, int32_t *n_regions, rocq__region r) {
+    for (int32_t k = 0; k < *n_regions;) {
+        if (regions[k].begin < r.end && r.begin < regions[k].end) {
+            r.begin = ROCQ__MIN(r.begin, regions[k].begin);
+            r.end = ROCQ__MAX(r.end, regions[k].end);
+            r.written = r.written || regions[k].written;
+            regions[k] = regions[--*n_regions];
+            k = 0;
+        } else {
+            k++;
+        }
+    }
+    regions[(*n_regions)++] = r;
+}
+
 // Operands are brought to the host, and outputs back. What overlaps on the device must do so here
 // as well, hence regions: each is copied once, whole, with the gaps of strided tensors.
 ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *params) {
@@ -12101,26 +12149,8 @@ ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *p
     int32_t n_regions = 0;
     ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
     for (int32_t i = 0; i < node->n_tensors; i++) {
-        const rocq_tensor *t = &node->tensors[i];
-        int64_t extent = 0;
-        rocq__region r;
-        rocq__extent(t, &extent);
-        memset(&r, 0, sizeof r);
-        r.begin = t->buffer.device.address + (uint64_t)t->offset;
-        r.end = r.begin + (uint64_t)extent;
-        r.written = node->output[i];
-        for (int32_t k = 0; k < n_regions;) { // takes in all that it touches
-            if (regions[k].begin < r.end && r.begin < regions[k].end) {
-                r.begin = ROCQ__MIN(r.begin, regions[k].begin);
-                r.end = ROCQ__MAX(r.end, regions[k].end);
-                r.written = r.written || regions[k].written;
-                regions[k] = regions[--n_regions];
-                k = 0;
-            } else {
-                k++;
-            }
-        }
-        regions[n_regions++] = r;
+        const rocq__region r = rocq__region_of(&node->tensors[i], node->output[i]);
+        rocq__regions_add(regions, &n_regions, r);
     }
     rocq_result result = ROCQ_OK;
     for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
@@ -12265,6 +12295,7 @@ ROCQ__FN rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     const rocq_hip *hip = gpu->hip;
     void *captured = NULL;
     rocq__graph_forget(ctx, graph);
+    graph->checked = false;
     for (const rocq__node *node = graph->first; node; node = node->next) {
         int64_t scratch; // an op may have been tuned since it was recorded
         bool on_cpu;
@@ -16081,6 +16112,374 @@ typedef union rocq__any_args {
 #undef ROCQ_X
 } rocq__any_args;
 
+// -- a replay against the ops --
+// A runtime may replay a graph wrongly: with arguments or input data of an earlier time, or without
+// one of its nodes. To find out, the graph runs three times: replayed over inputs A, replayed over
+// inputs B, and its ops one by one over inputs B; the last two must write the same bits. The replay
+// over A comes first, so that data a later one finds stale is other data. Before each run, outputs
+// are filled with a byte, so that one that is never written shows.
+//
+// Inputs must be such that no op reaches memory that has not been put aside. The only operand that
+// decides where an op writes is the cell of rocq_rope_append. Its values are i or i + 1 for token
+// i, so the first cells of a cache suffice. (Where ops of the graph compute the cells, all cells
+// are put aside.) Any other index out of range is caught by the kernels.
+
+typedef struct rocq__feed { // an input, and what it is given
+    rocq_tensor t;
+    bool is_index;              // I32: element i is first + i step, and over inputs B shift more;
+    int64_t first, step, shift; // else bytes that make sense in any format
+    bool is_cell;
+} rocq__feed;
+
+typedef struct rocq__replay {
+    rocq_ctx *ctx;
+    rocq_graph *graph;
+    // What is put aside, one after the other: the status word, regions, then rows of caches.
+    rocq__region *regions;
+    int32_t n_regions;
+    rocq_tensor *rows;
+    int32_t n_rows;
+    int64_t size;                // bytes of all that
+    rocq__feed *feeds;
+    int32_t n_feeds;
+    int64_t feed_size;           // of the largest feed
+    rocq__device_block *aside;   // [2 size]: what was there before, and what a run left
+    unsigned char *left;         // [size] by the replay over inputs B
+    unsigned char *values;       // [feed_size], then [ROCQ__PIECE] that are being compared
+} rocq__replay;
+
+ROCQ__FN void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *params,
+                             const rocq_tensor *t) {
+    rocq__feed f;
+    int64_t extent = 0;
+    memset(&f, 0, sizeof f);
+    f.t = *t;
+    f.is_index = t->format == ROCQ_I32;
+    f.step = f.shift = 1;
+    if (o->op == ROCQ_OP_ATTENTION) {
+        const rocq_attention_params *p = (const rocq_attention_params *)params;
+        if (t == p->page_table) f.shift = 0; // so that attention sees the cells that are written
+        if (t == p->kv_len) {                // as many as the queries, then one more
+            f.first = p->q->ne[2];
+            f.step = 0;
+            f.shift = p->page_table || p->k->ne[2] > f.first;
+        }
+    } else if (o->op == ROCQ_OP_ROPE_APPEND) {
+        const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
+        f.is_cell = t == (p->cell ? p->cell : p->pos);
+    } else if (o->op == ROCQ_OP_SAMPLE) {
+        if (t == ((const rocq_sample_params *)params)->allowed) { // bits: all, then but the first
+            f.first = f.shift = -1;
+            f.step = 0;
+        }
+    }
+    for (int32_t k = 0; k < r->n_feeds; k++) { // most are operands of every layer
+        const rocq__feed *had = &r->feeds[k];
+        if (rocq__same_tensor(&had->t, t) && had->first == f.first && had->step == f.step &&
+            had->shift == f.shift && had->is_cell == f.is_cell) {
+            return;
+        }
+    }
+    rocq__extent(t, &extent);
+    r->feed_size = ROCQ__MAX(r->feed_size, (extent + 3) / 4 * 4);
+    r->feeds[r->n_feeds++] = f;
+}
+
+ROCQ__FN bool rocq__region_holds(const rocq__region *list, int32_t n, const rocq__region *r) {
+    for (int32_t k = 0; k < n; k++) {
+        if (list[k].begin <= r->begin && r->end <= list[k].end) return true;
+    }
+    return false;
+}
+
+// Regions and feeds. Caches are left to rocq__replay_caches. written is as large as regions.
+ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__region *written) {
+    int32_t n_written = 0, end;
+    for (const rocq__node *node = r->graph->first; node; node = node->next) {
+        const int32_t begin = rocq__operands_begin(node->op, &end);
+        for (int pass = 0; pass < 2; pass++) { // what the op reads, then what it writes
+            for (const void *p = node->params; p; p = rocq__next_params(node->op, p)) {
+                for (int32_t i = begin; i < end; i++) {
+                    const rocq__operand *o = &rocq__operands[i];
+                    const rocq_tensor *t = rocq__operand_of(p, o);
+                    const bool out = o->role == ROCQ__OUT;
+                    if (!t || o->role == ROCQ__KEPT || out != (pass == 1)) continue;
+                    if (out && o->op == ROCQ_OP_ROPE_APPEND &&
+                        o->offset != offsetof(rocq_rope_append_params, q)) {
+                        continue;
+                    }
+                    const rocq__region region = rocq__region_of(t, out);
+                    if (!out && rocq__region_holds(written, n_written, &region)) continue;
+                    rocq__regions_add(r->regions, &r->n_regions, region);
+                    if (out) rocq__regions_add(written, &n_written, region);
+                    else rocq__feed_add(r, o, p, t);
+                }
+            }
+        }
+    }
+}
+
+// Whether an op writes to t, so that what it is fed does not last.
+ROCQ__FN bool rocq__replay_writes(const rocq__replay *r, const rocq_tensor *t) {
+    const rocq__region region = rocq__region_of(t, false);
+    for (int32_t k = 0; k < r->n_regions; k++) {
+        const rocq__region *other = &r->regions[k];
+        if (other->written && other->begin < region.end && region.begin < other->end) return true;
+    }
+    return false;
+}
+
+// The rows of caches that may be written, one more than the most tokens of an append.
+ROCQ__FN void rocq__replay_caches(rocq__replay *r) {
+    int64_t n_cells = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        for (const rocq__node *node = r->graph->first; node; node = node->next) {
+            if (node->op != ROCQ_OP_ROPE_APPEND) continue;
+            const rocq_rope_append_params *p = (const rocq_rope_append_params *)node->params;
+            if (pass == 0) {
+                const rocq_tensor *cell = p->cell ? p->cell : p->pos;
+                n_cells = ROCQ__MAX(n_cells, p->k->ne[2] + 1);
+                if (rocq__replay_writes(r, cell)) n_cells = INT64_MAX;
+                continue;
+            }
+            for (int i = 0; i < 2; i++) {
+                rocq_tensor rows = i == 0 ? *p->k_cache : *p->v_cache;
+                rows.ne[2] = ROCQ__MIN(rows.ne[2], n_cells);
+                r->rows[r->n_rows++] = rows;
+            }
+        }
+    }
+}
+
+// Finds out what has to be put aside, and takes the memory for it.
+ROCQ__FN rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
+    rocq_ctx *ctx = r->ctx;
+    int64_t n = 0;
+    for (const rocq__node *node = r->graph->first; node; node = node->next) n += node->n_tensors;
+    const int64_t item = 2 * (int64_t)sizeof(rocq__region) + (int64_t)sizeof(rocq__feed) +
+                         (int64_t)sizeof(rocq_tensor);
+    char *memory = n <= INT32_MAX ? (char *)rocq__alloc(ctx, n * item) : NULL;
+    if (!memory) return rocq__fail(ctx, ROCQ_E_MEMORY, "no host memory for %lld operands",
+                                   (long long)n);
+    *lists = memory;
+    r->feeds = (rocq__feed *)(void *)memory;
+    r->rows = (rocq_tensor *)(void *)(r->feeds + n);
+    r->regions = (rocq__region *)(void *)(r->rows + n);
+    rocq__replay_operands(r, r->regions + n);
+    rocq__replay_caches(r);
+    r->size = ROCQ__LINE; // the status word
+    for (int32_t k = 0; k < r->n_regions; k++) {
+        r->size += (int64_t)(r->regions[k].end - r->regions[k].begin + 255) / 256 * 256;
+    }
+    for (int32_t k = 0; k < r->n_rows; k++) {
+        r->size += (rocq_tensor_size(&r->rows[k]) + 255) / 256 * 256;
+    }
+    r->left = (unsigned char *)rocq__alloc(ctx, r->size + r->feed_size + ROCQ__PIECE);
+    if (!r->left) return rocq__fail(ctx, ROCQ_E_MEMORY, "no host memory for %lld bytes",
+                                    (long long)(r->size + r->feed_size + ROCQ__PIECE));
+    r->values = r->left + r->size;
+    ROCQ__TRY(rocq__take_budget(ctx, 2 * r->size));
+    const rocq_result result =
+        rocq__device_alloc(ctx, "warm", 2 * r->size, ROCQ__PRIVATE, &r->aside);
+    if (result != ROCQ_OK) ctx->budget_used -= 2 * r->size;
+    return result;
+}
+
+// Copies all that was touched to memory on the device, or restores it from there.
+ROCQ__FN rocq_result rocq__replay_copy(rocq__replay *r, char *memory, bool restore) {
+    rocq_ctx *ctx = r->ctx;
+    void *status = ctx->gpu->status;
+    ROCQ__TRY(rocq__copy_hip(ctx, restore ? status : memory, restore ? memory : status, 4));
+    memory += ROCQ__LINE;
+    for (int32_t k = 0; k < r->n_regions; k++) {
+        const int64_t size = (int64_t)(r->regions[k].end - r->regions[k].begin);
+        void *there = (void *)(uintptr_t)r->regions[k].begin;
+        ROCQ__TRY(rocq__copy_hip(ctx, restore ? there : memory, restore ? memory : there, size));
+        memory += (size + 255) / 256 * 256;
+    }
+    for (int32_t k = 0; k < r->n_rows; k++) {
+        const int64_t size = rocq_tensor_size(&r->rows[k]);
+        const rocq_buffer buffer = rocq_buffer_from_device((uint64_t)(uintptr_t)memory, size);
+        rocq_tensor packed = r->rows[k];
+        rocq_cast_params p; // to the same format: a copy of bytes between strides
+        rocq_tensor_init(&packed, &buffer, 0, packed.format, 4, packed.ne); // cannot fail
+        p.y = restore ? &r->rows[k] : &packed;
+        p.x = restore ? &packed : &r->rows[k];
+        ROCQ__TRY(rocq__cast_hip(ctx, &p, NULL));
+        memory += (size + 255) / 256 * 256;
+    }
+    return ROCQ_OK;
+}
+
+// Fills the outputs and gives the inputs A or B. Cells come last: where operands share memory, what
+// they are given counts.
+ROCQ__FN rocq_result rocq__replay_feed(rocq__replay *r, int b) {
+    rocq_ctx *ctx = r->ctx;
+    ROCQ__TRY(rocq__fill_hip(ctx, ctx->gpu->status, 0, 4));
+    for (int32_t k = 0; k < r->n_regions; k++) {
+        const rocq__region *region = &r->regions[k];
+        if (!region->written) continue;
+        ROCQ__TRY(rocq__fill_hip(ctx, (void *)(uintptr_t)region->begin, 0x39 + b,
+                                 (int64_t)(region->end - region->begin)));
+    }
+    for (int cells = 0; cells < 2; cells++) {
+        for (int32_t k = 0; k < r->n_feeds; k++) {
+            const rocq__feed *f = &r->feeds[k];
+            uint32_t random = (uint32_t)(2 * k + b);
+            int64_t size = 0;
+            if (f->is_cell != (cells == 1)) continue;
+            rocq__extent(&f->t, &size);
+            for (int64_t i = 0; i < (size + 3) / 4; i++) {
+                int32_t word = (int32_t)(f->first + i * f->step + b * f->shift);
+                if (!f->is_index) { // 4e-5 to 0.75 in F32, 0.5 to 2 in F16
+                    random = random * 1664525u + 1013904223u;
+                    word = (int32_t)(0x38383838u | (random >> 4 & 0x07070707u));
+                }
+                memcpy(r->values + 4 * i, &word, 4);
+            }
+            rocq_tensor bytes; // of no particular shape
+            memset(&bytes, 0, sizeof bytes);
+            bytes.buffer = rocq_buffer_from_device(rocq__address(&f->t), size);
+            ROCQ__TRY(rocq__upload_memory(ctx, &bytes, r->values, size));
+        }
+    }
+    return ROCQ_OK;
+}
+
+// Compares what the ops have left with what the replay had. *at is the first byte that differs, or
+// r->size.
+ROCQ__FN rocq_result rocq__replay_compare(rocq__replay *r, const char *memory, int64_t *at) {
+    unsigned char *piece = r->values + r->feed_size;
+    *at = r->size;
+    for (int64_t i = 0; i < r->size; i += ROCQ__PIECE) {
+        const int64_t size = ROCQ__MIN((int64_t)ROCQ__PIECE, r->size - i);
+        ROCQ__TRY(rocq__download_hip(r->ctx, piece, memory + i, size));
+        if (memcmp(piece, r->left + i, (size_t)size) == 0) continue;
+        *at = i;
+        while (piece[*at - i] == r->left[*at]) ++*at;
+        return ROCQ_OK;
+    }
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__replay_runs(rocq__replay *r, int64_t *at) {
+    rocq_ctx *ctx = r->ctx;
+    char *left = (char *)r->aside->address + r->size;
+    for (int run = 0; run < 3; run++) {
+        ROCQ__TRY(rocq__replay_feed(r, run > 0));
+        if (run < 2) ROCQ__TRY(rocq__graph_submit(ctx, r->graph));
+        else ROCQ__TRY(rocq__graph_run(ctx, r->graph));
+        if (run == 0) continue;
+        ROCQ__TRY(rocq__replay_copy(r, left, false));
+        if (run == 1) ROCQ__TRY(rocq__download_hip(ctx, r->left, left, r->size));
+    }
+    return rocq__replay_compare(r, left, at);
+}
+
+// The last op that writes to byte at of what was put aside; NULL: the status word, or a gap.
+ROCQ__FN const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t at) {
+    const rocq__node *found = NULL;
+    uint64_t address = 0;
+    int64_t begin = ROCQ__LINE;
+    for (int32_t k = 0; k < r->n_regions && at >= begin; k++) {
+        const int64_t size = (int64_t)(r->regions[k].end - r->regions[k].begin);
+        if (at - begin < size) address = r->regions[k].begin + (uint64_t)(at - begin);
+        begin += (size + 255) / 256 * 256;
+    }
+    for (const rocq__node *node = r->graph->first; node; node = node->next) {
+        for (int32_t i = 0; i < node->n_tensors; i++) {
+            const rocq__region t = rocq__region_of(&node->tensors[i], false);
+            if (node->output[i] && t.begin <= address && address < t.end) found = node;
+        }
+    }
+    for (int32_t k = 0; k < r->n_rows && at >= begin; k++) {
+        begin += (rocq_tensor_size(&r->rows[k]) + 255) / 256 * 256;
+        if (at >= begin) continue;
+        for (const rocq__node *node = r->graph->first; node; node = node->next) {
+            const rocq_rope_append_params *p = (const rocq_rope_append_params *)node->params;
+            if (node->op == ROCQ_OP_ROPE_APPEND &&
+                (rocq__address(p->k_cache) == rocq__address(&r->rows[k]) ||
+                 rocq__address(p->v_cache) == rocq__address(&r->rows[k]))) {
+                found = node;
+            }
+        }
+    }
+    return found;
+}
+
+ROCQ__FN void rocq__replay_refuse(rocq__replay *r, int64_t at) {
+    rocq_ctx *ctx = r->ctx;
+    const rocq__node *found = rocq__replay_find(r, at);
+    int32_t number = 0, n = 0;
+    for (const rocq__node *node = r->graph->first; node; node = node->next) {
+        n++;
+        if (node == found) number = n;
+    }
+    snprintf(ctx->gpu->replay, sizeof ctx->gpu->replay,
+             "graph: a replay of its %d ops does not write what they write, seen in the output of "
+             "op %d, %s: from now on they run one by one",
+             (int)n, (int)number, found ? rocq__ops[found->op].name : "the status word");
+    rocq__log(ctx, ROCQ_LOG_WARN, "%s", ctx->gpu->replay);
+    r->graph->refused = true;
+    rocq__graph_forget(ctx, r->graph);
+    ctx->stats.n_replays_refused++;
+}
+
+ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
+    rocq__gpu *gpu = ctx->gpu;
+    const int64_t n_launches = ctx->stats.n_launches;
+    const bool quiet = ctx->quiet;
+    rocq__replay r;
+    void *lists = NULL;
+    int64_t at = 0;
+    memset(&r, 0, sizeof r);
+    r.ctx = ctx;
+    r.graph = graph;
+    ctx->quiet = true;
+    rocq_result result = rocq__replay_begin(&r, &lists);
+    ctx->quiet = quiet;
+    const bool unchecked = result == ROCQ_E_MEMORY || result == ROCQ_E_BUDGET;
+    if (unchecked) {
+        rocq__log(ctx, ROCQ_LOG_WARN, "graph: its replay is not checked: %s", ctx->error);
+        result = ROCQ_OK;
+    } else if (result != ROCQ_OK) {
+        rocq__log(ctx, ROCQ_LOG_ERROR, "%s", ctx->error);
+    } else {
+#if ROCQ__HAS_PROFILE
+        rocq__profile *profiling = ctx->profiling; // these runs are none of the program's
+        ctx->profiling = NULL;
+#endif
+        char *aside = (char *)r.aside->address;
+        result = rocq__replay_copy(&r, aside, false);
+        if (result == ROCQ_OK) {
+            result = rocq__replay_runs(&r, &at);
+            if (!gpu->lost && rocq__replay_copy(&r, aside, true) != ROCQ_OK) {
+                gpu->lost = true; // tensors have not got their contents back
+                result = rocq__fail(ctx, ROCQ_E_LOST, "warm: tensors could not be restored; the "
+                                    "GPU is lost, close the context");
+            }
+        }
+#if ROCQ__HAS_PROFILE
+        ctx->profiling = profiling;
+#endif
+        ctx->stats.n_launches = n_launches;
+    }
+    if (result == ROCQ_OK && !unchecked) {
+        graph->checked = true;
+        ctx->stats.n_replays_checked++;
+        if (at < r.size) rocq__replay_refuse(&r, at);
+    }
+    if (r.aside) {
+        const int error = gpu->hip->stream_wait(gpu->stream);
+        if (error != 0 && result == ROCQ_OK) result = rocq__hip_failed(ctx, "warm", error);
+        ctx->budget_used -= r.aside->size;
+        rocq__device_free(ctx, r.aside);
+    }
+    rocq__free(ctx, r.left);
+    rocq__free(ctx, lists);
+    return result;
+}
+
 ROCQ__FN rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     rocq_result result = ROCQ_OK;
@@ -16108,6 +16507,7 @@ ROCQ__FN rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
         if (graph->exec && gpu->hip->graph_upload) {
             ROCQ__HIP("graph", gpu->hip->graph_upload(graph->exec, gpu->stream));
         }
+        if (graph->exec && !graph->checked) ROCQ__TRY(rocq__replay_check(ctx, graph));
     }
     ROCQ__HIP("warm", gpu->hip->stream_wait(gpu->stream));
     return ROCQ_OK;
@@ -16456,7 +16856,7 @@ ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info) {
     info->device = ctx->device;
     info->gpu_result = ctx->gpu_result;
     info->gpu_message = ctx->gpu_message;
-    info->runtime = info->kernels = info->pci = "";
+    info->runtime = info->kernels = info->pci = info->replay = "";
     if (rocq__on_gpu(ctx)) {
         info->runtime = ctx->gpu->runtime;
         info->kernels = ctx->gpu->kernels;
@@ -16464,6 +16864,7 @@ ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info) {
         info->target = ctx->gpu->chip.target;
         info->n_units = ctx->gpu->chip.n_units;
         info->device_bytes = ctx->gpu->device_bytes;
+        info->replay = ctx->gpu->replay;
     }
     info->desc = ctx->desc;
     return ROCQ_OK;

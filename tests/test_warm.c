@@ -1,5 +1,5 @@
-// rocq_warm: what is left to do after it, errors, and that ops see nothing of it. On the CPU, and in a
-// GPU context on the stand-in.
+// rocq_warm: what is left to do after it, errors, that ops see nothing of it, and that a graph which a
+// runtime replays wrongly is found out. On the CPU, and in a GPU context on the stand-in.
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
@@ -208,7 +208,8 @@ static void test_first_copy(void **state) {
     nothing_wrong();
 }
 
-// Only the kernels of the graph's ops run, once each; none counts as an op's launch.
+// Only the kernels of the graph's ops run: once each without work, and three times as the graph
+// (rocq__replay_check). None counts as a launch of the program's.
 static void test_kernels(void **state) {
     (void)state;
     work k;
@@ -226,16 +227,380 @@ static void test_kernels(void **state) {
     assert_int_equal(rocq_warm(k.ctx, k.graph), ROCQ_OK);
     for (int i = 0; i < ROCQ_K_COUNT; i++) {
         const int64_t now = simt_launches(rocq__kernels[i].name + 7);
-        if (now - had[i] != (runs[i] ? 1 : 0)) {
+        if (now - had[i] != (runs[i] ? 4 : 0)) {
             fail_msg("%s ran %d times", rocq__kernels[i].name, (int)(now - had[i]));
         }
-        assert_int_equal(k.ctx->gpu->launches[i], counted[i]);
+        assert_int_equal(k.ctx->gpu->launches[i] - counted[i], runs[i]); // that of the ops
     }
     rocq_stats stats;
     assert_int_equal(rocq_get_stats(k.ctx, &stats), ROCQ_OK);
     assert_int_equal(stats.n_launches, 0);
     work_close(&k);
     nothing_wrong();
+}
+
+// -- a replay against the ops --
+// A layer of a transformer over T tokens, with its KV cache: ids and positions in, an index out.
+
+enum {
+    T = 2, HEAD = 64, HEADS = 2, D = HEAD * HEADS, CELLS = 12, VOCAB = 40, INPUTS = 3 * T + 1,
+    MEMORY = 1 << 19, CACHE = 1 << 13
+};
+
+typedef struct step {
+    rocq_ctx *ctx;
+    rocq_buffer memory;
+    rocq_kv *kv;
+    rocq_kv_view cache;
+    rocq_tensor inputs, table, to_q, to_k, to_v, to_out, x, h, q, k, v, seen, logits, index;
+    rocq_graph *graph;
+    unsigned char had[MEMORY + CACHE + 4]; // memory, that of the cache, and the status word
+    rocq_log_level worst; // least of the messages
+    char message[400];    // the last one
+} step;
+
+static void step_log(rocq_log_level level, const char *message, void *user) {
+    step *s = (step *)user;
+    if (s->worst == 0 || level < s->worst) s->worst = level;
+    snprintf(s->message, sizeof s->message, "%s", message);
+}
+
+static rocq_tensor step_heads(const rocq_tensor *t, int64_t n_heads) {
+    const int64_t ne[3] = {HEAD, n_heads, T};
+    rocq_tensor view;
+    assert_int_equal(rocq_tensor_reshape(&view, t, 3, ne), ROCQ_OK);
+    return view;
+}
+
+static rocq_tensor step_input(const step *s, int64_t first, int64_t n) {
+    const int64_t start[4] = {first, 0, 0, 0}, ne[4] = {n, 1, 1, 1};
+    rocq_tensor view;
+    assert_int_equal(rocq_tensor_view(&view, &s->inputs, start, ne), ROCQ_OK);
+    return view;
+}
+
+static rocq_result step_ops(step *s) {
+    const rocq_tensor kv_len = step_input(s, 0, 1), ids = step_input(s, 1, T);
+    const rocq_tensor pos = step_input(s, 1 + T, T), cell = step_input(s, 1 + 2 * T, T);
+    const rocq_tensor q = step_heads(&s->q, HEADS), k = step_heads(&s->k, 1);
+    const rocq_tensor v = step_heads(&s->v, 1), seen = step_heads(&s->seen, HEADS);
+    const rocq_precision exact = ROCQ_PRECISION_F32;
+    const rocq_gather_params embed = {.y = &s->x, .table = &s->table, .ids = &ids};
+    const rocq_norm_params norm = {.y = &s->h, .x = &s->x};
+    const rocq_matmul_params to_v = {.y = &s->v, .w = &s->to_v, .x = &s->h, .precision = exact};
+    const rocq_matmul_params to_k = {.y = &s->k, .w = &s->to_k, .x = &s->h, .precision = exact,
+                                     .next = &to_v};
+    const rocq_matmul_params to_q = {.y = &s->q, .w = &s->to_q, .x = &s->h, .precision = exact,
+                                     .next = &to_k};
+    const rocq_rope_append_params append = {
+        .q = &q, .k = &k, .v = &v, .k_cache = &s->cache.k_cache, .v_cache = &s->cache.v_cache,
+        .pos = &pos, .cell = &cell};
+    const rocq_attention_params attend = {
+        .out = &seen, .q = &q, .k = &s->cache.k, .v = &s->cache.v, .kv_len = &kv_len,
+        .page_table = s->cache.page_size ? &s->cache.page_table : NULL,
+        .page_size = s->cache.page_size, .causal = true};
+    const rocq_matmul_params out = {.y = &s->x, .w = &s->to_out, .x = &s->seen, .residual = &s->x,
+                                    .precision = exact};
+    const rocq_matmul_params head = {.y = &s->logits, .w = &s->table, .x = &s->x,
+                                     .precision = exact};
+    const rocq_argmax_params choose = {.index = &s->index, .x = &s->logits};
+    rocq_result result = rocq_gather(s->ctx, &embed);
+    if (result == ROCQ_OK) result = rocq_rmsnorm(s->ctx, &norm);
+    if (result == ROCQ_OK) result = rocq_matmul(s->ctx, &to_q);
+    if (result == ROCQ_OK) result = rocq_rope_append(s->ctx, &append);
+    if (result == ROCQ_OK) result = rocq_attention(s->ctx, &attend);
+    if (result == ROCQ_OK) result = rocq_matmul(s->ctx, &out);
+    if (result == ROCQ_OK) result = rocq_matmul(s->ctx, &head);
+    return result == ROCQ_OK ? rocq_argmax(s->ctx, &choose) : result;
+}
+
+static void step_record(step *s) {
+    assert_int_equal(rocq_graph_begin(s->ctx), ROCQ_OK);
+    assert_int_equal(step_ops(s), ROCQ_OK);
+    assert_int_equal(rocq_graph_end(s->ctx, &s->graph), ROCQ_OK);
+}
+
+// What the step reads from outside: tokens 3 and 9 at positions 5 and 6, of which there are 7.
+static void step_feed(step *s) {
+    int32_t words[INPUTS] = {5 + T, 3, 9, 5, 6};
+    assert_int_equal(rocq_kv_truncate(s->kv, 0, 0), ROCQ_OK);
+    assert_int_equal(rocq_kv_append(s->kv, 0, 5, NULL), ROCQ_OK);
+    assert_int_equal(rocq_kv_append(s->kv, 0, T, words + 1 + 2 * T), ROCQ_OK);
+    assert_int_equal(rocq_kv_flush(s->kv), ROCQ_OK);
+    assert_int_equal(rocq_upload(s->ctx, &s->inputs, words, sizeof words), ROCQ_OK);
+}
+
+static void step_open(step *s, rocq_desc desc, int32_t page_size, rocq_format format) {
+    const rocq_kv_desc kv = {.n_layers = 1, .n_kv_heads = 1, .head_dim = HEAD, .k_format = format,
+                             .v_format = format, .n_ctx = CELLS, .page_size = page_size};
+    const struct { rocq_tensor *t; rocq_format format; int64_t ne[2]; } list[] = {
+        {&s->inputs, ROCQ_I32, {INPUTS, 1}}, {&s->table, ROCQ_F32, {D, VOCAB}},
+        {&s->to_q, ROCQ_F32, {D, D}},        {&s->to_k, ROCQ_F32, {D, HEAD}},
+        {&s->to_v, ROCQ_F32, {D, HEAD}},     {&s->to_out, ROCQ_F32, {D, D}},
+        {&s->x, ROCQ_F32, {D, T}},           {&s->h, ROCQ_F32, {D, T}},
+        {&s->q, ROCQ_F32, {D, T}},           {&s->k, ROCQ_F32, {HEAD, T}},
+        {&s->v, ROCQ_F32, {HEAD, T}},        {&s->seen, ROCQ_F32, {D, T}},
+        {&s->logits, ROCQ_F32, {VOCAB, T}},  {&s->index, ROCQ_I32, {T, 1}},
+    };
+    static float values[D * D];
+    rocq_arena arena;
+    memset(s, 0, sizeof *s);
+    desc.prefer = ROCQ_GPU;
+    desc.n_threads = 1;
+    desc.log = step_log;
+    desc.log_user = s;
+    for (int i = 0; i < D * D; i++) values[i] = value_of(i) / 8.0f;
+    assert_int_equal(rocq_open(&s->ctx, &desc), ROCQ_OK);
+    assert_int_equal(rocq_kv_create(s->ctx, &s->kv, &kv), ROCQ_OK);
+    assert_int_equal(rocq_kv_layer(s->kv, 0, 0, 1, &s->cache), ROCQ_OK);
+    assert_int_equal(rocq_buffer_alloc(s->ctx, &s->memory, MEMORY), ROCQ_OK);
+    rocq_arena_init(&arena, &s->memory);
+    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) {
+        assert_int_equal(rocq_arena_tensor(&arena, list[i].t, list[i].format, 2, list[i].ne),
+                         ROCQ_OK);
+        assert_int_equal(rocq_upload(s->ctx, list[i].t, values, rocq_tensor_size(list[i].t)),
+                         ROCQ_OK);
+    }
+    for (int i = 0; i < 2; i++) { // cells of earlier positions: zeros
+        const rocq_tensor *t = i == 0 ? &s->kv->k : &s->kv->v;
+        static const unsigned char zeros[CACHE];
+        assert_int_equal(rocq_upload(s->ctx, t, zeros, rocq_tensor_size(t)), ROCQ_OK);
+    }
+    step_feed(s);
+}
+
+static void step_close(step *s) {
+    rocq_graph_free(s->ctx, &s->graph);
+    rocq_kv_free(&s->kv);
+    rocq_buffer_free(s->ctx, &s->memory);
+    rocq_close(&s->ctx);
+    nothing_wrong();
+}
+
+
+static void step_read(step *s, unsigned char *to) {
+    rocq_tensor t = {.format = ROCQ_I32, .n_dims = 1, .ne = {1, 1, 1, 1}, .stride = {1, 1, 1, 1}};
+    const rocq_buffer list[] = {s->memory, s->kv->memory,
+        rocq_buffer_from_device((uint64_t)(uintptr_t)s->ctx->gpu->status, 4)};
+    memset(to, 0, sizeof s->had);
+    for (int i = 0; i < 3; i++) {
+        t.buffer = list[i];
+        t.ne[0] = i == 1 ? ROCQ__MIN(t.buffer.size, (int64_t)CACHE) / 4 : t.buffer.size / 4;
+        assert_int_equal(rocq_download(s->ctx, to, &t, 4 * t.ne[0]), ROCQ_OK);
+        to += i == 0 ? MEMORY : CACHE;
+    }
+}
+
+static bool step_same(step *s) {
+    static unsigned char now[sizeof s->had];
+    step_read(s, now);
+    return memcmp(now, s->had, sizeof now) == 0;
+}
+
+// What the step is to write: the same without graphs.
+typedef struct step_result {
+    float logits[VOCAB * T], x[D * T];
+    int32_t index[T];
+} step_result;
+
+static void step_results(step *s, step_result *r) {
+    memset(r, 0xff, sizeof *r);
+    assert_int_equal(rocq_download(s->ctx, r->logits, &s->logits, sizeof r->logits), ROCQ_OK);
+    assert_int_equal(rocq_download(s->ctx, r->x, &s->x, sizeof r->x), ROCQ_OK);
+    assert_int_equal(rocq_download(s->ctx, r->index, &s->index, sizeof r->index), ROCQ_OK);
+    assert_int_equal(rocq_sync(s->ctx), ROCQ_OK);
+}
+
+static void step_expected(int32_t page_size, rocq_format format, step_result *r) {
+    static step s;
+    const rocq_desc desc = {.no_graphs = true};
+    step_open(&s, desc, page_size, format);
+    step_record(&s);
+    assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
+    assert_int_equal(rocq_graph_launch(s.ctx, s.graph), ROCQ_OK);
+    step_results(&s, r);
+    for (int i = 0; i < VOCAB * T; i++) assert_true(fabsf(r->logits[i]) < 1e3f);
+    step_close(&s);
+}
+
+// The step once over other tensors, in the memory behind: SIMT_REPLAY_STALE_ARGS takes the arguments
+// of these launches.
+static void step_elsewhere(step *s) {
+    rocq_tensor *const list[] = {&s->x, &s->h, &s->q, &s->k, &s->v, &s->seen, &s->logits,
+                                 &s->index};
+    for (int i = 0; i < 8; i++) list[i]->buffer.device.address += MEMORY / 2;
+    if (step_ops(s) != ROCQ_OK) fail_msg("%s", rocq_error(s->ctx));
+    if (rocq_sync(s->ctx) != ROCQ_OK) fail_msg("%s", rocq_error(s->ctx));
+    for (int i = 0; i < 8; i++) list[i]->buffer.device.address -= MEMORY / 2;
+}
+
+// One graph on a runtime that replays it wrongly, or right. Returns the graph's launches.
+static int64_t check_replay(int how, int node, int32_t page_size, rocq_format format) {
+    static step s;
+    step_result expected, found;
+    rocq_stats stats;
+    rocq_info info;
+    const rocq_desc desc = {0};
+    const bool wrong = how != SIMT_REPLAY_RIGHT;
+    step_expected(page_size, format, &expected);
+    simt_set_replay(how, node);
+    step_open(&s, desc, page_size, format);
+    step_elsewhere(&s);
+    step_record(&s);
+    assert_non_null(s.graph->exec);
+    const int64_t n = s.graph->n_launches;
+    step_read(&s, s.had);
+    for (int again = 0; again < 2; again++) {
+        assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
+        assert_int_equal(rocq_get_stats(s.ctx, &stats), ROCQ_OK);
+        assert_int_equal(rocq_get_info(s.ctx, &info), ROCQ_OK);
+        if (stats.n_replays_refused != wrong || stats.n_replays_checked != 1 ||
+            (s.graph->exec != NULL) == wrong) {
+            fail_msg("way %d, launch %d: %d checked, %d refused: %s", how, node,
+                     (int)stats.n_replays_checked, (int)stats.n_replays_refused, info.replay);
+        }
+        if (how != SIMT_REPLAY_STALE_ARGS) assert_true(step_same(&s)); // those write elsewhere
+    }
+    if (wrong) {
+        assert_int_equal(s.worst, ROCQ_LOG_WARN);
+        assert_string_equal(s.message, info.replay);
+        assert_non_null(strstr(info.replay, "one by one"));
+    } else {
+        assert_int_equal(s.worst, 0);
+        assert_string_equal(info.replay, "");
+    }
+    step_feed(&s);
+    assert_int_equal(rocq_graph_launch(s.ctx, s.graph), ROCQ_OK);
+    step_results(&s, &found);
+    assert_memory_equal(&found, &expected, sizeof found);
+    step_close(&s);
+    simt_set_replay(SIMT_REPLAY_RIGHT, -1);
+    return n;
+}
+
+static void test_replay_right(void **state) {
+    (void)state;
+    for (int32_t page_size = 0; page_size <= 4; page_size += 4) {
+        check_replay(SIMT_REPLAY_RIGHT, -1, page_size, ROCQ_F16);
+        check_replay(SIMT_REPLAY_RIGHT, -1, page_size, ROCQ_Q8_0);
+    }
+}
+static void test_replay_stale_args(void **state) {
+    (void)state;
+    const int64_t n = check_replay(SIMT_REPLAY_STALE_ARGS, -1, 0, ROCQ_F16);
+    for (int node = 0; node < n; node++) check_replay(SIMT_REPLAY_STALE_ARGS, node, 0, ROCQ_F16);
+}
+static void test_replay_stale_copies(void **state) {
+    (void)state;
+    check_replay(SIMT_REPLAY_STALE_COPIES, -1, 0, ROCQ_F16);
+    check_replay(SIMT_REPLAY_STALE_COPIES, -1, 4, ROCQ_F16);
+}
+static void test_replay_dropped(void **state) {
+    (void)state;
+    const int64_t n = check_replay(SIMT_REPLAY_DROPPED, -1, 0, ROCQ_F16);
+    assert_true(n >= 8);
+    for (int node = 0; node < n; node++) check_replay(SIMT_REPLAY_DROPPED, node, 0, ROCQ_Q8_0);
+}
+
+// A graph is judged by itself: another one of the context keeps its replay.
+static void test_replay_each(void **state) {
+    (void)state;
+    static step s;
+    rocq_stats stats;
+    rocq_graph *right;
+    const rocq_desc desc = {0};
+    step_open(&s, desc, 0, ROCQ_F16);
+    step_record(&s);
+    right = s.graph;
+    simt_set_replay(SIMT_REPLAY_DROPPED, 3);
+    step_record(&s);
+    assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
+    assert_int_equal(rocq_warm(s.ctx, right), ROCQ_OK);
+    assert_non_null(right->exec);
+    assert_null(s.graph->exec);
+    assert_int_equal(rocq_get_stats(s.ctx, &stats), ROCQ_OK);
+    assert_int_equal(stats.n_replays_checked, 2);
+    assert_int_equal(stats.n_replays_refused, 1);
+    simt_set_replay(SIMT_REPLAY_RIGHT, -1);
+    rocq_graph_free(s.ctx, &right);
+    step_close(&s);
+}
+
+// What ops have found wrong before is still told after.
+static void test_replay_status(void **state) {
+    (void)state;
+    static step s;
+    int32_t words[INPUTS] = {5 + T, 3, VOCAB, 5, 6, 5, 6};
+    const rocq_desc desc = {0};
+    step_open(&s, desc, 0, ROCQ_F16);
+    step_record(&s);
+    assert_int_equal(rocq_upload(s.ctx, &s.inputs, words, sizeof words), ROCQ_OK);
+    assert_int_equal(rocq_graph_launch(s.ctx, s.graph), ROCQ_OK);
+    assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
+    assert_int_equal(rocq_sync(s.ctx), ROCQ_E_BOUNDS);
+    assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
+    assert_int_equal(rocq_sync(s.ctx), ROCQ_OK);
+    step_close(&s);
+}
+
+// Without memory for it the replay is kept, unchecked, and the log says so.
+static void test_replay_budget(void **state) {
+    (void)state;
+    static step s;
+    rocq_stats stats;
+    step_result expected, found;
+    const rocq_desc desc = {0};
+    step_expected(0, ROCQ_F16, &expected);
+    step_open(&s, desc, 0, ROCQ_F16);
+    step_record(&s);
+    s.ctx->desc.memory_budget = s.ctx->budget_used + 1024;
+    step_read(&s, s.had);
+    assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
+    assert_int_equal(s.worst, ROCQ_LOG_WARN);
+    assert_non_null(strstr(s.message, "not checked"));
+    assert_true(step_same(&s));
+    assert_int_equal(rocq_get_stats(s.ctx, &stats), ROCQ_OK);
+    assert_int_equal(stats.n_replays_checked, 0);
+    assert_non_null(s.graph->exec);
+    assert_int_equal(rocq_graph_launch(s.ctx, s.graph), ROCQ_OK);
+    step_results(&s, &found);
+    assert_memory_equal(&found, &expected, sizeof found);
+    s.ctx->desc.memory_budget = 0; // and later it is checked
+    assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
+    assert_int_equal(rocq_get_stats(s.ctx, &stats), ROCQ_OK);
+    assert_int_equal(stats.n_replays_checked, 1);
+    step_close(&s);
+}
+
+// A runtime call that fails in between: either all is as it was, or the context is lost.
+static void test_replay_failures(void **state) {
+    (void)state;
+    static step s;
+    const rocq_desc desc = {0};
+    int n_lost = 0, n_failed = 0;
+    for (int64_t at = 1;; at++) {
+        step_open(&s, desc, 0, ROCQ_F16);
+        step_record(&s);
+        step_read(&s, s.had);
+        rocq_stats before, after;
+        assert_int_equal(rocq_warm(s.ctx, NULL), ROCQ_OK); // all but the check
+        assert_int_equal(rocq_get_stats(s.ctx, &before), ROCQ_OK);
+        const int64_t calls = simt_calls();
+        simt_fail_once(at, ROCQ_HIP_OUT_OF_MEMORY);
+        const rocq_result result = rocq_warm(s.ctx, s.graph);
+        const bool all = simt_calls() - calls < at;
+        simt_fail_at(0, 0);
+        assert_true(result == ROCQ_OK || result == ROCQ_E_MEMORY || result == ROCQ_E_LOST);
+        n_failed += result != ROCQ_OK;
+        n_lost += result == ROCQ_E_LOST;
+        if (result != ROCQ_E_LOST) assert_true(step_same(&s));
+        assert_int_equal(rocq_get_stats(s.ctx, &after), ROCQ_OK);
+        assert_int_equal(after.live_bytes, before.live_bytes);
+        assert_int_equal(s.ctx->gpu->lost, result == ROCQ_E_LOST);
+        step_close(&s);
+        if (all) break;
+    }
+    assert_true(n_failed > 20 && n_lost > 3 && n_lost < n_failed / 2);
 }
 
 static void test_misuse(void **state) {
@@ -334,7 +699,11 @@ int main(void) {
         cmocka_unit_test(test_rehearsal),  cmocka_unit_test(test_threads),
         cmocka_unit_test(test_first_copy), cmocka_unit_test(test_kernels),
         cmocka_unit_test(test_misuse),     cmocka_unit_test(test_failures),
-        cmocka_unit_test(test_no_memory),
+        cmocka_unit_test(test_no_memory),  cmocka_unit_test(test_replay_right),
+        cmocka_unit_test(test_replay_stale_args), cmocka_unit_test(test_replay_stale_copies),
+        cmocka_unit_test(test_replay_dropped), cmocka_unit_test(test_replay_each),
+        cmocka_unit_test(test_replay_status), cmocka_unit_test(test_replay_budget),
+        cmocka_unit_test(test_replay_failures),
     };
     return cmocka_run_group_tests_name("warm", tests, NULL, NULL);
 }

@@ -30,7 +30,7 @@ enum {
 };
 
 struct operation {
-    enum { LAUNCH, COPY, FILL, MARK, WAIT } what;
+    enum { LAUNCH, COPY, FILL, MARK, WAIT, HIDE, SHOW } what;
     simt_kernel *kernel;
     uint32_t grid_x, grid_z, threads;
     std::shared_ptr<std::vector<char>> args; // shared with the graph it may come from
@@ -44,6 +44,12 @@ struct operation {
     uint64_t after;      // has to have run so many operations
 };
 typedef std::vector<operation> operations;
+
+// A copy to the device that a replay does not see: what was there before, and what it brought.
+struct unseen_copy {
+    char *dst;
+    std::vector<char> before, after;
+};
 
 struct stream {
     operations queue;
@@ -79,6 +85,9 @@ struct runtime {
     int64_t calls = 0, fail_at = 0;
     int fail_code = 0;
     bool fail_on = false, lost = false;
+    int replay = SIMT_REPLAY_RIGHT, replay_node = -1;
+    std::map<simt_kernel *, std::shared_ptr<std::vector<char>>> last_args; // not of replays
+    std::vector<unseen_copy> unseen;
 
     runtime() {
         const char *when = getenv("SIMT_WORK");
@@ -178,6 +187,7 @@ int run_until(stream *s, uint64_t count);
 int run_one(const operation &o) {
     switch (o.what) {
     case operation::LAUNCH: {
+        if (!o.exec) hip().unseen.clear();
         const int errors = simt_run(o.kernel, o.grid_x, o.grid_z, o.threads, o.args->data());
         if (hip().selftest_error && strcmp(o.kernel->name, "selftest") == 0) {
             const rocq_k_selftest_args *a =
@@ -186,7 +196,28 @@ int run_one(const operation &o) {
         }
         return errors ? HIP_LAUNCH_FAILURE : HIP_OK;
     }
-    case operation::COPY: memmove(o.dst, o.src, o.size); return HIP_OK;
+    case operation::COPY:
+        if (o.kind == ROCQ_HIP_TO_DEVICE && hip().replay == SIMT_REPLAY_STALE_COPIES) {
+            char *dst = (char *)o.dst;
+            const char *src = (const char *)o.src;
+            hip().unseen.push_back({dst, std::vector<char>(dst, dst + o.size),
+                                    std::vector<char>(src, src + o.size)});
+        }
+        memmove(o.dst, o.src, o.size);
+        return HIP_OK;
+    case operation::HIDE: // the last copy first, so that what was there before all of them is back
+        for (auto c = hip().unseen.rbegin(); c != hip().unseen.rend(); ++c) {
+            memcpy(c->dst, c->before.data(), c->before.size());
+        }
+        return HIP_OK;
+    case operation::SHOW: // but where the replay has written
+        for (const unseen_copy &c : hip().unseen) {
+            for (size_t i = 0; i < c.before.size(); i++) {
+                if (c.dst[i] == c.before[i]) c.dst[i] = c.after[i];
+            }
+        }
+        hip().unseen.clear();
+        return HIP_OK;
     case operation::FILL: memset(o.dst, o.kind, o.size); return HIP_OK;
     case operation::WAIT: return hip().streams.count(o.on) ? run_until(o.on, o.after) : HIP_OK;
     default:
@@ -285,6 +316,7 @@ int launch(const char *call, simt_kernel *kernel, unsigned grid_x, unsigned grid
     o.threads = threads;
     const char *bytes = (const char *)args;
     o.args = std::make_shared<std::vector<char>>(bytes, bytes + kernel->args_size);
+    if (!s->capturing) hip().last_args[kernel] = o.args;
     return submit(s, o);
 }
 
@@ -634,6 +666,17 @@ int hipGraphInstantiate(void **exec, void *graph, void **, char *, size_t) {
         return HIP_INVALID_HANDLE;
     }
     operations *e = new operations(*(operations *)graph);
+    int node = 0;
+    for (operation &o : *e) {
+        if (o.what != operation::LAUNCH) continue;
+        const bool hit = hip().replay_node < 0 || hip().replay_node == node++;
+        const auto last = hip().last_args.find(o.kernel);
+        if (!hit) continue;
+        if (hip().replay == SIMT_REPLAY_STALE_ARGS && last != hip().last_args.end()) {
+            o.args = last->second;
+        }
+        if (hip().replay == SIMT_REPLAY_DROPPED) o.what = operation::MARK; // of no event
+    }
     hip().execs.insert(e);
     *exec = e;
     return HIP_OK;
@@ -664,7 +707,15 @@ int hipGraphLaunch(void *exec, void *on) {
         return HIP_INVALID_HANDLE;
     }
     int error = HIP_OK;
-    for (operation o : *(operations *)exec) {
+    operations nodes = *(operations *)exec;
+    if (hip().replay == SIMT_REPLAY_STALE_COPIES) {
+        operation o = {};
+        o.what = operation::HIDE;
+        nodes.insert(nodes.begin(), o);
+        o.what = operation::SHOW;
+        nodes.push_back(o);
+    }
+    for (operation o : nodes) {
         o.exec = exec;
         const int e = submit(s, o);
         if (!error) error = e;
@@ -801,6 +852,12 @@ void simt_set_memory(size_t bytes) { hip().memory = bytes; }
 void simt_set_image_error(int code) { hip().image_error = code; }
 void simt_set_selftest_error(int word) { hip().selftest_error = word; }
 void simt_set_optional(int there) { simt_optional = there != 0; }
+void simt_set_replay(int how, int node) {
+    hip().replay = how;
+    hip().replay_node = node;
+    hip().unseen.clear();
+    hip().last_args.clear();
+}
 
 int simt_error_count(void) { return simt_errors(); }
 const char *simt_errors_text(void) { return simt_error_text(); }

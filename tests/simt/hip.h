@@ -47,6 +47,15 @@ void simt_set_image_error(int code);     /* what module_load answers: 0, or 209 
 void simt_set_selftest_error(int bits);  /* XORed into the self-test's word 4: computes wrongly */
 void simt_set_optional(int there);       /* the table's OPTIONAL functions: 1, or NULL */
 
+/* How replays of executable graphs go wrong, as those of some runtimes are reported to.
+   STALE_ARGS    kernels get the arguments of their last launch before the graph was instantiated
+   STALE_COPIES  what was copied to the device since the last launch of a kernel is not seen
+   DROPPED       a kernel is left out
+   node: the number of the graph's kernel launch that this befalls (STALE_ARGS and DROPPED), or -1
+   for all. Set before the graph is instantiated. */
+enum { SIMT_REPLAY_RIGHT, SIMT_REPLAY_STALE_ARGS, SIMT_REPLAY_STALE_COPIES, SIMT_REPLAY_DROPPED };
+void simt_set_replay(int how, int node);
+
 /* The stand-in's own errors, see simt.h. Their text, as printed on stderr. */
 int simt_error_count(void);
 const char *simt_errors_text(void);
