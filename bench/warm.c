@@ -10,6 +10,8 @@
 //   warm/MODEL/HOW/open              ms from opening the file to a model that is ready
 //   warm/MODEL/HOW/prompt/first      ms of 128 tokens to the first one drawn; /steady: median of later
 //   warm/MODEL/HOW/step/first        ms of a token; /steady: median of steps 10 to 60
+//   warm/MODEL/HOW/step/replay_check ms by which rocq_warm takes longer for comparing the step's replay
+//                                    with its ops, on a GPU: at most 3 of /steady is the aim
 //   warm/MODEL/HOW/prompt, step/ratio    of each process first over its own steady, so that what
 //                                    slows a whole process is not in it; warm: at most 1.1 is the aim
 //
@@ -22,7 +24,7 @@
 #include <fcntl.h>
 
 enum { PROMPT = 128, STEPS = 60, SKIP = 10, PROMPTS = 9, RUNS = 25, RUNS_LEAST = 5 };
-enum { OPEN, FIRST, STEADY, RATIO, FIGURES };
+enum { OPEN, FIRST, STEADY, CHECK, RATIO, FIGURES };
 
 static const char *kernels;
 
@@ -41,6 +43,21 @@ static rocq_result eval(llama_model *m, int32_t n, int32_t past) {
     m->n_past = past;
     const rocq_result result = llama_eval(m, tokens, n, NULL);
     return result == ROCQ_OK ? llama_sample(m, &how, &drawn) : result;
+}
+
+// On a GPU rocq_warm also replays a graph twice and runs its ops once, the first time it gets the
+// graph. How much longer that takes than the second time.
+static double check_ns(rocq_ctx *ctx, llama_model *m) {
+    double ns[2] = {0, 0};
+    if (!m->step) return 0;
+    rocq_graph_free(ctx, &m->step);
+    bool ok = llama__record(m, NULL) == ROCQ_OK;
+    for (int i = 0; i < 2 && ok; i++) {
+        const int64_t begin = rocq_time_ns();
+        ok = rocq_warm(ctx, m->step) == ROCQ_OK;
+        ns[i] = (double)(rocq_time_ns() - begin);
+    }
+    return ok ? ns[0] - ns[1] : 0;
 }
 
 static int measured(bool warm, bool step, const char *device, const char *path) {
@@ -67,7 +84,8 @@ static int measured(bool warm, bool step, const char *device, const char *path) 
     }
     if (!ok) fprintf(stderr, "%s %s\n", m.error, rocq_error(ctx));
     else printf("%f %f ", opened * 1e-6, ns[0] * 1e-6);
-    if (ok) printf("%f\n", median(ns + skip, n - skip) * 1e-6);
+    if (ok) printf("%f ", median(ns + skip, n - skip) * 1e-6);
+    if (ok) printf("%f\n", check_ns(ctx, &m) * 1e-6);
     llama_close(&m);
     rocq_gguf_close(&file);
     rocq_close(&ctx);
@@ -91,15 +109,15 @@ static bool start(const bench *b, bool warm, bool step, const char *path, double
              kernels ? kernels : "");
     FILE *f = popen(command, "r");
     if (!f) return false;
-    const bool got =
-        fscanf(f, "%lf %lf %lf", &figures[OPEN], &figures[FIRST], &figures[STEADY]) == RATIO;
+    const bool got = fscanf(f, "%lf %lf %lf %lf", &figures[OPEN], &figures[FIRST], &figures[STEADY],
+                            &figures[CHECK]) == RATIO;
     figures[RATIO] = got ? figures[FIRST] / figures[STEADY] : 0;
     return pclose(f) == 0 && got;
 }
 
 static void measure(bench *b, const char *model, const char *path, bool step) {
     static const char *const hows[] = {"cold", "warm"};
-    static const char *const figure[] = {"open", "first", "steady", "ratio"};
+    static const char *const figure[] = {"open", "first", "steady", "replay_check", "ratio"};
     static double samples[2][FIGURES][RUNS];
     const int64_t end_ns = rocq_time_ns() + (int64_t)(2e9 * b->seconds);
     const int least = b->tiny ? 1 : RUNS_LEAST, most = b->tiny ? 1 : RUNS;
@@ -130,6 +148,7 @@ static void measure(bench *b, const char *model, const char *path, bool step) {
         snprintf(value, sizeof value, "warm/%s/%s/open", model, hows[how]);
         if (step) bench_value(b, value, median(samples[how][OPEN], n), "ms", true);
         for (int i = FIRST; i <= RATIO; i++) {
+            if (i == CHECK && !(b->gpu && step)) continue;
             snprintf(value, sizeof value, "%s/%s", name[how], figure[i]);
             bench_value(b, value, median(samples[how][i], n), i == RATIO ? "ratio" : "ms", true);
         }
