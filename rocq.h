@@ -1231,6 +1231,7 @@ typedef struct rocq_gguf_value {
 typedef struct rocq_gguf_tensor {
     rocq_str name;
     uint32_t type_id;    // as in the file; a type rocq does not know can be listed, not loaded
+    const char *type_name; // "Q4_K", also of types rocq does not read; "unknown" for an id without
     rocq_format format;  // valid when known
     bool known;
     int32_t n_dims;
@@ -4546,6 +4547,27 @@ ROCQ__FN int64_t rocq__gguf_type_size(uint32_t type) {
     return type < sizeof sizes ? sizes[type] : 0;
 }
 
+// The tensor types of GGUF that are not in ROCQ_FORMATS, so that messages can name what is not read
+// here. Ids and names are those of enum ggml_type in ggml's ggml.h; some occur in old files only.
+#define ROCQ__OTHER_TYPES(X)                                                                      \
+    X(4, Q4_2) X(5, Q4_3) X(9, Q8_1) X(15, Q8_K) X(16, IQ2_XXS) X(17, IQ2_XS) X(18, IQ3_XXS)      \
+    X(19, IQ1_S) X(21, IQ3_S) X(22, IQ2_S) X(24, I8) X(25, I16) X(27, I64) X(28, F64)             \
+    X(29, IQ1_M) X(31, Q4_0_4_4) X(32, Q4_0_4_8) X(33, Q4_0_8_8) X(34, TQ1_0) X(35, TQ2_0)        \
+    X(36, IQ4_NL_4_4) X(37, IQ4_NL_4_8) X(38, IQ4_NL_8_8) X(40, NVFP4) X(41, Q1_0)
+
+ROCQ__FN const char *rocq__gguf_type_name(uint32_t type_id) {
+    // Beyond what the enum's bits hold the conversion itself is undefined in C++.
+    const rocq__codec *codec = type_id < 1024 ? rocq__codec_of((rocq_format)type_id) : NULL;
+    if (codec) return codec->info.name;
+    switch (type_id) {
+#define ROCQ_X(id, name) \
+    case id: return #name;
+        ROCQ__OTHER_TYPES(ROCQ_X)
+#undef ROCQ_X
+    default: return "unknown";
+    }
+}
+
 // Start of a name, fit for a one-line message whatever bytes the file has there.
 typedef struct rocq__label {
     char text[65];
@@ -5010,6 +5032,7 @@ ROCQ__FN rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gg
     }
     p += 4 + n_dims * 8;
     t.type_id = rocq__gguf_u32(p);
+    t.type_name = rocq__gguf_type_name(t.type_id);
     // Beyond what the enum's bits hold the conversion itself is undefined in C++.
     t.known = t.type_id < 1024 && rocq__block_of((rocq_format)t.type_id, &elems, &bytes);
     if (t.known) {
@@ -5372,6 +5395,13 @@ ROCQ__FN rocq_result rocq__read_failed(rocq_ctx *ctx, rocq_str name, int64_t off
                       label.text, (long long)size, (long long)offset);
 }
 
+ROCQ__FN rocq_result rocq__gguf_unread(rocq_ctx *ctx, const char *op, const char *name,
+                                       uint32_t type_id) {
+    return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: tensor '%s' has the type %s (id %lu), which rocq "
+                      "does not read", op, name, rocq__gguf_type_name(type_id),
+                      (unsigned long)type_id);
+}
+
 ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
                                     const rocq_gguf_tensor *tensor, void *dst) {
     if (!ctx) return ROCQ_E_ARGUMENT;
@@ -5379,10 +5409,7 @@ ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_read: file, tensor or dst is NULL");
     }
     const rocq__label name = rocq__label_of(tensor->name.data, tensor->name.length);
-    if (!tensor->known) {
-        return rocq__fail(ctx, ROCQ_E_FORMAT, "gguf_read: tensor '%s' has the unknown type %lu",
-                          name.text, (unsigned long)tensor->type_id);
-    }
+    if (!tensor->known) return rocq__gguf_unread(ctx, "gguf_read", name.text, tensor->type_id);
     int64_t end;
     if (!rocq__add(tensor->offset, tensor->size, &end) || end > file->size) {
         return rocq__fail(ctx, ROCQ_E_BOUNDS, "gguf_read: tensor '%s' is not of this file",
@@ -5453,10 +5480,7 @@ ROCQ__FN rocq_result rocq__part_init(rocq_ctx *ctx, const char *op, const rocq_g
     memset(part, 0, sizeof *part);
     part->name = found->name;
     part->offset = found->offset;
-    if (!found->known) {
-        return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: tensor '%s' has the unknown type %lu", op,
-                          name.text, (unsigned long)found->type_id);
-    }
+    if (!found->known) return rocq__gguf_unread(ctx, op, name.text, found->type_id);
     if (file->whole && ctx->backend == ROCQ_CPU && !copy) {
         // The ops take a const tensor's memory as void *; none writes to an operand.
         void *data = (void *)(uintptr_t)(file->head + found->offset);

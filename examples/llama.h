@@ -264,7 +264,7 @@ static bool llama__is(rocq_str s, const char *text) {
     return s.length == (int64_t)strlen(text) && memcmp(s.data, text, (size_t)s.length) == 0;
 }
 
-// Fails for a model in which a token sees those behind it: what it computes for a token changes when
+// Fails for a model in which a token sees those behind it. What it computes for a token changes as
 // text is added, so it has no keys and values that a cache could keep, and continues no text.
 static rocq_result llama__read_causal(llama_model *m, const rocq_gguf *file) {
     char key[128];
@@ -513,8 +513,8 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
                            (double)found.ne[0], (double)found.ne[1], (double)cols, (double)rows);
     }
     if (!found.known || found.format == ROCQ_I32 || (rows == 1 && found.format != ROCQ_F32)) {
-        return llama__fail(m, ROCQ_E_FORMAT, "tensor %s has format %u, which cannot be used here",
-                           name, (unsigned)found.type_id);
+        return llama__fail(m, ROCQ_E_FORMAT, "tensor %s has the type %s (id %u), which cannot be "
+                           "used here", name, found.type_name, (unsigned)found.type_id);
     }
     const int32_t i = m->n_weights++;
     snprintf(list->text[i], sizeof list->text[i], "%s", name);
