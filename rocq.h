@@ -5637,7 +5637,7 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
 #if ROCQ__HAS_STDIO
 typedef struct rocq__place {
     bool special;         // there, and no regular file
-    uint32_t permissions; // of a regular file that is there, else 0; POSIX only
+    uint32_t permissions; // of what is there, or 0; POSIX only
 } rocq__place;
 
 // Finds out about a path that is to be written, and false where that is not allowed.
@@ -5750,7 +5750,7 @@ ROCQ__FN void rocq__file_open(rocq_file *file) {
     if (good && (fileno(file->stream) == 1 || fileno(file->stream) == 2)) {
         errno = EBADF;
         good = false;
-    } else if (good && place.permissions != 0) {
+    } else if (good && !file->direct && place.permissions != 0) {
         good = chmod(file->part, (mode_t)place.permissions) == 0;
     }
 #endif

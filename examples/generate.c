@@ -38,14 +38,21 @@ static const char usage[] =
     "usage: generate [options]\n"
     "    --help           print this\n"
     "    -m FILE          model (the one in examples/model)\n"
-    "    -p TEXT          prompt\n"
+    "    -p TEXT          prompt; the token that begins a text (BOS) is added where the model\n"
+    "                     wants one, unless TEXT begins with it (\"<s>\")\n"
     "    -e               \\n, \\t, \\\" and \\\\ in the prompt stand for what they do in C\n"
     "    -n N             tokens to generate at most (256)\n"
     "    -c N             context: tokens of prompt and text together (the model's, at most 4096)\n"
     "    --temp X         0 takes the most probable token (0.8)\n"
     "    --top-k N        only the N most probable tokens, 0 = all (40)\n"
-    "    --top-p X        only the most probable tokens that make up X, 1 = all (0.95)\n"
+    "    --top-p X        only the most probable tokens that make up X, 0 or 1 = all (0.95)\n"
     "    --min-p X        only tokens X times as probable as the best, 0 = all (0.05)\n"
+    "    --repeat-penalty X     divide the logit of a token that was there, or multiply it where it\n"
+    "                     is negative, by X; 1 = off (1)\n"
+    "    --frequency-penalty X  lower it by X for each time that the token was there (0)\n"
+    "    --presence-penalty X   lower it by X once (0)\n"
+    "    --repeat-last-n N      the last N tokens of prompt and text are those that were there;\n"
+    "                     0 = none, -1 = as many as the context holds (64)\n"
     "    --seed N         of the draw (the time)\n"
     "    --threads N      CPU threads (one per core)\n"
     "    --device NAME    auto, cpu or gpu (auto)\n"
@@ -73,6 +80,7 @@ typedef struct options {
     bool help, escapes, no_graph, stats;
     int32_t n, n_ctx, n_threads;
     int32_t kv_page, shift;    // shift: tokens to keep, -1 = the text ends
+    int32_t last_n;            // tokens that penalties look at, -1 = n_ctx
     int32_t device, precision; // rocq_backend, rocq_precision
     rocq_sample_params sample; // the knobs only
 } options;
@@ -108,7 +116,8 @@ static bool parse_value(const char *text, const option *o) {
     int32_t at = 0;
     char *end;
     const double x = strtod(text, &end);
-    const bool number = end != text && *end == '\0' && x >= o->low && x <= o->high;
+    const bool plain = text[strspn(text, "+-.0123456789eE")] == '\0'; // else " 1", 0x1f, nan
+    const bool number = plain && end != text && *end == '\0' && x >= o->low && x <= o->high;
     switch (o->type) {
     case TEXT: *(const char **)o->to = text; return true;
     case DEVICE:
@@ -141,6 +150,10 @@ static bool parse_options(options *o, int argc, char **argv) {
         {"--top-k", INTEGER, 0, 1e9, &o->sample.top_k},
         {"--top-p", NUMBER, 0, 1, &o->sample.top_p},
         {"--min-p", NUMBER, 0, 1, &o->sample.min_p},
+        {"--repeat-penalty", NUMBER, 1e-3, 1e3, &o->sample.repeat_penalty},
+        {"--frequency-penalty", NUMBER, -1e6, 1e6, &o->sample.frequency_penalty},
+        {"--presence-penalty", NUMBER, -1e6, 1e6, &o->sample.presence_penalty},
+        {"--repeat-last-n", INTEGER, -1, 1e9, &o->last_n},
         {"--seed", SEED, 0, 9e15, &o->sample.seed},
         {"--threads", INTEGER, 1, 1024, &o->n_threads},
         {"--device", DEVICE, 0, 0, &o->device},
@@ -256,6 +269,10 @@ typedef struct run {
     llama_model model;
     tokenizer tok;
     tokenizer_ids ids;
+    int32_t *last;        // what penalties look at, the newest at the end: [n_last] of [last_n]
+    int32_t last_n, n_last;
+    rocq_buffer last_memory; // a copy of it, where ops reach it,
+    rocq_tensor recent;      // and its first n_last tokens
     char *prompt;
     float *logits;
     char reason[REASON_SIZE]; // of the last failure in rocq
@@ -337,8 +354,15 @@ static bool load_tuning(run *r, bool *tuned) {
     return true;
 }
 
-static bool write_file(const void *src, int64_t size, void *user) {
-    return fwrite(src, 1, (size_t)size, (FILE *)user) == (size_t)size;
+static bool create_file(run *r, rocq_file **out, const char *path) {
+    return rocq_file_create(r->ctx, out, path) == ROCQ_OK || fail(path, rocq_error(r->ctx));
+}
+
+// result: of what wrote it. A failed write is no reason yet: rocq_file_finish gives it.
+static bool finish_file(run *r, rocq_file **out, const char *path, rocq_result result) {
+    const bool keep = result == ROCQ_OK || result == ROCQ_E_IO;
+    if (rocq_file_finish(out, keep) == ROCQ_OK && keep) return true;
+    return fail(path, rocq_error(r->ctx));
 }
 
 static bool make_tuning(run *r) {
@@ -350,10 +374,9 @@ static bool make_tuning(run *r) {
         fprintf(stderr, "%-20s %9.3f            times as fast, %d launches tried in %.1f s\n",
                 "tuned", result.speedup, (int)result.n_tried, 1e-3 * result.spent_ms);
     }
-    FILE *out = fopen(r->o.tuning, "wb");
-    const bool written = out && rocq_tuning_save(r->ctx, write_file, out) == ROCQ_OK;
-    const bool closed = out && fclose(out) == 0;
-    return (written && closed) || fail(r->o.tuning, "cannot be written");
+    rocq_file *out = NULL;
+    return create_file(r, &out, r->o.tuning) &&
+           finish_file(r, &out, r->o.tuning, rocq_tuning_save(r->ctx, rocq_file_write, out));
 }
 
 static bool load(run *r) {
@@ -381,12 +404,50 @@ static bool load(run *r) {
     if (llama_open(&r->model, r->ctx, r->file, &how) != ROCQ_OK) {
         return fail(r->o.model, r->model.error);
     }
+    if (r->model.n_ctx > r->model.n_ctx_train) {
+        fprintf(stderr, "generate: -c %d: the model was trained on texts of %d tokens, beyond which"
+                " its text may make no sense\n", (int)r->model.n_ctx, (int)r->model.n_ctx_train);
+    }
     if (!tuned && !make_tuning(r)) return false;
     end_phase(r, LOAD);
     begin_phase(r, WARM);
     if (llama_warm(&r->model) != ROCQ_OK) return fail("warm-up", r->model.error);
     end_phase(r, WARM);
     return true;
+}
+
+// Adds a token to those that penalties look at, and forgets the oldest where there are too many.
+static void remember(run *r, int32_t token) {
+    if (r->last_n == 0) return;
+    if (r->n_last == r->last_n) {
+        memmove(r->last, r->last + 1, (size_t)--r->n_last * sizeof *r->last);
+    }
+    r->last[r->n_last++] = token;
+}
+
+// Room for them, where there are penalties, and the tokens of the prompt.
+static bool make_last(run *r) {
+    const rocq_sample_params *s = &r->o.sample;
+    const int32_t last_n = r->o.last_n < 0 || r->o.last_n > r->model.n_ctx ? r->model.n_ctx
+                                                                           : r->o.last_n;
+    const int64_t bytes = last_n * (int64_t)sizeof(int32_t);
+    const bool off = s->repeat_penalty == 1 && s->frequency_penalty == 0 && s->presence_penalty == 0;
+    if (off || last_n == 0) return true;
+    r->last = (int32_t *)malloc((size_t)bytes);
+    if (!r->last || rocq_buffer_alloc(r->ctx, &r->last_memory, bytes) != ROCQ_OK) {
+        return fail("penalties", "no memory");
+    }
+    r->last_n = last_n;
+    for (int64_t i = 0; i < r->ids.count; i++) remember(r, r->ids.data[i]);
+    return true;
+}
+
+static bool upload_last(run *r) {
+    const int64_t n = r->n_last;
+    if (n == 0) return true;
+    r->o.sample.recent = &r->recent;
+    return rocq_tensor_init(&r->recent, &r->last_memory, 0, ROCQ_I32, 1, &n) == ROCQ_OK &&
+           rocq_upload(r->ctx, &r->recent, r->last, rocq_tensor_size(&r->recent)) == ROCQ_OK;
 }
 
 static bool tokenize(run *r) {
@@ -397,11 +458,16 @@ static bool tokenize(run *r) {
     if (tokenizer_encode(&r->tok, &r->ids, r->prompt, length, true, true) != ROCQ_OK) {
         return fail("prompt", r->tok.error);
     }
+    // A prompt that was written with its BOS gets no second one, which no model has seen in training.
+    const int32_t *ids = r->ids.data;
+    if (r->tok.add_bos && r->ids.count > 1 && ids[0] == r->tok.bos && ids[1] == r->tok.bos) {
+        memmove(r->ids.data, ids + 1, (size_t)--r->ids.count * sizeof *ids);
+    }
     if (r->ids.count == 0) return fail("prompt", "is empty, and no token begins a text");
     if (r->ids.count > r->model.n_ctx) return fail("prompt", "is longer than the context (see -c)");
     r->n_prompt = (int32_t)r->ids.count;
     end_phase(r, TOKENIZE);
-    return true;
+    return make_last(r);
 }
 
 // For tests: all logits of the prompt, to compare with another program's.
@@ -415,15 +481,22 @@ static bool write_logits(run *r) {
     }
     end_phase(r, READ_PROMPT);
     rocq_region_end(r->ctx); // time to first token, which is not drawn
-    FILE *out = fopen(r->o.logits, "wb");
-    const bool written = out && fwrite(r->logits, sizeof(float), n, out) == n;
-    const bool closed = out && fclose(out) == 0;
-    return (written && closed) || fail(r->o.logits, "cannot be written");
+    rocq_file *out = NULL;
+    if (!create_file(r, &out, r->o.logits)) return false;
+    const bool written = rocq_file_write(r->logits, (int64_t)(n * sizeof(float)), out);
+    return finish_file(r, &out, r->o.logits, written ? ROCQ_OK : ROCQ_E_IO);
 }
 
-static void print(rocq_str text) {
+static bool print(rocq_str text) {
     fwrite(text.data, 1, (size_t)text.length, stdout);
-    fflush(stdout);
+    return fflush(stdout) == 0 && !ferror(stdout);
+}
+
+// What was printed may still not have arrived: on a full disk, or where the stream is closed.
+static bool close_streams(void) {
+    const bool printed = !ferror(stdout), said = !ferror(stderr);
+    if (fclose(stdout) != 0 || !printed) return fail("stdout", "cannot be written");
+    return said;
 }
 
 // Reads the prompt, then draws tokens until the model, -n, the context or Ctrl-C ends the text.
@@ -438,7 +511,7 @@ static bool generate(run *r) {
     }
     if (rocq_sync(r->ctx) != ROCQ_OK) return fail(r->o.model, rocq_error(r->ctx)); // to time it
     end_phase(r, READ_PROMPT);
-    print(prompt);
+    if (!print(prompt)) return fail("stdout", "cannot be written");
     while (r->n_generated < r->o.n && !interrupted) {
         const bool first = r->n_generated == 0;
         if (first) {
@@ -456,6 +529,7 @@ static bool generate(run *r) {
                 return fail(r->o.model, r->model.error);
             }
         }
+        if (!upload_last(r)) return fail("penalties", rocq_error(r->ctx));
         if (llama_sample(&r->model, &r->o.sample, &token) != ROCQ_OK) {
             return fail(r->o.model, r->model.error);
         }
@@ -470,13 +544,16 @@ static bool generate(run *r) {
             rocq_region_end(r->ctx);
         }
         if (tokenizer_is_end(&r->tok, token)) break;
-        print(tokenizer_next(&r->tok, &stream, token, false));
+        remember(r, token);
+        if (!print(tokenizer_next(&r->tok, &stream, token, false))) break;
     }
     print(tokenizer_next(&r->tok, &stream, -1, false));
+    const rocq_str line_end = {"\n", 1};
+    const bool printed = print(line_end);
     rocq_region_end(r->ctx); // generation, or time to first token
     if (r->n_generated > 0) r->generate = seconds() - start;
     r->launches = count_launches(r) - r->launches;
-    return ferror(stdout) ? fail("stdout", "cannot be written") : true;
+    return printed || fail("stdout", "cannot be written");
 }
 
 static void print_rate(const char *what, int32_t n, double time) {
@@ -518,12 +595,16 @@ static void print_stats(const run *r) {
             (double)(n_allocs - r->setup_allocs));
 }
 
-static bool write_report(const run *r, const char *path, rocq_report kind) {
+static bool write_report(run *r, const char *path, rocq_report kind) {
+    rocq_file *out = NULL;
     if (!path) return true;
-    FILE *out = fopen(path, "wb");
-    const bool written = out && rocq_profile_report(r->ctx, kind, write_file, out) == ROCQ_OK;
-    const bool closed = out && fclose(out) == 0;
-    return (written && closed) || fail(path, "cannot be written");
+    return create_file(r, &out, path) &&
+           finish_file(r, &out, path, rocq_profile_report(r->ctx, kind, rocq_file_write, out));
+}
+
+static bool write_stderr(const void *src, int64_t size, void *user) {
+    (void)user;
+    return fwrite(src, 1, (size_t)size, stderr) == (size_t)size;
 }
 
 static bool whole_run(run *r) {
@@ -539,13 +620,11 @@ static bool whole_run(run *r) {
     if (!load(r) || !tokenize(r)) return false;
     r->setup_allocs = n_allocs;
     if (r->o.logits ? !write_logits(r) : !generate(r)) return false;
-    if (!r->o.logits) printf("\n");
-    fflush(stdout);
     rocq_profile_stop(r->ctx);
     if (r->o.stats) {
         print_stats(r);
         fprintf(stderr, "\n");
-        rocq_profile_report(r->ctx, ROCQ_REPORT_TEXT, write_file, stderr);
+        rocq_profile_report(r->ctx, ROCQ_REPORT_TEXT, write_stderr, NULL);
     }
     return write_report(r, r->o.trace, ROCQ_REPORT_TRACE) &&
            write_report(r, r->o.profile, ROCQ_REPORT_JSON);
@@ -562,13 +641,16 @@ int main(int argc, char **argv) {
     r.o.sample.top_k = 40;
     r.o.sample.top_p = 0.95f;
     r.o.sample.min_p = 0.05f;
+    r.o.sample.repeat_penalty = 1;
+    r.o.last_n = 64;
     r.o.sample.seed = (uint64_t)time(NULL);
     r.terminal = is_terminal(2);
     if (!parse_options(&r.o, argc, argv)) return 1;
-    if (r.o.help) return fputs(usage, stdout) < 0;
+    if (r.o.help) fputs(usage, stdout);
     signal(SIGINT, on_interrupt);
-    const bool good = whole_run(&r);
+    const bool done = r.o.help || whole_run(&r), good = close_streams() && done;
     free(r.logits);
+    free(r.last);
     free(r.prompt);
     tokenizer_ids_free(&r.tok, &r.ids);
     tokenizer_close(&r.tok);

@@ -4,7 +4,6 @@
 
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
-
 #include <math.h>
 #include <stdio.h>
 #include <time.h>
@@ -53,6 +52,7 @@ int main(void) {
         printf("%-6s %17.2f %16.5f %14.0f\n", info->name, (double)info->bits_per_weight,
                f ? sqrt(error / power) : 0, 1e6 * time);
     }
+    if (ferror(stdout) || fclose(stdout) != 0) result = ROCQ_E_IO; // a full disk, a closed stdout
     if (result != ROCQ_OK) fprintf(stderr, "hello: %s\n", rocq_result_message(result));
     rocq_close(&ctx);
     return result == ROCQ_OK ? 0 : 1;

@@ -89,7 +89,9 @@ static bool window(job *j, int64_t begin, int64_t end, int64_t count) {
         for (int64_t i = 0; i < n; i++) { // position at + i predicts the token after it
             const int64_t next = at + i + 1;
             if (next < count || next >= end) continue;
-            j->nats += surprise(j->logits + i * m->n_vocab, m->n_vocab, j->ids.data[next]);
+            const double nats = surprise(j->logits + i * m->n_vocab, m->n_vocab, j->ids.data[next]);
+            if (!isfinite(nats)) return fail(j->model_path, "gives logits that are not finite");
+            j->nats += nats;
             j->n_tokens++;
         }
     }
@@ -146,6 +148,10 @@ static bool run(job *j) {
     if (llama_open(&j->model, j->ctx, j->file, &options) != ROCQ_OK) {
         return fail(j->model_path, j->model.error);
     }
+    if (j->model.n_ctx > j->model.n_ctx_train) {
+        fprintf(stderr, "perplexity: -c %d: the model was trained on texts of %d tokens\n",
+                (int)j->model.n_ctx, (int)j->model.n_ctx_train);
+    }
     const size_t n_logits = (size_t)j->model.n_batch * (size_t)j->model.n_vocab;
     j->logits = (float *)malloc(n_logits * sizeof(float));
     if (!j->logits) return fail("logits", "no memory");
@@ -156,10 +162,20 @@ static bool run(job *j) {
         if (!measure(j, j->text + at, end - at)) return false;
     }
     if (j->n_tokens == 0) return fail(j->text_path, "there is no token to predict");
+    const double perplexity = exp(j->nats / (double)j->n_tokens);
+    if (!isfinite(perplexity)) return fail(j->model_path, "has a perplexity beyond all numbers");
     printf("%.4f bits per byte, perplexity %.4f (%.0f tokens, %.0f bytes)\n",
-           j->nats / log(2.0) / (double)j->n_bytes, exp(j->nats / (double)j->n_tokens),
-           (double)j->n_tokens, (double)j->n_bytes);
-    return true;
+           j->nats / log(2.0) / (double)j->n_bytes, perplexity, (double)j->n_tokens,
+           (double)j->n_bytes);
+    // What was printed may still not have arrived: on a full disk, or where stdout is closed.
+    return (!ferror(stdout) && fclose(stdout) == 0) || fail("stdout", "cannot be written");
+}
+
+// A number of 2 to a billion in digits alone, or 0.
+static int32_t parse_context(const char *text) {
+    const bool digits = *text && text[strspn(text, "0123456789")] == '\0';
+    const double x = digits ? strtod(text, NULL) : 0;
+    return x >= 2 && x <= 1e9 ? (int32_t)x : 0;
 }
 
 int main(int argc, char **argv) {
@@ -170,8 +186,11 @@ int main(int argc, char **argv) {
     for (int i = 3; i < argc && good; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
         if (strcmp(argv[i], "--documents") == 0) j.documents = true;
-        else if (strcmp(argv[i], "-c") == 0 && atoi(value) > 1) j.n_ctx = atoi(argv[++i]);
-        else if (strcmp(argv[i], "--kv") == 0 && *value) j.kv = argv[++i];
+        else if (strcmp(argv[i], "-c") == 0) {
+            j.n_ctx = parse_context(value);
+            good = j.n_ctx != 0;
+            i++;
+        } else if (strcmp(argv[i], "--kv") == 0 && *value) j.kv = argv[++i];
         else if (strcmp(argv[i], "--kernels") == 0 && *value) j.kernels = argv[++i];
         else if (strcmp(argv[i], "--device") == 0) {
             int device = 0;
