@@ -11980,6 +11980,7 @@ typedef struct rocq__node {
     rocq_tensor *tensors; // [n_tensors]
     int32_t n_tensors;
     bool output[ROCQ__MAX_OPERANDS]; // tensor i is written
+    bool kept[ROCQ__MAX_OPERANDS];   // tensor i is a KEPT operand
 } rocq__node;
 
 // What an op, a graph or a copy does, for the profile (>>profile). Flops on the matrix unit are
@@ -12035,6 +12036,7 @@ ROCQ__FN rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *para
             rocq_tensor *own = &node->tensors[node->n_tensors];
             *own = *t;
             memcpy(copy + rocq__operands[i].offset, &own, sizeof own);
+            node->kept[node->n_tensors] = rocq__operands[i].role == ROCQ__KEPT;
             node->output[node->n_tensors++] = rocq__operands[i].role == ROCQ__OUT;
         }
         if (rocq__next_params(op, p)) {
@@ -16044,9 +16046,42 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
 
 // -- warm-up --
 
-// An op is rehearsed as it will run, with its weights and in its scratch, but what it writes, its
-// F32 and its integers are stand-ins: 0, and 1, which is a valid index and length. Gives the bytes
-// they take, and puts them into memory if that is not NULL.
+// An op is rehearsed as it will run, with its weights and in its scratch. All else that it reads or
+// writes is memory that may have no contents yet (activations, caches, masks, and what is read as a
+// weight but made by an op of the graph), so there it gets stand-ins: numbers are 0, and integers
+// 1, which is a valid index and length.
+
+ROCQ__FN bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) {
+    int64_t extent = 0, written;
+    rocq__extent(t, &extent);
+    const uint64_t begin = rocq__address(t), end = begin + (uint64_t)extent;
+    for (const rocq__node *node = graph->first; node; node = node->next) {
+        for (int32_t i = 0; i < node->n_tensors; i++) {
+            if (!node->output[i] || !rocq__extent(&node->tensors[i], &written)) continue;
+            const uint64_t at = rocq__address(&node->tensors[i]);
+            if (at < end && begin < at + (uint64_t)written) return true;
+        }
+    }
+    return false;
+}
+
+// Prepares a copy of the graph's op: kept[i] remains for what it reads where it is.
+ROCQ__FN void rocq__stand_in_plan(const rocq_graph *graph, rocq__node *copy) {
+    for (int32_t i = 0; i < copy->n_tensors; i++) {
+        rocq_tensor *t = &copy->tensors[i];
+        copy->kept[i] = copy->kept[i] && !rocq__graph_writes(graph, t);
+        if (copy->op != ROCQ_OP_ATTENTION) continue;
+        const rocq_attention_params *p = (const rocq_attention_params *)copy->params;
+        if (t != p->k && t != p->v) continue;
+        copy->kept[i] = false; // a cache may be empty, whoever fills it
+        // With a kv_len of 1 only the first position is read, or that of page 1: a stand-in for
+        // the whole cache would be large.
+        const int64_t rows = p->page_table ? 2 * (int64_t)p->page_size : 1;
+        if (p->kv_len) t->ne[2] = ROCQ__MIN(t->ne[2], rows);
+    }
+}
+
+// Gives the bytes that the stand-ins take, and puts them into memory if that is not NULL.
 ROCQ__FN int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
     int64_t used = 0;
     for (int32_t i = 0; i < node->n_tensors; i++) {
@@ -16054,7 +16089,7 @@ ROCQ__FN int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
         const int64_t begin = used;
         int64_t extent = 0;
         rocq__extent(t, &extent);
-        if (!node->output[i] && t->format != ROCQ_F32 && t->format != ROCQ_I32) continue;
+        if (node->kept[i]) continue;
         used += (extent + 255) / 256 * 256;
         if (!memory) continue;
         t->buffer = rocq_buffer_from_host(memory + begin, extent);
@@ -16067,7 +16102,7 @@ ROCQ__FN int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
 }
 
 enum {
-    ROCQ__STAND_INS = 8 << 20,    // bytes: an op that needs more (large F32 weights) is left out
+    ROCQ__STAND_INS = 8 << 20,    // bytes: an op that needs more (a large cache) is left out
     ROCQ__REHEARSAL_NS = 20000000 // again, while it takes less: each thread finds a core of its
 };                                // own, and the caches hold what they will hold
 
@@ -16080,11 +16115,17 @@ ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     unsigned char *memory = NULL;
     int64_t most = 1;
     for (rocq__node *node = graph->first; node && result == ROCQ_OK; node = node->next) {
-        const int64_t size = rocq__stand_in(node, NULL);
-        if (size > ROCQ__STAND_INS) continue;
-        most = ROCQ__MAX(most, size);
         result = rocq__node_copy(ctx, node->op, node->params, rocq__ops[node->op].params_size, end);
-        if (result == ROCQ_OK) end = &(*end)->next;
+        if (result != ROCQ_OK) break;
+        rocq__stand_in_plan(graph, *end);
+        const int64_t size = rocq__stand_in(*end, NULL);
+        if (size > ROCQ__STAND_INS) {
+            rocq__free(ctx, *end);
+            *end = NULL;
+            continue;
+        }
+        most = ROCQ__MAX(most, size);
+        end = &(*end)->next;
     }
     if (result == ROCQ_OK) {
         memory = (unsigned char *)rocq__alloc_aligned(ctx, most, 256);
