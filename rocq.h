@@ -162,8 +162,10 @@
    rocq_gguf_load, rocq_warm, the tuner, results of timers and profiles, all that gives memory back
    to the runtime (a pool's block stays), scratch memory that grows, and an op that falls back. Long
    launches are cut, so that by estimate none takes longer than dispatch_us and a renderer gets its
-   turn. rocq_cancel, from any thread, stops what has not been submitted. Every call makes the
-   context's device the current one of its thread.
+   turn. rocq_desc.sharing has presets for a GPU that also draws: graphics first, balanced, compute
+   first; rocq_get_info says what of them took effect and what the runtime ignored. rocq_cancel,
+   from any thread, stops what has not been submitted. Every call makes the context's device the
+   current one of its thread.
 
    An error of the runtime other than a lack of memory means that submitted work cannot be trusted:
    that call and all after it return E_LOST, and rocq_close still frees everything.
@@ -590,6 +592,29 @@ typedef enum rocq_precision {
     ROCQ_PRECISION_INT8  // activations in int8 blocks of 32, F32 sums: NMSE <= 5e-4
 } rocq_precision;
 
+// How a context shares the GPU with a renderer: presets over the fields of rocq_desc that follow
+// them here. A field that is set goes before the preset.
+//
+//                    priority   max_units   max_waves   dispatch_us
+//   BALANCED         normal     all         any         1000
+//   GRAPHICS_FIRST   low        all         8           500
+//   COMPUTE_FIRST    high       all         any         5000
+//
+// What both want is the memory's bandwidth, of which decode takes all there is, and none of these
+// limits that: judge by frame times, with the context at work and without.
+typedef enum rocq_sharing {
+    ROCQ_SHARING_BALANCED = 0,
+    ROCQ_SHARING_GRAPHICS_FIRST,
+    ROCQ_SHARING_COMPUTE_FIRST
+} rocq_sharing;
+
+typedef enum rocq_priority { // of the GPU's queue, among those of all programs
+    ROCQ_PRIORITY_DEFAULT = 0, // the preset's
+    ROCQ_PRIORITY_LOW,
+    ROCQ_PRIORITY_NORMAL,
+    ROCQ_PRIORITY_HIGH
+} rocq_priority;
+
 typedef struct rocq_desc {
     rocq_backend prefer;       // GPU: rocq_open fails without one, unless allow_fallback
     bool allow_fallback;       // an op (or a context) that the GPU cannot do runs on the CPU
@@ -603,11 +628,19 @@ typedef struct rocq_desc {
     const void *kernels_data;  // or the code object itself, not copied: must outlive the context.
                                // Both NULL = linked kernels, else the file ROCQ_KERNELS_PATH
     int64_t kernels_size;      // bytes of kernels_data
-    int32_t dispatch_us;       // most microseconds of a launch, by estimate; 0 = 5000, -1 = any
+    int32_t dispatch_us;       // most microseconds of a launch, by estimate; 0 = the preset's of
+                               // sharing, -1 = any. A frame at 144 Hz has 6900
     bool no_graphs;            // rocq_graph_launch runs the recorded ops one by one
     rocq_precision precision;  // what AUTO means in every op of the context
     void (*log)(rocq_log_level level, const char *message, void *user); // NULL = silent
     void *log_user;
+    rocq_sharing sharing;      // a preset for dispatch_us and the three below
+    rocq_priority priority;
+    int32_t max_units;         // compute units that work stays on, in pairs; 0 = the preset's, -1 =
+                               // all. The queue is then of normal priority
+    int32_t max_waves;         // waves on a SIMD (it has room for 16) of products with up to 8
+                               // columns, which are most of a token's time: 4, 6 ... 14; 0 = the
+                               // preset's, -1 = any. Fewer leave registers for a renderer's waves
 } rocq_desc;
 
 typedef struct rocq_info {
@@ -624,6 +657,11 @@ typedef struct rocq_info {
     rocq_desc desc;            // with every default filled in; its strings are the context's
     const char *replay;        // how the replay of a graph differed from its ops, when rocq_warm
                                // last found one that does; or ""
+    rocq_priority priority;    // of the queue as it was made; DEFAULT on the CPU
+    int32_t max_units;         // compute units that work stays on: n_units where it may use all
+    int32_t max_waves;         // as desc.max_waves came out: 16 = any; 0 on the CPU
+    const char *ignored;       // what of desc.priority, max_units and max_waves did not take
+                               // effect, and why; or ""
 } rocq_info;
 
 typedef struct rocq_stats {
@@ -2105,6 +2143,11 @@ enum {
     X(OPTIONAL, event_elapsed, hipEventElapsedTime, (float *ms, void *start, void *stop))         \
     X(OPTIONAL, stream_wait_event, hipStreamWaitEvent,                                            \
       (void *stream, void *event, unsigned flags))                                                \
+    X(OPTIONAL, priority_range, hipDeviceGetStreamPriorityRange, (int *least, int *greatest))     \
+    X(OPTIONAL, stream_create_priority, hipStreamCreateWithPriority,                              \
+      (void **stream, unsigned flags, int priority))                                              \
+    X(OPTIONAL, stream_create_units, hipExtStreamCreateWithCUMask,                                \
+      (void **stream, uint32_t n_words, const uint32_t *mask))                                    \
     X(OPTIONAL, memory_info, hipMemGetInfo, (size_t *free_bytes, size_t *total_bytes))            \
     X(OPTIONAL, driver_version, hipDriverGetVersion, (int *version))                              \
     X(OPTIONAL, capture_begin, hipStreamBeginCapture, (void *stream, int mode))                   \
@@ -2130,8 +2173,8 @@ typedef struct rocq_hip {
     const char *(*error_name)(int error);
     // Of a program that links the kernels; else zero. launch takes a kernel's host stub from stubs,
     // which are in the order of ROCQ_KERNELS.
-    int (*launch)(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads, void *args,
-                  void *stream);
+    int (*launch)(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads,
+                  unsigned lds, void *args, void *stream);
     const void *const *stubs;
     int n_stubs, version; // ROCQ_K_COUNT and ROCQ_VERSION of rocq_kernels.hip
 } rocq_hip;
@@ -9320,6 +9363,12 @@ typedef struct rocq__gpu {
     bool trial;            // errors end an attempt, not the context
     bool lost;             // only rocq_close works
     char replay[320];      // how the last replay that was given up differed, or ""
+    rocq_priority priority; // of stream
+    int32_t n_units;       // that the device has; chip.n_units are those that stream may use
+    int32_t max_waves;     // of a matvec on a SIMD
+    uint32_t matvec_lds;   // bytes that a block of a matvec asks for, and does not use: see
+                           // rocq__limit_waves
+    char ignored[400];     // what of the desc's sharing had no effect
 } rocq__gpu;
 
 // The code and sentence of a runtime call that returned error.
@@ -9584,13 +9633,16 @@ static const rocq__kernel rocq__kernels[ROCQ_K_COUNT] = {
 // One launch, as it is.
 ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint32_t grid_z,
                               uint32_t threads, void *args) {
+    static const char matvec[] = "rocq_k_matvec";
+    const bool limited = strncmp(rocq__kernels[kernel].name, matvec, sizeof matvec - 1) == 0;
+    const uint32_t lds = limited ? gpu->matvec_lds : 0;
     if (!gpu->image) {
-        return gpu->hip->launch(gpu->hip->stubs[kernel], grid_x, grid_z, threads, args,
+        return gpu->hip->launch(gpu->hip->stubs[kernel], grid_x, grid_z, threads, lds, args,
                                 gpu->stream);
     }
     void *list[1];
     list[0] = args;
-    return gpu->hip->module_launch(gpu->function[kernel], grid_x, 1, grid_z, threads, 1, 1, 0,
+    return gpu->hip->module_launch(gpu->function[kernel], grid_x, 1, grid_z, threads, 1, 1, lds,
                                    gpu->stream, list, NULL);
 }
 
@@ -16640,6 +16692,132 @@ ROCQ__FN void rocq__device_leave(rocq_ctx *ctx) {
     gpu->module = NULL;
 }
 
+// -- beside a renderer --
+
+// Notes that a wish of the desc has no effect.
+ROCQ__PRINTF(2, 3)
+ROCQ__FN void rocq__ignored(rocq__gpu *gpu, const char *format, ...) {
+    const size_t used = strlen(gpu->ignored), room = sizeof gpu->ignored - used;
+    va_list args;
+    va_start(args, format);
+    const int n = snprintf(gpu->ignored + used, room, "%s", used > 0 ? "; " : "");
+    if (n >= 0 && (size_t)n < room) {
+        vsnprintf(gpu->ignored + used + n, room - (size_t)n, format, args);
+    }
+    va_end(args);
+}
+
+// A queue on the first compute units. Bits of a mask are compute units; those of a WGP, two each,
+// are set together, because a workgroup may use both.
+ROCQ__FN void rocq__queue_on_units(rocq__gpu *gpu, int32_t most, void **stream) {
+    enum { WORDS = 32 };
+    uint32_t mask[WORDS];
+    const int32_t n = ROCQ__MAX(most / 2 * 2, 2), n_words = (gpu->n_units + 31) / 32;
+    if (n >= gpu->n_units) return;
+    if (!gpu->hip->stream_create_units || n_words > (int32_t)WORDS) {
+        rocq__ignored(gpu, "max_units %d: the runtime has no hipExtStreamCreateWithCUMask",
+                      (int)most);
+        return;
+    }
+    memset(mask, 0, sizeof mask);
+    for (int32_t i = 0; i < n; i++) mask[i / 32] |= 1u << i % 32;
+    const int error = gpu->hip->stream_create_units(stream, (uint32_t)n_words, mask);
+    if (error != 0) {
+        *stream = NULL;
+        rocq__ignored(gpu, "max_units %d: hipExtStreamCreateWithCUMask failed (%d)", (int)most,
+                      error);
+        return;
+    }
+    const double part = (double)n / gpu->n_units;
+    gpu->chip.n_units = n;
+    gpu->chip.flops_per_us *= part;
+    gpu->chip.matrix_per_us *= part;
+}
+
+// A queue of another priority than normal, which is that of a plain one. The runtime counts from
+// the least to the greatest downwards, and normal is 0.
+ROCQ__FN void rocq__queue_of_priority(rocq__gpu *gpu, rocq_priority wanted, void **stream) {
+    const rocq_hip *hip = gpu->hip;
+    const bool low = wanted == ROCQ_PRIORITY_LOW;
+    const char *name = low ? "low" : "high";
+    int least = 0, greatest = 0;
+    if (*stream) {
+        rocq__ignored(gpu, "priority %s: with max_units it is normal", name);
+        return;
+    }
+    if (!hip->priority_range || !hip->stream_create_priority) {
+        rocq__ignored(gpu, "priority %s: the runtime has no %s", name,
+                      hip->priority_range ? "hipStreamCreateWithPriority"
+                                          : "hipDeviceGetStreamPriorityRange");
+        return;
+    }
+    int error = hip->priority_range(&least, &greatest);
+    if (error != 0) {
+        rocq__ignored(gpu, "priority %s: hipDeviceGetStreamPriorityRange failed (%d)", name, error);
+        return;
+    }
+    if (low ? least <= 0 : greatest >= 0) {
+        rocq__ignored(gpu, "priority %s: the runtime has none %s normal", name,
+                      low ? "below" : "above");
+        return;
+    }
+    error = hip->stream_create_priority(stream, ROCQ_HIP_NON_BLOCKING, low ? least : greatest);
+    if (error != 0) {
+        *stream = NULL;
+        rocq__ignored(gpu, "priority %s: hipStreamCreateWithPriority failed (%d)", name, error);
+        return;
+    }
+    gpu->priority = wanted;
+}
+
+// Keeps the waves of a matvec on a SIMD to a number: its blocks ask for so much LDS that no more of
+// them fit on a WGP. The waves of a block are spread over the SIMDs of the WGP, so a block is 2
+// waves on each. The most LDS that a block may have still lets two of them in, so 4 waves are the
+// least.
+ROCQ__FN void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
+    enum {
+        SIMDS = 2 * ROCQ__CU_SIMDS,
+        BLOCK_WAVES = ROCQ_K_MATVEC_WAVES / SIMDS, // on a SIMD
+        LEAST = 2,     // blocks
+        OWN_LDS = 2048 // what the kernels themselves have is at most that (tests/gfx11/kernels.tsv)
+    };
+    if (most >= ROCQ__SIMD_WAVES) return;
+    if (!rocq__chip_find(gpu->chip.target)) {
+        rocq__ignored(gpu, "max_waves %d: not known how many waves this chip has room for",
+                      (int)most);
+        return;
+    }
+    const int32_t blocks = ROCQ__MAX(most / (int32_t)BLOCK_WAVES, (int32_t)LEAST);
+    const int32_t granules = 2 * ROCQ__CU_LDS / ROCQ__LDS_GRANULE / blocks;
+    gpu->matvec_lds = (uint32_t)(granules * ROCQ__LDS_GRANULE - OWN_LDS);
+    gpu->max_waves = blocks * BLOCK_WAVES;
+}
+
+// What the desc says of sharing the device, as far as the runtime goes along. Another queue takes
+// the place of the plain one: a second hardware queue beside it would cost power when idle.
+ROCQ__FN rocq_result rocq__share(rocq_ctx *ctx) {
+    rocq__gpu *gpu = ctx->gpu;
+    const rocq_desc *desc = &ctx->desc;
+    void *stream = NULL;
+    gpu->ignored[0] = '\0';
+    gpu->priority = ROCQ_PRIORITY_NORMAL;
+    gpu->n_units = gpu->chip.n_units;
+    gpu->max_waves = ROCQ__SIMD_WAVES;
+    gpu->matvec_lds = 0;
+    if (desc->max_units > 0) rocq__queue_on_units(gpu, desc->max_units, &stream);
+    if (desc->priority != ROCQ_PRIORITY_NORMAL) {
+        rocq__queue_of_priority(gpu, desc->priority, &stream);
+    }
+    if (desc->max_waves > 0) rocq__limit_waves(gpu, desc->max_waves);
+    if (stream) {
+        void *plain = gpu->stream;
+        gpu->stream = stream;
+        ROCQ__HIP("stream", gpu->hip->stream_destroy(plain));
+    }
+    if (gpu->ignored[0]) rocq__log(ctx, ROCQ_LOG_WARN, "ignored: %s", gpu->ignored);
+    return ROCQ_OK;
+}
+
 // Loads the kernels on a device and has them show that they work there.
 ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
@@ -16666,8 +16844,6 @@ ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
             }
         }
     }
-    // Of normal priority: another one would be a second hardware queue, which costs power when
-    // idle.
     ROCQ__HIP("stream", hip->stream_create(&gpu->stream, ROCQ_HIP_NON_BLOCKING));
     ROCQ__HIP("pinned memory", hip->host_alloc(&pinned, (size_t)line, 0));
     gpu->pinned = (uint32_t *)pinned;
@@ -16683,6 +16859,7 @@ ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
     ROCQ__HIP("self-test", hip->stream_wait(gpu->stream));
     ROCQ__TRY(rocq__selftest_check(ctx, gpu->pinned));
     rocq__chip_init(gpu, (int32_t)gpu->pinned[0]);
+    ROCQ__TRY(rocq__share(ctx));
     if (hip->device_memory(&device_bytes, gpu->device) == 0)
         gpu->device_bytes = (int64_t)device_bytes;
     return ROCQ_OK;
@@ -16806,12 +16983,26 @@ ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
         snprintf(target, sizeof target, " gfx%x,", (unsigned)gpu->chip.target & 0xffff);
     }
     snprintf(ctx->device, sizeof ctx->device, "%.55s,%s %d compute units", gpu->name, target,
-             (int)gpu->chip.n_units);
+             (int)gpu->n_units);
     return ROCQ_OK;
 #else
     return rocq__fail(ctx, ROCQ_E_NO_KERNELS, "no GPU: this program was built with ROCQ_NO_HIP");
 #endif
 }
+
+// By rocq_sharing. Launches of at most 1 ms leave a renderer at 144 Hz, which has 6.9 ms a frame,
+// several places a frame where its work can begin. 8 waves on a SIMD still cover the latency of
+// memory and leave a renderer half of the registers. Staying on some compute units is no preset's:
+// how many a renderer needs depends on it alone.
+typedef struct rocq__preset {
+    rocq_priority priority;
+    int32_t max_units, max_waves, dispatch_us;
+} rocq__preset;
+static const rocq__preset rocq__presets[] = {
+    {ROCQ_PRIORITY_NORMAL, -1, -1, 1000},
+    {ROCQ_PRIORITY_LOW, -1, 8, 500},
+    {ROCQ_PRIORITY_HIGH, -1, -1, 5000},
+};
 
 ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     // Its message must reach the log even when there is no context yet to hold it.
@@ -16832,6 +17023,15 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
         bad = "unknown precision";
     }
     if (resolved.dispatch_us < -1) bad = "dispatch_us is less than -1";
+    if ((int)resolved.sharing < 0 || resolved.sharing > ROCQ_SHARING_COMPUTE_FIRST) {
+        bad = "unknown preset in sharing";
+    }
+    if ((int)resolved.priority < 0 || resolved.priority > ROCQ_PRIORITY_HIGH) {
+        bad = "unknown priority";
+    }
+    if (resolved.max_units < -1 || resolved.max_waves < -1) {
+        bad = "max_units or max_waves is less than -1";
+    }
     if (resolved.kernels_data && (resolved.kernels_path || resolved.kernels_size < 1)) {
         bad = "kernels_data needs kernels_size, and no kernels_path beside it";
     }
@@ -16843,7 +17043,11 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
         resolved.allocator.alloc = rocq__default_alloc;
         resolved.allocator.free = rocq__default_free;
     }
-    if (resolved.dispatch_us == 0) resolved.dispatch_us = 5000;
+    const rocq__preset *preset = &rocq__presets[resolved.sharing];
+    if (resolved.priority == ROCQ_PRIORITY_DEFAULT) resolved.priority = preset->priority;
+    if (resolved.max_units == 0) resolved.max_units = preset->max_units;
+    if (resolved.max_waves == 0) resolved.max_waves = preset->max_waves;
+    if (resolved.dispatch_us == 0) resolved.dispatch_us = preset->dispatch_us;
     if (resolved.n_threads == 0) resolved.n_threads = rocq__core_count();
     if (resolved.n_threads > ROCQ__MAX_THREADS) resolved.n_threads = ROCQ__MAX_THREADS;
     if (!ROCQ__HAS_THREADS) resolved.n_threads = 1;
@@ -16921,15 +17125,20 @@ ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info) {
     info->device = ctx->device;
     info->gpu_result = ctx->gpu_result;
     info->gpu_message = ctx->gpu_message;
-    info->runtime = info->kernels = info->pci = info->replay = "";
+    info->runtime = info->kernels = info->pci = "";
+    info->replay = info->ignored = "";
     if (rocq__on_gpu(ctx)) {
         info->runtime = ctx->gpu->runtime;
         info->kernels = ctx->gpu->kernels;
         info->pci = ctx->gpu->pci;
         info->target = ctx->gpu->chip.target;
-        info->n_units = ctx->gpu->chip.n_units;
+        info->n_units = ctx->gpu->n_units;
         info->device_bytes = ctx->gpu->device_bytes;
         info->replay = ctx->gpu->replay;
+        info->priority = ctx->gpu->priority;
+        info->max_units = ctx->gpu->chip.n_units;
+        info->max_waves = ctx->gpu->max_waves;
+        info->ignored = ctx->gpu->ignored;
     }
     info->desc = ctx->desc;
     return ROCQ_OK;

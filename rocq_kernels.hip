@@ -4982,6 +4982,12 @@ static int entry_fill(void *dst, int byte, size_t size, void *stream) {
 static int entry_stream_create(void **stream, unsigned flags) {
     return (int)RUNTIME(StreamCreateWithFlags)((entry_stream *)stream, flags);
 }
+static int entry_priority_range(int *least, int *greatest) {
+    return (int)RUNTIME(DeviceGetStreamPriorityRange)(least, greatest);
+}
+static int entry_stream_create_priority(void **stream, unsigned flags, int priority) {
+    return (int)RUNTIME(StreamCreateWithPriority)((entry_stream *)stream, flags, priority);
+}
 static int entry_stream_destroy(void *stream) {
     return (int)RUNTIME(StreamDestroy)((entry_stream)stream);
 }
@@ -5039,9 +5045,9 @@ static const char *entry_error_name(int error) {
     return RUNTIME(GetErrorName)((RUNTIME(Error_t))error);
 }
 static int entry_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads,
-                        void *args, void *stream) {
+                        unsigned lds, void *args, void *stream) {
     void *list[1] = {args};
-    return (int)RUNTIME(LaunchKernel)(stub, dim3(grid_x, 1, grid_z), dim3(threads), list, 0,
+    return (int)RUNTIME(LaunchKernel)(stub, dim3(grid_x, 1, grid_z), dim3(threads), list, lds,
                                       (entry_stream)stream);
 }
 
@@ -5089,6 +5095,9 @@ static int entry_device_memory(size_t *bytes, int device) {
 static int entry_graph_instantiate(void **exec, void *graph, void **, char *, size_t) {
     return (int)hipGraphInstantiate((hipGraphExec_t *)exec, (hipGraph_t)graph, NULL, NULL, 0);
 }
+static int entry_stream_create_units(void **stream, uint32_t n_words, const uint32_t *mask) {
+    return (int)hipExtStreamCreateWithCUMask((hipStream_t *)stream, n_words, mask);
+}
 static int entry_module_load(void **module, const void *image) {
     return (int)hipModuleLoadData((hipModule_t *)module, image);
 }
@@ -5117,7 +5126,14 @@ extern "C" const rocq_hip *rocq_hip_linked(void) {
         entry_host_free, entry_host_register, entry_host_unregister, entry_copy, entry_fill,
         entry_stream_create, entry_stream_destroy, entry_stream_wait, entry_event_create,
         entry_event_destroy, entry_event_record, entry_event_wait, entry_event_query,
-        entry_event_elapsed, entry_stream_wait_event, entry_memory_info, entry_driver_version,
+        entry_event_elapsed, entry_stream_wait_event, entry_priority_range,
+        entry_stream_create_priority,
+#if defined(__CUDACC__)
+        nullptr, // CUDA has no masks of compute units for a stream
+#else
+        entry_stream_create_units,
+#endif
+        entry_memory_info, entry_driver_version,
         entry_capture_begin, entry_capture_end, entry_graph_instantiate, entry_graph_destroy,
         entry_graph_upload, entry_graph_launch, entry_graph_exec_destroy,
 #if defined(__CUDACC__)

@@ -103,7 +103,7 @@ static void one_device_is_found(void **state) {
     assert_string_equal(info.pci, "0000:03:00.0");
     assert_int_equal(info.device_bytes, 1 << 30);
     assert_true(info.n_units > 0);
-    assert_int_equal(info.desc.dispatch_us, 5000);
+    assert_int_equal(info.desc.dispatch_us, 1000);
     assert_int_equal(rocq_sync(ctx), ROCQ_OK);
     rocq_close(&ctx);
     rocq_close(&ctx);
@@ -429,6 +429,212 @@ static void long_work_is_cut_and_stays_the_same(void **state) {
     free(v);
     free(first);
     free(out);
+}
+
+// -- beside a renderer --
+
+// Opens a context, and checks that what rocq_get_info says of its queue is so.
+static rocq_info open_shared(rocq_desc *desc, rocq_ctx **ctx) {
+    rocq_info info;
+    simt_stream made;
+    desc->prefer = ROCQ_GPU;
+    *ctx = open_gpu(desc);
+    assert_int_equal(rocq_get_info(*ctx, &info), ROCQ_OK);
+    assert_int_equal(simt_get_live().streams, 1); // the plain queue is gone
+    assert_true(simt_get_stream(&made));
+    assert_int_equal(info.max_units, made.n_units < 0 ? info.n_units : made.n_units);
+    assert_int_equal(info.priority, made.priority > 0   ? ROCQ_PRIORITY_LOW
+                                    : made.priority < 0 ? ROCQ_PRIORITY_HIGH
+                                                        : ROCQ_PRIORITY_NORMAL);
+    return info;
+}
+
+static void is_ignored(const rocq_info *info, const char *what, const char *why) {
+    if (strstr(info->ignored, what) && strstr(info->ignored, why)) return;
+    fail_msg("ignored: '%s', expected '%s ... %s'", info->ignored, what, why);
+}
+
+static void presets_are_a_queue_and_limits(void **state) {
+    (void)state;
+    static const struct {
+        rocq_sharing sharing;
+        rocq_priority priority;
+        int32_t max_waves, dispatch_us;
+    } presets[] = {{ROCQ_SHARING_BALANCED, ROCQ_PRIORITY_NORMAL, 16, 1000},
+                   {ROCQ_SHARING_GRAPHICS_FIRST, ROCQ_PRIORITY_LOW, 8, 500},
+                   {ROCQ_SHARING_COMPUTE_FIRST, ROCQ_PRIORITY_HIGH, 16, 5000}};
+    rocq_ctx *ctx;
+    simt_stream made;
+    simt_set_target(0x1100);
+    for (int i = 0; i < 3; i++) {
+        for (int own = 0; own < 2; own++) { // fields that are set go before the preset
+            rocq_desc desc = gpu_desc();
+            desc.sharing = presets[i].sharing;
+            if (own) {
+                desc.priority = ROCQ_PRIORITY_NORMAL;
+                desc.max_waves = 10;
+                desc.dispatch_us = -1;
+            }
+            const rocq_info info = open_shared(&desc, &ctx);
+            assert_int_equal(info.desc.sharing, presets[i].sharing);
+            assert_int_equal(info.priority, own ? ROCQ_PRIORITY_NORMAL : presets[i].priority);
+            assert_int_equal(info.desc.priority, info.priority);
+            assert_int_equal(info.max_waves, own ? 10 : presets[i].max_waves);
+            assert_int_equal(info.desc.dispatch_us, own ? -1 : presets[i].dispatch_us);
+            assert_int_equal(info.n_units, 8); // HIP counts those of RDNA in pairs
+            assert_int_equal(info.max_units, 8);
+            assert_string_equal(info.ignored, "");
+            assert_true(simt_get_stream(&made));
+            assert_int_equal(made.flags, ROCQ_HIP_NON_BLOCKING);
+            rocq_close(&ctx);
+        }
+    }
+    simt_set_target(0);
+    rocq_desc bad[5] = {gpu_desc(), gpu_desc(), gpu_desc(), gpu_desc(), gpu_desc()};
+    bad[0].sharing = (rocq_sharing)3;
+    bad[1].priority = (rocq_priority)4;
+    bad[2].max_units = -2;
+    bad[3].max_waves = -2;
+    bad[4].priority = (rocq_priority)-1;
+    for (int i = 0; i < 5; i++) assert_int_equal(rocq_open(&ctx, &bad[i]), ROCQ_E_ARGUMENT);
+    const rocq_desc on_cpu = {.prefer = ROCQ_CPU, .sharing = ROCQ_SHARING_GRAPHICS_FIRST};
+    rocq_info info;
+    assert_int_equal(rocq_open(&ctx, &on_cpu), ROCQ_OK);
+    assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
+    assert_int_equal(info.priority, ROCQ_PRIORITY_DEFAULT);
+    assert_int_equal(info.max_units, 0);
+    assert_int_equal(info.max_waves, 0);
+    assert_string_equal(info.ignored, "");
+    rocq_close(&ctx);
+}
+
+static void a_mask_has_whole_wgps(void **state) {
+    (void)state;
+    static const int32_t asked[] = {1, 2, 3, 4, 5, -1}, got[] = {2, 2, 2, 4, 4, 4};
+    for (int i = 0; i < 6; i++) { // of 4 compute units
+        rocq_ctx *ctx;
+        simt_stream made;
+        rocq_desc desc = gpu_desc();
+        desc.max_units = asked[i];
+        const rocq_info info = open_shared(&desc, &ctx);
+        assert_int_equal(info.max_units, got[i]);
+        assert_string_equal(info.ignored, "");
+        assert_true(simt_get_stream(&made));
+        assert_int_equal(made.first_units, got[i] == 4 ? 0 : 3);
+        rocq_close(&ctx);
+    }
+}
+
+// What the runtime does not have, or what fails, is told, and the context works without.
+static void what_is_ignored_is_told(void **state) {
+    (void)state;
+    static const char *const missing[] = {"hipStreamCreateWithPriority",
+                                          "hipDeviceGetStreamPriorityRange"};
+    rocq_ctx *ctx;
+    rocq_desc desc = gpu_desc();
+    rocq_info info;
+    desc.sharing = ROCQ_SHARING_GRAPHICS_FIRST;
+    desc.max_waves = -1;
+    for (int i = 0; i < 2; i++) {
+        simt_set_missing(missing[i]);
+        info = open_shared(&desc, &ctx);
+        is_ignored(&info, "priority low", missing[i]);
+        assert_int_equal(info.desc.priority, ROCQ_PRIORITY_LOW); // as it was wanted
+        assert_int_equal(info.priority, ROCQ_PRIORITY_NORMAL);
+        rocq_close(&ctx);
+    }
+    simt_set_missing("hipExtStreamCreateWithCUMask");
+    desc.max_units = 2;
+    info = open_shared(&desc, &ctx);
+    is_ignored(&info, "max_units 2", "hipExtStreamCreateWithCUMask");
+    assert_int_equal(info.priority, ROCQ_PRIORITY_LOW);
+    rocq_close(&ctx);
+    simt_set_missing(NULL);
+    info = open_shared(&desc, &ctx); // both: a queue with a mask has no priority
+    is_ignored(&info, "priority low", "max_units");
+    assert_int_equal(info.max_units, 2);
+    rocq_close(&ctx);
+    desc.max_units = 0;
+    simt_set_priorities(0, 0); // as where the driver knows one priority
+    info = open_shared(&desc, &ctx);
+    is_ignored(&info, "priority low", "none below normal");
+    rocq_close(&ctx);
+    desc.priority = ROCQ_PRIORITY_HIGH;
+    info = open_shared(&desc, &ctx);
+    is_ignored(&info, "priority high", "none above normal");
+    rocq_close(&ctx);
+    simt_set_priorities(1, -1);
+    desc.max_waves = 8; // of a chip that is not known
+    info = open_shared(&desc, &ctx);
+    is_ignored(&info, "max_waves 8", "chip");
+    assert_int_equal(info.max_waves, 16);
+    rocq_close(&ctx);
+    int n_told = 0;
+    for (int mask = 0; mask < 2; mask++) {
+        const char *call = mask ? "CUMask failed" : "WithPriority failed";
+        for (int64_t at = 1;; at++) { // each call of the runtime fails once
+            rocq_desc d = gpu_desc();
+            const int64_t calls = simt_calls();
+            d.priority = mask ? ROCQ_PRIORITY_DEFAULT : ROCQ_PRIORITY_HIGH;
+            d.max_units = mask ? 2 : 0;
+            simt_fail_once(at, 1);
+            const rocq_result result = rocq_open(&ctx, &d);
+            const bool all = simt_calls() - calls < at;
+            simt_fail_at(0, 0);
+            rocq_close(&ctx);
+            assert_int_equal(simt_live_sum(), 0);
+            if (all) break;
+            if (result != ROCQ_OK) continue;
+            simt_fail_once(at, 1); // the same again, to be looked at
+            info = open_shared(&d, &ctx);
+            simt_fail_at(0, 0);
+            const bool took = mask ? info.max_units <= 2 : info.priority == ROCQ_PRIORITY_HIGH;
+            assert_int_equal(took, info.ignored[0] == '\0');
+            n_told += strstr(info.ignored, call) != NULL;
+            assert_int_equal(rocq_sync(ctx), ROCQ_OK);
+            rocq_close(&ctx);
+        }
+    }
+    assert_int_equal(n_told, 2);
+}
+
+// So much LDS that by the rule of occupancy just as many waves as wanted fit.
+static void waves_are_limited_by_lds(void **state) {
+    (void)state;
+    rocq_ctx *ctx;
+    int64_t last = INT64_MAX;
+    simt_set_target(0x1100);
+    for (int32_t waves = 4; waves <= 14; waves += 2) {
+        rocq_desc desc = gpu_desc();
+        desc.max_waves = waves;
+        const rocq_info info = open_shared(&desc, &ctx);
+        assert_int_equal(info.max_waves, waves);
+        for (int32_t own = 256; own <= 2048; own *= 2) { // bytes of the kernels' own
+            const rocq_occupancy_params p = {.target = 0x1100, .vgprs = 64, .threads = 256,
+                                             .lds_bytes = own + (int32_t)ctx->gpu->matvec_lds};
+            rocq_occupancy o;
+            assert_int_equal(rocq_get_occupancy(&p, &o), ROCQ_OK);
+            if (o.waves != waves) fail_msg("%d waves, own LDS %d: %g", waves, own, o.waves);
+        }
+        assert_true(ctx->gpu->matvec_lds < last); // with more of it fewer fit
+        last = ctx->gpu->matvec_lds;
+        rocq_close(&ctx);
+    }
+    // It is asked for by matvecs and by no other kernel.
+    rocq_desc desc = gpu_desc();
+    desc.max_waves = 8;
+    open_shared(&desc, &ctx);
+    rocq_tensor x = device_tensor(ctx, ROCQ_F32, 64, 1), w = device_tensor(ctx, ROCQ_F32, 64, 8),
+                y = device_tensor(ctx, ROCQ_F32, 8, 1);
+    const rocq_norm_params norm = {.y = &x, .x = &x};
+    const rocq_matmul_params mm = {.y = &y, .w = &w, .x = &x, .precision = ROCQ_PRECISION_F32};
+    assert_int_equal(rocq_rmsnorm(ctx, &norm), ROCQ_OK);
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_OK);
+    assert_int_equal(rocq_sync(ctx), ROCQ_OK);
+    assert_int_equal(simt_get_lds("matvec_f32_f32_n1"), ctx->gpu->matvec_lds);
+    assert_int_equal(simt_get_lds("norm"), 0);
+    rocq_close(&ctx);
+    simt_set_target(0);
 }
 
 // -- bad input --
@@ -842,6 +1048,8 @@ static bool use_all(outcome *o, bool from_image) {
     bool right = false;
     memset(o, 0, sizeof *o);
     desc.scratch_bytes = 1000;
+    desc.sharing = ROCQ_SHARING_GRAPHICS_FIRST; // without any of it the context works as well
+    desc.max_units = from_image ? 2 : 0;
     if (from_image) {
         desc.kernels_data = image;
         desc.kernels_size = make_bundle(image, 1);
@@ -962,6 +1170,10 @@ int main(void) {
         TEST(budget_and_exhaustion_leave_the_context_usable),
         TEST(steady_state_allocates_nothing),
         TEST(long_work_is_cut_and_stays_the_same),
+        TEST(presets_are_a_queue_and_limits),
+        TEST(a_mask_has_whole_wgps),
+        TEST(what_is_ignored_is_told),
+        TEST(waves_are_limited_by_lds),
         TEST(foreign_and_crooked_tensors_are_refused),
         TEST(indices_out_of_range_are_told_at_sync),
         TEST(graphs_replay),

@@ -56,6 +56,8 @@ struct stream {
     size_t done = 0;      // operations of queue that have run
     uint64_t base = 0;    // operations that ran and were dropped from queue
     bool blocking = true; // with the NULL stream
+    simt_stream made = {0, 0, -1, 0};
+    int64_t number = 0;   // of those made
     bool capturing = false, invalid = false;
     pthread_t capturer;
     operations captured;
@@ -74,6 +76,7 @@ struct runtime {
     std::recursive_mutex lock;
     std::map<uintptr_t, block> device, host; // by address
     std::set<stream *> streams;
+    int64_t n_streams = 0; // made so far
     std::set<event *> events;
     std::set<operations *> graphs, execs;
     std::set<int *> modules;
@@ -81,13 +84,15 @@ struct runtime {
     int open = 0;               // runs of streams, one in another, that see device memory
     stream null_stream;
     size_t memory = (size_t)1 << 30;
-    int n_devices = 1, work = SIMT_LATE, image_error = 0, selftest_error = 0;
+    int n_devices = 1, work = SIMT_LATE, image_error = 0, selftest_error = 0, target = 0;
+    int least = 1, greatest = -1; // priorities
     int64_t calls = 0, fail_at = 0;
     int fail_code = 0;
     bool fail_on = false, lost = false;
     int replay = SIMT_REPLAY_RIGHT, replay_node = -1;
     std::map<simt_kernel *, std::shared_ptr<std::vector<char>>> last_args; // not of replays
     std::vector<unseen_copy> unseen;
+    std::map<const simt_kernel *, int64_t> lds; // most that a launch asked for
 
     runtime() {
         const char *when = getenv("SIMT_WORK");
@@ -189,10 +194,11 @@ int run_one(const operation &o) {
     case operation::LAUNCH: {
         if (!o.exec) hip().unseen.clear();
         const int errors = simt_run(o.kernel, o.grid_x, o.grid_z, o.threads, o.args->data());
-        if (hip().selftest_error && strcmp(o.kernel->name, "selftest") == 0) {
+        if (strcmp(o.kernel->name, "selftest") == 0) {
             const rocq_k_selftest_args *a =
                 (const rocq_k_selftest_args *)(const void *)o.args->data();
-            a->out[4] ^= (uint32_t)hip().selftest_error;
+            if (a->out && hip().selftest_error) a->out[4] ^= (uint32_t)hip().selftest_error;
+            if (a->out && hip().target) a->out[0] = (uint32_t)hip().target;
         }
         return errors ? HIP_LAUNCH_FAILURE : HIP_OK;
     }
@@ -299,15 +305,16 @@ int not_while_capturing(const char *call) {
     if (const int capture_error = not_while_capturing(call)) return capture_error
 
 int launch(const char *call, simt_kernel *kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-           unsigned threads, const void *args, void *on) {
+           unsigned threads, unsigned lds, const void *args, void *on) {
     stream *s = find_stream(call, on);
     if (!s) return HIP_INVALID_HANDLE;
     if (!kernel || !args || grid_x == 0 || grid_y != 1 || grid_z == 0 || grid_z > 65535 ||
-        threads == 0 || threads > kernel->max_threads) {
-        misuse("%s: %s, %u by %u by %u blocks of %u threads", call,
-               kernel ? kernel->name : "no such kernel", grid_x, grid_y, grid_z, threads);
+        threads == 0 || threads > kernel->max_threads || lds > 65536) {
+        misuse("%s: %s, %u by %u by %u blocks of %u threads, %u bytes of LDS", call,
+               kernel ? kernel->name : "no such kernel", grid_x, grid_y, grid_z, threads, lds);
         return HIP_INVALID_VALUE;
     }
+    hip().lds[kernel] = std::max(hip().lds[kernel], (int64_t)lds);
     operation o = {};
     o.what = operation::LAUNCH;
     o.kernel = kernel;
@@ -491,28 +498,42 @@ int hipMemsetAsync(void *dst, int byte, size_t size, void *on) {
     return submit(s, o);
 }
 
-int hipStreamCreateWithFlags(void **handle, unsigned flags) {
-    ENTER_OR_FAIL();
+static int make_stream(void **handle, simt_stream made) {
     stream *s = new stream;
-    s->blocking = !(flags & ROCQ_HIP_NON_BLOCKING);
+    s->blocking = !(made.flags & ROCQ_HIP_NON_BLOCKING);
+    s->made = made;
+    s->number = ++hip().n_streams;
     hip().streams.insert(s);
     *handle = s;
     return HIP_OK;
 }
+int hipStreamCreateWithFlags(void **handle, unsigned flags) {
+    ENTER_OR_FAIL();
+    return make_stream(handle, {flags, 0, -1, 0});
+}
 int hipDeviceGetStreamPriorityRange(int *least, int *greatest) {
     ENTER_OR_FAIL();
-    *least = 1;
-    *greatest = -1;
+    *least = hip().least;
+    *greatest = hip().greatest;
     return HIP_OK;
 }
 int hipStreamCreateWithPriority(void **handle, unsigned flags, int priority) {
     ENTER_OR_FAIL();
-    if (priority < -1 || priority > 1) misuse("hipStreamCreateWithPriority: %d", priority);
-    stream *s = new stream;
-    s->blocking = !(flags & ROCQ_HIP_NON_BLOCKING);
-    hip().streams.insert(s);
-    *handle = s;
-    return HIP_OK;
+    if (priority < hip().greatest || priority > hip().least) {
+        misuse("hipStreamCreateWithPriority: %d", priority);
+    }
+    return make_stream(handle, {flags, priority, -1, 0});
+}
+int hipExtStreamCreateWithCUMask(void **handle, uint32_t n_words, const uint32_t *mask) {
+    ENTER_OR_FAIL();
+    int n = 0;
+    for (uint32_t i = 0; i < n_words; i++) {
+        n += __builtin_popcount(mask[i]);
+        if ((mask[i] & 0x55555555u) == (mask[i] >> 1 & 0x55555555u)) continue;
+        misuse("hipExtStreamCreateWithCUMask: half a WGP in %08x", (unsigned)mask[i]);
+    }
+    if (n == 0) misuse("hipExtStreamCreateWithCUMask: no compute unit");
+    return make_stream(handle, {0, 0, n, n_words ? mask[0] : 0}); // HIP's has default flags
 }
 int hipStreamDestroy(void *handle) {
     ENTER();
@@ -759,13 +780,13 @@ int hipModuleLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsi
                           unsigned block_x, unsigned block_y, unsigned block_z, unsigned lds,
                           void *on, void **args, void **extra) {
     ENTER_OR_FAIL();
-    if (extra || lds || block_y != 1 || block_z != 1) {
-        misuse("hipModuleLaunchKernel: extra %p, %u bytes of LDS, blocks of %u by %u by %u",
-               (void *)extra, lds, block_x, block_y, block_z);
+    if (extra || block_y != 1 || block_z != 1) {
+        misuse("hipModuleLaunchKernel: extra %p, blocks of %u by %u by %u", (void *)extra, block_x,
+               block_y, block_z);
         return HIP_INVALID_VALUE;
     }
     return launch("hipModuleLaunchKernel", (simt_kernel *)function, grid_x, grid_y, grid_z, block_x,
-                  args ? args[0] : nullptr, on);
+                  lds, args ? args[0] : nullptr, on);
 }
 const char *hipGetErrorName(int error) {
     switch (error) {
@@ -785,9 +806,10 @@ const char *hipGetErrorName(int error) {
 }
 
 static int simt_linked_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads,
-                              void *args, void *on) {
+                              unsigned lds, void *args, void *on) {
     ENTER_OR_FAIL();
-    return launch("launch", (simt_kernel *)(uintptr_t)stub, grid_x, 1, grid_z, threads, args, on);
+    return launch("launch", (simt_kernel *)(uintptr_t)stub, grid_x, 1, grid_z, threads, lds, args,
+                  on);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -795,12 +817,14 @@ static int simt_linked_launch(const void *stub, unsigned grid_x, unsigned grid_z
 // ---------------------------------------------------------------------------------------------
 
 static bool simt_optional = true;
+static std::string simt_missing;
 
 const rocq_hip *rocq_hip_linked(void) {
     static rocq_hip table;
     static const void *stubs[ROCQ_K_COUNT];
     const bool REQUIRED = true, MODULE = true, OPTIONAL = simt_optional;
-#define ROCQ_X(need, field, symbol, parameters) table.field = need ? symbol : nullptr;
+#define ROCQ_X(need, field, symbol, parameters) \
+    table.field = need && simt_missing != #symbol ? symbol : nullptr;
     ROCQ_HIP_FUNCTIONS(ROCQ_X)
 #undef ROCQ_X
     table.error_name = hipGetErrorName;
@@ -852,6 +876,25 @@ void simt_set_memory(size_t bytes) { hip().memory = bytes; }
 void simt_set_image_error(int code) { hip().image_error = code; }
 void simt_set_selftest_error(int word) { hip().selftest_error = word; }
 void simt_set_optional(int there) { simt_optional = there != 0; }
+void simt_set_missing(const char *name) { simt_missing = name ? name : ""; }
+void simt_set_target(int target) { hip().target = target; }
+void simt_set_priorities(int least, int greatest) {
+    hip().least = least;
+    hip().greatest = greatest;
+}
+int simt_get_stream(simt_stream *s) {
+    int64_t newest = 0;
+    for (const stream *made : hip().streams) {
+        if (made->number <= newest) continue;
+        newest = made->number;
+        *s = made->made;
+    }
+    return newest > 0;
+}
+int64_t simt_get_lds(const char *name) {
+    const simt_kernel *k = simt_find_name(name);
+    return k ? hip().lds[k] : -1;
+}
 void simt_set_replay(int how, int node) {
     hip().replay = how;
     hip().replay_node = node;

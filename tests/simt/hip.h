@@ -46,6 +46,9 @@ void simt_set_memory(size_t bytes);      /* of each device; 1 GiB */
 void simt_set_image_error(int code);     /* what module_load answers: 0, or 209 wrong target */
 void simt_set_selftest_error(int bits);  /* XORed into the self-test's word 4: computes wrongly */
 void simt_set_optional(int there);       /* the table's OPTIONAL functions: 1, or NULL */
+void simt_set_missing(const char *name); /* of them the one that is NULL, "hip..."; NULL: none */
+void simt_set_target(int target);        /* what the self-test says: 0, or 0x1100 and so on */
+void simt_set_priorities(int least, int greatest); /* 1, -1 */
 
 /* How replays of executable graphs go wrong, as those of some runtimes are reported to.
    STALE_ARGS    kernels get the arguments of their last launch before the graph was instantiated
@@ -60,6 +63,18 @@ void simt_set_replay(int how, int node);
 int simt_error_count(void);
 const char *simt_errors_text(void);
 void simt_forget_errors(void);
+
+/* How the newest stream that is left was made: its flags and priority, and the compute units of its
+   mask, -1 without one. false: there is none. */
+typedef struct simt_stream {
+    unsigned flags;
+    int priority, n_units;
+    unsigned first_units; /* the first word of the mask */
+} simt_stream;
+int simt_get_stream(simt_stream *s);
+
+/* The most LDS that a launch of rocq_k_NAME has asked for besides its own; -1: no such kernel. */
+int64_t simt_get_lds(const char *name);
 
 /* Launches of rocq_k_NAME that ran, -1 when there is no such kernel; kernel by kernel, by index. */
 int64_t simt_launches(const char *name);

@@ -839,7 +839,7 @@ static void test_global(void **) {
 static const rocq_hip *hip() { return rocq_hip_linked(); }
 
 static int launch(const char *name, uint32_t blocks, uint32_t threads, test_args a, void *stream) {
-    return hip()->launch(simt_find_name(name), blocks, 1, threads, &a, stream);
+    return hip()->launch(simt_find_name(name), blocks, 1, threads, 0, &a, stream);
 }
 
 static int setup(void **) {
