@@ -813,6 +813,15 @@ typedef enum rocq_rope_pairing {
     X(ARGMAX, argmax, rocq_argmax_params)               \
     X(SAMPLE, sample, rocq_sample_params)
 
+// What an op writes shares no byte with anything else that it reads or writes, which is checked
+// before it runs (E_ARGUMENT). Where a comment below has "may be x", the output may be that very
+// tensor (address, format, sizes and strides), but not a part of it. Rows may lie in the gaps
+// between other rows: q, k and v may be columns of one tensor, and the planes of two caches may take
+// turns. That has two limits. Integers that steer an op (ids, pos, cell, kv_len, page_table, recent,
+// allowed) lie outside the range from an output's first byte to its last, and it outside theirs.
+// And of two tensors with gaps, some of whose strides neither agree nor divide one another, overlap
+// is assumed where a search of bounded length does not rule it out.
+
 typedef enum rocq_op {
 #define ROCQ_X(NAME, name, params) ROCQ_OP_##NAME,
     ROCQ_OPS(ROCQ_X)
@@ -11534,10 +11543,12 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
 // -- operands --
 
 // Every tensor in the params of every op, in the order of ROCQ_OPS: the formats it may have, what a
-// copy of params must copy with them, and what may lie on what. An IN_PLACE operand may be the op's
-// (first) output itself. A KEPT one is read, and usually stays as it is from step to step or is too
-// large to be put aside: weights, tables, and the cache that attention reads.
-enum { ROCQ__IN, ROCQ__IN_PLACE, ROCQ__KEPT, ROCQ__OUT };
+// copy of params must copy with them, and what may lie on what (rocq__check_overlap). An IN_PLACE
+// operand may be the op's first output itself. An INDEX operand holds integers that say where the
+// op reads or writes: they are checked once and read again while outputs are written. A KEPT one is
+// read, and usually stays as it is from step to step or is too large to be put aside: weights,
+// tables, and the cache that attention reads.
+enum { ROCQ__IN, ROCQ__IN_PLACE, ROCQ__INDEX, ROCQ__KEPT, ROCQ__OUT };
 enum { ROCQ__MOST_PRODUCTS = 16 }; // in a chain; a longer one may run in a circle
 enum { ROCQ__MAX_OPERANDS = 7 * ROCQ__MOST_PRODUCTS }; // of one op; the most a matmul chain has
 
@@ -11563,8 +11574,8 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(ATTENTION, rocq_attention_params, KEPT, v, ROCQ__KV)
     ROCQ_X(ATTENTION, rocq_attention_params, IN, mask, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(ATTENTION, rocq_attention_params, KEPT, sinks, ROCQ__F32 | ROCQ__OPTIONAL)
-    ROCQ_X(ATTENTION, rocq_attention_params, IN, kv_len, ROCQ__I32 | ROCQ__OPTIONAL)
-    ROCQ_X(ATTENTION, rocq_attention_params, IN, page_table, ROCQ__I32 | ROCQ__OPTIONAL)
+    ROCQ_X(ATTENTION, rocq_attention_params, INDEX, kv_len, ROCQ__I32 | ROCQ__OPTIONAL)
+    ROCQ_X(ATTENTION, rocq_attention_params, INDEX, page_table, ROCQ__I32 | ROCQ__OPTIONAL)
     ROCQ_X(RMSNORM, rocq_norm_params, OUT, y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
     ROCQ_X(RMSNORM, rocq_norm_params, IN_PLACE, x, ROCQ__FLOAT)
     ROCQ_X(RMSNORM, rocq_norm_params, KEPT, weight, ROCQ__F32 | ROCQ__OPTIONAL)
@@ -11577,15 +11588,15 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(LAYERNORM, rocq_norm_params, OUT, rstd, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(ROPE, rocq_rope_params, OUT, y, ROCQ__FLOAT)
     ROCQ_X(ROPE, rocq_rope_params, IN_PLACE, x, ROCQ__FLOAT)
-    ROCQ_X(ROPE, rocq_rope_params, IN, pos, ROCQ__I32)
+    ROCQ_X(ROPE, rocq_rope_params, INDEX, pos, ROCQ__I32)
     ROCQ_X(ROPE, rocq_rope_params, KEPT, rope.freq_factors, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, q, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, k_cache, ROCQ__KV)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, v_cache, ROCQ__KV)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, k, ROCQ__F32)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, v, ROCQ__F32)
-    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, pos, ROCQ__I32)
-    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, cell, ROCQ__I32 | ROCQ__OPTIONAL)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, INDEX, pos, ROCQ__I32)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, INDEX, cell, ROCQ__I32 | ROCQ__OPTIONAL)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, KEPT, rope.freq_factors,
            ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(ACTIVATE, rocq_activate_params, OUT, y, ROCQ__FLOAT)
@@ -11608,14 +11619,14 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(SOFTMAX, rocq_softmax_params, IN, mask, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(GATHER, rocq_gather_params, OUT, y, ROCQ__FLOAT)
     ROCQ_X(GATHER, rocq_gather_params, KEPT, table, ROCQ__ANY | ROCQ__PLANAR)
-    ROCQ_X(GATHER, rocq_gather_params, IN, ids, ROCQ__I32)
+    ROCQ_X(GATHER, rocq_gather_params, INDEX, ids, ROCQ__I32)
     ROCQ_X(ARGMAX, rocq_argmax_params, OUT, index, ROCQ__I32)
     ROCQ_X(ARGMAX, rocq_argmax_params, IN, x, ROCQ__F32)
     ROCQ_X(SAMPLE, rocq_sample_params, OUT, token, ROCQ__I32)
     ROCQ_X(SAMPLE, rocq_sample_params, OUT, prob, ROCQ__F32 | ROCQ__OPTIONAL)
     ROCQ_X(SAMPLE, rocq_sample_params, IN, logits, ROCQ__F32)
-    ROCQ_X(SAMPLE, rocq_sample_params, IN, recent, ROCQ__I32 | ROCQ__OPTIONAL)
-    ROCQ_X(SAMPLE, rocq_sample_params, IN, allowed, ROCQ__I32 | ROCQ__OPTIONAL)
+    ROCQ_X(SAMPLE, rocq_sample_params, INDEX, recent, ROCQ__I32 | ROCQ__OPTIONAL)
+    ROCQ_X(SAMPLE, rocq_sample_params, INDEX, allowed, ROCQ__I32 | ROCQ__OPTIONAL)
 #undef ROCQ_X
 };
 enum { ROCQ__N_OPERANDS = (int)(sizeof rocq__operands / sizeof rocq__operands[0]) };
@@ -11987,36 +11998,143 @@ ROCQ__FN const rocq_tensor *rocq__planar_operand(rocq_op op, const void *params)
     return NULL;
 }
 
-// Memory in common. Tensors with gaps may lie in each other's gaps (q, k and v of one product),
-// which is not looked into: those never count.
-ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
-    const uint64_t a0 = rocq__address(a), b0 = rocq__address(b);
-    if (a0 >= b0 + (uint64_t)rocq_tensor_size(b) || b0 >= a0 + (uint64_t)rocq_tensor_size(a)) {
-        return false;
-    }
-    return rocq_tensor_contiguous(a) && rocq_tensor_contiguous(b);
+// Bytes from the first to the last of a tensor, gaps included.
+typedef struct rocq__range {
+    uint64_t begin, end;
+} rocq__range;
+
+ROCQ__FN rocq__range rocq__range_of(const rocq_tensor *t) {
+    int64_t extent = 0;
+    rocq__extent(t, &extent); // cannot fail: rocq__check_tensor has asked
+    const rocq__range range = {rocq__address(t), rocq__address(t) + (uint64_t)extent};
+    return range;
 }
 
-// No output on another operand, but for the in-place ones, which it may be exactly.
+ROCQ__FN bool rocq__ranges_cross(rocq__range a, rocq__range b) {
+    return a.begin < b.end && b.begin < a.end;
+}
+
+// One of the strides from which bytes of two tensors follow: 0 to most times step bytes.
+typedef struct rocq__step {
+    int64_t step, most;
+    int64_t reach;   // largest sum of this step and the smaller ones
+    int64_t divisor; // common divisor of this step and the smaller ones
+} rocq__step;
+
+// Keeps list in rising order.
+ROCQ__FN void rocq__add_step(rocq__step *list, int *n, const rocq_tensor *t, int d) {
+    if (t->ne[d] == 1 || t->stride[d] == 0) return; // a dimension of 1 may have any stride
+    const int64_t step = rocq__bytes(t->format, t->stride[d]);
+    int i = (*n)++;
+    for (; i > 0 && list[i - 1].step > step; i--) list[i] = list[i - 1];
+    list[i].step = step;
+    list[i].most = t->ne[d] - 1;
+}
+
+// Whether a sum of the first n steps of list, each taken 0 to most times, lies in [low, high]. Of
+// the largest step only such numbers are tried as leave what the smaller ones can reach: one or two
+// where strides divide one another. *tries bounds the search for others: true without an answer.
+ROCQ__FN bool rocq__sum_within(const rocq__step *list, int n, int64_t low, int64_t high,
+                               int32_t *tries) {
+    if (--*tries < 0) return true;
+    if (high < 0) return false;
+    if (low <= 0) return true; // 0 of each
+    if (n == 0) return false;
+    const rocq__step *s = &list[n - 1];
+    if (s->reach < low || high - high % s->divisor < low) return false;
+    const int64_t rest = s->reach - s->step * s->most;
+    const int64_t first = low > rest ? (low - rest - 1) / s->step + 1 : 0;
+    const int64_t last = ROCQ__MIN(s->most, high / s->step);
+    for (int64_t k = first; k <= last; k++) {
+        const int64_t taken = k * s->step;
+        if (rocq__sum_within(list, n - 1, low - taken, high - taken, tries)) return true;
+    }
+    return false;
+}
+
+enum { ROCQ__OVERLAP_TRIES = 4000 }; // some 20 microseconds
+
+// Whether two tensors have a byte in common. Their ranges may cross without that: rows of one lie in
+// the gaps of the other where q, k and v are columns of one product, or where the planes of two
+// caches take turns. A tensor is a run of bytes (a row) at every sum of its strides. Runs of a,
+// counted up from its first, and of b, counted down from its last, share a byte where the sum of
+// both distances lies in a range as wide as the runs together; so it takes one search over the
+// strides of both.
+ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
+    const rocq__range of_a = rocq__range_of(a), of_b = rocq__range_of(b);
+    const uint64_t limit = (uint64_t)INT64_MAX / 8; // below it nothing here overflows
+    if (!rocq__ranges_cross(of_a, of_b)) return false;
+    if (of_a.end - of_a.begin > limit || of_b.end - of_b.begin > limit) return true;
+    rocq__step list[6];
+    int n_all = 0, n = 0;
+    for (int d = 1; d < 4; d++) {
+        rocq__add_step(list, &n_all, a, d);
+        rocq__add_step(list, &n_all, b, d);
+    }
+    const int64_t runs = rocq__bytes(a->format, a->ne[0]) + rocq__bytes(b->format, b->ne[0]);
+    const int64_t high = (int64_t)(of_b.end - of_a.begin) - 1;
+    int64_t low = high - (runs - 2);
+    for (int i = 0; i < n_all; i++) {
+        const rocq__step s = list[i];
+        rocq__step *last = n > 0 ? &list[n - 1] : NULL;
+        if (!last && s.step <= high - low + 1) {
+            low -= s.step * s.most; // no wider than the range, it leaves no hole in it
+        } else if (last && s.step % last->step == 0 && s.step / last->step <= last->most + 1) {
+            last->most += s.step / last->step * s.most; // sums of both: all multiples of the last
+        } else {
+            list[n++] = s;
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        int64_t x = list[i].step, y = i > 0 ? list[i - 1].divisor : 0;
+        list[i].reach = list[i].step * list[i].most + (i > 0 ? list[i - 1].reach : 0);
+        while (y != 0) { // Euclid
+            const int64_t rest = x % y;
+            x = y;
+            y = rest;
+        }
+        list[i].divisor = x;
+    }
+    int32_t tries = ROCQ__OVERLAP_TRIES;
+    return rocq__sum_within(list, n, low, high, &tries);
+}
+
+// No output shares a byte with another operand, but for the in-place ones, which the first output
+// may be exactly. Of indices not even the ranges may cross: a byte of theirs that an output changed
+// after they were checked would be an access anywhere.
 ROCQ__FN rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, rocq_op op,
                                          const void *params) {
-    int32_t end;
+    struct {
+        const rocq_tensor *t;
+        const rocq__operand *operand;
+        const void *params; // of its product in a chain
+        rocq__range range;
+    } list[ROCQ__MAX_OPERANDS];
+    int32_t end, n = 0;
     const int32_t begin = rocq__operands_begin(op, &end);
     for (const void *p = params; p; p = rocq__next_params(op, p)) {
-        for (int32_t o = begin; o < end; o++) {
-            const rocq_tensor *out = rocq__operand_of(p, &rocq__operands[o]);
-            if (!out || rocq__operands[o].role != ROCQ__OUT) continue;
-            for (const void *q = params; q; q = rocq__next_params(op, q)) {
-                for (int32_t i = begin; i < end; i++) {
-                    const rocq_tensor *t = rocq__operand_of(q, &rocq__operands[i]);
-                    if (!t || (p == q && i == o) || !rocq__meet(out, t)) continue;
-                    const bool in_place =
-                        p == q && o == begin && rocq__operands[i].role == ROCQ__IN_PLACE;
-                    if (in_place && rocq__same_tensor(out, t)) continue;
-                    return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s lies on %s", op_name,
-                                      rocq__operands[o].name, rocq__operands[i].name);
-                }
-            }
+        for (int32_t i = begin; i < end; i++) {
+            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
+            if (!t) continue;
+            list[n].t = t;
+            list[n].operand = &rocq__operands[i];
+            list[n].params = p;
+            list[n++].range = rocq__range_of(t);
+        }
+    }
+    for (int32_t o = 0; o < n; o++) {
+        if (list[o].operand->role != ROCQ__OUT) continue;
+        for (int32_t i = 0; i < n; i++) {
+            const int32_t role = list[i].operand->role;
+            if (i == o || !rocq__ranges_cross(list[o].range, list[i].range)) continue;
+            const bool in_place = role == ROCQ__IN_PLACE && list[i].params == list[o].params &&
+                                  list[o].operand == &rocq__operands[begin];
+            if (in_place && rocq__same_tensor(list[o].t, list[i].t)) continue;
+            if (role != ROCQ__INDEX && !rocq__meet(list[o].t, list[i].t)) continue;
+            return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                              role == ROCQ__INDEX ? "%s: the extents of %s and %s overlap"
+                                                  : "%s: %s lies on %s",
+                              op_name, list[o].operand->name, list[i].operand->name);
         }
     }
     return ROCQ_OK;

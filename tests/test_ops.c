@@ -1056,6 +1056,404 @@ static void sample_at_the_edges(void **state) {
     draw_free(&d);
 }
 
+// -- operands in each other's way --
+
+// A tensor at any strides in memory of size bytes: dimensions nested in any order, with gaps or
+// without; strides that another tensor is likely to have too; any, 0 included; or those of like.
+static rocq_tensor random_place(void *memory, int64_t size, rocq_format format, const int64_t ne[4],
+                                const rocq_tensor *like) {
+    const int64_t elems = block_elems(format), likely[4] = {8, 12, 40, 120};
+    rocq_tensor t;
+    for (;;) {
+        const int64_t one[4] = {ne[0], 1, 1, 1}, kind = random_below(like ? 5 : 3);
+        int64_t reach = ne[0], extent, at = random_below(3);
+        assert_int_equal(rocq_tensor_from_host(&t, memory, format, 4, one), ROCQ_OK);
+        for (int i = 0; i < 3; i++) {
+            const int d = 1 + (int)(at + i) % 3;
+            t.ne[d] = ne[d];
+            if (kind == 0) t.stride[d] = reach + elems * (random_below(2) ? random_below(4) : 0);
+            if (kind == 1) t.stride[d] = elems * likely[random_below(4)];
+            if (kind == 2) t.stride[d] = elems * random_below(size / 200);
+            if (kind > 2) t.stride[d] = like->stride[d] / block_elems(like->format) * elems;
+            reach += (ne[d] - 1) * t.stride[d];
+        }
+        t.buffer.size = size;
+        assert_true(rocq__extent(&t, &extent));
+        const int64_t align = rocq__alignment_of(format), room = (size - extent) / align;
+        if (extent > size) continue;
+        t.offset = align * random_below(room + 1);
+        return t;
+    }
+}
+
+// Adds 1 to every byte of map that the tensor has in memory; how many it had already.
+static int64_t mark(const rocq_tensor *t, const void *memory, unsigned char *map) {
+    int64_t row, n_met = 0;
+    assert_int_equal(rocq_row_size(t->format, t->ne[0], &row), ROCQ_OK);
+    for (int64_t r = 0; r < t->ne[1] * t->ne[2] * t->ne[3]; r++) {
+        const int64_t elems = r % t->ne[1] * t->stride[1] +
+                              r / t->ne[1] % t->ne[2] * t->stride[2] +
+                              r / t->ne[1] / t->ne[2] * t->stride[3];
+        int64_t at;
+        assert_int_equal(rocq_row_size(t->format, elems, &at), ROCQ_OK);
+        at += (unsigned char *)rocq_tensor_data(t) - (const unsigned char *)memory;
+        for (int64_t i = at; i < at + row; i++) n_met += map[i]++ > 0;
+    }
+    return n_met;
+}
+
+// Against sets of bytes. Nothing here is so large that the search could end without an answer.
+static void overlap_is_told_exactly(void **state) {
+    (void)state;
+    static const rocq_format formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q8_0, ROCQ_Q4_0, ROCQ_Q6_K};
+    enum { SIZE = 20000, N = 40000 };
+    static _Alignas(64) unsigned char memory[SIZE];
+    static unsigned char map[SIZE], own[SIZE];
+    int64_t n_apart = 0, n_gaps = 0, n_met = 0;
+    random_state = 11;
+    for (int i = 0; i < N; i++) {
+        const bool large = i % 4 == 0;
+        const int64_t size = large ? SIZE : i % 2 ? 6000 : 1500, most = large ? 20 : 5;
+        rocq_tensor t[2];
+        for (int k = 0; k < 2; k++) {
+            const rocq_format format = formats[random_below(size < 6000 ? 4 : 5)];
+            const int64_t ne[4] = {block_elems(format) * (1 + random_below(3)),
+                                   1 + random_below(most), 1 + random_below(most),
+                                   1 + random_below(3)};
+            t[k] = random_place(memory, size, format, ne, k == 1 ? &t[0] : NULL);
+        }
+        memset(map, 0, (size_t)size);
+        mark(&t[0], memory, map);
+        memset(own, 0, (size_t)size); // a byte may also be in one tensor twice
+        mark(&t[1], memory, own);
+        bool met = false;
+        int64_t first[2] = {size, size}, last[2] = {-1, -1};
+        for (int64_t b = 0; b < size; b++) {
+            met = met || (map[b] && own[b]);
+            for (int k = 0; k < 2; k++) {
+                if (!(k ? own : map)[b]) continue;
+                first[k] = first[k] < b ? first[k] : b;
+                last[k] = b;
+            }
+        }
+        const bool cross = first[0] <= last[1] && first[1] <= last[0];
+        n_met += met;
+        n_gaps += cross && !met;
+        n_apart += !cross;
+        if (rocq__meet(&t[0], &t[1]) != met || rocq__meet(&t[1], &t[0]) != met) {
+            fail_msg("pair %d %s, rocq__meet says %d", i, met ? "meets" : "does not meet", !met);
+        }
+    }
+    print_message("%d pairs: %d meet, %d lie in each other's gaps, %d apart\n", (int)N, (int)n_met,
+                  (int)n_gaps, (int)n_apart);
+    assert_true(n_met > N / 10 && n_gaps > N / 20 && n_apart > N / 20);
+}
+
+// An op either does what it would do over separate memory, or refuses and writes nothing.
+static void overlapping_rows_never_give_wrong_values(void **state) {
+    (void)state;
+    enum { SIZE = 800, N = 20000 };
+    static _Alignas(64) unsigned char memory[SIZE], before[SIZE];
+    static unsigned char map[SIZE];
+    int64_t n_done = 0, n_refused = 0;
+    random_state = 12;
+    for (int i = 0; i < N; i++) {
+        const rocq_format format = floats[i & 1];
+        const int64_t ne[4] = {1 + random_below(6), 1 + random_below(4), 1 + random_below(4), 1};
+        const rocq_tensor x = random_place(memory, SIZE, format, ne, NULL);
+        rocq_tensor y = i % 7 == 0 ? x : random_place(memory, SIZE, format, ne, &x);
+        const rocq_scale_params p = {.y = &y, .x = &x, .scale = 3, .bias = 1};
+        for (int k = 0; k < SIZE / 4; k++) {
+            const float value = random_normal();
+            const uint16_t half[2] = {rocq_f32_to_f16(value), rocq_f32_to_f16(1 - value)};
+            memcpy(memory + 4 * k, format == ROCQ_F32 ? (const void *)&value : half, 4);
+        }
+        memcpy(before, memory, SIZE);
+        rocq_ctx *ctx = contexts[1][i % N_THREAD_COUNTS];
+        const rocq_result result = rocq_scale(ctx, &p);
+        memset(map, 0, SIZE);
+        const bool self = mark(&y, memory, map) > 0;
+        if (result != ROCQ_OK) {
+            const bool met = mark(&x, memory, map) > 0; // or x lies on itself, which is allowed
+            assert_int_equal(result, result == ROCQ_E_SHAPE ? ROCQ_E_SHAPE : ROCQ_E_ARGUMENT);
+            assert_true(met || result == ROCQ_E_SHAPE);
+            assert_memory_equal(memory, before, SIZE);
+            n_refused += result == ROCQ_E_ARGUMENT;
+            continue;
+        }
+        assert_false(self);
+        rocq_tensor from = x, to;
+        box want = box_make(BOX_PLAIN, format, ne[0], ne[1], ne[2], ne[3]);
+        box got = box_make(BOX_PLAIN, format, ne[0], ne[1], ne[2], ne[3]);
+        from.buffer.host = before;
+        const rocq_scale_params apart = {.y = &want.t, .x = &from, .scale = 3, .bias = 1};
+        const rocq_cast_params collect = {.y = &got.t, .x = &y};
+        assert_int_equal(rocq_scale(ctx, &apart), ROCQ_OK);
+        assert_int_equal(rocq_cast(ctx, &collect), ROCQ_OK);
+        assert_memory_equal(got.memory, want.memory, (size_t)want.size);
+        // Nothing but y was written: put back, it is the memory of before.
+        to = y;
+        to.buffer.host = before;
+        const rocq_cast_params put = {.y = &to, .x = &y};
+        assert_int_equal(rocq_cast(ctx, &put), ROCQ_OK);
+        assert_memory_equal(memory, before, SIZE);
+        box_free(&want);
+        box_free(&got);
+        n_done++;
+    }
+    print_message("%d done, %d refused\n", (int)n_done, (int)n_refused);
+    assert_true(n_done > N / 10 && n_refused > N / 10);
+}
+
+// Strides that have only 1 in common, over many rows: what a bounded search does not settle counts
+// as overlap. The same with strides of 3 to 2 has an answer. Only addresses are looked at.
+static void the_search_for_an_overlap_is_bounded(void **state) {
+    (void)state;
+    enum { ROWS = 100000 };
+    const int64_t one[1] = {2};
+    rocq_tensor a, b;
+    assert_int_equal(rocq_tensor_from_host(&a, &a, ROCQ_F32, 1, one), ROCQ_OK);
+    a.n_dims = 2;
+    a.ne[1] = ROWS;
+    a.buffer.size = INT64_MAX / 4;
+    b = a;
+    a.stride[1] = 3000000;
+    b.stride[1] = 2000000;
+    b.offset = 4 * 500000;
+    assert_false(rocq__meet(&a, &b));
+    b.offset = 4 * 1000001; // one element of the two
+    assert_true(rocq__meet(&a, &b));
+    a.stride[1] = 3000017;
+    b.stride[1] = 2999999;
+    b.offset = 4 * 1500000;
+    const int64_t start = rocq_time_ns();
+    for (int i = 0; i < 100; i++) assert_true(rocq__meet(&a, &b));
+    assert_true(rocq_time_ns() - start < 1000000000); // 10 ms each, under sanitizers
+    // No address of either comes near the limit of an int64.
+    a.stride[1] = b.stride[1] = INT64_MAX / 4 / 4 / ROWS;
+    assert_true(rocq__meet(&a, &b));
+}
+
+static rocq_tensor view_of(const rocq_tensor *t, int64_t i0, int64_t i1, int64_t i2, int64_t i3,
+                           int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3) {
+    const int64_t start[4] = {i0, i1, i2, i3}, ne[4] = {ne0, ne1, ne2, ne3};
+    rocq_tensor view;
+    assert_int_equal(rocq_tensor_view(&view, t, start, ne), ROCQ_OK);
+    return view;
+}
+
+// n integers of the memory of a box, from byte `at` on; they are set to value.
+static rocq_tensor words_in(const box *b, int64_t at, int64_t n, int32_t value) {
+    const rocq_buffer buffer = rocq_buffer_from_host(b->memory, b->size);
+    rocq_tensor t;
+    assert_int_equal(rocq_tensor_init(&t, &buffer, at, ROCQ_I32, 1, &n), ROCQ_OK);
+    for (int64_t i = 0; i < n; i++) memcpy(b->memory + at + 4 * i, &value, 4);
+    return t;
+}
+
+static void refused(rocq_op op, const void *params, box *const *outputs, int n_outputs) {
+    run_fails(op, params, ROCQ_E_ARGUMENT, outputs, n_outputs);
+}
+
+// Integers that say where an op reads or writes are not among what it writes: they lie neither in
+// the rows of an output nor in its gaps. They are good when the op checks them, and would be
+// anything once the first row is written.
+static void gathered_rows_never_reach_the_ids(void **state) {
+    (void)state;
+    enum { D = 32, N = 6, ROW = 2 * D * 4 };
+    rocq_ctx *ctx = contexts[1][1];
+    box whole = box_make(BOX_PLAIN, ROCQ_F32, 2 * D, N, 1, 1), *out = &whole;
+    box table = box_random(BOX_PLAIN, ROCQ_F32, 1, D, 4, 1, 1);
+    const rocq_tensor y = view_of(&whole.t, 0, 0, 0, 0, D, N, 1, 1);
+    static const int64_t places[] = {ROW, 0, 4 * ROW, 2 * ROW + D * 4, 3 * ROW - N * 4};
+    for (int i = 0; i < 5; i++) { // in three rows of y, and in two gaps
+        const rocq_tensor ids = words_in(&whole, places[i], N, 3);
+        const rocq_gather_params p = {.y = &y, .table = &table.t, .ids = &ids};
+        refused(ROCQ_OP_GATHER, &p, &out, 1);
+        rocq_graph *graph; // while a graph is recorded, too
+        assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
+        refused(ROCQ_OP_GATHER, &p, &out, 1);
+        assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
+        rocq_graph_free(ctx, &graph);
+    }
+    // Behind the last row, where the next gap would be, they may lie.
+    const rocq_tensor front = view_of(&whole.t, 0, 0, 0, 0, D, N - 1, 1, 1);
+    const rocq_tensor ids = words_in(&whole, (N - 2) * ROW + D * 4, N - 1, 3);
+    const rocq_gather_params p = {.y = &front, .table = &table.t, .ids = &ids};
+    assert_int_equal(rocq_gather(ctx, &p), ROCQ_OK);
+    for (int i = 0; i < N - 1; i++) {
+        assert_memory_equal(whole.memory + i * ROW, table.memory + 3 * D * 4, D * 4);
+    }
+    box_free(&whole);
+    box_free(&table);
+}
+
+static void appended_rows_never_reach_the_cells(void **state) {
+    (void)state;
+    enum { D = 32, N = 6, CELLS = 8, ROW = D * 4 };
+    static const int32_t first[N] = {0, 1, 2, 3, 4, 5};
+    box k = box_random(BOX_PLAIN, ROCQ_F32, 1, D, 1, N, 1);
+    box v = box_random(BOX_PLAIN, ROCQ_F32, 1, D, 1, N, 1);
+    box caches = box_make(BOX_PLAIN, ROCQ_F32, D, 2, CELLS, 1);
+    box spare = box_make(BOX_PLAIN, ROCQ_F32, D, 1, CELLS, 1);
+    box qs = box_random(BOX_PLAIN, ROCQ_F32, 1, D, 2, N, 1);
+    box good = box_i32(first, N), *outputs[] = {&caches, &qs};
+    const rocq_tensor k_cache = view_of(&caches.t, 0, 0, 0, 0, D, 1, CELLS, 1),
+                      v_cache = view_of(&caches.t, 0, 1, 0, 0, D, 1, CELLS, 1),
+                      q = view_of(&qs.t, 0, 0, 0, 0, D, 1, N, 1);
+    const rocq_rope_append_params fine = {.q = &q, .k = &k.t, .v = &v.t, .k_cache = &k_cache,
+                                          .v_cache = &v_cache, .pos = &good.t, .cell = &good.t};
+    for (int i = 0; i < 3; i++) { // cell, pos as the cells, pos
+        for (int where = 0; where < 4; where++) { // in k_cache, its gaps, q, its gaps
+            rocq_rope_append_params p = fine;
+            const rocq_tensor words = words_in(outputs[where / 2], ROW * (2 + where % 2), N, 1);
+            if (where == 1) p.v_cache = &spare.t;
+            if (i == 0) p.cell = &words;
+            if (i == 1) p.cell = NULL;
+            if (i > 0) p.pos = &words;
+            refused(ROCQ_OP_ROPE_APPEND, &p, outputs, 2);
+        }
+    }
+    assert_int_equal(rocq_rope_append(contexts[1][1], &fine), ROCQ_OK);
+    for (int where = 0; where < 2; where++) {
+        const rocq_tensor words = words_in(&qs, ROW * (2 + where), N, 1);
+        const rocq_rope_params p = {.y = &q, .x = &q, .pos = &words};
+        refused(ROCQ_OP_ROPE, &p, &outputs[1], 1);
+    }
+    box *const all[] = {&k, &v, &caches, &spare, &qs, &good};
+    for (int i = 0; i < 6; i++) box_free(all[i]);
+}
+
+static void drawn_tokens_never_reach_the_history(void **state) {
+    (void)state;
+    box words = box_make(BOX_PLAIN, ROCQ_I32, 8, 1, 1, 1), *out = &words;
+    box logits = box_random(BOX_PLAIN, ROCQ_F32, 1, 64, 1, 1, 1);
+    const rocq_tensor token = words_in(&words, 4, 1, 1), recent = words_in(&words, 0, 4, 1),
+                      allowed = words_in(&words, 4, 2, -1);
+    const rocq_sample_params over_recent = {.token = &token, .logits = &logits.t,
+                                            .recent = &recent};
+    const rocq_sample_params over_allowed = {.token = &token, .logits = &logits.t,
+                                             .allowed = &allowed};
+    refused(ROCQ_OP_SAMPLE, &over_recent, &out, 1);
+    refused(ROCQ_OP_SAMPLE, &over_allowed, &out, 1);
+    box_free(&words);
+    box_free(&logits);
+}
+
+// q, k and v as columns of one tensor, and two caches whose cells take turns: the bits are those of
+// the op over separate tensors.
+static void rows_may_lie_in_gaps(void **state) {
+    (void)state;
+    enum { D = 32, HEADS = 4, KV = 2, N = 5, CELLS = 9, ALL = HEADS + 2 * KV };
+    static const rocq_format formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q8_0};
+    rocq_ctx *ctx = contexts[1][1];
+    for (int f = 0; f < 3; f++) {
+        box fused = box_random(BOX_PLAIN, ROCQ_F32, 1, D, ALL, N, 1);
+        box caches = box_make(BOX_PLAIN, formats[f], D, KV, 2, CELLS);
+        box pos = box_i32((const int32_t[]){8, 1, 7, 3, 0}, N);
+        const int32_t turn[4] = {0, 1, 3, 2};
+        rocq_tensor t[5] = {view_of(&fused.t, 0, 0, 0, 0, D, HEADS, N, 1),
+                            view_of(&fused.t, 0, HEADS, 0, 0, D, KV, N, 1),
+                            view_of(&fused.t, 0, HEADS + KV, 0, 0, D, KV, N, 1),
+                            view_of(&caches.t, 0, 0, 0, 0, D, KV, 1, CELLS),
+                            view_of(&caches.t, 0, 0, 1, 0, D, KV, 1, CELLS)};
+        box own[5], back[5];
+        for (int i = 0; i < 5; i++) {
+            if (i > 2) assert_int_equal(rocq_tensor_permute(&t[i], &t[i], turn), ROCQ_OK);
+            own[i] = box_make(BOX_PLAIN, t[i].format, D, t[i].ne[1], t[i].ne[2], 1);
+            back[i] = box_make(BOX_PLAIN, t[i].format, D, t[i].ne[1], t[i].ne[2], 1);
+            const rocq_cast_params copy = {.y = &own[i].t, .x = &t[i]};
+            assert_int_equal(rocq_cast(ctx, &copy), ROCQ_OK);
+        }
+        const rocq_rope_append_params together = {.q = &t[0], .k = &t[1], .v = &t[2],
+                                                  .k_cache = &t[3], .v_cache = &t[4],
+                                                  .pos = &pos.t};
+        const rocq_rope_append_params apart = {.q = &own[0].t, .k = &own[1].t, .v = &own[2].t,
+                                               .k_cache = &own[3].t, .v_cache = &own[4].t,
+                                               .pos = &pos.t};
+        assert_int_equal(rocq_rope_append(ctx, &apart), ROCQ_OK);
+        assert_int_equal(rocq_rope_append(ctx, &together), ROCQ_OK);
+        for (int i = 0; i < 5; i++) {
+            const rocq_cast_params copy = {.y = &back[i].t, .x = &t[i]};
+            assert_int_equal(rocq_cast(ctx, &copy), ROCQ_OK);
+            assert_memory_equal(back[i].memory, own[i].memory, (size_t)own[i].size);
+        }
+        // One head too many, and the columns overlap.
+        rocq_rope_append_params bad = together;
+        const rocq_tensor wide = view_of(&fused.t, 0, 0, 0, 0, D, HEADS + 1, N, 1);
+        box *outputs[] = {&fused, &caches};
+        bad.q = &wide;
+        refused(ROCQ_OP_ROPE_APPEND, &bad, outputs, 2);
+        bad = together;
+        bad.v_cache = &t[3]; // outputs among themselves
+        refused(ROCQ_OP_ROPE_APPEND, &bad, outputs, 2);
+        for (int i = 0; i < 5; i++) {
+            box_free(&own[i]);
+            box_free(&back[i]);
+        }
+        box_free(&fused);
+        box_free(&caches);
+        box_free(&pos);
+    }
+}
+
+// In place is the very tensor; a part of it, or the same shifted by a row, is an overlap.
+static void in_place_is_exactly_in_place(void **state) {
+    (void)state;
+    enum { K = 24, ROWS = 5 };
+    box whole = box_random(BOX_PLAIN, ROCQ_F32, 1, 2 * K, ROWS + 1, 1, 1), *out = &whole;
+    box other = box_random(BOX_PLAIN, ROCQ_F32, 1, K, ROWS, 1, 1);
+    box want = box_make(BOX_PLAIN, ROCQ_F32, K, ROWS, 1, 1);
+    box rows = box_make(BOX_PLAIN, ROCQ_F32, 2 * ROWS, 1, 1, 1);
+    const rocq_tensor y = view_of(&whole.t, 0, 0, 0, 0, K, ROWS, 1, 1),
+                      right = view_of(&whole.t, K, 0, 0, 0, K, ROWS, 1, 1);
+    const rocq_tensor shifted[] = {view_of(&whole.t, 0, 1, 0, 0, K, ROWS, 1, 1),
+                                   view_of(&whole.t, 1, 0, 0, 0, K, ROWS, 1, 1),
+                                   view_of(&whole.t, K - 1, 0, 0, 0, K, ROWS, 1, 1)};
+    const rocq_binary_params apart = {.y = &want.t, .a = &y, .b = &right};
+    const rocq_binary_params add = {.y = &y, .a = &y, .b = &right}; // b lies in the gaps
+    box got = box_make(BOX_PLAIN, ROCQ_F32, K, ROWS, 1, 1);
+    const rocq_cast_params copy = {.y = &got.t, .x = &y};
+    for (int i = 0; i < 3; i++) {
+        const rocq_binary_params over_a = {.y = &y, .a = &shifted[i], .b = &other.t},
+                                 over_b = {.y = &y, .a = &other.t, .b = &shifted[i]};
+        const rocq_norm_params norm = {.y = &y, .x = &shifted[i]};
+        const rocq_softmax_params soft = {.y = &y, .x = &shifted[i]};
+        const rocq_cast_params cast = {.y = &y, .x = &shifted[i]};
+        refused(ROCQ_OP_ADD, &over_a, &out, 1);
+        refused(ROCQ_OP_MUL, &over_b, &out, 1);
+        refused(ROCQ_OP_RMSNORM, &norm, &out, 1);
+        refused(ROCQ_OP_SOFTMAX, &soft, &out, 1);
+        refused(ROCQ_OP_CAST, &cast, &out, 1);
+    }
+    assert_int_equal(rocq_add(contexts[1][1], &apart), ROCQ_OK);
+    assert_int_equal(rocq_add(contexts[1][1], &add), ROCQ_OK);
+    assert_int_equal(rocq_cast(contexts[1][1], &copy), ROCQ_OK);
+    assert_memory_equal(got.memory, want.memory, (size_t)want.size);
+
+    // Outputs among themselves: mean and rstd on each other, and on y.
+    const rocq_tensor mean = view_of(&rows.t, 0, 0, 0, 0, ROWS, 1, 1, 1),
+                      rstd = view_of(&rows.t, ROWS - 1, 0, 0, 0, ROWS, 1, 1, 1),
+                      behind = view_of(&rows.t, ROWS, 0, 0, 0, ROWS, 1, 1, 1),
+                      in_y = view_of(&whole.t, 2, 1, 0, 0, ROWS, 1, 1, 1),
+                      in_gap = view_of(&whole.t, K + 2, 1, 0, 0, ROWS, 1, 1, 1);
+    box *outputs[] = {&whole, &rows};
+    rocq_norm_params norm = {.y = &y, .x = &other.t, .mean = &mean, .rstd = &rstd};
+    refused(ROCQ_OP_LAYERNORM, &norm, outputs, 2);
+    norm.rstd = &in_y;
+    refused(ROCQ_OP_LAYERNORM, &norm, outputs, 2);
+    norm.rstd = &in_gap;
+    assert_int_equal(rocq_layernorm(contexts[1][1], &norm), ROCQ_OK);
+    norm.rstd = &behind;
+    assert_int_equal(rocq_layernorm(contexts[1][1], &norm), ROCQ_OK);
+    assert_memory_equal(whole.memory + (2 * K + K + 2) * 4, rows.memory + ROWS * 4, ROWS * 4);
+    box_free(&whole);
+    box_free(&other);
+    box_free(&want);
+    box_free(&got);
+    box_free(&rows);
+}
+
 // -- ggml --
 
 static void rope_agrees_with_ggml(void **state) {
@@ -1170,6 +1568,14 @@ int main(void) {
         cmocka_unit_test(sample_is_deterministic),
         cmocka_unit_test(sample_breaks_ties_by_token),
         cmocka_unit_test(sample_at_the_edges),
+        cmocka_unit_test(overlap_is_told_exactly),
+        cmocka_unit_test(overlapping_rows_never_give_wrong_values),
+        cmocka_unit_test(the_search_for_an_overlap_is_bounded),
+        cmocka_unit_test(gathered_rows_never_reach_the_ids),
+        cmocka_unit_test(appended_rows_never_reach_the_cells),
+        cmocka_unit_test(drawn_tokens_never_reach_the_history),
+        cmocka_unit_test(rows_may_lie_in_gaps),
+        cmocka_unit_test(in_place_is_exactly_in_place),
         cmocka_unit_test(rope_agrees_with_ggml),
         cmocka_unit_test(norms_and_softmax_agree_with_ggml),
         cmocka_unit_test(activations_agree_with_ggml),
