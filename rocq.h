@@ -65,7 +65,8 @@
 
    ROCQ DOES NOT tokenize, keep a sampler's history, know any model's layers or train. Those are
    programs on top, and examples/ has them to copy from: tokenizer.h, llama.h, generate.c. It does
-   not print, exit, abort or throw, reads no environment variable, and keeps no global state.
+   not print, exit, abort or throw, reads no environment variable, and keeps no global state. The
+   HIP runtime may do all of these: >>errors tells when it ends the process.
 
 
    >>options
@@ -145,9 +146,26 @@
    and keeps them, asleep in between, until rocq_close.
 
    A GPU needs a runtime and kernels. Either both are linked into the program, or the HIP runtime is
-   looked for when the program runs (libamdhip64, newest version first, never unloaded) and the
-   kernels are a code object, so that one program also runs where there is no GPU. A code object
-   that rocq_desc names goes before linked kernels, and those before ROCQ_KERNELS_PATH.
+   looked for when the program runs and the kernels are a code object, so that one program also runs
+   where there is no GPU. A code object that rocq_desc names goes before linked kernels, and those
+   before ROCQ_KERNELS_PATH.
+
+   The HIP runtime is looked for in these places, in this order:
+
+       1. a runtime that the process has loaded already, as another library may have done
+       2. the system's libraries, by name. On Windows those are the program's own folder and
+          System32, where AMD's driver puts it, but never the working directory or PATH
+       3. lib (on Windows bin) in rocq_desc.rocm_path, then in rocq_desc.hip_path. ROCM_PATH and
+          HIP_PATH of the environment are meant for them: examples/generate.c hands those on
+       4. /opt/rocm/lib, where AMD's packages for Linux put it and few systems look by themselves
+
+   In each place newer ones go first: libamdhip64.so.7, .6, .5 and without a version, on Windows
+   amdhip64_7.dll, amdhip64_6.dll and amdhip64.dll. One that lacks a function, is older than HIP 5.7
+   or fails to initialize (hipInit, which also fails where it finds no GPU) is passed over, and the
+   next is tried. rocq_info.runtimes_tried lists them with the reasons, and the log has each as it
+   happens; where there is no runtime in the end, so has the message. A library of which no function
+   was called is closed again. One that was initialized stays loaded until the process ends, used or
+   not: its threads may run its code at any time.
 
    Devices are tried discrete ones first, larger ones first; device and pci name one. The first on
    which the kernels load and a self-test (sums over a wave, integer dot products, matrix products)
@@ -167,8 +185,9 @@
    from any thread, stops what has not been submitted. Every call makes the context's device the
    current one of its thread.
 
-   An error of the runtime other than a lack of memory means that submitted work cannot be trusted:
-   that call and all after it return E_LOST, and rocq_close still frees everything.
+   An error that the runtime returns, other than a lack of memory, means that submitted work cannot
+   be trusted: that call and all after it return E_LOST, and rocq_close still frees everything. Some
+   runtimes end the process instead: see >>errors.
 
 
    >>memory
@@ -245,6 +264,21 @@
    formats, overlap and overflow are checked in every build before anything runs. What lies in
    device memory (ids, positions, lengths, pages) is checked by the kernels, and rocq_sync reports
    it. rocq_supports runs an op's checks without running the op.
+
+   A GPU fault is another matter: a kernel, rocq's or another's in the process, that reaches memory
+   which is not mapped or an instruction that is not one, or a GPU that hangs and is reset. What
+   comes of it is up to the runtime, and rocq cannot change it:
+
+       HIP up to 6.x   on Linux, a thread of the runtime prints a line and calls abort(). The
+                       process ends; no call of rocq returns anything.
+       HIP 7.0 and on  the runtime's calls return an error, and so rocq's return E_LOST. It still
+                       calls abort() where the process may write core dumps (ulimit -c is not 0),
+                       or where the environment sets HIP_SKIP_ABORT_ON_GPU_ERROR, which is 1 by
+                       default, to 0.
+
+   After a fault that the process survives, all calls of HIP in it fail until it ends: a new context
+   on the GPU cannot be opened, but one on the CPU can. A program that must survive a fault on every
+   runtime, or go on with the GPU after one, runs rocq in a child process and starts another.
 
 
    >>numbers
@@ -641,6 +675,10 @@ typedef struct rocq_desc {
     int32_t max_waves;         // waves on a SIMD (it has room for 16) of products with up to 8
                                // columns, which are most of a token's time: 4, 6 ... 14; 0 = the
                                // preset's, -1 = any. Fewer leave registers for a renderer's waves
+    const char *rocm_path;     // where ROCm may be installed, to look for the HIP runtime there: what
+    const char *hip_path;      // the environment's ROCM_PATH and HIP_PATH say. Absolute, NULL = none;
+                               // not looked at where a runtime is found before (>>contexts). Read by
+                               // rocq_open alone, NULL in rocq_info.desc
 } rocq_desc;
 
 typedef struct rocq_info {
@@ -648,7 +686,7 @@ typedef struct rocq_info {
     const char *device;        // for people: chip and instruction set in use
     rocq_result gpu_result;    // why there is no GPU (ROCQ_OK when there is one, or none was tried)
     const char *gpu_message;   // the sentence to that code, "" for ROCQ_OK
-    const char *runtime;       // name under which the HIP runtime was found, "linked", or ""
+    const char *runtime;       // name or path by which the HIP runtime was found, "linked", or ""
     const char *kernels;       // file of the code object, "memory", "linked", or ""
     const char *pci;           // of the GPU, or ""
     int32_t target;            // of the kernels that run: 0x1100 for gfx1100; 0 for CPU and others
@@ -662,6 +700,9 @@ typedef struct rocq_info {
     int32_t max_waves;         // as desc.max_waves came out: 16 = any; 0 on the CPU
     const char *ignored;       // what of desc.priority, max_units and max_waves did not take
                                // effect, and why; or ""
+    const char *runtimes_tried; // where a HIP runtime was sought before one was taken, or in vain:
+                               // "NAME: why it was passed over" or "PLACE: none", in that order, "; "
+                               // between them, and "..." last if there were more; "" if not at all
 } rocq_info;
 
 typedef struct rocq_stats {
@@ -2539,6 +2580,8 @@ struct rocq_ctx {
     struct rocq__survey *survey; // where a plan notes what it has to choose, or NULL
     char error[512];
     char gpu_message[512];
+    char tried[2048]; // HIP runtimes that were passed over, see rocq_info.runtimes_tried
+    bool tried_cut;   // there were more
     char device[96];
 #if ROCQ__HAS_THREADS
     rocq__workers workers;
@@ -9346,10 +9389,17 @@ typedef struct rocq__ring {
     rocq__device_block *staging; // loading: as much device memory, where blocks are repacked from
 } rocq__ring;
 
+// A runtime that was found in a library: its functions, and those that only the search calls.
+typedef struct rocq__runtime {
+    rocq_hip hip;
+    int (*init)(unsigned flags);
+    int (*version)(int *version);
+} rocq__runtime;
+
 typedef struct rocq__gpu {
     const rocq_hip *hip;
-    rocq_hip loaded;       // what hip points to where the runtime was found in a library
-    const char *runtime;   // its name, or "linked"
+    rocq__runtime loaded;  // what hip points into where the runtime was found in a library
+    char runtime[256];     // name or path of it (its end, if that is longer), or "linked"
     char kernels[256];     // path (its end, if that is longer), "memory" or "linked"
     const void *image;     // code object; NULL where the kernels are linked
     void *image_memory;    // it, where it was read from a file
@@ -9426,9 +9476,16 @@ ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op) {
 #define ROCQ__HIP_LINKED() ((const rocq_hip *)NULL)
 #endif
 
+// Copies a string whose end tells more than its beginning, as of a path: what does not fit is its
+// beginning.
+ROCQ__FN void rocq__copy_end(char *to, size_t size, const char *from) {
+    const size_t length = strlen(from), kept = ROCQ__MIN(length, size - 1);
+    memcpy(to, from + length - kept, kept + 1);
+}
+
 typedef struct rocq__hip_symbol {
     const char *name;
-    size_t offset; // of the pointer in rocq_hip
+    size_t offset; // of the pointer in the table that is filled
     bool required;
 } rocq__hip_symbol;
 
@@ -9437,66 +9494,256 @@ static const rocq__hip_symbol rocq__hip_symbols[] = {
 #define ROCQ__NEED_MODULE true
 #define ROCQ__NEED_OPTIONAL false
 #define ROCQ_X(need, field, symbol, parameters) \
-    {#symbol, offsetof(rocq_hip, field), ROCQ__NEED_##need},
+    {#symbol, offsetof(rocq__runtime, hip) + offsetof(rocq_hip, field), ROCQ__NEED_##need},
     ROCQ_HIP_FUNCTIONS(ROCQ_X)
 #undef ROCQ_X
-    {"hipGetErrorName", offsetof(rocq_hip, error_name), false}
+    {"hipGetErrorName", offsetof(rocq__runtime, hip) + offsetof(rocq_hip, error_name), false},
+    {"hipInit", offsetof(rocq__runtime, init), true},
+    {"hipRuntimeGetVersion", offsetof(rocq__runtime, version), true}
 };
 #undef ROCQ__NEED_REQUIRED
 #undef ROCQ__NEED_MODULE
 #undef ROCQ__NEED_OPTIONAL
 
-// The first of the libraries that is there, with its functions in table; NULL: none. *missing is
-// then a function that it had to have. A library is never unloaded, since that is not safe at any
-// point of a process.
-ROCQ__FN const char *rocq__library_load(const char *const *names, size_t n_names,
-                                        const rocq__hip_symbol *symbols, size_t n_symbols,
-                                        void *table, const char **missing) {
-    for (size_t i = 0; i < n_names; i++) {
 #if defined(_WIN32)
-        HMODULE library = LoadLibraryA(names[i]);
+typedef HMODULE rocq__library;
 #else
-        void *library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
+typedef void *rocq__library;
 #endif
-        if (!library) continue;
-        *missing = NULL;
-        for (size_t k = 0; k < n_symbols && !*missing; k++) {
+
+enum {
+    ROCQ__LOADED,  // only if the process has loaded it already
+    ROCQ__BY_NAME, // wherever the system looks for libraries, but on Windows not in the working
+                   // directory and PATH, where others may have put a file of that name
+    ROCQ__BY_PATH  // this file; on Windows, what it depends on may lie beside it
+};
+
 #if defined(_WIN32)
-            const FARPROC address = GetProcAddress(library, symbols[k].name);
-#else
-            void *address = dlsym(library, symbols[k].name);
+// Whether there is such a file: by name, beside the program or in the system's folder, where the
+// drivers put theirs.
+ROCQ__FN bool rocq__library_there(const wchar_t *name, int how) {
+    wchar_t path[2048];
+    const DWORD room = 1024, length = (DWORD)wcslen(name);
+    if (how == ROCQ__BY_PATH) return GetFileAttributesW(name) != INVALID_FILE_ATTRIBUTES;
+    for (int i = 0; i < 2; i++) {
+        DWORD end = i == 0 ? GetModuleFileNameW(NULL, path, room) : GetSystemDirectoryW(path, room);
+        if (i == 1 && end < room) path[end++] = L'\\';
+        if (end >= room || length >= room) continue;
+        while (end > 0 && path[end - 1] != L'\\') end--;
+        memcpy(path + end, name, (length + 1) * sizeof *path);
+        if (GetFileAttributesW(path) != INVALID_FILE_ATTRIBUTES) return true;
+    }
+    return false;
+}
 #endif
-            if (!address && symbols[k].required) *missing = symbols[k].name;
-            memcpy((char *)table + symbols[k].offset, &address, sizeof address);
-        }
-        return names[i];
+
+// Opens a library. On failure it returns NULL, and why is the system's reason, or "" if there is no
+// such library at all.
+ROCQ__FN rocq__library rocq__library_open(const char *name, int how, char *why, size_t size) {
+    why[0] = '\0';
+#if defined(_WIN32)
+    wchar_t wide[1024];
+    HMODULE library = NULL;
+    const DWORD flags = LOAD_LIBRARY_SEARCH_DEFAULT_DIRS |
+                        (how == ROCQ__BY_PATH ? LOAD_LIBRARY_SEARCH_DLL_LOAD_DIR : 0);
+    if (!MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, name, -1, wide, 1024)) {
+        snprintf(why, size, "not UTF-8, or too long");
+        return NULL;
+    }
+    if (how == ROCQ__LOADED) return GetModuleHandleExW(0, wide, &library) ? library : NULL;
+    library = LoadLibraryExW(wide, NULL, flags);
+    if (library) return library;
+    // A library that is there but lacks one that it depends on gives the error of one that is not.
+    const DWORD error = GetLastError();
+    if (error != ERROR_MOD_NOT_FOUND) {
+        snprintf(why, size, "error %lu of Windows", (unsigned long)error);
+    } else if (rocq__library_there(wide, how)) {
+        snprintf(why, size, "a library that it needs is not found");
+    }
+    return NULL;
+#else
+    void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL | (how == ROCQ__LOADED ? RTLD_NOLOAD : 0));
+    if (library || how == ROCQ__LOADED) return library;
+    // The reason begins with the file that has failed: the path of what was found, or the name that
+    // was looked for in vain.
+    const size_t length = strlen(name);
+    const char *reason = dlerror();
+    if (!reason) reason = "no reason given";
+    const bool prefixed = strncmp(reason, name, length) == 0 && reason[length] == ':';
+    const bool absent = how == ROCQ__BY_PATH ? access(name, F_OK) != 0 : prefixed;
+    if (!absent) snprintf(why, size, "%s", prefixed ? reason + length + 2 : reason);
+    return NULL;
+#endif
+}
+
+ROCQ__FN void rocq__library_close(rocq__library library) {
+#if defined(_WIN32)
+    FreeLibrary(library);
+#else
+    dlclose(library);
+#endif
+}
+
+// Fills table with the addresses of symbols. Returns the name of a required one that the library
+// does not have, or NULL.
+ROCQ__FN const char *rocq__library_symbols(rocq__library library, const rocq__hip_symbol *symbols,
+                                           size_t n_symbols, void *table) {
+    for (size_t k = 0; k < n_symbols; k++) {
+#if defined(_WIN32)
+        const FARPROC address = GetProcAddress(library, symbols[k].name);
+#else
+        void *address = dlsym(library, symbols[k].name);
+#endif
+        if (!address && symbols[k].required) return symbols[k].name;
+        memcpy((char *)table + symbols[k].offset, &address, sizeof address);
     }
     return NULL;
 }
 
-// Looks for the runtime by versioned name, newest first: the unversioned one may belong to another
-// installation.
+// Adds an entry to rocq_info.runtimes_tried, and logs it. One that does not fit leaves "..." in its
+// place, and so the list never ends within an entry.
+ROCQ__PRINTF(3, 4)
+ROCQ__FN void rocq__hip_tried(rocq_ctx *ctx, rocq_log_level level, const char *format, ...) {
+    static const char more[] = "; ...";
+    char entry[sizeof ctx->error];
+    const size_t used = strlen(ctx->tried);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(entry, sizeof entry, format, args);
+    va_end(args);
+    rocq__log(ctx, level, "HIP runtime: %s", entry);
+    if (ctx->tried_cut) return;
+    ctx->tried_cut = used + 2 + strlen(entry) + sizeof more > sizeof ctx->tried;
+    snprintf(ctx->tried + used, sizeof ctx->tried - used, "%s%s",
+             used && !ctx->tried_cut ? "; " : "", ctx->tried_cut ? more : entry);
+}
+
+// HIP's number of a version is major 10^7 + minor 10^5 + patch. Code objects of version 5, which
+// examples/build-kernels makes, load from this one on.
+enum { ROCQ__HIP_OLDEST = 50700000, ROCQ__HIP_NO_DEVICE = 100 };
+
+// Takes one library as the runtime, or passes it over: then *there tells whether there was one.
+ROCQ__FN rocq_result rocq__hip_try(rocq_ctx *ctx, rocq__gpu *gpu, const char *name, int how,
+                                   bool *there) {
+    char why[256];
+    const rocq__library library = rocq__library_open(name, how, why, sizeof why);
+    *there = library || why[0];
+    if (!library) {
+        if (why[0]) rocq__hip_tried(ctx, ROCQ_LOG_WARN, "%s: %s", name, why);
+        return ROCQ_E_NO_RUNTIME;
+    }
+    const char *missing = rocq__library_symbols(
+        library, rocq__hip_symbols, sizeof rocq__hip_symbols / sizeof rocq__hip_symbols[0],
+        &gpu->loaded);
+    if (missing) {
+        rocq__library_close(library);
+        rocq__hip_tried(ctx, ROCQ_LOG_WARN, "%s: has no %s", name, missing);
+        return ROCQ_E_NO_RUNTIME;
+    }
+    // From its first call on, a runtime may have threads that run its code and destructors that its
+    // threads will call, so that it cannot be unloaded safely: it stays, used or not. hipInit comes
+    // first: any other first call initialises as well, but AMD's hipRuntimeGetVersion drops the
+    // error of that, and a later hipInit no longer reports it.
+    int version = 0;
+    const int error = gpu->loaded.init(0);
+    const int no_version = gpu->loaded.version(&version);
+    if (no_version == 0 && version < ROCQ__HIP_OLDEST) {
+        rocq__hip_tried(ctx, ROCQ_LOG_WARN, "%s: is HIP %d.%d, the oldest that works is %d.%d",
+                        name, version / 10000000, version / 100000 % 100,
+                        ROCQ__HIP_OLDEST / 10000000, ROCQ__HIP_OLDEST / 100000 % 100);
+        return ROCQ_E_NO_RUNTIME;
+    }
+    if (error != 0 || no_version != 0) {
+        const int code = error ? error : no_version;
+        const char *text = gpu->loaded.hip.error_name ? gpu->loaded.hip.error_name(code) : NULL;
+        rocq__hip_tried(ctx, ROCQ_LOG_WARN, "%s: %s: %s (%d)", name,
+                        error ? "hipInit" : "hipRuntimeGetVersion", text ? text : "error", code);
+        return error == ROCQ__HIP_NO_DEVICE ? ROCQ_E_NO_DEVICE : ROCQ_E_NO_RUNTIME;
+    }
+    rocq__log(ctx, ROCQ_LOG_INFO, "HIP runtime: %s: HIP %d.%d, taken", name, version / 10000000,
+              version / 100000 % 100);
+    rocq__copy_end(gpu->runtime, sizeof gpu->runtime, name);
+    gpu->hip = &gpu->loaded.hip;
+    return ROCQ_OK;
+}
+
+ROCQ__FN bool rocq__path_absolute(const char *path) {
+#if defined(_WIN32)
+    const char letter = (char)(path[0] | 32);
+    const bool drive = letter >= 'a' && letter <= 'z' && path[1] == ':';
+    const char *root = drive ? path + 2 : path;
+    return (root[0] == '/' || root[0] == '\\') && (drive || root[1] == '/' || root[1] == '\\');
+#else
+    return path[0] == '/';
+#endif
+}
+
+// Looks for a runtime that works, in the order that >>contexts tells. In one place a newer one goes
+// before an older one, and the name without a version comes last, as it may be any. Nothing is kept
+// between calls, so that contexts in several threads may look at once, and a later rocq_open looks
+// anew.
 ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
 #if defined(_WIN32)
     static const char *const names[] = {"amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll"};
+    static const char below[] = "\\bin", slash = '\\';
 #else
     static const char *const names[] = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5",
                                         "libamdhip64.so"};
+    static const char below[] = "/lib", slash = '/';
 #endif
-    const size_t n_names = sizeof names / sizeof names[0];
-    const char *missing = NULL;
-    gpu->runtime = rocq__library_load(names, n_names, rocq__hip_symbols,
-                                      sizeof rocq__hip_symbols / sizeof rocq__hip_symbols[0],
-                                      &gpu->loaded, &missing);
-    if (!gpu->runtime) {
-        return rocq__fail(ctx, ROCQ_E_NO_RUNTIME, "no HIP runtime: none of %s ... %s can be loaded",
-                          names[0], names[n_names - 1]);
+    const struct {
+        int how;
+        const char *folder; // of an installation, may be NULL; or what to call the place
+    } places[] = {
+        {ROCQ__LOADED, "already loaded"},
+        {ROCQ__BY_NAME, "system's libraries"},
+        {ROCQ__BY_PATH, ctx->desc.rocm_path},
+        {ROCQ__BY_PATH, ctx->desc.hip_path},
+#if !defined(_WIN32)
+        {ROCQ__BY_PATH, "/opt/rocm"},
+#endif
+    };
+    rocq_result result = ROCQ_E_NO_RUNTIME;
+    for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
+        const int how = places[i].how;
+        const char *folder = places[i].folder;
+        bool any = false;
+        if (!folder || !folder[0]) continue;
+        if (how == ROCQ__BY_PATH && !rocq__path_absolute(folder)) {
+            rocq__hip_tried(ctx, ROCQ_LOG_WARN, "%s: not an absolute path", folder);
+            continue;
+        }
+        for (size_t k = 0; k < sizeof names / sizeof names[0]; k++) {
+            char path[1024];
+            bool there;
+            const int length =
+                how == ROCQ__BY_PATH
+                    ? snprintf(path, sizeof path, "%s%s%c%s", folder, below, slash, names[k])
+                    : snprintf(path, sizeof path, "%s", names[k]);
+            if (length < 0 || length >= (int)sizeof path) continue; // longer than any real one
+#if defined(_WIN32)
+            for (char *p = path; *p; p++) *p = *p == '/' ? '\\' : *p; // as LoadLibraryEx wants it
+#endif
+            const rocq_result tried = rocq__hip_try(ctx, gpu, path, how, &there);
+            if (tried == ROCQ_OK) return ROCQ_OK;
+            if (tried == ROCQ_E_NO_DEVICE) result = tried;
+            any |= there;
+        }
+        if (!any) {
+            rocq__hip_tried(ctx, ROCQ_LOG_INFO, "%s%s: none", folder,
+                            how == ROCQ__BY_PATH ? below : "");
+        }
     }
-    if (missing) {
-        return rocq__fail(ctx, ROCQ_E_NO_RUNTIME, "%s has no %s", gpu->runtime, missing);
+    // As many whole entries as the sentence has room for.
+    size_t length = strlen(ctx->tried);
+    const size_t room = sizeof ctx->error - 64;
+    const bool cut = length > room;
+    if (cut) {
+        for (length = room; length > 0 && strncmp(ctx->tried + length, "; ", 2) != 0;) length--;
     }
-    gpu->hip = &gpu->loaded;
-    return ROCQ_OK;
+    return rocq__fail(ctx, result, "%s: %.*s%s",
+                      result == ROCQ_E_NO_DEVICE ? "no GPU" : "no HIP runtime that works",
+                      (int)length, ctx->tried, cut ? "; ..." : "");
 }
 
 // The program's own rocq_kernels.hip, which may have been compiled with another rocq.h.
@@ -9512,7 +9759,7 @@ ROCQ__FN rocq_result rocq__hip_linked(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_
                           "%s: this program only runs the kernels linked into it", gpu->kernels);
     }
     gpu->hip = linked;
-    gpu->runtime = "linked";
+    snprintf(gpu->runtime, sizeof gpu->runtime, "linked");
     return ROCQ_OK;
 }
 
@@ -9613,9 +9860,8 @@ ROCQ__FN rocq_result rocq__hip_kernels(rocq_ctx *ctx, rocq__gpu *gpu, const rocq
 #if defined(ROCQ_KERNELS_PATH)
     if (!path && !image) path = ROCQ_KERNELS_PATH;
 #endif
-    const char *name = path ? path : "memory"; // the caller's string may not live as long
-    const size_t length = strlen(name), room = sizeof gpu->kernels - 1;
-    snprintf(gpu->kernels, sizeof gpu->kernels, "%s", length > room ? name + length - room : name);
+    // the caller's string may not live as long
+    rocq__copy_end(gpu->kernels, sizeof gpu->kernels, path ? path : "memory");
     if (path) ROCQ__TRY(rocq__image_read(ctx, gpu, path, &image, &size));
     if (!rocq__image_whole((const unsigned char *)image, size)) {
         return rocq__fail(ctx, ROCQ_E_NO_KERNELS, "%s: not a whole code object (%lld bytes)",
@@ -14792,11 +15038,15 @@ ROCQ__FN void rocq__roctx_load(rocq__profile *p) {
     static const rocq__hip_symbol symbols[] = {
         {"roctxRangePushA", offsetof(rocq__profile, range_push), true},
         {"roctxRangePop", offsetof(rocq__profile, range_pop), true}};
-    const char *missing;
-    if (rocq__library_load(names, 2, symbols, 2, p, &missing) && missing) {
-        p->range_push = NULL;
-        p->range_pop = NULL;
+    for (size_t i = 0; i < 2; i++) {
+        char why[256];
+        const rocq__library library = rocq__library_open(names[i], ROCQ__BY_NAME, why, sizeof why);
+        if (!library) continue;
+        if (!rocq__library_symbols(library, symbols, 2, p)) return;
+        rocq__library_close(library);
     }
+    p->range_push = NULL;
+    p->range_pop = NULL;
 #else
     (void)p;
 #endif
@@ -17209,6 +17459,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
         ctx->error[0] = '\0';
     }
     // The caller's strings may not live as long as the context.
+    ctx->desc.rocm_path = ctx->desc.hip_path = NULL;
     ctx->desc.pci = rocq__on_gpu(ctx) ? ctx->gpu->pci : NULL;
     ctx->desc.kernels_path = ctx->gpu && ctx->desc.kernels_path ? ctx->gpu->kernels : NULL;
     if (result == ROCQ_OK) result = rocq_reserve(ctx, resolved.scratch_bytes);
@@ -17245,6 +17496,7 @@ ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info) {
     info->gpu_message = ctx->gpu_message;
     info->runtime = info->kernels = info->pci = "";
     info->replay = info->ignored = "";
+    info->runtimes_tried = ctx->tried;
     if (rocq__on_gpu(ctx)) {
         info->runtime = ctx->gpu->runtime;
         info->kernels = ctx->gpu->kernels;

@@ -1141,6 +1141,8 @@ BENCH_FN bool bench_open(bench *b, int argc, char **argv, const char *program) {
     desc.n_threads = b->n_threads;
     desc.log = bench__log;
     desc.log_user = (void *)(uintptr_t)program;
+    desc.rocm_path = getenv("ROCM_PATH");
+    desc.hip_path = getenv("HIP_PATH");
     if (rocq_open(&b->ctx, &desc) != ROCQ_OK) { // the log has said why
         free(b->filters);
         return false;

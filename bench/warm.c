@@ -62,7 +62,8 @@ static double check_ns(rocq_ctx *ctx, llama_model *m) {
 
 static int measured(bool warm, bool step, const char *device, const char *path) {
     const rocq_desc desc = {.prefer = strcmp(device, "gpu") == 0 ? ROCQ_GPU : ROCQ_CPU,
-                            .kernels_path = kernels};
+                            .kernels_path = kernels, .rocm_path = getenv("ROCM_PATH"),
+                            .hip_path = getenv("HIP_PATH")};
     const llama_options options = {.n_ctx = 512, .n_batch = PROMPT};
     const rocq_gguf_desc source = {.path = path};
     const int32_t n = step ? STEPS : PROMPTS, skip = step ? SKIP : 1, tokens = step ? 1 : PROMPT;

@@ -315,7 +315,8 @@ static bool open_device(run *r) {
     const rocq_desc desc = {.prefer = (rocq_backend)r->o.device, .n_threads = r->o.n_threads,
                             .allocator = {count_alloc, count_free, NULL},
                             .kernels_path = r->o.kernels, .no_graphs = r->o.no_graph,
-                            .log = keep_reason, .log_user = r->reason};
+                            .log = keep_reason, .log_user = r->reason,
+                            .rocm_path = getenv("ROCM_PATH"), .hip_path = getenv("HIP_PATH")};
     const rocq_result result = rocq_open(&r->ctx, &desc);
     if (result != ROCQ_OK) {
         return fail("device", *r->reason ? r->reason : rocq_result_message(result));

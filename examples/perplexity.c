@@ -122,7 +122,8 @@ static void keep_reason(rocq_log_level level, const char *message, void *user) {
 static bool open_device(job *j) {
     rocq_info info;
     const rocq_desc desc = {.prefer = j->device, .kernels_path = j->kernels, .log = keep_reason,
-                            .log_user = j->reason};
+                            .log_user = j->reason, .rocm_path = getenv("ROCM_PATH"),
+                            .hip_path = getenv("HIP_PATH")};
     const rocq_result result = rocq_open(&j->ctx, &desc);
     if (result != ROCQ_OK) {
         return fail("device", *j->reason ? j->reason : rocq_result_message(result));

@@ -645,6 +645,11 @@ int hipDriverGetVersion(int *version) {
     *version = 60443484;
     return HIP_OK;
 }
+int hipRuntimeGetVersion(int *version) { return hipDriverGetVersion(version); }
+int hipInit(unsigned flags) {
+    ENTER_OR_FAIL();
+    return flags ? HIP_INVALID_VALUE : HIP_OK;
+}
 int hipStreamBeginCapture(void *handle, int) {
     ENTER_OR_FAIL();
     stream *s = find_stream("hipStreamBeginCapture", handle);
