@@ -675,10 +675,9 @@ typedef struct rocq_desc {
     int32_t max_waves;         // waves on a SIMD (it has room for 16) of products with up to 8
                                // columns, which are most of a token's time: 4, 6 ... 14; 0 = the
                                // preset's, -1 = any. Fewer leave registers for a renderer's waves
-    const char *rocm_path;     // where ROCm may be installed, to look for the HIP runtime there: what
-    const char *hip_path;      // the environment's ROCM_PATH and HIP_PATH say. Absolute, NULL = none;
-                               // not looked at where a runtime is found before (>>contexts). Read by
-                               // rocq_open alone, NULL in rocq_info.desc
+    const char *rocm_path;     // where else the HIP runtime may be (>>contexts): what ROCM_PATH and
+    const char *hip_path;      // HIP_PATH of the environment say, or NULL. An absolute path each;
+                               // read by rocq_open alone, NULL in rocq_info.desc
 } rocq_desc;
 
 typedef struct rocq_info {
@@ -701,8 +700,8 @@ typedef struct rocq_info {
     const char *ignored;       // what of desc.priority, max_units and max_waves did not take
                                // effect, and why; or ""
     const char *runtimes_tried; // where a HIP runtime was sought before one was taken, or in vain:
-                               // "NAME: why it was passed over" or "PLACE: none", in that order, "; "
-                               // between them, and "..." last if there were more; "" if not at all
+                               // "NAME: why it was passed over" or "PLACE: none", in that order and
+                               // with "; " between them; "..." comes last if there were more
 } rocq_info;
 
 typedef struct rocq_stats {

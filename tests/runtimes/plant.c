@@ -1,5 +1,5 @@
-// plant.c - a library that has HIP's functions, for tests/runtimes/check to put where rocq.h looks for
-// a runtime. It has no GPU, and says under whose name it was found in the name of its errors.
+// plant.c - a library that has HIP's functions, for tests/runtimes/check to put where rocq.h looks
+// for a runtime. It has no GPU, and the name of its errors tells that it was taken.
 //
 //     -DPLANT_LABEL='"..."'    the name of every error
 //     -DPLANT_VERSION=N        what hipRuntimeGetVersion tells; 60443484
