@@ -1,7 +1,7 @@
 // probe.hip - ceilings of a GPU for bench.h: what a plain streaming read, fused multiply-adds and
 // the matrix unit reach, with the instructions that rocq_kernels.hip uses. Linked into the
 // measuring programs beside the kernels; without it they know the bandwidth alone, as rocq's own
-// kernels reach it.
+// kernels reach it. And the renderer of frames.c, since that too is a program of another stream.
 //
 //     hipcc -O3 --offload-arch=native -x hip -c bench/probe.hip -o probe.o
 //     nvcc -O3 -std=c++17 -x cu -gencode=arch=compute_90a,code=sm_90a -c bench/probe.hip -o probe.o
@@ -140,4 +140,101 @@ extern "C" void bench_gpu_probe(double rates[4]) {
         (void)RT(EventDestroy)(stop);
     }
     (void)RT(EventDestroy)(start);
+}
+
+// ---------------------------------------------------------------------------------------------
+// The renderer of frames.c
+// ---------------------------------------------------------------------------------------------
+
+// A pass: n loads of 16 bytes, from words of them (a power of two) over and over, and some
+// arithmetic to each, as a shader that reads textures does.
+__global__ void __launch_bounds__(THREADS) probe_draw(const uint4 *p, size_t words, size_t n,
+                                                      uint32_t *out) {
+    const size_t step = (size_t)gridDim.x * THREADS;
+    float s = 0;
+    for (size_t i = (size_t)blockIdx.x * THREADS + threadIdx.x; i < n; i += step) {
+        const uint4 a = p[i & (words - 1)];
+        float x = (float)(a.x ^ a.y ^ a.z ^ a.w);
+#pragma unroll
+        for (int r = 0; r < 64; r++) x = fmaf(x, 0.999f, 1.0f);
+        s += x;
+    }
+    if (s == 12345.0f) *out = 1; // never: the work must be kept
+}
+
+static struct {
+    RT(Stream_t) stream;
+    RT(Event_t) start, stop;
+    void *data, *out;
+    int device, units;
+    size_t n; // loads of a pass
+} renderer;
+
+static const size_t renderer_bytes = (size_t)256 << 20; // more than any cache holds
+
+static int renderer_pass(void) {
+    probe_draw<<<8 * renderer.units, THREADS, 0, renderer.stream>>>(
+        (const uint4 *)renderer.data, renderer_bytes / 16, renderer.n, (uint32_t *)renderer.out);
+    return (int)RT(GetLastError)();
+}
+
+// A pass takes ms where nothing else runs: the best of ten is brought there, in three rounds.
+static int renderer_calibrate(double ms) {
+    renderer.n = renderer_bytes / 16;
+    for (int round = 0; round < 3; round++) {
+        float best = 0;
+        for (int run = 0; run < 10; run++) {
+            float took = 0;
+            int error = (int)RT(EventRecord)(renderer.start, renderer.stream);
+            if (error == 0) error = renderer_pass();
+            if (error == 0) error = (int)RT(EventRecord)(renderer.stop, renderer.stream);
+            if (error == 0) error = (int)RT(EventSynchronize)(renderer.stop);
+            if (error == 0) {
+                error = (int)RT(EventElapsedTime)(&took, renderer.start, renderer.stop);
+            }
+            if (error != 0) return error;
+            if (run == 0 || took < best) best = took;
+        }
+        if (best > 0) renderer.n = (size_t)((double)renderer.n * ms / best) + 1;
+    }
+    return 0;
+}
+
+extern "C" void bench_renderer_close(void) {
+    if (renderer.stream) (void)RT(StreamDestroy)(renderer.stream);
+    if (renderer.start) (void)RT(EventDestroy)(renderer.start);
+    if (renderer.stop) (void)RT(EventDestroy)(renderer.stop);
+    if (renderer.data) (void)RT(Free)(renderer.data);
+    if (renderer.out) (void)RT(Free)(renderer.out);
+    renderer = {};
+}
+
+// raised: above the priority of a plain stream. On failure nothing is left but what close frees.
+extern "C" int bench_renderer_open(const char *pci, int raised, double pass_ms) {
+    int least = 0, greatest = 0;
+#if defined(__CUDACC__)
+    const unsigned flags = cudaStreamNonBlocking;
+#else
+    const unsigned flags = hipStreamNonBlocking;
+#endif
+    int error = (int)RT(DeviceGetByPCIBusId)(&renderer.device, pci);
+    if (error == 0) error = (int)RT(SetDevice)(renderer.device);
+    if (error == 0) error = (int)RT(DeviceGetAttribute)(&renderer.units, UNITS, renderer.device);
+    if (error == 0) error = (int)RT(DeviceGetStreamPriorityRange)(&least, &greatest);
+    if (error == 0) {
+        error = (int)RT(StreamCreateWithPriority)(&renderer.stream, flags, raised ? greatest : 0);
+    }
+    if (error == 0) error = (int)RT(EventCreate)(&renderer.start);
+    if (error == 0) error = (int)RT(EventCreate)(&renderer.stop);
+    if (error == 0) error = (int)RT(Malloc)(&renderer.data, renderer_bytes);
+    if (error == 0) error = (int)RT(Malloc)(&renderer.out, 256);
+    if (error == 0) error = (int)RT(Memset)(renderer.data, 0, renderer_bytes);
+    if (error == 0) error = (int)RT(DeviceSynchronize)();
+    return error == 0 ? renderer_calibrate(pass_ms) : error;
+}
+
+extern "C" int bench_renderer_draw(int passes) {
+    int error = (int)RT(SetDevice)(renderer.device); // of this thread
+    for (int i = 0; i < passes && error == 0; i++) error = renderer_pass();
+    return error == 0 ? (int)RT(StreamSynchronize)(renderer.stream) : error;
 }
