@@ -63,6 +63,8 @@ static const char usage[] =
     "    --shift N        when the context is full, keep its first N tokens, forget half of the\n"
     "                     others and go on (the text ends)\n"
     "    --precision P    of products: auto, f32, f16 or int8 (auto)\n"
+    "    --sharing NAME   of the GPU with a renderer: balanced, or first graphics or compute\n"
+    "                     (balanced)\n"
     "    --tuning FILE    launches that are fastest for this model on this GPU; they are found\n"
     "                     and kept in FILE where it is not there, or of another GPU or driver\n"
     "    --stats          print times, speeds and memory\n"
@@ -81,7 +83,7 @@ typedef struct options {
     int32_t n, n_ctx, n_threads;
     int32_t kv_page, shift;    // shift: tokens to keep, -1 = the text ends
     int32_t last_n;            // tokens that penalties look at, -1 = n_ctx
-    int32_t device, precision; // rocq_backend, rocq_precision
+    int32_t device, precision, sharing; // rocq_backend, rocq_precision, rocq_sharing
     rocq_sample_params sample; // the knobs only
 } options;
 
@@ -98,7 +100,7 @@ static const char *default_model(void) {
     return path;
 }
 
-enum { FLAG, TEXT, DEVICE, PRECISION, INTEGER, NUMBER, SEED };
+enum { FLAG, TEXT, DEVICE, PRECISION, SHARING, INTEGER, NUMBER, SEED };
 
 typedef struct option {
     const char *name;
@@ -109,10 +111,12 @@ typedef struct option {
 
 // Stores an option's value; false when it is none.
 static bool parse_value(const char *text, const option *o) {
-    // In the order of rocq_backend and of rocq_precision.
-    static const char *const names[2][4] = {{"auto", "cpu", "gpu", NULL},
-                                            {"auto", "f32", "f16", "int8"}};
-    const char *const *list = names[o->type == PRECISION];
+    // In the order of rocq_backend, rocq_precision and rocq_sharing.
+    static const char *const names[3][4] = {{"auto", "cpu", "gpu", NULL},
+                                            {"auto", "f32", "f16", "int8"},
+                                            {"balanced", "graphics", "compute", NULL}};
+    const bool named = o->type >= DEVICE && o->type <= SHARING;
+    const char *const *list = names[named ? o->type - DEVICE : 0];
     int32_t at = 0;
     char *end;
     const double x = strtod(text, &end);
@@ -122,6 +126,7 @@ static bool parse_value(const char *text, const option *o) {
     case TEXT: *(const char **)o->to = text; return true;
     case DEVICE:
     case PRECISION:
+    case SHARING:
         while (at < 4 && list[at] && strcmp(text, list[at]) != 0) at++;
         *(int32_t *)o->to = at;
         return at < 4 && list[at];
@@ -163,6 +168,7 @@ static bool parse_options(options *o, int argc, char **argv) {
         {"--kv-page", INTEGER, 0, 1e6, &o->kv_page},
         {"--shift", INTEGER, 0, 1e9, &o->shift},
         {"--precision", PRECISION, 0, 0, &o->precision},
+        {"--sharing", SHARING, 0, 0, &o->sharing},
         {"--tuning", TEXT, 0, 0, &o->tuning},
         {"--stats", FLAG, 0, 0, &o->stats},
         {"--trace", TEXT, 0, 0, &o->trace},
@@ -316,6 +322,7 @@ static bool open_device(run *r) {
                             .allocator = {count_alloc, count_free, NULL},
                             .kernels_path = r->o.kernels, .no_graphs = r->o.no_graph,
                             .log = keep_reason, .log_user = r->reason,
+                            .sharing = (rocq_sharing)r->o.sharing,
                             .rocm_path = getenv("ROCM_PATH"), .hip_path = getenv("HIP_PATH")};
     const rocq_result result = rocq_open(&r->ctx, &desc);
     if (result != ROCQ_OK) {
@@ -328,6 +335,7 @@ static bool open_device(run *r) {
         info.gpu_result != ROCQ_OK && !no_kernels) {
         fprintf(stderr, "generate: on the CPU: %s\n", info.gpu_message);
     }
+    if (info.ignored[0]) fprintf(stderr, "generate: --sharing: ignored: %s\n", info.ignored);
     return true;
 }
 
@@ -381,6 +389,7 @@ static bool make_tuning(run *r) {
 }
 
 static bool load(run *r) {
+    rocq_info info;
     const rocq_allocator allocator = {count_alloc, count_free, NULL};
     const rocq_gguf_desc source = {.path = r->o.model};
     const llama_options how = {.n_ctx = r->o.n_ctx, .kv_format = r->o.kv,
@@ -413,6 +422,8 @@ static bool load(run *r) {
     end_phase(r, LOAD);
     begin_phase(r, WARM);
     if (llama_warm(&r->model) != ROCQ_OK) return fail("warm-up", r->model.error);
+    rocq_get_info(r->ctx, &info);
+    if (info.replay[0]) fprintf(stderr, "generate: %s\n", info.replay);
     end_phase(r, WARM);
     return true;
 }

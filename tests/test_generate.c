@@ -240,7 +240,8 @@ static void test_cache(void **state) {
     const outcome *o = RUN("-m", small_path, "-p", "abc", "-n", "20", "--temp", "0");
     expect_success(o);
     snprintf(text, sizeof text, "%s", o->out);
-    o = RUN("-m", small_path, "-p", "abc", "-n", "20", "--temp", "0", "--kv-page", "3");
+    o = RUN("-m", small_path, "-p", "abc", "-n", "20", "--temp", "0", "--kv-page", "3", "--sharing",
+            "graphics");
     expect_success(o);
     assert_string_equal(o->out, text);
     o = RUN("-m", small_path, "-p", "abc", "-n", "60", "--temp", "0", "-c", "20");
@@ -359,7 +360,7 @@ static void test_options(void **state) {
         {"--nonsense", NULL}, {"-n", NULL}, {"-n", "x"}, {"-n", "-1"}, {"-n", "1.5"}, {"-n", "1e12"},
         {"-n", ""}, {"--temp", "-1"}, {"--temp", "nan"}, {"--temp", "1x"}, {"--top-p", "2"},
         {"--threads", "0"}, {"--device", "abacus"}, {"--precision", "int4"}, {"--seed", "1.5"},
-        {"-c", "0"}, {"stray", NULL}, {"-m", NULL},
+        {"-c", "0"}, {"stray", NULL}, {"-m", NULL}, {"--sharing", "fairly"},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         const char *args[3] = {wrong[i].name, wrong[i].value, NULL};
