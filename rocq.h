@@ -689,6 +689,8 @@ typedef struct rocq_info {
     const char *kernels;       // file of the code object, "memory", "linked", or ""
     const char *pci;           // of the GPU, or ""
     int32_t target;            // of the kernels that run: 0x1100 for gfx1100; 0 for CPU and others
+    bool target_unlisted;      // a gfx11 chip that rocq has no figures of: launches are sized with
+                               // what the runtime says of it, and a profile has no peaks of its own
     int32_t n_units;           // compute units of the GPU
     int64_t device_bytes;      // memory of the GPU
     rocq_desc desc;            // with every default filled in; its strings are the context's
@@ -1679,7 +1681,7 @@ ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_w
 // -- occupancy: waves of a kernel that fit an RDNA3 chip; no GPU needed --
 
 typedef struct rocq_occupancy_params {
-    int32_t target;    // 0x1100, 0x1101, 0x1102, 0x1103, 0x1150 or 0x1151
+    int32_t target;    // 0x1100 to 0x1103 or 0x1150 to 0x1153
     int32_t vgprs;     // of a lane, 1 to 256
     int32_t lds_bytes; // of a workgroup
     int32_t threads;   // of a workgroup, 1 to 1024
@@ -2581,7 +2583,7 @@ struct rocq_ctx {
     char gpu_message[512];
     char tried[2048]; // HIP runtimes that were passed over, see rocq_info.runtimes_tried
     bool tried_cut;   // there were more
-    char device[96];
+    char device[112];
 #if ROCQ__HAS_THREADS
     rocq__workers workers;
 #endif
@@ -9350,7 +9352,8 @@ typedef struct rocq__chip {
     double bytes_per_us;  // of memory
     double flops_per_us;  // of the vector unit in F32
     double matrix_per_us; // of the matrix unit in F16
-    bool guessed;         // bytes_per_us is, since the runtime does not tell
+    bool guessed;         // bytes_per_us is: the runtime does not tell, or the chip is unlisted
+    bool unlisted;        // a gfx11 target that rocq__chips does not have
 } rocq__chip;
 
 enum { ROCQ__PRIVATE, ROCQ__BUFFER, ROCQ__PINNED }; // BUFFER: made by rocq_buffer_alloc
@@ -9905,7 +9908,11 @@ ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint3
 // What the fastest chip of a target has. HIP counts RDNA's compute units in pairs unless told
 // otherwise, and its memory clock is not that of the data, so neither is taken from there. Rates
 // per unit are AMD's: 256 flops a clock on the vector unit (without dual issue), 512 on the matrix
-// unit.
+// unit. Sources: compute units and memory from AMD's product pages (bench/targets.py names the
+// products); which product has which target, AMD's ROCm compatibility matrix and TheRock's
+// cmake/therock_amdgpu_targets.cmake; register files as LLVM has them, which tests/test_occupancy.c
+// compares. gfx1152: Radeon 860M of a Ryzen AI 7 350; gfx1153: Radeon 820M of a Ryzen AI 5 330; both
+// with LPDDR5X-8000, 128 bits wide.
 typedef struct rocq__chip_facts {
     int32_t target, max_units;
     double bytes_per_us;
@@ -9914,6 +9921,7 @@ typedef struct rocq__chip_facts {
 static const rocq__chip_facts rocq__chips[] = {
     {0x1100, 96, 960e3, 1536}, {0x1101, 60, 624e3, 1536}, {0x1102, 32, 288e3, 1024},
     {0x1103, 12, 100e3, 1024}, {0x1150, 16, 120e3, 1024}, {0x1151, 40, 240e3, 1536},
+    {0x1152, 8, 128e3, 1024},  {0x1153, 2, 128e3, 1024},
 };
 
 ROCQ__FN int32_t rocq__target_of(const rocq_ctx *ctx) {
@@ -9951,6 +9959,8 @@ ROCQ__FN void rocq__chip_init(rocq__gpu *gpu, int32_t target) {
         chip->bytes_per_us = facts->bytes_per_us;
         chip->guessed = false;
     }
+    chip->unlisted = target != 0 && !facts;
+    if (chip->unlisted) chip->guessed = true;
     chip->flops_per_us = 256.0 * mhz * chip->n_units;
     chip->matrix_per_us = 2.0 * chip->flops_per_us;
 }
@@ -15773,13 +15783,14 @@ ROCQ__FN bool rocq__is_step(const rocq_launch_config *space, int32_t n, int32_t 
 
 // -- the model --
 
-// Blocks of a kernel that a compute unit holds at once, from what clang makes of it for gfx11.
+// Blocks of a kernel that a compute unit holds at once, from what clang makes of it for gfx11. An
+// unlisted chip is taken to have the smaller register file.
 ROCQ__FN double rocq__blocks_of_unit(const rocq__chip *chip, int32_t vgprs, int32_t lds,
                                      int32_t threads) {
     rocq_occupancy_params params;
     rocq_occupancy occupancy;
     memset(&params, 0, sizeof params);
-    params.target = chip->target ? chip->target : 0x1100;
+    params.target = chip->unlisted ? 0x1103 : chip->target ? chip->target : 0x1100;
     params.vgprs = vgprs;
     params.lds_bytes = lds;
     params.threads = threads;
@@ -17345,12 +17356,18 @@ ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
     }
     gpu->trial = false;
     ctx->backend = ROCQ_GPU;
-    char target[16] = "";
+    char target[32] = "";
     if (gpu->chip.target) {
-        snprintf(target, sizeof target, " gfx%x,", (unsigned)gpu->chip.target & 0xffff);
+        snprintf(target, sizeof target, " gfx%x%s,", (unsigned)gpu->chip.target & 0xffff,
+                 gpu->chip.unlisted ? " (unlisted)" : "");
     }
     snprintf(ctx->device, sizeof ctx->device, "%.55s,%s %d compute units", gpu->name, target,
              (int)gpu->n_units);
+    if (gpu->chip.unlisted) {
+        rocq__log(ctx, ROCQ_LOG_WARN,
+                  "%s: rocq has no figures of this chip and uses what the runtime says of it",
+                  ctx->device);
+    }
     return ROCQ_OK;
 #else
     return rocq__fail(ctx, ROCQ_E_NO_KERNELS, "no GPU: this program was built with ROCQ_NO_HIP");
@@ -17501,6 +17518,7 @@ ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info) {
         info->kernels = ctx->gpu->kernels;
         info->pci = ctx->gpu->pci;
         info->target = ctx->gpu->chip.target;
+        info->target_unlisted = ctx->gpu->chip.unlisted;
         info->n_units = ctx->gpu->n_units;
         info->device_bytes = ctx->gpu->device_bytes;
         info->replay = ctx->gpu->replay;

@@ -4,12 +4,15 @@
 
    As a code object that a program loads when it runs (examples/build-kernels does this):
 
-       hipcc -O3 --genco --offload-arch=gfx1100,gfx1101,gfx1102,gfx1103,gfx1150,gfx1151 \
+       hipcc -O3 --genco -mcode-object-version=5 -nogpuinc -nogpulib \
+           --offload-arch=gfx1100,gfx1101,gfx1102,gfx1103,gfx1150,gfx1151,gfx1152 \
            rocq_kernels.hip -o rocq_kernels.co
 
    Linked into a program, which then needs nothing at run time but the HIP runtime:
 
        hipcc -O3 --offload-arch=gfx1100 -x hip app.c rocq_kernels.hip -o app
+
+   Both with clang 19 or newer, which ROCm has from 6.4 on.
 
    Licence: MIT or public domain, at your choice; see the end of rocq.h.
 
@@ -34,6 +37,10 @@
    fixed order. A operands are rows of M, B operands columns of N, both with K innermost:
    C[m][n] = sum A[m][k] B[n][k].
 */
+
+#if !defined(ROCQ_SIMT) && !defined(__CUDACC__) && (!defined(__clang__) || __clang_major__ < 19)
+#error "rocq_kernels.hip needs clang 19 or newer: hipcc of ROCm 6.4, or clang++-19"
+#endif
 
 #define ROCQ_DEVICE
 #include "rocq.h"
@@ -63,6 +70,7 @@
 //   byte_levels(table, n)    bytes of a table of 16: byte i of x is byte (n >> 8 i) & 15, y that of n >> 4
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
 //   fence_device, atomic_inc(p)      release or acquire at device scope; returns the old value
+//   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
 //   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
 //   target_id                0x1100 and so on, 0 where not gfx
 
@@ -79,26 +87,16 @@ template <typename T> using as_given = typename as_given_type<T>::type;
 #else
 
 #if defined(__CUDACC__)
+
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#else
-#include <hip/hip_runtime.h>
-#if defined(__HIP_DEVICE_COMPILE__) && !defined(__GFX11__)
-#error "rocq_kernels.hip is for gfx11 targets: pass --offload-arch=gfx1100 or the like"
-#endif
-#endif
 
 #define DEV __attribute__((unused)) static __device__ __forceinline__
 #define KERNEL(name, args, threads) \
     extern "C" __global__ void __launch_bounds__(threads) rocq_k_##name(const args a)
-#if defined(__CUDACC__)
 #define KERNEL_WAVES(name, args, threads, waves)                                                   \
     extern "C" __global__ void __launch_bounds__(threads, (waves)*128 / (threads))                 \
         rocq_k_##name(const args a)
-#else
-#define KERNEL_WAVES(name, args, threads, waves) \
-    extern "C" __global__ void __launch_bounds__(threads, waves) rocq_k_##name(const args a)
-#endif
 #define LDS(type, name, n) __shared__ __attribute__((aligned(16))) type name[n]
 
 DEV void block_sync() { __syncthreads(); }
@@ -118,15 +116,12 @@ DEV uint32_t block_index_z() { return blockIdx.z; }
 DEV void fence_device() { __threadfence(); }
 DEV uint32_t atomic_inc(uint32_t *p) { return atomicAdd(p, 1u); }
 DEV void atomic_or(uint32_t *p, uint32_t bits) { atomicOr(p, bits); }
-// LDS; sums of integers do not depend on the order
 DEV void lds_add(uint32_t *p, uint32_t v) { atomicAdd(p, v); }
 DEV void lds_add(unsigned long long *p, unsigned long long v) { atomicAdd(p, v); }
-DEV uint32_t lds_take(uint32_t *p, uint32_t n) { return atomicAdd(p, n); } // what was there
+DEV uint32_t lds_take(uint32_t *p, uint32_t n) { return atomicAdd(p, n); }
 
 template <typename T> DEV T lget(const T *p) { return *p; }
 template <typename T> DEV void lput(T *p, as_given<T> v) { *p = v; }
-
-#if defined(__CUDACC__)
 
 DEV void wave_sync() { __syncwarp(); }
 
@@ -297,7 +292,70 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     }
 }
 
-#else // gfx11
+#else // gfx11, by clang's own attributes and builtins: the device pass reads no header of HIP
+
+#if defined(__HIP_DEVICE_COMPILE__)
+#if !defined(__GFX11__)
+#error "rocq_kernels.hip is for gfx11 targets: pass --offload-arch=gfx1100 or the like"
+#endif
+#else // >>entry and the host stubs of the kernels call the runtime
+#include <hip/hip_runtime_api.h>
+#endif
+
+// The names of C's library and of CUDA, as builtins that clang makes instructions of.
+#define ceil __builtin_ceil
+#define fabsf __builtin_fabsf
+#define fmaf __builtin_fmaf
+#define fmaxf __builtin_fmaxf
+#define fminf __builtin_fminf
+#define rintf __builtin_rintf
+#define sqrtf __builtin_sqrtf
+#define fmax __builtin_fmax
+#define fmin __builtin_fmin
+#define rint __builtin_rint
+#define __clz __builtin_clz
+#define __ffs __builtin_ffs
+#define __popc __builtin_popcount
+#ifndef INFINITY
+#define INFINITY __builtin_inff()
+#endif
+#define max __builtin_elementwise_max // of integers
+#define min __builtin_elementwise_min
+
+#define DEV __attribute__((unused, device, always_inline)) static inline
+#define KERNEL(name, args, threads)                                                            \
+    extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads))) void           \
+        rocq_k_##name(const args a)
+#define KERNEL_WAVES(name, args, threads, waves)                                               \
+    extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads),                 \
+                              amdgpu_waves_per_eu(waves))) void rocq_k_##name(const args a)
+#define LDS(type, name, n) static __attribute__((shared, aligned(16))) type name[n]
+
+DEV void block_sync() {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+DEV uint32_t thread_index() { return __builtin_amdgcn_workitem_id_x(); }
+DEV uint32_t n_threads() { return __builtin_amdgcn_workgroup_size_x(); }
+DEV uint32_t block_index() { return __builtin_amdgcn_workgroup_id_x(); }
+DEV uint32_t block_index_z() { return __builtin_amdgcn_workgroup_id_z(); }
+DEV void fence_device() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "agent"); }
+DEV uint32_t atomic_inc(uint32_t *p) {
+    return __hip_atomic_fetch_add(p, 1u, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+DEV void atomic_or(uint32_t *p, uint32_t bits) {
+    __hip_atomic_fetch_or(p, bits, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+template <typename T> DEV void lds_add(T *p, as_given<T> v) {
+    __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+DEV uint32_t lds_take(uint32_t *p, uint32_t n) {
+    return __hip_atomic_fetch_add(p, n, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+
+template <typename T> DEV T lget(const T *p) { return *p; }
+template <typename T> DEV void lput(T *p, as_given<T> v) { *p = v; }
 
 typedef _Float16 f16;
 typedef _Float16 f16x2 __attribute__((ext_vector_type(2)));
@@ -326,7 +384,9 @@ template <int mask, typename T> DEV T wave_xor(T x) {
     int i = __builtin_bit_cast(int, x);
     if (mask == 16) {
         i = __builtin_amdgcn_permlanex16(i, i, 0x76543210, (int)0xfedcba98, false, false);
-        asm volatile("" : "+v"(i)); // LLVM before 21 sinks the swap into branches where half the wave is off
+        // The swap is done here: LLVM before 21 (seen with clang 19.1.7) moves it into a branch that
+        // uses its result, where the lanes it takes values from may be off.
+        asm volatile("" : "+v"(i));
     } else {
         i = __builtin_amdgcn_update_dpp(i, i, 0x160 | (mask & 15), 0xf, 0xf, true);
     }
@@ -355,21 +415,18 @@ DEV u32x2 byte_levels(u32x4 table, uint32_t n) { // two look-ups of 8, and a cho
 DEV float exp2_fast(float x) { return __builtin_amdgcn_exp2f(x); }
 DEV float log2_fast(float x) { return __builtin_amdgcn_logf(x); }
 DEV float rcp_fast(float x) { return __builtin_amdgcn_rcpf(x); }
+// The digits of a processor's name, "gfx1103", as a hexadecimal number.
+DEV constexpr int target_number(const char *name, int number = 0) {
+    return *name >= '0' && *name <= '9'   ? target_number(name + 1, 16 * number + *name - '0')
+           : *name >= 'a' && *name <= 'f' ? target_number(name + 1, 16 * number + *name - 'a' + 10)
+                                          : number;
+}
 DEV int target_id() {
-#if defined(__gfx1100__)
-    return 0x1100;
-#elif defined(__gfx1101__)
-    return 0x1101;
-#elif defined(__gfx1102__)
-    return 0x1102;
-#elif defined(__gfx1103__)
-    return 0x1103;
-#elif defined(__gfx1150__)
-    return 0x1150;
-#elif defined(__gfx1151__)
-    return 0x1151;
+#if defined(__HIP_DEVICE_COMPILE__)
+    constexpr int number = target_number(&__amdgcn_processor__[3]);
+    return number;
 #else
-    return 0x11ff;
+    return 0;
 #endif
 }
 
@@ -383,30 +440,30 @@ typedef int frag_i8 __attribute__((ext_vector_type(4)));
 struct frag_c { float v[8]; };
 struct frag_ci { int v[8]; };
 enum { FRAG_SLOTS = 1 };
-DEV int frag_row(int v) { return 2 * v + (int)(threadIdx.x >> 4 & 1); }
-DEV int frag_col(int v) { return (int)(threadIdx.x & 15); }
+DEV int frag_row(int v) { return 2 * v + (int)(thread_index() >> 4 & 1); }
+DEV int frag_col(int v) { return (int)(thread_index() & 15); }
 DEV constexpr int frag_slot(int v) { return 0; }
 // Column of a slot, and the reductions over all rows of each slot's column.
-DEV int frag_slot_col(int s) { return (int)(threadIdx.x & 15); }
+DEV int frag_slot_col(int s) { return (int)(thread_index() & 15); }
 DEV float frag_col_max(float x) { return fmaxf(x, wave_xor<16>(x)); }
 DEV float frag_col_sum(float x) { return x + wave_xor<16>(x); }
 
 struct frag_halves { u32x4 lo, hi; };
 // tile[row * stride + k], 16-byte aligned rows; row 0-15 is M (A) or N (B).
 DEV frag frag_load(const f16 *tile, int stride) { // LDS
-    const u32x4 *row = (const u32x4 *)(tile + (threadIdx.x & 15) * stride);
+    const u32x4 *row = (const u32x4 *)(tile + (thread_index() & 15) * stride);
     const frag_halves h = {lget(row), lget(row + 1)};
     return __builtin_bit_cast(frag, h);
 }
 DEV frag frag_load_global(const f16 *tile, int64_t stride) {
-    const u32x4 *row = (const u32x4 *)(tile + (threadIdx.x & 15) * stride);
+    const u32x4 *row = (const u32x4 *)(tile + (thread_index() & 15) * stride);
     const frag_halves h = {gload(row), gload(row + 1)};
     return __builtin_bit_cast(frag, h);
 }
 typedef frag frag_b; // a B operand in the order that suits the platform best; here there is one
 DEV frag_b frag_load_b(const f16 *tile, int stride) { return frag_load(tile, stride); }
 DEV frag_i8 frag_i8_load(const int8_t *tile, int stride) { // LDS
-    const u32x4 row = lget((const u32x4 *)(tile + (threadIdx.x & 15) * stride));
+    const u32x4 row = lget((const u32x4 *)(tile + (thread_index() & 15) * stride));
     return __builtin_bit_cast(frag_i8, row);
 }
 // The B operand whose element (k, n) is element (row frag_k_row(k), column n) of a result, rounded to
@@ -415,7 +472,7 @@ DEV frag_i8 frag_i8_load(const int8_t *tile, int stride) { // LDS
 enum { FRAG_K_STEP = 2 };
 DEV int frag_k_row(int k) { return (k << 1 & 15) | k >> 3; }
 DEV frag frag_from_c(const frag_c &c) {
-    const bool odd = (threadIdx.x & 16) != 0;
+    const bool odd = (thread_index() & 16) != 0;
     uint32_t w[8];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -442,6 +499,64 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
 
 #endif
 #endif // the stand-in
+
+// What steers the compiler. Everything of that kind stands here and in wave_xor, each with what the
+// compiler does without it, so that it can be tried again with the next one: define it away, compile,
+// and compare registers (tests/gfx11/check). Tried with clang 19.1.7 and 22.1.8 for gfx1100, where
+// both need every one of them. A name without a platform's barrier does nothing there.
+#if defined(__GFX11__)
+#define REGISTER_BARRIER(x) asm volatile("" : "+v"(x))
+#elif defined(__CUDACC__)
+#define REGISTER_BARRIER(x) asm volatile("" : "+r"(x))
+#else
+#define REGISTER_BARRIER(x) (void)(x)
+#endif
+
+// x, of which the compiler may not compute anything elsewhere. Otherwise it computes the addresses of
+// rare paths before the loop that holds them, and attention_prefill_128 spills 27 to 33 registers.
+DEV int recomputed(int x) {
+    REGISTER_BARRIER(x);
+    return x;
+}
+// x is computed here. Otherwise the compiler computes sums and addresses later, where what they are
+// made of takes more registers than they do, or before a loop in which they do not change:
+// matvec_int8_q4_K_n8 takes 138 to 178 VGPRs, not 124.
+DEV void computed(uint32_t &x) { REGISTER_BARRIER(x); }
+DEV void computed(float &x) {
+#if defined(__GFX11__)
+    REGISTER_BARRIER(x);
+#endif
+    (void)x;
+}
+// No instruction is moved across. Otherwise loads begin as early as they can, with a register for each
+// until it is used: attention_decode_64 takes 246 to 253 VGPRs, not 198 to 205, and
+// attention_prefill_128 spills with clang 19.
+DEV void keep_order() {
+#if defined(__GFX11__)
+    __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+// Loads above are issued above, and none from below. Otherwise a load that is used in the next trip of
+// a loop is moved into that trip, and x of all columns to the top: matvec_int8_q4_K_n1 takes 97 VGPRs,
+// not 86, and so 12 waves a SIMD, not 16. nvcc is held by what may write to memory.
+DEV void loads_issued() {
+#if defined(__CUDACC__)
+    asm volatile("" ::: "memory");
+#else
+    keep_order();
+#endif
+}
+// A kernel's args once more, from memory. Fields that are used again after a loop otherwise stay in
+// registers throughout it, and the attention kernels spill 2 to 17 SGPRs each.
+template <typename T> DEV const T &reread(const T &args) {
+#if defined(__GFX11__)
+    typedef const __attribute__((address_space(4))) T constant;
+    (void)args;
+    return *(const T *)(constant *)__builtin_amdgcn_kernarg_segment_ptr();
+#else
+    return args;
+#endif
+}
 
 // From here on every platform is the same.
 
@@ -528,44 +643,6 @@ DEV uint16_t f32_bf16(float x) { // nearest even, NaN stays NaN
 DEV float f16_f32(uint16_t h) { return (float)bits<f16>(h); }
 DEV uint16_t f32_f16(float x) { return bits<uint16_t>((f16)x); }
 
-// x, but what is computed from it stays where it stands: kept out of a loop, addresses of rare paths
-// would take registers from the common one.
-DEV int recomputed(int x) {
-#if defined(__GFX11__)
-    asm volatile("" : "+v"(x));
-#elif defined(__CUDACC__)
-    asm volatile("" : "+r"(x));
-#endif
-    return x;
-}
-template <typename T> DEV T recomputed_uniform(T x) { // of a value that is the same in all lanes
-#if defined(__GFX11__)
-    int word[sizeof(T) / 4];
-    __builtin_memcpy(word, &x, sizeof x);
-#pragma unroll
-    for (int i = 0; i < (int)(sizeof(T) / 4); i++)
-        word[i] = __builtin_amdgcn_readfirstlane(word[i]);
-    __builtin_memcpy(&x, word, sizeof x);
-    asm volatile("" : "+s"(x));
-#endif
-    return x;
-}
-// The compiler moves nothing across: loads begun as early as can be would take registers from all else.
-DEV void keep_order() {
-#if defined(__GFX11__)
-    __builtin_amdgcn_sched_barrier(0);
-#endif
-}
-// A kernel's args once more, for what comes after a loop: fields kept in registers would lie idle in it.
-template <typename T> DEV const T &reread(const T &args) {
-#if defined(__GFX11__)
-    typedef const __attribute__((address_space(4))) T constant;
-    (void)args;
-    return *(const T *)recomputed_uniform((constant *)__builtin_amdgcn_kernarg_segment_ptr());
-#else
-    return args;
-#endif
-}
 // 8 bytes at an even address.
 DEV u32x2 gload_even(const uint16_t *p) {
 #if defined(__GFX11__)
@@ -595,14 +672,53 @@ DEV void put_float(int32_t format, char *row, int64_t i, float x) {
 }
 DEV float exp_fast(float x) { return exp2_fast(x * 1.44269504f); }
 
+// What C's library calls exp, tanh and erfc, to within 4e-7 of the result wherever that is a normal
+// number; a denormal result may be 0. They are written out because each platform's own come from a
+// library of its age, and because the tests on the CPU then run these and no others.
+DEV float exp_full(float x) { // e^x = 2^p (1 + rest ln 2), where p is x log2(e) rounded
+    const float p = x * 1.44269502f, y = exp2_fast(p);
+    const float rest = fmaf(x, 1.44269502f, -p) + x * 1.92596299e-8f;
+    return fabsf(p) < 160.0f ? fmaf(y, rest * 0.693147181f, y) : y; // y is 0, inf or NaN beyond
+}
+DEV float tanh_full(float x) { // a polynomial where 1 - 2 / (e^2x + 1) would cancel
+    const float z = x * x;
+    if (z < 0.25f) {
+        float y = fmaf(z, 0.0179991693f, -0.0533910327f);
+        y = fmaf(z, y, 0.133305134f);
+        y = fmaf(z, y, -0.333333116f);
+        return fmaf(x * z, y, x);
+    }
+    const float y = fmaf(-2.0f, rcp_fast(exp_fast(2.0f * fabsf(x)) + 1.0f), 1.0f);
+    return x < 0.0f ? -y : y;
+}
+// For z = |x|: erfc(z) = exp(-z^2) P(u) / (z + 2), P of degree 10 in u = (z - 2) / (z + 2), which is in
+// [-1, 1). z^2 is taken in two parts, since exp turns its rounding error into a relative one. Not for
+// NaN, which comes out as 0.
+DEV float erfc_full(float x) {
+    const float z = fminf(fabsf(x), 16.0f), square = z * z, rest = fmaf(z, z, -square);
+    const float r = rcp_fast(z + 2.0f), u = fmaf(-4.0f, r, 1.0f);
+    float p = fmaf(u, 8.43223943e-5f, 7.32037539e-5f);
+    p = fmaf(u, p, -5.98765424e-4f);
+    p = fmaf(u, p, -8.61340977e-4f);
+    p = fmaf(u, p, 3.05831432e-3f);
+    p = fmaf(u, p, 6.48690384e-3f);
+    p = fmaf(u, p, -2.15032524e-2f);
+    p = fmaf(u, p, -3.64433389e-2f);
+    p = fmaf(u, p, 0.279471467f);
+    p = fmaf(u, p, -0.687160637f);
+    p = fmaf(u, p, 1.02158271f);
+    p *= r * exp_full(-square) * (1.0f - rest);
+    return x < 0.0f ? 2.0f - p : p;
+}
+
 DEV float activation(int32_t kind, float x) { // as in rocq_activation
     switch (kind) {
     case ROCQ_SILU: return x * rcp_fast(1.0f + exp_fast(-x));
     case ROCQ_GELU:
         return x * rcp_fast(1.0f + exp_fast(-1.59576912160573f * (x + 0.044715f * x * x * x)));
-    case ROCQ_GELU_ERF: return 0.5f * x * erfcf(-0.707106781186548f * x);
+    case ROCQ_GELU_ERF: return 0.5f * x * erfc_full(-0.707106781186548f * x);
     case ROCQ_RELU: return fmaxf(x, 0.0f);
-    case ROCQ_TANH: return tanhf(x);
+    case ROCQ_TANH: return tanh_full(x);
     default: return x;
     }
 }
@@ -1516,29 +1632,6 @@ template <int F> DEV float matvec_add(float sum, const uint32_t q[8], const bloc
     return sum;
 }
 
-// Loads above are issued there, and no later ones before them. Without this the compiler moves a
-// load that is used in the next trip of a loop into that trip, and x of all columns to the top.
-DEV void loads_issued() {
-    __asm__ volatile("" ::: "memory");
-#if defined(__AMDGCN__)
-    __builtin_amdgcn_sched_barrier(0);
-#endif
-}
-// x is computed here: not later, where what it is made of takes more registers than it does, and,
-// of a value that does not change in a loop, not before it.
-DEV void computed(float &x) {
-#if defined(__AMDGCN__)
-    __asm__ volatile("" : "+v"(x));
-#endif
-}
-DEV void computed(uint32_t &x) {
-#if defined(__AMDGCN__)
-    __asm__ volatile("" : "+v"(x));
-#elif defined(__CUDACC__)
-    __asm__ volatile("" : "+r"(x));
-#endif
-}
-
 // The units of a wave's rows. Where scalar registers are short, because of many planes or columns,
 // the rows share the first one's addresses and differ in a lane's 32-bit offset.
 template <int F, bool SHARED> struct matvec_rows {
@@ -1814,7 +1907,7 @@ DEV void matvec_finish(const rocq_k_matvec_args &a, const rocq_k_matvec_part &p,
     const rocq_k_epilogue &e = p.epilogue;
     if (e.bias) v += gload(e.bias + row);
     v = activation(e.activation, v);
-    if (e.softcap > 0.0f) v = e.softcap * tanhf(v / e.softcap);
+    if (e.softcap > 0.0f) v = e.softcap * tanh_full(v / e.softcap);
     if (e.gate.data) v *= get_float(e.gate.format, row_of(e.gate, c, 0, 0), row);
     if (p.w2) v *= v2;
     if (e.residual.data) v += get_float(e.residual.format, row_of(e.residual, c, 0, 0), row);
@@ -2013,7 +2106,7 @@ DEV void mm_put_column(const rocq_k_matmul_args &a, const mm_place &at, int64_t 
         float x = sum(m, r);
         if (e.bias) x += gload(e.bias + m);
         x = activation(e.activation, x);
-        if (e.softcap > 0.0f) x = e.softcap * tanhf(x / e.softcap);
+        if (e.softcap > 0.0f) x = e.softcap * tanh_full(x / e.softcap);
         if (e.gate.data) x *= get_float(e.gate.format, gate, m);
         if (e.residual.data) x += get_float(e.residual.format, residual, m);
         put_float(e.y.format, y, m, x);
@@ -2849,7 +2942,7 @@ struct attend_rows { // of Q, K or V
 DEV attend_rows attend_rows_of(const rocq_k_tensor &t, const char *base, int64_t step,
                                int head_dim) {
     attend_rows rows;
-    rows.base = recomputed_uniform(base);
+    rows.base = base;
     rows.step = (uint32_t)step;
     rows.format = t.format;
     rows.head_dim = head_dim;
@@ -2942,7 +3035,7 @@ DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend
     }
     const int row = S::template lane_row<V>(thread),
               chunk = at.chunk0 + S::template lane_chunk<V>(thread);
-    const uint32_t step = recomputed_uniform(t.step);
+    const uint32_t step = t.step;
     const char *tile = t.base + (uint64_t)(uint32_t)at.first * step;
 #pragma unroll
     for (int p = 0; p < S::LOADS; p++) {
@@ -2951,8 +3044,7 @@ DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend
         const int c = S::BD % 64 == 0 ? chunk : min(chunk + pass_c, t.last_chunk);
         const char *pass = tile + (uint32_t)S::template pass_row<V>(p) * step +
                            16 * (S::template pass_chunk<V>(p) - pass_c);
-        raw[p] = gload((const u32x4 *)(recomputed_uniform(pass) +
-                                       ((uint32_t)row * t.step + 16u * (uint32_t)c)));
+        raw[p] = gload((const u32x4 *)(pass + ((uint32_t)row * t.step + 16u * (uint32_t)c)));
     }
 }
 
@@ -3202,7 +3294,7 @@ DEV int attend_high(const rocq_k_attention_args &a, int len, int query) {
 // Row of position j of a sequence in the pools, -1 if the table names a page that they do not have.
 DEV int attend_paged_row(const rocq_k_attention_args &a0, int seq, int j) {
     const rocq_k_attention_args &a = reread(a0);
-    const int size = recomputed_uniform(a.page_size);
+    const int size = a.page_size;
     const int page = gload(a.page_table + (int64_t)seq * a.n_pages + j / size);
     const int64_t row = (int64_t)page * size + j % size;
     if (page >= 0 && row < a.k.ne[2]) return (int)row;
@@ -3365,7 +3457,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     const rocq_k_attention_args &a = reread(a0);
     const int thread = recomputed((int)thread_index());
     const attend_task t =
-        attend_task_of<S>(a, recomputed_uniform((int)(block_index() + a.common.block0)));
+        attend_task_of<S>(a, (int)(block_index() + a.common.block0));
     const attend_part<S> w = attend_part_of<S>(wave_read(wave_index(), 0));
     const int n_there = min((int)S::COLUMNS, a.group * a.n_q - t.column0);
     const int64_t part_floats = S::COLUMNS * (S::HEAD + 2);
@@ -3516,12 +3608,11 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     if (a.n_splits > 1) {
         const int share = (all + a.n_splits - 1) / a.n_splits;
         run = max((share + round - 1) / round * round, (int)ROCQ_K_ATTEND_RUN);
-        n_parts = recomputed_uniform(max((all + run - 1) / run, 1));
+        n_parts = max((all + run - 1) / run, 1);
     }
     if (t.split >= n_parts) return;
     begin = (int)min((int64_t)begin + (int64_t)t.split * run, (int64_t)end);
-    end = recomputed_uniform(min(end - begin, run) + begin);
-    begin = recomputed_uniform(begin);
+    end = min(end - begin, run) + begin;
 
     const attend_rows k = attend_rows_of(a.k, row_of(a.k, t.kv_head, 0, paged ? 0 : t.seq),
                                          a.k.stride[1], a.head_dim);
@@ -3537,7 +3628,7 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
     int row[S::WORDS] = {};
     const bool list = paged || k.way != ATTEND_WIDE || v.way != ATTEND_WIDE || a.head_dim < D;
     if (begin < end) {
-        const int own = recomputed_uniform(begin + w.set * S::TILE);
+        const int own = begin + w.set * S::TILE;
         if (paged) attend_look_up<S>(row, a, t.seq, own, end);
         attend_turn_to<S>(at, row, paged, list, own);
         attend_fetch<S, false>(raw_k, k, at, thread);
@@ -3571,11 +3662,11 @@ template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &
 
     // A score is cap tanh(scale q.k / cap) + mask, times log2(e). Without cap and mask the factor
     // waits for the fma before exp2; tanh(x) is 1 - 2 / (1 + e^2x).
-    const float log2_e = 1.44269504f, scale = recomputed_uniform(fabsf(a.scale) * log2_e);
+    const float log2_e = 1.44269504f, scale = fabsf(a.scale) * log2_e;
     const bool capped = a.softcap > 0.0f, biased = a.mask.data != 0;
-    const float cap = recomputed_uniform(a.softcap * log2_e);
-    const float to_cap = recomputed_uniform(capped ? 2.0f * scale / a.softcap : 0.0f);
-    const float factor = recomputed_uniform(capped || biased ? 1.0f : scale);
+    const float cap = a.softcap * log2_e;
+    const float to_cap = capped ? 2.0f * scale / a.softcap : 0.0f;
+    const float factor = capped || biased ? 1.0f : scale;
 
     // Q stays in registers, or if each wave has its own tile of K and V, in LDS: those waves have
     // memory to wait for, and more of its data in registers.
@@ -4499,7 +4590,7 @@ DEV float sample_logit(uint32_t order) {
 }
 // exp((logit - top) / temperature), 1 for the top itself even where that is infinite.
 DEV float sample_weight(const sample_state &s, float logit, float temperature) {
-    return logit == s.top ? 1.0f : expf((logit - s.top) / temperature);
+    return logit == s.top ? 1.0f : exp_full((logit - s.top) / temperature);
 }
 // What a step adds up: candidates, or their weights in fixed point, whose sum no order changes.
 DEV uint64_t sample_mass(const sample_state &s, int step, float logit) {

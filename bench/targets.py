@@ -32,6 +32,8 @@ CHIPS = (
     ("780M, LPDDR5-6400", "gfx1103", 12, 2.70, 102.4),
     ("890M, LPDDR5X-7500", "gfx1150", 16, 2.90, 120.0),
     ("8060S, LPDDR5X-8000", "gfx1151", 40, 2.90, 256.0),
+    ("860M, LPDDR5X-8000", "gfx1152", 8, 3.00, 128.0),
+    ("820M, LPDDR5X-8000", "gfx1153", 2, 2.80, 128.0),
 )
 # Of the specified bandwidth: 212 of 256 GB/s on a 8060S (rocm_bandwidth_test, in
 # lhl/strix-halo-testing), 4,476 of 4,800 on an H200 (this project's probe).

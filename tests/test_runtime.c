@@ -165,6 +165,44 @@ static void why_there_is_no_gpu_is_told(void **state) {
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_E_ARGUMENT);
 }
 
+static void count_unlisted(rocq_log_level level, const char *message, void *user) {
+    if (level == ROCQ_LOG_WARN && strstr(message, "has no figures of this chip")) ++*(int *)user;
+}
+
+// A chip of gfx11 that is newer than this rocq works, and is told apart from those with figures.
+static void an_unlisted_chip_is_told(void **state) {
+    (void)state;
+    static const struct {
+        int target;
+        bool unlisted;
+        const char *text;
+    } chips[] = {{0x1153, false, " gfx1153, "}, {0x1154, true, " gfx1154 (unlisted), "},
+                 {0, false, ", "}};
+    for (size_t i = 0; i < sizeof chips / sizeof chips[0]; i++) {
+        rocq_ctx *ctx;
+        rocq_info info;
+        rocq_desc desc = gpu_desc();
+        int warned = 0;
+        desc.log = count_unlisted;
+        desc.log_user = &warned;
+        simt_set_target(chips[i].target);
+        assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+        memset(&info, 0xff, sizeof info);
+        assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
+        assert_int_equal(info.target, chips[i].target);
+        assert_int_equal(info.target_unlisted, chips[i].unlisted);
+        assert_non_null(strstr(info.device, chips[i].text));
+        assert_int_equal(warned, chips[i].unlisted);
+        // No bandwidth is claimed where none is known.
+        rocq_profile_desc peaks;
+        memset(&peaks, 0, sizeof peaks);
+        rocq__profile_peaks(ctx, &peaks);
+        assert_int_equal(peaks.bytes_per_s > 0.0, !chips[i].unlisted);
+        rocq_close(&ctx);
+    }
+    simt_set_target(0);
+}
+
 static void put_u64(unsigned char *p, uint64_t v) {
     for (int i = 0; i < 8; i++) p[i] = (unsigned char)(v >> 8 * i);
 }
@@ -1164,6 +1202,7 @@ int main(void) {
         TEST(one_device_is_found),
         TEST(devices_are_chosen_by_number_and_address),
         TEST(why_there_is_no_gpu_is_told),
+        TEST(an_unlisted_chip_is_told),
         TEST(code_objects_are_read_with_care),
         TEST(copies_of_any_size_come_back),
         TEST(planar_tensors_decode_to_the_same_bits),

@@ -17,7 +17,7 @@ import tempfile
 
 # Processors by the machine number in the ELF header's flags (AMDGPU backend guide of LLVM).
 MACHINES = {0x41: "gfx1100", 0x46: "gfx1101", 0x47: "gfx1102", 0x44: "gfx1103", 0x43: "gfx1150",
-            0x4A: "gfx1151"}
+            0x4A: "gfx1151", 0x55: "gfx1152", 0x58: "gfx1153"}
 TARGETS = sorted(MACHINES.values())
 VGPR_FILES = 1536, 1024  # of a SIMD, in waves of 32 lanes
 
@@ -102,6 +102,7 @@ class CodeObject:
         if data[:4] != b"\x7fELF" or machine != 224:
             raise ValueError("not an AMDGPU code object")
         self.data = data
+        self.version = data[8] + 2  # of the code object: the ELF's ABI version counts from 2
         flags, = struct.unpack_from("<I", data, 48)
         self.target = MACHINES.get(flags & 0xFF, f"machine {flags & 0xff:#x}")
         segments_at, sections_at = struct.unpack_from("<QQ", data, 32)
@@ -188,11 +189,12 @@ _FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 
 
 def disassembler():
-    names = ["llvm-objdump-19", *(f"llvm-objdump-{v}" for v in range(23, 16, -1)), "llvm-objdump"]
+    names = [*(f"llvm-objdump-{v}" for v in range(23, 16, -1)), "llvm-objdump"]
     for name in [os.environ.get("LLVM_OBJDUMP", ""), *names]:
         if name and shutil.which(name):
             return name
-    sys.exit("llvm-objdump is needed, from LLVM 17 or newer: put it in PATH or set LLVM_OBJDUMP")
+    sys.exit("llvm-objdump is needed, from LLVM 17 or newer (20 for gfx1153): put it in PATH or set "
+             "LLVM_OBJDUMP")
 
 
 class Instruction:
