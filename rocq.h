@@ -9908,11 +9908,10 @@ ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint3
 // What the fastest chip of a target has. HIP counts RDNA's compute units in pairs unless told
 // otherwise, and its memory clock is not that of the data, so neither is taken from there. Rates
 // per unit are AMD's: 256 flops a clock on the vector unit (without dual issue), 512 on the matrix
-// unit. Sources: compute units and memory from AMD's product pages (bench/targets.py names the
-// products); which product has which target, AMD's ROCm compatibility matrix and TheRock's
-// cmake/therock_amdgpu_targets.cmake; register files as LLVM has them, which tests/test_occupancy.c
-// compares. gfx1152: Radeon 860M of a Ryzen AI 7 350; gfx1153: Radeon 820M of a Ryzen AI 5 330; both
-// with LPDDR5X-8000, 128 bits wide.
+// unit. Sources: AMD's specifications of the products that bench/targets.py names; AMD's ROCm
+// compatibility matrix and the target list of AMD's TheRock for which product is which target;
+// register files as LLVM has them, with which tests/test_occupancy.c compares. gfx1152 is the Radeon
+// 860M of a Ryzen AI 7 350 (and the 840M), gfx1153 the 820M of a Ryzen AI 5 330.
 typedef struct rocq__chip_facts {
     int32_t target, max_units;
     double bytes_per_us;
