@@ -9356,14 +9356,15 @@ typedef struct rocq__chip {
     bool unlisted;        // a gfx11 target that rocq__chips does not have
 } rocq__chip;
 
-enum { ROCQ__PRIVATE, ROCQ__BUFFER, ROCQ__PINNED }; // BUFFER: made by rocq_buffer_alloc
+// What a block is for. BUFFER: made by rocq_buffer_alloc.
+typedef enum rocq__device_kind { ROCQ__PRIVATE, ROCQ__BUFFER, ROCQ__PINNED } rocq__device_kind;
 
 // A block of device or pinned memory, in a ring like rocq__block: rocq_close frees what is left.
 typedef struct rocq__device_block {
     struct rocq__device_block *prev, *next;
     void *address;
     int64_t size;
-    int kind;
+    rocq__device_kind kind;
 } rocq__device_block;
 
 enum {
@@ -10015,8 +10016,8 @@ ROCQ__FN rocq_result rocq__selftest_check(rocq_ctx *ctx, const uint32_t *out) {
 // All work of a context is in the order of its one stream, so a copy needs no event to wait for the
 // op before it, and scratch memory can be used by the next op as soon as that is submitted.
 
-ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size, int kind,
-                                        rocq__device_block **out) {
+ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size,
+                                        rocq__device_kind kind, rocq__device_block **out) {
     rocq__gpu *gpu = ctx->gpu;
     rocq__device_block *block = (rocq__device_block *)rocq__alloc(ctx, (int64_t)sizeof *block);
     if (!block) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no host memory", what);
@@ -10421,7 +10422,8 @@ ROCQ__FN rocq_result rocq__load_ring(rocq__loading *load, const rocq__part *part
     if (k == n_parts) return ROCQ_OK;
     const int64_t size = n_pieces * piece_bytes;
     ROCQ__TRY(rocq__take_budget(ctx, size));
-    const rocq_result result = rocq__device_alloc(ctx, "gguf_load", size, false, &ring->staging);
+    const rocq_result result =
+        rocq__device_alloc(ctx, "gguf_load", size, ROCQ__PRIVATE, &ring->staging);
     if (result != ROCQ_OK) ctx->budget_used -= size;
     return result;
 }
@@ -13017,7 +13019,8 @@ ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
     } else {
         result = rocq__hip_enter(ctx, "pool");
         if (result == ROCQ_OK) {
-            const int kind = pool->memory == ROCQ_MEMORY_PINNED ? ROCQ__PINNED : ROCQ__PRIVATE;
+            const rocq__device_kind kind =
+                pool->memory == ROCQ_MEMORY_PINNED ? ROCQ__PINNED : ROCQ__PRIVATE;
             result = rocq__device_alloc(ctx, "pool", bytes, kind, &slab.device);
         }
     }
