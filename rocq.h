@@ -1128,7 +1128,9 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *p
 ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size);
 
 // Frees and empties the buffer, on a GPU after submitted work is done; an empty one is harmless.
-// rocq_close frees what is left.
+// It must be as it was allocated, in address and size: a piece of it, foreign memory, and a buffer
+// that has been freed before are an E_ARGUMENT, and nothing is freed. rocq_close frees what is
+// left.
 ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer);
 
 // Wraps the caller's own memory: on the host, or on the context's GPU (hipMalloc, or imported).
@@ -2822,6 +2824,19 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
     return ROCQ_OK;
 }
 
+// size: of the buffer of this context that begins where buffer does, 0 = there is none. Where an
+// arena's first piece begins, its buffer begins as well, so only the size tells the two apart.
+ROCQ__FN rocq_result rocq__check_whole(rocq_ctx *ctx, const rocq_buffer *buffer, int64_t size) {
+    if (size == 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: not a buffer of this context");
+    }
+    if (buffer->size == size) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                      "buffer_free: %lld bytes at the start of a buffer of %lld; only the whole "
+                      "buffer can be freed",
+                      (long long)buffer->size, (long long)size);
+}
+
 ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!buffer) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: buffer is NULL");
@@ -2832,9 +2847,7 @@ ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer) {
     while (block != &ctx->blocks && !(block->buffer && (void *)(block + 1) == buffer->host)) {
         block = block->next;
     }
-    if (block == &ctx->blocks) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: not a buffer of this context");
-    }
+    ROCQ__TRY(rocq__check_whole(ctx, buffer, block != &ctx->blocks ? block->size : 0));
     ctx->budget_used -= block->size;
     rocq__free(ctx, buffer->host);
     memset(buffer, 0, sizeof *buffer);
@@ -10075,9 +10088,7 @@ ROCQ__FN rocq_result rocq__buffer_free_hip(rocq_ctx *ctx, rocq_buffer *buffer) {
              (uint64_t)(uintptr_t)block->address == buffer->device.address)) {
         block = block->next;
     }
-    if (block == &gpu->blocks) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: not a buffer of this context");
-    }
+    ROCQ__TRY(rocq__check_whole(ctx, buffer, block != &gpu->blocks ? block->size : 0));
     if (!gpu->lost) {
         ROCQ__TRY(rocq__hip_enter(ctx, "buffer_free"));
         ROCQ__HIP("buffer_free", gpu->hip->stream_wait(gpu->stream));
