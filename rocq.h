@@ -758,7 +758,9 @@ typedef struct rocq_tensor {
 typedef struct rocq_arena {
     rocq_buffer buffer; // not owned; of a growing arena its present chunk
     int64_t used;       // bytes from the start, over all chunks
-    int64_t peak;       // most ever used, and on overflow what would have been
+    int64_t peak;       // most ever used, and on overflow what would have been. Measuring: bytes
+                        // that are enough wherever the memory starts, see rocq_arena_init
+    int64_t slack;      // measuring: what peak has for that, private
     bool measuring;
     rocq_ctx *ctx;             // growing: where chunks come from
     struct rocq__chunk *chunk; // growing: the present one, private
@@ -1141,10 +1143,15 @@ ROCQ_DEF rocq_buffer rocq_buffer_from_device(uint64_t address, int64_t size);
 // -- arena --
 
 // An arena over buffer; buffer NULL or empty starts a measuring arena (its tensors have no memory).
+// Pieces are aligned by their address, and to reach the first multiple of an alignment takes up to
+// align - 1 bytes, depending on where the memory starts. A measuring arena does not know that, so
+// its peak has as many bytes as the largest alignment may take (255 if none is given): the same
+// cuts fit into peak bytes at any address. Memory of rocq_buffer_alloc needs none of them for
+// alignments up to 256.
 ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer);
 
 // Cuts size bytes at the next multiple of align (a power of two, 0 = 256). E_ARENA when it does not
-// fit; arena->peak is then the size that would have.
+// fit; arena->peak is then the size with which this memory would have been enough.
 ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int64_t size,
                                       int64_t align);
 
@@ -2916,8 +2923,8 @@ typedef struct rocq__chunk {
 ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer) {
     if (!arena) return;
     memset(arena, 0, sizeof *arena);
-    if (buffer) arena->buffer = *buffer;
-    arena->measuring = arena->buffer.size == 0;
+    arena->measuring = !buffer || buffer->size == 0;
+    if (!arena->measuring) arena->buffer = *buffer;
 }
 
 // piece i of a buffer, of either kind; an empty buffer has empty pieces.
@@ -2990,8 +2997,22 @@ ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int
         ROCQ__TRY(rocq__arena_grow(arena, size, align));
         return rocq_arena_alloc(arena, piece, size, align);
     }
-    arena->peak = ROCQ__MAX(arena->peak, origin + end);
-    if (!arena->measuring && end > arena->buffer.size) return ROCQ_E_ARENA;
+    if (arena->measuring) {
+        // Offsets are those in memory that starts at a multiple of every alignment. Memory that
+        // starts elsewhere has such a place at most slack bytes further on. Cuts from its start
+        // instead never end later than those from that place would: each begins at the first
+        // multiple that is free.
+        const int64_t slack = ROCQ__MAX(arena->slack, align - 1);
+        int64_t most;
+        if (!rocq__add(ROCQ__MAX(arena->peak - arena->slack, end), slack, &most)) {
+            return ROCQ_E_OVERFLOW;
+        }
+        arena->peak = most;
+        arena->slack = slack;
+    } else {
+        arena->peak = ROCQ__MAX(arena->peak, origin + end);
+        if (end > arena->buffer.size) return ROCQ_E_ARENA;
+    }
     arena->used = origin + end;
     *piece = rocq__buffer_piece(&arena->buffer, begin, size);
     return ROCQ_OK;
@@ -13657,7 +13678,7 @@ ROCQ__FN rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq
     rocq_arena_init(&arena, NULL);
     const rocq_result result = rocq__kv_cut(kv, &arena);
     if (result != ROCQ_OK) return rocq__fail(ctx, result, "kv: the cache's size overflows");
-    *bytes = arena.peak;
+    *bytes = arena.used; // rocq_buffer_alloc's memory is aligned
     return ROCQ_OK;
 }
 
