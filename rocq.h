@@ -1107,7 +1107,9 @@ ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *pa
                                        int64_t *bytes);
 
 // Makes scratch memory at least this large, so that no op that fits allocates. Ops that need more
-// grow it themselves, which counts as an allocation in rocq_stats.
+// grow it themselves, which counts as an allocation in rocq_stats. The old memory is given back
+// before the larger is taken, so that the budget holds at every moment: after E_MEMORY there is no
+// scratch memory, and the next op that needs some takes it. E_BUDGET changes nothing.
 ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 
 // What an op computes in with these params, which are checked as the op does. Of products with w2
@@ -2877,20 +2879,19 @@ ROCQ_DEF rocq_buffer rocq_buffer_from_device(uint64_t address, int64_t size) {
     return buffer;
 }
 
+// Nobody needs what is in scratch memory between two ops, so the old block goes before the larger
+// one is taken: both at once could be more than the budget allows, or than there is. Without memory
+// for the larger one there is none at all, and the next op that needs some takes it.
 ROCQ__FN rocq_result rocq__reserve_cpu(rocq_ctx *ctx, int64_t bytes) {
     if (bytes <= ctx->scratch_size) return ROCQ_OK;
     ROCQ__TRY(rocq__take_budget(ctx, bytes - ctx->scratch_size));
-    void *scratch = rocq__alloc(ctx, bytes);
-    if (!scratch) {
-        ctx->budget_used -= bytes - ctx->scratch_size;
-        return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for %lld bytes of scratch",
-                          (long long)bytes);
-    }
     rocq__free(ctx, ctx->scratch);
-    ctx->scratch = scratch;
-    ctx->scratch_size = bytes;
-    if (!rocq__on_gpu(ctx)) ctx->stats.scratch_bytes = bytes;
-    return ROCQ_OK;
+    ctx->scratch = rocq__alloc(ctx, bytes);
+    ctx->scratch_size = ctx->scratch ? bytes : 0;
+    if (!rocq__on_gpu(ctx)) ctx->stats.scratch_bytes = ctx->scratch_size;
+    if (ctx->scratch) return ROCQ_OK;
+    ctx->budget_used -= bytes;
+    return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for %lld bytes of scratch", (long long)bytes);
 }
 
 ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes) {
@@ -10120,31 +10121,28 @@ ROCQ__FN rocq_result rocq__buffer_free_hip(rocq_ctx *ctx, rocq_buffer *buffer) {
     return ROCQ_OK;
 }
 
-// Device scratch only grows. A graph that was captured over the old block is captured again before
-// its next launch (scratch_moves tells), so the old block can go at once.
+// As rocq__reserve_cpu, after the work that uses the old block. A graph that was captured over that
+// is captured again before its next launch: scratch_moves tells.
 ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
     rocq__gpu *gpu = ctx->gpu;
     const int64_t old = gpu->scratch ? gpu->scratch->size : 0;
-    rocq__device_block *block;
     if (bytes <= old) return ROCQ_OK;
     ROCQ__TRY(rocq__take_budget(ctx, bytes - old));
-    rocq_result result = rocq__device_alloc(ctx, "scratch", bytes, ROCQ__PRIVATE, &block);
-    if (result == ROCQ_OK && gpu->scratch) {
+    if (gpu->scratch) {
         const int error = gpu->hip->stream_wait(gpu->stream);
         if (error != 0) {
-            rocq__device_free(ctx, block);
-            result = rocq__hip_failed(ctx, "scratch", error);
+            ctx->budget_used -= bytes - old;
+            return rocq__hip_failed(ctx, "scratch", error);
         }
+        rocq__device_free(ctx, gpu->scratch);
+        gpu->scratch = NULL;
+        gpu->scratch_moves++;
     }
-    if (result != ROCQ_OK) {
-        ctx->budget_used -= bytes - old;
-        return result;
-    }
-    rocq__device_free(ctx, gpu->scratch);
-    gpu->scratch = block;
-    gpu->scratch_moves++;
-    ctx->stats.scratch_bytes = bytes;
-    return ROCQ_OK;
+    const rocq_result result =
+        rocq__device_alloc(ctx, "scratch", bytes, ROCQ__PRIVATE, &gpu->scratch);
+    if (result != ROCQ_OK) ctx->budget_used -= bytes;
+    ctx->stats.scratch_bytes = result == ROCQ_OK ? bytes : 0;
+    return result;
 }
 
 // The running op's device scratch. One call per op: a second one returns the same.

@@ -190,6 +190,160 @@ static void buffers_are_aligned_counted_and_freed(void **state) {
     assert_int_equal(memory.live, 0);
 }
 
+// An arena's piece that starts where its buffer does is not that buffer.
+static void only_a_whole_buffer_is_freed(void **state) {
+    (void)state;
+    counter memory = {0, 0, -1};
+    rocq_ctx *ctx;
+    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1, .memory_budget = 10000,
+                            .allocator = {counter_alloc, counter_free, &memory}};
+    rocq_buffer buffer, piece, copy;
+    rocq_arena arena;
+    rocq_stats before, after;
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    for (int growing = 0; growing < 2; growing++) {
+        if (growing) {
+            assert_int_equal(rocq_arena_init_growing(&arena, ctx, 4096), ROCQ_OK);
+        } else {
+            assert_int_equal(rocq_buffer_alloc(ctx, &buffer, 4096), ROCQ_OK);
+            rocq_arena_init(&arena, &buffer);
+        }
+        assert_int_equal(rocq_arena_alloc(&arena, &piece, 100, 0), ROCQ_OK);
+        assert_ptr_equal(piece.host, arena.buffer.host);
+        copy = piece;
+        assert_int_equal(rocq_get_stats(ctx, &before), ROCQ_OK);
+        assert_int_equal(rocq_buffer_free(ctx, &piece), ROCQ_E_ARGUMENT);
+        assert_non_null(strstr(rocq_error(ctx), "100 bytes"));
+        assert_non_null(strstr(rocq_error(ctx), "4096"));
+        assert_memory_equal(&piece, &copy, sizeof piece);
+        copy.size = 5000; // nor is one that reaches further
+        assert_int_equal(rocq_buffer_free(ctx, &copy), ROCQ_E_ARGUMENT);
+        assert_int_equal(rocq_get_stats(ctx, &after), ROCQ_OK);
+        assert_memory_equal(&before, &after, sizeof before);
+        memset(arena.buffer.host, 1, 4096); // still there
+        if (growing) rocq_arena_free(&arena);
+        else assert_int_equal(rocq_buffer_free(ctx, &buffer), ROCQ_OK);
+        assert_int_equal(ctx->budget_used, 0);
+    }
+    rocq_close(&ctx);
+    assert_int_equal(memory.live, 0);
+}
+
+// Scratch memory that grows is never there twice: live memory stays within the budget.
+static void growing_scratch_keeps_the_budget(void **state) {
+    (void)state;
+    counter memory = {0, 0, -1};
+    rocq_ctx *ctx;
+    const int64_t budget = 1050000;
+    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1, .memory_budget = budget,
+                            .allocator = {counter_alloc, counter_free, &memory}};
+    rocq_buffer buffer;
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    const int64_t context = ctx->stats.live_bytes;
+    assert_int_equal(rocq_buffer_alloc(ctx, &buffer, 50000), ROCQ_OK);
+    for (int64_t size = 100000; size <= 1000000; size += 300000) {
+        assert_int_equal(rocq_reserve(ctx, size), ROCQ_OK);
+        assert_int_equal(ctx->stats.scratch_bytes, size);
+        assert_int_equal(ctx->budget_used, 50000 + size);
+        assert_int_equal(ctx->stats.live_bytes, context + 50000 + size);
+    }
+    assert_true(ctx->stats.peak_bytes <= context + budget);
+    assert_int_equal(rocq_buffer_free(ctx, &buffer), ROCQ_OK);
+    assert_int_equal(rocq_reserve(ctx, budget + 1), ROCQ_E_BUDGET); // which changes nothing
+    assert_int_equal(ctx->stats.scratch_bytes, 1000000);
+
+    // Where there is no memory, there is no scratch until somebody takes some.
+    memory.fail_at = memory.n;
+    assert_int_equal(rocq_reserve(ctx, budget), ROCQ_E_MEMORY);
+    assert_int_equal(ctx->stats.scratch_bytes, 0);
+    assert_int_equal(ctx->budget_used, 0);
+    assert_int_equal(ctx->stats.live_bytes, context);
+    float x[100];
+    for (int i = 0; i < 100; i++) x[i] = (float)(i % 10);
+    int32_t token = -1;
+    rocq_tensor logits, out;
+    const int64_t ne = 100, one = 1;
+    assert_int_equal(rocq_tensor_from_host(&logits, x, ROCQ_F32, 1, &ne), ROCQ_OK);
+    assert_int_equal(rocq_tensor_from_host(&out, &token, ROCQ_I32, 1, &one), ROCQ_OK);
+    const rocq_sample_params p = {.token = &out, .logits = &logits, .temperature = 1.0f,
+                                  .top_k = 5, .seed = 1};
+    assert_int_equal(rocq_sample(ctx, &p), ROCQ_OK);
+    assert_int_equal(token % 10, 9); // the five largest are alike
+    assert_true(ctx->stats.scratch_bytes > 0 && ctx->budget_used == ctx->stats.scratch_bytes);
+    assert_int_equal(rocq_reserve(ctx, budget), ROCQ_OK);
+    assert_int_equal(ctx->budget_used, budget);
+    rocq_close(&ctx);
+    assert_int_equal(memory.live, 0);
+}
+
+// Cuts of all alignments, with marks and resets between them. Returns the first failure.
+static rocq_result cut_all(rocq_arena *arena, uint32_t seed) {
+    rocq_buffer piece;
+    int64_t marks[4] = {0};
+    for (int i = 0; i < 40; i++) {
+        seed = seed * 1664525u + 1013904223u;
+        const int64_t align = (int64_t)1 << (seed >> 8) % 13, size = (seed >> 16) % 700;
+        const rocq_result result = rocq_arena_alloc(arena, &piece, size, align);
+        if (result != ROCQ_OK) return result;
+        if (!arena->measuring) {
+            assert_int_equal((uintptr_t)piece.host % (uintptr_t)align, 0);
+            memset(piece.host, i, (size_t)size);
+        }
+        if (i % 5 == 0) marks[(seed >> 24) % 4] = rocq_arena_mark(arena);
+        if (i % 7 == 6) rocq_arena_reset(arena, marks[(seed >> 28) % 4]);
+    }
+    return ROCQ_OK;
+}
+
+// What a measuring arena counts is enough wherever the memory starts.
+static void a_measured_peak_fits_any_memory(void **state) {
+    (void)state;
+    const int64_t ne[1] = {1};
+    rocq_arena arena;
+    rocq_tensor t;
+    rocq_buffer buffer;
+    rocq_arena_init(&arena, NULL); // two tensors over malloc's memory
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(rocq_arena_tensor(&arena, &t, ROCQ_F32, 1, ne), ROCQ_OK);
+    }
+    const int64_t two = arena.peak;
+    for (int64_t skew = 0; skew < 256; skew += 16) {
+        unsigned char *memory = (unsigned char *)malloc((size_t)(two + 512));
+        assert_non_null(memory);
+        unsigned char *start = memory + (256 - (uintptr_t)memory % 256) + skew;
+        buffer = rocq_buffer_from_host(start, two);
+        rocq_arena_init(&arena, &buffer);
+        for (int i = 0; i < 2; i++) {
+            assert_int_equal(rocq_arena_tensor(&arena, &t, ROCQ_F32, 1, ne), ROCQ_OK);
+        }
+        assert_true(arena.used <= two && arena.peak <= two);
+        free(memory);
+    }
+    for (uint32_t seed = 0; seed < 20; seed++) {
+        rocq_arena_init(&arena, NULL);
+        assert_int_equal(cut_all(&arena, seed), ROCQ_OK);
+        const int64_t peak = arena.peak;
+        for (int64_t skew = 0; skew < 4096; skew += seed % 2 ? 16 : 97) {
+            unsigned char *memory = (unsigned char *)malloc((size_t)(peak + 8192));
+            assert_non_null(memory);
+            buffer = rocq_buffer_from_host(memory + (4096 - (uintptr_t)memory % 4096) + skew, peak);
+            rocq_arena_init(&arena, &buffer);
+            assert_int_equal(cut_all(&arena, seed), ROCQ_OK);
+            free(memory);
+        }
+    }
+
+    // An empty buffer has no memory, wherever it says it is.
+    buffer = rocq_buffer_from_host(&arena, 0);
+    rocq_arena_init(&arena, &buffer);
+    assert_true(arena.measuring);
+    assert_int_equal(rocq_arena_alloc(&arena, &buffer, 10, 1), ROCQ_OK);
+    assert_null(buffer.host);
+    assert_int_equal(arena.peak, 10); // aligned to 1, no more is needed anywhere
+    assert_int_equal(rocq_arena_alloc(&arena, &buffer, INT64_MAX - 300, 512), ROCQ_E_OVERFLOW);
+    assert_int_equal(arena.used, 10);
+}
+
 static void arena_measures_cuts_and_resets(void **state) {
     (void)state;
     _Alignas(256) static unsigned char memory[4096];
@@ -614,7 +768,10 @@ int main(void) {
         cmocka_unit_test(gpu_is_refused_or_falls_back),
         cmocka_unit_test(every_failing_allocation_of_open_is_reported),
         cmocka_unit_test(buffers_are_aligned_counted_and_freed),
+        cmocka_unit_test(only_a_whole_buffer_is_freed),
+        cmocka_unit_test(growing_scratch_keeps_the_budget),
         cmocka_unit_test(arena_measures_cuts_and_resets),
+        cmocka_unit_test(a_measured_peak_fits_any_memory),
         cmocka_unit_test(tensors_know_their_size_and_bounds),
         cmocka_unit_test(views_reshapes_and_permutations),
         cmocka_unit_test(uploads_and_downloads_are_exact),

@@ -410,6 +410,68 @@ static void budget_and_exhaustion_leave_the_context_usable(void **state) {
     rocq_close(&ctx);
 }
 
+// Scratch that grows is never there twice, not even while ops that use the old block are yet to run;
+// and where it cannot grow, graphs that were captured over the old block do without.
+static void growing_scratch_takes_the_place_of_the_old(void **state) {
+    (void)state;
+    simt_set_work(SIMT_LATEST); // memory that is freed too early is found
+    rocq_desc desc = gpu_desc();
+    desc.memory_budget = 1 << 20;
+    rocq_ctx *ctx = open_gpu(&desc);
+    const int64_t device_before = (int64_t)simt_get_live().device_bytes;
+    rocq_tensor x = device_tensor(ctx, ROCQ_F32, 256, 2), w = device_tensor(ctx, ROCQ_Q8_0, 256, 9),
+                y = device_tensor(ctx, ROCQ_F32, 9, 2);
+    const int64_t buffers = ctx->budget_used;
+    float *v = random_floats(256 * 9), want[18], got[18];
+    unsigned char blocks[9 * 272];
+    assert_int_equal(rocq_quantize(ROCQ_Q8_0, blocks, v, 9, 256, NULL), ROCQ_OK);
+    assert_int_equal(rocq_upload(ctx, &w, blocks, sizeof blocks), ROCQ_OK);
+    assert_int_equal(rocq_upload(ctx, &x, v, 2048), ROCQ_OK);
+    // The rows of w are repacked into scratch memory first.
+    const rocq_matmul_params mm = {.y = &y, .w = &w, .x = &x, .precision = ROCQ_PRECISION_INT8};
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_OK);
+    assert_true(ctx->stats.scratch_bytes > 0);
+    assert_int_equal(rocq_download(ctx, want, &y, sizeof want), ROCQ_OK);
+    ctx->stats.peak_bytes = ctx->stats.live_bytes;
+    const int64_t others = ctx->stats.live_bytes - buffers - ctx->stats.scratch_bytes;
+    for (int64_t size = 400000; size <= 1000000; size += 300000) {
+        memset(got, 0xff, sizeof got);
+        assert_int_equal(rocq_upload(ctx, &y, got, sizeof got), ROCQ_OK);
+        assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_OK); // is still to run
+        assert_int_equal(rocq_reserve(ctx, size), ROCQ_OK);
+        assert_int_equal(ctx->budget_used, buffers + size);
+        assert_int_equal(rocq_download(ctx, got, &y, sizeof got), ROCQ_OK);
+        assert_memory_equal(got, want, sizeof want);
+    }
+    assert_true(ctx->stats.peak_bytes <= others + desc.memory_budget);
+    rocq_graph *graph;
+    assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_OK);
+    assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
+
+    // No budget: nothing changes. No memory: the old block is gone, and the graph knows.
+    const int64_t scratch = ctx->stats.scratch_bytes;
+    assert_int_equal(rocq_reserve(ctx, 1 << 20), ROCQ_E_BUDGET);
+    assert_int_equal(ctx->stats.scratch_bytes, scratch);
+    ctx->desc.memory_budget = 0;
+    for (int again = 0; again < 2; again++) { // the second time there is none to begin with
+        assert_int_equal(rocq_reserve(ctx, (int64_t)1 << 40), ROCQ_E_MEMORY);
+        assert_int_equal(ctx->stats.scratch_bytes, 0);
+        assert_int_equal(ctx->budget_used, buffers);
+        assert_int_equal(simt_get_live().device_bytes, device_before + buffers);
+    }
+    memset(got, 0xff, sizeof got);
+    assert_int_equal(rocq_upload(ctx, &y, got, sizeof got), ROCQ_OK);
+    assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK);
+    assert_true(ctx->stats.scratch_bytes > 0 && ctx->stats.scratch_bytes < scratch);
+    assert_int_equal(ctx->budget_used, buffers + ctx->stats.scratch_bytes);
+    assert_int_equal(rocq_download(ctx, got, &y, sizeof got), ROCQ_OK);
+    assert_memory_equal(got, want, sizeof want);
+    rocq_graph_free(ctx, &graph);
+    free(v);
+    rocq_close(&ctx);
+}
+
 static void steady_state_allocates_nothing(void **state) {
     (void)state;
     rocq_ctx *ctx = open_gpu(NULL);
@@ -1207,6 +1269,7 @@ int main(void) {
         TEST(copies_of_any_size_come_back),
         TEST(planar_tensors_decode_to_the_same_bits),
         TEST(budget_and_exhaustion_leave_the_context_usable),
+        TEST(growing_scratch_takes_the_place_of_the_old),
         TEST(steady_state_allocates_nothing),
         TEST(long_work_is_cut_and_stays_the_same),
         TEST(presets_are_a_queue_and_limits),
