@@ -2580,7 +2580,7 @@ struct rocq_ctx {
     rocq_graph *recording; // or NULL
     rocq_graph *graphs;    // all of the context's
     bool has_avx2, has_avx512; // avx512: F, BW, DQ, VL and VNNI; never without has_avx2
-    bool quiet; // rocq_supports asks, it does not complain
+    bool quiet; // failures do not reach the log: rocq_supports only asks, and see rocq__attempt
     bool workers_ready;
     rocq_stats stats;
     int64_t budget_used;
@@ -2616,6 +2616,29 @@ ROCQ__FN rocq_result rocq__fail(rocq_ctx *ctx, rocq_result result, const char *f
         ctx->desc.log(ROCQ_LOG_ERROR, ctx->error, ctx->desc.log_user);
     }
     return result;
+}
+
+// An attempt is work whose failure need not be the call's, because there is another way. Nothing
+// that fails in between reaches the log. At the end the message is either forgotten, as if the
+// attempt had not been made, or it is the call's, and is logged.
+typedef struct rocq__attempt {
+    bool quiet; // of the context, before
+    char error[sizeof((rocq_ctx *)0)->error];
+} rocq__attempt;
+
+ROCQ__FN void rocq__attempt_begin(rocq_ctx *ctx, rocq__attempt *attempt) {
+    attempt->quiet = ctx->quiet;
+    memcpy(attempt->error, ctx->error, sizeof attempt->error);
+    ctx->quiet = true;
+}
+
+// forget: it went well, or the call goes another way.
+ROCQ__FN void rocq__attempt_end(rocq_ctx *ctx, const rocq__attempt *attempt, bool forget) {
+    ctx->quiet = attempt->quiet;
+    if (forget) memcpy(ctx->error, attempt->error, sizeof attempt->error);
+    else if (ctx->desc.log && !ctx->quiet) {
+        ctx->desc.log(ROCQ_LOG_ERROR, ctx->error, ctx->desc.log_user);
+    }
 }
 
 // For what is worth knowing and no failure.
@@ -12570,11 +12593,13 @@ ROCQ__FN rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params
         *scratch = rocq__ops[op].scratch_cpu(ctx, params);
         return ROCQ_OK;
     }
-    const bool quiet = ctx->quiet;
-    ctx->quiet = quiet || ctx->desc.allow_fallback;
+    if (!ctx->desc.allow_fallback) return rocq__ops[op].plan_hip(ctx, params, scratch);
+    rocq__attempt attempt;
+    rocq__attempt_begin(ctx, &attempt);
     const rocq_result result = rocq__ops[op].plan_hip(ctx, params, scratch);
-    ctx->quiet = quiet;
-    if (result != ROCQ_E_UNSUPPORTED || !ctx->desc.allow_fallback) return result;
+    const bool other_way = result == ROCQ_E_UNSUPPORTED;
+    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || other_way);
+    if (!other_way) return result;
     const rocq_tensor *planar = rocq__planar_operand(op, params);
     if (planar) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
@@ -12758,15 +12783,14 @@ ROCQ__FN rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq_graph *graph) {
     return ROCQ_OK;
 }
 
-// A replay may still be running: that of a graph without scratch memory is not waited for when the
-// context gets its first.
-ROCQ__FN void rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
+// A replay may still be running. The submission is gone afterwards, also when waiting has failed.
+ROCQ__FN rocq_result rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
-    if (!graph->exec) return;
+    if (!graph->exec) return ROCQ_OK;
     const int error = gpu->hip->stream_wait(gpu->stream);
-    if (error != 0 && !gpu->lost) rocq__hip_failed(ctx, "graph", error);
     gpu->hip->graph_exec_destroy(graph->exec);
     graph->exec = NULL;
+    return error == 0 || gpu->lost ? ROCQ_OK : rocq__hip_failed(ctx, "graph", error);
 }
 
 // Makes one submission of the ops. Scratch memory has its full size before capture begins, since
@@ -12776,7 +12800,7 @@ ROCQ__FN rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
     void *captured = NULL;
-    rocq__graph_forget(ctx, graph);
+    ROCQ__TRY(rocq__graph_forget(ctx, graph));
     graph->checked = false;
     for (const rocq__node *node = graph->first; node; node = node->next) {
         int64_t scratch; // an op may have been tuned since it was recorded
@@ -12824,14 +12848,14 @@ ROCQ__FN rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
         return ROCQ_OK;
     }
     if (graph->exec && graph->scratch_moves == ctx->gpu->scratch_moves) return ROCQ_OK;
-    const bool quiet = ctx->quiet;
-    ctx->quiet = true;
+    rocq__attempt attempt;
+    rocq__attempt_begin(ctx, &attempt);
     const rocq_result result = rocq__graph_capture(ctx, graph);
-    ctx->quiet = quiet;
-    if (result != ROCQ_E_DEVICE) return result;
-    graph->refused = true;
-    rocq__log(ctx, ROCQ_LOG_WARN, "graph: ops run one by one: %s", ctx->error);
-    return ROCQ_OK;
+    const bool refused = result == ROCQ_E_DEVICE;
+    if (refused) rocq__log(ctx, ROCQ_LOG_WARN, "graph: ops run one by one: %s", ctx->error);
+    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || refused);
+    graph->refused = refused;
+    return refused ? ROCQ_OK : result;
 }
 
 ROCQ__FN rocq_result rocq__check_graph(rocq_ctx *ctx, const char *call, const rocq_graph *graph) {
@@ -13147,24 +13171,19 @@ ROCQ__FN rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
 ROCQ__FN rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
     rocq_ctx *ctx = pool->ctx;
     const rocq__size_class *cls = &pool->classes[c];
-    char error[sizeof ctx->error];
+    rocq__attempt slab;
     int64_t n = 1;
     if (cls->block_size <= pool->slab_size / 4) {
         n = ROCQ__MAX(cls->n_blocks, ROCQ__SLAB_FIRST / cls->block_size);
         n = ROCQ__MAX(ROCQ__MIN(n, pool->slab_size / cls->block_size), 1);
     }
-    memcpy(error, ctx->error, sizeof error);
     for (int attempt = 0; attempt < 2; attempt++) {
         const int64_t keep = ROCQ__MAX(pool->reserved_bytes - n * cls->block_size, 0);
-        ctx->quiet = true;
+        rocq__attempt_begin(ctx, &slab);
         const rocq_result result = rocq__slab_take(pool, c, attempt == 0 ? n : 1);
-        ctx->quiet = false;
-        if (result != ROCQ_OK && result != ROCQ_E_BUDGET && result != ROCQ_E_MEMORY) {
-            rocq__log(ctx, ROCQ_LOG_ERROR, "%s", ctx->error);
-            return result;
-        }
-        memcpy(ctx->error, error, sizeof error);
-        if (result == ROCQ_OK) return ROCQ_OK;
+        const bool no_room = result == ROCQ_E_BUDGET || result == ROCQ_E_MEMORY;
+        rocq__attempt_end(ctx, &slab, result == ROCQ_OK || no_room);
+        if (!no_room) return result;
         ROCQ__TRY(rocq__pool_trim(pool, attempt == 0 ? keep : 0));
     }
     return rocq__slab_take(pool, c, 1);
@@ -15937,17 +15956,17 @@ ROCQ__FN rocq_result rocq__tune_compare(rocq__tuning *t, int32_t config, int32_t
     rocq_summary summary;
     rocq_result result = ROCQ_OK;
     if (rocq__tune_timed(t)) {
-        const bool quiet = t->ctx->quiet;
-        t->ctx->quiet = true;
+        rocq__attempt trial;
+        rocq__attempt_begin(t->ctx, &trial);
         result = rocq__tune_record(t, config, &row);
         if (result == ROCQ_OK) result = rocq__tune_sample(t, config, row, b); // not counted
-        t->ctx->quiet = quiet;
-        if (result == ROCQ_E_MEMORY || result == ROCQ_E_BUDGET) {
+        const bool no_room = result == ROCQ_E_MEMORY || result == ROCQ_E_BUDGET;
+        rocq__attempt_end(t->ctx, &trial, result == ROCQ_OK || no_room);
+        if (no_room) {
             rocq_graph_free(t->ctx, &row);
             *ns = (double)INFINITY;
             return ROCQ_OK;
         }
-        if (result != ROCQ_OK) rocq__log(t->ctx, ROCQ_LOG_ERROR, "%s", t->ctx->error);
     }
     for (int32_t i = 0; i < n && result == ROCQ_OK; i++) {
         result = rocq__tune_sample(t, t->base, t->base_row, &a[i]);
@@ -16224,7 +16243,7 @@ ROCQ_DEF rocq_result rocq_tune_graph(rocq_ctx *ctx, rocq_graph *graph, const roc
     ROCQ__TRY(rocq__tune_begin(ctx, desc, &t, &r));
     ROCQ__TRY(rocq__check_graph(ctx, "tune_graph", graph));
     ROCQ__TRY(rocq__tune_nodes(&t, graph->first, &r));
-    rocq__graph_forget(ctx, graph); // its submission is made again, with what was found
+    ROCQ__TRY(rocq__graph_forget(ctx, graph)); // it is made again, with what was found
     ROCQ__TRY(rocq__graph_prepare(ctx, graph));
     if (result) *result = r;
     return ROCQ_OK;
@@ -16934,7 +16953,7 @@ ROCQ__FN const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t at) 
     return found;
 }
 
-ROCQ__FN void rocq__replay_refuse(rocq__replay *r, int64_t at) {
+ROCQ__FN rocq_result rocq__replay_refuse(rocq__replay *r, int64_t at) {
     rocq_ctx *ctx = r->ctx;
     const rocq__node *found = rocq__replay_find(r, at);
     int32_t number = 0, n = 0;
@@ -16948,8 +16967,8 @@ ROCQ__FN void rocq__replay_refuse(rocq__replay *r, int64_t at) {
              (int)n, (int)number, found ? rocq__ops[found->op].name : "the status word");
     rocq__log(ctx, ROCQ_LOG_WARN, "%s", ctx->gpu->replay);
     r->graph->refused = true;
-    rocq__graph_forget(ctx, r->graph);
     ctx->stats.n_replays_refused++;
+    return rocq__graph_forget(ctx, r->graph);
 }
 
 ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
@@ -16994,7 +17013,7 @@ ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
     if (result == ROCQ_OK && !unchecked) {
         graph->checked = true;
         ctx->stats.n_replays_checked++;
-        if (at < r.size) rocq__replay_refuse(&r, at);
+        if (at < r.size) result = rocq__replay_refuse(&r, at);
     }
     if (r.aside) {
         const int error = gpu->hip->stream_wait(gpu->stream);
@@ -17494,17 +17513,17 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     rocq_result result = ROCQ_OK;
     if (resolved.prefer != ROCQ_CPU) {
         const bool fallback = resolved.prefer == ROCQ_BACKEND_AUTO || resolved.allow_fallback;
-        ctx->quiet = fallback;
-        result = rocq__gpu_open(ctx);
-        ctx->quiet = false;
+        rocq__attempt attempt;
+        rocq__attempt_begin(ctx, &attempt);
+        result = rocq__gpu_open(ctx); // of several devices, each may fail
         ctx->gpu_result = result;
         if (result != ROCQ_OK) memcpy(ctx->gpu_message, ctx->error, sizeof ctx->gpu_message);
+        rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || fallback);
         if (result != ROCQ_OK && fallback) {
             rocq__log(ctx, resolved.prefer == ROCQ_GPU ? ROCQ_LOG_WARN : ROCQ_LOG_INFO,
                       "on the CPU: %s", ctx->gpu_message);
             result = ROCQ_OK;
         }
-        ctx->error[0] = '\0';
     }
     // The caller's strings may not live as long as the context.
     ctx->desc.rocm_path = ctx->desc.hip_path = NULL;
@@ -17652,10 +17671,11 @@ ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params
     if (!ctx) return ROCQ_E_ARGUMENT;
     int64_t scratch;
     bool on_cpu;
+    const bool quiet = ctx->quiet;
     ctx->quiet = true;
     rocq_result result = rocq__check_op(ctx, op, params);
     if (result == ROCQ_OK) result = rocq__plan_op(ctx, op, params, &scratch, &on_cpu);
-    ctx->quiet = false;
+    ctx->quiet = quiet;
     if (why) *why = result == ROCQ_OK ? "" : ctx->error;
     return result;
 }

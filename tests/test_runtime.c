@@ -41,6 +41,20 @@ static void print_failure(rocq_log_level level, const char *message, void *user)
     if (level == ROCQ_LOG_ERROR) print_message("# %s\n", message);
 }
 
+// What the log got, without INFO.
+typedef struct log_count {
+    int64_t n_errors, n_warnings;
+    char error[512]; // the last
+} log_count;
+
+static void count_failures(rocq_log_level level, const char *message, void *user) {
+    log_count *l = (log_count *)user;
+    if (level == ROCQ_LOG_WARN) l->n_warnings++;
+    if (level != ROCQ_LOG_ERROR) return;
+    l->n_errors++;
+    snprintf(l->error, sizeof l->error, "%s", message);
+}
+
 static rocq_ctx *open_gpu(const rocq_desc *desc) {
     rocq_ctx *ctx = NULL;
     rocq_desc loud = desc ? *desc : gpu_desc();
@@ -1035,9 +1049,12 @@ static void ops_without_a_kernel_fall_back_when_allowed(void **state) {
     for (int kind = 0; kind < 4; kind++) { // CPU, refused, falls back, falls back in a graph
         rocq_desc desc = gpu_desc();
         rocq_stats stats;
+        log_count log = {0};
         desc.prefer = kind == 0 ? ROCQ_CPU : ROCQ_GPU;
         desc.allow_fallback = kind > 1;
         rocq_ctx *ctx = open_gpu(&desc);
+        ctx->desc.log = count_failures;
+        ctx->desc.log_user = &log;
         rocq_tensor all = device_tensor(ctx, ROCQ_F32, ALL, 1),
                     pos = device_tensor(ctx, ROCQ_I32, N, 1);
         rocq_tensor qkv, cache, part[3], half[2];
@@ -1070,12 +1087,53 @@ static void ops_without_a_kernel_fall_back_when_allowed(void **state) {
         if (kind > 1) assert_memory_equal(got, want, ALL * 4);
         rocq_get_stats(ctx, &stats);
         assert_int_equal(stats.n_fallbacks, kind > 1);
+        // Falling back is no failure, neither in the log nor in rocq_error.
+        assert_int_equal(log.n_errors, kind == 1);
+        if (kind == 1) assert_string_equal(rocq_error(ctx), log.error);
+        else assert_string_equal(rocq_error(ctx), "");
+        assert_int_equal(rocq_rope_append(ctx, NULL), ROCQ_E_ARGUMENT);
+        snprintf(log.error, sizeof log.error, "%s", rocq_error(ctx));
+        assert_int_equal(rocq_rope_append(ctx, &p), expected);
+        if (kind > 1) assert_string_equal(rocq_error(ctx), log.error); // that of the call before
         rocq_close(&ctx);
     }
     assert_memory_not_equal(want, v, ALL * 4);
     free(v);
     free(want);
     free(got);
+}
+
+// What allow_fallback does not help with is a failure as any other: sizes that cannot be counted.
+static void failures_beside_fallback_are_logged(void **state) {
+    (void)state;
+    const int64_t w_ne[3] = {4096, INT32_MAX, 32768}, x_ne[3] = {4096, 1, 1},
+                  y_ne[3] = {INT32_MAX, 1, 32768};
+    for (int fallback = 0; fallback < 2; fallback++) {
+        rocq_desc desc = gpu_desc();
+        log_count log = {0};
+        rocq_tensor w, x, y;
+        desc.allow_fallback = fallback == 1;
+        desc.log = count_failures;
+        desc.log_user = &log;
+        rocq_ctx *ctx = NULL;
+        assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+        // Addresses that nobody touches: both products' weights would be repacked.
+        const rocq_buffer of_w = rocq_buffer_from_device((uint64_t)1 << 62, INT64_MAX),
+                          of_x = rocq_buffer_from_device((uint64_t)1 << 36, (int64_t)1 << 35),
+                          of_y = rocq_buffer_from_device((uint64_t)1 << 50, (int64_t)1 << 51);
+        assert_int_equal(rocq_tensor_init(&w, &of_w, 0, ROCQ_Q8_0, 3, w_ne), ROCQ_OK);
+        assert_int_equal(rocq_tensor_init(&x, &of_x, 0, ROCQ_F32, 3, x_ne), ROCQ_OK);
+        assert_int_equal(rocq_tensor_init(&y, &of_y, 0, ROCQ_F32, 3, y_ne), ROCQ_OK);
+        x.ne[2] = 32768;
+        x.stride[2] = 0;
+        const rocq_matmul_params p = {.y = &y, .w = &w, .x = &x, .w2 = &w, .activation = ROCQ_SILU};
+        assert_int_equal(rocq_supports(ctx, ROCQ_OP_MATMUL, &p, NULL), ROCQ_E_OVERFLOW);
+        assert_int_equal(log.n_errors, 0); // it only asks
+        assert_int_equal(rocq_matmul(ctx, &p), ROCQ_E_OVERFLOW);
+        assert_int_equal(log.n_errors, 1);
+        assert_string_equal(log.error, rocq_error(ctx));
+        rocq_close(&ctx);
+    }
 }
 
 // -- a device that fails --
@@ -1123,10 +1181,19 @@ typedef struct outcome {
     rocq_ctx *ctx;
     rocq_result first, last;
     bool lost;
+    log_count log; // since the last call
 } outcome;
+
+// A failure is in the log, once, in the words of rocq_error, and nothing else is.
+static void check_log(outcome *o, rocq_result result) {
+    assert_int_equal(o->log.n_errors, result != ROCQ_OK);
+    if (result != ROCQ_OK && o->ctx) assert_string_equal(o->log.error, rocq_error(o->ctx));
+    o->log.n_errors = 0;
+}
 
 static bool went_well(outcome *o, rocq_result result) {
     o->last = result;
+    check_log(o, result);
     if (o->lost) assert_int_equal(result, ROCQ_E_LOST);
     if (result == ROCQ_OK) return true;
     assert_true(result == ROCQ_E_LOST || result == ROCQ_E_MEMORY || result == ROCQ_E_NO_DEVICE ||
@@ -1150,6 +1217,9 @@ static bool use_all(outcome *o, bool from_image) {
     desc.scratch_bytes = 1000;
     desc.sharing = ROCQ_SHARING_GRAPHICS_FIRST; // without any of it the context works as well
     desc.max_units = from_image ? 2 : 0;
+    desc.allow_fallback = false;
+    desc.log = count_failures;
+    desc.log_user = &o->log;
     if (from_image) {
         desc.kernels_data = image;
         desc.kernels_size = make_bundle(image, 1);
@@ -1195,7 +1265,8 @@ static bool use_all(outcome *o, bool from_image) {
         right = well;
         for (int i = 0; i < 18; i++) right &= !(results[i] != results[i]);
         rocq_graph_free(ctx, &graph);
-        rocq_buffer_free(ctx, &buffer);
+        o->log.n_errors = 0; // a free has no result, or none that is asked for
+        check_log(o, rocq_buffer_free(ctx, &buffer));
     }
     free(v);
     free(large);
@@ -1283,6 +1354,7 @@ int main(void) {
         TEST(graphs_are_hard_to_misuse),
         TEST(cancel_stops_what_comes_after),
         TEST(ops_without_a_kernel_fall_back_when_allowed),
+        TEST(failures_beside_fallback_are_logged),
         TEST(every_runtime_call_may_fail),
         TEST(a_lost_context_only_closes),
     };
