@@ -1518,7 +1518,9 @@ typedef struct rocq_kv_stats {
 } rocq_kv_stats;
 
 // Bytes of the buffer that rocq_kv_create takes, without taking it: K, V, lengths, page tables, and
-// up to 4 MiB (1/32 of a sequence in F16) through which shift, save and restore go.
+// up to 4 MiB (1/32 of a sequence in F16) through which shift, save and restore go. A desc that
+// rocq_kv_create refuses is refused here with the same code, but for what only a context knows: its
+// memory and budget, where rope.freq_factors must be, and what its kernels cannot do.
 ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes);
 
 // On failure *kv is NULL. Must be freed before its context is closed. All memory is taken here: the
@@ -11778,6 +11780,7 @@ ROCQ__FN uint64_t rocq__address(const rocq_tensor *t) {
 }
 
 // One operand: present, of an accepted format, with whole blocks, inside its buffer, aligned.
+// Without a context (rocq_kv_size), memory of either kind will do.
 ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char *name,
                                         const rocq_tensor *t, int accept) {
     int64_t elems, bytes, extent;
@@ -11785,6 +11788,7 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
         if (accept & ROCQ__OPTIONAL) return ROCQ_OK;
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s is NULL", op, name);
     }
+    const bool on_gpu = ctx ? rocq__on_gpu(ctx) : !t->buffer.host;
     ROCQ__TRY(rocq__check_format(ctx, op, name, accept, t->format, &elems, &bytes));
     if (t->layout != ROCQ_LAYOUT_GGUF && t->layout != ROCQ_LAYOUT_PLANAR) {
         return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: %s has unknown layout %d", op, name,
@@ -11805,10 +11809,10 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
     if (!rocq__extent(t, &extent)) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of %s overflows", op, name);
     }
-    if (rocq__on_gpu(ctx) ? t->buffer.host || !t->buffer.device.address
-                          : !t->buffer.host || t->buffer.device.address) {
+    if (on_gpu ? t->buffer.host || !t->buffer.device.address
+               : !t->buffer.host || t->buffer.device.address) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s has no memory on the %s", op, name,
-                          rocq__on_gpu(ctx) ? "GPU" : "CPU");
+                          on_gpu ? "GPU" : "CPU");
     }
     if (t->offset < 0 || t->offset > t->buffer.size || extent > t->buffer.size - t->offset) {
         return rocq__fail(ctx, ROCQ_E_BOUNDS,
@@ -11816,7 +11820,7 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
                           (long long)extent, (long long)t->offset, (long long)t->buffer.size);
     }
     int64_t align = rocq__alignment_of(t->format);
-    if (rocq__on_gpu(ctx)) {
+    if (on_gpu) {
         if (t->buffer.device.address > UINT64_MAX - (uint64_t)t->buffer.size) {
             return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: buffer of %s ends past the address space",
                               op, name);
@@ -11830,9 +11834,9 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
         }
     }
     if (t->layout == ROCQ_LAYOUT_PLANAR) {
-        if (!rocq__on_gpu(ctx) || !(accept & ROCQ__PLANAR) || elems == 1) {
+        if (!on_gpu || !(accept & ROCQ__PLANAR) || elems == 1) {
             return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s cannot be planar%s", op, name,
-                              rocq__on_gpu(ctx) ? "" : " on the CPU");
+                              on_gpu ? "" : " on the CPU");
         }
         if (!rocq_tensor_contiguous(t)) {
             return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s is planar and has gaps", op, name);
@@ -13612,6 +13616,7 @@ struct rocq_kv {
     int64_t n_cells, n_planes; // planes: heads of all layers
     int64_t seq_pages;         // of a sequence of n_ctx positions; 0 = contiguous
     int64_t chunk;             // positions that the stage holds
+    int64_t scratch;           // of the context, what turning keys needs
     rocq_buffer memory;
     rocq_tensor k, v;          // [D, n_cells, n_planes]
     rocq_tensor stage;         // F32 [D, n_planes, chunk]: on their way within, in or out
@@ -13643,7 +13648,20 @@ ROCQ__FN rocq_result rocq__kv_cut(rocq_kv *kv, rocq_arena *arena) {
     return rocq_arena_tensor(arena, &kv->words, ROCQ_I32, 1, &n_words);
 }
 
-// Everything about a cache but its memory, and the bytes of that. ctx may be NULL.
+// The turn back of keys, checked, and with a factor that takes YaRN's growth out again.
+ROCQ__FN rocq_result rocq__kv_rope(rocq_kv *kv) {
+    rocq_rope_config *rope = &kv->desc.rope;
+    ROCQ__TRY(rocq__check_tensor(kv->ctx, "kv", "rope.freq_factors", rope->freq_factors,
+                                 ROCQ__F32 | ROCQ__OPTIONAL));
+    ROCQ__TRY(rocq__check_rope_config(kv->ctx, "kv", rope, kv->desc.head_dim));
+    rope->attn_factor = 1.0f;
+    const int64_t n_dims = rope->n_dims > 0 ? rope->n_dims : kv->desc.head_dim;
+    rope->attn_factor = 1.0f / rocq__rope_scaling_of(rope, n_dims).magnitude;
+    return rocq__check_range(kv->ctx, "kv", "YaRN's factor", rope->attn_factor, FLT_MIN, FLT_MAX);
+}
+
+// Everything about a cache but its memory, and the bytes of that: what it refuses, rocq_kv_size and
+// rocq_kv_create refuse both. ctx is NULL for rocq_kv_size, which knows of no device.
 ROCQ__FN rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq_kv *kv,
                                    int64_t *bytes) {
     int64_t elems, block, position;
@@ -13674,6 +13692,7 @@ ROCQ__FN rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq
                               (int)d->head_dim, (int)elems);
         }
     }
+    ROCQ__TRY(rocq__kv_rope(kv));
     kv->n_planes = (int64_t)d->n_layers * d->n_kv_heads;
     kv->n_cells = (int64_t)d->n_seqs * d->n_ctx;
     if (d->page_size > 0) {
@@ -13704,23 +13723,6 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes) {
     return bytes ? rocq__kv_plan(NULL, desc, &kv, bytes) : ROCQ_E_ARGUMENT;
 }
 
-// The turn back of keys, checked, and with a factor that takes YaRN's growth out again.
-ROCQ__FN rocq_result rocq__kv_rope(rocq_kv *kv) {
-    rocq_rope_config *rope = &kv->desc.rope;
-    ROCQ__TRY(rocq__check_tensor(kv->ctx, "kv_create", "rope.freq_factors", rope->freq_factors,
-                                 ROCQ__F32 | ROCQ__OPTIONAL));
-    ROCQ__TRY(rocq__check_rope_config(kv->ctx, "kv_create", rope, kv->desc.head_dim));
-    rope->attn_factor = 1.0f;
-    const int64_t n_dims = rope->n_dims > 0 ? rope->n_dims : kv->desc.head_dim;
-    rope->attn_factor = 1.0f / rocq__rope_scaling_of(rope, n_dims).magnitude;
-    ROCQ__TRY(rocq__check_range(kv->ctx, "kv_create", "YaRN's factor", rope->attn_factor, FLT_MIN,
-                                FLT_MAX));
-    if (!rope->freq_factors) return ROCQ_OK;
-    kv->freq_factors = *rope->freq_factors;
-    rope->freq_factors = &kv->freq_factors;
-    return ROCQ_OK;
-}
-
 // Keys of n positions in the stage, turned where they are.
 ROCQ__FN rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *keys,
                                         rocq_tensor *pos) {
@@ -13738,14 +13740,16 @@ ROCQ__FN rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *ke
 ROCQ__FN rocq_result rocq__kv_make(rocq_kv *kv, int64_t bytes) {
     rocq_arena arena;
     rocq_tensor pos;
-    int64_t scratch;
-    ROCQ__TRY(rocq__kv_rope(kv));
+    if (kv->desc.rope.freq_factors) { // the cache's own copy of the tensor
+        kv->freq_factors = *kv->desc.rope.freq_factors;
+        kv->desc.rope.freq_factors = &kv->freq_factors;
+    }
     ROCQ__TRY(rocq_buffer_alloc(kv->ctx, &kv->memory, bytes));
     rocq_arena_init(&arena, &kv->memory);
     ROCQ__TRY(rocq__kv_cut(kv, &arena));
     const rocq_rope_params turn = rocq__kv_turn(kv, &kv->stage, &pos);
-    ROCQ__TRY(rocq_scratch_size(kv->ctx, ROCQ_OP_ROPE, &turn, &scratch));
-    ROCQ__TRY(rocq_reserve(kv->ctx, scratch));
+    ROCQ__TRY(rocq_scratch_size(kv->ctx, ROCQ_OP_ROPE, &turn, &kv->scratch));
+    ROCQ__TRY(rocq_reserve(kv->ctx, kv->scratch));
     kv->dirty_end = rocq__kv_n_words(kv);
     return rocq_kv_flush(kv); // also takes the pinned memory that copies go through
 }
@@ -14053,6 +14057,8 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
     // Shared pages come before a sequence's own: where one is copied, no dropped one becomes free.
     const int32_t want = first < left ? rocq__kv_shared(kv, seq, begin + out, end + out) : 0;
     ROCQ__TRY(rocq__kv_want_pages(kv, "kv_shift", want, kv->n_free));
+    // It is there since rocq_kv_create, unless a larger reserve has failed since.
+    ROCQ__TRY(rocq_reserve(kv->ctx, kv->scratch));
     if (whole) {
         for (int32_t i = begin; i < begin + out; i++) rocq__kv_drop(kv, table[i]);
         for (int32_t i = begin; i < end; i++) rocq__kv_set(kv, &table[i], table[i + out]);

@@ -871,15 +871,49 @@ static void test_bad_descs(void **state) {
     bad.n_seqs = bad.n_ctx = INT32_MAX;
     bad.page_size = 1;
     assert_int_equal(rocq_kv_size(&bad, &bytes), ROCQ_E_OVERFLOW);
+    const int64_t factors_ne[1] = {good.head_dim / 2}, wrong_ne[1] = {good.head_dim / 2 + 1};
+    rocq_buffer buffer;
+    rocq_tensor factors, wrong;
+    assert_int_equal(rocq_buffer_alloc(ctx, &buffer, 4096), ROCQ_OK);
+    assert_int_equal(rocq_tensor_init(&factors, &buffer, 0, ROCQ_F32, 1, factors_ne), ROCQ_OK);
+    const struct {
+        rocq_result want;
+        rocq_rope_config rope;
+        size_t field; // of freq_factors, whose value is -1; or 0
+    } turns[] = {
+        {ROCQ_E_SHAPE, {.n_dims = 33}, 0},
+        {ROCQ_E_SHAPE, {.n_dims = good.head_dim + 2}, 0},
+        {ROCQ_E_ARGUMENT, {.pairing = (rocq_rope_pairing)7}, 0},
+        {ROCQ_E_ARGUMENT, {.freq_base = -1.0f}, 0},
+        {ROCQ_E_ARGUMENT, {.freq_scale = NAN}, 0},
+        {ROCQ_E_ARGUMENT, {.beta_fast = INFINITY}, 0},
+        {ROCQ_E_ARGUMENT, {.ext_factor = 1.0f}, 0}, // n_ctx_orig
+        // what YaRN multiplies by is negative
+        {ROCQ_E_ARGUMENT, {.ext_factor = 1.0f, .n_ctx_orig = 64, .freq_scale = 1e30f}, 0},
+        {ROCQ_E_SHAPE, {.freq_factors = &wrong}, offsetof(rocq_tensor, stride)},
+        {ROCQ_E_FORMAT, {.freq_factors = &wrong}, offsetof(rocq_tensor, format)},
+        {ROCQ_E_BOUNDS, {.freq_factors = &wrong}, offsetof(rocq_tensor, offset)},
+        {ROCQ_OK, {.freq_factors = &factors}, 0}};
+    for (size_t i = 0; i < sizeof turns / sizeof turns[0]; i++) {
+        bad = good;
+        bad.rope = turns[i].rope;
+        wrong = factors;
+        if (turns[i].field) memset((char *)&wrong + turns[i].field, 0xff, 4);
+        bytes = -1;
+        assert_int_equal(rocq_kv_size(&bad, &bytes), turns[i].want);
+        assert_int_equal(bytes >= 0, turns[i].want == ROCQ_OK);
+        ctx->error[0] = '\0';
+        assert_int_equal(rocq_kv_create(ctx, &kv, &bad), turns[i].want);
+        assert_int_equal(strlen(rocq_error(ctx)) > 10, turns[i].want != ROCQ_OK);
+        if (turns[i].want == ROCQ_OK) assert_int_equal(kv->memory.size, bytes);
+        rocq_kv_free(&kv);
+    }
     bad = good;
-    bad.rope.n_dims = 33;
+    bad.rope.freq_factors = &wrong;
+    assert_int_equal(rocq_tensor_init(&wrong, &buffer, 0, ROCQ_F32, 1, wrong_ne), ROCQ_OK);
+    assert_int_equal(rocq_kv_size(&bad, &bytes), ROCQ_E_SHAPE);
     assert_int_equal(rocq_kv_create(ctx, &kv, &bad), ROCQ_E_SHAPE);
-    bad.rope.n_dims = 0;
-    bad.rope.ext_factor = 1;
-    assert_int_equal(rocq_kv_create(ctx, &kv, &bad), ROCQ_E_ARGUMENT); // n_ctx_orig
-    bad.rope.n_ctx_orig = 64;
-    bad.rope.freq_scale = 1e30f; // what YaRN multiplies by is negative
-    assert_int_equal(rocq_kv_create(ctx, &kv, &bad), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_buffer_free(ctx, &buffer), ROCQ_OK);
     assert_int_equal(rocq_kv_create(ctx, &kv, NULL), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_kv_create(ctx, NULL, &good), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_kv_create(NULL, &kv, &good), ROCQ_E_ARGUMENT);
