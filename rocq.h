@@ -1341,7 +1341,8 @@ typedef struct rocq_gguf_tensor {
 } rocq_gguf_tensor;
 
 // Reads the header, metadata and tensor directory, and checks all of it: counts, lengths, offsets,
-// products, duplicate names, extents inside the file. Nothing of it is trusted later.
+// products, duplicate names, extents inside the file. Nothing of it is trusted later. On failure
+// *file is NULL.
 ROCQ_DEF rocq_result rocq_gguf_open(rocq_ctx *ctx, rocq_gguf **file, const rocq_gguf_desc *desc);
 
 // Frees the file and sets *file to NULL. Tensors that point into it are then invalid.
@@ -1427,7 +1428,8 @@ typedef struct rocq_file rocq_file;
 // whatever name. A file that is replaced leaves its permissions to the new one; a symbolic link is
 // itself replaced; what is no regular file (a pipe, a terminal, /dev/null) is written to directly.
 //     E_IO for a directory, a file without permission to write, and on POSIX where the file would
-// get the number of a closed stdout or stderr, so that text would be printed into it.
+// get the number of a closed stdout or stderr, so that text would be printed into it. On failure
+// *file is NULL.
 ROCQ_DEF rocq_result rocq_file_create(rocq_ctx *ctx, rocq_file **file, const char *path);
 
 // A rocq_write_fn, whose user is the file.
@@ -1449,8 +1451,8 @@ typedef struct rocq_gguf_writer_desc {
     int32_t alignment; // of tensor data, a power of two from 8 up; 0 = 32
 } rocq_gguf_writer_desc;
 
-// With a path, the file is a rocq_file: rocq_gguf_finish puts it there. *writer is only set by
-// success, and freed by rocq_gguf_finish, before its context is closed.
+// With a path, the file is a rocq_file: rocq_gguf_finish puts it there. On failure *writer is NULL.
+// It is freed by rocq_gguf_finish, before its context is closed.
 ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
                                       const rocq_gguf_writer_desc *desc);
 
@@ -5298,6 +5300,7 @@ ROCQ__FN rocq_result rocq__gguf_parse(rocq_gguf *file) {
 }
 
 ROCQ_DEF rocq_result rocq_gguf_open(rocq_ctx *ctx, rocq_gguf **file, const rocq_gguf_desc *desc) {
+    if (file) *file = NULL;
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!file || !desc) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_open: file or desc is NULL");
     if ((desc->path != NULL) + (desc->data != NULL) + (desc->read != NULL) != 1) {
@@ -5314,7 +5317,7 @@ ROCQ_DEF rocq_result rocq_gguf_open(rocq_ctx *ctx, rocq_gguf **file, const rocq_
     rocq_result result = rocq__gguf_open_source(opened, desc);
     if (result == ROCQ_OK) result = rocq__gguf_parse(opened);
     if (result != ROCQ_OK) rocq_gguf_close(&opened);
-    else *file = opened;
+    *file = opened;
     return result;
 }
 
@@ -5916,6 +5919,7 @@ ROCQ__FN void rocq__file_open(rocq_file *file) {
 
 ROCQ_DEF rocq_result rocq_file_create(rocq_ctx *ctx, rocq_file **file, const char *path) {
     if (!ctx) return ROCQ_E_ARGUMENT;
+    if (file) *file = NULL;
     if (!file || !path) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "file_create: file or path is NULL");
     }
@@ -6151,6 +6155,7 @@ ROCQ__FN void rocq__gguf_writer_free(rocq_gguf_writer *writer) {
 
 ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
                                       const rocq_gguf_writer_desc *desc) {
+    if (writer) *writer = NULL;
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!writer || !desc || !desc->path == !desc->write) {
         return rocq__fail(
@@ -17638,6 +17643,7 @@ ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx) {
 }
 
 ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **out) {
+    if (out) *out = NULL;
     if (!ctx) return ROCQ_E_ARGUMENT;
     rocq_graph *graph = ctx->recording;
     if (!graph) return rocq__fail(ctx, ROCQ_E_STATE, "graph_end: no graph is being recorded");
@@ -17646,8 +17652,8 @@ ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **out) {
         out ? ROCQ_OK : rocq__fail(ctx, ROCQ_E_ARGUMENT, "graph_end: graph is NULL");
     if (result == ROCQ_OK && rocq__on_gpu(ctx)) result = rocq__hip_enter(ctx, "graph_end");
     if (result == ROCQ_OK) result = rocq__graph_prepare(ctx, graph);
-    if (result != ROCQ_OK) rocq__graph_delete(ctx, graph);
-    if (out) *out = result == ROCQ_OK ? graph : NULL;
+    if (result == ROCQ_OK) *out = graph;
+    else rocq__graph_delete(ctx, graph);
     return result;
 }
 
