@@ -1647,7 +1647,9 @@ typedef struct rocq_profile_desc {
 } rocq_profile_desc;
 
 typedef struct rocq_region_stats {
-    const char *name, *path; // path: names from the outermost region, with '/', the last 127 bytes
+    const char *name, *path; // path: names from the outermost region, with '/'; where that is more
+                             // than 127 bytes, "..." and the last 124, or a few less, as it begins
+                             // with a whole character
     int32_t depth;           // 0 = outermost
     int64_t calls;
     rocq_summary host_ns;    // over the latest samples, count: how many calls were measured. On a

@@ -232,6 +232,42 @@ static void regions_nest(void **state) {
     close_cpu(ctx);
 }
 
+// Up to 127 bytes a path is whole; of a longer one its end is left, from the beginning of a
+// character on.
+static void long_paths_keep_their_end(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_cpu();
+    char names[2][200], whole[402];
+    memset(names[0], 'a', sizeof names[0]);
+    for (size_t length = 120; length < 140; length++) {
+        for (int wide = 0; wide < 2; wide++) { // wide: characters of two bytes
+            rocq_region_stats s;
+            size_t at = 0;
+            for (; at + 2 <= length - 4; at += 2) memcpy(names[1] + at, wide ? "\xc3\xa9" : "bc", 2);
+            names[1][at] = '\0';
+            names[0][length - 1 - at] = '\0'; // both and the '/' are length bytes
+            snprintf(whole, sizeof whole, "%s/%s", names[0], names[1]);
+            assert_int_equal(strlen(whole), length);
+            assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
+            begin(ctx, names[0]);
+            once(ctx, names[1], 1);
+            end(ctx, 0);
+            assert_int_equal(rocq_profile_region(ctx, 1, &s), ROCQ_OK);
+            if (length <= 127) {
+                assert_string_equal(s.path, whole);
+            } else {
+                const char *end_of_it = whole + length - 124;
+                while (((unsigned char)*end_of_it & 0xc0) == 0x80) end_of_it++;
+                assert_memory_equal(s.path, "...", 3);
+                assert_string_equal(s.path + 3, end_of_it);
+            }
+            assert_int_equal(rocq_profile_clear(ctx), ROCQ_OK);
+            names[0][length - 1 - at] = 'a';
+        }
+    }
+    close_cpu(ctx);
+}
+
 static void wrong_calls(void **state) {
     (void)state;
     rocq_ctx *ctx = open_cpu();
@@ -987,6 +1023,7 @@ int main(void) {
         cmocka_unit_test(stopwatches),
         cmocka_unit_test(launch_cost),
         cmocka_unit_test(regions_nest),
+        cmocka_unit_test(long_paths_keep_their_end),
         cmocka_unit_test(wrong_calls),
         cmocka_unit_test(no_room),
         cmocka_unit_test(short_regions_are_sampled),
