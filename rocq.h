@@ -1197,7 +1197,8 @@ ROCQ_DEF rocq_result rocq_pool_alloc(rocq_pool *pool, rocq_buffer *buffer, int64
 // that was overrun is an E_CORRUPT (and kept out of use).
 ROCQ_DEF rocq_result rocq_pool_free(rocq_pool *pool, rocq_buffer *buffer);
 
-// Takes memory until n blocks for requests of this size are free. On failure what was taken stays.
+// Takes memory until n blocks for requests of this size are free. E_OVERFLOW (more blocks or bytes
+// than can be counted) and E_BUDGET come before any is taken; on E_MEMORY what was taken stays.
 ROCQ_DEF rocq_result rocq_pool_reserve(rocq_pool *pool, int64_t size, int64_t n);
 
 // Gives back free memory until at most keep bytes are reserved, or no whole slab is free; on a GPU
@@ -13048,6 +13049,13 @@ ROCQ__FN void *rocq__pool_array(rocq_ctx *ctx, void *array, int32_t *room, int64
     return larger;
 }
 
+ROCQ__FN rocq_result rocq__pool_fits(rocq_pool *pool, int64_t bytes) {
+    if (pool->budget <= 0 || bytes <= pool->budget - pool->reserved_bytes) return ROCQ_OK;
+    return rocq__fail(pool->ctx, ROCQ_E_BUDGET,
+                      "%lld more bytes do not fit the pool's budget: %lld of %lld used",
+                      (long long)bytes, (long long)pool->reserved_bytes, (long long)pool->budget);
+}
+
 // Takes a slab of n blocks and puts them on the list of their class.
 ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
     rocq_ctx *ctx = pool->ctx;
@@ -13057,12 +13065,7 @@ ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
     memset(&slab, 0, sizeof slab);
     slab.size = bytes;
     slab.size_class = c;
-    if (pool->budget > 0 && bytes > pool->budget - pool->reserved_bytes) {
-        return rocq__fail(ctx, ROCQ_E_BUDGET,
-                          "%lld more bytes do not fit the pool's budget: %lld of %lld used",
-                          (long long)bytes, (long long)pool->reserved_bytes,
-                          (long long)pool->budget);
-    }
+    ROCQ__TRY(rocq__pool_fits(pool, bytes));
 
     void *slabs = rocq__pool_array(ctx, pool->slabs, &pool->slabs_room, (int64_t)pool->n_slabs + 1,
                                    (int64_t)sizeof slab);
@@ -13439,6 +13442,23 @@ ROCQ__INLINE int64_t rocq__size_class_free(const rocq__size_class *cls) {
     return cls->n_blocks - cls->n_overrun - (cls->n_requests - cls->n_frees);
 }
 
+// Whether n more blocks, in however many slabs, can be counted and are within the budgets. Asked
+// before the first slab is taken.
+ROCQ__FN rocq_result rocq__pool_can_hold(rocq_pool *pool, const rocq__size_class *cls, int64_t n) {
+    int64_t bytes, all;
+    if (n <= 0) return ROCQ_OK;
+    if (!rocq__mul(n, cls->block_size, &bytes) || !rocq__add(bytes, pool->reserved_bytes, &all) ||
+        n > (int64_t)INT32_MAX - pool->n_blocks + pool->n_spare) {
+        return rocq__fail(pool->ctx, ROCQ_E_OVERFLOW,
+                          "pool_reserve: %lld more blocks of %lld bytes cannot be counted",
+                          (long long)n, (long long)cls->block_size);
+    }
+    ROCQ__TRY(rocq__pool_fits(pool, bytes));
+    ROCQ__TRY(rocq__take_budget(pool->ctx, bytes));
+    pool->ctx->budget_used -= bytes; // each slab takes its own part
+    return ROCQ_OK;
+}
+
 ROCQ_DEF rocq_result rocq_pool_reserve(rocq_pool *pool, int64_t size, int64_t n) {
     rocq_result result = ROCQ_OK;
     if (!pool) return ROCQ_E_ARGUMENT;
@@ -13451,6 +13471,7 @@ ROCQ_DEF rocq_result rocq_pool_reserve(rocq_pool *pool, int64_t size, int64_t n)
         const rocq__size_class *cls = &pool->classes[c];
         const bool large = cls->block_size > pool->slab_size / 4;
         const int64_t most = large ? 1 : pool->slab_size / cls->block_size;
+        result = rocq__pool_can_hold(pool, cls, n - rocq__size_class_free(cls));
         while (result == ROCQ_OK && rocq__size_class_free(cls) < n) {
             result = rocq__slab_take(pool, c, ROCQ__MIN(n - rocq__size_class_free(cls), most));
         }

@@ -354,6 +354,42 @@ static void what_is_reserved_ahead_is_there(void **state) {
     close_all(&f);
 }
 
+// What cannot be counted, or is over a budget, is found out before any memory is taken.
+static void impossible_reserves_take_nothing(void **state) {
+    (void)state;
+    static const struct {
+        int64_t size, n, of_pool, of_context;
+        rocq_result want;
+    } cases[] = {
+        {1 << 20, INT64_MAX, 0, 0, ROCQ_E_OVERFLOW},
+        {1, INT64_MAX, 0, 0, ROCQ_E_OVERFLOW},
+        {256, INT64_MAX / 256, 0, 0, ROCQ_E_OVERFLOW},   // bytes fit, with those there are do not
+        {1, (int64_t)INT32_MAX + 1, 0, 0, ROCQ_E_OVERFLOW}, // more than descriptors can be
+        {1 << 20, INT64_MAX, 1 << 20, 0, ROCQ_E_OVERFLOW},
+        {5000, 10000, 1 << 20, 0, ROCQ_E_BUDGET},
+        {5000, 10000, 0, 1 << 20, ROCQ_E_BUDGET},
+        {1 << 20, 2, 1 << 20, 0, ROCQ_E_BUDGET}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        fixture f;
+        open_with_budget(&f, cases[i].of_context);
+        rocq_pool *pool = pool_of(f.ctx, (rocq_pool_desc){.budget = cases[i].of_pool});
+        assert_int_equal(rocq_pool_reserve(pool, 1000, 3), ROCQ_OK);
+        const rocq_pool_stats before = total(pool);
+        const int64_t calls = f.memory.n_calls, used = f.ctx->budget_used;
+        f.memory.fail_at = calls + 50; // the machine's end, if it comes to that
+        f.memory.failing = INT64_MAX / 2;
+        assert_int_equal(rocq_pool_reserve(pool, cases[i].size, cases[i].n), cases[i].want);
+        assert_int_equal(f.memory.n_calls, calls);
+        assert_int_equal(f.ctx->budget_used, used);
+        assert_int_equal(f.n_logged, 1);
+        assert_true(strlen(rocq_error(f.ctx)) > 10);
+        const rocq_pool_stats after = total(pool);
+        assert_memory_equal(&before, &after, sizeof before);
+        rocq_pool_destroy(&pool);
+        close_all(&f);
+    }
+}
+
 // -- budgets and trim --
 
 static void budgets_hold(void **state) {
@@ -1202,6 +1238,7 @@ int main(int argc, char **argv) { // [name of a test]
         cmocka_unit_test(large_blocks_are_taken_alone_and_kept),
         cmocka_unit_test(larger_blocks_serve_before_memory_is_taken),
         cmocka_unit_test(what_is_reserved_ahead_is_there),
+        cmocka_unit_test(impossible_reserves_take_nothing),
         cmocka_unit_test(budgets_hold),
         cmocka_unit_test(trim_gives_back_whole_slabs),
         cmocka_unit_test(misuse_is_found),

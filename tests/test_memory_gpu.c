@@ -286,6 +286,54 @@ static void growing_arenas_take_device_memory(void **state) {
     rocq_close(&ctx);
 }
 
+// An arena's first piece begins where its buffer does, and is not that buffer.
+static void only_a_whole_buffer_is_freed(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_gpu(0);
+    rocq_buffer buffer, piece;
+    rocq_arena arena;
+    assert_int_equal(rocq_buffer_alloc(ctx, &buffer, 4096), ROCQ_OK);
+    rocq_arena_init(&arena, &buffer);
+    assert_int_equal(rocq_arena_alloc(&arena, &piece, 100, 0), ROCQ_OK);
+    assert_int_equal(piece.device.address, buffer.device.address);
+    const rocq_buffer same = piece;
+    const simt_live before = simt_get_live();
+    const rocq_stats stats = ctx->stats;
+    assert_int_equal(rocq_buffer_free(ctx, &piece), ROCQ_E_ARGUMENT);
+    assert_non_null(strstr(rocq_error(ctx), "100 bytes"));
+    assert_memory_equal(&piece, &same, sizeof piece);
+    piece.size = 5000;
+    assert_int_equal(rocq_buffer_free(ctx, &piece), ROCQ_E_ARGUMENT);
+    const simt_live after = simt_get_live();
+    assert_memory_equal(&before, &after, sizeof before);
+    assert_memory_equal(&stats, &ctx->stats, sizeof stats);
+    assert_int_equal(rocq_buffer_free(ctx, &buffer), ROCQ_OK);
+    assert_int_equal(ctx->budget_used, 0);
+    rocq_close(&ctx);
+}
+
+// What cannot be counted is found out before the first slab is taken.
+static void impossible_reserves_take_nothing(void **state) {
+    (void)state;
+    simt_set_memory(64 << 20);
+    for (rocq_memory memory = ROCQ_MEMORY_PINNED; memory <= ROCQ_MEMORY_DEVICE; memory++) {
+        rocq_ctx *ctx = open_gpu(0);
+        rocq_pool *pool = pool_of(ctx, (rocq_pool_desc){.memory = memory});
+        const simt_live before = simt_get_live();
+        const int64_t calls = simt_calls();
+        simt_fail_at(20, 2); // the memory's end, if it comes to that
+        assert_int_equal(rocq_pool_reserve(pool, 1 << 20, INT64_MAX), ROCQ_E_OVERFLOW);
+        assert_int_equal(rocq_pool_reserve(pool, 1, (int64_t)INT32_MAX + 1), ROCQ_E_OVERFLOW);
+        simt_fail_at(0, 0);
+        assert_int_equal(simt_calls(), calls);
+        const simt_live after = simt_get_live();
+        assert_memory_equal(&before, &after, sizeof before);
+        assert_int_equal(total(pool).n_reserves, 0);
+        rocq_pool_destroy(&pool);
+        rocq_close(&ctx);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(blocks_are_where_they_were_asked_for, begin, nothing_is_left),
@@ -293,6 +341,8 @@ int main(void) {
         cmocka_unit_test_setup_teardown(free_blocks_make_room, begin, nothing_is_left),
         cmocka_unit_test_setup_teardown(every_runtime_call_may_fail, begin, nothing_is_left),
         cmocka_unit_test_setup_teardown(a_lost_gpu_gives_no_blocks, begin, nothing_is_left),
-        cmocka_unit_test_setup_teardown(growing_arenas_take_device_memory, begin, nothing_is_left)};
+        cmocka_unit_test_setup_teardown(growing_arenas_take_device_memory, begin, nothing_is_left),
+        cmocka_unit_test_setup_teardown(only_a_whole_buffer_is_freed, begin, nothing_is_left),
+        cmocka_unit_test_setup_teardown(impossible_reserves_take_nothing, begin, nothing_is_left)};
     return cmocka_run_group_tests_name("memory_gpu", tests, NULL, NULL);
 }
