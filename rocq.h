@@ -1786,7 +1786,8 @@ typedef struct rocq_tune_result {
 // overwritten), and keeps the result in the context for all ops of that shape class. A CPU context
 // has nothing to tune: E_UNSUPPORTED. desc NULL is all defaults; result may be NULL. Results keep
 // their bounds of precision, but a tuned op may order its sums differently. An op of several
-// launches has each tuned, and config is the first one's.
+// launches has each tuned, and config is the first one's. A context keeps up to 4096 results: past
+// that, E_STATE.
 //     A time is the median of samples on the device's clock, each a row of runs, taken in turn with
 // the default's. What fits the device's caches comes from there: see rocq_tune_graph.
 //     A class is an exact shape, but for columns over 8 (rounded up to 32, past 1024 to a power of
@@ -1813,7 +1814,8 @@ ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op op, const voi
 // The results as text: a line with format version, rocq version, chip and driver, a line for each
 // (op, formats, shape class, configuration, times), and a checksum. load refuses, with E_CORRUPT
 // or E_FOREIGN and changing nothing, a text that is damaged, or of another chip, driver or rocq:
-// one simply tunes again. clear forgets all results.
+// one simply tunes again; and with E_STATE one that brings more results than a context keeps. clear
+// forgets all results.
 ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *user);
 ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const char *text, int64_t size);
 ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
@@ -13037,7 +13039,7 @@ ROCQ__FN void rocq__slab_free(rocq_pool *pool, rocq__slab *slab) {
 }
 
 // The array, or a larger one with what it holds, with room for n elements; NULL: no memory.
-ROCQ__FN void *rocq__pool_array(rocq_ctx *ctx, void *array, int32_t *room, int64_t n,
+ROCQ__FN void *rocq__array_room(rocq_ctx *ctx, void *array, int32_t *room, int64_t n,
                                 int64_t element) {
     if (n <= *room) return array;
     const int64_t more = ROCQ__MIN(ROCQ__MAX(n, 2 * (int64_t)*room), INT32_MAX);
@@ -13067,10 +13069,10 @@ ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
     slab.size_class = c;
     ROCQ__TRY(rocq__pool_fits(pool, bytes));
 
-    void *slabs = rocq__pool_array(ctx, pool->slabs, &pool->slabs_room, (int64_t)pool->n_slabs + 1,
+    void *slabs = rocq__array_room(ctx, pool->slabs, &pool->slabs_room, (int64_t)pool->n_slabs + 1,
                                    (int64_t)sizeof slab);
     if (slabs) pool->slabs = (rocq__slab *)slabs;
-    void *blocks = rocq__pool_array(ctx, pool->blocks, &pool->blocks_room,
+    void *blocks = rocq__array_room(ctx, pool->blocks, &pool->blocks_room,
                                     pool->n_blocks + ROCQ__MAX(n - pool->n_spare, 0),
                                     (int64_t)sizeof *pool->blocks);
     if (blocks) pool->blocks = (rocq__pool_block *)blocks;
@@ -15733,19 +15735,18 @@ enum {
 // -- the list --
 
 ROCQ__FN rocq_result rocq__tuned_insert(rocq_ctx *ctx, int32_t place, const rocq__tuned *entry) {
-    if (ctx->n_tuned == ctx->tuned_room) {
-        const int32_t room = ROCQ__MAX(16, 2 * ctx->n_tuned);
-        rocq__tuned *list = NULL;
-        if (room <= ROCQ__TUNED) {
-            list = (rocq__tuned *)rocq__alloc(ctx, room * (int64_t)sizeof *list);
-        }
-        if (!list)
-            return rocq__fail(ctx, ROCQ_E_MEMORY, "tune: no memory for %d results", (int)room);
-        if (ctx->n_tuned > 0) memcpy(list, ctx->tuned, (size_t)ctx->n_tuned * sizeof *list);
-        rocq__free(ctx, ctx->tuned);
-        ctx->tuned = list;
-        ctx->tuned_room = room;
+    if (ctx->n_tuned == ROCQ__TUNED) {
+        return rocq__fail(ctx, ROCQ_E_STATE,
+                          "tune: the list of %d results is full; rocq_tuning_clear empties it",
+                          (int)ROCQ__TUNED);
     }
+    void *list = rocq__array_room(ctx, ctx->tuned, &ctx->tuned_room, (int64_t)ctx->n_tuned + 1,
+                                  (int64_t)sizeof *entry);
+    if (!list) {
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "tune: no memory for %d results",
+                          (int)ctx->n_tuned + 1);
+    }
+    ctx->tuned = (rocq__tuned *)list;
     rocq__tuned *at = ctx->tuned + place;
     memmove(at + 1, at, (size_t)(ctx->n_tuned++ - place) * sizeof *at);
     *at = *entry;
@@ -16206,7 +16207,11 @@ ROCQ__FN double rocq__tune_gather(rocq__tuning *t, const rocq__node *first) {
     t->op = first->op;
     t->n_params = 0;
     for (const rocq__node *node = first; node; node = node->next) {
-        if (rocq__survey_op(t->ctx, node->op, node->params, &survey) != ROCQ_OK) continue;
+        rocq__attempt attempt;
+        rocq__attempt_begin(t->ctx, &attempt);
+        const rocq_result result = rocq__survey_op(t->ctx, node->op, node->params, &survey);
+        rocq__attempt_end(t->ctx, &attempt, true); // fails again when it is that op's turn
+        if (result != ROCQ_OK) continue;
         for (int32_t i = 0; i < survey.n; i++) {
             const rocq__site own = rocq__site_class(&survey.site[i]);
             if (memcmp(&own, &t->own, sizeof own) != 0) continue;
@@ -16217,35 +16222,66 @@ ROCQ__FN double rocq__tune_gather(rocq__tuning *t, const rocq__node *first) {
     return n_ops;
 }
 
+// The classes that have been tuned, or were known, in a call.
+typedef struct rocq__classes {
+    rocq__site *list; // [n], with room for more
+    int32_t n, room;
+} rocq__classes;
+
+// *added: it was not in the list.
+ROCQ__FN rocq_result rocq__classes_add(rocq_ctx *ctx, rocq__classes *classes,
+                                       const rocq__site *own, bool *added) {
+    *added = false;
+    for (int32_t i = 0; i < classes->n; i++) {
+        if (memcmp(&classes->list[i], own, sizeof *own) == 0) return ROCQ_OK;
+    }
+    void *list = rocq__array_room(ctx, classes->list, &classes->room, (int64_t)classes->n + 1,
+                                  (int64_t)sizeof *own);
+    if (!list) return rocq__fail(ctx, ROCQ_E_MEMORY, "tune: no host memory for a list");
+    classes->list = (rocq__site *)list;
+    classes->list[classes->n++] = *own;
+    *added = true;
+    return ROCQ_OK;
+}
+
+// Tunes the classes of an op that are not in the list yet, and adds up what the result counts.
+ROCQ__FN rocq_result rocq__tune_node(rocq__tuning *t, const rocq__node *node,
+                                     rocq__classes *classes, double *bytes, double *flops,
+                                     rocq_tune_result *result) {
+    rocq__survey survey;
+    rocq__tuned found;
+    bool added;
+    ROCQ__TRY(rocq__survey_op(t->ctx, node->op, node->params, &survey));
+    if (survey.n > 0) {
+        const rocq__work work = rocq__work_of(t->ctx, node->op, node->params);
+        *bytes += work.bytes;
+        *flops += work.flops;
+    }
+    for (int32_t i = 0; i < survey.n; i++) {
+        t->site = survey.site[i];
+        t->own = rocq__site_class(&t->site);
+        ROCQ__TRY(rocq__classes_add(t->ctx, classes, &t->own, &added));
+        if (!added) continue;
+        const double n_ops = rocq__tune_gather(t, node);
+        ROCQ__TRY(rocq__tune_site(t, result, &found));
+        if (classes->n == 1) result->config = found.config;
+        result->default_ns += (double)found.default_ns * n_ops;
+        result->best_ns += (double)found.best_ns * n_ops;
+    }
+    return ROCQ_OK;
+}
+
 ROCQ__FN rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
                                       rocq_tune_result *result) {
     const int64_t start_ns = rocq_time_ns();
-    rocq__site done[ROCQ__SURVEY];
-    int32_t n_done = 0;
+    rocq__classes classes = {NULL, 0, 0};
+    rocq_result done = ROCQ_OK;
     double bytes = 0.0, flops = 0.0;
-    rocq__tuned found;
-    for (const rocq__node *node = first; node; node = node->next) {
-        rocq__survey survey;
-        ROCQ__TRY(rocq__survey_op(t->ctx, node->op, node->params, &survey));
-        if (survey.n > 0) {
-            const rocq__work work = rocq__work_of(t->ctx, node->op, node->params);
-            bytes += work.bytes;
-            flops += work.flops;
-        }
-        for (int32_t i = 0; i < survey.n; i++) {
-            int32_t k = 0;
-            t->site = survey.site[i];
-            t->own = rocq__site_class(&t->site);
-            while (k < n_done && memcmp(&done[k], &t->own, sizeof t->own) != 0) k++;
-            if (k < n_done || n_done == ROCQ__SURVEY) continue;
-            done[n_done++] = t->own;
-            const double n_ops = rocq__tune_gather(t, node);
-            ROCQ__TRY(rocq__tune_site(t, result, &found));
-            if (n_done == 1) result->config = found.config;
-            result->default_ns += (double)found.default_ns * n_ops;
-            result->best_ns += (double)found.best_ns * n_ops;
-        }
+    for (const rocq__node *node = first; node && done == ROCQ_OK; node = node->next) {
+        done = rocq__tune_node(t, node, &classes, &bytes, &flops, result);
     }
+    rocq__free(t->ctx, classes.list);
+    ROCQ__TRY(done);
     const double s = result->best_ns * 1e-9;
     result->spent_ms = (double)(rocq_time_ns() - start_ns) * 1e-6;
     result->speedup = s > 0.0 ? ROCQ__MAX(result->default_ns / result->best_ns, 1.0) : 1.0;

@@ -682,6 +682,64 @@ static void a_graph_is_tuned_whole(void **state) {
     attended_free(&b);
 }
 
+// A graph may have any number of classes: all are tuned, and counted.
+static void a_graph_of_many_classes_is_tuned_whole(void **state) {
+    (void)state;
+    enum { CLASSES = 70, OPS = 2 * CLASSES }; // each class twice
+    operand w = filled(ROCQ_F32, 1024, CLASSES, 1), x = filled(ROCQ_F32, 1024, 1, 1),
+            y = make(ROCQ_F32, CLASSES, 1, 1);
+    rocq_graph *graph;
+    assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
+    for (int i = 0; i < OPS; i++) { // the first rows of w: another m, another class
+        rocq_tensor rows = w.t, out = y.t;
+        rows.ne[1] = out.ne[0] = 1 + i % CLASSES;
+        const rocq_matmul_params p = {.y = &out, .w = &rows, .x = &x.t};
+        assert_int_equal(rocq_matmul(ctx, &p), ROCQ_OK);
+    }
+    assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
+    landscape l = {.ns = all_alike};
+    rocq_tune_desc desc = {.evaluate = evaluate, .user = &l, .max_configs = 1};
+    rocq_tune_result r;
+    for (int again = 0; again < 2; again++) {
+        assert_int_equal(rocq_tune_graph(ctx, graph, &desc, &r), ROCQ_OK);
+        assert_int_equal(ctx->n_tuned, CLASSES);
+        assert_int_equal(r.n_tried, again ? 0 : CLASSES);
+        assert_true(r.default_ns == 1000.0 * OPS && r.best_ns == 1000.0 * OPS);
+        // Bytes are those of all ops, and so is the time: each row of weights, and little else.
+        const double bytes = 2.0 * 4096.0 * CLASSES * (CLASSES + 1) / 2;
+        assert_true(r.bytes_per_s * r.best_ns * 1e-9 > bytes);
+        assert_true(r.bytes_per_s * r.best_ns * 1e-9 < 1.1 * bytes);
+    }
+    // Without memory for a list of them it fails, and what was found is kept.
+    rocq_tuning_clear(ctx);
+    memset(&r, 0x5a, sizeof r);
+    const rocq_tune_result untouched = r;
+    int64_t n_failed = 0;
+    for (int64_t at = 1; at < 60; at++) {
+        const int64_t blocks = host.blocks - (ctx->tuned != NULL);
+        host.calls = 0;
+        host.fail_at = at;
+        const rocq_result result = rocq_tune_graph(ctx, graph, &desc, &r);
+        const bool failed = host.calls >= at;
+        host.fail_at = 0;
+        if (!failed) break;
+        if (result != ROCQ_OK) {
+            assert_int_equal(result, ROCQ_E_MEMORY);
+            assert_memory_equal(&r, &untouched, sizeof r);
+            assert_int_equal(host.blocks - (ctx->tuned != NULL), blocks);
+            n_failed++;
+        }
+        memset(&r, 0x5a, sizeof r);
+    }
+    assert_true(n_failed > 5);
+    assert_int_equal(rocq_tune_graph(ctx, graph, &desc, &r), ROCQ_OK);
+    assert_int_equal(ctx->n_tuned, CLASSES);
+    rocq_graph_free(ctx, &graph);
+    drop(&w);
+    drop(&x);
+    drop(&y);
+}
+
 // Timed on the stand-in, with and without events and graphs: the verdict is not looked at.
 static void timing_works_with_what_the_runtime_has(void **state) {
     (void)state;
@@ -1108,7 +1166,19 @@ static void many_results_are_kept(void **state) {
         const int32_t place = rocq__tuned_place(ctx, &ctx->tuned[i].site, &found);
         assert_true(found && place == i);
     }
-    assert_int_equal(rocq__tuned_insert(ctx, 0, &entry), ROCQ_E_MEMORY);
+    product a;
+    waves_make(&a);
+    landscape l = {.ns = all_alike};
+    const rocq_tune_desc desc = {.evaluate = evaluate, .user = &l};
+    rocq_tune_result r, untouched;
+    memset(&r, 0x5a, sizeof r);
+    untouched = r;
+    assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, &desc, &r), ROCQ_E_STATE);
+    assert_non_null(strstr(rocq_error(ctx), "4096")); // it is not memory that is missing
+    assert_non_null(strstr(rocq_error(ctx), "full"));
+    assert_memory_equal(&r, &untouched, sizeof r);
+    assert_int_equal(ctx->n_tuned, 4096);
+    product_free(&a);
     const rocq__site gone = ctx->tuned[1000].site;
     rocq__tuned_remove(ctx, &gone);
     rocq__tuned_place(ctx, &gone, &found);
@@ -1133,6 +1203,7 @@ int main(void) {
         TEST(scratch_is_what_a_tuned_op_takes),
         TEST(graphs_keep_their_launches),
         TEST(a_graph_is_tuned_whole),
+        TEST(a_graph_of_many_classes_is_tuned_whole),
         TEST(timing_works_with_what_the_runtime_has),
         TEST(the_model_estimates_and_prunes),
         TEST(the_model_agrees_with_measurements),
