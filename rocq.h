@@ -2291,6 +2291,11 @@ const rocq_hip *rocq_hip_linked(void);
 #define ROCQ__ALWAYS_INLINE static inline
 #define ROCQ__RESTRICT __restrict
 #endif
+#ifdef __cplusplus
+#define ROCQ__ALIGNAS(n) alignas(n)
+#else
+#define ROCQ__ALIGNAS(n) _Alignas(n)
+#endif
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(_WIN32)
 #define ROCQ__PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
 #else
@@ -2569,7 +2574,10 @@ typedef struct rocq__workers {
     int64_t n, chunk, n_pieces;
     // Low half: pieces that nobody has taken, and that are not done. High half: the job's number,
     // negative to end the workers, and 1 if the caller sleeps (both atomic).
-    int64_t open, pending;
+    // A 32-bit ABI aligns an int64_t to 4 bytes only. An atomic word that lies across two cache
+    // lines would make the processor lock out all other cores for each access to it.
+    ROCQ__ALIGNAS(8) int64_t open;
+    ROCQ__ALIGNAS(8) int64_t pending;
 } rocq__workers;
 #endif
 

@@ -289,6 +289,10 @@ int main(void) {
     }
     CHECK(rocq_get_info(ctx, &info) == ROCQ_OK);
     printf("%s\n", info.device);
+#if !defined(SELFCHECK_EXTERNAL) && !defined(ROCQ_NO_THREADS)
+    // What threads change at once lies within a cache line, also where an int64_t needs not.
+    CHECK((uintptr_t)&ctx->workers.open % 8 == 0 && (uintptr_t)&ctx->workers.pending % 8 == 0);
+#endif
 #define ROCQ_X(NAME, name, id, elems, bytes) check_format(ROCQ_##NAME, #NAME, id < 10 || id == 39);
     ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
