@@ -294,6 +294,14 @@
    one device, replayed or not, and on the CPU for every number of threads. CPU and GPU, GPUs with
    different numbers of compute units, and tuned and untuned ops order sums differently.
 
+   All that holds for arithmetic as it is written. With -ffast-math a compiler takes for granted
+   that there are no infinities and NaNs, with which masks and checks work, and reorders sums. The
+   file with the implementation, and rocq_kernels.hip, do not compile with it (nor with -Ofast, or a
+   part of it that the compiler tells of): give those two -fno-fast-math; other files may have it.
+   -fno-math-errno and -fno-trapping-math change nothing. A program that flushes subnormal numbers
+   to zero, as one does that gcc 12 links with -ffast-math, has 0 in place of values below 2^-126:
+   of F32, and of MXFP blocks with the smallest scales.
+
 
    >>files
    -------
@@ -1866,6 +1874,13 @@ ROCQ_OPS(ROCQ_X)
 
 #if (defined(ROCQ_IMPLEMENTATION) || defined(ROCQ_DEVICE)) && !defined(ROCQ_KERNELS_DECLARED)
 #define ROCQ_KERNELS_DECLARED
+
+// Masks and softmax are made with infinities, bad values are found as NaN, and sums have an order
+// (>>numbers). clang tells of the first two macros, gcc of the first four, MSVC of the last.
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) || \
+    defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || defined(_M_FP_FAST)
+#error "rocq is wrong with -ffast-math: compile this file with -fno-fast-math behind it"
+#endif
 
 // The planar layout (ROCQ_LAYOUT_PLANAR). A tensor of n = R K / 32 units of 32 weights, R rows in
 // all, is cut into planes, one after the other without gaps, each with all units in row order. A
