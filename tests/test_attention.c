@@ -526,6 +526,82 @@ static void bad_contents_are_refused(void **state) {
     problem_free(&a);
 }
 
+// The table of pages and the lengths are read again for every tile of rows, so out keeps away from
+// them, its gaps too. They are good when the op checks them.
+static void outputs_never_reach_the_page_table(void **state) {
+    (void)state;
+    enum { D = 64, HEADS = 2, N_Q = 70, PAGES = 4, PAGE = 32, GAP = 64 };
+    shape s = basic();
+    s.head_dim = D;
+    s.n_heads = HEADS;
+    s.n_kv_heads = 1;
+    s.n_q = N_Q;
+    s.n_kv = PAGES * PAGE;
+    s.page_size = PAGE;
+    problem a = problem_make(s);
+    problem_link(&a);
+    box whole = box_make(BOX_PLAIN, ROCQ_F32, D + GAP, HEADS, N_Q, 1), *out = &whole;
+    const int64_t start[4] = {0}, ne[4] = {D, HEADS, N_Q, 1};
+    rocq_tensor gapped;
+    assert_int_equal(rocq_tensor_view(&gapped, &whole.t, start, ne), ROCQ_OK);
+    a.p.out = &gapped;
+    for (int gap = 0; gap < 2; gap++) {
+        const rocq_buffer buffer = rocq_buffer_from_host(whole.memory, whole.size);
+        const int64_t at = gap * D * 4, n_pages[2] = {PAGES, 1}, one = 1;
+        const int32_t pages[PAGES] = {1, 2, 3, 4}, length = s.n_kv;
+        rocq_tensor words;
+        memcpy(whole.memory + at, pages, sizeof pages);
+        assert_int_equal(rocq_tensor_init(&words, &buffer, at, ROCQ_I32, 2, n_pages), ROCQ_OK);
+        a.p.page_table = &words;
+        run_fails(ROCQ_OP_ATTENTION, &a.p, ROCQ_E_ARGUMENT, &out, 1);
+        memcpy(whole.memory + at, &length, sizeof length);
+        assert_int_equal(rocq_tensor_init(&words, &buffer, at, ROCQ_I32, 1, &one), ROCQ_OK);
+        a.p.page_table = &a.page_table.t;
+        a.p.kv_len = &words;
+        run_fails(ROCQ_OP_ATTENTION, &a.p, ROCQ_E_ARGUMENT, &out, 1);
+        a.p.kv_len = NULL;
+    }
+    box_free(&whole);
+    problem_free(&a);
+}
+
+// q, k and v as columns of one tensor, out in the place of q or in columns of its own: the bits are
+// those of the op over separate tensors. Where out takes in a column of k, it is refused.
+static void columns_of_one_tensor(void **state) {
+    (void)state;
+    enum { D = 32, HEADS = 4, KV = 2, N = 40, ALL = 2 * HEADS + 2 * KV };
+    static const int64_t first[4] = {0, HEADS, HEADS + KV, HEADS + 2 * KV};
+    box fused = box_random(BOX_PLAIN, ROCQ_F32, 1, D, ALL, N, 1), *out = &fused;
+    box own[4], got = box_make(BOX_PLAIN, ROCQ_F32, D, HEADS, N, 1);
+    rocq_tensor t[4];
+    for (int i = 0; i < 4; i++) { // q, k, v, out
+        const int64_t n = i == 0 || i == 3 ? HEADS : KV;
+        const int64_t start[4] = {0, first[i], 0, 0}, ne[4] = {D, n, N, 1};
+        assert_int_equal(rocq_tensor_view(&t[i], &fused.t, start, ne), ROCQ_OK);
+        own[i] = box_make(BOX_PLAIN, ROCQ_F32, D, n, N, 1);
+        const rocq_cast_params copy = {.y = &own[i].t, .x = &t[i]};
+        assert_int_equal(rocq_cast(contexts[1][1], &copy), ROCQ_OK);
+    }
+    const rocq_attention_params apart = {.out = &own[3].t, .q = &own[0].t, .k = &own[1].t,
+                                         .v = &own[2].t, .causal = true};
+    rocq_attention_params p = {.q = &t[0], .k = &t[1], .v = &t[2], .causal = true};
+    assert_int_equal(rocq_attention(contexts[1][1], &apart), ROCQ_OK);
+    rocq_tensor wrong = t[0];
+    wrong.offset += D * 4; // its last head is k's first
+    p.out = &wrong;
+    run_fails(ROCQ_OP_ATTENTION, &p, ROCQ_E_ARGUMENT, &out, 1);
+    for (int in_place = 0; in_place < 2; in_place++) {
+        p.out = &t[in_place ? 0 : 3];
+        const rocq_cast_params copy = {.y = &got.t, .x = p.out};
+        assert_int_equal(rocq_attention(contexts[1][1], &p), ROCQ_OK);
+        assert_int_equal(rocq_cast(contexts[1][1], &copy), ROCQ_OK);
+        assert_memory_equal(got.memory, own[3].memory, (size_t)got.size);
+    }
+    for (int i = 0; i < 4; i++) box_free(&own[i]);
+    box_free(&fused);
+    box_free(&got);
+}
+
 // A last page that the pool holds only in part is good for as many positions as there are.
 static void partial_last_page(void **state) {
     (void)state;
@@ -667,6 +743,8 @@ int main(void) {
         cmocka_unit_test(rows_that_see_nothing_are_zero),
         cmocka_unit_test(hidden_positions_may_hold_anything),
         cmocka_unit_test(bad_contents_are_refused),
+        cmocka_unit_test(outputs_never_reach_the_page_table),
+        cmocka_unit_test(columns_of_one_tensor),
         cmocka_unit_test(partial_last_page),
         cmocka_unit_test(nan_in_a_query_stays_visible),
         cmocka_unit_test(large_scores),

@@ -625,6 +625,57 @@ static void wrong_chains(void **state) {
     box_free(&y2);
 }
 
+// The outputs of a chain may be columns of one tensor, but neither on one another nor, but for its
+// own gate, on what any product of the chain reads.
+static void chains_into_columns(void **state) {
+    (void)state;
+    enum { K = 64, M = 32, N = 3 };
+    rocq_ctx *ctx = contexts[1][1];
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, K, N, 1, 1);
+    box fused = box_random(BOX_PLAIN, ROCQ_F32, 1, 4 * M, N, 1, 1), *out = &fused;
+    box w[3], alone[3], got = box_make(BOX_PLAIN, ROCQ_F32, M, N, 1, 1);
+    rocq_tensor y[4];
+    rocq_matmul_params p[3];
+    memset(p, 0, sizeof p);
+    for (int i = 0; i < 4; i++) {
+        const int64_t start[4] = {i * M, 0, 0, 0}, ne[4] = {M, N, 1, 1};
+        assert_int_equal(rocq_tensor_view(&y[i], &fused.t, start, ne), ROCQ_OK);
+    }
+    for (int i = 0; i < 3; i++) {
+        w[i] = box_make(BOX_PLAIN, ROCQ_Q8_0, K, M, 1, 1);
+        random_weights(&w[i]);
+        alone[i] = box_make(BOX_PLAIN, ROCQ_F32, M, N, 1, 1);
+        p[i].y = &alone[i].t;
+        p[i].w = &w[i].t;
+        p[i].x = &x.t;
+        p[i].gate = i == 2 ? &y[3] : NULL; // a column that nobody writes
+        assert_int_equal(rocq_matmul(ctx, &p[i]), ROCQ_OK);
+    }
+    for (int i = 0; i < 3; i++) {
+        p[i].y = &y[i];
+        p[i].next = i < 2 ? &p[i + 1] : NULL;
+    }
+    rocq_tensor wrong = y[1];
+    wrong.offset -= 4; // its first element is the last of the column before
+    p[1].y = &wrong;
+    run_fails(ROCQ_OP_MATMUL, p, ROCQ_E_ARGUMENT, &out, 1);
+    p[1].y = &y[1];
+    p[2].gate = &y[0];
+    run_fails(ROCQ_OP_MATMUL, p, ROCQ_E_ARGUMENT, &out, 1);
+    p[2].gate = &y[3];
+    assert_int_equal(rocq_matmul(ctx, p), ROCQ_OK);
+    for (int i = 0; i < 3; i++) {
+        const rocq_cast_params copy = {.y = &got.t, .x = &y[i]};
+        assert_int_equal(rocq_cast(ctx, &copy), ROCQ_OK);
+        assert_memory_equal(got.memory, alone[i].memory, (size_t)got.size);
+        box_free(&w[i]);
+        box_free(&alone[i]);
+    }
+    box_free(&x);
+    box_free(&fused);
+    box_free(&got);
+}
+
 // One column seen n times through a stride of 0, and one row of w seen m times.
 static void repeated_rows(void **state) {
     (void)state;
@@ -763,6 +814,7 @@ int main(void) {
         cmocka_unit_test(batches),
         cmocka_unit_test(fused),
         cmocka_unit_test(wrong_chains),
+        cmocka_unit_test(chains_into_columns),
         cmocka_unit_test(repeated_rows),
         cmocka_unit_test(special_values),
         cmocka_unit_test(refusals),
