@@ -67,9 +67,11 @@ typedef struct tokenizer {
     tok__array kinds;        // uint8_t [n_vocab]: TOK__NORMAL and so on
     tok__array special;      // int32_t [n_special]: tokens that are cut out of text, longest first
     int32_t n_special;
+    tok__array tree;         // tok__node: the texts of special tokens
+    int32_t roots[256];      // nodes of the tree by a text's first byte; -1 = none
     tok__array class_starts; // uint32_t: where each of tok__class_runs begins
-    tok__array text, codes, classes, fragments, symbols, heap; // while encoding
-    tok__array piece;                                          // while decoding
+    tok__array taken, text, codes, classes, symbols, heap; // while encoding
+    tok__array piece;                                      // while decoding
 } tokenizer;
 
 // Token texts stay in the file, which must stay open. allocator NULL = malloc and free. On failure
@@ -404,6 +406,10 @@ static bool tok__is_symbol(int kind) { // [^\s\p{L}\p{N}]
 
 static bool tok__is_newline(uint32_t code) { return code == '\r' || code == '\n'; }
 
+static bool tok__is_one_of(uint32_t code, const char *ascii) {
+    return code > 0 && code < 0x80 && strchr(ascii, (int)code);
+}
+
 // Length of 's 't 'm 'd 're 've 'll at `at`, else 0.
 static int64_t tok__contraction(const tok__chars *x, int64_t at, int64_t end, bool any_case) {
     uint32_t c[2] = {0, 0};
@@ -440,13 +446,13 @@ static int64_t tok__rule_gpt2(const tok__chars *x, int64_t at, int64_t end) {
     return i;
 }
 
-// What the next three rules share, after their words of letters and numbers:
-//  ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+     (tekken: [\r\n/]*)
-static int64_t tok__rest(const tok__chars *x, int64_t at, int64_t end, bool slash) {
+// What the next four rules share, after their words of letters and numbers:
+//  ?[^\s\p{L}\p{N}]+[tail]*|\s*[\r\n]+|\s+(?!\S)|\s+
+static int64_t tok__rest(const tok__chars *x, int64_t at, int64_t end, const char *tail) {
     int64_t i = at + (x->code[at] == ' ' && at + 1 < end ? 1 : 0);
     if (!tok__is_symbol(x->kind[i])) return tok__spaces(x, at, end, true);
     while (i < end && tok__is_symbol(x->kind[i])) i++;
-    while (i < end && (tok__is_newline(x->code[i]) || (slash && x->code[i] == '/'))) i++;
+    while (i < end && tok__is_one_of(x->code[i], tail)) i++;
     return i;
 }
 
@@ -458,7 +464,8 @@ static bool tok__starts_letters(const tok__chars *x, int64_t at, int64_t end) {
 }
 
 // (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,digits}| rest
-static int64_t tok__rule_letters(const tok__chars *x, int64_t at, int64_t end, int digits) {
+static int64_t tok__rule_letters(const tok__chars *x, int64_t at, int64_t end, int digits,
+                                 const char *tail) {
     const int64_t contraction = tok__contraction(x, at, end, true);
     if (contraction > 0) return at + contraction;
     int64_t i = at + 1;
@@ -466,24 +473,28 @@ static int64_t tok__rule_letters(const tok__chars *x, int64_t at, int64_t end, i
         while (i < end && x->kind[i] == TOK__LETTER) i++;
         return i;
     }
-    if (x->kind[at] != TOK__NUMBER) return tok__rest(x, at, end, false);
+    if (x->kind[at] != TOK__NUMBER) return tok__rest(x, at, end, tail);
     while (i < end && i < at + digits && x->kind[i] == TOK__NUMBER) i++;
     return i;
 }
 
 static int64_t tok__rule_llama3(const tok__chars *x, int64_t at, int64_t end) {
-    return tok__rule_letters(x, at, end, 3);
+    return tok__rule_letters(x, at, end, 3, "\r\n");
 }
 
 static int64_t tok__rule_qwen2(const tok__chars *x, int64_t at, int64_t end) {
-    return tok__rule_letters(x, at, end, 1);
+    return tok__rule_letters(x, at, end, 1, "\r\n");
+}
+
+static int64_t tok__rule_seed_coder(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__rule_letters(x, at, end, 1, "");
 }
 
 // [^\r\n\p{L}\p{N}]?U*W+|[^\r\n\p{L}\p{N}]?U+W*|\p{N}| rest, where U is any letter but a-z, and W
 // any but A-Z: capitals begin a word.
 static int64_t tok__rule_tekken(const tok__chars *x, int64_t at, int64_t end) {
     if (!tok__starts_letters(x, at, end)) {
-        return x->kind[at] == TOK__NUMBER ? at + 1 : tok__rest(x, at, end, true);
+        return x->kind[at] == TOK__NUMBER ? at + 1 : tok__rest(x, at, end, "\r\n/");
     }
     const int64_t first = at + (x->kind[at] == TOK__LETTER ? 0 : 1);
     int64_t i = first;
@@ -495,32 +506,55 @@ static int64_t tok__rule_tekken(const tok__chars *x, int64_t at, int64_t end) {
     return i > first ? i : capitals;
 }
 
-static bool tok__is_mark(const tok__chars *x, int64_t i, const char *more) {
-    return x->kind[i] == TOK__PUNCTUATION ||
-           (x->code[i] > 0 && x->code[i] < 0x80 && strchr(more, (int)x->code[i]));
+// The rules from here on find runs of the characters of some set, and what lies between.
+typedef bool (*tok__set)(const tok__chars *x, int64_t i);
+
+// [set]+
+static int64_t tok__runs(const tok__chars *x, int64_t at, int64_t end, tok__set in) {
+    int64_t i = at + 1;
+    while (i < end && in(x, i) == in(x, at)) i++;
+    return i;
 }
 
-static int64_t tok__marks(const tok__chars *x, int64_t at, int64_t end, const char *more) {
-    int64_t i = at + 1;
-    while (i < end && tok__is_mark(x, i, more) == tok__is_mark(x, at, more)) i++;
-    return i;
+// \s?[set]+ where any_space, else  ?[set]+ ; no space is in the set.
+static int64_t tok__spaced_runs(const tok__chars *x, int64_t at, int64_t end, tok__set in,
+                                bool any_space) {
+    for (int64_t i = at; i < end; i++) {
+        const bool space = any_space ? x->kind[i] == TOK__SPACE : x->code[i] == ' ';
+        const bool here = in(x, i) || (space && i + 1 < end && in(x, i + 1));
+        if (here && i > at) return i;
+        if (here) return space ? tok__runs(x, at + 1, end, in) : tok__runs(x, at, end, in);
+    }
+    return end;
+}
+
+static bool tok__is_number(const tok__chars *x, int64_t i) { return x->kind[i] == TOK__NUMBER; }
+static bool tok__is_letter(const tok__chars *x, int64_t i) { return x->kind[i] == TOK__LETTER; }
+static bool tok__is_punctuation(const tok__chars *x, int64_t i) {
+    return x->kind[i] == TOK__PUNCTUATION;
+}
+
+static bool tok__is_mark(const tok__chars *x, int64_t i) {
+    return tok__is_punctuation(x, i) || tok__is_one_of(x->code[i], "$+<=>^~|");
+}
+
+static bool tok__is_falcon_mark(const tok__chars *x, int64_t i) {
+    return tok__is_mark(x, i) || x->code[i] == '`';
 }
 
 // [\p{P}\$\+<=>\^~\|]+
 static int64_t tok__rule_marks(const tok__chars *x, int64_t at, int64_t end) {
-    return tok__marks(x, at, end, "$+<=>^~|");
+    return tok__runs(x, at, end, tok__is_mark);
 }
 
 // [\p{P}\$\+<=>\^~\|`]+
 static int64_t tok__rule_falcon(const tok__chars *x, int64_t at, int64_t end) {
-    return tok__marks(x, at, end, "$+<=>^~|`");
+    return tok__runs(x, at, end, tok__is_falcon_mark);
 }
 
 // \p{N}+
 static int64_t tok__rule_numbers(const tok__chars *x, int64_t at, int64_t end) {
-    int64_t i = at + 1;
-    while (i < end && (x->kind[i] == TOK__NUMBER) == (x->kind[at] == TOK__NUMBER)) i++;
-    return i;
+    return tok__runs(x, at, end, tok__is_number);
 }
 
 // \p{N}
@@ -537,29 +571,123 @@ static int64_t tok__rule_thousands(const tok__chars *x, int64_t at, int64_t end)
     return end;
 }
 
+// [\r\n]
+static int64_t tok__rule_line_end(const tok__chars *x, int64_t at, int64_t end) {
+    int64_t i = at;
+    while (i < end && !tok__is_newline(x->code[i])) i++;
+    return i > at ? i : at + 1;
+}
+
+// The letters that come as capital and small ones, as deepseek-llm lists them, of an older Unicode
+// than tok__class_runs: from U+0000 on, how many are none, how many are, and so forth.
+static const uint16_t tok__cased_runs[] = {
+    65, 26, 6, 26, 58, 1, 10, 23, 1, 31, 1, 195, 1, 4, 4, 208, 1, 27, 192, 4, 2, 2, 3, 3, 1, 1,
+    6, 1, 1, 3, 1, 1, 1, 20, 1, 83, 1, 139, 8, 166, 1, 38, 2889, 38, 730, 86, 2, 6, 2194, 43, 2,
+    3, 64, 44, 63, 13, 1, 34, 101, 278, 2, 6, 2, 38, 2, 6, 2, 8, 1, 1, 1, 1, 1, 1, 1, 31, 2, 53,
+    1, 7, 1, 1, 3, 3, 1, 7, 3, 4, 2, 6, 4, 13, 5, 3, 1, 7, 261, 1, 4, 1, 2, 10, 1, 1, 3, 5, 6,
+    1, 1, 1, 1, 1, 1, 4, 1, 6, 4, 1, 2, 4, 5, 5, 4, 1, 52, 2, 2683, 124, 2, 103, 6, 4, 3, 2,
+    31052, 46, 18, 28, 134, 78, 1, 23, 3, 4, 993, 80, 20288, 7, 12, 5, 1033, 26, 6, 26, 1189,
+    80, 96, 36, 4, 36, 1924, 51, 13, 51, 2989, 64, 53280, 68};
+
+static bool tok__is_cased(const tok__chars *x, int64_t i) {
+    uint32_t from = 0;
+    for (size_t k = 0; k < sizeof tok__cased_runs / sizeof tok__cased_runs[0]; k += 2) {
+        from += tok__cased_runs[k];
+        if (x->code[i] < from) return false;
+        from += tok__cased_runs[k + 1];
+        if (x->code[i] < from) return true;
+    }
+    return false;
+}
+
+// \s?[cased letters]+
+static int64_t tok__rule_cased(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__spaced_runs(x, at, end, tok__is_cased, true);
+}
+
+static bool tok__is_ascii_mark(const tok__chars *x, int64_t i) { // letters too, and wide ASCII
+    const uint32_t c = x->code[i];
+    return (c >= '!' && c <= '/') || (c >= ':' && c <= '~') || (c >= 0xff01 && c <= 0xff0f) ||
+           (c >= 0xff1a && c <= 0xff5e) || (c >= 0x2018 && c <= 0x201f) ||
+           (c >= 0x3001 && c <= 0x3002);
+}
+
+// \s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+ ; U+3000 is a space first
+static int64_t tok__rule_ascii_marks(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__spaced_runs(x, at, end, tok__is_ascii_mark, true);
+}
+
+// \s+$ : the spaces at the end of the word
+static int64_t tok__rule_last_spaces(const tok__chars *x, int64_t at, int64_t end) {
+    int64_t i = end;
+    while (i > at && x->kind[i - 1] == TOK__SPACE) i--;
+    return i > at ? i : end;
+}
+
+// \s?\p{L}+
+static int64_t tok__rule_spaced_letters(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__spaced_runs(x, at, end, tok__is_letter, true);
+}
+
+// \s?\p{P}+
+static int64_t tok__rule_spaced_marks(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__spaced_runs(x, at, end, tok__is_punctuation, true);
+}
+
+static bool tok__is_asian(const tok__chars *x, int64_t i) {
+    const uint32_t c = x->code[i];
+    return ((c >= 0x800 && c <= 0x9fa5) || (c >= 0xac00 && c <= 0xd7ff)) &&
+           x->kind[i] != TOK__SPACE;
+}
+
+// [\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+
+static int64_t tok__rule_asian(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__runs(x, at, end, tok__is_asian);
+}
+
+static bool tok__is_in_phrase(const tok__chars *x, int64_t i) {
+    static const uint16_t stops[] = {0x2026, 0x3002, 0xff0c, 0x3001, 0x964, 0x6d4, 0x60c};
+    for (size_t k = 0; k < sizeof stops / sizeof stops[0]; k++) {
+        if (x->code[i] == stops[k]) return false;
+    }
+    return x->kind[i] != TOK__SPACE && !tok__is_one_of(x->code[i], "(|.,!?)");
+}
+
+//  ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+
+static int64_t tok__rule_phrase(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__spaced_runs(x, at, end, tok__is_in_phrase, false);
+}
+
 // tokenizer.ggml.pre, as llama.cpp knows them; others are refused, because guessing would quietly
 // give a model the wrong tokens.
 typedef struct tok__pre {
     const char *names;  // each between spaces
-    tok__rule rules[5]; // NULL at the end
+    tok__rule rules[7]; // NULL at the end
     bool whole_words;   // a word that is a token is not merged from parts
     bool add_bos;       // unless the file says otherwise
 } tok__pre;
 
 static const tok__pre tok__pres[] = {
-    {" default ", {tok__rule_marks, tok__rule_gpt2, tok__rule_numbers, tok__rule_thousands, NULL},
+    {" default ", {tok__rule_marks, tok__rule_gpt2, tok__rule_numbers, tok__rule_thousands},
      false, false},
-    {" gpt-2 phi-2 olmo mpt jais trillion granite-docling modern-bert gigachat mellum exaone4 ",
-     {tok__rule_gpt2, NULL, NULL, NULL, NULL}, false, false},
-    {" llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 ",
-     {tok__rule_llama3, NULL, NULL, NULL, NULL}, true, true},
-    {" smaug-bpe dbrx ", {tok__rule_llama3, NULL, NULL, NULL, NULL}, false, false},
+    {" gpt-2 phi-2 olmo mpt jais trillion granite-docling modern-bert gigachat mellum exaone4 "
+     "a.x-4.0 ", {tok__rule_gpt2}, false, false},
+    {" llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 ", {tok__rule_llama3},
+     true, true},
+    {" smaug-bpe dbrx ", {tok__rule_llama3}, false, false},
     {" qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan solar-open grok-2 kormo f2llmv2 ",
-     {tok__rule_qwen2, NULL, NULL, NULL, NULL}, false, false},
-    {" tekken ", {tok__rule_tekken, NULL, NULL, NULL, NULL}, true, true},
-    {" falcon ", {tok__rule_falcon, tok__rule_gpt2, tok__rule_thousands, NULL, NULL}, false, false},
+     {tok__rule_qwen2}, false, false},
+    {" seed-coder ", {tok__rule_seed_coder}, false, false},
+    {" tekken ", {tok__rule_tekken}, true, true},
+    {" falcon ", {tok__rule_falcon, tok__rule_gpt2, tok__rule_thousands}, false, false},
     {" starcoder refact command-r smollm codeshell exaone minerva-7b mellum2 ",
-     {tok__rule_digit, tok__rule_gpt2, NULL, NULL, NULL}, false, false},
+     {tok__rule_digit, tok__rule_gpt2}, false, false},
+    {" deepseek-llm ", {tok__rule_line_end, tok__rule_cased, tok__rule_ascii_marks,
+                        tok__rule_last_spaces, tok__rule_asian, tok__rule_numbers}, false, false},
+    {" deepseek-coder ", {tok__rule_line_end, tok__rule_spaced_letters, tok__rule_spaced_marks,
+                          tok__rule_asian, tok__rule_digit}, false, false},
+    {" poro-chat ", {tok__rule_phrase}, false, false},
+    {" viking ", {tok__rule_phrase, tok__rule_digit}, false, false},
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -735,64 +863,77 @@ enum { // what a token is; bits, because a control token may be found by its tex
     TOK__END = 32
 };
 
-typedef struct tok__fragment { // of the text; a list in text order
-    int64_t begin, end;
-    int32_t id; // a token that was cut out, or -1: still text
-    int32_t next;
-} tok__fragment;
+// The texts of the special tokens as a tree: the bytes of a text lie one below the other, and texts
+// that begin alike share their beginning.
+typedef struct tok__node {
+    int32_t below, beside; // first byte that may come next, another one in place of this; -1 = none
+    int32_t rank;          // of the token that ends here, its place in t->special; -1 = none
+    unsigned char byte;
+} tok__node;
 
-static int64_t tok__search(const char *text, int64_t begin, int64_t end, rocq_str what) {
-    while (end - begin >= what.length) {
-        const char *hit = (const char *)memchr(text + begin, what.data[0],
-                                               (size_t)(end - begin - what.length + 1));
-        if (!hit) return -1;
-        begin = hit - text;
-        if (memcmp(hit, what.data, (size_t)what.length) == 0) return begin;
-        begin++;
+// The rank of the longest token at text[at] whose last byte is not taken yet, or -1.
+static int32_t tok__longest(const tokenizer *t, const char *text, int64_t at, int64_t end,
+                            bool parse_special) {
+    const tok__node *nodes = (const tok__node *)t->tree.data;
+    const uint8_t *kinds = (const uint8_t *)t->kinds.data;
+    const int32_t *special = (const int32_t *)t->special.data;
+    const int32_t *taken = (const int32_t *)t->taken.data;
+    int32_t longest = -1;
+    for (int32_t k = t->roots[(unsigned char)text[at]]; k >= 0;) {
+        const int32_t rank = nodes[k].rank;
+        if (rank >= 0 && taken[at] == 0 &&
+            (parse_special || !(kinds[special[rank]] & (TOK__CONTROL | TOK__UNKNOWN)))) {
+            longest = rank;
+        }
+        if (++at == end) break;
+        for (k = nodes[k].below; k >= 0 && nodes[k].byte != (unsigned char)text[at];) {
+            k = nodes[k].beside;
+        }
     }
-    return -1;
+    return longest;
 }
 
-// Cuts every occurrence of one token out of the fragments that are still text.
-static rocq_result tok__cut(tokenizer *t, const char *text, int32_t id, int32_t *n_fragments) {
-    const rocq_str what = ((const rocq_str *)t->vocab.strings.data)[id];
-    for (int32_t f = 0; f >= 0;) {
-        tok__fragment *list = (tok__fragment *)t->fragments.data;
-        const tok__fragment whole = list[f];
-        const int64_t at = whole.id >= 0 ? -1 : tok__search(text, whole.begin, whole.end, what);
-        if (at < 0) {
-            f = whole.next;
+// Finds the special tokens in a text. A longer one goes before a shorter one, wherever the two
+// overlap, then the one of smaller id, then the first in the text. taken[i] becomes 0 where byte i
+// is text, rank + 1 where a token begins, and -1 inside of one.
+//
+// One pass finds the longest token at every byte. They come off the heap from the longest to the
+// shortest, so what has taken some of the bytes of one is no shorter than it is, and has its first
+// or its last byte. Where it is the last, a shorter token at the same place may still fit.
+static rocq_result tok__cut(tokenizer *t, const char *text, int64_t length, bool parse_special) {
+    const rocq_str *texts = (const rocq_str *)t->vocab.strings.data;
+    const int32_t *special = (const int32_t *)t->special.data;
+    tok__heap heap = {NULL, 0};
+    TOK__TRY(tok__room(t, &t->taken, length, sizeof(int32_t)));
+    int32_t *taken = (int32_t *)t->taken.data;
+    for (int64_t i = 0; i < length; i++) taken[i] = 0;
+    for (int64_t i = 0; i < length; i++) {
+        const int32_t rank = tok__longest(t, text, i, length, parse_special);
+        if (rank < 0) continue;
+        const tok__pair found = {-(double)rank, (int32_t)i, rank, 0};
+        TOK__TRY(tok__room(t, &t->heap, heap.n + 1, sizeof found));
+        heap.pairs = (tok__pair *)t->heap.data;
+        tok__heap_push(&heap, found);
+    }
+    while (heap.n > 0) {
+        tok__pair best = tok__heap_pop(&heap);
+        const int64_t n = texts[special[best.right]].length;
+        if (taken[best.left] != 0) continue;
+        if (taken[best.left + n - 1] != 0) {
+            best.right = tok__longest(t, text, best.left, length, parse_special);
+            best.key = -(double)best.right;
+            if (best.right >= 0) tok__heap_push(&heap, best);
             continue;
         }
-        // The fragment becomes up to three: the text before, the token, and the text after it.
-        TOK__TRY(tok__room(t, &t->fragments, *n_fragments + 2, sizeof *list));
-        list = (tok__fragment *)t->fragments.data;
-        int32_t token = f;
-        if (at > whole.begin) {
-            token = (*n_fragments)++;
-            list[f].end = at;
-            list[f].next = token;
-        }
-        list[token].begin = at;
-        list[token].end = at + what.length;
-        list[token].id = id;
-        list[token].next = whole.next;
-        f = whole.next;
-        if (at + what.length < whole.end) {
-            f = (*n_fragments)++;
-            list[token].next = f;
-            list[f].begin = at + what.length;
-            list[f].end = whole.end;
-            list[f].id = -1;
-            list[f].next = whole.next;
-        }
+        for (int64_t i = 0; i < n; i++) taken[best.left + i] = -1;
+        taken[best.left] = best.right + 1;
     }
     return ROCQ_OK;
 }
 
 static rocq_result tok__encode(tokenizer *t, tokenizer_ids *ids, const char *text, int64_t length,
                                bool add_special, bool parse_special) {
-    const uint8_t *kinds = (const uint8_t *)t->kinds.data;
+    const rocq_str *texts = (const rocq_str *)t->vocab.strings.data;
     const int32_t *special = (const int32_t *)t->special.data;
     if (!special) return tok__fail(t, ROCQ_E_STATE, "the tokenizer is not open");
     if (length < 0 || length > INT32_MAX / 8 || (length > 0 && !text)) {
@@ -800,24 +941,21 @@ static rocq_result tok__encode(tokenizer *t, tokenizer_ids *ids, const char *tex
     }
     if (add_special && t->add_bos) TOK__TRY(tok__push(t, ids, t->bos));
 
-    TOK__TRY(tok__room(t, &t->fragments, 1, sizeof(tok__fragment)));
-    const tok__fragment all = {0, length, -1, -1};
-    *(tok__fragment *)t->fragments.data = all;
-    int32_t n_fragments = 1;
-    for (int32_t i = 0; i < t->n_special && length > 0; i++) {
-        if (!parse_special && (kinds[special[i]] & (TOK__CONTROL | TOK__UNKNOWN))) continue;
-        TOK__TRY(tok__cut(t, text, special[i], &n_fragments));
-    }
-
-    const tok__fragment *list = (const tok__fragment *)t->fragments.data;
+    TOK__TRY(tok__cut(t, text, length, parse_special));
+    const int32_t *taken = (const int32_t *)t->taken.data;
     bool after_token = true; // as is the beginning
-    for (int32_t f = length > 0 ? 0 : -1; f >= 0; f = list[f].next) {
-        const char *from = text + list[f].begin;
-        const int64_t n = list[f].end - list[f].begin;
-        if (list[f].id >= 0) TOK__TRY(tok__push(t, ids, list[f].id));
-        else if (t->pre) TOK__TRY(tok__encode_gpt2(t, ids, from, n));
-        else TOK__TRY(tok__encode_llama(t, ids, from, n, t->add_space && after_token));
-        after_token = list[f].id >= 0;
+    for (int64_t at = 0, stop; at < length; at = stop) {
+        const int32_t id = taken[at] > 0 ? special[taken[at] - 1] : -1;
+        if (id >= 0) {
+            TOK__TRY(tok__push(t, ids, id));
+            stop = at + texts[id].length;
+        } else {
+            for (stop = at + 1; stop < length && taken[stop] == 0;) stop++;
+            const int64_t n = stop - at;
+            if (t->pre) TOK__TRY(tok__encode_gpt2(t, ids, text + at, n));
+            else TOK__TRY(tok__encode_llama(t, ids, text + at, n, t->add_space && after_token));
+        }
+        after_token = id >= 0;
     }
     return add_special && t->add_eos ? tok__push(t, ids, t->eos) : ROCQ_OK;
 }
@@ -918,56 +1056,95 @@ static inline rocq_str tokenizer_next(tokenizer *t, tokenizer_stream *s, int32_t
 // Tokens that end generation whatever the file calls them, and tokens for filling in code. Files
 // often give them no role, or an ordinary type; either way they are control tokens.
 typedef struct tok__role {
-    const char *key; // that takes the place of the texts, or NULL
+    const char *key, *old_key; // take the place of the texts, the old one first; or NULL
     bool ends;
-    const char *texts[16];
+    const char *texts[24];
 } tok__role;
 
 static const tok__role tok__roles[] = {
-    {NULL, true, {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>",
-                  "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-                  "<end_of_utterance>", "<eos>",
-                  "<\xef\xbd\x9c" "end\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>", NULL}},
-    {"tokenizer.ggml.fim_pre_token_id", false, {"<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>",
-                                                "<PRE>", "\xe2\x96\x81<PRE>", NULL}},
-    {"tokenizer.ggml.fim_suf_token_id", false, {"<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
-                                                "<SUF>", "\xe2\x96\x81<SUF>", NULL}},
-    {"tokenizer.ggml.fim_mid_token_id", false, {"<|fim_middle|>", "<fim-middle>", "<fim_middle>",
-                                                "<MID>", "\xe2\x96\x81<MID>", NULL}},
-    {"tokenizer.ggml.fim_pad_token_id", true, {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>",
-                                               "[PAD]", NULL}},
-    {"tokenizer.ggml.fim_rep_token_id", true, {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>",
-                                               "<REPO>", "<reponame>", NULL}},
-    {"tokenizer.ggml.fim_sep_token_id", true, {"<|file_sep|>", NULL}},
-    {"tokenizer.ggml.eos_token_id", true, {NULL}},
-    {"tokenizer.ggml.eot_token_id", true, {NULL}},
-    {"tokenizer.ggml.eom_token_id", true, {NULL}},
+    {NULL, NULL, true,
+     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+      "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+      "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+      "<\xef\xbd\x9c" "end\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>", "[e~["}},
+    {"tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id", false,
+     {"<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "\xe2\x96\x81<PRE>",
+      "<\xef\xbd\x9c" "fim\xe2\x96\x81" "begin\xef\xbd\x9c>", "<|code_prefix|>", "<|prefix|>"}},
+    {"tokenizer.ggml.fim_suf_token_id", "tokenizer.ggml.suffix_token_id", false,
+     {"<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "\xe2\x96\x81<SUF>",
+      "<\xef\xbd\x9c" "fim\xe2\x96\x81hole\xef\xbd\x9c>", "<|code_suffix|>", "<|suffix|>"}},
+    {"tokenizer.ggml.fim_mid_token_id", "tokenizer.ggml.middle_token_id", false,
+     {"<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "\xe2\x96\x81<MID>",
+      "<\xef\xbd\x9c" "fim\xe2\x96\x81" "end\xef\xbd\x9c>", "<|code_middle|>", "<|middle|>"}},
+    {"tokenizer.ggml.fim_pad_token_id", NULL, true,
+     {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"}},
+    {"tokenizer.ggml.fim_rep_token_id", NULL, true,
+     {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"}},
+    {"tokenizer.ggml.fim_sep_token_id", NULL, true, {"<|file_sep|>"}},
+    {"tokenizer.ggml.eot_token_id", NULL, true, {NULL}},
+    {"tokenizer.ggml.eom_token_id", NULL, true, {NULL}},
 };
 
-// The id that a key holds, or fallback where there is none in range.
-static int32_t tok__read_id(const tokenizer *t, const rocq_gguf *file, const char *key,
-                            int32_t fallback) {
-    int64_t id = -1;
-    rocq_gguf_get_i64(file, key, &id);
-    if (id >= 0 && id < t->n_vocab) return (int32_t)id;
-    return fallback < t->n_vocab ? fallback : -1;
+static int32_t tok__id_of(const tokenizer *t, const char *text) {
+    return tok__find(&t->vocab, text, (int64_t)strlen(text), NULL, 0);
 }
 
-static void tok__read_roles(tokenizer *t, const rocq_gguf *file) {
+// Reads the id that a key holds. Where there is none in the vocabulary *id stays, if it is in it.
+static rocq_result tok__read_id(tokenizer *t, const rocq_gguf *file, const char *key, int32_t *id) {
+    int64_t value = -1;
+    const rocq_result result = rocq_gguf_get_i64(file, key, &value);
+    if (result != ROCQ_OK && result != ROCQ_E_NOT_FOUND) {
+        return tok__fail(t, result, "%s is not an integer", key);
+    }
+    if (*id >= t->n_vocab) *id = -1;
+    if (value >= 0 && value < t->n_vocab) *id = (int32_t)value;
+    return ROCQ_OK;
+}
+
+// A key that is absent leaves *flag as it is.
+static rocq_result tok__read_flag(tokenizer *t, const rocq_gguf *file, const char *key,
+                                  bool *flag) {
+    const rocq_result result = rocq_gguf_get_bool(file, key, flag);
+    if (result == ROCQ_OK || result == ROCQ_E_NOT_FOUND) return ROCQ_OK;
+    return tok__fail(t, result, "%s is neither true nor false", key);
+}
+
+static rocq_result tok__read_roles(tokenizer *t, const rocq_gguf *file) {
     uint8_t *kinds = (uint8_t *)t->kinds.data;
     for (size_t i = 0; i < sizeof tok__roles / sizeof tok__roles[0]; i++) {
         const tok__role *role = &tok__roles[i];
-        int32_t id = role->key ? tok__read_id(t, file, role->key, -1) : -1;
+        int32_t id = -1;
+        if (role->key) TOK__TRY(tok__read_id(t, file, role->key, &id));
+        if (role->old_key) TOK__TRY(tok__read_id(t, file, role->old_key, &id));
         if (id >= 0 && role->ends) kinds[id] |= TOK__END;
         for (int k = 0; id < 0 && role->texts[k]; k++) {
-            const int32_t token = tok__find(&t->vocab, role->texts[k],
-                                            (int64_t)strlen(role->texts[k]), NULL, 0);
+            const int32_t token = tok__id_of(t, role->texts[k]);
             if (token < 0) continue;
             kinds[token] = (uint8_t)(kinds[token] | TOK__CONTROL | (role->ends ? TOK__END : 0));
             if (role->key) break; // the first text takes the role
         }
     }
     if (t->eos >= 0) kinds[t->eos] |= TOK__END;
+    return ROCQ_OK;
+}
+
+// Families that use the texts above in ways of their own, told apart by what else they have.
+static void tok__adapt_roles(tokenizer *t) {
+    static const char *const shown[] = {"<|channel|>", "<|message|>", "<|start|>",
+                                        "<|constrain|>"};
+    uint8_t *kinds = (uint8_t *)t->kinds.data;
+    for (size_t i = 0; i < sizeof shown / sizeof shown[0]; i++) { // gpt-oss: parts of an answer
+        const int32_t id = tok__id_of(t, shown[i]);
+        if (id >= 0) kinds[id] = (uint8_t)(TOK__USER | (kinds[id] & TOK__END));
+    }
+    // In gpt-oss and solar-open <|end|> ends a part of an answer only.
+    const int32_t end = tok__id_of(t, "<|end|>");
+    const bool calls = tok__id_of(t, "<|call|>") >= 0 || tok__id_of(t, "<|calls|>") >= 0;
+    const bool other = tok__id_of(t, "<|return|>") >= 0 || tok__id_of(t, "<|flush|>") >= 0;
+    if (end >= 0 && calls && other) kinds[end] = TOK__USER;
+    // In gemma 4 </s> is a tag of HTML.
+    const int32_t tag = tok__id_of(t, "</s>");
+    if (tag >= 0 && tok__id_of(t, "<|tool_response>") >= 0) kinds[tag] = TOK__NORMAL;
 }
 
 // An optional array of numbers, one per token.
@@ -1036,6 +1213,35 @@ static void tok__map_bytes(tokenizer *t) {
     }
 }
 
+// Puts the texts of the special tokens into the tree. Of equal ones the first stays.
+static rocq_result tok__grow_tree(tokenizer *t) {
+    const rocq_str *texts = (const rocq_str *)t->vocab.strings.data;
+    const int32_t *special = (const int32_t *)t->special.data;
+    int64_t most = 1;
+    int32_t n = 0;
+    memset(t->roots, -1, sizeof t->roots);
+    for (int32_t rank = 0; rank < t->n_special; rank++) most += texts[special[rank]].length;
+    if (most > INT32_MAX) return tok__fail(t, ROCQ_E_OVERFLOW, "special tokens are too long");
+    TOK__TRY(tok__room(t, &t->tree, most, sizeof(tok__node)));
+    tok__node *nodes = (tok__node *)t->tree.data;
+    for (int32_t rank = 0; rank < t->n_special; rank++) {
+        const rocq_str text = texts[special[rank]];
+        int32_t *link = &t->roots[(unsigned char)text.data[0]], last = -1;
+        for (int64_t i = 0; i < text.length; i++) {
+            const tok__node leaf = {-1, -1, -1, (unsigned char)text.data[i]};
+            while (*link >= 0 && nodes[*link].byte != leaf.byte) link = &nodes[*link].beside;
+            if (*link < 0) {
+                nodes[n] = leaf;
+                *link = n++;
+            }
+            last = *link;
+            link = &nodes[last].below;
+        }
+        if (nodes[last].rank < 0) nodes[last].rank = rank;
+    }
+    return ROCQ_OK;
+}
+
 // Longer tokens are cut out of text before shorter ones.
 static rocq_result tok__list_special(tokenizer *t) {
     const uint8_t *kinds = (const uint8_t *)t->kinds.data;
@@ -1050,7 +1256,7 @@ static rocq_result tok__list_special(tokenizer *t) {
         }
     }
     while (heap.n > 0) ((int32_t *)t->special.data)[t->n_special++] = tok__heap_pop(&heap).left;
-    return ROCQ_OK;
+    return tok__grow_tree(t);
 }
 
 static rocq_result tok__load(tokenizer *t, const rocq_gguf *file) {
@@ -1067,21 +1273,25 @@ static rocq_result tok__load(tokenizer *t, const rocq_gguf *file) {
     TOK__TRY(tok__read_tokens(t, file));
     if (gpt2) TOK__TRY(tok__read_map(t, file, "tokenizer.ggml.merges", &t->merges, false));
 
-    t->bos = tok__read_id(t, file, "tokenizer.ggml.bos_token_id", gpt2 ? 11 : 1);
-    t->eos = tok__read_id(t, file, "tokenizer.ggml.eos_token_id", gpt2 ? 11 : 2);
+    t->bos = gpt2 ? 11 : 1;
+    t->eos = gpt2 ? 11 : 2;
     t->add_bos = gpt2 ? t->pre->add_bos : true;
     t->add_space = !gpt2;
-    rocq_gguf_get_bool(file, "tokenizer.ggml.add_bos_token", &t->add_bos); // absent: as above
-    rocq_gguf_get_bool(file, "tokenizer.ggml.add_eos_token", &t->add_eos);
-    rocq_gguf_get_bool(file, "tokenizer.ggml.add_space_prefix", &t->add_space);
+    TOK__TRY(tok__read_id(t, file, "tokenizer.ggml.bos_token_id", &t->bos));
+    TOK__TRY(tok__read_id(t, file, "tokenizer.ggml.eos_token_id", &t->eos));
+    TOK__TRY(tok__read_flag(t, file, "tokenizer.ggml.add_bos_token", &t->add_bos));
+    TOK__TRY(tok__read_flag(t, file, "tokenizer.ggml.add_eos_token", &t->add_eos));
+    TOK__TRY(tok__read_flag(t, file, "tokenizer.ggml.add_space_prefix", &t->add_space));
     if ((t->add_bos && t->bos < 0) || (t->add_eos && t->eos < 0)) {
         return tok__fail(t, ROCQ_E_CORRUPT, "a text must begin or end with a token not there");
     }
-    tok__read_roles(t, file);
+    TOK__TRY(tok__read_roles(t, file));
+    tok__adapt_roles(t);
     TOK__TRY(tok__list_special(t));
 
     tok__map_bytes(t);
-    const int32_t unknown = gpt2 ? -1 : tok__read_id(t, file, "tokenizer.ggml.unknown_token_id", 0);
+    int32_t unknown = gpt2 ? -1 : 0;
+    if (!gpt2) TOK__TRY(tok__read_id(t, file, "tokenizer.ggml.unknown_token_id", &unknown));
     for (int b = 0; b < 256; b++) {
         char name[8], raw = (char)b;
         snprintf(name, sizeof name, "<0x%02X>", (unsigned)b);
@@ -1116,8 +1326,8 @@ static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file,
 static inline void tokenizer_close(tokenizer *t) {
     tok__array *arrays[] = {
         &t->vocab.strings, &t->vocab.slots, &t->merges.strings, &t->merges.slots, &t->scores,
-        &t->kinds, &t->special, &t->class_starts, &t->text, &t->codes, &t->classes, &t->fragments,
-        &t->symbols, &t->heap, &t->piece};
+        &t->kinds, &t->special, &t->tree, &t->class_starts, &t->taken, &t->text, &t->codes,
+        &t->classes, &t->symbols, &t->heap, &t->piece};
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) tok__free(t, arrays[i]);
     memset(t, 0, sizeof *t);
 }

@@ -8,6 +8,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <time.h>
+
 #include <cmocka.h>
 
 #define ROCQ_IMPLEMENTATION
@@ -221,9 +223,30 @@ static const kind kinds[] = {
     {"bpe-falcon", vocab_bpe, {"gpt2", "falcon", "<|endoftext|>", "<|endoftext|>", -1, -1, -1}},
     {"bpe-smollm", vocab_bpe, {"gpt2", "smollm", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
     {"bpe-smaug", vocab_bpe, {"gpt2", "smaug-bpe", "<|endoftext|>", "<|im_end|>", -1, -1, -1}},
+    {"bpe-deepseek-llm", vocab_bpe, {"gpt2", "deepseek-llm", "<|im_start|>", "<|im_end|>", 1, -1, -1}},
+    {"bpe-deepseek-coder", vocab_bpe, {"gpt2", "deepseek-coder", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
+    {"bpe-seed-coder", vocab_bpe, {"gpt2", "seed-coder", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
+    {"bpe-viking", vocab_bpe, {"gpt2", "viking", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
+    {"bpe-poro-chat", vocab_bpe, {"gpt2", "poro-chat", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
 };
 
 enum { N_KINDS = sizeof kinds / sizeof *kinds };
+
+// Whose tokens alone are compared: what ends a text, and what is shown.
+static const kind role_kinds[] = {
+    {"ends", vocab_ends, {"gpt2", "gpt-2", NULL, NULL, 0, -1, -1}},
+    {"ends, with eos", vocab_ends, {"gpt2", "gpt-2", NULL, "<pad>", 0, -1, -1}},
+    {"gpt-oss", vocab_gpt_oss, {"gpt2", "gpt-2", "<|startoftext|>", "<|return|>", -1, -1, -1}},
+    {"gpt-oss, eos a part", vocab_gpt_oss, {"gpt2", "gpt-2", NULL, "<|end|>", -1, -1, -1}},
+    {"solar-open", vocab_solar_open, {"gpt2", "gpt-2", NULL, "<|endoftext|>", -1, -1, -1}},
+    {"gemma4", vocab_gemma4, {"gpt2", "gpt-2", "<bos>", "<eos>", -1, -1, -1}},
+    {"fim by text", vocab_fim, {"gpt2", "gpt-2", NULL, "eot", -1, -1, -1}},
+    {"fim", vocab_fim_keys, {"gpt2", "gpt-2", NULL, "eot", -1, -1, -1}},
+    {"fim by old keys", vocab_fim_old_keys, {"gpt2", "gpt-2", NULL, "eot", -1, -1, -1}},
+    {"fim by both", vocab_fim_both_keys, {"gpt2", "gpt-2", NULL, "eot", -1, -1, -1}},
+};
+
+enum { N_ROLE_KINDS = sizeof role_kinds / sizeof *role_kinds };
 
 static void open_kind(pair *p, const kind *k, const char *name) {
     rocq_ctx *ctx = NULL;
@@ -244,6 +267,114 @@ static void test_kind(void **state) {
     pair_close(&p);
 }
 
+static void test_roles(void **state) {
+    (void)state;
+    if (!peer_open()) skip();
+    for (int32_t i = 0; i < N_ROLE_KINDS; i++) {
+        pair p;
+        open_kind(&p, &role_kinds[i], "roles");
+        compare_tokens(&p);
+        static const char line[] = "<|fim_prefix|>pre<|end|>a<|message|></s><|return|><|file_sep|>";
+        compare(&p, line, sizeof line - 1);
+        pair_close(&p);
+    }
+}
+
+// Ids of no integer type and flags of no truth value are refused, not taken for absent.
+static void test_wrong_keys(void **state) {
+    (void)state;
+    static const char *const keys[] = {"bos_token_id", "eos_token_id", "unknown_token_id",
+        "eot_token_id", "fim_pre_token_id", "prefix_token_id", "add_bos_token", "add_eos_token",
+        "add_space_prefix"};
+    const kind k = {"wrong keys", vocab_spm, {"llama", NULL, "<s>", "</s>", -1, -1, -1}};
+    pair p;
+    open_kind(&p, &k, "wrong-keys");
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        const rocq_gguf_writer_desc to = {.path = model_path("wrong-key")};
+        rocq_gguf_writer *w = NULL;
+        rocq_gguf *file = NULL;
+        tokenizer t;
+        char key[64];
+        snprintf(key, sizeof key, "tokenizer.ggml.%s", keys[i]);
+        assert_int_equal(rocq_gguf_create(p.ctx, &w, &to), ROCQ_OK);
+        assert_int_equal(rocq_gguf_set_from(w, p.file), ROCQ_OK);
+        assert_int_equal(rocq_gguf_set_str(w, key, "1"), ROCQ_OK);
+        assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
+        const rocq_gguf_desc from = {.path = to.path};
+        assert_int_equal(rocq_gguf_open(p.ctx, &file, &from), ROCQ_OK);
+        assert_int_equal(tokenizer_open(&t, file, NULL), ROCQ_E_TYPE);
+        assert_non_null(strstr(t.error, key));
+        rocq_gguf_close(&file);
+    }
+    pair_close(&p);
+}
+
+// Special tokens that overlap, in texts made of the pieces they have in common.
+static void test_overlaps(void **state) {
+    (void)state;
+    static const kind both[] = {
+        {"bpe-overlaps", vocab_bpe_overlaps, {"gpt2", "gpt-2", NULL, NULL, 0, -1, -1}},
+        {"spm-overlaps", vocab_spm_overlaps, {"llama", NULL, "<s>", "</s>", -1, -1, -1}}};
+    static const char *const pieces[] = {"<", "<", "<a>", "<b>", "><", "a", ">", "b", "\n", "\n\n",
+                                         "\n\n\n\n\n\n\n", "<<<<<<<", "<a><b><a><b>", " ", "x"};
+    enum { N_PIECES = sizeof pieces / sizeof *pieces };
+    if (!peer_open()) skip();
+    for (int32_t k = 0; k < 2; k++) {
+        pair p;
+        open_kind(&p, &both[k], both[k].name);
+        model_random r = {11};
+        for (int32_t i = 0; i < 3000; i++) {
+            char line[256] = {0};
+            for (uint64_t n = 1 + model_u64(&r) % 14; n > 0; n--)
+                strcat(line, pieces[model_u64(&r) % N_PIECES]);
+            compare(&p, line, strlen(line));
+        }
+        pair_close(&p);
+    }
+}
+
+static double seconds_to_encode(pair *p, const char *data, int64_t length) {
+    double best = 1e30;
+    for (int32_t i = 0; i < 3; i++) {
+        struct timespec from, to;
+        tokenizer_ids ids = {0};
+        clock_gettime(CLOCK_MONOTONIC, &from);
+        assert_int_equal(tokenizer_encode(&p->ours, &ids, data, length, false, true), ROCQ_OK);
+        clock_gettime(CLOCK_MONOTONIC, &to);
+        tokenizer_ids_free(&p->ours, &ids);
+        const double s = (double)(to.tv_sec - from.tv_sec) + 1e-9 * (double)(to.tv_nsec - from.tv_nsec);
+        if (s < best) best = s;
+    }
+    return best;
+}
+
+// 5,000 special tokens cost about what 8 cost: all are searched at once.
+static void test_many(void **state) {
+    (void)state;
+    enum { SIZE = 200000 };
+    const kind many = {"many", vocab_many, {"gpt2", "gpt-2", NULL, NULL, 0, -1, -1}};
+    const kind few = {"few", vocab_bpe, {"gpt2", "gpt-2", NULL, NULL, 0, -1, -1}};
+    char *data = (char *)malloc(SIZE + 32);
+    assert_non_null(data);
+    model_random r = {12};
+    int64_t n = 0;
+    for (int32_t i = 0; n < SIZE; i++) { // some are there, most are not: the name goes on otherwise
+        n += snprintf(data + n, 32, i % 16 ? "<unused and so " : "<unused%d>",
+                      (int)(model_u64(&r) % 6000));
+    }
+    pair p, q;
+    open_kind(&p, &many, "many");
+    open_kind(&q, &few, "few");
+    if (peer_open()) compare_with(&p, data, 20000, false, true);
+    if (peer_open()) compare_with(&p, data, 20000, false, false);
+    const double many_s = seconds_to_encode(&p, data, n), few_s = seconds_to_encode(&q, data, n);
+    printf("# %d bytes: %.3f s with 5,000 special tokens, %.3f s with 8\n", (int)n, many_s, few_s);
+    assert_true(many_s < 5 * few_s);
+    pair_close(&q);
+    pair_close(&p);
+    free(data);
+}
+
 // Every code point of the first two planes and some beyond, each doubled and followed by a letter, a
 // mark and a space, over the vocabulary that shows every split.
 static void test_classes(void **state) {
@@ -254,16 +385,21 @@ static void test_classes(void **state) {
     snprintf(name, sizeof name, "classes-%s", pre);
     pair p;
     open_kind(&p, &k, name);
-    // One table serves all; and llama.cpp has a regular expression library split most, slowly.
-    uint32_t step = strcmp(pre, "llama-bpe") == 0 || strcmp(pre, "qwen2") == 0 ? 1 : 11;
+    // One table serves all but deepseek-llm, which has another for letters outside of East Asia; and
+    // llama.cpp has a regular expression library split most, slowly.
+    const bool all = strcmp(pre, "llama-bpe") == 0 || strcmp(pre, "qwen2") == 0;
+    const bool letters = strcmp(pre, "deepseek-llm") == 0;
     char line[2048];
     size_t n = 0;
-    for (uint32_t code = 0x80; code < 0x110000; code += step) {
+    for (uint32_t code = 0x80, step = 1; code < 0x110000; code += step) {
+        const bool fine = all || (letters && (code < 0x3000 || (code >= 0xa600 && code < 0xac00) ||
+                                              (code >= 0xfb00 && code < 0x10d00)));
+        step = fine ? 1 : 11;
         if (code >= 0xd800 && code < 0xe000) continue;
         if (code >= 0x20000 && code % 97 >= step) continue;
         char c[5];
         strcpy(c, vocab_utf8(code));
-        n += (size_t)snprintf(line + n, sizeof line - n, "%s%sa%s!%s 1%s", c, c, c, c, c);
+        n += (size_t)snprintf(line + n, sizeof line - n, "%s%sa%s!%s 1%s %s", c, c, c, c, c, c);
         if (n > sizeof line - 64) {
             compare_with(&p, line, n, false, false);
             n = 0;
@@ -369,9 +505,10 @@ static void test_round_trip(void **state) {
 }
 
 int main(void) {
-    static const char *const pres[] = {"default", "llama-bpe", "qwen2", "gpt-2", "tekken"};
+    static const char *const pres[] = {"default", "llama-bpe", "qwen2", "gpt-2", "tekken",
+        "deepseek-llm", "deepseek-coder", "seed-coder", "viking"};
     enum { N_PRES = sizeof pres / sizeof *pres };
-    static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 2];
+    static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 6];
     static char names[N_KINDS][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_KINDS; i++) {
@@ -388,6 +525,10 @@ int main(void) {
         tests[n++].initial_state = (void *)(uintptr_t)pres[i];
     }
     tests[n++] = (struct CMUnitTest){.name = "names of pre-tokenizers", .test_func = test_names};
+    tests[n++] = (struct CMUnitTest){.name = "roles of tokens", .test_func = test_roles};
+    tests[n++] = (struct CMUnitTest){.name = "keys of the wrong type", .test_func = test_wrong_keys};
+    tests[n++] = (struct CMUnitTest){.name = "tokens that overlap", .test_func = test_overlaps};
+    tests[n++] = (struct CMUnitTest){.name = "many special tokens", .test_func = test_many};
     tests[n++] = (struct CMUnitTest){.name = "shipped model", .test_func = test_demo};
     return _cmocka_run_group_tests("tokenizer", tests, n, NULL, NULL);
 }

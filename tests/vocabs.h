@@ -16,6 +16,8 @@ typedef struct vocab {
     int32_t type[VOCAB_MAX]; // GGUF's: 1 normal, 2 unknown, 3 control, 4 user defined, 6 byte
     char merge[VOCAB_MAX][2 * VOCAB_TEXT];
     int32_t symbols[8000]; // the training text
+    const char *ids[8][2]; // keys, "tokenizer.ggml." before and "_token_id" behind, and the texts of
+                           // their tokens
 } vocab;
 
 static const char vocab_corpus[] =
@@ -197,6 +199,111 @@ static inline void vocab_boundaries(vocab *v) {
         vocab_add_merge(v, last, 'a');
         vocab_add_merge(v, last, '!');
     }
+    for (int32_t first = 0xc2; first < 0xf5; first++) vocab_add_merge(v, ' ', first);
+}
+
+// Special tokens that overlap, begin alike, end alike and hold each other: control tokens, and others
+// that are cut out of any text. No more than 16 in all, since llama.cpp's order among those of one
+// length is that of their ids only while its sort is a stable one.
+static inline void vocab_overlaps(vocab *v) {
+    static const struct { const char *text; int32_t type; } all[] = {
+        {"<a><b>", 3}, {"<a>", 3}, {"<b>", 4}, {"><", 3}, {"a><b", 4}, {"<b><a", 3}, {"a>", 4},
+        {"<<", 4}, {"<<<", 3}, {"<<<<<", 4}, {"\n\n", 4}, {"\n\n\n", 4}, {"\n\n\n\n\n", 3}};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) vocab_add(v, all[i].text, 0, all[i].type);
+}
+
+static inline void vocab_bpe_overlaps(vocab *v) {
+    memset(v, 0, sizeof *v);
+    for (int32_t b = 0; b < 256; b++) vocab_add(v, vocab_byte(b), 0, 1);
+    vocab_add_merge(v, '<', 'a');
+    vocab_add_merge(v, 'b', '>');
+    vocab_overlaps(v);
+}
+
+static inline void vocab_spm_overlaps(vocab *v) {
+    memset(v, 0, sizeof *v);
+    vocab_add(v, "<unk>", 0, 2);
+    vocab_add(v, "<s>", 0, 3);
+    vocab_add(v, "</s>", 0, 3);
+    for (int32_t b = 0; b < 256; b++) {
+        char text[8];
+        snprintf(text, sizeof text, "<0x%02X>", (unsigned)b);
+        vocab_add(v, text, 0, 6);
+    }
+    vocab_overlaps(v);
+}
+
+// Thousands of special tokens.
+static inline void vocab_many(vocab *v) {
+    memset(v, 0, sizeof *v);
+    for (int32_t b = 0; b < 256; b++) vocab_add(v, vocab_byte(b), 0, 1);
+    vocab_add_merge(v, '<', 'u');
+    for (int32_t i = 0; i < 5000; i++) {
+        char text[VOCAB_TEXT];
+        snprintf(text, sizeof text, "<unused%d>", i);
+        vocab_add(v, text, 0, i % 2 ? 3 : 4);
+    }
+}
+
+// Tokens that llama.cpp knows by their texts, of the families in which texts mean different things:
+// all of them ordinary tokens in the file.
+static inline void vocab_add_all(vocab *v, const char *const *texts) {
+    memset(v, 0, sizeof *v);
+    for (int32_t b = 0; b < 256; b++) vocab_add(v, vocab_byte(b), 0, 1);
+    for (; *texts; texts++) vocab_add(v, *texts, 0, 1);
+}
+
+static inline void vocab_ends(vocab *v) {
+    static const char *const texts[] = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|flush|>",
+        "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+        "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "[e~[",
+        "<\xef\xbd\x9c" "end\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c>", "<|turn>", "<pad>",
+        "<|message|>", "[PAD]", "<REPO>", "<|file_sep|>", "<|code_prefix|>", "<|suffix|>",
+        "<\xef\xbd\x9c" "fim\xe2\x96\x81" "end\xef\xbd\x9c>", NULL};
+    vocab_add_all(v, texts);
+}
+
+static inline void vocab_gpt_oss(vocab *v) {
+    static const char *const texts[] = {"<|startoftext|>", "<|endoftext|>", "<|return|>",
+        "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>", "<|call|>", NULL};
+    vocab_add_all(v, texts);
+}
+
+static inline void vocab_solar_open(vocab *v) {
+    static const char *const texts[] = {"<|endoftext|>", "<|flush|>", "<|end|>", "<|calls|>", NULL};
+    vocab_add_all(v, texts);
+}
+
+static inline void vocab_gemma4(vocab *v) {
+    static const char *const texts[] = {"<pad>", "<eos>", "<bos>", "</s>", "<s>", "<|turn>", "<turn|>",
+        "<|tool_response>", "<tool_response|>", NULL};
+    vocab_add_all(v, texts);
+}
+
+static inline void vocab_fim(vocab *v) {
+    static const char *const texts[] = {"<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "pre",
+        "suf", "mid", "pre2", "suf2", "mid2", "eot", "eom", "<|fim_pad|>", "pad", "rep", "sep", NULL};
+    vocab_add_all(v, texts);
+}
+
+static inline void vocab_fim_keys(vocab *v) {
+    static const char *const ids[8][2] = {{"fim_pre", "pre"}, {"fim_suf", "suf"}, {"fim_mid", "mid"},
+        {"fim_pad", "pad"}, {"fim_rep", "rep"}, {"fim_sep", "sep"}, {"eot", "eot"}, {"eom", "eom"}};
+    vocab_fim(v);
+    memcpy(v->ids, ids, sizeof ids);
+}
+
+static inline void vocab_fim_old_keys(vocab *v) {
+    static const char *const ids[8][2] = {{"prefix", "pre"}, {"suffix", "suf"}, {"middle", "mid"}};
+    vocab_fim(v);
+    memcpy(v->ids, ids, sizeof ids);
+}
+
+static inline void vocab_fim_both_keys(vocab *v) {
+    static const char *const ids[8][2] = {{"prefix", "pre2"}, {"suffix", "suf2"}, {"middle", "mid2"},
+        {"fim_pre", "pre"}, {"fim_suf", "suf"}, {"fim_mid", "mid"}};
+    vocab_fim(v);
+    memcpy(v->ids, ids, sizeof ids);
 }
 
 typedef struct vocab_options {
@@ -252,6 +359,13 @@ static inline void vocab_write(rocq_ctx *ctx, const vocab *v, const vocab_option
     for (size_t i = 0; i < 2; i++)
         if (ids[i].value >= 0)
             assert_int_equal(rocq_gguf_set_u32(w, ids[i].key, (uint32_t)ids[i].value), ROCQ_OK);
+    for (size_t i = 0; i < 8 && v->ids[i][0]; i++) {
+        char key[64];
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", v->ids[i][0]);
+        const int32_t id = vocab_find(v, v->ids[i][1]);
+        assert_true(id >= 0);
+        assert_int_equal(rocq_gguf_set_u32(w, key, (uint32_t)id), ROCQ_OK);
+    }
     for (size_t i = 0; i < 3; i++)
         if (flags[i].value >= 0)
             assert_int_equal(rocq_gguf_set_bool(w, flags[i].key, flags[i].value > 0), ROCQ_OK);
