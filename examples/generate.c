@@ -660,7 +660,7 @@ int main(int argc, char **argv) {
     if (!parse_options(&r.o, argc, argv)) return 1;
     if (r.o.help) fputs(usage, stdout);
     signal(SIGINT, on_interrupt);
-    const bool done = r.o.help || whole_run(&r), good = close_streams() && done;
+    const bool good = (r.o.help || whole_run(&r)) && close_streams();
     free(r.logits);
     free(r.last);
     free(r.prompt);
