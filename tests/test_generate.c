@@ -50,7 +50,7 @@ static void counted_free(void *ptr) {
 
 #include "models.h"
 
-enum { LEAKED = 99, N_ARGS = 16 };
+enum { LEAKED = 99, N_ARGS = 16, N_VOCAB = 301 };
 
 typedef struct outcome {
     int status; // exit status, or minus the signal that ended it
@@ -149,7 +149,7 @@ static void expect_failure(const outcome *o, const char *words) {
 
 static const rocq_format q8_0[] = {ROCQ_Q8_0, ROCQ_I32}, f16[] = {ROCQ_F16, ROCQ_I32};
 static const model_spec small = {"generate", "llama", .n_embd = 64, .n_heads = 4, .n_kv_heads = 2,
-    .head_dim = 32, .n_ff = 96, .n_vocab = 301, .formats = q8_0};
+    .head_dim = 32, .n_ff = 96, .n_vocab = N_VOCAB, .formats = q8_0};
 
 static void write_model(const model_spec *s) {
     rocq_ctx *ctx = NULL;
@@ -213,6 +213,148 @@ static double statistic(const outcome *o, const char *label) {
     const char *at = strstr(o->err, label);
     if (!at) fail_msg("no %s in: %s", label, o->err);
     return strtod(at + strlen(label), NULL);
+}
+
+// The numbers in a file of --logits.
+static size_t read_logits(const char *path, float *to, size_t room) {
+    FILE *in = fopen(path, "rb");
+    assert_non_null(in);
+    const size_t n = fread(to, sizeof *to, room, in);
+    assert_true(n < room);
+    fclose(in);
+    return n;
+}
+
+// A prompt that begins with BOS ("<s>" here) is the same as one to which it is added; a second one
+// in the text stays.
+static void test_bos(void **state) {
+    (void)state;
+    enum { ROOM = 20 * N_VOCAB };
+    static float added[ROOM], written[ROOM];
+    const char *path = model_path("generate-bos");
+    expect_success(RUN("-m", small_path, "-p", "", "--logits", path));
+    assert_int_equal(read_logits(path, added, ROOM), N_VOCAB); // of BOS alone
+    expect_success(RUN("-m", small_path, "-p", "<s>", "--logits", path));
+    assert_int_equal(read_logits(path, written, ROOM), N_VOCAB);
+    assert_memory_equal(written, added, N_VOCAB * sizeof *added);
+    expect_success(RUN("-m", small_path, "-p", "<s><s>", "--logits", path));
+    assert_int_equal(read_logits(path, written, ROOM), 2 * N_VOCAB);
+    const outcome *o = RUN("-m", small_path, "-p", "<s>abc", "-n", "0");
+    expect_success(o);
+    assert_string_equal(o->out, "<s>abc\n");
+}
+
+// The models here were trained on 512 tokens.
+static void test_long_context(void **state) {
+    (void)state;
+    const outcome *o = RUN("-m", small_path, "-n", "2", "-c", "513");
+    expect_success(o);
+    assert_non_null(strstr(o->err, "generate: -c 513: "));
+    assert_non_null(strstr(o->err, " 512 "));
+    assert_ptr_equal(strchr(o->err, '\n'), o->err + strlen(o->err) - 1);
+    o = RUN("-m", small_path, "-n", "2", "-c", "512");
+    expect_success(o);
+    assert_string_equal(o->err, "");
+}
+
+// The most probable tokens with penalties, against the penalties' formulas on llama_eval's logits.
+enum { N_DRAWN = 40 };
+
+typedef struct penalties {
+    float repeat, frequency, presence;
+    int32_t last_n;
+} penalties;
+
+static int32_t best_token(const float *logits, const int32_t *tokens, int32_t n,
+                          const penalties *p) {
+    int32_t best = -1;
+    float top = 0;
+    for (int32_t t = 0; t < N_VOCAB; t++) {
+        int32_t count = 0;
+        for (int32_t i = n > p->last_n ? n - p->last_n : 0; i < n; i++) count += tokens[i] == t;
+        float x = logits[t];
+        if (count > 0) {
+            x = x > 0 ? x / p->repeat : x * p->repeat;
+            x -= (float)count * p->frequency + p->presence;
+        }
+        if (best >= 0 && !(x > top)) continue;
+        best = t;
+        top = x;
+    }
+    return best;
+}
+
+// The text that should come, by way of llama_eval alone.
+static void expected_text(const char *prompt, const penalties *p, char *text, size_t size) {
+    static float logits[N_VOCAB * 64];
+    int32_t tokens[64 + N_DRAWN];
+    rocq_ctx *ctx = NULL;
+    rocq_gguf *file = NULL;
+    llama_model m;
+    tokenizer tok;
+    tokenizer_ids ids;
+    tokenizer_stream stream = {{0}, 0};
+    const rocq_gguf_desc source = {.path = small_path};
+    memset(&ids, 0, sizeof ids);
+    assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+    assert_int_equal(rocq_gguf_open(ctx, &file, &source), ROCQ_OK);
+    assert_int_equal(tokenizer_open(&tok, file, NULL), ROCQ_OK);
+    assert_int_equal(llama_open(&m, ctx, file, NULL), ROCQ_OK);
+    assert_int_equal(tokenizer_encode(&tok, &ids, prompt, (int64_t)strlen(prompt), true, true),
+                     ROCQ_OK);
+    int32_t n = (int32_t)ids.count;
+    assert_true(n <= 64);
+    memcpy(tokens, ids.data, (size_t)n * sizeof *tokens);
+    assert_int_equal(llama_eval(&m, tokens, n, logits), ROCQ_OK);
+    memmove(logits, logits + (n - 1) * N_VOCAB, N_VOCAB * sizeof *logits);
+    size_t used = (size_t)snprintf(text, size, "%s", prompt);
+    for (int32_t i = 0; i < N_DRAWN; i++) {
+        const int32_t token = best_token(logits, tokens, n, p);
+        if (tokenizer_is_end(&tok, token)) break;
+        const rocq_str piece = tokenizer_next(&tok, &stream, token, false);
+        used += (size_t)snprintf(text + used, size - used, "%.*s", (int)piece.length, piece.data);
+        tokens[n++] = token;
+        assert_int_equal(llama_eval(&m, &token, 1, logits), ROCQ_OK);
+    }
+    const rocq_str rest = tokenizer_next(&tok, &stream, -1, false);
+    snprintf(text + used, size - used, "%.*s\n", (int)rest.length, rest.data);
+    tokenizer_ids_free(&tok, &ids);
+    tokenizer_close(&tok);
+    llama_close(&m);
+    rocq_gguf_close(&file);
+    rocq_close(&ctx);
+}
+
+static void test_penalties(void **state) {
+    (void)state;
+    static const penalties cases[] = {
+        {1, 0, 0, 64}, {3, 0, 0, 64}, {0.3f, 0, 0, 64}, {1, 0.7f, 0, 64},   {1, 0, 5, 64},
+        {1, 0, 5, 0},  {1, 0, 5, 3},  {2, 0.5f, 1, 7},  {1, -0.5f, 0, 512}, {1, 1000, 0, 512},
+    };
+    static char expected[4096], plain[4096], option[4][32];
+    int n_other = 0;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const penalties *p = &cases[i];
+        expected_text("abcab", p, expected, sizeof expected);
+        snprintf(option[0], sizeof option[0], "%.9g", (double)p->repeat);
+        snprintf(option[1], sizeof option[1], "%.9g", (double)p->frequency);
+        snprintf(option[2], sizeof option[2], "%.9g", (double)p->presence);
+        snprintf(option[3], sizeof option[3], "%d", p->last_n == 512 ? -1 : (int)p->last_n);
+        const outcome *o = RUN("-m", small_path, "-p", "abcab", "-n", "40", "--temp", "0",
+                               "--repeat-penalty", option[0], "--frequency-penalty", option[1],
+                               "--presence-penalty", option[2], "--repeat-last-n", option[3]);
+        expect_success(o);
+        assert_string_equal(o->out, expected);
+        if (i == 0) strcpy(plain, expected);
+        n_other += strcmp(plain, expected) != 0;
+    }
+    assert_true(n_other >= 6); // they matter
+    const outcome *o = RUN("-m", small_path, "-p", "abcab", "-n", "40", "--temp", "0");
+    expect_success(o);
+    assert_string_equal(o->out, plain);
+    o = RUN("-m", small_path, "-n", "40", "--presence-penalty", "1", "--stats");
+    expect_success(o);
+    assert_true(statistic(o, "allocations ") == 0);
 }
 
 static void test_stats(void **state) {
@@ -360,7 +502,9 @@ static void test_options(void **state) {
         {"--nonsense", NULL}, {"-n", NULL}, {"-n", "x"}, {"-n", "-1"}, {"-n", "1.5"}, {"-n", "1e12"},
         {"-n", ""}, {"--temp", "-1"}, {"--temp", "nan"}, {"--temp", "1x"}, {"--top-p", "2"},
         {"--threads", "0"}, {"--device", "abacus"}, {"--precision", "int4"}, {"--seed", "1.5"},
-        {"-c", "0"}, {"stray", NULL}, {"-m", NULL}, {"--sharing", "fairly"},
+        {"-c", "0"}, {"stray", NULL}, {"-m", NULL}, {"-n", " 5"}, {"-n", "0x5"}, {"--temp", "inf"},
+        {"--repeat-penalty", "0"}, {"--repeat-penalty", "-1"}, {"--repeat-last-n", "-2"},
+        {"--frequency-penalty", "nan"}, {"--presence-penalty", "1e99"}, {"--sharing", "fairly"},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         const char *args[3] = {wrong[i].name, wrong[i].value, NULL};
@@ -451,7 +595,7 @@ static void test_no_memory(void **state) {
         s.formats = cases[i].formats;
         with(path, s, "generate-memory");
         const char *args[] = {"-m", path, "-p", "hello there", "-n", "6", "--stats", "--kv", cases[i].kv,
-                              "--threads", "2", NULL};
+                              "--threads", "2", "--repeat-penalty", "1.1", NULL};
         const outcome *o = generate_with(-1, args);
         expect_success(o);
         int64_t n = o->calls;
@@ -495,7 +639,8 @@ static void interrupt(const char *prompt, size_t n_shown) {
     assert_int_equal(kill(c.pid, SIGINT), 0);
     finish(&c, &o, n);
     expect_success(&o);
-    assert_string_equal(o.err, "");
+    assert_non_null(strstr(o.err, "-c 100000")); // beyond what the model was trained on
+    assert_ptr_equal(strchr(o.err, '\n'), o.err + strlen(o.err) - 1);
     assert_int_equal(strncmp(o.out, prompt, strlen(prompt)), 0);
     assert_int_equal(o.out[strlen(o.out) - 1], '\n');
 }
@@ -511,6 +656,9 @@ static void test_interrupt(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_text),
+        cmocka_unit_test(test_bos),
+        cmocka_unit_test(test_long_context),
+        cmocka_unit_test(test_penalties),
         cmocka_unit_test(test_stats),
         cmocka_unit_test(test_cache),
         cmocka_unit_test(test_profile),
