@@ -309,7 +309,8 @@
    (pak files). Nothing in a file is trusted: counts, lengths, offsets, products and overlaps are
    checked at open, and a hostile file ends in a code, not a crash. One thing no reader of mapped
    files can catch: a file cut short by someone else while it is mapped. Set no_mmap, or read it
-   into memory, where that can happen.
+   into memory, where that can happen. What rocq writes to a path (rocq_file_create, which the GGUF
+   writer uses and which anything with a rocq_write_fn can) gets its name only when it is whole.
 
 
    >>history
@@ -5979,8 +5980,9 @@ ROCQ_DEF rocq_result rocq_file_create(rocq_ctx *ctx, rocq_file **file, const cha
 ROCQ_DEF bool rocq_file_write(const void *src, int64_t size, void *file) {
 #if ROCQ__HAS_STDIO
     rocq_file *f = (rocq_file *)file;
-    if (!f || f->error != 0 || size < 0) return false;
-    if (size == 0 || fwrite(src, 1, (size_t)size, f->stream) == (size_t)size) return true;
+    if (!f || f->error != 0) return false;
+    errno = EINVAL;
+    if (size == 0 || (size > 0 && fwrite(src, 1, (size_t)size, f->stream) == (size_t)size)) return true;
     f->error = errno;
 #else
     (void)src;

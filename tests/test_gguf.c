@@ -1604,6 +1604,117 @@ static void a_sink_that_fails_is_an_io_error(void **state) {
 }
 
 // ---------------------------------------------------------------------------------------------
+// Files written whole (rocq_file; tests/outputs has the rest, from outside)
+// ---------------------------------------------------------------------------------------------
+
+#define WHOLE TMP ".whole"
+
+static void holds(const char *path, const char *text) {
+    char got[64] = {0};
+    FILE *in = fopen(path, "rb");
+    assert_non_null(in);
+    fread(got, 1, sizeof got - 1, in);
+    fclose(in);
+    assert_string_equal(got, text);
+}
+
+static bool exists(const char *path) {
+    FILE *in = fopen(path, "rb");
+    if (in) fclose(in);
+    return in != NULL;
+}
+
+static void a_file_is_put_there_whole_or_not_at_all(void **state) {
+    (void)state;
+    counter c;
+    rocq_ctx *ctx = open_ctx(&c);
+    const int64_t before = live_bytes(ctx);
+    rocq_file *file = NULL, *other = NULL;
+    write_blob(WHOLE, "old", 3);
+    write_blob(WHOLE ".part", "of someone else", 15);
+    assert_ok(rocq_file_create(ctx, &file, WHOLE));
+    assert_ok(rocq_file_create(ctx, &other, WHOLE)); // two at once
+    assert_true(exists(WHOLE ".part1") && exists(WHOLE ".part2"));
+    assert_true(rocq_file_write("ne", 2, file) && rocq_file_write("", 0, file));
+    assert_true(rocq_file_write("w", 1, file) && rocq_file_write("other", 5, other));
+    holds(WHOLE, "old");
+    assert_ok(rocq_file_finish(&file, true));
+    assert_null(file);
+    holds(WHOLE, "new");
+    assert_ok(rocq_file_finish(&other, false)); // given up
+    holds(WHOLE, "new");
+    assert_ok(rocq_file_create(ctx, &file, WHOLE));
+    assert_false(rocq_file_write("lost", -1, file) || rocq_file_write("lost", 4, file));
+    assert_result(rocq_file_finish(&file, true), ROCQ_E_IO); // a write failed
+    assert_ok(rocq_file_create(ctx, &file, WHOLE));
+    assert_true(rocq_file_write("lost", 4, file));
+    remove(WHOLE ".part1");
+    assert_result(rocq_file_finish(&file, true), ROCQ_E_IO); // its part has gone
+    assert_non_null(strstr(last_error, WHOLE "'"));
+    assert_null(file);
+    holds(WHOLE, "new");
+    holds(WHOLE ".part", "of someone else");
+    assert_false(exists(WHOLE ".part1") || exists(WHOLE ".part2"));
+
+    assert_result(rocq_file_create(NULL, &file, WHOLE), ROCQ_E_ARGUMENT);
+    assert_result(rocq_file_create(ctx, NULL, WHOLE), ROCQ_E_ARGUMENT);
+    assert_result(rocq_file_create(ctx, &file, NULL), ROCQ_E_ARGUMENT);
+    const char *const bad[] = {"", "tests", "tests/", TMP ".none/file", "rocq.h/file"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        assert_result(rocq_file_create(ctx, &file, bad[i]), ROCQ_E_IO);
+        assert_non_null(strstr(last_error, bad[i]));
+        assert_null(file);
+    }
+    assert_result(rocq_file_finish(NULL, true), ROCQ_E_ARGUMENT);
+    assert_result(rocq_file_finish(&file, true), ROCQ_E_ARGUMENT);
+    assert_false(rocq_file_write("x", 1, NULL));
+    remove(WHOLE);
+    remove(WHOLE ".part");
+    assert_int_equal(live_bytes(ctx), before);
+    rocq_close(&ctx);
+    assert_int_equal(c.live, 0);
+}
+
+// The writer's path may be that of a file which is open and mapped; a model that is not whole does
+// not take its place.
+static void a_model_can_replace_itself(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_ctx(NULL);
+    blob b = sample_blob(ctx);
+    const rocq_gguf_desc source = {.path = WHOLE};
+    const rocq_gguf_writer_desc target = {.path = WHOLE};
+    write_blob(WHOLE, b.data, b.size);
+    for (int whole = 0; whole < 2; whole++) {
+        rocq_gguf *file = NULL;
+        rocq_gguf_writer *writer = NULL;
+        rocq_gguf_tensor t;
+        assert_ok(rocq_gguf_open(ctx, &file, &source));
+        assert_ok(rocq_gguf_create(ctx, &writer, &target));
+        assert_ok(rocq_gguf_set_from(writer, file));
+        assert_ok(rocq_gguf_set_bool(writer, "written.again", whole != 0));
+        assert_ok(rocq_gguf_tensor_at(file, 0, &t));
+        unsigned char *data = (unsigned char *)malloc((size_t)t.size);
+        assert_non_null(data);
+        assert_ok(rocq_gguf_add_tensor(writer, "again", t.format, t.n_dims, t.ne));
+        assert_ok(rocq_gguf_read(ctx, file, &t, data));
+        if (whole) assert_ok(rocq_gguf_write(writer, data, t.size));
+        check_sample(ctx, file); // still all there
+        assert_result(rocq_gguf_finish(&writer), whole ? ROCQ_OK : ROCQ_E_STATE);
+        check_sample(ctx, file); // what is open stays the old file
+        rocq_gguf_close(&file);
+        assert_ok(rocq_gguf_open(ctx, &file, &source));
+        if (whole) assert_ok(rocq_gguf_find_tensor(file, "again", &t));
+        else check_sample(ctx, file);
+        rocq_gguf_close(&file);
+        assert_false(exists(WHOLE ".part"));
+        free(data);
+    }
+    remove(WHOLE);
+    free(b.data);
+    rocq_close(&ctx);
+}
+
+// ---------------------------------------------------------------------------------------------
 // Memory
 // ---------------------------------------------------------------------------------------------
 
@@ -1637,6 +1748,19 @@ static rocq_result scenario_write(rocq_ctx *ctx, blob *b) {
     if (result == ROCQ_OK) result = note(sample_write(&writer));
     assert_null(writer);
     free(out.data);
+    return result;
+}
+
+static rocq_result scenario_write_path(rocq_ctx *ctx, blob *b) {
+    rocq_gguf_writer *writer = NULL;
+    const rocq_gguf_writer_desc desc = {.path = WHOLE};
+    (void)b;
+    rocq_result result = note(rocq_gguf_create(ctx, &writer, &desc));
+    if (result == ROCQ_OK) result = note(sample_write(&writer));
+    assert_null(writer);
+    assert_true(exists(WHOLE) == (result == ROCQ_OK));
+    assert_false(exists(WHOLE ".part"));
+    remove(WHOLE);
     return result;
 }
 
@@ -1675,7 +1799,7 @@ static void every_allocation_can_fail(void **state) {
     write_blob(TMP ".memory", b.data, b.size);
     rocq_close(&ctx);
     static const scenario scenarios[] = {scenario_open, scenario_open_path, scenario_write,
-                                         scenario_copy};
+                                         scenario_write_path, scenario_copy};
     for (size_t k = 0; k < sizeof scenarios / sizeof *scenarios; k++) {
         int64_t n = 0;
         for (bool done = false; !done; n++) {
@@ -2099,6 +2223,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(keys_keep_their_place_and_copies_are_equal),
         cmocka_unit_test(data_is_padded_to_the_alignment),
         cmocka_unit_test(a_sink_that_fails_is_an_io_error),
+        cmocka_unit_test(a_file_is_put_there_whole_or_not_at_all),
+        cmocka_unit_test(a_model_can_replace_itself),
         cmocka_unit_test(every_allocation_can_fail),
         cmocka_unit_test(types_are_named),
         cmocka_unit_test(ggml_reads_what_we_write),
