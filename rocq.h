@@ -12660,7 +12660,7 @@ typedef struct rocq__region {
 } rocq__region;
 
 // The memory of a tensor, with the gaps between its rows.
-ROCQ__FN rocq__region rocq__region_of(const rocq_tensor *t, bool written) {
+ROCQ__FN rocq__region rocq__memory_of(const rocq_tensor *t, bool written) {
     int64_t extent = 0;
     rocq__region r;
     rocq__extent(t, &extent);
@@ -12672,7 +12672,7 @@ ROCQ__FN rocq__region rocq__region_of(const rocq_tensor *t, bool written) {
 }
 
 // Adds a region to a list whose regions do not overlap: it takes in all that it overlaps.
-ROCQ__FN void rocq__regions_add(rocq__region *regions, int32_t *n_regions, rocq__region r) {
+ROCQ__FN void rocq__memory_add(rocq__region *regions, int32_t *n_regions, rocq__region r) {
     for (int32_t k = 0; k < *n_regions;) {
         if (regions[k].begin < r.end && r.begin < regions[k].end) {
             r.begin = ROCQ__MIN(r.begin, regions[k].begin);
@@ -12695,8 +12695,8 @@ ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *p
     int32_t n_regions = 0;
     ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
     for (int32_t i = 0; i < node->n_tensors; i++) {
-        const rocq__region r = rocq__region_of(&node->tensors[i], node->output[i]);
-        rocq__regions_add(regions, &n_regions, r);
+        const rocq__region r = rocq__memory_of(&node->tensors[i], node->output[i]);
+        rocq__memory_add(regions, &n_regions, r);
     }
     rocq_result result = ROCQ_OK;
     for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
@@ -16826,7 +16826,7 @@ ROCQ__FN void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void
     r->feeds[r->n_feeds++] = f;
 }
 
-ROCQ__FN bool rocq__region_holds(const rocq__region *list, int32_t n, const rocq__region *r) {
+ROCQ__FN bool rocq__memory_holds(const rocq__region *list, int32_t n, const rocq__region *r) {
     for (int32_t k = 0; k < n; k++) {
         if (list[k].begin <= r->begin && r->end <= list[k].end) return true;
     }
@@ -16849,10 +16849,10 @@ ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__region *written) {
                         o->offset != offsetof(rocq_rope_append_params, q)) {
                         continue;
                     }
-                    const rocq__region region = rocq__region_of(t, out);
-                    if (!out && rocq__region_holds(written, n_written, &region)) continue;
-                    rocq__regions_add(r->regions, &r->n_regions, region);
-                    if (out) rocq__regions_add(written, &n_written, region);
+                    const rocq__region region = rocq__memory_of(t, out);
+                    if (!out && rocq__memory_holds(written, n_written, &region)) continue;
+                    rocq__memory_add(r->regions, &r->n_regions, region);
+                    if (out) rocq__memory_add(written, &n_written, region);
                     else rocq__feed_add(r, o, p, t);
                 }
             }
@@ -16862,7 +16862,7 @@ ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__region *written) {
 
 // Whether an op writes to t, so that what it is fed does not last.
 ROCQ__FN bool rocq__replay_writes(const rocq__replay *r, const rocq_tensor *t) {
-    const rocq__region region = rocq__region_of(t, false);
+    const rocq__region region = rocq__memory_of(t, false);
     for (int32_t k = 0; k < r->n_regions; k++) {
         const rocq__region *other = &r->regions[k];
         if (other->written && other->begin < region.end && region.begin < other->end) return true;
@@ -17029,7 +17029,7 @@ ROCQ__FN const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t at) 
     }
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
         for (int32_t i = 0; i < node->n_tensors; i++) {
-            const rocq__region t = rocq__region_of(&node->tensors[i], false);
+            const rocq__region t = rocq__memory_of(&node->tensors[i], false);
             if (node->output[i] && t.begin <= address && address < t.end) found = node;
         }
     }
@@ -17232,8 +17232,9 @@ ROCQ__FN void rocq__ignored(rocq__gpu *gpu, const char *format, ...) {
 }
 
 // A queue on the first compute units. Bits of a mask are compute units; those of a WGP, two each,
-// are set together, because a workgroup may use both.
-ROCQ__FN void rocq__queue_on_units(rocq__gpu *gpu, int32_t most, void **stream) {
+// are set together, because a workgroup may use both. HIP makes such a queue of normal priority and
+// with default flags: where the program itself uses the NULL stream, they wait for each other.
+ROCQ__FN void rocq__stream_on_units(rocq__gpu *gpu, int32_t most, void **stream) {
     enum { WORDS = 32 };
     uint32_t mask[WORDS];
     const int32_t n = ROCQ__MAX(most / 2 * 2, 2), n_words = (gpu->n_units + 31) / 32;
@@ -17260,7 +17261,7 @@ ROCQ__FN void rocq__queue_on_units(rocq__gpu *gpu, int32_t most, void **stream) 
 
 // A queue of another priority than normal, which is that of a plain one. The runtime counts from
 // the least to the greatest downwards, and normal is 0.
-ROCQ__FN void rocq__queue_of_priority(rocq__gpu *gpu, rocq_priority wanted, void **stream) {
+ROCQ__FN void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void **stream) {
     const rocq_hip *hip = gpu->hip;
     const bool low = wanted == ROCQ_PRIORITY_LOW;
     const char *name = low ? "low" : "high";
@@ -17328,9 +17329,9 @@ ROCQ__FN rocq_result rocq__share(rocq_ctx *ctx) {
     gpu->n_units = gpu->chip.n_units;
     gpu->max_waves = ROCQ__SIMD_WAVES;
     gpu->matvec_lds = 0;
-    if (desc->max_units > 0) rocq__queue_on_units(gpu, desc->max_units, &stream);
+    if (desc->max_units > 0) rocq__stream_on_units(gpu, desc->max_units, &stream);
     if (desc->priority != ROCQ_PRIORITY_NORMAL) {
-        rocq__queue_of_priority(gpu, desc->priority, &stream);
+        rocq__stream_of_priority(gpu, desc->priority, &stream);
     }
     if (desc->max_waves > 0) rocq__limit_waves(gpu, desc->max_waves);
     if (stream) {
