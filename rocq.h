@@ -2048,23 +2048,32 @@ typedef struct rocq_k_epilogue {
     float softcap;
 } rocq_k_epilogue;
 
-// One product of a matvec launch. Its blocks are block_end of the part before to block_end - 1.
+// One product of a matvec launch: what the first load of w needs, then the epilogue, as in
+// rocq_k_epilogue, without what a matvec does not use. The kernel reads each half at once: these
+// lines are cold, and every read that waits for another one costs a trip to memory.
 typedef struct rocq_k_matvec_part {
-    const void *w, *w2; // planar, or plain for F32 F16 BF16; w2: y = epilogue(w x) * (w2 x)
-    int64_t n_units;    // of the whole tensor (planar), which places its planes
-    int64_t row0;       // first row, for batches
-    int32_t m;          // rows
+    const void *w, *w2;  // planar, or plain for F32 F16 BF16; w2: y = epilogue(w x) * (w2 x)
+    int64_t n_units;     // of the whole tensor (planar), which places its planes
+    int64_t row0;        // first row, for batches
+    int32_t m;           // rows
     int32_t format;
-    uint32_t block_end;
-    rocq_k_epilogue epilogue;
+    void *y;             // column c of y, gate and residual is c strides, in bytes, further on
+    const void *gate;    // or NULL
+    const void *residual;
+    const float *bias;
+    int64_t y_stride;    // of a planar y instead: units of the whole tensor
+    int64_t gate_stride, residual_stride;
+    int32_t y_format, gate_format, residual_format;
+    int32_t y_layout;
+    float softcap;
+    int32_t activation;
 } rocq_k_matvec_part;
 
 // y[m, c] for n <= ROCQ_K_FEW columns c. k_waves waves share a row group, each with its part of K.
 //   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; f32 with block formats has _n1 and _n8;
 //             int8_mixed: n = 1
-//   grid      the last part's block_end blocks of ROCQ_K_MATVEC_WAVES waves. A block has
-//             R = 32 / k_waves rows of one part; part i has (m + R - 1) / R blocks: its block_end
-//             is the sum up to it
+//   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of one part;
+//             part i has (m + R - 1) / R blocks, the first of which is block_begin[i - 1]
 //   parts     same x, k and n; one format but for int8_mixed; w2 has w's format, shape and place
 //   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
 //   f32       x and x_stride * 4 aligned to 16 bytes. With plain w any alignment of whole elements
@@ -2074,14 +2083,15 @@ typedef struct rocq_k_matvec_part {
 //             and its columns are x_column0 and up
 typedef struct rocq_k_matvec_args {
     rocq_k_common common;
-    rocq_k_matvec_part part[ROCQ_K_MATVEC_PARTS];
     const void *x;      // INT8: planar Q8_0 [K, x_columns]; F32: floats [K, n] with x_stride
     int64_t x_units;    // of that whole planar tensor
     int64_t x_column0;  // first column
     int64_t x_stride;   // F32: floats from column to column
     int32_t k, n;
-    int32_t n_parts;
-    int32_t k_waves;    // 1, 2, 4 or 8
+    int32_t k_shift;    // k_waves = 1 << k_shift: 1, 2, 4 or 8
+    uint32_t block_begin[ROCQ_K_MATVEC_PARTS - 1]; // of parts 1 and up, UINT32_MAX where there is
+                                                   // none; part 0 begins at block 0
+    rocq_k_matvec_part part[ROCQ_K_MATVEC_PARTS];
 } rocq_k_matvec_args;
 
 // y = epilogue(w x) over tiles; blockIdx.x counts tiles (see mm_place), then parts of K, blockIdx.z
@@ -11025,7 +11035,6 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     memset(&args, 0, sizeof args);
     args.k = (int32_t)k;
     args.n = (int32_t)n;
-    args.n_parts = n_parts;
     args.x = rocq__device_data(x);
     args.x_units = rocq_tensor_count(x) / 32;
     args.x_stride = x->stride[1];
@@ -11044,7 +11053,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
         mixed = mixed || w->format != g[0].w.format;
         groups = groups || g[i].y.format == ROCQ_Q8_0;
     }
-    args.k_waves = 1;
+    int32_t k_waves = 1;
     if (!groups) {
         rocq__site site;
         memset(&site, 0, sizeof site);
@@ -11056,12 +11065,13 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
         site.k = (int32_t)k;
         site.n = (int32_t)n;
         site.row_bytes = (int32_t)((bytes - rocq__tensor_bytes(x)) / (double)rows);
-        args.k_waves = rocq__config_for(job->ctx, &site).k_waves;
+        k_waves = rocq__config_for(job->ctx, &site).k_waves;
     }
-    const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES / args.k_waves;
-    for (int32_t i = 0; i < n_parts; i++) {
-        blocks += (g[i].w.ne[1] + block_rows - 1) / block_rows;
-        args.part[i].block_end = (uint32_t)blocks;
+    while (1 << args.k_shift < k_waves) args.k_shift++;
+    const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES / k_waves;
+    for (int32_t i = 0; i < ROCQ_K_MATVEC_PARTS; i++) {
+        if (i > 0) args.block_begin[i - 1] = i < n_parts ? (uint32_t)blocks : UINT32_MAX;
+        if (i < n_parts) blocks += (g[i].w.ne[1] + block_rows - 1) / block_rows;
     }
     const int columns = n > 4 ? 3 : n > 2 ? 2 : n > 1 ? 1 : 0; // 1, 2, 4, 8
     int kernel = ROCQ_K_matvec_f32_f32_n1 + 2 * rocq__k_format(g->w.format) + (n > 1);
@@ -11079,12 +11089,26 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
             for (int32_t i = 0; i < n_parts; i++) {
                 const rocq_tensor *w = &g[i].w;
                 const int64_t w2 = i2 / (x->ne[2] / w->ne[2]), w3 = i3 / (x->ne[3] / w->ne[3]);
-                rocq_k_epilogue *e = &args.part[i].epilogue;
-                args.part[i].row0 = (w3 * w->ne[2] + w2) * w->ne[1];
-                *e = rocq__k_epilogue(&g[i]);
-                if (g[i].y.layout != ROCQ_LAYOUT_PLANAR) rocq__k_move(&e->y, i2, i3);
-                rocq__k_move(&e->gate, i2, i3);
-                rocq__k_move(&e->residual, i2, i3);
+                rocq_k_matvec_part *part = &args.part[i];
+                rocq_k_epilogue e = rocq__k_epilogue(&g[i]);
+                const bool planar = g[i].y.layout == ROCQ_LAYOUT_PLANAR;
+                if (!planar) rocq__k_move(&e.y, i2, i3);
+                rocq__k_move(&e.gate, i2, i3);
+                rocq__k_move(&e.residual, i2, i3);
+                part->row0 = (w3 * w->ne[2] + w2) * w->ne[1];
+                part->y = e.y.data;
+                part->gate = e.gate.data;
+                part->residual = e.residual.data;
+                part->bias = e.bias;
+                part->y_stride = planar ? rocq_tensor_count(&g[i].y) / 32 : e.y.stride[0];
+                part->gate_stride = e.gate.stride[0];
+                part->residual_stride = e.residual.stride[0];
+                part->y_format = e.y.format;
+                part->gate_format = e.gate.format;
+                part->residual_format = e.residual.format;
+                part->y_layout = e.y.layout;
+                part->activation = e.activation;
+                part->softcap = e.softcap;
             }
             rocq__job_launch(job, kernel, blocks, 1, 256, &args, rocq__cost_of(bytes, flops, 0.0));
         }

@@ -100,15 +100,7 @@ template <typename T> using as_given = typename as_given_type<T>::type;
 #define LDS(type, name, n) __shared__ __attribute__((aligned(16))) type name[n]
 
 DEV void block_sync() { __syncthreads(); }
-#if defined(__CUDACC__)
 DEV void block_sync_lds() { __syncthreads(); }
-#else
-// __syncthreads also waits until all loads and stores of global memory are done, and drops the L0
-// cache. Here the wave waits for its own LDS accesses alone, and the compiler, which is told that
-// memory changes, moves no access across. The instruction is written out because before the builtin
-// s_barrier clang 19 waits for global memory on gfx11; clang 22 does not.
-DEV void block_sync_lds() { asm volatile("s_waitcnt lgkmcnt(0)\n\ts_barrier" ::: "memory"); }
-#endif
 DEV uint32_t thread_index() { return threadIdx.x; }
 DEV uint32_t n_threads() { return blockDim.x; }
 DEV uint32_t block_index() { return blockIdx.x; }
@@ -336,6 +328,11 @@ DEV void block_sync() {
     __builtin_amdgcn_s_barrier();
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
+// block_sync also waits until all loads and stores of global memory are done, and drops the L0 cache.
+// Here the wave waits for its own LDS accesses alone, and the compiler, which is told that memory
+// changes, moves no access across. The instruction is written out because before the builtin
+// s_barrier clang 19 waits for global memory on gfx11; clang 22 does not.
+DEV void block_sync_lds() { asm volatile("s_waitcnt lgkmcnt(0)\n\ts_barrier" ::: "memory"); }
 DEV uint32_t thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEV uint32_t n_threads() { return __builtin_amdgcn_workgroup_size_x(); }
 DEV uint32_t block_index() { return __builtin_amdgcn_workgroup_id_x(); }
@@ -546,6 +543,37 @@ DEV void loads_issued() {
     keep_order();
 #endif
 }
+// Fields of the args, all read before this and waited for once. Otherwise the compiler reads each
+// field where it is first used, and so waits for one after the other: six times before the first load
+// of a matvec's weights, not twice. Returns the first: what is computed from that is computed later.
+// One asm statement has to take them all, and takes READ_FIELDS: where there are fewer, the second is
+// named again.
+enum { READ_FIELDS = 20 };
+#if defined(__GFX11__)
+template <typename A, typename B, typename C, typename D, typename E, typename F, typename G,
+          typename H, typename I, typename J, typename K, typename L, typename M, typename N,
+          typename O, typename P, typename Q, typename R, typename S, typename T>
+DEV A read_fields(A a, B b, C c, D d, E e, F f, G g, H h, I i, J j, K k, L l, M m, N n, O o, P p,
+                  Q q, R r, S s, T t) {
+    asm volatile("" : "+s"(a) : "s"(b), "s"(c), "s"(d), "s"(e), "s"(f), "s"(g), "s"(h), "s"(i),
+                 "s"(j), "s"(k), "s"(l), "s"(m), "s"(n), "s"(o), "s"(p), "s"(q), "s"(r), "s"(s),
+                 "s"(t));
+    return a;
+}
+#endif
+template <typename First, typename Second, typename... More>
+DEV First read_together(First first, Second second, More... more) {
+#if defined(__GFX11__)
+    if constexpr (sizeof...(more) + 2 < READ_FIELDS) {
+        return read_together(first, second, second, more...);
+    } else {
+        return read_fields(first, second, more...);
+    }
+#else
+    (void)second, (void)sizeof...(more);
+    return first;
+#endif
+}
 // A kernel's args once more, from memory. Fields that are used again after a loop otherwise stay in
 // registers throughout it, and the attention kernels spill 2 to 17 SGPRs each.
 template <typename T> DEV const T &reread(const T &args) {
@@ -660,11 +688,16 @@ DEV char *row_of(const rocq_k_tensor &t, int64_t i1, int64_t i2, int64_t i3) {
 DEV char *row_repeated(const rocq_k_tensor &t, int64_t i1, int64_t i2, int64_t i3) {
     return row_of(t, t.ne[1] == 1 ? 0 : i1, t.ne[2] == 1 ? 0 : i2, t.ne[3] == 1 ? 0 : i3);
 }
-// Element i of a row of F32, F16 or BF16.
+// Element i of a row of F32, F16 or BF16: its bits, which may be under way, and what they mean.
+DEV uint32_t get_bits(int32_t format, const char *row, int64_t i) {
+    return format == ROCQ_F32 ? gload((const uint32_t *)row + i) : gload((const uint16_t *)row + i);
+}
+DEV float bits_float(int32_t format, uint32_t x) {
+    if (format == ROCQ_F32) return bits<float>(x);
+    return format == ROCQ_F16 ? f16_f32((uint16_t)x) : bf16_f32((uint16_t)x);
+}
 DEV float get_float(int32_t format, const char *row, int64_t i) {
-    if (format == ROCQ_F32) return gload((const float *)row + i);
-    const uint16_t h = gload((const uint16_t *)row + i);
-    return format == ROCQ_F16 ? f16_f32(h) : bf16_f32(h);
+    return bits_float(format, get_bits(format, row, i));
 }
 DEV void put_float(int32_t format, char *row, int64_t i, float x) {
     if (format == ROCQ_F32) gstore((float *)row + i, x);
@@ -1818,7 +1851,12 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
 #pragma unroll
     for (int c = 0; c < N; c++) column[c] = matvec_column(a, c);
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) row[r] = (const char *)w + work.row[r] * a.k * SIZE;
+    for (int r = 0; r < ROWS; r++) {
+        // counted in elements: of k times 2 or 4 in 64 bits the compiler makes vector operations
+        const int64_t first = work.row[r] * a.k;
+        if (SIZE == 2) row[r] = (const char *)((const uint16_t *)w + first);
+        else row[r] = (const char *)((const uint32_t *)w + first);
+    }
     if (a.k % ELEMS != 0 || a.x_stride % 4 != 0 || ((uintptr_t)a.x | (uintptr_t)w) % 16 != 0) {
 #pragma unroll 1
         for (uint32_t k = work.first; k < (uint32_t)a.k; k += work.step) {
@@ -1864,16 +1902,23 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
     }
 }
 
+// What the loop needs of a part.
+struct matvec_weights {
+    const void *w, *w2;
+    int64_t n_units, row0;
+    int32_t m, format;
+};
+
 // Rows row and up of a part, by one wave; its sums go to out[pass][ROWS c + r], pass 1 being w2's.
 template <int F, int N, bool INT8>
-DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_part &p, int row,
-                         int k_wave, float *out) {
+DEV void matvec_products(const rocq_k_matvec_args &a, const matvec_weights &p, int row, int k_wave,
+                         float *out) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
     matvec_work work;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) work.row[r] = p.row0 + (row + r < p.m ? row + r : p.m - 1);
     work.first = (uint32_t)(k_wave * ROCQ_K_WAVE + lane_index());
-    work.step = (uint32_t)(a.k_waves * ROCQ_K_WAVE);
+    work.step = (uint32_t)(ROCQ_K_WAVE << a.k_shift);
     work.count = (uint32_t)a.k / 32;
     const int passes = p.w2 ? 2 : 1;
 #pragma unroll 1
@@ -1890,29 +1935,80 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_part &
     }
 }
 
-// One y a thread: the waves' shares of K, in order, and the epilogue.
-template <int N>
-DEV void matvec_finish(const rocq_k_matvec_args &a, const rocq_k_matvec_part &p, int first_row,
-                       int k_shift, float *sums) {
-    enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N, PASS = ROCQ_K_MATVEC_WAVES * SLOT };
-    const int rows_log2 = 5 - k_shift, r = (int)thread_index() & ((1 << rows_log2) - 1);
-    const int c = (int)thread_index() >> rows_log2, row = first_row + r;
-    if (c >= a.n || row >= p.m) return;
-    const int slot = (r / ROWS << k_shift) * SLOT + c * ROWS + r % ROWS;
-    float v = lget(sums + slot), v2 = p.w2 ? lget(sums + PASS + slot) : 1.0f;
-    for (int k = 1; k < a.k_waves; k++) {
-        v += lget(sums + slot + k * SLOT);
-        if (p.w2) v2 += lget(sums + PASS + slot + k * SLOT);
+// One y a thread: what it takes beside its sums. This is read before the barrier: all fields of the
+// args together, then bias, gate and residual, which are under way while other waves finish.
+struct matvec_tail {
+    int r, c;  // row, from the block's first one on, and column
+    bool live; // there is such a y
+    int m, k_shift;
+    char *y;
+    int64_t y_stride;
+    int32_t y_format, y_layout, gate_format, residual_format, activation;
+    float softcap;
+    bool has_w2, has_bias, has_gate, has_residual;
+    float bias;
+    uint32_t gate, residual; // as in memory
+};
+DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int part, int first_row) {
+    const rocq_k_matvec_args &a = reread(a0);
+    const rocq_k_matvec_part &p = a.part[part];
+    const float *bias = p.bias;
+    const char *gate = (const char *)p.gate, *residual = (const char *)p.residual;
+    const int64_t gate_stride = p.gate_stride, residual_stride = p.residual_stride;
+    const int n = a.n;
+    const void *w2 = p.w2;
+    matvec_tail t;
+    t.m = p.m;
+    t.k_shift = a.k_shift;
+    t.y = (char *)p.y;
+    t.y_stride = p.y_stride;
+    t.y_format = p.y_format;
+    t.y_layout = p.y_layout;
+    t.gate_format = p.gate_format;
+    t.residual_format = p.residual_format;
+    t.activation = p.activation;
+    t.softcap = p.softcap;
+    read_together(bias, gate, residual, gate_stride, residual_stride, n, w2, t.m, t.k_shift, t.y,
+                  t.y_stride, t.y_format, t.y_layout, t.gate_format, t.residual_format,
+                  t.activation, t.softcap);
+    const int rows_log2 = 5 - t.k_shift;
+    t.r = (int)thread_index() & ((1 << rows_log2) - 1);
+    t.c = (int)thread_index() >> rows_log2;
+    const int row = first_row + t.r;
+    t.live = t.c < n && row < t.m;
+    t.has_w2 = w2 != 0;
+    t.has_bias = bias != 0;
+    t.has_gate = gate != 0;
+    t.has_residual = residual != 0;
+    t.bias = t.live && bias ? gload(bias + row) : 0.0f;
+    t.gate = t.live && gate ? get_bits(t.gate_format, gate + t.c * gate_stride, row) : 0;
+    t.residual = 0;
+    if (t.live && residual) {
+        t.residual = get_bits(t.residual_format, residual + t.c * residual_stride, row);
     }
-    const rocq_k_epilogue &e = p.epilogue;
-    if (e.bias) v += gload(e.bias + row);
-    v = activation(e.activation, v);
-    if (e.softcap > 0.0f) v = e.softcap * tanh_full(v / e.softcap);
-    if (e.gate.data) v *= get_float(e.gate.format, row_of(e.gate, c, 0, 0), row);
-    if (p.w2) v *= v2;
-    if (e.residual.data) v += get_float(e.residual.format, row_of(e.residual, c, 0, 0), row);
-    if (e.y.format != ROCQ_Q8_0) {
-        put_float(e.y.format, row_of(e.y, c, 0, 0), row, v);
+    return t;
+}
+
+// The waves' shares of K, in order, and the epilogue.
+template <int N>
+DEV void matvec_finish(const rocq_k_matvec_args &a, const matvec_tail &t, int first_row,
+                       float *sums) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N, PASS = ROCQ_K_MATVEC_WAVES * SLOT };
+    if (!t.live) return;
+    const int slot = (t.r / ROWS << t.k_shift) * SLOT + t.c * ROWS + t.r % ROWS;
+    float v = lget(sums + slot), v2 = t.has_w2 ? lget(sums + PASS + slot) : 1.0f;
+    for (int k = 1; k < 1 << t.k_shift; k++) {
+        v += lget(sums + slot + k * SLOT);
+        if (t.has_w2) v2 += lget(sums + PASS + slot + k * SLOT);
+    }
+    if (t.has_bias) v += t.bias;
+    v = activation(t.activation, v);
+    if (t.softcap > 0.0f) v = t.softcap * tanh_full(v / t.softcap);
+    if (t.has_gate) v *= bits_float(t.gate_format, t.gate);
+    if (t.has_w2) v *= v2;
+    if (t.has_residual) v += bits_float(t.residual_format, t.residual);
+    if (t.y_format != ROCQ_Q8_0) {
+        put_float(t.y_format, t.y + t.c * t.y_stride, first_row + t.r, v);
         return;
     }
     // The wave has column c of a unit; 8 lanes take four rows each.
@@ -1921,31 +2017,49 @@ DEV void matvec_finish(const rocq_k_matvec_args &a, const rocq_k_matvec_part &p,
     lput(sums + slot, v);
     wave_sync();
 #pragma unroll
-    for (int b = 0; b < 4; b++) four[b] = lget(sums + i * SLOT + c * ROWS + b);
+    for (int b = 0; b < 4; b++) four[b] = lget(sums + i * SLOT + t.c * ROWS + b);
     const bool live = lane_index() < 8;
-    if (e.y.layout == ROCQ_LAYOUT_PLANAR) {
-        const int64_t per_column = e.y.ne[0] / 32;
-        const int64_t n = per_column * e.y.ne[1] * e.y.ne[2] * e.y.ne[3];
-        const int64_t unit = (a.x_column0 + c) * per_column + first_row / 32;
-        put_q8_0_planar(e.y.data, n, unit, i, live, four);
+    if (t.y_layout == ROCQ_LAYOUT_PLANAR) {
+        const int64_t unit = (a.x_column0 + t.c) * (t.m / 32) + first_row / 32;
+        put_q8_0_planar(t.y, t.y_stride, unit, i, live, four);
     } else {
-        put_q8_0(row_of(e.y, c, 0, 0) + first_row / 32 * 34, i, live, four);
+        put_q8_0(t.y + t.c * t.y_stride + first_row / 32 * 34, i, live, four);
     }
 }
 
-// A block's work. F: the one format of all parts, or MATVEC_MIXED: each part has its own.
+// A block's work. F: the one format of all parts, or MATVEC_MIXED: each part has its own. The args
+// are cold in every cache, so they are read in as few dependent steps as can be: the head together
+// with part 0, as if it were the block's, then, if it is another's, that part. A word is touched of
+// each line of the epilogue, which then waits in the scalar cache for the end of the loop.
 enum { MATVEC_MIXED = -1 };
+DEV matvec_weights matvec_weights_of(const rocq_k_matvec_part &p) {
+    return {p.w, p.w2, p.n_units, p.row0, p.m, p.format};
+}
 template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_args &a) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
-    uint32_t block = a.common.block0 + block_index(), begin = 0;
-    int i = 0;
-    while (i < a.n_parts - 1 && block >= a.part[i].block_end) begin = a.part[i++].block_end;
-    const rocq_k_matvec_part &p = a.part[i];
-    const int k_shift = a.k_waves == 1 ? 0 : a.k_waves == 2 ? 1 : a.k_waves == 4 ? 2 : 3;
+    matvec_weights p = matvec_weights_of(a.part[0]);
+    const uint32_t block0 = read_together(
+        a.common.block0, a.block_begin[0], a.block_begin[1], a.block_begin[2], a.x, a.x_units,
+        a.x_column0, a.x_stride, a.k, a.n, a.k_shift, p.w, p.w2, p.n_units, p.row0, p.m, p.format,
+        a.part[0].y_format, a.part[0].activation);
+    static_assert(ROCQ_K_MATVEC_PARTS == 4, "the beginnings above");
+    const uint32_t block = block0 + block_index();
+    uint32_t begin = 0;
+    int part = 0;
+#pragma unroll
+    for (int i = 1; i < ROCQ_K_MATVEC_PARTS; i++) {
+        begin = block < a.block_begin[i - 1] ? begin : a.block_begin[i - 1];
+        part = block < a.block_begin[i - 1] ? part : i;
+    }
+    if (part != 0) {
+        const rocq_k_matvec_part &own = a.part[part];
+        p = matvec_weights_of(own);
+        read_together(own.y_format, own.activation, p.w, p.w2, p.n_units, p.row0, p.m, p.format);
+    }
     const int wave = wave_read(wave_index(), 0); // uniform: addresses of rows stay scalar
-    const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> k_shift);
-    const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & (a.k_waves - 1);
+    const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> a.k_shift);
+    const int row = first_row + (wave >> a.k_shift) * ROWS, k_wave = wave & ((1 << a.k_shift) - 1);
     float *out = sums + wave * ROWS * N;
     if (row < p.m) {
         if constexpr (F == MATVEC_MIXED) {
@@ -1972,8 +2086,9 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
             matvec_products<F, N, INT8>(a, p, row, k_wave, out);
         }
     }
+    const matvec_tail tail = matvec_tail_of(a, part, first_row);
     block_sync_lds();
-    matvec_finish<N>(a, p, first_row, k_shift, sums);
+    matvec_finish<N>(a, tail, first_row, sums);
 }
 
 // The id of a format by the name in the lists.
@@ -4817,7 +4932,7 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
             uint32_t c[4];
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const int i = base + 1024 * j, at = i < n ? i : 0;
+                const int i = base + 1024 * j, at = i < n ? i : base; // a word of the thread's own
                 v[j] = gload(a.logits + at);
                 c[j] = a.recent ? gload(counts + at) : 0;
                 if (a.allowed && !((uint32_t)gload(a.allowed + at / 32) >> (at & 31) & 1u)) {
