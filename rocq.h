@@ -2048,15 +2048,19 @@ typedef struct rocq_k_epilogue {
     float softcap;
 } rocq_k_epilogue;
 
-// One product of a matvec launch: what the first load of w needs, then the epilogue, as in
-// rocq_k_epilogue, without what a matvec does not use. The kernel reads each half at once: these
-// lines are cold, and every read that waits for another one costs a trip to memory.
-typedef struct rocq_k_matvec_part {
-    const void *w, *w2;  // planar, or plain for F32 F16 BF16; w2: y = epilogue(w x) * (w2 x)
-    int64_t n_units;     // of the whole tensor (planar), which places its planes
-    int64_t row0;        // first row, for batches
-    int32_t m;           // rows
+// One product of a matvec launch: its weights, then the epilogue, as in rocq_k_epilogue, without what
+// a matvec does not use. The kernel reads each of the two at once: these lines are cold, and every
+// read that waits for another one costs a trip to memory.
+typedef struct rocq_k_matvec_weights {
+    const void *w, *w2; // planar, or plain for F32 F16 BF16; w2: y = epilogue(w x) * (w2 x)
+    int64_t n_units;    // of the whole tensor (planar), which places its planes
+    int64_t row0;       // first row, for batches
+    int32_t m;          // rows
     int32_t format;
+} rocq_k_matvec_weights;
+
+typedef struct rocq_k_matvec_part {
+    rocq_k_matvec_weights weights;
     void *y;             // column c of y, gate and residual is c strides, in bytes, further on
     const void *gate;    // or NULL
     const void *residual;
@@ -11039,7 +11043,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     args.x_units = rocq_tensor_count(x) / 32;
     args.x_stride = x->stride[1];
     for (int32_t i = 0; i < n_parts; i++) {
-        rocq_k_matvec_part *part = &args.part[i];
+        rocq_k_matvec_weights *part = &args.part[i].weights;
         const rocq_tensor *w = &g[i].w;
         const double pair = g[i].w2.n_dims > 0 ? 2.0 : 1.0;
         part->w = rocq__device_data(w);
@@ -11095,7 +11099,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
                 if (!planar) rocq__k_move(&e.y, i2, i3);
                 rocq__k_move(&e.gate, i2, i3);
                 rocq__k_move(&e.residual, i2, i3);
-                part->row0 = (w3 * w->ne[2] + w2) * w->ne[1];
+                part->weights.row0 = (w3 * w->ne[2] + w2) * w->ne[1];
                 part->y = e.y.data;
                 part->gate = e.gate.data;
                 part->residual = e.residual.data;

@@ -1902,17 +1902,10 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
     }
 }
 
-// What the loop needs of a part.
-struct matvec_weights {
-    const void *w, *w2;
-    int64_t n_units, row0;
-    int32_t m, format;
-};
-
 // Rows row and up of a part, by one wave; its sums go to out[pass][ROWS c + r], pass 1 being w2's.
 template <int F, int N, bool INT8>
-DEV void matvec_products(const rocq_k_matvec_args &a, const matvec_weights &p, int row, int k_wave,
-                         float *out) {
+DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
+                         int k_wave, float *out) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
     matvec_work work;
 #pragma unroll
@@ -1956,9 +1949,9 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int part, int first
     const char *gate = (const char *)p.gate, *residual = (const char *)p.residual;
     const int64_t gate_stride = p.gate_stride, residual_stride = p.residual_stride;
     const int n = a.n;
-    const void *w2 = p.w2;
+    const void *w2 = p.weights.w2;
     matvec_tail t;
-    t.m = p.m;
+    t.m = p.weights.m;
     t.k_shift = a.k_shift;
     t.y = (char *)p.y;
     t.y_stride = p.y_stride;
@@ -2027,36 +2020,40 @@ DEV void matvec_finish(const rocq_k_matvec_args &a, const matvec_tail &t, int fi
     }
 }
 
-// A block's work. F: the one format of all parts, or MATVEC_MIXED: each part has its own. The args
-// are cold in every cache, so they are read in as few dependent steps as can be: the head together
-// with part 0, as if it were the block's, then, if it is another's, that part. A word is touched of
-// each line of the epilogue, which then waits in the scalar cache for the end of the loop.
+// A block's work. F: the one format of all parts, or MATVEC_MIXED: each part has its own.
+//
+// The args are cold in every cache, so gfx11 reads them in as few dependent steps as can be: the head
+// together with part 0, as if that were the block's, then, if it is not, its own. A word is touched of
+// each line of the epilogue, which then waits in the scalar cache for the end of the loop. NVIDIA's
+// constant memory needs none of this, and its compiler no registers for what it can read again.
 enum { MATVEC_MIXED = -1 };
-DEV matvec_weights matvec_weights_of(const rocq_k_matvec_part &p) {
-    return {p.w, p.w2, p.n_units, p.row0, p.m, p.format};
-}
 template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_args &a) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
-    matvec_weights p = matvec_weights_of(a.part[0]);
-    const uint32_t block0 = read_together(
-        a.common.block0, a.block_begin[0], a.block_begin[1], a.block_begin[2], a.x, a.x_units,
-        a.x_column0, a.x_stride, a.k, a.n, a.k_shift, p.w, p.w2, p.n_units, p.row0, p.m, p.format,
-        a.part[0].y_format, a.part[0].activation);
-    static_assert(ROCQ_K_MATVEC_PARTS == 4, "the beginnings above");
-    const uint32_t block = block0 + block_index();
-    uint32_t begin = 0;
+    uint32_t block = a.common.block0, begin = 0;
     int part = 0;
+#if defined(__GFX11__)
+    rocq_k_matvec_weights p = a.part[0].weights;
+    static_assert(ROCQ_K_MATVEC_PARTS == 4, "three beginnings");
+    block = read_together(block, a.block_begin[0], a.block_begin[1], a.block_begin[2], a.x, a.x_units,
+                          a.x_column0, a.x_stride, a.k, a.n, a.k_shift, p.w, p.w2, p.n_units, p.row0,
+                          p.m, p.format, a.part[0].y_format, a.part[0].activation);
+#endif
+    block += block_index();
 #pragma unroll
     for (int i = 1; i < ROCQ_K_MATVEC_PARTS; i++) {
         begin = block < a.block_begin[i - 1] ? begin : a.block_begin[i - 1];
         part = block < a.block_begin[i - 1] ? part : i;
     }
+#if defined(__GFX11__)
     if (part != 0) {
         const rocq_k_matvec_part &own = a.part[part];
-        p = matvec_weights_of(own);
+        p = own.weights;
         read_together(own.y_format, own.activation, p.w, p.w2, p.n_units, p.row0, p.m, p.format);
     }
+#else
+    const rocq_k_matvec_weights &p = a.part[part].weights;
+#endif
     const int wave = wave_read(wave_index(), 0); // uniform: addresses of rows stay scalar
     const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> a.k_shift);
     const int row = first_row + (wave >> a.k_shift) * ROWS, k_wave = wave & ((1 << a.k_shift) - 1);
