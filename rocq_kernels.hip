@@ -1582,7 +1582,7 @@ KERNEL(repack, rocq_k_repack_args, 256) {
 // is a second pass over K by the same wave.
 //
 // Geometry: blocks of 256 threads, 8 waves; a block owns 32 / k_waves rows of one part. Parts are
-// laid end to end (block_end). LDS: 256 N bytes. Rows past m repeat row m - 1, columns past n
+// laid end to end (block_begin). LDS: 256 N bytes. Rows past m repeat row m - 1, columns past n
 // column n - 1, and are not stored; lanes past the end of K load its last unit and add nothing.
 // Assumes planar tensors aligned to 16 bytes. y in Q8_0 needs the 32 rows of its units in one
 // block: k_waves = 1 and m a multiple of 32.
