@@ -1014,6 +1014,133 @@ static void test_bad_indices(void **state) {
     box_free(&other);
     box_free(&cells);
     box_free(&pos);
+
+    // Attention: a length of 0 counts as 1, and a page that the pool does not have as unseen.
+    const int32_t bad_pages[] = {0, 1 << 30, -1, 1}, bad_lengths[] = {0, 65};
+    for (int i = 0; i < 4; i++) {
+        const int32_t pages[] = {bad_pages[i % 2 ? 1 : 0], bad_pages[i % 2 ? 2 : 3], 0, 1};
+        box query = box_random(BOX_PLAIN, ROCQ_F32, 1, 64, 2, i < 2 ? 1 : 20, 1);
+        box rows = box_random(BOX_PLAIN, ROCQ_F16, 1, 64, 1, 32, 1);
+        box out = box_make(BOX_STRIDED, ROCQ_F32, 64, 2, i < 2 ? 1 : 20, 1);
+        box page_table = box_i32(pages, 4), length = box_i32(&bad_lengths[i / 2], 1);
+        const rocq_attention_params attend = {.out = &out.t, .q = &query.t, .k = &rows.t,
+                                              .v = &rows.t,
+                                              .kv_len = i % 2 ? NULL : &length.t,
+                                              .page_table = &page_table.t, .page_size = 16};
+        d = params_of(ROCQ_OP_ATTENTION, &attend);
+        move_params(ROCQ_OP_ATTENTION, &d);
+        if (rocq_attention(gpu, &d.attention) != ROCQ_OK) fail_msg("%s", rocq_error(gpu));
+        assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
+        for (int w = 0; w < n_twins; w++) copy_from_gpu(&twins[w]);
+        box_check_outside(&out);
+        free_twins();
+        box_free(&query);
+        box_free(&rows);
+        box_free(&out);
+        box_free(&page_table);
+        box_free(&length);
+    }
+
+    box logits = box_random(BOX_PLAIN, ROCQ_F32, 1, 100, 1, 1, 1), recent = box_i32(ids, 3);
+    box token = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1);
+    const rocq_sample_params draw = {.token = &token.t, .logits = &logits.t, .recent = &recent.t,
+                                     .repeat_penalty = 1.1f};
+    d = params_of(ROCQ_OP_SAMPLE, &draw);
+    move_params(ROCQ_OP_SAMPLE, &d);
+    assert_int_equal(rocq_sample(gpu, &d.sample), ROCQ_OK);
+    assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
+    free_twins();
+    box_free(&logits);
+    box_free(&recent);
+    box_free(&token);
+}
+
+// A tensor over the same memory as the twin of a box, of which t is a view.
+static rocq_tensor on_twin(const rocq_tensor *t, const rocq_tensor *twin) {
+    rocq_tensor moved = *t;
+    moved.buffer = twin->buffer;
+    return moved;
+}
+
+// q, k and v as columns of one tensor and caches whose rows take turns come out as on the CPU; what
+// lies in its own output, or around its own indices, is refused before anything is launched.
+static void test_overlap(void **state) {
+    (void)state;
+    enum { D = 64, HEADS = 2, KV = 1, N = 3, CELLS = 6, ALL = HEADS + 2 * KV };
+    const int32_t cells[N] = {5, 0, 2}, turn[4] = {0, 1, 3, 2};
+    box fused = box_random(BOX_PLAIN, ROCQ_F32, 1, D, ALL, N, 1);
+    box caches = box_random(BOX_PLAIN, ROCQ_F32, 1, D, KV, 2, CELLS), at = box_i32(cells, N);
+    box *const boxes[] = {&fused, &caches};
+    const rocq_tensor *twin[] = {on_gpu(&fused), on_gpu(&caches)}, *pos = on_gpu(&at);
+    const int64_t first[5] = {0, HEADS, HEADS + KV, 0, 1};
+    rocq_tensor t[5], d[5];
+    for (int i = 0; i < 5; i++) { // q, k, v, k_cache, v_cache
+        const int64_t start[4] = {0, i < 3 ? first[i] : 0, i < 3 ? 0 : first[i], 0};
+        const int64_t ne[4] = {D, i == 0 ? HEADS : KV, i < 3 ? N : 1, i < 3 ? 1 : CELLS};
+        assert_int_equal(rocq_tensor_view(&t[i], &boxes[i > 2]->t, start, ne), ROCQ_OK);
+        if (i > 2) assert_int_equal(rocq_tensor_permute(&t[i], &t[i], turn), ROCQ_OK);
+        d[i] = on_twin(&t[i], twin[i > 2]);
+    }
+    const rocq_rope_append_params host = {.q = &t[0], .k = &t[1], .v = &t[2], .k_cache = &t[3],
+                                          .v_cache = &t[4], .pos = &at.t};
+    rocq_rope_append_params p = {.q = &d[0], .k = &d[1], .v = &d[2], .k_cache = &d[3],
+                                 .v_cache = &d[4], .pos = pos};
+    const rocq_tensor c_words = words_of(twin[1]->buffer, caches.size);
+    const rocq_tensor q_words = words_of(twin[0]->buffer, fused.size);
+    for (int i = 0; i < 8; i++) { // pos or cell, among q or the caches, in rows or gaps
+        rocq_tensor in = i % 2 ? c_words : q_words;
+        in.ne[0] = N;
+        in.offset = D * 4 * (i % 4 < 2 ? HEADS : HEADS + 1);
+        rocq_rope_append_params wrong = p;
+        if (i < 4) wrong.pos = &in;
+        else wrong.cell = &in;
+        assert_int_equal(rocq_rope_append(gpu, &wrong), ROCQ_E_ARGUMENT);
+    }
+    rocq_rope_append_params bad = p;
+    bad.v_cache = &d[3];
+    assert_int_equal(rocq_rope_append(gpu, &bad), ROCQ_E_ARGUMENT);
+    rocq_tensor ids = q_words, rows = d[0]; // the first of the two heads of q, as rows of a table
+    ids.ne[0] = N;
+    ids.offset = D * 4;
+    rows.ne[1] = N;
+    rows.ne[2] = 1;
+    rows.stride[1] = rows.stride[2];
+    rocq_tensor table = *twin[1];
+    table.ne[1] = CELLS;
+    table.ne[2] = table.ne[3] = 1;
+    const rocq_gather_params gather = {.y = &rows, .table = &table, .ids = &ids};
+    assert_int_equal(rocq_gather(gpu, &gather), ROCQ_E_ARGUMENT);
+    rocq_tensor pages = q_words, pool = table;
+    pages.ne[0] = 2;
+    pages.offset = HEADS * D * 4; // in a gap of out
+    pool.ne[1] = 1;
+    pool.ne[2] = CELLS;
+    pool.stride[2] = D;
+    const rocq_attention_params attend = {.out = &d[0], .q = &d[0], .k = &pool, .v = &pool,
+                                          .page_table = &pages, .page_size = 2};
+    assert_int_equal(rocq_attention(gpu, &attend), ROCQ_E_ARGUMENT);
+    rocq_tensor one = q_words;
+    one.ne[0] = 1;
+    const rocq_attention_params lengths = {.out = &d[0], .q = &d[0], .k = &pool, .v = &pool,
+                                           .kv_len = &one};
+    assert_int_equal(rocq_attention(gpu, &lengths), ROCQ_E_ARGUMENT);
+
+    // Nothing of that has run: now the op that is right, against the same on the CPU.
+    assert_int_equal(rocq_rope_append(cpu, &host), ROCQ_OK);
+    if (rocq_rope_append(gpu, &p) != ROCQ_OK) fail_msg("%s", rocq_error(gpu));
+    for (int i = 0; i < 2; i++) {
+        box_read(boxes[i]);
+        double *want = values_of(boxes[i]);
+        copy_from_gpu(&twins[i]);
+        box_read(boxes[i]);
+        const double e = nmse(ROCQ_F32, boxes[i]->value, want, boxes[i]->count);
+        if (!(e <= 1e-10)) fail_msg("%s: NMSE %g", i ? "caches" : "columns", e);
+        free(want);
+    }
+    free_twins();
+    box_free(&fused);
+    box_free(&caches);
+    box_free(&at);
 }
 
 // -- graphs --
@@ -1155,8 +1282,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_casts),           cmocka_unit_test(test_softmax),
         cmocka_unit_test(test_gather),          cmocka_unit_test(test_argmax),
         cmocka_unit_test(test_sample),          cmocka_unit_test(test_bad_indices),
-        cmocka_unit_test(test_graph),           cmocka_unit_test(test_repeatable),
-        cmocka_unit_test(test_no_work),
+        cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
+        cmocka_unit_test(test_repeatable),      cmocka_unit_test(test_no_work),
     };
     const struct CMUnitTest last[] = {cmocka_unit_test(test_every_kernel_ran)};
     if (open_both(NULL) != 0) return 2;
