@@ -280,6 +280,42 @@ static void test_roles(void **state) {
     }
 }
 
+static const vocab_options *made_options;
+
+static void set_made(rocq_gguf_writer *w) { vocab_set(w, &made, made_options); }
+
+// A vocabulary that llama.cpp's own library has loaded, as part of a model, and saved again.
+static void test_saved(void **state) {
+    (void)state;
+    static const char *const names[] = {"spm", "spm-gemma", "bpe-default", "bpe-llama3", "bpe-qwen2"};
+    static const rocq_format formats[] = {ROCQ_Q8_0, ROCQ_I32};
+    if (!peer_open()) skip();
+    for (int32_t i = 0; i < N_KINDS; i++) {
+        bool wanted = false;
+        for (size_t k = 0; k < sizeof names / sizeof *names; k++)
+            wanted = wanted || strcmp(kinds[i].name, names[k]) == 0;
+        if (!wanted) continue;
+        rocq_ctx *ctx = NULL;
+        peer_model model;
+        pair p;
+        kinds[i].make(&made);
+        made_options = &kinds[i].options;
+        const model_spec s = {.name = kinds[i].name, .arch = "llama", .n_embd = 64, .n_heads = 2,
+                              .n_kv_heads = 1, .head_dim = 32, .n_ff = 64, .n_vocab = made.n_tokens,
+                              .formats = formats, .edit = set_made};
+        assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+        model_write(ctx, &s, model_path("vocab-to-save"), NULL);
+        rocq_close(&ctx);
+        peer_load(&model, model_path("vocab-to-save"), 64, 1);
+        peer.llama_model_save_to_file(model.model, model_path("vocab-saved"));
+        peer_close(&model);
+        pair_open(&p, model_path("vocab-saved"), kinds[i].name);
+        compare_tokens(&p);
+        for (int32_t k = 0; k < N_TEXTS; k++) compare(&p, texts[k].data, texts[k].length);
+        pair_close(&p);
+    }
+}
+
 // Ids of no integer type and flags of no truth value are refused, not taken for absent.
 static void test_wrong_keys(void **state) {
     (void)state;
@@ -508,7 +544,7 @@ int main(void) {
     static const char *const pres[] = {"default", "llama-bpe", "qwen2", "gpt-2", "tekken",
         "deepseek-llm", "deepseek-coder", "seed-coder", "viking"};
     enum { N_PRES = sizeof pres / sizeof *pres };
-    static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 6];
+    static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 7];
     static char names[N_KINDS][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_KINDS; i++) {
@@ -526,6 +562,7 @@ int main(void) {
     }
     tests[n++] = (struct CMUnitTest){.name = "names of pre-tokenizers", .test_func = test_names};
     tests[n++] = (struct CMUnitTest){.name = "roles of tokens", .test_func = test_roles};
+    tests[n++] = (struct CMUnitTest){.name = "saved by llama.cpp", .test_func = test_saved};
     tests[n++] = (struct CMUnitTest){.name = "keys of the wrong type", .test_func = test_wrong_keys};
     tests[n++] = (struct CMUnitTest){.name = "tokens that overlap", .test_func = test_overlaps};
     tests[n++] = (struct CMUnitTest){.name = "many special tokens", .test_func = test_many};

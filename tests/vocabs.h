@@ -313,22 +313,8 @@ typedef struct vocab_options {
     int32_t add_bos, add_eos, add_space_prefix; // -1: the key is left out
 } vocab_options;
 
-static inline void vocab_write(rocq_ctx *ctx, const vocab *v, const vocab_options *o, const char *path) {
-    rocq_gguf_writer *w = NULL;
-    rocq_gguf_writer_desc desc = {0};
+static inline void vocab_set(rocq_gguf_writer *w, const vocab *v, const vocab_options *o) {
     static rocq_str strings[VOCAB_MAX];
-    desc.path = path;
-    assert_int_equal(rocq_gguf_create(ctx, &w, &desc), ROCQ_OK);
-    // llama.cpp wants a model around the vocabulary; its smallest description will do.
-    assert_int_equal(rocq_gguf_set_str(w, "general.architecture", "llama"), ROCQ_OK);
-    static const char *const sizes[] = {"context_length", "embedding_length", "block_count",
-                                        "feed_forward_length", "attention.head_count"};
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        char key[64];
-        snprintf(key, sizeof key, "llama.%s", sizes[i]);
-        assert_int_equal(rocq_gguf_set_u32(w, key, 32), ROCQ_OK);
-    }
-    assert_int_equal(rocq_gguf_set_f32(w, "llama.attention.layer_norm_rms_epsilon", 1e-5f), ROCQ_OK);
     assert_int_equal(rocq_gguf_set_str(w, "tokenizer.ggml.model", o->model), ROCQ_OK);
     if (o->pre) assert_int_equal(rocq_gguf_set_str(w, "tokenizer.ggml.pre", o->pre), ROCQ_OK);
     for (int32_t i = 0; i < v->n_tokens; i++) {
@@ -369,6 +355,24 @@ static inline void vocab_write(rocq_ctx *ctx, const vocab *v, const vocab_option
     for (size_t i = 0; i < 3; i++)
         if (flags[i].value >= 0)
             assert_int_equal(rocq_gguf_set_bool(w, flags[i].key, flags[i].value > 0), ROCQ_OK);
+}
+
+static inline void vocab_write(rocq_ctx *ctx, const vocab *v, const vocab_options *o, const char *path) {
+    rocq_gguf_writer *w = NULL;
+    rocq_gguf_writer_desc desc = {0};
+    desc.path = path;
+    assert_int_equal(rocq_gguf_create(ctx, &w, &desc), ROCQ_OK);
+    // llama.cpp wants a model around the vocabulary; its smallest description will do.
+    assert_int_equal(rocq_gguf_set_str(w, "general.architecture", "llama"), ROCQ_OK);
+    static const char *const sizes[] = {"context_length", "embedding_length", "block_count",
+                                        "feed_forward_length", "attention.head_count"};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        char key[64];
+        snprintf(key, sizeof key, "llama.%s", sizes[i]);
+        assert_int_equal(rocq_gguf_set_u32(w, key, 32), ROCQ_OK);
+    }
+    assert_int_equal(rocq_gguf_set_f32(w, "llama.attention.layer_norm_rms_epsilon", 1e-5f), ROCQ_OK);
+    vocab_set(w, v, o);
     assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
 }
 
