@@ -9712,16 +9712,20 @@ ROCQ__FN const char *rocq__library_symbols(rocq__library library, const rocq__hi
     return NULL;
 }
 
-// Adds an entry to rocq_info.runtimes_tried, and logs it. One that does not fit leaves "..." in its
-// place, and so the list never ends within an entry.
-ROCQ__PRINTF(3, 4)
-ROCQ__FN void rocq__hip_tried(rocq_ctx *ctx, rocq_log_level level, const char *format, ...) {
+// Adds an entry to rocq_info.runtimes_tried, "NAME: REASON", and logs it. Of a long name it has the
+// end. An entry that does not fit leaves "..." in its place: the list never ends within an entry.
+ROCQ__PRINTF(4, 5)
+ROCQ__FN void rocq__hip_tried(rocq_ctx *ctx, rocq_log_level level, const char *name,
+                              const char *format, ...) {
     static const char more[] = "; ...";
     char entry[sizeof ctx->error];
     const size_t used = strlen(ctx->tried);
     va_list args;
+    rocq__copy_end(entry, sizeof entry / 2, name);
+    const size_t length = strlen(entry);
+    memcpy(entry + length, ": ", 2);
     va_start(args, format);
-    vsnprintf(entry, sizeof entry, format, args);
+    vsnprintf(entry + length + 2, sizeof entry - length - 2, format, args);
     va_end(args);
     rocq__log(ctx, level, "HIP runtime: %s", entry);
     if (ctx->tried_cut) return;
@@ -9741,7 +9745,7 @@ ROCQ__FN rocq_result rocq__hip_try(rocq_ctx *ctx, rocq__gpu *gpu, const char *na
     const rocq__library library = rocq__library_open(name, how, why, sizeof why);
     *there = library || why[0];
     if (!library) {
-        if (why[0]) rocq__hip_tried(ctx, ROCQ_LOG_WARN, "%s: %s", name, why);
+        if (why[0]) rocq__hip_tried(ctx, ROCQ_LOG_WARN, name, "%s", why);
         return ROCQ_E_NO_RUNTIME;
     }
     const char *missing = rocq__library_symbols(
@@ -9749,7 +9753,7 @@ ROCQ__FN rocq_result rocq__hip_try(rocq_ctx *ctx, rocq__gpu *gpu, const char *na
         &gpu->loaded);
     if (missing) {
         rocq__library_close(library);
-        rocq__hip_tried(ctx, ROCQ_LOG_WARN, "%s: has no %s", name, missing);
+        rocq__hip_tried(ctx, ROCQ_LOG_WARN, name, "has no %s", missing);
         return ROCQ_E_NO_RUNTIME;
     }
     // From its first call on, a runtime may have threads that run its code and destructors that its
@@ -9760,15 +9764,15 @@ ROCQ__FN rocq_result rocq__hip_try(rocq_ctx *ctx, rocq__gpu *gpu, const char *na
     const int error = gpu->loaded.init(0);
     const int no_version = gpu->loaded.version(&version);
     if (no_version == 0 && version < ROCQ__HIP_OLDEST) {
-        rocq__hip_tried(ctx, ROCQ_LOG_WARN, "%s: is HIP %d.%d, the oldest that works is %d.%d",
-                        name, version / 10000000, version / 100000 % 100,
-                        ROCQ__HIP_OLDEST / 10000000, ROCQ__HIP_OLDEST / 100000 % 100);
+        rocq__hip_tried(ctx, ROCQ_LOG_WARN, name, "is HIP %d.%d, the oldest that works is %d.%d",
+                        version / 10000000, version / 100000 % 100, ROCQ__HIP_OLDEST / 10000000,
+                        ROCQ__HIP_OLDEST / 100000 % 100);
         return ROCQ_E_NO_RUNTIME;
     }
     if (error != 0 || no_version != 0) {
         const int code = error ? error : no_version;
         const char *text = gpu->loaded.hip.error_name ? gpu->loaded.hip.error_name(code) : NULL;
-        rocq__hip_tried(ctx, ROCQ_LOG_WARN, "%s: %s: %s (%d)", name,
+        rocq__hip_tried(ctx, ROCQ_LOG_WARN, name, "%s: %s (%d)",
                         error ? "hipInit" : "hipRuntimeGetVersion", text ? text : "error", code);
         return error == ROCQ__HIP_NO_DEVICE ? ROCQ_E_NO_DEVICE : ROCQ_E_NO_RUNTIME;
     }
@@ -9822,17 +9826,17 @@ ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
         bool any = false;
         if (!folder || !folder[0]) continue;
         if (how == ROCQ__BY_PATH && !rocq__path_absolute(folder)) {
-            rocq__hip_tried(ctx, ROCQ_LOG_WARN, "%s: not an absolute path", folder);
+            rocq__hip_tried(ctx, ROCQ_LOG_WARN, folder, "not an absolute path");
             continue;
         }
+        char path[1024]; // longer ones are not tried
         for (size_t k = 0; k < sizeof names / sizeof names[0]; k++) {
-            char path[1024];
             bool there;
             const int length =
                 how == ROCQ__BY_PATH
                     ? snprintf(path, sizeof path, "%s%s%c%s", folder, below, slash, names[k])
                     : snprintf(path, sizeof path, "%s", names[k]);
-            if (length < 0 || length >= (int)sizeof path) continue; // longer than any real one
+            if (length < 0 || length >= (int)sizeof path) continue;
 #if defined(_WIN32)
             for (char *p = path; *p; p++) *p = *p == '/' ? '\\' : *p; // as LoadLibraryEx wants it
 #endif
@@ -9842,8 +9846,8 @@ ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
             any |= there;
         }
         if (!any) {
-            rocq__hip_tried(ctx, ROCQ_LOG_INFO, "%s%s: none", folder,
-                            how == ROCQ__BY_PATH ? below : "");
+            snprintf(path, sizeof path, "%.1000s%s", folder, how == ROCQ__BY_PATH ? below : "");
+            rocq__hip_tried(ctx, ROCQ_LOG_INFO, path, "none");
         }
     }
     // As many whole entries as the sentence has room for.
