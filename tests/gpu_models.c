@@ -164,7 +164,12 @@ static void check_model(const model_spec *s, const char *kv, double bound, int64
     const int64_t launches = layer > 0 ? layer * t->model[CPU].n_layers + 3 : 0;
     check_step(t, tokens[0], bound, launches);
     for (int i = 0; i < N_DEVICES; i++) { // steps see nothing of it
+        rocq_stats before, after;
+        assert_int_equal(rocq_get_stats(contexts[i], &before), ROCQ_OK);
         if (llama_warm(&t->model[i]) != ROCQ_OK) fail_msg("%s", t->model[i].error);
+        assert_int_equal(rocq_get_stats(contexts[i], &after), ROCQ_OK);
+        assert_int_equal(after.n_replays_checked - before.n_replays_checked, i == GPU_GRAPH);
+        assert_int_equal(after.n_replays_refused, 0);
     }
     for (int i = 1; i < 3; i++) check_step(t, tokens[i], bound, launches);
     if (layer == 0) check_tuned(t, tokens, bound);
