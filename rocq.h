@@ -869,11 +869,11 @@ typedef enum rocq_rope_pairing {
 // What an op writes shares no byte with anything else that it reads or writes, which is checked
 // before it runs (E_ARGUMENT). Where a comment below has "may be x", the output may be that very
 // tensor (address, format, sizes and strides), but not a part of it. Rows may lie in the gaps
-// between other rows: q, k and v may be columns of one tensor, and the planes of two caches may take
-// turns. That has two limits. Integers that steer an op (ids, pos, cell, kv_len, page_table, recent,
-// allowed) lie outside the range from an output's first byte to its last, and it outside theirs.
-// And of two tensors with gaps, some of whose strides neither agree nor divide one another, overlap
-// is assumed where a search of bounded length does not rule it out.
+// between other rows: q, k and v may be columns of one tensor, and the planes of two caches may
+// take turns. That has two limits. Integers that steer an op (ids, pos, cell, kv_len, page_table,
+// recent, allowed) lie outside the range from an output's first byte to its last, and the output
+// outside theirs. And of two tensors with gaps, some of whose strides neither agree nor divide one
+// another, overlap is assumed where a search of bounded length does not rule it out.
 
 typedef enum rocq_op {
 #define ROCQ_X(NAME, name, params) ROCQ_OP_##NAME,
@@ -1280,14 +1280,15 @@ ROCQ_DEF rocq_result rocq_format_from_name(rocq_format *format, const char *name
 // Bytes of n elements; n must be a whole number of blocks, 0 or more.
 ROCQ_DEF rocq_result rocq_row_size(rocq_format format, int64_t n, int64_t *bytes);
 
-// Encodes n_rows rows of n_per_row floats. dst holds n_rows rocq_row_size(format, n_per_row) bytes.
+// Encodes n_rows rows of n_per_row floats. dst holds n_rows rocq_row_size(format, n_per_row) bytes
+// and shares none of them with src or importance (E_ARGUMENT).
 // importance (n_per_row weights >= 0, shared by all rows, or NULL) says which columns matter:
 // sum of importance * error^2 is what is made small. Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 MXFP4 without
 // importance give ggml's reference bytes. A value that is not finite is an E_ARGUMENT.
 ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *src, int64_t n_rows,
                                    int64_t n_per_row, const float *importance);
 
-// Decodes n elements (whole blocks), bit for bit as ggml does.
+// Decodes n elements (whole blocks), bit for bit as ggml does. dst and src do not overlap.
 ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void *src, int64_t n);
 
 ROCQ_DEF float rocq_f16_to_f32(uint16_t half);
@@ -4624,6 +4625,15 @@ ROCQ__FN rocq_result rocq__check_span(rocq_format format, const void *ptr, int64
     return (uintptr_t)ptr % (uintptr_t)rocq__alignment_of(format) == 0 ? ROCQ_OK : ROCQ_E_ALIGNMENT;
 }
 
+// Whether n_a elements of one format at a share a byte with n_b of another at b. The most bytes that
+// they take, 4 to an element, fit an int64.
+ROCQ__FN bool rocq__spans_overlap(rocq_format a_format, const void *a, int64_t n_a,
+                                  rocq_format b_format, const void *b, int64_t n_b) {
+    return n_a > 0 && n_b > 0 &&
+           (uintptr_t)a < (uintptr_t)b + (uintptr_t)rocq__bytes(b_format, n_b) &&
+           (uintptr_t)b < (uintptr_t)a + (uintptr_t)rocq__bytes(a_format, n_a);
+}
+
 ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *src, int64_t n_rows,
                                    int64_t n_per_row, const float *importance) {
     int64_t row_bytes, bytes, n;
@@ -4634,6 +4644,10 @@ ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *s
     ROCQ__TRY(rocq__check_span(format, dst, n));
     ROCQ__TRY(rocq__check_span(ROCQ_F32, src, n));
     ROCQ__TRY(rocq__check_span(ROCQ_F32, importance ? importance : src, n));
+    if (rocq__spans_overlap(format, dst, n, ROCQ_F32, src, n) ||
+        (importance && rocq__spans_overlap(format, dst, n, ROCQ_F32, importance, n_per_row))) {
+        return ROCQ_E_ARGUMENT;
+    }
     for (int64_t i = 0; i < n; i++) {
         if (!(fabsf(src[i]) <= FLT_MAX)) return ROCQ_E_ARGUMENT;
     }
@@ -4653,6 +4667,8 @@ ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void 
     ROCQ__TRY(rocq_row_size(format, n, &bytes));
     ROCQ__TRY(rocq__check_span(ROCQ_F32, dst, n));
     ROCQ__TRY(rocq__check_span(format, src, n));
+    if (!rocq__mul(n, 4, &bytes)) return ROCQ_E_OVERFLOW;
+    if (rocq__spans_overlap(ROCQ_F32, dst, n, format, src, n)) return ROCQ_E_ARGUMENT;
     rocq__dequantize_row(format, dst, src, n);
     return ROCQ_OK;
 }
@@ -12434,12 +12450,12 @@ ROCQ__FN bool rocq__sum_within(const rocq__step *list, int n, int64_t low, int64
 
 enum { ROCQ__OVERLAP_TRIES = 4000 }; // some 20 microseconds
 
-// Whether two tensors have a byte in common. Their ranges may cross without that: rows of one lie in
-// the gaps of the other where q, k and v are columns of one product, or where the planes of two
-// caches take turns. A tensor is a run of bytes (a row) at every sum of its strides. Runs of a,
-// counted up from its first, and of b, counted down from its last, share a byte where the sum of
-// both distances lies in a range as wide as the runs together; so it takes one search over the
-// strides of both.
+// Whether two tensors have a byte in common. Their ranges may cross without that: rows of one lie
+// in the gaps of the other where q, k and v are columns of one product, or where the planes of two
+// caches take turns. A tensor is a run of bytes (a row) at every sum of its strides. Count the
+// distance of a run of a up from the first run, and that of a run of b down from the last one: the
+// two runs share a byte exactly if the sum of their distances lies in a range as wide as both runs.
+// So one search over the strides of both tensors tells, and walks no rows.
 ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
     const rocq__range of_a = rocq__range_of(a), of_b = rocq__range_of(b);
     const uint64_t limit = (uint64_t)INT64_MAX / 8; // below it nothing here overflows
@@ -12480,8 +12496,10 @@ ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
 }
 
 // No output shares a byte with another operand, but for the in-place ones, which the first output
-// may be exactly. Of indices not even the ranges may cross: a byte of theirs that an output changed
-// after they were checked would be an access anywhere.
+// may be exactly. Of indices not even the ranges may cross: on the CPU a byte of theirs that an
+// output changed after they were checked would be an access anywhere. A GPU's kernels check each
+// index as they load it; there, blocks that load another value than the first did would disagree
+// about how the work is shared.
 ROCQ__FN rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, rocq_op op,
                                          const void *params) {
     struct {

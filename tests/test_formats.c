@@ -986,6 +986,33 @@ static void not_finite_inside(void **state) {
     }
 }
 
+// Encoding reads src again after it has looked for what is not finite; neither way may it be dst.
+static void overlapping_spans_are_refused(void **state) {
+    (void)state;
+    enum { N = 256 };
+    static _Alignas(16) float memory[5 * N];
+    static float before[5 * N];
+    for (int i = 0; i < 5 * N; i++) memory[i] = before[i] = random_in(1, 2);
+    float *const at = memory + 2 * N;
+    for (int f = 0; f < N_FORMATS; f++) {
+        const rocq_format format = formats[f];
+        int64_t size;
+        assert_int_equal(rocq_row_size(format, N, &size), ROCQ_OK);
+        unsigned char *const first = (unsigned char *)at;
+        unsigned char *const places[] = {first, first + 4 * (N - 1), first - size + 4 - size % 4};
+        for (int i = 0; i < 3; i++) {
+            assert_int_equal(rocq_quantize(format, places[i], at, 1, N, NULL), ROCQ_E_ARGUMENT);
+            assert_int_equal(rocq_quantize(format, places[i], memory, 1, N, at), ROCQ_E_ARGUMENT);
+            assert_int_equal(rocq_dequantize(format, at, places[i], N), ROCQ_E_ARGUMENT);
+        }
+        assert_memory_equal(memory, before, sizeof before);
+        assert_int_equal(rocq_quantize(format, first + 4 * N, at, 1, N, memory), ROCQ_OK); // touch
+        assert_int_equal(rocq_dequantize(format, at, first + 4 * N, N), ROCQ_OK);
+        assert_int_equal(rocq_quantize(format, at, at, 0, N, at), ROCQ_OK); // nothing at all
+        memcpy(memory, before, sizeof before);
+    }
+}
+
 static void failures(void **state) {
     (void)state;
     float x[256], y[256];
@@ -1063,7 +1090,8 @@ int main(void) {
         cmocka_unit_test(mxfp6_decode),       cmocka_unit_test(mxfp6_encode),
         cmocka_unit_test(same_everywhere),    cmocka_unit_test(importance),
         cmocka_unit_test(rows),               cmocka_unit_test(extremes),
-        cmocka_unit_test(not_finite_inside),  cmocka_unit_test(failures),
+        cmocka_unit_test(not_finite_inside),  cmocka_unit_test(overlapping_spans_are_refused),
+        cmocka_unit_test(failures),
         cmocka_unit_test(names_are_ggmls),    cmocka_unit_test(halves_are_ggmls),
         cmocka_unit_test(decodes_as_ggml),    cmocka_unit_test(encodes_as_ggml),
         cmocka_unit_test(error_against_ggml),
