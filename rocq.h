@@ -1488,8 +1488,9 @@ ROCQ_DEF rocq_result rocq_gguf_add_tensor(rocq_gguf_writer *writer, const char *
 // after which nothing can be set or added (E_STATE).
 ROCQ_DEF rocq_result rocq_gguf_write(rocq_gguf_writer *writer, const void *data, int64_t size);
 
-// Finishes and frees. E_STATE when tensors are missing. On failure what is at the path stays as it
-// was; what a callback has got should be thrown away. Always sets *writer to NULL.
+// Finishes and frees. E_STATE when tensors are missing, and for a path when any set or add_tensor
+// has failed, so that a program that gives up can just call it. On failure what is at the path is
+// as it was; what a callback has got should be thrown away. Always sets *writer to NULL.
 ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer);
 
 // -- KV cache: keys and values of many sequences and layers, bookkept on the host --
@@ -5942,12 +5943,16 @@ ROCQ__FN rocq_result rocq__file_failed(rocq_ctx *ctx, const char *path, int erro
                       path, strerror(error));
 }
 
-// Opens the first free name for the part.
+// Opens the first free name for the part, which has room for ROCQ__PART bytes behind the path.
+enum { ROCQ__PART = 24 };
+
 ROCQ__FN bool rocq__file_open_part(rocq_file *file) {
-    char *const number = file->part + strlen(file->part);
-    file->stream = rocq__fopen(file->ctx, file->part, ROCQ__CREATE);
-    for (int i = 1; !file->stream && errno == EEXIST && i < 100; i++) {
-        snprintf(number, 3, "%d", i);
+    const size_t room = strlen(file->path) + ROCQ__PART;
+    errno = EEXIST;
+    for (int i = 0; !file->stream && errno == EEXIST && i < 100; i++) {
+        char number[16] = "";
+        if (i > 0) snprintf(number, sizeof number, "%d", i);
+        snprintf(file->part, room, "%s.part%s", file->path, number);
         file->stream = rocq__fopen(file->ctx, file->part, ROCQ__CREATE);
     }
     return file->stream != NULL;
@@ -5984,15 +5989,13 @@ ROCQ_DEF rocq_result rocq_file_create(rocq_ctx *ctx, rocq_file **file, const cha
     }
 #if ROCQ__HAS_STDIO
     const int64_t length = (int64_t)strlen(path), size = (int64_t)sizeof(rocq_file);
-    rocq_file *created = (rocq_file *)rocq__alloc(ctx, size + 2 * (length + 8)); // ".part99"
+    rocq_file *created = (rocq_file *)rocq__alloc(ctx, size + 2 * length + 1 + ROCQ__PART);
     if (!created) return rocq__fail(ctx, ROCQ_E_MEMORY, "file_create: no memory");
     memset(created, 0, sizeof *created);
     created->ctx = ctx;
     created->path = (char *)created + size;
     created->part = created->path + length + 1;
     memcpy(created->path, path, (size_t)length + 1);
-    memcpy(created->part, path, (size_t)length);
-    memcpy(created->part + length, ".part", 6);
     rocq__file_open(created);
     if (created->error != 0) {
         const int error = created->error;
@@ -6012,7 +6015,8 @@ ROCQ_DEF bool rocq_file_write(const void *src, int64_t size, void *file) {
     rocq_file *f = (rocq_file *)file;
     if (!f || f->error != 0) return false;
     errno = EINVAL;
-    if (size == 0 || (size > 0 && fwrite(src, 1, (size_t)size, f->stream) == (size_t)size)) return true;
+    if (size == 0) return true;
+    if (size > 0 && fwrite(src, 1, (size_t)size, f->stream) == (size_t)size) return true;
     f->error = errno;
 #else
     (void)src;
@@ -6070,6 +6074,7 @@ struct rocq_gguf_writer {
     int64_t data_size; // of the tensors added, each padded
     int64_t n_written; // tensors whose data is out
     bool header_written;
+    bool lacks;         // a value or tensor that was to be in it: a call failed
     rocq_result failed; // the sink's first failure: what is out is then useless
 };
 
@@ -6251,14 +6256,27 @@ ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
     return result;
 }
 
-ROCQ_DEF rocq_result rocq_gguf_set(rocq_gguf_writer *writer, const char *key, rocq_gguf_type type,
-                                   bool is_array, int64_t count, const void *data) {
+// Notes the result of a call that puts something into the header.
+ROCQ__FN rocq_result rocq__gguf_put(rocq_gguf_writer *writer, rocq_result result) {
+    if (writer && result != ROCQ_OK) writer->lacks = true;
+    return result;
+}
+
+ROCQ__FN rocq_result rocq__gguf_set_checked(rocq_gguf_writer *writer, const char *key,
+                                            rocq_gguf_type type, bool is_array, int64_t count,
+                                            const void *data) {
     ROCQ__TRY(rocq__gguf_check_writer(writer));
     if (key && strcmp(key, "general.alignment") == 0) {
         return rocq__fail(writer->ctx, ROCQ_E_ARGUMENT,
                           "gguf_set: '%s' is set by the writer's desc", key);
     }
     return rocq__gguf_set(writer, key, type, is_array, count, data);
+}
+
+ROCQ_DEF rocq_result rocq_gguf_set(rocq_gguf_writer *writer, const char *key, rocq_gguf_type type,
+                                   bool is_array, int64_t count, const void *data) {
+    return rocq__gguf_put(
+        writer, rocq__gguf_set_checked(writer, key, type, is_array, count, data));
 }
 
 ROCQ_DEF rocq_result rocq_gguf_set_u32(rocq_gguf_writer *writer, const char *key, uint32_t value) {
@@ -6282,7 +6300,7 @@ ROCQ_DEF rocq_result rocq_gguf_set_str(rocq_gguf_writer *writer, const char *key
     return rocq_gguf_set(writer, key, ROCQ_GGUF_STRING, false, 1, &text);
 }
 
-ROCQ_DEF rocq_result rocq_gguf_set_from(rocq_gguf_writer *writer, const rocq_gguf *file) {
+ROCQ__FN rocq_result rocq__gguf_set_from(rocq_gguf_writer *writer, const rocq_gguf *file) {
     ROCQ__TRY(rocq__gguf_check_writer(writer));
     rocq_ctx *ctx = writer->ctx;
     if (!file) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_set_from: file is NULL");
@@ -6318,8 +6336,12 @@ ROCQ_DEF rocq_result rocq_gguf_set_from(rocq_gguf_writer *writer, const rocq_ggu
     return result;
 }
 
-ROCQ_DEF rocq_result rocq_gguf_add_tensor(rocq_gguf_writer *writer, const char *name,
-                                          rocq_format format, int32_t n_dims, const int64_t *ne) {
+ROCQ_DEF rocq_result rocq_gguf_set_from(rocq_gguf_writer *writer, const rocq_gguf *file) {
+    return rocq__gguf_put(writer, rocq__gguf_set_from(writer, file));
+}
+
+ROCQ__FN rocq_result rocq__gguf_add_tensor(rocq_gguf_writer *writer, const char *name,
+                                           rocq_format format, int32_t n_dims, const int64_t *ne) {
     ROCQ__TRY(rocq__gguf_check_writer(writer));
     rocq_ctx *ctx = writer->ctx;
     if (!name || strlen(name) > 63) { // what ggml's own reader takes
@@ -6350,6 +6372,11 @@ ROCQ_DEF rocq_result rocq_gguf_add_tensor(rocq_gguf_writer *writer, const char *
     rocq__gguf_put_record(ctx, &writer->tensors, record);
     writer->data_size = data_size;
     return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_gguf_add_tensor(rocq_gguf_writer *writer, const char *name,
+                                          rocq_format format, int32_t n_dims, const int64_t *ne) {
+    return rocq__gguf_put(writer, rocq__gguf_add_tensor(writer, name, format, n_dims, ne));
 }
 
 // Sends bytes, then the zeros that bring an offset of end to the next multiple of the alignment.
@@ -6416,6 +6443,10 @@ ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer) {
         result =
             rocq__fail(w->ctx, ROCQ_E_STATE, "gguf_finish: %lld of %lld tensors are missing",
                        (long long)(w->tensors.count - w->n_written), (long long)w->tensors.count);
+    }
+    if (result == ROCQ_OK && w->file && w->lacks) {
+        result = rocq__fail(w->ctx, ROCQ_E_STATE,
+                            "gguf_finish: a set or add_tensor failed: the path is left as it is");
     }
     if (result == ROCQ_OK && !w->header_written) result = rocq__gguf_emit_header(w);
     if (w->file) {

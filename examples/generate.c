@@ -47,11 +47,11 @@ static const char usage[] =
     "    --top-k N        only the N most probable tokens, 0 = all (40)\n"
     "    --top-p X        only the most probable tokens that make up X, 0 or 1 = all (0.95)\n"
     "    --min-p X        only tokens X times as probable as the best, 0 = all (0.05)\n"
-    "    --repeat-penalty X     divide the logit of a token that was there, or multiply it where it\n"
+    "    --repeat-penalty X     divide the logit of a token that was there, or multiply it if it\n"
     "                     is negative, by X; 1 = off (1)\n"
     "    --frequency-penalty X  lower it by X for each time that the token was there (0)\n"
     "    --presence-penalty X   lower it by X once (0)\n"
-    "    --repeat-last-n N      the last N tokens of prompt and text are those that were there;\n"
+    "    --repeat-last-n N      of prompt and text the last N tokens are those that were there;\n"
     "                     0 = none, -1 = as many as the context holds (64)\n"
     "    --seed N         of the draw (the time)\n"
     "    --threads N      CPU threads (one per core)\n"
@@ -443,8 +443,8 @@ static bool make_last(run *r) {
     const int32_t last_n = r->o.last_n < 0 || r->o.last_n > r->model.n_ctx ? r->model.n_ctx
                                                                            : r->o.last_n;
     const int64_t bytes = last_n * (int64_t)sizeof(int32_t);
-    const bool off = s->repeat_penalty == 1 && s->frequency_penalty == 0 && s->presence_penalty == 0;
-    if (off || last_n == 0) return true;
+    const bool adds = s->frequency_penalty != 0 || s->presence_penalty != 0;
+    if ((s->repeat_penalty == 1 && !adds) || last_n == 0) return true;
     r->last = (int32_t *)malloc((size_t)bytes);
     if (!r->last || rocq_buffer_alloc(r->ctx, &r->last_memory, bytes) != ROCQ_OK) {
         return fail("penalties", "no memory");
@@ -470,7 +470,7 @@ static bool tokenize(run *r) {
     if (tokenizer_encode(&r->tok, &r->ids, r->prompt, length, true, true) != ROCQ_OK) {
         return fail("prompt", r->tok.error);
     }
-    // A prompt that was written with its BOS gets no second one, which no model has seen in training.
+    // A prompt that has its own BOS gets no second one, which no model has seen in training.
     const int32_t *ids = r->ids.data;
     if (r->tok.add_bos && r->ids.count > 1 && ids[0] == r->tok.bos && ids[1] == r->tok.bos) {
         memmove(r->ids.data, ids + 1, (size_t)--r->ids.count * sizeof *ids);

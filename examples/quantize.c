@@ -7,9 +7,10 @@
 // Q4_K, with Q6_K where it counts most: for the output matrix, and for attn_v and ffn_down of about
 // half of the layers. Vectors and norms are F32. A matrix whose rows are no whole number of
 // 256-element blocks takes a format of 32-element blocks of about the same precision, or else F16.
-// Works on one tensor at a time; memory is bounded by the largest. The output may be the input: what
-// is written has another name, out.gguf.part, until it is whole, and then takes the place of what is
-// there in one step (rocq_file_create). On any failure, Ctrl-C among them, out.gguf stays as it was.
+// Works on one tensor at a time; memory is bounded by the largest. The output may be the input:
+// what is written has another name, out.gguf.part, until it is whole, and then takes the place of
+// what is there in one step (rocq_file_create). On any failure, and after Ctrl-C, out.gguf is as it
+// was.
 
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
