@@ -2095,6 +2095,7 @@ typedef struct rocq_k_matvec_args {
     int64_t x_stride;   // F32: floats from column to column
     int32_t k, n;
     int32_t k_shift;    // k_waves = 1 << k_shift: 1, 2, 4 or 8
+    int32_t k_step;     // ROCQ_K_WAVE k_waves, in units or elements of w: from a lane's one to its next
     uint32_t block_begin[ROCQ_K_MATVEC_PARTS - 1]; // of parts 1 and up, UINT32_MAX where there is
                                                    // none; part 0 begins at block 0
     rocq_k_matvec_part part[ROCQ_K_MATVEC_PARTS];
@@ -11123,6 +11124,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
         k_waves = rocq__config_for(job->ctx, &site).k_waves;
     }
     while (1 << args.k_shift < k_waves) args.k_shift++;
+    args.k_step = ROCQ_K_WAVE << args.k_shift;
     const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES / k_waves;
     for (int32_t i = 0; i < ROCQ_K_MATVEC_PARTS; i++) {
         if (i > 0) args.block_begin[i - 1] = i < n_parts ? (uint32_t)blocks : UINT32_MAX;

@@ -1912,7 +1912,7 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
 #pragma unroll
     for (int r = 0; r < ROWS; r++) work.row[r] = p.row0 + (row + r < p.m ? row + r : p.m - 1);
     work.first = (uint32_t)(k_wave * ROCQ_K_WAVE + lane_index());
-    work.step = (uint32_t)(ROCQ_K_WAVE << a.k_shift);
+    work.step = (uint32_t)a.k_step;
     work.count = (uint32_t)a.k / 32;
     const int passes = p.w2 ? 2 : 1;
 #pragma unroll 1
@@ -2033,27 +2033,29 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
     uint32_t block = a.common.block0, begin = 0;
     int part = 0;
-#if defined(__GFX11__)
+#if defined(__CUDACC__) // a loop, so that nvcc finds the part in its uniform registers
+    block += block_index();
+    while (part < ROCQ_K_MATVEC_PARTS - 1 && block >= a.block_begin[part]) {
+        begin = a.block_begin[part++];
+    }
+    const rocq_k_matvec_weights &p = a.part[part].weights;
+#else
     rocq_k_matvec_weights p = a.part[0].weights;
     static_assert(ROCQ_K_MATVEC_PARTS == 4, "three beginnings");
     block = read_together(block, a.block_begin[0], a.block_begin[1], a.block_begin[2], a.x, a.x_units,
-                          a.x_column0, a.x_stride, a.k, a.n, a.k_shift, p.w, p.w2, p.n_units, p.row0,
-                          p.m, p.format, a.part[0].y_format, a.part[0].activation);
-#endif
+                          a.x_column0, a.x_stride, a.k, a.n, a.k_shift, a.k_step, p.w, p.w2, p.n_units,
+                          p.row0, p.m, p.format, a.part[0].y_format, a.part[0].activation);
     block += block_index();
 #pragma unroll
     for (int i = 1; i < ROCQ_K_MATVEC_PARTS; i++) {
         begin = block < a.block_begin[i - 1] ? begin : a.block_begin[i - 1];
         part = block < a.block_begin[i - 1] ? part : i;
     }
-#if defined(__GFX11__)
     if (part != 0) {
         const rocq_k_matvec_part &own = a.part[part];
         p = own.weights;
         read_together(own.y_format, own.activation, p.w, p.w2, p.n_units, p.row0, p.m, p.format);
     }
-#else
-    const rocq_k_matvec_weights &p = a.part[part].weights;
 #endif
     const int wave = wave_read(wave_index(), 0); // uniform: addresses of rows stay scalar
     const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> a.k_shift);
