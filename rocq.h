@@ -4627,8 +4627,8 @@ ROCQ__FN rocq_result rocq__check_span(rocq_format format, const void *ptr, int64
     return (uintptr_t)ptr % (uintptr_t)rocq__alignment_of(format) == 0 ? ROCQ_OK : ROCQ_E_ALIGNMENT;
 }
 
-// Whether n_a elements of one format at a share a byte with n_b of another at b. The most bytes that
-// they take, 4 to an element, fit an int64.
+// Whether n_a elements of one format at a share a byte with n_b of another at b. The most bytes
+// that they take, 4 to an element, fit an int64.
 ROCQ__FN bool rocq__spans_overlap(rocq_format a_format, const void *a, int64_t n_a,
                                   rocq_format b_format, const void *b, int64_t n_b) {
     return n_a > 0 && n_b > 0 &&
