@@ -1172,10 +1172,14 @@ static rocq_result tok__read_tokens(tokenizer *t, const rocq_gguf *file) {
     TOK__TRY(tok__room(t, &t->kinds, t->n_vocab, 1));
     for (int32_t i = 0; i < t->n_vocab; i++) {
         double score = 0;
-        int64_t type = 1;
-        if ((has_scores && rocq_gguf_value_f64(&scores, i, &score) != ROCQ_OK) ||
-            (has_types && rocq_gguf_value_i64(&types, i, &type) != ROCQ_OK)) {
-            return tok__fail(t, ROCQ_E_TYPE, "token %d has no number for a score or type", (int)i);
+        int64_t whole = 0, type = 1; // a score may be an integer too
+        if (has_scores && rocq_gguf_value_i64(&scores, i, &whole) == ROCQ_OK) {
+            score = (double)whole;
+        } else if (has_scores && rocq_gguf_value_f64(&scores, i, &score) != ROCQ_OK) {
+            return tok__fail(t, ROCQ_E_TYPE, "token %d has no number for a score", (int)i);
+        }
+        if (has_types && rocq_gguf_value_i64(&types, i, &type) != ROCQ_OK) {
+            return tok__fail(t, ROCQ_E_TYPE, "token %d has no integer for a type", (int)i);
         }
         ((float *)t->scores.data)[i] = (float)score;
         ((uint8_t *)t->kinds.data)[i] = type >= 0 && type < 7 ? kind_of[type] : 0;

@@ -345,6 +345,57 @@ static void test_wrong_keys(void **state) {
     pair_close(&p);
 }
 
+// Scores as integers, and types of tokens in the smallest type there is.
+static void test_integers(void **state) {
+    (void)state;
+    const kind k = {"integers", vocab_spm, {"llama", NULL, "<s>", "</s>", -1, -1, -1}};
+    static int32_t scores[VOCAB_MAX];
+    static uint8_t types[VOCAB_MAX];
+    pair p, q;
+    open_kind(&p, &k, "floats");
+    char path[256];
+    snprintf(path, sizeof path, "%s", model_path("integers"));
+    const rocq_gguf_writer_desc to = {.path = path};
+    for (int32_t small = 0; small < 2; small++) { // which llama.cpp does not read
+        rocq_gguf_writer *w = NULL;
+        for (int32_t i = 0; i < made.n_tokens; i++) {
+            scores[i] = (int32_t)made.score[i];
+            types[i] = (uint8_t)made.type[i];
+            assert_true((float)scores[i] == made.score[i]);
+        }
+        assert_int_equal(rocq_gguf_create(p.ctx, &w, &to), ROCQ_OK);
+        assert_int_equal(rocq_gguf_set_from(w, p.file), ROCQ_OK);
+        assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.scores", ROCQ_GGUF_I32, true,
+                                       made.n_tokens, scores), ROCQ_OK);
+        if (small > 0) assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.token_type", ROCQ_GGUF_U8,
+                                                      true, made.n_tokens, types), ROCQ_OK);
+        assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
+        rocq_gguf *file = NULL;
+        const rocq_gguf_desc from = {.path = path};
+        if (small == 0 && peer_open()) {
+            pair_open(&q, path, k.name);
+            for (int32_t i = 0; i < N_TEXTS; i++) compare(&q, texts[i].data, texts[i].length);
+            pair_close(&q);
+        }
+        tokenizer t;
+        assert_int_equal(rocq_gguf_open(p.ctx, &file, &from), ROCQ_OK);
+        if (tokenizer_open(&t, file, NULL) != ROCQ_OK) fail_msg("%s", t.error);
+        for (int32_t i = 0; i < N_TEXTS; i++) {
+            tokenizer_ids a = {0}, b = {0};
+            const int64_t n = (int64_t)texts[i].length;
+            assert_int_equal(tokenizer_encode(&p.ours, &a, texts[i].data, n, true, true), ROCQ_OK);
+            assert_int_equal(tokenizer_encode(&t, &b, texts[i].data, n, true, true), ROCQ_OK);
+            assert_int_equal(a.count, b.count);
+            assert_memory_equal(a.data, b.data, (size_t)a.count * sizeof *a.data);
+            tokenizer_ids_free(&t, &b);
+            tokenizer_ids_free(&p.ours, &a);
+        }
+        tokenizer_close(&t);
+        rocq_gguf_close(&file);
+    }
+    pair_close(&p);
+}
+
 // Special tokens that overlap, in texts made of the pieces they have in common.
 static void test_overlaps(void **state) {
     (void)state;
@@ -544,7 +595,7 @@ int main(void) {
     static const char *const pres[] = {"default", "llama-bpe", "qwen2", "gpt-2", "tekken",
         "deepseek-llm", "deepseek-coder", "seed-coder", "viking"};
     enum { N_PRES = sizeof pres / sizeof *pres };
-    static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 7];
+    static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 8];
     static char names[N_KINDS][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_KINDS; i++) {
@@ -564,6 +615,7 @@ int main(void) {
     tests[n++] = (struct CMUnitTest){.name = "roles of tokens", .test_func = test_roles};
     tests[n++] = (struct CMUnitTest){.name = "saved by llama.cpp", .test_func = test_saved};
     tests[n++] = (struct CMUnitTest){.name = "keys of the wrong type", .test_func = test_wrong_keys};
+    tests[n++] = (struct CMUnitTest){.name = "scores as integers", .test_func = test_integers};
     tests[n++] = (struct CMUnitTest){.name = "tokens that overlap", .test_func = test_overlaps};
     tests[n++] = (struct CMUnitTest){.name = "many special tokens", .test_func = test_many};
     tests[n++] = (struct CMUnitTest){.name = "shipped model", .test_func = test_demo};
