@@ -2104,6 +2104,7 @@ constexpr int matvec_waves(int format, int n, bool int8) {
     const bool plain = format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
     if (!int8 && !plain) return n == 1 ? 4 : 2;
     if (n > 2 || format == MATVEC_MIXED) return 4;
+    if (n == 2 && format == ROCQ_Q8_0) return 4; // 21.4 us, not 26.3, at 14336x4096 on an H200
     return n == 1 && int8 && format != ROCQ_Q5_K ? 8 : 6;
 }
 
