@@ -12439,6 +12439,8 @@ ROCQ__FN rocq__range rocq__range_of(const rocq_tensor *t) {
     return range;
 }
 
+ROCQ__FN int64_t rocq__range_size(rocq__range range) { return (int64_t)(range.end - range.begin); }
+
 ROCQ__FN bool rocq__ranges_cross(rocq__range a, rocq__range b) {
     return a.begin < b.end && b.begin < a.end;
 }
@@ -12737,29 +12739,21 @@ ROCQ__FN rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params
 
 // A stretch of device memory that operands cover, and its copy on the host.
 typedef struct rocq__region {
-    uint64_t begin, end;
+    rocq__range range;
     unsigned char *host;
     bool written;
 } rocq__region;
 
-// The memory of a tensor, with the gaps between its rows.
-ROCQ__FN rocq__region rocq__memory_of(const rocq_tensor *t, bool written) {
-    int64_t extent = 0;
-    rocq__region r;
-    rocq__extent(t, &extent);
-    memset(&r, 0, sizeof r);
-    r.begin = rocq__address(t);
-    r.end = r.begin + (uint64_t)extent;
-    r.written = written;
-    return r;
-}
-
-// Adds a region to a list whose regions do not overlap: it takes in all that it overlaps.
-ROCQ__FN void rocq__memory_add(rocq__region *regions, int32_t *n_regions, rocq__region r) {
+// Adds the range of a tensor to a list of regions that do not overlap. The new region is merged with
+// all those that it overlaps.
+ROCQ__FN void rocq__regions_add(rocq__region *regions, int32_t *n_regions, const rocq_tensor *t,
+                                bool written) {
+    rocq__region r = {rocq__range_of(t), NULL, written};
     for (int32_t k = 0; k < *n_regions;) {
-        if (regions[k].begin < r.end && r.begin < regions[k].end) {
-            r.begin = ROCQ__MIN(r.begin, regions[k].begin);
-            r.end = ROCQ__MAX(r.end, regions[k].end);
+        const rocq__range other = regions[k].range;
+        if (rocq__ranges_cross(other, r.range)) {
+            r.range.begin = ROCQ__MIN(r.range.begin, other.begin);
+            r.range.end = ROCQ__MAX(r.range.end, other.end);
             r.written = r.written || regions[k].written;
             regions[k] = regions[--*n_regions];
             k = 0;
@@ -12778,35 +12772,35 @@ ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *p
     int32_t n_regions = 0;
     ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
     for (int32_t i = 0; i < node->n_tensors; i++) {
-        const rocq__region r = rocq__memory_of(&node->tensors[i], node->output[i]);
-        rocq__memory_add(regions, &n_regions, r);
+        rocq__regions_add(regions, &n_regions, &node->tensors[i], node->output[i]);
     }
     rocq_result result = ROCQ_OK;
     for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
         rocq__region *r = &regions[k];
-        const int64_t size = (int64_t)(r->end - r->begin);
+        const int64_t size = rocq__range_size(r->range);
+        const void *there = (const void *)(uintptr_t)r->range.begin;
         r->host = (unsigned char *)rocq__alloc(ctx, size);
-        result = r->host ? rocq__download_hip(ctx, r->host, (const void *)(uintptr_t)r->begin, size)
+        result = r->host ? rocq__download_hip(ctx, r->host, there, size)
                          : rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no host memory for %lld bytes",
                                       rocq__ops[op].name, (long long)size);
     }
     for (int32_t i = 0; i < node->n_tensors && result == ROCQ_OK; i++) {
         rocq_tensor *t = &node->tensors[i];
-        const uint64_t begin = t->buffer.device.address + (uint64_t)t->offset;
+        const uint64_t begin = rocq__address(t);
         for (int32_t k = 0; k < n_regions; k++) {
-            if (begin < regions[k].begin || begin >= regions[k].end) continue;
-            t->buffer = rocq_buffer_from_host(regions[k].host,
-                                              (int64_t)(regions[k].end - regions[k].begin));
-            t->offset = (int64_t)(begin - regions[k].begin);
+            const rocq__range range = regions[k].range;
+            if (begin < range.begin || begin >= range.end) continue;
+            t->buffer = rocq_buffer_from_host(regions[k].host, rocq__range_size(range));
+            t->offset = (int64_t)(begin - range.begin);
         }
     }
     if (result == ROCQ_OK) result = rocq__ops[op].run_cpu(ctx, node->params);
     for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
         const rocq__region *r = &regions[k];
-        const int64_t size = (int64_t)(r->end - r->begin);
+        const int64_t size = rocq__range_size(r->range);
         rocq_tensor bytes; // of no particular shape
         memset(&bytes, 0, sizeof bytes);
-        bytes.buffer = rocq_buffer_from_device(r->begin, size);
+        bytes.buffer = rocq_buffer_from_device(r->range.begin, size);
         if (r->written) result = rocq__upload_memory(ctx, &bytes, r->host, size);
     }
     for (int32_t k = 0; k < n_regions; k++) rocq__free(ctx, regions[k].host);
@@ -16710,15 +16704,14 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
 // weight but made by an op of the graph), so there it gets stand-ins: numbers are 0, and integers
 // 1, which is a valid index and length.
 
+// Whether an op of the graph may write to t.
 ROCQ__FN bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) {
-    int64_t extent = 0, written;
-    rocq__extent(t, &extent);
-    const uint64_t begin = rocq__address(t), end = begin + (uint64_t)extent;
+    const rocq__range range = rocq__range_of(t);
     for (const rocq__node *node = graph->first; node; node = node->next) {
         for (int32_t i = 0; i < node->n_tensors; i++) {
-            if (!node->output[i] || !rocq__extent(&node->tensors[i], &written)) continue;
-            const uint64_t at = rocq__address(&node->tensors[i]);
-            if (at < end && begin < at + (uint64_t)written) return true;
+            if (node->output[i] && rocq__ranges_cross(rocq__range_of(&node->tensors[i]), range)) {
+                return true;
+            }
         }
     }
     return false;
@@ -16767,8 +16760,7 @@ enum {
 
 ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     const int64_t start = rocq_time_ns();
-    const bool quiet = ctx->quiet;
-    char error[sizeof ctx->error];
+    rocq__attempt attempt;
     rocq_result result = ROCQ_OK;
     rocq__node *list = NULL, **end = &list;
     unsigned char *memory = NULL;
@@ -16795,11 +16787,9 @@ ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
             result = rocq__begin_op(ctx, "warm");
             if (result != ROCQ_OK) break;
             rocq__stand_in(node, memory);
-            memcpy(error, ctx->error, sizeof error);
-            ctx->quiet = true; // an index of 1 may be too large, which is nobody's error
+            rocq__attempt_begin(ctx, &attempt);
             rocq__ops[node->op].run_cpu(ctx, node->params);
-            ctx->quiet = quiet;
-            memcpy(ctx->error, error, sizeof error);
+            rocq__attempt_end(ctx, &attempt, true); // a stand-in's 1 may be too large an index
         }
         if (rocq_time_ns() - start >= ROCQ__REHEARSAL_NS) break;
     }
@@ -16909,9 +16899,11 @@ ROCQ__FN void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void
     r->feeds[r->n_feeds++] = f;
 }
 
-ROCQ__FN bool rocq__memory_holds(const rocq__region *list, int32_t n, const rocq__region *r) {
+// Whether one of the regions has all of the tensor's range.
+ROCQ__FN bool rocq__regions_hold(const rocq__region *list, int32_t n, const rocq_tensor *t) {
+    const rocq__range range = rocq__range_of(t);
     for (int32_t k = 0; k < n; k++) {
-        if (list[k].begin <= r->begin && r->end <= list[k].end) return true;
+        if (list[k].range.begin <= range.begin && range.end <= list[k].range.end) return true;
     }
     return false;
 }
@@ -16932,10 +16924,9 @@ ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__region *written) {
                         o->offset != offsetof(rocq_rope_append_params, q)) {
                         continue;
                     }
-                    const rocq__region region = rocq__memory_of(t, out);
-                    if (!out && rocq__memory_holds(written, n_written, &region)) continue;
-                    rocq__memory_add(r->regions, &r->n_regions, region);
-                    if (out) rocq__memory_add(written, &n_written, region);
+                    if (!out && rocq__regions_hold(written, n_written, t)) continue;
+                    rocq__regions_add(r->regions, &r->n_regions, t, out);
+                    if (out) rocq__regions_add(written, &n_written, t, true);
                     else rocq__feed_add(r, o, p, t);
                 }
             }
@@ -16943,17 +16934,8 @@ ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__region *written) {
     }
 }
 
-// Whether an op writes to t, so that what it is fed does not last.
-ROCQ__FN bool rocq__replay_writes(const rocq__replay *r, const rocq_tensor *t) {
-    const rocq__region region = rocq__memory_of(t, false);
-    for (int32_t k = 0; k < r->n_regions; k++) {
-        const rocq__region *other = &r->regions[k];
-        if (other->written && other->begin < region.end && region.begin < other->end) return true;
-    }
-    return false;
-}
-
-// The rows of caches that may be written, one more than the most tokens of an append.
+// The rows of caches that may be written: one more than the most tokens of an append, but all where
+// an op of the graph writes the cells, since those are then not the ones that they are given.
 ROCQ__FN void rocq__replay_caches(rocq__replay *r) {
     int64_t n_cells = 0;
     for (int pass = 0; pass < 2; pass++) {
@@ -16963,7 +16945,7 @@ ROCQ__FN void rocq__replay_caches(rocq__replay *r) {
             if (pass == 0) {
                 const rocq_tensor *cell = p->cell ? p->cell : p->pos;
                 n_cells = ROCQ__MAX(n_cells, p->k->ne[2] + 1);
-                if (rocq__replay_writes(r, cell)) n_cells = INT64_MAX;
+                if (rocq__graph_writes(r->graph, cell)) n_cells = INT64_MAX;
                 continue;
             }
             for (int i = 0; i < 2; i++) {
@@ -16993,7 +16975,7 @@ ROCQ__FN rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
     rocq__replay_caches(r);
     r->size = ROCQ__LINE; // the status word
     for (int32_t k = 0; k < r->n_regions; k++) {
-        r->size += (int64_t)(r->regions[k].end - r->regions[k].begin + 255) / 256 * 256;
+        r->size += (rocq__range_size(r->regions[k].range) + 255) / 256 * 256;
     }
     for (int32_t k = 0; k < r->n_rows; k++) {
         r->size += (rocq_tensor_size(&r->rows[k]) + 255) / 256 * 256;
@@ -17016,8 +16998,8 @@ ROCQ__FN rocq_result rocq__replay_copy(rocq__replay *r, char *memory, bool resto
     ROCQ__TRY(rocq__copy_hip(ctx, restore ? status : memory, restore ? memory : status, 4));
     memory += ROCQ__LINE;
     for (int32_t k = 0; k < r->n_regions; k++) {
-        const int64_t size = (int64_t)(r->regions[k].end - r->regions[k].begin);
-        void *there = (void *)(uintptr_t)r->regions[k].begin;
+        const int64_t size = rocq__range_size(r->regions[k].range);
+        void *there = (void *)(uintptr_t)r->regions[k].range.begin;
         ROCQ__TRY(rocq__copy_hip(ctx, restore ? there : memory, restore ? memory : there, size));
         memory += (size + 255) / 256 * 256;
     }
@@ -17043,8 +17025,8 @@ ROCQ__FN rocq_result rocq__replay_feed(rocq__replay *r, int b) {
     for (int32_t k = 0; k < r->n_regions; k++) {
         const rocq__region *region = &r->regions[k];
         if (!region->written) continue;
-        ROCQ__TRY(rocq__fill_hip(ctx, (void *)(uintptr_t)region->begin, 0x39 + b,
-                                 (int64_t)(region->end - region->begin)));
+        ROCQ__TRY(rocq__fill_hip(ctx, (void *)(uintptr_t)region->range.begin, 0x39 + b,
+                                 rocq__range_size(region->range)));
     }
     for (int cells = 0; cells < 2; cells++) {
         for (int32_t k = 0; k < r->n_feeds; k++) {
@@ -17106,14 +17088,14 @@ ROCQ__FN const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t at) 
     uint64_t address = 0;
     int64_t begin = ROCQ__LINE;
     for (int32_t k = 0; k < r->n_regions && at >= begin; k++) {
-        const int64_t size = (int64_t)(r->regions[k].end - r->regions[k].begin);
-        if (at - begin < size) address = r->regions[k].begin + (uint64_t)(at - begin);
+        const int64_t size = rocq__range_size(r->regions[k].range);
+        if (at - begin < size) address = r->regions[k].range.begin + (uint64_t)(at - begin);
         begin += (size + 255) / 256 * 256;
     }
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
         for (int32_t i = 0; i < node->n_tensors; i++) {
-            const rocq__region t = rocq__memory_of(&node->tensors[i], false);
-            if (node->output[i] && t.begin <= address && address < t.end) found = node;
+            const rocq__range range = rocq__range_of(&node->tensors[i]);
+            if (node->output[i] && range.begin <= address && address < range.end) found = node;
         }
     }
     for (int32_t k = 0; k < r->n_rows && at >= begin; k++) {
@@ -17152,23 +17134,23 @@ ROCQ__FN rocq_result rocq__replay_refuse(rocq__replay *r, int64_t at) {
 ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     const int64_t n_launches = ctx->stats.n_launches;
-    const bool quiet = ctx->quiet;
+    rocq__attempt attempt;
     rocq__replay r;
     void *lists = NULL;
     int64_t at = 0;
     memset(&r, 0, sizeof r);
     r.ctx = ctx;
     r.graph = graph;
-    ctx->quiet = true;
+    rocq__attempt_begin(ctx, &attempt);
     rocq_result result = rocq__replay_begin(&r, &lists);
-    ctx->quiet = quiet;
     const bool unchecked = result == ROCQ_E_MEMORY || result == ROCQ_E_BUDGET;
     if (unchecked) {
         rocq__log(ctx, ROCQ_LOG_WARN, "graph: its replay is not checked: %s", ctx->error);
+    }
+    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || unchecked);
+    if (unchecked) {
         result = ROCQ_OK;
-    } else if (result != ROCQ_OK) {
-        rocq__log(ctx, ROCQ_LOG_ERROR, "%s", ctx->error);
-    } else {
+    } else if (result == ROCQ_OK) {
 #if ROCQ__HAS_PROFILE
         rocq__profile *profiling = ctx->profiling; // these runs are none of the program's
         ctx->profiling = NULL;

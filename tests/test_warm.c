@@ -558,6 +558,7 @@ static void test_replay_budget(void **state) {
     assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
     assert_int_equal(s.worst, ROCQ_LOG_WARN);
     assert_non_null(strstr(s.message, "not checked"));
+    assert_string_equal(rocq_error(s.ctx), ""); // nothing has failed
     assert_true(step_same(&s));
     assert_int_equal(rocq_get_stats(s.ctx, &stats), ROCQ_OK);
     assert_int_equal(stats.n_replays_checked, 0);
