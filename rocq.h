@@ -16,8 +16,9 @@
        cc -O2 -DROCQ_NO_HIP app.c -o app -lm -lpthread        CPU only
        hipcc -O3 --offload-arch=gfx1100 -x hip app.c rocq_kernels.hip -o app  GPU, kernels linked
 
-   Kernels in a file are a code object for all RDNA3 chips: examples/build-kernels makes it, and
-   rocq_desc.kernels_path names it.
+   The hipcc line needs ROCm 6.4 or newer. Kernels in a file are a code object for all RDNA3 and
+   RDNA3.5 chips: examples/build-kernels makes it, rocq_desc.kernels_path names it, and where the
+   program runs, HIP 5.7 or later loads it.
 
    Licence: MIT or public domain, at your choice; see the end of this file.
 
@@ -26,14 +27,15 @@
 
        >>options         macros you can set
        >>steps           from a file to a matrix product, step by step
-       >>contexts        what a context is, how a GPU is chosen, order, fallback, loss
+       >>contexts        what a context is, where the HIP runtime is looked for, how a GPU is
+                         chosen and shared with a renderer, order, fallback, loss
        >>memory          buffers, arenas, tensors, scratch, what is allocated when
-       >>graphs          a step recorded once and replayed
+       >>graphs          a step recorded once and replayed, and the check of the replay
        >>time            timers, profile, warm-up
        >>tuning          the fastest launch of an op, found and kept
-       >>errors          codes, messages, what a failure leaves behind
-       >>numbers         precision, sum order, what is bit-exact
-       >>files           GGUF
+       >>errors          codes, messages, what a failure leaves behind, faults of a GPU
+       >>numbers         precision, sum order, what is bit-exact, -ffast-math
+       >>files           GGUF; files that get their name when they are whole
        >>history
 
        >>version, >>decl
@@ -47,19 +49,19 @@
        >>implementation  >>config >>includes >>util >>context >>log >>alloc >>arena >>tensor
                          >>threads
        >>cpu_quant       decode and encode blocks
-       >>gguf            reader and writer
+       >>gguf            reader, files written whole, writer
        >>precision       what an op computes in
        >>cpu_matmul      >>cpu_rows    >>cpu_attention    >>cpu_ops
-       >>hip_api         the HIP runtime, the kernels, the device
+       >>hip_api         finding and loading the HIP runtime; the kernels, the device
        >>hip_memory      device memory, scratch, copies
        >>hip_launch      from params to launches
-       >>check           what each op demands of its params
+       >>check           what each op demands of its params; overlap of operands
        >>dispatch        the one place that picks a backend; graphs
        >>pool            >>kv
        >>profile         timers, regions, reports
        >>occupancy
-       >>tuner           search, evaluation, cache; warm-up
-       >>public          context, introspection, bodies of the ops
+       >>tuner           search, evaluation, cache; warm-up, and a replay compared with its ops
+       >>public          context, sharing with a renderer, introspection, bodies of the ops
        >>licence
 
 
@@ -163,9 +165,9 @@
    amdhip64_7.dll, amdhip64_6.dll and amdhip64.dll. One that lacks a function, is older than HIP 5.7
    or fails to initialize (hipInit, which also fails where it finds no GPU) is passed over, and the
    next is tried. rocq_info.runtimes_tried lists them with the reasons, and the log has each as it
-   happens; where there is no runtime in the end, so has the message. A library of which no function
-   was called is closed again. One that was initialized stays loaded until the process ends, used or
-   not: its threads may run its code at any time.
+   happens; where none is taken in the end, the error message has the list too. A library of which
+   no function was called is closed again. One that was initialized stays loaded until the process
+   ends, used or not: its threads may run its code at any time.
 
    Devices are tried discrete ones first, larger ones first; device and pci name one. The first on
    which the kernels load and a self-test (sums over a wave, integer dot products, matrix products)
@@ -316,7 +318,8 @@
    >>history
    ---------
        0.1.0  formats, GGUF, CPU backend; GPU backend, graphs; pool, KV cache, loading, profile,
-              occupancy, tuner
+              occupancy, tuner; search for the HIP runtime, check of replays, sharing with a
+              renderer, files written whole
 */
 
 // ---------------------------------------------------------------------------------------------
@@ -635,16 +638,16 @@ typedef enum rocq_precision {
     ROCQ_PRECISION_INT8  // activations in int8 blocks of 32, F32 sums: NMSE <= 5e-4
 } rocq_precision;
 
-// How a context shares the GPU with a renderer: presets over the fields of rocq_desc that follow
-// them here. A field that is set goes before the preset.
+// How a context shares the GPU with a renderer. A preset gives the four fields of rocq_desc below
+// their values; a field that the program sets itself keeps its own.
 //
 //                    priority   max_units   max_waves   dispatch_us
 //   BALANCED         normal     all         any         1000
 //   GRAPHICS_FIRST   low        all         8           500
 //   COMPUTE_FIRST    high       all         any         5000
 //
-// What both want is the memory's bandwidth, of which decode takes all there is, and none of these
-// limits that: judge by frame times, with the context at work and without.
+// None of these limits the memory bandwidth that a context uses, and decode uses all there is, so a
+// renderer can still be slowed down. Compare its frame times with the context at work and without.
 typedef enum rocq_sharing {
     ROCQ_SHARING_BALANCED = 0,
     ROCQ_SHARING_GRAPHICS_FIRST,
@@ -679,14 +682,15 @@ typedef struct rocq_desc {
     void *log_user;
     rocq_sharing sharing;      // a preset for dispatch_us and the three below
     rocq_priority priority;
-    int32_t max_units;         // compute units that work stays on, in pairs; 0 = the preset's, -1 =
-                               // all. The queue is then of normal priority
-    int32_t max_waves;         // waves on a SIMD (it has room for 16) of products with up to 8
-                               // columns, which are most of a token's time: 4, 6 ... 14; 0 = the
-                               // preset's, -1 = any. Fewer leave registers for a renderer's waves
-    const char *rocm_path;     // where else the HIP runtime may be (>>contexts): what ROCM_PATH and
-    const char *hip_path;      // HIP_PATH of the environment say, or NULL. An absolute path each;
-                               // read by rocq_open alone, NULL in rocq_info.desc
+    int32_t max_units;         // most compute units that kernels run on, rounded down to pairs;
+                               // 0 = the preset's, -1 = all. With a limit, priority is normal
+    int32_t max_waves;         // most waves on a SIMD, which has room for 16, of products with at
+                               // most 8 columns, which take most of a token's time: 4, 6 ... 14;
+                               // 0 = the preset's, -1 = any. Fewer leave registers for a renderer
+    const char *rocm_path;     // folders of ROCm or HIP in which the runtime is looked for as well
+    const char *hip_path;      // (>>contexts): absolute paths or NULL. Meant for ROCM_PATH and
+                               // HIP_PATH of the environment, which rocq does not read. Used by
+                               // rocq_open alone; NULL in rocq_info.desc
 } rocq_desc;
 
 typedef struct rocq_info {
@@ -703,16 +707,17 @@ typedef struct rocq_info {
     int32_t n_units;           // compute units of the GPU
     int64_t device_bytes;      // memory of the GPU
     rocq_desc desc;            // with every default filled in; its strings are the context's
-    const char *replay;        // how the replay of a graph differed from its ops, when rocq_warm
-                               // last found one that does; or ""
+    const char *replay;        // the last replay that rocq_warm found to differ from the graph's
+                               // ops, in a sentence; "" if there was none
     rocq_priority priority;    // of the queue as it was made; DEFAULT on the CPU
     int32_t max_units;         // compute units that work stays on: n_units where it may use all
-    int32_t max_waves;         // as desc.max_waves came out: 16 = any; 0 on the CPU
+    int32_t max_waves;         // the limit of desc.max_waves that is in force, 16 = none; 0 on the
+                               // CPU
     const char *ignored;       // what of desc.priority, max_units and max_waves did not take
                                // effect, and why; or ""
-    const char *runtimes_tried; // where a HIP runtime was sought before one was taken, or in vain:
-                               // "NAME: why it was passed over" or "PLACE: none", in that order and
-                               // with "; " between them; "..." comes last if there were more
+    const char *runtimes_tried; // HIP runtimes that were passed over, and places that have none, in
+                               // the order of the search: "NAME: why" or "PLACE: none", with "; "
+                               // between them; "..." comes last if there were more
 } rocq_info;
 
 typedef struct rocq_stats {
@@ -872,8 +877,8 @@ typedef enum rocq_rope_pairing {
 // between other rows: q, k and v may be columns of one tensor, and the planes of two caches may
 // take turns. That has two limits. Integers that steer an op (ids, pos, cell, kv_len, page_table,
 // recent, allowed) lie outside the range from an output's first byte to its last, and the output
-// outside theirs. And of two tensors with gaps, some of whose strides neither agree nor divide one
-// another, overlap is assumed where a search of bounded length does not rule it out.
+// outside theirs. And two tensors with gaps, where of some strides none is a multiple of the other,
+// count as overlapping if a search of bounded length cannot rule it out.
 
 typedef enum rocq_op {
 #define ROCQ_X(NAME, name, params) ROCQ_OP_##NAME,
@@ -1438,9 +1443,9 @@ typedef struct rocq_file rocq_file;
 // exists is ever opened, so that path, and what is at PATH.part, may be read meanwhile, under
 // whatever name. A file that is replaced leaves its permissions to the new one; a symbolic link is
 // itself replaced; what is no regular file (a pipe, a terminal, /dev/null) is written to directly.
-//     E_IO for a directory, a file without permission to write, and on POSIX where the file would
-// get the number of a closed stdout or stderr, so that text would be printed into it. On failure
-// *file is NULL.
+//     E_IO for a directory and for a file without permission to write. On POSIX also where stdout
+// or stderr is closed and the new file would get its number, 1 or 2: what the program prints would
+// go into the file. On failure *file is NULL.
 ROCQ_DEF rocq_result rocq_file_create(rocq_ctx *ctx, rocq_file **file, const char *path);
 
 // A rocq_write_fn, whose user is the file.
@@ -1840,15 +1845,15 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
 // least 20 ms, in which the system gives each thread a core: a moment while a level loads. Both:
 // scratch memory for the graph. Nothing that ops see is changed once it returns.
 //
-// GPU, once for each submission that a graph becomes: it is replayed with made-up inputs, replayed
-// with others, and its ops run one by one with those. Where the last two do not write the same
-// bits, the graph is never replayed again: rocq_graph_launch then runs its ops. Inputs are what the
-// ops read before one of them wrote it, but for weights, biases, tables and the cache that
-// attention reads. They, all that the ops write, and the first cells of the caches that
-// rocq_rope_append writes to (one more than it has tokens) are put aside before, and restored bit
+// GPU, once each time that the graph has been captured: the graph is replayed with made-up inputs,
+// replayed with other ones, and its ops are run one by one with these. Where the last two runs do
+// not write the same bits, the graph is never replayed again: rocq_graph_launch then runs its ops.
+// Inputs are what ops read that no earlier op has written, except weights, biases, tables and the
+// cache that attention reads. Inputs, all that the ops write, and the first cells of the caches
+// that rocq_rope_append writes to (one more than it has tokens) are saved before and restored bit
 // for bit; no other stream may use them meanwhile. That takes the time of three launches, and twice
-// the memory of what is put aside. Where there is none, or the budget does not allow it, the replay
-// stays unchecked, and the log tells.
+// the memory of what is saved. Where there is no memory for it, or the budget does not allow it,
+// the replay stays unchecked, which is no failure: the log tells.
 ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph);
 
 // -- operations: contracts stand at the params structs --
@@ -2050,9 +2055,9 @@ typedef struct rocq_k_epilogue {
     float softcap;
 } rocq_k_epilogue;
 
-// One product of a matvec launch: its weights, then the epilogue, as in rocq_k_epilogue, without what
-// a matvec does not use. The kernel reads each of the two at once: these lines are cold, and every
-// read that waits for another one costs a trip to memory.
+// One product of a matvec launch: its weights, then what a matvec uses of rocq_k_epilogue. The
+// kernel reads all fields of either half together: args are in no cache yet when a launch begins,
+// so each read that has to wait for another read costs a trip to memory.
 typedef struct rocq_k_matvec_weights {
     const void *w, *w2; // planar, or plain for F32 F16 BF16; w2: y = epilogue(w x) * (w2 x)
     int64_t n_units;    // of the whole tensor (planar), which places its planes
@@ -2095,7 +2100,8 @@ typedef struct rocq_k_matvec_args {
     int64_t x_stride;   // F32: floats from column to column
     int32_t k, n;
     int32_t k_shift;    // k_waves = 1 << k_shift: 1, 2, 4 or 8
-    int32_t k_step;     // ROCQ_K_WAVE k_waves, in units or elements of w: from a lane's one to its next
+    int32_t k_step;     // ROCQ_K_WAVE k_waves: a lane takes every k_step-th unit (planar) or element
+                        // (plain) of a row
     uint32_t block_begin[ROCQ_K_MATVEC_PARTS - 1]; // of parts 1 and up, UINT32_MAX where there is
                                                    // none; part 0 begins at block 0
     rocq_k_matvec_part part[ROCQ_K_MATVEC_PARTS];
@@ -2906,8 +2912,9 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
     return ROCQ_OK;
 }
 
-// size: of the buffer of this context that begins where buffer does, 0 = there is none. Where an
-// arena's first piece begins, its buffer begins as well, so only the size tells the two apart.
+// Checks that what is to be freed is a whole buffer. size: of the context's buffer that begins at
+// the same address, 0 = there is none. A first piece begins where its buffer does, so only the size
+// tells the two apart.
 ROCQ__FN rocq_result rocq__check_whole(rocq_ctx *ctx, const rocq_buffer *buffer, int64_t size) {
     if (size == 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: not a buffer of this context");
@@ -5851,8 +5858,8 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
 // ---------------------------------------------------------------------------------------------
 // >>gguf: files written whole
 // ---------------------------------------------------------------------------------------------
-// The system's part first: what a path names, a file that goes to the disk, takes another's place,
-// or goes away. All of them return false, with errno, where that is impossible.
+// First what depends on the system: what a path names; sending a file to the disk; putting a file
+// in another's place; removing one. Those that return bool return false, with errno, on failure.
 
 #if ROCQ__HAS_STDIO
 typedef struct rocq__place {
@@ -5860,7 +5867,7 @@ typedef struct rocq__place {
     uint32_t permissions; // of what is there, or 0; POSIX only
 } rocq__place;
 
-// Finds out about a path that is to be written, and false where that is not allowed.
+// Looks at a path that is to be written: what is there, and false where writing is not allowed.
 ROCQ__FN bool rocq__file_place(rocq_ctx *ctx, const char *path, rocq__place *place) {
     memset(place, 0, sizeof *place);
     errno = ENOENT;
@@ -5895,7 +5902,7 @@ ROCQ__FN bool rocq__file_place(rocq_ctx *ctx, const char *path, rocq__place *pla
 #endif
 }
 
-// All that was written, to the disk itself: a name must not be there before its data.
+// Sends all that was written to the disk: the name must not get there before the data.
 ROCQ__FN bool rocq__file_sync(FILE *stream) {
     if (fflush(stream) != 0) return false;
 #if defined(_WIN32)
@@ -6075,7 +6082,7 @@ struct rocq_gguf_writer {
     int64_t data_size; // of the tensors added, each padded
     int64_t n_written; // tensors whose data is out
     bool header_written;
-    bool lacks;         // a value or tensor that was to be in it: a call failed
+    bool lacks;         // a set or add_tensor failed, so the file would lack that value or tensor
     rocq_result failed; // the sink's first failure: what is out is then useless
 };
 
@@ -9636,8 +9643,8 @@ ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op) {
 #define ROCQ__HIP_LINKED() ((const rocq_hip *)NULL)
 #endif
 
-// Copies a string whose end tells more than its beginning, as of a path: what does not fit is its
-// beginning.
+// Copies a string of which the end tells most, such as a path: where it does not fit, its beginning
+// is left out.
 ROCQ__FN void rocq__copy_end(char *to, size_t size, const char *from) {
     const size_t length = strlen(from), kept = ROCQ__MIN(length, size - 1);
     memcpy(to, from + length - kept, kept + 1);
@@ -9729,7 +9736,8 @@ ROCQ__FN rocq__library rocq__library_open(const char *name, int how, char *why, 
     const size_t length = strlen(name);
     const char *reason = dlerror();
     if (!reason) reason = "no reason given";
-    const bool prefixed = strncmp(reason, name, length) == 0 && reason[length] == ':';
+    const bool prefixed =
+        strncmp(reason, name, length) == 0 && strncmp(reason + length, ": ", 2) == 0;
     const bool absent = how == ROCQ__BY_PATH ? access(name, F_OK) != 0 : prefixed;
     if (!absent) snprintf(why, size, "%s", prefixed ? reason + length + 2 : reason);
     return NULL;
@@ -10072,8 +10080,8 @@ ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint3
 // per unit are AMD's: 256 flops a clock on the vector unit (without dual issue), 512 on the matrix
 // unit. Sources: AMD's specifications of the products that bench/targets.py names; AMD's ROCm
 // compatibility matrix and the target list of AMD's TheRock for which product is which target;
-// register files as LLVM has them, with which tests/test_occupancy.c compares. gfx1152 is the Radeon
-// 860M of a Ryzen AI 7 350 (and the 840M), gfx1153 the 820M of a Ryzen AI 5 330.
+// register files as LLVM has them, with which tests/test_occupancy.c compares. gfx1152 is the
+// Radeon 860M of a Ryzen AI 7 350 (and the 840M), gfx1153 the 820M of a Ryzen AI 5 330.
 typedef struct rocq__chip_facts {
     int32_t target, max_units;
     double bytes_per_us;
@@ -12462,9 +12470,10 @@ ROCQ__FN void rocq__add_step(rocq__step *list, int *n, const rocq_tensor *t, int
     list[i].most = t->ne[d] - 1;
 }
 
-// Whether a sum of the first n steps of list, each taken 0 to most times, lies in [low, high]. Of
-// the largest step only such numbers are tried as leave what the smaller ones can reach: one or two
-// where strides divide one another. *tries bounds the search for others: true without an answer.
+// Whether a sum of the first n steps of list, each taken 0 to most times, lies in [low, high]. The
+// largest step is tried only as many times as leave a rest that the smaller ones can reach: that is
+// one or two numbers where each step is a multiple of the smaller ones. For other steps *tries
+// bounds the search; when it is used up the answer is true, the safe one.
 ROCQ__FN bool rocq__sum_within(const rocq__step *list, int n, int64_t low, int64_t high,
                                int32_t *tries) {
     if (--*tries < 0) return true;
@@ -12744,8 +12753,8 @@ typedef struct rocq__region {
     bool written;
 } rocq__region;
 
-// Adds the range of a tensor to a list of regions that do not overlap. The new region is merged with
-// all those that it overlaps.
+// Adds the range of a tensor to a list of regions that do not overlap. The new region is merged
+// with all those that it overlaps.
 ROCQ__FN void rocq__regions_add(rocq__region *regions, int32_t *n_regions, const rocq_tensor *t,
                                 bool written) {
     rocq__region r = {rocq__range_of(t), NULL, written};
@@ -17283,7 +17292,7 @@ ROCQ__FN void rocq__device_leave(rocq_ctx *ctx) {
 
 // -- beside a renderer --
 
-// Notes that a wish of the desc has no effect.
+// Notes for rocq_info.ignored that a field of the desc has no effect, and why.
 ROCQ__PRINTF(2, 3)
 ROCQ__FN void rocq__ignored(rocq__gpu *gpu, const char *format, ...) {
     const size_t used = strlen(gpu->ignored), room = sizeof gpu->ignored - used;
@@ -17296,9 +17305,10 @@ ROCQ__FN void rocq__ignored(rocq__gpu *gpu, const char *format, ...) {
     va_end(args);
 }
 
-// A queue on the first compute units. Bits of a mask are compute units; those of a WGP, two each,
-// are set together, because a workgroup may use both. HIP makes such a queue of normal priority and
-// with default flags: where the program itself uses the NULL stream, they wait for each other.
+// Makes a queue whose kernels run on the first compute units only. Each bit of the mask is a
+// compute unit. The two of a WGP are set together, because a workgroup may use both. HIP gives such
+// a queue normal priority and default flags: where the program itself uses the NULL stream, work
+// there and work of this queue wait for each other.
 ROCQ__FN void rocq__stream_on_units(rocq__gpu *gpu, int32_t most, void **stream) {
     enum { WORDS = 32 };
     uint32_t mask[WORDS];
@@ -17324,8 +17334,8 @@ ROCQ__FN void rocq__stream_on_units(rocq__gpu *gpu, int32_t most, void **stream)
     gpu->chip.matrix_per_us *= part;
 }
 
-// A queue of another priority than normal, which is that of a plain one. The runtime counts from
-// the least to the greatest downwards, and normal is 0.
+// Makes a queue of low or high priority. In HIP a smaller number is a higher priority: the greatest
+// is negative, the least positive or 0, and a plain queue has 0, which is normal.
 ROCQ__FN void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void **stream) {
     const rocq_hip *hip = gpu->hip;
     const bool low = wanted == ROCQ_PRIORITY_LOW;
@@ -17360,10 +17370,10 @@ ROCQ__FN void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, voi
     gpu->priority = wanted;
 }
 
-// Keeps the waves of a matvec on a SIMD to a number: its blocks ask for so much LDS that no more of
-// them fit on a WGP. The waves of a block are spread over the SIMDs of the WGP, so a block is 2
-// waves on each. The most LDS that a block may have still lets two of them in, so 4 waves are the
-// least.
+// Limits how many waves of matvecs a SIMD has at a time: each block asks for so much LDS, which it
+// does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a block are
+// spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD. Two blocks with the
+// most LDS that a block may have still fit on a WGP, so the lowest limit is 4 waves.
 ROCQ__FN void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
     enum {
         SIMDS = 2 * ROCQ__CU_SIMDS,
@@ -17383,8 +17393,9 @@ ROCQ__FN void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
     gpu->max_waves = blocks * BLOCK_WAVES;
 }
 
-// What the desc says of sharing the device, as far as the runtime goes along. Another queue takes
-// the place of the plain one: a second hardware queue beside it would cost power when idle.
+// Applies what the desc says of sharing the device, as far as the runtime supports it. A queue made
+// here takes the place of the plain one: a second hardware queue beside it would cost power when
+// idle.
 ROCQ__FN rocq_result rocq__share(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_desc *desc = &ctx->desc;
@@ -17586,10 +17597,10 @@ ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
 #endif
 }
 
-// By rocq_sharing. Launches of at most 1 ms leave a renderer at 144 Hz, which has 6.9 ms a frame,
-// several places a frame where its work can begin. 8 waves on a SIMD still cover the latency of
-// memory and leave a renderer half of the registers. Staying on some compute units is no preset's:
-// how many a renderer needs depends on it alone.
+// In the order of rocq_sharing. A renderer's work can begin where a launch ends: launches of at
+// most 1 ms give it several such places in a frame of 6.9 ms (144 Hz). 8 waves on a SIMD still hide
+// the latency of memory and leave a renderer half of the registers. No preset limits the compute
+// units, because how many a renderer needs depends on the renderer alone.
 typedef struct rocq__preset {
     rocq_priority priority;
     int32_t max_units, max_waves, dispatch_us;
