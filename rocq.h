@@ -2100,8 +2100,8 @@ typedef struct rocq_k_matvec_args {
     int64_t x_stride;   // F32: floats from column to column
     int32_t k, n;
     int32_t k_shift;    // k_waves = 1 << k_shift: 1, 2, 4 or 8
-    int32_t k_step;     // ROCQ_K_WAVE k_waves: a lane takes every k_step-th unit (planar) or element
-                        // (plain) of a row
+    int32_t k_step;     // ROCQ_K_WAVE k_waves: a lane takes each k_step-th unit of a row (planar)
+                        // or each k_step-th 16 bytes or element (plain)
     uint32_t block_begin[ROCQ_K_MATVEC_PARTS - 1]; // of parts 1 and up, UINT32_MAX where there is
                                                    // none; part 0 begins at block 0
     rocq_k_matvec_part part[ROCQ_K_MATVEC_PARTS];

@@ -12,7 +12,8 @@
 
        hipcc -O3 --offload-arch=gfx1100 -x hip app.c rocq_kernels.hip -o app
 
-   Both with clang 19 or newer, which ROCm has from 6.4 on.
+   Both with clang 19 or newer, which ROCm has from 6.4 on. gfx1153 is unknown to clang 19, and can be
+   added to the list for a newer one.
 
    Licence: MIT or public domain, at your choice; see the end of rocq.h.
 
@@ -381,8 +382,8 @@ template <int mask, typename T> DEV T wave_xor(T x) {
     int i = __builtin_bit_cast(int, x);
     if (mask == 16) {
         i = __builtin_amdgcn_permlanex16(i, i, 0x76543210, (int)0xfedcba98, false, false);
-        // The swap is done here: LLVM before 21 (seen with clang 19.1.7) moves it into a branch that
-        // uses its result, where the lanes it takes values from may be off.
+        // Keeps the swap at this point: LLVM before 21 (seen with clang 19.1.7) moves it into a
+        // branch that uses its result, where the lanes it takes values from may be inactive.
         asm volatile("" : "+v"(i));
     } else {
         i = __builtin_amdgcn_update_dpp(i, i, 0x160 | (mask & 15), 0xf, 0xf, true);
@@ -497,10 +498,11 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
 #endif
 #endif // the stand-in
 
-// What steers the compiler. Everything of that kind stands here and in wave_xor, each with what the
-// compiler does without it, so that it can be tried again with the next one: define it away, compile,
-// and compare registers (tests/gfx11/check). Tried with clang 19.1.7 and 22.1.8 for gfx1100, where
-// both need every one of them. A name without a platform's barrier does nothing there.
+// Functions that compute nothing, but keep the compiler from a harmful rearrangement. All of them
+// stand here, besides one asm statement in wave_xor. Each comment says what the compiler does without the
+// function, so that a later compiler can be tried without it: make it empty, compile, and compare
+// registers (tests/gfx11/check). Clang 19.1.7 and 22.1.8 both need every one of them for gfx1100. On a
+// platform for which a function has no code it does nothing.
 #if defined(__GFX11__)
 #define REGISTER_BARRIER(x) asm volatile("" : "+v"(x))
 #elif defined(__CUDACC__)
@@ -509,15 +511,16 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
 #define REGISTER_BARRIER(x) (void)(x)
 #endif
 
-// x, of which the compiler may not compute anything elsewhere. Otherwise it computes the addresses of
-// rare paths before the loop that holds them, and attention_prefill_128 spills 27 to 33 registers.
+// Returns x, and hides from the compiler that it is x: what is computed from the result is computed
+// after this point. Otherwise addresses that only rare paths use are computed before the loop that
+// holds those paths, and attention_prefill_128 spills 27 to 33 registers.
 DEV int recomputed(int x) {
     REGISTER_BARRIER(x);
     return x;
 }
-// x is computed here. Otherwise the compiler computes sums and addresses later, where what they are
-// made of takes more registers than they do, or before a loop in which they do not change:
-// matvec_int8_q4_K_n8 takes 138 to 178 VGPRs, not 124.
+// Makes the compiler compute x at this point. Otherwise it computes sums and addresses later, and their
+// operands, which take more registers, are kept until then; or it computes them before a loop in which
+// they do not change, and keeps them throughout: matvec_int8_q4_K_n8 takes 138 to 178 VGPRs, not 124.
 DEV void computed(uint32_t &x) { REGISTER_BARRIER(x); }
 DEV void computed(float &x) {
 #if defined(__GFX11__)
@@ -525,17 +528,18 @@ DEV void computed(float &x) {
 #endif
     (void)x;
 }
-// No instruction is moved across. Otherwise loads begin as early as they can, with a register for each
-// until it is used: attention_decode_64 takes 246 to 253 VGPRs, not 198 to 205, and
+// No instruction is moved across this point. Otherwise loads begin as early as possible, and each holds
+// its registers until its data is used: attention_decode_64 takes 246 to 253 VGPRs, not 198 to 205, and
 // attention_prefill_128 spills with clang 19.
 DEV void keep_order() {
 #if defined(__GFX11__)
     __builtin_amdgcn_sched_barrier(0);
 #endif
 }
-// Loads above are issued above, and none from below. Otherwise a load that is used in the next trip of
-// a loop is moved into that trip, and x of all columns to the top: matvec_int8_q4_K_n1 takes 97 VGPRs,
-// not 86, and so 12 waves a SIMD, not 16. nvcc is held by what may write to memory.
+// Loads before this point are issued before it, and later ones after it. Otherwise a prefetch for the
+// next trip of a loop is moved into that trip, and the loads of x for all columns to the top of the
+// loop: matvec_int8_q4_K_n1 takes 97 VGPRs, not 86, and so 12 waves a SIMD, not 16. For nvcc it is a
+// statement that may write to memory.
 DEV void loads_issued() {
 #if defined(__CUDACC__)
     asm volatile("" ::: "memory");
@@ -543,11 +547,11 @@ DEV void loads_issued() {
     keep_order();
 #endif
 }
-// Fields of the args, all read before this and waited for once. Otherwise the compiler reads each
-// field where it is first used, and so waits for one after the other: six times before the first load
-// of a matvec's weights, not twice. Returns the first: what is computed from that is computed later.
-// One asm statement has to take them all, and takes READ_FIELDS: where there are fewer, the second is
-// named again.
+// Reads fields of the args before this point, all together, with one wait. Otherwise the compiler reads
+// each field where it is first used, and so waits for one after the other: six times before the first
+// load of a matvec's weights, not twice. Returns the first field; what is computed from the result is
+// computed after this point. A single asm statement with READ_FIELDS operands has to take them all:
+// where there are fewer fields, the second one fills the rest.
 enum { READ_FIELDS = 20 };
 #if defined(__GFX11__)
 template <typename A, typename B, typename C, typename D, typename E, typename F, typename G,
@@ -574,7 +578,7 @@ DEV First read_together(First first, Second second, More... more) {
     return first;
 #endif
 }
-// A kernel's args once more, from memory. Fields that are used again after a loop otherwise stay in
+// A kernel's args, to be read from memory again. Otherwise fields that are used after a loop stay in
 // registers throughout it, and the attention kernels spill 2 to 17 SGPRs each.
 template <typename T> DEV const T &reread(const T &args) {
 #if defined(__GFX11__)
@@ -1853,7 +1857,8 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
     for (int c = 0; c < N; c++) column[c] = matvec_column(a, c);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        // counted in elements: of k times 2 or 4 in 64 bits the compiler makes vector operations
+        // Elements are counted, not bytes: a 64-bit product with k times 2 or 4 would be computed in
+        // vector registers instead of scalar ones.
         const int64_t first = work.row[r] * a.k;
         if (SIZE == 2) row[r] = (const char *)((const uint16_t *)w + first);
         else row[r] = (const char *)((const uint32_t *)w + first);
@@ -1929,8 +1934,8 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
     }
 }
 
-// One y a thread: what it takes beside its sums. This is read before the barrier: all fields of the
-// args together, then bias, gate and residual, which are under way while other waves finish.
+// Each thread finishes one y: this is all that it needs besides the sums. It is read before the
+// barrier, so that loads of bias, gate and residual are under way while other waves finish.
 struct matvec_tail {
     int r, c;  // row, from the block's first one on, and column
     bool live; // there is such a y
@@ -2023,10 +2028,11 @@ DEV void matvec_finish(const rocq_k_matvec_args &a, const matvec_tail &t, int fi
 
 // A block's work. F: the one format of all parts, or MATVEC_MIXED: each part has its own.
 //
-// The args are cold in every cache, so gfx11 reads them in as few dependent steps as can be: the head
-// together with part 0, as if that were the block's, then, if it is not, its own. A word is touched of
-// each line of the epilogue, which then waits in the scalar cache for the end of the loop. NVIDIA's
-// constant memory needs none of this, and its compiler no registers for what it can read again.
+// The args are in no cache yet, so on gfx11 they are read in as few dependent steps as possible: what
+// precedes the parts, together with part 0; then, for a block of another part, that part. y_format and
+// activation are read with them only to bring their cache lines, those of the epilogue, into the scalar
+// cache before the end of the loop. On NVIDIA args are in constant memory, which needs none of this, and
+// nvcc reads a field again rather than keep it in a register.
 enum { MATVEC_MIXED = -1 };
 template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_args &a) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
