@@ -16726,7 +16726,8 @@ ROCQ__FN bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) 
     return false;
 }
 
-// Prepares a copy of the graph's op: kept[i] remains for what it reads where it is.
+// Prepares a copy of the graph's op: afterwards kept[i] says that the op reads operand i where it
+// is, and all other operands get a stand-in.
 ROCQ__FN void rocq__stand_in_plan(const rocq_graph *graph, rocq__node *copy) {
     for (int32_t i = 0; i < copy->n_tensors; i++) {
         rocq_tensor *t = &copy->tensors[i];

@@ -63,8 +63,8 @@ static const char usage[] =
     "    --shift N        when the context is full, keep its first N tokens, forget half of the\n"
     "                     others and go on (the text ends)\n"
     "    --precision P    of products: auto, f32, f16 or int8 (auto)\n"
-    "    --sharing NAME   of the GPU with a renderer: balanced, or first graphics or compute\n"
-    "                     (balanced)\n"
+    "    --sharing NAME   who goes first where the GPU also draws: graphics, compute or neither,\n"
+    "                     which is balanced (balanced)\n"
     "    --tuning FILE    launches that are fastest for this model on this GPU; they are found\n"
     "                     and kept in FILE where it is not there, or of another GPU or driver\n"
     "    --stats          print times, speeds and memory\n"
@@ -275,10 +275,10 @@ typedef struct run {
     llama_model model;
     tokenizer tok;
     tokenizer_ids ids;
-    int32_t *last;        // what penalties look at, the newest at the end: [n_last] of [last_n]
-    int32_t last_n, n_last;
-    rocq_buffer last_memory; // a copy of it, where ops reach it,
-    rocq_tensor recent;      // and its first n_last tokens
+    int32_t *last;           // tokens that penalties look at, the newest at the end
+    int32_t n_last, last_n;  // how many there are, and at most
+    rocq_buffer last_memory; // where ops read a copy of them
+    rocq_tensor recent;      // [n_last] of last_memory
     char *prompt;
     float *logits;
     char reason[REASON_SIZE]; // of the last failure in rocq
