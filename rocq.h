@@ -6397,8 +6397,14 @@ ROCQ__FN rocq_result rocq__gguf_emit(rocq_gguf_writer *writer, const void *src, 
         ok = writer->write(zeros, n, writer->user);
     }
     if (ok) return ROCQ_OK;
+#if ROCQ__HAS_STDIO
+    if (writer->file) {
+        const rocq_file *file = writer->file;
+        return writer->failed = rocq__file_failed(writer->ctx, file->path, file->error);
+    }
+#endif
     writer->failed = ROCQ_E_IO;
-    return rocq__fail(writer->ctx, ROCQ_E_IO, "gguf: cannot write to the file");
+    return rocq__fail(writer->ctx, ROCQ_E_IO, "gguf: the caller's write failed");
 }
 
 ROCQ__FN rocq_result rocq__gguf_emit_header(rocq_gguf_writer *writer) {

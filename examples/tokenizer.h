@@ -898,9 +898,9 @@ static int32_t tok__longest(const tokenizer *t, const char *text, int64_t at, in
 // is text, rank + 1 where a token begins, and -1 inside of one.
 //
 // One pass finds the longest token that begins at each byte, and a heap then hands these out from
-// the longest to the shortest. So where bytes of a token are taken already, a token that is at least
-// as long has taken them, its first byte or its last one among them. Where the first is still free,
-// a shorter token that begins there may fit, and goes back into the heap.
+// the longest to the shortest. So where bytes of a token are taken already, a token that is at
+// least as long has taken them, its first byte or its last one among them. Where the first is still
+// free, a shorter token that begins there may fit, and goes back into the heap.
 static rocq_result tok__cut(tokenizer *t, const char *text, int64_t length, bool parse_special) {
     const rocq_str *texts = (const rocq_str *)t->vocab.strings.data;
     const int32_t *special = (const int32_t *)t->special.data;

@@ -1598,6 +1598,15 @@ static void a_sink_that_fails_is_an_io_error(void **state) {
         assert_result(rocq_gguf_finish(&writer), ROCQ_E_IO);
         assert_null(writer);
     }
+    // More than that buffer holds fails in write, which names the file and the system's reason.
+    static const float many[1 << 18] = {0};
+    const int64_t n_many[1] = {1 << 18};
+    if (rocq_gguf_create(ctx, &writer, &full) == ROCQ_OK) {
+        assert_ok(rocq_gguf_add_tensor(writer, "w", ROCQ_F32, 1, n_many));
+        assert_result(rocq_gguf_write(writer, many, (int64_t)sizeof many), ROCQ_E_IO);
+        assert_string_equal(rocq_error(ctx), "cannot write '/dev/full': No space left on device");
+        assert_result(rocq_gguf_finish(&writer), ROCQ_E_IO);
+    }
 #endif
     rocq_close(&ctx);
     assert_int_equal(c.live, 0);
