@@ -860,7 +860,8 @@ enum { // what a token is; bits, because a control token may be found by its tex
     TOK__CONTROL = 4,
     TOK__USER = 8, // always cut out of text, always shown
     TOK__BYTE = 16,
-    TOK__END = 32
+    TOK__END = 32,
+    TOK__STRIP = 64 // white space that follows it in the text is dropped
 };
 
 // The texts of the special tokens as a tree: the bytes of a text lie one below the other, and texts
@@ -895,7 +896,8 @@ static int32_t tok__longest(const tokenizer *t, const char *text, int64_t at, in
 
 // Finds the special tokens in a text. A longer one goes before a shorter one, wherever the two
 // overlap, then the one of smaller id, then the first in the text. taken[i] becomes 0 where byte i
-// is text, rank + 1 where a token begins, and -1 inside of one.
+// is text, rank + 1 where a token begins, and -1 inside of one and in white space that is dropped
+// behind one.
 //
 // One pass finds the longest token that begins at each byte, and a heap then hands these out from
 // the longest to the shortest. So where bytes of a token are taken already, a token that is at
@@ -904,6 +906,7 @@ static int32_t tok__longest(const tokenizer *t, const char *text, int64_t at, in
 static rocq_result tok__cut(tokenizer *t, const char *text, int64_t length, bool parse_special) {
     const rocq_str *texts = (const rocq_str *)t->vocab.strings.data;
     const int32_t *special = (const int32_t *)t->special.data;
+    const uint8_t *kinds = (const uint8_t *)t->kinds.data;
     tok__heap heap = {NULL, 0};
     TOK__TRY(tok__room(t, &t->taken, length, sizeof(int32_t)));
     int32_t *taken = (int32_t *)t->taken.data;
@@ -928,13 +931,17 @@ static rocq_result tok__cut(tokenizer *t, const char *text, int64_t length, bool
         }
         for (int64_t i = 0; i < n; i++) taken[best.left + i] = -1;
         taken[best.left] = best.right + 1;
+        if (!(kinds[special[best.right]] & TOK__STRIP)) continue;
+        for (int64_t i = best.left + n; i < length && taken[i] == 0; i++) {
+            if (text[i] != ' ' && (text[i] < '\t' || text[i] > '\r')) break;
+            taken[i] = -1;
+        }
     }
     return ROCQ_OK;
 }
 
 static rocq_result tok__encode(tokenizer *t, tokenizer_ids *ids, const char *text, int64_t length,
                                bool add_special, bool parse_special) {
-    const rocq_str *texts = (const rocq_str *)t->vocab.strings.data;
     const int32_t *special = (const int32_t *)t->special.data;
     if (!special) return tok__fail(t, ROCQ_E_STATE, "the tokenizer is not open");
     if (length < 0 || length > INT32_MAX / 8 || (length > 0 && !text)) {
@@ -949,7 +956,7 @@ static rocq_result tok__encode(tokenizer *t, tokenizer_ids *ids, const char *tex
         const int32_t id = taken[at] > 0 ? special[taken[at] - 1] : -1;
         if (id >= 0) {
             TOK__TRY(tok__push(t, ids, id));
-            stop = at + texts[id].length;
+            for (stop = at + 1; stop < length && taken[stop] < 0;) stop++;
         } else {
             for (stop = at + 1; stop < length && taken[stop] == 0;) stop++;
             const int64_t n = stop - at;
@@ -1148,6 +1155,35 @@ static void tok__adapt_roles(tokenizer *t) {
     if (tag >= 0 && tok__id_of(t, "<|tool_response>") >= 0) kinds[tag] = TOK__NORMAL;
 }
 
+// Phi-3 was trained with the white space behind a special token dropped. No key of a file says so:
+// as in llama.cpp the model's name does.
+static void tok__read_strips(tokenizer *t, const rocq_gguf *file) {
+    static const char *const names[] = {"phi-3", "phi3"};
+    static const char *const others[] = {"<unk>", "<s>", "<|endoftext|>"};
+    uint8_t *kinds = (uint8_t *)t->kinds.data;
+    rocq_str name;
+    bool strips = false;
+    if (rocq_gguf_get_str(file, "general.name", &name) != ROCQ_OK) return;
+    for (int64_t at = 0; at < name.length; at++) {
+        for (size_t k = 0; k < sizeof names / sizeof names[0]; k++) {
+            int64_t n = 0; // characters that agree, in capitals or not
+            for (; at + n < name.length && names[k][n]; n++) {
+                char c = name.data[at + n];
+                if (c >= 'A' && c <= 'Z') c = (char)(c + 'a' - 'A');
+                if (c != names[k][n]) break;
+            }
+            strips = strips || !names[k][n];
+        }
+    }
+    for (int32_t i = 0; strips && i < t->n_vocab; i++) {
+        if (kinds[i] & (TOK__CONTROL | TOK__UNKNOWN | TOK__USER)) kinds[i] |= TOK__STRIP;
+    }
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
+        const int32_t id = tok__id_of(t, others[i]);
+        if (id >= 0) kinds[id] = (uint8_t)(kinds[id] & ~TOK__STRIP);
+    }
+}
+
 // An optional array of numbers, one per token.
 static rocq_result tok__read_array(tokenizer *t, const rocq_gguf *file, const char *key,
                                    rocq_gguf_value *value, bool *there) {
@@ -1292,6 +1328,7 @@ static rocq_result tok__load(tokenizer *t, const rocq_gguf *file) {
     }
     TOK__TRY(tok__read_roles(t, file));
     tok__adapt_roles(t);
+    tok__read_strips(t, file);
     TOK__TRY(tok__list_special(t));
 
     tok__map_bytes(t);

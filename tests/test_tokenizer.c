@@ -316,6 +316,52 @@ static void test_saved(void **state) {
     }
 }
 
+// Vocabularies with the tokens without which llama.cpp refuses a model of Phi-3's name.
+static void make_phi3_spm(vocab *v) {
+    vocab_spm(v);
+    vocab_add(v, "<|endoftext|>", 0, 3);
+}
+
+static void make_phi3_bpe(vocab *v) {
+    vocab_bpe(v);
+    vocab_add(v, "<unk>", 0, 2);
+    vocab_add(v, "<s>", 0, 3);
+    vocab_add(v, "</s>", 0, 3);
+}
+
+// Phi-3 drops the white space behind special tokens, and is known by the model's name.
+static void test_strips(void **state) {
+    (void)state;
+    static const kind both[] = {
+        {"spm", make_phi3_spm, {"llama", NULL, "<s>", "</s>", -1, -1, -1}},
+        {"bpe", make_phi3_bpe, {"gpt2", "gpt-2", NULL, "<|im_end|>", -1, -1, -1}}};
+    static const char *const names[] = {"Phi-3 mini", "my PHI3", "phi 3", "phi-", "Phi-2", "Phphi-3"};
+    static const char *const pieces[] = {"<tool>", "</s>", "<s>", "<unk>", "[multi word]", "<|im_end|>",
+        "<|endoftext|>", "\n\n\n", "  \n", " ", "  ", "\t\v\f\r\n", "\xc2\x85", "\xc2\xa0", "a", "a b"};
+    enum { N_NAMES = sizeof names / sizeof *names, N_PIECES = sizeof pieces / sizeof *pieces };
+    if (!peer_open()) skip();
+    for (int32_t k = 0; k < 2 * N_NAMES; k++) {
+        pair p, q;
+        rocq_gguf_writer *w = NULL;
+        open_kind(&p, &both[k % 2], "unnamed");
+        const rocq_gguf_writer_desc to = {.path = model_path("named")};
+        assert_int_equal(rocq_gguf_create(p.ctx, &w, &to), ROCQ_OK);
+        assert_int_equal(rocq_gguf_set_from(w, p.file), ROCQ_OK);
+        assert_int_equal(rocq_gguf_set_str(w, "general.name", names[k / 2]), ROCQ_OK);
+        assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
+        pair_close(&p);
+        pair_open(&q, to.path, names[k / 2]);
+        model_random r = {13};
+        for (int32_t i = 0; i < 300; i++) {
+            char line[256] = {0};
+            for (uint64_t n = 1 + model_u64(&r) % 12; n > 0; n--)
+                strcat(line, pieces[model_u64(&r) % N_PIECES]);
+            compare(&q, line, strlen(line));
+        }
+        pair_close(&q);
+    }
+}
+
 // Ids of no integer type and flags of no truth value are refused, not taken for absent.
 static void test_wrong_keys(void **state) {
     (void)state;
@@ -595,7 +641,7 @@ int main(void) {
     static const char *const pres[] = {"default", "llama-bpe", "qwen2", "gpt-2", "tekken",
         "deepseek-llm", "deepseek-coder", "seed-coder", "viking"};
     enum { N_PRES = sizeof pres / sizeof *pres };
-    static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 8];
+    static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 9];
     static char names[N_KINDS][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_KINDS; i++) {
@@ -613,6 +659,7 @@ int main(void) {
     }
     tests[n++] = (struct CMUnitTest){.name = "names of pre-tokenizers", .test_func = test_names};
     tests[n++] = (struct CMUnitTest){.name = "roles of tokens", .test_func = test_roles};
+    tests[n++] = (struct CMUnitTest){.name = "white space behind tokens", .test_func = test_strips};
     tests[n++] = (struct CMUnitTest){.name = "saved by llama.cpp", .test_func = test_saved};
     tests[n++] = (struct CMUnitTest){.name = "keys of the wrong type", .test_func = test_wrong_keys};
     tests[n++] = (struct CMUnitTest){.name = "scores as integers", .test_func = test_integers};
