@@ -660,6 +660,9 @@ int main(int argc, char **argv) {
     if (!parse_options(&r.o, argc, argv)) return 1;
     if (r.o.help) fputs(usage, stdout);
     signal(SIGINT, on_interrupt);
+#if !defined(_WIN32)
+    signal(SIGXFSZ, SIG_IGN); // a file-size limit then is a write that fails, and is reported
+#endif
     const bool good = (r.o.help || whole_run(&r)) && close_streams();
     free(r.logits);
     free(r.last);
