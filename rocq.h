@@ -11936,9 +11936,11 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
                           "%s: rows of %s must be whole blocks of %d adjacent elements", op, name,
                           (int)elems);
     }
-    if (!rocq__extent(t, &extent)) {
-        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of %s overflows", op, name);
-    }
+    // A stride is turned into bytes, of up to 8 rows at once, even in a dimension of 1, where it
+    // is no part of the extent.
+    bool fits = rocq__extent(t, &extent);
+    for (int d = 1; d < 4; d++) fits = fits && t->stride[d] <= INT64_MAX / 64;
+    if (!fits) return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of %s overflows", op, name);
     if (on_gpu ? t->buffer.host || !t->buffer.device.address
                : !t->buffer.host || t->buffer.device.address) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s has no memory on the %s", op, name,
