@@ -2084,7 +2084,7 @@ typedef struct rocq_k_matvec_part {
 //   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; f32 with block formats has _n1 and _n8;
 //             int8_mixed: n = 1
 //   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of one part;
-//             part i has (m + R - 1) / R blocks, the first of which is block_begin[i - 1]
+//             part i has (m + R - 1) / R blocks, the first of which is block_begin[i]
 //   parts     same x, k and n; one format but for int8_mixed; w2 has w's format, shape and place
 //   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
 //   f32       x and x_stride * 4 aligned to 16 bytes. With plain w any alignment of whole elements
@@ -2102,8 +2102,8 @@ typedef struct rocq_k_matvec_args {
     int32_t k_shift;    // k_waves = 1 << k_shift: 1, 2, 4 or 8
     int32_t k_step;     // ROCQ_K_WAVE k_waves: a lane takes each k_step-th unit of a row (planar)
                         // or each k_step-th 16 bytes or element (plain)
-    uint32_t block_begin[ROCQ_K_MATVEC_PARTS - 1]; // of parts 1 and up, UINT32_MAX where there is
-                                                   // none; part 0 begins at block 0
+    uint32_t block_begin[ROCQ_K_MATVEC_PARTS]; // first block of each part, UINT32_MAX where there is
+                                               // none; of part 0 block 0
     rocq_k_matvec_part part[ROCQ_K_MATVEC_PARTS];
 } rocq_k_matvec_args;
 
@@ -11141,7 +11141,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     args.k_step = ROCQ_K_WAVE << args.k_shift;
     const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES / k_waves;
     for (int32_t i = 0; i < ROCQ_K_MATVEC_PARTS; i++) {
-        if (i > 0) args.block_begin[i - 1] = i < n_parts ? (uint32_t)blocks : UINT32_MAX;
+        args.block_begin[i] = i < n_parts ? (uint32_t)blocks : UINT32_MAX;
         if (i < n_parts) blocks += (g[i].w.ne[1] + block_rows - 1) / block_rows;
     }
     const int columns = n > 4 ? 3 : n > 2 ? 2 : n > 1 ? 1 : 0; // 1, 2, 4, 8

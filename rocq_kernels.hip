@@ -552,16 +552,16 @@ DEV void loads_issued() {
 // load of a matvec's weights, not twice. Returns the first field; what is computed from the result is
 // computed after this point. A single asm statement with READ_FIELDS operands has to take them all:
 // where there are fewer fields, the second one fills the rest.
-enum { READ_FIELDS = 20 };
+enum { READ_FIELDS = 21 };
 #if defined(__GFX11__)
 template <typename A, typename B, typename C, typename D, typename E, typename F, typename G,
           typename H, typename I, typename J, typename K, typename L, typename M, typename N,
-          typename O, typename P, typename Q, typename R, typename S, typename T>
+          typename O, typename P, typename Q, typename R, typename S, typename T, typename U>
 DEV A read_fields(A a, B b, C c, D d, E e, F f, G g, H h, I i, J j, K k, L l, M m, N n, O o, P p,
-                  Q q, R r, S s, T t) {
+                  Q q, R r, S s, T t, U u) {
     asm volatile("" : "+s"(a) : "s"(b), "s"(c), "s"(d), "s"(e), "s"(f), "s"(g), "s"(h), "s"(i),
                  "s"(j), "s"(k), "s"(l), "s"(m), "s"(n), "s"(o), "s"(p), "s"(q), "s"(r), "s"(s),
-                 "s"(t));
+                 "s"(t), "s"(u));
     return a;
 }
 #endif
@@ -2041,21 +2041,22 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
     int part = 0;
 #if defined(__CUDACC__) // a loop, so that nvcc finds the part in its uniform registers
     block += block_index();
-    while (part < ROCQ_K_MATVEC_PARTS - 1 && block >= a.block_begin[part]) {
-        begin = a.block_begin[part++];
+    while (part < ROCQ_K_MATVEC_PARTS - 1 && block >= a.block_begin[part + 1]) {
+        begin = a.block_begin[++part];
     }
     const rocq_k_matvec_weights &p = a.part[part].weights;
 #else
     rocq_k_matvec_weights p = a.part[0].weights;
-    static_assert(ROCQ_K_MATVEC_PARTS == 4, "three beginnings");
-    block = read_together(block, a.block_begin[0], a.block_begin[1], a.block_begin[2], a.x, a.x_units,
-                          a.x_column0, a.x_stride, a.k, a.n, a.k_shift, a.k_step, p.w, p.w2, p.n_units,
-                          p.row0, p.m, p.format, a.part[0].y_format, a.part[0].activation);
+    static_assert(ROCQ_K_MATVEC_PARTS == 4, "four beginnings");
+    block = read_together(block, a.block_begin[0], a.block_begin[1], a.block_begin[2],
+                          a.block_begin[3], a.x, a.x_units, a.x_column0, a.x_stride, a.k, a.n,
+                          a.k_shift, a.k_step, p.w, p.w2, p.n_units, p.row0, p.m, p.format,
+                          a.part[0].y_format, a.part[0].activation);
     block += block_index();
 #pragma unroll
     for (int i = 1; i < ROCQ_K_MATVEC_PARTS; i++) {
-        begin = block < a.block_begin[i - 1] ? begin : a.block_begin[i - 1];
-        part = block < a.block_begin[i - 1] ? part : i;
+        begin = block < a.block_begin[i] ? begin : a.block_begin[i];
+        part = block < a.block_begin[i] ? part : i;
     }
     if (part != 0) {
         const rocq_k_matvec_part &own = a.part[part];
