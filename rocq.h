@@ -2889,6 +2889,7 @@ ROCQ__INLINE bool rocq__on_gpu(const rocq_ctx *ctx) {
 // Of a GPU context, see >>hip_memory.
 ROCQ__FN rocq_result rocq__buffer_alloc_hip(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size);
 ROCQ__FN rocq_result rocq__buffer_free_hip(rocq_ctx *ctx, rocq_buffer *buffer);
+ROCQ__FN void rocq__buffer_show_hip(rocq_ctx *ctx, const rocq_buffer *buffer, bool shown);
 ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes);
 ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op);
 
@@ -2941,6 +2942,13 @@ ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer) {
     rocq__free(ctx, buffer->host);
     memset(buffer, 0, sizeof *buffer);
     return ROCQ_OK;
+}
+
+// A growing arena hides its chunks from rocq_buffer_free, to which a piece that fills a whole chunk
+// would look like a buffer, and shows them again before it frees them.
+ROCQ__FN void rocq__buffer_show(rocq_ctx *ctx, const rocq_buffer *buffer, bool shown) {
+    if (rocq__on_gpu(ctx)) rocq__buffer_show_hip(ctx, buffer, shown);
+    else rocq__block_before(buffer->host)->buffer = shown;
 }
 
 ROCQ_DEF rocq_buffer rocq_buffer_from_host(void *data, int64_t size) {
@@ -3048,6 +3056,7 @@ ROCQ__FN rocq_result rocq__arena_grow(rocq_arena *arena, int64_t size, int64_t a
             rocq__free(ctx, chunk);
             return result;
         }
+        rocq__buffer_show(ctx, &chunk->buffer, false);
     }
     rocq__chunk_link(chunk, now, now ? now->next : NULL);
     chunk->begin = begin;
@@ -3142,6 +3151,7 @@ ROCQ_DEF void rocq_arena_free(rocq_arena *arena) {
     while (chunk && chunk->next) chunk = chunk->next;
     while (chunk) {
         rocq__chunk *prev = chunk->prev;
+        rocq__buffer_show(arena->ctx, &chunk->buffer, true);
         rocq_buffer_free(arena->ctx, &chunk->buffer); // what fails here is left to rocq_close
         rocq__free(arena->ctx, chunk);
         chunk = prev;
@@ -10259,6 +10269,12 @@ ROCQ__FN rocq_result rocq__buffer_free_hip(rocq_ctx *ctx, rocq_buffer *buffer) {
     rocq__device_free(ctx, block);
     memset(buffer, 0, sizeof *buffer);
     return ROCQ_OK;
+}
+
+ROCQ__FN void rocq__buffer_show_hip(rocq_ctx *ctx, const rocq_buffer *buffer, bool shown) {
+    rocq__device_block *block = ctx->gpu->blocks.next;
+    while ((uint64_t)(uintptr_t)block->address != buffer->device.address) block = block->next;
+    block->kind = shown ? ROCQ__BUFFER : ROCQ__PRIVATE;
 }
 
 // As rocq__reserve_cpu, after the work that uses the old block. A graph that was captured over that

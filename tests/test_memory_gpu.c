@@ -308,6 +308,12 @@ static void only_a_whole_buffer_is_freed(void **state) {
     assert_memory_equal(&before, &after, sizeof before);
     assert_memory_equal(&stats, &ctx->stats, sizeof stats);
     assert_int_equal(rocq_buffer_free(ctx, &buffer), ROCQ_OK);
+    // Nor is a piece that fills a chunk of a growing arena.
+    assert_int_equal(rocq_arena_init_growing(&arena, ctx, 4096), ROCQ_OK);
+    assert_int_equal(rocq_arena_alloc(&arena, &piece, 4096, 0), ROCQ_OK);
+    assert_int_equal(piece.size, arena.buffer.size);
+    assert_int_equal(rocq_buffer_free(ctx, &piece), ROCQ_E_ARGUMENT);
+    rocq_arena_free(&arena);
     assert_int_equal(ctx->budget_used, 0);
     rocq_close(&ctx);
 }
