@@ -2102,8 +2102,8 @@ typedef struct rocq_k_matvec_args {
     int32_t k_shift;    // k_waves = 1 << k_shift: 1, 2, 4 or 8
     int32_t k_step;     // ROCQ_K_WAVE k_waves: a lane takes each k_step-th unit of a row (planar)
                         // or each k_step-th 16 bytes or element (plain)
-    uint32_t block_begin[ROCQ_K_MATVEC_PARTS]; // first block of each part, UINT32_MAX where there is
-                                               // none; of part 0 block 0
+    uint32_t block_begin[ROCQ_K_MATVEC_PARTS]; // first block of each part, of the first one 0, and
+                                               // UINT32_MAX where there is none
     rocq_k_matvec_part part[ROCQ_K_MATVEC_PARTS];
 } rocq_k_matvec_args;
 
@@ -12771,17 +12771,17 @@ ROCQ__FN rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params
 // -- an op of a GPU context on the CPU --
 
 // A stretch of device memory that operands cover, and its copy on the host.
-typedef struct rocq__region {
+typedef struct rocq__touched {
     rocq__range range;
     unsigned char *host;
     bool written;
-} rocq__region;
+} rocq__touched;
 
 // Adds the range of a tensor to a list of regions that do not overlap. The new region is merged
 // with all those that it overlaps.
-ROCQ__FN void rocq__regions_add(rocq__region *regions, int32_t *n_regions, const rocq_tensor *t,
+ROCQ__FN void rocq__touched_add(rocq__touched *regions, int32_t *n_regions, const rocq_tensor *t,
                                 bool written) {
-    rocq__region r = {rocq__range_of(t), NULL, written};
+    rocq__touched r = {rocq__range_of(t), NULL, written};
     for (int32_t k = 0; k < *n_regions;) {
         const rocq__range other = regions[k].range;
         if (rocq__ranges_cross(other, r.range)) {
@@ -12801,15 +12801,15 @@ ROCQ__FN void rocq__regions_add(rocq__region *regions, int32_t *n_regions, const
 // as well, hence regions: each is copied once, whole, with the gaps of strided tensors.
 ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__node *node;
-    rocq__region regions[ROCQ__MAX_OPERANDS];
+    rocq__touched regions[ROCQ__MAX_OPERANDS];
     int32_t n_regions = 0;
     ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
     for (int32_t i = 0; i < node->n_tensors; i++) {
-        rocq__regions_add(regions, &n_regions, &node->tensors[i], node->output[i]);
+        rocq__touched_add(regions, &n_regions, &node->tensors[i], node->output[i]);
     }
     rocq_result result = ROCQ_OK;
     for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
-        rocq__region *r = &regions[k];
+        rocq__touched *r = &regions[k];
         const int64_t size = rocq__range_size(r->range);
         const void *there = (const void *)(uintptr_t)r->range.begin;
         r->host = (unsigned char *)rocq__alloc(ctx, size);
@@ -12829,7 +12829,7 @@ ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *p
     }
     if (result == ROCQ_OK) result = rocq__ops[op].run_cpu(ctx, node->params);
     for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
-        const rocq__region *r = &regions[k];
+        const rocq__touched *r = &regions[k];
         const int64_t size = rocq__range_size(r->range);
         rocq_tensor bytes; // of no particular shape
         memset(&bytes, 0, sizeof bytes);
@@ -16883,7 +16883,7 @@ typedef struct rocq__replay {
     rocq_ctx *ctx;
     rocq_graph *graph;
     // What is put aside, one after the other: the status word, regions, then rows of caches.
-    rocq__region *regions;
+    rocq__touched *regions;
     int32_t n_regions;
     rocq_tensor *rows;
     int32_t n_rows;
@@ -16934,7 +16934,7 @@ ROCQ__FN void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void
 }
 
 // Whether one of the regions has all of the tensor's range.
-ROCQ__FN bool rocq__regions_hold(const rocq__region *list, int32_t n, const rocq_tensor *t) {
+ROCQ__FN bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_tensor *t) {
     const rocq__range range = rocq__range_of(t);
     for (int32_t k = 0; k < n; k++) {
         if (list[k].range.begin <= range.begin && range.end <= list[k].range.end) return true;
@@ -16943,7 +16943,7 @@ ROCQ__FN bool rocq__regions_hold(const rocq__region *list, int32_t n, const rocq
 }
 
 // Regions and feeds. Caches are left to rocq__replay_caches. written is as large as regions.
-ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__region *written) {
+ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
     int32_t n_written = 0, end;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
         const int32_t begin = rocq__operands_begin(node->op, &end);
@@ -16958,9 +16958,9 @@ ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__region *written) {
                         o->offset != offsetof(rocq_rope_append_params, q)) {
                         continue;
                     }
-                    if (!out && rocq__regions_hold(written, n_written, t)) continue;
-                    rocq__regions_add(r->regions, &r->n_regions, t, out);
-                    if (out) rocq__regions_add(written, &n_written, t, true);
+                    if (!out && rocq__touched_hold(written, n_written, t)) continue;
+                    rocq__touched_add(r->regions, &r->n_regions, t, out);
+                    if (out) rocq__touched_add(written, &n_written, t, true);
                     else rocq__feed_add(r, o, p, t);
                 }
             }
@@ -16996,7 +16996,7 @@ ROCQ__FN rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
     rocq_ctx *ctx = r->ctx;
     int64_t n = 0;
     for (const rocq__node *node = r->graph->first; node; node = node->next) n += node->n_tensors;
-    const int64_t item = 2 * (int64_t)sizeof(rocq__region) + (int64_t)sizeof(rocq__feed) +
+    const int64_t item = 2 * (int64_t)sizeof(rocq__touched) + (int64_t)sizeof(rocq__feed) +
                          (int64_t)sizeof(rocq_tensor);
     char *memory = n <= INT32_MAX ? (char *)rocq__alloc(ctx, n * item) : NULL;
     if (!memory) return rocq__fail(ctx, ROCQ_E_MEMORY, "no host memory for %lld operands",
@@ -17004,7 +17004,7 @@ ROCQ__FN rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
     *lists = memory;
     r->feeds = (rocq__feed *)(void *)memory;
     r->rows = (rocq_tensor *)(void *)(r->feeds + n);
-    r->regions = (rocq__region *)(void *)(r->rows + n);
+    r->regions = (rocq__touched *)(void *)(r->rows + n);
     rocq__replay_operands(r, r->regions + n);
     rocq__replay_caches(r);
     r->size = ROCQ__LINE; // the status word
@@ -17057,7 +17057,7 @@ ROCQ__FN rocq_result rocq__replay_feed(rocq__replay *r, int b) {
     rocq_ctx *ctx = r->ctx;
     ROCQ__TRY(rocq__fill_hip(ctx, ctx->gpu->status, 0, 4));
     for (int32_t k = 0; k < r->n_regions; k++) {
-        const rocq__region *region = &r->regions[k];
+        const rocq__touched *region = &r->regions[k];
         if (!region->written) continue;
         ROCQ__TRY(rocq__fill_hip(ctx, (void *)(uintptr_t)region->range.begin, 0x39 + b,
                                  rocq__range_size(region->range)));
