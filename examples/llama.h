@@ -191,13 +191,17 @@ enum { LLAMA__REQUIRED = -1 }; // in place of a default
 
 // The number "<family>.<name>": of any type of number that GGUF has, or only of its integer types
 // where whole is set. A file may give it once for each layer instead, in an array; since all layers
-// have one shape here, its entries must be equal. *there: whether the file has the key at all.
+// have one shape here, its entries must be equal. *there: whether the file has the key at all,
+// without which a required one is an error.
 static rocq_result llama__read(llama_model *m, const rocq_gguf *file, const char *name, bool whole,
-                               bool *there, double *out) {
+                               bool required, bool *there, double *out) {
     char key[128];
     rocq_gguf_value value;
     snprintf(key, sizeof key, "%s.%s", m->family, name);
     *there = rocq_gguf_find_value(file, key, &value) == ROCQ_OK;
+    if (!*there && required) {
+        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no %s", key);
+    }
     if (!*there) return ROCQ_OK;
     if (value.is_array && (value.count < 1 || value.count != m->n_layers)) {
         return llama__fail(m, ROCQ_E_CORRUPT, "%s has %.0f entries for %d layers", key,
@@ -229,13 +233,11 @@ static rocq_result llama__read(llama_model *m, const rocq_gguf *file, const char
 // one, which is how llama.cpp writes down that a model does not have the thing.
 static rocq_result llama__read_int(llama_model *m, const rocq_gguf *file, const char *name,
                                    int32_t fallback, int32_t *out) {
+    const bool required = fallback == LLAMA__REQUIRED;
     bool there;
     double value = 0;
-    LLAMA__TRY(llama__read(m, file, name, true, &there, &value));
-    if (fallback == LLAMA__REQUIRED && !there) {
-        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no %s.%s", m->family, name);
-    }
-    if (fallback != LLAMA__REQUIRED && value == 0) value = fallback;
+    LLAMA__TRY(llama__read(m, file, name, true, required, &there, &value));
+    if (!required && value == 0) value = fallback;
     else if (value < 1 || value > 1 << 30) {
         return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %.0f", m->family, name, value);
     }
@@ -248,10 +250,7 @@ static rocq_result llama__read_float(llama_model *m, const rocq_gguf *file, cons
                                      float fallback, float *out) {
     bool there;
     double value = 0;
-    LLAMA__TRY(llama__read(m, file, name, false, &there, &value));
-    if (fallback < 0 && !there) {
-        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no %s.%s", m->family, name);
-    }
+    LLAMA__TRY(llama__read(m, file, name, false, fallback < 0, &there, &value));
     if (!there) value = (double)fallback;
     else if (!(value >= 0 && value < 1e30)) { // NaN fails too
         return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %g", m->family, name, value);
@@ -375,7 +374,7 @@ static rocq_result llama__read_windows(llama_model *m, const rocq_gguf *file, in
     bool there;
     snprintf(key, sizeof key, "%s.%s", m->family, name);
     if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK || !value.is_array) {
-        LLAMA__TRY(llama__read(m, file, name, true, &there, &period));
+        LLAMA__TRY(llama__read(m, file, name, true, false, &there, &period));
         if (period < 0 || period > 1 << 30) {
             return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f", key, period);
         }

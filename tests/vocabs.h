@@ -156,8 +156,8 @@ static inline void vocab_bpe(vocab *v) {
     vocab_add(v, "  \n", 0, 4);
 }
 
-// SentencePiece-like: specials, 256 byte tokens, merges scored by rank, single characters.
-static inline void vocab_spm(vocab *v) {
+// What every SentencePiece vocabulary begins with: specials and 256 byte tokens.
+static inline void vocab_spm_begin(vocab *v) {
     memset(v, 0, sizeof *v);
     vocab_add(v, "<unk>", 0, 2);
     vocab_add(v, "<s>", 0, 3);
@@ -167,6 +167,11 @@ static inline void vocab_spm(vocab *v) {
         snprintf(text, sizeof text, "<0x%02X>", (unsigned)b);
         vocab_add(v, text, 0, 6);
     }
+}
+
+// SentencePiece-like: specials, 256 byte tokens, merges scored by rank, single characters.
+static inline void vocab_spm(vocab *v) {
+    vocab_spm_begin(v);
     for (const char *c = vocab_corpus; *c;) {
         char text[5] = {0};
         int32_t n = 1;
@@ -221,15 +226,7 @@ static inline void vocab_bpe_overlaps(vocab *v) {
 }
 
 static inline void vocab_spm_overlaps(vocab *v) {
-    memset(v, 0, sizeof *v);
-    vocab_add(v, "<unk>", 0, 2);
-    vocab_add(v, "<s>", 0, 3);
-    vocab_add(v, "</s>", 0, 3);
-    for (int32_t b = 0; b < 256; b++) {
-        char text[8];
-        snprintf(text, sizeof text, "<0x%02X>", (unsigned)b);
-        vocab_add(v, text, 0, 6);
-    }
+    vocab_spm_begin(v);
     vocab_overlaps(v);
 }
 
