@@ -217,32 +217,20 @@ static void measure(bench *b, const char *model_name, const char *path, double s
 
 int main(int argc, char **argv) {
     bench b;
-    const char *given = NULL;
-    for (int i = 1; i + 1 < argc; i++) {
-        if (strcmp(argv[i], "--model") != 0) continue;
-        given = argv[i + 1];
-        for (int k = i; k + 2 < argc; k++) argv[k] = argv[k + 2];
-        argc -= 2;
-    }
+    const char *given = model_option(&argc, argv);
     if (!bench_open(&b, argc, argv, "frames")) return 1;
-    static const model_shape large = {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K};
-    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0};
-    const model_shape *shape = b.tiny ? &tiny : &large;
-    const char *dir = getenv("TMPDIR"), *name = given ? strrchr(given, '/') : shape->name;
+    const model_choice m = model_choose(&b, given, "frames");
     const double seconds = b.tiny ? 0.05 : b.seconds > 2 ? b.seconds : 2;
-    char path[512];
-    name = !given ? name : name ? name + 1 : given;
-    snprintf(path, sizeof path, "%s/rocq-frames-%d.gguf", dir && *dir ? dir : "/tmp", (int)getpid());
     if (!b.gpu) {
         bench_skip(&b, "frames/", "on the CPU there is no renderer to share with: needs a GPU");
     } else if (!bench_renderer_open) {
         bench_skip(&b, "frames/", "the renderer is in bench/probe.hip, which this program is not "
                                   "linked with");
-    } else if (given || write_model(&b, shape, CONTEXT, path)) {
-        measure(&b, name, given ? given : path, seconds);
+    } else if (m.given || write_model(&b, m.shape, CONTEXT, m.path)) {
+        measure(&b, m.name, m.given ? m.given : m.path, seconds);
     } else {
-        bench_fail(&b, name, rocq_error(b.ctx));
+        bench_fail(&b, m.name, rocq_error(b.ctx));
     }
-    if (!given) unlink(path);
+    if (!m.given) unlink(m.path);
     return bench_close(&b);
 }

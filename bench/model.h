@@ -83,4 +83,37 @@ BENCH_FN bool write_model(bench *b, const model_shape *s, int32_t n_ctx, const c
     return rocq_gguf_finish(&w.w) == ROCQ_OK && !w.failed;
 }
 
+// The model of a program that measures one: "--model FILE", or a llama shape, written to path.
+typedef struct model_choice {
+    const char *name, *given; // given: the file, or NULL
+    const model_shape *shape;
+    char path[512];
+} model_choice;
+
+// Takes --model out of the arguments, before bench_open, which does not know it: its file, or NULL.
+BENCH_FN const char *model_option(int *argc, char **argv) {
+    const char *given = NULL;
+    for (int i = 1; i + 1 < *argc; i++) {
+        if (strcmp(argv[i], "--model") != 0) continue;
+        given = argv[i + 1];
+        for (int k = i; k + 2 < *argc; k++) argv[k] = argv[k + 2];
+        *argc -= 2;
+    }
+    return given;
+}
+
+BENCH_FN model_choice model_choose(const bench *b, const char *given, const char *program) {
+    static const model_shape large = {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K};
+    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0};
+    const char *dir = getenv("TMPDIR"), *slash = given ? strrchr(given, '/') : NULL;
+    model_choice c;
+    memset(&c, 0, sizeof c);
+    c.given = given;
+    c.shape = b->tiny ? &tiny : &large;
+    c.name = slash ? slash + 1 : given ? given : c.shape->name;
+    snprintf(c.path, sizeof c.path, "%s/rocq-%s-%d.gguf", dir && *dir ? dir : "/tmp", program,
+             (int)getpid());
+    return c;
+}
+
 #endif

@@ -162,27 +162,17 @@ int main(int argc, char **argv) {
         return measured(strcmp(argv[2], "warm") == 0, strcmp(argv[3], "step") == 0, argv[4], argv[5]);
     }
     bench b;
-    const char *given = NULL;
     for (int i = 1; i + 1 < argc; i++) {
         if (strcmp(argv[i], "--kernels") == 0) kernels = argv[i + 1];
-        if (strcmp(argv[i], "--model") != 0) continue;
-        given = argv[i + 1];
-        for (int k = i; k + 2 < argc; k++) argv[k] = argv[k + 2];
-        argc -= 2;
     }
+    const char *given = model_option(&argc, argv);
     if (!bench_open(&b, argc, argv, "warm")) return 1;
-    static const model_shape large = {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K};
-    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0};
-    const model_shape *shape = b.tiny ? &tiny : &large;
-    const char *dir = getenv("TMPDIR"), *name = given ? strrchr(given, '/') : shape->name;
-    char path[512];
-    name = !given ? name : name ? name + 1 : given;
-    snprintf(path, sizeof path, "%s/rocq-warm-%d.gguf", dir && *dir ? dir : "/tmp", (int)getpid());
-    if (given || write_model(&b, shape, 512, path)) {
-        for (int step = 0; step < 2; step++) measure(&b, name, given ? given : path, step != 0);
+    const model_choice m = model_choose(&b, given, "warm");
+    if (m.given || write_model(&b, m.shape, 512, m.path)) {
+        for (int step = 0; step < 2; step++) measure(&b, m.name, m.given ? m.given : m.path, step != 0);
     } else {
-        bench_fail(&b, name, rocq_error(b.ctx));
+        bench_fail(&b, m.name, rocq_error(b.ctx));
     }
-    if (!given) unlink(path);
+    if (!m.given) unlink(m.path);
     return bench_close(&b);
 }
