@@ -16891,9 +16891,9 @@ typedef struct rocq__replay {
     rocq__feed *feeds;
     int32_t n_feeds;
     int64_t feed_size;           // of the largest feed
-    rocq__device_block *aside;   // [2 size]: what was there before, and what a run left
-    unsigned char *left;         // [size] by the replay over inputs B
-    unsigned char *values;       // [feed_size], then [ROCQ__PIECE] that are being compared
+    rocq__device_block *aside;   // [3 size]: what was there before; what the replay over inputs B
+                                 // left; what the ops left
+    unsigned char *values;       // [feed_size] of a feed; then [2 ROCQ__PIECE] being compared
 } rocq__replay;
 
 ROCQ__FN void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *params,
@@ -16968,11 +16968,36 @@ ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
     }
 }
 
+// Adds rows to the list, as one more step of ne[3] of a tensor there where that is possible: the
+// layers of a cache lie at equal distances, and one launch then copies the rows of all of them.
+ROCQ__FN void rocq__replay_add_rows(rocq__replay *r, const rocq_tensor *rows) {
+    rocq_tensor *last = r->n_rows > 0 ? &r->rows[r->n_rows - 1] : NULL;
+    int64_t elems, bytes;
+    rocq__block_of(rows->format, &elems, &bytes);
+    if (last && last->format == rows->format &&
+        memcmp(last->ne, rows->ne, 3 * sizeof rows->ne[0]) == 0 &&
+        memcmp(last->stride, rows->stride, 3 * sizeof rows->stride[0]) == 0 &&
+        rocq__address(rows) > rocq__address(last)) {
+        const uint64_t distance = rocq__address(rows) - rocq__address(last);
+        const int64_t step = (int64_t)(distance / (uint64_t)bytes) * elems / last->ne[3];
+        if (distance % ((uint64_t)bytes * (uint64_t)last->ne[3]) == 0 &&
+            (last->ne[3] == 1 || step == last->stride[3])) {
+            last->stride[3] = step;
+            last->ne[3]++;
+            return;
+        }
+    }
+    r->rows[r->n_rows] = *rows;
+    r->rows[r->n_rows].n_dims = 4;
+    r->n_rows++;
+}
+
 // The rows of caches that may be written: one more than the most tokens of an append, but all where
-// an op of the graph writes the cells, since those are then not the ones that they are given.
+// an op of the graph writes the cells, since those are then not the ones that they are given. Keys
+// of all layers come first, then values.
 ROCQ__FN void rocq__replay_caches(rocq__replay *r) {
     int64_t n_cells = 0;
-    for (int pass = 0; pass < 2; pass++) {
+    for (int pass = 0; pass < 3; pass++) {
         for (const rocq__node *node = r->graph->first; node; node = node->next) {
             if (node->op != ROCQ_OP_ROPE_APPEND) continue;
             const rocq_rope_append_params *p = (const rocq_rope_append_params *)node->params;
@@ -16982,11 +17007,9 @@ ROCQ__FN void rocq__replay_caches(rocq__replay *r) {
                 if (rocq__graph_writes(r->graph, cell)) n_cells = INT64_MAX;
                 continue;
             }
-            for (int i = 0; i < 2; i++) {
-                rocq_tensor rows = i == 0 ? *p->k_cache : *p->v_cache;
-                rows.ne[2] = ROCQ__MIN(rows.ne[2], n_cells);
-                r->rows[r->n_rows++] = rows;
-            }
+            rocq_tensor rows = pass == 1 ? *p->k_cache : *p->v_cache;
+            rows.ne[2] = ROCQ__MIN(rows.ne[2], n_cells);
+            rocq__replay_add_rows(r, &rows);
         }
     }
 }
@@ -17014,14 +17037,14 @@ ROCQ__FN rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
     for (int32_t k = 0; k < r->n_rows; k++) {
         r->size += (rocq_tensor_size(&r->rows[k]) + 255) / 256 * 256;
     }
-    r->left = (unsigned char *)rocq__alloc(ctx, r->size + r->feed_size + ROCQ__PIECE);
-    if (!r->left) return rocq__fail(ctx, ROCQ_E_MEMORY, "no host memory for %lld bytes",
-                                    (long long)(r->size + r->feed_size + ROCQ__PIECE));
-    r->values = r->left + r->size;
-    ROCQ__TRY(rocq__take_budget(ctx, 2 * r->size));
+    const int64_t host = r->feed_size + 2 * (int64_t)ROCQ__PIECE;
+    r->values = (unsigned char *)rocq__alloc(ctx, host);
+    if (!r->values) return rocq__fail(ctx, ROCQ_E_MEMORY, "no host memory for %lld bytes",
+                                      (long long)host);
+    ROCQ__TRY(rocq__take_budget(ctx, 3 * r->size));
     const rocq_result result =
-        rocq__device_alloc(ctx, "warm", 2 * r->size, ROCQ__PRIVATE, &r->aside);
-    if (result != ROCQ_OK) ctx->budget_used -= 2 * r->size;
+        rocq__device_alloc(ctx, "warm", 3 * r->size, ROCQ__PRIVATE, &r->aside);
+    if (result != ROCQ_OK) ctx->budget_used -= 3 * r->size;
     return result;
 }
 
@@ -17088,32 +17111,33 @@ ROCQ__FN rocq_result rocq__replay_feed(rocq__replay *r, int b) {
 
 // Compares what the ops have left with what the replay had. *at is the first byte that differs, or
 // r->size.
-ROCQ__FN rocq_result rocq__replay_compare(rocq__replay *r, const char *memory, int64_t *at) {
-    unsigned char *piece = r->values + r->feed_size;
+ROCQ__FN rocq_result rocq__replay_compare(rocq__replay *r, int64_t *at) {
+    const char *replay = (const char *)r->aside->address + r->size, *ops = replay + r->size;
+    unsigned char *a = r->values + r->feed_size, *b = a + ROCQ__PIECE;
     *at = r->size;
     for (int64_t i = 0; i < r->size; i += ROCQ__PIECE) {
         const int64_t size = ROCQ__MIN((int64_t)ROCQ__PIECE, r->size - i);
-        ROCQ__TRY(rocq__download_hip(r->ctx, piece, memory + i, size));
-        if (memcmp(piece, r->left + i, (size_t)size) == 0) continue;
+        ROCQ__TRY(rocq__download_hip(r->ctx, a, replay + i, size));
+        ROCQ__TRY(rocq__download_hip(r->ctx, b, ops + i, size));
+        if (memcmp(a, b, (size_t)size) == 0) continue;
         *at = i;
-        while (piece[*at - i] == r->left[*at]) ++*at;
+        while (a[*at - i] == b[*at - i]) ++*at;
         return ROCQ_OK;
     }
     return ROCQ_OK;
 }
 
+// The host waits for none of the runs before all are submitted.
 ROCQ__FN rocq_result rocq__replay_runs(rocq__replay *r, int64_t *at) {
     rocq_ctx *ctx = r->ctx;
-    char *left = (char *)r->aside->address + r->size;
     for (int run = 0; run < 3; run++) {
         ROCQ__TRY(rocq__replay_feed(r, run > 0));
         if (run < 2) ROCQ__TRY(rocq__graph_submit(ctx, r->graph));
         else ROCQ__TRY(rocq__graph_run(ctx, r->graph));
         if (run == 0) continue;
-        ROCQ__TRY(rocq__replay_copy(r, left, false));
-        if (run == 1) ROCQ__TRY(rocq__download_hip(ctx, r->left, left, r->size));
+        ROCQ__TRY(rocq__replay_copy(r, (char *)r->aside->address + run * r->size, false));
     }
-    return rocq__replay_compare(r, left, at);
+    return rocq__replay_compare(r, at);
 }
 
 // The last op that writes to byte at of what was put aside; NULL: the status word, or a gap.
@@ -17133,13 +17157,16 @@ ROCQ__FN const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t at) 
         }
     }
     for (int32_t k = 0; k < r->n_rows && at >= begin; k++) {
-        begin += (rocq_tensor_size(&r->rows[k]) + 255) / 256 * 256;
-        if (at >= begin) continue;
+        const rocq_tensor *rows = &r->rows[k];
+        const int64_t size = rocq_tensor_size(rows);
+        const int64_t layer = (at - begin) / (size / rows->ne[3]);
+        begin += (size + 255) / 256 * 256;
+        if (layer >= rows->ne[3]) continue;
+        address = rocq__address(rows) + (uint64_t)rocq__bytes(rows->format, layer * rows->stride[3]);
         for (const rocq__node *node = r->graph->first; node; node = node->next) {
             const rocq_rope_append_params *p = (const rocq_rope_append_params *)node->params;
-            if (node->op == ROCQ_OP_ROPE_APPEND &&
-                (rocq__address(p->k_cache) == rocq__address(&r->rows[k]) ||
-                 rocq__address(p->v_cache) == rocq__address(&r->rows[k]))) {
+            if (node->op == ROCQ_OP_ROPE_APPEND && (rocq__address(p->k_cache) == address ||
+                                                    rocq__address(p->v_cache) == address)) {
                 found = node;
             }
         }
@@ -17215,7 +17242,7 @@ ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
         ctx->budget_used -= r.aside->size;
         rocq__device_free(ctx, r.aside);
     }
-    rocq__free(ctx, r.left);
+    rocq__free(ctx, r.values);
     rocq__free(ctx, lists);
     return result;
 }

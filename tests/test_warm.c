@@ -240,18 +240,18 @@ static void test_kernels(void **state) {
 }
 
 // -- a replay against the ops --
-// A layer of a transformer over T tokens, with its KV cache: ids and positions in, an index out.
+// LAYERS of a transformer over T tokens, with their KV cache: ids and positions in, an index out.
 
 enum {
     T = 2, HEAD = 64, HEADS = 2, D = HEAD * HEADS, CELLS = 12, VOCAB = 40, INPUTS = 3 * T + 1,
-    MEMORY = 1 << 19, CACHE = 1 << 13
+    LAYERS = 3, MEMORY = 1 << 19, CACHE = 1 << 14
 };
 
 typedef struct step {
     rocq_ctx *ctx;
     rocq_buffer memory;
     rocq_kv *kv;
-    rocq_kv_view cache;
+    rocq_kv_view cache[LAYERS];
     rocq_tensor inputs, table, to_q, to_k, to_v, to_out, x, h, q, k, v, seen, logits, index;
     rocq_graph *graph;
     unsigned char had[MEMORY + CACHE + 4]; // memory, that of the cache, and the status word
@@ -292,24 +292,27 @@ static rocq_result step_ops(step *s) {
                                      .next = &to_v};
     const rocq_matmul_params to_q = {.y = &s->q, .w = &s->to_q, .x = &s->h, .precision = exact,
                                      .next = &to_k};
-    const rocq_rope_append_params append = {
-        .q = &q, .k = &k, .v = &v, .k_cache = &s->cache.k_cache, .v_cache = &s->cache.v_cache,
-        .pos = &pos, .cell = &cell};
-    const rocq_attention_params attend = {
-        .out = &seen, .q = &q, .k = &s->cache.k, .v = &s->cache.v, .kv_len = &kv_len,
-        .page_table = s->cache.page_size ? &s->cache.page_table : NULL,
-        .page_size = s->cache.page_size, .causal = true};
     const rocq_matmul_params out = {.y = &s->x, .w = &s->to_out, .x = &s->seen, .residual = &s->x,
                                     .precision = exact};
     const rocq_matmul_params head = {.y = &s->logits, .w = &s->table, .x = &s->x,
                                      .precision = exact};
     const rocq_argmax_params choose = {.index = &s->index, .x = &s->logits};
     rocq_result result = rocq_gather(s->ctx, &embed);
-    if (result == ROCQ_OK) result = rocq_rmsnorm(s->ctx, &norm);
-    if (result == ROCQ_OK) result = rocq_matmul(s->ctx, &to_q);
-    if (result == ROCQ_OK) result = rocq_rope_append(s->ctx, &append);
-    if (result == ROCQ_OK) result = rocq_attention(s->ctx, &attend);
-    if (result == ROCQ_OK) result = rocq_matmul(s->ctx, &out);
+    for (int l = 0; l < LAYERS; l++) {
+        const rocq_kv_view *cache = &s->cache[l];
+        const rocq_rope_append_params append = {
+            .q = &q, .k = &k, .v = &v, .k_cache = &cache->k_cache, .v_cache = &cache->v_cache,
+            .pos = &pos, .cell = &cell};
+        const rocq_attention_params attend = {
+            .out = &seen, .q = &q, .k = &cache->k, .v = &cache->v, .kv_len = &kv_len,
+            .page_table = cache->page_size ? &cache->page_table : NULL,
+            .page_size = cache->page_size, .causal = true};
+        if (result == ROCQ_OK) result = rocq_rmsnorm(s->ctx, &norm);
+        if (result == ROCQ_OK) result = rocq_matmul(s->ctx, &to_q);
+        if (result == ROCQ_OK) result = rocq_rope_append(s->ctx, &append);
+        if (result == ROCQ_OK) result = rocq_attention(s->ctx, &attend);
+        if (result == ROCQ_OK) result = rocq_matmul(s->ctx, &out);
+    }
     if (result == ROCQ_OK) result = rocq_matmul(s->ctx, &head);
     return result == ROCQ_OK ? rocq_argmax(s->ctx, &choose) : result;
 }
@@ -331,7 +334,7 @@ static void step_feed(step *s) {
 }
 
 static void step_open(step *s, rocq_desc desc, int32_t page_size, rocq_format format) {
-    const rocq_kv_desc kv = {.n_layers = 1, .n_kv_heads = 1, .head_dim = HEAD, .k_format = format,
+    const rocq_kv_desc kv = {.n_layers = LAYERS, .n_kv_heads = 1, .head_dim = HEAD, .k_format = format,
                              .v_format = format, .n_ctx = CELLS, .page_size = page_size};
     const struct { rocq_tensor *t; rocq_format format; int64_t ne[2]; } list[] = {
         {&s->inputs, ROCQ_I32, {INPUTS, 1}}, {&s->table, ROCQ_F32, {D, VOCAB}},
@@ -352,7 +355,9 @@ static void step_open(step *s, rocq_desc desc, int32_t page_size, rocq_format fo
     for (int i = 0; i < D * D; i++) values[i] = value_of(i) / 8.0f;
     assert_int_equal(rocq_open(&s->ctx, &desc), ROCQ_OK);
     assert_int_equal(rocq_kv_create(s->ctx, &s->kv, &kv), ROCQ_OK);
-    assert_int_equal(rocq_kv_layer(s->kv, 0, 0, 1, &s->cache), ROCQ_OK);
+    for (int l = 0; l < LAYERS; l++) {
+        assert_int_equal(rocq_kv_layer(s->kv, l, 0, 1, &s->cache[l]), ROCQ_OK);
+    }
     assert_int_equal(rocq_buffer_alloc(s->ctx, &s->memory, MEMORY), ROCQ_OK);
     rocq_arena_init(&arena, &s->memory);
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) {
@@ -376,7 +381,6 @@ static void step_close(step *s) {
     rocq_close(&s->ctx);
     nothing_wrong();
 }
-
 
 static void step_read(step *s, unsigned char *to) {
     rocq_tensor t = {.format = ROCQ_I32, .n_dims = 1, .ne = {1, 1, 1, 1}, .stride = {1, 1, 1, 1}};
@@ -498,7 +502,7 @@ static void test_replay_stale_copies(void **state) {
 static void test_replay_dropped(void **state) {
     (void)state;
     const int64_t n = check_replay(SIMT_REPLAY_DROPPED, -1, 0, ROCQ_F16);
-    assert_true(n >= 8);
+    assert_true(n >= 3 + 5 * LAYERS);
     for (int node = 0; node < n; node++) check_replay(SIMT_REPLAY_DROPPED, node, 0, ROCQ_Q8_0);
 }
 
