@@ -11,7 +11,8 @@
 //   warm/MODEL/HOW/prompt/first      ms of 128 tokens to the first one drawn; /steady: median of later
 //   warm/MODEL/HOW/step/first        ms of a token; /steady: median of steps 10 to 60
 //   warm/MODEL/HOW/step/replay_check ms by which rocq_warm takes longer for comparing the step's replay
-//                                    with its ops, on a GPU: at most 3 of /steady is the aim
+//                                    with its ops, on a GPU. It runs three times for that, once op by
+//                                    op, so 3 of /steady is what it costs at least
 //   warm/MODEL/HOW/prompt, step/ratio    of each process first over its own steady, so that what
 //                                    slows a whole process is not in it; warm: at most 1.1 is the aim
 //
