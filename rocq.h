@@ -12169,20 +12169,20 @@ ROCQ__FN rocq_result rocq__check_activation(rocq_ctx *ctx, const char *op,
     return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown activation %d", op, (int)activation);
 }
 
-// What the checks below demand besides, of operands that rocq__check_operands has found good.
+// What the checks below demand besides, of operands that rocq__check_operands has found good. Each
+// gives the rocq_result of checking one field of p.
 #define ROCQ__SHAPE(name, ne0, ne1, ne2, ne3) \
-    ROCQ__TRY(rocq__check_shape(ctx, op, #name, p->name, ne0, ne1, ne2, ne3))
-#define ROCQ__SAME(name, like) ROCQ__TRY(rocq__check_same(ctx, op, #name, p->name, p->like))
-#define ROCQ__REPEAT(name, like) ROCQ__TRY(rocq__check_repeat(ctx, op, #name, p->name, p->like))
-#define ROCQ__RANGE(name, low, high) \
-    ROCQ__TRY(rocq__check_range(ctx, op, #name, p->name, low, high))
+    rocq__check_shape(ctx, op, #name, p->name, ne0, ne1, ne2, ne3)
+#define ROCQ__SAME(name, like) rocq__check_same(ctx, op, #name, p->name, p->like)
+#define ROCQ__REPEAT(name, like) rocq__check_repeat(ctx, op, #name, p->name, p->like)
+#define ROCQ__RANGE(name, low, high) rocq__check_range(ctx, op, #name, p->name, low, high)
 
 // One product of a chain.
 ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const rocq_matmul_params *p) {
     const char *op = "matmul";
     ROCQ__TRY(rocq__check_operands(ctx, op, ROCQ_OP_MATMUL, p));
-    ROCQ__SHAPE(x, p->w->ne[0], -1, -1, -1);
-    ROCQ__SHAPE(y, p->w->ne[1], p->x->ne[1], p->x->ne[2], p->x->ne[3]);
+    ROCQ__TRY(ROCQ__SHAPE(x, p->w->ne[0], -1, -1, -1));
+    ROCQ__TRY(ROCQ__SHAPE(y, p->w->ne[1], p->x->ne[1], p->x->ne[2], p->x->ne[3]));
     for (int d = 2; d < 4; d++) {
         if (p->x->ne[d] % p->w->ne[d] != 0) {
             return rocq__fail(ctx, ROCQ_E_SHAPE,
@@ -12190,12 +12190,12 @@ ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const rocq_matmul_params
                               (long long)p->w->ne[d], (long long)p->x->ne[d]);
         }
     }
-    ROCQ__SAME(w2, w);
-    ROCQ__SHAPE(bias, p->w->ne[1], 1, 1, 1);
-    ROCQ__SAME(gate, y);
-    ROCQ__SAME(residual, y);
+    ROCQ__TRY(ROCQ__SAME(w2, w));
+    ROCQ__TRY(ROCQ__SHAPE(bias, p->w->ne[1], 1, 1, 1));
+    ROCQ__TRY(ROCQ__SAME(gate, y));
+    ROCQ__TRY(ROCQ__SAME(residual, y));
     ROCQ__TRY(rocq__check_activation(ctx, op, p->activation));
-    ROCQ__RANGE(softcap, 0.0f, FLT_MAX);
+    ROCQ__TRY(ROCQ__RANGE(softcap, 0.0f, FLT_MAX));
     if ((int)p->precision < 0 || p->precision > ROCQ_PRECISION_INT8) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul: unknown precision %d", (int)p->precision);
     }
@@ -12246,16 +12246,16 @@ ROCQ__FN rocq_result rocq__check_attention(rocq_ctx *ctx, const rocq_attention_p
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "attention: head size %lld is over 512",
                           (long long)head_dim);
     }
-    ROCQ__SAME(out, q);
-    ROCQ__SHAPE(k, head_dim, -1, -1, p->page_table ? 1 : n_seqs);
-    ROCQ__SAME(v, k);
+    ROCQ__TRY(ROCQ__SAME(out, q));
+    ROCQ__TRY(ROCQ__SHAPE(k, head_dim, -1, -1, p->page_table ? 1 : n_seqs));
+    ROCQ__TRY(ROCQ__SAME(v, k));
     if (n_heads % p->k->ne[1] != 0) {
         return rocq__fail(ctx, ROCQ_E_SHAPE,
                           "attention: %lld heads are not a multiple of %lld KV heads",
                           (long long)n_heads, (long long)p->k->ne[1]);
     }
     if (p->page_table) {
-        ROCQ__SHAPE(page_table, -1, n_seqs, 1, 1);
+        ROCQ__TRY(ROCQ__SHAPE(page_table, -1, n_seqs, 1, 1));
         if (p->page_size < 1 || !rocq__mul(p->page_table->ne[0], p->page_size, &n_kv)) {
             return rocq__fail(ctx, ROCQ_E_ARGUMENT, "attention: page_size is %d",
                               (int)p->page_size);
@@ -12264,14 +12264,14 @@ ROCQ__FN rocq_result rocq__check_attention(rocq_ctx *ctx, const rocq_attention_p
     if (n_kv > INT32_MAX) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "attention: %lld KV positions", (long long)n_kv);
     }
-    ROCQ__SHAPE(kv_len, n_seqs, 1, 1, 1);
-    ROCQ__SHAPE(sinks, n_heads, 1, 1, 1);
+    ROCQ__TRY(ROCQ__SHAPE(kv_len, n_seqs, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(sinks, n_heads, 1, 1, 1));
     if (p->mask) {
-        ROCQ__SHAPE(mask, n_kv, n_q, p->mask->ne[2] == 1 ? 1 : n_heads,
-                    p->mask->ne[3] == 1 ? 1 : n_seqs);
+        ROCQ__TRY(ROCQ__SHAPE(mask, n_kv, n_q, p->mask->ne[2] == 1 ? 1 : n_heads,
+                              p->mask->ne[3] == 1 ? 1 : n_seqs));
     }
-    ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
-    ROCQ__RANGE(softcap, 0.0f, FLT_MAX);
+    ROCQ__TRY(ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(softcap, 0.0f, FLT_MAX));
     if (p->window < 0 || (p->window > 0 && !p->causal)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT,
                           "attention: window %d needs causal and cannot be negative",
@@ -12281,13 +12281,12 @@ ROCQ__FN rocq_result rocq__check_attention(rocq_ctx *ctx, const rocq_attention_p
 }
 
 ROCQ__FN rocq_result rocq__check_norm(rocq_ctx *ctx, const char *op, const rocq_norm_params *p) {
-    ROCQ__SAME(y, x);
-    ROCQ__SHAPE(weight, p->x->ne[0], 1, 1, 1);
-    ROCQ__SHAPE(bias, p->x->ne[0], 1, 1, 1);
-    ROCQ__SHAPE(mean, p->x->ne[1], p->x->ne[2], p->x->ne[3], 1);
-    ROCQ__SHAPE(rstd, p->x->ne[1], p->x->ne[2], p->x->ne[3], 1);
-    ROCQ__RANGE(eps, 0.0f, FLT_MAX);
-    return ROCQ_OK;
+    ROCQ__TRY(ROCQ__SAME(y, x));
+    ROCQ__TRY(ROCQ__SHAPE(weight, p->x->ne[0], 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(bias, p->x->ne[0], 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(mean, p->x->ne[1], p->x->ne[2], p->x->ne[3], 1));
+    ROCQ__TRY(ROCQ__SHAPE(rstd, p->x->ne[1], p->x->ne[2], p->x->ne[3], 1));
+    return ROCQ__RANGE(eps, 0.0f, FLT_MAX);
 }
 
 ROCQ__FN rocq_result rocq__check_rmsnorm(rocq_ctx *ctx, const rocq_norm_params *p) {
@@ -12312,58 +12311,56 @@ ROCQ__FN rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
         return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: n_dims %lld must be even and at most %lld", op,
                           (long long)n_dims, (long long)head_dim);
     }
-    ROCQ__RANGE(freq_base, 0.0f, FLT_MAX);
-    ROCQ__RANGE(freq_scale, 0.0f, FLT_MAX);
-    ROCQ__RANGE(ext_factor, 0.0f, FLT_MAX);
-    ROCQ__RANGE(attn_factor, 0.0f, FLT_MAX);
-    ROCQ__RANGE(beta_fast, 0.0f, FLT_MAX);
-    ROCQ__RANGE(beta_slow, 0.0f, FLT_MAX);
+    ROCQ__TRY(ROCQ__RANGE(freq_base, 0.0f, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(freq_scale, 0.0f, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(ext_factor, 0.0f, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(attn_factor, 0.0f, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(beta_fast, 0.0f, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(beta_slow, 0.0f, FLT_MAX));
     if (p->n_ctx_orig < 0 || (p->ext_factor > 0.0f && p->n_ctx_orig == 0)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: YaRN needs n_ctx_orig", op);
     }
-    ROCQ__SHAPE(freq_factors, n_dims / 2, 1, 1, 1);
-    return ROCQ_OK;
+    return ROCQ__SHAPE(freq_factors, n_dims / 2, 1, 1, 1);
 }
 
 ROCQ__FN rocq_result rocq__check_rope(rocq_ctx *ctx, const rocq_rope_params *p) {
     const char *op = "rope";
-    ROCQ__SHAPE(x, -1, -1, -1, 1);
-    ROCQ__SAME(y, x);
-    ROCQ__SHAPE(pos, p->x->ne[2], 1, 1, 1);
+    ROCQ__TRY(ROCQ__SHAPE(x, -1, -1, -1, 1));
+    ROCQ__TRY(ROCQ__SAME(y, x));
+    ROCQ__TRY(ROCQ__SHAPE(pos, p->x->ne[2], 1, 1, 1));
     return rocq__check_rope_config(ctx, op, &p->rope, p->x->ne[0]);
 }
 
 ROCQ__FN rocq_result rocq__check_rope_append(rocq_ctx *ctx, const rocq_rope_append_params *p) {
     const char *op = "rope_append";
     const int64_t head_dim = p->k->ne[0], n_kv_heads = p->k->ne[1], n_tokens = p->k->ne[2];
-    ROCQ__SHAPE(k, -1, -1, -1, 1);
-    ROCQ__SAME(v, k);
-    ROCQ__SHAPE(q, head_dim, -1, n_tokens, 1);
-    ROCQ__SHAPE(k_cache, head_dim, n_kv_heads, -1, 1);
-    ROCQ__SAME(v_cache, k_cache);
-    ROCQ__SHAPE(pos, n_tokens, 1, 1, 1);
-    ROCQ__SHAPE(cell, n_tokens, 1, 1, 1);
+    ROCQ__TRY(ROCQ__SHAPE(k, -1, -1, -1, 1));
+    ROCQ__TRY(ROCQ__SAME(v, k));
+    ROCQ__TRY(ROCQ__SHAPE(q, head_dim, -1, n_tokens, 1));
+    ROCQ__TRY(ROCQ__SHAPE(k_cache, head_dim, n_kv_heads, -1, 1));
+    ROCQ__TRY(ROCQ__SAME(v_cache, k_cache));
+    ROCQ__TRY(ROCQ__SHAPE(pos, n_tokens, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(cell, n_tokens, 1, 1, 1));
     return rocq__check_rope_config(ctx, op, &p->rope, head_dim);
 }
 
 ROCQ__FN rocq_result rocq__check_activate(rocq_ctx *ctx, const rocq_activate_params *p) {
     const char *op = "activate";
-    ROCQ__SAME(y, x);
+    ROCQ__TRY(ROCQ__SAME(y, x));
     return rocq__check_activation(ctx, op, p->activation);
 }
 
 ROCQ__FN rocq_result rocq__check_glu(rocq_ctx *ctx, const rocq_glu_params *p) {
     const char *op = "glu";
-    ROCQ__SAME(up, gate);
-    ROCQ__SAME(y, gate);
+    ROCQ__TRY(ROCQ__SAME(up, gate));
+    ROCQ__TRY(ROCQ__SAME(y, gate));
     return rocq__check_activation(ctx, op, p->activation);
 }
 
 ROCQ__FN rocq_result rocq__check_binary(rocq_ctx *ctx, const char *op,
                                         const rocq_binary_params *p) {
-    ROCQ__SAME(y, a);
-    ROCQ__REPEAT(b, a);
-    return ROCQ_OK;
+    ROCQ__TRY(ROCQ__SAME(y, a));
+    return ROCQ__REPEAT(b, a);
 }
 
 ROCQ__FN rocq_result rocq__check_add(rocq_ctx *ctx, const rocq_binary_params *p) {
@@ -12376,8 +12373,7 @@ ROCQ__FN rocq_result rocq__check_mul(rocq_ctx *ctx, const rocq_binary_params *p)
 
 ROCQ__FN rocq_result rocq__check_scale(rocq_ctx *ctx, const rocq_scale_params *p) {
     const char *op = "scale";
-    ROCQ__SAME(y, x);
-    return ROCQ_OK;
+    return ROCQ__SAME(y, x);
 }
 
 ROCQ__FN rocq_result rocq__check_cast(rocq_ctx *ctx, const rocq_cast_params *p) {
@@ -12386,32 +12382,29 @@ ROCQ__FN rocq_result rocq__check_cast(rocq_ctx *ctx, const rocq_cast_params *p) 
     int64_t elems, bytes;
     ROCQ__TRY(rocq__check_format(ctx, op, "y", i32 ? ROCQ__I32 : ROCQ__ANY, p->y->format, &elems,
                                  &bytes));
-    ROCQ__SAME(y, x);
-    return ROCQ_OK;
+    return ROCQ__SAME(y, x);
 }
 
 ROCQ__FN rocq_result rocq__check_softmax(rocq_ctx *ctx, const rocq_softmax_params *p) {
     const char *op = "softmax";
-    ROCQ__SAME(y, x);
-    ROCQ__SHAPE(mask, p->x->ne[0], -1, -1, -1);
-    ROCQ__REPEAT(mask, x);
-    ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
-    return ROCQ_OK;
+    ROCQ__TRY(ROCQ__SAME(y, x));
+    ROCQ__TRY(ROCQ__SHAPE(mask, p->x->ne[0], -1, -1, -1));
+    ROCQ__TRY(ROCQ__REPEAT(mask, x));
+    return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
 }
 
 ROCQ__FN rocq_result rocq__check_gather(rocq_ctx *ctx, const rocq_gather_params *p) {
     const char *op = "gather";
-    ROCQ__SHAPE(table, -1, -1, 1, 1);
-    ROCQ__SHAPE(ids, -1, 1, 1, 1);
-    ROCQ__SHAPE(y, p->table->ne[0], p->ids->ne[0], 1, 1);
-    ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
-    return ROCQ_OK;
+    ROCQ__TRY(ROCQ__SHAPE(table, -1, -1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(ids, -1, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(y, p->table->ne[0], p->ids->ne[0], 1, 1));
+    return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
 }
 
 ROCQ__FN rocq_result rocq__check_argmax(rocq_ctx *ctx, const rocq_argmax_params *p) {
     const char *op = "argmax";
-    ROCQ__SHAPE(x, -1, -1, 1, 1);
-    ROCQ__SHAPE(index, p->x->ne[1], 1, 1, 1);
+    ROCQ__TRY(ROCQ__SHAPE(x, -1, -1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(index, p->x->ne[1], 1, 1, 1));
     if (p->x->ne[0] > INT32_MAX) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "argmax: rows of %lld elements",
                           (long long)p->x->ne[0]);
@@ -12421,20 +12414,20 @@ ROCQ__FN rocq_result rocq__check_argmax(rocq_ctx *ctx, const rocq_argmax_params 
 
 ROCQ__FN rocq_result rocq__check_sample(rocq_ctx *ctx, const rocq_sample_params *p) {
     const char *op = "sample";
-    ROCQ__SHAPE(logits, -1, 1, 1, 1);
-    ROCQ__SHAPE(token, 1, 1, 1, 1);
-    ROCQ__SHAPE(prob, 1, 1, 1, 1);
-    ROCQ__SHAPE(recent, -1, 1, 1, 1);
-    ROCQ__SHAPE(allowed, (p->logits->ne[0] + 31) / 32, 1, 1, 1);
+    ROCQ__TRY(ROCQ__SHAPE(logits, -1, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(token, 1, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(prob, 1, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(recent, -1, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(allowed, (p->logits->ne[0] + 31) / 32, 1, 1, 1));
     if (p->logits->ne[0] > INT32_MAX) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "sample: %lld logits", (long long)p->logits->ne[0]);
     }
-    ROCQ__RANGE(temperature, 0.0f, FLT_MAX);
-    ROCQ__RANGE(top_p, 0.0f, FLT_MAX);
-    ROCQ__RANGE(min_p, 0.0f, 1.0f);
-    ROCQ__RANGE(repeat_penalty, 0.0f, FLT_MAX);
-    ROCQ__RANGE(frequency_penalty, -FLT_MAX, FLT_MAX);
-    ROCQ__RANGE(presence_penalty, -FLT_MAX, FLT_MAX);
+    ROCQ__TRY(ROCQ__RANGE(temperature, 0.0f, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(top_p, 0.0f, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(min_p, 0.0f, 1.0f));
+    ROCQ__TRY(ROCQ__RANGE(repeat_penalty, 0.0f, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(frequency_penalty, -FLT_MAX, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(presence_penalty, -FLT_MAX, FLT_MAX));
     if (p->top_k < 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "sample: top_k is %d", (int)p->top_k);
     }
@@ -12858,16 +12851,27 @@ ROCQ__INLINE bool rocq__profiling(const rocq_ctx *ctx) {
     return ctx->profiling && !(rocq__on_gpu(ctx) && ctx->gpu->trial);
 }
 
-// Leaves the function with what call returns.
-#define ROCQ__AS_REGION(ctx, name, bytes, call)                    \
-    do {                                                           \
-        if (!rocq__profiling(ctx)) return (call);                  \
-        ROCQ__TRY(rocq__region_enter(ctx, name, NULL, false));     \
-        return rocq__region_leave_copy(ctx, (call), (bytes));      \
-    } while (0)
-#else
-#define ROCQ__AS_REGION(ctx, name, bytes, call) return (call)
 #endif
+
+// A copy or a wait stands between these two, so that it is a region where there is a profile. The
+// second takes what the copy returned, and returns that unless the profile itself fails.
+ROCQ__FN rocq_result rocq__copy_begin(rocq_ctx *ctx, const char *name) {
+#if ROCQ__HAS_PROFILE
+    if (rocq__profiling(ctx)) return rocq__region_enter(ctx, name, NULL, false);
+#endif
+    (void)ctx;
+    (void)name;
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__copy_done(rocq_ctx *ctx, rocq_result result, int64_t bytes) {
+#if ROCQ__HAS_PROFILE
+    if (rocq__profiling(ctx)) return rocq__region_leave_copy(ctx, result, bytes);
+#endif
+    (void)ctx;
+    (void)bytes;
+    return result;
+}
 
 ROCQ__FN rocq_result rocq__run_here(rocq_ctx *ctx, rocq_op op, const void *params) {
     int64_t bytes;
@@ -17836,7 +17840,8 @@ ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx) {
         return ROCQ_OK;
     }
     ROCQ__TRY(rocq__hip_enter(ctx, "sync"));
-    ROCQ__AS_REGION(ctx, "sync", 0, rocq__sync_hip(ctx));
+    ROCQ__TRY(rocq__copy_begin(ctx, "sync"));
+    return rocq__copy_done(ctx, rocq__sync_hip(ctx), 0);
 }
 
 ROCQ_DEF void rocq_cancel(rocq_ctx *ctx) {
@@ -17966,7 +17971,8 @@ ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const vo
                                  int64_t size) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__check_copy(ctx, "upload", dst, src, size, ROCQ__PLANAR));
-    ROCQ__AS_REGION(ctx, "upload", size, rocq__upload_tensor(ctx, dst, src, size));
+    ROCQ__TRY(rocq__copy_begin(ctx, "upload"));
+    return rocq__copy_done(ctx, rocq__upload_tensor(ctx, dst, src, size), size);
 }
 
 ROCQ__FN rocq_result rocq__download_tensor(rocq_ctx *ctx, void *dst, const rocq_tensor *src,
@@ -17979,7 +17985,8 @@ ROCQ__FN rocq_result rocq__download_tensor(rocq_ctx *ctx, void *dst, const rocq_
 ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__check_copy(ctx, "download", src, dst, size, 0));
-    ROCQ__AS_REGION(ctx, "download", size, rocq__download_tensor(ctx, dst, src, size));
+    ROCQ__TRY(rocq__copy_begin(ctx, "download"));
+    return rocq__copy_done(ctx, rocq__download_tensor(ctx, dst, src, size), size);
 }
 
 ROCQ_DEF float rocq_f16_to_f32(uint16_t half) { return rocq__f16_to_f32(half); }
