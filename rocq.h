@@ -7971,7 +7971,8 @@ ROCQ__FN rocq__mm_steps rocq__mm_steps_of(const rocq_ctx *ctx, const rocq_matmul
     return s;
 }
 
-ROCQ__FN int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const rocq_matmul_params *p) {
+ROCQ__FN int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const void *params) {
+    const rocq_matmul_params *p = (const rocq_matmul_params *)params;
     int64_t most = 0;
     for (; p; p = p->next) {
         const rocq__mm_steps s = rocq__mm_steps_of(ctx, p);
@@ -7985,11 +7986,11 @@ ROCQ__FN int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const rocq_matmul
     return most;
 }
 
-ROCQ__FN rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const rocq_tensor *y,
-                                   const rocq_tensor *a, const rocq_tensor *b,
-                                   rocq_activation activation, float scale, float bias);
+ROCQ__FN rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const void *params);
 
-ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, const rocq_matmul_params *p) {
+ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+    const rocq_matmul_params *p = (const rocq_matmul_params *)params;
+    (void)op;
     void *scratch;
     ROCQ__TRY(rocq__scratch(ctx, rocq__scratch_matmul_cpu(ctx, p), &scratch));
     for (; p; p = p->next) {
@@ -8010,8 +8011,8 @@ ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, const rocq_matmul_params *p
         if (p->w2) rocq__mm_multiply(ctx, &s.other, NULL, at);
         rocq__mm_multiply(ctx, &s.main, p->w2 ? &other : NULL, at);
         if (p->y->format == ROCQ_Q8_0) {
-            ROCQ__TRY(
-                rocq__map_cpu(ctx, ROCQ_OP_CAST, p->y, &floats, NULL, ROCQ_IDENTITY, 1.0f, 0.0f));
+            const rocq_cast_params cast = {p->y, &floats};
+            ROCQ__TRY(rocq__map_cpu(ctx, ROCQ_OP_CAST, &cast));
         }
     }
     return ROCQ_OK;
@@ -8786,12 +8787,15 @@ ROCQ__FN rocq_result rocq__attend_check(rocq_ctx *ctx, const rocq__attend *a) {
     return ROCQ_OK;
 }
 
-ROCQ__FN int64_t rocq__scratch_attention_cpu(const rocq_ctx *ctx, const rocq_attention_params *p) {
+ROCQ__FN int64_t rocq__scratch_attention_cpu(const rocq_ctx *ctx, const void *params) {
+    const rocq_attention_params *p = (const rocq_attention_params *)params;
     rocq__attend a;
     return rocq__attend_plan(ctx, p, &a);
 }
 
-ROCQ__FN rocq_result rocq__attention_cpu(rocq_ctx *ctx, const rocq_attention_params *p) {
+ROCQ__FN rocq_result rocq__attention_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+    const rocq_attention_params *p = (const rocq_attention_params *)params;
+    (void)op;
     rocq__attend a;
     void *scratch;
     const int64_t bytes = rocq__attend_plan(ctx, p, &a);
@@ -8842,25 +8846,12 @@ ROCQ__INLINE int64_t rocq__n_rows(const rocq_tensor *t) {
     return t->ne[1] * t->ne[2] * t->ne[3];
 }
 
-// Ops without scratch memory.
-#define ROCQ_X(name, params)                                                            \
-    ROCQ__FN int64_t rocq__scratch_##name##_cpu(const rocq_ctx *ctx, const params *p) { \
-        (void)ctx;                                                                      \
-        (void)p;                                                                        \
-        return 0;                                                                       \
-    }
-ROCQ_X(rmsnorm, rocq_norm_params)
-ROCQ_X(layernorm, rocq_norm_params)
-ROCQ_X(activate, rocq_activate_params)
-ROCQ_X(glu, rocq_glu_params)
-ROCQ_X(add, rocq_binary_params)
-ROCQ_X(mul, rocq_binary_params)
-ROCQ_X(scale, rocq_scale_params)
-ROCQ_X(cast, rocq_cast_params)
-ROCQ_X(softmax, rocq_softmax_params)
-ROCQ_X(gather, rocq_gather_params)
-ROCQ_X(argmax, rocq_argmax_params)
-#undef ROCQ_X
+// Of an op that takes no scratch memory.
+ROCQ__FN int64_t rocq__scratch_none_cpu(const rocq_ctx *ctx, const void *params) {
+    (void)ctx;
+    (void)params;
+    return 0;
+}
 
 // -- rmsnorm, layernorm --
 
@@ -8916,22 +8907,15 @@ ROCQ__FN void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t threa
     }
 }
 
-ROCQ__FN rocq_result rocq__norm_cpu(rocq_ctx *ctx, const rocq_norm_params *p, bool center) {
+ROCQ__FN rocq_result rocq__norm_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+    const rocq_norm_params *p = (const rocq_norm_params *)params;
     rocq__norm a;
     a.p = p;
     a.avx2 = ctx->has_avx2;
-    a.center = center;
+    a.center = op == ROCQ_OP_LAYERNORM;
     a.eps = p->eps > 0.0f ? p->eps : 1e-5f;
     rocq__parallel(ctx, rocq__n_rows(p->x), rocq__grain(p->x->ne[0], 4), rocq__norm_task, &a);
     return ROCQ_OK;
-}
-
-ROCQ__FN rocq_result rocq__rmsnorm_cpu(rocq_ctx *ctx, const rocq_norm_params *p) {
-    return rocq__norm_cpu(ctx, p, false);
-}
-
-ROCQ__FN rocq_result rocq__layernorm_cpu(rocq_ctx *ctx, const rocq_norm_params *p) {
-    return rocq__norm_cpu(ctx, p, true);
 }
 
 // -- rope, rope_append --
@@ -9072,12 +9056,15 @@ ROCQ__FN void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t threa
     }
 }
 
-ROCQ__FN int64_t rocq__scratch_rope_cpu(const rocq_ctx *ctx, const rocq_rope_params *p) {
+ROCQ__FN int64_t rocq__scratch_rope_cpu(const rocq_ctx *ctx, const void *params) {
+    const rocq_rope_params *p = (const rocq_rope_params *)params;
     rocq__rope a;
     return rocq__rope_scratch(ctx, &p->rope, p->x->ne[0], &a);
 }
 
-ROCQ__FN rocq_result rocq__rope_cpu(rocq_ctx *ctx, const rocq_rope_params *p) {
+ROCQ__FN rocq_result rocq__rope_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+    const rocq_rope_params *p = (const rocq_rope_params *)params;
+    (void)op;
     rocq__rope a;
     const int64_t bytes = rocq__rope_scratch(ctx, &p->rope, p->x->ne[0], &a);
     ROCQ__TRY(rocq__rope_start(ctx, &p->rope, p->pos, bytes, &a));
@@ -9088,13 +9075,15 @@ ROCQ__FN rocq_result rocq__rope_cpu(rocq_ctx *ctx, const rocq_rope_params *p) {
     return ROCQ_OK;
 }
 
-ROCQ__FN int64_t rocq__scratch_rope_append_cpu(const rocq_ctx *ctx,
-                                               const rocq_rope_append_params *p) {
+ROCQ__FN int64_t rocq__scratch_rope_append_cpu(const rocq_ctx *ctx, const void *params) {
+    const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
     rocq__rope a;
     return rocq__rope_scratch(ctx, &p->rope, p->k->ne[0], &a);
 }
 
-ROCQ__FN rocq_result rocq__rope_append_cpu(rocq_ctx *ctx, const rocq_rope_append_params *p) {
+ROCQ__FN rocq_result rocq__rope_append_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+    const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
+    (void)op;
     rocq__rope a;
     const int64_t n_tokens = p->k->ne[2], n_cells = p->k_cache->ne[2];
     const int32_t *cell = rocq__row_i32(p->cell ? p->cell : p->pos, 0);
@@ -9156,13 +9145,48 @@ ROCQ__FN void rocq__activate_row(bool avx2, rocq_activation activation, float *y
     for (; i < n; i++) y[i] = rocq__activation(activation, x[i]);
 }
 
+// What the six have in common, on the CPU and on a GPU.
 typedef struct rocq__map {
     rocq_op op;
-    bool avx2;
+    bool avx2;                    // on the CPU
     const rocq_tensor *y, *a, *b; // b may be NULL; each ne is y's or 1
     rocq_activation activation;
     float scale, bias;
 } rocq__map;
+
+ROCQ__FN rocq__map rocq__map_of(rocq_op op, const void *params) {
+    rocq__map map;
+    memset(&map, 0, sizeof map);
+    map.op = op;
+    if (op == ROCQ_OP_ACTIVATE) {
+        const rocq_activate_params *p = (const rocq_activate_params *)params;
+        map.y = p->y;
+        map.a = p->x;
+        map.activation = p->activation;
+    } else if (op == ROCQ_OP_GLU) {
+        const rocq_glu_params *p = (const rocq_glu_params *)params;
+        map.y = p->y;
+        map.a = p->gate;
+        map.b = p->up;
+        map.activation = p->activation;
+    } else if (op == ROCQ_OP_SCALE) {
+        const rocq_scale_params *p = (const rocq_scale_params *)params;
+        map.y = p->y;
+        map.a = p->x;
+        map.scale = p->scale;
+        map.bias = p->bias;
+    } else if (op == ROCQ_OP_CAST) {
+        const rocq_cast_params *p = (const rocq_cast_params *)params;
+        map.y = p->y;
+        map.a = p->x;
+    } else { // ADD, MUL
+        const rocq_binary_params *p = (const rocq_binary_params *)params;
+        map.y = p->y;
+        map.a = p->a;
+        map.b = p->b;
+    }
+    return map;
+}
 
 ROCQ__FN void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
     const rocq__map *map = (const rocq__map *)arg;
@@ -9210,45 +9234,12 @@ ROCQ__FN void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread
     }
 }
 
-ROCQ__FN rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const rocq_tensor *y,
-                                   const rocq_tensor *a, const rocq_tensor *b,
-                                   rocq_activation activation, float scale, float bias) {
-    rocq__map map;
-    map.op = op;
+ROCQ__FN rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+    rocq__map map = rocq__map_of(op, params);
     map.avx2 = ctx->has_avx2;
-    map.y = y;
-    map.a = a;
-    map.b = b;
-    map.activation = activation;
-    map.scale = scale;
-    map.bias = bias;
     const int64_t work = op == ROCQ_OP_ACTIVATE || op == ROCQ_OP_GLU ? 16 : 4;
-    rocq__parallel(ctx, rocq__n_rows(y), rocq__grain(y->ne[0], work), rocq__map_task, &map);
+    rocq__parallel(ctx, rocq__n_rows(map.y), rocq__grain(map.y->ne[0], work), rocq__map_task, &map);
     return ROCQ_OK;
-}
-
-ROCQ__FN rocq_result rocq__activate_cpu(rocq_ctx *ctx, const rocq_activate_params *p) {
-    return rocq__map_cpu(ctx, ROCQ_OP_ACTIVATE, p->y, p->x, NULL, p->activation, 1.0f, 0.0f);
-}
-
-ROCQ__FN rocq_result rocq__glu_cpu(rocq_ctx *ctx, const rocq_glu_params *p) {
-    return rocq__map_cpu(ctx, ROCQ_OP_GLU, p->y, p->gate, p->up, p->activation, 1.0f, 0.0f);
-}
-
-ROCQ__FN rocq_result rocq__add_cpu(rocq_ctx *ctx, const rocq_binary_params *p) {
-    return rocq__map_cpu(ctx, ROCQ_OP_ADD, p->y, p->a, p->b, ROCQ_IDENTITY, 1.0f, 0.0f);
-}
-
-ROCQ__FN rocq_result rocq__mul_cpu(rocq_ctx *ctx, const rocq_binary_params *p) {
-    return rocq__map_cpu(ctx, ROCQ_OP_MUL, p->y, p->a, p->b, ROCQ_IDENTITY, 1.0f, 0.0f);
-}
-
-ROCQ__FN rocq_result rocq__scale_cpu(rocq_ctx *ctx, const rocq_scale_params *p) {
-    return rocq__map_cpu(ctx, ROCQ_OP_SCALE, p->y, p->x, NULL, ROCQ_IDENTITY, p->scale, p->bias);
-}
-
-ROCQ__FN rocq_result rocq__cast_cpu(rocq_ctx *ctx, const rocq_cast_params *p) {
-    return rocq__map_cpu(ctx, ROCQ_OP_CAST, p->y, p->x, NULL, ROCQ_IDENTITY, 1.0f, 0.0f);
 }
 
 // -- softmax --
@@ -9292,7 +9283,9 @@ ROCQ__FN void rocq__softmax_task(void *arg, int64_t r, int64_t r_end, int32_t th
     }
 }
 
-ROCQ__FN rocq_result rocq__softmax_cpu(rocq_ctx *ctx, const rocq_softmax_params *p) {
+ROCQ__FN rocq_result rocq__softmax_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+    const rocq_softmax_params *p = (const rocq_softmax_params *)params;
+    (void)op;
     rocq__softmax a;
     a.p = p;
     a.avx2 = ctx->has_avx2;
@@ -9326,7 +9319,9 @@ ROCQ__FN void rocq__gather_task(void *arg, int64_t r, int64_t r_end, int32_t thr
     }
 }
 
-ROCQ__FN rocq_result rocq__gather_cpu(rocq_ctx *ctx, const rocq_gather_params *p) {
+ROCQ__FN rocq_result rocq__gather_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+    const rocq_gather_params *p = (const rocq_gather_params *)params;
+    (void)op;
     rocq__gather a;
     const int64_t n = p->ids->ne[0], n_rows = p->table->ne[1];
     const int32_t *ids = rocq__row_i32(p->ids, 0);
@@ -9358,7 +9353,9 @@ ROCQ__FN void rocq__argmax_task(void *arg, int64_t r, int64_t r_end, int32_t thr
     }
 }
 
-ROCQ__FN rocq_result rocq__argmax_cpu(rocq_ctx *ctx, const rocq_argmax_params *p) {
+ROCQ__FN rocq_result rocq__argmax_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+    const rocq_argmax_params *p = (const rocq_argmax_params *)params;
+    (void)op;
     rocq_argmax_params a = *p;
     rocq__parallel(ctx, p->x->ne[1], rocq__grain(p->x->ne[0], 2), rocq__argmax_task, &a);
     return ROCQ_OK;
@@ -9429,12 +9426,15 @@ ROCQ__FN double rocq__uniform(uint64_t seed, uint64_t step) {
 }
 
 // Candidates, as many for selection, and how often each token is in recent.
-ROCQ__FN int64_t rocq__scratch_sample_cpu(const rocq_ctx *ctx, const rocq_sample_params *p) {
+ROCQ__FN int64_t rocq__scratch_sample_cpu(const rocq_ctx *ctx, const void *params) {
+    const rocq_sample_params *p = (const rocq_sample_params *)params;
     (void)ctx;
     return p->logits->ne[0] * (int64_t)(2 * sizeof(rocq__candidate) + sizeof(int32_t));
 }
 
-ROCQ__FN rocq_result rocq__sample_cpu(rocq_ctx *ctx, const rocq_sample_params *p) {
+ROCQ__FN rocq_result rocq__sample_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+    const rocq_sample_params *p = (const rocq_sample_params *)params;
+    (void)op;
     const int64_t n_vocab = p->logits->ne[0], n_recent = p->recent ? p->recent->ne[0] : 0;
     const float *logits = rocq__row_f32(p->logits, 0, 0, 0);
     const int32_t *recent = p->recent ? rocq__row_i32(p->recent, 0) : NULL;
@@ -10668,8 +10668,9 @@ ROCQ__FN rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *sr
 // ---------------------------------------------------------------------------------------------
 // >>hip_launch: from params to launches
 // ---------------------------------------------------------------------------------------------
-// Every op has two functions: rocq__plan_NAME_hip says whether the GPU can do it and how much
-// scratch it takes, launching and allocating nothing; rocq__NAME_hip then only launches.
+// Every op has one body, rocq__job_NAME. rocq__plan_hip runs it to learn whether the GPU can do the
+// op and how much scratch memory that takes, launching and allocating nothing. rocq__run_hip then
+// runs it again, with the scratch memory, to launch.
 
 // -- launch core --
 
@@ -10802,7 +10803,8 @@ ROCQ__FN int32_t rocq__clamp32(int64_t n) {
 
 typedef struct rocq__job {
     rocq_ctx *ctx;
-    const char *op;
+    rocq_op op;
+    const char *name;   // of the op
     bool planning;
     uintptr_t scratch;  // device address, 256-byte aligned; 0 while planning
     int64_t used, most; // bytes of it
@@ -10814,7 +10816,7 @@ ROCQ__FN void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64
     if (job->result != ROCQ_OK) return;
     if (grid_x > INT32_MAX || grid_z > 65535) {
         job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: a grid of %lld x %lld blocks",
-                                 job->op, (long long)grid_x, (long long)grid_z);
+                                 job->name, (long long)grid_x, (long long)grid_z);
     } else if (job->planning) {
         if (job->ctx->gpu->planned && grid_x > 0) job->ctx->gpu->planned[kernel] = true;
     } else {
@@ -10842,7 +10844,7 @@ ROCQ__FN rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_l
     if (job->result != ROCQ_OK) return t;
     if (!fits) {
         job->result =
-            rocq__fail(job->ctx, ROCQ_E_OVERFLOW, "%s: scratch memory overflows", job->op);
+            rocq__fail(job->ctx, ROCQ_E_OVERFLOW, "%s: scratch memory overflows", job->name);
         return t;
     }
     t.buffer.size = rocq__bytes(format, end);
@@ -10858,7 +10860,7 @@ enum { ROCQ__ROW_ELEMS = 1 << 30 };
 ROCQ__FN void rocq__job_row(rocq__job *job, int64_t ne0) {
     if (job->result != ROCQ_OK || ne0 <= ROCQ__ROW_ELEMS) return;
     job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: rows of %lld elements, over %d",
-                             job->op, (long long)ne0, (int)ROCQ__ROW_ELEMS);
+                             job->name, (long long)ne0, (int)ROCQ__ROW_ELEMS);
 }
 
 ROCQ__FN bool rocq__is_plain(rocq_format format) {
@@ -10885,7 +10887,7 @@ ROCQ__FN int64_t rocq__piece_blocks(rocq__job *job, const rocq_tensor *t, int64_
     if (!rocq__mul(rocq__n_rows(t), (row_size + piece - 1) / piece, &n) || n > UINT32_MAX - 256) {
         if (job->result == ROCQ_OK) {
             job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
-                                     "%s: too many elements for one launch", job->op);
+                                     "%s: too many elements for one launch", job->name);
         }
         return 0;
     }
@@ -10899,26 +10901,32 @@ ROCQ__FN int rocq__row_threads(int64_t ne0) {
     return threads;
 }
 
-ROCQ__FN void rocq__job_map(rocq__job *job, rocq_op op, const rocq_tensor *y, const rocq_tensor *a,
-                            const rocq_tensor *b, rocq_activation activation, float scale,
-                            float bias) {
+ROCQ__FN void rocq__job_map_launch(rocq__job *job, rocq_op op, const void *params) {
+    const rocq__map map = rocq__map_of(op, params);
+    const rocq_tensor *y = map.y, *a = map.a, *b = map.b;
     rocq_k_map_args args;
     memset(&args, 0, sizeof args);
     args.y = rocq__k_tensor(y);
     args.a = rocq__k_tensor(a);
     args.b = rocq__k_tensor(b);
     args.op = (int32_t)op;
-    args.activation = (int32_t)activation;
-    args.scale = scale;
-    args.bias = bias;
+    args.activation = (int32_t)map.activation;
+    args.scale = map.scale;
+    args.bias = map.bias;
     const double bytes = rocq__tensor_bytes(y) + rocq__tensor_bytes(a) + rocq__tensor_bytes(b);
-    const double work = activation == ROCQ_IDENTITY ? 8.0 : 32.0;
+    const double work = map.activation == ROCQ_IDENTITY ? 8.0 : 32.0;
     const bool copy = op == ROCQ_OP_CAST && y->format == a->format; // of bytes
     rocq__job_row(job, y->ne[0]);
     const int64_t blocks = copy ? rocq__piece_blocks(job, y, rocq__bytes(y->format, y->ne[0]), 16)
                                 : rocq__piece_blocks(job, y, y->ne[0], 4);
     rocq__job_launch(job, ROCQ_K_map, blocks, 1, 256, &args,
                      rocq__cost_of(bytes, work * (double)rocq_tensor_count(y), 0.0));
+}
+
+// y = x, both of formats that the map kernel reads and writes.
+ROCQ__FN void rocq__job_cast_map(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x) {
+    const rocq_cast_params cast = {y, x};
+    rocq__job_map_launch(job, ROCQ_OP_CAST, &cast);
 }
 
 ROCQ__FN void rocq__job_decode(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x,
@@ -10954,23 +10962,23 @@ ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq
                          (y->format == ROCQ_Q4_0 && !planar_y);
     if (job->result != ROCQ_OK) return;
     if (y->format == x->format && planar_y == planar_x) {
-        rocq__job_map(job, ROCQ_OP_CAST, y, x, NULL, ROCQ_IDENTITY, 1.0f, 0.0f);
+        rocq__job_cast_map(job, y, x);
     } else if (y->format == x->format && planar_y) {
         rocq__job_repack(job, y, x);
     } else if (!encodes || (y->format == x->format && planar_x)) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: no GPU kernel makes %s%s from %s%s",
-                       job->op, planar_y ? "planar " : "", rocq_get_format_info(y->format)->name,
+                       job->name, planar_y ? "planar " : "", rocq_get_format_info(y->format)->name,
                        planar_x ? "planar " : "", rocq_get_format_info(x->format)->name);
     } else if (rocq__is_plain(x->format)) {
-        rocq__job_map(job, ROCQ_OP_CAST, y, x, NULL, ROCQ_IDENTITY, 1.0f, 0.0f);
+        rocq__job_cast_map(job, y, x);
     } else if (rocq__is_plain(y->format)) {
         rocq__job_decode(job, y, x, NULL, 1.0f);
     } else {
         const rocq_tensor floats =
             rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, x->ne, x->ne[0]);
         rocq__job_decode(job, &floats, x, NULL, 1.0f);
-        rocq__job_map(job, ROCQ_OP_CAST, y, &floats, NULL, ROCQ_IDENTITY, 1.0f, 0.0f);
+        rocq__job_cast_map(job, y, &floats);
     }
 }
 
@@ -11401,7 +11409,8 @@ ROCQ__FN int32_t rocq__gemm_run(const rocq_ctx *ctx, const rocq_matmul_params *f
     return n;
 }
 
-ROCQ__FN void rocq__job_matmul(rocq__job *job, const rocq_matmul_params *p) {
+ROCQ__FN void rocq__job_matmul(rocq__job *job, const void *params) {
+    const rocq_matmul_params *p = (const rocq_matmul_params *)params;
     rocq__gemm g[ROCQ_K_MATVEC_PARTS];
     rocq_tensor x[ROCQ_PRECISION_INT8 + 1];
     bool have[ROCQ_PRECISION_INT8 + 1] = {false, false, false, false};
@@ -11496,7 +11505,8 @@ ROCQ__FN rocq_launch_config rocq__rule_attend(const rocq__chip *chip, const rocq
     return config;
 }
 
-ROCQ__FN void rocq__job_attention(rocq__job *job, const rocq_attention_params *p) {
+ROCQ__FN void rocq__job_attention(rocq__job *job, const void *params) {
+    const rocq_attention_params *p = (const rocq_attention_params *)params;
     const int64_t n_heads = p->q->ne[1], n_kv_heads = p->k->ne[1], n_q = p->q->ne[2];
     const int64_t n_seqs = p->q->ne[3], columns = n_heads / n_kv_heads * n_q;
     const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
@@ -11583,7 +11593,8 @@ ROCQ__FN void rocq__job_attention(rocq__job *job, const rocq_attention_params *p
 
 // -- rmsnorm, layernorm --
 
-ROCQ__FN void rocq__job_norm(rocq__job *job, const rocq_norm_params *p, bool center) {
+ROCQ__FN void rocq__job_norm(rocq__job *job, const void *params) {
+    const rocq_norm_params *p = (const rocq_norm_params *)params;
     rocq_k_norm_args args;
     memset(&args, 0, sizeof args);
     args.y = rocq__k_tensor(p->y);
@@ -11593,7 +11604,7 @@ ROCQ__FN void rocq__job_norm(rocq__job *job, const rocq_norm_params *p, bool cen
     args.weight = (const float *)rocq__device_data(p->weight);
     args.bias = (const float *)rocq__device_data(p->bias);
     args.eps = p->eps > 0.0f ? p->eps : 1e-5f;
-    args.center = center;
+    args.center = job->op == ROCQ_OP_LAYERNORM;
     rocq__job_row(job, p->x->ne[0]);
     const double bytes = rocq__tensor_bytes(p->x) + rocq__tensor_bytes(p->y);
     // A row of up to 16 elements a thread stays in registers.
@@ -11601,14 +11612,6 @@ ROCQ__FN void rocq__job_norm(rocq__job *job, const rocq_norm_params *p, bool cen
     while (threads < ROCQ_K_NORM_THREADS && 16 * threads < p->x->ne[0]) threads *= 2;
     rocq__job_launch(job, ROCQ_K_norm, rocq__n_rows(p->x), 1, threads, &args,
                      rocq__cost_of(bytes, 16.0 * (double)rocq_tensor_count(p->x), 0.0));
-}
-
-ROCQ__FN void rocq__job_rmsnorm(rocq__job *job, const rocq_norm_params *p) {
-    rocq__job_norm(job, p, false);
-}
-
-ROCQ__FN void rocq__job_layernorm(rocq__job *job, const rocq_norm_params *p) {
-    rocq__job_norm(job, p, true);
 }
 
 // -- rope, rope_append --
@@ -11621,7 +11624,7 @@ ROCQ__FN void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const ro
     if (n_dims > ROCQ__ROPE_DIMS) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: n_dims %lld is over %d on the GPU",
-                       job->op, (long long)n_dims, (int)ROCQ__ROPE_DIMS);
+                       job->name, (long long)n_dims, (int)ROCQ__ROPE_DIMS);
         return;
     }
     rocq__job_row(job, head_dim);
@@ -11670,7 +11673,8 @@ ROCQ__FN void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
                      rocq__cost_of(8.0 * n, 8.0 * n + 100.0 * turns, 0.0));
 }
 
-ROCQ__FN void rocq__job_rope(rocq__job *job, const rocq_rope_params *p) {
+ROCQ__FN void rocq__job_rope(rocq__job *job, const void *params) {
+    const rocq_rope_params *p = (const rocq_rope_params *)params;
     rocq_k_rope_args args;
     memset(&args, 0, sizeof args);
     rocq__job_turn(job, &p->rope, p->pos, p->x->ne[0], &args);
@@ -11678,7 +11682,8 @@ ROCQ__FN void rocq__job_rope(rocq__job *job, const rocq_rope_params *p) {
     rocq__job_rope_launch(job, &args);
 }
 
-ROCQ__FN void rocq__job_rope_append(rocq__job *job, const rocq_rope_append_params *p) {
+ROCQ__FN void rocq__job_rope_append(rocq__job *job, const void *params) {
+    const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
     rocq_k_rope_args args;
     memset(&args, 0, sizeof args);
     rocq__job_turn(job, &p->rope, p->pos, p->k->ne[0], &args);
@@ -11692,33 +11697,19 @@ ROCQ__FN void rocq__job_rope_append(rocq__job *job, const rocq_rope_append_param
 
 // -- activate, glu, add, mul, scale, cast --
 
-ROCQ__FN void rocq__job_activate(rocq__job *job, const rocq_activate_params *p) {
-    rocq__job_map(job, ROCQ_OP_ACTIVATE, p->y, p->x, NULL, p->activation, 1.0f, 0.0f);
+ROCQ__FN void rocq__job_map(rocq__job *job, const void *params) {
+    rocq__job_map_launch(job, job->op, params);
 }
 
-ROCQ__FN void rocq__job_glu(rocq__job *job, const rocq_glu_params *p) {
-    rocq__job_map(job, ROCQ_OP_GLU, p->y, p->gate, p->up, p->activation, 1.0f, 0.0f);
-}
-
-ROCQ__FN void rocq__job_add(rocq__job *job, const rocq_binary_params *p) {
-    rocq__job_map(job, ROCQ_OP_ADD, p->y, p->a, p->b, ROCQ_IDENTITY, 1.0f, 0.0f);
-}
-
-ROCQ__FN void rocq__job_mul(rocq__job *job, const rocq_binary_params *p) {
-    rocq__job_map(job, ROCQ_OP_MUL, p->y, p->a, p->b, ROCQ_IDENTITY, 1.0f, 0.0f);
-}
-
-ROCQ__FN void rocq__job_scale(rocq__job *job, const rocq_scale_params *p) {
-    rocq__job_map(job, ROCQ_OP_SCALE, p->y, p->x, NULL, ROCQ_IDENTITY, p->scale, p->bias);
-}
-
-ROCQ__FN void rocq__job_cast(rocq__job *job, const rocq_cast_params *p) {
+ROCQ__FN void rocq__job_cast(rocq__job *job, const void *params) {
+    const rocq_cast_params *p = (const rocq_cast_params *)params;
     rocq__job_convert(job, p->y, p->x);
 }
 
 // -- softmax, gather, argmax, sample --
 
-ROCQ__FN void rocq__job_softmax(rocq__job *job, const rocq_softmax_params *p) {
+ROCQ__FN void rocq__job_softmax(rocq__job *job, const void *params) {
+    const rocq_softmax_params *p = (const rocq_softmax_params *)params;
     rocq_k_softmax_args args;
     memset(&args, 0, sizeof args);
     args.y = rocq__k_tensor(p->y);
@@ -11731,11 +11722,13 @@ ROCQ__FN void rocq__job_softmax(rocq__job *job, const rocq_softmax_params *p) {
                      &args, rocq__cost_of(bytes, 24.0 * (double)rocq_tensor_count(p->x), 0.0));
 }
 
-ROCQ__FN void rocq__job_gather(rocq__job *job, const rocq_gather_params *p) {
+ROCQ__FN void rocq__job_gather(rocq__job *job, const void *params) {
+    const rocq_gather_params *p = (const rocq_gather_params *)params;
     rocq__job_decode(job, p->y, p->table, p->ids, p->scale != 0.0f ? p->scale : 1.0f);
 }
 
-ROCQ__FN void rocq__job_argmax(rocq__job *job, const rocq_argmax_params *p) {
+ROCQ__FN void rocq__job_argmax(rocq__job *job, const void *params) {
+    const rocq_argmax_params *p = (const rocq_argmax_params *)params;
     rocq_k_argmax_args args;
     memset(&args, 0, sizeof args);
     args.index = (int32_t *)rocq__device_data(p->index);
@@ -11747,7 +11740,8 @@ ROCQ__FN void rocq__job_argmax(rocq__job *job, const rocq_argmax_params *p) {
         rocq__cost_of(rocq__tensor_bytes(p->x), 4.0 * (double)rocq_tensor_count(p->x), 0.0));
 }
 
-ROCQ__FN void rocq__job_sample(rocq__job *job, const rocq_sample_params *p) {
+ROCQ__FN void rocq__job_sample(rocq__job *job, const void *params) {
+    const rocq_sample_params *p = (const rocq_sample_params *)params;
     const int64_t n = p->logits->ne[0];
     const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->logits->ne, n);
     const double draw = rocq__uniform(p->seed, p->step);
@@ -11849,21 +11843,6 @@ ROCQ__FN rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *si
     if (ctx->survey) rocq__survey_add(ctx->survey, site, &config);
     return config;
 }
-
-#define ROCQ_X(NAME, name, params)                                                                 \
-    ROCQ__FN rocq_result rocq__plan_##name##_hip(rocq_ctx *ctx, const params *p, int64_t *bytes) { \
-        rocq__job job = {ctx, #name, true, 0, 0, 0, ROCQ_OK};                                      \
-        rocq__job_##name(&job, p);                                                                 \
-        *bytes = job.most;                                                                         \
-        return job.result;                                                                         \
-    }                                                                                              \
-    ROCQ__FN rocq_result rocq__##name##_hip(rocq_ctx *ctx, const params *p, void *scratch) {       \
-        rocq__job job = {ctx, #name, false, (uintptr_t)scratch, 0, 0, ROCQ_OK};                    \
-        rocq__job_##name(&job, p);                                                                 \
-        return job.result;                                                                         \
-    }
-ROCQ_OPS(ROCQ_X)
-#undef ROCQ_X
 
 // ---------------------------------------------------------------------------------------------
 // >>check: what every op demands of its params, on any backend
@@ -12124,6 +12103,7 @@ ROCQ__FN rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, ro
 }
 
 // -- ops --
+// Each has rocq__check_NAME(ctx, op, params); rocq__ops says which, and what op's name is.
 
 // Sizes of an operand that is there; -1 leaves a dimension free.
 ROCQ__FN rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
@@ -12178,8 +12158,8 @@ ROCQ__FN rocq_result rocq__check_activation(rocq_ctx *ctx, const char *op,
 #define ROCQ__RANGE(name, low, high) rocq__check_range(ctx, op, #name, p->name, low, high)
 
 // One product of a chain.
-ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const rocq_matmul_params *p) {
-    const char *op = "matmul";
+ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
+                                         const rocq_matmul_params *p) {
     ROCQ__TRY(rocq__check_operands(ctx, op, ROCQ_OP_MATMUL, p));
     ROCQ__TRY(ROCQ__SHAPE(x, p->w->ne[0], -1, -1, -1));
     ROCQ__TRY(ROCQ__SHAPE(y, p->w->ne[1], p->x->ne[1], p->x->ne[2], p->x->ne[3]));
@@ -12222,14 +12202,15 @@ ROCQ__FN bool rocq__same_tensor(const rocq_tensor *a, const rocq_tensor *b) {
     return true;
 }
 
-ROCQ__FN rocq_result rocq__check_matmul(rocq_ctx *ctx, const rocq_matmul_params *p) {
+ROCQ__FN rocq_result rocq__check_matmul(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_matmul_params *p = (const rocq_matmul_params *)params;
     int n = 0;
     for (const rocq_matmul_params *q = p; q; q = q->next) {
         if (++n > ROCQ__MOST_PRODUCTS) {
             return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul: next chains more than %d products",
                               (int)ROCQ__MOST_PRODUCTS);
         }
-        ROCQ__TRY(rocq__check_product(ctx, q));
+        ROCQ__TRY(rocq__check_product(ctx, op, q));
         if (!rocq__same_tensor(q->x, p->x)) {
             return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul: next product %d has another x", n - 1);
         }
@@ -12237,8 +12218,8 @@ ROCQ__FN rocq_result rocq__check_matmul(rocq_ctx *ctx, const rocq_matmul_params 
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__check_attention(rocq_ctx *ctx, const rocq_attention_params *p) {
-    const char *op = "attention";
+ROCQ__FN rocq_result rocq__check_attention(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_attention_params *p = (const rocq_attention_params *)params;
     const int64_t head_dim = p->q->ne[0], n_heads = p->q->ne[1];
     const int64_t n_q = p->q->ne[2], n_seqs = p->q->ne[3];
     int64_t n_kv = p->k->ne[2];
@@ -12280,7 +12261,8 @@ ROCQ__FN rocq_result rocq__check_attention(rocq_ctx *ctx, const rocq_attention_p
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__check_norm(rocq_ctx *ctx, const char *op, const rocq_norm_params *p) {
+ROCQ__FN rocq_result rocq__check_norm(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_norm_params *p = (const rocq_norm_params *)params;
     ROCQ__TRY(ROCQ__SAME(y, x));
     ROCQ__TRY(ROCQ__SHAPE(weight, p->x->ne[0], 1, 1, 1));
     ROCQ__TRY(ROCQ__SHAPE(bias, p->x->ne[0], 1, 1, 1));
@@ -12289,15 +12271,12 @@ ROCQ__FN rocq_result rocq__check_norm(rocq_ctx *ctx, const char *op, const rocq_
     return ROCQ__RANGE(eps, 0.0f, FLT_MAX);
 }
 
-ROCQ__FN rocq_result rocq__check_rmsnorm(rocq_ctx *ctx, const rocq_norm_params *p) {
+ROCQ__FN rocq_result rocq__check_rmsnorm(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_norm_params *p = (const rocq_norm_params *)params;
     if (p->bias || p->mean) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "rmsnorm: has no %s", p->bias ? "bias" : "mean");
     }
-    return rocq__check_norm(ctx, "rmsnorm", p);
-}
-
-ROCQ__FN rocq_result rocq__check_layernorm(rocq_ctx *ctx, const rocq_norm_params *p) {
-    return rocq__check_norm(ctx, "layernorm", p);
+    return rocq__check_norm(ctx, op, p);
 }
 
 // n_dims resolved against the head size comes back in *n_dims.
@@ -12323,16 +12302,16 @@ ROCQ__FN rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
     return ROCQ__SHAPE(freq_factors, n_dims / 2, 1, 1, 1);
 }
 
-ROCQ__FN rocq_result rocq__check_rope(rocq_ctx *ctx, const rocq_rope_params *p) {
-    const char *op = "rope";
+ROCQ__FN rocq_result rocq__check_rope(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_rope_params *p = (const rocq_rope_params *)params;
     ROCQ__TRY(ROCQ__SHAPE(x, -1, -1, -1, 1));
     ROCQ__TRY(ROCQ__SAME(y, x));
     ROCQ__TRY(ROCQ__SHAPE(pos, p->x->ne[2], 1, 1, 1));
     return rocq__check_rope_config(ctx, op, &p->rope, p->x->ne[0]);
 }
 
-ROCQ__FN rocq_result rocq__check_rope_append(rocq_ctx *ctx, const rocq_rope_append_params *p) {
-    const char *op = "rope_append";
+ROCQ__FN rocq_result rocq__check_rope_append(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
     const int64_t head_dim = p->k->ne[0], n_kv_heads = p->k->ne[1], n_tokens = p->k->ne[2];
     ROCQ__TRY(ROCQ__SHAPE(k, -1, -1, -1, 1));
     ROCQ__TRY(ROCQ__SAME(v, k));
@@ -12344,40 +12323,32 @@ ROCQ__FN rocq_result rocq__check_rope_append(rocq_ctx *ctx, const rocq_rope_appe
     return rocq__check_rope_config(ctx, op, &p->rope, head_dim);
 }
 
-ROCQ__FN rocq_result rocq__check_activate(rocq_ctx *ctx, const rocq_activate_params *p) {
-    const char *op = "activate";
+ROCQ__FN rocq_result rocq__check_activate(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_activate_params *p = (const rocq_activate_params *)params;
     ROCQ__TRY(ROCQ__SAME(y, x));
     return rocq__check_activation(ctx, op, p->activation);
 }
 
-ROCQ__FN rocq_result rocq__check_glu(rocq_ctx *ctx, const rocq_glu_params *p) {
-    const char *op = "glu";
+ROCQ__FN rocq_result rocq__check_glu(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_glu_params *p = (const rocq_glu_params *)params;
     ROCQ__TRY(ROCQ__SAME(up, gate));
     ROCQ__TRY(ROCQ__SAME(y, gate));
     return rocq__check_activation(ctx, op, p->activation);
 }
 
-ROCQ__FN rocq_result rocq__check_binary(rocq_ctx *ctx, const char *op,
-                                        const rocq_binary_params *p) {
+ROCQ__FN rocq_result rocq__check_binary(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_binary_params *p = (const rocq_binary_params *)params;
     ROCQ__TRY(ROCQ__SAME(y, a));
     return ROCQ__REPEAT(b, a);
 }
 
-ROCQ__FN rocq_result rocq__check_add(rocq_ctx *ctx, const rocq_binary_params *p) {
-    return rocq__check_binary(ctx, "add", p);
-}
-
-ROCQ__FN rocq_result rocq__check_mul(rocq_ctx *ctx, const rocq_binary_params *p) {
-    return rocq__check_binary(ctx, "mul", p);
-}
-
-ROCQ__FN rocq_result rocq__check_scale(rocq_ctx *ctx, const rocq_scale_params *p) {
-    const char *op = "scale";
+ROCQ__FN rocq_result rocq__check_scale(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_scale_params *p = (const rocq_scale_params *)params;
     return ROCQ__SAME(y, x);
 }
 
-ROCQ__FN rocq_result rocq__check_cast(rocq_ctx *ctx, const rocq_cast_params *p) {
-    const char *op = "cast";
+ROCQ__FN rocq_result rocq__check_cast(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_cast_params *p = (const rocq_cast_params *)params;
     const bool i32 = p->x->format == ROCQ_I32;
     int64_t elems, bytes;
     ROCQ__TRY(rocq__check_format(ctx, op, "y", i32 ? ROCQ__I32 : ROCQ__ANY, p->y->format, &elems,
@@ -12385,24 +12356,24 @@ ROCQ__FN rocq_result rocq__check_cast(rocq_ctx *ctx, const rocq_cast_params *p) 
     return ROCQ__SAME(y, x);
 }
 
-ROCQ__FN rocq_result rocq__check_softmax(rocq_ctx *ctx, const rocq_softmax_params *p) {
-    const char *op = "softmax";
+ROCQ__FN rocq_result rocq__check_softmax(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_softmax_params *p = (const rocq_softmax_params *)params;
     ROCQ__TRY(ROCQ__SAME(y, x));
     ROCQ__TRY(ROCQ__SHAPE(mask, p->x->ne[0], -1, -1, -1));
     ROCQ__TRY(ROCQ__REPEAT(mask, x));
     return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
 }
 
-ROCQ__FN rocq_result rocq__check_gather(rocq_ctx *ctx, const rocq_gather_params *p) {
-    const char *op = "gather";
+ROCQ__FN rocq_result rocq__check_gather(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_gather_params *p = (const rocq_gather_params *)params;
     ROCQ__TRY(ROCQ__SHAPE(table, -1, -1, 1, 1));
     ROCQ__TRY(ROCQ__SHAPE(ids, -1, 1, 1, 1));
     ROCQ__TRY(ROCQ__SHAPE(y, p->table->ne[0], p->ids->ne[0], 1, 1));
     return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
 }
 
-ROCQ__FN rocq_result rocq__check_argmax(rocq_ctx *ctx, const rocq_argmax_params *p) {
-    const char *op = "argmax";
+ROCQ__FN rocq_result rocq__check_argmax(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_argmax_params *p = (const rocq_argmax_params *)params;
     ROCQ__TRY(ROCQ__SHAPE(x, -1, -1, 1, 1));
     ROCQ__TRY(ROCQ__SHAPE(index, p->x->ne[1], 1, 1, 1));
     if (p->x->ne[0] > INT32_MAX) {
@@ -12412,8 +12383,8 @@ ROCQ__FN rocq_result rocq__check_argmax(rocq_ctx *ctx, const rocq_argmax_params 
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__check_sample(rocq_ctx *ctx, const rocq_sample_params *p) {
-    const char *op = "sample";
+ROCQ__FN rocq_result rocq__check_sample(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_sample_params *p = (const rocq_sample_params *)params;
     ROCQ__TRY(ROCQ__SHAPE(logits, -1, 1, 1, 1));
     ROCQ__TRY(ROCQ__SHAPE(token, 1, 1, 1, 1));
     ROCQ__TRY(ROCQ__SHAPE(prob, 1, 1, 1, 1));
@@ -12681,42 +12652,37 @@ ROCQ__FN rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *para
 // >>dispatch: the one place that picks a backend
 // ---------------------------------------------------------------------------------------------
 
+// What there is of an op. The functions take its params without their type, so that all ops have
+// functions of one type; each casts them to the type that ROCQ_OPS names.
 typedef struct rocq__op_entry {
     const char *name;
     int64_t params_size;
-    rocq_result (*check)(rocq_ctx *ctx, const void *params);
+    rocq_result (*check)(rocq_ctx *ctx, const char *op, const void *params);
     int64_t (*scratch_cpu)(const rocq_ctx *ctx, const void *params);
-    rocq_result (*run_cpu)(rocq_ctx *ctx, const void *params);
-    rocq_result (*plan_hip)(rocq_ctx *ctx, const void *params, int64_t *scratch);
-    rocq_result (*run_hip)(rocq_ctx *ctx, const void *params, void *scratch);
+    rocq_result (*run_cpu)(rocq_ctx *ctx, rocq_op op, const void *params);
+    void (*job)(rocq__job *job, const void *params); // on a GPU
 } rocq__op_entry;
 
-// The functions behind the table take typed params; calling them through another type would be
-// undefined, hence one thin wrapper each.
-#define ROCQ_X(NAME, name, params)                                                                 \
-    ROCQ__FN rocq_result rocq__entry_check_##name(rocq_ctx *ctx, const void *p) {                  \
-        return rocq__check_##name(ctx, (const params *)p);                                         \
-    }                                                                                              \
-    ROCQ__FN int64_t rocq__entry_scratch_##name(const rocq_ctx *ctx, const void *p) {              \
-        return rocq__scratch_##name##_cpu(ctx, (const params *)p);                                 \
-    }                                                                                              \
-    ROCQ__FN rocq_result rocq__entry_run_##name(rocq_ctx *ctx, const void *p) {                    \
-        return rocq__##name##_cpu(ctx, (const params *)p);                                         \
-    }                                                                                              \
-    ROCQ__FN rocq_result rocq__entry_plan_##name(rocq_ctx *ctx, const void *p, int64_t *scratch) { \
-        return rocq__plan_##name##_hip(ctx, (const params *)p, scratch);                           \
-    }                                                                                              \
-    ROCQ__FN rocq_result rocq__entry_hip_##name(rocq_ctx *ctx, const void *p, void *scratch) {     \
-        return rocq__##name##_hip(ctx, (const params *)p, scratch);                                \
-    }
-ROCQ_OPS(ROCQ_X)
-#undef ROCQ_X
-
-static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = {
-#define ROCQ_X(NAME, name, params)                                                         \
-    {#name, (int64_t)sizeof(params), rocq__entry_check_##name, rocq__entry_scratch_##name, \
-     rocq__entry_run_##name, rocq__entry_plan_##name, rocq__entry_hip_##name},
-    ROCQ_OPS(ROCQ_X)
+static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ_OPS
+#define ROCQ_X(name, params, check, scratch, cpu, job)                                   \
+    {#name, (int64_t)sizeof(params), rocq__check_##check, rocq__scratch_##scratch##_cpu, \
+     rocq__##cpu##_cpu, rocq__job_##job},
+    ROCQ_X(matmul, rocq_matmul_params, matmul, matmul, matmul, matmul)
+    ROCQ_X(attention, rocq_attention_params, attention, attention, attention, attention)
+    ROCQ_X(rmsnorm, rocq_norm_params, rmsnorm, none, norm, norm)
+    ROCQ_X(layernorm, rocq_norm_params, norm, none, norm, norm)
+    ROCQ_X(rope, rocq_rope_params, rope, rope, rope, rope)
+    ROCQ_X(rope_append, rocq_rope_append_params, rope_append, rope_append, rope_append, rope_append)
+    ROCQ_X(activate, rocq_activate_params, activate, none, map, map)
+    ROCQ_X(glu, rocq_glu_params, glu, none, map, map)
+    ROCQ_X(add, rocq_binary_params, binary, none, map, map)
+    ROCQ_X(mul, rocq_binary_params, binary, none, map, map)
+    ROCQ_X(scale, rocq_scale_params, scale, none, map, map)
+    ROCQ_X(cast, rocq_cast_params, cast, none, map, cast)
+    ROCQ_X(softmax, rocq_softmax_params, softmax, none, softmax, softmax)
+    ROCQ_X(gather, rocq_gather_params, gather, none, gather, gather)
+    ROCQ_X(argmax, rocq_argmax_params, argmax, none, argmax, argmax)
+    ROCQ_X(sample, rocq_sample_params, sample, sample, sample, sample)
 #undef ROCQ_X
 };
 
@@ -12729,8 +12695,22 @@ ROCQ__FN rocq_result rocq__check_op(rocq_ctx *ctx, rocq_op op, const void *param
     if (op != ROCQ_OP_MATMUL) { // a chain checks them link by link
         ROCQ__TRY(rocq__check_operands(ctx, rocq__ops[op].name, op, params));
     }
-    ROCQ__TRY(rocq__ops[op].check(ctx, params));
+    ROCQ__TRY(rocq__ops[op].check(ctx, rocq__ops[op].name, params));
     return rocq__check_overlap(ctx, rocq__ops[op].name, op, params);
+}
+
+ROCQ__FN rocq_result rocq__plan_hip(rocq_ctx *ctx, rocq_op op, const void *params,
+                                    int64_t *scratch) {
+    rocq__job job = {ctx, op, rocq__ops[op].name, true, 0, 0, 0, ROCQ_OK};
+    rocq__ops[op].job(&job, params);
+    *scratch = job.most;
+    return job.result;
+}
+
+ROCQ__FN rocq_result rocq__run_hip(rocq_ctx *ctx, rocq_op op, const void *params, void *scratch) {
+    rocq__job job = {ctx, op, rocq__ops[op].name, false, (uintptr_t)scratch, 0, 0, ROCQ_OK};
+    rocq__ops[op].job(&job, params);
+    return job.result;
 }
 
 // Whether, and with how much scratch, the context's device does an op that has passed its checks.
@@ -12743,10 +12723,10 @@ ROCQ__FN rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params
         *scratch = rocq__ops[op].scratch_cpu(ctx, params);
         return ROCQ_OK;
     }
-    if (!ctx->desc.allow_fallback) return rocq__ops[op].plan_hip(ctx, params, scratch);
+    if (!ctx->desc.allow_fallback) return rocq__plan_hip(ctx, op, params, scratch);
     rocq__attempt attempt;
     rocq__attempt_begin(ctx, &attempt);
-    const rocq_result result = rocq__ops[op].plan_hip(ctx, params, scratch);
+    const rocq_result result = rocq__plan_hip(ctx, op, params, scratch);
     const bool other_way = result == ROCQ_E_UNSUPPORTED;
     rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || other_way);
     if (!other_way) return result;
@@ -12820,7 +12800,7 @@ ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *p
             t->offset = (int64_t)(begin - range.begin);
         }
     }
-    if (result == ROCQ_OK) result = rocq__ops[op].run_cpu(ctx, node->params);
+    if (result == ROCQ_OK) result = rocq__ops[op].run_cpu(ctx, op, node->params);
     for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
         const rocq__touched *r = &regions[k];
         const int64_t size = rocq__range_size(r->range);
@@ -12877,11 +12857,11 @@ ROCQ__FN rocq_result rocq__run_here(rocq_ctx *ctx, rocq_op op, const void *param
     int64_t bytes;
     bool on_cpu;
     void *scratch;
-    if (!rocq__on_gpu(ctx)) return rocq__ops[op].run_cpu(ctx, params);
+    if (!rocq__on_gpu(ctx)) return rocq__ops[op].run_cpu(ctx, op, params);
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &bytes, &on_cpu));
     if (on_cpu) return rocq__run_fallback(ctx, op, params);
     ROCQ__TRY(rocq__scratch_hip(ctx, bytes, &scratch));
-    return rocq__ops[op].run_hip(ctx, params, scratch);
+    return rocq__run_hip(ctx, op, params, scratch);
 }
 
 ROCQ__FN rocq_result rocq__run_on_device(rocq_ctx *ctx, rocq_op op, const void *params) {
@@ -16826,7 +16806,7 @@ ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
             if (result != ROCQ_OK) break;
             rocq__stand_in(node, memory);
             rocq__attempt_begin(ctx, &attempt);
-            rocq__ops[node->op].run_cpu(ctx, node->params);
+            rocq__ops[node->op].run_cpu(ctx, node->op, node->params);
             rocq__attempt_end(ctx, &attempt, true); // a stand-in's 1 may be too large an index
         }
         if (rocq_time_ns() - start >= ROCQ__REHEARSAL_NS) break;
@@ -17072,7 +17052,7 @@ ROCQ__FN rocq_result rocq__replay_copy(rocq__replay *r, char *memory, bool resto
         rocq_tensor_init(&packed, &buffer, 0, packed.format, 4, packed.ne); // cannot fail
         p.y = restore ? &r->rows[k] : &packed;
         p.x = restore ? &packed : &r->rows[k];
-        ROCQ__TRY(rocq__cast_hip(ctx, &p, NULL));
+        ROCQ__TRY(rocq__run_hip(ctx, ROCQ_OP_CAST, &p, NULL));
         memory += (size + 255) / 256 * 256;
     }
     return ROCQ_OK;

@@ -17,6 +17,15 @@ static double *doubles(int64_t n) {
     return p;
 }
 
+static void table_of_ops(void **state) {
+    (void)state;
+#define ROCQ_X(NAME, op, params)                                \
+    assert_string_equal(rocq__ops[ROCQ_OP_##NAME].name, #op);   \
+    assert_int_equal(rocq__ops[ROCQ_OP_##NAME].params_size, sizeof(params));
+    ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
+}
+
 static void coords(const box *b, int64_t i, int64_t c[4]) {
     for (int d = 0; d < 4; d++) {
         c[d] = i % b->t.ne[d];
@@ -1549,6 +1558,7 @@ static void activations_agree_with_ggml(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(table_of_ops),
         cmocka_unit_test(norms),
         cmocka_unit_test(rope),
         cmocka_unit_test(rope_append),
