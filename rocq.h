@@ -2223,56 +2223,56 @@ enum {
 };
 
 // The GPU runtime as rocq.h uses it: HIP's functions with neutral types. Each returns HIP's error
-// number, 0 for success. X(need, field, symbol, parameters): OPTIONAL ones may be NULL, and MODULE
-// ones where the kernels are linked. It is filled from the shared library, or handed over by the
-// program's own rocq_kernels.hip.
+// number, 0 for success. X(need, field, symbol, parameters), the function's name being hip##symbol:
+// OPTIONAL ones may be NULL, and MODULE ones where the kernels are linked. It is filled from the
+// shared library, or handed over by the program's own rocq_kernels.hip.
 #define ROCQ_HIP_FUNCTIONS(X)                                                                     \
-    X(REQUIRED, device_count, hipGetDeviceCount, (int *n))                                        \
-    X(REQUIRED, set_device, hipSetDevice, (int device))                                           \
-    X(REQUIRED, device_attribute, hipDeviceGetAttribute, (int *value, int attribute, int device)) \
-    X(REQUIRED, device_name, hipDeviceGetName, (char *name, int size, int device))                \
-    X(REQUIRED, device_pci, hipDeviceGetPCIBusId, (char *pci, int size, int device))              \
-    X(REQUIRED, device_memory, hipDeviceTotalMem, (size_t *bytes, int device))                    \
-    X(REQUIRED, mem_alloc, hipMalloc, (void **ptr, size_t size))                                  \
-    X(REQUIRED, mem_free, hipFree, (void *ptr))                                                   \
-    X(REQUIRED, host_alloc, hipHostMalloc, (void **ptr, size_t size, unsigned flags))             \
-    X(REQUIRED, host_free, hipHostFree, (void *ptr))                                              \
-    X(OPTIONAL, host_register, hipHostRegister, (void *ptr, size_t size, unsigned flags))         \
-    X(OPTIONAL, host_unregister, hipHostUnregister, (void *ptr))                                  \
-    X(REQUIRED, copy, hipMemcpyAsync,                                                             \
+    X(REQUIRED, device_count, GetDeviceCount, (int *n))                                           \
+    X(REQUIRED, set_device, SetDevice, (int device))                                              \
+    X(REQUIRED, device_attribute, DeviceGetAttribute, (int *value, int attribute, int device))    \
+    X(REQUIRED, device_name, DeviceGetName, (char *name, int size, int device))                   \
+    X(REQUIRED, device_pci, DeviceGetPCIBusId, (char *pci, int size, int device))                 \
+    X(REQUIRED, device_memory, DeviceTotalMem, (size_t *bytes, int device))                       \
+    X(REQUIRED, mem_alloc, Malloc, (void **ptr, size_t size))                                     \
+    X(REQUIRED, mem_free, Free, (void *ptr))                                                      \
+    X(REQUIRED, host_alloc, HostMalloc, (void **ptr, size_t size, unsigned flags))                \
+    X(REQUIRED, host_free, HostFree, (void *ptr))                                                 \
+    X(OPTIONAL, host_register, HostRegister, (void *ptr, size_t size, unsigned flags))            \
+    X(OPTIONAL, host_unregister, HostUnregister, (void *ptr))                                     \
+    X(REQUIRED, copy, MemcpyAsync,                                                                \
       (void *dst, const void *src, size_t size, int kind, void *stream))                          \
-    X(REQUIRED, fill, hipMemsetAsync, (void *dst, int byte, size_t size, void *stream))           \
-    X(REQUIRED, stream_create, hipStreamCreateWithFlags, (void **stream, unsigned flags))         \
-    X(REQUIRED, stream_destroy, hipStreamDestroy, (void *stream))                                 \
-    X(REQUIRED, stream_wait, hipStreamSynchronize, (void *stream))                                \
-    X(REQUIRED, event_create, hipEventCreateWithFlags, (void **event, unsigned flags))            \
-    X(REQUIRED, event_destroy, hipEventDestroy, (void *event))                                    \
-    X(REQUIRED, event_record, hipEventRecord, (void *event, void *stream))                        \
-    X(REQUIRED, event_wait, hipEventSynchronize, (void *event))                                   \
-    X(OPTIONAL, event_query, hipEventQuery, (void *event))                                        \
-    X(OPTIONAL, event_elapsed, hipEventElapsedTime, (float *ms, void *start, void *stop))         \
-    X(OPTIONAL, stream_wait_event, hipStreamWaitEvent,                                            \
+    X(REQUIRED, fill, MemsetAsync, (void *dst, int byte, size_t size, void *stream))              \
+    X(REQUIRED, stream_create, StreamCreateWithFlags, (void **stream, unsigned flags))            \
+    X(REQUIRED, stream_destroy, StreamDestroy, (void *stream))                                    \
+    X(REQUIRED, stream_wait, StreamSynchronize, (void *stream))                                   \
+    X(REQUIRED, event_create, EventCreateWithFlags, (void **event, unsigned flags))               \
+    X(REQUIRED, event_destroy, EventDestroy, (void *event))                                       \
+    X(REQUIRED, event_record, EventRecord, (void *event, void *stream))                           \
+    X(REQUIRED, event_wait, EventSynchronize, (void *event))                                      \
+    X(OPTIONAL, event_query, EventQuery, (void *event))                                           \
+    X(OPTIONAL, event_elapsed, EventElapsedTime, (float *ms, void *start, void *stop))            \
+    X(OPTIONAL, stream_wait_event, StreamWaitEvent,                                               \
       (void *stream, void *event, unsigned flags))                                                \
-    X(OPTIONAL, priority_range, hipDeviceGetStreamPriorityRange, (int *least, int *greatest))     \
-    X(OPTIONAL, stream_create_priority, hipStreamCreateWithPriority,                              \
+    X(OPTIONAL, priority_range, DeviceGetStreamPriorityRange, (int *least, int *greatest))        \
+    X(OPTIONAL, stream_create_priority, StreamCreateWithPriority,                                 \
       (void **stream, unsigned flags, int priority))                                              \
-    X(OPTIONAL, stream_create_units, hipExtStreamCreateWithCUMask,                                \
+    X(OPTIONAL, stream_create_units, ExtStreamCreateWithCUMask,                                   \
       (void **stream, uint32_t n_words, const uint32_t *mask))                                    \
-    X(OPTIONAL, memory_info, hipMemGetInfo, (size_t *free_bytes, size_t *total_bytes))            \
-    X(OPTIONAL, driver_version, hipDriverGetVersion, (int *version))                              \
-    X(OPTIONAL, capture_begin, hipStreamBeginCapture, (void *stream, int mode))                   \
-    X(OPTIONAL, capture_end, hipStreamEndCapture, (void *stream, void **graph))                   \
-    X(OPTIONAL, graph_instantiate, hipGraphInstantiate,                                           \
+    X(OPTIONAL, memory_info, MemGetInfo, (size_t *free_bytes, size_t *total_bytes))               \
+    X(OPTIONAL, driver_version, DriverGetVersion, (int *version))                                 \
+    X(OPTIONAL, capture_begin, StreamBeginCapture, (void *stream, int mode))                      \
+    X(OPTIONAL, capture_end, StreamEndCapture, (void *stream, void **graph))                      \
+    X(OPTIONAL, graph_instantiate, GraphInstantiate,                                              \
       (void **exec, void *graph, void **error_node, char *log, size_t log_size))                  \
-    X(OPTIONAL, graph_destroy, hipGraphDestroy, (void *graph))                                    \
-    X(OPTIONAL, graph_upload, hipGraphUpload, (void *exec, void *stream))                         \
-    X(OPTIONAL, graph_launch, hipGraphLaunch, (void *exec, void *stream))                         \
-    X(OPTIONAL, graph_exec_destroy, hipGraphExecDestroy, (void *exec))                            \
-    X(MODULE, module_load, hipModuleLoadData, (void **module, const void *image))                 \
-    X(MODULE, module_unload, hipModuleUnload, (void *module))                                     \
-    X(MODULE, module_function, hipModuleGetFunction,                                              \
+    X(OPTIONAL, graph_destroy, GraphDestroy, (void *graph))                                       \
+    X(OPTIONAL, graph_upload, GraphUpload, (void *exec, void *stream))                            \
+    X(OPTIONAL, graph_launch, GraphLaunch, (void *exec, void *stream))                            \
+    X(OPTIONAL, graph_exec_destroy, GraphExecDestroy, (void *exec))                               \
+    X(MODULE, module_load, ModuleLoadData, (void **module, const void *image))                    \
+    X(MODULE, module_unload, ModuleUnload, (void *module))                                        \
+    X(MODULE, module_function, ModuleGetFunction,                                                 \
       (void **function, void *module, const char *name))                                          \
-    X(MODULE, module_launch, hipModuleLaunchKernel,                                               \
+    X(MODULE, module_launch, ModuleLaunchKernel,                                                  \
       (void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,       \
        unsigned block_y, unsigned block_z, unsigned lds, void *stream, void **args, void **extra))
 
@@ -9677,7 +9677,7 @@ static const rocq__hip_symbol rocq__hip_symbols[] = {
 #define ROCQ__NEED_MODULE true
 #define ROCQ__NEED_OPTIONAL false
 #define ROCQ_X(need, field, symbol, parameters) \
-    {#symbol, offsetof(rocq__runtime, hip) + offsetof(rocq_hip, field), ROCQ__NEED_##need},
+    {"hip" #symbol, offsetof(rocq__runtime, hip) + offsetof(rocq_hip, field), ROCQ__NEED_##need},
     ROCQ_HIP_FUNCTIONS(ROCQ_X)
 #undef ROCQ_X
     {"hipGetErrorName", offsetof(rocq__runtime, hip) + offsetof(rocq_hip, error_name), false},

@@ -5153,119 +5153,40 @@ KERNEL(selftest, rocq_k_selftest_args, 32) {
 }
 
 // What a program that is linked with this file has in place of libamdhip64 and a code object: the
-// runtime's functions as struct rocq_hip wants them, and the kernels' host stubs. It stays out of code
-// objects (--genco has no host pass) and of the tests' stand-in, which brings its own.
+// runtime's functions as struct rocq_hip wants them, and the kernels' host stubs. Code objects do not
+// have it (--genco compiles no host code), nor does the tests' stand-in, which brings its own.
 #if !defined(ROCQ_SIMT) && !defined(__HIP_DEVICE_COMPILE__) && !defined(__CUDA_ARCH__)
 
 #if defined(__CUDACC__)
 #define RUNTIME(name) cuda##name
-#define RUNTIME_HOST_ALLOC cudaHostAlloc
-#define RUNTIME_HOST_FREE cudaFreeHost
+#define ENTRY_MODULE(function) nullptr // there is no code object to load
 #else
 #define RUNTIME(name) hip##name
-#define RUNTIME_HOST_ALLOC hipHostMalloc
-#define RUNTIME_HOST_FREE hipHostFree
+#define ENTRY_MODULE(function) function
 #endif
-typedef RUNTIME(Stream_t) entry_stream;
-typedef RUNTIME(Event_t) entry_event;
-typedef RUNTIME(Graph_t) entry_graph;
-typedef RUNTIME(GraphExec_t) entry_exec;
+#define ENTRY_REQUIRED(function) function
+#define ENTRY_OPTIONAL(function) function
 
-static int entry_device_count(int *n) { return (int)RUNTIME(GetDeviceCount)(n); }
-static int entry_set_device(int device) { return (int)RUNTIME(SetDevice)(device); }
-static int entry_device_pci(char *pci, int size, int device) {
-    return (int)RUNTIME(DeviceGetPCIBusId)(pci, size, device);
-}
-static int entry_mem_alloc(void **ptr, size_t size) { return (int)RUNTIME(Malloc)(ptr, size); }
-static int entry_mem_free(void *ptr) { return (int)RUNTIME(Free)(ptr); }
-static int entry_host_alloc(void **ptr, size_t size, unsigned flags) {
-    return (int)RUNTIME_HOST_ALLOC(ptr, size, flags);
-}
-static int entry_host_free(void *ptr) { return (int)RUNTIME_HOST_FREE(ptr); }
-static int entry_host_register(void *ptr, size_t size, unsigned flags) {
-    return (int)RUNTIME(HostRegister)(ptr, size, flags);
-}
-static int entry_host_unregister(void *ptr) { return (int)RUNTIME(HostUnregister)(ptr); }
-static int entry_copy(void *dst, const void *src, size_t size, int kind, void *stream) {
-    return (int)RUNTIME(MemcpyAsync)(dst, src, size, (RUNTIME(MemcpyKind))kind,
-                                     (entry_stream)stream);
-}
-static int entry_fill(void *dst, int byte, size_t size, void *stream) {
-    return (int)RUNTIME(MemsetAsync)(dst, byte, size, (entry_stream)stream);
-}
-static int entry_stream_create(void **stream, unsigned flags) {
-    return (int)RUNTIME(StreamCreateWithFlags)((entry_stream *)stream, flags);
-}
-static int entry_priority_range(int *least, int *greatest) {
-    return (int)RUNTIME(DeviceGetStreamPriorityRange)(least, greatest);
-}
-static int entry_stream_create_priority(void **stream, unsigned flags, int priority) {
-    return (int)RUNTIME(StreamCreateWithPriority)((entry_stream *)stream, flags, priority);
-}
-static int entry_stream_destroy(void *stream) {
-    return (int)RUNTIME(StreamDestroy)((entry_stream)stream);
-}
-static int entry_stream_wait(void *stream) {
-    return (int)RUNTIME(StreamSynchronize)((entry_stream)stream);
-}
-static int entry_event_create(void **event, unsigned flags) {
-    return (int)RUNTIME(EventCreateWithFlags)((entry_event *)event, flags);
-}
-static int entry_event_destroy(void *event) {
-    return (int)RUNTIME(EventDestroy)((entry_event)event);
-}
-static int entry_event_record(void *event, void *stream) {
-    return (int)RUNTIME(EventRecord)((entry_event)event, (entry_stream)stream);
-}
-static int entry_event_wait(void *event) {
-    return (int)RUNTIME(EventSynchronize)((entry_event)event);
-}
-static int entry_event_query(void *event) { return (int)RUNTIME(EventQuery)((entry_event)event); }
-static int entry_event_elapsed(float *ms, void *start, void *stop) {
-    return (int)RUNTIME(EventElapsedTime)(ms, (entry_event)start, (entry_event)stop);
-}
-static int entry_stream_wait_event(void *stream, void *event, unsigned flags) {
-    return (int)RUNTIME(StreamWaitEvent)((entry_stream)stream, (entry_event)event, flags);
-}
-static int entry_memory_info(size_t *free_bytes, size_t *total_bytes) {
-    return (int)RUNTIME(MemGetInfo)(free_bytes, total_bytes);
-}
-static int entry_driver_version(int *version) { return (int)RUNTIME(DriverGetVersion)(version); }
-static int entry_capture_begin(void *stream, int mode) {
-    return (int)RUNTIME(StreamBeginCapture)((entry_stream)stream, (RUNTIME(StreamCaptureMode))mode);
-}
-static int entry_capture_end(void *stream, void **graph) {
-    return (int)RUNTIME(StreamEndCapture)((entry_stream)stream, (entry_graph *)graph);
-}
-static int entry_graph_destroy(void *graph) {
-    return (int)RUNTIME(GraphDestroy)((entry_graph)graph);
-}
-static int entry_graph_launch(void *exec, void *stream) {
-    return (int)RUNTIME(GraphLaunch)((entry_exec)exec, (entry_stream)stream);
-}
-static int entry_graph_upload(void *exec, void *stream) {
-#if defined(__CUDACC__) || HIP_VERSION >= 60000000
-    return (int)RUNTIME(GraphUpload)((entry_exec)exec, (entry_stream)stream);
-#else // whether older headers have it differs
-    (void)exec;
-    (void)stream;
-    return 0;
-#endif
-}
-static int entry_graph_exec_destroy(void *exec) {
-    return (int)RUNTIME(GraphExecDestroy)((entry_exec)exec);
-}
-static const char *entry_error_name(int error) {
-    return RUNTIME(GetErrorName)((RUNTIME(Error_t))error);
-}
-static int entry_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads,
-                        unsigned lds, void *args, void *stream) {
-    void *list[1] = {args};
-    return (int)RUNTIME(LaunchKernel)(stub, dim3(grid_x, 1, grid_z), dim3(threads), list, lds,
-                                      (entry_stream)stream);
-}
+// For each line of ROCQ_HIP_FUNCTIONS a function entry_FIELD that calls the runtime's. struct rocq_hip
+// has void * for streams, events and graphs and int for enumerations, so every argument is passed as
+// an entry_argument, which converts to whatever type the runtime's parameter has. These functions are
+// templates only so that the parameter lists need not be repeated here: the table below makes each of
+// them with the parameters of its field. Where there is also an ordinary function of the same name,
+// the table takes that one, and the template is never made.
+namespace {
+template <typename From> struct entry_argument {
+    From value;
+    template <typename To> operator To() const { return (To)value; }
+};
+} // namespace
+#define ROCQ_X(need, field, symbol, parameters)                              \
+    template <typename... From> static int entry_##field(From... from) {     \
+        return (int)RUNTIME(symbol)(entry_argument<From>{from}...);          \
+    }
+ROCQ_HIP_FUNCTIONS(ROCQ_X)
+#undef ROCQ_X
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) // what CUDA has under another name or in another form, or not at all
 static int entry_device_attribute(int *value, int attribute, int device) {
     cudaDeviceAttr attr;
     switch (attribute) {
@@ -5293,40 +5214,29 @@ static int entry_device_memory(size_t *bytes, int device) {
     if (error == cudaSuccess) *bytes = properties.totalGlobalMem;
     return (int)error;
 }
+static int entry_host_alloc(void **ptr, size_t size, unsigned flags) {
+    return (int)cudaHostAlloc(ptr, size, flags);
+}
+static int entry_host_free(void *ptr) { return (int)cudaFreeHost(ptr); }
 static int entry_graph_instantiate(void **exec, void *graph, void **, char *, size_t) {
     return (int)cudaGraphInstantiate((cudaGraphExec_t *)exec, (cudaGraph_t)graph, 0);
 }
-#else
-static int entry_device_attribute(int *value, int attribute, int device) {
-    return (int)hipDeviceGetAttribute(value, (hipDeviceAttribute_t)attribute, device);
+static int entry_stream_create_units(void **, uint32_t, const uint32_t *) {
+    return (int)cudaErrorNotSupported;
 }
-static int entry_device_name(char *name, int size, int device) {
-    return (int)hipDeviceGetName(name, size, device);
-}
-static int entry_device_memory(size_t *bytes, int device) {
-    return (int)hipDeviceTotalMem(bytes, device);
-}
-static int entry_graph_instantiate(void **exec, void *graph, void **, char *, size_t) {
-    return (int)hipGraphInstantiate((hipGraphExec_t *)exec, (hipGraph_t)graph, NULL, NULL, 0);
-}
-static int entry_stream_create_units(void **stream, uint32_t n_words, const uint32_t *mask) {
-    return (int)hipExtStreamCreateWithCUMask((hipStream_t *)stream, n_words, mask);
-}
-static int entry_module_load(void **module, const void *image) {
-    return (int)hipModuleLoadData((hipModule_t *)module, image);
-}
-static int entry_module_unload(void *module) { return (int)hipModuleUnload((hipModule_t)module); }
-static int entry_module_function(void **function, void *module, const char *name) {
-    return (int)hipModuleGetFunction((hipFunction_t *)function, (hipModule_t)module, name);
-}
-static int entry_module_launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                               unsigned block_x, unsigned block_y, unsigned block_z, unsigned lds,
-                               void *stream, void **args, void **extra) {
-    return (int)hipModuleLaunchKernel((hipFunction_t)function, grid_x, grid_y, grid_z, block_x,
-                                      block_y, block_z, lds, (hipStream_t)stream, args, extra);
-}
+#elif HIP_VERSION < 60000000 // whether the headers declare hipGraphUpload differs
+static int entry_graph_upload(void *, void *) { return 0; }
 #endif
 
+static const char *entry_error_name(int error) {
+    return RUNTIME(GetErrorName)((RUNTIME(Error_t))error);
+}
+static int entry_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads,
+                        unsigned lds, void *args, void *stream) {
+    void *list[1] = {args};
+    return (int)RUNTIME(LaunchKernel)(stub, dim3(grid_x, 1, grid_z), dim3(threads), list, lds,
+                                      (RUNTIME(Stream_t))stream);
+}
 static const void *const entry_stubs[] = {
 #define ROCQ_X(name, args, threads) (const void *)&rocq_k_##name,
     ROCQ_KERNELS(ROCQ_X)
@@ -5335,26 +5245,9 @@ static const void *const entry_stubs[] = {
 
 extern "C" const rocq_hip *rocq_hip_linked(void) {
     static const rocq_hip table = {
-        entry_device_count, entry_set_device, entry_device_attribute, entry_device_name,
-        entry_device_pci, entry_device_memory, entry_mem_alloc, entry_mem_free, entry_host_alloc,
-        entry_host_free, entry_host_register, entry_host_unregister, entry_copy, entry_fill,
-        entry_stream_create, entry_stream_destroy, entry_stream_wait, entry_event_create,
-        entry_event_destroy, entry_event_record, entry_event_wait, entry_event_query,
-        entry_event_elapsed, entry_stream_wait_event, entry_priority_range,
-        entry_stream_create_priority,
-#if defined(__CUDACC__)
-        nullptr, // CUDA has no masks of compute units for a stream
-#else
-        entry_stream_create_units,
-#endif
-        entry_memory_info, entry_driver_version,
-        entry_capture_begin, entry_capture_end, entry_graph_instantiate, entry_graph_destroy,
-        entry_graph_upload, entry_graph_launch, entry_graph_exec_destroy,
-#if defined(__CUDACC__)
-        nullptr, nullptr, nullptr, nullptr,
-#else
-        entry_module_load, entry_module_unload, entry_module_function, entry_module_launch,
-#endif
+#define ROCQ_X(need, field, symbol, parameters) ENTRY_##need(entry_##field),
+        ROCQ_HIP_FUNCTIONS(ROCQ_X)
+#undef ROCQ_X
         entry_error_name, entry_launch, entry_stubs, ROCQ_K_COUNT, ROCQ_VERSION,
     };
     return &table;

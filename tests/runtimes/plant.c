@@ -32,8 +32,8 @@ int plant_needs(void) { return PLANT_NEEDS(); }
 #endif
 
 #define ROCQ_X(need, field, symbol, parameters) \
-    EXPORT int symbol parameters;               \
-    int symbol parameters { return 100; }
+    EXPORT int hip##symbol parameters;          \
+    int hip##symbol parameters { return 100; }
 ROCQ_HIP_FUNCTIONS(ROCQ_X)
 #undef ROCQ_X
 

@@ -829,7 +829,7 @@ const rocq_hip *rocq_hip_linked(void) {
     static const void *stubs[ROCQ_K_COUNT];
     const bool REQUIRED = true, MODULE = true, OPTIONAL = simt_optional;
 #define ROCQ_X(need, field, symbol, parameters) \
-    table.field = need && simt_missing != #symbol ? symbol : nullptr;
+    table.field = need && simt_missing != "hip" #symbol ? hip##symbol : nullptr;
     ROCQ_HIP_FUNCTIONS(ROCQ_X)
 #undef ROCQ_X
     table.error_name = hipGetErrorName;
