@@ -765,6 +765,14 @@ DEV float activation(int32_t kind, float x) { // as in rocq_activation
 // ---------------------------------------------------------------------------------------------
 // >>blocks
 // ---------------------------------------------------------------------------------------------
+// The id of a format by its name in the lists of rocq.h, and those formats that have blocks.
+enum {
+#define ROCQ_X(NAME, name, id, elems, bytes) format_id_##name = id,
+    ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+};
+#define BLOCK_FORMATS(F, X) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
+
 // The planar layout, a unit of 32 weights at a time: planes_of finds the planes, load_raw reads a
 // unit with the widest loads there are, decode_raw takes it apart. A lane that loads one unit while
 // it works on another keeps only the raw registers of both. The planes are drawn at >>kernels in
@@ -810,8 +818,6 @@ template <int F> DEV constexpr bool is_mxfp6() {
 template <int F> DEV constexpr bool is_plain() {
     return F == ROCQ_F32 || F == ROCQ_F16 || F == ROCQ_BF16;
 }
-// q[i] of a unit holds signed bytes.
-template <int F> DEV constexpr bool code_signed() { return block_layout<F>::is_signed != 0; }
 
 template <int F> struct planes { const char *n, *c, *b, *s, *t, *d; };
 
@@ -879,6 +885,36 @@ template <int F, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
         r.d = make4(gload((const uint8_t *)(p.d + unit)), 0, 0, 0);
     }
     return r;
+}
+
+// The reverse of load_raw. What belongs to a superblock is stored by the lane of its unit 0.
+template <int F> DEV void store_raw(const planes<F> &p, int64_t unit, const raw<F> &r) {
+    typedef block_layout<F> l;
+    const bool first = unit % 8 == 0;
+    if constexpr (l::n != 0) gstore((u32x4 *)p.n + unit, r.n);
+    if constexpr (l::c == 128) gstore((u32x4 *)p.c + unit, r.c);
+    if constexpr (l::c == 64) gstore((u32x2 *)p.c + unit, make2(r.c.x, r.c.y));
+    if constexpr (l::b != 0) gstore((uint32_t *)p.b + unit, r.b);
+    if constexpr (l::s == 16) gstore((uint16_t *)p.s + unit, r.s);
+    if constexpr (l::s == 8) gstore((uint8_t *)p.s + unit, r.s);
+    if constexpr (l::t != 0) {
+        if (first) gstore((uint32_t *)p.t + unit / 8, r.t);
+    }
+    if constexpr (F == ROCQ_Q4_K || F == ROCQ_Q5_K) {
+        if (first) gstore((u32x4 *)p.d + unit / 8, r.d);
+    } else if constexpr (F == ROCQ_IQ4_XS) {
+        if (first) gstore((u32x2 *)p.d + unit / 8, make2(r.d.x, r.d.y));
+    } else if constexpr (F == ROCQ_Q2_K) {
+        if (first) gstore((uint32_t *)p.d + unit / 8, r.d.x);
+    } else if constexpr (l::d == 2) {
+        if (first) gstore((uint16_t *)p.d + unit / 8, r.d.x);
+    } else if constexpr (l::d == 32) {
+        gstore((uint32_t *)p.d + unit, r.d.x);
+    } else if constexpr (l::d == 16) {
+        gstore((uint16_t *)p.d + unit, r.d.x);
+    } else {
+        gstore((uint8_t *)p.d + unit, r.d.x);
+    }
 }
 
 DEV uint32_t level_word(const int8_t *level, int i) {
@@ -972,6 +1008,11 @@ struct unit {
     uint32_t q[8];
     float scale[2], min[2];
 };
+template <int F> DEV float unit_scale(const block_factors &f, int g) { return f.d * (float)f.sc[g]; }
+template <int F> DEV float unit_min(const block_factors &f, int g) {
+    if (block_layout<F>::has_min) return f.dmin * (float)f.mn[g];
+    return (float)block_layout<F>::offset * unit_scale<F>(f, g);
+}
 
 // Of the MXFP6 formats, q are the 6-bit codes and scale is 2^(e - 127): decode_word has the values.
 template <int F, typename I> DEV unit decode_raw(const raw<F> &r, I at) {
@@ -981,9 +1022,8 @@ template <int F, typename I> DEV unit decode_raw(const raw<F> &r, I at) {
     for (int i = 0; i < 8; i++) u.q[i] = decode_code<F>(r, i);
 #pragma unroll
     for (int g = 0; g < 2; g++) {
-        u.scale[g] = f.d * (float)f.sc[g];
-        if (block_layout<F>::has_min) u.min[g] = f.dmin * (float)f.mn[g];
-        else u.min[g] = (float)block_layout<F>::offset * u.scale[g];
+        u.scale[g] = unit_scale<F>(f, g);
+        u.min[g] = unit_min<F>(f, g);
     }
     return u;
 }
@@ -1017,6 +1057,15 @@ template <int F> DEV void decode_word(const unit &u, int i, float v[4]) {
             else v[b] = code * scale;
         }
     }
+}
+
+// The values of one word of codes, q = word i of a unit, where i need not be constant.
+template <int F> DEV void decode_quad(uint32_t q, const block_factors &f, int i, float v[4]) {
+    unit one;
+    one.q[0] = q;
+    one.scale[0] = i < 4 ? unit_scale<F>(f, 0) : unit_scale<F>(f, 1);
+    one.min[0] = i < 4 ? unit_min<F>(f, 0) : unit_min<F>(f, 1);
+    decode_word<F>(one, 0, v);
 }
 
 // Plain formats: a piece is 16 bytes, 4 (F32) or 8 elements. Of block formats it is a unit.
@@ -1084,6 +1133,12 @@ DEV uint32_t load_by1(const void *p) {
 // Bits 0-3 of x as bit 0 of bytes 0-3.
 DEV uint32_t spread_bits(uint32_t x) { return (x & 15u) * 0x00204081u & 0x01010101u; }
 
+// The low nibbles of bytes 0-3 of x, whose high ones are 0, as bits 0-15.
+DEV uint32_t join_nibbles(uint32_t x) {
+    x = (x | x >> 4) & 0x00ff00ffu;
+    return (x | x >> 8) & 0xffffu;
+}
+
 // Codes as stored of elements 4 i to 4 i + 3 of unit u (32 elements) of a block, a byte each.
 template <int F> DEV uint32_t gguf_codes(const char *block, int u, int i) {
     const typename gguf_block<F>::type *any = (const typename gguf_block<F>::type *)block;
@@ -1149,98 +1204,106 @@ template <int F> DEV uint32_t gguf_codes(const char *block, int u, int i) {
     }
 }
 
-// sc[g] of a Q3_K block, 0 to 63.
-DEV uint32_t gguf_q3_K_scale(const rocq_block_q3_K *b, int g) {
-    const uint32_t low = (uint32_t)gload(b->scales + (g & 7)) >> 4 * (g >> 3) & 15u;
-    const uint32_t high = (uint32_t)gload(b->scales + 8 + (g & 3)) >> 2 * (g >> 2) & 3u;
-    return low | high << 4;
-}
-// sc[g] of the scales of a Q4_K or Q5_K block in bits 0-5, mn[g] in bits 8-13.
-DEV uint32_t gguf_q4_K_scale(const uint8_t *scales, int g) {
-    const uint32_t sc = gload(scales + (g & 3)), mn = gload(scales + 4 + (g & 3));
-    const uint32_t low = gload(scales + 8 + (g & 3));
-    return g < 4 ? (sc & 63u) | (mn & 63u) << 8
-                 : (low & 15u) | sc >> 6 << 4 | (low >> 4 | mn >> 6 << 4) << 8;
-}
-// sc[g] of an IQ4_XS block, 0 to 63.
-DEV uint32_t gguf_iq4_xs_scale(const rocq_block_iq4_xs *b, int g) {
-    const uint32_t low = (uint32_t)gload(b->scales_l + (g >> 1)) >> 4 * (g & 1) & 15u;
-    return low | ((uint32_t)gload(&b->scales_h) >> 2 * g & 3u) << 4;
-}
-
-struct gguf_factors { float scale, min; }; // min beside the format's offset, as in block_layout
-
-// Of elements 16 h to 16 h + 15 of unit u of a block.
-template <int F> DEV gguf_factors gguf_scale(const char *block, int u, int h) {
-    const typename gguf_block<F>::type *any = (const typename gguf_block<F>::type *)block;
-    const uint16_t *half = (const uint16_t *)any; // d is the first field of most
+// The scale fields of unit u of a block as the planar layout has them: s, t and d of load_raw. The
+// rest of the result is 0.
+template <int F> DEV raw<F> gguf_scales(const char *block, int u) {
+    raw<F> r = {};
     switch (F) {
     case ROCQ_Q4_1:
-    case ROCQ_Q5_1: return {f16_f32(gload(half)), -f16_f32(gload(half + 1))};
+    case ROCQ_Q5_1: r.d.x = load_by2(block); break;
     case ROCQ_Q2_K: {
-        const rocq_block_q2_K *b = (const rocq_block_q2_K *)any;
-        const uint32_t s = gload(b->scales + 2 * u + h);
-        return {f16_f32(gload(&b->d)) * (float)(s & 15u),
-                f16_f32(gload(&b->dmin)) * (float)(s >> 4)};
+        const rocq_block_q2_K *b = (const rocq_block_q2_K *)(const void *)block;
+        r.s = gload((const uint16_t *)b->scales + u);
+        r.d.x = load_by2(&b->d);
+        break;
     }
     case ROCQ_Q3_K: {
-        const rocq_block_q3_K *b = (const rocq_block_q3_K *)any;
-        return {f16_f32(gload(&b->d)) * (float)((int)gguf_q3_K_scale(b, 2 * u + h) - 32), 0.0f};
+        const rocq_block_q3_K *b = (const rocq_block_q3_K *)(const void *)block;
+        // Bits 0-3 of sc[2 u] and sc[2 u + 1] are nibbles u / 4 of two bytes.
+        const uint32_t low = gload((const uint16_t *)b->scales + (u & 3)) >> 4 * (u >> 2) & 0x0f0fu;
+        r.s = (low | low >> 4) & 255u;
+        // Bits 4-5 of sc[g]: the block has them at bit 8 (g % 4) + 2 (g / 4), the plane at bit 2 g: a
+        // 4 by 4 matrix of two-bit numbers is transposed, by two swaps of halves.
+        r.t = load_by2(b->scales + 8);
+        const uint32_t near = (r.t ^ r.t >> 6) & 0x00cc00ccu;
+        r.t ^= near ^ near << 6;
+        const uint32_t far = (r.t ^ r.t >> 12) & 0x0000f0f0u;
+        r.t ^= far ^ far << 12;
+        r.d.x = gload(&b->d);
+        break;
     }
     case ROCQ_Q4_K:
     case ROCQ_Q5_K: { // both begin alike
-        const rocq_block_q4_K *b = (const rocq_block_q4_K *)any;
-        const uint32_t s = gguf_q4_K_scale(b->scales, u);
-        return {f16_f32(gload(&b->d)) * (float)(s & 63u),
-                f16_f32(gload(&b->dmin)) * (float)(s >> 8)};
+        const rocq_block_q4_K *b = (const rocq_block_q4_K *)(const void *)block;
+        // Byte g % 4 of sc and mn: bits 0-5 are those of sc[g] and mn[g] for g < 4, bits 6-7 are
+        // bits 4-5 of those for g >= 4, whose bits 0-3 are in low.
+        const uint32_t sc = load_by2(b->scales), mn = load_by2(b->scales + 4);
+        const uint32_t low = load_by2(b->scales + 8), two = 0x03030303u;
+        const uint32_t hi0 = (sc >> 4 & two) | (mn >> 4 & two) << 2;
+        const uint32_t hi4 = (sc >> 6 & two) | (mn >> 6 & two) << 2;
+        r.d = make4(load_by2(&b->d), (sc & 0x0f0f0f0fu) | (mn & 0x0f0f0f0fu) << 4, low,
+                    join_nibbles(hi0) | join_nibbles(hi4) << 16);
+        break;
     }
     case ROCQ_Q6_K: {
-        const rocq_block_q6_K *b = (const rocq_block_q6_K *)any;
-        return {f16_f32(gload(&b->d)) * (float)gload(b->scales + 2 * u + h), 0.0f};
+        const rocq_block_q6_K *b = (const rocq_block_q6_K *)(const void *)block;
+        r.s = gload((const uint16_t *)b->scales + u);
+        r.d.x = gload(&b->d);
+        break;
     }
-    case ROCQ_IQ4_XS: {
-        const rocq_block_iq4_xs *b = (const rocq_block_iq4_xs *)any;
-        return {f16_f32(gload(&b->d)) * (float)((int)gguf_iq4_xs_scale(b, u) - 32), 0.0f};
-    }
+    case ROCQ_IQ4_XS:
+        r.d.x = load_by2(block);
+        r.d.y = load_by2(block + 4);
+        break;
     case ROCQ_MXFP4:
     case ROCQ_MXFP6_E2M3:
-    case ROCQ_MXFP6_E3M2: {
-        raw<F> r = {};
-        r.d.x = gload((const uint8_t *)any);
-        return {decode_factors<F>(r, 0u).d, 0.0f};
+    case ROCQ_MXFP6_E3M2: r.d.x = gload((const uint8_t *)block); break;
+    default: r.d.x = gload((const uint16_t *)block); break;
     }
-    default: return {f16_f32(gload(half)), 0.0f};
-    }
+    return r;
 }
 
-// Words of a unit as decode_raw gives them.
-template <int F> DEV uint32_t gguf_word(const char *block, int u, int i) {
-    if constexpr (F == ROCQ_IQ4_NL || F == ROCQ_IQ4_XS || F == ROCQ_MXFP4) {
-        return levels_of<F>(gguf_codes<F>(block, u, i)).x;
-    }
-    return gguf_codes<F>(block, u, i);
-}
-template <int F> DEV unit gguf_unit(const char *block, int u) {
-    unit to;
+// All of unit u of a block as the planar layout has it. The codes are first spread to a byte each,
+// which all formats can do, and then joined into the nibbles, pairs and bits of the planes:
+// decode_code in reverse.
+template <int F> DEV raw<F> gguf_raw(const char *block, int u) {
+    typedef block_layout<F> l;
+    raw<F> r = gguf_scales<F>(block, u);
+    uint32_t q[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) to.q[i] = gguf_word<F>(block, u, i);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const gguf_factors f = gguf_scale<F>(block, u, h);
-        to.scale[h] = f.scale;
-        to.min[h] = block_layout<F>::has_min ? f.min : (float)block_layout<F>::offset * f.scale;
+    for (int i = 0; i < 8; i++) q[i] = gguf_codes<F>(block, u, i);
+    if constexpr (F == ROCQ_Q8_0) {
+        r.n = make4(q[0], q[1], q[2], q[3]);
+        r.c = make4(q[4], q[5], q[6], q[7]);
+        return r;
     }
-    return to;
+    if constexpr (l::n != 0) {
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) w[i] = (q[i] & 0x0f0f0f0fu) | (q[i + 4] & 0x0f0f0f0fu) << 4;
+        r.n = make4(w[0], w[1], w[2], w[3]);
+    }
+    if constexpr (l::c != 0) {
+        uint32_t w[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            w[i / 4] |= (q[i] >> (l::n != 0 ? 4 : 0) & 0x03030303u) << 2 * (i % 4);
+        }
+        r.c = make4(w[0], w[1], 0, 0);
+    }
+    if constexpr (l::b != 0) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) r.b |= (q[i] >> (l::n != 0 ? 4 : 2) & 0x01010101u) << i;
+    }
+    return r;
 }
-// Elements 4 i to 4 i + 3 of unit u of a block, with the bits of the CPU backend; i need not be
-// constant.
+
+// Elements 4 i to 4 i + 3 of unit u of a block, with the bits that the CPU backend gives them; i need
+// not be constant.
 template <int F> DEV void gguf_values(const char *block, int u, int i, float v[4]) {
-    const gguf_factors f = gguf_scale<F>(block, u, i >> 2);
-    unit to;
-    to.q[0] = gguf_word<F>(block, u, i);
-    to.scale[0] = f.scale;
-    to.min[0] = f.min;
-    decode_word<F>(to, 0, v);
+    uint32_t q = gguf_codes<F>(block, u, i);
+    if constexpr (F == ROCQ_IQ4_NL || F == ROCQ_IQ4_XS || F == ROCQ_MXFP4) q = levels_of<F>(q).x;
+    decode_quad<F>(q, decode_factors<F>(gguf_scales<F>(block, u), u), i, v);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1418,115 +1481,19 @@ DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t 
 //   src   GGUF layout, any of the 15 block formats, rows at any stride
 //   dst   planar, 16-byte aligned; src's units become units unit0 and up of n_units
 //
-// A thread takes a unit of 32 weights, neighbouring threads neighbouring units: it gathers the 32
-// codes to a byte each, which is the one form all formats share, and joins them again into nibble,
-// pair and bit planes, whose stores are 16, 8 and 4 bytes a lane and contiguous over the wave. The
-// scales of a superblock are written by the lanes of its units, each the bytes that belong to it.
+// A thread takes a unit of 32 weights, neighbouring threads neighbouring units (gguf_raw). Stores of
+// codes are 16, 8 and 4 bytes a lane and contiguous over the wave; the scales of a superblock are
+// stored by the lane of its first unit.
 // Geometry: 256 threads, a block for 256 units of src, the last one in part; fewer than 2^32 units.
-// Bytes: reads and writes the tensor once. Blocks are read in pieces of 2 bytes (MX 1), since
-// 18-byte blocks have no better alignment; lanes of a wave share the cache lines.
+// Bytes: reads and writes the tensor once. Blocks are read 2 bytes at a time (MX formats 1), since
+// blocks of 18 bytes have no better alignment; lanes of a wave share the cache lines.
 
 template <int F>
-DEV void repack_unit(const char *row, int64_t column, uint8_t *dst, int64_t unit, int64_t n) {
-    enum {
-        PER_BLOCK = gguf_block<F>::elems / 32,
-        NIBBLES = F != ROCQ_Q8_0 && F != ROCQ_Q2_K && F != ROCQ_Q3_K,
-        PAIRS = F == ROCQ_Q2_K || F == ROCQ_Q3_K || F == ROCQ_Q6_K || F == ROCQ_MXFP6_E2M3 ||
-                F == ROCQ_MXFP6_E3M2,
-        BITS = F == ROCQ_Q5_0 || F == ROCQ_Q5_1 || F == ROCQ_Q5_K || F == ROCQ_Q3_K,
-        PAIR_SHIFT = NIBBLES ? 4 : 0,
-        BIT_SHIFT = NIBBLES ? 4 : 2
-    };
-    const char *block = row + column / PER_BLOCK * gguf_block<F>::bytes;
-    const int u = (int)(column % PER_BLOCK);
-    const int64_t super = unit / PER_BLOCK;
-    uint32_t q[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) q[i] = gguf_codes<F>(block, u, i);
-
-    uint8_t *plane = dst;
-    if (NIBBLES) {
-        uint32_t w[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) w[i] = (q[i] & 0x0f0f0f0fu) | (q[i + 4] & 0x0f0f0f0fu) << 4;
-        gstore((u32x4 *)plane + unit, make4(w[0], w[1], w[2], w[3]));
-        plane += 16 * n;
-    }
-    if (PAIRS) {
-        uint32_t w[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            w[i] = 0;
-#pragma unroll
-            for (int r = 0; r < 4; r++) w[i] |= (q[4 * i + r] >> PAIR_SHIFT & 0x03030303u) << 2 * r;
-        }
-        gstore((u32x2 *)plane + unit, make2(w[0], w[1]));
-        plane += 8 * n;
-    }
-    if (BITS) {
-        uint32_t w = 0;
-#pragma unroll
-        for (int r = 0; r < 8; r++) w |= (q[r] >> BIT_SHIFT & 0x01010101u) << r;
-        gstore((uint32_t *)plane + unit, w);
-        plane += 4 * n;
-    }
-    if (F == ROCQ_Q8_0) {
-        gstore((u32x4 *)plane + unit, make4(q[0], q[1], q[2], q[3]));
-        plane += 16 * n;
-        gstore((u32x4 *)plane + unit, make4(q[4], q[5], q[6], q[7]));
-        plane += 16 * n;
-    }
-
-    switch (F) {
-    case ROCQ_Q4_1:
-    case ROCQ_Q5_1: gstore((uint32_t *)plane + unit, load_by2(block)); break;
-    case ROCQ_MXFP4:
-    case ROCQ_MXFP6_E2M3:
-    case ROCQ_MXFP6_E3M2: gstore(plane + unit, gload((const uint8_t *)block)); break;
-    case ROCQ_Q2_K: {
-        const rocq_block_q2_K *b = (const rocq_block_q2_K *)(const void *)block;
-        gstore((uint16_t *)plane + unit, gload((const uint16_t *)b->scales + u));
-        if (u == 0) gstore((uint32_t *)(plane + 2 * n) + super, load_by2(&b->d));
-        break;
-    }
-    case ROCQ_Q3_K: {
-        const rocq_block_q3_K *b = (const rocq_block_q3_K *)(const void *)block;
-        const uint32_t first = gguf_q3_K_scale(b, 2 * u), second = gguf_q3_K_scale(b, 2 * u + 1);
-        gstore(plane + unit, (first & 15u) | (second & 15u) << 4);
-        if ((u & 1) == 0) {
-            const uint32_t third = gguf_q3_K_scale(b, 2 * u + 2),
-                           last = gguf_q3_K_scale(b, 2 * u + 3);
-            gstore(plane + n + unit / 2,
-                   first >> 4 | second >> 4 << 2 | third >> 4 << 4 | last >> 4 << 6);
-        }
-        if (u == 0) gstore((uint16_t *)(plane + n + n / 2) + super, gload(&b->d));
-        break;
-    }
-    case ROCQ_Q4_K:
-    case ROCQ_Q5_K: { // both begin alike
-        const rocq_block_q4_K *b = (const rocq_block_q4_K *)(const void *)block;
-        const uint32_t s = gguf_q4_K_scale(b->scales, u);
-        uint8_t *head = plane + 16 * super;
-        if (u == 0) gstore((uint32_t *)head, load_by2(&b->d));
-        gstore(head + 4 + u, (s & 15u) | (s >> 8 & 15u) << 4);
-        if ((u & 1) == 0) {
-            const uint32_t next = gguf_q4_K_scale(b->scales, u + 1);
-            gstore(head + 12 + u / 2,
-                   (s >> 4 & 3u) | s >> 12 << 2 | (next >> 4 & 3u) << 4 | next >> 12 << 6);
-        }
-        break;
-    }
-    case ROCQ_Q6_K: {
-        const rocq_block_q6_K *b = (const rocq_block_q6_K *)(const void *)block;
-        gstore((uint16_t *)plane + unit, gload((const uint16_t *)b->scales + u));
-        if (u == 0) gstore((uint16_t *)(plane + 2 * n) + super, gload(&b->d));
-        break;
-    }
-    case ROCQ_IQ4_XS:
-        if (u < 2) gstore((uint32_t *)plane + 2 * super + u, load_by2(block + 4 * u));
-        break;
-    default: gstore((uint16_t *)plane + unit, gload((const uint16_t *)block)); break;
-    }
+DEV void repack_unit(const char *row, uint32_t column, const rocq_k_repack_args &a, int64_t unit) {
+    const uint32_t per_block = gguf_block<F>::elems / 32;
+    const char *block = row + (int64_t)(column / per_block) * gguf_block<F>::bytes;
+    const raw<F> r = gguf_raw<F>(block, (int)(column % per_block));
+    store_raw<F>(planes_of<F>(a.dst, a.n_units), unit, r);
 }
 
 KERNEL(repack, rocq_k_repack_args, 256) {
@@ -1540,25 +1507,9 @@ KERNEL(repack, rocq_k_repack_args, 256) {
     const uint32_t i3 = plane / (uint32_t)a.src.ne[2], i2 = plane - i3 * (uint32_t)a.src.ne[2];
     const char *from = row_of(a.src, i1, i2, i3);
     const int64_t unit = a.unit0 + at;
-    uint8_t *dst = (uint8_t *)a.dst;
     switch (a.src.format) {
-#define ROCQ_X(F) \
-    case ROCQ_##F: repack_unit<ROCQ_##F>(from, column, dst, unit, a.n_units); break;
-        ROCQ_X(Q4_0)
-        ROCQ_X(Q4_1)
-        ROCQ_X(Q5_0)
-        ROCQ_X(Q5_1)
-        ROCQ_X(Q8_0)
-        ROCQ_X(Q2_K)
-        ROCQ_X(Q3_K)
-        ROCQ_X(Q4_K)
-        ROCQ_X(Q5_K)
-        ROCQ_X(Q6_K)
-        ROCQ_X(IQ4_NL)
-        ROCQ_X(IQ4_XS)
-        ROCQ_X(MXFP4)
-        ROCQ_X(MXFP6_E2M3)
-        ROCQ_X(MXFP6_E3M2)
+#define ROCQ_X(X, f) case format_id_##f: repack_unit<format_id_##f>(from, column, a, unit); break;
+        BLOCK_FORMATS(ROCQ_X, )
 #undef ROCQ_X
     default: break;
     }
@@ -2071,21 +2022,9 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
     if (row < p.m) {
         if constexpr (F == MATVEC_MIXED) {
             switch (p.format) {
-#define ROCQ_X(name) \
-    case ROCQ_##name: matvec_products<ROCQ_##name, N, INT8>(a, p, row, k_wave, out); break;
-                ROCQ_X(Q4_0)
-                ROCQ_X(Q4_1)
-                ROCQ_X(Q5_0)
-                ROCQ_X(Q5_1)
-                ROCQ_X(Q8_0)
-                ROCQ_X(Q2_K)
-                ROCQ_X(Q3_K)
-                ROCQ_X(Q4_K)
-                ROCQ_X(Q5_K)
-                ROCQ_X(Q6_K)
-                ROCQ_X(IQ4_NL)
-                ROCQ_X(IQ4_XS)
-                ROCQ_X(MXFP4)
+#define ROCQ_X(X, f) \
+    case format_id_##f: matvec_products<format_id_##f, N, INT8>(a, p, row, k_wave, out); break;
+                ROCQ_K_INT8_FORMATS(ROCQ_X, )
 #undef ROCQ_X
             default: break;
             }
@@ -2097,13 +2036,6 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
     block_sync_lds();
     matvec_finish<N>(a, tail, first_row, sums);
 }
-
-// The id of a format by the name in the lists.
-enum {
-#define ROCQ_X(NAME, name, id, elems, bytes) format_id_##name = id,
-    ROCQ_FORMATS(ROCQ_X)
-#undef ROCQ_X
-};
 
 // Waves a SIMD that the registers leave room for: as many as NVIDIA's compiler finds registers for
 // without spilling in the loop (8 waves: 64 a thread); on gfx11 all kernels stay well below.
@@ -2158,10 +2090,6 @@ ROCQ_K_PLAIN_FORMATS(ROCQ_X_PLAIN, ROCQ_X)
 // order, whatever n and the tile are; those of parts, each of whole steps, are added in their order.
 // Numbers of units and offsets within a tile are 32-bit: 128 rows of w and 128 columns of x are less
 // than 4 GB each.
-
-#define ROCQ_X(NAME, name, id, elems, bytes) MM_##name = id,
-enum { ROCQ_FORMATS(ROCQ_X) }; // ids by the names that the kernels carry
-#undef ROCQ_X
 
 // Where a block's tile lies. Blocks go through bands of MM_BAND tiles of M, in a band through M
 // first: those that run at one time share rows of w and columns of x in L2 about equally.
@@ -2593,10 +2521,10 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
 
 #define MM_KERNELS(X, f)                                                    \
     KERNEL(matmul_f16_##f##_128, rocq_k_matmul_args, 128) {                 \
-        matmul_f16<MM_##f, ROCQ_K_MATMUL_F16_N>(a);                         \
+        matmul_f16<format_id_##f, ROCQ_K_MATMUL_F16_N>(a);                         \
     }                                                                       \
     KERNEL(matmul_f16_##f##_32, rocq_k_matmul_args, 128) {                  \
-        matmul_f16<MM_##f, ROCQ_K_MATMUL_F16_N_FEW>(a);                     \
+        matmul_f16<format_id_##f, ROCQ_K_MATMUL_F16_N_FEW>(a);                     \
     }
 ROCQ_K_ALL_FORMATS(MM_KERNELS, )
 #undef MM_KERNELS
@@ -2766,7 +2694,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
 }
 
 #define MM_KERNEL(X, f) \
-    KERNEL(matmul_int8_##f, rocq_k_matmul_args, 128) { matmul_int8<MM_##f>(a); }
+    KERNEL(matmul_int8_##f, rocq_k_matmul_args, 128) { matmul_int8<format_id_##f>(a); }
 ROCQ_K_INT8_FORMATS(MM_KERNEL, )
 #undef MM_KERNEL
 
@@ -4448,44 +4376,22 @@ KERNEL(softmax, rocq_k_softmax_args, 256) {
 
 // -- gather, and cast from every format --
 
-DEV void decode_raw_quad(int32_t format, const char *row, int64_t k, float v[4]) {
-    switch (format) {
-#define ROCQ_X(F)                                                                              \
-    case ROCQ_##F: {                                                                           \
-        typedef gguf_block<ROCQ_##F> b;                                                        \
-        gguf_values<ROCQ_##F>(row + k / b::elems * b::bytes, (int)(k % b::elems) / 32,         \
-                              (int)(k >> 2) & 7, v);                                           \
-        break;                                                                                 \
-    }
-#define ROCQ_BLOCK_FORMATS(X) \
-    X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) \
-    X(IQ4_XS) X(MXFP4) X(MXFP6_E2M3) X(MXFP6_E3M2)
-        ROCQ_BLOCK_FORMATS(ROCQ_X)
-#undef ROCQ_X
-    default: break;
-    }
-}
-// Quad i (0 to 7) of a unit; q[i] of a lane's own i without an array in memory.
+// Elements k to k + 3 of a row of a block format: of the GGUF row at x, or of the planar tensor of
+// n_units units at x, in its unit `unit`.
 template <int F>
-DEV void decode_planar_quad(const void *base, int64_t n_units, int64_t at, int i, float v[4]) {
-    const unit u = decode_raw<F>(load_raw<F>(planes_of<F>(base, n_units), at), at);
-    unit one;
-    one.q[0] = u.q[0];
-#pragma unroll
-    for (int w = 1; w < 8; w++) one.q[0] = i == w ? u.q[w] : one.q[0];
-    one.scale[0] = i < 4 ? u.scale[0] : u.scale[1];
-    one.min[0] = i < 4 ? u.min[0] : u.min[1];
-    decode_word<F>(one, 0, v);
-}
-DEV void decode_planar_quad_of(int32_t format, const void *base, int64_t n_units, int64_t at, int i,
-                               float v[4]) {
-    switch (format) {
-#define ROCQ_X(F) \
-    case ROCQ_##F: decode_planar_quad<ROCQ_##F>(base, n_units, at, i, v); break;
-        ROCQ_BLOCK_FORMATS(ROCQ_X)
-#undef ROCQ_X
-    default: break;
+DEV void decode_block_quad(bool planar, const void *x, int64_t n_units, int64_t unit, int64_t k,
+                           float v[4]) {
+    const int i = (int)(k >> 2) & 7;
+    if (!planar) {
+        typedef gguf_block<F> b;
+        gguf_values<F>((const char *)x + k / b::elems * b::bytes, (int)(k % b::elems) / 32, i, v);
+        return;
     }
+    const raw<F> r = load_raw<F>(planes_of<F>(x, n_units), unit);
+    uint32_t q = decode_code<F>(r, 0); // word i, selected: an indexed array would lie in memory
+#pragma unroll
+    for (int w = 1; w < 8; w++) q = i == w ? decode_code<F>(r, w) : q;
+    decode_quad<F>(q, decode_factors<F>(r, unit), i, v);
 }
 
 // y[., r] = x[., ids ? ids[r] : r] scale, decoded: embedding rows, and cast from every format.
@@ -4529,12 +4435,20 @@ KERNEL(decode, rocq_k_decode_args, 256) {
     if (found) {
         if (a.x.format == ROCQ_F32 || a.x.format == ROCQ_F16 || a.x.format == ROCQ_BF16) {
             get4(a.x.format, x_row, is_wide(a.x), k, count, v);
-        } else if (a.x.layout == ROCQ_LAYOUT_PLANAR) {
-            const int64_t per_row = a.x.ne[0] / 32;
-            decode_planar_quad_of(a.x.format, a.x.data, per_row * rows_of(a.x),
-                                  row * per_row + k / 32, (int)(k >> 2) & 7, v);
         } else {
-            decode_raw_quad(a.x.format, x_row, k, v);
+            const bool planar = a.x.layout == ROCQ_LAYOUT_PLANAR;
+            const int64_t per_row = a.x.ne[0] / 32, n_units = planar ? per_row * rows_of(a.x) : 0;
+            const int64_t unit = row * per_row + k / 32;
+            const void *x = planar ? a.x.data : x_row;
+            switch (a.x.format) {
+#define ROCQ_X(X, f)                                                                 \
+    case format_id_##f:                                                              \
+        decode_block_quad<format_id_##f>(planar, x, n_units, unit, k, v);            \
+        break;
+                BLOCK_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+            default: break;
+            }
         }
     }
 #pragma unroll
