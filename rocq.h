@@ -200,14 +200,18 @@
    works everywhere on the CPU (rocq_tensor_from_host).
 
    Memory is taken at these places only: rocq_open, rocq_buffer_alloc, rocq_reserve, pools that find
-   no free block, arenas that grow, an op that needs more scratch than is reserved, the first copy
-   of a GPU context, rocq_gguf_open, _upload and _load, graphs while they are recorded or captured,
-   rocq_warm, which takes what the first copy and replay would, an op that falls back (host memory
-   for its operands, while it runs), rocq_kv_create, rocq_profile_start, rocq_measure_launch, the
-   tuner, and the GGUF writer. So a token's ops, copies and graph launches allocate nothing once
+   no free block, an op that needs more scratch than is reserved, the first copy of a GPU context,
+   rocq_gguf_open, _upload and _load, graphs while they are recorded or captured, rocq_warm, which
+   takes what the first copy and replay would, an op that falls back (host memory for its operands,
+   while it runs), rocq_kv_create, rocq_profile_start, rocq_measure_launch, the tuner, and the GGUF
+   writer. So a token's ops, copies and graph launches allocate nothing once
    scratch is reserved; rocq_stats.n_allocs shows it. Host memory comes from rocq_desc.allocator,
-   device and pinned memory from the runtime. memory_budget limits buffers, pools, growing arenas
-   and scratch together.
+   device and pinned memory from the runtime. memory_budget limits buffers, pools and scratch
+   together.
+
+   An arena is for memory whose size is known before a step: an inference program measures it once
+   (examples/llama.h). rocq_pool is for memory whose size differs from step to step, as in training
+   and in image decoders: what is freed serves a later request without a call of the runtime.
 
    Block formats on a GPU are planar (ROCQ_LAYOUT_PLANAR): the bits of all blocks sorted into
    planes, so that kernels read 16 bytes at a time. rocq_gguf_upload does that on the way, through
@@ -261,7 +265,7 @@
    Every call that can fail returns a rocq_result: 0, or a negative code of the table at >>results.
    rocq_error(ctx) has the sentence: op, argument, value found, value expected; desc.log receives it
    at the moment of failure. Calls without a context have the code alone: functions of tensors,
-   formats, occupancy and metadata, and arenas over a buffer. Outputs are untouched, nothing is
+   formats, arenas, occupancy and metadata. Outputs are untouched, nothing is
    leaked and the context stays usable, but after E_LOST. Shapes, strides, bounds, alignment,
    formats, overlap and overflow are checked in every build before anything runs. What lies in
    device memory (ids, positions, lengths, pages) is checked by the kernels, and rocq_sync reports
@@ -766,19 +770,15 @@ typedef struct rocq_tensor {
     int64_t stride[4];
 } rocq_tensor;
 
-// A bump allocator: over one buffer (rocq_arena_init), or over chunks that it takes from a context
-// as it grows (rocq_arena_init_growing). With an empty buffer it only measures: the same code first
-// finds out the size (peak), then is run again over a buffer of that size.
+// A bump allocator over one buffer. Without a buffer it only measures: the same code first finds out
+// the size (peak), then is run again over a buffer of that size.
 typedef struct rocq_arena {
-    rocq_buffer buffer; // not owned; of a growing arena its present chunk
-    int64_t used;       // bytes from the start, over all chunks
+    rocq_buffer buffer; // not owned
+    int64_t used;       // bytes from the start
     int64_t peak;       // most ever used, and on overflow what would have been. Measuring: bytes
                         // that are enough wherever the memory starts, see rocq_arena_init
     int64_t slack;      // measuring: what peak has for that, private
     bool measuring;
-    rocq_ctx *ctx;             // growing: where chunks come from
-    struct rocq__chunk *chunk; // growing: the present one, private
-    int64_t chunk_size;        // growing: least bytes of a chunk
 } rocq_arena;
 
 // Where memory is. DEFAULT: where the context's ops work, device memory on a GPU.
@@ -1179,12 +1179,6 @@ ROCQ_DEF rocq_result rocq_arena_tensor(rocq_arena *arena, rocq_tensor *tensor, r
 // is used, or below 0, changes nothing.
 ROCQ_DEF int64_t rocq_arena_mark(const rocq_arena *arena);
 ROCQ_DEF void rocq_arena_reset(rocq_arena *arena, int64_t mark);
-
-// An arena that takes chunks of at least chunk_size bytes (0 = 1 MiB) from the context as it needs
-// them. Reset keeps them for later, rocq_arena_free gives them back. A piece never spans chunks,
-// and what is left of a chunk counts as used.
-ROCQ_DEF rocq_result rocq_arena_init_growing(rocq_arena *arena, rocq_ctx *ctx, int64_t chunk_size);
-ROCQ_DEF void rocq_arena_free(rocq_arena *arena); // of a growing one; twice is harmless
 
 // -- pool --
 
@@ -2889,7 +2883,6 @@ ROCQ__INLINE bool rocq__on_gpu(const rocq_ctx *ctx) {
 // Of a GPU context, see >>hip_memory.
 ROCQ__FN rocq_result rocq__buffer_alloc_hip(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size);
 ROCQ__FN rocq_result rocq__buffer_free_hip(rocq_ctx *ctx, rocq_buffer *buffer);
-ROCQ__FN void rocq__buffer_show_hip(rocq_ctx *ctx, const rocq_buffer *buffer, bool shown);
 ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes);
 ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op);
 
@@ -2944,13 +2937,6 @@ ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer) {
     return ROCQ_OK;
 }
 
-// A growing arena hides its chunks from rocq_buffer_free, to which a piece that fills a whole chunk
-// would look like a buffer, and shows them again before it frees them.
-ROCQ__FN void rocq__buffer_show(rocq_ctx *ctx, const rocq_buffer *buffer, bool shown) {
-    if (rocq__on_gpu(ctx)) rocq__buffer_show_hip(ctx, buffer, shown);
-    else rocq__block_before(buffer->host)->buffer = shown;
-}
-
 ROCQ_DEF rocq_buffer rocq_buffer_from_host(void *data, int64_t size) {
     rocq_buffer buffer;
     memset(&buffer, 0, sizeof buffer);
@@ -3002,13 +2988,6 @@ ROCQ__FN rocq_result rocq__scratch(rocq_ctx *ctx, int64_t bytes, void **out) {
 // >>arena
 // ---------------------------------------------------------------------------------------------
 
-// Of a growing arena. Those behind the present one are kept from before a reset, in no order.
-typedef struct rocq__chunk {
-    struct rocq__chunk *prev, *next;
-    rocq_buffer buffer;
-    int64_t begin; // the arena's position of its first byte, while it is in use
-} rocq__chunk;
-
 ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer) {
     if (!arena) return;
     memset(arena, 0, sizeof *arena);
@@ -3016,54 +2995,13 @@ ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer) {
     if (!arena->measuring) arena->buffer = *buffer;
 }
 
-// piece i of a buffer, of either kind; an empty buffer has empty pieces.
+// size bytes at offset of a buffer, of either kind; an empty buffer has empty pieces.
 ROCQ__FN rocq_buffer rocq__buffer_piece(const rocq_buffer *buffer, int64_t offset, int64_t size) {
     rocq_buffer piece = *buffer;
     if (piece.host) piece.host = (char *)piece.host + offset;
     if (piece.device.address) piece.device.address += (uint64_t)offset;
     piece.size = size;
     return piece;
-}
-
-ROCQ__FN void rocq__chunk_link(rocq__chunk *chunk, rocq__chunk *prev, rocq__chunk *next) {
-    chunk->prev = prev;
-    chunk->next = next;
-    if (prev) prev->next = chunk;
-    if (next) next->prev = chunk;
-}
-
-// Makes a chunk with room for size bytes the present one: one that is kept, or a new one.
-ROCQ__FN rocq_result rocq__arena_grow(rocq_arena *arena, int64_t size, int64_t align) {
-    rocq_ctx *ctx = arena->ctx;
-    rocq__chunk *now = arena->chunk, *chunk = now ? now->next : NULL;
-    int64_t bytes, begin = 0;
-    // Buffers are 256-byte aligned; what else an alignment may cost is added.
-    if (!rocq__add(size, ROCQ__MAX(align, 256) - 256, &bytes) ||
-        (now && !rocq__add(now->begin, now->buffer.size, &begin)) || bytes > INT64_MAX - begin) {
-        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "arena_alloc: %lld bytes", (long long)size);
-    }
-    while (chunk && chunk->buffer.size < bytes) chunk = chunk->next;
-    if (chunk) {
-        if (chunk->next) chunk->next->prev = chunk->prev;
-        chunk->prev->next = chunk->next;
-    } else {
-        chunk = (rocq__chunk *)rocq__alloc(ctx, (int64_t)sizeof *chunk);
-        if (!chunk) return rocq__fail(ctx, ROCQ_E_MEMORY, "arena_alloc: no host memory");
-        memset(chunk, 0, sizeof *chunk);
-        const rocq_result result =
-            rocq_buffer_alloc(ctx, &chunk->buffer, ROCQ__MAX(bytes, arena->chunk_size));
-        if (result != ROCQ_OK) {
-            rocq__free(ctx, chunk);
-            return result;
-        }
-        rocq__buffer_show(ctx, &chunk->buffer, false);
-    }
-    rocq__chunk_link(chunk, now, now ? now->next : NULL);
-    chunk->begin = begin;
-    arena->chunk = chunk;
-    arena->buffer = chunk->buffer;
-    arena->used = begin;
-    return ROCQ_OK;
 }
 
 ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int64_t size,
@@ -3076,21 +3014,23 @@ ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int
     const int64_t base = arena->buffer.host
                              ? (int64_t)((uintptr_t)arena->buffer.host & (uintptr_t)(align - 1))
                              : (int64_t)(arena->buffer.device.address & (uint64_t)(align - 1));
-    const int64_t origin = arena->chunk ? arena->chunk->begin : 0; // position of the buffer's start
     int64_t begin, end;
-    if (!rocq__add(arena->used - origin, base, &begin) || !rocq__round_up(begin, align, &begin) ||
+    if (!rocq__add(arena->used, base, &begin) || !rocq__round_up(begin, align, &begin) ||
         !rocq__add(begin - base, size, &end)) {
         return ROCQ_E_OVERFLOW;
     }
     begin -= base;
-    if (arena->ctx && end > arena->buffer.size) {
-        ROCQ__TRY(rocq__arena_grow(arena, size, align));
-        return rocq_arena_alloc(arena, piece, size, align);
-    }
     if (arena->measuring) {
-        // Offsets are those in memory that starts at a multiple of every alignment. Memory that
-        // starts elsewhere has such a place at most slack bytes further on. Cuts from its start
-        // instead never end later than those from that place would: each begins at the first
+        // Two cuts of 100 bytes, aligned to 256, as they are measured and as they lie in memory
+        // that starts at address 1000:
+        //
+        //     measured              |100|......|100|         end = 356, peak = 356 + 255
+        //     memory           |....|100|......|100|         end = 24 + 356
+        //     address       1000    1024       1280
+        //
+        // Measured cuts begin at a multiple of every alignment. Memory has such a place at most
+        // slack bytes from its start, which is the largest alignment less 1, and has room from
+        // there. Cuts begin at its start instead and never end later: each takes the first
         // multiple that is free.
         const int64_t slack = ROCQ__MAX(arena->slack, align - 1);
         int64_t most;
@@ -3100,10 +3040,10 @@ ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int
         arena->peak = most;
         arena->slack = slack;
     } else {
-        arena->peak = ROCQ__MAX(arena->peak, origin + end);
+        arena->peak = ROCQ__MAX(arena->peak, end);
         if (end > arena->buffer.size) return ROCQ_E_ARENA;
     }
-    arena->used = origin + end;
+    arena->used = end;
     *piece = rocq__buffer_piece(&arena->buffer, begin, size);
     return ROCQ_OK;
 }
@@ -3125,38 +3065,7 @@ ROCQ_DEF int64_t rocq_arena_mark(const rocq_arena *arena) {
 }
 
 ROCQ_DEF void rocq_arena_reset(rocq_arena *arena, int64_t mark) {
-    if (!arena || mark < 0 || mark > arena->used) return;
-    arena->used = mark;
-    if (!arena->chunk) return;
-    while (arena->chunk->begin > mark) arena->chunk = arena->chunk->prev;
-    arena->buffer = arena->chunk->buffer;
-}
-
-ROCQ_DEF rocq_result rocq_arena_init_growing(rocq_arena *arena, rocq_ctx *ctx, int64_t chunk_size) {
-    if (!ctx) return ROCQ_E_ARGUMENT;
-    if (!arena || chunk_size < 0) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
-                          "arena_init_growing: arena is NULL or chunk_size %lld is negative",
-                          (long long)chunk_size);
-    }
-    memset(arena, 0, sizeof *arena);
-    arena->ctx = ctx;
-    arena->chunk_size = chunk_size ? chunk_size : 1 << 20;
-    return ROCQ_OK;
-}
-
-ROCQ_DEF void rocq_arena_free(rocq_arena *arena) {
-    if (!arena || !arena->ctx) return;
-    rocq__chunk *chunk = arena->chunk;
-    while (chunk && chunk->next) chunk = chunk->next;
-    while (chunk) {
-        rocq__chunk *prev = chunk->prev;
-        rocq__buffer_show(arena->ctx, &chunk->buffer, true);
-        rocq_buffer_free(arena->ctx, &chunk->buffer); // what fails here is left to rocq_close
-        rocq__free(arena->ctx, chunk);
-        chunk = prev;
-    }
-    memset(arena, 0, sizeof *arena);
+    if (arena && mark >= 0 && mark <= arena->used) arena->used = mark;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -10269,12 +10178,6 @@ ROCQ__FN rocq_result rocq__buffer_free_hip(rocq_ctx *ctx, rocq_buffer *buffer) {
     rocq__device_free(ctx, block);
     memset(buffer, 0, sizeof *buffer);
     return ROCQ_OK;
-}
-
-ROCQ__FN void rocq__buffer_show_hip(rocq_ctx *ctx, const rocq_buffer *buffer, bool shown) {
-    rocq__device_block *block = ctx->gpu->blocks.next;
-    while ((uint64_t)(uintptr_t)block->address != buffer->device.address) block = block->next;
-    block->kind = shown ? ROCQ__BUFFER : ROCQ__PRIVATE;
 }
 
 // As rocq__reserve_cpu, after the work that uses the old block. A graph that was captured over that

@@ -525,15 +525,12 @@ static rocq_result arena_loop(void *user) {
 static void arenas(bench *b) {
     rocq_arena arena;
     rocq_buffer buffer;
-    bench_case c = {.name = "arena/fixed/10KB", .run = arena_loop, .user = &arena, .inner = INNER};
+    const bench_case c = {.name = "arena/fixed/10KB", .run = arena_loop, .user = &arena, .inner = INNER};
     if (rocq_buffer_alloc(b->ctx, &buffer, 2 << 20) == ROCQ_OK) {
         rocq_arena_init(&arena, &buffer);
         bench_run(b, &c);
         rocq_buffer_free(b->ctx, &buffer);
     }
-    c.name = "arena/growing/10KB"; // four chunks that are kept
-    if (rocq_arena_init_growing(&arena, b->ctx, 256 << 10) == ROCQ_OK) bench_run(b, &c);
-    rocq_arena_free(&arena);
 }
 
 int main(int argc, char **argv) {

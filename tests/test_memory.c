@@ -833,21 +833,6 @@ static rocq_result use_everything(rocq_ctx *ctx) {
     assert_int_equal(rocq_pool_trim(pool, 0), ROCQ_OK);
     assert_int_equal(total(pool).reserved_bytes, 0);
     rocq_pool_destroy(&pool);
-
-    rocq_arena arena;
-    assert_int_equal(rocq_arena_init_growing(&arena, ctx, 4096), ROCQ_OK);
-    for (int i = 0; i < 20; i++) {
-        rocq_buffer piece = {0};
-        const rocq_buffer before = piece;
-        const int64_t used = arena.used, peak = arena.peak;
-        const rocq_result result = rocq_arena_alloc(&arena, &piece, 1000 * i + 1, 0);
-        if (result == ROCQ_OK) continue;
-        assert_memory_equal(&piece, &before, sizeof piece);
-        assert_int_equal(arena.used, used);
-        assert_int_equal(arena.peak, peak);
-        if (worst == ROCQ_OK) worst = result;
-    }
-    rocq_arena_free(&arena);
     return worst;
 }
 
@@ -1035,67 +1020,6 @@ static void a_training_steps_requests_are_hits(void **state) {
 
 // -- arenas --
 
-static rocq_buffer cut(rocq_arena *arena, int64_t size, int64_t align) {
-    rocq_buffer piece;
-    memset(&piece, 0xff, sizeof piece);
-    assert_int_equal(rocq_arena_alloc(arena, &piece, size, align), ROCQ_OK);
-    assert_int_equal(piece.size, size);
-    assert_int_equal((uintptr_t)piece.host % (uintptr_t)(align ? align : 256), 0);
-    if (size > 0) memset(piece.host, (int)(size & 0xff), (size_t)size);
-    return piece;
-}
-
-static void growing_arenas_keep_their_chunks(void **state) {
-    (void)state;
-    fixture f;
-    open_with_budget(&f, 0);
-    rocq_arena arena;
-    assert_int_equal(rocq_arena_init_growing(&arena, f.ctx, 10000), ROCQ_OK);
-    assert_int_equal(rocq_arena_mark(&arena), 0);
-    rocq_arena_reset(&arena, 0);
-    const int64_t none = f.ctx->stats.n_allocs;
-    int64_t n_allocs = 0, peak = 0;
-    for (int round = 0; round < 5; round++) {
-        rocq_buffer pieces[40];
-        for (int i = 0; i < 40; i++) pieces[i] = cut(&arena, 977 * (i % 11) + 1, i % 5 ? 0 : 4096);
-        cut(&arena, 30000, 0); // larger than a chunk
-        const int64_t mark = rocq_arena_mark(&arena);
-        assert_int_equal(mark, arena.used);
-        for (int i = 0; i < 10; i++) cut(&arena, 5000, 0);
-        rocq_arena_reset(&arena, mark);
-        assert_int_equal(rocq_arena_mark(&arena), mark);
-        for (int i = 0; i < 10; i++) cut(&arena, 5000, 0);
-        for (int i = 0; i < 40; i++) { // what was cut before the mark is whole
-            const unsigned char *bytes = (const unsigned char *)pieces[i].host;
-            for (int64_t k = 0; k < pieces[i].size; k++) assert_int_equal(bytes[k], pieces[i].size & 0xff);
-        }
-        if (round == 0) n_allocs = f.ctx->stats.n_allocs, peak = arena.peak;
-        assert_int_equal(f.ctx->stats.n_allocs, n_allocs);
-        assert_int_equal(arena.peak, peak);
-        assert_true(arena.peak >= arena.used);
-        rocq_arena_reset(&arena, 0);
-        assert_int_equal(arena.used, 0);
-    }
-    assert_true(n_allocs > none + 8);
-    rocq_arena_reset(&arena, -1);
-    rocq_arena_reset(&arena, 1); // ahead of what is used: ignored
-    assert_int_equal(arena.used, 0);
-    rocq_tensor t;
-    const int64_t ne[2] = {32, 100};
-    assert_int_equal(rocq_arena_tensor(&arena, &t, ROCQ_Q8_0, 2, ne), ROCQ_OK);
-    assert_int_equal(f.ctx->stats.n_allocs, n_allocs);
-    rocq_buffer piece;
-    assert_int_equal(rocq_arena_alloc(&arena, &piece, INT64_MAX, 0), ROCQ_E_OVERFLOW);
-    assert_int_equal(rocq_arena_alloc(&arena, &piece, INT64_MAX / 2, 0), ROCQ_E_MEMORY);
-    assert_int_equal(rocq_arena_alloc(&arena, &piece, -1, 0), ROCQ_E_ARGUMENT);
-    assert_int_equal(rocq_arena_alloc(&arena, &piece, 1, 3), ROCQ_E_ARGUMENT);
-    assert_int_equal(rocq_arena_alloc(&arena, NULL, 1, 0), ROCQ_E_ARGUMENT);
-    rocq_arena_free(&arena);
-    rocq_arena_free(&arena);
-    assert_int_equal(f.ctx->budget_used, 0);
-    close_all(&f);
-}
-
 // Random cuts, marks and resets: pieces lie apart, and what was cut before a mark survives a reset.
 static void random_marks_agree_with_a_model(void **state) {
     (void)state;
@@ -1105,17 +1029,29 @@ static void random_marks_agree_with_a_model(void **state) {
         int64_t mark; // before it was cut
         uint64_t stamp;
     } s[PIECES];
-    int n = 0;
-    fixture f;
-    open_with_budget(&f, 0);
+    enum { SIZE = 400000 };
+    int n = 0, full = 0;
+    unsigned char *memory = (unsigned char *)malloc(SIZE);
+    assert_non_null(memory);
+    const rocq_buffer buffer = rocq_buffer_from_host(memory + 1, SIZE - 1); // aligned to nothing
     rocq_arena arena;
     random_state = 5;
-    assert_int_equal(rocq_arena_init_growing(&arena, f.ctx, 4096), ROCQ_OK);
+    rocq_arena_init(&arena, &buffer);
     for (int i = 0; i < 50000; i++) {
         if (n < PIECES && random_below(8) > 0) {
+            const int64_t size = 8 + random_below(random_below(20) ? 2000 : 80000);
+            const int64_t align = (int64_t)1 << random_below(11);
             s[n].mark = rocq_arena_mark(&arena);
-            s[n].piece = cut(&arena, 8 + random_below(random_below(20) ? 2000 : 20000),
-                             (int64_t)1 << random_below(11));
+            const rocq_result result = rocq_arena_alloc(&arena, &s[n].piece, size, align);
+            if (result != ROCQ_OK) { // and only where it does not fit
+                assert_int_equal(result, ROCQ_E_ARENA);
+                assert_true(s[n].mark + size + align > SIZE - 1 && arena.peak > SIZE - 1);
+                assert_int_equal(arena.used, s[n].mark);
+                full++;
+                continue;
+            }
+            assert_int_equal(s[n].piece.size, size);
+            assert_int_equal((uintptr_t)s[n].piece.host % (uintptr_t)align, 0);
             s[n].stamp = random_u64();
             stamp(&s[n].piece, s[n].stamp);
             assert_true(arena.used >= s[n].mark + s[n].piece.size);
@@ -1128,46 +1064,32 @@ static void random_marks_agree_with_a_model(void **state) {
         }
         for (int k = 0; k < n; k++) assert_true(stamped(&s[k].piece, s[k].stamp));
     }
-    assert_true(f.ctx->stats.live_bytes < 2 << 20); // chunks are found again
-    rocq_arena_free(&arena);
-    close_all(&f);
+    assert_true(full > 0);
+    free(memory);
 }
 
 static void arenas_refuse_wrong_arguments(void **state) {
     (void)state;
-    fixture f;
-    open_with_budget(&f, 100000);
     rocq_arena arena;
     rocq_buffer piece = {0};
+    const rocq_buffer same = piece;
     rocq_tensor t;
     const int64_t ne[1] = {1};
-    assert_int_equal(rocq_arena_init_growing(NULL, f.ctx, 0), ROCQ_E_ARGUMENT);
-    assert_int_equal(rocq_arena_init_growing(&arena, NULL, 0), ROCQ_E_ARGUMENT);
-    assert_int_equal(rocq_arena_init_growing(&arena, f.ctx, -1), ROCQ_E_ARGUMENT);
     rocq_arena_init(NULL, NULL);
-    rocq_arena_free(NULL);
     rocq_arena_reset(NULL, 0);
     assert_int_equal(rocq_arena_mark(NULL), 0);
     assert_int_equal(rocq_arena_alloc(NULL, &piece, 1, 0), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_arena_tensor(NULL, &t, ROCQ_F32, 1, ne), ROCQ_E_ARGUMENT);
     rocq_arena_init(&arena, NULL);
     assert_int_equal(rocq_arena_tensor(&arena, NULL, ROCQ_F32, 1, ne), ROCQ_E_ARGUMENT);
-    rocq_arena_free(&arena); // not a growing one: nothing happens
-    assert_true(arena.measuring);
-
-    // A budget stops growth, and what was cut stays.
-    assert_int_equal(rocq_arena_init_growing(&arena, f.ctx, 40000), ROCQ_OK);
-    piece = cut(&arena, 30000, 0);
-    cut(&arena, 30000, 0);
-    const int64_t used = arena.used, peak = arena.peak;
-    const rocq_buffer same = piece;
-    assert_int_equal(rocq_arena_alloc(&arena, &piece, 30000, 0), ROCQ_E_BUDGET);
+    assert_int_equal(rocq_arena_alloc(&arena, &piece, -1, 0), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_arena_alloc(&arena, &piece, 1, 3), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_arena_alloc(&arena, NULL, 1, 0), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_arena_alloc(&arena, &piece, INT64_MAX, 0), ROCQ_E_OVERFLOW);
     assert_memory_equal(&piece, &same, sizeof piece);
-    assert_int_equal(arena.used, used);
-    assert_int_equal(arena.peak, peak);
-    cut(&arena, 9000, 0);
-    rocq_arena_free(&arena);
-    close_all(&f);
+    rocq_arena_reset(&arena, -1);
+    rocq_arena_reset(&arena, 1); // past what is used: ignored
+    assert_true(arena.measuring && arena.used == 0 && arena.peak == 0);
 }
 
 // -- a decode loop --
@@ -1180,7 +1102,9 @@ static void a_decode_loop_allocates_nothing(void **state) {
     fixture f;
     open_with_budget(&f, 0);
     rocq_arena arena;
-    assert_int_equal(rocq_arena_init_growing(&arena, f.ctx, 8192), ROCQ_OK);
+    rocq_buffer memory;
+    assert_int_equal(rocq_buffer_alloc(f.ctx, &memory, 4 * K * sizeof(float)), ROCQ_OK);
+    rocq_arena_init(&arena, &memory);
     rocq_pool *pool = pool_of(f.ctx, (rocq_pool_desc){0});
     assert_int_equal(rocq_pool_reserve(pool, STEPS * K * 4, 1), ROCQ_OK);
     float *floats = (float *)malloc(K * K * sizeof *floats);
@@ -1220,7 +1144,7 @@ static void a_decode_loop_allocates_nothing(void **state) {
     }
     assert_int_equal(f.memory.n_calls, calls);
     assert_int_equal(f.ctx->stats.n_allocs, n_allocs);
-    rocq_arena_free(&arena);
+    assert_int_equal(rocq_buffer_free(f.ctx, &memory), ROCQ_OK);
     rocq_pool_destroy(&pool);
     free(floats);
     free(blocks);
@@ -1250,7 +1174,6 @@ int main(int argc, char **argv) { // [name of a test]
         cmocka_unit_test(every_allocation_may_fail),
         cmocka_unit_test(threads_share_a_pool),
         cmocka_unit_test(a_training_steps_requests_are_hits),
-        cmocka_unit_test(growing_arenas_keep_their_chunks),
         cmocka_unit_test(random_marks_agree_with_a_model),
         cmocka_unit_test(arenas_refuse_wrong_arguments),
         cmocka_unit_test(a_decode_loop_allocates_nothing)};
