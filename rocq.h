@@ -672,7 +672,8 @@ typedef struct rocq_desc {
     int64_t memory_budget;     // bytes of buffers and scratch, 0 = no limit
     int64_t scratch_bytes;     // reserved at open, see rocq_reserve
     rocq_allocator allocator;  // zero = ROCQ_MALLOC and ROCQ_FREE
-    int32_t device;            // GPU: 0 = the best, else 1 + its number in HIP's order
+    int32_t device;            // GPU: 0 = the best, else 1 + its number in HIP's order, as
+                               // rocq_info.desc tells of the one that was taken
     const char *pci;           // GPU by PCI address ("0000:03:00.0"), as the renderer's; or NULL
     const char *kernels_path;  // file with the code object of rocq_kernels.hip, or NULL
     const void *kernels_data;  // or the code object itself, not copied: must outlive the context.
@@ -1397,12 +1398,12 @@ ROCQ_DEF rocq_result rocq_gguf_get_str(const rocq_gguf *file, const char *key, r
 ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
                                     const rocq_gguf_tensor *tensor, void *dst);
 
-// Makes a tensor that the context's ops can use: a view into the file where that is host memory
-// already (mapped or a span, CPU context), else a buffer that the context owns (free it early with
-// rocq_buffer_free on tensor->buffer). On a GPU, block formats become planar. The file must stay
-// open while a tensor that views it is used.
+// Makes a tensor that the context's ops can use. *buffer is the memory taken for it, and the
+// caller's to give to rocq_buffer_free; it is empty where the tensor is a view of the file, as it
+// is in a CPU context if the file is mapped or a span. The file must stay open while it is viewed.
+// On a GPU, block formats become planar.
 ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
-                                      rocq_tensor *tensor);
+                                      rocq_tensor *tensor, rocq_buffer *buffer);
 
 // How rocq_gguf_load goes about it. Zeroed fields are defaults.
 typedef struct rocq_load_desc {
@@ -1421,8 +1422,8 @@ typedef struct rocq_load_desc {
 // threads read a piece into pinned memory while the one before crosses the bus and the one before
 // that is repacked. Pinned memory is n_pieces pieces, and device memory besides the buffer, within
 // the budget, as much again, for as long as the call takes. A path or a span is read by all
-// threads, a callback called by this one only. Returns when all is in place. *buffer (empty where
-// every tensor views the file) is freed with rocq_buffer_free. On failure, and after rocq_cancel,
+// threads, a callback called by this one only. Returns when all is in place. *buffer is the
+// caller's to free, and empty where every tensor views the file. On failure, and after rocq_cancel,
 // nothing is kept. desc may be NULL.
 ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
                                     const rocq_load_desc *desc, rocq_tensor *tensors,
@@ -5647,28 +5648,33 @@ ROCQ__FN rocq_result rocq__part_init(rocq_ctx *ctx, const char *op, const rocq_g
 }
 
 ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
-                                      rocq_tensor *tensor) {
+                                      rocq_tensor *tensor, rocq_buffer *buffer) {
     if (!ctx) return ROCQ_E_ARGUMENT;
-    if (!file || !name || !tensor) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_upload: file, name or tensor is NULL");
+    if (!file || !name || !tensor || !buffer) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "gguf_upload: file, name, tensor or buffer is NULL");
     }
     rocq_gguf_tensor found;
     rocq__part part;
+    rocq_buffer taken;
+    memset(&taken, 0, sizeof taken);
     rocq_result result = rocq_gguf_find_tensor(file, name, &found);
     if (result != ROCQ_OK) {
         return rocq__fail(ctx, result, "gguf_upload: '%s': %s", name, rocq_result_message(result));
     }
     ROCQ__TRY(rocq__part_init(ctx, "gguf_upload", file, &found, false, &part));
     if (part.size > 0) {
-        ROCQ__TRY(rocq_buffer_alloc(ctx, &part.t.buffer, part.size));
+        ROCQ__TRY(rocq_buffer_alloc(ctx, &taken, part.size));
+        part.t.buffer = taken;
         result = rocq__on_gpu(ctx) ? rocq__upload_hip(ctx, &file->source, &part)
-                                   : rocq_gguf_read(ctx, file, &found, part.t.buffer.host);
+                                   : rocq_gguf_read(ctx, file, &found, taken.host);
         if (result != ROCQ_OK) {
-            rocq_buffer_free(ctx, &part.t.buffer);
+            rocq_buffer_free(ctx, &taken);
             return result;
         }
     }
     *tensor = part.t;
+    *buffer = taken;
     return ROCQ_OK;
 }
 
@@ -17464,7 +17470,10 @@ ROCQ__FN rocq_result rocq__device_choose(rocq_ctx *ctx) {
         hip->device_pci(gpu->pci, (int)sizeof gpu->pci, gpu->device);
         gpu->name[sizeof gpu->name - 1] = gpu->pci[sizeof gpu->pci - 1] = '\0';
         const rocq_result tried = rocq__device_try(ctx);
-        if (tried == ROCQ_OK) return ROCQ_OK;
+        if (tried == ROCQ_OK) {
+            ctx->desc.device = gpu->device + 1;
+            return ROCQ_OK;
+        }
         rocq__device_leave(ctx);
         if (i == 0) {
             result = tried == ROCQ_E_DEVICE ? ROCQ_E_NO_DEVICE : tried;

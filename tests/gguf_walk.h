@@ -89,16 +89,17 @@ static uint64_t walk_tensor(uint64_t hash, rocq_ctx *ctx, const rocq_gguf *file,
     if (t->size > limit) return hash;
     char name[256];
     rocq_tensor loaded;
+    rocq_buffer buffer;
     unsigned char *data = (unsigned char *)malloc((size_t)t->size);
     WALK_CHECK(data);
     const rocq_result result = rocq_gguf_read(ctx, file, t, data);
     hash = walk_int(hash, result);
     if (result == ROCQ_OK) hash = walk_mix(hash, data, t->size);
     if (result == ROCQ_OK && walk_name(name, t->name) &&
-        rocq_gguf_upload(ctx, file, name, &loaded) == ROCQ_OK) {
+        rocq_gguf_upload(ctx, file, name, &loaded, &buffer) == ROCQ_OK) {
         WALK_CHECK(rocq_tensor_size(&loaded) == t->size);
         WALK_CHECK(memcmp(rocq_tensor_data(&loaded), data, (size_t)t->size) == 0);
-        rocq_buffer_free(ctx, &loaded.buffer); // refuses, and does no harm, where it is a view
+        WALK_CHECK(rocq_buffer_free(ctx, &buffer) == ROCQ_OK); // empty where it is a view
     }
     free(data);
     return hash;

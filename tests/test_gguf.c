@@ -693,6 +693,7 @@ static void null_arguments_are_refused(void **state) {
     rocq_gguf_value v;
     rocq_gguf_tensor t;
     rocq_tensor tensor;
+    rocq_buffer buffer;
     rocq_str text;
     uint64_t u64;
     const void *cursor = NULL;
@@ -751,10 +752,11 @@ static void null_arguments_are_refused(void **state) {
     assert_result(rocq_gguf_read(ctx, NULL, &t, &v), ROCQ_E_ARGUMENT);
     assert_result(rocq_gguf_read(ctx, file, NULL, &v), ROCQ_E_ARGUMENT);
     assert_result(rocq_gguf_read(ctx, file, &t, NULL), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_upload(NULL, file, "w", &tensor), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_upload(ctx, NULL, "w", &tensor), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_upload(ctx, file, NULL, &tensor), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_upload(ctx, file, "w", NULL), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_upload(NULL, file, "w", &tensor, &buffer), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_upload(ctx, NULL, "w", &tensor, &buffer), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_upload(ctx, file, NULL, &tensor, &buffer), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_upload(ctx, file, "w", NULL, &buffer), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_upload(ctx, file, "w", &tensor, NULL), ROCQ_E_ARGUMENT);
     t.offset = (int64_t)sizeof golden - 4; // a tensor that is not this file's
     assert_result(rocq_gguf_read(ctx, file, &t, &v), ROCQ_E_BOUNDS);
     t.offset = INT64_MAX;
@@ -1042,6 +1044,7 @@ static void odd_but_valid_files_open(void **state) {
     rocq_gguf *file = NULL;
     rocq_gguf_tensor t;
     rocq_tensor loaded;
+    rocq_buffer buffer;
     memset(&loaded, 0x55, sizeof loaded);
     const rocq_tensor untouched = loaded;
     unsigned char byte;
@@ -1053,8 +1056,8 @@ static void odd_but_valid_files_open(void **state) {
     assert_ok(rocq_gguf_find_tensor(file, "future", &t));
     assert_true(!t.known && t.type_id == 0x10000 && t.size == 0 && t.ne[0] == 3 && t.ne[1] == 2);
     assert_result(rocq_gguf_read(ctx, file, &t, &byte), ROCQ_E_FORMAT);
-    assert_result(rocq_gguf_upload(ctx, file, "future", &loaded), ROCQ_E_FORMAT);
-    assert_result(rocq_gguf_upload(ctx, file, "past", &loaded), ROCQ_E_NOT_FOUND);
+    assert_result(rocq_gguf_upload(ctx, file, "future", &loaded, &buffer), ROCQ_E_FORMAT);
+    assert_result(rocq_gguf_upload(ctx, file, "past", &loaded, &buffer), ROCQ_E_NOT_FOUND);
     assert_non_null(strstr(rocq_error(ctx), "past"));
     assert_memory_equal(&loaded, &untouched, sizeof loaded);
     rocq_gguf_close(&file);
@@ -1194,14 +1197,15 @@ static void offsets_beyond_4_gib_work(void **state) {
     for (int k = 0; k < 2; k++) {
         rocq_gguf_tensor t;
         rocq_tensor loaded;
+        rocq_buffer buffer;
         unsigned char data[36];
         assert_ok(rocq_gguf_find_tensor(file, names[k], &t));
         assert_true(t.offset > (int64_t)UINT32_MAX && t.size == 36);
         assert_ok(rocq_gguf_read(ctx, file, &t, data));
         for (int i = 0; i < 36; i++) assert_int_equal(data[i], giant_byte(t.offset + i));
-        assert_ok(rocq_gguf_upload(ctx, file, names[k], &loaded));
+        assert_ok(rocq_gguf_upload(ctx, file, names[k], &loaded, &buffer));
         assert_memory_equal(rocq_tensor_data(&loaded), data, 36);
-        assert_ok(rocq_buffer_free(ctx, &loaded.buffer));
+        assert_ok(rocq_buffer_free(ctx, &buffer));
     }
     rocq_gguf_tensor t;
     assert_ok(rocq_gguf_find_tensor(file, "big", &t));
@@ -1288,15 +1292,19 @@ static void a_source_that_fails_is_an_io_error(void **state) {
     b.size = 10;
     rocq_gguf_tensor t;
     rocq_tensor loaded;
+    rocq_buffer buffer;
     unsigned char data[512];
     memset(&loaded, 0x55, sizeof loaded);
+    memset(&buffer, 0x55, sizeof buffer);
     const rocq_tensor untouched = loaded;
+    const rocq_buffer none = buffer;
     const int64_t open_bytes = live_bytes(ctx);
     assert_ok(rocq_gguf_find_tensor(file, "last", &t));
     assert_result(rocq_gguf_read(ctx, file, &t, data), ROCQ_E_IO);
     assert_non_null(strstr(last_error, "'last'"));
-    assert_result(rocq_gguf_upload(ctx, file, "last", &loaded), ROCQ_E_IO);
+    assert_result(rocq_gguf_upload(ctx, file, "last", &loaded, &buffer), ROCQ_E_IO);
     assert_memory_equal(&loaded, &untouched, sizeof loaded);
+    assert_memory_equal(&buffer, &none, sizeof buffer);
     assert_int_equal(live_bytes(ctx), open_bytes);
     rocq_gguf_close(&file);
     free(b.data);
@@ -1354,9 +1362,10 @@ static void upload_is_a_view_where_it_can_be(void **state) {
                                                                         : 2;
             rocq_gguf_tensor t;
             rocq_tensor loaded;
+            rocq_buffer buffer;
             unsigned char expected[512];
             assert_ok(rocq_gguf_tensor_at(file, i, &t));
-            assert_ok(rocq_gguf_upload(ctx, file, sample_tensors[i].name, &loaded));
+            assert_ok(rocq_gguf_upload(ctx, file, sample_tensors[i].name, &loaded, &buffer));
             sample_data(i, expected, t.size);
             assert_int_equal(rocq_tensor_size(&loaded), t.size);
             assert_int_equal(loaded.n_dims, t.n_dims);
@@ -1365,7 +1374,8 @@ static void upload_is_a_view_where_it_can_be(void **state) {
             assert_memory_equal(rocq_tensor_data(&loaded), expected, (size_t)t.size);
             const bool view = rocq_tensor_data(&loaded) == (void *)(copy + shift + t.offset);
             assert_int_equal(view, shift % align == 0);
-            if (!view) assert_ok(rocq_buffer_free(ctx, &loaded.buffer));
+            assert_int_equal(buffer.size, view ? 0 : t.size);
+            assert_ok(rocq_buffer_free(ctx, &buffer));
         }
         rocq_gguf_close(&file);
         free(copy);
@@ -1732,9 +1742,10 @@ typedef rocq_result (*scenario)(rocq_ctx *ctx, blob *b);
 static rocq_result scenario_open(rocq_ctx *ctx, blob *b) { // header window grows on the way
     rocq_gguf *file = NULL;
     rocq_tensor loaded;
+    rocq_buffer buffer;
     rocq_result result = open_callback(ctx, &file, b);
-    if (result == ROCQ_OK) result = note(rocq_gguf_upload(ctx, file, "last", &loaded));
-    if (result == ROCQ_OK) result = rocq_buffer_free(ctx, &loaded.buffer);
+    if (result == ROCQ_OK) result = note(rocq_gguf_upload(ctx, file, "last", &loaded, &buffer));
+    if (result == ROCQ_OK) result = rocq_buffer_free(ctx, &buffer);
     rocq_gguf_close(&file);
     return result;
 }
@@ -1985,6 +1996,7 @@ static void compare_with_ggml(rocq_ctx *ctx, const char *path) {
     for (int64_t i = 0; i < rocq_gguf_tensor_count(file); i++) {
         rocq_gguf_tensor t;
         rocq_tensor loaded;
+        rocq_buffer buffer;
         char name[256];
         assert_ok(rocq_gguf_tensor_at(file, i, &t));
         assert_true(walk_name(name, t.name));
@@ -1995,7 +2007,7 @@ static void compare_with_ggml(rocq_ctx *ctx, const char *path) {
         assert_int_equal(ggml.data_offset(peer) + ggml.tensor_offset(peer, i), t.offset);
         void *tensor = ggml.get_tensor(tensors, name);
         assert_non_null(tensor);
-        assert_ok(rocq_gguf_upload(ctx, file, name, &loaded));
+        assert_ok(rocq_gguf_upload(ctx, file, name, &loaded, &buffer));
         assert_memory_equal(ggml.get_data(tensor), rocq_tensor_data(&loaded), (size_t)t.size);
     }
     ggml.ggml_free(tensors);
@@ -2017,6 +2029,7 @@ static void types_are_named(void **state) {
         rocq_gguf *file = NULL;
         rocq_gguf_tensor t;
         rocq_tensor loaded;
+        rocq_buffer buffer;
         put_header(&b, 3, 1, 0);
         put_tensor(&b, "t", 1, ne, type, 0);
         put_zeros(&b, b.size + 64 + 256 * 8);
@@ -2037,7 +2050,7 @@ static void types_are_named(void **state) {
         if (t.known) {
             assert_string_equal(t.type_name, rocq_get_format_info(t.format)->name);
         } else {
-            assert_result(rocq_gguf_upload(ctx, file, "t", &loaded), ROCQ_E_FORMAT);
+            assert_result(rocq_gguf_upload(ctx, file, "t", &loaded, &buffer), ROCQ_E_FORMAT);
             assert_non_null(strstr(rocq_error(ctx), t.type_name));
             unsigned char byte;
             assert_result(rocq_gguf_read(ctx, file, &t, &byte), ROCQ_E_FORMAT);

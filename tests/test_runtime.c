@@ -118,6 +118,7 @@ static void one_device_is_found(void **state) {
     assert_int_equal(info.device_bytes, 1 << 30);
     assert_true(info.n_units > 0);
     assert_int_equal(info.desc.dispatch_us, 1000);
+    assert_int_equal(info.desc.device, 1); // the first, which a 0 has stood for
     assert_int_equal(rocq_sync(ctx), ROCQ_OK);
     rocq_close(&ctx);
     rocq_close(&ctx);
@@ -144,6 +145,7 @@ static void devices_are_chosen_by_number_and_address(void **state) {
         if (!cases[i].found) continue;
         rocq_get_info(ctx, &info);
         assert_string_equal(info.pci, cases[i].found);
+        assert_int_equal(info.desc.device, cases[i].found[6] - '2'); // buses 03, 04 and 05
         rocq_close(&ctx);
     }
 }
@@ -1248,10 +1250,11 @@ static bool use_all(outcome *o, bool from_image) {
     rocq_ctx *ctx = o->ctx;
     assert_int_equal(rocq_gguf_open(ctx, &file, &source), ROCQ_OK);
     rocq_tensor w, f, x, y, out;
+    rocq_buffer w_buffer, f_buffer;
     const int64_t ne[2] = {256, 2}, ne_y[2] = {9, 2};
     float *v = random_floats(512), *large = random_floats(300000), results[18];
-    bool all = went_well(o, rocq_gguf_upload(ctx, file, "w", &w));
-    all &= went_well(o, rocq_gguf_upload(ctx, file, "f", &f));
+    bool all = went_well(o, rocq_gguf_upload(ctx, file, "w", &w, &w_buffer));
+    all &= went_well(o, rocq_gguf_upload(ctx, file, "f", &f, &f_buffer));
     all &= went_well(o, rocq_buffer_alloc(ctx, &buffer, 1 << 21));
     if (all) {
         assert_int_equal(rocq_tensor_init(&x, &buffer, 0, ROCQ_F32, 2, ne), ROCQ_OK);

@@ -216,6 +216,7 @@ static bool read_bytes(void *dst, int64_t offset, int64_t size, void *user) {
 static void check_gguf(rocq_ctx *ctx, const rocq_gguf_desc *desc) {
     rocq_gguf *file = NULL;
     rocq_tensor t;
+    rocq_buffer buffer;
     rocq_str text;
     int64_t value = 0;
     CHECK(rocq_gguf_open(ctx, &file, desc) == ROCQ_OK);
@@ -226,8 +227,9 @@ static void check_gguf(rocq_ctx *ctx, const rocq_gguf_desc *desc) {
     CHECK(rocq_gguf_get_i64(file, "check.answer", &value) == ROCQ_OK && value == 42);
     CHECK(rocq_gguf_get_str(file, "check.text", &text) == ROCQ_OK && text.length == 3 &&
           memcmp(text.data, "abc", 3) == 0);
-    CHECK(rocq_gguf_upload(ctx, file, "weight", &t) == ROCQ_OK);
+    CHECK(rocq_gguf_upload(ctx, file, "weight", &t, &buffer) == ROCQ_OK);
     CHECK(rocq_tensor_size(&t) == N * 4 && memcmp(rocq_tensor_data(&t), source, N * 4) == 0);
+    CHECK(rocq_buffer_free(ctx, &buffer) == ROCQ_OK);
     rocq_gguf_close(&file);
 }
 
