@@ -2567,6 +2567,35 @@ ROCQ__INLINE unsigned char *rocq__row(const rocq_tensor *t, int64_t i1, int64_t 
     return (unsigned char *)t->buffer.host + t->offset + rocq__bytes(t->format, elems);
 }
 
+ROCQ__FN void rocq__swap(char *a, char *b, int64_t size) {
+    char held[64];
+    for (int64_t n; size > 0; a += n, b += n, size -= n) {
+        n = ROCQ__MIN(size, (int64_t)sizeof held);
+        memcpy(held, a, (size_t)n);
+        memcpy(a, b, (size_t)n);
+        memcpy(b, held, (size_t)n);
+    }
+}
+
+// Heapsort of n items of size bytes: no recursion, no memory, which the C library's qsort may take,
+// and no input that makes it slow. compare gets two items and what it needs besides.
+ROCQ__FN void rocq__heapsort(void *items, int64_t n, int64_t size,
+                             int (*compare)(const void *a, const void *b, const void *user),
+                             const void *user) {
+    char *v = (char *)items;
+    for (int64_t end = n, start = n / 2; end > 1;) {
+        if (start > 0) start--;
+        else rocq__swap(v, v + --end * size, size);
+        for (int64_t at = start, child; (child = 2 * at + 1) < end; at = child) {
+            if (child + 1 < end && compare(v + child * size, v + (child + 1) * size, user) < 0) {
+                child++;
+            }
+            if (compare(v + at * size, v + child * size, user) >= 0) break;
+            rocq__swap(v + at * size, v + child * size, size);
+        }
+    }
+}
+
 // ---------------------------------------------------------------------------------------------
 // >>context
 // ---------------------------------------------------------------------------------------------
@@ -2861,6 +2890,20 @@ ROCQ__FN void rocq__free(rocq_ctx *ctx, void *data) {
     block->next->prev = block->prev;
     ctx->stats.live_bytes -= block->size;
     ctx->desc.allocator.free(block->raw, block->raw_size, ctx->desc.allocator.user);
+}
+
+// The array, or a larger one with what it holds, with room for n elements. NULL: there is no memory
+// for it, and the array stays as it is.
+ROCQ__FN void *rocq__array_room(rocq_ctx *ctx, void *array, int32_t *room, int64_t n,
+                                int64_t element) {
+    if (n <= *room) return array;
+    const int64_t more = ROCQ__MIN(ROCQ__MAX(n, 2 * (int64_t)*room), INT32_MAX);
+    void *larger = n <= INT32_MAX ? rocq__alloc(ctx, more * element) : NULL;
+    if (!larger) return NULL;
+    if (array) memcpy(larger, array, (size_t)(*room * element));
+    rocq__free(ctx, array);
+    *room = (int32_t)more;
+    return larger;
 }
 
 ROCQ__FN rocq_result rocq__take_budget(rocq_ctx *ctx, int64_t size) {
@@ -5051,49 +5094,38 @@ ROCQ__FN int rocq__gguf_compare(rocq_str a, rocq_str b) {
     return memcmp(a.data, b.data, (size_t)a.length);
 }
 
-ROCQ__FN int rocq__gguf_by_name(const rocq_gguf *file, const rocq__gguf_index *index, int64_t a,
-                                int64_t b) {
-    return rocq__gguf_compare(rocq__gguf_name(file, index, a), rocq__gguf_name(file, index, b));
+typedef struct rocq__gguf_list {
+    const rocq_gguf *file;
+    const rocq__gguf_index *index;
+} rocq__gguf_list;
+
+ROCQ__FN int rocq__gguf_by_name(const void *a, const void *b, const void *list) {
+    const rocq__gguf_list *l = (const rocq__gguf_list *)list;
+    return rocq__gguf_compare(rocq__gguf_name(l->file, l->index, *(const int64_t *)a),
+                              rocq__gguf_name(l->file, l->index, *(const int64_t *)b));
 }
 
-ROCQ__FN int rocq__gguf_by_offset(const rocq_gguf *file, const rocq__gguf_index *index, int64_t a,
-                                  int64_t b) {
-    const uint64_t offset_a = rocq__gguf_u64(file->head + index->at[a + 1] - 8);
-    const uint64_t offset_b = rocq__gguf_u64(file->head + index->at[b + 1] - 8);
+ROCQ__FN int rocq__gguf_by_offset(const void *a, const void *b, const void *list) {
+    const rocq__gguf_list *l = (const rocq__gguf_list *)list;
+    const int64_t *at = l->index->at;
+    const uint64_t offset_a = rocq__gguf_u64(l->file->head + at[*(const int64_t *)a + 1] - 8);
+    const uint64_t offset_b = rocq__gguf_u64(l->file->head + at[*(const int64_t *)b + 1] - 8);
     return offset_a < offset_b ? -1 : offset_a > offset_b;
 }
 
-// Heapsort: no recursion, no memory, and no input that makes it slow.
 ROCQ__FN void rocq__gguf_sort(const rocq_gguf *file, const rocq__gguf_index *index,
-                              int (*compare)(const rocq_gguf *, const rocq__gguf_index *, int64_t,
-                                             int64_t)) {
-    int64_t *order = index->order;
-    for (int64_t i = 0; i < index->count; i++) order[i] = i;
-    for (int64_t end = index->count, start = end / 2; end > 1;) {
-        if (start > 0) {
-            start--;
-        } else {
-            const int64_t top = order[0];
-            order[0] = order[--end];
-            order[end] = top;
-        }
-        const int64_t moved = order[start];
-        int64_t hole = start;
-        for (int64_t child; (child = hole * 2 + 1) < end; hole = child) {
-            if (child + 1 < end && compare(file, index, order[child], order[child + 1]) < 0)
-                child++;
-            if (compare(file, index, moved, order[child]) >= 0) break;
-            order[hole] = order[child];
-        }
-        order[hole] = moved;
-    }
+                              int (*compare)(const void *a, const void *b, const void *list)) {
+    const rocq__gguf_list list = {file, index};
+    for (int64_t i = 0; i < index->count; i++) index->order[i] = i;
+    rocq__heapsort(index->order, index->count, (int64_t)sizeof *index->order, compare, &list);
 }
 
 ROCQ__FN rocq_result rocq__gguf_sort_names(const rocq_gguf *file, const rocq__gguf_index *index) {
     rocq__gguf_sort(file, index, rocq__gguf_by_name);
     for (int64_t i = 1; i < index->count; i++) {
         const int64_t a = index->order[i - 1], b = index->order[i], later = ROCQ__MAX(a, b);
-        if (rocq__gguf_by_name(file, index, a, b) == 0) {
+        if (rocq__gguf_compare(rocq__gguf_name(file, index, a),
+                               rocq__gguf_name(file, index, b)) == 0) {
             return rocq__gguf_bad(file, index, later, index->at[later], ROCQ_E_CORRUPT,
                                   "the same name as number", (uint64_t)ROCQ__MIN(a, b));
         }
@@ -5678,8 +5710,9 @@ ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, cons
     return ROCQ_OK;
 }
 
-// By place in the file; qsort's order of equals is not defined, so that of the list decides.
-ROCQ__FN int rocq__part_compare(const void *a, const void *b) {
+// By place in the file; of the same place, by the place in the list.
+ROCQ__FN int rocq__part_compare(const void *a, const void *b, const void *user) {
+    (void)user;
     const rocq__part *p = (const rocq__part *)a, *q = (const rocq__part *)b;
     if (p->offset != q->offset) return p->offset < q->offset ? -1 : 1;
     return p->index < q->index ? -1 : p->index > q->index;
@@ -5706,7 +5739,7 @@ ROCQ__FN rocq_result rocq__load_find(rocq__loading *load, const rocq_gguf *file,
         }
         if (parts[i].size == 0) load->done += found.size;
     }
-    qsort(parts, (size_t)n_parts, sizeof *parts, rocq__part_compare);
+    rocq__heapsort(parts, n_parts, (int64_t)sizeof *parts, rocq__part_compare, NULL);
     return ROCQ_OK;
 }
 
@@ -5994,7 +6027,8 @@ typedef struct rocq__gguf_record {
 
 typedef struct rocq__gguf_records {
     rocq__gguf_record *items;
-    int64_t count, room;
+    int64_t count;
+    int32_t room;
 } rocq__gguf_records;
 
 struct rocq_gguf_writer {
@@ -6013,21 +6047,17 @@ struct rocq_gguf_writer {
 
 // Room for n more records.
 ROCQ__FN rocq_result rocq__gguf_reserve(rocq_ctx *ctx, rocq__gguf_records *records, int64_t n) {
+    int64_t count;
     if (n <= records->room - records->count) return ROCQ_OK;
-    int64_t room, bytes = -1;
-    rocq__gguf_record *items = NULL;
-    if (rocq__add(records->count, ROCQ__MAX(n, records->count + 16), &room) &&
-        rocq__mul(room, (int64_t)sizeof *items, &bytes)) {
-        items = (rocq__gguf_record *)rocq__alloc(ctx, bytes);
+    void *items = NULL;
+    if (rocq__add(records->count, n, &count)) {
+        items = rocq__array_room(ctx, records->items, &records->room, count,
+                                 (int64_t)sizeof *records->items);
     }
-    if (!items)
+    if (!items) {
         return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf: no memory for %lld records", (long long)n);
-    if (records->count > 0) {
-        memcpy(items, records->items, (size_t)records->count * sizeof *items);
     }
-    rocq__free(ctx, records->items);
-    records->items = items;
-    records->room = room;
+    records->items = (rocq__gguf_record *)items;
     return ROCQ_OK;
 }
 
@@ -13066,19 +13096,6 @@ ROCQ__FN void rocq__slab_free(rocq_pool *pool, rocq__slab *slab) {
     else rocq__free(pool->ctx, slab->host);
 }
 
-// The array, or a larger one with what it holds, with room for n elements; NULL: no memory.
-ROCQ__FN void *rocq__array_room(rocq_ctx *ctx, void *array, int32_t *room, int64_t n,
-                                int64_t element) {
-    if (n <= *room) return array;
-    const int64_t more = ROCQ__MIN(ROCQ__MAX(n, 2 * (int64_t)*room), INT32_MAX);
-    void *larger = n <= INT32_MAX ? rocq__alloc(ctx, more * element) : NULL;
-    if (!larger) return NULL;
-    if (array) memcpy(larger, array, (size_t)(*room * element));
-    rocq__free(ctx, array);
-    *room = (int32_t)more;
-    return larger;
-}
-
 ROCQ__FN rocq_result rocq__pool_fits(rocq_pool *pool, int64_t bytes) {
     if (pool->budget <= 0 || bytes <= pool->budget - pool->reserved_bytes) return ROCQ_OK;
     return rocq__fail(pool->ctx, ROCQ_E_BUDGET,
@@ -14357,24 +14374,10 @@ ROCQ_DEF int64_t rocq_time_ns(void) {
 #endif
 }
 
-// Heap sort: it needs no memory, and the C library's may take some.
-ROCQ__FN void rocq__sort(double *v, int64_t n) {
-    for (int64_t i = n / 2, end = n; end > 1;) {
-        double x;
-        if (i > 0) {
-            x = v[--i];
-        } else {
-            x = v[--end];
-            v[end] = v[0];
-        }
-        int64_t at = i;
-        for (int64_t child; (child = 2 * at + 1) < end; at = child) {
-            if (child + 1 < end && v[child + 1] > v[child]) child++;
-            if (v[child] <= x) break;
-            v[at] = v[child];
-        }
-        v[at] = x;
-    }
+ROCQ__FN int rocq__by_value(const void *a, const void *b, const void *user) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    (void)user;
+    return x < y ? -1 : x > y;
 }
 
 ROCQ_DEF void rocq_summarize(rocq_summary *summary, double *samples, int64_t n) {
@@ -14382,7 +14385,7 @@ ROCQ_DEF void rocq_summarize(rocq_summary *summary, double *samples, int64_t n) 
     memset(summary, 0, sizeof *summary);
     if (!samples || n < 1) return;
     double sum = 0.0, squares = 0.0;
-    rocq__sort(samples, n);
+    rocq__heapsort(samples, n, (int64_t)sizeof *samples, rocq__by_value, NULL);
     for (int64_t i = 0; i < n; i++) sum += samples[i];
     const double mean = sum / (double)n;
     for (int64_t i = 0; i < n; i++) squares += (samples[i] - mean) * (samples[i] - mean);
