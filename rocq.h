@@ -771,8 +771,8 @@ typedef struct rocq_tensor {
     int64_t stride[4];
 } rocq_tensor;
 
-// A bump allocator over one buffer. Without a buffer it only measures: the same code first finds out
-// the size (peak), then is run again over a buffer of that size.
+// A bump allocator over one buffer. Without a buffer it only measures: the same code first finds
+// out the size (peak), then is run again over a buffer of that size.
 typedef struct rocq_arena {
     rocq_buffer buffer; // not owned
     int64_t used;       // bytes from the start
@@ -1141,6 +1141,12 @@ typedef struct rocq_precision_info {
 ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *params,
                                         rocq_precision_info *info);
 
+// The format of x that a product of n columns with weights of format w reads as it is, so that what
+// computes x should write it: F32, F16, or Q8_0, which a GPU wants planar. precision: the params'.
+// The op takes any of them, and converts what it does not read. F32 where ctx is NULL.
+ROCQ_DEF rocq_format rocq_operand_format(const rocq_ctx *ctx, rocq_format w, int64_t n,
+                                         rocq_precision precision);
+
 // -- buffers --
 
 // Memory that the context's ops can use, 256-byte aligned, not cleared. Counts against the budget.
@@ -1175,6 +1181,14 @@ ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int
 // A contiguous tensor cut from the arena.
 ROCQ_DEF rocq_result rocq_arena_tensor(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
                                        int32_t n_dims, const int64_t *ne);
+
+// The same with plain sizes: [ne0], [ne0, ne1] or [ne0, ne1, ne2].
+ROCQ_DEF rocq_result rocq_tensor_1d(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
+                                    int64_t ne0);
+ROCQ_DEF rocq_result rocq_tensor_2d(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
+                                    int64_t ne0, int64_t ne1);
+ROCQ_DEF rocq_result rocq_tensor_3d(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
+                                    int64_t ne0, int64_t ne1, int64_t ne2);
 
 // mark, then reset to it, frees everything cut in between; reset to 0 frees all. A mark past what
 // is used, or below 0, changes nothing.
@@ -1238,6 +1252,15 @@ ROCQ_DEF rocq_result rocq_tensor_from_host(rocq_tensor *tensor, void *data, rocq
 ROCQ_DEF rocq_result rocq_tensor_view(rocq_tensor *view, const rocq_tensor *src,
                                       const int64_t start[4], const int64_t ne[4]);
 
+// The two views that models need most, by value. One that is not possible is an empty tensor, all
+// zero, which every op refuses (E_SHAPE).
+//     slice: first to first + n - 1 of dimension dim (0 to 3), and all of the others. Of [K, N],
+// slice(t, 1, first, n) is n columns, [K, n].
+//     heads: [K, N, B] as [head_dim, K / head_dim, N, B]. Dimension 3 of src must be 1.
+ROCQ_DEF rocq_tensor rocq_tensor_slice(const rocq_tensor *src, int32_t dim, int64_t first,
+                                       int64_t n);
+ROCQ_DEF rocq_tensor rocq_tensor_heads(const rocq_tensor *src, int64_t head_dim);
+
 // The same elements in other dimensions; src must be contiguous.
 ROCQ_DEF rocq_result rocq_tensor_reshape(rocq_tensor *view, const rocq_tensor *src, int32_t n_dims,
                                          const int64_t *ne);
@@ -1273,6 +1296,9 @@ typedef struct rocq_format_info {
 
 // NULL for an unknown format. I32 is known too.
 ROCQ_DEF const rocq_format_info *rocq_get_format_info(rocq_format format);
+
+// As GGUF writes it, "Q4_K"; "?" for an unknown format.
+ROCQ_DEF const char *rocq_format_name(rocq_format format);
 
 // By name, case ignored ("q4_k"). E_FORMAT when unknown.
 ROCQ_DEF rocq_result rocq_format_from_name(rocq_format *format, const char *name);
@@ -1318,6 +1344,9 @@ typedef struct rocq_str {
     const char *data;
     int64_t length;
 } rocq_str;
+
+// Whether text, which ends with a zero byte, has the same bytes; false for NULL.
+ROCQ_DEF bool rocq_str_equal(rocq_str s, const char *text);
 
 // Where the bytes come from: exactly one of path, data and read.
 typedef struct rocq_gguf_desc {
@@ -3104,6 +3133,23 @@ ROCQ_DEF rocq_result rocq_arena_tensor(rocq_arena *arena, rocq_tensor *tensor, r
     return ROCQ_OK;
 }
 
+ROCQ_DEF rocq_result rocq_tensor_1d(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
+                                    int64_t ne0) {
+    return rocq_arena_tensor(arena, tensor, format, 1, &ne0);
+}
+
+ROCQ_DEF rocq_result rocq_tensor_2d(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
+                                    int64_t ne0, int64_t ne1) {
+    const int64_t ne[2] = {ne0, ne1};
+    return rocq_arena_tensor(arena, tensor, format, 2, ne);
+}
+
+ROCQ_DEF rocq_result rocq_tensor_3d(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
+                                    int64_t ne0, int64_t ne1, int64_t ne2) {
+    const int64_t ne[3] = {ne0, ne1, ne2};
+    return rocq_arena_tensor(arena, tensor, format, 3, ne);
+}
+
 ROCQ_DEF int64_t rocq_arena_mark(const rocq_arena *arena) {
     return arena ? arena->used : 0;
 }
@@ -3194,6 +3240,37 @@ ROCQ_DEF rocq_result rocq_tensor_view(rocq_tensor *view, const rocq_tensor *src,
     view->offset = skip;
     memcpy(view->ne, ne, sizeof view->ne);
     return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_tensor rocq_tensor_slice(const rocq_tensor *src, int32_t dim, int64_t first,
+                                       int64_t n) {
+    int64_t start[4] = {0, 0, 0, 0}, ne[4];
+    rocq_tensor view;
+    memset(&view, 0, sizeof view);
+    if (!src || dim < 0 || dim > 3) return view;
+    memcpy(ne, src->ne, sizeof ne);
+    start[dim] = first;
+    ne[dim] = n;
+    rocq_tensor_view(&view, src, start, ne); // leaves view empty when it fails
+    return view;
+}
+
+ROCQ_DEF rocq_tensor rocq_tensor_heads(const rocq_tensor *src, int64_t head_dim) {
+    int64_t elems, bytes;
+    rocq_tensor view;
+    memset(&view, 0, sizeof view);
+    if (!src || head_dim < 1 || src->ne[3] != 1 || src->ne[0] % head_dim != 0 ||
+        !rocq__block_of(src->format, &elems, &bytes) || head_dim % elems != 0) {
+        return view;
+    }
+    view = *src;
+    view.n_dims = ROCQ__MIN(ROCQ__MAX(src->n_dims, 2) + 1, 4);
+    memmove(view.ne + 1, src->ne, 3 * sizeof *view.ne);
+    memmove(view.stride + 1, src->stride, 3 * sizeof *view.stride);
+    view.ne[0] = head_dim;
+    view.ne[1] = src->ne[0] / head_dim;
+    view.stride[1] = head_dim;
+    return view;
 }
 
 ROCQ_DEF bool rocq_tensor_contiguous(const rocq_tensor *tensor) {
@@ -4564,6 +4641,11 @@ ROCQ_DEF const rocq_format_info *rocq_get_format_info(rocq_format format) {
     return codec ? &codec->info : NULL;
 }
 
+ROCQ_DEF const char *rocq_format_name(rocq_format format) {
+    const rocq_format_info *info = rocq_get_format_info(format);
+    return info ? info->name : "?";
+}
+
 ROCQ_DEF rocq_result rocq_format_from_name(rocq_format *format, const char *name) {
     static const rocq_format all[] = {
 #define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_##NAME,
@@ -5481,6 +5563,11 @@ ROCQ_DEF rocq_result rocq_gguf_value_str(const rocq_gguf_value *value, int64_t i
     }
     *out = text;
     return ROCQ_OK;
+}
+
+ROCQ_DEF bool rocq_str_equal(rocq_str s, const char *text) {
+    if (!text || s.length < 0 || (uint64_t)s.length != strlen(text)) return false;
+    return s.length == 0 || (s.data && memcmp(s.data, text, (size_t)s.length) == 0);
 }
 
 ROCQ_DEF rocq_result rocq_gguf_next_str(const rocq_gguf_value *value, const void **cursor,
@@ -6506,21 +6593,41 @@ ROCQ__FN rocq_precision rocq__asked(const rocq_ctx *ctx, rocq_precision of_param
     return of_params != ROCQ_PRECISION_AUTO ? of_params : ctx->desc.precision;
 }
 
-// Of the product of x with one w.
-ROCQ__FN rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backend,
-                                           const rocq_matmul_params *p, const rocq_tensor *w) {
-    const rocq_precision asked = rocq__asked(ctx, p->precision);
+// Of a product of so many columns; of_params is what its params ask for.
+ROCQ__FN rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend backend,
+                                           rocq_precision of_params, rocq_format w,
+                                           int64_t columns) {
+    const rocq_precision asked = rocq__asked(ctx, of_params);
     rocq__choice choice;
     choice.precision = asked;
-    choice.why = p->precision ? "the params ask for it" : "the context asks for it";
+    choice.why = of_params ? "the params ask for it" : "the context asks for it";
     if (asked == ROCQ_PRECISION_AUTO) {
-        return rocq__precision_rule_for(ctx, backend, ROCQ_OP_MATMUL, w->format, p->x->ne[1]);
+        return rocq__precision_rule_for(ctx, backend, ROCQ_OP_MATMUL, w, columns);
     }
-    if (asked == ROCQ_PRECISION_F16 && backend == ROCQ_GPU && p->x->ne[1] <= ROCQ_K_FEW) {
+    if (asked == ROCQ_PRECISION_F16 && backend == ROCQ_GPU && columns <= ROCQ_K_FEW) {
         choice.precision = ROCQ_PRECISION_F32;
         choice.why = "F16 is asked for, but few columns wait for w to be read: F32 costs no time";
     }
     return choice;
+}
+
+// Of the product of x with one w.
+ROCQ__FN rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backend,
+                                           const rocq_matmul_params *p, const rocq_tensor *w) {
+    return rocq__columns_choice(ctx, backend, p->precision, w->format, p->x->ne[1]);
+}
+
+// What a GPU's products in a precision read of x.
+ROCQ__FN rocq_format rocq__operand_format(rocq_precision precision) {
+    return precision == ROCQ_PRECISION_INT8  ? ROCQ_Q8_0
+           : precision == ROCQ_PRECISION_F16 ? ROCQ_F16
+                                             : ROCQ_F32;
+}
+
+ROCQ_DEF rocq_format rocq_operand_format(const rocq_ctx *ctx, rocq_format w, int64_t n,
+                                         rocq_precision precision) {
+    if (!ctx || ctx->backend != ROCQ_GPU) return ROCQ_F32; // the CPU encodes F32 as it packs x
+    return rocq__operand_format(rocq__columns_choice(ctx, ROCQ_GPU, precision, w, n).precision);
 }
 
 ROCQ__FN double rocq__nmse_bound(rocq_precision precision) {
@@ -10973,9 +11080,7 @@ ROCQ__FN bool rocq__wide_rows(const rocq_tensor *t) {
 }
 
 ROCQ__FN rocq_tensor rocq__gemm_x(rocq__job *job, const rocq_tensor *x, rocq_precision path) {
-    const rocq_format to = path == ROCQ_PRECISION_INT8  ? ROCQ_Q8_0
-                           : path == ROCQ_PRECISION_F16 ? ROCQ_F16
-                                                        : ROCQ_F32;
+    const rocq_format to = rocq__operand_format(path);
     const rocq_layout layout = to == ROCQ_Q8_0 ? ROCQ_LAYOUT_PLANAR : ROCQ_LAYOUT_GGUF;
     if (x->format == to && x->layout == layout && (to == ROCQ_Q8_0 || rocq__wide_rows(x))) {
         return *x;
@@ -13714,13 +13819,11 @@ ROCQ__FN int64_t rocq__kv_n_words(const rocq_kv *kv) {
 // Cuts the tensors from an arena: first from a measuring one, then from memory.
 ROCQ__FN rocq_result rocq__kv_cut(rocq_kv *kv, rocq_arena *arena) {
     const rocq_kv_desc *d = &kv->desc;
-    const int64_t rows[3] = {d->head_dim, kv->n_cells, kv->n_planes};
-    const int64_t stage[3] = {d->head_dim, kv->n_planes, kv->chunk};
-    const int64_t n_words = rocq__kv_n_words(kv);
-    ROCQ__TRY(rocq_arena_tensor(arena, &kv->k, d->k_format, 3, rows));
-    ROCQ__TRY(rocq_arena_tensor(arena, &kv->v, d->v_format, 3, rows));
-    ROCQ__TRY(rocq_arena_tensor(arena, &kv->stage, ROCQ_F32, 3, stage));
-    return rocq_arena_tensor(arena, &kv->words, ROCQ_I32, 1, &n_words);
+    const int64_t n = d->head_dim, planes = kv->n_planes;
+    ROCQ__TRY(rocq_tensor_3d(arena, &kv->k, d->k_format, n, kv->n_cells, planes));
+    ROCQ__TRY(rocq_tensor_3d(arena, &kv->v, d->v_format, n, kv->n_cells, planes));
+    ROCQ__TRY(rocq_tensor_3d(arena, &kv->stage, ROCQ_F32, n, planes, kv->chunk));
+    return rocq_tensor_1d(arena, &kv->words, ROCQ_I32, rocq__kv_n_words(kv));
 }
 
 // The turn back of keys, checked, and with a factor that takes YaRN's growth out again.
@@ -13801,10 +13904,9 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes) {
 // Keys of n positions in the stage, turned where they are.
 ROCQ__FN rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *keys,
                                         rocq_tensor *pos) {
-    const int64_t start[4] = {rocq__kv_n_words(kv) - kv->chunk, 0, 0, 0};
-    const int64_t ne[4] = {keys->ne[2], 1, 1, 1};
     rocq_rope_params p;
-    rocq_tensor_view(pos, &kv->words, start, ne); // cannot fail: there are chunk of them
+    // There are chunk of them at the end of the words.
+    *pos = rocq_tensor_slice(&kv->words, 0, rocq__kv_n_words(kv) - kv->chunk, keys->ne[2]);
     p.x = p.y = keys;
     p.pos = pos;
     p.rope = kv->desc.rope;
@@ -13962,10 +14064,7 @@ ROCQ__FN rocq_result rocq__kv_cast(rocq_kv *kv, const rocq_tensor *y, const rocq
 
 // Cells [cell, cell + n) of k or v: [D, n, n_planes].
 ROCQ__FN rocq_tensor rocq__kv_cells(const rocq_tensor *rows, int64_t cell, int64_t n) {
-    const int64_t start[4] = {0, cell, 0, 0}, ne[4] = {rows->ne[0], n, rows->ne[2], 1};
-    rocq_tensor view = *rows;
-    rocq_tensor_view(&view, rows, start, ne); // cannot fail: the cells are inside
-    return view;
+    return rocq_tensor_slice(rows, 1, cell, n);
 }
 
 // From cells to other cells, which do not overlap them.
@@ -14010,12 +14109,9 @@ ROCQ__FN rocq_result rocq__kv_move(rocq_kv *kv, const rocq_tensor *rows, int32_t
     for (int32_t done = 0, run; done < n; done += run) {
         int32_t cell;
         run = rocq__kv_run(kv, seq, pos + done, n - done, &cell);
-        const int64_t start[4] = {0, 0, done, 0};
-        const int64_t ne[4] = {stage->ne[0], stage->ne[1], run, 1};
         const rocq_tensor cells = rocq__kv_cells(rows, cell, run);
-        rocq_tensor piece = *stage;
-        rocq_tensor_view(&piece, stage, start, ne); // neither can fail
-        rocq_tensor_permute(&piece, &piece, swap);
+        rocq_tensor piece = rocq_tensor_slice(stage, 2, done, run);
+        rocq_tensor_permute(&piece, &piece, swap); // cannot fail
         ROCQ__TRY(out ? rocq__kv_cast(kv, &cells, &piece) : rocq__kv_cast(kv, &piece, &cells));
     }
     return ROCQ_OK;
@@ -14032,13 +14128,8 @@ ROCQ_DEF rocq_result rocq_kv_layer(rocq_kv *kv, int32_t layer, int32_t seq0, int
                           "of %d, or view is NULL", (int)layer, (int)d->n_layers, (int)seq0,
                           (int)n_seqs, (int)d->n_seqs);
     }
-    const int64_t start[4] = {0, 0, (int64_t)layer * d->n_kv_heads, 0};
-    const int64_t ne[4] = {d->head_dim, kv->n_cells, d->n_kv_heads, 1};
-    const int64_t own[4] = {0, 0, (int64_t)seq0 * d->n_ctx, 0};
-    const int64_t all[4] = {d->head_dim, d->n_kv_heads, d->n_ctx, 1};
-    const int64_t lengths[4] = {seq0, 0, 0, 0}, n_lengths[4] = {n_seqs, 1, 1, 1};
-    const int64_t tables[4] = {d->n_seqs + seq0 * kv->seq_pages, 0, 0, 0};
-    const int64_t n_tables[4] = {n_seqs * kv->seq_pages, 1, 1, 1};
+    const int64_t plane = (int64_t)layer * d->n_kv_heads, own = (int64_t)seq0 * d->n_ctx;
+    const int64_t tables = d->n_seqs + seq0 * kv->seq_pages;
     const int64_t pages[2] = {kv->seq_pages, n_seqs};
     const int32_t swap[4] = {0, 2, 1, 3};
     rocq_kv_view view; // nothing below can fail: it is all inside
@@ -14046,19 +14137,19 @@ ROCQ_DEF rocq_result rocq_kv_layer(rocq_kv *kv, int32_t layer, int32_t seq0, int
     for (int i = 0; i < 2; i++) {
         rocq_tensor *cache = i == 0 ? &view.k_cache : &view.v_cache;
         rocq_tensor *attended = i == 0 ? &view.k : &view.v;
-        rocq_tensor_view(cache, i == 0 ? &kv->k : &kv->v, start, ne);
+        *cache = rocq_tensor_slice(i == 0 ? &kv->k : &kv->v, 2, plane, d->n_kv_heads);
         rocq_tensor_permute(cache, cache, swap);
         *attended = *cache;
         if (d->page_size > 0) continue;
-        rocq_tensor_view(attended, cache, own, all);
+        *attended = rocq_tensor_slice(cache, 2, own, d->n_ctx);
         attended->n_dims = 4;
         attended->ne[3] = n_seqs;
         attended->stride[3] = d->n_ctx * attended->stride[2];
     }
-    rocq_tensor_view(&view.kv_len, &kv->words, lengths, n_lengths);
+    view.kv_len = rocq_tensor_slice(&kv->words, 0, seq0, n_seqs);
     view.page_size = d->page_size;
     if (d->page_size > 0) {
-        rocq_tensor_view(&view.page_table, &kv->words, tables, n_tables);
+        view.page_table = rocq_tensor_slice(&kv->words, 0, tables, n_seqs * kv->seq_pages);
         rocq_tensor_reshape(&view.page_table, &view.page_table, 2, pages);
     }
     *out = view;
@@ -14091,9 +14182,8 @@ ROCQ_DEF rocq_result rocq_kv_flush(rocq_kv *kv) {
     ROCQ__TRY(rocq__kv_check(kv, "kv_flush", 0));
     ROCQ__TRY(rocq__not_recording(kv->ctx, "kv_flush"));
     if (kv->dirty >= kv->dirty_end) return ROCQ_OK;
-    const int64_t start[4] = {kv->dirty, 0, 0, 0}, ne[4] = {kv->dirty_end - kv->dirty, 1, 1, 1};
-    rocq_tensor words = kv->words;
-    rocq_tensor_view(&words, &kv->words, start, ne); // cannot fail
+    const rocq_tensor words =
+        rocq_tensor_slice(&kv->words, 0, kv->dirty, kv->dirty_end - kv->dirty);
     ROCQ__TRY(rocq_upload(kv->ctx, &words, kv->length + kv->dirty, rocq_tensor_size(&words)));
     kv->dirty = INT64_MAX;
     kv->dirty_end = 0;

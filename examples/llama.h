@@ -259,10 +259,6 @@ static rocq_result llama__read_float(llama_model *m, const rocq_gguf *file, cons
     return ROCQ_OK;
 }
 
-static bool llama__is(rocq_str s, const char *text) {
-    return s.length == (int64_t)strlen(text) && memcmp(s.data, text, (size_t)s.length) == 0;
-}
-
 // Fails for a model in which a token sees those behind it. What it computes for a token changes as
 // text is added, so it has no keys and values that a cache could keep, and continues no text.
 static rocq_result llama__read_causal(llama_model *m, const rocq_gguf *file) {
@@ -295,8 +291,8 @@ static rocq_result llama__read_rope(llama_model *m, const rocq_gguf *file) {
     if (typed != ROCQ_OK && typed != ROCQ_E_NOT_FOUND) {
         return llama__fail(m, typed, "%s is not a string", key);
     }
-    const bool none = llama__is(scaling, "none"), yarn = llama__is(scaling, "yarn");
-    if (!none && !yarn && !llama__is(scaling, "linear")) {
+    const bool none = rocq_str_equal(scaling, "none"), yarn = rocq_str_equal(scaling, "yarn");
+    if (!none && !yarn && !rocq_str_equal(scaling, "linear")) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s \"%.*s\" is not supported", key,
                            (int)(scaling.length < 100 ? scaling.length : 100), scaling.data);
     }
@@ -317,7 +313,7 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file, int
         return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no general.architecture");
     }
     for (size_t i = 0; i < sizeof llama__families / sizeof llama__families[0]; i++) {
-        if (!llama__is(name, llama__families[i].name)) continue;
+        if (!rocq_str_equal(name, llama__families[i].name)) continue;
         m->family = llama__families[i].name;
         m->rope.pairing = llama__families[i].pairing;
         m->activation = llama__families[i].activation;
@@ -482,13 +478,14 @@ static void llama__free(llama_model *m, void *data, size_t size) {
     if (data) a.free(data, size, a.user);
 }
 
-// A GPU's kernels multiply few columns in int8 and many in F16, where the weights allow it. What
-// they read is best written so at once; llama_open starts from those two formats.
+enum { LLAMA__FEW = 8 }; // columns: from the next on, a GPU's kernels read another format
+
+// The operands that llama_open starts with suit quantized weights. Several weights read each of
+// them, so one that wants F32 decides for all.
 static void llama__operands_of(llama_model *m, rocq_format weights) {
-    const bool whole = rocq_get_format_info(weights)->block_elems == 1;
-    const bool mxfp6 = weights == ROCQ_MXFP6_E2M3 || weights == ROCQ_MXFP6_E3M2;
-    if (whole || mxfp6) m->few = ROCQ_F32;
-    if (weights == ROCQ_F32) m->many = ROCQ_F32;
+    const rocq_precision p = m->options.precision;
+    if (rocq_operand_format(m->ctx, weights, 1, p) == ROCQ_F32) m->few = ROCQ_F32;
+    if (rocq_operand_format(m->ctx, weights, LLAMA__FEW + 1, p) == ROCQ_F32) m->many = ROCQ_F32;
 }
 
 // What is to be loaded, and where it goes: [n_weights] each.
@@ -613,36 +610,13 @@ static rocq_result llama__measure(llama_model *m, rocq_op op, const void *params
 
 static const rocq_tensor *llama__maybe(const rocq_tensor *t) { return t->n_dims > 0 ? t : NULL; }
 
-// Columns [first, first + n) of a contiguous [K, columns] tensor.
-static rocq_tensor llama__columns(const rocq_tensor *t, int64_t first, int64_t n) {
-    const int64_t start[4] = {0, first, 0, 0}, ne[4] = {t->ne[0], n, 1, 1};
-    rocq_tensor view = *t;
-    rocq_tensor_view(&view, t, start, ne); // cannot fail: the columns are inside
-    return view;
-}
-
-static rocq_tensor llama__inputs(const llama_model *m, int64_t first, int64_t n) {
-    const int64_t start[4] = {first, 0, 0, 0}, ne[4] = {n, 1, 1, 1};
-    rocq_tensor view = m->inputs;
-    rocq_tensor_view(&view, &m->inputs, start, ne); // cannot fail either
-    return view;
-}
-
-// [n_heads * head_dim, n] seen as [head_dim, n_heads, n].
-static rocq_tensor llama__heads(const llama_model *m, const rocq_tensor *t) {
-    const int64_t ne[3] = {m->head_dim, t->ne[0] / m->head_dim, t->ne[1]};
-    rocq_tensor view = *t;
-    rocq_tensor_reshape(&view, t, 3, ne); // cannot fail: the sizes are the same
-    return view;
-}
-
 // What a product reads: [rows, n] in t's memory, in the format that suits n.
 static rocq_tensor llama__operand(const llama_model *m, const rocq_tensor *t, int64_t rows,
                                   int64_t n) {
     const int64_t ne[2] = {rows, n};
     rocq_tensor operand = *t;
     // cannot fail: t has room for as many columns in F32
-    rocq_tensor_init(&operand, &t->buffer, t->offset, n <= 8 ? m->few : m->many, 2, ne);
+    rocq_tensor_init(&operand, &t->buffer, t->offset, n <= LLAMA__FEW ? m->few : m->many, 2, ne);
     if (operand.format == ROCQ_Q8_0) operand.layout = ROCQ_LAYOUT_PLANAR;
     return operand;
 }
@@ -659,7 +633,7 @@ static rocq_result llama__add(llama_model *m, const rocq_tensor *x, const rocq_t
                               const rocq_tensor *in, const rocq_tensor *bias,
                               const rocq_tensor *norm) {
     const bool direct = norm->n_dims == 0;
-    const rocq_tensor added = llama__columns(&m->added, 0, direct ? 1 : x->ne[1]);
+    const rocq_tensor added = rocq_tensor_slice(&m->added, 1, 0, direct ? 1 : x->ne[1]);
     const rocq_matmul_params project = {.y = direct ? x : &added, .w = w, .x = in,
                                         .bias = llama__maybe(bias), .residual = direct ? x : NULL,
                                         .precision = m->options.precision};
@@ -674,19 +648,23 @@ static rocq_result llama__add(llama_model *m, const rocq_tensor *x, const rocq_t
 // One layer over the n tokens in x [n_embd, n].
 static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq_tensor *x) {
     const int64_t n = x->ne[1];
-    const rocq_tensor kv_len = llama__inputs(m, 0, 1), pos = llama__inputs(m, 1 + n, n);
-    const rocq_tensor cells = llama__inputs(m, 1 + 2 * n, n);
+    const rocq_tensor kv_len = rocq_tensor_slice(&m->inputs, 0, 0, 1);
+    const rocq_tensor pos = rocq_tensor_slice(&m->inputs, 0, 1 + n, n);
+    const rocq_tensor cells = rocq_tensor_slice(&m->inputs, 0, 1 + 2 * n, n);
     const rocq_kv_view *cache = &l->cache;
     const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
     const bool pair = l->up_bias.n_dims == 0; // w2 has no bias: with one, gate and up go one by one
     const rocq_tensor ffn = pair ? llama__operand(m, &m->ffn, m->n_ff, n)
-                                 : llama__columns(&m->ffn, 0, n);
-    const rocq_tensor q = llama__columns(&m->q, 0, n), q_heads = llama__heads(m, &q);
-    const rocq_tensor k = llama__columns(&m->k, 0, n), k_heads = llama__heads(m, &k);
-    const rocq_tensor v = llama__columns(&m->v, 0, n), v_heads = llama__heads(m, &v);
+                                 : rocq_tensor_slice(&m->ffn, 1, 0, n);
+    const rocq_tensor q = rocq_tensor_slice(&m->q, 1, 0, n); // the first n columns
+    const rocq_tensor k = rocq_tensor_slice(&m->k, 1, 0, n);
+    const rocq_tensor v = rocq_tensor_slice(&m->v, 1, 0, n);
+    const rocq_tensor q_heads = rocq_tensor_heads(&q, m->head_dim);
+    const rocq_tensor k_heads = rocq_tensor_heads(&k, m->head_dim);
+    const rocq_tensor v_heads = rocq_tensor_heads(&v, m->head_dim);
     rocq_tensor seen = llama__operand(m, &m->h, m->q.ne[0], n), seen_heads; // by attention
     if (m->head_dim % rocq_get_format_info(seen.format)->block_elems != 0) seen = q;
-    seen_heads = llama__heads(m, &seen);
+    seen_heads = rocq_tensor_heads(&seen, m->head_dim);
 
     const rocq_matmul_params to_v = {
         .y = &v, .w = &l->v, .x = &h, .bias = llama__maybe(&l->v_bias),
@@ -729,7 +707,8 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
 
 // Tokens 0 .. n of the batch, from their ids to the residual stream after the last layer.
 static rocq_result llama__batch(llama_model *m, int64_t n) {
-    const rocq_tensor x = llama__columns(&m->x, 0, n), ids = llama__inputs(m, 1, n);
+    const rocq_tensor x = rocq_tensor_slice(&m->x, 1, 0, n);
+    const rocq_tensor ids = rocq_tensor_slice(&m->inputs, 0, 1, n);
     const rocq_gather_params embed = {.y = &x, .table = &m->embedding, .ids = &ids,
                                       .scale = m->embedding_scale};
     LLAMA__RUN(m, GATHER, gather, &embed);
@@ -739,16 +718,16 @@ static rocq_result llama__batch(llama_model *m, int64_t n) {
 
 // Logits of n <= n_logits tokens of the batch, from number first on.
 static rocq_result llama__head(llama_model *m, int64_t first, int64_t n) {
-    const rocq_tensor x = llama__columns(&m->x, first, n);
+    const rocq_tensor x = rocq_tensor_slice(&m->x, 1, first, n);
     const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
-    const rocq_tensor logits = llama__columns(&m->logits, 0, n);
+    const rocq_tensor logits = rocq_tensor_slice(&m->logits, 1, 0, n);
     const rocq_matmul_params project = {.y = &logits, .w = &m->output, .x = &h,
                                         .bias = llama__maybe(&m->output_bias),
                                         .softcap = m->final_softcap,
                                         .precision = m->options.precision};
     LLAMA__TRY(llama__norm(m, &h, &x, &m->output_norm));
     LLAMA__RUN(m, MATMUL, matmul, &project);
-    m->last = llama__columns(&m->logits, n - 1, 1);
+    m->last = rocq_tensor_slice(&m->logits, 1, n - 1, 1);
     return ROCQ_OK;
 }
 
@@ -781,30 +760,21 @@ static rocq_result llama__record(llama_model *m, const rocq_sample_params *how) 
 // Memory
 // ---------------------------------------------------------------------------------------------
 
-static rocq_result llama__tensor(llama_model *m, rocq_arena *arena, rocq_tensor *out,
-                                 rocq_format format, int64_t ne0, int64_t ne1, int64_t ne2) {
-    const int64_t ne[3] = {ne0, ne1, ne2};
-    const rocq_result result = rocq_arena_tensor(arena, out, format, 3, ne);
-    if (result == ROCQ_OK) return result;
-    return llama__fail(m, result, "no tensor of %.0f x %.0f x %.0f elements: %s", (double)ne0,
-                       (double)ne1, (double)ne2, rocq_result_message(result));
-}
-
 // Cuts the activations from an arena: first from a measuring one, then from memory.
 static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
     const int64_t n = m->n_batch, n_q = (int64_t)m->n_heads * m->head_dim;
     const int64_t n_kv = (int64_t)m->n_kv_heads * m->head_dim;
-    LLAMA__TRY(llama__tensor(m, arena, &m->inputs, ROCQ_I32, 1 + 3 * n, 1, 1));
-    LLAMA__TRY(llama__tensor(m, arena, &m->token, ROCQ_I32, 1, 1, 1));
-    LLAMA__TRY(llama__tensor(m, arena, &m->x, ROCQ_F32, m->n_embd, n, 1));
-    LLAMA__TRY(llama__tensor(m, arena, &m->h, ROCQ_F32, n_q > m->n_embd ? n_q : m->n_embd, n, 1));
-    LLAMA__TRY(llama__tensor(m, arena, &m->q, ROCQ_F32, n_q, n, 1));
-    LLAMA__TRY(llama__tensor(m, arena, &m->k, ROCQ_F32, n_kv, n, 1));
-    LLAMA__TRY(llama__tensor(m, arena, &m->v, ROCQ_F32, n_kv, n, 1));
-    LLAMA__TRY(llama__tensor(m, arena, &m->ffn, ROCQ_F32, m->n_ff, n, 1));
-    LLAMA__TRY(llama__tensor(m, arena, &m->added, ROCQ_F32, m->n_embd,
-                             m->layers[0].attn_post_norm.n_dims > 0 ? n : 1, 1));
-    return llama__tensor(m, arena, &m->logits, ROCQ_F32, m->n_vocab, m->n_logits, 1);
+    LLAMA__TRY(rocq_tensor_1d(arena, &m->inputs, ROCQ_I32, 1 + 3 * n));
+    LLAMA__TRY(rocq_tensor_1d(arena, &m->token, ROCQ_I32, 1));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->x, ROCQ_F32, m->n_embd, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->h, ROCQ_F32, n_q > m->n_embd ? n_q : m->n_embd, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->q, ROCQ_F32, n_q, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->k, ROCQ_F32, n_kv, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->v, ROCQ_F32, n_kv, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->ffn, ROCQ_F32, m->n_ff, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->added, ROCQ_F32, m->n_embd,
+                              m->layers[0].attn_post_norm.n_dims > 0 ? n : 1));
+    return rocq_tensor_2d(arena, &m->logits, ROCQ_F32, m->n_vocab, m->n_logits);
 }
 
 static size_t llama__staged_size(const llama_model *m) {
@@ -834,7 +804,11 @@ static rocq_result llama__make_memory(llama_model *m) {
     rocq_arena arena;
     LLAMA__TRY(llama__make_cache(m));
     rocq_arena_init(&arena, NULL);
-    LLAMA__TRY(llama__cut(m, &arena));
+    const rocq_result measured = llama__cut(m, &arena);
+    if (measured != ROCQ_OK) {
+        return llama__fail(m, measured, "activations of %d tokens: %s", (int)m->n_batch,
+                           rocq_result_message(measured));
+    }
     const int64_t size = arena.peak;
     LLAMA__TRY(rocq_buffer_alloc(m->ctx, &m->memory, size));
     rocq_arena_init(&arena, &m->memory);
@@ -861,11 +835,8 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     const rocq_info info = llama__info(m);
     const bool gpu = info.backend == ROCQ_GPU;
     int family = 0;
-    const rocq_precision asked = m->options.precision;
-    const rocq_precision precision = asked ? asked : info.desc.precision;
-    const bool is_auto = precision == ROCQ_PRECISION_AUTO;
-    m->few = gpu && (is_auto || precision == ROCQ_PRECISION_INT8) ? ROCQ_Q8_0 : ROCQ_F32;
-    m->many = gpu && (is_auto || precision == ROCQ_PRECISION_F16) ? ROCQ_F16 : ROCQ_F32;
+    m->few = rocq_operand_format(m->ctx, ROCQ_Q8_0, 1, m->options.precision);
+    m->many = rocq_operand_format(m->ctx, ROCQ_Q8_0, LLAMA__FEW + 1, m->options.precision);
     LLAMA__TRY(llama__read_config(m, file, &family));
     LLAMA__TRY(llama__allocate(m, &m->layers, (size_t)m->n_layers * sizeof(llama_layer)));
     LLAMA__TRY(llama__read_extras(m, file, family));
@@ -935,7 +906,7 @@ static inline void llama_close(llama_model *m) {
 // logits. The length goes with them, so that only a table of pages needs another upload.
 static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int32_t n, bool head) {
     const int32_t kv_len = m->n_past + n;
-    const rocq_tensor inputs = llama__inputs(m, 0, 1 + 3 * n);
+    const rocq_tensor inputs = rocq_tensor_slice(&m->inputs, 0, 0, 1 + 3 * n);
     m->staged[0] = kv_len;
     for (int32_t i = 0; i < n; i++) {
         m->staged[1 + i] = tokens[i];
@@ -951,7 +922,7 @@ static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int3
     LLAMA__TRY(rocq_upload(m->ctx, &inputs, m->staged, rocq_tensor_size(&inputs)));
     if (m->step && n == 1 && head) {
         LLAMA__TRY(rocq_graph_launch(m->ctx, m->step));
-        m->last = llama__columns(&m->logits, 0, 1);
+        m->last = rocq_tensor_slice(&m->logits, 1, 0, 1);
     } else {
         LLAMA__TRY(llama__batch(m, n));
         if (head) LLAMA__TRY(llama__head(m, n - 1, 1));
@@ -975,7 +946,7 @@ static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n,
         LLAMA__TRY(llama__eval_batch(m, tokens + done, step, !logits && done + step == n));
         for (int32_t i = 0; logits && i < step;) {
             const int32_t part = step - i < m->n_logits ? step - i : m->n_logits;
-            const rocq_tensor from = llama__columns(&m->logits, 0, part);
+            const rocq_tensor from = rocq_tensor_slice(&m->logits, 1, 0, part);
             float *to = logits + (done + i) * m->n_vocab;
             LLAMA__TRY(llama__head(m, i, part));
             LLAMA__TRY(rocq_download(m->ctx, to, &from, rocq_tensor_size(&from)));

@@ -440,6 +440,141 @@ static void views_reshapes_and_permutations(void **state) {
     assert_int_equal(rocq_tensor_permute(&w, &t, (int32_t[4]){0, 1, 2, 9}), ROCQ_E_ARGUMENT);
 }
 
+// Every element of a slice and of heads is the one of the tensor that they are cut from.
+static void slices_and_heads(void **state) {
+    (void)state;
+    static float memory[12 * 4 * 3 * 2];
+    static unsigned char blocks[34 * 4 * 3];
+    for (int i = 0; i < 12 * 4 * 3 * 2; i++) memory[i] = (float)i;
+    rocq_tensor t, wide, view, zero;
+    memset(&zero, 0, sizeof zero);
+    assert_int_equal(rocq_tensor_from_host(&t, memory, ROCQ_F32, 4, (int64_t[]){12, 4, 3, 2}), ROCQ_OK);
+    for (int dim = 0; dim < 4; dim++) {
+        for (int64_t first = 0; first < t.ne[dim]; first++) {
+            for (int64_t n = 1; n <= t.ne[dim] - first; n++) {
+                view = rocq_tensor_slice(&t, dim, first, n);
+                for (int d = 0; d < 4; d++) assert_int_equal(view.ne[d], d == dim ? n : t.ne[d]);
+                assert_memory_equal(view.stride, t.stride, sizeof t.stride);
+                assert_float_equal(((float *)rocq_tensor_data(&view))[0], (float)(first * t.stride[dim]), 0);
+                assert_int_equal(view.n_dims, 4);
+            }
+        }
+        const struct { int64_t first, n; } bad[] = {
+            {-1, 1}, {0, 0}, {0, -1}, {0, t.ne[dim] + 1}, {t.ne[dim], 1}, {1, INT64_MAX}, {INT64_MAX, 1}};
+        for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+            view = rocq_tensor_slice(&t, dim, bad[i].first, bad[i].n);
+            assert_memory_equal(&view, &zero, sizeof zero);
+        }
+    }
+    for (int dim = -1; dim <= 4; dim += 5) {
+        view = rocq_tensor_slice(&t, dim, 0, 1);
+        assert_memory_equal(&view, &zero, sizeof zero);
+    }
+    view = rocq_tensor_slice(NULL, 0, 0, 1);
+    assert_memory_equal(&view, &zero, sizeof zero);
+
+    // Heads of some columns, with rows in between that are not seen.
+    wide = rocq_tensor_slice(&t, 3, 1, 1);
+    wide = rocq_tensor_slice(&wide, 1, 1, 2);
+    view = rocq_tensor_heads(&wide, 4);
+    assert_int_equal(view.n_dims, 4);
+    assert_memory_equal(view.ne, ((int64_t[4]){4, 3, 2, 3}), sizeof view.ne);
+    for (int64_t b = 0; b < 3; b++) {
+        for (int64_t n = 0; n < 2; n++) {
+            for (int64_t h = 0; h < 3; h++) {
+                const float *row = (const float *)(const void *)rocq__row(&view, h, n, b);
+                for (int64_t d = 0; d < 4; d++) {
+                    assert_float_equal(row[d], (float)(d + 4 * h + 12 * (n + 1) + 48 * b + 144), 0);
+                }
+            }
+        }
+    }
+    wide = rocq_tensor_slice(&t, 3, 0, 1);
+    for (int64_t head_dim = -1; head_dim <= 13; head_dim++) {
+        view = rocq_tensor_heads(&wide, head_dim);
+        const bool fits = head_dim > 0 && 12 % head_dim == 0;
+        assert_int_equal(view.ne[1], fits ? 12 / head_dim : 0);
+        if (!fits) assert_memory_equal(&view, &zero, sizeof zero);
+    }
+    view = rocq_tensor_heads(&t, 4); // has a fourth dimension already
+    assert_memory_equal(&view, &zero, sizeof zero);
+    view = rocq_tensor_heads(NULL, 4);
+    assert_memory_equal(&view, &zero, sizeof zero);
+
+    // Blocks are not cut; one dimension becomes [head_dim, heads, 1].
+    assert_int_equal(rocq_tensor_from_host(&t, blocks, ROCQ_Q8_0, 1, (int64_t[]){128}), ROCQ_OK);
+    view = rocq_tensor_slice(&t, 0, 16, 32);
+    assert_memory_equal(&view, &zero, sizeof zero);
+    view = rocq_tensor_heads(&t, 16);
+    assert_memory_equal(&view, &zero, sizeof zero);
+    view = rocq_tensor_slice(&t, 0, 32, 64);
+    assert_ptr_equal(rocq_tensor_data(&view), blocks + 34);
+    view = rocq_tensor_heads(&t, 64);
+    assert_memory_equal(view.ne, ((int64_t[4]){64, 2, 1, 1}), sizeof view.ne);
+    assert_int_equal(view.n_dims, 3);
+    assert_int_equal(rocq_tensor_size(&view), rocq_tensor_size(&t));
+    assert_true(rocq_tensor_contiguous(&view));
+    t.format = (rocq_format)4;
+    view = rocq_tensor_heads(&t, 64);
+    assert_memory_equal(&view, &zero, sizeof zero);
+
+    // What an op says of an empty one.
+    rocq_ctx *ctx = open_cpu();
+    assert_int_equal(rocq_tensor_from_host(&t, memory, ROCQ_F32, 1, (int64_t[]){12}), ROCQ_OK);
+    const rocq_scale_params scale = {.y = &t, .x = &zero, .scale = 2};
+    assert_int_equal(rocq_scale(ctx, &scale), ROCQ_E_SHAPE);
+    assert_non_null(strstr(rocq_error(ctx), "x has 0 elements"));
+    rocq_close(&ctx);
+}
+
+// The same tensors as from lists of sizes, and the same refusals, with nothing cut.
+static void tensors_of_plain_sizes(void **state) {
+    (void)state;
+    static unsigned char memory[4096];
+    const rocq_buffer buffer = rocq_buffer_from_host(memory, sizeof memory);
+    const int64_t ne[3] = {64, 3, 2};
+    rocq_arena arena, by_list;
+    rocq_tensor t[3], want, untouched;
+    rocq_arena_init(&arena, &buffer);
+    rocq_arena_init(&by_list, &buffer);
+    memset(&untouched, 0x5a, sizeof untouched);
+    assert_int_equal(rocq_tensor_1d(&arena, &t[0], ROCQ_I32, 64), ROCQ_OK);
+    assert_int_equal(rocq_tensor_2d(&arena, &t[1], ROCQ_Q8_0, 64, 3), ROCQ_OK);
+    assert_int_equal(rocq_tensor_3d(&arena, &t[2], ROCQ_F32, 64, 3, 2), ROCQ_OK);
+    for (int i = 0; i < 3; i++) {
+        const rocq_format format = i == 0 ? ROCQ_I32 : i == 1 ? ROCQ_Q8_0 : ROCQ_F32;
+        assert_int_equal(rocq_arena_tensor(&by_list, &want, format, i + 1, ne), ROCQ_OK);
+        assert_memory_equal(&t[i], &want, sizeof want);
+    }
+    const int64_t used = arena.used;
+    t[0] = untouched;
+    assert_int_equal(rocq_tensor_1d(NULL, &t[0], ROCQ_F32, 1), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tensor_2d(&arena, NULL, ROCQ_F32, 1, 1), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_tensor_3d(&arena, &t[0], ROCQ_F32, 1, 1, 0), ROCQ_E_SHAPE);
+    assert_int_equal(rocq_tensor_2d(&arena, &t[0], ROCQ_Q4_K, 64, 1), ROCQ_E_SHAPE);
+    assert_int_equal(rocq_tensor_1d(&arena, &t[0], (rocq_format)4, 1), ROCQ_E_FORMAT);
+    assert_int_equal(rocq_tensor_3d(&arena, &t[0], ROCQ_F32, 1 << 30, 1 << 30, 1 << 30), ROCQ_E_OVERFLOW);
+    assert_int_equal(rocq_tensor_2d(&arena, &t[0], ROCQ_F32, 1024, 1), ROCQ_E_ARENA);
+    assert_memory_equal(&t[0], &untouched, sizeof untouched);
+    assert_int_equal(arena.used, used);
+}
+
+static void strings_and_names(void **state) {
+    (void)state;
+    const struct { rocq_str s; const char *text; bool equal; } cases[] = {
+        {{"yarn", 4}, "yarn", true},   {{"yarns", 4}, "yarn", true}, {{"yarn", 3}, "yarn", false},
+        {{"yarn", 4}, "yar", false},   {{"a\0b", 3}, "a", false},    {{"", 0}, "", true},
+        {{NULL, 0}, "", true},         {{NULL, 0}, "a", false},      {{"a", 1}, NULL, false},
+        {{NULL, 1}, "a", false},       {{"a", -1}, "a", false},      {{"a", INT64_MIN}, "", false}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        assert_int_equal(rocq_str_equal(cases[i].s, cases[i].text), cases[i].equal);
+    }
+    assert_string_equal(rocq_format_name(ROCQ_Q4_K), "Q4_K");
+    assert_string_equal(rocq_format_name(ROCQ_I32), "I32");
+    assert_string_equal(rocq_format_name((rocq_format)4), "?");
+    assert_string_equal(rocq_format_name((rocq_format)-1), "?");
+}
+
 static void uploads_and_downloads_are_exact(void **state) {
     (void)state;
     rocq_ctx *ctx = open_cpu();
@@ -773,6 +908,9 @@ int main(void) {
         cmocka_unit_test(a_measured_peak_fits_any_memory),
         cmocka_unit_test(tensors_know_their_size_and_bounds),
         cmocka_unit_test(views_reshapes_and_permutations),
+        cmocka_unit_test(slices_and_heads),
+        cmocka_unit_test(tensors_of_plain_sizes),
+        cmocka_unit_test(strings_and_names),
         cmocka_unit_test(uploads_and_downloads_are_exact),
         cmocka_unit_test(threads_do_every_item_once),
         cmocka_unit_test(ops_refuse_bad_operands),

@@ -108,6 +108,9 @@ static void products(void **state) {
                         assert_int_equal(info.precision, want);
                         assert_int_equal(info.asked, asked);
                         assert_true(info.nmse == bound_of(want));
+                        static const rocq_format read[] = {0, ROCQ_F32, ROCQ_F16, ROCQ_Q8_0};
+                        assert_int_equal(rocq_operand_format(ctx, w_format, n, own),
+                                         on == GPU ? read[want] : ROCQ_F32);
                     }
                     assert_int_equal(rocq_buffer_free(ctx, &x.buffer), ROCQ_OK);
                     assert_int_equal(rocq_buffer_free(ctx, &y.buffer), ROCQ_OK);
@@ -276,6 +279,11 @@ static void bad_arguments(void **state) {
     assert_int_equal(rocq_get_precision(ctx, ROCQ_OP_COUNT, &norm, &info), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_get_precision(ctx, (rocq_op)-1, &norm, &info), ROCQ_E_ARGUMENT);
     assert_memory_equal(&info, &untouched, sizeof info);
+    assert_int_equal(rocq_operand_format(NULL, ROCQ_Q4_0, 1, ROCQ_PRECISION_AUTO), ROCQ_F32);
+    rocq_close(&ctx);
+    ctx = open_as(ROCQ_GPU, ROCQ_PRECISION_AUTO, false); // no such format, no columns
+    assert_int_equal(rocq_operand_format(ctx, (rocq_format)4, 1, ROCQ_PRECISION_AUTO), ROCQ_F32);
+    assert_int_equal(rocq_operand_format(ctx, ROCQ_Q4_0, -1, ROCQ_PRECISION_AUTO), ROCQ_Q8_0);
     rocq_close(&ctx);
     for (int i = -1; i <= 4; i += 5) {
         const rocq_desc desc = {.prefer = ROCQ_CPU, .precision = (rocq_precision)i};

@@ -265,25 +265,13 @@ static void step_log(rocq_log_level level, const char *message, void *user) {
     snprintf(s->message, sizeof s->message, "%s", message);
 }
 
-static rocq_tensor step_heads(const rocq_tensor *t, int64_t n_heads) {
-    const int64_t ne[3] = {HEAD, n_heads, T};
-    rocq_tensor view;
-    assert_int_equal(rocq_tensor_reshape(&view, t, 3, ne), ROCQ_OK);
-    return view;
-}
-
-static rocq_tensor step_input(const step *s, int64_t first, int64_t n) {
-    const int64_t start[4] = {first, 0, 0, 0}, ne[4] = {n, 1, 1, 1};
-    rocq_tensor view;
-    assert_int_equal(rocq_tensor_view(&view, &s->inputs, start, ne), ROCQ_OK);
-    return view;
-}
-
 static rocq_result step_ops(step *s) {
-    const rocq_tensor kv_len = step_input(s, 0, 1), ids = step_input(s, 1, T);
-    const rocq_tensor pos = step_input(s, 1 + T, T), cell = step_input(s, 1 + 2 * T, T);
-    const rocq_tensor q = step_heads(&s->q, HEADS), k = step_heads(&s->k, 1);
-    const rocq_tensor v = step_heads(&s->v, 1), seen = step_heads(&s->seen, HEADS);
+    const rocq_tensor kv_len = rocq_tensor_slice(&s->inputs, 0, 0, 1);
+    const rocq_tensor ids = rocq_tensor_slice(&s->inputs, 0, 1, T);
+    const rocq_tensor pos = rocq_tensor_slice(&s->inputs, 0, 1 + T, T);
+    const rocq_tensor cell = rocq_tensor_slice(&s->inputs, 0, 1 + 2 * T, T);
+    const rocq_tensor q = rocq_tensor_heads(&s->q, HEAD), k = rocq_tensor_heads(&s->k, HEAD);
+    const rocq_tensor v = rocq_tensor_heads(&s->v, HEAD), seen = rocq_tensor_heads(&s->seen, HEAD);
     const rocq_precision exact = ROCQ_PRECISION_F32;
     const rocq_gather_params embed = {.y = &s->x, .table = &s->table, .ids = &ids};
     const rocq_norm_params norm = {.y = &s->h, .x = &s->x};
