@@ -26,7 +26,7 @@
    CONTENTS (search for the mark)
 
        >>options         macros you can set
-       >>steps           from a file to a matrix product, step by step
+       >>steps           from a file to a matrix product: a whole program
        >>contexts        what a context is, where the HIP runtime is looked for, how a GPU is
                          chosen and shared with a renderer, order, fallback, loss
        >>memory          buffers, arenas, tensors, scratch, what is allocated when
@@ -98,43 +98,52 @@
 
    >>steps
    -------
-   1. Open a context. Zeroed fields are defaults: best device, a thread a core, malloc.
+   This is a whole program, valid C11 and C++17, which README.md has as well: the product of a weight
+   of a model with a vector, on a GPU or on the CPU.
 
-          rocq_ctx *ctx;
-          rocq_desc desc = { .memory_budget = 512 << 20 };
-          if (rocq_open(&ctx, &desc) != ROCQ_OK) ...
+       #define ROCQ_IMPLEMENTATION
+       #include "rocq.h"
+       #include <stdio.h>
 
-   2. Open a model and bring a weight to where ops can use it. On the CPU that is a view of the
-      mapped file: nothing is copied.
+       static float in[1 << 18], out[1 << 18];
 
-          rocq_gguf *file;
-          rocq_gguf_desc source = { .path = "model.gguf" };
-          rocq_gguf_open(ctx, &file, &source);
-          rocq_tensor w;
-          rocq_gguf_upload(ctx, file, "blk.0.attn_q.weight", &w);     // [K, M] rows of K elements
+       int main(void) {
+           rocq_ctx *ctx;
+           rocq_gguf *file;
+           rocq_buffer memory, weights;
+           rocq_arena arena;
+           rocq_tensor w, x, y;
+           const rocq_gguf_desc model = {.path = "model.gguf"};
+           const rocq_matmul_params product = {.y = &y, .w = &w, .x = &x, .activation = ROCQ_SILU};
+           in[0] = 1;
 
-      rocq_gguf_load does that for a whole model, several times as fast.
+           // zero or NULL is a default, everywhere; a call that fails returns a code other than 0
+           if (rocq_open(&ctx, NULL) || rocq_buffer_alloc(ctx, &memory, 1 << 20)) return 1;
+           rocq_arena_init(&arena, &memory);
+           rocq_result r = rocq_gguf_open(ctx, &file, &model);
+           if (!r) r = rocq_gguf_upload(ctx, file, "blk.0.ffn_gate.weight", &w, &weights);
+           if (!r) r = rocq_tensor_1d(&arena, &x, ROCQ_F32, w.ne[0]);
+           if (!r) r = rocq_tensor_1d(&arena, &y, ROCQ_F32, w.ne[1]);
+           if (!r) r = rocq_upload(ctx, &x, in, rocq_tensor_size(&x));
+           if (!r) r = rocq_matmul(ctx, &product);
+           if (!r) r = rocq_download(ctx, out, &y, rocq_tensor_size(&y));
+           if (!r) printf("%g\n", out[0]);
+           else printf("%s: %s\n", rocq_result_message(r), rocq_error(ctx));
+           rocq_gguf_close(&file);
+           rocq_close(&ctx);
+           return r != ROCQ_OK;
+       }
 
-   3. Make tensors for activations. An arena cuts them from one buffer; a measuring arena run over
-      the same code beforehand tells how large that buffer must be.
-
-          rocq_buffer buffer;  rocq_arena arena;  rocq_tensor x, y;
-          rocq_buffer_alloc(ctx, &buffer, 1 << 20);
-          rocq_arena_init(&arena, &buffer);
-          rocq_arena_tensor(&arena, &x, ROCQ_F32, 2, (int64_t[]){w.ne[0], n});
-          rocq_arena_tensor(&arena, &y, ROCQ_F32, 2, (int64_t[]){w.ne[1], n});
-
-   4. Run ops. Each takes one params struct; what is left zero is off or default.
-
-          rocq_upload(ctx, &x, in, rocq_tensor_size(&x));
-          rocq_matmul_params mm = { .y = &y, .w = &w, .x = &x, .activation = ROCQ_SILU };
-          if (rocq_matmul(ctx, &mm) != ROCQ_OK) puts(rocq_error(ctx));
-
-   5. Read results back, and close.
-
-          rocq_download(ctx, out, &y, rocq_tensor_size(&y));
-          rocq_gguf_close(&file);
-          rocq_close(&ctx);                                            // and its buffers
+   1. rocq_open opens a context; rocq_desc chooses the device, threads, budget and allocator.
+   2. An arena cuts tensors from one buffer. How large that must be, a measuring arena tells over
+      which the same code is run before. in and out are as large as the memory here, so that what
+      fits there fits them.
+   3. rocq_gguf_upload brings a weight, [K, M], to where ops can use it. On the CPU that is a view
+      of the mapped file: nothing is copied, and weights stays empty. rocq_gguf_load does it for a
+      whole model, several times as fast.
+   4. Each op takes one params struct; what is left zero is off or a default. Ops on a GPU are
+      submitted, and rocq_download waits for what it reads.
+   5. rocq_close frees what the context has given out, buffers too.
 
    To allocate nothing while running, ask rocq_scratch_size for the largest ops and rocq_reserve
    that much once; rocq_stats.n_allocs then stays where it is. examples/llama.h does so.
