@@ -114,7 +114,8 @@
            rocq_arena arena;
            rocq_tensor w, x, y;
            const rocq_gguf_desc model = {.path = "model.gguf"};
-           const rocq_matmul_params product = {.y = &y, .w = &w, .x = &x, .activation = ROCQ_SILU};
+           const rocq_matmul_params product = {.y = &y, .w = &w, .x = &x,
+                                               .activation = ROCQ_SILU};
            in[0] = 1;
 
            // zero or NULL is a default, everywhere; a call that fails returns a code other than 0
@@ -135,9 +136,9 @@
        }
 
    1. rocq_open opens a context; rocq_desc chooses the device, threads, budget and allocator.
-   2. An arena cuts tensors from one buffer. How large that must be, a measuring arena tells over
-      which the same code is run before. in and out are as large as the memory here, so that what
-      fits there fits them.
+   2. An arena cuts tensors from one buffer. Over a measuring arena the same code finds out before
+      how large that buffer must be. Here in and out are as large as the buffer, so that tensors
+      which fit in it fit in them.
    3. rocq_gguf_upload brings a weight, [K, M], to where ops can use it. On the CPU that is a view
       of the mapped file: nothing is copied, and weights stays empty. rocq_gguf_load does it for a
       whole model, several times as fast.
