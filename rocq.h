@@ -2639,13 +2639,17 @@ ROCQ__FN void rocq__heapsort(void *items, int64_t n, int64_t size,
 // >>context
 // ---------------------------------------------------------------------------------------------
 
-// Stands in front of every allocation: the list lets rocq_close free what the caller left.
+// A block of memory. This header stands in front of host memory; for device and pinned memory, which
+// come from the runtime, the header alone is taken from the allocator. The list of a context's
+// blocks lets rocq_close free what the caller left.
 typedef struct rocq__block {
     struct rocq__block *prev, *next;
-    void *raw;       // what the allocator returned
-    size_t raw_size; // and was asked for
-    int64_t size;    // what rocq asked for
-    bool buffer;     // made by rocq_buffer_alloc
+    void *raw;          // what the allocator returned
+    size_t raw_size;    // and was asked for
+    void *address;      // of the memory
+    int64_t size;       // of it
+    rocq_memory memory; // HOST, PINNED or DEVICE
+    bool buffer;        // made by rocq_buffer_alloc
 } rocq__block;
 
 typedef void (*rocq__task)(void *arg, int64_t begin, int64_t end, int32_t thread);
@@ -2703,7 +2707,7 @@ struct rocq_ctx {
     bool workers_ready;
     rocq_stats stats;
     int64_t budget_used;
-    rocq__block blocks; // ring
+    rocq__block blocks; // a circular list
     void *scratch;
     int64_t scratch_size;
     struct rocq__tuned *tuned; // [n_tuned] by class, what rocq_tune found; room for tuned_room
@@ -2901,7 +2905,9 @@ ROCQ__FN void *rocq__alloc_aligned(rocq_ctx *ctx, int64_t size, size_t align) {
     rocq__block *block = (rocq__block *)(void *)(data - sizeof(rocq__block));
     block->raw = raw;
     block->raw_size = raw_size;
+    block->address = data;
     block->size = size;
+    block->memory = ROCQ_MEMORY_HOST;
     block->buffer = false;
     block->prev = &ctx->blocks;
     block->next = ctx->blocks.next;
@@ -2964,10 +2970,43 @@ ROCQ__INLINE bool rocq__on_gpu(const rocq_ctx *ctx) {
 }
 
 // Of a GPU context, see >>hip_memory.
-ROCQ__FN rocq_result rocq__buffer_alloc_hip(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size);
-ROCQ__FN rocq_result rocq__buffer_free_hip(rocq_ctx *ctx, rocq_buffer *buffer);
+ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size,
+                                        rocq_memory memory, rocq__block **out);
+ROCQ__FN void rocq__device_free(rocq_ctx *ctx, rocq__block *block);
+ROCQ__FN rocq_result rocq__hip_idle(rocq_ctx *ctx, const char *op);
 ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes);
 ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op);
+
+// Memory of any kind, 256-byte aligned; for device and pinned memory after rocq__hip_enter.
+ROCQ__FN rocq_result rocq__block_alloc(rocq_ctx *ctx, const char *what, int64_t size,
+                                       rocq_memory memory, rocq__block **out) {
+    if (memory != ROCQ_MEMORY_HOST) return rocq__device_alloc(ctx, what, size, memory, out);
+    void *data = rocq__alloc_aligned(ctx, size, 256);
+    if (!data) {
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no memory for %lld bytes", what,
+                          (long long)size);
+    }
+    *out = rocq__block_before(data);
+    return ROCQ_OK;
+}
+
+ROCQ__FN void rocq__block_free(rocq_ctx *ctx, rocq__block *block) {
+    if (block->memory == ROCQ_MEMORY_HOST) rocq__free(ctx, block->address);
+    else rocq__device_free(ctx, block);
+}
+
+// The block of a buffer, or NULL. It is searched for, because a foreign, stale or inner pointer must
+// not reach the allocator.
+ROCQ__FN rocq__block *rocq__block_at(rocq_ctx *ctx, const rocq_buffer *buffer) {
+    const bool on_gpu = rocq__on_gpu(ctx);
+    const rocq_memory memory = on_gpu ? ROCQ_MEMORY_DEVICE : ROCQ_MEMORY_HOST;
+    const void *address = on_gpu ? (void *)(uintptr_t)buffer->device.address : buffer->host;
+    rocq__block *block = ctx->blocks.next;
+    while (block != &ctx->blocks && !(block->memory == memory && block->address == address)) {
+        block = block->next;
+    }
+    return block != &ctx->blocks ? block : NULL;
+}
 
 ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size) {
     if (!ctx) return ROCQ_E_ARGUMENT;
@@ -2976,16 +3015,19 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
                           "buffer_alloc: buffer is NULL or size %lld is not positive",
                           (long long)size);
     }
-    if (rocq__on_gpu(ctx)) return rocq__buffer_alloc_hip(ctx, buffer, size);
+    const bool on_gpu = rocq__on_gpu(ctx);
+    rocq__block *block;
+    if (on_gpu) ROCQ__TRY(rocq__hip_enter(ctx, "buffer_alloc"));
     ROCQ__TRY(rocq__take_budget(ctx, size));
-    void *data = rocq__alloc_aligned(ctx, size, 256);
-    if (!data) {
+    const rocq_result result = rocq__block_alloc(
+        ctx, "buffer_alloc", size, on_gpu ? ROCQ_MEMORY_DEVICE : ROCQ_MEMORY_HOST, &block);
+    if (result != ROCQ_OK) {
         ctx->budget_used -= size;
-        return rocq__fail(ctx, ROCQ_E_MEMORY, "buffer_alloc: no memory for %lld bytes",
-                          (long long)size);
+        return result;
     }
-    rocq__block_before(data)->buffer = true;
-    *buffer = rocq_buffer_from_host(data, size);
+    block->buffer = true;
+    *buffer = on_gpu ? rocq_buffer_from_device((uint64_t)(uintptr_t)block->address, size)
+                     : rocq_buffer_from_host(block->address, size);
     return ROCQ_OK;
 }
 
@@ -3007,15 +3049,11 @@ ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!buffer) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: buffer is NULL");
     if (!buffer->host && !buffer->device.address) return ROCQ_OK;
-    if (rocq__on_gpu(ctx)) return rocq__buffer_free_hip(ctx, buffer);
-    // Searched rather than trusted: a foreign, stale or inner pointer must not reach the allocator.
-    rocq__block *block = ctx->blocks.next;
-    while (block != &ctx->blocks && !(block->buffer && (void *)(block + 1) == buffer->host)) {
-        block = block->next;
-    }
-    ROCQ__TRY(rocq__check_whole(ctx, buffer, block != &ctx->blocks ? block->size : 0));
+    rocq__block *block = rocq__block_at(ctx, buffer);
+    ROCQ__TRY(rocq__check_whole(ctx, buffer, block && block->buffer ? block->size : 0));
+    if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_idle(ctx, "buffer_free"));
     ctx->budget_used -= block->size;
-    rocq__free(ctx, buffer->host);
+    rocq__block_free(ctx, block);
     memset(buffer, 0, sizeof *buffer);
     return ROCQ_OK;
 }
@@ -9598,17 +9636,6 @@ typedef struct rocq__chip {
     bool unlisted;        // a gfx11 target that rocq__chips does not have
 } rocq__chip;
 
-// What a block is for. BUFFER: made by rocq_buffer_alloc.
-typedef enum rocq__device_kind { ROCQ__PRIVATE, ROCQ__BUFFER, ROCQ__PINNED } rocq__device_kind;
-
-// A block of device or pinned memory, in a ring like rocq__block: rocq_close frees what is left.
-typedef struct rocq__device_block {
-    struct rocq__device_block *prev, *next;
-    void *address;
-    int64_t size;
-    rocq__device_kind kind;
-} rocq__device_block;
-
 enum {
     ROCQ__PIECES = 4,        // of the context's ring
     ROCQ__PIECE = 1 << 20,   // bytes: long enough that the copy engine runs at full speed
@@ -9631,7 +9658,7 @@ typedef struct rocq__ring {
     void *stream;           // of the copies
     void *event[ROCQ__MAX_PIECES];
     bool pending[ROCQ__MAX_PIECES]; // the event is recorded, and nobody has waited for it
-    rocq__device_block *staging; // loading: as much device memory, where blocks are repacked from
+    rocq__block *staging; // loading: as much device memory, where blocks are repacked from
 } rocq__ring;
 
 // A runtime that was found in a library: its functions, and those that only the search calls.
@@ -9657,12 +9684,11 @@ typedef struct rocq__gpu {
     int64_t launches[ROCQ_K_COUNT]; // of each kernel, without replays: tests see what has run
     bool *planned;         // [ROCQ_K_COUNT] or NULL: where plans note what they would launch
     void *stream;          // the one queue: more would cost idle power and buy no order
-    rocq__device_block blocks; // ring
     uint32_t *status;      // [1], set by kernels that meet an index out of range
     uint32_t *counters;    // [ROCQ__COUNTERS]
     uint32_t *pinned;      // [64]: where status and self-test results come to
     rocq__ring ring;
-    rocq__device_block *scratch;
+    rocq__block *scratch;
     int64_t scratch_moves; // how often scratch has got another address
     bool trial;            // errors end an attempt, not the context
     bool lost;             // only rocq_close works
@@ -10264,26 +10290,23 @@ ROCQ__FN rocq_result rocq__selftest_check(rocq_ctx *ctx, const uint32_t *out) {
 // op before it, and scratch memory can be used by the next op as soon as that is submitted.
 
 ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size,
-                                        rocq__device_kind kind, rocq__device_block **out) {
-    rocq__gpu *gpu = ctx->gpu;
-    rocq__device_block *block = (rocq__device_block *)rocq__alloc(ctx, (int64_t)sizeof *block);
-    if (!block) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no host memory", what);
-    block->address = NULL;
+                                        rocq_memory memory, rocq__block **out) {
+    const rocq_hip *hip = ctx->gpu->hip;
+    void *data = rocq__alloc(ctx, 0), *address = NULL;
+    if (!data) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no host memory", what);
     int error = ROCQ_HIP_OUT_OF_MEMORY;
     if ((uint64_t)size <= SIZE_MAX) {
-        error = kind == ROCQ__PINNED ? gpu->hip->host_alloc(&block->address, (size_t)size, 0)
-                                     : gpu->hip->mem_alloc(&block->address, (size_t)size);
+        error = memory == ROCQ_MEMORY_PINNED ? hip->host_alloc(&address, (size_t)size, 0)
+                                             : hip->mem_alloc(&address, (size_t)size);
     }
     if (error != 0) {
-        rocq__free(ctx, block);
+        rocq__free(ctx, data);
         return rocq__hip_failed(ctx, what, error);
     }
+    rocq__block *block = rocq__block_before(data);
+    block->address = address;
     block->size = size;
-    block->kind = kind;
-    block->prev = &gpu->blocks;
-    block->next = gpu->blocks.next;
-    block->next->prev = block;
-    gpu->blocks.next = block;
+    block->memory = memory;
     ctx->stats.live_bytes += size;
     ctx->stats.peak_bytes = ROCQ__MAX(ctx->stats.peak_bytes, ctx->stats.live_bytes);
     *out = block;
@@ -10291,45 +10314,19 @@ ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t
 }
 
 // Only after the work that uses it is done.
-ROCQ__FN void rocq__device_free(rocq_ctx *ctx, rocq__device_block *block) {
+ROCQ__FN void rocq__device_free(rocq_ctx *ctx, rocq__block *block) {
     if (!block) return;
-    block->prev->next = block->next;
-    block->next->prev = block->prev;
-    ctx->stats.live_bytes -= block->size;
-    if (block->kind == ROCQ__PINNED) ctx->gpu->hip->host_free(block->address);
+    if (block->memory == ROCQ_MEMORY_PINNED) ctx->gpu->hip->host_free(block->address);
     else ctx->gpu->hip->mem_free(block->address);
-    rocq__free(ctx, block);
+    rocq__free(ctx, block + 1);
 }
 
-ROCQ__FN rocq_result rocq__buffer_alloc_hip(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size) {
-    rocq__device_block *block;
-    ROCQ__TRY(rocq__hip_enter(ctx, "buffer_alloc"));
-    ROCQ__TRY(rocq__take_budget(ctx, size));
-    const rocq_result result = rocq__device_alloc(ctx, "buffer_alloc", size, ROCQ__BUFFER, &block);
-    if (result != ROCQ_OK) {
-        ctx->budget_used -= size;
-        return result;
-    }
-    *buffer = rocq_buffer_from_device((uint64_t)(uintptr_t)block->address, size);
-    return ROCQ_OK;
-}
-
-ROCQ__FN rocq_result rocq__buffer_free_hip(rocq_ctx *ctx, rocq_buffer *buffer) {
+// Waits for all work, of which a lost device has none.
+ROCQ__FN rocq_result rocq__hip_idle(rocq_ctx *ctx, const char *op) {
     rocq__gpu *gpu = ctx->gpu;
-    rocq__device_block *block = gpu->blocks.next;
-    while (block != &gpu->blocks &&
-           !(block->kind == ROCQ__BUFFER &&
-             (uint64_t)(uintptr_t)block->address == buffer->device.address)) {
-        block = block->next;
-    }
-    ROCQ__TRY(rocq__check_whole(ctx, buffer, block != &gpu->blocks ? block->size : 0));
-    if (!gpu->lost) {
-        ROCQ__TRY(rocq__hip_enter(ctx, "buffer_free"));
-        ROCQ__HIP("buffer_free", gpu->hip->stream_wait(gpu->stream));
-    }
-    ctx->budget_used -= block->size;
-    rocq__device_free(ctx, block);
-    memset(buffer, 0, sizeof *buffer);
+    if (gpu->lost) return ROCQ_OK;
+    ROCQ__TRY(rocq__hip_enter(ctx, op));
+    ROCQ__HIP(op, gpu->hip->stream_wait(gpu->stream));
     return ROCQ_OK;
 }
 
@@ -10351,7 +10348,7 @@ ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
         gpu->scratch_moves++;
     }
     const rocq_result result =
-        rocq__device_alloc(ctx, "scratch", bytes, ROCQ__PRIVATE, &gpu->scratch);
+        rocq__device_alloc(ctx, "scratch", bytes, ROCQ_MEMORY_DEVICE, &gpu->scratch);
     if (result != ROCQ_OK) ctx->budget_used -= bytes;
     ctx->stats.scratch_bytes = result == ROCQ_OK ? bytes : 0;
     return result;
@@ -10665,7 +10662,7 @@ ROCQ__FN rocq_result rocq__load_ring(rocq__loading *load, const rocq__part *part
     const int64_t size = n_pieces * piece_bytes;
     ROCQ__TRY(rocq__take_budget(ctx, size));
     const rocq_result result =
-        rocq__device_alloc(ctx, "gguf_load", size, ROCQ__PRIVATE, &ring->staging);
+        rocq__device_alloc(ctx, "gguf_load", size, ROCQ_MEMORY_DEVICE, &ring->staging);
     if (result != ROCQ_OK) ctx->budget_used -= size;
     return result;
 }
@@ -13096,8 +13093,7 @@ typedef struct rocq__pool_block {
 } rocq__pool_block;
 
 typedef struct rocq__slab {
-    void *host;                 // rocq__alloc's, or NULL
-    rocq__device_block *device; // device or pinned memory
+    rocq__block *memory;
     int64_t size;
     int32_t size_class;
     int32_t index; // where trim moves it, -1 = it goes
@@ -13207,8 +13203,7 @@ ROCQ__INLINE int32_t rocq__pool_class(const rocq_pool *pool, int64_t size) {
 
 ROCQ__FN void rocq__slab_free(rocq_pool *pool, rocq__slab *slab) {
     pool->ctx->budget_used -= slab->size;
-    if (slab->device) rocq__device_free(pool->ctx, slab->device);
-    else rocq__free(pool->ctx, slab->host);
+    rocq__block_free(pool->ctx, slab->memory);
 }
 
 ROCQ__FN rocq_result rocq__pool_fits(rocq_pool *pool, int64_t bytes) {
@@ -13239,27 +13234,17 @@ ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
     if (!slabs || !blocks) return rocq__fail(ctx, ROCQ_E_MEMORY, "pool: no host memory");
 
     ROCQ__TRY(rocq__take_budget(ctx, bytes));
-    rocq_result result = ROCQ_OK;
-    if (pool->memory == ROCQ_MEMORY_HOST) {
-        slab.host = rocq__alloc_aligned(ctx, bytes, 256);
-        if (!slab.host) {
-            result = rocq__fail(ctx, ROCQ_E_MEMORY, "pool: no memory for %lld bytes",
-                                (long long)bytes);
-        }
-    } else {
-        result = rocq__hip_enter(ctx, "pool");
-        if (result == ROCQ_OK) {
-            const rocq__device_kind kind =
-                pool->memory == ROCQ_MEMORY_PINNED ? ROCQ__PINNED : ROCQ__PRIVATE;
-            result = rocq__device_alloc(ctx, "pool", bytes, kind, &slab.device);
-        }
+    rocq_result result =
+        pool->memory == ROCQ_MEMORY_HOST ? ROCQ_OK : rocq__hip_enter(ctx, "pool");
+    if (result == ROCQ_OK) {
+        result = rocq__block_alloc(ctx, "pool", bytes, pool->memory, &slab.memory);
     }
     if (result != ROCQ_OK) {
         ctx->budget_used -= bytes;
         return result;
     }
 
-    char *memory = (char *)(slab.device ? slab.device->address : slab.host);
+    char *memory = (char *)slab.memory->address;
     for (int64_t k = n - 1; k >= 0; k--) { // the first block is the first to be handed out
         int32_t i = pool->spare;
         if (i >= 0) {
@@ -16887,7 +16872,7 @@ typedef struct rocq__replay {
     rocq__feed *feeds;
     int32_t n_feeds;
     int64_t feed_size;           // of the largest feed
-    rocq__device_block *aside;   // [3 size]: what was there before; what the replay over inputs B
+    rocq__block *aside;          // [3 size]: what was there before; what the replay over inputs B
                                  // left; what the ops left
     unsigned char *values;       // [feed_size] of a feed; then [2 ROCQ__PIECE] being compared
 } rocq__replay;
@@ -17039,7 +17024,7 @@ ROCQ__FN rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
                                       (long long)host);
     ROCQ__TRY(rocq__take_budget(ctx, 3 * r->size));
     const rocq_result result =
-        rocq__device_alloc(ctx, "warm", 3 * r->size, ROCQ__PRIVATE, &r->aside);
+        rocq__device_alloc(ctx, "warm", 3 * r->size, ROCQ_MEMORY_DEVICE, &r->aside);
     if (result != ROCQ_OK) ctx->budget_used -= 3 * r->size;
     return result;
 }
@@ -17327,7 +17312,10 @@ ROCQ__FN void rocq__device_leave(rocq_ctx *ctx) {
     hip->set_device(gpu->device);
     // Pinned memory is the last to go, since a copy into it that still runs would write on.
     if (gpu->stream) hip->stream_wait(gpu->stream);
-    while (gpu->blocks.next != &gpu->blocks) rocq__device_free(ctx, gpu->blocks.next);
+    for (rocq__block *block = ctx->blocks.next, *next; block != &ctx->blocks; block = next) {
+        next = block->next;
+        if (block->memory != ROCQ_MEMORY_HOST) rocq__device_free(ctx, block);
+    }
     gpu->scratch = NULL;
     rocq__ring_free(ctx, &gpu->ring);
     if (gpu->pinned) hip->host_free(gpu->pinned);
@@ -17475,7 +17463,7 @@ ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
     const int64_t size = 2 * line + (int64_t)ROCQ__COUNTERS * 4;
     size_t device_bytes = 0;
     void *pinned = NULL;
-    rocq__device_block *block;
+    rocq__block *block;
     rocq_k_selftest_args args;
     ROCQ__HIP("set device", hip->set_device(gpu->device));
     if (gpu->image) {
@@ -17496,7 +17484,7 @@ ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
     ROCQ__HIP("stream", hip->stream_create(&gpu->stream, ROCQ_HIP_NON_BLOCKING));
     ROCQ__HIP("pinned memory", hip->host_alloc(&pinned, (size_t)line, 0));
     gpu->pinned = (uint32_t *)pinned;
-    ROCQ__TRY(rocq__device_alloc(ctx, "device memory", size, ROCQ__PRIVATE, &block));
+    ROCQ__TRY(rocq__device_alloc(ctx, "device memory", size, ROCQ_MEMORY_DEVICE, &block));
     gpu->status = (uint32_t *)block->address;
     gpu->counters = gpu->status + 2 * line / 4;
     args.out = gpu->status + line / 4;
@@ -17616,7 +17604,6 @@ ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
     rocq__gpu *gpu = (rocq__gpu *)rocq__alloc(ctx, (int64_t)sizeof *gpu);
     if (!gpu) return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for a GPU context");
     memset(gpu, 0, sizeof *gpu);
-    gpu->blocks.prev = gpu->blocks.next = &gpu->blocks;
     gpu->trial = true;
     ctx->gpu = gpu;
     rocq_result result = rocq__hip_kernels(ctx, gpu, linked);
