@@ -14765,87 +14765,87 @@ ROCQ__FN rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *p
 #if ROCQ__HAS_PROFILE
 
 // -- regions --
-// A region that is open is a frame. What the library submits to a GPU in one piece (an op, a
-// captured graph) stands between two events there, its marks; a region around pieces takes the
-// first mark and the last inside it, so that regions of the program cost the GPU nothing. What has
-// ended waits in a queue, in the order of its last marks, until the GPU has come by; asking never
-// waits, but when no mark is free the oldest are waited for: the queue is then long, so the GPU
-// does not starve, and no op is left out because it comes late in a step.
+// While a profile is on, every call of a region becomes one event: its region (a name under a
+// parent), its times on the host, the pair of GPU marks around what it submitted, and the bytes and
+// flops of its own. rocq__region_enter opens the event on a stack; rocq__region_leave closes it and
+// appends it to the log. So events lie in the log in the order of their ends, and those inside a
+// region come before the region's own.
 //
-// Where measuring all would cost more than the profile may, a call of a region is measured now and
-// then, at random distances, so that no rhythm of the program favours one region, and stands for
-// those passed over since the last: its weight. What is inside follows it, so that a step is
-// measured as a whole or not at all. A region is measured when it comes for the first time and when
-// it was long the last time, and then what is inside decides for itself.
+// All results are folded from the log, the oldest event first: samples, sums, the trace, and what
+// regions inside add to the one around them. That happens when results are asked for, and when the
+// log is full, which then folds its oldest events to make room.
+//
+// A mark is an event of the HIP runtime in the stream. Only what is submitted in one piece (an op,
+// a captured graph) has marks; a region around pieces lasts on the GPU from the start of its first
+// piece to the end of its last, so the program's regions cost the GPU nothing. Nobody waits for a
+// mark before its event is folded. A full log waits for its oldest events alone, and the GPU has
+// work queued meanwhile.
+//
+// Sampling bounds what all this costs. A region is measured or skipped together with all that is
+// inside it. Who decides is the outermost region, unless it is long (or called for the first time,
+// when nothing is known of it): a long region is always measured, and those directly inside it decide.
+// A region that is measured every k-th time on average has an event with the weight of the calls
+// since the last: sums take the event so many times. k follows from what measuring every call would
+// cost; the distance to the next is random, so that a rhythm of the program, such as every other
+// step being short, does not distort the results.
 
 enum {
-    ROCQ__DEPTH = 64,    // of frames
-    ROCQ__MARKS = 1024,
-    ROCQ__QUEUE = 2048,
-    ROCQ__BATCH = 16,    // taken from the queue together
+    ROCQ__DEPTH = 64,          // most regions that are open at once
+    ROCQ__LOG = 512,           // most events that are open or in the log
+    ROCQ__BATCH = 64,          // events that a full log folds
     ROCQ__PATH = 128,
-    ROCQ__FILL_NS = 2000, // what keeps the memory busy for less cannot fill a chip
-    ROCQ__LONG_NS = 50000000,   // so long a region is always measured
-    ROCQ__CREDIT_NS = 1000000,  // the account of costs begins as if so much time had passed
-    ROCQ__ACCOUNT_NS = 1 << 28, // and forgets half of what it has seen after this time
-    ROCQ__COST_NS = 100000      // longer than this was not the profile, but somebody else's turn
+    ROCQ__VERDICT = 96,
+    ROCQ__FILL_NS = 2000,      // what the memory could move in less time does not fill a chip
+    ROCQ__LONG_NS = 50000000,  // what lasts longer is a long region
+    ROCQ__WINDOW_NS = 1 << 28, // after this time, half of the cost that was counted is forgotten
+    ROCQ__PAUSE_NS = 100000    // what takes longer is not the profile, but another process's turn
 };
 
-// The latest times of a region, and over all: how many there were, the calls that they stand for,
-// and the sum. What is used at every call stands first.
+// The latest times of a region, and of all of them: how many there were, the calls that they stand
+// for, and their weighted sum.
 typedef struct rocq__times {
-    double *ns;   // [max_samples], or NULL
-    int32_t next; // where the next one goes
+    double *ns;   // [max_samples]
+    int32_t next; // index of the next one
     int64_t count, weight;
     double sum;
 } rocq__times;
 
-typedef struct rocq__named { // a region, under its parent
-    int32_t passes;   // calls to be passed over before one is measured
-    bool brief;       // the last one was
-    bool op, copy;    // of the library
+typedef struct rocq__region {
+    int32_t parent, depth;     // parent -1: outermost
+    const char *name, *detail; // detail: the format in an op's name, or NULL
+    const char *label;         // name and detail
+    bool submits, copy;        // an op, graph or copy; a copy between host and device
     rocq_access access;
-    int64_t passed;   // calls since the last that was measured
+    bool brief;                // not long, the last time that it was measured
+    int32_t skip;              // calls to skip until the next is measured
+    int64_t skipped;           // calls since the last that was measured
     rocq__times host, gpu;
-    double bytes, flops, matrix; // sums
-    int32_t parent, depth;
-    const char *name, *detail;
-    char label[48];   // name and detail, of those with a detail
+    double bytes, flops, matrix; // weighted sums, with those of regions inside
+    char text[48];             // of a label with a detail
     char path[ROCQ__PATH];
-    char verdict[96];
-} rocq__named;
+    char verdict[ROCQ__VERDICT];
+} rocq__region;
 
-// The region that a name at this address has under this parent.
-typedef struct rocq__memo {
-    const char *name, *detail; // name NULL: none
-    int32_t parent, region;
-} rocq__memo;
+typedef struct rocq__event {
+    int32_t region; // -1: no room for its name
+    int32_t depth;
+    int32_t pair;   // of marks, -1: none
+    int32_t span;   // of the trace, -1: no room
+    int32_t access; // a rocq_access, -1: none was told
+    bool submits, copy, failed;
+    int64_t weight; // calls that it stands for
+    int64_t enter_ns, start_ns, stop_ns; // between enter and start the profile was at work
+    double bytes, flops, matrix; // its own, without those of regions inside
+} rocq__event;
 
-typedef struct rocq__frame {
-    int32_t region;      // -1: no room
-    int32_t span;        // of the trace, -1: no room
-    int32_t first, last; // marks, -1: none
-    bool piece;
-    bool own;            // decided for itself whether it is measured
-    bool open;           // what is inside does, too
-    int64_t weight;
-    int64_t enter_ns, start_ns;
-    double bytes, flops, matrix; // of regions inside, and what rocq_region_work says
-} rocq__frame;
+// What the events that have been folded add to the open region around them, at each depth.
+typedef struct rocq__inside {
+    bool timed;
+    double first_ns, last_ns;    // on the GPU: start of the first piece, end of the last
+    double bytes, flops, matrix; // weighted
+} rocq__inside;
 
-typedef struct rocq__mark {
-    void *event;
-    int32_t refs; // frames, queued and the anchor
-    double ns;    // since the start of the profile, once the GPU has come by
-} rocq__mark;
-
-typedef struct rocq__queued {
-    int32_t region, first, last;
-    bool piece;
-    int64_t weight;
-} rocq__queued;
-
-typedef struct rocq__span {
+typedef struct rocq__span { // a bar of the trace
     int64_t start_ns, stop_ns; // since the start of the profile; stop -1: open, or failed
     int32_t region;
     bool gpu;
@@ -14853,35 +14853,42 @@ typedef struct rocq__span {
 
 struct rocq__profile {
     rocq_profile_desc desc; // resolved, peaks too: 0 where none is known
-    bool limited;           // by desc.cost
-    int32_t n_regions, depth; // depth may be more than there are frames
-    int32_t passing;        // depth of the region that is passed over, 0: none
     int64_t start_ns;
-    int64_t n_spans;
+    bool gpu;               // regions have times on the GPU
+    bool timed;             // marks are there; they go when the device is lost, or at the end
+    int32_t depth;          // of open regions, which may be more than ROCQ__DEPTH
+    rocq__event open[ROCQ__DEPTH];
+    rocq__event log[ROCQ__LOG]; // a ring
+    int32_t log_begin, n_log;
+    rocq__inside inside[ROCQ__DEPTH];
     int64_t dropped, dropped_gpu, dropped_spans;
-    int64_t account_ns;     // since when costs are counted
-    double full_ns;         // what measuring every call would have cost since then
-    double marks_ns;        // what the two marks of a piece take
+
+    // Sampling.
+    bool limited;     // by desc.cost
+    int32_t root;     // depth of the region that everything inside follows, 0: none
+    int64_t weight;   // of events now; 0 inside a region that is skipped
+    int64_t since_ns; // since then
+    double full_ns;   // measuring every call would have cost so much
+    double marks_ns;  // what a pair of marks costs
     uint64_t random;
-    rocq__named *regions;
-    rocq__memo *memos; // [n_memos], a power of two: a hash table, three quarters full
-    int32_t n_memos, n_known;
-    double *host, *gpu; // [max_regions][max_samples], gpu NULL where nothing is timed there
-    double *sorted;    // [max_samples]
+
+    // Marks. An event's pair is taken again when it has left the log.
+    void *marks[ROCQ__LOG][2];
+    uint32_t n_pairs; // taken so far
+    void *anchor;     // the last mark whose time is known
+    double anchor_ns; // that time, since the start of the profile
+
+    // Behind the struct, in the same block of memory.
+    double *samples; // [max_regions][1, or 2 with the GPU's][max_samples]
+    double *sorted;  // [max_samples]
+    rocq__region *regions;
+    int32_t n_regions;
+    int32_t *slots, n_slots; // hash table of regions by parent and name: index + 1, or 0; a power of 2
     rocq__span *spans;
-    rocq__frame frames[ROCQ__DEPTH];
-    rocq__mark marks[ROCQ__MARKS];
-    int32_t unused[ROCQ__MARKS], n_unused;
-    int32_t anchor;    // the last mark whose time is known
-    rocq__queued queue[ROCQ__QUEUE];
-    int32_t queue_begin, n_queued;
+    int64_t n_spans;
     int (*range_push)(const char *); // roctx, or NULL
     int (*range_pop)(void);
 };
-
-ROCQ__FN const char *rocq__named_label(const rocq__named *r) {
-    return r->detail ? r->label : r->name;
-}
 
 // above/label, or of what is too long the end, from the beginning of a character of UTF-8 on.
 ROCQ__FN void rocq__path_join(char path[ROCQ__PATH], const char *above, const char *label) {
@@ -14896,61 +14903,50 @@ ROCQ__FN void rocq__path_join(char path[ROCQ__PATH], const char *above, const ch
     path[to] = '\0';
 }
 
-// By what the names say: equal literals may lie in several places. -1: no room.
-ROCQ__FN int32_t rocq__named_search(rocq__profile *p, int32_t parent, const char *name,
-                                    const char *detail) {
-    for (int32_t i = parent + 1; i < p->n_regions; i++) {
-        const rocq__named *r = &p->regions[i];
-        if (r->parent == parent && r->detail == detail && strcmp(r->name, name) == 0) return i;
+// The region of this name under parent, a new one at its first call; -1: no room.
+ROCQ__FN int32_t rocq__region_find(rocq__profile *p, int32_t parent, const char *name,
+                                   const char *detail) {
+    uint32_t hash = (uint32_t)parent ^ (uint32_t)(uintptr_t)detail, last = (uint32_t)p->n_slots - 1;
+    for (const char *c = name; *c; c++) hash = (hash ^ (unsigned char)*c) * 0x01000193u;
+    uint32_t at = (hash ^ hash >> 15) & last;
+    for (; p->slots[at] > 0; at = (at + 1) & last) {
+        const rocq__region *r = &p->regions[p->slots[at] - 1];
+        if (r->parent == parent && r->detail == detail &&
+            (r->name == name || strcmp(r->name, name) == 0)) {
+            return p->slots[at] - 1;
+        }
     }
     if (p->n_regions == p->desc.max_regions) return -1;
-    rocq__named *r = &p->regions[p->n_regions];
-    r->name = name;
-    r->detail = detail;
+    const int32_t index = p->n_regions++;
+    rocq__region *r = &p->regions[index];
+    p->slots[at] = index + 1;
     r->parent = parent;
-    const int64_t samples = (int64_t)p->n_regions * p->desc.max_samples;
-    r->host.ns = p->host + samples;
-    if (p->gpu) r->gpu.ns = p->gpu + samples;
-    if (detail) snprintf(r->label, sizeof r->label, "%s %s", name, detail);
-    rocq__path_join(r->path, parent >= 0 ? p->regions[parent].path : NULL, rocq__named_label(r));
-    if (parent >= 0) r->depth = p->regions[parent].depth + 1;
-    return p->n_regions++;
-}
-
-ROCQ__FN int32_t rocq__named_find(rocq__profile *p, int32_t parent, const char *name,
-                                  const char *detail) {
-    const uintptr_t key = (uintptr_t)name + 31 * (uintptr_t)detail + 7 * (uintptr_t)parent;
-    const size_t last = (size_t)p->n_memos - 1;
-    for (size_t i = (size_t)(key ^ key >> 7) & last;; i = (i + 1) & last) {
-        rocq__memo *at = &p->memos[i];
-        if (at->name == name && at->detail == detail && at->parent == parent) return at->region;
-        if (at->name) continue;
-        const int32_t region = rocq__named_search(p, parent, name, detail);
-        if (p->n_known >= p->n_memos / 4 * 3) return region;
-        at->name = name;
-        at->detail = detail;
-        at->parent = parent;
-        p->n_known++;
-        return at->region = region;
+    r->label = r->name = name;
+    r->detail = detail;
+    if (detail) {
+        snprintf(r->text, sizeof r->text, "%s %s", name, detail);
+        r->label = r->text;
     }
+    if (parent >= 0) r->depth = p->regions[parent].depth + 1;
+    rocq__path_join(r->path, parent >= 0 ? p->regions[parent].path : NULL, r->label);
+    r->host.ns = p->samples + (int64_t)index * (p->gpu ? 2 : 1) * p->desc.max_samples;
+    r->gpu.ns = r->host.ns + (p->gpu ? p->desc.max_samples : 0);
+    return index;
 }
 
-ROCQ__FN int32_t rocq__span_add(rocq__profile *p, int32_t region, bool gpu, int64_t start,
-                                int64_t stop) {
+ROCQ__FN int32_t rocq__span_add(rocq__profile *p, int32_t region, bool gpu, int64_t start_ns,
+                                int64_t stop_ns) {
     if (p->n_spans == p->desc.max_events) {
         p->dropped_spans++;
         return -1;
     }
-    rocq__span *span = &p->spans[p->n_spans];
-    span->start_ns = start;
-    span->stop_ns = stop;
-    span->region = region;
-    span->gpu = gpu;
+    const rocq__span span = {start_ns, stop_ns, region, gpu};
+    p->spans[p->n_spans] = span;
     return (int32_t)p->n_spans++;
 }
 
-ROCQ__INLINE void rocq__times_add(const rocq__profile *p, rocq__times *times, double ns,
-                                  int64_t weight) {
+ROCQ__FN void rocq__times_add(const rocq__profile *p, rocq__times *times, double ns,
+                              int64_t weight) {
     times->ns[times->next] = ns;
     if (++times->next == p->desc.max_samples) times->next = 0;
     times->count++;
@@ -14958,259 +14954,242 @@ ROCQ__INLINE void rocq__times_add(const rocq__profile *p, rocq__times *times, do
     times->sum += (double)weight * ns;
 }
 
-// -- marks --
+// -- folding the log --
 
-ROCQ__FN void rocq__mark_drop(rocq__profile *p, int32_t mark) {
-    if (mark >= 0 && --p->marks[mark].refs == 0) p->unused[p->n_unused++] = mark;
-}
-
-// What still waits is given up, and what comes is timed on the host alone.
+// From here on all is timed on the host alone.
 ROCQ__FN void rocq__marks_end(rocq_ctx *ctx, rocq__profile *p) {
-    p->dropped_gpu += p->n_queued;
-    p->n_queued = 0;
-    p->n_unused = 0;
-    p->anchor = -1;
-    for (int32_t i = 0; i < ROCQ__DEPTH; i++) p->frames[i].first = p->frames[i].last = -1;
-    for (int32_t i = 0; i < ROCQ__MARKS; i++) {
-        if (p->marks[i].event) ctx->gpu->hip->event_destroy(p->marks[i].event);
-        p->marks[i].event = NULL;
+    for (int32_t i = 0; i < 2 * ROCQ__LOG + 1; i++) {
+        void **mark = i < 2 * ROCQ__LOG ? &p->marks[i / 2][i % 2] : &p->anchor;
+        if (*mark) ctx->gpu->hip->event_destroy(*mark);
+        *mark = NULL;
     }
+    p->timed = false;
 }
 
-// The oldest in the queue has been reached by the GPU: its times.
-ROCQ__FN rocq_result rocq__queue_take(rocq_ctx *ctx, rocq__profile *p) {
+// When the GPU began and ended a piece that it has run. Pieces are folded in the order of the
+// stream, and each is measured from the end of the one before it: the runtime tells intervals as
+// floats, which hold no long one to the nanosecond.
+ROCQ__FN rocq_result rocq__piece_times(rocq_ctx *ctx, rocq__profile *p, void **mark,
+                                       rocq__inside *inside) {
     const rocq_hip *hip = ctx->gpu->hip;
-    const rocq__queued *call = &p->queue[p->queue_begin];
-    rocq__mark *first = &p->marks[call->first], *last = &p->marks[call->last];
-    if (call->piece) {
-        // Intervals since the mark before: a float holds no long ones to the nanosecond.
-        float before = 0.0f, during = 0.0f;
-        ROCQ__HIP("profile",
-                  hip->event_elapsed(&before, p->marks[p->anchor].event, first->event));
-        ROCQ__HIP("profile", hip->event_elapsed(&during, first->event, last->event));
-        first->ns = p->marks[p->anchor].ns + 1e6 * (double)before;
-        last->ns = first->ns + 1e6 * (double)during;
-        last->refs++;
-        rocq__mark_drop(p, p->anchor);
-        p->anchor = call->last;
-    }
-    if (call->region >= 0) {
-        rocq__times_add(p, &p->regions[call->region].gpu, last->ns - first->ns, call->weight);
-        rocq__span_add(p, call->region, true, (int64_t)first->ns, (int64_t)last->ns);
-    }
-    rocq__mark_drop(p, call->first);
-    rocq__mark_drop(p, call->last);
-    p->queue_begin = (p->queue_begin + 1) % ROCQ__QUEUE;
-    p->n_queued--;
+    float before = 0.0f, during = 0.0f;
+    ROCQ__HIP("profile", hip->event_elapsed(&before, p->anchor, mark[0]));
+    ROCQ__HIP("profile", hip->event_elapsed(&during, mark[0], mark[1]));
+    inside->timed = true;
+    inside->first_ns = p->anchor_ns + 1e6 * (double)before;
+    inside->last_ns = p->anchor_ns = inside->first_ns + 1e6 * (double)during;
+    void *anchor = mark[1];
+    mark[1] = p->anchor; // to be recorded again
+    p->anchor = anchor;
     return ROCQ_OK;
 }
 
-// Takes the n oldest from the queue, when the GPU has come by the last of them, or waits for that.
-ROCQ__FN rocq_result rocq__queue_serve(rocq_ctx *ctx, rocq__profile *p, int32_t n, bool wait) {
-    const rocq_hip *hip = ctx->gpu->hip;
-    if (n == 0) return ROCQ_OK;
-    void *event = p->marks[p->queue[(p->queue_begin + n - 1) % ROCQ__QUEUE].last].event;
-    const int error = wait ? hip->event_wait(event) : hip->event_query(event);
-    if (error == ROCQ_HIP_NOT_READY && !wait) return ROCQ_OK;
-    if (error != 0) return rocq__hip_failed(ctx, "profile", error);
-    for (; n > 0; n--) ROCQ__TRY(rocq__queue_take(ctx, p));
-    return ROCQ_OK;
-}
-
-ROCQ__FN rocq_result rocq__queue_put(rocq_ctx *ctx, rocq__profile *p, const rocq__frame *f) {
-    const bool full = p->n_queued == ROCQ__QUEUE;
-    if (f->piece && p->n_queued >= 2 * ROCQ__BATCH) {
-        ROCQ__TRY(rocq__queue_serve(ctx, p, ROCQ__BATCH, full));
-    } else if (full) { // the end of a region is no place to wait
-        rocq__mark_drop(p, f->first);
-        rocq__mark_drop(p, f->last);
-        p->dropped_gpu++;
-        return ROCQ_OK;
+// A call that failed is no sample. Regions without room for their name still count for those around.
+ROCQ__FN void rocq__event_fold(rocq__profile *p, const rocq__event *e) {
+    rocq__inside sum = p->inside[e->depth];
+    memset(&p->inside[e->depth], 0, sizeof sum);
+    if (e->failed) return;
+    const double weight = (double)e->weight;
+    sum.bytes += weight * e->bytes;
+    sum.flops += weight * e->flops;
+    sum.matrix += weight * e->matrix;
+    if (e->depth > 0 && !e->copy) { // a copy's bytes are not the memory's traffic
+        rocq__inside *around = &p->inside[e->depth - 1];
+        around->bytes += sum.bytes;
+        around->flops += sum.flops;
+        around->matrix += sum.matrix;
+        if (sum.timed) {
+            if (!around->timed) around->first_ns = sum.first_ns;
+            around->last_ns = sum.last_ns;
+            around->timed = true;
+        }
     }
-    rocq__queued *call = &p->queue[(p->queue_begin + p->n_queued++) % ROCQ__QUEUE];
-    call->region = f->region;
-    call->first = f->first;
-    call->last = f->last;
-    call->piece = f->piece;
-    call->weight = f->weight;
-    return ROCQ_OK;
-}
-
-ROCQ__FN rocq_result rocq__mark_take(rocq_ctx *ctx, rocq__profile *p, int32_t *mark) {
-    *mark = -1;
-    while (p->n_unused == 0 && p->n_queued > 0) {
-        ROCQ__TRY(rocq__queue_serve(ctx, p, ROCQ__MIN(p->n_queued, ROCQ__BATCH), true));
+    if (e->region < 0) return;
+    rocq__region *r = &p->regions[e->region];
+    r->bytes += sum.bytes;
+    r->flops += sum.flops;
+    r->matrix += sum.matrix;
+    r->submits = e->submits;
+    r->copy = e->copy;
+    if (e->access >= 0) r->access = (rocq_access)e->access;
+    rocq__times_add(p, &r->host, (double)(e->stop_ns - e->start_ns), e->weight);
+    if (e->span >= 0) p->spans[e->span].stop_ns = e->stop_ns - p->start_ns;
+    if (sum.timed) {
+        rocq__times_add(p, &r->gpu, sum.last_ns - sum.first_ns, e->weight);
+        rocq__span_add(p, e->region, true, (int64_t)sum.first_ns, (int64_t)sum.last_ns);
     }
-    if (p->n_unused == 0) return ROCQ_OK;
-    const int32_t i = p->unused[p->n_unused - 1];
-    ROCQ__HIP("profile", ctx->gpu->hip->event_record(p->marks[i].event, ctx->gpu->stream));
-    p->n_unused--;
-    p->marks[i].refs = 1;
-    *mark = i;
-    return ROCQ_OK;
 }
 
-// All that is under way is waited for. Results of a lost GPU are those that came in time.
-ROCQ__FN rocq_result rocq__queue_finish(rocq_ctx *ctx, rocq__profile *p, const char *call) {
-    if (!p->gpu || p->n_queued == 0) return ROCQ_OK;
-    rocq_result result = ROCQ_E_LOST;
-    if (!ctx->gpu->lost) result = rocq__hip_enter(ctx, call);
-    if (result == ROCQ_OK) result = rocq__queue_serve(ctx, p, p->n_queued, true);
+// Folds the n oldest events, waiting until the GPU has run the last piece among them. Without the
+// device, or after a failure, times on the GPU are missing and counted.
+ROCQ__FN rocq_result rocq__log_fold(rocq_ctx *ctx, rocq__profile *p, int32_t n, const char *call) {
+    rocq_result result = ROCQ_OK;
+    void *last = NULL;
+    for (int32_t i = 0; p->timed && i < n; i++) {
+        const rocq__event *e = &p->log[(p->log_begin + i) % ROCQ__LOG];
+        if (e->pair >= 0 && !e->failed) last = p->marks[e->pair][1];
+    }
+    if (last) {
+        result = rocq__hip_enter(ctx, call);
+        const int error = result == ROCQ_OK ? ctx->gpu->hip->event_wait(last) : 0;
+        if (error != 0) result = rocq__hip_failed(ctx, call, error);
+    }
+    for (; n > 0; n--, p->n_log--) {
+        const rocq__event *e = &p->log[p->log_begin];
+        p->log_begin = (p->log_begin + 1) % ROCQ__LOG;
+        if (e->pair >= 0 && !e->failed) {
+            if (p->timed && result == ROCQ_OK) {
+                result = rocq__piece_times(ctx, p, p->marks[e->pair], &p->inside[e->depth]);
+            }
+            p->dropped_gpu += !p->timed || result != ROCQ_OK;
+        }
+        rocq__event_fold(p, e);
+    }
     if (result != ROCQ_OK) rocq__marks_end(ctx, p);
+    return result;
+}
+
+// The whole log. Results of a lost GPU are those that came in time.
+ROCQ__FN rocq_result rocq__log_finish(rocq_ctx *ctx, const char *call) {
+    const rocq_result result = rocq__log_fold(ctx, ctx->profile, ctx->profile->n_log, call);
     return result == ROCQ_E_LOST ? ROCQ_OK : result;
 }
 
 // -- begin and end --
 
+ROCQ__INLINE bool rocq__skipping(const rocq__profile *p) { return p->root > 0 && p->weight == 0; }
+
+ROCQ__FN rocq_result rocq__mark(rocq_ctx *ctx, void *mark) {
+    ROCQ__HIP("profile", ctx->gpu->hip->event_record(mark, ctx->gpu->stream));
+    return ROCQ_OK;
+}
+
 // piece: what is submitted until the end goes to the GPU in one.
 ROCQ__FN rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
                                         bool piece) {
     rocq__profile *p = ctx->profiling;
-    rocq__frame f;
-    if (p->passing > 0) {
+    const int32_t depth = p->depth;
+    if (rocq__skipping(p)) {
         p->depth++;
         return ROCQ_OK;
     }
-    const bool room = p->depth < ROCQ__DEPTH;
-    const rocq__frame *outer = room && p->depth > 0 ? &p->frames[p->depth - 1] : NULL;
-    memset(&f, 0, sizeof f);
-    f.region = f.first = f.last = f.span = -1;
-    f.weight = outer ? outer->weight : 1;
-    if (room && (!outer || outer->region >= 0)) {
-        f.region = rocq__named_find(p, outer ? outer->region : -1, name, detail);
+    if (depth >= ROCQ__DEPTH) {
+        p->dropped++;
+        p->depth++;
+        if (p->range_push) p->range_push(name);
+        return ROCQ_OK;
     }
-    if (p->limited && f.region >= 0) {
-        rocq__named *r = &p->regions[f.region];
-        f.own = !outer || outer->open;
-        if (f.own && r->passes > 0) {
-            r->passes--;
-            r->passed++;
-            p->passing = ++p->depth;
-            return ROCQ_OK;
-        }
-        if (f.own) {
-            f.weight = r->passed + 1;
-            f.open = !r->brief;
-            r->passed = 0;
-        }
-        f.enter_ns = rocq_time_ns();
+    rocq__event *e = &p->open[depth];
+    const int32_t parent = depth > 0 ? e[-1].region : -1;
+    const bool named = depth == 0 || parent >= 0;
+    const int32_t region = named ? rocq__region_find(p, parent, name, detail) : -1;
+    rocq__region *r = region >= 0 ? &p->regions[region] : NULL;
+    const bool decides = p->limited && p->root == 0 && r;
+    if (decides && r->skip > 0) {
+        r->skip--;
+        r->skipped++;
+        p->weight = 0;
+        p->root = ++p->depth;
+        return ROCQ_OK;
     }
-    f.piece = piece && room && p->anchor >= 0;
-    if (f.piece) ROCQ__TRY(rocq__mark_take(ctx, p, &f.first));
-    if (f.region < 0) p->dropped++;
-    if (p->range_push) {
-        p->range_push(f.region >= 0 ? rocq__named_label(&p->regions[f.region]) : name);
+    memset(e, 0, sizeof *e);
+    if (p->limited) e->enter_ns = rocq_time_ns();
+    if (p->n_log + depth >= ROCQ__LOG) {
+        const rocq_result folded = rocq__log_fold(ctx, p, ROCQ__BATCH, "profile");
+        if (piece) ROCQ__TRY(folded); // else the next piece finds that the device is lost
     }
-    if (room) {
-        f.start_ns = rocq_time_ns();
-        if (f.region >= 0) {
-            f.span = rocq__span_add(p, f.region, false, f.start_ns - p->start_ns, -1);
-        }
-        p->frames[p->depth] = f;
+    e->region = region;
+    e->depth = depth;
+    e->pair = e->span = e->access = -1;
+    if (piece && p->timed) {
+        const int32_t pair = (int32_t)(p->n_pairs % ROCQ__LOG);
+        ROCQ__TRY(rocq__mark(ctx, p->marks[pair][0]));
+        p->n_pairs++;
+        e->pair = pair;
     }
+    if (decides) {
+        if (r->brief) p->root = depth + 1;
+        p->weight = r->skipped + 1;
+        r->skipped = 0;
+    }
+    e->weight = p->weight;
+    p->dropped += !r;
     p->depth++;
+    if (p->range_push) p->range_push(r ? r->label : name);
+    e->start_ns = rocq_time_ns();
+    if (r) e->span = rocq__span_add(p, region, false, e->start_ns - p->start_ns, -1);
     return ROCQ_OK;
 }
 
-// The frame's marks become the end of those of the region around it.
-ROCQ__FN void rocq__marks_inherit(rocq__profile *p, rocq__frame *outer, const rocq__frame *frame) {
-    if (outer->first < 0) {
-        outer->first = frame->first;
-        p->marks[frame->first].refs++;
-    }
-    p->marks[frame->last].refs++;
-    rocq__mark_drop(p, outer->last);
-    outer->last = frame->last;
-}
-
-// What the call has cost, and from that how many calls of the region are passed over now. end_ns:
-// when the region ended.
-ROCQ__FN void rocq__region_charge(rocq__profile *p, const rocq__frame *f, int64_t end_ns) {
-    const int64_t now = rocq_time_ns();
-    const double host = (double)(f->start_ns - f->enter_ns + now - end_ns);
-    const double cost = ROCQ__MIN(host, (double)ROCQ__COST_NS) + (f->piece ? p->marks_ns : 0.0);
-    p->full_ns += (double)f->weight * cost;
-    if (!f->own) return;
-    rocq__named *r = &p->regions[f->region];
-    const int64_t past = now - p->account_ns;
-    const double distance = p->full_ns / (p->desc.cost * (double)past); // of calls measured
+// Counts what measuring has cost, and decides how many calls of a region are skipped from now on.
+ROCQ__FN void rocq__sample(rocq__profile *p, const rocq__event *e) {
+    const int64_t now = rocq_time_ns(), past = now - p->since_ns;
+    const double host = (double)(e->start_ns - e->enter_ns + now - e->stop_ns);
+    p->full_ns += (double)e->weight * (ROCQ__MIN(host, (double)ROCQ__PAUSE_NS) +
+                                       (e->pair >= 0 ? p->marks_ns : 0.0));
+    if (e->region < 0 || (p->root > 0 && p->root != e->depth + 1)) return;
+    rocq__region *r = &p->regions[e->region];
+    const double k = ROCQ__MIN(p->full_ns / (p->desc.cost * (double)past), 1e9);
     p->random = p->random * 6364136223846793005u + 1442695040888963407u;
     const double random = (double)(p->random >> 40) * 0x1p-24; // below 1
-    r->brief = end_ns - f->start_ns < ROCQ__LONG_NS;
-    r->passes = r->brief && distance > 1.0 ? (int32_t)(random * (2.0 * distance - 1.0)) : 0;
-    if (past > ROCQ__ACCOUNT_NS) {
-        p->account_ns += past / 2;
+    r->brief = e->stop_ns - e->start_ns < ROCQ__LONG_NS;
+    r->skip = r->brief && k > 1.0 ? (int32_t)(random * (2.0 * k - 1.0)) : 0;
+    p->root = 0;
+    p->weight = 1;
+    if (past > ROCQ__WINDOW_NS) {
+        p->since_ns += past / 2;
         p->full_ns *= 0.5;
     }
 }
 
-// A call that failed is no sample. The work counts for all regions around, too.
+// work: of an op, a graph or a copy, else NULL.
 ROCQ__FN rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq__work *work) {
     rocq__profile *p = ctx->profiling;
     p->depth--;
-    if (p->passing > 0) {
-        if (p->depth < p->passing) p->passing = 0;
+    if (rocq__skipping(p)) {
+        if (p->depth < p->root) {
+            p->root = 0;
+            p->weight = 1;
+        }
         return result;
     }
     const int64_t now = rocq_time_ns();
     if (p->range_pop) p->range_pop();
     if (p->depth >= ROCQ__DEPTH) return result;
-    rocq__frame *f = &p->frames[p->depth], *outer = p->depth > 0 ? f - 1 : NULL;
-    if (f->piece && f->first >= 0) {
-        const rocq_result marked = rocq__mark_take(ctx, p, &f->last);
+    rocq__event *e = &p->open[p->depth];
+    e->stop_ns = now;
+    if (e->pair >= 0 && p->timed) {
+        const rocq_result marked = rocq__mark(ctx, p->marks[e->pair][1]);
         if (result == ROCQ_OK) result = marked;
     }
-    if (result != ROCQ_OK || f->last < 0) {
-        rocq__mark_drop(p, f->first);
-        rocq__mark_drop(p, f->last);
-        f->first = f->last = -1;
-    }
-    if (result != ROCQ_OK) return result;
-    if (work) {
+    e->failed = result != ROCQ_OK;
+    if (work && !e->failed) {
         if (work->params) rocq__work_count(ctx, work);
-        f->bytes += work->bytes;
-        f->flops += work->flops;
-        f->matrix += work->matrix;
+        e->bytes = work->bytes;
+        e->flops = work->flops;
+        e->matrix = work->matrix;
+        e->access = (int32_t)work->access;
+        e->copy = work->copy;
+        e->submits = true;
     }
-    if (outer && !(work && work->copy)) {
-        const double times = (double)f->weight / (double)outer->weight; // in one call of outer
-        outer->bytes += times * f->bytes;
-        outer->flops += times * f->flops;
-        outer->matrix += times * f->matrix;
-    }
-    if (outer && f->last >= 0) rocq__marks_inherit(p, outer, f);
-    if (f->region >= 0) {
-        rocq__named *r = &p->regions[f->region];
-        const double weight = (double)f->weight;
-        rocq__times_add(p, &r->host, (double)(now - f->start_ns), f->weight);
-        r->bytes += weight * f->bytes;
-        r->flops += weight * f->flops;
-        r->matrix += weight * f->matrix;
-        if (work) {
-            r->access = work->access;
-            r->copy = work->copy;
-            r->op = true;
-        }
-        if (f->span >= 0) p->spans[f->span].stop_ns = now - p->start_ns;
-    }
-    if (f->last >= 0) result = rocq__queue_put(ctx, p, f);
-    if (p->limited && f->region >= 0) rocq__region_charge(p, f, now);
+    p->log[(p->log_begin + p->n_log++) % ROCQ__LOG] = *e;
+    if (p->limited) rocq__sample(p, e);
     return result;
 }
 
 ROCQ__FN rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params) {
-    if (ctx->profiling->passing > 0) return rocq__run_here(ctx, op, params);
+    if (rocq__skipping(ctx->profiling)) return rocq__run_here(ctx, op, params);
     rocq__work work = rocq__work_named(op, params);
     ROCQ__TRY(rocq__region_enter(ctx, work.name, work.detail, true));
     return rocq__region_leave(ctx, rocq__run_here(ctx, op, params), &work);
 }
 
+// A captured graph is one piece with the work of all its ops; else each op is a region inside.
 ROCQ__FN rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph) {
+    rocq__work none, *work = graph->exec ? &graph->work : &none;
+    memset(&none, 0, sizeof none);
     ROCQ__TRY(rocq__region_enter(ctx, "graph", NULL, graph->exec != NULL));
-    rocq__work work; // one by one, that of the ops inside
-    memset(&work, 0, sizeof work);
-    return rocq__region_leave(ctx, rocq__graph_submit(ctx, graph),
-                              graph->exec ? &graph->work : &work);
+    return rocq__region_leave(ctx, rocq__graph_submit(ctx, graph), work);
 }
 
 ROCQ__FN rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes) {
@@ -15264,67 +15243,67 @@ ROCQ__FN void rocq__roctx_load(rocq__profile *p) {
 #endif
 }
 
-// The events, and the first of them as the anchor: the GPU's clock and the host's meet there.
+// Creates the marks, and measures what a pair costs: launches that are waited for, in turn without
+// and with one. The last mark is the first anchor, where the GPU's clock and the host's meet.
 ROCQ__FN rocq_result rocq__marks_begin(rocq_ctx *ctx, rocq__profile *p) {
+    enum { TURNS = 16 };
     const rocq_hip *hip = ctx->gpu->hip;
     ROCQ__TRY(rocq__hip_enter(ctx, "profile_start"));
-    for (int32_t i = 0; i < ROCQ__MARKS; i++) {
-        ROCQ__HIP("profile_start", hip->event_create(&p->marks[i].event, 0));
-        p->unused[p->n_unused++] = i;
+    for (int32_t i = 0; i < 2 * ROCQ__LOG; i++) {
+        ROCQ__HIP("profile_start", hip->event_create(&p->marks[i / 2][i % 2], 0));
     }
-    ROCQ__TRY(rocq__mark_take(ctx, p, &p->anchor));
-    rocq__mark *anchor = &p->marks[p->anchor];
-    ROCQ__HIP("profile_start", hip->event_wait(anchor->event));
-    for (int i = -2; i < 2 * ROCQ__BATCH; i++) { // a launch that is waited for, without and with
+    ROCQ__HIP("profile_start", hip->event_create(&p->anchor, 0));
+    for (int i = -2; i < 2 * TURNS; i++) { // the first two warm up
+        const bool marked = i % 2 != 0;
         const int64_t start = rocq_time_ns();
-        if (i % 2) ROCQ__HIP("profile_start", hip->event_record(anchor->event, ctx->gpu->stream));
+        if (marked) ROCQ__TRY(rocq__mark(ctx, p->anchor));
         ROCQ__TRY(rocq__launch_nothing(ctx));
-        if (i % 2) ROCQ__HIP("profile_start", hip->event_record(anchor->event, ctx->gpu->stream));
+        if (marked) ROCQ__TRY(rocq__mark(ctx, p->anchor));
         ROCQ__HIP("profile_start", hip->stream_wait(ctx->gpu->stream));
         const int64_t now = rocq_time_ns();
-        if (i >= 0) p->marks_ns += (double)((i % 2 ? now - start : start - now) / ROCQ__BATCH);
-        anchor->ns = (double)(now - p->start_ns);
+        if (i >= 0) p->marks_ns += (double)(marked ? now - start : start - now) / TURNS;
+        p->anchor_ns = (double)(now - p->start_ns);
     }
     p->marks_ns = ROCQ__MAX(p->marks_ns, 0.0);
+    p->timed = true;
     return ROCQ_OK;
 }
 
 // The profile and its arrays are one block, cleared, so that its pages are there when regions run.
 ROCQ__FN rocq_result rocq__profile_make(rocq_ctx *ctx, const rocq_profile_desc *desc,
                                         rocq__profile **out) {
-    const bool gpu = rocq__gpu_timed(ctx) && ctx->gpu->hip->event_query && !desc->host_only;
-    int32_t n_memos = 64;
-    while (n_memos < 4 * desc->max_regions) n_memos *= 2;
-    const int64_t n_times = (int64_t)desc->max_regions * desc->max_samples,
-                  host = (int64_t)sizeof(rocq__profile), gpu_at = host + 8 * n_times,
-                  sorted = gpu_at + (gpu ? 8 * n_times : 0),
-                  regions = sorted + 8 * (int64_t)desc->max_samples,
-                  memos = regions + desc->max_regions * (int64_t)sizeof(rocq__named),
-                  spans = memos + n_memos * (int64_t)sizeof(rocq__memo),
-                  bytes = spans + desc->max_events * (int64_t)sizeof(rocq__span);
+    const bool gpu = rocq__gpu_timed(ctx) && !desc->host_only;
+    int32_t n_slots = 64;
+    while (n_slots < 2 * desc->max_regions) n_slots *= 2;
+    const int64_t sample = (int64_t)sizeof(double) * desc->max_samples,
+                  sorted = (int64_t)sizeof(rocq__profile),
+                  samples = sorted + sample,
+                  regions = samples + desc->max_regions * (gpu ? 2 : 1) * sample,
+                  spans = regions + desc->max_regions * (int64_t)sizeof(rocq__region),
+                  slots = spans + desc->max_events * (int64_t)sizeof(rocq__span),
+                  bytes = slots + n_slots * (int64_t)sizeof(int32_t);
     char *memory = (char *)rocq__alloc(ctx, bytes);
     if (!memory) {
-        return rocq__fail(ctx, ROCQ_E_MEMORY,
-                          "profile_start: no memory for %ld regions of %ld samples"
-                          " and %ld events",
-                          (long)desc->max_regions, (long)desc->max_samples, (long)desc->max_events);
+        return rocq__fail(ctx, ROCQ_E_MEMORY, "profile_start: no memory for %ld regions of %ld "
+                          "samples and %ld events", (long)desc->max_regions,
+                          (long)desc->max_samples, (long)desc->max_events);
     }
     memset(memory, 0, (size_t)bytes);
     rocq__profile *p = *out = (rocq__profile *)(void *)memory;
-    p->host = (double *)(void *)(memory + host);
-    if (gpu) p->gpu = (double *)(void *)(memory + gpu_at);
     p->sorted = (double *)(void *)(memory + sorted);
-    p->regions = (rocq__named *)(void *)(memory + regions);
-    p->memos = (rocq__memo *)(void *)(memory + memos);
+    p->samples = (double *)(void *)(memory + samples);
+    p->regions = (rocq__region *)(void *)(memory + regions);
     p->spans = (rocq__span *)(void *)(memory + spans);
+    p->slots = (int32_t *)(void *)(memory + slots);
+    p->n_slots = n_slots;
     p->desc = *desc;
-    p->n_memos = n_memos;
-    p->anchor = -1;
+    p->gpu = gpu;
+    p->weight = 1;
     p->limited = desc->cost < 1.0 && !desc->roctx;
     if (desc->roctx) rocq__roctx_load(p);
     p->start_ns = rocq_time_ns();
     if (gpu) ROCQ__TRY(rocq__marks_begin(ctx, p));
-    p->account_ns = rocq_time_ns() - ROCQ__CREDIT_NS;
+    p->since_ns = rocq_time_ns() - 1000000; // lets the first calls cost 1 ms * desc.cost
     return ROCQ_OK;
 }
 
@@ -15360,17 +15339,13 @@ ROCQ_DEF rocq_result rocq_profile_start(rocq_ctx *ctx, const rocq_profile_desc *
     return ROCQ_OK;
 }
 
-// Regions that are still open are forgotten.
 ROCQ_DEF rocq_result rocq_profile_stop(rocq_ctx *ctx) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     rocq__profile *p = ctx->profiling;
     if (!p) return ROCQ_OK;
-    const rocq_result result = rocq__queue_finish(ctx, p, "profile_stop");
+    const rocq_result result = rocq__log_finish(ctx, "profile_stop");
     if (p->gpu) rocq__marks_end(ctx, p);
-    for (; p->depth > 0; p->depth--) {
-        if (p->range_pop) p->range_pop();
-    }
-    p->passing = 0;
+    for (; p->range_pop && p->depth > 0; p->depth--) p->range_pop();
     ctx->profiling = NULL;
     return result;
 }
@@ -15402,11 +15377,11 @@ ROCQ_DEF rocq_result rocq_region_work(rocq_ctx *ctx, double bytes, double flops,
                           "region_work: a number or access %d is out of range", (int)access);
     }
     if (p->depth == 0) return rocq__fail(ctx, ROCQ_E_STATE, "region_work: no region is open");
-    if (p->passing > 0 || p->depth > ROCQ__DEPTH) return ROCQ_OK; // as its begin
-    rocq__frame *frame = &p->frames[p->depth - 1];
-    frame->bytes += bytes;
-    frame->flops += flops;
-    if (frame->region >= 0) p->regions[frame->region].access = access;
+    if (rocq__skipping(p) || p->depth > ROCQ__DEPTH) return ROCQ_OK;
+    rocq__event *e = &p->open[p->depth - 1];
+    e->bytes += bytes;
+    e->flops += flops;
+    e->access = (int32_t)access;
     return ROCQ_OK;
 }
 
@@ -15431,33 +15406,28 @@ static const struct {
     {"latency", "too little work to fill the chip"},
 };
 
-// Share of the peak, what bounds, and the verdict on it.
-ROCQ__FN void rocq__judge(const rocq__profile *p, rocq__named *r, rocq_region_stats *stats) {
-    const rocq_profile_desc *peak = &p->desc;
-    // Of the calls that r's sums are over.
-    const double seconds = stats->bytes_per_s > 0.0   ? r->bytes / stats->bytes_per_s
-                           : stats->flops_per_s > 0.0 ? r->flops / stats->flops_per_s
-                                                      : 0.0;
-    const double vector = r->flops - r->matrix;
+// Share of the peak, what bounds, and the verdict on it, of stats with calls, time and work.
+// matrix: the flops on the matrix unit among them.
+ROCQ__FN void rocq__judge(const rocq_profile_desc *peak, double matrix, rocq_region_stats *stats,
+                          char verdict[ROCQ__VERDICT]) {
+    const double vector = stats->flops - matrix;
     const bool computes = (vector <= 0.0 || peak->flops_per_s > 0.0) &&
-                          (r->matrix <= 0.0 || peak->matrix_per_s > 0.0);
+                          (matrix <= 0.0 || peak->matrix_per_s > 0.0);
     double memory_s = 0.0, compute_s = 0.0; // at the peaks
-    r->verdict[0] = '\0';
-    if (r->copy || seconds <= 0.0) return;
-    if (peak->bytes_per_s > 0.0) memory_s = r->bytes / peak->bytes_per_s;
-    if (peak->flops_per_s > 0.0) compute_s += vector / peak->flops_per_s;
-    if (peak->matrix_per_s > 0.0) compute_s += r->matrix / peak->matrix_per_s;
     if (stats->access == ROCQ_ACCESS_TILED ? !computes : peak->bytes_per_s <= 0.0) return;
+    if (peak->bytes_per_s > 0.0) memory_s = stats->bytes / peak->bytes_per_s;
+    if (peak->flops_per_s > 0.0) compute_s += vector / peak->flops_per_s;
+    if (peak->matrix_per_s > 0.0) compute_s += matrix / peak->matrix_per_s;
     const double least = ROCQ__MAX(memory_s, compute_s);
-    if (least <= 0.0) return;
-    if (1e9 * least < (double)ROCQ__FILL_NS * (double)r->host.weight) {
+    if (least <= 0.0 || stats->total_ns <= 0.0) return;
+    if (1e9 * least < (double)ROCQ__FILL_NS * (double)stats->calls) {
         stats->access = ROCQ_ACCESS_LATENCY;
     }
     stats->memory_bound = memory_s >= compute_s;
-    stats->share = least / seconds;
+    stats->share = least / (1e-9 * stats->total_ns);
     const char *bound = stats->memory_bound ? "memory-bound" : "compute-bound";
     const char *unit = stats->memory_bound ? "GB/s" : "GFLOP/s";
-    double rate = 1e-9 * (stats->memory_bound ? peak->bytes_per_s : r->flops / compute_s);
+    double rate = 1e-9 * (stats->memory_bound ? peak->bytes_per_s : stats->flops / compute_s);
     if (!stats->memory_bound && rate >= 1e4) {
         rate *= 1e-3;
         unit = "TFLOP/s";
@@ -15467,7 +15437,7 @@ ROCQ__FN void rocq__judge(const rocq__profile *p, rocq__named *r, rocq_region_st
     else if (stats->share > 0.8) word = "excellent";
     else if (stats->share > 0.6) word = "good";
     else if (stats->access == ROCQ_ACCESS_LATENCY) bound = "latency-bound";
-    snprintf(r->verdict, sizeof r->verdict, "%s, %s%.0f%% of %.0f %s: %s", bound,
+    snprintf(verdict, ROCQ__VERDICT, "%s, %s%.0f%% of %.0f %s: %s", bound,
              stats->share < 0.01 ? "under " : "", ROCQ__MAX(100.0 * stats->share, 1.0), rate, unit,
              word);
 }
@@ -15482,39 +15452,42 @@ ROCQ__FN void rocq__times_summarize(const rocq__profile *p, const rocq__times *t
 
 // What counts as a region's time: of what the library submits that on the GPU, of a region around
 // it the longer of both, since its end need not wait for the GPU.
-ROCQ__FN const rocq__times *rocq__times_of(const rocq__named *r) {
-    const bool gpu = r->op ? r->gpu.count > 0 : r->gpu.sum > r->host.sum;
+ROCQ__FN const rocq__times *rocq__times_of(const rocq__region *r) {
+    const bool gpu = r->submits ? r->gpu.count > 0 : r->gpu.sum > r->host.sum;
     return gpu ? &r->gpu : &r->host;
 }
 
 ROCQ__FN void rocq__region_stats(const rocq__profile *p, int32_t index, rocq_region_stats *stats) {
-    rocq__named *r = &p->regions[index];
+    rocq__region *r = &p->regions[index];
+    const rocq__times *times = rocq__times_of(r);
+    double matrix = 0.0;
     memset(stats, 0, sizeof *stats);
-    stats->name = rocq__named_label(r);
+    stats->name = r->label;
     stats->path = r->path;
+    stats->verdict = r->verdict;
     stats->depth = r->depth;
+    stats->access = r->access;
     rocq__times_summarize(p, &r->host, &stats->host_ns);
     rocq__times_summarize(p, &r->gpu, &stats->gpu_ns);
-    stats->calls = r->host.weight + r->passed;
-    stats->access = r->access;
+    stats->calls = r->host.weight + r->skipped;
     if (r->host.weight > 0) { // the GPU may have fewer times than there were calls
-        const rocq__times *times = rocq__times_of(r);
         const double scale = (double)stats->calls / (double)r->host.weight;
         stats->total_ns = (double)stats->calls / (double)times->weight * times->sum;
         stats->bytes = scale * r->bytes;
         stats->flops = scale * r->flops;
+        matrix = scale * r->matrix;
     }
     if (stats->total_ns > 0.0) {
         stats->bytes_per_s = stats->bytes / (1e-9 * stats->total_ns);
         stats->flops_per_s = stats->flops / (1e-9 * stats->total_ns);
     }
-    rocq__judge(p, r, stats);
-    stats->verdict = r->verdict;
+    r->verdict[0] = '\0';
+    if (!r->copy) rocq__judge(&p->desc, matrix, stats, r->verdict);
 }
 
 ROCQ_DEF int32_t rocq_profile_count(rocq_ctx *ctx) {
     if (!ctx || !ctx->profile) return 0;
-    rocq__queue_finish(ctx, ctx->profile, "profile_count");
+    rocq__log_finish(ctx, "profile_count");
     return ctx->profile->n_regions;
 }
 
@@ -15526,7 +15499,7 @@ ROCQ_DEF rocq_result rocq_profile_region(rocq_ctx *ctx, int32_t index, rocq_regi
                           "profile_region: stats is NULL, or %ld is none of %ld", (long)index,
                           (long)n);
     }
-    ROCQ__TRY(rocq__queue_finish(ctx, ctx->profile, "profile_region"));
+    ROCQ__TRY(rocq__log_finish(ctx, "profile_region"));
     rocq__region_stats(ctx->profile, index, stats);
     return ROCQ_OK;
 }
@@ -15577,8 +15550,8 @@ ROCQ__FN void rocq__report_rows(rocq__output *out, const rocq__profile *p, int32
 ROCQ__FN void rocq__report_table(rocq__output *out, const rocq__profile *p) {
     int width = 6;
     for (int32_t i = 0; i < p->n_regions; i++) {
-        const rocq__named *r = &p->regions[i];
-        width = ROCQ__MAX(width, 2 * r->depth + rocq__text_width(rocq__named_label(r)));
+        const rocq__region *r = &p->regions[i];
+        width = ROCQ__MAX(width, 2 * r->depth + rocq__text_width(r->label));
     }
     width = ROCQ__MIN(width, ROCQ__NAME_WIDTH);
     rocq__print(out, "%-*s %8s %7s%11s%7s%12s%12s%12s", width, "region", "calls", "timed",
@@ -15661,7 +15634,7 @@ ROCQ__FN void rocq__report_trace(rocq__output *out, const rocq_ctx *ctx, const r
                               1e-3 * (double)(span->stop_ns - span->start_ns)};
         if (span->stop_ns < 0) continue;
         rocq__print(out, ",\n{\"ph\": \"X\", \"pid\": 1, \"tid\": %d, ", span->gpu ? 2 : 1);
-        rocq__json_string(out, "name", rocq__named_label(&p->regions[span->region]), ", ");
+        rocq__json_string(out, "name", p->regions[span->region].label, ", ");
         ROCQ__PRINT_FIELDS(out, rocq__span_fields, us);
         rocq__print(out, "}");
     }
@@ -15678,7 +15651,7 @@ ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_w
     }
     const rocq__profile *p = ctx->profile;
     if (!p) return rocq__fail(ctx, ROCQ_E_STATE, "profile_report: no profile has been started");
-    ROCQ__TRY(rocq__queue_finish(ctx, ctx->profile, "profile_report"));
+    ROCQ__TRY(rocq__log_finish(ctx, "profile_report"));
     out.write = write;
     out.user = user;
     out.failed = false;
