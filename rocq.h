@@ -10727,11 +10727,12 @@ ROCQ__FN rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *sr
 
 // -- launch core --
 
-// Of a whole grid: bytes moved, flops of the vector unit (a fused multiply-add is 2, as is a dot4,
-// an exponential 8) and of the matrix unit. Only the time cap looks at it.
+// What an op moves and computes. Flops on the matrix unit are among the flops.
 typedef struct rocq__cost {
     double bytes, flops, matrix;
 } rocq__cost;
+
+ROCQ__FN rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params);
 
 ROCQ__FN const rocq__chip *rocq__chip_of(const rocq_ctx *ctx) {
     return &ctx->gpu->chip;
@@ -10748,8 +10749,8 @@ ROCQ__FN rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int
     const int64_t most = ROCQ__MIN((int64_t)INT32_MAX, (int64_t)UINT32_MAX / threads);
     int64_t step = grid_x;
     if (ctx->desc.dispatch_us > 0) {
-        const double work =
-            cost.flops / gpu->chip.flops_per_us + cost.matrix / gpu->chip.matrix_per_us;
+        const double work = (cost.flops - cost.matrix) / gpu->chip.flops_per_us +
+                            cost.matrix / gpu->chip.matrix_per_us;
         const double us = 2.0 * ROCQ__MAX(cost.bytes / gpu->chip.bytes_per_us, work);
         const double pieces = ceil(us / ctx->desc.dispatch_us);
         const int64_t full = (2 * (int64_t)gpu->chip.n_units + grid_z - 1) / grid_z;
@@ -10757,10 +10758,6 @@ ROCQ__FN rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int
         step = ROCQ__MIN(ROCQ__MAX(step, full), grid_x);
     }
     step = ROCQ__MIN(step, most);
-    if (grid_z > 65535 || grid_x > UINT32_MAX) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: a grid of %lld by %lld blocks",
-                          rocq__kernels[kernel].name, (long long)grid_x, (long long)grid_z);
-    }
     common->status = gpu->status;
     for (int64_t x = 0; x < grid_x; x += step) {
         const int64_t n = ROCQ__MIN(step, grid_x - x);
@@ -10862,10 +10859,19 @@ typedef struct rocq__job {
     uintptr_t scratch;  // device address, 256-byte aligned; 0 while planning
     int64_t used, most; // bytes of it
     rocq_result result;
+    rocq__cost cost;    // of the next launch, for the time cap: first that of the whole op
 } rocq__job;
 
+// The cost of an op that a job launches; nobody asks for it while planning or without a time cap.
+ROCQ__FN rocq__cost rocq__job_cost(const rocq__job *job, rocq_op op, const void *params) {
+    const rocq__cost none = {0.0, 0.0, 0.0};
+    if (job->planning || job->ctx->desc.dispatch_us <= 0) return none;
+    return rocq__cost_of(job->ctx, op, params);
+}
+
+// The one place that looks whether a grid is too large. A launch outside of jobs has few blocks.
 ROCQ__FN void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
-                               int threads, void *args, rocq__cost cost) {
+                               int threads, void *args) {
     if (job->result != ROCQ_OK) return;
     if (grid_x > INT32_MAX || grid_z > 65535) {
         job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: a grid of %lld x %lld blocks",
@@ -10873,7 +10879,7 @@ ROCQ__FN void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64
     } else if (job->planning) {
         if (job->ctx->gpu->planned && grid_x > 0) job->ctx->gpu->planned[kernel] = true;
     } else {
-        job->result = rocq__launch(job->ctx, kernel, grid_x, grid_z, threads, args, cost);
+        job->result = rocq__launch(job->ctx, kernel, grid_x, grid_z, threads, args, job->cost);
     }
 }
 
@@ -10920,18 +10926,6 @@ ROCQ__FN bool rocq__is_plain(rocq_format format) {
     return format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
 }
 
-ROCQ__FN double rocq__tensor_bytes(const rocq_tensor *t) {
-    return t ? (double)rocq_tensor_size(t) : 0.0;
-}
-
-ROCQ__FN rocq__cost rocq__cost_of(double bytes, double flops, double matrix) {
-    rocq__cost cost;
-    cost.bytes = bytes;
-    cost.flops = flops;
-    cost.matrix = matrix;
-    return cost;
-}
-
 // Blocks of 256 threads that share out t's rows in pieces of so many of its row_size elements or
 // bytes. A kernel counts the pieces in 32 bits.
 ROCQ__FN int64_t rocq__piece_blocks(rocq__job *job, const rocq_tensor *t, int64_t row_size,
@@ -10966,14 +10960,11 @@ ROCQ__FN void rocq__job_map_launch(rocq__job *job, rocq_op op, const void *param
     args.activation = (int32_t)map.activation;
     args.scale = map.scale;
     args.bias = map.bias;
-    const double bytes = rocq__tensor_bytes(y) + rocq__tensor_bytes(a) + rocq__tensor_bytes(b);
-    const double work = map.activation == ROCQ_IDENTITY ? 8.0 : 32.0;
     const bool copy = op == ROCQ_OP_CAST && y->format == a->format; // of bytes
     rocq__job_row(job, y->ne[0]);
     const int64_t blocks = copy ? rocq__piece_blocks(job, y, rocq__bytes(y->format, y->ne[0]), 16)
                                 : rocq__piece_blocks(job, y, y->ne[0], 4);
-    rocq__job_launch(job, ROCQ_K_map, blocks, 1, 256, &args,
-                     rocq__cost_of(bytes, work * (double)rocq_tensor_count(y), 0.0));
+    rocq__job_launch(job, ROCQ_K_map, blocks, 1, 256, &args);
 }
 
 // y = x, both of formats that the map kernel reads and writes.
@@ -10991,9 +10982,7 @@ ROCQ__FN void rocq__job_decode(rocq__job *job, const rocq_tensor *y, const rocq_
     args.ids = (const int32_t *)rocq__device_data(ids);
     args.scale = scale;
     rocq__job_row(job, y->ne[0]);
-    rocq__job_launch(
-        job, ROCQ_K_decode, rocq__piece_blocks(job, y, y->ne[0], 4), 1, 256, &args,
-        rocq__cost_of(2.0 * rocq__tensor_bytes(y), 8.0 * (double)rocq_tensor_count(y), 0.0));
+    rocq__job_launch(job, ROCQ_K_decode, rocq__piece_blocks(job, y, y->ne[0], 4), 1, 256, &args);
 }
 
 ROCQ__FN void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const rocq_tensor *x) {
@@ -11002,18 +10991,19 @@ ROCQ__FN void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const 
     args.src = rocq__k_tensor(x);
     args.dst = rocq__device_data(planar);
     args.n_units = rocq_tensor_count(x) / 32;
-    rocq__job_launch(
-        job, ROCQ_K_repack, rocq__piece_blocks(job, x, x->ne[0], 32), 1, 256, &args,
-        rocq__cost_of(2.0 * rocq__tensor_bytes(x), 2.0 * (double)rocq_tensor_count(x), 0.0));
+    rocq__job_launch(job, ROCQ_K_repack, rocq__piece_blocks(job, x, x->ne[0], 32), 1, 256, &args);
 }
 
 // y = x in y's format and layout: a copy, a repack, a decoding or an encoding, or the last two.
 ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x) {
+    const rocq_cast_params cast = {y, x};
+    const rocq__cost cost = job->cost;
     const bool planar_y = y->layout == ROCQ_LAYOUT_PLANAR,
                planar_x = x->layout == ROCQ_LAYOUT_PLANAR;
     const bool encodes = rocq__is_plain(y->format) || y->format == ROCQ_Q8_0 ||
                          (y->format == ROCQ_Q4_0 && !planar_y);
     if (job->result != ROCQ_OK) return;
+    job->cost = rocq__job_cost(job, ROCQ_OP_CAST, &cast);
     if (y->format == x->format && planar_y == planar_x) {
         rocq__job_cast_map(job, y, x);
     } else if (y->format == x->format && planar_y) {
@@ -11030,9 +11020,10 @@ ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq
     } else {
         const rocq_tensor floats =
             rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, x->ne, x->ne[0]);
-        rocq__job_decode(job, &floats, x, NULL, 1.0f);
-        rocq__job_cast_map(job, y, &floats);
+        rocq__job_convert(job, &floats, x);
+        rocq__job_convert(job, y, &floats);
     }
+    job->cost = cost;
 }
 
 // -- matmul --
@@ -11175,7 +11166,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     const bool int8 = g->path == ROCQ_PRECISION_INT8;
     rocq_k_matvec_args args;
     int64_t rows = 0, blocks = 0;
-    double bytes = rocq__tensor_bytes(x), weights = 0.0;
+    double bytes = 0.0; // of weights
     bool mixed = false, groups = false; // groups: a block has to own whole blocks of a Q8_0 y
     memset(&args, 0, sizeof args);
     args.k = (int32_t)k;
@@ -11193,7 +11184,6 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
         part->m = (int32_t)w->ne[1];
         part->format = (int32_t)w->format;
         rows += w->ne[1];
-        weights += pair * (double)(k * w->ne[1]);
         bytes += pair * (double)(w->ne[1] * rocq__bytes(w->format, k));
         mixed = mixed || w->format != g[0].w.format;
         groups = groups || g[i].y.format == ROCQ_Q8_0;
@@ -11209,7 +11199,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
         site.m = rocq__clamp32(rows);
         site.k = (int32_t)k;
         site.n = (int32_t)n;
-        site.row_bytes = (int32_t)((bytes - rocq__tensor_bytes(x)) / (double)rows);
+        site.row_bytes = (int32_t)(bytes / (double)rows);
         k_waves = rocq__config_for(job->ctx, &site).k_waves;
     }
     while (1 << args.k_shift < k_waves) args.k_shift++;
@@ -11228,7 +11218,6 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
         kernel = ROCQ_K_matvec_int8_q4_0_n1 + 4 * rocq__k_int8_format(g->w.format) + columns;
     }
     if (mixed) kernel = ROCQ_K_matvec_int8_mixed_n1;
-    const double flops = weights * (int8 ? 2.0 + 0.5 * (double)n : 2.0 + 2.0 * (double)n);
     for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
         for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
             args.x_column0 = (i3 * x->ne[2] + i2) * n;
@@ -11256,7 +11245,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
                 part->activation = e.activation;
                 part->softcap = e.softcap;
             }
-            rocq__job_launch(job, kernel, blocks, 1, 256, &args, rocq__cost_of(bytes, flops, 0.0));
+            rocq__job_launch(job, kernel, blocks, 1, 256, &args);
         }
     }
 }
@@ -11378,9 +11367,6 @@ ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_t
     args.run2 = (int32_t)(x->ne[2] / w->ne[2]);
     args.run3 = (int32_t)(x->ne[3] / w->ne[3]);
     args.w_batch2 = (int32_t)w->ne[2];
-    const double products = (double)m * (double)n * (double)k * (double)n_matrices;
-    const double bytes = rocq__tensor_bytes(w) + rocq__tensor_bytes(x) + rocq__tensor_bytes(&g->y);
-    const double decode = 3.0 * products / (double)tile_n;
     const int64_t work_ne[4] = {m, n_splits, n, n_matrices}, mark = job->used;
     if (n_splits > 1) {
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, work_ne, m);
@@ -11388,19 +11374,37 @@ ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_t
         job->used = mark; // nothing else is made until it has been read
     }
     rocq__job_launch(job, kernel, args.tiles_m * n_splits * args.tiles_n, n_matrices, threads,
-                     &args, g->path == ROCQ_PRECISION_F32
-                         ? rocq__cost_of(bytes, decode + 2.0 * products, 0.0)
-                         : rocq__cost_of(bytes, decode, 2.0 * products));
+                     &args);
     if (n_splits == 1) return;
     const double parts = (double)(m * n * n_splits) * (double)n_matrices;
+    const rocq__cost merge = {4.0 * parts, parts, 0.0};
+    job->cost = merge;
     args.tiles_m = (int32_t)((m + ROCQ_K_MERGE_M - 1) / ROCQ_K_MERGE_M);
     args.tiles_n = (int32_t)((n + ROCQ_K_MERGE_N - 1) / ROCQ_K_MERGE_N);
     rocq__job_launch(job, ROCQ_K_matmul_merge, (int64_t)args.tiles_m * args.tiles_n, n_matrices,
-                     256, &args, rocq__cost_of(4.0 * parts, 2.0 * parts, 0.0));
+                     256, &args);
+}
+
+// What one launch of n products costs. A matvec launches each matrix of a batch on its own.
+ROCQ__FN rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__gemm *g, int32_t n) {
+    const bool few = g->p->x->ne[1] <= ROCQ_K_FEW;
+    const double launches = few ? (double)(g->w.ne[2] * g->w.ne[3]) : 1.0;
+    rocq__cost sum = {0.0, 0.0, 0.0};
+    for (int32_t i = 0; i < n; i++) {
+        rocq_matmul_params alone = *g[i].p;
+        alone.next = NULL;
+        if (g[i].w2.n_dims == 0) alone.w2 = NULL; // the product with it has a launch of its own
+        const rocq__cost cost = rocq__job_cost(job, ROCQ_OP_MATMUL, &alone);
+        sum.bytes += cost.bytes / launches;
+        sum.flops += cost.flops / launches;
+        sum.matrix += cost.matrix / launches;
+    }
+    return sum;
 }
 
 ROCQ__FN void rocq__gemm_launch(rocq__job *job, const rocq__gemm *g, int32_t n,
                                 const rocq_tensor *x) {
+    job->cost = rocq__gemm_cost(job, g, n);
     if (x->ne[1] <= ROCQ_K_FEW) rocq__gemm_few(job, g, n, x);
     else rocq__gemm_tiles(job, g, x);
     for (int32_t i = 0; i < n; i++) {
@@ -11631,15 +11635,19 @@ ROCQ__FN void rocq__job_attention(rocq__job *job, const void *params) {
             job->result = rocq__counters_hip(job->ctx, blocks, &args.counter);
         }
     }
-    // As if every query saw all that is there: a cap on time must not be too late.
-    const double pairs = (double)columns * (double)n_kv_heads * (double)n_seqs * (double)n_kv;
-    const double kv =
-        (double)(rocq__bytes(p->k->format, p->q->ne[0]) + rocq__bytes(p->v->format, p->q->ne[0])) *
-        (double)n_kv * (double)blocks;
+    // The time cap must not be too late: as if every query saw all that is there, and with K and V
+    // read anew for each tile of queries.
+    rocq_attention_params all = *p;
+    all.kv_len = NULL;
+    all.causal = false;
+    all.window = 0;
+    all.mask = NULL;
+    job->cost = rocq__job_cost(job, ROCQ_OP_ATTENTION, &all);
+    const double once = 8.0 * (double)rocq_tensor_count(p->q); // bytes of q and out
+    job->cost.bytes = once + (job->cost.bytes - once) * (double)n_tiles;
     rocq__job_launch(job,
                      (decode ? ROCQ_K_attention_decode_64 : ROCQ_K_attention_prefill_64) + 2 * size,
-                     blocks * n_splits, 1, 128, &args,
-                     rocq__cost_of(kv, 16.0 * pairs, 4.0 * pairs * (double)head_dim));
+                     blocks * n_splits, 1, 128, &args);
 }
 
 // -- rmsnorm, layernorm --
@@ -11657,12 +11665,10 @@ ROCQ__FN void rocq__job_norm(rocq__job *job, const void *params) {
     args.eps = p->eps > 0.0f ? p->eps : 1e-5f;
     args.center = job->op == ROCQ_OP_LAYERNORM;
     rocq__job_row(job, p->x->ne[0]);
-    const double bytes = rocq__tensor_bytes(p->x) + rocq__tensor_bytes(p->y);
     // A row of up to 16 elements a thread stays in registers.
     int threads = rocq__row_threads(p->x->ne[0]);
     while (threads < ROCQ_K_NORM_THREADS && 16 * threads < p->x->ne[0]) threads *= 2;
-    rocq__job_launch(job, ROCQ_K_norm, rocq__n_rows(p->x), 1, threads, &args,
-                     rocq__cost_of(bytes, 16.0 * (double)rocq_tensor_count(p->x), 0.0));
+    rocq__job_launch(job, ROCQ_K_norm, rocq__n_rows(p->x), 1, threads, &args);
 }
 
 // -- rope, rope_append --
@@ -11708,20 +11714,16 @@ ROCQ__FN void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
     if (job->result != ROCQ_OK) return;
     const int32_t quads = (args->head_dim + 3) / 4;
     const int64_t n_tokens = args->stream[0].x.ne[2];
-    int64_t heads = 0, blocks = 0;
+    int64_t blocks = 0;
     args->heads = quads < 256 ? 256 / quads : 1;
     for (int i = 0; i < args->n_streams; i++) {
         rocq_k_rope_stream *stream = &args->stream[i];
         stream->slices = (uint32_t)((stream->x.ne[1] + (int64_t)args->heads - 1) / args->heads);
-        heads += stream->x.ne[1];
         blocks += stream->slices;
     }
     if (blocks > UINT32_MAX) blocks = UINT32_MAX; // more than a launch can have
     args->slices = (uint32_t)blocks;
-    const double n = (double)heads * (double)n_tokens * args->head_dim;
-    const double turns = (double)n_tokens * args->n_dims;
-    rocq__job_launch(job, ROCQ_K_rope, n_tokens * blocks, 1, 256, args,
-                     rocq__cost_of(8.0 * n, 8.0 * n + 100.0 * turns, 0.0));
+    rocq__job_launch(job, ROCQ_K_rope, n_tokens * blocks, 1, 256, args);
 }
 
 ROCQ__FN void rocq__job_rope(rocq__job *job, const void *params) {
@@ -11767,10 +11769,9 @@ ROCQ__FN void rocq__job_softmax(rocq__job *job, const void *params) {
     args.x = rocq__k_tensor(p->x);
     args.mask = rocq__k_tensor(p->mask);
     args.scale = p->scale != 0.0f ? p->scale : 1.0f;
-    const double bytes = 3.0 * rocq__tensor_bytes(p->x) + rocq__tensor_bytes(p->mask);
     rocq__job_row(job, p->x->ne[0]);
     rocq__job_launch(job, ROCQ_K_softmax, rocq__n_rows(p->x), 1, rocq__row_threads(p->x->ne[0]),
-                     &args, rocq__cost_of(bytes, 24.0 * (double)rocq_tensor_count(p->x), 0.0));
+                     &args);
 }
 
 ROCQ__FN void rocq__job_gather(rocq__job *job, const void *params) {
@@ -11786,9 +11787,7 @@ ROCQ__FN void rocq__job_argmax(rocq__job *job, const void *params) {
     args.x = rocq__k_tensor(p->x);
     rocq__job_row(job, p->x->ne[0]);
     const int threads = p->x->ne[0] > 8192 ? 1024 : rocq__row_threads(p->x->ne[0]);
-    rocq__job_launch(
-        job, ROCQ_K_argmax, p->x->ne[1], 1, threads, &args,
-        rocq__cost_of(rocq__tensor_bytes(p->x), 4.0 * (double)rocq_tensor_count(p->x), 0.0));
+    rocq__job_launch(job, ROCQ_K_argmax, p->x->ne[1], 1, threads, &args);
 }
 
 ROCQ__FN void rocq__job_sample(rocq__job *job, const void *params) {
@@ -11816,9 +11815,7 @@ ROCQ__FN void rocq__job_sample(rocq__job *job, const void *params) {
     args.presence_penalty = p->presence_penalty;
     args.uniform_hi = (float)draw;
     args.uniform_lo = (float)(draw - (double)args.uniform_hi);
-    const double reads = 8.0 * (double)n; // passes of a search for the cut
-    rocq__job_launch(job, ROCQ_K_sample, 1, 1, 1024, &args,
-                     rocq__cost_of(4.0 * reads, 8.0 * reads, 0.0));
+    rocq__job_launch(job, ROCQ_K_sample, 1, 1, 1024, &args);
 }
 
 // -- choices: the tables --
@@ -12621,6 +12618,99 @@ ROCQ__FN rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, roc
     return ROCQ_OK;
 }
 
+// -- what an op moves and computes: for the time cap, the profile and the tuner --
+
+// Query and position pairs that attention looks at, and positions of K and V that it reads, summed
+// over sequences; false where only the GPU knows kv_len.
+ROCQ__FN bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_params *p,
+                                    double *pairs, double *positions) {
+    const int64_t n_q = p->q->ne[2];
+    const int32_t *kv_len = NULL;
+    *pairs = *positions = 0.0;
+    if (p->kv_len && rocq__on_gpu(ctx)) return false;
+    if (p->kv_len) kv_len = (const int32_t *)rocq_tensor_data(p->kv_len);
+    for (int64_t s = 0; s < p->q->ne[3]; s++) {
+        const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+        const int64_t length = kv_len ? kv_len[s] : n_kv;
+        const int64_t window = p->window > 0 ? p->window : length;
+        // With causal, query i sees least + i positions, but no more than the window has.
+        const int64_t least = p->causal ? length - n_q + 1 : length;
+        const int64_t rising = p->causal ? ROCQ__MIN(ROCQ__MAX(window - least, 0), n_q) : 0;
+        *pairs += (double)(rising * least + rising * (rising - 1) / 2 + (n_q - rising) * window);
+        *positions += (double)ROCQ__MIN(length, window + n_q - 1);
+    }
+    return true;
+}
+
+// Cheaper than rocq_tensor_count: these sizes have been checked.
+ROCQ__INLINE double rocq__elems(const rocq_tensor *t) {
+    return (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
+}
+
+// Elements of operand t that are moved: all of it, of a table the rows that are gathered, of a
+// cache those that are read or written.
+ROCQ__FN double rocq__elems_moved(rocq_op op, const void *params, const rocq_tensor *t,
+                                  double positions) {
+    if (op == ROCQ_OP_GATHER) {
+        const rocq_gather_params *p = (const rocq_gather_params *)params;
+        if (t == p->table) t = p->y;
+    } else if (op == ROCQ_OP_ATTENTION) {
+        const rocq_attention_params *p = (const rocq_attention_params *)params;
+        if (t == p->k || t == p->v) return positions * (double)(t->ne[0] * t->ne[1]);
+    } else if (op == ROCQ_OP_ROPE_APPEND) {
+        const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
+        if (t == p->q) return 2.0 * rocq__elems(t); // in place
+        if (t == p->k_cache) t = p->k;
+        if (t == p->v_cache) t = p->v;
+    }
+    return rocq__elems(t);
+}
+
+// Bytes: every operand moved once. Flops: two for each weight and column of a product; four for
+// each element of q and position it meets in attention; else one for each element of the output,
+// or of the input where the output is an index. All 0 where only the GPU knows the lengths.
+ROCQ__FN rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
+    rocq__cost cost = {0.0, 0.0, 0.0};
+    int32_t end;
+    const int32_t begin = rocq__operands_begin(op, &end);
+    double pairs, positions = 0.0;
+    if (op == ROCQ_OP_MATMUL) {
+        const rocq_matmul_params *first = (const rocq_matmul_params *)params;
+        for (const rocq_matmul_params *p = first; p; p = p->next) {
+            const double flops = 2.0 * rocq__elems(p->y) * (double)p->w->ne[0];
+            cost.flops += p->w2 ? 2.0 * flops : flops;
+        }
+        if (rocq__on_gpu(ctx) && first->x->ne[1] > ROCQ_K_FEW &&
+            rocq__gemm_path(ctx, first, first->w) != ROCQ_PRECISION_F32) {
+            cost.matrix = cost.flops;
+        }
+    } else if (op == ROCQ_OP_ATTENTION) {
+        const rocq_attention_params *p = (const rocq_attention_params *)params;
+        if (!rocq__attention_reach(ctx, p, &pairs, &positions)) return cost;
+        cost.flops = 4.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
+        if (rocq__on_gpu(ctx)) cost.matrix = cost.flops;
+    } else if (op == ROCQ_OP_ARGMAX) {
+        cost.flops = rocq__elems(((const rocq_argmax_params *)params)->x);
+    } else if (op == ROCQ_OP_SAMPLE) {
+        cost.flops = rocq__elems(((const rocq_sample_params *)params)->logits);
+    } else {
+        cost.flops = rocq__elems(rocq__operand_of(params, &rocq__operands[begin]));
+    }
+    for (const void *p = params; p; p = rocq__next_params(op, p)) {
+        for (int32_t i = begin; i < end; i++) {
+            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
+            int64_t elems, bytes;
+            if (!t) continue;
+            if (op == ROCQ_OP_MATMUL && p != params && t == ((const rocq_matmul_params *)p)->x) {
+                continue; // the first product has read it
+            }
+            rocq__block_of(t->format, &elems, &bytes);
+            cost.bytes += rocq__elems_moved(op, p, t, positions) * (double)bytes / (double)elems;
+        }
+    }
+    return cost;
+}
+
 // -- copies of params --
 
 // An op with its params and tensors, all in one block of memory.
@@ -12752,14 +12842,15 @@ ROCQ__FN rocq_result rocq__check_op(rocq_ctx *ctx, rocq_op op, const void *param
 
 ROCQ__FN rocq_result rocq__plan_hip(rocq_ctx *ctx, rocq_op op, const void *params,
                                     int64_t *scratch) {
-    rocq__job job = {ctx, op, rocq__ops[op].name, true, 0, 0, 0, ROCQ_OK};
+    rocq__job job = {ctx, op, rocq__ops[op].name, true, 0, 0, 0, ROCQ_OK, {0.0, 0.0, 0.0}};
     rocq__ops[op].job(&job, params);
     *scratch = job.most;
     return job.result;
 }
 
 ROCQ__FN rocq_result rocq__run_hip(rocq_ctx *ctx, rocq_op op, const void *params, void *scratch) {
-    rocq__job job = {ctx, op, rocq__ops[op].name, false, (uintptr_t)scratch, 0, 0, ROCQ_OK};
+    rocq__job job = {ctx, op, rocq__ops[op].name, false, (uintptr_t)scratch, 0, 0, ROCQ_OK, {0.0, 0.0, 0.0}};
+    job.cost = rocq__job_cost(&job, op, params);
     rocq__ops[op].job(&job, params);
     return job.result;
 }
@@ -14632,53 +14723,7 @@ ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_c
     return result;
 }
 
-// -- what an op moves and computes --
-
-// Query and position pairs that attention looks at, and positions of K and V that it reads, summed
-// over sequences; false where only the GPU knows kv_len.
-ROCQ__FN bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_params *p,
-                                    double *pairs, double *positions) {
-    const int64_t n_q = p->q->ne[2];
-    const int32_t *kv_len = NULL;
-    *pairs = *positions = 0.0;
-    if (p->kv_len && rocq__on_gpu(ctx)) return false;
-    if (p->kv_len) kv_len = (const int32_t *)rocq_tensor_data(p->kv_len);
-    for (int64_t s = 0; s < p->q->ne[3]; s++) {
-        const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
-        const int64_t length = kv_len ? kv_len[s] : n_kv;
-        const int64_t window = p->window > 0 ? p->window : length;
-        // With causal, query i sees least + i positions, but no more than the window has.
-        const int64_t least = p->causal ? length - n_q + 1 : length;
-        const int64_t rising = p->causal ? ROCQ__MIN(ROCQ__MAX(window - least, 0), n_q) : 0;
-        *pairs += (double)(rising * least + rising * (rising - 1) / 2 + (n_q - rising) * window);
-        *positions += (double)ROCQ__MIN(length, window + n_q - 1);
-    }
-    return true;
-}
-
-// Cheaper than rocq_tensor_count: these sizes have been checked.
-ROCQ__INLINE double rocq__elems(const rocq_tensor *t) {
-    return (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
-}
-
-// Elements of operand t that are moved: all of it, of a table the rows that are gathered, of a
-// cache those that are read or written.
-ROCQ__FN double rocq__elems_moved(rocq_op op, const void *params, const rocq_tensor *t,
-                                  double positions) {
-    if (op == ROCQ_OP_GATHER) {
-        const rocq_gather_params *p = (const rocq_gather_params *)params;
-        if (t == p->table) t = p->y;
-    } else if (op == ROCQ_OP_ATTENTION) {
-        const rocq_attention_params *p = (const rocq_attention_params *)params;
-        if (t == p->k || t == p->v) return positions * (double)(t->ne[0] * t->ne[1]);
-    } else if (op == ROCQ_OP_ROPE_APPEND) {
-        const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
-        if (t == p->q) return 2.0 * rocq__elems(t); // in place
-        if (t == p->k_cache) t = p->k;
-        if (t == p->v_cache) t = p->v;
-    }
-    return rocq__elems(t);
-}
+// -- what a region does --
 
 // The op's name and how it touches memory, which cost little to know.
 ROCQ__FN rocq__work rocq__work_named(rocq_op op, const void *params) {
@@ -14713,47 +14758,11 @@ ROCQ__FN rocq__work rocq__work_named(rocq_op op, const void *params) {
 }
 
 ROCQ__FN void rocq__work_count(const rocq_ctx *ctx, rocq__work *work) {
-    const rocq_op op = work->op;
-    const void *params = work->params;
-    int32_t end;
-    const int32_t begin = rocq__operands_begin(op, &end);
-    double pairs, positions = 0.0;
+    const rocq__cost cost = rocq__cost_of(ctx, work->op, work->params);
     work->params = NULL;
-    if (op == ROCQ_OP_MATMUL) {
-        const rocq_matmul_params *first = (const rocq_matmul_params *)params;
-        for (const rocq_matmul_params *p = first; p; p = p->next) {
-            const double flops = 2.0 * rocq__elems(p->y) * (double)p->w->ne[0];
-            work->flops += p->w2 ? 2.0 * flops : flops;
-        }
-        if (work->access == ROCQ_ACCESS_TILED && rocq__on_gpu(ctx) &&
-            rocq__gemm_path(ctx, first, first->w) != ROCQ_PRECISION_F32) {
-            work->matrix = work->flops;
-        }
-    } else if (op == ROCQ_OP_ATTENTION) {
-        const rocq_attention_params *p = (const rocq_attention_params *)params;
-        if (!rocq__attention_reach(ctx, p, &pairs, &positions)) return;
-        work->flops = 4.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
-        if (rocq__on_gpu(ctx)) work->matrix = work->flops;
-    } else if (op == ROCQ_OP_ARGMAX) {
-        work->flops = rocq__elems(((const rocq_argmax_params *)params)->x);
-    } else if (op == ROCQ_OP_SAMPLE) {
-        work->flops = rocq__elems(((const rocq_sample_params *)params)->logits);
-    } else {
-        work->flops = rocq__elems(rocq__operand_of(params, &rocq__operands[begin]));
-    }
-    for (const void *p = params; p; p = rocq__next_params(op, p)) {
-        for (int32_t i = begin; i < end; i++) {
-            const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
-            int64_t elems, bytes;
-            if (!t) continue;
-            if (op == ROCQ_OP_MATMUL && p != params && t == ((const rocq_matmul_params *)p)->x) {
-                continue; // the first product has read it
-            }
-            rocq__block_of(t->format, &elems, &bytes);
-            work->bytes +=
-                rocq__elems_moved(op, p, t, positions) * (double)bytes / (double)elems;
-        }
-    }
+    work->bytes = cost.bytes;
+    work->flops = cost.flops;
+    work->matrix = cost.matrix;
 }
 
 ROCQ__FN rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
