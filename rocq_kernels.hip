@@ -1061,10 +1061,13 @@ template <int F> DEV void decode_word(const unit &u, int i, float v[4]) {
 
 // The values of one word of codes, q = word i of a unit, where i need not be constant.
 template <int F> DEV void decode_quad(uint32_t q, const block_factors &f, int i, float v[4]) {
+    block_factors half = f;
+    half.sc[0] = i < 4 ? f.sc[0] : f.sc[1];
+    half.mn[0] = i < 4 ? f.mn[0] : f.mn[1];
     unit one;
     one.q[0] = q;
-    one.scale[0] = i < 4 ? unit_scale<F>(f, 0) : unit_scale<F>(f, 1);
-    one.min[0] = i < 4 ? unit_min<F>(f, 0) : unit_min<F>(f, 1);
+    one.scale[0] = unit_scale<F>(half, 0);
+    one.min[0] = unit_min<F>(half, 0);
     decode_word<F>(one, 0, v);
 }
 
@@ -2919,48 +2922,41 @@ enum {
     ATTEND_HALF = 8      // of those that pass through LDS at a time in the end
 };
 
-template <int D, int TILES> struct attend_shape {
+// What decode and prefill have in common. D: elements of a head. TILES: column tiles of a block.
+// HELD: elements of a head that a KV tile holds. N: positions of a KV tile. LOADERS: threads that
+// load one.
+template <int D, int TILES, int HELD, int N, int LOADERS> struct attend_shape {
     enum {
         HEAD = D,
         COLUMN_TILES = TILES,
         SLICES = D > 128 ? D / 128 : 1,
-        W = D / SLICES,                                // elements of a slice
-        SETS = ATTEND_WAVES / (COLUMN_TILES * SLICES), // of waves that share out the positions
-        SHARED = COLUMN_TILES > 1, // the block has one KV tile, else each wave its own
-        BD = SHARED ? D : W,       // elements of a head that a KV tile holds
-        TILE = SHARED    ? (D <= 64    ? 64
-                            : D <= 128 ? 32
-                                       : 16)
-               : W <= 64 ? 32
-                         : 16,
-        THREADS = SHARED ? 128 : 32,                   // that stage a KV tile
+        W = D / SLICES, // elements of a slice
+        SETS = ATTEND_WAVES / (COLUMN_TILES * SLICES),
+        BD = HELD,
+        TILE = N,
+        ROUND = TILE * SETS, // positions that all sets take in one trip of the loop
+        THREADS = LOADERS,
         LOADS = TILE * ((BD + 63) / 64) * 8 / THREADS, // of 8 elements, per thread
+        S_FRAGS = TILE / 16, // fragments of a wave: of S and of P, 16 positions each
+        O_FRAGS = W / 16,    // and of O, 16 elements each
+        WORDS = (TILE + 31) / 32, // that have a bit for each position
+        COLUMNS = ATTEND_COLUMNS * COLUMN_TILES,
+        // LDS: halves from row to row, then bytes
         K_STRIDE = BD + 8,
         V_STRIDE = TILE + 8,
-        PARTS = TILE / 16,
-        WORDS = (TILE + 31) / 32, // of a bit per position
-        O_FRAGS = W / 16,
-        COLUMNS = ATTEND_COLUMNS * COLUMN_TILES,
-        // bytes of LDS
+        Q_STRIDE = BD + 8,
         K_BYTES = TILE * K_STRIDE * 2,
         V_BYTES = BD * V_STRIDE * 2,
-        WAVE_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES, // not SHARED: K and V in turn
-        TILE_BYTES = SHARED ? K_BYTES + V_BYTES : ATTEND_WAVES * WAVE_BYTES,
-        Q_STRIDE = BD + 8,
-        Q_BYTES = SHARED ? 0 : SLICES * ATTEND_COLUMNS * Q_STRIDE * 2, // SHARED: in registers
-        // parts of S, not SHARED: in place of K
-        SUM_BYTES = SLICES > 1 && SHARED ? ATTEND_WAVES *PARTS * 1024 : 0,
-        SUM_STRIDE = SHARED ? PARTS * 256 : WAVE_BYTES / 4, // floats from wave to wave
+        // of the merge at the end: floats from row to row; half of the columns pass at a time
         OUT_STRIDE = D + 4,
-        OUT_ROWS = SETS * TILES * ATTEND_HALF, // of every column tile half of it
+        OUT_ROWS = SETS * COLUMN_TILES * ATTEND_HALF,
         OUT_BYTES = OUT_ROWS * (OUT_STRIDE + 2) * 4,
-        LOOP_BYTES = TILE_BYTES + Q_BYTES + SUM_BYTES,
-        MAIN_BYTES = LOOP_BYTES > OUT_BYTES ? LOOP_BYTES : OUT_BYTES,
-        ROW_BYTES = 2 * TILE * 4 +
-                    ATTEND_COLUMNS * 8, // of a wave: rows of K and V of two tiles, of the mask
-        LDS_BYTES = MAIN_BYTES + ATTEND_WAVES * ROW_BYTES + 16
+        // of a wave: the rows of K and V of two tiles, and of the mask
+        ROW_BYTES = 2 * TILE * 4 + ATTEND_COLUMNS * 8
     };
+    static_assert(ROCQ_K_ATTEND_RUN % ROUND == 0, "the shortest run is whole rounds");
     static constexpr uint64_t ALL_SEEN = ~(uint64_t)0 >> (64 - TILE);
+
     // Which 8 elements of which row of the tile thread t loads at its p-th load: row lane_row +
     // pass_row, chunk lane_chunk + pass_chunk. For V four loads are four consecutive k.
     enum { ROWS_K = THREADS / 8, GROUPS = TILE / 4 };
@@ -2976,6 +2972,46 @@ template <int D, int TILES> struct attend_shape {
     template <bool V> DEV constexpr int pass_chunk(int p) {
         return V ? 8 * (ROWS_K * (p / 4) / GROUPS) : 8 * (ROWS_K * p / TILE);
     }
+};
+
+// LDS by offsets in bytes: what the loop has, in whose place the merge comes; then ROW_BYTES of each
+// wave; then one word.
+template <typename S> struct attend_lds {
+    enum {
+        ROWS_AT = (int)S::LOOP_BYTES > (int)S::OUT_BYTES ? (int)S::LOOP_BYTES : (int)S::OUT_BYTES,
+        WORD_AT = ROWS_AT + ATTEND_WAVES * S::ROW_BYTES,
+        BYTES = WORD_AT + 16
+    };
+};
+
+// Decode: every wave has a KV tile of its own, where K and V take turns; then Q of all slices. The
+// slices' sums come in the place of K.
+template <int D>
+struct attend_decode_shape
+    : attend_shape<D, 1, (D > 128 ? 128 : D), (D <= 64 ? 32 : 16), ROCQ_K_WAVE> {
+    typedef attend_shape<D, 1, (D > 128 ? 128 : D), (D <= 64 ? 32 : 16), ROCQ_K_WAVE> shape;
+    enum {
+        WAVE_BYTES = (int)shape::K_BYTES > (int)shape::V_BYTES ? (int)shape::K_BYTES
+                                                               : (int)shape::V_BYTES,
+        SUM_STRIDE = WAVE_BYTES / 4, // floats from wave to wave
+        Q_AT = ATTEND_WAVES * WAVE_BYTES,
+        LOOP_BYTES = Q_AT + shape::SLICES * ATTEND_COLUMNS * shape::Q_STRIDE * 2
+    };
+};
+
+// Prefill: one KV tile for all waves, K and V side by side; then the slices' sums. Q comes through the
+// place of K into registers.
+template <int D>
+struct attend_prefill_shape
+    : attend_shape<D, (D <= 128 ? 4 : 512 / D), D, (D <= 64 ? 64 : D <= 128 ? 32 : 16), 128> {
+    typedef attend_shape<D, (D <= 128 ? 4 : 512 / D), D, (D <= 64 ? 64 : D <= 128 ? 32 : 16), 128>
+        shape;
+    enum {
+        V_AT = shape::K_BYTES,
+        SUMS_AT = V_AT + shape::V_BYTES,
+        SUM_STRIDE = shape::S_FRAGS * 256, // floats from wave to wave
+        LOOP_BYTES = SUMS_AT + (shape::SLICES > 1 ? ATTEND_WAVES * SUM_STRIDE * 4 : 0)
+    };
 };
 
 // How rows are read, in chunks of 8 elements. WIDE (F16 and BF16): 16 bytes that are on their way
@@ -3230,10 +3266,10 @@ template <typename S> DEV attend_task attend_task_of(const rocq_k_attention_args
     t.kv_head = (int)head_seq - t.seq * a.n_kv_heads;
     return t;
 }
-template <typename S> struct attend_part { // of a wave in its block
+struct attend_role { // of a wave in its block
     int slice, column_tile, set;
 };
-template <typename S> DEV attend_part<S> attend_part_of(int wave) {
+template <typename S> DEV attend_role attend_role_of(int wave) {
     return {wave % S::SLICES, wave / S::SLICES % S::COLUMN_TILES,
             wave / (S::SLICES * S::COLUMN_TILES)};
 }
@@ -3321,6 +3357,11 @@ template <typename S> DEV void attend_clear(attend_state<S> &c) {
     }
 }
 
+template <typename S> DEV void attend_clear_scores(frag_c (&s)[S::S_FRAGS]) {
+#pragma unroll
+    for (int i = 0; i < 8 * S::S_FRAGS; i++) s[i / 8].v[i % 8] = 0.0f;
+}
+
 DEV float attend_keep(float m, float top) {
     return m == top ? 1.0f : exp2_fast(m - top);
 }
@@ -3382,14 +3423,9 @@ DEV void attend_turn_to(attend_place &at, const int (&row)[S::WORDS], bool paged
     wave_sync();
 }
 
-template <typename S> DEV void attend_sync() {
-    if (S::SHARED) block_sync_lds();
-    else wave_sync();
-}
-
 // Scores times factor plus the mask at positions first and up, of which last is the last.
 template <typename S>
-DEV void attend_bias(frag_c (&s)[S::PARTS], const rocq_k_attention_args &a, const u32x2 *rows,
+DEV void attend_bias(frag_c (&s)[S::S_FRAGS], const rocq_k_attention_args &a, const u32x2 *rows,
                      int first, int last, float factor) {
     const char *mask[FRAG_SLOTS];
 #pragma unroll
@@ -3399,7 +3435,7 @@ DEV void attend_bias(frag_c (&s)[S::PARTS], const rocq_k_attention_args &a, cons
     }
     first += recomputed(frag_row(0));
 #pragma unroll
-    for (int b = 0; b < S::PARTS; b++) {
+    for (int b = 0; b < S::S_FRAGS; b++) {
         float bias[8];
         keep_order();
         if (a.mask.format == ROCQ_F32) {
@@ -3425,11 +3461,11 @@ DEV void attend_bias(frag_c (&s)[S::PARTS], const rocq_k_attention_args &a, cons
 
 // -inf where position first + row is not in [low, high) or not seen.
 template <typename S>
-DEV void attend_hide(frag_c (&s)[S::PARTS], const int (&low)[FRAG_SLOTS],
+DEV void attend_hide(frag_c (&s)[S::S_FRAGS], const int (&low)[FRAG_SLOTS],
                      const int (&high)[FRAG_SLOTS], int first, uint64_t seen) {
     const int row = recomputed(frag_row(0));
 #pragma unroll
-    for (int i = 0; i < 8 * S::PARTS; i++) {
+    for (int i = 0; i < 8 * S::S_FRAGS; i++) {
         const int slot = frag_slot(i % 8), step = frag_row(i % 8) - frag_row(0);
         const uint32_t word = (uint32_t)(seen >> 16 * (i / 8)) >> row;
         const bool inside = (uint32_t)(first + row - low[slot] + 16 * (i / 8) + step) <
@@ -3440,13 +3476,13 @@ DEV void attend_hide(frag_c (&s)[S::PARTS], const int (&low)[FRAG_SLOTS],
 
 // Scores, in units of log2 when times factor, become weights.
 template <typename S>
-DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::PARTS], float factor) {
+DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::S_FRAGS], float factor) {
     float top[FRAG_SLOTS], keep[FRAG_SLOTS], base[FRAG_SLOTS];
     bool moves = false;
 #pragma unroll
     for (int i = 0; i < FRAG_SLOTS; i++) top[i] = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < 8 * S::PARTS; i++) {
+    for (int i = 0; i < 8 * S::S_FRAGS; i++) {
         float &t = top[frag_slot(i % 8)];
         t = fmaxf(t, s[i / 8].v[i % 8]);
     }
@@ -3468,7 +3504,7 @@ DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::PARTS], float factor) {
 #pragma unroll
     for (int i = 0; i < FRAG_SLOTS; i++) base[i] = c.m[i] == -INFINITY ? 0.0f : c.m[i];
 #pragma unroll
-    for (int i = 0; i < 8 * S::PARTS; i++) {
+    for (int i = 0; i < 8 * S::S_FRAGS; i++) {
         const int slot = frag_slot(i % 8);
         const float p = exp2_fast(fmaf(s[i / 8].v[i % 8], factor, -base[slot]));
         c.l[slot] += p;
@@ -3503,18 +3539,20 @@ DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, in
 // half], then come m and l of each. A block's result in work is m and l of each column, then o, a
 // column after the other; columns past the end are left out.
 template <typename S>
-DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, int n_parts,
-                       float *lds, uint32_t *word) {
+DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, int n_runs,
+                       u32x4 *all_lds) {
     const rocq_k_attention_args &a = reread(a0);
+    float *const lds = (float *)all_lds;
+    uint32_t *const word = (uint32_t *)((char *)all_lds + attend_lds<S>::WORD_AT);
     const int thread = recomputed((int)thread_index());
     const attend_task t =
         attend_task_of<S>(a, (int)(block_index() + a.common.block0));
-    const attend_part<S> w = attend_part_of<S>(wave_read(wave_index(), 0));
+    const attend_role w = attend_role_of<S>(wave_read(wave_index(), 0));
     const int n_there = min((int)S::COLUMNS, a.group * a.n_q - t.column0);
-    const int64_t part_floats = S::COLUMNS * (S::HEAD + 2);
-    float *parts = a.work;
-    if (n_parts > 1) parts += (int64_t)t.tile_index * a.n_splits * part_floats;
-    float *part = parts + t.split * part_floats, *m_l = lds + S::OUT_ROWS * S::OUT_STRIDE;
+    const int64_t result_floats = S::COLUMNS * (S::HEAD + 2);
+    float *results = a.work;
+    if (n_runs > 1) results += (int64_t)t.tile_index * a.n_splits * result_floats;
+    float *result = results + t.split * result_floats, *m_l = lds + S::OUT_ROWS * S::OUT_STRIDE;
     const int own_row = (w.set * S::COLUMN_TILES + w.column_tile) * ATTEND_HALF;
 #pragma unroll
     for (int s = 0; s < FRAG_SLOTS; s++) state.l[s] = frag_col_sum(state.l[s]);
@@ -3563,13 +3601,13 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
                                        e * (S::W / 8));
                 }
             }
-            if (n_parts > 1) {
+            if (n_runs > 1) {
                 if (live) {
-                    gstore((u32x4 *)(part + 2 * S::COLUMNS + column * S::HEAD + d),
+                    gstore((u32x4 *)(result + 2 * S::COLUMNS + column * S::HEAD + d),
                            make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]),
                                  bits<uint32_t>(x[3])));
                     if (d == 0)
-                        gstore((u32x2 *)part + column, make2(bits<uint32_t>(top), bits<uint32_t>(sum)));
+                        gstore((u32x2 *)result + column, make2(bits<uint32_t>(top), bits<uint32_t>(sum)));
                 }
             } else {
                 attend_put_out(a, t, t.column0 + column, d, live, top, sum, x);
@@ -3577,9 +3615,9 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
         }
         block_sync_lds();
     }
-    if (n_parts == 1) return;
+    if (n_runs == 1) return;
 
-    if (block_ticket(a.counter + t.tile_index, word) != (uint32_t)n_parts - 1) return;
+    if (block_ticket(a.counter + t.tile_index, word) != (uint32_t)n_runs - 1) return;
     if (thread_index() == 0) gstore(a.counter + t.tile_index, 0u);
 
     // A thread merges a quad of a column, the loads of AHEAD parts under way at a time.
@@ -3588,10 +3626,10 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     for (int i = thread; i < (quads + 127) / 128 * 128; i += 128) {
         const int column = min(i / (S::HEAD / 4), n_there - 1), d = i % (S::HEAD / 4) * 4;
         const bool live = i < quads && d < a.head_dim;
-        const float *from = parts + 2 * S::COLUMNS + column * S::HEAD + (live ? d : 0);
+        const float *from = results + 2 * S::COLUMNS + column * S::HEAD + (live ? d : 0);
         float x[4] = {0.0f, 0.0f, 0.0f, 0.0f}, m = -INFINITY, l = 0.0f;
 #pragma unroll 1
-        for (int first = 0; first < n_parts; first += AHEAD) {
+        for (int first = 0; first < n_runs; first += AHEAD) {
             u32x4 o[AHEAD];
             u32x2 m_l[AHEAD];
             float top = m;
@@ -3599,9 +3637,9 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
             for (int k = 0; k < AHEAD; k++) {
                 o[k] = make4(0, 0, 0, 0);
                 m_l[k] = make2(bits<uint32_t>(-INFINITY), 0);
-                if (first + k >= n_parts) continue;
-                const int64_t at = (first + k) * part_floats;
-                m_l[k] = gload((const u32x2 *)(parts + at) + column);
+                if (first + k >= n_runs) continue;
+                const int64_t at = (first + k) * result_floats;
+                m_l[k] = gload((const u32x2 *)(results + at) + column);
                 o[k] = gload((const u32x4 *)(from + at));
             }
 #pragma unroll
@@ -3625,228 +3663,336 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     }
 }
 
-template <int D, int COLUMN_TILES> DEV void attend(const rocq_k_attention_args &a) {
-    typedef attend_shape<D, COLUMN_TILES> S;
-    LDS(u32x4, lds, S::LDS_BYTES / 16);
-    if (a.n_splits == 0) return;
-    const int lane = lane_index(), wave = wave_read(wave_index(), 0);
-    const attend_part<S> w = attend_part_of<S>(wave);
-    const int thread = S::SHARED ? (int)thread_index() : lane;
-    f16 *k_tile = (f16 *)((char *)lds + (S::SHARED ? 0 : wave * S::WAVE_BYTES));
-    f16 *v_tile = S::SHARED ? (f16 *)((char *)lds + S::K_BYTES) : k_tile;
-    float *sums = (float *)((char *)lds + (S::SHARED ? S::TILE_BYTES : 0));
-
-    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
-    const int n_columns = a.group * a.n_q;
-    const bool paged = a.page_table != 0;
-    int len = a.n_kv;
+// The run of positions that a block works on, and how many runs the positions are cut into: what the
+// columns of the block see, in runs of whole rounds.
+struct attend_run { int len, begin, end, n_runs; };
+template <typename S>
+DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &t) {
+    attend_run r;
+    r.len = a.n_kv;
     if (a.kv_len) {
-        len = gload(a.kv_len + t.seq);
-        if (len < 1 || len > a.n_kv) {
+        r.len = gload(a.kv_len + t.seq);
+        if (r.len < 1 || r.len > a.n_kv) {
             if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_LENGTH);
-            len = len < 1 ? 1 : a.n_kv;
+            r.len = r.len < 1 ? 1 : a.n_kv;
         }
     }
-
-    // The run of this block: what its columns see, cut into parts of whole rounds of tiles.
-    const int column_end = min(t.column0 + (int)S::COLUMNS, n_columns);
-    int begin = attend_low(a, len, attend_column_of(a, t.column0).query);
-    int end = attend_high(a, len, attend_column_of(a, column_end - 1).query);
-    const int round = S::TILE * S::SETS;
-    static_assert(ROCQ_K_ATTEND_RUN % (S::TILE * S::SETS) == 0, "the least part is whole rounds");
-    const int all = max(end - begin, 0);
-    int run = all, n_parts = 1;
+    const int column_end = min(t.column0 + (int)S::COLUMNS, a.group * a.n_q);
+    r.begin = attend_low(a, r.len, attend_column_of(a, t.column0).query);
+    r.end = attend_high(a, r.len, attend_column_of(a, column_end - 1).query);
+    const int all = max(r.end - r.begin, 0);
+    int length = all;
+    r.n_runs = 1;
     if (a.n_splits > 1) {
-        const int share = (all + a.n_splits - 1) / a.n_splits;
-        run = max((share + round - 1) / round * round, (int)ROCQ_K_ATTEND_RUN);
-        n_parts = max((all + run - 1) / run, 1);
+        const int share = (all + a.n_splits - 1) / a.n_splits, round = S::ROUND;
+        length = max((share + round - 1) / round * round, (int)ROCQ_K_ATTEND_RUN);
+        r.n_runs = max((all + length - 1) / length, 1);
     }
-    if (t.split >= n_parts) return;
-    begin = (int)min((int64_t)begin + (int64_t)t.split * run, (int64_t)end);
-    end = min(end - begin, run) + begin;
+    r.begin = (int)min((int64_t)r.begin + (int64_t)t.split * length, (int64_t)r.end);
+    r.end = min(r.end - r.begin, length) + r.begin;
+    return r;
+}
 
-    const attend_rows k = attend_rows_of(a.k, row_of(a.k, t.kv_head, 0, paged ? 0 : t.seq),
-                                         a.k.stride[1], a.head_dim);
-    const attend_rows v = attend_rows_of(a.v, row_of(a.v, t.kv_head, 0, paged ? 0 : t.seq),
-                                         a.v.stride[1], a.head_dim);
-    int32_t *tables = (int32_t *)((char *)lds + S::MAIN_BYTES + wave * S::ROW_BYTES);
-    u32x2 *mask_rows = (u32x2 *)(tables + 2 * S::TILE); // addresses
-    attend_place at;
-    at.end = end;
-    at.rows = tables;
-    at.chunk0 = S::SHARED ? 0 : w.slice * (S::W / 8);
-    u32x4 raw_k[S::LOADS], raw_v[S::LOADS];
-    int row[S::WORDS] = {};
-    const bool list = paged || k.way != ATTEND_WIDE || v.way != ATTEND_WIDE || a.head_dim < D;
-    if (begin < end) {
-        const int own = begin + w.set * S::TILE;
-        if (paged) attend_look_up<S>(row, a, t.seq, own, end);
-        attend_turn_to<S>(at, row, paged, list, own);
-        attend_fetch<S, false>(raw_k, k, at, thread);
-        if (!S::SHARED) {
-            attend_fetch<S, true>(raw_v, v, at, thread);
-            if (paged) attend_look_up<S>(row, a, t.seq, own + round, end);
-        }
-    }
+// K and V of the block's KV head and sequence.
+struct attend_kv {
+    attend_rows k, v;
+    bool paged;
+    bool listed; // every tile needs its list of rows (attend_place)
+};
+template <typename S>
+DEV attend_kv attend_kv_of(const rocq_k_attention_args &a, const attend_task &t) {
+    attend_kv kv;
+    kv.paged = a.page_table != 0;
+    const int seq = kv.paged ? 0 : t.seq;
+    kv.k = attend_rows_of(a.k, row_of(a.k, t.kv_head, 0, seq), a.k.stride[1], a.head_dim);
+    kv.v = attend_rows_of(a.v, row_of(a.v, t.kv_head, 0, seq), a.v.stride[1], a.head_dim);
+    kv.listed = kv.paged || kv.k.way != ATTEND_WIDE || kv.v.way != ATTEND_WIDE ||
+                a.head_dim < S::HEAD;
+    return kv;
+}
 
-    // The columns of this wave and of this lane. Columns past the end are the last one again.
-    const int first = t.column0 + ATTEND_COLUMNS * w.column_tile;
+// The positions that a wave's columns see, and those of each slot of the lane. Columns past the end are
+// the last one again.
+struct attend_limits {
+    int low_first, low_last, high_first, high_last; // of the first column and of the last
+    int low[FRAG_SLOTS], high[FRAG_SLOTS];
+};
+DEV attend_limits attend_limits_of(const rocq_k_attention_args &a, const attend_run &run, int first) {
+    const int n_columns = a.group * a.n_q;
     const attend_column c_first = attend_column_of(a, min(first, n_columns - 1));
     const attend_column c_last = attend_column_of(a, min(first + ATTEND_COLUMNS, n_columns) - 1);
-    const int low_first = attend_low(a, len, c_first.query),
-              low_last = attend_low(a, len, c_last.query);
-    const int high_first = min(attend_high(a, len, c_first.query), end);
-    const int high_last = first < n_columns ? min(attend_high(a, len, c_last.query), end) : 0;
-    int low[FRAG_SLOTS], high[FRAG_SLOTS];
+    attend_limits to;
+    to.low_first = attend_low(a, run.len, c_first.query);
+    to.low_last = attend_low(a, run.len, c_last.query);
+    to.high_first = min(attend_high(a, run.len, c_first.query), run.end);
+    to.high_last = first < n_columns ? min(attend_high(a, run.len, c_last.query), run.end) : 0;
 #pragma unroll
     for (int s = 0; s < FRAG_SLOTS; s++) {
         const attend_column c = attend_column_of(a, min(first + frag_slot_col(s), n_columns - 1));
-        low[s] = attend_low(a, len, c.query);
-        high[s] = min(attend_high(a, len, c.query), end);
+        to.low[s] = attend_low(a, run.len, c.query);
+        to.high[s] = min(attend_high(a, run.len, c.query), run.end);
     }
-    if (a.mask.data && lane < ATTEND_COLUMNS) {
-        const attend_column c = attend_column_of(a, min(first + lane, n_columns - 1));
-        const uintptr_t to =
-            (uintptr_t)row_repeated(a.mask, c.query, t.kv_head * a.group + c.head, t.seq);
-        lput(mask_rows + lane, make2((uint32_t)to, (uint32_t)((uint64_t)to >> 32)));
-    }
+    return to;
+}
+// Addresses of the mask's rows of the columns from first on, to LDS.
+DEV void attend_list_mask(const rocq_k_attention_args &a, const attend_task &t, int first,
+                          u32x2 *mask_rows) {
+    if (!a.mask.data || lane_index() >= ATTEND_COLUMNS) return;
+    const attend_column c = attend_column_of(a, min(first + lane_index(), a.group * a.n_q - 1));
+    const uintptr_t to =
+        (uintptr_t)row_repeated(a.mask, c.query, t.kv_head * a.group + c.head, t.seq);
+    lput(mask_rows + lane_index(), make2((uint32_t)to, (uint32_t)((uint64_t)to >> 32)));
+}
 
-    // A score is cap tanh(scale q.k / cap) + mask, times log2(e). Without cap and mask the factor
-    // waits for the fma before exp2; tanh(x) is 1 - 2 / (1 + e^2x).
-    const float log2_e = 1.44269504f, scale = fabsf(a.scale) * log2_e;
-    const bool capped = a.softcap > 0.0f, biased = a.mask.data != 0;
-    const float cap = a.softcap * log2_e;
-    const float to_cap = capped ? 2.0f * scale / a.softcap : 0.0f;
-    const float factor = capped || biased ? 1.0f : scale;
+// From the products of Q and K to scores: cap tanh(scale q.k / cap) + mask, times log2(e). Without cap
+// and mask the multiplication by factor is left to the fma before exp2. tanh(x) is
+// 1 - 2 / (1 + e^2x).
+struct attend_score {
+    bool capped, masked;
+    float scale, cap, to_cap, factor;
+};
+DEV attend_score attend_score_of(const rocq_k_attention_args &a) {
+    const float log2_e = 1.44269504f;
+    attend_score to;
+    to.scale = fabsf(a.scale) * log2_e;
+    to.capped = a.softcap > 0.0f;
+    to.masked = a.mask.data != 0;
+    to.cap = a.softcap * log2_e;
+    to.to_cap = to.capped ? 2.0f * to.scale / a.softcap : 0.0f;
+    to.factor = to.capped || to.masked ? 1.0f : to.scale;
+    return to;
+}
 
-    // Q stays in registers, or if each wave has its own tile of K and V, in LDS: those waves have
-    // memory to wait for, and more of its data in registers.
-    f16 *q_tile = S::SHARED ? k_tile : (f16 *)((char *)lds + S::TILE_BYTES);
-    frag q[S::O_FRAGS];
-    attend_stage_q<S>(q_tile, a, t);
-    if (!S::SHARED) q_tile += w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
-    block_sync_lds();
-    if (S::SHARED) {
-        const f16 *from = q_tile + w.column_tile * ATTEND_COLUMNS * S::Q_STRIDE + w.slice * S::W;
+// s += K Q^T over a slice. k: the tile's from the slice on. q(i): elements 16 i and up of the columns.
+template <typename S, typename Q>
+DEV void attend_multiply_k(frag_c (&s)[S::S_FRAGS], const f16 *k, Q q) {
 #pragma unroll
-        for (int i = 0; i < S::O_FRAGS; i++) q[i] = frag_load(from + 16 * i, S::Q_STRIDE);
-        block_sync_lds();
+    for (int i = 0; i < S::O_FRAGS; i++) {
+        if (i % (S::S_FRAGS < 4 ? 4 / S::S_FRAGS : 1) == 0) keep_order();
+        const frag qi = q(i);
+#pragma unroll
+        for (int b = 0; b < S::S_FRAGS; b++) {
+            wmma(s[b], frag_load(k + 16 * b * S::K_STRIDE + 16 * i, S::K_STRIDE), qi);
+        }
     }
+}
+// Adds up the slices' products, always in the same order, so that all their waves have the same bits.
+// sums: those of wave 0. All waves come.
+template <typename S>
+DEV void attend_add_slices(frag_c (&s)[S::S_FRAGS], float *sums, bool live, int wave, int slice) {
+    float *own = sums + wave * S::SUM_STRIDE + lane_index();
+    const float *all = own - slice * S::SUM_STRIDE;
+    if (live) {
+#pragma unroll
+        for (int i = 0; i < 8 * S::S_FRAGS; i++) lput(own + 32 * i, s[i / 8].v[i % 8]);
+    }
+    block_sync_lds();
+    if (!live) return;
+#pragma unroll
+    for (int i = 0; i < 8 * S::S_FRAGS; i++) {
+        float sum = lget(all + 32 * i);
+#pragma unroll
+        for (int j = 1; j < S::SLICES; j++) sum += lget(all + j * S::SUM_STRIDE + 32 * i);
+        s[i / 8].v[i % 8] = sum;
+    }
+}
+// P of a tile from the products of Q and K.
+template <typename S>
+DEV void attend_weights(frag (&p)[S::S_FRAGS], frag_c (&s)[S::S_FRAGS], attend_state<S> &state,
+                        const rocq_k_attention_args &a, const attend_score &score,
+                        const attend_limits &limits, const attend_place &at, const u32x2 *mask_rows) {
+    if (score.capped) {
+#pragma unroll
+        for (int i = 0; i < 8 * S::S_FRAGS; i++) {
+            float &x = s[i / 8].v[i % 8];
+            x = score.cap - 2.0f * score.cap * rcp_fast(1.0f + exp2_fast(x * score.to_cap));
+        }
+    }
+    if (score.masked) {
+        attend_bias<S>(s, a, mask_rows, at.first, at.end - 1, score.capped ? 1.0f : score.scale);
+    }
+    if (at.first < limits.low_last || at.first + S::TILE > limits.high_first ||
+        at.seen != S::ALL_SEEN) {
+        attend_hide<S>(s, limits.low, limits.high, at.first, at.seen);
+    }
+    attend_weigh<S>(state, s, score.factor);
+#pragma unroll
+    for (int b = 0; b < S::S_FRAGS; b++) p[b] = frag_from_c(s[b]);
+}
+// o += V^T P. v: the tile's from the slice on.
+template <typename S>
+DEV void attend_multiply_v(attend_state<S> &state, const f16 *v, const frag (&p)[S::S_FRAGS]) {
+#pragma unroll
+    for (int b = 0; b < S::S_FRAGS; b++) {
+#pragma unroll
+        for (int f = 0; f < S::O_FRAGS; f++) {
+            if (f % 4 == 0) keep_order();
+            wmma(state.o[f], frag_load(v + 16 * f * S::V_STRIDE + 16 * b, S::V_STRIDE), p[b]);
+        }
+    }
+}
+// Whether any column of a wave sees a position of the tile; if none does, the wave leaves it out.
+template <typename S> DEV bool attend_is_live(const attend_limits &limits, const attend_place &at) {
+    return at.first < limits.high_last && at.first + S::TILE > limits.low_first;
+}
+
+// Decode. Waves share nothing in the loop but the slices' sums: a wave waits for memory, and has K and
+// V of the next tile in flight while it works on this one. Q is read from LDS, because the registers
+// are full of data in flight.
+template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
+    typedef attend_decode_shape<D> S;
+    LDS(u32x4, lds, attend_lds<S>::BYTES / 16);
+    if (a.n_splits == 0) return;
+    const int lane = lane_index(), wave = wave_read(wave_index(), 0);
+    const attend_role w = attend_role_of<S>(wave);
+    f16 *const tile = (f16 *)((char *)lds + wave * S::WAVE_BYTES);
+    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
+    const attend_run run = attend_run_of<S>(a, t);
+    if (t.split >= run.n_runs) return;
+
+    const attend_kv kv = attend_kv_of<S>(a, t);
+    int32_t *const tables = (int32_t *)((char *)lds + attend_lds<S>::ROWS_AT + wave * S::ROW_BYTES);
+    u32x2 *const mask_rows = (u32x2 *)(tables + 2 * S::TILE);
+    attend_place at;
+    at.end = run.end;
+    at.rows = tables;
+    at.chunk0 = w.slice * (S::W / 8);
+    u32x4 raw_k[S::LOADS], raw_v[S::LOADS];
+    int row[S::WORDS] = {};
+    if (run.begin < run.end) {
+        const int first = run.begin + w.set * S::TILE;
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, first, run.end);
+        attend_turn_to<S>(at, row, kv.paged, kv.listed, first);
+        attend_fetch<S, false>(raw_k, kv.k, at, lane);
+        attend_fetch<S, true>(raw_v, kv.v, at, lane);
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, first + S::ROUND, run.end);
+    }
+    const attend_limits limits = attend_limits_of(a, run, t.column0);
+    attend_list_mask(a, t, t.column0, mask_rows);
+    const attend_score score = attend_score_of(a);
+    f16 *q_tile = (f16 *)((char *)lds + S::Q_AT);
+    attend_stage_q<S>(q_tile, a, t);
+    q_tile += w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
+    block_sync_lds();
     attend_state<S> state;
     attend_clear<S>(state);
-    for (int side = S::TILE; begin < end; begin += round, side ^= S::TILE) {
-        attend_stage<S, false>(k_tile, raw_k, k, at, thread);
-        attend_sync<S>();
-        // A wave with its own tile has both K and V of the next one on the way while it works on
-        // this one; shared tiles have more waves to hide behind, and fewer registers.
+    int begin = run.begin;
+    for (int side = S::TILE; begin < run.end; begin += S::ROUND, side ^= S::TILE) {
+        attend_stage<S, false>(tile, raw_k, kv.k, at, lane);
+        wave_sync();
         attend_place next = at;
         next.rows = tables + side;
-        u32x4 fresh_v[S::LOADS];
-        if (S::SHARED) {
-            attend_fetch<S, true>(fresh_v, v, at, thread);
-            if (paged) attend_look_up<S>(row, a, t.seq, at.first + round, end);
-        } else {
-            attend_turn_to<S>(next, row, paged, list, at.first + round);
-            attend_fetch<S, false>(raw_k, k, next, thread); // past the end: the last position again
-            if (paged) attend_look_up<S>(row, a, t.seq, at.first + 2 * round, end);
-        }
+        attend_turn_to<S>(next, row, kv.paged, kv.listed, at.first + S::ROUND);
+        attend_fetch<S, false>(raw_k, kv.k, next, lane); // past the end: the last position again
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, at.first + 2 * S::ROUND, run.end);
 
-        // Scores. A wave leaves out a tile that none of its columns sees.
-        const bool live = at.first < high_last && at.first + S::TILE > low_first;
-        frag_c s[S::PARTS];
-#pragma unroll
-        for (int b = 0; b < S::PARTS; b++) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) s[b].v[i] = 0.0f;
-        }
+        const bool live = attend_is_live<S>(limits, at);
+        frag_c s[S::S_FRAGS];
+        attend_clear_scores<S>(s);
         if (live) {
-            const f16 *from = k_tile + (S::SHARED ? w.slice * S::W : 0);
-#pragma unroll
-            for (int i = 0; i < S::O_FRAGS; i++) {
-                if (i % (S::PARTS < 4 ? 4 / S::PARTS : 1) == 0) keep_order();
-                const frag qi = S::SHARED ? q[i] : frag_load(q_tile + 16 * i, S::Q_STRIDE);
-#pragma unroll
-                for (int b = 0; b < S::PARTS; b++) {
-                    wmma(s[b], frag_load(from + 16 * b * S::K_STRIDE + 16 * i, S::K_STRIDE), qi);
-                }
-            }
+            attend_multiply_k<S>(s, tile, [=](int i) {
+                return frag_load(q_tile + 16 * i, S::Q_STRIDE);
+            });
         }
-        if (S::SLICES > 1) { // the slices' parts are added in their order, so that all get the same
-            float *own = sums + wave * S::SUM_STRIDE + lane;
-            const float *all = own - w.slice * S::SUM_STRIDE;
-            if (!S::SHARED) wave_sync();
-            if (live) {
-#pragma unroll
-                for (int i = 0; i < 8 * S::PARTS; i++) lput(own + 32 * i, s[i / 8].v[i % 8]);
-            }
+        if (S::SLICES > 1) {
+            wave_sync();
+            attend_add_slices<S>(s, (float *)lds, live, wave, w.slice);
             block_sync_lds();
-            if (live) {
-#pragma unroll
-                for (int i = 0; i < 8 * S::PARTS; i++) {
-                    float sum = lget(all + 32 * i);
-#pragma unroll
-                    for (int j = 1; j < S::SLICES; j++)
-                        sum += lget(all + j * S::SUM_STRIDE + 32 * i);
-                    s[i / 8].v[i % 8] = sum;
-                }
-            }
-            if (!S::SHARED) block_sync_lds();
         }
+        frag p[S::S_FRAGS];
+        if (live) attend_weights<S>(p, s, state, a, score, limits, at, mask_rows);
 
-        frag p[S::PARTS];
-        if (live) {
-            if (capped) {
-#pragma unroll
-                for (int i = 0; i < 8 * S::PARTS; i++) {
-                    float &x = s[i / 8].v[i % 8];
-                    x = cap - 2.0f * cap * rcp_fast(1.0f + exp2_fast(x * to_cap));
-                }
-            }
-            if (biased) attend_bias<S>(s, a, mask_rows, at.first, end - 1, capped ? 1.0f : scale);
-            if (at.first < low_last || at.first + S::TILE > high_first || at.seen != S::ALL_SEEN) {
-                attend_hide<S>(s, low, high, at.first, at.seen);
-            }
-            attend_weigh<S>(state, s, factor);
-#pragma unroll
-            for (int b = 0; b < S::PARTS; b++) p[b] = frag_from_c(s[b]);
-        }
-
-        if (!S::SHARED) wave_sync();
-        if (S::SHARED) {
-            attend_stage<S, true>(v_tile, fresh_v, v, at, thread);
-            attend_turn_to<S>(next, row, paged, list, at.first + round);
-        } else {
-            attend_stage<S, true>(v_tile, raw_v, v, at, thread);
-            attend_fetch<S, true>(raw_v, v, next, thread);
-        }
-        attend_sync<S>();
-        if (S::SHARED) attend_fetch<S, false>(raw_k, k, next, thread);
-        if (live) {
-            const f16 *from = v_tile + (S::SHARED ? w.slice * S::W * S::V_STRIDE : 0);
-#pragma unroll
-            for (int b = 0; b < S::PARTS; b++) {
-#pragma unroll
-                for (int f = 0; f < S::O_FRAGS; f++) {
-                    if (f % 4 == 0) keep_order();
-                    wmma(state.o[f], frag_load(from + 16 * f * S::V_STRIDE + 16 * b, S::V_STRIDE),
-                         p[b]);
-                }
-            }
-        }
-        if (!S::SHARED) wave_sync();
+        wave_sync();
+        attend_stage<S, true>(tile, raw_v, kv.v, at, lane);
+        attend_fetch<S, true>(raw_v, kv.v, next, lane);
+        wave_sync();
+        if (live) attend_multiply_v<S>(state, tile, p);
+        wave_sync();
         at = next;
     }
     block_sync_lds();
-    attend_finish<S>(a, state, n_parts, (float *)lds,
-                     (uint32_t *)((char *)lds + S::MAIN_BYTES + ATTEND_WAVES * S::ROW_BYTES));
+    attend_finish<S>(a, state, run.n_runs, lds);
 }
 
+// Prefill. All waves stage and use one KV tile. While they work on its K its V is in flight, and while
+// they work on that the next tile's K: the waves of other blocks hide what is left of the latency,
+// and Q takes the registers that a further tile would.
+template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
+    typedef attend_prefill_shape<D> S;
+    LDS(u32x4, lds, attend_lds<S>::BYTES / 16);
+    if (a.n_splits == 0) return;
+    const int thread = (int)thread_index(), wave = wave_read(wave_index(), 0);
+    const attend_role w = attend_role_of<S>(wave);
+    f16 *const k_tile = (f16 *)lds, *const v_tile = (f16 *)((char *)lds + S::V_AT);
+    const attend_task t = attend_task_of<S>(a, (int)(block_index() + a.common.block0));
+    const attend_run run = attend_run_of<S>(a, t);
+    if (t.split >= run.n_runs) return;
+
+    const attend_kv kv = attend_kv_of<S>(a, t);
+    int32_t *const tables = (int32_t *)((char *)lds + attend_lds<S>::ROWS_AT + wave * S::ROW_BYTES);
+    u32x2 *const mask_rows = (u32x2 *)(tables + 2 * S::TILE);
+    attend_place at;
+    at.end = run.end;
+    at.rows = tables;
+    at.chunk0 = 0;
+    u32x4 raw_k[S::LOADS];
+    int row[S::WORDS] = {};
+    if (run.begin < run.end) {
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, run.begin, run.end);
+        attend_turn_to<S>(at, row, kv.paged, kv.listed, run.begin);
+        attend_fetch<S, false>(raw_k, kv.k, at, thread);
+    }
+    const int first_column = t.column0 + ATTEND_COLUMNS * w.column_tile;
+    const attend_limits limits = attend_limits_of(a, run, first_column);
+    attend_list_mask(a, t, first_column, mask_rows);
+    const attend_score score = attend_score_of(a);
+    frag q[S::O_FRAGS];
+    attend_stage_q<S>(k_tile, a, t);
+    block_sync_lds();
+    const f16 *const q_wave =
+        k_tile + w.column_tile * ATTEND_COLUMNS * S::Q_STRIDE + w.slice * S::W;
+#pragma unroll
+    for (int i = 0; i < S::O_FRAGS; i++) q[i] = frag_load(q_wave + 16 * i, S::Q_STRIDE);
+    block_sync_lds();
+    attend_state<S> state;
+    attend_clear<S>(state);
+    int begin = run.begin;
+    for (int side = S::TILE; begin < run.end; begin += S::ROUND, side ^= S::TILE) {
+        attend_stage<S, false>(k_tile, raw_k, kv.k, at, thread);
+        block_sync_lds();
+        attend_place next = at;
+        next.rows = tables + side;
+        u32x4 raw_v[S::LOADS];
+        attend_fetch<S, true>(raw_v, kv.v, at, thread);
+        if (kv.paged) attend_look_up<S>(row, a, t.seq, at.first + S::ROUND, run.end);
+
+        const bool live = attend_is_live<S>(limits, at);
+        frag_c s[S::S_FRAGS];
+        attend_clear_scores<S>(s);
+        if (live) attend_multiply_k<S>(s, k_tile + w.slice * S::W, [&](int i) { return q[i]; });
+        if (S::SLICES > 1) {
+            attend_add_slices<S>(s, (float *)((char *)lds + S::SUMS_AT), live, wave, w.slice);
+        }
+        frag p[S::S_FRAGS];
+        if (live) attend_weights<S>(p, s, state, a, score, limits, at, mask_rows);
+
+        attend_stage<S, true>(v_tile, raw_v, kv.v, at, thread);
+        attend_turn_to<S>(next, row, kv.paged, kv.listed, at.first + S::ROUND);
+        block_sync_lds();
+        attend_fetch<S, false>(raw_k, kv.k, next, thread);
+        if (live) attend_multiply_v<S>(state, v_tile + w.slice * S::W * S::V_STRIDE, p);
+        at = next;
+    }
+    block_sync_lds();
+    attend_finish<S>(a, state, run.n_runs, lds);
+}
+
+// With D = 512 a block's four waves are the slices of one column tile, as in decode.
 #define ROCQ_X(X, d)                                                                               \
-    KERNEL(attention_decode_##d, rocq_k_attention_args, 128) {                                     \
-        attend<d, 1>(a);                                                                           \
-    }                                                                                              \
+    KERNEL(attention_decode_##d, rocq_k_attention_args, 128) { attend_decode<d>(a); }              \
     KERNEL(attention_prefill_##d, rocq_k_attention_args, 128) {                                    \
-        attend<d, d <= 128 ? 4 : 512 / d>(a);                                                      \
+        if constexpr (d < 512) attend_prefill<d>(a);                                               \
+        else attend_decode<d>(a);                                                                  \
     }
 ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
@@ -4437,9 +4583,14 @@ KERNEL(decode, rocq_k_decode_args, 256) {
             get4(a.x.format, x_row, is_wide(a.x), k, count, v);
         } else {
             const bool planar = a.x.layout == ROCQ_LAYOUT_PLANAR;
-            const int64_t per_row = a.x.ne[0] / 32, n_units = planar ? per_row * rows_of(a.x) : 0;
-            const int64_t unit = row * per_row + k / 32;
-            const void *x = planar ? a.x.data : x_row;
+            const void *x = x_row;
+            int64_t n_units = 0, unit = 0;
+            if (planar) {
+                const int64_t per_row = a.x.ne[0] / 32;
+                x = a.x.data;
+                n_units = per_row * rows_of(a.x);
+                unit = row * per_row + k / 32;
+            }
             switch (a.x.format) {
 #define ROCQ_X(X, f)                                                                 \
     case format_id_##f:                                                              \
@@ -4529,7 +4680,9 @@ enum {
     SAMPLE_BINS = 1 << SAMPLE_BITS,
     SAMPLE_LIST = 1024, // candidates that can be sorted: one a thread
     SAMPLE_QUADS = 4,   // of a tile of logits
-    SAMPLE_TOP_K = 0, SAMPLE_TOP_P, SAMPLE_DRAW // the steps that choose a place in an order
+    SAMPLE_TOP_K = 0, SAMPLE_TOP_P, SAMPLE_DRAW, // the steps, each of which finds a place in an order:
+    SAMPLE_BY_RANK = 0, SAMPLE_BY_TOKEN,         // TOP_K and TOP_P by rank, DRAW by token
+    SAMPLE_UNSORTED
 };
 
 struct sample_state {
@@ -4538,6 +4691,7 @@ struct sample_state {
     int n, width;        // tokens, and bits of one
     float top;           // largest logit
     uint64_t cut;        // candidates of a greater rank are out
+    uint64_t tried;      // the cut for which a list was last tried
     float unit;          // of the fixed point sums
     float temperature, min_p;
 };
@@ -4646,14 +4800,19 @@ DEV uint64_t sample_target(const rocq_k_sample_args &a, int step, uint64_t sum) 
     return target < 1 ? 1 : target > sum ? sum : target;
 }
 
+DEV void sample_put(const rocq_k_sample_args &a, int token, float prob) {
+    gstore(a.token, token);
+    if (a.prob) gstore(a.prob, prob);
+}
+
 // Calls f(live, logit, token) for every candidate and for lanes without one, all lanes of a wave
 // together: a quad a lane, one element after the other. Quads without a candidate in the wave are
 // left out.
 template <typename F> DEV void sample_each(const sample_state &s, F f) {
     const uint32_t last = (uint32_t)(s.cut >> s.width); // order of the cut
     const float least = last >= 0xff800000u ? -INFINITY : sample_logit(last);
-    float v[SAMPLE_QUADS][4];
     for (int base = 0; base < s.n; base += tile_size(SAMPLE_QUADS)) {
+        float v[SAMPLE_QUADS][4] = {};
         load_tile(ROCQ_F32, s.wide, (const char *)s.logits, s.n, base, v);
 #pragma unroll 1
         for (int j = 0; j < SAMPLE_QUADS && j < tile_quads(s.n, base); j++) {
@@ -4677,15 +4836,28 @@ template <typename F> DEV void sample_each(const sample_state &s, F f) {
     }
 }
 
-// What candidates are sorted by: the rank, or in the step DRAW the token, the bits of the logit below.
-DEV uint64_t sample_key(const sample_state &s, int step, float logit, uint32_t token) {
-    if (step != SAMPLE_DRAW) return sample_rank(s, logit, token);
+// The candidates, one a thread of the first n, in order of their keys. A key is the rank of a
+// candidate, or its token with the bits of the logit below.
+struct sample_list {
+    uint64_t key; // ~0: none
+    int n;        // more than SAMPLE_LIST: there is no list
+    int order;    // that they are in, or SAMPLE_UNSORTED
+};
+DEV uint64_t sample_key(const sample_state &s, int order, float logit, uint32_t token) {
+    if (order == SAMPLE_BY_RANK) return sample_rank(s, logit, token);
     return (uint64_t)token << 32 | bits<uint32_t>(logit);
 }
+DEV float sample_key_logit(const sample_state &s, int order, uint64_t key) {
+    return order == SAMPLE_BY_RANK ? sample_logit((uint32_t)(key >> s.width))
+                                   : bits<float>((uint32_t)key);
+}
+DEV uint32_t sample_key_token(const sample_state &s, int order, uint64_t key) {
+    return order == SAMPLE_BY_RANK ? (uint32_t)key & ((1u << s.width) - 1u) : (uint32_t)(key >> 32);
+}
 
-// Makes a list of the candidates up to the cut and gives each thread a key, ~0 past the last. Returns
-// how many there are; more than SAMPLE_LIST are no list.
-DEV int sample_list(const sample_state &s, const sample_work &work, int step, uint64_t &key) {
+// Tries to list the candidates up to the cut, with keys of the order, unsorted.
+DEV void sample_collect(sample_state &s, const sample_work &work, int order, sample_list &list) {
+    s.tried = s.cut;
     if (thread_index() == 0) lput(work.listed, 0u);
     block_sync_lds();
     sample_each(s, [&](bool live, float logit, uint32_t token) {
@@ -4695,13 +4867,26 @@ DEV int sample_list(const sample_state &s, const sample_work &work, int step, ui
         uint32_t at = 0;
         if (lane == first) at = lds_take(work.listed, (uint32_t)__popc(all));
         at = wave_read(at, first) + (uint32_t)__popc(all & ((1u << lane) - 1u));
-        if (live && at < SAMPLE_LIST) lput(work.mass + at, sample_key(s, step, logit, token));
+        if (live && at < SAMPLE_LIST) lput(work.mass + at, sample_key(s, order, logit, token));
     });
     block_sync_lds();
-    const int n = (int)lget(work.listed);
-    if (n <= SAMPLE_LIST) key = (int)thread_index() < n ? lget(work.mass + thread_index()) : ~0ull;
+    list.n = (int)lget(work.listed);
+    list.order = SAMPLE_UNSORTED;
+    list.key = (int)thread_index() < list.n ? lget(work.mass + thread_index()) : ~0ull;
     block_sync_lds();
-    return n;
+}
+
+// Brings a list into an order: one that was collected for it, or was in the other.
+DEV void sample_sort(const sample_state &s, const sample_work &work, int order, sample_list &list) {
+    if (list.order == order) return;
+    if (list.order != SAMPLE_UNSORTED && list.key != ~0ull) {
+        list.key = sample_key(s, order, sample_key_logit(s, list.order, list.key),
+                              sample_key_token(s, list.order, list.key));
+    }
+    int size = 32;
+    while (size < list.n) size *= 2;
+    list.key = block_sort(list.key, size, work.mass);
+    list.order = order;
 }
 
 // Adds to a bin. Where all candidates of a wave fall into one, which crowded logits do, they go there
@@ -4741,17 +4926,13 @@ DEV int wave_reach(uint64_t x, uint64_t &front, uint64_t target) {
 struct sample_search {
     uint64_t target, sum;   // 0: not known yet; sum: of the masses of all candidates
     uint64_t prefix, front; // the digits so far, and the masses before them
-    int shift;              // bits that are left, < 0: not begun
+    int shift;              // bits that are left
 };
 
 // Finds the next digit, or nothing (false) where target is beyond all. count: candidates that share
 // the digits so far.
 DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
                       int step, sample_search &search, uint32_t &count) {
-    if (search.shift < 0) {
-        search.shift = step == SAMPLE_DRAW ? s.width : 32 + s.width;
-        search.prefix = search.front = 0;
-    }
     // Of tokens the last 7 bits are a digit of their own: the 128 that a wave reads at a time have all
     // others in common, and go to one bin.
     const int above = search.shift, rest = step == SAMPLE_DRAW && above > 7 ? 7 : 0;
@@ -4805,6 +4986,114 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
     return w < 32;
 }
 
+// Ends a step on a list: of a filter's, what is behind the place drops out; of DRAW, the thread there
+// has the token, and stores it.
+DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
+                      int step, sample_search &search, sample_list &list) {
+    const uint32_t t = thread_index();
+    const float logit = sample_key_logit(s, list.order, list.key);
+    const uint64_t own = list.key != ~0ull ? sample_mass(s, step, logit) : 0;
+    if (t == 0) lput(work.listed, (uint32_t)list.n);
+    const uint64_t before = block_scan(own, work.total, search.sum);
+    if (search.target == 0) search.target = sample_target(a, step, search.sum);
+    if (before < search.target && before + own >= search.target) { // one thread, or none
+        lput(work.listed, t + 1);
+        if (step == SAMPLE_DRAW) {
+            sample_put(a, (int)sample_key_token(s, list.order, list.key),
+                       (float)((double)own / (double)search.sum));
+        }
+    }
+    block_sync_lds();
+    list.n = (int)lget(work.listed);
+    if ((int)t >= list.n) list.key = ~0ull;
+    block_sync_lds();
+}
+
+// Does one digit of a step. True when that ends the step: the digits of DRAW's place are the token,
+// and up to the place of a filter's the candidates stay.
+DEV bool sample_narrow(const rocq_k_sample_args &a, sample_state &s, const sample_work &work, int step,
+                       sample_search &search) {
+    uint32_t count = 0;
+    const bool there = sample_digit(a, s, work, step, search, count);
+    if (step == SAMPLE_DRAW) {
+        if (search.shift > 0) return false;
+        const int token = (int)search.prefix;
+        const uint64_t own = sample_mass(s, step, gload(s.logits + token));
+        if (thread_index() == 0) sample_put(a, token, (float)((double)own / (double)search.sum));
+        return true;
+    }
+    if (!there) return true;
+    const uint64_t last = ((search.prefix + 1) << search.shift) - 1;
+    s.cut = last < s.cut ? last : s.cut;
+    return search.shift == 0 || count <= 1 ||
+           (step == SAMPLE_TOP_K && search.front + count == search.target);
+}
+
+// What penalties and `allowed` leave of the logits. Ends with a barrier where it wrote them to work.
+DEV const float *sample_penalize(const rocq_k_sample_args &a) {
+    const int t = (int)thread_index(), n = a.n_vocab;
+    uint32_t *counts = (uint32_t *)a.work;
+    if (!a.recent && !a.allowed) return a.logits;
+    if (a.recent) {
+        for (int i = t; i < n; i += 1024) gstore(counts + i, 0u);
+        fence_device();
+        block_sync();
+        for (int i = t; i < a.n_recent; i += 1024) {
+            const uint32_t id = (uint32_t)gload(a.recent + i);
+            if (id < (uint32_t)n) atomic_inc(counts + id);
+            else atomic_or(a.common.status, ROCQ_K_BAD_ID);
+        }
+        fence_device();
+        block_sync();
+    }
+    const float repeat = a.repeat_penalty > 0.0f ? a.repeat_penalty : 1.0f;
+    for (int base = t; base < n; base += 4096) {
+        float v[4];
+        uint32_t c[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int i = base + 1024 * j, at = i < n ? i : base; // a word of the thread's own
+            v[j] = gload(a.logits + at);
+            c[j] = a.recent ? gload(counts + at) : 0;
+            if (a.allowed && !((uint32_t)gload(a.allowed + at / 32) >> (at & 31) & 1u)) {
+                v[j] = -INFINITY;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (base + 1024 * j >= n) continue;
+            if (c[j] > 0) {
+                v[j] = v[j] > 0.0f ? v[j] / repeat : v[j] * repeat;
+                v[j] -= (float)c[j] * a.frequency_penalty + a.presence_penalty;
+            }
+            gstore(a.work + base + 1024 * j, v[j]);
+        }
+    }
+    fence_device();
+    block_sync();
+    return a.work;
+}
+
+// The best of the quads that a thread reads.
+DEV best_of sample_own_best(const float *logits, bool wide, int n) {
+    best_of own = {-INFINITY, 0x7fffffff};
+    for (int base = 0; base < n; base += tile_size(SAMPLE_QUADS)) {
+        float v[SAMPLE_QUADS][4];
+        load_tile(ROCQ_F32, wide, (const char *)logits, n, base, v);
+#pragma unroll
+        for (int j = 0; j < SAMPLE_QUADS; j++) {
+            if (j >= tile_quads(n, base)) break;
+            const bool full = is_full(n, base, j);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int k = tile_at(base, j) + e;
+                if (v[j][e] > own.x && (full || k < n)) own = best_of{v[j][e], k}; // first of equals
+            }
+        }
+    }
+    return own;
+}
+
 // Draws a token from logits [n_vocab], all of rocq_sample_params: tokens outside `allowed` drop
 // out, penalties by the counts in recent (an id out of range is left out and sets a bit of the
 // status), then, unless temperature is 0 and the best token stands, top_k, top_p and min_p over the
@@ -4833,174 +5122,50 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
     LDS(int, is, 32);
     if (a.n_vocab == 0) return;
     const int t = (int)thread_index(), n = a.n_vocab;
-    const float *logits = a.logits;
-    uint32_t *counts = (uint32_t *)a.work;
-    if (a.recent) {
-        for (int i = t; i < n; i += 1024) gstore(counts + i, 0u);
-        fence_device();
-        block_sync();
-        for (int i = t; i < a.n_recent; i += 1024) {
-            const uint32_t id = (uint32_t)gload(a.recent + i);
-            if (id < (uint32_t)n) atomic_inc(counts + id);
-            else atomic_or(a.common.status, ROCQ_K_BAD_ID);
-        }
-        fence_device();
-        block_sync();
-    }
-    if (a.recent || a.allowed) { // work gets what they leave of the logits
-        const float repeat = a.repeat_penalty > 0.0f ? a.repeat_penalty : 1.0f;
-        for (int base = t; base < n; base += 4096) {
-            float v[4];
-            uint32_t c[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int i = base + 1024 * j, at = i < n ? i : base; // a word of the thread's own
-                v[j] = gload(a.logits + at);
-                c[j] = a.recent ? gload(counts + at) : 0;
-                if (a.allowed && !((uint32_t)gload(a.allowed + at / 32) >> (at & 31) & 1u)) {
-                    v[j] = -INFINITY;
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                if (base + 1024 * j >= n) continue;
-                if (c[j] > 0) {
-                    v[j] = v[j] > 0.0f ? v[j] / repeat : v[j] * repeat;
-                    v[j] -= (float)c[j] * a.frequency_penalty + a.presence_penalty;
-                }
-                gstore(a.work + base + 1024 * j, v[j]);
-            }
-        }
-        fence_device();
-        block_sync();
-        logits = a.work;
-    }
+    const float *logits = sample_penalize(a);
     const bool wide = (n & 3) == 0 && ((uintptr_t)logits & 15u) == 0;
-    best_of own = {-INFINITY, 0x7fffffff}; // of the thread
-    for (int base = 0; base < n; base += tile_size(SAMPLE_QUADS)) {
-        float v[SAMPLE_QUADS][4];
-        load_tile(ROCQ_F32, wide, (const char *)logits, n, base, v);
-#pragma unroll
-        for (int j = 0; j < SAMPLE_QUADS; j++) {
-            if (j >= tile_quads(n, base)) break;
-            const bool full = is_full(n, base, j);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int k = tile_at(base, j) + e;
-                if (v[j][e] > own.x && (full || k < n)) own = best_of{v[j][e], k}; // first of equals
-            }
-        }
+    const best_of own = sample_own_best(logits, wide, n), best = block_best(own, xs, is);
+    if (best.i == 0x7fffffff || !(a.temperature > 0.0f)) {
+        const bool none = best.i == 0x7fffffff;
+        if (t == 0 && none) atomic_or(a.common.status, ROCQ_K_NO_TOKEN);
+        if (t == 0) sample_put(a, none ? -1 : best.i, none ? 0.0f : 1.0f);
+        return;
     }
-    const best_of best = block_best(own, xs, is);
 
-    float prob = 1.0f;
-    int token = best.i;
-    if (token == 0x7fffffff) {
-        token = -1;
-        prob = 0.0f;
-        if (t == 0) atomic_or(a.common.status, ROCQ_K_NO_TOKEN);
-    } else if (a.temperature > 0.0f) {
-        const int width = n > 1 ? 32 - __clz(n - 1) : 1;
-        const float unit = bits<float>((uint32_t)(62 - width + 127) << 23);
-        sample_state s = {logits, wide, n, width, best.x, ~0ull, unit, a.temperature, a.min_p};
-        const sample_work work = {mass, bins, total, listed};
-        const bool has_k = a.top_k > 0 && a.top_k < n, has_p = a.top_p > 0.0f && a.top_p < 1.0f;
-        sample_search search = {0, 0, 0, 0, -1};
-        // The list: keys in the order of step sorted_for. Few tokens are one as they are; else it is
-        // tried for whenever the cut has moved.
-        uint64_t key = ~0ull;
-        int n_listed = SAMPLE_LIST + 1, sorted_for = -1;
-        bool bound = n > SAMPLE_LIST && has_k && a.top_k <= SAMPLE_LIST, tries = false;
-        if (n <= SAMPLE_LIST) {
-            const float x = t < n ? gload(logits + t) : -INFINITY;
-            if (x > -INFINITY) key = sample_key(s, SAMPLE_DRAW, x, (uint32_t)t);
-            n_listed = n;
-            sorted_for = SAMPLE_DRAW;
-        }
-        for (int step = SAMPLE_TOP_K;;) {
-            if ((step == SAMPLE_TOP_K && !has_k) || (step == SAMPLE_TOP_P && !has_p)) {
-                step++;
-                continue;
-            }
-            const int order = step == SAMPLE_DRAW ? SAMPLE_DRAW : SAMPLE_TOP_K;
-            if (bound) {
-                key = own.i == 0x7fffffff ? ~0ull : sample_rank(s, own.x, (uint32_t)own.i);
-            } else if (n_listed > SAMPLE_LIST && tries) {
-                n_listed = sample_list(s, work, step, key);
-                tries = false;
-            } else if (n_listed <= SAMPLE_LIST && sorted_for != order && key != ~0ull) {
-                const bool by_token = sorted_for == SAMPLE_DRAW;
-                const uint32_t token_of = by_token ? (uint32_t)(key >> 32)
-                                                   : (uint32_t)key & ((1u << width) - 1u);
-                const float logit = by_token ? bits<float>((uint32_t)key)
-                                             : sample_logit((uint32_t)(key >> width));
-                key = sample_key(s, step, logit, token_of);
-            }
-            const bool is_list = n_listed <= SAMPLE_LIST;
-            if (bound || (is_list && sorted_for != order)) {
-                int size = 32;
-                while (size < SAMPLE_LIST && (bound || size < n_listed)) size *= 2;
-                key = block_sort(key, size, mass);
-                sorted_for = order;
-            }
-            if (bound) {
-                if (t == a.top_k - 1) lput(total, key);
-                block_sync_lds();
-                s.cut = lget(total);
-                block_sync_lds();
-                bound = false;
-                tries = s.cut != ~0ull;
-                sorted_for = -1;
-                continue;
-            }
-            if (is_list) {
-                const float logit = step == SAMPLE_DRAW ? bits<float>((uint32_t)key)
-                                                        : sample_logit((uint32_t)(key >> width));
-                const uint64_t own_mass = key != ~0ull ? sample_mass(s, step, logit) : 0;
-                if (t == 0) lput(listed, (uint32_t)n_listed);
-                const uint64_t before = block_scan(own_mass, total, search.sum);
-                if (search.target == 0) search.target = sample_target(a, step, search.sum);
-                if (before < search.target && before + own_mass >= search.target) { // one thread
-                    lput(xs, (float)((double)own_mass / (double)search.sum));
-                    lput(is, (int)(key >> 32));
-                    lput(listed, (uint32_t)t + 1);
-                }
-                block_sync_lds();
-                prob = lget(xs);
-                token = lget(is);
-                n_listed = (int)lget(listed);
-                if (step == SAMPLE_DRAW) break;
-                if (t >= n_listed) key = ~0ull;
-                block_sync_lds();
-            } else {
-                uint32_t count = 0;
-                const bool there = sample_digit(a, s, work, step, search, count);
-                if (step == SAMPLE_DRAW) {
-                    if (search.shift > 0) continue;
-                    token = (int)search.prefix;
-                    prob = (float)((double)sample_mass(s, step, gload(logits + token)) /
-                                   (double)search.sum);
-                    break;
-                }
-                if (there) {
-                    const uint64_t last = ((search.prefix + 1) << search.shift) - 1;
-                    s.cut = last < s.cut ? last : s.cut;
-                    tries = true;
-                    if (search.shift > 0 && count > 1 &&
-                        !(step == SAMPLE_TOP_K && search.front + count == search.target)) {
-                        continue;
-                    }
-                }
-            }
-            step++;
-            search = sample_search{0, 0, 0, 0, -1};
-        }
+    const int width = n > 1 ? 32 - __clz(n - 1) : 1;
+    const float unit = bits<float>((uint32_t)(62 - width + 127) << 23);
+    sample_state s = {logits, wide, n, width, best.x, ~0ull, ~0ull, unit, a.temperature, a.min_p};
+    const sample_work work = {mass, bins, total, listed};
+    const bool has_k = a.top_k > 0 && a.top_k < n, has_p = a.top_p > 0.0f && a.top_p < 1.0f;
+    sample_list list = {~0ull, SAMPLE_LIST + 1, SAMPLE_UNSORTED};
+    if (n <= SAMPLE_LIST) { // all tokens, as they lie
+        const float x = t < n ? gload(logits + t) : -INFINITY;
+        if (x > -INFINITY) list.key = sample_key(s, SAMPLE_BY_TOKEN, x, (uint32_t)t);
+        list.n = n;
+        list.order = SAMPLE_BY_TOKEN;
+    } else if (has_k && a.top_k <= SAMPLE_LIST) { // a first cut from the threads' own best
+        uint64_t key = own.i == 0x7fffffff ? ~0ull : sample_rank(s, own.x, (uint32_t)own.i);
+        key = block_sort(key, SAMPLE_LIST, mass);
+        if (t == a.top_k - 1) lput(total, key);
+        block_sync_lds();
+        s.cut = lget(total);
+        block_sync_lds();
     }
-    if (t == 0) {
-        gstore(a.token, token);
-        if (a.prob) gstore(a.prob, prob);
+    for (int step = SAMPLE_TOP_K; step <= SAMPLE_DRAW; step++) {
+        if ((step == SAMPLE_TOP_K && !has_k) || (step == SAMPLE_TOP_P && !has_p)) continue;
+        const int order = step == SAMPLE_DRAW ? SAMPLE_BY_TOKEN : SAMPLE_BY_RANK;
+        sample_search search = {0, 0, 0, 0, step == SAMPLE_DRAW ? width : 32 + width};
+        do { // digits, until the step is done or those left are few enough for a list
+            if (list.n > SAMPLE_LIST && s.cut != s.tried) sample_collect(s, work, order, list);
+            if (list.n <= SAMPLE_LIST) {
+                sample_sort(s, work, order, list);
+                sample_place(a, s, work, step, search, list);
+                break;
+            }
+        } while (!sample_narrow(a, s, work, step, search));
     }
 }
+
 // ---------------------------------------------------------------------------------------------
 // >>entry
 // ---------------------------------------------------------------------------------------------
