@@ -245,10 +245,12 @@ VECTOR_CYCLES = {"vector": 1, "dual": 1, "dot": 1, "transcendental": 1, "wide mu
                  "f64": 32, "wmma": 32}
 
 
+@functools.cache
 def kind_of(name):
     return next((kind for pattern, kind in _KINDS if pattern.match(name)), "other")
 
 
+@functools.cache
 def width(name):
     """Bits a lane that a memory instruction moves."""
     pairs = 2 if "2addr" in name else 1
