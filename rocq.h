@@ -1,4 +1,4 @@
-/* rocq.h - v0.1.0 - quantized transformers on AMD RDNA3 GPUs, and on any CPU
+/* rocq.h - v0.2.0 - quantized transformers on AMD RDNA3 GPUs, and on any CPU
 
    A single-file C11 library (stb style): GGUF models, 18 weight formats, fused dequantize-matmul,
    flash attention and the small operations around them, on plain tensors. Its partner
@@ -98,8 +98,8 @@
 
    >>steps
    -------
-   This is a whole program, valid C11 and C++17, which README.md has as well: the product of a weight
-   of a model with a vector, on a GPU or on the CPU.
+   This is a whole program, valid C11 and C++17, which README.md has as well: the product of a
+   weight of a model with a vector, on a GPU or on the CPU.
 
        #define ROCQ_IMPLEMENTATION
        #include "rocq.h"
@@ -331,6 +331,29 @@
 
    >>history
    ---------
+       0.2.0  names:
+
+                  rocq_file_create            rocq_file_open
+                  rocq_file_finish            rocq_file_close
+                  rocq_gguf_create            rocq_gguf_writer_open
+                  rocq_gguf_finish            rocq_gguf_writer_close
+                  rocq_gguf_set               rocq_gguf_writer_set; so _set_u32, _set_f32,
+                                              _set_bool, _set_str, _set_from
+                  rocq_gguf_add_tensor        rocq_gguf_writer_add_tensor
+                  rocq_gguf_write             rocq_gguf_writer_write
+                  rocq_load_desc              rocq_gguf_load_desc
+                  rocq_graph_free             rocq_graph_destroy
+                  rocq_kv_free                rocq_kv_destroy
+                  rocq_timer_create           rocq_timer_init
+                  ROCQ_CPU, ROCQ_GPU          ROCQ_BACKEND_CPU, ROCQ_BACKEND_GPU
+                  ROCQ_IDENTITY, ROCQ_SILU,   ROCQ_ACT_IDENTITY, ROCQ_ACT_SILU,
+                  ROCQ_GELU, ROCQ_GELU_ERF,   ROCQ_ACT_GELU, ROCQ_ACT_GELU_ERF,
+                  ROCQ_RELU, ROCQ_TANH        ROCQ_ACT_RELU, ROCQ_ACT_TANH
+
+              rocq_gguf_upload gives the memory that it takes to the caller, as rocq_gguf_load does.
+              New: rocq_tensor_slice, rocq_tensor_heads, rocq_tensor_1d to _3d, rocq_format_name,
+              rocq_operand_format, rocq_str_equal; rocq_info.desc.device is the GPU that was taken.
+              Gone: rocq_arena_init_growing and rocq_arena_free; rocq_pool serves what grows.
        0.1.0  formats, GGUF, CPU backend; GPU backend, graphs; pool, KV cache, loading, profile,
               occupancy, tuner; search for the HIP runtime, check of replays, sharing with a
               renderer, files written whole
@@ -344,7 +367,7 @@
 #define ROCQ_H
 
 #define ROCQ_VERSION_MAJOR 0
-#define ROCQ_VERSION_MINOR 1
+#define ROCQ_VERSION_MINOR 2
 #define ROCQ_VERSION_PATCH 0
 #define ROCQ_VERSION (ROCQ_VERSION_MAJOR * 10000 + ROCQ_VERSION_MINOR * 100 + ROCQ_VERSION_PATCH)
 
@@ -12532,10 +12555,17 @@ enum { ROCQ__OVERLAP_TRIES = 4000 }; // some 20 microseconds
 
 // Whether two tensors have a byte in common. Their ranges may cross without that: rows of one lie
 // in the gaps of the other where q, k and v are columns of one product, or where the planes of two
-// caches take turns. A tensor is a run of bytes (a row) at every sum of its strides. Count the
-// distance of a run of a up from the first run, and that of a run of b down from the last one: the
-// two runs share a byte exactly if the sum of their distances lies in a range as wide as both runs.
-// So one search over the strides of both tensors tells, and walks no rows.
+// caches take turns. Here both have two rows of 8 bytes, 24 bytes apart:
+//
+//     byte   0       8       16      24      32      40
+//     a      aaaaaaaa                aaaaaaaa
+//     b              bbbbbbbb                bbbbbbbb
+//
+// A row of a lies 0 or 24 bytes up from its first row, a row of b 0 or 24 down from its last. Two
+// rows share a byte exactly if both distances add up to 25 to 39, here called low and high. 0, 24
+// and 48 are no such sum, so these two do not meet. With b 4 bytes further down the range would be
+// 21 to 35, which has 24 in it. So one search over the strides of both tensors tells, and walks no
+// rows.
 ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
     const rocq__range of_a = rocq__range_of(a), of_b = rocq__range_of(b);
     const uint64_t limit = (uint64_t)INT64_MAX / 8; // below it nothing here overflows
