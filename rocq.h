@@ -1524,8 +1524,8 @@ typedef struct rocq_gguf_writer_desc {
     int32_t alignment; // of tensor data, a power of two from 8 up; 0 = 32
 } rocq_gguf_writer_desc;
 
-// With a path, the file is a rocq_file: rocq_gguf_finish puts it there. On failure *writer is NULL.
-// It is freed by rocq_gguf_finish, before its context is closed.
+// With a path, the file is a rocq_file, which rocq_gguf_finish puts there. On failure *writer is
+// NULL. It is freed by rocq_gguf_finish, before its context is closed.
 ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
                                       const rocq_gguf_writer_desc *desc);
 
@@ -6697,8 +6697,10 @@ ROCQ__FN rocq_format rocq__operand_format(rocq_precision precision) {
 
 ROCQ_DEF rocq_format rocq_operand_format(const rocq_ctx *ctx, rocq_format w, int64_t n,
                                          rocq_precision precision) {
-    if (!ctx || ctx->backend != ROCQ_GPU) return ROCQ_F32; // the CPU encodes F32 as it packs x
-    return rocq__operand_format(rocq__columns_choice(ctx, ROCQ_GPU, precision, w, n).precision);
+    // The CPU encodes F32 as it packs x.
+    if (!ctx || ctx->backend != ROCQ_GPU) return ROCQ_F32;
+    const rocq__choice choice = rocq__columns_choice(ctx, ROCQ_GPU, precision, w, n);
+    return rocq__operand_format(choice.precision);
 }
 
 ROCQ__FN double rocq__nmse_bound(rocq_precision precision) {

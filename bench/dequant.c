@@ -58,7 +58,6 @@ static bool verify_op(void *user) {
 }
 
 static rocq_result make_op(weights *w) {
-    const int64_t ne[2] = {w->k, w->rows};
     rocq_ctx *ctx = w->b->ctx;
     rocq_arena arena;
     rocq_result result = ROCQ_OK;
@@ -67,8 +66,8 @@ static rocq_result make_op(weights *w) {
         if (pass == 1) result = rocq_buffer_alloc(ctx, &w->memory, arena.peak);
         rocq_arena_init(&arena, pass == 1 ? &w->memory : NULL);
         for (int64_t i = 0; i < w->n_copies && result == ROCQ_OK; i++)
-            result = rocq_arena_tensor(&arena, &w->copies[i], w->format, 2, ne);
-        if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &w->dy, ROCQ_F32, 2, ne);
+            result = rocq_tensor_2d(&arena, &w->copies[i], w->format, w->k, w->rows);
+        if (result == ROCQ_OK) result = rocq_tensor_2d(&arena, &w->dy, ROCQ_F32, w->k, w->rows);
     }
     for (int64_t i = 0; i < w->n_copies && result == ROCQ_OK; i++) {
         if (w->b->gpu && rocq_get_format_info(w->format)->block_elems > 1)

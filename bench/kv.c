@@ -144,16 +144,6 @@ typedef struct cache {
     rocq_graph *graph;
 } cache;
 
-static rocq_tensor part(const rocq_tensor *t, int axis, int64_t first, int64_t n) {
-    int64_t start[4] = {0, 0, 0, 0}, ne[4];
-    rocq_tensor view = *t;
-    memcpy(ne, t->ne, sizeof ne);
-    start[axis] = first;
-    ne[axis] = n;
-    rocq_tensor_view(&view, t, start, ne);
-    return view;
-}
-
 // Appends the tokens from number token on: their keys and values are those of number % TABLE.
 static rocq_result fill(cache *c, int32_t seq, int32_t token, int32_t n) {
     int32_t cells[TABLE], pos[TABLE];
@@ -161,8 +151,10 @@ static rocq_result fill(cache *c, int32_t seq, int32_t token, int32_t n) {
         const int32_t at = (token + done) % TABLE;
         m = n - done < TABLE - at ? n - done : TABLE - at;
         for (int32_t i = 0; i < m; i++) pos[i] = rocq_kv_length(c->kv, seq) + i;
-        const rocq_tensor k = part(&c->k, 2, at, m), v = part(&c->v, 2, at, m);
-        const rocq_tensor p = part(&c->pos, 0, 0, m), cell = part(&c->cell, 0, 0, m);
+        const rocq_tensor k = rocq_tensor_slice(&c->k, 2, at, m);
+        const rocq_tensor v = rocq_tensor_slice(&c->v, 2, at, m);
+        const rocq_tensor p = rocq_tensor_slice(&c->pos, 0, 0, m);
+        const rocq_tensor cell = rocq_tensor_slice(&c->cell, 0, 0, m);
         rocq_result result = rocq_kv_append(c->kv, seq, m, cells);
         if (result == ROCQ_OK) result = rocq_upload(c->b->ctx, &p, pos, 4 * m);
         if (result == ROCQ_OK) result = rocq_upload(c->b->ctx, &cell, cells, 4 * m);
@@ -210,7 +202,6 @@ static void cache_free(cache *c) {
 // takes every second one while both grow, and is then emptied.
 static rocq_result cache_make(cache *c, bench *b, rocq_format format, int32_t page_size,
                               int32_t length) {
-    const int64_t kv_ne[3] = {DIM, KV_HEADS, TABLE}, q_ne[2] = {DIM, HEADS}, ids[1] = {TABLE};
     rocq_arena arena;
     uint64_t state = 1;
     rocq_result result = ROCQ_OK;
@@ -228,12 +219,12 @@ static rocq_result cache_make(cache *c, bench *b, rocq_format format, int32_t pa
     for (int pass = 0; pass < 2 && result == ROCQ_OK; pass++) { // measured, then cut
         if (pass == 1) result = rocq_buffer_alloc(b->ctx, &c->memory, arena.peak);
         rocq_arena_init(&arena, pass == 1 ? &c->memory : NULL);
-        if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &c->k, ROCQ_F32, 3, kv_ne);
-        if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &c->v, ROCQ_F32, 3, kv_ne);
-        if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &c->pos, ROCQ_I32, 1, ids);
-        if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &c->cell, ROCQ_I32, 1, ids);
-        if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &c->q, ROCQ_F32, 2, q_ne);
-        if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &c->out, ROCQ_F32, 2, q_ne);
+        if (result == ROCQ_OK) result = rocq_tensor_3d(&arena, &c->k, ROCQ_F32, DIM, KV_HEADS, TABLE);
+        if (result == ROCQ_OK) result = rocq_tensor_3d(&arena, &c->v, ROCQ_F32, DIM, KV_HEADS, TABLE);
+        if (result == ROCQ_OK) result = rocq_tensor_1d(&arena, &c->pos, ROCQ_I32, TABLE);
+        if (result == ROCQ_OK) result = rocq_tensor_1d(&arena, &c->cell, ROCQ_I32, TABLE);
+        if (result == ROCQ_OK) result = rocq_tensor_2d(&arena, &c->q, ROCQ_F32, DIM, HEADS);
+        if (result == ROCQ_OK) result = rocq_tensor_2d(&arena, &c->out, ROCQ_F32, DIM, HEADS);
     }
     c->want = (float *)bench_alloc(DIM * HEADS * (int64_t)sizeof(float));
     c->got = (float *)bench_alloc(DIM * HEADS * (int64_t)sizeof(float));

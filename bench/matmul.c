@@ -66,8 +66,7 @@ static bool peer_verify(void *user) {
 
 // The data of a case. Rows repeat after 64, which no kernel notices and encoding takes long for.
 static rocq_result make(product *p) {
-    const int64_t some = p->m < 64 ? p->m : 64, w_ne[2] = {p->k, p->m}, x_ne[2] = {p->k, p->n},
-                  y_ne[2] = {p->m, p->n};
+    const int64_t some = p->m < 64 ? p->m : 64;
     rocq_ctx *ctx = p->b->ctx;
     rocq_result result;
     int64_t row;
@@ -94,9 +93,9 @@ static rocq_result make(product *p) {
         if (pass == 1) result = rocq_buffer_alloc(ctx, &p->memory, arena.peak);
         rocq_arena_init(&arena, pass == 1 ? &p->memory : NULL);
         for (int64_t i = 0; i < p->n_copies && result == ROCQ_OK; i++)
-            result = rocq_arena_tensor(&arena, &p->copies[i], p->format, 2, w_ne);
-        if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &p->dx, ROCQ_F32, 2, x_ne);
-        if (result == ROCQ_OK) result = rocq_arena_tensor(&arena, &p->dy, ROCQ_F32, 2, y_ne);
+            result = rocq_tensor_2d(&arena, &p->copies[i], p->format, p->k, p->m);
+        if (result == ROCQ_OK) result = rocq_tensor_2d(&arena, &p->dx, ROCQ_F32, p->k, p->n);
+        if (result == ROCQ_OK) result = rocq_tensor_2d(&arena, &p->dy, ROCQ_F32, p->m, p->n);
     }
     for (int64_t i = 0; i < p->n_copies && result == ROCQ_OK; i++) {
         if (p->b->gpu && rocq_get_format_info(p->format)->block_elems > 1)

@@ -167,7 +167,9 @@ static bool plan(job *j) {
     const rocq_gguf_writer_desc target = {.write = rocq_file_write, .user = j->out_file};
     rocq_result result = rocq_gguf_create(j->ctx, &j->out, &target);
     if (result == ROCQ_OK) result = rocq_gguf_set_from(j->out, j->in);
-    if (result == ROCQ_OK) result = rocq_gguf_set_u32(j->out, "general.quantization_version", 2);
+    if (result == ROCQ_OK) {
+        result = rocq_gguf_set_u32(j->out, "general.quantization_version", 2);
+    }
     if (result == ROCQ_OK && file_type(j) >= 0) {
         result = rocq_gguf_set_u32(j->out, "general.file_type", (uint32_t)file_type(j));
     }
@@ -243,7 +245,8 @@ static bool quantize(job *j) {
            j->bytes_before > 0 ? 100 * (double)j->bytes_after / (double)j->bytes_before : 0.0);
     // All that can fail has come before the output takes its place, for which Windows wants the
     // input closed: it may be the same file.
-    if (!check_written(j, rocq_gguf_finish(&j->out)) || !check_printed() || stopped) return false;
+    const bool written = check_written(j, rocq_gguf_finish(&j->out));
+    if (!written || !check_printed() || stopped) return false;
     rocq_gguf_close(&j->in);
     return check(j, j->out_path, rocq_file_finish(&j->out_file, true));
 }
