@@ -1524,8 +1524,8 @@ typedef struct rocq_gguf_writer_desc {
     int32_t alignment; // of tensor data, a power of two from 8 up; 0 = 32
 } rocq_gguf_writer_desc;
 
-// With a path, the file is a rocq_file, which rocq_gguf_finish puts there. On failure *writer is
-// NULL. It is freed by rocq_gguf_finish, before its context is closed.
+// With a path, the file is a rocq_file, which rocq_gguf_finish puts there. That call also
+// frees the writer, and comes before the context is closed. On failure *writer is NULL.
 ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
                                       const rocq_gguf_writer_desc *desc);
 
@@ -17674,7 +17674,9 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     if (!resolved.allocator.alloc != !resolved.allocator.free) {
         bad = "one of allocator.alloc and free is NULL";
     }
-    if ((int)resolved.prefer < 0 || resolved.prefer > ROCQ_GPU) bad = "unknown backend in prefer";
+    if ((int)resolved.prefer < 0 || resolved.prefer > ROCQ_GPU) {
+        bad = "unknown backend in prefer";
+    }
     if (resolved.n_threads < 0) bad = "n_threads is negative";
     if (resolved.memory_budget < 0 || resolved.scratch_bytes < 0) bad = "a size is negative";
     if (resolved.device < 0) bad = "device is negative";
