@@ -1097,6 +1097,8 @@ typedef struct rocq_sample_params {
 // Ops are asynchronous on a GPU and ordered among themselves; rocq_sync waits. The CPU backend runs
 // them before the call returns. Tensors of a CPU context are in host memory, of a GPU context in
 // device memory. A context is for one thread at a time; different contexts are independent.
+// Verbs in pairs: open and close a context or a file, create and destroy an object, init and free a
+// value that the caller holds, alloc and free memory.
 
 // -- results and errors --
 
