@@ -2501,7 +2501,7 @@ const rocq_hip *rocq_hip_linked(void);
 #define ROCQ__MIN(a, b) ((a) < (b) ? (a) : (b))
 #define ROCQ__MAX(a, b) ((a) > (b) ? (a) : (b))
 
-// Sizes are never negative, so a negative operand is as wrong as an overflow.
+// Checked arithmetic on sizes: false, with *out unchanged, on overflow or a negative operand.
 ROCQ__FN bool rocq__add(int64_t a, int64_t b, int64_t *out) {
     if (a < 0 || b < 0 || a > INT64_MAX - b) return false;
     *out = a + b;
@@ -2514,7 +2514,7 @@ ROCQ__FN bool rocq__mul(int64_t a, int64_t b, int64_t *out) {
     return true;
 }
 
-// a rounded up to a multiple of align, a power of two.
+// Rounds a up to a multiple of align, which is a power of two.
 ROCQ__FN bool rocq__round_up(int64_t a, int64_t align, int64_t *out) {
     if (!rocq__add(a, align - 1, out)) return false;
     *out &= ~(align - 1);
@@ -2533,8 +2533,8 @@ ROCQ__INLINE uint32_t rocq__f32_bits(float value) {
     return bits;
 }
 
-// No step of the conversions goes through a subnormal float, so a host that flushes those to zero
-// (games do) changes nothing.
+// These conversions never compute with a subnormal float, so they are right even in a program that
+// flushes subnormals to zero, as games do.
 ROCQ__INLINE float rocq__f16_to_f32(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
     const uint32_t exponent = (half >> 10) & 0x1fu, mantissa = half & 0x3ffu;
@@ -2570,7 +2570,7 @@ ROCQ__INLINE uint16_t rocq__f32_to_bf16(float value) {
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// No step loses anything of the sum or the word, so a change of one word always shows.
+// A bijection of the sum, and of the word: a change of one word always changes the checksum.
 ROCQ__INLINE uint64_t rocq__checksum_step(uint64_t sum, const void *bytes) {
     uint64_t word;
     memcpy(&word, bytes, sizeof word);
@@ -2578,8 +2578,8 @@ ROCQ__INLINE uint64_t rocq__checksum_step(uint64_t sum, const void *bytes) {
     return sum ^ sum >> 32;
 }
 
-// 64 bits over bytes, going on from sum. Four sums take turns, since each step waits for the one
-// before it.
+// A 64-bit checksum that continues from sum. Four chains are interleaved, because each step of a
+// chain has to wait for the one before it.
 ROCQ__FN uint64_t rocq__checksum(uint64_t sum, const void *data, int64_t size) {
     const unsigned char *bytes = (const unsigned char *)data;
     const int64_t whole = size / 32 * 32;
@@ -2616,7 +2616,7 @@ ROCQ__INLINE int64_t rocq__bytes(rocq_format format, int64_t n) {
     return n / elems * bytes;
 }
 
-// Bytes that an element's address must be a multiple of: that of the widest field of its block.
+// The alignment in bytes that an element's address needs: that of the widest field of its block.
 ROCQ__FN int64_t rocq__alignment_of(rocq_format format) {
     switch (format) {
     case ROCQ_F32: case ROCQ_I32: return 4;
@@ -2663,6 +2663,7 @@ ROCQ__FN void rocq__heapsort(void *items, int64_t n, int64_t size,
 // ---------------------------------------------------------------------------------------------
 // >>context
 // ---------------------------------------------------------------------------------------------
+// The state of a context. What only a GPU context has is in rocq__gpu (>>hip_api).
 
 // A block of memory. This header stands in front of host memory; for device and pinned memory, which
 // come from the runtime, the header alone is taken from the allocator. The list of a context's
@@ -2694,17 +2695,17 @@ typedef pthread_cond_t rocq__cond;
 
 typedef struct rocq__workers {
     rocq__thread threads[ROCQ__MAX_THREADS];
-    int32_t n_started; // workers, without the caller
-    int32_t n_joined;  // gives each worker its number at start (atomic)
-    int32_t asleep;    // a worker may be (atomic)
+    int32_t n_started; // workers, to which the calling thread comes as thread 0
+    int32_t n_joined;  // workers that run: each takes its number from here, 1 and up (atomic)
+    int32_t asleep;    // 1: a worker may be waiting for work (atomic)
     rocq__mutex mutex;
     rocq__cond work, done;
-    // The job. Who has taken a piece of it may read it: it stays until all its pieces are done.
+    // The job. A thread may read it while it holds a piece: it stays until all pieces are done.
     rocq__task fn;
     void *arg;
     int64_t n, chunk, n_pieces;
-    // Low half: pieces that nobody has taken, and that are not done. High half: the job's number,
-    // negative to end the workers, and 1 if the caller sleeps (both atomic).
+    // Both atomic. Low halves: how many pieces are not taken yet (open), not done yet (pending).
+    // High halves: the job's number, negative to end the workers; 1 while the caller sleeps.
     // A 32-bit ABI aligns an int64_t to 4 bytes only. An atomic word that lies across two cache
     // lines would make the processor lock out all other cores for each access to it.
     ROCQ__ALIGNAS(8) int64_t open;
@@ -2715,33 +2716,34 @@ typedef struct rocq__workers {
 struct rocq__gpu;
 typedef struct rocq__profile rocq__profile;
 
+// Belongs to one thread at a time; others may only set cancelled. The workers share the jobs.
 struct rocq_ctx {
-    rocq_desc desc; // resolved
+    rocq_desc desc; // with the defaults filled in
     rocq_backend backend;
     struct rocq__gpu *gpu; // NULL on the CPU
     rocq_result gpu_result;
     int32_t cancelled;     // set by any thread (atomic)
 #if ROCQ__HAS_PROFILE
     rocq__profile *profile;   // results, or NULL
-    rocq__profile *profiling; // the same while it is on, else NULL
+    rocq__profile *profiling; // equal to profile while it is on, else NULL
 #endif
-    rocq_graph *recording; // or NULL
-    rocq_graph *graphs;    // all of the context's
+    rocq_graph *recording; // the graph that ops are added to, or NULL
+    rocq_graph *graphs;    // list of all graphs of the context
     bool has_avx2, has_avx512; // avx512: F, BW, DQ, VL and VNNI; never without has_avx2
-    bool quiet; // failures do not reach the log: rocq_supports only asks, and see rocq__attempt
+    bool quiet; // failures are not logged: in rocq_supports and in a rocq__attempt
     bool workers_ready;
     rocq_stats stats;
     int64_t budget_used;
     rocq__block blocks; // a circular list
     void *scratch;
     int64_t scratch_size;
-    struct rocq__tuned *tuned; // [n_tuned] by class, what rocq_tune found; room for tuned_room
+    struct rocq__tuned *tuned; // [n_tuned of tuned_room] what rocq_tune found, sorted by class
     int32_t n_tuned, tuned_room;
-    struct rocq__survey *survey; // where a plan notes what it has to choose, or NULL
+    struct rocq__survey *survey; // collects the launches that a plan has to choose, or NULL
     char error[512];
     char gpu_message[512];
-    char tried[2048]; // HIP runtimes that were passed over, see rocq_info.runtimes_tried
-    bool tried_cut;   // there were more
+    char tried[2048]; // rocq_info.runtimes_tried: HIP runtimes that were passed over, and why
+    bool tried_cut;   // more were passed over than fit
     char device[112];
 #if ROCQ__HAS_THREADS
     rocq__workers workers;
@@ -2751,6 +2753,7 @@ struct rocq_ctx {
 // ---------------------------------------------------------------------------------------------
 // >>log
 // ---------------------------------------------------------------------------------------------
+// rocq__fail ends every failure; an attempt takes it back; rocq__print writes reports and files.
 
 // Stores and logs the message of a failure and returns its code, so that failing is one statement.
 ROCQ__PRINTF(3, 4)
@@ -2766,11 +2769,11 @@ ROCQ__FN rocq_result rocq__fail(rocq_ctx *ctx, rocq_result result, const char *f
     return result;
 }
 
-// An attempt is work whose failure need not be the call's, because there is another way. Nothing
-// that fails in between reaches the log. At the end the message is either forgotten, as if the
-// attempt had not been made, or it is the call's, and is logged.
+// An attempt is work that may fail without failing the call, because there is another way. Its
+// failures are not logged at once: at its end either rocq_error's message from before is restored,
+// or the attempt's own message becomes that of the call and is logged. Attempts may be nested.
 typedef struct rocq__attempt {
-    bool quiet; // of the context, before
+    bool quiet; // the context's, before the attempt
     char error[sizeof((rocq_ctx *)0)->error];
 } rocq__attempt;
 
@@ -2780,7 +2783,7 @@ ROCQ__FN void rocq__attempt_begin(rocq_ctx *ctx, rocq__attempt *attempt) {
     ctx->quiet = true;
 }
 
-// forget: it went well, or the call goes another way.
+// forget: the attempt succeeded, or the call continues another way.
 ROCQ__FN void rocq__attempt_end(rocq_ctx *ctx, const rocq__attempt *attempt, bool forget) {
     ctx->quiet = attempt->quiet;
     if (forget) memcpy(ctx->error, attempt->error, sizeof attempt->error);
@@ -2789,7 +2792,7 @@ ROCQ__FN void rocq__attempt_end(rocq_ctx *ctx, const rocq__attempt *attempt, boo
     }
 }
 
-// For what is worth knowing and no failure.
+// Logs a message without making it rocq_error's.
 ROCQ__PRINTF(3, 4)
 ROCQ__FN void rocq__log(rocq_ctx *ctx, rocq_log_level level, const char *format, ...) {
     char message[sizeof ctx->error];
@@ -2801,9 +2804,9 @@ ROCQ__FN void rocq__log(rocq_ctx *ctx, rocq_log_level level, const char *format,
     ctx->desc.log(level, message, ctx->desc.log_user);
 }
 
-// Text on its way to the caller's function; after a failure nothing more is written. A piece has at
-// most 511 bytes. No %f: its decimal point depends on the program's locale, rocq__print_number's
-// does not.
+// Text that goes to a function of the caller's. After a failure nothing more is written. One call
+// of rocq__print takes at most 511 bytes (more is a failure), and no %f, whose decimal point
+// depends on the program's locale: rocq__print_number always writes a point.
 typedef struct rocq__output {
     rocq_write_fn write;
     void *user;
@@ -2821,12 +2824,12 @@ ROCQ__FN void rocq__print(rocq__output *out, const char *format, ...) {
     if (!out->failed && n > 0) out->failed = !out->write(text, n, out->user);
 }
 
-// width as printf's; digits behind the point. What is not finite is 0, as JSON has nothing for it.
+// width as in printf, digits decimals. JSON has no infinity or NaN: they are written as 0.
 ROCQ__FN void rocq__print_number(rocq__output *out, double value, int width, int digits) {
     char text[400];
     int length = 0;
     snprintf(text, sizeof text, "%.*f", digits, value - value == 0.0 ? value : 0.0);
-    for (const char *c = text; *c; c++) { // the point may be any bytes but these
+    for (const char *c = text; *c; c++) { // all bytes but digits and '-' are the locale's point
         const bool plain = *c == '-' || (*c >= '0' && *c <= '9');
         if (plain || text[length - 1] != '.') text[length++] = plain ? *c : '.';
     }
@@ -2837,7 +2840,7 @@ ROCQ__FN void rocq__print_bytes(rocq__output *out, const char *text, int64_t siz
     if (!out->failed && size > 0) out->failed = !out->write(text, size, out->user);
 }
 
-// A JSON string of UTF-8, of any length.
+// Writes UTF-8 text of any length as a JSON string.
 ROCQ__FN void rocq__print_string(rocq__output *out, const char *text) {
     rocq__print(out, "\"");
     for (const char *plain = text;; text++) {
@@ -2851,11 +2854,11 @@ ROCQ__FN void rocq__print_string(rocq__output *out, const char *text) {
     rocq__print(out, "\"");
 }
 
-// A number of a struct, for JSON.
+// A field of a struct that is written to JSON as a number.
 typedef struct rocq__number {
     const char *name;
     size_t offset;
-    int digits; // behind the point, of a double; -1: an int64_t
+    int digits; // decimals of a double; -1: the field is an int64_t
 } rocq__number;
 
 ROCQ__FN void rocq__print_fields(rocq__output *out, const rocq__number *fields, size_t n,
@@ -2874,7 +2877,7 @@ ROCQ__FN void rocq__print_fields(rocq__output *out, const rocq__number *fields, 
 #define ROCQ__PRINT_FIELDS(out, fields, of) \
     rocq__print_fields(out, fields, sizeof(fields) / sizeof(fields)[0], of)
 
-// Leaves the function with the first failure.
+// Returns the call's code from the function that this stands in, unless it is ROCQ_OK.
 #define ROCQ__TRY(call)                         \
     do {                                        \
         const rocq_result rocq__r = (call);     \
@@ -2925,7 +2928,7 @@ ROCQ__FN void *rocq__alloc_aligned(rocq_ctx *ctx, int64_t size, size_t align) {
     if (!raw) return NULL;
     const uintptr_t first = (uintptr_t)raw + sizeof(rocq__block);
     const uintptr_t base = (first + align - 1) & ~(uintptr_t)(align - 1);
-    // Offsets from raw, not from base: the pointer keeps its provenance.
+    // An offset from raw, not a cast of base: the pointer keeps its provenance.
     char *data = (char *)raw + (base - (uintptr_t)raw);
     rocq__block *block = (rocq__block *)(void *)(data - sizeof(rocq__block));
     block->raw = raw;
@@ -2948,7 +2951,7 @@ ROCQ__FN rocq__block *rocq__block_before(void *data) {
     return (rocq__block *)(void *)((char *)data - sizeof(rocq__block));
 }
 
-// 64-byte aligned, not cleared; NULL when the allocator has none.
+// 64-byte aligned and uninitialized; NULL when the allocator has no memory.
 ROCQ__FN void *rocq__alloc(rocq_ctx *ctx, int64_t size) {
     return rocq__alloc_aligned(ctx, size, 64);
 }
@@ -3099,9 +3102,9 @@ ROCQ_DEF rocq_buffer rocq_buffer_from_device(uint64_t address, int64_t size) {
     return buffer;
 }
 
-// Nobody needs what is in scratch memory between two ops, so the old block goes before the larger
-// one is taken: both at once could be more than the budget allows, or than there is. Without memory
-// for the larger one there is none at all, and the next op that needs some takes it.
+// Makes scratch memory at least so large. Its contents matter only during an op, so the old block
+// is freed first: both at once could be more than the budget allows, or than there is. If the
+// larger one is then refused, there is no scratch memory until the next op that needs some.
 ROCQ__FN rocq_result rocq__reserve_cpu(rocq_ctx *ctx, int64_t bytes) {
     if (bytes <= ctx->scratch_size) return ROCQ_OK;
     ROCQ__TRY(rocq__take_budget(ctx, bytes - ctx->scratch_size));
@@ -3122,7 +3125,7 @@ ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes) {
     return rocq__reserve_hip(ctx, bytes);
 }
 
-// The running op's scratch memory, 64-byte aligned. One call per op: a second one returns the same.
+// The running op's scratch memory, 64-byte aligned. A second call in an op gives the same memory.
 ROCQ__FN rocq_result rocq__scratch(rocq_ctx *ctx, int64_t bytes, void **out) {
     ROCQ__TRY(rocq__reserve_cpu(ctx, bytes));
     if (!rocq__on_gpu(ctx)) ctx->stats.scratch_peak = ROCQ__MAX(ctx->stats.scratch_peak, bytes);
@@ -3141,7 +3144,7 @@ ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer) {
     if (!arena->measuring) arena->buffer = *buffer;
 }
 
-// size bytes at offset of a buffer, of either kind; an empty buffer has empty pieces.
+// The size bytes at offset of a host or device buffer; no address if the buffer has none.
 ROCQ__FN rocq_buffer rocq__buffer_piece(const rocq_buffer *buffer, int64_t offset, int64_t size) {
     rocq_buffer piece = *buffer;
     if (piece.host) piece.host = (char *)piece.host + offset;
@@ -3156,7 +3159,7 @@ ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int
     if (!arena || !piece || size < 0 || align < 1 || (align & (align - 1)) != 0) {
         return ROCQ_E_ARGUMENT;
     }
-    // Alignment is that of the address, not of the offset: the caller's memory may start anywhere.
+    // The address is aligned, not the offset: the caller's memory may start anywhere.
     const int64_t base = arena->buffer.host
                              ? (int64_t)((uintptr_t)arena->buffer.host & (uintptr_t)(align - 1))
                              : (int64_t)(arena->buffer.device.address & (uint64_t)(align - 1));
@@ -3174,10 +3177,10 @@ ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int
         //     memory           |....|100|......|100|         end = 24 + 356
         //     address       1000    1024       1280
         //
-        // Measured cuts begin at a multiple of every alignment. Memory has such a place at most
-        // slack bytes from its start, which is the largest alignment less 1, and has room from
-        // there. Cuts begin at its start instead and never end later: each takes the first
-        // multiple that is free.
+        // Measured cuts begin at 0, a multiple of every alignment. Real memory has such an address
+        // at most slack bytes after its start (slack is the largest alignment less 1), and peak
+        // leaves room for all cuts from there. In real memory cuts begin at its very start instead,
+        // and each takes the first aligned address that is free, so none ends later than that.
         const int64_t slack = ROCQ__MAX(arena->slack, align - 1);
         int64_t most;
         if (!rocq__add(ROCQ__MAX(arena->peak - arena->slack, end), slack, &most)) {
@@ -3234,8 +3237,9 @@ ROCQ_DEF void rocq_arena_reset(rocq_arena *arena, int64_t mark) {
 // ---------------------------------------------------------------------------------------------
 // >>tensor
 // ---------------------------------------------------------------------------------------------
+// Tensors are values that point into a buffer: nothing here takes memory or reads elements.
 
-// Bytes from element 0 to the end of the last one, or false when that does not fit an int64.
+// Sets *extent to the bytes from element 0 to the end of the last one; false on overflow.
 ROCQ__FN bool rocq__extent(const rocq_tensor *t, int64_t *extent) {
     int64_t elems, bytes, last = 0;
     if (!rocq__block_of(t->format, &elems, &bytes)) return false;
@@ -3412,9 +3416,11 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 // ---------------------------------------------------------------------------------------------
 // >>threads: one pool per context, started by the first job that wants it
 // ---------------------------------------------------------------------------------------------
+// rocq__workers_run publishes a job; the caller and the workers take its pieces from `open` by
+// compare-and-swap. Threads that find nothing to do spin for a while, then sleep.
 
-// In one order for all threads, which matters where one goes to sleep, says so and looks once more,
-// and another has news, tells them and looks who sleeps.
+// Atomics. All are sequentially consistent but rocq__store32, of which only release is needed.
+// seq_cst: a sleeper sets `asleep`, then rechecks; a producer publishes, then reads `asleep`.
 #if defined(__GNUC__) || defined(__clang__)
 ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
@@ -3467,8 +3473,8 @@ ROCQ__INLINE void rocq__relax(void) {
 #endif
 }
 
-// A lock for a few dozen instructions, which costs half of what a mutex does. Whoever finds it held
-// for longer (its holder sleeps, or takes memory) sleeps as well, so it yields to any priority.
+// A lock for a few dozen instructions, at half the cost of a mutex. A thread that finds it held for
+// longer (by a preempted thread, say) sleeps, so that the holder runs whatever its priority is.
 ROCQ__INLINE void rocq__spin_lock(int32_t *lock) {
     for (int32_t spins = 0; rocq__exchange32(lock, 1) != 0; spins++) {
         if (spins < 200) rocq__relax();
@@ -3499,16 +3505,16 @@ ROCQ__INLINE void rocq__spin_unlock(int32_t *lock) { rocq__store32(lock, 0); }
 #endif
 
 // A decode step is a hundred jobs a few microseconds apart, and waking a thread takes longer than
-// most of them. So threads look for work before they sleep, for longer than a draw takes, which is
-// the longest time without a job; and they yield, since whoever they wait for may be waiting for
-// their core.
+// most of them. So a thread spins before it sleeps, for longer than the longest gap between jobs,
+// which is a draw of a token. Between spins it yields, because the thread that it waits for may
+// need its core.
 enum { ROCQ__SPIN_NS = 300000, ROCQ__SPINS = 64 };
 
 ROCQ__INLINE int32_t rocq__pieces(int64_t *word) {
     return (int32_t)(rocq__load64(word) & INT32_MAX);
 }
 
-// Whether *word has got pieces, or none, before it is time to sleep.
+// Spins until *word (open or pending) has pieces, or has none; false when it is time to sleep.
 ROCQ__FN bool rocq__spin(int64_t *word, bool some) {
     if ((rocq__pieces(word) != 0) == some) return true;
     const int64_t start = rocq_time_ns();
@@ -3522,6 +3528,9 @@ ROCQ__FN bool rocq__spin(int64_t *word, bool some) {
     return false;
 }
 
+// Takes and runs pieces until none is left. `open` has the job's number beside the count, so that a
+// compare-and-swap with a value of an earlier job fails. The thread that finishes the last piece
+// wakes the caller if that sleeps.
 ROCQ__FN void rocq__workers_share(rocq__workers *pool, int32_t thread) {
     int32_t n_done = 0;
     for (;;) {
@@ -3566,7 +3575,7 @@ ROCQ__FN void *rocq__workers_main(void *arg) {
 }
 #endif
 
-// Fewer threads than asked for is not an error: the work is shared by those there are.
+// It is no error if fewer threads start than asked for: those that do share the work.
 ROCQ__FN void rocq__workers_start(rocq__workers *pool, int32_t n_workers) {
 #if defined(_WIN32)
     InitializeCriticalSection(&pool->mutex);
@@ -3610,8 +3619,8 @@ ROCQ__FN void rocq__workers_stop(rocq__workers *pool) {
 #endif
 }
 
-// Waits for the pieces that others have taken, but for no thread: one that comes late, as when
-// another program has its core, finds nothing left.
+// Returns when all pieces are done. It waits for pieces, never for a thread: a worker that is late,
+// because another program has its core, finds nothing left to take.
 ROCQ__FN void rocq__workers_run(rocq__workers *pool, int64_t n, int64_t chunk, rocq__task fn,
                                 void *arg) {
     const int64_t number = ((rocq__load64(&pool->open) >> 32) + 1) & INT32_MAX;
@@ -3639,8 +3648,8 @@ ROCQ__FN void rocq__workers_run(rocq__workers *pool, int64_t n, int64_t chunk, r
 
 #endif // ROCQ__HAS_THREADS
 
-// Runs fn over 0 .. n in pieces of at least grain items and returns when all are done. An item must
-// be computed the same whichever piece it falls into, so that results do not depend on threads.
+// Runs fn over 0 .. n in pieces of at least grain items (but for the last) and returns when all are
+// done. fn must compute an item the same in any piece: results do not depend on threads.
 ROCQ__FN void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
     if (n <= 0) return;
 #if ROCQ__HAS_THREADS
@@ -3649,7 +3658,7 @@ ROCQ__FN void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task
             rocq__workers_start(&ctx->workers, ctx->desc.n_threads - 1);
             ctx->workers_ready = true;
         }
-        // Four pieces per thread even out what other programs on the machine take away.
+        // Four pieces per thread balance the load where other programs slow down some threads.
         const int64_t pieces = (int64_t)ctx->desc.n_threads * 4;
         rocq__workers_run(&ctx->workers, n, ROCQ__MAX(grain, (n + pieces - 1) / pieces), fn, arg);
         return;
@@ -3661,13 +3670,13 @@ ROCQ__FN void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task
     fn(arg, 0, n, 0);
 }
 
-// Makes the system provide pages before they are needed, by all threads.
+// Pages are touched by all threads, so that the system maps them before they are needed.
 enum { ROCQ__PAGE = 4096 };
 
 typedef struct rocq__pages {
     volatile unsigned char *data;
     int64_t size;
-    bool written; // later on: a page gets its own byte back, and with it memory of its own
+    bool written; // write a byte of each page back: a page that is only read may get no memory yet
 } rocq__pages;
 
 ROCQ__FN void rocq__touch_task(void *arg, int64_t page, int64_t end, int32_t thread) {
