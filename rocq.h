@@ -2909,6 +2909,8 @@ ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx) {
 // ---------------------------------------------------------------------------------------------
 // >>alloc: hooks, the list of blocks, buffers, scratch
 // ---------------------------------------------------------------------------------------------
+// Memory that is taken is listed in the context, so that rocq_close frees what the caller left, and
+// buffers, pools and scratch are counted against memory_budget.
 
 ROCQ__FN void *rocq__default_alloc(size_t size, void *user) {
     (void)user;
@@ -3059,9 +3061,9 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
     return ROCQ_OK;
 }
 
-// Checks that what is to be freed is a whole buffer. size: of the context's buffer that begins at
-// the same address, 0 = there is none. A first piece begins where its buffer does, so only the size
-// tells the two apart.
+// Checks that buffer is a whole buffer of the context and no piece of one. size is that of the
+// context's buffer that begins at the same address, 0 if there is none. The first piece of a buffer
+// has the same address, so only the size tells the two apart.
 ROCQ__FN rocq_result rocq__check_whole(rocq_ctx *ctx, const rocq_buffer *buffer, int64_t size) {
     if (size == 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: not a buffer of this context");
@@ -9655,11 +9657,10 @@ ROCQ__FN rocq_result rocq__sample_cpu(rocq_ctx *ctx, rocq_op op, const void *par
 // ---------------------------------------------------------------------------------------------
 // >>hip_api: the GPU runtime, its kernels, and the device
 // ---------------------------------------------------------------------------------------------
-// Everything that a GPU context has beside what it shares with the CPU backend hangs off ctx->gpu.
-// Every call of the runtime returns an error number, and rocq__hip_failed is where it becomes a
-// code: out of memory leaves the context as it was; while a device is being tried or a graph
-// captured, the attempt has failed; after that, any other error means that what was submitted can
-// no longer be trusted, and the context is lost.
+// ctx->gpu has all that a GPU context has and a CPU context has not. Every call of the runtime
+// returns an error number, from which rocq__hip_failed makes a result code. Out of memory leaves
+// the context usable. While a device is tried or a graph captured, an error ends that attempt only.
+// Any other error means that submitted work can no longer be trusted: the context is lost.
 
 // Figures that the host needs to choose a kernel and its grid, and to estimate how long it runs.
 typedef struct rocq__chip {
@@ -9668,36 +9669,36 @@ typedef struct rocq__chip {
     double bytes_per_us;  // of memory
     double flops_per_us;  // of the vector unit in F32
     double matrix_per_us; // of the matrix unit in F16
-    bool guessed;         // bytes_per_us is: the runtime does not tell, or the chip is unlisted
+    bool guessed;         // bytes_per_us: the runtime does not tell it, or the chip is unlisted
     bool unlisted;        // a gfx11 target that rocq__chips does not have
 } rocq__chip;
 
 enum {
     ROCQ__PIECES = 4,        // of the context's ring
     ROCQ__PIECE = 1 << 20,   // bytes: long enough that the copy engine runs at full speed
-    ROCQ__COUNTERS = 65536,  // zero words that kernels use to find out who is last
+    ROCQ__COUNTERS = 65536,  // zeroed words: by them a kernel finds out which block is the last
     ROCQ__MAX_DEVICES = 64
 };
 
-// Pinned host memory that every copy passes through: the runtime never sees the caller's pages,
-// which may be mapped from a file. Copies fill one piece after the other; the event of a piece,
-// recorded behind the last of its copies and what they feed, tells when it may be filled again. The
-// context has one ring, whose copies go through its stream; rocq_gguf_load makes a larger one for
-// as long as it runs.
+// A ring buffer of pinned host memory that every copy passes through: the runtime never sees the
+// caller's pages, which may be mapped from a file. Copies use one piece after the other. The event
+// of a piece is recorded after its last copy and the kernels that read what was copied; when it has
+// completed, the piece may be reused. The context has one ring, whose copies are in its stream;
+// rocq_gguf_load makes a larger one for as long as it runs.
 typedef struct rocq__ring {
     unsigned char *memory;  // n_pieces of piece_bytes; NULL before the first copy
-    bool registered;        // it is the context's, and pinned; else the runtime's
+    bool registered;        // memory is the allocator's, pinned afterwards; else the runtime's
     int64_t piece_bytes;    // a multiple of ROCQ__LINE
     int32_t n_pieces;
-    int32_t piece;          // that is being filled
+    int32_t piece;          // the one being filled
     int64_t used;           // bytes of it
-    void *stream;           // of the copies
+    void *stream;           // where copies are submitted
     void *event[ROCQ__MAX_PIECES];
-    bool pending[ROCQ__MAX_PIECES]; // the event is recorded, and nobody has waited for it
-    rocq__block *staging; // loading: as much device memory, where blocks are repacked from
+    bool pending[ROCQ__MAX_PIECES]; // the event is recorded and has not been waited for
+    rocq__block *staging; // rocq_gguf_load: as much device memory, to repack blocks from
 } rocq__ring;
 
-// A runtime that was found in a library: its functions, and those that only the search calls.
+// A runtime that was loaded from a library: its functions, and two that only the search calls.
 typedef struct rocq__runtime {
     rocq_hip hip;
     int (*init)(unsigned flags);
@@ -9706,38 +9707,38 @@ typedef struct rocq__runtime {
 
 typedef struct rocq__gpu {
     const rocq_hip *hip;
-    rocq__runtime loaded;  // what hip points into where the runtime was found in a library
-    char runtime[256];     // name or path of it (its end, if that is longer), or "linked"
+    rocq__runtime loaded;  // hip points in here if the runtime was loaded from a library
+    char runtime[256];     // its name or path (the end, if that is longer), or "linked"
     char kernels[256];     // path (its end, if that is longer), "memory" or "linked"
     const void *image;     // code object; NULL where the kernels are linked
-    void *image_memory;    // it, where it was read from a file
+    void *image_memory;    // the block that image is in if it was read from a file, else NULL
     int32_t device;
     char name[64], pci[32];
     int64_t device_bytes;
     rocq__chip chip;
     void *module;
     void *function[ROCQ_K_COUNT];
-    int64_t launches[ROCQ_K_COUNT]; // of each kernel, without replays: tests see what has run
-    bool *planned;         // [ROCQ_K_COUNT] or NULL: where plans note what they would launch
-    void *stream;          // the one queue: more would cost idle power and buy no order
+    int64_t launches[ROCQ_K_COUNT]; // of each kernel, without replays; for tests
+    bool *planned;         // [ROCQ_K_COUNT] or NULL: a plan marks the kernels that it would launch
+    void *stream;          // the only queue: a second one would cost power even when idle
     uint32_t *status;      // [1], set by kernels that meet an index out of range
     uint32_t *counters;    // [ROCQ__COUNTERS]
-    uint32_t *pinned;      // [64]: where status and self-test results come to
+    uint32_t *pinned;      // [64] host memory that status and self-test results are copied to
     rocq__ring ring;
     rocq__block *scratch;
-    int64_t scratch_moves; // how often scratch has got another address
-    bool trial;            // errors end an attempt, not the context
+    int64_t scratch_moves; // how often scratch has changed its address
+    bool trial;            // an error ends an attempt, not the context
     bool lost;             // only rocq_close works
-    char replay[320];      // how the last replay that was given up differed, or ""
+    char replay[320];      // how the last graph replay that failed its check differed, or ""
     rocq_priority priority; // of stream
-    int32_t n_units;       // that the device has; chip.n_units are those that stream may use
+    int32_t n_units;       // of the device; chip.n_units counts those that stream may use
     int32_t max_waves;     // of a matvec on a SIMD
-    uint32_t matvec_lds;   // bytes that a block of a matvec asks for, and does not use: see
-                           // rocq__limit_waves
-    char ignored[400];     // what of the desc's sharing had no effect
+    uint32_t matvec_lds;   // bytes that each block of a matvec reserves but does not use, so that
+                           // fewer blocks fit: see rocq__limit_waves
+    char ignored[400];     // rocq_info.ignored: settings for sharing that had no effect
 } rocq__gpu;
 
-// The code and sentence of a runtime call that returned error.
+// Fails with the result code and message for a runtime call that returned error.
 ROCQ__FN rocq_result rocq__hip_failed(rocq_ctx *ctx, const char *what, int error) {
     rocq__gpu *gpu = ctx->gpu;
     const char *name = gpu->hip->error_name ? gpu->hip->error_name(error) : NULL;
@@ -9751,7 +9752,7 @@ ROCQ__FN rocq_result rocq__hip_failed(rocq_ctx *ctx, const char *what, int error
                       name, error);
 }
 
-// Leaves the function when a runtime call fails.
+// Returns from the function that this stands in if a runtime call fails.
 #define ROCQ__HIP(what, call)                                                         \
     do {                                                                              \
         const int rocq__error = (call);                                               \
@@ -9772,8 +9773,8 @@ ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op) {
 
 #if ROCQ__HAS_HIP
 
-// A program that is linked with rocq_kernels.hip has this function, others do not: on ELF a weak
-// reference finds out. Elsewhere (Windows) the program says so with ROCQ_LINKED.
+// Only a program that is linked with rocq_kernels.hip has the function rocq_hip_linked. On ELF a
+// weak reference finds out; elsewhere (Windows) the program says so with ROCQ_LINKED.
 #if defined(ROCQ_LINKED)
 #define ROCQ__HIP_LINKED() rocq_hip_linked()
 #elif defined(__ELF__) && (defined(__GNUC__) || defined(__clang__))
@@ -9783,8 +9784,7 @@ ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op) {
 #define ROCQ__HIP_LINKED() ((const rocq_hip *)NULL)
 #endif
 
-// Copies a string of which the end tells most, such as a path: where it does not fit, its beginning
-// is left out.
+// Copies a string. If it is too long its beginning is left out: the end of a path tells most.
 ROCQ__FN void rocq__copy_end(char *to, size_t size, const char *from) {
     const size_t length = strlen(from), kept = ROCQ__MIN(length, size - 1);
     memcpy(to, from + length - kept, kept + 1);
@@ -9820,14 +9820,14 @@ typedef void *rocq__library;
 
 enum {
     ROCQ__LOADED,  // only if the process has loaded it already
-    ROCQ__BY_NAME, // wherever the system looks for libraries, but on Windows not in the working
-                   // directory and PATH, where others may have put a file of that name
-    ROCQ__BY_PATH  // this file; on Windows, what it depends on may lie beside it
+    ROCQ__BY_NAME, // wherever the system looks for libraries; on Windows not in the working
+                   // directory or PATH, where others may have put a file of that name
+    ROCQ__BY_PATH  // this file; on Windows, libraries that it needs are also looked for beside it
 };
 
 #if defined(_WIN32)
-// Whether there is such a file: by name, beside the program or in the system's folder, where the
-// drivers put theirs.
+// Whether the file exists. A name without a path is looked for beside the program and in the
+// system's folder, where drivers put their libraries.
 ROCQ__FN bool rocq__library_there(const wchar_t *name, int how) {
     wchar_t path[2048];
     const DWORD room = 1024, length = (DWORD)wcslen(name);
@@ -9844,8 +9844,8 @@ ROCQ__FN bool rocq__library_there(const wchar_t *name, int how) {
 }
 #endif
 
-// Opens a library. On failure it returns NULL, and why is the system's reason, or "" if there is no
-// such library at all.
+// Opens a library. On failure it returns NULL with the system's reason in why, which is "" if the
+// library does not exist.
 ROCQ__FN rocq__library rocq__library_open(const char *name, int how, char *why, size_t size) {
     why[0] = '\0';
 #if defined(_WIN32)
@@ -9860,7 +9860,8 @@ ROCQ__FN rocq__library rocq__library_open(const char *name, int how, char *why, 
     if (how == ROCQ__LOADED) return GetModuleHandleExW(0, wide, &library) ? library : NULL;
     library = LoadLibraryExW(wide, NULL, flags);
     if (library) return library;
-    // A library that is there but lacks one that it depends on gives the error of one that is not.
+    // Windows has one error for a library that does not exist and one that needs another that is
+    // not found.
     const DWORD error = GetLastError();
     if (error != ERROR_MOD_NOT_FOUND) {
         snprintf(why, size, "error %lu of Windows", (unsigned long)error);
@@ -9871,8 +9872,8 @@ ROCQ__FN rocq__library rocq__library_open(const char *name, int how, char *why, 
 #else
     void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL | (how == ROCQ__LOADED ? RTLD_NOLOAD : 0));
     if (library || how == ROCQ__LOADED) return library;
-    // The reason begins with the file that has failed: the path of what was found, or the name that
-    // was looked for in vain.
+    // dlerror's text begins with the file at fault: for a name, the path where it was found, or the
+    // bare name if it was not found.
     const size_t length = strlen(name);
     const char *reason = dlerror();
     if (!reason) reason = "no reason given";
@@ -9908,8 +9909,8 @@ ROCQ__FN const char *rocq__library_symbols(rocq__library library, const rocq__hi
     return NULL;
 }
 
-// Adds an entry to rocq_info.runtimes_tried, "NAME: REASON", and logs it. Of a long name it has the
-// end. An entry that does not fit leaves "..." in its place: the list never ends within an entry.
+// Adds an entry "NAME: REASON" to rocq_info.runtimes_tried and logs it. A long name loses its
+// beginning. The list never ends within an entry: instead of one that does not fit it has "...".
 ROCQ__PRINTF(4, 5)
 ROCQ__FN void rocq__hip_tried(rocq_ctx *ctx, rocq_log_level level, const char *name,
                               const char *format, ...) {
@@ -9930,11 +9931,11 @@ ROCQ__FN void rocq__hip_tried(rocq_ctx *ctx, rocq_log_level level, const char *n
              used && !ctx->tried_cut ? "; " : "", ctx->tried_cut ? more : entry);
 }
 
-// HIP's number of a version is major 10^7 + minor 10^5 + patch. Code objects of version 5, which
-// examples/build-kernels makes, load from this one on.
+// HIP encodes a version as major 10^7 + minor 10^5 + patch. ROCQ__HIP_OLDEST is the first to load
+// code objects of version 5, which examples/build-kernels makes.
 enum { ROCQ__HIP_OLDEST = 50700000, ROCQ__HIP_NO_DEVICE = 100 };
 
-// Takes one library as the runtime, or passes it over: then *there tells whether there was one.
+// Tries one library as the runtime. *there tells whether it exists, taken or not.
 ROCQ__FN rocq_result rocq__hip_try(rocq_ctx *ctx, rocq__gpu *gpu, const char *name, int how,
                                    bool *there) {
     char why[256];
@@ -9990,10 +9991,9 @@ ROCQ__FN bool rocq__path_absolute(const char *path) {
 #endif
 }
 
-// Looks for a runtime that works, in the order that >>contexts tells. In one place a newer one goes
-// before an older one, and the name without a version comes last, as it may be any. Nothing is kept
-// between calls, so that contexts in several threads may look at once, and a later rocq_open looks
-// anew.
+// Looks for a runtime that works, in the order that >>contexts tells. In each place newer versions
+// are tried first, and last the name without a version, which may be any. No call leaves a static
+// result: contexts in several threads may search at once, and a later rocq_open searches anew.
 ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
 #if defined(_WIN32)
     static const char *const names[] = {"amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll"};
@@ -10005,7 +10005,7 @@ ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
 #endif
     const struct {
         int how;
-        const char *folder; // of an installation, may be NULL; or what to call the place
+        const char *folder; // of an installation, may be NULL; else the place's name in messages
     } places[] = {
         {ROCQ__LOADED, "already loaded"},
         {ROCQ__BY_NAME, "system's libraries"},
@@ -10046,7 +10046,7 @@ ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
             rocq__hip_tried(ctx, ROCQ_LOG_INFO, path, "none");
         }
     }
-    // As many whole entries as the sentence has room for.
+    // As many whole entries as the error message has room for.
     size_t length = strlen(ctx->tried);
     const size_t room = sizeof ctx->error - 64;
     const bool cut = length > room;
@@ -10058,7 +10058,8 @@ ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
                       (int)length, ctx->tried, cut ? "; ..." : "");
 }
 
-// The program's own rocq_kernels.hip, which may have been compiled with another rocq.h.
+// Takes the runtime that is linked with the program's kernels, unless those were compiled with
+// another rocq.h.
 ROCQ__FN rocq_result rocq__hip_linked(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_hip *linked) {
     if (linked->version != ROCQ_VERSION || linked->n_stubs != ROCQ_K_COUNT) {
         return rocq__fail(
@@ -10083,8 +10084,8 @@ ROCQ__FN uint64_t rocq__read_u64(const unsigned char *p) {
     return v;
 }
 
-// The runtime is given an address and no size: it trusts what the headers say. So those are checked
-// first, as far as the bytes reach: a code object (ELF), a bundle of them, or a compressed bundle.
+// The runtime gets an image's address without a size and trusts the offsets in its headers. So this
+// checks first that they stay within size, for a code object (ELF), a bundle, or a compressed one.
 ROCQ__FN bool rocq__image_whole(const unsigned char *p, int64_t size) {
     static const char bundle[] = "__CLANG_OFFLOAD_BUNDLE__";
     const uint64_t n = (uint64_t)size;
@@ -10113,7 +10114,7 @@ ROCQ__FN bool rocq__image_whole(const unsigned char *p, int64_t size) {
         }
         return true;
     }
-    if (memcmp(p, "CCOB", 4) == 0) { // version 2 has its size in 4 bytes, 3 in 8, 1 not at all
+    if (memcmp(p, "CCOB", 4) == 0) { // its size has 4 bytes in version 2, 8 in 3, none in 1
         const int version = p[4] | p[5] << 8;
         const uint64_t bytes = rocq__read_u64(p + 8);
         return version == 1 || (version == 2 ? (bytes & 0xffffffffu) : bytes) <= n;
@@ -10121,7 +10122,7 @@ ROCQ__FN bool rocq__image_whole(const unsigned char *p, int64_t size) {
     return false;
 }
 
-// Stays until rocq_close, because the runtime reads a module's image when it likes.
+// Reads a code object. It stays until rocq_close: the runtime may read a module's image any time.
 ROCQ__FN rocq_result rocq__image_read(rocq_ctx *ctx, rocq__gpu *gpu, const char *path,
                                       const void **image, int64_t *size) {
 #if ROCQ__HAS_STDIO
@@ -10152,7 +10153,8 @@ ROCQ__FN rocq_result rocq__image_read(rocq_ctx *ctx, rocq__gpu *gpu, const char 
 #endif
 }
 
-// Where the kernels are: in the desc, else linked, else where ROCQ_KERNELS_PATH says.
+// Whether there are kernels: named in the desc, else linked, else at ROCQ_KERNELS_PATH. This is the
+// order in which rocq__hip_kernels takes them.
 ROCQ__FN bool rocq__has_kernels(const rocq_ctx *ctx, const rocq_hip *linked) {
     bool built_in = linked && linked->stubs;
 #if defined(ROCQ_KERNELS_PATH)
@@ -10172,7 +10174,7 @@ ROCQ__FN rocq_result rocq__hip_kernels(rocq_ctx *ctx, rocq__gpu *gpu, const rocq
 #if defined(ROCQ_KERNELS_PATH)
     if (!path && !image) path = ROCQ_KERNELS_PATH;
 #endif
-    // the caller's string may not live as long
+    // A copy: the caller's string may be freed before the context.
     rocq__copy_end(gpu->kernels, sizeof gpu->kernels, path ? path : "memory");
     if (path) ROCQ__TRY(rocq__image_read(ctx, gpu, path, &image, &size));
     if (!rocq__image_whole((const unsigned char *)image, size)) {
@@ -10185,7 +10187,7 @@ ROCQ__FN rocq_result rocq__hip_kernels(rocq_ctx *ctx, rocq__gpu *gpu, const rocq
 
 #endif // ROCQ__HAS_HIP
 
-// name, size of the args and largest block of every kernel.
+// A kernel's name, the size of its args, and the most threads a block of it has.
 typedef struct rocq__kernel {
     const char *name;
     int32_t args_size, threads;
@@ -10197,7 +10199,7 @@ static const rocq__kernel rocq__kernels[ROCQ_K_COUNT] = {
 #undef ROCQ_X
 };
 
-// One launch, as it is.
+// Submits one launch of the whole grid and returns HIP's error number.
 ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint32_t grid_z,
                               uint32_t threads, void *args) {
     static const char matvec[] = "rocq_k_matvec";
@@ -10215,10 +10217,11 @@ ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint3
 
 // -- the device --
 
-// What the fastest chip of a target has. HIP counts RDNA's compute units in pairs unless told
-// otherwise, and its memory clock is not that of the data, so neither is taken from there. Rates
-// per unit are AMD's: 256 flops a clock on the vector unit (without dual issue), 512 on the matrix
-// unit. Sources: AMD's specifications of the products that bench/targets.py names; AMD's ROCm
+// What the fastest chip of a target has. HIP's memory clock is not that of the data, so the rate of
+// memory stands here. HIP counts RDNA's compute units in pairs unless told otherwise, so its number
+// is doubled, but never beyond max_units. Rates per unit are AMD's: 256 flops a clock on the vector
+// unit (without dual issue), 512 on the matrix unit.
+// Sources: AMD's specifications of the products that bench/targets.py names; AMD's ROCm
 // compatibility matrix and the target list of AMD's TheRock for which product is which target;
 // register files as LLVM has them, with which tests/test_occupancy.c compares. gfx1152 is the
 // Radeon 860M of a Ryzen AI 7 350 (and the 840M), gfx1153 the 820M of a Ryzen AI 5 330.
@@ -10274,7 +10277,8 @@ ROCQ__FN void rocq__chip_init(rocq__gpu *gpu, int32_t target) {
     chip->matrix_per_us = 2.0 * chip->flops_per_us;
 }
 
-// What the self-test kernel must find; the sums are explained there (rocq_kernels.hip, >>entry).
+// Compares what the self-test kernel has found with what it must find. The kernel explains the sums
+// (rocq_kernels.hip, >>entry).
 ROCQ__FN rocq_result rocq__selftest_check(rocq_ctx *ctx, const uint32_t *out) {
     uint32_t sizes = 0, squares = 0, dots = 0, products = 0;
 #define ROCQ_X(name, args, threads) sizes += (uint32_t)sizeof(args);
@@ -10322,8 +10326,8 @@ ROCQ__FN rocq_result rocq__selftest_check(rocq_ctx *ctx, const uint32_t *out) {
 // ---------------------------------------------------------------------------------------------
 // >>hip_memory: device memory, scratch, copies
 // ---------------------------------------------------------------------------------------------
-// All work of a context is in the order of its one stream, so a copy needs no event to wait for the
-// op before it, and scratch memory can be used by the next op as soon as that is submitted.
+// All work of a context runs in order on its one stream. So a copy needs no event to wait for the
+// op before it, and an op may be given the scratch memory that the op before it still uses.
 
 ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size,
                                         rocq_memory memory, rocq__block **out) {
@@ -10366,8 +10370,8 @@ ROCQ__FN rocq_result rocq__hip_idle(rocq_ctx *ctx, const char *op) {
     return ROCQ_OK;
 }
 
-// As rocq__reserve_cpu, after the work that uses the old block. A graph that was captured over that
-// is captured again before its next launch: scratch_moves tells.
+// As rocq__reserve_cpu, but waits for the work that uses the old block. Graphs that were captured
+// with its address see by scratch_moves that they must be captured again before they are launched.
 ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
     rocq__gpu *gpu = ctx->gpu;
     const int64_t old = gpu->scratch ? gpu->scratch->size : 0;
@@ -10390,7 +10394,7 @@ ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
     return result;
 }
 
-// The running op's device scratch. One call per op: a second one returns the same.
+// The running op's device scratch memory. A second call in an op gives the same memory.
 ROCQ__FN rocq_result rocq__scratch_hip(rocq_ctx *ctx, int64_t bytes, void **out) {
     *out = NULL;
     if (bytes == 0) return ROCQ_OK;
@@ -10413,8 +10417,9 @@ ROCQ__FN rocq_result rocq__copy_hip(rocq_ctx *ctx, void *dst, const void *src, i
 
 // -- the ring --
 
-// Pinned memory. A runtime makes it page by page, on one thread; what all threads have touched it
-// only has to pin. For rocq_gguf_load's 28 MiB that saves 3 ms of 11 (H200).
+// Takes the ring's pinned memory. A runtime would allocate it page by page, on one thread; pages
+// that all threads have touched before need only be pinned. For rocq_gguf_load's 28 MiB that saves
+// 3 ms of 11 (H200).
 ROCQ__FN rocq_result rocq__ring_memory(rocq_ctx *ctx, rocq__ring *ring, int64_t size) {
     const rocq_hip *hip = ctx->gpu->hip;
     void *memory = NULL;
@@ -10451,7 +10456,7 @@ ROCQ__FN rocq_result rocq__ring_init(rocq_ctx *ctx, rocq__ring *ring, int64_t pi
     return rocq__ring_memory(ctx, ring, n_pieces * piece_bytes);
 }
 
-// Waits for the copies, and for the kernels that read staging. Twice is harmless.
+// Waits for the copies, and for the kernels that read staging. A second call does nothing.
 ROCQ__FN void rocq__ring_free(rocq_ctx *ctx, rocq__ring *ring) {
     const rocq_hip *hip = ctx->gpu->hip;
     const bool own_stream = ring->stream && ring->stream != ctx->gpu->stream;
@@ -10475,6 +10480,7 @@ ROCQ__FN void rocq__ring_free(rocq_ctx *ctx, rocq__ring *ring) {
     memset(ring, 0, sizeof *ring);
 }
 
+// Records the piece's event behind all work in the context's stream.
 ROCQ__FN rocq_result rocq__ring_mark(rocq_ctx *ctx, rocq__ring *ring, int32_t piece) {
     ROCQ__HIP("event", ctx->gpu->hip->event_record(ring->event[piece], ctx->gpu->stream));
     ring->pending[piece] = true;
@@ -10488,9 +10494,10 @@ ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, rocq__ring *ring, int32_t pi
     return ROCQ_OK;
 }
 
-// size bytes (at most a piece) that no copy uses any more; those of a piece follow each other.
-// unsent: of a copy that is yet to be submitted, or NULL: is set where the copy is its piece's
-// last, and must mark the piece.
+// Gives size bytes of the ring, at most a piece, that no copy uses any more: from the current piece
+// if they fit there, else from the next one, whose event is waited for. The piece that is left is
+// marked now; but if its last copy is not yet submitted, the caller passes unsent, which is set to
+// true, and marks the piece after that copy.
 ROCQ__FN rocq_result rocq__ring_take(rocq_ctx *ctx, rocq__ring *ring, int64_t size, bool *unsent,
                                      unsigned char **out) {
     if (ring->used + size > ring->piece_bytes) {
@@ -10511,20 +10518,21 @@ ROCQ__FN void *rocq__device_data(const rocq_tensor *t) {
 }
 
 // -- uploads: read into the ring, copied to the device, repacked there --
-// What is uploaded is a list of parts in the order of their source. It is cut into stretches of the
-// source that go on without regard to where one part ends, so that the cost of many small tensors
-// is that of their bytes. While the threads read a stretch, the calling one submits that before it.
+// An upload is a list of parts (tensors), sorted by their offsets in the source. It is cut into
+// stretches: ranges of the source of at most a piece of the ring, each with any number of parts or
+// only a portion of one, so that many small tensors cost no more than their bytes. While the
+// threads read a stretch, the calling thread first submits the one before it.
 
 ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
                                       int64_t unit0, int64_t n_units);
 
 typedef struct rocq__stretch {
     int64_t start, end;    // in the source
-    int64_t part, at;      // what is first: byte at of a part
-    int64_t bytes;         // of parts; 0: there is no stretch
-    unsigned char *memory; // in the ring: start. Both are at the same distance from a line
+    int64_t part, at;      // it begins with byte `at` of this part
+    int64_t bytes;         // without the gaps between parts; 0: there is no stretch
+    unsigned char *memory; // start in the ring, at the same offset from a multiple of ROCQ__LINE
     int32_t piece;
-    bool last;             // of its piece
+    bool last;             // the last stretch in its piece, which it must mark
 } rocq__stretch;
 
 typedef struct rocq__upload {
@@ -10532,21 +10540,21 @@ typedef struct rocq__upload {
     rocq__ring *ring;
     const rocq__part *parts;
     int64_t n_parts;
-    rocq__stretch unsent; // has been read
+    rocq__stretch unsent; // read into the ring but not yet submitted
     rocq_result result;   // of the last submission
 } rocq__upload;
 
-// Bytes of which a part may be cut: a planar tensor is repacked by blocks.
+// A part may be cut at multiples of so many bytes: a planar tensor is repacked by whole blocks.
 ROCQ__FN int64_t rocq__part_grain(const rocq__part *p) {
     int64_t elems, bytes;
     rocq__block_of(p->t.format, &elems, &bytes);
     return p->t.layout == ROCQ_LAYOUT_PLANAR ? bytes : 1;
 }
 
-// The stretch from byte *at of part *part on, at most a piece long; moves both behind it.
+// The next stretch, which begins with byte *at of part *part; moves both to where it ends.
 ROCQ__FN rocq__stretch rocq__stretch_next(const rocq__upload *u, int64_t *part, int64_t *at) {
     rocq__stretch s;
-    int64_t most = 0; // where the piece would end
+    int64_t most = 0; // where in the source a piece that holds the stretch would end
     memset(&s, 0, sizeof s);
     for (; *part < u->n_parts; (*part)++, *at = 0) {
         const rocq__part *p = &u->parts[*part];
@@ -10570,8 +10578,9 @@ ROCQ__FN rocq__stretch rocq__stretch_next(const rocq__upload *u, int64_t *part, 
     return s;
 }
 
-// Submits the copies of u->unsent and the repacking of what they bring. Blocks go to staging memory
-// in one copy, from the first to the last of the stretch; other tensors go to their place.
+// Submits the copies of u->unsent and the repacking after them. Tensors that become planar are
+// copied to staging memory, with one copy from the first to the last one of the stretch; other
+// tensors are copied to their place.
 ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
     rocq_ctx *ctx = u->ctx;
     rocq__gpu *gpu = ctx->gpu;
@@ -10579,7 +10588,7 @@ ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
     rocq__ring *ring = u->ring;
     const rocq__stretch *s = &u->unsent;
     const bool overlapped = ring->stream != gpu->stream;
-    int64_t first = s->end, last = s->start; // of blocks
+    int64_t first = s->end, last = s->start; // the range that goes to staging memory
     for (int64_t k = s->part, at = s->at; k < u->n_parts; k++, at = 0) {
         const rocq__part *p = &u->parts[k];
         const int64_t begin = p->offset + at, n = ROCQ__MIN(p->size - at, s->end - begin);
@@ -10593,7 +10602,7 @@ ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
                                           ROCQ_HIP_TO_DEVICE, ring->stream));
         }
     }
-    unsigned char *staging = NULL; // where start would be
+    unsigned char *staging = NULL; // where s->start would be in staging memory
     if (first < last) {
         staging = ring->staging
                       ? (unsigned char *)ring->staging->address + (s->memory - ring->memory)
@@ -10601,7 +10610,7 @@ ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
         ROCQ__HIP("upload", hip->copy(staging + (first - s->start), s->memory + (first - s->start),
                                       (size_t)(last - first), ROCQ_HIP_TO_DEVICE, ring->stream));
     }
-    if (overlapped) { // from here on the context's stream is behind the copies
+    if (overlapped) { // what the context's stream gets from here on runs after the copies
         ROCQ__HIP("upload", hip->event_record(ring->event[s->piece], ring->stream));
         ROCQ__HIP("upload", hip->stream_wait_event(gpu->stream, ring->event[s->piece], 0));
     }
@@ -10624,7 +10633,7 @@ ROCQ__FN void rocq__upload_send(void *arg) {
     u->unsent.bytes = 0;
 }
 
-// Returns when all is submitted. load may be NULL; it is told of all stretches but the last.
+// Returns when all is submitted. load, which may be NULL, is told of all stretches but the last.
 ROCQ__FN rocq_result rocq__upload_parts(rocq_ctx *ctx, rocq__ring *ring,
                                         const rocq__source *source, const rocq__part *parts,
                                         int64_t n_parts, rocq__loading *load) {
@@ -10655,7 +10664,7 @@ ROCQ__FN rocq_result rocq__upload_parts(rocq_ctx *ctx, rocq__ring *ring,
     return u.result;
 }
 
-// One tensor, through the context's ring and, where it is planar, through scratch memory.
+// Uploads one tensor through the context's ring; if it is planar, scratch is the staging memory.
 ROCQ__FN rocq_result rocq__upload_hip(rocq_ctx *ctx, const rocq__source *source,
                                       const rocq__part *part) {
     rocq__ring *ring = &ctx->gpu->ring;
@@ -10680,8 +10689,8 @@ ROCQ__FN rocq_result rocq__upload_memory(rocq_ctx *ctx, const rocq_tensor *dst, 
     return rocq__upload_hip(ctx, &source, &part);
 }
 
-// A ring whose copies go through a stream of their own: that of the context repacks meanwhile. A
-// runtime whose streams cannot wait for each other does all on that one.
+// Makes the ring of a load. Its copies have a stream of their own, so that the context's stream
+// repacks meanwhile, unless the runtime's streams cannot wait for each other.
 ROCQ__FN rocq_result rocq__load_ring(rocq__loading *load, const rocq__part *parts, int64_t n_parts,
                                      rocq__ring *ring) {
     rocq_ctx *ctx = load->ctx;
@@ -10721,7 +10730,7 @@ ROCQ__FN rocq_result rocq__load_hip(rocq__loading *load, const rocq__source *sou
     return result == ROCQ_OK ? rocq__load_step(load, load->total - load->done) : result;
 }
 
-// Copies size bytes of device memory and waits for them.
+// Copies size bytes of device memory to the host and waits for them, three pieces in flight.
 ROCQ__FN rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *src, int64_t size) {
     rocq__gpu *gpu = ctx->gpu;
     struct {
@@ -10733,7 +10742,7 @@ ROCQ__FN rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *sr
     const int64_t n = (size + most - 1) / most;
     ROCQ__TRY(rocq__ring_init(ctx, ring, ROCQ__PIECE, ROCQ__PIECES));
     for (int64_t i = 0; i < n + room - 1; i++) {
-        const int64_t k = i - (room - 1); // is taken out while those after it are on their way
+        const int64_t k = i - (room - 1); // the piece to take out while those after it are copied
         if (i < n) {
             unsigned char *piece;
             const int64_t bytes = ROCQ__MIN(most, size - i * most);
