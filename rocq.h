@@ -14873,6 +14873,7 @@ typedef struct rocq__times {
 
 typedef struct rocq__region {
     int32_t parent, depth;     // parent -1: outermost
+    int32_t next;              // in its bucket: index + 1, or 0
     const char *name, *detail; // detail: the format in an op's name, or NULL
     const char *label;         // name and detail
     bool submits, copy;        // an op, graph or copy; a copy between host and device
@@ -14889,10 +14890,9 @@ typedef struct rocq__region {
 
 typedef struct rocq__event {
     int32_t region; // -1: no room for its name
-    int32_t depth;
     int32_t pair;   // of marks, -1: none
     int32_t span;   // of the trace, -1: no room
-    int32_t access; // a rocq_access, -1: none was told
+    int8_t depth, access; // a rocq_access, -1: none was told
     bool submits, copy, failed;
     int64_t weight; // calls that it stands for
     int64_t enter_ns, start_ns, stop_ns; // between enter and start the profile was at work
@@ -14920,7 +14920,7 @@ struct rocq__profile {
     int32_t depth;          // of open regions, which may be more than ROCQ__DEPTH
     rocq__event open[ROCQ__DEPTH];
     rocq__event log[ROCQ__LOG]; // a ring
-    int32_t log_begin, n_log;
+    uint32_t log_begin, n_log;
     rocq__inside inside[ROCQ__DEPTH];
     int64_t dropped, dropped_gpu, dropped_spans;
 
@@ -14944,7 +14944,7 @@ struct rocq__profile {
     double *sorted;  // [max_samples]
     rocq__region *regions;
     int32_t n_regions;
-    int32_t *slots, n_slots; // hash table of regions by parent and name: index + 1, or 0; a power of 2
+    int32_t buckets[256]; // by a hash of parent and name: index + 1 of the newest region, or 0
     rocq__span *spans;
     int64_t n_spans;
     int (*range_push)(const char *); // roctx, or NULL
@@ -14967,20 +14967,19 @@ ROCQ__FN void rocq__path_join(char path[ROCQ__PATH], const char *above, const ch
 // The region of this name under parent, a new one at its first call; -1: no room.
 ROCQ__FN int32_t rocq__region_find(rocq__profile *p, int32_t parent, const char *name,
                                    const char *detail) {
-    uint32_t hash = (uint32_t)parent ^ (uint32_t)(uintptr_t)detail, last = (uint32_t)p->n_slots - 1;
-    for (const char *c = name; *c; c++) hash = (hash ^ (unsigned char)*c) * 0x01000193u;
-    uint32_t at = (hash ^ hash >> 15) & last;
-    for (; p->slots[at] > 0; at = (at + 1) & last) {
-        const rocq__region *r = &p->regions[p->slots[at] - 1];
-        if (r->parent == parent && r->detail == detail &&
-            (r->name == name || strcmp(r->name, name) == 0)) {
-            return p->slots[at] - 1;
-        }
+    uint32_t hash = (uint32_t)parent;
+    for (const char *c = name; *c; c++) hash = 33 * hash + (unsigned char)*c;
+    int32_t *bucket = &p->buckets[(hash ^ hash >> 8) & 255];
+    for (int32_t i = *bucket; i > 0; i = p->regions[i - 1].next) {
+        const rocq__region *r = &p->regions[i - 1];
+        const bool same = r->name == name || strcmp(r->name, name) == 0;
+        if (same && r->parent == parent && r->detail == detail) return i - 1;
     }
     if (p->n_regions == p->desc.max_regions) return -1;
     const int32_t index = p->n_regions++;
     rocq__region *r = &p->regions[index];
-    p->slots[at] = index + 1;
+    r->next = *bucket;
+    *bucket = index + 1;
     r->parent = parent;
     r->label = r->name = name;
     r->detail = detail;
@@ -15083,10 +15082,10 @@ ROCQ__FN void rocq__event_fold(rocq__profile *p, const rocq__event *e) {
 
 // Folds the n oldest events, waiting until the GPU has run the last piece among them. Without the
 // device, or after a failure, times on the GPU are missing and counted.
-ROCQ__FN rocq_result rocq__log_fold(rocq_ctx *ctx, rocq__profile *p, int32_t n, const char *call) {
+ROCQ__FN rocq_result rocq__log_fold(rocq_ctx *ctx, rocq__profile *p, uint32_t n, const char *call) {
     rocq_result result = ROCQ_OK;
     void *last = NULL;
-    for (int32_t i = 0; p->timed && i < n; i++) {
+    for (uint32_t i = 0; p->timed && i < n; i++) {
         const rocq__event *e = &p->log[(p->log_begin + i) % ROCQ__LOG];
         if (e->pair >= 0 && !e->failed) last = p->marks[e->pair][1];
     }
@@ -15155,12 +15154,12 @@ ROCQ__FN rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const c
     }
     memset(e, 0, sizeof *e);
     if (p->limited) e->enter_ns = rocq_time_ns();
-    if (p->n_log + depth >= ROCQ__LOG) {
+    if (p->n_log + (uint32_t)depth >= ROCQ__LOG) {
         const rocq_result folded = rocq__log_fold(ctx, p, ROCQ__BATCH, "profile");
         if (piece) ROCQ__TRY(folded); // else the next piece finds that the device is lost
     }
     e->region = region;
-    e->depth = depth;
+    e->depth = (int8_t)depth;
     e->pair = e->span = e->access = -1;
     if (piece && p->timed) {
         const int32_t pair = (int32_t)(p->n_pairs % ROCQ__LOG);
@@ -15217,7 +15216,8 @@ ROCQ__FN rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq_
     const int64_t now = rocq_time_ns();
     if (p->range_pop) p->range_pop();
     if (p->depth >= ROCQ__DEPTH) return result;
-    rocq__event *e = &p->open[p->depth];
+    rocq__event *e = &p->log[(p->log_begin + p->n_log++) % ROCQ__LOG];
+    *e = p->open[p->depth];
     e->stop_ns = now;
     if (e->pair >= 0 && p->timed) {
         const rocq_result marked = rocq__mark(ctx, p->marks[e->pair][1]);
@@ -15229,11 +15229,10 @@ ROCQ__FN rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq_
         e->bytes = work->bytes;
         e->flops = work->flops;
         e->matrix = work->matrix;
-        e->access = (int32_t)work->access;
+        e->access = (int8_t)work->access;
         e->copy = work->copy;
         e->submits = true;
     }
-    p->log[(p->log_begin + p->n_log++) % ROCQ__LOG] = *e;
     if (p->limited) rocq__sample(p, e);
     return result;
 }
@@ -15334,15 +15333,12 @@ ROCQ__FN rocq_result rocq__marks_begin(rocq_ctx *ctx, rocq__profile *p) {
 ROCQ__FN rocq_result rocq__profile_make(rocq_ctx *ctx, const rocq_profile_desc *desc,
                                         rocq__profile **out) {
     const bool gpu = rocq__gpu_timed(ctx) && !desc->host_only;
-    int32_t n_slots = 64;
-    while (n_slots < 2 * desc->max_regions) n_slots *= 2;
     const int64_t sample = (int64_t)sizeof(double) * desc->max_samples,
                   sorted = (int64_t)sizeof(rocq__profile),
                   samples = sorted + sample,
                   regions = samples + desc->max_regions * (gpu ? 2 : 1) * sample,
                   spans = regions + desc->max_regions * (int64_t)sizeof(rocq__region),
-                  slots = spans + desc->max_events * (int64_t)sizeof(rocq__span),
-                  bytes = slots + n_slots * (int64_t)sizeof(int32_t);
+                  bytes = spans + desc->max_events * (int64_t)sizeof(rocq__span);
     char *memory = (char *)rocq__alloc(ctx, bytes);
     if (!memory) {
         return rocq__fail(ctx, ROCQ_E_MEMORY, "profile_start: no memory for %ld regions of %ld "
@@ -15355,8 +15351,6 @@ ROCQ__FN rocq_result rocq__profile_make(rocq_ctx *ctx, const rocq_profile_desc *
     p->samples = (double *)(void *)(memory + samples);
     p->regions = (rocq__region *)(void *)(memory + regions);
     p->spans = (rocq__span *)(void *)(memory + spans);
-    p->slots = (int32_t *)(void *)(memory + slots);
-    p->n_slots = n_slots;
     p->desc = *desc;
     p->gpu = gpu;
     p->weight = 1;
@@ -15380,14 +15374,11 @@ ROCQ_DEF rocq_result rocq_profile_start(rocq_ctx *ctx, const rocq_profile_desc *
     if (d.max_samples == 0) d.max_samples = 1024;
     if (d.max_events == 0) d.max_events = 65536;
     if (d.cost == 0.0) d.cost = 0.005;
-    if (d.max_regions < 0 || d.max_regions > MOST || d.max_samples < 0 || d.max_samples > MOST ||
-        d.max_events < 0 || d.max_events > MOST) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "profile_start: a number is negative or over %ld",
-                          (long)MOST);
-    }
-    if (!(d.bytes_per_s >= 0.0 && d.flops_per_s >= 0.0 && d.matrix_per_s >= 0.0 && d.cost > 0.0)) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
-                          "profile_start: a peak or the cost is negative or no number");
+    if (ROCQ__MIN(d.max_regions, ROCQ__MIN(d.max_samples, d.max_events)) < 0 ||
+        ROCQ__MAX(d.max_regions, ROCQ__MAX(d.max_samples, d.max_events)) > MOST ||
+        !(d.bytes_per_s >= 0.0 && d.flops_per_s >= 0.0 && d.matrix_per_s >= 0.0 && d.cost > 0.0)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "profile_start: a field of desc is negative, no "
+                          "number, or over %ld", (long)MOST);
     }
     rocq__profile_peaks(ctx, &d);
     const rocq_result result = rocq__profile_make(ctx, &d, &p);
@@ -15442,7 +15433,7 @@ ROCQ_DEF rocq_result rocq_region_work(rocq_ctx *ctx, double bytes, double flops,
     rocq__event *e = &p->open[p->depth - 1];
     e->bytes += bytes;
     e->flops += flops;
-    e->access = (int32_t)access;
+    e->access = (int8_t)access;
     return ROCQ_OK;
 }
 
