@@ -2254,13 +2254,16 @@ typedef struct rocq_k_attention_args {
     X(attention_decode_##d, rocq_k_attention_args, 128) \
     X(attention_prefill_##d, rocq_k_attention_args, 128)
 
-#define ROCQ_KERNELS(X)                                      \
-    X(selftest, rocq_k_selftest_args, 32)                    \
-    X(repack, rocq_k_repack_args, 256)                       \
+#define ROCQ_K_MATVECS(X)                                    \
     ROCQ_K_INT8_FORMATS(ROCQ_K_MATVEC_INT8, X)               \
     X(matvec_int8_mixed_n1, rocq_k_matvec_args, 256)         \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATVEC_F32, X)                 \
-    ROCQ_K_PLAIN_FORMATS(ROCQ_K_MATVEC_PLAIN, X)             \
+    ROCQ_K_PLAIN_FORMATS(ROCQ_K_MATVEC_PLAIN, X)
+
+#define ROCQ_KERNELS(X)                                      \
+    X(selftest, rocq_k_selftest_args, 32)                    \
+    X(repack, rocq_k_repack_args, 256)                       \
+    ROCQ_K_MATVECS(X)                                        \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_F16, X)                 \
     ROCQ_K_INT8_FORMATS(ROCQ_K_MATMUL_INT8, X)               \
     X(matmul_f32, rocq_k_matmul_args, 256)                   \
@@ -10199,12 +10202,20 @@ static const rocq__kernel rocq__kernels[ROCQ_K_COUNT] = {
 #undef ROCQ_X
 };
 
+ROCQ__FN bool rocq__is_matvec(int kernel) {
+    switch (kernel) {
+#define ROCQ_X(name, args, threads) case ROCQ_K_##name:
+        ROCQ_K_MATVECS(ROCQ_X)
+#undef ROCQ_X
+        return true;
+    default: return false;
+    }
+}
+
 // Submits one launch of the whole grid and returns HIP's error number.
 ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint32_t grid_z,
                               uint32_t threads, void *args) {
-    static const char matvec[] = "rocq_k_matvec";
-    const bool limited = strncmp(rocq__kernels[kernel].name, matvec, sizeof matvec - 1) == 0;
-    const uint32_t lds = limited ? gpu->matvec_lds : 0;
+    const uint32_t lds = rocq__is_matvec(kernel) ? gpu->matvec_lds : 0;
     if (!gpu->image) {
         return gpu->hip->launch(gpu->hip->stubs[kernel], grid_x, grid_z, threads, lds, args,
                                 gpu->stream);
@@ -10904,7 +10915,8 @@ typedef struct rocq__job {
     uintptr_t scratch;  // device address, 256-byte aligned; 0 while planning
     int64_t used, most; // bytes of it
     rocq_result result;
-    rocq__cost cost;    // of the next launch, for the time cap: first that of the whole op
+    rocq__cost cost;    // of the next launch, for the time cap; products and attention, which
+                        // launch parts of themselves, set it; else it is that of the op
 } rocq__job;
 
 // The cost of an op that a job launches; nobody asks for it while planning or without a time cap.
@@ -10912,6 +10924,11 @@ ROCQ__FN rocq__cost rocq__job_cost(const rocq__job *job, rocq_op op, const void 
     const rocq__cost none = {0.0, 0.0, 0.0};
     if (job->planning || job->ctx->desc.dispatch_us <= 0) return none;
     return rocq__cost_of(job->ctx, op, params);
+}
+
+ROCQ__FN void rocq__job_begin(rocq__job *job, rocq_op op, const void *params) {
+    if (op == ROCQ_OP_MATMUL || op == ROCQ_OP_ATTENTION) return;
+    job->cost = rocq__job_cost(job, op, params);
 }
 
 // The one place that looks whether a grid is too large. A launch outside of jobs has few blocks.
@@ -11815,6 +11832,7 @@ ROCQ__FN void rocq__job_softmax(rocq__job *job, const void *params) {
     args.mask = rocq__k_tensor(p->mask);
     args.scale = p->scale != 0.0f ? p->scale : 1.0f;
     rocq__job_row(job, p->x->ne[0]);
+    job->cost.bytes += 4.0 * (double)rocq_tensor_count(p->x); // read once for the sum as well
     rocq__job_launch(job, ROCQ_K_softmax, rocq__n_rows(p->x), 1, rocq__row_threads(p->x->ne[0]),
                      &args);
 }
@@ -12902,7 +12920,7 @@ ROCQ__FN rocq_result rocq__plan_hip(rocq_ctx *ctx, rocq_op op, const void *param
 
 ROCQ__FN rocq_result rocq__run_hip(rocq_ctx *ctx, rocq_op op, const void *params, void *scratch) {
     rocq__job job = {ctx, op, rocq__ops[op].name, false, (uintptr_t)scratch, 0, 0, ROCQ_OK, {0.0, 0.0, 0.0}};
-    job.cost = rocq__job_cost(&job, op, params);
+    rocq__job_begin(&job, op, params);
     rocq__ops[op].job(&job, params);
     return job.result;
 }
