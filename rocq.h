@@ -4101,21 +4101,21 @@ ROCQ__FN void rocq__decode_mxfp6_e3m2(const void *block, float *dst) {
 #define ROCQ__CODEC_MXFP6_E2M3 rocq__unpack_mxfp6_e2m3, NULL, 32, false, 3, ROCQ__NO_GRID
 #define ROCQ__CODEC_MXFP6_E3M2 NULL, NULL, 32, false, 2, ROCQ__NO_GRID
 
+#define ROCQ_X(NAME, name, id, elems, bytes)                                      \
+    static const rocq__codec rocq__codec_##name = {                               \
+        {#NAME, elems, bytes, 8.0f * (bytes) / (elems)}, ROCQ__CODEC_##NAME};
+ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+static const rocq__codec rocq__codec_i32 = {{"I32", 1, 4, 32.0f}, ROCQ__CODEC_F32};
+
 // NULL for an unknown format.
 ROCQ__FN const rocq__codec *rocq__codec_of(rocq_format format) {
     switch (format) {
-#define ROCQ_X(NAME, name, id, elems, bytes)                                                \
-    case ROCQ_##NAME: {                                                                     \
-        static const rocq__codec codec = {{#NAME, elems, bytes, 8.0f * (bytes) / (elems)}, \
-                                          ROCQ__CODEC_##NAME};                              \
-        return &codec;                                                                      \
-    }
+#define ROCQ_X(NAME, name, id, elems, bytes) \
+    case ROCQ_##NAME: return &rocq__codec_##name;
         ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
-    case ROCQ_I32: {
-        static const rocq__codec codec = {{"I32", 1, 4, 32.0f}, ROCQ__CODEC_F32};
-        return &codec;
-    }
+    case ROCQ_I32: return &rocq__codec_i32;
     default: return NULL;
     }
 }
@@ -6779,16 +6779,16 @@ typedef void (*rocq__mm_dot)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part
 // A piece of eight rows of w, as it is in memory.
 typedef struct rocq__mm_rows {
     const unsigned char *at[ROCQ__MM_ROWS];
-    int64_t ahead; // bytes from there to what is read after it
+    int64_t ahead;            // bytes from there to what is read after it
+    const rocq__codec *codec; // of an int8 panel
+    int64_t n_blocks;         // and its blocks in each row
 } rocq__mm_rows;
 
-// Decodes n blocks of each row into work's int8 panel.
-typedef void (*rocq__mm_pack)(rocq__mm_work *work, rocq_format format, const rocq__mm_rows *rows,
-                              int64_t n);
+// Decodes the rows into work's int8 panel.
+typedef void (*rocq__mm_pack)(rocq__mm_work *work, const rocq__mm_rows *rows);
 
 // The same and the dot in one, for one column, when a panel would be read only once.
-typedef void (*rocq__mm_pass)(float *sums, const rocq__mm_part *part, const rocq__mm_rows *rows,
-                              int64_t n);
+typedef void (*rocq__mm_pass)(float *sums, const rocq__mm_part *part, const rocq__mm_rows *rows);
 
 // Adds k products per row and column of x; k is a multiple of 8.
 typedef void (*rocq__mm_dot_float)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
@@ -7030,8 +7030,10 @@ ROCQ__FN void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part
 #else
 #define ROCQ__UNROLL _Pragma("clang loop unroll(full)")
 #endif
+#define ROCQ__UNROLL_PARTS ROCQ__UNROLL // clang's code for them as loops is 5 to 10% slower
 #define ROCQ__KEEP_ORDER(v)
 #else
+#define ROCQ__UNROLL_PARTS
 #define ROCQ__UNROLL _Pragma("GCC unroll 16")
 // gcc regroups a chain of integer adds into a tree at its end; all the terms then wait in memory
 // for want of registers, at half the speed.
@@ -7044,18 +7046,33 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) 
     return _mm256_set1_epi32(four);
 }
 
-// Adds the products of four codes of each row to a group's sums; q counts the group's fours. With
-// depth 0, size is without the signs that w has.
+// Adds the products of four codes of each row to a group's sums; q counts the group's fours. The
+// first operand of the byte dot is unsigned. With depth > 0 the codes of w are raised by the
+// format's offset to be that (rocq__mm_group.offset takes the raise back), and depth products of two
+// fit an int16 together; with depth 0 they are signed, and their signs move over to x.
+typedef void (*rocq__dot_4)(__m256i *dot, __m256i *pairs, __m256i w, __m256i four, const int q,
+                            const int depth);
+
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_4_avx2(__m256i *dot, __m256i *pairs,
-                                                            __m256i w, __m256i size, __m256i four,
-                                                            const int q, const int depth) {
-    const __m256i two = _mm256_maddubs_epi16(size, depth ? four : _mm256_sign_epi8(four, w));
+                                                            __m256i w, __m256i four, const int q,
+                                                            const int depth) {
+    const __m256i two = depth ? _mm256_maddubs_epi16(w, four)
+                              : _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four, w));
     *pairs = depth > 1 && q % depth ? _mm256_add_epi16(*pairs, two) : two;
     ROCQ__KEEP_ORDER(*pairs);
     if (depth > 1 && q % depth != depth - 1) return;
     const __m256i lanes = _mm256_madd_epi16(*pairs, _mm256_set1_epi16(1));
     *dot = q < ROCQ__MAX(depth, 1) ? lanes : _mm256_add_epi32(*dot, lanes);
     ROCQ__KEEP_ORDER(*dot);
+}
+
+// One instruction for four products. Signed codes are raised by 128 on the way.
+ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_4_vnni(__m256i *dot, __m256i *pairs,
+                                                              __m256i w, __m256i four, const int q,
+                                                              const int depth) {
+    (void)pairs;
+    if (depth == 0) w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    *dot = _mm256_dpbusd_epi32(q ? *dot : _mm256_setzero_si256(), w, four);
 }
 
 // Adds a group's products: dot times both scales. A raise of the codes is taken back.
@@ -7073,45 +7090,36 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__add_min_avx2(__m256 sum, cons
     return _mm256_fnmadd_ps(_mm256_loadu_ps(min), _mm256_set1_ps(group->sum), sum);
 }
 
-// Where up to four columns begin, and their sums so far.
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__columns_avx2(
-    const int8_t *x[4], const rocq__mm_group *groups[4], __m256 sum[4],
-    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part, int64_t first, const int n_columns) {
+// A vector holds four codes of each of the eight rows, so a lane of the sums is a row. What is const
+// but no pointer to memory is known where this is inlined.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
+    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part, int64_t first, const int n_columns,
+    rocq__dot_4 dot_4, const int quads, const int depth) {
+    const rocq__mm_work *work = part->work;
+    const __m256i *codes = (const __m256i *)(const void *)work->codes;
+    const int8_t *x[4];
+    const rocq__mm_group *groups[4];
+    __m256 sum[4];
     ROCQ__UNROLL
     for (int c = 0; c < n_columns; c++) {
         x[c] = rocq__part_codes(part, first + c);
         groups[c] = rocq__part_groups(part, first + c);
         sum[c] = _mm256_loadu_ps(sums[first + c]);
     }
-}
-
-// A vector holds four codes of each of the eight rows, so a lane of the sums is a row. The first
-// operand of the byte dot is unsigned. With depth > 0 the codes are raised by the format's offset
-// to be that (groups->offset takes the raise back), and depth products of two fit an int16
-// together; with depth 0 they are signed, and their signs move over to x.
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_int8_avx2(
-    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part, int64_t first, const int n_columns,
-    const int quads, const int depth) {
-    const rocq__mm_work *work = part->work;
-    const __m256i *codes = (const __m256i *)(const void *)work->codes;
-    const int8_t *x[4];
-    const rocq__mm_group *groups[4];
-    __m256 sum[4];
-    rocq__columns_avx2(x, groups, sum, sums, part, first, n_columns);
     for (int64_t g = 0; g < part->n_groups; g++) {
         __m256i dot[4], pairs[4];
         ROCQ__UNROLL
         for (int q = 0; q < quads; q++) {
-            const __m256i w = _mm256_load_si256(codes++), size = depth ? w : _mm256_abs_epi8(w);
+            const __m256i w = _mm256_load_si256(codes++);
             ROCQ__UNROLL
             for (int c = 0; c < n_columns; c++) {
-                rocq__dot_4_avx2(&dot[c], &pairs[c], w, size, rocq__four_codes(x[c] + q * 4), q,
-                                 depth);
+                dot_4(&dot[c], &pairs[c], w, rocq__four_codes(x[c] + q * 4), q, depth);
             }
         }
         ROCQ__UNROLL
         for (int c = 0; c < n_columns; c++) {
-            sum[c] = rocq__add_group_avx2(sum[c], dot[c], work->scale[g], groups[c] + g, depth > 0);
+            const bool raised = depth > 0 || dot_4 != rocq__dot_4_avx2;
+            sum[c] = rocq__add_group_avx2(sum[c], dot[c], work->scale[g], groups[c] + g, raised);
             x[c] += quads * 4;
         }
         if (!part->has_min) continue;
@@ -7124,64 +7132,36 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_int8_avx2(
     for (int c = 0; c < n_columns; c++) _mm256_storeu_ps(sums[first + c], sum[c]);
 }
 
-// The same with one instruction for four products. Signed codes are raised by 128 on the way.
-ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_int8_vnni(
-    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part, int64_t first, const int n_columns,
-    const int quads, const bool is_signed) {
-    const rocq__mm_work *work = part->work;
-    const __m256i *codes = (const __m256i *)(const void *)work->codes;
-    const int8_t *x[4];
-    const rocq__mm_group *groups[4];
-    __m256 sum[4];
-    rocq__columns_avx2(x, groups, sum, sums, part, first, n_columns);
-    for (int64_t g = 0; g < part->n_groups; g++) {
-        __m256i dot[4];
-        ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) dot[c] = _mm256_setzero_si256();
-        ROCQ__UNROLL
-        for (int q = 0; q < quads; q++) {
-            __m256i w = _mm256_load_si256(codes++);
-            if (is_signed) w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-            ROCQ__UNROLL
-            for (int c = 0; c < n_columns; c++) {
-                dot[c] = _mm256_dpbusd_epi32(dot[c], w, rocq__four_codes(x[c] + q * 4));
-            }
-        }
-        ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) {
-            sum[c] = rocq__add_group_avx2(sum[c], dot[c], work->scale[g], groups[c] + g, true);
-            x[c] += quads * 4;
-        }
-        if (!part->has_min) continue;
-        ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) {
-            sum[c] = rocq__add_min_avx2(sum[c], work->min[g], groups[c] + g);
-        }
+#define ROCQ__DOT_INT8(name, TARGET, dot_4, quads, depth)                                         \
+    TARGET ROCQ__FN void rocq__dot_int8_##name(float (*sums)[ROCQ__MM_TILE_M],                    \
+                                               const rocq__mm_part *part) {                       \
+        int64_t c = 0;                                                                            \
+        for (; c + 4 <= part->n; c += 4) {                                                        \
+            rocq__dot_columns_avx2(sums, part, c, 4, dot_4, quads, depth);                        \
+        }                                                                                         \
+        for (; c < part->n; c++) rocq__dot_columns_avx2(sums, part, c, 1, dot_4, quads, depth);   \
     }
-    ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) _mm256_storeu_ps(sums[first + c], sum[c]);
-}
+ROCQ__DOT_INT8(group32_depth0, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 8, 0)
+ROCQ__DOT_INT8(group32_depth4, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 8, 4)
+ROCQ__DOT_INT8(group32_depth8, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 8, 8)
+ROCQ__DOT_INT8(group16_depth2, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 4, 2)
+ROCQ__DOT_INT8(group16_depth4, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 4, 4)
+ROCQ__DOT_INT8(group32_signed_vnni, ROCQ__TARGET_AVX512, rocq__dot_4_vnni, 8, 0)
+ROCQ__DOT_INT8(group32_vnni, ROCQ__TARGET_AVX512, rocq__dot_4_vnni, 8, 1)
+ROCQ__DOT_INT8(group16_vnni, ROCQ__TARGET_AVX512, rocq__dot_4_vnni, 4, 1)
+#undef ROCQ__DOT_INT8
 
-#define ROCQ__DOT_INT8_AVX2(name, quads, depth)                                                   \
-    ROCQ__TARGET_AVX2 ROCQ__FN void rocq__dot_int8_##name##_avx2(float (*sums)[ROCQ__MM_TILE_M],  \
-                                                                 const rocq__mm_part *part) {     \
-        int64_t c = 0;                                                                            \
-        for (; c + 4 <= part->n; c += 4) rocq__dot_int8_avx2(sums, part, c, 4, quads, depth);     \
-        for (; c < part->n; c++) rocq__dot_int8_avx2(sums, part, c, 1, quads, depth);             \
-    }                                                                                             \
-    ROCQ__TARGET_AVX512 ROCQ__FN void rocq__dot_int8_##name##_vnni(                               \
-        float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part) {                              \
-        int64_t c = 0;                                                                            \
-        for (; c + 4 <= part->n; c += 4) rocq__dot_int8_vnni(sums, part, c, 4, quads, !(depth));  \
-        for (; c < part->n; c++) rocq__dot_int8_vnni(sums, part, c, 1, quads, !(depth));          \
-    }                                                                                             \
-    enum { ROCQ__VNNI_RAISE_##name = (depth) ? 0 : 128, ROCQ__DEPTH_##name = (depth) };
-ROCQ__DOT_INT8_AVX2(group32_signed, 8, 0)
-ROCQ__DOT_INT8_AVX2(group32_depth4, 8, 4) // codes up to 31: 4 products of two times 127 fit
-ROCQ__DOT_INT8_AVX2(group32_depth8, 8, 8) // up to 15
-ROCQ__DOT_INT8_AVX2(group16_depth2, 4, 2) // up to 63
-ROCQ__DOT_INT8_AVX2(group16_depth4, 4, 4)
-#undef ROCQ__DOT_INT8_AVX2
+// The dot for a format's group and depth.
+ROCQ__FN rocq__mm_dot rocq__dot_int8_for(int64_t group, int depth, bool vnni) {
+    if (vnni && depth == 0) return rocq__dot_int8_group32_signed_vnni;
+    if (vnni) return group == 32 ? rocq__dot_int8_group32_vnni : rocq__dot_int8_group16_vnni;
+    if (group == 16) {
+        return depth == 2 ? rocq__dot_int8_group16_depth2 : rocq__dot_int8_group16_depth4;
+    }
+    return depth == 0   ? rocq__dot_int8_group32_depth0
+           : depth == 4 ? rocq__dot_int8_group32_depth4
+                        : rocq__dot_int8_group32_depth8;
+}
 #endif
 
 #if ROCQ__HAS_NEON
@@ -7348,17 +7328,14 @@ ROCQ__FN void rocq__dot_f32_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_
 // -- panels --
 
 // Any format with codes, through its decoder.
-ROCQ__FN void rocq__pack_int8(rocq__mm_work *work, rocq_format format, const rocq__mm_rows *rows,
-                              int64_t n) {
-    const rocq__codec *codec = rocq__codec_of(format);
-    int64_t elems, bytes;
-    rocq__block_of(format, &elems, &bytes);
-    const int64_t n_groups = elems / codec->group;
+ROCQ__FN void rocq__pack_int8(rocq__mm_work *work, const rocq__mm_rows *rows) {
+    const rocq__codec *codec = rows->codec;
+    const int64_t elems = codec->info.block_elems, n_groups = elems / codec->group;
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-        for (int64_t b = 0; b < n; b++) {
+        for (int64_t b = 0; b < rows->n_blocks; b++) {
             int8_t code[256];
             float scale[16], min[16];
-            codec->unpack(rows->at[r] + b * bytes, code, scale, min);
+            codec->unpack(rows->at[r] + b * codec->info.block_bytes, code, scale, min);
             for (int64_t k = 0; k < elems; k += 4) {
                 memcpy(work->codes[(b * elems + k) / 4][r], code + k, 4);
             }
@@ -7373,8 +7350,7 @@ ROCQ__FN void rocq__pack_int8(rocq__mm_work *work, rocq_format format, const roc
 #if ROCQ__HAS_AVX2
 // The same for AVX2, all rows at once: 16 bytes at the same place of each row turn into four
 // vectors that have bytes 4 j to 4 j + 3 of every row, which is how the codes lie in a panel. The
-// codes are then cut out of those. They are raised to be unsigned where ROCQ__MM_AVX2 says so. All
-// indices are known when compiled, so that what is not stored in a panel stays in registers.
+// codes are then cut out of those. They are raised to be unsigned where ROCQ__MM_AVX2 says so.
 
 typedef const unsigned char *const *rocq__rows;
 
@@ -7447,23 +7423,41 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__pow2_avx2(__m256i k) {
 // Where one block of each of eight rows goes: into a panel, or into its dot products with one
 // column, when no second column would read the panel again.
 typedef struct rocq__sink {
-    __m256i *codes;                // 32 bytes per four codes
-    float (*scale)[ROCQ__MM_ROWS]; // a line per group, as of min
+    float (*scale)[ROCQ__MM_ROWS];  // a line per group, as of min
     float (*min)[ROCQ__MM_ROWS];
-    const int8_t *x;               // codes of the column
-    __m256i pairs[16], dot[16];    // per group
+    __m256i *codes;                 // panel: 32 bytes per four codes
+    const int8_t *x;                // dot: codes of the column
+    const rocq__mm_group *x_groups; // and its groups
+    bool has_min;
+    __m256i pairs[8], dot[8];       // unfinished, of the groups in work
+    __m256 sum;
 } rocq__sink;
 
-// Codes 4 i to 4 i + 3; those of a group come in order.
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_avx2(rocq__sink *to, const int quads,
-                                                          const int depth, const int i, __m256i v) {
-    if (!quads) {
-        _mm256_store_si256(to->codes + i, v);
-        return;
+enum { ROCQ__PANEL = -1 }; // in place of the depth of a dot
+
+// Codes 4 q to 4 q + 3 of group first + i, which has 4 quads codes. A decoder works on a few groups
+// side by side, at most eight from first on, and the codes of each come in order.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_avx2(rocq__sink *to, const int depth,
+                                                          int64_t first, const int i,
+                                                          const int quads, const int q, __m256i v) {
+    const int64_t at = (first + i) * quads + q;
+    if (depth == ROCQ__PANEL) {
+        _mm256_store_si256(to->codes + at, v);
+    } else {
+        rocq__dot_4_avx2(&to->dot[i], &to->pairs[i], v, rocq__four_codes(to->x + 4 * at), q, depth);
     }
-    const int g = i / quads, q = i % quads;
-    rocq__dot_4_avx2(&to->dot[g], &to->pairs[g], v, depth ? v : _mm256_abs_epi8(v),
-                     rocq__four_codes(to->x + 4 * i), q, depth);
+}
+
+// Ends n groups: their products are added in order.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__end_groups_avx2(rocq__sink *to, const int depth,
+                                                                 int64_t first, const int n) {
+    if (depth == ROCQ__PANEL) return;
+    ROCQ__UNROLL
+    for (int i = 0; i < n; i++) {
+        const rocq__mm_group *group = to->x_groups + first + i;
+        to->sum = rocq__add_group_avx2(to->sum, to->dot[i], to->scale[first + i], group, depth > 0);
+        if (to->has_min) to->sum = rocq__add_min_avx2(to->sum, to->min[first + i], group);
+    }
 }
 
 enum { ROCQ__PLAIN4, ROCQ__IQ4, ROCQ__MX4 };
@@ -7485,25 +7479,27 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_halves_avx2(__m256i out[8]
     }
 }
 
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_8_avx2(rocq__sink *to, const int quads,
-                                                            const int depth, const int i,
-                                                            const __m256i v[8]) {
+// A group of 32.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_8_avx2(rocq__sink *to, const int depth,
+                                                            int64_t group, const __m256i v[8]) {
     ROCQ__UNROLL
-    for (int j = 0; j < 8; j++) rocq__put_avx2(to, quads, depth, i + j, v[j]);
+    for (int j = 0; j < 8; j++) rocq__put_avx2(to, depth, group, 0, 8, j, v[j]);
+    rocq__end_groups_avx2(to, depth, group, 1);
 }
 
-// One block of each of the eight rows, `at` bytes into them. quads and depth are as of
-// rocq__dot_int8_avx2, 0 for a panel.
+// One block of each of the eight rows, `at` bytes into them. depth is that of the dot, or
+// ROCQ__PANEL. With gcc, what loops over the parts of a large block stays a loop: unrolled it runs
+// no faster and takes a tenth of the time that the file takes to compile.
 #define ROCQ__BLOCK_AVX2(name)                                             \
     ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__block_##name##_avx2( \
-        rocq__sink *to, const int quads, const int depth, rocq__rows row, int64_t at)
+        rocq__sink *to, const int depth, rocq__rows row, int64_t at)
 
 ROCQ__BLOCK_AVX2(q4_0) {
     __m256i head[4], q[8];
     rocq__take_rows_avx2(head, row, at);
     _mm256_storeu_ps(to->scale[0], rocq__halves_avx2(head[0]));
     rocq__take_halves_avx2(q, row, at + 2, ROCQ__PLAIN4);
-    rocq__put_8_avx2(to, quads, depth, 0, q);
+    rocq__put_8_avx2(to, depth, 0, q);
 }
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_scale_and_min_avx2(float *scale, float *min,
@@ -7518,7 +7514,7 @@ ROCQ__BLOCK_AVX2(q4_1) {
     rocq__take_rows_avx2(head, row, at);
     rocq__put_scale_and_min_avx2(to->scale[0], to->min[0], head[0]);
     rocq__take_halves_avx2(q, row, at + 4, ROCQ__PLAIN4);
-    rocq__put_8_avx2(to, quads, depth, 0, q);
+    rocq__put_8_avx2(to, depth, 0, q);
 }
 
 // Raises codes i by 16 where bit i of its row's lane in high is set.
@@ -7542,7 +7538,7 @@ ROCQ__BLOCK_AVX2(q5_0) {
     rocq__take_halves_avx2(q, row, at + 6, ROCQ__PLAIN4);
     const __m256i low = _mm256_srli_epi32(head[0], 16), top = _mm256_slli_epi32(head[1], 16);
     rocq__put_fifth_bits_avx2(q, _mm256_or_si256(low, top));
-    rocq__put_8_avx2(to, quads, depth, 0, q);
+    rocq__put_8_avx2(to, depth, 0, q);
 }
 
 ROCQ__BLOCK_AVX2(q5_1) {
@@ -7551,7 +7547,7 @@ ROCQ__BLOCK_AVX2(q5_1) {
     rocq__put_scale_and_min_avx2(to->scale[0], to->min[0], head[0]);
     rocq__take_halves_avx2(q, row, at + 8, ROCQ__PLAIN4);
     rocq__put_fifth_bits_avx2(q, head[1]);
-    rocq__put_8_avx2(to, quads, depth, 0, q);
+    rocq__put_8_avx2(to, depth, 0, q);
 }
 
 ROCQ__BLOCK_AVX2(q8_0) {
@@ -7560,7 +7556,7 @@ ROCQ__BLOCK_AVX2(q8_0) {
     _mm256_storeu_ps(to->scale[0], rocq__halves_avx2(head[0]));
     rocq__take_rows_avx2(q, row, at + 2);
     rocq__take_rows_avx2(q + 4, row, at + 18);
-    rocq__put_8_avx2(to, quads, depth, 0, q);
+    rocq__put_8_avx2(to, depth, 0, q);
 }
 
 ROCQ__BLOCK_AVX2(q2_K) {
@@ -7569,24 +7565,30 @@ ROCQ__BLOCK_AVX2(q2_K) {
     const __m256 d = rocq__halves_avx2(v[3]), dmin = rocq__halves_avx2(_mm256_srli_epi32(v[3], 16));
     rocq__take_rows_avx2(v, row, at);
     ROCQ__UNROLL
-    for (int g = 0; g < 16; g++) {
-        rocq__put_scale_avx2(to->scale[g], d, rocq__bits_avx2(v[g / 4], 0, 15), g % 4, 0);
-        rocq__put_scale_avx2(to->min[g], dmin, rocq__bits_avx2(v[g / 4], 4, 15), g % 4, 0);
-    }
-    ROCQ__UNROLL
-    for (int i = 0; i < 4; i++) { // groups 8 (i / 2) + i % 2, and 2, 4 and 6 further on
-        rocq__take_rows_avx2(v, row, at + 16 + 16 * i);
-        const int first = 4 * (i / 2 * 8 + i % 2);
+    for (int i = 0; i < 4; i++) {
         ROCQ__UNROLL
-        for (int j = 0; j < 16; j++) {
-            const __m256i q = rocq__bits_avx2(v[j % 4], j / 4 * 2, 3);
-            rocq__put_avx2(to, quads, depth, first + j / 4 * 8 + j % 4, q);
+        for (int j = 0; j < 4; j++) {
+            rocq__put_scale_avx2(to->scale[4 * i + j], d, rocq__bits_avx2(v[i], 0, 15), j, 0);
+            rocq__put_scale_avx2(to->min[4 * i + j], dmin, rocq__bits_avx2(v[i], 4, 15), j, 0);
         }
+    }
+    ROCQ__UNROLL_PARTS
+    for (int h = 0; h < 2; h++) {
+        ROCQ__UNROLL
+        for (int i = 0; i < 2; i++) { // groups i, i + 2, i + 4 and i + 6 of the half
+            rocq__take_rows_avx2(v, row, at + 16 + 32 * h + 16 * i);
+            ROCQ__UNROLL
+            for (int j = 0; j < 16; j++) {
+                const __m256i q = rocq__bits_avx2(v[j % 4], j / 4 * 2, 3);
+                rocq__put_avx2(to, depth, 8 * h, j / 4 * 2 + i, 4, j % 4, q);
+            }
+        }
+        rocq__end_groups_avx2(to, depth, 8 * h, 8);
     }
 }
 
 ROCQ__BLOCK_AVX2(q3_K) {
-    __m256i v[4], s[4], high[4];
+    __m256i v[4], s[4], high[8];
     rocq__take_rows_avx2(v, row, at + 94); // bytes 2 to 13 of these are scales, then d
     ROCQ__UNROLL
     for (int i = 0; i < 3; i++) {
@@ -7594,28 +7596,30 @@ ROCQ__BLOCK_AVX2(q3_K) {
     }
     const __m256 d = rocq__halves_avx2(_mm256_srli_epi32(v[3], 16));
     ROCQ__UNROLL
-    for (int g = 0; g < 16; g++) {
-        const __m256i low = rocq__bits_avx2(s[g / 4 % 2], g < 8 ? 0 : 4, 15);
-        const __m256i top = _mm256_slli_epi32(rocq__bits_avx2(s[2], g / 4 * 2, 3), 4);
-        rocq__put_scale_avx2(to->scale[g], d, _mm256_or_si256(low, top), g % 4, 32);
-    }
-    ROCQ__UNROLL
-    for (int i = 0; i < 2; i++) {
-        rocq__take_rows_avx2(high, row, at + 16 * i);
+    for (int i = 0; i < 4; i++) {
+        const __m256i four = i < 2 ? s[i] : _mm256_srli_epi16(s[i - 2], 4);
+        const __m256i code = rocq__join_avx2(four, 0, 15, s[2], -4, 48);
+        s[2] = _mm256_srli_epi16(s[2], 2);
         ROCQ__UNROLL
-        for (int h = 0; h < 2; h++) {
+        for (int j = 0; j < 4; j++) rocq__put_scale_avx2(to->scale[4 * i + j], d, code, j, 32);
+    }
+    rocq__take_rows_avx2(high, row, at);
+    rocq__take_rows_avx2(high + 4, row, at + 16);
+    ROCQ__UNROLL_PARTS
+    for (int h = 0; h < 2; h++) {
+        ROCQ__UNROLL
+        for (int i = 0; i < 2; i++) {
             rocq__take_rows_avx2(v, row, at + 32 + 32 * h + 16 * i);
-            const int first = 4 * (h * 8 + i);
             ROCQ__UNROLL
             for (int j = 0; j < 16; j++) {
-                const __m256i bit = _mm256_slli_epi16(rocq__bits_avx2(high[j % 4], j / 4, 1), 2);
+                __m256i *top = high + 4 * i + j % 4;
+                const __m256i bit = _mm256_slli_epi16(rocq__bits_avx2(*top, j / 4, 1), 2);
                 const __m256i low = rocq__bits_avx2(v[j % 4], j / 4 * 2, 3);
-                const __m256i q = _mm256_or_si256(low, bit);
-                rocq__put_avx2(to, quads, depth, first + j / 4 * 8 + j % 4, q);
+                rocq__put_avx2(to, depth, 8 * h, j / 4 * 2 + i, 4, j % 4, _mm256_or_si256(low, bit));
+                if (j > 11) *top = _mm256_srli_epi16(*top, 4);
             }
-            ROCQ__UNROLL
-            for (int j = 0; j < 4; j++) high[j] = _mm256_srli_epi16(high[j], 4);
         }
+        rocq__end_groups_avx2(to, depth, 8 * h, 8);
     }
 }
 
@@ -7636,66 +7640,76 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_k_scales_avx2(rocq__sink *t
     }
 }
 
-// 16 bytes hold half a group in the low halves of the bytes, and half of the next in the high ones.
+// 32 bytes hold a group in the low halves of the bytes, and the next in the high ones.
 ROCQ__BLOCK_AVX2(q4_K) {
     rocq__put_k_scales_avx2(to, row, at);
-    ROCQ__UNROLL
-    for (int i = 0; i < 8; i++) {
-        __m256i q[8];
-        rocq__take_halves_avx2(q, row, at + 16 + 16 * i, ROCQ__PLAIN4);
+    ROCQ__UNROLL_PARTS
+    for (int c = 0; c < 4; c++) {
         ROCQ__UNROLL
-        for (int j = 0; j < 8; j++) {
-            rocq__put_avx2(to, quads, depth, i / 2 * 16 + i % 2 * 4 + j / 4 * 8 + j % 4, q[j]);
+        for (int i = 0; i < 2; i++) {
+            __m256i q[8];
+            rocq__take_halves_avx2(q, row, at + 16 + 32 * c + 16 * i, ROCQ__PLAIN4);
+            ROCQ__UNROLL
+            for (int j = 0; j < 8; j++) {
+                rocq__put_avx2(to, depth, 2 * c, j / 4, 8, 4 * i + j % 4, q[j]);
+            }
         }
+        rocq__end_groups_avx2(to, depth, 2 * c, 2);
     }
 }
 
 ROCQ__BLOCK_AVX2(q5_K) {
-    __m256i q[8], high[8];
+    __m256i high[8];
     rocq__put_k_scales_avx2(to, row, at);
     rocq__take_rows_avx2(high, row, at + 16);
     rocq__take_rows_avx2(high + 4, row, at + 32);
     ROCQ__UNROLL
-    for (int i = 0; i < 8; i++) {
-        rocq__take_halves_avx2(q, row, at + 48 + 16 * i, ROCQ__PLAIN4);
+    for (int c = 0; c < 4; c++) {
         ROCQ__UNROLL
-        for (int j = 0; j < 8; j++) {
-            __m256i *top = high + i % 2 * 4 + j % 4;
-            const __m256i bit = rocq__bits_avx2(*top, j < 4 ? -4 : -3, 16);
-            rocq__put_avx2(to, quads, depth, i / 2 * 16 + i % 2 * 4 + j / 4 * 8 + j % 4,
-                           _mm256_or_si256(q[j], bit));
-            if (j > 3) *top = _mm256_srli_epi16(*top, 2);
+        for (int i = 0; i < 2; i++) {
+            __m256i q[8];
+            rocq__take_halves_avx2(q, row, at + 48 + 32 * c + 16 * i, ROCQ__PLAIN4);
+            ROCQ__UNROLL
+            for (int j = 0; j < 8; j++) {
+                __m256i *top = high + 4 * i + j % 4;
+                const __m256i bit = rocq__bits_avx2(*top, j < 4 ? -4 : -3, 16);
+                rocq__put_avx2(to, depth, 2 * c, j / 4, 8, 4 * i + j % 4,
+                               _mm256_or_si256(q[j], bit));
+                if (j > 3) *top = _mm256_srli_epi16(*top, 2);
+            }
         }
+        rocq__end_groups_avx2(to, depth, 2 * c, 2);
     }
 }
 
 ROCQ__BLOCK_AVX2(q6_K) {
-    __m256i a[4], b[4], high[4];
+    __m256i a[4], b[4], high[4], s[4];
     rocq__take_rows_avx2(a, row, at + 194); // the last 2 of these 16 bytes are d
     const __m256 d = rocq__halves_avx2(_mm256_srli_epi32(a[3], 16));
-    rocq__take_rows_avx2(a, row, at + 192);
-    ROCQ__UNROLL
-    for (int g = 0; g < 16; g++) {
-        const __m256i signed_code = _mm256_xor_si256(a[g / 4], _mm256_set1_epi8(-128));
-        rocq__put_scale_avx2(to->scale[g], d, signed_code, g % 4, 128);
-    }
-    ROCQ__UNROLL
+    rocq__take_rows_avx2(s, row, at + 192);
     for (int i = 0; i < 4; i++) {
-        const int h = i / 2, half = i % 2 * 16, first = 4 * (h * 8 + i % 2);
-        rocq__take_rows_avx2(a, row, at + 64 * h + half);
-        rocq__take_rows_avx2(b, row, at + 64 * h + 32 + half);
-        rocq__take_rows_avx2(high, row, at + 128 + 32 * h + half);
+        const __m256i code = _mm256_xor_si256(s[i], _mm256_set1_epi8(-128));
         ROCQ__UNROLL
-        for (int j = 0; j < 4; j++) {
-            const __m256i q0 = rocq__join_avx2(a[j], 0, 15, high[j], -4, 48);
-            const __m256i q1 = rocq__join_avx2(b[j], 0, 15, high[j], -2, 48);
-            const __m256i q2 = rocq__join_avx2(a[j], 4, 15, high[j], 0, 48);
-            const __m256i q3 = rocq__join_avx2(b[j], 4, 15, high[j], 2, 48);
-            rocq__put_avx2(to, quads, depth, first + j, q0);
-            rocq__put_avx2(to, quads, depth, first + j + 8, q1);
-            rocq__put_avx2(to, quads, depth, first + j + 16, q2);
-            rocq__put_avx2(to, quads, depth, first + j + 24, q3);
+        for (int j = 0; j < 4; j++) rocq__put_scale_avx2(to->scale[4 * i + j], d, code, j, 128);
+    }
+    ROCQ__UNROLL_PARTS
+    for (int h = 0; h < 2; h++) {
+        ROCQ__UNROLL
+        for (int i = 0; i < 2; i++) { // groups i, i + 2, i + 4 and i + 6 of the half
+            rocq__take_rows_avx2(a, row, at + 64 * h + 16 * i);
+            rocq__take_rows_avx2(b, row, at + 64 * h + 32 + 16 * i);
+            rocq__take_rows_avx2(high, row, at + 128 + 32 * h + 16 * i);
+            ROCQ__UNROLL
+            for (int j = 0; j < 4; j++) {
+                const __m256i q[4] = {rocq__join_avx2(a[j], 0, 15, high[j], -4, 48),
+                                      rocq__join_avx2(b[j], 0, 15, high[j], -2, 48),
+                                      rocq__join_avx2(a[j], 4, 15, high[j], 0, 48),
+                                      rocq__join_avx2(b[j], 4, 15, high[j], 2, 48)};
+                ROCQ__UNROLL
+                for (int s = 0; s < 4; s++) rocq__put_avx2(to, depth, 8 * h, 2 * s + i, 4, j, q[s]);
+            }
         }
+        rocq__end_groups_avx2(to, depth, 8 * h, 8);
     }
 }
 
@@ -7704,20 +7718,22 @@ ROCQ__BLOCK_AVX2(iq4_nl) {
     rocq__take_rows_avx2(head, row, at);
     _mm256_storeu_ps(to->scale[0], rocq__halves_avx2(head[0]));
     rocq__take_halves_avx2(q, row, at + 2, ROCQ__IQ4);
-    rocq__put_8_avx2(to, quads, depth, 0, q);
+    rocq__put_8_avx2(to, depth, 0, q);
 }
 
 ROCQ__BLOCK_AVX2(iq4_xs) {
     __m256i head[4], q[8];
     rocq__take_rows_avx2(head, row, at);
     const __m256 d = rocq__halves_avx2(head[0]);
-    ROCQ__UNROLL
+    __m256i low = head[1], top = _mm256_srli_epi32(head[0], 16);
+    ROCQ__UNROLL_PARTS
     for (int g = 0; g < 8; g++) {
-        const __m256i low = _mm256_srli_epi32(head[1], 4 * g);
-        const __m256i top = _mm256_slli_epi32(_mm256_srli_epi32(head[0], 16 + 2 * g), 4);
-        rocq__put_scale_avx2(to->scale[g], d, rocq__join_avx2(low, 0, 15, top, 0, 48), 0, 32);
+        const __m256i code = rocq__join_avx2(low, 0, 15, top, -4, 48);
+        rocq__put_scale_avx2(to->scale[g], d, code, 0, 32);
+        low = _mm256_srli_epi32(low, 4);
+        top = _mm256_srli_epi32(top, 2);
         rocq__take_halves_avx2(q, row, at + 8 + 16 * g, ROCQ__IQ4);
-        rocq__put_8_avx2(to, quads, depth, 8 * g, q);
+        rocq__put_8_avx2(to, depth, g, q);
     }
 }
 
@@ -7727,7 +7743,7 @@ ROCQ__BLOCK_AVX2(mxfp4) {
     const __m256i e = _mm256_and_si256(head[0], _mm256_set1_epi32(255));
     _mm256_storeu_ps(to->scale[0], rocq__pow2_avx2(_mm256_sub_epi32(e, _mm256_set1_epi32(128))));
     rocq__take_halves_avx2(q, row, at + 1, ROCQ__MX4);
-    rocq__put_8_avx2(to, quads, depth, 0, q);
+    rocq__put_8_avx2(to, depth, 0, q);
 }
 
 ROCQ__BLOCK_AVX2(mxfp6_e2m3) {
@@ -7766,87 +7782,92 @@ ROCQ__BLOCK_AVX2(mxfp6_e2m3) {
             out[4 * i + j] = _mm256_sign_epi8(size, sign);
         }
     }
-    rocq__put_8_avx2(to, quads, depth, 0, out);
+    rocq__put_8_avx2(to, depth, 0, out);
 }
 #undef ROCQ__BLOCK_AVX2
 
-// X(NAME, name, elems, group, has_min, offset, kernel): the raise of the codes, and the dot for
-// their range.
-#define ROCQ__MM_AVX2(X)                               \
-    X(Q4_0, q4_0, 32, 32, 0, 8, group32_depth8)        \
-    X(Q4_1, q4_1, 32, 32, 1, 0, group32_depth8)        \
-    X(Q5_0, q5_0, 32, 32, 0, 16, group32_depth4)       \
-    X(Q5_1, q5_1, 32, 32, 1, 0, group32_depth4)        \
-    X(Q8_0, q8_0, 32, 32, 0, 0, group32_signed)        \
-    X(Q2_K, q2_K, 256, 16, 1, 0, group16_depth4)       \
-    X(Q3_K, q3_K, 256, 16, 0, 4, group16_depth4)       \
-    X(Q4_K, q4_K, 256, 32, 1, 0, group32_depth8)       \
-    X(Q5_K, q5_K, 256, 32, 1, 0, group32_depth4)       \
-    X(Q6_K, q6_K, 256, 16, 0, 32, group16_depth2)      \
-    X(IQ4_NL, iq4_nl, 32, 32, 0, 0, group32_signed)    \
-    X(IQ4_XS, iq4_xs, 256, 32, 0, 0, group32_signed)   \
-    X(MXFP4, mxfp4, 32, 32, 0, 12, group32_depth4)     \
-    X(MXFP6_E2M3, mxfp6_e2m3, 32, 32, 0, 0, group32_signed)
+// X(NAME, name, raise, depth): what the decoders above raise the codes by, and the depth that their
+// range allows: 2 up to code 63, 4 up to 31, 8 up to 15, but no more than a group has fours.
+#define ROCQ__MM_AVX2(X)    \
+    X(Q4_0, q4_0, 8, 8)     \
+    X(Q4_1, q4_1, 0, 8)     \
+    X(Q5_0, q5_0, 16, 4)    \
+    X(Q5_1, q5_1, 0, 4)     \
+    X(Q8_0, q8_0, 0, 0)     \
+    X(Q2_K, q2_K, 0, 4)     \
+    X(Q3_K, q3_K, 4, 4)     \
+    X(Q4_K, q4_K, 0, 8)     \
+    X(Q5_K, q5_K, 0, 4)     \
+    X(Q6_K, q6_K, 32, 2)    \
+    X(IQ4_NL, iq4_nl, 0, 0) \
+    X(IQ4_XS, iq4_xs, 0, 0) \
+    X(MXFP4, mxfp4, 12, 4)  \
+    X(MXFP6_E2M3, mxfp6_e2m3, 0, 0)
 
-// What is read after block b of each row; a line holds several small blocks.
+// Asks for what is read after the block `at` bytes into each row, unless that is a small block in a
+// cache line that the one before has asked for.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm_rows *rows,
-                                                                  int64_t b, const int64_t bytes) {
-    if (bytes < 64 && b % (64 / bytes)) return;
+                                                                  int64_t at, const int64_t bytes) {
+    if (bytes <= 32 && (at & 63) >= bytes) return;
     ROCQ__UNROLL
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
         ROCQ__UNROLL
         for (int64_t i = 0; i < bytes; i += 64) {
-            rocq__fetch_avx2(rows->at[r] + b * bytes + i, rows->ahead);
+            rocq__fetch_avx2(rows->at[r] + at + i, rows->ahead);
         }
     }
 }
 
-typedef void (*rocq__block_avx2)(rocq__sink *to, const int quads, const int depth, rocq__rows row,
-                                 int64_t at);
+typedef void (*rocq__block_avx2)(rocq__sink *to, const int depth, rocq__rows row, int64_t at);
 
+// block, codec and depth are constants where this is inlined.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
-    float *sums, const rocq__mm_part *part, const rocq__mm_rows *rows, int64_t n,
-    rocq__block_avx2 block, const int64_t bytes, const int groups, const int quads,
-    const bool has_min, const int depth) {
-    const int8_t *x = rocq__part_codes(part, 0);
-    const rocq__mm_group *group = rocq__part_groups(part, 0);
-    __m256 sum = _mm256_loadu_ps(sums);
-    for (int64_t b = 0; b < n; b++, x += groups * quads * 4, group += groups) {
-        float scale[16][ROCQ__MM_ROWS], min[16][ROCQ__MM_ROWS];
-        rocq__sink to;
-        to.scale = scale;
-        to.min = min;
-        to.x = x;
-        rocq__fetch_block_avx2(rows, b, bytes);
-        block(&to, quads, depth, rows->at, b * bytes);
-        ROCQ__UNROLL
-        for (int g = 0; g < groups; g++) {
-            sum = rocq__add_group_avx2(sum, to.dot[g], scale[g], group + g, depth > 0);
-            if (has_min) sum = rocq__add_min_avx2(sum, min[g], group + g);
-        }
+    float *sums, const rocq__mm_part *part, const rocq__mm_rows *rows, rocq__block_avx2 block,
+    const rocq__codec *codec, const int depth) {
+    const int64_t bytes = codec->info.block_bytes;
+    float scale[16][ROCQ__MM_ROWS], min[16][ROCQ__MM_ROWS];
+    rocq__sink to;
+    to.scale = scale;
+    to.min = min;
+    to.x = rocq__part_codes(part, 0);
+    to.x_groups = rocq__part_groups(part, 0);
+    to.has_min = codec->has_min;
+    to.sum = _mm256_loadu_ps(sums);
+    for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
+        rocq__fetch_block_avx2(rows, at, bytes);
+        block(&to, depth, rows->at, at);
+        to.x += codec->info.block_elems;
+        to.x_groups += codec->info.block_elems / codec->group;
     }
-    _mm256_storeu_ps(sums, sum);
+    _mm256_storeu_ps(sums, to.sum);
 }
 
-#define ROCQ__X(NAME, name, elems, size, has_min, raise, kernel)                                  \
-    ROCQ__TARGET_AVX2 ROCQ__FN void rocq__pack_##name##_avx2(                                     \
-        rocq__mm_work *work, rocq_format f, const rocq__mm_rows *rows, int64_t n) {               \
-        const int64_t bytes = (int64_t)sizeof(rocq_block_##name);                                 \
-        (void)f;                                                                                  \
-        for (int64_t b = 0; b < n; b++) {                                                         \
-            rocq__sink to;                                                                        \
-            to.codes = (__m256i *)(void *)work->codes + b * ((elems) / 4);                        \
-            to.scale = work->scale + b * ((elems) / (size));                                      \
-            to.min = work->min + b * ((elems) / (size));                                          \
-            rocq__fetch_block_avx2(rows, b, bytes);                                               \
-            rocq__block_##name##_avx2(&to, 0, 0, rows->at, b * bytes);                            \
-        }                                                                                         \
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
+    rocq__mm_work *work, const rocq__mm_rows *rows, rocq__block_avx2 block,
+    const rocq__codec *codec) {
+    const int64_t bytes = codec->info.block_bytes;
+    rocq__sink to;
+    to.scale = work->scale;
+    to.min = work->min;
+    to.codes = (__m256i *)(void *)work->codes;
+    for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
+        rocq__fetch_block_avx2(rows, at, bytes);
+        block(&to, ROCQ__PANEL, rows->at, at);
+        to.codes += codec->info.block_elems / 4;
+        to.scale += codec->info.block_elems / codec->group;
+        to.min += codec->info.block_elems / codec->group;
+    }
+}
+
+#define ROCQ__X(NAME, name, raise, depth)                                                         \
+    ROCQ__TARGET_AVX2 ROCQ__FN void rocq__pack_##name##_avx2(rocq__mm_work *work,                 \
+                                                             const rocq__mm_rows *rows) {         \
+        rocq__pack_avx2(work, rows, rocq__block_##name##_avx2, &rocq__codec_##name);              \
     }                                                                                             \
     ROCQ__TARGET_AVX2 ROCQ__FN void rocq__pass_##name##_avx2(                                     \
-        float *sums, const rocq__mm_part *part, const rocq__mm_rows *rows, int64_t n) {           \
-        rocq__pass_avx2(sums, part, rows, n, rocq__block_##name##_avx2,                           \
-                        (int64_t)sizeof(rocq_block_##name), (elems) / (size), (size) / 4,         \
-                        has_min, ROCQ__DEPTH_##kernel);                                           \
+        float *sums, const rocq__mm_part *part, const rocq__mm_rows *rows) {                      \
+        rocq__pass_avx2(sums, part, rows, rocq__block_##name##_avx2, &rocq__codec_##name,         \
+                        depth);                                                                   \
     }
 ROCQ__MM_AVX2(ROCQ__X)
 #undef ROCQ__X
@@ -7867,12 +7888,12 @@ ROCQ__FN void rocq__mm_choose_int8(rocq__mm *mm) {
     // One column multiplies in AVX2 alone, whose codes are raised less.
     const bool vnni = mm->avx512 && mm->n > 1;
     switch (mm->p->w->format) {
-#define ROCQ__X(NAME, name, elems, size, min, raise, kernel)                                   \
-    case ROCQ_##NAME:                                                                          \
-        mm->offset = vnni ? raise + ROCQ__VNNI_RAISE_##kernel : raise;                         \
-        mm->dot = vnni ? rocq__dot_int8_##kernel##_vnni : rocq__dot_int8_##kernel##_avx2;      \
-        mm->pack = rocq__pack_##name##_avx2;                                                   \
-        mm->pass = mm->n == 1 ? rocq__pass_##name##_avx2 : NULL;                               \
+#define ROCQ__X(NAME, name, raise, depth)                              \
+    case ROCQ_##NAME:                                                  \
+        mm->offset = raise + (vnni && (depth) == 0 ? 128 : 0);         \
+        mm->dot = rocq__dot_int8_for(mm->group, depth, vnni);          \
+        mm->pack = rocq__pack_##name##_avx2;                           \
+        mm->pass = mm->n == 1 ? rocq__pass_##name##_avx2 : NULL;       \
         break;
         ROCQ__MM_AVX2(ROCQ__X)
 #undef ROCQ__X
@@ -7917,9 +7938,9 @@ ROCQ__FN void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
     rows.ahead = first + k < t->ne[0] ? rocq__bytes(format, k) // then the next panel's rows
                                       : ROCQ__MM_ROWS * rocq__bytes(format, t->stride[1]) - start;
     if (mm->precision == ROCQ_PRECISION_INT8) {
-        int64_t elems, bytes;
         rocq__mm_part part;
-        rocq__block_of(format, &elems, &bytes);
+        rows.codec = rocq__codec_of(format);
+        rows.n_blocks = k / rows.codec->info.block_elems;
         part.work = work;
         part.group = mm->group;
         part.n_groups = k / mm->group;
@@ -7930,10 +7951,10 @@ ROCQ__FN void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         part.column_bytes = mm->column_bytes;
         part.n = n;
         if (mm->pass) {
-            mm->pass(sums[0], &part, &rows, k / elems);
+            mm->pass(sums[0], &part, &rows);
             return;
         }
-        mm->pack(work, format, &rows, k / elems);
+        mm->pack(work, &rows);
         mm->dot(sums, &part);
         return;
     }
@@ -8161,6 +8182,7 @@ ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, rocq_op op, const void *par
 
 #if ROCQ__HAS_AVX2
 #undef ROCQ__UNROLL
+#undef ROCQ__UNROLL_PARTS
 #undef ROCQ__KEEP_ORDER
 #undef ROCQ__MM_AVX2
 #endif
