@@ -1301,9 +1301,11 @@ template <int F> DEV raw<F> gguf_raw(const char *block, int u) {
     return r;
 }
 
-// Elements 4 i to 4 i + 3 of unit u of a block, with the bits that the CPU backend gives them; i need
-// not be constant.
-template <int F> DEV void gguf_values(const char *block, int u, int i, float v[4]) {
+// Elements k to k + 3 of a row, with the bits that the CPU backend gives them.
+template <int F> DEV void gguf_values(const char *row, int64_t k, float v[4]) {
+    typedef gguf_block<F> b;
+    const char *block = row + k / b::elems * b::bytes;
+    const int u = (int)(k % b::elems) / 32, i = (int)(k >> 2) & 7;
     uint32_t q = gguf_codes<F>(block, u, i);
     if constexpr (F == ROCQ_IQ4_NL || F == ROCQ_IQ4_XS || F == ROCQ_MXFP4) q = levels_of<F>(q).x;
     decode_quad<F>(q, decode_factors<F>(gguf_scales<F>(block, u), u), i, v);
@@ -1516,6 +1518,26 @@ KERNEL(repack, rocq_k_repack_args, 256) {
 #undef ROCQ_X
     default: break;
     }
+}
+
+// -- the epilogue of matvec and matmul --
+
+// What a sum goes through on its way to y, as rocq_k_epilogue has it. bias(), gate() and residual()
+// give the operands of this element and are called only where there are any. v2 is the sum of w2.
+struct epilogue {
+    int32_t activation;
+    float softcap;
+    bool has_bias, has_gate, has_w2, has_residual;
+};
+template <typename B, typename G, typename R>
+DEV float epilogue_apply(const epilogue &e, float v, float v2, B bias, G gate, R residual) {
+    if (e.has_bias) v += bias();
+    v = activation(e.activation, v);
+    if (e.softcap > 0.0f) v = e.softcap * tanh_full(v / e.softcap);
+    if (e.has_gate) v *= gate();
+    if (e.has_w2) v *= v2;
+    if (e.has_residual) v += residual();
+    return v;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1781,20 +1803,20 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
             loads_issued();
         }
 #pragma unroll 1
-        for (uint32_t part = 0; part < 4; part++) {
+        for (uint32_t quarter = 0; quarter < 4; quarter++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float v[ROWS][4];
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) decode_word<F>(u[r], i, v[r]);
-                matvec_f32_add<N>(sums, column, at * 128 + part * 32 + (uint32_t)i * 16, v);
+                matvec_f32_add<N>(sums, column, at * 128 + quarter * 32 + (uint32_t)i * 16, v);
             }
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
 #pragma unroll
                 for (int i = 0; i < 6; i++) u[r].q[i] = u[r].q[i + 2];
-                u[r].scale[0] = part == 1 ? u[r].scale[1] : u[r].scale[0];
-                u[r].min[0] = part == 1 ? u[r].min[1] : u[r].min[0];
+                u[r].scale[0] = quarter == 1 ? u[r].scale[1] : u[r].scale[0];
+                u[r].min[0] = quarter == 1 ? u[r].min[1] : u[r].min[0];
             }
         }
     }
@@ -1896,11 +1918,10 @@ struct matvec_tail {
     int m, k_shift;
     char *y;
     int64_t y_stride;
-    int32_t y_format, y_layout, gate_format, residual_format, activation;
-    float softcap;
-    bool has_w2, has_bias, has_gate, has_residual;
+    int32_t y_format, y_layout, gate_format, residual_format;
     float bias;
     uint32_t gate, residual; // as in memory
+    epilogue e;
 };
 DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int part, int first_row) {
     const rocq_k_matvec_args &a = reread(a0);
@@ -1919,20 +1940,20 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int part, int first
     t.y_layout = p.y_layout;
     t.gate_format = p.gate_format;
     t.residual_format = p.residual_format;
-    t.activation = p.activation;
-    t.softcap = p.softcap;
+    t.e.activation = p.activation;
+    t.e.softcap = p.softcap;
     read_together(bias, gate, residual, gate_stride, residual_stride, n, w2, t.m, t.k_shift, t.y,
                   t.y_stride, t.y_format, t.y_layout, t.gate_format, t.residual_format,
-                  t.activation, t.softcap);
+                  t.e.activation, t.e.softcap);
     const int rows_log2 = 5 - t.k_shift;
     t.r = (int)thread_index() & ((1 << rows_log2) - 1);
     t.c = (int)thread_index() >> rows_log2;
     const int row = first_row + t.r;
     t.live = t.c < n && row < t.m;
-    t.has_w2 = w2 != 0;
-    t.has_bias = bias != 0;
-    t.has_gate = gate != 0;
-    t.has_residual = residual != 0;
+    t.e.has_w2 = w2 != 0;
+    t.e.has_bias = bias != 0;
+    t.e.has_gate = gate != 0;
+    t.e.has_residual = residual != 0;
     t.bias = t.live && bias ? gload(bias + row) : 0.0f;
     t.gate = t.live && gate ? get_bits(t.gate_format, gate + t.c * gate_stride, row) : 0;
     t.residual = 0;
@@ -1942,32 +1963,36 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int part, int first
     return t;
 }
 
-// The waves' shares of K, in order, and the epilogue.
-template <int N>
-DEV void matvec_finish(const rocq_k_matvec_args &a, const matvec_tail &t, int first_row,
-                       float *sums) {
-    enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N, PASS = ROCQ_K_MATVEC_WAVES * SLOT };
-    if (!t.live) return;
-    const int slot = (t.r / ROWS << t.k_shift) * SLOT + t.c * ROWS + t.r % ROWS;
-    float v = lget(sums + slot), v2 = t.has_w2 ? lget(sums + PASS + slot) : 1.0f;
+// Where the sums of a thread's y begin in LDS: one for each wave that shares the row, a slot apart.
+template <int N> DEV int matvec_slot(const matvec_tail &t) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
+    return (t.r / ROWS << t.k_shift) * SLOT + t.c * ROWS + t.r % ROWS;
+}
+
+// A thread's y: the sums of the waves that share its row, in their order, and the epilogue.
+template <int N> DEV float matvec_y(const matvec_tail &t, const float *sums) {
+    enum { SLOT = ROCQ_K_MATVEC_ROWS * N, PASS = ROCQ_K_MATVEC_WAVES * SLOT };
+    const int slot = matvec_slot<N>(t);
+    float v = lget(sums + slot), v2 = t.e.has_w2 ? lget(sums + PASS + slot) : 1.0f;
     for (int k = 1; k < 1 << t.k_shift; k++) {
         v += lget(sums + slot + k * SLOT);
-        if (t.has_w2) v2 += lget(sums + PASS + slot + k * SLOT);
+        if (t.e.has_w2) v2 += lget(sums + PASS + slot + k * SLOT);
     }
-    if (t.has_bias) v += t.bias;
-    v = activation(t.activation, v);
-    if (t.softcap > 0.0f) v = t.softcap * tanh_full(v / t.softcap);
-    if (t.has_gate) v *= bits_float(t.gate_format, t.gate);
-    if (t.has_w2) v *= v2;
-    if (t.has_residual) v += bits_float(t.residual_format, t.residual);
-    if (t.y_format != ROCQ_Q8_0) {
-        put_float(t.y_format, t.y + t.c * t.y_stride, first_row + t.r, v);
-        return;
-    }
-    // The wave has column c of a unit; 8 lanes take four rows each.
+    return epilogue_apply(
+        t.e, v, v2, [&] { return t.bias; }, [&] { return bits_float(t.gate_format, t.gate); },
+        [&] { return bits_float(t.residual_format, t.residual); });
+}
+
+// Encodes y as Q8_0. The 32 lanes of a wave have the 32 rows of one unit of column c; the encoders
+// want four neighbouring rows in each of 8 lanes. So every lane puts its y where its sum was, and 8
+// lanes read four each. All lanes come: m is a multiple of 32, and k_shift is 0.
+template <int N>
+DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int first_row,
+                         float *sums, float y) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
     const int i = lane_index() & 7;
     float four[4];
-    lput(sums + slot, v);
+    lput(sums + matvec_slot<N>(t), y);
     wave_sync();
 #pragma unroll
     for (int b = 0; b < 4; b++) four[b] = lget(sums + i * SLOT + t.c * ROWS + b);
@@ -2037,7 +2062,10 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
     }
     const matvec_tail tail = matvec_tail_of(a, part, first_row);
     block_sync_lds();
-    matvec_finish<N>(a, tail, first_row, sums);
+    if (!tail.live) return;
+    const float y = matvec_y<N>(tail, sums);
+    if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
+    else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
 }
 
 // Waves a SIMD that the registers leave room for: as many as NVIDIA's compiler finds registers for
@@ -2094,28 +2122,28 @@ ROCQ_K_PLAIN_FORMATS(ROCQ_X_PLAIN, ROCQ_X)
 // Numbers of units and offsets within a tile are 32-bit: 128 rows of w and 128 columns of x are less
 // than 4 GB each.
 
-// Where a block's tile lies. Blocks go through bands of MM_BAND tiles of M, in a band through M
+// Where a block's tile lies. Blocks go through bands of MATMUL_BAND tiles of M, in a band through M
 // first: those that run at one time share rows of w and columns of x in L2 about equally.
-enum { MM_BAND = 16 };
-struct mm_place {
+enum { MATMUL_BAND = 16 };
+struct matmul_place {
     int64_t m0, n0;     // first row and column
     int64_t w_row;      // row m0 in all of w
     int64_t x_column;   // column n0 in all of x
     int32_t i2, i3;     // batch
     uint32_t split, begin, end; // its share of K: steps
 };
-DEV mm_place mm_place_of(const rocq_k_matmul_args &a, int bm, int bn, uint32_t n_steps) {
+DEV matmul_place matmul_place_of(const rocq_k_matmul_args &a, int bm, int bn, uint32_t n_steps) {
     const uint32_t tiles_m = (uint32_t)a.tiles_m, tiles_n = (uint32_t)a.tiles_n;
     const uint32_t n_splits = (uint32_t)a.n_splits, z = block_index_z();
     const uint32_t block = a.common.block0 + block_index(), split = block / (tiles_m * tiles_n);
-    const uint32_t tile = block - split * (tiles_m * tiles_n), band = tile / (MM_BAND * tiles_n);
-    const uint32_t at = tile - band * (MM_BAND * tiles_n), left = tiles_m - band * MM_BAND;
-    const uint32_t height = left < MM_BAND ? left : MM_BAND;
-    mm_place p;
+    const uint32_t tile = block - split * (tiles_m * tiles_n), band = tile / (MATMUL_BAND * tiles_n);
+    const uint32_t at = tile - band * (MATMUL_BAND * tiles_n), left = tiles_m - band * MATMUL_BAND;
+    const uint32_t height = left < MATMUL_BAND ? left : MATMUL_BAND;
+    matmul_place p;
     p.split = split;
     p.begin = n_steps * split / n_splits;
     p.end = n_steps * (split + 1) / n_splits;
-    p.m0 = (int64_t)(band * MM_BAND + at % height) * bm;
+    p.m0 = (int64_t)(band * MATMUL_BAND + at % height) * bm;
     p.n0 = (int64_t)(at / height) * bn;
     p.i2 = (int32_t)(z % (uint32_t)a.batch2);
     p.i3 = (int32_t)(z / (uint32_t)a.batch2);
@@ -2125,9 +2153,9 @@ DEV mm_place mm_place_of(const rocq_k_matmul_args &a, int bm, int bn, uint32_t n
 }
 
 // The index of the wave, known to be uniform: what follows from it is scalar.
-DEV int mm_wave() { return wave_read(wave_index(), 0); }
+DEV int matmul_wave() { return wave_read(wave_index(), 0); }
 
-template <int TM, int TN> DEV void mm_clear(frag_c (&c)[TM][TN]) {
+template <int TM, int TN> DEV void matmul_clear(frag_c (&c)[TM][TN]) {
 #pragma unroll
     for (int i = 0; i < TM; i++) {
 #pragma unroll
@@ -2140,48 +2168,48 @@ template <int TM, int TN> DEV void mm_clear(frag_c (&c)[TM][TN]) {
 
 // Where the sums of a column's first part lie, the column counted through the batches; parts of it
 // are M apart.
-DEV float *mm_parts(const rocq_k_matmul_args &a, int64_t column) {
+DEV float *matmul_split_sums(const rocq_k_matmul_args &a, int64_t column) {
     return a.work + column * a.n_splits * a.m;
 }
 
 // Column n of y, rows m0 to m0 + 32 R - 1: a wave's work. sum(m, r) is that of row m = m0 + 32 r +
 // lane.
 template <int R, typename S>
-DEV void mm_put_column(const rocq_k_matmul_args &a, const mm_place &at, int64_t m0, int64_t n,
+DEV void matmul_put_column(const rocq_k_matmul_args &a, const matmul_place &at, int64_t m0, int64_t n,
                        S sum) {
-    const rocq_k_epilogue &e = a.epilogue;
-    char *y = row_of(e.y, n, at.i2, at.i3);
-    const char *gate = row_of(e.gate, n, at.i2, at.i3);
-    const char *residual = row_of(e.residual, n, at.i2, at.i3);
+    const rocq_k_epilogue &from = a.epilogue;
+    char *y = row_of(from.y, n, at.i2, at.i3);
+    const char *gate = row_of(from.gate, n, at.i2, at.i3);
+    const char *residual = row_of(from.residual, n, at.i2, at.i3);
+    const epilogue e = {from.activation, from.softcap, from.bias != 0, from.gate.data != 0, false,
+                        from.residual.data != 0};
 #pragma unroll 1
     for (int r = 0; r < R; r++) {
         const int64_t m = m0 + 32 * r + lane_index();
         if (m >= a.m) return;
-        float x = sum(m, r);
-        if (e.bias) x += gload(e.bias + m);
-        x = activation(e.activation, x);
-        if (e.softcap > 0.0f) x = e.softcap * tanh_full(x / e.softcap);
-        if (e.gate.data) x *= get_float(e.gate.format, gate, m);
-        if (e.residual.data) x += get_float(e.residual.format, residual, m);
-        put_float(e.y.format, y, m, x);
+        const float x = epilogue_apply(
+            e, sum(m, r), 1.0f, [&] { return gload(from.bias + m); },
+            [&] { return get_float(from.gate.format, gate, m); },
+            [&] { return get_float(from.residual.format, residual, m); });
+        put_float(from.y.format, y, m, x);
     }
 }
 
 // The same from sums in LDS; where K is split, they become a part, for matmul_merge.
 template <int R>
-DEV void mm_put_sums(const rocq_k_matmul_args &a, const mm_place &at, const float *sums, int64_t m0,
+DEV void matmul_put_sums(const rocq_k_matmul_args &a, const matmul_place &at, const float *sums, int64_t m0,
                      int64_t n) {
     if (a.n_splits == 1) {
-        mm_put_column<R>(a, at, m0, n, [=](int64_t, int r) {
+        matmul_put_column<R>(a, at, m0, n, [=](int64_t, int r) {
             return lget(sums + 32 * r + lane_index());
         });
         return;
     }
-    float *part = mm_parts(a, at.x_column - at.n0 + n) + at.split * a.m;
+    float *own = matmul_split_sums(a, at.x_column - at.n0 + n) + at.split * a.m;
 #pragma unroll 1
     for (int r = 0; r < R; r++) {
         const int64_t m = m0 + 32 * r + lane_index();
-        if (m < a.m) gstore(part + m, lget(sums + 32 * r + lane_index()));
+        if (m < a.m) gstore(own + m, lget(sums + 32 * r + lane_index()));
     }
 }
 
@@ -2191,29 +2219,29 @@ DEV void mm_put_sums(const rocq_k_matmul_args &a, const mm_place &at, const floa
 // Infinity Cache, where it was written just now.
 KERNEL(matmul_merge, rocq_k_matmul_args, 256) {
     if (a.tiles_m == 0) return;
-    const mm_place at = mm_place_of(a, ROCQ_K_MERGE_M, ROCQ_K_MERGE_N, 1);
-    const int wave = mm_wave();
+    const matmul_place at = matmul_place_of(a, ROCQ_K_MERGE_M, ROCQ_K_MERGE_N, 1);
+    const int wave = matmul_wave();
     const int64_t n = at.n0 + wave;
     if (n >= a.n) return;
-    const float *const parts = mm_parts(a, at.x_column + wave);
-    mm_put_column<ROCQ_K_MERGE_M / 32>(a, at, at.m0, n, [=](int64_t m, int) {
+    const float *const splits = matmul_split_sums(a, at.x_column + wave);
+    matmul_put_column<ROCQ_K_MERGE_M / 32>(a, at, at.m0, n, [=](int64_t m, int) {
         float x = 0.0f;
 #pragma unroll 4
-        for (int s = 0; s < a.n_splits; s++) x += gload(parts + s * a.m + m);
+        for (int s = 0; s < a.n_splits; s++) x += gload(splits + s * a.m + m);
         return x;
     });
 }
 
 // The sums of a wave's 16 TM by 16 TN elements, from row m0 and column n0 on, become y. A fragment
 // has few rows of many columns, y has its rows side by side: 16 columns at a time pass through LDS,
-// so that a wave reads and writes runs of 32 rows. work: the block's, of mm_pass_floats<TM> a wave;
+// so that a wave reads and writes runs of 32 rows. work: the block's, of matmul_pass_floats<TM> a wave;
 // two words of padding a column keep both sides free of bank conflicts. All waves must come.
-template <int TM> DEV constexpr int mm_pass_floats() { return 16 * (16 * TM + 2); }
+template <int TM> DEV constexpr int matmul_pass_floats() { return 16 * (16 * TM + 2); }
 template <int TM, int TN>
-DEV void mm_finish(const rocq_k_matmul_args &a, const mm_place &at, const frag_c (&c)[TM][TN],
+DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_place &at, const frag_c (&c)[TM][TN],
                    float *work, int64_t m0, int64_t n0) {
     const int stride = 16 * TM + 2;
-    work += mm_wave() * mm_pass_floats<TM>();
+    work += matmul_wave() * matmul_pass_floats<TM>();
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
         block_sync_lds();
@@ -2233,7 +2261,7 @@ DEV void mm_finish(const rocq_k_matmul_args &a, const mm_place &at, const frag_c
         for (int column = 0; column < 16; column++) {
             const int64_t n = n0 + 16 * pass + column;
             if (n >= a.n) break;
-            mm_put_sums<TM / 2>(a, at, work + column * stride, m0, n);
+            matmul_put_sums<TM / 2>(a, at, work + column * stride, m0, n);
         }
     }
 }
@@ -2259,14 +2287,14 @@ DEV void mm_finish(const rocq_k_matmul_args &a, const mm_place &at, const frag_c
 // Bytes: w tiles_n times, x tiles_m times, most of it from L2. Weights beyond F16's range are
 // infinite here.
 enum {
-    MM_F16_BK = 64,
-    MM_F16_ROW = MM_F16_BK + 8, // halves of a row in LDS: 36 words spread 8 rows over all banks
-    MM_F16_CHUNKS = MM_F16_BK / 8
+    MATMUL_F16_BK = 64,
+    MATMUL_F16_ROW = MATMUL_F16_BK + 8, // halves of a row in LDS: 36 words spread 8 rows over all banks
+    MATMUL_F16_CHUNKS = MATMUL_F16_BK / 8
 };
 
 // The 32 weights of a unit as halves. A code under the byte 0x64 is the half 1024 + code; the
 // subtraction is exact, so a value has the rounding of its scale and one of its own.
-template <int F> DEV void mm_unit_halves(const raw<F> &r, uint32_t unit, u32x4 h[4]) {
+template <int F> DEV void matmul_unit_halves(const raw<F> &r, uint32_t unit, u32x4 h[4]) {
     typedef block_layout<F> l;
     const block_factors f = decode_factors<F>(r, unit);
     uint32_t w[16];
@@ -2303,7 +2331,7 @@ template <int F> DEV void mm_unit_halves(const raw<F> &r, uint32_t unit, u32x4 h
 }
 
 // Eight elements of a plain format as halves.
-template <int F> DEV u32x4 mm_piece_halves(const u32x4 &piece) {
+template <int F> DEV u32x4 matmul_piece_halves(const u32x4 &piece) {
     if constexpr (F == ROCQ_F16) {
         return piece;
     } else {
@@ -2321,7 +2349,7 @@ template <int F> DEV u32x4 mm_piece_halves(const u32x4 &piece) {
 
 // A piece (16 bytes) of a row of n elements of a plain format, from element k on; 0 past the end.
 // wide: a row is a whole number of pieces.
-template <int F> DEV u32x4 mm_load_piece(const char *row, uint32_t k, uint32_t n, bool wide) {
+template <int F> DEV u32x4 matmul_load_piece(const char *row, uint32_t k, uint32_t n, bool wide) {
     const int size = 16 / piece_elems<F>();
     if (k >= n) return make4(0, 0, 0, 0);
     if (wide) return gload((const u32x4 *)(row + k * size));
@@ -2340,7 +2368,7 @@ template <int F> DEV u32x4 mm_load_piece(const char *row, uint32_t k, uint32_t n
 }
 
 // Elements k to k + 7, those past n 0.
-DEV u32x4 mm_mask_halves(const u32x4 &piece, int64_t k, int64_t n) {
+DEV u32x4 matmul_mask_halves(const u32x4 &piece, int64_t k, int64_t n) {
     uint32_t w[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -2353,8 +2381,8 @@ DEV u32x4 mm_mask_halves(const u32x4 &piece, int64_t k, int64_t n) {
 // c += w x over n16 times 16 of K: rows from w on, columns from x on, in LDS, of which the first
 // 16 USED are used. A fragment is loaded again as soon as its last product has been issued.
 template <int TM, int TN, int USED>
-DEV void mm_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16) {
-    enum { ROW = MM_F16_ROW };
+DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16) {
+    enum { ROW = MATMUL_F16_ROW };
     frag fw[TM];
     frag_b fx = frag_load_b(x, ROW);
 #pragma unroll
@@ -2386,17 +2414,17 @@ DEV void mm_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16) {
 
 template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     enum {
-        BM = ROCQ_K_MATMUL_M, BK = MM_F16_BK, ROW = MM_F16_ROW, CHUNKS = MM_F16_CHUNKS,
+        BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW, CHUNKS = MATMUL_F16_CHUNKS,
         WN = BN == 128 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
         LOAD_ROWS = 128 / CHUNKS, N_W = BM / LOAD_ROWS, N_X = BN / LOAD_ROWS
     };
     LDS(u32x4, tile, (BM + BN) * ROW / 8);
-    static_assert(4 * mm_pass_floats<TM>() * 4 <= (int)sizeof(tile), "the epilogue passes here");
+    static_assert(4 * matmul_pass_floats<TM>() * 4 <= (int)sizeof(tile), "the epilogue passes here");
     f16 *const wt = (f16 *)tile, *const xt = wt + BM * ROW;
     if (a.tiles_m == 0) return;
     const uint32_t k = (uint32_t)a.k;
-    const mm_place at = mm_place_of(a, BM, BN, (k + BK - 1) / BK);
-    const int t = (int)thread_index(), wave = mm_wave();
+    const matmul_place at = matmul_place_of(a, BM, BN, (k + BK - 1) / BK);
+    const int t = (int)thread_index(), wave = matmul_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
     const int chunk = t % CHUNKS, row = t / CHUNKS; // of pieces: 8 lanes read one line of a row
 
@@ -2420,7 +2448,7 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
 #pragma unroll
         for (int i = 0; i < N_X; i++) {
             u32x4 *to = (u32x4 *)(xt + (row + i * LOAD_ROWS) * ROW) + chunk;
-            lput(to, tail ? mm_mask_halves(xr[i], step * BK + 8 * (uint32_t)chunk, k) : xr[i]);
+            lput(to, tail ? matmul_mask_halves(xr[i], step * BK + 8 * (uint32_t)chunk, k) : xr[i]);
         }
     };
 
@@ -2467,7 +2495,7 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
             for (int i = 0; i < 2; i++) {
                 u32x4 *to = (u32x4 *)(wt + (t / 2 + i * (BM / 2)) * ROW) + 4 * half;
                 u32x4 halves[4];
-                mm_unit_halves<F>(wr[i], 2 * step + half, halves);
+                matmul_unit_halves<F>(wr[i], 2 * step + half, halves);
 #pragma unroll
                 for (int j = 0; j < 4; j++) lput(to + j, halves[j]);
             }
@@ -2475,15 +2503,15 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
 #pragma unroll
             for (int i = 0; i < N_W; i++) {
                 u32x4 *to = (u32x4 *)(wt + (row + i * LOAD_ROWS) * ROW) + chunk;
-                lput(to, mm_piece_halves<F>(wp[i]));
+                lput(to, matmul_piece_halves<F>(wp[i]));
             }
         } else { // F32 would take 64 registers a step, misaligned rows many loads
-            const int parts = BK / piece_elems<F>();
+            const int pieces = BK / piece_elems<F>(); // of a row
 #pragma unroll 1
-            for (int i = t; i < BM * parts; i += 128) {
-                const int r = i / parts, e = i % parts * piece_elems<F>();
+            for (int i = t; i < BM * pieces; i += 128) {
+                const int r = i / pieces, e = i % pieces * piece_elems<F>();
                 const uint32_t r_in = (uint32_t)r < w_last ? (uint32_t)r : w_last;
-                const u32x4 piece = mm_load_piece<F>(w + r_in * (k * (16 / piece_elems<F>())),
+                const u32x4 piece = matmul_load_piece<F>(w + r_in * (k * (16 / piece_elems<F>())),
                                                      step * BK + (uint32_t)e, k, wide);
                 f16 *const to = wt + r * ROW + e;
                 if constexpr (F == ROCQ_F32) {
@@ -2492,7 +2520,7 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
                     lput((u32x2 *)to, make2(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
                                             bits<uint32_t>(pair((f16)v[2], (f16)v[3]))));
                 } else {
-                    lput((u32x4 *)to, mm_piece_halves<F>(piece));
+                    lput((u32x4 *)to, matmul_piece_halves<F>(piece));
                 }
             }
         }
@@ -2500,7 +2528,7 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
 
     const bool has_work = at.m0 + wm < a.m && at.n0 + wn < a.n; // of the wave
     frag_c c[TM][TN];
-    mm_clear(c);
+    matmul_clear(c);
     const bool half_tile = TN == 2 && a.n - at.n0 <= 16;
     load_w(at.begin);
     load_x(at.begin);
@@ -2515,22 +2543,22 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
         const uint32_t left = (k - step * BK + 15) / 16;
         const int n16 = left < BK / 16 ? (int)left : BK / 16;
         const f16 *const w_wave = wt + wm * ROW, *const x_wave = xt + wn * ROW;
-        if (half_tile && has_work) mm_multiply<TM, TN, TN == 2 ? 1 : TN>(c, w_wave, x_wave, n16);
-        else if (has_work) mm_multiply<TM, TN, TN>(c, w_wave, x_wave, n16);
+        if (half_tile && has_work) matmul_multiply<TM, TN, TN == 2 ? 1 : TN>(c, w_wave, x_wave, n16);
+        else if (has_work) matmul_multiply<TM, TN, TN>(c, w_wave, x_wave, n16);
         block_sync_lds();
     }
-    mm_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
+    matmul_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
 }
 
-#define MM_KERNELS(X, f)                                                    \
+#define ROCQ_X(X, f)                                                    \
     KERNEL(matmul_f16_##f##_128, rocq_k_matmul_args, 128) {                 \
         matmul_f16<format_id_##f, ROCQ_K_MATMUL_F16_N>(a);                         \
     }                                                                       \
     KERNEL(matmul_f16_##f##_32, rocq_k_matmul_args, 128) {                  \
         matmul_f16<format_id_##f, ROCQ_K_MATMUL_F16_N_FEW>(a);                     \
     }
-ROCQ_K_ALL_FORMATS(MM_KERNELS, )
-#undef MM_KERNELS
+ROCQ_K_ALL_FORMATS(ROCQ_X, )
+#undef ROCQ_X
 
 // -- INT8 --
 
@@ -2546,19 +2574,19 @@ ROCQ_K_ALL_FORMATS(MM_KERNELS, )
 // 73% (67%) of the cycles, 57% (50%) with groups of 16. As RDNA3's matrix units are no faster in
 // int8, matmul_f16 is ahead for every n; this is for callers that ask for INT8's arithmetic.
 enum {
-    MM_INT8_BK = 64,
-    MM_INT8_ROW = MM_INT8_BK + 16 // bytes of a row in LDS: 20 words spread 8 rows over all banks
+    MATMUL_INT8_BK = 64,
+    MATMUL_INT8_ROW = MATMUL_INT8_BK + 16 // bytes of a row in LDS: 20 words spread 8 rows over all banks
 };
 
 // Bytes of q less an offset below 128 - q: no byte carries into the next.
-DEV uint32_t mm_less_offset(uint32_t q, int offset) {
+DEV uint32_t matmul_less_offset(uint32_t q, int offset) {
     return (q + 0x01010101u * (uint32_t)(128 - offset)) ^ 0x80808080u;
 }
 
 template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     typedef block_layout<F> l;
     enum {
-        BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_INT8_N, BK = MM_INT8_BK, ROW = MM_INT8_ROW,
+        BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_INT8_N, BK = MATMUL_INT8_BK, ROW = MATMUL_INT8_ROW,
         WM = 64, WN = 32, TM = WM / 16, TN = WN / 16,
         GROUPS = l::halves ? 4 : 2 // of BK elements
     };
@@ -2568,14 +2596,14 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
         FLOATS = l::has_min ? XSUM + GROUPS * BN : WMIN
     };
     LDS(u32x4, tile, CODES / 16 + FLOATS / 4);
-    static_assert(4 * mm_pass_floats<TM>() * 4 <= (int)sizeof(tile), "the epilogue passes here");
+    static_assert(4 * matmul_pass_floats<TM>() * 4 <= (int)sizeof(tile), "the epilogue passes here");
     float *const ws = (float *)tile + CODES / 4;
     float *const xs = ws + XS, *const wmin = ws + WMIN, *const xsum = ws + XSUM;
     int8_t *const wt = (int8_t *)tile, *const xt = wt + BM * ROW;
     if (a.tiles_m == 0) return;
     const uint32_t row_units = (uint32_t)(a.k / 32);
-    const mm_place at = mm_place_of(a, BM, BN, (row_units + 1) / 2);
-    const int t = (int)thread_index(), wave = mm_wave();
+    const matmul_place at = matmul_place_of(a, BM, BN, (row_units + 1) / 2);
+    const int t = (int)thread_index(), wave = matmul_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
     const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
     const uint32_t x_last = (uint32_t)(a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
@@ -2606,7 +2634,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
             uint32_t q[8];
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                q[j] = l::offset ? mm_less_offset(u.q[j], l::offset) : u.q[j];
+                q[j] = l::offset ? matmul_less_offset(u.q[j], l::offset) : u.q[j];
             }
             u32x4 *to = (u32x4 *)(wt + row * ROW) + 2 * half;
             lput(to, make4(q[0], q[1], q[2], q[3]));
@@ -2637,7 +2665,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
 
     const bool has_work = at.m0 + wm < a.m && at.n0 + wn < a.n; // of the wave
     frag_c c[TM][TN];
-    mm_clear(c);
+    matmul_clear(c);
     load(at.begin);
     for (uint32_t step = at.begin; step < at.end; step++) {
         store(step);
@@ -2693,19 +2721,19 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
         }
         block_sync_lds();
     }
-    mm_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
+    matmul_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
 }
 
-#define MM_KERNEL(X, f) \
+#define ROCQ_X(X, f) \
     KERNEL(matmul_int8_##f, rocq_k_matmul_args, 128) { matmul_int8<format_id_##f>(a); }
-ROCQ_K_INT8_FORMATS(MM_KERNEL, )
-#undef MM_KERNEL
+ROCQ_K_INT8_FORMATS(ROCQ_X, )
+#undef ROCQ_X
 
 // -- F32 --
 
 // Half h of a step of 32 elements of row row0 + r of w, as it lies in memory; of a unit all.
 template <int F>
-DEV void mm_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r, uint32_t step, int h,
+DEV void matmul_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r, uint32_t step, int h,
                       u32x4 (&to)[4]) {
     const uint32_t k = (uint32_t)a.k;
     if constexpr (is_plain<F>()) {
@@ -2713,7 +2741,7 @@ DEV void mm_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r, uin
         const char *row = (const char *)a.w + (row0 + r) * k * (16 / elems);
 #pragma unroll
         for (int i = 0; i < 16 / elems; i++) {
-            to[i] = mm_load_piece<F>(row, 32 * step + 16 * (uint32_t)h + (uint32_t)(i * elems), k,
+            to[i] = matmul_load_piece<F>(row, 32 * step + 16 * (uint32_t)h + (uint32_t)(i * elems), k,
                                      k % elems == 0);
         }
     } else {
@@ -2726,7 +2754,7 @@ DEV void mm_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r, uin
 
 // The same as floats, transposed into LDS: element e of the step goes to to[e * stride].
 template <int F>
-DEV void mm_put_half(const u32x4 (&from)[4], uint32_t step, int h, float *to, int stride) {
+DEV void matmul_put_half(const u32x4 (&from)[4], uint32_t step, int h, float *to, int stride) {
     if constexpr (is_plain<F>()) {
         const int elems = piece_elems<F>();
 #pragma unroll
@@ -2753,7 +2781,7 @@ DEV void mm_put_half(const u32x4 (&from)[4], uint32_t step, int h, float *to, in
 
 // c += w x over n of K, of a thread's 8 rows and the first 4 HALVES of its columns.
 template <int HALVES>
-DEV void mm_multiply_f32(float (&c)[8][8], const float *w, const float *x, int stride, int n) {
+DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, int stride, int n) {
 #pragma unroll 2
     for (int e = 0; e < n; e++) {
         float vw[8], vx[4 * HALVES];
@@ -2788,8 +2816,8 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
     LDS(float, wt, BK * STRIDE);
     LDS(float, xt, BK * STRIDE);
     if (a.tiles_m == 0) return;
-    const mm_place at = mm_place_of(a, BM, BN, (uint32_t)((a.k + BK - 1) / BK));
-    const int t = (int)thread_index(), wave = mm_wave(), lane = lane_index();
+    const matmul_place at = matmul_place_of(a, BM, BN, (uint32_t)((a.k + BK - 1) / BK));
+    const int t = (int)thread_index(), wave = matmul_wave(), lane = lane_index();
     const int tm = wave % 2 * 8 + lane % 8, tn = wave / 2 * 4 + lane / 8, half = wave / 4;
     const int64_t w_last = (a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
     const int64_t x_last = (a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
@@ -2801,7 +2829,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
     const auto load = [&](uint32_t step) {
         switch (a.format) {
 #define ROCQ_X(NAME, name, id, elems, bytes) \
-        case id: mm_load_half<id>(a, at.w_row, w_row, step, half, wr); break;
+        case id: matmul_load_half<id>(a, at.w_row, w_row, step, half, wr); break;
         ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
         }
@@ -2814,7 +2842,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
     const auto store = [&](uint32_t step) {
         switch (a.format) {
 #define ROCQ_X(NAME, name, id, elems, bytes) \
-        case id: mm_put_half<id>(wr, step, half, wt + row, STRIDE); break;
+        case id: matmul_put_half<id>(wr, step, half, wt + row, STRIDE); break;
         ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
         }
@@ -2842,8 +2870,8 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
         store(step);
         block_sync_lds();
         if (step + 1 < at.end) load(step + 1);
-        if (half_tile) mm_multiply_f32<1>(c, wt + 4 * tm, xt + 4 * tn, STRIDE, BK);
-        else mm_multiply_f32<2>(c, wt + 4 * tm, xt + 4 * tn, STRIDE, BK);
+        if (half_tile) matmul_multiply_f32<1>(c, wt + 4 * tm, xt + 4 * tn, STRIDE, BK);
+        else matmul_multiply_f32<2>(c, wt + 4 * tm, xt + 4 * tn, STRIDE, BK);
         block_sync_lds();
     }
 #pragma unroll 1
@@ -2860,7 +2888,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 #pragma unroll 1
         for (int column = wave; column < 16; column += 8) {
             const int64_t n = at.n0 + pass / 4 * 64 + 4 * column + pass % 4;
-            if (n < a.n) mm_put_sums<4>(a, at, wt + column * STRIDE, at.m0, n);
+            if (n < a.n) matmul_put_sums<4>(a, at, wt + column * STRIDE, at.m0, n);
         }
         block_sync_lds();
     }
@@ -4340,7 +4368,7 @@ DEV int64_t row_bytes_of(const rocq_k_tensor &t) {
     return (int64_t)(t.ne[0] / format_elems(t.format)) * format_bytes(t.format);
 }
 // 16 bytes at byte k of a row of n, or what is left of it.
-template <typename T> DEV void copy_piece(char *to, const char *from, int64_t k, int64_t n) {
+template <typename T> DEV void copy_16(char *to, const char *from, int64_t k, int64_t n) {
     const int each = (int)sizeof(T);
 #pragma unroll
     for (int e = 0; e < 16 / each; e++) {
@@ -4382,17 +4410,17 @@ KERNEL(map, rocq_k_map_args, 256) {
     const uint32_t rows = rows_of(a.y);
     if (a.op == ROCQ_OP_CAST && a.y.format == a.a.format) {
         const int64_t n = row_bytes_of(a.y);
-        const uint32_t pieces = (uint32_t)((n + 15) / 16), r = at / pieces;
+        const uint32_t chunks = (uint32_t)((n + 15) / 16), r = at / chunks;
         if (r >= rows) return;
-        const int64_t k = 16 * (int64_t)(at - r * pieces);
+        const int64_t k = 16 * (int64_t)(at - r * chunks);
         const place p = place_of(a.y, r);
         char *to = row_of(a.y, p.i1, p.i2, p.i3);
         const char *from = row_of(a.a, p.i1, p.i2, p.i3);
         const uint64_t low = alignment_bits(a.y) | alignment_bits(a.a);
-        if (((low | (uint64_t)n) & 15) == 0) copy_piece<u32x4>(to, from, k, n);
-        else if (((low | (uint64_t)n) & 3) == 0) copy_piece<uint32_t>(to, from, k, n);
-        else if (((low | (uint64_t)n) & 1) == 0) copy_piece<uint16_t>(to, from, k, n);
-        else copy_piece<uint8_t>(to, from, k, n);
+        if (((low | (uint64_t)n) & 15) == 0) copy_16<u32x4>(to, from, k, n);
+        else if (((low | (uint64_t)n) & 3) == 0) copy_16<uint32_t>(to, from, k, n);
+        else if (((low | (uint64_t)n) & 1) == 0) copy_16<uint16_t>(to, from, k, n);
+        else copy_16<uint8_t>(to, from, k, n);
         return;
     }
     // Whole tensors are one long row, and two dimensions need one product a row: the general
@@ -4400,10 +4428,10 @@ KERNEL(map, rocq_k_map_args, 256) {
     const bool one_row =
         (a.y.ne[0] & 3) == 0 && is_packed(a.y) && is_packed(a.a) &&
         (!a.b.data || (is_packed(a.b) && a.b.ne[0] == a.y.ne[0] && rows_of(a.b) == rows));
-    const uint32_t pieces = (uint32_t)(a.y.ne[0] + 3) / 4, row = one_row ? 0 : at / pieces;
-    const bool live = one_row ? at < pieces * rows : row < rows;
+    const uint32_t quads = (uint32_t)(a.y.ne[0] + 3) / 4, row = one_row ? 0 : at / quads;
+    const bool live = one_row ? at < quads * rows : row < rows;
     const uint32_t r = live ? row : 0;
-    const int64_t k = 4 * (int64_t)(at - row * pieces);
+    const int64_t k = 4 * (int64_t)(at - row * quads);
     const int count = !live ? 0 : one_row ? 4 : quad_count(a.y.ne[0], k);
     const char *a_row = (const char *)a.a.data, *b_row = (const char *)a.b.data;
     char *y_row = (char *)a.y.data;
@@ -4522,19 +4550,12 @@ KERNEL(softmax, rocq_k_softmax_args, 256) {
 
 // -- gather, and cast from every format --
 
-// Elements k to k + 3 of a row of a block format: of the GGUF row at x, or of the planar tensor of
-// n_units units at x, in its unit `unit`.
+// Word i of unit `unit` of a planar tensor of n_units units, decoded; i is the lane's own. q[i] is
+// selected, since an array with an index that is no constant would lie in memory.
 template <int F>
-DEV void decode_block_quad(bool planar, const void *x, int64_t n_units, int64_t unit, int64_t k,
-                           float v[4]) {
-    const int i = (int)(k >> 2) & 7;
-    if (!planar) {
-        typedef gguf_block<F> b;
-        gguf_values<F>((const char *)x + k / b::elems * b::bytes, (int)(k % b::elems) / 32, i, v);
-        return;
-    }
+DEV void planar_values(const void *x, int64_t n_units, int64_t unit, int i, float v[4]) {
     const raw<F> r = load_raw<F>(planes_of<F>(x, n_units), unit);
-    uint32_t q = decode_code<F>(r, 0); // word i, selected: an indexed array would lie in memory
+    uint32_t q = decode_code<F>(r, 0);
 #pragma unroll
     for (int w = 1; w < 8; w++) q = i == w ? decode_code<F>(r, w) : q;
     decode_quad<F>(q, decode_factors<F>(r, unit), i, v);
@@ -4556,9 +4577,9 @@ DEV void decode_block_quad(bool planar, const void *x, int64_t n_units, int64_t 
 KERNEL(decode, rocq_k_decode_args, 256) {
     if (a.y.ne[0] == 0) return;
     const uint32_t at = (a.common.block0 + block_index()) * 256 + thread_index();
-    const uint32_t pieces = (uint32_t)(a.y.ne[0] + 3) / 4, r = at / pieces;
+    const uint32_t quads = (uint32_t)(a.y.ne[0] + 3) / 4, r = at / quads;
     if (r >= rows_of(a.y)) return;
-    const int64_t k = 4 * (int64_t)(at - r * pieces);
+    const int64_t k = 4 * (int64_t)(at - r * quads);
     const int count = quad_count(a.y.ne[0], k);
     const place p = place_of(a.y, r);
     char *y_row = row_of(a.y, p.i1, p.i2, p.i3);
@@ -4581,21 +4602,21 @@ KERNEL(decode, rocq_k_decode_args, 256) {
     if (found) {
         if (a.x.format == ROCQ_F32 || a.x.format == ROCQ_F16 || a.x.format == ROCQ_BF16) {
             get4(a.x.format, x_row, is_wide(a.x), k, count, v);
-        } else {
-            const bool planar = a.x.layout == ROCQ_LAYOUT_PLANAR;
-            const void *x = x_row;
-            int64_t n_units = 0, unit = 0;
-            if (planar) {
-                const int64_t per_row = a.x.ne[0] / 32;
-                x = a.x.data;
-                n_units = per_row * rows_of(a.x);
-                unit = row * per_row + k / 32;
-            }
+        } else if (a.x.layout == ROCQ_LAYOUT_PLANAR) {
+            const int64_t per_row = a.x.ne[0] / 32, n_units = per_row * rows_of(a.x);
+            const int64_t unit = row * per_row + k / 32;
             switch (a.x.format) {
-#define ROCQ_X(X, f)                                                                 \
-    case format_id_##f:                                                              \
-        decode_block_quad<format_id_##f>(planar, x, n_units, unit, k, v);            \
+#define ROCQ_X(X, f)                                                                           \
+    case format_id_##f:                                                                        \
+        planar_values<format_id_##f>(a.x.data, n_units, unit, (int)(k >> 2) & 7, v);           \
         break;
+                BLOCK_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+            default: break;
+            }
+        } else {
+            switch (a.x.format) {
+#define ROCQ_X(X, f) case format_id_##f: gguf_values<format_id_##f>(x_row, k, v); break;
                 BLOCK_FORMATS(ROCQ_X, )
 #undef ROCQ_X
             default: break;
