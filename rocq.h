@@ -2381,17 +2381,16 @@ const rocq_hip *rocq_hip_linked(void);
 #error "define both ROCQ_MALLOC and ROCQ_FREE, or neither"
 #endif
 
-#if defined(__GNUC__) || defined(__clang__)
-#define ROCQ__FN __attribute__((unused)) static
-#define ROCQ__INLINE __attribute__((unused)) static inline
-#define ROCQ__ALWAYS_INLINE __attribute__((unused, always_inline)) static inline
-#define ROCQ__RESTRICT __restrict
-#else
+// A private function that nothing calls is a warning (-Wall). ROCQ_STATIC needs no other rule: there
+// ROCQ_DEF alone says that a function may be unused, and the public functions call the private ones.
 #define ROCQ__FN static
 #define ROCQ__INLINE static inline
+#if defined(__GNUC__) || defined(__clang__)
+#define ROCQ__ALWAYS_INLINE __attribute__((always_inline)) static inline
+#else
 #define ROCQ__ALWAYS_INLINE static inline
-#define ROCQ__RESTRICT __restrict
 #endif
+#define ROCQ__RESTRICT __restrict
 #ifdef __cplusplus
 #define ROCQ__ALIGNAS(n) alignas(n)
 #else
@@ -2439,9 +2438,9 @@ const rocq_hip *rocq_hip_linked(void);
 #define ROCQ__HAS_PROFILE 0
 #endif
 #if defined(ROCQ_DEBUG)
-#define ROCQ__GUARD 64 // bytes behind a pool's block in host memory
+enum { ROCQ__GUARD = 64 }; // bytes behind a pool's block in host memory
 #else
-#define ROCQ__GUARD 0
+enum { ROCQ__GUARD = 0 };
 #endif
 
 // >>includes
@@ -2839,6 +2838,8 @@ ROCQ__FN void rocq__print_number(rocq__output *out, double value, int width, int
     rocq__print(out, "%*.*s", width, length, text);
 }
 
+#if ROCQ__HAS_PROFILE // which alone writes JSON
+
 ROCQ__FN void rocq__print_bytes(rocq__output *out, const char *text, int64_t size) {
     if (!out->failed && size > 0) out->failed = !out->write(text, size, out->user);
 }
@@ -2856,6 +2857,8 @@ ROCQ__FN void rocq__print_string(rocq__output *out, const char *text) {
     }
     rocq__print(out, "\"");
 }
+
+#endif
 
 // A field of a struct that is written to JSON as a number.
 typedef struct rocq__number {
@@ -4162,7 +4165,7 @@ ROCQ__FN void rocq__dequantize_row(rocq_format format, float *ROCQ__RESTRICT dst
 // -- quantize: the formats with a fixed rule, which give ggml's reference bytes --
 
 #if defined(__GNUC__) || defined(__clang__)
-#define ROCQ__NOINLINE __attribute__((unused, noinline)) static
+#define ROCQ__NOINLINE __attribute__((noinline)) static
 #elif defined(_MSC_VER)
 #define ROCQ__NOINLINE __declspec(noinline) static
 #else
@@ -18047,6 +18050,60 @@ ROCQ_DEF uint16_t rocq_f32_to_f16(float value) { return rocq__f32_to_f16(value);
     }
 ROCQ_OPS(ROCQ_X)
 #undef ROCQ_X
+
+// Private macros end here.
+#undef ROCQ__ALIGNAS
+#undef ROCQ__ALWAYS_INLINE
+#undef ROCQ__CODEC_BF16
+#undef ROCQ__CODEC_F16
+#undef ROCQ__CODEC_F32
+#undef ROCQ__CODEC_IQ4_NL
+#undef ROCQ__CODEC_IQ4_XS
+#undef ROCQ__CODEC_MXFP4
+#undef ROCQ__CODEC_MXFP6_E2M3
+#undef ROCQ__CODEC_MXFP6_E3M2
+#undef ROCQ__CODEC_Q2_K
+#undef ROCQ__CODEC_Q3_K
+#undef ROCQ__CODEC_Q4_0
+#undef ROCQ__CODEC_Q4_1
+#undef ROCQ__CODEC_Q4_K
+#undef ROCQ__CODEC_Q5_0
+#undef ROCQ__CODEC_Q5_1
+#undef ROCQ__CODEC_Q5_K
+#undef ROCQ__CODEC_Q6_K
+#undef ROCQ__CODEC_Q8_0
+#undef ROCQ__EITHER
+#undef ROCQ__FN
+#undef ROCQ__GGUF_WINDOW
+#undef ROCQ__HAS_AVX2
+#undef ROCQ__HAS_HIP
+#undef ROCQ__HAS_MMAP
+#undef ROCQ__HAS_NEON
+#undef ROCQ__HAS_PROFILE
+#undef ROCQ__HAS_STDIO
+#undef ROCQ__HAS_THREADS
+#undef ROCQ__HIP
+#undef ROCQ__HIP_LINKED
+#undef ROCQ__INLINE
+#undef ROCQ__LOCK
+#undef ROCQ__MAX
+#undef ROCQ__MIN
+#undef ROCQ__NOINLINE
+#undef ROCQ__NO_GRID
+#undef ROCQ__OTHER_TYPES
+#undef ROCQ__PAIR
+#undef ROCQ__PREFETCH
+#undef ROCQ__PRINTF
+#undef ROCQ__PRINT_FIELDS
+#undef ROCQ__RESTRICT
+#undef ROCQ__TARGET_AVX2
+#undef ROCQ__TARGET_AVX512
+#undef ROCQ__TRY
+#undef ROCQ__TURNS
+#undef ROCQ__UNLOCK
+#undef ROCQ__WAIT
+#undef ROCQ__WAKE
+#undef ROCQ__YIELD
 
 #endif // ROCQ_IMPLEMENTATION
 

@@ -546,7 +546,7 @@ static void misuse_is_found(void **state) {
     close_all(&f);
 }
 
-#if ROCQ__GUARD > 0
+#ifdef ROCQ_DEBUG
 static void guards_find_an_overrun(void **state) {
     (void)state;
     fixture f;
@@ -689,12 +689,12 @@ static int64_t model_block(const model *m, const rocq_buffer *b) {
 }
 
 static void stamp(const rocq_buffer *b, uint64_t value) {
-    memcpy(b->host, &value, (size_t)ROCQ__MIN(b->size, 8));
+    memcpy(b->host, &value, (size_t)(b->size < 8 ? b->size : 8));
     if (b->size >= 16) memcpy((char *)b->host + b->size - 8, &value, 8);
 }
 
 static bool stamped(const rocq_buffer *b, uint64_t value) {
-    return memcmp(b->host, &value, (size_t)ROCQ__MIN(b->size, 8)) == 0 &&
+    return memcmp(b->host, &value, (size_t)(b->size < 8 ? b->size : 8)) == 0 &&
            (b->size < 16 || memcmp((char *)b->host + b->size - 8, &value, 8) == 0);
 }
 
@@ -711,7 +711,7 @@ static void model_alloc(model *m) {
     m->n_requests++;
     m->live_bytes += size;
     m->block_bytes += model_block(m, b);
-    m->peak_bytes = ROCQ__MAX(m->peak_bytes, m->live_bytes);
+    if (m->peak_bytes < m->live_bytes) m->peak_bytes = m->live_bytes;
 }
 
 static void model_free(model *m) {
@@ -1166,7 +1166,7 @@ int main(int argc, char **argv) { // [name of a test]
         cmocka_unit_test(budgets_hold),
         cmocka_unit_test(trim_gives_back_whole_slabs),
         cmocka_unit_test(misuse_is_found),
-#if ROCQ__GUARD > 0
+#ifdef ROCQ_DEBUG
         cmocka_unit_test(guards_find_an_overrun),
 #endif
         cmocka_unit_test(reports_are_whole),

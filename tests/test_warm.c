@@ -377,7 +377,7 @@ static void step_read(step *s, unsigned char *to) {
     memset(to, 0, sizeof s->had);
     for (int i = 0; i < 3; i++) {
         t.buffer = list[i];
-        t.ne[0] = i == 1 ? ROCQ__MIN(t.buffer.size, (int64_t)CACHE) / 4 : t.buffer.size / 4;
+        t.ne[0] = i == 1 ? (t.buffer.size < CACHE ? t.buffer.size : CACHE) / 4 : t.buffer.size / 4;
         assert_int_equal(rocq_download(s->ctx, to, &t, 4 * t.ne[0]), ROCQ_OK);
         to += i == 0 ? MEMORY : CACHE;
     }
