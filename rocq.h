@@ -2381,8 +2381,8 @@ const rocq_hip *rocq_hip_linked(void);
 #error "define both ROCQ_MALLOC and ROCQ_FREE, or neither"
 #endif
 
-// A private function that nothing calls is a warning (-Wall). ROCQ_STATIC needs no other rule: there
-// ROCQ_DEF alone says that a function may be unused, and the public functions call the private ones.
+// A private function that nothing calls is a warning (-Wall), with ROCQ_STATIC too: there ROCQ_DEF
+// says that a public function may be unused, and private ones are called by those.
 #define ROCQ__FN static
 #define ROCQ__INLINE static inline
 #if defined(__GNUC__) || defined(__clang__)
@@ -2667,8 +2667,8 @@ ROCQ__FN void rocq__heapsort(void *items, int64_t n, int64_t size,
 // ---------------------------------------------------------------------------------------------
 // The state of a context. What only a GPU context has is in rocq__gpu (>>hip_api).
 
-// A block of memory. This header stands in front of host memory; for device and pinned memory, which
-// come from the runtime, the header alone is taken from the allocator. The list of a context's
+// A block of memory. This header stands in front of host memory; for device and pinned memory,
+// which come from the runtime, the header alone is taken from the allocator. The list of a context's
 // blocks lets rocq_close free what the caller left.
 typedef struct rocq__block {
     struct rocq__block *prev, *next;
@@ -3031,8 +3031,8 @@ ROCQ__FN void rocq__block_free(rocq_ctx *ctx, rocq__block *block) {
     else rocq__device_free(ctx, block);
 }
 
-// The block of a buffer, or NULL. It is searched for, because a foreign, stale or inner pointer must
-// not reach the allocator.
+// The block of a buffer, or NULL. It is searched for, because a foreign, stale or inner pointer
+// must not reach the allocator.
 ROCQ__FN rocq__block *rocq__block_at(rocq_ctx *ctx, const rocq_buffer *buffer) {
     const bool on_gpu = rocq__on_gpu(ctx);
     const rocq_memory memory = on_gpu ? ROCQ_MEMORY_DEVICE : ROCQ_MEMORY_HOST;
