@@ -10852,7 +10852,7 @@ ROCQ__FN rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int
     return ROCQ_OK;
 }
 
-// Sizes have been checked to fit; a tensor that is not there has data NULL.
+// A tensor as kernels take it. Its sizes have been checked to fit; without a tensor data is NULL.
 ROCQ__FN rocq_k_tensor rocq__k_tensor(const rocq_tensor *t) {
     rocq_k_tensor k;
     int64_t elems, bytes;
@@ -10867,7 +10867,7 @@ ROCQ__FN rocq_k_tensor rocq__k_tensor(const rocq_tensor *t) {
     return k;
 }
 
-// n words that are zero now; the kernel leaves them zero.
+// Gives n words that are 0. The kernel must leave them 0: all launches use the same ones.
 ROCQ__FN rocq_result rocq__counters_hip(rocq_ctx *ctx, int64_t n, uint32_t **out) {
     if (n > ROCQ__COUNTERS) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%lld counters, there are %d", (long long)n,
@@ -10877,7 +10877,7 @@ ROCQ__FN rocq_result rocq__counters_hip(rocq_ctx *ctx, int64_t n, uint32_t **out
     return ROCQ_OK;
 }
 
-// Units unit0 and up of planar dst from n_units of raw blocks.
+// Repacks n_units units of raw blocks, which become the units unit0 and up of planar dst.
 ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
                                       int64_t unit0, int64_t n_units) {
     rocq_k_repack_args a;
@@ -10896,25 +10896,25 @@ ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, voi
 }
 
 // -- choices --
-// Where params leave open how a launch is made, the op's body describes it as a site and asks
-// rocq__config_for, which goes by the rule of its kind, unless rocq_tune has found something faster
-// for the class of the site.
+// A matvec, a grid of tiles and an attention can be launched in several ways. An op's body
+// describes what it launches as a site and asks rocq__config_for, which applies the rule of the
+// site's kind, unless rocq_tune has found something faster for the site's class.
 
 enum { ROCQ__MATVEC, ROCQ__TILES, ROCQ__ATTEND, ROCQ__KINDS };
 
-// All that a rule looks at besides the chip. Each kind uses some of the fields: rocq__site_fields
-// has their names. 0 where unused, so that sites compare as bytes.
+// All that a rule looks at besides the chip. Each kind uses some of the fields (rocq__site_fields
+// names them); the others are 0, so that memcmp compares sites.
 typedef struct rocq__site {
     int32_t kind;
-    int32_t format, format2; // of w, -1 = several; of k and v
+    int32_t format, format2; // of w, -1 if there are several; attention: of k and of v
     int32_t int8;            // matvec: integer products
     int32_t pair;            // matvec: with w2
     int32_t m, k, n;         // attention: columns of a KV head, head size, positions
     int32_t batch;           // tiles: matrices; attention: KV heads of all sequences
-    int32_t row_bytes;       // matvec: of weights to a row, w2's too
+    int32_t row_bytes;       // matvec: weights of a row, with those of w2
 } rocq__site;
 
-// Sites of what is being planned, one of each class.
+// The sites that a plan meets, one of each class.
 enum { ROCQ__SURVEY = 32 }; // a chain of 16 products, each with a w2 of another format
 typedef struct rocq__survey {
     rocq__site site[ROCQ__SURVEY];
@@ -10928,17 +10928,18 @@ ROCQ__FN int32_t rocq__clamp32(int64_t n) {
     return (int32_t)ROCQ__MIN(n, (int64_t)INT32_MAX);
 }
 
-// -- ops, in the order of ROCQ_OPS -- An op's body runs twice over the same job: to plan, when
-// scratch memory has no address yet and nothing is launched, and to launch. So the plan is never
-// wrong. The first failure stays in the job and turns what follows into nothing.
+// -- ops, in the order of ROCQ_OPS --
 
+// One run of an op's body, to plan or to launch. While planning, scratch memory has no address and
+// nothing is launched; all else is the same, so that a plan is never wrong. After the first
+// failure, which result keeps, the rest of the body has no effect.
 typedef struct rocq__job {
     rocq_ctx *ctx;
     rocq_op op;
     const char *name;   // of the op
     bool planning;
     uintptr_t scratch;  // device address, 256-byte aligned; 0 while planning
-    int64_t used, most; // bytes of it
+    int64_t used, most; // bytes of it in use, and the most so far
     rocq_result result;
     rocq__cost cost;    // of the next launch, for the time cap; products and attention, which
                         // launch parts of themselves, set it; else it is that of the op
@@ -10986,7 +10987,7 @@ ROCQ__FN rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_l
         t.ne[d] = ne[d];
         if (d > 1) fits = fits && rocq__mul(t.stride[d - 1], ne[d - 1], &t.stride[d]);
     }
-    fits = fits && rocq__mul(t.stride[3], ne[3], &end) && end < INT64_MAX / 64; // even several
+    fits = fits && rocq__mul(t.stride[3], ne[3], &end) && end < INT64_MAX / 64; // sums fit, too
     if (job->result != ROCQ_OK) return t;
     if (!fits) {
         job->result =
@@ -11000,7 +11001,7 @@ ROCQ__FN rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_l
     return t;
 }
 
-// Kernels count the elements of a row in 32 bits, and somewhat past its end.
+// Kernels count the elements of a row, and some beyond its end, in 32 bits.
 enum { ROCQ__ROW_ELEMS = 1 << 30 };
 
 ROCQ__FN void rocq__job_row(rocq__job *job, int64_t ne0) {
@@ -11013,8 +11014,8 @@ ROCQ__FN bool rocq__is_plain(rocq_format format) {
     return format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
 }
 
-// Blocks of 256 threads that share out t's rows in pieces of so many of its row_size elements or
-// bytes. A kernel counts the pieces in 32 bits.
+// How many blocks of 256 threads a kernel needs that gives each thread `piece` of the row_size
+// elements or bytes of a row of t. The kernel counts these pieces in 32 bits.
 ROCQ__FN int64_t rocq__piece_blocks(rocq__job *job, const rocq_tensor *t, int64_t row_size,
                                     int64_t piece) {
     int64_t n;
@@ -11028,7 +11029,7 @@ ROCQ__FN int64_t rocq__piece_blocks(rocq__job *job, const rocq_tensor *t, int64_
     return (n + 255) / 256;
 }
 
-// Threads of a block that has a row to itself: four elements each, as far as 256 threads go.
+// Threads of a block that works on one row: one for four elements, from a wave up to 256.
 ROCQ__FN int rocq__row_threads(int64_t ne0) {
     int threads = ROCQ_K_WAVE;
     while (threads < ROCQ_K_ROW_THREADS && 4 * threads < ne0) threads *= 2;
@@ -11081,7 +11082,7 @@ ROCQ__FN void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const 
     rocq__job_launch(job, ROCQ_K_repack, rocq__piece_blocks(job, x, x->ne[0], 32), 1, 256, &args);
 }
 
-// y = x in y's format and layout: a copy, a repack, a decoding or an encoding, or the last two.
+// y = x in y's format and layout: copied, repacked, decoded, encoded, or decoded and then encoded.
 ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x) {
     const rocq_cast_params cast = {y, x};
     const rocq__cost cost = job->cost;
@@ -11114,18 +11115,18 @@ ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq
 }
 
 // -- matmul --
-// A chain of products of one x. With few columns each is a matvec, and neighbours share a launch;
-// with more it is a grid of tiles. Before that x and w are brought to the one form that a kernel
-// reads, where they are not in it already:
+// A chain of products of one x. With up to ROCQ_K_FEW columns each is a matvec, and neighbours in
+// the chain share a launch; with more, each is a grid of tiles. First, operands that do not have
+// the form that the kernels read are converted to it:
 //   x    INT8: planar Q8_0; else F16 or F32, 16-byte aligned rows at one distance throughout
 //   w    planar blocks; F32 F16 BF16 contiguous, 16-byte aligned
 
 enum {
-    ROCQ__MATMUL_K = 1 << 24,     // most of K: 32 bits address the rows of a tile
-    ROCQ__MATMUL_BATCHES = 65535  // of matrices: a matvec launches each, tiles count them in z
+    ROCQ__MATMUL_K = 1 << 24,     // largest K: 32 bits address the rows of a tile
+    ROCQ__MATMUL_BATCHES = 65535  // most matrices: a matvec launches each, tiles have them in z
 };
 
-// Place of a format in ROCQ_K_ALL_FORMATS, which is the order of a family's kernels.
+// Index of a format in ROCQ_K_ALL_FORMATS, in whose order the kernels of a family stand.
 ROCQ__FN int rocq__k_format(rocq_format format) {
     switch (format) {
 #define ROCQ_X(NAME, name, id, elems, bytes) \
@@ -11136,7 +11137,7 @@ ROCQ__FN int rocq__k_format(rocq_format format) {
     }
 }
 
-// The same in ROCQ_K_INT8_FORMATS, -1 for a format that has no integer path.
+// The same for ROCQ_K_INT8_FORMATS; -1 for a format that has no integer path.
 ROCQ__FN int rocq__k_int8_format(rocq_format format) {
     const int i = rocq__k_format(format) - rocq__k_format(ROCQ_Q4_0);
     return i <= rocq__k_format(ROCQ_MXFP4) - rocq__k_format(ROCQ_Q4_0) ? ROCQ__MAX(i, -1) : -1;
@@ -11151,8 +11152,8 @@ ROCQ__FN bool rocq__aligned16(const rocq_tensor *t) {
     return (uintptr_t)rocq__device_data(t) % 16 == 0;
 }
 
-// Rows of a float tensor all at one distance, through the batches, and readable in pieces of 16
-// bytes.
+// Whether the rows of a float tensor have one distance throughout, even from matrix to matrix, and
+// can be read 16 bytes at a time.
 ROCQ__FN bool rocq__wide_rows(const rocq_tensor *t) {
     const int64_t wide = t->format == ROCQ_F32 ? 4 : 8;
     if (t->stride[1] > ROCQ__MATMUL_K) return false; // so that the products below fit
@@ -11186,13 +11187,13 @@ ROCQ__FN rocq_tensor rocq__gemm_w(rocq__job *job, const rocq_tensor *w) {
     return t;
 }
 
-// A product with everything where its kernel reads and writes it.
+// A product whose operands have the form that its kernel reads and writes.
 typedef struct rocq__gemm {
     const rocq_matmul_params *p;
     rocq_precision path;
     rocq_tensor w, w2; // w2.n_dims 0: none
-    rocq_tensor y;     // p->y, or F32 in scratch memory where the kernel cannot write that
-    rocq_tensor gate;  // p->gate, or the other product of a pair that no kernel takes together
+    rocq_tensor y;     // p->y, or F32 in scratch memory where the kernel cannot write p->y
+    rocq_tensor gate;  // p->gate, or w2 x where no kernel computes it together with w x
     bool has_gate;
 } rocq__gemm;
 
@@ -11213,13 +11214,13 @@ ROCQ__FN void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
     if (t->data) t->data = (void *)((uintptr_t)t->data + (uintptr_t)bytes);
 }
 
-// Waves that share the rows of a matvec. The memory is busy while latency x bandwidth bytes are on
-// their way; a wave has one step of its four rows on the way: a lane a unit of each, or of plain
-// formats 16 bytes. So K is divided until all waves together reach that, but never so far that a
-// step is not full. On an H200 with this latency the rule takes the fastest of 1, 2, 4 and 8, or
-// one at most 4% behind, for Q4_0, Q8_0, Q4_K, Q5_K, Q6_K and F16 of 4096 x 4096, 14336 x 4096 and
-// 4096 x 14336, n = 1.
-enum { ROCQ__LATENCY_NS = 950 }; // of a load under load; 240 idle on a 7900 XTX
+// The rule for a matvec chooses k_waves, the number of waves that divide the K of a row among them.
+// Memory works at full rate while latency x bandwidth bytes are in flight. A wave has one step of
+// its four rows in flight: for each lane a unit of each row, or 16 bytes of plain formats. So K is
+// divided until all waves together reach that, but never so far that a step is not full. On an H200
+// with this latency the rule takes the fastest of 1, 2, 4 and 8, or one at most 4% behind, for
+// Q4_0, Q8_0, Q4_K, Q5_K, Q6_K and F16 of 4096 x 4096, 14336 x 4096 and 4096 x 14336, n = 1.
+enum { ROCQ__LATENCY_NS = 950 }; // of a load from busy memory; 240 from idle memory on a 7900 XTX
 
 // Elements of a row that a wave takes in one step.
 ROCQ__FN int32_t rocq__matvec_step(const rocq__site *s) {
@@ -11228,7 +11229,7 @@ ROCQ__FN int32_t rocq__matvec_step(const rocq__site *s) {
     return ROCQ_K_WAVE * (plain ? (int32_t)(16 / rocq__bytes(format, 1)) : 32);
 }
 
-// Bytes that all waves together have on the way with k_waves 1.
+// Bytes that all waves together have in flight when k_waves is 1.
 ROCQ__FN double rocq__matvec_flight(const rocq__site *s) {
     const int32_t step = rocq__matvec_step(s);
     return (double)s->m * s->row_bytes * ROCQ__MIN(s->k, step) / s->k;
@@ -11246,7 +11247,7 @@ ROCQ__FN rocq_launch_config rocq__rule_matvec(const rocq__chip *chip, const rocq
     return config;
 }
 
-// Products of one x and path, with at most ROCQ_K_FEW columns, in one launch a batch.
+// Launches products of one x and path, with at most ROCQ_K_FEW columns, once for each matrix.
 ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_parts,
                              const rocq_tensor *x) {
     const int64_t n = x->ne[1], k = x->ne[0];
@@ -11337,7 +11338,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     }
 }
 
-// The splits of K worth trying, rising: each part has at least four steps of 64.
+// Numbers of splits of K worth trying, in rising order: each part has at least four steps of 64.
 ROCQ__FN int32_t rocq__values_tile_splits(const rocq__site *s, int32_t *out) {
     int32_t n = 0;
     for (int32_t v = 1; v <= 16 && (v == 1 || s->k / v >= 256); v *= 2) {
@@ -11347,21 +11348,21 @@ ROCQ__FN int32_t rocq__values_tile_splits(const rocq__site *s, int32_t *out) {
     return n;
 }
 
-// How a compute unit goes through tiles. On RDNA3 decode is by the machine code (bench/gfx1100.md),
-// held by LDS and registers; the other column is fitted to an H200.
+// How fast a compute unit computes tiles. For RDNA3, decode comes from the machine code
+// (bench/gfx1100.md), held from LDS and registers; for other chips, all is fitted to an H200.
 typedef struct rocq__tile_pace {
-    double rate;    // of the unit that multiplies, over chip->matrix_per_us
+    double rate;    // of the unit that multiplies, relative to chip->matrix_per_us
     double decode;  // columns whose products take as long as fetching and decoding w
-    double held[2]; // blocks that a unit holds, of the narrow tile and of the others
+    double held[2]; // blocks resident on a compute unit: of the narrow tile, of the others
 } rocq__tile_pace;
 
 static const rocq__tile_pace rocq__tile_rdna3 = {1.0, 16.0, {2.5, 1.5}},
                              rocq__tile_other = {4.0, 50.0, {4.0, 2.0}};
 
-// Nanoseconds of a grid of tiles. A step of 64 of K takes a block the latency of its loads and its
-// arithmetic; blocks that a unit holds together wait at the same time. The parts of a split K are
-// written, and read and added by a second launch. On an H200 what is fastest by this is the fastest
-// of all or at most 7% behind, 0.7% on average, for 41 shapes of five formats, n 16 to 2048.
+// Estimates the nanoseconds of a grid of tiles. For each 64 of K, a block waits for its loads, then
+// computes; blocks resident on one unit wait at the same time. The parts of a split K are written,
+// then read and added by a second launch. On an H200 the fastest by this estimate is the fastest of
+// all or at most 7% behind, 0.7% on average, for 41 shapes of five formats, n 16 to 2048.
 ROCQ__FN double rocq__tiles_ns(const rocq__chip *chip, const rocq__site *s,
                                const rocq_launch_config *c) {
     const rocq__tile_pace *p = chip->target ? &rocq__tile_rdna3 : &rocq__tile_other;
@@ -11377,12 +11378,12 @@ ROCQ__FN double rocq__tiles_ns(const rocq__chip *chip, const rocq__site *s,
     const double w_bytes = (double)rocq__bytes((rocq_format)s->format, s->k) * s->m;
     const double y_bytes = 4.0 * s->m * s->n * s->batch;
     const double bytes = (w_bytes + 2.0 * s->k * s->n) * s->batch + y_bytes;
-    const double parts = splits > 1.0 ? 4.0 * y_bytes * splits : 0.0; // at half of memory's rate
+    const double parts = splits > 1.0 ? 4.0 * y_bytes * splits : 0.0; // twice, at half the rate
     return ROCQ__MAX(tiles, bytes * 1e3 / chip->bytes_per_us) + parts * 1e3 / chip->bytes_per_us +
            (rounds + 1.0) * latency;
 }
 
-// The fastest of some tiles, with the best number of splits.
+// The tile of tile_n[n_tiles] and the number of splits with the least estimated time.
 ROCQ__FN rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__site *s,
                                              const int32_t *tile_n, int32_t n_tiles) {
     rocq_launch_config best = {0, tile_n[0], 1};
@@ -11405,7 +11406,7 @@ ROCQ__FN rocq_launch_config rocq__rule_tiles(const rocq__chip *chip, const rocq_
     return rocq__tiles_best(chip, s, tile_n, 2);
 }
 
-// A product as a grid of tiles, z counting the batches.
+// Launches a product as a grid of tiles, in which z counts the matrices.
 ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_tensor *x) {
     const rocq_tensor *w = &g->w;
     const int64_t m = w->ne[1], n = x->ne[1], k = x->ne[0], n_matrices = x->ne[2] * x->ne[3];
@@ -11426,7 +11427,7 @@ ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_t
         kernel = ROCQ_K_matmul_f16_f32_128 + 2 * rocq__k_format(w->format) +
                  (config.tile_n != ROCQ_K_MATMUL_F16_N);
         threads = 128;
-    } else { // one tile, and splits by the same rule
+    } else { // there is only one tile; the splits are chosen by the same rule
         const bool int8 = g->path == ROCQ_PRECISION_INT8;
         const int32_t only = int8 ? ROCQ_K_MATMUL_INT8_N : ROCQ_K_MATMUL_F32_N;
         config = rocq__tiles_best(rocq__chip_of(job->ctx), &site, &only, 1);
@@ -11458,7 +11459,7 @@ ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_t
     if (n_splits > 1) {
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, work_ne, m);
         args.work = (float *)rocq__device_data(&work);
-        job->used = mark; // nothing else is made until it has been read
+        job->used = mark; // matmul_merge has read it before anything else is written there
     }
     rocq__job_launch(job, kernel, args.tiles_m * n_splits * args.tiles_n, n_matrices, threads,
                      &args);
@@ -11499,7 +11500,7 @@ ROCQ__FN void rocq__gemm_launch(rocq__job *job, const rocq__gemm *g, int32_t n,
     }
 }
 
-// x[] holds x for each path that the chain takes.
+// Prepares *g for p. x[path] is x as the kernels of that path read it.
 ROCQ__FN void rocq__gemm_prepare(rocq__job *job, const rocq_matmul_params *p, const rocq_tensor *x,
                                  rocq__gemm *g) {
     const bool few = p->x->ne[1] <= ROCQ_K_FEW;
@@ -11508,7 +11509,7 @@ ROCQ__FN void rocq__gemm_prepare(rocq__job *job, const rocq_matmul_params *p, co
     g->path = rocq__gemm_path(job->ctx, p, p->w);
     g->w = rocq__gemm_w(job, p->w);
     g->y = *p->y;
-    // A block of a matvec owns whole blocks of y; those of tiles are too far apart.
+    // A block of a matvec computes whole blocks of a Q8_0 y, but a tile does not.
     if (p->y->format == ROCQ_Q8_0 && !few) {
         g->y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
     }
@@ -11519,7 +11520,7 @@ ROCQ__FN void rocq__gemm_prepare(rocq__job *job, const rocq_matmul_params *p, co
         g->w2 = rocq__gemm_w(job, p->w2);
         return;
     }
-    // What w2 makes of x becomes the gate of the product with w.
+    // w2 x becomes a product of its own, whose result is the gate of w x.
     const rocq_tensor made =
         rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
     rocq_matmul_params other;
@@ -11536,8 +11537,8 @@ ROCQ__FN void rocq__gemm_prepare(rocq__job *job, const rocq_matmul_params *p, co
     g->has_gate = true;
 }
 
-// Products from first on that one launch takes: as many as fit, of one path, and of one format
-// unless a lone column allows several. None of a chain reads what another one writes.
+// How many products from first on share a launch: as many as fit, of one path, and of one format
+// but for INT8 with one column. That is safe, since none of a chain reads what another one writes.
 ROCQ__FN int32_t rocq__gemm_run(const rocq_ctx *ctx, const rocq_matmul_params *first) {
     const rocq_precision path = rocq__gemm_path(ctx, first, first->w);
     const bool any_format = path == ROCQ_PRECISION_INT8 && first->x->ne[1] == 1;
@@ -11588,46 +11589,49 @@ ROCQ__FN void rocq__job_matmul(rocq__job *job, const void *params) {
         const int32_t n = rocq__gemm_run(job->ctx, p);
         for (int32_t i = 0; i < n; i++, p = p->next) rocq__gemm_prepare(job, p, x, &g[i]);
         rocq__gemm_launch(job, g, n, &x[g[0].path]);
-        job->used = mark; // launches run in order: the next may use the same memory
+        job->used = mark; // launches run in order, so the next may use the same scratch memory
     }
 }
 
 // -- attention --
 
 enum {
-    ROCQ__ATTEND_BLOCKS = 2,      // a compute unit, each with
-    ROCQ__ATTEND_FLIGHT = 16384,  // bytes of K and V on their way, and
-    ROCQ__ATTEND_MERGE = 8192     // of parts when it merges them
+    ROCQ__ATTEND_BLOCKS = 2,      // blocks resident on a compute unit
+    ROCQ__ATTEND_FLIGHT = 16384,  // bytes of K and V that a block has in flight
+    ROCQ__ATTEND_MERGE = 8192     // bytes of parts that a block has in flight while it merges them
 };
 
 #define ROCQ_X(X, d) d,
 static const int32_t rocq__head_dims[] = {ROCQ_K_HEAD_DIMS(ROCQ_X, )};
 #undef ROCQ_X
 
-// How long a block takes for a row of K or V, in bytes on their way; codes take half as long again
-// to unpack as F16 takes to read.
+// How long a block takes for a row of K or V, in bytes that it could read meanwhile. A row of a
+// block format takes 1.5 times as long as one of F16, because its codes have to be unpacked.
 ROCQ__FN double rocq__attend_load(int32_t format, int32_t head_dim) {
     const bool plain = rocq__is_plain((rocq_format)format);
     return plain ? (double)rocq__bytes((rocq_format)format, head_dim) : 3.0 * head_dim;
 }
 
-// Bytes of K and V of a KV head, as above, and of the part of a block.
+// The same for all of K and V of a KV head.
 ROCQ__FN double rocq__attend_kv(const rocq__site *s) {
     return s->n * (rocq__attend_load(s->format, s->k) + rocq__attend_load(s->format2, s->k));
 }
 
+// Bytes of the part of a result that one block makes: O, m and l of each of its columns.
 ROCQ__FN double rocq__attend_part(const rocq__site *s, int32_t tile_n) {
     return 4.0 * ROCQ__MIN(s->m, tile_n) * (s->k + 2);
 }
 
-// A prefill block reads K and V for up to 64 columns at once: worth it where over half of them are
-// there, and blocks for every compute unit. Splits have whole runs of positions each, as few as
-// still fill the chip; with few columns also so many runs that reading, kv / splits, takes about as
-// long as merging, part * splits, since few blocks merge, and rather more splits than leave a
-// quarter of the compute units without a block. All from shapes alone, never from kv_len: a
-// recorded launch is replayed while that grows. On an H200 the fastest of 16, 22, 32 and 64 splits
-// of 8192 positions for D 64 (4 KV heads) and 128 (8); for D 256 (4) 64 splits take 0.91 of the
-// time of the 32 that this chooses.
+// The rule for attention. It looks at shapes alone, never at kv_len, because a recorded launch is
+// replayed while that grows.
+// Kernel: a prefill block reads K and V for up to 64 columns at once. That pays where over half of
+// those columns exist and there is a block for every compute unit; otherwise decode is taken.
+// Splits: each has whole runs of ROCQ_K_ATTEND_RUN positions, and there are no more splits than
+// fill the chip. For decode, a split also has so many runs that reading it, kv / splits, takes
+// about as long as merging, part * splits, since few blocks merge. That number is rounded by ratio,
+// but down if rounding up would leave more than a quarter of the compute units without a block. On
+// an H200 it takes the fastest of 16, 22, 32 and 64 splits of 8192 positions for D 64 (4 KV heads)
+// and 128 (8); for D 256 (4) 64 splits take 0.91 of the time of the 32 that it takes.
 ROCQ__FN rocq_launch_config rocq__rule_attend(const rocq__chip *chip, const rocq__site *s) {
     const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(s->k);
     const bool fills = (int64_t)((s->m + many - 1) / many) * s->batch >= chip->n_units;
@@ -11640,7 +11644,7 @@ ROCQ__FN rocq_launch_config rocq__rule_attend(const rocq__chip *chip, const rocq
         const double even = all / sqrt(rocq__attend_kv(s) / (double)ROCQ__ATTEND_FLIGHT *
                                        (double)ROCQ__ATTEND_MERGE / rocq__attend_part(s, few));
         const bool idle = blocks * ceil(all / ceil(even)) < 0.75 * chip->n_units;
-        const bool up = even * even > floor(even) * ceil(even) && !idle; // by ratio
+        const bool up = even * even > floor(even) * ceil(even) && !idle;
         runs = ROCQ__MAX(runs, floor(even) + (up ? 1.0 : 0.0));
     }
     config.n_splits = (int32_t)ceil(all / ROCQ__MAX(runs, 1.0));
@@ -11652,7 +11656,7 @@ ROCQ__FN void rocq__job_attention(rocq__job *job, const void *params) {
     const int64_t n_heads = p->q->ne[1], n_kv_heads = p->k->ne[1], n_q = p->q->ne[2];
     const int64_t n_seqs = p->q->ne[3], columns = n_heads / n_kv_heads * n_q;
     const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
-    int size = 0; // the next head size that there are kernels for
+    int size = 0; // index of the least head size with kernels that is large enough
     while (rocq__head_dims[size] < p->q->ne[0]) size++;
     const int64_t head_dim = rocq__head_dims[size];
     if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
@@ -11760,7 +11764,7 @@ ROCQ__FN void rocq__job_norm(rocq__job *job, const void *params) {
 
 // -- rope, rope_append --
 
-enum { ROCQ__ROPE_DIMS = 512 }; // power[] of rocq_k_rope_args numbers half as many pairs
+enum { ROCQ__ROPE_DIMS = 512 }; // largest n_dims: the 8 bits of power[] number 256 pairs
 
 ROCQ__FN void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
                              int64_t head_dim, rocq_k_rope_args *args) {
@@ -11796,7 +11800,7 @@ ROCQ__FN void rocq__k_stream(rocq_k_rope_args *args, const rocq_tensor *y, const
     stream->to_cell = to_cell;
 }
 
-// A block takes as many heads of a token as 256 quads of elements hold.
+// A block takes as many heads of a token as its 256 threads can with four elements each.
 ROCQ__FN void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
     if (job->result != ROCQ_OK) return;
     const int32_t quads = (args->head_dim + 3) / 4;
@@ -11916,16 +11920,16 @@ typedef struct rocq__kind {
 static const rocq__kind rocq__kinds[ROCQ__KINDS] = {
     {"matvec", rocq__rule_matvec}, {"matmul", rocq__rule_tiles}, {"attention", rocq__rule_attend}};
 
-// What rocq_tune found for a class of sites; config is all 0 where the rule is as good.
+// What rocq_tune found for a class of sites; config is all 0 where nothing beats the rule.
 typedef struct rocq__tuned {
     rocq__site site;
     rocq_launch_config config;
     int64_t default_ns, best_ns;
 } rocq__tuned;
 
-// The class: sites that take each other's configurations. All fields count as they are, but for
-// columns of tiles, where only whole narrow tiles matter and less the more there are, and for the
-// positions that attention has room for.
+// The class of a site: all sites of a class share one tuned configuration. It is the site with its
+// n rounded up, but for a matvec: up to 1024 columns of tiles to a multiple of the narrow tile's,
+// more columns and attention's positions to a power of two.
 ROCQ__FN rocq__site rocq__site_class(const rocq__site *site) {
     rocq__site s = *site;
     int64_t n = ROCQ_K_MATMUL_F16_N_FEW;
@@ -11939,7 +11943,7 @@ ROCQ__FN rocq__site rocq__site_class(const rocq__site *site) {
     return s;
 }
 
-// Where the class is in the sorted list, or would be.
+// Index of the class in the sorted list, or where it would be inserted.
 ROCQ__FN int32_t rocq__tuned_place(const rocq_ctx *ctx, const rocq__site *site, bool *found) {
     int32_t begin = 0, end = ctx->n_tuned;
     *found = false;
