@@ -12891,9 +12891,11 @@ ROCQ__FN rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *para
 // ---------------------------------------------------------------------------------------------
 // >>dispatch: the one place that picks a backend
 // ---------------------------------------------------------------------------------------------
+// rocq__run_op takes every op: it checks the params, then runs the op or adds it to the graph that
+// is being recorded.
 
-// What there is of an op. The functions take its params without their type, so that all ops have
-// functions of one type; each casts them to the type that ROCQ_OPS names.
+// The functions of an op. They take params without a type, so that all ops have functions of one
+// type, and cast them to the type that ROCQ_OPS names.
 typedef struct rocq__op_entry {
     const char *name;
     int64_t params_size;
@@ -12932,7 +12934,7 @@ ROCQ__FN rocq_result rocq__check_op(rocq_ctx *ctx, rocq_op op, const void *param
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "unknown op %d", (int)op);
     }
     if (!params) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: params is NULL", rocq__ops[op].name);
-    if (op != ROCQ_OP_MATMUL) { // a chain checks them link by link
+    if (op != ROCQ_OP_MATMUL) { // rocq__check_matmul does so for each product of the chain
         ROCQ__TRY(rocq__check_operands(ctx, rocq__ops[op].name, op, params));
     }
     ROCQ__TRY(rocq__ops[op].check(ctx, rocq__ops[op].name, params));
@@ -12954,8 +12956,8 @@ ROCQ__FN rocq_result rocq__run_hip(rocq_ctx *ctx, rocq_op op, const void *params
     return job.result;
 }
 
-// Whether, and with how much scratch, the context's device does an op that has passed its checks.
-// *on_cpu: a GPU context does it on the CPU, which allow_fallback permits.
+// Finds out whether the context can run an op that has passed its checks, and the scratch memory
+// for it. *on_cpu: no kernel does it, but the CPU may and can (allow_fallback).
 ROCQ__FN rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params, int64_t *scratch,
                                    bool *on_cpu) {
     *on_cpu = false;
@@ -12984,7 +12986,7 @@ ROCQ__FN rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params
 
 // -- an op of a GPU context on the CPU --
 
-// A stretch of device memory that operands cover, and its copy on the host.
+// A range of device memory with one or more operands in it, and its copy on the host.
 typedef struct rocq__touched {
     rocq__range range;
     unsigned char *host;
@@ -13011,8 +13013,9 @@ ROCQ__FN void rocq__touched_add(rocq__touched *regions, int32_t *n_regions, cons
     regions[(*n_regions)++] = r;
 }
 
-// Operands are brought to the host, and outputs back. What overlaps on the device must do so here
-// as well, hence regions: each is copied once, whole, with the gaps of strided tensors.
+// Copies the operands to the host, runs the op there, and copies its outputs back. Operands that
+// overlap on the device must overlap on the host too. So overlapping ranges are merged to regions,
+// each of which is copied once and whole, with the gaps of strided tensors.
 ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__node *node;
     rocq__touched regions[ROCQ__MAX_OPERANDS];
@@ -13058,8 +13061,8 @@ ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *p
 
 // -- running --
 
-// With a profile, all that runs is a region (>>profile); but not what a graph's capture collects.
-// The hooks below are all there are: without ROCQ__HAS_PROFILE nothing of it is left.
+// While a profile is on, each op, graph and copy is a region (>>profile), but not the ops that a
+// graph captures. These are all its hooks; they are empty without ROCQ__HAS_PROFILE.
 #if ROCQ__HAS_PROFILE
 ROCQ__FN rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *params);
 ROCQ__FN rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params);
@@ -13074,8 +13077,8 @@ ROCQ__INLINE bool rocq__profiling(const rocq_ctx *ctx) {
 
 #endif
 
-// A copy or a wait stands between these two, so that it is a region where there is a profile. The
-// second takes what the copy returned, and returns that unless the profile itself fails.
+// These two stand before and after a copy or a wait, to make it a region of the profile. The second
+// takes the copy's result, and returns it unless the profile itself fails.
 ROCQ__FN rocq_result rocq__copy_begin(rocq_ctx *ctx, const char *name) {
 #if ROCQ__HAS_PROFILE
     if (rocq__profiling(ctx)) return rocq__region_enter(ctx, name, NULL, false);
@@ -13112,7 +13115,7 @@ ROCQ__FN rocq_result rocq__run_on_device(rocq_ctx *ctx, rocq_op op, const void *
     return rocq__run_here(ctx, op, params);
 }
 
-// What stops an op before its params are looked at.
+// Fails if no op may run now, whatever its params: the GPU is lost, or rocq_cancel was called.
 ROCQ__FN rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
     if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, name));
     if (rocq__load32(&ctx->cancelled)) {
@@ -13127,7 +13130,7 @@ ROCQ__FN rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params)
     ROCQ__TRY(rocq__begin_op(ctx, rocq__ops[op].name));
     ROCQ__TRY(rocq__check_op(ctx, op, params));
     if (!ctx->recording) return rocq__run_on_device(ctx, op, params);
-    // Recorded is what would run now: the reason why it cannot belongs to this call.
+    // Planned now, so that an op that cannot run fails here and not when the graph is launched.
     rocq_graph *graph = ctx->recording;
     rocq__node *node = NULL;
     int64_t scratch;
@@ -13144,7 +13147,7 @@ ROCQ__FN rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params)
 
 // -- graphs --
 
-// Not while a graph is being recorded: it would come at another time than the ops around it.
+// For calls that cannot be recorded: they would run now, and the ops around them later.
 ROCQ__FN rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
     if (!ctx->recording) return ROCQ_OK;
     return rocq__fail(ctx, ROCQ_E_STATE, "%s: a graph is being recorded", call);
@@ -13157,7 +13160,8 @@ ROCQ__FN rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq_graph *graph) {
     return ROCQ_OK;
 }
 
-// A replay may still be running. The submission is gone afterwards, also when waiting has failed.
+// Destroys the captured graph, after waiting for replays that may still run. It is gone even if the
+// wait fails.
 ROCQ__FN rocq_result rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     if (!graph->exec) return ROCQ_OK;
@@ -13167,9 +13171,9 @@ ROCQ__FN rocq_result rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
     return error == 0 || gpu->lost ? ROCQ_OK : rocq__hip_failed(ctx, "graph", error);
 }
 
-// Makes one submission of the ops. Scratch memory has its full size before capture begins, since
-// nothing may be allocated during it. A runtime that cannot do it (E_DEVICE) has not lost anything:
-// the ops then run one by one.
+// Captures the ops, so that one submission replays them (graph->exec). Scratch memory gets its full
+// size first, since nothing may be allocated during a capture. E_DEVICE means that the runtime
+// cannot capture them; nothing is lost, and the ops can run one by one.
 ROCQ__FN rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
@@ -13213,7 +13217,7 @@ ROCQ__FN rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     return result;
 }
 
-// As one submission where the context does that, and it is worth it.
+// Captures the graph before its launch, unless its capture is still valid or there cannot be one.
 ROCQ__FN rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
     if (!rocq__on_gpu(ctx) || ctx->desc.no_graphs || graph->on_cpu || !graph->first) return ROCQ_OK;
     const rocq_hip *hip = ctx->gpu->hip;
@@ -13962,38 +13966,38 @@ ROCQ_DEF rocq_result rocq_pool_report(rocq_pool *pool, rocq_report kind, rocq_wr
 // ---------------------------------------------------------------------------------------------
 // >>kv: keys and values of sequences, contiguous or paged
 // ---------------------------------------------------------------------------------------------
-// A cell is the place of one position: its keys and its values in all layers. Both layouts keep
-// cell c of a head, of a layer, in row c of [D, n_cells] memory, so that attention reads the rows
-// of a head one after the other. Contiguous, sequence s has cells s n_ctx and up; paged, page p is
-// cells p page_size and up. All work on cells is casts over all layers and heads at once, in stream
-// order, so a GPU needs no waiting. What is decided is decided on the host beforehand: once the
-// casts begin, only a lost device stops them.
+// A cell holds the keys and values of one position, in all layers. Each head of each layer (a
+// plane) is [D, n_cells] memory with cell c in row c, so that attention reads the rows of a head
+// one after the other. Contiguous, sequence s has cells s n_ctx and up. Paged, page p is cells p
+// page_size and up, and a table lists the pages of each sequence. Rows are moved by casts over all
+// planes at once, in stream order, so the host never waits for a GPU. The host decides everything
+// beforehand: once the casts begin, only a lost device stops them.
 
 enum {
-    ROCQ__KV_STAGE = 4 << 20, // most bytes of the stage, but it has room for one position
-    ROCQ__KV_CHUNK = 16       // positions that it holds at least, as far as those bytes go
+    ROCQ__KV_STAGE = 4 << 20, // most bytes of the stage, unless one position takes more
+    ROCQ__KV_CHUNK = 16       // positions that it has room for at least, if those bytes suffice
 };
 
 struct rocq_kv {
     rocq_ctx *ctx;
-    rocq_kv_desc desc; // resolved; rope is what turns keys back: values do not grow again
+    rocq_kv_desc desc; // with defaults filled in; rope is for keys that move (rocq__kv_rope)
     rocq_tensor freq_factors;
     int64_t n_cells, n_planes; // planes: heads of all layers
     int64_t seq_pages;         // of a sequence of n_ctx positions; 0 = contiguous
-    int64_t chunk;             // positions that the stage holds
-    int64_t scratch;           // of the context, what turning keys needs
+    int64_t chunk;             // positions that the stage has room for
+    int64_t scratch;           // bytes of scratch memory that rotating keys takes
     rocq_buffer memory;
     rocq_tensor k, v;          // [D, n_cells, n_planes]
-    rocq_tensor stage;         // F32 [D, n_planes, chunk]: on their way within, in or out
-    rocq_tensor words;         // I32, as the host's: lengths, tables, turns
+    rocq_tensor stage;         // F32 [D, n_planes, chunk]: rows between two cells, or cell and host
+    rocq_tensor words;         // I32: the device's copy of length, table and turn
     int32_t *length;           // [n_seqs]
     int32_t *table;            // [seq_pages, n_seqs]
-    int32_t *turn;             // [chunk] by how much keys turn, all the same
-    int32_t *refs;             // [n_pages] sequences that have the page
+    int32_t *turn;             // [chunk] positions by which keys are rotated, all equal
+    int32_t *refs;             // [n_pages] number of sequences that have the page
     int32_t *free_pages;       // [n_free] a stack
     int32_t *fill;             // [n_pages] for rocq_kv_get_stats
     int32_t n_free;
-    int64_t dirty, dirty_end;  // words that the device does not have yet
+    int64_t dirty, dirty_end;  // range of the words that rocq_kv_flush has to copy
     int64_t n_page_copies;
 };
 
@@ -14011,7 +14015,8 @@ ROCQ__FN rocq_result rocq__kv_cut(rocq_kv *kv, rocq_arena *arena) {
     return rocq_tensor_1d(arena, &kv->words, ROCQ_I32, rocq__kv_n_words(kv));
 }
 
-// The turn back of keys, checked, and with a factor that takes YaRN's growth out again.
+// Checks desc.rope and adapts it to keys of the cache, which are rotated again when they move. They
+// have been scaled by YaRN's magnitude already, so attn_factor undoes a second scaling.
 ROCQ__FN rocq_result rocq__kv_rope(rocq_kv *kv) {
     rocq_rope_config *rope = &kv->desc.rope;
     ROCQ__TRY(rocq__check_tensor(kv->ctx, "kv", "rope.freq_factors", rope->freq_factors,
@@ -14023,8 +14028,8 @@ ROCQ__FN rocq_result rocq__kv_rope(rocq_kv *kv) {
     return rocq__check_range(kv->ctx, "kv", "YaRN's factor", rope->attn_factor, FLT_MIN, FLT_MAX);
 }
 
-// Everything about a cache but its memory, and the bytes of that: what it refuses, rocq_kv_size and
-// rocq_kv_create refuse both. ctx is NULL for rocq_kv_size, which knows of no device.
+// Prepares *kv but for its memory, and gives the bytes of that. rocq_kv_size and rocq_kv_create
+// share it, so that both refuse the same; for rocq_kv_size ctx is NULL.
 ROCQ__FN rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq_kv *kv,
                                    int64_t *bytes) {
     int64_t elems, block, position;
@@ -14070,14 +14075,14 @@ ROCQ__FN rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "kv: %lld cells of %lld heads",
                           (long long)kv->n_cells, (long long)kv->n_planes);
     }
-    // A thirty-second of a sequence: with F16, that is as much of its memory.
+    // 1/32 of the positions of a sequence: with F16 keys and values also 1/32 of its memory.
     kv->chunk = ROCQ__MAX(d->n_ctx / 32, (int32_t)ROCQ__KV_CHUNK);
     kv->chunk = ROCQ__MIN(kv->chunk, ROCQ__MAX(ROCQ__KV_STAGE / position, 1));
     kv->chunk = ROCQ__MIN(kv->chunk, (int64_t)d->n_ctx);
     rocq_arena_init(&arena, NULL);
     const rocq_result result = rocq__kv_cut(kv, &arena);
     if (result != ROCQ_OK) return rocq__fail(ctx, result, "kv: the cache's size overflows");
-    *bytes = arena.used; // rocq_buffer_alloc's memory is aligned
+    *bytes = arena.used; // without slack, since rocq_buffer_alloc's memory is aligned
     return ROCQ_OK;
 }
 
@@ -14086,7 +14091,7 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes) {
     return bytes ? rocq__kv_plan(NULL, desc, &kv, bytes) : ROCQ_E_ARGUMENT;
 }
 
-// Keys of n positions in the stage, turned where they are.
+// The params that rotate keys in the stage, in place, by turn. Their pos is set to point to turn.
 ROCQ__FN rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *keys,
                                         rocq_tensor *pos) {
     rocq_rope_params p;
@@ -14098,7 +14103,7 @@ ROCQ__FN rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *ke
     return p;
 }
 
-// All that may fail of rocq_kv_create; what it took is in *kv.
+// The part of rocq_kv_create that takes device memory. If it fails, rocq_kv_free gives that back.
 ROCQ__FN rocq_result rocq__kv_make(rocq_kv *kv, int64_t bytes) {
     rocq_arena arena;
     rocq_tensor pos;
@@ -14164,8 +14169,8 @@ ROCQ__FN rocq_result rocq__kv_check(const rocq_kv *kv, const char *call, int32_t
                       (int)kv->desc.n_seqs);
 }
 
-// The same for calls that may run ops: those are then stopped by nothing but a lost device, since
-// cancelling half of a move would leave neither the old sequence nor the new one.
+// The same for calls that may run ops. Here alone they can be cancelled: a move that stops halfway
+// would leave neither the old sequence nor the new one.
 ROCQ__FN rocq_result rocq__kv_begin(const rocq_kv *kv, const char *call, int32_t seq) {
     ROCQ__TRY(rocq__kv_check(kv, call, seq));
     ROCQ__TRY(rocq__not_recording(kv->ctx, call));
@@ -14199,7 +14204,7 @@ ROCQ__FN void rocq__kv_drop(rocq_kv *kv, int32_t page) {
     if (--kv->refs[page] == 0) kv->free_pages[kv->n_free++] = page;
 }
 
-// Takes pages, of which enough must be free, or gives them back.
+// Also takes the pages for the new length, of which enough must be free, or gives some back.
 ROCQ__FN void rocq__kv_set_length(rocq_kv *kv, int32_t seq, int32_t length) {
     int32_t *table = rocq__kv_table(kv, seq);
     int32_t held = rocq__kv_pages(kv, kv->length[seq]);
@@ -14209,7 +14214,7 @@ ROCQ__FN void rocq__kv_set_length(rocq_kv *kv, int32_t seq, int32_t length) {
     rocq__kv_set(kv, &kv->length[seq], length);
 }
 
-// Of pages [begin, end) of a sequence, those that others have too.
+// How many of a sequence's pages [begin, end) other sequences have too.
 ROCQ__FN int32_t rocq__kv_shared(const rocq_kv *kv, int32_t seq, int32_t begin, int32_t end) {
     const int32_t *table = rocq__kv_table(kv, seq);
     int32_t n = 0;
@@ -14224,7 +14229,7 @@ ROCQ__FN rocq_result rocq__kv_want_pages(const rocq_kv *kv, const char *call, in
                       (int)want, (int)have, (int)kv->desc.n_pages);
 }
 
-// Cell of a position; returns how many of the n positions from there lie in cells that follow.
+// Gives the cell of pos; returns how many of the n positions from pos on are in successive cells.
 ROCQ__FN int32_t rocq__kv_run(const rocq_kv *kv, int32_t seq, int32_t pos, int32_t n,
                               int32_t *cell) {
     const int32_t size = kv->desc.page_size, *table = rocq__kv_table(kv, seq);
@@ -14252,7 +14257,7 @@ ROCQ__FN rocq_tensor rocq__kv_cells(const rocq_tensor *rows, int64_t cell, int64
     return rocq_tensor_slice(rows, 1, cell, n);
 }
 
-// From cells to other cells, which do not overlap them.
+// Copies n cells to others that do not overlap them.
 ROCQ__FN rocq_result rocq__kv_copy(rocq_kv *kv, int64_t to, int64_t from, int64_t n) {
     for (int i = 0; i < 2; i++) {
         const rocq_tensor *rows = i == 0 ? &kv->k : &kv->v;
@@ -14262,7 +14267,8 @@ ROCQ__FN rocq_result rocq__kv_copy(rocq_kv *kv, int64_t to, int64_t from, int64_
     return ROCQ_OK;
 }
 
-// Gives the sequence pages [begin, end) for itself, with what they hold. There are enough free.
+// Replaces those of a sequence's pages [begin, end) that are shared by copies, so that it can write
+// to them. Enough pages must be free.
 ROCQ__FN rocq_result rocq__kv_own(rocq_kv *kv, int32_t seq, int32_t begin, int32_t end) {
     const int32_t size = kv->desc.page_size;
     int32_t *table = rocq__kv_table(kv, seq);
@@ -14278,7 +14284,7 @@ ROCQ__FN rocq_result rocq__kv_own(rocq_kv *kv, int32_t seq, int32_t begin, int32
     return ROCQ_OK;
 }
 
-// Room in the stage for n <= chunk positions: [D, n_planes, n].
+// A tensor in the stage for n <= chunk positions: [D, n_planes, n].
 ROCQ__FN rocq_tensor rocq__kv_stage(const rocq_kv *kv, rocq_format format, int64_t n) {
     const int64_t ne[3] = {kv->desc.head_dim, kv->n_planes, n};
     rocq_tensor t = kv->stage;
@@ -14287,7 +14293,7 @@ ROCQ__FN rocq_tensor rocq__kv_stage(const rocq_kv *kv, rocq_format format, int64
     return t;
 }
 
-// As many positions of a sequence as the stage's tensor has, from pos on: into it, or out of it.
+// Copies as many positions of a sequence as stage has, from pos on: to stage, or from it if out.
 ROCQ__FN rocq_result rocq__kv_move(rocq_kv *kv, const rocq_tensor *rows, int32_t seq, int32_t pos,
                                    const rocq_tensor *stage, bool out) {
     const int32_t n = (int32_t)stage->ne[2], swap[4] = {0, 2, 1, 3};
@@ -14350,7 +14356,7 @@ ROCQ_DEF rocq_result rocq_kv_append(rocq_kv *kv, int32_t seq, int32_t n, int32_t
                           (int)n, (int)length, (int)kv->desc.n_ctx);
     }
     const int32_t held = rocq__kv_pages(kv, length), pages = rocq__kv_pages(kv, length + n);
-    const int32_t written = n > 0 && size > 0 ? length / size : held; // the first, may be shared
+    const int32_t written = n > 0 && size > 0 ? length / size : held; // first page, may be shared
     const int32_t shared = rocq__kv_shared(kv, seq, written, held);
     ROCQ__TRY(rocq__kv_want_pages(kv, "kv_append", shared + pages - held, kv->n_free));
     ROCQ__TRY(rocq__kv_own(kv, seq, written, held));
@@ -14389,8 +14395,9 @@ ROCQ_DEF rocq_result rocq_kv_truncate(rocq_kv *kv, int32_t seq, int32_t length) 
     return ROCQ_OK;
 }
 
-// Where first and n are whole pages, the dropped ones leave the table and the rest stay where they
-// are. Otherwise rows go down from front to back, so that none is overwritten before it is read.
+// Rotates the keys of the positions that move. If first and n are whole pages, the dropped pages
+// leave the table and no row moves. Otherwise rows move down, front to back, so that none is
+// overwritten before it is read.
 ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int32_t n) {
     ROCQ__TRY(rocq__kv_begin(kv, "kv_shift", seq));
     const int32_t length = kv->length[seq], size = kv->desc.page_size;
@@ -14404,10 +14411,11 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
     const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // written are [begin, end)
     const int32_t out = whole ? n / size : 0; // pages that are dropped
     int32_t *table = rocq__kv_table(kv, seq);
-    // Shared pages come before a sequence's own: where one is copied, no dropped one becomes free.
+    // A sequence's shared pages come before its own. So if a page has to be copied, the dropped
+    // ones before it are shared too, and dropping them makes no page free for the copy.
     const int32_t want = first < left ? rocq__kv_shared(kv, seq, begin + out, end + out) : 0;
     ROCQ__TRY(rocq__kv_want_pages(kv, "kv_shift", want, kv->n_free));
-    // It is there since rocq_kv_create, unless a larger reserve has failed since.
+    // rocq_kv_create has reserved it, but a larger rocq_reserve that failed may have freed it.
     ROCQ__TRY(rocq_reserve(kv->ctx, kv->scratch));
     if (whole) {
         for (int32_t i = begin; i < begin + out; i++) rocq__kv_drop(kv, table[i]);
@@ -14465,7 +14473,7 @@ typedef struct rocq__kv_header {
 
 enum { ROCQ__KV_VERSION = 1 };
 
-// Of a whole snapshot. checksum is 0 in h, which may be what stands before the rows or not.
+// The checksum of a snapshot with h as its header, in which the checksum is 0.
 ROCQ__FN uint64_t rocq__kv_checksum(const rocq__kv_header *h, const void *snapshot, int64_t size) {
     const int64_t head = (int64_t)sizeof *h;
     return rocq__checksum(rocq__checksum(0, h, head), (const unsigned char *)snapshot + head,
@@ -14494,7 +14502,7 @@ ROCQ__FN int64_t rocq__kv_snapshot_size(const rocq_kv *kv, int32_t length) {
            rocq__bytes(kv->desc.v_format, elems);
 }
 
-// A sequence's keys and values, from or to the bytes behind a header.
+// Copies a sequence's keys and values to save or from restore, behind a header; one is NULL.
 ROCQ__FN rocq_result rocq__kv_transfer(rocq_kv *kv, int32_t seq, int32_t length,
                                        unsigned char *save, const unsigned char *restore) {
     int64_t at = (int64_t)sizeof(rocq__kv_header);
