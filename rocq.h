@@ -16793,10 +16793,10 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
 
 // -- warm-up --
 
-// An op is rehearsed as it will run, with its weights and in its scratch. All else that it reads or
-// writes is memory that may have no contents yet (activations, caches, masks, and what is read as a
-// weight but made by an op of the graph), so there it gets stand-ins: numbers are 0, and integers
-// 1, which is a valid index and length.
+// On the CPU the ops of a graph are rehearsed with their own weights and scratch memory. All else
+// that an op reads or writes may have no contents yet: activations, caches, masks, and weights that
+// an op of the graph makes. Stand-ins take its place, whose numbers are 0 and whose integers are 1,
+// which is a valid index and length.
 
 // Whether an op of the graph may write to t.
 ROCQ__FN bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) {
@@ -16811,8 +16811,8 @@ ROCQ__FN bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) 
     return false;
 }
 
-// Prepares a copy of the graph's op: afterwards kept[i] says that the op reads operand i where it
-// is, and all other operands get a stand-in.
+// Prepares a copy of an op of the graph: afterwards, kept[i] says that operand i is used where it
+// is; all others get a stand-in.
 ROCQ__FN void rocq__stand_in_plan(const rocq_graph *graph, rocq__node *copy) {
     for (int32_t i = 0; i < copy->n_tensors; i++) {
         rocq_tensor *t = &copy->tensors[i];
@@ -16821,14 +16821,14 @@ ROCQ__FN void rocq__stand_in_plan(const rocq_graph *graph, rocq__node *copy) {
         const rocq_attention_params *p = (const rocq_attention_params *)copy->params;
         if (t != p->k && t != p->v) continue;
         copy->kept[i] = false; // a cache may be empty, whoever fills it
-        // With a kv_len of 1 only the first position is read, or that of page 1: a stand-in for
-        // the whole cache would be large.
+        // A stand-in for the whole cache would be large. As kv_len and page tables are 1, only its
+        // first position is read, or if it is paged the first one of page 1.
         const int64_t rows = p->page_table ? 2 * (int64_t)p->page_size : 1;
         if (p->kv_len) t->ne[2] = ROCQ__MIN(t->ne[2], rows);
     }
 }
 
-// Gives the bytes that the stand-ins take, and puts them into memory if that is not NULL.
+// Returns the bytes that the stand-ins take, and makes them in memory if that is not NULL.
 ROCQ__FN int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
     int64_t used = 0;
     for (int32_t i = 0; i < node->n_tensors; i++) {
@@ -16850,8 +16850,8 @@ ROCQ__FN int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
 
 enum {
     ROCQ__STAND_INS = 8 << 20,    // bytes: an op that needs more (a large cache) is left out
-    ROCQ__REHEARSAL_NS = 20000000 // again, while it takes less: each thread finds a core of its
-};                                // own, and the caches hold what they will hold
+    ROCQ__REHEARSAL_NS = 20000000 // repeated for so long: each thread gets a core of its own, and
+};                                // the caches get what a step leaves in them
 
 ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     const int64_t start = rocq_time_ns();
@@ -16884,7 +16884,7 @@ ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
             rocq__stand_in(node, memory);
             rocq__attempt_begin(ctx, &attempt);
             rocq__ops[node->op].run_cpu(ctx, node->op, node->params);
-            rocq__attempt_end(ctx, &attempt, true); // a stand-in's 1 may be too large an index
+            rocq__attempt_end(ctx, &attempt, true); // it may fail: 1 may be too large an index
         }
         if (rocq_time_ns() - start >= ROCQ__REHEARSAL_NS) break;
     }
@@ -16897,7 +16897,7 @@ ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     return result;
 }
 
-// Starts the threads, with nothing to do, touches every page of the graph's operands and scratch,
+// Touches every page of scratch memory, which also starts the threads, and of the graph's operands,
 // and rehearses its ops.
 ROCQ__FN rocq_result rocq__warm_cpu(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__pages pages = {(unsigned char *)ctx->scratch, ctx->scratch_size, true};
@@ -16925,25 +16925,26 @@ typedef union rocq__any_args {
 // A runtime may replay a graph wrongly: with arguments or input data of an earlier time, or without
 // one of its nodes. To find out, the graph runs three times: replayed over inputs A, replayed over
 // inputs B, and its ops one by one over inputs B; the last two must write the same bits. The replay
-// over A comes first, so that data a later one finds stale is other data. Before each run, outputs
-// are filled with a byte, so that one that is never written shows.
+// over A comes first, so that stale data in the second replay differs from B. Before each run,
+// outputs are filled with a byte, so that an output that is never written shows. What the runs
+// overwrite is put aside (copied) first and restored in the end.
 //
-// Inputs must be such that no op reaches memory that has not been put aside. The only operand that
-// decides where an op writes is the cell of rocq_rope_append. Its values are i or i + 1 for token
-// i, so the first cells of a cache suffice. (Where ops of the graph compute the cells, all cells
-// are put aside.) Any other index out of range is caught by the kernels.
+// Inputs must be such that no op writes to memory that has not been put aside. The only operand
+// that decides where an op writes is the cell of rocq_rope_append. Its values are i or i + 1 for
+// token i, so the first cells of a cache suffice; where ops of the graph compute the cells, all
+// cells are put aside. Kernels catch any other index that is out of range.
 
-typedef struct rocq__feed { // an input, and what it is given
+typedef struct rocq__feed { // an input of the graph, and the values that it is given
     rocq_tensor t;
-    bool is_index;              // I32: element i is first + i step, and over inputs B shift more;
-    int64_t first, step, shift; // else bytes that make sense in any format
-    bool is_cell;
+    bool is_index;              // I32: element i is first + i step, and shift more for inputs B;
+    int64_t first, step, shift; // else random bytes that make sense in any format
+    bool is_cell;               // decides which rows of a cache are written
 } rocq__feed;
 
 typedef struct rocq__replay {
     rocq_ctx *ctx;
     rocq_graph *graph;
-    // What is put aside, one after the other: the status word, regions, then rows of caches.
+    // What is put aside, in this order: the status word, regions, rows of caches.
     rocq__touched *regions;
     int32_t n_regions;
     rocq_tensor *rows;
@@ -16952,11 +16953,12 @@ typedef struct rocq__replay {
     rocq__feed *feeds;
     int32_t n_feeds;
     int64_t feed_size;           // of the largest feed
-    rocq__block *aside;          // [3 size]: what was there before; what the replay over inputs B
-                                 // left; what the ops left
-    unsigned char *values;       // [feed_size] of a feed; then [2 ROCQ__PIECE] being compared
+    rocq__block *aside;          // [3 size]: the contents before, after the replay over inputs B,
+                                 // and after the ops
+    unsigned char *values;       // [feed_size] for a feed's values, [2 ROCQ__PIECE] to compare
 } rocq__replay;
 
+// Adds input t of an op to the feeds, with values that the op accepts.
 ROCQ__FN void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *params,
                              const rocq_tensor *t) {
     rocq__feed f;
@@ -16967,8 +16969,8 @@ ROCQ__FN void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void
     f.step = f.shift = 1;
     if (o->op == ROCQ_OP_ATTENTION) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;
-        if (t == p->page_table) f.shift = 0; // so that attention sees the cells that are written
-        if (t == p->kv_len) {                // as many as the queries, then one more
+        if (t == p->page_table) f.shift = 0; // so that attention reads the cells that are written
+        if (t == p->kv_len) {                // the number of queries; for B 1 more if that fits
             f.first = p->q->ne[2];
             f.step = 0;
             f.shift = p->page_table || p->k->ne[2] > f.first;
@@ -16977,12 +16979,12 @@ ROCQ__FN void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void
         const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
         f.is_cell = t == (p->cell ? p->cell : p->pos);
     } else if (o->op == ROCQ_OP_SAMPLE) {
-        if (t == ((const rocq_sample_params *)params)->allowed) { // bits: all, then but the first
+        if (t == ((const rocq_sample_params *)params)->allowed) { // all bits; for B not the first
             f.first = f.shift = -1;
             f.step = 0;
         }
     }
-    for (int32_t k = 0; k < r->n_feeds; k++) { // most are operands of every layer
+    for (int32_t k = 0; k < r->n_feeds; k++) { // most are shared by all layers: add each once
         const rocq__feed *had = &r->feeds[k];
         if (rocq__same_tensor(&had->t, t) && had->first == f.first && had->step == f.step &&
             had->shift == f.shift && had->is_cell == f.is_cell) {
@@ -16994,7 +16996,7 @@ ROCQ__FN void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void
     r->feeds[r->n_feeds++] = f;
 }
 
-// Whether one of the regions has all of the tensor's range.
+// Whether the tensor lies in one of the regions.
 ROCQ__FN bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_tensor *t) {
     const rocq__range range = rocq__range_of(t);
     for (int32_t k = 0; k < n; k++) {
@@ -17003,7 +17005,8 @@ ROCQ__FN bool rocq__touched_hold(const rocq__touched *list, int32_t n, const roc
     return false;
 }
 
-// Regions and feeds. Caches are left to rocq__replay_caches. written is as large as regions.
+// Finds the regions that ops read or write, and the feeds: what is read before an op of the graph
+// has written it. Caches are left to rocq__replay_caches. written is a work area like regions.
 ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
     int32_t n_written = 0, end;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
@@ -17029,8 +17032,8 @@ ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
     }
 }
 
-// Adds rows to the list, as one more step of ne[3] of a tensor there where that is possible: the
-// layers of a cache lie at equal distances, and one launch then copies the rows of all of them.
+// Adds rows to the list. If they continue the last tensor there at an equal distance, as the layers
+// of a cache do, that grows by one in ne[3] instead, so that one launch copies all layers.
 ROCQ__FN void rocq__replay_add_rows(rocq__replay *r, const rocq_tensor *rows) {
     rocq_tensor *last = r->n_rows > 0 ? &r->rows[r->n_rows - 1] : NULL;
     int64_t elems, bytes;
@@ -17053,9 +17056,9 @@ ROCQ__FN void rocq__replay_add_rows(rocq__replay *r, const rocq_tensor *rows) {
     r->n_rows++;
 }
 
-// The rows of caches that may be written: one more than the most tokens of an append, but all where
-// an op of the graph writes the cells, since those are then not the ones that they are given. Keys
-// of all layers come first, then values.
+// Adds the rows of caches that may be written: one more than the most tokens of an append, but all
+// if an op of the graph computes the cells, since the feeds do not decide them then. The keys of
+// all layers come first, then the values (see rocq__replay_add_rows).
 ROCQ__FN void rocq__replay_caches(rocq__replay *r) {
     int64_t n_cells = 0;
     for (int pass = 0; pass < 3; pass++) {
@@ -17075,7 +17078,7 @@ ROCQ__FN void rocq__replay_caches(rocq__replay *r) {
     }
 }
 
-// Finds out what has to be put aside, and takes the memory for it.
+// Finds out what has to be put aside, and takes the memory for it. The caller frees *lists.
 ROCQ__FN rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
     rocq_ctx *ctx = r->ctx;
     int64_t n = 0;
@@ -17109,7 +17112,7 @@ ROCQ__FN rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
     return result;
 }
 
-// Copies all that was touched to memory on the device, or restores it from there.
+// Copies all that is put aside to memory, on the device, or restores it from there.
 ROCQ__FN rocq_result rocq__replay_copy(rocq__replay *r, char *memory, bool restore) {
     rocq_ctx *ctx = r->ctx;
     void *status = ctx->gpu->status;
@@ -17135,8 +17138,8 @@ ROCQ__FN rocq_result rocq__replay_copy(rocq__replay *r, char *memory, bool resto
     return ROCQ_OK;
 }
 
-// Fills the outputs and gives the inputs A or B. Cells come last: where operands share memory, what
-// they are given counts.
+// Fills the outputs with a byte and the inputs with values A or B. Cells are filled last, so that
+// their values count where operands share memory.
 ROCQ__FN rocq_result rocq__replay_feed(rocq__replay *r, int b) {
     rocq_ctx *ctx = r->ctx;
     ROCQ__TRY(rocq__fill_hip(ctx, ctx->gpu->status, 0, 4));
@@ -17170,7 +17173,7 @@ ROCQ__FN rocq_result rocq__replay_feed(rocq__replay *r, int b) {
     return ROCQ_OK;
 }
 
-// Compares what the ops have left with what the replay had. *at is the first byte that differs, or
+// Compares what the ops and the replay over B have written. *at is the first byte that differs, or
 // r->size.
 ROCQ__FN rocq_result rocq__replay_compare(rocq__replay *r, int64_t *at) {
     const char *replay = (const char *)r->aside->address + r->size, *ops = replay + r->size;
@@ -17188,7 +17191,8 @@ ROCQ__FN rocq_result rocq__replay_compare(rocq__replay *r, int64_t *at) {
     return ROCQ_OK;
 }
 
-// The host waits for none of the runs before all are submitted.
+// Submits the three runs in a row. The host does not wait for one before the next, unless the ring
+// of the uploads is full.
 ROCQ__FN rocq_result rocq__replay_runs(rocq__replay *r, int64_t *at) {
     rocq_ctx *ctx = r->ctx;
     for (int run = 0; run < 3; run++) {
@@ -17201,7 +17205,7 @@ ROCQ__FN rocq_result rocq__replay_runs(rocq__replay *r, int64_t *at) {
     return rocq__replay_compare(r, at);
 }
 
-// The last op that writes to byte at of what was put aside; NULL: the status word, or a gap.
+// The last op that writes byte `at` of what is put aside; NULL for the status word or a gap.
 ROCQ__FN const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t at) {
     const rocq__node *found = NULL;
     uint64_t address = 0;
@@ -17274,7 +17278,7 @@ ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
         result = ROCQ_OK;
     } else if (result == ROCQ_OK) {
 #if ROCQ__HAS_PROFILE
-        rocq__profile *profiling = ctx->profiling; // these runs are none of the program's
+        rocq__profile *profiling = ctx->profiling; // the program's profile leaves out these runs
         ctx->profiling = NULL;
 #endif
         char *aside = (char *)r.aside->address;
@@ -17282,7 +17286,7 @@ ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
         if (result == ROCQ_OK) {
             result = rocq__replay_runs(&r, &at);
             if (!gpu->lost && rocq__replay_copy(&r, aside, true) != ROCQ_OK) {
-                gpu->lost = true; // tensors have not got their contents back
+                gpu->lost = true; // tensors do not have their contents any more
                 result = rocq__fail(ctx, ROCQ_E_LOST, "warm: tensors could not be restored; the "
                                     "GPU is lost, close the context");
             }
@@ -17308,6 +17312,8 @@ ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
     return result;
 }
 
+// Launches each kernel that the graph (or, without one, any op) uses, with zeroed args, so that the
+// runtime loads it; takes the ring's memory; captures the graph and checks its replay.
 ROCQ__FN rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     rocq_result result = ROCQ_OK;
