@@ -2643,8 +2643,8 @@ ROCQ__FN void rocq__swap(char *a, char *b, int64_t size) {
     }
 }
 
-// Heapsort of n items of size bytes: no recursion, no memory, which the C library's qsort may take,
-// and no input that makes it slow. compare gets two items and what it needs besides.
+// Sorts n items of size bytes. A heapsort, because the C library's qsort may take memory: it takes
+// none, does not recurse, and no input makes it slow. compare gets two items and user.
 ROCQ__FN void rocq__heapsort(void *items, int64_t n, int64_t size,
                              int (*compare)(const void *a, const void *b, const void *user),
                              const void *user) {
@@ -2667,15 +2667,15 @@ ROCQ__FN void rocq__heapsort(void *items, int64_t n, int64_t size,
 // ---------------------------------------------------------------------------------------------
 // The state of a context. What only a GPU context has is in rocq__gpu (>>hip_api).
 
-// A block of memory. This header stands in front of host memory; for device and pinned memory,
-// which come from the runtime, the header alone is taken from the allocator. The list of a context's
-// blocks lets rocq_close free what the caller left.
+// Header of a block of memory. It stands in front of host memory; for device and pinned memory,
+// which come from the runtime, it is allocated by itself. The list of a context's blocks lets
+// rocq_close free what the caller left.
 typedef struct rocq__block {
     struct rocq__block *prev, *next;
     void *raw;          // what the allocator returned
     size_t raw_size;    // and was asked for
-    void *address;      // of the memory
-    int64_t size;       // of it
+    void *address;      // of the memory behind the header, or of the runtime's
+    int64_t size;       // of that memory
     rocq_memory memory; // HOST, PINNED or DEVICE
     bool buffer;        // made by rocq_buffer_alloc
 } rocq__block;
@@ -2697,8 +2697,8 @@ typedef pthread_cond_t rocq__cond;
 
 typedef struct rocq__workers {
     rocq__thread threads[ROCQ__MAX_THREADS];
-    int32_t n_started; // workers, to which the calling thread comes as thread 0
-    int32_t n_joined;  // workers that run: each takes its number from here, 1 and up (atomic)
+    int32_t n_started; // workers; the calling thread works too, as thread 0
+    int32_t n_joined;  // workers that run: each takes its number, 1 and up, from here (atomic)
     int32_t asleep;    // 1: a worker may be waiting for work (atomic)
     rocq__mutex mutex;
     rocq__cond work, done;
@@ -2718,7 +2718,7 @@ typedef struct rocq__workers {
 struct rocq__gpu;
 typedef struct rocq__profile rocq__profile;
 
-// Belongs to one thread at a time; others may only set cancelled. The workers share the jobs.
+// Only one thread at a time may use a context, except that any thread may set cancelled.
 struct rocq_ctx {
     rocq_desc desc; // with the defaults filled in
     rocq_backend backend;
@@ -2755,7 +2755,7 @@ struct rocq_ctx {
 // ---------------------------------------------------------------------------------------------
 // >>log
 // ---------------------------------------------------------------------------------------------
-// rocq__fail ends every failure; an attempt takes it back; rocq__print writes reports and files.
+// Error messages, lines for desc.log, and text for functions of the caller's, such as reports.
 
 // Stores and logs the message of a failure and returns its code, so that failing is one statement.
 ROCQ__PRINTF(3, 4)
@@ -2915,8 +2915,7 @@ ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx) {
 // ---------------------------------------------------------------------------------------------
 // >>alloc: hooks, the list of blocks, buffers, scratch
 // ---------------------------------------------------------------------------------------------
-// Memory that is taken is listed in the context, so that rocq_close frees what the caller left, and
-// buffers, pools and scratch are counted against memory_budget.
+// Blocks of memory are listed in the context: rocq_close frees those that the caller left.
 
 ROCQ__FN void *rocq__default_alloc(size_t size, void *user) {
     (void)user;
@@ -2973,8 +2972,8 @@ ROCQ__FN void rocq__free(rocq_ctx *ctx, void *data) {
     ctx->desc.allocator.free(block->raw, block->raw_size, ctx->desc.allocator.user);
 }
 
-// The array, or a larger one with what it holds, with room for n elements. NULL: there is no memory
-// for it, and the array stays as it is.
+// Returns array if it has room for n elements; else frees it and returns a larger one with the same
+// contents. If there is no memory for that, returns NULL and leaves array as it is.
 ROCQ__FN void *rocq__array_room(rocq_ctx *ctx, void *array, int32_t *room, int64_t n,
                                 int64_t element) {
     if (n <= *room) return array;
@@ -3067,9 +3066,8 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
     return ROCQ_OK;
 }
 
-// Checks that buffer is a whole buffer of the context and no piece of one. size is that of the
-// context's buffer that begins at the same address, 0 if there is none. The first piece of a buffer
-// has the same address, so only the size tells the two apart.
+// Checks that buffer is no piece of a buffer. size is that of the context's buffer at the same
+// address, 0 if there is none: a buffer and its first piece differ in size only.
 ROCQ__FN rocq_result rocq__check_whole(rocq_ctx *ctx, const rocq_buffer *buffer, int64_t size) {
     if (size == 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: not a buffer of this context");
@@ -3144,6 +3142,7 @@ ROCQ__FN rocq_result rocq__scratch(rocq_ctx *ctx, int64_t bytes, void **out) {
 // ---------------------------------------------------------------------------------------------
 // >>arena
 // ---------------------------------------------------------------------------------------------
+// An arena cuts pieces from a buffer, one after the other, or only measures what they would take.
 
 ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer) {
     if (!arena) return;
@@ -3513,9 +3512,8 @@ ROCQ__INLINE void rocq__spin_unlock(int32_t *lock) { rocq__store32(lock, 0); }
 #endif
 
 // A decode step is a hundred jobs a few microseconds apart, and waking a thread takes longer than
-// most of them. So a thread spins before it sleeps, for longer than the longest gap between jobs,
-// which is a draw of a token. Between spins it yields, because the thread that it waits for may
-// need its core.
+// most of them. So a thread spins before it sleeps, for longer than the longest gap between jobs (a
+// draw of a token). It yields in between: the thread that it waits for may need its core.
 enum { ROCQ__SPIN_NS = 300000, ROCQ__SPINS = 64 };
 
 ROCQ__INLINE int32_t rocq__pieces(int64_t *word) {
@@ -3536,9 +3534,9 @@ ROCQ__FN bool rocq__spin(int64_t *word, bool some) {
     return false;
 }
 
-// Takes and runs pieces until none is left. `open` has the job's number beside the count, so that a
-// compare-and-swap with a value of an earlier job fails. The thread that finishes the last piece
-// wakes the caller if that sleeps.
+// Takes and runs pieces until none is left. The job's number in `open` makes a compare-and-swap
+// with a value of an earlier job fail. Whoever finishes the last piece wakes the caller if that
+// sleeps.
 ROCQ__FN void rocq__workers_share(rocq__workers *pool, int32_t thread) {
     int32_t n_done = 0;
     for (;;) {
@@ -9872,8 +9870,7 @@ ROCQ__FN bool rocq__library_there(const wchar_t *name, int how) {
 }
 #endif
 
-// Opens a library. On failure it returns NULL with the system's reason in why, which is "" if the
-// library does not exist.
+// Opens a library, or returns NULL. Then why has the system's reason, "" if there is no such file.
 ROCQ__FN rocq__library rocq__library_open(const char *name, int how, char *why, size_t size) {
     why[0] = '\0';
 #if defined(_WIN32)
@@ -9888,8 +9885,7 @@ ROCQ__FN rocq__library rocq__library_open(const char *name, int how, char *why, 
     if (how == ROCQ__LOADED) return GetModuleHandleExW(0, wide, &library) ? library : NULL;
     library = LoadLibraryExW(wide, NULL, flags);
     if (library) return library;
-    // Windows has one error for a library that does not exist and one that needs another that is
-    // not found.
+    // ERROR_MOD_NOT_FOUND also means that this library exists but one that it depends on does not.
     const DWORD error = GetLastError();
     if (error != ERROR_MOD_NOT_FOUND) {
         snprintf(why, size, "error %lu of Windows", (unsigned long)error);
@@ -9921,8 +9917,8 @@ ROCQ__FN void rocq__library_close(rocq__library library) {
 #endif
 }
 
-// Fills table with the addresses of symbols. Returns the name of a required one that the library
-// does not have, or NULL.
+// Fills table with the addresses of symbols. Returns a required one that the library lacks, or
+// NULL.
 ROCQ__FN const char *rocq__library_symbols(rocq__library library, const rocq__hip_symbol *symbols,
                                            size_t n_symbols, void *table) {
     for (size_t k = 0; k < n_symbols; k++) {
@@ -10086,8 +10082,7 @@ ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
                       (int)length, ctx->tried, cut ? "; ..." : "");
 }
 
-// Takes the runtime that is linked with the program's kernels, unless those were compiled with
-// another rocq.h.
+// Takes the runtime and the kernels that are linked, unless they were compiled with another rocq.h.
 ROCQ__FN rocq_result rocq__hip_linked(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_hip *linked) {
     if (linked->version != ROCQ_VERSION || linked->n_stubs != ROCQ_K_COUNT) {
         return rocq__fail(
@@ -10181,8 +10176,7 @@ ROCQ__FN rocq_result rocq__image_read(rocq_ctx *ctx, rocq__gpu *gpu, const char 
 #endif
 }
 
-// Whether there are kernels: named in the desc, else linked, else at ROCQ_KERNELS_PATH. This is the
-// order in which rocq__hip_kernels takes them.
+// Whether there are kernels: the desc's go before linked ones, those before ROCQ_KERNELS_PATH.
 ROCQ__FN bool rocq__has_kernels(const rocq_ctx *ctx, const rocq_hip *linked) {
     bool built_in = linked && linked->stubs;
 #if defined(ROCQ_KERNELS_PATH)
@@ -10255,12 +10249,12 @@ ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint3
 
 // What the fastest chip of a target has. HIP's memory clock is not that of the data, so the rate of
 // memory stands here. HIP counts RDNA's compute units in pairs unless told otherwise, so its number
-// is doubled, but never beyond max_units. Rates per unit are AMD's: 256 flops a clock on the vector
-// unit (without dual issue), 512 on the matrix unit.
-// Sources: AMD's specifications of the products that bench/targets.py names; AMD's ROCm
-// compatibility matrix and the target list of AMD's TheRock for which product is which target;
-// register files as LLVM has them, with which tests/test_occupancy.c compares. gfx1152 is the
-// Radeon 860M of a Ryzen AI 7 350 (and the 840M), gfx1153 the 820M of a Ryzen AI 5 330.
+// is doubled, but not beyond max_units. Rates per unit are AMD's: 256 flops a clock on the vector
+// unit (without dual issue), 512 on the matrix unit. Sources: AMD's specifications of the products
+// that bench/targets.py names; AMD's ROCm compatibility matrix and the target list of AMD's TheRock
+// for which product is which target; register files as LLVM has them, with which
+// tests/test_occupancy.c compares. gfx1152 is the Radeon 860M of a Ryzen AI 7 350 (and the 840M),
+// gfx1153 the 820M of a Ryzen AI 5 330.
 typedef struct rocq__chip_facts {
     int32_t target, max_units;
     double bytes_per_us;
@@ -10313,8 +10307,7 @@ ROCQ__FN void rocq__chip_init(rocq__gpu *gpu, int32_t target) {
     chip->matrix_per_us = 2.0 * chip->flops_per_us;
 }
 
-// Compares what the self-test kernel has found with what it must find. The kernel explains the sums
-// (rocq_kernels.hip, >>entry).
+// Checks what the self-test kernel has found. It explains the sums (rocq_kernels.hip, >>entry).
 ROCQ__FN rocq_result rocq__selftest_check(rocq_ctx *ctx, const uint32_t *out) {
     uint32_t sizes = 0, squares = 0, dots = 0, products = 0;
 #define ROCQ_X(name, args, threads) sizes += (uint32_t)sizeof(args);
@@ -10389,7 +10382,7 @@ ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t
     return ROCQ_OK;
 }
 
-// Only after the work that uses it is done.
+// The caller has waited for the work that uses the block.
 ROCQ__FN void rocq__device_free(rocq_ctx *ctx, rocq__block *block) {
     if (!block) return;
     if (block->memory == ROCQ_MEMORY_PINNED) ctx->gpu->hip->host_free(block->address);
@@ -10397,7 +10390,7 @@ ROCQ__FN void rocq__device_free(rocq_ctx *ctx, rocq__block *block) {
     rocq__free(ctx, block + 1);
 }
 
-// Waits for all work, of which a lost device has none.
+// Waits for all submitted work, unless the device is lost: then waiting would only fail.
 ROCQ__FN rocq_result rocq__hip_idle(rocq_ctx *ctx, const char *op) {
     rocq__gpu *gpu = ctx->gpu;
     if (gpu->lost) return ROCQ_OK;
@@ -10453,9 +10446,8 @@ ROCQ__FN rocq_result rocq__copy_hip(rocq_ctx *ctx, void *dst, const void *src, i
 
 // -- the ring --
 
-// Takes the ring's pinned memory. A runtime would allocate it page by page, on one thread; pages
-// that all threads have touched before need only be pinned. For rocq_gguf_load's 28 MiB that saves
-// 3 ms of 11 (H200).
+// Takes the ring's pinned memory. A runtime allocates it page by page, on one thread; pages that
+// all threads touched before it only has to pin. For 28 MiB (a load) that saves 3 ms of 11 (H200).
 ROCQ__FN rocq_result rocq__ring_memory(rocq_ctx *ctx, rocq__ring *ring, int64_t size) {
     const rocq_hip *hip = ctx->gpu->hip;
     void *memory = NULL;
@@ -10530,10 +10522,9 @@ ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, rocq__ring *ring, int32_t pi
     return ROCQ_OK;
 }
 
-// Gives size bytes of the ring, at most a piece, that no copy uses any more: from the current piece
-// if they fit there, else from the next one, whose event is waited for. The piece that is left is
-// marked now; but if its last copy is not yet submitted, the caller passes unsent, which is set to
-// true, and marks the piece after that copy.
+// Gives size bytes of the ring, at most a piece, that no copy uses any more. If they begin the next
+// piece, the one before it is marked. A caller who has not submitted the last copy of that piece
+// yet passes unsent: then *unsent is set instead, and the caller marks the piece after the copy.
 ROCQ__FN rocq_result rocq__ring_take(rocq_ctx *ctx, rocq__ring *ring, int64_t size, bool *unsent,
                                      unsigned char **out) {
     if (ring->used + size > ring->piece_bytes) {
@@ -10555,9 +10546,9 @@ ROCQ__FN void *rocq__device_data(const rocq_tensor *t) {
 
 // -- uploads: read into the ring, copied to the device, repacked there --
 // An upload is a list of parts (tensors), sorted by their offsets in the source. It is cut into
-// stretches: ranges of the source of at most a piece of the ring, each with any number of parts or
-// only a portion of one, so that many small tensors cost no more than their bytes. While the
-// threads read a stretch, the calling thread first submits the one before it.
+// stretches, ranges of the source that fit a piece of the ring. A stretch may hold many parts, so
+// that small tensors cost no more than their bytes, or a portion of one. While the threads read a
+// stretch, the calling thread first submits the one before it.
 
 ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
                                       int64_t unit0, int64_t n_units);
@@ -10614,9 +10605,8 @@ ROCQ__FN rocq__stretch rocq__stretch_next(const rocq__upload *u, int64_t *part, 
     return s;
 }
 
-// Submits the copies of u->unsent and the repacking after them. Tensors that become planar are
-// copied to staging memory, with one copy from the first to the last one of the stretch; other
-// tensors are copied to their place.
+// Submits the copies of u->unsent and the repacking after them. What becomes planar goes to staging
+// memory, in one copy from the first to the last byte of it; other tensors go to their place.
 ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
     rocq_ctx *ctx = u->ctx;
     rocq__gpu *gpu = ctx->gpu;
@@ -10930,9 +10920,8 @@ ROCQ__FN int32_t rocq__clamp32(int64_t n) {
 
 // -- ops, in the order of ROCQ_OPS --
 
-// One run of an op's body, to plan or to launch. While planning, scratch memory has no address and
-// nothing is launched; all else is the same, so that a plan is never wrong. After the first
-// failure, which result keeps, the rest of the body has no effect.
+// One run of an op's body. A plan has no address for scratch memory and launches nothing; all else
+// is the same, so it is never wrong. After the first failure the rest of the body has no effect.
 typedef struct rocq__job {
     rocq_ctx *ctx;
     rocq_op op;
@@ -10952,12 +10941,13 @@ ROCQ__FN rocq__cost rocq__job_cost(const rocq__job *job, rocq_op op, const void 
     return rocq__cost_of(job->ctx, op, params);
 }
 
-ROCQ__FN void rocq__job_begin(rocq__job *job, rocq_op op, const void *params) {
-    if (op == ROCQ_OP_MATMUL || op == ROCQ_OP_ATTENTION) return;
-    job->cost = rocq__job_cost(job, op, params);
+// The cost of an op whose launches are alike. matmul and attention set it themselves.
+ROCQ__FN void rocq__job_begin(rocq__job *job, const void *params) {
+    if (job->op == ROCQ_OP_MATMUL || job->op == ROCQ_OP_ATTENTION) return;
+    job->cost = rocq__job_cost(job, job->op, params);
 }
 
-// The one place that looks whether a grid is too large. A launch outside of jobs has few blocks.
+// The one place that checks whether a grid is too large. Launches without a job have few blocks.
 ROCQ__FN void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
                                int threads, void *args) {
     if (job->result != ROCQ_OK) return;
@@ -11152,8 +11142,8 @@ ROCQ__FN bool rocq__aligned16(const rocq_tensor *t) {
     return (uintptr_t)rocq__device_data(t) % 16 == 0;
 }
 
-// Whether the rows of a float tensor have one distance throughout, even from matrix to matrix, and
-// can be read 16 bytes at a time.
+// Whether the rows of a float tensor are at one distance throughout and readable 16 bytes at a
+// time.
 ROCQ__FN bool rocq__wide_rows(const rocq_tensor *t) {
     const int64_t wide = t->format == ROCQ_F32 ? 4 : 8;
     if (t->stride[1] > ROCQ__MATMUL_K) return false; // so that the products below fit
@@ -11378,7 +11368,7 @@ ROCQ__FN double rocq__tiles_ns(const rocq__chip *chip, const rocq__site *s,
     const double w_bytes = (double)rocq__bytes((rocq_format)s->format, s->k) * s->m;
     const double y_bytes = 4.0 * s->m * s->n * s->batch;
     const double bytes = (w_bytes + 2.0 * s->k * s->n) * s->batch + y_bytes;
-    const double parts = splits > 1.0 ? 4.0 * y_bytes * splits : 0.0; // twice, at half the rate
+    const double parts = splits > 1.0 ? 4.0 * y_bytes * splits : 0.0; // 2 passes at half the rate
     return ROCQ__MAX(tiles, bytes * 1e3 / chip->bytes_per_us) + parts * 1e3 / chip->bytes_per_us +
            (rounds + 1.0) * latency;
 }
@@ -11622,16 +11612,15 @@ ROCQ__FN double rocq__attend_part(const rocq__site *s, int32_t tile_n) {
     return 4.0 * ROCQ__MIN(s->m, tile_n) * (s->k + 2);
 }
 
-// The rule for attention. It looks at shapes alone, never at kv_len, because a recorded launch is
-// replayed while that grows.
-// Kernel: a prefill block reads K and V for up to 64 columns at once. That pays where over half of
-// those columns exist and there is a block for every compute unit; otherwise decode is taken.
-// Splits: each has whole runs of ROCQ_K_ATTEND_RUN positions, and there are no more splits than
-// fill the chip. For decode, a split also has so many runs that reading it, kv / splits, takes
-// about as long as merging, part * splits, since few blocks merge. That number is rounded by ratio,
-// but down if rounding up would leave more than a quarter of the compute units without a block. On
-// an H200 it takes the fastest of 16, 22, 32 and 64 splits of 8192 positions for D 64 (4 KV heads)
-// and 128 (8); for D 256 (4) 64 splits take 0.91 of the time of the 32 that it takes.
+// The rule for attention looks at shapes alone, never at kv_len: a recorded launch is replayed
+// while that grows. A prefill block reads K and V for up to 64 columns at once, which pays where
+// over half of those columns exist and there is a block for every compute unit; else decode is
+// taken. A split has whole runs of ROCQ_K_ATTEND_RUN positions, and there are no more splits than
+// fill the chip. In decode, a split also has so many runs that reading it, kv / splits, takes about
+// as long as merging, part * splits, since few blocks merge. That number is rounded by ratio, but
+// down if rounding up would leave more than a quarter of the compute units without a block. On an
+// H200 the rule takes the fastest of 16, 22, 32 and 64 splits of 8192 positions for D 64 (4 KV
+// heads) and 128 (8); for D 256 (4) 64 splits take 0.91 of the time of the 32 that it takes.
 ROCQ__FN rocq_launch_config rocq__rule_attend(const rocq__chip *chip, const rocq__site *s) {
     const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(s->k);
     const bool fills = (int64_t)((s->m + many - 1) / many) * s->batch >= chip->n_units;
@@ -12891,8 +12880,7 @@ ROCQ__FN rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *para
 // ---------------------------------------------------------------------------------------------
 // >>dispatch: the one place that picks a backend
 // ---------------------------------------------------------------------------------------------
-// rocq__run_op takes every op: it checks the params, then runs the op or adds it to the graph that
-// is being recorded.
+// rocq__run_op checks an op's params, then runs the op or adds it to the graph being recorded.
 
 // The functions of an op. They take params without a type, so that all ops have functions of one
 // type, and cast them to the type that ROCQ_OPS names.
@@ -12950,8 +12938,9 @@ ROCQ__FN rocq_result rocq__plan_hip(rocq_ctx *ctx, rocq_op op, const void *param
 }
 
 ROCQ__FN rocq_result rocq__run_hip(rocq_ctx *ctx, rocq_op op, const void *params, void *scratch) {
-    rocq__job job = {ctx, op, rocq__ops[op].name, false, (uintptr_t)scratch, 0, 0, ROCQ_OK, {0.0, 0.0, 0.0}};
-    rocq__job_begin(&job, op, params);
+    rocq__job job = {ctx,     op, rocq__ops[op].name, false, (uintptr_t)scratch, 0, 0,
+                     ROCQ_OK, {0.0, 0.0, 0.0}};
+    rocq__job_begin(&job, params);
     rocq__ops[op].job(&job, params);
     return job.result;
 }
@@ -13013,9 +13002,8 @@ ROCQ__FN void rocq__touched_add(rocq__touched *regions, int32_t *n_regions, cons
     regions[(*n_regions)++] = r;
 }
 
-// Copies the operands to the host, runs the op there, and copies its outputs back. Operands that
-// overlap on the device must overlap on the host too. So overlapping ranges are merged to regions,
-// each of which is copied once and whole, with the gaps of strided tensors.
+// Copies operands to the host, runs the op there, and copies outputs back. What overlaps on the
+// device must overlap on the host too, so each region is copied once and whole, gaps included.
 ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__node *node;
     rocq__touched regions[ROCQ__MAX_OPERANDS];
@@ -13160,8 +13148,7 @@ ROCQ__FN rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq_graph *graph) {
     return ROCQ_OK;
 }
 
-// Destroys the captured graph, after waiting for replays that may still run. It is gone even if the
-// wait fails.
+// Waits for replays that may still run, and destroys the captured graph even if that fails.
 ROCQ__FN rocq_result rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     if (!graph->exec) return ROCQ_OK;
@@ -14169,8 +14156,8 @@ ROCQ__FN rocq_result rocq__kv_check(const rocq_kv *kv, const char *call, int32_t
                       (int)kv->desc.n_seqs);
 }
 
-// The same for calls that may run ops. Here alone they can be cancelled: a move that stops halfway
-// would leave neither the old sequence nor the new one.
+// The same for calls that may run ops. They can be cancelled here, but not between their ops: a
+// move that stops halfway would leave neither the old sequence nor the new one.
 ROCQ__FN rocq_result rocq__kv_begin(const rocq_kv *kv, const char *call, int32_t seq) {
     ROCQ__TRY(rocq__kv_check(kv, call, seq));
     ROCQ__TRY(rocq__not_recording(kv->ctx, call));
@@ -14267,8 +14254,7 @@ ROCQ__FN rocq_result rocq__kv_copy(rocq_kv *kv, int64_t to, int64_t from, int64_
     return ROCQ_OK;
 }
 
-// Replaces those of a sequence's pages [begin, end) that are shared by copies, so that it can write
-// to them. Enough pages must be free.
+// Replaces the shared ones of a sequence's pages [begin, end) by copies. Enough pages must be free.
 ROCQ__FN rocq_result rocq__kv_own(rocq_kv *kv, int32_t seq, int32_t begin, int32_t end) {
     const int32_t size = kv->desc.page_size;
     int32_t *table = rocq__kv_table(kv, seq);
@@ -14411,8 +14397,8 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
     const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // written are [begin, end)
     const int32_t out = whole ? n / size : 0; // pages that are dropped
     int32_t *table = rocq__kv_table(kv, seq);
-    // A sequence's shared pages come before its own. So if a page has to be copied, the dropped
-    // ones before it are shared too, and dropping them makes no page free for the copy.
+    // Shared pages come before a sequence's own: if one has to be copied, the dropped ones before
+    // it are shared too, and no page becomes free.
     const int32_t want = first < left ? rocq__kv_shared(kv, seq, begin + out, end + out) : 0;
     ROCQ__TRY(rocq__kv_want_pages(kv, "kv_shift", want, kv->n_free));
     // rocq_kv_create has reserved it, but a larger rocq_reserve that failed may have freed it.
@@ -17191,8 +17177,7 @@ ROCQ__FN rocq_result rocq__replay_compare(rocq__replay *r, int64_t *at) {
     return ROCQ_OK;
 }
 
-// Submits the three runs in a row. The host does not wait for one before the next, unless the ring
-// of the uploads is full.
+// Submits the three runs. The host waits for none of them in between, unless the ring is full.
 ROCQ__FN rocq_result rocq__replay_runs(rocq__replay *r, int64_t *at) {
     rocq_ctx *ctx = r->ctx;
     for (int run = 0; run < 3; run++) {
