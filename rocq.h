@@ -2708,8 +2708,8 @@ typedef struct rocq__workers {
     int64_t n, chunk, n_pieces;
     // Both atomic. Low halves: how many pieces are not taken yet (open), not done yet (pending).
     // High halves: the job's number, negative to end the workers; 1 while the caller sleeps.
-    // A 32-bit ABI aligns an int64_t to 4 bytes only. An atomic word that lies across two cache
-    // lines would make the processor lock out all other cores for each access to it.
+    // A 32-bit ABI aligns them to 4, but an atomic across two cache lines locks out all other
+    // cores.
     ROCQ__ALIGNAS(8) int64_t open;
     ROCQ__ALIGNAS(8) int64_t pending;
 } rocq__workers;
@@ -3423,8 +3423,7 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 // ---------------------------------------------------------------------------------------------
 // >>threads: one pool per context, started by the first job that wants it
 // ---------------------------------------------------------------------------------------------
-// rocq__workers_run publishes a job; the caller and the workers take its pieces from `open` by
-// compare-and-swap. Threads that find nothing to do spin for a while, then sleep.
+// rocq__workers_run publishes a job, whose pieces the caller and the workers take from `open`.
 
 // Atomics. All are sequentially consistent but rocq__store32, of which only release is needed.
 // seq_cst: a sleeper sets `asleep`, then rechecks; a producer publishes, then reads `asleep`.
@@ -9852,8 +9851,7 @@ enum {
 };
 
 #if defined(_WIN32)
-// Whether the file exists. A name without a path is looked for beside the program and in the
-// system's folder, where drivers put their libraries.
+// Whether the file exists; for a bare name, beside the program or in the folder that drivers use.
 ROCQ__FN bool rocq__library_there(const wchar_t *name, int how) {
     wchar_t path[2048];
     const DWORD room = 1024, length = (DWORD)wcslen(name);
@@ -9896,8 +9894,7 @@ ROCQ__FN rocq__library rocq__library_open(const char *name, int how, char *why, 
 #else
     void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL | (how == ROCQ__LOADED ? RTLD_NOLOAD : 0));
     if (library || how == ROCQ__LOADED) return library;
-    // dlerror's text begins with the file at fault: for a name, the path where it was found, or the
-    // bare name if it was not found.
+    // dlerror's text begins with the file at fault: with this very name if it was not found.
     const size_t length = strlen(name);
     const char *reason = dlerror();
     if (!reason) reason = "no reason given";
@@ -10423,7 +10420,7 @@ ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
     return result;
 }
 
-// The running op's device scratch memory. A second call in an op gives the same memory.
+// As rocq__scratch, for device memory.
 ROCQ__FN rocq_result rocq__scratch_hip(rocq_ctx *ctx, int64_t bytes, void **out) {
     *out = NULL;
     if (bytes == 0) return ROCQ_OK;
@@ -10793,8 +10790,7 @@ ROCQ__FN rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *sr
 // >>hip_launch: from params to launches
 // ---------------------------------------------------------------------------------------------
 // Every op has one body, rocq__job_NAME. rocq__plan_hip runs it to learn whether the GPU can do the
-// op and how much scratch memory that takes, launching and allocating nothing. rocq__run_hip then
-// runs it again, with the scratch memory, to launch.
+// op and with how much scratch memory; rocq__run_hip runs it again, with that memory, to launch.
 
 // -- launch core --
 
@@ -12882,8 +12878,8 @@ ROCQ__FN rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *para
 // ---------------------------------------------------------------------------------------------
 // rocq__run_op checks an op's params, then runs the op or adds it to the graph being recorded.
 
-// The functions of an op. They take params without a type, so that all ops have functions of one
-// type, and cast them to the type that ROCQ_OPS names.
+// The functions of an op. Each casts params to the type in ROCQ_OPS, so that one table holds all
+// ops.
 typedef struct rocq__op_entry {
     const char *name;
     int64_t params_size;
@@ -12982,8 +12978,7 @@ typedef struct rocq__touched {
     bool written;
 } rocq__touched;
 
-// Adds the range of a tensor to a list of regions that do not overlap. The new region is merged
-// with all those that it overlaps.
+// Adds a tensor's range to a list of disjoint regions, merged with all regions that it overlaps.
 ROCQ__FN void rocq__touched_add(rocq__touched *regions, int32_t *n_regions, const rocq_tensor *t,
                                 bool written) {
     rocq__touched r = {rocq__range_of(t), NULL, written};
@@ -14002,8 +13997,8 @@ ROCQ__FN rocq_result rocq__kv_cut(rocq_kv *kv, rocq_arena *arena) {
     return rocq_tensor_1d(arena, &kv->words, ROCQ_I32, rocq__kv_n_words(kv));
 }
 
-// Checks desc.rope and adapts it to keys of the cache, which are rotated again when they move. They
-// have been scaled by YaRN's magnitude already, so attn_factor undoes a second scaling.
+// Checks desc.rope, by which keys that move are rotated again. They have YaRN's magnitude already:
+// attn_factor is set to undo a second scaling.
 ROCQ__FN rocq_result rocq__kv_rope(rocq_kv *kv) {
     rocq_rope_config *rope = &kv->desc.rope;
     ROCQ__TRY(rocq__check_tensor(kv->ctx, "kv", "rope.freq_factors", rope->freq_factors,
@@ -14381,9 +14376,8 @@ ROCQ_DEF rocq_result rocq_kv_truncate(rocq_kv *kv, int32_t seq, int32_t length) 
     return ROCQ_OK;
 }
 
-// Rotates the keys of the positions that move. If first and n are whole pages, the dropped pages
-// leave the table and no row moves. Otherwise rows move down, front to back, so that none is
-// overwritten before it is read.
+// If first and n are whole pages, the dropped pages leave the table and no row moves. Otherwise
+// rows move down, front to back, so that none is overwritten before it is read. Keys are rotated.
 ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int32_t n) {
     ROCQ__TRY(rocq__kv_begin(kv, "kv_shift", seq));
     const int32_t length = kv->length[seq], size = kv->desc.page_size;
@@ -14397,8 +14391,7 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
     const int32_t begin = size > 0 ? ROCQ__MIN(first / size, end) : 0; // written are [begin, end)
     const int32_t out = whole ? n / size : 0; // pages that are dropped
     int32_t *table = rocq__kv_table(kv, seq);
-    // Shared pages come before a sequence's own: if one has to be copied, the dropped ones before
-    // it are shared too, and no page becomes free.
+    // Shared pages come before own ones: if one is copied, dropping those before it frees no page.
     const int32_t want = first < left ? rocq__kv_shared(kv, seq, begin + out, end + out) : 0;
     ROCQ__TRY(rocq__kv_want_pages(kv, "kv_shift", want, kv->n_free));
     // rocq_kv_create has reserved it, but a larger rocq_reserve that failed may have freed it.
@@ -16779,10 +16772,9 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
 
 // -- warm-up --
 
-// On the CPU the ops of a graph are rehearsed with their own weights and scratch memory. All else
-// that an op reads or writes may have no contents yet: activations, caches, masks, and weights that
-// an op of the graph makes. Stand-ins take its place, whose numbers are 0 and whose integers are 1,
-// which is a valid index and length.
+// On the CPU ops are rehearsed with their own weights and scratch memory. All else may have no
+// contents yet: activations, caches, masks, and weights that an op of the graph makes. Stand-ins
+// take its place, whose numbers are 0 and whose integers are 1, a valid index and length.
 
 // Whether an op of the graph may write to t.
 ROCQ__FN bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) {
@@ -16797,8 +16789,7 @@ ROCQ__FN bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) 
     return false;
 }
 
-// Prepares a copy of an op of the graph: afterwards, kept[i] says that operand i is used where it
-// is; all others get a stand-in.
+// Prepares a copy of an op of the graph: afterwards, operand i gets a stand-in unless kept[i].
 ROCQ__FN void rocq__stand_in_plan(const rocq_graph *graph, rocq__node *copy) {
     for (int32_t i = 0; i < copy->n_tensors; i++) {
         rocq_tensor *t = &copy->tensors[i];
@@ -16883,8 +16874,8 @@ ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     return result;
 }
 
-// Touches every page of scratch memory, which also starts the threads, and of the graph's operands,
-// and rehearses its ops.
+// Touches the pages of scratch memory, which starts the threads, and of operands; rehearses the
+// ops.
 ROCQ__FN rocq_result rocq__warm_cpu(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__pages pages = {(unsigned char *)ctx->scratch, ctx->scratch_size, true};
     rocq__parallel(ctx, ROCQ__MAX(ctx->desc.n_threads, ctx->scratch_size / ROCQ__PAGE + 1), 1,
@@ -16913,12 +16904,11 @@ typedef union rocq__any_args {
 // inputs B, and its ops one by one over inputs B; the last two must write the same bits. The replay
 // over A comes first, so that stale data in the second replay differs from B. Before each run,
 // outputs are filled with a byte, so that an output that is never written shows. What the runs
-// overwrite is put aside (copied) first and restored in the end.
-//
-// Inputs must be such that no op writes to memory that has not been put aside. The only operand
-// that decides where an op writes is the cell of rocq_rope_append. Its values are i or i + 1 for
-// token i, so the first cells of a cache suffice; where ops of the graph compute the cells, all
-// cells are put aside. Kernels catch any other index that is out of range.
+// overwrite is put aside (copied) first and restored in the end. So inputs must be such that no op
+// writes anywhere else. The only operand that decides where an op writes is the cell of
+// rocq_rope_append. Its values are i or i + 1 for token i, so the first cells of a cache suffice;
+// where ops of the graph compute the cells, all cells are put aside. Kernels catch any other index
+// that is out of range.
 
 typedef struct rocq__feed { // an input of the graph, and the values that it is given
     rocq_tensor t;
@@ -17159,8 +17149,7 @@ ROCQ__FN rocq_result rocq__replay_feed(rocq__replay *r, int b) {
     return ROCQ_OK;
 }
 
-// Compares what the ops and the replay over B have written. *at is the first byte that differs, or
-// r->size.
+// Compares what the ops and the replay over B wrote. *at: the first byte that differs, or r->size.
 ROCQ__FN rocq_result rocq__replay_compare(rocq__replay *r, int64_t *at) {
     const char *replay = (const char *)r->aside->address + r->size, *ops = replay + r->size;
     unsigned char *a = r->values + r->feed_size, *b = a + ROCQ__PIECE;
@@ -17297,8 +17286,8 @@ ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
     return result;
 }
 
-// Launches each kernel that the graph (or, without one, any op) uses, with zeroed args, so that the
-// runtime loads it; takes the ring's memory; captures the graph and checks its replay.
+// Launches the kernels of the graph (without one, all), with zeroed args, so that the runtime loads
+// them; takes the ring's memory; captures the graph and checks its replay.
 ROCQ__FN rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     rocq_result result = ROCQ_OK;
