@@ -2706,10 +2706,9 @@ typedef struct rocq__workers {
     rocq__task fn;
     void *arg;
     int64_t n, chunk, n_pieces;
-    // Both atomic. Low halves: how many pieces are not taken yet (open), not done yet (pending).
-    // High halves: the job's number, negative to end the workers; 1 while the caller sleeps.
-    // A 32-bit ABI aligns them to 4, but an atomic across two cache lines locks out all other
-    // cores.
+    // Both atomic. open: the job's number (negative to end the workers) in the high half, pieces
+    // not taken yet in the low one. pending: 1 while the caller sleeps, and pieces not done yet.
+    // A 32-bit ABI aligns them to 4, but atomics across two cache lines lock out all other cores.
     ROCQ__ALIGNAS(8) int64_t open;
     ROCQ__ALIGNAS(8) int64_t pending;
 } rocq__workers;
@@ -3534,8 +3533,7 @@ ROCQ__FN bool rocq__spin(int64_t *word, bool some) {
 }
 
 // Takes and runs pieces until none is left. The job's number in `open` makes a compare-and-swap
-// with a value of an earlier job fail. Whoever finishes the last piece wakes the caller if that
-// sleeps.
+// with an earlier job's value fail. Whoever finishes the last piece wakes a caller that sleeps.
 ROCQ__FN void rocq__workers_share(rocq__workers *pool, int32_t thread) {
     int32_t n_done = 0;
     for (;;) {
@@ -9694,7 +9692,7 @@ typedef struct rocq__chip {
     double bytes_per_us;  // of memory
     double flops_per_us;  // of the vector unit in F32
     double matrix_per_us; // of the matrix unit in F16
-    bool guessed;         // bytes_per_us: the runtime does not tell it, or the chip is unlisted
+    bool guessed;         // bytes_per_us is a guess: the runtime has none, or unlisted is set
     bool unlisted;        // a gfx11 target that rocq__chips does not have
 } rocq__chip;
 
@@ -9914,8 +9912,7 @@ ROCQ__FN void rocq__library_close(rocq__library library) {
 #endif
 }
 
-// Fills table with the addresses of symbols. Returns a required one that the library lacks, or
-// NULL.
+// Fills table with the addresses of symbols. Returns a required one that is missing, or NULL.
 ROCQ__FN const char *rocq__library_symbols(rocq__library library, const rocq__hip_symbol *symbols,
                                            size_t n_symbols, void *table) {
     for (size_t k = 0; k < n_symbols; k++) {
@@ -10013,8 +10010,8 @@ ROCQ__FN bool rocq__path_absolute(const char *path) {
 }
 
 // Looks for a runtime that works, in the order that >>contexts tells. In each place newer versions
-// are tried first, and last the name without a version, which may be any. No call leaves a static
-// result: contexts in several threads may search at once, and a later rocq_open searches anew.
+// are tried first, and last the name without a version, which may be any. Nothing is kept between
+// calls: contexts in several threads may search at once, and a later rocq_open searches anew.
 ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
 #if defined(_WIN32)
     static const char *const names[] = {"amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll"};
@@ -11612,11 +11609,11 @@ ROCQ__FN double rocq__attend_part(const rocq__site *s, int32_t tile_n) {
 // while that grows. A prefill block reads K and V for up to 64 columns at once, which pays where
 // over half of those columns exist and there is a block for every compute unit; else decode is
 // taken. A split has whole runs of ROCQ_K_ATTEND_RUN positions, and there are no more splits than
-// fill the chip. In decode, a split also has so many runs that reading it, kv / splits, takes about
-// as long as merging, part * splits, since few blocks merge. That number is rounded by ratio, but
-// down if rounding up would leave more than a quarter of the compute units without a block. On an
-// H200 the rule takes the fastest of 16, 22, 32 and 64 splits of 8192 positions for D 64 (4 KV
-// heads) and 128 (8); for D 256 (4) 64 splits take 0.91 of the time of the 32 that it takes.
+// fill the chip. In decode, a split also has so many runs that reading it (kv / splits) takes about
+// as long as merging all of them (part * splits), which one block does alone. Their number is
+// rounded by ratio, but down if rounding up would leave over a quarter of the compute units without
+// a block. On an H200 the rule takes the fastest of 16, 22, 32 and 64 splits of 8192 positions for
+// D 64 (4 KV heads) and 128 (8); for D 256 (4) 64 splits take 0.91 of the time of its 32.
 ROCQ__FN rocq_launch_config rocq__rule_attend(const rocq__chip *chip, const rocq__site *s) {
     const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(s->k);
     const bool fills = (int64_t)((s->m + many - 1) / many) * s->batch >= chip->n_units;
@@ -12878,8 +12875,7 @@ ROCQ__FN rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *para
 // ---------------------------------------------------------------------------------------------
 // rocq__run_op checks an op's params, then runs the op or adds it to the graph being recorded.
 
-// The functions of an op. Each casts params to the type in ROCQ_OPS, so that one table holds all
-// ops.
+// The functions of an op. Each casts params to the type in ROCQ_OPS: one table can hold all ops.
 typedef struct rocq__op_entry {
     const char *name;
     int64_t params_size;
@@ -13130,7 +13126,7 @@ ROCQ__FN rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params)
 
 // -- graphs --
 
-// For calls that cannot be recorded: they would run now, and the ops around them later.
+// For calls that are not recorded: they would run now, but the ops around them later.
 ROCQ__FN rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
     if (!ctx->recording) return ROCQ_OK;
     return rocq__fail(ctx, ROCQ_E_STATE, "%s: a graph is being recorded", call);
@@ -14073,7 +14069,7 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes) {
     return bytes ? rocq__kv_plan(NULL, desc, &kv, bytes) : ROCQ_E_ARGUMENT;
 }
 
-// The params that rotate keys in the stage, in place, by turn. Their pos is set to point to turn.
+// The params that rotate keys in the stage, in place, by turn. *pos becomes their tensor of turn.
 ROCQ__FN rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *keys,
                                         rocq_tensor *pos) {
     rocq_rope_params p;
@@ -16874,8 +16870,7 @@ ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     return result;
 }
 
-// Touches the pages of scratch memory, which starts the threads, and of operands; rehearses the
-// ops.
+// Touches the pages of scratch memory, which starts the threads, and of operands; rehearses ops.
 ROCQ__FN rocq_result rocq__warm_cpu(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__pages pages = {(unsigned char *)ctx->scratch, ctx->scratch_size, true};
     rocq__parallel(ctx, ROCQ__MAX(ctx->desc.n_threads, ctx->scratch_size / ROCQ__PAGE + 1), 1,
