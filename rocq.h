@@ -2600,7 +2600,6 @@ ROCQ__FN uint64_t rocq__checksum(uint64_t sum, const void *data, int64_t size) {
     return rocq__checksum_step(a, &d);
 }
 
-// Elements and bytes of one block; false for an unknown format.
 ROCQ__INLINE bool rocq__block_of(rocq_format format, int64_t *elems, int64_t *bytes) {
     switch (format) {
 #define ROCQ_X(NAME, name, id, block_elems, block_bytes) \
@@ -9761,7 +9760,6 @@ typedef struct rocq__gpu {
     char ignored[400];     // rocq_info.ignored: settings for sharing that had no effect
 } rocq__gpu;
 
-// Fails with the result code and message for a runtime call that returned error.
 ROCQ__FN rocq_result rocq__hip_failed(rocq_ctx *ctx, const char *what, int error) {
     rocq__gpu *gpu = ctx->gpu;
     const char *name = gpu->hip->error_name ? gpu->hip->error_name(error) : NULL;
@@ -10417,7 +10415,6 @@ ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
     return result;
 }
 
-// As rocq__scratch, for device memory.
 ROCQ__FN rocq_result rocq__scratch_hip(rocq_ctx *ctx, int64_t bytes, void **out) {
     *out = NULL;
     if (bytes == 0) return ROCQ_OK;
@@ -10901,7 +10898,7 @@ typedef struct rocq__site {
 enum { ROCQ__SURVEY = 32 }; // a chain of 16 products, each with a w2 of another format
 typedef struct rocq__survey {
     rocq__site site[ROCQ__SURVEY];
-    rocq_launch_config config; // of the first
+    rocq_launch_config config; // of the first site
     int32_t n;
 } rocq__survey;
 
@@ -13087,6 +13084,7 @@ ROCQ__FN rocq_result rocq__run_here(rocq_ctx *ctx, rocq_op op, const void *param
     return rocq__run_hip(ctx, op, params, scratch);
 }
 
+// Runs an op with valid params, as a region of the profile if that is on.
 ROCQ__FN rocq_result rocq__run_on_device(rocq_ctx *ctx, rocq_op op, const void *params) {
 #if ROCQ__HAS_PROFILE
     if (rocq__profiling(ctx)) return rocq__region_op(ctx, op, params);
@@ -14443,7 +14441,7 @@ ROCQ_DEF rocq_result rocq_kv_fork(rocq_kv *kv, int32_t src, int32_t dst) {
 typedef struct rocq__kv_header {
     char magic[8];
     int32_t version, n_layers, n_kv_heads, head_dim, k_format, v_format, length, zero;
-    uint64_t checksum; // of all, with 0 here
+    uint64_t checksum; // of the whole snapshot with 0 in this field
 } rocq__kv_header;
 
 enum { ROCQ__KV_VERSION = 1 };
@@ -14576,7 +14574,7 @@ ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats) 
     const rocq_kv_desc *d = &kv->desc;
     const int64_t elems = d->head_dim * kv->n_planes; // of a position
     const int64_t position = rocq__bytes(d->k_format, elems) + rocq__bytes(d->v_format, elems);
-    int64_t used = 0, room = 0; // positions, once each
+    int64_t used = 0, room = 0; // positions, those of a shared page once
     memset(stats, 0, sizeof *stats);
     if (d->page_size > 0) memset(kv->fill, 0, (size_t)d->n_pages * sizeof(int32_t));
     for (int32_t seq = 0; seq < d->n_seqs; seq++) {
@@ -16826,6 +16824,7 @@ enum {
     ROCQ__REHEARSAL_NS = 20000000 // repeated for so long: each thread gets a core of its own, and
 };                                // the caches get what a step leaves in them
 
+// Runs copies of the graph's ops with their stand-ins, in order, again and again.
 ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     const int64_t start = rocq_time_ns();
     rocq__attempt attempt;
@@ -17226,6 +17225,8 @@ ROCQ__FN rocq_result rocq__replay_refuse(rocq__replay *r, int64_t at) {
     return rocq__graph_forget(ctx, r->graph);
 }
 
+// Checks that a replay of the captured graph writes what its ops write; if not, the graph is run op
+// by op from then on. Without enough memory nothing is checked, and that is no failure.
 ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     const int64_t n_launches = ctx->stats.n_launches;
