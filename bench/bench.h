@@ -756,21 +756,19 @@ BENCH_FN void bench__put_notes(FILE *f, const char *key, const bench_notes *note
     fputs("]", f);
 }
 
-// Under another name first, so that the file is whole at every moment.
+// As rocq_file_create writes it, so that the file is whole at every moment.
 BENCH_FN bool bench__write(const bench *b) {
-    char path[4096];
+    char version[32], *text = NULL;
+    size_t size = 0;
+    rocq_file *file = NULL;
     if (!b->json) return true;
-    snprintf(path, sizeof path, "%s.part", b->json);
-    FILE *f = fopen(path, "w");
-    if (!f) {
-        fprintf(stderr, "bench: cannot write %s: %s\n", path, strerror(errno));
-        return false;
-    }
+    FILE *f = open_memstream(&text, &size);
+    if (!f) bench__die("out of memory");
     bench__put_string(f, "{schema", "rocq-bench 1");
     bench__put_string(f, "program", b->program);
-    snprintf(path, sizeof path, "%d.%d.%d", ROCQ_VERSION_MAJOR, ROCQ_VERSION_MINOR,
+    snprintf(version, sizeof version, "%d.%d.%d", ROCQ_VERSION_MAJOR, ROCQ_VERSION_MINOR,
              ROCQ_VERSION_PATCH);
-    bench__put_string(f, "rocq", path);
+    bench__put_string(f, "rocq", version);
     bench__put_string(f, "commit", b->commit);
     bench__put_string(f, "time", b->time);
     bench__put_bool(f, "complete", b->finished && !bench__stopped);
@@ -808,13 +806,15 @@ BENCH_FN bool bench__write(const bench *b) {
     bench__put_notes(f, "failed", &b->failed, false);
     bench__put_notes(f, "skipped", &b->skipped, false);
     fputs("}\n", f);
-    const bool whole = !ferror(f);
-    snprintf(path, sizeof path, "%s.part", b->json);
-    if (fclose(f) != 0 || !whole || rename(path, b->json) != 0) {
-        fprintf(stderr, "bench: cannot write %s: %s\n", b->json, strerror(errno));
-        return false;
+    if (fclose(f) != 0) bench__die("out of memory");
+    rocq_result result = rocq_file_create(b->ctx, &file, b->json);
+    if (result == ROCQ_OK) {
+        rocq_file_write(text, (int64_t)size, file); // rocq_file_finish tells whether that failed
+        result = rocq_file_finish(&file, true);
     }
-    return true;
+    free(text);
+    if (result != ROCQ_OK) fprintf(stderr, "bench: %s\n", rocq_error(b->ctx));
+    return result == ROCQ_OK;
 }
 
 // ---------------------------------------------------------------------------------------------

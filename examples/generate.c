@@ -367,11 +367,13 @@ static bool create_file(run *r, rocq_file **out, const char *path) {
     return rocq_file_create(r->ctx, out, path) == ROCQ_OK || fail(path, rocq_error(r->ctx));
 }
 
-// result: of what wrote it. A failed write is no reason yet: rocq_file_finish gives it.
+// result: of the call that wrote the file. Where a write failed only the file knows why:
+// rocq_file_finish, though asked to keep it, then throws it away and gives the reason.
 static bool finish_file(run *r, rocq_file **out, const char *path, rocq_result result) {
-    const bool keep = result == ROCQ_OK || result == ROCQ_E_IO;
-    if (rocq_file_finish(out, keep) == ROCQ_OK && keep) return true;
-    return fail(path, rocq_error(r->ctx));
+    const bool write_failed = result == ROCQ_E_IO;
+    if (result == ROCQ_OK || write_failed) result = rocq_file_finish(out, true);
+    else rocq_file_finish(out, false);
+    return result == ROCQ_OK || fail(path, rocq_error(r->ctx));
 }
 
 static bool make_tuning(run *r) {

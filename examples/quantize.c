@@ -74,7 +74,8 @@ static bool check(const job *j, const char *what, rocq_result result) {
     return fail(what, *why ? why : rocq_result_message(result));
 }
 
-// The same for a call that writes the output. When that is where it failed the file knows why.
+// The same for a call that writes the output. Where a write failed only the file knows why:
+// rocq_file_finish, though asked to keep it, then throws it away and gives the reason.
 static bool check_written(job *j, rocq_result result) {
     if (result == ROCQ_E_IO) result = rocq_file_finish(&j->out_file, true);
     return check(j, j->out_path, result);
