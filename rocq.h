@@ -58,7 +58,8 @@
        >>check           what each op demands of its params; overlap of operands
        >>dispatch        the one place that picks a backend; graphs
        >>pool            >>kv
-       >>profile         timers, regions, reports
+       >>timers          clock, statistics, stopwatches, what a launch costs
+       >>profile         regions, the log of their calls, reports
        >>occupancy
        >>tuner           search, evaluation, cache; warm-up, and a replay compared with its ops
        >>public          context, sharing with a renderer, introspection, bodies of the ops
@@ -255,7 +256,10 @@
    rocq_timer is a stopwatch on the host's clock or the GPU's. Between rocq_profile_start and _stop
    every op, copy and graph is a region with its times, bytes and arithmetic, inside the regions
    that the program names with rocq_region_begin and _end; rocq_profile_report writes a table, JSON,
-   or a trace that Perfetto opens. A graph is one region: to see its ops, set no_graphs.
+   or a trace that Perfetto opens. A graph is one region: to see its ops, set no_graphs. Begin and
+   end only append to a log; results are made from it when they are asked for. So that measuring
+   takes 0.5% of the time at most, short steps are measured now and then, each as a whole, and sums
+   are scaled; for a trace without gaps set rocq_profile_desc.cost to 1.
 
    Loading kernels onto the GPU, and pages of a mapped file into memory, is done by what needs them
    first. rocq_warm does it before: record a step, warm it, and the first token takes about as long
@@ -1701,9 +1705,11 @@ typedef enum rocq_access {
 // is replayed as one submission. On a GPU ops and graphs are timed there, by events; a region
 // around them lasts there from its first to its last. A call that fails is no sample.
 //
-// Measuring stays within a share of the time (rocq_profile_desc.cost): where calls are shorter than
-// that allows, some are measured with all that is inside, evenly spread, and stand for those
-// between them in every sum. Long ones, and the first of a name, are all measured.
+// Measuring stays within a share of the time (rocq_profile_desc.cost). Where measuring every call
+// would take more, an outermost region is measured every k-th time on average, with all that is
+// inside it, and counts for the calls since the last in every sum. A region that lasted longer than
+// 50 ms, or is called for the first time, is measured, and the regions directly inside it are
+// treated as outermost: that is how a program's main loop may be a region.
 //
 // Bytes and flops of ops are counted by operands: each is moved once, of a table the rows that are
 // gathered, of a cache the rows that are written, or the positions that attention reads. What only
@@ -1716,7 +1722,7 @@ typedef struct rocq_profile_desc {
     bool roctx;             // also mark ranges for AMD's profilers, where libroctx64 is found;
                             // every region is then measured
     double cost;            // most that measuring may take of the time, as a share: 0 = 0.005;
-                            // 1 = every region is measured, whatever it takes (for a trace)
+                            // 1 = every call is measured, whatever it takes (for a trace)
     double bytes_per_s;     // peak of the device, for shares; 0 = the chip's (GPU), none (CPU)
     double flops_per_s;     // the same in F32, or
     double matrix_per_s;    // on the matrix unit; 0 = none of other GPUs than AMD's
@@ -1766,8 +1772,9 @@ ROCQ_DEF rocq_result rocq_profile_region(rocq_ctx *ctx, int32_t index, rocq_regi
 // TEXT: a table, regions in one another. JSON: {"device", "peak_bytes_per_s", ..., "regions":
 // [...], "dropped": n}, fields as in rocq_region_stats. TRACE: Chrome's trace event format, which
 // ui.perfetto.dev and chrome://tracing open: host and GPU as two threads, on the host's clock. In
-// all, dropped counts calls without room for their name or depth, dropped_gpu those without their
-// time on the GPU, dropped_events those missing in the trace. E_STATE before the first start.
+// all, dropped counts calls without room for their name or depth, dropped_gpu ops and graphs whose
+// time on the GPU is lost, dropped_events those missing in the trace. E_STATE before the first
+// start.
 ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_write_fn write,
                                          void *user);
 
@@ -2311,7 +2318,6 @@ enum {
     X(REQUIRED, event_destroy, EventDestroy, (void *event))                                       \
     X(REQUIRED, event_record, EventRecord, (void *event, void *stream))                           \
     X(REQUIRED, event_wait, EventSynchronize, (void *event))                                      \
-    X(OPTIONAL, event_query, EventQuery, (void *event))                                           \
     X(OPTIONAL, event_elapsed, EventElapsedTime, (float *ms, void *start, void *stop))            \
     X(OPTIONAL, stream_wait_event, StreamWaitEvent,                                               \
       (void *stream, void *event, unsigned flags))                                                \
@@ -2357,7 +2363,7 @@ enum {
     ROCQ_HIP_MEMORY_KHZ = 60, ROCQ_HIP_UNITS = 63,
     ROCQ_HIP_TO_DEVICE = 1, ROCQ_HIP_TO_HOST = 2, ROCQ_HIP_ON_DEVICE = 3, // copy
     ROCQ_HIP_NON_BLOCKING = 1, ROCQ_HIP_NO_TIMING = 2, ROCQ_HIP_THREAD_LOCAL = 1,
-    ROCQ_HIP_OUT_OF_MEMORY = 2, ROCQ_HIP_NOT_READY = 600 // of event_query
+    ROCQ_HIP_OUT_OF_MEMORY = 2
 };
 
 // Defined by rocq_kernels.hip: the runtime and the kernels that the program is linked with.
@@ -14605,10 +14611,8 @@ ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats) 
 }
 
 // ---------------------------------------------------------------------------------------------
-// >>profile: timers, regions, reports
+// >>timers: the clock, statistics, stopwatches, what a launch costs
 // ---------------------------------------------------------------------------------------------
-
-// -- time and statistics --
 
 #if defined(__linux__) && !defined(CLOCK_MONOTONIC) // hidden by -std=c11
 #define CLOCK_MONOTONIC 1
@@ -14803,6 +14807,10 @@ ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_c
     return result;
 }
 
+// ---------------------------------------------------------------------------------------------
+// >>profile: regions, the log of their calls, reports. Not needed to run a model (ROCQ_NO_PROFILE)
+// ---------------------------------------------------------------------------------------------
+
 // -- what a region does --
 
 // The op's name and how it touches memory, which cost little to know.
@@ -14870,13 +14878,13 @@ ROCQ__FN rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *p
 // mark before its event is folded. A full log waits for its oldest events alone, and the GPU has
 // work queued meanwhile.
 //
-// Sampling bounds what all this costs. A region is measured or skipped together with all that is
-// inside it. Who decides is the outermost region, unless it is long (or called for the first time,
-// when nothing is known of it): a long region is always measured, and those directly inside it decide.
-// A region that is measured every k-th time on average has an event with the weight of the calls
-// since the last: sums take the event so many times. k follows from what measuring every call would
-// cost; the distance to the next is random, so that a rhythm of the program, such as every other
-// step being short, does not distort the results.
+// Sampling bounds what all this costs. An outermost region is measured or skipped together with all
+// that is inside it; one that is long, or is called for the first time, is always measured, and the
+// regions directly inside it are treated as outermost. A region is measured every k-th time on
+// average, where k follows from what measuring every call would cost. The distance to the next time
+// is random, so that a rhythm of the program (every other step is short, say) does not distort the
+// results. An event's weight is the number of calls since the last that was measured; sums take the
+// event so many times.
 
 enum {
     ROCQ__DEPTH = 64,          // most regions that are open at once
@@ -14899,6 +14907,10 @@ typedef struct rocq__times {
     double sum;
 } rocq__times;
 
+typedef struct rocq__amount {
+    double bytes, flops, matrix; // matrix: flops on the matrix unit, which are among the flops
+} rocq__amount;
+
 typedef struct rocq__region {
     int32_t parent, depth;     // parent -1: outermost
     int32_t next;              // in its bucket: index + 1, or 0
@@ -14910,7 +14922,7 @@ typedef struct rocq__region {
     int32_t skip;              // calls to skip until the next is measured
     int64_t skipped;           // calls since the last that was measured
     rocq__times host, gpu;
-    double bytes, flops, matrix; // weighted sums, with those of regions inside
+    rocq__amount sum;          // weighted, with the regions inside
     char text[48];             // of a label with a detail
     char path[ROCQ__PATH];
     char verdict[ROCQ__VERDICT];
@@ -14924,14 +14936,14 @@ typedef struct rocq__event {
     bool submits, copy, failed;
     int64_t weight; // calls that it stands for
     int64_t enter_ns, start_ns, stop_ns; // between enter and start the profile was at work
-    double bytes, flops, matrix; // its own, without those of regions inside
+    rocq__amount own; // without the regions inside
 } rocq__event;
 
 // What the events that have been folded add to the open region around them, at each depth.
 typedef struct rocq__inside {
-    bool timed;
-    double first_ns, last_ns;    // on the GPU: start of the first piece, end of the last
-    double bytes, flops, matrix; // weighted
+    rocq__amount sum;         // weighted
+    bool timed;               // on the GPU:
+    double first_ns, last_ns; // start of the first piece, end of the last
 } rocq__inside;
 
 typedef struct rocq__span { // a bar of the trace
@@ -14996,7 +15008,7 @@ ROCQ__FN void rocq__path_join(char path[ROCQ__PATH], const char *above, const ch
 ROCQ__FN int32_t rocq__region_find(rocq__profile *p, int32_t parent, const char *name,
                                    const char *detail) {
     uint32_t hash = (uint32_t)parent;
-    for (const char *c = name; *c; c++) hash = 33 * hash + (unsigned char)*c;
+    for (const char *c = name; *c; c++) hash = 9 * hash + (unsigned char)*c;
     int32_t *bucket = &p->buckets[(hash ^ hash >> 8) & 255];
     for (int32_t i = *bucket; i > 0; i = p->regions[i - 1].next) {
         const rocq__region *r = &p->regions[i - 1];
@@ -15072,39 +15084,38 @@ ROCQ__FN rocq_result rocq__piece_times(rocq_ctx *ctx, rocq__profile *p, void **m
     return ROCQ_OK;
 }
 
-// A call that failed is no sample. Regions without room for their name still count for those around.
+ROCQ__INLINE void rocq__amount_add(rocq__amount *to, double times, const rocq__amount *from) {
+    to->bytes += times * from->bytes;
+    to->flops += times * from->flops;
+    to->matrix += times * from->matrix;
+}
+
+// A call that failed is no sample. One without room for its name still counts for those around it.
 ROCQ__FN void rocq__event_fold(rocq__profile *p, const rocq__event *e) {
-    rocq__inside sum = p->inside[e->depth];
-    memset(&p->inside[e->depth], 0, sizeof sum);
+    rocq__inside call = p->inside[e->depth];
+    memset(&p->inside[e->depth], 0, sizeof call);
     if (e->failed) return;
-    const double weight = (double)e->weight;
-    sum.bytes += weight * e->bytes;
-    sum.flops += weight * e->flops;
-    sum.matrix += weight * e->matrix;
+    rocq__amount_add(&call.sum, (double)e->weight, &e->own);
     if (e->depth > 0 && !e->copy) { // a copy's bytes are not the memory's traffic
         rocq__inside *around = &p->inside[e->depth - 1];
-        around->bytes += sum.bytes;
-        around->flops += sum.flops;
-        around->matrix += sum.matrix;
-        if (sum.timed) {
-            if (!around->timed) around->first_ns = sum.first_ns;
-            around->last_ns = sum.last_ns;
+        rocq__amount_add(&around->sum, 1.0, &call.sum);
+        if (call.timed) {
+            if (!around->timed) around->first_ns = call.first_ns;
+            around->last_ns = call.last_ns;
             around->timed = true;
         }
     }
     if (e->region < 0) return;
     rocq__region *r = &p->regions[e->region];
-    r->bytes += sum.bytes;
-    r->flops += sum.flops;
-    r->matrix += sum.matrix;
+    rocq__amount_add(&r->sum, 1.0, &call.sum);
     r->submits = e->submits;
     r->copy = e->copy;
     if (e->access >= 0) r->access = (rocq_access)e->access;
     rocq__times_add(p, &r->host, (double)(e->stop_ns - e->start_ns), e->weight);
     if (e->span >= 0) p->spans[e->span].stop_ns = e->stop_ns - p->start_ns;
-    if (sum.timed) {
-        rocq__times_add(p, &r->gpu, sum.last_ns - sum.first_ns, e->weight);
-        rocq__span_add(p, e->region, true, (int64_t)sum.first_ns, (int64_t)sum.last_ns);
+    if (call.timed) {
+        rocq__times_add(p, &r->gpu, call.last_ns - call.first_ns, e->weight);
+        rocq__span_add(p, e->region, true, (int64_t)call.first_ns, (int64_t)call.last_ns);
     }
 }
 
@@ -15254,9 +15265,8 @@ ROCQ__FN rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq_
     e->failed = result != ROCQ_OK;
     if (work && !e->failed) {
         if (work->params) rocq__work_count(ctx, work);
-        e->bytes = work->bytes;
-        e->flops = work->flops;
-        e->matrix = work->matrix;
+        const rocq__amount own = {work->bytes, work->flops, work->matrix};
+        e->own = own;
         e->access = (int8_t)work->access;
         e->copy = work->copy;
         e->submits = true;
@@ -15459,8 +15469,8 @@ ROCQ_DEF rocq_result rocq_region_work(rocq_ctx *ctx, double bytes, double flops,
     if (p->depth == 0) return rocq__fail(ctx, ROCQ_E_STATE, "region_work: no region is open");
     if (rocq__skipping(p) || p->depth > ROCQ__DEPTH) return ROCQ_OK;
     rocq__event *e = &p->open[p->depth - 1];
-    e->bytes += bytes;
-    e->flops += flops;
+    e->own.bytes += bytes;
+    e->own.flops += flops;
     e->access = (int8_t)access;
     return ROCQ_OK;
 }
@@ -15506,12 +15516,10 @@ ROCQ__FN void rocq__judge(const rocq_profile_desc *peak, double matrix, rocq_reg
     stats->memory_bound = memory_s >= compute_s;
     stats->share = least / (1e-9 * stats->total_ns);
     const char *bound = stats->memory_bound ? "memory-bound" : "compute-bound";
-    const char *unit = stats->memory_bound ? "GB/s" : "GFLOP/s";
     double rate = 1e-9 * (stats->memory_bound ? peak->bytes_per_s : stats->flops / compute_s);
-    if (!stats->memory_bound && rate >= 1e4) {
-        rate *= 1e-3;
-        unit = "TFLOP/s";
-    }
+    const bool tera = !stats->memory_bound && rate >= 1e4;
+    const char *unit = stats->memory_bound ? "GB/s" : tera ? "TFLOP/s" : "GFLOP/s";
+    if (tera) rate *= 1e-3;
     const char *word = rocq__accesses[stats->access].reach;
     if (stats->share > 1.0) word = "more than the peak, from caches";
     else if (stats->share > 0.8) word = "excellent";
@@ -15553,9 +15561,9 @@ ROCQ__FN void rocq__region_stats(const rocq__profile *p, int32_t index, rocq_reg
     if (r->host.weight > 0) { // the GPU may have fewer times than there were calls
         const double scale = (double)stats->calls / (double)r->host.weight;
         stats->total_ns = (double)stats->calls / (double)times->weight * times->sum;
-        stats->bytes = scale * r->bytes;
-        stats->flops = scale * r->flops;
-        matrix = scale * r->matrix;
+        stats->bytes = scale * r->sum.bytes;
+        stats->flops = scale * r->sum.flops;
+        matrix = scale * r->sum.matrix;
     }
     if (stats->total_ns > 0.0) {
         stats->bytes_per_s = stats->bytes / (1e-9 * stats->total_ns);
@@ -15575,9 +15583,8 @@ ROCQ_DEF rocq_result rocq_profile_region(rocq_ctx *ctx, int32_t index, rocq_regi
     if (!ctx) return ROCQ_E_ARGUMENT;
     const int32_t n = ctx->profile ? ctx->profile->n_regions : 0;
     if (!stats || index < 0 || index >= n) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
-                          "profile_region: stats is NULL, or %ld is none of %ld", (long)index,
-                          (long)n);
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "profile_region: stats is NULL, or %ld is none of "
+                          "%ld", (long)index, (long)n);
     }
     ROCQ__TRY(rocq__log_finish(ctx, "profile_region"));
     rocq__region_stats(ctx->profile, index, stats);
@@ -15702,7 +15709,7 @@ ROCQ__FN void rocq__report_trace(rocq__output *out, const rocq_ctx *ctx, const r
     rocq__print(out, "{\"displayTimeUnit\": \"ns\", ");
     ROCQ__PRINT_FIELDS(out, rocq__profile_fields, p);
     rocq__print(out, ", \"traceEvents\": [");
-    for (int i = 0; i < (p->gpu ? 3 : 2); i++) {
+    for (int i = 0; i < (p->gpu ? 3 : 2); i++) { // what the process and its threads are called
         rocq__print(out, "%s\n{\"ph\": \"M\", \"pid\": 1, \"tid\": %d, \"name\": \"%s\", "
                     "\"args\": {", i > 0 ? "," : "", ROCQ__MAX(i, 1),
                     i > 0 ? "thread_name" : "process_name");

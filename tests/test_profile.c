@@ -525,9 +525,13 @@ static void passed_over_and_stopped(void **state) {
     for (int k = 0; k < 2; k++) {
         assert_int_equal(rocq_profile_start(ctx, &wrong[k]), ROCQ_E_ARGUMENT);
     }
-    assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
-    once(ctx, "new", 5);
+    const rocq_profile_desc least = {.cost = 1e-300}; // a first call, and hardly another
+    assert_int_equal(rocq_profile_start(ctx, &least), ROCQ_OK);
+    tick_ns = TICK_NS;
+    for (int i = 0; i < 1000; i++) once(ctx, "new", 5);
+    tick_ns = 0;
     assert_int_equal(timed(ctx, "new"), 1);
+    assert_int_equal(stats_of(ctx, "new").calls, 1000);
     close_cpu(ctx);
 }
 

@@ -320,6 +320,70 @@ static void long_queues(void **state) {
     rocq_close(&ctx);
 }
 
+// A region stays open while the log of what is inside it is folded many times over.
+static void regions_outlast_the_log(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_gpu(true);
+    work w;
+    make_work(ctx, &w);
+    assert_int_equal(rocq_profile_start(ctx, &every), ROCQ_OK);
+    enum { CALLS = 4 * ROCQ__LOG };
+    assert_int_equal(rocq_region_begin(ctx, "outer"), ROCQ_OK);
+    assert_int_equal(rocq_region_begin(ctx, "inner"), ROCQ_OK);
+    for (int i = 0; i < CALLS; i++) {
+        assert_int_equal(rocq_scale(ctx, &w.scale), ROCQ_OK);
+        if (i == CALLS / 2) expect(ctx, "outer/inner/scale", i + 1, i + 1, (i + 1.0) * SCALE_BYTES);
+    }
+    assert_int_equal(rocq_region_end(ctx), ROCQ_OK);
+    assert_int_equal(rocq_cast(ctx, &w.cast), ROCQ_OK);
+    assert_int_equal(rocq_region_end(ctx), ROCQ_OK);
+    expect(ctx, "outer/inner/scale", CALLS, CALLS, CALLS * (double)SCALE_BYTES);
+    expect(ctx, "outer/inner", 1, 1, CALLS * (double)SCALE_BYTES);
+    expect(ctx, "outer", 1, 1, CALLS * (double)SCALE_BYTES + CAST_BYTES);
+    const double ops = stats_of(ctx, "outer/inner/scale").total_ns;
+    const rocq_region_stats inner = stats_of(ctx, "outer/inner"), outer = stats_of(ctx, "outer");
+    assert_true(inner.gpu_ns.max >= 0.999 * ops && outer.gpu_ns.max >= inner.gpu_ns.max);
+    assert_true(field(report(ctx, ROCQ_REPORT_JSON)->data, "\"dropped_gpu\": ") == 0);
+    rocq_close(&ctx);
+}
+
+// A full log that cannot be folded for want of the GPU: an op says so, a region of the program goes on
+// with host times, and what lost its time on the GPU is counted.
+static void full_logs_that_fail(void **state) {
+    (void)state;
+    for (int lost = 0; lost < 2; lost++) {
+        for (int op = 0; op < 2; op++) {
+            rocq_ctx *ctx = open_gpu(true);
+            work w;
+            make_work(ctx, &w);
+            assert_int_equal(rocq_profile_start(ctx, &every), ROCQ_OK);
+            for (int i = 0; i < ROCQ__LOG; i++) assert_int_equal(rocq_scale(ctx, &w.scale), ROCQ_OK);
+            const int64_t calls = simt_calls();
+            void *last = ctx->profile->marks[ROCQ__BATCH - 1][1];
+            assert_int_equal(ctx->gpu->hip->event_wait(last), 0); // only the profile's call fails
+            const int64_t wait = op ? 3 : 2; // after set_device, of the op too
+            assert_int_equal(simt_calls() - calls, 1);
+            if (lost) simt_fail_at(wait, 719);
+            else simt_fail_once(wait, 1);
+            const rocq_result failed = lost ? ROCQ_E_LOST : ROCQ_E_DEVICE;
+            if (op) {
+                assert_int_equal(rocq_scale(ctx, &w.scale), failed);
+            } else {
+                assert_int_equal(rocq_region_begin(ctx, "a"), ROCQ_OK);
+                assert_int_equal(rocq_region_end(ctx), ROCQ_OK);
+            }
+            simt_fail_at(0, 0);
+            assert_int_equal(ctx->gpu->lost, lost);
+            assert_int_equal(rocq_scale(ctx, &w.scale), lost ? ROCQ_E_LOST : ROCQ_OK);
+            assert_int_equal(stats_of(ctx, "scale").host_ns.count, ROCQ__LOG + !lost);
+            assert_int_equal(stats_of(ctx, "scale").gpu_ns.count, 0);
+            if (!op) assert_int_equal(stats_of(ctx, "a").host_ns.count, 1);
+            assert_true(field(report(ctx, ROCQ_REPORT_JSON)->data, "\"dropped_gpu\": ") == ROCQ__LOG);
+            rocq_close(&ctx);
+        }
+    }
+}
+
 // Short steps are timed now and then, as a whole, and where they are not nothing is asked of the
 // runtime for it; long ones always.
 static void short_steps_are_sampled(void **state) {
@@ -497,6 +561,8 @@ int main(void) {
         cmocka_unit_test_setup_teardown(clocks_agree, setup, teardown),
         cmocka_unit_test_setup_teardown(graphs_are_regions, setup, teardown),
         cmocka_unit_test_setup_teardown(long_queues, setup, teardown),
+        cmocka_unit_test_setup_teardown(regions_outlast_the_log, setup, teardown),
+        cmocka_unit_test_setup_teardown(full_logs_that_fail, setup, teardown),
         cmocka_unit_test_setup_teardown(short_steps_are_sampled, setup, teardown),
         cmocka_unit_test_setup_teardown(without_events, setup, teardown),
         cmocka_unit_test_setup_teardown(unknown_work, setup, teardown),

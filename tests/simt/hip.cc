@@ -21,8 +21,8 @@ namespace {
 
 enum {
     HIP_OK = 0, HIP_INVALID_VALUE = 1, HIP_OUT_OF_MEMORY = 2, HIP_INVALID_DEVICE = 101,
-    HIP_NO_BINARY = 209, HIP_INVALID_HANDLE = 400, HIP_NOT_FOUND = 500, HIP_LAUNCH_FAILURE = 719,
-    HIP_CAPTURE_UNSUPPORTED = 900, HIP_CAPTURE_INVALIDATED = 901
+    HIP_NO_BINARY = 209, HIP_INVALID_HANDLE = 400, HIP_NOT_FOUND = 500, HIP_NOT_READY = 600,
+    HIP_LAUNCH_FAILURE = 719, HIP_CAPTURE_UNSUPPORTED = 900, HIP_CAPTURE_INVALIDATED = 901
 };
 enum {
     QUEUE_LIMIT = 4096,            // operations of a stream after which the first ones run
@@ -596,16 +596,6 @@ int hipEventSynchronize(void *handle) {
     return e->on ? run_until(e->on, e->after) : HIP_OK;
 }
 
-int hipEventQuery(void *handle) {
-    ENTER_OR_FAIL();
-    event *e = (event *)handle;
-    if (!hip().events.count(e)) {
-        misuse("hipEventQuery: %p is not an event", handle);
-        return HIP_INVALID_HANDLE;
-    }
-    NOT_WHILE_CAPTURING("hipEventQuery");
-    return e->on && e->on->base + e->on->done < e->after ? ROCQ_HIP_NOT_READY : HIP_OK;
-}
 int hipEventElapsedTime(float *ms, void *start, void *stop) {
     ENTER_OR_FAIL();
     for (void *handle : {start, stop}) {
@@ -614,7 +604,7 @@ int hipEventElapsedTime(float *ms, void *start, void *stop) {
             misuse("hipEventElapsedTime: %p is not an event", handle);
             return HIP_INVALID_HANDLE;
         }
-        if (e->on && e->on->base + e->on->done < e->after) return ROCQ_HIP_NOT_READY;
+        if (e->on && e->on->base + e->on->done < e->after) return HIP_NOT_READY;
     }
     *ms = (float)(((event *)stop)->ms - ((event *)start)->ms);
     return HIP_OK;
