@@ -14893,9 +14893,9 @@ enum {
     ROCQ__PATH = 128,
     ROCQ__VERDICT = 96,
     ROCQ__FILL_NS = 2000,      // what the memory could move in less time does not fill a chip
-    ROCQ__LONG_NS = 50000000,  // what lasts longer is a long region
-    ROCQ__WINDOW_NS = 1 << 28, // after this time, half of the cost that was counted is forgotten
-    ROCQ__PAUSE_NS = 100000    // what takes longer is not the profile, but another process's turn
+    ROCQ__LONG_NS = 50000000,  // a region that lasts longer is long
+    ROCQ__WINDOW_NS = 1 << 28, // after so long, half of the costs that were counted are forgotten
+    ROCQ__PAUSE_NS = 100000    // most that one event is taken to cost: the rest is another process
 };
 
 // The latest times of a region, and of all of them: how many there were, the calls that they stand
@@ -14932,10 +14932,12 @@ typedef struct rocq__event {
     int32_t region; // -1: no room for its name
     int32_t pair;   // of marks, -1: none
     int32_t span;   // of the trace, -1: no room
-    int8_t depth, access; // a rocq_access, -1: none was told
+    int8_t depth;
+    int8_t access;  // a rocq_access, -1: none was told
     bool submits, copy, failed;
     int64_t weight; // calls that it stands for
-    int64_t enter_ns, start_ns, stop_ns; // between enter and start the profile was at work
+    int64_t enter_ns; // when begin was called; the profile's own work lies between it and start_ns
+    int64_t start_ns, stop_ns;
     rocq__amount own; // without the regions inside
 } rocq__event;
 
@@ -14964,16 +14966,18 @@ struct rocq__profile {
     rocq__inside inside[ROCQ__DEPTH];
     int64_t dropped, dropped_gpu, dropped_spans;
 
-    // Sampling.
-    bool limited;     // by desc.cost
-    int32_t root;     // depth of the region that everything inside follows, 0: none
-    int64_t weight;   // of events now; 0 inside a region that is skipped
-    int64_t since_ns; // since then
-    double full_ns;   // measuring every call would have cost so much
+    // Sampling. Inside a region that decides for all that is inside it, root is its depth + 1 (else
+    // 0), and weight is that of its events, or 0 when it is skipped.
+    bool limited;     // calls may be skipped, as desc.cost is less than 1
+    int32_t root;
+    int64_t weight;
+    double full_ns;   // what measuring every call would have cost since since_ns
+    int64_t since_ns;
     double marks_ns;  // what a pair of marks costs
     uint64_t random;
 
-    // Marks. An event's pair is taken again when it has left the log.
+    // Marks. Pairs are taken in turn: as many as events in the log, so that the one whose turn it
+    // is belongs to an event that has been folded.
     void *marks[ROCQ__LOG][2];
     uint32_t n_pairs; // taken so far
     void *anchor;     // the last mark whose time is known
@@ -15359,7 +15363,7 @@ ROCQ__FN rocq_result rocq__marks_begin(rocq_ctx *ctx, rocq__profile *p) {
         if (marked) ROCQ__TRY(rocq__mark(ctx, p->anchor));
         ROCQ__HIP("profile_start", hip->stream_wait(ctx->gpu->stream));
         const int64_t now = rocq_time_ns();
-        if (i >= 0) p->marks_ns += (double)(marked ? now - start : start - now) / TURNS;
+        if (i >= 0) p->marks_ns += (double)(marked ? now - start : start - now) / (double)TURNS;
         p->anchor_ns = (double)(now - p->start_ns);
     }
     p->marks_ns = ROCQ__MAX(p->marks_ns, 0.0);
