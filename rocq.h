@@ -61,7 +61,8 @@
        >>timers          clock, statistics, stopwatches, what a launch costs
        >>profile         regions, the log of their calls, reports
        >>occupancy
-       >>tuner           search, evaluation, cache; warm-up, and a replay compared with its ops
+       >>tuner           trials, and the file of their results
+       >>warm            warm-up, and a replay compared with its ops
        >>public          context, sharing with a renderer, introspection, bodies of the ops
        >>licence
 
@@ -87,6 +88,8 @@
        ROCQ_NO_MMAP           files are read, never mapped
        ROCQ_NO_HIP            no look for a GPU at run time, and no dlopen
        ROCQ_NO_PROFILE        no profile: its calls do nothing, and ops have no hooks for it
+       ROCQ_NO_OCCUPANCY      no occupancy: E_UNSUPPORTED, and no recommended threads
+       ROCQ_NO_TUNER          no tuner: its calls are E_UNSUPPORTED, and launches go by rule
        ROCQ_DEBUG             guard bytes behind the host blocks of pools, checked when freed
        ROCQ_KERNELS_PATH      file with the code object of the kernels, a string: taken where
                               rocq_desc names none and none are linked
@@ -270,8 +273,8 @@
    --------
    How an op is launched follows from its shapes and the chip by rule. rocq_tune times the other
    ways and keeps one that is faster, for the context's ops of that shape; rocq_tune_graph does so
-   for a recorded step. rocq_tuning_save and _load carry the results to the next start, as a text
-   that is only accepted by the same chip, driver and version. Nothing is searched unless asked for.
+   for a recorded step. rocq_tuning_save and _load carry the results to the next start, as data
+   that is only accepted by the same chip, driver and version. Nothing is tried unless asked for.
 
 
    >>errors
@@ -358,6 +361,8 @@
               New: rocq_tensor_slice, rocq_tensor_heads, rocq_tensor_1d to _3d, rocq_format_name,
               rocq_operand_format, rocq_str_equal; rocq_info.desc.device is the GPU that was taken.
               Gone: rocq_arena_init_growing and rocq_arena_free; rocq_pool serves what grows.
+              The tuner tries a grid or a list of points; other searches, evaluators and its model of
+              times are gone. What it saves is binary.
        0.1.0  formats, GGUF, CPU backend; GPU backend, graphs; pool, KV cache, loading, profile,
               occupancy, tuner; search for the HIP runtime, check of replays, sharing with a
               renderer, files written whole
@@ -617,7 +622,7 @@ ROCQ_FORMATS(ROCQ_X)
     X(E_BUDGET, -21, "memory budget would be exceeded")                            \
     X(E_ARENA, -22, "arena is full")                                               \
     X(E_IO, -40, "file cannot be opened, read or written")                         \
-    X(E_MAGIC, -41, "not a GGUF file")                                             \
+    X(E_MAGIC, -41, "not a file of the kind that is to be read")                   \
     X(E_VERSION, -42, "GGUF version is not 2 or 3")                                \
     X(E_TRUNCATED, -43, "file ends too early")                                     \
     X(E_CORRUPT, -44, "file contradicts itself")                                   \
@@ -1829,27 +1834,12 @@ typedef struct rocq_launch_config {
     int32_t n_splits; // matmul with many: blocks that share K; attention: the positions
 } rocq_launch_config;
 
-typedef enum rocq_search {
-    ROCQ_SEARCH_GRID = 0,
-    ROCQ_SEARCH_RANDOM,
-    ROCQ_SEARCH_HILL_CLIMB
-} rocq_search;
-
 typedef struct rocq_tune_desc {
-    rocq_search search;
-    // Instead of search: picks the next of n configurations (none twice) from the times so far, NaN
-    // where untried, infinite where it cannot run; -1 ends the search. The default is tried first.
-    int32_t (*next)(const rocq_launch_config *space, const double *ns, int32_t n, void *user);
-    // Instead of timing on the device: nanoseconds of a configuration, NaN = cannot run. Asked
-    // for the default in turn with each other one.
-    double (*evaluate)(const rocq_launch_config *config, void *user);
-    void *user;
-    bool by_model;        // estimate from occupancy and roofline instead
-    int32_t max_configs;  // tried at most, with the default; 0 = all
-    int32_t max_ms;       // for a shape class; 0 = 1000
-    double min_gain;      // a configuration must be so much faster than the default to replace it,
-                          // in a second measurement against it, in turn; 0 = 0.03
-    uint64_t seed;        // of RANDOM and HILL_CLIMB
+    const rocq_launch_config *configs; // [n_configs] to try; NULL = all that the op can take. Those
+    int32_t n_configs;                 // that it cannot take are passed over
+    int32_t max_ms;                    // for a shape class; 0 = 1000
+    double min_gain; // a configuration must be so much faster than the default to replace it, in
+                     // a second measurement against it, in turn; 0 = 0.03
 } rocq_tune_desc;
 
 typedef struct rocq_tune_result {
@@ -1857,9 +1847,8 @@ typedef struct rocq_tune_result {
     double default_ns, best_ns; // medians
     double speedup;             // default_ns / best_ns, at least 1
     double bytes_per_s, flops_per_s; // at best_ns; 0 where only the GPU knows lengths
-    int32_t n_space;            // configurations there are,
-    int32_t n_pruned;           // not timed because the model puts them far behind its best,
-    int32_t n_tried;            // tried, the default among them
+    int32_t n_space;            // configurations there were to try, the default among them, and
+    int32_t n_tried;            // tried before the time was over
     double spent_ms;
     bool cached;                // known already, or nothing to choose: nothing was tried
 } rocq_tune_result;
@@ -1871,7 +1860,7 @@ typedef struct rocq_tune_result {
 // launches has each tuned, and config is the first one's. A context keeps up to 4096 results: past
 // that, E_STATE.
 //     A time is the median of samples on the device's clock, each a row of runs, taken in turn with
-// the default's. What fits the device's caches comes from there: see rocq_tune_graph.
+// the default's. What takes over twice as long as the default is not sampled again. What fits the device's caches comes from there: see rocq_tune_graph.
 //     A class is an exact shape, but for columns over 8 (rounded up to 32, past 1024 to a power of
 // two) and positions that attention has room for (to a power of two). Attention is timed at the
 // lengths that kv_len holds.
@@ -1893,13 +1882,14 @@ ROCQ_DEF rocq_result rocq_tune_graph(rocq_ctx *ctx, rocq_graph *graph, const roc
 ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op op, const void *params,
                                             rocq_launch_config *config);
 
-// The results as text: a line with format version, rocq version, chip and driver, a line for each
-// (op, formats, shape class, configuration, times), and a checksum. load refuses, with E_CORRUPT
-// or E_FOREIGN and changing nothing, a text that is damaged, or of another chip, driver or rocq:
-// one simply tunes again; and with E_STATE one that brings more results than a context keeps. clear
-// forgets all results.
+// The results as binary data, a header with sizes and a checksum and an entry for each shape class,
+// written by save in two pieces (rocq_file_write takes them). load adds them to those that the
+// context has; where both have a class, the loaded one counts. It refuses, changing nothing, what
+// save has not written (E_MAGIC), what was cut short (E_TRUNCATED) or altered (E_CORRUPT), what is
+// of another chip, driver or version (E_FOREIGN: one simply tunes again), and more results than a
+// context keeps (E_STATE). clear forgets all results.
 ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *user);
-ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const char *text, int64_t size);
+ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t size);
 ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
 
 // Does before the first token what would make it slow, and waits for it. GPU: every kernel that the
@@ -2442,6 +2432,16 @@ const rocq_hip *rocq_hip_linked(void);
 #define ROCQ__HAS_PROFILE 1
 #else
 #define ROCQ__HAS_PROFILE 0
+#endif
+#if !defined(ROCQ_NO_OCCUPANCY)
+#define ROCQ__HAS_OCCUPANCY 1
+#else
+#define ROCQ__HAS_OCCUPANCY 0
+#endif
+#if !defined(ROCQ_NO_TUNER)
+#define ROCQ__HAS_TUNER 1
+#else
+#define ROCQ__HAS_TUNER 0
 #endif
 #if defined(ROCQ_DEBUG)
 enum { ROCQ__GUARD = 64 }; // bytes behind a pool's block in host memory
@@ -10245,6 +10245,20 @@ ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint3
 
 // -- the device --
 
+// A workgroup stays on one WGP: two CUs of two SIMDs each, or with cu_mode on one of its CUs. A
+// SIMD has slots for 16 waves and a file of VGPRs that is handed out in 64ths of it, a wave of 64
+// lanes taking two of each register that one of 32 takes (RDNA3.5 ISA, 3.3.2.1). LDS is handed out
+// in blocks of 1024 bytes, and a CU has barriers for 16 workgroups; one of a single wave needs
+// none. SGPRs and scratch limit nothing.
+enum {
+    ROCQ__SIMD_WAVES = 16,
+    ROCQ__FILE_GRANULES = 64,
+    ROCQ__CU_SIMDS = 2,
+    ROCQ__CU_BARRIERS = 16,
+    ROCQ__CU_LDS = 65536, // bytes, and the most a workgroup may have
+    ROCQ__LDS_GRANULE = 1024
+};
+
 // What the fastest chip of a target has. HIP's memory clock is not that of the data, so the rate of
 // memory stands here. HIP counts RDNA's compute units in pairs unless told otherwise, so its number
 // is doubled, but not beyond max_units. Rates per unit are AMD's: 256 flops a clock on the vector
@@ -10888,8 +10902,8 @@ ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, voi
 
 enum { ROCQ__MATVEC, ROCQ__TILES, ROCQ__ATTEND, ROCQ__KINDS };
 
-// All that a rule looks at besides the chip. Each kind uses some of the fields (rocq__site_fields
-// names them); the others are 0, so that memcmp compares sites.
+// All that a rule looks at besides the chip. Each kind uses some of the fields; the
+// others are 0, so that memcmp compares sites.
 typedef struct rocq__site {
     int32_t kind;
     int32_t format, format2; // of w, -1 if there are several; attention: of k and of v
@@ -11324,14 +11338,22 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     }
 }
 
-// Numbers of splits of K worth trying, in rising order: each part has at least four steps of 64.
-ROCQ__FN int32_t rocq__values_tile_splits(const rocq__site *s, int32_t *out) {
-    int32_t n = 0;
-    for (int32_t v = 1; v <= 16 && (v == 1 || s->k / v >= 256); v *= 2) {
-        out[n++] = v;
-        if (v > 1 && v < 16 && s->k / (v + v / 2) >= 256) out[n++] = v + v / 2;
+// Into how many parts n elements may be split: 1, 2, 3, 4, 6, 8, 12 and so on up to most, as long
+// as a part has least elements.
+enum { ROCQ__SPLITS = 17 }; // up to 384
+ROCQ__FN int32_t rocq__splits_of(int32_t n, int32_t least, int32_t most, int32_t *out) {
+    int32_t count = 0, v = 1;
+    while (v <= most && (v == 1 || n / v >= least)) {
+        out[count++] = v;
+        if (v == 1) v = 2;
+        else v = v % 3 == 0 ? v / 3 * 4 : v / 2 * 3;
     }
-    return n;
+    return count;
+}
+
+// Of K for a grid of tiles: each part has at least four steps of 64.
+ROCQ__FN int32_t rocq__tile_splits(const rocq__site *s, int32_t *out) {
+    return rocq__splits_of(s->k, 256, 16, out);
 }
 
 // How fast a compute unit computes tiles. For RDNA3, decode comes from the machine code
@@ -11374,8 +11396,8 @@ ROCQ__FN rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq_
                                              const int32_t *tile_n, int32_t n_tiles) {
     rocq_launch_config best = {0, tile_n[0], 1};
     double best_ns = rocq__tiles_ns(chip, s, &best);
-    int32_t splits[16];
-    const int32_t n = rocq__values_tile_splits(s, splits);
+    int32_t splits[ROCQ__SPLITS];
+    const int32_t n = rocq__tile_splits(s, splits);
     for (int32_t i = 1; i < n * n_tiles; i++) {
         const rocq_launch_config c = {0, tile_n[i / n], splits[i % n]};
         const double ns = rocq__tiles_ns(chip, s, &c);
@@ -11895,20 +11917,19 @@ ROCQ__FN void rocq__job_sample(rocq__job *job, const void *params) {
     rocq__job_launch(job, ROCQ_K_sample, 1, 1, 1024, &args);
 }
 
-// -- choices: the tables --
+// -- choices: by rule, or what was found --
 
-typedef struct rocq__kind {
-    const char *name;
-    rocq_launch_config (*rule)(const rocq__chip *chip, const rocq__site *site);
-} rocq__kind;
-
-static const rocq__kind rocq__kinds[ROCQ__KINDS] = {
-    {"matvec", rocq__rule_matvec}, {"matmul", rocq__rule_tiles}, {"attention", rocq__rule_attend}};
+ROCQ__FN rocq_launch_config rocq__rule_of(const rocq__chip *chip, const rocq__site *s) {
+    return s->kind == ROCQ__MATVEC  ? rocq__rule_matvec(chip, s)
+           : s->kind == ROCQ__TILES ? rocq__rule_tiles(chip, s)
+                                    : rocq__rule_attend(chip, s);
+}
 
 // What rocq_tune found for a class of sites; config is all 0 where nothing beats the rule.
 typedef struct rocq__tuned {
     rocq__site site;
     rocq_launch_config config;
+    int32_t zero; // in place of padding: a list of these is written to files as it is
     int64_t default_ns, best_ns;
 } rocq__tuned;
 
@@ -11958,7 +11979,7 @@ ROCQ__FN void rocq__survey_add(rocq__survey *survey, const rocq__site *site,
 }
 
 ROCQ__FN rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *site) {
-    rocq_launch_config config = rocq__kinds[site->kind].rule(rocq__chip_of(ctx), site);
+    rocq_launch_config config = rocq__rule_of(rocq__chip_of(ctx), site);
     if (ctx->n_tuned > 0) {
         bool found;
         const rocq__site own = rocq__site_class(site);
@@ -15783,22 +15804,10 @@ ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_w
 #endif // ROCQ__HAS_PROFILE
 
 // ---------------------------------------------------------------------------------------------
-// >>occupancy: waves of a kernel that fit a chip
+// >>occupancy: waves of a kernel that fit a chip. Not needed to run a model.
 // ---------------------------------------------------------------------------------------------
-// A workgroup stays on one WGP: two CUs of two SIMDs each, or with cu_mode on one of its CUs. A
-// SIMD has slots for 16 waves and a file of VGPRs that is handed out in 64ths of it, a wave of 64
-// lanes taking two of each register that one of 32 takes (RDNA3.5 ISA, 3.3.2.1). LDS is handed out
-// in blocks of 1024 bytes, and a CU has barriers for 16 workgroups; one of a single wave needs
-// none. SGPRs and scratch limit nothing.
 
-enum {
-    ROCQ__SIMD_WAVES = 16,
-    ROCQ__FILE_GRANULES = 64,
-    ROCQ__CU_SIMDS = 2,
-    ROCQ__CU_BARRIERS = 16,
-    ROCQ__CU_LDS = 65536, // bytes, and the most a workgroup may have
-    ROCQ__LDS_GRANULE = 1024
-};
+#if ROCQ__HAS_OCCUPANCY
 
 // Workgroups that find room where one has to stay, by what it needs.
 typedef struct rocq__room {
@@ -15894,32 +15903,55 @@ ROCQ_DEF int32_t rocq_recommend_threads(const rocq_occupancy_params *params, dou
     return count;
 }
 
+#else // compiled out
+
+ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
+                                        rocq_occupancy *result) {
+    return (void)params, (void)result, ROCQ_E_UNSUPPORTED;
+}
+ROCQ_DEF int32_t rocq_recommend_threads(const rocq_occupancy_params *params, double lds_per_thread,
+                                        int32_t *threads, int32_t n) {
+    return (void)params, (void)lds_per_thread, (void)threads, (void)n, 0;
+}
+
+#endif // ROCQ__HAS_OCCUPANCY
+
 // ---------------------------------------------------------------------------------------------
-// >>tuner: search, evaluation, cache; warm-up
+// >>tuner: trials, and the file of their results. Not needed to run a model.
 // ---------------------------------------------------------------------------------------------
 // What rocq_tune tries is put where its result will be, into ctx->tuned: a trial takes the way that
 // the result takes later. The op, or several of one class in turn, is recorded some times over, and
 // the replay is timed.
 
+ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
+    if (!ctx) return;
+    rocq__free(ctx, ctx->tuned);
+    ctx->tuned = NULL;
+    ctx->n_tuned = ctx->tuned_room = 0;
+}
+
+#if ROCQ__HAS_TUNER
+
 enum {
-    ROCQ__TUNED = 4096,         // results that a context keeps
-    ROCQ__SPACE = 64,           // configurations of a site
-    ROCQ__TUNE_PARAMS = 64,     // ops of a graph that take turns
-    ROCQ__TUNE_RUNS = 256,      // ops in a row, or until it takes
-    ROCQ__TUNE_ROW_NS = 500000, // so long, which hides what its launch costs
-    ROCQ__TUNE_TRIAL = 5,       // samples of a trial, and of the default in turn with it
-    ROCQ__TUNE_PROOF = 15,      // and of what is to replace the default
-    ROCQ__TUNE_LINE = 400       // bytes of a line of text
+    ROCQ__TUNED = 4096,                 // results that a context keeps
+    ROCQ__GRID = 2 * (int)ROCQ__SPLITS, // most configurations of a site
+    ROCQ__TUNE_PARAMS = 64,             // ops of a graph that take turns
+    ROCQ__TUNE_RUNS = 256,              // ops in a row, or until it takes
+    ROCQ__TUNE_ROW_NS = 500000,         // so long, which hides what its launch costs
+    ROCQ__TUNE_TRIAL = 3,               // samples of a trial, and of the default in turn with it
+    ROCQ__TUNE_PROOF = 15               // and of what is to replace the default
 };
 
 // -- the list --
 
+ROCQ__FN rocq_result rocq__tuned_full(rocq_ctx *ctx) {
+    return rocq__fail(ctx, ROCQ_E_STATE,
+                      "tune: the list of %d results is full; rocq_tuning_clear empties it",
+                      (int)ROCQ__TUNED);
+}
+
 ROCQ__FN rocq_result rocq__tuned_insert(rocq_ctx *ctx, int32_t place, const rocq__tuned *entry) {
-    if (ctx->n_tuned == ROCQ__TUNED) {
-        return rocq__fail(ctx, ROCQ_E_STATE,
-                          "tune: the list of %d results is full; rocq_tuning_clear empties it",
-                          (int)ROCQ__TUNED);
-    }
+    if (ctx->n_tuned == ROCQ__TUNED) return rocq__tuned_full(ctx);
     void *list = rocq__array_room(ctx, ctx->tuned, &ctx->tuned_room, (int64_t)ctx->n_tuned + 1,
                                   (int64_t)sizeof *entry);
     if (!list) {
@@ -15941,168 +15973,43 @@ ROCQ__FN void rocq__tuned_remove(rocq_ctx *ctx, const rocq__site *site) {
     memmove(at, at + 1, (size_t)(--ctx->n_tuned - place) * sizeof *at);
 }
 
-// -- the space --
+// -- the grid --
 
-ROCQ__FN int32_t rocq__values_k_waves(const rocq__site *s, int32_t *out) {
-    int32_t n = 0;
-    for (int32_t v = 1; v <= ROCQ_K_MATVEC_WAVES; v *= 2) {
-        if (v == 1 || s->k / v >= rocq__matvec_step(s)) out[n++] = v; // each has a full step
-    }
-    return n;
-}
-
-ROCQ__FN int32_t rocq__values_tile(const rocq__site *s, int32_t *out) {
-    (void)s;
-    out[0] = ROCQ_K_MATMUL_F16_N_FEW;
-    out[1] = ROCQ_K_MATMUL_F16_N;
-    return 2;
-}
-
-ROCQ__FN int32_t rocq__values_attend_tile(const rocq__site *s, int32_t *out) {
-    out[0] = ROCQ_K_DECODE_COLUMNS;
-    out[1] = ROCQ_K_PREFILL_COLUMNS(s->k);
-    return out[0] == out[1] ? 1 : 2;
-}
-
-// 1, 2, 3, 4, 6, 8, 12 and so on, as long as each is worth a block.
-ROCQ__FN int32_t rocq__values_splits(const rocq__site *s, int32_t *out) {
-    int32_t n = 0;
-    for (int32_t v = 1; v <= 256 && (v == 1 || s->n / v >= ROCQ_K_ATTEND_RUN); v *= 2) {
-        out[n++] = v;
-        if (v > 1 && s->n / (v + v / 2) >= ROCQ_K_ATTEND_RUN) out[n++] = v + v / 2;
-    }
-    return n;
-}
-
-// The knobs of each kind: the field of a configuration and the values it may have, rising.
-typedef struct rocq__knob {
-    int32_t kind;
-    const char *name;
-    size_t at;
-    int32_t (*values)(const rocq__site *site, int32_t *out);
-} rocq__knob;
-
-static const rocq__knob rocq__knobs[] = {
-    {ROCQ__MATVEC, "k_waves", offsetof(rocq_launch_config, k_waves), rocq__values_k_waves},
-    {ROCQ__TILES, "tile_n", offsetof(rocq_launch_config, tile_n), rocq__values_tile},
-    {ROCQ__TILES, "n_splits", offsetof(rocq_launch_config, n_splits), rocq__values_tile_splits},
-    {ROCQ__ATTEND, "tile_n", offsetof(rocq_launch_config, tile_n), rocq__values_attend_tile},
-    {ROCQ__ATTEND, "n_splits", offsetof(rocq_launch_config, n_splits), rocq__values_splits},
-};
-enum { ROCQ__KNOBS = sizeof rocq__knobs / sizeof rocq__knobs[0] };
-
-ROCQ__FN int32_t rocq__field(const void *base, size_t at) {
-    int32_t value;
-    memcpy(&value, (const char *)base + at, sizeof value);
-    return value;
-}
-
-ROCQ__FN void rocq__set_field(void *base, size_t at, int32_t value) {
-    memcpy((char *)base + at, &value, sizeof value);
-}
-
-// All configurations of a site, at most ROCQ__SPACE; returns how many.
-ROCQ__FN int32_t rocq__space_of(const rocq__site *site, rocq_launch_config *space) {
-    int32_t n = 1, values[ROCQ__SPACE];
-    memset(space, 0, sizeof *space);
-    for (int i = 0; i < (int)ROCQ__KNOBS; i++) {
-        const rocq__knob *knob = &rocq__knobs[i];
-        if (knob->kind != site->kind) continue;
-        const int32_t n_values = ROCQ__MIN(knob->values(site, values), ROCQ__SPACE / n);
-        for (int32_t c = n * n_values - 1; c >= 0; c--) {
-            space[c] = space[c / n_values];
-            rocq__set_field(&space[c], knob->at, values[c % n_values]);
-        }
-        n *= n_values;
-    }
-    return n;
-}
-
-ROCQ__FN int32_t rocq__find_config(const rocq_launch_config *space, int32_t n,
-                                   const rocq_launch_config *config) {
-    int32_t i = 0;
-    while (i < n && memcmp(&space[i], config, sizeof *config) != 0) i++;
-    return i;
-}
-
-// Whether from a to b it is one step of one knob: no other configuration lies between them.
-ROCQ__FN bool rocq__is_step(const rocq_launch_config *space, int32_t n, int32_t a, int32_t b) {
-    const rocq__knob *turned = NULL;
-    for (int i = 0; i < (int)ROCQ__KNOBS; i++) {
-        const size_t at = rocq__knobs[i].at;
-        if (rocq__field(&space[a], at) == rocq__field(&space[b], at)) continue;
-        if (turned && turned->at != at) return false;
-        turned = &rocq__knobs[i];
-    }
-    if (!turned) return false;
-    const int32_t from = rocq__field(&space[a], turned->at),
-                  to = rocq__field(&space[b], turned->at);
-    for (int32_t c = 0; c < n; c++) {
-        rocq_launch_config between = space[a];
-        const int32_t value = rocq__field(&space[c], turned->at);
-        if (value <= ROCQ__MIN(from, to) || value >= ROCQ__MAX(from, to)) continue;
-        rocq__set_field(&between, turned->at, value);
-        if (memcmp(&between, &space[c], sizeof between) == 0) return false;
-    }
-    return true;
-}
-
-// -- the model --
-
-// Blocks of a kernel that a compute unit holds at once, from what clang makes of it for gfx11. An
-// unlisted chip is taken to have the smaller register file.
-ROCQ__FN double rocq__blocks_of_unit(const rocq__chip *chip, int32_t vgprs, int32_t lds,
-                                     int32_t threads) {
-    rocq_occupancy_params params;
-    rocq_occupancy occupancy;
-    memset(&params, 0, sizeof params);
-    params.target = chip->unlisted ? 0x1103 : chip->target ? chip->target : 0x1100;
-    params.vgprs = vgprs;
-    params.lds_bytes = lds;
-    params.threads = threads;
-    if (rocq_get_occupancy(&params, &occupancy) != ROCQ_OK) return 1.0;
-    return ROCQ__MAX(0.5 * occupancy.groups, 0.5);
-}
-
-// Nanoseconds of a launch: what memory, or the latency of each wave's chain of loads, or arithmetic
-// takes, whichever is longest, a latency for every round of blocks that the chip holds at once, and
-// merging at the end. On an H200 its best k_waves are the measured ones, or at most a tenth behind
-// (tests/test_tuner.c); it knows nothing of caches.
-ROCQ__FN double rocq__model_ns(const rocq__chip *chip, const rocq__site *s,
-                               const rocq_launch_config *c) {
-    const double latency = ROCQ__LATENCY_NS, units = chip->n_units;
-    double blocks, held, bytes, chain, work, meet = 0.0; // chain, work, meet: ns
-    if (s->kind == ROCQ__TILES) return rocq__tiles_ns(chip, s, c);
+// All configurations of a site; returns how many.
+ROCQ__FN int32_t rocq__grid_of(const rocq__site *s, rocq_launch_config *grid) {
+    const bool tiles = s->kind == ROCQ__TILES;
+    const int32_t few = tiles ? ROCQ_K_MATMUL_F16_N_FEW : ROCQ_K_DECODE_COLUMNS;
+    const int32_t many = tiles ? ROCQ_K_MATMUL_F16_N : ROCQ_K_PREFILL_COLUMNS(s->k);
+    int32_t n = 0, splits[ROCQ__SPLITS];
+    memset(grid, 0, ROCQ__GRID * sizeof *grid);
     if (s->kind == ROCQ__MATVEC) {
-        const double rows = (double)s->m,
-                     steps = ceil((double)s->k / rocq__matvec_step(s) / c->k_waves);
-        blocks = ceil(rows * c->k_waves / (ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES));
-        held = rocq__blocks_of_unit(chip, s->n > 1 ? 124 : 86, 256 * s->n, 256);
-        bytes = rows * s->row_bytes;
-        chain = steps * (1 + s->pair) * latency;
-        work = rows * s->k * (1 + s->pair) * (2.0 + (s->int8 ? 0.5 : 2.0) * s->n) * 1e3 /
-               chip->flops_per_us;
-    } else {
-        const double positions = ceil((double)s->n / c->n_splits);
-        blocks = ceil((double)s->m / c->tile_n) * s->batch * c->n_splits;
-        held = rocq__blocks_of_unit(chip, 240, 30000, 128);
-        bytes = ceil((double)s->m / c->tile_n) * s->batch * s->n *
-                (double)(rocq__bytes((rocq_format)s->format, s->k) +
-                         rocq__bytes((rocq_format)s->format2, s->k));
-        chain = rocq__attend_kv(s) / c->n_splits / (double)ROCQ__ATTEND_FLIGHT * latency;
-        work = ceil(blocks / units) * units * 4.0 * c->tile_n * s->k * positions * 1e3 /
-               chip->matrix_per_us;
-        if (c->n_splits > 1) {
-            meet = rocq__attend_part(s, c->tile_n) * c->n_splits / (double)ROCQ__ATTEND_MERGE *
-                   latency;
+        for (int32_t v = 1; v <= ROCQ_K_MATVEC_WAVES; v *= 2) {
+            if (v == 1 || s->k / v >= rocq__matvec_step(s)) grid[n++].k_waves = v; // a full step
         }
+        return n;
     }
-    const double rounds = ceil(blocks / (held * units));
-    const double memory = ROCQ__MAX(bytes * 1e3 / chip->bytes_per_us, rounds * chain);
-    return rounds * latency + ROCQ__MAX(memory, work) + meet;
+    const int32_t n_splits = tiles ? rocq__tile_splits(s, splits)
+                                   : rocq__splits_of(s->n, ROCQ_K_ATTEND_RUN, 384, splits);
+    for (int32_t i = 0; i < (few == many ? 1 : 2) * n_splits; i++) {
+        grid[n].tile_n = i < n_splits ? few : many;
+        grid[n++].n_splits = splits[i % n_splits];
+    }
+    return n;
 }
 
-// -- evaluation --
+ROCQ__FN bool rocq__same_config(const rocq_launch_config *a, const rocq_launch_config *b) {
+    return memcmp(a, b, sizeof *a) == 0;
+}
+
+ROCQ__FN bool rocq__grid_has(const rocq__site *site, const rocq_launch_config *config) {
+    rocq_launch_config grid[ROCQ__GRID];
+    const int32_t n = rocq__grid_of(site, grid);
+    int32_t i = 0;
+    while (i < n && !rocq__same_config(&grid[i], config)) i++;
+    return i < n;
+}
+
+// -- trials --
 
 typedef struct rocq__tuning {
     rocq_ctx *ctx;
@@ -16110,25 +16017,20 @@ typedef struct rocq__tuning {
     rocq_op op;
     const void *params[ROCQ__TUNE_PARAMS]; // run in turn
     int32_t n_params, n_runs;              // n_runs: ops of a row
-    rocq__site site, own;                  // as the rule sees it, and its class
-    rocq_launch_config space[ROCQ__SPACE + 1];
-    double ns[ROCQ__SPACE + 1]; // medians, NaN: untried, infinite: cannot run
-    int32_t n_space, base;      // base: the rule's configuration
-    rocq_graph *base_row;       // n_runs under it
+    rocq__site own;                        // the class
+    rocq_launch_config rule;               // the default
+    rocq_graph *rule_row;                  // n_runs under it
     rocq_timer timer;
 } rocq__tuning;
 
-ROCQ__FN bool rocq__tune_timed(const rocq__tuning *t) {
-    return !t->desc.evaluate && !t->desc.by_model;
-}
-
-ROCQ__FN void rocq__tune_use(rocq__tuning *t, int32_t config) {
+ROCQ__FN void rocq__tune_use(rocq__tuning *t, const rocq_launch_config *config) {
     bool found;
     const int32_t place = rocq__tuned_place(t->ctx, &t->own, &found);
-    t->ctx->tuned[place].config = t->space[config];
+    t->ctx->tuned[place].config = *config;
 }
 
-ROCQ__FN rocq_result rocq__tune_record(rocq__tuning *t, int32_t config, rocq_graph **row) {
+ROCQ__FN rocq_result rocq__tune_record(rocq__tuning *t, const rocq_launch_config *config,
+                                       rocq_graph **row) {
     rocq_result result = ROCQ_OK;
     rocq__tune_use(t, config);
     ROCQ__TRY(rocq_graph_begin(t->ctx));
@@ -16142,177 +16044,115 @@ ROCQ__FN rocq_result rocq__tune_record(rocq__tuning *t, int32_t config, rocq_gra
 }
 
 // One sample of a configuration: nanoseconds of an op.
-ROCQ__FN rocq_result rocq__tune_sample(rocq__tuning *t, int32_t config, rocq_graph *row,
-                                       double *ns) {
+ROCQ__FN rocq_result rocq__tune_sample(rocq__tuning *t, const rocq_launch_config *config,
+                                       rocq_graph *row, double *ns) {
     rocq_ctx *ctx = t->ctx;
-    if (t->desc.evaluate) {
-        *ns = t->desc.evaluate(&t->space[config], t->desc.user);
-    } else if (t->desc.by_model) {
-        *ns = rocq__model_ns(rocq__chip_of(ctx), &t->site, &t->space[config]);
-    } else {
-        rocq__tune_use(t, config); // where the ops run one by one, or are captured again
-        ROCQ__TRY(rocq_timer_start(ctx, &t->timer));
-        ROCQ__TRY(rocq_graph_launch(ctx, row));
-        if (!t->timer.stop_event) ROCQ__HIP("tune", ctx->gpu->hip->stream_wait(ctx->gpu->stream));
-        ROCQ__TRY(rocq_timer_stop(ctx, &t->timer));
-        ROCQ__TRY(rocq_timer_read(ctx, &t->timer, ns));
-        *ns /= t->n_runs;
-    }
-    if (!(*ns > 0.0)) *ns = (double)INFINITY;
+    rocq__tune_use(t, config); // where the ops run one by one, or are captured again
+    ROCQ__TRY(rocq_timer_start(ctx, &t->timer));
+    ROCQ__TRY(rocq_graph_launch(ctx, row));
+    if (!t->timer.stop_event) ROCQ__HIP("tune", ctx->gpu->hip->stream_wait(ctx->gpu->stream));
+    ROCQ__TRY(rocq_timer_stop(ctx, &t->timer));
+    ROCQ__TRY(rocq_timer_read(ctx, &t->timer, ns));
+    *ns = ROCQ__MAX(*ns, 1.0) / t->n_runs;
     return ROCQ_OK;
 }
 
 // Medians of the default and of a configuration, sampled in turn, so that a clock that changes
-// changes both. A configuration that there is no memory for cannot run: infinite.
-ROCQ__FN rocq_result rocq__tune_compare(rocq__tuning *t, int32_t config, int32_t n, double *base_ns,
-                                        double *ns) {
+// changes both. A configuration that there is no memory for cannot run: infinite. A trial of one
+// that takes over twice as long ends after its first sample.
+ROCQ__FN rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_config *config,
+                                        int32_t n, double *rule_ns, double *ns) {
     double a[ROCQ__TUNE_PROOF], b[ROCQ__TUNE_PROOF];
     rocq_graph *row = NULL;
     rocq_summary summary;
-    rocq_result result = ROCQ_OK;
-    if (rocq__tune_timed(t)) {
-        rocq__attempt trial;
-        rocq__attempt_begin(t->ctx, &trial);
-        result = rocq__tune_record(t, config, &row);
-        if (result == ROCQ_OK) result = rocq__tune_sample(t, config, row, b); // not counted
-        const bool no_room = result == ROCQ_E_MEMORY || result == ROCQ_E_BUDGET;
-        rocq__attempt_end(t->ctx, &trial, result == ROCQ_OK || no_room);
-        if (no_room) {
-            rocq_graph_free(t->ctx, &row);
-            *ns = (double)INFINITY;
-            return ROCQ_OK;
-        }
-    }
+    rocq__attempt trial;
+    rocq__attempt_begin(t->ctx, &trial);
+    rocq_result result = rocq__tune_record(t, config, &row);
+    if (result == ROCQ_OK) result = rocq__tune_sample(t, config, row, b); // not counted
+    const bool no_room = result == ROCQ_E_MEMORY || result == ROCQ_E_BUDGET;
+    rocq__attempt_end(t->ctx, &trial, result == ROCQ_OK || no_room);
     for (int32_t i = 0; i < n && result == ROCQ_OK; i++) {
-        result = rocq__tune_sample(t, t->base, t->base_row, &a[i]);
+        result = rocq__tune_sample(t, &t->rule, t->rule_row, &a[i]);
         if (result == ROCQ_OK) result = rocq__tune_sample(t, config, row, &b[i]);
+        if (n == ROCQ__TUNE_TRIAL && b[0] > 2.0 * a[0]) n = 1;
     }
     rocq_graph_free(t->ctx, &row);
-    if (result != ROCQ_OK) return result;
+    *rule_ns = 1.0;
+    *ns = (double)INFINITY;
+    if (result != ROCQ_OK) return no_room ? ROCQ_OK : result;
     rocq_summarize(&summary, a, n);
-    *base_ns = summary.median;
+    *rule_ns = summary.median;
     rocq_summarize(&summary, b, n);
-    *ns = *base_ns < (double)INFINITY ? summary.median : *base_ns;
+    *ns = summary.median;
     return ROCQ_OK;
 }
 
 // Records the default. One op alone tells how many make a row.
-ROCQ__FN rocq_result rocq__tune_base(rocq__tuning *t) {
-    double ns = 0.0;
-    if (rocq__tune_timed(t)) {
-        t->n_runs = 1;
-        ROCQ__TRY(rocq__tune_record(t, t->base, &t->base_row));
-        for (int32_t i = 0; i < 2; i++) { // the first also warms up
-            ROCQ__TRY(rocq__tune_sample(t, t->base, t->base_row, &ns));
-        }
-        rocq_graph_free(t->ctx, &t->base_row);
-        const double most = ROCQ__TUNE_RUNS, fit = (double)ROCQ__TUNE_ROW_NS / ns;
-        const int32_t n = (int32_t)ROCQ__MAX(ROCQ__MIN(fit, most), 1.0);
-        t->n_params = ROCQ__MIN(t->n_params, n);
-        t->n_runs = n / t->n_params * t->n_params;
-        ROCQ__TRY(rocq__tune_record(t, t->base, &t->base_row));
-        ROCQ__TRY(rocq__tune_sample(t, t->base, t->base_row, &ns));
+ROCQ__FN rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
+    t->n_runs = 1;
+    ROCQ__TRY(rocq__tune_record(t, &t->rule, &t->rule_row));
+    for (int32_t i = 0; i < 2; i++) { // the first also warms up
+        ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns));
     }
-    ROCQ__TRY(rocq__tune_sample(t, t->base, t->base_row, &ns));
-    t->ns[t->base] = ns;
-    if (ns < (double)INFINITY) return ROCQ_OK;
-    return rocq__fail(t->ctx, ROCQ_E_ARGUMENT, "tune: there is no time for the default");
+    rocq_graph_free(t->ctx, &t->rule_row);
+    const double most = ROCQ__TUNE_RUNS, fit = (double)ROCQ__TUNE_ROW_NS / *ns;
+    const int32_t n = (int32_t)ROCQ__MAX(ROCQ__MIN(fit, most), 1.0);
+    t->n_params = ROCQ__MIN(t->n_params, n);
+    t->n_runs = n / t->n_params * t->n_params;
+    ROCQ__TRY(rocq__tune_record(t, &t->rule, &t->rule_row));
+    for (int32_t i = 0; i < 2; i++) {
+        ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns));
+    }
+    return ROCQ_OK;
 }
 
-// -- search --
-
-ROCQ__FN int32_t rocq__tune_best(const rocq__tuning *t) {
-    int32_t best = t->base;
-    for (int32_t i = 0; i < t->n_space; i++) {
-        if (t->ns[i] < t->ns[best]) best = i;
-    }
-    return best;
-}
-
-// GRID and RANDOM take any that is untried, HILL_CLIMB one that is a step from the best so far.
-ROCQ__FN int32_t rocq__tune_next(const rocq__tuning *t, int32_t n_tried) {
-    int32_t open[ROCQ__SPACE + 1], n = 0;
-    const int32_t best = rocq__tune_best(t);
-    if (t->desc.next) return t->desc.next(t->space, t->ns, t->n_space, t->desc.user);
-    for (int32_t i = 0; i < t->n_space; i++) {
-        if (t->ns[i] == t->ns[i]) continue;
-        if (t->desc.search == ROCQ_SEARCH_HILL_CLIMB &&
-            !rocq__is_step(t->space, t->n_space, best, i)) {
-            continue;
-        }
-        open[n++] = i;
-    }
-    if (n == 0) return -1;
-    if (t->desc.search == ROCQ_SEARCH_GRID) return open[0];
-    return open[(int32_t)(rocq__uniform(t->desc.seed, (uint64_t)n_tried) * n)];
-}
-
-// The space without what the model puts far behind its best.
-ROCQ__FN void rocq__tune_space(rocq__tuning *t, rocq_tune_result *result) {
-    const rocq__chip *chip = rocq__chip_of(t->ctx);
-    const rocq_launch_config rule = rocq__kinds[t->site.kind].rule(chip, &t->site);
-    double least = (double)INFINITY;
-    int32_t n = rocq__space_of(&t->own, t->space);
-    if (rocq__find_config(t->space, n, &rule) == n) t->space[n++] = rule;
-    result->n_space += n;
-    for (int32_t i = 0; i < n; i++) {
-        least = ROCQ__MIN(least, rocq__model_ns(chip, &t->site, &t->space[i]));
-    }
-    for (int32_t i = 0; i < n; i++) {
-        const rocq_launch_config config = t->space[i];
-        const bool is_rule = memcmp(&config, &rule, sizeof rule) == 0;
-        if (is_rule) t->base = t->n_space;
-        if (!rocq__tune_timed(t) || is_rule ||
-            rocq__model_ns(chip, &t->site, &config) <= 2.0 * least) {
-            t->ns[t->n_space] = (double)NAN;
-            t->space[t->n_space++] = config;
-        } else {
-            result->n_pruned++;
-        }
-    }
+// What is to be tried beside the default: the grid, or what of the caller's list is in it.
+ROCQ__FN bool rocq__tune_wants(const rocq__tuning *t, const rocq_launch_config *config) {
+    return !rocq__same_config(config, &t->rule) &&
+           (!t->desc.configs || rocq__grid_has(&t->own, config));
 }
 
 ROCQ__FN int64_t rocq__whole_ns(double ns) {
     return (int64_t)ceil(ROCQ__MIN(ns, 1e15));
 }
 
-ROCQ__FN rocq_result rocq__tune_search(rocq__tuning *t, rocq_tune_result *result,
+// Tries them all, and the best of them once more against the default.
+ROCQ__FN rocq_result rocq__tune_trials(rocq__tuning *t, rocq_tune_result *result,
                                        rocq__tuned *out) {
     const int64_t end_ns = rocq_time_ns() + t->desc.max_ms * (int64_t)1000000;
-    double base_ns, ns;
-    int32_t n_tried = 1;
-    rocq__tune_space(t, result);
-    ROCQ__TRY(rocq__tune_base(t));
-    result->n_tried++;
-    while (n_tried < t->desc.max_configs && rocq_time_ns() < end_ns) {
-        const int32_t i = rocq__tune_next(t, n_tried);
-        if (i == -1) break;
-        if (i < 0 || i >= t->n_space || t->ns[i] == t->ns[i]) {
-            return rocq__fail(t->ctx, ROCQ_E_ARGUMENT, "tune: next gave %d of %d, or one twice",
-                              (int)i, (int)t->n_space);
-        }
-        base_ns = ns = t->ns[t->base];
-        ROCQ__TRY(rocq__tune_compare(t, i, t->desc.evaluate ? 1 : ROCQ__TUNE_TRIAL, &base_ns, &ns));
-        t->ns[i] = ns < (double)INFINITY ? ns * (t->ns[t->base] / base_ns) : ns;
-        n_tried++;
-        result->n_tried++;
-    }
-    const int32_t best = rocq__tune_best(t);
     const double gain = 1.0 + t->desc.min_gain;
+    rocq_launch_config grid[ROCQ__GRID], best = t->rule;
+    double rule_ns, ns, least = 1.0; // of the default's time
+    int32_t n = rocq__grid_of(&t->own, grid);
+    const rocq_launch_config *list = t->desc.configs ? t->desc.configs : grid;
+    if (t->desc.configs) n = t->desc.n_configs;
+    ROCQ__TRY(rocq__tune_rule(t, &rule_ns));
     memset(&out->config, 0, sizeof out->config);
-    out->default_ns = out->best_ns = rocq__whole_ns(t->ns[t->base]);
-    if (t->ns[best] * gain > t->ns[t->base]) return ROCQ_OK;
-    const int32_t n_proof = t->desc.evaluate ? 3 : ROCQ__TUNE_PROOF;
-    ROCQ__TRY(rocq__tune_compare(t, best, n_proof, &base_ns, &ns));
-    if (!(ns < (double)INFINITY) || ns * gain > base_ns) return ROCQ_OK;
-    out->config = t->space[best];
-    out->default_ns = rocq__whole_ns(base_ns);
+    out->default_ns = out->best_ns = rocq__whole_ns(rule_ns);
+    result->n_space++;
+    result->n_tried++;
+    for (int32_t i = 0; i < n; i++) {
+        if (!rocq__tune_wants(t, &list[i])) continue;
+        result->n_space++;
+        if (rocq_time_ns() >= end_ns) continue;
+        result->n_tried++;
+        ROCQ__TRY(rocq__tune_compare(t, &list[i], ROCQ__TUNE_TRIAL, &rule_ns, &ns));
+        if (ns / rule_ns >= least) continue;
+        least = ns / rule_ns;
+        best = list[i];
+    }
+    if (least * gain > 1.0) return ROCQ_OK;
+    ROCQ__TRY(rocq__tune_compare(t, &best, ROCQ__TUNE_PROOF, &rule_ns, &ns));
+    if (ns * gain > rule_ns) return ROCQ_OK;
+    out->config = best;
+    out->default_ns = rocq__whole_ns(rule_ns);
     out->best_ns = rocq__whole_ns(ns);
     return ROCQ_OK;
 }
 
-// Finds what is best for a site, unless it is known. The list of results is as before on failure.
-ROCQ__FN rocq_result rocq__tune_site(rocq__tuning *t, rocq_tune_result *result, rocq__tuned *out) {
+// Finds what is best for a class, unless it is known. The list is as before on failure.
+ROCQ__FN rocq_result rocq__tune_class(rocq__tuning *t, rocq_tune_result *result,
+                                      rocq__tuned *out) {
     rocq_ctx *ctx = t->ctx;
     bool found;
     int32_t place = rocq__tuned_place(ctx, &t->own, &found);
@@ -16322,16 +16162,14 @@ ROCQ__FN rocq_result rocq__tune_site(rocq__tuning *t, rocq_tune_result *result, 
     }
     memset(out, 0, sizeof *out);
     out->site = t->own;
-    t->n_space = 0;
-    t->base_row = NULL;
+    t->rule_row = NULL;
     ROCQ__TRY(rocq__tuned_insert(ctx, place, out));
-    rocq_result r = ROCQ_OK;
-    if (rocq__tune_timed(t)) r = rocq_timer_create(ctx, &t->timer, ROCQ_TIMER_GPU);
+    rocq_result r = rocq_timer_create(ctx, &t->timer, ROCQ_TIMER_GPU);
     if (r == ROCQ_OK) {
-        r = rocq__tune_search(t, result, out);
-        if (rocq__tune_timed(t)) rocq_timer_free(ctx, &t->timer);
+        r = rocq__tune_trials(t, result, out);
+        rocq_timer_free(ctx, &t->timer);
     }
-    rocq_graph_free(ctx, &t->base_row);
+    rocq_graph_free(ctx, &t->rule_row);
     if (r == ROCQ_OK) {
         place = rocq__tuned_place(ctx, &t->own, &found);
         ctx->tuned[place] = *out;
@@ -16341,6 +16179,8 @@ ROCQ__FN rocq_result rocq__tune_site(rocq__tuning *t, rocq_tune_result *result, 
     }
     return r;
 }
+
+// -- ops and graphs --
 
 ROCQ__FN rocq_result rocq__survey_op(rocq_ctx *ctx, rocq_op op, const void *params,
                                      rocq__survey *survey) {
@@ -16352,6 +16192,87 @@ ROCQ__FN rocq_result rocq__survey_op(rocq_ctx *ctx, rocq_op op, const void *para
     ctx->survey = NULL;
     if (on_cpu) survey->n = 0; // found out half way
     return result;
+}
+
+// A site of an op, and the part of the op that it stands for.
+typedef struct rocq__tune_site {
+    rocq__site site, own;
+    rocq_op op;
+    const void *params;
+    double part;
+} rocq__tune_site;
+
+typedef struct rocq__tune_sites {
+    rocq__tune_site *list; // [n], with room for more
+    int32_t n, room;
+    double bytes, flops;   // of their ops
+} rocq__tune_sites;
+
+ROCQ__FN rocq_result rocq__tune_collect(rocq_ctx *ctx, const rocq__node *first,
+                                        rocq__tune_sites *sites) {
+    rocq__survey survey;
+    for (const rocq__node *node = first; node; node = node->next) {
+        ROCQ__TRY(rocq__survey_op(ctx, node->op, node->params, &survey));
+        if (survey.n == 0) continue;
+        const rocq__cost cost = rocq__cost_of(ctx, node->op, node->params);
+        void *list = rocq__array_room(ctx, sites->list, &sites->room, (int64_t)sites->n + survey.n,
+                                      (int64_t)sizeof *sites->list);
+        if (!list) return rocq__fail(ctx, ROCQ_E_MEMORY, "tune: no host memory for a list");
+        sites->list = (rocq__tune_site *)list;
+        sites->bytes += cost.bytes;
+        sites->flops += cost.flops;
+        for (int32_t i = 0; i < survey.n; i++) {
+            rocq__tune_site *s = &sites->list[sites->n++];
+            s->site = survey.site[i];
+            s->own = rocq__site_class(&s->site);
+            s->op = node->op;
+            s->params = node->params;
+            s->part = 1.0 / survey.n;
+        }
+    }
+    return ROCQ_OK;
+}
+
+// Tunes the class of site i, unless an earlier site has it, and adds up what the result counts.
+ROCQ__FN rocq_result rocq__tune_one(rocq__tuning *t, const rocq__tune_sites *sites, int32_t i,
+                                    rocq_tune_result *result) {
+    const rocq__tune_site *first = &sites->list[i];
+    rocq__tuned found;
+    double n_ops = 0.0;
+    t->op = first->op;
+    t->own = first->own;
+    t->rule = rocq__rule_of(rocq__chip_of(t->ctx), &first->site);
+    t->n_params = 0;
+    for (int32_t k = 0; k < sites->n; k++) {
+        const rocq__tune_site *s = &sites->list[k];
+        if (memcmp(&s->own, &first->own, sizeof s->own) != 0) continue;
+        if (k < i) return ROCQ_OK;
+        if (t->n_params < ROCQ__TUNE_PARAMS) t->params[t->n_params++] = s->params;
+        n_ops += s->part;
+    }
+    ROCQ__TRY(rocq__tune_class(t, result, &found));
+    if (i == 0) result->config = found.config;
+    result->default_ns += (double)found.default_ns * n_ops;
+    result->best_ns += (double)found.best_ns * n_ops;
+    return ROCQ_OK;
+}
+
+ROCQ__FN rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
+                                      rocq_tune_result *result) {
+    const int64_t start_ns = rocq_time_ns();
+    rocq__tune_sites sites = {NULL, 0, 0, 0.0, 0.0};
+    rocq_result done = rocq__tune_collect(t->ctx, first, &sites);
+    for (int32_t i = 0; i < sites.n && done == ROCQ_OK; i++) {
+        done = rocq__tune_one(t, &sites, i, result);
+    }
+    rocq__free(t->ctx, sites.list);
+    ROCQ__TRY(done);
+    const double s = result->best_ns * 1e-9;
+    result->spent_ms = (double)(rocq_time_ns() - start_ns) * 1e-6;
+    result->speedup = s > 0.0 ? ROCQ__MAX(result->default_ns / result->best_ns, 1.0) : 1.0;
+    result->bytes_per_s = s > 0.0 ? sites.bytes / s : 0.0;
+    result->flops_per_s = s > 0.0 ? sites.flops / s : 0.0;
+    return ROCQ_OK;
 }
 
 ROCQ__FN rocq_result rocq__tune_begin(rocq_ctx *ctx, const rocq_tune_desc *desc, rocq__tuning *t,
@@ -16367,106 +16288,15 @@ ROCQ__FN rocq_result rocq__tune_begin(rocq_ctx *ctx, const rocq_tune_desc *desc,
     t->ctx = ctx;
     if (desc) t->desc = *desc;
     rocq_tune_desc *d = &t->desc;
-    if ((int)d->search < 0 || d->search > ROCQ_SEARCH_HILL_CLIMB || d->max_configs < 0 ||
-        d->max_ms < 0 || !(d->min_gain >= 0.0 && d->min_gain < 1e6)) {
+    if (d->n_configs < 0 || (d->configs == NULL) != (d->n_configs == 0) || d->max_ms < 0 ||
+        !(d->min_gain >= 0.0 && d->min_gain < 1e6)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT,
-                          "tune: search %d, max_configs %d, max_ms %d or min_gain %g is no good",
-                          (int)d->search, (int)d->max_configs, (int)d->max_ms, d->min_gain);
+                          "tune: n_configs %d with configs%s, max_ms %d or min_gain %g is no good",
+                          (int)d->n_configs, d->configs ? "" : " NULL", (int)d->max_ms,
+                          d->min_gain);
     }
-    if (d->max_configs == 0) d->max_configs = ROCQ__SPACE + 1;
     if (d->max_ms == 0) d->max_ms = 1000;
     if (d->min_gain == 0.0) d->min_gain = 0.03;
-    return ROCQ_OK;
-}
-
-// The ops from first on that have a site of this class, which take turns. Returns how many there
-// are; an op counts for each of its sites in part.
-ROCQ__FN double rocq__tune_gather(rocq__tuning *t, const rocq__node *first) {
-    rocq__survey survey;
-    double n_ops = 0.0;
-    t->op = first->op;
-    t->n_params = 0;
-    for (const rocq__node *node = first; node; node = node->next) {
-        rocq__attempt attempt;
-        rocq__attempt_begin(t->ctx, &attempt);
-        const rocq_result result = rocq__survey_op(t->ctx, node->op, node->params, &survey);
-        rocq__attempt_end(t->ctx, &attempt, true); // fails again when it is that op's turn
-        if (result != ROCQ_OK) continue;
-        for (int32_t i = 0; i < survey.n; i++) {
-            const rocq__site own = rocq__site_class(&survey.site[i]);
-            if (memcmp(&own, &t->own, sizeof own) != 0) continue;
-            if (t->n_params < ROCQ__TUNE_PARAMS) t->params[t->n_params++] = node->params;
-            n_ops += 1.0 / survey.n;
-        }
-    }
-    return n_ops;
-}
-
-// The classes that have been tuned, or were known, in a call.
-typedef struct rocq__classes {
-    rocq__site *list; // [n], with room for more
-    int32_t n, room;
-} rocq__classes;
-
-// *added: it was not in the list.
-ROCQ__FN rocq_result rocq__classes_add(rocq_ctx *ctx, rocq__classes *classes,
-                                       const rocq__site *own, bool *added) {
-    *added = false;
-    for (int32_t i = 0; i < classes->n; i++) {
-        if (memcmp(&classes->list[i], own, sizeof *own) == 0) return ROCQ_OK;
-    }
-    void *list = rocq__array_room(ctx, classes->list, &classes->room, (int64_t)classes->n + 1,
-                                  (int64_t)sizeof *own);
-    if (!list) return rocq__fail(ctx, ROCQ_E_MEMORY, "tune: no host memory for a list");
-    classes->list = (rocq__site *)list;
-    classes->list[classes->n++] = *own;
-    *added = true;
-    return ROCQ_OK;
-}
-
-// Tunes the classes of an op that are not in the list yet, and adds up what the result counts.
-ROCQ__FN rocq_result rocq__tune_node(rocq__tuning *t, const rocq__node *node,
-                                     rocq__classes *classes, double *bytes, double *flops,
-                                     rocq_tune_result *result) {
-    rocq__survey survey;
-    rocq__tuned found;
-    bool added;
-    ROCQ__TRY(rocq__survey_op(t->ctx, node->op, node->params, &survey));
-    if (survey.n > 0) {
-        const rocq__work work = rocq__work_of(t->ctx, node->op, node->params);
-        *bytes += work.bytes;
-        *flops += work.flops;
-    }
-    for (int32_t i = 0; i < survey.n; i++) {
-        t->site = survey.site[i];
-        t->own = rocq__site_class(&t->site);
-        ROCQ__TRY(rocq__classes_add(t->ctx, classes, &t->own, &added));
-        if (!added) continue;
-        const double n_ops = rocq__tune_gather(t, node);
-        ROCQ__TRY(rocq__tune_site(t, result, &found));
-        if (classes->n == 1) result->config = found.config;
-        result->default_ns += (double)found.default_ns * n_ops;
-        result->best_ns += (double)found.best_ns * n_ops;
-    }
-    return ROCQ_OK;
-}
-
-ROCQ__FN rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
-                                      rocq_tune_result *result) {
-    const int64_t start_ns = rocq_time_ns();
-    rocq__classes classes = {NULL, 0, 0};
-    rocq_result done = ROCQ_OK;
-    double bytes = 0.0, flops = 0.0;
-    for (const rocq__node *node = first; node && done == ROCQ_OK; node = node->next) {
-        done = rocq__tune_node(t, node, &classes, &bytes, &flops, result);
-    }
-    rocq__free(t->ctx, classes.list);
-    ROCQ__TRY(done);
-    const double s = result->best_ns * 1e-9;
-    result->spent_ms = (double)(rocq_time_ns() - start_ns) * 1e-6;
-    result->speedup = s > 0.0 ? ROCQ__MAX(result->default_ns / result->best_ns, 1.0) : 1.0;
-    result->bytes_per_s = s > 0.0 ? bytes / s : 0.0;
-    result->flops_per_s = s > 0.0 ? flops / s : 0.0;
     return ROCQ_OK;
 }
 
@@ -16509,273 +16339,195 @@ ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op op, const voi
     return ROCQ_OK;
 }
 
-// -- the text --
+// -- the file: this header, then the list as it is --
 
-// A line of text is built, or read, from left to right.
-typedef struct rocq__line {
-    char text[ROCQ__TUNE_LINE];
-    int32_t length;
-} rocq__line;
+typedef struct rocq__tuning_header {
+    char magic[8];
+    int32_t version;
+    int32_t rocq, driver, target, n_units; // what the results are good for,
+    int32_t n_results;
+    char device[64];                       // and its name
+    uint64_t checksum;                     // of the whole file, with 0 here
+} rocq__tuning_header;
 
-ROCQ__PRINTF(2, 3)
-ROCQ__FN void rocq__line_add(rocq__line *line, const char *format, ...) {
-    va_list args;
-    const size_t room = sizeof line->text - (size_t)line->length;
-    va_start(args, format);
-    const int n = vsnprintf(line->text + line->length, room, format, args);
-    va_end(args);
-    line->length += (int32_t)ROCQ__MIN(ROCQ__MAX(n, 0), (int)room - 1); // the longest line fits
-}
+enum { ROCQ__TUNING_VERSION = 2 }; // 1 was text
 
-// Fields of a site: their names in each kind, NULL where it has none.
-static const struct {
-    const char *name[ROCQ__KINDS];
-    size_t at;
-    bool is_format;
-} rocq__site_fields[] = {
-    {{"w", "w", "k"}, offsetof(rocq__site, format), true},
-    {{NULL, NULL, "v"}, offsetof(rocq__site, format2), true},
-    {{"int8", NULL, NULL}, offsetof(rocq__site, int8), false},
-    {{"pair", NULL, NULL}, offsetof(rocq__site, pair), false},
-    {{"m", "m", "columns"}, offsetof(rocq__site, m), false},
-    {{"k", "k", "head"}, offsetof(rocq__site, k), false},
-    {{"n", "n", "positions"}, offsetof(rocq__site, n), false},
-    {{NULL, "batch", "kv_heads"}, offsetof(rocq__site, batch), false},
-    {{"row_bytes", NULL, NULL}, offsetof(rocq__site, row_bytes), false},
-};
-enum { ROCQ__SITE_FIELDS = sizeof rocq__site_fields / sizeof rocq__site_fields[0] };
-
-// What a text must begin with to be of use here.
-ROCQ__FN void rocq__tuning_head(const rocq_ctx *ctx, rocq__line *line) {
+ROCQ__FN rocq__tuning_header rocq__tuning_header_of(const rocq_ctx *ctx, int32_t n_results) {
     const rocq__gpu *gpu = ctx->gpu;
+    rocq__tuning_header h;
     int driver = 0;
     if (gpu->hip->driver_version && gpu->hip->driver_version(&driver) != 0) driver = 0;
-    line->length = 0;
-    rocq__line_add(line, "rocq-tuning 1: rocq %d, gfx%x %.63s, %d units, driver %d\n",
-                   (int)ROCQ_VERSION, (unsigned)gpu->chip.target & 0xffff, gpu->name,
-                   (int)gpu->chip.n_units, driver);
+    memset(&h, 0, sizeof h);
+    memcpy(h.magic, "rocqtune", sizeof h.magic);
+    h.version = ROCQ__TUNING_VERSION;
+    h.rocq = ROCQ_VERSION;
+    h.driver = driver;
+    h.target = gpu->chip.target;
+    h.n_units = gpu->chip.n_units;
+    h.n_results = n_results;
+    snprintf(h.device, sizeof h.device, "%s", gpu->name);
+    return h;
 }
 
-ROCQ__FN void rocq__tuned_line(const rocq__tuned *entry, rocq__line *line) {
-    const rocq__site *site = &entry->site;
-    line->length = 0;
-    rocq__line_add(line, "%s", rocq__kinds[site->kind].name);
-    for (int i = 0; i < (int)ROCQ__SITE_FIELDS; i++) {
-        const char *name = rocq__site_fields[i].name[site->kind];
-        const int32_t value = rocq__field(site, rocq__site_fields[i].at);
-        if (!name) continue;
-        if (!rocq__site_fields[i].is_format) rocq__line_add(line, " %s=%d", name, (int)value);
-        else if (value == -1) rocq__line_add(line, " %s=mixed", name);
-        else rocq__line_add(line, " %s=%s", name, rocq_get_format_info((rocq_format)value)->name);
-    }
-    rocq__line_add(line, " :");
-    for (int i = 0; i < (int)ROCQ__KNOBS; i++) {
-        if (rocq__knobs[i].kind != site->kind) continue;
-        rocq__line_add(line, " %s=%d", rocq__knobs[i].name,
-                       (int)rocq__field(&entry->config, rocq__knobs[i].at));
-    }
-    rocq__line_add(line, " : default_ns=%lld best_ns=%lld\n", (long long)entry->default_ns,
-                   (long long)entry->best_ns);
-}
-
-ROCQ__FN void rocq__checksum_line(uint64_t sum, rocq__line *line) {
-    line->length = 0;
-    rocq__line_add(line, "checksum %08lx%08lx\n", (unsigned long)(sum >> 32),
-                   (unsigned long)(sum & 0xffffffffu));
+// Of a header whose checksum is 0, and the list behind it.
+ROCQ__FN uint64_t rocq__tuning_checksum(const rocq__tuning_header *h, const void *list) {
+    const uint64_t sum = rocq__checksum(0, h, (int64_t)sizeof *h);
+    return rocq__checksum(sum, list, h->n_results * (int64_t)sizeof(rocq__tuned));
 }
 
 ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *user) {
-    rocq__line line;
-    uint64_t sum = 0;
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!write) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "tuning_save: write is NULL");
     if (!rocq__on_gpu(ctx)) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
                           "tuning_save: there is nothing to tune on the CPU");
     }
-    for (int32_t i = -1; i <= ctx->n_tuned; i++) {
-        if (i < 0) rocq__tuning_head(ctx, &line);
-        else if (i < ctx->n_tuned) rocq__tuned_line(&ctx->tuned[i], &line);
-        else rocq__checksum_line(sum, &line);
-        sum = rocq__checksum(sum, line.text, line.length);
-        if (!write(line.text, line.length, user)) {
-            return rocq__fail(ctx, ROCQ_E_IO, "tuning_save: write failed");
-        }
+    const int64_t size = ctx->n_tuned * (int64_t)sizeof *ctx->tuned;
+    rocq__tuning_header h = rocq__tuning_header_of(ctx, ctx->n_tuned);
+    h.checksum = rocq__tuning_checksum(&h, size > 0 ? (const void *)ctx->tuned : "");
+    if (!write(&h, (int64_t)sizeof h, user) || (size > 0 && !write(ctx->tuned, size, user))) {
+        return rocq__fail(ctx, ROCQ_E_IO, "tuning_save: write failed");
     }
     return ROCQ_OK;
 }
 
-// The next line, its end included; false where the text ends before, or the line is too long.
-ROCQ__FN bool rocq__next_line(const char **text, int64_t *size, rocq__line *line) {
-    const int64_t most = ROCQ__MIN(*size, (int64_t)ROCQ__TUNE_LINE - 1);
-    int64_t n = 0;
-    while (n < most && (*text)[n] != '\n') n++;
-    if (n == most) return false;
-    line->length = (int32_t)(n + 1);
-    memcpy(line->text, *text, (size_t)line->length);
-    line->text[line->length] = '\0';
-    *text += n + 1;
-    *size -= n + 1;
-    return true;
-}
-
-// The number behind " name=" in a line, or of the format named there.
-ROCQ__FN bool rocq__line_value(const rocq__line *line, const char *name, bool is_format,
-                               int64_t *out) {
-    char key[32];
-    rocq_format format;
-    snprintf(key, sizeof key, " %s=", name);
-    const char *at = strstr(line->text, key);
-    if (!at) return false;
-    at += strlen(key);
-    int n = 0;
-    *out = 0;
-    if (!is_format) {
-        for (; n < 16 && at[n] >= '0' && at[n] <= '9'; n++) *out = 10 * *out + (at[n] - '0');
-        return n > 0;
+// Whether this is a file that somebody's rocq_tuning_save wrote for this device: own is the header
+// it would write. The entries are looked at elsewhere.
+ROCQ__FN rocq_result rocq__tuning_check(rocq_ctx *ctx, rocq__tuning_header own,
+                                        const unsigned char *data, int64_t size) {
+    const int64_t head = (int64_t)sizeof own, magic = (int64_t)sizeof own.magic;
+    rocq__tuning_header h;
+    if (memcmp(data, own.magic, (size_t)ROCQ__MIN(size, magic)) != 0) {
+        return rocq__fail(ctx, ROCQ_E_MAGIC, "tuning_load: not written by rocq_tuning_save");
     }
-    while (n < (int)sizeof key - 1 && at[n] != ' ' && at[n] != '\0') n++;
-    memcpy(key, at, (size_t)n);
-    key[n] = '\0';
-    *out = -1;
-    if (strcmp(key, "mixed") == 0) return true;
-    if (rocq_format_from_name(&format, key) != ROCQ_OK) return false;
-    *out = (int64_t)format;
-    return true;
-}
-
-// A line is good when it is exactly what would be written for what is found in it, and that is
-// something that could have been tuned.
-ROCQ__FN bool rocq__tuned_read(const rocq__line *line, rocq__tuned *entry) {
-    rocq_launch_config space[ROCQ__SPACE];
-    rocq__line again;
-    int64_t value;
-    memset(entry, 0, sizeof *entry);
-    rocq__site *site = &entry->site;
-    const size_t kind_length = strcspn(line->text, " ");
-    while (site->kind < ROCQ__KINDS &&
-           (strlen(rocq__kinds[site->kind].name) != kind_length ||
-            memcmp(line->text, rocq__kinds[site->kind].name, kind_length) != 0)) {
-        site->kind++;
+    memset(&h, 0, sizeof h);
+    memcpy(&h, data, (size_t)ROCQ__MIN(size, head));
+    if (size >= magic + (int64_t)sizeof h.version && h.version != own.version) {
+        return rocq__fail(ctx, ROCQ_E_FOREIGN, "tuning_load: format %d, this is %d",
+                          (int)h.version, (int)own.version);
     }
-    if (site->kind == ROCQ__KINDS) return false;
-    for (int i = 0; i < (int)ROCQ__SITE_FIELDS; i++) {
-        const char *name = rocq__site_fields[i].name[site->kind];
-        const bool is_format = rocq__site_fields[i].is_format;
-        if (!name) continue;
-        if (!rocq__line_value(line, name, is_format, &value) || value > INT32_MAX) return false;
-        if (is_format && value == -1 && site->kind != ROCQ__MATVEC) return false;
-        rocq__set_field(site, rocq__site_fields[i].at, (int32_t)value);
+    if (size < head) {
+        return rocq__fail(ctx, ROCQ_E_TRUNCATED, "tuning_load: cut short after %lld bytes",
+                          (long long)size);
     }
-    for (int i = 0; i < (int)ROCQ__KNOBS; i++) {
-        if (rocq__knobs[i].kind != site->kind) continue;
-        if (!rocq__line_value(line, rocq__knobs[i].name, false, &value) || value > INT32_MAX) {
-            return false;
-        }
-        rocq__set_field(&entry->config, rocq__knobs[i].at, (int32_t)value);
+    if (h.n_results < 0 || h.n_results > ROCQ__TUNED) {
+        return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: %d results, %d at most",
+                          (int)h.n_results, (int)ROCQ__TUNED);
     }
-    if (!rocq__line_value(line, "default_ns", false, &entry->default_ns) ||
-        !rocq__line_value(line, "best_ns", false, &entry->best_ns)) {
-        return false;
+    const int64_t whole = head + h.n_results * (int64_t)sizeof(rocq__tuned);
+    if (size != whole) {
+        return rocq__fail(ctx, size < whole ? ROCQ_E_TRUNCATED : ROCQ_E_CORRUPT,
+                          "tuning_load: %lld bytes, not %lld", (long long)size, (long long)whole);
     }
-    rocq__tuned_line(entry, &again);
-    if (again.length != line->length || memcmp(again.text, line->text, (size_t)line->length) != 0) {
-        return false;
-    }
-    const rocq__site own = rocq__site_class(site);
-    if (site->m < 1 || site->k < 1 || site->n < 1 || memcmp(&own, site, sizeof own) != 0)
-        return false;
-    if (rocq__is_rule(&entry->config)) return true;
-    const int32_t n = rocq__space_of(site, space);
-    return rocq__find_config(space, n, &entry->config) < n;
-}
-
-// Reads a text that must begin with head into the list, which is empty.
-ROCQ__FN rocq_result rocq__tuning_read(rocq_ctx *ctx, const rocq__line *head, const char *text,
-                                       int64_t size) {
-    static const char format[] = "rocq-tuning 1: ";
-    rocq__line line, first, sums;
-    rocq__tuned entry;
-    uint64_t sum = 0;
-    int32_t n = 0;
-    if (!rocq__next_line(&text, &size, &line) || strncmp(line.text, format, 12) != 0) {
-        return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: not a text of rocq_tuning_save");
-    }
-    if (strncmp(line.text, format, sizeof format - 1) != 0) {
-        return rocq__fail(ctx, ROCQ_E_FOREIGN, "tuning_load: of another version, '%.*s'",
-                          (int)ROCQ__MIN(line.length - 1, 40), line.text);
-    }
-    first = line;
-    const bool foreign =
-        line.length != head->length || memcmp(line.text, head->text, (size_t)head->length) != 0;
-    for (;; n++) {
-        sum = rocq__checksum(sum, line.text, line.length);
-        if (!rocq__next_line(&text, &size, &line)) {
-            return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: cut short after line %d",
-                              (int)n + 1);
-        }
-        if (size == 0) break;
-        if (foreign) continue;
-        if (!rocq__tuned_read(&line, &entry) ||
-            (n > 0 && memcmp(&ctx->tuned[n - 1].site, &entry.site, sizeof entry.site) >= 0)) {
-            return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: line %d: '%.*s'", (int)n + 2,
-                              (int)ROCQ__MIN(line.length - 1, 200), line.text);
-        }
-        ROCQ__TRY(rocq__tuned_insert(ctx, n, &entry));
-    }
-    rocq__checksum_line(sum, &sums);
-    if (line.length != sums.length || memcmp(line.text, sums.text, (size_t)sums.length) != 0) {
+    const uint64_t checksum = h.checksum;
+    h.checksum = 0;
+    if (rocq__tuning_checksum(&h, data + head) != checksum) {
         return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: damaged: the checksum is another");
     }
-    if (!foreign) return ROCQ_OK;
-    return rocq__fail(ctx, ROCQ_E_FOREIGN, "tuning_load: for '%.*s', not for '%.*s'",
-                      (int)first.length - 16, first.text + 15, (int)head->length - 16,
-                      head->text + 15);
+    own.n_results = h.n_results;
+    if (memcmp(&h, &own, sizeof h) == 0) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_FOREIGN,
+                      "tuning_load: for rocq %d on gfx%x with %d units, driver %d; this is rocq %d "
+                      "on gfx%x with %d units, driver %d, %s",
+                      (int)h.rocq, (unsigned)h.target, (int)h.n_units, (int)h.driver,
+                      (int)own.rocq, (unsigned)own.target, (int)own.n_units, (int)own.driver,
+                      own.device);
 }
 
-// What is read comes to a new list, so that a text that turns out bad changes nothing; of what both
-// lists have, the text's counts.
-ROCQ__FN rocq_result rocq__tuning_replace(rocq_ctx *ctx, const rocq__line *head, const char *text,
-                                          int64_t size) {
-    rocq__tuned *old = ctx->tuned;
-    const int32_t n_old = ctx->n_tuned, old_room = ctx->tuned_room;
-    ctx->tuned = NULL;
-    ctx->n_tuned = ctx->tuned_room = 0;
-    rocq_result result = rocq__tuning_read(ctx, head, text, size);
-    for (int32_t i = 0; i < n_old && result == ROCQ_OK; i++) {
-        bool found;
-        const int32_t place = rocq__tuned_place(ctx, &old[i].site, &found);
-        if (!found) result = rocq__tuned_insert(ctx, place, &old[i]);
+// Whether an entry is something that could have been tuned: only then may it decide a launch.
+ROCQ__FN bool rocq__tuned_valid(const rocq__tuned *entry) {
+    const rocq__site *s = &entry->site;
+    if (s->kind < 0 || s->kind >= ROCQ__KINDS || s->m < 1 || s->k < 1 || s->n < 1) return false;
+    const rocq__site own = rocq__site_class(s);
+    return memcmp(&own, s, sizeof own) == 0 && entry->zero == 0 && entry->default_ns >= 0 &&
+           entry->best_ns >= 0 &&
+           (rocq__is_rule(&entry->config) || rocq__grid_has(s, &entry->config));
+}
+
+// Merges n entries, in their order, with the list, which changes only when all are good.
+ROCQ__FN rocq_result rocq__tuning_merge(rocq_ctx *ctx, const unsigned char *entries, int32_t n) {
+    const int32_t n_old = ctx->n_tuned, room = n_old + n;
+    int32_t i = 0, count = 0;
+    rocq__tuned entry, before;
+    if (n == 0) return ROCQ_OK;
+    rocq__tuned *list = (rocq__tuned *)rocq__alloc(ctx, room * (int64_t)sizeof *list);
+    if (!list) return rocq__fail(ctx, ROCQ_E_MEMORY, "tuning_load: no memory for a list");
+    for (int32_t k = 0; k < n; k++, before = entry) {
+        memcpy(&entry, entries + k * (int64_t)sizeof entry, sizeof entry);
+        if (!rocq__tuned_valid(&entry) ||
+            (k > 0 && memcmp(&before.site, &entry.site, sizeof entry.site) >= 0)) {
+            rocq__free(ctx, list);
+            return rocq__fail(ctx, ROCQ_E_CORRUPT, "tuning_load: result %d is none", (int)k);
+        }
+        while (i < n_old && memcmp(&ctx->tuned[i].site, &entry.site, sizeof entry.site) < 0) {
+            list[count++] = ctx->tuned[i++];
+        }
+        i += i < n_old && memcmp(&ctx->tuned[i].site, &entry.site, sizeof entry.site) == 0;
+        list[count++] = entry;
     }
-    rocq__free(ctx, result == ROCQ_OK ? old : ctx->tuned);
-    if (result == ROCQ_OK) return ROCQ_OK;
-    ctx->tuned = old;
-    ctx->n_tuned = n_old;
-    ctx->tuned_room = old_room;
-    return result;
+    while (i < n_old) list[count++] = ctx->tuned[i++];
+    if (count > ROCQ__TUNED) {
+        rocq__free(ctx, list);
+        return rocq__tuned_full(ctx);
+    }
+    rocq__free(ctx, ctx->tuned);
+    ctx->tuned = list;
+    ctx->n_tuned = count;
+    ctx->tuned_room = room;
+    return ROCQ_OK;
 }
 
-ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const char *text, int64_t size) {
-    rocq__line head;
+// Loads a file for the device that own names.
+ROCQ__FN rocq_result rocq__tuning_read(rocq_ctx *ctx, const rocq__tuning_header *own,
+                                       const void *data, int64_t size) {
+    const unsigned char *bytes = (const unsigned char *)data;
+    ROCQ__TRY(rocq__tuning_check(ctx, *own, bytes, size));
+    const int64_t n = (size - (int64_t)sizeof *own) / (int64_t)sizeof(rocq__tuned);
+    return rocq__tuning_merge(ctx, bytes + sizeof *own, (int32_t)n);
+}
+
+ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t size) {
     if (!ctx) return ROCQ_E_ARGUMENT;
-    if (!text || size < 0)
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "tuning_load: text is NULL or size negative");
+    if (!data || size < 0)
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "tuning_load: data is NULL or size negative");
     if (!rocq__on_gpu(ctx)) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
                           "tuning_load: there is nothing to tune on the CPU");
     }
-    rocq__tuning_head(ctx, &head);
-    return rocq__tuning_replace(ctx, &head, text, size);
+    const rocq__tuning_header own = rocq__tuning_header_of(ctx, 0);
+    return rocq__tuning_read(ctx, &own, data, size);
 }
 
-ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
-    if (!ctx) return;
-    rocq__free(ctx, ctx->tuned);
-    ctx->tuned = NULL;
-    ctx->n_tuned = ctx->tuned_room = 0;
+#else // compiled out: launches go by rule
+
+ROCQ__FN rocq_result rocq__no_tuner(rocq_ctx *ctx) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "compiled with ROCQ_NO_TUNER");
+}
+ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op op, const void *params,
+                               const rocq_tune_desc *desc, rocq_tune_result *result) {
+    return (void)op, (void)params, (void)desc, (void)result, rocq__no_tuner(ctx);
+}
+ROCQ_DEF rocq_result rocq_tune_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq_tune_desc *desc,
+                                     rocq_tune_result *result) {
+    return (void)graph, (void)desc, (void)result, rocq__no_tuner(ctx);
+}
+ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op op, const void *params,
+                                            rocq_launch_config *config) {
+    return (void)op, (void)params, (void)config, rocq__no_tuner(ctx);
+}
+ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *user) {
+    return (void)write, (void)user, rocq__no_tuner(ctx);
+}
+ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t size) {
+    return (void)data, (void)size, rocq__no_tuner(ctx);
 }
 
-// -- warm-up --
+#endif // ROCQ__HAS_TUNER
+
+// ---------------------------------------------------------------------------------------------
+// >>warm: before the first token. Not needed to run a model, only to have no slow first steps.
+// ---------------------------------------------------------------------------------------------
 
 // On the CPU ops are rehearsed with their own weights and scratch memory. All else may have no
 // contents yet: activations, caches, masks, and weights that an op of the graph makes. Stand-ins

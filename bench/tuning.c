@@ -1,6 +1,5 @@
-// What rocq_tune is worth: shapes of 1B to 13B models, tuned on the GPU by each of its searches and
-// by its model, then measured tuned against untuned, in turn, with all that was tried printed below.
-// Weights and caches are read from memory, not from the GPU's cache, as in a model.
+// What rocq_tune is worth: shapes of 1B to 13B models, tuned on the GPU, then measured tuned against
+// untuned, in turn. Weights and caches are read from memory, not from the GPU's cache, as in a model.
 //
 //     gcc -O2 -I. bench/tuning.c kernels.o -o tuning ...      see bench.h; --device gpu
 //
@@ -71,9 +70,7 @@ static const shape shapes[] = {
     {"attention/F16/d256h16kv8/kv1024/q128", ROCQ_F16, 256, 16, 8, 1024, 128},
 };
 
-enum { COPIES = 64, SEARCHES = 3 }; // rocq_tune_graph takes up to 64 ops of a class in turn
-
-static const char *const search_names[SEARCHES] = {"grid", "random", "hill_climb"};
+enum { COPIES = 64 }; // rocq_tune_graph takes up to 64 ops of a class in turn
 
 // An op on as many copies of its large operands as do not fit a cache.
 typedef struct work {
@@ -222,32 +219,6 @@ static void unmake(work *w) {
     free(w->out);
 }
 
-// The grid search, keeping what it sees.
-typedef struct landscape {
-    rocq_launch_config space[256];
-    double ns[256];
-    int32_t n;
-} landscape;
-
-static int32_t grid(const rocq_launch_config *space, const double *ns, int32_t n, void *user) {
-    landscape *l = (landscape *)user;
-    int32_t next = 0;
-    l->n = n < 256 ? n : 256;
-    memcpy(l->space, space, (size_t)l->n * sizeof *space);
-    memcpy(l->ns, ns, (size_t)l->n * sizeof *ns);
-    while (next < n && !isnan(ns[next])) next++;
-    return next < n ? next : -1;
-}
-
-static void print_landscape(const landscape *l) {
-    printf("    us by k_waves, tile_n, n_splits:");
-    for (int32_t i = 0; i < l->n; i++) {
-        const rocq_launch_config *c = &l->space[i];
-        printf(" %d,%d,%d: %.2f", c->k_waves, c->tile_n, c->n_splits, 1e-3 * l->ns[i]);
-    }
-    printf("\n");
-}
-
 // What all shapes, or those of a kind, come to.
 typedef struct tally {
     const char *kind;
@@ -278,8 +249,8 @@ int main(int argc, char **argv) {
     bench b;
     tally tallies[4] = {{.kind = "all"}, {.kind = "matvec"}, {.kind = "matmul"},
                         {.kind = "attention"}};
-    double searched[SEARCHES] = {0, 0, 0}, spent[SEARCHES] = {0, 0, 0};
-    int tried[SEARCHES] = {0, 0, 0}, space = 0, pruned = 0, model_right = 0;
+    double found = 0, spent = 0;
+    int tried = 0, space = 0;
     if (!bench_open(&b, argc, argv, "tuning")) return 1;
     if (!b.gpu) {
         bench_skip(&b, "tuning/", "there is nothing to tune on the CPU");
@@ -291,27 +262,14 @@ int main(int argc, char **argv) {
         snprintf(name, sizeof name, "tuning/%s", shapes[i].name);
         if (!bench_wants(&b, name)) continue;
         static work untuned, tuned; // large
-        landscape seen;
-        rocq_tune_result r, by_model;
+        rocq_tune_result r;
         make(&tuned, &b, &shapes[i]);
         record(&tuned);
-        const rocq_tune_desc model = {.by_model = true};
-        check("tune", b.ctx, rocq_tune_graph(b.ctx, tuned.graph, &model, &by_model));
-        for (int k = SEARCHES - 1; k >= 0; k--) { // grid comes last, and stays
-            const rocq_tune_desc desc = {.search = (rocq_search)k,
-                                         .next = k == ROCQ_SEARCH_GRID ? grid : NULL,
-                                         .user = &seen,
-                                         .max_configs = k == ROCQ_SEARCH_RANDOM ? 8 : 0,
-                                         .seed = 1};
-            rocq_tuning_clear(b.ctx);
-            check("tune", b.ctx, rocq_tune_graph(b.ctx, tuned.graph, &desc, &r));
-            searched[k] += log(r.speedup);
-            spent[k] += r.spent_ms;
-            tried[k] += r.n_tried;
-        }
+        check("tune", b.ctx, rocq_tune_graph(b.ctx, tuned.graph, NULL, &r));
+        found += log(r.speedup);
+        spent += r.spent_ms;
+        tried += r.n_tried;
         space += r.n_space;
-        pruned += r.n_pruned;
-        model_right += memcmp(&by_model.config, &r.config, sizeof r.config) == 0;
         // Recorded after all scratch memory has been taken, so that neither is captured again.
         rocq_tuning_clear(b.ctx);
         untuned = tuned;
@@ -337,10 +295,8 @@ int main(int argc, char **argv) {
             const bench_result *times = bench_run_pair(&b, pair, 2);
             if (times) speedup = times[0].summary.median / times[1].summary.median;
         } else {
-            printf("%-52s default kept of %d (%d pruned, %d tried)\n", name, r.n_space, r.n_pruned,
-                   r.n_tried);
+            printf("%-52s default kept of %d (%d tried)\n", name, r.n_space, r.n_tried);
         }
-        print_landscape(&seen);
         for (int k = 0; k < 4; k++) {
             const size_t length = strlen(tallies[k].kind);
             if (k == 0 || strncmp(shapes[i].name, tallies[k].kind, length) == 0) {
@@ -354,17 +310,11 @@ int main(int argc, char **argv) {
     }
     const int n = tallies[0].n > 0 ? tallies[0].n : 1;
     for (int k = 0; k < 4; k++) tally_report(&b, &tallies[k]);
-    for (int k = 0; k < SEARCHES && tallies[0].n > 0; k++) {
-        char name[128];
-        snprintf(name, sizeof name, "tuning/search/%s/tried", search_names[k]);
-        bench_value(&b, name, tried[k], "configurations", true);
-        snprintf(name, sizeof name, "tuning/search/%s/spent", search_names[k]);
-        bench_value(&b, name, spent[k], "ms", true);
-        snprintf(name, sizeof name, "tuning/search/%s/speedup", search_names[k]);
-        bench_value(&b, name, exp(searched[k] / n), "tuned over untuned, as it found", true);
+    if (tallies[0].n > 0) {
+        bench_value(&b, "tuning/tried", tried, "configurations", true);
+        bench_value(&b, "tuning/space", space, "configurations", true);
+        bench_value(&b, "tuning/spent", spent, "ms", true);
+        bench_value(&b, "tuning/found", exp(found / n), "tuned over untuned, as it found", true);
     }
-    bench_value(&b, "tuning/space", space, "configurations", true);
-    bench_value(&b, "tuning/pruned", pruned, "configurations", true);
-    bench_value(&b, "tuning/model_agrees", model_right, "shapes", true); // its choice is grid's
     return bench_close(&b);
 }

@@ -347,16 +347,16 @@ static bool on_gpu(const run *r) {
 // *tuned is false when --tuning names no file, or one that is not for this GPU: it is then made
 // anew. Another kind of file is not written over.
 static bool load_tuning(run *r, bool *tuned) {
-    static char text[1 << 18];
-    static const char head[] = "rocq-tuning ";
+    static char data[1 << 19]; // more than there can be
     FILE *in = fopen(r->o.tuning, "rb");
     *tuned = false;
     if (!in) return true;
-    const size_t size = fread(text, 1, sizeof text, in);
+    const size_t size = fread(data, 1, sizeof data, in);
     fclose(in);
-    *tuned = rocq_tuning_load(r->ctx, text, (int64_t)size) == ROCQ_OK;
+    const rocq_result loaded = rocq_tuning_load(r->ctx, data, (int64_t)size);
+    *tuned = loaded == ROCQ_OK;
     if (*tuned) return true;
-    if (size > 0 && strncmp(text, head, sizeof head - 1) != 0) {
+    if (loaded == ROCQ_E_MAGIC) {
         return fail(r->o.tuning, "holds something else than tuning results");
     }
     fprintf(stderr, "generate: %s: %s\n", r->o.tuning, rocq_error(r->ctx));

@@ -92,6 +92,7 @@ struct runtime {
     int replay = SIMT_REPLAY_RIGHT, replay_node = -1;
     std::map<simt_kernel *, std::shared_ptr<std::vector<char>>> last_args; // not of replays
     std::vector<unseen_copy> unseen;
+    double (*clock)(void) = nullptr; // milliseconds; nullptr: the host's
     std::map<const simt_kernel *, int64_t> lds; // most that a launch asked for
 
     runtime() {
@@ -228,7 +229,7 @@ int run_one(const operation &o) {
     case operation::WAIT: return hip().streams.count(o.on) ? run_until(o.on, o.after) : HIP_OK;
     default:
         if (o.mark && hip().events.count(o.mark)) {
-            o.mark->ms = std::chrono::duration<double, std::milli>(
+            o.mark->ms = hip().clock ? hip().clock() : std::chrono::duration<double, std::milli>(
                 std::chrono::steady_clock::now().time_since_epoch()).count();
         }
         return HIP_OK;
@@ -873,6 +874,7 @@ void simt_set_selftest_error(int word) { hip().selftest_error = word; }
 void simt_set_optional(int there) { simt_optional = there != 0; }
 void simt_set_missing(const char *name) { simt_missing = name ? name : ""; }
 void simt_set_target(int target) { hip().target = target; }
+void simt_set_clock(double (*ms)(void)) { hip().clock = ms; }
 void simt_set_priorities(int least, int greatest) {
     hip().least = least;
     hip().greatest = greatest;

@@ -59,6 +59,9 @@ void simt_set_priorities(int least, int greatest); /* 1, -1 */
 enum { SIMT_REPLAY_RIGHT, SIMT_REPLAY_STALE_ARGS, SIMT_REPLAY_STALE_COPIES, SIMT_REPLAY_DROPPED };
 void simt_set_replay(int how, int node);
 
+/* The clock, in milliseconds, that events record when the stream comes to them; NULL: the host's. */
+void simt_set_clock(double (*ms)(void));
+
 /* The stand-in's own errors, see simt.h. Their text, as printed on stderr. */
 int simt_error_count(void);
 const char *simt_errors_text(void);
