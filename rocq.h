@@ -51,7 +51,8 @@
        >>cpu_quant       decode and encode blocks
        >>gguf            reader, files written whole, writer
        >>precision       what an op computes in
-       >>cpu_matmul      >>cpu_rows    >>cpu_attention    >>cpu_ops
+       >>cpu_vector      eight floats at once, with AVX2 or NEON
+      >>cpu_matmul      >>cpu_rows    >>cpu_attention    >>cpu_ops
        >>hip_api         finding and loading the HIP runtime; the kernels, the device
        >>hip_memory      device memory, scratch, copies
        >>hip_launch      from params to launches
@@ -6727,6 +6728,256 @@ ROCQ__FN double rocq__nmse_bound(rocq_precision precision) {
 }
 
 // ---------------------------------------------------------------------------------------------
+// >>cpu_vector: eight floats at once
+// ---------------------------------------------------------------------------------------------
+// What the CPU's floating-point kernels are written in: a rocq__v8 is eight floats, one register of
+// AVX2 or two of NEON. A kernel stands first in plain C, as the reference and as what runs where
+// there is neither; then with rocq__v8, under a name that ends in _simd. On x86-64 those are
+// compiled for AVX2, whatever the file is compiled for, and run only where rocq_open has found it.
+//   load store set1         eight floats at an address; one float in all lanes
+//   from_f16 from_bf16      eight numbers at an address, widened exactly, as of
+//   from_i8                 int8
+//   from_4bit               the lower or the upper halves of eight bytes at an address, less 8
+//   round_f16               to the nearest F16 and back
+//   add sub mul div         lane by lane
+//   fma fnma                a b + c and c - a b, rounded once
+//   max min                 of a and b; b where either is NaN
+//   round                   to the nearest integer, halves to even
+//   pow2                    2^k for integers k from -126 to 127
+//   zero_below              v, but 0 in the lanes where x < limit
+//   sum                     of the lanes: ((0 + 4) + (1 + 5)) + ((2 + 6) + (3 + 7))
+//   sum4                    of each of four: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), to out[4]
+
+#define ROCQ__HAS_V8 (ROCQ__HAS_AVX2 || ROCQ__HAS_NEON)
+
+#if ROCQ__HAS_V8
+#if defined(__clang__)
+#if __has_feature(address_sanitizer) // whose checks, unrolled, double the time to compile
+#define ROCQ__UNROLL
+#else
+#define ROCQ__UNROLL _Pragma("clang loop unroll(full)")
+#endif
+#else
+#define ROCQ__UNROLL _Pragma("GCC unroll 16")
+#endif
+#endif
+
+#if ROCQ__HAS_AVX2
+#define ROCQ__SIMD ROCQ__TARGET_AVX2
+#define ROCQ__V8 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE
+typedef __m256 rocq__v8;
+ROCQ__V8 rocq__v8 rocq__v8_load(const float *p) { return _mm256_loadu_ps(p); }
+ROCQ__V8 void rocq__v8_store(float *p, rocq__v8 v) { _mm256_storeu_ps(p, v); }
+ROCQ__V8 rocq__v8 rocq__v8_set1(float x) { return _mm256_set1_ps(x); }
+ROCQ__V8 rocq__v8 rocq__v8_from_f16(const void *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+ROCQ__V8 rocq__v8 rocq__v8_from_bf16(const void *p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+ROCQ__V8 rocq__v8 rocq__v8_from_i8(const void *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+ROCQ__V8 rocq__v8 rocq__v8_from_4bit(const void *p, const bool upper) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)p);
+    const __m128i moved = upper ? _mm_srli_epi16(bytes, 4) : bytes;
+    const __m128i code = _mm_sub_epi8(_mm_and_si128(moved, _mm_set1_epi8(15)), _mm_set1_epi8(8));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(code));
+}
+ROCQ__V8 rocq__v8 rocq__v8_round_f16(rocq__v8 v) {
+    return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+ROCQ__V8 rocq__v8 rocq__v8_add(rocq__v8 a, rocq__v8 b) { return _mm256_add_ps(a, b); }
+ROCQ__V8 rocq__v8 rocq__v8_sub(rocq__v8 a, rocq__v8 b) { return _mm256_sub_ps(a, b); }
+ROCQ__V8 rocq__v8 rocq__v8_mul(rocq__v8 a, rocq__v8 b) { return _mm256_mul_ps(a, b); }
+ROCQ__V8 rocq__v8 rocq__v8_div(rocq__v8 a, rocq__v8 b) { return _mm256_div_ps(a, b); }
+ROCQ__V8 rocq__v8 rocq__v8_max(rocq__v8 a, rocq__v8 b) { return _mm256_max_ps(a, b); }
+ROCQ__V8 rocq__v8 rocq__v8_min(rocq__v8 a, rocq__v8 b) { return _mm256_min_ps(a, b); }
+ROCQ__V8 rocq__v8 rocq__v8_fma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
+    return _mm256_fmadd_ps(a, b, c);
+}
+ROCQ__V8 rocq__v8 rocq__v8_fnma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
+    return _mm256_fnmadd_ps(a, b, c);
+}
+ROCQ__V8 rocq__v8 rocq__v8_round(rocq__v8 v) {
+    return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+ROCQ__V8 rocq__v8 rocq__v8_pow2(rocq__v8 k) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(k), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+}
+ROCQ__V8 rocq__v8 rocq__v8_zero_below(rocq__v8 v, rocq__v8 x, rocq__v8 limit) {
+    return _mm256_and_ps(_mm256_cmp_ps(x, limit, _CMP_NLT_UQ), v);
+}
+ROCQ__V8 float rocq__v8_sum(rocq__v8 v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehdup_ps(s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehl_ps(s, s)));
+}
+ROCQ__V8 void rocq__v8_sum4(float *out, rocq__v8 a, rocq__v8 b, rocq__v8 c, rocq__v8 d) {
+    const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
+#elif ROCQ__HAS_NEON
+#define ROCQ__SIMD
+#define ROCQ__V8 ROCQ__ALWAYS_INLINE
+typedef struct rocq__v8 {
+    float32x4_t lo, hi;
+} rocq__v8;
+ROCQ__V8 rocq__v8 rocq__v8_of(float32x4_t lo, float32x4_t hi) {
+    const rocq__v8 v = {lo, hi};
+    return v;
+}
+ROCQ__V8 rocq__v8 rocq__v8_load(const float *p) {
+    return rocq__v8_of(vld1q_f32(p), vld1q_f32(p + 4));
+}
+ROCQ__V8 void rocq__v8_store(float *p, rocq__v8 v) {
+    vst1q_f32(p, v.lo);
+    vst1q_f32(p + 4, v.hi);
+}
+ROCQ__V8 rocq__v8 rocq__v8_set1(float x) { return rocq__v8_of(vdupq_n_f32(x), vdupq_n_f32(x)); }
+ROCQ__V8 uint16x8_t rocq__v8_halves(const void *p) {
+    return vreinterpretq_u16_u8(vld1q_u8((const uint8_t *)p));
+}
+ROCQ__V8 rocq__v8 rocq__v8_from_f16(const void *p) {
+    const float16x8_t half = vreinterpretq_f16_u16(rocq__v8_halves(p));
+    return rocq__v8_of(vcvt_f32_f16(vget_low_f16(half)), vcvt_high_f32_f16(half));
+}
+ROCQ__V8 rocq__v8 rocq__v8_from_bf16(const void *p) {
+    const uint16x8_t half = rocq__v8_halves(p);
+    return rocq__v8_of(vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(half), 16)),
+                       vreinterpretq_f32_u32(vshll_high_n_u16(half, 16)));
+}
+ROCQ__V8 rocq__v8 rocq__v8_widen_i8(int8x8_t code) {
+    const int16x8_t wide = vmovl_s8(code);
+    return rocq__v8_of(vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))),
+                       vcvtq_f32_s32(vmovl_high_s16(wide)));
+}
+ROCQ__V8 rocq__v8 rocq__v8_from_i8(const void *p) {
+    return rocq__v8_widen_i8(vld1_s8((const int8_t *)p));
+}
+ROCQ__V8 rocq__v8 rocq__v8_from_4bit(const void *p, const bool upper) {
+    const uint8x8_t bytes = vld1_u8((const uint8_t *)p);
+    const uint8x8_t code = upper ? vshr_n_u8(bytes, 4) : vand_u8(bytes, vdup_n_u8(15));
+    return rocq__v8_widen_i8(vsub_s8(vreinterpret_s8_u8(code), vdup_n_s8(8)));
+}
+ROCQ__V8 rocq__v8 rocq__v8_round_f16(rocq__v8 v) {
+    return rocq__v8_of(vcvt_f32_f16(vcvt_f16_f32(v.lo)), vcvt_f32_f16(vcvt_f16_f32(v.hi)));
+}
+ROCQ__V8 rocq__v8 rocq__v8_add(rocq__v8 a, rocq__v8 b) {
+    return rocq__v8_of(vaddq_f32(a.lo, b.lo), vaddq_f32(a.hi, b.hi));
+}
+ROCQ__V8 rocq__v8 rocq__v8_sub(rocq__v8 a, rocq__v8 b) {
+    return rocq__v8_of(vsubq_f32(a.lo, b.lo), vsubq_f32(a.hi, b.hi));
+}
+ROCQ__V8 rocq__v8 rocq__v8_mul(rocq__v8 a, rocq__v8 b) {
+    return rocq__v8_of(vmulq_f32(a.lo, b.lo), vmulq_f32(a.hi, b.hi));
+}
+ROCQ__V8 rocq__v8 rocq__v8_div(rocq__v8 a, rocq__v8 b) {
+    return rocq__v8_of(vdivq_f32(a.lo, b.lo), vdivq_f32(a.hi, b.hi));
+}
+ROCQ__V8 rocq__v8 rocq__v8_max(rocq__v8 a, rocq__v8 b) {
+    return rocq__v8_of(vbslq_f32(vcgtq_f32(a.lo, b.lo), a.lo, b.lo),
+                       vbslq_f32(vcgtq_f32(a.hi, b.hi), a.hi, b.hi));
+}
+ROCQ__V8 rocq__v8 rocq__v8_min(rocq__v8 a, rocq__v8 b) {
+    return rocq__v8_of(vbslq_f32(vcltq_f32(a.lo, b.lo), a.lo, b.lo),
+                       vbslq_f32(vcltq_f32(a.hi, b.hi), a.hi, b.hi));
+}
+ROCQ__V8 rocq__v8 rocq__v8_fma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
+    return rocq__v8_of(vfmaq_f32(c.lo, a.lo, b.lo), vfmaq_f32(c.hi, a.hi, b.hi));
+}
+ROCQ__V8 rocq__v8 rocq__v8_fnma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
+    return rocq__v8_of(vfmsq_f32(c.lo, a.lo, b.lo), vfmsq_f32(c.hi, a.hi, b.hi));
+}
+ROCQ__V8 rocq__v8 rocq__v8_round(rocq__v8 v) {
+    return rocq__v8_of(vrndnq_f32(v.lo), vrndnq_f32(v.hi));
+}
+ROCQ__V8 float32x4_t rocq__v8_pow2_half(float32x4_t k) {
+    const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(k), vdupq_n_s32(127));
+    return vreinterpretq_f32_s32(vshlq_n_s32(biased, 23));
+}
+ROCQ__V8 rocq__v8 rocq__v8_pow2(rocq__v8 k) {
+    return rocq__v8_of(rocq__v8_pow2_half(k.lo), rocq__v8_pow2_half(k.hi));
+}
+ROCQ__V8 float32x4_t rocq__v8_clear(float32x4_t v, uint32x4_t mask) {
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(v), mask));
+}
+ROCQ__V8 rocq__v8 rocq__v8_zero_below(rocq__v8 v, rocq__v8 x, rocq__v8 limit) {
+    return rocq__v8_of(rocq__v8_clear(v.lo, vcltq_f32(x.lo, limit.lo)),
+                       rocq__v8_clear(v.hi, vcltq_f32(x.hi, limit.hi)));
+}
+ROCQ__V8 float rocq__v8_sum(rocq__v8 v) { return vaddvq_f32(vaddq_f32(v.lo, v.hi)); }
+ROCQ__V8 void rocq__v8_sum4(float *out, rocq__v8 a, rocq__v8 b, rocq__v8 c, rocq__v8 d) {
+    const float32x4_t lo = vpaddq_f32(vpaddq_f32(a.lo, b.lo), vpaddq_f32(c.lo, d.lo));
+    const float32x4_t hi = vpaddq_f32(vpaddq_f32(a.hi, b.hi), vpaddq_f32(c.hi, d.hi));
+    vst1q_f32(out, vaddq_f32(lo, hi));
+}
+#endif
+
+// Calls name_simd where it can run, else name_scalar.
+#if ROCQ__HAS_AVX2
+#define ROCQ__EITHER(avx2, name, args) ((avx2) ? name##_simd args : name##_scalar args)
+#elif ROCQ__HAS_NEON
+#define ROCQ__EITHER(avx2, name, args) ((void)(avx2), name##_simd args)
+#else
+#define ROCQ__EITHER(avx2, name, args) ((void)(avx2), name##_scalar args)
+#endif
+
+// -- n elements of any format as floats --
+
+ROCQ__FN void rocq__decode_scalar(rocq_format format, float *dst, const void *src, int64_t n) {
+    rocq__dequantize_row(format, dst, src, n);
+}
+
+ROCQ__INLINE float rocq__f16_at(const void *p) {
+    uint16_t half;
+    memcpy(&half, p, sizeof half);
+    return rocq__f16_to_f32(half);
+}
+
+#if ROCQ__HAS_V8
+// F16, BF16, Q8_0 and Q4_0, the formats of activations and KV caches, eight at a time.
+ROCQ__FN ROCQ__SIMD void rocq__decode_simd(rocq_format format, float *dst, const void *src,
+                                           int64_t n) {
+    const unsigned char *bytes = (const unsigned char *)src;
+    int64_t i = 0;
+    if (format == ROCQ_F16) {
+        for (; i + 8 <= n; i += 8) rocq__v8_store(dst + i, rocq__v8_from_f16(bytes + 2 * i));
+    } else if (format == ROCQ_BF16) {
+        for (; i + 8 <= n; i += 8) rocq__v8_store(dst + i, rocq__v8_from_bf16(bytes + 2 * i));
+    } else if (format == ROCQ_Q8_0) {
+        for (; i < n; i += 32, bytes += 34) {
+            const rocq__v8 scale = rocq__v8_set1(rocq__f16_at(bytes));
+            ROCQ__UNROLL
+            for (int g = 0; g < 32; g += 8) {
+                const rocq__v8 code = rocq__v8_from_i8(bytes + 2 + g);
+                rocq__v8_store(dst + i + g, rocq__v8_mul(scale, code));
+            }
+        }
+    } else if (format == ROCQ_Q4_0) {
+        for (; i < n; i += 32, bytes += 18) {
+            const rocq__v8 scale = rocq__v8_set1(rocq__f16_at(bytes));
+            ROCQ__UNROLL
+            for (int g = 0; g < 32; g += 8) {
+                const rocq__v8 code = rocq__v8_from_4bit(bytes + 2 + g % 16, g >= 16);
+                rocq__v8_store(dst + i + g, rocq__v8_mul(scale, code));
+            }
+        }
+    }
+    if (i < n) {
+        rocq__dequantize_row(format, dst + i, (const char *)src + rocq__bytes(format, i), n - i);
+    }
+}
+#endif
+
+ROCQ__INLINE void rocq__decode(bool avx2, rocq_format format, float *dst, const void *src,
+                               int64_t n) {
+    ROCQ__EITHER(avx2, rocq__decode, (format, dst, src, n));
+}
+
+// ---------------------------------------------------------------------------------------------
 // >>cpu_matmul
 // ---------------------------------------------------------------------------------------------
 // The same three steps for every format, precision and n:
@@ -6832,53 +7083,20 @@ ROCQ__FN float rocq__activation(rocq_activation activation, float x) {
 
 // -- step 1: columns --
 
-#if ROCQ__HAS_AVX2
-// F16 or BF16 as F32; returns how many of n are done.
-ROCQ__TARGET_AVX2 ROCQ__FN int64_t rocq__widen_avx2(bool bf16, float *dst, const unsigned char *src,
-                                                    int64_t n) {
+// v rounded to F16.
+ROCQ__FN void rocq__round_f16_scalar(float *v, int64_t n) {
+    for (int64_t i = 0; i < n; i++) v[i] = rocq__f16_to_f32(rocq__f32_to_f16(v[i]));
+}
+
+#if ROCQ__HAS_V8
+ROCQ__SIMD ROCQ__FN void rocq__round_f16_simd(float *v, int64_t n) {
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
-        const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(src + 2 * i));
-        const __m256i upper = _mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
-        _mm256_storeu_ps(dst + i, bf16 ? _mm256_castsi256_ps(upper) : _mm256_cvtph_ps(half));
+        rocq__v8_store(v + i, rocq__v8_round_f16(rocq__v8_load(v + i)));
     }
-    return i;
-}
-
-ROCQ__TARGET_AVX2 ROCQ__FN int64_t rocq__round_f16_avx2(float *v, int64_t n) {
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(v + i), _MM_FROUND_TO_NEAREST_INT);
-        _mm256_storeu_ps(v + i, _mm256_cvtph_ps(half));
-    }
-    return i;
+    rocq__round_f16_scalar(v + i, n - i);
 }
 #endif
-
-// n values of any format as F32.
-ROCQ__FN void rocq__mm_load(const rocq__mm *mm, rocq_format format, float *dst,
-                            const unsigned char *src, int64_t n) {
-    int64_t done = 0;
-#if ROCQ__HAS_AVX2
-    if (mm->avx2 && (format == ROCQ_F16 || format == ROCQ_BF16)) {
-        done = rocq__widen_avx2(format == ROCQ_BF16, dst, src, n);
-    }
-#else
-    (void)mm;
-#endif
-    src += rocq__bytes(format, done);
-    if (done < n) rocq__dequantize_row(format, dst + done, src, n - done);
-}
-
-ROCQ__FN void rocq__mm_round_f16(const rocq__mm *mm, float *v, int64_t n) {
-    int64_t i = 0;
-#if ROCQ__HAS_AVX2
-    if (mm->avx2) i = rocq__round_f16_avx2(v, n);
-#else
-    (void)mm;
-#endif
-    for (; i < n; i++) v[i] = rocq__f16_to_f32(rocq__f32_to_f16(v[i]));
-}
 
 // Codes -127 .. 127 of 32 values; the scale is returned. Blocks too small for 1 / scale are zero,
 // and one infinity or NaN makes the scale NaN, so that it reaches y.
@@ -6937,14 +7155,12 @@ ROCQ__FN void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
         float v[32], scale;
         bool ready = false;
         if (format == ROCQ_Q8_0) { // the codes as they are, but for -128: the kernels take none
-            uint16_t half;
-            memcpy(&half, src, sizeof half);
             memcpy(codes, src + 2, 32);
-            scale = rocq__f16_to_f32(half);
+            scale = rocq__f16_at(src);
             ready = memchr(codes, 0x80, 32) == NULL;
         }
         if (!ready) {
-            rocq__mm_load(mm, format, v, src, 32);
+            rocq__decode(mm->avx2, format, v, src, 32);
 #if ROCQ__HAS_AVX2
             scale = mm->avx2 ? rocq__quantize_32_avx2(codes, v) : rocq__quantize_32(codes, v);
 #else
@@ -6985,8 +7201,10 @@ ROCQ__FN void rocq__mm_convert(void *arg, int64_t begin, int64_t end, int32_t th
             continue;
         }
         float *v = (float *)(void *)dst;
-        rocq__mm_load(mm, x->format, v, src, k);
-        if (mm->precision == ROCQ_PRECISION_F16) rocq__mm_round_f16(mm, v, k);
+        rocq__decode(mm->avx2, x->format, v, src, k);
+        if (mm->precision == ROCQ_PRECISION_F16) {
+            ROCQ__EITHER(mm->avx2, rocq__round_f16, (v, k));
+        }
         memset(v + k, 0, (size_t)(mm->column_bytes - k * 4));
     }
 }
@@ -7028,16 +7246,10 @@ ROCQ__FN void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part
 
 #if ROCQ__HAS_AVX2
 #if defined(__clang__)
-#if __has_feature(address_sanitizer) // whose checks, unrolled, double the time to compile
-#define ROCQ__UNROLL
-#else
-#define ROCQ__UNROLL _Pragma("clang loop unroll(full)")
-#endif
 #define ROCQ__UNROLL_PARTS ROCQ__UNROLL // clang's code for them as loops is 5 to 10% slower
 #define ROCQ__KEEP_ORDER(v)
 #else
 #define ROCQ__UNROLL_PARTS
-#define ROCQ__UNROLL _Pragma("GCC unroll 16")
 // gcc regroups a chain of integer adds into a tree at its end; all the terms then wait in memory
 // for want of registers, at half the speed.
 #define ROCQ__KEEP_ORDER(v) __asm__("" : "+x"(v))
@@ -7051,8 +7263,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) 
 
 // Adds the products of four codes of each row to a group's sums; q counts the group's fours. The
 // first operand of the byte dot is unsigned. With depth > 0 the codes of w are raised by the
-// format's offset to be that (rocq__mm_group.offset takes the raise back), and depth products of two
-// fit an int16 together; with depth 0 they are signed, and their signs move over to x.
+// format's offset to be that (rocq__mm_group.offset takes the raise back), and depth products of
+// two fit an int16 together; with depth 0 they are signed, and their signs move over to x.
 typedef void (*rocq__dot_4)(__m256i *dot, __m256i *pairs, __m256i w, __m256i four, const int q,
                             const int depth);
 
@@ -7093,8 +7305,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__add_min_avx2(__m256 sum, cons
     return _mm256_fnmadd_ps(_mm256_loadu_ps(min), _mm256_set1_ps(group->sum), sum);
 }
 
-// A vector holds four codes of each of the eight rows, so a lane of the sums is a row. What is const
-// but no pointer to memory is known where this is inlined.
+// A vector holds four codes of each of the eight rows, so a lane of the sums is a row. n_columns,
+// dot_4, quads and depth are constants where this is inlined.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part, int64_t first, const int n_columns,
     rocq__dot_4 dot_4, const int quads, const int depth) {
@@ -7223,56 +7435,46 @@ ROCQ__FN void rocq__dot_f32(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows 
     }
 }
 
-#if ROCQ__HAS_AVX2
 // Asks for what is read some time after `at`. With one column a core mostly waits for memory: on a
 // Xeon it then reads 14 GB/s instead of 10.
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_avx2(const unsigned char *at,
-                                                            int64_t ahead) {
-    _mm_prefetch((const char *)((uintptr_t)at + (uintptr_t)ahead), _MM_HINT_T0);
-}
+#define ROCQ__FETCH(at, ahead) \
+    __builtin_prefetch((const void *)((uintptr_t)(at) + (uintptr_t)(ahead)))
 
-// Eight weights of F32, F16 or BF16.
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__take_8_avx2(const rocq_format format,
-                                                               const unsigned char *src) {
-    if (format == ROCQ_F32) return _mm256_loadu_ps((const float *)(const void *)src);
-    const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)src);
-    if (format == ROCQ_F16) return _mm256_cvtph_ps(half);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-}
-
+#if ROCQ__HAS_V8
 // Four rows by n_columns: the sums are as many as there are registers for, and hide the latency of
-// the adds.
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_float_4_avx2(
-    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, const rocq_format format, int64_t k,
-    const float *x, int64_t column_floats, int row, const int n_columns, bool fetch) {
+// the adds. format and n_columns are constants where this is inlined.
+ROCQ__V8 void rocq__dot_float_4(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
+                                const rocq_format format, int64_t k, const float *x,
+                                int64_t column_floats, int row, const int n_columns, bool fetch) {
     const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
     const unsigned char *const *w = rows->at + row, *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
-    __m256 s[4][4];
+    rocq__v8 s[4][4];
     ROCQ__UNROLL
     for (int c = 0; c < n_columns; c++) {
         ROCQ__UNROLL
-        for (int r = 0; r < 4; r++) s[c][r] = _mm256_setzero_ps();
+        for (int r = 0; r < 4; r++) s[c][r] = rocq__v8_set1(0.0f);
     }
     for (int64_t i = 0; i < k; i += 8) {
         const bool new_line = fetch && i * bytes % 64 == 0;
-        __m256 v[4];
+        rocq__v8 v[4];
         ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) v[c] = _mm256_loadu_ps(x + c * column_floats + i);
+        for (int c = 0; c < n_columns; c++) v[c] = rocq__v8_load(x + c * column_floats + i);
         ROCQ__UNROLL
         for (int r = 0; r < 4; r++) {
             const unsigned char *at = (r == 0 ? w0 : r == 1 ? w1 : r == 2 ? w2 : w3) + i * bytes;
-            const __m256 a = rocq__take_8_avx2(format, at);
-            if (new_line) rocq__fetch_avx2(at, rows->ahead);
+            const rocq__v8 a = format == ROCQ_F32   ? rocq__v8_load((const float *)(const void *)at)
+                               : format == ROCQ_F16 ? rocq__v8_from_f16(at)
+                                                    : rocq__v8_from_bf16(at);
+            if (new_line) ROCQ__FETCH(at, rows->ahead);
             ROCQ__UNROLL
-            for (int c = 0; c < n_columns; c++) s[c][r] = _mm256_fmadd_ps(a, v[c], s[c][r]);
+            for (int c = 0; c < n_columns; c++) s[c][r] = rocq__v8_fma(a, v[c], s[c][r]);
         }
     }
     ROCQ__UNROLL
     for (int c = 0; c < n_columns; c++) {
-        const __m256 r01 = _mm256_hadd_ps(s[c][0], s[c][1]), r23 = _mm256_hadd_ps(s[c][2], s[c][3]);
-        const __m256 all = _mm256_hadd_ps(r01, r23);
-        const __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-        _mm_storeu_ps(sums[c] + row, _mm_add_ps(_mm_loadu_ps(sums[c] + row), four));
+        float four[4];
+        rocq__v8_sum4(four, s[c][0], s[c][1], s[c][2], s[c][3]);
+        for (int r = 0; r < 4; r++) sums[c][row + r] += four[r];
     }
 }
 
@@ -7288,44 +7490,24 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_float_4_avx2(
             some = (n - c + passes - 1) / passes;                                                 \
             for (int r = 0; r < ROCQ__MM_ROWS; r += 4) {                                          \
                 float(*at)[ROCQ__MM_TILE_M] = sums + c;                                           \
-                if (some == 1) rocq__dot_float_4_avx2(at, rows, f, k, x, floats, r, 1, c == 0);   \
-                if (some == 2) rocq__dot_float_4_avx2(at, rows, f, k, x, floats, r, 2, c == 0);   \
-                if (some == 3) rocq__dot_float_4_avx2(at, rows, f, k, x, floats, r, 3, c == 0);   \
+                if (some == 1) rocq__dot_float_4(at, rows, f, k, x, floats, r, 1, c == 0);        \
+                if (some == 2) rocq__dot_float_4(at, rows, f, k, x, floats, r, 2, c == 0);        \
+                if (some == 3) rocq__dot_float_4(at, rows, f, k, x, floats, r, 3, c == 0);        \
                 if ((most) > 3 && some == 4) {                                                    \
-                    rocq__dot_float_4_avx2(at, rows, f, k, x, floats, r, 4, c == 0);              \
+                    rocq__dot_float_4(at, rows, f, k, x, floats, r, 4, c == 0);                   \
                 }                                                                                 \
             }                                                                                     \
         }                                                                                         \
     }
-ROCQ__DOT_FLOAT(f32_avx2, F32, ROCQ__TARGET_AVX2, 3)
-ROCQ__DOT_FLOAT(f16_avx2, F16, ROCQ__TARGET_AVX2, 3)
-ROCQ__DOT_FLOAT(bf16_avx2, BF16, ROCQ__TARGET_AVX2, 3)
-ROCQ__DOT_FLOAT(f32_avx512, F32, ROCQ__TARGET_AVX512, 4) // twice the registers
+ROCQ__DOT_FLOAT(f32_simd, F32, ROCQ__SIMD, 3)
+ROCQ__DOT_FLOAT(f16_simd, F16, ROCQ__SIMD, 3)
+ROCQ__DOT_FLOAT(bf16_simd, BF16, ROCQ__SIMD, 3)
+#if ROCQ__HAS_AVX2 // AVX-512 has twice the registers
+ROCQ__DOT_FLOAT(f32_avx512, F32, ROCQ__TARGET_AVX512, 4)
 ROCQ__DOT_FLOAT(f16_avx512, F16, ROCQ__TARGET_AVX512, 4)
 ROCQ__DOT_FLOAT(bf16_avx512, BF16, ROCQ__TARGET_AVX512, 4)
-#undef ROCQ__DOT_FLOAT
 #endif
-
-#if ROCQ__HAS_NEON
-ROCQ__FN void rocq__dot_f32_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
-                                 int64_t k, const float *x, int64_t column_floats, int64_t n) {
-    for (int64_t c = 0; c < n; c++) {
-        const float *xc = x + c * column_floats;
-        for (int row = 0; row < ROCQ__MM_ROWS; row += 4) {
-            float32x4_t s[4][2];
-            for (int r = 0; r < 4; r++) s[r][0] = s[r][1] = vdupq_n_f32(0.0f);
-            for (int64_t i = 0; i < k; i += 8) {
-                const float32x4_t v0 = vld1q_f32(xc + i), v1 = vld1q_f32(xc + i + 4);
-                for (int r = 0; r < 4; r++) {
-                    const float *w = (const float *)(const void *)rows->at[row + r];
-                    s[r][0] = vfmaq_f32(s[r][0], vld1q_f32(w + i), v0);
-                    s[r][1] = vfmaq_f32(s[r][1], vld1q_f32(w + i + 4), v1);
-                }
-            }
-            for (int r = 0; r < 4; r++) sums[c][row + r] += vaddvq_f32(vaddq_f32(s[r][0], s[r][1]));
-        }
-    }
-}
+#undef ROCQ__DOT_FLOAT
 #endif
 
 // -- panels --
@@ -7618,7 +7800,8 @@ ROCQ__BLOCK_AVX2(q3_K) {
                 __m256i *top = high + 4 * i + j % 4;
                 const __m256i bit = _mm256_slli_epi16(rocq__bits_avx2(*top, j / 4, 1), 2);
                 const __m256i low = rocq__bits_avx2(v[j % 4], j / 4 * 2, 3);
-                rocq__put_avx2(to, depth, 8 * h, j / 4 * 2 + i, 4, j % 4, _mm256_or_si256(low, bit));
+                rocq__put_avx2(to, depth, 8 * h, j / 4 * 2 + i, 4, j % 4,
+                               _mm256_or_si256(low, bit));
                 if (j > 11) *top = _mm256_srli_epi16(*top, 4);
             }
         }
@@ -7709,7 +7892,7 @@ ROCQ__BLOCK_AVX2(q6_K) {
                                       rocq__join_avx2(a[j], 4, 15, high[j], 0, 48),
                                       rocq__join_avx2(b[j], 4, 15, high[j], 2, 48)};
                 ROCQ__UNROLL
-                for (int s = 0; s < 4; s++) rocq__put_avx2(to, depth, 8 * h, 2 * s + i, 4, j, q[s]);
+                for (int k = 0; k < 4; k++) rocq__put_avx2(to, depth, 8 * h, 2 * k + i, 4, j, q[k]);
             }
         }
         rocq__end_groups_avx2(to, depth, 8 * h, 8);
@@ -7816,7 +7999,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
         ROCQ__UNROLL
         for (int64_t i = 0; i < bytes; i += 64) {
-            rocq__fetch_avx2(rows->at[r] + at + i, rows->ahead);
+            ROCQ__FETCH(rows->at[r] + at + i, rows->ahead);
         }
     }
 }
@@ -7909,21 +8092,20 @@ ROCQ__FN void rocq__mm_choose_int8(rocq__mm *mm) {
 ROCQ__FN void rocq__mm_choose_float(rocq__mm *mm) {
     const rocq_format format = mm->p->w->format;
     mm->dot_f32 = rocq__dot_f32;
-#if ROCQ__HAS_NEON
-    mm->dot_f32 = rocq__dot_f32_neon;
-#endif
+#if ROCQ__HAS_V8
+    rocq__mm_dot_float f16 = rocq__dot_f16_simd, bf16 = rocq__dot_bf16_simd;
+    const bool few = mm->n <= ROCQ__MM_FEW; // many columns read rows that are widened once
 #if ROCQ__HAS_AVX2
-    if (mm->avx2) {
-        mm->dot_f32 = mm->avx512 ? rocq__dot_f32_avx512 : rocq__dot_f32_avx2;
-        // Many columns read rows that are widened once.
-        const bool few = mm->n <= ROCQ__MM_FEW;
-        if (few && format == ROCQ_F16) {
-            mm->dot_as_is = mm->avx512 ? rocq__dot_f16_avx512 : rocq__dot_f16_avx2;
-        }
-        if (few && format == ROCQ_BF16) {
-            mm->dot_as_is = mm->avx512 ? rocq__dot_bf16_avx512 : rocq__dot_bf16_avx2;
-        }
+    if (mm->avx512) {
+        f16 = rocq__dot_f16_avx512;
+        bf16 = rocq__dot_bf16_avx512;
     }
+    if (mm->avx2) mm->dot_f32 = mm->avx512 ? rocq__dot_f32_avx512 : rocq__dot_f32_simd;
+#else
+    mm->dot_f32 = rocq__dot_f32_simd;
+#endif
+    if (mm->dot_f32 != rocq__dot_f32 && few && format == ROCQ_F16) mm->dot_as_is = f16;
+    if (mm->dot_f32 != rocq__dot_f32 && few && format == ROCQ_BF16) mm->dot_as_is = bf16;
 #endif
     if (format == ROCQ_F32) mm->dot_as_is = mm->dot_f32;
 }
@@ -7974,7 +8156,7 @@ ROCQ__FN void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
             floats.at[r] = floats.at[r - 1];
             continue;
         }
-        rocq__mm_load(mm, format, work->rows[r], rows.at[r], k);
+        rocq__decode(mm->avx2, format, work->rows[r], rows.at[r], k);
         for (int64_t i = k; i < padded; i++) work->rows[r][i] = 0.0f;
         floats.at[r] = (const unsigned char *)work->rows[r];
     }
@@ -8184,7 +8366,6 @@ ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, rocq_op op, const void *par
 }
 
 #if ROCQ__HAS_AVX2
-#undef ROCQ__UNROLL
 #undef ROCQ__UNROLL_PARTS
 #undef ROCQ__KEEP_ORDER
 #undef ROCQ__MM_AVX2
@@ -8210,81 +8391,13 @@ ROCQ__INLINE int64_t rocq__piece(int64_t n, int64_t k) {
 #define ROCQ__PREFETCH(address) ((void)(address))
 #endif
 
-#if ROCQ__HAS_AVX2
-
-// The formats of activations and KV caches; values equal those of rocq__dequantize_row exactly.
-// Returns how many elements it has done (whole groups of 8), the caller does the rest.
-ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__decode_avx2(rocq_format format, float *dst,
-                                                     const void *src, int64_t n) {
-    const unsigned char *bytes = (const unsigned char *)src;
-    int64_t i = 0;
-    switch (format) {
-    case ROCQ_F32: memcpy(dst, src, (size_t)n * sizeof(float)); return n;
-    case ROCQ_F16:
-        for (; i + 8 <= n; i += 8) {
-            const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(bytes + 2 * i));
-            _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(half));
-        }
-        break;
-    case ROCQ_BF16:
-        for (; i + 8 <= n; i += 8) {
-            const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(bytes + 2 * i));
-            const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
-            _mm256_storeu_ps(dst + i, _mm256_castsi256_ps(bits));
-        }
-        break;
-    case ROCQ_Q8_0:
-        for (; i < n; i += 32, bytes += 34) {
-            uint16_t half;
-            memcpy(&half, bytes, 2);
-            const __m256 scale = _mm256_set1_ps(rocq__f16_to_f32(half));
-            for (int g = 0; g < 4; g++) {
-                const __m128i code =
-                    _mm_loadl_epi64((const __m128i *)(const void *)(bytes + 2 + 8 * g));
-                const __m256 value = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(code));
-                _mm256_storeu_ps(dst + i + 8 * g, _mm256_mul_ps(scale, value));
-            }
-        }
-        break;
-    case ROCQ_Q4_0:
-        for (; i < n; i += 32, bytes += 18) {
-            uint16_t half;
-            memcpy(&half, bytes, 2);
-            const __m256 scale = _mm256_set1_ps(rocq__f16_to_f32(half));
-            const __m128i pairs = _mm_loadu_si128((const __m128i *)(const void *)(bytes + 2));
-            const __m128i mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-            const __m128i low = _mm_sub_epi8(_mm_and_si128(pairs, mask), eight);
-            const __m128i high =
-                _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(pairs, 4), mask), eight);
-            const __m128i code[4] = {low, _mm_srli_si128(low, 8), high, _mm_srli_si128(high, 8)};
-            for (int g = 0; g < 4; g++) {
-                const __m256 value = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(code[g]));
-                _mm256_storeu_ps(dst + i + 8 * g, _mm256_mul_ps(scale, value));
-            }
-        }
-        break;
-    default: break;
-    }
-    return i;
-}
-
-#endif
-
 // Elements [first, first + n) of a row as floats: where they stand for F32, else decoded into buf.
 // first is a whole number of blocks.
 ROCQ__FN const float *rocq__load(bool avx2, rocq_format format, const unsigned char *row,
                                  int64_t first, int64_t n, float *buf) {
     const unsigned char *src = row + rocq__bytes(format, first);
     if (format == ROCQ_F32) return (const float *)(const void *)src;
-    int64_t done = 0;
-#if ROCQ__HAS_AVX2
-    if (avx2) done = rocq__decode_avx2(format, buf, src, n);
-#else
-    (void)avx2;
-#endif
-    if (done < n) {
-        rocq__dequantize_row(format, buf + done, src + rocq__bytes(format, done), n - done);
-    }
+    rocq__decode(avx2, format, buf, src, n);
     return buf;
 }
 
@@ -8356,84 +8469,68 @@ ROCQ__FN float rocq__max_scalar(const float *x, int64_t n) {
     return largest;
 }
 
+#if ROCQ__HAS_V8
+
 #if ROCQ__HAS_AVX2
+#define ROCQ__END_SIMD() _mm256_zeroupper() // gcc 12 leaves it out before a tail call, and SSE
+#else                                       // code then crawls
+#define ROCQ__END_SIMD() ((void)0)
+#endif
 
-ROCQ__FN ROCQ__TARGET_AVX2 float rocq__hsum_avx2(__m256 v) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehdup_ps(s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehl_ps(s, s)));
-}
-
-ROCQ__FN ROCQ__TARGET_AVX2 void rocq__moments_avx2(const float *x, float shift, int64_t n,
-                                                   double *moment) {
-    __m256 sum = _mm256_setzero_ps(), square = _mm256_setzero_ps();
+ROCQ__FN ROCQ__SIMD void rocq__moments_simd(const float *x, float shift, int64_t n,
+                                            double *moment) {
+    rocq__v8 sum = rocq__v8_set1(0.0f), square = sum;
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
-        const __m256 d = _mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(shift));
-        sum = _mm256_add_ps(sum, d);
-        square = _mm256_fmadd_ps(d, d, square);
+        const rocq__v8 d = rocq__v8_sub(rocq__v8_load(x + i), rocq__v8_set1(shift));
+        sum = rocq__v8_add(sum, d);
+        square = rocq__v8_fma(d, d, square);
     }
-    moment[0] += (double)rocq__hsum_avx2(sum);
-    moment[1] += (double)rocq__hsum_avx2(square);
-    _mm256_zeroupper(); // gcc 12 leaves it out before a tail call, and SSE code then crawls
+    moment[0] += (double)rocq__v8_sum(sum);
+    moment[1] += (double)rocq__v8_sum(square);
+    ROCQ__END_SIMD();
     rocq__moments_scalar(x + i, shift, n - i, moment);
 }
 
 // exp(x) = 2^k e^r with |r| <= ln(2) / 2, e^r from its Taylor series (8 terms leave 5e-9). Below
 // -87.33 the result would be subnormal and is 0, from 88.38 it is infinity, NaN stays NaN.
-ROCQ__ALWAYS_INLINE ROCQ__TARGET_AVX2 __m256 rocq__exp8_avx2(__m256 x) {
-    const __m256 live = _mm256_cmp_ps(x, _mm256_set1_ps(-87.33f), _CMP_NLT_UQ);
-    // the second operand is what max and min return for NaN
-    x = _mm256_min_ps(_mm256_set1_ps(88.8f), _mm256_max_ps(_mm256_set1_ps(-87.33f), x));
-    const __m256 k = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)),
-                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+ROCQ__V8 rocq__v8 rocq__v8_exp(const rocq__v8 from) {
+    static const float term[7] = {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f,
+                                  0.5f,          1.0f,          1.0f};
+    const rocq__v8 least = rocq__v8_set1(-87.33f), most = rocq__v8_set1(88.8f);
+    const rocq__v8 x = rocq__v8_min(most, rocq__v8_max(least, from)); // NaN stays
+    const rocq__v8 k = rocq__v8_round(rocq__v8_mul(x, rocq__v8_set1(1.44269504f)));
     // ln(2) in two parts, the first short enough that its products with k are exact
-    __m256 r = _mm256_fnmadd_ps(k, _mm256_set1_ps(0.693359375f), x);
-    r = _mm256_fnmadd_ps(k, _mm256_set1_ps(-2.12194440e-4f), r);
-    __m256 e = _mm256_set1_ps(1.0f / 5040.0f);
-    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f / 720.0f));
-    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f / 120.0f));
-    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f / 24.0f));
-    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f / 6.0f));
-    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(0.5f));
-    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f));
-    e = _mm256_fmadd_ps(e, r, _mm256_set1_ps(1.0f));
-    const __m256i power = _mm256_slli_epi32(
-        _mm256_add_epi32(_mm256_cvtps_epi32(k), _mm256_set1_epi32(127)), 23);
-    return _mm256_and_ps(live, _mm256_mul_ps(e, _mm256_castsi256_ps(power)));
+    rocq__v8 r = rocq__v8_fnma(k, rocq__v8_set1(0.693359375f), x);
+    r = rocq__v8_fnma(k, rocq__v8_set1(-2.12194440e-4f), r);
+    rocq__v8 e = rocq__v8_set1(1.0f / 5040.0f);
+    ROCQ__UNROLL
+    for (int i = 0; i < 7; i++) e = rocq__v8_fma(e, r, rocq__v8_set1(term[i]));
+    return rocq__v8_zero_below(rocq__v8_mul(e, rocq__v8_pow2(k)), from, least);
 }
 
-ROCQ__FN ROCQ__TARGET_AVX2 float rocq__exp_avx2(float *x, float shift, int64_t n) {
-    __m256 lane = _mm256_setzero_ps();
+ROCQ__FN ROCQ__SIMD float rocq__exp_simd(float *x, float shift, int64_t n) {
+    rocq__v8 lane = rocq__v8_set1(0.0f);
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
-        const __m256 e =
-            rocq__exp8_avx2(_mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(shift)));
-        _mm256_storeu_ps(x + i, e);
-        lane = _mm256_add_ps(lane, e);
+        const rocq__v8 e =
+            rocq__v8_exp(rocq__v8_sub(rocq__v8_load(x + i), rocq__v8_set1(shift)));
+        rocq__v8_store(x + i, e);
+        lane = rocq__v8_add(lane, e);
     }
-    return rocq__hsum_avx2(lane) + rocq__exp_scalar(x + i, shift, n - i);
+    return rocq__v8_sum(lane) + rocq__exp_scalar(x + i, shift, n - i);
 }
 
-ROCQ__FN ROCQ__TARGET_AVX2 float rocq__max_avx2(const float *x, int64_t n) {
-    __m256 lane = _mm256_set1_ps(-INFINITY);
+ROCQ__FN ROCQ__SIMD float rocq__max_simd(const float *x, int64_t n) {
+    rocq__v8 lane = rocq__v8_set1(-INFINITY);
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        lane = _mm256_max_ps(_mm256_loadu_ps(x + i), lane); // NaN: keeps lane
-    }
+    for (; i + 8 <= n; i += 8) lane = rocq__v8_max(rocq__v8_load(x + i), lane); // NaN: keeps lane
     float part[8];
-    _mm256_storeu_ps(part, lane);
-    _mm256_zeroupper();
+    rocq__v8_store(part, lane);
+    ROCQ__END_SIMD();
     return ROCQ__MAX(rocq__max_scalar(part, 8), rocq__max_scalar(x + i, n - i));
 }
 
-#endif
-
-// One name per pair of forms.
-#if ROCQ__HAS_AVX2
-#define ROCQ__EITHER(avx2, name, args) ((avx2) ? name##_avx2 args : name##_scalar args)
-#else
-#define ROCQ__EITHER(avx2, name, args) ((void)(avx2), name##_scalar args)
 #endif
 
 ROCQ__INLINE void rocq__moments(bool avx2, const float *x, float shift, int64_t n, double *moment) {
@@ -8482,6 +8579,11 @@ typedef struct rocq__attend {
     float *parts;      // [part, n_rows, n_splits, n_kv_heads, n_seqs]
 } rocq__attend;
 
+// One item of work: n query rows, from row0 on, of one KV head and sequence.
+typedef struct rocq__attend_item {
+    int64_t seq, kv_head, row0, n;
+} rocq__attend_item;
+
 // score_r[j] = q_r . k[j] for two rows and four keys; n is a multiple of 8.
 ROCQ__FN void rocq__dot2x4_scalar(const float *q0, const float *q1, const float *const *k,
                                   int64_t n, float *score0, float *score1) {
@@ -8519,68 +8621,52 @@ ROCQ__FN void rocq__values2_scalar(float *acc0, float *acc1, float keep0, float 
     }
 }
 
-#if ROCQ__HAS_AVX2
+#if ROCQ__HAS_V8
 
-ROCQ__FN ROCQ__TARGET_AVX2 void rocq__dot2x4_avx2(const float *q0, const float *q1,
-                                                  const float *const *k, int64_t n, float *score0,
-                                                  float *score1) {
-    __m256 a0 = _mm256_setzero_ps(), a1 = a0, a2 = a0, a3 = a0, b0 = a0, b1 = a0, b2 = a0, b3 = a0;
+ROCQ__FN ROCQ__SIMD void rocq__dot2x4_simd(const float *q0, const float *q1, const float *const *k,
+                                           int64_t n, float *score0, float *score1) {
+    rocq__v8 a[4], b[4];
+    ROCQ__UNROLL
+    for (int j = 0; j < 4; j++) a[j] = b[j] = rocq__v8_set1(0.0f);
     for (int64_t i = 0; i < n; i += 8) {
-        const __m256 qa = _mm256_loadu_ps(q0 + i), qb = _mm256_loadu_ps(q1 + i);
-        const __m256 k0 = _mm256_loadu_ps(k[0] + i), k1 = _mm256_loadu_ps(k[1] + i);
-        const __m256 k2 = _mm256_loadu_ps(k[2] + i), k3 = _mm256_loadu_ps(k[3] + i);
-        a0 = _mm256_fmadd_ps(qa, k0, a0);
-        a1 = _mm256_fmadd_ps(qa, k1, a1);
-        a2 = _mm256_fmadd_ps(qa, k2, a2);
-        a3 = _mm256_fmadd_ps(qa, k3, a3);
-        b0 = _mm256_fmadd_ps(qb, k0, b0);
-        b1 = _mm256_fmadd_ps(qb, k1, b1);
-        b2 = _mm256_fmadd_ps(qb, k2, b2);
-        b3 = _mm256_fmadd_ps(qb, k3, b3);
+        const rocq__v8 qa = rocq__v8_load(q0 + i), qb = rocq__v8_load(q1 + i);
+        rocq__v8 key[4];
+        ROCQ__UNROLL
+        for (int j = 0; j < 4; j++) key[j] = rocq__v8_load(k[j] + i);
+        ROCQ__UNROLL
+        for (int j = 0; j < 4; j++) a[j] = rocq__v8_fma(qa, key[j], a[j]);
+        ROCQ__UNROLL
+        for (int j = 0; j < 4; j++) b[j] = rocq__v8_fma(qb, key[j], b[j]);
     }
-    // After two rounds of pairwise sums each 128-bit half holds a part of all eight results.
-    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(a0, a1), _mm256_hadd_ps(a2, a3));
-    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(b0, b1), _mm256_hadd_ps(b2, b3));
-    _mm_storeu_ps(score0, _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)));
-    _mm_storeu_ps(score1, _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1)));
+    rocq__v8_sum4(score0, a[0], a[1], a[2], a[3]);
+    rocq__v8_sum4(score1, b[0], b[1], b[2], b[3]);
 }
 
-ROCQ__FN ROCQ__TARGET_AVX2 void rocq__values2_avx2(float *acc0, float *acc1, float keep0,
-                                                   float keep1, const float *const *v,
-                                                   const float *weight0, const float *weight1,
-                                                   int64_t n_keys, int64_t n) {
-    const __m256 k0 = _mm256_set1_ps(keep0), k1 = _mm256_set1_ps(keep1);
+ROCQ__FN ROCQ__SIMD void rocq__values2_simd(float *acc0, float *acc1, float keep0, float keep1,
+                                            const float *const *v, const float *weight0,
+                                            const float *weight1, int64_t n_keys, int64_t n) {
     for (int64_t i = 0; i < n; i += 32) {
-        __m256 a0 = _mm256_mul_ps(k0, _mm256_loadu_ps(acc0 + i));
-        __m256 a1 = _mm256_mul_ps(k0, _mm256_loadu_ps(acc0 + i + 8));
-        __m256 a2 = _mm256_mul_ps(k0, _mm256_loadu_ps(acc0 + i + 16));
-        __m256 a3 = _mm256_mul_ps(k0, _mm256_loadu_ps(acc0 + i + 24));
-        __m256 b0 = _mm256_mul_ps(k1, _mm256_loadu_ps(acc1 + i));
-        __m256 b1 = _mm256_mul_ps(k1, _mm256_loadu_ps(acc1 + i + 8));
-        __m256 b2 = _mm256_mul_ps(k1, _mm256_loadu_ps(acc1 + i + 16));
-        __m256 b3 = _mm256_mul_ps(k1, _mm256_loadu_ps(acc1 + i + 24));
-        for (int64_t j = 0; j < n_keys; j++) {
-            const __m256 w0 = _mm256_broadcast_ss(weight0 + j),
-                         w1 = _mm256_broadcast_ss(weight1 + j);
-            const __m256 v0 = _mm256_loadu_ps(v[j] + i), v1 = _mm256_loadu_ps(v[j] + i + 8);
-            const __m256 v2 = _mm256_loadu_ps(v[j] + i + 16), v3 = _mm256_loadu_ps(v[j] + i + 24);
-            a0 = _mm256_fmadd_ps(w0, v0, a0);
-            a1 = _mm256_fmadd_ps(w0, v1, a1);
-            a2 = _mm256_fmadd_ps(w0, v2, a2);
-            a3 = _mm256_fmadd_ps(w0, v3, a3);
-            b0 = _mm256_fmadd_ps(w1, v0, b0);
-            b1 = _mm256_fmadd_ps(w1, v1, b1);
-            b2 = _mm256_fmadd_ps(w1, v2, b2);
-            b3 = _mm256_fmadd_ps(w1, v3, b3);
+        rocq__v8 a[4], b[4];
+        ROCQ__UNROLL
+        for (int l = 0; l < 4; l++) {
+            a[l] = rocq__v8_mul(rocq__v8_set1(keep0), rocq__v8_load(acc0 + i + 8 * l));
+            b[l] = rocq__v8_mul(rocq__v8_set1(keep1), rocq__v8_load(acc1 + i + 8 * l));
         }
-        _mm256_storeu_ps(acc0 + i, a0);
-        _mm256_storeu_ps(acc0 + i + 8, a1);
-        _mm256_storeu_ps(acc0 + i + 16, a2);
-        _mm256_storeu_ps(acc0 + i + 24, a3);
-        _mm256_storeu_ps(acc1 + i, b0);
-        _mm256_storeu_ps(acc1 + i + 8, b1);
-        _mm256_storeu_ps(acc1 + i + 16, b2);
-        _mm256_storeu_ps(acc1 + i + 24, b3);
+        for (int64_t j = 0; j < n_keys; j++) {
+            const rocq__v8 w0 = rocq__v8_set1(weight0[j]), w1 = rocq__v8_set1(weight1[j]);
+            rocq__v8 value[4];
+            ROCQ__UNROLL
+            for (int l = 0; l < 4; l++) value[l] = rocq__v8_load(v[j] + i + 8 * l);
+            ROCQ__UNROLL
+            for (int l = 0; l < 4; l++) a[l] = rocq__v8_fma(w0, value[l], a[l]);
+            ROCQ__UNROLL
+            for (int l = 0; l < 4; l++) b[l] = rocq__v8_fma(w1, value[l], b[l]);
+        }
+        ROCQ__UNROLL
+        for (int l = 0; l < 4; l++) {
+            rocq__v8_store(acc0 + i + 8 * l, a[l]);
+            rocq__v8_store(acc1 + i + 8 * l, b[l]);
+        }
     }
 }
 
@@ -8627,14 +8713,14 @@ ROCQ__FN void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv
 
 // The bias of every row for positions [begin, end): the mask where it is given, -inf where nothing
 // is visible. Writes the positions that some row sees to keys, and returns how many there are.
-ROCQ__FN int64_t rocq__attend_bias(const rocq__attend *a, int64_t seq, int64_t kv_head,
-                                   int64_t row0, int64_t n, int64_t begin, int64_t end, float *bias,
-                                   int64_t *keys) {
+ROCQ__FN int64_t rocq__attend_bias(const rocq__attend *a, const rocq__attend_item *item,
+                                   int64_t begin, int64_t end, float *bias, int64_t *keys) {
     const rocq_tensor *mask = a->p->mask;
-    const int64_t len = rocq__attend_len(a, seq);
+    const int64_t seq = item->seq, len = rocq__attend_len(a, seq);
     bool seen[ROCQ__ATTEND_KEYS] = {false};
-    for (int64_t r = 0; r < n; r++) {
-        const int64_t i = (row0 + r) / a->group, head = kv_head * a->group + (row0 + r) % a->group;
+    for (int64_t r = 0; r < item->n; r++) {
+        const int64_t i = (item->row0 + r) / a->group;
+        const int64_t head = item->kv_head * a->group + (item->row0 + r) % a->group;
         float *line = bias + r * ROCQ__ATTEND_KEYS, decoded[ROCQ__ATTEND_KEYS];
         const float *from = NULL;
         int64_t lo, hi;
@@ -8652,7 +8738,7 @@ ROCQ__FN int64_t rocq__attend_bias(const rocq__attend *a, int64_t seq, int64_t k
     int64_t n_keys = 0;
     for (int64_t j = 0; j < end - begin; j++) {
         if (!seen[j]) continue;
-        for (int64_t r = 0; r < n; r++) {
+        for (int64_t r = 0; r < item->n; r++) {
             bias[r * ROCQ__ATTEND_KEYS + n_keys] = bias[r * ROCQ__ATTEND_KEYS + j];
         }
         keys[n_keys++] = begin + j;
@@ -8736,14 +8822,7 @@ ROCQ__FN rocq__attend_rows rocq__attend_rows_of(const rocq__attend *a, const roc
 // other out of the first cache.
 ROCQ__INLINE void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows,
                                       int64_t row, float *dst) {
-    const unsigned char *src = rows->base + row * rows->step;
-    int64_t done = 0;
-#if ROCQ__HAS_AVX2
-    if (a->avx2) done = rocq__decode_avx2(rows->format, dst, src, a->head_dim);
-#endif
-    if (done == a->head_dim) return;
-    rocq__dequantize_row(rows->format, dst + done, src + rocq__bytes(rows->format, done),
-                         a->head_dim - done);
+    rocq__decode(a->avx2, rows->format, dst, rows->base + row * rows->step, a->head_dim);
 }
 
 // A KV head's rows are too far apart for the hardware to fetch ahead.
@@ -8751,17 +8830,16 @@ ROCQ__INLINE void rocq__attend_prefetch(const rocq__attend_rows *rows, int64_t r
     for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH(rows->base + row * rows->step + i);
 }
 
-// Takes the rows of item (seq, kv_head, row0 .. row0 + n) past the keys [begin, end).
-ROCQ__FN void rocq__attend_tile(const rocq__attend *a, int64_t seq, int64_t kv_head, int64_t row0,
-                                int64_t n, int64_t begin, int64_t end, bool all_visible,
-                                const rocq__attend_local *local) {
-    const int64_t pitch = a->pitch;
+// Takes an item's rows past the keys [begin, end), which all of its rows see where all_visible.
+ROCQ__FN void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *item, int64_t begin,
+                                int64_t end, bool all_visible, const rocq__attend_local *local) {
+    const int64_t pitch = a->pitch, seq = item->seq, kv_head = item->kv_head, n = item->n;
     const float *line[ROCQ__ATTEND_KEYS];
     int64_t keys[ROCQ__ATTEND_KEYS], row[ROCQ__ATTEND_KEYS], n_keys = end - begin;
     if (all_visible) {
         for (int64_t j = 0; j < n_keys; j++) keys[j] = begin + j;
     } else {
-        n_keys = rocq__attend_bias(a, seq, kv_head, row0, n, begin, end, local->bias, keys);
+        n_keys = rocq__attend_bias(a, item, begin, end, local->bias, keys);
     }
     if (n_keys == 0) return;
 
@@ -8827,6 +8905,7 @@ ROCQ__FN void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32
         const int64_t head_seq = item / a->n_splits / a->n_tiles;
         const int64_t kv_head = head_seq % a->n_kv_heads, seq = head_seq / a->n_kv_heads;
         const int64_t row0 = tile * a->tile_rows, n = ROCQ__MIN(a->tile_rows, a->n_rows - row0);
+        const rocq__attend_item rows = {seq, kv_head, row0, n};
         const int64_t len = rocq__attend_len(a, seq);
         int64_t lo_first, hi_first, lo_last, hi_last;
         rocq__attend_range(a, len, row0 / a->group, &lo_first, &hi_first);
@@ -8854,7 +8933,7 @@ ROCQ__FN void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32
             if (first < lo_last) last = ROCQ__MIN(last, lo_last);
             if (first < hi_first) last = ROCQ__MIN(last, hi_first);
             const bool all_visible = !a->p->mask && first >= lo_last && last <= hi_first;
-            rocq__attend_tile(a, seq, kv_head, row0, n, first, last, all_visible, &local);
+            rocq__attend_tile(a, &rows, first, last, all_visible, &local);
         }
         for (int64_t r = 0; r < n; r++) {
             float *acc = local.acc + r * pitch;
@@ -9276,21 +9355,21 @@ ROCQ__FN rocq_result rocq__rope_append_cpu(rocq_ctx *ctx, rocq_op op, const void
 
 // -- activate, glu, add, mul, scale, cast: y from the same element of a and b --
 
-#if ROCQ__HAS_AVX2
+#if ROCQ__HAS_V8
 
 // SILU and the tanh form of GELU are x / (1 + exp(-(linear x + cubic x^3))). Returns how many
 // elements it has done.
-ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__gate_avx2(float *y, const float *x, int64_t n,
-                                                   float linear, float cubic) {
-    const __m256 one = _mm256_set1_ps(1.0f);
+ROCQ__FN ROCQ__SIMD int64_t rocq__gate_simd(float *y, const float *x, int64_t n, float linear,
+                                            float cubic) {
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
-        const __m256 v = _mm256_loadu_ps(x + i);
-        const __m256 square =
-            _mm256_min_ps(_mm256_set1_ps(1e30f), _mm256_mul_ps(v, v)); // 0 inf is NaN
-        const __m256 slope = _mm256_fmadd_ps(square, _mm256_set1_ps(cubic), _mm256_set1_ps(linear));
-        const __m256 e = rocq__exp8_avx2(_mm256_fnmadd_ps(v, slope, _mm256_setzero_ps()));
-        _mm256_storeu_ps(y + i, _mm256_div_ps(v, _mm256_add_ps(one, e)));
+        const rocq__v8 v = rocq__v8_load(x + i);
+        const rocq__v8 square =
+            rocq__v8_min(rocq__v8_set1(1e30f), rocq__v8_mul(v, v)); // 0 inf is NaN
+        const rocq__v8 slope =
+            rocq__v8_fma(square, rocq__v8_set1(cubic), rocq__v8_set1(linear));
+        const rocq__v8 e = rocq__v8_exp(rocq__v8_fnma(v, slope, rocq__v8_set1(0.0f)));
+        rocq__v8_store(y + i, rocq__v8_div(v, rocq__v8_add(rocq__v8_set1(1.0f), e)));
     }
     return i;
 }
@@ -9300,10 +9379,11 @@ ROCQ__FN ROCQ__TARGET_AVX2 int64_t rocq__gate_avx2(float *y, const float *x, int
 ROCQ__FN void rocq__activate_row(bool avx2, rocq_activation activation, float *y, const float *x,
                                  int64_t n) {
     int64_t i = 0;
-#if ROCQ__HAS_AVX2
-    if (avx2 && activation == ROCQ_SILU) i = rocq__gate_avx2(y, x, n, 1.0f, 0.0f);
-    if (avx2 && activation == ROCQ_GELU) {
-        i = rocq__gate_avx2(y, x, n, 1.59576912160573f, 0.0713548162726f);
+#if ROCQ__HAS_V8
+    const bool simd = avx2 || ROCQ__HAS_NEON;
+    if (simd && activation == ROCQ_SILU) i = rocq__gate_simd(y, x, n, 1.0f, 0.0f);
+    if (simd && activation == ROCQ_GELU) {
+        i = rocq__gate_simd(y, x, n, 1.59576912160573f, 0.0713548162726f);
     }
 #else
     (void)avx2;
