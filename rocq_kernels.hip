@@ -22,8 +22,8 @@
        >>platform    what differs between compilers: gfx11, NVIDIA (tests), the CPU (tests)
        >>wave        reductions over a wave and a block
        >>memory      reading and writing tensors
-       >>blocks      one decoder per format, for the planar and the GGUF layout; repack
-       >>quantize    encoders of Q8_0 and Q4_0
+       >>blocks      decoders of all formats, for the planar and the GGUF layout
+       >>quantize    encoders of Q8_0 and Q4_0; repack
        >>matvec      decode: w x for up to 8 columns
        >>matmul      prompts: tiles on the matrix unit
        >>attention   decode and prefill
@@ -34,9 +34,19 @@
    A wave is 32 lanes. Blocks are one-dimensional. Every kernel takes one args struct by value and
    adds args.common.block0 to blockIdx.x, so that the host can cut a long grid into short launches.
    Global memory is read and written with gload and gstore, LDS with lget and lput: on the GPU they
-   are plain accesses, in the tests they check bounds, poison and races. Sums are in F32 and in a
-   fixed order. A operands are rows of M, B operands columns of N, both with K innermost:
+   are plain accesses, in the tests they check bounds, uninitialised memory and races. Sums are in
+   F32 and in a fixed order. A operands are rows of M, B operands columns of N, both with K innermost:
    C[m][n] = sum A[m][k] B[n][k].
+
+   WORDS
+   unit      32 neighbouring weights of a row, the smallest number that all block formats share
+   piece     16 bytes of a row of a plain format (F32, F16, BF16)
+   quad      4 neighbouring elements of a row
+   part      one of the products of a matvec launch (rocq_k_matvec_part)
+   split     one of the shares of K, or of the KV positions, that several blocks take of one result
+   uniform   equal in all lanes of a wave, so that the compiler can keep it in a scalar register
+   live      of a lane or wave: it has something to compute. Lanes that are not live go along where
+             a barrier or an exchange between lanes needs all of them
 */
 
 #if !defined(ROCQ_SIMT) && !defined(__CUDACC__) && (!defined(__clang__) || __clang_major__ < 19)
@@ -55,29 +65,35 @@
 //   LDS(type, name, n)       an LDS array, 16-byte aligned, in a device function or kernel
 //   f16 f16x2 u32x2 u32x4    a half, and vectors with .x .y .z .w
 //   gload gstore lget lput   see above; T is a scalar or one of the vectors
-//   block_sync               barrier of the block: what its threads stored before, in LDS and in
-//                            global memory, is there for all of them after
-//   block_sync_lds           barrier of the block that orders LDS only: loads and stores of global
-//                            memory stay under way across it, so that no global data that one wave
-//                            stores may be read or written by another behind it
-//   wave_sync                what lanes of the wave wrote to LDS before is there for the others after
+//   block_sync               barrier of the block: what its threads stored before it, in LDS and in
+//                            global memory, is visible to all of them after it
+//   block_sync_lds           barrier of the block that orders LDS only. Loads and stores of global
+//                            memory stay in flight across it, so global data that one wave stores
+//                            before it must not be read or written by another wave after it
+//   wave_sync                what lanes of the wave wrote to LDS before it is visible to the wave's
+//                            other lanes after it
 //   block_index, n_threads   blockIdx.x, blockDim.x
-//   wave_xor<mask>(x)        x of lane ^ mask, mask 1 2 4 8 16; wave_read(x, lane): lane uniform
-//   wave_ballot(bool)        a bit a lane
-//   dot4(a, b, c)            c + sum of four int8 products; dot2(a, b, c): of two half products, in F32
+//   wave_xor<mask>(x)        x of lane ^ mask, for the masks 1 2 4 8 16
+//   wave_read(x, lane)       x of that lane, which is uniform, for all lanes
+//   wave_ballot(bool)        bit l is lane l's
+//   dot4(a, b, c)            c + sum of four int8 products
+//   dot2(a, b, c)            c + sum of two half products, in F32
 //   fma2(a, b, c)            on f16x2
-//   byte_perm(hi, lo, sel)   byte i of the result is byte (sel >> 8 i) & 7 of lo (0-3) and hi (4-7);
-//                            sel's other bits are 0
-//   byte_levels(table, n)    bytes of a table of 16: byte i of x is byte (n >> 8 i) & 15, y that of n >> 4
+//   byte_perm(hi, lo, sel)   byte i of the result is byte (sel >> 8 i) & 7 of lo (0-3) and hi
+//                            (4-7); the other bits of sel have to be 0
+//   byte_levels(table, n)    looks bytes up in a table of 16: byte i of x is byte (n >> 8 i) & 15
+//                            of the table, byte i of y likewise for n >> 4
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
-//   fence_device, atomic_inc(p)      release or acquire at device scope; returns the old value
+//   fence_device             release and acquire fence at device scope
+//   atomic_inc(p)            relaxed; returns the old value
 //   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
 //   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
 //   target_id                0x1100 and so on, 0 where not gfx
 
 #include <stdint.h>
 
-// A parameter of this type takes no part in deducing T: stores convert to the type of the memory.
+// A parameter of type as_given<T> takes no part in template argument deduction: T follows from the
+// pointer alone, and the value is converted to it.
 template <typename T> struct as_given_type { typedef T type; };
 template <typename T> using as_given = typename as_given_type<T>::type;
 
@@ -171,10 +187,12 @@ DEV float rcp_fast(float x) {
 }
 DEV int target_id() { return 0; }
 
-// The fragments. One lane's share of a 16x16 operand with K innermost (frag), and of the F32 or I32
-// result (frag_c, frag_ci), whose element v stands at row frag_row(v), column frag_col(v). A lane's
-// elements lie in FRAG_SLOTS columns; frag_slot(v) says in which. With g = lane / 4, t = lane % 4 as
-// in the PTX manual's pictures, words are (row g, k 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8).
+// Fragments: what one lane holds of a matrix of 16 by 16. frag is an operand, with K innermost;
+// frag_c and frag_ci are results in F32 and I32, of which the lane's element v is at row
+// frag_row(v) and column frag_col(v). The 8 elements lie in FRAG_SLOTS different columns, which are
+// numbered: element v is in the column of slot frag_slot(v). With g = lane / 4 and t = lane % 4 as
+// in the PTX manual's pictures, an operand's words are
+// (row g, k 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8).
 struct frag { uint32_t w[4]; };
 struct frag_i8 { uint32_t w[2]; };
 struct frag_c { float v[8]; };
@@ -183,7 +201,8 @@ enum { FRAG_SLOTS = 4 };
 DEV int frag_row(int v) { return (int)(threadIdx.x & 31) / 4 + 8 * (v >> 1 & 1); }
 DEV int frag_col(int v) { return 2 * (int)(threadIdx.x & 3) + (v & 1) + 8 * (v >> 2); }
 DEV constexpr int frag_slot(int v) { return (v & 1) + 2 * (v >> 2); }
-// Column of a slot, and the reductions over all rows of each slot's column.
+// The column of a slot; then reductions over the 16 rows of a slot's column, of which x is over
+// those rows that the lane holds.
 DEV int frag_slot_col(int s) { return 2 * (int)(threadIdx.x & 3) + (s & 1) + 8 * (s >> 1); }
 DEV float frag_col_max(float x) {
     x = fmaxf(x, wave_xor<4>(x));
@@ -196,7 +215,8 @@ DEV float frag_col_sum(float x) {
     return x + wave_xor<16>(x);
 }
 
-// tile[row * stride + k], 16-byte aligned rows; row 0-15 is M (A) or N (B).
+// Operand from tile[row * stride + k], whose rows 0-15 are those of M (A) or N (B) and are aligned
+// to 16 bytes.
 template <typename F> DEV frag frag_words(F word) {
     const int g = (int)(threadIdx.x & 31) / 4, t = 2 * (int)(threadIdx.x & 3);
     frag f;
@@ -215,7 +235,8 @@ DEV frag frag_load(const f16 *tile, int stride) { // LDS
                  : "r"(at) : "memory");
     return f;
 }
-// The same as a B operand only, in the order in which its instructions want the words: 0 2 1 3.
+// The same for a B operand only. Its two instructions take words 0 and 2, then 1 and 3, so they are
+// loaded in the order 0 2 1 3.
 struct frag_b { uint32_t w[4]; };
 DEV frag_b frag_load_b(const f16 *tile, int stride) { // LDS
     const int lane = (int)(threadIdx.x & 31), row = (lane & 7) + lane / 16 * 8, k = lane & 8;
@@ -236,8 +257,10 @@ DEV frag_i8 frag_i8_load(const int8_t *tile, int stride) { // LDS
     f.w[1] = *(const uint32_t *)(tile + (g + 8) * stride + t);
     return f;
 }
-// The B operand whose element (k, n) is element (row frag_k_row(k), column n) of a result, rounded to
-// F16. From one k of an aligned group of four to the next are FRAG_K_STEP rows.
+// frag_from_c makes a B operand of a result, rounded to F16, for a further product that sums over
+// the rows of the result. A permutation of K does not change such a sum if both operands have it,
+// so the operand may have its k in whatever order costs least: k is row frag_k_row(k) of the
+// result. Within an aligned group of four k the rows are FRAG_K_STEP apart.
 enum { FRAG_K_STEP = 1 };
 DEV int frag_k_row(int k) { return k; }
 DEV uint32_t frag_transpose(uint32_t x) {
@@ -285,7 +308,7 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     }
 }
 
-#else // gfx11, by clang's own attributes and builtins: the device pass reads no header of HIP
+#else // gfx11, by clang's own attributes and builtins: no header of HIP is needed for the device
 
 #if defined(__HIP_DEVICE_COMPILE__)
 #if !defined(__GFX11__)
@@ -329,10 +352,10 @@ DEV void block_sync() {
     __builtin_amdgcn_s_barrier();
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
-// block_sync also waits until all loads and stores of global memory are done, and drops the L0 cache.
-// Here the wave waits for its own LDS accesses alone, and the compiler, which is told that memory
-// changes, moves no access across. The instruction is written out because before the builtin
-// s_barrier clang 19 waits for global memory on gfx11; clang 22 does not.
+// block_sync also waits until all loads and stores of global memory are done, and invalidates the
+// L0 cache. Here a wave waits for its own LDS accesses alone; the memory clobber keeps the compiler
+// from moving accesses across. The barrier is written out because clang 19 waits for global memory
+// before the builtin s_barrier on gfx11; clang 22 does not.
 DEV void block_sync_lds() { asm volatile("s_waitcnt lgkmcnt(0)\n\ts_barrier" ::: "memory"); }
 DEV uint32_t thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEV uint32_t n_threads() { return __builtin_amdgcn_workgroup_size_x(); }
@@ -363,7 +386,8 @@ typedef uint32_t u32x4 __attribute__((ext_vector_type(4)));
 DEV u32x4 make4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return u32x4{x, y, z, w}; }
 DEV u32x2 make2(uint32_t x, uint32_t y) { return u32x2{x, y}; }
 DEV f16x2 pair(f16 x, f16 y) { return f16x2{x, y}; }
-// Through the global address space, so that no flat instruction is made of a pointer from a struct.
+// The compiler does not know of a pointer in a struct that it points to global memory, and would
+// use flat instructions, which are slower.
 template <typename T> DEV T gload(const T *p) {
     return *(const __attribute__((address_space(1))) T *)p;
 }
@@ -371,19 +395,21 @@ template <typename T> DEV void gstore(T *p, as_given<T> v) {
     *(__attribute__((address_space(1))) T *)p = v;
 }
 
-// LDS accesses of a wave are done in order: only the compiler must keep them so.
+// The hardware does the LDS accesses of a wave in order. Only the compiler has to be kept from
+// moving them.
 DEV void wave_sync() {
     __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
     __builtin_amdgcn_wave_barrier();
 }
-// DPP row_xmask swaps within 16 lanes at no cost beside the next instruction; permlanex16 swaps rows.
+// Within 16 lanes a DPP modifier (row_xmask) exchanges values as a part of the instruction that
+// uses them; permlanex16 exchanges the two halves of the wave.
 template <int mask, typename T> DEV T wave_xor(T x) {
     static_assert(sizeof(T) == 4, "a lane swaps 32 bits");
     int i = __builtin_bit_cast(int, x);
     if (mask == 16) {
         i = __builtin_amdgcn_permlanex16(i, i, 0x76543210, (int)0xfedcba98, false, false);
-        // Keeps the swap at this point: LLVM before 21 (seen with clang 19.1.7) moves it into a
-        // branch that uses its result, where the lanes it takes values from may be inactive.
+        // Keeps the exchange at this point. LLVM before 21 (seen with clang 19.1.7) moves it into a
+        // branch that uses its result, where the lanes that it reads from may be inactive.
         asm volatile("" : "+v"(i));
     } else {
         i = __builtin_amdgcn_update_dpp(i, i, 0x160 | (mask & 15), 0xf, 0xf, true);
@@ -428,9 +454,10 @@ DEV int target_id() {
 #endif
 }
 
-// The fragments. One lane's share of a 16x16 operand with K innermost (frag), and of the F32 or I32
-// result (frag_c, frag_ci), whose element v stands at row frag_row(v), column frag_col(v). A lane's
-// elements lie in FRAG_SLOTS columns; frag_slot(v) says in which.
+// Fragments: what one lane holds of a matrix of 16 by 16. frag is an operand, with K innermost;
+// frag_c and frag_ci are results in F32 and I32, of which the lane's element v is at row
+// frag_row(v) and column frag_col(v). The 8 elements lie in FRAG_SLOTS different columns, which are
+// numbered: element v is in the column of slot frag_slot(v).
 //   operand: lane l holds all 16 k of row l % 16; lanes 16-31 repeat lanes 0-15
 //   result:  lane l holds column l % 16, rows 2 v + l / 16
 typedef _Float16 frag __attribute__((ext_vector_type(16)));
@@ -441,13 +468,15 @@ enum { FRAG_SLOTS = 1 };
 DEV int frag_row(int v) { return 2 * v + (int)(thread_index() >> 4 & 1); }
 DEV int frag_col(int v) { return (int)(thread_index() & 15); }
 DEV constexpr int frag_slot(int v) { return 0; }
-// Column of a slot, and the reductions over all rows of each slot's column.
+// The column of a slot; then reductions over the 16 rows of a slot's column, of which x is over
+// those rows that the lane holds.
 DEV int frag_slot_col(int s) { return (int)(thread_index() & 15); }
 DEV float frag_col_max(float x) { return fmaxf(x, wave_xor<16>(x)); }
 DEV float frag_col_sum(float x) { return x + wave_xor<16>(x); }
 
 struct frag_halves { u32x4 lo, hi; };
-// tile[row * stride + k], 16-byte aligned rows; row 0-15 is M (A) or N (B).
+// Operand from tile[row * stride + k], whose rows 0-15 are those of M (A) or N (B) and are aligned
+// to 16 bytes.
 DEV frag frag_load(const f16 *tile, int stride) { // LDS
     const u32x4 *row = (const u32x4 *)(tile + (thread_index() & 15) * stride);
     const frag_halves h = {lget(row), lget(row + 1)};
@@ -458,15 +487,17 @@ DEV frag frag_load_global(const f16 *tile, int64_t stride) {
     const frag_halves h = {gload(row), gload(row + 1)};
     return __builtin_bit_cast(frag, h);
 }
-typedef frag frag_b; // a B operand in the order that suits the platform best; here there is one
+typedef frag frag_b; // a platform may load B operands in an order of their own; this one does not
 DEV frag_b frag_load_b(const f16 *tile, int stride) { return frag_load(tile, stride); }
 DEV frag_i8 frag_i8_load(const int8_t *tile, int stride) { // LDS
     const u32x4 row = lget((const u32x4 *)(tile + (thread_index() & 15) * stride));
     return __builtin_bit_cast(frag_i8, row);
 }
-// The B operand whose element (k, n) is element (row frag_k_row(k), column n) of a result, rounded to
-// F16: the even rows, which lanes 0-15 have, then the odd ones of lanes 16-31. From one k of an
-// aligned group of four to the next are FRAG_K_STEP rows.
+// frag_from_c makes a B operand of a result, rounded to F16, for a further product that sums over
+// the rows of the result. A permutation of K does not change such a sum if both operands have it,
+// so the operand may have its k in whatever order costs least: k is row frag_k_row(k) of the
+// result. Here these are the even rows, which lanes 0-15 hold, then the odd rows of lanes 16-31.
+// Within an aligned group of four k the rows are FRAG_K_STEP apart.
 enum { FRAG_K_STEP = 2 };
 DEV int frag_k_row(int k) { return (k << 1 & 15) | k >> 3; }
 DEV frag frag_from_c(const frag_c &c) {
@@ -498,11 +529,12 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
 #endif
 #endif // the stand-in
 
-// Functions that compute nothing, but keep the compiler from a harmful rearrangement. All of them
-// stand here, besides one asm statement in wave_xor. Each comment says what the compiler does without the
-// function, so that a later compiler can be tried without it: make it empty, compile, and compare
-// registers (tests/gfx11/check). Clang 19.1.7 and 22.1.8 both need every one of them for gfx1100. On a
-// platform for which a function has no code it does nothing.
+// Optimisation barriers: functions that compute nothing, but keep the compiler from rearranging
+// code in a way that costs registers or time. All of them are here, except one asm statement in
+// wave_xor. Each comment says what the compiler does without the function, so that a later compiler
+// can be tried without it: make it empty, compile, and compare registers (tests/gfx11/check). Clang
+// 19.1.7 and 22.1.8 both need every one of them for gfx1100. On other platforms most of them are
+// empty.
 #if defined(__GFX11__)
 #define REGISTER_BARRIER(x) asm volatile("" : "+v"(x))
 #elif defined(__CUDACC__)
@@ -511,16 +543,18 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
 #define REGISTER_BARRIER(x) (void)(x)
 #endif
 
-// Returns x, and hides from the compiler that it is x: what is computed from the result is computed
-// after this point. Otherwise addresses that only rare paths use are computed before the loop that
-// holds those paths, and attention_prefill_128 spills 27 to 33 registers.
+// Returns x, and hides from the compiler that the result is x, so that whatever depends on the
+// result is computed after this point. Otherwise addresses that only rare paths of a loop use are
+// computed before the loop and kept throughout, and attention_prefill_128 spills 27 to 33
+// registers.
 DEV int recomputed(int x) {
     REGISTER_BARRIER(x);
     return x;
 }
-// Makes the compiler compute x at this point. Otherwise it computes sums and addresses later, and their
-// operands, which take more registers, are kept until then; or it computes them before a loop in which
-// they do not change, and keeps them throughout: matvec_int8_q4_K_n8 takes 138 to 178 VGPRs, not 124.
+// Makes the compiler compute x at this point. Otherwise it computes sums and addresses later and
+// keeps their operands, which take more registers, until then; or it computes what does not change
+// in a loop before the loop, and keeps that throughout: matvec_int8_q4_K_n8 takes 138 to 178 VGPRs,
+// not 124.
 DEV void computed(uint32_t &x) { REGISTER_BARRIER(x); }
 DEV void computed(float &x) {
 #if defined(__GFX11__)
@@ -528,18 +562,18 @@ DEV void computed(float &x) {
 #endif
     (void)x;
 }
-// No instruction is moved across this point. Otherwise loads begin as early as possible, and each holds
-// its registers until its data is used: attention_decode_64 takes 246 to 253 VGPRs, not 198 to 205, and
-// attention_prefill_128 spills with clang 19.
+// No instruction is moved across this point. Otherwise loads begin as early as possible, and each
+// holds its registers until its data is used: attention_decode_64 takes 246 to 253 VGPRs, not 198
+// to 205, and attention_prefill_128 spills with clang 19.
 DEV void keep_order() {
 #if defined(__GFX11__)
     __builtin_amdgcn_sched_barrier(0);
 #endif
 }
-// Loads before this point are issued before it, and later ones after it. Otherwise a prefetch for the
-// next trip of a loop is moved into that trip, and the loads of x for all columns to the top of the
-// loop: matvec_int8_q4_K_n1 takes 97 VGPRs, not 86, and so 12 waves a SIMD, not 16. For nvcc it is a
-// statement that may write to memory.
+// Loads before this point are issued before it, and later ones after it. Otherwise a prefetch for
+// the next iteration of a loop is moved into that iteration, and the loads of x for all columns to
+// the top of the loop: matvec_int8_q4_K_n1 takes 97 VGPRs, not 86, and so the occupancy is 12 waves
+// a SIMD, not 16. For nvcc it is a statement that may write to memory.
 DEV void loads_issued() {
 #if defined(__CUDACC__)
     asm volatile("" ::: "memory");
@@ -547,11 +581,12 @@ DEV void loads_issued() {
     keep_order();
 #endif
 }
-// Reads fields of the args before this point, all together, with one wait. Otherwise the compiler reads
-// each field where it is first used, and so waits for one after the other: six times before the first
-// load of a matvec's weights, not twice. Returns the first field; what is computed from the result is
-// computed after this point. A single asm statement with READ_FIELDS operands has to take them all:
-// where there are fewer fields, the second one fills the rest.
+// Loads fields of the args before this point, all in one batch with one wait. Otherwise the
+// compiler loads each field where it is first used, and waits for one after the other: six times
+// before the first load of a matvec's weights, not twice. Returns the first field; what depends on
+// the result is computed after this point. It takes a single asm statement with all fields as
+// operands. That one has READ_FIELDS of them; where there are fewer fields, the second one is
+// repeated.
 enum { READ_FIELDS = 21 };
 #if defined(__GFX11__)
 template <typename A, typename B, typename C, typename D, typename E, typename F, typename G,
@@ -578,8 +613,9 @@ DEV First read_together(First first, Second second, More... more) {
     return first;
 #endif
 }
-// A kernel's args, to be read from memory again. Otherwise fields that are used after a loop stay in
-// registers throughout it, and the attention kernels spill 2 to 17 SGPRs each.
+// The kernel's args under a name that the compiler does not know to be the same memory, so that
+// fields used after a loop are loaded again there. Otherwise they stay in registers throughout the
+// loop, and the attention kernels spill 2 to 17 SGPRs each.
 template <typename T> DEV const T &reread(const T &args) {
 #if defined(__GFX11__)
     typedef const __attribute__((address_space(4))) T constant;
@@ -605,7 +641,7 @@ DEV int wave_index() { return (int)(thread_index() >> 5); }
 // >>wave
 // ---------------------------------------------------------------------------------------------
 
-// Over the 32 lanes, the same bits in each.
+// Sum and maximum over the 32 lanes. Every lane gets the same bits.
 template <typename T> DEV T wave_sum(T x) {
     x += wave_xor<1>(x);
     x += wave_xor<2>(x);
@@ -621,8 +657,9 @@ DEV float wave_max(float x) {
     return fmaxf(x, wave_xor<16>(x));
 }
 
-// Over a block, the same bits in every thread. work: LDS of BLOCK_WORK floats that nothing else of the
-// kernel uses, so that one barrier does.
+// Sum and maximum over a block. Every thread gets the same bits. work: LDS of BLOCK_WORK floats
+// that the kernel uses for nothing else, so that one barrier is enough: nobody overwrites what
+// others still read.
 enum { BLOCK_WORK = 32 };
 DEV float block_share(float x, float *work, float none) { // lane w gets wave w's x
     if (lane_index() == 0) lput(work + wave_index(), x);
@@ -638,9 +675,11 @@ DEV float block_max(float x, float *work) {
     return n_threads() == 32 ? x : wave_max(block_share(x, work, -INFINITY));
 }
 
-// How many blocks came to a counter in global memory before this one; what they stored before is
-// there for this one after. word: LDS. A wave of gfx11 has its own stores to wait for and may have
-// an L0 of its own to drop; on NVIDIA the fence of one thread is for all that the barrier ordered.
+// Counts this block at a counter in global memory and returns how many blocks were counted before
+// it. What those stored before their call happens-before what this block loads after its own. word:
+// LDS. On gfx11 every wave fences, because a fence waits for the stores of its own wave and
+// invalidates the L0 cache of its own compute unit. On NVIDIA fences are cumulative: one thread's,
+// behind the barrier, covers what the whole block stored.
 DEV uint32_t block_ticket(uint32_t *counter, uint32_t *word) {
 #if !defined(__CUDACC__)
     fence_device();
@@ -692,7 +731,8 @@ DEV char *row_of(const rocq_k_tensor &t, int64_t i1, int64_t i2, int64_t i3) {
 DEV char *row_repeated(const rocq_k_tensor &t, int64_t i1, int64_t i2, int64_t i3) {
     return row_of(t, t.ne[1] == 1 ? 0 : i1, t.ne[2] == 1 ? 0 : i2, t.ne[3] == 1 ? 0 : i3);
 }
-// Element i of a row of F32, F16 or BF16: its bits, which may be under way, and what they mean.
+// Element i of a row of F32, F16 or BF16, in two steps: get_bits loads it, and bits_float converts
+// what was loaded. Between the two the load is in flight.
 DEV uint32_t get_bits(int32_t format, const char *row, int64_t i) {
     return format == ROCQ_F32 ? gload((const uint32_t *)row + i) : gload((const uint16_t *)row + i);
 }
@@ -701,7 +741,7 @@ DEV float bits_float(int32_t format, uint32_t x) {
     return format == ROCQ_F16 ? f16_f32((uint16_t)x) : bf16_f32((uint16_t)x);
 }
 DEV float get_float(int32_t format, const char *row, int64_t i) {
-    if (format == ROCQ_F32) return gload((const float *)row + i); // as one branch, not two
+    if (format == ROCQ_F32) return gload((const float *)row + i); // so that F32 takes one branch
     return bits_float(format, gload((const uint16_t *)row + i));
 }
 DEV void put_float(int32_t format, char *row, int64_t i, float x) {
@@ -710,9 +750,9 @@ DEV void put_float(int32_t format, char *row, int64_t i, float x) {
 }
 DEV float exp_fast(float x) { return exp2_fast(x * 1.44269504f); }
 
-// What C's library calls exp, tanh and erfc, to within 4e-7 of the result wherever that is a normal
-// number; a denormal result may be 0. They are written out because each platform's own come from a
-// library of its age, and because the tests on the CPU then run these and no others.
+// exp, tanh and erfc of C's library, with a relative error below 4e-7 wherever the result is a
+// normal number; a denormal result may be 0. They are written out so that the results do not depend
+// on the version of a platform's library, and so that the tests on the CPU run the same code.
 DEV float exp_full(float x) { // e^x = 2^p (1 + rest ln 2), where p is x log2(e) rounded
     const float p = x * 1.44269502f, y = exp2_fast(p);
     const float rest = fmaf(x, 1.44269502f, -p) + x * 1.92596299e-8f;
@@ -729,9 +769,9 @@ DEV float tanh_full(float x) { // a polynomial where 1 - 2 / (e^2x + 1) would ca
     const float y = fmaf(-2.0f, rcp_fast(exp_fast(2.0f * fabsf(x)) + 1.0f), 1.0f);
     return x < 0.0f ? -y : y;
 }
-// For z = |x|: erfc(z) = exp(-z^2) P(u) / (z + 2), P of degree 10 in u = (z - 2) / (z + 2), which is in
-// [-1, 1). z^2 is taken in two parts, since exp turns its rounding error into a relative one. Not for
-// NaN, which comes out as 0.
+// For z = |x|: erfc(z) = exp(-z^2) P(u) / (z + 2), P of degree 10 in u = (z - 2) / (z + 2), which
+// is in [-1, 1). z^2 is taken in two parts, since exp turns its rounding error into a relative one.
+// Not for NaN, which comes out as 0.
 DEV float erfc_full(float x) {
     const float z = fminf(fabsf(x), 16.0f), square = z * z, rest = fmaf(z, z, -square);
     const float r = rcp_fast(z + 2.0f), u = fmaf(-4.0f, r, 1.0f);
@@ -773,20 +813,20 @@ enum {
 };
 #define BLOCK_FORMATS(F, X) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 
-// The planar layout, a unit of 32 weights at a time: planes_of finds the planes, load_raw reads a
-// unit with the widest loads there are, decode_raw takes it apart. A lane that loads one unit while
-// it works on another keeps only the raw registers of both. The planes are drawn at >>kernels in
-// rocq.h.
-//   value of element e = 4 i + b: scale[e / 16] q - min[e / 16], q being byte b of q[i]
-// scale q and min are exact in F32, so the value has one rounding at most. Where a format counts
-// its codes from an offset (Q4_0: 8), min holds scale times the offset; decode_word subtracts it
-// from the code instead, which also keeps the sign of a zero and an infinite scale as they are on
-// the CPU: its values have ggml's bits.
+// The planar layout is drawn at >>kernels in rocq.h. A unit of 32 weights is decoded in two steps:
+// load_raw loads it with the widest loads that its planes permit, and decode_raw extracts codes,
+// scales and mins. A lane that prefetches one unit while it works on another so needs registers
+// only for the raw form of both.
+//   value of element e = 4 i + b: scale[e / 16] q - min[e / 16], where q is byte b of q[i]
+// The product scale q and min are exact in F32, so a value is rounded at most once. Where the codes
+// of a format have an offset (Q4_0: 8), min is scale times the offset. decode_word subtracts the
+// offset from the code instead: then the sign of a zero and the effect of an infinite scale are
+// those of the CPU backend, and the values have ggml's bits.
 
-// Bytes per 8 units of the planes in their order: n (N, L), c (C, H), b (B), s (sl and Q2_K's and
-// Q6_K's scales), t (sh), d (d, dmin, m, e, head and what lies with them). offset: what a code
-// counts from. is_signed: q holds signed bytes. halves: elements 16-31 have a scale of their own.
-// has_min: there is a min beside the offset.
+// Per format the bytes that 8 units take in each plane, in the planes' order: n (N, L), c (C, H), b
+// (B), s (sl and the scales of Q2_K and Q6_K), t (sh), d (d, dmin, m, e, head and what is stored
+// with them). offset: what is subtracted from a code. is_signed: the bytes of q are signed. halves:
+// elements 16-31 have a scale of their own. has_min: the format stores a min.
 template <int F> struct block_layout;
 #define ROCQ_X(F, N, C, B, S, T, D, OFFSET, SIGNED, HALVES, MIN)                              \
     template <> struct block_layout<F> {                                                      \
@@ -821,7 +861,7 @@ template <int F> DEV constexpr bool is_plain() {
 
 template <int F> struct planes { const char *n, *c, *b, *s, *t, *d; };
 
-// base: of a tensor with n_units units in all.
+// The planes of a tensor at base that has n_units units in all.
 template <int F> DEV planes<F> planes_of(const void *base, int64_t n_units) {
     typedef block_layout<F> l;
     planes<F> p;
@@ -833,8 +873,8 @@ template <int F> DEV planes<F> planes_of(const void *base, int64_t n_units) {
     p.d = p.t + n_units * l::t / 8;
     return p;
 }
-// The planes from a row's first unit on. With a uniform unit here and a 32-bit one for load_raw, an
-// address is a scalar base and one 32-bit offset.
+// The planes from a row's first unit on. If that unit is uniform and load_raw is given a 32-bit
+// unit relative to it, each address is a scalar base and one 32-bit offset.
 template <int F> DEV planes<F> planes_at(const planes<F> &p, int64_t unit) {
     typedef block_layout<F> l;
     planes<F> q;
@@ -847,13 +887,13 @@ template <int F> DEV planes<F> planes_at(const planes<F> &p, int64_t unit) {
     return q;
 }
 
-// A unit as loaded; what a format has no plane for is 0 and takes no register.
+// A unit as loaded. Members for which a format has no plane are 0 and take no register.
 template <int F> struct raw {
     u32x4 n, c, d;
     uint32_t b, s, t;
 };
 
-// Of superblock formats, unit 0 of p begins a superblock. I: int64_t or uint32_t.
+// In a format with superblocks (8 units) p has to begin with a whole one. I: int64_t or uint32_t.
 template <int F, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
     typedef block_layout<F> l;
     const u32x4 none = make4(0, 0, 0, 0);
@@ -887,7 +927,8 @@ template <int F, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
     return r;
 }
 
-// The reverse of load_raw. What belongs to a superblock is stored by the lane of its unit 0.
+// The reverse of load_raw. What belongs to a whole superblock is stored by the lane of its first
+// unit.
 template <int F> DEV void store_raw(const planes<F> &p, int64_t unit, const raw<F> &r) {
     typedef block_layout<F> l;
     const bool first = unit % 8 == 0;
@@ -921,7 +962,7 @@ DEV uint32_t level_word(const int8_t *level, int i) {
     return (uint32_t)(uint8_t)level[i] | (uint32_t)(uint8_t)level[i + 1] << 8 |
            (uint32_t)(uint8_t)level[i + 2] << 16 | (uint32_t)(uint8_t)level[i + 3] << 24;
 }
-// Of the low nibbles of n's bytes, and of the high ones.
+// The levels that the low nibbles of n's bytes stand for, and those of the high nibbles.
 template <int F> DEV u32x2 levels_of(uint32_t n) {
     constexpr int8_t iq4[16] = {ROCQ_IQ4_LEVELS}, mxfp4[16] = {ROCQ_MXFP4_LEVELS};
     const int8_t *level = F == ROCQ_MXFP4 ? mxfp4 : iq4;
@@ -929,7 +970,7 @@ template <int F> DEV u32x2 levels_of(uint32_t n) {
                              level_word(level, 12)), n);
 }
 
-// The codes of a unit, words i of 8: element 4 i + b is byte b.
+// Word i of the 8 words of codes of a unit: byte b is element 4 i + b.
 template <int F> DEV uint32_t decode_code(const raw<F> &r, int i) {
     typedef block_layout<F> l;
     const uint32_t ns[4] = {r.n.x, r.n.y, r.n.z, r.n.w}, cs[4] = {r.c.x, r.c.y, r.c.z, r.c.w};
@@ -941,7 +982,7 @@ template <int F> DEV uint32_t decode_code(const raw<F> &r, int i) {
     }
     uint32_t q = 0;
     if constexpr (l::n != 0) q = (i < 4 ? n : n >> 4) & 0x0f0f0f0fu;
-    if constexpr (l::c != 0) { // at bit 4, or 0 where there is no N
+    if constexpr (l::c != 0) { // to bit 4, or to bit 0 where there is no plane N
         const int at = 2 * (i & 3), to = l::n != 0 ? 4 : 0;
         const uint32_t c = cs[i >> 2];
         q |= (at < to ? c << (to - at) : c >> (at - to)) & 0x03030303u << to;
@@ -953,8 +994,8 @@ template <int F> DEV uint32_t decode_code(const raw<F> &r, int i) {
     return q;
 }
 
-// value = d sc[g] (q - offset) - dmin mn[g], g = element / 16; the integers are 1 where a format
-// has none, and equal where it has no halves. dmin is 0 without a min.
+// value = d sc[g] (q - offset) - dmin mn[g] with g = element / 16. The integers are 1 in formats
+// that have none, and equal in formats without halves. dmin is 0 in formats without a min.
 struct block_factors {
     float d, dmin;
     int32_t sc[2], mn[2];
@@ -1008,13 +1049,16 @@ struct unit {
     uint32_t q[8];
     float scale[2], min[2];
 };
-template <int F> DEV float unit_scale(const block_factors &f, int g) { return f.d * (float)f.sc[g]; }
+template <int F> DEV float unit_scale(const block_factors &f, int g) {
+    return f.d * (float)f.sc[g];
+}
 template <int F> DEV float unit_min(const block_factors &f, int g) {
     if (block_layout<F>::has_min) return f.dmin * (float)f.mn[g];
     return (float)block_layout<F>::offset * unit_scale<F>(f, g);
 }
 
-// Of the MXFP6 formats, q are the 6-bit codes and scale is 2^(e - 127): decode_word has the values.
+// In the MXFP6 formats q are the 6-bit codes and scale is 2^(e - 127); decode_word makes values of
+// them.
 template <int F, typename I> DEV unit decode_raw(const raw<F> &r, I at) {
     const block_factors f = decode_factors<F>(r, at);
     unit u;
@@ -1028,14 +1072,14 @@ template <int F, typename I> DEV unit decode_raw(const raw<F> &r, I at) {
     return u;
 }
 
-// Two 6-bit codes, in bytes 0 and 2, as F16: the exponent lies at F16's, 14 (E2M3) or 12 (E3M2) too
-// low, and subnormals stay exact.
+// Two 6-bit codes, in bytes 0 and 2, as two F16. The bits are moved to the places of F16's exponent
+// and mantissa, so the values are 2^14 (E2M3) or 2^12 (E3M2) too small. Subnormals stay exact.
 template <int F> DEV f16x2 mxfp6_halves(uint32_t codes) {
     const int up = F == ROCQ_MXFP6_E2M3 ? 7 : 8;
     return bits<f16x2>((codes << up & 0x001f001fu << up) | (codes << 10 & 0x80008000u));
 }
 
-// Elements 4 i to 4 i + 3, with the bits that the CPU backend gives them.
+// The values of elements 4 i to 4 i + 3, with the bits that the CPU backend gives them.
 template <int F> DEV void decode_word(const unit &u, int i, float v[4]) {
     typedef block_layout<F> l;
     const uint32_t q = u.q[i];
@@ -1045,7 +1089,7 @@ template <int F> DEV void decode_word(const unit &u, int i, float v[4]) {
         const f16x2 even = mxfp6_halves<F>(q & 0x00ff00ffu);
         const f16x2 odd = mxfp6_halves<F>(q >> 8 & 0x00ff00ffu);
         const f16 h[4] = {even.x, odd.x, even.y, odd.y};
-        // + 0: -0 decodes as +0
+        // adding 0 turns -0 into +0, as on the CPU
         for (int b = 0; b < 4; b++) v[b] = fmaf((float)h[b], up, 0.0f) * scale;
     } else {
 #pragma unroll
@@ -1059,7 +1103,7 @@ template <int F> DEV void decode_word(const unit &u, int i, float v[4]) {
     }
 }
 
-// The values of one word of codes, q = word i of a unit, where i need not be constant.
+// The values of one word of codes: q is word i of a unit. i need not be a constant.
 template <int F> DEV void decode_quad(uint32_t q, const block_factors &f, int i, float v[4]) {
     block_factors half = f;
     half.sc[0] = i < 4 ? f.sc[0] : f.sc[1];
@@ -1071,7 +1115,7 @@ template <int F> DEV void decode_quad(uint32_t q, const block_factors &f, int i,
     decode_word<F>(one, 0, v);
 }
 
-// Plain formats: a piece is 16 bytes, 4 (F32) or 8 elements. Of block formats it is a unit.
+// Elements of a piece (16 bytes) of a plain format. Block formats have units in its place.
 template <int F> DEV constexpr int piece_elems() {
     return F == ROCQ_F32 ? 4 : is_plain<F>() ? 8 : 32;
 }
@@ -1091,8 +1135,9 @@ template <int F> DEV void decode_piece(const u32x4 &piece, int i, float v[4]) {
 }
 
 // -- the GGUF layout --
-// Blocks as they lie in the file, read with nothing wider than their alignment warrants: 2 bytes, 1
-// for the MX formats. gfx11 reads at any address, and its compiler joins neighbouring loads.
+// Blocks as they are stored in the file. Their alignment is 2 bytes, or 1 in the MX formats, so the
+// source has no wider loads; the compiler for gfx11, which can load from any address, joins
+// neighbouring ones.
 
 template <int F> struct gguf_block;
 #define ROCQ_X(NAME, name, id, n_elems, n_bytes)  \
@@ -1133,16 +1178,16 @@ DEV uint32_t load_by1(const void *p) {
            (uint32_t)gload(b + 3) << 24;
 }
 
-// Bits 0-3 of x as bit 0 of bytes 0-3.
+// Bits 0-3 of x, each moved to bit 0 of one of the four bytes.
 DEV uint32_t spread_bits(uint32_t x) { return (x & 15u) * 0x00204081u & 0x01010101u; }
 
-// The low nibbles of bytes 0-3 of x, whose high ones are 0, as bits 0-15.
+// The low nibbles of bytes 0-3 of x, side by side in bits 0-15. The high nibbles of x have to be 0.
 DEV uint32_t join_nibbles(uint32_t x) {
     x = (x | x >> 4) & 0x00ff00ffu;
     return (x | x >> 8) & 0xffffu;
 }
 
-// Codes as stored of elements 4 i to 4 i + 3 of unit u (32 elements) of a block, a byte each.
+// The stored codes of elements 4 i to 4 i + 3 of unit u of a block, a byte each.
 template <int F> DEV uint32_t gguf_codes(const char *block, int u, int i) {
     const typename gguf_block<F>::type *any = (const typename gguf_block<F>::type *)block;
     switch (F) {
@@ -1207,8 +1252,8 @@ template <int F> DEV uint32_t gguf_codes(const char *block, int u, int i) {
     }
 }
 
-// The scale fields of unit u of a block as the planar layout has them: s, t and d of load_raw. The
-// rest of the result is 0.
+// The scales of unit u of a block in the form of the planar layout: s, t and d as load_raw gives
+// them. The other members are 0.
 template <int F> DEV raw<F> gguf_scales(const char *block, int u) {
     raw<F> r = {};
     switch (F) {
@@ -1225,8 +1270,9 @@ template <int F> DEV raw<F> gguf_scales(const char *block, int u) {
         // Bits 0-3 of sc[2 u] and sc[2 u + 1] are nibbles u / 4 of two bytes.
         const uint32_t low = gload((const uint16_t *)b->scales + (u & 3)) >> 4 * (u >> 2) & 0x0f0fu;
         r.s = (low | low >> 4) & 255u;
-        // Bits 4-5 of sc[g]: the block has them at bit 8 (g % 4) + 2 (g / 4), the plane at bit 2 g: a
-        // 4 by 4 matrix of two-bit numbers is transposed, by two swaps of halves.
+        // Bits 4-5 of sc[g] are at bit 8 (g % 4) + 2 (g / 4) of the block's word and at bit 2 g of
+        // the plane's. That is the transpose of a 4 by 4 matrix of two-bit numbers; two exchanges
+        // do it.
         r.t = load_by2(b->scales + 8);
         const uint32_t near = (r.t ^ r.t >> 6) & 0x00cc00ccu;
         r.t ^= near ^ near << 6;
@@ -1236,10 +1282,10 @@ template <int F> DEV raw<F> gguf_scales(const char *block, int u) {
         break;
     }
     case ROCQ_Q4_K:
-    case ROCQ_Q5_K: { // both begin alike
+    case ROCQ_Q5_K: { // its block has the same fields up to the scales
         const rocq_block_q4_K *b = (const rocq_block_q4_K *)(const void *)block;
-        // Byte g % 4 of sc and mn: bits 0-5 are those of sc[g] and mn[g] for g < 4, bits 6-7 are
-        // bits 4-5 of those for g >= 4, whose bits 0-3 are in low.
+        // For g < 4 all 6 bits of sc[g] and mn[g] are in byte g of sc and mn. For g >= 4 bits 4-5
+        // are the upper two of byte g - 4 there, and bits 0-3 are the nibbles of byte g - 4 of low.
         const uint32_t sc = load_by2(b->scales), mn = load_by2(b->scales + 4);
         const uint32_t low = load_by2(b->scales + 8), two = 0x03030303u;
         const uint32_t hi0 = (sc >> 4 & two) | (mn >> 4 & two) << 2;
@@ -1266,9 +1312,9 @@ template <int F> DEV raw<F> gguf_scales(const char *block, int u) {
     return r;
 }
 
-// All of unit u of a block as the planar layout has it. The codes are first spread to a byte each,
-// which all formats can do, and then joined into the nibbles, pairs and bits of the planes:
-// decode_code in reverse.
+// Unit u of a block in the form of the planar layout. gguf_codes spreads the codes to a byte each,
+// the one form that all formats share; here they are joined to the nibbles, bit pairs and bits of
+// the planes, which is the reverse of decode_code.
 template <int F> DEV raw<F> gguf_raw(const char *block, int u) {
     typedef block_layout<F> l;
     raw<F> r = gguf_scales<F>(block, u);
@@ -1314,8 +1360,8 @@ template <int F> DEV void gguf_values(const char *row, int64_t k, float v[4]) {
 // ---------------------------------------------------------------------------------------------
 // >>quantize: encoders of Q8_0 and Q4_0 blocks, and of planar Q8_0
 // ---------------------------------------------------------------------------------------------
-// A unit of 32 lies in 8 neighbouring lanes: lane % 8 == i holds elements 4 i to 4 i + 3. All lanes
-// of a wave must come; live says whether the unit exists.
+// 8 neighbouring lanes hold a unit: the lane with lane % 8 == i has elements 4 i to 4 i + 3. The
+// lanes exchange values, so all lanes of the wave have to call; live says whether the unit exists.
 
 DEV float oct_max(float x) {
     x = fmaxf(x, wave_xor<1>(x));
@@ -1331,7 +1377,7 @@ DEV uint32_t oct_max(uint32_t x) {
     return y > x ? y : x;
 }
 
-// What a scale field can hold, as in rocq__f16_limit.
+// The nearest value that a scale in F16 can hold and that is finite, as in rocq__f16_limit.
 DEV float f16_limit(float v) { return v >= 65520.0f ? 65504.0f : v <= -65520.0f ? -65504.0f : v; }
 
 DEV void store_by2(void *p, uint32_t v) {
@@ -1339,14 +1385,14 @@ DEV void store_by2(void *p, uint32_t v) {
     gstore((uint16_t *)p + 1, v >> 16);
 }
 
-// ggml's reference bytes (see rocq__encode_plain): 127 is the largest magnitude, halves round away
-// from 0, NaN becomes -128.
+// The bytes of ggml's reference encoder (see rocq__encode_plain): the element of largest magnitude
+// gets the code 127 or -127, a half is rounded away from 0, and NaN becomes -128.
 DEV void put_q8_0(char *block, int i, bool live, const float *v) {
     float top = 0.0f;
 #pragma unroll
     for (int e = 0; e < 4; e++) top = fmaxf(top, fabsf(v[e]));
     const float d = f16_limit(oct_max(top) / 127.0f), inverse = d != 0.0f ? 1.0f / d : 0.0f;
-    const bool none = inverse > 3.40282347e+38f; // d is so small that it is stored as 0
+    const bool none = inverse > 3.40282347e+38f; // d is so small that F16 stores it as 0
     uint32_t codes = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
@@ -1362,9 +1408,9 @@ DEV void put_q8_0(char *block, int i, bool live, const float *v) {
     store_by2(block + 2 + 4 * i, codes);
 }
 
-// As above: the element of largest magnitude, the first of equals, takes level -8. Magnitudes
-// compare as integers: clang 19 drops the fabsf of fabsf(x != 0 ? x : 0), which a search from 0
-// begins with.
+// Likewise, but the element of largest magnitude, the first one of equals, gets level -8.
+// Magnitudes are compared as integers because clang 19 drops the fabsf of fabsf(x != 0 ? x : 0),
+// which is the first step of a search that begins with 0.
 DEV float farther(float x, float y) { // x when equal or when y is NaN
     const uint32_t mx = bits<uint32_t>(x) & 0x7fffffffu, my = bits<uint32_t>(y) & 0x7fffffffu;
     return my > mx && my <= 0x7f800000u ? y : x;
@@ -1393,10 +1439,10 @@ DEV void put_q4_0(char *block, int i, bool live, const float *v) {
     if (i < 4) store_by2(block + 2 + 4 * i, codes | upper << 4);
 }
 
-// Unit `unit` of a planar Q8_0 tensor of n units: x of an INT8 product. As rocq__quantize_32, but d
-// is the next F16 upwards, so that codes stay within -127 to 127; past F16's range they are
-// clipped.
-// A block with a NaN or an infinity has d NaN, one that is all but 0 has d 0.
+// Unit `unit` of a planar Q8_0 tensor of n units, which is x of an INT8 product. It is encoded as
+// by rocq__quantize_32, except that d is rounded up to the next F16, so that no code exceeds 127 in
+// magnitude. Where d would exceed F16's range the codes are clipped. A unit with a NaN or an
+// infinity gets d NaN, and one whose largest magnitude is below 2^-100 gets d 0.
 struct q8_block { uint16_t d; float inverse; };
 DEV q8_block q8_block_of(uint32_t top) { // bits of the largest magnitude, NaN on top
     const float amax = bits<float>(top);
@@ -1432,25 +1478,28 @@ DEV void put_q8_0_planar(void *base, int64_t n, int64_t unit, int i, bool live, 
 }
 
 // -- quads --
-// Four neighbouring elements of a row, 16 bytes of F32. Rows of F32, F16 and BF16 are wide when all
-// their quads are whole and aligned; others go element by element.
+// A quad is four neighbouring elements of a row, 16 bytes in F32. A tensor of F32, F16 or BF16 is
+// wide if all its quads are whole and aligned, and so can be loaded at once; others go element by
+// element.
 
 DEV uint32_t rows_of(const rocq_k_tensor &t) {
     return (uint32_t)t.ne[1] * (uint32_t)t.ne[2] * (uint32_t)t.ne[3];
 }
-DEV uint64_t alignment_bits(const rocq_k_tensor &t) { // no bit below the alignment of every row
+// Every row is aligned to the lowest bit that is set here.
+DEV uint64_t alignment_bits(const rocq_k_tensor &t) {
     return (uint64_t)(uintptr_t)t.data | (uint64_t)t.stride[0] | (uint64_t)t.stride[1] |
            (uint64_t)t.stride[2];
 }
 DEV bool is_wide(const rocq_k_tensor &t) {
     return ((t.ne[0] & 3) | (int)(alignment_bits(t) & (t.format == ROCQ_F32 ? 15u : 7u))) == 0;
 }
-// Elements of the quad at k of a row of n that exist.
+// How many elements of the quad at k exist in a row of n.
 DEV int quad_count(int64_t n, int64_t k) { return n - k < 4 ? n > k ? (int)(n - k) : 0 : 4; }
 
-// Writes elements k to k + count - 1 to a row of y, which is row number r of it. Formats: F32 F16
-// BF16, raw Q8_0 and Q4_0, planar Q8_0. All lanes of a wave must come, with count 0 where there is
-// nothing to write, and of block formats lane % 8 == k / 4 % 8.
+// Writes elements k to k + count - 1 of a row of y; r is the row's number in all of y. Formats:
+// F32, F16, BF16, Q8_0 and Q4_0 in the GGUF layout, planar Q8_0. All lanes of the wave have to
+// call, with count 0 where there is nothing to write, and for block formats with lane % 8 == k / 4
+// % 8.
 DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t k, int count,
               const float v[4]) {
     const int i = (int)(k >> 2) & 7;
@@ -1480,18 +1529,18 @@ DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t 
 }
 
 // -- repack --
-// dst = src with the bits of every block sorted into planes (the picture stands in rocq.h,
-// >>kernels).
+// dst = src in the planar layout, which is drawn in rocq.h (>>kernels).
 //
 //   src   GGUF layout, any of the 15 block formats, rows at any stride
-//   dst   planar, 16-byte aligned; src's units become units unit0 and up of n_units
+//   dst   planar, 16-byte aligned; src's units become units unit0 and up of its n_units units
 //
-// A thread takes a unit of 32 weights, neighbouring threads neighbouring units (gguf_raw). Stores of
-// codes are 16, 8 and 4 bytes a lane and contiguous over the wave; the scales of a superblock are
-// stored by the lane of its first unit.
-// Geometry: 256 threads, a block for 256 units of src, the last one in part; fewer than 2^32 units.
-// Bytes: reads and writes the tensor once. Blocks are read 2 bytes at a time (MX formats 1), since
-// blocks of 18 bytes have no better alignment; lanes of a wave share the cache lines.
+// Neighbouring threads take neighbouring units (gguf_raw). Codes are stored with 16, 8 and 4 bytes
+// a lane, contiguous over the wave; the scales of a superblock are stored by the lane of its first
+// unit.
+// Geometry: 256 threads; a block takes 256 units of src, the last block fewer; less than 2^32
+// units.
+// Bytes: reads and writes the tensor once. Blocks of 18 bytes are aligned to 2 bytes only, so a
+// load is of 2 bytes (1 in the MX formats); the lanes of a wave share the cache lines.
 
 template <int F>
 DEV void repack_unit(const char *row, uint32_t column, const rocq_k_repack_args &a, int64_t unit) {
@@ -1522,8 +1571,9 @@ KERNEL(repack, rocq_k_repack_args, 256) {
 
 // -- the epilogue of matvec and matmul --
 
-// What a sum goes through on its way to y, as rocq_k_epilogue has it. bias(), gate() and residual()
-// give the operands of this element and are called only where there are any. v2 is the sum of w2.
+// What a sum goes through on its way to y: the operations of rocq_k_epilogue. bias(), gate() and
+// residual() return the operands of this element and are called only if the product has them. v2 is
+// the sum of w2, which the result is multiplied by if there is a w2.
 struct epilogue {
     int32_t activation;
     float softcap;
@@ -1550,28 +1600,31 @@ DEV float epilogue_apply(const epilogue &e, float v, float v2, B bias, G gate, R
 //        x + (x_column0 + c) x_stride
 //   y    column c is dimension 1; F32, F16, or Q8_0 (raw; or planar: columns x_column0 and up)
 //
-// A wave takes ROCQ_K_MATVEC_ROWS rows of w through K together; a lane owns every 32nd unit of 32
-// weights of each (plain formats: every 32nd piece of 16 bytes), so the wave reads 512 contiguous
-// bytes of each row's widest plane in one load a lane. As soon as a unit is taken apart its
-// registers receive the lane's next one, so all four rows' loads are nearly always in flight: 2 KB
-// a wave with codes alone. What belongs to x, its load, its sums and its scale, is shared by the
-// rows; what belongs to w, its load and its unpacking, by the columns. k_waves waves share a row
-// group, each with every k_waves-th step of K: more bytes in flight where M is too small to fill
-// the chip. A unit's product is an exact integer; it enters the lane's F32 sum by one fused
-// multiply-add, two with a min. Lanes are added by DPP, halving the sums a lane holds as long as it
-// holds several; waves and w2 meet in LDS, and then a thread takes one y through the epilogue. w2
-// is a second pass over K by the same wave.
+// A wave takes ROCQ_K_MATVEC_ROWS rows of w through K together. Of each row a lane takes every 32nd
+// unit (plain formats: every 32nd piece), so with one load a lane the wave reads 512 contiguous
+// bytes of the row's widest plane. As soon as a unit is decoded its registers receive the lane's
+// next unit, so the loads of all four rows are nearly always in flight: 2 KB a wave, counting codes
+// alone. The load of x, its sums and its scale are shared by the rows; the load of w and its
+// decoding are shared by the columns. k_waves waves share a group of rows, each with every
+// k_waves-th step of K, which gives more bytes in flight where M is too small to fill the chip. The
+// product of two units is an exact integer; it is added to the lane's F32 sum by one fused
+// multiply-add, two if there is a min. At the end the lanes' sums are added by DPP (wave_sums),
+// those of the waves and of w2 through LDS, and then each thread takes one y through the epilogue.
+// w2 is a second pass over K by the same wave.
 //
-// Geometry: blocks of 256 threads, 8 waves; a block owns 32 / k_waves rows of one part. Parts are
-// laid end to end (block_begin). LDS: 256 N bytes. Rows past m repeat row m - 1, columns past n
-// column n - 1, and are not stored; lanes past the end of K load its last unit and add nothing.
-// Assumes planar tensors aligned to 16 bytes. y in Q8_0 needs the 32 rows of its units in one
-// block: k_waves = 1 and m a multiple of 32.
-// Bytes: w once from memory, x once a wave from the caches. VALU per 32 weights of Q4_0, n = 1: 12
-// unpacking, 8 dot4 and 4 others, and 8 dot4 and 13 others that the four rows share.
+// Geometry: blocks of 256 threads, 8 waves; a block has 32 / k_waves rows of one part. The blocks
+// of a part follow those of the part before (block_begin). LDS: 256 N bytes. Rows past m repeat row
+// m - 1 and columns past n repeat column n - 1; they are not stored. Lanes past the end of K load
+// its last unit and add nothing. Assumes planar tensors aligned to 16 bytes. y in Q8_0 needs the 32
+// rows of a unit in one block: k_waves = 1 and m a multiple of 32.
+// Bytes: w once from memory, x once a wave from the caches. VALU instructions per 32 weights of
+// Q4_0 with n = 1: 12 to decode, 8 dot4 and 4 others, and 8 dot4 and 13 others that the four rows
+// share.
 
-// Sums of V values over the 32 lanes. Lane l gets value l % V: as long as there are several, a lane
-// passes on the half that is not its own. mask: lanes to meet next.
+// Sums of V values over the 32 lanes; lane l gets the sum of value l % V. As long as a lane has
+// several values, it keeps one half of them, gives the other half to lane ^ mask, and adds what it
+// is given; so each step halves the number of values. Once there is one, the rest is a plain sum
+// over the lanes.
 template <int V, int mask> DEV float wave_sums(const float *v) {
     if constexpr (mask == 32) {
         return v[0];
@@ -1590,15 +1643,16 @@ template <int V, int mask> DEV float wave_sums(const float *v) {
     }
 }
 
-// The product of 24-bit integers, full rate on gfx11.
+// The product of 24-bit integers, which gfx11 computes at full rate.
 DEV int mul24(int a, int b) {
     return ((int)((uint32_t)a << 8) >> 8) * ((int)((uint32_t)b << 8) >> 8);
 }
 
-// Where a wave works: rows of a part, in units or pieces, and the share of K.
+// What a wave works on: its rows of w, and which units (plain formats: pieces) of a row a lane
+// takes.
 struct matvec_work {
     int64_t row[ROCQ_K_MATVEC_ROWS];
-    uint32_t first, step, count; // a lane's first unit, to its next, and units of a row
+    uint32_t first, step, count; // a lane's first unit, the distance to its next, units of a row
 };
 
 struct matvec_x {
@@ -1619,7 +1673,7 @@ template <int F> DEV void matvec_x_sums(matvec_x &x) {
     }
 }
 
-// Adds a unit's product to sum.
+// sum plus the product of a unit of w and one of x.
 template <int F> DEV float matvec_add(float sum, const uint32_t q[8], const block_factors &f,
                                       const matvec_x &x) {
     typedef block_layout<F> l;
@@ -1636,7 +1690,7 @@ template <int F> DEV float matvec_add(float sum, const uint32_t q[8], const bloc
             const int mins = mul24(x.sum[0], f.mn[0]) + mul24(x.sum[1], f.mn[1]);
             sum = fmaf(-f.dmin * x.d, (float)mins, sum);
         }
-    } else { // sum[1] is of all 32
+    } else { // without halves x.sum[1] is the sum of all 32 codes
         int dot = l::offset ? -l::offset * x.sum[1] : 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) dot = dot4((int)q[i], (int)x.q[i], dot);
@@ -1646,8 +1700,9 @@ template <int F> DEV float matvec_add(float sum, const uint32_t q[8], const bloc
     return sum;
 }
 
-// The units of a wave's rows. Where scalar registers are short, because of many planes or columns,
-// the rows share the first one's addresses and differ in a lane's 32-bit offset.
+// Where a wave's rows are. Formats with many planes, or many columns, would need too many scalar
+// registers for the addresses of each row; then all rows use the addresses of the first one
+// (SHARED) with 32-bit offsets in units.
 template <int F, bool SHARED> struct matvec_rows {
     planes<F> row[SHARED ? 1 : ROCQ_K_MATVEC_ROWS];
     uint32_t offset[ROCQ_K_MATVEC_ROWS];
@@ -1682,8 +1737,8 @@ template <int F> DEV matvec_x matvec_x_of(const raw<ROCQ_Q8_0> &r) {
     return x;
 }
 
-// A unit of w, taken apart. Without halves, d and dmin are multiplied by their integers here, once
-// for all columns.
+// A decoded unit of w. In formats without halves d and dmin are multiplied by their integers here,
+// once for all columns.
 template <int F> struct matvec_unit {
     uint32_t q[8];
     block_factors f;
@@ -1700,8 +1755,9 @@ template <int F> DEV matvec_unit<F> matvec_unit_of(const raw<F> &r, uint32_t at)
     return u;
 }
 
-// sums[ROWS c + r] of the lane, of row r and column c. Loads return in order, so those of x go out
-// ahead of those of w that are needed later.
+// Adds to the lane's sums; sums[ROWS c + r] is of row r and column c. Loads return in the order in
+// which they are issued, so the loads of x are issued before those loads of w that are needed
+// later.
 template <int F, int N>
 DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_units,
                           const matvec_work &work, float *sums) {
@@ -1715,7 +1771,7 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
     for (int c = 0; c < N; c++) column[c] = (uint32_t)((c < a.n ? c : a.n - 1) * units);
     const uint32_t last = work.count - 1;
     uint32_t at = work.first;
-    computed(at); // the first addresses would take registers throughout
+    computed(at); // else the addresses of the first loads stay in registers throughout
     uint32_t next = at < last ? at : last;
     raw<ROCQ_Q8_0> r_x = load_raw<ROCQ_Q8_0>(x0, column[0] + next);
     raw<F> r_w[ROWS];
@@ -1751,7 +1807,7 @@ DEV const char *matvec_column(const rocq_k_matvec_args &a, int c) {
     return (const char *)((const float *)a.x + at * a.x_stride);
 }
 
-// Four values of the columns of F32 x, times v of the rows.
+// Adds the products of four values of each row, v, with the same four of each column of F32 x.
 template <int N>
 DEV void matvec_f32_add(float *sums, const char *const column[N], uint32_t offset,
                         const float (&v)[ROCQ_K_MATVEC_ROWS][4]) {
@@ -1772,9 +1828,10 @@ DEV void matvec_f32_add(float *sums, const char *const column[N], uint32_t offse
     }
 }
 
-// The same from values in F32, w's with the bits that they have on the CPU. Block formats: a unit
-// in four parts of 8 weights, in a loop that moves the codes down, since 8 columns of a whole unit
-// are a thousand instructions.
+// As matvec_int8_sums, but with products in F32, for block formats; the values of w have the bits
+// that they have on the CPU. A unit is multiplied in four quarters of 8 weights. They are a loop
+// that shifts the codes down, because unrolled a unit and 8 columns would be a thousand
+// instructions.
 template <int F, int N>
 DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_units,
                          const matvec_work &work, float *sums) {
@@ -1786,7 +1843,7 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
     const matvec_rows<F, SHARED> rows = matvec_rows_of<F, SHARED>(w, n_units, units, work);
     const uint32_t last = work.count - 1;
     uint32_t at = work.first;
-    computed(at); // the first addresses would take registers throughout
+    computed(at); // else the addresses of the first loads stay in registers throughout
     uint32_t next = at < last ? at : last;
     raw<F> r_w[ROWS];
 #pragma unroll
@@ -1822,8 +1879,8 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
     }
 }
 
-// F32, F16 and BF16 rows: pieces of 16 bytes, or elements where a row is not a whole number of
-// pieces or not aligned.
+// As matvec_f32_sums, for F32, F16 and BF16. It goes by pieces, or by elements where a row is not a
+// whole number of pieces or not aligned.
 template <int F, int N>
 DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const matvec_work &work,
                            float *sums) {
@@ -1833,8 +1890,8 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
     for (int c = 0; c < N; c++) column[c] = matvec_column(a, c);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        // Elements are counted, not bytes: a 64-bit product with k times 2 or 4 would be computed in
-        // vector registers instead of scalar ones.
+        // Elements are counted, not bytes: a 64-bit product with k times 2 or 4 would be computed
+        // in vector registers instead of scalar ones.
         const int64_t first = work.row[r] * a.k;
         if (SIZE == 2) row[r] = (const char *)((const uint16_t *)w + first);
         else row[r] = (const char *)((const uint32_t *)w + first);
@@ -1858,7 +1915,7 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
     }
     const uint32_t count = (uint32_t)a.k / ELEMS, last = count - 1;
     uint32_t at = work.first;
-    computed(at); // the first addresses would take registers throughout
+    computed(at); // else the addresses of the first loads stay in registers throughout
     uint32_t next = at < last ? at : last;
     u32x4 r_w[ROWS];
 #pragma unroll
@@ -1884,7 +1941,8 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
     }
 }
 
-// Rows row and up of a part, by one wave; its sums go to out[pass][ROWS c + r], pass 1 being w2's.
+// One wave's share of a part: ROWS rows from `row` on. The sums go to out[pass][ROWS c + r]; pass 0
+// is w and pass 1 is w2.
 template <int F, int N, bool INT8>
 DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
                          int k_wave, float *out) {
@@ -1910,11 +1968,12 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
     }
 }
 
-// Each thread finishes one y: this is all that it needs besides the sums. It is read before the
-// barrier, so that loads of bias, gate and residual are under way while other waves finish.
+// Each thread finishes one y. This is all that it needs besides the sums. It is loaded before the
+// barrier, so that the loads of bias, gate and residual are in flight while other waves still
+// multiply.
 struct matvec_tail {
-    int r, c;  // row, from the block's first one on, and column
-    bool live; // there is such a y
+    int r, c;  // row, counted from the block's first one, and column
+    bool live; // this y exists
     int m, k_shift;
     char *y;
     int64_t y_stride;
@@ -1963,7 +2022,8 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int part, int first
     return t;
 }
 
-// Where the sums of a thread's y begin in LDS: one for each wave that shares the row, a slot apart.
+// Where the first sum of a thread's y is in LDS. Each wave that shares the row has one; they are
+// SLOT floats apart.
 template <int N> DEV int matvec_slot(const matvec_tail &t) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
     return (t.r / ROWS << t.k_shift) * SLOT + t.c * ROWS + t.r % ROWS;
@@ -2005,20 +2065,22 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
     }
 }
 
-// A block's work. F: the one format of all parts, or MATVEC_MIXED: each part has its own.
+// What a block does. F: the format of all parts, or MATVEC_MIXED where each part has its own.
 //
-// The args are in no cache yet, so on gfx11 they are read in as few dependent steps as possible: what
-// precedes the parts, together with part 0; then, for a block of another part, that part. y_format and
-// activation are read with them only to bring their cache lines, those of the epilogue, into the scalar
-// cache before the end of the loop. On NVIDIA args are in constant memory, which needs none of this, and
-// nvcc reads a field again rather than keep it in a register.
+// When a launch begins its args are in no cache, so every load that depends on another one costs a
+// trip to memory. On gfx11 they are therefore loaded in as few dependent steps as possible: the
+// fields before the parts together with part 0, and then, if the block belongs to another part,
+// that part. y_format and activation are in the batch only to bring their cache lines, which hold
+// what the epilogue needs, into the scalar cache before the loop ends. On NVIDIA args are in
+// constant memory, which needs none of this, and nvcc loads a field again rather than keep it in a
+// register.
 enum { MATVEC_MIXED = -1 };
 template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_args &a) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
     uint32_t block = a.common.block0, begin = 0;
     int part = 0;
-#if defined(__CUDACC__) // a loop, so that nvcc finds the part in its uniform registers
+#if defined(__CUDACC__) // as a loop: then nvcc keeps the part in its uniform registers
     block += block_index();
     while (part < ROCQ_K_MATVEC_PARTS - 1 && block >= a.block_begin[part + 1]) {
         begin = a.block_begin[++part];
@@ -2043,7 +2105,7 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
         read_together(own.y_format, own.activation, p.w, p.w2, p.n_units, p.row0, p.m, p.format);
     }
 #endif
-    const int wave = wave_read(wave_index(), 0); // uniform: addresses of rows stay scalar
+    const int wave = wave_read(wave_index(), 0); // known to be uniform: row addresses are scalar
     const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> a.k_shift);
     const int row = first_row + (wave >> a.k_shift) * ROWS, k_wave = wave & ((1 << a.k_shift) - 1);
     float *out = sums + wave * ROWS * N;
@@ -2068,8 +2130,9 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
     else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
 }
 
-// Waves a SIMD that the registers leave room for: as many as NVIDIA's compiler finds registers for
-// without spilling in the loop (8 waves: 64 a thread); on gfx11 all kernels stay well below.
+// The occupancy in waves a SIMD that the compiler has to allow for. It is the most for which
+// NVIDIA's compiler does not spill in the loop (8 waves: 64 registers a thread); on gfx11 all
+// kernels need far fewer registers than it permits.
 constexpr int matvec_waves(int format, int n, bool int8) {
     const bool plain = format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
     if (!int8 && !plain) return n == 1 ? 4 : 2;
@@ -2102,41 +2165,44 @@ ROCQ_K_PLAIN_FORMATS(ROCQ_X_PLAIN, ROCQ_X)
 // >>matmul
 // ---------------------------------------------------------------------------------------------
 // y[m, n] = epilogue(sum over k of w[k, m] x[k, n]) for more columns n than a matvec takes: the
-// product of prompts. A block owns a tile of y and goes through K in steps: w is decoded and x
-// copied into LDS, from where the waves multiply, while the next step's bytes, not yet decoded, are
-// on their way into registers.
+// product of prompts. A block computes a tile of y and goes through K in steps. In a step w is
+// decoded and x copied into LDS, and the waves multiply from there; meanwhile the next step's
+// bytes, not yet decoded, are prefetched into registers.
 //
-//   w    planar [K, M, ..], or plain F32, F16 or BF16 of any K; matrices follow each other
+//   w    planar [K, M, ..], or plain F32, F16 or BF16 of any K; no gaps between its matrices
 //   x    column c of batch z is column z n + c: F16 or F32 with x_stride elements from column to
 //        column, or planar Q8_0. F16 and F32 columns begin at multiples of 16 bytes and can be read
 //        up to the next such multiple past K; what lies there has no effect
 //   y    F32 or F16, likewise gate and residual, any strides; y may be gate or residual
 //
-// Geometry: blockIdx.x (+ block0) counts tiles_m tiles_n tiles, once for each of n_splits parts of
-// K, blockIdx.z batches of x. A tile alone goes through K no faster than its loads come back, so
-// where there are fewer tiles than the chip holds blocks, several blocks share the K of each: they
-// leave their sums in work, and matmul_merge, a second launch, adds them. Tiles are ROCQ_K_MATMUL_M
-// rows by ROCQ_K_MATMUL_F16_N, _F16_N_FEW, _INT8_N or _F32_N columns; 128 threads, matmul_f32 256.
-// Rows past M are row M - 1, columns past N column N - 1, and are not stored. Sums run over K in one
-// order, whatever n and the tile are; those of parts, each of whole steps, are added in their order.
-// Numbers of units and offsets within a tile are 32-bit: 128 rows of w and 128 columns of x are less
-// than 4 GB each.
+// Geometry: blockIdx.x (+ block0) counts the tiles_m tiles_n tiles, once for each of n_splits
+// splits of K; blockIdx.z counts the batches of x. One tile goes through K no faster than the
+// latency of its loads permits. So where there are fewer tiles than the chip holds blocks, several
+// blocks split the K of each: they leave their sums in work, and matmul_merge, a second launch,
+// adds them up. Tiles are ROCQ_K_MATMUL_M rows by ROCQ_K_MATMUL_F16_N, _F16_N_FEW, _INT8_N or
+// _F32_N columns; 128 threads, matmul_f32 256. Rows past M repeat row M - 1 and columns past N
+// repeat column N - 1; they are not stored. Sums run over K in the same order for any n and any
+// tile; the sums of splits, each of whole steps, are added in the order of the splits. Numbers of
+// units and offsets within a tile are 32-bit: 128 rows of w and 128 columns of x are less than 4 GB
+// each.
 
-// Where a block's tile lies. Blocks go through bands of MATMUL_BAND tiles of M, in a band through M
-// first: those that run at one time share rows of w and columns of x in L2 about equally.
+// Where a block's tile lies. Tiles are counted in bands of MATMUL_BAND tiles along M, and within a
+// band along M first: blocks that run at the same time then share both rows of w and columns of x
+// in L2.
 enum { MATMUL_BAND = 16 };
 struct matmul_place {
     int64_t m0, n0;     // first row and column
     int64_t w_row;      // row m0 in all of w
     int64_t x_column;   // column n0 in all of x
     int32_t i2, i3;     // batch
-    uint32_t split, begin, end; // its share of K: steps
+    uint32_t split, begin, end; // the split of K, and its steps
 };
 DEV matmul_place matmul_place_of(const rocq_k_matmul_args &a, int bm, int bn, uint32_t n_steps) {
     const uint32_t tiles_m = (uint32_t)a.tiles_m, tiles_n = (uint32_t)a.tiles_n;
     const uint32_t n_splits = (uint32_t)a.n_splits, z = block_index_z();
     const uint32_t block = a.common.block0 + block_index(), split = block / (tiles_m * tiles_n);
-    const uint32_t tile = block - split * (tiles_m * tiles_n), band = tile / (MATMUL_BAND * tiles_n);
+    const uint32_t tile = block - split * (tiles_m * tiles_n);
+    const uint32_t band = tile / (MATMUL_BAND * tiles_n);
     const uint32_t at = tile - band * (MATMUL_BAND * tiles_n), left = tiles_m - band * MATMUL_BAND;
     const uint32_t height = left < MATMUL_BAND ? left : MATMUL_BAND;
     matmul_place p;
@@ -2152,7 +2218,7 @@ DEV matmul_place matmul_place_of(const rocq_k_matmul_args &a, int bm, int bn, ui
     return p;
 }
 
-// The index of the wave, known to be uniform: what follows from it is scalar.
+// The index of the wave, which the compiler so knows to be uniform.
 DEV int matmul_wave() { return wave_read(wave_index(), 0); }
 
 template <int TM, int TN> DEV void matmul_clear(frag_c (&c)[TM][TN]) {
@@ -2166,17 +2232,17 @@ template <int TM, int TN> DEV void matmul_clear(frag_c (&c)[TM][TN]) {
     }
 }
 
-// Where the sums of a column's first part lie, the column counted through the batches; parts of it
-// are M apart.
+// Where work has the sums of a column's first split; those of the next split follow M floats
+// further on. The column is counted through all batches.
 DEV float *matmul_split_sums(const rocq_k_matmul_args &a, int64_t column) {
     return a.work + column * a.n_splits * a.m;
 }
 
-// Column n of y, rows m0 to m0 + 32 R - 1: a wave's work. sum(m, r) is that of row m = m0 + 32 r +
-// lane.
+// One wave finishes column n of y, rows m0 to m0 + 32 R - 1. sum(m, r) returns the sum of row
+// m = m0 + 32 r + lane.
 template <int R, typename S>
-DEV void matmul_put_column(const rocq_k_matmul_args &a, const matmul_place &at, int64_t m0, int64_t n,
-                       S sum) {
+DEV void matmul_put_column(const rocq_k_matmul_args &a, const matmul_place &at, int64_t m0,
+                           int64_t n, S sum) {
     const rocq_k_epilogue &from = a.epilogue;
     char *y = row_of(from.y, n, at.i2, at.i3);
     const char *gate = row_of(from.gate, n, at.i2, at.i3);
@@ -2195,10 +2261,10 @@ DEV void matmul_put_column(const rocq_k_matmul_args &a, const matmul_place &at, 
     }
 }
 
-// The same from sums in LDS; where K is split, they become a part, for matmul_merge.
+// The same with sums in LDS. Where K is split, they are stored in work for matmul_merge instead.
 template <int R>
-DEV void matmul_put_sums(const rocq_k_matmul_args &a, const matmul_place &at, const float *sums, int64_t m0,
-                     int64_t n) {
+DEV void matmul_put_sums(const rocq_k_matmul_args &a, const matmul_place &at, const float *sums,
+                         int64_t m0, int64_t n) {
     if (a.n_splits == 1) {
         matmul_put_column<R>(a, at, m0, n, [=](int64_t, int r) {
             return lget(sums + 32 * r + lane_index());
@@ -2213,10 +2279,10 @@ DEV void matmul_put_sums(const rocq_k_matmul_args &a, const matmul_place &at, co
     }
 }
 
-// matmul_merge: y = epilogue(parts, added in their order), of products whose K was split. A wave owns
-// 64 rows of a column and a lane every 32nd of them, so that parts and y are read and written in
-// whole lines; a block of 256 threads has 8 columns. No LDS. Bytes: every part once, from L2 or the
-// Infinity Cache, where it was written just now.
+// matmul_merge: y = epilogue(sum of the splits, added in their order). A wave takes 64 rows of a
+// column and a lane every 32nd of them, so that whole cache lines are read and written; a block of
+// 256 threads has 8 columns. No LDS. Bytes: the sums of every split once, from L2 or the Infinity
+// Cache, which they were just written to.
 KERNEL(matmul_merge, rocq_k_matmul_args, 256) {
     if (a.tiles_m == 0) return;
     const matmul_place at = matmul_place_of(a, ROCQ_K_MERGE_M, ROCQ_K_MERGE_N, 1);
@@ -2232,14 +2298,15 @@ KERNEL(matmul_merge, rocq_k_matmul_args, 256) {
     });
 }
 
-// The sums of a wave's 16 TM by 16 TN elements, from row m0 and column n0 on, become y. A fragment
-// has few rows of many columns, y has its rows side by side: 16 columns at a time pass through LDS,
-// so that a wave reads and writes runs of 32 rows. work: the block's, of matmul_pass_floats<TM> a wave;
-// two words of padding a column keep both sides free of bank conflicts. All waves must come.
+// Finishes a wave's 16 TM by 16 TN sums, from row m0 and column n0 on. A fragment has few rows of
+// many columns, while in memory the rows of a column are neighbours. So 16 columns at a time go
+// through LDS, after which a wave reads and writes runs of 32 rows. work: LDS,
+// matmul_pass_floats<TM> for each wave; two words of padding a column keep its writes and reads
+// free of bank conflicts. All waves have to call.
 template <int TM> DEV constexpr int matmul_pass_floats() { return 16 * (16 * TM + 2); }
 template <int TM, int TN>
-DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_place &at, const frag_c (&c)[TM][TN],
-                   float *work, int64_t m0, int64_t n0) {
+DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_place &at,
+                       const frag_c (&c)[TM][TN], float *work, int64_t m0, int64_t n0) {
     const int stride = 16 * TM + 2;
     work += matmul_wave() * matmul_pass_floats<TM>();
 #pragma unroll 1
@@ -2270,30 +2337,31 @@ DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_place &at, cons
 
 // matmul_f16: x in F16, w decoded to F16, products and sums on the matrix unit with F32 sums.
 //
-// A step is 64 of K. A thread decodes a unit of each of two rows of w, its neighbour the other unit of
-// both (plain formats: pieces of 16 bytes, 8 threads a row), and copies pieces of x, 8 threads a
-// column: x is read in whole lines, and a load of w touches no more lines than it must.
+// A step is 64 of K, two units a row. A thread decodes one unit of each of two rows of w and its
+// neighbour the other unit of both rows (plain formats: pieces, 8 threads a row), and copies pieces
+// of x, 8 threads a column. So x is read in whole cache lines, and a load of w touches no more
+// lines than it has to.
 // Tile of 128 columns: waves 2 by 2, each 64 by 64, so that 4 + 4 fragments feed 16 WMMA and LDS is
 // busy for a third of the time that the matrix units are; 128 sums a lane. Tile of 32 columns: the
-// waves lie one above the other, 32 by 32 each, and a unit is still decoded once; of a tile with up to
-// 16 columns only those are multiplied.
-// RDNA3 issues no WMMA while it decodes, but a weight is decoded once for all columns of a tile: 2
-// to 4 VALU operations beside 32 cycles of WMMA (128 columns) or 8 (32 columns).
+// waves are one above the other, each 32 by 32, so that a unit is still decoded only once; of a
+// tile with up to 16 columns only those are multiplied.
+// A SIMD of RDNA3 issues no WMMA while it decodes, but a weight is decoded once for all columns of
+// a tile: 2 to 4 VALU operations per 32 cycles of WMMA (128 columns) or 8 (32 columns).
 //
-// LDS: 36 KB (23 KB), rows of 64 halves and 8 of padding. One buffer and two barriers a step of 64
-// wait as often as two buffers and one barrier a step of 32 would, and w and x are read in pieces
-// twice as long. A WGP holds three blocks (five), so three waves a SIMD, which leaves each 256
-// registers; the epilogue passes through the same LDS.
-// Bytes: w tiles_n times, x tiles_m times, most of it from L2. Weights beyond F16's range are
+// LDS: 36 KB (32 columns: 23 KB), rows of 64 halves and 8 of padding. One buffer and two barriers
+// in a step of 64 wait as often as two buffers and one barrier in a step of 32 would, and the loads
+// of w and x are twice as long. A WGP holds three blocks (five), so three waves a SIMD with 256
+// registers each; the epilogue uses the same LDS.
+// Bytes: w tiles_n times and x tiles_m times, mostly from L2. Weights beyond F16's range become
 // infinite here.
 enum {
     MATMUL_F16_BK = 64,
-    MATMUL_F16_ROW = MATMUL_F16_BK + 8, // halves of a row in LDS: 36 words spread 8 rows over all banks
+    MATMUL_F16_ROW = MATMUL_F16_BK + 8, // of LDS, in halves: 36 words spread 8 rows over all banks
     MATMUL_F16_CHUNKS = MATMUL_F16_BK / 8
 };
 
-// The 32 weights of a unit as halves. A code under the byte 0x64 is the half 1024 + code; the
-// subtraction is exact, so a value has the rounding of its scale and one of its own.
+// The 32 weights of a unit in F16. With 0x64 as its upper byte, a code is the F16 number 1024 +
+// code; subtracting 1024 is exact, so a value is rounded twice: with its scale and as the product.
 template <int F> DEV void matmul_unit_halves(const raw<F> &r, uint32_t unit, u32x4 h[4]) {
     typedef block_layout<F> l;
     const block_factors f = decode_factors<F>(r, unit);
@@ -2330,7 +2398,7 @@ template <int F> DEV void matmul_unit_halves(const raw<F> &r, uint32_t unit, u32
     for (int i = 0; i < 4; i++) h[i] = make4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
 }
 
-// Eight elements of a plain format as halves.
+// Eight elements of a plain format in F16.
 template <int F> DEV u32x4 matmul_piece_halves(const u32x4 &piece) {
     if constexpr (F == ROCQ_F16) {
         return piece;
@@ -2347,7 +2415,7 @@ template <int F> DEV u32x4 matmul_piece_halves(const u32x4 &piece) {
     }
 }
 
-// A piece (16 bytes) of a row of n elements of a plain format, from element k on; 0 past the end.
+// The piece at element k of a row of n elements of a plain format, with zeros past the end.
 // wide: a row is a whole number of pieces.
 template <int F> DEV u32x4 matmul_load_piece(const char *row, uint32_t k, uint32_t n, bool wide) {
     const int size = 16 / piece_elems<F>();
@@ -2367,7 +2435,7 @@ template <int F> DEV u32x4 matmul_load_piece(const char *row, uint32_t k, uint32
     return make4(w[0], w[1], w[2], w[3]);
 }
 
-// Elements k to k + 7, those past n 0.
+// A piece that has elements k to k + 7 of a row of n, with those past the end set to 0.
 DEV u32x4 matmul_mask_halves(const u32x4 &piece, int64_t k, int64_t n) {
     uint32_t w[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
@@ -2378,8 +2446,9 @@ DEV u32x4 matmul_mask_halves(const u32x4 &piece, int64_t k, int64_t n) {
     return make4(w[0], w[1], w[2], w[3]);
 }
 
-// c += w x over n16 times 16 of K: rows from w on, columns from x on, in LDS, of which the first
-// 16 USED are used. A fragment is loaded again as soon as its last product has been issued.
+// c += w x over 16 n16 of K. w and x point into LDS to the wave's first row and first column; 16
+// USED columns are multiplied. A fragment's registers are loaded again as soon as its last product
+// is issued.
 template <int TM, int TN, int USED>
 DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16) {
     enum { ROW = MATMUL_F16_ROW };
@@ -2419,16 +2488,16 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
         LOAD_ROWS = 128 / CHUNKS, N_W = BM / LOAD_ROWS, N_X = BN / LOAD_ROWS
     };
     LDS(u32x4, tile, (BM + BN) * ROW / 8);
-    static_assert(4 * matmul_pass_floats<TM>() * 4 <= (int)sizeof(tile), "the epilogue passes here");
+    static_assert(16 * matmul_pass_floats<TM>() <= (int)sizeof(tile), "matmul_finish's work");
     f16 *const wt = (f16 *)tile, *const xt = wt + BM * ROW;
     if (a.tiles_m == 0) return;
     const uint32_t k = (uint32_t)a.k;
     const matmul_place at = matmul_place_of(a, BM, BN, (k + BK - 1) / BK);
     const int t = (int)thread_index(), wave = matmul_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
-    const int chunk = t % CHUNKS, row = t / CHUNKS; // of pieces: 8 lanes read one line of a row
+    const int chunk = t % CHUNKS, row = t / CHUNKS; // of pieces: 8 lanes read a cache line of a row
 
-    // x: rows past the last are the last one, whose offset is the largest
+    // x. Columns past the last repeat it: offsets are limited to that of the last column
     const char *const x = (const char *)a.x + at.x_column * a.x_stride * 2;
     const uint32_t x_bytes = (uint32_t)a.x_stride * 2;
     const uint32_t x_last = (uint32_t)(a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
@@ -2452,8 +2521,8 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
         }
     };
 
-    // w: of a quantized format one of the step's two units, of rows t / 2 and 64 further on, so that
-    // two lanes share a line of memory; of a plain one pieces
+    // w. Block formats: one of the step's two units of rows t / 2 and t / 2 + 64, so that two lanes
+    // share a cache line. Plain formats: pieces
     const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
     const uint32_t row_units = k / 32, half = (uint32_t)t % 2;
     raw<F> wr[2];
@@ -2505,14 +2574,15 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
                 u32x4 *to = (u32x4 *)(wt + (row + i * LOAD_ROWS) * ROW) + chunk;
                 lput(to, matmul_piece_halves<F>(wp[i]));
             }
-        } else { // F32 would take 64 registers a step, misaligned rows many loads
+        } else { // no prefetch: F32 would take 64 registers for it, misaligned rows many loads
             const int pieces = BK / piece_elems<F>(); // of a row
 #pragma unroll 1
             for (int i = t; i < BM * pieces; i += 128) {
                 const int r = i / pieces, e = i % pieces * piece_elems<F>();
                 const uint32_t r_in = (uint32_t)r < w_last ? (uint32_t)r : w_last;
-                const u32x4 piece = matmul_load_piece<F>(w + r_in * (k * (16 / piece_elems<F>())),
-                                                     step * BK + (uint32_t)e, k, wide);
+                const char *const w_row = w + r_in * (k * (16 / piece_elems<F>()));
+                const u32x4 piece =
+                    matmul_load_piece<F>(w_row, step * BK + (uint32_t)e, k, wide);
                 f16 *const to = wt + r * ROW + e;
                 if constexpr (F == ROCQ_F32) {
                     float v[4];
@@ -2543,7 +2613,8 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
         const uint32_t left = (k - step * BK + 15) / 16;
         const int n16 = left < BK / 16 ? (int)left : BK / 16;
         const f16 *const w_wave = wt + wm * ROW, *const x_wave = xt + wn * ROW;
-        if (half_tile && has_work) matmul_multiply<TM, TN, TN == 2 ? 1 : TN>(c, w_wave, x_wave, n16);
+        enum { HALF = TN == 2 ? 1 : TN };
+        if (half_tile && has_work) matmul_multiply<TM, TN, HALF>(c, w_wave, x_wave, n16);
         else if (has_work) matmul_multiply<TM, TN, TN>(c, w_wave, x_wave, n16);
         block_sync_lds();
     }
@@ -2562,23 +2633,27 @@ ROCQ_K_ALL_FORMATS(ROCQ_X, )
 
 // -- INT8 --
 
-// matmul_int8: x in planar Q8_0, w's codes as int8. The sum of a group (32 of K; 16 where a unit
-// has two scales) is an exact integer from the matrix unit; it enters the F32 sums multiplied by
-// the scales of its row and its column. A min takes away min times the sum of x's group, which is
-// computed when x is staged; offsets such as Q4_0's 8 are taken off the codes there.
+// matmul_int8: x in planar Q8_0, w's codes as int8. The matrix unit gives the sum of a group (32 of
+// K; 16 where a unit has two scales) as an exact integer. It is multiplied by the scales of its row
+// and its column and added to the F32 sums. For a min, min times the sum of x's group is
+// subtracted; that sum is computed when x is staged. Offsets such as Q4_0's 8 are subtracted from
+// the codes when w is.
 //
-// A step is 64 of K: a thread unpacks one of its two units, of two rows of w and a column of x. Waves
-// 2 by 2, each 64 rows by 32 columns, 64 sums a lane. LDS: 17 to 21 KB, rows of 64 codes and 16 of padding, then
-// scales, mins and sums by groups.
-// Scaling takes 24 VALU cycles a group and 16 by 16 sums, 32 with a min: WMMA cannot have more than
-// 73% (67%) of the cycles, 57% (50%) with groups of 16. As RDNA3's matrix units are no faster in
-// int8, matmul_f16 is ahead for every n; this is for callers that ask for INT8's arithmetic.
+// A step is 64 of K, two units a row. A thread decodes one of the two units of two rows of w and of
+// a column of x. Waves 2 by 2, each 64 rows by 32 columns, 64 sums a lane. LDS: 17 to 21 KB; rows
+// of 64 codes and 16 of padding, then scales, mins and sums by groups.
+// Scaling a group of 16 by 16 sums takes 24 VALU cycles, 32 with a min, so WMMA cannot have more
+// than 73% (67%) of the cycles, or 57% (50%) with groups of 16. As RDNA3's matrix units are no
+// faster in int8, matmul_f16 is faster for every n; this is for callers that ask for INT8's
+// arithmetic.
 enum {
     MATMUL_INT8_BK = 64,
-    MATMUL_INT8_ROW = MATMUL_INT8_BK + 16 // bytes of a row in LDS: 20 words spread 8 rows over all banks
+    MATMUL_INT8_ROW = MATMUL_INT8_BK + 16 // of LDS, in bytes: 20 words spread 8 rows over all banks
 };
 
-// Bytes of q less an offset below 128 - q: no byte carries into the next.
+// Subtracts an offset from the four bytes of q, codes of up to 7 bits, to give signed bytes. 128 -
+// offset is added, which carries into no other byte, and then 128 is subtracted by flipping the top
+// bits.
 DEV uint32_t matmul_less_offset(uint32_t q, int offset) {
     return (q + 0x01010101u * (uint32_t)(128 - offset)) ^ 0x80808080u;
 }
@@ -2590,13 +2665,14 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
         WM = 64, WN = 32, TM = WM / 16, TN = WN / 16,
         GROUPS = l::halves ? 4 : 2 // of BK elements
     };
-    // Codes, then floats: scales of w and of x, mins of w and sums of the values of x, by groups.
+    // LDS has the codes, then floats: scales of w and of x, mins of w and sums of the values of x,
+    // each group after group.
     enum {
         CODES = (BM + BN) * ROW, XS = GROUPS * BM, WMIN = XS + 2 * BN, XSUM = WMIN + GROUPS * BM,
         FLOATS = l::has_min ? XSUM + GROUPS * BN : WMIN
     };
     LDS(u32x4, tile, CODES / 16 + FLOATS / 4);
-    static_assert(4 * matmul_pass_floats<TM>() * 4 <= (int)sizeof(tile), "the epilogue passes here");
+    static_assert(16 * matmul_pass_floats<TM>() <= (int)sizeof(tile), "matmul_finish's work");
     float *const ws = (float *)tile + CODES / 4;
     float *const xs = ws + XS, *const wmin = ws + WMIN, *const xsum = ws + XSUM;
     int8_t *const wt = (int8_t *)tile, *const xt = wt + BM * ROW;
@@ -2731,18 +2807,19 @@ ROCQ_K_INT8_FORMATS(ROCQ_X, )
 
 // -- F32 --
 
-// Half h of a step of 32 elements of row row0 + r of w, as it lies in memory; of a unit all.
+// Half h of a step of 32 elements of row row0 + r of w, as it is in memory. Of a block format it is
+// the whole unit.
 template <int F>
-DEV void matmul_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r, uint32_t step, int h,
-                      u32x4 (&to)[4]) {
+DEV void matmul_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r, uint32_t step,
+                          int h, u32x4 (&to)[4]) {
     const uint32_t k = (uint32_t)a.k;
     if constexpr (is_plain<F>()) {
         const int elems = piece_elems<F>();
         const char *row = (const char *)a.w + (row0 + r) * k * (16 / elems);
 #pragma unroll
         for (int i = 0; i < 16 / elems; i++) {
-            to[i] = matmul_load_piece<F>(row, 32 * step + 16 * (uint32_t)h + (uint32_t)(i * elems), k,
-                                     k % elems == 0);
+            const uint32_t at = 32 * step + 16 * (uint32_t)h + (uint32_t)(i * elems);
+            to[i] = matmul_load_piece<F>(row, at, k, k % elems == 0);
         }
     } else {
         const planes<F> p = planes_at(planes_of<F>(a.w, a.w_units), row0 * (k / 32));
@@ -2752,7 +2829,7 @@ DEV void matmul_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r,
     }
 }
 
-// The same as floats, transposed into LDS: element e of the step goes to to[e * stride].
+// Writes that half to LDS as floats, transposed: element e of the step goes to to[e * stride].
 template <int F>
 DEV void matmul_put_half(const u32x4 (&from)[4], uint32_t step, int h, float *to, int stride) {
     if constexpr (is_plain<F>()) {
@@ -2779,7 +2856,7 @@ DEV void matmul_put_half(const u32x4 (&from)[4], uint32_t step, int h, float *to
     }
 }
 
-// c += w x over n of K, of a thread's 8 rows and the first 4 HALVES of its columns.
+// c += w x over n of K, for a thread's 8 rows and the first 4 HALVES of its columns.
 template <int HALVES>
 DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, int stride, int n) {
 #pragma unroll 2
@@ -2803,13 +2880,13 @@ DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, i
 
 // matmul_f32: x and products in F32, for any format of w: the precision of the CPU's F32.
 //
-// A block of 256 threads owns 128 rows by 128 columns, a wave 32 by 16 and as much 64 rows and 64
-// columns further on, a thread 8 by 8: rows from 4 tm and from 64 + 4 tm on, columns likewise from
-// 4 tn. A step is 32 of K: a thread decodes half of it of a row of w into LDS and copies half of it of
-// a column of x, while the next step's bytes are on their way into registers. LDS: 33 KB, both
-// operands with K outermost, so that a thread reads 4 rows or columns at once: 4 reads of 16 bytes
-// for 64 multiply-adds, which gfx11 issues in pairs, and 3 for 32 where a tile has at most 64 columns.
-// The format is a uniform branch a step.
+// A block of 256 threads has 128 rows by 128 columns. A thread has 8 by 8 of them: 4 rows from 4 tm
+// on and 4 from 64 + 4 tm on, and columns likewise from 4 tn on. A step is 32 of K: a thread
+// decodes half a step of a row of w into LDS and copies half a step of a column of x, while the
+// next step's bytes are prefetched into registers. LDS: 33 KB. Both operands have K outermost
+// there, so that a thread reads 4 rows or 4 columns at once: 4 reads of 16 bytes for 64
+// multiply-adds, which gfx11 issues in pairs, or 3 for 32 where a tile has at most 64 columns. The
+// format is a uniform branch in each step.
 KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
     enum { BM = ROCQ_K_MATMUL_M, BN = ROCQ_K_MATMUL_F32_N, BK = 32, STRIDE = BM + 4 };
     static_assert(BM == BN, "rows and columns are shared out alike");
@@ -2875,7 +2952,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
         block_sync_lds();
     }
 #pragma unroll 1
-    for (int pass = 0; pass < 8; pass++) { // column pass of every thread
+    for (int pass = 0; pass < 8; pass++) { // one of every thread's 8 columns
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             if (j != pass) continue;
@@ -2899,47 +2976,51 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 // ---------------------------------------------------------------------------------------------
 // out[d, h, i] = sum over j of softmax_j(score(i, j)) v[d, h_kv, j], as in rocq_attention_params.
 //
-// The columns of the work are the pairs (query i, head h of the group of one KV head), query after
-// query, so that K and V are read once for all heads of a group. 16 columns are a column tile. KV
-// positions pass by in KV tiles of TILE, and per KV tile
-//   S = K Q^T      [position][column]: K is the A, Q the B operand, so that a lane owns columns
-//   P = 2^(S - m)  m the column's running maximum, l += sum of P
-//   O = O + V^T P  [d][column]: P goes from result to operand in registers, V is transposed in LDS
-// Scores are in units of log2: exp is one fma and one exp2. m follows the true maximum only when it
-// is more than 2^8 away, which leaves P in F16's range and spares nearly all rescaling of O.
+// A column is a pair of a query i and a head h of the group of heads that share a KV head; columns
+// are counted query after query. So K and V are read once for all heads of a group. 16 columns are
+// a column tile. KV positions are taken in KV tiles of TILE positions. For each KV tile
+//   S = K Q^T      [position][column]: K is the A and Q the B operand; a lane has few columns
+//   P = 2^(S - m)  m is the column's running maximum; l += sum of P
+//   O = O + V^T P  [d][column]: P turns from a result into an operand in registers (frag_from_c), V
+//                  is transposed in LDS
+// Scores are in units of log2: exp is one fma and one exp2. m is raised only when the true maximum
+// is more than 8 above it: up to there P is at most 2^8 and stays within F16's range, and nearly
+// all rescaling of O is saved.
 //
-// A block is 4 waves. For D over 128 the head is cut into SLICES of 128 and a wave has one slice of
-// Q, of K and of O: no wave has more than 128 elements of a column, and the waves of a column tile
-// add up their parts of S in LDS. What waves are left are   decode   SETS that take every SETS-th
-// KV tile, each wave staging its own slice of K and V in its            own LDS without a barrier;
-// in the end the sets' (m, l, O) are merged through LDS   prefill  COLUMN_TILES, with one KV tile
-// in LDS that all four waves stage and use
+// A block is 4 waves. For D over 128 the head is cut into SLICES of 128 elements, and a wave has
+// one slice of Q, of K and of O. So no wave holds more than 128 elements of a column; the waves of
+// a column tile add their shares of S in LDS. How the waves divide the rest of the work:
+//   decode   into SETS. A set takes every SETS-th KV tile. Each wave stages its slice of K and V in
+//            LDS of its own, without a barrier. At the end (m, l, O) of the sets are merged in LDS
+//   prefill  into COLUMN_TILES. All four waves stage and use one KV tile in LDS
 //
 //   D                      64  80-128   256   512
 //   decode   SETS           4     4      2     1
 //            TILE          32    16     16    16
 //            columns       16    16     16    16   of a block
-//   prefill  COLUMN_TILES   4     4      2     1
-//            TILE          64    32     16    16
+//   prefill  COLUMN_TILES   4     4      2     as decode
+//            TILE          64    32     16
 //            columns       64    64     32    16
 //
-// The run of positions that the columns see is cut into parts, one a block: n_splits, or as many as
-// have ROCQ_K_ATTEND_RUN positions. A part alone goes straight to out. Else blocks leave m, l and O
-// of their columns in work, and the last one of a column tile (told by counter) merges them in
-// their order. A row that sees nothing is 0.
+// The positions that a block's columns see are cut into runs, one a block: n_splits of them, or
+// fewer where a run would have less than ROCQ_K_ATTEND_RUN positions. The result of a single run
+// goes straight to out. Otherwise each block stores m, l and O of its columns in work, and the
+// block that finishes last, which the counter tells, merges them in the order of the runs. A row
+// that sees no position is 0.
 //
 // Grid    as at rocq_k_attention_args in rocq.h; 128 threads
-// LDS     13 to 43 KB: K [position][BD + 8], V^T [row][TILE + 8], F16. The 8 put the 16-byte words
-//         of consecutive rows into different banks, on loads. Row r of a slice of V^T is element
-//         8 (r % (W / 8)) + r / (W / 8), and k of V^T and P are in the order of frag_k_row: so the
-//         stores of 4 positions by the lanes of a wave meet in no bank. Decode: K and V in turn in
-//         the same place, and Q
-// KV      steps between positions below 2^32 bytes. 16-byte loads of F32, F16 and BF16 where rows
-//         are aligned to 16 bytes and head_dim is a multiple of 8, else single elements; GGUF
-//         blocks of Q8_0 and Q4_0 in pieces of 2 or 8 bytes. Pages are looked up a tile ahead
-// Values  Q, K, V and P are rounded to F16 (so K and V past 65504 are infinite), sums are F32. What
-//         a column does not see takes no part, except that a NaN or infinity in V reaches columns
-//         that do not see its position, where they share the KV tile with one that does
+// LDS     13 to 43 KB: K [position][BD + 8], V^T [row][TILE + 8], F16. The padding of 8 puts the
+//         16-byte words of consecutive rows into different banks when they are loaded. Row r of a
+//         slice of V^T is element 8 (r % (W / 8)) + r / (W / 8): the lanes of a wave, which store
+//         neighbouring chunks of 8 elements, so store to neighbouring rows and have no bank
+//         conflicts. The k of V^T and P are in the order of frag_k_row. In decode K and V take turns
+//         in the same place, and Q is in LDS too
+// KV      a position is less than 2^32 bytes from the next. 16-byte loads of F32, F16 and BF16 where
+//         rows are aligned to 16 bytes and head_dim is a multiple of 8, else single elements; loads
+//         of 2 and 8 bytes from GGUF blocks of Q8_0 and Q4_0. Pages are looked up a KV tile ahead
+// Values  Q, K, V and P are rounded to F16 (so K and V past 65504 become infinite), sums are F32.
+//         What a column does not see has no effect on it, with one exception: a NaN or infinity in V
+//         also reaches a column that does not see its position, if another column of the tile does
 // Bytes   K and V once per column tile (decode) or block (prefill), Q and out once
 // Math    per 16 positions and 16 columns of a wave W / 8 WMMA (512 cycles for W = 128) and, in
 //         prefill, some 80 cycles of the rest
@@ -2947,46 +3028,71 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 enum {
     ATTEND_WAVES = 4,
     ATTEND_COLUMNS = 16, // of a column tile
-    ATTEND_HALF = 8      // of those that pass through LDS at a time in the end
+    ATTEND_HALF = 8      // of those, as many as go through LDS at a time at the end
 };
 
-// What decode and prefill have in common. D: elements of a head. TILES: column tiles of a block.
-// HELD: elements of a head that a KV tile holds. N: positions of a KV tile. LOADERS: threads that
-// load one.
+// Sizes that decode and prefill have in common. D: elements of a head. TILES: column tiles of a
+// block. HELD: elements of a head that a KV tile holds, a slice or all. N: positions of a KV tile.
+// LOADERS: threads that stage a KV tile together, a wave or the block.
+//
+// A thread stages LOADS chunks of 8 elements (16 bytes in F16), one in each pass. A picture for
+// D = 128 in decode on gfx11, where the 32 lanes of a wave stage 16 positions of 16 chunks in 8
+// passes:
+//
+//   K   chunks        0 to 7                     8 to 15
+//   position 0        lanes 0-7    in pass 0     pass 4
+//            1        lanes 8-15   in pass 0     pass 4
+//            2        lanes 16-23  in pass 0     pass 4
+//            3        lanes 24-31  in pass 0     pass 4
+//            4 to 7   as 0 to 3    in pass 1     pass 5
+//            8 to 11  as 0 to 3    in pass 2     pass 6
+//           12 to 15  as 0 to 3    in pass 3     pass 7
+//
+//   V   chunks        0 to 7                     8 to 15
+//   k =  0 to 3       lanes 0-7    in passes 0-3 passes 4-7
+//        4 to 7       lanes 8-15   in passes 0-3 passes 4-7
+//        8 to 11      lanes 16-23  in passes 0-3 passes 4-7
+//       12 to 15      lanes 24-31  in passes 0-3 passes 4-7
+//
+// Of K lane t has chunk t % 8 of position t / 8; each pass is ROWS_K = 4 positions further on and,
+// after the last position, 8 chunks. Of V lane t has chunk t % 8 of four consecutive k in four
+// passes: 4 by 8 elements, which it transposes in registers and stores as 8 rows of V^T with 4
+// elements each. k stands for position frag_k_row(k): 0 2 4 .. 14, then 1 3 5 .. 15.
 template <int D, int TILES, int HELD, int N, int LOADERS> struct attend_shape {
     enum {
         HEAD = D,
         COLUMN_TILES = TILES,
         SLICES = D > 128 ? D / 128 : 1,
         W = D / SLICES, // elements of a slice
-        SETS = ATTEND_WAVES / (COLUMN_TILES * SLICES),
+        SETS = ATTEND_WAVES / (COLUMN_TILES * SLICES), // that share the positions
         BD = HELD,
         TILE = N,
-        ROUND = TILE * SETS, // positions that all sets take in one trip of the loop
+        ROUND = TILE * SETS, // positions that all sets take in one iteration
         THREADS = LOADERS,
         LOADS = TILE * ((BD + 63) / 64) * 8 / THREADS, // of 8 elements, per thread
         S_FRAGS = TILE / 16, // fragments of a wave: of S and of P, 16 positions each
         O_FRAGS = W / 16,    // and of O, 16 elements each
-        WORDS = (TILE + 31) / 32, // that have a bit for each position
+        WORDS = (TILE + 31) / 32, // that hold a bit for each position
         COLUMNS = ATTEND_COLUMNS * COLUMN_TILES,
-        // LDS: halves from row to row, then bytes
+        // LDS: halves from one row to the next, then bytes
         K_STRIDE = BD + 8,
         V_STRIDE = TILE + 8,
         Q_STRIDE = BD + 8,
         K_BYTES = TILE * K_STRIDE * 2,
         V_BYTES = BD * V_STRIDE * 2,
-        // of the merge at the end: floats from row to row; half of the columns pass at a time
+        // of the merge at the end: floats from one row to the next; half of the columns at a time
         OUT_STRIDE = D + 4,
         OUT_ROWS = SETS * COLUMN_TILES * ATTEND_HALF,
         OUT_BYTES = OUT_ROWS * (OUT_STRIDE + 2) * 4,
-        // of a wave: the rows of K and V of two tiles, and of the mask
+        // of a wave: lists of the KV rows of two tiles (attend_place), and of the mask's rows
         ROW_BYTES = 2 * TILE * 4 + ATTEND_COLUMNS * 8
     };
     static_assert(ROCQ_K_ATTEND_RUN % ROUND == 0, "the shortest run is whole rounds");
     static constexpr uint64_t ALL_SEEN = ~(uint64_t)0 >> (64 - TILE);
 
-    // Which 8 elements of which row of the tile thread t loads at its p-th load: row lane_row +
-    // pass_row, chunk lane_chunk + pass_chunk. For V four loads are four consecutive k.
+    // In pass p thread t loads chunk lane_chunk(t) + pass_chunk(p) of row lane_row(t) +
+    // pass_row(p), a row being a position of the KV tile. The parts by pass are constants, so all
+    // passes of a thread share the address computation.
     enum { ROWS_K = THREADS / 8, GROUPS = TILE / 4 };
     template <bool V> DEV int lane_row(int t) {
         if (!V) return t / 8;
@@ -3002,8 +3108,8 @@ template <int D, int TILES, int HELD, int N, int LOADERS> struct attend_shape {
     }
 };
 
-// LDS by offsets in bytes: what the loop has, in whose place the merge comes; then ROW_BYTES of each
-// wave; then one word.
+// LDS, as offsets in bytes. First what the loop uses, which the merge at the end overwrites; then
+// ROW_BYTES for each wave; then one word.
 template <typename S> struct attend_lds {
     enum {
         ROWS_AT = (int)S::LOOP_BYTES > (int)S::OUT_BYTES ? (int)S::LOOP_BYTES : (int)S::OUT_BYTES,
@@ -3012,8 +3118,8 @@ template <typename S> struct attend_lds {
     };
 };
 
-// Decode: every wave has a KV tile of its own, where K and V take turns; then Q of all slices. The
-// slices' sums come in the place of K.
+// LDS of decode: a KV tile for each wave, in which K and V take turns; then Q of all slices. The
+// slices' shares of S are exchanged in the place of K.
 template <int D>
 struct attend_decode_shape
     : attend_shape<D, 1, (D > 128 ? 128 : D), (D <= 64 ? 32 : 16), ROCQ_K_WAVE> {
@@ -3021,14 +3127,14 @@ struct attend_decode_shape
     enum {
         WAVE_BYTES = (int)shape::K_BYTES > (int)shape::V_BYTES ? (int)shape::K_BYTES
                                                                : (int)shape::V_BYTES,
-        SUM_STRIDE = WAVE_BYTES / 4, // floats from wave to wave
+        SUM_STRIDE = WAVE_BYTES / 4, // floats from one wave to the next
         Q_AT = ATTEND_WAVES * WAVE_BYTES,
         LOOP_BYTES = Q_AT + shape::SLICES * ATTEND_COLUMNS * shape::Q_STRIDE * 2
     };
 };
 
-// Prefill: one KV tile for all waves, K and V side by side; then the slices' sums. Q comes through the
-// place of K into registers.
+// LDS of prefill: one KV tile for all waves, K and then V; then the slices' shares of S. Q is
+// staged in the place of K before the loop, and goes on to registers.
 template <int D>
 struct attend_prefill_shape
     : attend_shape<D, (D <= 128 ? 4 : 512 / D), D, (D <= 64 ? 64 : D <= 128 ? 32 : 16), 128> {
@@ -3037,20 +3143,20 @@ struct attend_prefill_shape
     enum {
         V_AT = shape::K_BYTES,
         SUMS_AT = V_AT + shape::V_BYTES,
-        SUM_STRIDE = shape::S_FRAGS * 256, // floats from wave to wave
+        SUM_STRIDE = shape::S_FRAGS * 256, // floats from one wave to the next
         LOOP_BYTES = SUMS_AT + (shape::SLICES > 1 ? ATTEND_WAVES * SUM_STRIDE * 4 : 0)
     };
 };
 
-// How rows are read, in chunks of 8 elements. WIDE (F16 and BF16): 16 bytes that are on their way
-// while the tile before is used. Q8_0, Q4_0 and F32 are read when their tile is staged, since a
-// second set of registers that may hold either form makes the compiler copy them, and so wait for
-// them. ANY: by elements.
+// How a row is loaded, in chunks of 8 elements. WIDE (F16 and BF16): 16 bytes, prefetched while the
+// tile before is used. Q8_0, Q4_0 and F32 are loaded when their tile is staged: prefetched, they
+// would share registers with the other form, and the compiler then copies those registers, for
+// which it has to wait for the loads. ANY: element by element.
 enum { ATTEND_WIDE, ATTEND_Q8_0, ATTEND_Q4_0, ATTEND_F32, ATTEND_ANY };
 
 struct attend_rows { // of Q, K or V
     const char *base;
-    uint32_t step; // bytes from row to row
+    uint32_t step; // bytes from one row to the next
     int32_t format, way, head_dim, last_chunk;
 };
 
@@ -3074,8 +3180,8 @@ DEV uint32_t attend_pair(float x, float y) {
     return bits<uint32_t>(pair((f16)x, (f16)y));
 }
 
-// Elements 8 chunk ... 8 chunk + 7 of a row: F16 or BF16 as they are, F32 as F16, of blocks x, y
-// the codes and z the scale.
+// Loads elements 8 chunk to 8 chunk + 7 of a row. F16 and BF16 are returned as they are and F32 as
+// F16; of blocks x and y are the codes and z is the scale.
 template <int WAY> DEV u32x4 attend_load(const char *row, int chunk) {
     if (WAY == ATTEND_F32) {
         const u32x4 lo = gload((const u32x4 *)row + 2 * chunk),
@@ -3091,8 +3197,8 @@ template <int WAY> DEV u32x4 attend_load(const char *row, int chunk) {
     return make4(code.x, code.y, gload(block), 0);
 }
 
-// The 8 halves of what attend_load gave. A code as the low byte of a half 1024 + code is exact, so
-// that the only rounding is that of scale times code.
+// Eight elements in F16 from what attend_load returned. A code becomes the low byte of the F16
+// number 1024 + code, which is exact, so the only rounding is that of scale times code.
 template <int WAY> DEV u32x4 attend_halves(u32x4 r, int chunk, int format) {
     if (WAY == ATTEND_WIDE && format == ROCQ_BF16) {
         uint32_t w[4] = {r.x, r.y, r.z, r.w};
@@ -3117,21 +3223,21 @@ template <int WAY> DEV u32x4 attend_halves(u32x4 r, int chunk, int format) {
     return make4(w[0], w[1], w[2], w[3]);
 }
 
-// Where a KV tile lies.
+// Where a KV tile lies in memory.
 struct attend_place {
-    int first, end; // its first position; the end of the run that the block works on
-    int listed;     // rows holds the rows of its positions, past the end those of the last one
+    int first, end; // its first position; the end of the block's run
+    int listed;     // the rows of its positions are in the list `rows`; else they are consecutive
     int chunk0;     // first chunk of the slice
-    int32_t *rows;  // LDS, of the wave
-    uint64_t seen;  // bit r: its position r lies before end and in a page that exists
+    int32_t *rows;  // LDS of the wave. Positions past the end have the row of the last position
+    uint64_t seen;  // bit r: position first + r is before the end, and in a page that exists
 };
 
 DEV const char *attend_row(const attend_rows &t, const attend_place &at, int r) {
     return t.base + (uint64_t)(uint32_t)lget(at.rows + r) * t.step;
 }
 
-// Loads a thread's share of a tile of K or V. What lies past the end or past head_dim is loaded
-// from the last position or chunk, and dropped on the way to LDS.
+// Loads a thread's share of a tile of K or V. Past the end it loads the last position, and past
+// head_dim the last chunk, again; those are dropped on the way to LDS.
 template <typename S, bool V>
 DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend_place &at,
                       int thread) {
@@ -3154,7 +3260,7 @@ DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend
     const char *tile = t.base + (uint64_t)(uint32_t)at.first * step;
 #pragma unroll
     for (int p = 0; p < S::LOADS; p++) {
-        // One offset serves all loads, but where a row of chunks is not whole passes.
+        // All loads use one offset, unless the chunks of a row are not a whole number of passes.
         const int pass_c = S::BD % 64 == 0 ? 0 : S::template pass_chunk<V>(p);
         const int c = S::BD % 64 == 0 ? chunk : min(chunk + pass_c, t.last_chunk);
         const char *pass = tile + (uint32_t)S::template pass_row<V>(p) * step +
@@ -3163,8 +3269,9 @@ DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend
     }
 }
 
-// Puts the halves of loads p to p + 3 into the tile. Then 0 over what head_dim does not have, and
-// for V over positions not seen, whose weight is 0 but whose values may be anything.
+// Stores what passes p to p + 3 loaded, in F16, to the tile. Then it stores 0 where chunks are past
+// head_dim and, for V, where positions are not seen: their weight is 0, but 0 times an infinity or
+// NaN from there would not be.
 template <typename S, bool V>
 DEV void attend_put(f16 *tile, const u32x4 (&h)[4], int p, const attend_rows &t,
                     const attend_place &at, int thread) {
@@ -3221,7 +3328,7 @@ DEV void attend_stage_wide(f16 *tile, u32x4 (&raw)[S::LOADS], int format, const 
         attend_put<S, V>(tile, h, p, t, at, thread);
     }
 }
-// The same straight from memory.
+// Stages a tile without a prefetch, from memory to LDS: by chunks, and element by element.
 template <typename S, bool V, int WAY>
 DEV void attend_stage_direct(f16 *tile, const attend_rows &t, const attend_place &at, int thread) {
 #pragma unroll
@@ -3246,7 +3353,6 @@ DEV void attend_stage_direct(f16 *tile, const attend_rows &t, const attend_place
         attend_put<S, V>(tile, h, p, t, at, thread);
     }
 }
-// Element by element, straight from memory.
 template <typename S, bool V>
 DEV void attend_stage_any(f16 *tile, const attend_rows &t, const attend_place &at, int thread) {
 #pragma unroll 1
@@ -3275,14 +3381,15 @@ DEV void attend_stage(f16 *tile, u32x4 (&raw)[S::LOADS], const attend_rows &t,
     else attend_stage_any<S, V>(tile, t, at, thread);
 }
 
-// What a block works on, and a wave's part in it.
+// What a block works on: the columns from column0 on of a KV head of a sequence, and which of their
+// runs.
 struct attend_task {
-    uint32_t tile_index; // of the columns of a KV head and sequence, for work and counter
+    uint32_t tile_index; // of these columns, in work and counter
     int split, column0, kv_head, seq;
 };
 template <typename S> DEV attend_task attend_task_of(const rocq_k_attention_args &a, int block) {
     attend_task t;
-    // A decode step has one of most of these, and divisions take longer than what else comes first.
+    // In a decode step most of these are 1, and the divisions would take longer than all else here.
     const uint32_t n_splits = (uint32_t)a.n_splits, n_tiles = (uint32_t)a.n_tiles;
     t.tile_index = n_splits == 1 ? (uint32_t)block : (uint32_t)block / n_splits;
     t.split = (int)((uint32_t)block - t.tile_index * n_splits);
@@ -3294,7 +3401,7 @@ template <typename S> DEV attend_task attend_task_of(const rocq_k_attention_args
     t.kv_head = (int)head_seq - t.seq * a.n_kv_heads;
     return t;
 }
-struct attend_role { // of a wave in its block
+struct attend_role { // of a wave: which slice, column tile and set
     int slice, column_tile, set;
 };
 template <typename S> DEV attend_role attend_role_of(int wave) {
@@ -3312,7 +3419,8 @@ DEV attend_column attend_column_of(const rocq_k_attention_args &a, int c) {
     return {query, c - query * a.group};
 }
 
-// Columns column0 and up of Q in LDS; 0 past the last one. A negative scale turns their signs.
+// Stages the block's columns of Q in LDS, with zeros past the last one. attend_score uses the
+// magnitude of the scale; the sign of a negative one goes into Q here.
 template <typename S, int WAY>
 DEV void attend_stage_q_as(f16 *tile, const rocq_k_attention_args &a, const attend_task &task) {
     enum {
@@ -3320,7 +3428,7 @@ DEV void attend_stage_q_as(f16 *tile, const rocq_k_attention_args &a, const atte
         SLICE = S::BD / 8,
         SLICE_HALVES = ATTEND_COLUMNS * S::Q_STRIDE,
         ALL = S::COLUMNS * CHUNKS,
-        AHEAD = WAY == ATTEND_ANY ? 1 : ALL < 512 ? ALL / 128 : 4 // loads under way
+        AHEAD = WAY == ATTEND_ANY ? 1 : ALL < 512 ? ALL / 128 : 4 // loads in flight
     };
     const uint32_t flip = a.scale < 0.0f ? 0x80008000u : 0u;
     const int n_there = a.group * a.n_q - task.column0, last_chunk = (a.head_dim - 1) / 8;
@@ -3369,10 +3477,10 @@ DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_
     else attend_stage_q_as<S, ATTEND_ANY>(tile, a, task);
 }
 
-// What a wave keeps of its columns; rows of o are those of V^T.
+// What a wave holds of its columns' results. The rows of o are those of V^T.
 template <typename S> struct attend_state {
     frag_c o[S::O_FRAGS];
-    float m[FRAG_SLOTS], l[FRAG_SLOTS]; // l: of the lane's own rows until the end of the loop
+    float m[FRAG_SLOTS], l[FRAG_SLOTS]; // l is over the lane's own positions until attend_finish
 };
 
 template <typename S> DEV void attend_clear(attend_state<S> &c) {
@@ -3390,6 +3498,7 @@ template <typename S> DEV void attend_clear_scores(frag_c (&s)[S::S_FRAGS]) {
     for (int i = 0; i < 8 * S::S_FRAGS; i++) s[i / 8].v[i % 8] = 0.0f;
 }
 
+// The factor of a sum with the maximum m when the maximum becomes top. Both may be -infinity.
 DEV float attend_keep(float m, float top) {
     return m == top ? 1.0f : exp2_fast(m - top);
 }
@@ -3402,7 +3511,7 @@ template <typename S> DEV void attend_rescale(attend_state<S> &c, const float (&
     }
 }
 
-// The positions that a query sees but for the mask.
+// The positions from low to high - 1 that a query sees, apart from the mask.
 DEV int attend_low(const rocq_k_attention_args &a, int len, int query) {
     const int p = len - a.n_q + query;
     return a.window > 0 && p >= a.window ? p - a.window + 1 : 0;
@@ -3411,7 +3520,8 @@ DEV int attend_high(const rocq_k_attention_args &a, int len, int query) {
     return a.causal ? max(len - a.n_q + query + 1, 0) : len;
 }
 
-// Row of position j of a sequence in the pools, -1 if the table names a page that they do not have.
+// The row of position j of a sequence in the pools of pages; -1 if the table names a page that they
+// do not have.
 DEV int attend_paged_row(const rocq_k_attention_args &a0, int seq, int j) {
     const rocq_k_attention_args &a = reread(a0);
     const int size = a.page_size;
@@ -3422,7 +3532,8 @@ DEV int attend_paged_row(const rocq_k_attention_args &a0, int seq, int j) {
     return -1;
 }
 
-// at becomes the tile at first. Its pages are looked up a tile ahead, in row.
+// Looks up the rows of a tile's positions; lane l has those of positions l and l + 32. It is called
+// a tile ahead, so that the loads of the page table are in flight meanwhile.
 template <typename S>
 DEV void attend_look_up(int (&row)[S::WORDS], const rocq_k_attention_args &a, int seq, int first,
                         int end) {
@@ -3432,6 +3543,8 @@ DEV void attend_look_up(int (&row)[S::WORDS], const rocq_k_attention_args &a, in
         row[w] = r < S::TILE && first + r < end ? attend_paged_row(a, seq, first + r) : -1;
     }
 }
+// Makes `at` the tile at position first, whose rows have been looked up in `row` if the cache is
+// paged.
 template <typename S>
 DEV void attend_turn_to(attend_place &at, const int (&row)[S::WORDS], bool paged, bool list,
                         int first) {
@@ -3451,7 +3564,8 @@ DEV void attend_turn_to(attend_place &at, const int (&row)[S::WORDS], bool paged
     wave_sync();
 }
 
-// Scores times factor plus the mask at positions first and up, of which last is the last.
+// Multiplies the scores of positions first and up by factor and adds the mask. last is the last
+// position whose mask may be read.
 template <typename S>
 DEV void attend_bias(frag_c (&s)[S::S_FRAGS], const rocq_k_attention_args &a, const u32x2 *rows,
                      int first, int last, float factor) {
@@ -3487,7 +3601,8 @@ DEV void attend_bias(frag_c (&s)[S::S_FRAGS], const rocq_k_attention_args &a, co
     }
 }
 
-// -inf where position first + row is not in [low, high) or not seen.
+// Sets scores to -infinity where the position is not in [low, high) of its column, or not seen at
+// all.
 template <typename S>
 DEV void attend_hide(frag_c (&s)[S::S_FRAGS], const int (&low)[FRAG_SLOTS],
                      const int (&high)[FRAG_SLOTS], int first, uint64_t seen) {
@@ -3502,7 +3617,8 @@ DEV void attend_hide(frag_c (&s)[S::S_FRAGS], const int (&low)[FRAG_SLOTS],
     }
 }
 
-// Scores, in units of log2 when times factor, become weights.
+// Turns scores into weights P = 2^(score factor - m), raising m where it has to be, and adds them
+// to l.
 template <typename S>
 DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::S_FRAGS], float factor) {
     float top[FRAG_SLOTS], keep[FRAG_SLOTS], base[FRAG_SLOTS];
@@ -3540,8 +3656,9 @@ DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::S_FRAGS], float factor)
     }
 }
 
-// Elements d to d + 3 of a column with maximum m and sum l to out, whose sink joins them; all lanes
-// of the wave come. A column that saw nothing is 0.
+// Divides elements d to d + 3 of a column by its sum l, to which its sink is added, and stores them
+// in out. m is the maximum that x and l are relative to. A column that saw no position gets 0. All
+// lanes of the wave have to call.
 DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, int column, int d,
                         bool live, float m, float l, float (&x)[4]) {
     const attend_column c = attend_column_of(a, live ? column : 0);
@@ -3562,10 +3679,10 @@ DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, in
          live ? quad_count(a.head_dim, d) : 0, x);
 }
 
-// Merges the states of the block's sets and, in the last block of a column tile, of all its blocks,
-// and writes the columns. lds: all of it, and a word. Its rows are [set][column tile][column of a
-// half], then come m and l of each. A block's result in work is m and l of each column, then o, a
-// column after the other; columns past the end are left out.
+// Merges the states of the block's sets. A single run's columns then go to out. Of several runs
+// each stores its result in work, and the last block to do so merges them. LDS holds o as rows
+// [set][column tile][column of a half], then m and l of each row. A result in work is m and l of
+// each column, then o, one column after the other; columns past the end are left out.
 template <typename S>
 DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, int n_runs,
                        u32x4 *all_lds) {
@@ -3635,7 +3752,8 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
                            make4(bits<uint32_t>(x[0]), bits<uint32_t>(x[1]), bits<uint32_t>(x[2]),
                                  bits<uint32_t>(x[3])));
                     if (d == 0)
-                        gstore((u32x2 *)result + column, make2(bits<uint32_t>(top), bits<uint32_t>(sum)));
+                        gstore((u32x2 *)result + column,
+                               make2(bits<uint32_t>(top), bits<uint32_t>(sum)));
                 }
             } else {
                 attend_put_out(a, t, t.column0 + column, d, live, top, sum, x);
@@ -3648,7 +3766,7 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     if (block_ticket(a.counter + t.tile_index, word) != (uint32_t)n_runs - 1) return;
     if (thread_index() == 0) gstore(a.counter + t.tile_index, 0u);
 
-    // A thread merges a quad of a column, the loads of AHEAD parts under way at a time.
+    // A thread merges a quad of a column over all runs, with the loads of AHEAD runs in flight.
     enum { AHEAD = 8 };
     const int quads = n_there * (S::HEAD / 4);
     for (int i = thread; i < (quads + 127) / 128 * 128; i += 128) {
@@ -3691,8 +3809,8 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     }
 }
 
-// The run of positions that a block works on, and how many runs the positions are cut into: what the
-// columns of the block see, in runs of whole rounds.
+// The positions from begin to end - 1 that a block works on: one of the n_runs runs, of whole
+// rounds, of what its columns see. len: positions that the sequence has.
 struct attend_run { int len, begin, end, n_runs; };
 template <typename S>
 DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &t) {
@@ -3725,7 +3843,7 @@ DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &
 struct attend_kv {
     attend_rows k, v;
     bool paged;
-    bool listed; // every tile needs its list of rows (attend_place)
+    bool listed; // the rows of every tile have to be listed (attend_place)
 };
 template <typename S>
 DEV attend_kv attend_kv_of(const rocq_k_attention_args &a, const attend_task &t) {
@@ -3739,13 +3857,14 @@ DEV attend_kv attend_kv_of(const rocq_k_attention_args &a, const attend_task &t)
     return kv;
 }
 
-// The positions that a wave's columns see, and those of each slot of the lane. Columns past the end are
-// the last one again.
+// Which positions the columns of a wave see: those of the first and the last column, which bound
+// all, and those of each column of the lane. Columns past the end repeat the last one.
 struct attend_limits {
-    int low_first, low_last, high_first, high_last; // of the first column and of the last
+    int low_first, low_last, high_first, high_last;
     int low[FRAG_SLOTS], high[FRAG_SLOTS];
 };
-DEV attend_limits attend_limits_of(const rocq_k_attention_args &a, const attend_run &run, int first) {
+DEV attend_limits attend_limits_of(const rocq_k_attention_args &a, const attend_run &run,
+                                   int first) {
     const int n_columns = a.group * a.n_q;
     const attend_column c_first = attend_column_of(a, min(first, n_columns - 1));
     const attend_column c_last = attend_column_of(a, min(first + ATTEND_COLUMNS, n_columns) - 1);
@@ -3762,7 +3881,7 @@ DEV attend_limits attend_limits_of(const rocq_k_attention_args &a, const attend_
     }
     return to;
 }
-// Addresses of the mask's rows of the columns from first on, to LDS.
+// Stores the addresses of the mask's rows, for the columns from first on, in LDS.
 DEV void attend_list_mask(const rocq_k_attention_args &a, const attend_task &t, int first,
                           u32x2 *mask_rows) {
     if (!a.mask.data || lane_index() >= ATTEND_COLUMNS) return;
@@ -3772,9 +3891,9 @@ DEV void attend_list_mask(const rocq_k_attention_args &a, const attend_task &t, 
     lput(mask_rows + lane_index(), make2((uint32_t)to, (uint32_t)((uint64_t)to >> 32)));
 }
 
-// From the products of Q and K to scores: cap tanh(scale q.k / cap) + mask, times log2(e). Without cap
-// and mask the multiplication by factor is left to the fma before exp2. tanh(x) is
-// 1 - 2 / (1 + e^2x).
+// How scores follow from products of Q and K: cap tanh(scale q.k / cap) + mask, all times log2(e).
+// Without cap and mask nothing is done to the products, and the fma before exp2 multiplies them by
+// factor. tanh(x) is 1 - 2 / (1 + e^2x).
 struct attend_score {
     bool capped, masked;
     float scale, cap, to_cap, factor;
@@ -3791,7 +3910,8 @@ DEV attend_score attend_score_of(const rocq_k_attention_args &a) {
     return to;
 }
 
-// s += K Q^T over a slice. k: the tile's from the slice on. q(i): elements 16 i and up of the columns.
+// s += K Q^T over a slice. k: the tile of K at the slice's first element. q(i): fragment i of the
+// columns of Q, elements 16 i and up of the slice.
 template <typename S, typename Q>
 DEV void attend_multiply_k(frag_c (&s)[S::S_FRAGS], const f16 *k, Q q) {
 #pragma unroll
@@ -3804,8 +3924,8 @@ DEV void attend_multiply_k(frag_c (&s)[S::S_FRAGS], const f16 *k, Q q) {
         }
     }
 }
-// Adds up the slices' products, always in the same order, so that all their waves have the same bits.
-// sums: those of wave 0. All waves come.
+// Adds up the slices' shares of S, always in the same order, so that the waves of all slices get
+// the same bits. sums: LDS, where wave 0's begin. Has a barrier: all waves have to call.
 template <typename S>
 DEV void attend_add_slices(frag_c (&s)[S::S_FRAGS], float *sums, bool live, int wave, int slice) {
     float *own = sums + wave * S::SUM_STRIDE + lane_index();
@@ -3824,11 +3944,12 @@ DEV void attend_add_slices(frag_c (&s)[S::S_FRAGS], float *sums, bool live, int 
         s[i / 8].v[i % 8] = sum;
     }
 }
-// P of a tile from the products of Q and K.
+// P of a tile from the products of Q and K, as operands.
 template <typename S>
 DEV void attend_weights(frag (&p)[S::S_FRAGS], frag_c (&s)[S::S_FRAGS], attend_state<S> &state,
                         const rocq_k_attention_args &a, const attend_score &score,
-                        const attend_limits &limits, const attend_place &at, const u32x2 *mask_rows) {
+                        const attend_limits &limits, const attend_place &at,
+                        const u32x2 *mask_rows) {
     if (score.capped) {
 #pragma unroll
         for (int i = 0; i < 8 * S::S_FRAGS; i++) {
@@ -3847,7 +3968,7 @@ DEV void attend_weights(frag (&p)[S::S_FRAGS], frag_c (&s)[S::S_FRAGS], attend_s
 #pragma unroll
     for (int b = 0; b < S::S_FRAGS; b++) p[b] = frag_from_c(s[b]);
 }
-// o += V^T P. v: the tile's from the slice on.
+// o += V^T P. v: the tile of V^T at the slice's first row.
 template <typename S>
 DEV void attend_multiply_v(attend_state<S> &state, const f16 *v, const frag (&p)[S::S_FRAGS]) {
 #pragma unroll
@@ -3859,14 +3980,15 @@ DEV void attend_multiply_v(attend_state<S> &state, const f16 *v, const frag (&p)
         }
     }
 }
-// Whether any column of a wave sees a position of the tile; if none does, the wave leaves it out.
+// Whether any column of the wave may see a position of the tile. If not, the wave only takes part
+// in staging it.
 template <typename S> DEV bool attend_is_live(const attend_limits &limits, const attend_place &at) {
     return at.first < limits.high_last && at.first + S::TILE > limits.low_first;
 }
 
-// Decode. Waves share nothing in the loop but the slices' sums: a wave waits for memory, and has K and
-// V of the next tile in flight while it works on this one. Q is read from LDS, because the registers
-// are full of data in flight.
+// Decode is bound by memory, so a wave has K and V of its next tile in flight while it works on
+// this one. The loop needs no barriers except for the slices' sums. Q is read from LDS for every
+// tile, because the prefetched data takes the registers.
 template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     typedef attend_decode_shape<D> S;
     LDS(u32x4, lds, attend_lds<S>::BYTES / 16);
@@ -3911,7 +4033,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
         attend_place next = at;
         next.rows = tables + side;
         attend_turn_to<S>(next, row, kv.paged, kv.listed, at.first + S::ROUND);
-        attend_fetch<S, false>(raw_k, kv.k, next, lane); // past the end: the last position again
+        attend_fetch<S, false>(raw_k, kv.k, next, lane); // past the end it loads the last position
         if (kv.paged) attend_look_up<S>(row, a, t.seq, at.first + 2 * S::ROUND, run.end);
 
         const bool live = attend_is_live<S>(limits, at);
@@ -3942,9 +4064,9 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     attend_finish<S>(a, state, run.n_runs, lds);
 }
 
-// Prefill. All waves stage and use one KV tile. While they work on its K its V is in flight, and while
-// they work on that the next tile's K: the waves of other blocks hide what is left of the latency,
-// and Q takes the registers that a further tile would.
+// Prefill is bound by arithmetic. All waves stage and use one KV tile. While they work on its K,
+// its V is in flight, and while they work on V, the next tile's K. The occupancy is enough to hide
+// the rest of the latency, so Q takes the registers that further prefetches would need.
 template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
     typedef attend_prefill_shape<D> S;
     LDS(u32x4, lds, attend_lds<S>::BYTES / 16);
@@ -4015,7 +4137,8 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
     attend_finish<S>(a, state, run.n_runs, lds);
 }
 
-// With D = 512 a block's four waves are the slices of one column tile, as in decode.
+// With D = 512 a block's four waves are the slices of one column tile, so prefill is the same as
+// decode.
 #define ROCQ_X(X, d)                                                                               \
     KERNEL(attention_decode_##d, rocq_k_attention_args, 128) { attend_decode<d>(a); }              \
     KERNEL(attention_prefill_##d, rocq_k_attention_args, 128) {                                    \
@@ -4030,16 +4153,16 @@ ROCQ_K_HEAD_DIMS(ROCQ_X, unused)
 // ---------------------------------------------------------------------------------------------
 // A lane works on quads (see >>quantize).
 
-// Dimensions 1 to 3 of row number r of t.
+// The indices in dimensions 1 to 3 of row number r of t.
 struct place { uint32_t i1, i2, i3; };
 DEV place place_of(const rocq_k_tensor &t, uint32_t r) {
-    if ((t.ne[2] | t.ne[3]) == 1) return {r, 0, 0}; // divisions take longer than a load
+    if ((t.ne[2] | t.ne[3]) == 1) return {r, 0, 0}; // the divisions take longer than a load
     const uint32_t ne1 = (uint32_t)t.ne[1], ne2 = (uint32_t)t.ne[2];
     const uint32_t plane = r / ne1, i3 = plane / ne2;
     return {r - plane * ne1, plane - i3 * ne2, i3};
 }
 
-// Rows follow each other without gaps; planar tensors always do.
+// Whether rows follow each other without gaps, as in planar tensors they always do.
 DEV bool is_packed(const rocq_k_tensor &t) {
     const int64_t row = (int64_t)(t.ne[0] / format_elems(t.format)) * format_bytes(t.format);
     return t.layout == ROCQ_LAYOUT_PLANAR ||
@@ -4048,7 +4171,7 @@ DEV bool is_packed(const rocq_k_tensor &t) {
             (t.ne[3] == 1 || t.stride[2] == row * t.ne[1] * t.ne[2]));
 }
 
-// Elements k to k + count - 1 of a row of F32, F16 or BF16, then zeros.
+// Loads elements k to k + count - 1 of a row of F32, F16 or BF16 into v; the rest of v is 0.
 DEV void get4(int32_t format, const char *row, bool wide, int64_t k, int count, float v[4]) {
 #pragma unroll
     for (int e = 0; e < 4; e++) v[e] = 0.0f;
@@ -4075,23 +4198,24 @@ DEV void get4(int32_t format, const char *row, bool wide, int64_t k, int count, 
     }
 }
 
-// A tile of a row: Q quads a thread, quad j of thread t being quad j * n_threads() + t of the tile.
-// With 8, rows of up to one tile stay in registers from the first pass to the last.
+// Kernels that give a row to a block take it in tiles of Q quads a thread; quad j of thread t is
+// quad j * n_threads() + t of the tile. A row of no more than one tile stays in registers from the
+// first pass over it to the last; TILE_QUADS is chosen for that.
 enum { TILE_QUADS = 8 };
 DEV int tile_at(int base, int j) { return base + 4 * (j * (int)n_threads() + (int)thread_index()); }
 DEV int tile_size(int quads) { return 4 * quads * (int)n_threads(); }
 
-// How many of the quads j of a tile any lane has, and whether all lanes have all of quad j;
-// uniform.
+// How many quads of a tile at least one lane has, and whether all lanes have all of quad j. Both
+// are uniform.
 DEV int tile_quads(int n, int base) {
     const int step = 4 * (int)n_threads();
     return (n - base + step - 1) / step;
 }
 DEV bool is_full(int n, int base, int j) { return base + 4 * (j + 1) * (int)n_threads() <= n; }
 
-// Elements from base on of a row of n, F32 or F16; zeros past its end, nothing in quads past the
-// tile's. All loads are under way before one is used, and lanes past the end read element 0, so
-// that no lane branches.
+// Loads a tile, elements base and up of a row of n in F32 or F16. Past the row's end v is 0; quads
+// that no lane has are left as they are. All loads are issued before the first one is used. Lanes
+// past the end load element 0, so that no lane branches.
 template <int Q>
 DEV void load_tile(int32_t format, bool wide, const char *row, int n, int base, float (&v)[Q][4]) {
     const int quads = tile_quads(n, base);
@@ -4143,20 +4267,20 @@ DEV void load_tile(int32_t format, bool wide, const char *row, int n, int base, 
 // -- rmsnorm, layernorm --
 // Per row of K: y = ((x - mean) - rest) rstd weight + bias, mean = sum x / K, rest = sum (x - mean)
 // / K, rstd = 1 / sqrt(sum (x - mean)^2 / K - rest^2 + eps); without center mean and rest are 0.
-// The first mean is rounded, which shows where it is large next to the spread of x; rest corrects
-// it.
+// mean is rounded, which matters where it is large compared with the spread of x; rest corrects
+// that.
 //
 //   x     F32 or F16 [K, rows], any strides     weight, bias  F32 [K], either may be absent
 //   y     F32, F16, Q8_0 raw or planar, x's shape; may be x when their formats are equal
 //   mean, rstd  F32 [rows], written where present
 //
-// A block owns a row, a thread the quads t, t + threads, ... of it; a unit of 32 that y needs for
-// its scale lies in 8 neighbouring lanes.
-// Geometry: a block a row, 32 to 512 threads by the host's choice. LDS: 384 bytes.
-// Bytes: x and weight once while K <= 16 threads (8192 with 512), kept in registers, and all under
-// way before one is used, since the lone row of a decode step is all latency; else x once per pass,
-// three in all with center, two without. y once. Sums are F32 in a fixed order: a lane's own elements,
-// then a tree over the lanes, then one over the waves.
+// A block takes a row and thread t its quads t, t + threads, ...; so a unit, for whose scale a
+// quantized y needs all elements, is in 8 neighbouring lanes.
+// Geometry: a block a row, 32 to 512 threads as the host chooses. LDS: 384 bytes.
+// Bytes: x and weight once if K <= 16 threads (8192 with 512): then they stay in registers, and all
+// loads are issued before one is used, because the one row of a decode step is bound by latency.
+// Else x once per pass, of which there are three with center and two without. y once. Sums are F32
+// in a fixed order: a lane's own elements, then a tree over the lanes, then one over the waves.
 enum { NORM_QUADS = 4 }; // of a tile
 KERNEL(norm, rocq_k_norm_args, 512) {
     LDS(float, work, 3 * BLOCK_WORK);
@@ -4171,7 +4295,7 @@ KERNEL(norm, rocq_k_norm_args, 512) {
     const float share = 1.0f / (float)n;
     float v[NORM_QUADS][4], w[NORM_QUADS][4], mean = 0.0f, rest = 0.0f, rstd = 0.0f;
     const int first = a.center ? 0 : 1;
-    for (int pass = first; pass < 3; pass++) { // mean; rest and rstd; y
+    for (int pass = first; pass < 3; pass++) { // 0 mean, 1 rest and rstd, 2 y
         float sum = 0.0f, square = 0.0f;
         for (int base = 0; base < n; base += tile) {
             if (a.weight && pass == (whole ? first : 2)) {
@@ -4179,7 +4303,8 @@ KERNEL(norm, rocq_k_norm_args, 512) {
             }
             if (!whole || pass == first) load_tile(a.x.format, x_wide, x_row, n, base, v);
             if (pass == 2) {
-                // Not unrolled, for the sake of code size: quad j is always in v[0] and w[0].
+                // Not unrolled, to keep the code small: the quads are shifted down, so that quad j
+                // is always in v[0] and w[0].
 #pragma unroll 1
                 for (int j = 0; j < NORM_QUADS && j < tile_quads(n, base); j++) {
                     const int k = tile_at(base, j), count = quad_count(n, k);
@@ -4235,8 +4360,8 @@ KERNEL(norm, rocq_k_norm_args, 512) {
 
 // -- rope, rope_append --
 
-// Sine and cosine of `turns` whole turns, |turns| <= 1/2: reduced to an eighth of a turn around 0,
-// where the Taylor series leave 3e-9 (sine) and 2e-9 (cosine).
+// Sine and cosine of an angle in turns (2 pi), |turns| <= 1/2. The angle is reduced to an eighth of
+// a turn on either side of 0, where the Taylor series have errors of 3e-9 (sine) and 2e-9 (cosine).
 struct sine_cosine { float s, c; };
 DEV sine_cosine sincos_turns(float turns) {
     const float quarter = rintf(4.0f * turns); // -2 to 2
@@ -4254,27 +4379,29 @@ DEV sine_cosine sincos_turns(float turns) {
     return {q == 0 ? s : q == 1 ? c : q == 2 ? -s : -c, q == 0 ? c : q == 1 ? -s : q == 2 ? -c : s};
 }
 
-// Up to three streams in one launch: q turned in place, k turned and stored in the KV cache, v
-// stored there. Pair i of token t turns by pos[t] turn(i) / freq_factors[i] whole turns:
+// Up to three streams in one launch: q is rotated in place, k rotated and stored in the KV cache,
+// and v stored there. Pair i of token t is rotated by pos[t] turn(i) / freq_factors[i] turns:
 // (x0, x1) becomes magnitude (x0 cos - x1 sin, x0 sin + x1 cos).
 //
 //   x     F32 or F16 [D, heads, tokens], any strides
 //   y     F32 F16 BF16, raw Q8_0 Q4_0 [D, heads, cells or tokens], any strides; may be x. Elements
 //         from n_dims on are copied; n_dims <= 512
-//   cell  row of y for token t where to_cell is set; one out of range stores nothing and sets a bit
-//         of the status
+//   cell  the row of y for token t, where to_cell is set. A cell out of range stores nothing and
+//         sets a bit of the status
 //
-// Geometry: 256 threads. With Q = ceil(D / 4) quads a head, a block owns heads = max(1, 256 / Q)
-// heads of one stream and token; a stream has slices = ceil(its heads / heads) blocks a token, all
-// together S, and block b is slice b % S of token b / S: tokens S blocks in all. A thread owns a quad of a
-// head, and one unit of 32 lies in 8 neighbouring lanes. Heads of more than 1024 elements take
-// several rounds.
-// The angles of a token are worked out once in a block, in double up to the fraction of a turn (at
-// position 100,000 a float would be off by 0.004), and shared by its heads: LDS 2 KB. That and the
-// loads of pos, cell and x wait for each other nowhere: a decode step's launch is all latency.
-// Where x is y, all loads of turned elements, which are in the first round, come before the barrier
-// and all stores after it: the elements of a pair are read by two lanes (NEOX).
-// Bytes: x and y once; some 12 double operations a thread, which at 1/32 rate cost less than the loads.
+// Geometry: 256 threads. With Q = ceil(D / 4) quads a head, a block takes heads = max(1, 256 / Q)
+// heads of one stream and token. A stream has slices = ceil(its heads / heads) blocks a token; S is
+// the sum over all streams. Block b is slice b % S of token b / S, and there are tokens S blocks. A
+// thread takes a quad of a head, so a unit is in 8 neighbouring lanes. Heads of more than 1024
+// elements take several rounds.
+// The angles of a token are computed once in a block and shared by its heads in 2 KB of LDS. They
+// are in double up to the fraction of a turn, because at position 100,000 a float would be off by
+// 0.004. A decode step's launch is bound by latency, so the angles and the loads of pos, cell and x
+// do not depend on each other.
+// x may be y, and with NEOX the elements of a pair are loaded by two lanes. Therefore all loads of
+// rotated elements, which are in the first round, come before the barrier and all stores after it.
+// Bytes: x and y once. Some 12 double operations a thread, at 1/32 of the rate, cost less than the
+// loads.
 KERNEL(rope, rocq_k_rope_args, 256) {
     LDS(float, cosine, 256);
     LDS(float, sine, 256);
@@ -4292,8 +4419,8 @@ KERNEL(rope, rocq_k_rope_args, 256) {
     const int local = quads < 256 ? t / quads : 0, head = (int)slice * a.heads + local;
     const bool live = local < a.heads && head < stream.x.ne[1], x_wide = is_wide(stream.x);
     const char *x_row = row_of(stream.x, live ? head : 0, token, 0);
-    float v[4], p[4]; // a quad, and what its elements turn with
-    int k, count, turned; // turned: elements of the quad below n_dims
+    float v[4], p[4]; // a quad, and the other element of each one's pair
+    int k, count, turned; // turned: those elements of the quad that are below n_dims are rotated
     const auto load = [&](int first) {
         k = 4 * (first + t - local * quads);
         count = live ? quad_count(n, k) : 0;
@@ -4367,7 +4494,7 @@ KERNEL(rope, rocq_k_rope_args, 256) {
 DEV int64_t row_bytes_of(const rocq_k_tensor &t) {
     return (int64_t)(t.ne[0] / format_elems(t.format)) * format_bytes(t.format);
 }
-// 16 bytes at byte k of a row of n, or what is left of it.
+// Copies the 16 bytes at byte k of a row of n bytes, or those of them that exist.
 template <typename T> DEV void copy_16(char *to, const char *from, int64_t k, int64_t n) {
     const int each = (int)sizeof(T);
 #pragma unroll
@@ -4392,17 +4519,17 @@ DEV void activate4(int32_t kind, float v[4]) {
     }
 }
 
-// y = activation(a), activation(a) b, a + b, a b, a scale + bias or a, by op; a cast to a's own
-// format copies bytes, also of blocks and I32.
+// y = activation(a), activation(a) b, a + b, a b, a scale + bias or a, depending on op. A cast to
+// a's own format copies bytes, of blocks and I32 too.
 //
-//   a, b  F32, F16 or BF16; b is repeated where it has 1, also along a row; any strides
-//   y     F32 F16 BF16, Q8_0 raw or planar, Q4_0 raw, a's shape; may be a or b of its format
+//   a, b  F32, F16 or BF16; b is repeated where its size is 1, along a row too; any strides
+//   y     F32 F16 BF16, Q8_0 raw or planar, Q4_0 raw, a's shape; may be a or b of the same format
 //
 // This is also what turns activations into the planar Q8_0 or the F16 that a product takes.
-// Geometry: 256 threads, a thread a piece. A piece is a quad, ceil(ne0 / 4) to a row; in a copy it
-// is 16 bytes, ceil(bytes of a row / 16) to a row. Pieces are counted through all rows, and there
-// must be fewer than 2^32. A unit of 32 of a quantized y is the quads of 8 neighbouring lanes, its
-// largest magnitude comes by three lane swaps.
+// Geometry: 256 threads. A thread takes a quad, of which a row has ceil(ne0 / 4); in a copy it
+// takes a chunk of 16 bytes, of which a row has ceil(bytes / 16). They are counted through all
+// rows, and there must be fewer than 2^32. A unit of a quantized y is the quads of 8 neighbouring
+// lanes; three exchanges between lanes give its largest magnitude.
 // Bytes: a, b and y once, 16 a lane on wide rows, neighbouring lanes side by side.
 KERNEL(map, rocq_k_map_args, 256) {
     if (a.y.ne[0] == 0) return;
@@ -4423,8 +4550,9 @@ KERNEL(map, rocq_k_map_args, 256) {
         else copy_16<uint8_t>(to, from, k, n);
         return;
     }
-    // Whole tensors are one long row, and two dimensions need one product a row: the general
-    // address takes more of the ALU's time than the rest.
+    // The general computation of an address takes more of the ALU's time than all the rest. So
+    // tensors without gaps are treated as one long row, and with two dimensions one product gives
+    // the row.
     const bool one_row =
         (a.y.ne[0] & 3) == 0 && is_packed(a.y) && is_packed(a.a) &&
         (!a.b.data || (is_packed(a.b) && a.b.ne[0] == a.y.ne[0] && rows_of(a.b) == rows));
@@ -4466,16 +4594,16 @@ KERNEL(map, rocq_k_map_args, 256) {
 }
 
 // -- softmax --
-// Per row of K: y = exp(s - max s) / sum of it, s = x scale + mask; a mask of -inf hides whatever x
-// is, and a row that is -inf throughout becomes 0 throughout. One NaN makes its row NaN.
+// Per row of K: y = exp(s - max s) / (sum of that), s = x scale + mask. A mask of -inf hides x,
+// whatever it is. A row in which all of s is -inf becomes 0. One NaN makes its whole row NaN.
 //
 //   x, y  F32 [K, rows], any strides; y may be x
 //   mask  F32 or F16, x's shape or 1 in dimensions 1 to 3, where it is repeated; may be absent
 //
-// A block owns a row, a thread the quads t, t + threads, ... of it. Geometry: a block a row, 32 to
-// 256 threads by the host's choice. LDS: 256 bytes.
-// Bytes: x and mask once while K <= 32 threads (8192 with 256), kept in registers; else three
-// times.
+// A block takes a row and thread t its quads t, t + threads, ... Geometry: a block a row, 32 to 256
+// threads as the host chooses. LDS: 256 bytes.
+// Bytes: x and mask once if K <= 32 threads (8192 with 256), where they stay in registers; else
+// three times.
 KERNEL(softmax, rocq_k_softmax_args, 256) {
     LDS(float, work, 2 * BLOCK_WORK);
     if (a.x.ne[0] == 0) return;
@@ -4487,7 +4615,7 @@ KERNEL(softmax, rocq_k_softmax_args, 256) {
     const int n = a.x.ne[0], tile = tile_size(TILE_QUADS);
     const bool x_wide = is_wide(a.x), y_wide = is_wide(a.y), mask_wide = is_wide(a.mask);
     float v[TILE_QUADS][4], top = -INFINITY, shift = 0.0f, factor = 0.0f;
-    for (int pass = 0; pass < 3; pass++) { // largest; sum; y
+    for (int pass = 0; pass < 3; pass++) { // 0 largest, 1 sum, 2 y
         float sum = 0.0f;
         for (int base = 0; base < n; base += tile) {
             const int quads = tile_quads(n, base);
@@ -4506,7 +4634,7 @@ KERNEL(softmax, rocq_k_softmax_args, 256) {
                             v[j][e] = m[j][e] == -INFINITY ? -INFINITY : v[j][e] + m[j][e];
                         }
                         if (!full && tile_at(base, j) + e >= n) v[j][e] = -INFINITY;
-                        top = fmaxf(top, v[j][e]); // NaN: keeps top
+                        top = fmaxf(top, v[j][e]); // a NaN leaves top as it is
                     }
                 }
             }
@@ -4550,8 +4678,8 @@ KERNEL(softmax, rocq_k_softmax_args, 256) {
 
 // -- gather, and cast from every format --
 
-// Word i of unit `unit` of a planar tensor of n_units units, decoded; i is the lane's own. q[i] is
-// selected, since an array with an index that is no constant would lie in memory.
+// The values of word i of unit `unit` of a planar tensor of n_units units. i differs between lanes,
+// so the word is selected: an array whose index is not a constant would be in memory.
 template <int F>
 DEV void planar_values(const void *x, int64_t n_units, int64_t unit, int i, float v[4]) {
     const raw<F> r = load_raw<F>(planes_of<F>(x, n_units), unit);
@@ -4568,12 +4696,12 @@ DEV void planar_values(const void *x, int64_t n_units, int64_t unit, int i, floa
 //   ids  I32 [rows of y] or absent; x then has 2 dimensions. One out of range gives a row of zeros
 //      and sets a bit of the status
 //
-// Geometry: 256 threads, a thread a quad of y, ceil(ne0 / 4) to a row, counted through all rows;
-// fewer than 2^32 in all. Neighbouring lanes write neighbouring quads, so stores are 16 bytes (F16:
-// 8) a lane and contiguous. The 8 lanes of a unit read the same scale and, planar, the same codes:
-// one request of the wave. With F32 out, 4 bytes written a weight dominate, and decoding the whole
-// unit in each lane stays far below what the ALU does meanwhile.
-// scale 1 gives the bits of rocq_dequantize.
+// Geometry: 256 threads. A thread takes a quad of y, of which a row has ceil(ne0 / 4), counted
+// through all rows; there must be fewer than 2^32. Neighbouring lanes write neighbouring quads, so
+// stores are contiguous, 16 bytes a lane (F16: 8). The 8 lanes of a unit load the same scale and,
+// of a planar tensor, the same codes, which is one request of the wave. In F32 the 4 bytes written
+// for each weight take the most time; decoding the whole unit in each lane takes far less than the
+// ALU has meanwhile. With scale 1 the result has the bits of rocq_dequantize.
 KERNEL(decode, rocq_k_decode_args, 256) {
     if (a.y.ne[0] == 0) return;
     const uint32_t at = (a.common.block0 + block_index()) * 256 + thread_index();
@@ -4642,7 +4770,8 @@ template <int mask> DEV best_of wave_better(const best_of &b) {
     const int i = wave_xor<mask>(b.i);
     return is_better(x, i, b) ? best_of{x, i} : b;
 }
-// Over a block; xs and is hold one a wave and are free again after the call.
+// The best of a block. xs and is have room for one a wave, and may be used for something else
+// afterwards.
 DEV best_of block_best(best_of b, float *xs, int *is) {
     b = wave_better<16>(wave_better<8>(wave_better<4>(wave_better<2>(wave_better<1>(b)))));
     if (lane_index() == 0) {
@@ -4659,14 +4788,14 @@ DEV best_of block_best(best_of b, float *xs, int *is) {
     return b;
 }
 
-// index[r] = the first k with x[k, r] the largest of row r. NaN never wins; a row of nothing else
-// gives 0.
+// index[r] = the first k for which x[k, r] is the largest of row r. NaN is never the largest; a row
+// of NaN alone gives 0.
 //
 //   x  F32 [K, rows], any strides; index: I32 [rows]
 //
-// A block owns a row, a thread the quads t, t + threads, ... of it, four loads of 16 bytes under
-// way.
-// Geometry: a block a row, 32 to 1024 threads by the host's choice, 1024 for a vocabulary. LDS: 8
+// A block takes a row and thread t its quads t, t + threads, ..., with four loads of 16 bytes in
+// flight.
+// Geometry: a block a row, 32 to 1024 threads as the host chooses, 1024 for a vocabulary. LDS: 8
 // bytes a wave. Bytes: x once.
 KERNEL(argmax, rocq_k_argmax_args, 1024) {
     LDS(float, xs, 32);
@@ -4695,33 +4824,63 @@ KERNEL(argmax, rocq_k_argmax_args, 1024) {
 }
 
 // -- sample --
+// Draws a token from logits [n_vocab], with all of rocq_sample_params. Tokens that `allowed`
+// excludes drop out, and penalties are applied by the counts in recent (an id out of range is left
+// out and sets a bit of the status). If temperature is 0, the best token is the result; otherwise
+// top_k, top_p and min_p filter the softmax of what is left, and a token is drawn at the
+// temperature. Writes the token and, if asked for, its probability; if no token is left, -1 and a
+// bit of the status.
+//
+// Each filter keeps the front part of the order "higher logit first, then lower token", and the
+// draw goes through the tokens in their order. So all three are the same task, a step: add up
+// masses in an order and find the place where the sum reaches a target. The mass of a candidate is
+// 1 (top_k) or its weight in fixed point, in units of 2^-(62 - bits of a token). Sums of integers
+// do not depend on their order, so the token depends on nothing but the arguments.
+//
+// A step is done in one of two ways:
+//   list    Up to 1024 candidates are sorted, one a thread, and a scan over the threads adds up
+//           masses.
+//   digits  More candidates are not sorted. Their places in the order are numbers (sample_rank, or
+//           the token), and a radix search finds the number at which the target is reached, digit by
+//           digit from the top: a pass over the logits adds the masses up in 2048 bins, one for each
+//           value of the next digit. After each digit of a filter all candidates behind that bin
+//           are out (`cut`); as soon as those left are few enough, the step goes on with a list.
+// To get to a list at once: if k threads' own best candidates are at or before a rank, then so are
+// at least k candidates, and for a usual top_k not many more. The k-th of the threads' best is the
+// first cut.
+//
+// Geometry: one block of 1024 threads; thread t takes the quads t, t + 1024, ... LDS 25 KB. work:
+// n_vocab floats, 16-byte aligned, used with recent or allowed; while recent is counted they are
+// the counts.
+// Bytes: logits once, and for a usual top_k once more from the second-level cache; otherwise twice
+// for every digit.
 
 enum {
-    SAMPLE_BITS = 11,   // of a rank that one pass sorts by
+    SAMPLE_BITS = 11,   // of the digit that a pass finds
     SAMPLE_BINS = 1 << SAMPLE_BITS,
-    SAMPLE_LIST = 1024, // candidates that can be sorted: one a thread
+    SAMPLE_LIST = 1024, // candidates of a list: one a thread
     SAMPLE_QUADS = 4,   // of a tile of logits
-    SAMPLE_TOP_K = 0, SAMPLE_TOP_P, SAMPLE_DRAW, // the steps, each of which finds a place in an order:
-    SAMPLE_BY_RANK = 0, SAMPLE_BY_TOKEN,         // TOP_K and TOP_P by rank, DRAW by token
+    SAMPLE_TOP_K = 0, SAMPLE_TOP_P, SAMPLE_DRAW, // the steps, then their orders: TOP_K and TOP_P go
+    SAMPLE_BY_RANK = 0, SAMPLE_BY_TOKEN,         // by rank, DRAW by token
     SAMPLE_UNSORTED
 };
 
 struct sample_state {
     const float *logits; // a token that is no candidate has -inf or NaN
     bool wide;           // as in load_tile
-    int n, width;        // tokens, and bits of one
-    float top;           // largest logit
-    uint64_t cut;        // candidates of a greater rank are out
-    uint64_t tried;      // the cut for which a list was last tried
-    float unit;          // of the fixed point sums
+    int n, width;        // tokens, and the bits that the number of one takes
+    float top;           // the largest logit
+    uint64_t cut;        // candidates of a greater rank have dropped out
+    uint64_t tried;      // the cut at which a list was last tried
+    float unit;          // a weight of 1 in fixed point
     float temperature, min_p;
 };
 
 struct sample_work { // LDS
-    unsigned long long *mass;  // [SAMPLE_BINS]; else the list, and twice as many keys to sort it
-    uint32_t *count;           // [SAMPLE_BINS]
-    unsigned long long *total; // [32]: of waves
-    uint32_t *listed;          // [1]
+    unsigned long long *mass;  // [SAMPLE_BINS] of the bins; of a list the keys, while it is sorted
+    uint32_t *count;           // [SAMPLE_BINS] candidates in the bins
+    unsigned long long *total; // [32] masses of the waves
+    uint32_t *listed;          // [1] candidates of the list
 };
 
 template <int mask> DEV uint64_t wave_xor64(uint64_t x) {
@@ -4736,7 +4895,8 @@ DEV uint64_t wave_sum64(uint64_t x) {
     return x + wave_xor64<16>(x);
 }
 
-// Sums of x over the lanes, and over the 1024 threads, before the own one; and over all.
+// Exclusive scans: the sum of x over the lanes (wave_scan), or the 1024 threads (block_scan),
+// before the own one. total: the sum over all of them.
 template <int mask> DEV void wave_scan_step(uint64_t &before, uint64_t &sum) {
     const uint64_t other = wave_xor64<mask>(sum);
     if (thread_index() & mask) before += other;
@@ -4762,9 +4922,11 @@ DEV uint64_t block_scan(uint64_t x, unsigned long long *work, uint64_t &total) {
     return before + wave_sum64(lane_index() < wave_index() ? of_wave : 0);
 }
 
-// Keys in ascending order, one a thread of 1024; those from size (a power of two) on are no less than
-// any before. work: LDS [2048]. A bitonic sort: runs of `run` keys, every other one descending, come
-// from pairs of such runs of half the length; keys closer than a wave meet in registers.
+// Sorts the keys of 1024 threads, one each, in ascending order. size: a power of two; no key from
+// there on is less than one before, so only the first size keys are sorted. work: LDS [2048]. A
+// bitonic sort: it makes sorted runs of `run` keys, every other one descending, from pairs of runs
+// of half the length. It compares keys that are `apart`, in LDS, or by lane exchanges within a
+// wave.
 DEV uint64_t sort_keep(uint64_t own, uint64_t other, int apart, int run) {
     const int t = (int)thread_index();
     const bool least = ((t & apart) == 0) == ((t & run) == 0);
@@ -4772,7 +4934,7 @@ DEV uint64_t sort_keep(uint64_t own, uint64_t other, int apart, int run) {
 }
 DEV uint64_t block_sort(uint64_t key, int size, unsigned long long *work) {
     const int t = (int)thread_index();
-    int side = 0; // two of them, so that a step needs one barrier
+    int side = 0; // of the two buffers that take turns, so that one barrier a comparison is enough
 #pragma unroll 1
     for (int run = 2; run <= size; run *= 2) {
 #pragma unroll 1
@@ -4791,7 +4953,8 @@ DEV uint64_t block_sort(uint64_t key, int size, unsigned long long *work) {
     return key;
 }
 
-// The place in the order "higher logit first, then lower token", as a number; ~0 is none.
+// The place in the order "higher logit first, then lower token" as a number: the logit's bits,
+// changed to ascend where logits descend, then the token. ~0 stands for no candidate.
 DEV uint64_t sample_rank(const sample_state &s, float logit, uint32_t token) {
     const uint32_t u = bits<uint32_t>(logit + 0.0f); // -0 is 0
     const uint32_t order = u & 0x80000000u ? u : u ^ 0x7fffffffu;
@@ -4804,14 +4967,15 @@ DEV float sample_logit(uint32_t order) {
 DEV float sample_weight(const sample_state &s, float logit, float temperature) {
     return logit == s.top ? 1.0f : exp_full((logit - s.top) / temperature);
 }
-// What a step adds up: candidates, or their weights in fixed point, whose sum no order changes.
+// The mass of a candidate in a step.
 DEV uint64_t sample_mass(const sample_state &s, int step, float logit) {
     if (step == SAMPLE_TOP_K) return 1;
     if (step == SAMPLE_DRAW && s.min_p > 0.0f && sample_weight(s, logit, 1.0f) < s.min_p) return 0;
     const float temperature = step == SAMPLE_DRAW ? s.temperature : 1.0f;
     return (uint64_t)(sample_weight(s, logit, temperature) * s.unit);
 }
-// The sum that a step looks for: at least top_p of all, or beyond the draw's part of it.
+// The target of a step whose masses have this sum: top_k, at least top_p of the sum, or for the
+// draw just above its uniform number times the sum.
 DEV uint64_t sample_target(const rocq_k_sample_args &a, int step, uint64_t sum) {
     if (step == SAMPLE_TOP_K) return (uint64_t)a.top_k;
     const double part = step == SAMPLE_TOP_P ? (double)a.top_p
@@ -4826,14 +4990,14 @@ DEV void sample_put(const rocq_k_sample_args &a, int token, float prob) {
     if (a.prob) gstore(a.prob, prob);
 }
 
-// Calls f(live, logit, token) for every candidate and for lanes without one, all lanes of a wave
-// together: a quad a lane, one element after the other. Quads without a candidate in the wave are
-// left out.
+// Goes through the candidates. All lanes of a wave call f(live, logit, token) together; live is
+// false for a lane whose token is no candidate. A lane has a quad, whose elements come one after
+// the other. Where no lane's quad has a candidate, f is not called.
 template <typename F> DEV void sample_each(const sample_state &s, F f) {
     const uint32_t last = (uint32_t)(s.cut >> s.width); // order of the cut
     const float least = last >= 0xff800000u ? -INFINITY : sample_logit(last);
     for (int base = 0; base < s.n; base += tile_size(SAMPLE_QUADS)) {
-        float v[SAMPLE_QUADS][4] = {};
+        float v[SAMPLE_QUADS][4] = {}; // else old values of quads past the end stay in registers
         load_tile(ROCQ_F32, s.wide, (const char *)s.logits, s.n, base, v);
 #pragma unroll 1
         for (int j = 0; j < SAMPLE_QUADS && j < tile_quads(s.n, base); j++) {
@@ -4857,12 +5021,12 @@ template <typename F> DEV void sample_each(const sample_state &s, F f) {
     }
 }
 
-// The candidates, one a thread of the first n, in order of their keys. A key is the rank of a
-// candidate, or its token with the bits of the logit below.
+// A list of the candidates: each of the first n threads has one, in ascending order of their keys.
+// A key is the rank, or the token followed by the bits of the logit; so both have logit and token.
 struct sample_list {
     uint64_t key; // ~0: none
-    int n;        // more than SAMPLE_LIST: there is no list
-    int order;    // that they are in, or SAMPLE_UNSORTED
+    int n;        // more than SAMPLE_LIST: there are too many for a list
+    int order;    // of the keys: BY_RANK or BY_TOKEN; UNSORTED
 };
 DEV uint64_t sample_key(const sample_state &s, int order, float logit, uint32_t token) {
     if (order == SAMPLE_BY_RANK) return sample_rank(s, logit, token);
@@ -4876,7 +5040,7 @@ DEV uint32_t sample_key_token(const sample_state &s, int order, uint64_t key) {
     return order == SAMPLE_BY_RANK ? (uint32_t)key & ((1u << s.width) - 1u) : (uint32_t)(key >> 32);
 }
 
-// Tries to list the candidates up to the cut, with keys of the order, unsorted.
+// Tries to list the candidates up to the cut. The keys are those of `order`, but unsorted.
 DEV void sample_collect(sample_state &s, const sample_work &work, int order, sample_list &list) {
     s.tried = s.cut;
     if (thread_index() == 0) lput(work.listed, 0u);
@@ -4897,7 +5061,8 @@ DEV void sample_collect(sample_state &s, const sample_work &work, int order, sam
     block_sync_lds();
 }
 
-// Brings a list into an order: one that was collected for it, or was in the other.
+// Sorts a list in an order. It has keys of that order if it was just collected, else sorted keys of
+// the other one, or it is in order already.
 DEV void sample_sort(const sample_state &s, const sample_work &work, int order, sample_list &list) {
     if (list.order == order) return;
     if (list.order != SAMPLE_UNSORTED && list.key != ~0ull) {
@@ -4910,8 +5075,8 @@ DEV void sample_sort(const sample_state &s, const sample_work &work, int order, 
     list.order = order;
 }
 
-// Adds to a bin. Where all candidates of a wave fall into one, which crowded logits do, they go there
-// in one addition.
+// Adds masses and candidates to the bins. If all candidates of the wave fall into one bin, which is
+// usual where logits are close together, the wave adds them up and does one atomic addition.
 DEV void sample_add(const sample_work &work, bool live, uint32_t bin, uint64_t x) {
     const uint32_t all = wave_ballot(live);
     if (all == 0) return;
@@ -4929,8 +5094,8 @@ DEV void sample_add(const sample_work &work, bool live, uint32_t bin, uint64_t x
     }
 }
 
-// The first lane at which front plus the lanes' x, added up in order, reaches target, or 32; front
-// becomes the sum before that lane.
+// The first lane at which front plus the x of the lanes up to it reaches target; 32 if none does.
+// front becomes the sum before that lane.
 DEV int wave_reach(uint64_t x, uint64_t &front, uint64_t target) {
     uint64_t all;
     const uint64_t before = wave_scan(x, all);
@@ -4942,28 +5107,29 @@ DEV int wave_reach(uint64_t x, uint64_t &front, uint64_t target) {
     return lane;
 }
 
-// A search for the place in an order at which masses reach target: digit after digit of its number,
-// from the top.
+// How far the search of a step has come.
 struct sample_search {
-    uint64_t target, sum;   // 0: not known yet; sum: of the masses of all candidates
-    uint64_t prefix, front; // the digits so far, and the masses before them
-    int shift;              // bits that are left
+    uint64_t target;        // 0: not known yet
+    uint64_t sum;           // of the masses of all candidates
+    uint64_t prefix, front; // the digits found so far, and the masses of the numbers before them
+    int shift;              // bits that are left to find
 };
 
-// Finds the next digit, or nothing (false) where target is beyond all. count: candidates that share
-// the digits so far.
+// Finds the next digit. False if target is more than the sum of all masses. count: how many
+// candidates share the digits found so far.
 DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
                       int step, sample_search &search, uint32_t &count) {
-    // Of tokens the last 7 bits are a digit of their own: the 128 that a wave reads at a time have all
-    // others in common, and go to one bin.
+    // The last 7 bits of a token are a digit of their own. A wave reads 128 tokens at a time; they
+    // have all other bits in common, so their masses go to one bin.
     const int above = search.shift, rest = step == SAMPLE_DRAW && above > 7 ? 7 : 0;
-    const int digit = above - rest < SAMPLE_BITS ? above - rest : SAMPLE_BITS, shift = above - digit;
+    const int digit = above - rest < SAMPLE_BITS ? above - rest : SAMPLE_BITS;
+    const int shift = above - digit;
     for (uint32_t b = thread_index(); b < SAMPLE_BINS; b += 1024) {
         lput(work.mass + b, 0ull);
         lput(work.count + b, 0u);
     }
     block_sync_lds();
-    uint64_t quad = 0; // DRAW: a quad's masses go to one bin together
+    uint64_t quad = 0; // the masses of a quad, if they go to one bin
     sample_each(s, [&](bool live, float logit, uint32_t token) {
         const uint64_t rank = step == SAMPLE_DRAW ? token : sample_rank(s, logit, token);
         const uint32_t bin = (uint32_t)(rank >> shift) & ((1u << digit) - 1u);
@@ -4979,7 +5145,8 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
         sample_add(work, live, bin, own);
     });
     block_sync_lds();
-    // Two bins a thread, 64 a wave; then every wave searches alike.
+    // Each wave adds up 64 bins, two a lane. Then every wave does the same search: for the wave
+    // whose sums reach the target, the lane there, and the bin.
     const unsigned long long *own = work.mass + 2 * thread_index();
     const uint64_t of_wave = wave_sum64(lget(own) + lget(own + 1));
     if (lane_index() == 0) lput(work.total + wave_index(), of_wave);
@@ -5007,8 +5174,8 @@ DEV bool sample_digit(const rocq_k_sample_args &a, const sample_state &s, const 
     return w < 32;
 }
 
-// Ends a step on a list: of a filter's, what is behind the place drops out; of DRAW, the thread there
-// has the token, and stores it.
+// Does what is left of a step with a list in the step's order. A filter drops what is behind the
+// place; in DRAW the thread at the place has the token, and stores it.
 DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const sample_work &work,
                       int step, sample_search &search, sample_list &list) {
     const uint32_t t = thread_index();
@@ -5017,7 +5184,7 @@ DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const 
     if (t == 0) lput(work.listed, (uint32_t)list.n);
     const uint64_t before = block_scan(own, work.total, search.sum);
     if (search.target == 0) search.target = sample_target(a, step, search.sum);
-    if (before < search.target && before + own >= search.target) { // one thread, or none
+    if (before < search.target && before + own >= search.target) { // at most one thread
         lput(work.listed, t + 1);
         if (step == SAMPLE_DRAW) {
             sample_put(a, (int)sample_key_token(s, list.order, list.key),
@@ -5030,10 +5197,10 @@ DEV void sample_place(const rocq_k_sample_args &a, const sample_state &s, const 
     block_sync_lds();
 }
 
-// Does one digit of a step. True when that ends the step: the digits of DRAW's place are the token,
-// and up to the place of a filter's the candidates stay.
-DEV bool sample_narrow(const rocq_k_sample_args &a, sample_state &s, const sample_work &work, int step,
-                       sample_search &search) {
+// Finds one digit of a step. True if the step is then done: DRAW when all digits of the token are
+// found, a filter when the cut is exact.
+DEV bool sample_narrow(const rocq_k_sample_args &a, sample_state &s, const sample_work &work,
+                       int step, sample_search &search) {
     uint32_t count = 0;
     const bool there = sample_digit(a, s, work, step, search, count);
     if (step == SAMPLE_DRAW) {
@@ -5050,7 +5217,7 @@ DEV bool sample_narrow(const rocq_k_sample_args &a, sample_state &s, const sampl
            (step == SAMPLE_TOP_K && search.front + count == search.target);
 }
 
-// What penalties and `allowed` leave of the logits. Ends with a barrier where it wrote them to work.
+// The logits after penalties and `allowed`, in work if there are any. Ends with a barrier then.
 DEV const float *sample_penalize(const rocq_k_sample_args &a) {
     const int t = (int)thread_index(), n = a.n_vocab;
     uint32_t *counts = (uint32_t *)a.work;
@@ -5095,7 +5262,7 @@ DEV const float *sample_penalize(const rocq_k_sample_args &a) {
     return a.work;
 }
 
-// The best of the quads that a thread reads.
+// The best token of the quads that a thread takes.
 DEV best_of sample_own_best(const float *logits, bool wide, int n) {
     best_of own = {-INFINITY, 0x7fffffff};
     for (int base = 0; base < n; base += tile_size(SAMPLE_QUADS)) {
@@ -5107,33 +5274,14 @@ DEV best_of sample_own_best(const float *logits, bool wide, int n) {
             const bool full = is_full(n, base, j);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int k = tile_at(base, j) + e;
-                if (v[j][e] > own.x && (full || k < n)) own = best_of{v[j][e], k}; // first of equals
+                const int k = tile_at(base, j) + e; // > keeps the first of equals
+                if (v[j][e] > own.x && (full || k < n)) own = best_of{v[j][e], k};
             }
         }
     }
     return own;
 }
 
-// Draws a token from logits [n_vocab], all of rocq_sample_params: tokens outside `allowed` drop
-// out, penalties by the counts in recent (an id out of range is left out and sets a bit of the
-// status), then, unless temperature is 0 and the best token stands, top_k, top_p and min_p over the
-// softmax of what is left, temperature and the draw. Writes the token, and its probability where
-// asked for; with no token left -1 and a bit of the status.
-//
-// Each filter keeps a front part of the order "higher logit first, then lower token", and the draw
-// walks in token order, so each is the same task: find where masses added up in an order reach a
-// target. Masses are fixed point integers, in units of 2^-(62 - bits of a token), so sums depend on
-// no order and the token on nothing but the arguments.
-// Up to 1024 candidates are sorted, one a thread, and their masses added up along the threads. To
-// come to so few: the k-th best of the threads' own best ones has k candidates up to it or more, and
-// for a usual top_k not many more. Otherwise places in the order are numbers, and a radix search
-// finds the number's digits from the top, 2048 bins a pass over work, until what is left is few.
-//
-// Geometry: one block of 1024 threads, a thread the quads t, t + 1024, ... LDS 25 KB. work: n_vocab
-// floats, 16-byte aligned, used with recent or allowed; while recent is counted they are the counts.
-// Bytes: logits once, and from the second-level cache once more for a usual top_k, else twice for
-// every digit.
 KERNEL(sample, rocq_k_sample_args, 1024) {
     LDS(unsigned long long, mass, SAMPLE_BINS);
     LDS(uint32_t, bins, SAMPLE_BINS);
@@ -5159,7 +5307,7 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
     const sample_work work = {mass, bins, total, listed};
     const bool has_k = a.top_k > 0 && a.top_k < n, has_p = a.top_p > 0.0f && a.top_p < 1.0f;
     sample_list list = {~0ull, SAMPLE_LIST + 1, SAMPLE_UNSORTED};
-    if (n <= SAMPLE_LIST) { // all tokens, as they lie
+    if (n <= SAMPLE_LIST) { // all tokens are a list already, by token
         const float x = t < n ? gload(logits + t) : -INFINITY;
         if (x > -INFINITY) list.key = sample_key(s, SAMPLE_BY_TOKEN, x, (uint32_t)t);
         list.n = n;
@@ -5176,7 +5324,7 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
         if ((step == SAMPLE_TOP_K && !has_k) || (step == SAMPLE_TOP_P && !has_p)) continue;
         const int order = step == SAMPLE_DRAW ? SAMPLE_BY_TOKEN : SAMPLE_BY_RANK;
         sample_search search = {0, 0, 0, 0, step == SAMPLE_DRAW ? width : 32 + width};
-        do { // digits, until the step is done or those left are few enough for a list
+        do { // another digit, until the step is done or what is left makes a list
             if (list.n > SAMPLE_LIST && s.cut != s.tried) sample_collect(s, work, order, list);
             if (list.n <= SAMPLE_LIST) {
                 sample_sort(s, work, order, list);
@@ -5191,10 +5339,10 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
 // >>entry
 // ---------------------------------------------------------------------------------------------
 
-// Shows that a device computes what this file means it to, before it is trusted with anything:
+// Checks, before a device is used for anything else, that it computes what this file expects:
 //   out[0] target_id              out[1] lanes of a wave      out[2] ROCQ_VERSION
 //   out[3] sizes of all args structs, summed: rocq.h and this file agree about them
-//   out[4] sum over lanes of (lane + 1)^2                       crosses a wave by every step
+//   out[4] sum over lanes of (lane + 1)^2                       by all five masks of wave_xor
 //   out[5] sum over lanes of dot4((1, -1, -128, 127), (3, -5, 7, -9), lane)
 //   out[6] sum over m, n of (16 m + n + 1) C[m][n] for C = A B on the matrix unit in F16, with
 //          A[m][k] = (3 m + 5 k) % 7 - 3 and B[n][k] = (2 n + 3 k) % 5 - 2: every number is exact
@@ -5253,8 +5401,8 @@ KERNEL(selftest, rocq_k_selftest_args, 32) {
 }
 
 // What a program that is linked with this file has in place of libamdhip64 and a code object: the
-// runtime's functions as struct rocq_hip wants them, and the kernels' host stubs. Code objects do not
-// have it (--genco compiles no host code), nor does the tests' stand-in, which brings its own.
+// runtime's functions as struct rocq_hip wants them, and the kernels' host stubs. Code objects do
+// not have it (--genco compiles no host code), nor does the tests' stand-in, which brings its own.
 #if !defined(ROCQ_SIMT) && !defined(__HIP_DEVICE_COMPILE__) && !defined(__CUDA_ARCH__)
 
 #if defined(__CUDACC__)
@@ -5267,12 +5415,12 @@ KERNEL(selftest, rocq_k_selftest_args, 32) {
 #define ENTRY_REQUIRED(function) function
 #define ENTRY_OPTIONAL(function) function
 
-// For each line of ROCQ_HIP_FUNCTIONS a function entry_FIELD that calls the runtime's. struct rocq_hip
-// has void * for streams, events and graphs and int for enumerations, so every argument is passed as
-// an entry_argument, which converts to whatever type the runtime's parameter has. These functions are
-// templates only so that the parameter lists need not be repeated here: the table below makes each of
-// them with the parameters of its field. Where there is also an ordinary function of the same name,
-// the table takes that one, and the template is never made.
+// For each line of ROCQ_HIP_FUNCTIONS a function entry_FIELD that calls the runtime's. struct
+// rocq_hip has void * for streams, events and graphs and int for enumerations, so every argument is
+// passed as an entry_argument, which converts to whatever type the runtime's parameter has. These
+// functions are templates only so that the parameter lists need not be repeated here: the table
+// below makes each of them with the parameters of its field. Where there is also an ordinary
+// function of the same name, the table takes that one, and the template is never made.
 namespace {
 template <typename From> struct entry_argument {
     From value;
