@@ -364,8 +364,8 @@ static void full_logs_that_fail(void **state) {
             const int64_t wait = op ? 3 : 2; // after set_device, of the op too
             assert_int_equal(simt_calls() - calls, 1);
             if (lost) simt_fail_at(wait, 719);
-            else simt_fail_once(wait, 1);
-            const rocq_result failed = lost ? ROCQ_E_LOST : ROCQ_E_DEVICE;
+            else simt_fail_once(wait, ROCQ_HIP_OUT_OF_MEMORY);
+            const rocq_result failed = lost ? ROCQ_E_LOST : ROCQ_E_MEMORY;
             if (op) {
                 assert_int_equal(rocq_scale(ctx, &w.scale), failed);
             } else {
