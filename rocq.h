@@ -220,7 +220,8 @@
    takes what the first copy and replay would, an op that falls back (host memory for its operands,
    while it runs), rocq_kv_create, rocq_profile_start, rocq_measure_launch, the tuner, and the GGUF
    writer. So a token's ops, copies and graph launches allocate nothing once
-   scratch is reserved; rocq_stats.n_allocs shows it. Host memory comes from rocq_desc.allocator,
+   scratch is reserved; rocq_stats.n_allocs shows it. The maps are rocq's own and not
+   stb_ds's, which cannot report a failed allocation. Host memory comes from rocq_desc.allocator,
    device and pinned memory from the runtime. memory_budget limits buffers, pools and scratch
    together.
 

@@ -1,6 +1,6 @@
 // generate.c - continues a prompt with a GGUF model, on a GPU that has kernels, else on the CPU.
 //
-//     cc -O2 examples/generate.c -o generate -lm -ldl -lpthread
+//     cc -O2 examples/generate.c -o generate -lm -ldl -lpthread        # with libstb-dev, see ds.h
 //     ./generate -m model.gguf -p "Once upon a time" --stats
 //     examples/build-kernels && ./generate --kernels rocq_kernels.co                  # on a GPU
 //
@@ -12,6 +12,7 @@
 // that says why, on any failure. --help lists the options.
 
 #define ROCQ_IMPLEMENTATION
+#define DS_PROGRAM "generate"
 #include "../rocq.h"
 
 #include "llama.h"
@@ -227,7 +228,7 @@ static bool is_terminal(int file) {
 #endif
 }
 
-static int64_t n_allocs; // by rocq and the tokenizer alike
+static int64_t n_allocs; // by rocq; ds_n_allocs are the tokenizer's
 
 static void *count_alloc(size_t size, void *user) {
     (void)user;
@@ -274,7 +275,7 @@ typedef struct run {
     rocq_gguf *file;
     llama_model model;
     tokenizer tok;
-    tokenizer_ids ids;
+    int32_t *ids; // of the prompt, an array of stb_ds's
     int32_t *last;           // tokens that penalties look at, the newest at the end
     int32_t n_last, last_n;  // how many there are, and at most
     rocq_buffer last_memory; // where ops read a copy of them
@@ -392,7 +393,6 @@ static bool make_tuning(run *r) {
 
 static bool load(run *r) {
     rocq_info info;
-    const rocq_allocator allocator = {count_alloc, count_free, NULL};
     const rocq_gguf_desc source = {.path = r->o.model};
     const llama_options how = {.n_ctx = r->o.n_ctx, .kv_format = r->o.kv,
                                .kv_page = r->o.kv_page,
@@ -402,7 +402,7 @@ static bool load(run *r) {
     if (rocq_gguf_open(r->ctx, &r->file, &source) != ROCQ_OK) {
         return fail(r->o.model, rocq_error(r->ctx));
     }
-    if (tokenizer_open(&r->tok, r->file, &allocator) != ROCQ_OK) {
+    if (tokenizer_open(&r->tok, r->file) != ROCQ_OK) {
         return fail(r->o.model, r->tok.error);
     }
     end_phase(r, MODEL_OPEN);
@@ -452,7 +452,7 @@ static bool make_last(run *r) {
         return fail("penalties", "no memory");
     }
     r->last_n = last_n;
-    for (int64_t i = 0; i < r->ids.count; i++) remember(r, r->ids.data[i]);
+    for (int64_t i = 0; i < arrlen(r->ids); i++) remember(r, r->ids[i]);
     return true;
 }
 
@@ -473,13 +473,13 @@ static bool tokenize(run *r) {
         return fail("prompt", r->tok.error);
     }
     // A prompt that has its own BOS gets no second one, which no model has seen in training.
-    const int32_t *ids = r->ids.data;
-    if (r->tok.add_bos && r->ids.count > 1 && ids[0] == r->tok.bos && ids[1] == r->tok.bos) {
-        memmove(r->ids.data, ids + 1, (size_t)--r->ids.count * sizeof *ids);
+    const int32_t *ids = r->ids;
+    if (r->tok.add_bos && arrlen(ids) > 1 && ids[0] == r->tok.bos && ids[1] == r->tok.bos) {
+        arrdel(r->ids, 0);
     }
-    if (r->ids.count == 0) return fail("prompt", "is empty, and no token begins a text");
-    if (r->ids.count > r->model.n_ctx) return fail("prompt", "is longer than the context (see -c)");
-    r->n_prompt = (int32_t)r->ids.count;
+    if (arrlen(ids) == 0) return fail("prompt", "is empty, and no token begins a text");
+    if (arrlen(ids) > r->model.n_ctx) return fail("prompt", "is longer than the context (see -c)");
+    r->n_prompt = (int32_t)arrlen(ids);
     end_phase(r, TOKENIZE);
     return make_last(r);
 }
@@ -490,7 +490,7 @@ static bool write_logits(run *r) {
     r->logits = (float *)malloc(n * sizeof(float));
     if (!r->logits) return fail(r->o.logits, "no memory");
     begin_phase(r, READ_PROMPT);
-    if (llama_eval(&r->model, r->ids.data, r->n_prompt, r->logits) != ROCQ_OK) {
+    if (llama_eval(&r->model, r->ids, r->n_prompt, r->logits) != ROCQ_OK) {
         return fail(r->o.model, r->model.error);
     }
     end_phase(r, READ_PROMPT);
@@ -520,7 +520,7 @@ static bool generate(run *r) {
     double start = 0;
     int32_t token;
     begin_phase(r, READ_PROMPT);
-    if (llama_eval(&r->model, r->ids.data, r->n_prompt, NULL) != ROCQ_OK) {
+    if (llama_eval(&r->model, r->ids, r->n_prompt, NULL) != ROCQ_OK) {
         return interrupted ? true : fail(r->o.model, r->model.error);
     }
     if (rocq_sync(r->ctx) != ROCQ_OK) return fail(r->o.model, rocq_error(r->ctx)); // to time it
@@ -606,7 +606,7 @@ static void print_stats(const run *r) {
     fprintf(stderr, "weights %.2f, KV cache %.2f, scratch %.2f\n", mib * (double)m->weight_bytes,
             mib * (double)m->kv_bytes, mib * (double)m->scratch_bytes);
     fprintf(stderr, "%-20s %9.0f            after set-up\n", "allocations",
-            (double)(n_allocs - r->setup_allocs));
+            (double)(n_allocs + ds_n_allocs - r->setup_allocs));
 }
 
 static bool write_report(run *r, const char *path, rocq_report kind) {
@@ -632,7 +632,7 @@ static bool whole_run(run *r) {
     }
     rocq_region_begin(r->ctx, "time to first token");
     if (!load(r) || !tokenize(r)) return false;
-    r->setup_allocs = n_allocs;
+    r->setup_allocs = n_allocs + ds_n_allocs;
     if (r->o.logits ? !write_logits(r) : !generate(r)) return false;
     rocq_profile_stop(r->ctx);
     if (r->o.stats) {
@@ -669,7 +669,7 @@ int main(int argc, char **argv) {
     free(r.logits);
     free(r.last);
     free(r.prompt);
-    tokenizer_ids_free(&r.tok, &r.ids);
+    arrfree(r.ids);
     tokenizer_close(&r.tok);
     llama_close(&r.model);
     rocq_gguf_close(&r.file);

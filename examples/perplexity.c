@@ -1,6 +1,6 @@
 // perplexity.c - how well a GGUF model predicts a text: perplexity per token, bits per byte.
 //
-//     cc -O2 examples/perplexity.c -o perplexity -lm -ldl -lpthread
+//     cc -O2 examples/perplexity.c -o perplexity -lm -ldl -lpthread    # with libstb-dev, see ds.h
 //     ./perplexity model.gguf text.txt
 //     ./perplexity model.gguf texts.txt --documents    empty lines separate texts of their own
 //     ./perplexity model.gguf text.txt --device gpu --kernels rocq_kernels.co
@@ -11,6 +11,7 @@
 // first token, which nothing predicts, is not counted.
 
 #define ROCQ_IMPLEMENTATION
+#define DS_PROGRAM "perplexity"
 #include "../rocq.h"
 
 #include "llama.h"
@@ -37,9 +38,8 @@ typedef struct job {
     rocq_gguf *file;
     llama_model model;
     tokenizer tok;
-    tokenizer_ids ids;
+    int32_t *ids; // this and text are arrays of stb_ds's
     char *text;
-    int64_t length;
     float *logits;       // [n_vocab, n_batch]
     double nats;         // sum of -ln p
     int64_t n_tokens, n_bytes;
@@ -52,17 +52,11 @@ static bool fail(const char *what, const char *why) {
 }
 
 static bool read_text(job *j) {
-    int64_t capacity = 0;
+    char part[1 << 16];
     FILE *in = fopen(j->text_path, "rb");
     if (!in) return fail(j->text_path, "cannot be opened");
-    while (!feof(in) && !ferror(in)) {
-        if (j->length == capacity) {
-            capacity = capacity > 0 ? 2 * capacity : 1 << 16;
-            char *grown = (char *)realloc(j->text, (size_t)capacity);
-            if (!grown) break;
-            j->text = grown;
-        }
-        j->length += (int64_t)fread(j->text + j->length, 1, (size_t)(capacity - j->length), in);
+    for (size_t n; (n = fread(part, 1, sizeof part, in)) > 0;) {
+        memcpy(arraddnptr(j->text, n), part, n);
     }
     const bool whole = feof(in) != 0;
     fclose(in);
@@ -83,13 +77,13 @@ static bool window(job *j, int64_t begin, int64_t end, int64_t count) {
     m->n_past = 0;
     for (int64_t at = begin; at < end; at += m->n_batch) {
         const int64_t n = end - at < m->n_batch ? end - at : m->n_batch;
-        if (llama_eval(m, j->ids.data + at, n, j->logits) != ROCQ_OK) {
+        if (llama_eval(m, j->ids + at, n, j->logits) != ROCQ_OK) {
             return fail(j->model_path, m->error);
         }
         for (int64_t i = 0; i < n; i++) { // position at + i predicts the token after it
             const int64_t next = at + i + 1;
             if (next < count || next >= end) continue;
-            const double nats = surprise(j->logits + i * m->n_vocab, m->n_vocab, j->ids.data[next]);
+            const double nats = surprise(j->logits + i * m->n_vocab, m->n_vocab, j->ids[next]);
             if (!isfinite(nats)) return fail(j->model_path, "gives logits that are not finite");
             j->nats += nats;
             j->n_tokens++;
@@ -99,15 +93,15 @@ static bool window(job *j, int64_t begin, int64_t end, int64_t count) {
 }
 
 static bool measure(job *j, const char *text, int64_t length) {
-    j->ids.count = 0;
+    arrsetlen(j->ids, 0);
     if (tokenizer_encode(&j->tok, &j->ids, text, length, true, false) != ROCQ_OK) {
         return fail(j->text_path, j->tok.error);
     }
     j->n_bytes += length;
-    for (int64_t done = 1; done < j->ids.count;) { // tokens before it are counted, or never will be
+    for (int64_t done = 1; done < arrlen(j->ids);) { // tokens before it are counted, or never will be
         const int64_t n_ctx = j->model.n_ctx, before = done < n_ctx / 2 ? done : n_ctx / 2;
         const int64_t begin = done - before;
-        const int64_t end = begin + n_ctx < j->ids.count ? begin + n_ctx : j->ids.count;
+        const int64_t end = begin + n_ctx < arrlen(j->ids) ? begin + n_ctx : arrlen(j->ids);
         if (!window(j, begin, end, done)) return false;
         done = end;
     }
@@ -145,7 +139,7 @@ static bool run(job *j) {
     if (rocq_gguf_open(j->ctx, &j->file, &source) != ROCQ_OK) {
         return fail(j->model_path, rocq_error(j->ctx));
     }
-    if (tokenizer_open(&j->tok, j->file, NULL) != ROCQ_OK) return fail(j->model_path, j->tok.error);
+    if (tokenizer_open(&j->tok, j->file) != ROCQ_OK) return fail(j->model_path, j->tok.error);
     if (llama_open(&j->model, j->ctx, j->file, &options) != ROCQ_OK) {
         return fail(j->model_path, j->model.error);
     }
@@ -156,9 +150,10 @@ static bool run(job *j) {
     const size_t n_logits = (size_t)j->model.n_batch * (size_t)j->model.n_vocab;
     j->logits = (float *)malloc(n_logits * sizeof(float));
     if (!j->logits) return fail("logits", "no memory");
-    for (int64_t at = 0, end; at < j->length; at = end + 2) {
-        for (end = at; end < j->length; end++) {
-            if (j->documents && end + 1 < j->length && memcmp(j->text + end, "\n\n", 2) == 0) break;
+    const int64_t length = arrlen(j->text);
+    for (int64_t at = 0, end; at < length; at = end + 2) {
+        for (end = at; end < length; end++) {
+            if (j->documents && end + 1 < length && memcmp(j->text + end, "\n\n", 2) == 0) break;
         }
         if (!measure(j, j->text + at, end - at)) return false;
     }
@@ -211,8 +206,8 @@ int main(int argc, char **argv) {
     j.text_path = argv[2];
     good = run(&j);
     free(j.logits);
-    free(j.text);
-    tokenizer_ids_free(&j.tok, &j.ids);
+    arrfree(j.text);
+    arrfree(j.ids);
     tokenizer_close(&j.tok);
     llama_close(&j.model);
     rocq_gguf_close(&j.file);

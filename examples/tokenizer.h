@@ -1,21 +1,24 @@
 // tokenizer.h - text to token ids and back, from a GGUF file's metadata.
 //
 //     tokenizer t;
-//     tokenizer_ids ids = {0};
-//     if (tokenizer_open(&t, file, NULL) != ROCQ_OK) puts(t.error);
+//     int32_t *ids = NULL;
+//     if (tokenizer_open(&t, file) != ROCQ_OK) puts(t.error);
 //     tokenizer_encode(&t, &ids, text, length, true, false);
-//     rocq_str piece = tokenizer_piece(&t, ids.data[0], false);
-//     tokenizer_ids_free(&t, &ids);
+//     rocq_str piece = tokenizer_piece(&t, ids[0], false); // there are arrlen(ids) of them
+//     arrfree(ids);
 //     tokenizer_close(&t);
 //
 // Two kinds of vocabulary: "llama" (SentencePiece BPE: merges by score, bytes as a fallback) and
 // "gpt2" (byte-level BPE: text is cut into words first, then merged by rank inside each). The ids
 // are llama.cpp's for any bytes, valid UTF-8 or not, and take time about linear in the text.
+//
+// Its arrays are stb_ds's, which end the program where memory runs out (ds.h).
 
 #ifndef TOKENIZER_H
 #define TOKENIZER_H
 
 #include "../rocq.h"
+#include "ds.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -26,28 +29,16 @@
 // Interface
 // ---------------------------------------------------------------------------------------------
 
-// A growing list of token ids; starts zeroed.
-typedef struct tokenizer_ids {
-    int32_t *data;
-    int64_t count, capacity;
-} tokenizer_ids;
-
 // Bytes that are not yet a whole character; starts zeroed.
 typedef struct tokenizer_stream {
     unsigned char pending[4];
     int32_t n_pending;
 } tokenizer_stream;
 
-typedef struct tok__array { // memory that only grows
-    void *data;
-    int64_t capacity; // bytes
-} tok__array;
-
 typedef struct tok__map { // finds a string's place in an array of strings
-    tok__array strings; // rocq_str [n]
-    tok__array slots;   // int32_t [n_slots]: index + 1, 0 = free
-    int64_t n, n_slots; // n_slots is a power of two
-    int64_t longest;    // string, in bytes
+    rocq_str *strings;
+    int32_t *slots;  // index + 1, 0 = free; their number is a power of two
+    int64_t longest; // string, in bytes
 } tok__map;
 
 typedef struct tokenizer {
@@ -56,36 +47,37 @@ typedef struct tokenizer {
     char error[256];  // the message of the last failure, also of tokenizer_open
 
     // private
-    rocq_allocator allocator;
     const struct tok__pre *pre; // how words are cut; NULL for SentencePiece
     bool add_bos, add_eos, add_space;
     int32_t byte_token[256]; // the token of a byte that no other token covers, or -1
     uint16_t byte_char[256]; // byte-level vocabularies: the character that stands for a byte,
     int16_t char_byte[324];  // and back; -1 = none
     tok__map vocab, merges;
-    tok__array scores;       // float [n_vocab]
-    tok__array kinds;        // uint8_t [n_vocab]: TOK__NORMAL and so on
-    tok__array special;      // int32_t [n_special]: tokens that are cut out of text, longest first
-    int32_t n_special;
-    tok__array tree;         // tok__node: the texts of special tokens
-    int32_t roots[256];      // nodes of the tree by a text's first byte; -1 = none
-    tok__array class_starts; // uint32_t: where each of tok__class_runs begins
-    tok__array taken, text, codes, classes, symbols, heap; // while encoding
-    tok__array piece;                                      // while decoding
+    float *scores;            // [n_vocab]
+    uint8_t *kinds;           // [n_vocab]: TOK__NORMAL and so on
+    int32_t *special;         // tokens that are cut out of text, longest first
+    struct tok__node *tree;   // the texts of special tokens
+    int32_t roots[256];       // nodes of the tree by a text's first byte; -1 = none
+    uint32_t *class_starts;   // where each of tok__class_runs begins
+    int32_t *taken;           // from here on: while encoding
+    char *text;
+    uint32_t *codes;
+    uint8_t *classes;
+    struct tok__symbol *symbols;
+    struct tok__pair *heap;
+    char *piece;              // while decoding
 } tokenizer;
 
-// Token texts stay in the file, which must stay open. allocator NULL = malloc and free. On failure
-// everything is freed again, and *t is zero but for t->error.
-static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file,
-                                         const rocq_allocator *allocator);
+// Token texts stay in the file, which must stay open. On failure everything is freed again, and *t is
+// zero but for t->error.
+static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file);
 static inline void tokenizer_close(tokenizer *t); // twice, or on a zeroed struct, is harmless
 
-// Appends the tokens of a text of any bytes; on failure none. add_special: with BOS and EOS where
-// the file asks for them. parse_special: "</s>" and its like in the text become the control tokens
-// of that name.
-static inline rocq_result tokenizer_encode(tokenizer *t, tokenizer_ids *ids, const char *text,
+// Appends the tokens of a text of any bytes to *ids, an array of stb_ds's; on failure none.
+// add_special: with BOS and EOS where the file asks for them. parse_special: "</s>" and its like in
+// the text become the control tokens of that name.
+static inline rocq_result tokenizer_encode(tokenizer *t, int32_t **ids, const char *text,
                                            int64_t length, bool add_special, bool parse_special);
-static inline void tokenizer_ids_free(tokenizer *t, tokenizer_ids *ids); // while t is open
 
 // True when generation ends with this token.
 static inline bool tokenizer_is_end(const tokenizer *t, int32_t id);
@@ -99,7 +91,7 @@ static inline rocq_str tokenizer_piece(tokenizer *t, int32_t id, bool special);
 static inline rocq_str tokenizer_next(tokenizer *t, tokenizer_stream *s, int32_t id, bool special);
 
 // ---------------------------------------------------------------------------------------------
-// Errors and memory
+// Errors
 // ---------------------------------------------------------------------------------------------
 
 #define TOK__TRY(call)                        \
@@ -116,58 +108,6 @@ static rocq_result tok__fail(tokenizer *t, rocq_result result, const char *forma
     return result;
 }
 
-static void *tok__malloc(size_t size, void *user) {
-    (void)user;
-    return malloc(size);
-}
-
-static void tok__mfree(void *ptr, size_t size, void *user) {
-    (void)size;
-    (void)user;
-    free(ptr);
-}
-
-static void tok__free(tokenizer *t, tok__array *a) {
-    if (a->data) t->allocator.free(a->data, (size_t)a->capacity, t->allocator.user);
-    a->data = NULL;
-    a->capacity = 0;
-}
-
-// Room for n elements, keeping what is there. At least doubles, so that appending is cheap.
-static rocq_result tok__room(tokenizer *t, tok__array *a, int64_t n, size_t size) {
-    const int64_t need = n * (int64_t)size;
-    if (need <= a->capacity) return ROCQ_OK;
-    const int64_t capacity = need > 2 * a->capacity ? need : 2 * a->capacity;
-    const bool fits = (uint64_t)capacity <= SIZE_MAX;
-    void *data = fits ? t->allocator.alloc((size_t)capacity, t->allocator.user) : NULL;
-    if (!data) {
-        return tok__fail(t, ROCQ_E_MEMORY, "no memory for %.0f bytes of tokenizer data",
-                         (double)capacity);
-    }
-    if (a->capacity > 0) memcpy(data, a->data, (size_t)a->capacity);
-    tok__free(t, a);
-    a->data = data;
-    a->capacity = capacity;
-    return ROCQ_OK;
-}
-
-static rocq_result tok__push(tokenizer *t, tokenizer_ids *ids, int32_t id) {
-    if (ids->count == ids->capacity) {
-        tok__array a = {ids->data, ids->capacity * (int64_t)sizeof(int32_t)};
-        TOK__TRY(tok__room(t, &a, ids->count < 64 ? 64 : 2 * ids->count, sizeof(int32_t)));
-        ids->data = (int32_t *)a.data;
-        ids->capacity = a.capacity / (int64_t)sizeof(int32_t);
-    }
-    ids->data[ids->count++] = id;
-    return ROCQ_OK;
-}
-
-static inline void tokenizer_ids_free(tokenizer *t, tokenizer_ids *ids) {
-    tok__array a = {ids->data, ids->capacity * (int64_t)sizeof(int32_t)};
-    tok__free(t, &a);
-    memset(ids, 0, sizeof *ids);
-}
-
 // ---------------------------------------------------------------------------------------------
 // Strings by content
 // ---------------------------------------------------------------------------------------------
@@ -180,13 +120,14 @@ static uint64_t tok__hash(uint64_t hash, const char *text, int64_t n) { // FNV-1
 // The slot of "a b", or of "a" where b is NULL; or the free slot where it would go.
 static int32_t *tok__slot(const tok__map *map, const char *a, int64_t n_a, const char *b,
                           int64_t n_b) {
-    const rocq_str *strings = (const rocq_str *)map->strings.data;
-    int32_t *slots = (int32_t *)map->slots.data;
+    const rocq_str *strings = map->strings;
+    int32_t *slots = map->slots;
+    const int64_t last = arrlen(slots) - 1;
     uint64_t hash = tok__hash(0xcbf29ce484222325u, a, n_a);
     if (b) hash = tok__hash(tok__hash(hash, " ", 1), b, n_b);
     const int64_t length = b ? n_a + 1 + n_b : n_a;
-    int64_t i = (int64_t)((hash ^ hash >> 32) & (uint64_t)(map->n_slots - 1));
-    for (; slots[i] != 0; i = (i + 1) & (map->n_slots - 1)) {
+    int64_t i = (int64_t)((hash ^ hash >> 32) & (uint64_t)last);
+    for (; slots[i] != 0; i = (i + 1) & last) {
         const rocq_str s = strings[slots[i] - 1];
         if (s.length != length || memcmp(s.data, a, (size_t)n_a) != 0) continue;
         if (!b || (s.data[n_a] == ' ' && memcmp(s.data + n_a + 1, b, (size_t)n_b) == 0)) break;
@@ -197,7 +138,7 @@ static int32_t *tok__slot(const tok__map *map, const char *a, int64_t n_a, const
 // Index of the string, or -1.
 static int32_t tok__find(const tok__map *map, const char *a, int64_t n_a, const char *b,
                          int64_t n_b) {
-    if (map->n == 0 || n_a + n_b > map->longest) return -1;
+    if (!map->slots || n_a + n_b > map->longest) return -1;
     return *tok__slot(map, a, n_a, b, n_b) - 1;
 }
 
@@ -212,24 +153,25 @@ static rocq_result tok__read_map(tokenizer *t, const rocq_gguf *file, const char
     if (!value.is_array || value.type != ROCQ_GGUF_STRING || value.count > INT32_MAX / 2) {
         return tok__fail(t, ROCQ_E_TYPE, "%s is not an array of strings", key);
     }
-    for (map->n_slots = 64; map->n_slots < 2 * value.count;) map->n_slots *= 2;
-    TOK__TRY(tok__room(t, &map->strings, value.count + 1, sizeof(rocq_str)));
-    TOK__TRY(tok__room(t, &map->slots, map->n_slots, sizeof(int32_t)));
-    memset(map->slots.data, 0, (size_t)map->n_slots * sizeof(int32_t));
-    rocq_str *strings = (rocq_str *)map->strings.data;
-    for (; map->n < value.count; map->n++) {
-        rocq_str *s = &strings[map->n];
-        if (rocq_gguf_next_str(&value, &cursor, s) != ROCQ_OK) {
+    int64_t n_slots = 64;
+    while (n_slots < 2 * value.count) n_slots *= 2;
+    arrsetlen(map->slots, n_slots);
+    arrsetcap(map->strings, value.count);
+    memset(map->slots, 0, (size_t)n_slots * sizeof *map->slots);
+    for (int64_t i = 0; i < value.count; i++) {
+        rocq_str s;
+        if (rocq_gguf_next_str(&value, &cursor, &s) != ROCQ_OK) {
             return tok__fail(t, ROCQ_E_CORRUPT, "%s ends early", key);
         }
-        if (s->length > INT32_MAX / 8) {
+        if (s.length > INT32_MAX / 8) {
             return tok__fail(t, ROCQ_E_OVERFLOW, "%s has a string of %.0f bytes", key,
-                             (double)s->length);
+                             (double)s.length);
         }
-        if (s->length == 0) continue;
-        if (s->length > map->longest) map->longest = s->length;
-        int32_t *slot = tok__slot(map, s->data, s->length, NULL, 0);
-        if (*slot == 0 || last_wins) *slot = (int32_t)map->n + 1;
+        arrput(map->strings, s);
+        if (s.length == 0) continue;
+        if (s.length > map->longest) map->longest = s.length;
+        int32_t *slot = tok__slot(map, s.data, s.length, NULL, 0);
+        if (*slot == 0 || last_wins) *slot = (int32_t)i + 1;
     }
     return ROCQ_OK;
 }
@@ -328,7 +270,7 @@ static const uint32_t tok__class_runs[] = {
 enum { TOK__N_RUNS = sizeof tok__class_runs / sizeof tok__class_runs[0] };
 
 static int tok__class(const tokenizer *t, uint32_t code) {
-    const uint32_t *starts = (const uint32_t *)t->class_starts.data;
+    const uint32_t *starts = t->class_starts;
     if ((code >= 9 && code <= 13) || code == 0x20 || code == 0x85 || code == 0xa0 ||
         code == 0x1680 || (code >= 0x2000 && code <= 0x200a) || code == 0x2028 || code == 0x2029 ||
         code == 0x202f || code == 0x205f || code == 0x3000) {
@@ -705,41 +647,38 @@ typedef struct tok__pair {
     int32_t n; // bytes of both, when they were paired
 } tok__pair;
 
-typedef struct tok__heap {
-    tok__pair *pairs; // the best on top
-    int64_t n;
-} tok__heap;
-
 static bool tok__better(const tok__pair *a, const tok__pair *b) {
     return a->key > b->key || (a->key == b->key && a->left < b->left);
 }
 
-static void tok__heap_push(tok__heap *h, tok__pair pair) {
-    int64_t i = h->n++;
-    for (; i > 0 && tok__better(&pair, &h->pairs[(i - 1) / 2]); i = (i - 1) / 2) {
-        h->pairs[i] = h->pairs[(i - 1) / 2];
+// A heap, the best on top, as an array of stb_ds's.
+static void tok__heap_push(tok__pair **heap, tok__pair pair) {
+    arrput(*heap, pair);
+    tok__pair *pairs = *heap;
+    int64_t i = arrlen(pairs) - 1;
+    for (; i > 0 && tok__better(&pair, &pairs[(i - 1) / 2]); i = (i - 1) / 2) {
+        pairs[i] = pairs[(i - 1) / 2];
     }
-    h->pairs[i] = pair;
+    pairs[i] = pair;
 }
 
-static tok__pair tok__heap_pop(tok__heap *h) {
-    const tok__pair top = h->pairs[0], last = h->pairs[--h->n];
+static tok__pair tok__heap_pop(tok__pair *pairs) {
+    const tok__pair top = pairs[0], last = arrpop(pairs);
+    const int64_t n = arrlen(pairs);
     int64_t i = 0, child;
-    for (; (child = 2 * i + 1) < h->n; i = child) {
-        if (child + 1 < h->n && tok__better(&h->pairs[child + 1], &h->pairs[child])) child++;
-        if (!tok__better(&h->pairs[child], &last)) break;
-        h->pairs[i] = h->pairs[child];
+    for (; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && tok__better(&pairs[child + 1], &pairs[child])) child++;
+        if (!tok__better(&pairs[child], &last)) break;
+        pairs[i] = pairs[child];
     }
-    h->pairs[i] = last;
+    pairs[i] = last;
     return top;
 }
 
 // Puts a pair of neighbours on the heap, when merging it is allowed.
-static void tok__pair_up(const tokenizer *t, tok__heap *h, const char *text, int32_t left,
-                         int32_t right) {
-    const tok__symbol *symbols = (const tok__symbol *)t->symbols.data;
+static void tok__pair_up(tokenizer *t, const char *text, int32_t left, int32_t right) {
     if (left < 0 || right < 0) return;
-    const tok__symbol *a = &symbols[left], *b = &symbols[right];
+    const tok__symbol *a = &t->symbols[left], *b = &t->symbols[right];
     tok__pair pair = {0, left, right, a->n + b->n};
     int32_t found;
     if (t->pre) {
@@ -747,15 +686,15 @@ static void tok__pair_up(const tokenizer *t, tok__heap *h, const char *text, int
         pair.key = -(double)found; // earlier merges first
     } else {
         found = tok__find(&t->vocab, text + a->at, pair.n, NULL, 0);
-        if (found >= 0) pair.key = (double)((const float *)t->scores.data)[found];
+        if (found >= 0) pair.key = (double)t->scores[found];
     }
-    if (found >= 0) tok__heap_push(h, pair);
+    if (found >= 0) tok__heap_push(&t->heap, pair);
 }
 
 // Appends the tokens of one word, or of one whole text for SentencePiece.
-static rocq_result tok__merge(tokenizer *t, tokenizer_ids *ids, const char *text, int64_t n) {
-    TOK__TRY(tok__room(t, &t->symbols, n, sizeof(tok__symbol)));
-    tok__symbol *symbols = (tok__symbol *)t->symbols.data;
+static void tok__merge(tokenizer *t, int32_t **ids, const char *text, int64_t n) {
+    arrsetlen(t->symbols, n);
+    tok__symbol *symbols = t->symbols;
 
     int32_t n_symbols = 0;
     for (int64_t at = 0; at < n; n_symbols++) { // one per character, by its first byte alone
@@ -768,30 +707,28 @@ static rocq_result tok__merge(tokenizer *t, tokenizer_ids *ids, const char *text
         s->next = at + length < n ? n_symbols + 1 : -1;
         at += length;
     }
-    // Every merge takes one pair off the heap and adds at most two.
-    TOK__TRY(tok__room(t, &t->heap, 2 * (int64_t)n_symbols, sizeof(tok__pair)));
-    tok__heap heap = {(tok__pair *)t->heap.data, 0};
-    for (int32_t i = 1; i < n_symbols; i++) tok__pair_up(t, &heap, text, i - 1, i);
-    while (heap.n > 0) {
-        const tok__pair pair = tok__heap_pop(&heap);
+    arrsetlen(t->heap, 0);
+    arrsetcap(t->heap, 2 * n_symbols); // every merge takes one pair off it and adds at most two
+    for (int32_t i = 1; i < n_symbols; i++) tok__pair_up(t, text, i - 1, i);
+    while (arrlen(t->heap) > 0) {
+        const tok__pair pair = tok__heap_pop(t->heap);
         tok__symbol *left = &symbols[pair.left], *right = &symbols[pair.right];
         if (left->n == 0 || right->n == 0 || left->n + right->n != pair.n) continue; // outlived
         left->n = pair.n;
         right->n = 0;
         left->next = right->next;
         if (right->next >= 0) symbols[right->next].prev = pair.left;
-        tok__pair_up(t, &heap, text, left->prev, pair.left);
-        tok__pair_up(t, &heap, text, pair.left, left->next);
+        tok__pair_up(t, text, left->prev, pair.left);
+        tok__pair_up(t, text, pair.left, left->next);
     }
     for (int32_t i = 0; i >= 0; i = symbols[i].next) {
         const int32_t id = tok__find(&t->vocab, text + symbols[i].at, symbols[i].n, NULL, 0);
-        if (id >= 0) TOK__TRY(tok__push(t, ids, id));
+        if (id >= 0) arrput(*ids, id);
         for (int32_t k = 0; id < 0 && k < symbols[i].n; k++) {
             const int32_t byte = t->byte_token[(unsigned char)text[symbols[i].at + k]];
-            if (byte >= 0) TOK__TRY(tok__push(t, ids, byte));
+            if (byte >= 0) arrput(*ids, byte);
         }
     }
-    return ROCQ_OK;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -799,24 +736,23 @@ static rocq_result tok__merge(tokenizer *t, tokenizer_ids *ids, const char *text
 // ---------------------------------------------------------------------------------------------
 
 // SentencePiece: a space is U+2581, and the text is one word.
-static rocq_result tok__encode_llama(tokenizer *t, tokenizer_ids *ids, const char *text, int64_t n,
-                                     bool space_before) {
+static void tok__encode_llama(tokenizer *t, int32_t **ids, const char *text, int64_t n,
+                              bool space_before) {
     int64_t length = 0;
-    TOK__TRY(tok__room(t, &t->text, 3 * (n + 1), 1));
-    char *out = (char *)t->text.data;
+    arrsetlen(t->text, 3 * (n + 1));
+    char *out = t->text;
     for (int64_t i = space_before ? -1 : 0; i < n; i++) {
         if (i < 0 || text[i] == ' ') length += tok__put_utf8(out + length, 0x2581);
         else out[length++] = text[i];
     }
-    return tok__merge(t, ids, out, length);
+    tok__merge(t, ids, out, length);
 }
 
 // One word of a byte-level vocabulary: each byte of its UTF-8 becomes a printable character.
-static rocq_result tok__encode_word(tokenizer *t, tokenizer_ids *ids, const uint32_t *code,
-                                    int64_t n) {
+static void tok__encode_word(tokenizer *t, int32_t **ids, const uint32_t *code, int64_t n) {
     int64_t length = 0;
-    TOK__TRY(tok__room(t, &t->text, 8 * n, 1));
-    char *out = (char *)t->text.data;
+    arrsetlen(t->text, 8 * n);
+    char *out = t->text;
     for (int64_t i = 0; i < n; i++) {
         char utf8[4];
         const int n_bytes = tok__put_utf8(utf8, code[i]);
@@ -825,33 +761,34 @@ static rocq_result tok__encode_word(tokenizer *t, tokenizer_ids *ids, const uint
         }
     }
     const int32_t id = t->pre->whole_words ? tok__find(&t->vocab, out, length, NULL, 0) : -1;
-    return id >= 0 ? tok__push(t, ids, id) : tok__merge(t, ids, out, length);
+    if (id >= 0) arrput(*ids, id);
+    else tok__merge(t, ids, out, length);
 }
 
 // The words of x[at, end) by rule number `rule` and those after it.
-static rocq_result tok__encode_words(tokenizer *t, tokenizer_ids *ids, const tok__chars *x,
-                                     int64_t at, int64_t end, int rule) {
-    if (!t->pre->rules[rule]) return tok__encode_word(t, ids, x->code + at, end - at);
+static void tok__encode_words(tokenizer *t, int32_t **ids, const tok__chars *x, int64_t at,
+                              int64_t end, int rule) {
+    if (!t->pre->rules[rule]) {
+        tok__encode_word(t, ids, x->code + at, end - at);
+        return;
+    }
     while (at < end) {
         const int64_t stop = t->pre->rules[rule](x, at, end);
-        TOK__TRY(tok__encode_words(t, ids, x, at, stop, rule + 1));
+        tok__encode_words(t, ids, x, at, stop, rule + 1);
         at = stop;
     }
-    return ROCQ_OK;
 }
 
-static rocq_result tok__encode_gpt2(tokenizer *t, tokenizer_ids *ids, const char *text, int64_t n) {
+static void tok__encode_gpt2(tokenizer *t, int32_t **ids, const char *text, int64_t n) {
     int64_t n_chars = 0;
-    TOK__TRY(tok__room(t, &t->codes, n, sizeof(uint32_t)));
-    TOK__TRY(tok__room(t, &t->classes, n, 1));
-    uint32_t *code = (uint32_t *)t->codes.data;
-    uint8_t *kind = (uint8_t *)t->classes.data;
+    arrsetlen(t->codes, n);
+    arrsetlen(t->classes, n);
     for (int64_t at = 0; at < n; n_chars++) {
-        at += tok__get_utf8(text + at, n - at, &code[n_chars]);
-        kind[n_chars] = (uint8_t)tok__class(t, code[n_chars]);
+        at += tok__get_utf8(text + at, n - at, &t->codes[n_chars]);
+        t->classes[n_chars] = (uint8_t)tok__class(t, t->codes[n_chars]);
     }
-    const tok__chars x = {code, kind};
-    return tok__encode_words(t, ids, &x, 0, n_chars, 0);
+    const tok__chars x = {t->codes, t->classes};
+    tok__encode_words(t, ids, &x, 0, n_chars, 0);
 }
 
 enum { // what a token is; bits, because a control token may be found by its text alone
@@ -875,15 +812,12 @@ typedef struct tok__node {
 // The rank of the longest token at text[at] whose last byte is not taken yet, or -1.
 static int32_t tok__longest(const tokenizer *t, const char *text, int64_t at, int64_t end,
                             bool parse_special) {
-    const tok__node *nodes = (const tok__node *)t->tree.data;
-    const uint8_t *kinds = (const uint8_t *)t->kinds.data;
-    const int32_t *special = (const int32_t *)t->special.data;
-    const int32_t *taken = (const int32_t *)t->taken.data;
+    const tok__node *nodes = t->tree;
     int32_t longest = -1;
     for (int32_t k = t->roots[(unsigned char)text[at]]; k >= 0;) {
         const int32_t rank = nodes[k].rank;
-        if (rank >= 0 && taken[at] == 0 &&
-            (parse_special || !(kinds[special[rank]] & (TOK__CONTROL | TOK__UNKNOWN)))) {
+        if (rank >= 0 && t->taken[at] == 0 &&
+            (parse_special || !(t->kinds[t->special[rank]] & (TOK__CONTROL | TOK__UNKNOWN)))) {
             longest = rank;
         }
         if (++at == end) break;
@@ -903,77 +837,63 @@ static int32_t tok__longest(const tokenizer *t, const char *text, int64_t at, in
 // the longest to the shortest. So where bytes of a token are taken already, a token that is at
 // least as long has taken them, its first byte or its last one among them. Where the first is still
 // free, a shorter token that begins there may fit, and goes back into the heap.
-static rocq_result tok__cut(tokenizer *t, const char *text, int64_t length, bool parse_special) {
-    const rocq_str *texts = (const rocq_str *)t->vocab.strings.data;
-    const int32_t *special = (const int32_t *)t->special.data;
-    const uint8_t *kinds = (const uint8_t *)t->kinds.data;
-    tok__heap heap = {NULL, 0};
-    TOK__TRY(tok__room(t, &t->taken, length, sizeof(int32_t)));
-    int32_t *taken = (int32_t *)t->taken.data;
+static void tok__cut(tokenizer *t, const char *text, int64_t length, bool parse_special) {
+    const int32_t *special = t->special;
+    arrsetlen(t->taken, length);
+    arrsetlen(t->heap, 0);
+    int32_t *taken = t->taken;
     for (int64_t i = 0; i < length; i++) taken[i] = 0;
     for (int64_t i = 0; i < length; i++) {
         const int32_t rank = tok__longest(t, text, i, length, parse_special);
         if (rank < 0) continue;
         const tok__pair found = {-(double)rank, (int32_t)i, rank, 0};
-        TOK__TRY(tok__room(t, &t->heap, heap.n + 1, sizeof found));
-        heap.pairs = (tok__pair *)t->heap.data;
-        tok__heap_push(&heap, found);
+        tok__heap_push(&t->heap, found);
     }
-    while (heap.n > 0) {
-        tok__pair best = tok__heap_pop(&heap);
-        const int64_t n = texts[special[best.right]].length;
+    while (arrlen(t->heap) > 0) {
+        tok__pair best = tok__heap_pop(t->heap);
+        const int64_t n = t->vocab.strings[special[best.right]].length;
         if (taken[best.left] != 0) continue;
         if (taken[best.left + n - 1] != 0) {
             best.right = tok__longest(t, text, best.left, length, parse_special);
             best.key = -(double)best.right;
-            if (best.right >= 0) tok__heap_push(&heap, best);
+            if (best.right >= 0) tok__heap_push(&t->heap, best);
             continue;
         }
         for (int64_t i = 0; i < n; i++) taken[best.left + i] = -1;
         taken[best.left] = best.right + 1;
-        if (!(kinds[special[best.right]] & TOK__STRIP)) continue;
+        if (!(t->kinds[special[best.right]] & TOK__STRIP)) continue;
         for (int64_t i = best.left + n; i < length && taken[i] == 0; i++) {
             if (text[i] != ' ' && (text[i] < '\t' || text[i] > '\r')) break;
             taken[i] = -1;
         }
     }
-    return ROCQ_OK;
 }
 
-static rocq_result tok__encode(tokenizer *t, tokenizer_ids *ids, const char *text, int64_t length,
-                               bool add_special, bool parse_special) {
-    const int32_t *special = (const int32_t *)t->special.data;
-    if (!special) return tok__fail(t, ROCQ_E_STATE, "the tokenizer is not open");
+static inline rocq_result tokenizer_encode(tokenizer *t, int32_t **ids, const char *text,
+                                           int64_t length, bool add_special, bool parse_special) {
+    if (!t->piece) return tok__fail(t, ROCQ_E_STATE, "the tokenizer is not open");
     if (length < 0 || length > INT32_MAX / 8 || (length > 0 && !text)) {
         return tok__fail(t, ROCQ_E_ARGUMENT, "no text, or one of %.0f bytes", (double)length);
     }
-    if (add_special && t->add_bos) TOK__TRY(tok__push(t, ids, t->bos));
+    if (add_special && t->add_bos) arrput(*ids, t->bos);
 
-    TOK__TRY(tok__cut(t, text, length, parse_special));
-    const int32_t *taken = (const int32_t *)t->taken.data;
+    tok__cut(t, text, length, parse_special);
     bool after_token = true; // as is the beginning
     for (int64_t at = 0, stop; at < length; at = stop) {
-        const int32_t id = taken[at] > 0 ? special[taken[at] - 1] : -1;
+        const int32_t id = t->taken[at] > 0 ? t->special[t->taken[at] - 1] : -1;
         if (id >= 0) {
-            TOK__TRY(tok__push(t, ids, id));
-            for (stop = at + 1; stop < length && taken[stop] < 0;) stop++;
+            arrput(*ids, id);
+            for (stop = at + 1; stop < length && t->taken[stop] < 0;) stop++;
         } else {
-            for (stop = at + 1; stop < length && taken[stop] == 0;) stop++;
+            for (stop = at + 1; stop < length && t->taken[stop] == 0;) stop++;
             const int64_t n = stop - at;
-            if (t->pre) TOK__TRY(tok__encode_gpt2(t, ids, text + at, n));
-            else TOK__TRY(tok__encode_llama(t, ids, text + at, n, t->add_space && after_token));
+            if (t->pre) tok__encode_gpt2(t, ids, text + at, n);
+            else tok__encode_llama(t, ids, text + at, n, t->add_space && after_token);
         }
         after_token = id >= 0;
     }
-    return add_special && t->add_eos ? tok__push(t, ids, t->eos) : ROCQ_OK;
-}
-
-static inline rocq_result tokenizer_encode(tokenizer *t, tokenizer_ids *ids, const char *text,
-                                           int64_t length, bool add_special, bool parse_special) {
-    const int64_t before = ids->count;
-    const rocq_result result = tok__encode(t, ids, text, length, add_special, parse_special);
-    if (result != ROCQ_OK) ids->count = before;
-    return result;
+    if (add_special && t->add_eos) arrput(*ids, t->eos);
+    return ROCQ_OK;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -981,7 +901,7 @@ static inline rocq_result tokenizer_encode(tokenizer *t, tokenizer_ids *ids, con
 // ---------------------------------------------------------------------------------------------
 
 static inline bool tokenizer_is_end(const tokenizer *t, int32_t id) {
-    return id >= 0 && id < t->n_vocab && (((const uint8_t *)t->kinds.data)[id] & TOK__END);
+    return id >= 0 && id < t->n_vocab && (t->kinds[id] & TOK__END);
 }
 
 // The value of a token text like "<0x0A>", or -1.
@@ -1000,8 +920,8 @@ static int tok__byte_of(rocq_str text) {
 // Writes the token's bytes to out, which has room for the longest token, and returns their number.
 static int64_t tok__decode(const tokenizer *t, int32_t id, bool special, char *out) {
     if (id < 0 || id >= t->n_vocab) return 0;
-    const rocq_str text = ((const rocq_str *)t->vocab.strings.data)[id];
-    const int kind = ((const uint8_t *)t->kinds.data)[id];
+    const rocq_str text = t->vocab.strings[id];
+    const int kind = t->kinds[id];
     int64_t n = 0;
     if (!special && (kind & (TOK__CONTROL | TOK__UNKNOWN))) return 0;
     if (kind & (TOK__CONTROL | TOK__UNKNOWN | TOK__USER)) {
@@ -1030,16 +950,16 @@ static int64_t tok__decode(const tokenizer *t, int32_t id, bool special, char *o
 }
 
 static inline rocq_str tokenizer_piece(tokenizer *t, int32_t id, bool special) {
-    rocq_str piece = {(const char *)t->piece.data, 0};
-    if (t->piece.data) piece.length = tok__decode(t, id, special, (char *)t->piece.data);
+    rocq_str piece = {t->piece, 0};
+    if (t->piece) piece.length = tok__decode(t, id, special, t->piece);
     return piece;
 }
 
 static inline rocq_str tokenizer_next(tokenizer *t, tokenizer_stream *s, int32_t id, bool special) {
-    rocq_str out = {(const char *)t->piece.data, 0};
-    if (!t->piece.data) return out;
+    rocq_str out = {t->piece, 0};
+    if (!t->piece) return out;
     // The front of the buffer is for what goes out, up to three bytes for each that comes in.
-    char *to = (char *)t->piece.data;
+    char *to = t->piece;
     unsigned char *from = (unsigned char *)to + 3 * (t->vocab.longest + 4);
     memcpy(from, s->pending, (size_t)s->n_pending);
     int64_t n = s->n_pending, i = 0;
@@ -1118,7 +1038,7 @@ static rocq_result tok__read_flag(tokenizer *t, const rocq_gguf *file, const cha
 }
 
 static rocq_result tok__read_roles(tokenizer *t, const rocq_gguf *file) {
-    uint8_t *kinds = (uint8_t *)t->kinds.data;
+    uint8_t *kinds = t->kinds;
     for (size_t i = 0; i < sizeof tok__roles / sizeof tok__roles[0]; i++) {
         const tok__role *role = &tok__roles[i];
         int32_t id = -1;
@@ -1140,7 +1060,7 @@ static rocq_result tok__read_roles(tokenizer *t, const rocq_gguf *file) {
 static void tok__adapt_roles(tokenizer *t) {
     static const char *const shown[] = {"<|channel|>", "<|message|>", "<|start|>",
                                         "<|constrain|>"};
-    uint8_t *kinds = (uint8_t *)t->kinds.data;
+    uint8_t *kinds = t->kinds;
     for (size_t i = 0; i < sizeof shown / sizeof shown[0]; i++) { // gpt-oss: parts of an answer
         const int32_t id = tok__id_of(t, shown[i]);
         if (id >= 0) kinds[id] = (uint8_t)(TOK__USER | (kinds[id] & TOK__END));
@@ -1160,7 +1080,7 @@ static void tok__adapt_roles(tokenizer *t) {
 static void tok__read_strips(tokenizer *t, const rocq_gguf *file) {
     static const char *const names[] = {"phi-3", "phi3"};
     static const char *const others[] = {"<unk>", "<s>", "<|endoftext|>"};
-    uint8_t *kinds = (uint8_t *)t->kinds.data;
+    uint8_t *kinds = t->kinds;
     rocq_str name;
     bool strips = false;
     if (rocq_gguf_get_str(file, "general.name", &name) != ROCQ_OK) return;
@@ -1201,12 +1121,12 @@ static rocq_result tok__read_tokens(tokenizer *t, const rocq_gguf *file) {
     rocq_gguf_value scores, types;
     bool has_scores, has_types;
     TOK__TRY(tok__read_map(t, file, "tokenizer.ggml.tokens", &t->vocab, true));
-    t->n_vocab = (int32_t)t->vocab.n;
+    t->n_vocab = (int32_t)arrlen(t->vocab.strings);
     if (t->n_vocab == 0) return tok__fail(t, ROCQ_E_CORRUPT, "tokenizer.ggml.tokens is empty");
     TOK__TRY(tok__read_array(t, file, "tokenizer.ggml.scores", &scores, &has_scores));
     TOK__TRY(tok__read_array(t, file, "tokenizer.ggml.token_type", &types, &has_types));
-    TOK__TRY(tok__room(t, &t->scores, t->n_vocab, sizeof(float)));
-    TOK__TRY(tok__room(t, &t->kinds, t->n_vocab, 1));
+    arrsetcap(t->scores, t->n_vocab);
+    arrsetcap(t->kinds, t->n_vocab);
     for (int32_t i = 0; i < t->n_vocab; i++) {
         double score = 0;
         int64_t whole = 0, type = 1; // a score may be an integer too
@@ -1218,8 +1138,8 @@ static rocq_result tok__read_tokens(tokenizer *t, const rocq_gguf *file) {
         if (has_types && rocq_gguf_value_i64(&types, i, &type) != ROCQ_OK) {
             return tok__fail(t, ROCQ_E_TYPE, "token %d has no integer for a type", (int)i);
         }
-        ((float *)t->scores.data)[i] = (float)score;
-        ((uint8_t *)t->kinds.data)[i] = type >= 0 && type < 7 ? kind_of[type] : 0;
+        arrput(t->scores, (float)score);
+        arrput(t->kinds, type >= 0 && type < 7 ? kind_of[type] : 0);
     }
     return ROCQ_OK;
 }
@@ -1255,49 +1175,43 @@ static void tok__map_bytes(tokenizer *t) {
 }
 
 // Puts the texts of the special tokens into the tree. Of equal ones the first stays.
-static rocq_result tok__grow_tree(tokenizer *t) {
-    const rocq_str *texts = (const rocq_str *)t->vocab.strings.data;
-    const int32_t *special = (const int32_t *)t->special.data;
-    int64_t most = 1;
-    int32_t n = 0;
+static void tok__grow_tree(tokenizer *t) {
     memset(t->roots, -1, sizeof t->roots);
-    for (int32_t rank = 0; rank < t->n_special; rank++) most += texts[special[rank]].length;
-    if (most > INT32_MAX) return tok__fail(t, ROCQ_E_OVERFLOW, "special tokens are too long");
-    TOK__TRY(tok__room(t, &t->tree, most, sizeof(tok__node)));
-    tok__node *nodes = (tok__node *)t->tree.data;
-    for (int32_t rank = 0; rank < t->n_special; rank++) {
-        const rocq_str text = texts[special[rank]];
-        int32_t *link = &t->roots[(unsigned char)text.data[0]], last = -1;
+    for (int32_t rank = 0; rank < arrlen(t->special); rank++) {
+        const rocq_str text = t->vocab.strings[t->special[rank]];
+        int32_t last = -1, at = t->roots[(unsigned char)text.data[0]];
         for (int64_t i = 0; i < text.length; i++) {
             const tok__node leaf = {-1, -1, -1, (unsigned char)text.data[i]};
-            while (*link >= 0 && nodes[*link].byte != leaf.byte) link = &nodes[*link].beside;
-            if (*link < 0) {
-                nodes[n] = leaf;
-                *link = n++;
+            int32_t before = -1; // the one that `at` stands beside
+            for (; at >= 0 && t->tree[at].byte != leaf.byte; at = t->tree[at].beside) before = at;
+            if (at < 0) {
+                at = (int32_t)arrlen(t->tree);
+                arrput(t->tree, leaf);
+                if (before >= 0) t->tree[before].beside = at;
+                else if (last >= 0) t->tree[last].below = at;
+                else t->roots[leaf.byte] = at;
             }
-            last = *link;
-            link = &nodes[last].below;
+            last = at;
+            at = t->tree[last].below;
         }
-        if (nodes[last].rank < 0) nodes[last].rank = rank;
+        if (t->tree[last].rank < 0) t->tree[last].rank = rank;
     }
-    return ROCQ_OK;
 }
 
 // Longer tokens are cut out of text before shorter ones.
 static rocq_result tok__list_special(tokenizer *t) {
-    const uint8_t *kinds = (const uint8_t *)t->kinds.data;
-    const rocq_str *texts = (const rocq_str *)t->vocab.strings.data;
-    TOK__TRY(tok__room(t, &t->special, t->n_vocab, sizeof(int32_t)));
-    TOK__TRY(tok__room(t, &t->heap, t->n_vocab, sizeof(tok__pair)));
-    tok__heap heap = {(tok__pair *)t->heap.data, 0};
+    int64_t bytes = 0;
     for (int32_t i = 0; i < t->n_vocab; i++) {
-        const tok__pair pair = {(double)texts[i].length, i, 0, 0};
-        if ((kinds[i] & (TOK__CONTROL | TOK__UNKNOWN | TOK__USER)) && texts[i].length > 0) {
-            tok__heap_push(&heap, pair);
-        }
+        const int64_t length = t->vocab.strings[i].length;
+        const tok__pair pair = {(double)length, i, 0, 0};
+        if (!(t->kinds[i] & (TOK__CONTROL | TOK__UNKNOWN | TOK__USER)) || length == 0) continue;
+        tok__heap_push(&t->heap, pair);
+        bytes += length;
     }
-    while (heap.n > 0) ((int32_t *)t->special.data)[t->n_special++] = tok__heap_pop(&heap).left;
-    return tok__grow_tree(t);
+    if (bytes >= INT32_MAX) return tok__fail(t, ROCQ_E_OVERFLOW, "special tokens are too long");
+    while (arrlen(t->heap) > 0) arrput(t->special, tok__heap_pop(t->heap).left);
+    tok__grow_tree(t);
+    return ROCQ_OK;
 }
 
 static rocq_result tok__load(tokenizer *t, const rocq_gguf *file) {
@@ -1341,20 +1255,18 @@ static rocq_result tok__load(tokenizer *t, const rocq_gguf *file) {
         if (t->byte_token[b] < 0) t->byte_token[b] = tok__find(&t->vocab, &raw, 1, NULL, 0);
         if (t->byte_token[b] < 0) t->byte_token[b] = unknown;
     }
-    TOK__TRY(tok__room(t, &t->class_starts, TOK__N_RUNS + 1, sizeof(uint32_t)));
-    uint32_t *starts = (uint32_t *)t->class_starts.data;
-    starts[0] = 0;
-    for (int i = 0; i < TOK__N_RUNS; i++) starts[i + 1] = starts[i] + (tok__class_runs[i] >> 2);
-    return tok__room(t, &t->piece, 4 * (t->vocab.longest + 4), 1); // see tokenizer_next
+    arrput(t->class_starts, 0);
+    for (int i = 0; i < TOK__N_RUNS; i++) {
+        const uint32_t next = t->class_starts[i] + (tok__class_runs[i] >> 2);
+        arrput(t->class_starts, next);
+    }
+    arrsetlen(t->piece, 4 * (t->vocab.longest + 4)); // see tokenizer_next
+    return ROCQ_OK;
 }
 
-static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file,
-                                         const rocq_allocator *allocator) {
+static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file) {
     char error[sizeof t->error];
     memset(t, 0, sizeof *t);
-    t->allocator.alloc = tok__malloc;
-    t->allocator.free = tok__mfree;
-    if (allocator && allocator->alloc) t->allocator = *allocator;
     const rocq_result result = file ? tok__load(t, file)
                                     : tok__fail(t, ROCQ_E_ARGUMENT, "there is no file");
     if (result != ROCQ_OK) {
@@ -1366,11 +1278,22 @@ static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file,
 }
 
 static inline void tokenizer_close(tokenizer *t) {
-    tok__array *arrays[] = {
-        &t->vocab.strings, &t->vocab.slots, &t->merges.strings, &t->merges.slots, &t->scores,
-        &t->kinds, &t->special, &t->tree, &t->class_starts, &t->taken, &t->text, &t->codes,
-        &t->classes, &t->symbols, &t->heap, &t->piece};
-    for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) tok__free(t, arrays[i]);
+    arrfree(t->vocab.strings);
+    arrfree(t->vocab.slots);
+    arrfree(t->merges.strings);
+    arrfree(t->merges.slots);
+    arrfree(t->scores);
+    arrfree(t->kinds);
+    arrfree(t->special);
+    arrfree(t->tree);
+    arrfree(t->class_starts);
+    arrfree(t->taken);
+    arrfree(t->text);
+    arrfree(t->codes);
+    arrfree(t->classes);
+    arrfree(t->symbols);
+    arrfree(t->heap);
+    arrfree(t->piece);
     memset(t, 0, sizeof *t);
 }
 

@@ -90,7 +90,7 @@ static void pair_open(pair *p, const char *path, const char *name) {
     rocq_gguf_desc from = {.path = path};
     assert_int_equal(rocq_open(&p->ctx, NULL), ROCQ_OK);
     if (rocq_gguf_open(p->ctx, &p->file, &from) != ROCQ_OK) fail_msg("%s", rocq_error(p->ctx));
-    if (tokenizer_open(&p->ours, p->file, NULL) != ROCQ_OK) fail_msg("%s", p->ours.error);
+    if (tokenizer_open(&p->ours, p->file) != ROCQ_OK) fail_msg("%s", p->ours.error);
     if (peer_open()) peer_load(&p->peer, path, 0, 0);
 }
 
@@ -125,17 +125,17 @@ static void compare_with(pair *p, const char *data, size_t length, bool add, boo
     int32_t *expected = (int32_t *)malloc((size_t)n_max * sizeof *expected);
     assert_true(exact && expected);
     memcpy(exact, data, length);
-    tokenizer_ids ids = {0};
+    int32_t *ids = NULL;
     assert_int_equal(tokenizer_encode(&p->ours, &ids, exact, (int64_t)length, add, parse), ROCQ_OK);
     n = peer.llama_tokenize(p->peer.vocab, exact, (int32_t)length, expected, n_max, add, parse);
     assert_true(n >= 0);
-    if (ids.count != n || (n > 0 && memcmp(ids.data, expected, (size_t)n * sizeof *expected) != 0)) {
+    if (arrlen(ids) != n || (n > 0 && memcmp(ids, expected, (size_t)n * sizeof *expected) != 0)) {
         show_text(data, length);
         show("llama.cpp:", expected, n);
-        show("rocq:     ", ids.data, ids.count);
+        show("rocq:     ", ids, arrlen(ids));
         fail_msg("%s: tokens differ (add_special %d, parse_special %d)", p->name, add, parse);
     }
-    tokenizer_ids_free(&p->ours, &ids);
+    arrfree(ids);
     free(expected);
     free(exact);
 }
@@ -384,7 +384,7 @@ static void test_wrong_keys(void **state) {
         assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
         const rocq_gguf_desc from = {.path = to.path};
         assert_int_equal(rocq_gguf_open(p.ctx, &file, &from), ROCQ_OK);
-        assert_int_equal(tokenizer_open(&t, file, NULL), ROCQ_E_TYPE);
+        assert_int_equal(tokenizer_open(&t, file), ROCQ_E_TYPE);
         assert_non_null(strstr(t.error, key));
         rocq_gguf_close(&file);
     }
@@ -425,16 +425,16 @@ static void test_integers(void **state) {
         }
         tokenizer t;
         assert_int_equal(rocq_gguf_open(p.ctx, &file, &from), ROCQ_OK);
-        if (tokenizer_open(&t, file, NULL) != ROCQ_OK) fail_msg("%s", t.error);
+        if (tokenizer_open(&t, file) != ROCQ_OK) fail_msg("%s", t.error);
         for (int32_t i = 0; i < N_TEXTS; i++) {
-            tokenizer_ids a = {0}, b = {0};
+            int32_t *a = NULL, *b = NULL;
             const int64_t n = (int64_t)texts[i].length;
             assert_int_equal(tokenizer_encode(&p.ours, &a, texts[i].data, n, true, true), ROCQ_OK);
             assert_int_equal(tokenizer_encode(&t, &b, texts[i].data, n, true, true), ROCQ_OK);
-            assert_int_equal(a.count, b.count);
-            assert_memory_equal(a.data, b.data, (size_t)a.count * sizeof *a.data);
-            tokenizer_ids_free(&t, &b);
-            tokenizer_ids_free(&p.ours, &a);
+            assert_int_equal(arrlen(a), arrlen(b));
+            assert_memory_equal(a, b, (size_t)arrlen(a) * sizeof *a);
+            arrfree(b);
+            arrfree(a);
         }
         tokenizer_close(&t);
         rocq_gguf_close(&file);
@@ -470,11 +470,11 @@ static double seconds_to_encode(pair *p, const char *data, int64_t length) {
     double best = 1e30;
     for (int32_t i = 0; i < 3; i++) {
         struct timespec from, to;
-        tokenizer_ids ids = {0};
+        int32_t *ids = NULL;
         clock_gettime(CLOCK_MONOTONIC, &from);
         assert_int_equal(tokenizer_encode(&p->ours, &ids, data, length, false, true), ROCQ_OK);
         clock_gettime(CLOCK_MONOTONIC, &to);
-        tokenizer_ids_free(&p->ours, &ids);
+        arrfree(ids);
         const double s = (double)(to.tv_sec - from.tv_sec) + 1e-9 * (double)(to.tv_nsec - from.tv_nsec);
         if (s < best) best = s;
     }
@@ -597,19 +597,19 @@ static void test_round_trip(void **state) {
     open_kind(&p, k, name);
     for (int32_t i = 0; i < N_TEXTS + N_BROKEN; i++) {
         const text *t = i < N_TEXTS ? &texts[i] : &broken[i - N_TEXTS];
-        tokenizer_ids ids = {0};
+        int32_t *ids = NULL;
         tokenizer_stream stream = {0};
         char pieces[1000], whole[1000];
         size_t n_pieces = 0, n_whole = 0;
         assert_int_equal(tokenizer_encode(&p.ours, &ids, t->data, (int64_t)t->length, false, false),
                          ROCQ_OK);
-        for (int64_t j = 0; j <= ids.count; j++) {
-            if (j < ids.count) {
-                rocq_str piece = tokenizer_piece(&p.ours, ids.data[j], true);
+        for (int64_t j = 0; j <= arrlen(ids); j++) {
+            if (j < arrlen(ids)) {
+                rocq_str piece = tokenizer_piece(&p.ours, ids[j], true);
                 memcpy(pieces + n_pieces, piece.data, (size_t)piece.length);
                 n_pieces += (size_t)piece.length;
             }
-            rocq_str part = tokenizer_next(&p.ours, &stream, j < ids.count ? ids.data[j] : -1, true);
+            rocq_str part = tokenizer_next(&p.ours, &stream, j < arrlen(ids) ? ids[j] : -1, true);
             assert_true(valid_utf8(part.data, part.length));
             if (part.length > 0) memcpy(whole + n_whole, part.data, (size_t)part.length);
             n_whole += (size_t)part.length;
@@ -632,7 +632,7 @@ static void test_round_trip(void **state) {
             show_text(whole, n_whole);
             fail_msg("the stream differs from the pieces");
         }
-        tokenizer_ids_free(&p.ours, &ids);
+        arrfree(ids);
     }
     pair_close(&p);
 }
