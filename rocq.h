@@ -4822,13 +4822,13 @@ ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void 
 // ---------------------------------------------------------------------------------------------
 // >>gguf: reader
 // ---------------------------------------------------------------------------------------------
-// A file is `head`, its first bytes in memory, and two lists of where each metadata value and each
-// tensor record starts in there. head is the whole file where that is mapped or the caller's span;
-// otherwise it is a block that grows while the header is scanned, so it holds the header only.
-// Nothing is copied out: a look-up decodes its record again, and bounds it again by where the next
-// one starts, so a mapping that another program writes to can give wrong values but never a read
-// outside of it. What no check can catch is a mapped file that shrinks while it is in use: the
-// system then ends the program (SIGBUS); set no_mmap where that may happen.
+// Opening a file scans its header once and notes where each metadata value and each tensor record
+// starts. Those two lists, and the header's bytes (head), are all that is kept. head is the whole
+// file if that is mapped or is the caller's memory; else a block that grows during the scan.
+// Each look-up decodes its record again and checks that it ends where the next one starts. So if
+// another program writes to a mapped file, values may be wrong, but nothing outside is read. No
+// check helps if a mapped file shrinks while it is in use: the system ends the program (SIGBUS).
+// no_mmap is for where that may happen.
 
 #if ROCQ__HAS_STDIO && !defined(ROCQ_NO_MMAP)
 #define ROCQ__HAS_MMAP 1
@@ -4841,18 +4841,18 @@ ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void 
 #endif
 
 enum {
-    ROCQ__GGUF_ALIGNMENT = 32,          // of tensor data where the file does not say
-    ROCQ__GGUF_MAX_ALIGNMENT = 1 << 20, // as ggml: more would only make a small file huge
+    ROCQ__GGUF_ALIGNMENT = 32,          // bytes, of tensor data, if the file does not set another
+    ROCQ__GGUF_MAX_ALIGNMENT = 1 << 20, // as in ggml: more would only make small files huge
     ROCQ__GGUF_MAX_KEY = 65535,
-    ROCQ__GGUF_MIN_VALUE = 14, // bytes of the smallest value record: key of one byte, scalar of one
-    ROCQ__GGUF_MIN_TENSOR = 24 // and of the smallest tensor record: no name, no dimensions
+    ROCQ__GGUF_MIN_VALUE = 14, // bytes of the smallest value record: key and scalar of 1 byte each
+    ROCQ__GGUF_MIN_TENSOR = 24 // bytes of the smallest tensor record: no name, no dimensions
 };
 
 enum { // of loading
-    ROCQ__LINE = 64,           // bytes: copies begin as far from a line there as here
-    ROCQ__GAP = 1 << 16,       // bytes between tensors that are read, rather than jumped over
-    ROCQ__LEAST_PIECE = 512,   // bytes: holds a block of any format, wherever in a line it starts
-    ROCQ__MOST_PIECE = 1 << 28,// its elements fit a kernel's int32
+    ROCQ__LINE = 64,           // of a cache: source and copy have the same offset in a line
+    ROCQ__GAP = 1 << 16,       // a gap between tensors of up to so many bytes is read, not skipped
+    ROCQ__LEAST_PIECE = 512,   // bytes: holds a block of any format at any offset in a line
+    ROCQ__MOST_PIECE = 1 << 28,// bytes: their elements can be counted in a kernel's int32
     ROCQ__MAX_PIECES = 64
 };
 
@@ -4862,33 +4862,36 @@ enum { // of loading
 
 // Where bytes come from: memory, or a function.
 typedef struct rocq__source {
-    const unsigned char *data; // or NULL, with read:
+    const unsigned char *data; // NULL: bytes come from read
     bool (*read)(void *dst, int64_t offset, int64_t size, void *user);
     void *user;
-    bool shared; // any thread may call read, several at once
+    bool shared; // several threads may call read at once
 } rocq__source;
 
-// Records of one kind. Both kinds start with their name: a 64-bit length, then the bytes.
+// All records of one kind: metadata values or tensors. A record of either kind begins with its
+// name: a 64-bit length, then the bytes.
 typedef struct rocq__gguf_index {
     const char *kind; // for messages
     int64_t count;
     int64_t *at;    // [count + 1] offset of each record, and of the end of the last
-    int64_t *order; // [count] record numbers in the order of their names
+    int64_t *order; // [count] record numbers, sorted by name once the file is open
 } rocq__gguf_index;
 
+// The caller owns an open file until rocq_gguf_close. Like its context, one thread at a time may
+// use it.
 struct rocq_gguf {
     rocq_ctx *ctx;
     int64_t size; // of the file
     const unsigned char *head;
     int64_t head_size;
-    bool whole;   // head is the file
-    void *window; // head as a block of ours, else NULL
-    void *map;    // head as a mapping of ours, else NULL
+    bool whole;   // head has the whole file
+    void *window; // equal to head if head is a block that we allocated, else NULL
+    void *map;    // equal to head if head is our mapping, else NULL
     FILE *stream;
-    rocq__source source; // of tensors, and of what head lacks
+    rocq__source source; // for tensor data, and for header bytes that head does not have yet
     int32_t version;
     int64_t alignment;
-    int64_t data_start; // what tensor offsets count from
+    int64_t data_start; // offset in the file from which tensor offsets count
     rocq__gguf_index values, tensors;
 };
 
@@ -4904,7 +4907,7 @@ ROCQ__FN uint64_t rocq__gguf_u64(const void *src) {
     return value;
 }
 
-// Bytes of one element; the least there can be (its length) for a string, 0 for an unknown type.
+// Bytes of an element. For a string, the 8 bytes of its length; for an unknown type, 0.
 ROCQ__FN int64_t rocq__gguf_type_size(uint32_t type) {
     static const unsigned char sizes[] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 0, 8, 8, 8};
     return type < sizeof sizes ? sizes[type] : 0;
@@ -4919,7 +4922,7 @@ ROCQ__FN int64_t rocq__gguf_type_size(uint32_t type) {
     X(36, IQ4_NL_4_4) X(37, IQ4_NL_4_8) X(38, IQ4_NL_8_8) X(40, NVFP4) X(41, Q1_0)
 
 ROCQ__FN const char *rocq__gguf_type_name(uint32_t type_id) {
-    // Beyond what the enum's bits hold the conversion itself is undefined in C++.
+    // In C++ it is undefined to convert a number that does not fit the enum's bits.
     const rocq__codec *codec = type_id < 1024 ? rocq__codec_of((rocq_format)type_id) : NULL;
     if (codec) return codec->info.name;
     switch (type_id) {
@@ -4931,7 +4934,7 @@ ROCQ__FN const char *rocq__gguf_type_name(uint32_t type_id) {
     }
 }
 
-// Start of a name, fit for a one-line message whatever bytes the file has there.
+// The start of a name, for messages: bytes that are not printable ASCII are replaced by '?'.
 typedef struct rocq__label {
     char text[65];
 } rocq__label;
@@ -4946,7 +4949,8 @@ ROCQ__FN rocq__label rocq__label_of(const char *name, int64_t length) {
     return label;
 }
 
-// Fails with a message that says where: file offset, record and its name as far as it is known.
+// Fails with a message that gives the offset in the file and, unless index is NULL, the record and
+// its name, if head holds that already.
 ROCQ__FN rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_index *index, int64_t i,
                                     int64_t at, rocq_result result, const char *why,
                                     uint64_t number) {
@@ -4970,7 +4974,7 @@ ROCQ__FN rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_inde
 
 #if ROCQ__HAS_STDIO
 #if defined(_WIN32)
-// A path in UTF-8, as everywhere in rocq, for the system; NULL with errno. Freed with rocq__free.
+// Converts a path from UTF-8. NULL, with errno, on failure. The caller frees it with rocq__free.
 ROCQ__FN wchar_t *rocq__wide(rocq_ctx *ctx, const char *path) {
     const int length = MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, NULL, 0);
     errno = EINVAL;
@@ -4984,11 +4988,11 @@ ROCQ__FN wchar_t *rocq__wide(rocq_ctx *ctx, const char *path) {
 
 typedef enum rocq__open_mode {
     ROCQ__READ,
-    ROCQ__WRITE, // over what is there
-    ROCQ__CREATE // EEXIST where there is anything by that name, be it a dangling link
+    ROCQ__WRITE, // replaces the contents of a file that exists
+    ROCQ__CREATE // fails with EEXIST if the name is taken, even by a dangling symbolic link
 } rocq__open_mode;
 
-// errno tells why it is NULL.
+// NULL, with errno, on failure.
 ROCQ__FN FILE *rocq__fopen(rocq_ctx *ctx, const char *path, rocq__open_mode mode) {
 #if defined(_WIN32)
     wchar_t *wide = rocq__wide(ctx, path);
@@ -5029,13 +5033,14 @@ ROCQ__FN int64_t rocq__ftell(FILE *stream) {
 }
 
 #if !defined(_WIN32) && !defined(__cplusplus)
-// POSIX, but hidden by the C library's headers where the compiler is told -std=c11.
+// These are POSIX; the C library's headers hide them when the compiler is called with -std=c11.
 extern int (fileno)(FILE *stream);
 extern int (fsync)(int fd);
 extern ssize_t pread(int fd, void *dst, size_t size, off_t offset);
 #endif
 
-// Past the stream's buffer and position, so that threads can read side by side.
+// Reads at an offset, without the stream's buffer and position, so that several threads can read
+// at once.
 ROCQ__FN bool rocq__file_read(void *dst, int64_t offset, int64_t size, void *user) {
     FILE *stream = (FILE *)user;
     unsigned char *p = (unsigned char *)dst;
@@ -5064,9 +5069,9 @@ ROCQ__FN bool rocq__file_read(void *dst, int64_t offset, int64_t size, void *use
 #endif
 
 #if ROCQ__HAS_MMAP
-// Leaves the file as it is where it cannot be mapped. Either way tensors that are copied are read:
-// a copy out of the mapping is no faster (bench/upload.c; H200 host, 16 threads: 77 against 79
-// GB/s), and ends the program where the file has shrunk.
+// Maps the file, if the system can. Tensors that have to be copied are still read from the file: a
+// copy out of the mapping is no faster (bench/upload.c; H200 host, 16 threads: 77 against 79 GB/s),
+// and would end the program if the file had shrunk.
 ROCQ__FN void rocq__gguf_map(rocq_gguf *file) {
 #if defined(_WIN32)
     const HANDLE handle = (HANDLE)_get_osfhandle(_fileno(file->stream));
@@ -5092,6 +5097,7 @@ ROCQ__FN void rocq__gguf_map(rocq_gguf *file) {
 }
 #endif
 
+// Sets size, source and, if the whole file is in memory, head.
 ROCQ__FN rocq_result rocq__gguf_open_source(rocq_gguf *file, const rocq_gguf_desc *desc) {
     if (desc->data) {
         file->size = desc->size;
@@ -5134,10 +5140,10 @@ ROCQ__FN rocq_result rocq__gguf_open_source(rocq_gguf *file, const rocq_gguf_des
 
 typedef struct rocq__gguf_scan {
     rocq_gguf *file;
-    const rocq__gguf_index *index; // of the record at hand, NULL before the first
+    const rocq__gguf_index *index; // of the current record; NULL before the first
     int64_t record;
     int64_t at;
-    rocq_result result; // the first failure; after it nothing is read any more
+    rocq_result result; // the first failure, after which nothing more is read
 } rocq__gguf_scan;
 
 ROCQ__FN void rocq__gguf_stop(rocq__gguf_scan *scan, rocq_result result, const char *why,
@@ -5147,7 +5153,8 @@ ROCQ__FN void rocq__gguf_stop(rocq__gguf_scan *scan, rocq_result result, const c
         rocq__gguf_bad(scan->file, scan->index, scan->record, scan->at, result, why, number);
 }
 
-// Makes the next n bytes readable at head + at.
+// Makes the next n bytes readable at head + at. If head ends before, a larger window takes its
+// place.
 ROCQ__FN bool rocq__gguf_need(rocq__gguf_scan *scan, uint64_t n) {
     rocq_gguf *file = scan->file;
     if (scan->result != ROCQ_OK) return false;
@@ -5185,7 +5192,7 @@ ROCQ__FN void rocq__gguf_skip(rocq__gguf_scan *scan, uint64_t n) {
     if (rocq__gguf_need(scan, n)) scan->at += (int64_t)n;
 }
 
-// The next n (up to 8) bytes as a number, 0 after a failure.
+// Reads n (up to 8) bytes as a number; 0 after a failure.
 ROCQ__FN uint64_t rocq__gguf_take(rocq__gguf_scan *scan, uint64_t n) {
     uint64_t value = 0;
     if (!rocq__gguf_need(scan, n)) return 0;
@@ -5236,7 +5243,7 @@ ROCQ__FN void rocq__gguf_scan_tensor(rocq__gguf_scan *scan) {
     rocq__gguf_skip(scan, n_dims * 8 + 4 + 8);
 }
 
-// Allocates an index; its count was checked against the rest of the file.
+// The caller has checked count against the number of bytes that are left in the file.
 ROCQ__FN rocq_result rocq__gguf_index_alloc(rocq_gguf *file, rocq__gguf_index *index,
                                             const char *kind, int64_t count) {
     index->kind = kind;
@@ -5307,7 +5314,7 @@ ROCQ__FN rocq_result rocq__gguf_sort_names(const rocq_gguf *file, const rocq__gg
     return ROCQ_OK;
 }
 
-// Record number, or -1.
+// The number of the record with this name, or -1. index->order must be sorted by name.
 ROCQ__FN int64_t rocq__gguf_find(const rocq_gguf *file, const rocq__gguf_index *index,
                                  const char *name) {
     rocq_str wanted;
@@ -5385,7 +5392,7 @@ ROCQ__FN rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gg
     p += 4 + n_dims * 8;
     t.type_id = rocq__gguf_u32(p);
     t.type_name = rocq__gguf_type_name(t.type_id);
-    // Beyond what the enum's bits hold the conversion itself is undefined in C++.
+    // In C++ it is undefined to convert a number that does not fit the enum's bits.
     t.known = t.type_id < 1024 && rocq__block_of((rocq_format)t.type_id, &elems, &bytes);
     if (t.known) {
         t.format = (rocq_format)t.type_id;
@@ -5403,7 +5410,7 @@ ROCQ__FN rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gg
         return rocq__gguf_bad(file, index, i, at, ROCQ_E_ALIGNMENT,
                               "data offset is not a multiple of the file's alignment", offset);
     }
-    // At least one byte, also where the type and so the size is unknown.
+    // Data takes at least one byte, even if its type, and so its size, is unknown.
     int64_t last = 0;
     if (offset > INT64_MAX || !rocq__add(file->data_start, (int64_t)offset, &t.offset) ||
         !rocq__add(t.offset, ROCQ__MAX(t.size, 1), &last) || last > file->size) {
@@ -5414,6 +5421,7 @@ ROCQ__FN rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gg
     return ROCQ_OK;
 }
 
+// Decodes every tensor once, by rising offset, which leaves index->order sorted by offset.
 ROCQ__FN rocq_result rocq__gguf_check_tensors(const rocq_gguf *file) {
     const rocq__gguf_index *index = &file->tensors;
     int64_t end = 0;
@@ -5487,7 +5495,7 @@ ROCQ__FN rocq_result rocq__gguf_parse(rocq_gguf *file) {
         }
         file->alignment = (int64_t)alignment;
     }
-    // All that stands before it is in memory: no overflow.
+    // This cannot overflow, since all bytes before scan.at are in memory.
     file->data_start = (scan.at + file->alignment - 1) & -file->alignment;
     ROCQ__TRY(rocq__gguf_check_tensors(file));
     return rocq__gguf_sort_names(file, &file->tensors);
@@ -5578,7 +5586,8 @@ ROCQ_DEF rocq_result rocq_gguf_find_tensor(const rocq_gguf *file, const char *na
 
 // -- values --
 
-// Element i of any integer type: its 64 bits in two's complement, and whether it is below zero.
+// Element i of any integer type, sign-extended to 64 bits. *negative distinguishes a number below
+// zero from a large U64 of the same bits.
 ROCQ__FN rocq_result rocq__gguf_integer(const rocq_gguf_value *value, int64_t i, uint64_t *bits,
                                         bool *negative) {
     if (!value || i < 0 || i >= value->count) return ROCQ_E_ARGUMENT;
@@ -5631,7 +5640,7 @@ ROCQ_DEF rocq_result rocq_gguf_value_bool(const rocq_gguf_value *value, int64_t 
     return ROCQ_OK;
 }
 
-// Reads the string at *p and moves p behind it; false where none fits before the value's end.
+// Reads the string at *p and moves *p behind it; false if it would reach past the value's end.
 ROCQ__FN bool rocq__gguf_step(const rocq_gguf_value *value, const unsigned char **p,
                               rocq_str *out) {
     const unsigned char *end = (const unsigned char *)value->end;
@@ -5651,7 +5660,7 @@ ROCQ_DEF rocq_result rocq_gguf_value_str(const rocq_gguf_value *value, int64_t i
     rocq_str text;
     for (int64_t k = 0; k <= i; k++) {
         if (!rocq__gguf_step(value, &p, &text))
-            return ROCQ_E_CORRUPT; // changed since it was opened
+            return ROCQ_E_CORRUPT; // the file has changed since it was opened
     }
     *out = text;
     return ROCQ_OK;
@@ -5669,7 +5678,7 @@ ROCQ_DEF rocq_result rocq_gguf_next_str(const rocq_gguf_value *value, const void
     const unsigned char *p = (const unsigned char *)(*cursor ? *cursor : value->data);
     if (p == value->end) return ROCQ_E_NOT_FOUND;
     if (p < (const unsigned char *)value->data) return ROCQ_E_ARGUMENT;
-    if (!rocq__gguf_step(value, &p, out)) return ROCQ_E_CORRUPT; // changed since it was opened
+    if (!rocq__gguf_step(value, &p, out)) return ROCQ_E_CORRUPT; // the file has changed
     *cursor = p;
     return ROCQ_OK;
 }
@@ -5694,10 +5703,11 @@ ROCQ__GGUF_GET(str, rocq_str)
 // -- tensor data --
 
 enum {
-    ROCQ__SLICE = 1 << 16, // bytes that a thread reads in one go
-    ROCQ__SLICES_ALONE = 4 // what is no more than this is not worth waking the others
+    ROCQ__SLICE = 1 << 16, // bytes; threads read whole slices, one or several at a time
+    ROCQ__SLICES_ALONE = 4 // up to so many the calling thread reads alone, without waking others
 };
 
+// One read that threads share. Thread 0 is the calling one; only it uses meanwhile.
 typedef struct rocq__reading {
     const rocq__source *source;
     unsigned char *dst;
@@ -5724,9 +5734,9 @@ ROCQ__FN void rocq__read_slices(void *arg, int64_t begin, int64_t end, int32_t t
     }
 }
 
-// Bytes that are known to be in the source, by the context's threads together where it lets them.
-// The calling thread first does what meanwhile (or NULL) says, while the others read. false =
-// failed.
+// Reads bytes, which the caller knows to be within the source, with all threads of the context if
+// the source allows that. The calling thread first calls meanwhile, unless that is NULL, while the
+// others read. Returns false if a read failed.
 ROCQ__FN bool rocq__source_read(rocq_ctx *ctx, const rocq__source *source, int64_t offset,
                                 int64_t size, void *dst, void (*meanwhile)(void *arg), void *arg) {
     rocq__reading r;
@@ -5743,7 +5753,7 @@ ROCQ__FN bool rocq__source_read(rocq_ctx *ctx, const rocq__source *source, int64
     } else {
         rocq__read_slices(&r, 0, n, 0);
     }
-    rocq__read_meanwhile(&r); // where the others left nothing for the calling thread
+    rocq__read_meanwhile(&r); // if the others left no slice for the calling thread
     return r.failed == 0;
 }
 
@@ -5779,22 +5789,23 @@ ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
     return ROCQ_OK;
 }
 
-// A tensor, and where in a source its bytes are.
+// A tensor to load, and where its bytes are in a source.
 typedef struct rocq__part {
     rocq_tensor t;
     rocq_str name;  // for messages
     int64_t offset;
-    int64_t size;   // 0: nothing is to be copied
+    int64_t size;   // bytes to copy; 0: the tensor is ready
     int64_t index;  // in the caller's list
 } rocq__part;
 
-// How far a load is.
+// Settings and progress of one rocq_gguf_load.
 typedef struct rocq__loading {
     rocq_ctx *ctx;
     rocq_load_desc desc; // with defaults filled in
     int64_t done, total; // bytes
 } rocq__loading;
 
+// Counts bytes as done, tells the caller, and fails if the caller wants to stop.
 ROCQ__FN rocq_result rocq__load_step(rocq__loading *load, int64_t bytes) {
     load->done += bytes;
     if (rocq__load32(&load->ctx->cancelled)) {
@@ -5808,7 +5819,7 @@ ROCQ__FN rocq_result rocq__load_step(rocq__loading *load, int64_t bytes) {
     return ROCQ_OK;
 }
 
-// Of a GPU context, see >>hip_memory.
+// For a GPU context; defined at >>hip_memory.
 ROCQ__FN rocq_result rocq__upload_hip(rocq_ctx *ctx, const rocq__source *source,
                                       const rocq__part *part);
 ROCQ__FN rocq_result rocq__load_hip(rocq__loading *load, const rocq__source *source,
@@ -5830,8 +5841,9 @@ ROCQ__FN rocq_result rocq__load_cpu(rocq__loading *load, const rocq__source *sou
     return ROCQ_OK;
 }
 
-// What is to be done for a tensor of the file: nothing where it can be a view of memory that is the
-// file, unless copy is set; else a copy, to a place that is not known yet.
+// Fills part for a tensor of the file. On the CPU, if the whole file is in memory, the data aligned
+// and copy not set, the tensor is a view of the file and size is 0. Else the data has to be copied
+// to memory that the caller takes later.
 ROCQ__FN rocq_result rocq__part_init(rocq_ctx *ctx, const char *op, const rocq_gguf *file,
                                      const rocq_gguf_tensor *found, bool copy, rocq__part *part) {
     const rocq__label name = rocq__label_of(found->name.data, found->name.length);
@@ -5840,7 +5852,7 @@ ROCQ__FN rocq_result rocq__part_init(rocq_ctx *ctx, const char *op, const rocq_g
     part->offset = found->offset;
     if (!found->known) return rocq__gguf_unread(ctx, op, name.text, found->type_id);
     if (file->whole && ctx->backend == ROCQ_CPU && !copy) {
-        // The ops take a const tensor's memory as void *; none writes to an operand.
+        // The cast drops const, as rocq_buffer has none; ops do not write to their inputs.
         void *data = (void *)(uintptr_t)(file->head + found->offset);
         const rocq_buffer view = rocq_buffer_from_host(data, found->size);
         const rocq_result result =
@@ -5889,7 +5901,7 @@ ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, cons
     return ROCQ_OK;
 }
 
-// By place in the file; of the same place, by the place in the list.
+// Orders parts by offset in the file, and parts of the same offset by index.
 ROCQ__FN int rocq__part_compare(const void *a, const void *b, const void *user) {
     (void)user;
     const rocq__part *p = (const rocq__part *)a, *q = (const rocq__part *)b;
@@ -5897,7 +5909,7 @@ ROCQ__FN int rocq__part_compare(const void *a, const void *b, const void *user) 
     return p->index < q->index ? -1 : p->index > q->index;
 }
 
-// Finds the tensors and sorts them by their place in the file.
+// Looks the tensors up and sorts them by offset. Those that are views count as done.
 ROCQ__FN rocq_result rocq__load_find(rocq__loading *load, const rocq_gguf *file, rocq__part *parts,
                                      int64_t n_parts) {
     rocq_ctx *ctx = load->ctx;
@@ -5922,8 +5934,8 @@ ROCQ__FN rocq_result rocq__load_find(rocq__loading *load, const rocq_gguf *file,
     return ROCQ_OK;
 }
 
-// Puts what is to be copied into one buffer, each tensor aligned as a buffer of its own would be. A
-// tensor that is in the list again shares the memory of the first.
+// Takes one buffer for all that has to be copied, each tensor aligned to 256 bytes, as a buffer of
+// its own would be. A tensor that is listed twice gets memory only once.
 ROCQ__FN rocq_result rocq__load_place(rocq__loading *load, rocq__part *parts, int64_t n_parts,
                                       rocq_buffer *buffer) {
     int64_t size = 0;
@@ -5995,16 +6007,17 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
 // ---------------------------------------------------------------------------------------------
 // >>gguf: files written whole
 // ---------------------------------------------------------------------------------------------
-// First what depends on the system: what a path names; sending a file to the disk; putting a file
-// in another's place; removing one. Those that return bool return false, with errno, on failure.
+// A rocq_file is written under another name, the part, which replaces path when it is complete: at
+// every moment path is the old file or all of the new one. First come the functions that depend on
+// the system; those that return bool return false, with errno, on failure.
 
 #if ROCQ__HAS_STDIO
 typedef struct rocq__place {
-    bool special;         // there, and no regular file
-    uint32_t permissions; // of what is there, or 0; POSIX only
+    bool special;         // something other than a regular file: a pipe, a device
+    uint32_t permissions; // of the file that exists, or 0; POSIX only
 } rocq__place;
 
-// Looks at a path that is to be written: what is there, and false where writing is not allowed.
+// Finds out what is at a path that is to be written. Returns false if it may not be written.
 ROCQ__FN bool rocq__file_place(rocq_ctx *ctx, const char *path, rocq__place *place) {
     memset(place, 0, sizeof *place);
     errno = ENOENT;
@@ -6013,13 +6026,13 @@ ROCQ__FN bool rocq__file_place(rocq_ctx *ctx, const char *path, rocq__place *pla
     BY_HANDLE_FILE_INFORMATION info;
     wchar_t *wide = rocq__wide(ctx, path);
     if (!wide) return false;
-    // Without access to the data, so that it works on a file that others have open; directories
-    // need the flag.
+    // No access (0) is asked for, so that this works on a file that others have open. The backup
+    // flag is needed to open a directory.
     const HANDLE handle =
         CreateFileW(wide, 0, FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, NULL,
                     OPEN_EXISTING, FILE_FLAG_BACKUP_SEMANTICS, NULL);
     rocq__free(ctx, wide);
-    if (handle == INVALID_HANDLE_VALUE) return true; // there is none
+    if (handle == INVALID_HANDLE_VALUE) return true; // no such file
     place->special = GetFileType(handle) != FILE_TYPE_DISK;
     const bool known = !place->special && GetFileInformationByHandle(handle, &info);
     CloseHandle(handle);
@@ -6039,13 +6052,14 @@ ROCQ__FN bool rocq__file_place(rocq_ctx *ctx, const char *path, rocq__place *pla
 #endif
 }
 
-// Sends all that was written to the disk: the name must not get there before the data.
+// Flushes the data to the disk. Only then may the file get its name: if the system crashed with the
+// name on the disk but not the data, the file would be damaged.
 ROCQ__FN bool rocq__file_sync(FILE *stream) {
     if (fflush(stream) != 0) return false;
 #if defined(_WIN32)
     return _commit(_fileno(stream)) == 0;
 #else
-    return fsync(fileno(stream)) == 0 || errno == EINVAL; // a file system without it
+    return fsync(fileno(stream)) == 0 || errno == EINVAL; // EINVAL: it cannot be flushed
 #endif
 }
 
@@ -6079,7 +6093,7 @@ struct rocq_file {
     rocq_ctx *ctx;
     FILE *stream;
     int error;         // errno of the first failure, or 0
-    bool direct;       // path is written to itself: there is no part
+    bool direct;       // path itself is written, because it is special; there is no part
     char *path, *part; // in memory behind the struct
 };
 
@@ -6088,9 +6102,9 @@ ROCQ__FN rocq_result rocq__file_failed(rocq_ctx *ctx, const char *path, int erro
                       path, strerror(error));
 }
 
-// Opens the first free name for the part, which has room for ROCQ__PART bytes behind the path.
-enum { ROCQ__PART = 24 };
+enum { ROCQ__PART = 24 }; // bytes that the part's name may add to the path
 
+// Creates the part under the first name that is free: PATH.part, PATH.part1 to PATH.part99.
 ROCQ__FN bool rocq__file_open_part(rocq_file *file) {
     const size_t room = strlen(file->path) + ROCQ__PART;
     errno = EEXIST;
@@ -6103,7 +6117,8 @@ ROCQ__FN bool rocq__file_open_part(rocq_file *file) {
     return file->stream != NULL;
 }
 
-// Sets stream, and error where that is impossible.
+// Opens the stream, or sets error. Refuses descriptors 1 and 2, which a file gets if stdout or
+// stderr is closed: what the program prints would go into the file.
 ROCQ__FN void rocq__file_open(rocq_file *file) {
     rocq__place place;
     bool good = rocq__file_place(file->ctx, file->path, &place);
@@ -6194,8 +6209,9 @@ ROCQ_DEF rocq_result rocq_file_finish(rocq_file **file, bool keep) {
 // ---------------------------------------------------------------------------------------------
 // >>gguf: writer
 // ---------------------------------------------------------------------------------------------
-// Every value and tensor is kept as the bytes of its record, one block each, until the first
-// tensor's data (or the end) makes the header final; from then on all goes straight through.
+// The writer keeps each value and tensor as an encoded record, a block of memory each. The header
+// starts with their numbers, so it is written only with the first tensor's data, or at the end if
+// there is none. Tensor data is not kept: it goes straight to the file or to the callback.
 
 typedef struct rocq__gguf_record {
     unsigned char *bytes; // name first, as in the file
@@ -6214,17 +6230,17 @@ struct rocq_gguf_writer {
     rocq_ctx *ctx;
     bool (*write)(const void *src, int64_t size, void *user);
     void *user;
-    rocq_file *file; // NULL: a callback writes
+    rocq_file *file; // NULL: the caller's callback writes
     int64_t alignment;
     rocq__gguf_records values, tensors;
-    int64_t data_size; // of the tensors added, each padded
-    int64_t n_written; // tensors whose data is out
+    int64_t data_size; // of the tensors added, each padded to the alignment
+    int64_t n_written; // tensors whose data is written
     bool header_written;
     bool lacks;         // a set or add_tensor failed, so the file would lack that value or tensor
-    rocq_result failed; // the sink's first failure: what is out is then useless
+    rocq_result failed; // the first write that failed; what was written is then useless
 };
 
-// Room for n more records.
+// Makes room for n more records.
 ROCQ__FN rocq_result rocq__gguf_reserve(rocq_ctx *ctx, rocq__gguf_records *records, int64_t n) {
     int64_t count;
     if (n <= records->room - records->count) return ROCQ_OK;
@@ -6240,7 +6256,7 @@ ROCQ__FN rocq_result rocq__gguf_reserve(rocq_ctx *ctx, rocq__gguf_records *recor
     return ROCQ_OK;
 }
 
-// Record number, or -1.
+// The number of the record with this name, or -1.
 ROCQ__FN int64_t rocq__gguf_record_of(const rocq__gguf_records *records, const void *name,
                                       int64_t length) {
     for (int64_t i = 0; i < records->count; i++) {
@@ -6250,7 +6266,7 @@ ROCQ__FN int64_t rocq__gguf_record_of(const rocq__gguf_records *records, const v
     return -1;
 }
 
-// Puts the record in, in place of the one with its name. The room is there.
+// Adds a record, or replaces the one of the same name. The caller has made room.
 ROCQ__FN void rocq__gguf_put_record(rocq_ctx *ctx, rocq__gguf_records *records,
                                     rocq__gguf_record record) {
     int64_t i = rocq__gguf_record_of(records, record.bytes + 8, record.name_length);
@@ -6277,7 +6293,7 @@ ROCQ__FN unsigned char *rocq__gguf_store_u64(unsigned char *p, uint64_t value) {
     return rocq__gguf_store(p, &value, 8);
 }
 
-// Starts a record with its name; *p is where the size bytes of the rest belong.
+// Allocates a record and writes its name. *p is where its other `size` bytes go.
 ROCQ__FN rocq_result rocq__gguf_new_record(rocq_ctx *ctx, rocq__gguf_record *record,
                                            const char *name, int64_t size, unsigned char **p) {
     memset(record, 0, sizeof *record);
@@ -6295,7 +6311,7 @@ ROCQ__FN rocq_result rocq__gguf_new_record(rocq_ctx *ctx, rocq__gguf_record *rec
     return ROCQ_OK;
 }
 
-// What every call that changes the header needs.
+// Fails if the header cannot be changed any more.
 ROCQ__FN rocq_result rocq__gguf_check_writer(const rocq_gguf_writer *writer) {
     if (!writer) return ROCQ_E_ARGUMENT;
     if (writer->header_written) {
@@ -6398,7 +6414,7 @@ ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
     return result;
 }
 
-// Notes the result of a call that puts something into the header.
+// Sets writer->lacks if a call failed that should have put something into the header.
 ROCQ__FN rocq_result rocq__gguf_put(rocq_gguf_writer *writer, rocq_result result) {
     if (writer && result != ROCQ_OK) writer->lacks = true;
     return result;
@@ -6448,7 +6464,7 @@ ROCQ__FN rocq_result rocq__gguf_set_from(rocq_gguf_writer *writer, const rocq_gg
     if (!file) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_set_from: file is NULL");
     const rocq__gguf_index *index = &file->values;
     const int64_t skipped = rocq__gguf_find(file, index, "general.alignment");
-    // Copies first, so that a failure leaves the writer as it was.
+    // All records are copied before the first is added, so that a failure changes nothing.
     rocq__gguf_records copies;
     memset(&copies, 0, sizeof copies);
     ROCQ__TRY(rocq__gguf_reserve(ctx, &writer->values, index->count));
@@ -6521,7 +6537,7 @@ ROCQ_DEF rocq_result rocq_gguf_add_tensor(rocq_gguf_writer *writer, const char *
     return rocq__gguf_put(writer, rocq__gguf_add_tensor(writer, name, format, n_dims, ne));
 }
 
-// Sends bytes, then the zeros that bring an offset of end to the next multiple of the alignment.
+// Writes src, then as many zeros as are missing from `end` to the next multiple of the alignment.
 ROCQ__FN rocq_result rocq__gguf_emit(rocq_gguf_writer *writer, const void *src, int64_t size,
                                      int64_t end) {
     static const unsigned char zeros[256] = {0};
@@ -6553,7 +6569,7 @@ ROCQ__FN rocq_result rocq__gguf_emit_header(rocq_gguf_writer *writer) {
     for (int k = 0; k < 2; k++) {
         for (int64_t i = 0; result == ROCQ_OK && i < kinds[k]->count; i++) {
             result = rocq__gguf_emit(writer, kinds[k]->items[i].bytes, kinds[k]->items[i].size, 0);
-            end += kinds[k]->items[i].size; // all of it is in memory: no overflow
+            end += kinds[k]->items[i].size; // cannot overflow: all records are in memory
         }
     }
     writer->header_written = true;
