@@ -13365,65 +13365,68 @@ ROCQ__FN void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
 // ---------------------------------------------------------------------------------------------
 // >>pool: blocks of a few sizes, kept for the next request
 // ---------------------------------------------------------------------------------------------
-// A slab is memory of the context, cut into blocks of one class; a large block is a slab of its
-// own. What is known of a block is in a descriptor in host memory, since device memory cannot hold
-// it. A buffer's ticket is the number of its block's descriptor, and above it the block's
-// generation, which alloc and free each raise: it is odd while the block is out. So free finds the
-// block without a search, and a ticket fits once, until 2^31 uses of the block have passed.
-// Descriptors outlive their slab and serve another.
+// A pool takes slabs from its context, cuts each into blocks of one size class, and keeps the free
+// blocks of a class in a list; a large block is a slab of its own. Blocks have descriptors in host
+// memory (pool->blocks), because the host cannot write into device memory; those of a slab that is
+// given back serve another. The ticket of a buffer is the index of its block's descriptor and, in
+// the high half, the block's generation, which alloc and free each increment: it is odd while the
+// block is handed out. So free finds the block without a search, and refuses a copy of a buffer
+// that has been freed, until after 2^31 uses of the block the generation comes round.
 
 enum {
     ROCQ__SLAB_FIRST = 65536, // bytes of a class's first slab
-    ROCQ__CLASSES = 296       // by default: up to 128 TiB
+    ROCQ__CLASSES = 296       // default classes; the largest is 128 TiB
 };
 
 typedef struct rocq__pool_block {
     void *memory;        // device address or host pointer
-    int64_t size;        // asked for; 0 while free, -1 when it was overrun and is out of use
+    int64_t size;        // as requested; 0: free; -1: overrun, never handed out again
     uint32_t generation;
     int32_t size_class;
-    int32_t next;        // free block of the class, or spare descriptor; -1 = last
-    int32_t slab;        // -1 = a spare descriptor
+    int32_t next;        // the next free block of the class or spare descriptor; -1 = none
+    int32_t slab;        // index; -1 = a spare descriptor
 } rocq__pool_block;
 
 typedef struct rocq__slab {
     rocq__block *memory;
     int64_t size;
     int32_t size_class;
-    int32_t index; // where trim moves it, -1 = it goes
+    int32_t index; // used by trim: its new index, -1 = it is given back
 } rocq__slab;
 
 typedef struct rocq__size_class {
     int64_t block_size;
-    int32_t free; // first block, -1 = none
-    // Counters that change together stand apart: compilers would join neighbours to one 16-byte
-    // load, which waits long for the 8-byte stores before it.
+    int32_t free; // first free block, -1 = none
+    // Counters that are updated together are not neighbours: a compiler would load two neighbours
+    // with one 16-byte load, which stalls because two 8-byte stores cannot be forwarded to it.
     int64_t n_requests;
-    int64_t n_misses;  // requests that took a slab
+    int64_t n_misses;  // requests for which a slab was taken
     int64_t live_bytes;
     int64_t n_blocks;  // in slabs
     int64_t n_frees;
-    int64_t n_overrun; // blocks out of use
+    int64_t n_overrun; // blocks that were overrun and are never handed out again
     int64_t peak_bytes;
     int64_t peak_blocks, n_reserves, n_trims;
 } rocq__size_class;
 
+// The caller owns a pool, from rocq_pool_create to _destroy. If it is thread-safe, lock guards all
+// that changes.
 struct rocq_pool {
     rocq_ctx *ctx;
     rocq_memory memory; // HOST, PINNED (of a GPU context only) or DEVICE
-    bool by_formula;    // classes are the default ones
+    bool by_formula;    // all classes are the default ones, so no search is needed
     bool exact, thread_safe;
-    const bool *lost;   // the GPU's, or &never where it is not asked
+    const bool *lost;   // the GPU's flag; &never for host memory and for a thread-safe pool
     bool never;
     int64_t most;       // largest request
-    int64_t quick_most; // of those that need neither a lock nor a search for their class; 0: none
+    int64_t quick_most; // largest request that needs neither lock nor search for its class, or 0
     int64_t live_bytes, peak_bytes;
     rocq__size_class *classes;
     rocq__pool_block *blocks;
     rocq__slab *slabs;  // oldest first
     int32_t n_classes, n_blocks, n_slabs;
     int32_t blocks_room, slabs_room;
-    int32_t spare, n_spare; // descriptors
+    int32_t spare, n_spare; // spare descriptors: the first (-1 = none), and how many
     int64_t slab_size, budget;
     int64_t reserved_bytes, reserved_peak;
     int32_t lock; // of a thread-safe pool
@@ -13437,7 +13440,8 @@ ROCQ__INLINE void rocq__pool_unlock(rocq_pool *pool) {
     if (pool->thread_safe) rocq__spin_unlock(&pool->lock);
 }
 
-// A failure that has nothing to do with the context, which may be in use by another thread.
+// Fails without touching the context if the pool is thread-safe: the context may be in use by
+// another thread, so the message is then only logged.
 ROCQ__PRINTF(3, 4)
 ROCQ__FN rocq_result rocq__pool_fail(rocq_pool *pool, rocq_result result, const char *format, ...) {
     char message[256];
@@ -13452,7 +13456,7 @@ ROCQ__FN rocq_result rocq__pool_fail(rocq_pool *pool, rocq_result result, const 
 
 // -- classes --
 
-// n is not 0.
+// The number of the highest bit of n that is set. n is not 0.
 ROCQ__INLINE int32_t rocq__highest_bit(uint64_t n) {
 #if defined(__GNUC__) || defined(__clang__)
     return 63 - __builtin_clzll(n);
@@ -13463,7 +13467,7 @@ ROCQ__INLINE int32_t rocq__highest_bit(uint64_t n) {
 #endif
 }
 
-// By default: multiples of 256 up to 4 KiB, then of 512 up to 8 KiB, and so on.
+// Default block sizes are the multiples of 256 up to 4 KiB, then of 512 up to 8 KiB, and so on.
 ROCQ__INLINE int32_t rocq__default_class(int64_t size) {
     const uint64_t units = (uint64_t)(size - 1) >> 8;
     const int32_t shift = rocq__highest_bit(units | 8) - 3;
@@ -13475,7 +13479,7 @@ ROCQ__FN int64_t rocq__default_size(int32_t c) {
     return (int64_t)(c - 8 * shift + 1) << (shift + 8);
 }
 
-// Guard bytes behind a request; the condition is there for the compiler to see the 0.
+// Guard bytes behind a request. Testing ROCQ__GUARD lets compilers drop the code where it is 0.
 ROCQ__INLINE int64_t rocq__pool_guard(const rocq_pool *pool) {
     return ROCQ__GUARD > 0 && pool->memory != ROCQ_MEMORY_DEVICE ? ROCQ__GUARD : 0;
 }
@@ -13507,7 +13511,7 @@ ROCQ__FN rocq_result rocq__pool_fits(rocq_pool *pool, int64_t bytes) {
                       (long long)bytes, (long long)pool->reserved_bytes, (long long)pool->budget);
 }
 
-// Takes a slab of n blocks and puts them on the list of their class.
+// Takes a slab of n blocks and adds them to the free list of class c.
 ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
     rocq_ctx *ctx = pool->ctx;
     rocq__size_class *cls = &pool->classes[c];
@@ -13564,6 +13568,7 @@ ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
     return ROCQ_OK;
 }
 
+// Gives back slabs that have no live block, oldest first, until at most keep bytes are reserved.
 ROCQ__FN rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
     rocq_ctx *ctx = pool->ctx;
     int64_t left = pool->reserved_bytes;
@@ -13620,9 +13625,9 @@ ROCQ__FN rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
     return ROCQ_OK;
 }
 
-// Makes a block of the class free. Where a slab does not fit, as many bytes of free slabs are given
-// back (blocks taken one by one would fragment what is left), then a block by itself must do. What
-// fails on the way is no failure of the caller's and leaves no message.
+// Takes a slab for class c. If there is no room, gives back as many bytes of free slabs as it has
+// (with fewer, many small slabs would fragment the rest), and tries a slab of one block; if there
+// is still no room, gives back all free slabs and tries again. Only the last failure is reported.
 ROCQ__FN rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
     rocq_ctx *ctx = pool->ctx;
     const rocq__size_class *cls = &pool->classes[c];
@@ -13745,8 +13750,10 @@ ROCQ__INLINE bool rocq__guard_broken(const rocq__pool_block *block) {
     return false;
 }
 
-// Alloc and free each have a short function for what nearly always happens, which false tells was
-// not so, and one for the rest.
+// Alloc and free have a short inlined function each for the common case, which returns false in any
+// other case, and a slow one for the rest.
+
+// Hands out the first free block of the class; false if there is none.
 
 ROCQ__ALWAYS_INLINE bool rocq__class_serves(rocq_pool *pool, rocq__size_class *cls,
                                             rocq_buffer *buffer, int64_t size) {
@@ -13816,7 +13823,7 @@ ROCQ_DEF rocq_result rocq_pool_alloc(rocq_pool *pool, rocq_buffer *buffer, int64
     return rocq__pool_alloc_slow(pool, buffer, size);
 }
 
-// The live block that the buffer is, or NULL.
+// The block that was handed out as this buffer and is still live, or NULL.
 ROCQ__ALWAYS_INLINE rocq__pool_block *rocq__pool_find(rocq_pool *pool, const rocq_buffer *buffer) {
     const uint32_t i = (uint32_t)buffer->ticket, generation = (uint32_t)(buffer->ticket >> 32);
     if (i >= (uint32_t)pool->n_blocks || !(generation & 1)) return NULL;
@@ -13829,7 +13836,7 @@ ROCQ__ALWAYS_INLINE rocq__pool_block *rocq__pool_find(rocq_pool *pool, const roc
     return found ? block : NULL;
 }
 
-// The block is no longer out; size says what it is then.
+// Counts the block as freed. size is its new one: 0, or -1 if it must not be used again.
 ROCQ__ALWAYS_INLINE rocq__size_class *rocq__pool_return(rocq_pool *pool, rocq__pool_block *block,
                                                         int64_t size) {
     rocq__size_class *cls = &pool->classes[block->size_class];
@@ -13883,8 +13890,7 @@ ROCQ__INLINE int64_t rocq__size_class_free(const rocq__size_class *cls) {
     return cls->n_blocks - cls->n_overrun - (cls->n_requests - cls->n_frees);
 }
 
-// Whether n more blocks, in however many slabs, can be counted and are within the budgets. Asked
-// before the first slab is taken.
+// Fails if n more blocks would overflow a count or exceed a budget, before any slab is taken.
 ROCQ__FN rocq_result rocq__pool_can_hold(rocq_pool *pool, const rocq__size_class *cls, int64_t n) {
     int64_t bytes, all;
     if (n <= 0) return ROCQ_OK;
