@@ -12090,14 +12090,17 @@ ROCQ__FN rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *si
 // ---------------------------------------------------------------------------------------------
 // >>check: what every op demands of its params, on any backend
 // ---------------------------------------------------------------------------------------------
-// These stay on in release builds: past them, no argument can make an op reach outside a tensor.
+// An op's params are checked here before it runs or is recorded, in every build: after that no
+// argument can make it reach outside a tensor. First come formats and single operands, then the
+// table of all operands, each op's own rules, overlap, and what an op costs. At the end are copies
+// of params, and with them the structs of recorded graphs.
 
-// Formats an operand may have.
+// Flags that say what an operand may be.
 enum {
     ROCQ__F32 = 1, ROCQ__F16 = 2, ROCQ__BF16 = 4, ROCQ__Q8_0 = 8, ROCQ__Q4_0 = 16, ROCQ__I32 = 32,
     ROCQ__ANY = 64, // all of ROCQ_FORMATS
     ROCQ__OPTIONAL = 128, ROCQ__OUTPUT = 256,
-    ROCQ__PLANAR = 512, // its block formats in that layout too, on a GPU
+    ROCQ__PLANAR = 512, // on a GPU, block formats may also be in the planar layout
     ROCQ__FLOAT = ROCQ__F32 | ROCQ__F16,
     ROCQ__KV = ROCQ__F32 | ROCQ__F16 | ROCQ__BF16 | ROCQ__Q8_0 | ROCQ__Q4_0
 };
@@ -12114,7 +12117,7 @@ ROCQ__FN bool rocq__accepts(int accept, rocq_format format) {
     }
 }
 
-// Whether a format is known, and one of those accepted; elems and bytes of its blocks.
+// Fails unless the format is known and accepted; gives the elements and bytes of its blocks.
 ROCQ__FN rocq_result rocq__check_format(rocq_ctx *ctx, const char *op, const char *name, int accept,
                                         rocq_format format, int64_t *elems, int64_t *bytes) {
     if (rocq__block_of(format, elems, bytes) && rocq__accepts(accept, format)) return ROCQ_OK;
@@ -12123,8 +12126,8 @@ ROCQ__FN rocq_result rocq__check_format(rocq_ctx *ctx, const char *op, const cha
                       info ? info->name : "unknown", (int)format);
 }
 
-// An output must not lie on top of itself: going up by stride, each dimension has to step over all
-// that the smaller ones reach.
+// Whether elements of a tensor may share memory, as those of an output must not. They do not if,
+// going through the dimensions by rising stride, each stride steps over all that lies before it.
 ROCQ__FN bool rocq__self_overlap(const rocq_tensor *t) {
     int64_t reach = t->ne[0];
     bool used[4] = {true, false, false, false};
@@ -12141,14 +12144,14 @@ ROCQ__FN bool rocq__self_overlap(const rocq_tensor *t) {
     return false;
 }
 
-// Address of element 0, of either kind.
+// Address of element 0, on the host or the device.
 ROCQ__FN uint64_t rocq__address(const rocq_tensor *t) {
     return (t->buffer.host ? (uint64_t)(uintptr_t)t->buffer.host : t->buffer.device.address) +
            (uint64_t)t->offset;
 }
 
-// One operand: present, of an accepted format, with whole blocks, inside its buffer, aligned.
-// Without a context (rocq_kv_size), memory of either kind will do.
+// Checks one operand: that it is present (unless optional), of an accepted format, of whole blocks,
+// inside its buffer, and aligned. Without a context (rocq_kv_size) any kind of memory is accepted.
 ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char *name,
                                         const rocq_tensor *t, int accept) {
     int64_t elems, bytes, extent;
@@ -12174,8 +12177,8 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
                           "%s: rows of %s must be whole blocks of %d adjacent elements", op, name,
                           (int)elems);
     }
-    // A stride is turned into bytes, of up to 8 rows at once, even in a dimension of 1, where it
-    // is no part of the extent.
+    // The extent leaves out the stride of a dimension of size 1, but ops turn that into bytes as
+    // well, of up to 8 rows at once, and must not overflow.
     bool fits = rocq__extent(t, &extent);
     for (int d = 1; d < 4; d++) fits = fits && t->stride[d] <= INT64_MAX / 64;
     if (!fits) return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of %s overflows", op, name);
@@ -12225,14 +12228,14 @@ ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const cha
 
 // -- operands --
 
-// Every tensor in the params of every op, in the order of ROCQ_OPS: the formats it may have, what a
-// copy of params must copy with them, and what may lie on what (rocq__check_overlap). An IN_PLACE
-// operand may be the op's first output itself. An INDEX operand holds integers that say where the
-// op reads or writes: they are checked once and read again while outputs are written. A KEPT one is
-// read, and usually stays as it is from step to step or is too large to be put aside: weights,
-// tables, and the cache that attention reads.
+// The table of all tensors in the params of all ops, in the order of ROCQ_OPS. It says which
+// formats an operand may have, which tensors a copy of the params has to copy, and, by the role,
+// what may overlap (rocq__check_overlap). An IN_PLACE operand may be the op's first output itself.
+// An INDEX operand holds integers that say where the op reads or writes. A KEPT operand is an input
+// that is too large to be saved, or does not change from step to step: weights, tables, and the
+// cache that attention reads. The check of a replay leaves it as it is.
 enum { ROCQ__IN, ROCQ__IN_PLACE, ROCQ__INDEX, ROCQ__KEPT, ROCQ__OUT };
-enum { ROCQ__MOST_PRODUCTS = 16 }; // in a chain; a longer one may run in a circle
+enum { ROCQ__MOST_PRODUCTS = 16 }; // in a chain; the bound also ends a chain that is a cycle
 enum { ROCQ__MAX_OPERANDS = 7 * ROCQ__MOST_PRODUCTS }; // of one op; the most a matmul chain has
 
 typedef struct rocq__operand {
@@ -12320,7 +12323,7 @@ ROCQ__FN const rocq_tensor *rocq__operand_of(const void *params, const rocq__ope
     return t;
 }
 
-// The operands of op stand together: *end is one past the last.
+// The index of op's first operand; *end is one past its last.
 ROCQ__FN int32_t rocq__operands_begin(rocq_op op, int32_t *end) {
     int32_t i = 0;
     while (rocq__operands[i].op != (int32_t)op) i++;
@@ -12328,12 +12331,12 @@ ROCQ__FN int32_t rocq__operands_begin(rocq_op op, int32_t *end) {
     return i;
 }
 
-// Params that follow in a chain; only matmul has them.
+// The next params of a chain, or NULL. Only matmul has chains.
 ROCQ__FN const void *rocq__next_params(rocq_op op, const void *params) {
     return op == ROCQ_OP_MATMUL ? ((const rocq_matmul_params *)params)->next : NULL;
 }
 
-// All operands of one set of params.
+// Checks each operand of one params struct by itself.
 ROCQ__FN rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq_op op,
                                           const void *params) {
     int32_t end;
@@ -12346,9 +12349,9 @@ ROCQ__FN rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, ro
 }
 
 // -- ops --
-// Each has rocq__check_NAME(ctx, op, params); rocq__ops says which, and what op's name is.
+// The table rocq__ops has the function for each op, and op, its name in messages.
 
-// Sizes of an operand that is there; -1 leaves a dimension free.
+// Checks the sizes of an operand, unless it is NULL. -1: any size.
 ROCQ__FN rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
                                        const rocq_tensor *t, int64_t ne0, int64_t ne1, int64_t ne2,
                                        int64_t ne3) {
@@ -12369,7 +12372,7 @@ ROCQ__FN rocq_result rocq__check_same(rocq_ctx *ctx, const char *op, const char 
     return rocq__check_shape(ctx, op, name, t, like->ne[0], like->ne[1], like->ne[2], like->ne[3]);
 }
 
-// Sizes of an operand that is repeated where it has 1.
+// Checks the sizes of an operand that is repeated along dimensions in which it has size 1.
 ROCQ__FN rocq_result rocq__check_repeat(rocq_ctx *ctx, const char *op, const char *name,
                                         const rocq_tensor *t, const rocq_tensor *like) {
     if (!t) return ROCQ_OK;
@@ -12378,7 +12381,7 @@ ROCQ__FN rocq_result rocq__check_repeat(rocq_ctx *ctx, const char *op, const cha
                              t->ne[3] == 1 ? 1 : like->ne[3]);
 }
 
-// A float option; NaN fails too.
+// Checks that a float option lies in a range; NaN does not.
 ROCQ__FN rocq_result rocq__check_range(rocq_ctx *ctx, const char *op, const char *name, float value,
                                        float low, float high) {
     if (value >= low && value <= high) return ROCQ_OK;
@@ -12392,15 +12395,15 @@ ROCQ__FN rocq_result rocq__check_activation(rocq_ctx *ctx, const char *op,
     return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown activation %d", op, (int)activation);
 }
 
-// What the checks below demand besides, of operands that rocq__check_operands has found good. Each
-// gives the rocq_result of checking one field of p.
+// The functions below check what an op demands beyond rocq__check_operands, which has run before.
+// Each macro checks one field of p and gives a rocq_result.
 #define ROCQ__SHAPE(name, ne0, ne1, ne2, ne3) \
     rocq__check_shape(ctx, op, #name, p->name, ne0, ne1, ne2, ne3)
 #define ROCQ__SAME(name, like) rocq__check_same(ctx, op, #name, p->name, p->like)
 #define ROCQ__REPEAT(name, like) rocq__check_repeat(ctx, op, #name, p->name, p->like)
 #define ROCQ__RANGE(name, low, high) rocq__check_range(ctx, op, #name, p->name, low, high)
 
-// One product of a chain.
+// Checks one product of a chain.
 ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
                                          const rocq_matmul_params *p) {
     ROCQ__TRY(rocq__check_operands(ctx, op, ROCQ_OP_MATMUL, p));
@@ -12434,7 +12437,7 @@ ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
     return ROCQ_OK;
 }
 
-// The same memory, seen the same way.
+// Whether both tensors have the same address, format, layout, sizes and strides.
 ROCQ__FN bool rocq__same_tensor(const rocq_tensor *a, const rocq_tensor *b) {
     if (rocq__address(a) != rocq__address(b) || a->format != b->format || a->layout != b->layout) {
         return false;
@@ -12522,7 +12525,7 @@ ROCQ__FN rocq_result rocq__check_rmsnorm(rocq_ctx *ctx, const char *op, const vo
     return rocq__check_norm(ctx, op, p);
 }
 
-// n_dims resolved against the head size comes back in *n_dims.
+// head_dim is what n_dims = 0 stands for.
 ROCQ__FN rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
                                              const rocq_rope_config *p, int64_t head_dim) {
     const int64_t n_dims = p->n_dims == 0 ? head_dim : p->n_dims;
@@ -12666,14 +12669,14 @@ ROCQ__FN const rocq_tensor *rocq__planar_operand(rocq_op op, const void *params)
     return NULL;
 }
 
-// Bytes from the first to the last of a tensor, gaps included.
+// All addresses from a tensor's first byte to its last, gaps included.
 typedef struct rocq__range {
     uint64_t begin, end;
 } rocq__range;
 
 ROCQ__FN rocq__range rocq__range_of(const rocq_tensor *t) {
     int64_t extent = 0;
-    rocq__extent(t, &extent); // cannot fail: rocq__check_tensor has asked
+    rocq__extent(t, &extent); // cannot fail: rocq__check_tensor has called it
     const rocq__range range = {rocq__address(t), rocq__address(t) + (uint64_t)extent};
     return range;
 }
@@ -12684,14 +12687,14 @@ ROCQ__FN bool rocq__ranges_cross(rocq__range a, rocq__range b) {
     return a.begin < b.end && b.begin < a.end;
 }
 
-// One of the strides from which bytes of two tensors follow: 0 to most times step bytes.
+// A dimension of one of two tensors: an element lies 0 to most times step bytes from the first.
 typedef struct rocq__step {
     int64_t step, most;
-    int64_t reach;   // largest sum of this step and the smaller ones
-    int64_t divisor; // common divisor of this step and the smaller ones
+    int64_t reach;   // largest sum that this dimension and those with smaller steps give
+    int64_t divisor; // greatest common divisor of this step and the smaller ones
 } rocq__step;
 
-// Keeps list in rising order.
+// Inserts dimension d of t into the list, which is sorted by step.
 ROCQ__FN void rocq__add_step(rocq__step *list, int *n, const rocq_tensor *t, int d) {
     if (t->ne[d] == 1 || t->stride[d] == 0) return; // a dimension of 1 may have any stride
     const int64_t step = rocq__bytes(t->format, t->stride[d]);
@@ -12701,15 +12704,15 @@ ROCQ__FN void rocq__add_step(rocq__step *list, int *n, const rocq_tensor *t, int
     list[i].most = t->ne[d] - 1;
 }
 
-// Whether a sum of the first n steps of list, each taken 0 to most times, lies in [low, high]. The
-// largest step is tried only as many times as leave a rest that the smaller ones can reach: that is
-// one or two numbers where each step is a multiple of the smaller ones. For other steps *tries
-// bounds the search; when it is used up the answer is true, the safe one.
+// Whether a sum of the first n steps of list, each taken 0 to most times, lies in [low, high]. For
+// the largest step, only those counts are tried whose rest is within reach of the smaller steps:
+// one or two if each step is a multiple of the smaller ones. Other steps may need many more, so
+// *tries bounds the search; when it is used up the answer is true, which is the safe one.
 ROCQ__FN bool rocq__sum_within(const rocq__step *list, int n, int64_t low, int64_t high,
                                int32_t *tries) {
     if (--*tries < 0) return true;
     if (high < 0) return false;
-    if (low <= 0) return true; // 0 of each
+    if (low <= 0) return true; // every step taken 0 times
     if (n == 0) return false;
     const rocq__step *s = &list[n - 1];
     if (s->reach < low || high - high % s->divisor < low) return false;
@@ -12725,19 +12728,19 @@ ROCQ__FN bool rocq__sum_within(const rocq__step *list, int n, int64_t low, int64
 
 enum { ROCQ__OVERLAP_TRIES = 4000 }; // some 20 microseconds
 
-// Whether two tensors have a byte in common. Their ranges may cross without that: rows of one lie
-// in the gaps of the other where q, k and v are columns of one product, or where the planes of two
-// caches take turns. Here both have two rows of 8 bytes, 24 bytes apart:
+// Whether two tensors share a byte. They may not, although their ranges cross: rows of one lie in
+// the gaps of the other if q, k and v are columns of one product, or if the planes of two caches
+// alternate. Here both have two rows of 8 bytes, 24 bytes apart:
 //
 //     byte   0       8       16      24      32      40
 //     a      aaaaaaaa                aaaaaaaa
 //     b              bbbbbbbb                bbbbbbbb
 //
-// A row of a lies 0 or 24 bytes up from its first row, a row of b 0 or 24 down from its last. Two
-// rows share a byte exactly if both distances add up to 25 to 39, here called low and high. 0, 24
-// and 48 are no such sum, so these two do not meet. With b 4 bytes further down the range would be
-// 21 to 35, which has 24 in it. So one search over the strides of both tensors tells, and walks no
-// rows.
+// A row of a lies 0 or 24 bytes above its first row, a row of b 0 or 24 bytes below its last. The
+// two rows share a byte exactly if the sum of both distances is 25 to 39 (low and high below). The
+// possible sums are 0, 24 and 48, so no rows meet. If b lay 4 bytes lower, low and high would be 21
+// and 35, and 24 would be a hit. So one search over the sums of all strides decides, without a look
+// at every pair of rows.
 ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
     const rocq__range of_a = rocq__range_of(a), of_b = rocq__range_of(b);
     const uint64_t limit = (uint64_t)INT64_MAX / 8; // below it nothing here overflows
@@ -12756,9 +12759,9 @@ ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
         const rocq__step s = list[i];
         rocq__step *last = n > 0 ? &list[n - 1] : NULL;
         if (!last && s.step <= high - low + 1) {
-            low -= s.step * s.most; // no wider than the range, it leaves no hole in it
+            low -= s.step * s.most; // steps no wider than the range extend it without a hole
         } else if (last && s.step % last->step == 0 && s.step / last->step <= last->most + 1) {
-            last->most += s.step / last->step * s.most; // sums of both: all multiples of the last
+            last->most += s.step / last->step * s.most; // together: all multiples of last->step
         } else {
             list[n++] = s;
         }
@@ -12777,17 +12780,17 @@ ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
     return rocq__sum_within(list, n, low, high, &tries);
 }
 
-// No output shares a byte with another operand, but for the in-place ones, which the first output
-// may be exactly. Of indices not even the ranges may cross: on the CPU a byte of theirs that an
-// output changed after they were checked would be an access anywhere. A GPU's kernels check each
-// index as they load it; there, blocks that load another value than the first did would disagree
-// about how the work is shared.
+// Fails if an output shares a byte with another operand, unless that is IN_PLACE and is exactly the
+// first output. With an INDEX operand not even the ranges may cross. The CPU checks indices once
+// and reads them again while it writes: an index that an output has changed could point anywhere.
+// A GPU's kernels check an index each time they load it, but blocks that load different values
+// would disagree about how the work is shared.
 ROCQ__FN rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, rocq_op op,
                                          const void *params) {
     struct {
         const rocq_tensor *t;
         const rocq__operand *operand;
-        const void *params; // of its product in a chain
+        const void *params; // the product of a chain that it belongs to
         rocq__range range;
     } list[ROCQ__MAX_OPERANDS];
     int32_t end, n = 0;
@@ -12822,8 +12825,8 @@ ROCQ__FN rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, roc
 
 // -- what an op moves and computes: for the time cap, the profile and the tuner --
 
-// Query and position pairs that attention looks at, and positions of K and V that it reads, summed
-// over sequences; false where only the GPU knows kv_len.
+// Pairs of a query and a position that attention computes, and positions of K and V that it reads,
+// summed over sequences. Returns false if only the GPU knows kv_len.
 ROCQ__FN bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_params *p,
                                     double *pairs, double *positions) {
     const int64_t n_q = p->q->ne[2];
@@ -12835,7 +12838,7 @@ ROCQ__FN bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_pa
         const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
         const int64_t length = kv_len ? kv_len[s] : n_kv;
         const int64_t window = p->window > 0 ? p->window : length;
-        // With causal, query i sees least + i positions, but no more than the window has.
+        // If causal, query i sees least + i positions, or the window if that is less.
         const int64_t least = p->causal ? length - n_q + 1 : length;
         const int64_t rising = p->causal ? ROCQ__MIN(ROCQ__MAX(window - least, 0), n_q) : 0;
         *pairs += (double)(rising * least + rising * (rising - 1) / 2 + (n_q - rising) * window);
@@ -12849,8 +12852,8 @@ ROCQ__INLINE double rocq__elems(const rocq_tensor *t) {
     return (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
 }
 
-// Elements of operand t that are moved: all of it, of a table the rows that are gathered, of a
-// cache those that are read or written.
+// Elements of operand t that the op reads or writes: of a table only the rows that are gathered, of
+// a cache only the positions in use, of other operands all.
 ROCQ__FN double rocq__elems_moved(rocq_op op, const void *params, const rocq_tensor *t,
                                   double positions) {
     if (op == ROCQ_OP_GATHER) {
@@ -12915,7 +12918,7 @@ ROCQ__FN rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *p
 
 // -- copies of params --
 
-// An op with its params and tensors, all in one block of memory.
+// A copy of an op's params and tensors, all in one block of memory.
 typedef struct rocq__node {
     struct rocq__node *next;
     rocq_op op;
@@ -12937,15 +12940,18 @@ typedef struct rocq__work {
     bool copy; // between host and device: not the memory's peak bounds it
 } rocq__work;
 
+// A recorded graph. ctx->graphs lists it, so that rocq_close can free what the caller has left.
 struct rocq_graph {
-    rocq_graph *next; // of the context's
+    rocq_graph *next; // in ctx->graphs
     rocq__node *first, *last;
-    int64_t scratch;  // largest of an op
-    bool on_cpu;      // a GPU context does some of it on the CPU
-    void *exec;       // the captured graph, or NULL: ops run one by one
-    bool refused;     // the runtime could not capture it, or did not replay it right
+    int64_t scratch;  // bytes, of the op that needs most
+    bool on_cpu;      // some op of a GPU context falls back to the CPU: it cannot be captured
+    void *exec;       // the runtime's captured graph; NULL: the ops are run one by one
+    bool refused;     // do not capture again: the runtime could not, or its replay was wrong
     bool checked;     // exec has been compared with the ops (rocq__replay_check)
-    int64_t scratch_moves, n_launches; // when captured, of it
+    // scratch_moves: the GPU's count when exec was captured; exec is stale once the GPU's differs,
+    // as the address of scratch memory is part of it. n_launches: kernels that exec launches.
+    int64_t scratch_moves, n_launches;
 #if ROCQ__HAS_PROFILE
     rocq__work work;  // of all ops, when captured
 #endif
