@@ -13631,9 +13631,9 @@ ROCQ__FN rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
     return ROCQ_OK;
 }
 
-// Takes a slab for class c. If there is no room, gives back as many bytes of free slabs as it has
-// (with fewer, many small slabs would fragment the rest), and tries a slab of one block; if there
-// is still no room, gives back all free slabs and tries again. Only the last failure is reported.
+// Takes a slab for class c. If there is no room, gives back free slabs of as many bytes (not just
+// of one block, which repeated would fragment memory) and takes a slab of one block; if there is
+// still no room, gives back all free slabs first. Only the last failure is reported.
 ROCQ__FN rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
     rocq_ctx *ctx = pool->ctx;
     const rocq__size_class *cls = &pool->classes[c];
@@ -17201,6 +17201,8 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 // ---------------------------------------------------------------------------------------------
 // >>public: context, introspection, and the ops' thin bodies
 // ---------------------------------------------------------------------------------------------
+// How a context is opened: a device is tried, set up to share the GPU with a renderer, and chosen.
+// Then rocq_open and rocq_close, and the public functions that no other section has.
 
 ROCQ__FN int32_t rocq__core_count(void) {
 #if defined(_WIN32)
@@ -17216,7 +17218,7 @@ ROCQ__FN int32_t rocq__core_count(void) {
 #if ROCQ__HAS_AVX2
 ROCQ__FN bool rocq__cpu_has_avx2(void) {
     unsigned a, b, c, d;
-    // The builtin also asks the system whether it saves the wide registers; it does not know F16C.
+    // The builtin also checks that the system saves the wide registers. It does not know F16C.
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
            __get_cpuid(1, &a, &b, &c, &d) && (c & 1u << 29) != 0;
 }
@@ -17232,13 +17234,12 @@ ROCQ__FN bool rocq__cpu_has_avx512(void) {
 
 #if ROCQ__HAS_HIP
 
-// Gives back all that rocq__device_try has got. A lost device answers with errors, which do not
-// matter.
+// Gives back all that rocq__device_try has taken. Errors, as of a lost device, are ignored.
 ROCQ__FN void rocq__device_leave(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
     hip->set_device(gpu->device);
-    // Pinned memory is the last to go, since a copy into it that still runs would write on.
+    // Wait first and free pinned memory last: a copy that still runs would write into it.
     if (gpu->stream) hip->stream_wait(gpu->stream);
     for (rocq__block *block = ctx->blocks.next, *next; block != &ctx->blocks; block = next) {
         next = block->next;
@@ -17256,7 +17257,7 @@ ROCQ__FN void rocq__device_leave(rocq_ctx *ctx) {
 
 // -- beside a renderer --
 
-// Notes for rocq_info.ignored that a field of the desc has no effect, and why.
+// Adds a sentence to rocq_info.ignored: which field of the desc has no effect, and why.
 ROCQ__PRINTF(2, 3)
 ROCQ__FN void rocq__ignored(rocq__gpu *gpu, const char *format, ...) {
     const size_t used = strlen(gpu->ignored), room = sizeof gpu->ignored - used;
@@ -17271,8 +17272,8 @@ ROCQ__FN void rocq__ignored(rocq__gpu *gpu, const char *format, ...) {
 
 // Makes a queue whose kernels run on the first compute units only. Each bit of the mask is a
 // compute unit. The two of a WGP are set together, because a workgroup may use both. HIP gives such
-// a queue normal priority and default flags: where the program itself uses the NULL stream, work
-// there and work of this queue wait for each other.
+// a queue normal priority and default flags, so its work and any work that the program itself
+// submits to the NULL stream wait for each other.
 ROCQ__FN void rocq__stream_on_units(rocq__gpu *gpu, int32_t most, void **stream) {
     enum { WORDS = 32 };
     uint32_t mask[WORDS];
@@ -17343,7 +17344,7 @@ ROCQ__FN void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
         SIMDS = 2 * ROCQ__CU_SIMDS,
         BLOCK_WAVES = ROCQ_K_MATVEC_WAVES / SIMDS, // on a SIMD
         LEAST = 2,     // blocks
-        OWN_LDS = 2048 // what the kernels themselves have is at most that (tests/gfx11/kernels.tsv)
+        OWN_LDS = 2048 // bytes; the kernels' own LDS is at most that (tests/gfx11/kernels.tsv)
     };
     if (most >= ROCQ__SIMD_WAVES) return;
     if (!rocq__chip_find(gpu->chip.target)) {
@@ -17383,7 +17384,8 @@ ROCQ__FN rocq_result rocq__share(rocq_ctx *ctx) {
     return ROCQ_OK;
 }
 
-// Loads the kernels on a device and has them show that they work there.
+// Loads the kernels on gpu->device, checks that they work there by a self-test, and takes what the
+// context needs. After a failure, rocq__device_leave gives back what was taken.
 ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
@@ -17448,8 +17450,9 @@ typedef struct rocq__device_rank {
     bool integrated;
 } rocq__device_rank;
 
-// Tries the devices that the desc allows, discrete ones first, then by size, never by free memory.
-// The first that works is taken; the others are not touched. Says why the best of them did not.
+// Tries the devices that the desc allows: discrete ones first, then those with more compute units;
+// free memory does not count. The first that works is taken, and those after it are not touched. If
+// none works, the message says why the first one did not.
 ROCQ__FN rocq_result rocq__device_choose(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
@@ -17520,11 +17523,11 @@ ROCQ__FN void rocq__gpu_close(rocq_ctx *ctx) {
 #endif
 }
 
-// Makes ctx a GPU context, or leaves it as it was.
+// Makes ctx a GPU context. On failure ctx is still a CPU context.
 ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
 #if ROCQ__HAS_HIP
     const rocq_hip *linked = ROCQ__HIP_LINKED();
-    // Asked first: a program without them allocates and loads nothing.
+    // Checked first, so that a program without kernels allocates and loads nothing.
     if (!rocq__has_kernels(ctx, linked)) {
         return rocq__fail(ctx, ROCQ_E_NO_KERNELS,
                           "no GPU kernels: none are linked, and desc names no code object");
@@ -17563,8 +17566,8 @@ ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
 #endif
 }
 
-// In the order of rocq_sharing. A renderer's work can begin where a launch ends: launches of at
-// most 1 ms give it several such places in a frame of 6.9 ms (144 Hz). 8 waves on a SIMD still hide
+// In the order of rocq_sharing. A renderer's work can begin when a launch ends: with launches of at
+// most 1 ms it can do so several times in a frame of 6.9 ms (144 Hz). 8 waves on a SIMD still hide
 // the latency of memory and leave a renderer half of the registers. No preset limits the compute
 // units, because how many a renderer needs depends on the renderer alone.
 typedef struct rocq__preset {
@@ -17578,7 +17581,7 @@ static const rocq__preset rocq__presets[] = {
 };
 
 ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
-    // Its message must reach the log even when there is no context yet to hold it.
+    // A bad desc is reported by its log: there is no context yet that could hold the message.
     rocq_desc resolved;
     const char *bad = NULL;
     if (!out) return ROCQ_E_ARGUMENT;
@@ -17655,7 +17658,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
         const bool fallback = resolved.prefer == ROCQ_BACKEND_AUTO || resolved.allow_fallback;
         rocq__attempt attempt;
         rocq__attempt_begin(ctx, &attempt);
-        result = rocq__gpu_open(ctx); // of several devices, each may fail
+        result = rocq__gpu_open(ctx);
         ctx->gpu_result = result;
         if (result != ROCQ_OK) memcpy(ctx->gpu_message, ctx->error, sizeof ctx->gpu_message);
         rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || fallback);
@@ -17665,7 +17668,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
             result = ROCQ_OK;
         }
     }
-    // The caller's strings may not live as long as the context.
+    // Strings of the caller's may not live as long as the context.
     ctx->desc.rocm_path = ctx->desc.hip_path = NULL;
     ctx->desc.pci = rocq__on_gpu(ctx) ? ctx->gpu->pci : NULL;
     ctx->desc.kernels_path = ctx->gpu && ctx->desc.kernels_path ? ctx->gpu->kernels : NULL;
@@ -17747,7 +17750,7 @@ ROCQ__FN rocq_result rocq__sync_hip(rocq_ctx *ctx) {
 ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__not_recording(ctx, "sync"));
-    if (!rocq__on_gpu(ctx)) { // CPU ops are done when their call returns
+    if (!rocq__on_gpu(ctx)) { // ops on the CPU have finished when their call returns
         rocq__store32(&ctx->cancelled, 0);
         return ROCQ_OK;
     }
@@ -17847,7 +17850,7 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *p
     else choice = rocq__precision_rule_for(ctx, backend, op, ROCQ_F32, 0);
     info->asked = rocq__asked(ctx, p ? p->precision : ROCQ_PRECISION_AUTO);
     info->nmse = rocq__nmse_bound(choice.precision);
-    if (p && p->w2) { // the product of two sums carries the error of both
+    if (p && p->w2) { // y is a product of two sums and has the errors of both
         second = rocq__product_choice(ctx, backend, p, p->w2);
         info->nmse += rocq__nmse_bound(second.precision);
         if (second.precision > choice.precision) choice = second;
@@ -17857,7 +17860,7 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *p
     return ROCQ_OK;
 }
 
-// A copy to or from a tensor: both ends whole and of the same size.
+// Checks a copy to or from a tensor, which must be contiguous and copied whole.
 ROCQ__FN rocq_result rocq__check_copy(rocq_ctx *ctx, const char *op, const rocq_tensor *t,
                                       const void *host, int64_t size, int accept) {
     ROCQ__TRY(rocq__not_recording(ctx, op));
