@@ -6629,13 +6629,14 @@ ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer) {
 typedef enum rocq__chip_kind { ROCQ__ANY_CHIP, ROCQ__AVX2, ROCQ__RDNA3 } rocq__chip_kind;
 typedef enum rocq__w_kind { ROCQ__ANY_W, ROCQ__CODED_W, ROCQ__F32_W } rocq__w_kind;
 
-// What AUTO is: the first rule that fits, and F32 for an op that has none.
+// What an op computes in if the precision asked for is AUTO: that of the first rule that fits, or
+// F32 if there is none.
 typedef struct rocq__precision_rule {
     rocq_op op;
     rocq_backend backend;
     rocq__chip_kind chips;
-    int64_t columns; // of a product, at most
-    rocq__w_kind w;  // CODED: with integer codes that the backend multiplies
+    int64_t columns; // the rule is for products of at most so many columns
+    rocq__w_kind w;  // CODED: formats whose codes the backend multiplies as integers
     rocq_precision precision;
     const char *why;
 } rocq__precision_rule;
@@ -6673,7 +6674,7 @@ typedef struct rocq__choice {
 ROCQ__FN int32_t rocq__target_of(const rocq_ctx *ctx);
 ROCQ__FN int rocq__k_int8_format(rocq_format format);
 
-// Whether there are integer products with a format's codes.
+// Whether the backend multiplies a format's codes as integers.
 ROCQ__FN bool rocq__is_coded(rocq_backend backend, rocq_format format) {
     if (backend == ROCQ_GPU) return rocq__k_int8_format(format) >= 0;
     return rocq__codec_of(format)->unpack != NULL;
@@ -6696,12 +6697,12 @@ ROCQ__FN rocq__choice rocq__precision_rule_for(const rocq_ctx *ctx, rocq_backend
     return choice;
 }
 
-// What is asked for: AUTO = nothing is.
+// The precision asked for: by the params, else by the context; AUTO if by neither.
 ROCQ__FN rocq_precision rocq__asked(const rocq_ctx *ctx, rocq_precision of_params) {
     return of_params != ROCQ_PRECISION_AUTO ? of_params : ctx->desc.precision;
 }
 
-// Of a product of so many columns; of_params is what its params ask for.
+// The precision of a product of so many columns, and the reason. of_params is its params' field.
 ROCQ__FN rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend backend,
                                            rocq_precision of_params, rocq_format w,
                                            int64_t columns) {
@@ -6719,13 +6720,13 @@ ROCQ__FN rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend bac
     return choice;
 }
 
-// Of the product of x with one w.
+// The same for the product of x with w, which is p->w or p->w2.
 ROCQ__FN rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backend,
                                            const rocq_matmul_params *p, const rocq_tensor *w) {
     return rocq__columns_choice(ctx, backend, p->precision, w->format, p->x->ne[1]);
 }
 
-// What a GPU's products in a precision read of x.
+// The format in which a GPU's products of this precision read x.
 ROCQ__FN rocq_format rocq__operand_format(rocq_precision precision) {
     return precision == ROCQ_PRECISION_INT8  ? ROCQ_Q8_0
            : precision == ROCQ_PRECISION_F16 ? ROCQ_F16
@@ -6734,7 +6735,7 @@ ROCQ__FN rocq_format rocq__operand_format(rocq_precision precision) {
 
 ROCQ_DEF rocq_format rocq_operand_format(const rocq_ctx *ctx, rocq_format w, int64_t n,
                                          rocq_precision precision) {
-    // The CPU encodes F32 as it packs x.
+    // On the CPU a product packs x in any case, and encodes F32 on the way.
     if (!ctx || ctx->backend != ROCQ_GPU) return ROCQ_F32;
     const rocq__choice choice = rocq__columns_choice(ctx, ROCQ_GPU, precision, w, n);
     return rocq__operand_format(choice.precision);
