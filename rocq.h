@@ -665,22 +665,22 @@ typedef enum rocq_backend {
 
 typedef enum rocq_log_level { ROCQ_LOG_ERROR = 1, ROCQ_LOG_WARN, ROCQ_LOG_INFO } rocq_log_level;
 
-// Memory hooks, both functions or neither; size on free is the size asked for. Must be thread-safe
-// only if contexts that share them are used from several threads.
+// Memory hooks: both functions or neither. free gets the size that alloc was asked for. They have
+// to be thread-safe only if contexts that share them are used from several threads.
 typedef struct rocq_allocator {
     void *(*alloc)(size_t size, void *user);          // at least 16-byte aligned, or NULL
     void (*free)(void *ptr, size_t size, void *user); // ptr is never NULL
     void *user;
 } rocq_allocator;
 
-// NMSE: squared error of an output over its squares, against a float64 reference over the
-// dequantized operands, before the rounding to the output's format.
-// One that is asked for, by an op's params or rocq_desc.precision, is the least exact that may run:
-// an op that has a more exact form instead (most have F32 alone; a GPU multiplies up to 8 columns
-// in INT8 or F32) uses that. E_UNSUPPORTED: an op whose forms are all less exact (attention in F32
-// on a GPU), and a product in INT8 whose w has no integer codes.
+// What an op computes in. NMSE is the sum of squared errors over the sum of squares, both against a
+// float64 reference over the dequantized operands, before the rounding to the output's format.
+// The precision asked for, by an op's params or rocq_desc.precision, is the least exact that may be
+// used. An op that does not have it uses a more exact one: most ops have F32 alone, and a GPU
+// multiplies up to 8 columns in INT8 or F32. E_UNSUPPORTED is for an op that has only less exact
+// ones (attention in F32 on a GPU) and for a product in INT8 whose w has no integer codes.
 typedef enum rocq_precision {
-    ROCQ_PRECISION_AUTO = 0, // by op, backend, chip and shape, as rocq_get_precision tells
+    ROCQ_PRECISION_AUTO = 0, // by op, backend, chip and shape: see rocq_get_precision
     ROCQ_PRECISION_F32,  // operands exact in F32, F32 sums:           NMSE <= 1e-6
     ROCQ_PRECISION_F16,  // operands rounded to F16, F32 sums:         NMSE <= 1e-5
     ROCQ_PRECISION_INT8  // activations in int8 blocks of 32, F32 sums: NMSE <= 5e-4
@@ -711,20 +711,21 @@ typedef enum rocq_priority { // of the GPU's queue, among those of all programs
 
 typedef struct rocq_desc {
     rocq_backend prefer;       // GPU: rocq_open fails without one, unless allow_fallback
-    bool allow_fallback;       // an op (or a context) that the GPU cannot do runs on the CPU
+    bool allow_fallback;       // the CPU does what the GPU cannot: an op, or the whole context
     int32_t n_threads;         // CPU threads, the caller's own included; 0 = one per core
-    int64_t memory_budget;     // bytes of buffers and scratch, 0 = no limit
+    int64_t memory_budget;     // bytes, 0 = no limit; >>memory lists what counts
     int64_t scratch_bytes;     // reserved at open, see rocq_reserve
     rocq_allocator allocator;  // zero = ROCQ_MALLOC and ROCQ_FREE
-    int32_t device;            // GPU: 0 = the best, else 1 + its number in HIP's order, as
-                               // rocq_info.desc tells of the one that was taken
-    const char *pci;           // GPU by PCI address ("0000:03:00.0"), as the renderer's; or NULL
+    int32_t device;            // GPU: 0 = the best, else 1 + its number in HIP's order;
+                               // rocq_info.desc.device is the one that was taken
+    const char *pci;           // PCI address of the GPU to use ("0000:03:00.0"), such as the one
+                               // that the renderer uses; or NULL
     const char *kernels_path;  // file with the code object of rocq_kernels.hip, or NULL
     const void *kernels_data;  // or the code object itself, not copied: must outlive the context.
                                // Both NULL = linked kernels, else the file ROCQ_KERNELS_PATH
     int64_t kernels_size;      // bytes of kernels_data
-    int32_t dispatch_us;       // most microseconds of a launch, by estimate; 0 = the preset's of
-                               // sharing, -1 = any. A frame at 144 Hz has 6900
+    int32_t dispatch_us;       // a launch estimated to take more microseconds is cut in pieces;
+                               // 0 = the preset's, -1 = never. A frame at 144 Hz has 6900
     bool no_graphs;            // rocq_graph_launch runs the recorded ops one by one
     rocq_precision precision;  // what AUTO means in every op of the context
     void (*log)(rocq_log_level level, const char *message, void *user); // NULL = silent
@@ -733,51 +734,50 @@ typedef struct rocq_desc {
     rocq_priority priority;
     int32_t max_units;         // most compute units that kernels run on, rounded down to pairs;
                                // 0 = the preset's, -1 = all. With a limit, priority is normal
-    int32_t max_waves;         // most waves on a SIMD, which has room for 16, of products with at
-                               // most 8 columns, which take most of a token's time: 4, 6 ... 14;
+    int32_t max_waves;         // for products with up to 8 columns, which take most of a token's
+                               // time: most waves on a SIMD (it has room for 16), 4, 6 ... 14;
                                // 0 = the preset's, -1 = any. Fewer leave registers for a renderer
-    const char *rocm_path;     // folders of ROCm or HIP in which the runtime is looked for as well
-    const char *hip_path;      // (>>contexts): absolute paths or NULL. Meant for ROCM_PATH and
-                               // HIP_PATH of the environment, which rocq does not read. Used by
-                               // rocq_open alone; NULL in rocq_info.desc
+    const char *rocm_path;     // two more folders in which rocq_open looks for the HIP runtime
+    const char *hip_path;      // (>>contexts): absolute paths, or NULL. Meant for the environment's
+                               // ROCM_PATH and HIP_PATH, which rocq does not read. NULL in
+                               // rocq_info.desc
 } rocq_desc;
 
 typedef struct rocq_info {
     rocq_backend backend;      // what was opened: ROCQ_CPU or ROCQ_GPU
     const char *device;        // for people: chip and instruction set in use
     rocq_result gpu_result;    // why there is no GPU (ROCQ_OK when there is one, or none was tried)
-    const char *gpu_message;   // the sentence to that code, "" for ROCQ_OK
+    const char *gpu_message;   // the same in a sentence, "" for ROCQ_OK
     const char *runtime;       // name or path by which the HIP runtime was found, "linked", or ""
     const char *kernels;       // file of the code object, "memory", "linked", or ""
     const char *pci;           // of the GPU, or ""
-    int32_t target;            // of the kernels that run: 0x1100 for gfx1100; 0 for CPU and others
-    bool target_unlisted;      // a gfx11 chip that rocq has no figures of: launches are sized with
-                               // what the runtime says of it, and a profile has no peaks of its own
+    int32_t target;            // that the kernels run on: 0x1100 for gfx1100; 0 = CPU, other GPUs
+    bool target_unlisted;      // a gfx11 chip that rocq has no figures of: launches are sized by
+                               // what the runtime says of it, and a profile knows no peaks
     int32_t n_units;           // compute units of the GPU
     int64_t device_bytes;      // memory of the GPU
     rocq_desc desc;            // with every default filled in; its strings are the context's
-    const char *replay;        // the last replay that rocq_warm found to differ from the graph's
-                               // ops, in a sentence; "" if there was none
-    rocq_priority priority;    // of the queue as it was made; DEFAULT on the CPU
-    int32_t max_units;         // compute units that work stays on: n_units where it may use all
-    int32_t max_waves;         // the limit of desc.max_waves that is in force, 16 = none; 0 on the
-                               // CPU
-    const char *ignored;       // what of desc.priority, max_units and max_waves did not take
-                               // effect, and why; or ""
+    const char *replay;        // a sentence on the last graph whose replay rocq_warm found to
+                               // differ from its ops; "" if there was none
+    rocq_priority priority;    // that the queue really has; DEFAULT on the CPU
+    int32_t max_units;         // compute units that kernels run on: n_units if there is no limit
+    int32_t max_waves;         // the limit in force, 16 = none; 0 on the CPU
+    const char *ignored;       // which of desc.priority, max_units and max_waves had no effect, and
+                               // why; or ""
     const char *runtimes_tried; // HIP runtimes that were passed over, and places that have none, in
                                // the order of the search: "NAME: why" or "PLACE: none", with "; "
-                               // between them; "..." comes last if there were more
+                               // between them; "..." at the end if there were more
 } rocq_info;
 
 typedef struct rocq_stats {
     int64_t n_allocs;          // allocations since open, of the host and the device; constant while
                                // ops run in steady state
     int64_t live_bytes;        // allocated now, host and device together
-    int64_t peak_bytes;        // most ever
+    int64_t peak_bytes;        // largest live_bytes so far
     int64_t scratch_bytes;     // reserved for ops
     int64_t scratch_peak;      // most that one op has used
-    int64_t n_fallbacks;       // ops a GPU context ran on the CPU
-    int64_t n_launches;        // kernels launched; a graph's count once per replay
+    int64_t n_fallbacks;       // ops that a GPU context ran on the CPU
+    int64_t n_launches;        // kernels launched; each replay counts those of its graph
     int64_t n_replays_checked; // graphs whose replay rocq_warm has compared with their ops
     int64_t n_replays_refused; // of those, graphs whose replay differed: their ops run one by one
 } rocq_stats;
@@ -792,14 +792,14 @@ typedef struct rocq_buffer {
     void *host;
     rocq_device_ptr device;
     int64_t size;    // bytes
-    uint64_t ticket; // of a pool's block, private; 0 otherwise
+    uint64_t ticket; // private: identifies a block of a pool; 0 for other memory
 } rocq_buffer;
 
 typedef enum rocq_layout {
     ROCQ_LAYOUT_GGUF = 0, // blocks as in the file; every op takes it
     ROCQ_LAYOUT_PLANAR    // block formats on a GPU: the same bits in planes, for wide loads
-                          // (>>kernels). Same size, 16-byte aligned; whole tensors only: no views
-                          // but reshapes, no download
+                          // (>>kernels). Same size, 16-byte aligned. Such a tensor can be reshaped,
+                          // but not cut, and not downloaded
 } rocq_layout;
 
 // Up to four dimensions over a piece of a buffer. A tensor never owns memory, so it can be copied,
@@ -815,18 +815,18 @@ typedef struct rocq_tensor {
     int64_t stride[4];
 } rocq_tensor;
 
-// A bump allocator over one buffer. Without a buffer it only measures: the same code first finds
-// out the size (peak), then is run again over a buffer of that size.
+// A bump allocator over one buffer. Without a buffer it only measures: run the same code once to
+// find out the size (peak), then again over a buffer of that size.
 typedef struct rocq_arena {
     rocq_buffer buffer; // not owned
     int64_t used;       // bytes from the start
-    int64_t peak;       // most ever used, and on overflow what would have been. Measuring: bytes
-                        // that are enough wherever the memory starts, see rocq_arena_init
-    int64_t slack;      // measuring: what peak has for that, private
+    int64_t peak;       // largest used so far, or on overflow what would have been needed.
+                        // Measuring: bytes that are enough at any address, see rocq_arena_init
+    int64_t slack;      // private, measuring: the part of peak for alignment
     bool measuring;
 } rocq_arena;
 
-// Where memory is. DEFAULT: where the context's ops work, device memory on a GPU.
+// Where memory is. DEFAULT: where the context's ops work, so device memory in a GPU context.
 typedef enum rocq_memory {
     ROCQ_MEMORY_DEFAULT = 0,
     ROCQ_MEMORY_HOST,
@@ -837,30 +837,31 @@ typedef enum rocq_memory {
 
 typedef enum rocq_report { ROCQ_REPORT_TEXT = 0, ROCQ_REPORT_JSON, ROCQ_REPORT_TRACE } rocq_report;
 
-// Gets a report's bytes in order; false = failed, which ends the report with E_IO.
+// A function that gets the bytes of a report or a file, in order; false = failed, which makes the
+// call that writes end with E_IO.
 typedef bool (*rocq_write_fn)(const void *src, int64_t size, void *user);
 
-// A pool hands out blocks of a few sizes (classes) and keeps what is freed for the next request of
-// the class, so that memory whose size changes from step to step costs a few nanoseconds and no
-// runtime call. Zeroed fields are defaults.
+// A pool hands out blocks of a few sizes (size classes) and keeps freed blocks for later requests,
+// so that memory whose size changes from step to step costs a few nanoseconds and no runtime call.
+// Zeroed fields are defaults.
 typedef struct rocq_pool_desc {
     rocq_memory memory;
-    const int64_t *classes;  // block sizes, rising multiples of 256, copied. Above the last (NULL =
-    int32_t n_classes;       // from the start) there are eight to each doubling, so that for sizes
-                             // from 2 KiB up less than 12.5% of a block of the class is waste
-    int64_t slab_size;       // most bytes taken at once and cut into blocks of a class, 0 = 8 MiB;
-                             // a class begins with less and doubles. A block of more than a
-                             // quarter of it is taken by itself (large path)
-    int64_t budget;          // most bytes of slabs and large blocks, 0 = only the context's own,
-                             // -1 = what rocq_pool_reserve takes and nothing else
-    bool exact;              // a request takes a block of its own class only. Else, before memory
-                             // is taken, a free one of up to twice that size serves: far less is
-                             // then reserved where sizes change from step to step
-    bool thread_safe;        // any thread may call, at once (see rocq_pool_alloc)
+    const int64_t *classes;  // block sizes, rising multiples of 256, copied; may be NULL. For
+    int32_t n_classes;       // larger sizes there are eight default classes to each doubling: from
+                             // 2 KiB up, less than 12.5% of a block of its own class is waste
+    int64_t slab_size;       // most bytes taken at once, to be cut into blocks of a class;
+                             // 0 = 8 MiB. The first slabs of a class are smaller. A block of more
+                             // than a quarter of slab_size is taken by itself (a large block)
+    int64_t budget;          // most bytes of slabs and large blocks; 0 = no limit but the
+                             // context's, -1 = only rocq_pool_reserve takes memory
+    bool exact;              // a request gets a block of its own class only. Else it may get a free
+                             // block of up to twice the size before more memory is taken, so far
+                             // less is reserved if sizes change from step to step
+    bool thread_safe;        // several threads may call at once (see rocq_pool_alloc)
 } rocq_pool_desc;
 
-// Of one class, or of all together. A request counts in the class of the block it got. Rates are 0
-// where they would be 0 / 0.
+// Statistics of one class, or of all together. A request counts in the class of the block that it
+// got. Rates are 0 where they would be 0 / 0.
 typedef struct rocq_pool_stats {
     int64_t block_size;      // of the class; 0 for all together
     int64_t n_requests;      // rocq_pool_alloc calls that succeeded
@@ -869,8 +870,8 @@ typedef struct rocq_pool_stats {
     int64_t n_live;          // blocks handed out now
     int64_t n_free;          // blocks kept for later
     int64_t live_bytes;      // requested and not freed
-    int64_t peak_bytes;      // most of that ever
-    int64_t block_bytes;     // of the blocks handed out: live_bytes and what rounding up wastes
+    int64_t peak_bytes;      // largest live_bytes so far
+    int64_t block_bytes;     // sizes of the live blocks: live_bytes and what rounding up wastes
     int64_t reserved_bytes;  // taken from the context
     int64_t reserved_peak;
     int64_t n_reserves;      // slabs and large blocks taken, ever
@@ -916,14 +917,14 @@ typedef enum rocq_rope_pairing {
     X(ARGMAX, argmax, rocq_argmax_params)               \
     X(SAMPLE, sample, rocq_sample_params)
 
-// What an op writes shares no byte with anything else that it reads or writes, which is checked
-// before it runs (E_ARGUMENT). Where a comment below has "may be x", the output may be that very
-// tensor (address, format, sizes and strides), but not a part of it. Rows may lie in the gaps
+// An output may not share a byte with anything else that the op reads or writes; this is checked
+// before the op runs (E_ARGUMENT). Where a comment below says "may be x", the output may be that
+// very tensor (address, format, sizes and strides), but not a part of it. Rows may lie in the gaps
 // between other rows: q, k and v may be columns of one tensor, and the planes of two caches may
-// take turns. That has two limits. Integers that steer an op (ids, pos, cell, kv_len, page_table,
-// recent, allowed) lie outside the range from an output's first byte to its last, and the output
-// outside theirs. And two tensors with gaps, where of some strides none is a multiple of the other,
-// count as overlapping if a search of bounded length cannot rule it out.
+// alternate. There are two limits to that. Tensors of integers that tell an op where to read or
+// write (ids, pos, cell, kv_len, page_table, recent, allowed) must lie wholly before or behind each
+// output, gaps included. And tensors with gaps and with strides that are not multiples of each
+// other count as overlapping if a search of bounded length cannot rule it out.
 
 typedef enum rocq_op {
 #define ROCQ_X(NAME, name, params) ROCQ_OP_##NAME,
@@ -935,8 +936,8 @@ typedef enum rocq_op {
 // y[m, n] = epilogue(sum over k of w[k, m] x[k, n]). The epilogue runs in this order, each step
 // optional: + bias[m], activation, softcap, * gate[m, n], * sum over k of w2[k, m] x[k, n],
 // + residual[m, n], cast to y's format.
-// w and x may have a third and fourth dimension (batch); w's must divide x's, and is then shared
-// by consecutive runs of x's. y may be residual or gate, never overlap w or x otherwise.
+// w and x may have a third and fourth dimension (batch); w's must divide x's, and each matrix of w
+// is used for x's / w's consecutive ones of x. y may be residual or gate.
 typedef struct rocq_matmul_params {
     const rocq_tensor *y;        // F32, F16 or Q8_0 [M, N, B2, B3]
     const rocq_tensor *w;        // any format [K, M, b2, b3]
@@ -947,17 +948,18 @@ typedef struct rocq_matmul_params {
     rocq_activation activation;
     float softcap;               // c > 0: t = c tanh(t / c)
     rocq_precision precision;
-    const rocq_tensor *w2;       // w's shape, any format, or NULL: silu(gate x) * (up x) in one
-    const struct rocq_matmul_params *next; // another product of the same x, to share its pass (q, k
-                                           // and v), or NULL. At most 16 in all; all are checked
-                                           // before the first runs, none may use another's y
+    const rocq_tensor *w2;       // w's shape, any format, for silu(gate x) * (up x) in one; or NULL
+    const struct rocq_matmul_params *next; // another product of the same x, done in the same pass
+                                           // (as for q, k and v), or NULL. At most 16 in all. All
+                                           // are checked first, and none may use another's y
 } rocq_matmul_params;
 
 // out[d, h, i] = sum over j of softmax_j(score(i, j)) v[d, h_kv, j] for query i of head h, with
 // score(i, j) = cap(scale q[., h, i] . k[., h_kv, j]) + mask[j, i, h], cap(s) = softcap tanh(s /
 // softcap), h_kv = h n_kv_heads / n_heads. Query i stands at position p = kv_len - n_q + i.
 // Visible are j < kv_len; with causal also j <= p; with a window W also j > p - W (causal only).
-// A sink adds exp(sink[h]) to the softmax sum and no value. A row that sees nothing is all 0.
+// A sink adds exp(sink[h]) to the softmax sum and no value. The output of a query that sees no
+// position is all 0.
 // K and V may be any strided view ([D, n_ctx, n_kv_heads] storage with swapped strides too).
 typedef struct rocq_attention_params {
     const rocq_tensor *out;        // F32, F16 or Q8_0 [D, n_heads, n_q, n_seqs]; may be q
@@ -971,7 +973,7 @@ typedef struct rocq_attention_params {
     const rocq_tensor *page_table; // I32 [n_pages, n_seqs] or NULL. Paged: k and v are pools
                                    // [D, n_kv_heads, n_rows, 1] shared by all sequences, position
                                    // j of sequence s is row page_table[j / page_size, s] page_size
-                                   // + j % page_size, and n_kv reads n_pages page_size above
+                                   // + j % page_size, and n_kv above is n_pages page_size
     int32_t page_size;             // positions per page, with page_table
     float scale;                   // 0 = 1 / sqrt(D)
     float softcap;                 // 0 = none
@@ -980,8 +982,8 @@ typedef struct rocq_attention_params {
 } rocq_attention_params;
 
 // Per row: rmsnorm y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps); layernorm y = (x - mean)
-// rstd weight + bias, rstd = 1 / sqrt(var(x) + eps). y in Q8_0 is the fused norm + activation
-// quantization: matmul takes it as x. y may be x when their formats are equal.
+// rstd weight + bias, rstd = 1 / sqrt(var(x) + eps). y in Q8_0 quantizes activations in the same
+// pass: matmul takes it as x. y may be x if their formats are equal.
 typedef struct rocq_norm_params {
     const rocq_tensor *y;      // F32, F16 or Q8_0, x's shape
     const rocq_tensor *x;      // F32 or F16 [K, rows...]
@@ -1017,8 +1019,8 @@ typedef struct rocq_rope_params {
     rocq_rope_config rope;
 } rocq_rope_params;
 
-// One pass for a layer's fresh q, k and v: turns q in place, turns k and writes it to row cell[t]
-// of k_cache, writes v to v_cache (both cast to the cache's format).
+// One pass for a layer's new q, k and v: rotates q in place, rotates k and writes it to row cell[t]
+// of k_cache, and writes v to row cell[t] of v_cache, both cast to the cache's format.
 typedef struct rocq_rope_append_params {
     const rocq_tensor *q;       // F32 [D, n_heads, n_tokens] or NULL
     const rocq_tensor *k;       // F32 [D, n_kv_heads, n_tokens]
@@ -1052,7 +1054,7 @@ typedef struct rocq_binary_params { // y = a + b, or a * b
 typedef struct rocq_scale_params { // y = x * scale + bias
     const rocq_tensor *y;          // F32 or F16; may be x
     const rocq_tensor *x;          // F32 or F16, y's shape
-    float scale;                   // 0 = 0: the one factor with no default
+    float scale;                   // 0 is 0 here: this factor alone has no default
     float bias;
 } rocq_scale_params;
 
@@ -1064,7 +1066,7 @@ typedef struct rocq_cast_params { // y = x in y's format: dequantize, quantize, 
 typedef struct rocq_softmax_params { // y = softmax over a row of x * scale + mask
     const rocq_tensor *y;            // F32; may be x
     const rocq_tensor *x;            // F32, y's shape
-    const rocq_tensor *mask;         // F32 or F16, each ne x's or 1 but ne[0] = x's; or NULL
+    const rocq_tensor *mask;         // F32 or F16, or NULL; ne[0] is x's, other ne x's or 1
     float scale;                     // 0 = 1
 } rocq_softmax_params;
 
@@ -1085,7 +1087,7 @@ typedef struct rocq_argmax_params { // index of each row's largest value, the fi
 // and the draw. The same logits, parameters, seed and step give the same token on every run.
 typedef struct rocq_sample_params {
     const rocq_tensor *token;   // I32 [1], written
-    const rocq_tensor *prob;    // F32 [1] or NULL: the token's probability in what is drawn from
+    const rocq_tensor *prob;    // F32 [1] or NULL, written: the probability that the draw gave it
     const rocq_tensor *logits;  // F32 [n_vocab]
     const rocq_tensor *recent;  // I32 [n] tokens the penalties look at, or NULL
     const rocq_tensor *allowed; // I32 [(n_vocab + 31) / 32] bit mask, token t at bit t % 32 of
@@ -6735,7 +6737,7 @@ ROCQ__FN rocq_format rocq__operand_format(rocq_precision precision) {
 
 ROCQ_DEF rocq_format rocq_operand_format(const rocq_ctx *ctx, rocq_format w, int64_t n,
                                          rocq_precision precision) {
-    // On the CPU a product packs x in any case, and encodes F32 on the way.
+    // The CPU encodes F32 itself while it packs x.
     if (!ctx || ctx->backend != ROCQ_GPU) return ROCQ_F32;
     const rocq__choice choice = rocq__columns_choice(ctx, ROCQ_GPU, precision, w, n);
     return rocq__operand_format(choice.precision);
