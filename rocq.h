@@ -937,7 +937,7 @@ typedef enum rocq_op {
 // optional: + bias[m], activation, softcap, * gate[m, n], * sum over k of w2[k, m] x[k, n],
 // + residual[m, n], cast to y's format.
 // w and x may have a third and fourth dimension (batch); w's must divide x's, and each matrix of w
-// is used for x's / w's consecutive ones of x. y may be residual or gate.
+// then serves several consecutive ones of x. y may be residual or gate.
 typedef struct rocq_matmul_params {
     const rocq_tensor *y;        // F32, F16 or Q8_0 [M, N, B2, B3]
     const rocq_tensor *w;        // any format [K, M, b2, b3]
@@ -1129,69 +1129,73 @@ ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx);
 // message.
 ROCQ_DEF rocq_result rocq_open(rocq_ctx **ctx, const rocq_desc *desc);
 
-// Waits, frees every buffer and the context, and sets *ctx to NULL. Twice, or on NULL, is harmless.
-// Files opened on the context must be closed before.
+// Waits for submitted work, frees every buffer and the context, and sets *ctx to NULL; does nothing
+// if that is NULL. Files, pools, caches and timers of the context must be closed before.
 ROCQ_DEF void rocq_close(rocq_ctx **ctx);
 
-// What was opened, and counts so far. E_ARGUMENT for NULL. Strings live as long as the context.
+// What was opened, and counts since then. E_ARGUMENT for NULL. Strings live as long as the context.
 ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info);
 ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats);
 
-// Waits until all work submitted on the context is done. On a GPU, E_BOUNDS when an op since the
-// last sync has met an id, cell, length or page out of range in device memory (it has used another
-// one in its place, or none) or a mask that allows no token (the token is -1). On the CPU the op
-// itself fails for those.
+// Waits until all work submitted on the context is done. On a GPU it returns E_BOUNDS if an op
+// since the last sync found an id, cell, length or page out of range in device memory (it has used
+// another one instead, or none), or a mask that allows no token (the token is -1). On the CPU the
+// op itself fails.
 ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx);
 
-// From any thread, or a signal handler: ops and graphs that are submitted from now on fail with
-// E_CANCELLED, before they have done anything, until rocq_sync, which waits for what was submitted
-// before and then clears the request.
+// Makes ops and graph launches from now on fail with E_CANCELLED, before they do anything, until
+// rocq_sync has waited for the work submitted before. May be called from any thread and from a
+// signal handler.
 ROCQ_DEF void rocq_cancel(rocq_ctx *ctx);
 
-// Records the ops called between begin and end, in their order, instead of running them; each is
-// checked as always, and one that fails is not recorded. Params and tensors are copied, memory is
-// not: a replay reads what is in the tensors then, so their buffers must live as long as the graph.
-// Copies, sync and other graphs in between are E_STATE. On a GPU a replay is one submission, and
-// asynchronous as ops are; where the runtime cannot do that, with no_graphs, with an op that falls
-// back, and on the CPU, it is the ops one by one. A launch allocates only when scratch memory has
-// grown since the last (the graph is then captured again). On failure end sets *graph to NULL and
-// drops what was recorded. free waits for a replay that is running; rocq_close frees what is left.
+// Between begin and end, ops are recorded in the order of their calls instead of run; each is
+// checked as always, and one that fails is not recorded. The graph has copies of params and
+// tensors, but not of memory: a replay uses what is in the buffers then, so they must live as long
+// as the graph. Copies, sync and other graphs in between are E_STATE. On a GPU a replay is one
+// submission, asynchronous like an op. On the CPU, with no_graphs, with an op that falls back, and
+// with a runtime that cannot capture, the ops are run one by one. A launch allocates only if
+// scratch memory has grown since the last one (the graph is then captured again). On failure end
+// sets *graph to NULL and drops the recording. free waits for submitted replays. rocq_close frees
+// graphs that are left.
 ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx);
 ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **graph);
 ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph);
 ROCQ_DEF void rocq_graph_free(rocq_ctx *ctx, rocq_graph **graph); // twice is harmless
 
 // Checks an op's params exactly as the op itself would, and runs nothing. params points to the
-// struct that ROCQ_OPS names. why (may be NULL) receives the reason, valid as rocq_error is.
+// struct that ROCQ_OPS names. why (may be NULL) receives the reason, valid until the next failure.
 ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params, const char **why);
 
 // Bytes of scratch memory that the op would use with these params.
 ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *params,
                                        int64_t *bytes);
 
-// Makes scratch memory at least this large, so that no op that fits allocates. Ops that need more
-// grow it themselves, which counts as an allocation in rocq_stats. The old memory is given back
-// before the larger is taken, so that the budget holds at every moment: after E_MEMORY there is no
-// scratch memory, and the next op that needs some takes it. E_BUDGET changes nothing.
+// Makes scratch memory at least this large, so that ops which need no more do not allocate. Other
+// ops grow it themselves, which counts as an allocation in rocq_stats. The old memory is freed
+// before the larger is taken, so that the budget is never exceeded: after E_MEMORY there is no
+// scratch memory until the next op that needs some takes it. E_BUDGET changes nothing.
 ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 
-// What an op computes in with these params, which are checked as the op does. Of products with w2
-// the less exact of both, of a chain the first. AUTO is, on a CPU with AVX2: INT8 for quantized w
-// (F32 for MXFP6_E3M2), F32 otherwise; without: F32. On a GPU with up to 8 columns: INT8 for
-// quantized w (F32 for MXFP6), F32 otherwise; with more: F16, but F32 for F32 w; F16 for attention.
-// F32 for all other ops.
+// The precision in which an op computes with these params, which are checked first. For a product
+// with w2 it is the less exact of both, for a chain that of the first product. AUTO means:
+//     product, CPU with AVX2          INT8 for quantized w but MXFP6_E3M2, else F32
+//     product, other CPUs             F32
+//     product, GPU, up to 8 columns   INT8 for quantized w but MXFP6, else F32
+//     product, GPU, more columns      F32 for w in F32, else F16
+//     attention, GPU                  F16
+//     all others                      F32
 typedef struct rocq_precision_info {
     rocq_precision precision; // F32, F16 or INT8
     rocq_precision asked;     // by the params, else by rocq_desc.precision; AUTO = by neither
     double nmse;              // bound, see rocq_precision; with w2 the sum of two
-    const char *why;          // a sentence, of the library
+    const char *why;          // a sentence; the string is static
 } rocq_precision_info;
 ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *params,
                                         rocq_precision_info *info);
 
-// The format of x that a product of n columns with weights of format w reads as it is, so that what
-// computes x should write it: F32, F16, or Q8_0, which a GPU wants planar. precision: the params'.
-// The op takes any of them, and converts what it does not read. F32 where ctx is NULL.
+// The format of x that a product of n columns with weights of format w reads without converting it:
+// F32, F16, or Q8_0 (planar on a GPU). So the op that computes x should write this one. precision
+// is that of the product's params. F32 if ctx is NULL.
 ROCQ_DEF rocq_format rocq_operand_format(const rocq_ctx *ctx, rocq_format w, int64_t n,
                                          rocq_precision precision);
 
@@ -1200,29 +1204,27 @@ ROCQ_DEF rocq_format rocq_operand_format(const rocq_ctx *ctx, rocq_format w, int
 // Memory that the context's ops can use, 256-byte aligned, not cleared. Counts against the budget.
 ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size);
 
-// Frees and empties the buffer, on a GPU after submitted work is done; an empty one is harmless.
-// It must be as it was allocated, in address and size: a piece of it, foreign memory, and a buffer
-// that has been freed before are an E_ARGUMENT, and nothing is freed. rocq_close frees what is
-// left.
+// Frees and empties the buffer, on a GPU after submitted work is done. An empty buffer is ignored.
+// For anything but a whole buffer of this context (a piece of one, foreign memory, one that was
+// freed before) it returns E_ARGUMENT and frees nothing. rocq_close frees buffers that are left.
 ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer);
 
-// Wraps the caller's own memory: on the host, or on the context's GPU (hipMalloc, or imported).
-// What other queues write there must be done before an op reads it.
+// Makes a buffer of the caller's own memory, on the host or on the context's GPU (hipMalloc, or
+// imported). Writes of other queues must have finished before an op reads it.
 ROCQ_DEF rocq_buffer rocq_buffer_from_host(void *data, int64_t size);
 ROCQ_DEF rocq_buffer rocq_buffer_from_device(uint64_t address, int64_t size);
 
 // -- arena --
 
-// An arena over buffer; buffer NULL or empty starts a measuring arena (its tensors have no memory).
-// Pieces are aligned by their address, and to reach the first multiple of an alignment takes up to
-// align - 1 bytes, depending on where the memory starts. A measuring arena does not know that, so
-// its peak has as many bytes as the largest alignment may take (255 if none is given): the same
-// cuts fit into peak bytes at any address. Memory of rocq_buffer_alloc needs none of them for
-// alignments up to 256.
+// An arena over buffer. If buffer is NULL or empty the arena only measures: its tensors have no
+// memory. Pieces are aligned by address, so up to align - 1 bytes before the first are lost,
+// depending on where the memory starts. A measuring arena does not know that and adds the most that
+// its largest alignment can cost (255 for the default): peak bytes are then enough at any address.
+// Memory of rocq_buffer_alloc loses none for alignments up to 256.
 ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer);
 
-// Cuts size bytes at the next multiple of align (a power of two, 0 = 256). E_ARENA when it does not
-// fit; arena->peak is then the size with which this memory would have been enough.
+// Cuts size bytes at the next multiple of align (a power of two, 0 = 256). E_ARENA if they do not
+// fit; arena->peak is then the size of memory that would have been enough.
 ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int64_t size,
                                       int64_t align);
 
@@ -1238,50 +1240,51 @@ ROCQ_DEF rocq_result rocq_tensor_2d(rocq_arena *arena, rocq_tensor *tensor, rocq
 ROCQ_DEF rocq_result rocq_tensor_3d(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
                                     int64_t ne0, int64_t ne1, int64_t ne2);
 
-// mark, then reset to it, frees everything cut in between; reset to 0 frees all. A mark past what
-// is used, or below 0, changes nothing.
+// reset frees everything that was cut since its mark was taken; reset to 0 frees all. A mark that
+// is negative, or more than what is used, changes nothing.
 ROCQ_DEF int64_t rocq_arena_mark(const rocq_arena *arena);
 ROCQ_DEF void rocq_arena_reset(rocq_arena *arena, int64_t mark);
 
 // -- pool --
 
-// desc NULL is all defaults. The pool must be destroyed before its context is closed; blocks that
-// are still out are then invalid. On failure *pool is NULL.
+// desc NULL is all defaults. On failure *pool is NULL. The pool must be destroyed before its
+// context is closed; that makes blocks which were not freed invalid.
 ROCQ_DEF rocq_result rocq_pool_create(rocq_ctx *ctx, rocq_pool **pool, const rocq_pool_desc *desc);
 ROCQ_DEF void rocq_pool_destroy(rocq_pool **pool); // twice, or on NULL, is harmless
 
-// A block of at least size bytes, 256-byte aligned, not cleared; buffer->size is size. E_BUDGET and
-// E_MEMORY come only after free slabs have been given back to make room: as many bytes as are asked
-// for, oldest first, then all. On a GPU a block may be freed while ops that use it are under way,
-// and be handed out again: all work is in order.
+// Gets a block of at least size bytes, 256-byte aligned, not cleared; buffer->size is size. Before
+// it fails with E_BUDGET or E_MEMORY it gives back free slabs, oldest first, if need be all. On a
+// GPU a block may be freed, and handed out again, while submitted ops still use it: later work runs
+// after them.
 //
-// Threads: with thread_safe, a request that finds a free block, rocq_pool_free and the statistics
-// may run at any time in any thread, beside ops as well: they do not touch the context. A request
-// that finds none takes memory, and is a call of the context, as reserve, trim, create and destroy
-// are: it may run beside those of this pool only. With budget -1 no request does. Failures that are
-// not the context's own go to rocq_desc.log, in the thread of the call, and not to rocq_error.
+// Threads: with thread_safe, rocq_pool_free, the statistics and a request for which there is a free
+// block do not touch the context. They may run in any thread, even while another uses the context.
+// A request that has to take memory (with budget -1 there are none), reserve, trim, create and
+// destroy use the context like any other call, so only calls on this pool may run at the same time.
+// Failures that do not concern the context go to rocq_desc.log, in the calling thread, and not to
+// rocq_error.
 ROCQ_DEF rocq_result rocq_pool_alloc(rocq_pool *pool, rocq_buffer *buffer, int64_t size);
 
-// Takes the block back and empties *buffer; an empty one is harmless. E_ARGUMENT, and nothing done,
-// for what is not a live block of this pool: freed before (by a copy of the buffer too), foreign,
-// or a piece of one. With ROCQ_DEBUG blocks of host memory have guard bytes behind them, and one
-// that was overrun is an E_CORRUPT (and kept out of use).
+// Takes the block back and empties *buffer. An empty buffer is ignored. E_ARGUMENT, and nothing is
+// done, for anything but a live block of this pool: one that was freed before (also by a copy of
+// the buffer), a piece of one, or foreign memory. With ROCQ_DEBUG, blocks in host memory have guard
+// bytes behind them: E_CORRUPT for a block that was overrun, which is not used again.
 ROCQ_DEF rocq_result rocq_pool_free(rocq_pool *pool, rocq_buffer *buffer);
 
 // Takes memory until n blocks for requests of this size are free. E_OVERFLOW (more blocks or bytes
-// than can be counted) and E_BUDGET come before any is taken; on E_MEMORY what was taken stays.
+// than can be counted) and E_BUDGET change nothing; after E_MEMORY, what was taken so far stays.
 ROCQ_DEF rocq_result rocq_pool_reserve(rocq_pool *pool, int64_t size, int64_t n);
 
-// Gives back free memory until at most keep bytes are reserved, or no whole slab is free; on a GPU
-// after submitted work is done.
+// Gives back free slabs until at most keep bytes are reserved or no slab is free, on a GPU after
+// submitted work is done.
 ROCQ_DEF rocq_result rocq_pool_trim(rocq_pool *pool, int64_t keep);
 
-// Class 0 to n - 1, smallest first; -1 is all together. E_ARGUMENT past the end.
+// Statistics of one class (0 is the smallest), or with -1 of all. E_ARGUMENT past the last class.
 ROCQ_DEF rocq_result rocq_pool_get_stats(rocq_pool *pool, int32_t size_class,
                                          rocq_pool_stats *stats);
 
-// A table for people, or JSON: {"total": {...}, "classes": [{...}, ...]} with the names of the
-// fields, of the classes that were used. TRACE is an E_ARGUMENT.
+// A table for people, or JSON: {"total": {...}, "classes": [{...}, ...]}, with the field names of
+// rocq_pool_stats, for the classes that were used. TRACE is an E_ARGUMENT.
 ROCQ_DEF rocq_result rocq_pool_report(rocq_pool *pool, rocq_report kind, rocq_write_fn write,
                                       void *user);
 
@@ -1296,15 +1299,15 @@ ROCQ_DEF rocq_result rocq_tensor_init(rocq_tensor *tensor, const rocq_buffer *bu
 ROCQ_DEF rocq_result rocq_tensor_from_host(rocq_tensor *tensor, void *data, rocq_format format,
                                            int32_t n_dims, const int64_t *ne);
 
-// The box of src that starts at element start[4] and has ne[4] elements; strides stay.
+// The part of src that starts at element start and has ne elements per dimension. Strides stay.
 ROCQ_DEF rocq_result rocq_tensor_view(rocq_tensor *view, const rocq_tensor *src,
                                       const int64_t start[4], const int64_t ne[4]);
 
-// The two views that models need most, by value. One that is not possible is an empty tensor, all
-// zero, which every op refuses (E_SHAPE).
-//     slice: first to first + n - 1 of dimension dim (0 to 3), and all of the others. Of [K, N],
-// slice(t, 1, first, n) is n columns, [K, n].
-//     heads: [K, N, B] as [head_dim, K / head_dim, N, B]. Dimension 3 of src must be 1.
+// The two views that models need most, returned by value. If a view is not possible it is all zero,
+// a tensor that every op refuses (E_SHAPE).
+//     slice: elements first to first + n - 1 of dimension dim (0 to 3), and all of the others. For
+// [K, N], slice(t, 1, first, n) is n columns, [K, n].
+//     heads: [K, N, B] as [head_dim, K / head_dim, N, B]. Dimension 3 of src must have size 1.
 ROCQ_DEF rocq_tensor rocq_tensor_slice(const rocq_tensor *src, int32_t dim, int64_t first,
                                        int64_t n);
 ROCQ_DEF rocq_tensor rocq_tensor_heads(const rocq_tensor *src, int64_t head_dim);
@@ -1317,7 +1320,7 @@ ROCQ_DEF rocq_result rocq_tensor_reshape(rocq_tensor *view, const rocq_tensor *s
 ROCQ_DEF rocq_result rocq_tensor_permute(rocq_tensor *view, const rocq_tensor *src,
                                          const int32_t axes[4]);
 
-// Elements, and bytes of the elements when contiguous (0 for an invalid tensor).
+// The number of elements, and the bytes that they take when contiguous. 0 for an invalid tensor.
 ROCQ_DEF int64_t rocq_tensor_count(const rocq_tensor *tensor);
 ROCQ_DEF int64_t rocq_tensor_size(const rocq_tensor *tensor);
 ROCQ_DEF bool rocq_tensor_contiguous(const rocq_tensor *tensor);
@@ -1326,9 +1329,8 @@ ROCQ_DEF bool rocq_tensor_contiguous(const rocq_tensor *tensor);
 ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor);
 
 // Copies between host memory and a contiguous tensor; size must be rocq_tensor_size. upload may
-// return before the copy is done but never reads src afterwards; download waits. To upload to a
-// planar tensor (layout set by you), src is blocks in the GGUF layout, which are repacked on the
-// way.
+// return before the copy has finished but never reads src afterwards; download waits. If you have
+// set dst's layout to planar, src is still in the GGUF layout and is repacked on the way.
 ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
                                  int64_t size);
 ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size);
@@ -1354,11 +1356,11 @@ ROCQ_DEF rocq_result rocq_format_from_name(rocq_format *format, const char *name
 // Bytes of n elements; n must be a whole number of blocks, 0 or more.
 ROCQ_DEF rocq_result rocq_row_size(rocq_format format, int64_t n, int64_t *bytes);
 
-// Encodes n_rows rows of n_per_row floats. dst holds n_rows rocq_row_size(format, n_per_row) bytes
-// and shares none of them with src or importance (E_ARGUMENT).
-// importance (n_per_row weights >= 0, shared by all rows, or NULL) says which columns matter:
-// sum of importance * error^2 is what is made small. Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 MXFP4 without
-// importance give ggml's reference bytes. A value that is not finite is an E_ARGUMENT.
+// Encodes n_rows rows of n_per_row floats. dst has n_rows * rocq_row_size(format, n_per_row) bytes
+// and may not overlap src or importance (E_ARGUMENT).
+// importance is NULL or n_per_row weights >= 0, the same for all rows: the sum of importance *
+// error^2 is made small. Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 MXFP4 without importance give ggml's reference
+// bytes. A value that is not finite is an E_ARGUMENT.
 ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *src, int64_t n_rows,
                                    int64_t n_per_row, const float *importance);
 
@@ -1393,18 +1395,18 @@ typedef struct rocq_str {
     int64_t length;
 } rocq_str;
 
-// Whether text, which ends with a zero byte, has the same bytes; false for NULL.
+// Whether s has the same bytes as text, a C string; false if that is NULL.
 ROCQ_DEF bool rocq_str_equal(rocq_str s, const char *text);
 
 // Where the bytes come from: exactly one of path, data and read.
 typedef struct rocq_gguf_desc {
     const char *path;  // UTF-8; memory-mapped where the system can
-    const void *data;  // the whole file in memory, not copied, must outlive the file
-    int64_t size;      // bytes of data, or of what read can reach
+    const void *data;  // the whole file in memory; not copied: must outlive the rocq_gguf
+    int64_t size;      // of the file, in bytes, with data or read
     bool (*read)(void *dst, int64_t offset, int64_t size, void *user); // false = failed
     void *user;
-    bool no_mmap;      // only read path. A mapped file that is cut short while a view of it is in
-                       // use ends the program (SIGBUS); one that is read gives E_IO
+    bool no_mmap;      // read the file at path, do not map it. If a mapped file is cut short while
+                       // in use the program ends (SIGBUS); one that is read gives E_IO
 } rocq_gguf_desc;
 
 // A metadata value: a scalar (count 1), or an array of count elements of type.
@@ -1418,10 +1420,10 @@ typedef struct rocq_gguf_value {
 
 typedef struct rocq_gguf_tensor {
     rocq_str name;
-    uint32_t type_id;    // as in the file; a type rocq does not know can be listed, not loaded
-    const char *type_name; // "Q4_K", also of types rocq does not read; "unknown" for an id without
-    rocq_format format;  // valid when known
-    bool known;
+    uint32_t type_id;    // as in the file
+    const char *type_name; // "Q4_K"; also for types that rocq cannot load; else "unknown"
+    rocq_format format;  // if known
+    bool known;          // rocq can load tensors of this type
     int32_t n_dims;
     int64_t ne[4];
     int64_t offset;      // bytes from the file's start
@@ -1429,8 +1431,8 @@ typedef struct rocq_gguf_tensor {
 } rocq_gguf_tensor;
 
 // Reads the header, metadata and tensor directory, and checks all of it: counts, lengths, offsets,
-// products, duplicate names, extents inside the file. Nothing of it is trusted later. On failure
-// *file is NULL.
+// products, duplicate names, overlaps, and that all data is inside the file. On failure *file is
+// NULL.
 ROCQ_DEF rocq_result rocq_gguf_open(rocq_ctx *ctx, rocq_gguf **file, const rocq_gguf_desc *desc);
 
 // Frees the file and sets *file to NULL. Tensors that point into it are then invalid.
@@ -1440,8 +1442,8 @@ ROCQ_DEF int32_t rocq_gguf_version(const rocq_gguf *file);
 ROCQ_DEF int64_t rocq_gguf_value_count(const rocq_gguf *file);
 ROCQ_DEF int64_t rocq_gguf_tensor_count(const rocq_gguf *file);
 
-// By index in file order (E_ARGUMENT past the end), or by name (E_NOT_FOUND; not an error message
-// of the context, since asking is how optional things are found).
+// By index in file order (E_ARGUMENT past the end), or by name. E_NOT_FOUND leaves no message in
+// the context, because asking is the way to find out about optional things.
 ROCQ_DEF rocq_result rocq_gguf_value_at(const rocq_gguf *file, int64_t index,
                                         rocq_gguf_value *value);
 ROCQ_DEF rocq_result rocq_gguf_find_value(const rocq_gguf *file, const char *key,
@@ -1459,12 +1461,12 @@ ROCQ_DEF rocq_result rocq_gguf_value_f64(const rocq_gguf_value *value, int64_t i
 ROCQ_DEF rocq_result rocq_gguf_value_bool(const rocq_gguf_value *value, int64_t i, bool *out);
 ROCQ_DEF rocq_result rocq_gguf_value_str(const rocq_gguf_value *value, int64_t i, rocq_str *out);
 
-// Steps through the strings of an array in order: *cursor starts NULL. O(1) per step, where
-// rocq_gguf_value_str must walk. E_NOT_FOUND after the last.
+// Gives the next string of an array; *cursor is NULL at first. Takes constant time, while
+// rocq_gguf_value_str has to walk from the first. E_NOT_FOUND after the last.
 ROCQ_DEF rocq_result rocq_gguf_next_str(const rocq_gguf_value *value, const void **cursor,
                                         rocq_str *out);
 
-// find_value and the scalar getter in one; out is untouched unless ROCQ_OK. E_TYPE on an array.
+// find_value and the getter of a scalar in one. E_TYPE for an array. On failure out is unchanged.
 ROCQ_DEF rocq_result rocq_gguf_get_i64(const rocq_gguf *file, const char *key, int64_t *out);
 ROCQ_DEF rocq_result rocq_gguf_get_u64(const rocq_gguf *file, const char *key, uint64_t *out);
 ROCQ_DEF rocq_result rocq_gguf_get_f64(const rocq_gguf *file, const char *key, double *out);
@@ -1475,10 +1477,10 @@ ROCQ_DEF rocq_result rocq_gguf_get_str(const rocq_gguf *file, const char *key, r
 ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
                                     const rocq_gguf_tensor *tensor, void *dst);
 
-// Makes a tensor that the context's ops can use. *buffer is the memory taken for it, and the
-// caller's to give to rocq_buffer_free; it is empty where the tensor is a view of the file, as it
-// is in a CPU context if the file is mapped or a span. The file must stay open while it is viewed.
-// On a GPU, block formats become planar.
+// Makes a tensor that the context's ops can use. *buffer is the memory taken for it, which the
+// caller gives to rocq_buffer_free. In a CPU context, if the file is mapped or in memory, the
+// tensor is a view of it and *buffer is empty; the file must then stay open. On a GPU, block
+// formats become planar.
 ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, const char *name,
                                       rocq_tensor *tensor, rocq_buffer *buffer);
 
@@ -1486,22 +1488,23 @@ ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, cons
 typedef struct rocq_load_desc {
     const char *const *names; // tensors to load, in this order; NULL = all, in the file's order
     int64_t n_names;
-    int64_t piece_bytes;      // what is read, copied and repacked at once, 512 to 2^28; 0 = 4 MiB
-    int32_t n_pieces;         // GPU: pinned pieces in flight, 3 to 64; 0 = 7
-    bool copy;                // CPU: also what could be a view of the file
+    int64_t piece_bytes;      // size of a piece, see below: 512 to 2^28; 0 = 4 MiB
+    int32_t n_pieces;         // GPU: pieces of pinned memory, 3 to 64; 0 = 7
+    bool copy;                // CPU: copy tensors that could be views of the file, too
     bool (*progress)(int64_t done, int64_t total, void *user); // bytes; from the calling thread, at
                               // the start and after every piece; false = stop: E_CANCELLED
     void *user;
 } rocq_load_desc;
 
-// Loads many tensors at once, as rocq_gguf_upload loads one: into one buffer, tensors[i] being
-// names[i]; names twice in the list share memory. On a GPU three stages overlap: the context's
-// threads read a piece into pinned memory while the one before crosses the bus and the one before
-// that is repacked. Pinned memory is n_pieces pieces, and device memory besides the buffer, within
-// the budget, as much again, for as long as the call takes. A path or a span is read by all
-// threads, a callback called by this one only. Returns when all is in place. *buffer is the
-// caller's to free, and empty where every tensor views the file. On failure, and after rocq_cancel,
+// Loads many tensors as rocq_gguf_upload loads one, but into one buffer. tensors[i] is names[i];
+// a name that is listed twice gets memory once. Returns when all data is in place. The caller frees
+// *buffer, which is empty if every tensor is a view of the file. After a failure or rocq_cancel
 // nothing is kept. desc may be NULL.
+//     On a GPU three stages overlap: threads read a piece into pinned memory while the piece before
+// it is copied to the device and the one before that is repacked. During the call this takes
+// n_pieces pieces of pinned memory and, for block formats, as much staging memory on the device,
+// which counts against the budget. A path or memory is read by all threads of the context, a
+// callback is called in this thread only.
 ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
                                     const rocq_load_desc *desc, rocq_tensor *tensors,
                                     rocq_buffer *buffer);
@@ -1510,24 +1513,24 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
 
 typedef struct rocq_file rocq_file;
 
-// Opens a file that gets its name only when it is whole. What is written goes to a new file beside
-// it: "PATH.part" or, where there is such a file, "PATH.part1" to "PATH.part99". No file that
-// exists is ever opened, so that path, and what is at PATH.part, may be read meanwhile, under
-// whatever name. A file that is replaced leaves its permissions to the new one; a symbolic link is
-// itself replaced; what is no regular file (a pipe, a terminal, /dev/null) is written to directly.
-//     E_IO for a directory and for a file without permission to write. On POSIX also where stdout
-// or stderr is closed and the new file would get its number, 1 or 2: what the program prints would
-// go into the file. On failure *file is NULL.
+// Opens a file that gets its name only when it is whole. Until then it is a new file in the same
+// folder: "PATH.part" or, if that exists, the first free of "PATH.part1" to "PATH.part99". A file
+// that exists is never opened, so the program may read path meanwhile. The new file gets the
+// permissions of the one that it replaces. If path is a symbolic link, the link is replaced; if it
+// is not a regular file (a pipe, a terminal, /dev/null), it is written directly.
+//     E_IO for a directory and for a file without write permission. On POSIX also if stdout or
+// stderr is closed and the new file would get that descriptor, 1 or 2: what the program prints
+// would go into the file. On failure *file is NULL.
 ROCQ_DEF rocq_result rocq_file_create(rocq_ctx *ctx, rocq_file **file, const char *path);
 
-// A rocq_write_fn, whose user is the file.
+// A rocq_write_fn to pass with the file as user.
 ROCQ_DEF bool rocq_file_write(const void *src, int64_t size, void *file);
 
-// Closes and frees, and sets *file to NULL. With keep, and if every write succeeded, the data is
-// sent to the disk and the file takes path's place in one step: at every moment either the old file
-// or the new one is there. Windows refuses that while path is open or mapped, so a file that is
-// replaced is closed first. Else, and on any failure, the new file is removed and path is as it
-// was. Only a program that is killed leaves its PATH.part. Call it before the context is closed.
+// Closes and frees the file, and sets *file to NULL. With keep, and if every write succeeded, the
+// data is flushed to the disk and the file takes path's place in one step: at every moment path is
+// either the old file or the new one. Windows refuses that while path is open or mapped, so close
+// it first. Without keep, and on any failure, the new file is removed and path stays as it was.
+// Only a program that is killed leaves a PATH.part. Must be called before the context is closed.
 ROCQ_DEF rocq_result rocq_file_finish(rocq_file **file, bool keep);
 
 // -- GGUF writer: version 3. Values, then tensors, then each tensor's bytes in the order added --
@@ -1539,13 +1542,13 @@ typedef struct rocq_gguf_writer_desc {
     int32_t alignment; // of tensor data, a power of two from 8 up; 0 = 32
 } rocq_gguf_writer_desc;
 
-// With a path, the file is a rocq_file, which rocq_gguf_finish puts there. That call also
-// frees the writer, and comes before the context is closed. On failure *writer is NULL.
+// A path is written as a rocq_file, so it gets its name only in rocq_gguf_finish. That call frees
+// the writer; it must come before the context is closed. On failure *writer is NULL.
 ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
                                       const rocq_gguf_writer_desc *desc);
 
-// One value (is_array false, count 1) or array; data points to elements of type in native form
-// (bool as uint8_t, STRING as rocq_str). A key set twice keeps its place and takes the new value.
+// Sets a scalar (is_array false, count 1) or an array; data points to elements in native form (bool
+// as uint8_t, STRING as rocq_str). A key that is set again keeps its place and gets the new value.
 ROCQ_DEF rocq_result rocq_gguf_set(rocq_gguf_writer *writer, const char *key, rocq_gguf_type type,
                                    bool is_array, int64_t count, const void *data);
 ROCQ_DEF rocq_result rocq_gguf_set_u32(rocq_gguf_writer *writer, const char *key, uint32_t value);
@@ -1557,17 +1560,18 @@ ROCQ_DEF rocq_result rocq_gguf_set_str(rocq_gguf_writer *writer, const char *key
 // Copies all metadata of an open file (general.alignment stays the writer's own).
 ROCQ_DEF rocq_result rocq_gguf_set_from(rocq_gguf_writer *writer, const rocq_gguf *file);
 
-// name: up to 63 bytes, which none has yet (E_ARGUMENT). Rows are whole blocks (E_SHAPE).
+// name: up to 63 bytes, not used before (E_ARGUMENT). Rows must be whole blocks (E_SHAPE).
 ROCQ_DEF rocq_result rocq_gguf_add_tensor(rocq_gguf_writer *writer, const char *name,
                                           rocq_format format, int32_t n_dims, const int64_t *ne);
 
-// Bytes of the next tensor, whole (size must be the tensor's). The first call writes the header,
-// after which nothing can be set or added (E_STATE).
+// Writes all bytes of the next tensor (size must be the tensor's). The first call also writes the
+// header, after which nothing can be set or added (E_STATE).
 ROCQ_DEF rocq_result rocq_gguf_write(rocq_gguf_writer *writer, const void *data, int64_t size);
 
-// Finishes and frees. E_STATE when tensors are missing, and for a path when any set or add_tensor
-// has failed, so that a program that gives up can just call it. On failure what is at the path is
-// as it was; what a callback has got should be thrown away. Always sets *writer to NULL.
+// Completes the file, frees the writer and sets *writer to NULL. E_STATE if tensors are missing
+// and, for a path, if any set or add_tensor has failed: a program that gives up after such a
+// failure need only call this. On failure path stays as it was; what a callback has received should
+// be thrown away.
 ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer);
 
 // -- KV cache: keys and values of many sequences and layers, bookkept on the host --
