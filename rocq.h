@@ -69,9 +69,9 @@
 
 
    ROCQ DOES NOT tokenize, keep a sampler's history, know any model's layers or train. Those are
-   programs on top, and examples/ has them to copy from: tokenizer.h, llama.h, generate.c. It does
-   not print, exit, abort or throw, reads no environment variable, and keeps no global state. The
-   HIP runtime may do all of these: >>errors tells when it ends the process.
+   programs on top; examples/ has some to copy from: tokenizer.h, llama.h, generate.c. It does not
+   print, exit, abort or throw, reads no environment variable, and keeps no global state. The HIP
+   runtime may do all of these: >>errors says when it ends the process.
 
 
    >>options
@@ -103,8 +103,8 @@
 
    >>steps
    -------
-   This is a whole program, valid C11 and C++17, which README.md has as well: the product of a
-   weight of a model with a vector, on a GPU or on the CPU.
+   This whole program, valid C11 and C++17, multiplies a weight of a model with a vector, on a GPU
+   or on the CPU. README.md has it too.
 
        #define ROCQ_IMPLEMENTATION
        #include "rocq.h"
@@ -141,15 +141,14 @@
        }
 
    1. rocq_open opens a context; rocq_desc chooses the device, threads, budget and allocator.
-   2. An arena cuts tensors from one buffer. Over a measuring arena the same code finds out before
-      how large that buffer must be. Here in and out are as large as the buffer, so that tensors
-      which fit in it fit in them.
-   3. rocq_gguf_upload brings a weight, [K, M], to where ops can use it. On the CPU that is a view
-      of the mapped file: nothing is copied, and weights stays empty. rocq_gguf_load does it for a
+   2. An arena cuts tensors from one buffer. The same code, run first over a measuring arena, finds
+      out how large the buffer must be. Here in and out are as large as the buffer, so x and y fit.
+   3. rocq_gguf_upload brings a weight, [K, M], to where ops can use it. On the CPU it is a view of
+      the mapped file: nothing is copied, and `weights` stays empty. rocq_gguf_load does this for a
       whole model, several times as fast.
-   4. Each op takes one params struct; what is left zero is off or a default. Ops on a GPU are
-      submitted, and rocq_download waits for what it reads.
-   5. rocq_close frees what the context has given out, buffers too.
+   4. Each op takes one params struct; a field that is zero is off or has its default. On a GPU the
+      op returns when it is submitted; rocq_download waits until y is computed.
+   5. rocq_close frees what the context has handed out, buffers too.
 
    To allocate nothing while running, ask rocq_scratch_size for the largest ops and rocq_reserve
    that much once; rocq_stats.n_allocs then stays where it is. examples/llama.h does so.
@@ -157,54 +156,53 @@
 
    >>contexts
    ----------
-   A context is a device with its threads and scratch memory, for one thread at a time. Contexts
-   share nothing, so several may run side by side. A context starts its threads with the first op on
-   the CPU that is large enough to share, or the first 256 KiB that are loaded or uploaded at once,
-   and keeps them, asleep in between, until rocq_close.
+   A context is one device, with threads and scratch memory of its own. Only one thread at a time
+   may use it, but several contexts may run at once: they share nothing. Its threads start with the
+   first op on the CPU that is large enough for them, or with the first read or upload of more than
+   256 KiB. Between jobs they sleep, until rocq_close.
 
-   A GPU needs a runtime and kernels. Either both are linked into the program, or the HIP runtime is
-   looked for when the program runs and the kernels are a code object, so that one program also runs
-   where there is no GPU. A code object that rocq_desc names goes before linked kernels, and those
-   before ROCQ_KERNELS_PATH.
+   A GPU needs a runtime and kernels. Either both are linked into the program, or rocq_open looks
+   for the HIP runtime and the kernels are a code object; such a program also runs without a GPU. A
+   code object that rocq_desc names is preferred to linked kernels, and those to ROCQ_KERNELS_PATH.
 
    The HIP runtime is looked for in these places, in this order:
 
        1. a runtime that the process has loaded already, as another library may have done
        2. the system's libraries, by name. On Windows those are the program's own folder and
           System32, where AMD's driver puts it, but never the working directory or PATH
-       3. lib (on Windows bin) in rocq_desc.rocm_path, then in rocq_desc.hip_path. ROCM_PATH and
-          HIP_PATH of the environment are meant for them: examples/generate.c hands those on
-       4. /opt/rocm/lib, where AMD's packages for Linux put it and few systems look by themselves
+       3. lib (on Windows bin) in rocq_desc.rocm_path, then in rocq_desc.hip_path. They are meant
+          for ROCM_PATH and HIP_PATH of the environment: see examples/generate.c
+       4. /opt/rocm/lib, where AMD's packages for Linux put it, but few systems look
 
-   In each place newer ones go first: libamdhip64.so.7, .6, .5 and without a version, on Windows
-   amdhip64_7.dll, amdhip64_6.dll and amdhip64.dll. One that lacks a function, is older than HIP 5.7
-   or fails to initialize (hipInit, which also fails where it finds no GPU) is passed over, and the
-   next is tried. rocq_info.runtimes_tried lists them with the reasons, and the log has each as it
-   happens; where none is taken in the end, the error message has the list too. A library of which
-   no function was called is closed again. One that was initialized stays loaded until the process
-   ends, used or not: its threads may run its code at any time.
+   In each place the newest is tried first: libamdhip64.so.7, .6, .5 and the name without a version,
+   on Windows amdhip64_7.dll, amdhip64_6.dll and amdhip64.dll. A library is passed over if it lacks
+   a function, is older than HIP 5.7 or fails to initialize (hipInit, which also fails if there is
+   no GPU). The log and rocq_info.runtimes_tried have the reasons, and if none is left, so has the
+   error message. A library of which no function was called is closed again. One that was
+   initialized, even if it is not used, stays loaded until the process ends, because its threads may
+   run its code at any time.
 
-   Devices are tried discrete ones first, larger ones first; device and pci name one. The first on
-   which the kernels load and a self-test (sums over a wave, integer dot products, matrix products)
-   comes out right is taken, and the rest are left alone. rocq_get_info says which it became.
+   Of several GPUs, discrete ones are tried first, then larger ones; rocq_desc.device or pci names
+   one. The first on which the kernels load and pass a self-test (sums over a wave, integer dot
+   products, matrix products) is taken, and the rest are not touched. rocq_get_info has its name.
 
-   prefer = ROCQ_GPU fails without a usable GPU unless allow_fallback is set; prefer = AUTO takes
-   the CPU then, and rocq_get_info has the reason. allow_fallback also lets single ops that no
-   kernel does run on the CPU. Nothing falls back silently: rocq_stats.n_fallbacks counts them.
+   Without a usable GPU, prefer = ROCQ_GPU fails unless allow_fallback is set; prefer = AUTO takes
+   the CPU. rocq_get_info has the reason. allow_fallback also lets an op for which the GPU has no
+   kernel run on the CPU; rocq_stats.n_fallbacks counts those ops.
 
-   Work on the GPU runs in the order of the calls, on one queue. Ops, graphs and uploads return once
-   they are submitted. What waits for the GPU: rocq_sync, rocq_download, rocq_kv_save,
-   rocq_gguf_load, rocq_warm, the tuner, results of timers and profiles, all that gives memory back
-   to the runtime (a pool's block stays), scratch memory that grows, and an op that falls back. Long
-   launches are cut, so that by estimate none takes longer than dispatch_us and a renderer gets its
-   turn. rocq_desc.sharing has presets for a GPU that also draws: graphics first, balanced, compute
-   first; rocq_get_info says what of them took effect and what the runtime ignored. rocq_cancel,
-   from any thread, stops what has not been submitted. Every call makes the context's device the
-   current one of its thread.
+   Work on the GPU runs on one queue, in the order of the calls. Ops, graphs and uploads return when
+   they are submitted. These wait for the GPU: rocq_sync, rocq_download, rocq_kv_save,
+   rocq_gguf_load, rocq_warm, the tuner, results of timers and profiles, an op that falls back,
+   scratch memory that grows, and whatever gives memory back to the runtime (rocq_pool_free does
+   not). Long launches are cut, so that by estimate none takes longer than dispatch_us and a
+   renderer gets its turn. rocq_desc.sharing has presets for a GPU that also draws; rocq_get_info
+   says which settings took effect and which the runtime ignored. rocq_cancel, from any thread,
+   stops what has not been submitted. Every call makes the context's device the current one of its
+   thread.
 
-   An error that the runtime returns, other than a lack of memory, means that submitted work cannot
-   be trusted: that call and all after it return E_LOST, and rocq_close still frees everything. Some
-   runtimes end the process instead: see >>errors.
+   If the runtime returns an error other than a lack of memory, submitted work cannot be trusted:
+   that call and all later ones return E_LOST, and rocq_close still frees everything. Some runtimes
+   end the process instead: see >>errors.
 
 
    >>memory
@@ -214,46 +212,51 @@
    buffer, with no ownership. Dimensions are in GGUF order, innermost first. Host memory of your own
    works everywhere on the CPU (rocq_tensor_from_host).
 
-   Memory is taken at these places only: rocq_open, rocq_buffer_alloc, rocq_reserve, pools that find
-   no free block, an op that needs more scratch than is reserved, the first copy of a GPU context,
-   rocq_gguf_open, _upload and _load, graphs while they are recorded or captured, rocq_warm, which
-   takes what the first copy and replay would, an op that falls back (host memory for its operands,
-   while it runs), rocq_kv_create, rocq_profile_start, rocq_measure_launch, the tuner, and the GGUF
-   writer. So a token's ops, copies and graph launches allocate nothing once
-   scratch is reserved; rocq_stats.n_allocs shows it. The maps are rocq's own and not
-   stb_ds's, which cannot report a failed allocation. Host memory comes from rocq_desc.allocator,
-   device and pinned memory from the runtime. memory_budget limits buffers, pools and scratch
-   together.
+   Once scratch memory is reserved, a token's ops, copies and graph launches allocate nothing:
+   rocq_stats.n_allocs does not change. These do: rocq_open, rocq_buffer_alloc, rocq_reserve, an op
+   that needs more scratch than is reserved, an op that falls back (host memory for its operands,
+   while it runs), a pool when it is created, reserved, or has no free block, rocq_kv_create,
+   rocq_file_create, rocq_gguf_open, _upload and _load, the GGUF writer, graphs while they are
+   recorded or captured, the first copy of a GPU context, rocq_warm (which takes what the first copy
+   and replay would), rocq_profile_start, rocq_measure_launch, and the tuner. Host memory comes from
+   rocq_desc.allocator, device and pinned memory from the runtime. rocq.h's maps are its own: stb_ds,
+   which the examples use, cannot report a failed allocation.
+
+   rocq_desc.memory_budget limits the sum of buffers (a KV cache is one), pools, scratch, the
+   staging memory that rocq_gguf_load has on a GPU while it runs, and the memory in which the check
+   of a replay in rocq_warm puts tensors aside: three times their size, while it runs. Pinned
+   memory, rocq's own counters on the device and all it keeps on the host do not count.
 
    An arena is for memory whose size is known before a step: an inference program measures it once
    (examples/llama.h). rocq_pool is for memory whose size differs from step to step, as in training
-   and in image decoders: what is freed serves a later request without a call of the runtime.
+   and in image decoders: freed blocks serve later requests, without a call of the runtime.
 
-   Block formats on a GPU are planar (ROCQ_LAYOUT_PLANAR): the bits of all blocks sorted into
-   planes, so that kernels read 16 bytes at a time. rocq_gguf_upload does that on the way, through
-   up to 1 MiB of scratch. Ops take the GGUF layout as well, but repack such a weight on every call.
+   Block formats on a GPU are planar (ROCQ_LAYOUT_PLANAR): the bits of all blocks are sorted into
+   planes, so that kernels can read 16 bytes at a time. rocq_gguf_upload repacks weights that way,
+   through up to 1 MiB of scratch. Ops also accept the GGUF layout, but repack it on every call.
 
-   All copies go through a ring of 4 MiB of pinned host memory: the runtime never sees your pages,
-   which may belong to a mapped file. The device holds 257 KiB more for counters and status.
-   rocq_gguf_load has a larger ring and a second queue while it runs; loading a model with it keeps
-   reading, copying and repacking going at once.
+   All copies go through a ring buffer of 4 MiB of pinned host memory, so the runtime never sees
+   your pages, which may belong to a mapped file. Counters and status take 257 KiB of the device.
+   rocq_gguf_load has a larger ring and a second queue while it runs, to read, copy and repack at
+   the same time.
 
-   rocq_kv keeps the keys and values of sequences, in one piece each or in pages that they share
-   until one of them writes. A step is rocq_kv_append (where the new rows go), rocq_kv_flush, and
-   the ops, which may be recorded: rocq_rope_append and rocq_attention over what rocq_kv_layer
-   gives.
+   rocq_kv keeps the keys and values of sequences, each in one piece, or in pages that sequences
+   share until one of them writes. A step is rocq_kv_append (which says where the new rows go), then
+   rocq_kv_flush, then rocq_rope_append and rocq_attention on the tensors of rocq_kv_layer; these
+   two ops may be recorded.
 
 
    >>graphs
    --------
-   rocq_graph_begin and _end record ops instead of running them; rocq_graph_launch replays them. On
-   a GPU that is one submission for the hundreds of launches of a token, which saves the host's time
-   between them. Shapes, addresses and numbers in params are fixed; what changes from step to step
-   is in tensors: upload the token, its position and kv_len, then launch. A draw has the number of
-   its step as a param and stays outside. rocq_warm does ahead what the first replay would have to
-   do before it runs, and checks that a replay is right: some releases of the HIP runtime are
-   reported to replay with stale data. A graph whose replay differs from its ops is launched op by
-   op from then on, and rocq_stats, rocq_get_info and the log tell. examples/llama.h does both.
+   Between rocq_graph_begin and _end, ops are recorded instead of run; rocq_graph_launch replays
+   them. On a GPU that is one submission for the hundreds of launches of a token, which saves the
+   host's time between them. Shapes, addresses and numbers in params are fixed; what changes from
+   step to step must be in tensors: upload the token, its position and kv_len, then launch. So
+   rocq_sample, which has the number of the step in its params, stays outside of the graph.
+   rocq_warm does in advance what the first replay would have to do, and checks that a replay is
+   right, since some releases of the HIP runtime are reported to replay with stale data. A graph
+   whose replay differs from its ops is run op by op from then on; rocq_stats, rocq_get_info and the
+   log say so. examples/llama.h records and warms its step.
 
 
    >>time
@@ -282,17 +285,17 @@
    >>errors
    --------
    Every call that can fail returns a rocq_result: 0, or a negative code of the table at >>results.
-   rocq_error(ctx) has the sentence: op, argument, value found, value expected; desc.log receives it
-   at the moment of failure. Calls without a context have the code alone: functions of tensors,
-   formats, arenas, occupancy and metadata. Outputs are untouched, nothing is
-   leaked and the context stays usable, but after E_LOST. Shapes, strides, bounds, alignment,
-   formats, overlap and overflow are checked in every build before anything runs. What lies in
-   device memory (ids, positions, lengths, pages) is checked by the kernels, and rocq_sync reports
-   it. rocq_supports runs an op's checks without running the op.
+   rocq_error(ctx) is the message: op, argument, value found, value expected; rocq_desc.log gets it
+   too, as soon as it arises. Functions without a context (tensors, formats, arenas, occupancy,
+   metadata) return only the code. A call that fails leaves its outputs untouched and leaks nothing,
+   and the context stays usable, except after E_LOST. Shapes, strides, bounds, alignment, formats,
+   overlap and overflow are checked in every build before anything runs. Values in device memory
+   (ids, positions, lengths, pages) are checked by the kernels, and rocq_sync reports bad ones.
+   rocq_supports runs an op's checks without running the op.
 
-   A GPU fault is another matter: a kernel, rocq's or another's in the process, that reaches memory
-   which is not mapped or an instruction that is not one, or a GPU that hangs and is reset. What
-   comes of it is up to the runtime, and rocq cannot change it:
+   A GPU fault is another matter: a kernel of the process, of rocq or not, that accesses memory
+   which is not mapped or runs an invalid instruction, or a GPU that hangs and is reset. What
+   happens then is up to the runtime, and rocq cannot change it:
 
        HIP up to 6.x   on Linux, a thread of the runtime prints a line and calls abort(). The
                        process ends; no call of rocq returns anything.
@@ -301,41 +304,40 @@
                        or where the environment sets HIP_SKIP_ABORT_ON_GPU_ERROR, which is 1 by
                        default, to 0.
 
-   After a fault that the process survives, all calls of HIP in it fail until it ends: a new context
-   on the GPU cannot be opened, but one on the CPU can. A program that must survive a fault on every
-   runtime, or go on with the GPU after one, runs rocq in a child process and starts another.
+   If the process survives a fault, all its calls of HIP fail until it ends: a new context on the
+   GPU cannot be opened, but one on the CPU can. A program that must survive a fault on every
+   runtime, or use the GPU again after one, runs rocq in a child process, and then starts another.
 
 
    >>numbers
    ---------
-   Dequantization gives ggml's bits for every format ggml has. An op's precision is bounded against
-   a float64 reference over the dequantized operands (see rocq_precision). AUTO multiplies quantized
-   weights with INT8 activations and others in F32; a CPU without AVX2 all in F32; a GPU, from 9
-   columns on, all but F32 weights in F16, and it attends in F16. rocq_get_precision has the
-   precision, bound and reason for an op, and rocq_desc.precision replaces AUTO. A value over 65504
-   is infinite in an F16 operand.
+   Dequantization gives ggml's bits for every format that ggml has. The error of an op is bounded
+   against a float64 reference over the dequantized operands (see rocq_precision). The precision is
+   chosen by backend, format and shape, as listed at rocq_get_precision, which has an op's
+   precision, bound and reason; rocq_desc.precision replaces that choice. A value over 65504 is
+   infinite in an F16 operand.
 
    Sums run in a fixed order, without atomics: the same inputs give the same bits on every run on
    one device, replayed or not, and on the CPU for every number of threads. CPU and GPU, GPUs with
    different numbers of compute units, and tuned and untuned ops order sums differently.
 
-   All that holds for arithmetic as it is written. With -ffast-math a compiler takes for granted
-   that there are no infinities and NaNs, with which masks and checks work, and reorders sums. The
-   file with the implementation, and rocq_kernels.hip, do not compile with it (nor with -Ofast, or a
-   part of it that the compiler tells of): give those two -fno-fast-math; other files may have it.
-   -fno-math-errno and -fno-trapping-math change nothing. A program that flushes subnormal numbers
-   to zero, as one does that gcc 12 links with -ffast-math, has 0 in place of values below 2^-126:
-   of F32, and of MXFP blocks with the smallest scales.
+   The compiler must not change the arithmetic. With -ffast-math it assumes that there are no
+   infinities and NaNs, which masks and checks need, and it reorders sums. So the file with the
+   implementation and rocq_kernels.hip refuse to compile with it, with -Ofast, and with any part of
+   it that the compiler has a macro for: give those two -fno-fast-math; other files may have it.
+   -fno-math-errno and -fno-trapping-math do no harm. A program that flushes subnormal numbers to
+   zero, which linking with -ffast-math makes it do (gcc 12), has 0 in place of values below 2^-126,
+   in F32 and in MXFP blocks with the smallest scales.
 
 
    >>files
    -------
-   GGUF 2 and 3, little endian, from a path (memory-mapped), a span of memory or a read callback
-   (pak files). Nothing in a file is trusted: counts, lengths, offsets, products and overlaps are
-   checked at open, and a hostile file ends in a code, not a crash. One thing no reader of mapped
-   files can catch: a file cut short by someone else while it is mapped. Set no_mmap, or read it
-   into memory, where that can happen. What rocq writes to a path (rocq_file_create, which the GGUF
-   writer uses and which anything with a rocq_write_fn can) gets its name only when it is whole.
+   GGUF 2 and 3, little endian, is read from a path (memory-mapped), from memory or through a
+   callback (for files inside others). Nothing in a file is trusted: counts, lengths, offsets,
+   products and overlaps are checked at open, and a hostile file gives an error code, not a crash.
+   Only a file that is cut short while it is mapped ends the program: where that can happen, set
+   no_mmap or read the file into memory. A file that rocq writes gets its name only when it is
+   whole: the GGUF writer uses rocq_file_create, and so can any call that takes a rocq_write_fn.
 
 
    >>history
