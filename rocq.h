@@ -960,8 +960,7 @@ typedef struct rocq_matmul_params {
 // score(i, j) = cap(scale q[., h, i] . k[., h_kv, j]) + mask[j, i, h], cap(s) = softcap tanh(s /
 // softcap), h_kv = h n_kv_heads / n_heads. Query i stands at position p = kv_len - n_q + i.
 // Visible are j < kv_len; with causal also j <= p; with a window W also j > p - W (causal only).
-// A sink adds exp(sink[h]) to the softmax sum and no value. The output of a query that sees no
-// position is all 0.
+// A sink adds exp(sink[h]) to the softmax sum and no value. A query that sees nothing gets all 0.
 // K and V may be any strided view ([D, n_ctx, n_kv_heads] storage with swapped strides too).
 typedef struct rocq_attention_params {
     const rocq_tensor *out;        // F32, F16 or Q8_0 [D, n_heads, n_q, n_seqs]; may be q
@@ -1592,9 +1591,8 @@ typedef struct rocq_kv_desc {
                            // must live as long as the cache
 } rocq_kv_desc;
 
-// What ops take, for one layer and the sequences seq0 to seq0 + n - 1. The tensors stay the same
-// from step to step (so that a graph can be recorded over them); what is in kv_len and page_table
-// moves on.
+// The tensors that ops take, for one layer and n sequences from seq0 on. They stay the same from
+// step to step, so a graph can be recorded; only the contents of kv_len and page_table change.
 typedef struct rocq_kv_view {
     rocq_tensor k_cache, v_cache; // of rocq_rope_append: [D, n_kv_heads, n_cells], all sequences
     rocq_tensor k, v;             // of rocq_attention: [D, n_kv_heads, n_ctx, n], or the page pool
@@ -1609,8 +1607,8 @@ typedef struct rocq_kv_stats {
     int64_t n_positions;    // held, over all sequences
     int32_t n_pages, n_free_pages, n_shared_pages; // paged
     int64_t n_page_copies;  // pages copied because a sequence wrote to one it shared
-    double internal;        // of the room that sequences with positions hold (their pages, or
-                            // n_ctx), the share without one
+    double internal;        // unused share of what sequences that are not empty hold (their pages,
+                            // or n_ctx positions each)
     double unused;          // 1 - used_bytes / reserved_bytes
 } rocq_kv_stats;
 
@@ -1637,20 +1635,19 @@ ROCQ_DEF rocq_result rocq_kv_layer(rocq_kv *kv, int32_t layer, int32_t seq0, int
 // n_ctx, E_MEMORY when no page is free; the sequence is then as it was.
 ROCQ_DEF rocq_result rocq_kv_append(rocq_kv *kv, int32_t seq, int32_t n, int32_t *cells);
 
-// Brings kv_len and page_table on the device up to date with what has been called since, in one
-// upload: before the ops of a step, after its append. Those of steps before, replays too, still see
-// the old ones.
+// Uploads kv_len and page_table as the calls since the last flush have left them. Call it after the
+// append of a step and before its ops. Ops and replays submitted before still use the old values.
 ROCQ_DEF rocq_result rocq_kv_flush(rocq_kv *kv);
 
-ROCQ_DEF int32_t rocq_kv_length(const rocq_kv *kv, int32_t seq); // positions held; -1 = no such
+ROCQ_DEF int32_t rocq_kv_length(const rocq_kv *kv, int32_t seq); // in positions; -1 = no such seq
 
 // Keeps the first length positions.
 ROCQ_DEF rocq_result rocq_kv_truncate(rocq_kv *kv, int32_t seq, int32_t length);
 
-// Drops the n positions from first on, and moves those behind them down by n: their keys are turned
-// back by n positions (rope), and rounded to the cache's format once more. Paged, first and n in
-// whole pages: values stay where they are. Shared pages are copied before they are written:
-// E_MEMORY when too few are free, and nothing is changed.
+// Drops the n positions from first on, and moves those behind them down by n: their keys are
+// rotated back by n positions (rope) and rounded to the cache's format once more. If first and n
+// are whole pages, values stay where they are. Shared pages are copied before they are written; if
+// too few pages are free for that, the result is E_MEMORY and nothing is changed.
 ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int32_t n);
 
 // Makes dst a copy of src (what dst held is dropped). Paged: the pages are shared until one of the
@@ -1940,17 +1937,17 @@ ROCQ_OPS(ROCQ_X)
 // ---------------------------------------------------------------------------------------------
 // >>kernels: what passes between this file and rocq_kernels.hip
 // ---------------------------------------------------------------------------------------------
-// rocq_kernels.hip defines ROCQ_DEVICE and includes this file for what stands up to the end of this
-// section. A kernel is extern "C" __global__ void rocq_k_NAME(ARGS), takes one args struct by value
-// and is named once, in ROCQ_KERNELS. All sizes have been checked against the buffers before a
-// launch; what a kernel reads from device memory (ids, positions, page tables) it checks itself.
-// With args that are all zero a kernel touches no memory and returns: rocq_warm launches it so.
+// rocq_kernels.hip defines ROCQ_DEVICE and includes this file up to the end of this section. A
+// kernel is extern "C" __global__ void rocq_k_NAME(ARGS), takes one args struct by value and is
+// named once, in ROCQ_KERNELS. All sizes are checked against the buffers before a launch; indices
+// in device memory (ids, positions, page tables) are checked by the kernel that reads them. With
+// args that are all zero a kernel touches no memory and returns: rocq_warm launches it so.
 
 #if (defined(ROCQ_IMPLEMENTATION) || defined(ROCQ_DEVICE)) && !defined(ROCQ_KERNELS_DECLARED)
 #define ROCQ_KERNELS_DECLARED
 
-// Masks and softmax are made with infinities, bad values are found as NaN, and sums have an order
-// (>>numbers). clang tells of the first two macros, gcc of the first four, MSVC of the last.
+// Masks and softmax need infinities, checks need NaN, and sums need their order (>>numbers). clang
+// defines the first two macros, gcc the first four, MSVC the last.
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) || \
     defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || defined(_M_FP_FAST)
 #error "rocq is wrong with -ffast-math: compile this file with -fno-fast-math behind it"
@@ -1982,24 +1979,24 @@ ROCQ_OPS(ROCQ_X)
 
 enum {
     ROCQ_K_WAVE = 32,         // lanes
-    ROCQ_K_MATVEC_ROWS = 4,   // rows of w that a wave takes through K together
+    ROCQ_K_MATVEC_ROWS = 4,   // rows of w that a wave works on at once
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
-    ROCQ_K_MATVEC_PARTS = 4,  // products of the same x in one launch
+    ROCQ_K_MATVEC_PARTS = 4,  // most products of the same x in one launch
     ROCQ_K_FEW = 8,           // columns up to which a product is a matvec
-    ROCQ_K_MATMUL_M = 128,    // rows of w that a block of a matmul takes, and columns:
+    ROCQ_K_MATMUL_M = 128,    // a block of a matmul: rows of w, and below, by precision, columns
     ROCQ_K_MATMUL_F16_N = 128,
     ROCQ_K_MATMUL_F16_N_FEW = 32, // of the kernels named _32
     ROCQ_K_MATMUL_INT8_N = 64,
     ROCQ_K_MATMUL_F32_N = 128,
     ROCQ_K_MERGE_M = 64,      // rows and columns of a block of matmul_merge
     ROCQ_K_MERGE_N = 8,
-    ROCQ_K_ROW_THREADS = 256, // of softmax, which gives a row to a block, and of norm, which does
-    ROCQ_K_NORM_THREADS = 512,
-    ROCQ_K_ATTEND_RUN = 128,  // positions that are worth a block of attention of their own
+    ROCQ_K_ROW_THREADS = 256, // of a block of softmax, which computes one row
+    ROCQ_K_NORM_THREADS = 512,// of a block of norm, which computes one row
+    ROCQ_K_ATTEND_RUN = 128,  // fewest positions that a block of attention takes
     ROCQ_K_DIMS = 4
 };
 
-// A tensor of any strides. Planar tensors have their planes behind data and are contiguous.
+// A tensor of any strides. If it is planar, it is contiguous and data is its first plane.
 typedef struct rocq_k_tensor {
     void *data;         // element 0
     int64_t stride[3];  // bytes from one element to the next in dimensions 1 to 3
@@ -2015,7 +2012,8 @@ enum {
     ROCQ_K_NO_TOKEN = 16
 };
 
-// Every launch may be one piece of a grid that the time cap cut: block0 is added to blockIdx.x.
+// A launch may be one piece of a grid that was cut because it would take too long (dispatch_us):
+// block0 is the number of the piece's first block, which the kernel adds to blockIdx.x.
 typedef struct rocq_k_common {
     uint32_t block0;
     uint32_t *status;
@@ -2032,12 +2030,12 @@ typedef struct rocq_k_repack_args {
     rocq_k_common common;
     rocq_k_tensor src;  // GGUF layout, any strides
     void *dst;          // planar, all of src
-    int64_t unit0;      // dst may be a larger tensor: src's first unit in it,
-    int64_t n_units;    // and how many units it has in all
+    int64_t unit0;      // where src begins in dst, which may be a larger tensor
+    int64_t n_units;    // of all of dst
 } rocq_k_repack_args;
 
 // y = op(a, b): activate, glu, add, mul, scale and cast of float formats, with y also in Q8_0 (raw
-// or planar) and Q4_0. b is repeated where it has 1.
+// or planar) and Q4_0. b is repeated along dimensions in which it has size 1.
 typedef struct rocq_k_map_args {
     rocq_k_common common;
     rocq_k_tensor y, a, b; // b.data NULL: none
@@ -2054,7 +2052,7 @@ typedef struct rocq_k_decode_args {
     float scale;
 } rocq_k_decode_args;
 
-// A block a row.
+// One block per row.
 typedef struct rocq_k_norm_args {
     rocq_k_common common;
     rocq_k_tensor y, x, mean, rstd; // data NULL: absent; mean and rstd [ne1, ne2, ne3]
@@ -2067,7 +2065,7 @@ typedef struct rocq_k_rope_stream {
     rocq_k_tensor y, x; // [D, heads, tokens]; token t of x goes to row cell[t] of y's dimension 2
     int32_t plain;      // copied, not turned
     int32_t to_cell;
-    uint32_t slices;    // blocks of a token
+    uint32_t slices;    // blocks per token
 } rocq_k_rope_stream;
 
 typedef struct rocq_k_rope_args {
@@ -2077,7 +2075,7 @@ typedef struct rocq_k_rope_args {
     const float *freq_factors; // or NULL
     int32_t n_streams, n_cells;
     uint32_t slices;           // of all streams
-    int32_t heads;             // of a block
+    int32_t heads;             // per block
     int32_t head_dim, n_dims;
     int32_t neox;
     float magnitude;           // of cos and sin
@@ -2113,7 +2111,7 @@ typedef struct rocq_k_sample_args {
     float uniform_hi, uniform_lo; // the draw in [0, 1), as a sum of two floats
 } rocq_k_sample_args;
 
-// What a sum goes through on its way to y, in the order of rocq_matmul_params.
+// What is done with a sum before it is stored in y, in the order of rocq_matmul_params.
 typedef struct rocq_k_epilogue {
     rocq_k_tensor y, gate, residual; // data NULL: absent
     const float *bias;               // [M] or NULL
@@ -2122,8 +2120,8 @@ typedef struct rocq_k_epilogue {
 } rocq_k_epilogue;
 
 // One product of a matvec launch: its weights, then what a matvec uses of rocq_k_epilogue. The
-// kernel reads all fields of either half together: args are in no cache yet when a launch begins,
-// so each read that has to wait for another read costs a trip to memory.
+// kernel reads each half at once: at its start args are in no cache, so every read that depends on
+// another one costs a further trip to memory.
 typedef struct rocq_k_matvec_weights {
     const void *w, *w2; // planar, or plain for F32 F16 BF16; w2: y = epilogue(w x) * (w2 x)
     int64_t n_units;    // of the whole tensor (planar), which places its planes
@@ -2189,8 +2187,8 @@ typedef struct rocq_k_matmul_args {
     int32_t tiles_m, tiles_n;
     int32_t n_splits;
     int32_t format;
-    int32_t batch2, run2, run3; // batch z of x: i2 = z % batch2, i3 = z / batch2; w's matrix is
-                                // (i2 / run2, i3 / run3) of w_batch2 by ..
+    int32_t batch2, run2, run3; // batch z of x: i2 = z % batch2, i3 = z / batch2. Its matrix of w
+                                // is i2 / run2 + w_batch2 (i3 / run3)
     int32_t w_batch2;
 } rocq_k_matmul_args;
 
@@ -2200,15 +2198,15 @@ typedef struct rocq_k_matmul_args {
 #define ROCQ_K_DECODE_COLUMNS 16
 #define ROCQ_K_PREFILL_COLUMNS(D) ((D) <= 128 ? 64 : (D) == 256 ? 32 : 16)
 
-// Blocks of 128 threads; blockIdx.x counts n_splits fastest, then KV heads, sequences, and n_tiles
-// from the last one, whose late queries see most:
+// Blocks of 128 threads. blockIdx.x counts n_splits fastest, then KV heads, then sequences, then
+// n_tiles from the last to the first, because the last queries see most positions:
 //   n_tiles   columns of a KV head, group n_q, over the columns of a block, rounded up
 //   n_splits  1 or more: so many blocks share the positions of a tile. A block takes no fewer than
-//             ROCQ_K_ATTEND_RUN, so where kv_len is short the last ones have nothing to do. The
-//             results depend on it
+//             ROCQ_K_ATTEND_RUN, so if kv_len is short the last ones have nothing to do. Sums, and
+//             so the bits of the results, depend on n_splits
 //   work      n_splits > 1: n_tiles n_kv_heads n_seqs n_splits (D + 2) columns-of-a-block floats
-//   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after; tells the last
-//             block of a tile, which merges
+//   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after. By it a block
+//             knows that it is the last of its tile, and merges
 // The pieces of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
     rocq_k_common common;
@@ -2230,8 +2228,8 @@ typedef struct rocq_k_attention_args {
     uint32_t *counter;
 } rocq_k_attention_args;
 
-// Formats whose codes fit int8 and are worth the integer dot product: X(name), names as in
-// ROCQ_FORMATS. The MXFP6 formats go by way of floats.
+// Formats whose codes fit int8 and for which the integer dot product pays: X(name), names as in
+// ROCQ_FORMATS. The MXFP6 formats are decoded to floats.
 #define ROCQ_K_INT8_FORMATS(F, X) \
     F(X, q4_0) F(X, q4_1) F(X, q5_0) F(X, q5_1) F(X, q8_0) F(X, q2_K) F(X, q3_K) F(X, q4_K) \
     F(X, q5_K) F(X, q6_K) F(X, iq4_nl) F(X, iq4_xs) F(X, mxfp4)
@@ -2240,8 +2238,8 @@ typedef struct rocq_k_attention_args {
     ROCQ_K_PLAIN_FORMATS(F, X) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 #define ROCQ_K_HEAD_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128) F(X, 256) F(X, 512)
 
-// The families, then the list: X(name, args, threads), the kernel being rocq_k_##name, threads the
-// most a block of it may have.
+// First families of kernels, then the list of all: X(name, args, threads) is the kernel
+// rocq_k_##name, whose blocks have at most so many threads.
 #define ROCQ_K_MATVEC_INT8(X, f)                        \
     X(matvec_int8_##f##_n1, rocq_k_matvec_args, 256)    \
     X(matvec_int8_##f##_n2, rocq_k_matvec_args, 256)    \
@@ -2291,10 +2289,10 @@ enum {
     ROCQ_K_COUNT
 };
 
-// The GPU runtime as rocq.h uses it: HIP's functions with neutral types. Each returns HIP's error
-// number, 0 for success. X(need, field, symbol, parameters), the function's name being hip##symbol:
-// OPTIONAL ones may be NULL, and MODULE ones where the kernels are linked. It is filled from the
-// shared library, or handed over by the program's own rocq_kernels.hip.
+// HIP's functions that rocq.h uses, with types that need no header of HIP. Each returns HIP's error
+// number, 0 for success. X(need, field, symbol, parameters) is the function hip##symbol. OPTIONAL
+// ones may be NULL, and so may MODULE ones if the kernels are linked. The pointers come from the
+// shared library, or from rocq_kernels.hip if the program is linked with it.
 #define ROCQ_HIP_FUNCTIONS(X)                                                                     \
     X(REQUIRED, device_count, GetDeviceCount, (int *n))                                           \
     X(REQUIRED, set_device, SetDevice, (int device))                                              \
@@ -2349,7 +2347,7 @@ typedef struct rocq_hip {
     ROCQ_HIP_FUNCTIONS(ROCQ_X)
 #undef ROCQ_X
     const char *(*error_name)(int error);
-    // Of a program that links the kernels; else zero. launch takes a kernel's host stub from stubs,
+    // Set only by a program that links the kernels. launch takes a kernel's host stub from stubs,
     // which are in the order of ROCQ_KERNELS.
     int (*launch)(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads,
                   unsigned lds, void *args, void *stream);
@@ -2357,7 +2355,7 @@ typedef struct rocq_hip {
     int n_stubs, version; // ROCQ_K_COUNT and ROCQ_VERSION of rocq_kernels.hip
 } rocq_hip;
 
-// Attributes and constants that have been the same numbers since HIP 5; those of CUDA are mapped.
+// HIP's attributes and constants, unchanged since HIP 5. rocq_kernels.hip maps those of CUDA.
 enum {
     ROCQ_HIP_CLOCK_KHZ = 5, ROCQ_HIP_INTEGRATED = 16, ROCQ_HIP_MEMORY_BITS = 59,
     ROCQ_HIP_MEMORY_KHZ = 60, ROCQ_HIP_UNITS = 63,
