@@ -12905,6 +12905,9 @@ ROCQ__FN rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *p
         cost.flops = rocq__elems(((const rocq_argmax_params *)params)->x);
     } else if (op == ROCQ_OP_SAMPLE) {
         cost.flops = rocq__elems(((const rocq_sample_params *)params)->logits);
+    } else if (op == ROCQ_OP_ROPE_APPEND) {
+        const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
+        cost.flops = rocq__elems(p->q ? p->q : p->k);
     } else {
         cost.flops = rocq__elems(rocq__operand_of(params, &rocq__operands[begin]));
     }
