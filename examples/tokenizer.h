@@ -156,7 +156,7 @@ static rocq_result tok__read_map(tokenizer *t, const rocq_gguf *file, const char
     int64_t n_slots = 64;
     while (n_slots < 2 * value.count) n_slots *= 2;
     arrsetlen(map->slots, n_slots);
-    arrsetcap(map->strings, value.count);
+    arrsetcap(map->strings, (size_t)value.count);
     memset(map->slots, 0, (size_t)n_slots * sizeof *map->slots);
     for (int64_t i = 0; i < value.count; i++) {
         rocq_str s;
@@ -708,7 +708,7 @@ static void tok__merge(tokenizer *t, int32_t **ids, const char *text, int64_t n)
         at += length;
     }
     arrsetlen(t->heap, 0);
-    arrsetcap(t->heap, 2 * n_symbols); // every merge takes one pair off it and adds at most two
+    arrsetcap(t->heap, 2 * (size_t)n_symbols); // every merge takes one pair off it and adds at most two
     for (int32_t i = 1; i < n_symbols; i++) tok__pair_up(t, text, i - 1, i);
     while (arrlen(t->heap) > 0) {
         const tok__pair pair = tok__heap_pop(t->heap);
@@ -1125,8 +1125,8 @@ static rocq_result tok__read_tokens(tokenizer *t, const rocq_gguf *file) {
     if (t->n_vocab == 0) return tok__fail(t, ROCQ_E_CORRUPT, "tokenizer.ggml.tokens is empty");
     TOK__TRY(tok__read_array(t, file, "tokenizer.ggml.scores", &scores, &has_scores));
     TOK__TRY(tok__read_array(t, file, "tokenizer.ggml.token_type", &types, &has_types));
-    arrsetcap(t->scores, t->n_vocab);
-    arrsetcap(t->kinds, t->n_vocab);
+    arrsetcap(t->scores, (size_t)t->n_vocab);
+    arrsetcap(t->kinds, (size_t)t->n_vocab);
     for (int32_t i = 0; i < t->n_vocab; i++) {
         double score = 0;
         int64_t whole = 0, type = 1; // a score may be an integer too

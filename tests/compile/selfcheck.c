@@ -217,7 +217,7 @@ static void check_gguf(rocq_ctx *ctx, const rocq_gguf_desc *desc) {
     rocq_gguf *file = NULL;
     rocq_tensor t;
     rocq_buffer buffer;
-    rocq_str text;
+    rocq_str text = {NULL, 0};
     int64_t value = 0;
     CHECK(rocq_gguf_open(ctx, &file, desc) == ROCQ_OK);
     if (!file) {
