@@ -68,8 +68,8 @@ typedef struct tokenizer {
     char *piece;              // while decoding
 } tokenizer;
 
-// Token texts stay in the file, which must stay open. On failure everything is freed again, and *t is
-// zero but for t->error.
+// Token texts stay in the file, which must stay open. On failure everything is freed again, and *t
+// is zero but for t->error.
 static inline rocq_result tokenizer_open(tokenizer *t, const rocq_gguf *file);
 static inline void tokenizer_close(tokenizer *t); // twice, or on a zeroed struct, is harmless
 
@@ -708,7 +708,8 @@ static void tok__merge(tokenizer *t, int32_t **ids, const char *text, int64_t n)
         at += length;
     }
     arrsetlen(t->heap, 0);
-    arrsetcap(t->heap, 2 * (size_t)n_symbols); // every merge takes one pair off it and adds at most two
+    // Every merge takes one pair off the heap and adds at most two.
+    arrsetcap(t->heap, 2 * (size_t)n_symbols);
     for (int32_t i = 1; i < n_symbols; i++) tok__pair_up(t, text, i - 1, i);
     while (arrlen(t->heap) > 0) {
         const tok__pair pair = tok__heap_pop(t->heap);
