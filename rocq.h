@@ -236,14 +236,13 @@
    through up to 1 MiB of scratch. Ops also accept the GGUF layout, but repack it on every call.
 
    All copies go through a ring buffer of 4 MiB of pinned host memory, so the runtime never sees
-   your pages, which may belong to a mapped file. Counters and status take 257 KiB of the device.
-   rocq_gguf_load has a larger ring and a second queue while it runs, to read, copy and repack at
-   the same time.
+   your pages, which may belong to a mapped file; rocq_gguf_load uses a larger ring and a second
+   queue, to read, copy and repack at once. Counters and status take 257 KiB of the device.
 
    rocq_kv keeps the keys and values of sequences, each in one piece, or in pages that sequences
-   share until one of them writes. A step is rocq_kv_append (which says where the new rows go), then
-   rocq_kv_flush, then rocq_rope_append and rocq_attention on the tensors of rocq_kv_layer; these
-   two ops may be recorded.
+   share until one of them writes. A step is rocq_kv_append (which says where new rows go), then
+   rocq_kv_flush, then rocq_rope_append and rocq_attention (they may be recorded) on what
+   rocq_kv_layer gives.
 
 
    >>graphs
@@ -255,8 +254,8 @@
    rocq_sample, which has the number of the step in its params, stays outside of the graph.
    rocq_warm does in advance what the first replay would have to do, and checks that a replay is
    right, since some releases of the HIP runtime are reported to replay with stale data. A graph
-   whose replay differs from its ops is run op by op from then on; rocq_stats, rocq_get_info and the
-   log say so. examples/llama.h records and warms its step.
+   whose replay differs is run op by op from then on, as rocq_stats, rocq_get_info and the log say.
+   examples/llama.h records and warms its step.
 
 
    >>time
@@ -720,8 +719,7 @@ typedef struct rocq_desc {
     rocq_allocator allocator;  // zero = ROCQ_MALLOC and ROCQ_FREE
     int32_t device;            // GPU: 0 = the best, else 1 + its number in HIP's order;
                                // rocq_info.desc.device is the one that was taken
-    const char *pci;           // PCI address of the GPU to use ("0000:03:00.0"), such as the one
-                               // that the renderer uses; or NULL
+    const char *pci;           // GPU by PCI address ("0000:03:00.0"), say the renderer's; or NULL
     const char *kernels_path;  // file with the code object of rocq_kernels.hip, or NULL
     const void *kernels_data;  // or the code object itself, not copied: must outlive the context.
                                // Both NULL = linked kernels, else the file ROCQ_KERNELS_PATH
@@ -839,8 +837,7 @@ typedef enum rocq_memory {
 
 typedef enum rocq_report { ROCQ_REPORT_TEXT = 0, ROCQ_REPORT_JSON, ROCQ_REPORT_TRACE } rocq_report;
 
-// A function that gets the bytes of a report or a file, in order; false = failed, which makes the
-// call that writes end with E_IO.
+// Gets the bytes of a report or file, in order; false = failed, which ends the call with E_IO.
 typedef bool (*rocq_write_fn)(const void *src, int64_t size, void *user);
 
 // A pool hands out blocks of a few sizes (size classes) and keeps freed blocks for later requests,
@@ -1257,13 +1254,11 @@ ROCQ_DEF void rocq_pool_destroy(rocq_pool **pool); // twice, or on NULL, is harm
 // it fails with E_BUDGET or E_MEMORY it gives back free slabs, oldest first, if need be all. On a
 // GPU a block may be freed, and handed out again, while submitted ops still use it: later work runs
 // after them.
-//
-// Threads: with thread_safe, rocq_pool_free, the statistics and a request for which there is a free
-// block do not touch the context. They may run in any thread, even while another uses the context.
-// A request that has to take memory (with budget -1 there are none), reserve, trim, create and
-// destroy use the context like any other call, so only calls on this pool may run at the same time.
-// Failures that do not concern the context go to rocq_desc.log, in the calling thread, and not to
-// rocq_error.
+//     Threads: with thread_safe, rocq_pool_free, the statistics and a request for which there is a
+// free block do not touch the context: any thread may call them, even while another uses the
+// context. A request that has to take memory (with budget -1 there are none), reserve, trim, create
+// and destroy use the context, so only calls on this pool may run beside them. Failures that do not
+// concern the context go to rocq_desc.log, in the calling thread, and not to rocq_error.
 ROCQ_DEF rocq_result rocq_pool_alloc(rocq_pool *pool, rocq_buffer *buffer, int64_t size);
 
 // Takes the block back and empties *buffer. An empty buffer is ignored. E_ARGUMENT, and nothing is
@@ -4874,8 +4869,7 @@ typedef struct rocq__source {
     bool shared; // several threads may call read at once
 } rocq__source;
 
-// All records of one kind: metadata values or tensors. A record of either kind begins with its
-// name: a 64-bit length, then the bytes.
+// All metadata values, or all tensors. A record begins with its name: 64-bit length, then bytes.
 typedef struct rocq__gguf_index {
     const char *kind; // for messages
     int64_t count;
@@ -4883,8 +4877,7 @@ typedef struct rocq__gguf_index {
     int64_t *order; // [count] record numbers, sorted by name once the file is open
 } rocq__gguf_index;
 
-// The caller owns an open file until rocq_gguf_close. Like its context, one thread at a time may
-// use it.
+// The caller owns an open file. As with its context, one thread at a time may use it.
 struct rocq_gguf {
     rocq_ctx *ctx;
     int64_t size; // of the file
@@ -4955,8 +4948,7 @@ ROCQ__FN rocq__label rocq__label_of(const char *name, int64_t length) {
     return label;
 }
 
-// Fails with a message that gives the offset in the file and, unless index is NULL, the record and
-// its name, if head holds that already.
+// Fails with a message that gives the file offset and, unless index is NULL, the record's name.
 ROCQ__FN rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_index *index, int64_t i,
                                     int64_t at, rocq_result result, const char *why,
                                     uint64_t number) {
@@ -5045,8 +5037,7 @@ extern int (fsync)(int fd);
 extern ssize_t pread(int fd, void *dst, size_t size, off_t offset);
 #endif
 
-// Reads at an offset, without the stream's buffer and position, so that several threads can read
-// at once.
+// Does not use the stream's buffer and position, so that several threads can read at once.
 ROCQ__FN bool rocq__file_read(void *dst, int64_t offset, int64_t size, void *user) {
     FILE *stream = (FILE *)user;
     unsigned char *p = (unsigned char *)dst;
@@ -5103,7 +5094,6 @@ ROCQ__FN void rocq__gguf_map(rocq_gguf *file) {
 }
 #endif
 
-// Sets size, source and, if the whole file is in memory, head.
 ROCQ__FN rocq_result rocq__gguf_open_source(rocq_gguf *file, const rocq_gguf_desc *desc) {
     if (desc->data) {
         file->size = desc->size;
@@ -5159,8 +5149,7 @@ ROCQ__FN void rocq__gguf_stop(rocq__gguf_scan *scan, rocq_result result, const c
         rocq__gguf_bad(scan->file, scan->index, scan->record, scan->at, result, why, number);
 }
 
-// Makes the next n bytes readable at head + at. If head ends before, a larger window takes its
-// place.
+// Makes the next n bytes readable at head + at, if need be by reading into a larger window.
 ROCQ__FN bool rocq__gguf_need(rocq__gguf_scan *scan, uint64_t n) {
     rocq_gguf *file = scan->file;
     if (scan->result != ROCQ_OK) return false;
@@ -5592,8 +5581,7 @@ ROCQ_DEF rocq_result rocq_gguf_find_tensor(const rocq_gguf *file, const char *na
 
 // -- values --
 
-// Element i of any integer type, sign-extended to 64 bits. *negative distinguishes a number below
-// zero from a large U64 of the same bits.
+// Element i of any integer type, sign-extended to 64 bits; *negative: it is below zero.
 ROCQ__FN rocq_result rocq__gguf_integer(const rocq_gguf_value *value, int64_t i, uint64_t *bits,
                                         bool *negative) {
     if (!value || i < 0 || i >= value->count) return ROCQ_E_ARGUMENT;
@@ -5847,9 +5835,8 @@ ROCQ__FN rocq_result rocq__load_cpu(rocq__loading *load, const rocq__source *sou
     return ROCQ_OK;
 }
 
-// Fills part for a tensor of the file. On the CPU, if the whole file is in memory, the data aligned
-// and copy not set, the tensor is a view of the file and size is 0. Else the data has to be copied
-// to memory that the caller takes later.
+// Fills part for a tensor of the file. On the CPU it is a view of the file, with size 0, if the
+// whole file is in memory, the data aligned and copy not set. Else the caller takes memory for it.
 ROCQ__FN rocq_result rocq__part_init(rocq_ctx *ctx, const char *op, const rocq_gguf *file,
                                      const rocq_gguf_tensor *found, bool copy, rocq__part *part) {
     const rocq__label name = rocq__label_of(found->name.data, found->name.length);
@@ -6058,8 +6045,7 @@ ROCQ__FN bool rocq__file_place(rocq_ctx *ctx, const char *path, rocq__place *pla
 #endif
 }
 
-// Flushes the data to the disk. Only then may the file get its name: if the system crashed with the
-// name on the disk but not the data, the file would be damaged.
+// Flushes the data to the disk. It must be there before the file gets its name, in case of a crash.
 ROCQ__FN bool rocq__file_sync(FILE *stream) {
     if (fflush(stream) != 0) return false;
 #if defined(_WIN32)
@@ -6246,7 +6232,6 @@ struct rocq_gguf_writer {
     rocq_result failed; // the first write that failed; what was written is then useless
 };
 
-// Makes room for n more records.
 ROCQ__FN rocq_result rocq__gguf_reserve(rocq_ctx *ctx, rocq__gguf_records *records, int64_t n) {
     int64_t count;
     if (n <= records->room - records->count) return ROCQ_OK;
@@ -6635,8 +6620,7 @@ ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer) {
 typedef enum rocq__chip_kind { ROCQ__ANY_CHIP, ROCQ__AVX2, ROCQ__RDNA3 } rocq__chip_kind;
 typedef enum rocq__w_kind { ROCQ__ANY_W, ROCQ__CODED_W, ROCQ__F32_W } rocq__w_kind;
 
-// What an op computes in if the precision asked for is AUTO: that of the first rule that fits, or
-// F32 if there is none.
+// With AUTO an op computes in the precision of the first rule that fits, or in F32 if none does.
 typedef struct rocq__precision_rule {
     rocq_op op;
     rocq_backend backend;
@@ -12410,7 +12394,6 @@ ROCQ__FN rocq_result rocq__check_activation(rocq_ctx *ctx, const char *op,
 #define ROCQ__REPEAT(name, like) rocq__check_repeat(ctx, op, #name, p->name, p->like)
 #define ROCQ__RANGE(name, low, high) rocq__check_range(ctx, op, #name, p->name, low, high)
 
-// Checks one product of a chain.
 ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
                                          const rocq_matmul_params *p) {
     ROCQ__TRY(rocq__check_operands(ctx, op, ROCQ_OP_MATMUL, p));
@@ -13425,8 +13408,7 @@ typedef struct rocq__size_class {
     int64_t peak_blocks, n_reserves, n_trims;
 } rocq__size_class;
 
-// The caller owns a pool, from rocq_pool_create to _destroy. If it is thread-safe, lock guards all
-// that changes.
+// The caller owns a pool. If it is thread-safe, lock guards all that changes.
 struct rocq_pool {
     rocq_ctx *ctx;
     rocq_memory memory; // HOST, PINNED (of a GPU context only) or DEVICE
@@ -13456,8 +13438,7 @@ ROCQ__INLINE void rocq__pool_unlock(rocq_pool *pool) {
     if (pool->thread_safe) rocq__spin_unlock(&pool->lock);
 }
 
-// Fails without touching the context if the pool is thread-safe: the context may be in use by
-// another thread, so the message is then only logged.
+// Fails. A thread-safe pool only logs the message: another thread may be using the context.
 ROCQ__PRINTF(3, 4)
 ROCQ__FN rocq_result rocq__pool_fail(rocq_pool *pool, rocq_result result, const char *format, ...) {
     char message[256];
@@ -17211,8 +17192,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 // ---------------------------------------------------------------------------------------------
 // >>public: context, introspection, and the ops' thin bodies
 // ---------------------------------------------------------------------------------------------
-// How a context is opened: a device is tried, set up to share the GPU with a renderer, and chosen.
-// Then rocq_open and rocq_close, and the public functions that no other section has.
+// Contexts: choosing a device and sharing it with a renderer. Then what no other section has.
 
 ROCQ__FN int32_t rocq__core_count(void) {
 #if defined(_WIN32)
@@ -17394,8 +17374,7 @@ ROCQ__FN rocq_result rocq__share(rocq_ctx *ctx) {
     return ROCQ_OK;
 }
 
-// Loads the kernels on gpu->device, checks that they work there by a self-test, and takes what the
-// context needs. After a failure, rocq__device_leave gives back what was taken.
+// Loads the kernels on gpu->device and runs a self-test. On failure call rocq__device_leave.
 ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
