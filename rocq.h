@@ -212,13 +212,12 @@
    buffer, with no ownership. Dimensions are in GGUF order, innermost first. Host memory of your own
    works everywhere on the CPU (rocq_tensor_from_host).
 
-   Once scratch memory is reserved, a token's ops, copies and graph launches allocate nothing:
-   rocq_stats.n_allocs does not change. These do: rocq_open, rocq_buffer_alloc, rocq_reserve, an op
-   that needs more scratch than is reserved, an op that falls back (host memory for its operands,
-   while it runs), a pool when it is created, reserved, or has no free block, rocq_kv_create,
-   rocq_file_create, rocq_gguf_open, _upload and _load, the GGUF writer, graphs while they are
-   recorded or captured, the first copy of a GPU context, rocq_warm (which takes what the first copy
-   and replay would), rocq_profile_start, rocq_measure_launch, and the tuner. Host memory comes from
+   Only these allocate memory: rocq_open, rocq_buffer_alloc, rocq_reserve, an op that needs more
+   scratch than is reserved, an op that falls back (host memory for its operands, while it runs), a
+   pool when it is created, reserved, or has no free block, rocq_kv_create, rocq_file_create,
+   rocq_gguf_open, _upload and _load, the GGUF writer, graphs while they are recorded or captured,
+   the first copy of a GPU context, rocq_warm (which takes what the first copy and replay would),
+   rocq_profile_start, rocq_measure_launch, and the tuner. Host memory comes from
    rocq_desc.allocator, device and pinned memory from the runtime. rocq.h's maps are its own: stb_ds,
    which the examples use, cannot report a failed allocation.
 
@@ -290,7 +289,6 @@
    and the context stays usable, except after E_LOST. Shapes, strides, bounds, alignment, formats,
    overlap and overflow are checked in every build before anything runs. Values in device memory
    (ids, positions, lengths, pages) are checked by the kernels, and rocq_sync reports bad ones.
-   rocq_supports runs an op's checks without running the op.
 
    A GPU fault is another matter: a kernel of the process, of rocq or not, that accesses memory
    which is not mapped or runs an invalid instruction, or a GPU that hangs and is reset. What
@@ -1177,11 +1175,10 @@ ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 // The precision in which an op computes with these params, which are checked first. For a product
 // with w2 it is the less exact of both, for a chain that of the first product. AUTO means:
 //     product, CPU with AVX2          INT8 for quantized w but MXFP6_E3M2, else F32
-//     product, other CPUs             F32
 //     product, GPU, up to 8 columns   INT8 for quantized w but MXFP6, else F32
 //     product, GPU, more columns      F32 for w in F32, else F16
 //     attention, GPU                  F16
-//     all others                      F32
+//     everything else                 F32
 typedef struct rocq_precision_info {
     rocq_precision precision; // F32, F16 or INT8
     rocq_precision asked;     // by the params, else by rocq_desc.precision; AUTO = by neither
@@ -12081,10 +12078,9 @@ ROCQ__FN rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *si
 // ---------------------------------------------------------------------------------------------
 // >>check: what every op demands of its params, on any backend
 // ---------------------------------------------------------------------------------------------
-// An op's params are checked here before it runs or is recorded, in every build: after that no
-// argument can make it reach outside a tensor. First come formats and single operands, then the
-// table of all operands, each op's own rules, overlap, and what an op costs. At the end are copies
-// of params, and with them the structs of recorded graphs.
+// An op's params are checked before it runs or is recorded, in every build: no argument can make it
+// reach outside a tensor. In order: formats and single operands, the table of all operands, each
+// op's own rules, overlap, and what an op costs; then copies of params, and the graph of them.
 
 // Flags that say what an operand may be.
 enum {
