@@ -1906,9 +1906,9 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
 // Inputs are what ops read that no earlier op has written, except weights, biases, tables and the
 // cache that attention reads. Inputs, all that the ops write, and the first cells of the caches
 // that rocq_rope_append writes to (one more than it has tokens) are saved before and restored bit
-// for bit; no other stream may use them meanwhile. That takes the time of three launches, and twice
-// the memory of what is saved. Where there is no memory for it, or the budget does not allow it,
-// the replay stays unchecked, which is no failure: the log tells.
+// for bit; no other stream may use them meanwhile. That takes the time of three launches, and device
+// memory for three times what is saved. Where there is none, or the budget does not allow it, the
+// replay stays unchecked, which is no failure: the log tells.
 ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph);
 
 // -- operations: contracts stand at the params structs --
