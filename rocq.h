@@ -1083,7 +1083,7 @@ typedef struct rocq_argmax_params { // index of each row's largest value, the fi
 // and the draw. The same logits, parameters, seed and step give the same token on every run.
 typedef struct rocq_sample_params {
     const rocq_tensor *token;   // I32 [1], written
-    const rocq_tensor *prob;    // F32 [1] or NULL, written: the probability that the draw gave it
+    const rocq_tensor *prob;    // F32 [1] or NULL, written: its probability in what was drawn from
     const rocq_tensor *logits;  // F32 [n_vocab]
     const rocq_tensor *recent;  // I32 [n] tokens the penalties look at, or NULL
     const rocq_tensor *allowed; // I32 [(n_vocab + 31) / 32] bit mask, token t at bit t % 32 of
@@ -4823,7 +4823,7 @@ ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void 
 // Opening a file scans its header once and notes where each metadata value and each tensor record
 // starts. Those two lists, and the header's bytes (head), are all that is kept. head is the whole
 // file if that is mapped or is the caller's memory; else a block that grows during the scan.
-// Each look-up decodes its record again and checks that it ends where the next one starts. So if
+// Each look-up decodes its record again and does not read past the start of the next one. So if
 // another program writes to a mapped file, values may be wrong, but nothing outside is read. No
 // check helps if a mapped file shrinks while it is in use: the system ends the program (SIGBUS).
 // no_mmap is for where that may happen.
