@@ -52,7 +52,7 @@
        >>gguf            reader, files written whole, writer
        >>precision       what an op computes in
        >>cpu_vector      eight floats at once, with AVX2 or NEON
-      >>cpu_matmul      >>cpu_rows    >>cpu_attention    >>cpu_ops
+       >>cpu_matmul      >>cpu_rows    >>cpu_attention    >>cpu_ops
        >>hip_api         finding and loading the HIP runtime; the kernels, the device
        >>hip_memory      device memory, scratch, copies
        >>hip_launch      from params to launches
@@ -218,8 +218,8 @@
    rocq_gguf_open, _upload and _load, the GGUF writer, graphs while they are recorded or captured,
    the first copy of a GPU context, rocq_warm (which takes what the first copy and replay would),
    rocq_profile_start, rocq_measure_launch, and the tuner. Host memory comes from
-   rocq_desc.allocator, device and pinned memory from the runtime. rocq.h's maps are its own: stb_ds,
-   which the examples use, cannot report a failed allocation.
+   rocq_desc.allocator, device and pinned memory from the runtime. rocq.h does not use stb_ds, as
+   the examples do, because that cannot report a failed allocation.
 
    rocq_desc.memory_budget limits the sum of buffers (a KV cache is one), pools, scratch, the
    staging memory that rocq_gguf_load has on a GPU while it runs, and the memory in which the check
@@ -362,8 +362,8 @@
               New: rocq_tensor_slice, rocq_tensor_heads, rocq_tensor_1d to _3d, rocq_format_name,
               rocq_operand_format, rocq_str_equal; rocq_info.desc.device is the GPU that was taken.
               Gone: rocq_arena_init_growing and rocq_arena_free; rocq_pool serves what grows.
-              The tuner tries a grid or a list of points; other searches, evaluators and its model of
-              times are gone. What it saves is binary.
+              The tuner tries a grid or a list of points; other searches, evaluators and its model
+              of times are gone. What it saves is binary.
        0.1.0  formats, GGUF, CPU backend; GPU backend, graphs; pool, KV cache, loading, profile,
               occupancy, tuner; search for the HIP runtime, check of replays, sharing with a
               renderer, files written whole
@@ -1906,9 +1906,9 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
 // Inputs are what ops read that no earlier op has written, except weights, biases, tables and the
 // cache that attention reads. Inputs, all that the ops write, and the first cells of the caches
 // that rocq_rope_append writes to (one more than it has tokens) are saved before and restored bit
-// for bit; no other stream may use them meanwhile. That takes the time of three launches, and device
-// memory for three times what is saved. Where there is none, or the budget does not allow it, the
-// replay stays unchecked, which is no failure: the log tells.
+// for bit; no other stream may use them meanwhile. That takes the time of three launches, and three
+// times as much device memory as is saved. If there is too little, or the budget does not allow it,
+// the replay stays unchecked, which is no failure: the log tells.
 ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph);
 
 // -- operations: contracts stand at the params structs --
