@@ -223,8 +223,8 @@
 
    rocq_desc.memory_budget limits the sum of buffers (a KV cache is one), pools, scratch, the
    staging memory that rocq_gguf_load has on a GPU while it runs, and the memory in which the check
-   of a replay in rocq_warm puts tensors aside: three times their size, while it runs. Pinned
-   memory, rocq's own counters on the device and all it keeps on the host do not count.
+   of a replay in rocq_warm puts tensors aside: three times their size, while it runs. The rings of
+   pinned memory, host copies of operands for a fallback, and rocq's own records do not count.
 
    An arena is for memory whose size is known before a step: an inference program measures it once
    (examples/llama.h). rocq_pool is for memory whose size differs from step to step, as in training
