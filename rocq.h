@@ -120,7 +120,7 @@
            rocq_tensor w, x, y;
            const rocq_gguf_desc model = {.path = "model.gguf"};
            const rocq_matmul_params product = {.y = &y, .w = &w, .x = &x,
-                                               .activation = ROCQ_SILU};
+                                               .activation = ROCQ_ACT_SILU};
            in[0] = 1;
 
            // zero or NULL is a default, everywhere; a call that fails returns a code other than 0
@@ -186,9 +186,9 @@
    one. The first on which the kernels load and pass a self-test (sums over a wave, integer dot
    products, matrix products) is taken, and the rest are not touched. rocq_get_info has its name.
 
-   Without a usable GPU, prefer = ROCQ_GPU fails unless allow_fallback is set; prefer = AUTO takes
-   the CPU. rocq_get_info has the reason. allow_fallback also lets an op for which the GPU has no
-   kernel run on the CPU; rocq_stats.n_fallbacks counts those ops.
+   Without a usable GPU, prefer = ROCQ_BACKEND_GPU fails unless allow_fallback is set; prefer = AUTO
+   takes the CPU. rocq_get_info has the reason. allow_fallback also lets an op for which the GPU has
+   no kernel run on the CPU; rocq_stats.n_fallbacks counts those ops.
 
    Work on the GPU runs on one queue, in the order of the calls. Ops, graphs and uploads return when
    they are submitted. These wait for the GPU: rocq_sync, rocq_download, rocq_kv_save,
@@ -214,7 +214,7 @@
 
    Only these allocate memory: rocq_open, rocq_buffer_alloc, rocq_reserve, an op that needs more
    scratch than is reserved, an op that falls back (host memory for its operands, while it runs), a
-   pool when it is created, reserved, or has no free block, rocq_kv_create, rocq_file_create,
+   pool when it is created, reserved, or has no free block, rocq_kv_create, rocq_file_open,
    rocq_gguf_open, _upload and _load, the GGUF writer, graphs while they are recorded or captured,
    the first copy of a GPU context, rocq_warm (which takes what the first copy and replay would),
    rocq_profile_start, rocq_measure_launch, and the tuner. Host memory comes from
@@ -334,7 +334,7 @@
    products and overlaps are checked at open, and a hostile file gives an error code, not a crash.
    Only a file that is cut short while it is mapped ends the program: where that can happen, set
    no_mmap or read the file into memory. A file that rocq writes gets its name only when it is
-   whole: the GGUF writer uses rocq_file_create, and so can any call that takes a rocq_write_fn.
+   whole: the GGUF writer uses rocq_file_open, and so can any call that takes a rocq_write_fn.
 
 
    >>history
@@ -658,8 +658,8 @@ typedef struct rocq_graph rocq_graph; // ops recorded once, to be replayed
 
 typedef enum rocq_backend {
     ROCQ_BACKEND_AUTO = 0, // a GPU that has kernels and passes its self-test, else the CPU
-    ROCQ_CPU,
-    ROCQ_GPU
+    ROCQ_BACKEND_CPU,
+    ROCQ_BACKEND_GPU
 } rocq_backend;
 
 typedef enum rocq_log_level { ROCQ_LOG_ERROR = 1, ROCQ_LOG_WARN, ROCQ_LOG_INFO } rocq_log_level;
@@ -742,7 +742,7 @@ typedef struct rocq_desc {
 } rocq_desc;
 
 typedef struct rocq_info {
-    rocq_backend backend;      // what was opened: ROCQ_CPU or ROCQ_GPU
+    rocq_backend backend;      // what was opened: ROCQ_BACKEND_CPU or ROCQ_BACKEND_GPU
     const char *device;        // for people: chip and instruction set in use
     rocq_result gpu_result;    // why there is no GPU (ROCQ_OK when there is one, or none was tried)
     const char *gpu_message;   // the same in a sentence, "" for ROCQ_OK
@@ -881,12 +881,12 @@ typedef struct rocq_pool_stats {
 typedef struct rocq_pool rocq_pool;
 
 typedef enum rocq_activation {
-    ROCQ_IDENTITY = 0,
-    ROCQ_SILU,     // x / (1 + exp(-x))
-    ROCQ_GELU,     // tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
-    ROCQ_GELU_ERF, // exact form: x/2 (1 + erf(x / sqrt(2)))
-    ROCQ_RELU,
-    ROCQ_TANH
+    ROCQ_ACT_IDENTITY = 0,
+    ROCQ_ACT_SILU,     // x / (1 + exp(-x))
+    ROCQ_ACT_GELU,     // tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+    ROCQ_ACT_GELU_ERF, // exact form: x/2 (1 + erf(x / sqrt(2)))
+    ROCQ_ACT_RELU,
+    ROCQ_ACT_TANH
 } rocq_activation;
 
 typedef enum rocq_rope_pairing {
@@ -1156,7 +1156,7 @@ ROCQ_DEF void rocq_cancel(rocq_ctx *ctx);
 ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx);
 ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **graph);
 ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph);
-ROCQ_DEF void rocq_graph_free(rocq_ctx *ctx, rocq_graph **graph); // twice is harmless
+ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph); // twice is harmless
 
 // Checks an op's params exactly as the op itself would, and runs nothing. params points to the
 // struct that ROCQ_OPS names. why (may be NULL) receives the reason, valid until the next failure.
@@ -1220,7 +1220,7 @@ ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer);
 
 // Cuts size bytes at the next multiple of align (a power of two, 0 = 256). E_ARENA if they do not
 // fit; arena->peak is then the size of memory that would have been enough.
-ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int64_t size,
+ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *slice, int64_t size,
                                       int64_t align);
 
 // A contiguous tensor cut from the arena.
@@ -1478,7 +1478,7 @@ ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, cons
                                       rocq_tensor *tensor, rocq_buffer *buffer);
 
 // How rocq_gguf_load goes about it. Zeroed fields are defaults.
-typedef struct rocq_load_desc {
+typedef struct rocq_gguf_load_desc {
     const char *const *names; // tensors to load, in this order; NULL = all, in the file's order
     int64_t n_names;
     int64_t piece_bytes;      // size of a piece, see below: 512 to 2^28; 0 = 4 MiB
@@ -1487,7 +1487,7 @@ typedef struct rocq_load_desc {
     bool (*progress)(int64_t done, int64_t total, void *user); // bytes; from the calling thread, at
                               // the start and after every piece; false = stop: E_CANCELLED
     void *user;
-} rocq_load_desc;
+} rocq_gguf_load_desc;
 
 // Loads many tensors as rocq_gguf_upload loads one, but into one buffer. tensors[i] is names[i];
 // a name that is listed twice gets memory once. Returns when all data is in place. The caller frees
@@ -1499,7 +1499,7 @@ typedef struct rocq_load_desc {
 // which counts against the budget. A path or memory is read by all threads of the context, a
 // callback is called in this thread only.
 ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
-                                    const rocq_load_desc *desc, rocq_tensor *tensors,
+                                    const rocq_gguf_load_desc *desc, rocq_tensor *tensors,
                                     rocq_buffer *buffer);
 
 // -- files written whole: for whatever takes a rocq_write_fn --
@@ -1514,7 +1514,7 @@ typedef struct rocq_file rocq_file;
 //     E_IO for a directory and for a file without write permission. On POSIX also if stdout or
 // stderr is closed and the new file would get that descriptor, 1 or 2: what the program prints
 // would go into the file. On failure *file is NULL.
-ROCQ_DEF rocq_result rocq_file_create(rocq_ctx *ctx, rocq_file **file, const char *path);
+ROCQ_DEF rocq_result rocq_file_open(rocq_ctx *ctx, rocq_file **file, const char *path);
 
 // A rocq_write_fn to pass with the file as user.
 ROCQ_DEF bool rocq_file_write(const void *src, int64_t size, void *file);
@@ -1524,7 +1524,7 @@ ROCQ_DEF bool rocq_file_write(const void *src, int64_t size, void *file);
 // either the old file or the new one. Windows refuses that while path is open or mapped, so close
 // it first. Without keep, and on any failure, the new file is removed and path stays as it was.
 // Only a program that is killed leaves a PATH.part. Must be called before the context is closed.
-ROCQ_DEF rocq_result rocq_file_finish(rocq_file **file, bool keep);
+ROCQ_DEF rocq_result rocq_file_close(rocq_file **file, bool keep);
 
 // -- GGUF writer: version 3. Values, then tensors, then each tensor's bytes in the order added --
 
@@ -1535,37 +1535,43 @@ typedef struct rocq_gguf_writer_desc {
     int32_t alignment; // of tensor data, a power of two from 8 up; 0 = 32
 } rocq_gguf_writer_desc;
 
-// A path is written as a rocq_file, so it gets its name only in rocq_gguf_finish. That call frees
+// A path is written as a rocq_file, so it gets its name only in rocq_gguf_writer_close. That call frees
 // the writer; it must come before the context is closed. On failure *writer is NULL.
-ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
-                                      const rocq_gguf_writer_desc *desc);
+ROCQ_DEF rocq_result rocq_gguf_writer_open(rocq_ctx *ctx, rocq_gguf_writer **writer,
+                                           const rocq_gguf_writer_desc *desc);
 
 // Sets a scalar (is_array false, count 1) or an array; data points to elements in native form (bool
 // as uint8_t, STRING as rocq_str). A key that is set again keeps its place and gets the new value.
-ROCQ_DEF rocq_result rocq_gguf_set(rocq_gguf_writer *writer, const char *key, rocq_gguf_type type,
-                                   bool is_array, int64_t count, const void *data);
-ROCQ_DEF rocq_result rocq_gguf_set_u32(rocq_gguf_writer *writer, const char *key, uint32_t value);
-ROCQ_DEF rocq_result rocq_gguf_set_f32(rocq_gguf_writer *writer, const char *key, float value);
-ROCQ_DEF rocq_result rocq_gguf_set_bool(rocq_gguf_writer *writer, const char *key, bool value);
-ROCQ_DEF rocq_result rocq_gguf_set_str(rocq_gguf_writer *writer, const char *key,
-                                       const char *value);
+ROCQ_DEF rocq_result rocq_gguf_writer_set(rocq_gguf_writer *writer, const char *key,
+                                          rocq_gguf_type type, bool is_array, int64_t count,
+                                          const void *data);
+ROCQ_DEF rocq_result rocq_gguf_writer_set_u32(rocq_gguf_writer *writer, const char *key,
+                                              uint32_t value);
+ROCQ_DEF rocq_result rocq_gguf_writer_set_f32(rocq_gguf_writer *writer, const char *key,
+                                              float value);
+ROCQ_DEF rocq_result rocq_gguf_writer_set_bool(rocq_gguf_writer *writer, const char *key,
+                                               bool value);
+ROCQ_DEF rocq_result rocq_gguf_writer_set_str(rocq_gguf_writer *writer, const char *key,
+                                              const char *value);
 
 // Copies all metadata of an open file (general.alignment stays the writer's own).
-ROCQ_DEF rocq_result rocq_gguf_set_from(rocq_gguf_writer *writer, const rocq_gguf *file);
+ROCQ_DEF rocq_result rocq_gguf_writer_set_from(rocq_gguf_writer *writer, const rocq_gguf *file);
 
 // name: up to 63 bytes, not used before (E_ARGUMENT). Rows must be whole blocks (E_SHAPE).
-ROCQ_DEF rocq_result rocq_gguf_add_tensor(rocq_gguf_writer *writer, const char *name,
-                                          rocq_format format, int32_t n_dims, const int64_t *ne);
+ROCQ_DEF rocq_result rocq_gguf_writer_add_tensor(rocq_gguf_writer *writer, const char *name,
+                                                 rocq_format format, int32_t n_dims,
+                                                 const int64_t *ne);
 
 // Writes all bytes of the next tensor (size must be the tensor's). The first call also writes the
 // header, after which nothing can be set or added (E_STATE).
-ROCQ_DEF rocq_result rocq_gguf_write(rocq_gguf_writer *writer, const void *data, int64_t size);
+ROCQ_DEF rocq_result rocq_gguf_writer_write(rocq_gguf_writer *writer, const void *data,
+                                            int64_t size);
 
 // Completes the file, frees the writer and sets *writer to NULL. E_STATE if tensors are missing
 // and, for a path, if any set or add_tensor has failed: a program that gives up after such a
 // failure need only call this. On failure path stays as it was; what a callback has received should
 // be thrown away.
-ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer);
+ROCQ_DEF rocq_result rocq_gguf_writer_close(rocq_gguf_writer **writer);
 
 // -- KV cache: keys and values of many sequences and layers, bookkept on the host --
 
@@ -1615,7 +1621,7 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes);
 // needs. Of the calls below, those that may run ops (append, shift, fork, save, restore) are
 // E_STATE while a graph is recorded, and E_CANCELLED only before they have begun.
 ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **kv, const rocq_kv_desc *desc);
-ROCQ_DEF void rocq_kv_free(rocq_kv **kv); // twice, or on NULL, is harmless
+ROCQ_DEF void rocq_kv_destroy(rocq_kv **kv); // twice, or on NULL, is harmless
 
 // Fills view for a layer and n_seqs sequences from seq0 on; its tensors are the cache's memory.
 ROCQ_DEF rocq_result rocq_kv_layer(rocq_kv *kv, int32_t layer, int32_t seq0, int32_t n_seqs,
@@ -1680,7 +1686,7 @@ typedef struct rocq_timer {
     int64_t start_ns, stop_ns;
     void *start_event, *stop_event; // private
 } rocq_timer;
-ROCQ_DEF rocq_result rocq_timer_create(rocq_ctx *ctx, rocq_timer *timer, rocq_timer_kind kind);
+ROCQ_DEF rocq_result rocq_timer_init(rocq_ctx *ctx, rocq_timer *timer, rocq_timer_kind kind);
 ROCQ_DEF rocq_result rocq_timer_start(rocq_ctx *ctx, rocq_timer *timer);
 ROCQ_DEF rocq_result rocq_timer_stop(rocq_ctx *ctx, rocq_timer *timer);
 // Waits for stop.
@@ -1973,7 +1979,7 @@ enum {
     ROCQ_K_WAVE = 32,         // lanes
     ROCQ_K_MATVEC_ROWS = 4,   // rows of w that a wave works on at once
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
-    ROCQ_K_MATVEC_PARTS = 4,  // most products of the same x in one launch
+    ROCQ_K_MATVEC_PRODUCTS = 4,  // most products of the same x in one launch
     ROCQ_K_FEW = 8,           // columns up to which a product is a matvec
     ROCQ_K_MATMUL_M = 128,    // a block of a matmul: rows of w, and below, by precision, columns
     ROCQ_K_MATMUL_F16_N = 128,
@@ -2122,7 +2128,7 @@ typedef struct rocq_k_matvec_weights {
     int32_t format;
 } rocq_k_matvec_weights;
 
-typedef struct rocq_k_matvec_part {
+typedef struct rocq_k_matvec_product {
     rocq_k_matvec_weights weights;
     void *y;             // column c of y, gate and residual is c strides, in bytes, further on
     const void *gate;    // or NULL
@@ -2134,14 +2140,14 @@ typedef struct rocq_k_matvec_part {
     int32_t y_layout;
     float softcap;
     int32_t activation;
-} rocq_k_matvec_part;
+} rocq_k_matvec_product;
 
 // y[m, c] for n <= ROCQ_K_FEW columns c. k_waves waves share a row group, each with its part of K.
 //   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; f32 with block formats has _n1 and _n8;
 //             int8_mixed: n = 1
-//   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of one part;
-//             part i has (m + R - 1) / R blocks, the first of which is block_begin[i]
-//   parts     same x, k and n; one format but for int8_mixed; w2 has w's format, shape and place
+//   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of one product;
+//             product i has (m + R - 1) / R blocks, the first of which is block_begin[i]
+//   products  same x, k and n; one format but for int8_mixed; w2 has w's format, shape and place
 //   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
 //   f32       x and x_stride * 4 aligned to 16 bytes. With plain w any alignment of whole elements
 //             does, and any k; what is not 16-byte aligned is read by elements
@@ -2158,12 +2164,12 @@ typedef struct rocq_k_matvec_args {
     int32_t k_shift;    // k_waves = 1 << k_shift: 1, 2, 4 or 8
     int32_t k_step;     // ROCQ_K_WAVE k_waves: a lane takes each k_step-th unit of a row (planar)
                         // or each k_step-th 16 bytes or element (plain)
-    uint32_t block_begin[ROCQ_K_MATVEC_PARTS]; // first block of each part, of the first one 0, and
-                                               // UINT32_MAX where there is none
-    rocq_k_matvec_part part[ROCQ_K_MATVEC_PARTS];
+    uint32_t block_begin[ROCQ_K_MATVEC_PRODUCTS]; // first block of each product, of the first one
+                                                  // 0, and UINT32_MAX where there is none
+    rocq_k_matvec_product product[ROCQ_K_MATVEC_PRODUCTS];
 } rocq_k_matvec_args;
 
-// y = epilogue(w x) over tiles; blockIdx.x counts tiles (see mm_place), then parts of K, blockIdx.z
+// y = epilogue(w x) over tiles; blockIdx.x counts tiles (see matmul_place), then parts of K, blockIdx.z
 // batches. With n_splits over 1 the sums go to work, floats [M, n_splits, N of all batches], and
 // matmul_merge follows, with tiles_m and tiles_n of ROCQ_K_MERGE_M rows by ROCQ_K_MERGE_N columns.
 typedef struct rocq_k_matmul_args {
@@ -2199,7 +2205,7 @@ typedef struct rocq_k_matmul_args {
 //   work      n_splits > 1: n_tiles n_kv_heads n_seqs n_splits (D + 2) columns-of-a-block floats
 //   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after. By it a block
 //             knows that it is the last of its tile, and merges
-// The pieces of a cut grid must run one after the other, since they may share tiles.
+// The launches of a cut grid must run one after the other, since they may share tiles.
 typedef struct rocq_k_attention_args {
     rocq_k_common common;
     rocq_k_tensor out, q, k, v, mask; // as in rocq_attention_params; mask.data NULL: none. mask is
@@ -2379,14 +2385,11 @@ const rocq_hip *rocq_hip_linked(void);
 
 // A private function that nothing calls is a warning (-Wall), with ROCQ_STATIC too: there ROCQ_DEF
 // says that a public function may be unused, and private ones are called by those.
-#define ROCQ__FN static
-#define ROCQ__INLINE static inline
 #if defined(__GNUC__) || defined(__clang__)
 #define ROCQ__ALWAYS_INLINE __attribute__((always_inline)) static inline
 #else
 #define ROCQ__ALWAYS_INLINE static inline
 #endif
-#define ROCQ__RESTRICT __restrict
 #ifdef __cplusplus
 #define ROCQ__ALIGNAS(n) alignas(n)
 #else
@@ -2510,32 +2513,32 @@ enum { ROCQ__GUARD = 0 };
 #define ROCQ__MAX(a, b) ((a) > (b) ? (a) : (b))
 
 // Checked arithmetic on sizes: false, with *out unchanged, on overflow or a negative operand.
-ROCQ__FN bool rocq__add(int64_t a, int64_t b, int64_t *out) {
+static bool rocq__add(int64_t a, int64_t b, int64_t *out) {
     if (a < 0 || b < 0 || a > INT64_MAX - b) return false;
     *out = a + b;
     return true;
 }
 
-ROCQ__FN bool rocq__mul(int64_t a, int64_t b, int64_t *out) {
+static bool rocq__mul(int64_t a, int64_t b, int64_t *out) {
     if (a < 0 || b < 0 || (b != 0 && a > INT64_MAX / b)) return false;
     *out = a * b;
     return true;
 }
 
 // Rounds a up to a multiple of align, which is a power of two.
-ROCQ__FN bool rocq__round_up(int64_t a, int64_t align, int64_t *out) {
+static bool rocq__round_up(int64_t a, int64_t align, int64_t *out) {
     if (!rocq__add(a, align - 1, out)) return false;
     *out &= ~(align - 1);
     return true;
 }
 
-ROCQ__INLINE float rocq__bits_f32(uint32_t bits) {
+static inline float rocq__bits_f32(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-ROCQ__INLINE uint32_t rocq__f32_bits(float value) {
+static inline uint32_t rocq__f32_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
@@ -2543,7 +2546,7 @@ ROCQ__INLINE uint32_t rocq__f32_bits(float value) {
 
 // These conversions never compute with a subnormal float, so they are right even in a program that
 // flushes subnormals to zero, as games do.
-ROCQ__INLINE float rocq__f16_to_f32(uint16_t half) {
+static inline float rocq__f16_to_f32(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
     const uint32_t exponent = (half >> 10) & 0x1fu, mantissa = half & 0x3ffu;
     if (exponent == 0) return rocq__bits_f32(sign | rocq__f32_bits((float)mantissa * 0x1p-24f));
@@ -2551,7 +2554,7 @@ ROCQ__INLINE float rocq__f16_to_f32(uint16_t half) {
     return rocq__bits_f32(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
-ROCQ__INLINE uint16_t rocq__f32_to_f16(float value) {
+static inline uint16_t rocq__f32_to_f16(float value) {
     uint32_t bits = rocq__f32_bits(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     bits &= 0x7fffffffu;
@@ -2568,18 +2571,18 @@ ROCQ__INLINE uint16_t rocq__f32_to_f16(float value) {
     return (uint16_t)(sign | (half + (rest > tie || (rest == tie && (half & 1u)) ? 1u : 0u)));
 }
 
-ROCQ__INLINE float rocq__bf16_to_f32(uint16_t half) {
+static inline float rocq__bf16_to_f32(uint16_t half) {
     return rocq__bits_f32((uint32_t)half << 16);
 }
 
-ROCQ__INLINE uint16_t rocq__f32_to_bf16(float value) {
+static inline uint16_t rocq__f32_to_bf16(float value) {
     const uint32_t bits = rocq__f32_bits(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 64u); // quiet NaN
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
 // A bijection of the sum, and of the word: a change of one word always changes the checksum.
-ROCQ__INLINE uint64_t rocq__checksum_step(uint64_t sum, const void *bytes) {
+static inline uint64_t rocq__checksum_step(uint64_t sum, const void *bytes) {
     uint64_t word;
     memcpy(&word, bytes, sizeof word);
     sum = (sum ^ word) * 0x9e3779b97f4a7c15u + 1;
@@ -2588,7 +2591,7 @@ ROCQ__INLINE uint64_t rocq__checksum_step(uint64_t sum, const void *bytes) {
 
 // A 64-bit checksum that continues from sum. Four chains are interleaved, because each step of a
 // chain has to wait for the one before it.
-ROCQ__FN uint64_t rocq__checksum(uint64_t sum, const void *data, int64_t size) {
+static uint64_t rocq__checksum(uint64_t sum, const void *data, int64_t size) {
     const unsigned char *bytes = (const unsigned char *)data;
     const int64_t whole = size / 32 * 32;
     unsigned char rest[32] = {0};
@@ -2606,7 +2609,7 @@ ROCQ__FN uint64_t rocq__checksum(uint64_t sum, const void *data, int64_t size) {
     return rocq__checksum_step(a, &d);
 }
 
-ROCQ__INLINE bool rocq__block_of(rocq_format format, int64_t *elems, int64_t *bytes) {
+static inline bool rocq__block_of(rocq_format format, int64_t *elems, int64_t *bytes) {
     switch (format) {
 #define ROCQ_X(NAME, name, id, block_elems, block_bytes) \
     case ROCQ_##NAME: *elems = block_elems; *bytes = block_bytes; return true;
@@ -2617,14 +2620,14 @@ ROCQ__INLINE bool rocq__block_of(rocq_format format, int64_t *elems, int64_t *by
     }
 }
 
-ROCQ__INLINE int64_t rocq__bytes(rocq_format format, int64_t n) {
+static inline int64_t rocq__bytes(rocq_format format, int64_t n) {
     int64_t elems, bytes;
     rocq__block_of(format, &elems, &bytes);
     return n / elems * bytes;
 }
 
 // The alignment in bytes that an element's address needs: that of the widest field of its block.
-ROCQ__FN int64_t rocq__alignment_of(rocq_format format) {
+static int64_t rocq__alignment_of(rocq_format format) {
     switch (format) {
     case ROCQ_F32: case ROCQ_I32: return 4;
     case ROCQ_MXFP4: case ROCQ_MXFP6_E2M3: case ROCQ_MXFP6_E3M2: return 1;
@@ -2633,12 +2636,12 @@ ROCQ__FN int64_t rocq__alignment_of(rocq_format format) {
 }
 
 // Host address of element (0, i1, i2, i3).
-ROCQ__INLINE unsigned char *rocq__row(const rocq_tensor *t, int64_t i1, int64_t i2, int64_t i3) {
+static inline unsigned char *rocq__row(const rocq_tensor *t, int64_t i1, int64_t i2, int64_t i3) {
     const int64_t elems = i1 * t->stride[1] + i2 * t->stride[2] + i3 * t->stride[3];
     return (unsigned char *)t->buffer.host + t->offset + rocq__bytes(t->format, elems);
 }
 
-ROCQ__FN void rocq__swap(char *a, char *b, int64_t size) {
+static void rocq__swap(char *a, char *b, int64_t size) {
     char held[64];
     for (int64_t n; size > 0; a += n, b += n, size -= n) {
         n = ROCQ__MIN(size, (int64_t)sizeof held);
@@ -2650,9 +2653,9 @@ ROCQ__FN void rocq__swap(char *a, char *b, int64_t size) {
 
 // Sorts n items of size bytes. A heapsort, because the C library's qsort may take memory: it takes
 // none, does not recurse, and no input makes it slow. compare gets two items and user.
-ROCQ__FN void rocq__heapsort(void *items, int64_t n, int64_t size,
-                             int (*compare)(const void *a, const void *b, const void *user),
-                             const void *user) {
+static void rocq__heapsort(void *items, int64_t n, int64_t size,
+                           int (*compare)(const void *a, const void *b, const void *user),
+                           const void *user) {
     char *v = (char *)items;
     for (int64_t end = n, start = n / 2; end > 1;) {
         if (start > 0) start--;
@@ -2707,12 +2710,12 @@ typedef struct rocq__workers {
     int32_t asleep;    // 1: a worker may be waiting for work (atomic)
     rocq__mutex mutex;
     rocq__cond work, done;
-    // The job. A thread may read it while it holds a piece: it stays until all pieces are done.
+    // The job. A thread may read it while it holds a chunk: it stays until all chunks are done.
     rocq__task fn;
     void *arg;
-    int64_t n, chunk, n_pieces;
-    // Both atomic. open: the job's number (negative to end the workers) in the high half, pieces
-    // not taken yet in the low one. pending: 1 while the caller sleeps, and pieces not done yet.
+    int64_t n, chunk, n_chunks;
+    // Both atomic. open: the job's number (negative to end the workers) in the high half, chunks
+    // not taken yet in the low one. pending: 1 while the caller sleeps, and chunks not done yet.
     // A 32-bit ABI aligns them to 4, but atomics across two cache lines lock out all other cores.
     ROCQ__ALIGNAS(8) int64_t open;
     ROCQ__ALIGNAS(8) int64_t pending;
@@ -2743,8 +2746,8 @@ struct rocq_ctx {
     rocq__block blocks; // a circular list
     void *scratch;
     int64_t scratch_size;
-    struct rocq__tuned *tuned; // [n_tuned of tuned_room] what rocq_tune found, sorted by class
-    int32_t n_tuned, tuned_room;
+    struct rocq__tuned *tuned; // [n_tuned of tuned_capacity] what rocq_tune found, sorted by class
+    int32_t n_tuned, tuned_capacity;
     struct rocq__survey *survey; // collects the launches that a plan has to choose, or NULL
     char error[512];
     char gpu_message[512];
@@ -2763,7 +2766,7 @@ struct rocq_ctx {
 
 // Stores and logs the message of a failure and returns its code, so that failing is one statement.
 ROCQ__PRINTF(3, 4)
-ROCQ__FN rocq_result rocq__fail(rocq_ctx *ctx, rocq_result result, const char *format, ...) {
+static rocq_result rocq__fail(rocq_ctx *ctx, rocq_result result, const char *format, ...) {
     if (!ctx) return result;
     va_list args;
     va_start(args, format);
@@ -2783,14 +2786,14 @@ typedef struct rocq__attempt {
     char error[sizeof((rocq_ctx *)0)->error];
 } rocq__attempt;
 
-ROCQ__FN void rocq__attempt_begin(rocq_ctx *ctx, rocq__attempt *attempt) {
+static void rocq__attempt_begin(rocq_ctx *ctx, rocq__attempt *attempt) {
     attempt->quiet = ctx->quiet;
     memcpy(attempt->error, ctx->error, sizeof attempt->error);
     ctx->quiet = true;
 }
 
 // forget: the attempt succeeded, or the call continues another way.
-ROCQ__FN void rocq__attempt_end(rocq_ctx *ctx, const rocq__attempt *attempt, bool forget) {
+static void rocq__attempt_end(rocq_ctx *ctx, const rocq__attempt *attempt, bool forget) {
     ctx->quiet = attempt->quiet;
     if (forget) memcpy(ctx->error, attempt->error, sizeof attempt->error);
     else if (ctx->desc.log && !ctx->quiet) {
@@ -2800,7 +2803,7 @@ ROCQ__FN void rocq__attempt_end(rocq_ctx *ctx, const rocq__attempt *attempt, boo
 
 // Logs a message without making it rocq_error's.
 ROCQ__PRINTF(3, 4)
-ROCQ__FN void rocq__log(rocq_ctx *ctx, rocq_log_level level, const char *format, ...) {
+static void rocq__log(rocq_ctx *ctx, rocq_log_level level, const char *format, ...) {
     char message[sizeof ctx->error];
     va_list args;
     if (!ctx->desc.log) return;
@@ -2820,7 +2823,7 @@ typedef struct rocq__output {
 } rocq__output;
 
 ROCQ__PRINTF(2, 3)
-ROCQ__FN void rocq__print(rocq__output *out, const char *format, ...) {
+static void rocq__print(rocq__output *out, const char *format, ...) {
     char text[512];
     va_list args;
     va_start(args, format);
@@ -2831,7 +2834,7 @@ ROCQ__FN void rocq__print(rocq__output *out, const char *format, ...) {
 }
 
 // width as in printf, digits decimals. JSON has no infinity or NaN: they are written as 0.
-ROCQ__FN void rocq__print_number(rocq__output *out, double value, int width, int digits) {
+static void rocq__print_number(rocq__output *out, double value, int width, int digits) {
     char text[400];
     int length = 0;
     snprintf(text, sizeof text, "%.*f", digits, value - value == 0.0 ? value : 0.0);
@@ -2844,12 +2847,12 @@ ROCQ__FN void rocq__print_number(rocq__output *out, double value, int width, int
 
 #if ROCQ__HAS_PROFILE // which alone writes JSON
 
-ROCQ__FN void rocq__print_bytes(rocq__output *out, const char *text, int64_t size) {
+static void rocq__print_bytes(rocq__output *out, const char *text, int64_t size) {
     if (!out->failed && size > 0) out->failed = !out->write(text, size, out->user);
 }
 
 // Writes UTF-8 text of any length as a JSON string.
-ROCQ__FN void rocq__print_string(rocq__output *out, const char *text) {
+static void rocq__print_string(rocq__output *out, const char *text) {
     rocq__print(out, "\"");
     for (const char *plain = text;; text++) {
         const bool escaped = *text == '"' || *text == '\\', control = (unsigned char)*text < 0x20;
@@ -2871,8 +2874,8 @@ typedef struct rocq__number {
     int digits; // decimals of a double; -1: the field is an int64_t
 } rocq__number;
 
-ROCQ__FN void rocq__print_fields(rocq__output *out, const rocq__number *fields, size_t n,
-                                 const void *of) {
+static void rocq__print_fields(rocq__output *out, const rocq__number *fields, size_t n,
+                               const void *of) {
     for (size_t i = 0; i < n; i++) {
         const char *at = (const char *)of + fields[i].offset;
         int64_t count;
@@ -2921,18 +2924,18 @@ ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx) {
 // ---------------------------------------------------------------------------------------------
 // Blocks of memory are listed in the context: rocq_close frees those that the caller left.
 
-ROCQ__FN void *rocq__default_alloc(size_t size, void *user) {
+static void *rocq__default_alloc(size_t size, void *user) {
     (void)user;
     return ROCQ_MALLOC(size);
 }
 
-ROCQ__FN void rocq__default_free(void *ptr, size_t size, void *user) {
+static void rocq__default_free(void *ptr, size_t size, void *user) {
     (void)size;
     (void)user;
     ROCQ_FREE(ptr);
 }
 
-ROCQ__FN void *rocq__alloc_aligned(rocq_ctx *ctx, int64_t size, size_t align) {
+static void *rocq__alloc_aligned(rocq_ctx *ctx, int64_t size, size_t align) {
     if (size < 0 || (uint64_t)size > SIZE_MAX - align - sizeof(rocq__block)) return NULL;
     const size_t raw_size = (size_t)size + align + sizeof(rocq__block);
     void *raw = ctx->desc.allocator.alloc(raw_size, ctx->desc.allocator.user);
@@ -2958,16 +2961,16 @@ ROCQ__FN void *rocq__alloc_aligned(rocq_ctx *ctx, int64_t size, size_t align) {
     return data;
 }
 
-ROCQ__FN rocq__block *rocq__block_before(void *data) {
+static rocq__block *rocq__block_before(void *data) {
     return (rocq__block *)(void *)((char *)data - sizeof(rocq__block));
 }
 
 // 64-byte aligned and uninitialized; NULL when the allocator has no memory.
-ROCQ__FN void *rocq__alloc(rocq_ctx *ctx, int64_t size) {
+static void *rocq__alloc(rocq_ctx *ctx, int64_t size) {
     return rocq__alloc_aligned(ctx, size, 64);
 }
 
-ROCQ__FN void rocq__free(rocq_ctx *ctx, void *data) {
+static void rocq__free(rocq_ctx *ctx, void *data) {
     if (!data) return;
     rocq__block *block = rocq__block_before(data);
     block->prev->next = block->next;
@@ -2978,19 +2981,19 @@ ROCQ__FN void rocq__free(rocq_ctx *ctx, void *data) {
 
 // Returns array if it has room for n elements; else frees it and returns a larger one with the same
 // contents. If there is no memory for that, returns NULL and leaves array as it is.
-ROCQ__FN void *rocq__array_room(rocq_ctx *ctx, void *array, int32_t *room, int64_t n,
-                                int64_t element) {
-    if (n <= *room) return array;
-    const int64_t more = ROCQ__MIN(ROCQ__MAX(n, 2 * (int64_t)*room), INT32_MAX);
+static void *rocq__array_grow(rocq_ctx *ctx, void *array, int32_t *capacity, int64_t n,
+                              int64_t element) {
+    if (n <= *capacity) return array;
+    const int64_t more = ROCQ__MIN(ROCQ__MAX(n, 2 * (int64_t)*capacity), INT32_MAX);
     void *larger = n <= INT32_MAX ? rocq__alloc(ctx, more * element) : NULL;
     if (!larger) return NULL;
-    if (array) memcpy(larger, array, (size_t)(*room * element));
+    if (array) memcpy(larger, array, (size_t)(*capacity * element));
     rocq__free(ctx, array);
-    *room = (int32_t)more;
+    *capacity = (int32_t)more;
     return larger;
 }
 
-ROCQ__FN rocq_result rocq__take_budget(rocq_ctx *ctx, int64_t size) {
+static rocq_result rocq__take_budget(rocq_ctx *ctx, int64_t size) {
     const int64_t budget = ctx->desc.memory_budget;
     if (budget > 0 && size > budget - ctx->budget_used) {
         return rocq__fail(ctx, ROCQ_E_BUDGET,
@@ -3004,21 +3007,21 @@ ROCQ__FN rocq_result rocq__take_budget(rocq_ctx *ctx, int64_t size) {
     return ROCQ_OK;
 }
 
-ROCQ__INLINE bool rocq__on_gpu(const rocq_ctx *ctx) {
+static inline bool rocq__on_gpu(const rocq_ctx *ctx) {
     return ROCQ__HAS_HIP && ctx->gpu != NULL;
 }
 
 // Of a GPU context, see >>hip_memory.
-ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size,
-                                        rocq_memory memory, rocq__block **out);
-ROCQ__FN void rocq__device_free(rocq_ctx *ctx, rocq__block *block);
-ROCQ__FN rocq_result rocq__hip_idle(rocq_ctx *ctx, const char *op);
-ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes);
-ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op);
+static rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size,
+                                      rocq_memory memory, rocq__block **out);
+static void rocq__device_free(rocq_ctx *ctx, rocq__block *block);
+static rocq_result rocq__hip_idle(rocq_ctx *ctx, const char *op);
+static rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes);
+static rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op);
 
 // Memory of any kind, 256-byte aligned; for device and pinned memory after rocq__hip_enter.
-ROCQ__FN rocq_result rocq__block_alloc(rocq_ctx *ctx, const char *what, int64_t size,
-                                       rocq_memory memory, rocq__block **out) {
+static rocq_result rocq__block_alloc(rocq_ctx *ctx, const char *what, int64_t size,
+                                     rocq_memory memory, rocq__block **out) {
     if (memory != ROCQ_MEMORY_HOST) return rocq__device_alloc(ctx, what, size, memory, out);
     void *data = rocq__alloc_aligned(ctx, size, 256);
     if (!data) {
@@ -3029,14 +3032,14 @@ ROCQ__FN rocq_result rocq__block_alloc(rocq_ctx *ctx, const char *what, int64_t 
     return ROCQ_OK;
 }
 
-ROCQ__FN void rocq__block_free(rocq_ctx *ctx, rocq__block *block) {
+static void rocq__block_free(rocq_ctx *ctx, rocq__block *block) {
     if (block->memory == ROCQ_MEMORY_HOST) rocq__free(ctx, block->address);
     else rocq__device_free(ctx, block);
 }
 
 // The block of a buffer, or NULL. It is searched for, because a foreign, stale or inner pointer
 // must not reach the allocator.
-ROCQ__FN rocq__block *rocq__block_at(rocq_ctx *ctx, const rocq_buffer *buffer) {
+static rocq__block *rocq__block_at(rocq_ctx *ctx, const rocq_buffer *buffer) {
     const bool on_gpu = rocq__on_gpu(ctx);
     const rocq_memory memory = on_gpu ? ROCQ_MEMORY_DEVICE : ROCQ_MEMORY_HOST;
     const void *address = on_gpu ? (void *)(uintptr_t)buffer->device.address : buffer->host;
@@ -3070,9 +3073,9 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
     return ROCQ_OK;
 }
 
-// Checks that buffer is no piece of a buffer. size is that of the context's buffer at the same
-// address, 0 if there is none: a buffer and its first piece differ in size only.
-ROCQ__FN rocq_result rocq__check_whole(rocq_ctx *ctx, const rocq_buffer *buffer, int64_t size) {
+// Checks that buffer is no slice of a buffer. size is that of the context's buffer at the same
+// address, 0 if there is none: a buffer and its first slice differ in size only.
+static rocq_result rocq__check_whole(rocq_ctx *ctx, const rocq_buffer *buffer, int64_t size) {
     if (size == 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "buffer_free: not a buffer of this context");
     }
@@ -3115,7 +3118,7 @@ ROCQ_DEF rocq_buffer rocq_buffer_from_device(uint64_t address, int64_t size) {
 // Makes scratch memory at least so large. Its contents matter only during an op, so the old block
 // is freed first: both at once could be more than the budget allows, or than there is. If the
 // larger one is then refused, there is no scratch memory until the next op that needs some.
-ROCQ__FN rocq_result rocq__reserve_cpu(rocq_ctx *ctx, int64_t bytes) {
+static rocq_result rocq__reserve_cpu(rocq_ctx *ctx, int64_t bytes) {
     if (bytes <= ctx->scratch_size) return ROCQ_OK;
     ROCQ__TRY(rocq__take_budget(ctx, bytes - ctx->scratch_size));
     rocq__free(ctx, ctx->scratch);
@@ -3136,7 +3139,7 @@ ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes) {
 }
 
 // The running op's scratch memory, 64-byte aligned. A second call in an op gives the same memory.
-ROCQ__FN rocq_result rocq__scratch(rocq_ctx *ctx, int64_t bytes, void **out) {
+static rocq_result rocq__scratch(rocq_ctx *ctx, int64_t bytes, void **out) {
     ROCQ__TRY(rocq__reserve_cpu(ctx, bytes));
     if (!rocq__on_gpu(ctx)) ctx->stats.scratch_peak = ROCQ__MAX(ctx->stats.scratch_peak, bytes);
     *out = ctx->scratch;
@@ -3146,7 +3149,7 @@ ROCQ__FN rocq_result rocq__scratch(rocq_ctx *ctx, int64_t bytes, void **out) {
 // ---------------------------------------------------------------------------------------------
 // >>arena
 // ---------------------------------------------------------------------------------------------
-// An arena cuts pieces from a buffer, one after the other, or only measures what they would take.
+// An arena cuts slices from a buffer, one after the other, or only measures what they would take.
 
 ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer) {
     if (!arena) return;
@@ -3156,18 +3159,18 @@ ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer) {
 }
 
 // The size bytes at offset of a host or device buffer; no address if the buffer has none.
-ROCQ__FN rocq_buffer rocq__buffer_piece(const rocq_buffer *buffer, int64_t offset, int64_t size) {
-    rocq_buffer piece = *buffer;
-    if (piece.host) piece.host = (char *)piece.host + offset;
-    if (piece.device.address) piece.device.address += (uint64_t)offset;
-    piece.size = size;
-    return piece;
+static rocq_buffer rocq__buffer_slice(const rocq_buffer *buffer, int64_t offset, int64_t size) {
+    rocq_buffer slice = *buffer;
+    if (slice.host) slice.host = (char *)slice.host + offset;
+    if (slice.device.address) slice.device.address += (uint64_t)offset;
+    slice.size = size;
+    return slice;
 }
 
-ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int64_t size,
+ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *slice, int64_t size,
                                       int64_t align) {
     if (align == 0) align = 256;
-    if (!arena || !piece || size < 0 || align < 1 || (align & (align - 1)) != 0) {
+    if (!arena || !slice || size < 0 || align < 1 || (align & (align - 1)) != 0) {
         return ROCQ_E_ARGUMENT;
     }
     // The address is aligned, not the offset: the caller's memory may start anywhere.
@@ -3204,18 +3207,18 @@ ROCQ_DEF rocq_result rocq_arena_alloc(rocq_arena *arena, rocq_buffer *piece, int
         if (end > arena->buffer.size) return ROCQ_E_ARENA;
     }
     arena->used = end;
-    *piece = rocq__buffer_piece(&arena->buffer, begin, size);
+    *slice = rocq__buffer_slice(&arena->buffer, begin, size);
     return ROCQ_OK;
 }
 
 ROCQ_DEF rocq_result rocq_arena_tensor(rocq_arena *arena, rocq_tensor *tensor, rocq_format format,
                                        int32_t n_dims, const int64_t *ne) {
     rocq_tensor shape;
-    rocq_buffer piece;
+    rocq_buffer slice;
     if (!arena || !tensor) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq_tensor_init(&shape, NULL, 0, format, n_dims, ne));
-    ROCQ__TRY(rocq_arena_alloc(arena, &piece, rocq_tensor_size(&shape), 0));
-    shape.buffer = piece;
+    ROCQ__TRY(rocq_arena_alloc(arena, &slice, rocq_tensor_size(&shape), 0));
+    shape.buffer = slice;
     *tensor = shape;
     return ROCQ_OK;
 }
@@ -3251,7 +3254,7 @@ ROCQ_DEF void rocq_arena_reset(rocq_arena *arena, int64_t mark) {
 // Tensors are values that point into a buffer: nothing here takes memory or reads elements.
 
 // Sets *extent to the bytes from element 0 to the end of the last one; false on overflow.
-ROCQ__FN bool rocq__extent(const rocq_tensor *t, int64_t *extent) {
+static bool rocq__extent(const rocq_tensor *t, int64_t *extent) {
     int64_t elems, bytes, last = 0;
     if (!rocq__block_of(t->format, &elems, &bytes)) return false;
     for (int d = 1; d < 4; d++) {
@@ -3427,55 +3430,59 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 // ---------------------------------------------------------------------------------------------
 // >>threads: one pool per context, started by the first job that wants it
 // ---------------------------------------------------------------------------------------------
-// rocq__workers_run publishes a job, whose pieces the caller and the workers take from `open`.
+// rocq__workers_run publishes a job, whose chunks the caller and the workers take from `open`.
 
 // Atomics. All are sequentially consistent but rocq__store32, of which only release is needed.
 // seq_cst: a sleeper sets `asleep`, then rechecks; a producer publishes, then reads `asleep`.
 #if defined(__GNUC__) || defined(__clang__)
-ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) {
+static inline int64_t rocq__fetch_add64(int64_t *p, int64_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
 }
-ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) {
+static inline int32_t rocq__fetch_add32(int32_t *p, int32_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
 }
-ROCQ__INLINE int32_t rocq__exchange32(int32_t *p, int32_t v) {
+static inline int32_t rocq__exchange32(int32_t *p, int32_t v) {
     return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);
 }
-ROCQ__INLINE bool rocq__replace64(int64_t *p, int64_t was, int64_t v) {
+static inline bool rocq__replace64(int64_t *p, int64_t was, int64_t v) {
     return __atomic_compare_exchange_n(p, &was, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
-ROCQ__INLINE int32_t rocq__load32(int32_t *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
-ROCQ__INLINE int64_t rocq__load64(int64_t *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
-ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-ROCQ__INLINE void rocq__store64(int64_t *p, int64_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
+static inline int32_t rocq__load32(int32_t *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
+static inline int64_t rocq__load64(int64_t *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
+static inline void rocq__store32(int32_t *p, int32_t v) {
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+static inline void rocq__store64(int64_t *p, int64_t v) {
+    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
+}
 #else
-ROCQ__INLINE int64_t rocq__fetch_add64(int64_t *p, int64_t v) {
+static inline int64_t rocq__fetch_add64(int64_t *p, int64_t v) {
     return InterlockedExchangeAdd64((volatile LONG64 *)p, v);
 }
-ROCQ__INLINE int32_t rocq__fetch_add32(int32_t *p, int32_t v) {
+static inline int32_t rocq__fetch_add32(int32_t *p, int32_t v) {
     return (int32_t)InterlockedExchangeAdd((volatile LONG *)p, v);
 }
-ROCQ__INLINE int32_t rocq__exchange32(int32_t *p, int32_t v) {
+static inline int32_t rocq__exchange32(int32_t *p, int32_t v) {
     return (int32_t)InterlockedExchange((volatile LONG *)p, v);
 }
-ROCQ__INLINE bool rocq__replace64(int64_t *p, int64_t was, int64_t v) {
+static inline bool rocq__replace64(int64_t *p, int64_t was, int64_t v) {
     return InterlockedCompareExchange64((volatile LONG64 *)p, v, was) == was;
 }
-ROCQ__INLINE int32_t rocq__load32(int32_t *p) {
+static inline int32_t rocq__load32(int32_t *p) {
     return (int32_t)InterlockedOr((volatile LONG *)p, 0);
 }
-ROCQ__INLINE int64_t rocq__load64(int64_t *p) {
+static inline int64_t rocq__load64(int64_t *p) {
     return InterlockedCompareExchange64((volatile LONG64 *)p, 0, 0);
 }
-ROCQ__INLINE void rocq__store32(int32_t *p, int32_t v) {
+static inline void rocq__store32(int32_t *p, int32_t v) {
     InterlockedExchange((volatile LONG *)p, v);
 }
-ROCQ__INLINE void rocq__store64(int64_t *p, int64_t v) {
+static inline void rocq__store64(int64_t *p, int64_t v) {
     InterlockedExchange64((volatile LONG64 *)p, v);
 }
 #endif
 
-ROCQ__INLINE void rocq__relax(void) {
+static inline void rocq__relax(void) {
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
     __builtin_ia32_pause();
 #elif defined(__aarch64__) && (defined(__GNUC__) || defined(__clang__))
@@ -3485,7 +3492,7 @@ ROCQ__INLINE void rocq__relax(void) {
 
 // A lock for a few dozen instructions, at half the cost of a mutex. A thread that finds it held for
 // longer (by a preempted thread, say) sleeps, so that the holder runs whatever its priority is.
-ROCQ__INLINE void rocq__spin_lock(int32_t *lock) {
+static inline void rocq__spin_lock(int32_t *lock) {
     for (int32_t spins = 0; rocq__exchange32(lock, 1) != 0; spins++) {
         if (spins < 200) rocq__relax();
 #if defined(_WIN32)
@@ -3496,7 +3503,7 @@ ROCQ__INLINE void rocq__spin_lock(int32_t *lock) {
     }
 }
 
-ROCQ__INLINE void rocq__spin_unlock(int32_t *lock) { rocq__store32(lock, 0); }
+static inline void rocq__spin_unlock(int32_t *lock) { rocq__store32(lock, 0); }
 
 #if ROCQ__HAS_THREADS
 
@@ -3519,17 +3526,17 @@ ROCQ__INLINE void rocq__spin_unlock(int32_t *lock) { rocq__store32(lock, 0); }
 // draw of a token). It yields in between: the thread that it waits for may need its core.
 enum { ROCQ__SPIN_NS = 300000, ROCQ__SPINS = 64 };
 
-ROCQ__INLINE int32_t rocq__pieces(int64_t *word) {
+static inline int32_t rocq__chunks(int64_t *word) {
     return (int32_t)(rocq__load64(word) & INT32_MAX);
 }
 
-// Spins until *word (open or pending) has pieces, or has none; false when it is time to sleep.
-ROCQ__FN bool rocq__spin(int64_t *word, bool some) {
-    if ((rocq__pieces(word) != 0) == some) return true;
+// Spins until *word (open or pending) has chunks, or has none; false when it is time to sleep.
+static bool rocq__spin(int64_t *word, bool some) {
+    if ((rocq__chunks(word) != 0) == some) return true;
     const int64_t start = rocq_time_ns();
     do {
         for (int i = 0; i < ROCQ__SPINS; i++) {
-            if ((rocq__pieces(word) != 0) == some) return true;
+            if ((rocq__chunks(word) != 0) == some) return true;
             rocq__relax();
         }
         ROCQ__YIELD();
@@ -3537,16 +3544,16 @@ ROCQ__FN bool rocq__spin(int64_t *word, bool some) {
     return false;
 }
 
-// Takes and runs pieces until none is left. The job's number in `open` makes a compare-and-swap
-// with an earlier job's value fail. Whoever finishes the last piece wakes a caller that sleeps.
-ROCQ__FN void rocq__workers_share(rocq__workers *pool, int32_t thread) {
+// Takes and runs chunks until none is left. The job's number in `open` makes a compare-and-swap
+// with an earlier job's value fail. Whoever finishes the last chunk wakes a caller that sleeps.
+static void rocq__workers_share(rocq__workers *pool, int32_t thread) {
     int32_t n_done = 0;
     for (;;) {
         const int64_t open = rocq__load64(&pool->open);
         const int64_t left = open & INT32_MAX;
         if (left == 0 || open < 0) break;
         if (!rocq__replace64(&pool->open, open, open - 1)) continue;
-        const int64_t begin = (pool->n_pieces - left) * pool->chunk;
+        const int64_t begin = (pool->n_chunks - left) * pool->chunk;
         pool->fn(pool->arg, begin, ROCQ__MIN(begin + pool->chunk, pool->n), thread);
         n_done++;
     }
@@ -3557,12 +3564,12 @@ ROCQ__FN void rocq__workers_share(rocq__workers *pool, int32_t thread) {
     }
 }
 
-ROCQ__FN void rocq__workers_worker(rocq__workers *pool) {
+static void rocq__workers_worker(rocq__workers *pool) {
     const int32_t thread = rocq__fetch_add32(&pool->n_joined, 1) + 1;
     while (rocq__load64(&pool->open) >= 0) {
         if (!rocq__spin(&pool->open, true)) {
             ROCQ__LOCK(&pool->mutex);
-            while (rocq__exchange32(&pool->asleep, 1), rocq__pieces(&pool->open) == 0) {
+            while (rocq__exchange32(&pool->asleep, 1), rocq__chunks(&pool->open) == 0) {
                 ROCQ__WAIT(&pool->work, &pool->mutex);
             }
             ROCQ__UNLOCK(&pool->mutex);
@@ -3572,19 +3579,19 @@ ROCQ__FN void rocq__workers_worker(rocq__workers *pool) {
 }
 
 #if defined(_WIN32)
-ROCQ__FN DWORD WINAPI rocq__workers_main(LPVOID arg) {
+static DWORD WINAPI rocq__workers_main(LPVOID arg) {
     rocq__workers_worker((rocq__workers *)arg);
     return 0;
 }
 #else
-ROCQ__FN void *rocq__workers_main(void *arg) {
+static void *rocq__workers_main(void *arg) {
     rocq__workers_worker((rocq__workers *)arg);
     return NULL;
 }
 #endif
 
 // It is no error if fewer threads start than asked for: those that do share the work.
-ROCQ__FN void rocq__workers_start(rocq__workers *pool, int32_t n_workers) {
+static void rocq__workers_start(rocq__workers *pool, int32_t n_workers) {
 #if defined(_WIN32)
     InitializeCriticalSection(&pool->mutex);
     InitializeConditionVariable(&pool->work);
@@ -3605,7 +3612,7 @@ ROCQ__FN void rocq__workers_start(rocq__workers *pool, int32_t n_workers) {
     }
 }
 
-ROCQ__FN void rocq__workers_stop(rocq__workers *pool) {
+static void rocq__workers_stop(rocq__workers *pool) {
     ROCQ__LOCK(&pool->mutex);
     rocq__store64(&pool->open, -1);
     ROCQ__WAKE(&pool->work);
@@ -3627,18 +3634,18 @@ ROCQ__FN void rocq__workers_stop(rocq__workers *pool) {
 #endif
 }
 
-// Returns when all pieces are done. It waits for pieces, never for a thread: a worker that is late,
+// Returns when all chunks are done. It waits for chunks, never for a thread: a worker that is late,
 // because another program has its core, finds nothing left to take.
-ROCQ__FN void rocq__workers_run(rocq__workers *pool, int64_t n, int64_t chunk, rocq__task fn,
-                                void *arg) {
+static void rocq__workers_run(rocq__workers *pool, int64_t n, int64_t chunk, rocq__task fn,
+                              void *arg) {
     const int64_t number = ((rocq__load64(&pool->open) >> 32) + 1) & INT32_MAX;
     pool->fn = fn;
     pool->arg = arg;
     pool->n = n;
     pool->chunk = chunk;
-    pool->n_pieces = (n + chunk - 1) / chunk;
-    rocq__store64(&pool->pending, pool->n_pieces);
-    rocq__store64(&pool->open, number << 32 | pool->n_pieces);
+    pool->n_chunks = (n + chunk - 1) / chunk;
+    rocq__store64(&pool->pending, pool->n_chunks);
+    rocq__store64(&pool->open, number << 32 | pool->n_chunks);
     if (rocq__load32(&pool->asleep)) {
         ROCQ__LOCK(&pool->mutex);
         rocq__store32(&pool->asleep, 0);
@@ -3649,16 +3656,16 @@ ROCQ__FN void rocq__workers_run(rocq__workers *pool, int64_t n, int64_t chunk, r
     if (!rocq__spin(&pool->pending, false)) {
         ROCQ__LOCK(&pool->mutex);
         rocq__fetch_add64(&pool->pending, (int64_t)1 << 32);
-        while (rocq__pieces(&pool->pending) != 0) ROCQ__WAIT(&pool->done, &pool->mutex);
+        while (rocq__chunks(&pool->pending) != 0) ROCQ__WAIT(&pool->done, &pool->mutex);
         ROCQ__UNLOCK(&pool->mutex);
     }
 }
 
 #endif // ROCQ__HAS_THREADS
 
-// Runs fn over 0 .. n in pieces of at least grain items (but for the last) and returns when all are
-// done. fn must compute an item the same in any piece: results do not depend on threads.
-ROCQ__FN void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
+// Runs fn over 0 .. n in chunks of at least grain items (but for the last) and returns when all are
+// done. fn must compute an item the same in any chunk: results do not depend on threads.
+static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
     if (n <= 0) return;
 #if ROCQ__HAS_THREADS
     if (ctx->desc.n_threads > 1 && n > grain) {
@@ -3666,9 +3673,9 @@ ROCQ__FN void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task
             rocq__workers_start(&ctx->workers, ctx->desc.n_threads - 1);
             ctx->workers_ready = true;
         }
-        // Four pieces per thread balance the load where other programs slow down some threads.
-        const int64_t pieces = (int64_t)ctx->desc.n_threads * 4;
-        rocq__workers_run(&ctx->workers, n, ROCQ__MAX(grain, (n + pieces - 1) / pieces), fn, arg);
+        // Four chunks per thread balance the load where other programs slow down some threads.
+        const int64_t chunks = (int64_t)ctx->desc.n_threads * 4;
+        rocq__workers_run(&ctx->workers, n, ROCQ__MAX(grain, (n + chunks - 1) / chunks), fn, arg);
         return;
     }
 #endif
@@ -3687,7 +3694,7 @@ typedef struct rocq__pages {
     bool written; // write a byte of each page back: a page that is only read may get no memory yet
 } rocq__pages;
 
-ROCQ__FN void rocq__touch_task(void *arg, int64_t page, int64_t end, int32_t thread) {
+static void rocq__touch_task(void *arg, int64_t page, int64_t end, int32_t thread) {
     const rocq__pages *a = (const rocq__pages *)arg;
     (void)thread;
     for (; page < end && page * ROCQ__PAGE < a->size; page++) {
@@ -3734,28 +3741,28 @@ static const int8_t rocq__iq4_levels[16] = {ROCQ_IQ4_LEVELS};
 static const int8_t rocq__mxfp4_levels[16] = {ROCQ_MXFP4_LEVELS};
 
 // Bits 0-3 of n bytes are codes 0 to n - 1, bits 4-7 codes n to 2 n - 1.
-ROCQ__INLINE void rocq__split4(int8_t *ROCQ__RESTRICT q, const uint8_t *ROCQ__RESTRICT qs,
-                               int32_t n) {
+static inline void rocq__split4(int8_t *__restrict q, const uint8_t *__restrict qs,
+                                int32_t n) {
     for (int32_t j = 0; j < n; j++) q[j] = (int8_t)(qs[j] & 15);
     for (int32_t j = 0; j < n; j++) q[n + j] = (int8_t)(qs[j] >> 4);
 }
 
 // 32 codes get value where their bytes have the bit of mask: what formats keep apart as high bits.
-ROCQ__INLINE void rocq__add_bit(int8_t *ROCQ__RESTRICT q, const uint8_t *ROCQ__RESTRICT qh,
-                                uint8_t mask, int8_t value) {
+static inline void rocq__add_bit(int8_t *__restrict q, const uint8_t *__restrict qh,
+                                 uint8_t mask, int8_t value) {
     for (int32_t l = 0; l < 32; l++) q[l] = (int8_t)(q[l] + (qh[l] & mask ? value : 0));
 }
 
-ROCQ__INLINE void rocq__join4(uint8_t *ROCQ__RESTRICT qs, const uint8_t *ROCQ__RESTRICT q,
-                              int32_t n) {
+static inline void rocq__join4(uint8_t *__restrict qs, const uint8_t *__restrict q,
+                               int32_t n) {
     for (int32_t j = 0; j < n; j++) qs[j] = (uint8_t)((q[j] & 15) | (q[n + j] & 15) << 4);
 }
 
-ROCQ__INLINE void rocq__shift_codes(int8_t *q, int32_t n, int32_t offset) {
+static inline void rocq__shift_codes(int8_t *q, int32_t n, int32_t offset) {
     for (int32_t i = 0; i < n; i++) q[i] = (int8_t)(q[i] + offset);
 }
 
-ROCQ__FN void rocq__unpack_q4_0(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_q4_0(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_q4_0 *b = (const rocq_block_q4_0 *)block;
     scale[0] = rocq__f16_to_f32(b->d);
     min[0] = 0;
@@ -3763,20 +3770,20 @@ ROCQ__FN void rocq__unpack_q4_0(const void *block, int8_t *code, float *scale, f
     rocq__shift_codes(code, 32, -8);
 }
 
-ROCQ__FN void rocq__pack_q4_0(void *block, const rocq__fields *f) {
+static void rocq__pack_q4_0(void *block, const rocq__fields *f) {
     rocq_block_q4_0 *b = (rocq_block_q4_0 *)block;
     b->d = f->d;
     rocq__join4(b->qs, f->q, 16);
 }
 
-ROCQ__FN void rocq__unpack_q4_1(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_q4_1(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_q4_1 *b = (const rocq_block_q4_1 *)block;
     scale[0] = rocq__f16_to_f32(b->d);
     min[0] = -rocq__f16_to_f32(b->m);
     rocq__split4(code, b->qs, 16);
 }
 
-ROCQ__FN void rocq__pack_q4_1(void *block, const rocq__fields *f) {
+static void rocq__pack_q4_1(void *block, const rocq__fields *f) {
     rocq_block_q4_1 *b = (rocq_block_q4_1 *)block;
     b->d = f->d;
     b->m = f->dmin;
@@ -3784,7 +3791,7 @@ ROCQ__FN void rocq__pack_q4_1(void *block, const rocq__fields *f) {
 }
 
 // The bits of qh[i], spread over 8 bytes, are bits 4 of codes 8 i to 8 i + 7.
-ROCQ__INLINE void rocq__split5(int8_t *q, const uint8_t *qh, const uint8_t *qs) {
+static inline void rocq__split5(int8_t *q, const uint8_t *qh, const uint8_t *qs) {
     rocq__split4(q, qs, 16);
     for (int32_t i = 0; i < 4; i++) {
         const uint64_t one = UINT64_C(0x0101010101010101), bits = UINT64_C(0x8040201008040201);
@@ -3796,13 +3803,13 @@ ROCQ__INLINE void rocq__split5(int8_t *q, const uint8_t *qh, const uint8_t *qs) 
     }
 }
 
-ROCQ__INLINE void rocq__join5(uint8_t *qh, uint8_t *qs, const uint8_t *q) {
+static inline void rocq__join5(uint8_t *qh, uint8_t *qs, const uint8_t *q) {
     rocq__join4(qs, q, 16);
     memset(qh, 0, 4);
     for (int32_t i = 0; i < 32; i++) qh[i / 8] = (uint8_t)(qh[i / 8] | (q[i] >> 4) << i % 8);
 }
 
-ROCQ__FN void rocq__unpack_q5_0(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_q5_0(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_q5_0 *b = (const rocq_block_q5_0 *)block;
     scale[0] = rocq__f16_to_f32(b->d);
     min[0] = 0;
@@ -3810,27 +3817,27 @@ ROCQ__FN void rocq__unpack_q5_0(const void *block, int8_t *code, float *scale, f
     rocq__shift_codes(code, 32, -16);
 }
 
-ROCQ__FN void rocq__pack_q5_0(void *block, const rocq__fields *f) {
+static void rocq__pack_q5_0(void *block, const rocq__fields *f) {
     rocq_block_q5_0 *b = (rocq_block_q5_0 *)block;
     b->d = f->d;
     rocq__join5(b->qh, b->qs, f->q);
 }
 
-ROCQ__FN void rocq__unpack_q5_1(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_q5_1(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_q5_1 *b = (const rocq_block_q5_1 *)block;
     scale[0] = rocq__f16_to_f32(b->d);
     min[0] = -rocq__f16_to_f32(b->m);
     rocq__split5(code, b->qh, b->qs);
 }
 
-ROCQ__FN void rocq__pack_q5_1(void *block, const rocq__fields *f) {
+static void rocq__pack_q5_1(void *block, const rocq__fields *f) {
     rocq_block_q5_1 *b = (rocq_block_q5_1 *)block;
     b->d = f->d;
     b->m = f->dmin;
     rocq__join5(b->qh, b->qs, f->q);
 }
 
-ROCQ__FN void rocq__unpack_q8_0(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_q8_0(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_q8_0 *b = (const rocq_block_q8_0 *)block;
     scale[0] = rocq__f16_to_f32(b->d);
     min[0] = 0;
@@ -3838,14 +3845,14 @@ ROCQ__FN void rocq__unpack_q8_0(const void *block, int8_t *code, float *scale, f
 }
 
 // Q8_0 counts q from -128, as every other format counts from its lowest level.
-ROCQ__FN void rocq__pack_q8_0(void *block, const rocq__fields *f) {
+static void rocq__pack_q8_0(void *block, const rocq__fields *f) {
     rocq_block_q8_0 *b = (rocq_block_q8_0 *)block;
     b->d = f->d;
     for (int32_t i = 0; i < 32; i++) b->qs[i] = (int8_t)(f->q[i] - 128);
 }
 
 // Bits 2 r and 2 r + 1 of 32 bytes are codes 32 r to 32 r + 31; 64 bytes make 256 codes.
-ROCQ__INLINE void rocq__split2(int8_t *ROCQ__RESTRICT q, const uint8_t *ROCQ__RESTRICT qs) {
+static inline void rocq__split2(int8_t *__restrict q, const uint8_t *__restrict qs) {
     for (int32_t h = 0; h < 2; h++) {
         for (int32_t r = 0; r < 4; r++) {
             for (int32_t l = 0; l < 32; l++) {
@@ -3855,7 +3862,7 @@ ROCQ__INLINE void rocq__split2(int8_t *ROCQ__RESTRICT q, const uint8_t *ROCQ__RE
     }
 }
 
-ROCQ__INLINE void rocq__join2(uint8_t *ROCQ__RESTRICT qs, const uint8_t *ROCQ__RESTRICT q) {
+static inline void rocq__join2(uint8_t *__restrict qs, const uint8_t *__restrict q) {
     for (int32_t h = 0; h < 2; h++) {
         for (int32_t l = 0; l < 32; l++) {
             const uint8_t *p = q + 128 * h + l;
@@ -3865,7 +3872,7 @@ ROCQ__INLINE void rocq__join2(uint8_t *ROCQ__RESTRICT qs, const uint8_t *ROCQ__R
     }
 }
 
-ROCQ__FN void rocq__unpack_q2_K(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_q2_K(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_q2_K *b = (const rocq_block_q2_K *)block;
     const float d = rocq__f16_to_f32(b->d), dmin = rocq__f16_to_f32(b->dmin);
     for (int32_t g = 0; g < 16; g++) {
@@ -3875,7 +3882,7 @@ ROCQ__FN void rocq__unpack_q2_K(const void *block, int8_t *code, float *scale, f
     rocq__split2(code, b->qs);
 }
 
-ROCQ__FN void rocq__pack_q2_K(void *block, const rocq__fields *f) {
+static void rocq__pack_q2_K(void *block, const rocq__fields *f) {
     rocq_block_q2_K *b = (rocq_block_q2_K *)block;
     b->d = f->d;
     b->dmin = f->dmin;
@@ -3883,7 +3890,7 @@ ROCQ__FN void rocq__pack_q2_K(void *block, const rocq__fields *f) {
     rocq__join2(b->qs, f->q);
 }
 
-ROCQ__FN void rocq__unpack_q3_K(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_q3_K(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_q3_K *b = (const rocq_block_q3_K *)block;
     const float d = rocq__f16_to_f32(b->d);
     for (int32_t g = 0; g < 16; g++) {
@@ -3897,7 +3904,7 @@ ROCQ__FN void rocq__unpack_q3_K(const void *block, int8_t *code, float *scale, f
     rocq__shift_codes(code, 256, -4);
 }
 
-ROCQ__FN void rocq__pack_q3_K(void *block, const rocq__fields *f) {
+static void rocq__pack_q3_K(void *block, const rocq__fields *f) {
     rocq_block_q3_K *b = (rocq_block_q3_K *)block;
     memset(b, 0, sizeof *b);
     b->d = f->d;
@@ -3913,8 +3920,8 @@ ROCQ__FN void rocq__pack_q3_K(void *block, const rocq__fields *f) {
 }
 
 // The 12 bytes of Q4_K and Q5_K that hold 8 scales and 8 mins of 6 bits.
-ROCQ__INLINE void rocq__split_scales(const uint8_t *s, float d, float dmin, float *scale,
-                                     float *min) {
+static inline void rocq__split_scales(const uint8_t *s, float d, float dmin, float *scale,
+                                      float *min) {
     for (int32_t g = 0; g < 4; g++) {
         scale[g] = d * (float)(s[g] & 63);
         min[g] = dmin * (float)(s[4 + g] & 63);
@@ -3923,7 +3930,7 @@ ROCQ__INLINE void rocq__split_scales(const uint8_t *s, float d, float dmin, floa
     }
 }
 
-ROCQ__INLINE void rocq__join_scales(uint8_t *s, const int32_t *sc, const int32_t *mn) {
+static inline void rocq__join_scales(uint8_t *s, const int32_t *sc, const int32_t *mn) {
     for (int32_t g = 0; g < 4; g++) {
         s[g] = (uint8_t)(sc[g] | sc[4 + g] >> 4 << 6);
         s[4 + g] = (uint8_t)(mn[g] | mn[4 + g] >> 4 << 6);
@@ -3931,13 +3938,13 @@ ROCQ__INLINE void rocq__join_scales(uint8_t *s, const int32_t *sc, const int32_t
     }
 }
 
-ROCQ__FN void rocq__unpack_q4_K(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_q4_K(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_q4_K *b = (const rocq_block_q4_K *)block;
     rocq__split_scales(b->scales, rocq__f16_to_f32(b->d), rocq__f16_to_f32(b->dmin), scale, min);
     for (int32_t c = 0; c < 4; c++) rocq__split4(code + 64 * c, b->qs + 32 * c, 32);
 }
 
-ROCQ__FN void rocq__pack_q4_K(void *block, const rocq__fields *f) {
+static void rocq__pack_q4_K(void *block, const rocq__fields *f) {
     rocq_block_q4_K *b = (rocq_block_q4_K *)block;
     b->d = f->d;
     b->dmin = f->dmin;
@@ -3945,14 +3952,14 @@ ROCQ__FN void rocq__pack_q4_K(void *block, const rocq__fields *f) {
     for (int32_t c = 0; c < 4; c++) rocq__join4(b->qs + 32 * c, f->q + 64 * c, 32);
 }
 
-ROCQ__FN void rocq__unpack_q5_K(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_q5_K(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_q5_K *b = (const rocq_block_q5_K *)block;
     rocq__split_scales(b->scales, rocq__f16_to_f32(b->d), rocq__f16_to_f32(b->dmin), scale, min);
     for (int32_t c = 0; c < 4; c++) rocq__split4(code + 64 * c, b->qs + 32 * c, 32);
     for (int32_t g = 0; g < 8; g++) rocq__add_bit(code + 32 * g, b->qh, (uint8_t)(1 << g), 16);
 }
 
-ROCQ__FN void rocq__pack_q5_K(void *block, const rocq__fields *f) {
+static void rocq__pack_q5_K(void *block, const rocq__fields *f) {
     rocq_block_q5_K *b = (rocq_block_q5_K *)block;
     b->d = f->d;
     b->dmin = f->dmin;
@@ -3964,7 +3971,7 @@ ROCQ__FN void rocq__pack_q5_K(void *block, const rocq__fields *f) {
     }
 }
 
-ROCQ__FN void rocq__unpack_q6_K(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_q6_K(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_q6_K *b = (const rocq_block_q6_K *)block;
     const float d = rocq__f16_to_f32(b->d);
     for (int32_t g = 0; g < 16; g++) {
@@ -3979,7 +3986,7 @@ ROCQ__FN void rocq__unpack_q6_K(const void *block, int8_t *code, float *scale, f
     rocq__shift_codes(code, 256, -32);
 }
 
-ROCQ__FN void rocq__pack_q6_K(void *block, const rocq__fields *f) {
+static void rocq__pack_q6_K(void *block, const rocq__fields *f) {
     rocq_block_q6_K *b = (rocq_block_q6_K *)block;
     uint8_t high[256];
     b->d = f->d;
@@ -3989,7 +3996,7 @@ ROCQ__FN void rocq__pack_q6_K(void *block, const rocq__fields *f) {
     rocq__join2(b->qh, high);
 }
 
-ROCQ__FN void rocq__unpack_iq4_nl(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_iq4_nl(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_iq4_nl *b = (const rocq_block_iq4_nl *)block;
     scale[0] = rocq__f16_to_f32(b->d);
     min[0] = 0;
@@ -3997,13 +4004,13 @@ ROCQ__FN void rocq__unpack_iq4_nl(const void *block, int8_t *code, float *scale,
     for (int32_t i = 0; i < 32; i++) code[i] = rocq__iq4_levels[code[i]];
 }
 
-ROCQ__FN void rocq__pack_iq4_nl(void *block, const rocq__fields *f) {
+static void rocq__pack_iq4_nl(void *block, const rocq__fields *f) {
     rocq_block_iq4_nl *b = (rocq_block_iq4_nl *)block;
     b->d = f->d;
     rocq__join4(b->qs, f->q, 16);
 }
 
-ROCQ__FN void rocq__unpack_iq4_xs(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_iq4_xs(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_iq4_xs *b = (const rocq_block_iq4_xs *)block;
     const float d = rocq__f16_to_f32(b->d);
     for (int32_t g = 0; g < 8; g++) {
@@ -4015,7 +4022,7 @@ ROCQ__FN void rocq__unpack_iq4_xs(const void *block, int8_t *code, float *scale,
     for (int32_t i = 0; i < 256; i++) code[i] = rocq__iq4_levels[code[i]];
 }
 
-ROCQ__FN void rocq__pack_iq4_xs(void *block, const rocq__fields *f) {
+static void rocq__pack_iq4_xs(void *block, const rocq__fields *f) {
     rocq_block_iq4_xs *b = (rocq_block_iq4_xs *)block;
     memset(b, 0, sizeof *b);
     b->d = f->d;
@@ -4028,11 +4035,11 @@ ROCQ__FN void rocq__pack_iq4_xs(void *block, const rocq__fields *f) {
 }
 
 // 2^k for -149 <= k <= 127.
-ROCQ__INLINE float rocq__pow2(int32_t k) {
+static inline float rocq__pow2(int32_t k) {
     return rocq__bits_f32(k >= -126 ? (uint32_t)(k + 127) << 23 : 1u << (k + 149));
 }
 
-ROCQ__FN void rocq__unpack_mxfp4(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_mxfp4(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_mxfp4 *b = (const rocq_block_mxfp4 *)block;
     scale[0] = rocq__pow2(b->e - 128);
     min[0] = 0;
@@ -4040,14 +4047,14 @@ ROCQ__FN void rocq__unpack_mxfp4(const void *block, int8_t *code, float *scale, 
     for (int32_t i = 0; i < 32; i++) code[i] = rocq__mxfp4_levels[code[i]];
 }
 
-ROCQ__FN void rocq__split6(uint8_t *q, const uint8_t *qs) {
+static void rocq__split6(uint8_t *q, const uint8_t *qs) {
     for (int32_t i = 0; i < 32; i += 4, qs += 3) {
         const uint32_t v = (uint32_t)qs[0] | (uint32_t)qs[1] << 8 | (uint32_t)qs[2] << 16;
         for (int32_t k = 0; k < 4; k++) q[i + k] = (uint8_t)(v >> 6 * k & 63u);
     }
 }
 
-ROCQ__FN void rocq__join6(uint8_t *qs, const uint8_t *q) {
+static void rocq__join6(uint8_t *qs, const uint8_t *q) {
     for (int32_t i = 0; i < 32; i += 4, qs += 3) {
         const uint32_t v = (uint32_t)q[i] | (uint32_t)q[i + 1] << 6 | (uint32_t)q[i + 2] << 12 |
                            (uint32_t)q[i + 3] << 18;
@@ -4056,13 +4063,13 @@ ROCQ__FN void rocq__join6(uint8_t *qs, const uint8_t *q) {
 }
 
 // An FP6 element with f_bits of mantissa as a multiple of the smallest subnormal.
-ROCQ__INLINE int32_t rocq__fp6(uint8_t q, int32_t f_bits) {
+static inline int32_t rocq__fp6(uint8_t q, int32_t f_bits) {
     const int32_t exponent = (q & 31) >> f_bits, f = q & ((1 << f_bits) - 1);
     const int32_t v = exponent ? (f | 1 << f_bits) << (exponent - 1) : f;
     return q & 32 ? -v : v;
 }
 
-ROCQ__FN void rocq__unpack_mxfp6_e2m3(const void *block, int8_t *code, float *scale, float *min) {
+static void rocq__unpack_mxfp6_e2m3(const void *block, int8_t *code, float *scale, float *min) {
     const rocq_block_mxfp6_e2m3 *b = (const rocq_block_mxfp6_e2m3 *)block;
     uint8_t q[32];
     scale[0] = b->e == 255 ? NAN : rocq__pow2(b->e - 127 - 3);
@@ -4072,7 +4079,7 @@ ROCQ__FN void rocq__unpack_mxfp6_e2m3(const void *block, int8_t *code, float *sc
 }
 
 // The one format whose codes do not fit int8: up to 448.
-ROCQ__FN void rocq__decode_mxfp6_e3m2(const void *block, float *dst) {
+static void rocq__decode_mxfp6_e3m2(const void *block, float *dst) {
     const rocq_block_mxfp6_e3m2 *b = (const rocq_block_mxfp6_e3m2 *)block;
     const float scale = b->e == 255 ? NAN : rocq__pow2(b->e - 127 - 4);
     uint8_t q[32];
@@ -4112,7 +4119,7 @@ ROCQ_FORMATS(ROCQ_X)
 static const rocq__codec rocq__codec_i32 = {{"I32", 1, 4, 32.0f}, ROCQ__CODEC_F32};
 
 // NULL for an unknown format.
-ROCQ__FN const rocq__codec *rocq__codec_of(rocq_format format) {
+static const rocq__codec *rocq__codec_of(rocq_format format) {
     switch (format) {
 #define ROCQ_X(NAME, name, id, elems, bytes) \
     case ROCQ_##NAME: return &rocq__codec_##name;
@@ -4125,8 +4132,8 @@ ROCQ__FN const rocq__codec *rocq__codec_of(rocq_format format) {
 
 // -- dequantize --
 
-ROCQ__FN void rocq__decode_block(const rocq__codec *codec, const void *block,
-                                 float *ROCQ__RESTRICT dst) {
+static void rocq__decode_block(const rocq__codec *codec, const void *block,
+                               float *__restrict dst) {
     if (!codec->unpack) {
         rocq__decode_mxfp6_e3m2(block, dst);
         return;
@@ -4140,8 +4147,8 @@ ROCQ__FN void rocq__decode_block(const rocq__codec *codec, const void *block,
     }
 }
 
-ROCQ__FN void rocq__dequantize_row(rocq_format format, float *ROCQ__RESTRICT dst,
-                                   const void *ROCQ__RESTRICT src, int64_t n) {
+static void rocq__dequantize_row(rocq_format format, float *__restrict dst,
+                                 const void *__restrict src, int64_t n) {
     const uint16_t *half = (const uint16_t *)src;
     const unsigned char *block = (const unsigned char *)src;
     const rocq__codec *codec = rocq__codec_of(format);
@@ -4174,13 +4181,13 @@ ROCQ__FN void rocq__dequantize_row(rocq_format format, float *ROCQ__RESTRICT dst
 
 // (x - offset) factor, rounded to F32 before the caller adds to it. Out of line, because a call is
 // the one barrier to fused multiply-add that every compiler and language mode respects.
-ROCQ__NOINLINE void rocq__scaled(float *ROCQ__RESTRICT dst, const float *ROCQ__RESTRICT x,
+ROCQ__NOINLINE void rocq__scaled(float *__restrict dst, const float *__restrict x,
                                  float offset, float factor, int32_t n) {
     for (int32_t i = 0; i < n; i++) dst[i] = (x[i] - offset) * factor;
 }
 
 // Importance as weights from 0 to 1, and never quite 0: unimportant values get sane levels too.
-ROCQ__FN void rocq__weights(float *ROCQ__RESTRICT dst, const float *ROCQ__RESTRICT w, int32_t n) {
+static void rocq__weights(float *__restrict dst, const float *__restrict w, int32_t n) {
     float top = 0;
     for (int32_t i = 0; i < n && w; i++) top = ROCQ__MAX(top, w[i]);
     for (int32_t i = 0; i < n; i++) dst[i] = top > 0 ? w[i] / top + 1e-7f : 1.0f;
@@ -4188,13 +4195,13 @@ ROCQ__FN void rocq__weights(float *ROCQ__RESTRICT dst, const float *ROCQ__RESTRI
 
 // What a scale field can hold: a scale that F16 would round to infinity takes F16's largest value,
 // so a block of huge values saturates.
-ROCQ__INLINE float rocq__f16_limit(float v) {
+static inline float rocq__f16_limit(float v) {
     return v >= 65520.0f ? 65504.0f : v <= -65520.0f ? -65504.0f : v;
 }
 
 // Q4_0 and Q5_0: the element of largest magnitude takes the lowest level. Q4_1 and Q5_1: levels
 // from the smallest to the largest element. Q8_0: largest magnitude is 127, halves go away from 0.
-ROCQ__FN void rocq__encode_plain(const rocq__grid *grid, const float *x, rocq__fields *f) {
+static void rocq__encode_plain(const rocq__grid *grid, const float *x, rocq__fields *f) {
     float top = 0, low = x[0], high = x[0], offset = 0, d, v[32];
     for (int32_t i = 0; i < 32; i++) {
         if (fabsf(x[i]) > fabsf(top)) top = x[i];
@@ -4230,7 +4237,7 @@ ROCQ__FN void rocq__encode_plain(const rocq__grid *grid, const float *x, rocq__f
 }
 
 // The nearest level, of two equally near the smaller magnitude; never one beyond F32, or -0.
-ROCQ__FN void rocq__codes_mxfp4(uint8_t *q, const float *x, uint8_t e) {
+static void rocq__codes_mxfp4(uint8_t *q, const float *x, uint8_t e) {
     const float scale = rocq__pow2(e - 128);
     float magnitude[32];
     for (int32_t i = 0; i < 32; i++) magnitude[i] = 0;
@@ -4245,7 +4252,7 @@ ROCQ__FN void rocq__codes_mxfp4(uint8_t *q, const float *x, uint8_t e) {
 }
 
 // Nearest element, ties to even, too large ones to the largest.
-ROCQ__FN void rocq__codes_fp6(uint8_t *q, const float *x, uint8_t e, int32_t f_bits) {
+static void rocq__codes_fp6(uint8_t *q, const float *x, uint8_t e, int32_t f_bits) {
     const double unit = ldexp(1.0, 127 - e + (f_bits == 3 ? 3 : 4)); // smallest subnormal to 1
     const double limit = rocq__fp6(31, f_bits);
     for (int32_t i = 0; i < 32; i++) {
@@ -4264,7 +4271,7 @@ ROCQ__FN void rocq__codes_fp6(uint8_t *q, const float *x, uint8_t e, int32_t f_b
 
 // The scale is the power of two of the OCP specification, or ggml's for MXFP4; with importance the
 // best of that and its neighbours.
-ROCQ__FN void rocq__encode_mx(const rocq__codec *codec, void *dst, const float *x, const float *w) {
+static void rocq__encode_mx(const rocq__codec *codec, void *dst, const float *x, const float *w) {
     const int32_t f_bits = codec->mx_bits;
     float amax = 0;
     for (int32_t i = 0; i < 32; i++) amax = ROCQ__MAX(amax, fabsf(x[i]));
@@ -4332,12 +4339,12 @@ typedef struct rocq__sums {
 } rocq__sums;
 
 // The error at s + a, m + b.
-ROCQ__INLINE float rocq__error_at(const rocq__sums *k, float a, float b) {
+static inline float rocq__error_at(const rocq__sums *k, float a, float b) {
     return k->rr - 2 * (a * k->rl - b * k->r1) + a * (a * k->ll - 2 * b * k->l1) + b * b * k->w1;
 }
 
 // The levels nearest to 16 values.
-ROCQ__INLINE void rocq__levels_16(const rocq__grid *grid, const float *v, float *level) {
+static inline void rocq__levels_16(const rocq__grid *grid, const float *v, float *level) {
     if (grid->table) {
         for (int32_t i = 0; i < 16; i++) level[i] = (float)grid->table[0];
         for (int32_t k = 1; k < 16; k++) {
@@ -4357,7 +4364,7 @@ ROCQ__INLINE void rocq__levels_16(const rocq__grid *grid, const float *v, float 
 }
 
 // Gives the elements of group g their nearest levels. Four partial sums each, for SIMD.
-ROCQ__FN rocq__sums rocq__assign(const rocq__search *search, int32_t g, float s, float m) {
+static rocq__sums rocq__assign(const rocq__search *search, int32_t g, float s, float m) {
     const int32_t group = search->grid->group;
     const float inverse = s != 0 ? 1 / s : 0;
     float rr[4] = {0, 0, 0, 0}, rl[4] = {0, 0, 0, 0}, r1[4] = {0, 0, 0, 0};
@@ -4387,7 +4394,7 @@ ROCQ__FN rocq__sums rocq__assign(const rocq__search *search, int32_t g, float s,
 
 // Of the two values around v that an F16 field can hold: side 0 the nearer one, 1 the one of larger
 // magnitude, 2 the farther one.
-ROCQ__FN float rocq__stored(const rocq__search *search, float v, int32_t side) {
+static float rocq__stored(const rocq__search *search, float v, int32_t side) {
     const float unit = rocq__pow2(search->exponent), inverse = rocq__pow2(-search->exponent);
     uint16_t bits = rocq__f32_to_f16(rocq__f16_limit(v * unit));
     const float first = rocq__f16_to_f32(bits) * inverse;
@@ -4399,8 +4406,8 @@ ROCQ__FN float rocq__stored(const rocq__search *search, float v, int32_t side) {
 }
 
 // The steps from s, m to the least squares optimum for the levels that gave the sums.
-ROCQ__FN void rocq__refit(const rocq__search *search, const rocq__sums *k, float m, float *a,
-                          float *b) {
+static void rocq__refit(const rocq__search *search, const rocq__sums *k, float m, float *a,
+                        float *b) {
     *a = k->ll > 0 ? k->rl / k->ll : 0;
     *b = 0;
     if (!search->has_min) return;
@@ -4421,7 +4428,7 @@ ROCQ__FN void rocq__refit(const rocq__search *search, const rocq__sums *k, float
 // Step 1 for a group. Starts put the ends of its range outside, at and inside the ends of the
 // levels, in this order; among fits about equally good the first and finest is taken, so that
 // groups that are alike end up alike. With a single scale the rounding to F16 is in here.
-ROCQ__FN void rocq__fit(rocq__search *search, int32_t g) {
+static void rocq__fit(rocq__search *search, int32_t g) {
     const rocq__grid *grid = search->grid;
     const float *x = search->x + g * grid->group, *w = search->w + g * grid->group;
     const float bottom = (float)(grid->table ? grid->table[0] : grid->q_lo);
@@ -4477,7 +4484,7 @@ ROCQ__FN void rocq__fit(rocq__search *search, int32_t g) {
 }
 
 // The integer of a range that is nearest to v / unit.
-ROCQ__INLINE int32_t rocq__code_for(float v, float unit, int32_t lo, int32_t hi) {
+static inline int32_t rocq__code_for(float v, float unit, int32_t lo, int32_t hi) {
     float t = (unit != 0 ? v / unit : 0) - (float)lo;
     t = t > 0 ? t : 0;
     t = t < (float)(hi - lo) ? t : (float)(hi - lo);
@@ -4493,7 +4500,7 @@ typedef struct rocq__start {
 // it, each moved to what suits the sc that go with it; the best n of them, then dmin for each in
 // the same way. A min can make good what a scale is too large by, so with mins d is also rounded
 // up.
-ROCQ__FN void rocq__find_starts(const rocq__search *search, rocq__start *starts, int32_t n) {
+static void rocq__find_starts(const rocq__search *search, rocq__start *starts, int32_t n) {
     const rocq__grid *grid = search->grid;
     const float end = (float)(grid->sc_lo < 0 ? grid->sc_lo : grid->sc_hi);
     const float step = (float)(grid->sc_hi + 1) / (end < 0 ? -64.0f : 64.0f);
@@ -4556,8 +4563,8 @@ ROCQ__FN void rocq__find_starts(const rocq__search *search, rocq__start *starts,
 // Step 3: chooses sc and mn of every group for given d and dmin, those nearest to s and m or the
 // next ones if they are better. Returns the error. Moves d and dmin to where least squares over the
 // block wants them, among what can be stored, and each s and m to what its group wants.
-ROCQ__FN float rocq__choose(const rocq__search *search, float *d, float *dmin, float *s, float *m,
-                            rocq__fields *f) {
+static float rocq__choose(const rocq__search *search, float *d, float *dmin, float *s, float *m,
+                          rocq__fields *f) {
     const rocq__grid *grid = search->grid;
     float total = 0, dd = 0, dm = 0, mm = 0, rd = 0, rm = 0;
     for (int32_t g = 0; g < search->n_groups; g++) {
@@ -4623,8 +4630,8 @@ ROCQ__FN float rocq__choose(const rocq__search *search, float *d, float *dmin, f
     return total;
 }
 
-ROCQ__FN void rocq__encode_searched(const rocq__grid *grid, const float *x, const float *w,
-                                    rocq__fields *out) {
+static void rocq__encode_searched(const rocq__grid *grid, const float *x, const float *w,
+                                  rocq__fields *out) {
     rocq__search search;
     float amax = 0, d, dmin;
     for (int32_t i = 0; i < grid->n; i++) amax = ROCQ__MAX(amax, fabsf(x[i]));
@@ -4691,8 +4698,8 @@ ROCQ__FN void rocq__encode_searched(const rocq__grid *grid, const float *x, cons
 
 // -- quantize: rows --
 
-ROCQ__FN void rocq__quantize_row(rocq_format format, void *dst, const float *src, int64_t n,
-                                 const float *importance) {
+static void rocq__quantize_row(rocq_format format, void *dst, const float *src, int64_t n,
+                               const float *importance) {
     uint16_t *half = (uint16_t *)dst;
     unsigned char *block = (unsigned char *)dst;
     const rocq__codec *codec = rocq__codec_of(format);
@@ -4744,7 +4751,7 @@ ROCQ_DEF rocq_result rocq_format_from_name(rocq_format *format, const char *name
         ROCQ_I32};
     if (!format || !name) return ROCQ_E_ARGUMENT;
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
-        const char *a = rocq_get_format_info(all[i])->name, *b = name;
+        const char *a = rocq_format_name(all[i]), *b = name;
         while (*a && *a == (*b >= 'a' && *b <= 'z' ? *b - 'a' + 'A' : *b)) a++, b++;
         if (*a == 0 && *b == 0) {
             *format = all[i];
@@ -4763,7 +4770,7 @@ ROCQ_DEF rocq_result rocq_row_size(rocq_format format, int64_t n, int64_t *bytes
 }
 
 // A host address that a caller may pass for n elements of a format.
-ROCQ__FN rocq_result rocq__check_span(rocq_format format, const void *ptr, int64_t n) {
+static rocq_result rocq__check_span(rocq_format format, const void *ptr, int64_t n) {
     if (n == 0) return ROCQ_OK;
     if (!ptr) return ROCQ_E_ARGUMENT;
     return (uintptr_t)ptr % (uintptr_t)rocq__alignment_of(format) == 0 ? ROCQ_OK : ROCQ_E_ALIGNMENT;
@@ -4771,8 +4778,8 @@ ROCQ__FN rocq_result rocq__check_span(rocq_format format, const void *ptr, int64
 
 // Whether n_a elements of one format at a share a byte with n_b of another at b. The most bytes
 // that they take, 4 to an element, fit an int64.
-ROCQ__FN bool rocq__spans_overlap(rocq_format a_format, const void *a, int64_t n_a,
-                                  rocq_format b_format, const void *b, int64_t n_b) {
+static bool rocq__spans_overlap(rocq_format a_format, const void *a, int64_t n_a,
+                                rocq_format b_format, const void *b, int64_t n_b) {
     return n_a > 0 && n_b > 0 &&
            (uintptr_t)a < (uintptr_t)b + (uintptr_t)rocq__bytes(b_format, n_b) &&
            (uintptr_t)b < (uintptr_t)a + (uintptr_t)rocq__bytes(a_format, n_a);
@@ -4891,20 +4898,20 @@ struct rocq_gguf {
     rocq__gguf_index values, tensors;
 };
 
-ROCQ__FN uint32_t rocq__gguf_u32(const void *src) {
+static uint32_t rocq__gguf_u32(const void *src) {
     uint32_t value;
     memcpy(&value, src, sizeof value);
     return value;
 }
 
-ROCQ__FN uint64_t rocq__gguf_u64(const void *src) {
+static uint64_t rocq__gguf_u64(const void *src) {
     uint64_t value;
     memcpy(&value, src, sizeof value);
     return value;
 }
 
 // Bytes of an element. For a string, the 8 bytes of its length; for an unknown type, 0.
-ROCQ__FN int64_t rocq__gguf_type_size(uint32_t type) {
+static int64_t rocq__gguf_type_size(uint32_t type) {
     static const unsigned char sizes[] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 0, 8, 8, 8};
     return type < sizeof sizes ? sizes[type] : 0;
 }
@@ -4917,7 +4924,7 @@ ROCQ__FN int64_t rocq__gguf_type_size(uint32_t type) {
     X(29, IQ1_M) X(31, Q4_0_4_4) X(32, Q4_0_4_8) X(33, Q4_0_8_8) X(34, TQ1_0) X(35, TQ2_0)        \
     X(36, IQ4_NL_4_4) X(37, IQ4_NL_4_8) X(38, IQ4_NL_8_8) X(40, NVFP4) X(41, Q1_0)
 
-ROCQ__FN const char *rocq__gguf_type_name(uint32_t type_id) {
+static const char *rocq__gguf_type_name(uint32_t type_id) {
     // In C++ it is undefined to convert a number that does not fit the enum's bits.
     const rocq__codec *codec = type_id < 1024 ? rocq__codec_of((rocq_format)type_id) : NULL;
     if (codec) return codec->info.name;
@@ -4935,7 +4942,7 @@ typedef struct rocq__label {
     char text[65];
 } rocq__label;
 
-ROCQ__FN rocq__label rocq__label_of(const char *name, int64_t length) {
+static rocq__label rocq__label_of(const char *name, int64_t length) {
     rocq__label label;
     int64_t n = 0;
     for (; n < length && n < (int64_t)sizeof label.text - 1; n++) {
@@ -4946,9 +4953,9 @@ ROCQ__FN rocq__label rocq__label_of(const char *name, int64_t length) {
 }
 
 // Fails with a message that gives the file offset and, unless index is NULL, the record's name.
-ROCQ__FN rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_index *index, int64_t i,
-                                    int64_t at, rocq_result result, const char *why,
-                                    uint64_t number) {
+static rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_index *index, int64_t i,
+                                  int64_t at, rocq_result result, const char *why,
+                                  uint64_t number) {
     if (!index) {
         return rocq__fail(file->ctx, result, "gguf: byte %lld: %s: %llu", (long long)at, why,
                           (unsigned long long)number);
@@ -4970,7 +4977,7 @@ ROCQ__FN rocq_result rocq__gguf_bad(const rocq_gguf *file, const rocq__gguf_inde
 #if ROCQ__HAS_STDIO
 #if defined(_WIN32)
 // Converts a path from UTF-8. NULL, with errno, on failure. The caller frees it with rocq__free.
-ROCQ__FN wchar_t *rocq__wide(rocq_ctx *ctx, const char *path) {
+static wchar_t *rocq__wide(rocq_ctx *ctx, const char *path) {
     const int length = MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, NULL, 0);
     errno = EINVAL;
     if (length <= 0) return NULL;
@@ -4988,7 +4995,7 @@ typedef enum rocq__open_mode {
 } rocq__open_mode;
 
 // NULL, with errno, on failure.
-ROCQ__FN FILE *rocq__fopen(rocq_ctx *ctx, const char *path, rocq__open_mode mode) {
+static FILE *rocq__fopen(rocq_ctx *ctx, const char *path, rocq__open_mode mode) {
 #if defined(_WIN32)
     wchar_t *wide = rocq__wide(ctx, path);
     FILE *stream = NULL;
@@ -5011,7 +5018,7 @@ ROCQ__FN FILE *rocq__fopen(rocq_ctx *ctx, const char *path, rocq__open_mode mode
 #endif
 }
 
-ROCQ__FN bool rocq__fseek(FILE *stream, int64_t offset, int whence) {
+static bool rocq__fseek(FILE *stream, int64_t offset, int whence) {
 #if defined(_WIN32)
     return _fseeki64(stream, offset, whence) == 0;
 #else
@@ -5019,7 +5026,7 @@ ROCQ__FN bool rocq__fseek(FILE *stream, int64_t offset, int whence) {
 #endif
 }
 
-ROCQ__FN int64_t rocq__ftell(FILE *stream) {
+static int64_t rocq__ftell(FILE *stream) {
 #if defined(_WIN32)
     return _ftelli64(stream);
 #else
@@ -5035,7 +5042,7 @@ extern ssize_t pread(int fd, void *dst, size_t size, off_t offset);
 #endif
 
 // Does not use the stream's buffer and position, so that several threads can read at once.
-ROCQ__FN bool rocq__file_read(void *dst, int64_t offset, int64_t size, void *user) {
+static bool rocq__file_read(void *dst, int64_t offset, int64_t size, void *user) {
     FILE *stream = (FILE *)user;
     unsigned char *p = (unsigned char *)dst;
     while (size > 0) {
@@ -5066,7 +5073,7 @@ ROCQ__FN bool rocq__file_read(void *dst, int64_t offset, int64_t size, void *use
 // Maps the file, if the system can. Tensors that have to be copied are still read from the file: a
 // copy out of the mapping is no faster (bench/upload.c; H200 host, 16 threads: 77 against 79 GB/s),
 // and would end the program if the file had shrunk.
-ROCQ__FN void rocq__gguf_map(rocq_gguf *file) {
+static void rocq__gguf_map(rocq_gguf *file) {
 #if defined(_WIN32)
     const HANDLE handle = (HANDLE)_get_osfhandle(_fileno(file->stream));
     const HANDLE mapping = CreateFileMappingW(handle, NULL, PAGE_READONLY, 0, 0, NULL);
@@ -5091,7 +5098,7 @@ ROCQ__FN void rocq__gguf_map(rocq_gguf *file) {
 }
 #endif
 
-ROCQ__FN rocq_result rocq__gguf_open_source(rocq_gguf *file, const rocq_gguf_desc *desc) {
+static rocq_result rocq__gguf_open_source(rocq_gguf *file, const rocq_gguf_desc *desc) {
     if (desc->data) {
         file->size = desc->size;
         file->head = (const unsigned char *)desc->data;
@@ -5139,15 +5146,15 @@ typedef struct rocq__gguf_scan {
     rocq_result result; // the first failure, after which nothing more is read
 } rocq__gguf_scan;
 
-ROCQ__FN void rocq__gguf_stop(rocq__gguf_scan *scan, rocq_result result, const char *why,
-                              uint64_t number) {
+static void rocq__gguf_stop(rocq__gguf_scan *scan, rocq_result result, const char *why,
+                            uint64_t number) {
     if (scan->result != ROCQ_OK) return;
     scan->result =
         rocq__gguf_bad(scan->file, scan->index, scan->record, scan->at, result, why, number);
 }
 
 // Makes the next n bytes readable at head + at, if need be by reading into a larger window.
-ROCQ__FN bool rocq__gguf_need(rocq__gguf_scan *scan, uint64_t n) {
+static bool rocq__gguf_need(rocq__gguf_scan *scan, uint64_t n) {
     rocq_gguf *file = scan->file;
     if (scan->result != ROCQ_OK) return false;
     if (n > (uint64_t)(file->size - scan->at)) {
@@ -5156,36 +5163,36 @@ ROCQ__FN bool rocq__gguf_need(rocq__gguf_scan *scan, uint64_t n) {
     }
     const int64_t end = scan->at + (int64_t)n;
     if (end <= file->head_size) return true;
-    int64_t room = file->head_size <= file->size / 2 ? file->head_size * 2 : file->size;
-    room = ROCQ__MIN(ROCQ__MAX(room, (int64_t)ROCQ__GGUF_WINDOW), file->size);
-    room = ROCQ__MAX(room, end);
-    unsigned char *window = (unsigned char *)rocq__alloc(file->ctx, room);
+    int64_t capacity = file->head_size <= file->size / 2 ? file->head_size * 2 : file->size;
+    capacity = ROCQ__MIN(ROCQ__MAX(capacity, (int64_t)ROCQ__GGUF_WINDOW), file->size);
+    capacity = ROCQ__MAX(capacity, end);
+    unsigned char *window = (unsigned char *)rocq__alloc(file->ctx, capacity);
     if (!window) {
         rocq__gguf_stop(scan, ROCQ_E_MEMORY, "no memory for a header of this many bytes",
-                        (uint64_t)room);
+                        (uint64_t)capacity);
         return false;
     }
     if (file->head_size > 0) memcpy(window, file->head, (size_t)file->head_size);
     const bool ok = file->source.read(window + file->head_size, file->head_size,
-                                      room - file->head_size, file->source.user);
+                                      capacity - file->head_size, file->source.user);
     rocq__free(file->ctx, ok ? file->window : window);
     if (!ok) {
         rocq__gguf_stop(scan, ROCQ_E_IO, "cannot read this many bytes",
-                        (uint64_t)(room - file->head_size));
+                        (uint64_t)(capacity - file->head_size));
         return false;
     }
     file->window = window;
     file->head = window;
-    file->head_size = room;
+    file->head_size = capacity;
     return true;
 }
 
-ROCQ__FN void rocq__gguf_skip(rocq__gguf_scan *scan, uint64_t n) {
+static void rocq__gguf_skip(rocq__gguf_scan *scan, uint64_t n) {
     if (rocq__gguf_need(scan, n)) scan->at += (int64_t)n;
 }
 
 // Reads n (up to 8) bytes as a number; 0 after a failure.
-ROCQ__FN uint64_t rocq__gguf_take(rocq__gguf_scan *scan, uint64_t n) {
+static uint64_t rocq__gguf_take(rocq__gguf_scan *scan, uint64_t n) {
     uint64_t value = 0;
     if (!rocq__gguf_need(scan, n)) return 0;
     memcpy(&value, scan->file->head + scan->at, (size_t)n);
@@ -5193,7 +5200,7 @@ ROCQ__FN uint64_t rocq__gguf_take(rocq__gguf_scan *scan, uint64_t n) {
     return value;
 }
 
-ROCQ__FN void rocq__gguf_scan_value(rocq__gguf_scan *scan) {
+static void rocq__gguf_scan_value(rocq__gguf_scan *scan) {
     const uint64_t key_length = rocq__gguf_take(scan, 8);
     rocq__gguf_skip(scan, key_length);
     if (scan->result == ROCQ_OK && (key_length < 1 || key_length > ROCQ__GGUF_MAX_KEY)) {
@@ -5228,7 +5235,7 @@ ROCQ__FN void rocq__gguf_scan_value(rocq__gguf_scan *scan) {
     }
 }
 
-ROCQ__FN void rocq__gguf_scan_tensor(rocq__gguf_scan *scan) {
+static void rocq__gguf_scan_tensor(rocq__gguf_scan *scan) {
     rocq__gguf_skip(scan, rocq__gguf_take(scan, 8));
     const uint64_t n_dims = rocq__gguf_take(scan, 4);
     if (n_dims > 4) rocq__gguf_stop(scan, ROCQ_E_CORRUPT, "more than 4 dimensions", n_dims);
@@ -5236,8 +5243,8 @@ ROCQ__FN void rocq__gguf_scan_tensor(rocq__gguf_scan *scan) {
 }
 
 // The caller has checked count against the number of bytes that are left in the file.
-ROCQ__FN rocq_result rocq__gguf_index_alloc(rocq_gguf *file, rocq__gguf_index *index,
-                                            const char *kind, int64_t count) {
+static rocq_result rocq__gguf_index_alloc(rocq_gguf *file, rocq__gguf_index *index,
+                                          const char *kind, int64_t count) {
     index->kind = kind;
     index->at = (int64_t *)rocq__alloc(file->ctx, (count + 1) * (int64_t)sizeof(int64_t));
     index->order = (int64_t *)rocq__alloc(file->ctx, (count + 1) * (int64_t)sizeof(int64_t));
@@ -5251,7 +5258,7 @@ ROCQ__FN rocq_result rocq__gguf_index_alloc(rocq_gguf *file, rocq__gguf_index *i
 
 // -- records --
 
-ROCQ__FN rocq_str rocq__gguf_name(const rocq_gguf *file, const rocq__gguf_index *index, int64_t i) {
+static rocq_str rocq__gguf_name(const rocq_gguf *file, const rocq__gguf_index *index, int64_t i) {
     const unsigned char *record = file->head + index->at[i];
     const int64_t room = index->at[i + 1] - index->at[i] - 8;
     const uint64_t length = rocq__gguf_u64(record);
@@ -5262,7 +5269,7 @@ ROCQ__FN rocq_str rocq__gguf_name(const rocq_gguf *file, const rocq__gguf_index 
 }
 
 // Any total order would do; this one compares lengths first, which decides most pairs.
-ROCQ__FN int rocq__gguf_compare(rocq_str a, rocq_str b) {
+static int rocq__gguf_compare(rocq_str a, rocq_str b) {
     if (a.length != b.length) return a.length < b.length ? -1 : 1;
     return memcmp(a.data, b.data, (size_t)a.length);
 }
@@ -5272,13 +5279,13 @@ typedef struct rocq__gguf_list {
     const rocq__gguf_index *index;
 } rocq__gguf_list;
 
-ROCQ__FN int rocq__gguf_by_name(const void *a, const void *b, const void *list) {
+static int rocq__gguf_by_name(const void *a, const void *b, const void *list) {
     const rocq__gguf_list *l = (const rocq__gguf_list *)list;
     return rocq__gguf_compare(rocq__gguf_name(l->file, l->index, *(const int64_t *)a),
                               rocq__gguf_name(l->file, l->index, *(const int64_t *)b));
 }
 
-ROCQ__FN int rocq__gguf_by_offset(const void *a, const void *b, const void *list) {
+static int rocq__gguf_by_offset(const void *a, const void *b, const void *list) {
     const rocq__gguf_list *l = (const rocq__gguf_list *)list;
     const int64_t *at = l->index->at;
     const uint64_t offset_a = rocq__gguf_u64(l->file->head + at[*(const int64_t *)a + 1] - 8);
@@ -5286,14 +5293,14 @@ ROCQ__FN int rocq__gguf_by_offset(const void *a, const void *b, const void *list
     return offset_a < offset_b ? -1 : offset_a > offset_b;
 }
 
-ROCQ__FN void rocq__gguf_sort(const rocq_gguf *file, const rocq__gguf_index *index,
-                              int (*compare)(const void *a, const void *b, const void *list)) {
+static void rocq__gguf_sort(const rocq_gguf *file, const rocq__gguf_index *index,
+                            int (*compare)(const void *a, const void *b, const void *list)) {
     const rocq__gguf_list list = {file, index};
     for (int64_t i = 0; i < index->count; i++) index->order[i] = i;
     rocq__heapsort(index->order, index->count, (int64_t)sizeof *index->order, compare, &list);
 }
 
-ROCQ__FN rocq_result rocq__gguf_sort_names(const rocq_gguf *file, const rocq__gguf_index *index) {
+static rocq_result rocq__gguf_sort_names(const rocq_gguf *file, const rocq__gguf_index *index) {
     rocq__gguf_sort(file, index, rocq__gguf_by_name);
     for (int64_t i = 1; i < index->count; i++) {
         const int64_t a = index->order[i - 1], b = index->order[i], later = ROCQ__MAX(a, b);
@@ -5307,8 +5314,8 @@ ROCQ__FN rocq_result rocq__gguf_sort_names(const rocq_gguf *file, const rocq__gg
 }
 
 // The number of the record with this name, or -1. index->order must be sorted by name.
-ROCQ__FN int64_t rocq__gguf_find(const rocq_gguf *file, const rocq__gguf_index *index,
-                                 const char *name) {
+static int64_t rocq__gguf_find(const rocq_gguf *file, const rocq__gguf_index *index,
+                               const char *name) {
     rocq_str wanted;
     wanted.data = name;
     wanted.length = (int64_t)strlen(name);
@@ -5322,7 +5329,7 @@ ROCQ__FN int64_t rocq__gguf_find(const rocq_gguf *file, const rocq__gguf_index *
     return -1;
 }
 
-ROCQ__FN rocq_result rocq__gguf_value(const rocq_gguf *file, int64_t i, rocq_gguf_value *value) {
+static rocq_result rocq__gguf_value(const rocq_gguf *file, int64_t i, rocq_gguf_value *value) {
     const rocq__gguf_index *index = &file->values;
     const unsigned char *end = file->head + index->at[i + 1];
     rocq_gguf_value v;
@@ -5354,7 +5361,7 @@ ROCQ__FN rocq_result rocq__gguf_value(const rocq_gguf *file, int64_t i, rocq_ggu
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gguf_tensor *tensor) {
+static rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gguf_tensor *tensor) {
     const rocq__gguf_index *index = &file->tensors;
     const int64_t at = index->at[i], end = index->at[i + 1];
     rocq_gguf_tensor t;
@@ -5414,7 +5421,7 @@ ROCQ__FN rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gg
 }
 
 // Decodes every tensor once, by rising offset, which leaves index->order sorted by offset.
-ROCQ__FN rocq_result rocq__gguf_check_tensors(const rocq_gguf *file) {
+static rocq_result rocq__gguf_check_tensors(const rocq_gguf *file) {
     const rocq__gguf_index *index = &file->tensors;
     int64_t end = 0;
     rocq__gguf_sort(file, index, rocq__gguf_by_offset);
@@ -5431,7 +5438,7 @@ ROCQ__FN rocq_result rocq__gguf_check_tensors(const rocq_gguf *file) {
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__gguf_parse(rocq_gguf *file) {
+static rocq_result rocq__gguf_parse(rocq_gguf *file) {
     rocq__gguf_scan scan;
     memset(&scan, 0, sizeof scan);
     scan.file = file;
@@ -5579,8 +5586,8 @@ ROCQ_DEF rocq_result rocq_gguf_find_tensor(const rocq_gguf *file, const char *na
 // -- values --
 
 // Element i of any integer type, sign-extended to 64 bits; *negative: it is below zero.
-ROCQ__FN rocq_result rocq__gguf_integer(const rocq_gguf_value *value, int64_t i, uint64_t *bits,
-                                        bool *negative) {
+static rocq_result rocq__gguf_integer(const rocq_gguf_value *value, int64_t i, uint64_t *bits,
+                                      bool *negative) {
     if (!value || i < 0 || i >= value->count) return ROCQ_E_ARGUMENT;
     const uint32_t type = (uint32_t)value->type;
     if (type > ROCQ_GGUF_I32 && type != ROCQ_GGUF_U64 && type != ROCQ_GGUF_I64) return ROCQ_E_TYPE;
@@ -5632,8 +5639,8 @@ ROCQ_DEF rocq_result rocq_gguf_value_bool(const rocq_gguf_value *value, int64_t 
 }
 
 // Reads the string at *p and moves *p behind it; false if it would reach past the value's end.
-ROCQ__FN bool rocq__gguf_step(const rocq_gguf_value *value, const unsigned char **p,
-                              rocq_str *out) {
+static bool rocq__gguf_step(const rocq_gguf_value *value, const unsigned char **p,
+                            rocq_str *out) {
     const unsigned char *end = (const unsigned char *)value->end;
     if (end - *p < 8) return false;
     const uint64_t length = rocq__gguf_u64(*p);
@@ -5708,12 +5715,12 @@ typedef struct rocq__reading {
     int32_t failed; // (atomic)
 } rocq__reading;
 
-ROCQ__FN void rocq__read_meanwhile(rocq__reading *r) {
+static void rocq__read_meanwhile(rocq__reading *r) {
     if (r->meanwhile) r->meanwhile(r->arg);
     r->meanwhile = NULL;
 }
 
-ROCQ__FN void rocq__read_slices(void *arg, int64_t begin, int64_t end, int32_t thread) {
+static void rocq__read_slices(void *arg, int64_t begin, int64_t end, int32_t thread) {
     rocq__reading *r = (rocq__reading *)arg;
     const rocq__source *source = r->source;
     const int64_t at = begin * ROCQ__SLICE, size = ROCQ__MIN(end * ROCQ__SLICE, r->size) - at;
@@ -5728,8 +5735,8 @@ ROCQ__FN void rocq__read_slices(void *arg, int64_t begin, int64_t end, int32_t t
 // Reads bytes, which the caller knows to be within the source, with all threads of the context if
 // the source allows that. The calling thread first calls meanwhile, unless that is NULL, while the
 // others read. Returns false if a read failed.
-ROCQ__FN bool rocq__source_read(rocq_ctx *ctx, const rocq__source *source, int64_t offset,
-                                int64_t size, void *dst, void (*meanwhile)(void *arg), void *arg) {
+static bool rocq__source_read(rocq_ctx *ctx, const rocq__source *source, int64_t offset,
+                              int64_t size, void *dst, void (*meanwhile)(void *arg), void *arg) {
     rocq__reading r;
     const int64_t n = (size + ROCQ__SLICE - 1) / ROCQ__SLICE;
     r.source = source;
@@ -5748,14 +5755,14 @@ ROCQ__FN bool rocq__source_read(rocq_ctx *ctx, const rocq__source *source, int64
     return r.failed == 0;
 }
 
-ROCQ__FN rocq_result rocq__read_failed(rocq_ctx *ctx, rocq_str name, int64_t offset, int64_t size) {
+static rocq_result rocq__read_failed(rocq_ctx *ctx, rocq_str name, int64_t offset, int64_t size) {
     const rocq__label label = rocq__label_of(name.data, name.length);
     return rocq__fail(ctx, ROCQ_E_IO, "gguf: tensor '%s': cannot read %lld bytes at byte %lld",
                       label.text, (long long)size, (long long)offset);
 }
 
-ROCQ__FN rocq_result rocq__gguf_unread(rocq_ctx *ctx, const char *op, const char *name,
-                                       uint32_t type_id) {
+static rocq_result rocq__gguf_unread(rocq_ctx *ctx, const char *op, const char *name,
+                                     uint32_t type_id) {
     return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: tensor '%s' has the type %s (id %lu), which rocq "
                       "does not read", op, name, rocq__gguf_type_name(type_id),
                       (unsigned long)type_id);
@@ -5781,23 +5788,23 @@ ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
 }
 
 // A tensor to load, and where its bytes are in a source.
-typedef struct rocq__part {
+typedef struct rocq__entry {
     rocq_tensor t;
     rocq_str name;  // for messages
     int64_t offset;
     int64_t size;   // bytes to copy; 0: the tensor is ready
     int64_t index;  // in the caller's list
-} rocq__part;
+} rocq__entry;
 
 // Settings and progress of one rocq_gguf_load.
 typedef struct rocq__loading {
     rocq_ctx *ctx;
-    rocq_load_desc desc; // with defaults filled in
+    rocq_gguf_load_desc desc; // with defaults filled in
     int64_t done, total; // bytes
 } rocq__loading;
 
 // Counts bytes as done, tells the caller, and fails if the caller wants to stop.
-ROCQ__FN rocq_result rocq__load_step(rocq__loading *load, int64_t bytes) {
+static rocq_result rocq__load_step(rocq__loading *load, int64_t bytes) {
     load->done += bytes;
     if (rocq__load32(&load->ctx->cancelled)) {
         return rocq__fail(load->ctx, ROCQ_E_CANCELLED, "gguf_load: cancelled");
@@ -5811,15 +5818,15 @@ ROCQ__FN rocq_result rocq__load_step(rocq__loading *load, int64_t bytes) {
 }
 
 // For a GPU context; defined at >>hip_memory.
-ROCQ__FN rocq_result rocq__upload_hip(rocq_ctx *ctx, const rocq__source *source,
-                                      const rocq__part *part);
-ROCQ__FN rocq_result rocq__load_hip(rocq__loading *load, const rocq__source *source,
-                                    const rocq__part *parts, int64_t n_parts);
+static rocq_result rocq__upload_hip(rocq_ctx *ctx, const rocq__source *source,
+                                    const rocq__entry *entry);
+static rocq_result rocq__load_hip(rocq__loading *load, const rocq__source *source,
+                                  const rocq__entry *entries, int64_t n_entries);
 
-ROCQ__FN rocq_result rocq__load_cpu(rocq__loading *load, const rocq__source *source,
-                                    const rocq__part *parts, int64_t n_parts) {
-    for (int64_t k = 0; k < n_parts; k++) {
-        const rocq__part *p = &parts[k];
+static rocq_result rocq__load_cpu(rocq__loading *load, const rocq__source *source,
+                                  const rocq__entry *entries, int64_t n_entries) {
+    for (int64_t k = 0; k < n_entries; k++) {
+        const rocq__entry *p = &entries[k];
         for (int64_t at = 0, n; at < p->size; at += n) {
             char *dst = (char *)rocq_tensor_data(&p->t) + at;
             n = ROCQ__MIN(p->size - at, load->desc.piece_bytes);
@@ -5832,30 +5839,30 @@ ROCQ__FN rocq_result rocq__load_cpu(rocq__loading *load, const rocq__source *sou
     return ROCQ_OK;
 }
 
-// Fills part for a tensor of the file. On the CPU it is a view of the file, with size 0, if the
+// Fills entry for a tensor of the file. On the CPU it is a view of the file, with size 0, if the
 // whole file is in memory, the data aligned and copy not set. Else the caller takes memory for it.
-ROCQ__FN rocq_result rocq__part_init(rocq_ctx *ctx, const char *op, const rocq_gguf *file,
-                                     const rocq_gguf_tensor *found, bool copy, rocq__part *part) {
+static rocq_result rocq__entry_init(rocq_ctx *ctx, const char *op, const rocq_gguf *file,
+                                    const rocq_gguf_tensor *found, bool copy, rocq__entry *entry) {
     const rocq__label name = rocq__label_of(found->name.data, found->name.length);
-    memset(part, 0, sizeof *part);
-    part->name = found->name;
-    part->offset = found->offset;
+    memset(entry, 0, sizeof *entry);
+    entry->name = found->name;
+    entry->offset = found->offset;
     if (!found->known) return rocq__gguf_unread(ctx, op, name.text, found->type_id);
-    if (file->whole && ctx->backend == ROCQ_CPU && !copy) {
+    if (file->whole && ctx->backend == ROCQ_BACKEND_CPU && !copy) {
         // The cast drops const, as rocq_buffer has none; ops do not write to their inputs.
         void *data = (void *)(uintptr_t)(file->head + found->offset);
         const rocq_buffer view = rocq_buffer_from_host(data, found->size);
         const rocq_result result =
-            rocq_tensor_init(&part->t, &view, 0, found->format, found->n_dims, found->ne);
+            rocq_tensor_init(&entry->t, &view, 0, found->format, found->n_dims, found->ne);
         if (result != ROCQ_E_ALIGNMENT) return result;
     }
     if (ctx->recording) {
         return rocq__fail(ctx, ROCQ_E_STATE, "%s: a graph is being recorded", op);
     }
-    part->size = found->size;
-    ROCQ__TRY(rocq_tensor_init(&part->t, NULL, 0, found->format, found->n_dims, found->ne));
+    entry->size = found->size;
+    ROCQ__TRY(rocq_tensor_init(&entry->t, NULL, 0, found->format, found->n_dims, found->ne));
     if (rocq__on_gpu(ctx) && rocq_get_format_info(found->format)->block_elems > 1) {
-        part->t.layout = ROCQ_LAYOUT_PLANAR;
+        entry->t.layout = ROCQ_LAYOUT_PLANAR;
     }
     return ROCQ_OK;
 }
@@ -5868,42 +5875,42 @@ ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, cons
                           "gguf_upload: file, name, tensor or buffer is NULL");
     }
     rocq_gguf_tensor found;
-    rocq__part part;
+    rocq__entry entry;
     rocq_buffer taken;
     memset(&taken, 0, sizeof taken);
     rocq_result result = rocq_gguf_find_tensor(file, name, &found);
     if (result != ROCQ_OK) {
         return rocq__fail(ctx, result, "gguf_upload: '%s': %s", name, rocq_result_message(result));
     }
-    ROCQ__TRY(rocq__part_init(ctx, "gguf_upload", file, &found, false, &part));
-    if (part.size > 0) {
-        ROCQ__TRY(rocq_buffer_alloc(ctx, &taken, part.size));
-        part.t.buffer = taken;
-        result = rocq__on_gpu(ctx) ? rocq__upload_hip(ctx, &file->source, &part)
+    ROCQ__TRY(rocq__entry_init(ctx, "gguf_upload", file, &found, false, &entry));
+    if (entry.size > 0) {
+        ROCQ__TRY(rocq_buffer_alloc(ctx, &taken, entry.size));
+        entry.t.buffer = taken;
+        result = rocq__on_gpu(ctx) ? rocq__upload_hip(ctx, &file->source, &entry)
                                    : rocq_gguf_read(ctx, file, &found, taken.host);
         if (result != ROCQ_OK) {
             rocq_buffer_free(ctx, &taken);
             return result;
         }
     }
-    *tensor = part.t;
+    *tensor = entry.t;
     *buffer = taken;
     return ROCQ_OK;
 }
 
-// Orders parts by offset in the file, and parts of the same offset by index.
-ROCQ__FN int rocq__part_compare(const void *a, const void *b, const void *user) {
+// Orders entries by offset in the file, and entries of the same offset by index.
+static int rocq__entry_compare(const void *a, const void *b, const void *user) {
     (void)user;
-    const rocq__part *p = (const rocq__part *)a, *q = (const rocq__part *)b;
+    const rocq__entry *p = (const rocq__entry *)a, *q = (const rocq__entry *)b;
     if (p->offset != q->offset) return p->offset < q->offset ? -1 : 1;
     return p->index < q->index ? -1 : p->index > q->index;
 }
 
 // Looks the tensors up and sorts them by offset. Those that are views count as done.
-ROCQ__FN rocq_result rocq__load_find(rocq__loading *load, const rocq_gguf *file, rocq__part *parts,
-                                     int64_t n_parts) {
+static rocq_result rocq__load_find(rocq__loading *load, const rocq_gguf *file, rocq__entry *entries,
+                                   int64_t n_entries) {
     rocq_ctx *ctx = load->ctx;
-    for (int64_t i = 0; i < n_parts; i++) {
+    for (int64_t i = 0; i < n_entries; i++) {
         const char *const *name = load->desc.names ? &load->desc.names[i] : NULL;
         rocq_gguf_tensor found;
         const rocq_result result =
@@ -5913,24 +5920,24 @@ ROCQ__FN rocq_result rocq__load_find(rocq__loading *load, const rocq_gguf *file,
             return rocq__fail(ctx, result, "gguf_load: tensor %lld '%s': %s", (long long)i,
                               name && *name ? *name : "", rocq_result_message(result));
         }
-        ROCQ__TRY(rocq__part_init(ctx, "gguf_load", file, &found, load->desc.copy, &parts[i]));
-        parts[i].index = i;
+        ROCQ__TRY(rocq__entry_init(ctx, "gguf_load", file, &found, load->desc.copy, &entries[i]));
+        entries[i].index = i;
         if (!rocq__add(load->total, found.size, &load->total)) {
             return rocq__fail(ctx, ROCQ_E_OVERFLOW, "gguf_load: more bytes than can be counted");
         }
-        if (parts[i].size == 0) load->done += found.size;
+        if (entries[i].size == 0) load->done += found.size;
     }
-    rocq__heapsort(parts, n_parts, (int64_t)sizeof *parts, rocq__part_compare, NULL);
+    rocq__heapsort(entries, n_entries, (int64_t)sizeof *entries, rocq__entry_compare, NULL);
     return ROCQ_OK;
 }
 
 // Takes one buffer for all that has to be copied, each tensor aligned to 256 bytes, as a buffer of
 // its own would be. A tensor that is listed twice gets memory only once.
-ROCQ__FN rocq_result rocq__load_place(rocq__loading *load, rocq__part *parts, int64_t n_parts,
-                                      rocq_buffer *buffer) {
+static rocq_result rocq__load_place(rocq__loading *load, rocq__entry *entries, int64_t n_entries,
+                                    rocq_buffer *buffer) {
     int64_t size = 0;
-    for (int64_t k = 0; k < n_parts; k++) {
-        rocq__part *p = &parts[k];
+    for (int64_t k = 0; k < n_entries; k++) {
+        rocq__entry *p = &entries[k];
         if (p->size == 0) continue;
         if (k > 0 && p->offset == p[-1].offset) {
             p->t.offset = p[-1].t.offset;
@@ -5944,14 +5951,14 @@ ROCQ__FN rocq_result rocq__load_place(rocq__loading *load, rocq__part *parts, in
     }
     if (size == 0) return ROCQ_OK;
     ROCQ__TRY(rocq_buffer_alloc(load->ctx, buffer, size));
-    for (int64_t k = 0; k < n_parts; k++) {
-        if (!parts[k].t.buffer.host) parts[k].t.buffer = *buffer;
+    for (int64_t k = 0; k < n_entries; k++) {
+        if (!entries[k].t.buffer.host) entries[k].t.buffer = *buffer;
     }
     return ROCQ_OK;
 }
 
 ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
-                                    const rocq_load_desc *desc, rocq_tensor *tensors,
+                                    const rocq_gguf_load_desc *desc, rocq_tensor *tensors,
                                     rocq_buffer *buffer) {
     rocq__loading load;
     rocq_buffer loaded;
@@ -5977,20 +5984,21 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
                           (int)ROCQ__MOST_PIECE);
     }
     const int64_t n = load.desc.names ? load.desc.n_names : file->tensors.count;
-    rocq__part *parts = NULL;
-    if (rocq__mul(n, (int64_t)sizeof *parts, &size)) parts = (rocq__part *)rocq__alloc(ctx, size);
-    if (!parts) return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_load: no memory for a list");
-    rocq_result result = rocq__load_find(&load, file, parts, n);
-    if (result == ROCQ_OK) result = rocq__load_place(&load, parts, n, &loaded);
+    rocq__entry *entries = NULL;
+    if (rocq__mul(n, (int64_t)sizeof *entries, &size))
+        entries = (rocq__entry *)rocq__alloc(ctx, size);
+    if (!entries) return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_load: no memory for a list");
+    rocq_result result = rocq__load_find(&load, file, entries, n);
+    if (result == ROCQ_OK) result = rocq__load_place(&load, entries, n, &loaded);
     if (result == ROCQ_OK) result = rocq__load_step(&load, 0);
     if (result == ROCQ_OK && loaded.size > 0) {
-        result = rocq__on_gpu(ctx) ? rocq__load_hip(&load, &file->source, parts, n)
-                                   : rocq__load_cpu(&load, &file->source, parts, n);
+        result = rocq__on_gpu(ctx) ? rocq__load_hip(&load, &file->source, entries, n)
+                                   : rocq__load_cpu(&load, &file->source, entries, n);
     }
-    for (int64_t k = 0; result == ROCQ_OK && k < n; k++) tensors[parts[k].index] = parts[k].t;
+    for (int64_t k = 0; result == ROCQ_OK && k < n; k++) tensors[entries[k].index] = entries[k].t;
     if (result == ROCQ_OK) *buffer = loaded;
     else rocq_buffer_free(ctx, &loaded);
-    rocq__free(ctx, parts);
+    rocq__free(ctx, entries);
     return result;
 }
 
@@ -6008,7 +6016,7 @@ typedef struct rocq__place {
 } rocq__place;
 
 // Finds out what is at a path that is to be written. Returns false if it may not be written.
-ROCQ__FN bool rocq__file_place(rocq_ctx *ctx, const char *path, rocq__place *place) {
+static bool rocq__file_place(rocq_ctx *ctx, const char *path, rocq__place *place) {
     memset(place, 0, sizeof *place);
     errno = ENOENT;
     if (!path[0]) return false;
@@ -6043,7 +6051,7 @@ ROCQ__FN bool rocq__file_place(rocq_ctx *ctx, const char *path, rocq__place *pla
 }
 
 // Flushes the data to the disk. It must be there before the file gets its name, in case of a crash.
-ROCQ__FN bool rocq__file_sync(FILE *stream) {
+static bool rocq__file_sync(FILE *stream) {
     if (fflush(stream) != 0) return false;
 #if defined(_WIN32)
     return _commit(_fileno(stream)) == 0;
@@ -6052,7 +6060,7 @@ ROCQ__FN bool rocq__file_sync(FILE *stream) {
 #endif
 }
 
-ROCQ__FN bool rocq__file_replace(rocq_ctx *ctx, const char *from, const char *to) {
+static bool rocq__file_replace(rocq_ctx *ctx, const char *from, const char *to) {
 #if defined(_WIN32)
     wchar_t *source = rocq__wide(ctx, from), *target = rocq__wide(ctx, to);
     const bool moved = source && target &&
@@ -6067,7 +6075,7 @@ ROCQ__FN bool rocq__file_replace(rocq_ctx *ctx, const char *from, const char *to
 #endif
 }
 
-ROCQ__FN void rocq__file_remove(rocq_ctx *ctx, const char *path) {
+static void rocq__file_remove(rocq_ctx *ctx, const char *path) {
 #if defined(_WIN32)
     wchar_t *wide = rocq__wide(ctx, path);
     if (wide) DeleteFileW(wide);
@@ -6086,7 +6094,7 @@ struct rocq_file {
     char *path, *part; // in memory behind the struct
 };
 
-ROCQ__FN rocq_result rocq__file_failed(rocq_ctx *ctx, const char *path, int error) {
+static rocq_result rocq__file_failed(rocq_ctx *ctx, const char *path, int error) {
     return rocq__fail(ctx, error == ENOMEM ? ROCQ_E_MEMORY : ROCQ_E_IO, "cannot write '%s': %s",
                       path, strerror(error));
 }
@@ -6094,7 +6102,7 @@ ROCQ__FN rocq_result rocq__file_failed(rocq_ctx *ctx, const char *path, int erro
 enum { ROCQ__PART = 24 }; // bytes that the part's name may add to the path
 
 // Creates the part under the first name that is free: PATH.part, PATH.part1 to PATH.part99.
-ROCQ__FN bool rocq__file_open_part(rocq_file *file) {
+static bool rocq__file_open_part(rocq_file *file) {
     const size_t room = strlen(file->path) + ROCQ__PART;
     errno = EEXIST;
     for (int i = 0; !file->stream && errno == EEXIST && i < 100; i++) {
@@ -6108,7 +6116,7 @@ ROCQ__FN bool rocq__file_open_part(rocq_file *file) {
 
 // Opens the stream, or sets error. Refuses descriptors 1 and 2, which a file gets if stdout or
 // stderr is closed: what the program prints would go into the file.
-ROCQ__FN void rocq__file_open(rocq_file *file) {
+static void rocq__file_open(rocq_file *file) {
     rocq__place place;
     bool good = rocq__file_place(file->ctx, file->path, &place);
     file->direct = place.special;
@@ -6130,16 +6138,16 @@ ROCQ__FN void rocq__file_open(rocq_file *file) {
 }
 #endif // ROCQ__HAS_STDIO
 
-ROCQ_DEF rocq_result rocq_file_create(rocq_ctx *ctx, rocq_file **file, const char *path) {
+ROCQ_DEF rocq_result rocq_file_open(rocq_ctx *ctx, rocq_file **file, const char *path) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (file) *file = NULL;
     if (!file || !path) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "file_create: file or path is NULL");
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "file_open: file or path is NULL");
     }
 #if ROCQ__HAS_STDIO
     const int64_t length = (int64_t)strlen(path), size = (int64_t)sizeof(rocq_file);
     rocq_file *created = (rocq_file *)rocq__alloc(ctx, size + 2 * length + 1 + ROCQ__PART);
-    if (!created) return rocq__fail(ctx, ROCQ_E_MEMORY, "file_create: no memory");
+    if (!created) return rocq__fail(ctx, ROCQ_E_MEMORY, "file_open: no memory");
     memset(created, 0, sizeof *created);
     created->ctx = ctx;
     created->path = (char *)created + size;
@@ -6148,7 +6156,7 @@ ROCQ_DEF rocq_result rocq_file_create(rocq_ctx *ctx, rocq_file **file, const cha
     rocq__file_open(created);
     if (created->error != 0) {
         const int error = created->error;
-        if (created->stream) rocq_file_finish(&created, false);
+        if (created->stream) rocq_file_close(&created, false);
         else rocq__free(ctx, created);
         return rocq__file_failed(ctx, path, error);
     }
@@ -6175,7 +6183,7 @@ ROCQ_DEF bool rocq_file_write(const void *src, int64_t size, void *file) {
     return false;
 }
 
-ROCQ_DEF rocq_result rocq_file_finish(rocq_file **file, bool keep) {
+ROCQ_DEF rocq_result rocq_file_close(rocq_file **file, bool keep) {
     if (!file || !*file) return ROCQ_E_ARGUMENT;
     rocq_result result = ROCQ_OK;
 #if ROCQ__HAS_STDIO
@@ -6212,7 +6220,7 @@ typedef struct rocq__gguf_record {
 typedef struct rocq__gguf_records {
     rocq__gguf_record *items;
     int64_t count;
-    int32_t room;
+    int32_t capacity;
 } rocq__gguf_records;
 
 struct rocq_gguf_writer {
@@ -6229,12 +6237,12 @@ struct rocq_gguf_writer {
     rocq_result failed; // the first write that failed; what was written is then useless
 };
 
-ROCQ__FN rocq_result rocq__gguf_reserve(rocq_ctx *ctx, rocq__gguf_records *records, int64_t n) {
+static rocq_result rocq__gguf_reserve(rocq_ctx *ctx, rocq__gguf_records *records, int64_t n) {
     int64_t count;
-    if (n <= records->room - records->count) return ROCQ_OK;
+    if (n <= records->capacity - records->count) return ROCQ_OK;
     void *items = NULL;
     if (rocq__add(records->count, n, &count)) {
-        items = rocq__array_room(ctx, records->items, &records->room, count,
+        items = rocq__array_grow(ctx, records->items, &records->capacity, count,
                                  (int64_t)sizeof *records->items);
     }
     if (!items) {
@@ -6245,8 +6253,8 @@ ROCQ__FN rocq_result rocq__gguf_reserve(rocq_ctx *ctx, rocq__gguf_records *recor
 }
 
 // The number of the record with this name, or -1.
-ROCQ__FN int64_t rocq__gguf_record_of(const rocq__gguf_records *records, const void *name,
-                                      int64_t length) {
+static int64_t rocq__gguf_record_of(const rocq__gguf_records *records, const void *name,
+                                    int64_t length) {
     for (int64_t i = 0; i < records->count; i++) {
         const rocq__gguf_record *r = &records->items[i];
         if (r->name_length == length && memcmp(r->bytes + 8, name, (size_t)length) == 0) return i;
@@ -6255,35 +6263,35 @@ ROCQ__FN int64_t rocq__gguf_record_of(const rocq__gguf_records *records, const v
 }
 
 // Adds a record, or replaces the one of the same name. The caller has made room.
-ROCQ__FN void rocq__gguf_put_record(rocq_ctx *ctx, rocq__gguf_records *records,
-                                    rocq__gguf_record record) {
+static void rocq__gguf_put_record(rocq_ctx *ctx, rocq__gguf_records *records,
+                                  rocq__gguf_record record) {
     int64_t i = rocq__gguf_record_of(records, record.bytes + 8, record.name_length);
     if (i < 0) i = records->count++;
     else rocq__free(ctx, records->items[i].bytes);
     records->items[i] = record;
 }
 
-ROCQ__FN void rocq__gguf_free_records(rocq_ctx *ctx, rocq__gguf_records *records) {
+static void rocq__gguf_free_records(rocq_ctx *ctx, rocq__gguf_records *records) {
     for (int64_t i = 0; i < records->count; i++) rocq__free(ctx, records->items[i].bytes);
     rocq__free(ctx, records->items);
 }
 
-ROCQ__FN unsigned char *rocq__gguf_store(unsigned char *p, const void *src, int64_t size) {
+static unsigned char *rocq__gguf_store(unsigned char *p, const void *src, int64_t size) {
     if (size > 0) memcpy(p, src, (size_t)size);
     return p + size;
 }
 
-ROCQ__FN unsigned char *rocq__gguf_store_u32(unsigned char *p, uint32_t value) {
+static unsigned char *rocq__gguf_store_u32(unsigned char *p, uint32_t value) {
     return rocq__gguf_store(p, &value, 4);
 }
 
-ROCQ__FN unsigned char *rocq__gguf_store_u64(unsigned char *p, uint64_t value) {
+static unsigned char *rocq__gguf_store_u64(unsigned char *p, uint64_t value) {
     return rocq__gguf_store(p, &value, 8);
 }
 
 // Allocates a record and writes its name. *p is where its other `size` bytes go.
-ROCQ__FN rocq_result rocq__gguf_new_record(rocq_ctx *ctx, rocq__gguf_record *record,
-                                           const char *name, int64_t size, unsigned char **p) {
+static rocq_result rocq__gguf_new_record(rocq_ctx *ctx, rocq__gguf_record *record,
+                                         const char *name, int64_t size, unsigned char **p) {
     memset(record, 0, sizeof *record);
     record->name_length = (int64_t)strlen(name);
     if (!rocq__add(8 + record->name_length, size, &record->size)) {
@@ -6300,7 +6308,7 @@ ROCQ__FN rocq_result rocq__gguf_new_record(rocq_ctx *ctx, rocq__gguf_record *rec
 }
 
 // Fails if the header cannot be changed any more.
-ROCQ__FN rocq_result rocq__gguf_check_writer(const rocq_gguf_writer *writer) {
+static rocq_result rocq__gguf_check_writer(const rocq_gguf_writer *writer) {
     if (!writer) return ROCQ_E_ARGUMENT;
     if (writer->header_written) {
         return rocq__fail(writer->ctx, ROCQ_E_STATE, "gguf: the header is written already");
@@ -6308,35 +6316,38 @@ ROCQ__FN rocq_result rocq__gguf_check_writer(const rocq_gguf_writer *writer) {
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__gguf_set(rocq_gguf_writer *writer, const char *key, rocq_gguf_type type,
-                                    bool is_array, int64_t count, const void *data) {
+static rocq_result rocq__gguf_set(rocq_gguf_writer *writer, const char *key, rocq_gguf_type type,
+                                  bool is_array, int64_t count, const void *data) {
     rocq_ctx *ctx = writer->ctx;
     const int64_t elem_size = rocq__gguf_type_size((uint32_t)type);
     if (!key || !key[0] || strlen(key) > ROCQ__GGUF_MAX_KEY) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_set: length of the key is not 1 to 65535");
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "gguf_writer_set: length of the key is not 1 to 65535");
     }
     if (elem_size == 0 || count < 0 || (!is_array && count != 1) || (count > 0 && !data)) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_set: '%s': type %d, count %lld, data %p", key,
-                          (int)type, (long long)count, data);
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "gguf_writer_set: '%s': type %d, count %lld, data %p", key, (int)type,
+                          (long long)count, data);
     }
     const rocq_str *strings = (const rocq_str *)data;
     int64_t size;
     bool fits = rocq__mul(count, elem_size, &size);
     for (int64_t i = 0; fits && i < count; i++) {
         if (type == ROCQ_GGUF_BOOL && ((const unsigned char *)data)[i] > 1) {
-            return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_set: '%s': bool %lld is neither 0 nor 1",
-                              key, (long long)i);
+            return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                              "gguf_writer_set: '%s': bool %lld is neither 0 nor 1", key,
+                              (long long)i);
         }
         if (type != ROCQ_GGUF_STRING) continue;
         if (strings[i].length < 0 || (strings[i].length > 0 && !strings[i].data)) {
             return rocq__fail(
-                ctx, ROCQ_E_ARGUMENT, "gguf_set: '%s': string %lld has length %lld, data %p", key,
-                (long long)i, (long long)strings[i].length, (const void *)strings[i].data);
+                ctx, ROCQ_E_ARGUMENT, "gguf_writer_set: '%s': string %lld has length %lld, data %p",
+                key, (long long)i, (long long)strings[i].length, (const void *)strings[i].data);
         }
         fits = rocq__add(size, strings[i].length, &size);
     }
     if (!fits || !rocq__add(size, is_array ? 16 : 4, &size)) {
-        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "gguf_set: '%s' is too large", key);
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "gguf_writer_set: '%s' is too large", key);
     }
     rocq__gguf_record record;
     unsigned char *p;
@@ -6357,31 +6368,31 @@ ROCQ__FN rocq_result rocq__gguf_set(rocq_gguf_writer *writer, const char *key, r
     return ROCQ_OK;
 }
 
-ROCQ__FN void rocq__gguf_writer_free(rocq_gguf_writer *writer) {
+static void rocq__gguf_writer_free(rocq_gguf_writer *writer) {
     rocq_ctx *ctx = writer->ctx;
     rocq__gguf_free_records(ctx, &writer->values);
     rocq__gguf_free_records(ctx, &writer->tensors);
     rocq__free(ctx, writer);
 }
 
-ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
-                                      const rocq_gguf_writer_desc *desc) {
+ROCQ_DEF rocq_result rocq_gguf_writer_open(rocq_ctx *ctx, rocq_gguf_writer **writer,
+                                           const rocq_gguf_writer_desc *desc) {
     if (writer) *writer = NULL;
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!writer || !desc || !desc->path == !desc->write) {
         return rocq__fail(
             ctx, ROCQ_E_ARGUMENT,
-            "gguf_create: writer or desc is NULL, or not exactly one of path and write set");
+            "gguf_writer_open: writer or desc is NULL, or not exactly one of path and write set");
     }
     const int32_t alignment = desc->alignment ? desc->alignment : ROCQ__GGUF_ALIGNMENT;
     if (alignment < 8 || alignment > ROCQ__GGUF_MAX_ALIGNMENT ||
         (alignment & (alignment - 1)) != 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT,
-                          "gguf_create: alignment %d is not a power of two from 8 to 1048576",
+                          "gguf_writer_open: alignment %d is not a power of two from 8 to 1048576",
                           (int)alignment);
     }
     rocq_gguf_writer *created = (rocq_gguf_writer *)rocq__alloc(ctx, (int64_t)sizeof *created);
-    if (!created) return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_create: no memory");
+    if (!created) return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_writer_open: no memory");
     memset(created, 0, sizeof *created);
     created->ctx = ctx;
     created->alignment = alignment;
@@ -6393,7 +6404,7 @@ ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
         result = rocq__gguf_set(created, "general.alignment", ROCQ_GGUF_U32, false, 1, &value);
     }
     if (result == ROCQ_OK && desc->path) {
-        result = rocq_file_create(ctx, &created->file, desc->path);
+        result = rocq_file_open(ctx, &created->file, desc->path);
         created->write = rocq_file_write;
         created->user = created->file;
     }
@@ -6403,53 +6414,57 @@ ROCQ_DEF rocq_result rocq_gguf_create(rocq_ctx *ctx, rocq_gguf_writer **writer,
 }
 
 // Sets writer->lacks if a call failed that should have put something into the header.
-ROCQ__FN rocq_result rocq__gguf_put(rocq_gguf_writer *writer, rocq_result result) {
+static rocq_result rocq__gguf_put(rocq_gguf_writer *writer, rocq_result result) {
     if (writer && result != ROCQ_OK) writer->lacks = true;
     return result;
 }
 
-ROCQ__FN rocq_result rocq__gguf_set_checked(rocq_gguf_writer *writer, const char *key,
-                                            rocq_gguf_type type, bool is_array, int64_t count,
-                                            const void *data) {
+static rocq_result rocq__gguf_set_checked(rocq_gguf_writer *writer, const char *key,
+                                          rocq_gguf_type type, bool is_array, int64_t count,
+                                          const void *data) {
     ROCQ__TRY(rocq__gguf_check_writer(writer));
     if (key && strcmp(key, "general.alignment") == 0) {
         return rocq__fail(writer->ctx, ROCQ_E_ARGUMENT,
-                          "gguf_set: '%s' is set by the writer's desc", key);
+                          "gguf_writer_set: '%s' is set by the writer's desc", key);
     }
     return rocq__gguf_set(writer, key, type, is_array, count, data);
 }
 
-ROCQ_DEF rocq_result rocq_gguf_set(rocq_gguf_writer *writer, const char *key, rocq_gguf_type type,
-                                   bool is_array, int64_t count, const void *data) {
+ROCQ_DEF rocq_result rocq_gguf_writer_set(rocq_gguf_writer *writer, const char *key,
+                                          rocq_gguf_type type, bool is_array, int64_t count,
+                                          const void *data) {
     return rocq__gguf_put(
         writer, rocq__gguf_set_checked(writer, key, type, is_array, count, data));
 }
 
-ROCQ_DEF rocq_result rocq_gguf_set_u32(rocq_gguf_writer *writer, const char *key, uint32_t value) {
-    return rocq_gguf_set(writer, key, ROCQ_GGUF_U32, false, 1, &value);
+ROCQ_DEF rocq_result rocq_gguf_writer_set_u32(rocq_gguf_writer *writer, const char *key,
+                                              uint32_t value) {
+    return rocq_gguf_writer_set(writer, key, ROCQ_GGUF_U32, false, 1, &value);
 }
 
-ROCQ_DEF rocq_result rocq_gguf_set_f32(rocq_gguf_writer *writer, const char *key, float value) {
-    return rocq_gguf_set(writer, key, ROCQ_GGUF_F32, false, 1, &value);
+ROCQ_DEF rocq_result rocq_gguf_writer_set_f32(rocq_gguf_writer *writer, const char *key,
+                                              float value) {
+    return rocq_gguf_writer_set(writer, key, ROCQ_GGUF_F32, false, 1, &value);
 }
 
-ROCQ_DEF rocq_result rocq_gguf_set_bool(rocq_gguf_writer *writer, const char *key, bool value) {
+ROCQ_DEF rocq_result rocq_gguf_writer_set_bool(rocq_gguf_writer *writer, const char *key,
+                                               bool value) {
     const unsigned char byte = value;
-    return rocq_gguf_set(writer, key, ROCQ_GGUF_BOOL, false, 1, &byte);
+    return rocq_gguf_writer_set(writer, key, ROCQ_GGUF_BOOL, false, 1, &byte);
 }
 
-ROCQ_DEF rocq_result rocq_gguf_set_str(rocq_gguf_writer *writer, const char *key,
-                                       const char *value) {
+ROCQ_DEF rocq_result rocq_gguf_writer_set_str(rocq_gguf_writer *writer, const char *key,
+                                              const char *value) {
     rocq_str text;
     text.data = value;
-    text.length = value ? (int64_t)strlen(value) : -1; // which rocq_gguf_set refuses
-    return rocq_gguf_set(writer, key, ROCQ_GGUF_STRING, false, 1, &text);
+    text.length = value ? (int64_t)strlen(value) : -1; // which rocq_gguf_writer_set refuses
+    return rocq_gguf_writer_set(writer, key, ROCQ_GGUF_STRING, false, 1, &text);
 }
 
-ROCQ__FN rocq_result rocq__gguf_set_from(rocq_gguf_writer *writer, const rocq_gguf *file) {
+static rocq_result rocq__gguf_set_from(rocq_gguf_writer *writer, const rocq_gguf *file) {
     ROCQ__TRY(rocq__gguf_check_writer(writer));
     rocq_ctx *ctx = writer->ctx;
-    if (!file) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_set_from: file is NULL");
+    if (!file) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_writer_set_from: file is NULL");
     const rocq__gguf_index *index = &file->values;
     const int64_t skipped = rocq__gguf_find(file, index, "general.alignment");
     // All records are copied before the first is added, so that a failure changes nothing.
@@ -6465,8 +6480,9 @@ ROCQ__FN rocq_result rocq__gguf_set_from(rocq_gguf_writer *writer, const rocq_gg
         record.name_length = rocq__gguf_name(file, index, i).length;
         record.bytes = (unsigned char *)rocq__alloc(ctx, record.size);
         if (!record.bytes) {
-            result = rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_set_from: no memory for %lld bytes",
-                                (long long)record.size);
+            result =
+                rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_writer_set_from: no memory for %lld bytes",
+                           (long long)record.size);
             break;
         }
         rocq__gguf_store(record.bytes, file->head + index->at[i], record.size);
@@ -6482,31 +6498,33 @@ ROCQ__FN rocq_result rocq__gguf_set_from(rocq_gguf_writer *writer, const rocq_gg
     return result;
 }
 
-ROCQ_DEF rocq_result rocq_gguf_set_from(rocq_gguf_writer *writer, const rocq_gguf *file) {
+ROCQ_DEF rocq_result rocq_gguf_writer_set_from(rocq_gguf_writer *writer, const rocq_gguf *file) {
     return rocq__gguf_put(writer, rocq__gguf_set_from(writer, file));
 }
 
-ROCQ__FN rocq_result rocq__gguf_add_tensor(rocq_gguf_writer *writer, const char *name,
-                                           rocq_format format, int32_t n_dims, const int64_t *ne) {
+static rocq_result rocq__gguf_add_tensor(rocq_gguf_writer *writer, const char *name,
+                                         rocq_format format, int32_t n_dims, const int64_t *ne) {
     ROCQ__TRY(rocq__gguf_check_writer(writer));
     rocq_ctx *ctx = writer->ctx;
     if (!name || strlen(name) > 63) { // what ggml's own reader takes
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_add_tensor: name is NULL or longer than 63");
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "gguf_writer_add_tensor: name is NULL or longer than 63");
     }
     if (rocq__gguf_record_of(&writer->tensors, name, (int64_t)strlen(name)) >= 0) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_add_tensor: '%s' was added before", name);
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_writer_add_tensor: '%s' was added before",
+                          name);
     }
     rocq_tensor shape;
     const rocq_result result = rocq_tensor_init(&shape, NULL, 0, format, n_dims, ne);
     if (result != ROCQ_OK)
-        return rocq__fail(ctx, result, "gguf_add_tensor: '%s': bad shape or format", name);
+        return rocq__fail(ctx, result, "gguf_writer_add_tensor: '%s': bad shape or format", name);
     rocq__gguf_record record;
     unsigned char *p;
     int64_t data_size;
     if (!rocq__add(writer->data_size, rocq_tensor_size(&shape), &data_size) ||
         !rocq__round_up(data_size, writer->alignment, &data_size)) {
-        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "gguf_add_tensor: '%s' makes the file too large",
-                          name);
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW,
+                          "gguf_writer_add_tensor: '%s' makes the file too large", name);
     }
     ROCQ__TRY(rocq__gguf_reserve(ctx, &writer->tensors, 1));
     ROCQ__TRY(rocq__gguf_new_record(ctx, &record, name, 4 + (int64_t)n_dims * 8 + 4 + 8, &p));
@@ -6520,14 +6538,15 @@ ROCQ__FN rocq_result rocq__gguf_add_tensor(rocq_gguf_writer *writer, const char 
     return ROCQ_OK;
 }
 
-ROCQ_DEF rocq_result rocq_gguf_add_tensor(rocq_gguf_writer *writer, const char *name,
-                                          rocq_format format, int32_t n_dims, const int64_t *ne) {
+ROCQ_DEF rocq_result rocq_gguf_writer_add_tensor(rocq_gguf_writer *writer, const char *name,
+                                                 rocq_format format, int32_t n_dims,
+                                                 const int64_t *ne) {
     return rocq__gguf_put(writer, rocq__gguf_add_tensor(writer, name, format, n_dims, ne));
 }
 
 // Writes src, then as many zeros as are missing from `end` to the next multiple of the alignment.
-ROCQ__FN rocq_result rocq__gguf_emit(rocq_gguf_writer *writer, const void *src, int64_t size,
-                                     int64_t end) {
+static rocq_result rocq__gguf_emit(rocq_gguf_writer *writer, const void *src, int64_t size,
+                                   int64_t end) {
     static const unsigned char zeros[256] = {0};
     bool ok = size == 0 || writer->write(src, size, writer->user);
     for (int64_t rest = (-end) & (writer->alignment - 1), n; ok && rest > 0; rest -= n) {
@@ -6545,7 +6564,7 @@ ROCQ__FN rocq_result rocq__gguf_emit(rocq_gguf_writer *writer, const void *src, 
     return rocq__fail(writer->ctx, ROCQ_E_IO, "gguf: the caller's write failed");
 }
 
-ROCQ__FN rocq_result rocq__gguf_emit_header(rocq_gguf_writer *writer) {
+static rocq_result rocq__gguf_emit_header(rocq_gguf_writer *writer) {
     unsigned char start[24], *p = start;
     p = rocq__gguf_store(p, "GGUF", 4);
     p = rocq__gguf_store_u32(p, 3);
@@ -6564,21 +6583,22 @@ ROCQ__FN rocq_result rocq__gguf_emit_header(rocq_gguf_writer *writer) {
     return result == ROCQ_OK ? rocq__gguf_emit(writer, NULL, 0, end) : result;
 }
 
-ROCQ_DEF rocq_result rocq_gguf_write(rocq_gguf_writer *writer, const void *data, int64_t size) {
+ROCQ_DEF rocq_result rocq_gguf_writer_write(rocq_gguf_writer *writer, const void *data,
+                                            int64_t size) {
     if (!writer) return ROCQ_E_ARGUMENT;
     rocq_ctx *ctx = writer->ctx;
     if (writer->failed != ROCQ_OK) {
-        return rocq__fail(ctx, ROCQ_E_STATE, "gguf_write: an earlier write failed");
+        return rocq__fail(ctx, ROCQ_E_STATE, "gguf_writer_write: an earlier write failed");
     }
     if (writer->n_written >= writer->tensors.count) {
-        return rocq__fail(ctx, ROCQ_E_STATE, "gguf_write: all %lld tensors are written",
+        return rocq__fail(ctx, ROCQ_E_STATE, "gguf_writer_write: all %lld tensors are written",
                           (long long)writer->n_written);
     }
     const rocq__gguf_record *tensor = &writer->tensors.items[writer->n_written];
     if (!data || size != tensor->data_size) {
         const char *name = (const char *)tensor->bytes + 8;
         return rocq__fail(
-            ctx, ROCQ_E_ARGUMENT, "gguf_write: '%.*s' has %lld bytes, not %lld, data %p",
+            ctx, ROCQ_E_ARGUMENT, "gguf_writer_write: '%.*s' has %lld bytes, not %lld, data %p",
             (int)tensor->name_length, name, (long long)tensor->data_size, (long long)size, data);
     }
     rocq_result result = writer->header_written ? ROCQ_OK : rocq__gguf_emit_header(writer);
@@ -6587,22 +6607,23 @@ ROCQ_DEF rocq_result rocq_gguf_write(rocq_gguf_writer *writer, const void *data,
     return result;
 }
 
-ROCQ_DEF rocq_result rocq_gguf_finish(rocq_gguf_writer **writer) {
+ROCQ_DEF rocq_result rocq_gguf_writer_close(rocq_gguf_writer **writer) {
     if (!writer || !*writer) return ROCQ_E_ARGUMENT;
     rocq_gguf_writer *w = *writer;
     rocq_result result = w->failed;
     if (result == ROCQ_OK && w->n_written < w->tensors.count) {
         result =
-            rocq__fail(w->ctx, ROCQ_E_STATE, "gguf_finish: %lld of %lld tensors are missing",
+            rocq__fail(w->ctx, ROCQ_E_STATE, "gguf_writer_close: %lld of %lld tensors are missing",
                        (long long)(w->tensors.count - w->n_written), (long long)w->tensors.count);
     }
     if (result == ROCQ_OK && w->file && w->lacks) {
-        result = rocq__fail(w->ctx, ROCQ_E_STATE,
-                            "gguf_finish: a set or add_tensor failed: the path is left as it is");
+        result =
+            rocq__fail(w->ctx, ROCQ_E_STATE,
+                       "gguf_writer_close: a set or add_tensor failed: the path is left as it is");
     }
     if (result == ROCQ_OK && !w->header_written) result = rocq__gguf_emit_header(w);
     if (w->file) {
-        const rocq_result placed = rocq_file_finish(&w->file, result == ROCQ_OK);
+        const rocq_result placed = rocq_file_close(&w->file, result == ROCQ_OK);
         if (result == ROCQ_OK) result = placed;
     }
     rocq__gguf_writer_free(w);
@@ -6631,26 +6652,27 @@ typedef struct rocq__precision_rule {
 static const rocq__precision_rule rocq__precision_rules[] = {
     // One thread, K = M = 2048, 1 and 64 columns of Q4_0 Q8_0 Q4_K Q6_K: with AVX2 INT8 is 1.4 to
     // 10 times as fast; as portable code F32 is 0.8 to 1.2 (clang) or 1.4 to 9 times (gcc) as fast.
-    {ROCQ_OP_MATMUL, ROCQ_CPU, ROCQ__AVX2, INT64_MAX, ROCQ__CODED_W, ROCQ_PRECISION_INT8,
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_CPU, ROCQ__AVX2, INT64_MAX, ROCQ__CODED_W, ROCQ_PRECISION_INT8,
      "AVX2 multiplies w's codes as they are, several times as fast as decoded ones"},
-    {ROCQ_OP_MATMUL, ROCQ_CPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__CODED_W, ROCQ_PRECISION_F32,
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_CPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__CODED_W, ROCQ_PRECISION_F32,
      "without AVX2, integer products are no faster than those in F32"},
-    {ROCQ_OP_MATMUL, ROCQ_CPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F32,
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_CPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F32,
      "w has no integer codes"},
-    {ROCQ_OP_MATMUL, ROCQ_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__CODED_W, ROCQ_PRECISION_INT8,
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__CODED_W,
+     ROCQ_PRECISION_INT8,
      "few columns wait for w to be read, whose codes dot4 multiplies as they are"},
-    {ROCQ_OP_MATMUL, ROCQ_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__ANY_W, ROCQ_PRECISION_F32,
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__ANY_W, ROCQ_PRECISION_F32,
      "few columns wait for w to be read, and w has no integer codes"},
-    {ROCQ_OP_MATMUL, ROCQ_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__F32_W, ROCQ_PRECISION_F32,
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__F32_W, ROCQ_PRECISION_F32,
      "weights of F32 are not rounded"},
     // WMMA: 512 operations a clock and compute unit in both (AMD matrix instruction calculator).
-    {ROCQ_OP_MATMUL, ROCQ_GPU, ROCQ__RDNA3, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F16,
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__RDNA3, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F16,
      "RDNA3's matrix unit is as fast in F16 as in INT8, which has scales to apply besides"},
     // M = K = 4096, 32 to 4096 columns of Q4_0 Q8_0 Q4_K Q6_K: 1.3 to 1.9 times as fast as INT8.
-    {ROCQ_OP_MATMUL, ROCQ_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F16,
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F16,
      "the F16 kernels were the faster ones where both were measured, on an NVIDIA H200"},
-    {ROCQ_OP_ATTENTION, ROCQ_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F16,
-     "the matrix unit takes F16, and scores and values are sums in F32"},
+    {ROCQ_OP_ATTENTION, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W,
+     ROCQ_PRECISION_F16, "the matrix unit takes F16, and scores and values are sums in F32"},
 };
 
 typedef struct rocq__choice {
@@ -6658,17 +6680,17 @@ typedef struct rocq__choice {
     const char *why;
 } rocq__choice;
 
-ROCQ__FN int32_t rocq__target_of(const rocq_ctx *ctx);
-ROCQ__FN int rocq__k_int8_format(rocq_format format);
+static int32_t rocq__target_of(const rocq_ctx *ctx);
+static int rocq__k_int8_format(rocq_format format);
 
 // Whether the backend multiplies a format's codes as integers.
-ROCQ__FN bool rocq__is_coded(rocq_backend backend, rocq_format format) {
-    if (backend == ROCQ_GPU) return rocq__k_int8_format(format) >= 0;
+static bool rocq__is_coded(rocq_backend backend, rocq_format format) {
+    if (backend == ROCQ_BACKEND_GPU) return rocq__k_int8_format(format) >= 0;
     return rocq__codec_of(format)->unpack != NULL;
 }
 
-ROCQ__FN rocq__choice rocq__precision_rule_for(const rocq_ctx *ctx, rocq_backend backend,
-                                               rocq_op op, rocq_format w, int64_t columns) {
+static rocq__choice rocq__precision_rule_for(const rocq_ctx *ctx, rocq_backend backend,
+                                             rocq_op op, rocq_format w, int64_t columns) {
     rocq__choice choice = {ROCQ_PRECISION_F32, "the op has no other form"};
     for (size_t i = 0; i < sizeof rocq__precision_rules / sizeof rocq__precision_rules[0]; i++) {
         const rocq__precision_rule *r = &rocq__precision_rules[i];
@@ -6685,14 +6707,14 @@ ROCQ__FN rocq__choice rocq__precision_rule_for(const rocq_ctx *ctx, rocq_backend
 }
 
 // The precision asked for: by the params, else by the context; AUTO if by neither.
-ROCQ__FN rocq_precision rocq__asked(const rocq_ctx *ctx, rocq_precision of_params) {
+static rocq_precision rocq__asked(const rocq_ctx *ctx, rocq_precision of_params) {
     return of_params != ROCQ_PRECISION_AUTO ? of_params : ctx->desc.precision;
 }
 
 // The precision of a product of so many columns, and the reason. of_params is its params' field.
-ROCQ__FN rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend backend,
-                                           rocq_precision of_params, rocq_format w,
-                                           int64_t columns) {
+static rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend backend,
+                                         rocq_precision of_params, rocq_format w,
+                                         int64_t columns) {
     const rocq_precision asked = rocq__asked(ctx, of_params);
     rocq__choice choice;
     choice.precision = asked;
@@ -6700,7 +6722,7 @@ ROCQ__FN rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend bac
     if (asked == ROCQ_PRECISION_AUTO) {
         return rocq__precision_rule_for(ctx, backend, ROCQ_OP_MATMUL, w, columns);
     }
-    if (asked == ROCQ_PRECISION_F16 && backend == ROCQ_GPU && columns <= ROCQ_K_FEW) {
+    if (asked == ROCQ_PRECISION_F16 && backend == ROCQ_BACKEND_GPU && columns <= ROCQ_K_FEW) {
         choice.precision = ROCQ_PRECISION_F32;
         choice.why = "F16 is asked for, but few columns wait for w to be read: F32 costs no time";
     }
@@ -6708,13 +6730,13 @@ ROCQ__FN rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend bac
 }
 
 // The same for the product of x with w, which is p->w or p->w2.
-ROCQ__FN rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backend,
-                                           const rocq_matmul_params *p, const rocq_tensor *w) {
+static rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backend,
+                                         const rocq_matmul_params *p, const rocq_tensor *w) {
     return rocq__columns_choice(ctx, backend, p->precision, w->format, p->x->ne[1]);
 }
 
 // The format in which a GPU's products of this precision read x.
-ROCQ__FN rocq_format rocq__operand_format(rocq_precision precision) {
+static rocq_format rocq__operand_format(rocq_precision precision) {
     return precision == ROCQ_PRECISION_INT8  ? ROCQ_Q8_0
            : precision == ROCQ_PRECISION_F16 ? ROCQ_F16
                                              : ROCQ_F32;
@@ -6723,12 +6745,12 @@ ROCQ__FN rocq_format rocq__operand_format(rocq_precision precision) {
 ROCQ_DEF rocq_format rocq_operand_format(const rocq_ctx *ctx, rocq_format w, int64_t n,
                                          rocq_precision precision) {
     // The CPU encodes F32 itself while it packs x.
-    if (!ctx || ctx->backend != ROCQ_GPU) return ROCQ_F32;
-    const rocq__choice choice = rocq__columns_choice(ctx, ROCQ_GPU, precision, w, n);
+    if (!ctx || ctx->backend != ROCQ_BACKEND_GPU) return ROCQ_F32;
+    const rocq__choice choice = rocq__columns_choice(ctx, ROCQ_BACKEND_GPU, precision, w, n);
     return rocq__operand_format(choice.precision);
 }
 
-ROCQ__FN double rocq__nmse_bound(rocq_precision precision) {
+static double rocq__nmse_bound(rocq_precision precision) {
     return precision == ROCQ_PRECISION_INT8 ? 5e-4 : precision == ROCQ_PRECISION_F16 ? 1e-5 : 1e-6;
 }
 
@@ -6932,11 +6954,11 @@ ROCQ__V8 void rocq__v8_sum4(float *out, rocq__v8 a, rocq__v8 b, rocq__v8 c, rocq
 
 // -- n elements of any format as floats --
 
-ROCQ__FN void rocq__decode_scalar(rocq_format format, float *dst, const void *src, int64_t n) {
+static void rocq__decode_scalar(rocq_format format, float *dst, const void *src, int64_t n) {
     rocq__dequantize_row(format, dst, src, n);
 }
 
-ROCQ__INLINE float rocq__f16_at(const void *p) {
+static inline float rocq__f16_at(const void *p) {
     uint16_t half;
     memcpy(&half, p, sizeof half);
     return rocq__f16_to_f32(half);
@@ -6944,8 +6966,8 @@ ROCQ__INLINE float rocq__f16_at(const void *p) {
 
 #if ROCQ__HAS_V8
 // F16, BF16, Q8_0 and Q4_0, the formats of activations and KV caches, eight at a time.
-ROCQ__FN ROCQ__SIMD void rocq__decode_simd(rocq_format format, float *dst, const void *src,
-                                           int64_t n) {
+static ROCQ__SIMD void rocq__decode_simd(rocq_format format, float *dst, const void *src,
+                                         int64_t n) {
     const unsigned char *bytes = (const unsigned char *)src;
     int64_t i = 0;
     if (format == ROCQ_F16) {
@@ -6977,8 +6999,8 @@ ROCQ__FN ROCQ__SIMD void rocq__decode_simd(rocq_format format, float *dst, const
 }
 #endif
 
-ROCQ__INLINE void rocq__decode(bool avx2, rocq_format format, float *dst, const void *src,
-                               int64_t n) {
+static inline void rocq__decode(bool avx2, rocq_format format, float *dst, const void *src,
+                                int64_t n) {
     ROCQ__EITHER(avx2, rocq__decode, (format, dst, src, n));
 }
 
@@ -7022,7 +7044,7 @@ typedef struct rocq__mm_group {
 } rocq__mm_group;
 
 // What an int8 dot multiplies: the first groups of the panel in work with n columns.
-typedef struct rocq__mm_part {
+typedef struct rocq__mm_tile {
     const rocq__mm_work *work;
     int64_t group, n_groups; // elements per group; groups
     bool has_min;
@@ -7030,10 +7052,10 @@ typedef struct rocq__mm_part {
     int64_t groups_at;       // from there to its groups, in bytes
     int64_t column_bytes;    // to the next column
     int64_t n;
-} rocq__mm_part;
+} rocq__mm_tile;
 
 // Adds the products to sums[column][row].
-typedef void (*rocq__mm_dot)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part);
+typedef void (*rocq__mm_dot)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile);
 
 // A piece of eight rows of w, as it is in memory.
 typedef struct rocq__mm_rows {
@@ -7047,7 +7069,7 @@ typedef struct rocq__mm_rows {
 typedef void (*rocq__mm_pack)(rocq__mm_work *work, const rocq__mm_rows *rows);
 
 // The same and the dot in one, for one column, when a panel would be read only once.
-typedef void (*rocq__mm_pass)(float *sums, const rocq__mm_part *part, const rocq__mm_rows *rows);
+typedef void (*rocq__mm_pass)(float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows);
 
 // Adds k products per row and column of x; k is a multiple of 8.
 typedef void (*rocq__mm_dot_float)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
@@ -7074,14 +7096,14 @@ typedef struct rocq__mm {
     rocq__mm_dot_float dot_as_is; // of rows in w's format, or NULL
 } rocq__mm;
 
-ROCQ__FN float rocq__activation(rocq_activation activation, float x) {
+static float rocq__activation(rocq_activation activation, float x) {
     switch (activation) {
-    case ROCQ_SILU: return x / (1.0f + expf(-x));
-    case ROCQ_GELU: // 1 + tanh(u) = 2 / (1 + exp(-2 u)), which does not cancel for negative x
+    case ROCQ_ACT_SILU: return x / (1.0f + expf(-x));
+    case ROCQ_ACT_GELU: // 1 + tanh(u) = 2 / (1 + exp(-2 u)), which does not cancel for negative x
         return x / (1.0f + expf(-1.59576912160573f * (x + 0.044715f * x * x * x)));
-    case ROCQ_GELU_ERF: return 0.5f * x * erfcf(-0.707106781186548f * x);
-    case ROCQ_RELU: return x > 0.0f ? x : 0.0f;
-    case ROCQ_TANH: return tanhf(x);
+    case ROCQ_ACT_GELU_ERF: return 0.5f * x * erfcf(-0.707106781186548f * x);
+    case ROCQ_ACT_RELU: return x > 0.0f ? x : 0.0f;
+    case ROCQ_ACT_TANH: return tanhf(x);
     default: return x;
     }
 }
@@ -7089,12 +7111,12 @@ ROCQ__FN float rocq__activation(rocq_activation activation, float x) {
 // -- step 1: columns --
 
 // v rounded to F16.
-ROCQ__FN void rocq__round_f16_scalar(float *v, int64_t n) {
+static void rocq__round_f16_scalar(float *v, int64_t n) {
     for (int64_t i = 0; i < n; i++) v[i] = rocq__f16_to_f32(rocq__f32_to_f16(v[i]));
 }
 
 #if ROCQ__HAS_V8
-ROCQ__SIMD ROCQ__FN void rocq__round_f16_simd(float *v, int64_t n) {
+ROCQ__SIMD static void rocq__round_f16_simd(float *v, int64_t n) {
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
         rocq__v8_store(v + i, rocq__v8_round_f16(rocq__v8_load(v + i)));
@@ -7105,7 +7127,7 @@ ROCQ__SIMD ROCQ__FN void rocq__round_f16_simd(float *v, int64_t n) {
 
 // Codes -127 .. 127 of 32 values; the scale is returned. Blocks too small for 1 / scale are zero,
 // and one infinity or NaN makes the scale NaN, so that it reaches y.
-ROCQ__FN float rocq__quantize_32(int8_t *code, const float *v) {
+static float rocq__quantize_32(int8_t *code, const float *v) {
     uint32_t top = 0; // the bits of |v| order as |v| does, NaN on top
     for (int i = 0; i < 32; i++) top = ROCQ__MAX(top, rocq__f32_bits(v[i]) & 0x7fffffffu);
     const float amax = rocq__bits_f32(top);
@@ -7119,7 +7141,7 @@ ROCQ__FN float rocq__quantize_32(int8_t *code, const float *v) {
 }
 
 #if ROCQ__HAS_AVX2
-ROCQ__TARGET_AVX2 ROCQ__FN float rocq__quantize_32_avx2(int8_t *code, const float *v) {
+ROCQ__TARGET_AVX2 static float rocq__quantize_32_avx2(int8_t *code, const float *v) {
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     const __m256 a = _mm256_loadu_ps(v), b = _mm256_loadu_ps(v + 8), c = _mm256_loadu_ps(v + 16),
                  d = _mm256_loadu_ps(v + 24);
@@ -7150,8 +7172,8 @@ ROCQ__TARGET_AVX2 ROCQ__FN float rocq__quantize_32_avx2(int8_t *code, const floa
 }
 #endif
 
-ROCQ__FN void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
-                                   const unsigned char *src) {
+static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
+                                 const unsigned char *src) {
     const rocq_format format = mm->p->x->format;
     const int64_t k = mm->p->x->ne[0], per_block = 32 / mm->group;
     int8_t *codes = (int8_t *)dst;
@@ -7183,8 +7205,8 @@ ROCQ__FN void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
 }
 
 // Row address in t, which has x's batches, of one column of one matrix.
-ROCQ__FN unsigned char *rocq__mm_at(const rocq__mm *mm, const rocq_tensor *t, int64_t matrix,
-                                    int64_t column) {
+static unsigned char *rocq__mm_at(const rocq__mm *mm, const rocq_tensor *t, int64_t matrix,
+                                  int64_t column) {
     const rocq_tensor *w = mm->p->w, *x = mm->p->x;
     const int64_t i1 = column % x->ne[1], batch = column / x->ne[1];
     const int64_t run2 = x->ne[2] / w->ne[2], run3 = x->ne[3] / w->ne[3];
@@ -7193,7 +7215,7 @@ ROCQ__FN unsigned char *rocq__mm_at(const rocq__mm *mm, const rocq_tensor *t, in
     return rocq__row(t, i1, i2, i3);
 }
 
-ROCQ__FN void rocq__mm_convert(void *arg, int64_t begin, int64_t end, int32_t thread) {
+static void rocq__mm_convert(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm *mm = (const rocq__mm *)arg;
     const rocq_tensor *x = mm->p->x;
     const int64_t k = x->ne[0];
@@ -7216,25 +7238,25 @@ ROCQ__FN void rocq__mm_convert(void *arg, int64_t begin, int64_t end, int32_t th
 
 // -- step 2: dot products --
 
-ROCQ__INLINE const int8_t *rocq__part_codes(const rocq__mm_part *part, int64_t column) {
-    return part->x + column * part->column_bytes;
+static inline const int8_t *rocq__tile_codes(const rocq__mm_tile *tile, int64_t column) {
+    return tile->x + column * tile->column_bytes;
 }
 
-ROCQ__INLINE const rocq__mm_group *rocq__part_groups(const rocq__mm_part *part, int64_t column) {
-    const void *groups = rocq__part_codes(part, column) + part->groups_at;
+static inline const rocq__mm_group *rocq__tile_groups(const rocq__mm_tile *tile, int64_t column) {
+    const void *groups = rocq__tile_codes(tile, column) + tile->groups_at;
     return (const rocq__mm_group *)groups;
 }
 
 // Scalar reference of the int8 dot, and of the layout it reads.
-ROCQ__FN void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part) {
-    const rocq__mm_work *work = part->work;
-    for (int64_t c = 0; c < part->n; c++) {
-        const int8_t *x = rocq__part_codes(part, c);
+static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile) {
+    const rocq__mm_work *work = tile->work;
+    for (int64_t c = 0; c < tile->n; c++) {
+        const int8_t *x = rocq__tile_codes(tile, c);
         const int8_t(*w)[ROCQ__MM_ROWS][4] = work->codes;
-        const rocq__mm_group *groups = rocq__part_groups(part, c);
-        for (int64_t g = 0; g < part->n_groups; g++) {
+        const rocq__mm_group *groups = rocq__tile_groups(tile, c);
+        for (int64_t g = 0; g < tile->n_groups; g++) {
             int32_t dot[ROCQ__MM_ROWS] = {0};
-            for (int64_t k = 0; k < part->group; k += 4, x += 4, w++) {
+            for (int64_t k = 0; k < tile->group; k += 4, x += 4, w++) {
                 for (int r = 0; r < ROCQ__MM_ROWS; r++) {
                     const int8_t *four = w[0][r];
                     dot[r] += four[0] * x[0] + four[1] * x[1] + four[2] * x[2] + four[3] * x[3];
@@ -7243,7 +7265,7 @@ ROCQ__FN void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part
             for (int r = 0; r < ROCQ__MM_ROWS; r++) {
                 const float scale = work->scale[g][r] * groups[g].scale;
                 sums[c][r] = fmaf(scale, (float)dot[r], sums[c][r]);
-                if (part->has_min) sums[c][r] = fmaf(-work->min[g][r], groups[g].sum, sums[c][r]);
+                if (tile->has_min) sums[c][r] = fmaf(-work->min[g][r], groups[g].sum, sums[c][r]);
             }
         }
     }
@@ -7313,20 +7335,20 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__add_min_avx2(__m256 sum, cons
 // A vector holds four codes of each of the eight rows, so a lane of the sums is a row. n_columns,
 // dot_4, quads and depth are constants where this is inlined.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
-    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part, int64_t first, const int n_columns,
+    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_columns,
     rocq__dot_4 dot_4, const int quads, const int depth) {
-    const rocq__mm_work *work = part->work;
+    const rocq__mm_work *work = tile->work;
     const __m256i *codes = (const __m256i *)(const void *)work->codes;
     const int8_t *x[4];
     const rocq__mm_group *groups[4];
     __m256 sum[4];
     ROCQ__UNROLL
     for (int c = 0; c < n_columns; c++) {
-        x[c] = rocq__part_codes(part, first + c);
-        groups[c] = rocq__part_groups(part, first + c);
+        x[c] = rocq__tile_codes(tile, first + c);
+        groups[c] = rocq__tile_groups(tile, first + c);
         sum[c] = _mm256_loadu_ps(sums[first + c]);
     }
-    for (int64_t g = 0; g < part->n_groups; g++) {
+    for (int64_t g = 0; g < tile->n_groups; g++) {
         __m256i dot[4], pairs[4];
         ROCQ__UNROLL
         for (int q = 0; q < quads; q++) {
@@ -7342,7 +7364,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
             sum[c] = rocq__add_group_avx2(sum[c], dot[c], work->scale[g], groups[c] + g, raised);
             x[c] += quads * 4;
         }
-        if (!part->has_min) continue;
+        if (!tile->has_min) continue;
         ROCQ__UNROLL
         for (int c = 0; c < n_columns; c++) {
             sum[c] = rocq__add_min_avx2(sum[c], work->min[g], groups[c] + g);
@@ -7353,13 +7375,13 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
 }
 
 #define ROCQ__DOT_INT8(name, TARGET, dot_4, quads, depth)                                         \
-    TARGET ROCQ__FN void rocq__dot_int8_##name(float (*sums)[ROCQ__MM_TILE_M],                    \
-                                               const rocq__mm_part *part) {                       \
+    TARGET static void rocq__dot_int8_##name(float (*sums)[ROCQ__MM_TILE_M],                      \
+                                             const rocq__mm_tile *tile) {                         \
         int64_t c = 0;                                                                            \
-        for (; c + 4 <= part->n; c += 4) {                                                        \
-            rocq__dot_columns_avx2(sums, part, c, 4, dot_4, quads, depth);                        \
+        for (; c + 4 <= tile->n; c += 4) {                                                        \
+            rocq__dot_columns_avx2(sums, tile, c, 4, dot_4, quads, depth);                        \
         }                                                                                         \
-        for (; c < part->n; c++) rocq__dot_columns_avx2(sums, part, c, 1, dot_4, quads, depth);   \
+        for (; c < tile->n; c++) rocq__dot_columns_avx2(sums, tile, c, 1, dot_4, quads, depth);   \
     }
 ROCQ__DOT_INT8(group32_depth0, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 8, 0)
 ROCQ__DOT_INT8(group32_depth4, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 8, 4)
@@ -7372,7 +7394,7 @@ ROCQ__DOT_INT8(group16_vnni, ROCQ__TARGET_AVX512, rocq__dot_4_vnni, 4, 1)
 #undef ROCQ__DOT_INT8
 
 // The dot for a format's group and depth.
-ROCQ__FN rocq__mm_dot rocq__dot_int8_for(int64_t group, int depth, bool vnni) {
+static rocq__mm_dot rocq__dot_int8_for(int64_t group, int depth, bool vnni) {
     if (vnni && depth == 0) return rocq__dot_int8_group32_signed_vnni;
     if (vnni) return group == 32 ? rocq__dot_int8_group32_vnni : rocq__dot_int8_group16_vnni;
     if (group == 16) {
@@ -7386,7 +7408,7 @@ ROCQ__FN rocq__mm_dot rocq__dot_int8_for(int64_t group, int depth, bool vnni) {
 
 #if ROCQ__HAS_NEON
 // Adds the products of four codes of four rows each; a lane is a row.
-ROCQ__INLINE int32x4_t rocq__dot_4_neon(int32x4_t dot, int8x16_t w, int8x16_t x) {
+static inline int32x4_t rocq__dot_4_neon(int32x4_t dot, int8x16_t w, int8x16_t x) {
 #if defined(__ARM_FEATURE_DOTPROD)
     return vdotq_s32(dot, w, x);
 #else
@@ -7395,15 +7417,15 @@ ROCQ__INLINE int32x4_t rocq__dot_4_neon(int32x4_t dot, int8x16_t w, int8x16_t x)
 #endif
 }
 
-ROCQ__FN void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_part *part) {
-    const rocq__mm_work *work = part->work;
-    for (int64_t c = 0; c < part->n; c++) {
-        const rocq__mm_group *groups = rocq__part_groups(part, c);
-        const int8_t *x = rocq__part_codes(part, c), *w = &work->codes[0][0][0];
+static void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile) {
+    const rocq__mm_work *work = tile->work;
+    for (int64_t c = 0; c < tile->n; c++) {
+        const rocq__mm_group *groups = rocq__tile_groups(tile, c);
+        const int8_t *x = rocq__tile_codes(tile, c), *w = &work->codes[0][0][0];
         float32x4_t sum[2] = {vld1q_f32(sums[c]), vld1q_f32(sums[c] + 4)};
-        for (int64_t g = 0; g < part->n_groups; g++) {
+        for (int64_t g = 0; g < tile->n_groups; g++) {
             int32x4_t dot[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
-            for (int64_t k = 0; k < part->group; k += 4, x += 4, w += 32) {
+            for (int64_t k = 0; k < tile->group; k += 4, x += 4, w += 32) {
                 int32_t four;
                 memcpy(&four, x, sizeof four);
                 const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
@@ -7414,7 +7436,7 @@ ROCQ__FN void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm
                 const float32x4_t scale = vld1q_f32(work->scale[g] + 4 * h);
                 const float32x4_t both = vmulq_n_f32(scale, groups[g].scale);
                 sum[h] = vfmaq_f32(sum[h], both, vcvtq_f32_s32(dot[h]));
-                if (part->has_min) {
+                if (tile->has_min) {
                     sum[h] = vfmsq_n_f32(sum[h], vld1q_f32(work->min[g] + 4 * h), groups[g].sum);
                 }
             }
@@ -7426,8 +7448,8 @@ ROCQ__FN void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm
 #endif
 
 // Scalar reference of the F32 dot: eight partial sums, added as a tree. k is a multiple of 8.
-ROCQ__FN void rocq__dot_f32(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, int64_t k,
-                            const float *x, int64_t column_floats, int64_t n) {
+static void rocq__dot_f32(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, int64_t k,
+                          const float *x, int64_t column_floats, int64_t n) {
     for (int64_t c = 0; c < n; c++) {
         for (int r = 0; r < ROCQ__MM_ROWS; r++) {
             const float *w = (const float *)(const void *)rows->at[r];
@@ -7485,9 +7507,9 @@ ROCQ__V8 void rocq__dot_float_4(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_r
 
 // At most so many columns at once, and no pass with one where two could share them.
 #define ROCQ__DOT_FLOAT(name, NAME, TARGET, most)                                                 \
-    TARGET ROCQ__FN void rocq__dot_##name(float (*sums)[ROCQ__MM_TILE_M],                         \
-                                          const rocq__mm_rows *rows, int64_t k, const float *x,   \
-                                          int64_t column_floats, int64_t n) {                     \
+    TARGET static void rocq__dot_##name(float (*sums)[ROCQ__MM_TILE_M],                           \
+                                        const rocq__mm_rows *rows, int64_t k, const float *x,     \
+                                        int64_t column_floats, int64_t n) {                       \
         const rocq_format f = ROCQ_##NAME;                                                        \
         const int64_t floats = column_floats;                                                     \
         for (int64_t c = 0, some; c < n; c += some, x += some * floats) {                         \
@@ -7518,7 +7540,7 @@ ROCQ__DOT_FLOAT(bf16_avx512, BF16, ROCQ__TARGET_AVX512, 4)
 // -- panels --
 
 // Any format with codes, through its decoder.
-ROCQ__FN void rocq__pack_int8(rocq__mm_work *work, const rocq__mm_rows *rows) {
+static void rocq__pack_int8(rocq__mm_work *work, const rocq__mm_rows *rows) {
     const rocq__codec *codec = rows->codec;
     const int64_t elems = codec->info.block_elems, n_groups = elems / codec->group;
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
@@ -8013,15 +8035,15 @@ typedef void (*rocq__block_avx2)(rocq__sink *to, const int depth, rocq__rows row
 
 // block, codec and depth are constants where this is inlined.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
-    float *sums, const rocq__mm_part *part, const rocq__mm_rows *rows, rocq__block_avx2 block,
+    float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows, rocq__block_avx2 block,
     const rocq__codec *codec, const int depth) {
     const int64_t bytes = codec->info.block_bytes;
     float scale[16][ROCQ__MM_ROWS], min[16][ROCQ__MM_ROWS];
     rocq__sink to;
     to.scale = scale;
     to.min = min;
-    to.x = rocq__part_codes(part, 0);
-    to.x_groups = rocq__part_groups(part, 0);
+    to.x = rocq__tile_codes(tile, 0);
+    to.x_groups = rocq__tile_groups(tile, 0);
     to.has_min = codec->has_min;
     to.sum = _mm256_loadu_ps(sums);
     for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
@@ -8051,13 +8073,13 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
 }
 
 #define ROCQ__X(NAME, name, raise, depth)                                                         \
-    ROCQ__TARGET_AVX2 ROCQ__FN void rocq__pack_##name##_avx2(rocq__mm_work *work,                 \
-                                                             const rocq__mm_rows *rows) {         \
+    ROCQ__TARGET_AVX2 static void rocq__pack_##name##_avx2(rocq__mm_work *work,                   \
+                                                           const rocq__mm_rows *rows) {           \
         rocq__pack_avx2(work, rows, rocq__block_##name##_avx2, &rocq__codec_##name);              \
     }                                                                                             \
-    ROCQ__TARGET_AVX2 ROCQ__FN void rocq__pass_##name##_avx2(                                     \
-        float *sums, const rocq__mm_part *part, const rocq__mm_rows *rows) {                      \
-        rocq__pass_avx2(sums, part, rows, rocq__block_##name##_avx2, &rocq__codec_##name,         \
+    ROCQ__TARGET_AVX2 static void rocq__pass_##name##_avx2(                                       \
+        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
+        rocq__pass_avx2(sums, tile, rows, rocq__block_##name##_avx2, &rocq__codec_##name,         \
                         depth);                                                                   \
     }
 ROCQ__MM_AVX2(ROCQ__X)
@@ -8065,7 +8087,7 @@ ROCQ__MM_AVX2(ROCQ__X)
 #endif
 
 // Which kernels multiply w's codes.
-ROCQ__FN void rocq__mm_choose_int8(rocq__mm *mm) {
+static void rocq__mm_choose_int8(rocq__mm *mm) {
     const rocq__codec *codec = rocq__codec_of(mm->p->w->format);
     mm->group = codec->group;
     mm->has_min = codec->has_min;
@@ -8094,7 +8116,7 @@ ROCQ__FN void rocq__mm_choose_int8(rocq__mm *mm) {
 }
 
 // Which multiply floats.
-ROCQ__FN void rocq__mm_choose_float(rocq__mm *mm) {
+static void rocq__mm_choose_float(rocq__mm *mm) {
     const rocq_format format = mm->p->w->format;
     mm->dot_f32 = rocq__dot_f32;
 #if ROCQ__HAS_V8
@@ -8116,10 +8138,10 @@ ROCQ__FN void rocq__mm_choose_float(rocq__mm *mm) {
 }
 
 // Adds k elements of K, from first on, of a panel's rows times n columns to sums.
-ROCQ__FN void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
-                             float (*sums)[ROCQ__MM_TILE_M],
-                             const unsigned char *const row[ROCQ__MM_ROWS], int64_t first,
-                             int64_t k, const unsigned char *columns, int64_t n) {
+static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
+                           float (*sums)[ROCQ__MM_TILE_M],
+                           const unsigned char *const row[ROCQ__MM_ROWS], int64_t first,
+                           int64_t k, const unsigned char *columns, int64_t n) {
     const rocq_tensor *t = mm->p->w;
     const rocq_format format = t->format;
     const int64_t start = rocq__bytes(format, first);
@@ -8128,24 +8150,24 @@ ROCQ__FN void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
     rows.ahead = first + k < t->ne[0] ? rocq__bytes(format, k) // then the next panel's rows
                                       : ROCQ__MM_ROWS * rocq__bytes(format, t->stride[1]) - start;
     if (mm->precision == ROCQ_PRECISION_INT8) {
-        rocq__mm_part part;
+        rocq__mm_tile tile;
         rows.codec = rocq__codec_of(format);
         rows.n_blocks = k / rows.codec->info.block_elems;
-        part.work = work;
-        part.group = mm->group;
-        part.n_groups = k / mm->group;
-        part.has_min = mm->has_min;
-        part.x = (const int8_t *)columns + first;
-        part.groups_at = t->ne[0] - first;
-        part.groups_at += first / mm->group * (int64_t)sizeof(rocq__mm_group);
-        part.column_bytes = mm->column_bytes;
-        part.n = n;
+        tile.work = work;
+        tile.group = mm->group;
+        tile.n_groups = k / mm->group;
+        tile.has_min = mm->has_min;
+        tile.x = (const int8_t *)columns + first;
+        tile.groups_at = t->ne[0] - first;
+        tile.groups_at += first / mm->group * (int64_t)sizeof(rocq__mm_group);
+        tile.column_bytes = mm->column_bytes;
+        tile.n = n;
         if (mm->pass) {
-            mm->pass(sums[0], &part, &rows);
+            mm->pass(sums[0], &tile, &rows);
             return;
         }
         mm->pack(work, &rows);
-        mm->dot(sums, &part);
+        mm->dot(sums, &tile);
         return;
     }
     const float *x = (const float *)(const void *)columns + first;
@@ -8170,14 +8192,14 @@ ROCQ__FN void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
 
 // -- step 3: epilogue --
 
-ROCQ__FN float rocq__mm_get(const rocq_tensor *t, const unsigned char *row, int64_t i) {
+static float rocq__mm_get(const rocq_tensor *t, const unsigned char *row, int64_t i) {
     if (t->format == ROCQ_F32) return ((const float *)(const void *)row)[i];
     return rocq__f16_to_f32(((const uint16_t *)(const void *)row)[i]);
 }
 
 // n sums of one column, of rows m and up, become y.
-ROCQ__FN void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, int64_t m,
-                              int64_t n, const float *sums) {
+static void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, int64_t m,
+                            int64_t n, const float *sums) {
     const rocq_matmul_params *p = mm->p;
     float t[ROCQ__MM_TILE_M];
     for (int64_t i = 0; i < n; i++) t[i] = sums[i];
@@ -8185,7 +8207,7 @@ ROCQ__FN void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column
         const unsigned char *bias = rocq__row(p->bias, 0, 0, 0);
         for (int64_t i = 0; i < n; i++) t[i] += rocq__mm_get(p->bias, bias, m + i);
     }
-    if (p->activation != ROCQ_IDENTITY) {
+    if (p->activation != ROCQ_ACT_IDENTITY) {
         for (int64_t i = 0; i < n; i++) t[i] = rocq__activation(p->activation, t[i]);
     }
     if (p->softcap > 0.0f) {
@@ -8214,7 +8236,7 @@ ROCQ__FN void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column
 // -- the whole --
 
 // Panels begin .. end, counted through the panels of w, then tiles of columns, then matrices.
-ROCQ__FN void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) {
+static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm *mm = (const rocq__mm *)arg;
     const rocq_tensor *w = mm->p->w;
     rocq__mm_work *work = mm->work + thread;
@@ -8247,14 +8269,14 @@ ROCQ__FN void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread
 }
 
 // Everything that follows from the params alone; returns the scratch bytes.
-ROCQ__FN int64_t rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_params *p) {
+static int64_t rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_params *p) {
     const int64_t k = p->w->ne[0];
     int64_t bytes;
     memset(mm, 0, sizeof *mm);
     mm->p = p;
     mm->avx2 = ctx->has_avx2;
     mm->avx512 = ctx->has_avx2 && ctx->has_avx512;
-    mm->precision = rocq__product_choice(ctx, ROCQ_CPU, p, p->w).precision;
+    mm->precision = rocq__product_choice(ctx, ROCQ_BACKEND_CPU, p, p->w).precision;
     mm->n_matrices = p->w->ne[2] * p->w->ne[3];
     mm->n = p->x->ne[1] * (p->x->ne[2] / p->w->ne[2]) * (p->x->ne[3] / p->w->ne[3]);
     mm->n_panels = (p->w->ne[1] + ROCQ__MM_ROWS - 1) / ROCQ__MM_ROWS;
@@ -8278,8 +8300,8 @@ ROCQ__FN int64_t rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_mat
 }
 
 // One product without w2, y in F32 or F16.
-ROCQ__FN void rocq__mm_multiply(rocq_ctx *ctx, const rocq_matmul_params *p,
-                                const rocq_tensor *other, void *scratch) {
+static void rocq__mm_multiply(rocq_ctx *ctx, const rocq_matmul_params *p,
+                              const rocq_tensor *other, void *scratch) {
     rocq__mm mm;
     const int64_t k = p->w->ne[0];
     rocq__mm_plan(&mm, ctx, p);
@@ -8300,7 +8322,7 @@ typedef struct rocq__mm_steps {
     int64_t floats_bytes, pass_bytes;
 } rocq__mm_steps;
 
-ROCQ__FN rocq__mm_steps rocq__mm_steps_of(const rocq_ctx *ctx, const rocq_matmul_params *p) {
+static rocq__mm_steps rocq__mm_steps_of(const rocq_ctx *ctx, const rocq_matmul_params *p) {
     rocq__mm_steps s;
     rocq__mm mm;
     memset(&s, 0, sizeof s);
@@ -8323,7 +8345,7 @@ ROCQ__FN rocq__mm_steps rocq__mm_steps_of(const rocq_ctx *ctx, const rocq_matmul
     return s;
 }
 
-ROCQ__FN int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const void *params) {
+static int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const void *params) {
     const rocq_matmul_params *p = (const rocq_matmul_params *)params;
     int64_t most = 0;
     for (; p; p = p->next) {
@@ -8338,9 +8360,9 @@ ROCQ__FN int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const void *param
     return most;
 }
 
-ROCQ__FN rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const void *params);
+static rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const void *params);
 
-ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__matmul_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
     const rocq_matmul_params *p = (const rocq_matmul_params *)params;
     (void)op;
     void *scratch;
@@ -8380,13 +8402,13 @@ ROCQ__FN rocq_result rocq__matmul_cpu(rocq_ctx *ctx, rocq_op op, const void *par
 // >>cpu_rows: reading and writing rows as floats, and the vector arithmetic attention and ops share
 // ---------------------------------------------------------------------------------------------
 
-// Rows are worked on in pieces of this many elements: whole blocks of every format, and small
-// enough that the pieces live on the stack and in the first cache.
-enum { ROCQ__CHUNK = 256 };
+// Rows are worked on in strips of this many elements: whole blocks of every format, and small
+// enough that the strips live on the stack and in the first cache.
+enum { ROCQ__STRIP = 256 };
 
-// Elements of the piece of a row of n that starts at k.
-ROCQ__INLINE int64_t rocq__piece(int64_t n, int64_t k) {
-    const int64_t most = ROCQ__CHUNK;
+// Elements of the strip of a row of n that starts at k.
+static inline int64_t rocq__strip(int64_t n, int64_t k) {
+    const int64_t most = ROCQ__STRIP;
     return ROCQ__MIN(n - k, most);
 }
 
@@ -8398,8 +8420,8 @@ ROCQ__INLINE int64_t rocq__piece(int64_t n, int64_t k) {
 
 // Elements [first, first + n) of a row as floats: where they stand for F32, else decoded into buf.
 // first is a whole number of blocks.
-ROCQ__FN const float *rocq__load(bool avx2, rocq_format format, const unsigned char *row,
-                                 int64_t first, int64_t n, float *buf) {
+static const float *rocq__load(bool avx2, rocq_format format, const unsigned char *row,
+                               int64_t first, int64_t n, float *buf) {
     const unsigned char *src = row + rocq__bytes(format, first);
     if (format == ROCQ_F32) return (const float *)(const void *)src;
     rocq__decode(avx2, format, buf, src, n);
@@ -8407,8 +8429,8 @@ ROCQ__FN const float *rocq__load(bool avx2, rocq_format format, const unsigned c
 }
 
 // Writes elements [first, first + n) of a row; src never is the row itself.
-ROCQ__FN void rocq__store(rocq_format format, unsigned char *row, int64_t first, const float *src,
-                          int64_t n) {
+static void rocq__store(rocq_format format, unsigned char *row, int64_t first, const float *src,
+                        int64_t n) {
     unsigned char *dst = row + rocq__bytes(format, first);
     if (format == ROCQ_F32) {
         memcpy(dst, src, (size_t)n * sizeof(float));
@@ -8418,27 +8440,27 @@ ROCQ__FN void rocq__store(rocq_format format, unsigned char *row, int64_t first,
 }
 
 // The row that an operand repeated along dimensions of size 1 has at (i1, i2, i3).
-ROCQ__INLINE unsigned char *rocq__row_repeated(const rocq_tensor *t, int64_t i1, int64_t i2,
-                                               int64_t i3) {
+static inline unsigned char *rocq__row_repeated(const rocq_tensor *t, int64_t i1, int64_t i2,
+                                                int64_t i3) {
     return rocq__row(t, t->ne[1] == 1 ? 0 : i1, t->ne[2] == 1 ? 0 : i2, t->ne[3] == 1 ? 0 : i3);
 }
 
-ROCQ__INLINE const int32_t *rocq__row_i32(const rocq_tensor *t, int64_t i1) {
+static inline const int32_t *rocq__row_i32(const rocq_tensor *t, int64_t i1) {
     return (const int32_t *)(const void *)rocq__row(t, i1, 0, 0);
 }
 
-ROCQ__INLINE float *rocq__row_f32(const rocq_tensor *t, int64_t i1, int64_t i2, int64_t i3) {
+static inline float *rocq__row_f32(const rocq_tensor *t, int64_t i1, int64_t i2, int64_t i3) {
     return (float *)(void *)rocq__row(t, i1, i2, i3);
 }
 
 // -- arithmetic over a chunk: eight running sums, so that the vector form adds in the same way --
 
-ROCQ__INLINE float rocq__sum8(const float *x) {
+static inline float rocq__sum8(const float *x) {
     return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
 }
 
 // moment[0] += sum of x - shift, moment[1] += sum of (x - shift)^2
-ROCQ__FN void rocq__moments_scalar(const float *x, float shift, int64_t n, double *moment) {
+static void rocq__moments_scalar(const float *x, float shift, int64_t n, double *moment) {
     float sum[8] = {0}, square[8] = {0};
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
@@ -8458,7 +8480,7 @@ ROCQ__FN void rocq__moments_scalar(const float *x, float shift, int64_t n, doubl
 }
 
 // x = exp(x - shift); returns the sum. -inf gives 0, NaN stays NaN.
-ROCQ__FN float rocq__exp_scalar(float *x, float shift, int64_t n) {
+static float rocq__exp_scalar(float *x, float shift, int64_t n) {
     float sum = 0.0f;
     for (int64_t i = 0; i < n; i++) {
         x[i] = expf(x[i] - shift);
@@ -8468,7 +8490,7 @@ ROCQ__FN float rocq__exp_scalar(float *x, float shift, int64_t n) {
 }
 
 // largest of x that is not NaN, -inf when there is none
-ROCQ__FN float rocq__max_scalar(const float *x, int64_t n) {
+static float rocq__max_scalar(const float *x, int64_t n) {
     float largest = -INFINITY;
     for (int64_t i = 0; i < n; i++) largest = x[i] > largest ? x[i] : largest;
     return largest;
@@ -8482,8 +8504,8 @@ ROCQ__FN float rocq__max_scalar(const float *x, int64_t n) {
 #define ROCQ__END_SIMD() ((void)0)
 #endif
 
-ROCQ__FN ROCQ__SIMD void rocq__moments_simd(const float *x, float shift, int64_t n,
-                                            double *moment) {
+static ROCQ__SIMD void rocq__moments_simd(const float *x, float shift, int64_t n,
+                                          double *moment) {
     rocq__v8 sum = rocq__v8_set1(0.0f), square = sum;
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
@@ -8514,7 +8536,7 @@ ROCQ__V8 rocq__v8 rocq__v8_exp(const rocq__v8 from) {
     return rocq__v8_zero_below(rocq__v8_mul(e, rocq__v8_pow2(k)), from, least);
 }
 
-ROCQ__FN ROCQ__SIMD float rocq__exp_simd(float *x, float shift, int64_t n) {
+static ROCQ__SIMD float rocq__exp_simd(float *x, float shift, int64_t n) {
     rocq__v8 lane = rocq__v8_set1(0.0f);
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
@@ -8526,7 +8548,7 @@ ROCQ__FN ROCQ__SIMD float rocq__exp_simd(float *x, float shift, int64_t n) {
     return rocq__v8_sum(lane) + rocq__exp_scalar(x + i, shift, n - i);
 }
 
-ROCQ__FN ROCQ__SIMD float rocq__max_simd(const float *x, int64_t n) {
+static ROCQ__SIMD float rocq__max_simd(const float *x, int64_t n) {
     rocq__v8 lane = rocq__v8_set1(-INFINITY);
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) lane = rocq__v8_max(rocq__v8_load(x + i), lane); // NaN: keeps lane
@@ -8538,15 +8560,16 @@ ROCQ__FN ROCQ__SIMD float rocq__max_simd(const float *x, int64_t n) {
 
 #endif
 
-ROCQ__INLINE void rocq__moments(bool avx2, const float *x, float shift, int64_t n, double *moment) {
+static inline void rocq__moments(bool avx2, const float *x, float shift, int64_t n,
+                                 double *moment) {
     ROCQ__EITHER(avx2, rocq__moments, (x, shift, n, moment));
 }
 
-ROCQ__INLINE float rocq__exp(bool avx2, float *x, float shift, int64_t n) {
+static inline float rocq__exp(bool avx2, float *x, float shift, int64_t n) {
     return ROCQ__EITHER(avx2, rocq__exp, (x, shift, n));
 }
 
-ROCQ__INLINE float rocq__max(bool avx2, const float *x, int64_t n) {
+static inline float rocq__max(bool avx2, const float *x, int64_t n) {
     return ROCQ__EITHER(avx2, rocq__max, (x, n));
 }
 
@@ -8578,10 +8601,10 @@ typedef struct rocq__attend {
     int64_t n_tiles, n_splits;
     int64_t pitch;     // floats from row to row in scratch
     int64_t local;     // floats of scratch per thread
-    int64_t part;      // floats per row of a split's result: m, l, acc
+    int64_t partial;      // floats per row of a split's result: m, l, acc
     float scale;
     float *scratch;    // one piece per thread
-    float *parts;      // [part, n_rows, n_splits, n_kv_heads, n_seqs]
+    float *partials;      // [partial, n_rows, n_splits, n_kv_heads, n_seqs]
 } rocq__attend;
 
 // One item of work: n query rows, from row0 on, of one KV head and sequence.
@@ -8590,8 +8613,8 @@ typedef struct rocq__attend_item {
 } rocq__attend_item;
 
 // score_r[j] = q_r . k[j] for two rows and four keys; n is a multiple of 8.
-ROCQ__FN void rocq__dot2x4_scalar(const float *q0, const float *q1, const float *const *k,
-                                  int64_t n, float *score0, float *score1) {
+static void rocq__dot2x4_scalar(const float *q0, const float *q1, const float *const *k,
+                                int64_t n, float *score0, float *score1) {
     for (int j = 0; j < 4; j++) {
         float sum0[8] = {0}, sum1[8] = {0};
         for (int64_t i = 0; i < n; i += 8) {
@@ -8606,9 +8629,9 @@ ROCQ__FN void rocq__dot2x4_scalar(const float *q0, const float *q1, const float 
 }
 
 // acc_r = keep_r acc_r + sum over j of weight_r[j] v[j] for two rows; n is a multiple of 32.
-ROCQ__FN void rocq__values2_scalar(float *acc0, float *acc1, float keep0, float keep1,
-                                   const float *const *v, const float *weight0,
-                                   const float *weight1, int64_t n_keys, int64_t n) {
+static void rocq__values2_scalar(float *acc0, float *acc1, float keep0, float keep1,
+                                 const float *const *v, const float *weight0,
+                                 const float *weight1, int64_t n_keys, int64_t n) {
     for (int64_t i = 0; i < n; i += 8) {
         float a[8], b[8];
         for (int l = 0; l < 8; l++) {
@@ -8628,8 +8651,8 @@ ROCQ__FN void rocq__values2_scalar(float *acc0, float *acc1, float keep0, float 
 
 #if ROCQ__HAS_V8
 
-ROCQ__FN ROCQ__SIMD void rocq__dot2x4_simd(const float *q0, const float *q1, const float *const *k,
-                                           int64_t n, float *score0, float *score1) {
+static ROCQ__SIMD void rocq__dot2x4_simd(const float *q0, const float *q1, const float *const *k,
+                                         int64_t n, float *score0, float *score1) {
     rocq__v8 a[4], b[4];
     ROCQ__UNROLL
     for (int j = 0; j < 4; j++) a[j] = b[j] = rocq__v8_set1(0.0f);
@@ -8647,9 +8670,9 @@ ROCQ__FN ROCQ__SIMD void rocq__dot2x4_simd(const float *q0, const float *q1, con
     rocq__v8_sum4(score1, b[0], b[1], b[2], b[3]);
 }
 
-ROCQ__FN ROCQ__SIMD void rocq__values2_simd(float *acc0, float *acc1, float keep0, float keep1,
-                                            const float *const *v, const float *weight0,
-                                            const float *weight1, int64_t n_keys, int64_t n) {
+static ROCQ__SIMD void rocq__values2_simd(float *acc0, float *acc1, float keep0, float keep1,
+                                          const float *const *v, const float *weight0,
+                                          const float *weight1, int64_t n_keys, int64_t n) {
     for (int64_t i = 0; i < n; i += 32) {
         rocq__v8 a[4], b[4];
         ROCQ__UNROLL
@@ -8677,21 +8700,21 @@ ROCQ__FN ROCQ__SIMD void rocq__values2_simd(float *acc0, float *acc1, float keep
 
 #endif
 
-ROCQ__FN int64_t rocq__attend_len(const rocq__attend *a, int64_t seq) {
+static int64_t rocq__attend_len(const rocq__attend *a, int64_t seq) {
     return a->p->kv_len ? rocq__row_i32(a->p->kv_len, 0)[seq] : a->n_kv;
 }
 
 // The positions [lo, hi) that query i of a sequence of len positions sees, masks aside. Neither
 // bound ever falls as i grows.
-ROCQ__FN void rocq__attend_range(const rocq__attend *a, int64_t len, int64_t i, int64_t *lo,
-                                 int64_t *hi) {
+static void rocq__attend_range(const rocq__attend *a, int64_t len, int64_t i, int64_t *lo,
+                               int64_t *hi) {
     const int64_t pos = len - a->n_q + i;
     *hi = a->p->causal ? ROCQ__MAX(pos + 1, 0) : len; // pos < len
     *lo = a->p->window > 0 ? ROCQ__MAX(pos - a->p->window + 1, 0) : 0;
 }
 
 // Row of position j in k and v. 32-bit division, since it runs for every row.
-ROCQ__INLINE int64_t rocq__attend_row(const rocq__attend *a, int64_t j, int64_t seq) {
+static inline int64_t rocq__attend_row(const rocq__attend *a, int64_t j, int64_t seq) {
     if (!a->p->page_table) return j;
     const uint32_t page_size = (uint32_t)a->p->page_size, page = (uint32_t)j / page_size;
     return (int64_t)rocq__row_i32(a->p->page_table, seq)[page] * page_size +
@@ -8699,8 +8722,8 @@ ROCQ__INLINE int64_t rocq__attend_row(const rocq__attend *a, int64_t j, int64_t 
 }
 
 // out row = acc / l, with the head's sink in the sum; 0 for a row that saw nothing.
-ROCQ__FN void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv_head, int64_t row,
-                                  float m, float l, float *acc) {
+static void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv_head, int64_t row,
+                                float m, float l, float *acc) {
     const int64_t head = kv_head * a->group + row % a->group;
     const rocq_tensor *out = a->p->out;
     float factor = 1.0f;
@@ -8718,8 +8741,8 @@ ROCQ__FN void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv
 
 // The bias of every row for positions [begin, end): the mask where it is given, -inf where nothing
 // is visible. Writes the positions that some row sees to keys, and returns how many there are.
-ROCQ__FN int64_t rocq__attend_bias(const rocq__attend *a, const rocq__attend_item *item,
-                                   int64_t begin, int64_t end, float *bias, int64_t *keys) {
+static int64_t rocq__attend_bias(const rocq__attend *a, const rocq__attend_item *item,
+                                 int64_t begin, int64_t end, float *bias, int64_t *keys) {
     const rocq_tensor *mask = a->p->mask;
     const int64_t seq = item->seq, len = rocq__attend_len(a, seq);
     bool seen[ROCQ__ATTEND_KEYS] = {false};
@@ -8763,7 +8786,7 @@ typedef struct rocq__attend_local {
     float *m, *l; // [tile_rows]
 } rocq__attend_local;
 
-ROCQ__FN rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t thread) {
+static rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t thread) {
     rocq__attend_local s;
     s.q = a->scratch + thread * a->local;
     s.acc = s.q + a->tile_rows * a->pitch;
@@ -8779,9 +8802,9 @@ ROCQ__FN rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t
 // Turns row r's scores into weights, updates m and l, and sets *keep to the factor that this puts
 // on acc. Only the keys that the row sees stay, since a hidden one must not count even where it
 // holds NaN: their weights move up in score, their lines to seen. Returns their number.
-ROCQ__FN int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_local *local,
-                                    int64_t r, const float *const *line, int64_t n_keys,
-                                    bool all_visible, const float **seen, float *keep) {
+static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_local *local,
+                                  int64_t r, const float *const *line, int64_t n_keys,
+                                  bool all_visible, const float **seen, float *keep) {
     float *s = local->score + r * ROCQ__ATTEND_KEYS;
     const float *bias = local->bias + r * ROCQ__ATTEND_KEYS;
     int64_t n_seen = 0;
@@ -8813,8 +8836,8 @@ typedef struct rocq__attend_rows {
     int64_t step, bytes; // from row to row, of a row
 } rocq__attend_rows;
 
-ROCQ__FN rocq__attend_rows rocq__attend_rows_of(const rocq__attend *a, const rocq_tensor *t,
-                                                int64_t kv_head, int64_t seq) {
+static rocq__attend_rows rocq__attend_rows_of(const rocq__attend *a, const rocq_tensor *t,
+                                              int64_t kv_head, int64_t seq) {
     rocq__attend_rows rows;
     rows.format = t->format;
     rows.base = rocq__row(t, kv_head, 0, a->p->page_table ? 0 : seq);
@@ -8825,19 +8848,19 @@ ROCQ__FN rocq__attend_rows rocq__attend_rows_of(const rocq__attend *a, const roc
 
 // F32 rows are copied too: with a power of two from row to row, as in a cache, they would push each
 // other out of the first cache.
-ROCQ__INLINE void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows,
-                                      int64_t row, float *dst) {
+static inline void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows,
+                                       int64_t row, float *dst) {
     rocq__decode(a->avx2, rows->format, dst, rows->base + row * rows->step, a->head_dim);
 }
 
 // A KV head's rows are too far apart for the hardware to fetch ahead.
-ROCQ__INLINE void rocq__attend_prefetch(const rocq__attend_rows *rows, int64_t row) {
+static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, int64_t row) {
     for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH(rows->base + row * rows->step + i);
 }
 
 // Takes an item's rows past the keys [begin, end), which all of its rows see where all_visible.
-ROCQ__FN void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *item, int64_t begin,
-                                int64_t end, bool all_visible, const rocq__attend_local *local) {
+static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *item, int64_t begin,
+                              int64_t end, bool all_visible, const rocq__attend_local *local) {
     const int64_t pitch = a->pitch, seq = item->seq, kv_head = item->kv_head, n = item->n;
     const float *line[ROCQ__ATTEND_KEYS];
     int64_t keys[ROCQ__ATTEND_KEYS], row[ROCQ__ATTEND_KEYS], n_keys = end - begin;
@@ -8900,7 +8923,7 @@ ROCQ__FN void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *
     }
 }
 
-ROCQ__FN void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
+static void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
     const rocq__attend *a = (const rocq__attend *)arg;
     const int64_t dim = a->head_dim, pitch = a->pitch;
     const rocq__attend_local local = rocq__attend_local_of(a, thread);
@@ -8945,29 +8968,31 @@ ROCQ__FN void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32
             if (a->n_splits == 1) {
                 rocq__attend_finish(a, seq, kv_head, row0 + r, local.m[r], local.l[r], acc);
             } else {
-                float *part =
-                    a->parts + ((head_seq * a->n_splits + split) * a->n_rows + r) * a->part;
-                part[0] = local.m[r];
-                part[1] = local.l[r];
-                memcpy(part + 2, acc, (size_t)dim * sizeof(float));
+                float *partial =
+                    a->partials + ((head_seq * a->n_splits + split) * a->n_rows + r) * a->partial;
+                partial[0] = local.m[r];
+                partial[1] = local.l[r];
+                memcpy(partial + 2, acc, (size_t)dim * sizeof(float));
             }
         }
     }
 }
 
 // Items are the rows of every KV head and sequence.
-ROCQ__FN void rocq__attend_merge_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
+static void rocq__attend_merge_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
     const rocq__attend *a = (const rocq__attend *)arg;
     float *acc = a->scratch + thread * a->local;
     for (; item < item_end; item++) {
         const int64_t row = item % a->n_rows, head_seq = item / a->n_rows;
-        const float *part = a->parts + (head_seq * a->n_splits * a->n_rows + row) * a->part;
-        const int64_t step = a->n_rows * a->part;
+        const float *partial =
+            a->partials + (head_seq * a->n_splits * a->n_rows + row) * a->partial;
+        const int64_t step = a->n_rows * a->partial;
         float m = -INFINITY, l = 0.0f;
-        for (int64_t split = 0; split < a->n_splits; split++) m = ROCQ__MAX(m, part[split * step]);
+        for (int64_t split = 0; split < a->n_splits; split++)
+            m = ROCQ__MAX(m, partial[split * step]);
         memset(acc, 0, (size_t)a->head_dim * sizeof(float));
         for (int64_t split = 0; split < a->n_splits; split++) {
-            const float *one = part + split * step;
+            const float *one = partial + split * step;
             if (one[1] == 0.0f) continue; // saw nothing
             const float factor = expf(one[0] - m);
             l += one[1] * factor;
@@ -8978,8 +9003,8 @@ ROCQ__FN void rocq__attend_merge_task(void *arg, int64_t item, int64_t item_end,
 }
 
 // Fills in everything but the memory; returns the bytes of that.
-ROCQ__FN int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_params *p,
-                                   rocq__attend *a) {
+static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_params *p,
+                                 rocq__attend *a) {
     memset(a, 0, sizeof *a);
     a->p = p;
     a->avx2 = ctx->has_avx2;
@@ -8997,16 +9022,17 @@ ROCQ__FN int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_par
     a->pitch = (a->head_dim + 31) / 32 * 32;
     a->local = (2 * a->tile_rows + ROCQ__ATTEND_KEYS + 1) * a->pitch +
                2 * a->tile_rows * ROCQ__ATTEND_KEYS + (2 * a->tile_rows + 15) / 16 * 16;
-    a->part = a->head_dim + 2;
+    a->partial = a->head_dim + 2;
     a->scale = p->scale != 0.0f ? p->scale : 1.0f / sqrtf((float)a->head_dim);
-    int64_t parts = 0, bytes;
+    int64_t partials = 0, bytes;
     if (a->n_splits > 1) {
-        parts = a->n_seqs * a->n_kv_heads * a->n_rows; // the rows of q, which are in memory
-        if (!rocq__mul(parts, a->n_splits, &parts) || !rocq__mul(parts, a->part, &parts)) {
+        partials = a->n_seqs * a->n_kv_heads * a->n_rows; // the rows of q, which are in memory
+        if (!rocq__mul(partials, a->n_splits, &partials) ||
+            !rocq__mul(partials, a->partial, &partials)) {
             return INT64_MAX;
         }
     }
-    if (!rocq__add(parts, a->local * ctx->desc.n_threads, &bytes) ||
+    if (!rocq__add(partials, a->local * ctx->desc.n_threads, &bytes) ||
         !rocq__mul(bytes, (int64_t)sizeof(float), &bytes)) {
         return INT64_MAX;
     }
@@ -9014,7 +9040,7 @@ ROCQ__FN int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_par
 }
 
 // What depends on the contents of kv_len and page_table.
-ROCQ__FN rocq_result rocq__attend_check(rocq_ctx *ctx, const rocq__attend *a) {
+static rocq_result rocq__attend_check(rocq_ctx *ctx, const rocq__attend *a) {
     const rocq_attention_params *p = a->p;
     for (int64_t seq = 0; seq < a->n_seqs; seq++) {
         const int64_t len = rocq__attend_len(a, seq);
@@ -9037,13 +9063,13 @@ ROCQ__FN rocq_result rocq__attend_check(rocq_ctx *ctx, const rocq__attend *a) {
     return ROCQ_OK;
 }
 
-ROCQ__FN int64_t rocq__scratch_attention_cpu(const rocq_ctx *ctx, const void *params) {
+static int64_t rocq__scratch_attention_cpu(const rocq_ctx *ctx, const void *params) {
     const rocq_attention_params *p = (const rocq_attention_params *)params;
     rocq__attend a;
     return rocq__attend_plan(ctx, p, &a);
 }
 
-ROCQ__FN rocq_result rocq__attention_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__attention_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
     const rocq_attention_params *p = (const rocq_attention_params *)params;
     (void)op;
     rocq__attend a;
@@ -9052,7 +9078,7 @@ ROCQ__FN rocq_result rocq__attention_cpu(rocq_ctx *ctx, rocq_op op, const void *
     ROCQ__TRY(rocq__attend_check(ctx, &a));
     ROCQ__TRY(rocq__scratch(ctx, bytes, &scratch));
     a.scratch = (float *)scratch;
-    a.parts = a.scratch + a.local * ctx->desc.n_threads;
+    a.partials = a.scratch + a.local * ctx->desc.n_threads;
     int64_t longest = 0;
     for (int64_t seq = 0; seq < a.n_seqs; seq++) {
         longest = ROCQ__MAX(longest, rocq__attend_len(&a, seq));
@@ -9075,7 +9101,7 @@ ROCQ__FN rocq_result rocq__attention_cpu(rocq_ctx *ctx, rocq_op op, const void *
 // ---------------------------------------------------------------------------------------------
 
 // Rows that are worth handing to a thread, for rows of n elements that are each some work.
-ROCQ__INLINE int64_t rocq__grain(int64_t n, int64_t work) {
+static inline int64_t rocq__grain(int64_t n, int64_t work) {
     return 1 + 65536 / (n * work);
 }
 
@@ -9084,7 +9110,7 @@ typedef struct rocq__coord {
     int64_t i1, i2, i3;
 } rocq__coord;
 
-ROCQ__INLINE rocq__coord rocq__coord_of(const rocq_tensor *t, int64_t r) {
+static inline rocq__coord rocq__coord_of(const rocq_tensor *t, int64_t r) {
     rocq__coord c;
     c.i1 = r % t->ne[1];
     c.i2 = r / t->ne[1] % t->ne[2];
@@ -9092,12 +9118,12 @@ ROCQ__INLINE rocq__coord rocq__coord_of(const rocq_tensor *t, int64_t r) {
     return c;
 }
 
-ROCQ__INLINE int64_t rocq__n_rows(const rocq_tensor *t) {
+static inline int64_t rocq__n_rows(const rocq_tensor *t) {
     return t->ne[1] * t->ne[2] * t->ne[3];
 }
 
 // Of an op that takes no scratch memory.
-ROCQ__FN int64_t rocq__scratch_none_cpu(const rocq_ctx *ctx, const void *params) {
+static int64_t rocq__scratch_none_cpu(const rocq_ctx *ctx, const void *params) {
     (void)ctx;
     (void)params;
     return 0;
@@ -9112,13 +9138,13 @@ typedef struct rocq__norm {
     float eps;
 } rocq__norm;
 
-ROCQ__FN void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+static void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
     const rocq__norm *a = (const rocq__norm *)arg;
     const rocq_norm_params *p = a->p;
     const int64_t n = p->x->ne[0];
     const float *weight = p->weight ? rocq__row_f32(p->weight, 0, 0, 0) : NULL;
     const float *bias = p->bias ? rocq__row_f32(p->bias, 0, 0, 0) : NULL;
-    float buf[ROCQ__CHUNK], out[ROCQ__CHUNK];
+    float buf[ROCQ__STRIP], out[ROCQ__STRIP];
     (void)thread;
     for (; r < r_end; r++) {
         const rocq__coord c = rocq__coord_of(p->x, r);
@@ -9128,8 +9154,8 @@ ROCQ__FN void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t threa
         double moment[2];
         for (int pass = a->center ? 0 : 1; pass < 2; pass++) {
             moment[0] = moment[1] = 0.0;
-            for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
-                const int64_t m = rocq__piece(n, k);
+            for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
+                const int64_t m = rocq__strip(n, k);
                 const float *x = rocq__load(a->avx2, p->x->format, x_row, k, m, buf);
                 rocq__moments(a->avx2, x, mean, m, moment);
             }
@@ -9140,8 +9166,8 @@ ROCQ__FN void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t threa
         if (a->center) rest = (float)(moment[0] / (double)n);
         const double variance = moment[1] / (double)n - (double)rest * (double)rest;
         const float rstd = (float)(1.0 / sqrt(variance + (double)a->eps));
-        for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
-            const int64_t m = rocq__piece(n, k);
+        for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
+            const int64_t m = rocq__strip(n, k);
             const float *x = rocq__load(a->avx2, p->x->format, x_row, k, m, buf);
             for (int64_t i = 0; i < m; i++) out[i] = ((x[i] - mean) - rest) * rstd;
             if (weight) {
@@ -9157,7 +9183,7 @@ ROCQ__FN void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t threa
     }
 }
 
-ROCQ__FN rocq_result rocq__norm_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__norm_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
     const rocq_norm_params *p = (const rocq_norm_params *)params;
     rocq__norm a;
     a.p = p;
@@ -9191,8 +9217,8 @@ typedef struct rocq__rope {
     int64_t pitch; // floats of that
 } rocq__rope;
 
-ROCQ__FN int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p,
-                                    int64_t head_dim, rocq__rope *a) {
+static int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p,
+                                  int64_t head_dim, rocq__rope *a) {
     memset(a, 0, sizeof *a);
     a->avx2 = ctx->has_avx2;
     a->neox = p->pairing == ROCQ_ROPE_NEOX;
@@ -9215,11 +9241,11 @@ typedef struct rocq__rope_scaling {
 } rocq__rope_scaling;
 
 // Number of the pair that turns n_turns times in the original context, as a fraction.
-ROCQ__FN double rocq__rope_pair_of(const rocq__rope_scaling *s, double n_ctx, double n_turns) {
+static double rocq__rope_pair_of(const rocq__rope_scaling *s, double n_ctx, double n_turns) {
     return s->n_dims * log(n_ctx / (n_turns * 6.283185307179586)) / (2.0 * log(s->base));
 }
 
-ROCQ__FN rocq__rope_scaling rocq__rope_scaling_of(const rocq_rope_config *p, int64_t n_dims) {
+static rocq__rope_scaling rocq__rope_scaling_of(const rocq_rope_config *p, int64_t n_dims) {
     rocq__rope_scaling s;
     memset(&s, 0, sizeof s);
     s.n_dims = (double)n_dims;
@@ -9239,7 +9265,7 @@ ROCQ__FN rocq__rope_scaling rocq__rope_scaling_of(const rocq_rope_config *p, int
 }
 
 // Angle of pair i per position, its frequency divided by factor.
-ROCQ__FN double rocq__rope_turn(const rocq__rope_scaling *s, int64_t i, double factor) {
+static double rocq__rope_turn(const rocq__rope_scaling *s, int64_t i, double factor) {
     const double own = pow(s->base, -2.0 * (double)i / s->n_dims) / factor;
     double keep = 0.0; // share of the unscaled frequency
     if (s->ext_factor > 0.0) {
@@ -9252,8 +9278,8 @@ ROCQ__FN double rocq__rope_turn(const rocq__rope_scaling *s, int64_t i, double f
 #define ROCQ__TURNS 0.15915494309189535 // 1 / (2 pi): turns per radian
 
 // Angles go through double: at position 100,000 a float would be off by 0.004.
-ROCQ__FN rocq_result rocq__rope_start(rocq_ctx *ctx, const rocq_rope_config *p,
-                                      const rocq_tensor *pos, int64_t bytes, rocq__rope *a) {
+static rocq_result rocq__rope_start(rocq_ctx *ctx, const rocq_rope_config *p,
+                                    const rocq_tensor *pos, int64_t bytes, rocq__rope *a) {
     const int64_t turn_bytes = (a->n_dims / 2 * (int64_t)sizeof(double) + 63) / 64 * 64;
     const rocq__rope_scaling scaling = rocq__rope_scaling_of(p, a->n_dims);
     const float *factors = p->freq_factors ? rocq__row_f32(p->freq_factors, 0, 0, 0) : NULL;
@@ -9269,7 +9295,7 @@ ROCQ__FN rocq_result rocq__rope_start(rocq_ctx *ctx, const rocq_rope_config *p,
     return ROCQ_OK;
 }
 
-ROCQ__FN void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t thread) {
+static void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t thread) {
     const rocq__rope *a = (const rocq__rope *)arg;
     const int64_t half = a->n_dims / 2;
     float *cosine = a->local + thread * a->pitch, *sine = cosine + half, *head = sine + half;
@@ -9306,13 +9332,13 @@ ROCQ__FN void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t threa
     }
 }
 
-ROCQ__FN int64_t rocq__scratch_rope_cpu(const rocq_ctx *ctx, const void *params) {
+static int64_t rocq__scratch_rope_cpu(const rocq_ctx *ctx, const void *params) {
     const rocq_rope_params *p = (const rocq_rope_params *)params;
     rocq__rope a;
     return rocq__rope_scratch(ctx, &p->rope, p->x->ne[0], &a);
 }
 
-ROCQ__FN rocq_result rocq__rope_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__rope_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
     const rocq_rope_params *p = (const rocq_rope_params *)params;
     (void)op;
     rocq__rope a;
@@ -9325,13 +9351,13 @@ ROCQ__FN rocq_result rocq__rope_cpu(rocq_ctx *ctx, rocq_op op, const void *param
     return ROCQ_OK;
 }
 
-ROCQ__FN int64_t rocq__scratch_rope_append_cpu(const rocq_ctx *ctx, const void *params) {
+static int64_t rocq__scratch_rope_append_cpu(const rocq_ctx *ctx, const void *params) {
     const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
     rocq__rope a;
     return rocq__rope_scratch(ctx, &p->rope, p->k->ne[0], &a);
 }
 
-ROCQ__FN rocq_result rocq__rope_append_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__rope_append_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
     const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
     (void)op;
     rocq__rope a;
@@ -9364,8 +9390,8 @@ ROCQ__FN rocq_result rocq__rope_append_cpu(rocq_ctx *ctx, rocq_op op, const void
 
 // SILU and the tanh form of GELU are x / (1 + exp(-(linear x + cubic x^3))). Returns how many
 // elements it has done.
-ROCQ__FN ROCQ__SIMD int64_t rocq__gate_simd(float *y, const float *x, int64_t n, float linear,
-                                            float cubic) {
+static ROCQ__SIMD int64_t rocq__gate_simd(float *y, const float *x, int64_t n, float linear,
+                                          float cubic) {
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) {
         const rocq__v8 v = rocq__v8_load(x + i);
@@ -9381,13 +9407,13 @@ ROCQ__FN ROCQ__SIMD int64_t rocq__gate_simd(float *y, const float *x, int64_t n,
 
 #endif
 
-ROCQ__FN void rocq__activate_row(bool avx2, rocq_activation activation, float *y, const float *x,
-                                 int64_t n) {
+static void rocq__activate_row(bool avx2, rocq_activation activation, float *y, const float *x,
+                               int64_t n) {
     int64_t i = 0;
 #if ROCQ__HAS_V8
     const bool simd = avx2 || ROCQ__HAS_NEON;
-    if (simd && activation == ROCQ_SILU) i = rocq__gate_simd(y, x, n, 1.0f, 0.0f);
-    if (simd && activation == ROCQ_GELU) {
+    if (simd && activation == ROCQ_ACT_SILU) i = rocq__gate_simd(y, x, n, 1.0f, 0.0f);
+    if (simd && activation == ROCQ_ACT_GELU) {
         i = rocq__gate_simd(y, x, n, 1.59576912160573f, 0.0713548162726f);
     }
 #else
@@ -9405,7 +9431,7 @@ typedef struct rocq__map {
     float scale, bias;
 } rocq__map;
 
-ROCQ__FN rocq__map rocq__map_of(rocq_op op, const void *params) {
+static rocq__map rocq__map_of(rocq_op op, const void *params) {
     rocq__map map;
     memset(&map, 0, sizeof map);
     map.op = op;
@@ -9439,10 +9465,10 @@ ROCQ__FN rocq__map rocq__map_of(rocq_op op, const void *params) {
     return map;
 }
 
-ROCQ__FN void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
     const rocq__map *map = (const rocq__map *)arg;
     const rocq_tensor *y = map->y, *a = map->a, *b = map->b;
-    float a_buf[ROCQ__CHUNK], b_buf[ROCQ__CHUNK], out[ROCQ__CHUNK];
+    float a_buf[ROCQ__STRIP], b_buf[ROCQ__STRIP], out[ROCQ__STRIP];
     (void)thread;
     for (; r < r_end; r++) {
         const rocq__coord c = rocq__coord_of(y, r);
@@ -9455,10 +9481,10 @@ ROCQ__FN void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread
         }
         if (b && b->ne[0] == 1) {
             const float value = *rocq__load(map->avx2, b->format, b_row, 0, 1, b_buf);
-            for (int i = 0; i < ROCQ__CHUNK; i++) b_buf[i] = value;
+            for (int i = 0; i < ROCQ__STRIP; i++) b_buf[i] = value;
         }
-        for (int64_t k = 0; k < y->ne[0]; k += ROCQ__CHUNK) {
-            const int64_t n = rocq__piece(y->ne[0], k);
+        for (int64_t k = 0; k < y->ne[0]; k += ROCQ__STRIP) {
+            const int64_t n = rocq__strip(y->ne[0], k);
             const float *u = rocq__load(map->avx2, a->format, a_row, k, n, a_buf), *v = b_buf;
             if (b && b->ne[0] != 1) v = rocq__load(map->avx2, b->format, b_row, k, n, b_buf);
             switch (map->op) {
@@ -9485,7 +9511,7 @@ ROCQ__FN void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread
     }
 }
 
-ROCQ__FN rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__map map = rocq__map_of(op, params);
     map.avx2 = ctx->has_avx2;
     const int64_t work = op == ROCQ_OP_ACTIVATE || op == ROCQ_OP_GLU ? 16 : 4;
@@ -9502,11 +9528,11 @@ typedef struct rocq__softmax {
 } rocq__softmax;
 
 // A row that is -inf throughout becomes 0 throughout, as in attention.
-ROCQ__FN void rocq__softmax_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+static void rocq__softmax_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
     const rocq__softmax *a = (const rocq__softmax *)arg;
     const rocq_tensor *x = a->p->x, *mask = a->p->mask;
     const int64_t n = x->ne[0];
-    float buf[ROCQ__CHUNK];
+    float buf[ROCQ__STRIP];
     (void)thread;
     for (; r < r_end; r++) {
         const rocq__coord c = rocq__coord_of(x, r);
@@ -9514,8 +9540,8 @@ ROCQ__FN void rocq__softmax_task(void *arg, int64_t r, int64_t r_end, int32_t th
         const unsigned char *mask_row = mask ? rocq__row_repeated(mask, c.i1, c.i2, c.i3) : NULL;
         float *y = rocq__row_f32(a->p->y, c.i1, c.i2, c.i3), top = -INFINITY;
         double sum = 0.0;
-        for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
-            const int64_t m = rocq__piece(n, k);
+        for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
+            const int64_t m = rocq__strip(n, k);
             for (int64_t i = k; i < k + m; i++) y[i] = from[i] * a->scale;
             if (mask) {
                 const float *add = rocq__load(a->avx2, mask->format, mask_row, k, m, buf);
@@ -9526,15 +9552,15 @@ ROCQ__FN void rocq__softmax_task(void *arg, int64_t r, int64_t r_end, int32_t th
             top = ROCQ__MAX(top, rocq__max(a->avx2, y + k, m));
         }
         const float shift = top == -INFINITY ? 0.0f : top; // exp(-inf - -inf) would be NaN
-        for (int64_t k = 0; k < n; k += ROCQ__CHUNK) {
-            sum += (double)rocq__exp(a->avx2, y + k, shift, rocq__piece(n, k));
+        for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
+            sum += (double)rocq__exp(a->avx2, y + k, shift, rocq__strip(n, k));
         }
         const float factor = sum == 0.0 ? 0.0f : (float)(1.0 / sum);
         for (int64_t i = 0; i < n; i++) y[i] *= factor;
     }
 }
 
-ROCQ__FN rocq_result rocq__softmax_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__softmax_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
     const rocq_softmax_params *p = (const rocq_softmax_params *)params;
     (void)op;
     rocq__softmax a;
@@ -9553,15 +9579,15 @@ typedef struct rocq__gather {
     float scale;
 } rocq__gather;
 
-ROCQ__FN void rocq__gather_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+static void rocq__gather_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
     const rocq__gather *a = (const rocq__gather *)arg;
     const rocq_tensor *table = a->p->table, *y = a->p->y;
     const int32_t *ids = rocq__row_i32(a->p->ids, 0);
-    float buf[ROCQ__CHUNK], out[ROCQ__CHUNK];
+    float buf[ROCQ__STRIP], out[ROCQ__STRIP];
     (void)thread;
     for (; r < r_end; r++) {
-        for (int64_t k = 0; k < y->ne[0]; k += ROCQ__CHUNK) {
-            const int64_t n = rocq__piece(y->ne[0], k);
+        for (int64_t k = 0; k < y->ne[0]; k += ROCQ__STRIP) {
+            const int64_t n = rocq__strip(y->ne[0], k);
             const unsigned char *row = rocq__row(table, ids[r], 0, 0);
             const float *x = rocq__load(a->avx2, table->format, row, k, n, buf);
             for (int64_t i = 0; i < n; i++) out[i] = x[i] * a->scale;
@@ -9570,7 +9596,7 @@ ROCQ__FN void rocq__gather_task(void *arg, int64_t r, int64_t r_end, int32_t thr
     }
 }
 
-ROCQ__FN rocq_result rocq__gather_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__gather_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
     const rocq_gather_params *p = (const rocq_gather_params *)params;
     (void)op;
     rocq__gather a;
@@ -9591,7 +9617,7 @@ ROCQ__FN rocq_result rocq__gather_cpu(rocq_ctx *ctx, rocq_op op, const void *par
 
 // -- argmax --
 
-ROCQ__FN void rocq__argmax_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+static void rocq__argmax_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
     const rocq_argmax_params *p = (const rocq_argmax_params *)arg;
     (void)thread;
     for (; r < r_end; r++) {
@@ -9604,7 +9630,7 @@ ROCQ__FN void rocq__argmax_task(void *arg, int64_t r, int64_t r_end, int32_t thr
     }
 }
 
-ROCQ__FN rocq_result rocq__argmax_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__argmax_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
     const rocq_argmax_params *p = (const rocq_argmax_params *)params;
     (void)op;
     rocq_argmax_params a = *p;
@@ -9622,19 +9648,19 @@ typedef struct rocq__candidate {
     int32_t token;
 } rocq__candidate;
 
-ROCQ__INLINE bool rocq__before(rocq__candidate a, rocq__candidate b) {
+static inline bool rocq__before(rocq__candidate a, rocq__candidate b) {
     return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
 }
 
 // exp((logit - top) / temperature), 1 for the top itself even where that is infinite.
-ROCQ__INLINE float rocq__weight(float logit, float top, float temperature) {
+static inline float rocq__weight(float logit, float top, float temperature) {
     return logit == top ? 1.0f : expf((logit - top) / temperature);
 }
 
 // The candidate with which the weights, added up in order, reach target: exp(logit - top), or with
 // count 1 for each. Reorders list; n > 0.
-ROCQ__FN rocq__candidate rocq__select(rocq__candidate *list, int64_t n, float top, bool count,
-                                      double target) {
+static rocq__candidate rocq__select(rocq__candidate *list, int64_t n, float top, bool count,
+                                    double target) {
     double front = 0.0; // weight of what stands before list
     while (n > 1) {
         // All that comes before the pivot moves to the front of list.
@@ -9663,27 +9689,27 @@ ROCQ__FN rocq__candidate rocq__select(rocq__candidate *list, int64_t n, float to
     return list[0];
 }
 
-ROCQ__INLINE uint64_t rocq__mix(uint64_t z) { // splitmix64's finisher
+static inline uint64_t rocq__mix(uint64_t z) { // splitmix64's finisher
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
 }
 
 // Uniform in [0, 1), 53 bits, from seed and step alone.
-ROCQ__FN double rocq__uniform(uint64_t seed, uint64_t step) {
+static double rocq__uniform(uint64_t seed, uint64_t step) {
     const uint64_t z =
         rocq__mix(rocq__mix(seed + 0x9e3779b97f4a7c15u) + (step + 1) * 0x9e3779b97f4a7c15u);
     return (double)(z >> 11) * 0x1p-53;
 }
 
 // Candidates, as many for selection, and how often each token is in recent.
-ROCQ__FN int64_t rocq__scratch_sample_cpu(const rocq_ctx *ctx, const void *params) {
+static int64_t rocq__scratch_sample_cpu(const rocq_ctx *ctx, const void *params) {
     const rocq_sample_params *p = (const rocq_sample_params *)params;
     (void)ctx;
     return p->logits->ne[0] * (int64_t)(2 * sizeof(rocq__candidate) + sizeof(int32_t));
 }
 
-ROCQ__FN rocq_result rocq__sample_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__sample_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
     const rocq_sample_params *p = (const rocq_sample_params *)params;
     (void)op;
     const int64_t n_vocab = p->logits->ne[0], n_recent = p->recent ? p->recent->ne[0] : 0;
@@ -9851,7 +9877,7 @@ typedef struct rocq__gpu {
     char ignored[400];     // rocq_info.ignored: settings for sharing that had no effect
 } rocq__gpu;
 
-ROCQ__FN rocq_result rocq__hip_failed(rocq_ctx *ctx, const char *what, int error) {
+static rocq_result rocq__hip_failed(rocq_ctx *ctx, const char *what, int error) {
     rocq__gpu *gpu = ctx->gpu;
     const char *name = gpu->hip->error_name ? gpu->hip->error_name(error) : NULL;
     if (!name) name = "error";
@@ -9865,7 +9891,7 @@ ROCQ__FN rocq_result rocq__hip_failed(rocq_ctx *ctx, const char *what, int error
 }
 
 // Returns from the function that this stands in if a runtime call fails.
-#define ROCQ__HIP(what, call)                                                         \
+#define ROCQ__TRY_HIP(what, call)                                                     \
     do {                                                                              \
         const int rocq__error = (call);                                               \
         if (rocq__error != 0) return rocq__hip_failed(ctx, what, rocq__error);        \
@@ -9873,11 +9899,11 @@ ROCQ__FN rocq_result rocq__hip_failed(rocq_ctx *ctx, const char *what, int error
 
 // Every public call that reaches the device begins here. The runtime keeps the current device per
 // thread, and the caller may have changed it.
-ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op) {
+static rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op) {
     if (ctx->gpu->lost) {
         return rocq__fail(ctx, ROCQ_E_LOST, "%s: the GPU was lost earlier; close the context", op);
     }
-    ROCQ__HIP(op, ctx->gpu->hip->set_device(ctx->gpu->device));
+    ROCQ__TRY_HIP(op, ctx->gpu->hip->set_device(ctx->gpu->device));
     return ROCQ_OK;
 }
 
@@ -9897,7 +9923,7 @@ ROCQ__FN rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op) {
 #endif
 
 // Copies a string. If it is too long its beginning is left out: the end of a path tells most.
-ROCQ__FN void rocq__copy_end(char *to, size_t size, const char *from) {
+static void rocq__copy_end(char *to, size_t size, const char *from) {
     const size_t length = strlen(from), kept = ROCQ__MIN(length, size - 1);
     memcpy(to, from + length - kept, kept + 1);
 }
@@ -9939,7 +9965,7 @@ enum {
 
 #if defined(_WIN32)
 // Whether the file exists; for a bare name, beside the program or in the folder that drivers use.
-ROCQ__FN bool rocq__library_there(const wchar_t *name, int how) {
+static bool rocq__library_there(const wchar_t *name, int how) {
     wchar_t path[2048];
     const DWORD room = 1024, length = (DWORD)wcslen(name);
     if (how == ROCQ__BY_PATH) return GetFileAttributesW(name) != INVALID_FILE_ATTRIBUTES;
@@ -9956,7 +9982,7 @@ ROCQ__FN bool rocq__library_there(const wchar_t *name, int how) {
 #endif
 
 // Opens a library, or returns NULL. Then why has the system's reason, "" if there is no such file.
-ROCQ__FN rocq__library rocq__library_open(const char *name, int how, char *why, size_t size) {
+static rocq__library rocq__library_open(const char *name, int how, char *why, size_t size) {
     why[0] = '\0';
 #if defined(_WIN32)
     wchar_t wide[1024];
@@ -9993,7 +10019,7 @@ ROCQ__FN rocq__library rocq__library_open(const char *name, int how, char *why, 
 #endif
 }
 
-ROCQ__FN void rocq__library_close(rocq__library library) {
+static void rocq__library_close(rocq__library library) {
 #if defined(_WIN32)
     FreeLibrary(library);
 #else
@@ -10002,8 +10028,8 @@ ROCQ__FN void rocq__library_close(rocq__library library) {
 }
 
 // Fills table with the addresses of symbols. Returns a required one that is missing, or NULL.
-ROCQ__FN const char *rocq__library_symbols(rocq__library library, const rocq__hip_symbol *symbols,
-                                           size_t n_symbols, void *table) {
+static const char *rocq__library_symbols(rocq__library library, const rocq__hip_symbol *symbols,
+                                         size_t n_symbols, void *table) {
     for (size_t k = 0; k < n_symbols; k++) {
 #if defined(_WIN32)
         const FARPROC address = GetProcAddress(library, symbols[k].name);
@@ -10019,8 +10045,8 @@ ROCQ__FN const char *rocq__library_symbols(rocq__library library, const rocq__hi
 // Adds an entry "NAME: REASON" to rocq_info.runtimes_tried and logs it. A long name loses its
 // beginning. The list never ends within an entry: instead of one that does not fit it has "...".
 ROCQ__PRINTF(4, 5)
-ROCQ__FN void rocq__hip_tried(rocq_ctx *ctx, rocq_log_level level, const char *name,
-                              const char *format, ...) {
+static void rocq__hip_tried(rocq_ctx *ctx, rocq_log_level level, const char *name,
+                            const char *format, ...) {
     static const char more[] = "; ...";
     char entry[sizeof ctx->error];
     const size_t used = strlen(ctx->tried);
@@ -10043,8 +10069,8 @@ ROCQ__FN void rocq__hip_tried(rocq_ctx *ctx, rocq_log_level level, const char *n
 enum { ROCQ__HIP_OLDEST = 50700000, ROCQ__HIP_NO_DEVICE = 100 };
 
 // Tries one library as the runtime. *there tells whether it exists, taken or not.
-ROCQ__FN rocq_result rocq__hip_try(rocq_ctx *ctx, rocq__gpu *gpu, const char *name, int how,
-                                   bool *there) {
+static rocq_result rocq__hip_try(rocq_ctx *ctx, rocq__gpu *gpu, const char *name, int how,
+                                 bool *there) {
     char why[256];
     const rocq__library library = rocq__library_open(name, how, why, sizeof why);
     *there = library || why[0];
@@ -10087,7 +10113,7 @@ ROCQ__FN rocq_result rocq__hip_try(rocq_ctx *ctx, rocq__gpu *gpu, const char *na
     return ROCQ_OK;
 }
 
-ROCQ__FN bool rocq__path_absolute(const char *path) {
+static bool rocq__path_absolute(const char *path) {
 #if defined(_WIN32)
     const char letter = (char)(path[0] | 32);
     const bool drive = letter >= 'a' && letter <= 'z' && path[1] == ':';
@@ -10101,7 +10127,7 @@ ROCQ__FN bool rocq__path_absolute(const char *path) {
 // Looks for a runtime that works, in the order that >>contexts tells. In each place newer versions
 // are tried first, and last the name without a version, which may be any. Nothing is kept between
 // calls: contexts in several threads may search at once, and a later rocq_open searches anew.
-ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
+static rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
 #if defined(_WIN32)
     static const char *const names[] = {"amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll"};
     static const char below[] = "\\bin", slash = '\\';
@@ -10166,7 +10192,7 @@ ROCQ__FN rocq_result rocq__hip_load(rocq_ctx *ctx, rocq__gpu *gpu) {
 }
 
 // Takes the runtime and the kernels that are linked, unless they were compiled with another rocq.h.
-ROCQ__FN rocq_result rocq__hip_linked(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_hip *linked) {
+static rocq_result rocq__hip_linked(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_hip *linked) {
     if (linked->version != ROCQ_VERSION || linked->n_stubs != ROCQ_K_COUNT) {
         return rocq__fail(
             ctx, ROCQ_E_NO_KERNELS,
@@ -10184,7 +10210,7 @@ ROCQ__FN rocq_result rocq__hip_linked(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_
 
 // -- the kernels --
 
-ROCQ__FN uint64_t rocq__read_u64(const unsigned char *p) {
+static uint64_t rocq__read_u64(const unsigned char *p) {
     uint64_t v = 0;
     for (int i = 7; i >= 0; i--) v = v << 8 | p[i];
     return v;
@@ -10192,7 +10218,7 @@ ROCQ__FN uint64_t rocq__read_u64(const unsigned char *p) {
 
 // The runtime gets an image's address without a size and trusts the offsets in its headers. So this
 // checks first that they stay within size, for a code object (ELF), a bundle, or a compressed one.
-ROCQ__FN bool rocq__image_whole(const unsigned char *p, int64_t size) {
+static bool rocq__image_whole(const unsigned char *p, int64_t size) {
     static const char bundle[] = "__CLANG_OFFLOAD_BUNDLE__";
     const uint64_t n = (uint64_t)size;
     if (size < 64) return false;
@@ -10229,8 +10255,8 @@ ROCQ__FN bool rocq__image_whole(const unsigned char *p, int64_t size) {
 }
 
 // Reads a code object. It stays until rocq_close: the runtime may read a module's image any time.
-ROCQ__FN rocq_result rocq__image_read(rocq_ctx *ctx, rocq__gpu *gpu, const char *path,
-                                      const void **image, int64_t *size) {
+static rocq_result rocq__image_read(rocq_ctx *ctx, rocq__gpu *gpu, const char *path,
+                                    const void **image, int64_t *size) {
 #if ROCQ__HAS_STDIO
     rocq_result result = ROCQ_E_NO_KERNELS;
     unsigned char *data = NULL;
@@ -10260,7 +10286,7 @@ ROCQ__FN rocq_result rocq__image_read(rocq_ctx *ctx, rocq__gpu *gpu, const char 
 }
 
 // Whether there are kernels: the desc's go before linked ones, those before ROCQ_KERNELS_PATH.
-ROCQ__FN bool rocq__has_kernels(const rocq_ctx *ctx, const rocq_hip *linked) {
+static bool rocq__has_kernels(const rocq_ctx *ctx, const rocq_hip *linked) {
     bool built_in = linked && linked->stubs;
 #if defined(ROCQ_KERNELS_PATH)
     built_in = true;
@@ -10268,7 +10294,7 @@ ROCQ__FN bool rocq__has_kernels(const rocq_ctx *ctx, const rocq_hip *linked) {
     return built_in || ctx->desc.kernels_path || ctx->desc.kernels_data;
 }
 
-ROCQ__FN rocq_result rocq__hip_kernels(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_hip *linked) {
+static rocq_result rocq__hip_kernels(rocq_ctx *ctx, rocq__gpu *gpu, const rocq_hip *linked) {
     const char *path = ctx->desc.kernels_path;
     const void *image = ctx->desc.kernels_data;
     int64_t size = ctx->desc.kernels_size;
@@ -10304,7 +10330,7 @@ static const rocq__kernel rocq__kernels[ROCQ_K_COUNT] = {
 #undef ROCQ_X
 };
 
-ROCQ__FN bool rocq__is_matvec(int kernel) {
+static bool rocq__is_matvec(int kernel) {
     switch (kernel) {
 #define ROCQ_X(name, args, threads) case ROCQ_K_##name:
         ROCQ_K_MATVECS(ROCQ_X)
@@ -10315,8 +10341,8 @@ ROCQ__FN bool rocq__is_matvec(int kernel) {
 }
 
 // Submits one launch of the whole grid and returns HIP's error number.
-ROCQ__FN int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint32_t grid_z,
-                              uint32_t threads, void *args) {
+static int rocq__hip_launch(rocq__gpu *gpu, int kernel, uint32_t grid_x, uint32_t grid_z,
+                            uint32_t threads, void *args) {
     const uint32_t lds = rocq__is_matvec(kernel) ? gpu->matvec_lds : 0;
     if (!gpu->image) {
         return gpu->hip->launch(gpu->hip->stubs[kernel], grid_x, grid_z, threads, lds, args,
@@ -10363,11 +10389,11 @@ static const rocq__chip_facts rocq__chips[] = {
     {0x1152, 8, 128e3, 1024}, {0x1153, 2, 128e3, 1024},
 };
 
-ROCQ__FN int32_t rocq__target_of(const rocq_ctx *ctx) {
+static int32_t rocq__target_of(const rocq_ctx *ctx) {
     return rocq__on_gpu(ctx) ? ctx->gpu->chip.target : 0;
 }
 
-ROCQ__FN const rocq__chip_facts *rocq__chip_find(int32_t target) { // NULL: another chip
+static const rocq__chip_facts *rocq__chip_find(int32_t target) { // NULL: another chip
     for (size_t i = 0; i < sizeof rocq__chips / sizeof rocq__chips[0]; i++) {
         if (rocq__chips[i].target == target) return &rocq__chips[i];
     }
@@ -10376,12 +10402,12 @@ ROCQ__FN const rocq__chip_facts *rocq__chip_find(int32_t target) { // NULL: anot
 
 #if ROCQ__HAS_HIP
 
-ROCQ__FN int rocq__hip_attribute(const rocq__gpu *gpu, int attribute, int device) {
+static int rocq__hip_attribute(const rocq__gpu *gpu, int attribute, int device) {
     int value = 0;
     return gpu->hip->device_attribute(&value, attribute, device) == 0 && value > 0 ? value : 0;
 }
 
-ROCQ__FN void rocq__chip_init(rocq__gpu *gpu, int32_t target) {
+static void rocq__chip_init(rocq__gpu *gpu, int32_t target) {
     const int units = rocq__hip_attribute(gpu, ROCQ_HIP_UNITS, gpu->device);
     double mhz = rocq__hip_attribute(gpu, ROCQ_HIP_CLOCK_KHZ, gpu->device) * 1e-3;
     rocq__chip *chip = &gpu->chip;
@@ -10405,7 +10431,7 @@ ROCQ__FN void rocq__chip_init(rocq__gpu *gpu, int32_t target) {
 }
 
 // Checks what the self-test kernel has found. It explains the sums (rocq_kernels.hip, >>entry).
-ROCQ__FN rocq_result rocq__selftest_check(rocq_ctx *ctx, const uint32_t *out) {
+static rocq_result rocq__selftest_check(rocq_ctx *ctx, const uint32_t *out) {
     uint32_t sizes = 0, squares = 0, dots = 0, products = 0;
 #define ROCQ_X(name, args, threads) sizes += (uint32_t)sizeof(args);
     ROCQ_KERNELS(ROCQ_X)
@@ -10455,8 +10481,8 @@ ROCQ__FN rocq_result rocq__selftest_check(rocq_ctx *ctx, const uint32_t *out) {
 // All work of a context runs in order on its one stream. So a copy needs no event to wait for the
 // op before it, and an op may be given the scratch memory that the op before it still uses.
 
-ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size,
-                                        rocq_memory memory, rocq__block **out) {
+static rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t size,
+                                      rocq_memory memory, rocq__block **out) {
     const rocq_hip *hip = ctx->gpu->hip;
     void *data = rocq__alloc(ctx, 0), *address = NULL;
     if (!data) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no host memory", what);
@@ -10480,7 +10506,7 @@ ROCQ__FN rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t
 }
 
 // The caller has waited for the work that uses the block.
-ROCQ__FN void rocq__device_free(rocq_ctx *ctx, rocq__block *block) {
+static void rocq__device_free(rocq_ctx *ctx, rocq__block *block) {
     if (!block) return;
     if (block->memory == ROCQ_MEMORY_PINNED) ctx->gpu->hip->host_free(block->address);
     else ctx->gpu->hip->mem_free(block->address);
@@ -10488,17 +10514,17 @@ ROCQ__FN void rocq__device_free(rocq_ctx *ctx, rocq__block *block) {
 }
 
 // Waits for all submitted work, unless the device is lost: then waiting would only fail.
-ROCQ__FN rocq_result rocq__hip_idle(rocq_ctx *ctx, const char *op) {
+static rocq_result rocq__hip_idle(rocq_ctx *ctx, const char *op) {
     rocq__gpu *gpu = ctx->gpu;
     if (gpu->lost) return ROCQ_OK;
     ROCQ__TRY(rocq__hip_enter(ctx, op));
-    ROCQ__HIP(op, gpu->hip->stream_wait(gpu->stream));
+    ROCQ__TRY_HIP(op, gpu->hip->stream_wait(gpu->stream));
     return ROCQ_OK;
 }
 
 // As rocq__reserve_cpu, but waits for the work that uses the old block. Graphs that were captured
 // with its address see by scratch_moves that they must be captured again before they are launched.
-ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
+static rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
     rocq__gpu *gpu = ctx->gpu;
     const int64_t old = gpu->scratch ? gpu->scratch->size : 0;
     if (bytes <= old) return ROCQ_OK;
@@ -10520,7 +10546,7 @@ ROCQ__FN rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
     return result;
 }
 
-ROCQ__FN rocq_result rocq__scratch_hip(rocq_ctx *ctx, int64_t bytes, void **out) {
+static rocq_result rocq__scratch_hip(rocq_ctx *ctx, int64_t bytes, void **out) {
     *out = NULL;
     if (bytes == 0) return ROCQ_OK;
     ROCQ__TRY(rocq__reserve_hip(ctx, bytes));
@@ -10529,14 +10555,14 @@ ROCQ__FN rocq_result rocq__scratch_hip(rocq_ctx *ctx, int64_t bytes, void **out)
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__fill_hip(rocq_ctx *ctx, void *dst, int byte, int64_t size) {
-    ROCQ__HIP("fill", ctx->gpu->hip->fill(dst, byte, (size_t)size, ctx->gpu->stream));
+static rocq_result rocq__fill_hip(rocq_ctx *ctx, void *dst, int byte, int64_t size) {
+    ROCQ__TRY_HIP("fill", ctx->gpu->hip->fill(dst, byte, (size_t)size, ctx->gpu->stream));
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__copy_hip(rocq_ctx *ctx, void *dst, const void *src, int64_t size) {
+static rocq_result rocq__copy_hip(rocq_ctx *ctx, void *dst, const void *src, int64_t size) {
     rocq__gpu *gpu = ctx->gpu;
-    ROCQ__HIP("copy", gpu->hip->copy(dst, src, (size_t)size, ROCQ_HIP_ON_DEVICE, gpu->stream));
+    ROCQ__TRY_HIP("copy", gpu->hip->copy(dst, src, (size_t)size, ROCQ_HIP_ON_DEVICE, gpu->stream));
     return ROCQ_OK;
 }
 
@@ -10544,7 +10570,7 @@ ROCQ__FN rocq_result rocq__copy_hip(rocq_ctx *ctx, void *dst, const void *src, i
 
 // Takes the ring's pinned memory. A runtime allocates it page by page, on one thread; pages that
 // all threads touched before it only has to pin. For 28 MiB (a load) that saves 3 ms of 11 (H200).
-ROCQ__FN rocq_result rocq__ring_memory(rocq_ctx *ctx, rocq__ring *ring, int64_t size) {
+static rocq_result rocq__ring_memory(rocq_ctx *ctx, rocq__ring *ring, int64_t size) {
     const rocq_hip *hip = ctx->gpu->hip;
     void *memory = NULL;
     if (hip->host_register && hip->host_unregister) {
@@ -10557,7 +10583,7 @@ ROCQ__FN rocq_result rocq__ring_memory(rocq_ctx *ctx, rocq__ring *ring, int64_t 
         if (!ring->registered) rocq__free(ctx, memory);
     }
     if (!ring->registered) {
-        ROCQ__HIP("pinned memory", hip->host_alloc(&memory, (size_t)size, 0));
+        ROCQ__TRY_HIP("pinned memory", hip->host_alloc(&memory, (size_t)size, 0));
         ctx->stats.n_allocs++;
         ctx->stats.live_bytes += size;
         ctx->stats.peak_bytes = ROCQ__MAX(ctx->stats.peak_bytes, ctx->stats.live_bytes);
@@ -10566,8 +10592,8 @@ ROCQ__FN rocq_result rocq__ring_memory(rocq_ctx *ctx, rocq__ring *ring, int64_t 
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__ring_init(rocq_ctx *ctx, rocq__ring *ring, int64_t piece_bytes,
-                                     int32_t n_pieces) {
+static rocq_result rocq__ring_init(rocq_ctx *ctx, rocq__ring *ring, int64_t piece_bytes,
+                                   int32_t n_pieces) {
     const rocq_hip *hip = ctx->gpu->hip;
     if (ring->memory) return ROCQ_OK;
     ring->piece_bytes = piece_bytes;
@@ -10575,13 +10601,13 @@ ROCQ__FN rocq_result rocq__ring_init(rocq_ctx *ctx, rocq__ring *ring, int64_t pi
     if (!ring->stream) ring->stream = ctx->gpu->stream;
     for (int32_t i = 0; i < n_pieces; i++) {
         if (ring->event[i]) continue;
-        ROCQ__HIP("event", hip->event_create(&ring->event[i], ROCQ_HIP_NO_TIMING));
+        ROCQ__TRY_HIP("event", hip->event_create(&ring->event[i], ROCQ_HIP_NO_TIMING));
     }
     return rocq__ring_memory(ctx, ring, n_pieces * piece_bytes);
 }
 
 // Waits for the copies, and for the kernels that read staging. A second call does nothing.
-ROCQ__FN void rocq__ring_free(rocq_ctx *ctx, rocq__ring *ring) {
+static void rocq__ring_free(rocq_ctx *ctx, rocq__ring *ring) {
     const rocq_hip *hip = ctx->gpu->hip;
     const bool own_stream = ring->stream && ring->stream != ctx->gpu->stream;
     if (own_stream) {
@@ -10605,15 +10631,15 @@ ROCQ__FN void rocq__ring_free(rocq_ctx *ctx, rocq__ring *ring) {
 }
 
 // Records the piece's event behind all work in the context's stream.
-ROCQ__FN rocq_result rocq__ring_mark(rocq_ctx *ctx, rocq__ring *ring, int32_t piece) {
-    ROCQ__HIP("event", ctx->gpu->hip->event_record(ring->event[piece], ctx->gpu->stream));
+static rocq_result rocq__ring_mark(rocq_ctx *ctx, rocq__ring *ring, int32_t piece) {
+    ROCQ__TRY_HIP("event", ctx->gpu->hip->event_record(ring->event[piece], ctx->gpu->stream));
     ring->pending[piece] = true;
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, rocq__ring *ring, int32_t piece) {
+static rocq_result rocq__ring_wait(rocq_ctx *ctx, rocq__ring *ring, int32_t piece) {
     if (!ring->pending[piece]) return ROCQ_OK;
-    ROCQ__HIP("copy", ctx->gpu->hip->event_wait(ring->event[piece]));
+    ROCQ__TRY_HIP("copy", ctx->gpu->hip->event_wait(ring->event[piece]));
     ring->pending[piece] = false;
     return ROCQ_OK;
 }
@@ -10621,8 +10647,8 @@ ROCQ__FN rocq_result rocq__ring_wait(rocq_ctx *ctx, rocq__ring *ring, int32_t pi
 // Gives size bytes of the ring, at most a piece, that no copy uses any more. If they begin the next
 // piece, the one before it is marked. A caller who has not submitted the last copy of that piece
 // yet passes unsent: then *unsent is set instead, and the caller marks the piece after the copy.
-ROCQ__FN rocq_result rocq__ring_take(rocq_ctx *ctx, rocq__ring *ring, int64_t size, bool *unsent,
-                                     unsigned char **out) {
+static rocq_result rocq__ring_take(rocq_ctx *ctx, rocq__ring *ring, int64_t size, bool *unsent,
+                                   unsigned char **out) {
     if (ring->used + size > ring->piece_bytes) {
         if (unsent) *unsent = true;
         else ROCQ__TRY(rocq__ring_mark(ctx, ring, ring->piece));
@@ -10635,24 +10661,24 @@ ROCQ__FN rocq_result rocq__ring_take(rocq_ctx *ctx, rocq__ring *ring, int64_t si
     return ROCQ_OK;
 }
 
-ROCQ__FN void *rocq__device_data(const rocq_tensor *t) {
+static void *rocq__device_data(const rocq_tensor *t) {
     if (!t) return NULL;
     return (void *)(uintptr_t)(t->buffer.device.address + (uint64_t)t->offset);
 }
 
 // -- uploads: read into the ring, copied to the device, repacked there --
-// An upload is a list of parts (tensors), sorted by their offsets in the source. It is cut into
-// stretches, ranges of the source that fit a piece of the ring. A stretch may hold many parts, so
+// An upload is a list of entries (tensors), sorted by their offsets in the source. It is cut into
+// stretches, ranges of the source that fit a piece of the ring. A stretch may hold many entries, so
 // that small tensors cost no more than their bytes, or a portion of one. While the threads read a
 // stretch, the calling thread first submits the one before it.
 
-ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
-                                      int64_t unit0, int64_t n_units);
+static rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
+                                    int64_t unit0, int64_t n_units);
 
 typedef struct rocq__stretch {
     int64_t start, end;    // in the source
-    int64_t part, at;      // it begins with byte `at` of this part
-    int64_t bytes;         // without the gaps between parts; 0: there is no stretch
+    int64_t entry, at;      // it begins with byte `at` of this entry
+    int64_t bytes;         // without the gaps between entries; 0: there is no stretch
     unsigned char *memory; // start in the ring, at the same offset from a multiple of ROCQ__LINE
     int32_t piece;
     bool last;             // the last stretch in its piece, which it must mark
@@ -10661,36 +10687,36 @@ typedef struct rocq__stretch {
 typedef struct rocq__upload {
     rocq_ctx *ctx;
     rocq__ring *ring;
-    const rocq__part *parts;
-    int64_t n_parts;
+    const rocq__entry *entries;
+    int64_t n_entries;
     rocq__stretch unsent; // read into the ring but not yet submitted
     rocq_result result;   // of the last submission
 } rocq__upload;
 
-// A part may be cut at multiples of so many bytes: a planar tensor is repacked by whole blocks.
-ROCQ__FN int64_t rocq__part_grain(const rocq__part *p) {
+// A entry may be cut at multiples of so many bytes: a planar tensor is repacked by whole blocks.
+static int64_t rocq__entry_grain(const rocq__entry *p) {
     int64_t elems, bytes;
     rocq__block_of(p->t.format, &elems, &bytes);
     return p->t.layout == ROCQ_LAYOUT_PLANAR ? bytes : 1;
 }
 
-// The next stretch, which begins with byte *at of part *part; moves both to where it ends.
-ROCQ__FN rocq__stretch rocq__stretch_next(const rocq__upload *u, int64_t *part, int64_t *at) {
+// The next stretch, which begins with byte *at of entry *entry; moves both to where it ends.
+static rocq__stretch rocq__stretch_next(const rocq__upload *u, int64_t *entry, int64_t *at) {
     rocq__stretch s;
     int64_t most = 0; // where in the source a piece that holds the stretch would end
     memset(&s, 0, sizeof s);
-    for (; *part < u->n_parts; (*part)++, *at = 0) {
-        const rocq__part *p = &u->parts[*part];
+    for (; *entry < u->n_entries; (*entry)++, *at = 0) {
+        const rocq__entry *p = &u->entries[*entry];
         const int64_t begin = p->offset + *at, left = p->size - *at;
         if (left == 0) continue;
         if (s.bytes == 0) {
             s.start = s.end = begin;
-            s.part = *part;
+            s.entry = *entry;
             s.at = *at;
             most = begin / ROCQ__LINE * ROCQ__LINE + u->ring->piece_bytes;
         }
         if (begin - s.end > ROCQ__GAP || begin >= most) break;
-        const int64_t grain = rocq__part_grain(p);
+        const int64_t grain = rocq__entry_grain(p);
         const int64_t n = left <= most - begin ? left : (most - begin) / grain * grain;
         if (n == 0) break;
         s.end = begin + n;
@@ -10703,7 +10729,7 @@ ROCQ__FN rocq__stretch rocq__stretch_next(const rocq__upload *u, int64_t *part, 
 
 // Submits the copies of u->unsent and the repacking after them. What becomes planar goes to staging
 // memory, in one copy from the first to the last byte of it; other tensors go to their place.
-ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
+static rocq_result rocq__stretch_send(rocq__upload *u) {
     rocq_ctx *ctx = u->ctx;
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
@@ -10711,17 +10737,17 @@ ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
     const rocq__stretch *s = &u->unsent;
     const bool overlapped = ring->stream != gpu->stream;
     int64_t first = s->end, last = s->start; // the range that goes to staging memory
-    for (int64_t k = s->part, at = s->at; k < u->n_parts; k++, at = 0) {
-        const rocq__part *p = &u->parts[k];
+    for (int64_t k = s->entry, at = s->at; k < u->n_entries; k++, at = 0) {
+        const rocq__entry *p = &u->entries[k];
         const int64_t begin = p->offset + at, n = ROCQ__MIN(p->size - at, s->end - begin);
         if (begin >= s->end) break;
         if (n > 0 && p->t.layout == ROCQ_LAYOUT_PLANAR) {
             first = ROCQ__MIN(first, begin);
             last = begin + n;
         } else if (n > 0) {
-            ROCQ__HIP("upload", hip->copy((char *)rocq__device_data(&p->t) + at,
-                                          s->memory + (begin - s->start), (size_t)n,
-                                          ROCQ_HIP_TO_DEVICE, ring->stream));
+            ROCQ__TRY_HIP("upload", hip->copy((char *)rocq__device_data(&p->t) + at,
+                                              s->memory + (begin - s->start), (size_t)n,
+                                              ROCQ_HIP_TO_DEVICE, ring->stream));
         }
     }
     unsigned char *staging = NULL; // where s->start would be in staging memory
@@ -10729,15 +10755,16 @@ ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
         staging = ring->staging
                       ? (unsigned char *)ring->staging->address + (s->memory - ring->memory)
                       : (unsigned char *)gpu->scratch->address + s->start % ROCQ__LINE;
-        ROCQ__HIP("upload", hip->copy(staging + (first - s->start), s->memory + (first - s->start),
-                                      (size_t)(last - first), ROCQ_HIP_TO_DEVICE, ring->stream));
+        ROCQ__TRY_HIP("upload",
+                      hip->copy(staging + (first - s->start), s->memory + (first - s->start),
+                                (size_t)(last - first), ROCQ_HIP_TO_DEVICE, ring->stream));
     }
     if (overlapped) { // what the context's stream gets from here on runs after the copies
-        ROCQ__HIP("upload", hip->event_record(ring->event[s->piece], ring->stream));
-        ROCQ__HIP("upload", hip->stream_wait_event(gpu->stream, ring->event[s->piece], 0));
+        ROCQ__TRY_HIP("upload", hip->event_record(ring->event[s->piece], ring->stream));
+        ROCQ__TRY_HIP("upload", hip->stream_wait_event(gpu->stream, ring->event[s->piece], 0));
     }
-    for (int64_t k = s->part, at = s->at; staging && k < u->n_parts; k++, at = 0) {
-        const rocq__part *p = &u->parts[k];
+    for (int64_t k = s->entry, at = s->at; staging && k < u->n_entries; k++, at = 0) {
+        const rocq__entry *p = &u->entries[k];
         const int64_t begin = p->offset + at, n = ROCQ__MIN(p->size - at, s->end - begin);
         int64_t elems, bytes;
         if (begin >= s->end) break;
@@ -10749,25 +10776,25 @@ ROCQ__FN rocq_result rocq__stretch_send(rocq__upload *u) {
     return overlapped || s->last ? rocq__ring_mark(ctx, ring, s->piece) : ROCQ_OK;
 }
 
-ROCQ__FN void rocq__upload_send(void *arg) {
+static void rocq__upload_send(void *arg) {
     rocq__upload *u = (rocq__upload *)arg;
     if (u->unsent.bytes > 0) u->result = rocq__stretch_send(u);
     u->unsent.bytes = 0;
 }
 
 // Returns when all is submitted. load, which may be NULL, is told of all stretches but the last.
-ROCQ__FN rocq_result rocq__upload_parts(rocq_ctx *ctx, rocq__ring *ring,
-                                        const rocq__source *source, const rocq__part *parts,
-                                        int64_t n_parts, rocq__loading *load) {
+static rocq_result rocq__upload_entries(rocq_ctx *ctx, rocq__ring *ring,
+                                        const rocq__source *source, const rocq__entry *entries,
+                                        int64_t n_entries, rocq__loading *load) {
     rocq__upload u;
-    int64_t part = 0, at = 0;
+    int64_t entry = 0, at = 0;
     memset(&u, 0, sizeof u);
     u.ctx = ctx;
     u.ring = ring;
-    u.parts = parts;
-    u.n_parts = n_parts;
+    u.entries = entries;
+    u.n_entries = n_entries;
     for (;;) {
-        rocq__stretch next = rocq__stretch_next(&u, &part, &at);
+        rocq__stretch next = rocq__stretch_next(&u, &entry, &at);
         if (next.bytes == 0) break;
         const int64_t size = next.end - next.start, skew = next.start % ROCQ__LINE;
         const int64_t unsent = u.unsent.bytes;
@@ -10778,7 +10805,7 @@ ROCQ__FN rocq_result rocq__upload_parts(rocq_ctx *ctx, rocq__ring *ring,
         const bool ok = rocq__source_read(ctx, source, next.start, size, next.memory,
                                           rocq__upload_send, &u);
         ROCQ__TRY(u.result);
-        if (!ok) return rocq__read_failed(ctx, parts[next.part].name, next.start, size);
+        if (!ok) return rocq__read_failed(ctx, entries[next.entry].name, next.start, size);
         u.unsent = next;
         if (load && unsent > 0) ROCQ__TRY(rocq__load_step(load, unsent));
     }
@@ -10787,45 +10814,45 @@ ROCQ__FN rocq_result rocq__upload_parts(rocq_ctx *ctx, rocq__ring *ring,
 }
 
 // Uploads one tensor through the context's ring; if it is planar, scratch is the staging memory.
-ROCQ__FN rocq_result rocq__upload_hip(rocq_ctx *ctx, const rocq__source *source,
-                                      const rocq__part *part) {
+static rocq_result rocq__upload_hip(rocq_ctx *ctx, const rocq__source *source,
+                                    const rocq__entry *entry) {
     rocq__ring *ring = &ctx->gpu->ring;
     void *staging;
     ROCQ__TRY(rocq__ring_init(ctx, ring, ROCQ__PIECE, ROCQ__PIECES));
-    if (part->t.layout == ROCQ_LAYOUT_PLANAR) {
-        const int64_t most = ROCQ__PIECE, size = part->size + ROCQ__LINE;
+    if (entry->t.layout == ROCQ_LAYOUT_PLANAR) {
+        const int64_t most = ROCQ__PIECE, size = entry->size + ROCQ__LINE;
         ROCQ__TRY(rocq__scratch_hip(ctx, ROCQ__MIN(most, size), &staging));
     }
-    return rocq__upload_parts(ctx, ring, source, part, 1, NULL);
+    return rocq__upload_entries(ctx, ring, source, entry, 1, NULL);
 }
 
-ROCQ__FN rocq_result rocq__upload_memory(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
-                                         int64_t size) {
+static rocq_result rocq__upload_memory(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
+                                       int64_t size) {
     rocq__source source;
-    rocq__part part;
+    rocq__entry entry;
     memset(&source, 0, sizeof source);
-    memset(&part, 0, sizeof part);
+    memset(&entry, 0, sizeof entry);
     source.data = (const unsigned char *)src;
-    part.t = *dst;
-    part.size = size;
-    return rocq__upload_hip(ctx, &source, &part);
+    entry.t = *dst;
+    entry.size = size;
+    return rocq__upload_hip(ctx, &source, &entry);
 }
 
 // Makes the ring of a load. Its copies have a stream of their own, so that the context's stream
 // repacks meanwhile, unless the runtime's streams cannot wait for each other.
-ROCQ__FN rocq_result rocq__load_ring(rocq__loading *load, const rocq__part *parts, int64_t n_parts,
-                                     rocq__ring *ring) {
+static rocq_result rocq__load_ring(rocq__loading *load, const rocq__entry *entries,
+                                   int64_t n_entries, rocq__ring *ring) {
     rocq_ctx *ctx = load->ctx;
     const rocq_hip *hip = ctx->gpu->hip;
     const int32_t n_pieces = load->desc.n_pieces;
     int64_t piece_bytes = 0, k = 0;
     rocq__round_up(load->desc.piece_bytes, ROCQ__LINE, &piece_bytes);
     if (hip->stream_wait_event) {
-        ROCQ__HIP("stream", hip->stream_create(&ring->stream, ROCQ_HIP_NON_BLOCKING));
+        ROCQ__TRY_HIP("stream", hip->stream_create(&ring->stream, ROCQ_HIP_NON_BLOCKING));
     }
     ROCQ__TRY(rocq__ring_init(ctx, ring, piece_bytes, n_pieces));
-    while (k < n_parts && parts[k].t.layout != ROCQ_LAYOUT_PLANAR) k++;
-    if (k == n_parts) return ROCQ_OK;
+    while (k < n_entries && entries[k].t.layout != ROCQ_LAYOUT_PLANAR) k++;
+    if (k == n_entries) return ROCQ_OK;
     const int64_t size = n_pieces * piece_bytes;
     ROCQ__TRY(rocq__take_budget(ctx, size));
     const rocq_result result =
@@ -10834,15 +10861,15 @@ ROCQ__FN rocq_result rocq__load_ring(rocq__loading *load, const rocq__part *part
     return result;
 }
 
-ROCQ__FN rocq_result rocq__load_hip(rocq__loading *load, const rocq__source *source,
-                                    const rocq__part *parts, int64_t n_parts) {
+static rocq_result rocq__load_hip(rocq__loading *load, const rocq__source *source,
+                                  const rocq__entry *entries, int64_t n_entries) {
     rocq_ctx *ctx = load->ctx;
     rocq__gpu *gpu = ctx->gpu;
     rocq__ring ring;
     memset(&ring, 0, sizeof ring);
-    rocq_result result = rocq__load_ring(load, parts, n_parts, &ring);
+    rocq_result result = rocq__load_ring(load, entries, n_entries, &ring);
     if (result == ROCQ_OK) {
-        result = rocq__upload_parts(ctx, &ring, source, parts, n_parts, load);
+        result = rocq__upload_entries(ctx, &ring, source, entries, n_entries, load);
     }
     if (result == ROCQ_OK) {
         const int error = gpu->hip->stream_wait(gpu->stream);
@@ -10853,33 +10880,34 @@ ROCQ__FN rocq_result rocq__load_hip(rocq__loading *load, const rocq__source *sou
 }
 
 // Copies size bytes of device memory to the host and waits for them, three pieces in flight.
-ROCQ__FN rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *src, int64_t size) {
+static rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *src, int64_t size) {
     rocq__gpu *gpu = ctx->gpu;
     struct {
         const unsigned char *from;
         int32_t piece;
     } flight[ROCQ__PIECES - 1];
     rocq__ring *ring = &gpu->ring;
-    const int64_t most = ROCQ__PIECE, room = ROCQ__PIECES - 1;
+    const int64_t most = ROCQ__PIECE, in_flight = ROCQ__PIECES - 1;
     const int64_t n = (size + most - 1) / most;
     ROCQ__TRY(rocq__ring_init(ctx, ring, ROCQ__PIECE, ROCQ__PIECES));
-    for (int64_t i = 0; i < n + room - 1; i++) {
-        const int64_t k = i - (room - 1); // the piece to take out while those after it are copied
+    for (int64_t i = 0; i < n + in_flight - 1; i++) {
+        const int64_t k =
+            i - (in_flight - 1); // the piece to take out while those after it are copied
         if (i < n) {
             unsigned char *piece;
             const int64_t bytes = ROCQ__MIN(most, size - i * most);
             const void *from = (const char *)src + i * most;
             ROCQ__TRY(rocq__ring_take(ctx, ring, bytes, NULL, &piece));
-            ROCQ__HIP("download",
-                      gpu->hip->copy(piece, from, (size_t)bytes, ROCQ_HIP_TO_HOST, gpu->stream));
+            ROCQ__TRY_HIP("download", gpu->hip->copy(piece, from, (size_t)bytes, ROCQ_HIP_TO_HOST,
+                                                     gpu->stream));
             ROCQ__TRY(rocq__ring_mark(ctx, ring, ring->piece));
-            flight[i % room].from = piece;
-            flight[i % room].piece = ring->piece;
+            flight[i % in_flight].from = piece;
+            flight[i % in_flight].piece = ring->piece;
         }
         if (k >= 0) {
             const int64_t bytes = ROCQ__MIN(most, size - k * most);
-            ROCQ__TRY(rocq__ring_wait(ctx, ring, flight[k % room].piece));
-            memcpy((char *)dst + k * most, flight[k % room].from, (size_t)bytes);
+            ROCQ__TRY(rocq__ring_wait(ctx, ring, flight[k % in_flight].piece));
+            memcpy((char *)dst + k * most, flight[k % in_flight].from, (size_t)bytes);
         }
     }
     return ROCQ_OK;
@@ -10898,17 +10926,17 @@ typedef struct rocq__cost {
     double bytes, flops, matrix;
 } rocq__cost;
 
-ROCQ__FN rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params);
+static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params);
 
-ROCQ__FN const rocq__chip *rocq__chip_of(const rocq_ctx *ctx) {
+static const rocq__chip *rocq__chip_of(const rocq_ctx *ctx) {
     return &ctx->gpu->chip;
 }
 
 // A kernel over grid_x by grid_z blocks. args is the kernel's args struct, which begins with
 // rocq_k_common. Where the estimate is over the time cap, grid_x is cut into launches of equal
 // size, each still large enough to fill the chip; the estimate assumes half of each peak rate.
-ROCQ__FN rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int64_t grid_z,
-                                  int threads, void *args, rocq__cost cost) {
+static rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int64_t grid_z,
+                                int threads, void *args, rocq__cost cost) {
     rocq__gpu *gpu = ctx->gpu;
     rocq_k_common *common = (rocq_k_common *)args;
     if (grid_x <= 0 || grid_z <= 0) return ROCQ_OK;
@@ -10918,9 +10946,9 @@ ROCQ__FN rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int
         const double work = (cost.flops - cost.matrix) / gpu->chip.flops_per_us +
                             cost.matrix / gpu->chip.matrix_per_us;
         const double us = 2.0 * ROCQ__MAX(cost.bytes / gpu->chip.bytes_per_us, work);
-        const double pieces = ceil(us / ctx->desc.dispatch_us);
+        const double launches = ceil(us / ctx->desc.dispatch_us);
         const int64_t full = (2 * (int64_t)gpu->chip.n_units + grid_z - 1) / grid_z;
-        if (pieces > 1.0) step = (int64_t)ceil((double)grid_x / pieces);
+        if (launches > 1.0) step = (int64_t)ceil((double)grid_x / launches);
         step = ROCQ__MIN(ROCQ__MAX(step, full), grid_x);
     }
     step = ROCQ__MIN(step, most);
@@ -10928,7 +10956,7 @@ ROCQ__FN rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int
     for (int64_t x = 0; x < grid_x; x += step) {
         const int64_t n = ROCQ__MIN(step, grid_x - x);
         common->block0 = (uint32_t)x;
-        ROCQ__HIP(
+        ROCQ__TRY_HIP(
             rocq__kernels[kernel].name,
             rocq__hip_launch(gpu, kernel, (uint32_t)n, (uint32_t)grid_z, (uint32_t)threads, args));
         gpu->launches[kernel]++;
@@ -10938,7 +10966,7 @@ ROCQ__FN rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int
 }
 
 // A tensor as kernels take it. Its sizes have been checked to fit; without a tensor data is NULL.
-ROCQ__FN rocq_k_tensor rocq__k_tensor(const rocq_tensor *t) {
+static rocq_k_tensor rocq__k_tensor(const rocq_tensor *t) {
     rocq_k_tensor k;
     int64_t elems, bytes;
     memset(&k, 0, sizeof k);
@@ -10953,7 +10981,7 @@ ROCQ__FN rocq_k_tensor rocq__k_tensor(const rocq_tensor *t) {
 }
 
 // Gives n words that are 0. The kernel must leave them 0: all launches use the same ones.
-ROCQ__FN rocq_result rocq__counters_hip(rocq_ctx *ctx, int64_t n, uint32_t **out) {
+static rocq_result rocq__counters_hip(rocq_ctx *ctx, int64_t n, uint32_t **out) {
     if (n > ROCQ__COUNTERS) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%lld counters, there are %d", (long long)n,
                           (int)ROCQ__COUNTERS);
@@ -10963,8 +10991,8 @@ ROCQ__FN rocq_result rocq__counters_hip(rocq_ctx *ctx, int64_t n, uint32_t **out
 }
 
 // Repacks n_units units of raw blocks, which become the units unit0 and up of planar dst.
-ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
-                                      int64_t unit0, int64_t n_units) {
+static rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, void *raw,
+                                    int64_t unit0, int64_t n_units) {
     rocq_k_repack_args a;
     const rocq__cost cost = {2.0 * (double)rocq__bytes(dst->format, 32 * n_units), 0.0, 0.0};
     memset(&a, 0, sizeof a);
@@ -10985,7 +11013,7 @@ ROCQ__FN rocq_result rocq__repack_hip(rocq_ctx *ctx, const rocq_tensor *dst, voi
 // describes what it launches as a site and asks rocq__config_for, which applies the rule of the
 // site's kind, unless rocq_tune has found something faster for the site's class.
 
-enum { ROCQ__MATVEC, ROCQ__TILES, ROCQ__ATTEND, ROCQ__KINDS };
+enum { ROCQ__KIND_MATVEC, ROCQ__KIND_TILES, ROCQ__KIND_ATTENTION, ROCQ__KINDS };
 
 // All that a rule looks at besides the chip. Each kind uses some of the fields; the
 // others are 0, so that memcmp compares sites.
@@ -11007,9 +11035,9 @@ typedef struct rocq__survey {
     int32_t n;
 } rocq__survey;
 
-ROCQ__FN rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *site);
+static rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *site);
 
-ROCQ__FN int32_t rocq__clamp32(int64_t n) {
+static int32_t rocq__clamp32(int64_t n) {
     return (int32_t)ROCQ__MIN(n, (int64_t)INT32_MAX);
 }
 
@@ -11030,21 +11058,21 @@ typedef struct rocq__job {
 } rocq__job;
 
 // The cost of an op that a job launches; nobody asks for it while planning or without a time cap.
-ROCQ__FN rocq__cost rocq__job_cost(const rocq__job *job, rocq_op op, const void *params) {
+static rocq__cost rocq__job_cost(const rocq__job *job, rocq_op op, const void *params) {
     const rocq__cost none = {0.0, 0.0, 0.0};
     if (job->planning || job->ctx->desc.dispatch_us <= 0) return none;
     return rocq__cost_of(job->ctx, op, params);
 }
 
 // The cost of an op whose launches are alike. matmul and attention set it themselves.
-ROCQ__FN void rocq__job_begin(rocq__job *job, const void *params) {
+static void rocq__job_begin(rocq__job *job, const void *params) {
     if (job->op == ROCQ_OP_MATMUL || job->op == ROCQ_OP_ATTENTION) return;
     job->cost = rocq__job_cost(job, job->op, params);
 }
 
 // The one place that checks whether a grid is too large. Launches without a job have few blocks.
-ROCQ__FN void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
-                               int threads, void *args) {
+static void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t grid_z,
+                             int threads, void *args) {
     if (job->result != ROCQ_OK) return;
     if (grid_x > INT32_MAX || grid_z > 65535) {
         job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: a grid of %lld x %lld blocks",
@@ -11057,8 +11085,8 @@ ROCQ__FN void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64
 }
 
 // A tensor in scratch memory, rows pitch elements apart.
-ROCQ__FN rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_layout layout,
-                                      const int64_t ne[4], int64_t pitch) {
+static rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_layout layout,
+                                    const int64_t ne[4], int64_t pitch) {
     int64_t end = 0;
     rocq_tensor t;
     memset(&t, 0, sizeof t);
@@ -11089,20 +11117,20 @@ ROCQ__FN rocq_tensor rocq__job_tensor(rocq__job *job, rocq_format format, rocq_l
 // Kernels count the elements of a row, and some beyond its end, in 32 bits.
 enum { ROCQ__ROW_ELEMS = 1 << 30 };
 
-ROCQ__FN void rocq__job_row(rocq__job *job, int64_t ne0) {
+static void rocq__job_row(rocq__job *job, int64_t ne0) {
     if (job->result != ROCQ_OK || ne0 <= ROCQ__ROW_ELEMS) return;
     job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: rows of %lld elements, over %d",
                              job->name, (long long)ne0, (int)ROCQ__ROW_ELEMS);
 }
 
-ROCQ__FN bool rocq__is_plain(rocq_format format) {
+static bool rocq__is_plain(rocq_format format) {
     return format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
 }
 
 // How many blocks of 256 threads a kernel needs that gives each thread `piece` of the row_size
 // elements or bytes of a row of t. The kernel counts these pieces in 32 bits.
-ROCQ__FN int64_t rocq__piece_blocks(rocq__job *job, const rocq_tensor *t, int64_t row_size,
-                                    int64_t piece) {
+static int64_t rocq__item_blocks(rocq__job *job, const rocq_tensor *t, int64_t row_size,
+                                 int64_t piece) {
     int64_t n;
     if (!rocq__mul(rocq__n_rows(t), (row_size + piece - 1) / piece, &n) || n > UINT32_MAX - 256) {
         if (job->result == ROCQ_OK) {
@@ -11115,13 +11143,13 @@ ROCQ__FN int64_t rocq__piece_blocks(rocq__job *job, const rocq_tensor *t, int64_
 }
 
 // Threads of a block that works on one row: one for four elements, from a wave up to 256.
-ROCQ__FN int rocq__row_threads(int64_t ne0) {
+static int rocq__row_threads(int64_t ne0) {
     int threads = ROCQ_K_WAVE;
     while (threads < ROCQ_K_ROW_THREADS && 4 * threads < ne0) threads *= 2;
     return threads;
 }
 
-ROCQ__FN void rocq__job_map_launch(rocq__job *job, rocq_op op, const void *params) {
+static void rocq__job_map_launch(rocq__job *job, rocq_op op, const void *params) {
     const rocq__map map = rocq__map_of(op, params);
     const rocq_tensor *y = map.y, *a = map.a, *b = map.b;
     rocq_k_map_args args;
@@ -11135,19 +11163,19 @@ ROCQ__FN void rocq__job_map_launch(rocq__job *job, rocq_op op, const void *param
     args.bias = map.bias;
     const bool copy = op == ROCQ_OP_CAST && y->format == a->format; // of bytes
     rocq__job_row(job, y->ne[0]);
-    const int64_t blocks = copy ? rocq__piece_blocks(job, y, rocq__bytes(y->format, y->ne[0]), 16)
-                                : rocq__piece_blocks(job, y, y->ne[0], 4);
+    const int64_t blocks = copy ? rocq__item_blocks(job, y, rocq__bytes(y->format, y->ne[0]), 16)
+                                : rocq__item_blocks(job, y, y->ne[0], 4);
     rocq__job_launch(job, ROCQ_K_map, blocks, 1, 256, &args);
 }
 
 // y = x, both of formats that the map kernel reads and writes.
-ROCQ__FN void rocq__job_cast_map(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x) {
+static void rocq__job_cast_map(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x) {
     const rocq_cast_params cast = {y, x};
     rocq__job_map_launch(job, ROCQ_OP_CAST, &cast);
 }
 
-ROCQ__FN void rocq__job_decode(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x,
-                               const rocq_tensor *ids, float scale) {
+static void rocq__job_decode(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x,
+                             const rocq_tensor *ids, float scale) {
     rocq_k_decode_args args;
     memset(&args, 0, sizeof args);
     args.y = rocq__k_tensor(y);
@@ -11155,20 +11183,20 @@ ROCQ__FN void rocq__job_decode(rocq__job *job, const rocq_tensor *y, const rocq_
     args.ids = (const int32_t *)rocq__device_data(ids);
     args.scale = scale;
     rocq__job_row(job, y->ne[0]);
-    rocq__job_launch(job, ROCQ_K_decode, rocq__piece_blocks(job, y, y->ne[0], 4), 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_decode, rocq__item_blocks(job, y, y->ne[0], 4), 1, 256, &args);
 }
 
-ROCQ__FN void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const rocq_tensor *x) {
+static void rocq__job_repack(rocq__job *job, const rocq_tensor *planar, const rocq_tensor *x) {
     rocq_k_repack_args args;
     memset(&args, 0, sizeof args);
     args.src = rocq__k_tensor(x);
     args.dst = rocq__device_data(planar);
     args.n_units = rocq_tensor_count(x) / 32;
-    rocq__job_launch(job, ROCQ_K_repack, rocq__piece_blocks(job, x, x->ne[0], 32), 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_repack, rocq__item_blocks(job, x, x->ne[0], 32), 1, 256, &args);
 }
 
 // y = x in y's format and layout: copied, repacked, decoded, encoded, or decoded and then encoded.
-ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x) {
+static void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_tensor *x) {
     const rocq_cast_params cast = {y, x};
     const rocq__cost cost = job->cost;
     const bool planar_y = y->layout == ROCQ_LAYOUT_PLANAR,
@@ -11184,8 +11212,8 @@ ROCQ__FN void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq
     } else if (!encodes || (y->format == x->format && planar_x)) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: no GPU kernel makes %s%s from %s%s",
-                       job->name, planar_y ? "planar " : "", rocq_get_format_info(y->format)->name,
-                       planar_x ? "planar " : "", rocq_get_format_info(x->format)->name);
+                       job->name, planar_y ? "planar " : "", rocq_format_name(y->format),
+                       planar_x ? "planar " : "", rocq_format_name(x->format));
     } else if (rocq__is_plain(x->format)) {
         rocq__job_cast_map(job, y, x);
     } else if (rocq__is_plain(y->format)) {
@@ -11212,7 +11240,7 @@ enum {
 };
 
 // Index of a format in ROCQ_K_ALL_FORMATS, in whose order the kernels of a family stand.
-ROCQ__FN int rocq__k_format(rocq_format format) {
+static int rocq__k_format(rocq_format format) {
     switch (format) {
 #define ROCQ_X(NAME, name, id, elems, bytes) \
     case ROCQ_##NAME: return (ROCQ_K_matvec_f32_##name##_n1 - ROCQ_K_matvec_f32_f32_n1) / 2;
@@ -11223,23 +11251,23 @@ ROCQ__FN int rocq__k_format(rocq_format format) {
 }
 
 // The same for ROCQ_K_INT8_FORMATS; -1 for a format that has no integer path.
-ROCQ__FN int rocq__k_int8_format(rocq_format format) {
+static int rocq__k_int8_format(rocq_format format) {
     const int i = rocq__k_format(format) - rocq__k_format(ROCQ_Q4_0);
     return i <= rocq__k_format(ROCQ_MXFP4) - rocq__k_format(ROCQ_Q4_0) ? ROCQ__MAX(i, -1) : -1;
 }
 
-ROCQ__FN rocq_precision rocq__gemm_path(const rocq_ctx *ctx, const rocq_matmul_params *p,
-                                        const rocq_tensor *w) {
-    return rocq__product_choice(ctx, ROCQ_GPU, p, w).precision;
+static rocq_precision rocq__product_path(const rocq_ctx *ctx, const rocq_matmul_params *p,
+                                         const rocq_tensor *w) {
+    return rocq__product_choice(ctx, ROCQ_BACKEND_GPU, p, w).precision;
 }
 
-ROCQ__FN bool rocq__aligned16(const rocq_tensor *t) {
+static bool rocq__aligned16(const rocq_tensor *t) {
     return (uintptr_t)rocq__device_data(t) % 16 == 0;
 }
 
 // Whether the rows of a float tensor are at one distance throughout and readable 16 bytes at a
 // time.
-ROCQ__FN bool rocq__wide_rows(const rocq_tensor *t) {
+static bool rocq__wide_rows(const rocq_tensor *t) {
     const int64_t wide = t->format == ROCQ_F32 ? 4 : 8;
     if (t->stride[1] > ROCQ__MATMUL_K) return false; // so that the products below fit
     int64_t step = t->stride[1] * t->ne[1];
@@ -11250,7 +11278,7 @@ ROCQ__FN bool rocq__wide_rows(const rocq_tensor *t) {
     return rocq__aligned16(t) && t->ne[0] % wide == 0 && t->stride[1] % wide == 0;
 }
 
-ROCQ__FN rocq_tensor rocq__gemm_x(rocq__job *job, const rocq_tensor *x, rocq_precision path) {
+static rocq_tensor rocq__product_x(rocq__job *job, const rocq_tensor *x, rocq_precision path) {
     const rocq_format to = rocq__operand_format(path);
     const rocq_layout layout = to == ROCQ_Q8_0 ? ROCQ_LAYOUT_PLANAR : ROCQ_LAYOUT_GGUF;
     if (x->format == to && x->layout == layout && (to == ROCQ_Q8_0 || rocq__wide_rows(x))) {
@@ -11261,7 +11289,7 @@ ROCQ__FN rocq_tensor rocq__gemm_x(rocq__job *job, const rocq_tensor *x, rocq_pre
     return t;
 }
 
-ROCQ__FN rocq_tensor rocq__gemm_w(rocq__job *job, const rocq_tensor *w) {
+static rocq_tensor rocq__product_w(rocq__job *job, const rocq_tensor *w) {
     const bool plain = rocq__is_plain(w->format);
     if (plain ? rocq_tensor_contiguous(w) && rocq__aligned16(w) : w->layout == ROCQ_LAYOUT_PLANAR) {
         return *w;
@@ -11273,16 +11301,16 @@ ROCQ__FN rocq_tensor rocq__gemm_w(rocq__job *job, const rocq_tensor *w) {
 }
 
 // A product whose operands have the form that its kernel reads and writes.
-typedef struct rocq__gemm {
+typedef struct rocq__product {
     const rocq_matmul_params *p;
     rocq_precision path;
     rocq_tensor w, w2; // w2.n_dims 0: none
     rocq_tensor y;     // p->y, or F32 in scratch memory where the kernel cannot write p->y
     rocq_tensor gate;  // p->gate, or w2 x where no kernel computes it together with w x
     bool has_gate;
-} rocq__gemm;
+} rocq__product;
 
-ROCQ__FN rocq_k_epilogue rocq__k_epilogue(const rocq__gemm *g) {
+static rocq_k_epilogue rocq__k_epilogue(const rocq__product *g) {
     rocq_k_epilogue e;
     memset(&e, 0, sizeof e);
     e.y = rocq__k_tensor(&g->y);
@@ -11294,7 +11322,7 @@ ROCQ__FN rocq_k_epilogue rocq__k_epilogue(const rocq__gemm *g) {
     return e;
 }
 
-ROCQ__FN void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
+static void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
     const int64_t bytes = i2 * t->stride[1] + i3 * t->stride[2];
     if (t->data) t->data = (void *)((uintptr_t)t->data + (uintptr_t)bytes);
 }
@@ -11308,19 +11336,19 @@ ROCQ__FN void rocq__k_move(rocq_k_tensor *t, int64_t i2, int64_t i3) {
 enum { ROCQ__LATENCY_NS = 950 }; // of a load from busy memory; 240 from idle memory on a 7900 XTX
 
 // Elements of a row that a wave takes in one step.
-ROCQ__FN int32_t rocq__matvec_step(const rocq__site *s) {
+static int32_t rocq__matvec_step(const rocq__site *s) {
     const rocq_format format = (rocq_format)s->format;
     const bool plain = s->format >= 0 && rocq__is_plain(format);
     return ROCQ_K_WAVE * (plain ? (int32_t)(16 / rocq__bytes(format, 1)) : 32);
 }
 
 // Bytes that all waves together have in flight when k_waves is 1.
-ROCQ__FN double rocq__matvec_flight(const rocq__site *s) {
+static double rocq__matvec_flight(const rocq__site *s) {
     const int32_t step = rocq__matvec_step(s);
     return (double)s->m * s->row_bytes * ROCQ__MIN(s->k, step) / s->k;
 }
 
-ROCQ__FN rocq_launch_config rocq__rule_matvec(const rocq__chip *chip, const rocq__site *s) {
+static rocq_launch_config rocq__rule_matvec(const rocq__chip *chip, const rocq__site *s) {
     const double enough = chip->bytes_per_us * (double)ROCQ__LATENCY_NS / 1000.0;
     const double each = rocq__matvec_flight(s);
     const int32_t step = rocq__matvec_step(s);
@@ -11333,8 +11361,8 @@ ROCQ__FN rocq_launch_config rocq__rule_matvec(const rocq__chip *chip, const rocq
 }
 
 // Launches products of one x and path, with at most ROCQ_K_FEW columns, once for each matrix.
-ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_parts,
-                             const rocq_tensor *x) {
+static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_products,
+                              const rocq_tensor *x) {
     const int64_t n = x->ne[1], k = x->ne[0];
     const bool int8 = g->path == ROCQ_PRECISION_INT8;
     rocq_k_matvec_args args;
@@ -11347,15 +11375,15 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     args.x = rocq__device_data(x);
     args.x_units = rocq_tensor_count(x) / 32;
     args.x_stride = x->stride[1];
-    for (int32_t i = 0; i < n_parts; i++) {
-        rocq_k_matvec_weights *part = &args.part[i].weights;
+    for (int32_t i = 0; i < n_products; i++) {
+        rocq_k_matvec_weights *product = &args.product[i].weights;
         const rocq_tensor *w = &g[i].w;
         const double pair = g[i].w2.n_dims > 0 ? 2.0 : 1.0;
-        part->w = rocq__device_data(w);
-        if (g[i].w2.n_dims > 0) part->w2 = rocq__device_data(&g[i].w2);
-        part->n_units = rocq_tensor_count(w) / 32;
-        part->m = (int32_t)w->ne[1];
-        part->format = (int32_t)w->format;
+        product->w = rocq__device_data(w);
+        if (g[i].w2.n_dims > 0) product->w2 = rocq__device_data(&g[i].w2);
+        product->n_units = rocq_tensor_count(w) / 32;
+        product->m = (int32_t)w->ne[1];
+        product->format = (int32_t)w->format;
         rows += w->ne[1];
         bytes += pair * (double)(w->ne[1] * rocq__bytes(w->format, k));
         mixed = mixed || w->format != g[0].w.format;
@@ -11365,7 +11393,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     if (!groups) {
         rocq__site site;
         memset(&site, 0, sizeof site);
-        site.kind = ROCQ__MATVEC;
+        site.kind = ROCQ__KIND_MATVEC;
         site.format = mixed ? -1 : (int32_t)g->w.format;
         site.int8 = int8;
         site.pair = g->w2.n_dims > 0;
@@ -11378,9 +11406,9 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     while (1 << args.k_shift < k_waves) args.k_shift++;
     args.k_step = ROCQ_K_WAVE << args.k_shift;
     const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES / k_waves;
-    for (int32_t i = 0; i < ROCQ_K_MATVEC_PARTS; i++) {
-        args.block_begin[i] = i < n_parts ? (uint32_t)blocks : UINT32_MAX;
-        if (i < n_parts) blocks += (g[i].w.ne[1] + block_rows - 1) / block_rows;
+    for (int32_t i = 0; i < ROCQ_K_MATVEC_PRODUCTS; i++) {
+        args.block_begin[i] = i < n_products ? (uint32_t)blocks : UINT32_MAX;
+        if (i < n_products) blocks += (g[i].w.ne[1] + block_rows - 1) / block_rows;
     }
     const int columns = n > 4 ? 3 : n > 2 ? 2 : n > 1 ? 1 : 0; // 1, 2, 4, 8
     int kernel = ROCQ_K_matvec_f32_f32_n1 + 2 * rocq__k_format(g->w.format) + (n > 1);
@@ -11394,29 +11422,29 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
     for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
         for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
             args.x_column0 = (i3 * x->ne[2] + i2) * n;
-            for (int32_t i = 0; i < n_parts; i++) {
+            for (int32_t i = 0; i < n_products; i++) {
                 const rocq_tensor *w = &g[i].w;
                 const int64_t w2 = i2 / (x->ne[2] / w->ne[2]), w3 = i3 / (x->ne[3] / w->ne[3]);
-                rocq_k_matvec_part *part = &args.part[i];
+                rocq_k_matvec_product *product = &args.product[i];
                 rocq_k_epilogue e = rocq__k_epilogue(&g[i]);
                 const bool planar = g[i].y.layout == ROCQ_LAYOUT_PLANAR;
                 if (!planar) rocq__k_move(&e.y, i2, i3);
                 rocq__k_move(&e.gate, i2, i3);
                 rocq__k_move(&e.residual, i2, i3);
-                part->weights.row0 = (w3 * w->ne[2] + w2) * w->ne[1];
-                part->y = e.y.data;
-                part->gate = e.gate.data;
-                part->residual = e.residual.data;
-                part->bias = e.bias;
-                part->y_stride = planar ? rocq_tensor_count(&g[i].y) / 32 : e.y.stride[0];
-                part->gate_stride = e.gate.stride[0];
-                part->residual_stride = e.residual.stride[0];
-                part->y_format = e.y.format;
-                part->gate_format = e.gate.format;
-                part->residual_format = e.residual.format;
-                part->y_layout = e.y.layout;
-                part->activation = e.activation;
-                part->softcap = e.softcap;
+                product->weights.row0 = (w3 * w->ne[2] + w2) * w->ne[1];
+                product->y = e.y.data;
+                product->gate = e.gate.data;
+                product->residual = e.residual.data;
+                product->bias = e.bias;
+                product->y_stride = planar ? rocq_tensor_count(&g[i].y) / 32 : e.y.stride[0];
+                product->gate_stride = e.gate.stride[0];
+                product->residual_stride = e.residual.stride[0];
+                product->y_format = e.y.format;
+                product->gate_format = e.gate.format;
+                product->residual_format = e.residual.format;
+                product->y_layout = e.y.layout;
+                product->activation = e.activation;
+                product->softcap = e.softcap;
             }
             rocq__job_launch(job, kernel, blocks, 1, 256, &args);
         }
@@ -11426,7 +11454,7 @@ ROCQ__FN void rocq__gemm_few(rocq__job *job, const rocq__gemm *g, int32_t n_part
 // Into how many parts n elements may be split: 1, 2, 3, 4, 6, 8, 12 and so on up to most, as long
 // as a part has least elements.
 enum { ROCQ__SPLITS = 17 }; // up to 384
-ROCQ__FN int32_t rocq__splits_of(int32_t n, int32_t least, int32_t most, int32_t *out) {
+static int32_t rocq__splits_of(int32_t n, int32_t least, int32_t most, int32_t *out) {
     int32_t count = 0, v = 1;
     while (v <= most && (v == 1 || n / v >= least)) {
         out[count++] = v;
@@ -11437,7 +11465,7 @@ ROCQ__FN int32_t rocq__splits_of(int32_t n, int32_t least, int32_t most, int32_t
 }
 
 // Of K for a grid of tiles: each part has at least four steps of 64.
-ROCQ__FN int32_t rocq__tile_splits(const rocq__site *s, int32_t *out) {
+static int32_t rocq__tile_splits(const rocq__site *s, int32_t *out) {
     return rocq__splits_of(s->k, 256, 16, out);
 }
 
@@ -11453,11 +11481,11 @@ static const rocq__tile_pace rocq__tile_rdna3 = {1.0, 16.0, {2.5, 1.5}},
                              rocq__tile_other = {4.0, 50.0, {4.0, 2.0}};
 
 // Estimates the nanoseconds of a grid of tiles. For each 64 of K, a block waits for its loads, then
-// computes; blocks resident on one unit wait at the same time. The parts of a split K are written,
+// computes; blocks resident on one unit wait at the same time. The partial sums of a split K are written,
 // then read and added by a second launch. On an H200 the fastest by this estimate is the fastest of
 // all or at most 7% behind, 0.7% on average, for 41 shapes of five formats, n 16 to 2048.
-ROCQ__FN double rocq__tiles_ns(const rocq__chip *chip, const rocq__site *s,
-                               const rocq_launch_config *c) {
+static double rocq__tiles_ns(const rocq__chip *chip, const rocq__site *s,
+                             const rocq_launch_config *c) {
     const rocq__tile_pace *p = chip->target ? &rocq__tile_rdna3 : &rocq__tile_other;
     const double units = chip->n_units, splits = c->n_splits, tile_m = ROCQ_K_MATMUL_M;
     const double blocks = ceil(s->m / tile_m) * ceil((double)s->n / c->tile_n) * s->batch * splits;
@@ -11471,14 +11499,15 @@ ROCQ__FN double rocq__tiles_ns(const rocq__chip *chip, const rocq__site *s,
     const double w_bytes = (double)rocq__bytes((rocq_format)s->format, s->k) * s->m;
     const double y_bytes = 4.0 * s->m * s->n * s->batch;
     const double bytes = (w_bytes + 2.0 * s->k * s->n) * s->batch + y_bytes;
-    const double parts = splits > 1.0 ? 4.0 * y_bytes * splits : 0.0; // 2 passes at half the rate
-    return ROCQ__MAX(tiles, bytes * 1e3 / chip->bytes_per_us) + parts * 1e3 / chip->bytes_per_us +
-           (rounds + 1.0) * latency;
+    const double partials =
+        splits > 1.0 ? 4.0 * y_bytes * splits : 0.0; // 2 passes at half the rate
+    return ROCQ__MAX(tiles, bytes * 1e3 / chip->bytes_per_us) +
+           partials * 1e3 / chip->bytes_per_us + (rounds + 1.0) * latency;
 }
 
 // The tile of tile_n[n_tiles] and the number of splits with the least estimated time.
-ROCQ__FN rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__site *s,
-                                             const int32_t *tile_n, int32_t n_tiles) {
+static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__site *s,
+                                           const int32_t *tile_n, int32_t n_tiles) {
     rocq_launch_config best = {0, tile_n[0], 1};
     double best_ns = rocq__tiles_ns(chip, s, &best);
     int32_t splits[ROCQ__SPLITS];
@@ -11494,13 +11523,13 @@ ROCQ__FN rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq_
     return best;
 }
 
-ROCQ__FN rocq_launch_config rocq__rule_tiles(const rocq__chip *chip, const rocq__site *s) {
+static rocq_launch_config rocq__rule_tiles(const rocq__chip *chip, const rocq__site *s) {
     static const int32_t tile_n[] = {ROCQ_K_MATMUL_F16_N, ROCQ_K_MATMUL_F16_N_FEW};
     return rocq__tiles_best(chip, s, tile_n, 2);
 }
 
 // Launches a product as a grid of tiles, in which z counts the matrices.
-ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_tensor *x) {
+static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const rocq_tensor *x) {
     const rocq_tensor *w = &g->w;
     const int64_t m = w->ne[1], n = x->ne[1], k = x->ne[0], n_matrices = x->ne[2] * x->ne[3];
     const int64_t tile_m = ROCQ_K_MATMUL_M;
@@ -11509,7 +11538,7 @@ ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_t
     rocq_launch_config config;
     rocq__site site;
     memset(&site, 0, sizeof site);
-    site.kind = ROCQ__TILES;
+    site.kind = ROCQ__KIND_TILES;
     site.format = (int32_t)w->format;
     site.m = rocq__clamp32(m);
     site.k = (int32_t)k;
@@ -11557,8 +11586,8 @@ ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_t
     rocq__job_launch(job, kernel, args.tiles_m * n_splits * args.tiles_n, n_matrices, threads,
                      &args);
     if (n_splits == 1) return;
-    const double parts = (double)(m * n * n_splits) * (double)n_matrices;
-    const rocq__cost merge = {4.0 * parts, parts, 0.0};
+    const double partials = (double)(m * n * n_splits) * (double)n_matrices;
+    const rocq__cost merge = {4.0 * partials, partials, 0.0};
     job->cost = merge;
     args.tiles_m = (int32_t)((m + ROCQ_K_MERGE_M - 1) / ROCQ_K_MERGE_M);
     args.tiles_n = (int32_t)((n + ROCQ_K_MERGE_N - 1) / ROCQ_K_MERGE_N);
@@ -11567,7 +11596,7 @@ ROCQ__FN void rocq__gemm_tiles(rocq__job *job, const rocq__gemm *g, const rocq_t
 }
 
 // What one launch of n products costs. A matvec launches each matrix of a batch on its own.
-ROCQ__FN rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__gemm *g, int32_t n) {
+static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, int32_t n) {
     const bool few = g->p->x->ne[1] <= ROCQ_K_FEW;
     const double launches = few ? (double)(g->w.ne[2] * g->w.ne[3]) : 1.0;
     rocq__cost sum = {0.0, 0.0, 0.0};
@@ -11583,24 +11612,24 @@ ROCQ__FN rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__gemm *g, i
     return sum;
 }
 
-ROCQ__FN void rocq__gemm_launch(rocq__job *job, const rocq__gemm *g, int32_t n,
-                                const rocq_tensor *x) {
+static void rocq__product_launch(rocq__job *job, const rocq__product *g, int32_t n,
+                                 const rocq_tensor *x) {
     job->cost = rocq__gemm_cost(job, g, n);
-    if (x->ne[1] <= ROCQ_K_FEW) rocq__gemm_few(job, g, n, x);
-    else rocq__gemm_tiles(job, g, x);
+    if (x->ne[1] <= ROCQ_K_FEW) rocq__product_few(job, g, n, x);
+    else rocq__product_tiles(job, g, x);
     for (int32_t i = 0; i < n; i++) {
         if (g[i].y.format != g[i].p->y->format) rocq__job_convert(job, g[i].p->y, &g[i].y);
     }
 }
 
 // Prepares *g for p. x[path] is x as the kernels of that path read it.
-ROCQ__FN void rocq__gemm_prepare(rocq__job *job, const rocq_matmul_params *p, const rocq_tensor *x,
-                                 rocq__gemm *g) {
+static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, const rocq_tensor *x,
+                                  rocq__product *g) {
     const bool few = p->x->ne[1] <= ROCQ_K_FEW;
     memset(g, 0, sizeof *g);
     g->p = p;
-    g->path = rocq__gemm_path(job->ctx, p, p->w);
-    g->w = rocq__gemm_w(job, p->w);
+    g->path = rocq__product_path(job->ctx, p, p->w);
+    g->w = rocq__product_w(job, p->w);
     g->y = *p->y;
     // A block of a matvec computes whole blocks of a Q8_0 y, but a tile does not.
     if (p->y->format == ROCQ_Q8_0 && !few) {
@@ -11610,44 +11639,44 @@ ROCQ__FN void rocq__gemm_prepare(rocq__job *job, const rocq_matmul_params *p, co
     if (p->gate) g->gate = *p->gate;
     if (!p->w2) return;
     if (few && p->w2->format == p->w->format) {
-        g->w2 = rocq__gemm_w(job, p->w2);
+        g->w2 = rocq__product_w(job, p->w2);
         return;
     }
     // w2 x becomes a product of its own, whose result is the gate of w x.
     const rocq_tensor made =
         rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
     rocq_matmul_params other;
-    rocq__gemm second;
+    rocq__product second;
     memset(&other, 0, sizeof other);
     other.y = &made;
     other.w = p->w2;
     other.x = p->x;
     other.gate = p->gate;
     other.precision = p->precision;
-    rocq__gemm_prepare(job, &other, x, &second);
-    rocq__gemm_launch(job, &second, 1, &x[second.path]);
+    rocq__product_prepare(job, &other, x, &second);
+    rocq__product_launch(job, &second, 1, &x[second.path]);
     g->gate = made;
     g->has_gate = true;
 }
 
 // How many products from first on share a launch: as many as fit, of one path, and of one format
 // but for INT8 with one column. That is safe, since none of a chain reads what another one writes.
-ROCQ__FN int32_t rocq__gemm_run(const rocq_ctx *ctx, const rocq_matmul_params *first) {
-    const rocq_precision path = rocq__gemm_path(ctx, first, first->w);
+static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *first) {
+    const rocq_precision path = rocq__product_path(ctx, first, first->w);
     const bool any_format = path == ROCQ_PRECISION_INT8 && first->x->ne[1] == 1;
     int32_t n = 1;
     if (first->x->ne[1] > ROCQ_K_FEW) return 1;
-    for (const rocq_matmul_params *p = first->next; p && n < ROCQ_K_MATVEC_PARTS;
+    for (const rocq_matmul_params *p = first->next; p && n < ROCQ_K_MATVEC_PRODUCTS;
          p = p->next, n++) {
-        if (rocq__gemm_path(ctx, p, p->w) != path) return n;
+        if (rocq__product_path(ctx, p, p->w) != path) return n;
         if (p->w->format != first->w->format && !any_format) return n;
     }
     return n;
 }
 
-ROCQ__FN void rocq__job_matmul(rocq__job *job, const void *params) {
+static void rocq__job_matmul(rocq__job *job, const void *params) {
     const rocq_matmul_params *p = (const rocq_matmul_params *)params;
-    rocq__gemm g[ROCQ_K_MATVEC_PARTS];
+    rocq__product g[ROCQ_K_MATVEC_PRODUCTS];
     rocq_tensor x[ROCQ_PRECISION_INT8 + 1];
     bool have[ROCQ_PRECISION_INT8 + 1] = {false, false, false, false};
     if (p->x->ne[0] > ROCQ__MATMUL_K) {
@@ -11666,22 +11695,22 @@ ROCQ__FN void rocq__job_matmul(rocq__job *job, const void *params) {
         for (int i = 0; i < 2; i++) {
             const rocq_tensor *w = i == 0 ? q->w : q->w2;
             if (!w) continue;
-            const rocq_precision path = rocq__gemm_path(job->ctx, q, w);
+            const rocq_precision path = rocq__product_path(job->ctx, q, w);
             if (path == ROCQ_PRECISION_INT8 && rocq__k_int8_format(w->format) < 0) {
                 job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
                                          "matmul: format %s has no INT8 path on the GPU",
-                                         rocq_get_format_info(w->format)->name);
+                                         rocq_format_name(w->format));
                 return;
             }
-            if (!have[path]) x[path] = rocq__gemm_x(job, p->x, path);
+            if (!have[path]) x[path] = rocq__product_x(job, p->x, path);
             have[path] = true;
         }
     }
     const int64_t mark = job->used;
     while (p) {
-        const int32_t n = rocq__gemm_run(job->ctx, p);
-        for (int32_t i = 0; i < n; i++, p = p->next) rocq__gemm_prepare(job, p, x, &g[i]);
-        rocq__gemm_launch(job, g, n, &x[g[0].path]);
+        const int32_t n = rocq__product_run(job->ctx, p);
+        for (int32_t i = 0; i < n; i++, p = p->next) rocq__product_prepare(job, p, x, &g[i]);
+        rocq__product_launch(job, g, n, &x[g[0].path]);
         job->used = mark; // launches run in order, so the next may use the same scratch memory
     }
 }
@@ -11689,9 +11718,9 @@ ROCQ__FN void rocq__job_matmul(rocq__job *job, const void *params) {
 // -- attention --
 
 enum {
-    ROCQ__ATTEND_BLOCKS = 2,      // blocks resident on a compute unit
-    ROCQ__ATTEND_FLIGHT = 16384,  // bytes of K and V that a block has in flight
-    ROCQ__ATTEND_MERGE = 8192     // bytes of parts that a block has in flight while it merges them
+    ROCQ__ATTENTION_BLOCKS = 2,      // blocks resident on a compute unit
+    ROCQ__ATTENTION_FLIGHT = 16384,  // bytes of K and V that a block has in flight
+    ROCQ__ATTENTION_MERGE = 8192 // bytes of parts that a block has in flight while it merges them
 };
 
 #define ROCQ_X(X, d) d,
@@ -11700,18 +11729,19 @@ static const int32_t rocq__head_dims[] = {ROCQ_K_HEAD_DIMS(ROCQ_X, )};
 
 // How long a block takes for a row of K or V, in bytes that it could read meanwhile. A row of a
 // block format takes 1.5 times as long as one of F16, because its codes have to be unpacked.
-ROCQ__FN double rocq__attend_load(int32_t format, int32_t head_dim) {
+static double rocq__attention_row_bytes(int32_t format, int32_t head_dim) {
     const bool plain = rocq__is_plain((rocq_format)format);
     return plain ? (double)rocq__bytes((rocq_format)format, head_dim) : 3.0 * head_dim;
 }
 
 // The same for all of K and V of a KV head.
-ROCQ__FN double rocq__attend_kv(const rocq__site *s) {
-    return s->n * (rocq__attend_load(s->format, s->k) + rocq__attend_load(s->format2, s->k));
+static double rocq__attention_kv_bytes(const rocq__site *s) {
+    return s->n * (rocq__attention_row_bytes(s->format, s->k) +
+                   rocq__attention_row_bytes(s->format2, s->k));
 }
 
 // Bytes of the part of a result that one block makes: O, m and l of each of its columns.
-ROCQ__FN double rocq__attend_part(const rocq__site *s, int32_t tile_n) {
+static double rocq__attention_partial_bytes(const rocq__site *s, int32_t tile_n) {
     return 4.0 * ROCQ__MIN(s->m, tile_n) * (s->k + 2);
 }
 
@@ -11724,17 +11754,18 @@ ROCQ__FN double rocq__attend_part(const rocq__site *s, int32_t tile_n) {
 // rounded by ratio, but down if rounding up would leave over a quarter of the compute units without
 // a block. On an H200 the rule takes the fastest of 16, 22, 32 and 64 splits of 8192 positions for
 // D 64 (4 KV heads) and 128 (8); for D 256 (4) 64 splits take 0.91 of the time of its 32.
-ROCQ__FN rocq_launch_config rocq__rule_attend(const rocq__chip *chip, const rocq__site *s) {
+static rocq_launch_config rocq__rule_attention(const rocq__chip *chip, const rocq__site *s) {
     const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(s->k);
     const bool fills = (int64_t)((s->m + many - 1) / many) * s->batch >= chip->n_units;
     rocq_launch_config config = {0, fills && s->m > ROCQ__MAX(few, many / 2) ? many : few, 1};
     const double all = (double)s->n / (double)ROCQ_K_ATTEND_RUN; // runs
     const double blocks = ceil((double)s->m / config.tile_n) * s->batch;
-    const double fill = floor((double)ROCQ__ATTEND_BLOCKS * chip->n_units / blocks);
+    const double fill = floor((double)ROCQ__ATTENTION_BLOCKS * chip->n_units / blocks);
     double runs = ceil(all / ROCQ__MAX(fill, 1.0)); // of a split
     if (config.tile_n == few) {
-        const double even = all / sqrt(rocq__attend_kv(s) / (double)ROCQ__ATTEND_FLIGHT *
-                                       (double)ROCQ__ATTEND_MERGE / rocq__attend_part(s, few));
+        const double even =
+            all / sqrt(rocq__attention_kv_bytes(s) / (double)ROCQ__ATTENTION_FLIGHT *
+                       (double)ROCQ__ATTENTION_MERGE / rocq__attention_partial_bytes(s, few));
         const bool idle = blocks * ceil(all / ceil(even)) < 0.75 * chip->n_units;
         const bool up = even * even > floor(even) * ceil(even) && !idle;
         runs = ROCQ__MAX(runs, floor(even) + (up ? 1.0 : 0.0));
@@ -11743,7 +11774,7 @@ ROCQ__FN rocq_launch_config rocq__rule_attend(const rocq__chip *chip, const rocq
     return config;
 }
 
-ROCQ__FN void rocq__job_attention(rocq__job *job, const void *params) {
+static void rocq__job_attention(rocq__job *job, const void *params) {
     const rocq_attention_params *p = (const rocq_attention_params *)params;
     const int64_t n_heads = p->q->ne[1], n_kv_heads = p->k->ne[1], n_q = p->q->ne[2];
     const int64_t n_seqs = p->q->ne[3], columns = n_heads / n_kv_heads * n_q;
@@ -11758,7 +11789,7 @@ ROCQ__FN void rocq__job_attention(rocq__job *job, const void *params) {
     }
     rocq__site site;
     memset(&site, 0, sizeof site);
-    site.kind = ROCQ__ATTEND;
+    site.kind = ROCQ__KIND_ATTENTION;
     site.format = (int32_t)p->k->format;
     site.format2 = (int32_t)p->v->format;
     site.m = rocq__clamp32(columns);
@@ -11835,7 +11866,7 @@ ROCQ__FN void rocq__job_attention(rocq__job *job, const void *params) {
 
 // -- rmsnorm, layernorm --
 
-ROCQ__FN void rocq__job_norm(rocq__job *job, const void *params) {
+static void rocq__job_norm(rocq__job *job, const void *params) {
     const rocq_norm_params *p = (const rocq_norm_params *)params;
     rocq_k_norm_args args;
     memset(&args, 0, sizeof args);
@@ -11858,8 +11889,8 @@ ROCQ__FN void rocq__job_norm(rocq__job *job, const void *params) {
 
 enum { ROCQ__ROPE_DIMS = 512 }; // largest n_dims: the 8 bits of power[] number 256 pairs
 
-ROCQ__FN void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
-                             int64_t head_dim, rocq_k_rope_args *args) {
+static void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
+                           int64_t head_dim, rocq_k_rope_args *args) {
     const int64_t n_dims = p->n_dims > 0 ? p->n_dims : head_dim;
     if (n_dims > ROCQ__ROPE_DIMS) {
         job->result =
@@ -11883,8 +11914,8 @@ ROCQ__FN void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const ro
     args->neox = p->pairing == ROCQ_ROPE_NEOX;
 }
 
-ROCQ__FN void rocq__k_stream(rocq_k_rope_args *args, const rocq_tensor *y, const rocq_tensor *x,
-                             bool plain, bool to_cell) {
+static void rocq__k_stream(rocq_k_rope_args *args, const rocq_tensor *y, const rocq_tensor *x,
+                           bool plain, bool to_cell) {
     rocq_k_rope_stream *stream = &args->stream[args->n_streams++];
     stream->y = rocq__k_tensor(y);
     stream->x = rocq__k_tensor(x);
@@ -11893,7 +11924,7 @@ ROCQ__FN void rocq__k_stream(rocq_k_rope_args *args, const rocq_tensor *y, const
 }
 
 // A block takes as many heads of a token as its 256 threads can with four elements each.
-ROCQ__FN void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
+static void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
     if (job->result != ROCQ_OK) return;
     const int32_t quads = (args->head_dim + 3) / 4;
     const int64_t n_tokens = args->stream[0].x.ne[2];
@@ -11909,7 +11940,7 @@ ROCQ__FN void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
     rocq__job_launch(job, ROCQ_K_rope, n_tokens * blocks, 1, 256, args);
 }
 
-ROCQ__FN void rocq__job_rope(rocq__job *job, const void *params) {
+static void rocq__job_rope(rocq__job *job, const void *params) {
     const rocq_rope_params *p = (const rocq_rope_params *)params;
     rocq_k_rope_args args;
     memset(&args, 0, sizeof args);
@@ -11918,7 +11949,7 @@ ROCQ__FN void rocq__job_rope(rocq__job *job, const void *params) {
     rocq__job_rope_launch(job, &args);
 }
 
-ROCQ__FN void rocq__job_rope_append(rocq__job *job, const void *params) {
+static void rocq__job_rope_append(rocq__job *job, const void *params) {
     const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
     rocq_k_rope_args args;
     memset(&args, 0, sizeof args);
@@ -11933,18 +11964,18 @@ ROCQ__FN void rocq__job_rope_append(rocq__job *job, const void *params) {
 
 // -- activate, glu, add, mul, scale, cast --
 
-ROCQ__FN void rocq__job_map(rocq__job *job, const void *params) {
+static void rocq__job_map(rocq__job *job, const void *params) {
     rocq__job_map_launch(job, job->op, params);
 }
 
-ROCQ__FN void rocq__job_cast(rocq__job *job, const void *params) {
+static void rocq__job_cast(rocq__job *job, const void *params) {
     const rocq_cast_params *p = (const rocq_cast_params *)params;
     rocq__job_convert(job, p->y, p->x);
 }
 
 // -- softmax, gather, argmax, sample --
 
-ROCQ__FN void rocq__job_softmax(rocq__job *job, const void *params) {
+static void rocq__job_softmax(rocq__job *job, const void *params) {
     const rocq_softmax_params *p = (const rocq_softmax_params *)params;
     rocq_k_softmax_args args;
     memset(&args, 0, sizeof args);
@@ -11958,12 +11989,12 @@ ROCQ__FN void rocq__job_softmax(rocq__job *job, const void *params) {
                      &args);
 }
 
-ROCQ__FN void rocq__job_gather(rocq__job *job, const void *params) {
+static void rocq__job_gather(rocq__job *job, const void *params) {
     const rocq_gather_params *p = (const rocq_gather_params *)params;
     rocq__job_decode(job, p->y, p->table, p->ids, p->scale != 0.0f ? p->scale : 1.0f);
 }
 
-ROCQ__FN void rocq__job_argmax(rocq__job *job, const void *params) {
+static void rocq__job_argmax(rocq__job *job, const void *params) {
     const rocq_argmax_params *p = (const rocq_argmax_params *)params;
     rocq_k_argmax_args args;
     memset(&args, 0, sizeof args);
@@ -11974,7 +12005,7 @@ ROCQ__FN void rocq__job_argmax(rocq__job *job, const void *params) {
     rocq__job_launch(job, ROCQ_K_argmax, p->x->ne[1], 1, threads, &args);
 }
 
-ROCQ__FN void rocq__job_sample(rocq__job *job, const void *params) {
+static void rocq__job_sample(rocq__job *job, const void *params) {
     const rocq_sample_params *p = (const rocq_sample_params *)params;
     const int64_t n = p->logits->ne[0];
     const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->logits->ne, n);
@@ -12004,10 +12035,10 @@ ROCQ__FN void rocq__job_sample(rocq__job *job, const void *params) {
 
 // -- choices: by rule, or what was found --
 
-ROCQ__FN rocq_launch_config rocq__rule_of(const rocq__chip *chip, const rocq__site *s) {
-    return s->kind == ROCQ__MATVEC  ? rocq__rule_matvec(chip, s)
-           : s->kind == ROCQ__TILES ? rocq__rule_tiles(chip, s)
-                                    : rocq__rule_attend(chip, s);
+static rocq_launch_config rocq__rule_of(const rocq__chip *chip, const rocq__site *s) {
+    return s->kind == ROCQ__KIND_MATVEC  ? rocq__rule_matvec(chip, s)
+           : s->kind == ROCQ__KIND_TILES ? rocq__rule_tiles(chip, s)
+                                    : rocq__rule_attention(chip, s);
 }
 
 // What rocq_tune found for a class of sites; config is all 0 where nothing beats the rule.
@@ -12021,13 +12052,13 @@ typedef struct rocq__tuned {
 // The class of a site: all sites of a class share one tuned configuration. It is the site with its
 // n rounded up, but for a matvec: up to 1024 columns of tiles to a multiple of the narrow tile's,
 // more columns and attention's positions to a power of two.
-ROCQ__FN rocq__site rocq__site_class(const rocq__site *site) {
+static rocq__site rocq__site_class(const rocq__site *site) {
     rocq__site s = *site;
     int64_t n = ROCQ_K_MATMUL_F16_N_FEW;
-    if (s.kind == ROCQ__TILES && s.n <= 1024) {
+    if (s.kind == ROCQ__KIND_TILES && s.n <= 1024) {
         n = ((int64_t)s.n + n - 1) / n * n;
         s.n = (int32_t)n;
-    } else if (s.kind != ROCQ__MATVEC) {
+    } else if (s.kind != ROCQ__KIND_MATVEC) {
         while (n < s.n) n *= 2;
         s.n = rocq__clamp32(n);
     }
@@ -12035,7 +12066,7 @@ ROCQ__FN rocq__site rocq__site_class(const rocq__site *site) {
 }
 
 // Index of the class in the sorted list, or where it would be inserted.
-ROCQ__FN int32_t rocq__tuned_place(const rocq_ctx *ctx, const rocq__site *site, bool *found) {
+static int32_t rocq__tuned_place(const rocq_ctx *ctx, const rocq__site *site, bool *found) {
     int32_t begin = 0, end = ctx->n_tuned;
     *found = false;
     while (begin < end) {
@@ -12048,12 +12079,12 @@ ROCQ__FN int32_t rocq__tuned_place(const rocq_ctx *ctx, const rocq__site *site, 
     return begin;
 }
 
-ROCQ__FN bool rocq__is_rule(const rocq_launch_config *config) {
+static bool rocq__is_rule(const rocq_launch_config *config) {
     return config->k_waves == 0 && config->tile_n == 0 && config->n_splits == 0;
 }
 
-ROCQ__FN void rocq__survey_add(rocq__survey *survey, const rocq__site *site,
-                               const rocq_launch_config *config) {
+static void rocq__survey_add(rocq__survey *survey, const rocq__site *site,
+                             const rocq_launch_config *config) {
     const rocq__site own = rocq__site_class(site);
     for (int32_t i = 0; i < survey->n; i++) {
         const rocq__site other = rocq__site_class(&survey->site[i]);
@@ -12063,7 +12094,7 @@ ROCQ__FN void rocq__survey_add(rocq__survey *survey, const rocq__site *site,
     if (survey->n < ROCQ__SURVEY) survey->site[survey->n++] = *site;
 }
 
-ROCQ__FN rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *site) {
+static rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *site) {
     rocq_launch_config config = rocq__rule_of(rocq__chip_of(ctx), site);
     if (ctx->n_tuned > 0) {
         bool found;
@@ -12084,29 +12115,34 @@ ROCQ__FN rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *si
 
 // Flags that say what an operand may be.
 enum {
-    ROCQ__F32 = 1, ROCQ__F16 = 2, ROCQ__BF16 = 4, ROCQ__Q8_0 = 8, ROCQ__Q4_0 = 16, ROCQ__I32 = 32,
+    ROCQ__BIT_F32 = 1,
+    ROCQ__BIT_F16 = 2,
+    ROCQ__BIT_BF16 = 4,
+    ROCQ__BIT_Q8_0 = 8,
+    ROCQ__BIT_Q4_0 = 16,
+    ROCQ__BIT_I32 = 32,
     ROCQ__ANY = 64, // all of ROCQ_FORMATS
     ROCQ__OPTIONAL = 128, ROCQ__OUTPUT = 256,
     ROCQ__PLANAR = 512, // on a GPU, block formats may also be in the planar layout
-    ROCQ__FLOAT = ROCQ__F32 | ROCQ__F16,
-    ROCQ__KV = ROCQ__F32 | ROCQ__F16 | ROCQ__BF16 | ROCQ__Q8_0 | ROCQ__Q4_0
+    ROCQ__FLOAT = ROCQ__BIT_F32 | ROCQ__BIT_F16,
+    ROCQ__KV = ROCQ__BIT_F32 | ROCQ__BIT_F16 | ROCQ__BIT_BF16 | ROCQ__BIT_Q8_0 | ROCQ__BIT_Q4_0
 };
 
-ROCQ__FN bool rocq__accepts(int accept, rocq_format format) {
+static bool rocq__accepts(int accept, rocq_format format) {
     switch (format) {
-    case ROCQ_F32: return (accept & (ROCQ__F32 | ROCQ__ANY)) != 0;
-    case ROCQ_F16: return (accept & (ROCQ__F16 | ROCQ__ANY)) != 0;
-    case ROCQ_BF16: return (accept & (ROCQ__BF16 | ROCQ__ANY)) != 0;
-    case ROCQ_Q8_0: return (accept & (ROCQ__Q8_0 | ROCQ__ANY)) != 0;
-    case ROCQ_Q4_0: return (accept & (ROCQ__Q4_0 | ROCQ__ANY)) != 0;
-    case ROCQ_I32: return (accept & ROCQ__I32) != 0;
+    case ROCQ_F32: return (accept & (ROCQ__BIT_F32 | ROCQ__ANY)) != 0;
+    case ROCQ_F16: return (accept & (ROCQ__BIT_F16 | ROCQ__ANY)) != 0;
+    case ROCQ_BF16: return (accept & (ROCQ__BIT_BF16 | ROCQ__ANY)) != 0;
+    case ROCQ_Q8_0: return (accept & (ROCQ__BIT_Q8_0 | ROCQ__ANY)) != 0;
+    case ROCQ_Q4_0: return (accept & (ROCQ__BIT_Q4_0 | ROCQ__ANY)) != 0;
+    case ROCQ_I32: return (accept & ROCQ__BIT_I32) != 0;
     default: return (accept & ROCQ__ANY) != 0;
     }
 }
 
 // Fails unless the format is known and accepted; gives the elements and bytes of its blocks.
-ROCQ__FN rocq_result rocq__check_format(rocq_ctx *ctx, const char *op, const char *name, int accept,
-                                        rocq_format format, int64_t *elems, int64_t *bytes) {
+static rocq_result rocq__check_format(rocq_ctx *ctx, const char *op, const char *name, int accept,
+                                      rocq_format format, int64_t *elems, int64_t *bytes) {
     if (rocq__block_of(format, elems, bytes) && rocq__accepts(accept, format)) return ROCQ_OK;
     const rocq_format_info *info = rocq_get_format_info(format);
     return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: %s cannot be in format %s (%d)", op, name,
@@ -12115,7 +12151,7 @@ ROCQ__FN rocq_result rocq__check_format(rocq_ctx *ctx, const char *op, const cha
 
 // Whether elements of a tensor may share memory, as those of an output must not. They do not if,
 // going through the dimensions by rising stride, each stride steps over all that lies before it.
-ROCQ__FN bool rocq__self_overlap(const rocq_tensor *t) {
+static bool rocq__self_overlap(const rocq_tensor *t) {
     int64_t reach = t->ne[0];
     bool used[4] = {true, false, false, false};
     for (int round = 1; round < 4; round++) {
@@ -12132,15 +12168,15 @@ ROCQ__FN bool rocq__self_overlap(const rocq_tensor *t) {
 }
 
 // Address of element 0, on the host or the device.
-ROCQ__FN uint64_t rocq__address(const rocq_tensor *t) {
+static uint64_t rocq__address(const rocq_tensor *t) {
     return (t->buffer.host ? (uint64_t)(uintptr_t)t->buffer.host : t->buffer.device.address) +
            (uint64_t)t->offset;
 }
 
 // Checks one operand: that it is present (unless optional), of an accepted format, of whole blocks,
 // inside its buffer, and aligned. Without a context (rocq_kv_size) any kind of memory is accepted.
-ROCQ__FN rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char *name,
-                                        const rocq_tensor *t, int accept) {
+static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char *name,
+                                      const rocq_tensor *t, int accept) {
     int64_t elems, bytes, extent;
     if (!t) {
         if (accept & ROCQ__OPTIONAL) return ROCQ_OK;
@@ -12234,47 +12270,47 @@ typedef struct rocq__operand {
 static const rocq__operand rocq__operands[] = {
 #define ROCQ_X(NAME, params, role, field, accept) \
     {ROCQ_OP_##NAME, ROCQ__##role, accept, offsetof(params, field), #field},
-    ROCQ_X(MATMUL, rocq_matmul_params, OUT, y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
+    ROCQ_X(MATMUL, rocq_matmul_params, OUT, y, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
     ROCQ_X(MATMUL, rocq_matmul_params, KEPT, w, ROCQ__ANY | ROCQ__PLANAR)
     ROCQ_X(MATMUL, rocq_matmul_params, KEPT, w2, ROCQ__ANY | ROCQ__PLANAR | ROCQ__OPTIONAL)
-    ROCQ_X(MATMUL, rocq_matmul_params, IN, x, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
-    ROCQ_X(MATMUL, rocq_matmul_params, KEPT, bias, ROCQ__F32 | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL, rocq_matmul_params, IN, x, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
+    ROCQ_X(MATMUL, rocq_matmul_params, KEPT, bias, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(MATMUL, rocq_matmul_params, IN_PLACE, gate, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(MATMUL, rocq_matmul_params, IN_PLACE, residual, ROCQ__FLOAT | ROCQ__OPTIONAL)
-    ROCQ_X(ATTENTION, rocq_attention_params, OUT, out, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
+    ROCQ_X(ATTENTION, rocq_attention_params, OUT, out, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
     ROCQ_X(ATTENTION, rocq_attention_params, IN_PLACE, q, ROCQ__FLOAT)
     ROCQ_X(ATTENTION, rocq_attention_params, KEPT, k, ROCQ__KV)
     ROCQ_X(ATTENTION, rocq_attention_params, KEPT, v, ROCQ__KV)
     ROCQ_X(ATTENTION, rocq_attention_params, IN, mask, ROCQ__FLOAT | ROCQ__OPTIONAL)
-    ROCQ_X(ATTENTION, rocq_attention_params, KEPT, sinks, ROCQ__F32 | ROCQ__OPTIONAL)
-    ROCQ_X(ATTENTION, rocq_attention_params, INDEX, kv_len, ROCQ__I32 | ROCQ__OPTIONAL)
-    ROCQ_X(ATTENTION, rocq_attention_params, INDEX, page_table, ROCQ__I32 | ROCQ__OPTIONAL)
-    ROCQ_X(RMSNORM, rocq_norm_params, OUT, y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
+    ROCQ_X(ATTENTION, rocq_attention_params, KEPT, sinks, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(ATTENTION, rocq_attention_params, INDEX, kv_len, ROCQ__BIT_I32 | ROCQ__OPTIONAL)
+    ROCQ_X(ATTENTION, rocq_attention_params, INDEX, page_table, ROCQ__BIT_I32 | ROCQ__OPTIONAL)
+    ROCQ_X(RMSNORM, rocq_norm_params, OUT, y, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
     ROCQ_X(RMSNORM, rocq_norm_params, IN_PLACE, x, ROCQ__FLOAT)
-    ROCQ_X(RMSNORM, rocq_norm_params, KEPT, weight, ROCQ__F32 | ROCQ__OPTIONAL)
-    ROCQ_X(RMSNORM, rocq_norm_params, OUT, rstd, ROCQ__F32 | ROCQ__OPTIONAL)
-    ROCQ_X(LAYERNORM, rocq_norm_params, OUT, y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
+    ROCQ_X(RMSNORM, rocq_norm_params, KEPT, weight, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(RMSNORM, rocq_norm_params, OUT, rstd, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(LAYERNORM, rocq_norm_params, OUT, y, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
     ROCQ_X(LAYERNORM, rocq_norm_params, IN_PLACE, x, ROCQ__FLOAT)
-    ROCQ_X(LAYERNORM, rocq_norm_params, KEPT, weight, ROCQ__F32 | ROCQ__OPTIONAL)
-    ROCQ_X(LAYERNORM, rocq_norm_params, KEPT, bias, ROCQ__F32 | ROCQ__OPTIONAL)
-    ROCQ_X(LAYERNORM, rocq_norm_params, OUT, mean, ROCQ__F32 | ROCQ__OPTIONAL)
-    ROCQ_X(LAYERNORM, rocq_norm_params, OUT, rstd, ROCQ__F32 | ROCQ__OPTIONAL)
+    ROCQ_X(LAYERNORM, rocq_norm_params, KEPT, weight, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(LAYERNORM, rocq_norm_params, KEPT, bias, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(LAYERNORM, rocq_norm_params, OUT, mean, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(LAYERNORM, rocq_norm_params, OUT, rstd, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(ROPE, rocq_rope_params, OUT, y, ROCQ__FLOAT)
     ROCQ_X(ROPE, rocq_rope_params, IN_PLACE, x, ROCQ__FLOAT)
-    ROCQ_X(ROPE, rocq_rope_params, INDEX, pos, ROCQ__I32)
-    ROCQ_X(ROPE, rocq_rope_params, KEPT, rope.freq_factors, ROCQ__F32 | ROCQ__OPTIONAL)
-    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, q, ROCQ__F32 | ROCQ__OPTIONAL)
+    ROCQ_X(ROPE, rocq_rope_params, INDEX, pos, ROCQ__BIT_I32)
+    ROCQ_X(ROPE, rocq_rope_params, KEPT, rope.freq_factors, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, q, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, k_cache, ROCQ__KV)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, OUT, v_cache, ROCQ__KV)
-    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, k, ROCQ__F32)
-    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, v, ROCQ__F32)
-    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, INDEX, pos, ROCQ__I32)
-    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, INDEX, cell, ROCQ__I32 | ROCQ__OPTIONAL)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, k, ROCQ__BIT_F32)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, IN, v, ROCQ__BIT_F32)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, INDEX, pos, ROCQ__BIT_I32)
+    ROCQ_X(ROPE_APPEND, rocq_rope_append_params, INDEX, cell, ROCQ__BIT_I32 | ROCQ__OPTIONAL)
     ROCQ_X(ROPE_APPEND, rocq_rope_append_params, KEPT, rope.freq_factors,
-           ROCQ__F32 | ROCQ__OPTIONAL)
+           ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(ACTIVATE, rocq_activate_params, OUT, y, ROCQ__FLOAT)
     ROCQ_X(ACTIVATE, rocq_activate_params, IN_PLACE, x, ROCQ__FLOAT)
-    ROCQ_X(GLU, rocq_glu_params, OUT, y, ROCQ__FLOAT | ROCQ__Q8_0 | ROCQ__PLANAR)
+    ROCQ_X(GLU, rocq_glu_params, OUT, y, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
     ROCQ_X(GLU, rocq_glu_params, IN_PLACE, gate, ROCQ__FLOAT)
     ROCQ_X(GLU, rocq_glu_params, IN_PLACE, up, ROCQ__FLOAT)
     ROCQ_X(ADD, rocq_binary_params, OUT, y, ROCQ__FLOAT)
@@ -12285,33 +12321,33 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(MUL, rocq_binary_params, IN_PLACE, b, ROCQ__FLOAT)
     ROCQ_X(SCALE, rocq_scale_params, OUT, y, ROCQ__FLOAT)
     ROCQ_X(SCALE, rocq_scale_params, IN_PLACE, x, ROCQ__FLOAT)
-    ROCQ_X(CAST, rocq_cast_params, OUT, y, ROCQ__ANY | ROCQ__I32 | ROCQ__PLANAR)
-    ROCQ_X(CAST, rocq_cast_params, IN_PLACE, x, ROCQ__ANY | ROCQ__I32 | ROCQ__PLANAR)
-    ROCQ_X(SOFTMAX, rocq_softmax_params, OUT, y, ROCQ__F32)
-    ROCQ_X(SOFTMAX, rocq_softmax_params, IN_PLACE, x, ROCQ__F32)
+    ROCQ_X(CAST, rocq_cast_params, OUT, y, ROCQ__ANY | ROCQ__BIT_I32 | ROCQ__PLANAR)
+    ROCQ_X(CAST, rocq_cast_params, IN_PLACE, x, ROCQ__ANY | ROCQ__BIT_I32 | ROCQ__PLANAR)
+    ROCQ_X(SOFTMAX, rocq_softmax_params, OUT, y, ROCQ__BIT_F32)
+    ROCQ_X(SOFTMAX, rocq_softmax_params, IN_PLACE, x, ROCQ__BIT_F32)
     ROCQ_X(SOFTMAX, rocq_softmax_params, IN, mask, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(GATHER, rocq_gather_params, OUT, y, ROCQ__FLOAT)
     ROCQ_X(GATHER, rocq_gather_params, KEPT, table, ROCQ__ANY | ROCQ__PLANAR)
-    ROCQ_X(GATHER, rocq_gather_params, INDEX, ids, ROCQ__I32)
-    ROCQ_X(ARGMAX, rocq_argmax_params, OUT, index, ROCQ__I32)
-    ROCQ_X(ARGMAX, rocq_argmax_params, IN, x, ROCQ__F32)
-    ROCQ_X(SAMPLE, rocq_sample_params, OUT, token, ROCQ__I32)
-    ROCQ_X(SAMPLE, rocq_sample_params, OUT, prob, ROCQ__F32 | ROCQ__OPTIONAL)
-    ROCQ_X(SAMPLE, rocq_sample_params, IN, logits, ROCQ__F32)
-    ROCQ_X(SAMPLE, rocq_sample_params, INDEX, recent, ROCQ__I32 | ROCQ__OPTIONAL)
-    ROCQ_X(SAMPLE, rocq_sample_params, INDEX, allowed, ROCQ__I32 | ROCQ__OPTIONAL)
+    ROCQ_X(GATHER, rocq_gather_params, INDEX, ids, ROCQ__BIT_I32)
+    ROCQ_X(ARGMAX, rocq_argmax_params, OUT, index, ROCQ__BIT_I32)
+    ROCQ_X(ARGMAX, rocq_argmax_params, IN, x, ROCQ__BIT_F32)
+    ROCQ_X(SAMPLE, rocq_sample_params, OUT, token, ROCQ__BIT_I32)
+    ROCQ_X(SAMPLE, rocq_sample_params, OUT, prob, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(SAMPLE, rocq_sample_params, IN, logits, ROCQ__BIT_F32)
+    ROCQ_X(SAMPLE, rocq_sample_params, INDEX, recent, ROCQ__BIT_I32 | ROCQ__OPTIONAL)
+    ROCQ_X(SAMPLE, rocq_sample_params, INDEX, allowed, ROCQ__BIT_I32 | ROCQ__OPTIONAL)
 #undef ROCQ_X
 };
 enum { ROCQ__N_OPERANDS = (int)(sizeof rocq__operands / sizeof rocq__operands[0]) };
 
-ROCQ__FN const rocq_tensor *rocq__operand_of(const void *params, const rocq__operand *operand) {
+static const rocq_tensor *rocq__operand_of(const void *params, const rocq__operand *operand) {
     const rocq_tensor *t;
     memcpy(&t, (const char *)params + operand->offset, sizeof t);
     return t;
 }
 
 // The index of op's first operand; *end is one past its last.
-ROCQ__FN int32_t rocq__operands_begin(rocq_op op, int32_t *end) {
+static int32_t rocq__operands_begin(rocq_op op, int32_t *end) {
     int32_t i = 0;
     while (rocq__operands[i].op != (int32_t)op) i++;
     for (*end = i; *end < ROCQ__N_OPERANDS && rocq__operands[*end].op == (int32_t)op;) ++*end;
@@ -12319,13 +12355,13 @@ ROCQ__FN int32_t rocq__operands_begin(rocq_op op, int32_t *end) {
 }
 
 // The next params of a chain, or NULL. Only matmul has chains.
-ROCQ__FN const void *rocq__next_params(rocq_op op, const void *params) {
+static const void *rocq__next_params(rocq_op op, const void *params) {
     return op == ROCQ_OP_MATMUL ? ((const rocq_matmul_params *)params)->next : NULL;
 }
 
 // Checks each operand of one params struct by itself.
-ROCQ__FN rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq_op op,
-                                          const void *params) {
+static rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq_op op,
+                                        const void *params) {
     int32_t end;
     for (int32_t i = rocq__operands_begin(op, &end); i < end; i++) {
         const rocq__operand *o = &rocq__operands[i];
@@ -12339,9 +12375,9 @@ ROCQ__FN rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, ro
 // The table rocq__ops has the function for each op, and op, its name in messages.
 
 // Checks the sizes of an operand, unless it is NULL. -1: any size.
-ROCQ__FN rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
-                                       const rocq_tensor *t, int64_t ne0, int64_t ne1, int64_t ne2,
-                                       int64_t ne3) {
+static rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
+                                     const rocq_tensor *t, int64_t ne0, int64_t ne1, int64_t ne2,
+                                     int64_t ne3) {
     const int64_t want[4] = {ne0, ne1, ne2, ne3};
     if (!t) return ROCQ_OK;
     for (int d = 0; d < 4; d++) {
@@ -12354,14 +12390,14 @@ ROCQ__FN rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__check_same(rocq_ctx *ctx, const char *op, const char *name,
-                                      const rocq_tensor *t, const rocq_tensor *like) {
+static rocq_result rocq__check_same(rocq_ctx *ctx, const char *op, const char *name,
+                                    const rocq_tensor *t, const rocq_tensor *like) {
     return rocq__check_shape(ctx, op, name, t, like->ne[0], like->ne[1], like->ne[2], like->ne[3]);
 }
 
 // Checks the sizes of an operand that is repeated along dimensions in which it has size 1.
-ROCQ__FN rocq_result rocq__check_repeat(rocq_ctx *ctx, const char *op, const char *name,
-                                        const rocq_tensor *t, const rocq_tensor *like) {
+static rocq_result rocq__check_repeat(rocq_ctx *ctx, const char *op, const char *name,
+                                      const rocq_tensor *t, const rocq_tensor *like) {
     if (!t) return ROCQ_OK;
     return rocq__check_shape(ctx, op, name, t, t->ne[0] == 1 ? 1 : like->ne[0],
                              t->ne[1] == 1 ? 1 : like->ne[1], t->ne[2] == 1 ? 1 : like->ne[2],
@@ -12369,16 +12405,16 @@ ROCQ__FN rocq_result rocq__check_repeat(rocq_ctx *ctx, const char *op, const cha
 }
 
 // Checks that a float option lies in a range; NaN does not.
-ROCQ__FN rocq_result rocq__check_range(rocq_ctx *ctx, const char *op, const char *name, float value,
-                                       float low, float high) {
+static rocq_result rocq__check_range(rocq_ctx *ctx, const char *op, const char *name, float value,
+                                     float low, float high) {
     if (value >= low && value <= high) return ROCQ_OK;
     return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s is %g, expected %g to %g", op, name,
                       (double)value, (double)low, (double)high);
 }
 
-ROCQ__FN rocq_result rocq__check_activation(rocq_ctx *ctx, const char *op,
-                                            rocq_activation activation) {
-    if ((int)activation >= (int)ROCQ_IDENTITY && activation <= ROCQ_TANH) return ROCQ_OK;
+static rocq_result rocq__check_activation(rocq_ctx *ctx, const char *op,
+                                          rocq_activation activation) {
+    if ((int)activation >= (int)ROCQ_ACT_IDENTITY && activation <= ROCQ_ACT_TANH) return ROCQ_OK;
     return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown activation %d", op, (int)activation);
 }
 
@@ -12390,8 +12426,8 @@ ROCQ__FN rocq_result rocq__check_activation(rocq_ctx *ctx, const char *op,
 #define ROCQ__REPEAT(name, like) rocq__check_repeat(ctx, op, #name, p->name, p->like)
 #define ROCQ__RANGE(name, low, high) rocq__check_range(ctx, op, #name, p->name, low, high)
 
-ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
-                                         const rocq_matmul_params *p) {
+static rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
+                                       const rocq_matmul_params *p) {
     ROCQ__TRY(rocq__check_operands(ctx, op, ROCQ_OP_MATMUL, p));
     ROCQ__TRY(ROCQ__SHAPE(x, p->w->ne[0], -1, -1, -1));
     ROCQ__TRY(ROCQ__SHAPE(y, p->w->ne[1], p->x->ne[1], p->x->ne[2], p->x->ne[3]));
@@ -12414,17 +12450,17 @@ ROCQ__FN rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
     for (int i = 0; i < 2; i++) {
         const rocq_tensor *w = i == 0 ? p->w : p->w2;
         if (!w || rocq__asked(ctx, p->precision) != ROCQ_PRECISION_INT8 ||
-            rocq__is_coded(ROCQ_CPU, w->format)) {
+            rocq__is_coded(ROCQ_BACKEND_CPU, w->format)) {
             continue;
         }
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "matmul: format %s has no INT8 path",
-                          rocq_get_format_info(w->format)->name);
+                          rocq_format_name(w->format));
     }
     return ROCQ_OK;
 }
 
 // Whether both tensors have the same address, format, layout, sizes and strides.
-ROCQ__FN bool rocq__same_tensor(const rocq_tensor *a, const rocq_tensor *b) {
+static bool rocq__same_tensor(const rocq_tensor *a, const rocq_tensor *b) {
     if (rocq__address(a) != rocq__address(b) || a->format != b->format || a->layout != b->layout) {
         return false;
     }
@@ -12434,7 +12470,7 @@ ROCQ__FN bool rocq__same_tensor(const rocq_tensor *a, const rocq_tensor *b) {
     return true;
 }
 
-ROCQ__FN rocq_result rocq__check_matmul(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_matmul(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_matmul_params *p = (const rocq_matmul_params *)params;
     int n = 0;
     for (const rocq_matmul_params *q = p; q; q = q->next) {
@@ -12450,7 +12486,7 @@ ROCQ__FN rocq_result rocq__check_matmul(rocq_ctx *ctx, const char *op, const voi
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__check_attention(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_attention(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_attention_params *p = (const rocq_attention_params *)params;
     const int64_t head_dim = p->q->ne[0], n_heads = p->q->ne[1];
     const int64_t n_q = p->q->ne[2], n_seqs = p->q->ne[3];
@@ -12493,7 +12529,7 @@ ROCQ__FN rocq_result rocq__check_attention(rocq_ctx *ctx, const char *op, const 
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__check_norm(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_norm(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_norm_params *p = (const rocq_norm_params *)params;
     ROCQ__TRY(ROCQ__SAME(y, x));
     ROCQ__TRY(ROCQ__SHAPE(weight, p->x->ne[0], 1, 1, 1));
@@ -12503,7 +12539,7 @@ ROCQ__FN rocq_result rocq__check_norm(rocq_ctx *ctx, const char *op, const void 
     return ROCQ__RANGE(eps, 0.0f, FLT_MAX);
 }
 
-ROCQ__FN rocq_result rocq__check_rmsnorm(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_rmsnorm(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_norm_params *p = (const rocq_norm_params *)params;
     if (p->bias || p->mean) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "rmsnorm: has no %s", p->bias ? "bias" : "mean");
@@ -12512,8 +12548,8 @@ ROCQ__FN rocq_result rocq__check_rmsnorm(rocq_ctx *ctx, const char *op, const vo
 }
 
 // head_dim is what n_dims = 0 stands for.
-ROCQ__FN rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
-                                             const rocq_rope_config *p, int64_t head_dim) {
+static rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
+                                           const rocq_rope_config *p, int64_t head_dim) {
     const int64_t n_dims = p->n_dims == 0 ? head_dim : p->n_dims;
     if (p->pairing != ROCQ_ROPE_NORM && p->pairing != ROCQ_ROPE_NEOX) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown pairing %d", op, (int)p->pairing);
@@ -12534,7 +12570,7 @@ ROCQ__FN rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
     return ROCQ__SHAPE(freq_factors, n_dims / 2, 1, 1, 1);
 }
 
-ROCQ__FN rocq_result rocq__check_rope(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_rope(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_rope_params *p = (const rocq_rope_params *)params;
     ROCQ__TRY(ROCQ__SHAPE(x, -1, -1, -1, 1));
     ROCQ__TRY(ROCQ__SAME(y, x));
@@ -12542,7 +12578,7 @@ ROCQ__FN rocq_result rocq__check_rope(rocq_ctx *ctx, const char *op, const void 
     return rocq__check_rope_config(ctx, op, &p->rope, p->x->ne[0]);
 }
 
-ROCQ__FN rocq_result rocq__check_rope_append(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_rope_append(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
     const int64_t head_dim = p->k->ne[0], n_kv_heads = p->k->ne[1], n_tokens = p->k->ne[2];
     ROCQ__TRY(ROCQ__SHAPE(k, -1, -1, -1, 1));
@@ -12555,40 +12591,40 @@ ROCQ__FN rocq_result rocq__check_rope_append(rocq_ctx *ctx, const char *op, cons
     return rocq__check_rope_config(ctx, op, &p->rope, head_dim);
 }
 
-ROCQ__FN rocq_result rocq__check_activate(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_activate(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_activate_params *p = (const rocq_activate_params *)params;
     ROCQ__TRY(ROCQ__SAME(y, x));
     return rocq__check_activation(ctx, op, p->activation);
 }
 
-ROCQ__FN rocq_result rocq__check_glu(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_glu(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_glu_params *p = (const rocq_glu_params *)params;
     ROCQ__TRY(ROCQ__SAME(up, gate));
     ROCQ__TRY(ROCQ__SAME(y, gate));
     return rocq__check_activation(ctx, op, p->activation);
 }
 
-ROCQ__FN rocq_result rocq__check_binary(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_binary(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_binary_params *p = (const rocq_binary_params *)params;
     ROCQ__TRY(ROCQ__SAME(y, a));
     return ROCQ__REPEAT(b, a);
 }
 
-ROCQ__FN rocq_result rocq__check_scale(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_scale(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_scale_params *p = (const rocq_scale_params *)params;
     return ROCQ__SAME(y, x);
 }
 
-ROCQ__FN rocq_result rocq__check_cast(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_cast(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_cast_params *p = (const rocq_cast_params *)params;
     const bool i32 = p->x->format == ROCQ_I32;
     int64_t elems, bytes;
-    ROCQ__TRY(rocq__check_format(ctx, op, "y", i32 ? ROCQ__I32 : ROCQ__ANY, p->y->format, &elems,
-                                 &bytes));
+    ROCQ__TRY(rocq__check_format(ctx, op, "y", i32 ? ROCQ__BIT_I32 : ROCQ__ANY, p->y->format,
+                                 &elems, &bytes));
     return ROCQ__SAME(y, x);
 }
 
-ROCQ__FN rocq_result rocq__check_softmax(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_softmax(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_softmax_params *p = (const rocq_softmax_params *)params;
     ROCQ__TRY(ROCQ__SAME(y, x));
     ROCQ__TRY(ROCQ__SHAPE(mask, p->x->ne[0], -1, -1, -1));
@@ -12596,7 +12632,7 @@ ROCQ__FN rocq_result rocq__check_softmax(rocq_ctx *ctx, const char *op, const vo
     return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
 }
 
-ROCQ__FN rocq_result rocq__check_gather(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_gather(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_gather_params *p = (const rocq_gather_params *)params;
     ROCQ__TRY(ROCQ__SHAPE(table, -1, -1, 1, 1));
     ROCQ__TRY(ROCQ__SHAPE(ids, -1, 1, 1, 1));
@@ -12604,7 +12640,7 @@ ROCQ__FN rocq_result rocq__check_gather(rocq_ctx *ctx, const char *op, const voi
     return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
 }
 
-ROCQ__FN rocq_result rocq__check_argmax(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_argmax(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_argmax_params *p = (const rocq_argmax_params *)params;
     ROCQ__TRY(ROCQ__SHAPE(x, -1, -1, 1, 1));
     ROCQ__TRY(ROCQ__SHAPE(index, p->x->ne[1], 1, 1, 1));
@@ -12615,7 +12651,7 @@ ROCQ__FN rocq_result rocq__check_argmax(rocq_ctx *ctx, const char *op, const voi
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__check_sample(rocq_ctx *ctx, const char *op, const void *params) {
+static rocq_result rocq__check_sample(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_sample_params *p = (const rocq_sample_params *)params;
     ROCQ__TRY(ROCQ__SHAPE(logits, -1, 1, 1, 1));
     ROCQ__TRY(ROCQ__SHAPE(token, 1, 1, 1, 1));
@@ -12644,7 +12680,7 @@ ROCQ__FN rocq_result rocq__check_sample(rocq_ctx *ctx, const char *op, const voi
 
 // -- overlap --
 
-ROCQ__FN const rocq_tensor *rocq__planar_operand(rocq_op op, const void *params) {
+static const rocq_tensor *rocq__planar_operand(rocq_op op, const void *params) {
     int32_t end, begin = rocq__operands_begin(op, &end);
     for (; params; params = rocq__next_params(op, params)) {
         for (int32_t i = begin; i < end; i++) {
@@ -12660,16 +12696,16 @@ typedef struct rocq__range {
     uint64_t begin, end;
 } rocq__range;
 
-ROCQ__FN rocq__range rocq__range_of(const rocq_tensor *t) {
+static rocq__range rocq__range_of(const rocq_tensor *t) {
     int64_t extent = 0;
     rocq__extent(t, &extent); // cannot fail: rocq__check_tensor has called it
     const rocq__range range = {rocq__address(t), rocq__address(t) + (uint64_t)extent};
     return range;
 }
 
-ROCQ__FN int64_t rocq__range_size(rocq__range range) { return (int64_t)(range.end - range.begin); }
+static int64_t rocq__range_size(rocq__range range) { return (int64_t)(range.end - range.begin); }
 
-ROCQ__FN bool rocq__ranges_cross(rocq__range a, rocq__range b) {
+static bool rocq__ranges_cross(rocq__range a, rocq__range b) {
     return a.begin < b.end && b.begin < a.end;
 }
 
@@ -12681,7 +12717,7 @@ typedef struct rocq__step {
 } rocq__step;
 
 // Inserts dimension d of t into the list, which is sorted by step.
-ROCQ__FN void rocq__add_step(rocq__step *list, int *n, const rocq_tensor *t, int d) {
+static void rocq__add_step(rocq__step *list, int *n, const rocq_tensor *t, int d) {
     if (t->ne[d] == 1 || t->stride[d] == 0) return; // a dimension of 1 may have any stride
     const int64_t step = rocq__bytes(t->format, t->stride[d]);
     int i = (*n)++;
@@ -12694,8 +12730,8 @@ ROCQ__FN void rocq__add_step(rocq__step *list, int *n, const rocq_tensor *t, int
 // the largest step, only those counts are tried whose rest is within reach of the smaller steps:
 // one or two if each step is a multiple of the smaller ones. Other steps may need many more, so
 // *tries bounds the search; when it is used up the answer is true, which is the safe one.
-ROCQ__FN bool rocq__sum_within(const rocq__step *list, int n, int64_t low, int64_t high,
-                               int32_t *tries) {
+static bool rocq__sum_within(const rocq__step *list, int n, int64_t low, int64_t high,
+                             int32_t *tries) {
     if (--*tries < 0) return true;
     if (high < 0) return false;
     if (low <= 0) return true; // every step taken 0 times
@@ -12727,7 +12763,7 @@ enum { ROCQ__OVERLAP_TRIES = 4000 }; // some 20 microseconds
 // possible sums are 0, 24 and 48, so no rows meet. If b lay 4 bytes lower, low and high would be 21
 // and 35, and 24 would be a hit. So one search over the sums of all strides decides, without a look
 // at every pair of rows.
-ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
+static bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
     const rocq__range of_a = rocq__range_of(a), of_b = rocq__range_of(b);
     const uint64_t limit = (uint64_t)INT64_MAX / 8; // below it nothing here overflows
     if (!rocq__ranges_cross(of_a, of_b)) return false;
@@ -12771,8 +12807,8 @@ ROCQ__FN bool rocq__meet(const rocq_tensor *a, const rocq_tensor *b) {
 // and reads them again while it writes: an index that an output has changed could point anywhere.
 // A GPU's kernels check an index each time they load it, but blocks that load different values
 // would disagree about how the work is shared.
-ROCQ__FN rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, rocq_op op,
-                                         const void *params) {
+static rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, rocq_op op,
+                                       const void *params) {
     struct {
         const rocq_tensor *t;
         const rocq__operand *operand;
@@ -12813,8 +12849,8 @@ ROCQ__FN rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, roc
 
 // Pairs of a query and a position that attention computes, and positions of K and V that it reads,
 // summed over sequences. Returns false if only the GPU knows kv_len.
-ROCQ__FN bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_params *p,
-                                    double *pairs, double *positions) {
+static bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_params *p,
+                                  double *pairs, double *positions) {
     const int64_t n_q = p->q->ne[2];
     const int32_t *kv_len = NULL;
     *pairs = *positions = 0.0;
@@ -12834,14 +12870,14 @@ ROCQ__FN bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_pa
 }
 
 // Cheaper than rocq_tensor_count: these sizes have been checked.
-ROCQ__INLINE double rocq__elems(const rocq_tensor *t) {
+static inline double rocq__elems(const rocq_tensor *t) {
     return (double)t->ne[0] * (double)t->ne[1] * (double)t->ne[2] * (double)t->ne[3];
 }
 
 // Elements of operand t that the op reads or writes: of a table only the rows that are gathered, of
 // a cache only the positions in use, of other operands all.
-ROCQ__FN double rocq__elems_moved(rocq_op op, const void *params, const rocq_tensor *t,
-                                  double positions) {
+static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tensor *t,
+                                double positions) {
     if (op == ROCQ_OP_GATHER) {
         const rocq_gather_params *p = (const rocq_gather_params *)params;
         if (t == p->table) t = p->y;
@@ -12860,7 +12896,7 @@ ROCQ__FN double rocq__elems_moved(rocq_op op, const void *params, const rocq_ten
 // Bytes: every operand moved once. Flops: two for each weight and column of a product; four for
 // each element of q and position it meets in attention; else one for each element of the output,
 // or of the input where the output is an index. All 0 where only the GPU knows the lengths.
-ROCQ__FN rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__cost cost = {0.0, 0.0, 0.0};
     int32_t end;
     const int32_t begin = rocq__operands_begin(op, &end);
@@ -12872,7 +12908,7 @@ ROCQ__FN rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *p
             cost.flops += p->w2 ? 2.0 * flops : flops;
         }
         if (rocq__on_gpu(ctx) && first->x->ne[1] > ROCQ_K_FEW &&
-            rocq__gemm_path(ctx, first, first->w) != ROCQ_PRECISION_F32) {
+            rocq__product_path(ctx, first, first->w) != ROCQ_PRECISION_F32) {
             cost.matrix = cost.flops;
         }
     } else if (op == ROCQ_OP_ATTENTION) {
@@ -12946,8 +12982,8 @@ struct rocq_graph {
 #endif
 };
 
-ROCQ__FN rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *params,
-                                     int64_t params_size, rocq__node **out) {
+static rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *params,
+                                   int64_t params_size, rocq__node **out) {
     int32_t end, n_params = 0, n_tensors = 0;
     const int32_t begin = rocq__operands_begin(op, &end);
     for (const void *p = params; p; p = rocq__next_params(op, p), n_params++) {
@@ -13024,7 +13060,7 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
 #undef ROCQ_X
 };
 
-ROCQ__FN rocq_result rocq__check_op(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__check_op(rocq_ctx *ctx, rocq_op op, const void *params) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     if ((int)op < 0 || op >= ROCQ_OP_COUNT) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "unknown op %d", (int)op);
@@ -13037,15 +13073,15 @@ ROCQ__FN rocq_result rocq__check_op(rocq_ctx *ctx, rocq_op op, const void *param
     return rocq__check_overlap(ctx, rocq__ops[op].name, op, params);
 }
 
-ROCQ__FN rocq_result rocq__plan_hip(rocq_ctx *ctx, rocq_op op, const void *params,
-                                    int64_t *scratch) {
+static rocq_result rocq__plan_hip(rocq_ctx *ctx, rocq_op op, const void *params,
+                                  int64_t *scratch) {
     rocq__job job = {ctx, op, rocq__ops[op].name, true, 0, 0, 0, ROCQ_OK, {0.0, 0.0, 0.0}};
     rocq__ops[op].job(&job, params);
     *scratch = job.most;
     return job.result;
 }
 
-ROCQ__FN rocq_result rocq__run_hip(rocq_ctx *ctx, rocq_op op, const void *params, void *scratch) {
+static rocq_result rocq__run_hip(rocq_ctx *ctx, rocq_op op, const void *params, void *scratch) {
     rocq__job job = {ctx,     op, rocq__ops[op].name, false, (uintptr_t)scratch, 0, 0,
                      ROCQ_OK, {0.0, 0.0, 0.0}};
     rocq__job_begin(&job, params);
@@ -13055,8 +13091,8 @@ ROCQ__FN rocq_result rocq__run_hip(rocq_ctx *ctx, rocq_op op, const void *params
 
 // Finds out whether the context can run an op that has passed its checks, and the scratch memory
 // for it. *on_cpu: no kernel does it, but the CPU may and can (allow_fallback).
-ROCQ__FN rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params, int64_t *scratch,
-                                   bool *on_cpu) {
+static rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params, int64_t *scratch,
+                                 bool *on_cpu) {
     *on_cpu = false;
     *scratch = 0;
     if (!rocq__on_gpu(ctx)) {
@@ -13074,7 +13110,7 @@ ROCQ__FN rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params
     if (planar) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
                           "%s: not on the GPU, and the CPU has no planar %s", rocq__ops[op].name,
-                          rocq_get_format_info(planar->format)->name);
+                          rocq_format_name(planar->format));
     }
     *scratch = 0;
     *on_cpu = true;
@@ -13090,38 +13126,38 @@ typedef struct rocq__touched {
     bool written;
 } rocq__touched;
 
-// Adds a tensor's range to a list of disjoint regions, merged with all regions that it overlaps.
-ROCQ__FN void rocq__touched_add(rocq__touched *regions, int32_t *n_regions, const rocq_tensor *t,
-                                bool written) {
+// Adds a tensor's range to a list of disjoint touched, merged with all touched that it overlaps.
+static void rocq__touched_add(rocq__touched *touched, int32_t *n_touched, const rocq_tensor *t,
+                              bool written) {
     rocq__touched r = {rocq__range_of(t), NULL, written};
-    for (int32_t k = 0; k < *n_regions;) {
-        const rocq__range other = regions[k].range;
+    for (int32_t k = 0; k < *n_touched;) {
+        const rocq__range other = touched[k].range;
         if (rocq__ranges_cross(other, r.range)) {
             r.range.begin = ROCQ__MIN(r.range.begin, other.begin);
             r.range.end = ROCQ__MAX(r.range.end, other.end);
-            r.written = r.written || regions[k].written;
-            regions[k] = regions[--*n_regions];
+            r.written = r.written || touched[k].written;
+            touched[k] = touched[--*n_touched];
             k = 0;
         } else {
             k++;
         }
     }
-    regions[(*n_regions)++] = r;
+    touched[(*n_touched)++] = r;
 }
 
 // Copies operands to the host, runs the op there, and copies outputs back. What overlaps on the
 // device must overlap on the host too, so each region is copied once and whole, gaps included.
-ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__node *node;
-    rocq__touched regions[ROCQ__MAX_OPERANDS];
-    int32_t n_regions = 0;
+    rocq__touched touched[ROCQ__MAX_OPERANDS];
+    int32_t n_touched = 0;
     ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
     for (int32_t i = 0; i < node->n_tensors; i++) {
-        rocq__touched_add(regions, &n_regions, &node->tensors[i], node->output[i]);
+        rocq__touched_add(touched, &n_touched, &node->tensors[i], node->output[i]);
     }
     rocq_result result = ROCQ_OK;
-    for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
-        rocq__touched *r = &regions[k];
+    for (int32_t k = 0; k < n_touched && result == ROCQ_OK; k++) {
+        rocq__touched *r = &touched[k];
         const int64_t size = rocq__range_size(r->range);
         const void *there = (const void *)(uintptr_t)r->range.begin;
         r->host = (unsigned char *)rocq__alloc(ctx, size);
@@ -13132,23 +13168,23 @@ ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *p
     for (int32_t i = 0; i < node->n_tensors && result == ROCQ_OK; i++) {
         rocq_tensor *t = &node->tensors[i];
         const uint64_t begin = rocq__address(t);
-        for (int32_t k = 0; k < n_regions; k++) {
-            const rocq__range range = regions[k].range;
+        for (int32_t k = 0; k < n_touched; k++) {
+            const rocq__range range = touched[k].range;
             if (begin < range.begin || begin >= range.end) continue;
-            t->buffer = rocq_buffer_from_host(regions[k].host, rocq__range_size(range));
+            t->buffer = rocq_buffer_from_host(touched[k].host, rocq__range_size(range));
             t->offset = (int64_t)(begin - range.begin);
         }
     }
     if (result == ROCQ_OK) result = rocq__ops[op].run_cpu(ctx, op, node->params);
-    for (int32_t k = 0; k < n_regions && result == ROCQ_OK; k++) {
-        const rocq__touched *r = &regions[k];
+    for (int32_t k = 0; k < n_touched && result == ROCQ_OK; k++) {
+        const rocq__touched *r = &touched[k];
         const int64_t size = rocq__range_size(r->range);
         rocq_tensor bytes; // of no particular shape
         memset(&bytes, 0, sizeof bytes);
         bytes.buffer = rocq_buffer_from_device(r->range.begin, size);
         if (r->written) result = rocq__upload_memory(ctx, &bytes, r->host, size);
     }
-    for (int32_t k = 0; k < n_regions; k++) rocq__free(ctx, regions[k].host);
+    for (int32_t k = 0; k < n_touched; k++) rocq__free(ctx, touched[k].host);
     rocq__free(ctx, node);
     if (result == ROCQ_OK) ctx->stats.n_fallbacks++;
     return result;
@@ -13159,14 +13195,14 @@ ROCQ__FN rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *p
 // While a profile is on, each op, graph and copy is a region (>>profile), but not the ops that a
 // graph captures. These are all its hooks; they are empty without ROCQ__HAS_PROFILE.
 #if ROCQ__HAS_PROFILE
-ROCQ__FN rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *params);
-ROCQ__FN rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params);
-ROCQ__FN rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph);
-ROCQ__FN rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
-                                        bool piece);
-ROCQ__FN rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes);
+static rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *params);
+static rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params);
+static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph);
+static rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
+                                      bool piece);
+static rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes);
 
-ROCQ__INLINE bool rocq__profiling(const rocq_ctx *ctx) {
+static inline bool rocq__profiling(const rocq_ctx *ctx) {
     return ctx->profiling && !(rocq__on_gpu(ctx) && ctx->gpu->trial);
 }
 
@@ -13174,7 +13210,7 @@ ROCQ__INLINE bool rocq__profiling(const rocq_ctx *ctx) {
 
 // These two stand before and after a copy or a wait, to make it a region of the profile. The second
 // takes the copy's result, and returns it unless the profile itself fails.
-ROCQ__FN rocq_result rocq__copy_begin(rocq_ctx *ctx, const char *name) {
+static rocq_result rocq__copy_begin(rocq_ctx *ctx, const char *name) {
 #if ROCQ__HAS_PROFILE
     if (rocq__profiling(ctx)) return rocq__region_enter(ctx, name, NULL, false);
 #endif
@@ -13183,7 +13219,7 @@ ROCQ__FN rocq_result rocq__copy_begin(rocq_ctx *ctx, const char *name) {
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__copy_done(rocq_ctx *ctx, rocq_result result, int64_t bytes) {
+static rocq_result rocq__copy_done(rocq_ctx *ctx, rocq_result result, int64_t bytes) {
 #if ROCQ__HAS_PROFILE
     if (rocq__profiling(ctx)) return rocq__region_leave_copy(ctx, result, bytes);
 #endif
@@ -13192,7 +13228,7 @@ ROCQ__FN rocq_result rocq__copy_done(rocq_ctx *ctx, rocq_result result, int64_t 
     return result;
 }
 
-ROCQ__FN rocq_result rocq__run_here(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__run_here(rocq_ctx *ctx, rocq_op op, const void *params) {
     int64_t bytes;
     bool on_cpu;
     void *scratch;
@@ -13204,7 +13240,7 @@ ROCQ__FN rocq_result rocq__run_here(rocq_ctx *ctx, rocq_op op, const void *param
 }
 
 // Runs an op with valid params, as a region of the profile if that is on.
-ROCQ__FN rocq_result rocq__run_on_device(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__run_on_device(rocq_ctx *ctx, rocq_op op, const void *params) {
 #if ROCQ__HAS_PROFILE
     if (rocq__profiling(ctx)) return rocq__region_op(ctx, op, params);
 #endif
@@ -13212,7 +13248,7 @@ ROCQ__FN rocq_result rocq__run_on_device(rocq_ctx *ctx, rocq_op op, const void *
 }
 
 // Fails if no op may run now, whatever its params: the GPU is lost, or rocq_cancel was called.
-ROCQ__FN rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
+static rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
     if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, name));
     if (rocq__load32(&ctx->cancelled)) {
         return rocq__fail(ctx, ROCQ_E_CANCELLED,
@@ -13221,7 +13257,7 @@ ROCQ__FN rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__begin_op(ctx, rocq__ops[op].name));
     ROCQ__TRY(rocq__check_op(ctx, op, params));
@@ -13244,12 +13280,12 @@ ROCQ__FN rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params)
 // -- graphs --
 
 // For calls that are not recorded: they would run now, but the ops around them later.
-ROCQ__FN rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
+static rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
     if (!ctx->recording) return ROCQ_OK;
     return rocq__fail(ctx, ROCQ_E_STATE, "%s: a graph is being recorded", call);
 }
 
-ROCQ__FN rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq_graph *graph) {
+static rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq_graph *graph) {
     for (const rocq__node *node = graph->first; node; node = node->next) {
         ROCQ__TRY(rocq__run_on_device(ctx, node->op, node->params));
     }
@@ -13257,7 +13293,7 @@ ROCQ__FN rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq_graph *graph) {
 }
 
 // Waits for replays that may still run, and destroys the captured graph even if that fails.
-ROCQ__FN rocq_result rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
+static rocq_result rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     if (!graph->exec) return ROCQ_OK;
     const int error = gpu->hip->stream_wait(gpu->stream);
@@ -13269,7 +13305,7 @@ ROCQ__FN rocq_result rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
 // Captures the ops, so that one submission replays them (graph->exec). Scratch memory gets its full
 // size first, since nothing may be allocated during a capture. E_DEVICE means that the runtime
 // cannot capture them; nothing is lost, and the ops can run one by one.
-ROCQ__FN rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
+static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
     void *captured = NULL;
@@ -13313,7 +13349,7 @@ ROCQ__FN rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
 }
 
 // Captures the graph before its launch, unless its capture is still valid or there cannot be one.
-ROCQ__FN rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
+static rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
     if (!rocq__on_gpu(ctx) || ctx->desc.no_graphs || graph->on_cpu || !graph->first) return ROCQ_OK;
     const rocq_hip *hip = ctx->gpu->hip;
     if (!hip->capture_begin || !hip->capture_end || !hip->graph_instantiate ||
@@ -13331,21 +13367,21 @@ ROCQ__FN rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
     return refused ? ROCQ_OK : result;
 }
 
-ROCQ__FN rocq_result rocq__check_graph(rocq_ctx *ctx, const char *call, const rocq_graph *graph) {
+static rocq_result rocq__check_graph(rocq_ctx *ctx, const char *call, const rocq_graph *graph) {
     for (const rocq_graph *g = ctx->graphs; g; g = g->next) {
         if (g == graph && g != ctx->recording) return ROCQ_OK;
     }
     return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: not a graph of this context", call);
 }
 
-ROCQ__FN rocq_result rocq__graph_submit(rocq_ctx *ctx, rocq_graph *graph) {
+static rocq_result rocq__graph_submit(rocq_ctx *ctx, rocq_graph *graph) {
     if (!graph->exec) return rocq__graph_run(ctx, graph);
-    ROCQ__HIP("graph_launch", ctx->gpu->hip->graph_launch(graph->exec, ctx->gpu->stream));
+    ROCQ__TRY_HIP("graph_launch", ctx->gpu->hip->graph_launch(graph->exec, ctx->gpu->stream));
     ctx->stats.n_launches += graph->n_launches;
     return ROCQ_OK;
 }
 
-ROCQ__FN void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
+static void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__graph_forget(ctx, graph);
     for (rocq__node *node = graph->first, *next; node; node = next) {
         next = node->next;
@@ -13419,24 +13455,24 @@ struct rocq_pool {
     rocq__pool_block *blocks;
     rocq__slab *slabs;  // oldest first
     int32_t n_classes, n_blocks, n_slabs;
-    int32_t blocks_room, slabs_room;
+    int32_t blocks_capacity, slabs_capacity;
     int32_t spare, n_spare; // spare descriptors: the first (-1 = none), and how many
     int64_t slab_size, budget;
     int64_t reserved_bytes, reserved_peak;
     int32_t lock; // of a thread-safe pool
 };
 
-ROCQ__INLINE void rocq__pool_lock(rocq_pool *pool) {
+static inline void rocq__pool_lock(rocq_pool *pool) {
     if (pool->thread_safe) rocq__spin_lock(&pool->lock);
 }
 
-ROCQ__INLINE void rocq__pool_unlock(rocq_pool *pool) {
+static inline void rocq__pool_unlock(rocq_pool *pool) {
     if (pool->thread_safe) rocq__spin_unlock(&pool->lock);
 }
 
 // Fails. A thread-safe pool only logs the message: another thread may be using the context.
 ROCQ__PRINTF(3, 4)
-ROCQ__FN rocq_result rocq__pool_fail(rocq_pool *pool, rocq_result result, const char *format, ...) {
+static rocq_result rocq__pool_fail(rocq_pool *pool, rocq_result result, const char *format, ...) {
     char message[256];
     va_list args;
     va_start(args, format);
@@ -13450,7 +13486,7 @@ ROCQ__FN rocq_result rocq__pool_fail(rocq_pool *pool, rocq_result result, const 
 // -- classes --
 
 // The number of the highest bit of n that is set. n is not 0.
-ROCQ__INLINE int32_t rocq__highest_bit(uint64_t n) {
+static inline int32_t rocq__highest_bit(uint64_t n) {
 #if defined(__GNUC__) || defined(__clang__)
     return 63 - __builtin_clzll(n);
 #else
@@ -13461,24 +13497,24 @@ ROCQ__INLINE int32_t rocq__highest_bit(uint64_t n) {
 }
 
 // Default block sizes are the multiples of 256 up to 4 KiB, then of 512 up to 8 KiB, and so on.
-ROCQ__INLINE int32_t rocq__default_class(int64_t size) {
+static inline int32_t rocq__default_class(int64_t size) {
     const uint64_t units = (uint64_t)(size - 1) >> 8;
     const int32_t shift = rocq__highest_bit(units | 8) - 3;
     return 8 * shift + (int32_t)(units >> shift);
 }
 
-ROCQ__FN int64_t rocq__default_size(int32_t c) {
+static int64_t rocq__default_size(int32_t c) {
     const int32_t shift = ROCQ__MAX(c / 8 - 1, 0);
     return (int64_t)(c - 8 * shift + 1) << (shift + 8);
 }
 
 // Guard bytes behind a request. Testing ROCQ__GUARD lets compilers drop the code where it is 0.
-ROCQ__INLINE int64_t rocq__pool_guard(const rocq_pool *pool) {
+static inline int64_t rocq__pool_guard(const rocq_pool *pool) {
     return ROCQ__GUARD > 0 && pool->memory != ROCQ_MEMORY_DEVICE ? ROCQ__GUARD : 0;
 }
 
 // The smallest class that holds size bytes, 1 to pool->most.
-ROCQ__INLINE int32_t rocq__pool_class(const rocq_pool *pool, int64_t size) {
+static inline int32_t rocq__pool_class(const rocq_pool *pool, int64_t size) {
     size += rocq__pool_guard(pool);
     if (pool->by_formula) return rocq__default_class(size);
     int32_t low = 0, high = pool->n_classes - 1;
@@ -13492,12 +13528,12 @@ ROCQ__INLINE int32_t rocq__pool_class(const rocq_pool *pool, int64_t size) {
 
 // -- slabs --
 
-ROCQ__FN void rocq__slab_free(rocq_pool *pool, rocq__slab *slab) {
+static void rocq__slab_free(rocq_pool *pool, rocq__slab *slab) {
     pool->ctx->budget_used -= slab->size;
     rocq__block_free(pool->ctx, slab->memory);
 }
 
-ROCQ__FN rocq_result rocq__pool_fits(rocq_pool *pool, int64_t bytes) {
+static rocq_result rocq__pool_fits(rocq_pool *pool, int64_t bytes) {
     if (pool->budget <= 0 || bytes <= pool->budget - pool->reserved_bytes) return ROCQ_OK;
     return rocq__fail(pool->ctx, ROCQ_E_BUDGET,
                       "%lld more bytes do not fit the pool's budget: %lld of %lld used",
@@ -13505,7 +13541,7 @@ ROCQ__FN rocq_result rocq__pool_fits(rocq_pool *pool, int64_t bytes) {
 }
 
 // Takes a slab of n blocks and adds them to the free list of class c.
-ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
+static rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
     rocq_ctx *ctx = pool->ctx;
     rocq__size_class *cls = &pool->classes[c];
     const int64_t bytes = n * cls->block_size;
@@ -13515,10 +13551,10 @@ ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
     slab.size_class = c;
     ROCQ__TRY(rocq__pool_fits(pool, bytes));
 
-    void *slabs = rocq__array_room(ctx, pool->slabs, &pool->slabs_room, (int64_t)pool->n_slabs + 1,
-                                   (int64_t)sizeof slab);
+    void *slabs = rocq__array_grow(ctx, pool->slabs, &pool->slabs_capacity,
+                                   (int64_t)pool->n_slabs + 1, (int64_t)sizeof slab);
     if (slabs) pool->slabs = (rocq__slab *)slabs;
-    void *blocks = rocq__array_room(ctx, pool->blocks, &pool->blocks_room,
+    void *blocks = rocq__array_grow(ctx, pool->blocks, &pool->blocks_capacity,
                                     pool->n_blocks + ROCQ__MAX(n - pool->n_spare, 0),
                                     (int64_t)sizeof *pool->blocks);
     if (blocks) pool->blocks = (rocq__pool_block *)blocks;
@@ -13562,7 +13598,7 @@ ROCQ__FN rocq_result rocq__slab_take(rocq_pool *pool, int32_t c, int64_t n) {
 }
 
 // Gives back slabs that have no live block, oldest first, until at most keep bytes are reserved.
-ROCQ__FN rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
+static rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
     rocq_ctx *ctx = pool->ctx;
     int64_t left = pool->reserved_bytes;
     int32_t n = 0;
@@ -13579,7 +13615,7 @@ ROCQ__FN rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
     if (n == pool->n_slabs) return ROCQ_OK;
     if (pool->memory != ROCQ_MEMORY_HOST) {
         ROCQ__TRY(rocq__hip_enter(ctx, "pool_trim"));
-        ROCQ__HIP("pool_trim", ctx->gpu->hip->stream_wait(ctx->gpu->stream));
+        ROCQ__TRY_HIP("pool_trim", ctx->gpu->hip->stream_wait(ctx->gpu->stream));
     }
 
     for (int32_t c = 0; c < pool->n_classes; c++) {
@@ -13621,7 +13657,7 @@ ROCQ__FN rocq_result rocq__pool_trim(rocq_pool *pool, int64_t keep) {
 // Takes a slab for class c. If there is no room, gives back free slabs of as many bytes (not just
 // of one block, which repeated would fragment memory) and takes a slab of one block; if there is
 // still no room, gives back all free slabs first. Only the last failure is reported.
-ROCQ__FN rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
+static rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
     rocq_ctx *ctx = pool->ctx;
     const rocq__size_class *cls = &pool->classes[c];
     rocq__attempt slab;
@@ -13634,9 +13670,9 @@ ROCQ__FN rocq_result rocq__pool_grow(rocq_pool *pool, int32_t c) {
         const int64_t keep = ROCQ__MAX(pool->reserved_bytes - n * cls->block_size, 0);
         rocq__attempt_begin(ctx, &slab);
         const rocq_result result = rocq__slab_take(pool, c, attempt == 0 ? n : 1);
-        const bool no_room = result == ROCQ_E_BUDGET || result == ROCQ_E_MEMORY;
-        rocq__attempt_end(ctx, &slab, result == ROCQ_OK || no_room);
-        if (!no_room) return result;
+        const bool no_memory = result == ROCQ_E_BUDGET || result == ROCQ_E_MEMORY;
+        rocq__attempt_end(ctx, &slab, result == ROCQ_OK || no_memory);
+        if (!no_memory) return result;
         ROCQ__TRY(rocq__pool_trim(pool, attempt == 0 ? keep : 0));
     }
     return rocq__slab_take(pool, c, 1);
@@ -13730,12 +13766,12 @@ ROCQ_DEF rocq_result rocq_pool_create(rocq_ctx *ctx, rocq_pool **pool_at,
     return ROCQ_OK;
 }
 
-ROCQ__INLINE void rocq__guard_set(const rocq__pool_block *block) {
+static inline void rocq__guard_set(const rocq__pool_block *block) {
     unsigned char *guard = (unsigned char *)block->memory + block->size;
     for (int k = 0; k < ROCQ__GUARD; k++) guard[k] = 0xa5;
 }
 
-ROCQ__INLINE bool rocq__guard_broken(const rocq__pool_block *block) {
+static inline bool rocq__guard_broken(const rocq__pool_block *block) {
     const unsigned char *guard = (const unsigned char *)block->memory + block->size;
     for (int k = 0; k < ROCQ__GUARD; k++) {
         if (guard[k] != 0xa5) return true;
@@ -13879,12 +13915,12 @@ ROCQ_DEF rocq_result rocq_pool_free(rocq_pool *pool, rocq_buffer *buffer) {
     return rocq__pool_free_slow(pool, buffer);
 }
 
-ROCQ__INLINE int64_t rocq__size_class_free(const rocq__size_class *cls) {
+static inline int64_t rocq__size_class_free(const rocq__size_class *cls) {
     return cls->n_blocks - cls->n_overrun - (cls->n_requests - cls->n_frees);
 }
 
 // Fails if n more blocks would overflow a count or exceed a budget, before any slab is taken.
-ROCQ__FN rocq_result rocq__pool_can_hold(rocq_pool *pool, const rocq__size_class *cls, int64_t n) {
+static rocq_result rocq__pool_can_hold(rocq_pool *pool, const rocq__size_class *cls, int64_t n) {
     int64_t bytes, all;
     if (n <= 0) return ROCQ_OK;
     if (!rocq__mul(n, cls->block_size, &bytes) || !rocq__add(bytes, pool->reserved_bytes, &all) ||
@@ -13932,7 +13968,7 @@ ROCQ_DEF rocq_result rocq_pool_trim(rocq_pool *pool, int64_t keep) {
 
 // -- statistics --
 
-ROCQ__FN void rocq__pool_rates(rocq_pool_stats *s) {
+static void rocq__pool_rates(rocq_pool_stats *s) {
     if (s->n_requests > 0) s->hit_rate = (double)s->n_hits / (double)s->n_requests;
     if (s->block_bytes > 0) s->internal = 1.0 - (double)s->live_bytes / (double)s->block_bytes;
     if (s->reserved_bytes > 0) {
@@ -13940,7 +13976,7 @@ ROCQ__FN void rocq__pool_rates(rocq_pool_stats *s) {
     }
 }
 
-ROCQ__FN rocq_pool_stats rocq__size_class_stats(const rocq__size_class *cls) {
+static rocq_pool_stats rocq__size_class_stats(const rocq__size_class *cls) {
     rocq_pool_stats s;
     memset(&s, 0, sizeof s);
     s.block_size = cls->block_size;
@@ -13960,7 +13996,7 @@ ROCQ__FN rocq_pool_stats rocq__size_class_stats(const rocq__size_class *cls) {
     return s;
 }
 
-ROCQ__FN rocq_pool_stats rocq__pool_total(const rocq_pool *pool) {
+static rocq_pool_stats rocq__pool_total(const rocq_pool *pool) {
     rocq_pool_stats total;
     memset(&total, 0, sizeof total);
     for (int32_t c = 0; c < pool->n_classes; c++) {
@@ -14000,7 +14036,7 @@ ROCQ_DEF rocq_result rocq_pool_get_stats(rocq_pool *pool, int32_t size_class,
     return result;
 }
 
-ROCQ__FN void rocq__pool_print_text(rocq__output *out, const char *name, const rocq_pool_stats *s) {
+static void rocq__pool_print_text(rocq__output *out, const char *name, const rocq_pool_stats *s) {
     rocq__print(out, "%12s %10lld ", name, (long long)s->n_requests);
     rocq__print_number(out, 100.0 * s->hit_rate, 7, 2);
     rocq__print(out, " %8lld %8lld %14lld %14lld ", (long long)s->n_live, (long long)s->n_free,
@@ -14020,7 +14056,7 @@ static const rocq__number rocq__pool_fields[] = {
 #undef ROCQ_X
 };
 
-ROCQ__FN void rocq__pool_print_json(rocq__output *out, const rocq_pool_stats *s) {
+static void rocq__pool_print_json(rocq__output *out, const rocq_pool_stats *s) {
     rocq__print(out, "{");
     ROCQ__PRINT_FIELDS(out, rocq__pool_fields, s);
     rocq__print(out, "}");
@@ -14100,12 +14136,12 @@ struct rocq_kv {
     int64_t n_page_copies;
 };
 
-ROCQ__FN int64_t rocq__kv_n_words(const rocq_kv *kv) {
+static int64_t rocq__kv_n_words(const rocq_kv *kv) {
     return kv->desc.n_seqs * (1 + kv->seq_pages) + kv->chunk;
 }
 
 // Cuts the tensors from an arena: first from a measuring one, then from memory.
-ROCQ__FN rocq_result rocq__kv_cut(rocq_kv *kv, rocq_arena *arena) {
+static rocq_result rocq__kv_cut(rocq_kv *kv, rocq_arena *arena) {
     const rocq_kv_desc *d = &kv->desc;
     const int64_t n = d->head_dim, planes = kv->n_planes;
     ROCQ__TRY(rocq_tensor_3d(arena, &kv->k, d->k_format, n, kv->n_cells, planes));
@@ -14116,10 +14152,10 @@ ROCQ__FN rocq_result rocq__kv_cut(rocq_kv *kv, rocq_arena *arena) {
 
 // Checks desc.rope, by which keys that move are rotated again. They have YaRN's magnitude already:
 // attn_factor is set to undo a second scaling.
-ROCQ__FN rocq_result rocq__kv_rope(rocq_kv *kv) {
+static rocq_result rocq__kv_rope(rocq_kv *kv) {
     rocq_rope_config *rope = &kv->desc.rope;
     ROCQ__TRY(rocq__check_tensor(kv->ctx, "kv", "rope.freq_factors", rope->freq_factors,
-                                 ROCQ__F32 | ROCQ__OPTIONAL));
+                                 ROCQ__BIT_F32 | ROCQ__OPTIONAL));
     ROCQ__TRY(rocq__check_rope_config(kv->ctx, "kv", rope, kv->desc.head_dim));
     rope->attn_factor = 1.0f;
     const int64_t n_dims = rope->n_dims > 0 ? rope->n_dims : kv->desc.head_dim;
@@ -14129,8 +14165,8 @@ ROCQ__FN rocq_result rocq__kv_rope(rocq_kv *kv) {
 
 // Prepares *kv but for its memory, and gives the bytes of that. rocq_kv_size and rocq_kv_create
 // share it, so that both refuse the same; for rocq_kv_size ctx is NULL.
-ROCQ__FN rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq_kv *kv,
-                                   int64_t *bytes) {
+static rocq_result rocq__kv_plan(rocq_ctx *ctx, const rocq_kv_desc *desc, rocq_kv *kv,
+                                 int64_t *bytes) {
     int64_t elems, block, position;
     rocq_arena arena;
     if (!desc) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "kv: desc is NULL");
@@ -14191,8 +14227,8 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes) {
 }
 
 // The params that rotate keys in the stage, in place, by turn. *pos becomes their tensor of turn.
-ROCQ__FN rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *keys,
-                                        rocq_tensor *pos) {
+static rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *keys,
+                                      rocq_tensor *pos) {
     rocq_rope_params p;
     // There are chunk of them at the end of the words.
     *pos = rocq_tensor_slice(&kv->words, 0, rocq__kv_n_words(kv) - kv->chunk, keys->ne[2]);
@@ -14202,8 +14238,8 @@ ROCQ__FN rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *ke
     return p;
 }
 
-// The part of rocq_kv_create that takes device memory. If it fails, rocq_kv_free gives that back.
-ROCQ__FN rocq_result rocq__kv_make(rocq_kv *kv, int64_t bytes) {
+// The part of rocq_kv_create that takes device memory. If it fails, rocq_kv_destroy gives that back.
+static rocq_result rocq__kv_make(rocq_kv *kv, int64_t bytes) {
     rocq_arena arena;
     rocq_tensor pos;
     if (kv->desc.rope.freq_factors) { // the cache's own copy of the tensor
@@ -14246,12 +14282,12 @@ ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **out, const rocq_kv_
     for (int32_t i = 0; i < n_pages; i++) kv->free_pages[i] = (int32_t)n_pages - 1 - i;
     kv->n_free = (int32_t)n_pages;
     const rocq_result result = rocq__kv_make(kv, bytes);
-    if (result != ROCQ_OK) rocq_kv_free(&kv);
+    if (result != ROCQ_OK) rocq_kv_destroy(&kv);
     *out = kv;
     return result;
 }
 
-ROCQ_DEF void rocq_kv_free(rocq_kv **kv_ptr) {
+ROCQ_DEF void rocq_kv_destroy(rocq_kv **kv_ptr) {
     if (!kv_ptr || !*kv_ptr) return;
     rocq_kv *kv = *kv_ptr;
     *kv_ptr = NULL;
@@ -14261,7 +14297,7 @@ ROCQ_DEF void rocq_kv_free(rocq_kv **kv_ptr) {
 
 // -- bookkeeping --
 
-ROCQ__FN rocq_result rocq__kv_check(const rocq_kv *kv, const char *call, int32_t seq) {
+static rocq_result rocq__kv_check(const rocq_kv *kv, const char *call, int32_t seq) {
     if (!kv) return ROCQ_E_ARGUMENT;
     if (seq >= 0 && seq < kv->desc.n_seqs) return ROCQ_OK;
     return rocq__fail(kv->ctx, ROCQ_E_ARGUMENT, "%s: sequence %d of %d", call, (int)seq,
@@ -14270,41 +14306,41 @@ ROCQ__FN rocq_result rocq__kv_check(const rocq_kv *kv, const char *call, int32_t
 
 // The same for calls that may run ops. They can be cancelled here, but not between their ops: a
 // move that stops halfway would leave neither the old sequence nor the new one.
-ROCQ__FN rocq_result rocq__kv_begin(const rocq_kv *kv, const char *call, int32_t seq) {
+static rocq_result rocq__kv_begin(const rocq_kv *kv, const char *call, int32_t seq) {
     ROCQ__TRY(rocq__kv_check(kv, call, seq));
     ROCQ__TRY(rocq__not_recording(kv->ctx, call));
     return rocq__begin_op(kv->ctx, call);
 }
 
-ROCQ__FN void rocq__kv_set(rocq_kv *kv, int32_t *word, int32_t value) {
+static void rocq__kv_set(rocq_kv *kv, int32_t *word, int32_t value) {
     const int64_t i = word - kv->length;
     kv->dirty = ROCQ__MIN(kv->dirty, i);
     kv->dirty_end = ROCQ__MAX(kv->dirty_end, i + 1);
     *word = value;
 }
 
-ROCQ__FN int32_t *rocq__kv_table(const rocq_kv *kv, int32_t seq) {
+static int32_t *rocq__kv_table(const rocq_kv *kv, int32_t seq) {
     return kv->table + seq * kv->seq_pages;
 }
 
 // Pages of a sequence of so many positions; none when contiguous.
-ROCQ__FN int32_t rocq__kv_pages(const rocq_kv *kv, int64_t length) {
+static int32_t rocq__kv_pages(const rocq_kv *kv, int64_t length) {
     const int64_t size = kv->desc.page_size;
     return size > 0 ? (int32_t)((length + size - 1) / size) : 0;
 }
 
-ROCQ__FN int32_t rocq__kv_take(rocq_kv *kv) {
+static int32_t rocq__kv_take(rocq_kv *kv) {
     const int32_t page = kv->free_pages[--kv->n_free];
     kv->refs[page] = 1;
     return page;
 }
 
-ROCQ__FN void rocq__kv_drop(rocq_kv *kv, int32_t page) {
+static void rocq__kv_drop(rocq_kv *kv, int32_t page) {
     if (--kv->refs[page] == 0) kv->free_pages[kv->n_free++] = page;
 }
 
 // Also takes the pages for the new length, of which enough must be free, or gives some back.
-ROCQ__FN void rocq__kv_set_length(rocq_kv *kv, int32_t seq, int32_t length) {
+static void rocq__kv_set_length(rocq_kv *kv, int32_t seq, int32_t length) {
     int32_t *table = rocq__kv_table(kv, seq);
     int32_t held = rocq__kv_pages(kv, kv->length[seq]);
     const int32_t pages = rocq__kv_pages(kv, length);
@@ -14314,23 +14350,23 @@ ROCQ__FN void rocq__kv_set_length(rocq_kv *kv, int32_t seq, int32_t length) {
 }
 
 // How many of a sequence's pages [begin, end) other sequences have too.
-ROCQ__FN int32_t rocq__kv_shared(const rocq_kv *kv, int32_t seq, int32_t begin, int32_t end) {
+static int32_t rocq__kv_shared(const rocq_kv *kv, int32_t seq, int32_t begin, int32_t end) {
     const int32_t *table = rocq__kv_table(kv, seq);
     int32_t n = 0;
     for (int32_t i = begin; i < end; i++) n += kv->refs[table[i]] > 1;
     return n;
 }
 
-ROCQ__FN rocq_result rocq__kv_want_pages(const rocq_kv *kv, const char *call, int32_t want,
-                                         int32_t have) {
+static rocq_result rocq__kv_want_pages(const rocq_kv *kv, const char *call, int32_t want,
+                                       int32_t have) {
     if (want <= have) return ROCQ_OK;
     return rocq__fail(kv->ctx, ROCQ_E_MEMORY, "%s: needs %d pages, %d of %d are free", call,
                       (int)want, (int)have, (int)kv->desc.n_pages);
 }
 
 // Gives the cell of pos; returns how many of the n positions from pos on are in successive cells.
-ROCQ__FN int32_t rocq__kv_run(const rocq_kv *kv, int32_t seq, int32_t pos, int32_t n,
-                              int32_t *cell) {
+static int32_t rocq__kv_run(const rocq_kv *kv, int32_t seq, int32_t pos, int32_t n,
+                            int32_t *cell) {
     const int32_t size = kv->desc.page_size, *table = rocq__kv_table(kv, seq);
     if (size == 0) {
         *cell = seq * kv->desc.n_ctx + pos;
@@ -14344,7 +14380,7 @@ ROCQ__FN int32_t rocq__kv_run(const rocq_kv *kv, int32_t seq, int32_t pos, int32
 
 // -- moving rows --
 
-ROCQ__FN rocq_result rocq__kv_cast(rocq_kv *kv, const rocq_tensor *y, const rocq_tensor *x) {
+static rocq_result rocq__kv_cast(rocq_kv *kv, const rocq_tensor *y, const rocq_tensor *x) {
     rocq_cast_params p;
     p.y = y;
     p.x = x;
@@ -14352,12 +14388,12 @@ ROCQ__FN rocq_result rocq__kv_cast(rocq_kv *kv, const rocq_tensor *y, const rocq
 }
 
 // Cells [cell, cell + n) of k or v: [D, n, n_planes].
-ROCQ__FN rocq_tensor rocq__kv_cells(const rocq_tensor *rows, int64_t cell, int64_t n) {
+static rocq_tensor rocq__kv_cells(const rocq_tensor *rows, int64_t cell, int64_t n) {
     return rocq_tensor_slice(rows, 1, cell, n);
 }
 
 // Copies n cells to others that do not overlap them.
-ROCQ__FN rocq_result rocq__kv_copy(rocq_kv *kv, int64_t to, int64_t from, int64_t n) {
+static rocq_result rocq__kv_copy(rocq_kv *kv, int64_t to, int64_t from, int64_t n) {
     for (int i = 0; i < 2; i++) {
         const rocq_tensor *rows = i == 0 ? &kv->k : &kv->v;
         const rocq_tensor y = rocq__kv_cells(rows, to, n), x = rocq__kv_cells(rows, from, n);
@@ -14367,7 +14403,7 @@ ROCQ__FN rocq_result rocq__kv_copy(rocq_kv *kv, int64_t to, int64_t from, int64_
 }
 
 // Replaces the shared ones of a sequence's pages [begin, end) by copies. Enough pages must be free.
-ROCQ__FN rocq_result rocq__kv_own(rocq_kv *kv, int32_t seq, int32_t begin, int32_t end) {
+static rocq_result rocq__kv_own(rocq_kv *kv, int32_t seq, int32_t begin, int32_t end) {
     const int32_t size = kv->desc.page_size;
     int32_t *table = rocq__kv_table(kv, seq);
     for (int32_t i = begin; i < end; i++) {
@@ -14383,7 +14419,7 @@ ROCQ__FN rocq_result rocq__kv_own(rocq_kv *kv, int32_t seq, int32_t begin, int32
 }
 
 // A tensor in the stage for n <= chunk positions: [D, n_planes, n].
-ROCQ__FN rocq_tensor rocq__kv_stage(const rocq_kv *kv, rocq_format format, int64_t n) {
+static rocq_tensor rocq__kv_stage(const rocq_kv *kv, rocq_format format, int64_t n) {
     const int64_t ne[3] = {kv->desc.head_dim, kv->n_planes, n};
     rocq_tensor t = kv->stage;
     // cannot fail: no format is wider than the stage's
@@ -14392,16 +14428,16 @@ ROCQ__FN rocq_tensor rocq__kv_stage(const rocq_kv *kv, rocq_format format, int64
 }
 
 // Copies as many positions of a sequence as stage has, from pos on: to stage, or from it if out.
-ROCQ__FN rocq_result rocq__kv_move(rocq_kv *kv, const rocq_tensor *rows, int32_t seq, int32_t pos,
-                                   const rocq_tensor *stage, bool out) {
+static rocq_result rocq__kv_move(rocq_kv *kv, const rocq_tensor *rows, int32_t seq, int32_t pos,
+                                 const rocq_tensor *stage, bool out) {
     const int32_t n = (int32_t)stage->ne[2], swap[4] = {0, 2, 1, 3};
     for (int32_t done = 0, run; done < n; done += run) {
         int32_t cell;
         run = rocq__kv_run(kv, seq, pos + done, n - done, &cell);
         const rocq_tensor cells = rocq__kv_cells(rows, cell, run);
-        rocq_tensor piece = rocq_tensor_slice(stage, 2, done, run);
-        rocq_tensor_permute(&piece, &piece, swap); // cannot fail
-        ROCQ__TRY(out ? rocq__kv_cast(kv, &cells, &piece) : rocq__kv_cast(kv, &piece, &cells));
+        rocq_tensor slice = rocq_tensor_slice(stage, 2, done, run);
+        rocq_tensor_permute(&slice, &slice, swap); // cannot fail
+        ROCQ__TRY(out ? rocq__kv_cast(kv, &cells, &slice) : rocq__kv_cast(kv, &slice, &cells));
     }
     return ROCQ_OK;
 }
@@ -14570,13 +14606,13 @@ typedef struct rocq__kv_header {
 enum { ROCQ__KV_VERSION = 1 };
 
 // The checksum of a snapshot with h as its header, in which the checksum is 0.
-ROCQ__FN uint64_t rocq__kv_checksum(const rocq__kv_header *h, const void *snapshot, int64_t size) {
+static uint64_t rocq__kv_checksum(const rocq__kv_header *h, const void *snapshot, int64_t size) {
     const int64_t head = (int64_t)sizeof *h;
     return rocq__checksum(rocq__checksum(0, h, head), (const unsigned char *)snapshot + head,
                           size - head);
 }
 
-ROCQ__FN rocq__kv_header rocq__kv_header_of(const rocq_kv *kv, int32_t length) {
+static rocq__kv_header rocq__kv_header_of(const rocq_kv *kv, int32_t length) {
     const rocq_kv_desc *d = &kv->desc;
     rocq__kv_header h;
     memset(&h, 0, sizeof h);
@@ -14592,15 +14628,15 @@ ROCQ__FN rocq__kv_header rocq__kv_header_of(const rocq_kv *kv, int32_t length) {
 }
 
 // Bytes of a snapshot: no more than the cache's own, which are known to fit.
-ROCQ__FN int64_t rocq__kv_snapshot_size(const rocq_kv *kv, int32_t length) {
+static int64_t rocq__kv_snapshot_size(const rocq_kv *kv, int32_t length) {
     const int64_t elems = kv->desc.head_dim * kv->n_planes * length;
     return (int64_t)sizeof(rocq__kv_header) + rocq__bytes(kv->desc.k_format, elems) +
            rocq__bytes(kv->desc.v_format, elems);
 }
 
 // Copies a sequence's keys and values to save or from restore, behind a header; one is NULL.
-ROCQ__FN rocq_result rocq__kv_transfer(rocq_kv *kv, int32_t seq, int32_t length,
-                                       unsigned char *save, const unsigned char *restore) {
+static rocq_result rocq__kv_transfer(rocq_kv *kv, int32_t seq, int32_t length,
+                                     unsigned char *save, const unsigned char *restore) {
     int64_t at = (int64_t)sizeof(rocq__kv_header);
     for (int i = 0; i < 2; i++) {
         const rocq_tensor *rows = i == 0 ? &kv->k : &kv->v;
@@ -14639,8 +14675,8 @@ ROCQ_DEF rocq_result rocq_kv_save(rocq_kv *kv, int32_t seq, void *dst, int64_t s
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__kv_check_snapshot(const rocq_kv *kv, const void *src, int64_t size,
-                                             rocq__kv_header *h) {
+static rocq_result rocq__kv_check_snapshot(const rocq_kv *kv, const void *src, int64_t size,
+                                           rocq__kv_header *h) {
     const int64_t head = (int64_t)sizeof *h;
     rocq_ctx *ctx = kv->ctx;
     if (!src) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "kv_restore: src is NULL");
@@ -14697,7 +14733,7 @@ ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats) 
     const rocq_kv_desc *d = &kv->desc;
     const int64_t elems = d->head_dim * kv->n_planes; // of a position
     const int64_t position = rocq__bytes(d->k_format, elems) + rocq__bytes(d->v_format, elems);
-    int64_t used = 0, room = 0; // positions, those of a shared page once
+    int64_t used = 0, capacity = 0; // positions, those of a shared page once
     memset(stats, 0, sizeof *stats);
     if (d->page_size > 0) memset(kv->fill, 0, (size_t)d->n_pages * sizeof(int32_t));
     for (int32_t seq = 0; seq < d->n_seqs; seq++) {
@@ -14705,7 +14741,7 @@ ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats) 
         stats->n_positions += length;
         if (d->page_size == 0) {
             used += length;
-            room += length > 0 ? d->n_ctx : 0;
+            capacity += length > 0 ? d->n_ctx : 0;
         }
         for (int32_t i = 0; i < rocq__kv_pages(kv, length); i++) {
             int32_t *fill = &kv->fill[table[i]];
@@ -14714,7 +14750,7 @@ ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats) 
     }
     for (int32_t page = 0; page < d->n_pages; page++) {
         used += kv->fill[page];
-        room += kv->refs[page] > 0 ? d->page_size : 0;
+        capacity += kv->refs[page] > 0 ? d->page_size : 0;
         stats->n_shared_pages += kv->refs[page] > 1;
     }
     stats->reserved_bytes = kv->n_cells * position;
@@ -14722,7 +14758,7 @@ ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats) 
     stats->n_pages = d->n_pages;
     stats->n_free_pages = kv->n_free;
     stats->n_page_copies = kv->n_page_copies;
-    stats->internal = room > 0 ? 1.0 - (double)used / (double)room : 0.0;
+    stats->internal = capacity > 0 ? 1.0 - (double)used / (double)capacity : 0.0;
     stats->unused = 1.0 - (double)used / (double)kv->n_cells;
     return ROCQ_OK;
 }
@@ -14751,7 +14787,7 @@ ROCQ_DEF int64_t rocq_time_ns(void) {
 #endif
 }
 
-ROCQ__FN int rocq__by_value(const void *a, const void *b, const void *user) {
+static int rocq__by_value(const void *a, const void *b, const void *user) {
     const double x = *(const double *)a, y = *(const double *)b;
     (void)user;
     return x < y ? -1 : x > y;
@@ -14778,7 +14814,7 @@ ROCQ_DEF void rocq_summarize(rocq_summary *summary, double *samples, int64_t n) 
 
 // -- stopwatches --
 
-ROCQ__FN bool rocq__gpu_timed(const rocq_ctx *ctx) {
+static bool rocq__gpu_timed(const rocq_ctx *ctx) {
     return rocq__on_gpu(ctx) && ctx->gpu->hip->event_elapsed;
 }
 
@@ -14792,33 +14828,33 @@ ROCQ_DEF void rocq_timer_free(rocq_ctx *ctx, rocq_timer *timer) {
     memset(timer, 0, sizeof *timer);
 }
 
-ROCQ_DEF rocq_result rocq_timer_create(rocq_ctx *ctx, rocq_timer *timer, rocq_timer_kind kind) {
+ROCQ_DEF rocq_result rocq_timer_init(rocq_ctx *ctx, rocq_timer *timer, rocq_timer_kind kind) {
     rocq_timer t;
     if (!ctx) return ROCQ_E_ARGUMENT;
     if (!timer || (kind != ROCQ_TIMER_HOST && kind != ROCQ_TIMER_GPU)) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "timer_create: timer is NULL, or kind %d is none",
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "timer_init: timer is NULL, or kind %d is none",
                           (int)kind);
     }
     memset(&t, 0, sizeof t);
     t.kind = kind;
     if (kind == ROCQ_TIMER_GPU && rocq__gpu_timed(ctx)) {
-        ROCQ__TRY(rocq__hip_enter(ctx, "timer_create"));
-        ROCQ__HIP("timer_create", ctx->gpu->hip->event_create(&t.start_event, 0));
+        ROCQ__TRY(rocq__hip_enter(ctx, "timer_init"));
+        ROCQ__TRY_HIP("timer_init", ctx->gpu->hip->event_create(&t.start_event, 0));
         const int error = ctx->gpu->hip->event_create(&t.stop_event, 0);
         if (error != 0) {
             t.stop_event = NULL;
             rocq_timer_free(ctx, &t);
-            return rocq__hip_failed(ctx, "timer_create", error);
+            return rocq__hip_failed(ctx, "timer_init", error);
         }
     }
     *timer = t;
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__timer_mark(rocq_ctx *ctx, const char *call, void *event, int64_t *ns) {
+static rocq_result rocq__timer_mark(rocq_ctx *ctx, const char *call, void *event, int64_t *ns) {
     if (event) {
         ROCQ__TRY(rocq__hip_enter(ctx, call));
-        ROCQ__HIP(call, ctx->gpu->hip->event_record(event, ctx->gpu->stream));
+        ROCQ__TRY_HIP(call, ctx->gpu->hip->event_record(event, ctx->gpu->stream));
     }
     *ns = rocq_time_ns();
     return ROCQ_OK;
@@ -14849,22 +14885,22 @@ ROCQ_DEF rocq_result rocq_timer_read(rocq_ctx *ctx, rocq_timer *timer, double *n
     }
     const rocq_hip *hip = ctx->gpu->hip;
     ROCQ__TRY(rocq__hip_enter(ctx, "timer_read"));
-    ROCQ__HIP("timer_read", hip->event_wait(timer->stop_event));
-    ROCQ__HIP("timer_read", hip->event_elapsed(&ms, timer->start_event, timer->stop_event));
+    ROCQ__TRY_HIP("timer_read", hip->event_wait(timer->stop_event));
+    ROCQ__TRY_HIP("timer_read", hip->event_elapsed(&ms, timer->start_event, timer->stop_event));
     *ns = 1e6 * (double)ms;
     return ROCQ_OK;
 }
 
 // -- what a launch costs --
 
-ROCQ__FN void rocq__task_nothing(void *arg, int64_t begin, int64_t end, int32_t thread) {
+static void rocq__task_nothing(void *arg, int64_t begin, int64_t end, int32_t thread) {
     (void)arg;
     (void)begin;
     (void)end;
     (void)thread;
 }
 
-ROCQ__FN rocq_result rocq__launch_nothing(rocq_ctx *ctx) {
+static rocq_result rocq__launch_nothing(rocq_ctx *ctx) {
     if (!rocq__on_gpu(ctx)) {
         rocq__parallel(ctx, ctx->desc.n_threads, 1, rocq__task_nothing, NULL);
         return ROCQ_OK;
@@ -14875,16 +14911,16 @@ ROCQ__FN rocq_result rocq__launch_nothing(rocq_ctx *ctx) {
     return error == 0 ? ROCQ_OK : rocq__hip_failed(ctx, "measure_launch", error);
 }
 
-ROCQ__FN rocq_result rocq__launch_wait(rocq_ctx *ctx) {
+static rocq_result rocq__launch_wait(rocq_ctx *ctx) {
     if (!rocq__on_gpu(ctx)) return ROCQ_OK;
-    ROCQ__HIP("measure_launch", ctx->gpu->hip->stream_wait(ctx->gpu->stream));
+    ROCQ__TRY_HIP("measure_launch", ctx->gpu->hip->stream_wait(ctx->gpu->stream));
     return ROCQ_OK;
 }
 
 enum { ROCQ__LAUNCH_ROW = 32, ROCQ__LAUNCH_WARM = 16 };
 
-ROCQ__FN rocq_result rocq__launch_times(rocq_ctx *ctx, int32_t n, double *submit, double *complete,
-                                        double *row) {
+static rocq_result rocq__launch_times(rocq_ctx *ctx, int32_t n, double *submit, double *complete,
+                                      double *row) {
     if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, "measure_launch"));
     for (int32_t i = -ROCQ__LAUNCH_WARM; i < n; i++) {
         const int64_t start = rocq_time_ns();
@@ -14931,7 +14967,7 @@ ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_c
 // -- what a region does --
 
 // The op's name and how it touches memory, which cost little to know.
-ROCQ__FN rocq__work rocq__work_named(rocq_op op, const void *params) {
+static rocq__work rocq__work_named(rocq_op op, const void *params) {
     const rocq_tensor *kind = NULL;
     bool mixed = false;
     rocq__work work;
@@ -14958,11 +14994,11 @@ ROCQ__FN rocq__work rocq__work_named(rocq_op op, const void *params) {
     } else if (op == ROCQ_OP_CAST) {
         kind = ((const rocq_cast_params *)params)->y;
     }
-    if (kind) work.detail = mixed ? "mixed" : rocq_get_format_info(kind->format)->name;
+    if (kind) work.detail = mixed ? "mixed" : rocq_format_name(kind->format);
     return work;
 }
 
-ROCQ__FN void rocq__work_count(const rocq_ctx *ctx, rocq__work *work) {
+static void rocq__work_count(const rocq_ctx *ctx, rocq__work *work) {
     const rocq__cost cost = rocq__cost_of(ctx, work->op, work->params);
     work->params = NULL;
     work->bytes = cost.bytes;
@@ -14970,7 +15006,7 @@ ROCQ__FN void rocq__work_count(const rocq_ctx *ctx, rocq__work *work) {
     work->matrix = cost.matrix;
 }
 
-ROCQ__FN rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__work work = rocq__work_named(op, params);
     rocq__work_count(ctx, &work);
     return work;
@@ -15113,7 +15149,7 @@ struct rocq__profile {
 };
 
 // above/label, or of what is too long the end, from the beginning of a character of UTF-8 on.
-ROCQ__FN void rocq__path_join(char path[ROCQ__PATH], const char *above, const char *label) {
+static void rocq__path_join(char path[ROCQ__PATH], const char *above, const char *label) {
     const size_t length = above ? strlen(above) + 1 : 0, total = length + strlen(label);
     size_t from = total < ROCQ__PATH ? 0 : total - ROCQ__PATH + 4, to = 0;
     if (from > 0) to = (size_t)snprintf(path, ROCQ__PATH, "...");
@@ -15126,8 +15162,8 @@ ROCQ__FN void rocq__path_join(char path[ROCQ__PATH], const char *above, const ch
 }
 
 // The region of this name under parent, a new one at its first call; -1: no room.
-ROCQ__FN int32_t rocq__region_find(rocq__profile *p, int32_t parent, const char *name,
-                                   const char *detail) {
+static int32_t rocq__region_find(rocq__profile *p, int32_t parent, const char *name,
+                                 const char *detail) {
     uint32_t hash = (uint32_t)parent;
     for (const char *c = name; *c; c++) hash = 9 * hash + (unsigned char)*c;
     int32_t *bucket = &p->buckets[(hash ^ hash >> 8) & 255];
@@ -15155,8 +15191,8 @@ ROCQ__FN int32_t rocq__region_find(rocq__profile *p, int32_t parent, const char 
     return index;
 }
 
-ROCQ__FN int32_t rocq__span_add(rocq__profile *p, int32_t region, bool gpu, int64_t start_ns,
-                                int64_t stop_ns) {
+static int32_t rocq__span_add(rocq__profile *p, int32_t region, bool gpu, int64_t start_ns,
+                              int64_t stop_ns) {
     if (p->n_spans == p->desc.max_events) {
         p->dropped_spans++;
         return -1;
@@ -15166,8 +15202,8 @@ ROCQ__FN int32_t rocq__span_add(rocq__profile *p, int32_t region, bool gpu, int6
     return (int32_t)p->n_spans++;
 }
 
-ROCQ__FN void rocq__times_add(const rocq__profile *p, rocq__times *times, double ns,
-                              int64_t weight) {
+static void rocq__times_add(const rocq__profile *p, rocq__times *times, double ns,
+                            int64_t weight) {
     times->ns[times->next] = ns;
     if (++times->next == p->desc.max_samples) times->next = 0;
     times->count++;
@@ -15178,7 +15214,7 @@ ROCQ__FN void rocq__times_add(const rocq__profile *p, rocq__times *times, double
 // -- folding the log --
 
 // From here on all is timed on the host alone.
-ROCQ__FN void rocq__marks_end(rocq_ctx *ctx, rocq__profile *p) {
+static void rocq__marks_end(rocq_ctx *ctx, rocq__profile *p) {
     for (int32_t i = 0; i < 2 * ROCQ__LOG + 1; i++) {
         void **mark = i < 2 * ROCQ__LOG ? &p->marks[i / 2][i % 2] : &p->anchor;
         if (*mark) ctx->gpu->hip->event_destroy(*mark);
@@ -15190,12 +15226,12 @@ ROCQ__FN void rocq__marks_end(rocq_ctx *ctx, rocq__profile *p) {
 // When the GPU began and ended a piece that it has run. Pieces are folded in the order of the
 // stream, and each is measured from the end of the one before it: the runtime tells intervals as
 // floats, which hold no long one to the nanosecond.
-ROCQ__FN rocq_result rocq__piece_times(rocq_ctx *ctx, rocq__profile *p, void **mark,
-                                       rocq__inside *inside) {
+static rocq_result rocq__piece_times(rocq_ctx *ctx, rocq__profile *p, void **mark,
+                                     rocq__inside *inside) {
     const rocq_hip *hip = ctx->gpu->hip;
     float before = 0.0f, during = 0.0f;
-    ROCQ__HIP("profile", hip->event_elapsed(&before, p->anchor, mark[0]));
-    ROCQ__HIP("profile", hip->event_elapsed(&during, mark[0], mark[1]));
+    ROCQ__TRY_HIP("profile", hip->event_elapsed(&before, p->anchor, mark[0]));
+    ROCQ__TRY_HIP("profile", hip->event_elapsed(&during, mark[0], mark[1]));
     inside->timed = true;
     inside->first_ns = p->anchor_ns + 1e6 * (double)before;
     inside->last_ns = p->anchor_ns = inside->first_ns + 1e6 * (double)during;
@@ -15205,14 +15241,14 @@ ROCQ__FN rocq_result rocq__piece_times(rocq_ctx *ctx, rocq__profile *p, void **m
     return ROCQ_OK;
 }
 
-ROCQ__INLINE void rocq__amount_add(rocq__amount *to, double times, const rocq__amount *from) {
+static inline void rocq__amount_add(rocq__amount *to, double times, const rocq__amount *from) {
     to->bytes += times * from->bytes;
     to->flops += times * from->flops;
     to->matrix += times * from->matrix;
 }
 
 // A call that failed is no sample. One without room for its name still counts for those around it.
-ROCQ__FN void rocq__event_fold(rocq__profile *p, const rocq__event *e) {
+static void rocq__event_fold(rocq__profile *p, const rocq__event *e) {
     rocq__inside call = p->inside[e->depth];
     memset(&p->inside[e->depth], 0, sizeof call);
     if (e->failed) return;
@@ -15242,7 +15278,7 @@ ROCQ__FN void rocq__event_fold(rocq__profile *p, const rocq__event *e) {
 
 // Folds the n oldest events, waiting until the GPU has run the last piece among them. Without the
 // device, or after a failure, times on the GPU are missing and counted.
-ROCQ__FN rocq_result rocq__log_fold(rocq_ctx *ctx, rocq__profile *p, uint32_t n, const char *call) {
+static rocq_result rocq__log_fold(rocq_ctx *ctx, rocq__profile *p, uint32_t n, const char *call) {
     rocq_result result = ROCQ_OK;
     void *last = NULL;
     for (uint32_t i = 0; p->timed && i < n; i++) {
@@ -15270,23 +15306,23 @@ ROCQ__FN rocq_result rocq__log_fold(rocq_ctx *ctx, rocq__profile *p, uint32_t n,
 }
 
 // The whole log. Results of a lost GPU are those that came in time.
-ROCQ__FN rocq_result rocq__log_finish(rocq_ctx *ctx, const char *call) {
+static rocq_result rocq__log_finish(rocq_ctx *ctx, const char *call) {
     const rocq_result result = rocq__log_fold(ctx, ctx->profile, ctx->profile->n_log, call);
     return result == ROCQ_E_LOST ? ROCQ_OK : result;
 }
 
 // -- begin and end --
 
-ROCQ__INLINE bool rocq__skipping(const rocq__profile *p) { return p->root > 0 && p->weight == 0; }
+static inline bool rocq__skipping(const rocq__profile *p) { return p->root > 0 && p->weight == 0; }
 
-ROCQ__FN rocq_result rocq__mark(rocq_ctx *ctx, void *mark) {
-    ROCQ__HIP("profile", ctx->gpu->hip->event_record(mark, ctx->gpu->stream));
+static rocq_result rocq__mark(rocq_ctx *ctx, void *mark) {
+    ROCQ__TRY_HIP("profile", ctx->gpu->hip->event_record(mark, ctx->gpu->stream));
     return ROCQ_OK;
 }
 
 // piece: what is submitted until the end goes to the GPU in one.
-ROCQ__FN rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
-                                        bool piece) {
+static rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
+                                      bool piece) {
     rocq__profile *p = ctx->profiling;
     const int32_t depth = p->depth;
     if (rocq__skipping(p)) {
@@ -15342,7 +15378,7 @@ ROCQ__FN rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const c
 }
 
 // Counts what measuring has cost, and decides how many calls of a region are skipped from now on.
-ROCQ__FN void rocq__sample(rocq__profile *p, const rocq__event *e) {
+static void rocq__sample(rocq__profile *p, const rocq__event *e) {
     const int64_t now = rocq_time_ns(), past = now - p->since_ns;
     const double host = (double)(e->start_ns - e->enter_ns + now - e->stop_ns);
     p->full_ns += (double)e->weight * (ROCQ__MIN(host, (double)ROCQ__PAUSE_NS) +
@@ -15363,7 +15399,7 @@ ROCQ__FN void rocq__sample(rocq__profile *p, const rocq__event *e) {
 }
 
 // work: of an op, a graph or a copy, else NULL.
-ROCQ__FN rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq__work *work) {
+static rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq__work *work) {
     rocq__profile *p = ctx->profiling;
     p->depth--;
     if (rocq__skipping(p)) {
@@ -15396,7 +15432,7 @@ ROCQ__FN rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq_
     return result;
 }
 
-ROCQ__FN rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params) {
     if (rocq__skipping(ctx->profiling)) return rocq__run_here(ctx, op, params);
     rocq__work work = rocq__work_named(op, params);
     ROCQ__TRY(rocq__region_enter(ctx, work.name, work.detail, true));
@@ -15404,14 +15440,14 @@ ROCQ__FN rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *para
 }
 
 // A captured graph is one piece with the work of all its ops; else each op is a region inside.
-ROCQ__FN rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph) {
+static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__work none, *work = graph->exec ? &graph->work : &none;
     memset(&none, 0, sizeof none);
     ROCQ__TRY(rocq__region_enter(ctx, "graph", NULL, graph->exec != NULL));
     return rocq__region_leave(ctx, rocq__graph_submit(ctx, graph), work);
 }
 
-ROCQ__FN rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes) {
+static rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes) {
     rocq__work work;
     memset(&work, 0, sizeof work);
     work.bytes = (double)bytes;
@@ -15421,13 +15457,13 @@ ROCQ__FN rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, 
 
 // -- start and stop --
 
-ROCQ__FN void rocq__profile_free(rocq_ctx *ctx, rocq__profile *p) {
+static void rocq__profile_free(rocq_ctx *ctx, rocq__profile *p) {
     if (p && p->gpu) rocq__marks_end(ctx, p);
     rocq__free(ctx, p);
 }
 
 // The chip's peaks where the desc has none. The matrix unit's is only known of AMD's chips.
-ROCQ__FN void rocq__profile_peaks(const rocq_ctx *ctx, rocq_profile_desc *desc) {
+static void rocq__profile_peaks(const rocq_ctx *ctx, rocq_profile_desc *desc) {
     if (!rocq__on_gpu(ctx)) return;
     const rocq__chip *chip = rocq__chip_of(ctx);
     if (chip->guessed) return;
@@ -15438,7 +15474,7 @@ ROCQ__FN void rocq__profile_peaks(const rocq_ctx *ctx, rocq_profile_desc *desc) 
     }
 }
 
-ROCQ__FN void rocq__roctx_load(rocq__profile *p) {
+static void rocq__roctx_load(rocq__profile *p) {
 #if ROCQ__HAS_HIP
 #if defined(_WIN32)
     static const char *const names[] = {"roctx64.dll", "libroctx64.dll"};
@@ -15464,21 +15500,21 @@ ROCQ__FN void rocq__roctx_load(rocq__profile *p) {
 
 // Creates the marks, and measures what a pair costs: launches that are waited for, in turn without
 // and with one. The last mark is the first anchor, where the GPU's clock and the host's meet.
-ROCQ__FN rocq_result rocq__marks_begin(rocq_ctx *ctx, rocq__profile *p) {
+static rocq_result rocq__marks_begin(rocq_ctx *ctx, rocq__profile *p) {
     enum { TURNS = 16 };
     const rocq_hip *hip = ctx->gpu->hip;
     ROCQ__TRY(rocq__hip_enter(ctx, "profile_start"));
     for (int32_t i = 0; i < 2 * ROCQ__LOG; i++) {
-        ROCQ__HIP("profile_start", hip->event_create(&p->marks[i / 2][i % 2], 0));
+        ROCQ__TRY_HIP("profile_start", hip->event_create(&p->marks[i / 2][i % 2], 0));
     }
-    ROCQ__HIP("profile_start", hip->event_create(&p->anchor, 0));
+    ROCQ__TRY_HIP("profile_start", hip->event_create(&p->anchor, 0));
     for (int i = -2; i < 2 * TURNS; i++) { // the first two warm up
         const bool marked = i % 2 != 0;
         const int64_t start = rocq_time_ns();
         if (marked) ROCQ__TRY(rocq__mark(ctx, p->anchor));
         ROCQ__TRY(rocq__launch_nothing(ctx));
         if (marked) ROCQ__TRY(rocq__mark(ctx, p->anchor));
-        ROCQ__HIP("profile_start", hip->stream_wait(ctx->gpu->stream));
+        ROCQ__TRY_HIP("profile_start", hip->stream_wait(ctx->gpu->stream));
         const int64_t now = rocq_time_ns();
         if (i >= 0) p->marks_ns += (double)(marked ? now - start : start - now) / (double)TURNS;
         p->anchor_ns = (double)(now - p->start_ns);
@@ -15489,8 +15525,8 @@ ROCQ__FN rocq_result rocq__marks_begin(rocq_ctx *ctx, rocq__profile *p) {
 }
 
 // The profile and its arrays are one block, cleared, so that its pages are there when regions run.
-ROCQ__FN rocq_result rocq__profile_make(rocq_ctx *ctx, const rocq_profile_desc *desc,
-                                        rocq__profile **out) {
+static rocq_result rocq__profile_make(rocq_ctx *ctx, const rocq_profile_desc *desc,
+                                      rocq__profile **out) {
     const bool gpu = rocq__gpu_timed(ctx) && !desc->host_only;
     const int64_t sample = (int64_t)sizeof(double) * desc->max_samples,
                   sorted = (int64_t)sizeof(rocq__profile),
@@ -15619,8 +15655,8 @@ static const struct {
 
 // Share of the peak, what bounds, and the verdict on it, of stats with calls, time and work.
 // matrix: the flops on the matrix unit among them.
-ROCQ__FN void rocq__judge(const rocq_profile_desc *peak, double matrix, rocq_region_stats *stats,
-                          char verdict[ROCQ__VERDICT]) {
+static void rocq__judge(const rocq_profile_desc *peak, double matrix, rocq_region_stats *stats,
+                        char verdict[ROCQ__VERDICT]) {
     const double vector = stats->flops - matrix;
     const bool computes = (vector <= 0.0 || peak->flops_per_s > 0.0) &&
                           (matrix <= 0.0 || peak->matrix_per_s > 0.0);
@@ -15651,8 +15687,8 @@ ROCQ__FN void rocq__judge(const rocq_profile_desc *peak, double matrix, rocq_reg
              word);
 }
 
-ROCQ__FN void rocq__times_summarize(const rocq__profile *p, const rocq__times *times,
-                                    rocq_summary *summary) {
+static void rocq__times_summarize(const rocq__profile *p, const rocq__times *times,
+                                  rocq_summary *summary) {
     const int64_t kept = ROCQ__MIN(times->count, (int64_t)p->desc.max_samples);
     if (kept > 0) memcpy(p->sorted, times->ns, (size_t)kept * sizeof(double));
     rocq_summarize(summary, p->sorted, kept);
@@ -15661,12 +15697,12 @@ ROCQ__FN void rocq__times_summarize(const rocq__profile *p, const rocq__times *t
 
 // What counts as a region's time: of what the library submits that on the GPU, of a region around
 // it the longer of both, since its end need not wait for the GPU.
-ROCQ__FN const rocq__times *rocq__times_of(const rocq__region *r) {
+static const rocq__times *rocq__times_of(const rocq__region *r) {
     const bool gpu = r->submits ? r->gpu.count > 0 : r->gpu.sum > r->host.sum;
     return gpu ? &r->gpu : &r->host;
 }
 
-ROCQ__FN void rocq__region_stats(const rocq__profile *p, int32_t index, rocq_region_stats *stats) {
+static void rocq__region_stats(const rocq__profile *p, int32_t index, rocq_region_stats *stats) {
     rocq__region *r = &p->regions[index];
     const rocq__times *times = rocq__times_of(r);
     double matrix = 0.0;
@@ -15717,7 +15753,7 @@ ROCQ_DEF rocq_result rocq_profile_region(rocq_ctx *ctx, int32_t index, rocq_regi
 enum { ROCQ__NAME_WIDTH = 44 };
 
 // Characters of UTF-8 text.
-ROCQ__FN int rocq__text_width(const char *text) {
+static int rocq__text_width(const char *text) {
     int n = 0;
     for (; *text; text++) n += ((unsigned char)*text & 0xc0) != 0x80;
     return n;
@@ -15725,8 +15761,8 @@ ROCQ__FN int rocq__text_width(const char *text) {
 
 // The region and, below it, those inside: a tree, though later regions may have come first. parent
 // -1 is the root.
-ROCQ__FN void rocq__report_rows(rocq__output *out, const rocq__profile *p, int32_t parent,
-                                int width) {
+static void rocq__report_rows(rocq__output *out, const rocq__profile *p, int32_t parent,
+                              int width) {
     const double around = parent < 0 ? 0.0 : rocq__times_of(&p->regions[parent])->sum;
     for (int32_t i = ROCQ__MAX(parent, -1) + 1; i < p->n_regions; i++) {
         rocq_region_stats s;
@@ -15755,7 +15791,7 @@ ROCQ__FN void rocq__report_rows(rocq__output *out, const rocq__profile *p, int32
     }
 }
 
-ROCQ__FN void rocq__report_table(rocq__output *out, const rocq__profile *p) {
+static void rocq__report_table(rocq__output *out, const rocq__profile *p) {
     int width = 6;
     for (int32_t i = 0; i < p->n_regions; i++) {
         const rocq__region *r = &p->regions[i];
@@ -15794,14 +15830,14 @@ static const rocq__number rocq__summary_fields[] = {
 };
 
 // "name": string, and what is to follow it.
-ROCQ__FN void rocq__json_string(rocq__output *out, const char *name, const char *text,
-                                const char *then) {
+static void rocq__json_string(rocq__output *out, const char *name, const char *text,
+                              const char *then) {
     rocq__print(out, "\"%s\": ", name);
     rocq__print_string(out, text);
     rocq__print(out, "%s", then);
 }
 
-ROCQ__FN void rocq__report_json(rocq__output *out, const rocq_ctx *ctx, const rocq__profile *p) {
+static void rocq__report_json(rocq__output *out, const rocq_ctx *ctx, const rocq__profile *p) {
     rocq__print(out, "{");
     rocq__json_string(out, "device", ctx->device, ", ");
     ROCQ__PRINT_FIELDS(out, rocq__profile_fields, p);
@@ -15825,7 +15861,7 @@ ROCQ__FN void rocq__report_json(rocq__output *out, const rocq_ctx *ctx, const ro
     rocq__print(out, "\n ]}\n");
 }
 
-ROCQ__FN void rocq__report_trace(rocq__output *out, const rocq_ctx *ctx, const rocq__profile *p) {
+static void rocq__report_trace(rocq__output *out, const rocq_ctx *ctx, const rocq__profile *p) {
     const char *const names[3] = {ctx->device, "host", "GPU"};
     rocq__print(out, "{\"displayTimeUnit\": \"ns\", ");
     ROCQ__PRINT_FIELDS(out, rocq__profile_fields, p);
@@ -15906,36 +15942,36 @@ ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_w
 #if ROCQ__HAS_OCCUPANCY
 
 // Workgroups that find room where one has to stay, by what it needs.
-typedef struct rocq__room {
+typedef struct rocq__residency {
     int32_t size;  // waves of a workgroup
     int32_t simds; // where its waves may be
     int32_t waves; // of a SIMD, by VGPRs
     int32_t by_vgprs, by_threads, by_lds;
     int32_t compiler_lds; // by_lds as clang counts it
-} rocq__room;
+} rocq__residency;
 
-ROCQ__FN rocq__room rocq__room_of(const rocq_occupancy_params *p, int32_t vgprs) {
+static rocq__residency rocq__residency_of(const rocq_occupancy_params *p, int32_t vgprs) {
     const int32_t cus = p->cu_mode ? 1 : 2, wave = p->wave ? p->wave : 32;
     const int32_t file = rocq__chip_find(p->target)->vgprs * 32 / wave;
     const int32_t granule = file / ROCQ__FILE_GRANULES;
-    rocq__room room;
-    room.size = (p->threads + wave - 1) / wave;
-    room.simds = ROCQ__CU_SIMDS * cus;
-    room.waves = ROCQ__MIN(file / ((vgprs + granule - 1) / granule * granule), ROCQ__SIMD_WAVES);
-    room.by_vgprs = room.waves * room.simds / room.size;
-    room.by_threads = ROCQ__SIMD_WAVES * room.simds / room.size;
-    if (room.size > 1) room.by_threads = ROCQ__MIN(room.by_threads, ROCQ__CU_BARRIERS * cus);
-    room.by_lds = p->lds_bytes > ROCQ__CU_LDS ? 0 : room.by_threads;
+    rocq__residency limits;
+    limits.size = (p->threads + wave - 1) / wave;
+    limits.simds = ROCQ__CU_SIMDS * cus;
+    limits.waves = ROCQ__MIN(file / ((vgprs + granule - 1) / granule * granule), ROCQ__SIMD_WAVES);
+    limits.by_vgprs = limits.waves * limits.simds / limits.size;
+    limits.by_threads = ROCQ__SIMD_WAVES * limits.simds / limits.size;
+    if (limits.size > 1) limits.by_threads = ROCQ__MIN(limits.by_threads, ROCQ__CU_BARRIERS * cus);
+    limits.by_lds = p->lds_bytes > ROCQ__CU_LDS ? 0 : limits.by_threads;
     if (p->lds_bytes > 0 && p->lds_bytes <= ROCQ__CU_LDS) {
         const int32_t blocks = (p->lds_bytes + ROCQ__LDS_GRANULE - 1) / ROCQ__LDS_GRANULE;
-        room.by_lds = ROCQ__CU_LDS * cus / (blocks * ROCQ__LDS_GRANULE);
+        limits.by_lds = ROCQ__CU_LDS * cus / (blocks * ROCQ__LDS_GRANULE);
     }
-    room.compiler_lds = ROCQ__CU_LDS * cus / ROCQ__MAX(p->lds_bytes, 1);
-    return room;
+    limits.compiler_lds = ROCQ__CU_LDS * cus / ROCQ__MAX(p->lds_bytes, 1);
+    return limits;
 }
 
-ROCQ__FN int32_t rocq__room_groups(const rocq__room *room) {
-    return ROCQ__MIN(ROCQ__MIN(room->by_vgprs, room->by_threads), room->by_lds);
+static int32_t rocq__residency_groups(const rocq__residency *limits) {
+    return ROCQ__MIN(ROCQ__MIN(limits->by_vgprs, limits->by_threads), limits->by_lds);
 }
 
 ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
@@ -15945,28 +15981,28 @@ ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
         params->threads > 1024 || (params->wave != 0 && params->wave != 32 && params->wave != 64)) {
         return ROCQ_E_ARGUMENT;
     }
-    const rocq__room room = rocq__room_of(params, params->vgprs);
-    const int32_t groups = rocq__room_groups(&room);
+    const rocq__residency limits = rocq__residency_of(params, params->vgprs);
+    const int32_t groups = rocq__residency_groups(&limits);
     rocq_occupancy o;
     memset(&o, 0, sizeof o);
 
     // LLVM (AMDGPUSubtarget, getOccupancyWithLocalMemSize): VGPRs by the SIMD, and apart from them
     // the waves of as many workgroups as slots and LDS allow, rounded up and at least one.
-    const int32_t allowed = ROCQ__MIN(room.by_threads, room.compiler_lds);
-    const int32_t waves = (allowed * room.size + room.simds - 1) / room.simds;
-    o.compiler_waves = ROCQ__MIN(room.waves, ROCQ__MAX(ROCQ__MIN(waves, ROCQ__SIMD_WAVES), 1));
+    const int32_t allowed = ROCQ__MIN(limits.by_threads, limits.compiler_lds);
+    const int32_t waves = (allowed * limits.size + limits.simds - 1) / limits.simds;
+    o.compiler_waves = ROCQ__MIN(limits.waves, ROCQ__MAX(ROCQ__MIN(waves, ROCQ__SIMD_WAVES), 1));
 
     o.groups = groups;
-    o.waves = (double)(groups * room.size) / room.simds;
+    o.waves = (double)(groups * limits.size) / limits.simds;
     o.max_waves = ROCQ__SIMD_WAVES;
-    if (groups * room.size < ROCQ__SIMD_WAVES * room.simds) {
-        o.limit = groups == room.by_threads ? ROCQ_LIMIT_THREADS
-                  : groups == room.by_lds   ? ROCQ_LIMIT_LDS
+    if (groups * limits.size < ROCQ__SIMD_WAVES * limits.simds) {
+        o.limit = groups == limits.by_threads ? ROCQ_LIMIT_THREADS
+                  : groups == limits.by_lds   ? ROCQ_LIMIT_LDS
                                             : ROCQ_LIMIT_VGPRS;
     }
     for (int32_t v = params->vgprs - 1; v > 0 && o.next_vgprs == 0; v--) {
-        const rocq__room less = rocq__room_of(params, v);
-        if (rocq__room_groups(&less) > groups) o.next_vgprs = v;
+        const rocq__residency less = rocq__residency_of(params, v);
+        if (rocq__residency_groups(&less) > groups) o.next_vgprs = v;
     }
     *result = o;
     return ROCQ_OK;
@@ -16023,7 +16059,7 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
     if (!ctx) return;
     rocq__free(ctx, ctx->tuned);
     ctx->tuned = NULL;
-    ctx->n_tuned = ctx->tuned_room = 0;
+    ctx->n_tuned = ctx->tuned_capacity = 0;
 }
 
 #if ROCQ__HAS_TUNER
@@ -16040,15 +16076,15 @@ enum {
 
 // -- the list --
 
-ROCQ__FN rocq_result rocq__tuned_full(rocq_ctx *ctx) {
+static rocq_result rocq__tuned_full(rocq_ctx *ctx) {
     return rocq__fail(ctx, ROCQ_E_STATE,
                       "tune: the list of %d results is full; rocq_tuning_clear empties it",
                       (int)ROCQ__TUNED);
 }
 
-ROCQ__FN rocq_result rocq__tuned_insert(rocq_ctx *ctx, int32_t place, const rocq__tuned *entry) {
+static rocq_result rocq__tuned_insert(rocq_ctx *ctx, int32_t place, const rocq__tuned *entry) {
     if (ctx->n_tuned == ROCQ__TUNED) return rocq__tuned_full(ctx);
-    void *list = rocq__array_room(ctx, ctx->tuned, &ctx->tuned_room, (int64_t)ctx->n_tuned + 1,
+    void *list = rocq__array_grow(ctx, ctx->tuned, &ctx->tuned_capacity, (int64_t)ctx->n_tuned + 1,
                                   (int64_t)sizeof *entry);
     if (!list) {
         return rocq__fail(ctx, ROCQ_E_MEMORY, "tune: no memory for %d results",
@@ -16061,7 +16097,7 @@ ROCQ__FN rocq_result rocq__tuned_insert(rocq_ctx *ctx, int32_t place, const rocq
     return ROCQ_OK;
 }
 
-ROCQ__FN void rocq__tuned_remove(rocq_ctx *ctx, const rocq__site *site) {
+static void rocq__tuned_remove(rocq_ctx *ctx, const rocq__site *site) {
     bool found;
     const int32_t place = rocq__tuned_place(ctx, site, &found);
     if (!found) return;
@@ -16072,13 +16108,13 @@ ROCQ__FN void rocq__tuned_remove(rocq_ctx *ctx, const rocq__site *site) {
 // -- the grid --
 
 // All configurations of a site; returns how many.
-ROCQ__FN int32_t rocq__grid_of(const rocq__site *s, rocq_launch_config *grid) {
-    const bool tiles = s->kind == ROCQ__TILES;
+static int32_t rocq__grid_of(const rocq__site *s, rocq_launch_config *grid) {
+    const bool tiles = s->kind == ROCQ__KIND_TILES;
     const int32_t few = tiles ? ROCQ_K_MATMUL_F16_N_FEW : ROCQ_K_DECODE_COLUMNS;
     const int32_t many = tiles ? ROCQ_K_MATMUL_F16_N : ROCQ_K_PREFILL_COLUMNS(s->k);
     int32_t n = 0, splits[ROCQ__SPLITS];
     memset(grid, 0, ROCQ__GRID * sizeof *grid);
-    if (s->kind == ROCQ__MATVEC) {
+    if (s->kind == ROCQ__KIND_MATVEC) {
         for (int32_t v = 1; v <= ROCQ_K_MATVEC_WAVES; v *= 2) {
             if (v == 1 || s->k / v >= rocq__matvec_step(s)) grid[n++].k_waves = v; // a full step
         }
@@ -16093,11 +16129,11 @@ ROCQ__FN int32_t rocq__grid_of(const rocq__site *s, rocq_launch_config *grid) {
     return n;
 }
 
-ROCQ__FN bool rocq__same_config(const rocq_launch_config *a, const rocq_launch_config *b) {
+static bool rocq__same_config(const rocq_launch_config *a, const rocq_launch_config *b) {
     return memcmp(a, b, sizeof *a) == 0;
 }
 
-ROCQ__FN bool rocq__grid_has(const rocq__site *site, const rocq_launch_config *config) {
+static bool rocq__grid_has(const rocq__site *site, const rocq_launch_config *config) {
     rocq_launch_config grid[ROCQ__GRID];
     const int32_t n = rocq__grid_of(site, grid);
     int32_t i = 0;
@@ -16119,14 +16155,14 @@ typedef struct rocq__tuning {
     rocq_timer timer;
 } rocq__tuning;
 
-ROCQ__FN void rocq__tune_use(rocq__tuning *t, const rocq_launch_config *config) {
+static void rocq__tune_use(rocq__tuning *t, const rocq_launch_config *config) {
     bool found;
     const int32_t place = rocq__tuned_place(t->ctx, &t->own, &found);
     t->ctx->tuned[place].config = *config;
 }
 
-ROCQ__FN rocq_result rocq__tune_record(rocq__tuning *t, const rocq_launch_config *config,
-                                       rocq_graph **row) {
+static rocq_result rocq__tune_record(rocq__tuning *t, const rocq_launch_config *config,
+                                     rocq_graph **row) {
     rocq_result result = ROCQ_OK;
     rocq__tune_use(t, config);
     ROCQ__TRY(rocq_graph_begin(t->ctx));
@@ -16135,18 +16171,18 @@ ROCQ__FN rocq_result rocq__tune_record(rocq__tuning *t, const rocq_launch_config
     }
     const rocq_result ended = rocq_graph_end(t->ctx, row);
     if (result == ROCQ_OK) return ended;
-    rocq_graph_free(t->ctx, row);
+    rocq_graph_destroy(t->ctx, row);
     return result;
 }
 
 // One sample of a configuration: nanoseconds of an op.
-ROCQ__FN rocq_result rocq__tune_sample(rocq__tuning *t, const rocq_launch_config *config,
-                                       rocq_graph *row, double *ns) {
+static rocq_result rocq__tune_sample(rocq__tuning *t, const rocq_launch_config *config,
+                                     rocq_graph *row, double *ns) {
     rocq_ctx *ctx = t->ctx;
     rocq__tune_use(t, config); // where the ops run one by one, or are captured again
     ROCQ__TRY(rocq_timer_start(ctx, &t->timer));
     ROCQ__TRY(rocq_graph_launch(ctx, row));
-    if (!t->timer.stop_event) ROCQ__HIP("tune", ctx->gpu->hip->stream_wait(ctx->gpu->stream));
+    if (!t->timer.stop_event) ROCQ__TRY_HIP("tune", ctx->gpu->hip->stream_wait(ctx->gpu->stream));
     ROCQ__TRY(rocq_timer_stop(ctx, &t->timer));
     ROCQ__TRY(rocq_timer_read(ctx, &t->timer, ns));
     *ns = ROCQ__MAX(*ns, 1.0) / t->n_runs;
@@ -16156,8 +16192,8 @@ ROCQ__FN rocq_result rocq__tune_sample(rocq__tuning *t, const rocq_launch_config
 // Medians of the default and of a configuration, sampled in turn, so that a clock that changes
 // changes both. A configuration that there is no memory for cannot run: infinite. A trial of one
 // that takes over twice as long ends after its first sample.
-ROCQ__FN rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_config *config,
-                                        int32_t n, double *rule_ns, double *ns) {
+static rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_config *config,
+                                      int32_t n, double *rule_ns, double *ns) {
     double a[ROCQ__TUNE_PROOF], b[ROCQ__TUNE_PROOF];
     rocq_graph *row = NULL;
     rocq_summary summary;
@@ -16172,7 +16208,7 @@ ROCQ__FN rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_confi
         if (result == ROCQ_OK) result = rocq__tune_sample(t, config, row, &b[i]);
         if (n == ROCQ__TUNE_TRIAL && b[0] > 2.0 * a[0]) n = 1;
     }
-    rocq_graph_free(t->ctx, &row);
+    rocq_graph_destroy(t->ctx, &row);
     *rule_ns = 1.0;
     *ns = (double)INFINITY;
     if (result != ROCQ_OK) return no_room ? ROCQ_OK : result;
@@ -16184,13 +16220,13 @@ ROCQ__FN rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_confi
 }
 
 // Records the default. One op alone tells how many make a row.
-ROCQ__FN rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
+static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
     t->n_runs = 1;
     ROCQ__TRY(rocq__tune_record(t, &t->rule, &t->rule_row));
     for (int32_t i = 0; i < 2; i++) { // the first also warms up
         ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns));
     }
-    rocq_graph_free(t->ctx, &t->rule_row);
+    rocq_graph_destroy(t->ctx, &t->rule_row);
     const double most = ROCQ__TUNE_RUNS, fit = (double)ROCQ__TUNE_ROW_NS / *ns;
     const int32_t n = (int32_t)ROCQ__MAX(ROCQ__MIN(fit, most), 1.0);
     t->n_params = ROCQ__MIN(t->n_params, n);
@@ -16203,18 +16239,18 @@ ROCQ__FN rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
 }
 
 // What is to be tried beside the default: the grid, or what of the caller's list is in it.
-ROCQ__FN bool rocq__tune_wants(const rocq__tuning *t, const rocq_launch_config *config) {
+static bool rocq__tune_wants(const rocq__tuning *t, const rocq_launch_config *config) {
     return !rocq__same_config(config, &t->rule) &&
            (!t->desc.configs || rocq__grid_has(&t->own, config));
 }
 
-ROCQ__FN int64_t rocq__whole_ns(double ns) {
+static int64_t rocq__whole_ns(double ns) {
     return (int64_t)ceil(ROCQ__MIN(ns, 1e15));
 }
 
 // Tries them all, and the best of them once more against the default.
-ROCQ__FN rocq_result rocq__tune_trials(rocq__tuning *t, rocq_tune_result *result,
-                                       rocq__tuned *out) {
+static rocq_result rocq__tune_trials(rocq__tuning *t, rocq_tune_result *result,
+                                     rocq__tuned *out) {
     const int64_t end_ns = rocq_time_ns() + t->desc.max_ms * (int64_t)1000000;
     const double gain = 1.0 + t->desc.min_gain;
     rocq_launch_config grid[ROCQ__GRID], best = t->rule;
@@ -16247,8 +16283,8 @@ ROCQ__FN rocq_result rocq__tune_trials(rocq__tuning *t, rocq_tune_result *result
 }
 
 // Finds what is best for a class, unless it is known. The list is as before on failure.
-ROCQ__FN rocq_result rocq__tune_class(rocq__tuning *t, rocq_tune_result *result,
-                                      rocq__tuned *out) {
+static rocq_result rocq__tune_class(rocq__tuning *t, rocq_tune_result *result,
+                                    rocq__tuned *out) {
     rocq_ctx *ctx = t->ctx;
     bool found;
     int32_t place = rocq__tuned_place(ctx, &t->own, &found);
@@ -16260,12 +16296,12 @@ ROCQ__FN rocq_result rocq__tune_class(rocq__tuning *t, rocq_tune_result *result,
     out->site = t->own;
     t->rule_row = NULL;
     ROCQ__TRY(rocq__tuned_insert(ctx, place, out));
-    rocq_result r = rocq_timer_create(ctx, &t->timer, ROCQ_TIMER_GPU);
+    rocq_result r = rocq_timer_init(ctx, &t->timer, ROCQ_TIMER_GPU);
     if (r == ROCQ_OK) {
         r = rocq__tune_trials(t, result, out);
         rocq_timer_free(ctx, &t->timer);
     }
-    rocq_graph_free(ctx, &t->rule_row);
+    rocq_graph_destroy(ctx, &t->rule_row);
     if (r == ROCQ_OK) {
         place = rocq__tuned_place(ctx, &t->own, &found);
         ctx->tuned[place] = *out;
@@ -16278,8 +16314,8 @@ ROCQ__FN rocq_result rocq__tune_class(rocq__tuning *t, rocq_tune_result *result,
 
 // -- ops and graphs --
 
-ROCQ__FN rocq_result rocq__survey_op(rocq_ctx *ctx, rocq_op op, const void *params,
-                                     rocq__survey *survey) {
+static rocq_result rocq__survey_op(rocq_ctx *ctx, rocq_op op, const void *params,
+                                   rocq__survey *survey) {
     int64_t scratch;
     bool on_cpu;
     memset(survey, 0, sizeof *survey);
@@ -16300,19 +16336,19 @@ typedef struct rocq__tune_site {
 
 typedef struct rocq__tune_sites {
     rocq__tune_site *list; // [n], with room for more
-    int32_t n, room;
+    int32_t n, capacity;
     double bytes, flops;   // of their ops
 } rocq__tune_sites;
 
-ROCQ__FN rocq_result rocq__tune_collect(rocq_ctx *ctx, const rocq__node *first,
-                                        rocq__tune_sites *sites) {
+static rocq_result rocq__tune_collect(rocq_ctx *ctx, const rocq__node *first,
+                                      rocq__tune_sites *sites) {
     rocq__survey survey;
     for (const rocq__node *node = first; node; node = node->next) {
         ROCQ__TRY(rocq__survey_op(ctx, node->op, node->params, &survey));
         if (survey.n == 0) continue;
         const rocq__cost cost = rocq__cost_of(ctx, node->op, node->params);
-        void *list = rocq__array_room(ctx, sites->list, &sites->room, (int64_t)sites->n + survey.n,
-                                      (int64_t)sizeof *sites->list);
+        void *list = rocq__array_grow(ctx, sites->list, &sites->capacity,
+                                      (int64_t)sites->n + survey.n, (int64_t)sizeof *sites->list);
         if (!list) return rocq__fail(ctx, ROCQ_E_MEMORY, "tune: no host memory for a list");
         sites->list = (rocq__tune_site *)list;
         sites->bytes += cost.bytes;
@@ -16330,8 +16366,8 @@ ROCQ__FN rocq_result rocq__tune_collect(rocq_ctx *ctx, const rocq__node *first,
 }
 
 // Tunes the class of site i, unless an earlier site has it, and adds up what the result counts.
-ROCQ__FN rocq_result rocq__tune_one(rocq__tuning *t, const rocq__tune_sites *sites, int32_t i,
-                                    rocq_tune_result *result) {
+static rocq_result rocq__tune_one(rocq__tuning *t, const rocq__tune_sites *sites, int32_t i,
+                                  rocq_tune_result *result) {
     const rocq__tune_site *first = &sites->list[i];
     rocq__tuned found;
     double n_ops = 0.0;
@@ -16353,8 +16389,8 @@ ROCQ__FN rocq_result rocq__tune_one(rocq__tuning *t, const rocq__tune_sites *sit
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
-                                      rocq_tune_result *result) {
+static rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
+                                    rocq_tune_result *result) {
     const int64_t start_ns = rocq_time_ns();
     rocq__tune_sites sites = {NULL, 0, 0, 0.0, 0.0};
     rocq_result done = rocq__tune_collect(t->ctx, first, &sites);
@@ -16371,8 +16407,8 @@ ROCQ__FN rocq_result rocq__tune_nodes(rocq__tuning *t, const rocq__node *first,
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__tune_begin(rocq_ctx *ctx, const rocq_tune_desc *desc, rocq__tuning *t,
-                                      rocq_tune_result *result) {
+static rocq_result rocq__tune_begin(rocq_ctx *ctx, const rocq_tune_desc *desc, rocq__tuning *t,
+                                    rocq_tune_result *result) {
     ROCQ__TRY(rocq__not_recording(ctx, "tune"));
     if (!rocq__on_gpu(ctx)) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "tune: there is nothing to tune on the CPU");
@@ -16448,7 +16484,7 @@ typedef struct rocq__tuning_header {
 
 enum { ROCQ__TUNING_VERSION = 2 }; // 1 was text
 
-ROCQ__FN rocq__tuning_header rocq__tuning_header_of(const rocq_ctx *ctx, int32_t n_results) {
+static rocq__tuning_header rocq__tuning_header_of(const rocq_ctx *ctx, int32_t n_results) {
     const rocq__gpu *gpu = ctx->gpu;
     rocq__tuning_header h;
     int driver = 0;
@@ -16466,7 +16502,7 @@ ROCQ__FN rocq__tuning_header rocq__tuning_header_of(const rocq_ctx *ctx, int32_t
 }
 
 // Of a header whose checksum is 0, and the list behind it.
-ROCQ__FN uint64_t rocq__tuning_checksum(const rocq__tuning_header *h, const void *list) {
+static uint64_t rocq__tuning_checksum(const rocq__tuning_header *h, const void *list) {
     const uint64_t sum = rocq__checksum(0, h, (int64_t)sizeof *h);
     return rocq__checksum(sum, list, h->n_results * (int64_t)sizeof(rocq__tuned));
 }
@@ -16489,8 +16525,8 @@ ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *
 
 // Whether this is a file that somebody's rocq_tuning_save wrote for this device: own is the header
 // it would write. The entries are looked at elsewhere.
-ROCQ__FN rocq_result rocq__tuning_check(rocq_ctx *ctx, rocq__tuning_header own,
-                                        const unsigned char *data, int64_t size) {
+static rocq_result rocq__tuning_check(rocq_ctx *ctx, rocq__tuning_header own,
+                                      const unsigned char *data, int64_t size) {
     const int64_t head = (int64_t)sizeof own, magic = (int64_t)sizeof own.magic;
     rocq__tuning_header h;
     if (memcmp(data, own.magic, (size_t)ROCQ__MIN(size, magic)) != 0) {
@@ -16531,7 +16567,7 @@ ROCQ__FN rocq_result rocq__tuning_check(rocq_ctx *ctx, rocq__tuning_header own,
 }
 
 // Whether an entry is something that could have been tuned: only then may it decide a launch.
-ROCQ__FN bool rocq__tuned_valid(const rocq__tuned *entry) {
+static bool rocq__tuned_valid(const rocq__tuned *entry) {
     const rocq__site *s = &entry->site;
     if (s->kind < 0 || s->kind >= ROCQ__KINDS || s->m < 1 || s->k < 1 || s->n < 1) return false;
     const rocq__site own = rocq__site_class(s);
@@ -16541,7 +16577,7 @@ ROCQ__FN bool rocq__tuned_valid(const rocq__tuned *entry) {
 }
 
 // Merges n entries, in their order, with the list, which changes only when all are good.
-ROCQ__FN rocq_result rocq__tuning_merge(rocq_ctx *ctx, const unsigned char *entries, int32_t n) {
+static rocq_result rocq__tuning_merge(rocq_ctx *ctx, const unsigned char *entries, int32_t n) {
     const int32_t n_old = ctx->n_tuned, room = n_old + n;
     int32_t i = 0, count = 0;
     rocq__tuned entry, before;
@@ -16569,13 +16605,13 @@ ROCQ__FN rocq_result rocq__tuning_merge(rocq_ctx *ctx, const unsigned char *entr
     rocq__free(ctx, ctx->tuned);
     ctx->tuned = list;
     ctx->n_tuned = count;
-    ctx->tuned_room = room;
+    ctx->tuned_capacity = room;
     return ROCQ_OK;
 }
 
 // Loads a file for the device that own names.
-ROCQ__FN rocq_result rocq__tuning_read(rocq_ctx *ctx, const rocq__tuning_header *own,
-                                       const void *data, int64_t size) {
+static rocq_result rocq__tuning_read(rocq_ctx *ctx, const rocq__tuning_header *own,
+                                     const void *data, int64_t size) {
     const unsigned char *bytes = (const unsigned char *)data;
     ROCQ__TRY(rocq__tuning_check(ctx, *own, bytes, size));
     const int64_t n = (size - (int64_t)sizeof *own) / (int64_t)sizeof(rocq__tuned);
@@ -16596,7 +16632,7 @@ ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t s
 
 #else // compiled out: launches go by rule
 
-ROCQ__FN rocq_result rocq__no_tuner(rocq_ctx *ctx) {
+static rocq_result rocq__no_tuner(rocq_ctx *ctx) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "compiled with ROCQ_NO_TUNER");
 }
@@ -16630,7 +16666,7 @@ ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t s
 // take its place, whose numbers are 0 and whose integers are 1, a valid index and length.
 
 // Whether an op of the graph may write to t.
-ROCQ__FN bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) {
+static bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) {
     const rocq__range range = rocq__range_of(t);
     for (const rocq__node *node = graph->first; node; node = node->next) {
         for (int32_t i = 0; i < node->n_tensors; i++) {
@@ -16643,7 +16679,7 @@ ROCQ__FN bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) 
 }
 
 // Prepares a copy of an op of the graph: afterwards, operand i gets a stand-in unless kept[i].
-ROCQ__FN void rocq__stand_in_plan(const rocq_graph *graph, rocq__node *copy) {
+static void rocq__stand_in_plan(const rocq_graph *graph, rocq__node *copy) {
     for (int32_t i = 0; i < copy->n_tensors; i++) {
         rocq_tensor *t = &copy->tensors[i];
         copy->kept[i] = copy->kept[i] && !rocq__graph_writes(graph, t);
@@ -16659,7 +16695,7 @@ ROCQ__FN void rocq__stand_in_plan(const rocq_graph *graph, rocq__node *copy) {
 }
 
 // Returns the bytes that the stand-ins take, and makes them in memory if that is not NULL.
-ROCQ__FN int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
+static int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
     int64_t used = 0;
     for (int32_t i = 0; i < node->n_tensors; i++) {
         rocq_tensor *t = &node->tensors[i];
@@ -16684,7 +16720,7 @@ enum {
 };                                // the caches get what a step leaves in them
 
 // Runs copies of the graph's ops with their stand-ins, in order, again and again.
-ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
+static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     const int64_t start = rocq_time_ns();
     rocq__attempt attempt;
     rocq_result result = ROCQ_OK;
@@ -16729,7 +16765,7 @@ ROCQ__FN rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
 }
 
 // Touches the pages of scratch memory, which starts the threads, and of operands; rehearses ops.
-ROCQ__FN rocq_result rocq__warm_cpu(rocq_ctx *ctx, const rocq_graph *graph) {
+static rocq_result rocq__warm_cpu(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__pages pages = {(unsigned char *)ctx->scratch, ctx->scratch_size, true};
     rocq__parallel(ctx, ROCQ__MAX(ctx->desc.n_threads, ctx->scratch_size / ROCQ__PAGE + 1), 1,
                    rocq__touch_task, &pages);
@@ -16788,8 +16824,8 @@ typedef struct rocq__replay {
 } rocq__replay;
 
 // Adds input t of an op to the feeds, with values that the op accepts.
-ROCQ__FN void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *params,
-                             const rocq_tensor *t) {
+static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *params,
+                           const rocq_tensor *t) {
     rocq__feed f;
     int64_t extent = 0;
     memset(&f, 0, sizeof f);
@@ -16826,7 +16862,7 @@ ROCQ__FN void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void
 }
 
 // Whether the tensor lies in one of the regions.
-ROCQ__FN bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_tensor *t) {
+static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_tensor *t) {
     const rocq__range range = rocq__range_of(t);
     for (int32_t k = 0; k < n; k++) {
         if (list[k].range.begin <= range.begin && range.end <= list[k].range.end) return true;
@@ -16836,7 +16872,7 @@ ROCQ__FN bool rocq__touched_hold(const rocq__touched *list, int32_t n, const roc
 
 // Finds the regions that ops read or write, and the feeds: what is read before an op of the graph
 // has written it. Caches are left to rocq__replay_caches. written is a work area like regions.
-ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
+static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
     int32_t n_written = 0, end;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
         const int32_t begin = rocq__operands_begin(node->op, &end);
@@ -16863,7 +16899,7 @@ ROCQ__FN void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
 
 // Adds rows to the list. If they continue the last tensor there at an equal distance, as the layers
 // of a cache do, that grows by one in ne[3] instead, so that one launch copies all layers.
-ROCQ__FN void rocq__replay_add_rows(rocq__replay *r, const rocq_tensor *rows) {
+static void rocq__replay_add_rows(rocq__replay *r, const rocq_tensor *rows) {
     rocq_tensor *last = r->n_rows > 0 ? &r->rows[r->n_rows - 1] : NULL;
     int64_t elems, bytes;
     rocq__block_of(rows->format, &elems, &bytes);
@@ -16888,7 +16924,7 @@ ROCQ__FN void rocq__replay_add_rows(rocq__replay *r, const rocq_tensor *rows) {
 // Adds the rows of caches that may be written: one more than the most tokens of an append, but all
 // if an op of the graph computes the cells, since the feeds do not decide them then. The keys of
 // all layers come first, then the values (see rocq__replay_add_rows).
-ROCQ__FN void rocq__replay_caches(rocq__replay *r) {
+static void rocq__replay_caches(rocq__replay *r) {
     int64_t n_cells = 0;
     for (int pass = 0; pass < 3; pass++) {
         for (const rocq__node *node = r->graph->first; node; node = node->next) {
@@ -16908,7 +16944,7 @@ ROCQ__FN void rocq__replay_caches(rocq__replay *r) {
 }
 
 // Finds out what has to be put aside, and takes the memory for it. The caller frees *lists.
-ROCQ__FN rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
+static rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
     rocq_ctx *ctx = r->ctx;
     int64_t n = 0;
     for (const rocq__node *node = r->graph->first; node; node = node->next) n += node->n_tensors;
@@ -16942,7 +16978,7 @@ ROCQ__FN rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
 }
 
 // Copies all that is put aside to memory, on the device, or restores it from there.
-ROCQ__FN rocq_result rocq__replay_copy(rocq__replay *r, char *memory, bool restore) {
+static rocq_result rocq__replay_copy(rocq__replay *r, char *memory, bool restore) {
     rocq_ctx *ctx = r->ctx;
     void *status = ctx->gpu->status;
     ROCQ__TRY(rocq__copy_hip(ctx, restore ? status : memory, restore ? memory : status, 4));
@@ -16969,7 +17005,7 @@ ROCQ__FN rocq_result rocq__replay_copy(rocq__replay *r, char *memory, bool resto
 
 // Fills the outputs with a byte and the inputs with values A or B. Cells are filled last, so that
 // their values count where operands share memory.
-ROCQ__FN rocq_result rocq__replay_feed(rocq__replay *r, int b) {
+static rocq_result rocq__replay_feed(rocq__replay *r, int b) {
     rocq_ctx *ctx = r->ctx;
     ROCQ__TRY(rocq__fill_hip(ctx, ctx->gpu->status, 0, 4));
     for (int32_t k = 0; k < r->n_regions; k++) {
@@ -17003,7 +17039,7 @@ ROCQ__FN rocq_result rocq__replay_feed(rocq__replay *r, int b) {
 }
 
 // Compares what the ops and the replay over B wrote. *at: the first byte that differs, or r->size.
-ROCQ__FN rocq_result rocq__replay_compare(rocq__replay *r, int64_t *at) {
+static rocq_result rocq__replay_compare(rocq__replay *r, int64_t *at) {
     const char *replay = (const char *)r->aside->address + r->size, *ops = replay + r->size;
     unsigned char *a = r->values + r->feed_size, *b = a + ROCQ__PIECE;
     *at = r->size;
@@ -17020,7 +17056,7 @@ ROCQ__FN rocq_result rocq__replay_compare(rocq__replay *r, int64_t *at) {
 }
 
 // Submits the three runs. The host waits for none of them in between, unless the ring is full.
-ROCQ__FN rocq_result rocq__replay_runs(rocq__replay *r, int64_t *at) {
+static rocq_result rocq__replay_runs(rocq__replay *r, int64_t *at) {
     rocq_ctx *ctx = r->ctx;
     for (int run = 0; run < 3; run++) {
         ROCQ__TRY(rocq__replay_feed(r, run > 0));
@@ -17033,7 +17069,7 @@ ROCQ__FN rocq_result rocq__replay_runs(rocq__replay *r, int64_t *at) {
 }
 
 // The last op that writes byte `at` of what is put aside; NULL for the status word or a gap.
-ROCQ__FN const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t at) {
+static const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t at) {
     const rocq__node *found = NULL;
     uint64_t address = 0;
     int64_t begin = ROCQ__LINE;
@@ -17066,7 +17102,7 @@ ROCQ__FN const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t at) 
     return found;
 }
 
-ROCQ__FN rocq_result rocq__replay_refuse(rocq__replay *r, int64_t at) {
+static rocq_result rocq__replay_refuse(rocq__replay *r, int64_t at) {
     rocq_ctx *ctx = r->ctx;
     const rocq__node *found = rocq__replay_find(r, at);
     int32_t number = 0, n = 0;
@@ -17086,7 +17122,7 @@ ROCQ__FN rocq_result rocq__replay_refuse(rocq__replay *r, int64_t at) {
 
 // Checks that a replay of the captured graph writes what its ops write; if not, the graph is run op
 // by op from then on. Without enough memory nothing is checked, and that is no failure.
-ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
+static rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     const int64_t n_launches = ctx->stats.n_launches;
     rocq__attempt attempt;
@@ -17143,7 +17179,7 @@ ROCQ__FN rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
 
 // Launches the kernels of the graph (without one, all), with zeroed args, so that the runtime loads
 // them; takes the ring's memory; captures the graph and checks its replay.
-ROCQ__FN rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
+static rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     rocq_result result = ROCQ_OK;
     bool planned[ROCQ_K_COUNT];
@@ -17161,18 +17197,18 @@ ROCQ__FN rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
     ROCQ__TRY(result);
     for (int k = 0; k < ROCQ_K_COUNT; k++) {
         if (!planned[k]) continue;
-        ROCQ__HIP(rocq__kernels[k].name,
-                  rocq__hip_launch(gpu, k, 1, 1, (uint32_t)rocq__kernels[k].threads, &none));
+        ROCQ__TRY_HIP(rocq__kernels[k].name,
+                      rocq__hip_launch(gpu, k, 1, 1, (uint32_t)rocq__kernels[k].threads, &none));
     }
     ROCQ__TRY(rocq__ring_init(ctx, &gpu->ring, ROCQ__PIECE, ROCQ__PIECES));
     if (graph) {
         ROCQ__TRY(rocq__graph_prepare(ctx, graph));
         if (graph->exec && gpu->hip->graph_upload) {
-            ROCQ__HIP("graph", gpu->hip->graph_upload(graph->exec, gpu->stream));
+            ROCQ__TRY_HIP("graph", gpu->hip->graph_upload(graph->exec, gpu->stream));
         }
         if (graph->exec && !graph->checked) ROCQ__TRY(rocq__replay_check(ctx, graph));
     }
-    ROCQ__HIP("warm", gpu->hip->stream_wait(gpu->stream));
+    ROCQ__TRY_HIP("warm", gpu->hip->stream_wait(gpu->stream));
     return ROCQ_OK;
 }
 
@@ -17190,7 +17226,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 // ---------------------------------------------------------------------------------------------
 // Contexts: choosing a device and sharing it with a renderer. Then what no other section has.
 
-ROCQ__FN int32_t rocq__core_count(void) {
+static int32_t rocq__core_count(void) {
 #if defined(_WIN32)
     SYSTEM_INFO system;
     GetSystemInfo(&system);
@@ -17202,14 +17238,14 @@ ROCQ__FN int32_t rocq__core_count(void) {
 }
 
 #if ROCQ__HAS_AVX2
-ROCQ__FN bool rocq__cpu_has_avx2(void) {
+static bool rocq__cpu_has_avx2(void) {
     unsigned a, b, c, d;
     // The builtin also checks that the system saves the wide registers. It does not know F16C.
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
            __get_cpuid(1, &a, &b, &c, &d) && (c & 1u << 29) != 0;
 }
 
-ROCQ__FN bool rocq__cpu_has_avx512(void) {
+static bool rocq__cpu_has_avx512(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni");
@@ -17221,7 +17257,7 @@ ROCQ__FN bool rocq__cpu_has_avx512(void) {
 #if ROCQ__HAS_HIP
 
 // Gives back all that rocq__device_try has taken. Errors, as of a lost device, are ignored.
-ROCQ__FN void rocq__device_leave(rocq_ctx *ctx) {
+static void rocq__device_leave(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
     hip->set_device(gpu->device);
@@ -17245,7 +17281,7 @@ ROCQ__FN void rocq__device_leave(rocq_ctx *ctx) {
 
 // Adds a sentence to rocq_info.ignored: which field of the desc has no effect, and why.
 ROCQ__PRINTF(2, 3)
-ROCQ__FN void rocq__ignored(rocq__gpu *gpu, const char *format, ...) {
+static void rocq__ignored(rocq__gpu *gpu, const char *format, ...) {
     const size_t used = strlen(gpu->ignored), room = sizeof gpu->ignored - used;
     va_list args;
     va_start(args, format);
@@ -17260,7 +17296,7 @@ ROCQ__FN void rocq__ignored(rocq__gpu *gpu, const char *format, ...) {
 // compute unit. The two of a WGP are set together, because a workgroup may use both. HIP gives such
 // a queue normal priority and default flags, so its work and any work that the program itself
 // submits to the NULL stream wait for each other.
-ROCQ__FN void rocq__stream_on_units(rocq__gpu *gpu, int32_t most, void **stream) {
+static void rocq__stream_on_units(rocq__gpu *gpu, int32_t most, void **stream) {
     enum { WORDS = 32 };
     uint32_t mask[WORDS];
     const int32_t n = ROCQ__MAX(most / 2 * 2, 2), n_words = (gpu->n_units + 31) / 32;
@@ -17279,15 +17315,15 @@ ROCQ__FN void rocq__stream_on_units(rocq__gpu *gpu, int32_t most, void **stream)
                       error);
         return;
     }
-    const double part = (double)n / gpu->n_units;
+    const double share = (double)n / gpu->n_units;
     gpu->chip.n_units = n;
-    gpu->chip.flops_per_us *= part;
-    gpu->chip.matrix_per_us *= part;
+    gpu->chip.flops_per_us *= share;
+    gpu->chip.matrix_per_us *= share;
 }
 
 // Makes a queue of low or high priority. In HIP a smaller number is a higher priority: the greatest
 // is negative, the least positive or 0, and a plain queue has 0, which is normal.
-ROCQ__FN void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void **stream) {
+static void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void **stream) {
     const rocq_hip *hip = gpu->hip;
     const bool low = wanted == ROCQ_PRIORITY_LOW;
     const char *name = low ? "low" : "high";
@@ -17325,7 +17361,7 @@ ROCQ__FN void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, voi
 // does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a block are
 // spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD. Two blocks with the
 // most LDS that a block may have still fit on a WGP, so the lowest limit is 4 waves.
-ROCQ__FN void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
+static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
     enum {
         SIMDS = 2 * ROCQ__CU_SIMDS,
         BLOCK_WAVES = ROCQ_K_MATVEC_WAVES / SIMDS, // on a SIMD
@@ -17347,7 +17383,7 @@ ROCQ__FN void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
 // Applies what the desc says of sharing the device, as far as the runtime supports it. A queue made
 // here takes the place of the plain one: a second hardware queue beside it would cost power when
 // idle.
-ROCQ__FN rocq_result rocq__share(rocq_ctx *ctx) {
+static rocq_result rocq__share(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_desc *desc = &ctx->desc;
     void *stream = NULL;
@@ -17364,14 +17400,14 @@ ROCQ__FN rocq_result rocq__share(rocq_ctx *ctx) {
     if (stream) {
         void *plain = gpu->stream;
         gpu->stream = stream;
-        ROCQ__HIP("stream", gpu->hip->stream_destroy(plain));
+        ROCQ__TRY_HIP("stream", gpu->hip->stream_destroy(plain));
     }
     if (gpu->ignored[0]) rocq__log(ctx, ROCQ_LOG_WARN, "ignored: %s", gpu->ignored);
     return ROCQ_OK;
 }
 
 // Loads the kernels on gpu->device and runs a self-test. On failure call rocq__device_leave.
-ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
+static rocq_result rocq__device_try(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
     const int64_t line = 256; // bytes: status, then self-test results, then counters
@@ -17380,7 +17416,7 @@ ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
     void *pinned = NULL;
     rocq__block *block;
     rocq_k_selftest_args args;
-    ROCQ__HIP("set device", hip->set_device(gpu->device));
+    ROCQ__TRY_HIP("set device", hip->set_device(gpu->device));
     if (gpu->image) {
         const int error = hip->module_load(&gpu->module, gpu->image);
         if (error != 0) {
@@ -17396,19 +17432,19 @@ ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
             }
         }
     }
-    ROCQ__HIP("stream", hip->stream_create(&gpu->stream, ROCQ_HIP_NON_BLOCKING));
-    ROCQ__HIP("pinned memory", hip->host_alloc(&pinned, (size_t)line, 0));
+    ROCQ__TRY_HIP("stream", hip->stream_create(&gpu->stream, ROCQ_HIP_NON_BLOCKING));
+    ROCQ__TRY_HIP("pinned memory", hip->host_alloc(&pinned, (size_t)line, 0));
     gpu->pinned = (uint32_t *)pinned;
     ROCQ__TRY(rocq__device_alloc(ctx, "device memory", size, ROCQ_MEMORY_DEVICE, &block));
     gpu->status = (uint32_t *)block->address;
     gpu->counters = gpu->status + 2 * line / 4;
     args.out = gpu->status + line / 4;
     ROCQ__TRY(rocq__fill_hip(ctx, block->address, 0, size));
-    ROCQ__HIP("self-test", rocq__hip_launch(gpu, ROCQ_K_selftest, 1, 1, ROCQ_K_WAVE, &args));
+    ROCQ__TRY_HIP("self-test", rocq__hip_launch(gpu, ROCQ_K_selftest, 1, 1, ROCQ_K_WAVE, &args));
     memset(gpu->pinned, 0, (size_t)line);
-    ROCQ__HIP("self-test",
-              hip->copy(pinned, args.out, (size_t)line, ROCQ_HIP_TO_HOST, gpu->stream));
-    ROCQ__HIP("self-test", hip->stream_wait(gpu->stream));
+    ROCQ__TRY_HIP("self-test",
+                  hip->copy(pinned, args.out, (size_t)line, ROCQ_HIP_TO_HOST, gpu->stream));
+    ROCQ__TRY_HIP("self-test", hip->stream_wait(gpu->stream));
     ROCQ__TRY(rocq__selftest_check(ctx, gpu->pinned));
     rocq__chip_init(gpu, (int32_t)gpu->pinned[0]);
     ROCQ__TRY(rocq__share(ctx));
@@ -17418,7 +17454,7 @@ ROCQ__FN rocq_result rocq__device_try(rocq_ctx *ctx) {
 }
 
 // "03:00.0" and "0000:03:00.0" name the same device; letters of either case.
-ROCQ__FN bool rocq__same_pci(const char *wanted, const char *pci) {
+static bool rocq__same_pci(const char *wanted, const char *pci) {
     const size_t n = strlen(wanted), skip = strlen(pci) > n ? strlen(pci) - n : 0;
     if (n == 0 || (skip > 0 && pci[skip - 1] != ':') || strlen(pci) < n) return false;
     for (size_t i = 0; i < n; i++) {
@@ -17438,7 +17474,7 @@ typedef struct rocq__device_rank {
 // Tries the devices that the desc allows: discrete ones first, then those with more compute units;
 // free memory does not count. The first that works is taken, and those after it are not touched. If
 // none works, the message says why the first one did not.
-ROCQ__FN rocq_result rocq__device_choose(rocq_ctx *ctx) {
+static rocq_result rocq__device_choose(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
     rocq__device_rank list[ROCQ__MAX_DEVICES];
@@ -17495,7 +17531,7 @@ ROCQ__FN rocq_result rocq__device_choose(rocq_ctx *ctx) {
 
 #endif // ROCQ__HAS_HIP
 
-ROCQ__FN void rocq__gpu_close(rocq_ctx *ctx) {
+static void rocq__gpu_close(rocq_ctx *ctx) {
 #if ROCQ__HAS_HIP
     rocq__gpu *gpu = ctx->gpu;
     if (!gpu) return;
@@ -17509,7 +17545,7 @@ ROCQ__FN void rocq__gpu_close(rocq_ctx *ctx) {
 }
 
 // Makes ctx a GPU context. On failure ctx is still a CPU context.
-ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
+static rocq_result rocq__gpu_open(rocq_ctx *ctx) {
 #if ROCQ__HAS_HIP
     const rocq_hip *linked = ROCQ__HIP_LINKED();
     // Checked first, so that a program without kernels allocates and loads nothing.
@@ -17532,7 +17568,7 @@ ROCQ__FN rocq_result rocq__gpu_open(rocq_ctx *ctx) {
         return result;
     }
     gpu->trial = false;
-    ctx->backend = ROCQ_GPU;
+    ctx->backend = ROCQ_BACKEND_GPU;
     char target[32] = "";
     if (gpu->chip.target) {
         snprintf(target, sizeof target, " gfx%x%s,", (unsigned)gpu->chip.target & 0xffff,
@@ -17576,7 +17612,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     if (!resolved.allocator.alloc != !resolved.allocator.free) {
         bad = "one of allocator.alloc and free is NULL";
     }
-    if ((int)resolved.prefer < 0 || resolved.prefer > ROCQ_GPU) {
+    if ((int)resolved.prefer < 0 || resolved.prefer > ROCQ_BACKEND_GPU) {
         bad = "unknown backend in prefer";
     }
     if (resolved.n_threads < 0) bad = "n_threads is negative";
@@ -17623,7 +17659,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     }
     memset(ctx, 0, sizeof *ctx);
     ctx->desc = resolved;
-    ctx->backend = ROCQ_CPU;
+    ctx->backend = ROCQ_BACKEND_CPU;
     ctx->blocks.prev = ctx->blocks.next = &ctx->blocks;
     ctx->stats.n_allocs = 1;
     ctx->stats.live_bytes = ctx->stats.peak_bytes = (int64_t)sizeof *ctx;
@@ -17639,7 +17675,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
              (int)resolved.n_threads, resolved.n_threads == 1 ? "" : "s");
 
     rocq_result result = ROCQ_OK;
-    if (resolved.prefer != ROCQ_CPU) {
+    if (resolved.prefer != ROCQ_BACKEND_CPU) {
         const bool fallback = resolved.prefer == ROCQ_BACKEND_AUTO || resolved.allow_fallback;
         rocq__attempt attempt;
         rocq__attempt_begin(ctx, &attempt);
@@ -17648,7 +17684,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
         if (result != ROCQ_OK) memcpy(ctx->gpu_message, ctx->error, sizeof ctx->gpu_message);
         rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || fallback);
         if (result != ROCQ_OK && fallback) {
-            rocq__log(ctx, resolved.prefer == ROCQ_GPU ? ROCQ_LOG_WARN : ROCQ_LOG_INFO,
+            rocq__log(ctx, resolved.prefer == ROCQ_BACKEND_GPU ? ROCQ_LOG_WARN : ROCQ_LOG_INFO,
                       "on the CPU: %s", ctx->gpu_message);
             result = ROCQ_OK;
         }
@@ -17716,10 +17752,11 @@ ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats) {
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__sync_hip(rocq_ctx *ctx) {
+static rocq_result rocq__sync_hip(rocq_ctx *ctx) {
     rocq__gpu *gpu = ctx->gpu;
-    ROCQ__HIP("sync", gpu->hip->copy(gpu->pinned, gpu->status, 4, ROCQ_HIP_TO_HOST, gpu->stream));
-    ROCQ__HIP("sync", gpu->hip->stream_wait(gpu->stream));
+    ROCQ__TRY_HIP("sync",
+                  gpu->hip->copy(gpu->pinned, gpu->status, 4, ROCQ_HIP_TO_HOST, gpu->stream));
+    ROCQ__TRY_HIP("sync", gpu->hip->stream_wait(gpu->stream));
     rocq__store32(&ctx->cancelled, 0);
     const uint32_t status = gpu->pinned[0];
     if (status == 0) return ROCQ_OK;
@@ -17787,11 +17824,11 @@ ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph) {
     return rocq__graph_submit(ctx, graph);
 }
 
-ROCQ_DEF void rocq_graph_free(rocq_ctx *ctx, rocq_graph **graph) {
-    if (!ctx || !graph || !*graph || rocq__check_graph(ctx, "graph_free", *graph) != ROCQ_OK) {
+ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph) {
+    if (!ctx || !graph || !*graph || rocq__check_graph(ctx, "graph_destroy", *graph) != ROCQ_OK) {
         return;
     }
-    if ((*graph)->exec) rocq__hip_enter(ctx, "graph_free");
+    if ((*graph)->exec) rocq__hip_enter(ctx, "graph_destroy");
     rocq__graph_delete(ctx, *graph);
     *graph = NULL;
 }
@@ -17828,7 +17865,7 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *p
     ROCQ__TRY(rocq__check_op(ctx, op, params));
     if (!info) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "get_precision: info is NULL");
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
-    const rocq_backend backend = rocq__on_gpu(ctx) && !on_cpu ? ROCQ_GPU : ROCQ_CPU;
+    const rocq_backend backend = rocq__on_gpu(ctx) && !on_cpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU;
     const rocq_matmul_params *p = op == ROCQ_OP_MATMUL ? (const rocq_matmul_params *)params : NULL;
     rocq__choice choice, second;
     if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
@@ -17846,11 +17883,11 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *p
 }
 
 // Checks a copy to or from a tensor, which must be contiguous and copied whole.
-ROCQ__FN rocq_result rocq__check_copy(rocq_ctx *ctx, const char *op, const rocq_tensor *t,
-                                      const void *host, int64_t size, int accept) {
+static rocq_result rocq__check_copy(rocq_ctx *ctx, const char *op, const rocq_tensor *t,
+                                    const void *host, int64_t size, int accept) {
     ROCQ__TRY(rocq__not_recording(ctx, op));
     if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, op));
-    ROCQ__TRY(rocq__check_tensor(ctx, op, "tensor", t, ROCQ__ANY | ROCQ__I32 | accept));
+    ROCQ__TRY(rocq__check_tensor(ctx, op, "tensor", t, ROCQ__ANY | ROCQ__BIT_I32 | accept));
     if (!host) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: host pointer is NULL", op);
     if (!rocq_tensor_contiguous(t) || size != rocq_tensor_size(t)) {
         return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %lld bytes for a tensor of %lld%s", op,
@@ -17860,8 +17897,8 @@ ROCQ__FN rocq_result rocq__check_copy(rocq_ctx *ctx, const char *op, const rocq_
     return ROCQ_OK;
 }
 
-ROCQ__FN rocq_result rocq__upload_tensor(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
-                                         int64_t size) {
+static rocq_result rocq__upload_tensor(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
+                                       int64_t size) {
     if (rocq__on_gpu(ctx)) return rocq__upload_memory(ctx, dst, src, size);
     memmove(rocq_tensor_data(dst), src, (size_t)size);
     return ROCQ_OK;
@@ -17875,8 +17912,8 @@ ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const vo
     return rocq__copy_done(ctx, rocq__upload_tensor(ctx, dst, src, size), size);
 }
 
-ROCQ__FN rocq_result rocq__download_tensor(rocq_ctx *ctx, void *dst, const rocq_tensor *src,
-                                           int64_t size) {
+static rocq_result rocq__download_tensor(rocq_ctx *ctx, void *dst, const rocq_tensor *src,
+                                         int64_t size) {
     if (rocq__on_gpu(ctx)) return rocq__download_hip(ctx, dst, rocq__device_data(src), size);
     memmove(dst, rocq_tensor_data(src), (size_t)size);
     return ROCQ_OK;
@@ -17923,7 +17960,6 @@ ROCQ_OPS(ROCQ_X)
 #undef ROCQ__EITHER
 #undef ROCQ__END_SIMD
 #undef ROCQ__FETCH
-#undef ROCQ__FN
 #undef ROCQ__GGUF_WINDOW
 #undef ROCQ__HAS_AVX2
 #undef ROCQ__HAS_HIP
@@ -17935,9 +17971,8 @@ ROCQ_OPS(ROCQ_X)
 #undef ROCQ__HAS_THREADS
 #undef ROCQ__HAS_TUNER
 #undef ROCQ__HAS_V8
-#undef ROCQ__HIP
+#undef ROCQ__TRY_HIP
 #undef ROCQ__HIP_LINKED
-#undef ROCQ__INLINE
 #undef ROCQ__LOCK
 #undef ROCQ__MAX
 #undef ROCQ__MIN
@@ -17948,7 +17983,6 @@ ROCQ_OPS(ROCQ_X)
 #undef ROCQ__PREFETCH
 #undef ROCQ__PRINTF
 #undef ROCQ__PRINT_FIELDS
-#undef ROCQ__RESTRICT
 #undef ROCQ__SIMD
 #undef ROCQ__TARGET_AVX2
 #undef ROCQ__TARGET_AVX512

@@ -40,9 +40,9 @@
 
    WORDS
    unit      32 neighbouring weights of a row, the smallest number that all block formats share
-   piece     16 bytes of a row of a plain format (F32, F16, BF16)
+   vector    16 bytes of a row of a plain format (F32, F16, BF16)
    quad      4 neighbouring elements of a row
-   part      one of the products of a matvec launch (rocq_k_matvec_part)
+   product   one of the products w x of a matvec launch (rocq_k_matvec_product)
    split     one of the shares of K, or of the KV positions, that several blocks take of one result
    uniform   equal in all lanes of a wave, so that the compiler can keep it in a scalar register
    live      of a lane or wave: it has something to compute. Lanes that are not live go along where
@@ -791,12 +791,12 @@ DEV float erfc_full(float x) {
 
 DEV float activation(int32_t kind, float x) { // as in rocq_activation
     switch (kind) {
-    case ROCQ_SILU: return x * rcp_fast(1.0f + exp_fast(-x));
-    case ROCQ_GELU:
+    case ROCQ_ACT_SILU: return x * rcp_fast(1.0f + exp_fast(-x));
+    case ROCQ_ACT_GELU:
         return x * rcp_fast(1.0f + exp_fast(-1.59576912160573f * (x + 0.044715f * x * x * x)));
-    case ROCQ_GELU_ERF: return 0.5f * x * erfc_full(-0.707106781186548f * x);
-    case ROCQ_RELU: return fmaxf(x, 0.0f);
-    case ROCQ_TANH: return tanh_full(x);
+    case ROCQ_ACT_GELU_ERF: return 0.5f * x * erfc_full(-0.707106781186548f * x);
+    case ROCQ_ACT_RELU: return fmaxf(x, 0.0f);
+    case ROCQ_ACT_TANH: return tanh_full(x);
     default: return x;
     }
 }
@@ -1115,14 +1115,14 @@ template <int F> DEV void decode_quad(uint32_t q, const block_factors &f, int i,
     decode_word<F>(one, 0, v);
 }
 
-// Elements of a piece (16 bytes) of a plain format. Block formats have units in its place.
-template <int F> DEV constexpr int piece_elems() {
+// Elements of a vector (16 bytes) of a plain format. Block formats have units in its place.
+template <int F> DEV constexpr int vector_elems() {
     return F == ROCQ_F32 ? 4 : is_plain<F>() ? 8 : 32;
 }
 
-// Elements 4 i to 4 i + 3 of a piece.
-template <int F> DEV void decode_piece(const u32x4 &piece, int i, float v[4]) {
-    const uint32_t w[4] = {piece.x, piece.y, piece.z, piece.w};
+// Elements 4 i to 4 i + 3 of a vector.
+template <int F> DEV void decode_vector(const u32x4 &vector, int i, float v[4]) {
+    const uint32_t w[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int b = 0; b < 4; b++) {
         if constexpr (F == ROCQ_F32) v[b] = bits<float>(w[b]);
@@ -1601,7 +1601,7 @@ DEV float epilogue_apply(const epilogue &e, float v, float v2, B bias, G gate, R
 //   y    column c is dimension 1; F32, F16, or Q8_0 (raw; or planar: columns x_column0 and up)
 //
 // A wave takes ROCQ_K_MATVEC_ROWS rows of w through K together. Of each row a lane takes every 32nd
-// unit (plain formats: every 32nd piece), so with one load a lane the wave reads 512 contiguous
+// unit (plain formats: every 32nd vector), so with one load a lane the wave reads 512 contiguous
 // bytes of the row's widest plane. As soon as a unit is decoded its registers receive the lane's
 // next unit, so the loads of all four rows are nearly always in flight: 2 KB a wave, counting codes
 // alone. The load of x, its sums and its scale are shared by the rows; the load of w and its
@@ -1612,8 +1612,8 @@ DEV float epilogue_apply(const epilogue &e, float v, float v2, B bias, G gate, R
 // those of the waves and of w2 through LDS, and then each thread takes one y through the epilogue.
 // w2 is a second pass over K by the same wave.
 //
-// Geometry: blocks of 256 threads, 8 waves; a block has 32 / k_waves rows of one part. The blocks
-// of a part follow those of the part before (block_begin). LDS: 256 N bytes. Rows past m repeat row
+// Geometry: blocks of 256 threads, 8 waves; a block has 32 / k_waves rows of one product. The blocks
+// of a product follow those of the product before (block_begin). LDS: 256 N bytes. Rows past m repeat row
 // m - 1 and columns past n repeat column n - 1; they are not stored. Lanes past the end of K load
 // its last unit and add nothing. Assumes planar tensors aligned to 16 bytes. y in Q8_0 needs the 32
 // rows of a unit in one block: k_waves = 1 and m a multiple of 32.
@@ -1648,7 +1648,7 @@ DEV int mul24(int a, int b) {
     return ((int)((uint32_t)a << 8) >> 8) * ((int)((uint32_t)b << 8) >> 8);
 }
 
-// What a wave works on: its rows of w, and which units (plain formats: pieces) of a row a lane
+// What a wave works on: its rows of w, and which units (plain formats: vectors) of a row a lane
 // takes.
 struct matvec_work {
     int64_t row[ROCQ_K_MATVEC_ROWS];
@@ -1816,7 +1816,7 @@ DEV void matvec_f32_add(float *sums, const char *const column[N], uint32_t offse
     for (int c = 0; c < N; c++) {
         const u32x4 x = gload((const u32x4 *)(column[c] + offset));
         float four[4];
-        decode_piece<ROCQ_F32>(x, 0, four);
+        decode_vector<ROCQ_F32>(x, 0, four);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
 #pragma unroll
@@ -1879,12 +1879,12 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
     }
 }
 
-// As matvec_f32_sums, for F32, F16 and BF16. It goes by pieces, or by elements where a row is not a
-// whole number of pieces or not aligned.
+// As matvec_f32_sums, for F32, F16 and BF16. It goes by vectors, or by elements where a row is not a
+// whole number of vectors or not aligned.
 template <int F, int N>
 DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const matvec_work &work,
                            float *sums) {
-    enum { ROWS = ROCQ_K_MATVEC_ROWS, ELEMS = piece_elems<F>(), SIZE = 16 / ELEMS };
+    enum { ROWS = ROCQ_K_MATVEC_ROWS, ELEMS = vector_elems<F>(), SIZE = 16 / ELEMS };
     const char *column[N], *row[ROWS];
 #pragma unroll
     for (int c = 0; c < N; c++) column[c] = matvec_column(a, c);
@@ -1924,10 +1924,10 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
 #pragma unroll 1
     for (; at < count; at += work.step) {
         next = at + work.step < last ? at + work.step : last;
-        u32x4 piece[ROWS];
+        u32x4 vector[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            piece[r] = r_w[r];
+            vector[r] = r_w[r];
             r_w[r] = gload((const u32x4 *)(row[r] + next * 16));
         }
         loads_issued();
@@ -1935,13 +1935,13 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
         for (int i = 0; i < ELEMS / 4; i++) {
             float v[ROWS][4];
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) decode_piece<F>(piece[r], i, v[r]);
+            for (int r = 0; r < ROWS; r++) decode_vector<F>(vector[r], i, v[r]);
             matvec_f32_add<N>(sums, column, at * (ELEMS * 4) + (uint32_t)i * 16, v);
         }
     }
 }
 
-// One wave's share of a part: ROWS rows from `row` on. The sums go to out[pass][ROWS c + r]; pass 0
+// One wave's share of a product: ROWS rows from `row` on. The sums go to out[pass][ROWS c + r]; pass 0
 // is w and pass 1 is w2.
 template <int F, int N, bool INT8>
 DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
@@ -1982,9 +1982,9 @@ struct matvec_tail {
     uint32_t gate, residual; // as in memory
     epilogue e;
 };
-DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int part, int first_row) {
+DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int first_row) {
     const rocq_k_matvec_args &a = reread(a0);
-    const rocq_k_matvec_part &p = a.part[part];
+    const rocq_k_matvec_product &p = a.product[product];
     const float *bias = p.bias;
     const char *gate = (const char *)p.gate, *residual = (const char *)p.residual;
     const int64_t gate_stride = p.gate_stride, residual_stride = p.residual_stride;
@@ -2065,12 +2065,12 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
     }
 }
 
-// What a block does. F: the format of all parts, or MATVEC_MIXED where each part has its own.
+// What a block does. F: the format of all products, or MATVEC_MIXED where each product has its own.
 //
 // When a launch begins its args are in no cache, so every load that depends on another one costs a
 // trip to memory. On gfx11 they are therefore loaded in as few dependent steps as possible: the
-// fields before the parts together with part 0, and then, if the block belongs to another part,
-// that part. y_format and activation are in the batch only to bring their cache lines, which hold
+// fields before the products together with product 0, and then, if the block belongs to another product,
+// that product. y_format and activation are in the batch only to bring their cache lines, which hold
 // what the epilogue needs, into the scalar cache before the loop ends. On NVIDIA args are in
 // constant memory, which needs none of this, and nvcc loads a field again rather than keep it in a
 // register.
@@ -2079,28 +2079,28 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
     uint32_t block = a.common.block0, begin = 0;
-    int part = 0;
-#if defined(__CUDACC__) // as a loop: then nvcc keeps the part in its uniform registers
+    int product = 0;
+#if defined(__CUDACC__) // as a loop: then nvcc keeps the product in its uniform registers
     block += block_index();
-    while (part < ROCQ_K_MATVEC_PARTS - 1 && block >= a.block_begin[part + 1]) {
-        begin = a.block_begin[++part];
+    while (product < ROCQ_K_MATVEC_PRODUCTS - 1 && block >= a.block_begin[product + 1]) {
+        begin = a.block_begin[++product];
     }
-    const rocq_k_matvec_weights &p = a.part[part].weights;
+    const rocq_k_matvec_weights &p = a.product[product].weights;
 #else
-    rocq_k_matvec_weights p = a.part[0].weights;
-    static_assert(ROCQ_K_MATVEC_PARTS == 4, "four beginnings");
+    rocq_k_matvec_weights p = a.product[0].weights;
+    static_assert(ROCQ_K_MATVEC_PRODUCTS == 4, "four beginnings");
     block = read_together(block, a.block_begin[0], a.block_begin[1], a.block_begin[2],
                           a.block_begin[3], a.x, a.x_units, a.x_column0, a.x_stride, a.k, a.n,
                           a.k_shift, a.k_step, p.w, p.w2, p.n_units, p.row0, p.m, p.format,
-                          a.part[0].y_format, a.part[0].activation);
+                          a.product[0].y_format, a.product[0].activation);
     block += block_index();
 #pragma unroll
-    for (int i = 1; i < ROCQ_K_MATVEC_PARTS; i++) {
+    for (int i = 1; i < ROCQ_K_MATVEC_PRODUCTS; i++) {
         begin = block < a.block_begin[i] ? begin : a.block_begin[i];
-        part = block < a.block_begin[i] ? part : i;
+        product = block < a.block_begin[i] ? product : i;
     }
-    if (part != 0) {
-        const rocq_k_matvec_part &own = a.part[part];
+    if (product != 0) {
+        const rocq_k_matvec_product &own = a.product[product];
         p = own.weights;
         read_together(own.y_format, own.activation, p.w, p.w2, p.n_units, p.row0, p.m, p.format);
     }
@@ -2122,7 +2122,7 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
             matvec_products<F, N, INT8>(a, p, row, k_wave, out);
         }
     }
-    const matvec_tail tail = matvec_tail_of(a, part, first_row);
+    const matvec_tail tail = matvec_tail_of(a, product, first_row);
     block_sync_lds();
     if (!tail.live) return;
     const float y = matvec_y<N>(tail, sums);
@@ -2338,7 +2338,7 @@ DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_place &at,
 // matmul_f16: x in F16, w decoded to F16, products and sums on the matrix unit with F32 sums.
 //
 // A step is 64 of K, two units a row. A thread decodes one unit of each of two rows of w and its
-// neighbour the other unit of both rows (plain formats: pieces, 8 threads a row), and copies pieces
+// neighbour the other unit of both rows (plain formats: vectors, 8 threads a row), and copies vectors
 // of x, 8 threads a column. So x is read in whole cache lines, and a load of w touches no more
 // lines than it has to.
 // Tile of 128 columns: waves 2 by 2, each 64 by 64, so that 4 + 4 fragments feed 16 WMMA and LDS is
@@ -2399,15 +2399,15 @@ template <int F> DEV void matmul_unit_halves(const raw<F> &r, uint32_t unit, u32
 }
 
 // Eight elements of a plain format in F16.
-template <int F> DEV u32x4 matmul_piece_halves(const u32x4 &piece) {
+template <int F> DEV u32x4 matmul_vector_halves(const u32x4 &vector) {
     if constexpr (F == ROCQ_F16) {
-        return piece;
+        return vector;
     } else {
         uint32_t w[4];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float v[4];
-            decode_piece<F>(piece, i, v);
+            decode_vector<F>(vector, i, v);
             w[2 * i] = bits<uint32_t>(pair((f16)v[0], (f16)v[1]));
             w[2 * i + 1] = bits<uint32_t>(pair((f16)v[2], (f16)v[3]));
         }
@@ -2415,10 +2415,10 @@ template <int F> DEV u32x4 matmul_piece_halves(const u32x4 &piece) {
     }
 }
 
-// The piece at element k of a row of n elements of a plain format, with zeros past the end.
-// wide: a row is a whole number of pieces.
+// The vector at element k of a row of n elements of a plain format, with zeros past the end.
+// wide: a row is a whole number of vectors.
 template <int F> DEV u32x4 matmul_load_piece(const char *row, uint32_t k, uint32_t n, bool wide) {
-    const int size = 16 / piece_elems<F>();
+    const int size = 16 / vector_elems<F>();
     if (k >= n) return make4(0, 0, 0, 0);
     if (wide) return gload((const u32x4 *)(row + k * size));
     uint32_t w[4];
@@ -2435,9 +2435,9 @@ template <int F> DEV u32x4 matmul_load_piece(const char *row, uint32_t k, uint32
     return make4(w[0], w[1], w[2], w[3]);
 }
 
-// A piece that has elements k to k + 7 of a row of n, with those past the end set to 0.
-DEV u32x4 matmul_mask_halves(const u32x4 &piece, int64_t k, int64_t n) {
-    uint32_t w[4] = {piece.x, piece.y, piece.z, piece.w};
+// A vector that has elements k to k + 7 of a row of n, with those past the end set to 0.
+DEV u32x4 matmul_mask_halves(const u32x4 &vector, int64_t k, int64_t n) {
+    uint32_t w[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int64_t e = k + 2 * i;
@@ -2495,7 +2495,8 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     const matmul_place at = matmul_place_of(a, BM, BN, (k + BK - 1) / BK);
     const int t = (int)thread_index(), wave = matmul_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
-    const int chunk = t % CHUNKS, row = t / CHUNKS; // of pieces: 8 lanes read a cache line of a row
+    const int chunk = t % CHUNKS,
+              row = t / CHUNKS; // of vectors: 8 lanes read a cache line of a row
 
     // x. Columns past the last repeat it: offsets are limited to that of the last column
     const char *const x = (const char *)a.x + at.x_column * a.x_stride * 2;
@@ -2522,7 +2523,7 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     };
 
     // w. Block formats: one of the step's two units of rows t / 2 and t / 2 + 64, so that two lanes
-    // share a cache line. Plain formats: pieces
+    // share a cache line. Plain formats: vectors
     const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
     const uint32_t row_units = k / 32, half = (uint32_t)t % 2;
     raw<F> wr[2];
@@ -2532,8 +2533,8 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     const char *w = nullptr;
     bool wide = false;
     if constexpr (is_plain<F>()) {
-        w = (const char *)a.w + at.w_row * k * (16 / piece_elems<F>());
-        wide = k % piece_elems<F>() == 0;
+        w = (const char *)a.w + at.w_row * k * (16 / vector_elems<F>());
+        wide = k % vector_elems<F>() == 0;
     } else {
         p = planes_at(planes_of<F>(a.w, a.w_units), at.w_row * row_units);
         w_unit = (uint32_t)t / 2 * row_units;
@@ -2572,25 +2573,25 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
 #pragma unroll
             for (int i = 0; i < N_W; i++) {
                 u32x4 *to = (u32x4 *)(wt + (row + i * LOAD_ROWS) * ROW) + chunk;
-                lput(to, matmul_piece_halves<F>(wp[i]));
+                lput(to, matmul_vector_halves<F>(wp[i]));
             }
         } else { // no prefetch: F32 would take 64 registers for it, misaligned rows many loads
-            const int pieces = BK / piece_elems<F>(); // of a row
+            const int vectors = BK / vector_elems<F>(); // of a row
 #pragma unroll 1
-            for (int i = t; i < BM * pieces; i += 128) {
-                const int r = i / pieces, e = i % pieces * piece_elems<F>();
+            for (int i = t; i < BM * vectors; i += 128) {
+                const int r = i / vectors, e = i % vectors * vector_elems<F>();
                 const uint32_t r_in = (uint32_t)r < w_last ? (uint32_t)r : w_last;
-                const char *const w_row = w + r_in * (k * (16 / piece_elems<F>()));
-                const u32x4 piece =
+                const char *const w_row = w + r_in * (k * (16 / vector_elems<F>()));
+                const u32x4 vector =
                     matmul_load_piece<F>(w_row, step * BK + (uint32_t)e, k, wide);
                 f16 *const to = wt + r * ROW + e;
                 if constexpr (F == ROCQ_F32) {
                     float v[4];
-                    decode_piece<F>(piece, 0, v);
+                    decode_vector<F>(vector, 0, v);
                     lput((u32x2 *)to, make2(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
                                             bits<uint32_t>(pair((f16)v[2], (f16)v[3]))));
                 } else {
-                    lput((u32x4 *)to, matmul_piece_halves<F>(piece));
+                    lput((u32x4 *)to, matmul_vector_halves<F>(vector));
                 }
             }
         }
@@ -2814,7 +2815,7 @@ DEV void matmul_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r,
                           int h, u32x4 (&to)[4]) {
     const uint32_t k = (uint32_t)a.k;
     if constexpr (is_plain<F>()) {
-        const int elems = piece_elems<F>();
+        const int elems = vector_elems<F>();
         const char *row = (const char *)a.w + (row0 + r) * k * (16 / elems);
 #pragma unroll
         for (int i = 0; i < 16 / elems; i++) {
@@ -2833,11 +2834,11 @@ DEV void matmul_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r,
 template <int F>
 DEV void matmul_put_half(const u32x4 (&from)[4], uint32_t step, int h, float *to, int stride) {
     if constexpr (is_plain<F>()) {
-        const int elems = piece_elems<F>();
+        const int elems = vector_elems<F>();
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float v[4];
-            decode_piece<F>(from[i * 4 / elems], i % (elems / 4), v);
+            decode_vector<F>(from[i * 4 / elems], i % (elems / 4), v);
 #pragma unroll
             for (int b = 0; b < 4; b++) lput(to + (16 * h + 4 * i + b) * stride, v[b]);
         }
@@ -2864,11 +2865,11 @@ DEV void matmul_multiply_f32(float (&c)[8][8], const float *w, const float *x, i
         float vw[8], vx[4 * HALVES];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            decode_piece<ROCQ_F32>(lget((const u32x4 *)(w + e * stride + 64 * h)), 0, vw + 4 * h);
+            decode_vector<ROCQ_F32>(lget((const u32x4 *)(w + e * stride + 64 * h)), 0, vw + 4 * h);
         }
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
-            decode_piece<ROCQ_F32>(lget((const u32x4 *)(x + e * stride + 64 * h)), 0, vx + 4 * h);
+            decode_vector<ROCQ_F32>(lget((const u32x4 *)(x + e * stride + 64 * h)), 0, vx + 4 * h);
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -2927,7 +2928,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
         for (int i = 0; i < 4; i++) {
             const int64_t k = (int64_t)step * BK + 16 * half + 4 * i;
             float v[4];
-            decode_piece<ROCQ_F32>(xr[i], 0, v);
+            decode_vector<ROCQ_F32>(xr[i], 0, v);
 #pragma unroll
             for (int b = 0; b < 4; b++) {
                 lput(xt + (16 * half + 4 * i + b) * STRIDE + row, k + b < a.k ? v[b] : 0.0f);
@@ -4509,11 +4510,11 @@ DEV void activate4(int32_t kind, float v[4]) {
     case KIND:       \
         for (int e = 0; e < 4; e++) v[e] = activation(KIND, v[e]); \
         break;
-        ROCQ_X(ROCQ_SILU)
-        ROCQ_X(ROCQ_GELU)
-        ROCQ_X(ROCQ_GELU_ERF)
-        ROCQ_X(ROCQ_RELU)
-        ROCQ_X(ROCQ_TANH)
+        ROCQ_X(ROCQ_ACT_SILU)
+        ROCQ_X(ROCQ_ACT_GELU)
+        ROCQ_X(ROCQ_ACT_GELU_ERF)
+        ROCQ_X(ROCQ_ACT_RELU)
+        ROCQ_X(ROCQ_ACT_TANH)
 #undef ROCQ_X
     default: break;
     }
@@ -4978,9 +4979,9 @@ DEV uint64_t sample_mass(const sample_state &s, int step, float logit) {
 // draw just above its uniform number times the sum.
 DEV uint64_t sample_target(const rocq_k_sample_args &a, int step, uint64_t sum) {
     if (step == SAMPLE_TOP_K) return (uint64_t)a.top_k;
-    const double part = step == SAMPLE_TOP_P ? (double)a.top_p
+    const double share = step == SAMPLE_TOP_P ? (double)a.top_p
                                              : (double)a.uniform_hi + (double)a.uniform_lo;
-    const double at = part * (double)sum;
+    const double at = share * (double)sum;
     const uint64_t target = step == SAMPLE_TOP_P ? (uint64_t)ceil(at) : (uint64_t)at + 1;
     return target < 1 ? 1 : target > sum ? sum : target;
 }

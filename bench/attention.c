@@ -190,7 +190,7 @@ static void measure(bench *b, shape s) {
     char name[96], peer_name[112];
     heads h = {.b = b, .s = s};
     snprintf(name, sizeof name, "attention/%s/d%lld/h%lldx%lld/q%lld/kv%lld%s",
-             rocq_get_format_info(s.format)->name, (long long)s.d, (long long)s.heads,
+             rocq_format_name(s.format), (long long)s.d, (long long)s.heads,
              (long long)s.kv_heads, (long long)s.n_q, (long long)s.n_kv, s.causal ? "" : "/full");
     snprintf(peer_name, sizeof peer_name, "%s/ggml", name);
     if (!bench_wants(b, name) && !bench_wants(b, peer_name)) return;
@@ -215,7 +215,7 @@ static void measure(bench *b, shape s) {
     } else {
         bench_fail(b, name, rocq_error(b->ctx));
     }
-    rocq_graph_free(b->ctx, &h.graph);
+    rocq_graph_destroy(b->ctx, &h.graph);
     rocq_buffer_free(b->ctx, &h.memory);
     free(h.ks);
     free(h.k);

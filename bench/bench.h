@@ -756,7 +756,7 @@ BENCH_FN void bench__put_notes(FILE *f, const char *key, const bench_notes *note
     fputs("]", f);
 }
 
-// As rocq_file_create writes it, so that the file is whole at every moment.
+// As rocq_file_open writes it, so that the file is whole at every moment.
 BENCH_FN bool bench__write(const bench *b) {
     char version[32], *text = NULL;
     size_t size = 0;
@@ -807,10 +807,10 @@ BENCH_FN bool bench__write(const bench *b) {
     bench__put_notes(f, "skipped", &b->skipped, false);
     fputs("}\n", f);
     if (fclose(f) != 0) bench__die("out of memory");
-    rocq_result result = rocq_file_create(b->ctx, &file, b->json);
+    rocq_result result = rocq_file_open(b->ctx, &file, b->json);
     if (result == ROCQ_OK) {
-        rocq_file_write(text, (int64_t)size, file); // rocq_file_finish tells whether that failed
-        result = rocq_file_finish(&file, true);
+        rocq_file_write(text, (int64_t)size, file); // rocq_file_close tells whether that failed
+        result = rocq_file_close(&file, true);
     }
     free(text);
     if (result != ROCQ_OK) fprintf(stderr, "bench: %s\n", rocq_error(b->ctx));
@@ -1135,8 +1135,9 @@ BENCH_FN bool bench_open(bench *b, int argc, char **argv, const char *program) {
 
     rocq_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.prefer = !strcmp(b->device, "cpu") ? ROCQ_CPU : !strcmp(b->device, "gpu") ? ROCQ_GPU :
-        ROCQ_BACKEND_AUTO;
+    desc.prefer = !strcmp(b->device, "cpu")   ? ROCQ_BACKEND_CPU
+                  : !strcmp(b->device, "gpu") ? ROCQ_BACKEND_GPU
+                                              : ROCQ_BACKEND_AUTO;
     desc.kernels_path = b->kernels;
     desc.n_threads = b->n_threads;
     desc.log = bench__log;
@@ -1148,7 +1149,7 @@ BENCH_FN bool bench_open(bench *b, int argc, char **argv, const char *program) {
         return false;
     }
     rocq_get_info(b->ctx, &b->info);
-    b->gpu = b->info.backend == ROCQ_GPU;
+    b->gpu = b->info.backend == ROCQ_BACKEND_GPU;
     b->n_threads = b->info.desc.n_threads;
     b->cache_bytes = (int64_t)sysconf(_SC_LEVEL3_CACHE_SIZE);
     if (b->cache_bytes <= 0) b->cache_bytes = (int64_t)sysconf(_SC_LEVEL2_CACHE_SIZE);

@@ -128,7 +128,7 @@ static void measure(bench *b, rocq_format format, const char *decoder, int64_t r
     w.turn = 0;
     if (n_ops > 0) bench_run(b, &op);
     else bench_fail(b, name, rocq_error(b->ctx));
-    rocq_graph_free(b->ctx, &w.graph);
+    rocq_graph_destroy(b->ctx, &w.graph);
     rocq_buffer_free(b->ctx, &w.memory);
     free(w.copies);
     free(w.blocks);

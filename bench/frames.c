@@ -113,7 +113,7 @@ static bool step(model *k, int32_t past, int32_t *drawn) {
 }
 
 static bool model_open(bench *b, model *k, const char *path, rocq_sharing sharing) {
-    const rocq_desc desc = {.prefer = ROCQ_GPU, .kernels_path = b->info.desc.kernels_path,
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU, .kernels_path = b->info.desc.kernels_path,
                             .sharing = sharing};
     const llama_options options = {.n_ctx = CONTEXT, .n_batch = PAST};
     const rocq_gguf_desc source = {.path = path};

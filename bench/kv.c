@@ -49,7 +49,7 @@ static double held_bytes(const rocq_kv_stats *stats) {
 
 static void growth(bench *b, rocq_format format, int32_t page_size) {
     const int32_t n_ctx = b->tiny ? 256 : 8192;
-    const char *name = rocq_get_format_info(format)->name;
+    const char *name = rocq_format_name(format);
     char label[96];
     snprintf(label, sizeof label, "kv/memory/%s/%s/", name, layout_of(page_size));
     if (!bench_wants(b, label)) return;
@@ -64,7 +64,7 @@ static void growth(bench *b, rocq_format format, int32_t page_size) {
         snprintf(label, sizeof label, "kv/memory/%s/%s/%d", name, layout_of(page_size), (int)n);
         bench_value(b, label, held, "B", result == ROCQ_OK && fabs(held / want - 1) < 1e-9);
     }
-    rocq_kv_free(&kv);
+    rocq_kv_destroy(&kv);
 }
 
 // Lengths of conversations: a few words to full contexts, median about 450.
@@ -124,7 +124,7 @@ static void mixed(bench *b, int32_t page_size) {
         snprintf(label, sizeof label, "kv/mixed/%s/%s", layout_of(page_size), values[i].name);
         bench_value(b, label, values[i].value, values[i].unit, ok);
     }
-    rocq_kv_free(&kv);
+    rocq_kv_destroy(&kv);
 }
 
 // -- a model's cache --
@@ -190,8 +190,8 @@ static rocq_result look(cache *c, float *out) {
 }
 
 static void cache_free(cache *c) {
-    rocq_graph_free(c->b->ctx, &c->graph);
-    rocq_kv_free(&c->kv);
+    rocq_graph_destroy(c->b->ctx, &c->graph);
+    rocq_kv_destroy(&c->kv);
     rocq_buffer_free(c->b->ctx, &c->memory);
     for (int i = 0; i < 2; i++) free(c->shot[i]);
     free(c->want);
@@ -427,7 +427,7 @@ static void decode(bench *b, rocq_format format, int32_t length) {
     rocq_row_size(format, DIM, &row);
     for (int i = 0; i < N_LAYOUTS; i++) {
         snprintf(names[i], sizeof names[i], "kv/decode/%s/%s/kv%d",
-                 rocq_get_format_info(format)->name, layout_of(pages[i]), (int)length);
+                 rocq_format_name(format), layout_of(pages[i]), (int)length);
         wanted |= bench_wants(b, names[i]);
         c[i].b = b;
     }

@@ -62,7 +62,7 @@ static void timers(state *s) {
         const char *name = gpu ? "launch/timer/gpu" : "launch/timer/host";
         const bench_case c = {.name = name, .run = time_nothing, .user = s};
         if (!bench_wants(s->b, name)) continue;
-        if (rocq_timer_create(s->b->ctx, &s->timer, gpu ? ROCQ_TIMER_GPU : ROCQ_TIMER_HOST)) {
+        if (rocq_timer_init(s->b->ctx, &s->timer, gpu ? ROCQ_TIMER_GPU : ROCQ_TIMER_HOST)) {
             bench_fail(s->b, name, rocq_error(s->b->ctx));
             continue;
         }

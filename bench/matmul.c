@@ -114,7 +114,7 @@ static rocq_result make(product *p) {
 }
 
 static void drop(product *p) {
-    rocq_graph_free(p->b->ctx, &p->graph);
+    rocq_graph_destroy(p->b->ctx, &p->graph);
     rocq_buffer_free(p->b->ctx, &p->memory);
     free(p->copies);
     free(p->w);
@@ -125,7 +125,7 @@ static void drop(product *p) {
 static void measure(bench *b, rocq_format format, int64_t m, int64_t k, int64_t n) {
     char name[96], peer_name[112];
     product p = {.b = b, .format = format, .m = m, .n = n, .k = k};
-    snprintf(name, sizeof name, "matmul/%s/%lldx%lld/n%lld", rocq_get_format_info(format)->name,
+    snprintf(name, sizeof name, "matmul/%s/%lldx%lld/n%lld", rocq_format_name(format),
              (long long)m, (long long)k, (long long)n);
     snprintf(peer_name, sizeof peer_name, "%s/ggml", name);
     if (!bench_wants(b, name) && !bench_wants(b, peer_name)) return;

@@ -23,7 +23,7 @@ BENCH_FN void model_put(model_writer *w, rocq_format format, int64_t k, int64_t 
     const int64_t ne[2] = {k, m}, some = m < 32 ? m : 32;
     int64_t row = 0;
     if (w->adding) {
-        w->failed |= rocq_gguf_add_tensor(w->w, name, format, m == 1 ? 1 : 2, ne) != ROCQ_OK;
+        w->failed |= rocq_gguf_writer_add_tensor(w->w, name, format, m == 1 ? 1 : 2, ne) != ROCQ_OK;
         return;
     }
     if (rocq_row_size(format, k, &row) != ROCQ_OK) bench__die("a row is no whole number of blocks");
@@ -40,7 +40,7 @@ BENCH_FN void model_put(model_writer *w, rocq_format format, int64_t k, int64_t 
         w->format = format, w->k = k, w->m = m;
         free(values);
     }
-    w->failed |= rocq_gguf_write(w->w, w->rows, row * m) != ROCQ_OK;
+    w->failed |= rocq_gguf_writer_write(w->w, w->rows, row * m) != ROCQ_OK;
 }
 
 BENCH_FN bool write_model(bench *b, const model_shape *s, int32_t n_ctx, const char *path) {
@@ -48,17 +48,17 @@ BENCH_FN bool write_model(bench *b, const model_shape *s, int32_t n_ctx, const c
     const int64_t d = s->d, kv = (int64_t)s->kv_heads * (s->d / s->heads);
     char name[64];
     model_writer w = {.adding = true};
-    if (rocq_gguf_create(b->ctx, &w.w, &desc) != ROCQ_OK) return false;
-    rocq_gguf_set_str(w.w, "general.architecture", "llama");
-    rocq_gguf_set_str(w.w, "tokenizer.ggml.model", "no_vocab");
-    rocq_gguf_set_u32(w.w, "llama.vocab_size", (uint32_t)s->vocab);
-    rocq_gguf_set_u32(w.w, "llama.embedding_length", (uint32_t)s->d);
-    rocq_gguf_set_u32(w.w, "llama.block_count", (uint32_t)s->layers);
-    rocq_gguf_set_u32(w.w, "llama.feed_forward_length", (uint32_t)s->ff);
-    rocq_gguf_set_u32(w.w, "llama.context_length", (uint32_t)n_ctx);
-    rocq_gguf_set_u32(w.w, "llama.attention.head_count", (uint32_t)s->heads);
-    rocq_gguf_set_u32(w.w, "llama.attention.head_count_kv", (uint32_t)s->kv_heads);
-    rocq_gguf_set_f32(w.w, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
+    if (rocq_gguf_writer_open(b->ctx, &w.w, &desc) != ROCQ_OK) return false;
+    rocq_gguf_writer_set_str(w.w, "general.architecture", "llama");
+    rocq_gguf_writer_set_str(w.w, "tokenizer.ggml.model", "no_vocab");
+    rocq_gguf_writer_set_u32(w.w, "llama.vocab_size", (uint32_t)s->vocab);
+    rocq_gguf_writer_set_u32(w.w, "llama.embedding_length", (uint32_t)s->d);
+    rocq_gguf_writer_set_u32(w.w, "llama.block_count", (uint32_t)s->layers);
+    rocq_gguf_writer_set_u32(w.w, "llama.feed_forward_length", (uint32_t)s->ff);
+    rocq_gguf_writer_set_u32(w.w, "llama.context_length", (uint32_t)n_ctx);
+    rocq_gguf_writer_set_u32(w.w, "llama.attention.head_count", (uint32_t)s->heads);
+    rocq_gguf_writer_set_u32(w.w, "llama.attention.head_count_kv", (uint32_t)s->kv_heads);
+    rocq_gguf_writer_set_f32(w.w, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
     for (int pass = 0; pass < 2 && !w.failed; pass++) {
         w.adding = pass == 0;
         model_put(&w, s->low, d, s->vocab, "token_embd.weight");
@@ -80,7 +80,7 @@ BENCH_FN bool write_model(bench *b, const model_shape *s, int32_t n_ctx, const c
         }
     }
     free(w.rows);
-    return rocq_gguf_finish(&w.w) == ROCQ_OK && !w.failed;
+    return rocq_gguf_writer_close(&w.w) == ROCQ_OK && !w.failed;
 }
 
 // The model of a program that measures one: "--model FILE", or a llama shape, written to path.

@@ -304,8 +304,8 @@ int main(int argc, char **argv) {
             }
         }
         free(untuned.out);
-        rocq_graph_free(b.ctx, &untuned.graph);
-        rocq_graph_free(b.ctx, &tuned.graph);
+        rocq_graph_destroy(b.ctx, &untuned.graph);
+        rocq_graph_destroy(b.ctx, &tuned.graph);
         unmake(&tuned);
     }
     const int n = tallies[0].n > 0 ? tallies[0].n : 1;

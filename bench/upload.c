@@ -107,11 +107,11 @@ static void write_file(state *s) {
     float *values = (float *)bench_alloc(KINDS * WIDEST * (int64_t)sizeof *values);
     uint64_t random = 1;
     for (int i = 0; i < KINDS * WIDEST; i++) values[i] = bench_normal(&random);
-    die_unless(s, rocq_gguf_create(s->b->ctx, &writer, &desc));
+    die_unless(s, rocq_gguf_writer_open(s->b->ctx, &writer, &desc));
     for (int32_t i = 0; i < s->n; i++) {
         const item *t = &s->items[i];
         const int32_t n_dims = t->ne[1] > 1 ? 2 : 1;
-        die_unless(s, rocq_gguf_add_tensor(writer, t->name, t->format, n_dims, t->ne));
+        die_unless(s, rocq_gguf_writer_add_tensor(writer, t->name, t->format, n_dims, t->ne));
     }
     for (int32_t i = 0; i < s->n; i++) {
         const item *t = &s->items[i];
@@ -122,9 +122,9 @@ static void write_file(state *s) {
             if (r >= KINDS) memcpy(dst, s->plain + kind * row, (size_t)row);
             else rocq_quantize(t->format, dst, values + kind * WIDEST, 1, t->ne[0], NULL);
         }
-        die_unless(s, rocq_gguf_write(writer, s->plain, t->size));
+        die_unless(s, rocq_gguf_writer_write(writer, s->plain, t->size));
     }
-    die_unless(s, rocq_gguf_finish(&writer));
+    die_unless(s, rocq_gguf_writer_close(&writer));
     free(values);
 }
 
@@ -139,7 +139,7 @@ static rocq_result done(void *user) { // each run waits for itself
 
 typedef struct load {
     state *s;
-    rocq_load_desc desc;
+    rocq_gguf_load_desc desc;
     char name[32];
 } load;
 

@@ -51,7 +51,7 @@ static rocq_result eval(llama_model *m, int32_t n, int32_t past) {
 static double check_ns(rocq_ctx *ctx, llama_model *m) {
     double ns[2] = {0, 0};
     if (!m->step) return 0;
-    rocq_graph_free(ctx, &m->step);
+    rocq_graph_destroy(ctx, &m->step);
     bool ok = llama__record(m, NULL) == ROCQ_OK;
     for (int i = 0; i < 2 && ok; i++) {
         const int64_t begin = rocq_time_ns();
@@ -62,8 +62,10 @@ static double check_ns(rocq_ctx *ctx, llama_model *m) {
 }
 
 static int measured(bool warm, bool step, const char *device, const char *path) {
-    const rocq_desc desc = {.prefer = strcmp(device, "gpu") == 0 ? ROCQ_GPU : ROCQ_CPU,
-                            .kernels_path = kernels, .rocm_path = getenv("ROCM_PATH"),
+    const rocq_desc desc = {.prefer =
+                                strcmp(device, "gpu") == 0 ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU,
+                            .kernels_path = kernels,
+                            .rocm_path = getenv("ROCM_PATH"),
                             .hip_path = getenv("HIP_PATH")};
     const llama_options options = {.n_ctx = 512, .n_batch = PROMPT};
     const rocq_gguf_desc source = {.path = path};

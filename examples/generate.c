@@ -332,7 +332,7 @@ static bool open_device(run *r) {
     // The GPU was only a wish, and one worth a word where there are kernels for it.
     rocq_get_info(r->ctx, &info);
     const bool no_kernels = info.gpu_result == ROCQ_E_NO_KERNELS && !r->o.kernels;
-    if (info.backend == ROCQ_CPU && r->o.device != (int32_t)ROCQ_CPU &&
+    if (info.backend == ROCQ_BACKEND_CPU && r->o.device != (int32_t)ROCQ_BACKEND_CPU &&
         info.gpu_result != ROCQ_OK && !no_kernels) {
         fprintf(stderr, "generate: on the CPU: %s\n", info.gpu_message);
     }
@@ -342,7 +342,7 @@ static bool open_device(run *r) {
 
 static bool on_gpu(const run *r) {
     rocq_info info;
-    return rocq_get_info(r->ctx, &info) == ROCQ_OK && info.backend == ROCQ_GPU;
+    return rocq_get_info(r->ctx, &info) == ROCQ_OK && info.backend == ROCQ_BACKEND_GPU;
 }
 
 // *tuned is false when --tuning names no file, or one that is not for this GPU: it is then made
@@ -365,15 +365,15 @@ static bool load_tuning(run *r, bool *tuned) {
 }
 
 static bool create_file(run *r, rocq_file **out, const char *path) {
-    return rocq_file_create(r->ctx, out, path) == ROCQ_OK || fail(path, rocq_error(r->ctx));
+    return rocq_file_open(r->ctx, out, path) == ROCQ_OK || fail(path, rocq_error(r->ctx));
 }
 
 // result: of the call that wrote the file. Where a write failed only the file knows why:
-// rocq_file_finish, though asked to keep it, then throws it away and gives the reason.
+// rocq_file_close, though asked to keep it, then throws it away and gives the reason.
 static bool finish_file(run *r, rocq_file **out, const char *path, rocq_result result) {
     const bool write_failed = result == ROCQ_E_IO;
-    if (result == ROCQ_OK || write_failed) result = rocq_file_finish(out, true);
-    else rocq_file_finish(out, false);
+    if (result == ROCQ_OK || write_failed) result = rocq_file_close(out, true);
+    else rocq_file_close(out, false);
     return result == ROCQ_OK || fail(path, rocq_error(r->ctx));
 }
 
@@ -582,7 +582,7 @@ static void print_stats(const run *r) {
     rocq_info info;
     rocq_get_info(r->ctx, &info);
     fprintf(stderr, "%-20s %s\n", "device", info.device);
-    if (info.backend == ROCQ_GPU) {
+    if (info.backend == ROCQ_BACKEND_GPU) {
         char target[16] = "other";
         if (info.target != 0) snprintf(target, sizeof target, "gfx%x", (unsigned)info.target);
         fprintf(stderr, "%-20s %s, kernels: %s, runtime: %s\n", "target", target, info.kernels,

@@ -26,7 +26,7 @@ static float noise(void) { // in [-1, 1)
 int main(void) {
     const rocq_format formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q8_0, ROCQ_Q6_K, ROCQ_Q4_K, ROCQ_Q2_K};
     const int64_t w_shape[2] = {K, M}, x_shape[1] = {K}, y_shape[1] = {M};
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1};
     rocq_ctx *ctx = NULL;
     rocq_tensor w, x, y;
     rocq_result result = rocq_open(&ctx, &desc);

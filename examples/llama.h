@@ -181,10 +181,10 @@ static const struct llama__family {
     rocq_rope_pairing pairing;
     rocq_activation activation;
 } llama__families[] = {
-    {"llama", LLAMA__LLAMA, ROCQ_ROPE_NORM, ROCQ_SILU},
-    {"qwen2", LLAMA__QWEN2, ROCQ_ROPE_NEOX, ROCQ_SILU},
-    {"qwen3", LLAMA__QWEN3, ROCQ_ROPE_NEOX, ROCQ_SILU},
-    {"gemma2", LLAMA__GEMMA2, ROCQ_ROPE_NEOX, ROCQ_GELU},
+    {"llama", LLAMA__LLAMA, ROCQ_ROPE_NORM, ROCQ_ACT_SILU},
+    {"qwen2", LLAMA__QWEN2, ROCQ_ROPE_NEOX, ROCQ_ACT_SILU},
+    {"qwen3", LLAMA__QWEN3, ROCQ_ROPE_NEOX, ROCQ_ACT_SILU},
+    {"gemma2", LLAMA__GEMMA2, ROCQ_ROPE_NEOX, ROCQ_ACT_GELU},
 };
 
 enum { LLAMA__REQUIRED = -1 }; // in place of a default
@@ -568,8 +568,8 @@ static bool llama__loading(int64_t done, int64_t total, void *user) {
 static rocq_result llama__load_listed(llama_model *m, const rocq_gguf *file, int family,
                                       llama__list *list) {
     LLAMA__TRY(llama__find_all(m, file, family, list));
-    const rocq_load_desc desc = {.names = list->names, .n_names = m->n_weights,
-                                 .progress = llama__loading, .user = m};
+    const rocq_gguf_load_desc desc = {
+        .names = list->names, .n_names = m->n_weights, .progress = llama__loading, .user = m};
     const rocq_result result = rocq_gguf_load(m->ctx, file, &desc, list->tensors, &m->weights);
     if (result != ROCQ_OK) return m->error[0] ? ROCQ_E_STATE : result; // progress had it stopped
     for (int32_t i = 0; i < m->n_weights; i++) *list->places[i] = list->tensors[i];
@@ -833,7 +833,7 @@ static rocq_result llama__make_memory(llama_model *m) {
 
 static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     const rocq_info info = llama__info(m);
-    const bool gpu = info.backend == ROCQ_GPU;
+    const bool gpu = info.backend == ROCQ_BACKEND_GPU;
     int family = 0;
     m->few = rocq_operand_format(m->ctx, ROCQ_Q8_0, 1, m->options.precision);
     m->many = rocq_operand_format(m->ctx, ROCQ_Q8_0, LLAMA__FEW + 1, m->options.precision);
@@ -875,10 +875,10 @@ static rocq_result llama__warm(llama_model *m) {
     static const rocq_sample_params usual = {.temperature = 0.8f, .top_k = 40, .top_p = 0.95f};
     const bool recorded = m->step != NULL;
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
-    if (llama__info(m).backend == ROCQ_GPU) LLAMA__TRY(rocq_warm(m->ctx, NULL));
+    if (llama__info(m).backend == ROCQ_BACKEND_GPU) LLAMA__TRY(rocq_warm(m->ctx, NULL));
     if (!recorded) LLAMA__TRY(llama__record(m, &usual));
     const rocq_result result = rocq_warm(m->ctx, m->step);
-    if (!recorded) rocq_graph_free(m->ctx, &m->step);
+    if (!recorded) rocq_graph_destroy(m->ctx, &m->step);
     return result;
 }
 
@@ -891,8 +891,8 @@ static inline rocq_result llama_warm(llama_model *m) {
 }
 
 static inline void llama_close(llama_model *m) {
-    if (m->ctx) rocq_graph_free(m->ctx, &m->step);
-    rocq_kv_free(&m->kv);
+    if (m->ctx) rocq_graph_destroy(m->ctx, &m->step);
+    rocq_kv_destroy(&m->kv);
     if (m->ctx) {
         rocq_buffer_free(m->ctx, &m->memory);
         llama__free(m, m->staged, llama__staged_size(m));
@@ -995,7 +995,7 @@ static rocq_result llama__tune(llama_model *m, rocq_tune_result *result) {
     const bool recorded = m->step != NULL;
     int32_t *tokens; // any will do: zeros
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
-    if (llama__info(m).backend != ROCQ_GPU) {
+    if (llama__info(m).backend != ROCQ_BACKEND_GPU) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "there is nothing to tune on the CPU");
     }
     LLAMA__TRY(llama__allocate(m, &tokens, size));
@@ -1004,7 +1004,7 @@ static rocq_result llama__tune(llama_model *m, rocq_tune_result *result) {
     llama__free(m, tokens, size);
     if (r == ROCQ_OK && !recorded) r = llama__record(m, NULL);
     if (r == ROCQ_OK) r = rocq_tune_graph(m->ctx, m->step, NULL, result);
-    if (!recorded) rocq_graph_free(m->ctx, &m->step);
+    if (!recorded) rocq_graph_destroy(m->ctx, &m->step);
     m->n_past = 0;
     memset(&m->last, 0, sizeof m->last);
     return r;

@@ -124,8 +124,8 @@ static bool open_device(job *j) {
     }
     rocq_get_info(j->ctx, &info);
     const bool no_kernels = info.gpu_result == ROCQ_E_NO_KERNELS && !j->kernels;
-    if (info.backend == ROCQ_CPU && j->device != ROCQ_CPU && info.gpu_result != ROCQ_OK &&
-        !no_kernels) {
+    if (info.backend == ROCQ_BACKEND_CPU && j->device != ROCQ_BACKEND_CPU &&
+        info.gpu_result != ROCQ_OK && !no_kernels) {
         fprintf(stderr, "perplexity: on the CPU: %s\n", info.gpu_message);
     }
     return true;

@@ -9,7 +9,7 @@
 // 256-element blocks takes a format of 32-element blocks of about the same precision, or else F16.
 // Works on one tensor at a time; memory is bounded by the largest. The output may be the input:
 // what is written has another name, out.gguf.part, until it is whole, and then takes the place of
-// what is there in one step (rocq_file_create). On any failure, and after Ctrl-C, out.gguf is as it
+// what is there in one step (rocq_file_open). On any failure, and after Ctrl-C, out.gguf is as it
 // was.
 
 #define ROCQ_IMPLEMENTATION
@@ -75,9 +75,9 @@ static bool check(const job *j, const char *what, rocq_result result) {
 }
 
 // The same for a call that writes the output. Where a write failed only the file knows why:
-// rocq_file_finish, though asked to keep it, then throws it away and gives the reason.
+// rocq_file_close, though asked to keep it, then throws it away and gives the reason.
 static bool check_written(job *j, rocq_result result) {
-    if (result == ROCQ_E_IO) result = rocq_file_finish(&j->out_file, true);
+    if (result == ROCQ_E_IO) result = rocq_file_close(&j->out_file, true);
     return check(j, j->out_path, result);
 }
 
@@ -164,15 +164,15 @@ static bool plan(job *j) {
     j->n_layers = n_layers > 0 && n_layers < 1 << 20 ? (int32_t)n_layers : 0;
     j->tied = rocq_gguf_find_tensor(j->in, "output.weight", &t) != ROCQ_OK;
 
-    if (!check(j, j->out_path, rocq_file_create(j->ctx, &j->out_file, j->out_path))) return false;
+    if (!check(j, j->out_path, rocq_file_open(j->ctx, &j->out_file, j->out_path))) return false;
     const rocq_gguf_writer_desc target = {.write = rocq_file_write, .user = j->out_file};
-    rocq_result result = rocq_gguf_create(j->ctx, &j->out, &target);
-    if (result == ROCQ_OK) result = rocq_gguf_set_from(j->out, j->in);
+    rocq_result result = rocq_gguf_writer_open(j->ctx, &j->out, &target);
+    if (result == ROCQ_OK) result = rocq_gguf_writer_set_from(j->out, j->in);
     if (result == ROCQ_OK) {
-        result = rocq_gguf_set_u32(j->out, "general.quantization_version", 2);
+        result = rocq_gguf_writer_set_u32(j->out, "general.quantization_version", 2);
     }
     if (result == ROCQ_OK && file_type(j) >= 0) {
-        result = rocq_gguf_set_u32(j->out, "general.file_type", (uint32_t)file_type(j));
+        result = rocq_gguf_writer_set_u32(j->out, "general.file_type", (uint32_t)file_type(j));
     }
     if (!check(j, j->out_path, result)) return false;
     for (int64_t i = 0; i < rocq_gguf_tensor_count(j->in); i++) {
@@ -184,7 +184,7 @@ static bool plan(job *j) {
         const rocq_format format = choose(j, &t);
         result = rocq_row_size(format, t.ne[0], &n_bytes);
         if (result == ROCQ_OK) {
-            result = rocq_gguf_add_tensor(j->out, name, format, t.n_dims, t.ne);
+            result = rocq_gguf_writer_add_tensor(j->out, name, format, t.n_dims, t.ne);
         }
         if (!check(j, name, result)) return false;
         n_rows = t.ne[1] * t.ne[2] * t.ne[3]; // the reader has checked that the product fits
@@ -225,11 +225,12 @@ static bool convert(job *j, const rocq_gguf_tensor *t) {
     }
     snprintf(shape, sizeof shape, "%.0f x %.0f", (double)n, (double)n_rows);
     printf("%-32s %16s  %-10s  %-10s  %8.5f  %12.0f\n", name, shape,
-           rocq_get_format_info(t->format)->name, rocq_get_format_info(format)->name,
+           rocq_format_name(t->format), rocq_format_name(format),
            power > 0 ? sqrt(error / power) : 0.0, (double)(to_bytes * n_rows));
     j->bytes_before += t->size;
     j->bytes_after += to_bytes * n_rows;
-    return check_printed() && check_written(j, rocq_gguf_write(j->out, to, to_bytes * n_rows));
+    return check_printed() &&
+           check_written(j, rocq_gguf_writer_write(j->out, to, to_bytes * n_rows));
 }
 
 static bool quantize(job *j) {
@@ -246,10 +247,10 @@ static bool quantize(job *j) {
            j->bytes_before > 0 ? 100 * (double)j->bytes_after / (double)j->bytes_before : 0.0);
     // All that can fail has come before the output takes its place, for which Windows wants the
     // input closed: it may be the same file.
-    const bool written = check_written(j, rocq_gguf_finish(&j->out));
+    const bool written = check_written(j, rocq_gguf_writer_close(&j->out));
     if (!written || !check_printed() || stopped) return false;
     rocq_gguf_close(&j->in);
-    return check(j, j->out_path, rocq_file_finish(&j->out_file, true));
+    return check(j, j->out_path, rocq_file_close(&j->out_file, true));
 }
 
 int main(int argc, char **argv) {
@@ -264,12 +265,12 @@ int main(int argc, char **argv) {
     }
     j.in_path = argv[1];
     j.out_path = argv[2];
-    const rocq_desc desc = {.prefer = ROCQ_CPU};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU};
     if (rocq_open(&j.ctx, &desc) != ROCQ_OK) return fail("rocq", "cannot start") ? 0 : 1;
     catch_signals();
     const bool good = quantize(&j);
-    if (j.out) rocq_gguf_finish(&j.out);
-    if (j.out_file) rocq_file_finish(&j.out_file, false);
+    if (j.out) rocq_gguf_writer_close(&j.out);
+    if (j.out_file) rocq_file_close(&j.out_file, false);
     rocq_gguf_close(&j.in);
     rocq_close(&j.ctx); // with its buffers
     if (stopped && !good) { // ends as the signal would have ended it

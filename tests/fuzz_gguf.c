@@ -33,10 +33,10 @@ static void write_again(rocq_ctx *ctx, const rocq_gguf *file) {
     uint64_t hash = 0;
     const rocq_gguf_writer_desc desc = {.write = discard, .user = &hash};
     rocq_gguf_writer *writer = NULL;
-    WALK_CHECK(rocq_gguf_create(ctx, &writer, &desc) == ROCQ_OK);
-    WALK_CHECK(rocq_gguf_set_from(writer, file) == ROCQ_OK);
-    WALK_CHECK(rocq_gguf_set_from(writer, file) == ROCQ_OK); // every key there already
-    WALK_CHECK(rocq_gguf_finish(&writer) == ROCQ_OK && !writer);
+    WALK_CHECK(rocq_gguf_writer_open(ctx, &writer, &desc) == ROCQ_OK);
+    WALK_CHECK(rocq_gguf_writer_set_from(writer, file) == ROCQ_OK);
+    WALK_CHECK(rocq_gguf_writer_set_from(writer, file) == ROCQ_OK); // every key there already
+    WALK_CHECK(rocq_gguf_writer_close(&writer) == ROCQ_OK && !writer);
 }
 
 // A file whose types are known can be loaded, and each tensor is what reading it gives.
@@ -44,7 +44,7 @@ static void load_all(rocq_ctx *ctx, const rocq_gguf *file, bool copy) {
     const int64_t n = rocq_gguf_tensor_count(file);
     rocq_tensor *tensors = (rocq_tensor *)malloc((size_t)n * sizeof *tensors + 1);
     rocq_buffer buffer;
-    const rocq_load_desc desc = {.piece_bytes = 512, .copy = copy};
+    const rocq_gguf_load_desc desc = {.piece_bytes = 512, .copy = copy};
     if (tensors && rocq_gguf_load(ctx, file, &desc, tensors, &buffer) == ROCQ_OK) {
         for (int64_t i = 0; i < n; i++) {
             rocq_gguf_tensor t;
@@ -64,7 +64,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static rocq_ctx *ctx;
     if (!ctx) {
-        const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1};
+        const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1};
         WALK_CHECK(rocq_open(&ctx, &desc) == ROCQ_OK);
     }
     rocq_stats before, after;

@@ -45,7 +45,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static rocq_ctx *ctx;
     if (!ctx) {
-        const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1};
+        const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1};
         CHECK(rocq_open(&ctx, &desc) == ROCQ_OK);
     }
     rocq_stats before, after;

@@ -20,7 +20,7 @@ static rocq_ctx *contexts[N_DEVICES];
 static int open_devices(void **state) {
     (void)state;
     for (int i = 0; i < N_DEVICES; i++) {
-        const rocq_desc desc = {.prefer = i == CPU ? ROCQ_CPU : ROCQ_GPU,
+        const rocq_desc desc = {.prefer = i == CPU ? ROCQ_BACKEND_CPU : ROCQ_BACKEND_GPU,
                                 .no_graphs = i == GPU_ONE_BY_ONE};
         if (rocq_open(&contexts[i], &desc) != ROCQ_OK) return -1;
     }

@@ -225,7 +225,7 @@ static const char *say(const char *format, ...) {
     return text;
 }
 
-static const char *name_of(rocq_format f) { return rocq_get_format_info(f)->name; }
+static const char *name_of(rocq_format f) { return rocq_format_name(f); }
 
 static const rocq_format all_formats[] = {
 #define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_##NAME,
@@ -633,7 +633,7 @@ static void test_planar_activations(void **state) {
     const rocq_norm_params norm = {.y = &h.t, .x = &x.t};
     const rocq_matmul_params mm = {.y = &y.t, .w = &w.t, .x = &h.t};
     const rocq_matmul_params both = {.y = &g.t, .w = &w.t, .x = &h.t, .w2 = &w.t,
-                                     .activation = ROCQ_SILU};
+                                     .activation = ROCQ_ACT_SILU};
     const rocq_cast_params back = {.y = &y.t, .x = &g.t};
     rocq_matmul_params exact = mm, exact_both = both;
     exact.precision = exact_both.precision = ROCQ_PRECISION_F32;
@@ -1187,8 +1187,8 @@ static void test_graph(void **state) {
         if (!(e <= 1e-3)) fail_msg("replay %d: NMSE %g", round, e);
         free(got);
     }
-    rocq_graph_free(gpu, &graph);
-    rocq_graph_free(gpu, &graph);
+    rocq_graph_destroy(gpu, &graph);
+    rocq_graph_destroy(gpu, &graph);
     free_twins();
     box_free(&x);
     box_free(&w);
@@ -1248,7 +1248,7 @@ static void test_every_kernel_ran(void **state) {
 
 static int open_both(void **state) {
     (void)state;
-    const rocq_desc on_cpu = {.prefer = ROCQ_CPU}, on_device = {.prefer = ROCQ_GPU};
+    const rocq_desc on_cpu = {.prefer = ROCQ_BACKEND_CPU}, on_device = {.prefer = ROCQ_BACKEND_GPU};
     if (rocq_open(&cpu, &on_cpu) != ROCQ_OK) return -1;
     const rocq_result result = rocq_open(&gpu, &on_device);
     if (result != ROCQ_OK) {

@@ -154,13 +154,13 @@ static inline void model_add_all(model_file *f) {
 static inline void model_set_u32(rocq_gguf_writer *w, const char *arch, const char *key, int64_t value) {
     char name[128];
     snprintf(name, sizeof name, "%s.%s", arch, key);
-    assert_int_equal(rocq_gguf_set_u32(w, name, (uint32_t)value), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_u32(w, name, (uint32_t)value), ROCQ_OK);
 }
 
 static inline void model_set_f32(rocq_gguf_writer *w, const char *arch, const char *key, float value) {
     char name[128];
     snprintf(name, sizeof name, "%s.%s", arch, key);
-    assert_int_equal(rocq_gguf_set_f32(w, name, value), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_f32(w, name, value), ROCQ_OK);
 }
 
 // The vocabulary: <unk>, <s>, </s>, the 256 bytes, then words that tokenize as themselves.
@@ -181,15 +181,18 @@ static inline void model_set_vocab(rocq_gguf_writer *w, int32_t n_vocab) {
         tokens[i].data = text[i];
         tokens[i].length = (int64_t)strlen(text[i]);
     }
-    assert_int_equal(rocq_gguf_set_str(w, "tokenizer.ggml.model", "llama"), ROCQ_OK);
-    assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.tokens", ROCQ_GGUF_STRING, true, n_vocab,
-                                   tokens), ROCQ_OK);
-    assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.scores", ROCQ_GGUF_F32, true, n_vocab,
-                                   scores), ROCQ_OK);
-    assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.token_type", ROCQ_GGUF_I32, true, n_vocab,
-                                   types), ROCQ_OK);
-    assert_int_equal(rocq_gguf_set_u32(w, "tokenizer.ggml.bos_token_id", 1), ROCQ_OK);
-    assert_int_equal(rocq_gguf_set_u32(w, "tokenizer.ggml.eos_token_id", 2), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_str(w, "tokenizer.ggml.model", "llama"), ROCQ_OK);
+    assert_int_equal(
+        rocq_gguf_writer_set(w, "tokenizer.ggml.tokens", ROCQ_GGUF_STRING, true, n_vocab, tokens),
+        ROCQ_OK);
+    assert_int_equal(
+        rocq_gguf_writer_set(w, "tokenizer.ggml.scores", ROCQ_GGUF_F32, true, n_vocab, scores),
+        ROCQ_OK);
+    assert_int_equal(
+        rocq_gguf_writer_set(w, "tokenizer.ggml.token_type", ROCQ_GGUF_I32, true, n_vocab, types),
+        ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_u32(w, "tokenizer.ggml.bos_token_id", 1), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_u32(w, "tokenizer.ggml.eos_token_id", 2), ROCQ_OK);
     free(types);
     free(scores);
     free(text);
@@ -219,9 +222,9 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
     rocq_gguf_writer *w = NULL;
     rocq_gguf_writer_desc desc = {0};
     desc.path = path;
-    assert_int_equal(rocq_gguf_create(ctx, &w, &desc), ROCQ_OK);
-    assert_int_equal(rocq_gguf_set_str(w, "general.architecture", s->arch), ROCQ_OK);
-    assert_int_equal(rocq_gguf_set_str(w, "general.name", s->name), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_open(ctx, &w, &desc), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_str(w, "general.architecture", s->arch), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_str(w, "general.name", s->name), ROCQ_OK);
     model_set_u32(w, s->arch, "context_length", 512);
     model_set_u32(w, s->arch, "embedding_length", s->n_embd);
     model_set_u32(w, s->arch, "block_count", f.n_layers);
@@ -237,7 +240,7 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
     if (s->rope_scaling) {
         char key[128];
         snprintf(key, sizeof key, "%s.rope.scaling.type", s->arch);
-        assert_int_equal(rocq_gguf_set_str(w, key, s->rope_scaling), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_set_str(w, key, s->rope_scaling), ROCQ_OK);
         model_set_f32(w, s->arch, "rope.scaling.factor", s->rope_factor);
         if (s->rope_attention > 0)
             model_set_f32(w, s->arch, "rope.scaling.attn_factor", s->rope_attention);
@@ -252,8 +255,9 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
 
     for (int32_t i = 0; i < f.n_tensors; i++) {
         const model_tensor *t = &f.tensors[i];
-        assert_int_equal(rocq_gguf_add_tensor(w, t->name, t->format, t->ne[1] > 0 ? 2 : 1, t->ne),
-                         ROCQ_OK);
+        assert_int_equal(
+            rocq_gguf_writer_add_tensor(w, t->name, t->format, t->ne[1] > 0 ? 2 : 1, t->ne),
+            ROCQ_OK);
     }
     for (int32_t i = 0; i < f.n_tensors; i++) {
         const model_tensor *t = &f.tensors[i];
@@ -273,11 +277,11 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
         }
         (quantize ? quantize : model_quantize)((int32_t)t->format, rows, bytes, 0, n_rows, t->ne[0],
                                                NULL);
-        assert_int_equal(rocq_gguf_write(w, bytes, n_rows * n_bytes), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_write(w, bytes, n_rows * n_bytes), ROCQ_OK);
         free(bytes);
         free(rows);
     }
-    assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_close(&w), ROCQ_OK);
     free(f.tensors);
 }
 

@@ -41,7 +41,7 @@ static void log_keep(rocq_log_level level, const char *message, void *user) {
 
 static rocq_ctx *open_cpu(void) {
     rocq_ctx *ctx;
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 2};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 2};
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
     return ctx;
 }
@@ -76,7 +76,7 @@ static void open_fills_in_defaults(void **state) {
     rocq_info info;
     assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
     assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
-    assert_int_equal(info.backend, ROCQ_CPU);
+    assert_int_equal(info.backend, ROCQ_BACKEND_CPU);
     assert_int_equal(info.gpu_result, ROCQ_E_NO_KERNELS);
     assert_true(info.desc.n_threads >= 1);
     assert_non_null(info.desc.allocator.alloc);
@@ -93,8 +93,10 @@ static void open_refuses_bad_descs(void **state) {
     (void)state;
     counter memory = {0, 0, -1};
     log_entry log = {0, ROCQ_LOG_INFO, ""};
-    const rocq_desc good = {.prefer = ROCQ_CPU, .allocator = {counter_alloc, counter_free, &memory},
-                            .log = log_keep, .log_user = &log};
+    const rocq_desc good = {.prefer = ROCQ_BACKEND_CPU,
+                            .allocator = {counter_alloc, counter_free, &memory},
+                            .log = log_keep,
+                            .log_user = &log};
     rocq_desc bad[5];
     for (int i = 0; i < 5; i++) bad[i] = good;
     bad[0].allocator.free = NULL;
@@ -119,7 +121,7 @@ static void gpu_is_refused_or_falls_back(void **state) {
     log_entry log = {0, ROCQ_LOG_INFO, ""};
     rocq_ctx *ctx;
     rocq_info info;
-    rocq_desc desc = {.prefer = ROCQ_GPU, .log = log_keep, .log_user = &log};
+    rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU, .log = log_keep, .log_user = &log};
     const rocq_result result = rocq_open(&ctx, &desc);
     assert_true(result == ROCQ_E_NO_RUNTIME || result == ROCQ_E_NO_KERNELS);
     assert_null(ctx);
@@ -127,7 +129,7 @@ static void gpu_is_refused_or_falls_back(void **state) {
     desc.allow_fallback = true;
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
     assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
-    assert_int_equal(info.backend, ROCQ_CPU);
+    assert_int_equal(info.backend, ROCQ_BACKEND_CPU);
     assert_int_equal(info.gpu_result, result);
     assert_int_equal(log.n, 2); // a fallback is never silent
     rocq_close(&ctx);
@@ -138,7 +140,7 @@ static void every_failing_allocation_of_open_is_reported(void **state) {
     for (int64_t k = 0; k < 2; k++) {
         counter memory = {0, 0, k};
         rocq_ctx *ctx;
-        const rocq_desc desc = {.prefer = ROCQ_CPU, .scratch_bytes = 1000,
+        const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .scratch_bytes = 1000,
                                 .allocator = {counter_alloc, counter_free, &memory}};
         assert_int_equal(rocq_open(&ctx, &desc), ROCQ_E_MEMORY);
         assert_null(ctx);
@@ -150,7 +152,7 @@ static void buffers_are_aligned_counted_and_freed(void **state) {
     (void)state;
     counter memory = {0, 0, -1};
     rocq_ctx *ctx;
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .memory_budget = 10000,
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .memory_budget = 10000,
                             .allocator = {counter_alloc, counter_free, &memory}};
     rocq_buffer a, b, copy;
     rocq_stats stats;
@@ -195,7 +197,7 @@ static void only_a_whole_buffer_is_freed(void **state) {
     (void)state;
     counter memory = {0, 0, -1};
     rocq_ctx *ctx;
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1, .memory_budget = 10000,
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1, .memory_budget = 10000,
                             .allocator = {counter_alloc, counter_free, &memory}};
     rocq_buffer buffer, piece, copy;
     rocq_arena arena;
@@ -228,7 +230,7 @@ static void growing_scratch_keeps_the_budget(void **state) {
     counter memory = {0, 0, -1};
     rocq_ctx *ctx;
     const int64_t budget = 1050000;
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1, .memory_budget = budget,
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1, .memory_budget = budget,
                             .allocator = {counter_alloc, counter_free, &memory}};
     rocq_buffer buffer;
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
@@ -619,7 +621,7 @@ static void threads_do_every_item_once(void **state) {
     static int64_t hits[N];
     for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
         rocq_ctx *ctx;
-        const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = counts[c]};
+        const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = counts[c]};
         sum_job job = {hits, counts[c], false};
         memset(hits, 0, sizeof hits);
         assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
@@ -745,14 +747,14 @@ static void ops_refuse_bad_operands(void **state) {
     t[4] = slot_tensor(4, ROCQ_F16, 5, 3, 2, 1);
     t[5] = slot_tensor(5, ROCQ_F32, 5, 3, 2, 1);
     rocq_matmul_params mm = {.y = &t[0], .w = &t[1], .x = &t[2], .bias = &t[3], .gate = &t[4],
-                             .residual = &t[5], .activation = ROCQ_SILU};
+                             .residual = &t[5], .activation = ROCQ_ACT_SILU};
     check_refusals(ctx, &(op_case){ROCQ_OP_MATMUL, &mm, {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5]}, {true}});
     assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_MATMUL, &mm, &bytes), ROCQ_OK);
     assert_true(bytes > 0);
     assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_MATMUL, &mm, NULL), ROCQ_E_ARGUMENT);
     mm.activation = (rocq_activation)17;
     assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_E_ARGUMENT);
-    mm.activation = ROCQ_IDENTITY;
+    mm.activation = ROCQ_ACT_IDENTITY;
     mm.softcap = NAN;
     assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_E_ARGUMENT);
     mm.softcap = 0;
@@ -846,9 +848,9 @@ static void ops_refuse_bad_operands(void **state) {
     t[0] = slot_tensor(0, ROCQ_F32, 32, 3, 2, 1);
     t[1] = slot_tensor(1, ROCQ_F16, 32, 3, 2, 1);
     t[2] = slot_tensor(2, ROCQ_F32, 32, 3, 2, 1);
-    const rocq_activate_params activate = {&t[0], &t[1], ROCQ_GELU};
+    const rocq_activate_params activate = {&t[0], &t[1], ROCQ_ACT_GELU};
     check_refusals(ctx, &(op_case){ROCQ_OP_ACTIVATE, &activate, {&t[0], &t[1]}, {true}});
-    const rocq_glu_params glu = {&t[0], &t[1], &t[2], ROCQ_SILU};
+    const rocq_glu_params glu = {&t[0], &t[1], &t[2], ROCQ_ACT_SILU};
     check_refusals(ctx, &(op_case){ROCQ_OP_GLU, &glu, {&t[0], &t[1], &t[2]}, {true}});
     const rocq_binary_params binary = {&t[0], &t[1], &t[2]};
     check_refusals(ctx, &(op_case){ROCQ_OP_ADD, &binary, {&t[0], &t[1], &t[2]}, {true}});

@@ -63,7 +63,7 @@ static int print_table(void **state) {
         if (s->encoded) snprintf(text[1], 32, "%lld of %lld", (long long)s->encoded_same, (long long)s->encoded);
         if (s->n_ratios) snprintf(text[2], 32, "%.4f %.4f", s->ratio / s->n_ratios, s->worst);
         if (s->n_weighted) snprintf(text[3], 32, "%.4f %.4f", s->weighted / s->n_weighted, s->weighted_worst);
-        print_message("%-12s  %-19s  %-19s  %-17s  %s\n", rocq_get_format_info(formats[f])->name, text[0],
+        print_message("%-12s  %-19s  %-19s  %-17s  %s\n", rocq_format_name(formats[f]), text[0],
                       text[1], text[2], text[3]);
     }
     return 0;
@@ -323,7 +323,7 @@ static void pictures(void **state) {
                 const float want = pictured(l, block, i);
                 // The sign of a zero is ggml's to say.
                 if (!same_float(got[i], want) && !(got[i] == 0 && want == 0)) {
-                    fail_msg("%s element %d: %a, the picture says %a", rocq_get_format_info(l->format)->name,
+                    fail_msg("%s element %d: %a, the picture says %a", rocq_format_name(l->format),
                              i, (double)got[i], (double)want);
                 }
             }
@@ -429,7 +429,7 @@ static void check_fp6(const fp6 *f, const float *x) {
         if (fabs(want) > f->largest) want = copysign(f->largest, v);
         const double got = element(fp6_code(block, i), f->e_bits, f->m_bits, f->bias);
         if (!(got == want)) {
-            fail_msg("%s: %a at scale 2^%d gives %g, want %g", rocq_get_format_info(f->format)->name,
+            fail_msg("%s: %a at scale 2^%d gives %g, want %g", rocq_format_name(f->format),
                      (double)x[i], e - 127, got, want);
         }
     }
@@ -530,7 +530,7 @@ static void same_everywhere(void **state) {
         }
         if (decoded != want[f].decoded || (want[f].encoded && encoded != want[f].encoded)) {
             n_wrong++;
-            print_message("%s: 0x%016llx, 0x%016llx\n", rocq_get_format_info(format)->name,
+            print_message("%s: 0x%016llx, 0x%016llx\n", rocq_format_name(format),
                           (unsigned long long)decoded, (unsigned long long)encoded);
         }
         free(blocks);
@@ -725,7 +725,7 @@ static void encodes_as_ggml(void **state) {
             s->encoded++;
             s->encoded_same += same;
             if (!same && s->encoded - s->encoded_same < 4) {
-                print_message("%s differs for blocks of kind %d\n", rocq_get_format_info(format)->name, (int)(b % 15));
+                print_message("%s differs for blocks of kind %d\n", rocq_format_name(format), (int)(b % 15));
             }
         }
         free(x);
@@ -832,7 +832,7 @@ static void error_against_ggml(void **state) {
                 // Importance for the formats with a fixed rule is held to rocq's own rule below.
                 if (!plain && !(got <= peer)) {
                     n_worse++;
-                    print_message("%s, %s%s: error %g, ggml's %g\n", rocq_get_format_info(format)->name,
+                    print_message("%s, %s%s: error %g, ggml's %g\n", rocq_format_name(format),
                                   tensors[kind], weighted ? ", with importance" : "", got, peer);
                 }
             }
@@ -872,7 +872,7 @@ static void importance(void **state) {
             assert_true(same_bytes(with, again, size));
             const double e0 = squared_error(format, x, without, w, ROWS, PER_ROW);
             const double e1 = squared_error(format, x, with, w, ROWS, PER_ROW);
-            if (!few_values(kind) && !(e1 <= e0)) fail_msg("%s, %s: weighted error %g without importance, %g with", rocq_get_format_info(format)->name, tensors[kind], e0, e1);
+            if (!few_values(kind) && !(e1 <= e0)) fail_msg("%s, %s: weighted error %g without importance, %g with", rocq_format_name(format), tensors[kind], e0, e1);
             if (kind == 0) {
                 sum[0] = e0;
                 sum[1] = e1;
@@ -882,7 +882,7 @@ static void importance(void **state) {
             assert_int_equal(rocq_quantize(format, with, x, ROWS, PER_ROW, zeros), ROCQ_OK);
             const double e2 = squared_error(format, x, with, NULL, ROWS, PER_ROW);
             const double e3 = squared_error(format, x, without, NULL, ROWS, PER_ROW);
-            if (!few_values(kind) && !(e2 <= e3)) fail_msg("%s, %s: all weights 0: error %g, plain %g", rocq_get_format_info(format)->name, tensors[kind], e2, e3);
+            if (!few_values(kind) && !(e2 <= e3)) fail_msg("%s, %s: all weights 0: error %g, plain %g", rocq_format_name(format), tensors[kind], e2, e3);
         }
         // A power of two as scale leaves little to choose.
         const bool coarse = format == ROCQ_MXFP4 || format == ROCQ_MXFP6_E2M3 || format == ROCQ_MXFP6_E3M2;
@@ -954,7 +954,7 @@ static void extremes(void **state) {
                 assert_int_equal(rocq_quantize(format, blocks, x, 1, 256, weighted ? w : NULL), ROCQ_OK);
                 assert_int_equal(rocq_dequantize(format, y, blocks, 256), ROCQ_OK);
                 for (int i = 0; i < 256; i++) {
-                    if (!(fabsf(y[i]) <= FLT_MAX)) fail_msg("%s: 2^%d gives %g", rocq_get_format_info(format)->name, exponent, (double)y[i]);
+                    if (!(fabsf(y[i]) <= FLT_MAX)) fail_msg("%s: 2^%d gives %g", rocq_format_name(format), exponent, (double)y[i]);
                     if (exponent >= 20 && rocq__codec_of(format)->pack) assert_true(fabsf(y[i]) >= 60000 || format == ROCQ_Q2_K || (rocq__codec_of(format)->has_min && x[i] < 0));
                     if (exponent < -40 && rocq__codec_of(format)->pack) assert_true(y[i] == 0);
                     if (exponent >= 0 && fabsf(y[i]) > 0 && !rocq__codec_of(format)->has_min) assert_true(x[i] * y[i] > 0 || x[i] * y[i] == INFINITY);

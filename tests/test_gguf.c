@@ -69,7 +69,7 @@ static void log_keep(rocq_log_level level, const char *message, void *user) {
 
 static rocq_ctx *open_ctx(counter *c) {
     rocq_ctx *ctx;
-    rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1, .log = log_keep};
+    rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1, .log = log_keep};
     if (c) {
         *c = (counter){.fail_at = -1};
         desc.allocator = (rocq_allocator){counter_alloc, counter_free, c};
@@ -198,7 +198,7 @@ static rocq_result try_open(rocq_ctx *ctx, const void *data, int64_t size) {
 static rocq_gguf_writer *create_in_memory(rocq_ctx *ctx, blob *b, int32_t alignment) {
     rocq_gguf_writer *writer = NULL;
     const rocq_gguf_writer_desc desc = {.write = blob_write, .user = b, .alignment = alignment};
-    assert_ok(rocq_gguf_create(ctx, &writer, &desc));
+    assert_ok(rocq_gguf_writer_open(ctx, &writer, &desc));
     assert_non_null(writer);
     return writer;
 }
@@ -297,14 +297,14 @@ static void golden_bytes_are_written(void **state) {
     const uint16_t t[2] = {1, 0x203};
     const rocq_str s = {"hi\0!", 4};
     const int64_t w_ne[] = {2}, x_ne[] = {1, 3};
-    assert_ok(rocq_gguf_set(writer, "a", ROCQ_GGUF_U8, false, 1, &a));
-    assert_ok(rocq_gguf_set(writer, "s", ROCQ_GGUF_STRING, false, 1, &s));
-    assert_ok(rocq_gguf_set(writer, "t", ROCQ_GGUF_U16, true, 2, t));
-    assert_ok(rocq_gguf_add_tensor(writer, "w", ROCQ_F32, 1, w_ne));
-    assert_ok(rocq_gguf_add_tensor(writer, "x", ROCQ_F16, 2, x_ne));
-    assert_ok(rocq_gguf_write(writer, golden + G_DATA, 8));
-    assert_ok(rocq_gguf_write(writer, golden + G_DATA + 32, 6));
-    assert_ok(rocq_gguf_finish(&writer));
+    assert_ok(rocq_gguf_writer_set(writer, "a", ROCQ_GGUF_U8, false, 1, &a));
+    assert_ok(rocq_gguf_writer_set(writer, "s", ROCQ_GGUF_STRING, false, 1, &s));
+    assert_ok(rocq_gguf_writer_set(writer, "t", ROCQ_GGUF_U16, true, 2, t));
+    assert_ok(rocq_gguf_writer_add_tensor(writer, "w", ROCQ_F32, 1, w_ne));
+    assert_ok(rocq_gguf_writer_add_tensor(writer, "x", ROCQ_F16, 2, x_ne));
+    assert_ok(rocq_gguf_writer_write(writer, golden + G_DATA, 8));
+    assert_ok(rocq_gguf_writer_write(writer, golden + G_DATA + 32, 6));
+    assert_ok(rocq_gguf_writer_close(&writer));
     assert_null(writer);
     assert_int_equal(b.size, sizeof golden);
     assert_memory_equal(b.data, golden, sizeof golden);
@@ -392,26 +392,27 @@ static rocq_result sample_write(rocq_gguf_writer **writer) {
         const struct sample_value *s = &sample_values[i];
         for (int k = 0; k < 3 && result == ROCQ_OK; k++) {
             snprintf(key, sizeof key, "sample.%s_%d", s->name, k);
-            result = rocq_gguf_set(*writer, key, s->type, false, 1,
-                                   (const unsigned char *)s->data + k * s->size);
+            result = rocq_gguf_writer_set(*writer, key, s->type, false, 1,
+                                          (const unsigned char *)s->data + k * s->size);
         }
         snprintf(key, sizeof key, "sample.%s.array", s->name);
-        if (result == ROCQ_OK) result = rocq_gguf_set(*writer, key, s->type, true, 3, s->data);
+        if (result == ROCQ_OK)
+            result = rocq_gguf_writer_set(*writer, key, s->type, true, 3, s->data);
         snprintf(key, sizeof key, "sample.%s.empty", s->name);
-        if (result == ROCQ_OK) result = rocq_gguf_set(*writer, key, s->type, true, 0, NULL);
+        if (result == ROCQ_OK) result = rocq_gguf_writer_set(*writer, key, s->type, true, 0, NULL);
     }
     for (int i = 0; i < N_SAMPLE_TENSORS && result == ROCQ_OK; i++) {
         const struct sample_tensor *s = &sample_tensors[i];
-        result = rocq_gguf_add_tensor(*writer, s->name, s->format, s->n_dims, s->ne);
+        result = rocq_gguf_writer_add_tensor(*writer, s->name, s->format, s->n_dims, s->ne);
     }
     for (int i = 0; i < N_SAMPLE_TENSORS && result == ROCQ_OK; i++) {
         unsigned char data[512];
         const int64_t size = sample_size(i);
         assert_true(size <= (int64_t)sizeof data);
         sample_data(i, data, size);
-        result = rocq_gguf_write(*writer, data, size);
+        result = rocq_gguf_writer_write(*writer, data, size);
     }
-    end = rocq_gguf_finish(writer);
+    end = rocq_gguf_writer_close(writer);
     return result != ROCQ_OK ? result : end;
 }
 
@@ -527,7 +528,7 @@ static void every_type_round_trips_through_every_source(void **state) {
     blob b = sample_blob(ctx);
     rocq_gguf_writer *writer = NULL;
     const rocq_gguf_writer_desc to_path = {.path = path};
-    assert_ok(rocq_gguf_create(ctx, &writer, &to_path));
+    assert_ok(rocq_gguf_writer_open(ctx, &writer, &to_path));
     assert_ok(sample_write(&writer));
 
     const rocq_gguf_desc descs[] = {{.data = b.data, .size = b.size},
@@ -1241,13 +1242,13 @@ static void large_headers_are_read_in_pieces(void **state) {
     for (int i = 0; i < LONG; i++) text[i] = (char)('a' + i % 26);
     for (int i = 0; i < N; i++) many[i] = (rocq_str){text + i % 100, i % 17};
     const rocq_str one = {text, LONG};
-    assert_ok(rocq_gguf_set(writer, "one", ROCQ_GGUF_STRING, false, 1, &one));
-    assert_ok(rocq_gguf_set(writer, "many", ROCQ_GGUF_STRING, true, N, many));
+    assert_ok(rocq_gguf_writer_set(writer, "one", ROCQ_GGUF_STRING, false, 1, &one));
+    assert_ok(rocq_gguf_writer_set(writer, "many", ROCQ_GGUF_STRING, true, N, many));
     const int64_t ne[] = {64};
-    assert_ok(rocq_gguf_add_tensor(writer, "t", ROCQ_F32, 1, ne));
+    assert_ok(rocq_gguf_writer_add_tensor(writer, "t", ROCQ_F32, 1, ne));
     float *floats = (float *)calloc(64, sizeof *floats);
-    assert_ok(rocq_gguf_write(writer, floats, 256));
-    assert_ok(rocq_gguf_finish(&writer));
+    assert_ok(rocq_gguf_writer_write(writer, floats, 256));
+    assert_ok(rocq_gguf_writer_close(&writer));
     assert_ok(try_open(ctx, b.data, b.size));
 
     rocq_gguf *file = NULL;
@@ -1337,7 +1338,7 @@ static void paths_that_do_not_work_say_so(void **state) {
     remove(TMP ".bad");
     const rocq_gguf_writer_desc nowhere = {.path = TMP ".none/file"};
     writer = (rocq_gguf_writer *)(uintptr_t)64;
-    assert_result(rocq_gguf_create(ctx, &writer, &nowhere), ROCQ_E_IO);
+    assert_result(rocq_gguf_writer_open(ctx, &writer, &nowhere), ROCQ_E_IO);
     assert_non_null(strstr(last_error, TMP ".none/file"));
     assert_null(file);
     assert_null(writer);
@@ -1396,10 +1397,11 @@ static void writer_refuses_what_it_should(void **state) {
     const rocq_gguf_writer_desc none = {0}, both = {.path = "x", .write = blob_write},
                                 good = {.write = blob_write, .user = &b};
     const rocq_gguf_writer_desc *const wrong[] = {NULL, &none, &both, &good};
-    assert_result(rocq_gguf_create(ctx, NULL, &good), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_open(ctx, NULL, &good), ROCQ_E_ARGUMENT);
     for (int k = 0; k < 4; k++) { // the last one without a context
         writer = (rocq_gguf_writer *)(uintptr_t)64;
-        assert_result(rocq_gguf_create(k < 3 ? ctx : NULL, &writer, wrong[k]), ROCQ_E_ARGUMENT);
+        assert_result(rocq_gguf_writer_open(k < 3 ? ctx : NULL, &writer, wrong[k]),
+                      ROCQ_E_ARGUMENT);
         assert_null(writer);
     }
     const int32_t bad_alignments[] = {1, 4, 7, 24, -32, INT32_MIN, 1 << 21};
@@ -1407,11 +1409,11 @@ static void writer_refuses_what_it_should(void **state) {
         const rocq_gguf_writer_desc bad = {
             .write = blob_write, .user = &b, .alignment = bad_alignments[k]};
         writer = (rocq_gguf_writer *)(uintptr_t)64;
-        assert_result(rocq_gguf_create(ctx, &writer, &bad), ROCQ_E_ARGUMENT);
+        assert_result(rocq_gguf_writer_open(ctx, &writer, &bad), ROCQ_E_ARGUMENT);
     }
     assert_null(writer);
-    assert_result(rocq_gguf_finish(NULL), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_finish(&writer), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_close(NULL), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_close(&writer), ROCQ_E_ARGUMENT);
 
     writer = create_in_memory(ctx, &b, 0);
     const int64_t ne[] = {32, 1, 1, 1, 1}, zero[] = {0}, large[] = {INT64_MAX / 4 * 4, 1};
@@ -1421,72 +1423,75 @@ static void writer_refuses_what_it_should(void **state) {
     char key[65537];
     memset(key, 'k', sizeof key - 1);
     key[65536] = 0;
-    assert_result(rocq_gguf_set(NULL, "k", ROCQ_GGUF_U8, false, 1, u8s), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, NULL, ROCQ_GGUF_U8, false, 1, u8s), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, "", ROCQ_GGUF_U8, false, 1, u8s), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, key, ROCQ_GGUF_U8, false, 1, u8s), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, "k", ROCQ_GGUF_U8, false, 2, u8s), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, "k", ROCQ_GGUF_U8, false, 0, u8s), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, "k", ROCQ_GGUF_U8, true, -1, u8s), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, "k", ROCQ_GGUF_U8, true, 1, NULL), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, "k", ROCQ_GGUF_ARRAY, true, 1, u8s), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, "k", (rocq_gguf_type)13, true, 1, u8s), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, "k", ROCQ_GGUF_BOOL, false, 1, &two), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, "k", ROCQ_GGUF_STRING, false, 1, &bad_str[0]),
+    assert_result(rocq_gguf_writer_set(NULL, "k", ROCQ_GGUF_U8, false, 1, u8s), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set(writer, NULL, ROCQ_GGUF_U8, false, 1, u8s), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set(writer, "", ROCQ_GGUF_U8, false, 1, u8s), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set(writer, key, ROCQ_GGUF_U8, false, 1, u8s), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set(writer, "k", ROCQ_GGUF_U8, false, 2, u8s), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set(writer, "k", ROCQ_GGUF_U8, false, 0, u8s), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set(writer, "k", ROCQ_GGUF_U8, true, -1, u8s), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set(writer, "k", ROCQ_GGUF_U8, true, 1, NULL), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set(writer, "k", ROCQ_GGUF_ARRAY, true, 1, u8s),
                   ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, "k", ROCQ_GGUF_STRING, false, 1, &bad_str[1]),
+    assert_result(rocq_gguf_writer_set(writer, "k", (rocq_gguf_type)13, true, 1, u8s),
                   ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set(writer, "k", ROCQ_GGUF_STRING, true, 2, &bad_str[2]),
-                  ROCQ_E_OVERFLOW);
-    assert_result(rocq_gguf_set(writer, "k", ROCQ_GGUF_STRING, false, 1, &bad_str[4]),
-                  ROCQ_E_OVERFLOW);
-    assert_result(rocq_gguf_set(writer, "k", ROCQ_GGUF_U64, true, INT64_MAX / 4, u64s),
-                  ROCQ_E_OVERFLOW);
-    assert_result(rocq_gguf_set(writer, "general.alignment", ROCQ_GGUF_U32, false, 1, u32s),
+    assert_result(rocq_gguf_writer_set(writer, "k", ROCQ_GGUF_BOOL, false, 1, &two),
                   ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set_str(writer, "k", NULL), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_set_from(writer, NULL), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_add_tensor(NULL, "t", ROCQ_F32, 1, ne), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_add_tensor(writer, NULL, ROCQ_F32, 1, ne), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set(writer, "k", ROCQ_GGUF_STRING, false, 1, &bad_str[0]),
+                  ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set(writer, "k", ROCQ_GGUF_STRING, false, 1, &bad_str[1]),
+                  ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set(writer, "k", ROCQ_GGUF_STRING, true, 2, &bad_str[2]),
+                  ROCQ_E_OVERFLOW);
+    assert_result(rocq_gguf_writer_set(writer, "k", ROCQ_GGUF_STRING, false, 1, &bad_str[4]),
+                  ROCQ_E_OVERFLOW);
+    assert_result(rocq_gguf_writer_set(writer, "k", ROCQ_GGUF_U64, true, INT64_MAX / 4, u64s),
+                  ROCQ_E_OVERFLOW);
+    assert_result(rocq_gguf_writer_set(writer, "general.alignment", ROCQ_GGUF_U32, false, 1, u32s),
+                  ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set_str(writer, "k", NULL), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_set_from(writer, NULL), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_add_tensor(NULL, "t", ROCQ_F32, 1, ne), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_add_tensor(writer, NULL, ROCQ_F32, 1, ne), ROCQ_E_ARGUMENT);
     key[64] = 0;
-    assert_result(rocq_gguf_add_tensor(writer, key, ROCQ_F32, 1, ne), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_add_tensor(writer, "t", (rocq_format)4, 1, ne), ROCQ_E_FORMAT);
-    assert_result(rocq_gguf_add_tensor(writer, "t", ROCQ_F32, 0, ne), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_add_tensor(writer, "t", ROCQ_F32, 5, ne), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_add_tensor(writer, "t", ROCQ_F32, 1, NULL), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_add_tensor(writer, "t", ROCQ_F32, 1, zero), ROCQ_E_SHAPE);
-    assert_result(rocq_gguf_add_tensor(writer, "t", ROCQ_Q4_K, 1, ne), ROCQ_E_SHAPE);
-    assert_result(rocq_gguf_add_tensor(writer, "t", ROCQ_F32, 2, large), ROCQ_E_OVERFLOW);
+    assert_result(rocq_gguf_writer_add_tensor(writer, key, ROCQ_F32, 1, ne), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_add_tensor(writer, "t", (rocq_format)4, 1, ne), ROCQ_E_FORMAT);
+    assert_result(rocq_gguf_writer_add_tensor(writer, "t", ROCQ_F32, 0, ne), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_add_tensor(writer, "t", ROCQ_F32, 5, ne), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_add_tensor(writer, "t", ROCQ_F32, 1, NULL), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_add_tensor(writer, "t", ROCQ_F32, 1, zero), ROCQ_E_SHAPE);
+    assert_result(rocq_gguf_writer_add_tensor(writer, "t", ROCQ_Q4_K, 1, ne), ROCQ_E_SHAPE);
+    assert_result(rocq_gguf_writer_add_tensor(writer, "t", ROCQ_F32, 2, large), ROCQ_E_OVERFLOW);
     assert_int_equal(b.size, 0);
     const int64_t half[] = {(int64_t)1 << 61};
-    assert_ok(rocq_gguf_add_tensor(writer, "half", ROCQ_F16, 1, half));
-    assert_result(rocq_gguf_add_tensor(writer, "too", ROCQ_F16, 1, half), ROCQ_E_OVERFLOW);
-    assert_result(rocq_gguf_add_tensor(writer, "half", ROCQ_F32, 1, ne), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_finish(&writer), ROCQ_E_STATE); // one is missing
+    assert_ok(rocq_gguf_writer_add_tensor(writer, "half", ROCQ_F16, 1, half));
+    assert_result(rocq_gguf_writer_add_tensor(writer, "too", ROCQ_F16, 1, half), ROCQ_E_OVERFLOW);
+    assert_result(rocq_gguf_writer_add_tensor(writer, "half", ROCQ_F32, 1, ne), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_close(&writer), ROCQ_E_STATE); // one is missing
     assert_null(writer);
 
     writer = create_in_memory(ctx, &b, 0);
     key[63] = 0;
     float floats[32] = {0};
-    assert_ok(rocq_gguf_add_tensor(writer, key, ROCQ_F32, 1, ne));
-    assert_ok(rocq_gguf_add_tensor(writer, "second", ROCQ_F32, 1, ne));
-    assert_result(rocq_gguf_write(NULL, floats, 128), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_write(writer, NULL, 128), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_write(writer, floats, 127), ROCQ_E_ARGUMENT);
-    assert_result(rocq_gguf_write(writer, floats, -1), ROCQ_E_ARGUMENT);
+    assert_ok(rocq_gguf_writer_add_tensor(writer, key, ROCQ_F32, 1, ne));
+    assert_ok(rocq_gguf_writer_add_tensor(writer, "second", ROCQ_F32, 1, ne));
+    assert_result(rocq_gguf_writer_write(NULL, floats, 128), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_write(writer, NULL, 128), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_write(writer, floats, 127), ROCQ_E_ARGUMENT);
+    assert_result(rocq_gguf_writer_write(writer, floats, -1), ROCQ_E_ARGUMENT);
     assert_int_equal(b.size, 0);
-    assert_ok(rocq_gguf_write(writer, floats, 128));
-    assert_result(rocq_gguf_set_u32(writer, "late", 1), ROCQ_E_STATE);
-    assert_result(rocq_gguf_add_tensor(writer, "late", ROCQ_F32, 1, ne), ROCQ_E_STATE);
+    assert_ok(rocq_gguf_writer_write(writer, floats, 128));
+    assert_result(rocq_gguf_writer_set_u32(writer, "late", 1), ROCQ_E_STATE);
+    assert_result(rocq_gguf_writer_add_tensor(writer, "late", ROCQ_F32, 1, ne), ROCQ_E_STATE);
     rocq_gguf *file = NULL;
     unsigned char *copy;
     assert_ok(open_span(ctx, &file, golden, sizeof golden, &copy));
-    assert_result(rocq_gguf_set_from(writer, file), ROCQ_E_STATE);
+    assert_result(rocq_gguf_writer_set_from(writer, file), ROCQ_E_STATE);
     rocq_gguf_close(&file);
     free(copy);
-    assert_ok(rocq_gguf_write(writer, floats, 128));
-    assert_result(rocq_gguf_write(writer, floats, 128), ROCQ_E_STATE);
-    assert_ok(rocq_gguf_finish(&writer));
+    assert_ok(rocq_gguf_writer_write(writer, floats, 128));
+    assert_result(rocq_gguf_writer_write(writer, floats, 128), ROCQ_E_STATE);
+    assert_ok(rocq_gguf_writer_close(&writer));
     assert_ok(try_open(ctx, b.data, b.size));
     free(b.data);
     rocq_close(&ctx);
@@ -1497,10 +1502,10 @@ static void keys_keep_their_place_and_copies_are_equal(void **state) {
     rocq_ctx *ctx = open_ctx(NULL);
     blob source = {0}, b = {0};
     rocq_gguf_writer *writer = create_in_memory(ctx, &source, 64);
-    assert_ok(rocq_gguf_set_u32(writer, "first", 1));
-    assert_ok(rocq_gguf_set_str(writer, "second", "two"));
-    assert_ok(rocq_gguf_set(writer, "third", ROCQ_GGUF_STRING, true, 3, strings));
-    assert_ok(rocq_gguf_finish(&writer));
+    assert_ok(rocq_gguf_writer_set_u32(writer, "first", 1));
+    assert_ok(rocq_gguf_writer_set_str(writer, "second", "two"));
+    assert_ok(rocq_gguf_writer_set(writer, "third", ROCQ_GGUF_STRING, true, 3, strings));
+    assert_ok(rocq_gguf_writer_close(&writer));
     rocq_gguf *file = NULL;
     unsigned char *copy;
     uint64_t u64;
@@ -1509,14 +1514,14 @@ static void keys_keep_their_place_and_copies_are_equal(void **state) {
     assert_int_equal(u64, 64);
 
     writer = create_in_memory(ctx, &b, 128);
-    assert_ok(rocq_gguf_set_bool(writer, "before", true));
-    assert_ok(rocq_gguf_set_f32(writer, "second", 0.5f)); // replaced, in place
-    assert_ok(rocq_gguf_set_from(writer, file));
-    assert_ok(rocq_gguf_set_u32(writer, "first", 11));
-    assert_ok(rocq_gguf_set_u32(writer, "last", 12));
+    assert_ok(rocq_gguf_writer_set_bool(writer, "before", true));
+    assert_ok(rocq_gguf_writer_set_f32(writer, "second", 0.5f)); // replaced, in place
+    assert_ok(rocq_gguf_writer_set_from(writer, file));
+    assert_ok(rocq_gguf_writer_set_u32(writer, "first", 11));
+    assert_ok(rocq_gguf_writer_set_u32(writer, "last", 12));
     rocq_gguf_close(&file);
     free(copy); // the writer holds copies
-    assert_ok(rocq_gguf_finish(&writer));
+    assert_ok(rocq_gguf_writer_close(&writer));
 
     assert_ok(open_span(ctx, &file, b.data, b.size, &copy));
     static const char *const keys[] = {
@@ -1591,31 +1596,31 @@ static void a_sink_that_fails_is_an_io_error(void **state) {
     rocq_gguf_writer *writer = create_in_memory(ctx, &b, 0);
     const int64_t ne[] = {32};
     float floats[32] = {0};
-    assert_ok(rocq_gguf_add_tensor(writer, "a", ROCQ_F32, 1, ne));
-    assert_ok(rocq_gguf_add_tensor(writer, "b", ROCQ_F32, 1, ne));
-    assert_result(rocq_gguf_write(writer, floats, 128), ROCQ_E_IO);
+    assert_ok(rocq_gguf_writer_add_tensor(writer, "a", ROCQ_F32, 1, ne));
+    assert_ok(rocq_gguf_writer_add_tensor(writer, "b", ROCQ_F32, 1, ne));
+    assert_result(rocq_gguf_writer_write(writer, floats, 128), ROCQ_E_IO);
     b.limit = 0;
-    assert_result(rocq_gguf_write(writer, floats, 128), ROCQ_E_STATE);
-    assert_result(rocq_gguf_finish(&writer), ROCQ_E_IO);
+    assert_result(rocq_gguf_writer_write(writer, floats, 128), ROCQ_E_STATE);
+    assert_result(rocq_gguf_writer_close(&writer), ROCQ_E_IO);
     assert_null(writer);
     free(b.data);
     free(whole.data);
 #if defined(__linux__)
     // A full disk shows when the C library's buffer is flushed, at the latest in finish.
     const rocq_gguf_writer_desc full = {.path = "/dev/full"};
-    if (rocq_gguf_create(ctx, &writer, &full) == ROCQ_OK) {
-        assert_ok(rocq_gguf_set_u32(writer, "k", 1));
-        assert_result(rocq_gguf_finish(&writer), ROCQ_E_IO);
+    if (rocq_gguf_writer_open(ctx, &writer, &full) == ROCQ_OK) {
+        assert_ok(rocq_gguf_writer_set_u32(writer, "k", 1));
+        assert_result(rocq_gguf_writer_close(&writer), ROCQ_E_IO);
         assert_null(writer);
     }
     // More than that buffer holds fails in write, which names the file and the system's reason.
     static const float many[1 << 18] = {0};
     const int64_t n_many[1] = {1 << 18};
-    if (rocq_gguf_create(ctx, &writer, &full) == ROCQ_OK) {
-        assert_ok(rocq_gguf_add_tensor(writer, "w", ROCQ_F32, 1, n_many));
-        assert_result(rocq_gguf_write(writer, many, (int64_t)sizeof many), ROCQ_E_IO);
+    if (rocq_gguf_writer_open(ctx, &writer, &full) == ROCQ_OK) {
+        assert_ok(rocq_gguf_writer_add_tensor(writer, "w", ROCQ_F32, 1, n_many));
+        assert_result(rocq_gguf_writer_write(writer, many, (int64_t)sizeof many), ROCQ_E_IO);
         assert_string_equal(rocq_error(ctx), "cannot write '/dev/full': No space left on device");
-        assert_result(rocq_gguf_finish(&writer), ROCQ_E_IO);
+        assert_result(rocq_gguf_writer_close(&writer), ROCQ_E_IO);
     }
 #endif
     rocq_close(&ctx);
@@ -1651,41 +1656,41 @@ static void a_file_is_put_there_whole_or_not_at_all(void **state) {
     rocq_file *file = NULL, *other = NULL;
     write_blob(WHOLE, "old", 3);
     write_blob(WHOLE ".part", "of someone else", 15);
-    assert_ok(rocq_file_create(ctx, &file, WHOLE));
-    assert_ok(rocq_file_create(ctx, &other, WHOLE)); // two at once
+    assert_ok(rocq_file_open(ctx, &file, WHOLE));
+    assert_ok(rocq_file_open(ctx, &other, WHOLE)); // two at once
     assert_true(exists(WHOLE ".part1") && exists(WHOLE ".part2"));
     assert_true(rocq_file_write("ne", 2, file) && rocq_file_write("", 0, file));
     assert_true(rocq_file_write("w", 1, file) && rocq_file_write("other", 5, other));
     holds(WHOLE, "old");
-    assert_ok(rocq_file_finish(&file, true));
+    assert_ok(rocq_file_close(&file, true));
     assert_null(file);
     holds(WHOLE, "new");
-    assert_ok(rocq_file_finish(&other, false)); // given up
+    assert_ok(rocq_file_close(&other, false)); // given up
     holds(WHOLE, "new");
-    assert_ok(rocq_file_create(ctx, &file, WHOLE));
+    assert_ok(rocq_file_open(ctx, &file, WHOLE));
     assert_false(rocq_file_write("lost", -1, file) || rocq_file_write("lost", 4, file));
-    assert_result(rocq_file_finish(&file, true), ROCQ_E_IO); // a write failed
-    assert_ok(rocq_file_create(ctx, &file, WHOLE));
+    assert_result(rocq_file_close(&file, true), ROCQ_E_IO); // a write failed
+    assert_ok(rocq_file_open(ctx, &file, WHOLE));
     assert_true(rocq_file_write("lost", 4, file));
     remove(WHOLE ".part1");
-    assert_result(rocq_file_finish(&file, true), ROCQ_E_IO); // its part has gone
+    assert_result(rocq_file_close(&file, true), ROCQ_E_IO); // its part has gone
     assert_non_null(strstr(last_error, WHOLE "'"));
     assert_null(file);
     holds(WHOLE, "new");
     holds(WHOLE ".part", "of someone else");
     assert_false(exists(WHOLE ".part1") || exists(WHOLE ".part2"));
 
-    assert_result(rocq_file_create(NULL, &file, WHOLE), ROCQ_E_ARGUMENT);
-    assert_result(rocq_file_create(ctx, NULL, WHOLE), ROCQ_E_ARGUMENT);
-    assert_result(rocq_file_create(ctx, &file, NULL), ROCQ_E_ARGUMENT);
+    assert_result(rocq_file_open(NULL, &file, WHOLE), ROCQ_E_ARGUMENT);
+    assert_result(rocq_file_open(ctx, NULL, WHOLE), ROCQ_E_ARGUMENT);
+    assert_result(rocq_file_open(ctx, &file, NULL), ROCQ_E_ARGUMENT);
     const char *const bad[] = {"", "tests", "tests/", TMP ".none/file", "rocq.h/file"};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        assert_result(rocq_file_create(ctx, &file, bad[i]), ROCQ_E_IO);
+        assert_result(rocq_file_open(ctx, &file, bad[i]), ROCQ_E_IO);
         assert_non_null(strstr(last_error, bad[i]));
         assert_null(file);
     }
-    assert_result(rocq_file_finish(NULL, true), ROCQ_E_ARGUMENT);
-    assert_result(rocq_file_finish(&file, true), ROCQ_E_ARGUMENT);
+    assert_result(rocq_file_close(NULL, true), ROCQ_E_ARGUMENT);
+    assert_result(rocq_file_close(&file, true), ROCQ_E_ARGUMENT);
     assert_false(rocq_file_write("x", 1, NULL));
     remove(WHOLE);
     remove(WHOLE ".part");
@@ -1708,17 +1713,17 @@ static void a_model_can_replace_itself(void **state) {
         rocq_gguf_writer *writer = NULL;
         rocq_gguf_tensor t;
         assert_ok(rocq_gguf_open(ctx, &file, &source));
-        assert_ok(rocq_gguf_create(ctx, &writer, &target));
-        assert_ok(rocq_gguf_set_from(writer, file));
-        assert_ok(rocq_gguf_set_bool(writer, "written.again", whole != 0));
+        assert_ok(rocq_gguf_writer_open(ctx, &writer, &target));
+        assert_ok(rocq_gguf_writer_set_from(writer, file));
+        assert_ok(rocq_gguf_writer_set_bool(writer, "written.again", whole != 0));
         assert_ok(rocq_gguf_tensor_at(file, 0, &t));
         unsigned char *data = (unsigned char *)malloc((size_t)t.size);
         assert_non_null(data);
-        assert_ok(rocq_gguf_add_tensor(writer, "again", t.format, t.n_dims, t.ne));
+        assert_ok(rocq_gguf_writer_add_tensor(writer, "again", t.format, t.n_dims, t.ne));
         assert_ok(rocq_gguf_read(ctx, file, &t, data));
-        if (whole) assert_ok(rocq_gguf_write(writer, data, t.size));
+        if (whole) assert_ok(rocq_gguf_writer_write(writer, data, t.size));
         check_sample(ctx, file); // still all there
-        assert_result(rocq_gguf_finish(&writer), whole ? ROCQ_OK : ROCQ_E_STATE);
+        assert_result(rocq_gguf_writer_close(&writer), whole ? ROCQ_OK : ROCQ_E_STATE);
         check_sample(ctx, file); // what is open stays the old file
         rocq_gguf_close(&file);
         assert_ok(rocq_gguf_open(ctx, &file, &source));
@@ -1764,7 +1769,7 @@ static rocq_result scenario_write(rocq_ctx *ctx, blob *b) {
     blob out = {0};
     rocq_gguf_writer *writer = NULL;
     const rocq_gguf_writer_desc desc = {.write = blob_write, .user = &out, .alignment = 64};
-    rocq_result result = note(rocq_gguf_create(ctx, &writer, &desc));
+    rocq_result result = note(rocq_gguf_writer_open(ctx, &writer, &desc));
     if (result == ROCQ_OK) result = note(sample_write(&writer));
     assert_null(writer);
     free(out.data);
@@ -1775,7 +1780,7 @@ static rocq_result scenario_write_path(rocq_ctx *ctx, blob *b) {
     rocq_gguf_writer *writer = NULL;
     const rocq_gguf_writer_desc desc = {.path = WHOLE};
     (void)b;
-    rocq_result result = note(rocq_gguf_create(ctx, &writer, &desc));
+    rocq_result result = note(rocq_gguf_writer_open(ctx, &writer, &desc));
     if (result == ROCQ_OK) result = note(sample_write(&writer));
     assert_null(writer);
     assert_true(exists(WHOLE) == (result == ROCQ_OK));
@@ -1790,14 +1795,14 @@ static rocq_result scenario_copy(rocq_ctx *ctx, blob *b) {
     rocq_gguf_writer *writer = NULL;
     const rocq_gguf_writer_desc desc = {.write = blob_write, .user = &out};
     rocq_result result = open_callback(ctx, &file, b), end;
-    if (result == ROCQ_OK) result = note(rocq_gguf_create(ctx, &writer, &desc));
+    if (result == ROCQ_OK) result = note(rocq_gguf_writer_open(ctx, &writer, &desc));
     if (result == ROCQ_OK) {
-        result = rocq_gguf_set_u32(writer, "sample.u8_0", 1);
+        result = rocq_gguf_writer_set_u32(writer, "sample.u8_0", 1);
         if (result == ROCQ_OK) {
-            result = rocq_gguf_set_from(writer, file);
+            result = rocq_gguf_writer_set_from(writer, file);
             if (result != ROCQ_OK) assert_int_equal(writer->values.count, 1); // as it was
         }
-        end = rocq_gguf_finish(&writer);
+        end = rocq_gguf_writer_close(&writer);
         if (result == ROCQ_OK) result = end;
     }
     rocq_gguf_close(&file);
@@ -1813,7 +1818,7 @@ static void every_allocation_can_fail(void **state) {
     char *text = (char *)calloc(1, 100000);
     const rocq_str one = {text, 100000};
     rocq_gguf_writer *writer = create_in_memory(ctx, &b, 0);
-    assert_ok(rocq_gguf_set(writer, "long", ROCQ_GGUF_STRING, false, 1, &one));
+    assert_ok(rocq_gguf_writer_set(writer, "long", ROCQ_GGUF_STRING, false, 1, &one));
     assert_ok(sample_write(&writer));
     free(text);
     write_blob(TMP ".memory", b.data, b.size);
@@ -2048,7 +2053,7 @@ static void types_are_named(void **state) {
         if (id == 4 || id == 5) assert_string_equal(t.type_name, id == 4 ? "Q4_2" : "Q4_3");
         if (id >= N_TYPES) assert_string_equal(t.type_name, "unknown");
         if (t.known) {
-            assert_string_equal(t.type_name, rocq_get_format_info(t.format)->name);
+            assert_string_equal(t.type_name, rocq_format_name(t.format));
         } else {
             assert_result(rocq_gguf_upload(ctx, file, "t", &loaded, &buffer), ROCQ_E_FORMAT);
             assert_non_null(strstr(rocq_error(ctx), t.type_name));
@@ -2069,30 +2074,31 @@ static void ggml_reads_what_we_write(void **state) {
     for (int32_t alignment = 8; alignment <= 4096; alignment *= 2) {
         rocq_gguf_writer *writer = NULL;
         const rocq_gguf_writer_desc desc = {.path = TMP ".ours", .alignment = alignment};
-        assert_ok(rocq_gguf_create(ctx, &writer, &desc));
+        assert_ok(rocq_gguf_writer_open(ctx, &writer, &desc));
         for (int i = 0; i < N_SAMPLE_VALUES; i++) {
             const struct sample_value *s = &sample_values[i];
             char key[64];
             snprintf(key, sizeof key, "one.%s", s->name);
-            assert_ok(
-                rocq_gguf_set(writer, key, s->type, false, 1, (const char *)s->data + s->size));
+            assert_ok(rocq_gguf_writer_set(writer, key, s->type, false, 1,
+                                           (const char *)s->data + s->size));
             snprintf(key, sizeof key, "three.%s", s->name);
-            assert_ok(rocq_gguf_set(writer, key, s->type, true, 3, s->data));
+            assert_ok(rocq_gguf_writer_set(writer, key, s->type, true, 3, s->data));
             snprintf(key, sizeof key, "none.%s", s->name);
-            assert_ok(rocq_gguf_set(writer, key, s->type, true, 0, NULL));
+            assert_ok(rocq_gguf_writer_set(writer, key, s->type, true, 0, NULL));
         }
         unsigned char data[512];
         for (int i = 0; i < N_SAMPLE_TENSORS; i++) {
             if (sample_tensors[i].format >= ROCQ_MXFP6_E2M3) continue; // ggml has none
-            assert_ok(rocq_gguf_add_tensor(writer, sample_tensors[i].name, sample_tensors[i].format,
-                                           sample_tensors[i].n_dims, sample_tensors[i].ne));
+            assert_ok(rocq_gguf_writer_add_tensor(writer, sample_tensors[i].name,
+                                                  sample_tensors[i].format,
+                                                  sample_tensors[i].n_dims, sample_tensors[i].ne));
         }
         for (int i = 0; i < N_SAMPLE_TENSORS; i++) {
             if (sample_tensors[i].format >= ROCQ_MXFP6_E2M3) continue;
             sample_data(i, data, sample_size(i));
-            assert_ok(rocq_gguf_write(writer, data, sample_size(i)));
+            assert_ok(rocq_gguf_writer_write(writer, data, sample_size(i)));
         }
-        assert_ok(rocq_gguf_finish(&writer));
+        assert_ok(rocq_gguf_writer_close(&writer));
         compare_with_ggml(ctx, TMP ".ours");
     }
     remove(TMP ".ours");
@@ -2150,13 +2156,13 @@ static blob seed(rocq_ctx *ctx, int i) {
         for (int k = 0; k < N_SAMPLE_VALUES; k++) {
             const struct sample_value *s = &sample_values[k];
             char key[3] = {(char)('a' + k), '1', 0};
-            assert_ok(
-                rocq_gguf_set(writer, key, s->type, false, 1, (const char *)s->data + s->size));
+            assert_ok(rocq_gguf_writer_set(writer, key, s->type, false, 1,
+                                           (const char *)s->data + s->size));
             key[1] = '3';
-            assert_ok(rocq_gguf_set(writer, key, s->type, true, 3, s->data));
+            assert_ok(rocq_gguf_writer_set(writer, key, s->type, true, 3, s->data));
         }
-        assert_ok(rocq_gguf_set(writer, "e", ROCQ_GGUF_STRING, true, 0, NULL));
-        assert_ok(rocq_gguf_finish(&writer));
+        assert_ok(rocq_gguf_writer_set(writer, "e", ROCQ_GGUF_STRING, true, 0, NULL));
+        assert_ok(rocq_gguf_writer_close(&writer));
     } else if (i == 4) { // several formats, one unknown, out of order, without dimensions
         put_header(&b, 3, 5, 0);
         put_tensor(&b, "q", 2, ne, ROCQ_Q8_0, 96);

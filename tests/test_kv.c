@@ -2,7 +2,7 @@
 // formats, with the bookkeeping of pages counted anew after each; snapshots, hostile ones too;
 // everything that can fail. tests/test_kv_gpu.c runs the same on the stand-in of a GPU.
 #ifndef KV_BACKEND
-#define KV_BACKEND ROCQ_CPU
+#define KV_BACKEND ROCQ_BACKEND_CPU
 #define KV_SCRIPT 500 // calls of a script
 #endif
 
@@ -99,8 +99,8 @@ static void world_close(void) {
         free(w.k_cells[i]);
         free(w.v_cells[i]);
     }
-    rocq_kv_free(&w.kv);
-    rocq_kv_free(&w.kv);
+    rocq_kv_destroy(&w.kv);
+    rocq_kv_destroy(&w.kv);
     assert_null(w.kv);
     assert_int_equal(rocq_buffer_free(w.ctx, &w.inputs), ROCQ_OK);
 }
@@ -277,7 +277,7 @@ static void check_all_sequences(void) {
                 if (!at->seen) {
                     rope64(want, at->k[p], pos);
                     check_row(w.d.k_format, k, want, at->n_rounds);
-                    if (KV_BACKEND == ROCQ_GPU) memcpy(at->k_row[p], k, (size_t)w.k_bytes);
+                    if (KV_BACKEND == ROCQ_BACKEND_GPU) memcpy(at->k_row[p], k, (size_t)w.k_bytes);
                 }
                 assert_memory_equal(k, at->k_row[p], (size_t)w.k_bytes);
                 assert_memory_equal(v, at->v_row[p], (size_t)w.v_bytes);
@@ -315,7 +315,7 @@ static void shadow_rows(int32_t s, int32_t pos) {
     for (int32_t p = 0; p < PLANES; p++) {
         const int64_t row = p % HEADS * w.n_cells + cell_of(s, pos), dim = w.d.head_dim;
         double want[MOST_DIM];
-        if (KV_BACKEND == ROCQ_GPU) {
+        if (KV_BACKEND == ROCQ_BACKEND_GPU) {
             memcpy(at->v_row[p], w.v_cells[p / HEADS] + row * w.v_bytes, (size_t)w.v_bytes);
             for (int64_t i = 0; i < dim; i++) want[i] = (double)at->v[p][i];
             check_row(w.d.v_format, at->v_row[p], want, 1);
@@ -417,7 +417,7 @@ static rocq_result shift(int32_t s, int32_t first, int32_t n) {
         q->at[i] = q->at[i + n];
         q->at[i].n_rounds++;
         q->at[i].seen = false;
-        for (int32_t p = 0; p < PLANES && KV_BACKEND == ROCQ_CPU; p++) {
+        for (int32_t p = 0; p < PLANES && KV_BACKEND == ROCQ_BACKEND_CPU; p++) {
             turn_row(q->at[i].k_row[p], n);
         }
     }
@@ -511,7 +511,8 @@ static void check_attention(int32_t layer, int32_t s, int32_t n_seqs) {
                     have[e] = (double)flat[at + e];
                 }
                 const double error = nmse(ROCQ_F32, have, want, dim);
-                if (!(error <= (KV_BACKEND == ROCQ_GPU ? 1e-5 : 1e-9))) fail_msg("NMSE %g", error);
+                if (!(error <= (KV_BACKEND == ROCQ_BACKEND_GPU ? 1e-5 : 1e-9)))
+                    fail_msg("NMSE %g", error);
             }
         }
     }
@@ -818,7 +819,7 @@ static void test_recorded_step(void **state) {
             }
             assert_memory_equal(got[0], got[1], sizeof got[0]);
         }
-        rocq_graph_free(ctx, &graph);
+        rocq_graph_destroy(ctx, &graph);
         world_close();
     }
     rocq_close(&ctx);
@@ -906,7 +907,7 @@ static void test_bad_descs(void **state) {
         assert_int_equal(rocq_kv_create(ctx, &kv, &bad), turns[i].want);
         assert_int_equal(strlen(rocq_error(ctx)) > 10, turns[i].want != ROCQ_OK);
         if (turns[i].want == ROCQ_OK) assert_int_equal(kv->memory.size, bytes);
-        rocq_kv_free(&kv);
+        rocq_kv_destroy(&kv);
     }
     bad = good;
     bad.rope.freq_factors = &wrong;
@@ -920,8 +921,8 @@ static void test_bad_descs(void **state) {
     assert_int_equal(rocq_kv_size(NULL, &bytes), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_kv_size(&good, NULL), ROCQ_E_ARGUMENT);
     assert_null(kv);
-    rocq_kv_free(&kv);
-    rocq_kv_free(NULL);
+    rocq_kv_destroy(&kv);
+    rocq_kv_destroy(NULL);
     rocq_close(&ctx);
 }
 
@@ -1066,13 +1067,13 @@ static void test_memory(void **state) {
         }
         host.fail_at = -1;
         assert_in_range(n_failed, 2, 4);
-        rocq_kv_free(&kv);
+        rocq_kv_destroy(&kv);
         const int64_t blocks = host.blocks;
         assert_int_equal(rocq_get_stats(ctx, &before), ROCQ_OK);
         assert_int_equal(rocq_kv_create(ctx, &kv, &d), ROCQ_OK);
         assert_int_equal(rocq_get_stats(ctx, &after), ROCQ_OK);
         assert_in_range(after.live_bytes - before.live_bytes, bytes, bytes + 4096);
-        rocq_kv_free(&kv);
+        rocq_kv_destroy(&kv);
         assert_int_equal(host.blocks, blocks);
         assert_int_equal(rocq_get_stats(ctx, &after), ROCQ_OK);
         assert_int_equal(after.live_bytes, before.live_bytes);

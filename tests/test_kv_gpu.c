@@ -1,5 +1,5 @@
 // tests/test_kv.c in a GPU context: the same calls through the kernels, on the stand-in.
-#define KV_BACKEND ROCQ_GPU
+#define KV_BACKEND ROCQ_BACKEND_GPU
 #define KV_SCRIPT 60
 #define KV_TEARDOWN nothing_was_wrong
 #include "test_kv.c"

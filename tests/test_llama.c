@@ -141,7 +141,7 @@ typedef struct ours {
 } ours;
 
 static void ours_open(ours *o, const char *path, int32_t n_threads, const llama_options *options) {
-    rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = n_threads};
+    rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = n_threads};
     rocq_gguf_desc from = {.path = path};
     memset(o, 0, sizeof *o);
     assert_int_equal(rocq_open(&o->ctx, &desc), ROCQ_OK);
@@ -306,8 +306,9 @@ static void set_keys(rocq_gguf_writer *w) {
     for (const key *k = to_set; k->name; k++) {
         char name[128];
         snprintf(name, sizeof name, "%s.%s", to_set_arch, k->name);
-        assert_int_equal(rocq_gguf_set(w, name, k->type, k->count > 0, k->count > 0 ? k->count : 1,
-                                       k->data), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_set(w, name, k->type, k->count > 0,
+                                              k->count > 0 ? k->count : 1, k->data),
+                         ROCQ_OK);
     }
 }
 
@@ -632,14 +633,14 @@ static const char *decode_demo(char path[256]) {
     const rocq_gguf_writer_desc to = {.path = path};
     assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
     assert_int_equal(rocq_gguf_open(ctx, &file, &from), ROCQ_OK);
-    assert_int_equal(rocq_gguf_create(ctx, &w, &to), ROCQ_OK);
-    assert_int_equal(rocq_gguf_set_from(w, file), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_open(ctx, &w, &to), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_from(w, file), ROCQ_OK);
     rocq_gguf_tensor t;
     for (int64_t i = 0; i < rocq_gguf_tensor_count(file); i++) {
         char name[64];
         assert_int_equal(rocq_gguf_tensor_at(file, i, &t), ROCQ_OK);
         snprintf(name, sizeof name, "%.*s", (int)t.name.length, t.name.data);
-        assert_int_equal(rocq_gguf_add_tensor(w, name, ROCQ_F32, t.n_dims, t.ne), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_add_tensor(w, name, ROCQ_F32, t.n_dims, t.ne), ROCQ_OK);
     }
     for (int64_t i = 0; i < rocq_gguf_tensor_count(file); i++) {
         assert_int_equal(rocq_gguf_tensor_at(file, i, &t), ROCQ_OK);
@@ -649,11 +650,11 @@ static const char *decode_demo(char path[256]) {
         assert_non_null(bytes);
         assert_int_equal(rocq_gguf_read(ctx, file, &t, bytes), ROCQ_OK);
         assert_int_equal(rocq_dequantize(t.format, values, bytes, n), ROCQ_OK);
-        assert_int_equal(rocq_gguf_write(w, values, n * (int64_t)sizeof *values), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_write(w, values, n * (int64_t)sizeof *values), ROCQ_OK);
         free(values);
         free(bytes);
     }
-    assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_close(&w), ROCQ_OK);
     rocq_gguf_close(&file);
     rocq_close(&ctx);
     return path;
@@ -805,7 +806,7 @@ static int32_t list_saved(void) {
         if ((int32_t)formats[f] > 1000) continue; // rocq's own: no GGUF id
         for (int32_t k = 0; k < N_FAMILIES; k++) {
             snprintf(text[n], sizeof text[n], "%s in %s, saved by llama.cpp", names[k],
-                     rocq_get_format_info(formats[f])->name);
+                     rocq_format_name(formats[f]));
             saved[n] = small[k];
             saved[n].name = text[n];
             saved[n++].formats = lists[f];

@@ -129,7 +129,7 @@ static void model_add(model *m, rocq_format format, int64_t cols, int64_t rows) 
     assert_ok(rocq_row_size(format, cols, &row));
     m->names[i] = m->tensors[i].name;
     snprintf(m->tensors[i].name, sizeof m->tensors[i].name, "t%d.%s", (int)i,
-             rocq_get_format_info(format)->name);
+             rocq_format_name(format));
     m->tensors[i].format = format;
     m->tensors[i].n_dims = rows > 1 ? 2 : 1;
     memcpy(m->tensors[i].ne, ne, sizeof ne);
@@ -161,18 +161,18 @@ static void write_file(const model *m, int64_t size) {
 
 // Lays the tensors out as a file of that alignment, also on disk.
 static void model_finish(model *m, int32_t alignment) {
-    rocq_ctx *ctx = open_ctx(ROCQ_CPU, 1, 0);
+    rocq_ctx *ctx = open_ctx(ROCQ_BACKEND_CPU, 1, 0);
     rocq_gguf_writer *writer = NULL;
     const rocq_gguf_writer_desc desc = {.write = model_write, .user = m, .alignment = alignment};
-    assert_ok(rocq_gguf_create(ctx, &writer, &desc));
+    assert_ok(rocq_gguf_writer_open(ctx, &writer, &desc));
     for (int32_t i = 0; i < m->n; i++) {
-        assert_ok(rocq_gguf_add_tensor(writer, m->tensors[i].name, m->tensors[i].format,
-                                       m->tensors[i].n_dims, m->tensors[i].ne));
+        assert_ok(rocq_gguf_writer_add_tensor(writer, m->tensors[i].name, m->tensors[i].format,
+                                              m->tensors[i].n_dims, m->tensors[i].ne));
     }
     for (int32_t i = 0; i < m->n; i++) {
-        assert_ok(rocq_gguf_write(writer, m->tensors[i].bytes, m->tensors[i].size));
+        assert_ok(rocq_gguf_writer_write(writer, m->tensors[i].bytes, m->tensors[i].size));
     }
-    assert_ok(rocq_gguf_finish(&writer));
+    assert_ok(rocq_gguf_writer_close(&writer));
     rocq_close(&ctx);
     write_file(m, m->size);
     m->fail_read = -1;
@@ -290,9 +290,9 @@ static bool watch_progress(int64_t done, int64_t total, void *user) {
 
 // Loads, and checks that a failure touches neither outputs nor what is in use, and that success
 // tells all bytes.
-static rocq_result load(rocq_ctx *ctx, rocq_gguf *file, const rocq_load_desc *desc, watch *w,
+static rocq_result load(rocq_ctx *ctx, rocq_gguf *file, const rocq_gguf_load_desc *desc, watch *w,
                         rocq_tensor *tensors, int64_t n, rocq_buffer *buffer) {
-    rocq_load_desc watched = desc ? *desc : (rocq_load_desc){0};
+    rocq_gguf_load_desc watched = desc ? *desc : (rocq_gguf_load_desc){0};
     rocq_tensor *untouched = (rocq_tensor *)malloc((size_t)n * sizeof *untouched);
     watch idle = {.stop_at = -1};
     if (!w) w = &idle;
@@ -335,10 +335,11 @@ static void every_source_loads_the_same(void **state) {
     for (int gpu = 0; gpu < 2; gpu++) {
         for (int from = 0; from < N_SOURCES; from++) {
             for (int copy = 0; copy < 2; copy++) {
-                rocq_ctx *ctx = open_ctx(gpu ? ROCQ_GPU : ROCQ_CPU, copy ? 3 : 1, 0);
+                rocq_ctx *ctx =
+                    open_ctx(gpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, copy ? 3 : 1, 0);
                 rocq_gguf *file = open_model(ctx, &m, (source)from);
                 rocq_buffer buffer;
-                const rocq_load_desc desc = {.copy = copy};
+                const rocq_gguf_load_desc desc = {.copy = copy};
                 assert_ok(load(ctx, file, &desc, NULL, tensors, m.n, &buffer));
                 check_all(ctx, &m, tensors);
                 const bool views = !gpu && !copy && (from == MAPPED || from == SPAN);
@@ -375,7 +376,7 @@ static void unaligned_spans_are_copied_where_they_must(void **state) {
     model_make(&m, 8, false);
     for (int gpu = 0; gpu < 2; gpu++) {
         for (int shift = 1; shift < 3; shift++) {
-            rocq_ctx *ctx = open_ctx(gpu ? ROCQ_GPU : ROCQ_CPU, 2, 0);
+            rocq_ctx *ctx = open_ctx(gpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, 2, 0);
             unsigned char *moved = (unsigned char *)malloc((size_t)(m.size + shift));
             memcpy(moved + shift, m.file, (size_t)m.size);
             const rocq_gguf_desc from = {.data = moved + shift, .size = m.size};
@@ -409,10 +410,11 @@ static void pieces_of_any_size_do(void **state) {
             for (size_t k = 0; k < sizeof sizes / sizeof sizes[0]; k++) {
                 simt_set_work(work);
                 simt_set_optional(optional);
-                rocq_ctx *ctx = open_ctx(ROCQ_GPU, 1, 0);
+                rocq_ctx *ctx = open_ctx(ROCQ_BACKEND_GPU, 1, 0);
                 rocq_gguf *file = open_model(ctx, &m, (source)(k % N_SOURCES));
                 rocq_buffer buffer;
-                const rocq_load_desc desc = {.piece_bytes = sizes[k], .n_pieces = 3 + (int32_t)k};
+                const rocq_gguf_load_desc desc = {.piece_bytes = sizes[k],
+                                                  .n_pieces = 3 + (int32_t)k};
                 watch w = {.stop_at = -1, .host_before = simt_get_live().host_bytes};
                 const int streams = simt_get_live().streams;
                 assert_ok(load(ctx, file, &desc, &w, tensors, m.n, &buffer));
@@ -430,10 +432,10 @@ static void pieces_of_any_size_do(void **state) {
         }
     }
     for (size_t k = 0; k < sizeof sizes / sizeof sizes[0]; k++) {
-        rocq_ctx *ctx = open_ctx(ROCQ_CPU, 2, 0);
+        rocq_ctx *ctx = open_ctx(ROCQ_BACKEND_CPU, 2, 0);
         rocq_gguf *file = open_model(ctx, &m, NOT_MAPPED);
         rocq_buffer buffer;
-        const rocq_load_desc desc = {.piece_bytes = sizes[k]};
+        const rocq_gguf_load_desc desc = {.piece_bytes = sizes[k]};
         watch w = {.stop_at = -1};
         assert_ok(load(ctx, file, &desc, &w, tensors, m.n, &buffer));
         assert_true(w.calls > m.total / sizes[k]);
@@ -452,7 +454,7 @@ static void small_tensors_share_a_piece(void **state) {
     memset(&m, 0, sizeof m);
     for (int i = 0; i < MAX_TENSORS; i++) model_add(&m, ROCQ_Q4_0, 32, 1 + i % 3);
     model_finish(&m, 32);
-    rocq_ctx *ctx = open_ctx(ROCQ_GPU, 1, 0);
+    rocq_ctx *ctx = open_ctx(ROCQ_BACKEND_GPU, 1, 0);
     rocq_gguf *file = open_model(ctx, &m, CALLBACK);
     rocq_buffer buffer;
     watch w = {.stop_at = -1};
@@ -474,14 +476,14 @@ static void names_choose_and_order(void **state) {
     model_make(&m, 32, true);
     for (int gpu = 0; gpu < 2; gpu++) {
         for (int from = 0; from < N_SOURCES; from++) {
-            rocq_ctx *ctx = open_ctx(gpu ? ROCQ_GPU : ROCQ_CPU, 1, 0);
+            rocq_ctx *ctx = open_ctx(gpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, 1, 0);
             rocq_gguf *file = open_model(ctx, &m, (source)from);
             rocq_buffer buffer;
             const int32_t last = m.n - 1, list[] = {last, 3, 0, 7, 3, 11, last, 3};
             const char *names[8];
             for (int i = 0; i < 8; i++) names[i] = m.names[list[i]];
-            rocq_load_desc desc = {.names = names, .n_names = 8, .copy = gpu != 0,
-                                   .piece_bytes = 1024};
+            rocq_gguf_load_desc desc = {
+                .names = names, .n_names = 8, .copy = gpu != 0, .piece_bytes = 1024};
             assert_ok(load(ctx, file, &desc, NULL, tensors, 8, &buffer));
             for (int i = 0; i < 8; i++) check_tensor(ctx, &m, list[i], &tensors[i]);
             assert_memory_equal(&tensors[1], &tensors[4], sizeof tensors[1]); // the same memory
@@ -515,10 +517,10 @@ static void each_piece_can_be_the_last(void **state) {
     static rocq_tensor tensors[MAX_TENSORS];
     model_make(&m, 32, false);
     for (int gpu = 0; gpu < 2; gpu++) {
-        rocq_ctx *ctx = open_ctx(gpu ? ROCQ_GPU : ROCQ_CPU, 1, 0);
+        rocq_ctx *ctx = open_ctx(gpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, 1, 0);
         rocq_gguf *file = open_model(ctx, &m, NOT_MAPPED);
         rocq_buffer buffer;
-        const rocq_load_desc desc = {.piece_bytes = 2048};
+        const rocq_gguf_load_desc desc = {.piece_bytes = 2048};
         for (int by_cancel = 0; by_cancel < 2; by_cancel++) {
             watch w;
             int64_t k = 0;
@@ -558,10 +560,10 @@ static void each_read_can_fail(void **state) {
     static rocq_tensor tensors[MAX_TENSORS];
     model_make(&m, 32, false);
     for (int gpu = 0; gpu < 2; gpu++) {
-        rocq_ctx *ctx = open_ctx(gpu ? ROCQ_GPU : ROCQ_CPU, 3, 0);
+        rocq_ctx *ctx = open_ctx(gpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, 3, 0);
         rocq_gguf *file = open_model(ctx, &m, CALLBACK);
         rocq_buffer buffer;
-        const rocq_load_desc desc = {.piece_bytes = 2048};
+        const rocq_gguf_load_desc desc = {.piece_bytes = 2048};
         for (m.fail_read = 0;; m.fail_read++) {
             m.n_reads = 0;
             const rocq_result result = load(ctx, file, &desc, NULL, tensors, m.n, &buffer);
@@ -588,10 +590,10 @@ static void a_file_that_shrinks_is_an_io_error(void **state) {
     model_make(&m, 32, true);
     for (int gpu = 0; gpu < 2; gpu++) {
         for (int from = MAPPED; from <= NOT_MAPPED; from++) {
-            rocq_ctx *ctx = open_ctx(gpu ? ROCQ_GPU : ROCQ_CPU, 3, 0);
+            rocq_ctx *ctx = open_ctx(gpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, 3, 0);
             rocq_gguf *file = open_model(ctx, &m, (source)from);
             rocq_buffer buffer;
-            const rocq_load_desc desc = {.copy = true};
+            const rocq_gguf_load_desc desc = {.copy = true};
             write_file(&m, m.size - m.size / 4);
             assert_result(load(ctx, file, &desc, NULL, tensors, m.n, &buffer), ROCQ_E_IO);
             write_file(&m, m.size);
@@ -610,13 +612,13 @@ static void every_runtime_call_may_fail(void **state) {
     static model m;
     static rocq_tensor tensors[MAX_TENSORS];
     model_make(&m, 32, false);
-    const rocq_load_desc desc = {.piece_bytes = 4096, .n_pieces = 3};
+    const rocq_gguf_load_desc desc = {.piece_bytes = 4096, .n_pieces = 3};
     for (int work = SIMT_AT_ONCE; work <= SIMT_LATEST; work++) {
         simt_set_work(work);
         for (int lost = 0; lost < 2; lost++) {
             int64_t n = 1;
             for (bool failed = true; failed; n++) {
-                rocq_ctx *ctx = open_ctx(ROCQ_GPU, 1, 0);
+                rocq_ctx *ctx = open_ctx(ROCQ_BACKEND_GPU, 1, 0);
                 rocq_gguf *file = open_model(ctx, &m, SPAN);
                 rocq_buffer buffer;
                 const int64_t calls = simt_calls();
@@ -648,7 +650,7 @@ static void every_allocation_may_fail(void **state) {
     model_make(&m, 32, false);
     for (int gpu = 0; gpu < 2; gpu++) {
         for (int64_t n = 0;; n++) {
-            rocq_ctx *ctx = open_ctx(gpu ? ROCQ_GPU : ROCQ_CPU, 1, 0);
+            rocq_ctx *ctx = open_ctx(gpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, 1, 0);
             rocq_gguf *file = open_model(ctx, &m, CALLBACK);
             rocq_buffer buffer;
             host.fail_at = host.n + n;
@@ -675,8 +677,8 @@ static void the_budget_is_kept(void **state) {
     static model m;
     static rocq_tensor tensors[MAX_TENSORS];
     model_make(&m, 32, false);
-    const rocq_load_desc desc = {.piece_bytes = 4096, .n_pieces = 3};
-    rocq_ctx *ctx = open_ctx(ROCQ_GPU, 1, 0);
+    const rocq_gguf_load_desc desc = {.piece_bytes = 4096, .n_pieces = 3};
+    rocq_ctx *ctx = open_ctx(ROCQ_BACKEND_GPU, 1, 0);
     rocq_gguf *file = open_model(ctx, &m, SPAN);
     rocq_buffer buffer;
     assert_ok(load(ctx, file, &desc, NULL, tensors, m.n, &buffer));
@@ -685,7 +687,7 @@ static void the_budget_is_kept(void **state) {
     rocq_close(&ctx);
     const int64_t budgets[] = {size - 1, size + staging - 1, size + staging};
     for (int i = 0; i < 3; i++) {
-        ctx = open_ctx(ROCQ_GPU, 1, budgets[i]);
+        ctx = open_ctx(ROCQ_BACKEND_GPU, 1, budgets[i]);
         file = open_model(ctx, &m, SPAN);
         assert_result(load(ctx, file, &desc, NULL, tensors, m.n, &buffer),
                       i < 2 ? ROCQ_E_BUDGET : ROCQ_OK);
@@ -698,10 +700,10 @@ static void the_budget_is_kept(void **state) {
         rocq_gguf_close(&file);
         rocq_close(&ctx);
     }
-    ctx = open_ctx(ROCQ_CPU, 1, 1000);
+    ctx = open_ctx(ROCQ_BACKEND_CPU, 1, 1000);
     file = open_model(ctx, &m, SPAN);
     assert_ok(load(ctx, file, NULL, NULL, tensors, m.n, &buffer)); // views are not its memory
-    const rocq_load_desc copy = {.copy = true};
+    const rocq_gguf_load_desc copy = {.copy = true};
     assert_result(load(ctx, file, &copy, NULL, tensors, m.n, &buffer), ROCQ_E_BUDGET);
     rocq_gguf_close(&file);
     rocq_close(&ctx);
@@ -714,11 +716,11 @@ static void wrong_calls_are_refused(void **state) {
     static rocq_tensor tensors[MAX_TENSORS];
     model_make(&m, 32, false);
     for (int gpu = 0; gpu < 2; gpu++) {
-        rocq_ctx *ctx = open_ctx(gpu ? ROCQ_GPU : ROCQ_CPU, 1, 0);
+        rocq_ctx *ctx = open_ctx(gpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, 1, 0);
         rocq_gguf *file = open_model(ctx, &m, CALLBACK);
         rocq_graph *graph;
         rocq_buffer buffer;
-        static const rocq_load_desc bad[] = {
+        static const rocq_gguf_load_desc bad[] = {
             {.piece_bytes = 511}, {.piece_bytes = -1}, {.piece_bytes = ((int64_t)1 << 28) + 1},
             {.n_pieces = 2}, {.n_pieces = -1}, {.n_pieces = 65}, {.n_names = -1}};
         for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
@@ -744,7 +746,7 @@ static void wrong_calls_are_refused(void **state) {
         file = open_model(ctx, &m, SPAN);
         assert_result(load(ctx, file, NULL, NULL, tensors, m.n, &buffer), ROCQ_E_FORMAT);
         assert_non_null(strstr(rocq_error(ctx), last));
-        const rocq_load_desc others = {.names = m.names, .n_names = m.n - 1};
+        const rocq_gguf_load_desc others = {.names = m.names, .n_names = m.n - 1};
         assert_ok(load(ctx, file, &others, NULL, tensors, m.n - 1, &buffer));
         *p = type;
         rocq_gguf_close(&file);
@@ -759,7 +761,7 @@ static void uploads_go_on_around_a_load(void **state) {
     static model m;
     static rocq_tensor tensors[MAX_TENSORS];
     model_make(&m, 32, false);
-    rocq_ctx *ctx = open_ctx(ROCQ_GPU, 2, 0);
+    rocq_ctx *ctx = open_ctx(ROCQ_BACKEND_GPU, 2, 0);
     rocq_gguf *file = open_model(ctx, &m, SPAN);
     rocq_buffer memory, buffer;
     rocq_tensor x;

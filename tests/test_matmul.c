@@ -21,7 +21,7 @@ static bool has_int8(rocq_format f) {
 }
 
 static const char *name_of(rocq_format f) {
-    return rocq_get_format_info(f)->name;
+    return rocq_format_name(f);
 }
 
 // -- problems --
@@ -83,12 +83,12 @@ static double *rounded_x(const problem *a) {
 
 static double activate(rocq_activation activation, double x) {
     switch (activation) {
-    case ROCQ_SILU: return x / (1 + exp(-x));
-    case ROCQ_GELU:
+    case ROCQ_ACT_SILU: return x / (1 + exp(-x));
+    case ROCQ_ACT_GELU:
         return x / 2 * (1 + tanh(sqrt(2 / 3.14159265358979) * (x + 0.044715 * x * x * x)));
-    case ROCQ_GELU_ERF: return x / 2 * (1 + erf(x / sqrt(2.0)));
-    case ROCQ_RELU: return x > 0 ? x : 0;
-    case ROCQ_TANH: return tanh(x);
+    case ROCQ_ACT_GELU_ERF: return x / 2 * (1 + erf(x / sqrt(2.0)));
+    case ROCQ_ACT_RELU: return x > 0 ? x : 0;
+    case ROCQ_ACT_TANH: return tanh(x);
     default: return x;
     }
 }
@@ -128,7 +128,7 @@ static void reference(problem *a) {
             t += a->bias.value[m];
             e += unit * fabs(t);
         }
-        if (s->activation != ROCQ_IDENTITY) {
+        if (s->activation != ROCQ_ACT_IDENTITY) {
             e = 1.2 * e + 8 * unit * fabs(t); // no activation is steeper than 1.13
             t = activate(s->activation, t);
         }
@@ -234,7 +234,7 @@ static void check_y(problem *a, const char *how) {
     }
     // A few numbers may all be small by chance, and their errors then are not.
     const bool plain = !s->has_bias && !s->has_gate && !s->has_residual &&
-                       s->activation == ROCQ_IDENTITY && s->softcap == 0 && s->y == ROCQ_F32;
+                       s->activation == ROCQ_ACT_IDENTITY && s->softcap == 0 && s->y == ROCQ_F32;
     if (!plain || a->y.count < 256) return;
     const double e = nmse(ROCQ_F32, a->y.value, a->exact, a->y.count);
     assert_int_equal(rocq_get_precision(contexts[1][0], ROCQ_OP_MATMUL, &a->p, &contract), ROCQ_OK);
@@ -540,7 +540,7 @@ static void fused(void **state) {
         box cast = box_make(BOX_PLAIN, ROCQ_Q8_0, m, n, batch, 1);
         rocq_matmul_params p[3] = {
             {.y = &alone[0].t, .w = &w[0].t, .x = &x.t, .bias = &bias.t,
-             .gate = i % 4 ? &gate.t : NULL, .activation = ROCQ_SILU,
+             .gate = i % 4 ? &gate.t : NULL, .activation = ROCQ_ACT_SILU,
              .softcap = i % 5 ? 0.0f : 3.0f},
             {.y = &alone[1].t, .w = &w[1].t, .x = &x.t},
             {.y = &alone[2].t, .w = &w[2].t, .x = &x.t, .bias = &bias.t}};

@@ -51,7 +51,7 @@ static void count_errors(rocq_log_level level, const char *message, void *user) 
 static void open_with_budget(fixture *f, int64_t budget) {
     memset(f, 0, sizeof *f);
     f->memory.fail_at = -1;
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1, .memory_budget = budget,
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1, .memory_budget = budget,
                             .allocator = {host_alloc, host_free, &f->memory},
                             .log = count_errors, .log_user = f};
     assert_int_equal(rocq_open(&f->ctx, &desc), ROCQ_OK);
@@ -499,8 +499,8 @@ static void misuse_is_found(void **state) {
     rocq_buffer a = take(pool, 5000), copy = a, theirs = take(other, 5000);
     refused(other, a);
     refused(pool, theirs);
-    refused(pool, rocq__buffer_piece(&a, 0, 4999));
-    refused(pool, rocq__buffer_piece(&a, 256, 5000));
+    refused(pool, rocq__buffer_slice(&a, 0, 4999));
+    refused(pool, rocq__buffer_slice(&a, 256, 5000));
     refused(pool, rocq_buffer_from_host(a.host, a.size));
     refused(pool, rocq_buffer_from_host(&f, 5000));
     rocq_buffer forged = a;
@@ -1132,7 +1132,7 @@ static void a_decode_loop_allocates_nothing(void **state) {
         for (int i = 0; i < K; i++) ((float *)rocq_tensor_data(&x))[i] = (float)(i % 7) - 3.0f;
         memset(rocq_tensor_data(&s), 0, (size_t)rocq_tensor_size(&s));
         const rocq_norm_params rms = {.y = &norm, .x = &x, .weight = &scale, .eps = 1e-5f};
-        const rocq_matmul_params g = {.y = &gate, .w = &w, .x = &norm, .activation = ROCQ_SILU};
+        const rocq_matmul_params g = {.y = &gate, .w = &w, .x = &norm, .activation = ROCQ_ACT_SILU};
         const rocq_matmul_params u = {.y = &up, .w = &w, .x = &gate, .residual = &x};
         const rocq_softmax_params soft = {.y = &s, .x = &s};
         assert_int_equal(rocq_rmsnorm(f.ctx, &rms), ROCQ_OK);

@@ -27,7 +27,7 @@ static int nothing_is_left(void **state) {
 
 static rocq_ctx *open_gpu(int64_t budget) {
     rocq_ctx *ctx = NULL;
-    const rocq_desc desc = {.prefer = ROCQ_GPU, .n_threads = 1, .memory_budget = budget};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU, .n_threads = 1, .memory_budget = budget};
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
     return ctx;
 }

@@ -342,11 +342,12 @@ static void rope_append(void **state) {
 // even a double has no digits of them left.
 static double activation_reference(rocq_activation activation, double x) {
     switch (activation) {
-    case ROCQ_SILU: return x / (1 + exp(-x));
-    case ROCQ_GELU: return x / (1 + exp(-2 * sqrt(2 / acos(-1.0)) * (x + 0.044715 * x * x * x)));
-    case ROCQ_GELU_ERF: return x / 2 * erfc(-x / sqrt(2));
-    case ROCQ_RELU: return x > 0 ? x : 0;
-    case ROCQ_TANH: return tanh(x);
+    case ROCQ_ACT_SILU: return x / (1 + exp(-x));
+    case ROCQ_ACT_GELU:
+        return x / (1 + exp(-2 * sqrt(2 / acos(-1.0)) * (x + 0.044715 * x * x * x)));
+    case ROCQ_ACT_GELU_ERF: return x / 2 * erfc(-x / sqrt(2));
+    case ROCQ_ACT_RELU: return x > 0 ? x : 0;
+    case ROCQ_ACT_TANH: return tanh(x);
     default: return x;
     }
 }
@@ -354,7 +355,7 @@ static double activation_reference(rocq_activation activation, double x) {
 static void activate(void **state) {
     (void)state;
     for (int k = 0; k < N_ROW_SIZES; k++) {
-        for (int a = ROCQ_IDENTITY; a <= ROCQ_TANH; a++) {
+        for (int a = ROCQ_ACT_IDENTITY; a <= ROCQ_ACT_TANH; a++) {
             for (int option = 0; option < 6; option++) {
                 const box_layout layout = (box_layout)((option + a) % 3);
                 const bool in_place = option >= 4;
@@ -380,7 +381,7 @@ static void activate(void **state) {
 static void activations_saturate(void **state) {
     (void)state;
     static const double far[] = {-200, -90, 90, 200, 3e38, -3e38, 0, -0.0};
-    for (int a = ROCQ_SILU; a <= ROCQ_TANH; a++) {
+    for (int a = ROCQ_ACT_SILU; a <= ROCQ_ACT_TANH; a++) {
         box x = box_make(BOX_PLAIN, ROCQ_F32, 8, 1, 1, 1),
             y = box_make(BOX_PLAIN, ROCQ_F32, 8, 1, 1, 1);
         memcpy(x.value, far, sizeof far);
@@ -391,8 +392,9 @@ static void activations_saturate(void **state) {
             run(simd, ROCQ_OP_ACTIVATE, &p, &out, 1);
             box_read(&y);
             for (int i = 0; i < 8; i++) {
-                const double limit = x.value[i] <= 0 ? (a == ROCQ_TANH && x.value[i] < 0 ? -1 : 0)
-                                                     : (a == ROCQ_TANH ? 1 : x.value[i]);
+                const double limit = x.value[i] <= 0
+                                         ? (a == ROCQ_ACT_TANH && x.value[i] < 0 ? -1 : 0)
+                                         : (a == ROCQ_ACT_TANH ? 1 : x.value[i]);
                 assert_true(fabs(y.value[i] - limit) <= 1e-30);
             }
         }
@@ -1283,7 +1285,7 @@ static void gathered_rows_never_reach_the_ids(void **state) {
         assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
         refused(ROCQ_OP_GATHER, &p, &out, 1);
         assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
-        rocq_graph_free(ctx, &graph);
+        rocq_graph_destroy(ctx, &graph);
     }
     // Behind the last row, where the next gap would be, they may lie.
     const rocq_tensor front = view_of(&whole.t, 0, 0, 0, 0, D, N - 1, 1, 1);
@@ -1538,8 +1540,10 @@ static void activations_agree_with_ggml(void **state) {
     (void)state;
     ggml_api g = ggml_open();
     // ggml looks its tanh form of gelu up in a table of F16 values.
-    const struct { rocq_activation a; void *(*f)(void *, void *); double bound; } kinds[] = {
-        {ROCQ_SILU, g.silu, 1e-11}, {ROCQ_GELU, g.gelu, 5e-7}, {ROCQ_GELU_ERF, g.gelu_erf, 1e-11}};
+    const struct { rocq_activation a; void *(*f)(void *, void *); double bound;
+    } kinds[] = {{ROCQ_ACT_SILU, g.silu, 1e-11},
+                 {ROCQ_ACT_GELU, g.gelu, 5e-7},
+                 {ROCQ_ACT_GELU_ERF, g.gelu_erf, 1e-11}};
     for (int a = 0; a < 3; a++) {
         box x = box_random(BOX_PLAIN, ROCQ_F32, 3, 1000, 3, 1, 1),
             y = box_make(BOX_PLAIN, ROCQ_F32, 1000, 3, 1, 1);

@@ -77,7 +77,7 @@ static void products(void **state) {
         for (int i = 0; i < 16; i++) {
             const rocq_precision own = (rocq_precision)(i / 4), all = (rocq_precision)(i % 4);
             const rocq_precision asked = own ? own : all;
-            rocq_ctx *ctx = open_as(on == GPU ? ROCQ_GPU : ROCQ_CPU, all, false);
+            rocq_ctx *ctx = open_as(on == GPU ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, all, false);
             ctx->has_avx2 = on == AVX2;
             rocq_info opened;
             assert_int_equal(rocq_get_info(ctx, &opened), ROCQ_OK);
@@ -126,7 +126,7 @@ static void products(void **state) {
 // reason of its own.
 static void pairs_and_chips(void **state) {
     (void)state;
-    rocq_ctx *ctx = open_as(ROCQ_GPU, ROCQ_PRECISION_AUTO, false);
+    rocq_ctx *ctx = open_as(ROCQ_BACKEND_GPU, ROCQ_PRECISION_AUTO, false);
     const rocq_tensor q4 = tensor_like(ctx, ROCQ_Q4_0, K, M, 1);
     const rocq_tensor f32 = tensor_like(ctx, ROCQ_F32, K, M, 1);
     const rocq_tensor x = tensor_like(ctx, ROCQ_F32, K, MOST, 1);
@@ -171,7 +171,7 @@ static void a_context_is_forced_as_params_are(void **state) {
             want[n * M + m] = sum;
         }
     }
-    for (int backend = ROCQ_CPU; backend <= ROCQ_GPU; backend++) {
+    for (int backend = ROCQ_BACKEND_CPU; backend <= ROCQ_BACKEND_GPU; backend++) {
         for (int i = ROCQ_PRECISION_F32; i <= ROCQ_PRECISION_INT8; i++) {
             double nmse_bound = 0;
             for (int by_context = 0; by_context < 2; by_context++) {
@@ -202,7 +202,7 @@ static void a_context_is_forced_as_params_are(void **state) {
 
 static void attention(void **state) {
     (void)state;
-    for (int backend = ROCQ_CPU; backend <= ROCQ_GPU; backend++) {
+    for (int backend = ROCQ_BACKEND_CPU; backend <= ROCQ_BACKEND_GPU; backend++) {
         for (int i = ROCQ_PRECISION_AUTO; i <= ROCQ_PRECISION_INT8; i++) {
             for (int fallback = 0; fallback < 2; fallback++) {
                 rocq_ctx *ctx = open_as((rocq_backend)backend, (rocq_precision)i, fallback);
@@ -210,7 +210,7 @@ static void attention(void **state) {
                 const rocq_tensor out = tensor_like(ctx, ROCQ_F32, 64, 2, 3);
                 const rocq_tensor k = tensor_like(ctx, ROCQ_F16, 64, 1, 5);
                 const rocq_attention_params p = {.out = &out, .q = &q, .k = &k, .v = &k};
-                const bool exact = backend == ROCQ_GPU && i == ROCQ_PRECISION_F32;
+                const bool exact = backend == ROCQ_BACKEND_GPU && i == ROCQ_PRECISION_F32;
                 if (exact && !fallback) {
                     rocq_precision_info info;
                     const char *why;
@@ -225,7 +225,7 @@ static void attention(void **state) {
                 }
                 const rocq_precision_info info = info_of(ctx, ROCQ_OP_ATTENTION, &p);
                 const rocq_precision want =
-                    backend == ROCQ_GPU && !exact ? ROCQ_PRECISION_F16 : ROCQ_PRECISION_F32;
+                    backend == ROCQ_BACKEND_GPU && !exact ? ROCQ_PRECISION_F16 : ROCQ_PRECISION_F32;
                 assert_int_equal(info.precision, want);
                 assert_int_equal(info.asked, i);
                 assert_true(info.nmse == bound_of(want));
@@ -242,7 +242,7 @@ static void attention(void **state) {
 // All others have one form, F32, which is exact enough for whatever is asked.
 static void other_ops(void **state) {
     (void)state;
-    for (int backend = ROCQ_CPU; backend <= ROCQ_GPU; backend++) {
+    for (int backend = ROCQ_BACKEND_CPU; backend <= ROCQ_BACKEND_GPU; backend++) {
         for (int i = ROCQ_PRECISION_AUTO; i <= ROCQ_PRECISION_INT8; i++) {
             rocq_ctx *ctx = open_as((rocq_backend)backend, (rocq_precision)i, false);
             const rocq_tensor x = tensor_like(ctx, ROCQ_F32, 64, 4, 1);
@@ -266,7 +266,7 @@ static void other_ops(void **state) {
 
 static void bad_arguments(void **state) {
     (void)state;
-    rocq_ctx *ctx = open_as(ROCQ_CPU, ROCQ_PRECISION_AUTO, false), *none = NULL;
+    rocq_ctx *ctx = open_as(ROCQ_BACKEND_CPU, ROCQ_PRECISION_AUTO, false), *none = NULL;
     const rocq_tensor x = tensor_like(ctx, ROCQ_F32, 64, 4, 1);
     const rocq_norm_params norm = {.y = &x, .x = &x}, half = {.x = &x};
     rocq_precision_info info, untouched;
@@ -281,12 +281,12 @@ static void bad_arguments(void **state) {
     assert_memory_equal(&info, &untouched, sizeof info);
     assert_int_equal(rocq_operand_format(NULL, ROCQ_Q4_0, 1, ROCQ_PRECISION_AUTO), ROCQ_F32);
     rocq_close(&ctx);
-    ctx = open_as(ROCQ_GPU, ROCQ_PRECISION_AUTO, false); // no such format, no columns
+    ctx = open_as(ROCQ_BACKEND_GPU, ROCQ_PRECISION_AUTO, false); // no such format, no columns
     assert_int_equal(rocq_operand_format(ctx, (rocq_format)4, 1, ROCQ_PRECISION_AUTO), ROCQ_F32);
     assert_int_equal(rocq_operand_format(ctx, ROCQ_Q4_0, -1, ROCQ_PRECISION_AUTO), ROCQ_Q8_0);
     rocq_close(&ctx);
     for (int i = -1; i <= 4; i += 5) {
-        const rocq_desc desc = {.prefer = ROCQ_CPU, .precision = (rocq_precision)i};
+        const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .precision = (rocq_precision)i};
         assert_int_equal(rocq_open(&none, &desc), ROCQ_E_ARGUMENT);
         assert_null(none);
     }

@@ -18,7 +18,7 @@
 
 static rocq_ctx *open_cpu(void) {
     rocq_ctx *ctx = NULL;
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1,
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1,
                             .allocator = {counted_alloc, counted_free, NULL}};
     n_live = 0;
     fail_at = -1;
@@ -132,7 +132,7 @@ static void stopwatches(void **state) {
     for (int kind = 0; kind < 2; kind++) {
         rocq_timer t;
         double ns = NAN;
-        assert_int_equal(rocq_timer_create(ctx, &t, (rocq_timer_kind)kind), ROCQ_OK);
+        assert_int_equal(rocq_timer_init(ctx, &t, (rocq_timer_kind)kind), ROCQ_OK);
         assert_int_equal(rocq_timer_stop(ctx, &t), ROCQ_E_STATE);
         assert_int_equal(rocq_timer_read(ctx, &t, &ns), ROCQ_E_STATE);
         for (int64_t i = 1; i < 4; i++) {
@@ -153,10 +153,10 @@ static void stopwatches(void **state) {
     double ns;
     memset(&t, 0x5a, sizeof t);
     const rocq_timer before = t;
-    assert_int_equal(rocq_timer_create(ctx, &t, (rocq_timer_kind)2), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_timer_init(ctx, &t, (rocq_timer_kind)2), ROCQ_E_ARGUMENT);
     assert_memory_equal(&t, &before, sizeof t);
-    assert_int_equal(rocq_timer_create(ctx, NULL, ROCQ_TIMER_HOST), ROCQ_E_ARGUMENT);
-    assert_int_equal(rocq_timer_create(NULL, &t, ROCQ_TIMER_HOST), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_timer_init(ctx, NULL, ROCQ_TIMER_HOST), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_timer_init(NULL, &t, ROCQ_TIMER_HOST), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_timer_start(ctx, NULL), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_timer_start(NULL, &t), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_timer_stop(ctx, NULL), ROCQ_E_ARGUMENT);
@@ -172,7 +172,7 @@ static void launch_cost(void **state) {
     for (int32_t threads = 1; threads < 4; threads++) {
         rocq_ctx *ctx = NULL;
         rocq_launch_cost cost, before;
-        const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = threads,
+        const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = threads,
                                 .allocator = {counted_alloc, counted_free, NULL}};
         n_live = 0;
         assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);

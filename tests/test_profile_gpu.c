@@ -32,7 +32,7 @@ static int teardown(void **state) {
 
 static rocq_ctx *open_gpu(bool no_graphs) {
     rocq_ctx *ctx = NULL;
-    const rocq_desc desc = {.prefer = ROCQ_GPU, .n_threads = 1, .no_graphs = no_graphs,
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU, .n_threads = 1, .no_graphs = no_graphs,
                             .allocator = {counted_alloc, counted_free, NULL}};
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
     return ctx;
@@ -110,7 +110,7 @@ static void stopwatches(void **state) {
         rocq_timer t;
         double ns = NAN;
         make_work(ctx, &w);
-        assert_int_equal(rocq_timer_create(ctx, &t, ROCQ_TIMER_GPU), ROCQ_OK);
+        assert_int_equal(rocq_timer_init(ctx, &t, ROCQ_TIMER_GPU), ROCQ_OK);
         assert_int_equal(t.stop_event != NULL, optional);
         assert_int_equal(rocq_timer_stop(ctx, &t), ROCQ_E_STATE);
         for (int i = 0; i < 3; i++) {
@@ -133,7 +133,7 @@ static void stopwatches(void **state) {
         double ns = -5;
         simt_fail_at(k, 719);
         const int64_t first = simt_calls();
-        rocq_result result = rocq_timer_create(ctx, &t, ROCQ_TIMER_GPU);
+        rocq_result result = rocq_timer_init(ctx, &t, ROCQ_TIMER_GPU);
         if (result == ROCQ_OK) result = rocq_timer_start(ctx, &t);
         if (result == ROCQ_OK) result = rocq_timer_stop(ctx, &t);
         if (result == ROCQ_OK) result = rocq_timer_read(ctx, &t, &ns);

@@ -20,7 +20,7 @@ static void calls_do_nothing(void **state) {
     rocq_ctx *ctx = NULL;
     rocq_region_stats s;
     rocq_stats before, after;
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1};
     memset(&s, 0x5a, sizeof s);
     const rocq_region_stats untouched = s;
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
@@ -53,9 +53,9 @@ static void timers_stay(void **state) {
     rocq_timer t;
     double ns = -1;
     rocq_launch_cost cost;
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1};
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
-    assert_int_equal(rocq_timer_create(ctx, &t, ROCQ_TIMER_HOST), ROCQ_OK);
+    assert_int_equal(rocq_timer_init(ctx, &t, ROCQ_TIMER_HOST), ROCQ_OK);
     assert_int_equal(rocq_timer_start(ctx, &t), ROCQ_OK);
     for (int64_t start = rocq_time_ns(); rocq_time_ns() < start + 1000000;) {}
     assert_int_equal(rocq_timer_stop(ctx, &t), ROCQ_OK);

@@ -31,7 +31,7 @@ static void counted_free(void *ptr, size_t size, void *user) {
 static host_count host;
 
 static rocq_desc gpu_desc(void) {
-    const rocq_desc desc = {.prefer = ROCQ_GPU, .n_threads = 1,
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU, .n_threads = 1,
                             .allocator = {counted_alloc, counted_free, &host}};
     return desc;
 }
@@ -109,7 +109,7 @@ static void one_device_is_found(void **state) {
     rocq_ctx *ctx = open_gpu(NULL);
     rocq_info info;
     assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
-    assert_int_equal(info.backend, ROCQ_GPU);
+    assert_int_equal(info.backend, ROCQ_BACKEND_GPU);
     assert_int_equal(info.gpu_result, ROCQ_OK);
     assert_string_equal(info.gpu_message, "");
     assert_string_equal(info.runtime, "linked");
@@ -162,11 +162,11 @@ static void why_there_is_no_gpu_is_told(void **state) {
     simt_set_selftest_error(1);
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_E_NO_DEVICE);
     for (int automatic = 0; automatic < 2; automatic++) {
-        desc.prefer = automatic ? ROCQ_BACKEND_AUTO : ROCQ_GPU;
+        desc.prefer = automatic ? ROCQ_BACKEND_AUTO : ROCQ_BACKEND_GPU;
         desc.allow_fallback = !automatic;
         assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
         rocq_get_info(ctx, &info);
-        assert_int_equal(info.backend, ROCQ_CPU);
+        assert_int_equal(info.backend, ROCQ_BACKEND_CPU);
         assert_int_equal(info.gpu_result, ROCQ_E_NO_DEVICE);
         assert_non_null(strstr(info.gpu_message, "self-test"));
         assert_non_null(strstr(info.gpu_message, "simt")); // the device's name
@@ -483,7 +483,7 @@ static void growing_scratch_takes_the_place_of_the_old(void **state) {
     assert_int_equal(ctx->budget_used, buffers + ctx->stats.scratch_bytes);
     assert_int_equal(rocq_download(ctx, got, &y, sizeof got), ROCQ_OK);
     assert_memory_equal(got, want, sizeof want);
-    rocq_graph_free(ctx, &graph);
+    rocq_graph_destroy(ctx, &graph);
     free(v);
     rocq_close(&ctx);
 }
@@ -553,7 +553,7 @@ static void long_work_is_cut_and_stays_the_same(void **state) {
 static rocq_info open_shared(rocq_desc *desc, rocq_ctx **ctx) {
     rocq_info info;
     simt_stream made;
-    desc->prefer = ROCQ_GPU;
+    desc->prefer = ROCQ_BACKEND_GPU;
     *ctx = open_gpu(desc);
     assert_int_equal(rocq_get_info(*ctx, &info), ROCQ_OK);
     assert_int_equal(simt_get_live().streams, 1); // the plain queue is gone
@@ -613,7 +613,7 @@ static void presets_are_a_queue_and_limits(void **state) {
     bad[3].max_waves = -2;
     bad[4].priority = (rocq_priority)-1;
     for (int i = 0; i < 5; i++) assert_int_equal(rocq_open(&ctx, &bad[i]), ROCQ_E_ARGUMENT);
-    const rocq_desc on_cpu = {.prefer = ROCQ_CPU, .sharing = ROCQ_SHARING_GRAPHICS_FIRST};
+    const rocq_desc on_cpu = {.prefer = ROCQ_BACKEND_CPU, .sharing = ROCQ_SHARING_GRAPHICS_FIRST};
     rocq_info info;
     assert_int_equal(rocq_open(&ctx, &on_cpu), ROCQ_OK);
     assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
@@ -775,7 +775,7 @@ static void waves_are_limited_by_lds(void **state) {
 static void foreign_and_crooked_tensors_are_refused(void **state) {
     (void)state;
     rocq_ctx *ctx = open_gpu(NULL), *cpu;
-    const rocq_desc on_cpu = {.prefer = ROCQ_CPU, .n_threads = 1};
+    const rocq_desc on_cpu = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1};
     float memory[64] = {0};
     const int64_t ne[2] = {32, 1};
     rocq_tensor x = device_tensor(ctx, ROCQ_F32, 32, 2), y = device_tensor(ctx, ROCQ_F32, 32, 2);
@@ -925,7 +925,7 @@ static void graphs_replay(void **state) {
         rocq_stats before, after;
         rocq_graph *graph = NULL, *empty = NULL;
         desc.no_graphs = kind == NO_GRAPHS;
-        desc.prefer = kind == ON_CPU ? ROCQ_CPU : ROCQ_GPU;
+        desc.prefer = kind == ON_CPU ? ROCQ_BACKEND_CPU : ROCQ_BACKEND_GPU;
         simt_set_optional(kind != NO_FUNCTIONS);
         rocq_ctx *ctx = open_gpu(&desc);
         rocq_tensor x = device_tensor(ctx, ROCQ_F32, 100, 1),
@@ -950,9 +950,9 @@ static void graphs_replay(void **state) {
         assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
         assert_int_equal(rocq_graph_end(ctx, &empty), ROCQ_OK);
         assert_int_equal(rocq_graph_launch(ctx, empty), ROCQ_OK);
-        rocq_graph_free(ctx, &graph);
+        rocq_graph_destroy(ctx, &graph);
         assert_null(graph);
-        rocq_graph_free(ctx, &graph);
+        rocq_graph_destroy(ctx, &graph);
         rocq_close(&ctx); // frees the other one
     }
 }
@@ -1019,7 +1019,7 @@ static void graphs_are_hard_to_misuse(void **state) {
     assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
     assert_int_equal(rocq_graph_launch(other, graph), ROCQ_E_ARGUMENT);
     second = graph;
-    rocq_graph_free(other, &second);
+    rocq_graph_destroy(other, &second);
     assert_non_null(second);
     assert_int_equal(rocq_graph_launch(ctx, NULL), ROCQ_E_ARGUMENT);
     rocq_cancel(ctx);
@@ -1027,7 +1027,7 @@ static void graphs_are_hard_to_misuse(void **state) {
     assert_int_equal(rocq_sync(ctx), ROCQ_OK);
     assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK);
     assert_true(first_of(ctx, &x) == 1.0f);
-    rocq_graph_free(ctx, &graph);
+    rocq_graph_destroy(ctx, &graph);
     assert_int_equal(rocq_graph_launch(ctx, second), ROCQ_E_ARGUMENT); // stale
     assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK); // still recording when it closes
     record_two(ctx, &x, &y);
@@ -1039,7 +1039,7 @@ static void cancel_stops_what_comes_after(void **state) {
     (void)state;
     for (int on_cpu = 0; on_cpu < 2; on_cpu++) {
         rocq_desc desc = gpu_desc();
-        if (on_cpu) desc.prefer = ROCQ_CPU;
+        if (on_cpu) desc.prefer = ROCQ_BACKEND_CPU;
         rocq_ctx *ctx = open_gpu(&desc);
         rocq_tensor x = device_tensor(ctx, ROCQ_F32, 100, 1);
         float v[100] = {1.0f};
@@ -1069,7 +1069,7 @@ static void ops_without_a_kernel_fall_back_when_allowed(void **state) {
         rocq_desc desc = gpu_desc();
         rocq_stats stats;
         log_count log = {0};
-        desc.prefer = kind == 0 ? ROCQ_CPU : ROCQ_GPU;
+        desc.prefer = kind == 0 ? ROCQ_BACKEND_CPU : ROCQ_BACKEND_GPU;
         desc.allow_fallback = kind > 1;
         rocq_ctx *ctx = open_gpu(&desc);
         ctx->desc.log = count_failures;
@@ -1145,7 +1145,8 @@ static void failures_beside_fallback_are_logged(void **state) {
         assert_int_equal(rocq_tensor_init(&y, &of_y, 0, ROCQ_F32, 3, y_ne), ROCQ_OK);
         x.ne[2] = 32768;
         x.stride[2] = 0;
-        const rocq_matmul_params p = {.y = &y, .w = &w, .x = &x, .w2 = &w, .activation = ROCQ_SILU};
+        const rocq_matmul_params p = {
+            .y = &y, .w = &w, .x = &x, .w2 = &w, .activation = ROCQ_ACT_SILU};
         assert_int_equal(rocq_supports(ctx, ROCQ_OP_MATMUL, &p, NULL), ROCQ_E_OVERFLOW);
         assert_int_equal(log.n_errors, 0); // it only asks
         assert_int_equal(rocq_matmul(ctx, &p), ROCQ_E_OVERFLOW);
@@ -1177,20 +1178,20 @@ static bool file_read(void *dst, int64_t offset, int64_t size, void *user) {
 static void make_file(void) {
     rocq_ctx *ctx;
     rocq_gguf_writer *writer;
-    const rocq_desc on_cpu = {.prefer = ROCQ_CPU, .n_threads = 1};
+    const rocq_desc on_cpu = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1};
     const rocq_gguf_writer_desc desc = {.write = file_write};
     const int64_t ne[2] = {256, 9};
     unsigned char blocks[9 * 144];
     float *v = random_floats(256 * 9);
     file_size = 0;
     assert_int_equal(rocq_open(&ctx, &on_cpu), ROCQ_OK);
-    assert_int_equal(rocq_gguf_create(ctx, &writer, &desc), ROCQ_OK);
-    assert_int_equal(rocq_gguf_add_tensor(writer, "w", ROCQ_Q4_K, 2, ne), ROCQ_OK);
-    assert_int_equal(rocq_gguf_add_tensor(writer, "f", ROCQ_F32, 2, ne), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_open(ctx, &writer, &desc), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_add_tensor(writer, "w", ROCQ_Q4_K, 2, ne), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_add_tensor(writer, "f", ROCQ_F32, 2, ne), ROCQ_OK);
     assert_int_equal(rocq_quantize(ROCQ_Q4_K, blocks, v, 9, 256, NULL), ROCQ_OK);
-    assert_int_equal(rocq_gguf_write(writer, blocks, sizeof blocks), ROCQ_OK);
-    assert_int_equal(rocq_gguf_write(writer, v, 256 * 9 * 4), ROCQ_OK);
-    assert_int_equal(rocq_gguf_finish(&writer), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_write(writer, blocks, sizeof blocks), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_write(writer, v, 256 * 9 * 4), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_close(&writer), ROCQ_OK);
     rocq_close(&ctx);
     free(v);
 }
@@ -1284,7 +1285,7 @@ static bool use_all(outcome *o, bool from_image) {
         well &= went_well(o, rocq_sync(ctx));
         right = well;
         for (int i = 0; i < 18; i++) right &= !(results[i] != results[i]);
-        rocq_graph_free(ctx, &graph);
+        rocq_graph_destroy(ctx, &graph);
         o->log.n_errors = 0; // a free has no result, or none that is asked for
         check_log(o, rocq_buffer_free(ctx, &buffer));
     }

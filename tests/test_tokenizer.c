@@ -345,10 +345,10 @@ static void test_strips(void **state) {
         rocq_gguf_writer *w = NULL;
         open_kind(&p, &both[k % 2], "unnamed");
         const rocq_gguf_writer_desc to = {.path = model_path("named")};
-        assert_int_equal(rocq_gguf_create(p.ctx, &w, &to), ROCQ_OK);
-        assert_int_equal(rocq_gguf_set_from(w, p.file), ROCQ_OK);
-        assert_int_equal(rocq_gguf_set_str(w, "general.name", names[k / 2]), ROCQ_OK);
-        assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_open(p.ctx, &w, &to), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_set_from(w, p.file), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_set_str(w, "general.name", names[k / 2]), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_close(&w), ROCQ_OK);
         pair_close(&p);
         pair_open(&q, to.path, names[k / 2]);
         model_random r = {13};
@@ -378,10 +378,10 @@ static void test_wrong_keys(void **state) {
         tokenizer t;
         char key[64];
         snprintf(key, sizeof key, "tokenizer.ggml.%s", keys[i]);
-        assert_int_equal(rocq_gguf_create(p.ctx, &w, &to), ROCQ_OK);
-        assert_int_equal(rocq_gguf_set_from(w, p.file), ROCQ_OK);
-        assert_int_equal(rocq_gguf_set_str(w, key, "1"), ROCQ_OK);
-        assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_open(p.ctx, &w, &to), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_set_from(w, p.file), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_set_str(w, key, "1"), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_close(&w), ROCQ_OK);
         const rocq_gguf_desc from = {.path = to.path};
         assert_int_equal(rocq_gguf_open(p.ctx, &file, &from), ROCQ_OK);
         assert_int_equal(tokenizer_open(&t, file), ROCQ_E_TYPE);
@@ -409,13 +409,16 @@ static void test_integers(void **state) {
             types[i] = (uint8_t)made.type[i];
             assert_true((float)scores[i] == made.score[i]);
         }
-        assert_int_equal(rocq_gguf_create(p.ctx, &w, &to), ROCQ_OK);
-        assert_int_equal(rocq_gguf_set_from(w, p.file), ROCQ_OK);
-        assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.scores", ROCQ_GGUF_I32, true,
-                                       made.n_tokens, scores), ROCQ_OK);
-        if (small > 0) assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.token_type", ROCQ_GGUF_U8,
-                                                      true, made.n_tokens, types), ROCQ_OK);
-        assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_open(p.ctx, &w, &to), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_set_from(w, p.file), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_set(w, "tokenizer.ggml.scores", ROCQ_GGUF_I32, true,
+                                              made.n_tokens, scores),
+                         ROCQ_OK);
+        if (small > 0)
+            assert_int_equal(rocq_gguf_writer_set(w, "tokenizer.ggml.token_type", ROCQ_GGUF_U8,
+                                                  true, made.n_tokens, types),
+                             ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_close(&w), ROCQ_OK);
         rocq_gguf *file = NULL;
         const rocq_gguf_desc from = {.path = path};
         if (small == 0 && peer_open()) {

@@ -34,7 +34,7 @@ static void counted_free(void *ptr, size_t size, void *user) {
 static rocq_ctx *ctx;
 
 static rocq_result open_again(void) {
-    const rocq_desc desc = {.prefer = ROCQ_GPU, .n_threads = 1,
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU, .n_threads = 1,
                             .allocator = {counted_alloc, counted_free, NULL}};
     rocq_close(&ctx);
     simt_fail_at(0, 0);
@@ -402,7 +402,7 @@ static void what_cannot_run_is_left_alone(void **state) {
         assert_int_equal(r[tight].n_tried, r[tight].n_space);
         assert_int_equal(rocq_get_stats(ctx, &stats), ROCQ_OK);
         attended_free(&a);
-        rocq_desc desc = {.prefer = ROCQ_GPU, .n_threads = 1,
+        rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU, .n_threads = 1,
                           .allocator = {counted_alloc, counted_free, NULL}};
         int64_t scratch;
         rocq_close(&ctx);
@@ -619,7 +619,7 @@ static void graphs_keep_their_launches(void **state) {
     assert_int_equal(ran("attention_prefill_64"), before + 1);
     wanted = (rocq_launch_config){0};
     check_attended(&b);
-    rocq_graph_free(ctx, &graph);
+    rocq_graph_destroy(ctx, &graph);
     attended_free(&b);
 }
 
@@ -656,7 +656,7 @@ static void a_graph_is_tuned_whole(void **state) {
         check_product(&a[i]);
     }
     check_attended(&b);
-    rocq_graph_free(ctx, &graph);
+    rocq_graph_destroy(ctx, &graph);
     for (int i = 0; i < 3; i++) product_free(&a[i]);
     attended_free(&b);
 }
@@ -714,7 +714,7 @@ static void a_graph_of_many_classes_is_tuned_whole(void **state) {
     assert_true(n_failed > 5);
     assert_int_equal(rocq_tune_graph(ctx, graph, &desc, &r), ROCQ_OK);
     assert_int_equal(ctx->n_tuned, CLASSES);
-    rocq_graph_free(ctx, &graph);
+    rocq_graph_destroy(ctx, &graph);
     drop(&w);
     drop(&x);
     drop(&y);
@@ -768,7 +768,7 @@ static void arguments_are_checked(void **state) {
     assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, NULL, &r), ROCQ_E_STATE);
     rocq_graph *graph;
     assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
-    rocq_graph_free(ctx, &graph);
+    rocq_graph_destroy(ctx, &graph);
     rocq_cancel(ctx);
     assert_int_equal(rocq_tune(ctx, ROCQ_OP_MATMUL, &a.p, NULL, &r), ROCQ_E_CANCELLED);
     assert_int_equal(rocq_sync(ctx), ROCQ_OK);
@@ -796,7 +796,7 @@ static bool to_nowhere(const void *src, int64_t size, void *user) {
 static void the_cpu_has_nothing_to_tune(void **state) {
     (void)state;
     rocq_ctx *cpu;
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 1};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1};
     assert_int_equal(rocq_open(&cpu, &desc), ROCQ_OK);
     float v[4] = {1, 2, 3, 4};
     rocq_tensor x;
@@ -1006,14 +1006,28 @@ static void what_nobody_would_save_is_refused(void **state) {
     const rocq__tuning_header own = rocq__tuning_header_of(ctx, 0);
     rocq__tuned good[3], bad[26];
     memset(good, 0, sizeof good);
-    good[0] = (rocq__tuned){.site = {.kind = ROCQ__MATVEC, .format = ROCQ_Q4_K, .int8 = 1, .m = 64,
-                                     .k = 8192, .n = 1, .row_bytes = 4608},
-                            .config = {.k_waves = 8}, .default_ns = 10, .best_ns = 9};
-    good[1] = (rocq__tuned){.site = {.kind = ROCQ__TILES, .format = ROCQ_Q4_K, .m = 64, .k = 256,
-                                     .n = 64, .batch = 1},
-                            .config = {.tile_n = 32, .n_splits = 1}, .default_ns = 10};
-    good[2] = (rocq__tuned){.site = {.kind = ROCQ__ATTEND, .format = ROCQ_F16, .format2 = ROCQ_F16,
-                                     .m = 4, .k = 64, .n = 256, .batch = 2}}; // by rule
+    good[0] = (rocq__tuned){.site = {.kind = ROCQ__KIND_MATVEC,
+                                     .format = ROCQ_Q4_K,
+                                     .int8 = 1,
+                                     .m = 64,
+                                     .k = 8192,
+                                     .n = 1,
+                                     .row_bytes = 4608},
+                            .config = {.k_waves = 8},
+                            .default_ns = 10,
+                            .best_ns = 9};
+    good[1] = (rocq__tuned){
+        .site =
+            {.kind = ROCQ__KIND_TILES, .format = ROCQ_Q4_K, .m = 64, .k = 256, .n = 64, .batch = 1},
+        .config = {.tile_n = 32, .n_splits = 1},
+        .default_ns = 10};
+    good[2] = (rocq__tuned){.site = {.kind = ROCQ__KIND_ATTENTION,
+                                     .format = ROCQ_F16,
+                                     .format2 = ROCQ_F16,
+                                     .m = 4,
+                                     .k = 64,
+                                     .n = 256,
+                                     .batch = 2}}; // by rule
     file t = sealed(own, good, 3);
     assert_int_equal(rocq_tuning_load(ctx, t.data, t.size), ROCQ_OK);
     assert_int_equal(ctx->n_tuned, 3);

@@ -62,7 +62,7 @@ static rocq_result work_record(work *k) {
 
 static void work_close(work *k) {
     if (k->ctx) {
-        rocq_graph_free(k->ctx, &k->graph);
+        rocq_graph_destroy(k->ctx, &k->graph);
         if (k->memory.size > 0) rocq_buffer_free(k->ctx, &k->memory);
     }
     rocq_close(&k->ctx);
@@ -123,13 +123,13 @@ static void check_warm(rocq_backend backend) {
 }
 static void test_cpu(void **state) {
     (void)state;
-    check_warm(ROCQ_CPU);
+    check_warm(ROCQ_BACKEND_CPU);
 }
 static void test_gpu(void **state) {
     (void)state;
     for (int optional = 0; optional < 2; optional++) { // without graphs, and with
         simt_set_optional(optional);
-        check_warm(ROCQ_GPU);
+        check_warm(ROCQ_BACKEND_GPU);
     }
 }
 
@@ -143,7 +143,7 @@ static void test_rehearsal(void **state) {
         unsigned char had[1 << 17];
         const int32_t ids[2] = {-5, 1 << 30};
         rocq_stats stats;
-        assert_int_equal(work_open(&k, ROCQ_CPU), ROCQ_OK);
+        assert_int_equal(work_open(&k, ROCQ_BACKEND_CPU), ROCQ_OK);
         assert_int_equal(work_make(&k), ROCQ_OK);
         if (one_row) k.x.ne[1] = k.h.ne[1] = k.y.ne[1] = 1;
         assert_int_equal(work_record(&k), ROCQ_OK);
@@ -172,7 +172,7 @@ static void test_threads(void **state) {
     (void)state;
     enum { ITEMS = 100, JOBS = 3000 };
     rocq_ctx *ctx = NULL;
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .n_threads = 4};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 4};
     uint32_t random = 1;
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
     for (int job = 0; job < JOBS; job++) {
@@ -195,7 +195,7 @@ static void test_first_copy(void **state) {
     (void)state;
     work k;
     rocq_stats before, after;
-    assert_int_equal(work_open(&k, ROCQ_GPU), ROCQ_OK);
+    assert_int_equal(work_open(&k, ROCQ_BACKEND_GPU), ROCQ_OK);
     assert_int_equal(rocq_buffer_alloc(k.ctx, &k.memory, 1024), ROCQ_OK);
     assert_int_equal(rocq_warm(k.ctx, NULL), ROCQ_OK);
     const int64_t ne = 8;
@@ -213,7 +213,7 @@ static void test_first_copy(void **state) {
 static void test_kernels(void **state) {
     (void)state;
     work k;
-    assert_int_equal(work_open(&k, ROCQ_GPU), ROCQ_OK);
+    assert_int_equal(work_open(&k, ROCQ_BACKEND_GPU), ROCQ_OK);
     assert_int_equal(work_make(&k), ROCQ_OK);
     assert_int_equal(work_record(&k), ROCQ_OK);
     const int needed[] = {ROCQ_K_norm, ROCQ_K_matvec_f32_f32_n4, ROCQ_K_decode};
@@ -336,7 +336,7 @@ static void step_open(step *s, rocq_desc desc, int32_t page_size, rocq_format fo
     static float values[D * D];
     rocq_arena arena;
     memset(s, 0, sizeof *s);
-    desc.prefer = ROCQ_GPU;
+    desc.prefer = ROCQ_BACKEND_GPU;
     desc.n_threads = 1;
     desc.log = step_log;
     desc.log_user = s;
@@ -363,8 +363,8 @@ static void step_open(step *s, rocq_desc desc, int32_t page_size, rocq_format fo
 }
 
 static void step_close(step *s) {
-    rocq_graph_free(s->ctx, &s->graph);
-    rocq_kv_free(&s->kv);
+    rocq_graph_destroy(s->ctx, &s->graph);
+    rocq_kv_destroy(&s->kv);
     rocq_buffer_free(s->ctx, &s->memory);
     rocq_close(&s->ctx);
     nothing_wrong();
@@ -514,7 +514,7 @@ static void test_replay_each(void **state) {
     assert_int_equal(stats.n_replays_checked, 2);
     assert_int_equal(stats.n_replays_refused, 1);
     simt_set_replay(SIMT_REPLAY_RIGHT, -1);
-    rocq_graph_free(s.ctx, &right);
+    rocq_graph_destroy(s.ctx, &right);
     step_close(&s);
 }
 
@@ -598,7 +598,7 @@ static void test_replay_failures(void **state) {
 
 static void test_misuse(void **state) {
     (void)state;
-    const rocq_backend backends[] = {ROCQ_CPU, ROCQ_GPU};
+    const rocq_backend backends[] = {ROCQ_BACKEND_CPU, ROCQ_BACKEND_GPU};
     assert_int_equal(rocq_warm(NULL, NULL), ROCQ_E_ARGUMENT);
     for (int b = 0; b < 2; b++) {
         work k, other;
@@ -624,7 +624,7 @@ static void test_failures(void **state) {
     int n_failed = 0;
     for (int64_t at = 1;; at++) {
         work k;
-        assert_int_equal(work_open(&k, ROCQ_GPU), ROCQ_OK);
+        assert_int_equal(work_open(&k, ROCQ_BACKEND_GPU), ROCQ_OK);
         assert_int_equal(work_make(&k), ROCQ_OK);
         assert_int_equal(work_record(&k), ROCQ_OK);
         const int64_t calls = simt_calls();
@@ -659,7 +659,8 @@ static void release(void *memory, size_t size, void *user) {
 }
 static void test_no_memory(void **state) {
     (void)state;
-    const rocq_desc desc = {.prefer = ROCQ_CPU, .allocator = {.alloc = scarce, .free = release}};
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU,
+                            .allocator = {.alloc = scarce, .free = release}};
     int n_failed = 0;
     rocq_result result = ROCQ_E_MEMORY;
     for (int64_t at = 0; result != ROCQ_OK; at++, n_failed++) {

@@ -312,25 +312,30 @@ typedef struct vocab_options {
 
 static inline void vocab_set(rocq_gguf_writer *w, const vocab *v, const vocab_options *o) {
     static rocq_str strings[VOCAB_MAX];
-    assert_int_equal(rocq_gguf_set_str(w, "tokenizer.ggml.model", o->model), ROCQ_OK);
-    if (o->pre) assert_int_equal(rocq_gguf_set_str(w, "tokenizer.ggml.pre", o->pre), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_str(w, "tokenizer.ggml.model", o->model), ROCQ_OK);
+    if (o->pre)
+        assert_int_equal(rocq_gguf_writer_set_str(w, "tokenizer.ggml.pre", o->pre), ROCQ_OK);
     for (int32_t i = 0; i < v->n_tokens; i++) {
         strings[i].data = v->text[i];
         strings[i].length = (int64_t)strlen(v->text[i]);
     }
-    assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.tokens", ROCQ_GGUF_STRING, true, v->n_tokens,
-                                   strings), ROCQ_OK);
-    assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.scores", ROCQ_GGUF_F32, true, v->n_tokens,
-                                   v->score), ROCQ_OK);
-    assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.token_type", ROCQ_GGUF_I32, true, v->n_tokens,
-                                   v->type), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set(w, "tokenizer.ggml.tokens", ROCQ_GGUF_STRING, true,
+                                          v->n_tokens, strings),
+                     ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set(w, "tokenizer.ggml.scores", ROCQ_GGUF_F32, true,
+                                          v->n_tokens, v->score),
+                     ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set(w, "tokenizer.ggml.token_type", ROCQ_GGUF_I32, true,
+                                          v->n_tokens, v->type),
+                     ROCQ_OK);
     for (int32_t i = 0; i < v->n_merges; i++) {
         strings[i].data = v->merge[i];
         strings[i].length = (int64_t)strlen(v->merge[i]);
     }
     if (strcmp(o->model, "gpt2") == 0)
-        assert_int_equal(rocq_gguf_set(w, "tokenizer.ggml.merges", ROCQ_GGUF_STRING, true,
-                                       v->n_merges, strings), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_set(w, "tokenizer.ggml.merges", ROCQ_GGUF_STRING, true,
+                                              v->n_merges, strings),
+                         ROCQ_OK);
     const struct { const char *key; int32_t value; } ids[] = {
         {"tokenizer.ggml.bos_token_id", o->bos ? vocab_find(v, o->bos) : -1},
         {"tokenizer.ggml.eos_token_id", o->eos ? vocab_find(v, o->eos) : -1},
@@ -341,36 +346,38 @@ static inline void vocab_set(rocq_gguf_writer *w, const vocab *v, const vocab_op
     };
     for (size_t i = 0; i < 2; i++)
         if (ids[i].value >= 0)
-            assert_int_equal(rocq_gguf_set_u32(w, ids[i].key, (uint32_t)ids[i].value), ROCQ_OK);
+            assert_int_equal(rocq_gguf_writer_set_u32(w, ids[i].key, (uint32_t)ids[i].value),
+                             ROCQ_OK);
     for (size_t i = 0; i < 8 && v->ids[i][0]; i++) {
         char key[64];
         snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", v->ids[i][0]);
         const int32_t id = vocab_find(v, v->ids[i][1]);
         assert_true(id >= 0);
-        assert_int_equal(rocq_gguf_set_u32(w, key, (uint32_t)id), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_set_u32(w, key, (uint32_t)id), ROCQ_OK);
     }
     for (size_t i = 0; i < 3; i++)
         if (flags[i].value >= 0)
-            assert_int_equal(rocq_gguf_set_bool(w, flags[i].key, flags[i].value > 0), ROCQ_OK);
+            assert_int_equal(rocq_gguf_writer_set_bool(w, flags[i].key, flags[i].value > 0),
+                             ROCQ_OK);
 }
 
 static inline void vocab_write(rocq_ctx *ctx, const vocab *v, const vocab_options *o, const char *path) {
     rocq_gguf_writer *w = NULL;
     rocq_gguf_writer_desc desc = {0};
     desc.path = path;
-    assert_int_equal(rocq_gguf_create(ctx, &w, &desc), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_open(ctx, &w, &desc), ROCQ_OK);
     // llama.cpp wants a model around the vocabulary; its smallest description will do.
-    assert_int_equal(rocq_gguf_set_str(w, "general.architecture", "llama"), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_str(w, "general.architecture", "llama"), ROCQ_OK);
     static const char *const sizes[] = {"context_length", "embedding_length", "block_count",
                                         "feed_forward_length", "attention.head_count"};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         char key[64];
         snprintf(key, sizeof key, "llama.%s", sizes[i]);
-        assert_int_equal(rocq_gguf_set_u32(w, key, 32), ROCQ_OK);
+        assert_int_equal(rocq_gguf_writer_set_u32(w, key, 32), ROCQ_OK);
     }
-    assert_int_equal(rocq_gguf_set_f32(w, "llama.attention.layer_norm_rms_epsilon", 1e-5f), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_f32(w, "llama.attention.layer_norm_rms_epsilon", 1e-5f), ROCQ_OK);
     vocab_set(w, v, o);
-    assert_int_equal(rocq_gguf_finish(&w), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_close(&w), ROCQ_OK);
 }
 
 #endif // TESTS_VOCABS_H

@@ -236,12 +236,12 @@ static void check_gguf(rocq_ctx *ctx, const rocq_gguf_desc *desc) {
 static void write_gguf(rocq_ctx *ctx, const rocq_gguf_writer_desc *desc) {
     const int64_t ne[1] = {N};
     rocq_gguf_writer *writer = NULL;
-    CHECK(rocq_gguf_create(ctx, &writer, desc) == ROCQ_OK);
-    CHECK(rocq_gguf_set_u32(writer, "check.answer", 42) == ROCQ_OK);
-    CHECK(rocq_gguf_set_str(writer, "check.text", "abc") == ROCQ_OK);
-    CHECK(rocq_gguf_add_tensor(writer, "weight", ROCQ_F32, 1, ne) == ROCQ_OK);
-    CHECK(rocq_gguf_write(writer, source, N * 4) == ROCQ_OK);
-    CHECK(rocq_gguf_finish(&writer) == ROCQ_OK);
+    CHECK(rocq_gguf_writer_open(ctx, &writer, desc) == ROCQ_OK);
+    CHECK(rocq_gguf_writer_set_u32(writer, "check.answer", 42) == ROCQ_OK);
+    CHECK(rocq_gguf_writer_set_str(writer, "check.text", "abc") == ROCQ_OK);
+    CHECK(rocq_gguf_writer_add_tensor(writer, "weight", ROCQ_F32, 1, ne) == ROCQ_OK);
+    CHECK(rocq_gguf_writer_write(writer, source, N * 4) == ROCQ_OK);
+    CHECK(rocq_gguf_writer_close(&writer) == ROCQ_OK);
 }
 
 static void check_files(rocq_ctx *ctx) {
@@ -276,14 +276,14 @@ int main(void) {
     rocq_info info;
     memset(&desc, 0, sizeof desc);
 
-    desc.prefer = ROCQ_GPU;
+    desc.prefer = ROCQ_BACKEND_GPU;
     printf("gpu: %s\n", rocq_result_name(rocq_open(&ctx, &desc)));
     CHECK(ctx == NULL);
     desc.allow_fallback = true;
     CHECK(rocq_open(&ctx, &desc) == ROCQ_OK);
     rocq_close(&ctx);
 
-    desc.prefer = ROCQ_CPU;
+    desc.prefer = ROCQ_BACKEND_CPU;
     desc.n_threads = 2;
     CHECK(rocq_open(&ctx, &desc) == ROCQ_OK);
     if (!ctx) {

@@ -247,7 +247,7 @@ static void selftest(emulated *e, int scale, int format, int p) { // rocq_open c
     (void)format;
     (void)p;
     rocq_ctx *again = NULL;
-    const rocq_desc desc = {.prefer = ROCQ_GPU, .kernels_path = gpu->desc.kernels_path,
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU, .kernels_path = gpu->desc.kernels_path,
                             .dispatch_us = -1};
     snprintf(e->shape, sizeof e->shape, "one wave");
     const rocq_result result = rocq_open(&again, &desc);
@@ -345,7 +345,7 @@ static void attend(emulated *e, rocq_format format, int64_t d, int64_t n_heads, 
                                      .causal = causal};
     compare(e, ROCQ_OP_ATTENTION, &p, &p, &out, 1, NULL);
     snprintf(e->shape, sizeof e->shape, "%s KV, D %d, %d heads on %d, %d queries, %d positions",
-             rocq_get_format_info(format)->name, (int)d, (int)n_heads, (int)n_kv_heads, (int)n_q,
+             rocq_format_name(format), (int)d, (int)n_heads, (int)n_kv_heads, (int)n_q,
              (int)n_kv);
     e->bound = 1e-5;
 }
@@ -375,7 +375,7 @@ static void norms(emulated *e, int scale, int format, int center) {
     compare(e, center ? ROCQ_OP_LAYERNORM : ROCQ_OP_RMSNORM, &p, &p, out, center ? 3 : 2, NULL);
     snprintf(e->shape, sizeof e->shape, "%s of %d rows of %d to %s",
              center ? "layernorm" : "rmsnorm", (int)rows, (int)k,
-             rocq_get_format_info((rocq_format)format)->name);
+             rocq_format_name((rocq_format)format));
     e->bound = format == ROCQ_Q8_0 ? 1e-4 : 1e-6;
     e->work = (double)(k * rows);
 }
@@ -397,7 +397,7 @@ static void rope_append(emulated *e, int scale, int format, int pairing) {
     compare(e, ROCQ_OP_ROPE_APPEND, &p, &p, out, 3, NULL);
     snprintf(
         e->shape, sizeof e->shape, "rope and append, %s cache, D %d, %d and %d heads, %d tokens",
-        rocq_get_format_info((rocq_format)format)->name, (int)d, (int)heads, (int)kv_heads, (int)n);
+        rocq_format_name((rocq_format)format), (int)d, (int)heads, (int)kv_heads, (int)n);
     e->bound = format == ROCQ_Q8_0 ? 1e-4 : 1e-5;
     e->work = (double)(d * n * (heads + 2 * kv_heads));
 }
@@ -415,14 +415,16 @@ static void map(emulated *e, int scale, int format, int op) {
     } p;
     memset(&p, 0, sizeof p);
     switch (op) {
-    case ROCQ_OP_GLU: p.glu = (rocq_glu_params){&y->t, &a->t, &b->t, ROCQ_SILU}; break;
+    case ROCQ_OP_GLU: p.glu = (rocq_glu_params){&y->t, &a->t, &b->t, ROCQ_ACT_SILU}; break;
     case ROCQ_OP_ADD: p.add = (rocq_binary_params){&y->t, &a->t, &b->t}; break;
-    case ROCQ_OP_ACTIVATE: p.activate = (rocq_activate_params){&y->t, &a->t, ROCQ_GELU_ERF}; break;
+    case ROCQ_OP_ACTIVATE:
+        p.activate = (rocq_activate_params){&y->t, &a->t, ROCQ_ACT_GELU_ERF};
+        break;
     default: p.cast = (rocq_cast_params){&y->t, &a->t}; break;
     }
     compare(e, (rocq_op)op, &p, &p, &y, 1, NULL);
     snprintf(e->shape, sizeof e->shape, "%s of %d rows of %d to %s", rocq__ops[op].name, (int)rows,
-             (int)k, rocq_get_format_info((rocq_format)format)->name);
+             (int)k, rocq_format_name((rocq_format)format));
     e->bound = format == ROCQ_F32 ? 1e-6 : 1e-4;
     e->work = (double)(k * rows);
 }
@@ -434,7 +436,7 @@ static void gather(emulated *e, int scale, int format, int planar) {
     const rocq_gather_params p = {.y = &y->t, .table = &table->t, .ids = &indices(ids, 5)->t};
     compare(e, ROCQ_OP_GATHER, &p, &p, &y, 1, planar ? table : NULL);
     snprintf(e->shape, sizeof e->shape, "5 rows of %d from %s%s", (int)k, planar ? "planar " : "",
-             rocq_get_format_info((rocq_format)format)->name);
+             rocq_format_name((rocq_format)format));
     e->work = 5.0 * (double)k;
 }
 
@@ -448,7 +450,7 @@ static void repack(emulated *e, int scale, int format, int p) {
     const rocq_gather_params params = {.y = &y->t, .table = &table->t, .ids = &indices(ids, 32)->t};
     compare(e, ROCQ_OP_GATHER, &params, &params, &y, 1, table);
     snprintf(e->shape, sizeof e->shape, "%s, 32 rows of %d",
-             rocq_get_format_info((rocq_format)format)->name, (int)k);
+             rocq_format_name((rocq_format)format), (int)k);
     e->work = 32.0 * (double)k;
 }
 
@@ -560,8 +562,9 @@ const char *emulate_case(int i, const char **unit, int *scales) { // NULL past t
 // NULL, or what went wrong. The device is cut to 2 of 96 compute units and their share of
 // bandwidth, so that small operands are spread as large ones are over all.
 const char *emulate_open(const harness *h, const char *code_object) {
-    const rocq_desc host_desc = {.prefer = ROCQ_CPU, .n_threads = 1};
-    const rocq_desc desc = {.prefer = ROCQ_GPU, .kernels_path = code_object, .dispatch_us = -1};
+    const rocq_desc host_desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1};
+    const rocq_desc desc = {
+        .prefer = ROCQ_BACKEND_GPU, .kernels_path = code_object, .dispatch_us = -1};
     host = *h;
     if (rocq_open(&cpu, &host_desc) != ROCQ_OK) return "no CPU context";
     if (rocq_open(&gpu, &desc) != ROCQ_OK) {

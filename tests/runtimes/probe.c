@@ -35,7 +35,8 @@ static void probe(rocq_desc *desc, rocq_info *info) {
     rocq_get_info(ctx, info);
     if (!desc->log_user) {
         printf("result: %s\nbackend: %s\ngpu: %s\n", rocq_result_name(result),
-               info->backend == ROCQ_GPU ? "gpu" : "cpu", rocq_result_name(info->gpu_result));
+               info->backend == ROCQ_BACKEND_GPU ? "gpu" : "cpu",
+               rocq_result_name(info->gpu_result));
         printf("message: %s\nruntime: %s\ntried: %s\n", info->gpu_message, info->runtime,
                info->runtimes_tried);
         if (info->desc.rocm_path || info->desc.hip_path) printf("desc keeps a path\n");
@@ -59,7 +60,7 @@ static void *probe_quietly(void *user) {
     rocq_info info;
     desc.log_user = &info;
     probe(&desc, &info);
-    return (void *)(intptr_t)(info.gpu_result == ROCQ_OK && info.backend == ROCQ_GPU);
+    return (void *)(intptr_t)(info.gpu_result == ROCQ_OK && info.backend == ROCQ_BACKEND_GPU);
 }
 #endif
 
@@ -69,7 +70,7 @@ int main(int argc, char **argv) {
     const char *still = NULL, *from = NULL, *to = NULL;
     int n_threads = 0;
     memset(&desc, 0, sizeof desc);
-    desc.prefer = ROCQ_GPU;
+    desc.prefer = ROCQ_BACKEND_GPU;
     desc.allow_fallback = true;
     desc.n_threads = 1;
     desc.kernels_data = image;
