@@ -56,15 +56,18 @@
        >>hip_api         finding and loading the HIP runtime; the kernels, the device
        >>hip_memory      device memory, scratch, copies
        >>hip_launch      from params to launches
-       >>check           what each op demands of its params; overlap of operands
-       >>dispatch        the one place that picks a backend; graphs
+       >>check           what each op demands of its params; overlap of operands; what an op costs
+       >>dispatch        graphs; the one place that picks a backend
        >>pool            >>kv
+       >>public          context, sharing with a renderer, introspection, bodies of the ops
+
+       Not needed to run a model:
        >>timers          clock, statistics, stopwatches, what a launch costs
        >>profile         regions, the log of their calls, reports
-       >>occupancy
-       >>tuner           trials, and the file of their results
+       >>occupancy       how many waves of a kernel fit a chip
+       >>tuner           trials of launches, and the file of their results
        >>warm            warm-up, and a replay compared with its ops
-       >>public          context, sharing with a renderer, introspection, bodies of the ops
+
        >>licence
 
 
@@ -1535,8 +1538,8 @@ typedef struct rocq_gguf_writer_desc {
     int32_t alignment; // of tensor data, a power of two from 8 up; 0 = 32
 } rocq_gguf_writer_desc;
 
-// A path is written as a rocq_file, so it gets its name only in rocq_gguf_writer_close. That call frees
-// the writer; it must come before the context is closed. On failure *writer is NULL.
+// A path is written as a rocq_file, so it gets its name only in rocq_gguf_writer_close. That call
+// frees the writer; it must come before the context is closed. On failure *writer is NULL.
 ROCQ_DEF rocq_result rocq_gguf_writer_open(rocq_ctx *ctx, rocq_gguf_writer **writer,
                                            const rocq_gguf_writer_desc *desc);
 
@@ -1865,7 +1868,8 @@ typedef struct rocq_tune_result {
 // launches has each tuned, and config is the first one's. A context keeps up to 4096 results: past
 // that, E_STATE.
 //     A time is the median of samples on the device's clock, each a row of runs, taken in turn with
-// the default's. What takes over twice as long as the default is not sampled again. What fits the device's caches comes from there: see rocq_tune_graph.
+// the default's. What takes over twice as long as the default is not sampled again. What fits the
+// device's caches comes from there: see rocq_tune_graph.
 //     A class is an exact shape, but for columns over 8 (rounded up to 32, past 1024 to a power of
 // two) and positions that attention has room for (to a power of two). Attention is timed at the
 // lengths that kv_len holds.
@@ -2145,7 +2149,7 @@ typedef struct rocq_k_matvec_product {
 // y[m, c] for n <= ROCQ_K_FEW columns c. k_waves waves share a row group, each with its part of K.
 //   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; f32 with block formats has _n1 and _n8;
 //             int8_mixed: n = 1
-//   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of one product;
+//   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of a product;
 //             product i has (m + R - 1) / R blocks, the first of which is block_begin[i]
 //   products  same x, k and n; one format but for int8_mixed; w2 has w's format, shape and place
 //   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
@@ -2169,8 +2173,8 @@ typedef struct rocq_k_matvec_args {
     rocq_k_matvec_product product[ROCQ_K_MATVEC_PRODUCTS];
 } rocq_k_matvec_args;
 
-// y = epilogue(w x) over tiles; blockIdx.x counts tiles (see matmul_place), then parts of K, blockIdx.z
-// batches. With n_splits over 1 the sums go to work, floats [M, n_splits, N of all batches], and
+// y = epilogue(w x) over tiles; blockIdx.x counts tiles (see matmul_place), then splits of K,
+// blockIdx.z batches. With n_splits over 1 the sums go to work, floats [M, n_splits, N of all batches], and
 // matmul_merge follows, with tiles_m and tiles_n of ROCQ_K_MERGE_M rows by ROCQ_K_MERGE_N columns.
 typedef struct rocq_k_matmul_args {
     rocq_k_common common;
@@ -2426,6 +2430,11 @@ const rocq_hip *rocq_hip_linked(void);
 #else
 #define ROCQ__HAS_STDIO 0
 #endif
+#if ROCQ__HAS_STDIO && !defined(ROCQ_NO_MMAP)
+#define ROCQ__HAS_MMAP 1
+#else
+#define ROCQ__HAS_MMAP 0
+#endif
 #if !defined(ROCQ_NO_HIP)
 #define ROCQ__HAS_HIP 1
 #else
@@ -2454,6 +2463,7 @@ enum { ROCQ__GUARD = 0 };
 
 // >>includes
 
+#include <errno.h>
 #include <float.h>
 #include <limits.h>
 #include <math.h>
@@ -4834,16 +4844,6 @@ ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void 
 // another program writes to a mapped file, values may be wrong, but nothing outside is read. No
 // check helps if a mapped file shrinks while it is in use: the system ends the program (SIGBUS).
 // no_mmap is for where that may happen.
-
-#if ROCQ__HAS_STDIO && !defined(ROCQ_NO_MMAP)
-#define ROCQ__HAS_MMAP 1
-#else
-#define ROCQ__HAS_MMAP 0
-#endif
-#include <errno.h>
-#if defined(_WIN32)
-#include <io.h>
-#endif
 
 enum {
     ROCQ__GGUF_ALIGNMENT = 32,          // bytes, of tensor data, if the file does not set another
@@ -11481,8 +11481,8 @@ static const rocq__tile_pace rocq__tile_rdna3 = {1.0, 16.0, {2.5, 1.5}},
                              rocq__tile_other = {4.0, 50.0, {4.0, 2.0}};
 
 // Estimates the nanoseconds of a grid of tiles. For each 64 of K, a block waits for its loads, then
-// computes; blocks resident on one unit wait at the same time. The partial sums of a split K are written,
-// then read and added by a second launch. On an H200 the fastest by this estimate is the fastest of
+// computes; blocks resident on one unit wait at the same time. The partial sums of a split K are
+// written, then read and added by a second launch. On an H200 the fastest by this estimate is the fastest of
 // all or at most 7% behind, 0.7% on average, for 41 shapes of five formats, n 16 to 2048.
 static double rocq__tiles_ns(const rocq__chip *chip, const rocq__site *s,
                              const rocq_launch_config *c) {
@@ -12941,7 +12941,12 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
     return cost;
 }
 
-// -- copies of params --
+// ---------------------------------------------------------------------------------------------
+// >>dispatch: the one place that picks a backend
+// ---------------------------------------------------------------------------------------------
+// rocq__run_op checks an op's params, then runs the op or adds it to the graph being recorded.
+
+// -- nodes: copies of params, and the graphs that they make --
 
 // A copy of an op's params and tensors, all in one block of memory.
 typedef struct rocq__node {
@@ -13022,10 +13027,7 @@ static rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *params
     return ROCQ_OK;
 }
 
-// ---------------------------------------------------------------------------------------------
-// >>dispatch: the one place that picks a backend
-// ---------------------------------------------------------------------------------------------
-// rocq__run_op checks an op's params, then runs the op or adds it to the graph being recorded.
+// -- ops --
 
 // The functions of an op. Each casts params to the type in ROCQ_OPS: one table can hold all ops.
 typedef struct rocq__op_entry {
@@ -14238,7 +14240,7 @@ static rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *keys
     return p;
 }
 
-// The part of rocq_kv_create that takes device memory. If it fails, rocq_kv_destroy gives that back.
+// The part of rocq_kv_create that takes device memory. If it fails, rocq_kv_destroy frees that.
 static rocq_result rocq__kv_make(rocq_kv *kv, int64_t bytes) {
     rocq_arena arena;
     rocq_tensor pos;
@@ -14762,6 +14764,721 @@ ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats) 
     stats->unused = 1.0 - (double)used / (double)kv->n_cells;
     return ROCQ_OK;
 }
+
+// ---------------------------------------------------------------------------------------------
+// >>public: context, introspection, and the ops' thin bodies
+// ---------------------------------------------------------------------------------------------
+// Contexts: choosing a device and sharing it with a renderer. Then what no other section has.
+
+static int32_t rocq__core_count(void) {
+#if defined(_WIN32)
+    SYSTEM_INFO system;
+    GetSystemInfo(&system);
+    const long n = (long)system.dwNumberOfProcessors;
+#else
+    const long n = sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+    return (int32_t)ROCQ__MIN(ROCQ__MAX(n, 1), (long)ROCQ__MAX_THREADS);
+}
+
+#if ROCQ__HAS_AVX2
+static bool rocq__cpu_has_avx2(void) {
+    unsigned a, b, c, d;
+    // The builtin also checks that the system saves the wide registers. It does not know F16C.
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __get_cpuid(1, &a, &b, &c, &d) && (c & 1u << 29) != 0;
+}
+
+static bool rocq__cpu_has_avx512(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+// -- the device --
+
+#if ROCQ__HAS_HIP
+
+// Gives back all that rocq__device_try has taken. Errors, as of a lost device, are ignored.
+static void rocq__device_leave(rocq_ctx *ctx) {
+    rocq__gpu *gpu = ctx->gpu;
+    const rocq_hip *hip = gpu->hip;
+    hip->set_device(gpu->device);
+    // Wait first and free pinned memory last: a copy that still runs would write into it.
+    if (gpu->stream) hip->stream_wait(gpu->stream);
+    for (rocq__block *block = ctx->blocks.next, *next; block != &ctx->blocks; block = next) {
+        next = block->next;
+        if (block->memory != ROCQ_MEMORY_HOST) rocq__device_free(ctx, block);
+    }
+    gpu->scratch = NULL;
+    rocq__ring_free(ctx, &gpu->ring);
+    if (gpu->pinned) hip->host_free(gpu->pinned);
+    gpu->pinned = NULL;
+    if (gpu->stream) hip->stream_destroy(gpu->stream);
+    gpu->stream = NULL;
+    if (gpu->module) hip->module_unload(gpu->module);
+    gpu->module = NULL;
+}
+
+// -- beside a renderer --
+
+// Adds a sentence to rocq_info.ignored: which field of the desc has no effect, and why.
+ROCQ__PRINTF(2, 3)
+static void rocq__ignored(rocq__gpu *gpu, const char *format, ...) {
+    const size_t used = strlen(gpu->ignored), room = sizeof gpu->ignored - used;
+    va_list args;
+    va_start(args, format);
+    const int n = snprintf(gpu->ignored + used, room, "%s", used > 0 ? "; " : "");
+    if (n >= 0 && (size_t)n < room) {
+        vsnprintf(gpu->ignored + used + n, room - (size_t)n, format, args);
+    }
+    va_end(args);
+}
+
+// Makes a queue whose kernels run on the first compute units only. Each bit of the mask is a
+// compute unit. The two of a WGP are set together, because a workgroup may use both. HIP gives such
+// a queue normal priority and default flags, so its work and any work that the program itself
+// submits to the NULL stream wait for each other.
+static void rocq__stream_on_units(rocq__gpu *gpu, int32_t most, void **stream) {
+    enum { WORDS = 32 };
+    uint32_t mask[WORDS];
+    const int32_t n = ROCQ__MAX(most / 2 * 2, 2), n_words = (gpu->n_units + 31) / 32;
+    if (n >= gpu->n_units) return;
+    if (!gpu->hip->stream_create_units || n_words > (int32_t)WORDS) {
+        rocq__ignored(gpu, "max_units %d: the runtime has no hipExtStreamCreateWithCUMask",
+                      (int)most);
+        return;
+    }
+    memset(mask, 0, sizeof mask);
+    for (int32_t i = 0; i < n; i++) mask[i / 32] |= 1u << i % 32;
+    const int error = gpu->hip->stream_create_units(stream, (uint32_t)n_words, mask);
+    if (error != 0) {
+        *stream = NULL;
+        rocq__ignored(gpu, "max_units %d: hipExtStreamCreateWithCUMask failed (%d)", (int)most,
+                      error);
+        return;
+    }
+    const double share = (double)n / gpu->n_units;
+    gpu->chip.n_units = n;
+    gpu->chip.flops_per_us *= share;
+    gpu->chip.matrix_per_us *= share;
+}
+
+// Makes a queue of low or high priority. In HIP a smaller number is a higher priority: the greatest
+// is negative, the least positive or 0, and a plain queue has 0, which is normal.
+static void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void **stream) {
+    const rocq_hip *hip = gpu->hip;
+    const bool low = wanted == ROCQ_PRIORITY_LOW;
+    const char *name = low ? "low" : "high";
+    int least = 0, greatest = 0;
+    if (*stream) {
+        rocq__ignored(gpu, "priority %s: with max_units it is normal", name);
+        return;
+    }
+    if (!hip->priority_range || !hip->stream_create_priority) {
+        rocq__ignored(gpu, "priority %s: the runtime has no %s", name,
+                      hip->priority_range ? "hipStreamCreateWithPriority"
+                                          : "hipDeviceGetStreamPriorityRange");
+        return;
+    }
+    int error = hip->priority_range(&least, &greatest);
+    if (error != 0) {
+        rocq__ignored(gpu, "priority %s: hipDeviceGetStreamPriorityRange failed (%d)", name, error);
+        return;
+    }
+    if (low ? least <= 0 : greatest >= 0) {
+        rocq__ignored(gpu, "priority %s: the runtime has none %s normal", name,
+                      low ? "below" : "above");
+        return;
+    }
+    error = hip->stream_create_priority(stream, ROCQ_HIP_NON_BLOCKING, low ? least : greatest);
+    if (error != 0) {
+        *stream = NULL;
+        rocq__ignored(gpu, "priority %s: hipStreamCreateWithPriority failed (%d)", name, error);
+        return;
+    }
+    gpu->priority = wanted;
+}
+
+// Limits how many waves of matvecs a SIMD has at a time: each block asks for so much LDS, which it
+// does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a block are
+// spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD. Two blocks with the
+// most LDS that a block may have still fit on a WGP, so the lowest limit is 4 waves.
+static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
+    enum {
+        SIMDS = 2 * ROCQ__CU_SIMDS,
+        BLOCK_WAVES = ROCQ_K_MATVEC_WAVES / SIMDS, // on a SIMD
+        LEAST = 2,     // blocks
+        OWN_LDS = 2048 // bytes; the kernels' own LDS is at most that (tests/gfx11/kernels.tsv)
+    };
+    if (most >= ROCQ__SIMD_WAVES) return;
+    if (!rocq__chip_find(gpu->chip.target)) {
+        rocq__ignored(gpu, "max_waves %d: not known how many waves this chip has room for",
+                      (int)most);
+        return;
+    }
+    const int32_t blocks = ROCQ__MAX(most / (int32_t)BLOCK_WAVES, (int32_t)LEAST);
+    const int32_t granules = 2 * ROCQ__CU_LDS / ROCQ__LDS_GRANULE / blocks;
+    gpu->matvec_lds = (uint32_t)(granules * ROCQ__LDS_GRANULE - OWN_LDS);
+    gpu->max_waves = blocks * BLOCK_WAVES;
+}
+
+// Applies what the desc says of sharing the device, as far as the runtime supports it. A queue made
+// here takes the place of the plain one: a second hardware queue beside it would cost power when
+// idle.
+static rocq_result rocq__share(rocq_ctx *ctx) {
+    rocq__gpu *gpu = ctx->gpu;
+    const rocq_desc *desc = &ctx->desc;
+    void *stream = NULL;
+    gpu->ignored[0] = '\0';
+    gpu->priority = ROCQ_PRIORITY_NORMAL;
+    gpu->n_units = gpu->chip.n_units;
+    gpu->max_waves = ROCQ__SIMD_WAVES;
+    gpu->matvec_lds = 0;
+    if (desc->max_units > 0) rocq__stream_on_units(gpu, desc->max_units, &stream);
+    if (desc->priority != ROCQ_PRIORITY_NORMAL) {
+        rocq__stream_of_priority(gpu, desc->priority, &stream);
+    }
+    if (desc->max_waves > 0) rocq__limit_waves(gpu, desc->max_waves);
+    if (stream) {
+        void *plain = gpu->stream;
+        gpu->stream = stream;
+        ROCQ__TRY_HIP("stream", gpu->hip->stream_destroy(plain));
+    }
+    if (gpu->ignored[0]) rocq__log(ctx, ROCQ_LOG_WARN, "ignored: %s", gpu->ignored);
+    return ROCQ_OK;
+}
+
+// Loads the kernels on gpu->device and runs a self-test. On failure call rocq__device_leave.
+static rocq_result rocq__device_try(rocq_ctx *ctx) {
+    rocq__gpu *gpu = ctx->gpu;
+    const rocq_hip *hip = gpu->hip;
+    const int64_t line = 256; // bytes: status, then self-test results, then counters
+    const int64_t size = 2 * line + (int64_t)ROCQ__COUNTERS * 4;
+    size_t device_bytes = 0;
+    void *pinned = NULL;
+    rocq__block *block;
+    rocq_k_selftest_args args;
+    ROCQ__TRY_HIP("set device", hip->set_device(gpu->device));
+    if (gpu->image) {
+        const int error = hip->module_load(&gpu->module, gpu->image);
+        if (error != 0) {
+            gpu->module = NULL;
+            rocq__hip_failed(ctx, gpu->kernels, error);
+            return error == ROCQ_HIP_OUT_OF_MEMORY ? ROCQ_E_MEMORY : ROCQ_E_NO_KERNELS;
+        }
+        for (int k = 0; k < ROCQ_K_COUNT; k++) {
+            if (hip->module_function(&gpu->function[k], gpu->module, rocq__kernels[k].name) != 0) {
+                return rocq__fail(ctx, ROCQ_E_NO_KERNELS,
+                                  "%s has no kernel %s: it is of another rocq.h", gpu->kernels,
+                                  rocq__kernels[k].name);
+            }
+        }
+    }
+    ROCQ__TRY_HIP("stream", hip->stream_create(&gpu->stream, ROCQ_HIP_NON_BLOCKING));
+    ROCQ__TRY_HIP("pinned memory", hip->host_alloc(&pinned, (size_t)line, 0));
+    gpu->pinned = (uint32_t *)pinned;
+    ROCQ__TRY(rocq__device_alloc(ctx, "device memory", size, ROCQ_MEMORY_DEVICE, &block));
+    gpu->status = (uint32_t *)block->address;
+    gpu->counters = gpu->status + 2 * line / 4;
+    args.out = gpu->status + line / 4;
+    ROCQ__TRY(rocq__fill_hip(ctx, block->address, 0, size));
+    ROCQ__TRY_HIP("self-test", rocq__hip_launch(gpu, ROCQ_K_selftest, 1, 1, ROCQ_K_WAVE, &args));
+    memset(gpu->pinned, 0, (size_t)line);
+    ROCQ__TRY_HIP("self-test",
+                  hip->copy(pinned, args.out, (size_t)line, ROCQ_HIP_TO_HOST, gpu->stream));
+    ROCQ__TRY_HIP("self-test", hip->stream_wait(gpu->stream));
+    ROCQ__TRY(rocq__selftest_check(ctx, gpu->pinned));
+    rocq__chip_init(gpu, (int32_t)gpu->pinned[0]);
+    ROCQ__TRY(rocq__share(ctx));
+    if (hip->device_memory(&device_bytes, gpu->device) == 0)
+        gpu->device_bytes = (int64_t)device_bytes;
+    return ROCQ_OK;
+}
+
+// "03:00.0" and "0000:03:00.0" name the same device; letters of either case.
+static bool rocq__same_pci(const char *wanted, const char *pci) {
+    const size_t n = strlen(wanted), skip = strlen(pci) > n ? strlen(pci) - n : 0;
+    if (n == 0 || (skip > 0 && pci[skip - 1] != ':') || strlen(pci) < n) return false;
+    for (size_t i = 0; i < n; i++) {
+        const char a = wanted[i], b = pci[skip + i];
+        if ((a >= 'A' && a <= 'F' ? a + 32 : a) != (b >= 'A' && b <= 'F' ? b + 32 : b)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+typedef struct rocq__device_rank {
+    int32_t device, units;
+    bool integrated;
+} rocq__device_rank;
+
+// Tries the devices that the desc allows: discrete ones first, then those with more compute units;
+// free memory does not count. The first that works is taken, and those after it are not touched. If
+// none works, the message says why the first one did not.
+static rocq_result rocq__device_choose(rocq_ctx *ctx) {
+    rocq__gpu *gpu = ctx->gpu;
+    const rocq_hip *hip = gpu->hip;
+    rocq__device_rank list[ROCQ__MAX_DEVICES];
+    char why[sizeof ctx->error];
+    int n_devices = 0, n = 0;
+    rocq_result result = ROCQ_E_NO_DEVICE;
+    const int error = hip->device_count(&n_devices);
+    if (error != 0) n_devices = 0;
+    for (int device = 0; device < n_devices && n < ROCQ__MAX_DEVICES; device++) {
+        char pci[32] = "";
+        if (ctx->desc.device > 0 && ctx->desc.device != device + 1) continue;
+        hip->device_pci(pci, (int)sizeof pci, device);
+        if (ctx->desc.pci && !rocq__same_pci(ctx->desc.pci, pci)) continue;
+        rocq__device_rank c;
+        c.device = device;
+        c.units = rocq__hip_attribute(gpu, ROCQ_HIP_UNITS, device);
+        c.integrated = rocq__hip_attribute(gpu, ROCQ_HIP_INTEGRATED, device) != 0;
+        int at = n++;
+        for (; at > 0; at--) {
+            const rocq__device_rank *before = &list[at - 1];
+            if (before->integrated == c.integrated ? before->units >= c.units : c.integrated) break;
+            list[at] = *before;
+        }
+        list[at] = c;
+    }
+    if (n == 0) {
+        return rocq__fail(ctx, ROCQ_E_NO_DEVICE, "no GPU%s%s: HIP lists %d (%s)",
+                          ctx->desc.pci ? " at " : ctx->desc.device > 0 ? " of that number" : "",
+                          ctx->desc.pci ? ctx->desc.pci : "", n_devices,
+                          error == 0 || !hip->error_name ? "no error" : hip->error_name(error));
+    }
+    for (int i = 0; i < n; i++) {
+        gpu->device = list[i].device;
+        gpu->name[0] = gpu->pci[0] = '\0';
+        hip->device_name(gpu->name, (int)sizeof gpu->name, gpu->device);
+        hip->device_pci(gpu->pci, (int)sizeof gpu->pci, gpu->device);
+        gpu->name[sizeof gpu->name - 1] = gpu->pci[sizeof gpu->pci - 1] = '\0';
+        const rocq_result tried = rocq__device_try(ctx);
+        if (tried == ROCQ_OK) {
+            ctx->desc.device = gpu->device + 1;
+            return ROCQ_OK;
+        }
+        rocq__device_leave(ctx);
+        if (i == 0) {
+            result = tried == ROCQ_E_DEVICE ? ROCQ_E_NO_DEVICE : tried;
+            memcpy(why, ctx->error, sizeof why);
+        }
+    }
+    gpu->device = list[0].device;
+    hip->device_name(gpu->name, (int)sizeof gpu->name, gpu->device);
+    return rocq__fail(ctx, result, "GPU %d of %d (%.63s): %.380s", (int)gpu->device + 1, n_devices,
+                      gpu->name, why);
+}
+
+#endif // ROCQ__HAS_HIP
+
+static void rocq__gpu_close(rocq_ctx *ctx) {
+#if ROCQ__HAS_HIP
+    rocq__gpu *gpu = ctx->gpu;
+    if (!gpu) return;
+    if (gpu->hip) rocq__device_leave(ctx);
+    rocq__free(ctx, gpu->image_memory);
+    rocq__free(ctx, gpu);
+    ctx->gpu = NULL;
+#else
+    (void)ctx;
+#endif
+}
+
+// Makes ctx a GPU context. On failure ctx is still a CPU context.
+static rocq_result rocq__gpu_open(rocq_ctx *ctx) {
+#if ROCQ__HAS_HIP
+    const rocq_hip *linked = ROCQ__HIP_LINKED();
+    // Checked first, so that a program without kernels allocates and loads nothing.
+    if (!rocq__has_kernels(ctx, linked)) {
+        return rocq__fail(ctx, ROCQ_E_NO_KERNELS,
+                          "no GPU kernels: none are linked, and desc names no code object");
+    }
+    rocq__gpu *gpu = (rocq__gpu *)rocq__alloc(ctx, (int64_t)sizeof *gpu);
+    if (!gpu) return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for a GPU context");
+    memset(gpu, 0, sizeof *gpu);
+    gpu->trial = true;
+    ctx->gpu = gpu;
+    rocq_result result = rocq__hip_kernels(ctx, gpu, linked);
+    if (result == ROCQ_OK) {
+        result = linked ? rocq__hip_linked(ctx, gpu, linked) : rocq__hip_load(ctx, gpu);
+    }
+    if (result == ROCQ_OK) result = rocq__device_choose(ctx);
+    if (result != ROCQ_OK) {
+        rocq__gpu_close(ctx);
+        return result;
+    }
+    gpu->trial = false;
+    ctx->backend = ROCQ_BACKEND_GPU;
+    char target[32] = "";
+    if (gpu->chip.target) {
+        snprintf(target, sizeof target, " gfx%x%s,", (unsigned)gpu->chip.target & 0xffff,
+                 gpu->chip.unlisted ? " (unlisted)" : "");
+    }
+    snprintf(ctx->device, sizeof ctx->device, "%.55s,%s %d compute units", gpu->name, target,
+             (int)gpu->n_units);
+    if (gpu->chip.unlisted) {
+        rocq__log(ctx, ROCQ_LOG_WARN,
+                  "%s: rocq has no figures of this chip and uses what the runtime says of it",
+                  ctx->device);
+    }
+    return ROCQ_OK;
+#else
+    return rocq__fail(ctx, ROCQ_E_NO_KERNELS, "no GPU: this program was built with ROCQ_NO_HIP");
+#endif
+}
+
+// In the order of rocq_sharing. A renderer's work can begin when a launch ends: with launches of at
+// most 1 ms it can do so several times in a frame of 6.9 ms (144 Hz). 8 waves on a SIMD still hide
+// the latency of memory and leave a renderer half of the registers. No preset limits the compute
+// units, because how many a renderer needs depends on the renderer alone.
+typedef struct rocq__preset {
+    rocq_priority priority;
+    int32_t max_units, max_waves, dispatch_us;
+} rocq__preset;
+static const rocq__preset rocq__presets[] = {
+    {ROCQ_PRIORITY_NORMAL, -1, -1, 1000},
+    {ROCQ_PRIORITY_LOW, -1, 8, 500},
+    {ROCQ_PRIORITY_HIGH, -1, -1, 5000},
+};
+
+ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
+    // A bad desc is reported by its log: there is no context yet that could hold the message.
+    rocq_desc resolved;
+    const char *bad = NULL;
+    if (!out) return ROCQ_E_ARGUMENT;
+    *out = NULL;
+    memset(&resolved, 0, sizeof resolved);
+    if (desc) resolved = *desc;
+    if (!resolved.allocator.alloc != !resolved.allocator.free) {
+        bad = "one of allocator.alloc and free is NULL";
+    }
+    if ((int)resolved.prefer < 0 || resolved.prefer > ROCQ_BACKEND_GPU) {
+        bad = "unknown backend in prefer";
+    }
+    if (resolved.n_threads < 0) bad = "n_threads is negative";
+    if (resolved.memory_budget < 0 || resolved.scratch_bytes < 0) bad = "a size is negative";
+    if (resolved.device < 0) bad = "device is negative";
+    if ((int)resolved.precision < 0 || resolved.precision > ROCQ_PRECISION_INT8) {
+        bad = "unknown precision";
+    }
+    if (resolved.dispatch_us < -1) bad = "dispatch_us is less than -1";
+    if ((int)resolved.sharing < 0 || resolved.sharing > ROCQ_SHARING_COMPUTE_FIRST) {
+        bad = "unknown preset in sharing";
+    }
+    if ((int)resolved.priority < 0 || resolved.priority > ROCQ_PRIORITY_HIGH) {
+        bad = "unknown priority";
+    }
+    if (resolved.max_units < -1 || resolved.max_waves < -1) {
+        bad = "max_units or max_waves is less than -1";
+    }
+    if (resolved.kernels_data && (resolved.kernels_path || resolved.kernels_size < 1)) {
+        bad = "kernels_data needs kernels_size, and no kernels_path beside it";
+    }
+    if (bad) {
+        if (resolved.log) resolved.log(ROCQ_LOG_ERROR, bad, resolved.log_user);
+        return ROCQ_E_ARGUMENT;
+    }
+    if (!resolved.allocator.alloc) {
+        resolved.allocator.alloc = rocq__default_alloc;
+        resolved.allocator.free = rocq__default_free;
+    }
+    const rocq__preset *preset = &rocq__presets[resolved.sharing];
+    if (resolved.priority == ROCQ_PRIORITY_DEFAULT) resolved.priority = preset->priority;
+    if (resolved.max_units == 0) resolved.max_units = preset->max_units;
+    if (resolved.max_waves == 0) resolved.max_waves = preset->max_waves;
+    if (resolved.dispatch_us == 0) resolved.dispatch_us = preset->dispatch_us;
+    if (resolved.n_threads == 0) resolved.n_threads = rocq__core_count();
+    if (resolved.n_threads > ROCQ__MAX_THREADS) resolved.n_threads = ROCQ__MAX_THREADS;
+    if (!ROCQ__HAS_THREADS) resolved.n_threads = 1;
+
+    rocq_ctx *ctx = (rocq_ctx *)resolved.allocator.alloc(sizeof(rocq_ctx), resolved.allocator.user);
+    if (!ctx) {
+        if (resolved.log)
+            resolved.log(ROCQ_LOG_ERROR, "no memory for a context", resolved.log_user);
+        return ROCQ_E_MEMORY;
+    }
+    memset(ctx, 0, sizeof *ctx);
+    ctx->desc = resolved;
+    ctx->backend = ROCQ_BACKEND_CPU;
+    ctx->blocks.prev = ctx->blocks.next = &ctx->blocks;
+    ctx->stats.n_allocs = 1;
+    ctx->stats.live_bytes = ctx->stats.peak_bytes = (int64_t)sizeof *ctx;
+#if ROCQ__HAS_AVX2
+    ctx->has_avx2 = rocq__cpu_has_avx2();
+    ctx->has_avx512 = ctx->has_avx2 && rocq__cpu_has_avx512();
+#endif
+    snprintf(ctx->device, sizeof ctx->device, "CPU, %s, %d thread%s",
+             ctx->has_avx512  ? "AVX-512"
+             : ctx->has_avx2  ? "AVX2"
+             : ROCQ__HAS_NEON ? "NEON"
+                              : "scalar",
+             (int)resolved.n_threads, resolved.n_threads == 1 ? "" : "s");
+
+    rocq_result result = ROCQ_OK;
+    if (resolved.prefer != ROCQ_BACKEND_CPU) {
+        const bool fallback = resolved.prefer == ROCQ_BACKEND_AUTO || resolved.allow_fallback;
+        rocq__attempt attempt;
+        rocq__attempt_begin(ctx, &attempt);
+        result = rocq__gpu_open(ctx);
+        ctx->gpu_result = result;
+        if (result != ROCQ_OK) memcpy(ctx->gpu_message, ctx->error, sizeof ctx->gpu_message);
+        rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || fallback);
+        if (result != ROCQ_OK && fallback) {
+            rocq__log(ctx, resolved.prefer == ROCQ_BACKEND_GPU ? ROCQ_LOG_WARN : ROCQ_LOG_INFO,
+                      "on the CPU: %s", ctx->gpu_message);
+            result = ROCQ_OK;
+        }
+    }
+    // Strings of the caller's may not live as long as the context.
+    ctx->desc.rocm_path = ctx->desc.hip_path = NULL;
+    ctx->desc.pci = rocq__on_gpu(ctx) ? ctx->gpu->pci : NULL;
+    ctx->desc.kernels_path = ctx->gpu && ctx->desc.kernels_path ? ctx->gpu->kernels : NULL;
+    if (result == ROCQ_OK) result = rocq_reserve(ctx, resolved.scratch_bytes);
+    if (result != ROCQ_OK) {
+        rocq_close(&ctx);
+        return result;
+    }
+    *out = ctx;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF void rocq_close(rocq_ctx **ctx_ptr) {
+    if (!ctx_ptr || !*ctx_ptr) return;
+    rocq_ctx *ctx = *ctx_ptr;
+    *ctx_ptr = NULL;
+#if ROCQ__HAS_THREADS
+    if (ctx->workers_ready) rocq__workers_stop(&ctx->workers);
+#endif
+    if (rocq__on_gpu(ctx)) ctx->gpu->hip->set_device(ctx->gpu->device);
+    rocq_profile_clear(ctx);
+    while (ctx->graphs) rocq__graph_delete(ctx, ctx->graphs);
+    rocq__gpu_close(ctx);
+    while (ctx->blocks.next != &ctx->blocks) rocq__free(ctx, ctx->blocks.next + 1);
+    const rocq_allocator allocator = ctx->desc.allocator;
+    allocator.free(ctx, sizeof *ctx, allocator.user);
+}
+
+ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info) {
+    if (!ctx || !info) return ROCQ_E_ARGUMENT;
+    memset(info, 0, sizeof *info);
+    info->backend = ctx->backend;
+    info->device = ctx->device;
+    info->gpu_result = ctx->gpu_result;
+    info->gpu_message = ctx->gpu_message;
+    info->runtime = info->kernels = info->pci = "";
+    info->replay = info->ignored = "";
+    info->runtimes_tried = ctx->tried;
+    if (rocq__on_gpu(ctx)) {
+        info->runtime = ctx->gpu->runtime;
+        info->kernels = ctx->gpu->kernels;
+        info->pci = ctx->gpu->pci;
+        info->target = ctx->gpu->chip.target;
+        info->target_unlisted = ctx->gpu->chip.unlisted;
+        info->n_units = ctx->gpu->n_units;
+        info->device_bytes = ctx->gpu->device_bytes;
+        info->replay = ctx->gpu->replay;
+        info->priority = ctx->gpu->priority;
+        info->max_units = ctx->gpu->chip.n_units;
+        info->max_waves = ctx->gpu->max_waves;
+        info->ignored = ctx->gpu->ignored;
+    }
+    info->desc = ctx->desc;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats) {
+    if (!ctx || !stats) return ROCQ_E_ARGUMENT;
+    *stats = ctx->stats;
+    return ROCQ_OK;
+}
+
+static rocq_result rocq__sync_hip(rocq_ctx *ctx) {
+    rocq__gpu *gpu = ctx->gpu;
+    ROCQ__TRY_HIP("sync",
+                  gpu->hip->copy(gpu->pinned, gpu->status, 4, ROCQ_HIP_TO_HOST, gpu->stream));
+    ROCQ__TRY_HIP("sync", gpu->hip->stream_wait(gpu->stream));
+    rocq__store32(&ctx->cancelled, 0);
+    const uint32_t status = gpu->pinned[0];
+    if (status == 0) return ROCQ_OK;
+    ROCQ__TRY(rocq__fill_hip(ctx, gpu->status, 0, 4));
+    return rocq__fail(ctx, ROCQ_E_BOUNDS, "an op since the last sync has met bad values%s%s%s%s%s",
+                      status & ROCQ_K_BAD_ID ? ", an id past its table" : "",
+                      status & ROCQ_K_BAD_CELL ? ", a cell past its cache" : "",
+                      status & ROCQ_K_BAD_LENGTH ? ", a kv_len out of range" : "",
+                      status & ROCQ_K_BAD_PAGE ? ", a page past its pool" : "",
+                      status & ROCQ_K_NO_TOKEN ? ", a mask that allows no token" : "");
+}
+
+ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__not_recording(ctx, "sync"));
+    if (!rocq__on_gpu(ctx)) { // ops on the CPU have finished when their call returns
+        rocq__store32(&ctx->cancelled, 0);
+        return ROCQ_OK;
+    }
+    ROCQ__TRY(rocq__hip_enter(ctx, "sync"));
+    ROCQ__TRY(rocq__copy_begin(ctx, "sync"));
+    return rocq__copy_done(ctx, rocq__sync_hip(ctx), 0);
+}
+
+ROCQ_DEF void rocq_cancel(rocq_ctx *ctx) {
+    if (ctx) rocq__store32(&ctx->cancelled, 1);
+}
+
+ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__not_recording(ctx, "graph_begin"));
+    if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, "graph_begin"));
+    rocq_graph *graph = (rocq_graph *)rocq__alloc(ctx, (int64_t)sizeof *graph);
+    if (!graph) return rocq__fail(ctx, ROCQ_E_MEMORY, "graph_begin: no memory");
+    memset(graph, 0, sizeof *graph);
+    graph->next = ctx->graphs;
+    ctx->graphs = ctx->recording = graph;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **out) {
+    if (out) *out = NULL;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    rocq_graph *graph = ctx->recording;
+    if (!graph) return rocq__fail(ctx, ROCQ_E_STATE, "graph_end: no graph is being recorded");
+    ctx->recording = NULL;
+    rocq_result result =
+        out ? ROCQ_OK : rocq__fail(ctx, ROCQ_E_ARGUMENT, "graph_end: graph is NULL");
+    if (result == ROCQ_OK && rocq__on_gpu(ctx)) result = rocq__hip_enter(ctx, "graph_end");
+    if (result == ROCQ_OK) result = rocq__graph_prepare(ctx, graph);
+    if (result == ROCQ_OK) *out = graph;
+    else rocq__graph_delete(ctx, graph);
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__not_recording(ctx, "graph_launch"));
+    ROCQ__TRY(rocq__check_graph(ctx, "graph_launch", graph));
+    ROCQ__TRY(rocq__begin_op(ctx, "graph_launch"));
+    ROCQ__TRY(rocq__graph_prepare(ctx, graph));
+#if ROCQ__HAS_PROFILE
+    if (rocq__profiling(ctx)) return rocq__region_graph(ctx, graph);
+#endif
+    return rocq__graph_submit(ctx, graph);
+}
+
+ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph) {
+    if (!ctx || !graph || !*graph || rocq__check_graph(ctx, "graph_destroy", *graph) != ROCQ_OK) {
+        return;
+    }
+    if ((*graph)->exec) rocq__hip_enter(ctx, "graph_destroy");
+    rocq__graph_delete(ctx, *graph);
+    *graph = NULL;
+}
+
+ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params,
+                                   const char **why) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    int64_t scratch;
+    bool on_cpu;
+    const bool quiet = ctx->quiet;
+    ctx->quiet = true;
+    rocq_result result = rocq__check_op(ctx, op, params);
+    if (result == ROCQ_OK) result = rocq__plan_op(ctx, op, params, &scratch, &on_cpu);
+    ctx->quiet = quiet;
+    if (why) *why = result == ROCQ_OK ? "" : ctx->error;
+    return result;
+}
+
+ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *params,
+                                       int64_t *bytes) {
+    ROCQ__TRY(rocq__check_op(ctx, op, params));
+    if (!bytes) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "scratch_size: bytes is NULL");
+    int64_t scratch;
+    bool on_cpu;
+    ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
+    *bytes = scratch;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *params,
+                                        rocq_precision_info *info) {
+    int64_t scratch;
+    bool on_cpu;
+    ROCQ__TRY(rocq__check_op(ctx, op, params));
+    if (!info) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "get_precision: info is NULL");
+    ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
+    const rocq_backend backend = rocq__on_gpu(ctx) && !on_cpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU;
+    const rocq_matmul_params *p = op == ROCQ_OP_MATMUL ? (const rocq_matmul_params *)params : NULL;
+    rocq__choice choice, second;
+    if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
+    else choice = rocq__precision_rule_for(ctx, backend, op, ROCQ_F32, 0);
+    info->asked = rocq__asked(ctx, p ? p->precision : ROCQ_PRECISION_AUTO);
+    info->nmse = rocq__nmse_bound(choice.precision);
+    if (p && p->w2) { // y is a product of two sums and has the errors of both
+        second = rocq__product_choice(ctx, backend, p, p->w2);
+        info->nmse += rocq__nmse_bound(second.precision);
+        if (second.precision > choice.precision) choice = second;
+    }
+    info->precision = choice.precision;
+    info->why = choice.why;
+    return ROCQ_OK;
+}
+
+// Checks a copy to or from a tensor, which must be contiguous and copied whole.
+static rocq_result rocq__check_copy(rocq_ctx *ctx, const char *op, const rocq_tensor *t,
+                                    const void *host, int64_t size, int accept) {
+    ROCQ__TRY(rocq__not_recording(ctx, op));
+    if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, op));
+    ROCQ__TRY(rocq__check_tensor(ctx, op, "tensor", t, ROCQ__ANY | ROCQ__BIT_I32 | accept));
+    if (!host) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: host pointer is NULL", op);
+    if (!rocq_tensor_contiguous(t) || size != rocq_tensor_size(t)) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %lld bytes for a tensor of %lld%s", op,
+                          (long long)size, (long long)rocq_tensor_size(t),
+                          rocq_tensor_contiguous(t) ? "" : ", strided");
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result rocq__upload_tensor(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
+                                       int64_t size) {
+    if (rocq__on_gpu(ctx)) return rocq__upload_memory(ctx, dst, src, size);
+    memmove(rocq_tensor_data(dst), src, (size_t)size);
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
+                                 int64_t size) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__check_copy(ctx, "upload", dst, src, size, ROCQ__PLANAR));
+    ROCQ__TRY(rocq__copy_begin(ctx, "upload"));
+    return rocq__copy_done(ctx, rocq__upload_tensor(ctx, dst, src, size), size);
+}
+
+static rocq_result rocq__download_tensor(rocq_ctx *ctx, void *dst, const rocq_tensor *src,
+                                         int64_t size) {
+    if (rocq__on_gpu(ctx)) return rocq__download_hip(ctx, dst, rocq__device_data(src), size);
+    memmove(dst, rocq_tensor_data(src), (size_t)size);
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__check_copy(ctx, "download", src, dst, size, 0));
+    ROCQ__TRY(rocq__copy_begin(ctx, "download"));
+    return rocq__copy_done(ctx, rocq__download_tensor(ctx, dst, src, size), size);
+}
+
+ROCQ_DEF float rocq_f16_to_f32(uint16_t half) { return rocq__f16_to_f32(half); }
+ROCQ_DEF uint16_t rocq_f32_to_f16(float value) { return rocq__f32_to_f16(value); }
+
+#define ROCQ_X(NAME, name, params)                                            \
+    ROCQ_DEF rocq_result rocq_##name(rocq_ctx *ctx, const params *p) {        \
+        return rocq__run_op(ctx, ROCQ_OP_##NAME, p);                          \
+    }
+ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
 
 // ---------------------------------------------------------------------------------------------
 // >>timers: the clock, statistics, stopwatches, what a launch costs
@@ -17090,7 +17807,8 @@ static const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t at) {
         const int64_t layer = (at - begin) / (size / rows->ne[3]);
         begin += (size + 255) / 256 * 256;
         if (layer >= rows->ne[3]) continue;
-        address = rocq__address(rows) + (uint64_t)rocq__bytes(rows->format, layer * rows->stride[3]);
+        address = rocq__address(rows);
+        address += (uint64_t)rocq__bytes(rows->format, layer * rows->stride[3]);
         for (const rocq__node *node = r->graph->first; node; node = node->next) {
             const rocq_rope_append_params *p = (const rocq_rope_append_params *)node->params;
             if (node->op == ROCQ_OP_ROPE_APPEND && (rocq__address(p->k_cache) == address ||
@@ -17220,721 +17938,6 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
     if (graph) ROCQ__TRY(rocq_reserve(ctx, graph->scratch));
     return rocq__on_gpu(ctx) ? rocq__warm_hip(ctx, graph) : rocq__warm_cpu(ctx, graph);
 }
-
-// ---------------------------------------------------------------------------------------------
-// >>public: context, introspection, and the ops' thin bodies
-// ---------------------------------------------------------------------------------------------
-// Contexts: choosing a device and sharing it with a renderer. Then what no other section has.
-
-static int32_t rocq__core_count(void) {
-#if defined(_WIN32)
-    SYSTEM_INFO system;
-    GetSystemInfo(&system);
-    const long n = (long)system.dwNumberOfProcessors;
-#else
-    const long n = sysconf(_SC_NPROCESSORS_ONLN);
-#endif
-    return (int32_t)ROCQ__MIN(ROCQ__MAX(n, 1), (long)ROCQ__MAX_THREADS);
-}
-
-#if ROCQ__HAS_AVX2
-static bool rocq__cpu_has_avx2(void) {
-    unsigned a, b, c, d;
-    // The builtin also checks that the system saves the wide registers. It does not know F16C.
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __get_cpuid(1, &a, &b, &c, &d) && (c & 1u << 29) != 0;
-}
-
-static bool rocq__cpu_has_avx512(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni");
-}
-#endif
-
-// -- the device --
-
-#if ROCQ__HAS_HIP
-
-// Gives back all that rocq__device_try has taken. Errors, as of a lost device, are ignored.
-static void rocq__device_leave(rocq_ctx *ctx) {
-    rocq__gpu *gpu = ctx->gpu;
-    const rocq_hip *hip = gpu->hip;
-    hip->set_device(gpu->device);
-    // Wait first and free pinned memory last: a copy that still runs would write into it.
-    if (gpu->stream) hip->stream_wait(gpu->stream);
-    for (rocq__block *block = ctx->blocks.next, *next; block != &ctx->blocks; block = next) {
-        next = block->next;
-        if (block->memory != ROCQ_MEMORY_HOST) rocq__device_free(ctx, block);
-    }
-    gpu->scratch = NULL;
-    rocq__ring_free(ctx, &gpu->ring);
-    if (gpu->pinned) hip->host_free(gpu->pinned);
-    gpu->pinned = NULL;
-    if (gpu->stream) hip->stream_destroy(gpu->stream);
-    gpu->stream = NULL;
-    if (gpu->module) hip->module_unload(gpu->module);
-    gpu->module = NULL;
-}
-
-// -- beside a renderer --
-
-// Adds a sentence to rocq_info.ignored: which field of the desc has no effect, and why.
-ROCQ__PRINTF(2, 3)
-static void rocq__ignored(rocq__gpu *gpu, const char *format, ...) {
-    const size_t used = strlen(gpu->ignored), room = sizeof gpu->ignored - used;
-    va_list args;
-    va_start(args, format);
-    const int n = snprintf(gpu->ignored + used, room, "%s", used > 0 ? "; " : "");
-    if (n >= 0 && (size_t)n < room) {
-        vsnprintf(gpu->ignored + used + n, room - (size_t)n, format, args);
-    }
-    va_end(args);
-}
-
-// Makes a queue whose kernels run on the first compute units only. Each bit of the mask is a
-// compute unit. The two of a WGP are set together, because a workgroup may use both. HIP gives such
-// a queue normal priority and default flags, so its work and any work that the program itself
-// submits to the NULL stream wait for each other.
-static void rocq__stream_on_units(rocq__gpu *gpu, int32_t most, void **stream) {
-    enum { WORDS = 32 };
-    uint32_t mask[WORDS];
-    const int32_t n = ROCQ__MAX(most / 2 * 2, 2), n_words = (gpu->n_units + 31) / 32;
-    if (n >= gpu->n_units) return;
-    if (!gpu->hip->stream_create_units || n_words > (int32_t)WORDS) {
-        rocq__ignored(gpu, "max_units %d: the runtime has no hipExtStreamCreateWithCUMask",
-                      (int)most);
-        return;
-    }
-    memset(mask, 0, sizeof mask);
-    for (int32_t i = 0; i < n; i++) mask[i / 32] |= 1u << i % 32;
-    const int error = gpu->hip->stream_create_units(stream, (uint32_t)n_words, mask);
-    if (error != 0) {
-        *stream = NULL;
-        rocq__ignored(gpu, "max_units %d: hipExtStreamCreateWithCUMask failed (%d)", (int)most,
-                      error);
-        return;
-    }
-    const double share = (double)n / gpu->n_units;
-    gpu->chip.n_units = n;
-    gpu->chip.flops_per_us *= share;
-    gpu->chip.matrix_per_us *= share;
-}
-
-// Makes a queue of low or high priority. In HIP a smaller number is a higher priority: the greatest
-// is negative, the least positive or 0, and a plain queue has 0, which is normal.
-static void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void **stream) {
-    const rocq_hip *hip = gpu->hip;
-    const bool low = wanted == ROCQ_PRIORITY_LOW;
-    const char *name = low ? "low" : "high";
-    int least = 0, greatest = 0;
-    if (*stream) {
-        rocq__ignored(gpu, "priority %s: with max_units it is normal", name);
-        return;
-    }
-    if (!hip->priority_range || !hip->stream_create_priority) {
-        rocq__ignored(gpu, "priority %s: the runtime has no %s", name,
-                      hip->priority_range ? "hipStreamCreateWithPriority"
-                                          : "hipDeviceGetStreamPriorityRange");
-        return;
-    }
-    int error = hip->priority_range(&least, &greatest);
-    if (error != 0) {
-        rocq__ignored(gpu, "priority %s: hipDeviceGetStreamPriorityRange failed (%d)", name, error);
-        return;
-    }
-    if (low ? least <= 0 : greatest >= 0) {
-        rocq__ignored(gpu, "priority %s: the runtime has none %s normal", name,
-                      low ? "below" : "above");
-        return;
-    }
-    error = hip->stream_create_priority(stream, ROCQ_HIP_NON_BLOCKING, low ? least : greatest);
-    if (error != 0) {
-        *stream = NULL;
-        rocq__ignored(gpu, "priority %s: hipStreamCreateWithPriority failed (%d)", name, error);
-        return;
-    }
-    gpu->priority = wanted;
-}
-
-// Limits how many waves of matvecs a SIMD has at a time: each block asks for so much LDS, which it
-// does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a block are
-// spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD. Two blocks with the
-// most LDS that a block may have still fit on a WGP, so the lowest limit is 4 waves.
-static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
-    enum {
-        SIMDS = 2 * ROCQ__CU_SIMDS,
-        BLOCK_WAVES = ROCQ_K_MATVEC_WAVES / SIMDS, // on a SIMD
-        LEAST = 2,     // blocks
-        OWN_LDS = 2048 // bytes; the kernels' own LDS is at most that (tests/gfx11/kernels.tsv)
-    };
-    if (most >= ROCQ__SIMD_WAVES) return;
-    if (!rocq__chip_find(gpu->chip.target)) {
-        rocq__ignored(gpu, "max_waves %d: not known how many waves this chip has room for",
-                      (int)most);
-        return;
-    }
-    const int32_t blocks = ROCQ__MAX(most / (int32_t)BLOCK_WAVES, (int32_t)LEAST);
-    const int32_t granules = 2 * ROCQ__CU_LDS / ROCQ__LDS_GRANULE / blocks;
-    gpu->matvec_lds = (uint32_t)(granules * ROCQ__LDS_GRANULE - OWN_LDS);
-    gpu->max_waves = blocks * BLOCK_WAVES;
-}
-
-// Applies what the desc says of sharing the device, as far as the runtime supports it. A queue made
-// here takes the place of the plain one: a second hardware queue beside it would cost power when
-// idle.
-static rocq_result rocq__share(rocq_ctx *ctx) {
-    rocq__gpu *gpu = ctx->gpu;
-    const rocq_desc *desc = &ctx->desc;
-    void *stream = NULL;
-    gpu->ignored[0] = '\0';
-    gpu->priority = ROCQ_PRIORITY_NORMAL;
-    gpu->n_units = gpu->chip.n_units;
-    gpu->max_waves = ROCQ__SIMD_WAVES;
-    gpu->matvec_lds = 0;
-    if (desc->max_units > 0) rocq__stream_on_units(gpu, desc->max_units, &stream);
-    if (desc->priority != ROCQ_PRIORITY_NORMAL) {
-        rocq__stream_of_priority(gpu, desc->priority, &stream);
-    }
-    if (desc->max_waves > 0) rocq__limit_waves(gpu, desc->max_waves);
-    if (stream) {
-        void *plain = gpu->stream;
-        gpu->stream = stream;
-        ROCQ__TRY_HIP("stream", gpu->hip->stream_destroy(plain));
-    }
-    if (gpu->ignored[0]) rocq__log(ctx, ROCQ_LOG_WARN, "ignored: %s", gpu->ignored);
-    return ROCQ_OK;
-}
-
-// Loads the kernels on gpu->device and runs a self-test. On failure call rocq__device_leave.
-static rocq_result rocq__device_try(rocq_ctx *ctx) {
-    rocq__gpu *gpu = ctx->gpu;
-    const rocq_hip *hip = gpu->hip;
-    const int64_t line = 256; // bytes: status, then self-test results, then counters
-    const int64_t size = 2 * line + (int64_t)ROCQ__COUNTERS * 4;
-    size_t device_bytes = 0;
-    void *pinned = NULL;
-    rocq__block *block;
-    rocq_k_selftest_args args;
-    ROCQ__TRY_HIP("set device", hip->set_device(gpu->device));
-    if (gpu->image) {
-        const int error = hip->module_load(&gpu->module, gpu->image);
-        if (error != 0) {
-            gpu->module = NULL;
-            rocq__hip_failed(ctx, gpu->kernels, error);
-            return error == ROCQ_HIP_OUT_OF_MEMORY ? ROCQ_E_MEMORY : ROCQ_E_NO_KERNELS;
-        }
-        for (int k = 0; k < ROCQ_K_COUNT; k++) {
-            if (hip->module_function(&gpu->function[k], gpu->module, rocq__kernels[k].name) != 0) {
-                return rocq__fail(ctx, ROCQ_E_NO_KERNELS,
-                                  "%s has no kernel %s: it is of another rocq.h", gpu->kernels,
-                                  rocq__kernels[k].name);
-            }
-        }
-    }
-    ROCQ__TRY_HIP("stream", hip->stream_create(&gpu->stream, ROCQ_HIP_NON_BLOCKING));
-    ROCQ__TRY_HIP("pinned memory", hip->host_alloc(&pinned, (size_t)line, 0));
-    gpu->pinned = (uint32_t *)pinned;
-    ROCQ__TRY(rocq__device_alloc(ctx, "device memory", size, ROCQ_MEMORY_DEVICE, &block));
-    gpu->status = (uint32_t *)block->address;
-    gpu->counters = gpu->status + 2 * line / 4;
-    args.out = gpu->status + line / 4;
-    ROCQ__TRY(rocq__fill_hip(ctx, block->address, 0, size));
-    ROCQ__TRY_HIP("self-test", rocq__hip_launch(gpu, ROCQ_K_selftest, 1, 1, ROCQ_K_WAVE, &args));
-    memset(gpu->pinned, 0, (size_t)line);
-    ROCQ__TRY_HIP("self-test",
-                  hip->copy(pinned, args.out, (size_t)line, ROCQ_HIP_TO_HOST, gpu->stream));
-    ROCQ__TRY_HIP("self-test", hip->stream_wait(gpu->stream));
-    ROCQ__TRY(rocq__selftest_check(ctx, gpu->pinned));
-    rocq__chip_init(gpu, (int32_t)gpu->pinned[0]);
-    ROCQ__TRY(rocq__share(ctx));
-    if (hip->device_memory(&device_bytes, gpu->device) == 0)
-        gpu->device_bytes = (int64_t)device_bytes;
-    return ROCQ_OK;
-}
-
-// "03:00.0" and "0000:03:00.0" name the same device; letters of either case.
-static bool rocq__same_pci(const char *wanted, const char *pci) {
-    const size_t n = strlen(wanted), skip = strlen(pci) > n ? strlen(pci) - n : 0;
-    if (n == 0 || (skip > 0 && pci[skip - 1] != ':') || strlen(pci) < n) return false;
-    for (size_t i = 0; i < n; i++) {
-        const char a = wanted[i], b = pci[skip + i];
-        if ((a >= 'A' && a <= 'F' ? a + 32 : a) != (b >= 'A' && b <= 'F' ? b + 32 : b)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-typedef struct rocq__device_rank {
-    int32_t device, units;
-    bool integrated;
-} rocq__device_rank;
-
-// Tries the devices that the desc allows: discrete ones first, then those with more compute units;
-// free memory does not count. The first that works is taken, and those after it are not touched. If
-// none works, the message says why the first one did not.
-static rocq_result rocq__device_choose(rocq_ctx *ctx) {
-    rocq__gpu *gpu = ctx->gpu;
-    const rocq_hip *hip = gpu->hip;
-    rocq__device_rank list[ROCQ__MAX_DEVICES];
-    char why[sizeof ctx->error];
-    int n_devices = 0, n = 0;
-    rocq_result result = ROCQ_E_NO_DEVICE;
-    const int error = hip->device_count(&n_devices);
-    if (error != 0) n_devices = 0;
-    for (int device = 0; device < n_devices && n < ROCQ__MAX_DEVICES; device++) {
-        char pci[32] = "";
-        if (ctx->desc.device > 0 && ctx->desc.device != device + 1) continue;
-        hip->device_pci(pci, (int)sizeof pci, device);
-        if (ctx->desc.pci && !rocq__same_pci(ctx->desc.pci, pci)) continue;
-        rocq__device_rank c;
-        c.device = device;
-        c.units = rocq__hip_attribute(gpu, ROCQ_HIP_UNITS, device);
-        c.integrated = rocq__hip_attribute(gpu, ROCQ_HIP_INTEGRATED, device) != 0;
-        int at = n++;
-        for (; at > 0; at--) {
-            const rocq__device_rank *before = &list[at - 1];
-            if (before->integrated == c.integrated ? before->units >= c.units : c.integrated) break;
-            list[at] = *before;
-        }
-        list[at] = c;
-    }
-    if (n == 0) {
-        return rocq__fail(ctx, ROCQ_E_NO_DEVICE, "no GPU%s%s: HIP lists %d (%s)",
-                          ctx->desc.pci ? " at " : ctx->desc.device > 0 ? " of that number" : "",
-                          ctx->desc.pci ? ctx->desc.pci : "", n_devices,
-                          error == 0 || !hip->error_name ? "no error" : hip->error_name(error));
-    }
-    for (int i = 0; i < n; i++) {
-        gpu->device = list[i].device;
-        gpu->name[0] = gpu->pci[0] = '\0';
-        hip->device_name(gpu->name, (int)sizeof gpu->name, gpu->device);
-        hip->device_pci(gpu->pci, (int)sizeof gpu->pci, gpu->device);
-        gpu->name[sizeof gpu->name - 1] = gpu->pci[sizeof gpu->pci - 1] = '\0';
-        const rocq_result tried = rocq__device_try(ctx);
-        if (tried == ROCQ_OK) {
-            ctx->desc.device = gpu->device + 1;
-            return ROCQ_OK;
-        }
-        rocq__device_leave(ctx);
-        if (i == 0) {
-            result = tried == ROCQ_E_DEVICE ? ROCQ_E_NO_DEVICE : tried;
-            memcpy(why, ctx->error, sizeof why);
-        }
-    }
-    gpu->device = list[0].device;
-    hip->device_name(gpu->name, (int)sizeof gpu->name, gpu->device);
-    return rocq__fail(ctx, result, "GPU %d of %d (%.63s): %.380s", (int)gpu->device + 1, n_devices,
-                      gpu->name, why);
-}
-
-#endif // ROCQ__HAS_HIP
-
-static void rocq__gpu_close(rocq_ctx *ctx) {
-#if ROCQ__HAS_HIP
-    rocq__gpu *gpu = ctx->gpu;
-    if (!gpu) return;
-    if (gpu->hip) rocq__device_leave(ctx);
-    rocq__free(ctx, gpu->image_memory);
-    rocq__free(ctx, gpu);
-    ctx->gpu = NULL;
-#else
-    (void)ctx;
-#endif
-}
-
-// Makes ctx a GPU context. On failure ctx is still a CPU context.
-static rocq_result rocq__gpu_open(rocq_ctx *ctx) {
-#if ROCQ__HAS_HIP
-    const rocq_hip *linked = ROCQ__HIP_LINKED();
-    // Checked first, so that a program without kernels allocates and loads nothing.
-    if (!rocq__has_kernels(ctx, linked)) {
-        return rocq__fail(ctx, ROCQ_E_NO_KERNELS,
-                          "no GPU kernels: none are linked, and desc names no code object");
-    }
-    rocq__gpu *gpu = (rocq__gpu *)rocq__alloc(ctx, (int64_t)sizeof *gpu);
-    if (!gpu) return rocq__fail(ctx, ROCQ_E_MEMORY, "no memory for a GPU context");
-    memset(gpu, 0, sizeof *gpu);
-    gpu->trial = true;
-    ctx->gpu = gpu;
-    rocq_result result = rocq__hip_kernels(ctx, gpu, linked);
-    if (result == ROCQ_OK) {
-        result = linked ? rocq__hip_linked(ctx, gpu, linked) : rocq__hip_load(ctx, gpu);
-    }
-    if (result == ROCQ_OK) result = rocq__device_choose(ctx);
-    if (result != ROCQ_OK) {
-        rocq__gpu_close(ctx);
-        return result;
-    }
-    gpu->trial = false;
-    ctx->backend = ROCQ_BACKEND_GPU;
-    char target[32] = "";
-    if (gpu->chip.target) {
-        snprintf(target, sizeof target, " gfx%x%s,", (unsigned)gpu->chip.target & 0xffff,
-                 gpu->chip.unlisted ? " (unlisted)" : "");
-    }
-    snprintf(ctx->device, sizeof ctx->device, "%.55s,%s %d compute units", gpu->name, target,
-             (int)gpu->n_units);
-    if (gpu->chip.unlisted) {
-        rocq__log(ctx, ROCQ_LOG_WARN,
-                  "%s: rocq has no figures of this chip and uses what the runtime says of it",
-                  ctx->device);
-    }
-    return ROCQ_OK;
-#else
-    return rocq__fail(ctx, ROCQ_E_NO_KERNELS, "no GPU: this program was built with ROCQ_NO_HIP");
-#endif
-}
-
-// In the order of rocq_sharing. A renderer's work can begin when a launch ends: with launches of at
-// most 1 ms it can do so several times in a frame of 6.9 ms (144 Hz). 8 waves on a SIMD still hide
-// the latency of memory and leave a renderer half of the registers. No preset limits the compute
-// units, because how many a renderer needs depends on the renderer alone.
-typedef struct rocq__preset {
-    rocq_priority priority;
-    int32_t max_units, max_waves, dispatch_us;
-} rocq__preset;
-static const rocq__preset rocq__presets[] = {
-    {ROCQ_PRIORITY_NORMAL, -1, -1, 1000},
-    {ROCQ_PRIORITY_LOW, -1, 8, 500},
-    {ROCQ_PRIORITY_HIGH, -1, -1, 5000},
-};
-
-ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
-    // A bad desc is reported by its log: there is no context yet that could hold the message.
-    rocq_desc resolved;
-    const char *bad = NULL;
-    if (!out) return ROCQ_E_ARGUMENT;
-    *out = NULL;
-    memset(&resolved, 0, sizeof resolved);
-    if (desc) resolved = *desc;
-    if (!resolved.allocator.alloc != !resolved.allocator.free) {
-        bad = "one of allocator.alloc and free is NULL";
-    }
-    if ((int)resolved.prefer < 0 || resolved.prefer > ROCQ_BACKEND_GPU) {
-        bad = "unknown backend in prefer";
-    }
-    if (resolved.n_threads < 0) bad = "n_threads is negative";
-    if (resolved.memory_budget < 0 || resolved.scratch_bytes < 0) bad = "a size is negative";
-    if (resolved.device < 0) bad = "device is negative";
-    if ((int)resolved.precision < 0 || resolved.precision > ROCQ_PRECISION_INT8) {
-        bad = "unknown precision";
-    }
-    if (resolved.dispatch_us < -1) bad = "dispatch_us is less than -1";
-    if ((int)resolved.sharing < 0 || resolved.sharing > ROCQ_SHARING_COMPUTE_FIRST) {
-        bad = "unknown preset in sharing";
-    }
-    if ((int)resolved.priority < 0 || resolved.priority > ROCQ_PRIORITY_HIGH) {
-        bad = "unknown priority";
-    }
-    if (resolved.max_units < -1 || resolved.max_waves < -1) {
-        bad = "max_units or max_waves is less than -1";
-    }
-    if (resolved.kernels_data && (resolved.kernels_path || resolved.kernels_size < 1)) {
-        bad = "kernels_data needs kernels_size, and no kernels_path beside it";
-    }
-    if (bad) {
-        if (resolved.log) resolved.log(ROCQ_LOG_ERROR, bad, resolved.log_user);
-        return ROCQ_E_ARGUMENT;
-    }
-    if (!resolved.allocator.alloc) {
-        resolved.allocator.alloc = rocq__default_alloc;
-        resolved.allocator.free = rocq__default_free;
-    }
-    const rocq__preset *preset = &rocq__presets[resolved.sharing];
-    if (resolved.priority == ROCQ_PRIORITY_DEFAULT) resolved.priority = preset->priority;
-    if (resolved.max_units == 0) resolved.max_units = preset->max_units;
-    if (resolved.max_waves == 0) resolved.max_waves = preset->max_waves;
-    if (resolved.dispatch_us == 0) resolved.dispatch_us = preset->dispatch_us;
-    if (resolved.n_threads == 0) resolved.n_threads = rocq__core_count();
-    if (resolved.n_threads > ROCQ__MAX_THREADS) resolved.n_threads = ROCQ__MAX_THREADS;
-    if (!ROCQ__HAS_THREADS) resolved.n_threads = 1;
-
-    rocq_ctx *ctx = (rocq_ctx *)resolved.allocator.alloc(sizeof(rocq_ctx), resolved.allocator.user);
-    if (!ctx) {
-        if (resolved.log)
-            resolved.log(ROCQ_LOG_ERROR, "no memory for a context", resolved.log_user);
-        return ROCQ_E_MEMORY;
-    }
-    memset(ctx, 0, sizeof *ctx);
-    ctx->desc = resolved;
-    ctx->backend = ROCQ_BACKEND_CPU;
-    ctx->blocks.prev = ctx->blocks.next = &ctx->blocks;
-    ctx->stats.n_allocs = 1;
-    ctx->stats.live_bytes = ctx->stats.peak_bytes = (int64_t)sizeof *ctx;
-#if ROCQ__HAS_AVX2
-    ctx->has_avx2 = rocq__cpu_has_avx2();
-    ctx->has_avx512 = ctx->has_avx2 && rocq__cpu_has_avx512();
-#endif
-    snprintf(ctx->device, sizeof ctx->device, "CPU, %s, %d thread%s",
-             ctx->has_avx512  ? "AVX-512"
-             : ctx->has_avx2  ? "AVX2"
-             : ROCQ__HAS_NEON ? "NEON"
-                              : "scalar",
-             (int)resolved.n_threads, resolved.n_threads == 1 ? "" : "s");
-
-    rocq_result result = ROCQ_OK;
-    if (resolved.prefer != ROCQ_BACKEND_CPU) {
-        const bool fallback = resolved.prefer == ROCQ_BACKEND_AUTO || resolved.allow_fallback;
-        rocq__attempt attempt;
-        rocq__attempt_begin(ctx, &attempt);
-        result = rocq__gpu_open(ctx);
-        ctx->gpu_result = result;
-        if (result != ROCQ_OK) memcpy(ctx->gpu_message, ctx->error, sizeof ctx->gpu_message);
-        rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || fallback);
-        if (result != ROCQ_OK && fallback) {
-            rocq__log(ctx, resolved.prefer == ROCQ_BACKEND_GPU ? ROCQ_LOG_WARN : ROCQ_LOG_INFO,
-                      "on the CPU: %s", ctx->gpu_message);
-            result = ROCQ_OK;
-        }
-    }
-    // Strings of the caller's may not live as long as the context.
-    ctx->desc.rocm_path = ctx->desc.hip_path = NULL;
-    ctx->desc.pci = rocq__on_gpu(ctx) ? ctx->gpu->pci : NULL;
-    ctx->desc.kernels_path = ctx->gpu && ctx->desc.kernels_path ? ctx->gpu->kernels : NULL;
-    if (result == ROCQ_OK) result = rocq_reserve(ctx, resolved.scratch_bytes);
-    if (result != ROCQ_OK) {
-        rocq_close(&ctx);
-        return result;
-    }
-    *out = ctx;
-    return ROCQ_OK;
-}
-
-ROCQ_DEF void rocq_close(rocq_ctx **ctx_ptr) {
-    if (!ctx_ptr || !*ctx_ptr) return;
-    rocq_ctx *ctx = *ctx_ptr;
-    *ctx_ptr = NULL;
-#if ROCQ__HAS_THREADS
-    if (ctx->workers_ready) rocq__workers_stop(&ctx->workers);
-#endif
-    if (rocq__on_gpu(ctx)) ctx->gpu->hip->set_device(ctx->gpu->device);
-    rocq_profile_clear(ctx);
-    while (ctx->graphs) rocq__graph_delete(ctx, ctx->graphs);
-    rocq__gpu_close(ctx);
-    while (ctx->blocks.next != &ctx->blocks) rocq__free(ctx, ctx->blocks.next + 1);
-    const rocq_allocator allocator = ctx->desc.allocator;
-    allocator.free(ctx, sizeof *ctx, allocator.user);
-}
-
-ROCQ_DEF rocq_result rocq_get_info(const rocq_ctx *ctx, rocq_info *info) {
-    if (!ctx || !info) return ROCQ_E_ARGUMENT;
-    memset(info, 0, sizeof *info);
-    info->backend = ctx->backend;
-    info->device = ctx->device;
-    info->gpu_result = ctx->gpu_result;
-    info->gpu_message = ctx->gpu_message;
-    info->runtime = info->kernels = info->pci = "";
-    info->replay = info->ignored = "";
-    info->runtimes_tried = ctx->tried;
-    if (rocq__on_gpu(ctx)) {
-        info->runtime = ctx->gpu->runtime;
-        info->kernels = ctx->gpu->kernels;
-        info->pci = ctx->gpu->pci;
-        info->target = ctx->gpu->chip.target;
-        info->target_unlisted = ctx->gpu->chip.unlisted;
-        info->n_units = ctx->gpu->n_units;
-        info->device_bytes = ctx->gpu->device_bytes;
-        info->replay = ctx->gpu->replay;
-        info->priority = ctx->gpu->priority;
-        info->max_units = ctx->gpu->chip.n_units;
-        info->max_waves = ctx->gpu->max_waves;
-        info->ignored = ctx->gpu->ignored;
-    }
-    info->desc = ctx->desc;
-    return ROCQ_OK;
-}
-
-ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats) {
-    if (!ctx || !stats) return ROCQ_E_ARGUMENT;
-    *stats = ctx->stats;
-    return ROCQ_OK;
-}
-
-static rocq_result rocq__sync_hip(rocq_ctx *ctx) {
-    rocq__gpu *gpu = ctx->gpu;
-    ROCQ__TRY_HIP("sync",
-                  gpu->hip->copy(gpu->pinned, gpu->status, 4, ROCQ_HIP_TO_HOST, gpu->stream));
-    ROCQ__TRY_HIP("sync", gpu->hip->stream_wait(gpu->stream));
-    rocq__store32(&ctx->cancelled, 0);
-    const uint32_t status = gpu->pinned[0];
-    if (status == 0) return ROCQ_OK;
-    ROCQ__TRY(rocq__fill_hip(ctx, gpu->status, 0, 4));
-    return rocq__fail(ctx, ROCQ_E_BOUNDS, "an op since the last sync has met bad values%s%s%s%s%s",
-                      status & ROCQ_K_BAD_ID ? ", an id past its table" : "",
-                      status & ROCQ_K_BAD_CELL ? ", a cell past its cache" : "",
-                      status & ROCQ_K_BAD_LENGTH ? ", a kv_len out of range" : "",
-                      status & ROCQ_K_BAD_PAGE ? ", a page past its pool" : "",
-                      status & ROCQ_K_NO_TOKEN ? ", a mask that allows no token" : "");
-}
-
-ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx) {
-    if (!ctx) return ROCQ_E_ARGUMENT;
-    ROCQ__TRY(rocq__not_recording(ctx, "sync"));
-    if (!rocq__on_gpu(ctx)) { // ops on the CPU have finished when their call returns
-        rocq__store32(&ctx->cancelled, 0);
-        return ROCQ_OK;
-    }
-    ROCQ__TRY(rocq__hip_enter(ctx, "sync"));
-    ROCQ__TRY(rocq__copy_begin(ctx, "sync"));
-    return rocq__copy_done(ctx, rocq__sync_hip(ctx), 0);
-}
-
-ROCQ_DEF void rocq_cancel(rocq_ctx *ctx) {
-    if (ctx) rocq__store32(&ctx->cancelled, 1);
-}
-
-ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx) {
-    if (!ctx) return ROCQ_E_ARGUMENT;
-    ROCQ__TRY(rocq__not_recording(ctx, "graph_begin"));
-    if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, "graph_begin"));
-    rocq_graph *graph = (rocq_graph *)rocq__alloc(ctx, (int64_t)sizeof *graph);
-    if (!graph) return rocq__fail(ctx, ROCQ_E_MEMORY, "graph_begin: no memory");
-    memset(graph, 0, sizeof *graph);
-    graph->next = ctx->graphs;
-    ctx->graphs = ctx->recording = graph;
-    return ROCQ_OK;
-}
-
-ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **out) {
-    if (out) *out = NULL;
-    if (!ctx) return ROCQ_E_ARGUMENT;
-    rocq_graph *graph = ctx->recording;
-    if (!graph) return rocq__fail(ctx, ROCQ_E_STATE, "graph_end: no graph is being recorded");
-    ctx->recording = NULL;
-    rocq_result result =
-        out ? ROCQ_OK : rocq__fail(ctx, ROCQ_E_ARGUMENT, "graph_end: graph is NULL");
-    if (result == ROCQ_OK && rocq__on_gpu(ctx)) result = rocq__hip_enter(ctx, "graph_end");
-    if (result == ROCQ_OK) result = rocq__graph_prepare(ctx, graph);
-    if (result == ROCQ_OK) *out = graph;
-    else rocq__graph_delete(ctx, graph);
-    return result;
-}
-
-ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph) {
-    if (!ctx) return ROCQ_E_ARGUMENT;
-    ROCQ__TRY(rocq__not_recording(ctx, "graph_launch"));
-    ROCQ__TRY(rocq__check_graph(ctx, "graph_launch", graph));
-    ROCQ__TRY(rocq__begin_op(ctx, "graph_launch"));
-    ROCQ__TRY(rocq__graph_prepare(ctx, graph));
-#if ROCQ__HAS_PROFILE
-    if (rocq__profiling(ctx)) return rocq__region_graph(ctx, graph);
-#endif
-    return rocq__graph_submit(ctx, graph);
-}
-
-ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph) {
-    if (!ctx || !graph || !*graph || rocq__check_graph(ctx, "graph_destroy", *graph) != ROCQ_OK) {
-        return;
-    }
-    if ((*graph)->exec) rocq__hip_enter(ctx, "graph_destroy");
-    rocq__graph_delete(ctx, *graph);
-    *graph = NULL;
-}
-
-ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params,
-                                   const char **why) {
-    if (!ctx) return ROCQ_E_ARGUMENT;
-    int64_t scratch;
-    bool on_cpu;
-    const bool quiet = ctx->quiet;
-    ctx->quiet = true;
-    rocq_result result = rocq__check_op(ctx, op, params);
-    if (result == ROCQ_OK) result = rocq__plan_op(ctx, op, params, &scratch, &on_cpu);
-    ctx->quiet = quiet;
-    if (why) *why = result == ROCQ_OK ? "" : ctx->error;
-    return result;
-}
-
-ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *params,
-                                       int64_t *bytes) {
-    ROCQ__TRY(rocq__check_op(ctx, op, params));
-    if (!bytes) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "scratch_size: bytes is NULL");
-    int64_t scratch;
-    bool on_cpu;
-    ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
-    *bytes = scratch;
-    return ROCQ_OK;
-}
-
-ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *params,
-                                        rocq_precision_info *info) {
-    int64_t scratch;
-    bool on_cpu;
-    ROCQ__TRY(rocq__check_op(ctx, op, params));
-    if (!info) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "get_precision: info is NULL");
-    ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
-    const rocq_backend backend = rocq__on_gpu(ctx) && !on_cpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU;
-    const rocq_matmul_params *p = op == ROCQ_OP_MATMUL ? (const rocq_matmul_params *)params : NULL;
-    rocq__choice choice, second;
-    if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
-    else choice = rocq__precision_rule_for(ctx, backend, op, ROCQ_F32, 0);
-    info->asked = rocq__asked(ctx, p ? p->precision : ROCQ_PRECISION_AUTO);
-    info->nmse = rocq__nmse_bound(choice.precision);
-    if (p && p->w2) { // y is a product of two sums and has the errors of both
-        second = rocq__product_choice(ctx, backend, p, p->w2);
-        info->nmse += rocq__nmse_bound(second.precision);
-        if (second.precision > choice.precision) choice = second;
-    }
-    info->precision = choice.precision;
-    info->why = choice.why;
-    return ROCQ_OK;
-}
-
-// Checks a copy to or from a tensor, which must be contiguous and copied whole.
-static rocq_result rocq__check_copy(rocq_ctx *ctx, const char *op, const rocq_tensor *t,
-                                    const void *host, int64_t size, int accept) {
-    ROCQ__TRY(rocq__not_recording(ctx, op));
-    if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, op));
-    ROCQ__TRY(rocq__check_tensor(ctx, op, "tensor", t, ROCQ__ANY | ROCQ__BIT_I32 | accept));
-    if (!host) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: host pointer is NULL", op);
-    if (!rocq_tensor_contiguous(t) || size != rocq_tensor_size(t)) {
-        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %lld bytes for a tensor of %lld%s", op,
-                          (long long)size, (long long)rocq_tensor_size(t),
-                          rocq_tensor_contiguous(t) ? "" : ", strided");
-    }
-    return ROCQ_OK;
-}
-
-static rocq_result rocq__upload_tensor(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
-                                       int64_t size) {
-    if (rocq__on_gpu(ctx)) return rocq__upload_memory(ctx, dst, src, size);
-    memmove(rocq_tensor_data(dst), src, (size_t)size);
-    return ROCQ_OK;
-}
-
-ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const void *src,
-                                 int64_t size) {
-    if (!ctx) return ROCQ_E_ARGUMENT;
-    ROCQ__TRY(rocq__check_copy(ctx, "upload", dst, src, size, ROCQ__PLANAR));
-    ROCQ__TRY(rocq__copy_begin(ctx, "upload"));
-    return rocq__copy_done(ctx, rocq__upload_tensor(ctx, dst, src, size), size);
-}
-
-static rocq_result rocq__download_tensor(rocq_ctx *ctx, void *dst, const rocq_tensor *src,
-                                         int64_t size) {
-    if (rocq__on_gpu(ctx)) return rocq__download_hip(ctx, dst, rocq__device_data(src), size);
-    memmove(dst, rocq_tensor_data(src), (size_t)size);
-    return ROCQ_OK;
-}
-
-ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size) {
-    if (!ctx) return ROCQ_E_ARGUMENT;
-    ROCQ__TRY(rocq__check_copy(ctx, "download", src, dst, size, 0));
-    ROCQ__TRY(rocq__copy_begin(ctx, "download"));
-    return rocq__copy_done(ctx, rocq__download_tensor(ctx, dst, src, size), size);
-}
-
-ROCQ_DEF float rocq_f16_to_f32(uint16_t half) { return rocq__f16_to_f32(half); }
-ROCQ_DEF uint16_t rocq_f32_to_f16(float value) { return rocq__f32_to_f16(value); }
-
-#define ROCQ_X(NAME, name, params)                                            \
-    ROCQ_DEF rocq_result rocq_##name(rocq_ctx *ctx, const params *p) {        \
-        return rocq__run_op(ctx, ROCQ_OP_##NAME, p);                          \
-    }
-ROCQ_OPS(ROCQ_X)
-#undef ROCQ_X
 
 // Private macros end here.
 #undef ROCQ__ALIGNAS
