@@ -2174,8 +2174,9 @@ typedef struct rocq_k_matvec_args {
 } rocq_k_matvec_args;
 
 // y = epilogue(w x) over tiles; blockIdx.x counts tiles (see matmul_place), then splits of K,
-// blockIdx.z batches. With n_splits over 1 the sums go to work, floats [M, n_splits, N of all batches], and
-// matmul_merge follows, with tiles_m and tiles_n of ROCQ_K_MERGE_M rows by ROCQ_K_MERGE_N columns.
+// blockIdx.z batches. With n_splits over 1 the sums go to work, floats [M, n_splits, N of all
+// batches], and matmul_merge follows, with tiles_m and tiles_n of ROCQ_K_MERGE_M rows by
+// ROCQ_K_MERGE_N columns.
 typedef struct rocq_k_matmul_args {
     rocq_k_common common;
     float *work;
@@ -11482,8 +11483,8 @@ static const rocq__tile_pace rocq__tile_rdna3 = {1.0, 16.0, {2.5, 1.5}},
 
 // Estimates the nanoseconds of a grid of tiles. For each 64 of K, a block waits for its loads, then
 // computes; blocks resident on one unit wait at the same time. The partial sums of a split K are
-// written, then read and added by a second launch. On an H200 the fastest by this estimate is the fastest of
-// all or at most 7% behind, 0.7% on average, for 41 shapes of five formats, n 16 to 2048.
+// written, then read and added by a second launch. On an H200 the fastest by this estimate is the
+// fastest of all or at most 7% behind, 0.7% on average, for 41 shapes of five formats, n 16 to 2048.
 static double rocq__tiles_ns(const rocq__chip *chip, const rocq__site *s,
                              const rocq_launch_config *c) {
     const rocq__tile_pace *p = chip->target ? &rocq__tile_rdna3 : &rocq__tile_other;
