@@ -2749,7 +2749,8 @@ struct rocq_ctx {
 #endif
     rocq_graph *recording; // the graph that ops are added to, or NULL
     rocq_graph *graphs;    // list of all graphs of the context
-    bool has_avx2, has_avx512; // avx512: F, BW, DQ, VL and VNNI; never without has_avx2
+    bool has_simd;   // AVX2 with FMA and F16C, or NEON
+    bool has_avx512; // F, BW, DQ, VL and VNNI; never without has_simd
     bool quiet; // failures are not logged: in rocq_supports and in a rocq__attempt
     bool workers_ready;
     rocq_stats stats;
@@ -3069,7 +3070,7 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
                           (long long)size);
     }
     const bool on_gpu = rocq__on_gpu(ctx);
-    rocq__block *block;
+    rocq__block *block = NULL;
     if (on_gpu) ROCQ__TRY(rocq__hip_enter(ctx, "buffer_alloc"));
     ROCQ__TRY(rocq__take_budget(ctx, size));
     const rocq_result result = rocq__block_alloc(
@@ -6696,7 +6697,7 @@ static rocq__choice rocq__precision_rule_for(const rocq_ctx *ctx, rocq_backend b
     for (size_t i = 0; i < sizeof rocq__precision_rules / sizeof rocq__precision_rules[0]; i++) {
         const rocq__precision_rule *r = &rocq__precision_rules[i];
         if (r->op != op || r->backend != backend || columns > r->columns) continue;
-        if (r->chips == ROCQ__AVX2 && !ctx->has_avx2) continue;
+        if (r->chips == ROCQ__AVX2 && !(ROCQ__HAS_AVX2 && ctx->has_simd)) continue;
         if (r->chips == ROCQ__RDNA3 && rocq__target_of(ctx) == 0) continue;
         if (r->w == ROCQ__CODED_W && !rocq__is_coded(backend, w)) continue;
         if (r->w == ROCQ__F32_W && w != ROCQ_F32) continue;
@@ -6945,12 +6946,10 @@ ROCQ__V8 void rocq__v8_sum4(float *out, rocq__v8 a, rocq__v8 b, rocq__v8 c, rocq
 #endif
 
 // Calls name_simd where it can run, else name_scalar.
-#if ROCQ__HAS_AVX2
-#define ROCQ__EITHER(avx2, name, args) ((avx2) ? name##_simd args : name##_scalar args)
-#elif ROCQ__HAS_NEON
-#define ROCQ__EITHER(avx2, name, args) ((void)(avx2), name##_simd args)
+#if ROCQ__HAS_V8
+#define ROCQ__EITHER(simd, name, args) ((simd) ? name##_simd args : name##_scalar args)
 #else
-#define ROCQ__EITHER(avx2, name, args) ((void)(avx2), name##_scalar args)
+#define ROCQ__EITHER(simd, name, args) ((void)(simd), name##_scalar args)
 #endif
 
 // -- n elements of any format as floats --
@@ -7000,9 +6999,9 @@ static ROCQ__SIMD void rocq__decode_simd(rocq_format format, float *dst, const v
 }
 #endif
 
-static inline void rocq__decode(bool avx2, rocq_format format, float *dst, const void *src,
+static inline void rocq__decode(bool simd, rocq_format format, float *dst, const void *src,
                                 int64_t n) {
-    ROCQ__EITHER(avx2, rocq__decode, (format, dst, src, n));
+    ROCQ__EITHER(simd, rocq__decode, (format, dst, src, n));
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -7080,7 +7079,7 @@ typedef struct rocq__mm {
     const rocq_matmul_params *p;
     const rocq_tensor *other; // F32, y's shape: w2 x, or NULL
     rocq_precision precision; // resolved
-    bool avx2, avx512;
+    bool simd, avx512;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
     int64_t n_matrices; // of w
     int64_t n_panels, n_tiles;
@@ -7188,9 +7187,9 @@ static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
             ready = memchr(codes, 0x80, 32) == NULL;
         }
         if (!ready) {
-            rocq__decode(mm->avx2, format, v, src, 32);
+            rocq__decode(mm->simd, format, v, src, 32);
 #if ROCQ__HAS_AVX2
-            scale = mm->avx2 ? rocq__quantize_32_avx2(codes, v) : rocq__quantize_32(codes, v);
+            scale = mm->simd ? rocq__quantize_32_avx2(codes, v) : rocq__quantize_32(codes, v);
 #else
             scale = rocq__quantize_32(codes, v);
 #endif
@@ -7229,9 +7228,9 @@ static void rocq__mm_convert(void *arg, int64_t begin, int64_t end, int32_t thre
             continue;
         }
         float *v = (float *)(void *)dst;
-        rocq__decode(mm->avx2, x->format, v, src, k);
+        rocq__decode(mm->simd, x->format, v, src, k);
         if (mm->precision == ROCQ_PRECISION_F16) {
-            ROCQ__EITHER(mm->avx2, rocq__round_f16, (v, k));
+            ROCQ__EITHER(mm->simd, rocq__round_f16, (v, k));
         }
         memset(v + k, 0, (size_t)(mm->column_bytes - k * 4));
     }
@@ -8095,10 +8094,10 @@ static void rocq__mm_choose_int8(rocq__mm *mm) {
     mm->pack = rocq__pack_int8;
     mm->dot = rocq__dot_int8;
 #if ROCQ__HAS_NEON
-    mm->dot = rocq__dot_int8_neon;
+    if (mm->simd) mm->dot = rocq__dot_int8_neon;
 #endif
 #if ROCQ__HAS_AVX2
-    if (!mm->avx2) return;
+    if (!mm->simd) return;
     // One column multiplies in AVX2 alone, whose codes are raised less.
     const bool vnni = mm->avx512 && mm->n > 1;
     switch (mm->p->w->format) {
@@ -8128,9 +8127,10 @@ static void rocq__mm_choose_float(rocq__mm *mm) {
         f16 = rocq__dot_f16_avx512;
         bf16 = rocq__dot_bf16_avx512;
     }
-    if (mm->avx2) mm->dot_f32 = mm->avx512 ? rocq__dot_f32_avx512 : rocq__dot_f32_simd;
-#else
-    mm->dot_f32 = rocq__dot_f32_simd;
+#endif
+    if (mm->simd) mm->dot_f32 = rocq__dot_f32_simd;
+#if ROCQ__HAS_AVX2
+    if (mm->avx512) mm->dot_f32 = rocq__dot_f32_avx512;
 #endif
     if (mm->dot_f32 != rocq__dot_f32 && few && format == ROCQ_F16) mm->dot_as_is = f16;
     if (mm->dot_f32 != rocq__dot_f32 && few && format == ROCQ_BF16) mm->dot_as_is = bf16;
@@ -8184,7 +8184,7 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
             floats.at[r] = floats.at[r - 1];
             continue;
         }
-        rocq__decode(mm->avx2, format, work->rows[r], rows.at[r], k);
+        rocq__decode(mm->simd, format, work->rows[r], rows.at[r], k);
         for (int64_t i = k; i < padded; i++) work->rows[r][i] = 0.0f;
         floats.at[r] = (const unsigned char *)work->rows[r];
     }
@@ -8275,8 +8275,8 @@ static int64_t rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmu
     int64_t bytes;
     memset(mm, 0, sizeof *mm);
     mm->p = p;
-    mm->avx2 = ctx->has_avx2;
-    mm->avx512 = ctx->has_avx2 && ctx->has_avx512;
+    mm->simd = ctx->has_simd;
+    mm->avx512 = ctx->has_simd && ctx->has_avx512;
     mm->precision = rocq__product_choice(ctx, ROCQ_BACKEND_CPU, p, p->w).precision;
     mm->n_matrices = p->w->ne[2] * p->w->ne[3];
     mm->n = p->x->ne[1] * (p->x->ne[2] / p->w->ne[2]) * (p->x->ne[3] / p->w->ne[3]);
@@ -8421,11 +8421,11 @@ static inline int64_t rocq__strip(int64_t n, int64_t k) {
 
 // Elements [first, first + n) of a row as floats: where they stand for F32, else decoded into buf.
 // first is a whole number of blocks.
-static const float *rocq__load(bool avx2, rocq_format format, const unsigned char *row,
+static const float *rocq__load(bool simd, rocq_format format, const unsigned char *row,
                                int64_t first, int64_t n, float *buf) {
     const unsigned char *src = row + rocq__bytes(format, first);
     if (format == ROCQ_F32) return (const float *)(const void *)src;
-    rocq__decode(avx2, format, buf, src, n);
+    rocq__decode(simd, format, buf, src, n);
     return buf;
 }
 
@@ -8561,17 +8561,17 @@ static ROCQ__SIMD float rocq__max_simd(const float *x, int64_t n) {
 
 #endif
 
-static inline void rocq__moments(bool avx2, const float *x, float shift, int64_t n,
+static inline void rocq__moments(bool simd, const float *x, float shift, int64_t n,
                                  double *moment) {
-    ROCQ__EITHER(avx2, rocq__moments, (x, shift, n, moment));
+    ROCQ__EITHER(simd, rocq__moments, (x, shift, n, moment));
 }
 
-static inline float rocq__exp(bool avx2, float *x, float shift, int64_t n) {
-    return ROCQ__EITHER(avx2, rocq__exp, (x, shift, n));
+static inline float rocq__exp(bool simd, float *x, float shift, int64_t n) {
+    return ROCQ__EITHER(simd, rocq__exp, (x, shift, n));
 }
 
-static inline float rocq__max(bool avx2, const float *x, int64_t n) {
-    return ROCQ__EITHER(avx2, rocq__max, (x, n));
+static inline float rocq__max(bool simd, const float *x, int64_t n) {
+    return ROCQ__EITHER(simd, rocq__max, (x, n));
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -8594,7 +8594,7 @@ enum {
 
 typedef struct rocq__attend {
     const rocq_attention_params *p;
-    bool avx2;
+    bool simd;
     int64_t head_dim, n_q, n_kv, n_heads, n_kv_heads, n_seqs;
     int64_t group;     // query heads per KV head
     int64_t n_rows;    // query rows per KV head: group n_q
@@ -8755,7 +8755,7 @@ static int64_t rocq__attend_bias(const rocq__attend *a, const rocq__attend_item 
         int64_t lo, hi;
         rocq__attend_range(a, len, i, &lo, &hi);
         if (mask) {
-            from = rocq__load(a->avx2, mask->format, rocq__row_repeated(mask, i, head, seq), begin,
+            from = rocq__load(a->simd, mask->format, rocq__row_repeated(mask, i, head, seq), begin,
                               end - begin, decoded);
         }
         for (int64_t j = begin; j < end; j++) {
@@ -8823,9 +8823,9 @@ static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_loca
         }
     }
     if (n_seen == 0) return 0;
-    const float top = ROCQ__MAX(local->m[r], rocq__max(a->avx2, s, n_seen));
+    const float top = ROCQ__MAX(local->m[r], rocq__max(a->simd, s, n_seen));
     *keep = expf(local->m[r] - top);
-    local->l[r] = local->l[r] * *keep + rocq__exp(a->avx2, s, top, n_seen);
+    local->l[r] = local->l[r] * *keep + rocq__exp(a->simd, s, top, n_seen);
     local->m[r] = top;
     return n_seen;
 }
@@ -8851,7 +8851,7 @@ static rocq__attend_rows rocq__attend_rows_of(const rocq__attend *a, const rocq_
 // other out of the first cache.
 static inline void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows,
                                        int64_t row, float *dst) {
-    rocq__decode(a->avx2, rows->format, dst, rows->base + row * rows->step, a->head_dim);
+    rocq__decode(a->simd, rows->format, dst, rows->base + row * rows->step, a->head_dim);
 }
 
 // A KV head's rows are too far apart for the hardware to fetch ahead.
@@ -8889,7 +8889,7 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
         float *s0 = local->score + r * ROCQ__ATTEND_KEYS,
               *s1 = local->score + r1 * ROCQ__ATTEND_KEYS;
         for (int64_t j = 0; j < n_keys; j += 4) {
-            ROCQ__EITHER(a->avx2, rocq__dot2x4, (q0, q1, line + j, pitch, s0 + j, s1 + j));
+            ROCQ__EITHER(a->simd, rocq__dot2x4, (q0, q1, line + j, pitch, s0 + j, s1 + j));
         }
     }
 
@@ -8910,14 +8910,14 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
         }
         float *acc = local->acc + r * pitch, *s = local->score + r * ROCQ__ATTEND_KEYS;
         if (n_seen[0] == n_keys && n_seen[1] == n_keys) {
-            ROCQ__EITHER(a->avx2, rocq__values2,
+            ROCQ__EITHER(a->simd, rocq__values2,
                          (acc, acc + pitch, keep[0], keep[1], line, s, s + ROCQ__ATTEND_KEYS,
                           n_keys, pitch));
             continue;
         }
         for (int64_t i = 0; i < 2; i++) {
             if (n_seen[i] == 0) continue;
-            ROCQ__EITHER(a->avx2, rocq__values2,
+            ROCQ__EITHER(a->simd, rocq__values2,
                          (acc + i * pitch, local->spare, keep[i], 0.0f, seen[i],
                           s + i * ROCQ__ATTEND_KEYS, none, n_seen[i], pitch));
         }
@@ -8950,7 +8950,7 @@ static void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32_t
             float *q = local.q + r * pitch;
             memset(q, 0, (size_t)pitch * sizeof(float));
             memset(local.acc + r * pitch, 0, (size_t)pitch * sizeof(float));
-            const float *from = rocq__load(a->avx2, a->p->q->format,
+            const float *from = rocq__load(a->simd, a->p->q->format,
                                            rocq__row(a->p->q, head, i, seq), 0, dim, q);
             for (int64_t d = 0; d < dim; d++) q[d] = from[d] * a->scale;
             local.m[r] = -INFINITY;
@@ -9008,7 +9008,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
                                  rocq__attend *a) {
     memset(a, 0, sizeof *a);
     a->p = p;
-    a->avx2 = ctx->has_avx2;
+    a->simd = ctx->has_simd;
     a->head_dim = p->q->ne[0];
     a->n_heads = p->q->ne[1];
     a->n_q = p->q->ne[2];
@@ -9134,7 +9134,7 @@ static int64_t rocq__scratch_none_cpu(const rocq_ctx *ctx, const void *params) {
 
 typedef struct rocq__norm {
     const rocq_norm_params *p;
-    bool avx2;
+    bool simd;
     bool center; // layernorm
     float eps;
 } rocq__norm;
@@ -9157,8 +9157,8 @@ static void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t thread)
             moment[0] = moment[1] = 0.0;
             for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
                 const int64_t m = rocq__strip(n, k);
-                const float *x = rocq__load(a->avx2, p->x->format, x_row, k, m, buf);
-                rocq__moments(a->avx2, x, mean, m, moment);
+                const float *x = rocq__load(a->simd, p->x->format, x_row, k, m, buf);
+                rocq__moments(a->simd, x, mean, m, moment);
             }
             if (pass == 0) mean = (float)(moment[0] / (double)n);
         }
@@ -9169,7 +9169,7 @@ static void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t thread)
         const float rstd = (float)(1.0 / sqrt(variance + (double)a->eps));
         for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
             const int64_t m = rocq__strip(n, k);
-            const float *x = rocq__load(a->avx2, p->x->format, x_row, k, m, buf);
+            const float *x = rocq__load(a->simd, p->x->format, x_row, k, m, buf);
             for (int64_t i = 0; i < m; i++) out[i] = ((x[i] - mean) - rest) * rstd;
             if (weight) {
                 for (int64_t i = 0; i < m; i++) out[i] *= weight[k + i];
@@ -9188,7 +9188,7 @@ static rocq_result rocq__norm_cpu(rocq_ctx *ctx, rocq_op op, const void *params)
     const rocq_norm_params *p = (const rocq_norm_params *)params;
     rocq__norm a;
     a.p = p;
-    a.avx2 = ctx->has_avx2;
+    a.simd = ctx->has_simd;
     a.center = op == ROCQ_OP_LAYERNORM;
     a.eps = p->eps > 0.0f ? p->eps : 1e-5f;
     rocq__parallel(ctx, rocq__n_rows(p->x), rocq__grain(p->x->ne[0], 4), rocq__norm_task, &a);
@@ -9208,7 +9208,7 @@ typedef struct rocq__rope_stream {
 typedef struct rocq__rope {
     rocq__rope_stream streams[3];
     int n_streams;
-    bool avx2;
+    bool simd;
     bool neox;
     int64_t head_dim, n_dims;
     const int32_t *pos;
@@ -9221,7 +9221,7 @@ typedef struct rocq__rope {
 static int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p,
                                   int64_t head_dim, rocq__rope *a) {
     memset(a, 0, sizeof *a);
-    a->avx2 = ctx->has_avx2;
+    a->simd = ctx->has_simd;
     a->neox = p->pairing == ROCQ_ROPE_NEOX;
     a->head_dim = head_dim;
     a->n_dims = p->n_dims > 0 ? p->n_dims : head_dim;
@@ -9314,7 +9314,7 @@ static void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t thread)
             const int64_t to = stream->cell ? stream->cell[t] : t;
             for (int64_t h = 0; h < stream->x->ne[1]; h++) {
                 unsigned char *y_row = rocq__row(stream->y, h, to, 0);
-                const float *x = rocq__load(a->avx2, stream->x->format,
+                const float *x = rocq__load(a->simd, stream->x->format,
                                             rocq__row(stream->x, h, t, 0), 0, a->head_dim, head);
                 if (stream->plain) {
                     rocq__store(stream->y->format, y_row, 0, x, a->head_dim);
@@ -9408,17 +9408,16 @@ static ROCQ__SIMD int64_t rocq__gate_simd(float *y, const float *x, int64_t n, f
 
 #endif
 
-static void rocq__activate_row(bool avx2, rocq_activation activation, float *y, const float *x,
+static void rocq__activate_row(bool simd, rocq_activation activation, float *y, const float *x,
                                int64_t n) {
     int64_t i = 0;
 #if ROCQ__HAS_V8
-    const bool simd = avx2 || ROCQ__HAS_NEON;
     if (simd && activation == ROCQ_ACT_SILU) i = rocq__gate_simd(y, x, n, 1.0f, 0.0f);
     if (simd && activation == ROCQ_ACT_GELU) {
         i = rocq__gate_simd(y, x, n, 1.59576912160573f, 0.0713548162726f);
     }
 #else
-    (void)avx2;
+    (void)simd;
 #endif
     for (; i < n; i++) y[i] = rocq__activation(activation, x[i]);
 }
@@ -9426,7 +9425,7 @@ static void rocq__activate_row(bool avx2, rocq_activation activation, float *y, 
 // What the six have in common, on the CPU and on a GPU.
 typedef struct rocq__map {
     rocq_op op;
-    bool avx2;                    // on the CPU
+    bool simd;                    // on the CPU
     const rocq_tensor *y, *a, *b; // b may be NULL; each ne is y's or 1
     rocq_activation activation;
     float scale, bias;
@@ -9481,19 +9480,19 @@ static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) 
             continue;
         }
         if (b && b->ne[0] == 1) {
-            const float value = *rocq__load(map->avx2, b->format, b_row, 0, 1, b_buf);
+            const float value = *rocq__load(map->simd, b->format, b_row, 0, 1, b_buf);
             for (int i = 0; i < ROCQ__STRIP; i++) b_buf[i] = value;
         }
         for (int64_t k = 0; k < y->ne[0]; k += ROCQ__STRIP) {
             const int64_t n = rocq__strip(y->ne[0], k);
-            const float *u = rocq__load(map->avx2, a->format, a_row, k, n, a_buf), *v = b_buf;
-            if (b && b->ne[0] != 1) v = rocq__load(map->avx2, b->format, b_row, k, n, b_buf);
+            const float *u = rocq__load(map->simd, a->format, a_row, k, n, a_buf), *v = b_buf;
+            if (b && b->ne[0] != 1) v = rocq__load(map->simd, b->format, b_row, k, n, b_buf);
             switch (map->op) {
             case ROCQ_OP_ACTIVATE:
-                rocq__activate_row(map->avx2, map->activation, out, u, n);
+                rocq__activate_row(map->simd, map->activation, out, u, n);
                 break;
             case ROCQ_OP_GLU:
-                rocq__activate_row(map->avx2, map->activation, out, u, n);
+                rocq__activate_row(map->simd, map->activation, out, u, n);
                 for (int64_t i = 0; i < n; i++) out[i] *= v[i];
                 break;
             case ROCQ_OP_ADD:
@@ -9514,7 +9513,7 @@ static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) 
 
 static rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__map map = rocq__map_of(op, params);
-    map.avx2 = ctx->has_avx2;
+    map.simd = ctx->has_simd;
     const int64_t work = op == ROCQ_OP_ACTIVATE || op == ROCQ_OP_GLU ? 16 : 4;
     rocq__parallel(ctx, rocq__n_rows(map.y), rocq__grain(map.y->ne[0], work), rocq__map_task, &map);
     return ROCQ_OK;
@@ -9524,7 +9523,7 @@ static rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const void *params) 
 
 typedef struct rocq__softmax {
     const rocq_softmax_params *p;
-    bool avx2;
+    bool simd;
     float scale;
 } rocq__softmax;
 
@@ -9545,16 +9544,16 @@ static void rocq__softmax_task(void *arg, int64_t r, int64_t r_end, int32_t thre
             const int64_t m = rocq__strip(n, k);
             for (int64_t i = k; i < k + m; i++) y[i] = from[i] * a->scale;
             if (mask) {
-                const float *add = rocq__load(a->avx2, mask->format, mask_row, k, m, buf);
+                const float *add = rocq__load(a->simd, mask->format, mask_row, k, m, buf);
                 for (int64_t i = 0; i < m; i++) {
                     y[k + i] = add[i] == -INFINITY ? -INFINITY : y[k + i] + add[i];
                 }
             }
-            top = ROCQ__MAX(top, rocq__max(a->avx2, y + k, m));
+            top = ROCQ__MAX(top, rocq__max(a->simd, y + k, m));
         }
         const float shift = top == -INFINITY ? 0.0f : top; // exp(-inf - -inf) would be NaN
         for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
-            sum += (double)rocq__exp(a->avx2, y + k, shift, rocq__strip(n, k));
+            sum += (double)rocq__exp(a->simd, y + k, shift, rocq__strip(n, k));
         }
         const float factor = sum == 0.0 ? 0.0f : (float)(1.0 / sum);
         for (int64_t i = 0; i < n; i++) y[i] *= factor;
@@ -9566,7 +9565,7 @@ static rocq_result rocq__softmax_cpu(rocq_ctx *ctx, rocq_op op, const void *para
     (void)op;
     rocq__softmax a;
     a.p = p;
-    a.avx2 = ctx->has_avx2;
+    a.simd = ctx->has_simd;
     a.scale = p->scale != 0.0f ? p->scale : 1.0f;
     rocq__parallel(ctx, rocq__n_rows(p->x), rocq__grain(p->x->ne[0], 8), rocq__softmax_task, &a);
     return ROCQ_OK;
@@ -9576,7 +9575,7 @@ static rocq_result rocq__softmax_cpu(rocq_ctx *ctx, rocq_op op, const void *para
 
 typedef struct rocq__gather {
     const rocq_gather_params *p;
-    bool avx2;
+    bool simd;
     float scale;
 } rocq__gather;
 
@@ -9590,7 +9589,7 @@ static void rocq__gather_task(void *arg, int64_t r, int64_t r_end, int32_t threa
         for (int64_t k = 0; k < y->ne[0]; k += ROCQ__STRIP) {
             const int64_t n = rocq__strip(y->ne[0], k);
             const unsigned char *row = rocq__row(table, ids[r], 0, 0);
-            const float *x = rocq__load(a->avx2, table->format, row, k, n, buf);
+            const float *x = rocq__load(a->simd, table->format, row, k, n, buf);
             for (int64_t i = 0; i < n; i++) out[i] = x[i] * a->scale;
             rocq__store(y->format, rocq__row(y, r, 0, 0), k, out, n);
         }
@@ -9610,7 +9609,7 @@ static rocq_result rocq__gather_cpu(rocq_ctx *ctx, rocq_op op, const void *param
         }
     }
     a.p = p;
-    a.avx2 = ctx->has_avx2;
+    a.simd = ctx->has_simd;
     a.scale = p->scale != 0.0f ? p->scale : 1.0f;
     rocq__parallel(ctx, n, rocq__grain(p->y->ne[0], 4), rocq__gather_task, &a);
     return ROCQ_OK;
@@ -15209,14 +15208,16 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     ctx->stats.n_allocs = 1;
     ctx->stats.live_bytes = ctx->stats.peak_bytes = (int64_t)sizeof *ctx;
 #if ROCQ__HAS_AVX2
-    ctx->has_avx2 = rocq__cpu_has_avx2();
-    ctx->has_avx512 = ctx->has_avx2 && rocq__cpu_has_avx512();
+    ctx->has_simd = rocq__cpu_has_avx2();
+    ctx->has_avx512 = ctx->has_simd && rocq__cpu_has_avx512();
+#else
+    ctx->has_simd = ROCQ__HAS_NEON;
 #endif
     snprintf(ctx->device, sizeof ctx->device, "CPU, %s, %d thread%s",
-             ctx->has_avx512  ? "AVX-512"
-             : ctx->has_avx2  ? "AVX2"
-             : ROCQ__HAS_NEON ? "NEON"
-                              : "scalar",
+             ctx->has_avx512   ? "AVX-512"
+             : !ctx->has_simd  ? "scalar"
+             : ROCQ__HAS_NEON  ? "NEON"
+                               : "AVX2",
              (int)resolved.n_threads, resolved.n_threads == 1 ? "" : "s");
 
     rocq_result result = ROCQ_OK;
@@ -15684,6 +15685,8 @@ ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_c
 
 // -- what a region does --
 
+#if ROCQ__HAS_PROFILE
+
 // The op's name and how it touches memory, which cost little to know.
 static rocq__work rocq__work_named(rocq_op op, const void *params) {
     const rocq_tensor *kind = NULL;
@@ -15729,8 +15732,6 @@ static rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *par
     rocq__work_count(ctx, &work);
     return work;
 }
-
-#if ROCQ__HAS_PROFILE
 
 // -- regions --
 // While a profile is on, every call of a region becomes one event: its region (a name under a
@@ -17691,8 +17692,12 @@ static rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
     ROCQ__TRY(rocq__take_budget(ctx, 3 * r->size));
     const rocq_result result =
         rocq__device_alloc(ctx, "warm", 3 * r->size, ROCQ_MEMORY_DEVICE, &r->aside);
-    if (result != ROCQ_OK) ctx->budget_used -= 3 * r->size;
-    return result;
+    if (result != ROCQ_OK) {
+        ctx->budget_used -= 3 * r->size;
+        return result;
+    }
+    // The gaps between what is put aside are compared too, and nothing else writes to them.
+    return rocq__fill_hip(ctx, r->aside->address, 0, 3 * r->size);
 }
 
 // Copies all that is put aside to memory, on the device, or restores it from there.

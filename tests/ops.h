@@ -287,7 +287,7 @@ OPS_FN int open_contexts(void **state) {
         for (int i = 0; i < N_THREAD_COUNTS; i++) {
             const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = thread_counts[i]};
             if (rocq_open(&contexts[simd][i], &desc) != ROCQ_OK) return -1;
-            if (!simd) contexts[simd][i]->has_avx2 = false;
+            if (!simd) contexts[simd][i]->has_simd = false;
         }
     }
     return 0;

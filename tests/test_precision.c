@@ -78,7 +78,7 @@ static void products(void **state) {
             const rocq_precision own = (rocq_precision)(i / 4), all = (rocq_precision)(i % 4);
             const rocq_precision asked = own ? own : all;
             rocq_ctx *ctx = open_as(on == GPU ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, all, false);
-            ctx->has_avx2 = on == AVX2;
+            ctx->has_simd = on == AVX2;
             rocq_info opened;
             assert_int_equal(rocq_get_info(ctx, &opened), ROCQ_OK);
             assert_int_equal(opened.desc.precision, all);
