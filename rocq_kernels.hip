@@ -962,6 +962,10 @@ DEV uint32_t level_word(const int8_t *level, int i) {
     return (uint32_t)(uint8_t)level[i] | (uint32_t)(uint8_t)level[i + 1] << 8 |
            (uint32_t)(uint8_t)level[i + 2] << 16 | (uint32_t)(uint8_t)level[i + 3] << 24;
 }
+// Formats whose codes are indices into a table of 16 levels.
+template <int F> DEV constexpr bool has_levels() {
+    return F == ROCQ_IQ4_NL || F == ROCQ_IQ4_XS || F == ROCQ_MXFP4;
+}
 // The levels that the low nibbles of n's bytes stand for, and those of the high nibbles.
 template <int F> DEV u32x2 levels_of(uint32_t n) {
     constexpr int8_t iq4[16] = {ROCQ_IQ4_LEVELS}, mxfp4[16] = {ROCQ_MXFP4_LEVELS};
@@ -976,7 +980,7 @@ template <int F> DEV uint32_t decode_code(const raw<F> &r, int i) {
     const uint32_t ns[4] = {r.n.x, r.n.y, r.n.z, r.n.w}, cs[4] = {r.c.x, r.c.y, r.c.z, r.c.w};
     const uint32_t n = ns[i & 3];
     if constexpr (F == ROCQ_Q8_0) return i < 4 ? n : cs[i & 3];
-    if constexpr (F == ROCQ_IQ4_NL || F == ROCQ_IQ4_XS || F == ROCQ_MXFP4) {
+    if constexpr (has_levels<F>()) {
         const u32x2 levels = levels_of<F>(n);
         return i < 4 ? levels.x : levels.y;
     }
@@ -1353,7 +1357,7 @@ template <int F> DEV void gguf_values(const char *row, int64_t k, float v[4]) {
     const char *block = row + k / b::elems * b::bytes;
     const int u = (int)(k % b::elems) / 32, i = (int)(k >> 2) & 7;
     uint32_t q = gguf_codes<F>(block, u, i);
-    if constexpr (F == ROCQ_IQ4_NL || F == ROCQ_IQ4_XS || F == ROCQ_MXFP4) q = levels_of<F>(q).x;
+    if constexpr (has_levels<F>()) q = levels_of<F>(q).x;
     decode_quad<F>(q, decode_factors<F>(gguf_scales<F>(block, u), u), i, v);
 }
 
@@ -4680,13 +4684,21 @@ KERNEL(softmax, rocq_k_softmax_args, 256) {
 // -- gather, and cast from every format --
 
 // The values of word i of unit `unit` of a planar tensor of n_units units. i differs between lanes,
-// so the word is selected: an array whose index is not a constant would be in memory.
+// so the word is selected: an array whose index is not a constant would be in memory. Levels are
+// looked up after that, for one word instead of eight.
 template <int F>
 DEV void planar_values(const void *x, int64_t n_units, int64_t unit, int i, float v[4]) {
     const raw<F> r = load_raw<F>(planes_of<F>(x, n_units), unit);
-    uint32_t q = decode_code<F>(r, 0);
+    uint32_t q;
+    if constexpr (has_levels<F>()) {
+        const uint32_t low = i & 1 ? r.n.y : r.n.x, high = i & 1 ? r.n.w : r.n.z;
+        const u32x2 levels = levels_of<F>(i & 2 ? high : low);
+        q = i < 4 ? levels.x : levels.y;
+    } else {
+        q = decode_code<F>(r, 0);
 #pragma unroll
-    for (int w = 1; w < 8; w++) q = i == w ? decode_code<F>(r, w) : q;
+        for (int w = 1; w < 8; w++) q = i == w ? decode_code<F>(r, w) : q;
+    }
     decode_quad<F>(q, decode_factors<F>(r, unit), i, v);
 }
 
