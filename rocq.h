@@ -12860,10 +12860,12 @@ static bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_para
         const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
         const int64_t length = kv_len ? kv_len[s] : n_kv;
         const int64_t window = p->window > 0 ? p->window : length;
-        // If causal, query i sees least + i positions, or the window if that is less.
-        const int64_t least = p->causal ? length - n_q + 1 : length;
-        const int64_t rising = p->causal ? ROCQ__MIN(ROCQ__MAX(window - least, 0), n_q) : 0;
-        *pairs += (double)(rising * least + rising * (rising - 1) / 2 + (n_q - rising) * window);
+        // If causal, only the last length queries see anything: of these, query i sees least + i
+        // positions, or the window if that is less.
+        const int64_t n = p->causal ? ROCQ__MIN(n_q, length) : n_q;
+        const int64_t least = p->causal ? length - n + 1 : length;
+        const int64_t rising = p->causal ? ROCQ__MIN(ROCQ__MAX(window - least, 0), n) : 0;
+        *pairs += (double)(rising * least + rising * (rising - 1) / 2 + (n - rising) * window);
         *positions += (double)ROCQ__MIN(length, window + n_q - 1);
     }
     return true;

@@ -717,7 +717,7 @@ static void attention_is_counted(void **state) {
     rocq_tensor kv_len = host_tensor(ctx, ROCQ_I32, 1, 1, 1);
     for (int32_t n_q = 1; n_q <= 11; n_q += 5) {
         rocq_tensor q = host_tensor(ctx, ROCQ_F32, D, HEADS, n_q), out = host_tensor(ctx, ROCQ_F32, D, HEADS, n_q);
-        for (int32_t length = n_q; length <= N_KV; length += 3) {
+        for (int32_t length = 1; length <= N_KV; length++) { // less than n_q: some see nothing
             for (int32_t window = -1; window <= 9; window++) { // -1: not causal; 0: none
                 double pairs = 0, positions = 0;
                 for (int32_t j = 0; j < length; j++) {
