@@ -3534,8 +3534,8 @@ static inline void rocq__spin_unlock(int32_t *lock) { rocq__store32(lock, 0); }
 #endif
 
 // A decode step is a hundred jobs a few microseconds apart, and waking a thread takes longer than
-// most of them. So a thread spins before it sleeps, for longer than the longest gap between jobs (a
-// draw of a token). It yields in between: the thread that it waits for may need its core.
+// most of them. So a thread spins before it sleeps, for longer than the longest gap between jobs
+// (sampling a token). It yields in between: the thread that it waits for may need its core.
 enum { ROCQ__SPIN_NS = 300000, ROCQ__SPINS = 64 };
 
 static inline int32_t rocq__chunks(int64_t *word) {
@@ -3556,8 +3556,8 @@ static bool rocq__spin(int64_t *word, bool some) {
     return false;
 }
 
-// Takes and runs chunks until none is left. The job's number in `open` makes a compare-and-swap
-// with an earlier job's value fail. Whoever finishes the last chunk wakes a caller that sleeps.
+// Takes and runs chunks until none is left. The job's number in `open` makes a compare-and-swap fail
+// that began in an earlier job. Whoever finishes the last chunk wakes a caller that sleeps.
 static void rocq__workers_share(rocq__workers *pool, int32_t thread) {
     int32_t n_done = 0;
     for (;;) {
@@ -3602,7 +3602,7 @@ static void *rocq__workers_main(void *arg) {
 }
 #endif
 
-// It is no error if fewer threads start than asked for: those that do share the work.
+// It is no error if fewer threads start than asked for: those that do start share the work.
 static void rocq__workers_start(rocq__workers *pool, int32_t n_workers) {
 #if defined(_WIN32)
     InitializeCriticalSection(&pool->mutex);
@@ -3722,8 +3722,8 @@ static void rocq__touch_task(void *arg, int64_t page, int64_t end, int32_t threa
 // dequantization and for the integer dot products alike (MXFP6_E3M2 has codes too wide for int8 and
 // is decoded on its own). pack is its inverse: it puts the codes, as stored, in place.
 
-// A block before packing. q, sc and mn are codes in the numbering of the pictures at the structs,
-// but sc as the signed number that it stands for; one scale and no min: sc and mn are not stored.
+// A block's fields before packing. q and mn are codes as the pictures at the structs number them;
+// sc is the signed number that its code stands for. Formats with one scale store no sc and no mn.
 typedef struct rocq__fields {
     uint16_t d, dmin;
     int32_t sc[16], mn[16];
@@ -3733,9 +3733,9 @@ typedef struct rocq__fields {
 // The choices an encoder has: value = d sc level[q] - dmin mn, sc and mn in the ranges given.
 typedef struct rocq__grid {
     int32_t n, group;      // elements of a block and of a group
-    int32_t q_lo, q_hi;    // the levels, consecutive integers, unless there is a
-    const int8_t *table;   // of 16
-    int32_t sc_lo, sc_hi;  // 1, 1: d is the one scale
+    int32_t q_lo, q_hi;    // the levels are the integers of this range,
+    const int8_t *table;   // or, if not NULL, these 16
+    int32_t sc_lo, sc_hi;  // 1, 1: d is the only scale
     int32_t mn_lo, mn_hi;  // 0, 0: no min; -1, -1: dmin is an offset to add, of either sign
 } rocq__grid;
 
@@ -3746,7 +3746,7 @@ typedef struct rocq__codec {
     int32_t group;   // elements per scale
     bool has_min;
     int32_t mx_bits; // mantissa bits of an MX element, else 0
-    rocq__grid grid; // of the others
+    rocq__grid grid; // how the formats that are not MX are encoded
 } rocq__codec;
 
 static const int8_t rocq__iq4_levels[16] = {ROCQ_IQ4_LEVELS};
@@ -3759,7 +3759,7 @@ static inline void rocq__split4(int8_t *__restrict q, const uint8_t *__restrict 
     for (int32_t j = 0; j < n; j++) q[n + j] = (int8_t)(qs[j] >> 4);
 }
 
-// 32 codes get value where their bytes have the bit of mask: what formats keep apart as high bits.
+// Adds value to those of 32 codes whose byte of qh has the bit of mask: high bits stored apart.
 static inline void rocq__add_bit(int8_t *__restrict q, const uint8_t *__restrict qh,
                                  uint8_t mask, int8_t value) {
     for (int32_t l = 0; l < 32; l++) q[l] = (int8_t)(q[l] + (qh[l] & mask ? value : 0));
@@ -3802,7 +3802,7 @@ static void rocq__pack_q4_1(void *block, const rocq__fields *f) {
     rocq__join4(b->qs, f->q, 16);
 }
 
-// The bits of qh[i], spread over 8 bytes, are bits 4 of codes 8 i to 8 i + 7.
+// Bit k of qh[i] is bit 4 of code 8 i + k; the eight bits of a byte are spread at once.
 static inline void rocq__split5(int8_t *q, const uint8_t *qh, const uint8_t *qs) {
     rocq__split4(q, qs, 16);
     for (int32_t i = 0; i < 4; i++) {
@@ -4326,12 +4326,12 @@ static void rocq__encode_mx(const rocq__codec *codec, void *dst, const float *x,
 }
 
 // -- quantize: the searched formats --
-// Made small is the sum of w r^2, r = x - (d sc level - dmin mn), over what the format can store.
+// Minimized is the sum of w r^2, r = x - (d sc level - dmin mn), over what the format can store.
 //   1. Each group is fitted by itself: scale s and min m by least squares, from a spread of starts.
-//   2. Many d and dmin are tried with the levels of 1: how F16 rounds them, and how near sc and mn
-//      come to the groups' s and m, is a matter of luck.
-//   3. From the best of those, groups choose sc, mn and levels anew and least squares over the
-//      block moves d and dmin, in turns. The smallest error of what is stored wins.
+//   2. Many d and dmin are tried with the levels of step 1, because how well they survive rounding
+//      to F16, and sc and mn match the groups' s and m, changes erratically with d and dmin.
+//   3. From the best of those, two steps alternate: groups choose sc, mn and levels anew, then
+//      least squares over the block moves d and dmin. What has the smallest error is stored.
 
 typedef struct rocq__search {
     const rocq__grid *grid;
@@ -4344,13 +4344,13 @@ typedef struct rocq__search {
     float weight[16];   // its sum of w
 } rocq__search;
 
-// Sums of a group at scale s and min m over r = x + m - s level. They give the error nearby, where
-// the levels stay; built on r and not on x, so that little cancels.
+// Sums over a group at scale s and min m, with residual r = x + m - s level. They give the error at
+// any other s and m with the same levels; built from r and not from x, so that little cancels.
 typedef struct rocq__sums {
     float rr, rl, r1, ll, l1, w1; // of w r r, w r level, w r, w level level, w level, w
 } rocq__sums;
 
-// The error at s + a, m + b.
+// The error at s + a, m + b with the same levels.
 static inline float rocq__error_at(const rocq__sums *k, float a, float b) {
     return k->rr - 2 * (a * k->rl - b * k->r1) + a * (a * k->ll - 2 * b * k->l1) + b * b * k->w1;
 }
@@ -4375,7 +4375,7 @@ static inline void rocq__levels_16(const rocq__grid *grid, const float *v, float
     }
 }
 
-// Gives the elements of group g their nearest levels. Four partial sums each, for SIMD.
+// The sums of group g with the nearest levels for s and m. Four partial sums each, for SIMD.
 static rocq__sums rocq__assign(const rocq__search *search, int32_t g, float s, float m) {
     const int32_t group = search->grid->group;
     const float inverse = s != 0 ? 1 / s : 0;
@@ -4410,7 +4410,7 @@ static float rocq__stored(const rocq__search *search, float v, int32_t side) {
     const float unit = rocq__pow2(search->exponent), inverse = rocq__pow2(-search->exponent);
     uint16_t bits = rocq__f32_to_f16(rocq__f16_limit(v * unit));
     const float first = rocq__f16_to_f32(bits) * inverse;
-    const bool larger = fabsf(first) < fabsf(v); // is the other one
+    const bool larger = fabsf(first) < fabsf(v); // the other one has the larger magnitude
     if (side == 0 || (side == 1 && !larger)) return first;
     if ((bits & 0x7fffu) == (larger ? 0x7bffu : 0u)) return first;
     bits = (uint16_t)(larger ? bits + 1 : bits - 1);
@@ -4437,9 +4437,9 @@ static void rocq__refit(const rocq__search *search, const rocq__sums *k, float m
     }
 }
 
-// Step 1 for a group. Starts put the ends of its range outside, at and inside the ends of the
-// levels, in this order; among fits about equally good the first and finest is taken, so that
-// groups that are alike end up alike. With a single scale the rounding to F16 is in here.
+// Step 1 for a group. Starts move its largest value (without a min, its peak) from beyond the last
+// level inwards, and with a min its smallest outwards. Of about equal fits the first is taken, so
+// that groups that are alike end up alike. A single scale is rounded to F16 here, as it is stored.
 static void rocq__fit(rocq__search *search, int32_t g) {
     const rocq__grid *grid = search->grid;
     const float *x = search->x + g * grid->group, *w = search->w + g * grid->group;
@@ -4505,13 +4505,13 @@ static inline int32_t rocq__code_for(float v, float unit, int32_t lo, int32_t hi
 
 typedef struct rocq__start {
     float error, d, dmin;
-    float a[16], m[16]; // of each group: what its scale is off by, the min that suits that best
+    float a[16], m[16]; // of each group: d sc - s, and the best min for the scale d sc
 } rocq__start;
 
-// Step 2: d that put the largest s on the end of the range of sc, or up to half the range inside
-// it, each moved to what suits the sc that go with it; the best n of them, then dmin for each in
-// the same way. A min can make good what a scale is too large by, so with mins d is also rounded
-// up.
+// Step 2. A candidate for d puts the largest s at the end of the range of sc, or up to half the
+// range inside it, and is then moved by least squares for the sc that result. The best n are kept,
+// and the best dmin is found for each from a like spread, without the least squares. With mins, d
+// is also tried rounded up, because a min can make up for a scale that is too large.
 static void rocq__find_starts(const rocq__search *search, rocq__start *starts, int32_t n) {
     const rocq__grid *grid = search->grid;
     const float end = (float)(grid->sc_lo < 0 ? grid->sc_lo : grid->sc_hi);
@@ -4572,9 +4572,9 @@ static void rocq__find_starts(const rocq__search *search, rocq__start *starts, i
     }
 }
 
-// Step 3: chooses sc and mn of every group for given d and dmin, those nearest to s and m or the
-// next ones if they are better. Returns the error. Moves d and dmin to where least squares over the
-// block wants them, among what can be stored, and each s and m to what its group wants.
+// Step 3: chooses sc and mn of every group for the given d and dmin: those nearest to s and m, or
+// their neighbours if they are better. Returns that error. Then moves d and dmin to the optimum of
+// the block by least squares, as F16 can store it, and each s and m to that of its group.
 static float rocq__choose(const rocq__search *search, float *d, float *dmin, float *s, float *m,
                           rocq__fields *f) {
     const rocq__grid *grid = search->grid;
@@ -4586,7 +4586,7 @@ static float rocq__choose(const rocq__search *search, float *d, float *dmin, flo
         rocq__sums best = nearest;
         int32_t tries[10] = {sc, ROCQ__MAX(sc - 1, grid->sc_lo), ROCQ__MIN(sc + 1, grid->sc_hi)};
         int32_t n = 3;
-        // With few levels and no min, quite another scale may do: the peak on another level.
+        // Q3_K, of few levels and no min, may want quite another scale: the peak on another level.
         for (int32_t level = grid->q_lo; level <= grid->q_hi && grid->q_lo == -4; level++) {
             if (level == 0) continue;
             tries[n++] = rocq__code_for(search->peak[g], *d * (float)level, grid->sc_lo,
@@ -4595,7 +4595,7 @@ static float rocq__choose(const rocq__search *search, float *d, float *dmin, flo
         f->sc[g] = sc;
         f->mn[g] = mn;
         for (int32_t i = 0; i < n; i++) {
-            // The best mn depends on sc: it is that of the m which least squares gives for it.
+            // The best mn depends on sc: least squares gives the m that goes with it.
             const float a = *d * (float)(tries[i] - sc);
             const float to = (a * nearest.l1 - nearest.r1) / nearest.w1;
             const int32_t mn_to = rocq__code_for(*dmin * (float)mn + to, *dmin, grid->mn_lo,
@@ -4627,7 +4627,7 @@ static float rocq__choose(const rocq__search *search, float *d, float *dmin, flo
                                                        : 0);
     float best = INFINITY;
     for (int32_t side = 0; side <= 2; side += 2) {
-        // What d is off by, dmin may make good.
+        // The best dmin for this d can make up for some of the rounding of d.
         const float d_try = rocq__stored(search, d_to, side), a = d_try - d_from;
         const float dmin_try =
             mm > 0 ? rocq__stored(search, dmin_from + (a * dm - rm) / mm, 0) : dmin_from;
@@ -4788,8 +4788,8 @@ static rocq_result rocq__check_span(rocq_format format, const void *ptr, int64_t
     return (uintptr_t)ptr % (uintptr_t)rocq__alignment_of(format) == 0 ? ROCQ_OK : ROCQ_E_ALIGNMENT;
 }
 
-// Whether n_a elements of one format at a share a byte with n_b of another at b. The most bytes
-// that they take, 4 to an element, fit an int64.
+// Whether n_a elements of one format at a share a byte with n_b of another at b. The caller has
+// checked that 4 bytes per element, the most of any format, fit an int64.
 static bool rocq__spans_overlap(rocq_format a_format, const void *a, int64_t n_a,
                                 rocq_format b_format, const void *b, int64_t n_b) {
     return n_a > 0 && n_b > 0 &&
