@@ -6764,9 +6764,9 @@ static double rocq__nmse_bound(rocq_precision precision) {
 // there is neither; then with rocq__v8, under a name that ends in _simd. On x86-64 those are
 // compiled for AVX2, whatever the file is compiled for, and run only where rocq_open has found it.
 //   load store set1         eight floats at an address; one float in all lanes
-//   from_f16 from_bf16      eight numbers at an address, widened exactly, as of
-//   from_i8                 int8
-//   from_4bit               the lower or the upper halves of eight bytes at an address, less 8
+//   from_f16 from_bf16      eight numbers at an address, widened exactly
+//   from_i8                 the same of int8
+//   from_4bit               the lower or upper 4 bits of eight bytes at an address, less 8
 //   round_f16               to the nearest F16 and back
 //   add sub mul div         lane by lane
 //   fma fnma                a b + c and c - a b, rounded once
@@ -7009,9 +7009,9 @@ static inline void rocq__decode(bool simd, rocq_format format, float *dst, const
 // ---------------------------------------------------------------------------------------------
 // The same three steps for every format, precision and n:
 //   1. each column of x is converted once, into scratch memory: to F32, or to int8 blocks of 32;
-//   2. w is decoded eight rows (a panel) and one segment of K at a time, into memory that stays in
-//      the first cache, and multiplied there with every column of a tile; where few columns would
-//      read the panel, AVX2 multiplies on the way instead, and what is read next is asked for;
+//   2. w is decoded eight rows (a panel) and one segment of K at a time, into a buffer that stays in
+//      L1, and multiplied there with every column of a tile; a lone INT8 column is multiplied while
+//      AVX2 decodes, without the buffer, and float rows that few columns read are used in place;
 //   3. the sums of a tile go through the epilogue into y.
 // A sum runs over K in one order, whatever n, the tile and the thread are, so those never change a
 // bit of a result. INT8 gives the same bits with and without SIMD: the sum of a group is an exact
@@ -7023,7 +7023,7 @@ enum {
     ROCQ__MM_TILE_M = ROCQ__MM_ROWS * ROCQ__MM_PANELS,
     ROCQ__MM_TILE_N = 128,
     ROCQ__MM_SEGMENT = 512, // of K; a multiple of every block
-    ROCQ__MM_FEW = 16       // up to here a tile is one panel: w streams through once, row by row
+    ROCQ__MM_FEW = 16       // up to so many columns a tile is one panel: w is read once, in order
 };
 
 // Every thread has one, 64-byte aligned. An int8 panel lies as the dot instructions want it:
@@ -7057,18 +7057,18 @@ typedef struct rocq__mm_tile {
 // Adds the products to sums[column][row].
 typedef void (*rocq__mm_dot)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile);
 
-// A piece of eight rows of w, as it is in memory.
+// One segment of the eight rows of a panel, as w stores it.
 typedef struct rocq__mm_rows {
     const unsigned char *at[ROCQ__MM_ROWS];
-    int64_t ahead;            // bytes from there to what is read after it
-    const rocq__codec *codec; // of an int8 panel
-    int64_t n_blocks;         // and its blocks in each row
+    int64_t ahead;            // bytes from at[r] to the segment that is read after this one
+    const rocq__codec *codec; // INT8 only: w's,
+    int64_t n_blocks;         // and the segment's blocks per row
 } rocq__mm_rows;
 
 // Decodes the rows into work's int8 panel.
 typedef void (*rocq__mm_pack)(rocq__mm_work *work, const rocq__mm_rows *rows);
 
-// The same and the dot in one, for one column, when a panel would be read only once.
+// Decodes the rows and multiplies them with a single column, without a panel in between.
 typedef void (*rocq__mm_pass)(float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows);
 
 // Adds k products per row and column of x; k is a multiple of 8.
@@ -7086,9 +7086,9 @@ typedef struct rocq__mm {
     int64_t column_bytes;
     unsigned char *columns;
     rocq__mm_work *work;
-    int64_t group; // INT8: group size of w's format, and what its kernels expect
+    int64_t group; // INT8: elements per group of w's format
     bool has_min;
-    int32_t offset;
+    int32_t offset; // INT8: what the kernels add to w's codes; see rocq__dot_4
     rocq__mm_dot dot;
     rocq__mm_pack pack;
     rocq__mm_pass pass;           // or NULL
@@ -7181,7 +7181,7 @@ static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
     for (int64_t b = 0; b < k / 32; b++, codes += 32, src += rocq__bytes(format, 32)) {
         float v[32], scale;
         bool ready = false;
-        if (format == ROCQ_Q8_0) { // the codes as they are, but for -128: the kernels take none
+        if (format == ROCQ_Q8_0) { // copied, unless one is -128: the kernels negate codes of x
             memcpy(codes, src + 2, 32);
             scale = rocq__f16_at(src);
             ready = memchr(codes, 0x80, 32) == NULL;
@@ -7204,7 +7204,7 @@ static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
     }
 }
 
-// Row address in t, which has x's batches, of one column of one matrix.
+// Address of the row of t, which has x's rows and batches, for a column of a matrix of w.
 static unsigned char *rocq__mm_at(const rocq__mm *mm, const rocq_tensor *t, int64_t matrix,
                                   int64_t column) {
     const rocq_tensor *w = mm->p->w, *x = mm->p->x;
@@ -7288,10 +7288,10 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) 
     return _mm256_set1_epi32(four);
 }
 
-// Adds the products of four codes of each row to a group's sums; q counts the group's fours. The
-// first operand of the byte dot is unsigned. With depth > 0 the codes of w are raised by the
-// format's offset to be that (rocq__mm_group.offset takes the raise back), and depth products of
-// two fit an int16 together; with depth 0 they are signed, and their signs move over to x.
+// Adds the products of four codes of each row to a group's sums; q numbers the group's fours. The
+// byte dot takes its first operand as unsigned. With depth > 0 the decoder has raised the codes of w
+// by the format's offset, so that none is negative (rocq__mm_group.offset takes that back), and depth
+// pair sums fit one int16. With depth 0 the codes of w are signed, and their signs move over to x.
 typedef void (*rocq__dot_4)(__m256i *dot, __m256i *pairs, __m256i w, __m256i four, const int q,
                             const int depth);
 
@@ -7462,14 +7462,14 @@ static void rocq__dot_f32(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *r
     }
 }
 
-// Asks for what is read some time after `at`. With one column a core mostly waits for memory: on a
-// Xeon it then reads 14 GB/s instead of 10.
+// Prefetches what is read `ahead` bytes after `at`. With one column a core mostly waits for memory:
+// on a Xeon it reads 14 GB/s with this, 10 without.
 #define ROCQ__FETCH(at, ahead) \
     __builtin_prefetch((const void *)((uintptr_t)(at) + (uintptr_t)(ahead)))
 
 #if ROCQ__HAS_V8
-// Four rows by n_columns: the sums are as many as there are registers for, and hide the latency of
-// the adds. format and n_columns are constants where this is inlined.
+// Four rows by n_columns: as many sums as fit the registers, so that their independent chains hide
+// the latency of the adds. format and n_columns are constants where this is inlined.
 ROCQ__V8 void rocq__dot_float_4(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
                                 const rocq_format format, int64_t k, const float *x,
                                 int64_t column_floats, int row, const int n_columns, bool fetch) {
@@ -7505,7 +7505,7 @@ ROCQ__V8 void rocq__dot_float_4(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_r
     }
 }
 
-// At most so many columns at once, and no pass with one where two could share them.
+// At most `most` columns per pass, spread evenly: four columns are two and two, not three and one.
 #define ROCQ__DOT_FLOAT(name, NAME, TARGET, most)                                                 \
     TARGET static void rocq__dot_##name(float (*sums)[ROCQ__MM_TILE_M],                           \
                                         const rocq__mm_rows *rows, int64_t k, const float *x,     \
@@ -7562,7 +7562,7 @@ static void rocq__pack_int8(rocq__mm_work *work, const rocq__mm_rows *rows) {
 #if ROCQ__HAS_AVX2
 // The same for AVX2, all rows at once: 16 bytes at the same place of each row turn into four
 // vectors that have bytes 4 j to 4 j + 3 of every row, which is how the codes lie in a panel. The
-// codes are then cut out of those. They are raised to be unsigned where ROCQ__MM_AVX2 says so.
+// codes are then cut out of these, raised by what ROCQ__MM_AVX2 lists so that they are unsigned.
 
 typedef const unsigned char *const *rocq__rows;
 
@@ -7632,23 +7632,23 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__pow2_avx2(__m256i k) {
     return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, is_tiny));
 }
 
-// Where one block of each of eight rows goes: into a panel, or into its dot products with one
-// column, when no second column would read the panel again.
+// Where a decoder puts one block of each of eight rows: into a panel, or into the dot products with
+// a single column.
 typedef struct rocq__sink {
-    float (*scale)[ROCQ__MM_ROWS];  // a line per group, as of min
+    float (*scale)[ROCQ__MM_ROWS];  // of each group, as min is
     float (*min)[ROCQ__MM_ROWS];
     __m256i *codes;                 // panel: 32 bytes per four codes
     const int8_t *x;                // dot: codes of the column
     const rocq__mm_group *x_groups; // and its groups
     bool has_min;
-    __m256i pairs[8], dot[8];       // unfinished, of the groups in work
+    __m256i pairs[8], dot[8];       // running sums of the groups being decoded
     __m256 sum;
 } rocq__sink;
 
 enum { ROCQ__PANEL = -1 }; // in place of the depth of a dot
 
-// Codes 4 q to 4 q + 3 of group first + i, which has 4 quads codes. A decoder works on a few groups
-// side by side, at most eight from first on, and the codes of each come in order.
+// Takes codes 4 q to 4 q + 3 of group first + i; a group has 4 * quads codes. A decoder works on at
+// most eight groups side by side, from first on, and passes the codes of each in order.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_avx2(rocq__sink *to, const int depth,
                                                           int64_t first, const int i,
                                                           const int quads, const int q, __m256i v) {
@@ -7700,8 +7700,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_8_avx2(rocq__sink *to, cons
 }
 
 // One block of each of the eight rows, `at` bytes into them. depth is that of the dot, or
-// ROCQ__PANEL. With gcc, what loops over the parts of a large block stays a loop: unrolled it runs
-// no faster and takes a tenth of the time that the file takes to compile.
+// ROCQ__PANEL. With gcc, most loops over the parts of a large block stay loops: unrolled they run no
+// faster and take a tenth of the file's compile time.
 #define ROCQ__BLOCK_AVX2(name)                                             \
     ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__block_##name##_avx2( \
         rocq__sink *to, const int depth, rocq__rows row, int64_t at)
@@ -7729,7 +7729,7 @@ ROCQ__BLOCK_AVX2(q4_1) {
     rocq__put_8_avx2(to, depth, 0, q);
 }
 
-// Raises codes i by 16 where bit i of its row's lane in high is set.
+// Raises code i of a row by 16 where bit i of the row's lane in high is set.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_fifth_bits_avx2(__m256i out[8], __m256i high) {
     ROCQ__UNROLL
     for (int j = 0; j < 8; j++) {
@@ -8000,7 +8000,7 @@ ROCQ__BLOCK_AVX2(mxfp6_e2m3) {
 #undef ROCQ__BLOCK_AVX2
 
 // X(NAME, name, raise, depth): what the decoders above raise the codes by, and the depth that their
-// range allows: 2 up to code 63, 4 up to 31, 8 up to 15, but no more than a group has fours.
+// range allows: 2 up to code 63, 4 up to 31, 8 up to 15, but at most the fours in a group.
 #define ROCQ__MM_AVX2(X)    \
     X(Q4_0, q4_0, 8, 8)     \
     X(Q4_1, q4_1, 0, 8)     \
@@ -8017,8 +8017,8 @@ ROCQ__BLOCK_AVX2(mxfp6_e2m3) {
     X(MXFP4, mxfp4, 12, 4)  \
     X(MXFP6_E2M3, mxfp6_e2m3, 0, 0)
 
-// Asks for what is read after the block `at` bytes into each row, unless that is a small block in a
-// cache line that the one before has asked for.
+// Prefetches what is read after the block `at` bytes into each row, unless a small block before it
+// has prefetched the same cache line.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm_rows *rows,
                                                                   int64_t at, const int64_t bytes) {
     if (bytes <= 32 && (at & 63) >= bytes) return;
@@ -8086,7 +8086,7 @@ ROCQ__MM_AVX2(ROCQ__X)
 #undef ROCQ__X
 #endif
 
-// Which kernels multiply w's codes.
+// Chooses the kernels for INT8.
 static void rocq__mm_choose_int8(rocq__mm *mm) {
     const rocq__codec *codec = rocq__codec_of(mm->p->w->format);
     mm->group = codec->group;
@@ -8098,7 +8098,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm) {
 #endif
 #if ROCQ__HAS_AVX2
     if (!mm->simd) return;
-    // One column multiplies in AVX2 alone, whose codes are raised less.
+    // A single column takes the AVX2 pass, whose signed codes are not raised by 128.
     const bool vnni = mm->avx512 && mm->n > 1;
     switch (mm->p->w->format) {
 #define ROCQ__X(NAME, name, raise, depth)                              \
@@ -8115,13 +8115,13 @@ static void rocq__mm_choose_int8(rocq__mm *mm) {
 #endif
 }
 
-// Which multiply floats.
+// Chooses the kernels that multiply floats.
 static void rocq__mm_choose_float(rocq__mm *mm) {
     const rocq_format format = mm->p->w->format;
     mm->dot_f32 = rocq__dot_f32;
 #if ROCQ__HAS_V8
     rocq__mm_dot_float f16 = rocq__dot_f16_simd, bf16 = rocq__dot_bf16_simd;
-    const bool few = mm->n <= ROCQ__MM_FEW; // many columns read rows that are widened once
+    const bool few = mm->n <= ROCQ__MM_FEW; // for more columns, rows are widened once into a panel
 #if ROCQ__HAS_AVX2
     if (mm->avx512) {
         f16 = rocq__dot_f16_avx512;
@@ -8138,7 +8138,7 @@ static void rocq__mm_choose_float(rocq__mm *mm) {
     if (format == ROCQ_F32) mm->dot_as_is = mm->dot_f32;
 }
 
-// Adds k elements of K, from first on, of a panel's rows times n columns to sums.
+// Adds to sums the products of a panel's rows with n columns over elements first .. first + k of K.
 static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
                            float (*sums)[ROCQ__MM_TILE_M],
                            const unsigned char *const row[ROCQ__MM_ROWS], int64_t first,
@@ -8198,7 +8198,7 @@ static float rocq__mm_get(const rocq_tensor *t, const unsigned char *row, int64_
     return rocq__f16_to_f32(((const uint16_t *)(const void *)row)[i]);
 }
 
-// n sums of one column, of rows m and up, become y.
+// Turns n sums of one column, for rows m and up, into elements of y.
 static void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, int64_t m,
                             int64_t n, const float *sums) {
     const rocq_matmul_params *p = mm->p;
@@ -8309,15 +8309,15 @@ static void rocq__mm_multiply(rocq_ctx *ctx, const rocq_matmul_params *p,
     mm.other = other;
     mm.work = (rocq__mm_work *)scratch;
     mm.columns = (unsigned char *)(mm.work + ctx->desc.n_threads);
-    // Waking the threads costs some microseconds: each piece should be worth about that.
+    // Waking the threads costs some microseconds: each chunk should be worth about that.
     rocq__parallel(ctx, mm.n * mm.n_matrices, 1 + 16384 / k, rocq__mm_convert, &mm);
     const int64_t panel_work = k * ROCQ__MM_ROWS * ROCQ__MIN(mm.n, (int64_t)ROCQ__MM_TILE_N);
     rocq__parallel(ctx, mm.n_panels * mm.n_tiles * mm.n_matrices, 1 + 65536 / panel_work,
                    rocq__mm_run, &mm);
 }
 
-// What a product with w2 or y in Q8_0 is made of: products without, through F32 tensors of y's
-// shape at the front of scratch.
+// A product with w2 or with y in Q8_0 is done as products without these, through F32 tensors of
+// y's shape at the front of scratch.
 typedef struct rocq__mm_steps {
     rocq_matmul_params other, main;
     int64_t floats_bytes, pass_bytes;
