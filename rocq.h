@@ -8404,10 +8404,10 @@ static rocq_result rocq__matmul_cpu(rocq_ctx *ctx, rocq_op op, const void *param
 // ---------------------------------------------------------------------------------------------
 
 // Rows are worked on in strips of this many elements: whole blocks of every format, and small
-// enough that the strips live on the stack and in the first cache.
+// enough that the strips live on the stack and in L1.
 enum { ROCQ__STRIP = 256 };
 
-// Elements of the strip of a row of n that starts at k.
+// Length of the strip that starts at element k of a row of n.
 static inline int64_t rocq__strip(int64_t n, int64_t k) {
     const int64_t most = ROCQ__STRIP;
     return ROCQ__MIN(n - k, most);
@@ -8440,7 +8440,7 @@ static void rocq__store(rocq_format format, unsigned char *row, int64_t first, c
     }
 }
 
-// The row that an operand repeated along dimensions of size 1 has at (i1, i2, i3).
+// The row at (i1, i2, i3) of an operand that is repeated along its dimensions of size 1.
 static inline unsigned char *rocq__row_repeated(const rocq_tensor *t, int64_t i1, int64_t i2,
                                                 int64_t i3) {
     return rocq__row(t, t->ne[1] == 1 ? 0 : i1, t->ne[2] == 1 ? 0 : i2, t->ne[3] == 1 ? 0 : i3);
@@ -8454,7 +8454,7 @@ static inline float *rocq__row_f32(const rocq_tensor *t, int64_t i1, int64_t i2,
     return (float *)(void *)rocq__row(t, i1, i2, i3);
 }
 
-// -- arithmetic over a chunk: eight running sums, so that the vector form adds in the same way --
+// -- arithmetic over a strip --
 
 static inline float rocq__sum8(const float *x) {
     return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
@@ -8577,8 +8577,8 @@ static inline float rocq__max(bool simd, const float *x, int64_t n) {
 // ---------------------------------------------------------------------------------------------
 // >>cpu_attention
 // ---------------------------------------------------------------------------------------------
-// Flash attention: for a tile of query rows, K and V pass by once in tiles, and each row keeps a
-// running maximum m, sum l = sum of exp(s - m) and vector acc = sum of exp(s - m) v.
+// Flash attention: for a tile of query rows, K and V are read once, tile by tile, and each row keeps
+// a running maximum m, sum l = sum of exp(s - m) and vector acc = sum of exp(s - m) v.
 //
 // The query rows of one KV head are its group's heads of every token, token after token, so that
 // all of them share each decoded tile of K and V. One item of work is a tile of those rows. When
@@ -8598,14 +8598,14 @@ typedef struct rocq__attend {
     int64_t head_dim, n_q, n_kv, n_heads, n_kv_heads, n_seqs;
     int64_t group;     // query heads per KV head
     int64_t n_rows;    // query rows per KV head: group n_q
-    int64_t tile_rows; // of them in one item
+    int64_t tile_rows; // rows in one item
     int64_t n_tiles, n_splits;
     int64_t pitch;     // floats from row to row in scratch
     int64_t local;     // floats of scratch per thread
-    int64_t partial;      // floats per row of a split's result: m, l, acc
+    int64_t partial;   // floats per row of a split's result: m, l, acc
     float scale;
-    float *scratch;    // one piece per thread
-    float *partials;      // [partial, n_rows, n_splits, n_kv_heads, n_seqs]
+    float *scratch;    // [local, threads]
+    float *partials;   // [partial, n_rows, n_splits, n_kv_heads, n_seqs]
 } rocq__attend;
 
 // One item of work: n query rows, from row0 on, of one KV head and sequence.
@@ -8740,8 +8740,8 @@ static void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv_h
     rocq__store(out->format, rocq__row(out, head, row / a->group, seq), 0, acc, a->head_dim);
 }
 
-// The bias of every row for positions [begin, end): the mask where it is given, -inf where nothing
-// is visible. Writes the positions that some row sees to keys, and returns how many there are.
+// The bias of every row for the positions of [begin, end) that some row sees: its mask value or 0,
+// -inf where this row does not see it. Writes those positions to keys and returns how many they are.
 static int64_t rocq__attend_bias(const rocq__attend *a, const rocq__attend_item *item,
                                  int64_t begin, int64_t end, float *bias, int64_t *keys) {
     const rocq_tensor *mask = a->p->mask;
@@ -8847,19 +8847,19 @@ static rocq__attend_rows rocq__attend_rows_of(const rocq__attend *a, const rocq_
     return rows;
 }
 
-// F32 rows are copied too: with a power of two from row to row, as in a cache, they would push each
-// other out of the first cache.
+// F32 rows are copied too: a power of two apart, as in a KV cache, they map to the same sets of L1
+// and would evict each other.
 static inline void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows,
                                        int64_t row, float *dst) {
     rocq__decode(a->simd, rows->format, dst, rows->base + row * rows->step, a->head_dim);
 }
 
-// A KV head's rows are too far apart for the hardware to fetch ahead.
+// A KV head's rows are too far apart for the hardware to prefetch them.
 static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, int64_t row) {
     for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH(rows->base + row * rows->step + i);
 }
 
-// Takes an item's rows past the keys [begin, end), which all of its rows see where all_visible.
+// Adds keys [begin, end) to m, l and acc of an item's rows; with all_visible every row sees them.
 static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *item, int64_t begin,
                               int64_t end, bool all_visible, const rocq__attend_local *local) {
     const int64_t pitch = a->pitch, seq = item->seq, kv_head = item->kv_head, n = item->n;
@@ -8881,7 +8881,7 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
         rocq__attend_prefetch(&v, row[j]);
         rocq__attend_decode(a, &k, row[j], local->tile + j * pitch);
     }
-    // Rows go by two and keys by four; what is missing is repeated, and its results are not used.
+    // Rows go by two and keys by four: the last is repeated to fill up, and its copies are not used.
     for (int64_t j = n_keys; j % 4 != 0; j++) line[j] = line[n_keys - 1];
     for (int64_t r = 0; r < n; r += 2) {
         const int64_t r1 = ROCQ__MIN(r + 1, n - 1);
@@ -8898,7 +8898,7 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
         if (next < len) rocq__attend_prefetch(&k, rocq__attend_row(a, next, seq));
         rocq__attend_decode(a, &v, row[j], local->tile + j * pitch);
     }
-    // Two rows that see all these keys share the loads of V; another row's partner is a spare one.
+    // Two rows that see all these keys share the loads of V; else each is paired with a spare row.
     static const float none[ROCQ__ATTEND_KEYS] = {0};
     for (int64_t r = 0; r < n; r += 2) {
         const float *seen[2][ROCQ__ATTEND_KEYS];
@@ -8956,7 +8956,7 @@ static void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32_t
             local.m[r] = -INFINITY;
             local.l[r] = 0.0f;
         }
-        // A tile also ends where what all rows see begins or ends.
+        // [lo_last, hi_first) is what all rows see. Tiles end there too, so that most need no bias.
         for (int64_t first = begin, last; first < end; first = last) {
             last = ROCQ__MIN(first - first % ROCQ__ATTEND_KEYS + ROCQ__ATTEND_KEYS, end);
             if (first < lo_last) last = ROCQ__MIN(last, lo_last);
@@ -9003,7 +9003,7 @@ static void rocq__attend_merge_task(void *arg, int64_t item, int64_t item_end, i
     }
 }
 
-// Fills in everything but the memory; returns the bytes of that.
+// Fills in everything but scratch and partials; returns the bytes that these take together.
 static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_params *p,
                                  rocq__attend *a) {
     memset(a, 0, sizeof *a);
@@ -9027,7 +9027,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->scale = p->scale != 0.0f ? p->scale : 1.0f / sqrtf((float)a->head_dim);
     int64_t partials = 0, bytes;
     if (a->n_splits > 1) {
-        partials = a->n_seqs * a->n_kv_heads * a->n_rows; // the rows of q, which are in memory
+        partials = a->n_seqs * a->n_kv_heads * a->n_rows; // out's rows, in memory: no overflow
         if (!rocq__mul(partials, a->n_splits, &partials) ||
             !rocq__mul(partials, a->partial, &partials)) {
             return INT64_MAX;
