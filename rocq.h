@@ -9101,12 +9101,12 @@ static rocq_result rocq__attention_cpu(rocq_ctx *ctx, rocq_op op, const void *pa
 // >>cpu_ops: in the order of ROCQ_OPS
 // ---------------------------------------------------------------------------------------------
 
-// Rows that are worth handing to a thread, for rows of n elements that are each some work.
+// How many rows are worth handing to a thread, at n elements per row and `work` per element.
 static inline int64_t rocq__grain(int64_t n, int64_t work) {
     return 1 + 65536 / (n * work);
 }
 
-// Dimensions 1 to 3 of row number r, for shapes whose rows are counted through.
+// Indices in dimensions 1 to 3 of row number r, for ops that number all rows of a tensor.
 typedef struct rocq__coord {
     int64_t i1, i2, i3;
 } rocq__coord;
@@ -9123,7 +9123,7 @@ static inline int64_t rocq__n_rows(const rocq_tensor *t) {
     return t->ne[1] * t->ne[2] * t->ne[3];
 }
 
-// Of an op that takes no scratch memory.
+// The scratch bytes of an op that takes none.
 static int64_t rocq__scratch_none_cpu(const rocq_ctx *ctx, const void *params) {
     (void)ctx;
     (void)params;
@@ -9162,8 +9162,8 @@ static void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t thread)
             }
             if (pass == 0) mean = (float)(moment[0] / (double)n);
         }
-        // The first mean is rounded, which shows where it is large next to the spread of x; the
-        // mean of what is left corrects it.
+        // The mean was rounded to F32, which matters where it is large next to the spread of x; the
+        // mean of the differences from it corrects that.
         if (a->center) rest = (float)(moment[0] / (double)n);
         const double variance = moment[1] / (double)n - (double)rest * (double)rest;
         const float rstd = (float)(1.0 / sqrt(variance + (double)a->eps));
@@ -9197,7 +9197,7 @@ static rocq_result rocq__norm_cpu(rocq_ctx *ctx, rocq_op op, const void *params)
 
 // -- rope, rope_append --
 
-// Source rows [D, n_heads, n_tokens] and where they go; turned unless plain. With cell, token t
+// Source rows [D, n_heads, n_tokens] and where they go; rotated unless plain. With cell, token t
 // goes to row cell[t].
 typedef struct rocq__rope_stream {
     const rocq_tensor *x, *y;
@@ -9215,7 +9215,7 @@ typedef struct rocq__rope {
     float magnitude;
     double *turn;  // [n_dims / 2]: angle of a pair per position
     float *local;  // per thread: cos and sin of the pairs, one head
-    int64_t pitch; // floats of that
+    int64_t pitch; // floats per thread
 } rocq__rope;
 
 static int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p,
@@ -9241,7 +9241,7 @@ typedef struct rocq__rope_scaling {
     float magnitude; // of cos and sin
 } rocq__rope_scaling;
 
-// Number of the pair that turns n_turns times in the original context, as a fraction.
+// The pair, as a fraction, that makes n_turns full turns over the original context.
 static double rocq__rope_pair_of(const rocq__rope_scaling *s, double n_ctx, double n_turns) {
     return s->n_dims * log(n_ctx / (n_turns * 6.283185307179586)) / (2.0 * log(s->base));
 }
@@ -9422,7 +9422,7 @@ static void rocq__activate_row(bool simd, rocq_activation activation, float *y, 
     for (; i < n; i++) y[i] = rocq__activation(activation, x[i]);
 }
 
-// What the six have in common, on the CPU and on a GPU.
+// The params of these six ops in one form, for the CPU and the GPU.
 typedef struct rocq__map {
     rocq_op op;
     bool simd;                    // on the CPU
@@ -9639,9 +9639,9 @@ static rocq_result rocq__argmax_cpu(rocq_ctx *ctx, rocq_op op, const void *param
 }
 
 // -- sample --
-// Every filter keeps a front part of the order "higher logit first, then lower token", so what is
-// left is always "not behind the cut". The final distribution is summed and drawn from in token
-// order, so that the draw does not depend on how the cut was found.
+// Every filter keeps a prefix of the order "higher logit first, then lower token", so one candidate,
+// the cut, tells what is left: it and all before it. The final distribution is summed and drawn from
+// in token order, so that the draw does not depend on how the cut was found.
 
 typedef struct rocq__candidate {
     float logit;
@@ -9657,8 +9657,8 @@ static inline float rocq__weight(float logit, float top, float temperature) {
     return logit == top ? 1.0f : expf((logit - top) / temperature);
 }
 
-// The candidate with which the weights, added up in order, reach target: exp(logit - top), or with
-// count 1 for each. Reorders list; n > 0.
+// Quickselect: the candidate at which the weights, summed in that order, reach target. A weight is
+// exp(logit - top), or 1 with count. Reorders list; n > 0.
 static rocq__candidate rocq__select(rocq__candidate *list, int64_t n, float top, bool count,
                                     double target) {
     double front = 0.0; // weight of what stands before list
@@ -9779,8 +9779,8 @@ static rocq_result rocq__sample_cpu(rocq_ctx *ctx, rocq_op op, const void *param
             list[m++].logit = weight;
         }
         const double target = rocq__uniform(p->seed, p->step) * sum;
-        // The sum is the same additions again, so it passes target; should rounding of the product
-        // forbid that, the last token with any weight stands.
+        // front repeats the additions of sum, so it passes target; where the product was rounded up
+        // to sum, the last token with any weight is drawn.
         for (int64_t i = 0; i < m && front <= target; i++) {
             if (list[i].logit == 0.0f) continue;
             front += (double)list[i].logit;
