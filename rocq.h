@@ -3556,8 +3556,8 @@ static bool rocq__spin(int64_t *word, bool some) {
     return false;
 }
 
-// Takes and runs chunks until none is left. The job's number in `open` makes a compare-and-swap fail
-// that began in an earlier job. Whoever finishes the last chunk wakes a caller that sleeps.
+// Takes and runs chunks until none is left. The job's number in `open` makes a compare-and-swap
+// fail that began in an earlier job. Whoever finishes the last chunk wakes a caller that sleeps.
 static void rocq__workers_share(rocq__workers *pool, int32_t thread) {
     int32_t n_done = 0;
     for (;;) {
@@ -7009,9 +7009,9 @@ static inline void rocq__decode(bool simd, rocq_format format, float *dst, const
 // ---------------------------------------------------------------------------------------------
 // The same three steps for every format, precision and n:
 //   1. each column of x is converted once, into scratch memory: to F32, or to int8 blocks of 32;
-//   2. w is decoded eight rows (a panel) and one segment of K at a time, into a buffer that stays in
-//      L1, and multiplied there with every column of a tile; a lone INT8 column is multiplied while
-//      AVX2 decodes, without the buffer, and float rows that few columns read are used in place;
+//   2. w is decoded eight rows (a panel) and one segment of K at a time, into a buffer that stays
+//      in L1, and multiplied there with every column of a tile; a lone INT8 column is multiplied
+//      while AVX2 decodes, without the buffer; float rows that few columns read are used in place;
 //   3. the sums of a tile go through the epilogue into y.
 // A sum runs over K in one order, whatever n, the tile and the thread are, so those never change a
 // bit of a result. INT8 gives the same bits with and without SIMD: the sum of a group is an exact
@@ -7289,9 +7289,9 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) 
 }
 
 // Adds the products of four codes of each row to a group's sums; q numbers the group's fours. The
-// byte dot takes its first operand as unsigned. With depth > 0 the decoder has raised the codes of w
-// by the format's offset, so that none is negative (rocq__mm_group.offset takes that back), and depth
-// pair sums fit one int16. With depth 0 the codes of w are signed, and their signs move over to x.
+// byte dot takes its first operand as unsigned. With depth > 0 the decoder has raised w's codes by
+// the format's offset, so that none is negative (rocq__mm_group.offset undoes that), and depth pair
+// sums fit one int16. With depth 0 the codes of w are signed, and their signs move over to x.
 typedef void (*rocq__dot_4)(__m256i *dot, __m256i *pairs, __m256i w, __m256i four, const int q,
                             const int depth);
 
@@ -7700,8 +7700,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_8_avx2(rocq__sink *to, cons
 }
 
 // One block of each of the eight rows, `at` bytes into them. depth is that of the dot, or
-// ROCQ__PANEL. With gcc, most loops over the parts of a large block stay loops: unrolled they run no
-// faster and take a tenth of the file's compile time.
+// ROCQ__PANEL. With gcc, most loops over the parts of a large block stay loops: unrolled they run
+// no faster and take a tenth of the file's compile time.
 #define ROCQ__BLOCK_AVX2(name)                                             \
     ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__block_##name##_avx2( \
         rocq__sink *to, const int depth, rocq__rows row, int64_t at)
@@ -8577,8 +8577,8 @@ static inline float rocq__max(bool simd, const float *x, int64_t n) {
 // ---------------------------------------------------------------------------------------------
 // >>cpu_attention
 // ---------------------------------------------------------------------------------------------
-// Flash attention: for a tile of query rows, K and V are read once, tile by tile, and each row keeps
-// a running maximum m, sum l = sum of exp(s - m) and vector acc = sum of exp(s - m) v.
+// Flash attention: for a tile of query rows, K and V are read once, tile by tile. Each row keeps a
+// running maximum m, sum l = sum of exp(s - m) and vector acc = sum of exp(s - m) v.
 //
 // The query rows of one KV head are its group's heads of every token, token after token, so that
 // all of them share each decoded tile of K and V. One item of work is a tile of those rows. When
@@ -8741,7 +8741,7 @@ static void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv_h
 }
 
 // The bias of every row for the positions of [begin, end) that some row sees: its mask value or 0,
-// -inf where this row does not see it. Writes those positions to keys and returns how many they are.
+// -inf where this row does not see it. Writes those positions to keys and returns their number.
 static int64_t rocq__attend_bias(const rocq__attend *a, const rocq__attend_item *item,
                                  int64_t begin, int64_t end, float *bias, int64_t *keys) {
     const rocq_tensor *mask = a->p->mask;
@@ -8881,7 +8881,7 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
         rocq__attend_prefetch(&v, row[j]);
         rocq__attend_decode(a, &k, row[j], local->tile + j * pitch);
     }
-    // Rows go by two and keys by four: the last is repeated to fill up, and its copies are not used.
+    // Rows go by two and keys by four; the last fills up the rest, and those results are not used.
     for (int64_t j = n_keys; j % 4 != 0; j++) line[j] = line[n_keys - 1];
     for (int64_t r = 0; r < n; r += 2) {
         const int64_t r1 = ROCQ__MIN(r + 1, n - 1);
@@ -9639,9 +9639,9 @@ static rocq_result rocq__argmax_cpu(rocq_ctx *ctx, rocq_op op, const void *param
 }
 
 // -- sample --
-// Every filter keeps a prefix of the order "higher logit first, then lower token", so one candidate,
-// the cut, tells what is left: it and all before it. The final distribution is summed and drawn from
-// in token order, so that the draw does not depend on how the cut was found.
+// Every filter keeps a prefix of the order "higher logit first, then lower token", so a candidate,
+// the cut, tells what is left: it and all before it. The final distribution is summed and drawn
+// from in token order, so that the draw does not depend on how the cut was found.
 
 typedef struct rocq__candidate {
     float logit;
@@ -15689,7 +15689,7 @@ ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_c
 
 #if ROCQ__HAS_PROFILE
 
-// The op's name and how it touches memory, which cost little to know.
+// The op's name, format and access, which are cheap to know; rocq__work_count does the rest.
 static rocq__work rocq__work_named(rocq_op op, const void *params) {
     const rocq_tensor *kind = NULL;
     bool mixed = false;
@@ -15739,26 +15739,26 @@ static rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *par
 // While a profile is on, every call of a region becomes one event: its region (a name under a
 // parent), its times on the host, the pair of GPU marks around what it submitted, and the bytes and
 // flops of its own. rocq__region_enter opens the event on a stack; rocq__region_leave closes it and
-// appends it to the log. So events lie in the log in the order of their ends, and those inside a
-// region come before the region's own.
+// appends it to the log. So the log is in the order in which events end, and those inside a region
+// come before the region's own.
 //
 // All results are folded from the log, the oldest event first: samples, sums, the trace, and what
 // regions inside add to the one around them. That happens when results are asked for, and when the
 // log is full, which then folds its oldest events to make room.
 //
-// A mark is an event of the HIP runtime in the stream. Only what is submitted in one piece (an op,
-// a captured graph) has marks; a region around pieces lasts on the GPU from the start of its first
-// piece to the end of its last, so the program's regions cost the GPU nothing. Nobody waits for a
-// mark before its event is folded. A full log waits for its oldest events alone, and the GPU has
-// work queued meanwhile.
+// A mark is an event of the HIP runtime in the stream. Only a piece, which is submitted as a whole
+// (an op, a captured graph), has marks; a region around pieces lasts on the GPU from the start of
+// its first piece to the end of its last, so the program's regions cost the GPU nothing. Nobody
+// waits for a mark before its event is folded. A full log waits for its oldest events alone, and
+// the GPU has work queued meanwhile.
 //
 // Sampling bounds what all this costs. An outermost region is measured or skipped together with all
 // that is inside it; one that is long, or is called for the first time, is always measured, and the
 // regions directly inside it are treated as outermost. A region is measured every k-th time on
 // average, where k follows from what measuring every call would cost. The distance to the next time
 // is random, so that a rhythm of the program (every other step is short, say) does not distort the
-// results. An event's weight is the number of calls since the last that was measured; sums take the
-// event so many times.
+// results. An event's weight is the number of calls since the last that was measured; sums count
+// the event that many times.
 
 enum {
     ROCQ__DEPTH = 64,          // most regions that are open at once
@@ -15766,14 +15766,14 @@ enum {
     ROCQ__BATCH = 64,          // events that a full log folds
     ROCQ__PATH = 128,
     ROCQ__VERDICT = 96,
-    ROCQ__FILL_NS = 2000,      // what the memory could move in less time does not fill a chip
+    ROCQ__FILL_NS = 2000,      // work that takes less than this at the peaks does not fill a chip
     ROCQ__LONG_NS = 50000000,  // a region that lasts longer is long
     ROCQ__WINDOW_NS = 1 << 28, // after so long, half of the costs that were counted are forgotten
-    ROCQ__PAUSE_NS = 100000    // most that one event is taken to cost: the rest is another process
+    ROCQ__PAUSE_NS = 100000    // most that one event is taken to cost: more is preemption
 };
 
-// The latest times of a region, and of all of them: how many there were, the calls that they stand
-// for, and their weighted sum.
+// The newest times of a region; and of all that were measured their number, the calls that they
+// stand for, and their weighted sum.
 typedef struct rocq__times {
     double *ns;   // [max_samples]
     int32_t next; // index of the next one
@@ -15807,7 +15807,7 @@ typedef struct rocq__event {
     int32_t pair;   // of marks, -1: none
     int32_t span;   // of the trace, -1: no room
     int8_t depth;
-    int8_t access;  // a rocq_access, -1: none was told
+    int8_t access;  // a rocq_access, -1: none was given
     bool submits, copy, failed;
     int64_t weight; // calls that it stands for
     int64_t enter_ns; // when begin was called; the profile's own work lies between it and start_ns
@@ -15815,10 +15815,10 @@ typedef struct rocq__event {
     rocq__amount own; // without the regions inside
 } rocq__event;
 
-// What the events that have been folded add to the open region around them, at each depth.
+// At each depth, what the folded events add to the region around them, which is folded later.
 typedef struct rocq__inside {
     rocq__amount sum;         // weighted
-    bool timed;               // on the GPU:
+    bool timed;               // on the GPU, with
     double first_ns, last_ns; // start of the first piece, end of the last
 } rocq__inside;
 
@@ -15840,8 +15840,8 @@ struct rocq__profile {
     rocq__inside inside[ROCQ__DEPTH];
     int64_t dropped, dropped_gpu, dropped_spans;
 
-    // Sampling. Inside a region that decides for all that is inside it, root is its depth + 1 (else
-    // 0), and weight is that of its events, or 0 when it is skipped.
+    // Sampling. Inside a region that decides for all that is inside it, root is its depth + 1, else
+    // 0. weight: that of the events that begin now, or 0 while such a region is skipped.
     bool limited;     // calls may be skipped, as desc.cost is less than 1
     int32_t root;
     int64_t weight;
@@ -15850,8 +15850,8 @@ struct rocq__profile {
     double marks_ns;  // what a pair of marks costs
     uint64_t random;
 
-    // Marks. Pairs are taken in turn: as many as events in the log, so that the one whose turn it
-    // is belongs to an event that has been folded.
+    // Marks. Pairs are taken in turn. There are as many as events in the log, so that the next pair
+    // always belongs to an event that has been folded.
     void *marks[ROCQ__LOG][2];
     uint32_t n_pairs; // taken so far
     void *anchor;     // the last mark whose time is known
@@ -15869,7 +15869,7 @@ struct rocq__profile {
     int (*range_pop)(void);
 };
 
-// above/label, or of what is too long the end, from the beginning of a character of UTF-8 on.
+// above/label; of a path that is too long, dots and its end, cut between characters of UTF-8.
 static void rocq__path_join(char path[ROCQ__PATH], const char *above, const char *label) {
     const size_t length = above ? strlen(above) + 1 : 0, total = length + strlen(label);
     size_t from = total < ROCQ__PATH ? 0 : total - ROCQ__PATH + 4, to = 0;
@@ -15934,7 +15934,7 @@ static void rocq__times_add(const rocq__profile *p, rocq__times *times, double n
 
 // -- folding the log --
 
-// From here on all is timed on the host alone.
+// Destroys the marks: from here on all is timed on the host alone.
 static void rocq__marks_end(rocq_ctx *ctx, rocq__profile *p) {
     for (int32_t i = 0; i < 2 * ROCQ__LOG + 1; i++) {
         void **mark = i < 2 * ROCQ__LOG ? &p->marks[i / 2][i % 2] : &p->anchor;
@@ -15945,8 +15945,8 @@ static void rocq__marks_end(rocq_ctx *ctx, rocq__profile *p) {
 }
 
 // When the GPU began and ended a piece that it has run. Pieces are folded in the order of the
-// stream, and each is measured from the end of the one before it: the runtime tells intervals as
-// floats, which hold no long one to the nanosecond.
+// stream, and each is measured from the end of the one before it: the runtime returns intervals as
+// floats, in which long ones are not exact to the nanosecond.
 static rocq_result rocq__piece_times(rocq_ctx *ctx, rocq__profile *p, void **mark,
                                      rocq__inside *inside) {
     const rocq_hip *hip = ctx->gpu->hip;
@@ -16026,7 +16026,7 @@ static rocq_result rocq__log_fold(rocq_ctx *ctx, rocq__profile *p, uint32_t n, c
     return result;
 }
 
-// The whole log. Results of a lost GPU are those that came in time.
+// Folds the whole log. With a lost GPU the results are those that came in time.
 static rocq_result rocq__log_finish(rocq_ctx *ctx, const char *call) {
     const rocq_result result = rocq__log_fold(ctx, ctx->profile, ctx->profile->n_log, call);
     return result == ROCQ_E_LOST ? ROCQ_OK : result;
@@ -16041,7 +16041,7 @@ static rocq_result rocq__mark(rocq_ctx *ctx, void *mark) {
     return ROCQ_OK;
 }
 
-// piece: what is submitted until the end goes to the GPU in one.
+// piece: all that is submitted until the region ends is one piece, and has marks.
 static rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
                                       bool piece) {
     rocq__profile *p = ctx->profiling;
@@ -16374,8 +16374,8 @@ static const struct {
     {"latency", "too little work to fill the chip"},
 };
 
-// Share of the peak, what bounds, and the verdict on it, of stats with calls, time and work.
-// matrix: the flops on the matrix unit among them.
+// Fills in share, memory_bound and the verdict of stats that have calls, time and work; access
+// becomes LATENCY for too little work. matrix: the flops on the matrix unit among them.
 static void rocq__judge(const rocq_profile_desc *peak, double matrix, rocq_region_stats *stats,
                         char verdict[ROCQ__VERDICT]) {
     const double vector = stats->flops - matrix;
@@ -16416,8 +16416,8 @@ static void rocq__times_summarize(const rocq__profile *p, const rocq__times *tim
     summary->count = times->count;
 }
 
-// What counts as a region's time: of what the library submits that on the GPU, of a region around
-// it the longer of both, since its end need not wait for the GPU.
+// What counts as a region's time: for what the library submits, the GPU's; for a region around
+// that, the longer of host and GPU, since its end need not wait for the GPU.
 static const rocq__times *rocq__times_of(const rocq__region *r) {
     const bool gpu = r->submits ? r->gpu.count > 0 : r->gpu.sum > r->host.sum;
     return gpu ? &r->gpu : &r->host;
@@ -16480,8 +16480,8 @@ static int rocq__text_width(const char *text) {
     return n;
 }
 
-// The region and, below it, those inside: a tree, though later regions may have come first. parent
-// -1 is the root.
+// Prints the regions directly inside parent (-1: the outermost ones), each followed by those inside
+// it. A region's index is larger than its parent's.
 static void rocq__report_rows(rocq__output *out, const rocq__profile *p, int32_t parent,
                               int width) {
     const double around = parent < 0 ? 0.0 : rocq__times_of(&p->regions[parent])->sum;
@@ -16550,7 +16550,7 @@ static const rocq__number rocq__summary_fields[] = {
     {"ts", 0, 3}, {"dur", sizeof(double), 3}
 };
 
-// "name": string, and what is to follow it.
+// Prints "name": "text", then `then`.
 static void rocq__json_string(rocq__output *out, const char *name, const char *text,
                               const char *then) {
     rocq__print(out, "\"%s\": ", name);
@@ -16662,12 +16662,12 @@ ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_w
 
 #if ROCQ__HAS_OCCUPANCY
 
-// Workgroups that find room where one has to stay, by what it needs.
+// How many workgroups fit a CU, or without CU mode a WGP, of which a workgroup cannot leave either.
 typedef struct rocq__residency {
     int32_t size;  // waves of a workgroup
-    int32_t simds; // where its waves may be
-    int32_t waves; // of a SIMD, by VGPRs
-    int32_t by_vgprs, by_threads, by_lds;
+    int32_t simds; // of the CU or WGP
+    int32_t waves; // that the VGPRs of a SIMD allow
+    int32_t by_vgprs, by_threads, by_lds; // workgroups that each resource allows
     int32_t compiler_lds; // by_lds as clang counts it
 } rocq__residency;
 
@@ -16707,8 +16707,8 @@ ROCQ_DEF rocq_result rocq_get_occupancy(const rocq_occupancy_params *params,
     rocq_occupancy o;
     memset(&o, 0, sizeof o);
 
-    // LLVM (AMDGPUSubtarget, getOccupancyWithLocalMemSize): VGPRs by the SIMD, and apart from them
-    // the waves of as many workgroups as slots and LDS allow, rounded up and at least one.
+    // As LLVM counts (AMDGPUSubtarget, getOccupancyWithLocalMemSize): the lesser of the waves that
+    // VGPRs allow and those of as many workgroups as slots and LDS allow, rounded up, at least one.
     const int32_t allowed = ROCQ__MIN(limits.by_threads, limits.compiler_lds);
     const int32_t waves = (allowed * limits.size + limits.simds - 1) / limits.simds;
     o.compiler_waves = ROCQ__MIN(limits.waves, ROCQ__MAX(ROCQ__MIN(waves, ROCQ__SIMD_WAVES), 1));
@@ -16772,9 +16772,9 @@ ROCQ_DEF int32_t rocq_recommend_threads(const rocq_occupancy_params *params, dou
 // ---------------------------------------------------------------------------------------------
 // >>tuner: trials, and the file of their results. Not needed to run a model.
 // ---------------------------------------------------------------------------------------------
-// What rocq_tune tries is put where its result will be, into ctx->tuned: a trial takes the way that
-// the result takes later. The op, or several of one class in turn, is recorded some times over, and
-// the replay is timed.
+// rocq_tune puts what it tries into ctx->tuned, where its result will be, so that trials run
+// through the same code as later launches. A row is a graph of the op, or of several ops of one
+// class in turn, recorded many times over. Its replay is timed.
 
 ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx) {
     if (!ctx) return;
@@ -16789,10 +16789,10 @@ enum {
     ROCQ__TUNED = 4096,                 // results that a context keeps
     ROCQ__GRID = 2 * (int)ROCQ__SPLITS, // most configurations of a site
     ROCQ__TUNE_PARAMS = 64,             // ops of a graph that take turns
-    ROCQ__TUNE_RUNS = 256,              // ops in a row, or until it takes
-    ROCQ__TUNE_ROW_NS = 500000,         // so long, which hides what its launch costs
+    ROCQ__TUNE_RUNS = 256,              // most ops in a row, but no more than take
+    ROCQ__TUNE_ROW_NS = 500000,         // this long, which hides what its launch costs
     ROCQ__TUNE_TRIAL = 3,               // samples of a trial, and of the default in turn with it
-    ROCQ__TUNE_PROOF = 15               // and of what is to replace the default
+    ROCQ__TUNE_PROOF = 15               // the same for what is to replace the default
 };
 
 // -- the list --
@@ -16869,10 +16869,10 @@ typedef struct rocq__tuning {
     rocq_tune_desc desc; // resolved
     rocq_op op;
     const void *params[ROCQ__TUNE_PARAMS]; // run in turn
-    int32_t n_params, n_runs;              // n_runs: ops of a row
+    int32_t n_params, n_runs;              // n_runs: ops in a row
     rocq__site own;                        // the class
     rocq_launch_config rule;               // the default
-    rocq_graph *rule_row;                  // n_runs under it
+    rocq_graph *rule_row;                  // a row under the default
     rocq_timer timer;
 } rocq__tuning;
 
@@ -16910,8 +16910,8 @@ static rocq_result rocq__tune_sample(rocq__tuning *t, const rocq_launch_config *
     return ROCQ_OK;
 }
 
-// Medians of the default and of a configuration, sampled in turn, so that a clock that changes
-// changes both. A configuration that there is no memory for cannot run: infinite. A trial of one
+// Medians of the default and of a configuration, sampled in turn, so that a change of the clock
+// affects both. *ns is infinite where there is no memory to run the configuration. A trial of one
 // that takes over twice as long ends after its first sample.
 static rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_config *config,
                                       int32_t n, double *rule_ns, double *ns) {
@@ -16940,7 +16940,7 @@ static rocq_result rocq__tune_compare(rocq__tuning *t, const rocq_launch_config 
     return ROCQ_OK;
 }
 
-// Records the default. One op alone tells how many make a row.
+// Records a row of the default. The time of a single op tells how many make a row.
 static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
     t->n_runs = 1;
     ROCQ__TRY(rocq__tune_record(t, &t->rule, &t->rule_row));
@@ -16959,7 +16959,7 @@ static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
     return ROCQ_OK;
 }
 
-// What is to be tried beside the default: the grid, or what of the caller's list is in it.
+// Whether to try a configuration of the grid or, if it is in the grid, of the caller's list.
 static bool rocq__tune_wants(const rocq__tuning *t, const rocq_launch_config *config) {
     return !rocq__same_config(config, &t->rule) &&
            (!t->desc.configs || rocq__grid_has(&t->own, config));
@@ -17043,11 +17043,11 @@ static rocq_result rocq__survey_op(rocq_ctx *ctx, rocq_op op, const void *params
     ctx->survey = survey;
     const rocq_result result = rocq__plan_op(ctx, op, params, &scratch, &on_cpu);
     ctx->survey = NULL;
-    if (on_cpu) survey->n = 0; // found out half way
+    if (on_cpu) survey->n = 0; // which may show only after sites were added
     return result;
 }
 
-// A site of an op, and the part of the op that it stands for.
+// A site of an op, and the fraction of the op that it stands for.
 typedef struct rocq__tune_site {
     rocq__site site, own;
     rocq_op op;
@@ -17244,8 +17244,8 @@ ROCQ_DEF rocq_result rocq_tuning_save(rocq_ctx *ctx, rocq_write_fn write, void *
     return ROCQ_OK;
 }
 
-// Whether this is a file that somebody's rocq_tuning_save wrote for this device: own is the header
-// it would write. The entries are looked at elsewhere.
+// Whether data is a file of rocq_tuning_save for this device; own is the header that it would write
+// here. rocq__tuning_merge checks the entries.
 static rocq_result rocq__tuning_check(rocq_ctx *ctx, rocq__tuning_header own,
                                       const unsigned char *data, int64_t size) {
     const int64_t head = (int64_t)sizeof own, magic = (int64_t)sizeof own.magic;
@@ -17330,7 +17330,7 @@ static rocq_result rocq__tuning_merge(rocq_ctx *ctx, const unsigned char *entrie
     return ROCQ_OK;
 }
 
-// Loads a file for the device that own names.
+// Checks and merges a file for the device that own names.
 static rocq_result rocq__tuning_read(rocq_ctx *ctx, const rocq__tuning_header *own,
                                      const void *data, int64_t size) {
     const unsigned char *bytes = (const unsigned char *)data;
@@ -17384,7 +17384,7 @@ ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t s
 
 // On the CPU ops are rehearsed with their own weights and scratch memory. All else may have no
 // contents yet: activations, caches, masks, and weights that an op of the graph makes. Stand-ins
-// take its place, whose numbers are 0 and whose integers are 1, a valid index and length.
+// take their place: floats are 0, and integers are 1, which is a valid index and length.
 
 // Whether an op of the graph may write to t.
 static bool rocq__graph_writes(const rocq_graph *graph, const rocq_tensor *t) {
@@ -17408,8 +17408,8 @@ static void rocq__stand_in_plan(const rocq_graph *graph, rocq__node *copy) {
         const rocq_attention_params *p = (const rocq_attention_params *)copy->params;
         if (t != p->k && t != p->v) continue;
         copy->kept[i] = false; // a cache may be empty, whoever fills it
-        // A stand-in for the whole cache would be large. As kv_len and page tables are 1, only its
-        // first position is read, or if it is paged the first one of page 1.
+        // A stand-in for the whole cache would be large. As kv_len and page tables hold 1, only its
+        // first position is read or, if it is paged, the first position of page 1.
         const int64_t rows = p->page_table ? 2 * (int64_t)p->page_size : 1;
         if (p->kv_len) t->ne[2] = ROCQ__MIN(t->ne[2], rows);
     }
@@ -17530,7 +17530,7 @@ typedef struct rocq__feed { // an input of the graph, and the values that it is 
 typedef struct rocq__replay {
     rocq_ctx *ctx;
     rocq_graph *graph;
-    // What is put aside, in this order: the status word, regions, rows of caches.
+    // What is copied aside, in this order: the status word, regions, rows of caches.
     rocq__touched *regions;
     int32_t n_regions;
     rocq_tensor *rows;

@@ -1616,11 +1616,11 @@ DEV float epilogue_apply(const epilogue &e, float v, float v2, B bias, G gate, R
 // those of the waves and of w2 through LDS, and then each thread takes one y through the epilogue.
 // w2 is a second pass over K by the same wave.
 //
-// Geometry: blocks of 256 threads, 8 waves; a block has 32 / k_waves rows of one product. The blocks
-// of a product follow those of the product before (block_begin). LDS: 256 N bytes. Rows past m repeat row
-// m - 1 and columns past n repeat column n - 1; they are not stored. Lanes past the end of K load
-// its last unit and add nothing. Assumes planar tensors aligned to 16 bytes. y in Q8_0 needs the 32
-// rows of a unit in one block: k_waves = 1 and m a multiple of 32.
+// Geometry: blocks of 256 threads, 8 waves; a block has 32 / k_waves rows of one product. A launch
+// has up to four products of the same x; their blocks follow each other (block_begin). LDS: 256 N
+// bytes. Rows past m repeat row m - 1 and columns past n repeat column n - 1; they are not stored.
+// Lanes past the end of K load its last unit and add nothing. Planar tensors are aligned to 16
+// bytes. y in Q8_0 needs the 32 rows of a unit in one block: k_waves = 1 and m a multiple of 32.
 // Bytes: w once from memory, x once a wave from the caches. VALU instructions per 32 weights of
 // Q4_0 with n = 1: 12 to decode, 8 dot4 and 4 others, and 8 dot4 and 13 others that the four rows
 // share.
@@ -1945,8 +1945,8 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
     }
 }
 
-// One wave's share of a product: ROWS rows from `row` on. The sums go to out[pass][ROWS c + r]; pass 0
-// is w and pass 1 is w2.
+// One wave's share of a product: ROWS rows from `row` on, and of K the steps of k_wave. The sums go
+// to out[pass][wave][ROWS c + r], with out at this wave; pass 0 is w and pass 1 is w2.
 template <int F, int N, bool INT8>
 DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
                          int k_wave, float *out) {
@@ -2026,8 +2026,8 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int fi
     return t;
 }
 
-// Where the first sum of a thread's y is in LDS. Each wave that shares the row has one; they are
-// SLOT floats apart.
+// The index in LDS of the first sum of a thread's y. Each of the 1 << k_shift waves that share the
+// row has one sum; they are SLOT floats apart.
 template <int N> DEV int matvec_slot(const matvec_tail &t) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
     return (t.r / ROWS << t.k_shift) * SLOT + t.c * ROWS + t.r % ROWS;
@@ -2072,12 +2072,11 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
 // What a block does. F: the format of all products, or MATVEC_MIXED where each product has its own.
 //
 // When a launch begins its args are in no cache, so every load that depends on another one costs a
-// trip to memory. On gfx11 they are therefore loaded in as few dependent steps as possible: the
-// fields before the products together with product 0, and then, if the block belongs to another product,
-// that product. y_format and activation are in the batch only to bring their cache lines, which hold
-// what the epilogue needs, into the scalar cache before the loop ends. On NVIDIA args are in
-// constant memory, which needs none of this, and nvcc loads a field again rather than keep it in a
-// register.
+// trip to memory. On gfx11 they are therefore loaded in as few dependent steps as possible: first
+// the fields before a.product together with product 0, then, if the block belongs to another
+// product, that one. y_format and activation are read along only to bring their cache lines, which
+// hold what the epilogue needs, into the scalar cache before the loop ends. On NVIDIA args are in
+// constant memory, which needs none of this, and nvcc reloads fields to save registers.
 enum { MATVEC_MIXED = -1 };
 template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_args &a) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
@@ -2182,7 +2181,7 @@ ROCQ_K_PLAIN_FORMATS(ROCQ_X_PLAIN, ROCQ_X)
 // Geometry: blockIdx.x (+ block0) counts the tiles_m tiles_n tiles, once for each of n_splits
 // splits of K; blockIdx.z counts the batches of x. One tile goes through K no faster than the
 // latency of its loads permits. So where there are fewer tiles than the chip holds blocks, several
-// blocks split the K of each: they leave their sums in work, and matmul_merge, a second launch,
+// blocks split the K of each: they store their sums in `work`, and matmul_merge, a second launch,
 // adds them up. Tiles are ROCQ_K_MATMUL_M rows by ROCQ_K_MATMUL_F16_N, _F16_N_FEW, _INT8_N or
 // _F32_N columns; 128 threads, matmul_f32 256. Rows past M repeat row M - 1 and columns past N
 // repeat column N - 1; they are not stored. Sums run over K in the same order for any n and any
@@ -2222,7 +2221,7 @@ DEV matmul_place matmul_place_of(const rocq_k_matmul_args &a, int bm, int bn, ui
     return p;
 }
 
-// The index of the wave, which the compiler so knows to be uniform.
+// The index of the wave, read from lane 0, so that the compiler knows it to be uniform.
 DEV int matmul_wave() { return wave_read(wave_index(), 0); }
 
 template <int TM, int TN> DEV void matmul_clear(frag_c (&c)[TM][TN]) {
@@ -2306,7 +2305,7 @@ KERNEL(matmul_merge, rocq_k_matmul_args, 256) {
 // many columns, while in memory the rows of a column are neighbours. So 16 columns at a time go
 // through LDS, after which a wave reads and writes runs of 32 rows. work: LDS,
 // matmul_pass_floats<TM> for each wave; two words of padding a column keep its writes and reads
-// free of bank conflicts. All waves have to call.
+// free of bank conflicts. It has barriers: all waves must call it.
 template <int TM> DEV constexpr int matmul_pass_floats() { return 16 * (16 * TM + 2); }
 template <int TM, int TN>
 DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_place &at,
@@ -2450,9 +2449,9 @@ DEV u32x4 matmul_mask_halves(const u32x4 &vector, int64_t k, int64_t n) {
     return make4(w[0], w[1], w[2], w[3]);
 }
 
-// c += w x over 16 n16 of K. w and x point into LDS to the wave's first row and first column; 16
-// USED columns are multiplied. A fragment's registers are loaded again as soon as its last product
-// is issued.
+// c += w x over 16 * n16 elements of K. w and x point into LDS to the wave's first row and column;
+// 16 * USED columns are multiplied. A fragment's registers are loaded again as soon as its last
+// product is issued.
 template <int TM, int TN, int USED>
 DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16) {
     enum { ROW = MATMUL_F16_ROW };
