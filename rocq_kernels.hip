@@ -1883,8 +1883,8 @@ DEV void matvec_f32_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_u
     }
 }
 
-// As matvec_f32_sums, for F32, F16 and BF16. It goes by vectors, or by elements where a row is not a
-// whole number of vectors or not aligned.
+// As matvec_f32_sums, for F32, F16 and BF16. It goes by 16-byte vectors, or by elements where a row
+// is not a whole number of vectors or not aligned.
 template <int F, int N>
 DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const matvec_work &work,
                            float *sums) {
@@ -2341,9 +2341,9 @@ DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_place &at,
 // matmul_f16: x in F16, w decoded to F16, products and sums on the matrix unit with F32 sums.
 //
 // A step is 64 of K, two units a row. A thread decodes one unit of each of two rows of w and its
-// neighbour the other unit of both rows (plain formats: vectors, 8 threads a row), and copies vectors
-// of x, 8 threads a column. So x is read in whole cache lines, and a load of w touches no more
-// lines than it has to.
+// neighbour the other unit of both rows (plain formats: 16-byte vectors, 8 threads a row), and
+// copies vectors of x, 8 threads a column. So x is read in whole cache lines, and a load of w
+// touches no more lines than it has to.
 // Tile of 128 columns: waves 2 by 2, each 64 by 64, so that 4 + 4 fragments feed 16 WMMA and LDS is
 // busy for a third of the time that the matrix units are; 128 sums a lane. Tile of 32 columns: the
 // waves are one above the other, each 32 by 32, so that a unit is still decoded only once; of a
@@ -2993,7 +2993,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 //
 // A block is 4 waves. For D over 128 the head is cut into SLICES of 128 elements, and a wave has
 // one slice of Q, of K and of O. So no wave holds more than 128 elements of a column; the waves of
-// a column tile add their shares of S in LDS. How the waves divide the rest of the work:
+// a column tile add their partial sums of S in LDS. How the waves divide the rest of the work:
 //   decode   into SETS. A set takes every SETS-th KV tile. Each wave stages its slice of K and V in
 //            LDS of its own, without a barrier. At the end (m, l, O) of the sets are merged in LDS
 //   prefill  into COLUMN_TILES. All four waves stage and use one KV tile in LDS
@@ -3017,14 +3017,14 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 //         16-byte words of consecutive rows into different banks when they are loaded. Row r of a
 //         slice of V^T is element 8 (r % (W / 8)) + r / (W / 8): the lanes of a wave, which store
 //         neighbouring chunks of 8 elements, so store to neighbouring rows and have no bank
-//         conflicts. The k of V^T and P are in the order of frag_k_row. In decode K and V take turns
-//         in the same place, and Q is in LDS too
-// KV      a position is less than 2^32 bytes from the next. 16-byte loads of F32, F16 and BF16 where
-//         rows are aligned to 16 bytes and head_dim is a multiple of 8, else single elements; loads
-//         of 2 and 8 bytes from GGUF blocks of Q8_0 and Q4_0. Pages are looked up a KV tile ahead
+//         conflicts. The k of V^T and P are in the order of frag_k_row. In decode K and V take
+//         turns in the same place, and Q is in LDS too
+// KV      rows are less than 2^32 bytes apart. F32, F16 and BF16: loads of 16 bytes where rows are
+//         aligned to 16 bytes and up to 16 MB apart and head_dim is a multiple of 8, else of single
+//         elements; GGUF blocks of Q8_0 and Q4_0: of 2 and 8 bytes. Pages are looked up a tile ahead
 // Values  Q, K, V and P are rounded to F16 (so K and V past 65504 become infinite), sums are F32.
-//         What a column does not see has no effect on it, with one exception: a NaN or infinity in V
-//         also reaches a column that does not see its position, if another column of the tile does
+//         What a column does not see has no effect on it, except that a NaN or infinity in V before
+//         the end of the run reaches all columns of a wave that uses its KV tile: 0 times it is NaN
 // Bytes   K and V once per column tile (decode) or block (prefill), Q and out once
 // Math    per 16 positions and 16 columns of a wave W / 8 WMMA (512 cycles for W = 128) and, in
 //         prefill, some 80 cycles of the rest
@@ -3095,8 +3095,8 @@ template <int D, int TILES, int HELD, int N, int LOADERS> struct attend_shape {
     static constexpr uint64_t ALL_SEEN = ~(uint64_t)0 >> (64 - TILE);
 
     // In pass p thread t loads chunk lane_chunk(t) + pass_chunk(p) of row lane_row(t) +
-    // pass_row(p), a row being a position of the KV tile. The parts by pass are constants, so all
-    // passes of a thread share the address computation.
+    // pass_row(p), a row being a position of the KV tile. The terms that depend on the pass are
+    // constants, so all passes of a thread share the address computation.
     enum { ROWS_K = THREADS / 8, GROUPS = TILE / 4 };
     template <bool V> DEV int lane_row(int t) {
         if (!V) return t / 8;
@@ -3233,7 +3233,7 @@ struct attend_place {
     int listed;     // the rows of its positions are in the list `rows`; else they are consecutive
     int chunk0;     // first chunk of the slice
     int32_t *rows;  // LDS of the wave. Positions past the end have the row of the last position
-    uint64_t seen;  // bit r: position first + r is before the end, and in a page that exists
+    uint64_t seen;  // bit r: position first + r is before the end and in a valid page; masks aside
 };
 
 DEV const char *attend_row(const attend_rows &t, const attend_place &at, int r) {
@@ -3274,8 +3274,8 @@ DEV void attend_fetch(u32x4 (&raw)[S::LOADS], const attend_rows &t, const attend
 }
 
 // Stores what passes p to p + 3 loaded, in F16, to the tile. Then it stores 0 where chunks are past
-// head_dim and, for V, where positions are not seen: their weight is 0, but 0 times an infinity or
-// NaN from there would not be.
+// head_dim and, for V, where at.seen has no bit: the weight there is 0, but 0 times an infinity or
+// NaN would not be.
 template <typename S, bool V>
 DEV void attend_put(f16 *tile, const u32x4 (&h)[4], int p, const attend_rows &t,
                     const attend_place &at, int thread) {
@@ -3385,10 +3385,10 @@ DEV void attend_stage(f16 *tile, u32x4 (&raw)[S::LOADS], const attend_rows &t,
     else attend_stage_any<S, V>(tile, t, at, thread);
 }
 
-// What a block works on: the columns from column0 on of a KV head of a sequence, and which of their
-// runs.
+// What a block works on: one run of positions (split) for the columns from column0 on of a KV head
+// of a sequence.
 struct attend_task {
-    uint32_t tile_index; // of these columns, in work and counter
+    uint32_t tile_index; // of these columns, where work and counter have their results
     int split, column0, kv_head, seq;
 };
 template <typename S> DEV attend_task attend_task_of(const rocq_k_attention_args &a, int block) {
@@ -3502,7 +3502,7 @@ template <typename S> DEV void attend_clear_scores(frag_c (&s)[S::S_FRAGS]) {
     for (int i = 0; i < 8 * S::S_FRAGS; i++) s[i / 8].v[i % 8] = 0.0f;
 }
 
-// The factor of a sum with the maximum m when the maximum becomes top. Both may be -infinity.
+// The factor that takes a sum relative to maximum m to the new maximum top. Both may be -infinity.
 DEV float attend_keep(float m, float top) {
     return m == top ? 1.0f : exp2_fast(m - top);
 }
@@ -3515,7 +3515,7 @@ template <typename S> DEV void attend_rescale(attend_state<S> &c, const float (&
     }
 }
 
-// The positions from low to high - 1 that a query sees, apart from the mask.
+// A query sees the positions from attend_low to attend_high - 1, apart from the mask.
 DEV int attend_low(const rocq_k_attention_args &a, int len, int query) {
     const int p = len - a.n_q + query;
     return a.window > 0 && p >= a.window ? p - a.window + 1 : 0;
@@ -3524,8 +3524,8 @@ DEV int attend_high(const rocq_k_attention_args &a, int len, int query) {
     return a.causal ? max(len - a.n_q + query + 1, 0) : len;
 }
 
-// The row of position j of a sequence in the pools of pages; -1 if the table names a page that they
-// do not have.
+// The row of k and v that has position j of a sequence; -1, with a status bit set, if the table
+// names a page that does not exist.
 DEV int attend_paged_row(const rocq_k_attention_args &a0, int seq, int j) {
     const rocq_k_attention_args &a = reread(a0);
     const int size = a.page_size;
@@ -3605,8 +3605,8 @@ DEV void attend_bias(frag_c (&s)[S::S_FRAGS], const rocq_k_attention_args &a, co
     }
 }
 
-// Sets scores to -infinity where the position is not in [low, high) of its column, or not seen at
-// all.
+// Sets scores to -infinity where the position is not in [low, high) of its column, or its bit of
+// seen is 0.
 template <typename S>
 DEV void attend_hide(frag_c (&s)[S::S_FRAGS], const int (&low)[FRAG_SLOTS],
                      const int (&high)[FRAG_SLOTS], int first, uint64_t seen) {
@@ -3621,8 +3621,8 @@ DEV void attend_hide(frag_c (&s)[S::S_FRAGS], const int (&low)[FRAG_SLOTS],
     }
 }
 
-// Turns scores into weights P = 2^(score factor - m), raising m where it has to be, and adds them
-// to l.
+// Turns scores into weights P = 2^(score * factor - m), raises m where they exceed it by over 8, and
+// adds them to l.
 template <typename S>
 DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::S_FRAGS], float factor) {
     float top[FRAG_SLOTS], keep[FRAG_SLOTS], base[FRAG_SLOTS];
@@ -3662,7 +3662,7 @@ DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::S_FRAGS], float factor)
 
 // Divides elements d to d + 3 of a column by its sum l, to which its sink is added, and stores them
 // in out. m is the maximum that x and l are relative to. A column that saw no position gets 0. All
-// lanes of the wave have to call.
+// lanes of the wave must call it.
 DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, int column, int d,
                         bool live, float m, float l, float (&x)[4]) {
     const attend_column c = attend_column_of(a, live ? column : 0);
@@ -3683,8 +3683,8 @@ DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, in
          live ? quad_count(a.head_dim, d) : 0, x);
 }
 
-// Merges the states of the block's sets. A single run's columns then go to out. Of several runs
-// each stores its result in work, and the last block to do so merges them. LDS holds o as rows
+// Merges the states of the block's sets. If there is a single run, the columns then go to out. Else
+// each block stores its result in work, and the last one to do so merges all. LDS holds o as rows
 // [set][column tile][column of a half], then m and l of each row. A result in work is m and l of
 // each column, then o, one column after the other; columns past the end are left out.
 template <typename S>
@@ -3813,8 +3813,8 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
     }
 }
 
-// The positions from begin to end - 1 that a block works on: one of the n_runs runs, of whole
-// rounds, of what its columns see. len: positions that the sequence has.
+// The positions from begin to end - 1 that a block works on: one of the n_runs runs, each of whole
+// rounds, into which what its columns see is cut. len: positions that the sequence has.
 struct attend_run { int len, begin, end, n_runs; };
 template <typename S>
 DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &t) {
@@ -3928,8 +3928,8 @@ DEV void attend_multiply_k(frag_c (&s)[S::S_FRAGS], const f16 *k, Q q) {
         }
     }
 }
-// Adds up the slices' shares of S, always in the same order, so that the waves of all slices get
-// the same bits. sums: LDS, where wave 0's begin. Has a barrier: all waves have to call.
+// Adds up the slices' partial sums of S, always in the same order, so that the waves of all slices
+// get the same bits. sums: LDS, where wave 0's begin. Has a barrier: all waves must call it.
 template <typename S>
 DEV void attend_add_slices(frag_c (&s)[S::S_FRAGS], float *sums, bool live, int wave, int slice) {
     float *own = sums + wave * S::SUM_STRIDE + lane_index();
@@ -3948,7 +3948,7 @@ DEV void attend_add_slices(frag_c (&s)[S::S_FRAGS], float *sums, bool live, int 
         s[i / 8].v[i % 8] = sum;
     }
 }
-// P of a tile from the products of Q and K, as operands.
+// Turns the products of Q and K of a tile into weights P, as operands of attend_multiply_v.
 template <typename S>
 DEV void attend_weights(frag (&p)[S::S_FRAGS], frag_c (&s)[S::S_FRAGS], attend_state<S> &state,
                         const rocq_k_attention_args &a, const attend_score &score,
@@ -4070,7 +4070,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
 
 // Prefill is bound by arithmetic. All waves stage and use one KV tile. While they work on its K,
 // its V is in flight, and while they work on V, the next tile's K. The occupancy is enough to hide
-// the rest of the latency, so Q takes the registers that further prefetches would need.
+// the rest of the latency, so Q stays in the registers that further prefetches would need.
 template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
     typedef attend_prefill_shape<D> S;
     LDS(u32x4, lds, attend_lds<S>::BYTES / 16);
