@@ -3556,8 +3556,8 @@ static bool rocq__spin(int64_t *word, bool some) {
     return false;
 }
 
-// Takes and runs chunks until none is left. The job's number in `open` makes a compare-and-swap
-// fail that began in an earlier job. Whoever finishes the last chunk wakes a caller that sleeps.
+// Takes and runs chunks until none is left. The job number in `open` makes a compare-and-swap fail
+// whose value is from an earlier job. Whoever finishes the last chunk wakes a caller that sleeps.
 static void rocq__workers_share(rocq__workers *pool, int32_t thread) {
     int32_t n_done = 0;
     for (;;) {
@@ -3626,7 +3626,7 @@ static void rocq__workers_start(rocq__workers *pool, int32_t n_workers) {
 
 static void rocq__workers_stop(rocq__workers *pool) {
     ROCQ__LOCK(&pool->mutex);
-    rocq__store64(&pool->open, -1);
+    rocq__store64(&pool->open, -1); // the low half is not 0, so every wait for chunks ends
     ROCQ__WAKE(&pool->work);
     ROCQ__UNLOCK(&pool->mutex);
     for (int32_t i = 0; i < pool->n_started; i++) {
@@ -6965,7 +6965,7 @@ static inline float rocq__f16_at(const void *p) {
 }
 
 #if ROCQ__HAS_V8
-// F16, BF16, Q8_0 and Q4_0, the formats of activations and KV caches, eight at a time.
+// F16, BF16, Q8_0 and Q4_0, the formats of activations and KV caches, eight elements at a time.
 static ROCQ__SIMD void rocq__decode_simd(rocq_format format, float *dst, const void *src,
                                          int64_t n) {
     const unsigned char *bytes = (const unsigned char *)src;
@@ -7040,7 +7040,7 @@ typedef struct rocq__mm_work {
 typedef struct rocq__mm_group {
     float scale;
     float sum;      // of the group's values: scale * sum of codes
-    int32_t offset; // sum of codes, times the format's offset
+    int32_t offset; // sum of codes, times rocq__mm.offset
 } rocq__mm_group;
 
 // What an int8 dot multiplies: the first groups of the panel in work with n columns.
@@ -7060,7 +7060,7 @@ typedef void (*rocq__mm_dot)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile
 // One segment of the eight rows of a panel, as w stores it.
 typedef struct rocq__mm_rows {
     const unsigned char *at[ROCQ__MM_ROWS];
-    int64_t ahead;            // bytes from at[r] to the segment that is read after this one
+    int64_t ahead;            // bytes from at[r] to what is prefetched: the next segment or panel
     const rocq__codec *codec; // INT8 only: w's,
     int64_t n_blocks;         // and the segment's blocks per row
 } rocq__mm_rows;
@@ -8460,7 +8460,7 @@ static inline float rocq__sum8(const float *x) {
     return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
 }
 
-// moment[0] += sum of x - shift, moment[1] += sum of (x - shift)^2
+// moment[0] += sum of x - shift, moment[1] += sum of (x - shift)^2; each as 8 sums, as SIMD adds
 static void rocq__moments_scalar(const float *x, float shift, int64_t n, double *moment) {
     float sum[8] = {0}, square[8] = {0};
     int64_t i = 0;
@@ -15818,7 +15818,7 @@ typedef struct rocq__event {
 // At each depth, what the folded events add to the region around them, which is folded later.
 typedef struct rocq__inside {
     rocq__amount sum;         // weighted
-    bool timed;               // on the GPU, with
+    bool timed;               // the GPU's times are known:
     double first_ns, last_ns; // start of the first piece, end of the last
 } rocq__inside;
 
@@ -16662,7 +16662,7 @@ ROCQ_DEF rocq_result rocq_profile_report(rocq_ctx *ctx, rocq_report kind, rocq_w
 
 #if ROCQ__HAS_OCCUPANCY
 
-// How many workgroups fit a CU, or without CU mode a WGP, of which a workgroup cannot leave either.
+// How many workgroups fit a CU or, without CU mode, a WGP: all waves of a workgroup stay in one.
 typedef struct rocq__residency {
     int32_t size;  // waves of a workgroup
     int32_t simds; // of the CU or WGP
@@ -16959,7 +16959,7 @@ static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
     return ROCQ_OK;
 }
 
-// Whether to try a configuration of the grid or, if it is in the grid, of the caller's list.
+// Whether to try a configuration: not the default again, and of the caller's list only the grid's.
 static bool rocq__tune_wants(const rocq__tuning *t, const rocq_launch_config *config) {
     return !rocq__same_config(config, &t->rule) &&
            (!t->desc.configs || rocq__grid_has(&t->own, config));

@@ -3021,7 +3021,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 //         turns in the same place, and Q is in LDS too
 // KV      rows are less than 2^32 bytes apart. F32, F16 and BF16: loads of 16 bytes where rows are
 //         aligned to 16 bytes and up to 16 MB apart and head_dim is a multiple of 8, else of single
-//         elements; GGUF blocks of Q8_0 and Q4_0: of 2 and 8 bytes. Pages are looked up a tile ahead
+//         elements; blocks of Q8_0 and Q4_0: of 2 and 8 bytes. Pages are looked up a tile ahead
 // Values  Q, K, V and P are rounded to F16 (so K and V past 65504 become infinite), sums are F32.
 //         What a column does not see has no effect on it, except that a NaN or infinity in V before
 //         the end of the run reaches all columns of a wave that uses its KV tile: 0 times it is NaN
@@ -3621,8 +3621,8 @@ DEV void attend_hide(frag_c (&s)[S::S_FRAGS], const int (&low)[FRAG_SLOTS],
     }
 }
 
-// Turns scores into weights P = 2^(score * factor - m), raises m where they exceed it by over 8, and
-// adds them to l.
+// Turns scores into weights P = 2^(score * factor - m) and adds them to l. Where a scaled score is
+// more than 8 above m, m is raised first.
 template <typename S>
 DEV void attend_weigh(attend_state<S> &c, frag_c (&s)[S::S_FRAGS], float factor) {
     float top[FRAG_SLOTS], keep[FRAG_SLOTS], base[FRAG_SLOTS];
