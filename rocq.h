@@ -966,7 +966,8 @@ typedef struct rocq_attention_params {
     const rocq_tensor *k;          // F32 F16 BF16 Q8_0 Q4_0 [D, n_kv_heads, n_kv, n_seqs]
     const rocq_tensor *v;          // as k, its format may differ
     const rocq_tensor *mask;       // F32 or F16 [n_kv, n_q, 1 or n_heads, 1 or n_seqs], added to
-                                   // the scores, -inf hides; or NULL
+                                   // the scores, -inf hides; or NULL. On a GPU k and v must be
+                                   // finite where nothing but the mask hides them: 0 NaN is NaN
     const rocq_tensor *sinks;      // F32 [n_heads] or NULL
     const rocq_tensor *kv_len;     // I32 [n_seqs], 1 to n_kv each; NULL = n_kv for all
     const rocq_tensor *page_table; // I32 [n_pages, n_seqs] or NULL. Paged: k and v are pools
@@ -3691,7 +3692,6 @@ static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task f
         return;
     }
 #endif
-    (void)ctx;
     (void)ctx;
     (void)grain;
     fn(arg, 0, n, 0);
@@ -10693,7 +10693,7 @@ typedef struct rocq__upload {
     rocq_result result;   // of the last submission
 } rocq__upload;
 
-// A entry may be cut at multiples of so many bytes: a planar tensor is repacked by whole blocks.
+// An entry may be cut at multiples of so many bytes: a planar tensor is repacked by whole blocks.
 static int64_t rocq__entry_grain(const rocq__entry *p) {
     int64_t elems, bytes;
     rocq__block_of(p->t.format, &elems, &bytes);
@@ -11483,7 +11483,7 @@ static const rocq__tile_pace rocq__tile_rdna3 = {1.0, 16.0, {2.5, 1.5}},
 // Estimates the nanoseconds of a grid of tiles. For each 64 of K, a block waits for its loads, then
 // computes; blocks resident on one unit wait at the same time. The partial sums of a split K are
 // written, then read and added by a second launch. On an H200 the fastest by this estimate is the
-// fastest of all or at most 7% behind, 0.7% on average, for 41 shapes of five formats, n 16 to 2048.
+// fastest of all or at most 7% behind, 0.7% on average: 41 shapes of five formats, n 16 to 2048.
 static double rocq__tiles_ns(const rocq__chip *chip, const rocq__site *s,
                              const rocq_launch_config *c) {
     const rocq__tile_pace *p = chip->target ? &rocq__tile_rdna3 : &rocq__tile_other;

@@ -12,8 +12,8 @@
 
        hipcc -O3 --offload-arch=gfx1100 -x hip app.c rocq_kernels.hip -o app
 
-   Both with clang 19 or newer, which ROCm has from 6.4 on. gfx1153 is unknown to clang 19, and can be
-   added to the list for a newer one.
+   Both with clang 19 or newer, which ROCm has from 6.4 on. gfx1153 is unknown to clang 19, and can
+   be added to the list for a newer one.
 
    Licence: MIT or public domain, at your choice; see the end of rocq.h.
 
@@ -35,8 +35,8 @@
    adds args.common.block0 to blockIdx.x, so that the host can cut a long grid into short launches.
    Global memory is read and written with gload and gstore, LDS with lget and lput: on the GPU they
    are plain accesses, in the tests they check bounds, uninitialised memory and races. Sums are in
-   F32 and in a fixed order. A operands are rows of M, B operands columns of N, both with K innermost:
-   C[m][n] = sum A[m][k] B[n][k].
+   F32 and in a fixed order. A operands are rows of M, B operands columns of N, both with K
+   innermost: C[m][n] = sum A[m][k] B[n][k].
 
    WORDS
    unit      32 neighbouring weights of a row, the smallest number that all block formats share
@@ -3464,8 +3464,8 @@ DEV void attend_stage_q_as(f16 *tile, const rocq_k_attention_args &a, const atte
         for (int n = 0; n < AHEAD; n++) {
             const int i = first + 128 * n, c = i / CHUNKS, chunk = i % CHUNKS;
             const bool there = c < n_there && chunk <= last_chunk;
-            const u32x4 h = there ? make4(x[n].x ^ flip, x[n].y ^ flip, x[n].z ^ flip, x[n].w ^ flip)
-                                  : make4(0, 0, 0, 0);
+            const u32x4 got = make4(x[n].x ^ flip, x[n].y ^ flip, x[n].z ^ flip, x[n].w ^ flip);
+            const u32x4 h = there ? got : make4(0, 0, 0, 0);
             if (i < ALL) {
                 lput((u32x4 *)(tile + chunk / SLICE * SLICE_HALVES + c * S::Q_STRIDE +
                                8 * (chunk % SLICE)), h);
@@ -3732,7 +3732,8 @@ DEV void attend_finish(const rocq_k_attention_args &a0, attend_state<S> &state, 
             const bool live = i < rows * (S::HEAD / 4) && column < n_there && d < a.head_dim;
             const float *from =
                 lds + row * S::OUT_STRIDE + d / S::W * S::W + d % 8 * (S::W / 8) + d % S::W / 8;
-            float x[4] = {0.0f, 0.0f, 0.0f, 0.0f}, m[S::SETS], l[S::SETS], top = -INFINITY, sum = 0.0f;
+            float x[4] = {0.0f, 0.0f, 0.0f, 0.0f}, m[S::SETS], l[S::SETS];
+            float top = -INFINITY, sum = 0.0f;
 #pragma unroll
             for (int k = 0; k < S::SETS; k++) {
                 const u32x2 v = lget((u32x2 *)m_l + k * S::COLUMN_TILES * ATTEND_HALF + row);
@@ -4853,10 +4854,11 @@ KERNEL(argmax, rocq_k_argmax_args, 1024) {
 //   list    Up to 1024 candidates are sorted, one a thread, and a scan over the threads adds up
 //           masses.
 //   digits  More candidates are not sorted. Their places in the order are numbers (sample_rank, or
-//           the token), and a radix search finds the number at which the target is reached, digit by
-//           digit from the top: a pass over the logits adds the masses up in 2048 bins, one for each
-//           value of the next digit. After each digit of a filter all candidates behind that bin
-//           are out (`cut`); as soon as those left are few enough, the step goes on with a list.
+//           the token), and a radix search finds the number at which the target is reached,
+//           digit by digit from the top: a pass over the logits adds the masses up in 2048 bins,
+//           one for each value of the next digit. After each digit of a filter all candidates
+//           behind that bin are out (`cut`); as soon as those left are few enough, the step goes
+//           on with a list.
 // To get to a list at once: if k threads' own best candidates are at or before a rank, then so are
 // at least k candidates, and for a usual top_k not many more. The k-th of the threads' best is the
 // first cut.
