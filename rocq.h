@@ -10393,12 +10393,14 @@ static int32_t rocq__target_of(const rocq_ctx *ctx) {
     return rocq__on_gpu(ctx) ? ctx->gpu->chip.target : 0;
 }
 
+#if ROCQ__HAS_HIP || ROCQ__HAS_OCCUPANCY
 static const rocq__chip_facts *rocq__chip_find(int32_t target) { // NULL: another chip
     for (size_t i = 0; i < sizeof rocq__chips / sizeof rocq__chips[0]; i++) {
         if (rocq__chips[i].target == target) return &rocq__chips[i];
     }
     return NULL;
 }
+#endif
 
 #if ROCQ__HAS_HIP
 
