@@ -15378,7 +15378,8 @@ ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph) {
     if (!ctx || !graph || !*graph || rocq__check_graph(ctx, "graph_destroy", *graph) != ROCQ_OK) {
         return;
     }
-    if ((*graph)->exec) rocq__hip_enter(ctx, "graph_destroy");
+    // Not rocq__hip_enter, whose message on a lost GPU would replace the one that has the cause.
+    if ((*graph)->exec) ctx->gpu->hip->set_device(ctx->gpu->device);
     rocq__graph_delete(ctx, *graph);
     *graph = NULL;
 }
@@ -16892,9 +16893,9 @@ static rocq_result rocq__tune_record(rocq__tuning *t, const rocq_launch_config *
     for (int32_t i = 0; i < t->n_runs && result == ROCQ_OK; i++) {
         result = rocq__run_op(t->ctx, t->op, t->params[i % t->n_params]);
     }
-    const rocq_result ended = rocq_graph_end(t->ctx, row);
-    if (result == ROCQ_OK) return ended;
-    rocq_graph_destroy(t->ctx, row);
+    if (result == ROCQ_OK) return rocq_graph_end(t->ctx, row);
+    rocq__graph_delete(t->ctx, t->ctx->recording);
+    t->ctx->recording = NULL;
     return result;
 }
 
