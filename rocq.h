@@ -8824,8 +8824,9 @@ static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_loca
     }
     if (n_seen == 0) return 0;
     const float top = ROCQ__MAX(local->m[r], rocq__max(a->simd, s, n_seen));
-    *keep = expf(local->m[r] - top);
-    local->l[r] = local->l[r] * *keep + rocq__exp(a->simd, s, top, n_seen);
+    const float shift = top == -INFINITY ? 0.0f : top; // exp(-inf - -inf) would be NaN
+    *keep = expf(local->m[r] - shift);
+    local->l[r] = local->l[r] * *keep + rocq__exp(a->simd, s, shift, n_seen);
     local->m[r] = top;
     return n_seen;
 }

@@ -673,6 +673,46 @@ static void large_scores(void **state) {
     solve(s);
 }
 
+// Keys whose score overflows to -inf have no weight, wherever they stand: in a whole tile before
+// the others, behind them, in a split of their own, or everywhere.
+static void scores_of_minus_infinity(void **state) {
+    (void)state;
+    enum { D = 8, N = 300 };
+    static const int ranges[][2] = {{0, 32}, {0, 40}, {0, 64}, {32, 64}, {256, N}, {0, 256},
+                                    {0, N}};
+    static float k[N * D], v[N * D];
+    float q[D] = {3e30f}, out[D];
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 2};
+    rocq_ctx *ctx = NULL;
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    const bool has_simd = ctx->has_simd;
+    rocq_tensor tq, tk, tv, to;
+    const int64_t one[4] = {D, 1, 1, 1}, all[4] = {D, 1, N, 1};
+    assert_int_equal(rocq_tensor_from_host(&tq, q, ROCQ_F32, 4, one), ROCQ_OK);
+    assert_int_equal(rocq_tensor_from_host(&to, out, ROCQ_F32, 4, one), ROCQ_OK);
+    assert_int_equal(rocq_tensor_from_host(&tk, k, ROCQ_F32, 4, all), ROCQ_OK);
+    assert_int_equal(rocq_tensor_from_host(&tv, v, ROCQ_F32, 4, all), ROCQ_OK);
+    const rocq_attention_params p = {.out = &to, .q = &tq, .k = &tk, .v = &tv};
+    for (size_t r = 0; r < sizeof ranges / sizeof ranges[0]; r++) {
+        for (int simd = 0; simd <= (int)has_simd; simd++) {
+            const bool none = ranges[r][1] - ranges[r][0] == N;
+            ctx->has_simd = simd != 0;
+            for (int i = 0; i < N * D; i++) {
+                const bool far = i / D >= ranges[r][0] && i / D < ranges[r][1];
+                k[i] = far && i % D == 0 ? -3e30f : 0.0f;
+                v[i] = far ? 5.0f : 1.0f;
+            }
+            for (int d = 0; d < D; d++) out[d] = NAN;
+            assert_int_equal(rocq_attention(ctx, &p), ROCQ_OK);
+            for (int d = 0; d < D; d++) {
+                assert_true(fabsf(out[d] - (none ? 0.0f : 1.0f)) <= 1e-5f);
+            }
+        }
+    }
+    ctx->has_simd = has_simd;
+    rocq_close(&ctx);
+}
+
 static void agrees_with_ggml(void **state) {
     (void)state;
     ggml_api g = ggml_open();
@@ -748,6 +788,7 @@ int main(void) {
         cmocka_unit_test(partial_last_page),
         cmocka_unit_test(nan_in_a_query_stays_visible),
         cmocka_unit_test(large_scores),
+        cmocka_unit_test(scores_of_minus_infinity),
         cmocka_unit_test(agrees_with_ggml),
     };
     return cmocka_run_group_tests_name("attention", tests, open_contexts, close_contexts);
