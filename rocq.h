@@ -4144,6 +4144,14 @@ static const rocq__codec *rocq__codec_of(rocq_format format) {
 
 // -- dequantize --
 
+#if defined(__GNUC__) || defined(__clang__)
+#define ROCQ__NOINLINE __attribute__((noinline)) static
+#elif defined(_MSC_VER)
+#define ROCQ__NOINLINE __declspec(noinline) static
+#else
+#define ROCQ__NOINLINE static
+#endif
+
 static void rocq__decode_block(const rocq__codec *codec, const void *block,
                                float *__restrict dst) {
     if (!codec->unpack) {
@@ -4159,8 +4167,9 @@ static void rocq__decode_block(const rocq__codec *codec, const void *block,
     }
 }
 
-static void rocq__dequantize_row(rocq_format format, float *__restrict dst,
-                                 const void *__restrict src, int64_t n) {
+// Out of line: inlined, gcc forgets that dst and src do not overlap, and widens element by element.
+ROCQ__NOINLINE void rocq__dequantize_row(rocq_format format, float *__restrict dst,
+                                         const void *__restrict src, int64_t n) {
     const uint16_t *half = (const uint16_t *)src;
     const unsigned char *block = (const unsigned char *)src;
     const rocq__codec *codec = rocq__codec_of(format);
@@ -4182,14 +4191,6 @@ static void rocq__dequantize_row(rocq_format format, float *__restrict dst,
 }
 
 // -- quantize: the formats with a fixed rule, which give ggml's reference bytes --
-
-#if defined(__GNUC__) || defined(__clang__)
-#define ROCQ__NOINLINE __attribute__((noinline)) static
-#elif defined(_MSC_VER)
-#define ROCQ__NOINLINE __declspec(noinline) static
-#else
-#define ROCQ__NOINLINE static
-#endif
 
 // (x - offset) factor, rounded to F32 before the caller adds to it. Out of line, because a call is
 // the one barrier to fused multiply-add that every compiler and language mode respects.
