@@ -1984,7 +1984,7 @@ enum {
     ROCQ_K_WAVE = 32,         // lanes
     ROCQ_K_MATVEC_ROWS = 4,   // rows of w that a wave works on at once
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
-    ROCQ_K_MATVEC_PRODUCTS = 4,  // most products of the same x in one launch
+    ROCQ_K_MATVEC_PRODUCTS = 4, // most products of the same x in one launch
     ROCQ_K_FEW = 8,           // columns up to which a product is a matvec
     ROCQ_K_MATMUL_M = 128,    // a block of a matmul: rows of w, and below, by precision, columns
     ROCQ_K_MATMUL_F16_N = 128,
@@ -12115,7 +12115,7 @@ static rocq_launch_config rocq__config_for(rocq_ctx *ctx, const rocq__site *site
 // ---------------------------------------------------------------------------------------------
 // An op's params are checked before it runs or is recorded, in every build: no argument can make it
 // reach outside a tensor. In order: formats and single operands, the table of all operands, each
-// op's own rules, overlap, and what an op costs; then copies of params, and the graph of them.
+// op's own rules, overlap, and what an op costs.
 
 // Flags that say what an operand may be.
 enum {
@@ -12950,7 +12950,8 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
 // ---------------------------------------------------------------------------------------------
 // >>dispatch: the one place that picks a backend
 // ---------------------------------------------------------------------------------------------
-// rocq__run_op checks an op's params, then runs the op or adds it to the graph being recorded.
+// rocq__run_op checks an op's params, then runs the op or adds it, as a node with a copy of its
+// params, to the graph being recorded.
 
 // -- nodes: copies of params, and the graphs that they make --
 
