@@ -711,6 +711,11 @@ typedef enum rocq_priority { // of the GPU's queue, among those of all programs
     ROCQ_PRIORITY_HIGH
 } rocq_priority;
 
+// Calls task(arg, 0) to task(arg, n - 1), each once, on any threads, at once or one after the other,
+// and returns when all have returned.
+typedef void (*rocq_run_tasks_fn)(void (*task)(void *arg, int32_t i), void *arg, int32_t n,
+                                  void *user);
+
 typedef struct rocq_desc {
     rocq_backend prefer;       // GPU: rocq_open fails without one, unless allow_fallback
     bool allow_fallback;       // the CPU does what the GPU cannot: an op, or the whole context
@@ -742,6 +747,8 @@ typedef struct rocq_desc {
     const char *hip_path;      // (>>contexts): absolute paths, or NULL. Meant for the environment's
                                // ROCM_PATH and HIP_PATH, which rocq does not read. NULL in
                                // rocq_info.desc
+    rocq_run_tasks_fn run_tasks; // a job system that runs the pieces of ops on the CPU, in place of
+    void *run_tasks_user;        // threads of the context's own (>>contexts); or NULL
 } rocq_desc;
 
 typedef struct rocq_info {
@@ -2490,10 +2497,10 @@ enum { ROCQ__GUARD = 0 };
 #endif
 #else
 #include <poll.h>
+#include <sched.h>
 #include <unistd.h>
 #if ROCQ__HAS_THREADS
 #include <pthread.h>
-#include <sched.h>
 #endif
 #if ROCQ__HAS_STDIO
 #include <fcntl.h>
@@ -2700,7 +2707,20 @@ typedef struct rocq__block {
     bool buffer;        // made by rocq_buffer_alloc
 } rocq__block;
 
+// Does items begin to end of a stage. No two calls at once have the same thread, a number below
+// rocq_desc.n_threads. An item must come out the same in any call.
 typedef void (*rocq__task)(void *arg, int64_t begin, int64_t end, int32_t thread);
+
+// A part of an op, or all of a small one (>>threads).
+typedef struct rocq__stage {
+    rocq__task fn;
+    void *arg;
+    int64_t n;     // items
+    int64_t grain; // threads take multiples of so many; if there are no more, one thread takes all
+    // Runs alone before the items, or NULL. It does what depends on the contents of tensors: it
+    // checks them, and may change n (0: no items) and grain.
+    rocq_result (*begin)(rocq_ctx *ctx, struct rocq__stage *stage);
+} rocq__stage;
 
 enum { ROCQ__MAX_THREADS = 64 };
 
@@ -2714,25 +2734,41 @@ typedef pthread_t rocq__thread;
 typedef pthread_mutex_t rocq__mutex;
 typedef pthread_cond_t rocq__cond;
 #endif
+#endif
 
-typedef struct rocq__workers {
+// The threads of a context, and the stages that they share.
+typedef struct rocq__team {
+    // What runs. Its members change only while no stage is open, so a thread may read them while it
+    // holds a chunk: the stage stays open until all chunks are done.
+    rocq_ctx *ctx;
+    rocq__stage *stages;
+    int32_t n_stages, next;
+    bool cancellable;
+    rocq_result result;
+    const rocq__stage *stage; // the open one
+    int64_t chunk, n_chunks;  // items of a chunk
+    int32_t skipped;          // chunks were left out because of rocq_cancel (atomic)
+    int32_t n_joined;         // threads of the team that run; each takes its number, 1 and up, from
+                              // here (atomic)
+#if ROCQ__HAS_THREADS
     rocq__thread threads[ROCQ__MAX_THREADS];
-    int32_t n_started; // workers; the calling thread works too, as thread 0
-    int32_t n_joined;  // workers that run: each takes its number, 1 and up, from here (atomic)
-    int32_t asleep;    // 1: a worker may be waiting for work (atomic)
+    int32_t n_started;     // threads; the calling thread works too, as thread 0
+    bool started;
     rocq__mutex mutex;
-    rocq__cond work, done;
-    // The job. A thread may read it while it holds a chunk: it stays until all chunks are done.
-    rocq__task fn;
-    void *arg;
-    int64_t n, chunk, n_chunks;
-    // Both atomic. open: the job's number (negative to end the workers) in the high half, chunks
-    // not taken yet in the low one. pending: 1 while the caller sleeps, and chunks not done yet.
-    // A 32-bit ABI aligns them to 4, but atomics across two cache lines lock out all other cores.
+    rocq__cond work;
+    int32_t asleep;        // threads that wait for work, the calling one too (atomic)
+    int32_t caller_asleep; // (atomic)
+#endif
+    // All atomic, and in a cache line that nothing else uses. open: the number of the open stage
+    // (negative to end the threads) in the high half, chunks that nobody has taken in the low one.
+    // pending: chunks not done. running: 0 when all stages are done. A 32-bit ABI aligns int64_t to
+    // 4, but atomics across two cache lines lock out all other cores.
+    char apart[64];
     ROCQ__ALIGNAS(8) int64_t open;
     ROCQ__ALIGNAS(8) int64_t pending;
-} rocq__workers;
-#endif
+    int32_t running;
+    char apart_too[64];
+} rocq__team;
 
 struct rocq__gpu;
 typedef struct rocq__profile rocq__profile;
@@ -2753,7 +2789,6 @@ struct rocq_ctx {
     bool has_simd;   // AVX2 with FMA and F16C, or NEON
     bool has_avx512; // F, BW, DQ, VL and VNNI; never without has_simd
     bool quiet; // failures are not logged: in rocq_supports and in a rocq__attempt
-    bool workers_ready;
     rocq_stats stats;
     int64_t budget_used;
     rocq__block blocks; // a circular list
@@ -2767,9 +2802,7 @@ struct rocq_ctx {
     char tried[2048]; // rocq_info.runtimes_tried: HIP runtimes that were passed over, and why
     bool tried_cut;   // more were passed over than fit
     char device[112];
-#if ROCQ__HAS_THREADS
-    rocq__workers workers;
-#endif
+    rocq__team team;
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -3441,9 +3474,14 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// >>threads: one pool per context, started by the first job that wants it
+// >>threads: the stages of an op, or of a whole step, shared by the threads of a context
 // ---------------------------------------------------------------------------------------------
-// rocq__workers_run publishes a job, whose chunks the caller and the workers take from `open`.
+// rocq__team_run runs a list of stages, one after the other. The items of one stage may run at once:
+// threads take them, in chunks, from `open`. Whoever finishes the last chunk goes on: it runs the
+// small stages that follow, and opens the next one that is worth sharing. So no thread is in charge,
+// and none waits for another, only for chunks. One that is late, because another program has its
+// core, finds nothing left to take; and where all tasks of a team run on one thread, one after the
+// other, as a job system may choose to (rocq_desc.run_tasks), the first one does all the work.
 
 // Atomics. All are sequentially consistent but rocq__store32, of which only release is needed.
 // seq_cst: a sleeper sets `asleep`, then rechecks; a producer publishes, then reads `asleep`.
@@ -3518,183 +3556,319 @@ static inline void rocq__spin_lock(int32_t *lock) {
 
 static inline void rocq__spin_unlock(int32_t *lock) { rocq__store32(lock, 0); }
 
-#if ROCQ__HAS_THREADS
-
 #if defined(_WIN32)
 #define ROCQ__LOCK(m) EnterCriticalSection(m)
 #define ROCQ__UNLOCK(m) LeaveCriticalSection(m)
 #define ROCQ__WAIT(c, m) SleepConditionVariableCS(c, m, INFINITE)
-#define ROCQ__WAKE(c) WakeAllConditionVariable(c)
+#define ROCQ__WAKE(c) WakeConditionVariable(c)
+#define ROCQ__WAKE_ALL(c) WakeAllConditionVariable(c)
 #define ROCQ__YIELD() SwitchToThread()
 #else
 #define ROCQ__LOCK(m) pthread_mutex_lock(m)
 #define ROCQ__UNLOCK(m) pthread_mutex_unlock(m)
 #define ROCQ__WAIT(c, m) pthread_cond_wait(c, m)
-#define ROCQ__WAKE(c) pthread_cond_broadcast(c)
+#define ROCQ__WAKE(c) pthread_cond_signal(c)
+#define ROCQ__WAKE_ALL(c) pthread_cond_broadcast(c)
 #define ROCQ__YIELD() sched_yield()
 #endif
 
-// A decode step is a hundred jobs a few microseconds apart, and waking a thread takes longer than
-// most of them. So a thread spins before it sleeps, for longer than the longest gap between jobs
-// (sampling a token). It yields in between: the thread that it waits for may need its core.
-enum { ROCQ__SPIN_NS = 300000, ROCQ__SPINS = 64 };
+// -- waiting --
 
-static inline int32_t rocq__chunks(int64_t *word) {
-    return (int32_t)(rocq__load64(word) & INT32_MAX);
+// Small stages between large ones take a microsecond or two, for which a thread spins. Then it
+// yields between spins, since the thread that it waits for may need its core. After SPIN_NS, which
+// is longer than an op by itself or a draw between two tokens takes, it sleeps.
+enum { ROCQ__SPINS = 100, ROCQ__SPINS_YIELDING = 16, ROCQ__SPIN_NS = 50000 };
+
+// Whether a thread has to wait. inside: not if all stages are done, either.
+static inline bool rocq__team_idle(rocq__team *team, bool inside) {
+    return (rocq__load64(&team->open) & INT32_MAX) == 0 &&
+           !(inside && !rocq__load32(&team->running));
 }
 
-// Spins until *word (open or pending) has chunks, or has none; false when it is time to sleep.
-static bool rocq__spin(int64_t *word, bool some) {
-    if ((rocq__chunks(word) != 0) == some) return true;
-    const int64_t start = rocq_time_ns();
-    do {
-        for (int i = 0; i < ROCQ__SPINS; i++) {
-            if ((rocq__chunks(word) != 0) == some) return true;
+#if ROCQ__HAS_THREADS
+// Whoever opens a stage wakes one thread, and each that wakes two more, while chunks are left: so
+// nobody spends long on waking others.
+static void rocq__team_wake(rocq__team *team) {
+    if (rocq__load32(&team->asleep) == 0) return;
+    ROCQ__LOCK(&team->mutex);
+    ROCQ__WAKE(&team->work);
+    ROCQ__UNLOCK(&team->mutex);
+}
+
+static void rocq__team_sleep(rocq__team *team, bool inside) {
+    ROCQ__LOCK(&team->mutex);
+    rocq__fetch_add32(&team->asleep, 1);
+    if (inside) rocq__exchange32(&team->caller_asleep, 1);
+    while (rocq__team_idle(team, inside)) ROCQ__WAIT(&team->work, &team->mutex);
+    if (inside) rocq__exchange32(&team->caller_asleep, 0);
+    for (int32_t i = 0, left = rocq__fetch_add32(&team->asleep, -1) - 1; i < 2 && i < left; i++) {
+        ROCQ__WAKE(&team->work);
+    }
+    ROCQ__UNLOCK(&team->mutex);
+}
+#endif
+
+static void rocq__team_wait(rocq__team *team, bool inside) {
+    for (int i = 0; i < ROCQ__SPINS; i++) {
+        if (!rocq__team_idle(team, inside)) return;
+        rocq__relax();
+    }
+    const int64_t end = rocq_time_ns() + ROCQ__SPIN_NS;
+    for (;;) {
+        ROCQ__YIELD();
+        for (int i = 0; i < ROCQ__SPINS_YIELDING; i++) {
+            if (!rocq__team_idle(team, inside)) return;
             rocq__relax();
         }
-        ROCQ__YIELD();
-    } while (rocq_time_ns() - start < ROCQ__SPIN_NS);
-    return false;
-}
-
-// Takes and runs chunks until none is left. The job number in `open` makes a compare-and-swap fail
-// whose value is from an earlier job. Whoever finishes the last chunk wakes a caller that sleeps.
-static void rocq__workers_share(rocq__workers *pool, int32_t thread) {
-    int32_t n_done = 0;
-    for (;;) {
-        const int64_t open = rocq__load64(&pool->open);
-        const int64_t left = open & INT32_MAX;
-        if (left == 0 || open < 0) break;
-        if (!rocq__replace64(&pool->open, open, open - 1)) continue;
-        const int64_t begin = (pool->n_chunks - left) * pool->chunk;
-        pool->fn(pool->arg, begin, ROCQ__MIN(begin + pool->chunk, pool->n), thread);
-        n_done++;
-    }
-    if (n_done > 0 && rocq__fetch_add64(&pool->pending, -n_done) == ((int64_t)1 << 32) + n_done) {
-        ROCQ__LOCK(&pool->mutex);
-        ROCQ__WAKE(&pool->done);
-        ROCQ__UNLOCK(&pool->mutex);
+        if (team->ctx->desc.run_tasks || rocq_time_ns() < end) continue;
+#if ROCQ__HAS_THREADS
+        rocq__team_sleep(team, inside);
+        return;
+#endif
     }
 }
 
-static void rocq__workers_worker(rocq__workers *pool) {
-    const int32_t thread = rocq__fetch_add32(&pool->n_joined, 1) + 1;
-    while (rocq__load64(&pool->open) >= 0) {
-        if (!rocq__spin(&pool->open, true)) {
-            ROCQ__LOCK(&pool->mutex);
-            while (rocq__exchange32(&pool->asleep, 1), rocq__chunks(&pool->open) == 0) {
-                ROCQ__WAIT(&pool->work, &pool->mutex);
-            }
-            ROCQ__UNLOCK(&pool->mutex);
+// -- sharing --
+
+#if ROCQ__HAS_THREADS
+static void rocq__team_start(rocq__team *team, int32_t n_threads);
+#endif
+
+// Runs stages from `next` on, until one has more than a grain of items, and opens that. Called by
+// one thread at a time, while no stage is open.
+static void rocq__team_next(rocq__team *team, int32_t thread) {
+    rocq_ctx *ctx = team->ctx;
+    while (team->result == ROCQ_OK && team->next < team->n_stages) {
+        rocq__stage *stage = &team->stages[team->next];
+        if (team->cancellable && rocq__load32(&ctx->cancelled)) break;
+        team->next++;
+        if (stage->begin) team->result = stage->begin(ctx, stage);
+        if (team->result != ROCQ_OK || stage->n <= 0) continue;
+        if (stage->n <= stage->grain) {
+            stage->fn(stage->arg, 0, stage->n, thread);
+            continue;
         }
-        rocq__workers_share(pool, thread);
+        // At the end a thread waits for one chunk at most: it is 1/64 of the thread's share.
+        const int64_t grains = (stage->n + stage->grain - 1) / stage->grain;
+        const int64_t most = (int64_t)ctx->desc.n_threads * 64;
+        team->stage = stage;
+        team->chunk = (grains + most - 1) / most * stage->grain;
+        team->n_chunks = (stage->n + team->chunk - 1) / team->chunk;
+        const int64_t number = ((rocq__load64(&team->open) >> 32) + 1) & INT32_MAX;
+        rocq__store64(&team->pending, team->n_chunks);
+        rocq__store64(&team->open, number << 32 | team->n_chunks);
+        if (ctx->desc.n_threads == 1) return;
+#if ROCQ__HAS_THREADS
+        if (!team->started && !ctx->desc.run_tasks) {
+            rocq__team_start(team, ctx->desc.n_threads - 1);
+        }
+        rocq__team_wake(team);
+#endif
+        return;
+    }
+    if (rocq__load32(&team->skipped) || team->next < team->n_stages) {
+        if (team->result == ROCQ_OK) team->result = ROCQ_E_CANCELLED;
+    }
+    rocq__exchange32(&team->running, 0); // from here on the caller may return, and run other stages
+#if ROCQ__HAS_THREADS
+    if (rocq__load32(&team->caller_asleep)) {
+        ROCQ__LOCK(&team->mutex);
+        ROCQ__WAKE_ALL(&team->work);
+        ROCQ__UNLOCK(&team->mutex);
+    }
+#endif
+}
+
+// Takes and runs chunks until none is left. The first ones that a thread takes are long runs of
+// chunks, which lie behind each other in memory. The number in `open` makes a compare-and-swap fail
+// whose value is from an earlier stage.
+static void rocq__team_share(rocq__team *team, int32_t n_threads, int32_t thread) {
+    int64_t n_done = 0;
+    for (;;) {
+        const int64_t open = rocq__load64(&team->open), left = open & INT32_MAX;
+        if (open < 0) return;
+        if (left == 0) {
+            if (n_done == 0 || rocq__fetch_add64(&team->pending, -n_done) != n_done) return;
+            n_done = 0;
+            rocq__team_next(team, thread);
+            continue;
+        }
+        const int64_t n_taken = ROCQ__MAX(left / (4 * n_threads), 1);
+        if (!rocq__replace64(&team->open, open, open - n_taken)) continue;
+        const rocq__stage *stage = team->stage;
+        const int64_t begin = (team->n_chunks - left) * team->chunk;
+        const int64_t end = ROCQ__MIN(begin + n_taken * team->chunk, stage->n);
+        if (team->cancellable && rocq__load32(&team->ctx->cancelled)) {
+            rocq__store32(&team->skipped, 1);
+        } else {
+            stage->fn(stage->arg, begin, end, thread);
+        }
+        n_done += n_taken;
+    }
+}
+
+// Takes part until all stages are done.
+static void rocq__team_join(void *arg, int32_t thread) {
+    rocq__team *team = (rocq__team *)arg;
+    const int32_t n_threads = team->ctx->desc.n_threads;
+    if (thread < 0 || thread >= n_threads) return;
+    for (;;) {
+        rocq__team_share(team, n_threads, thread);
+        if (!rocq__load32(&team->running)) return;
+        rocq__team_wait(team, true);
+    }
+}
+
+// Runs stages, and returns when all are done: after a `begin` that failed, or with E_CANCELLED if
+// rocq_cancel is called and call is not NULL, no more is started. call: what an error message names.
+static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *stages,
+                                  int32_t n_stages) {
+    rocq__team *team = &ctx->team;
+    const bool quiet = ctx->quiet;
+    team->stages = stages;
+    team->n_stages = n_stages;
+    team->next = 0;
+    team->cancellable = call != NULL;
+    team->result = ROCQ_OK;
+    team->skipped = 0;
+    rocq__store32(&team->running, 1);
+    ctx->quiet = true; // a failure on another thread is logged here
+    rocq__team_next(team, 0);
+    if (rocq__load32(&team->running) && ctx->desc.run_tasks && ctx->desc.n_threads > 1) {
+        ctx->desc.run_tasks(rocq__team_join, team, ctx->desc.n_threads, ctx->desc.run_tasks_user);
+    }
+    rocq__team_join(team, 0);
+    ctx->quiet = quiet;
+    if (team->result == ROCQ_E_CANCELLED) {
+        return rocq__fail(ctx, ROCQ_E_CANCELLED,
+                          "%s: rocq_cancel was called; rocq_sync takes it back", call);
+    }
+    if (team->result != ROCQ_OK && ctx->desc.log && !quiet) {
+        ctx->desc.log(ROCQ_LOG_ERROR, ctx->error, ctx->desc.log_user);
+    }
+    return team->result;
+}
+
+// Runs fn over 0 .. n in chunks of at least grain items (but for the last) and returns when all are
+// done. rocq_cancel does not stop it.
+static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
+    rocq__stage stage = {fn, arg, n, grain, NULL};
+    rocq__team_run(ctx, NULL, &stage, 1);
+}
+
+// -- the threads --
+
+#if ROCQ__HAS_THREADS
+
+static void rocq__team_work(rocq__team *team) {
+    const int32_t thread = rocq__fetch_add32(&team->n_joined, 1) + 1;
+    const int32_t n_threads = team->ctx->desc.n_threads;
+    while (rocq__load64(&team->open) >= 0) {
+        rocq__team_share(team, n_threads, thread);
+        rocq__team_wait(team, false);
     }
 }
 
 #if defined(_WIN32)
-static DWORD WINAPI rocq__workers_main(LPVOID arg) {
-    rocq__workers_worker((rocq__workers *)arg);
+static DWORD WINAPI rocq__team_main(LPVOID arg) {
+    rocq__team_work((rocq__team *)arg);
     return 0;
 }
 #else
-static void *rocq__workers_main(void *arg) {
-    rocq__workers_worker((rocq__workers *)arg);
+static void *rocq__team_main(void *arg) {
+    rocq__team_work((rocq__team *)arg);
     return NULL;
 }
 #endif
 
 // It is no error if fewer threads start than asked for: those that do start share the work.
-static void rocq__workers_start(rocq__workers *pool, int32_t n_workers) {
+static void rocq__team_start(rocq__team *team, int32_t n_threads) {
+    team->started = true;
 #if defined(_WIN32)
-    InitializeCriticalSection(&pool->mutex);
-    InitializeConditionVariable(&pool->work);
-    InitializeConditionVariable(&pool->done);
+    InitializeCriticalSection(&team->mutex);
+    InitializeConditionVariable(&team->work);
 #else
-    pthread_mutex_init(&pool->mutex, NULL);
-    pthread_cond_init(&pool->work, NULL);
-    pthread_cond_init(&pool->done, NULL);
+    pthread_mutex_init(&team->mutex, NULL);
+    pthread_cond_init(&team->work, NULL);
 #endif
-    for (int32_t i = 0; i < n_workers; i++) {
+    for (int32_t i = 0; i < n_threads; i++) {
 #if defined(_WIN32)
-        pool->threads[i] = CreateThread(NULL, 0, rocq__workers_main, pool, 0, NULL);
-        if (!pool->threads[i]) return;
+        team->threads[i] = CreateThread(NULL, 0, rocq__team_main, team, 0, NULL);
+        if (!team->threads[i]) return;
 #else
-        if (pthread_create(&pool->threads[i], NULL, rocq__workers_main, pool) != 0) return;
+        if (pthread_create(&team->threads[i], NULL, rocq__team_main, team) != 0) return;
 #endif
-        pool->n_started++;
+        team->n_started++;
     }
 }
 
-static void rocq__workers_stop(rocq__workers *pool) {
-    ROCQ__LOCK(&pool->mutex);
-    rocq__store64(&pool->open, -1); // the low half is not 0, so every wait for chunks ends
-    ROCQ__WAKE(&pool->work);
-    ROCQ__UNLOCK(&pool->mutex);
-    for (int32_t i = 0; i < pool->n_started; i++) {
+static void rocq__team_stop(rocq__team *team) {
+    if (!team->started) return;
+    ROCQ__LOCK(&team->mutex);
+    rocq__store64(&team->open, -1); // the low half is not 0, so every wait for chunks ends
+    ROCQ__WAKE_ALL(&team->work);
+    ROCQ__UNLOCK(&team->mutex);
+    for (int32_t i = 0; i < team->n_started; i++) {
 #if defined(_WIN32)
-        WaitForSingleObject(pool->threads[i], INFINITE);
-        CloseHandle(pool->threads[i]);
+        WaitForSingleObject(team->threads[i], INFINITE);
+        CloseHandle(team->threads[i]);
 #else
-        pthread_join(pool->threads[i], NULL);
+        pthread_join(team->threads[i], NULL);
 #endif
     }
 #if defined(_WIN32)
-    DeleteCriticalSection(&pool->mutex);
+    DeleteCriticalSection(&team->mutex);
 #else
-    pthread_mutex_destroy(&pool->mutex);
-    pthread_cond_destroy(&pool->work);
-    pthread_cond_destroy(&pool->done);
+    pthread_mutex_destroy(&team->mutex);
+    pthread_cond_destroy(&team->work);
 #endif
 }
 
-// Returns when all chunks are done. It waits for chunks, never for a thread: a worker that is late,
-// because another program has its core, finds nothing left to take.
-static void rocq__workers_run(rocq__workers *pool, int64_t n, int64_t chunk, rocq__task fn,
-                              void *arg) {
-    const int64_t number = ((rocq__load64(&pool->open) >> 32) + 1) & INT32_MAX;
-    pool->fn = fn;
-    pool->arg = arg;
-    pool->n = n;
-    pool->chunk = chunk;
-    pool->n_chunks = (n + chunk - 1) / chunk;
-    rocq__store64(&pool->pending, pool->n_chunks);
-    rocq__store64(&pool->open, number << 32 | pool->n_chunks);
-    if (rocq__load32(&pool->asleep)) {
-        ROCQ__LOCK(&pool->mutex);
-        rocq__store32(&pool->asleep, 0);
-        ROCQ__WAKE(&pool->work);
-        ROCQ__UNLOCK(&pool->mutex);
-    }
-    rocq__workers_share(pool, 0);
-    if (!rocq__spin(&pool->pending, false)) {
-        ROCQ__LOCK(&pool->mutex);
-        rocq__fetch_add64(&pool->pending, (int64_t)1 << 32);
-        while (rocq__chunks(&pool->pending) != 0) ROCQ__WAIT(&pool->done, &pool->mutex);
-        ROCQ__UNLOCK(&pool->mutex);
-    }
+#endif
+
+// -- plans --
+
+// What an op does on the CPU, made from its params alone: a plan for one launch, or for every launch
+// of a recorded step.
+typedef struct rocq__plan {
+    const rocq_ctx *ctx;
+    char *scratch;       // the op's scratch memory
+    int64_t worth;       // multiplications that are worth a thread: see rocq__plan_grain
+    rocq__stage *stages; // [ROCQ__PLAN_STAGES]
+    int32_t n_stages;
+    char *memory;        // [ROCQ__PLAN_BYTES], 16-byte aligned, for what the stages' args point to
+    int64_t used;
+} rocq__plan;
+
+enum {
+    ROCQ__MOST_PRODUCTS = 16, // in a chain; the bound also ends a chain that is a cycle
+    ROCQ__PLAN_STAGES = 2 + ROCQ__MOST_PRODUCTS, // of one op; the most such a chain has
+    ROCQ__PLAN_BYTES = 24576, // of one op
+    // Handing a chunk to a thread that spins costs 0.2 microseconds; to one that sleeps, 5 and more.
+    ROCQ__WORTH_STEP = 16384,
+    ROCQ__WORTH_OP = 65536
+};
+
+static void *rocq__plan_take(rocq__plan *plan, size_t size) {
+    void *taken = plan->memory + plan->used;
+    plan->used += ((int64_t)size + 15) / 16 * 16;
+    return memset(taken, 0, size);
 }
 
-#endif // ROCQ__HAS_THREADS
+// How many items are worth handing to a thread, at so much work per item.
+static int64_t rocq__plan_grain(const rocq__plan *plan, int64_t work) {
+    return 1 + plan->worth / ROCQ__MAX(work, 1);
+}
 
-// Runs fn over 0 .. n in chunks of at least grain items (but for the last) and returns when all are
-// done. fn must compute an item the same in any chunk: results do not depend on threads.
-static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
-    if (n <= 0) return;
-#if ROCQ__HAS_THREADS
-    if (ctx->desc.n_threads > 1 && n > grain) {
-        if (!ctx->workers_ready) {
-            rocq__workers_start(&ctx->workers, ctx->desc.n_threads - 1);
-            ctx->workers_ready = true;
-        }
-        // Four chunks per thread balance the load where other programs slow down some threads.
-        const int64_t chunks = (int64_t)ctx->desc.n_threads * 4;
-        rocq__workers_run(&ctx->workers, n, ROCQ__MAX(grain, (n + chunks - 1) / chunks), fn, arg);
-        return;
-    }
-#endif
-    (void)ctx;
-    (void)grain;
-    fn(arg, 0, n, 0);
+static rocq__stage *rocq__plan_stage(rocq__plan *plan, rocq__task fn, void *arg, int64_t n,
+                                     int64_t grain) {
+    rocq__stage *stage = &plan->stages[plan->n_stages++];
+    stage->fn = fn;
+    stage->arg = arg;
+    stage->n = n;
+    stage->grain = grain;
+    stage->begin = NULL;
+    return stage;
 }
 
 // Pages are touched by all threads, so that the system maps them before they are needed.
@@ -5750,6 +5924,7 @@ static bool rocq__source_read(rocq_ctx *ctx, const rocq__source *source, int64_t
     r.arg = arg;
     r.failed = 0;
     if ((source->data || source->shared) && n > ROCQ__SLICES_ALONE) {
+        if (ctx->desc.run_tasks) rocq__read_meanwhile(&r); // task 0 may be on any thread
         rocq__parallel(ctx, n, 1, rocq__read_slices, &r);
     } else {
         rocq__read_slices(&r, 0, n, 0);
@@ -7085,7 +7260,8 @@ typedef struct rocq__mm {
     int64_t n_matrices; // of w
     int64_t n_panels, n_tiles;
     int64_t column_bytes;
-    unsigned char *columns;
+    int64_t columns_at;     // in scratch memory
+    unsigned char *columns; // there
     rocq__mm_work *work;
     int64_t group; // INT8: elements per group of w's format
     bool has_min;
@@ -8270,10 +8446,9 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
     }
 }
 
-// Everything that follows from the params alone; returns the scratch bytes.
-static int64_t rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_params *p) {
+// Everything that follows from the params alone, but addresses in scratch memory.
+static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_params *p) {
     const int64_t k = p->w->ne[0];
-    int64_t bytes;
     memset(mm, 0, sizeof *mm);
     mm->p = p;
     mm->simd = ctx->has_simd;
@@ -8291,107 +8466,184 @@ static int64_t rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmu
         mm->column_bytes = k * 4;
     }
     mm->column_bytes = (mm->column_bytes + 63) / 64 * 64;
-    const int64_t work = ctx->desc.n_threads * (int64_t)sizeof(rocq__mm_work);
-    // A stride of 0 can repeat one row of x any number of times; what does not fit an int64 cannot
-    // be allocated either.
-    if (!rocq__mul(mm->column_bytes, mm->n, &bytes) || !rocq__mul(bytes, mm->n_matrices, &bytes) ||
-        !rocq__add(bytes, work, &bytes)) {
-        return INT64_MAX;
+}
+
+// Whether both products read the same columns of their common x.
+static bool rocq__mm_same_columns(const rocq__mm *a, const rocq__mm *b) {
+    const rocq_tensor *v = a->p->w, *w = b->p->w;
+    return a->precision == b->precision && a->group == b->group && a->offset == b->offset &&
+           v->ne[2] == w->ne[2] && v->ne[3] == w->ne[3];
+}
+
+// A product of a chain. With w2 it is two: `other` writes w2 x to scratch memory as F32, and `main`
+// multiplies by that. Then every chunk of panels goes through both. y in Q8_0 is written in F32 too,
+// and cast afterwards.
+typedef struct rocq__mm_product {
+    rocq__mm main, other;
+    rocq_matmul_params main_params, other_params;
+    rocq_tensor other_y, main_y;
+    bool has_other, has_cast;
+    int64_t other_at, main_at; // of those tensors, in scratch memory
+} rocq__mm_product;
+
+// All products of a chain, whose x is the same; columns that several can read are converted once.
+typedef struct rocq__mm_chain {
+    int32_t n_products, n_columns;
+    int64_t work_bytes;
+    struct {
+        const rocq__mm *mm; // converts them
+        int64_t at;         // in scratch memory
+    } columns[2 * ROCQ__MOST_PRODUCTS];
+    rocq__mm_product *products;
+} rocq__mm_chain;
+
+// With a cast (rocq__map) for each product. Fails to compile if a plan has no room for that.
+typedef char rocq__mm_chain_fits[
+    sizeof(rocq__mm_chain) + ROCQ__MOST_PRODUCTS * (sizeof(rocq__mm_product) + 96) <=
+            ROCQ__PLAN_BYTES ? 1 : -1];
+
+// Adds n bytes of scratch memory; what does not fit an int64 cannot be allocated either.
+static int64_t rocq__mm_room(int64_t *bytes, int64_t n) {
+    const int64_t at = *bytes;
+    if (!rocq__round_up(n, 64, &n) || !rocq__add(at, n, bytes)) *bytes = INT64_MAX;
+    return at;
+}
+
+static void rocq__mm_columns(rocq__mm_chain *chain, rocq__mm *mm, int64_t *bytes) {
+    int64_t n;
+    for (int32_t i = 0; i < chain->n_columns; i++) {
+        mm->columns_at = chain->columns[i].at;
+        if (rocq__mm_same_columns(mm, chain->columns[i].mm)) return;
+    }
+    // A stride of 0 can repeat one row of x any number of times.
+    if (!rocq__mul(mm->column_bytes, mm->n, &n) || !rocq__mul(n, mm->n_matrices, &n)) {
+        n = INT64_MAX;
+    }
+    mm->columns_at = rocq__mm_room(bytes, n);
+    chain->columns[chain->n_columns].mm = mm;
+    chain->columns[chain->n_columns++].at = mm->columns_at;
+}
+
+// Fills in all but addresses in scratch memory, of which it returns the bytes. products has room for
+// the chain.
+static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, const rocq_ctx *ctx,
+                            const rocq_matmul_params *p) {
+    int64_t bytes = 0, floats;
+    memset(chain, 0, sizeof *chain);
+    chain->products = products;
+    chain->work_bytes = ctx->desc.n_threads * (int64_t)sizeof(rocq__mm_work);
+    rocq__mm_room(&bytes, chain->work_bytes);
+    for (; p; p = p->next) {
+        rocq__mm_product *product = &products[chain->n_products++];
+        memset(product, 0, sizeof *product);
+        product->has_other = p->w2 != NULL;
+        product->has_cast = p->y->format == ROCQ_Q8_0;
+        product->main_params = *p;
+        product->main_params.w2 = NULL;
+        product->main_params.next = NULL;
+        rocq__mm_plan(&product->main, ctx, &product->main_params);
+        rocq__mm_columns(chain, &product->main, &bytes);
+        if (!rocq__mul(rocq_tensor_count(p->y), 4, &floats)) floats = INT64_MAX;
+        if (product->has_other) {
+            product->other_params.y = p->y;
+            product->other_params.w = p->w2;
+            product->other_params.x = p->x;
+            product->other_params.precision = p->precision;
+            rocq__mm_plan(&product->other, ctx, &product->other_params);
+            rocq__mm_columns(chain, &product->other, &bytes);
+            product->other_at = rocq__mm_room(&bytes, floats);
+        }
+        if (product->has_cast) product->main_at = rocq__mm_room(&bytes, floats);
     }
     return bytes;
 }
 
-// One product without w2, y in F32 or F16.
-static void rocq__mm_multiply(rocq_ctx *ctx, const rocq_matmul_params *p,
-                              const rocq_tensor *other, void *scratch) {
-    rocq__mm mm;
-    const int64_t k = p->w->ne[0];
-    rocq__mm_plan(&mm, ctx, p);
-    mm.other = other;
-    mm.work = (rocq__mm_work *)scratch;
-    mm.columns = (unsigned char *)(mm.work + ctx->desc.n_threads);
-    // Waking the threads costs some microseconds: each chunk should be worth about that.
-    rocq__parallel(ctx, mm.n * mm.n_matrices, 1 + 16384 / k, rocq__mm_convert, &mm);
-    const int64_t panel_work = k * ROCQ__MM_ROWS * ROCQ__MIN(mm.n, (int64_t)ROCQ__MM_TILE_N);
-    rocq__parallel(ctx, mm.n_panels * mm.n_tiles * mm.n_matrices, 1 + 65536 / panel_work,
-                   rocq__mm_run, &mm);
-}
-
-// A product with w2 or with y in Q8_0 is done as products without these, through F32 tensors of
-// y's shape at the front of scratch.
-typedef struct rocq__mm_steps {
-    rocq_matmul_params other, main;
-    int64_t floats_bytes, pass_bytes;
-} rocq__mm_steps;
-
-static rocq__mm_steps rocq__mm_steps_of(const rocq_ctx *ctx, const rocq_matmul_params *p) {
-    rocq__mm_steps s;
-    rocq__mm mm;
-    memset(&s, 0, sizeof s);
-    s.main = *p;
-    s.main.w2 = NULL;
-    s.main.next = NULL;
-    s.pass_bytes = rocq__mm_plan(&mm, ctx, &s.main);
-    if (p->w2) {
-        s.other.y = p->y;
-        s.other.w = p->w2;
-        s.other.x = p->x;
-        s.other.precision = p->precision;
-        s.pass_bytes = ROCQ__MAX(s.pass_bytes, rocq__mm_plan(&mm, ctx, &s.other));
-    }
-    if (p->w2 || p->y->format == ROCQ_Q8_0) {
-        const bool fits = rocq__mul(rocq_tensor_count(p->y), 4, &s.floats_bytes) &&
-                          rocq__round_up(s.floats_bytes, 64, &s.floats_bytes);
-        if (!fits) s.floats_bytes = INT64_MAX;
-    }
-    return s;
-}
-
 static int64_t rocq__scratch_matmul_cpu(const rocq_ctx *ctx, const void *params) {
-    const rocq_matmul_params *p = (const rocq_matmul_params *)params;
-    int64_t most = 0;
-    for (; p; p = p->next) {
-        const rocq__mm_steps s = rocq__mm_steps_of(ctx, p);
-        int64_t bytes = s.pass_bytes;
-        if (p->w2 && !rocq__add(bytes, s.floats_bytes, &bytes)) bytes = INT64_MAX;
-        if (p->y->format == ROCQ_Q8_0 && !rocq__add(bytes, s.floats_bytes, &bytes)) {
-            bytes = INT64_MAX;
-        }
-        most = ROCQ__MAX(most, bytes);
-    }
-    return most;
+    rocq__mm_product products[ROCQ__MOST_PRODUCTS];
+    rocq__mm_chain chain;
+    return rocq__mm_lay(&chain, products, ctx, (const rocq_matmul_params *)params);
 }
 
-static rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const void *params);
+static int64_t rocq__mm_items(const rocq__mm *mm) {
+    return mm->n_panels * mm->n_tiles * mm->n_matrices;
+}
 
-static rocq_result rocq__matmul_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
-    const rocq_matmul_params *p = (const rocq_matmul_params *)params;
-    (void)op;
-    void *scratch;
-    ROCQ__TRY(rocq__scratch(ctx, rocq__scratch_matmul_cpu(ctx, p), &scratch));
-    for (; p; p = p->next) {
-        rocq__mm_steps s = rocq__mm_steps_of(ctx, p);
-        rocq_tensor other, floats;
-        char *at = (char *)scratch;
-        if (p->w2) {
-            // Cannot fail: the sizes were planned.
-            rocq_tensor_from_host(&other, at, ROCQ_F32, 4, p->y->ne);
-            at += s.floats_bytes;
-            s.other.y = &other;
-        }
-        if (p->y->format == ROCQ_Q8_0) {
-            rocq_tensor_from_host(&floats, at, ROCQ_F32, 4, p->y->ne);
-            at += s.floats_bytes;
-            s.main.y = &floats;
-        }
-        if (p->w2) rocq__mm_multiply(ctx, &s.other, NULL, at);
-        rocq__mm_multiply(ctx, &s.main, p->w2 ? &other : NULL, at);
-        if (p->y->format == ROCQ_Q8_0) {
-            const rocq_cast_params cast = {p->y, &floats};
-            ROCQ__TRY(rocq__map_cpu(ctx, ROCQ_OP_CAST, &cast));
-        }
+// Stage 1: all columns of the chain.
+static void rocq__mm_convert_all(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
+    int64_t first = 0;
+    for (int32_t i = 0; i < chain->n_columns; i++) {
+        rocq__mm *mm = (rocq__mm *)chain->columns[i].mm;
+        const int64_t n = mm->n * mm->n_matrices;
+        const int64_t from = ROCQ__MAX(begin - first, 0), to = ROCQ__MIN(end - first, n);
+        if (from < to) rocq__mm_convert(mm, from, to, thread);
+        first += n;
     }
-    return ROCQ_OK;
+}
+
+// Stage 2: all panels of the chain.
+static void rocq__mm_run_all(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    const rocq__mm_chain *chain = (const rocq__mm_chain *)arg;
+    int64_t first = 0;
+    for (int32_t i = 0; i < chain->n_products; i++) {
+        rocq__mm_product *product = &chain->products[i];
+        const int64_t n = rocq__mm_items(&product->main);
+        const int64_t from = ROCQ__MAX(begin - first, 0), to = ROCQ__MIN(end - first, n);
+        if (from < to && product->has_other) rocq__mm_run(&product->other, from, to, thread);
+        if (from < to) rocq__mm_run(&product->main, from, to, thread);
+        first += n;
+    }
+}
+
+static void rocq__plan_map_cpu(rocq__plan *plan, rocq_op op, const void *params);
+
+static void rocq__mm_place(rocq__mm *mm, const rocq__plan *plan) {
+    mm->work = (rocq__mm_work *)(void *)plan->scratch;
+    mm->columns = (unsigned char *)plan->scratch + mm->columns_at;
+}
+
+static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    const rocq_matmul_params *p = (const rocq_matmul_params *)params;
+    const int64_t k = p->w->ne[0];
+    size_t n_products = 0;
+    int64_t n_columns = 0, n_items = 0, most = 1;
+    (void)op;
+    for (const rocq_matmul_params *q = p; q; q = q->next) n_products++;
+    rocq__mm_chain *chain = (rocq__mm_chain *)rocq__plan_take(plan, sizeof *chain);
+    rocq__mm_product *products =
+        (rocq__mm_product *)rocq__plan_take(plan, n_products * sizeof *products);
+    rocq__mm_lay(chain, products, plan->ctx, p);
+    for (int32_t i = 0; i < chain->n_columns; i++) {
+        const rocq__mm *mm = chain->columns[i].mm;
+        n_columns += mm->n * mm->n_matrices;
+    }
+    for (int32_t i = 0; i < chain->n_products; i++) {
+        rocq__mm_product *product = &products[i];
+        const rocq_tensor *y = product->main_params.y;
+        rocq__mm_place(&product->main, plan);
+        rocq__mm_place(&product->other, plan);
+        // Cannot fail: the sizes were planned.
+        if (product->has_other) {
+            rocq_tensor_from_host(&product->other_y, plan->scratch + product->other_at, ROCQ_F32, 4,
+                                  y->ne);
+            product->main.other = product->other_params.y = &product->other_y;
+        }
+        if (product->has_cast) {
+            rocq_tensor_from_host(&product->main_y, plan->scratch + product->main_at, ROCQ_F32, 4,
+                                  y->ne);
+            product->main_params.y = &product->main_y;
+        }
+        n_items += rocq__mm_items(&product->main);
+        most = ROCQ__MAX(most, ROCQ__MIN(product->main.n, (int64_t)ROCQ__MM_TILE_N));
+    }
+    rocq__plan_stage(plan, rocq__mm_convert_all, chain, n_columns, rocq__plan_grain(plan, 4 * k));
+    const int64_t panel_work = k * ROCQ__MM_ROWS * most;
+    rocq__plan_stage(plan, rocq__mm_run_all, chain, n_items, rocq__plan_grain(plan, panel_work));
+    for (int32_t i = 0; p; p = p->next, i++) {
+        if (!products[i].has_cast) continue;
+        const rocq_cast_params cast = {p->y, &products[i].main_y};
+        rocq__plan_map_cpu(plan, ROCQ_OP_CAST, &cast);
+    }
 }
 
 #if ROCQ__HAS_AVX2
@@ -8600,7 +8852,10 @@ typedef struct rocq__attend {
     int64_t group;     // query heads per KV head
     int64_t n_rows;    // query rows per KV head: group n_q
     int64_t tile_rows; // rows in one item
-    int64_t n_tiles, n_splits;
+    int64_t n_tiles;
+    int64_t n_splits;  // of the longest sequence; at most
+    int64_t most_splits;
+    int64_t worth;     // rocq__plan.worth
     int64_t pitch;     // floats from row to row in scratch
     int64_t local;     // floats of scratch per thread
     int64_t partial;   // floats per row of a split's result: m, l, acc
@@ -9022,6 +9277,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->tile_rows = ROCQ__MIN(a->n_rows, (int64_t)ROCQ__ATTEND_ROWS);
     a->n_tiles = (a->n_rows + a->tile_rows - 1) / a->tile_rows;
     a->n_splits = a->n_tiles > 1 ? 1 : (a->n_kv + ROCQ__ATTEND_SPLIT - 1) / ROCQ__ATTEND_SPLIT;
+    a->most_splits = a->n_splits;
     a->pitch = (a->head_dim + 31) / 32 * 32;
     a->local = (2 * a->tile_rows + ROCQ__ATTEND_KEYS + 1) * a->pitch +
                2 * a->tile_rows * ROCQ__ATTEND_KEYS + (2 * a->tile_rows + 15) / 16 * 16;
@@ -9072,41 +9328,46 @@ static int64_t rocq__scratch_attention_cpu(const rocq_ctx *ctx, const void *para
     return rocq__attend_plan(ctx, p, &a);
 }
 
-static rocq_result rocq__attention_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
-    const rocq_attention_params *p = (const rocq_attention_params *)params;
-    (void)op;
-    rocq__attend a;
-    void *scratch;
-    const int64_t bytes = rocq__attend_plan(ctx, p, &a);
-    ROCQ__TRY(rocq__attend_check(ctx, &a));
-    ROCQ__TRY(rocq__scratch(ctx, bytes, &scratch));
-    a.scratch = (float *)scratch;
-    a.partials = a.scratch + a.local * ctx->desc.n_threads;
+// How many items there are follows from the lengths.
+static rocq_result rocq__attend_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    rocq__attend *a = (rocq__attend *)stage->arg;
     int64_t longest = 0;
-    for (int64_t seq = 0; seq < a.n_seqs; seq++) {
-        longest = ROCQ__MAX(longest, rocq__attend_len(&a, seq));
+    ROCQ__TRY(rocq__attend_check(ctx, a));
+    for (int64_t seq = 0; seq < a->n_seqs; seq++) {
+        longest = ROCQ__MAX(longest, rocq__attend_len(a, seq));
     }
-    if (a.n_splits > 1) a.n_splits = (longest + ROCQ__ATTEND_SPLIT - 1) / ROCQ__ATTEND_SPLIT;
-    const int64_t n_heads = a.n_seqs * a.n_kv_heads, n_items = n_heads * a.n_tiles * a.n_splits;
-    const int64_t split_len = a.n_splits > 1 ? (int64_t)ROCQ__ATTEND_SPLIT : longest;
-    // A task under some 64k multiplications is not worth waking a thread for.
-    const int64_t work = 2 * a.tile_rows * a.head_dim * ROCQ__MIN(longest, split_len);
-    rocq__parallel(ctx, n_items, 1 + 65536 / work, rocq__attend_task, &a);
-    if (a.n_splits > 1) {
-        rocq__parallel(ctx, n_heads * a.n_rows, 1 + 65536 / (a.head_dim * a.n_splits),
-                       rocq__attend_merge_task, &a);
-    }
+    const bool split = a->most_splits > 1;
+    if (split) a->n_splits = (longest + ROCQ__ATTEND_SPLIT - 1) / ROCQ__ATTEND_SPLIT;
+    const int64_t keys = split ? ROCQ__MIN(longest, (int64_t)ROCQ__ATTEND_SPLIT) : longest;
+    stage->n = a->n_seqs * a->n_kv_heads * a->n_tiles * a->n_splits;
+    stage->grain = 1 + a->worth / (2 * a->tile_rows * a->head_dim * keys);
     return ROCQ_OK;
+}
+
+static rocq_result rocq__attend_merge_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    const rocq__attend *a = (const rocq__attend *)stage->arg;
+    (void)ctx;
+    stage->n = a->n_splits > 1 ? a->n_seqs * a->n_kv_heads * a->n_rows : 0;
+    stage->grain = 1 + a->worth / (a->head_dim * a->n_splits);
+    return ROCQ_OK;
+}
+
+static void rocq__plan_attention_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__attend *a = (rocq__attend *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    rocq__attend_plan(plan->ctx, (const rocq_attention_params *)params, a);
+    a->worth = plan->worth;
+    a->scratch = (float *)(void *)plan->scratch;
+    a->partials = a->scratch + a->local * plan->ctx->desc.n_threads;
+    rocq__plan_stage(plan, rocq__attend_task, a, 0, 1)->begin = rocq__attend_begin;
+    if (a->most_splits > 1) {
+        rocq__plan_stage(plan, rocq__attend_merge_task, a, 0, 1)->begin = rocq__attend_merge_begin;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------
 // >>cpu_ops: in the order of ROCQ_OPS
 // ---------------------------------------------------------------------------------------------
-
-// How many rows are worth handing to a thread, at n elements per row and `work` per element.
-static inline int64_t rocq__grain(int64_t n, int64_t work) {
-    return 1 + 65536 / (n * work);
-}
 
 // Indices in dimensions 1 to 3 of row number r, for ops that number all rows of a tensor.
 typedef struct rocq__coord {
@@ -9186,15 +9447,15 @@ static void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t thread)
     }
 }
 
-static rocq_result rocq__norm_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static void rocq__plan_norm_cpu(rocq__plan *plan, rocq_op op, const void *params) {
     const rocq_norm_params *p = (const rocq_norm_params *)params;
-    rocq__norm a;
-    a.p = p;
-    a.simd = ctx->has_simd;
-    a.center = op == ROCQ_OP_LAYERNORM;
-    a.eps = p->eps > 0.0f ? p->eps : 1e-5f;
-    rocq__parallel(ctx, rocq__n_rows(p->x), rocq__grain(p->x->ne[0], 4), rocq__norm_task, &a);
-    return ROCQ_OK;
+    rocq__norm *a = (rocq__norm *)rocq__plan_take(plan, sizeof *a);
+    a->p = p;
+    a->simd = plan->ctx->has_simd;
+    a->center = op == ROCQ_OP_LAYERNORM;
+    a->eps = p->eps > 0.0f ? p->eps : 1e-5f;
+    rocq__plan_stage(plan, rocq__norm_task, a, rocq__n_rows(p->x),
+                     rocq__plan_grain(plan, 4 * p->x->ne[0]));
 }
 
 // -- rope, rope_append --
@@ -9213,12 +9474,19 @@ typedef struct rocq__rope {
     bool simd;
     bool neox;
     int64_t head_dim, n_dims;
+    const rocq_rope_config *config;
     const int32_t *pos;
+    const int32_t *cell; // rope_append: rows of a cache, which are checked; else NULL
+    int64_t n_cells;
     float magnitude;
     double *turn;  // [n_dims / 2]: angle of a pair per position
     float *local;  // per thread: cos and sin of the pairs, one head
     int64_t pitch; // floats per thread
 } rocq__rope;
+
+static int64_t rocq__rope_turn_bytes(const rocq__rope *a) {
+    return (a->n_dims / 2 * (int64_t)sizeof(double) + 63) / 64 * 64;
+}
 
 static int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p,
                                   int64_t head_dim, rocq__rope *a) {
@@ -9229,9 +9497,8 @@ static int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p
     a->n_dims = p->n_dims > 0 ? p->n_dims : head_dim;
     a->pitch = (a->n_dims + head_dim + 15) / 16 * 16;
     int64_t bytes;
-    const int64_t turn_bytes = (a->n_dims / 2 * (int64_t)sizeof(double) + 63) / 64 * 64;
     if (!rocq__mul(a->pitch * (int64_t)sizeof(float), ctx->desc.n_threads, &bytes) ||
-        !rocq__add(bytes, turn_bytes, &bytes)) {
+        !rocq__add(bytes, rocq__rope_turn_bytes(a), &bytes)) {
         return INT64_MAX;
     }
     return bytes;
@@ -9281,20 +9548,25 @@ static double rocq__rope_turn(const rocq__rope_scaling *s, int64_t i, double fac
 #define ROCQ__TURNS 0.15915494309189535 // 1 / (2 pi): turns per radian
 
 // Angles go through double: at position 100,000 a float would be off by 0.004.
-static rocq_result rocq__rope_start(rocq_ctx *ctx, const rocq_rope_config *p,
-                                    const rocq_tensor *pos, int64_t bytes, rocq__rope *a) {
-    const int64_t turn_bytes = (a->n_dims / 2 * (int64_t)sizeof(double) + 63) / 64 * 64;
+static void rocq__rope_turns(rocq__rope *a) {
+    const rocq_rope_config *p = a->config;
     const rocq__rope_scaling scaling = rocq__rope_scaling_of(p, a->n_dims);
     const float *factors = p->freq_factors ? rocq__row_f32(p->freq_factors, 0, 0, 0) : NULL;
-    void *scratch;
-    ROCQ__TRY(rocq__scratch(ctx, bytes, &scratch));
-    a->turn = (double *)scratch;
-    a->local = (float *)(void *)((char *)scratch + turn_bytes);
-    a->pos = rocq__row_i32(pos, 0);
     a->magnitude = scaling.magnitude;
     for (int64_t i = 0; i < a->n_dims / 2; i++) {
         a->turn[i] = rocq__rope_turn(&scaling, i, factors ? (double)factors[i] : 1.0);
     }
+}
+
+static rocq_result rocq__rope_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    rocq__rope *a = (rocq__rope *)stage->arg;
+    for (int64_t t = 0; a->cell && t < stage->n; t++) {
+        if (a->cell[t] < 0 || a->cell[t] >= a->n_cells) {
+            return rocq__fail(ctx, ROCQ_E_BOUNDS, "rope_append: cell of token %lld is %d of %lld",
+                              (long long)t, (int)a->cell[t], (long long)a->n_cells);
+        }
+    }
+    rocq__rope_turns(a);
     return ROCQ_OK;
 }
 
@@ -9341,17 +9613,33 @@ static int64_t rocq__scratch_rope_cpu(const rocq_ctx *ctx, const void *params) {
     return rocq__rope_scratch(ctx, &p->rope, p->x->ne[0], &a);
 }
 
-static rocq_result rocq__rope_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+// The part of a plan that both ops have: for heads of head_dim elements at positions pos.
+static rocq__rope *rocq__plan_rope(rocq__plan *plan, const rocq_rope_config *config,
+                                   int64_t head_dim, const rocq_tensor *pos) {
+    rocq__rope *a = (rocq__rope *)rocq__plan_take(plan, sizeof *a);
+    rocq__rope_scratch(plan->ctx, config, head_dim, a);
+    a->config = config;
+    a->pos = rocq__row_i32(pos, 0);
+    a->turn = (double *)(void *)plan->scratch;
+    a->local = (float *)(void *)(plan->scratch + rocq__rope_turn_bytes(a));
+    return a;
+}
+
+static void rocq__plan_rope_stage(rocq__plan *plan, rocq__rope *a, int64_t n_tokens) {
+    int64_t n_heads = 0;
+    for (int i = 0; i < a->n_streams; i++) n_heads += a->streams[i].x->ne[1];
+    const int64_t grain = rocq__plan_grain(plan, 4 * a->head_dim * n_heads);
+    rocq__plan_stage(plan, rocq__rope_task, a, n_tokens, grain)->begin = rocq__rope_begin;
+}
+
+static void rocq__plan_rope_cpu(rocq__plan *plan, rocq_op op, const void *params) {
     const rocq_rope_params *p = (const rocq_rope_params *)params;
+    rocq__rope *a = rocq__plan_rope(plan, &p->rope, p->x->ne[0], p->pos);
     (void)op;
-    rocq__rope a;
-    const int64_t bytes = rocq__rope_scratch(ctx, &p->rope, p->x->ne[0], &a);
-    ROCQ__TRY(rocq__rope_start(ctx, &p->rope, p->pos, bytes, &a));
-    a.streams[0].x = p->x;
-    a.streams[0].y = p->y;
-    a.n_streams = 1;
-    rocq__parallel(ctx, p->x->ne[2], rocq__grain(a.head_dim * p->x->ne[1], 4), rocq__rope_task, &a);
-    return ROCQ_OK;
+    a->streams[0].x = p->x;
+    a->streams[0].y = p->y;
+    a->n_streams = 1;
+    rocq__plan_rope_stage(plan, a, p->x->ne[2]);
 }
 
 static int64_t rocq__scratch_rope_append_cpu(const rocq_ctx *ctx, const void *params) {
@@ -9360,31 +9648,21 @@ static int64_t rocq__scratch_rope_append_cpu(const rocq_ctx *ctx, const void *pa
     return rocq__rope_scratch(ctx, &p->rope, p->k->ne[0], &a);
 }
 
-static rocq_result rocq__rope_append_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static void rocq__plan_rope_append_cpu(rocq__plan *plan, rocq_op op, const void *params) {
     const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
+    rocq__rope *a = rocq__plan_rope(plan, &p->rope, p->k->ne[0], p->pos);
     (void)op;
-    rocq__rope a;
-    const int64_t n_tokens = p->k->ne[2], n_cells = p->k_cache->ne[2];
-    const int32_t *cell = rocq__row_i32(p->cell ? p->cell : p->pos, 0);
-    for (int64_t t = 0; t < n_tokens; t++) {
-        if (cell[t] < 0 || cell[t] >= n_cells) {
-            return rocq__fail(ctx, ROCQ_E_BOUNDS, "rope_append: cell of token %lld is %d of %lld",
-                              (long long)t, (int)cell[t], (long long)n_cells);
-        }
-    }
-    const int64_t bytes = rocq__rope_scratch(ctx, &p->rope, p->k->ne[0], &a);
-    ROCQ__TRY(rocq__rope_start(ctx, &p->rope, p->pos, bytes, &a));
-    int64_t n_heads = 2 * p->k->ne[1];
-    const rocq__rope_stream k = {p->k, p->k_cache, cell, false}, v = {p->v, p->v_cache, cell, true};
-    a.streams[a.n_streams++] = k;
-    a.streams[a.n_streams++] = v;
+    a->cell = rocq__row_i32(p->cell ? p->cell : p->pos, 0);
+    a->n_cells = p->k_cache->ne[2];
+    const rocq__rope_stream k = {p->k, p->k_cache, a->cell, false};
+    const rocq__rope_stream v = {p->v, p->v_cache, a->cell, true};
+    a->streams[a->n_streams++] = k;
+    a->streams[a->n_streams++] = v;
     if (p->q) {
         const rocq__rope_stream q = {p->q, p->q, NULL, false};
-        a.streams[a.n_streams++] = q;
-        n_heads += p->q->ne[1];
+        a->streams[a->n_streams++] = q;
     }
-    rocq__parallel(ctx, n_tokens, rocq__grain(a.head_dim * n_heads, 4), rocq__rope_task, &a);
-    return ROCQ_OK;
+    rocq__plan_rope_stage(plan, a, p->k->ne[2]);
 }
 
 // -- activate, glu, add, mul, scale, cast: y from the same element of a and b --
@@ -9513,12 +9791,13 @@ static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) 
     }
 }
 
-static rocq_result rocq__map_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
-    rocq__map map = rocq__map_of(op, params);
-    map.simd = ctx->has_simd;
+static void rocq__plan_map_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__map *map = (rocq__map *)rocq__plan_take(plan, sizeof *map);
+    *map = rocq__map_of(op, params);
+    map->simd = plan->ctx->has_simd;
     const int64_t work = op == ROCQ_OP_ACTIVATE || op == ROCQ_OP_GLU ? 16 : 4;
-    rocq__parallel(ctx, rocq__n_rows(map.y), rocq__grain(map.y->ne[0], work), rocq__map_task, &map);
-    return ROCQ_OK;
+    rocq__plan_stage(plan, rocq__map_task, map, rocq__n_rows(map->y),
+                     rocq__plan_grain(plan, work * map->y->ne[0]));
 }
 
 // -- softmax --
@@ -9562,15 +9841,15 @@ static void rocq__softmax_task(void *arg, int64_t r, int64_t r_end, int32_t thre
     }
 }
 
-static rocq_result rocq__softmax_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static void rocq__plan_softmax_cpu(rocq__plan *plan, rocq_op op, const void *params) {
     const rocq_softmax_params *p = (const rocq_softmax_params *)params;
+    rocq__softmax *a = (rocq__softmax *)rocq__plan_take(plan, sizeof *a);
     (void)op;
-    rocq__softmax a;
-    a.p = p;
-    a.simd = ctx->has_simd;
-    a.scale = p->scale != 0.0f ? p->scale : 1.0f;
-    rocq__parallel(ctx, rocq__n_rows(p->x), rocq__grain(p->x->ne[0], 8), rocq__softmax_task, &a);
-    return ROCQ_OK;
+    a->p = p;
+    a->simd = plan->ctx->has_simd;
+    a->scale = p->scale != 0.0f ? p->scale : 1.0f;
+    rocq__plan_stage(plan, rocq__softmax_task, a, rocq__n_rows(p->x),
+                     rocq__plan_grain(plan, 8 * p->x->ne[0]));
 }
 
 // -- gather --
@@ -9598,10 +9877,8 @@ static void rocq__gather_task(void *arg, int64_t r, int64_t r_end, int32_t threa
     }
 }
 
-static rocq_result rocq__gather_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
-    const rocq_gather_params *p = (const rocq_gather_params *)params;
-    (void)op;
-    rocq__gather a;
+static rocq_result rocq__gather_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    const rocq_gather_params *p = ((const rocq__gather *)stage->arg)->p;
     const int64_t n = p->ids->ne[0], n_rows = p->table->ne[1];
     const int32_t *ids = rocq__row_i32(p->ids, 0);
     for (int64_t i = 0; i < n; i++) {
@@ -9610,11 +9887,18 @@ static rocq_result rocq__gather_cpu(rocq_ctx *ctx, rocq_op op, const void *param
                               (long long)i, (int)ids[i], (long long)n_rows);
         }
     }
-    a.p = p;
-    a.simd = ctx->has_simd;
-    a.scale = p->scale != 0.0f ? p->scale : 1.0f;
-    rocq__parallel(ctx, n, rocq__grain(p->y->ne[0], 4), rocq__gather_task, &a);
     return ROCQ_OK;
+}
+
+static void rocq__plan_gather_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    const rocq_gather_params *p = (const rocq_gather_params *)params;
+    rocq__gather *a = (rocq__gather *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    a->p = p;
+    a->simd = plan->ctx->has_simd;
+    a->scale = p->scale != 0.0f ? p->scale : 1.0f;
+    const int64_t grain = rocq__plan_grain(plan, 4 * p->y->ne[0]);
+    rocq__plan_stage(plan, rocq__gather_task, a, p->ids->ne[0], grain)->begin = rocq__gather_begin;
 }
 
 // -- argmax --
@@ -9632,12 +9916,12 @@ static void rocq__argmax_task(void *arg, int64_t r, int64_t r_end, int32_t threa
     }
 }
 
-static rocq_result rocq__argmax_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
-    const rocq_argmax_params *p = (const rocq_argmax_params *)params;
+static void rocq__plan_argmax_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq_argmax_params *p = (rocq_argmax_params *)rocq__plan_take(plan, sizeof *p);
     (void)op;
-    rocq_argmax_params a = *p;
-    rocq__parallel(ctx, p->x->ne[1], rocq__grain(p->x->ne[0], 2), rocq__argmax_task, &a);
-    return ROCQ_OK;
+    *p = *(const rocq_argmax_params *)params;
+    rocq__plan_stage(plan, rocq__argmax_task, p, p->x->ne[1],
+                     rocq__plan_grain(plan, 2 * p->x->ne[0]));
 }
 
 // -- sample --
@@ -9711,17 +9995,20 @@ static int64_t rocq__scratch_sample_cpu(const rocq_ctx *ctx, const void *params)
     return p->logits->ne[0] * (int64_t)(2 * sizeof(rocq__candidate) + sizeof(int32_t));
 }
 
-static rocq_result rocq__sample_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
-    const rocq_sample_params *p = (const rocq_sample_params *)params;
-    (void)op;
+typedef struct rocq__drawing {
+    const rocq_sample_params *p;
+    void *scratch;
+} rocq__drawing;
+
+static rocq_result rocq__sample_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    const rocq__drawing *a = (const rocq__drawing *)stage->arg;
+    const rocq_sample_params *p = a->p;
     const int64_t n_vocab = p->logits->ne[0], n_recent = p->recent ? p->recent->ne[0] : 0;
     const float *logits = rocq__row_f32(p->logits, 0, 0, 0);
     const int32_t *recent = p->recent ? rocq__row_i32(p->recent, 0) : NULL;
     const int32_t *allowed = p->allowed ? rocq__row_i32(p->allowed, 0) : NULL;
     const float repeat = p->repeat_penalty > 0.0f ? p->repeat_penalty : 1.0f;
-    void *scratch;
-    ROCQ__TRY(rocq__scratch(ctx, rocq__scratch_sample_cpu(ctx, p), &scratch));
-    rocq__candidate *all = (rocq__candidate *)scratch, *list = all + n_vocab;
+    rocq__candidate *all = (rocq__candidate *)a->scratch, *list = all + n_vocab;
     int32_t *count = (int32_t *)(void *)(list + n_vocab);
     if (recent) memset(count, 0, (size_t)n_vocab * sizeof *count);
     for (int64_t i = 0; i < n_recent; i++) {
@@ -9793,6 +10080,14 @@ static rocq_result rocq__sample_cpu(rocq_ctx *ctx, rocq_op op, const void *param
     *(int32_t *)(void *)rocq__row(p->token, 0, 0, 0) = token;
     if (p->prob) *rocq__row_f32(p->prob, 0, 0, 0) = prob;
     return ROCQ_OK;
+}
+
+static void rocq__plan_sample_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__drawing *a = (rocq__drawing *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    a->p = (const rocq_sample_params *)params;
+    a->scratch = plan->scratch;
+    rocq__plan_stage(plan, NULL, a, 0, 1)->begin = rocq__sample_begin;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -12262,7 +12557,6 @@ static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char 
 // that is too large to be saved, or does not change from step to step: weights, tables, and the
 // cache that attention reads. The check of a replay leaves it as it is.
 enum { ROCQ__IN, ROCQ__IN_PLACE, ROCQ__INDEX, ROCQ__KEPT, ROCQ__OUT };
-enum { ROCQ__MOST_PRODUCTS = 16 }; // in a chain; the bound also ends a chain that is a cycle
 enum { ROCQ__MAX_OPERANDS = 7 * ROCQ__MOST_PRODUCTS }; // of one op; the most a matmul chain has
 
 typedef struct rocq__operand {
@@ -12983,6 +13277,9 @@ struct rocq_graph {
     rocq__node *first, *last;
     int64_t scratch;  // bytes, of the op that needs most
     bool on_cpu;      // some op of a GPU context falls back to the CPU: it cannot be captured
+    rocq__stage *stages; // [n_stages] on the CPU: of all ops. NULL: the ops are run one by one
+    int32_t n_stages;
+    const void *planned; // the scratch memory whose addresses the stages have
     void *exec;       // the runtime's captured graph; NULL: the ops are run one by one
     bool refused;     // do not capture again: the runtime could not, or its replay was wrong
     bool checked;     // exec has been compared with the ops (rocq__replay_check)
@@ -13042,14 +13339,14 @@ typedef struct rocq__op_entry {
     int64_t params_size;
     rocq_result (*check)(rocq_ctx *ctx, const char *op, const void *params);
     int64_t (*scratch_cpu)(const rocq_ctx *ctx, const void *params);
-    rocq_result (*run_cpu)(rocq_ctx *ctx, rocq_op op, const void *params);
+    void (*plan_cpu)(rocq__plan *plan, rocq_op op, const void *params);
     void (*job)(rocq__job *job, const void *params); // on a GPU
 } rocq__op_entry;
 
 static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ_OPS
 #define ROCQ_X(name, params, check, scratch, cpu, job)                                   \
     {#name, (int64_t)sizeof(params), rocq__check_##check, rocq__scratch_##scratch##_cpu, \
-     rocq__##cpu##_cpu, rocq__job_##job},
+     rocq__plan_##cpu##_cpu, rocq__job_##job},
     ROCQ_X(matmul, rocq_matmul_params, matmul, matmul, matmul, matmul)
     ROCQ_X(attention, rocq_attention_params, attention, attention, attention, attention)
     ROCQ_X(rmsnorm, rocq_norm_params, rmsnorm, none, norm, norm)
@@ -13080,6 +13377,28 @@ static rocq_result rocq__check_op(rocq_ctx *ctx, rocq_op op, const void *params)
     }
     ROCQ__TRY(rocq__ops[op].check(ctx, rocq__ops[op].name, params));
     return rocq__check_overlap(ctx, rocq__ops[op].name, op, params);
+}
+
+// Room for the plan of any one op.
+typedef struct rocq__plan_room {
+    rocq__stage stages[ROCQ__PLAN_STAGES];
+    ROCQ__ALIGNAS(16) char memory[ROCQ__PLAN_BYTES];
+} rocq__plan_room;
+
+// Plans an op that has passed its checks, whose scratch memory there is.
+static rocq__plan rocq__plan_cpu(const rocq_ctx *ctx, rocq_op op, const void *params,
+                                 int64_t worth, rocq__plan_room *room) {
+    rocq__plan plan = {ctx, (char *)ctx->scratch, worth, room->stages, 0, room->memory, 0};
+    rocq__ops[op].plan_cpu(&plan, op, params);
+    return plan;
+}
+
+static rocq_result rocq__run_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+    rocq__plan_room room;
+    void *scratch;
+    ROCQ__TRY(rocq__scratch(ctx, rocq__ops[op].scratch_cpu(ctx, params), &scratch));
+    const rocq__plan plan = rocq__plan_cpu(ctx, op, params, ROCQ__WORTH_OP, &room);
+    return rocq__team_run(ctx, rocq__ops[op].name, plan.stages, plan.n_stages);
 }
 
 static rocq_result rocq__plan_hip(rocq_ctx *ctx, rocq_op op, const void *params,
@@ -13184,7 +13503,7 @@ static rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *par
             t->offset = (int64_t)(begin - range.begin);
         }
     }
-    if (result == ROCQ_OK) result = rocq__ops[op].run_cpu(ctx, op, node->params);
+    if (result == ROCQ_OK) result = rocq__run_cpu(ctx, op, node->params);
     for (int32_t k = 0; k < n_touched && result == ROCQ_OK; k++) {
         const rocq__touched *r = &touched[k];
         const int64_t size = rocq__range_size(r->range);
@@ -13241,7 +13560,7 @@ static rocq_result rocq__run_here(rocq_ctx *ctx, rocq_op op, const void *params)
     int64_t bytes;
     bool on_cpu;
     void *scratch;
-    if (!rocq__on_gpu(ctx)) return rocq__ops[op].run_cpu(ctx, op, params);
+    if (!rocq__on_gpu(ctx)) return rocq__run_cpu(ctx, op, params);
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &bytes, &on_cpu));
     if (on_cpu) return rocq__run_fallback(ctx, op, params);
     ROCQ__TRY(rocq__scratch_hip(ctx, bytes, &scratch));
@@ -13357,9 +13676,39 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     return result;
 }
 
-// Captures the graph before its launch, unless its capture is still valid or there cannot be one.
+// The stages of all ops, with what their args point to behind them.
+static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
+    rocq__plan_room room;
+    int64_t n_stages = 0, size = 0;
+    void *scratch;
+    ROCQ__TRY(rocq__scratch(ctx, graph->scratch, &scratch));
+    if (graph->stages && graph->planned == scratch) return ROCQ_OK;
+    rocq__free(ctx, graph->stages);
+    graph->stages = NULL;
+    for (const rocq__node *node = graph->first; node; node = node->next) {
+        const rocq__plan plan =
+            rocq__plan_cpu(ctx, node->op, node->params, ROCQ__WORTH_STEP, &room);
+        n_stages += plan.n_stages;
+        size += plan.used;
+    }
+    const int64_t stages_size = (n_stages * (int64_t)sizeof(rocq__stage) + 15) / 16 * 16;
+    char *memory = (char *)rocq__alloc(ctx, stages_size + size);
+    if (!memory) return rocq__fail(ctx, ROCQ_E_MEMORY, "graph: no memory for a plan");
+    graph->stages = (rocq__stage *)(void *)memory;
+    graph->planned = scratch;
+    rocq__plan plan = {ctx, (char *)scratch, ROCQ__WORTH_STEP, graph->stages, 0,
+                       memory + stages_size, 0};
+    for (const rocq__node *node = graph->first; node; node = node->next) {
+        rocq__ops[node->op].plan_cpu(&plan, node->op, node->params);
+    }
+    graph->n_stages = plan.n_stages;
+    return ROCQ_OK;
+}
+
+// Plans or captures the graph before its launch, unless that is still valid or there cannot be one.
 static rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
-    if (!rocq__on_gpu(ctx) || ctx->desc.no_graphs || graph->on_cpu || !graph->first) return ROCQ_OK;
+    if (ctx->desc.no_graphs || graph->on_cpu || !graph->first) return ROCQ_OK;
+    if (!rocq__on_gpu(ctx)) return rocq__graph_plan(ctx, graph);
     const rocq_hip *hip = ctx->gpu->hip;
     if (!hip->capture_begin || !hip->capture_end || !hip->graph_instantiate ||
         !hip->graph_destroy || !hip->graph_launch || !hip->graph_exec_destroy || graph->refused) {
@@ -13384,6 +13733,13 @@ static rocq_result rocq__check_graph(rocq_ctx *ctx, const char *call, const rocq
 }
 
 static rocq_result rocq__graph_submit(rocq_ctx *ctx, rocq_graph *graph) {
+    bool measured = false; // op by op
+#if ROCQ__HAS_PROFILE
+    measured = rocq__profiling(ctx);
+#endif
+    if (graph->stages && !measured) {
+        return rocq__team_run(ctx, "graph_launch", graph->stages, graph->n_stages);
+    }
     if (!graph->exec) return rocq__graph_run(ctx, graph);
     ROCQ__TRY_HIP("graph_launch", ctx->gpu->hip->graph_launch(graph->exec, ctx->gpu->stream));
     ctx->stats.n_launches += graph->n_launches;
@@ -13399,6 +13755,7 @@ static void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
     rocq_graph **link = &ctx->graphs;
     while (*link && *link != graph) link = &(*link)->next;
     if (*link) *link = graph->next;
+    rocq__free(ctx, graph->stages);
     rocq__free(ctx, graph);
 }
 
@@ -15200,7 +15557,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     if (resolved.dispatch_us == 0) resolved.dispatch_us = preset->dispatch_us;
     if (resolved.n_threads == 0) resolved.n_threads = rocq__core_count();
     if (resolved.n_threads > ROCQ__MAX_THREADS) resolved.n_threads = ROCQ__MAX_THREADS;
-    if (!ROCQ__HAS_THREADS) resolved.n_threads = 1;
+    if (!ROCQ__HAS_THREADS && !resolved.run_tasks) resolved.n_threads = 1;
 
     rocq_ctx *ctx = (rocq_ctx *)resolved.allocator.alloc(sizeof(rocq_ctx), resolved.allocator.user);
     if (!ctx) {
@@ -15211,6 +15568,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     memset(ctx, 0, sizeof *ctx);
     ctx->desc = resolved;
     ctx->backend = ROCQ_BACKEND_CPU;
+    ctx->team.ctx = ctx;
     ctx->blocks.prev = ctx->blocks.next = &ctx->blocks;
     ctx->stats.n_allocs = 1;
     ctx->stats.live_bytes = ctx->stats.peak_bytes = (int64_t)sizeof *ctx;
@@ -15260,7 +15618,7 @@ ROCQ_DEF void rocq_close(rocq_ctx **ctx_ptr) {
     rocq_ctx *ctx = *ctx_ptr;
     *ctx_ptr = NULL;
 #if ROCQ__HAS_THREADS
-    if (ctx->workers_ready) rocq__workers_stop(&ctx->workers);
+    rocq__team_stop(&ctx->team);
 #endif
     if (rocq__on_gpu(ctx)) ctx->gpu->hip->set_device(ctx->gpu->device);
     rocq_profile_clear(ctx);
@@ -17477,7 +17835,7 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
             if (result != ROCQ_OK) break;
             rocq__stand_in(node, memory);
             rocq__attempt_begin(ctx, &attempt);
-            rocq__ops[node->op].run_cpu(ctx, node->op, node->params);
+            rocq__run_cpu(ctx, node->op, node->params);
             rocq__attempt_end(ctx, &attempt, true); // it may fail: 1 may be too large an index
         }
         if (rocq_time_ns() - start >= ROCQ__REHEARSAL_NS) break;
@@ -18010,6 +18368,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__V8
 #undef ROCQ__WAIT
 #undef ROCQ__WAKE
+#undef ROCQ__WAKE_ALL
 #undef ROCQ__YIELD
 
 #endif // ROCQ_IMPLEMENTATION

@@ -833,7 +833,6 @@ static rocq_result llama__make_memory(llama_model *m) {
 
 static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     const rocq_info info = llama__info(m);
-    const bool gpu = info.backend == ROCQ_BACKEND_GPU;
     int family = 0;
     m->few = rocq_operand_format(m->ctx, ROCQ_Q8_0, 1, m->options.precision);
     m->many = rocq_operand_format(m->ctx, ROCQ_Q8_0, LLAMA__FEW + 1, m->options.precision);
@@ -850,7 +849,7 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     if (m->output.n_dims == 0) m->output = m->embedding; // tied
     llama__operands_of(m, m->output.format);
     LLAMA__TRY(llama__make_memory(m));
-    return gpu && !info.desc.no_graphs ? llama__record(m, NULL) : ROCQ_OK;
+    return info.desc.no_graphs ? ROCQ_OK : llama__record(m, NULL);
 }
 
 static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file,
