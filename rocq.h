@@ -2736,20 +2736,27 @@ typedef pthread_cond_t rocq__cond;
 #endif
 #endif
 
-// The threads of a context, and the stages that they share.
+// Cache lines, of up to 128 bytes, are kept apart by so much.
+enum { ROCQ__APART = 128 };
+
+// What is left of one thread's share of the open stage: the stage's number, and the first and the
+// end of its chunks, in bits 32, 16 and 0 (atomic). A 32-bit ABI aligns int64_t to 4, but atomics
+// across two cache lines lock out all other cores.
+typedef struct rocq__team_share {
+    ROCQ__ALIGNAS(8) int64_t left;
+    char apart[ROCQ__APART];
+} rocq__team_share;
+
+// The threads of a context, and the stages that they run.
 typedef struct rocq__team {
-    // What runs. Its members change only while no stage is open, so a thread may read them while it
-    // holds a chunk: the stage stays open until all chunks are done.
     rocq_ctx *ctx;
     rocq__stage *stages;
     int32_t n_stages, next;
     bool cancellable;
     rocq_result result;
-    const rocq__stage *stage; // the open one
-    int64_t chunk, n_chunks;  // items of a chunk
-    int32_t skipped;          // chunks were left out because of rocq_cancel (atomic)
-    int32_t n_joined;         // threads of the team that run; each takes its number, 1 and up, from
-                              // here (atomic)
+    int32_t skipped;       // chunks were left out because of rocq_cancel (atomic)
+    int32_t n_joined;      // threads of the team that run; each takes its number, 1 and up, from
+                           // here (atomic)
 #if ROCQ__HAS_THREADS
     rocq__thread threads[ROCQ__MAX_THREADS];
     int32_t n_started;     // threads; the calling thread works too, as thread 0
@@ -2759,15 +2766,19 @@ typedef struct rocq__team {
     int32_t asleep;        // threads that wait for work, the calling one too (atomic)
     int32_t caller_asleep; // (atomic)
 #endif
-    // All atomic, and in a cache line that nothing else uses. open: the number of the open stage
-    // (negative to end the threads) in the high half, chunks that nobody has taken in the low one.
-    // pending: chunks not done. running: 0 when all stages are done. A 32-bit ABI aligns int64_t to
-    // 4, but atomics across two cache lines lock out all other cores.
-    char apart[64];
+    char apart[ROCQ__APART];
+    // The open stage, in one cache line. open: its number in bit 32 and up, and how many chunks it
+    // has; negative to end the threads (atomic). The rest changes only when no chunk is left, so a
+    // thread may read it while it has one.
     ROCQ__ALIGNAS(8) int64_t open;
-    ROCQ__ALIGNAS(8) int64_t pending;
-    int32_t running;
-    char apart_too[64];
+    int64_t n, chunk;      // items, items of a chunk
+    rocq__task fn;
+    void *arg;
+    int32_t running;       // 0 when all stages are done (atomic)
+    char apart_2[ROCQ__APART];
+    ROCQ__ALIGNAS(8) int64_t pending; // chunks not done (atomic)
+    char apart_3[ROCQ__APART];
+    rocq__team_share shares[ROCQ__MAX_THREADS];
 } rocq__team;
 
 struct rocq__gpu;
@@ -3476,12 +3487,16 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 // ---------------------------------------------------------------------------------------------
 // >>threads: the stages of an op, or of a whole step, shared by the threads of a context
 // ---------------------------------------------------------------------------------------------
-// rocq__team_run runs a list of stages, one after the other. The items of one stage may run at once:
-// threads take them, in chunks, from `open`. Whoever finishes the last chunk goes on: it runs the
-// small stages that follow, and opens the next one that is worth sharing. So no thread is in charge,
-// and none waits for another, only for chunks. One that is late, because another program has its
-// core, finds nothing left to take; and where all tasks of a team run on one thread, one after the
-// other, as a job system may choose to (rocq_desc.run_tasks), the first one does all the work.
+// rocq__team_run runs a list of stages, one after the other. A stage that is worth it is opened: its
+// items may run at once, in chunks, of which each thread has an equal share. A thread that is through
+// with its own share takes half of what is left of another's; so one that is late, because another
+// program has its core, finds nothing left to do. Whoever finishes the last chunk goes on: it runs
+// the small stages that follow, and opens the next large one. No thread is in charge, and none waits
+// for another, only for chunks that are being worked on. Where all tasks of a team run on one thread,
+// one after the other, as a job system may choose to (rocq_desc.run_tasks), the first does all.
+//
+// What this costs is cache lines that go from core to core, at 50 to 250 ns each: for a stage, one
+// with the stage, one to count chunks down, and one for each look at another thread's share.
 
 // Atomics. All are sequentially consistent but rocq__store32, of which only release is needed.
 // seq_cst: a sleeper sets `asleep`, then rechecks; a producer publishes, then reads `asleep`.
@@ -3574,20 +3589,15 @@ static inline void rocq__spin_unlock(int32_t *lock) { rocq__store32(lock, 0); }
 
 // -- waiting --
 
-// Small stages between large ones take a microsecond or two, for which a thread spins. Then it
-// yields between spins, since the thread that it waits for may need its core. After SPIN_NS, which
-// is longer than an op by itself or a draw between two tokens takes, it sleeps.
-enum { ROCQ__SPINS = 100, ROCQ__SPINS_YIELDING = 16, ROCQ__SPIN_NS = 50000 };
-
-// Whether a thread has to wait. inside: not if all stages are done, either.
-static inline bool rocq__team_idle(rocq__team *team, bool inside) {
-    return (rocq__load64(&team->open) & INT32_MAX) == 0 &&
-           !(inside && !rocq__load32(&team->running));
+// Whether a thread that has seen that stage still has to wait; inside: not if all stages are done.
+static inline bool rocq__team_idle(rocq__team *team, int64_t seen, bool inside) {
+    return rocq__load64(&team->open) == seen && !(inside && !rocq__load32(&team->running));
 }
 
 #if ROCQ__HAS_THREADS
-// Whoever opens a stage wakes one thread, and each that wakes two more, while chunks are left: so
-// nobody spends long on waking others.
+static void rocq__team_start(rocq__team *team, int32_t n_threads);
+
+// Whoever opens a stage wakes one thread, and each that wakes two more: so nobody spends long on it.
 static void rocq__team_wake(rocq__team *team) {
     if (rocq__load32(&team->asleep) == 0) return;
     ROCQ__LOCK(&team->mutex);
@@ -3595,11 +3605,11 @@ static void rocq__team_wake(rocq__team *team) {
     ROCQ__UNLOCK(&team->mutex);
 }
 
-static void rocq__team_sleep(rocq__team *team, bool inside) {
+static void rocq__team_sleep(rocq__team *team, int64_t seen, bool inside) {
     ROCQ__LOCK(&team->mutex);
     rocq__fetch_add32(&team->asleep, 1);
     if (inside) rocq__exchange32(&team->caller_asleep, 1);
-    while (rocq__team_idle(team, inside)) ROCQ__WAIT(&team->work, &team->mutex);
+    while (rocq__team_idle(team, seen, inside)) ROCQ__WAIT(&team->work, &team->mutex);
     if (inside) rocq__exchange32(&team->caller_asleep, 0);
     for (int32_t i = 0, left = rocq__fetch_add32(&team->asleep, -1) - 1; i < 2 && i < left; i++) {
         ROCQ__WAKE(&team->work);
@@ -3608,40 +3618,16 @@ static void rocq__team_sleep(rocq__team *team, bool inside) {
 }
 #endif
 
-static void rocq__team_wait(rocq__team *team, bool inside) {
-    for (int i = 0; i < ROCQ__SPINS; i++) {
-        if (!rocq__team_idle(team, inside)) return;
-        rocq__relax();
-    }
-    const int64_t end = rocq_time_ns() + ROCQ__SPIN_NS;
-    for (;;) {
-        ROCQ__YIELD();
-        for (int i = 0; i < ROCQ__SPINS_YIELDING; i++) {
-            if (!rocq__team_idle(team, inside)) return;
-            rocq__relax();
-        }
-        if (team->ctx->desc.run_tasks || rocq_time_ns() < end) continue;
-#if ROCQ__HAS_THREADS
-        rocq__team_sleep(team, inside);
-        return;
-#endif
-    }
-}
-
-// -- sharing --
-
-#if ROCQ__HAS_THREADS
-static void rocq__team_start(rocq__team *team, int32_t n_threads);
-#endif
+// -- stages --
 
 // Runs stages from `next` on, until one has more than a grain of items, and opens that. Called by
 // one thread at a time, while no stage is open.
 static void rocq__team_next(rocq__team *team, int32_t thread) {
     rocq_ctx *ctx = team->ctx;
+    const int64_t n_threads = ctx->desc.n_threads;
     while (team->result == ROCQ_OK && team->next < team->n_stages) {
-        rocq__stage *stage = &team->stages[team->next];
         if (team->cancellable && rocq__load32(&ctx->cancelled)) break;
-        team->next++;
+        rocq__stage *stage = &team->stages[team->next++];
         if (stage->begin) team->result = stage->begin(ctx, stage);
         if (team->result != ROCQ_OK || stage->n <= 0) continue;
         if (stage->n <= stage->grain) {
@@ -3650,25 +3636,24 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
         }
         // At the end a thread waits for one chunk at most: it is 1/64 of the thread's share.
         const int64_t grains = (stage->n + stage->grain - 1) / stage->grain;
-        const int64_t most = (int64_t)ctx->desc.n_threads * 64;
-        team->stage = stage;
-        team->chunk = (grains + most - 1) / most * stage->grain;
-        team->n_chunks = (stage->n + team->chunk - 1) / team->chunk;
+        team->fn = stage->fn;
+        team->arg = stage->arg;
+        team->n = stage->n;
+        team->chunk = (grains + 64 * n_threads - 1) / (64 * n_threads) * stage->grain;
+        const int64_t n_chunks = (stage->n + team->chunk - 1) / team->chunk;
         const int64_t number = ((rocq__load64(&team->open) >> 32) + 1) & INT32_MAX;
-        rocq__store64(&team->pending, team->n_chunks);
-        rocq__store64(&team->open, number << 32 | team->n_chunks);
-        if (ctx->desc.n_threads == 1) return;
+        rocq__store64(&team->pending, n_chunks);
+        rocq__store64(&team->open, number << 32 | n_chunks);
 #if ROCQ__HAS_THREADS
-        if (!team->started && !ctx->desc.run_tasks) {
+        if (n_threads > 1 && !team->started && !ctx->desc.run_tasks) {
             rocq__team_start(team, ctx->desc.n_threads - 1);
         }
         rocq__team_wake(team);
 #endif
         return;
     }
-    if (rocq__load32(&team->skipped) || team->next < team->n_stages) {
-        if (team->result == ROCQ_OK) team->result = ROCQ_E_CANCELLED;
-    }
+    const bool cancelled = rocq__load32(&team->skipped) || team->next < team->n_stages;
+    if (team->result == ROCQ_OK && cancelled) team->result = ROCQ_E_CANCELLED;
     rocq__exchange32(&team->running, 0); // from here on the caller may return, and run other stages
 #if ROCQ__HAS_THREADS
     if (rocq__load32(&team->caller_asleep)) {
@@ -3679,44 +3664,101 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
 #endif
 }
 
-// Takes and runs chunks until none is left. The first ones that a thread takes are long runs of
-// chunks, which lie behind each other in memory. The number in `open` makes a compare-and-swap fail
-// whose value is from an earlier stage.
-static void rocq__team_share(rocq__team *team, int32_t n_threads, int32_t thread) {
-    int64_t n_done = 0;
+// What is left of a thread's share of the stage `open`, from its word. A word from an earlier stage
+// stands for the whole share; one from a later stage says that this one is over.
+static inline int64_t rocq__team_left(const rocq__team *team, int64_t word, int64_t open,
+                                      int32_t thread) {
+    const uint32_t later = (uint32_t)(word >> 32) - (uint32_t)(open >> 32);
+    const int64_t n = open & 0xffff, n_threads = team->ctx->desc.n_threads;
+    if (later == 0) return word;
+    if ((later & 0x40000000u) == 0) return 0;
+    return open >> 32 << 32 | n * thread / n_threads << 16 | n * (thread + 1) / n_threads;
+}
+
+// Takes the back half of what another thread has left, as this thread's own. The compare-and-swap
+// fails unless that is still so: the stage cannot be over.
+static bool rocq__team_steal(rocq__team *team, int64_t open, int32_t thread) {
+    const int32_t n_threads = team->ctx->desc.n_threads;
+    for (int32_t i = 1; i < n_threads;) {
+        const int32_t other = (thread + i) % n_threads;
+        const int64_t word = rocq__load64(&team->shares[other].left);
+        const int64_t left = rocq__team_left(team, word, open, other);
+        const int64_t begin = left >> 16 & 0xffff, end = left & 0xffff;
+        const int64_t middle = begin + (end - begin) / 2, number = left >> 32 << 32;
+        if (begin >= end) {
+            i++;
+        } else if (rocq__replace64(&team->shares[other].left, word, number | begin << 16 | middle)) {
+            rocq__store64(&team->shares[thread].left, number | middle << 16 | end);
+            return true;
+        }
+    }
+    return false;
+}
+
+// Runs what there is to do for this thread, and returns the last stage that it has seen.
+static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
+    int64_t *own = &team->shares[thread].left, n_done = 0;
     for (;;) {
-        const int64_t open = rocq__load64(&team->open), left = open & INT32_MAX;
-        if (open < 0) return;
-        if (left == 0) {
-            if (n_done == 0 || rocq__fetch_add64(&team->pending, -n_done) != n_done) return;
+        const int64_t open = rocq__load64(&team->open), word = rocq__load64(own);
+        if (open < 0) return open;
+        const int64_t left = rocq__team_left(team, word, open, thread);
+        const int64_t chunk = left >> 16 & 0xffff, end = left & 0xffff;
+        if (chunk < end) {
+            if (!rocq__replace64(own, word, left + (1 << 16))) continue;
+            const int64_t first = chunk * team->chunk;
+            if (team->cancellable && rocq__load32(&team->ctx->cancelled)) {
+                rocq__store32(&team->skipped, 1);
+            } else {
+                team->fn(team->arg, first, ROCQ__MIN(first + team->chunk, team->n), thread);
+            }
+            n_done++;
+        } else if (n_done > 0) {
+            if (rocq__fetch_add64(&team->pending, -n_done) == n_done) {
+                rocq__team_next(team, thread);
+            }
             n_done = 0;
-            rocq__team_next(team, thread);
-            continue;
+        } else if (!rocq__team_steal(team, open, thread)) {
+            return open;
         }
-        const int64_t n_taken = ROCQ__MAX(left / (4 * n_threads), 1);
-        if (!rocq__replace64(&team->open, open, open - n_taken)) continue;
-        const rocq__stage *stage = team->stage;
-        const int64_t begin = (team->n_chunks - left) * team->chunk;
-        const int64_t end = ROCQ__MIN(begin + n_taken * team->chunk, stage->n);
-        if (team->cancellable && rocq__load32(&team->ctx->cancelled)) {
-            rocq__store32(&team->skipped, 1);
-        } else {
-            stage->fn(stage->arg, begin, end, thread);
-        }
-        n_done += n_taken;
     }
 }
 
-// Takes part until all stages are done.
-static void rocq__team_join(void *arg, int32_t thread) {
-    rocq__team *team = (rocq__team *)arg;
-    const int32_t n_threads = team->ctx->desc.n_threads;
-    if (thread < 0 || thread >= n_threads) return;
+// Small stages between large ones take some microseconds, for which a thread spins. Then it yields
+// between spins, since a thread that it waits for may need its core. After SPIN_NS, which is longer
+// than from one op to the next, or than a draw between two tokens, it sleeps: waking takes longer.
+enum { ROCQ__SPINS = 250, ROCQ__SPIN_NS = 50000 };
+
+// Takes part until all stages are done (inside), or until the team's threads are to end.
+static void rocq__team_work(rocq__team *team, int32_t thread, bool inside) {
+    int64_t until = 0;
     for (;;) {
-        rocq__team_share(team, n_threads, thread);
-        if (!rocq__load32(&team->running)) return;
-        rocq__team_wait(team, true);
+        const int64_t seen = rocq__team_share_out(team, thread);
+        int32_t spins = 0;
+        if (seen < 0 || (inside && !rocq__load32(&team->running))) return;
+        while (spins < ROCQ__SPINS && rocq__team_idle(team, seen, inside)) {
+            rocq__relax();
+            spins++;
+        }
+        if (spins < ROCQ__SPINS) {
+            until = 0;
+            continue;
+        }
+        const int64_t now = rocq_time_ns();
+        if (until == 0) until = now + ROCQ__SPIN_NS;
+        if (now < until || team->ctx->desc.run_tasks) {
+            ROCQ__YIELD();
+            continue;
+        }
+#if ROCQ__HAS_THREADS
+        rocq__team_sleep(team, seen, inside);
+#endif
+        until = 0;
     }
+}
+
+static void rocq__team_task(void *arg, int32_t i) {
+    rocq__team *team = (rocq__team *)arg;
+    if (i >= 0 && i < team->ctx->desc.n_threads) rocq__team_work(team, i, true);
 }
 
 // Runs stages, and returns when all are done: after a `begin` that failed, or with E_CANCELLED if
@@ -3735,9 +3777,9 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
     ctx->quiet = true; // a failure on another thread is logged here
     rocq__team_next(team, 0);
     if (rocq__load32(&team->running) && ctx->desc.run_tasks && ctx->desc.n_threads > 1) {
-        ctx->desc.run_tasks(rocq__team_join, team, ctx->desc.n_threads, ctx->desc.run_tasks_user);
+        ctx->desc.run_tasks(rocq__team_task, team, ctx->desc.n_threads, ctx->desc.run_tasks_user);
     }
-    rocq__team_join(team, 0);
+    rocq__team_work(team, 0, true);
     ctx->quiet = quiet;
     if (team->result == ROCQ_E_CANCELLED) {
         return rocq__fail(ctx, ROCQ_E_CANCELLED,
@@ -3760,23 +3802,18 @@ static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task f
 
 #if ROCQ__HAS_THREADS
 
-static void rocq__team_work(rocq__team *team) {
-    const int32_t thread = rocq__fetch_add32(&team->n_joined, 1) + 1;
-    const int32_t n_threads = team->ctx->desc.n_threads;
-    while (rocq__load64(&team->open) >= 0) {
-        rocq__team_share(team, n_threads, thread);
-        rocq__team_wait(team, false);
-    }
+static void rocq__team_thread(rocq__team *team) {
+    rocq__team_work(team, rocq__fetch_add32(&team->n_joined, 1) + 1, false);
 }
 
 #if defined(_WIN32)
 static DWORD WINAPI rocq__team_main(LPVOID arg) {
-    rocq__team_work((rocq__team *)arg);
+    rocq__team_thread((rocq__team *)arg);
     return 0;
 }
 #else
 static void *rocq__team_main(void *arg) {
-    rocq__team_work((rocq__team *)arg);
+    rocq__team_thread((rocq__team *)arg);
     return NULL;
 }
 #endif
@@ -3805,7 +3842,7 @@ static void rocq__team_start(rocq__team *team, int32_t n_threads) {
 static void rocq__team_stop(rocq__team *team) {
     if (!team->started) return;
     ROCQ__LOCK(&team->mutex);
-    rocq__store64(&team->open, -1); // the low half is not 0, so every wait for chunks ends
+    rocq__store64(&team->open, -1);
     ROCQ__WAKE_ALL(&team->work);
     ROCQ__UNLOCK(&team->mutex);
     for (int32_t i = 0; i < team->n_started; i++) {
