@@ -7217,6 +7217,150 @@ static inline void rocq__decode(bool simd, rocq_format format, float *dst, const
     ROCQ__EITHER(simd, rocq__decode, (format, dst, src, n));
 }
 
+// -- exp, tanh and what is made of them --
+// The two forms below do the same operations in the same order, all of them rounded as IEEE 754
+// says: they have the same bits, so that INT8 products keep theirs through the epilogue.
+
+static const float rocq__exp_term[5] = {0.00139262131f, 0.00836320315f, 0.0416665561f, 0.166665763f,
+                                        0.5f};
+#define ROCQ__EXP_LEAST -87.33f // below it exp(x) is subnormal, and 0 here
+#define ROCQ__EXP_MOST 88.8f    // exp(x) is infinity here from 88.38 on
+
+static inline float rocq__clamp(float x, float least, float most) { // NaN stays
+    return x < least ? least : x > most ? most : x;
+}
+
+// exp(x) = 2^k (1 + p): returns p = e^r - 1 of r = x - k ln(2), which is ln(2) / 2 at most, from a
+// polynomial that is off by 1.1e-8 of e^r, and sets *power to 2^k. x in [LEAST, MOST], not NaN.
+static float rocq__exp_parts(float x, float *power) {
+    const float k = rintf(x * 1.44269504f);
+    // ln(2) in two parts, the first short enough that its products with k are exact
+    const float r = fmaf(-k, -2.12194440e-4f, fmaf(-k, 0.693359375f, x));
+    float e = rocq__exp_term[0];
+    for (int i = 1; i < 5; i++) e = fmaf(e, r, rocq__exp_term[i]);
+    *power = rocq__bits_f32((uint32_t)((int32_t)k + 127) << 23);
+    return fmaf(e, r * r, r);
+}
+
+// Within 1.1 ulp of exp(x) from LEAST on; NaN stays.
+static float rocq__exp1(float x) {
+    float power;
+    if (!(x >= ROCQ__EXP_LEAST)) return x != x ? x : 0.0f;
+    const float p = rocq__exp_parts(ROCQ__MIN(x, ROCQ__EXP_MOST), &power);
+    return (1.0f + p) * power;
+}
+
+// Within 3 ulp. With e = exp(2 x) - 1 it is e / (e + 2), which does not cancel around 0.
+static float rocq__tanh1(float x) {
+    float power;
+    if (x != x) return x;
+    const float p = rocq__exp_parts(rocq__clamp(2.0f * x, -20.0f, 20.0f), &power);
+    const float e = fmaf(power, p, power - 1.0f);
+    return e / (e + 2.0f);
+}
+
+// SILU and the tanh form of GELU are x / (1 + exp(-(linear x + cubic x^3))): 1 + tanh(u), as
+// 2 / (1 + exp(-2 u)), does not cancel for negative x.
+static float rocq__gate1(float x, float linear, float cubic) {
+    const float slope = fmaf(ROCQ__MIN(x * x, 1e30f), cubic, linear); // 0 inf is NaN
+    return x / (1.0f + rocq__exp1(-(x * slope)));
+}
+
+#define ROCQ__GELU_LINEAR 1.59576912160573f // 2 sqrt(2 / pi)
+#define ROCQ__GELU_CUBIC 0.0713548162726f   // the same times 0.044715
+
+static float rocq__activation(rocq_activation activation, float x) {
+    switch (activation) {
+    case ROCQ_ACT_SILU: return rocq__gate1(x, 1.0f, 0.0f);
+    case ROCQ_ACT_GELU: return rocq__gate1(x, ROCQ__GELU_LINEAR, ROCQ__GELU_CUBIC);
+    case ROCQ_ACT_GELU_ERF: return 0.5f * x * erfcf(-0.707106781186548f * x);
+    case ROCQ_ACT_RELU: return x > 0.0f ? x : 0.0f;
+    case ROCQ_ACT_TANH: return rocq__tanh1(x);
+    default: return x;
+    }
+}
+
+#if ROCQ__HAS_V8
+
+ROCQ__V8 rocq__v8 rocq__v8_exp_parts(rocq__v8 x, rocq__v8 *power) {
+    const rocq__v8 k = rocq__v8_round(rocq__v8_mul(x, rocq__v8_set1(1.44269504f)));
+    const rocq__v8 r = rocq__v8_fnma(k, rocq__v8_set1(-2.12194440e-4f),
+                                     rocq__v8_fnma(k, rocq__v8_set1(0.693359375f), x));
+    rocq__v8 e = rocq__v8_set1(rocq__exp_term[0]);
+    ROCQ__UNROLL
+    for (int i = 1; i < 5; i++) e = rocq__v8_fma(e, r, rocq__v8_set1(rocq__exp_term[i]));
+    *power = rocq__v8_pow2(k);
+    return rocq__v8_fma(e, rocq__v8_mul(r, r), r);
+}
+
+// Clamps as rocq__clamp does.
+ROCQ__V8 rocq__v8 rocq__v8_clamp(rocq__v8 x, float least, float most) {
+    return rocq__v8_min(rocq__v8_set1(most), rocq__v8_max(rocq__v8_set1(least), x));
+}
+
+ROCQ__V8 rocq__v8 rocq__v8_exp(rocq__v8 x) {
+    rocq__v8 power;
+    const rocq__v8 p =
+        rocq__v8_exp_parts(rocq__v8_clamp(x, ROCQ__EXP_LEAST, ROCQ__EXP_MOST), &power);
+    return rocq__v8_zero_below(rocq__v8_mul(rocq__v8_add(rocq__v8_set1(1.0f), p), power), x,
+                               rocq__v8_set1(ROCQ__EXP_LEAST));
+}
+
+// x = bound tanh(x / bound); returns how many elements it has done.
+static ROCQ__SIMD int64_t rocq__tanh_simd(float *x, float bound, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        rocq__v8 power, e = rocq__v8_div(rocq__v8_load(x + i), rocq__v8_set1(bound));
+        e = rocq__v8_clamp(rocq__v8_add(e, e), -20.0f, 20.0f);
+        const rocq__v8 p = rocq__v8_exp_parts(e, &power);
+        e = rocq__v8_fma(power, p, rocq__v8_sub(power, rocq__v8_set1(1.0f)));
+        e = rocq__v8_div(e, rocq__v8_add(e, rocq__v8_set1(2.0f)));
+        rocq__v8_store(x + i, rocq__v8_mul(e, rocq__v8_set1(bound)));
+    }
+    return i;
+}
+
+static ROCQ__SIMD int64_t rocq__gate_simd(float *x, float linear, float cubic, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const rocq__v8 v = rocq__v8_load(x + i);
+        const rocq__v8 square = rocq__v8_min(rocq__v8_mul(v, v), rocq__v8_set1(1e30f));
+        const rocq__v8 slope =
+            rocq__v8_fma(square, rocq__v8_set1(cubic), rocq__v8_set1(linear));
+        const rocq__v8 e = rocq__v8_exp(rocq__v8_fnma(v, slope, rocq__v8_set1(0.0f)));
+        rocq__v8_store(x + i, rocq__v8_div(v, rocq__v8_add(rocq__v8_set1(1.0f), e)));
+    }
+    return i;
+}
+
+#endif
+
+// x = activation(x)
+static void rocq__activate_row(bool simd, rocq_activation activation, float *x, int64_t n) {
+    int64_t i = activation == ROCQ_ACT_IDENTITY ? n : 0;
+#if ROCQ__HAS_V8
+    if (simd && activation == ROCQ_ACT_SILU) i = rocq__gate_simd(x, 1.0f, 0.0f, n);
+    if (simd && activation == ROCQ_ACT_GELU) {
+        i = rocq__gate_simd(x, ROCQ__GELU_LINEAR, ROCQ__GELU_CUBIC, n);
+    }
+    if (simd && activation == ROCQ_ACT_TANH) i = rocq__tanh_simd(x, 1.0f, n);
+#else
+    (void)simd;
+#endif
+    for (; i < n; i++) x[i] = rocq__activation(activation, x[i]);
+}
+
+// x = cap tanh(x / cap)
+static void rocq__softcap_row(bool simd, float cap, float *x, int64_t n) {
+    int64_t i = 0;
+#if ROCQ__HAS_V8
+    if (simd) i = rocq__tanh_simd(x, cap, n);
+#else
+    (void)simd;
+#endif
+    for (; i < n; i++) x[i] = cap * rocq__tanh1(x[i] / cap);
+}
+
 // ---------------------------------------------------------------------------------------------
 // >>cpu_matmul
 // ---------------------------------------------------------------------------------------------
@@ -7309,18 +7453,6 @@ typedef struct rocq__mm {
     rocq__mm_dot_float dot_f32;   // of rows in F32
     rocq__mm_dot_float dot_as_is; // of rows in w's format, or NULL
 } rocq__mm;
-
-static float rocq__activation(rocq_activation activation, float x) {
-    switch (activation) {
-    case ROCQ_ACT_SILU: return x / (1.0f + expf(-x));
-    case ROCQ_ACT_GELU: // 1 + tanh(u) = 2 / (1 + exp(-2 u)), which does not cancel for negative x
-        return x / (1.0f + expf(-1.59576912160573f * (x + 0.044715f * x * x * x)));
-    case ROCQ_ACT_GELU_ERF: return 0.5f * x * erfcf(-0.707106781186548f * x);
-    case ROCQ_ACT_RELU: return x > 0.0f ? x : 0.0f;
-    case ROCQ_ACT_TANH: return tanhf(x);
-    default: return x;
-    }
-}
 
 // -- step 1: columns --
 
@@ -8422,12 +8554,8 @@ static void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, 
         const unsigned char *bias = rocq__row(p->bias, 0, 0, 0);
         for (int64_t i = 0; i < n; i++) t[i] += rocq__mm_get(p->bias, bias, m + i);
     }
-    if (p->activation != ROCQ_ACT_IDENTITY) {
-        for (int64_t i = 0; i < n; i++) t[i] = rocq__activation(p->activation, t[i]);
-    }
-    if (p->softcap > 0.0f) {
-        for (int64_t i = 0; i < n; i++) t[i] = p->softcap * tanhf(t[i] / p->softcap);
-    }
+    rocq__activate_row(mm->simd, p->activation, t, n);
+    if (p->softcap > 0.0f) rocq__softcap_row(mm->simd, p->softcap, t, n);
     if (p->gate) {
         const unsigned char *gate = rocq__mm_at(mm, p->gate, matrix, column);
         for (int64_t i = 0; i < n; i++) t[i] *= rocq__mm_get(p->gate, gate, m + i);
@@ -8810,23 +8938,6 @@ static ROCQ__SIMD void rocq__moments_simd(const float *x, float shift, int64_t n
     rocq__moments_scalar(x + i, shift, n - i, moment);
 }
 
-// exp(x) = 2^k e^r with |r| <= ln(2) / 2, e^r from its Taylor series (8 terms leave 5e-9). Below
-// -87.33 the result would be subnormal and is 0, from 88.38 it is infinity, NaN stays NaN.
-ROCQ__V8 rocq__v8 rocq__v8_exp(const rocq__v8 from) {
-    static const float term[7] = {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f,
-                                  0.5f,          1.0f,          1.0f};
-    const rocq__v8 least = rocq__v8_set1(-87.33f), most = rocq__v8_set1(88.8f);
-    const rocq__v8 x = rocq__v8_min(most, rocq__v8_max(least, from)); // NaN stays
-    const rocq__v8 k = rocq__v8_round(rocq__v8_mul(x, rocq__v8_set1(1.44269504f)));
-    // ln(2) in two parts, the first short enough that its products with k are exact
-    rocq__v8 r = rocq__v8_fnma(k, rocq__v8_set1(0.693359375f), x);
-    r = rocq__v8_fnma(k, rocq__v8_set1(-2.12194440e-4f), r);
-    rocq__v8 e = rocq__v8_set1(1.0f / 5040.0f);
-    ROCQ__UNROLL
-    for (int i = 0; i < 7; i++) e = rocq__v8_fma(e, r, rocq__v8_set1(term[i]));
-    return rocq__v8_zero_below(rocq__v8_mul(e, rocq__v8_pow2(k)), from, least);
-}
-
 static ROCQ__SIMD float rocq__exp_simd(float *x, float shift, int64_t n) {
     rocq__v8 lane = rocq__v8_set1(0.0f);
     int64_t i = 0;
@@ -9102,9 +9213,7 @@ static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_loca
     float *s = local->score + r * ROCQ__ATTEND_KEYS;
     const float *bias = local->bias + r * ROCQ__ATTEND_KEYS;
     int64_t n_seen = 0;
-    if (a->p->softcap > 0.0f) {
-        for (int64_t j = 0; j < n_keys; j++) s[j] = a->p->softcap * tanhf(s[j] / a->p->softcap);
-    }
+    if (a->p->softcap > 0.0f) rocq__softcap_row(a->simd, a->p->softcap, s, n_keys);
     if (all_visible) {
         memcpy(seen, line, (size_t)n_keys * sizeof *seen);
         n_seen = n_keys;
@@ -9704,41 +9813,6 @@ static void rocq__plan_rope_append_cpu(rocq__plan *plan, rocq_op op, const void 
 
 // -- activate, glu, add, mul, scale, cast: y from the same element of a and b --
 
-#if ROCQ__HAS_V8
-
-// SILU and the tanh form of GELU are x / (1 + exp(-(linear x + cubic x^3))). Returns how many
-// elements it has done.
-static ROCQ__SIMD int64_t rocq__gate_simd(float *y, const float *x, int64_t n, float linear,
-                                          float cubic) {
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        const rocq__v8 v = rocq__v8_load(x + i);
-        const rocq__v8 square =
-            rocq__v8_min(rocq__v8_set1(1e30f), rocq__v8_mul(v, v)); // 0 inf is NaN
-        const rocq__v8 slope =
-            rocq__v8_fma(square, rocq__v8_set1(cubic), rocq__v8_set1(linear));
-        const rocq__v8 e = rocq__v8_exp(rocq__v8_fnma(v, slope, rocq__v8_set1(0.0f)));
-        rocq__v8_store(y + i, rocq__v8_div(v, rocq__v8_add(rocq__v8_set1(1.0f), e)));
-    }
-    return i;
-}
-
-#endif
-
-static void rocq__activate_row(bool simd, rocq_activation activation, float *y, const float *x,
-                               int64_t n) {
-    int64_t i = 0;
-#if ROCQ__HAS_V8
-    if (simd && activation == ROCQ_ACT_SILU) i = rocq__gate_simd(y, x, n, 1.0f, 0.0f);
-    if (simd && activation == ROCQ_ACT_GELU) {
-        i = rocq__gate_simd(y, x, n, 1.59576912160573f, 0.0713548162726f);
-    }
-#else
-    (void)simd;
-#endif
-    for (; i < n; i++) y[i] = rocq__activation(activation, x[i]);
-}
-
 // The params of these six ops in one form, for the CPU and the GPU.
 typedef struct rocq__map {
     rocq_op op;
@@ -9806,10 +9880,10 @@ static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) 
             if (b && b->ne[0] != 1) v = rocq__load(map->simd, b->format, b_row, k, n, b_buf);
             switch (map->op) {
             case ROCQ_OP_ACTIVATE:
-                rocq__activate_row(map->simd, map->activation, out, u, n);
-                break;
             case ROCQ_OP_GLU:
-                rocq__activate_row(map->simd, map->activation, out, u, n);
+                memcpy(out, u, (size_t)n * sizeof *out);
+                rocq__activate_row(map->simd, map->activation, out, n);
+                if (map->op == ROCQ_OP_ACTIVATE) break;
                 for (int64_t i = 0; i < n; i++) out[i] *= v[i];
                 break;
             case ROCQ_OP_ADD:
@@ -18371,7 +18445,11 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__CODEC_Q8_0
 #undef ROCQ__EITHER
 #undef ROCQ__END_SIMD
+#undef ROCQ__EXP_LEAST
+#undef ROCQ__EXP_MOST
 #undef ROCQ__FETCH
+#undef ROCQ__GELU_CUBIC
+#undef ROCQ__GELU_LINEAR
 #undef ROCQ__GGUF_WINDOW
 #undef ROCQ__HAS_AVX2
 #undef ROCQ__HAS_HIP

@@ -403,6 +403,49 @@ static void activations_saturate(void **state) {
     }
 }
 
+// Distance in units of the last place of the wanted value, of which subnormal ones have the least.
+static double ulps(float got, double want) {
+    int exponent;
+    frexp(want, &exponent);
+    return fabs((double)got - want) / ldexp(1, (exponent < -125 ? -125 : exponent) - 24);
+}
+
+// All floats but for gaps: the bounds of cpu_vector's comments, and SIMD's bits are those of plain C.
+// An error of exp's argument u, which has that many digits before the point, is one of u ulps.
+static void activations_in_ulps(void **state) {
+    (void)state;
+    static const rocq_activation kinds[] = {ROCQ_ACT_SILU, ROCQ_ACT_GELU, ROCQ_ACT_TANH};
+    for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 8 * 3001) {
+        float x[8], y[4][8], plain[4][8];
+        for (int i = 0; i < 8; i++) x[i] = rocq__bits_f32((uint32_t)(bits + (uint64_t)i * 3001));
+        for (int a = 0; a < 4; a++) {
+            memcpy(y[a], x, sizeof x);
+            memcpy(plain[a], x, sizeof x);
+            if (a < 3) {
+                rocq__activate_row(false, kinds[a], plain[a], 8);
+                rocq__activate_row(contexts[1][0]->has_simd, kinds[a], y[a], 8);
+            } else {
+                rocq__softcap_row(false, 30, plain[a], 8);
+                rocq__softcap_row(contexts[1][0]->has_simd, 30, y[a], 8);
+            }
+        }
+        for (int i = 0; i < 8; i++) {
+            const double v = (double)x[i], u = 1.5957691216057308 * (v + 0.044715 * v * v * v);
+            if (isnan(v)) {
+                for (int a = 0; a < 4; a++) assert_true(isnan(y[a][i]) && isnan(plain[a][i]));
+                continue;
+            }
+            for (int a = 0; a < 4; a++) assert_memory_equal(&y[a][i], &plain[a][i], sizeof(float));
+            if (v >= -87.33 && v < 88.37) assert_true(ulps(rocq__exp1(x[i]), exp(v)) <= 1.1);
+            if (isinf(v)) continue;
+            if (v > -87.3) assert_true(ulps(y[0][i], v / (1 + exp(-v))) <= 2.5);
+            if (u > -87.3) assert_true(ulps(y[1][i], v / (1 + exp(-u))) <= 3 + 2 * fabs(u));
+            assert_true(ulps(y[2][i], tanh(v)) <= 3);
+            assert_true(ulps(y[3][i], 30 * tanh(v / 30)) <= 4);
+        }
+    }
+}
+
 static void glu(void **state) {
     (void)state;
     for (int k = 0; k < N_ROW_SIZES; k++) {
@@ -1568,6 +1611,7 @@ int main(void) {
         cmocka_unit_test(rope_append),
         cmocka_unit_test(activate),
         cmocka_unit_test(activations_saturate),
+        cmocka_unit_test(activations_in_ulps),
         cmocka_unit_test(glu),
         cmocka_unit_test(add_and_mul),
         cmocka_unit_test(scale),
