@@ -30,6 +30,9 @@
 //     --threads N      of the CPU context; default one per core
 //     --seconds S      most a case may take to settle; default 3
 //     --warm           operands may stay in caches (see bench_copies)
+//     --disturb        another process keeps one core busy while cases are measured (not the
+//                      ceilings): the last core this program may use, which it shares with the
+//                      program's threads. It ends with the program, however that ends
 //     --turns IN,OUT   samples are taken in turn with another process that has the same cases: see
 //                      "Turns"
 //     --tiny           smallest sizes, five samples: shows that a program works, measures nothing
@@ -52,7 +55,8 @@
 //     program   its name; "all" when merged
 //     rocq, commit, time    version; git's name of the sources or ""; UTC, ISO 8601
 //     complete  false: stopped before its end
-//     options   device, threads, seconds, warm, tiny, filters
+//     options   device, threads, seconds, warm, tiny, disturbed (of older results absent: false),
+//               filters
 //     machine   cpu, cores, cache_bytes (last level), memory_bytes, cpu_mhz and load (as read after
 //               the probes), os, compiler, device (rocq's name of what ran), gpu: null, or name,
 //               target, units, bytes, runtime, driver, clock_mhz, memory_mhz (as read; "" where
@@ -85,12 +89,15 @@
 #include <errno.h>
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/utsname.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 #if defined(__x86_64__)
@@ -171,7 +178,8 @@ typedef struct bench {
     bench_notes values, failed, skipped;
     unsigned char *flush;   // what bench_flush reads
     int turn_in, turn_out;  // file descriptors
-    bool turns, terminal, finished;
+    bool turns, terminal, finished, disturbed;
+    pid_t disturber;        // the process that keeps a core busy; 0: none
 } bench;
 
 // Reads the options, opens the context, measures the ceilings. False: said why on stderr, or
@@ -778,6 +786,7 @@ BENCH_FN bool bench__write(const bench *b) {
     bench__put_number(f, "seconds", b->seconds);
     bench__put_bool(f, "warm", !b->cold);
     bench__put_bool(f, "tiny", b->tiny);
+    bench__put_bool(f, "disturbed", b->disturbed);
     bench__put_key(f, "filters");
     fputs("[", f);
     for (int i = 0; i < b->n_filters; i++) {
@@ -1093,12 +1102,13 @@ BENCH_FN bool bench__options(bench *b, int argc, char **argv) {
             signal(SIGPIPE, SIG_IGN);
         }
         else if (!strcmp(a, "--warm")) b->cold = false;
+        else if (!strcmp(a, "--disturb")) b->disturbed = true;
         else if (!strcmp(a, "--tiny")) b->tiny = true, b->cold = false;
         else if (a[0] != '-') b->filters[b->n_filters++] = argv[i];
         else {
             fprintf(stderr, "usage: %s [FILTER...] [--json FILE] [--device auto|cpu|gpu]"
                     " [--kernels FILE] [--threads N] [--seconds S] [--warm] [--tiny]"
-                    " [--turns IN,OUT]\n",
+                    " [--disturb] [--turns IN,OUT]\n",
                     b->program);
             return false;
         }
@@ -1110,7 +1120,31 @@ BENCH_FN bool bench__options(bench *b, int argc, char **argv) {
                 b->program);
         return false;
     }
+    if (b->disturbed && b->turns) { // two programs would disturb each other twice
+        fprintf(stderr, "%s: --disturb and --turns exclude each other\n", b->program);
+        return false;
+    }
     return true;
+}
+
+// Starts the process that --disturb asks for. The system kills it when this thread ends; Ctrl-C,
+// which the terminal sends to both, is left to this program, which still finishes a case.
+BENCH_FN bool bench__disturb(bench *b) {
+    const pid_t parent = getpid();
+    cpu_set_t allowed, one;
+    size_t core = CPU_SETSIZE - 1;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return false;
+    while (core > 0 && !CPU_ISSET(core, &allowed)) core--;
+    CPU_ZERO(&one);
+    CPU_SET(core, &one);
+    fflush(NULL);
+    b->disturber = fork();
+    if (b->disturber != 0) return b->disturber > 0;
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || getppid() != parent) _exit(1);
+    signal(SIGINT, SIG_IGN);
+    signal(SIGTERM, SIG_IGN);
+    if (sched_setaffinity(0, sizeof one, &one) != 0) _exit(1);
+    for (volatile uint64_t n = 0;;) n = n + 1;
 }
 
 BENCH_FN void bench__log(rocq_log_level level, const char *message, void *user) {
@@ -1172,10 +1206,11 @@ BENCH_FN bool bench_open(bench *b, int argc, char **argv, const char *program) {
     if (b->unit_all[BENCH_F32] > 0) printf(", F32 %.0f GFLOP/s", b->unit_all[BENCH_F32] * 1e-9);
     if (b->unit_all[BENCH_F16] > 0) printf(", F16 matrix %.0f", b->unit_all[BENCH_F16] * 1e-9);
     if (b->unit_all[BENCH_INT8] > 0) printf(", int8 %.0f", b->unit_all[BENCH_INT8] * 1e-9);
+    if (b->disturbed) printf("; one core disturbed");
     printf(b->tiny ? "; TINY: no measurement\n" : b->cold ? "; cold\n" : "; warm\n");
     char load[64];
     bench__file_line("/proc/loadavg", NULL, load, sizeof load);
-    if (!b->tiny && atof(load) > 0.75 * (double)sysconf(_SC_NPROCESSORS_ONLN))
+    if (!b->tiny && !b->disturbed && atof(load) > 0.75 * (double)sysconf(_SC_NPROCESSORS_ONLN))
         printf("LOADED: other work runs here (load %.1f): these times are not worth keeping\n",
                atof(load));
     bench__print_head();
@@ -1184,6 +1219,7 @@ BENCH_FN bool bench_open(bench *b, int argc, char **argv, const char *program) {
     if (!f) bench__die("out of memory");
     bench__put_machine(f, b);
     fclose(f);
+    if (b->disturbed && !bench__disturb(b)) bench__die("no process to disturb with");
     bench__write(b);
     return true;
 }
@@ -1198,6 +1234,13 @@ BENCH_FN void bench__free_notes(bench_notes *notes) {
 
 BENCH_FN int bench_close(bench *b) {
     b->finished = true;
+    // One that has ended before was no disturbance: the results are not what they say.
+    if (b->disturber > 0 && waitpid(b->disturber, NULL, WNOHANG) != 0) {
+        bench_fail(b, b->program, "the process that keeps a core busy has ended");
+    } else if (b->disturber > 0) {
+        kill(b->disturber, SIGKILL);
+        waitpid(b->disturber, NULL, 0);
+    }
     const bool written = bench__write(b);
     const int status = bench__stopped ? 130 : b->failed.n > 0 || !written ? 1 : 0;
     if (bench__stopped) fprintf(stderr, "%s: stopped; what was measured is kept\n", b->program);
