@@ -139,9 +139,21 @@ BENCH_FN void ggml__no_log(int level, const char *text, void *user) {
     (void)level, (void)text, (void)user;
 }
 
+// Gives the CPU backend n threads; no llama.cpp context may still use those before.
+BENCH_FN void ggml_threads(int32_t n) {
+    uint64_t params[256] = {0}; // struct ggml_threadpool_params is a quarter of that
+    ggml_wake(NULL);
+    void *old = ggml.pool;
+    ggml.ggml_threadpool_params_init(params, n);
+    ggml.pool = ggml.ggml_threadpool_new(params);
+    ggml.ggml_backend_cpu_set_n_threads(ggml.backend, n);
+    ggml.ggml_backend_cpu_set_threadpool(ggml.backend, ggml.pool);
+    if (old) ggml.ggml_threadpool_free(old);
+    ggml_sleep(NULL);
+}
+
 // Once, on the device of b, with as many threads. False: it is not there, which b's results say.
 BENCH_FN bool ggml_open(bench *b) {
-    uint64_t params[256] = {0}; // struct ggml_threadpool_params is a quarter of that
     void *(*registry)(void) = NULL;
     if (ggml.backend) return true;
     if (ggml.why[0]) return false;
@@ -162,11 +174,7 @@ BENCH_FN bool ggml_open(bench *b) {
     }
     ggml.why[0] = 0;
     if (b->gpu) return true;
-    ggml.ggml_threadpool_params_init(params, b->n_threads);
-    ggml.pool = ggml.ggml_threadpool_new(params);
-    ggml.ggml_backend_cpu_set_n_threads(ggml.backend, b->n_threads);
-    ggml.ggml_backend_cpu_set_threadpool(ggml.backend, ggml.pool);
-    ggml_sleep(NULL);
+    ggml_threads(b->n_threads);
     void **(*extra)(void *device) = NULL;
     void *symbol = ggml.ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
     memcpy(&extra, &symbol, sizeof symbol);

@@ -2,14 +2,26 @@
 // 512 and 2048, and the step of a token, with llama.cpp's library beside: on the CPU that of
 // ROCQ_GGML_DIR, on a GPU that of ROCQ_GGML_GPU_DIR (see ggml.h) with all layers on it.
 //
-// Models: the shipped one, and llama shapes of 1.1B and 7B with random weights, written to a file
-// in TMPDIR (or /tmp) that is unlinked at once. 7B runs on a GPU, or where a filter names it.
-// Tokens are drawn greedily, and brought to the host.
+// Models: the shipped one, and llama shapes with random weights, written to a file in TMPDIR (or
+// /tmp) that is unlinked at once: 0.1B and 0.3B are SmolLM2 135M and 360M, whose rows of 576 and
+// 960 weights no K format takes, 1.1B is TinyLlama, 7B Llama 2. 7B runs on a GPU, or where a filter
+// names it. Tokens are drawn greedily, and brought to the host.
 //
-//   inference/MODEL/ttft/N     from N tokens to the first one drawn; the cache is empty before
-//   inference/MODEL/decode/N   a step with N tokens in the cache: eval, draw, the token on the host
+//   inference/MODEL/ttft/N     from N tokens to the first one drawn; the cache is empty before. A
+//                              prompt that a CPU would read for more than 3 s, by the shorter one
+//                              before it, is left out unless a filter names it
+//   inference/MODEL/decode/N   a step with N tokens in the cache: eval, draw, the token on the host.
+//                              What fits the caches is there, but between steps llama.cpp has its
+//                              turn and threads fall asleep. Of the shipped model also
+//       .../row                a step of 16 in a row, as text is generated
+//       .../cold               a step after the CPU's caches were emptied, as by a game's frame
 //   inference/MODEL/phase/N/.. what the time to the first token is made of
 //   values: load (ms, file in the page cache), launches, allocations (none) a step, bytes
+//
+// And where a filter contains "threads" (bench/run cpu threads), on the CPU:
+//
+//   inference/MODEL/ttft/128/threads/N, decode/128/threads/N     with 1, 2, 4 ... threads, as many
+//                              as there are cores, and a table of these in the end
 
 #include "bench.h"
 #include "ggml.h"
@@ -26,14 +38,18 @@ static char peer_why[400];
 #define assert_int_equal(a, b) assert_true((a) == (b))
 #include "../tests/llama_cpp.h"
 
-enum { MAX_PROMPT = 4608, VERIFY = 24 };
+enum { MAX_PROMPT = 4608, VERIFY = 24, ROW = 16 };
 
 typedef struct session {
     bench *b;
+    const char *name, *threads; // of the model; "" or "/threads/N"
+    double n_weights;    // of the products: an embedding that is no output is looked up
+    int32_t n_threads;   // of the CPU
     rocq_gguf *file;
     llama_model m;
     peer_model peer;
-    int32_t tokens[MAX_PROMPT], n, past; // of the case: tokens to read, tokens before
+    int32_t tokens[MAX_PROMPT], n, past; // of the case: tokens to read, tokens before,
+    int32_t steps;                       // and how often to go on by n more
     int32_t drawn;
     bool right, peer_right;
 } session;
@@ -42,8 +58,12 @@ static const rocq_sample_params greedy; // temperature 0
 
 static rocq_result run(void *user) {
     session *s = (session *)user;
-    const rocq_result result = llama_eval(&s->m, s->tokens + s->past, s->n, NULL);
-    return result == ROCQ_OK ? llama_sample(&s->m, &greedy, &s->drawn) : result;
+    rocq_result result = ROCQ_OK;
+    for (int32_t i = 0; i < s->steps && result == ROCQ_OK; i++) {
+        result = llama_eval(&s->m, s->tokens + s->past + i * s->n, s->n, NULL);
+        if (result == ROCQ_OK) result = llama_sample(&s->m, &greedy, &s->drawn);
+    }
+    return result;
 }
 static void reset(void *user) {
     session *s = (session *)user;
@@ -59,12 +79,14 @@ static rocq_result peer_eval(session *s, int32_t first, int32_t n) {
 }
 static rocq_result peer_run(void *user) {
     session *s = (session *)user;
-    const rocq_result result = peer_eval(s, s->past, s->n);
-    if (result != ROCQ_OK) return result;
-    const float *logits = peer.llama_get_logits_ith(s->peer.context, -1);
-    s->drawn = 0;
-    for (int32_t t = 1; t < s->peer.n_vocab; t++)
-        if (logits[t] > logits[s->drawn]) s->drawn = t;
+    for (int32_t i = 0; i < s->steps; i++) {
+        const rocq_result result = peer_eval(s, s->past + i * s->n, s->n);
+        if (result != ROCQ_OK) return result;
+        const float *logits = peer.llama_get_logits_ith(s->peer.context, -1);
+        s->drawn = 0;
+        for (int32_t t = 1; t < s->peer.n_vocab; t++)
+            if (logits[t] > logits[s->drawn]) s->drawn = t;
+    }
     return ROCQ_OK;
 }
 static void peer_reset(void *user) {
@@ -95,7 +117,7 @@ static void check(session *s, const char *name) {
     for (int32_t i = 0; i < n && s->right; i++)
         s->right = llama_eval(&s->m, s->tokens + i, 1, one) == ROCQ_OK;
     double nmse = s->right ? bench_nmse(one, last, s->m.n_vocab) : INFINITY;
-    snprintf(value, sizeof value, "%s/nmse/steps", name);
+    snprintf(value, sizeof value, "%s/nmse/steps%s", name, s->threads);
     s->right = nmse < 0.02;
     bench_value(s->b, value, nmse, "nmse", s->right);
     if (s->peer.context) {
@@ -104,7 +126,7 @@ static void check(session *s, const char *name) {
         nmse = INFINITY;
         if (peer_eval(s, 0, n) == ROCQ_OK)
             nmse = bench_nmse(last, peer.llama_get_logits_ith(s->peer.context, -1), s->m.n_vocab);
-        snprintf(value, sizeof value, "%s/nmse/llama.cpp", name);
+        snprintf(value, sizeof value, "%s/nmse/llama.cpp%s", name, s->threads);
         s->peer_right = nmse < 0.02;
         bench_value(s->b, value, nmse, "nmse", s->peer_right);
     }
@@ -130,7 +152,7 @@ static bool open_peer(session *s, const char *path, int32_t n_ctx) {
     cp.n_ubatch = 512;
     cp.n_batch = (uint32_t)n_ctx; // taken in one call, computed 512 at a time
     cp.flash_attention = 1;
-    cp.n_threads = cp.n_threads_batch = s->b->n_threads;
+    cp.n_threads = cp.n_threads_batch = s->n_threads;
     s->peer.context = peer.llama_init_from_model(s->peer.model, cp);
     if (!s->peer.context) return false;
     if (ggml.pool) peer.llama_attach_threadpool(s->peer.context, ggml.pool, ggml.pool);
@@ -139,14 +161,17 @@ static bool open_peer(session *s, const char *path, int32_t n_ctx) {
     return true;
 }
 
-// What the time to the first token is made of: medians of five, each phase waited for.
+// What the time to the first token is made of: medians of five, or of what takes a second, each
+// phase waited for.
 static void phases(session *s, const char *prefix, int32_t n) {
     static const char *const names[2] = {"prompt", "draw"};
     char name[160];
     double samples[2][5];
+    const double end = bench__now() + 1e9;
     rocq_summary summary;
     bool ok = true;
-    for (int i = 0; i < 5 && ok; i++) {
+    int taken = 0;
+    for (int i = 0; i < 5 && ok && (i == 0 || bench__now() < end); i++, taken++) {
         s->m.n_past = 0;
         const double start = bench__now();
         ok = llama_eval(&s->m, s->tokens, n, NULL) == ROCQ_OK && rocq_sync(s->b->ctx) == ROCQ_OK;
@@ -156,142 +181,302 @@ static void phases(session *s, const char *prefix, int32_t n) {
         samples[1][i] = bench__now() - read;
     }
     for (int i = 0; i < 2 && ok; i++) {
-        rocq_summarize(&summary, samples[i], 5);
+        rocq_summarize(&summary, samples[i], taken);
         snprintf(name, sizeof name, "%s/phase/%d/%s", prefix, (int)n, names[i]);
         bench_value(s->b, name, summary.median * 1e-6, "ms", s->right);
     }
 }
 
-static void measure(session *s, const char *model, const char *what, int32_t n, int32_t past,
-                    double n_weights) {
+// What to measure, by its name below "inference/MODEL/".
+typedef struct measured {
+    const char *what, *form; // "ttft" or "decode"; "", "/row", "/cold" or "/threads/N"
+    int32_t n, past, steps;
+    bool flush;
+} measured;
+
+// Prompts that take longer on a CPU are left out, by the time of a token in the one before: they
+// take seven samples at least, and llama.cpp as many.
+static bool too_long(const session *s, const char *name, int32_t n, double ns_per_token) {
+    bool named = s->b->gpu;
+    for (int i = 0; i < s->b->n_filters; i++) named |= strncmp(s->b->filters[i], name, strlen(name)) == 0;
+    return !named && ns_per_token * n > 3e9;
+}
+
+// Returns the median of a run, in ns; 0 where it was not measured.
+static double measure(session *s, const measured *w) {
     char name[128], peer_name[160];
-    snprintf(name, sizeof name, "inference/%s/%s/%d", model, what, (int)(n > 1 ? n : past));
+    snprintf(name, sizeof name, "inference/%s/%s/%d%s", s->name, w->what,
+             (int)(w->past > 0 ? w->past : w->n), w->form);
     snprintf(peer_name, sizeof peer_name, "%s/llama.cpp", name);
-    if (n + past > s->m.n_ctx) return;
-    if (!bench_wants(s->b, name) && !bench_wants(s->b, peer_name)) return;
+    if (w->n * w->steps + w->past > s->m.n_ctx) return 0;
+    if (!bench_wants(s->b, name) && !bench_wants(s->b, peer_name)) return 0;
     s->past = 0;
-    if (past > 0) { // what stands in both caches
+    if (w->past > 0) { // what stands in both caches
         s->m.n_past = 0;
-        bool ok = llama_eval(&s->m, s->tokens, past, NULL) == ROCQ_OK;
+        bool ok = llama_eval(&s->m, s->tokens, w->past, NULL) == ROCQ_OK;
         if (s->peer.context) {
             ggml_wake(NULL);
             peer_reset(s);
-            ok = ok && peer_eval(s, 0, past) == ROCQ_OK;
+            ok = ok && peer_eval(s, 0, w->past) == ROCQ_OK;
             ggml_sleep(NULL);
         }
         if (!ok) bench_fail(s->b, name, s->m.error);
     }
-    s->n = n;
-    s->past = past;
-    const bool warm = s->m.weight_bytes < s->b->cache_bytes; // every step reads all of them
-    const bench_unit unit = s->b->gpu ? BENCH_F16 : BENCH_INT8;
-    const bench_case cases[2] = {
-        {.name = name, .bytes = (double)s->m.weight_bytes, .flops = 2 * n_weights * n, .run = run,
-         .reset = reset, .verify = is_right, .user = s, .single = true, .warm = warm, .unit = unit},
-        {.name = peer_name, .bytes = (double)s->m.weight_bytes, .flops = 2 * n_weights * n,
-         .run = peer_run, .reset = peer_reset, .verify = peer_is_right, .user = s, .warm = warm,
-         .unit = unit, GGML_TURNS},
-    };
-    bench_run_pair(s->b, cases, s->peer.context ? 2 : 1);
-    if (past > 0) return;
-    snprintf(name, sizeof name, "inference/%s", model);
-    phases(s, name, n);
+    s->n = w->n;
+    s->past = w->past;
+    s->steps = w->steps;
+    const bool fits = s->m.weight_bytes < s->b->cache_bytes; // every step reads all of them
+    bench_case c = {.name = name,
+                    .bytes = (double)s->m.weight_bytes * w->steps,
+                    .flops = 2 * s->n_weights * w->n * w->steps,
+                    .run = run,
+                    .reset = reset,
+                    .verify = is_right,
+                    .user = s,
+                    .inner = w->steps,
+                    .single = true,
+                    .flush = w->flush,
+                    .warm = fits && !w->flush,
+                    .threads = s->n_threads,
+                    .unit = s->b->gpu ? BENCH_F16 : BENCH_INT8};
+    bench_case cases[2] = {c, c};
+    const bench_case turns = {GGML_TURNS};
+    cases[1].name = peer_name;
+    cases[1].run = peer_run;
+    cases[1].reset = peer_reset;
+    cases[1].verify = peer_is_right;
+    cases[1].sync = turns.sync;
+    cases[1].enter = turns.enter;
+    cases[1].leave = turns.leave;
+    const bench_result *result = bench_run_pair(s->b, cases, s->peer.context ? 2 : 1);
+    return result ? result->summary.median : 0;
 }
 
-static void measure_model(bench *b, const model_shape *shape) {
-    const char *name = shape->name ? shape->name : "demo";
-    char prefix[96], value[128], path[512] = "examples/model/rocq-demo.gguf";
-    snprintf(prefix, sizeof prefix, "inference/%s/", name);
-    if (!bench_wants(b, prefix)) return;
-    prefix[strlen(prefix) - 1] = 0;
-    if (shape->name) {
-        const char *dir = getenv("TMPDIR");
-        snprintf(path, sizeof path, "%s/rocq-bench-%d.gguf", dir && *dir ? dir : "/tmp",
-                 (int)getpid());
-        if (!write_model(b, shape, MAX_PROMPT, path)) {
-            bench_fail(b, prefix, rocq_error(b->ctx));
-            unlink(path);
-            return;
-        }
-    }
-    session *s = (session *)bench_alloc((int64_t)sizeof *s);
-    s->b = b;
+// Opens the model on both sides. False: said why.
+static bool session_open(session *s, const char *path, const llama_options *options,
+                         double *load) {
     uint64_t state = 1;
+    char prefix[96];
+    bench *b = s->b;
     const rocq_gguf_desc desc = {.path = path};
-    const llama_options options = {
-        .n_ctx = !shape->name ? 0 : b->tiny ? 64 : b->gpu ? MAX_PROMPT : 2304, .n_batch = 512};
     const double start = bench__now();
     rocq_result result = rocq_gguf_open(b->ctx, &s->file, &desc);
-    if (result == ROCQ_OK) result = llama_open(&s->m, b->ctx, s->file, &options);
+    if (result == ROCQ_OK) result = llama_open(&s->m, b->ctx, s->file, options);
     if (result == ROCQ_OK) result = rocq_sync(b->ctx);
-    const double load = bench__now() - start;
-    if (result != ROCQ_OK) bench_fail(b, prefix, s->m.error[0] ? s->m.error : rocq_error(b->ctx));
-    for (int32_t i = 0; i < MAX_PROMPT && result == ROCQ_OK; i++)
+    *load = bench__now() - start;
+    snprintf(prefix, sizeof prefix, "inference/%s", s->name);
+    if (result != ROCQ_OK) {
+        bench_fail(b, prefix, s->m.error[0] ? s->m.error : rocq_error(b->ctx));
+        return false;
+    }
+    rocq_gguf_tensor t;
+    const bool tied = rocq_gguf_find_tensor(s->file, "output.weight", &t) != ROCQ_OK;
+    for (int64_t i = 0; rocq_gguf_tensor_at(s->file, i, &t) == ROCQ_OK; i++)
+        if (t.n_dims == 2 && (tied || strncmp(t.name.data, "token_embd", 10) != 0))
+            s->n_weights += (double)(t.ne[0] * t.ne[1]);
+    for (int32_t i = 0; i < MAX_PROMPT; i++)
         s->tokens[i] = (int32_t)(bench_random(&state) % (uint64_t)s->m.n_vocab);
-    if (result == ROCQ_OK && !open_peer(s, path, s->m.n_ctx)) {
+    if (!open_peer(s, path, s->m.n_ctx)) {
         peer_close(&s->peer);
         if (ggml.backend) bench_skip(b, "llama.cpp", peer_why);
     }
-    if (shape->name) unlink(path);
-    if (result == ROCQ_OK) {
-        double n_weights = 0; // of the products; the embedding is looked up
-        rocq_gguf_tensor t;
-        for (int64_t i = 0; rocq_gguf_tensor_at(s->file, i, &t) == ROCQ_OK; i++)
-            if (t.n_dims == 2 && strncmp(t.name.data, "token_embd", 10) != 0)
-                n_weights += (double)(t.ne[0] * t.ne[1]);
-        if (s->peer.context) ggml_wake(NULL);
-        check(s, prefix);
-        if (s->peer.context) ggml_sleep(NULL);
-        snprintf(value, sizeof value, "%s/load", prefix);
-        bench_value(b, value, load * 1e-6, "ms", s->right);
-        const struct { const char *what; double value; } sizes[] = {
-            {"weights", (double)s->m.weight_bytes}, {"kv", (double)s->m.kv_bytes},
-            {"scratch", (double)s->m.scratch_bytes}};
-        for (int i = 0; i < 3; i++) {
-            snprintf(value, sizeof value, "%s/bytes/%s", prefix, sizes[i].what);
-            bench_value(b, value, sizes[i].value, "bytes", s->right);
+    if (s->peer.context) ggml_wake(NULL);
+    check(s, prefix);
+    if (s->peer.context) ggml_sleep(NULL);
+    s->steps = 1;
+    return true;
+}
+// Prompts and steps of the model, and what a step launches and allocates.
+static void measure_all(session *s) {
+    static const int32_t prompts[] = {128, 512, 2048}, pasts[] = {128, 512, 4096};
+    char name[128], prefix[96];
+    bench *b = s->b;
+    double per_token = 0;
+    snprintf(prefix, sizeof prefix, "inference/%s", s->name);
+    for (int i = 0; i < (b->tiny ? 1 : 3); i++) {
+        const measured w = {"ttft", "", b->tiny ? 16 : prompts[i], 0, 1, false};
+        snprintf(name, sizeof name, "%s/ttft/%d", prefix, (int)w.n);
+        if (too_long(s, name, w.n, per_token)) {
+            if (bench_wants(b, name)) bench_skip(b, name, "it would take long; name it to have it");
+            continue;
         }
-        static const int32_t prompts[] = {128, 512, 2048}, pasts[] = {128, 512, 4096};
-        for (int i = 0; i < 3; i++) {
-            if (!b->tiny || i == 0)
-                measure(s, name, "ttft", b->tiny ? 16 : prompts[i], 0, n_weights);
-        }
-        for (int i = 0; i < 3; i++)
-            if (!b->tiny || i == 0)
-                measure(s, name, "decode", 1, b->tiny ? 16 : pasts[i], n_weights);
-
-        rocq_stats before, after;
-        s->n = 1;
-        reset(s);
-        rocq_get_stats(b->ctx, &before);
-        const bool ran = run(s) == ROCQ_OK;
-        rocq_get_stats(b->ctx, &after);
-        snprintf(value, sizeof value, "%s/launches_per_token", prefix);
-        bench_value(b, value, (double)(after.n_launches - before.n_launches), "launches", ran);
-        snprintf(value, sizeof value, "%s/allocations_per_token", prefix);
-        bench_value(b, value, (double)(after.n_allocs - before.n_allocs), "allocations",
-                    ran && after.n_allocs == before.n_allocs);
+        const double ns = measure(s, &w);
+        if (ns > 0) per_token = ns / w.n;
+        if (ns > 0) phases(s, prefix, w.n);
     }
+    for (int i = 0; i < (b->tiny ? 1 : 3); i++) {
+        static const char *const forms[] = {"", "/row", "/cold"};
+        const bool small = !b->gpu && (b->tiny || (i == 0 && strcmp(s->name, "demo") == 0));
+        for (int form = 0; form < (small ? 3 : 1); form++) {
+            const measured w = {"decode", forms[form], 1, b->tiny ? 16 : pasts[i],
+                                form == 1 ? ROW : 1, form == 2};
+            measure(s, &w);
+        }
+    }
+
+    rocq_stats before, after;
+    s->n = s->steps = 1;
+    reset(s);
+    rocq_get_stats(b->ctx, &before);
+    const bool ran = run(s) == ROCQ_OK;
+    rocq_get_stats(b->ctx, &after);
+    snprintf(name, sizeof name, "%s/launches_per_token", prefix);
+    bench_value(b, name, (double)(after.n_launches - before.n_launches), "launches", ran);
+    snprintf(name, sizeof name, "%s/allocations_per_token", prefix);
+    bench_value(b, name, (double)(after.n_allocs - before.n_allocs), "allocations",
+                ran && after.n_allocs == before.n_allocs);
+}
+
+static void session_close(session *s) {
     peer_close(&s->peer);
     llama_close(&s->m);
     rocq_gguf_close(&s->file);
     free(s);
 }
 
+static void measure_file(bench *b, const char *name, const char *path,
+                         const llama_options *options) {
+    double load;
+    char value[128];
+    session *s = (session *)bench_alloc((int64_t)sizeof *s);
+    s->b = b;
+    s->name = name;
+    s->threads = "";
+    s->n_threads = b->n_threads;
+    if (session_open(s, path, options, &load)) {
+        snprintf(value, sizeof value, "inference/%s/load", name);
+        bench_value(b, value, load * 1e-6, "ms", s->right);
+        const struct { const char *what; double value; } sizes[] = {
+            {"weights", (double)s->m.weight_bytes}, {"kv", (double)s->m.kv_bytes},
+            {"scratch", (double)s->m.scratch_bytes}};
+        for (int i = 0; i < 3; i++) {
+            snprintf(value, sizeof value, "inference/%s/bytes/%s", name, sizes[i].what);
+            bench_value(b, value, sizes[i].value, "bytes", s->right);
+        }
+        measure_all(s);
+    }
+    session_close(s);
+}
+
+// The same prompt and step with more and more threads, on both sides: a context of its own each
+// time. A program that is asked for threads alone measures nothing else.
+static void measure_threads(bench *b, const char *name, const char *path,
+                            const llama_options *options) {
+    const int32_t cores = b->tiny ? 2 : (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
+    rocq_ctx *const own = b->ctx;
+    for (int32_t n = 1; n <= cores && bench_wants(b, "inference/"); n *= 2) {
+        char form[32];
+        double load;
+        snprintf(form, sizeof form, "/threads/%d", (int)n);
+        rocq_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.prefer = ROCQ_BACKEND_CPU;
+        desc.n_threads = n;
+        if (rocq_open(&b->ctx, &desc) != ROCQ_OK) bench__die("no context");
+        if (ggml_open(b)) ggml_threads(n);
+        session *s = (session *)bench_alloc((int64_t)sizeof *s);
+        s->b = b;
+        s->name = name;
+        s->threads = form;
+        s->n_threads = n;
+        if (session_open(s, path, options, &load)) {
+            const int32_t tokens = b->tiny ? 16 : 128;
+            const measured prompt = {"ttft", form, tokens, 0, 1, false};
+            const measured step = {"decode", form, 1, tokens, 1, false};
+            measure(s, &prompt);
+            measure(s, &step);
+        }
+        session_close(s);
+        rocq_close(&b->ctx);
+        b->ctx = own;
+    }
+    if (ggml.backend) ggml_threads(b->n_threads);
+}
+
+static const bench_result *find_result(const bench *b, const char *name) {
+    for (int64_t i = 0; i < b->n_results; i++)
+        if (strcmp(b->results[i].name, name) == 0) return &b->results[i];
+    return NULL;
+}
+
+// Of each case with 1, 2, 4 ... threads a line: the time, how many times as fast as with one
+// thread, and the same of llama.cpp.
+static void print_threads(const bench *b) {
+    static const char *const sides[2] = {"", "/llama.cpp"};
+    for (int64_t i = 0; i < b->n_results; i++) {
+        const char *name = b->results[i].name, *at = strstr(name, "/threads/1");
+        if (!at || strcmp(at, "/threads/1") != 0) continue;
+        const int length = (int)(at - name);
+        printf("%.*s\n%8s %11s %8s %11s %8s %11s\n", length, name, "threads", "rocq", "", "llama.cpp",
+               "", "its / rocq's");
+        for (int n = 1; n <= 1024; n *= 2) {
+            double ns[2] = {0, 0};
+            for (int side = 0; side < 2; side++) {
+                char other[192], median[16] = "";
+                snprintf(other, sizeof other, "%.*s/threads/%d%s", length, name, n, sides[side]);
+                const bench_result *r = find_result(b, other);
+                snprintf(other, sizeof other, "%s%s", name, sides[side]);
+                const bench_result *one = find_result(b, other);
+                if (!r || !one) continue;
+                ns[side] = r->summary.median;
+                bench__time_text(median, ns[side]);
+                if (side == 0) printf("%8d", n);
+                printf(" %11s  x %5.2f", median, one->summary.median / ns[side]);
+            }
+            if (ns[1] > 0) printf(" %11.2f", ns[1] / ns[0]);
+            if (ns[0] > 0) printf("\n");
+        }
+    }
+}
+
+static bool filters_have(const bench *b, const char *word, bool all) {
+    int n = 0;
+    for (int i = 0; i < b->n_filters; i++) n += strstr(b->filters[i], word) != NULL;
+    return all ? n > 0 && n == b->n_filters : n > 0;
+}
+
+static void measure_model(bench *b, const model_shape *shape) {
+    const char *name = shape->name ? shape->name : "demo";
+    char prefix[96], path[512] = "examples/model/rocq-demo.gguf";
+    snprintf(prefix, sizeof prefix, "inference/%s/", name);
+    if (!bench_wants(b, prefix)) return;
+    if (shape->name) {
+        const char *dir = getenv("TMPDIR");
+        snprintf(path, sizeof path, "%s/rocq-bench-%d.gguf", dir && *dir ? dir : "/tmp",
+                 (int)getpid());
+        if (!write_model(b, shape, MAX_PROMPT, path)) {
+            prefix[strlen(prefix) - 1] = 0;
+            bench_fail(b, prefix, rocq_error(b->ctx));
+            unlink(path);
+            return;
+        }
+    }
+    llama_options options = {
+        .n_ctx = !shape->name ? 0 : b->tiny ? 64 : b->gpu ? MAX_PROMPT : 2304, .n_batch = 512};
+    if (!filters_have(b, "threads", true)) measure_file(b, name, path, &options);
+    if (shape->name && !b->tiny) options.n_ctx = 512;
+    if (!b->gpu && (b->tiny || filters_have(b, "threads", false)))
+        measure_threads(b, name, path, &options);
+    if (shape->name) unlink(path);
+}
+
 int main(int argc, char **argv) {
     bench b;
     if (!bench_open(&b, argc, argv, "inference")) return 1;
     static const model_shape shapes[] = {
-        {NULL, 0, 0, 0, 0, 0, 0, ROCQ_F32, ROCQ_F32},
-        {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K},
-        {"7B-Q4_K", 4096, 11008, 32, 32, 32, 32000, ROCQ_Q4_K, ROCQ_Q6_K},
-        {"7B-Q4_0", 4096, 11008, 32, 32, 32, 32000, ROCQ_Q4_0, ROCQ_Q6_K},
+        {NULL, 0, 0, 0, 0, 0, 0, ROCQ_F32, ROCQ_F32, false},
+        {"0.1B-Q4_0", 576, 1536, 9, 3, 30, 49152, ROCQ_Q4_0, ROCQ_Q8_0, true},
+        {"0.1B-Q8_0", 576, 1536, 9, 3, 30, 49152, ROCQ_Q8_0, ROCQ_Q8_0, true},
+        {"0.3B-Q4_0", 960, 2560, 15, 5, 32, 49152, ROCQ_Q4_0, ROCQ_Q8_0, true},
+        {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K, false},
+        {"7B-Q4_K", 4096, 11008, 32, 32, 32, 32000, ROCQ_Q4_K, ROCQ_Q6_K, false},
+        {"7B-Q4_0", 4096, 11008, 32, 32, 32, 32000, ROCQ_Q4_0, ROCQ_Q6_K, false},
     };
-    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0};
-    bool large = b.gpu;
-    for (int i = 0; i < b.n_filters; i++) large |= strstr(b.filters[i], "7B") != NULL;
-    for (int i = 0; i < (b.tiny ? 0 : large ? 4 : 2); i++) measure_model(&b, &shapes[i]);
+    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0, false};
+    const bool large = b.gpu || filters_have(&b, "7B", false);
+    for (int i = 0; i < (b.tiny ? 0 : large ? 7 : 5); i++) measure_model(&b, &shapes[i]);
     if (b.tiny) measure_model(&b, &tiny);
+    print_threads(&b);
     ggml_close();
     return bench_close(&b);
 }

@@ -197,8 +197,9 @@ static bool wants_steps(const bench *b, const char *model) {
 }
 
 static void steps(state *s) {
-    static const model_shape large = {"1.1B", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K};
-    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0};
+    static const model_shape large = {"1.1B", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K,
+                                      false};
+    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0, false};
     bench *b = s->b;
     const model_shape *shape = b->tiny ? &tiny : &large;
     const char *dir = getenv("TMPDIR");

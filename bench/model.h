@@ -7,6 +7,7 @@ typedef struct model_shape {
     const char *name; // NULL: the shipped model
     int32_t d, ff, heads, kv_heads, layers, vocab;
     rocq_format low, high; // high: v and down of some layers, as in a Q4_K_M mix, and the output
+    bool tied;             // the embedding is the output, in high; all else is in low
 } model_shape;
 
 typedef struct model_writer {
@@ -61,11 +62,12 @@ BENCH_FN bool write_model(bench *b, const model_shape *s, int32_t n_ctx, const c
     rocq_gguf_writer_set_f32(w.w, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
     for (int pass = 0; pass < 2 && !w.failed; pass++) {
         w.adding = pass == 0;
-        model_put(&w, s->low, d, s->vocab, "token_embd.weight");
+        model_put(&w, s->tied ? s->high : s->low, d, s->vocab, "token_embd.weight");
         model_put(&w, ROCQ_F32, d, 1, "output_norm.weight");
-        model_put(&w, s->high, d, s->vocab, "output.weight");
+        if (!s->tied) model_put(&w, s->high, d, s->vocab, "output.weight");
         for (int32_t l = 0; l < s->layers && !w.failed; l++) {
-            const bool high = l < s->layers / 8 || l >= 7 * s->layers / 8 || (l - s->layers / 8) % 3 == 2;
+            const bool high = !s->tied && (l < s->layers / 8 || l >= 7 * s->layers / 8 ||
+                                           (l - s->layers / 8) % 3 == 2);
             const struct { const char *name; rocq_format format; int64_t k, m; } parts[] = {
                 {"attn_norm", ROCQ_F32, d, 1}, {"ffn_norm", ROCQ_F32, d, 1},
                 {"attn_q", s->low, d, d}, {"attn_output", s->low, d, d},
@@ -103,8 +105,9 @@ BENCH_FN const char *model_option(int *argc, char **argv) {
 }
 
 BENCH_FN model_choice model_choose(const bench *b, const char *given, const char *program) {
-    static const model_shape large = {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K};
-    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0};
+    static const model_shape large = {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K,
+                                      false};
+    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0, false};
     const char *dir = getenv("TMPDIR"), *slash = given ? strrchr(given, '/') : NULL;
     model_choice c;
     memset(&c, 0, sizeof c);
