@@ -7425,7 +7425,8 @@ typedef struct rocq__mm_rows {
 // Decodes the rows into work's int8 panel.
 typedef void (*rocq__mm_pack)(rocq__mm_work *work, const rocq__mm_rows *rows);
 
-// Decodes the rows and multiplies them with a single column, without a panel in between.
+// Writes the sums of the rows, which are decoded and multiplied with a single column without a panel
+// in between.
 typedef void (*rocq__mm_pass)(float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows);
 
 // Adds k products per row and column of x; k is a multiple of 8.
@@ -8391,7 +8392,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     to.x = rocq__tile_codes(tile, 0);
     to.x_groups = rocq__tile_groups(tile, 0);
     to.has_min = codec->has_min;
-    to.sum = _mm256_loadu_ps(sums);
+    to.sum = _mm256_setzero_ps();
     for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
         rocq__fetch_block_avx2(rows, at, bytes);
         block(&to, depth, rows->at, at);
@@ -8509,10 +8510,6 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         tile.groups_at += first / mm->group * (int64_t)sizeof(rocq__mm_group);
         tile.column_bytes = mm->column_bytes;
         tile.n = n;
-        if (mm->pass) {
-            mm->pass(sums[0], &tile, &rows);
-            return;
-        }
         mm->pack(work, &rows);
         mm->dot(sums, &tile);
         return;
@@ -8546,10 +8543,8 @@ static float rocq__mm_get(const rocq_tensor *t, const unsigned char *row, int64_
 
 // Turns n sums of one column, for rows m and up, into elements of y.
 static void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, int64_t m,
-                            int64_t n, const float *sums) {
+                            int64_t n, float *t) {
     const rocq_matmul_params *p = mm->p;
-    float t[ROCQ__MM_TILE_M];
-    for (int64_t i = 0; i < n; i++) t[i] = sums[i];
     if (p->bias) {
         const unsigned char *bias = rocq__row(p->bias, 0, 0, 0);
         for (int64_t i = 0; i < n; i++) t[i] += rocq__mm_get(p->bias, bias, m + i);
@@ -8609,6 +8604,44 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
             rocq__mm_finish(mm, matrix, column + c, m, n_rows, work->sums[c]);
         }
     }
+}
+
+// The same where a single column takes the pass: all of K at once, and the epilogue for as many rows
+// as the F32 panel, idle here, has room for. Of a K of 256, addresses and epilogues of single panels
+// cost as much as the products.
+static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    const rocq__mm *mm = (const rocq__mm *)arg;
+    const rocq_tensor *w = mm->p->w;
+    const int64_t k = w->ne[0], stride = rocq__bytes(w->format, w->stride[1]);
+    float *sums = mm->work[thread].rows[0];
+    rocq__mm_rows rows;
+    rows.codec = rocq__codec_of(w->format);
+    rows.n_blocks = k / rows.codec->info.block_elems;
+    rows.ahead = ROCQ__MM_ROWS * stride; // the next panel
+    for (int64_t i = begin, n_panels; i < end; i += n_panels) {
+        const int64_t matrix = i / mm->n_panels, m = i % mm->n_panels * ROCQ__MM_ROWS;
+        n_panels = ROCQ__MIN(ROCQ__MIN((int64_t)ROCQ__MM_SEGMENT, end - i),
+                             mm->n_panels - m / ROCQ__MM_ROWS);
+        const int64_t n_rows = ROCQ__MIN(n_panels * ROCQ__MM_ROWS, w->ne[1] - m);
+        const unsigned char *row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
+        rocq__mm_tile tile;
+        memset(&tile, 0, sizeof tile);
+        tile.x = (const int8_t *)mm->columns + matrix * mm->column_bytes;
+        tile.groups_at = k;
+        for (int64_t r = 0; r < n_rows; r += ROCQ__MM_ROWS) {
+            for (int j = 0; j < ROCQ__MM_ROWS; j++) { // past the last row, the last row again
+                rows.at[j] = row;
+                if (r + j + 1 < n_rows) row += stride;
+            }
+            mm->pass(sums + r, &tile, &rows);
+        }
+        rocq__mm_finish(mm, matrix, 0, m, n_rows, sums);
+    }
+}
+
+static void rocq__mm_panels(rocq__mm *mm, int64_t begin, int64_t end, int32_t thread) {
+    if (mm->pass) rocq__mm_run_column(mm, begin, end, thread);
+    else rocq__mm_run(mm, begin, end, thread);
 }
 
 // Everything that follows from the params alone, but addresses in scratch memory.
@@ -8754,8 +8787,8 @@ static void rocq__mm_run_all(void *arg, int64_t begin, int64_t end, int32_t thre
         rocq__mm_product *product = &chain->products[i];
         const int64_t n = rocq__mm_items(&product->main);
         const int64_t from = ROCQ__MAX(begin - first, 0), to = ROCQ__MIN(end - first, n);
-        if (from < to && product->has_other) rocq__mm_run(&product->other, from, to, thread);
-        if (from < to) rocq__mm_run(&product->main, from, to, thread);
+        if (from < to && product->has_other) rocq__mm_panels(&product->other, from, to, thread);
+        if (from < to) rocq__mm_panels(&product->main, from, to, thread);
         first += n;
     }
 }
