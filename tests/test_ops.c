@@ -881,7 +881,9 @@ static void sample_filters(void **state) {
             d.logits.value[t] = random_below(2) ? (double)NAN : -(double)INFINITY;
         }
         box_write(&d.logits);
-        if (kind == 1 || kind >= 8) d.p.top_k = (int32_t)(1 + random_below(n_vocab + 3));
+        if (kind == 1 || kind >= 8) {
+            d.p.top_k = (int32_t)(1 + random_below(round & 2 ? n_vocab + 3 : 20));
+        }
         if (kind == 2 || kind >= 8) d.p.top_p = random_in(0.01f, 1.1f);
         if (kind == 3 || kind >= 8) d.p.min_p = random_in(0.001f, 0.3f);
         if (kind == 4 || kind >= 8) d.p.temperature = random_in(0.2f, 2);
