@@ -226,7 +226,7 @@
 
    rocq_desc.memory_budget limits the sum of buffers (a KV cache is one), pools, scratch, the
    staging memory that rocq_gguf_load has on a GPU while it runs, and the memory in which the check
-   of a replay in rocq_warm puts tensors aside: three times their size, while it runs. The rings of
+   of a replay in rocq_warm puts tensors aside: twice their size, while it runs. The rings of
    pinned memory, host copies of operands for a fallback, and rocq's own records do not count.
 
    An arena is for memory whose size is known before a step: an inference program measures it once
@@ -1924,9 +1924,9 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
 // Inputs are what ops read that no earlier op has written, except weights, biases, tables and the
 // cache that attention reads. Inputs, all that the ops write, and the first cells of the caches
 // that rocq_rope_append writes to (one more than it has tokens) are saved before and restored bit
-// for bit; no other stream may use them meanwhile. That takes the time of three launches, and three
-// times as much device memory as is saved. If there is too little, or the budget does not allow it,
-// the replay stays unchecked, which is no failure: the log tells.
+// for bit; no other stream may use them meanwhile. That takes the time of the three runs, and twice
+// as much device memory as is saved. If there is too little, or the budget does not allow it, the
+// replay stays unchecked, which is no failure: the log tells.
 ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph);
 
 // -- operations: contracts stand at the params structs --
@@ -2043,6 +2043,30 @@ typedef struct rocq_k_repack_args {
     int64_t unit0;      // where src begins in dst, which may be a larger tensor
     int64_t n_units;    // of all of dst
 } rocq_k_repack_args;
+
+// Ranges of memory, and copies of them that begin at multiples of 256 bytes of one block.
+typedef struct rocq_k_range {
+    uint64_t address;
+    int64_t size, copy; // bytes, and where its copy begins in the block
+    uint32_t filled;    // whether ROCQ_K_FILL fills it
+    uint32_t fill;      // four bytes to fill it with, all the same
+} rocq_k_range;
+
+typedef struct rocq_k_difference { // written by ROCQ_K_COMPARE
+    uint32_t n, unused; // words, or bytes where those are not aligned, that differ; 0 before
+    int64_t copy;       // where one of them is in the block
+} rocq_k_difference;
+
+typedef struct rocq_k_ranges_args {
+    rocq_k_common common;
+    const rocq_k_range *ranges; // [n], sorted by copy
+    unsigned char *copies;      // [size], aligned to 16 bytes
+    int64_t size;
+    rocq_k_difference *difference;
+    int32_t n, task;
+} rocq_k_ranges_args;
+
+enum { ROCQ_K_SAVE, ROCQ_K_RESTORE, ROCQ_K_FILL, ROCQ_K_COMPARE }; // task
 
 // y = op(a, b): activate, glu, add, mul, scale and cast of float formats, with y also in Q8_0 (raw
 // or planar) and Q4_0. b is repeated along dimensions in which it has size 1.
@@ -2291,7 +2315,8 @@ typedef struct rocq_k_attention_args {
     X(softmax, rocq_k_softmax_args, 256)                     \
     X(decode, rocq_k_decode_args, 256)                       \
     X(argmax, rocq_k_argmax_args, 1024)                      \
-    X(sample, rocq_k_sample_args, 1024)
+    X(sample, rocq_k_sample_args, 1024)                      \
+    X(ranges, rocq_k_ranges_args, 256)
 
 enum {
 #define ROCQ_X(name, args, threads) ROCQ_K_##name,
@@ -11164,12 +11189,6 @@ static rocq_result rocq__fill_hip(rocq_ctx *ctx, void *dst, int byte, int64_t si
     return ROCQ_OK;
 }
 
-static rocq_result rocq__copy_hip(rocq_ctx *ctx, void *dst, const void *src, int64_t size) {
-    rocq__gpu *gpu = ctx->gpu;
-    ROCQ__TRY_HIP("copy", gpu->hip->copy(dst, src, (size_t)size, ROCQ_HIP_ON_DEVICE, gpu->stream));
-    return ROCQ_OK;
-}
-
 // -- the ring --
 
 // Takes the ring's pinned memory. A runtime allocates it page by page, on one thread; pages that
@@ -18177,17 +18196,43 @@ typedef union rocq__any_args {
 #undef ROCQ_X
 } rocq__any_args;
 
+// Launches the kernels of the graph (without one, all) with zeroed args, so that the runtime loads
+// them.
+static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
+    rocq__gpu *gpu = ctx->gpu;
+    rocq_result result = ROCQ_OK;
+    bool planned[ROCQ_K_COUNT];
+    rocq__any_args none;
+    memset(planned, graph ? 0 : 1, sizeof planned);
+    memset(&none, 0, sizeof none);
+    gpu->planned = planned;
+    for (const rocq__node *node = graph ? graph->first : NULL; node && result == ROCQ_OK;
+         node = node->next) {
+        int64_t scratch;
+        bool on_cpu;
+        result = rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu);
+    }
+    gpu->planned = NULL;
+    ROCQ__TRY(result);
+    for (int k = 0; k < ROCQ_K_COUNT; k++) {
+        if (!planned[k]) continue;
+        ROCQ__TRY_HIP(rocq__kernels[k].name,
+                      rocq__hip_launch(gpu, k, 1, 1, (uint32_t)rocq__kernels[k].threads, &none));
+    }
+    return ROCQ_OK;
+}
+
 // -- a replay against the ops --
 // A runtime may replay a graph wrongly: with arguments or input data of an earlier time, or without
 // one of its nodes. To find out, the graph runs three times: replayed over inputs A, replayed over
 // inputs B, and its ops one by one over inputs B; the last two must write the same bits. The replay
 // over A comes first, so that stale data in the second replay differs from B. Before each run,
 // outputs are filled with a byte, so that an output that is never written shows. What the runs
-// overwrite is put aside (copied) first and restored in the end. So inputs must be such that no op
-// writes anywhere else. The only operand that decides where an op writes is the cell of
-// rocq_rope_append. Its values are i or i + 1 for token i, so the first cells of a cache suffice;
-// where ops of the graph compute the cells, all cells are put aside. Kernels catch any other index
-// that is out of range.
+// overwrite is put aside (copied) first and restored in the end; one launch copies, fills or
+// compares all of it. So inputs must be such that no op writes anywhere else. The only operand that
+// decides where an op writes is the cell of rocq_rope_append. Its values are i or i + 1 for token
+// i, so the first cells of a cache suffice; where ops of the graph compute the cells, all cells are
+// put aside. Kernels catch any other index that is out of range.
 
 typedef struct rocq__feed { // an input of the graph, and the values that it is given
     rocq_tensor t;
@@ -18196,28 +18241,27 @@ typedef struct rocq__feed { // an input of the graph, and the values that it is 
     bool is_cell;               // decides which rows of a cache are written
 } rocq__feed;
 
+enum { ROCQ__REPLAY_FILL = 0x3a }; // a byte, which makes sense in any format
+
 typedef struct rocq__replay {
     rocq_ctx *ctx;
     rocq_graph *graph;
-    // What is copied aside, in this order: the status word, regions, rows of caches.
-    rocq__touched *regions;
+    rocq__touched *regions; // what ops read or write, but for weights and caches
     int32_t n_regions;
-    rocq_tensor *rows;
-    int32_t n_rows;
-    int64_t size;                // bytes of all that
     rocq__feed *feeds;
     int32_t n_feeds;
-    int64_t feed_size;           // of the largest feed
-    rocq__block *aside;          // [3 size]: the contents before, after the replay over inputs B,
-                                 // and after the ops
-    unsigned char *values;       // [feed_size] for a feed's values, [2 ROCQ__PIECE] to compare
+    int64_t n_cells;        // rows of each cache that may be written
+    rocq_k_range *ranges;   // what is put aside: the status word, regions, rows of caches
+    int64_t n_ranges, size; // and the bytes of all copies
+    unsigned char *image;   // a region as it is uploaded
+    rocq__block *aside;     // [size] the contents before, [size] after the replay over inputs B,
+                            // the ranges, a rocq_k_difference
 } rocq__replay;
 
 // Adds input t of an op to the feeds, with values that the op accepts.
 static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *params,
                            const rocq_tensor *t) {
     rocq__feed f;
-    int64_t extent = 0;
     memset(&f, 0, sizeof f);
     f.t = *t;
     f.is_index = t->format == ROCQ_I32;
@@ -18246,8 +18290,6 @@ static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *
             return;
         }
     }
-    rocq__extent(t, &extent);
-    r->feed_size = ROCQ__MAX(r->feed_size, (extent + 3) / 4 * 4);
     r->feeds[r->n_feeds++] = f;
 }
 
@@ -18261,7 +18303,8 @@ static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_
 }
 
 // Finds the regions that ops read or write, and the feeds: what is read before an op of the graph
-// has written it. Caches are left to rocq__replay_caches. written is a work area like regions.
+// has written it. Inputs that touch become one region, so that they are uploaded at once, as a
+// program does it. Caches are left to rocq__replay_rows. written is a work area like regions.
 static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
     int32_t n_written = 0, end;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
@@ -18277,7 +18320,7 @@ static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
                         o->offset != offsetof(rocq_rope_append_params, q)) {
                         continue;
                     }
-                    if (!out && rocq__touched_hold(written, n_written, t)) continue;
+                    if (rocq__touched_hold(written, n_written, t)) continue;
                     rocq__touched_add(r->regions, &r->n_regions, t, out);
                     if (out) rocq__touched_add(written, &n_written, t, true);
                     else rocq__feed_add(r, o, p, t);
@@ -18285,52 +18328,149 @@ static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
             }
         }
     }
-}
-
-// Adds rows to the list. If they continue the last tensor there at an equal distance, as the layers
-// of a cache do, that grows by one in ne[3] instead, so that one launch copies all layers.
-static void rocq__replay_add_rows(rocq__replay *r, const rocq_tensor *rows) {
-    rocq_tensor *last = r->n_rows > 0 ? &r->rows[r->n_rows - 1] : NULL;
-    int64_t elems, bytes;
-    rocq__block_of(rows->format, &elems, &bytes);
-    if (last && last->format == rows->format &&
-        memcmp(last->ne, rows->ne, 3 * sizeof rows->ne[0]) == 0 &&
-        memcmp(last->stride, rows->stride, 3 * sizeof rows->stride[0]) == 0 &&
-        rocq__address(rows) > rocq__address(last)) {
-        const uint64_t distance = rocq__address(rows) - rocq__address(last);
-        const int64_t step = (int64_t)(distance / (uint64_t)bytes) * elems / last->ne[3];
-        if (distance % ((uint64_t)bytes * (uint64_t)last->ne[3]) == 0 &&
-            (last->ne[3] == 1 || step == last->stride[3])) {
-            last->stride[3] = step;
-            last->ne[3]++;
-            return;
+    for (int32_t i = 0; i < r->n_regions; i++) {
+        for (int32_t k = 0; k < r->n_regions; k++) {
+            rocq__touched *a = &r->regions[i], *next = &r->regions[k];
+            if (a->written || next->written || a->range.end != next->range.begin) continue;
+            a->range.end = next->range.end;
+            *next = r->regions[--r->n_regions];
+            i = -1; // the last one has moved: from the beginning
+            break;
         }
     }
-    r->rows[r->n_rows] = *rows;
-    r->rows[r->n_rows].n_dims = 4;
-    r->n_rows++;
 }
 
-// Adds the rows of caches that may be written: one more than the most tokens of an append, but all
-// if an op of the graph computes the cells, since the feeds do not decide them then. The keys of
-// all layers come first, then the values (see rocq__replay_add_rows).
-static void rocq__replay_caches(rocq__replay *r) {
-    int64_t n_cells = 0;
-    for (int pass = 0; pass < 3; pass++) {
-        for (const rocq__node *node = r->graph->first; node; node = node->next) {
-            if (node->op != ROCQ_OP_ROPE_APPEND) continue;
-            const rocq_rope_append_params *p = (const rocq_rope_append_params *)node->params;
-            if (pass == 0) {
-                const rocq_tensor *cell = p->cell ? p->cell : p->pos;
-                n_cells = ROCQ__MAX(n_cells, p->k->ne[2] + 1);
-                if (rocq__graph_writes(r->graph, cell)) n_cells = INT64_MAX;
-                continue;
+// The rows of a cache that may be written, as ne[1] ne[2] pieces of ne[0] elements without gaps.
+static rocq_tensor rocq__replay_rows(const rocq__replay *r, const rocq_tensor *cache) {
+    static const int32_t swap[4] = {0, 2, 1, 3};
+    rocq_tensor rows = *cache;
+    rows.ne[2] = ROCQ__MIN(rows.ne[2], r->n_cells);
+    if (rows.stride[1] > rows.stride[2]) rocq_tensor_permute(&rows, &rows, swap); // cannot fail
+    for (int d = 1; d < 3 && (rows.ne[d] == 1 || rows.stride[d] == rows.ne[0]); d++) {
+        rows.ne[0] *= rows.ne[d];
+        rows.ne[d] = 1;
+    }
+    return rows;
+}
+
+// Of caches: one row more than the most tokens of an append, but all if an op of the graph computes
+// the cells, since the feeds do not decide them then.
+static void rocq__replay_cells(rocq__replay *r) {
+    const rocq_tensor *known = NULL;
+    for (const rocq__node *node = r->graph->first; node; node = node->next) {
+        if (node->op != ROCQ_OP_ROPE_APPEND) continue;
+        const rocq_rope_append_params *p = (const rocq_rope_append_params *)node->params;
+        const rocq_tensor *cell = p->cell ? p->cell : p->pos;
+        r->n_cells = ROCQ__MAX(r->n_cells, p->k->ne[2] + 1);
+        if (known && rocq__same_tensor(known, cell)) continue; // those of the layer before
+        known = cell;
+        if (rocq__graph_writes(r->graph, cell)) r->n_cells = INT64_MAX;
+    }
+}
+
+static void rocq__replay_range(rocq__replay *r, uint64_t address, int64_t size, bool filled,
+                               uint32_t fill) {
+    if (r->ranges) {
+        rocq_k_range *range = &r->ranges[r->n_ranges];
+        range->address = address;
+        range->size = size;
+        range->copy = r->size;
+        range->filled = filled;
+        range->fill = fill;
+    }
+    r->n_ranges++;
+    r->size += (size + 255) / 256 * 256;
+}
+
+// Lists what has to be put aside; while there is no memory for the list, only counts.
+static void rocq__replay_ranges(rocq__replay *r) {
+    const uint32_t fill = 0x01010101u * ROCQ__REPLAY_FILL;
+    r->n_ranges = r->size = 0;
+    rocq__replay_range(r, (uint64_t)(uintptr_t)r->ctx->gpu->status, 4, true, 0);
+    for (int32_t k = 0; k < r->n_regions; k++) {
+        const rocq__range range = r->regions[k].range;
+        rocq__replay_range(r, range.begin, rocq__range_size(range), r->regions[k].written, fill);
+    }
+    for (const rocq__node *node = r->graph->first; node; node = node->next) {
+        if (node->op != ROCQ_OP_ROPE_APPEND) continue;
+        const rocq_rope_append_params *p = (const rocq_rope_append_params *)node->params;
+        for (int v = 0; v < 2; v++) {
+            const rocq_tensor t = rocq__replay_rows(r, v ? p->v_cache : p->k_cache);
+            for (int64_t i = 0; i < t.ne[1] * t.ne[2]; i++) {
+                const int64_t at = i % t.ne[1] * t.stride[1] + i / t.ne[1] * t.stride[2];
+                rocq__replay_range(r, rocq__address(&t) + (uint64_t)rocq__bytes(t.format, at),
+                                   rocq__bytes(t.format, t.ne[0]), true, fill);
             }
-            rocq_tensor rows = pass == 1 ? *p->k_cache : *p->v_cache;
-            rows.ne[2] = ROCQ__MIN(rows.ne[2], n_cells);
-            rocq__replay_add_rows(r, &rows);
         }
     }
+}
+
+// Makes the image of a region before a run: a byte everywhere, and the values A or B of the feeds
+// in it, cells last, so that their values count where operands share memory. While there is no
+// memory for it, only says whether there are feeds in the region.
+static bool rocq__replay_image(const rocq__replay *r, rocq__range region, int b) {
+    bool fed = false;
+    for (int cells = 0; cells < 2; cells++) {
+        for (int32_t k = 0; k < r->n_feeds; k++) {
+            const rocq__feed *f = &r->feeds[k];
+            const rocq__range range = rocq__range_of(&f->t);
+            const int64_t size = rocq__range_size(range);
+            uint32_t random = (uint32_t)(2 * k + b);
+            if (f->is_cell != (cells == 1) || !rocq__ranges_cross(range, region)) continue;
+            if (!r->image) return true;
+            if (!fed) memset(r->image, ROCQ__REPLAY_FILL, (size_t)rocq__range_size(region));
+            fed = true;
+            for (int64_t i = 0; i < size; i += 4) {
+                int32_t word = (int32_t)(f->first + i / 4 * f->step + b * f->shift);
+                if (!f->is_index) { // 4e-5 to 0.75 in F32, 0.5 to 2 in F16
+                    random = random * 1664525u + 1013904223u;
+                    word = (int32_t)(0x38383838u | (random >> 4 & 0x07070707u));
+                }
+                memcpy(r->image + (range.begin - region.begin) + i, &word,
+                       (size_t)ROCQ__MIN(4, size - i));
+            }
+        }
+    }
+    return fed;
+}
+
+static rocq_result rocq__replay_upload(rocq_ctx *ctx, uint64_t address, const void *data,
+                                       int64_t size) {
+    rocq_tensor bytes; // of no particular shape
+    memset(&bytes, 0, sizeof bytes);
+    bytes.buffer = rocq_buffer_from_device(address, size);
+    return rocq__upload_memory(ctx, &bytes, data, size);
+}
+
+// Takes memory: on the host for the list of ranges and an image, on the device for the copies.
+static rocq_result rocq__replay_memory(rocq__replay *r) {
+    rocq_ctx *ctx = r->ctx;
+    int64_t image_size = 0;
+    for (int32_t k = 0; k < r->n_regions; k++) {
+        const rocq__range region = r->regions[k].range;
+        if (!rocq__replay_image(r, region, 0)) continue;
+        image_size = ROCQ__MAX(image_size, rocq__range_size(region));
+    }
+    rocq__replay_ranges(r);
+    const int64_t table = r->n_ranges * (int64_t)sizeof(rocq_k_range);
+    const int64_t host = table + ROCQ__LINE + image_size;
+    const int64_t device = 2 * r->size + table + ROCQ__LINE;
+    char *memory = r->n_ranges <= INT32_MAX ? (char *)rocq__alloc(ctx, host) : NULL;
+    if (!memory) return rocq__fail(ctx, ROCQ_E_MEMORY, "no host memory for %lld bytes",
+                                   (long long)host);
+    r->ranges = (rocq_k_range *)(void *)memory;
+    r->image = (unsigned char *)memory + table + ROCQ__LINE;
+    rocq__replay_ranges(r);
+    ROCQ__TRY(rocq__take_budget(ctx, device));
+    const rocq_result result =
+        rocq__device_alloc(ctx, "warm", device, ROCQ_MEMORY_DEVICE, &r->aside);
+    if (result != ROCQ_OK) {
+        ctx->budget_used -= device;
+        return result;
+    }
+    memset(memory + table, 0, ROCQ__LINE); // the difference
+    const uint64_t to = (uint64_t)(uintptr_t)r->aside->address + (uint64_t)(2 * r->size);
+    return rocq__replay_upload(ctx, to, memory, table + ROCQ__LINE);
 }
 
 // Finds out what has to be put aside, and takes the memory for it. The caller frees *lists.
@@ -18338,168 +18478,80 @@ static rocq_result rocq__replay_begin(rocq__replay *r, void **lists) {
     rocq_ctx *ctx = r->ctx;
     int64_t n = 0;
     for (const rocq__node *node = r->graph->first; node; node = node->next) n += node->n_tensors;
-    const int64_t item = 2 * (int64_t)sizeof(rocq__touched) + (int64_t)sizeof(rocq__feed) +
-                         (int64_t)sizeof(rocq_tensor);
+    const int64_t item = 2 * (int64_t)sizeof(rocq__touched) + (int64_t)sizeof(rocq__feed);
     char *memory = n <= INT32_MAX ? (char *)rocq__alloc(ctx, n * item) : NULL;
     if (!memory) return rocq__fail(ctx, ROCQ_E_MEMORY, "no host memory for %lld operands",
                                    (long long)n);
     *lists = memory;
     r->feeds = (rocq__feed *)(void *)memory;
-    r->rows = (rocq_tensor *)(void *)(r->feeds + n);
-    r->regions = (rocq__touched *)(void *)(r->rows + n);
+    r->regions = (rocq__touched *)(void *)(r->feeds + n);
     rocq__replay_operands(r, r->regions + n);
-    rocq__replay_caches(r);
-    r->size = ROCQ__LINE; // the status word
-    for (int32_t k = 0; k < r->n_regions; k++) {
-        r->size += (rocq__range_size(r->regions[k].range) + 255) / 256 * 256;
-    }
-    for (int32_t k = 0; k < r->n_rows; k++) {
-        r->size += (rocq_tensor_size(&r->rows[k]) + 255) / 256 * 256;
-    }
-    const int64_t host = r->feed_size + 2 * (int64_t)ROCQ__PIECE;
-    r->values = (unsigned char *)rocq__alloc(ctx, host);
-    if (!r->values) return rocq__fail(ctx, ROCQ_E_MEMORY, "no host memory for %lld bytes",
-                                      (long long)host);
-    ROCQ__TRY(rocq__take_budget(ctx, 3 * r->size));
-    const rocq_result result =
-        rocq__device_alloc(ctx, "warm", 3 * r->size, ROCQ_MEMORY_DEVICE, &r->aside);
-    if (result != ROCQ_OK) {
-        ctx->budget_used -= 3 * r->size;
-        return result;
-    }
-    // The gaps between what is put aside are compared too, and nothing else writes to them.
-    return rocq__fill_hip(ctx, r->aside->address, 0, 3 * r->size);
+    rocq__replay_cells(r);
+    return rocq__replay_memory(r);
 }
 
-// Copies all that is put aside to memory, on the device, or restores it from there.
-static rocq_result rocq__replay_copy(rocq__replay *r, char *memory, bool restore) {
-    rocq_ctx *ctx = r->ctx;
-    void *status = ctx->gpu->status;
-    ROCQ__TRY(rocq__copy_hip(ctx, restore ? status : memory, restore ? memory : status, 4));
-    memory += ROCQ__LINE;
-    for (int32_t k = 0; k < r->n_regions; k++) {
-        const int64_t size = rocq__range_size(r->regions[k].range);
-        void *there = (void *)(uintptr_t)r->regions[k].range.begin;
-        ROCQ__TRY(rocq__copy_hip(ctx, restore ? there : memory, restore ? memory : there, size));
-        memory += (size + 255) / 256 * 256;
-    }
-    for (int32_t k = 0; k < r->n_rows; k++) {
-        const int64_t size = rocq_tensor_size(&r->rows[k]);
-        const rocq_buffer buffer = rocq_buffer_from_device((uint64_t)(uintptr_t)memory, size);
-        rocq_tensor packed = r->rows[k];
-        rocq_cast_params p; // to the same format: a copy of bytes between strides
-        rocq_tensor_init(&packed, &buffer, 0, packed.format, 4, packed.ne); // cannot fail
-        p.y = restore ? &r->rows[k] : &packed;
-        p.x = restore ? &packed : &r->rows[k];
-        ROCQ__TRY(rocq__run_hip(ctx, ROCQ_OP_CAST, &p, NULL));
-        memory += (size + 255) / 256 * 256;
-    }
-    return ROCQ_OK;
+// One launch over all ranges; copies is where their copies are, and not used to fill.
+static rocq_result rocq__replay_launch(rocq__replay *r, int32_t task, int64_t copies) {
+    unsigned char *aside = (unsigned char *)r->aside->address;
+    const rocq__cost cost = {2.0 * (double)r->size, 0.0, 0.0};
+    rocq_k_ranges_args a;
+    memset(&a, 0, sizeof a);
+    a.ranges = (const rocq_k_range *)(void *)(aside + 2 * r->size);
+    a.copies = aside + copies;
+    a.size = r->size;
+    a.difference = (rocq_k_difference *)(void *)(a.ranges + r->n_ranges);
+    a.n = (int32_t)r->n_ranges;
+    a.task = task;
+    return rocq__launch(r->ctx, ROCQ_K_ranges, (r->size + 4095) / 4096, 1, 256, &a, cost);
 }
 
-// Fills the outputs with a byte and the inputs with values A or B. Cells are filled last, so that
-// their values count where operands share memory.
+// Fills the outputs with a byte and uploads the inputs with values A or B.
 static rocq_result rocq__replay_feed(rocq__replay *r, int b) {
-    rocq_ctx *ctx = r->ctx;
-    ROCQ__TRY(rocq__fill_hip(ctx, ctx->gpu->status, 0, 4));
+    ROCQ__TRY(rocq__replay_launch(r, ROCQ_K_FILL, 0));
     for (int32_t k = 0; k < r->n_regions; k++) {
-        const rocq__touched *region = &r->regions[k];
-        if (!region->written) continue;
-        ROCQ__TRY(rocq__fill_hip(ctx, (void *)(uintptr_t)region->range.begin, 0x39 + b,
-                                 rocq__range_size(region->range)));
-    }
-    for (int cells = 0; cells < 2; cells++) {
-        for (int32_t k = 0; k < r->n_feeds; k++) {
-            const rocq__feed *f = &r->feeds[k];
-            uint32_t random = (uint32_t)(2 * k + b);
-            int64_t size = 0;
-            if (f->is_cell != (cells == 1)) continue;
-            rocq__extent(&f->t, &size);
-            for (int64_t i = 0; i < (size + 3) / 4; i++) {
-                int32_t word = (int32_t)(f->first + i * f->step + b * f->shift);
-                if (!f->is_index) { // 4e-5 to 0.75 in F32, 0.5 to 2 in F16
-                    random = random * 1664525u + 1013904223u;
-                    word = (int32_t)(0x38383838u | (random >> 4 & 0x07070707u));
-                }
-                memcpy(r->values + 4 * i, &word, 4);
-            }
-            rocq_tensor bytes; // of no particular shape
-            memset(&bytes, 0, sizeof bytes);
-            bytes.buffer = rocq_buffer_from_device(rocq__address(&f->t), size);
-            ROCQ__TRY(rocq__upload_memory(ctx, &bytes, r->values, size));
-        }
+        const rocq__range region = r->regions[k].range;
+        if (!rocq__replay_image(r, region, b)) continue;
+        ROCQ__TRY(rocq__replay_upload(r->ctx, region.begin, r->image, rocq__range_size(region)));
     }
     return ROCQ_OK;
 }
 
-// Compares what the ops and the replay over B wrote. *at: the first byte that differs, or r->size.
-static rocq_result rocq__replay_compare(rocq__replay *r, int64_t *at) {
-    const char *replay = (const char *)r->aside->address + r->size, *ops = replay + r->size;
-    unsigned char *a = r->values + r->feed_size, *b = a + ROCQ__PIECE;
-    *at = r->size;
-    for (int64_t i = 0; i < r->size; i += ROCQ__PIECE) {
-        const int64_t size = ROCQ__MIN((int64_t)ROCQ__PIECE, r->size - i);
-        ROCQ__TRY(rocq__download_hip(r->ctx, a, replay + i, size));
-        ROCQ__TRY(rocq__download_hip(r->ctx, b, ops + i, size));
-        if (memcmp(a, b, (size_t)size) == 0) continue;
-        *at = i;
-        while (a[*at - i] == b[*at - i]) ++*at;
-        return ROCQ_OK;
-    }
-    return ROCQ_OK;
-}
-
-// Submits the three runs. The host waits for none of them in between, unless the ring is full.
-static rocq_result rocq__replay_runs(rocq__replay *r, int64_t *at) {
+// Submits the three runs, and compares what the last two wrote. The host waits for none of them,
+// unless the ring is full. Inputs A are uploaded twice, the second time just before the replay: if
+// that does not see the last copy, it still has indices with which it writes to nothing else. The
+// kernels are launched without work in between, so that a runtime that replays with the arguments
+// of the last launch does not replay with the right ones.
+static rocq_result rocq__replay_runs(rocq__replay *r) {
     rocq_ctx *ctx = r->ctx;
-    for (int run = 0; run < 3; run++) {
-        ROCQ__TRY(rocq__replay_feed(r, run > 0));
-        if (run < 2) ROCQ__TRY(rocq__graph_submit(ctx, r->graph));
-        else ROCQ__TRY(rocq__graph_run(ctx, r->graph));
-        if (run == 0) continue;
-        ROCQ__TRY(rocq__replay_copy(r, (char *)r->aside->address + run * r->size, false));
-    }
-    return rocq__replay_compare(r, at);
+    for (int i = 0; i < 2; i++) ROCQ__TRY(rocq__replay_feed(r, 0));
+    ROCQ__TRY(rocq__graph_submit(ctx, r->graph));
+    ROCQ__TRY(rocq__warm_kernels(ctx, r->graph));
+    ROCQ__TRY(rocq__replay_feed(r, 1));
+    ROCQ__TRY(rocq__graph_submit(ctx, r->graph));
+    ROCQ__TRY(rocq__replay_launch(r, ROCQ_K_SAVE, r->size));
+    ROCQ__TRY(rocq__replay_feed(r, 1));
+    ROCQ__TRY(rocq__graph_run(ctx, r->graph));
+    return rocq__replay_launch(r, ROCQ_K_COMPARE, r->size);
 }
 
-// The last op that writes byte `at` of what is put aside; NULL for the status word or a gap.
-static const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t at) {
+// The last op that writes what has its copy there; NULL for the status word.
+static const rocq__node *rocq__replay_find(const rocq__replay *r, int64_t copy) {
     const rocq__node *found = NULL;
-    uint64_t address = 0;
-    int64_t begin = ROCQ__LINE;
-    for (int32_t k = 0; k < r->n_regions && at >= begin; k++) {
-        const int64_t size = rocq__range_size(r->regions[k].range);
-        if (at - begin < size) address = r->regions[k].range.begin + (uint64_t)(at - begin);
-        begin += (size + 255) / 256 * 256;
-    }
+    int64_t k = r->n_ranges - 1;
+    while (r->ranges[k].copy > copy) k--;
+    const uint64_t address = r->ranges[k].address + (uint64_t)(copy - r->ranges[k].copy);
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
         for (int32_t i = 0; i < node->n_tensors; i++) {
             const rocq__range range = rocq__range_of(&node->tensors[i]);
             if (node->output[i] && range.begin <= address && address < range.end) found = node;
         }
     }
-    for (int32_t k = 0; k < r->n_rows && at >= begin; k++) {
-        const rocq_tensor *rows = &r->rows[k];
-        const int64_t size = rocq_tensor_size(rows);
-        const int64_t layer = (at - begin) / (size / rows->ne[3]);
-        begin += (size + 255) / 256 * 256;
-        if (layer >= rows->ne[3]) continue;
-        address = rocq__address(rows);
-        address += (uint64_t)rocq__bytes(rows->format, layer * rows->stride[3]);
-        for (const rocq__node *node = r->graph->first; node; node = node->next) {
-            const rocq_rope_append_params *p = (const rocq_rope_append_params *)node->params;
-            if (node->op == ROCQ_OP_ROPE_APPEND && (rocq__address(p->k_cache) == address ||
-                                                    rocq__address(p->v_cache) == address)) {
-                found = node;
-            }
-        }
-    }
     return found;
 }
 
-static rocq_result rocq__replay_refuse(rocq__replay *r, int64_t at) {
+static rocq_result rocq__replay_refuse(rocq__replay *r, int64_t copy) {
     rocq_ctx *ctx = r->ctx;
-    const rocq__node *found = rocq__replay_find(r, at);
+    const rocq__node *found = rocq__replay_find(r, copy);
     int32_t number = 0, n = 0;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
         n++;
@@ -18523,7 +18575,7 @@ static rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__attempt attempt;
     rocq__replay r;
     void *lists = NULL;
-    int64_t at = 0;
+    rocq_k_difference difference = {0, 0, 0};
     memset(&r, 0, sizeof r);
     r.ctx = ctx;
     r.graph = graph;
@@ -18541,15 +18593,18 @@ static rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
         rocq__profile *profiling = ctx->profiling; // the program's profile leaves out these runs
         ctx->profiling = NULL;
 #endif
-        char *aside = (char *)r.aside->address;
-        result = rocq__replay_copy(&r, aside, false);
+        result = rocq__replay_launch(&r, ROCQ_K_SAVE, 0);
         if (result == ROCQ_OK) {
-            result = rocq__replay_runs(&r, &at);
-            if (!gpu->lost && rocq__replay_copy(&r, aside, true) != ROCQ_OK) {
+            result = rocq__replay_runs(&r);
+            if (!gpu->lost && rocq__replay_launch(&r, ROCQ_K_RESTORE, 0) != ROCQ_OK) {
                 gpu->lost = true; // tensors do not have their contents any more
                 result = rocq__fail(ctx, ROCQ_E_LOST, "warm: tensors could not be restored; the "
                                     "GPU is lost, close the context");
             }
+        }
+        if (result == ROCQ_OK) {
+            const char *end = (const char *)r.aside->address + r.aside->size;
+            result = rocq__download_hip(ctx, &difference, end - ROCQ__LINE, sizeof difference);
         }
 #if ROCQ__HAS_PROFILE
         ctx->profiling = profiling;
@@ -18559,7 +18614,7 @@ static rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
     if (result == ROCQ_OK && !unchecked) {
         graph->checked = true;
         ctx->stats.n_replays_checked++;
-        if (at < r.size) result = rocq__replay_refuse(&r, at);
+        if (difference.n > 0) result = rocq__replay_refuse(&r, difference.copy);
     }
     if (r.aside) {
         const int error = gpu->hip->stream_wait(gpu->stream);
@@ -18567,41 +18622,24 @@ static rocq_result rocq__replay_check(rocq_ctx *ctx, rocq_graph *graph) {
         ctx->budget_used -= r.aside->size;
         rocq__device_free(ctx, r.aside);
     }
-    rocq__free(ctx, r.values);
+    rocq__free(ctx, r.ranges);
     rocq__free(ctx, lists);
     return result;
 }
 
-// Launches the kernels of the graph (without one, all), with zeroed args, so that the runtime loads
-// them; takes the ring's memory; captures the graph and checks its replay.
+// Takes the ring's memory, captures the graph and checks its replay. If there is no check, which
+// runs all of them, launches the kernels and uploads the graph.
 static rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
-    rocq_result result = ROCQ_OK;
-    bool planned[ROCQ_K_COUNT];
-    rocq__any_args none;
-    memset(planned, graph ? 0 : 1, sizeof planned);
-    memset(&none, 0, sizeof none);
-    gpu->planned = planned;
-    for (rocq__node *node = graph ? graph->first : NULL; node && result == ROCQ_OK;
-         node = node->next) {
-        int64_t scratch;
-        bool on_cpu;
-        result = rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu);
-    }
-    gpu->planned = NULL;
-    ROCQ__TRY(result);
-    for (int k = 0; k < ROCQ_K_COUNT; k++) {
-        if (!planned[k]) continue;
-        ROCQ__TRY_HIP(rocq__kernels[k].name,
-                      rocq__hip_launch(gpu, k, 1, 1, (uint32_t)rocq__kernels[k].threads, &none));
-    }
     ROCQ__TRY(rocq__ring_init(ctx, &gpu->ring, ROCQ__PIECE, ROCQ__PIECES));
-    if (graph) {
-        ROCQ__TRY(rocq__graph_prepare(ctx, graph));
-        if (graph->exec && gpu->hip->graph_upload) {
+    if (graph) ROCQ__TRY(rocq__graph_prepare(ctx, graph));
+    const bool due = graph && graph->exec && !graph->checked;
+    if (due) ROCQ__TRY(rocq__replay_check(ctx, graph));
+    if (!due || !graph->checked) {
+        ROCQ__TRY(rocq__warm_kernels(ctx, graph));
+        if (graph && graph->exec && gpu->hip->graph_upload) {
             ROCQ__TRY_HIP("graph", gpu->hip->graph_upload(graph->exec, gpu->stream));
         }
-        if (graph->exec && !graph->checked) ROCQ__TRY(rocq__replay_check(ctx, graph));
     }
     ROCQ__TRY_HIP("warm", gpu->hip->stream_wait(gpu->stream));
     return ROCQ_OK;
