@@ -7987,11 +7987,24 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__halves_avx2(__m256i v) {
     return _mm256_cvtph_ps(_mm_packus_epi32(lo, hi));
 }
 
+// The F16 at the same place of each row.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__scales_of_rows_avx2(rocq__rows row,
+                                                                            int64_t at) {
+    uint16_t half[ROCQ__MM_ROWS];
+    ROCQ__UNROLL
+    for (int r = 0; r < ROCQ__MM_ROWS; r++) memcpy(&half[r], row[r] + at, sizeof half[r]);
+    return _mm256_cvtph_ps(_mm_setr_epi16(
+        (int16_t)half[0], (int16_t)half[1], (int16_t)half[2], (int16_t)half[3], (int16_t)half[4],
+        (int16_t)half[5], (int16_t)half[6], (int16_t)half[7]));
+}
+
 // d times byte i of each lane, unsigned less offset.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_scale_avx2(float *dst, __m256 d, __m256i bytes,
                                                                 const int i, const int offset) {
-    const __m256i byte = _mm256_and_si256(_mm256_srli_epi32(bytes, 8 * i), _mm256_set1_epi32(255));
-    const __m256i code = _mm256_sub_epi32(byte, _mm256_set1_epi32(offset));
+    const int zeros = (int)0x80808000u; // a zero in place of each of the upper three bytes
+    const __m128i pick = _mm_add_epi32(_mm_setr_epi32(zeros, zeros + 4, zeros + 8, zeros + 12), _mm_set1_epi32(i));
+    __m256i code = _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(pick));
+    if (offset) code = _mm256_sub_epi32(code, _mm256_set1_epi32(offset));
     _mm256_storeu_ps(dst, _mm256_mul_ps(d, _mm256_cvtepi32_ps(code)));
 }
 
@@ -8012,7 +8025,7 @@ typedef struct rocq__sink {
     __m256i *codes;                 // panel: 32 bytes per four codes
     const int8_t *x;                // dot: codes of the column
     const rocq__mm_group *x_groups; // and its groups
-    bool has_min;
+    bool has_min, raised; // of the format: see ROCQ__MM_AVX2
     __m256i pairs[8], dot[8];       // running sums of the groups being decoded
     __m256 sum;
 } rocq__sink;
@@ -8039,7 +8052,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__end_groups_avx2(rocq__sink *to,
     ROCQ__UNROLL
     for (int i = 0; i < n; i++) {
         const rocq__mm_group *group = to->x_groups + first + i;
-        to->sum = rocq__add_group_avx2(to->sum, to->dot[i], to->scale[first + i], group, depth > 0);
+        to->sum = rocq__add_group_avx2(to->sum, to->dot[i], to->scale[first + i], group, to->raised);
         if (to->has_min) to->sum = rocq__add_min_avx2(to->sum, to->min[first + i], group);
     }
 }
@@ -8079,9 +8092,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_8_avx2(rocq__sink *to, cons
         rocq__sink *to, const int depth, rocq__rows row, int64_t at)
 
 ROCQ__BLOCK_AVX2(q4_0) {
-    __m256i head[4], q[8];
-    rocq__take_rows_avx2(head, row, at);
-    _mm256_storeu_ps(to->scale[0], rocq__halves_avx2(head[0]));
+    __m256i q[8];
+    _mm256_storeu_ps(to->scale[0], rocq__scales_of_rows_avx2(row, at));
     rocq__take_halves_avx2(q, row, at + 2, ROCQ__PLAIN4);
     rocq__put_8_avx2(to, depth, 0, q);
 }
@@ -8134,17 +8146,47 @@ ROCQ__BLOCK_AVX2(q5_1) {
     rocq__put_8_avx2(to, depth, 0, q);
 }
 
+// The products of 32 signed codes of each row with x: eight sums a row, added as a tree. For codes of
+// a byte that takes fewer shuffles than to transpose them.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__dot_rows_avx2(const int8_t *x, rocq__rows row,
+                                                                  int64_t at) {
+    const __m256i v = _mm256_loadu_si256((const __m256i *)(const void *)x);
+    __m256i s[ROCQ__MM_ROWS];
+    ROCQ__UNROLL
+    for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+        const __m256i w = _mm256_loadu_si256((const __m256i *)(const void *)(row[r] + at));
+        s[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(v, w));
+        s[r] = _mm256_madd_epi16(s[r], _mm256_set1_epi16(1));
+    }
+    ROCQ__UNROLL
+    for (int r = 0; r < ROCQ__MM_ROWS; r += 2) {
+        s[r] = _mm256_add_epi32(_mm256_unpacklo_epi32(s[r], s[r + 1]),
+                                _mm256_unpackhi_epi32(s[r], s[r + 1]));
+    }
+    ROCQ__UNROLL
+    for (int r = 0; r < ROCQ__MM_ROWS; r += 4) {
+        s[r] = _mm256_add_epi32(_mm256_unpacklo_epi64(s[r], s[r + 2]),
+                                _mm256_unpackhi_epi64(s[r], s[r + 2]));
+    }
+    return _mm256_add_epi32(_mm256_permute2x128_si256(s[0], s[4], 0x20),
+                            _mm256_permute2x128_si256(s[0], s[4], 0x31));
+}
+
 ROCQ__BLOCK_AVX2(q8_0) {
-    __m256i head[4], q[8];
-    rocq__take_rows_avx2(head, row, at);
-    _mm256_storeu_ps(to->scale[0], rocq__halves_avx2(head[0]));
+    __m256i q[8];
+    _mm256_storeu_ps(to->scale[0], rocq__scales_of_rows_avx2(row, at));
+    if (depth != ROCQ__PANEL) {
+        to->dot[0] = rocq__dot_rows_avx2(to->x, row, at + 2);
+        rocq__end_groups_avx2(to, depth, 0, 1);
+        return;
+    }
     rocq__take_rows_avx2(q, row, at + 2);
     rocq__take_rows_avx2(q + 4, row, at + 18);
     rocq__put_8_avx2(to, depth, 0, q);
 }
 
 ROCQ__BLOCK_AVX2(q2_K) {
-    __m256i v[4];
+    __m256i v[8];
     rocq__take_rows_avx2(v, row, at + 68); // the last 4 of these 16 bytes are d and dmin
     const __m256 d = rocq__halves_avx2(v[3]), dmin = rocq__halves_avx2(_mm256_srli_epi32(v[3], 16));
     rocq__take_rows_avx2(v, row, at);
@@ -8158,21 +8200,22 @@ ROCQ__BLOCK_AVX2(q2_K) {
     }
     ROCQ__UNROLL_PARTS
     for (int h = 0; h < 2; h++) {
+        rocq__take_rows_avx2(v, row, at + 16 + 32 * h);
+        rocq__take_rows_avx2(v + 4, row, at + 32 + 32 * h);
         ROCQ__UNROLL
-        for (int i = 0; i < 2; i++) { // groups i, i + 2, i + 4 and i + 6 of the half
-            rocq__take_rows_avx2(v, row, at + 16 + 32 * h + 16 * i);
+        for (int g = 0; g < 8; g += 2) { // groups end two at a time: their chain of adds is slow
             ROCQ__UNROLL
-            for (int j = 0; j < 16; j++) {
-                const __m256i q = rocq__bits_avx2(v[j % 4], j / 4 * 2, 3);
-                rocq__put_avx2(to, depth, 8 * h, j / 4 * 2 + i, 4, j % 4, q);
+            for (int j = 0; j < 8; j++) {
+                const __m256i q = rocq__bits_avx2(v[j], g, 3);
+                rocq__put_avx2(to, depth, 8 * h + g, j / 4, 4, j % 4, q);
             }
+            rocq__end_groups_avx2(to, depth, 8 * h + g, 2);
         }
-        rocq__end_groups_avx2(to, depth, 8 * h, 8);
     }
 }
 
 ROCQ__BLOCK_AVX2(q3_K) {
-    __m256i v[4], s[4], high[8];
+    __m256i v[8], s[4], high[8];
     rocq__take_rows_avx2(v, row, at + 94); // bytes 2 to 13 of these are scales, then d
     ROCQ__UNROLL
     for (int i = 0; i < 3; i++) {
@@ -8191,20 +8234,18 @@ ROCQ__BLOCK_AVX2(q3_K) {
     rocq__take_rows_avx2(high + 4, row, at + 16);
     ROCQ__UNROLL_PARTS
     for (int h = 0; h < 2; h++) {
+        rocq__take_rows_avx2(v, row, at + 32 + 32 * h);
+        rocq__take_rows_avx2(v + 4, row, at + 48 + 32 * h);
         ROCQ__UNROLL
-        for (int i = 0; i < 2; i++) {
-            rocq__take_rows_avx2(v, row, at + 32 + 32 * h + 16 * i);
+        for (int g = 0; g < 8; g += 2) {
             ROCQ__UNROLL
-            for (int j = 0; j < 16; j++) {
-                __m256i *top = high + 4 * i + j % 4;
-                const __m256i bit = _mm256_slli_epi16(rocq__bits_avx2(*top, j / 4, 1), 2);
-                const __m256i low = rocq__bits_avx2(v[j % 4], j / 4 * 2, 3);
-                rocq__put_avx2(to, depth, 8 * h, j / 4 * 2 + i, 4, j % 4,
-                               _mm256_or_si256(low, bit));
-                if (j > 11) *top = _mm256_srli_epi16(*top, 4);
+            for (int j = 0; j < 8; j++) {
+                const __m256i q = rocq__join_avx2(v[j], g, 3, high[j], g / 2 - 2, 4);
+                rocq__put_avx2(to, depth, 8 * h + g, j / 4, 4, j % 4, q);
+                if (g == 6) high[j] = _mm256_srli_epi16(high[j], 4);
             }
+            rocq__end_groups_avx2(to, depth, 8 * h + g, 2);
         }
-        rocq__end_groups_avx2(to, depth, 8 * h, 8);
     }
 }
 
@@ -8299,9 +8340,8 @@ ROCQ__BLOCK_AVX2(q6_K) {
 }
 
 ROCQ__BLOCK_AVX2(iq4_nl) {
-    __m256i head[4], q[8];
-    rocq__take_rows_avx2(head, row, at);
-    _mm256_storeu_ps(to->scale[0], rocq__halves_avx2(head[0]));
+    __m256i q[8];
+    _mm256_storeu_ps(to->scale[0], rocq__scales_of_rows_avx2(row, at));
     rocq__take_halves_avx2(q, row, at + 2, ROCQ__IQ4);
     rocq__put_8_avx2(to, depth, 0, q);
 }
@@ -8405,10 +8445,10 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm
 
 typedef void (*rocq__block_avx2)(rocq__sink *to, const int depth, rocq__rows row, int64_t at);
 
-// block, codec and depth are constants where this is inlined.
+// block, codec, raise and depth are constants where this is inlined.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows, rocq__block_avx2 block,
-    const rocq__codec *codec, const int depth) {
+    const rocq__codec *codec, const int raise, const int depth) {
     const int64_t bytes = codec->info.block_bytes;
     float scale[16][ROCQ__MM_ROWS], min[16][ROCQ__MM_ROWS];
     rocq__sink to;
@@ -8417,9 +8457,13 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     to.x = rocq__tile_codes(tile, 0);
     to.x_groups = rocq__tile_groups(tile, 0);
     to.has_min = codec->has_min;
+    to.raised = raise > 0;
     to.sum = _mm256_setzero_ps();
-    for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
-        rocq__fetch_block_avx2(rows, at, bytes);
+    // The next panel is prefetched in the order of memory, whatever row it is: the fewest lines.
+    const unsigned char *next = rows->at[0] + rows->ahead;
+    for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes, next += ROCQ__MM_ROWS * bytes) {
+        ROCQ__UNROLL
+        for (int i = 0; i < ROCQ__MM_ROWS * (int)bytes; i += 64) ROCQ__FETCH(next, i);
         block(&to, depth, rows->at, at);
         to.x += codec->info.block_elems;
         to.x_groups += codec->info.block_elems / codec->group;
@@ -8452,7 +8496,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
     ROCQ__TARGET_AVX2 static void rocq__pass_##name##_avx2(                                       \
         float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
         rocq__pass_avx2(sums, tile, rows, rocq__block_##name##_avx2, &rocq__codec_##name,         \
-                        depth);                                                                   \
+                        raise, depth);                                                                   \
     }
 ROCQ__MM_AVX2(ROCQ__X)
 #undef ROCQ__X
