@@ -1915,8 +1915,8 @@ ROCQ_DEF void rocq_tuning_clear(rocq_ctx *ctx);
 // the threads are started, every page of the graph's operands is touched, so that a mapped file is
 // in memory, and the ops are rehearsed: they run with the graph's weights, but over zeros and into
 // memory of their own, up to 8 MiB, which is given back. That takes as long as a launch, and at
-// least 20 ms, in which the system gives each thread a core: a moment while a level loads. Both:
-// scratch memory for the graph. Nothing that ops see is changed once it returns.
+// least 2 ms, since a short step is faster when it runs again. Both: scratch memory for the graph.
+// Nothing that ops see is changed once it returns.
 //
 // GPU, once each time that the graph has been captured: the graph is replayed with made-up inputs,
 // replayed with other ones, and its ops are run one by one with these. Where the last two runs do
@@ -18168,9 +18168,9 @@ static int64_t rocq__stand_in(rocq__node *node, unsigned char *memory) {
 }
 
 enum {
-    ROCQ__STAND_INS = 8 << 20,    // bytes: an op that needs more (a large cache) is left out
-    ROCQ__REHEARSAL_NS = 20000000 // repeated for so long: each thread gets a core of its own, and
-};                                // the caches get what a step leaves in them
+    ROCQ__STAND_INS = 8 << 20,   // bytes: an op that needs more (a large cache) is left out
+    ROCQ__REHEARSAL_NS = 2000000 // repeated for so long: of the shipped model a second pass takes
+};                               // two thirds of the first, and 20 ms leave no faster first step
 
 // Runs copies of the graph's ops with their stand-ins, in order, again and again.
 static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
