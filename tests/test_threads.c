@@ -1,0 +1,556 @@
+// The threads of a context: stages of ops and of recorded steps, with more threads than there are
+// cores, late ones, and job systems of the program's own. Built with the thread sanitizer.
+#include <pthread.h>
+
+// pthread_create fails from its start number threads_left on; below 0 it never does.
+static int threads_left = -1;
+static int few_threads(pthread_t *thread, const pthread_attr_t *attr, void *(*run)(void *),
+                       void *arg) {
+    if (threads_left == 0) return 11; // EAGAIN
+    if (threads_left > 0) threads_left--;
+    return (pthread_create)(thread, attr, run, arg);
+}
+#define pthread_create few_threads
+
+#define ROCQ_IMPLEMENTATION
+#include "../rocq.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <cmocka.h>
+
+#define TRY(call)                                       \
+    do {                                                \
+        const rocq_result result_ = (call);             \
+        if (result_ != ROCQ_OK) return result_;         \
+    } while (0)
+#define OK(call) assert_int_equal(call, ROCQ_OK)
+
+// -- a step --
+
+// One layer and its head, from a token id to the next: all ops whose stages differ in kind. Prompts
+// have N columns, a step has one.
+enum { EMBD = 256, HEADS = 4, KV_HEADS = 2, DIM = 64, FF = 512, VOCAB = 320, CTX = 600, N = 20 };
+
+typedef struct step {
+    rocq_ctx *ctx;
+    rocq_buffer memory;
+    rocq_arena arena;
+    int64_t n;
+    rocq_tensor embedding, norm, q, k, v, out, gate, up, down, head; // weights
+    rocq_tensor ids, pos, len, x, h, hq, qx, kx, vx, seen, ffn, logits, next, k_cache, v_cache;
+} step;
+
+static float noise(uint64_t *state) {
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return (float)(int32_t)(*state >> 32) * 0x1p-31f;
+}
+
+static void tensor(step *s, rocq_tensor *t, rocq_format format, int64_t ne0, int64_t ne1) {
+    OK(rocq_tensor_2d(&s->arena, t, format, ne0, ne1));
+    memset(rocq_tensor_data(t), 0xff, (size_t)rocq_tensor_size(t)); // NaN
+}
+
+static unsigned char *weights; // of the first step, which the others copy
+
+static void weight(step *s, rocq_tensor *t, rocq_format format, int64_t ne0, int64_t ne1,
+                   uint64_t seed) {
+    tensor(s, t, format, ne0, ne1);
+    if (weights) return;
+    float *values = (float *)malloc((size_t)(ne0 * ne1) * sizeof *values);
+    assert_non_null(values);
+    for (int64_t i = 0; i < ne0 * ne1; i++) values[i] = 0.1f * noise(&seed);
+    OK(rocq_quantize(format, rocq_tensor_data(t), values, ne1, ne0, NULL));
+    free(values);
+}
+
+static void step_open(step *s, const rocq_desc *desc, int64_t n) {
+    memset(s, 0, sizeof *s);
+    OK(rocq_open(&s->ctx, desc));
+    OK(rocq_buffer_alloc(s->ctx, &s->memory, 8 << 20));
+    rocq_arena_init(&s->arena, &s->memory);
+    s->n = n;
+    weight(s, &s->embedding, ROCQ_Q8_0, EMBD, VOCAB, 1);
+    weight(s, &s->norm, ROCQ_F32, EMBD, 1, 2);
+    weight(s, &s->q, ROCQ_Q4_K, EMBD, HEADS * DIM, 3);
+    weight(s, &s->k, ROCQ_Q4_K, EMBD, KV_HEADS * DIM, 4);
+    weight(s, &s->v, ROCQ_Q6_K, EMBD, KV_HEADS * DIM, 5); // its columns are grouped otherwise
+    weight(s, &s->out, ROCQ_Q8_0, HEADS * DIM, EMBD, 6);
+    weight(s, &s->gate, ROCQ_Q4_K, EMBD, FF, 7);
+    weight(s, &s->up, ROCQ_Q5_0, EMBD, FF, 8);
+    weight(s, &s->down, ROCQ_F16, FF, EMBD, 9);
+    weight(s, &s->head, ROCQ_Q6_K, EMBD, VOCAB, 10);
+    if (!weights) {
+        weights = (unsigned char *)malloc((size_t)s->arena.used);
+        assert_non_null(weights);
+        memcpy(weights, s->memory.host, (size_t)s->arena.used);
+    }
+    memcpy(s->memory.host, weights, (size_t)s->arena.used);
+    tensor(s, &s->ids, ROCQ_I32, n, 1);
+    tensor(s, &s->pos, ROCQ_I32, n, 1);
+    tensor(s, &s->len, ROCQ_I32, 1, 1);
+    tensor(s, &s->x, ROCQ_F32, EMBD, n);
+    tensor(s, &s->h, ROCQ_F32, EMBD, n);
+    tensor(s, &s->hq, ROCQ_Q8_0, EMBD, n);
+    tensor(s, &s->qx, ROCQ_F32, HEADS * DIM, n);
+    tensor(s, &s->kx, ROCQ_F32, KV_HEADS * DIM, n);
+    tensor(s, &s->vx, ROCQ_F32, KV_HEADS * DIM, n);
+    tensor(s, &s->seen, ROCQ_F32, HEADS * DIM, n);
+    tensor(s, &s->ffn, ROCQ_Q8_0, FF, n);
+    tensor(s, &s->logits, ROCQ_F32, VOCAB, n);
+    tensor(s, &s->next, ROCQ_I32, n, 1);
+    OK(rocq_tensor_3d(&s->arena, &s->k_cache, ROCQ_F16, DIM, KV_HEADS, CTX));
+    OK(rocq_tensor_3d(&s->arena, &s->v_cache, ROCQ_F16, DIM, KV_HEADS, CTX));
+}
+
+static void step_close(step *s) { rocq_close(&s->ctx); }
+
+static rocq_result step_ops(step *s) {
+    const rocq_tensor q = rocq_tensor_heads(&s->qx, DIM), k = rocq_tensor_heads(&s->kx, DIM);
+    const rocq_tensor v = rocq_tensor_heads(&s->vx, DIM), seen = rocq_tensor_heads(&s->seen, DIM);
+    const rocq_gather_params embed = {.y = &s->x, .table = &s->embedding, .ids = &s->ids};
+    const rocq_norm_params norm = {.y = &s->h, .x = &s->x, .weight = &s->norm};
+    const rocq_norm_params norm_q = {.y = &s->hq, .x = &s->x, .weight = &s->norm};
+    const rocq_matmul_params to_v = {.y = &s->vx, .w = &s->v, .x = &s->h};
+    const rocq_matmul_params to_k = {.y = &s->kx, .w = &s->k, .x = &s->h, .next = &to_v};
+    const rocq_matmul_params to_q = {.y = &s->qx, .w = &s->q, .x = &s->h, .next = &to_k};
+    const rocq_rope_append_params append = {.q = &q, .k = &k, .v = &v, .k_cache = &s->k_cache,
+                                            .v_cache = &s->v_cache, .pos = &s->pos};
+    const rocq_attention_params attend = {.out = &seen, .q = &q, .k = &s->k_cache,
+                                          .v = &s->v_cache, .kv_len = &s->len, .causal = true};
+    const rocq_matmul_params out = {.y = &s->x, .w = &s->out, .x = &s->seen, .residual = &s->x};
+    const rocq_matmul_params gate = {.y = &s->ffn, .w = &s->gate, .x = &s->hq, .w2 = &s->up,
+                                     .activation = ROCQ_ACT_SILU};
+    const rocq_matmul_params down = {.y = &s->x, .w = &s->down, .x = &s->ffn, .residual = &s->x};
+    const rocq_matmul_params head = {.y = &s->logits, .w = &s->head, .x = &s->h};
+    const rocq_softmax_params soft = {.y = &s->logits, .x = &s->logits};
+    const rocq_argmax_params best = {.index = &s->next, .x = &s->logits};
+    TRY(rocq_gather(s->ctx, &embed));
+    for (int layer = 0; layer < 2; layer++) {
+        TRY(rocq_rmsnorm(s->ctx, &norm));
+        TRY(rocq_matmul(s->ctx, &to_q));
+        TRY(rocq_rope_append(s->ctx, &append));
+        TRY(rocq_attention(s->ctx, &attend));
+        TRY(rocq_matmul(s->ctx, &out));
+        TRY(rocq_rmsnorm(s->ctx, &norm_q));
+        TRY(rocq_matmul(s->ctx, &gate));
+        TRY(rocq_matmul(s->ctx, &down));
+    }
+    TRY(rocq_rmsnorm(s->ctx, &norm));
+    TRY(rocq_matmul(s->ctx, &head));
+    TRY(rocq_softmax(s->ctx, &soft));
+    return rocq_argmax(s->ctx, &best);
+}
+
+static rocq_graph *step_record(step *s) {
+    rocq_graph *graph;
+    OK(rocq_graph_begin(s->ctx));
+    OK(step_ops(s));
+    OK(rocq_graph_end(s->ctx, &graph));
+    return graph;
+}
+
+// Sets the inputs of a step at a position; the rows of the cache before it are what they are.
+static void step_feed(step *s, int32_t position) {
+    for (int32_t i = 0; i < (int32_t)s->n; i++) {
+        ((int32_t *)rocq_tensor_data(&s->ids))[i] = (position * 31 + i * 7) % VOCAB;
+        ((int32_t *)rocq_tensor_data(&s->pos))[i] = position + i;
+    }
+    *(int32_t *)rocq_tensor_data(&s->len) = position + (int32_t)s->n;
+}
+
+static uint64_t digest(uint64_t hash, const rocq_tensor *t) {
+    const unsigned char *bytes = (const unsigned char *)rocq_tensor_data(t);
+    for (int64_t i = 0; i < rocq_tensor_size(t); i++) hash = (hash ^ bytes[i]) * 0x100000001b3u;
+    return hash;
+}
+
+// Runs at positions of no split, two and three, each after the other; graph NULL: op by op. The
+// digest is of what the last ops, and the caches, hold after each.
+static const int32_t positions[] = {0, 290, 555, 4};
+static uint64_t step_digest(step *s, rocq_graph *graph) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    memset(rocq_tensor_data(&s->k_cache), 0x11, (size_t)rocq_tensor_size(&s->k_cache));
+    memset(rocq_tensor_data(&s->v_cache), 0x22, (size_t)rocq_tensor_size(&s->v_cache));
+    for (size_t i = 0; i < sizeof positions / sizeof positions[0]; i++) {
+        step_feed(s, positions[i]);
+        OK(graph ? rocq_graph_launch(s->ctx, graph) : step_ops(s));
+        hash = digest(digest(hash, &s->x), &s->logits);
+        hash = digest(digest(digest(hash, &s->next), &s->k_cache), &s->v_cache);
+    }
+    const float *p = (const float *)rocq_tensor_data(&s->logits);
+    double sum = 0.0;
+    for (int64_t i = 0; i < VOCAB; i++) sum += (double)p[i];
+    assert_true(fabs(sum - 1.0) < 1e-4);
+    return hash;
+}
+
+static rocq_desc with_threads(int32_t n) {
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = n};
+    return desc;
+}
+
+static uint64_t wanted[2]; // digests of one column and of N, from ops on one thread
+
+static int compute_wanted(void **state) {
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        step s;
+        const rocq_desc desc = with_threads(1);
+        step_open(&s, &desc, i ? N : 1);
+        wanted[i] = step_digest(&s, NULL);
+        step_close(&s);
+    }
+    return 0;
+}
+
+static void check_desc(const rocq_desc *desc, bool prompt) {
+    for (int i = 0; i < 1 + prompt; i++) {
+        step s;
+        step_open(&s, desc, i ? N : 1);
+        rocq_graph *graph = step_record(&s);
+        for (int round = 0; round < 2; round++) assert_true(step_digest(&s, graph) == wanted[i]);
+        assert_true(step_digest(&s, NULL) == wanted[i]);
+        step_close(&s);
+    }
+}
+
+static void a_step_has_the_same_bits_for_any_number_of_threads(void **state) {
+    (void)state;
+    static const int32_t counts[] = {1, 2, 3, 4, 8, 16};
+    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        const rocq_desc desc = with_threads(counts[i]);
+        check_desc(&desc, counts[i] == 3);
+    }
+}
+
+static void a_launch_allocates_only_after_scratch_memory_moved(void **state) {
+    (void)state;
+    step s;
+    rocq_stats before, after;
+    const rocq_desc desc = with_threads(4);
+    step_open(&s, &desc, 1);
+    rocq_graph *graph = step_record(&s);
+    OK(rocq_get_stats(s.ctx, &before));
+    assert_true(step_digest(&s, graph) == wanted[0]);
+    OK(rocq_get_stats(s.ctx, &after));
+    assert_int_equal(after.n_allocs, before.n_allocs);
+    OK(rocq_reserve(s.ctx, before.scratch_bytes + (16 << 20)));
+    assert_true(step_digest(&s, graph) == wanted[0]);
+    step_close(&s);
+}
+
+// -- stages --
+
+typedef struct tally {
+    int32_t n_threads;
+    int32_t hits[3][1000];
+    int32_t bad; // (atomic)
+    int64_t order;
+} tally;
+
+static void count(tally *t, int stage, int64_t begin, int64_t end, int32_t thread) {
+    if (thread < 0 || thread >= t->n_threads || begin >= end) rocq__store32(&t->bad, 1);
+    for (int64_t i = begin; i < end; i++) {
+        // each stage reads what the one before has written, perhaps on another thread
+        if (stage > 0 && t->hits[stage - 1][999 - i] != t->hits[stage][i] + 1) {
+            rocq__store32(&t->bad, 1);
+        }
+        t->hits[stage][i]++;
+    }
+}
+static void count_0(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    count((tally *)arg, 0, begin, end, thread);
+}
+static void count_1(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    count((tally *)arg, 1, begin, end, thread);
+}
+static void count_2(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    count((tally *)arg, 2, begin, end, thread);
+}
+static rocq_result one_more(rocq_ctx *ctx, rocq__stage *stage) { // no thread may be at work now
+    (void)ctx;
+    ((tally *)stage->arg)->order++;
+    stage->n = 1000;
+    return ROCQ_OK;
+}
+static rocq_result no_items(rocq_ctx *ctx, rocq__stage *stage) {
+    (void)ctx;
+    ((tally *)stage->arg)->order++;
+    stage->n = 0;
+    return ROCQ_OK;
+}
+
+static void stages_follow_each_other(void **state) {
+    (void)state;
+    static const int32_t counts[] = {1, 2, 4, 8, 16};
+    enum { ROUNDS = 200 };
+    for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
+        static tally t;
+        rocq_ctx *ctx;
+        const rocq_desc desc = with_threads(counts[c]);
+        OK(rocq_open(&ctx, &desc));
+        memset(&t, 0, sizeof t);
+        t.n_threads = counts[c];
+        for (int round = 0; round < ROUNDS; round++) {
+            const int64_t grain = 1 + round * 7 % 400;
+            rocq__stage stages[] = {{count_0, &t, 1000, grain, NULL},
+                                    {count_0, &t, 5, 1, no_items},
+                                    {count_1, &t, 1000, 1000, NULL},
+                                    {count_2, &t, 0, 500, one_more}};
+            OK(rocq__team_run(ctx, "test", stages, 4));
+            if (round % 100 == 99) poll(NULL, 0, 2); // the threads fall asleep
+        }
+        for (int i = 0; i < 3 * 1000; i++) assert_int_equal(t.hits[i / 1000][i % 1000], ROUNDS);
+        assert_int_equal(t.bad, 0);
+        assert_int_equal(t.order, 2 * ROUNDS);
+        rocq_close(&ctx);
+    }
+}
+
+static void between_launches_threads_sleep(void **state) {
+    (void)state;
+    step s;
+    const rocq_desc desc = with_threads(4);
+    step_open(&s, &desc, 1);
+    rocq_graph *graph = step_record(&s);
+    assert_true(step_digest(&s, graph) == wanted[0]);
+    int waited = 0;
+    while (rocq__load32(&s.ctx->team.asleep) < 3 && waited++ < 5000) poll(NULL, 0, 1);
+    assert_int_equal(rocq__load32(&s.ctx->team.asleep), 3);
+    assert_true(step_digest(&s, graph) == wanted[0]);
+    step_close(&s);
+}
+
+static void a_graph_may_go_as_soon_as_its_launch_returns(void **state) {
+    (void)state;
+    step s;
+    const rocq_desc desc = with_threads(8);
+    step_open(&s, &desc, 1);
+    for (int i = 0; i < 20; i++) {
+        rocq_graph *graph = step_record(&s);
+        step_feed(&s, 7);
+        OK(rocq_graph_launch(s.ctx, graph));
+        rocq_graph_destroy(s.ctx, &graph);
+    }
+    step_close(&s);
+}
+
+static void threads_that_do_not_start_are_done_without(void **state) {
+    (void)state;
+    for (int n = 0; n < 4; n += 3) {
+        const rocq_desc desc = with_threads(8);
+        threads_left = n;
+        check_desc(&desc, false); // one context: its threads are started once
+        threads_left = -1;
+    }
+}
+
+static void *run_digests(void *arg) {
+    const rocq_desc desc = with_threads(4);
+    step s;
+    step_open(&s, &desc, 1);
+    rocq_graph *graph = step_record(&s);
+    for (int i = 0; i < 3; i++) *(bool *)arg &= step_digest(&s, graph) == wanted[0];
+    step_close(&s);
+    return NULL;
+}
+
+static void contexts_on_two_threads_do_not_meet(void **state) {
+    (void)state;
+    pthread_t threads[2];
+    bool right[2] = {true, true};
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(pthread_create(&threads[i], NULL, run_digests, &right[i]), 0);
+    }
+    for (int i = 0; i < 2; i++) assert_int_equal(pthread_join(threads[i], NULL), 0);
+    assert_true(right[0] && right[1]);
+}
+
+// -- failures --
+
+typedef struct log_entry {
+    int n;
+    bool elsewhere; // called on another thread
+    pthread_t thread;
+    char text[512];
+} log_entry;
+
+static void log_keep(rocq_log_level level, const char *message, void *user) {
+    log_entry *entry = (log_entry *)user;
+    (void)level;
+    entry->n++;
+    entry->elsewhere |= !pthread_equal(entry->thread, pthread_self());
+    snprintf(entry->text, sizeof entry->text, "%s", message);
+}
+
+static void a_step_that_fails_says_so_once(void **state) {
+    (void)state;
+    log_entry entry = {.thread = pthread_self()};
+    rocq_desc desc = with_threads(4);
+    step s;
+    desc.log = log_keep;
+    desc.log_user = &entry;
+    step_open(&s, &desc, 1);
+    rocq_graph *graph = step_record(&s);
+    entry.n = 0;
+    for (int i = 0; i < 20; i++) {
+        step_feed(&s, 3);
+        if (i % 2) *(int32_t *)rocq_tensor_data(&s.ids) = VOCAB;
+        else *(int32_t *)rocq_tensor_data(&s.len) = CTX + 1;
+        assert_int_equal(rocq_graph_launch(s.ctx, graph), ROCQ_E_BOUNDS);
+        assert_non_null(strstr(rocq_error(s.ctx), i % 2 ? "gather: ids[0]" : "attention: kv_len"));
+        assert_string_equal(entry.text, rocq_error(s.ctx));
+        assert_int_equal(entry.n, i + 1);
+    }
+    assert_false(entry.elsewhere);
+    assert_true(step_digest(&s, graph) == wanted[0]);
+    step_close(&s);
+}
+
+typedef struct canceller {
+    rocq_ctx *ctx;
+    int32_t stop; // (atomic)
+} canceller;
+
+static void *cancel_again_and_again(void *arg) {
+    canceller *c = (canceller *)arg;
+    for (int i = 0; !rocq__load32(&c->stop); i++) {
+        rocq_cancel(c->ctx);
+        poll(NULL, 0, i % 3);
+    }
+    return NULL;
+}
+
+static void a_launch_is_cancelled_from_another_thread(void **state) {
+    (void)state;
+    step s;
+    pthread_t thread;
+    const rocq_desc desc = with_threads(4);
+    int n_cancelled = 0, rounds = 0;
+    step_open(&s, &desc, N);
+    rocq_graph *graph = step_record(&s);
+    canceller c = {s.ctx, 0};
+    assert_int_equal(pthread_create(&thread, NULL, cancel_again_and_again, &c), 0);
+    for (; rounds < 5 || (n_cancelled < 3 && rounds < 2000); rounds++) {
+        step_feed(&s, positions[rounds % 4]);
+        const rocq_result result = rocq_graph_launch(s.ctx, graph);
+        if (result != ROCQ_OK) assert_int_equal(result, ROCQ_E_CANCELLED);
+        n_cancelled += result != ROCQ_OK;
+        OK(rocq_sync(s.ctx));
+    }
+    rocq__store32(&c.stop, 1);
+    assert_int_equal(pthread_join(thread, NULL), 0);
+    assert_true(n_cancelled >= 3);
+    OK(rocq_sync(s.ctx));
+    assert_true(step_digest(&s, graph) == wanted[1]);
+    step_close(&s);
+}
+
+// A stage in whose first chunk rocq_cancel is called runs little more.
+typedef struct cancelled_stage {
+    rocq_ctx *ctx;
+    int64_t n_run; // items (atomic)
+    bool later;    // the stage behind it has run
+} cancelled_stage;
+static void cancel_inside(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    cancelled_stage *c = (cancelled_stage *)arg;
+    (void)thread;
+    rocq__fetch_add64(&c->n_run, end - begin);
+    rocq_cancel(c->ctx);
+}
+static void run_later(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    (void)begin;
+    (void)end;
+    (void)thread;
+    ((cancelled_stage *)arg)->later = true;
+}
+static void a_long_stage_is_cancelled_between_chunks(void **state) {
+    (void)state;
+    for (int32_t n_threads = 1; n_threads <= 4; n_threads++) {
+        for (int last = 0; last < 2; last++) {
+            cancelled_stage c = {NULL, 0, false};
+            const rocq_desc desc = with_threads(n_threads);
+            OK(rocq_open(&c.ctx, &desc));
+            rocq__stage stages[] = {{cancel_inside, &c, 100000, 1, NULL},
+                                    {run_later, &c, 1, 1, NULL}};
+            assert_int_equal(rocq__team_run(c.ctx, "test", stages, 2 - last), ROCQ_E_CANCELLED);
+            assert_non_null(strstr(rocq_error(c.ctx), "test: rocq_cancel"));
+            assert_true(c.n_run > 0 && c.n_run < 50000 && !c.later);
+            OK(rocq_sync(c.ctx));
+            rocq__parallel(c.ctx, 100, 1, cancel_inside, &c); // not an op: runs to its end
+            assert_true(c.n_run >= 100);
+            rocq_close(&c.ctx);
+        }
+    }
+}
+
+// -- job systems --
+
+typedef struct job_system {
+    int32_t width; // tasks that it runs at once; 0: drops them all
+    int32_t n_calls;
+    void (*task)(void *arg, int32_t i);
+    void *arg;
+    int32_t n, next; // next: atomic
+} job_system;
+
+static void *job_worker(void *arg) {
+    job_system *jobs = (job_system *)arg;
+    for (int32_t i; (i = rocq__fetch_add32(&jobs->next, 1)) < jobs->n;) jobs->task(jobs->arg, i);
+    return NULL;
+}
+
+static void job_system_run(void (*task)(void *arg, int32_t i), void *arg, int32_t n, void *user) {
+    job_system *jobs = (job_system *)user;
+    pthread_t threads[8];
+    jobs->n_calls++;
+    jobs->task = task;
+    jobs->arg = arg;
+    jobs->n = n;
+    jobs->next = 0;
+    for (int32_t i = 1; i < jobs->width; i++) {
+        assert_int_equal(pthread_create(&threads[i], NULL, job_worker, jobs), 0);
+    }
+    if (jobs->width > 0) job_worker(jobs);
+    for (int32_t i = 1; i < jobs->width; i++) pthread_join(threads[i], NULL);
+}
+
+static void a_job_system_runs_the_pieces(void **state) {
+    (void)state;
+    for (int32_t width = 0; width <= 4; width++) {
+        job_system jobs = {.width = width};
+        rocq_desc desc = with_threads(4);
+        step s;
+        desc.run_tasks = job_system_run;
+        desc.run_tasks_user = &jobs;
+        step_open(&s, &desc, 1);
+        rocq_graph *graph = step_record(&s);
+        assert_int_equal(jobs.n_calls, 0);
+        assert_true(step_digest(&s, graph) == wanted[0]);
+        assert_int_equal(jobs.n_calls, 4); // once a launch
+        assert_int_equal(jobs.n, 4);
+        assert_false(s.ctx->team.started);
+        assert_true(step_digest(&s, NULL) == wanted[0]);
+        step_close(&s);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(stages_follow_each_other),
+        cmocka_unit_test(a_step_has_the_same_bits_for_any_number_of_threads),
+        cmocka_unit_test(a_launch_allocates_only_after_scratch_memory_moved),
+        cmocka_unit_test(between_launches_threads_sleep),
+        cmocka_unit_test(a_graph_may_go_as_soon_as_its_launch_returns),
+        cmocka_unit_test(threads_that_do_not_start_are_done_without),
+        cmocka_unit_test(contexts_on_two_threads_do_not_meet),
+        cmocka_unit_test(a_step_that_fails_says_so_once),
+        cmocka_unit_test(a_launch_is_cancelled_from_another_thread),
+        cmocka_unit_test(a_long_stage_is_cancelled_between_chunks),
+        cmocka_unit_test(a_job_system_runs_the_pieces),
+    };
+    const int failed = cmocka_run_group_tests(tests, compute_wanted, NULL);
+    free(weights);
+    return failed;
+}
