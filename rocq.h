@@ -86,7 +86,7 @@
        ROCQ_DEF         all   what stands before public functions; default extern, or static
        ROCQ_MALLOC(n)         default allocator, with ROCQ_FREE(p), both or neither; default malloc,
                               free. rocq_desc.allocator goes before it, per context
-       ROCQ_NO_THREADS        no thread pool: ops run on the calling thread
+       ROCQ_NO_THREADS        no threads: ops run on the calling one, or by rocq_desc.run_tasks
        ROCQ_NO_SIMD           portable C only, no code for AVX2, AVX-512 or NEON
        ROCQ_NO_STDIO          no file access: GGUF from memory or a callback only
        ROCQ_NO_MMAP           files are read, never mapped
@@ -162,7 +162,15 @@
    A context is one device, with threads and scratch memory of its own. Only one thread at a time
    may use it, but several contexts may run at once: they share nothing. Its threads start with the
    first op on the CPU that is large enough for them, or with the first read or upload of more than
-   256 KiB. Between jobs they sleep, until rocq_close.
+   256 KiB. All of them share an op, or a whole recorded step (>>graphs), in pieces of microseconds;
+   what one has not begun, another can take over. 50 microseconds after the last piece they sleep,
+   until there is more, or rocq_close.
+
+   In a program with a job system of its own, rocq_desc.run_tasks has that do the work; the context
+   then starts no threads. An op or step that is worth it asks once for n_threads tasks, each of
+   which takes pieces until all work is done. Tasks may start late, run one after the other, or
+   never: those that run do it all. A task that waits for a piece that another one has spins and
+   yields its thread, but never sleeps.
 
    A GPU needs a runtime and kernels. Either both are linked into the program, or rocq_open looks
    for the HIP runtime and the kernels are a code object; such a program also runs without a GPU. A
@@ -200,8 +208,8 @@
    not). Long launches are cut, so that by estimate none takes longer than dispatch_us and a
    renderer gets its turn. rocq_desc.sharing has presets for a GPU that also draws; rocq_get_info
    says which settings took effect and which the runtime ignored. rocq_cancel, from any thread,
-   stops what has not been submitted. Every call makes the context's device the current one of its
-   thread.
+   stops what has not been submitted, and an op or step on the CPU while it runs. Every call makes
+   the context's device the current one of its thread.
 
    If the runtime returns an error other than a lack of memory, submitted work cannot be trusted:
    that call and all later ones return E_LOST, and rocq_close still frees everything. Some runtimes
@@ -251,13 +259,14 @@
    --------
    Between rocq_graph_begin and _end, ops are recorded instead of run; rocq_graph_launch replays
    them. On a GPU that is one submission for the hundreds of launches of a token, which saves the
-   host's time between them. Shapes, addresses and numbers in params are fixed; what changes from
-   step to step must be in tensors: upload the token, its position and kv_len, then launch. So
-   rocq_sample, which has the number of the step in its params, stays outside of the graph.
-   rocq_warm does in advance what the first replay would have to do, and checks that a replay is
-   right, since some releases of the HIP runtime are reported to replay with stale data. A graph
-   whose replay differs is run op by op from then on, as rocq_stats, rocq_get_info and the log say.
-   examples/llama.h records and warms its step.
+   host's time between them. On the CPU checks and plans are made once, and the threads go through
+   all ops without an end and a beginning in between. Shapes, addresses and numbers in params are
+   fixed; what changes from step to step must be in tensors: upload the token, its position and
+   kv_len, then launch. So rocq_sample, which has the number of the step in its params, stays
+   outside of the graph. rocq_warm does in advance what the first replay would have to do, and
+   checks that a replay is right, since some releases of the HIP runtime are reported to replay with
+   stale data. A graph whose replay differs is run op by op from then on, as rocq_stats,
+   rocq_get_info and the log say. examples/llama.h records and warms its step.
 
 
    >>time
@@ -688,13 +697,13 @@ typedef enum rocq_precision {
     ROCQ_PRECISION_INT8  // activations in int8 blocks of 32, F32 sums: NMSE <= 5e-4
 } rocq_precision;
 
-// How a context shares the GPU with a renderer. A preset gives the four fields of rocq_desc below
+// How a context shares the machine with a renderer. A preset gives these five fields of rocq_desc
 // their values; a field that the program sets itself keeps its own.
 //
-//                    priority   max_units   max_waves   dispatch_us
-//   BALANCED         normal     all         any         1000
-//   GRAPHICS_FIRST   low        all         8           500
-//   COMPUTE_FIRST    high       all         any         5000
+//                    priority   max_units   max_waves   dispatch_us   n_threads
+//   BALANCED         normal     all         any         1000          one per core
+//   GRAPHICS_FIRST   low        all         8           500           one less, but at least 1
+//   COMPUTE_FIRST    high       all         any         5000          one per core
 //
 // None of these limits the memory bandwidth that a context uses, and decode uses all there is, so a
 // renderer can still be slowed down. Compare its frame times with the context at work and without.
@@ -712,14 +721,17 @@ typedef enum rocq_priority { // of the GPU's queue, among those of all programs
 } rocq_priority;
 
 // Calls task(arg, 0) to task(arg, n - 1), each once, on any threads, at once or one after the other,
-// and returns when all have returned.
+// and returns when all have returned. It may be called during any call that runs an op on the CPU,
+// reads a file or warms up, on the thread of that call.
 typedef void (*rocq_run_tasks_fn)(void (*task)(void *arg, int32_t i), void *arg, int32_t n,
                                   void *user);
 
 typedef struct rocq_desc {
     rocq_backend prefer;       // GPU: rocq_open fails without one, unless allow_fallback
     bool allow_fallback;       // the CPU does what the GPU cannot: an op, or the whole context
-    int32_t n_threads;         // CPU threads, the caller's own included; 0 = one per core
+    int32_t n_threads;         // CPU threads, the caller's own included, at most 64; 0 = the
+                               // preset's, by the cores that the process may use: a core counts
+                               // once, whatever number of hyperthreads it has
     int64_t memory_budget;     // bytes, 0 = no limit; >>memory lists what counts
     int64_t scratch_bytes;     // reserved at open, see rocq_reserve
     rocq_allocator allocator;  // zero = ROCQ_MALLOC and ROCQ_FREE
@@ -736,7 +748,7 @@ typedef struct rocq_desc {
     rocq_precision precision;  // what AUTO means in every op of the context
     void (*log)(rocq_log_level level, const char *message, void *user); // NULL = silent
     void *log_user;
-    rocq_sharing sharing;      // a preset for dispatch_us and the three below
+    rocq_sharing sharing;      // a preset for n_threads, dispatch_us and the three below
     rocq_priority priority;
     int32_t max_units;         // most compute units that kernels run on, rounded down to pairs;
                                // 0 = the preset's, -1 = all. With a limit, priority is normal
@@ -747,8 +759,8 @@ typedef struct rocq_desc {
     const char *hip_path;      // (>>contexts): absolute paths, or NULL. Meant for the environment's
                                // ROCM_PATH and HIP_PATH, which rocq does not read. NULL in
                                // rocq_info.desc
-    rocq_run_tasks_fn run_tasks; // a job system that runs the pieces of ops on the CPU, in place of
-    void *run_tasks_user;        // threads of the context's own (>>contexts); or NULL
+    rocq_run_tasks_fn run_tasks; // a job system that does the work of the context's threads, see
+    void *run_tasks_user;        // >>contexts; NULL = it has threads of its own
 } rocq_desc;
 
 typedef struct rocq_info {
@@ -1151,17 +1163,19 @@ ROCQ_DEF rocq_result rocq_get_stats(const rocq_ctx *ctx, rocq_stats *stats);
 ROCQ_DEF rocq_result rocq_sync(rocq_ctx *ctx);
 
 // Makes ops and graph launches from now on fail with E_CANCELLED, before they do anything, until
-// rocq_sync has waited for the work submitted before. May be called from any thread and from a
-// signal handler.
+// rocq_sync has waited for the work submitted before. One that is running on the CPU stops soon and
+// fails too, with outputs that are partly written, unless it was about to end. May be called from
+// any thread and from a signal handler.
 ROCQ_DEF void rocq_cancel(rocq_ctx *ctx);
 
 // Between begin and end, ops are recorded in the order of their calls instead of run; each is
 // checked as always, and one that fails is not recorded. The graph has copies of params and
 // tensors, but not of memory: a replay uses what is in the buffers then, so they must live as long
 // as the graph. Copies, sync and other graphs in between are E_STATE. On a GPU a replay is one
-// submission, asynchronous like an op. On the CPU, with no_graphs, with an op that falls back, and
-// with a runtime that cannot capture, the ops are run one by one. A launch allocates only if
-// scratch memory has grown since the last one (the graph is then captured again). On failure end
+// submission, asynchronous like an op. With no_graphs, with an op that falls back, with a runtime
+// that cannot capture, and on the CPU while a profile is on, the ops are run one by one. A launch
+// that fails (E_BOUNDS, E_CANCELLED) has run the ops before that. end reserves scratch memory; a
+// launch allocates only if that has grown since (the graph is then captured again). On failure end
 // sets *graph to NULL and drops the recording. free waits for submitted replays. rocq_close frees
 // graphs that are left.
 ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx);
@@ -15502,13 +15516,67 @@ ROCQ_DEF rocq_result rocq_kv_get_stats(const rocq_kv *kv, rocq_kv_stats *stats) 
 // ---------------------------------------------------------------------------------------------
 // Contexts: choosing a device and sharing it with a renderer. Then what no other section has.
 
+#if defined(__linux__) && ROCQ__HAS_STDIO
+enum { ROCQ__MOST_CPUS = 1024 };
+
+// Reads a list such as "0-3,8" from the line of a file that begins with key. Returns the first
+// number that `among` has (NULL: any), or -1, and adds all numbers to set, unless that is NULL.
+static long rocq__cpu_list(const char *path, const char *key, const bool *among, bool *set) {
+    char line[4096];
+    long found = -1;
+    FILE *file = fopen(path, "r");
+    while (file && fgets(line, sizeof line, file)) {
+        if (strncmp(line, key, strlen(key)) != 0) continue;
+        char *at = line + strlen(key);
+        do {
+            const long first = strtol(at, &at, 10);
+            const long last = *at == '-' ? strtol(at + 1, &at, 10) : first;
+            for (long i = ROCQ__MAX(first, 0); i <= last && i < ROCQ__MOST_CPUS; i++) {
+                if (found < 0 && (!among || among[i])) found = i;
+                if (set) set[i] = true;
+            }
+        } while (*at++ == ',');
+        break;
+    }
+    if (file) fclose(file);
+    return found;
+}
+#endif
+
+// Cores that this process may use, each once: a second hyperthread of a core adds little to what
+// one thread gets out of it here. Where that cannot be found out, what the system calls processors.
 static int32_t rocq__core_count(void) {
+    long n = 0;
 #if defined(_WIN32)
-    SYSTEM_INFO system;
-    GetSystemInfo(&system);
-    const long n = (long)system.dwNumberOfProcessors;
+    SYSTEM_LOGICAL_PROCESSOR_INFORMATION list[512];
+    DWORD size = sizeof list;
+    DWORD_PTR own, all;
+    if (GetProcessAffinityMask(GetCurrentProcess(), &own, &all) &&
+        GetLogicalProcessorInformation(list, &size)) {
+        for (size_t i = 0; i < size / sizeof *list; i++) {
+            const bool core = list[i].Relationship == RelationProcessorCore;
+            n += core && (list[i].ProcessorMask & own) != 0;
+        }
+    }
+    if (n == 0) {
+        SYSTEM_INFO system;
+        GetSystemInfo(&system);
+        n = (long)system.dwNumberOfProcessors;
+    }
 #else
-    const long n = sysconf(_SC_NPROCESSORS_ONLN);
+#if defined(__linux__) && ROCQ__HAS_STDIO
+    bool own[ROCQ__MOST_CPUS] = {false};
+    char path[96];
+    rocq__cpu_list("/proc/self/status", "Cpus_allowed_list:", NULL, own);
+    for (long i = 0; i < ROCQ__MOST_CPUS && n < ROCQ__MAX_THREADS; i++) {
+        if (!own[i]) continue;
+        snprintf(path, sizeof path,
+                 "/sys/devices/system/cpu/cpu%ld/topology/thread_siblings_list", i);
+        const long first = rocq__cpu_list(path, "", own, NULL);
+        n += first < 0 || first == i; // the others are counted with the first
+    }
+#endif
+    if (n == 0) n = sysconf(_SC_NPROCESSORS_ONLN);
 #endif
     return (int32_t)ROCQ__MIN(ROCQ__MAX(n, 1), (long)ROCQ__MAX_THREADS);
 }
@@ -15870,11 +15938,12 @@ static rocq_result rocq__gpu_open(rocq_ctx *ctx) {
 typedef struct rocq__preset {
     rocq_priority priority;
     int32_t max_units, max_waves, dispatch_us;
+    int32_t spare_cores;
 } rocq__preset;
 static const rocq__preset rocq__presets[] = {
-    {ROCQ_PRIORITY_NORMAL, -1, -1, 1000},
-    {ROCQ_PRIORITY_LOW, -1, 8, 500},
-    {ROCQ_PRIORITY_HIGH, -1, -1, 5000},
+    {ROCQ_PRIORITY_NORMAL, -1, -1, 1000, 0},
+    {ROCQ_PRIORITY_LOW, -1, 8, 500, 1},
+    {ROCQ_PRIORITY_HIGH, -1, -1, 5000, 0},
 };
 
 ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
@@ -15923,7 +15992,9 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     if (resolved.max_units == 0) resolved.max_units = preset->max_units;
     if (resolved.max_waves == 0) resolved.max_waves = preset->max_waves;
     if (resolved.dispatch_us == 0) resolved.dispatch_us = preset->dispatch_us;
-    if (resolved.n_threads == 0) resolved.n_threads = rocq__core_count();
+    if (resolved.n_threads == 0) {
+        resolved.n_threads = ROCQ__MAX(rocq__core_count() - preset->spare_cores, 1);
+    }
     if (resolved.n_threads > ROCQ__MAX_THREADS) resolved.n_threads = ROCQ__MAX_THREADS;
     if (!ROCQ__HAS_THREADS && !resolved.run_tasks) resolved.n_threads = 1;
 

@@ -1,6 +1,8 @@
 // The threads of a context: stages of ops and of recorded steps, with more threads than there are
 // cores, late ones, and job systems of the program's own. Built with the thread sanitizer.
+#define _GNU_SOURCE // for the affinity mask
 #include <pthread.h>
+#include <sched.h>
 
 // pthread_create fails from its start number threads_left on; below 0 it never does.
 static int threads_left = -1;
@@ -367,6 +369,51 @@ static void contexts_on_two_threads_do_not_meet(void **state) {
     assert_true(right[0] && right[1]);
 }
 
+static int32_t default_threads(rocq_sharing sharing) {
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .sharing = sharing};
+    rocq_ctx *ctx;
+    rocq_info info;
+    OK(rocq_open(&ctx, &desc));
+    OK(rocq_get_info(ctx, &info));
+    rocq_close(&ctx);
+    return info.desc.n_threads;
+}
+
+static void the_default_is_one_thread_a_core_that_may_be_used(void **state) {
+    (void)state;
+    cpu_set_t all, one;
+    bool own[ROCQ__MOST_CPUS] = {false};
+    char path[] = "rocq-cpus.XXXXXX";
+    const int file = mkstemp(path);
+    assert_true(file >= 0);
+    const char text[] = "other: 1\nlist:\t2-4,7,9-9\n";
+    assert_int_equal(write(file, text, sizeof text - 1), sizeof text - 1);
+    close(file);
+    assert_int_equal(rocq__cpu_list(path, "list:", NULL, own), 2);
+    for (int i = 0; i < 12; i++) {
+        assert_int_equal(own[i], (i >= 2 && i <= 4) || i == 7 || i == 9);
+    }
+    own[2] = own[3] = own[4] = false;
+    assert_int_equal(rocq__cpu_list(path, "list:", own, NULL), 7);
+    assert_int_equal(rocq__cpu_list(path, "none:", NULL, NULL), -1);
+    unlink(path);
+    assert_int_equal(rocq__cpu_list(path, "list:", NULL, NULL), -1);
+
+    assert_int_equal(sched_getaffinity(0, sizeof all, &all), 0);
+    const int32_t n = default_threads(ROCQ_SHARING_BALANCED);
+    assert_true(n >= 1 && n <= CPU_COUNT(&all));
+    assert_int_equal(default_threads(ROCQ_SHARING_GRAPHICS_FIRST), n > 1 ? n - 1 : 1);
+    assert_int_equal(default_threads(ROCQ_SHARING_COMPUTE_FIRST), n);
+    int first = 0;
+    while (!CPU_ISSET(first, &all)) first++;
+    CPU_ZERO(&one);
+    CPU_SET(first, &one);
+    assert_int_equal(sched_setaffinity(0, sizeof one, &one), 0);
+    assert_int_equal(default_threads(ROCQ_SHARING_BALANCED), 1);
+    assert_int_equal(default_threads(ROCQ_SHARING_GRAPHICS_FIRST), 1);
+    assert_int_equal(sched_setaffinity(0, sizeof all, &all), 0);
+}
+
 // -- failures --
 
 typedef struct log_entry {
@@ -545,6 +592,7 @@ int main(void) {
         cmocka_unit_test(a_graph_may_go_as_soon_as_its_launch_returns),
         cmocka_unit_test(threads_that_do_not_start_are_done_without),
         cmocka_unit_test(contexts_on_two_threads_do_not_meet),
+        cmocka_unit_test(the_default_is_one_thread_a_core_that_may_be_used),
         cmocka_unit_test(a_step_that_fails_says_so_once),
         cmocka_unit_test(a_launch_is_cancelled_from_another_thread),
         cmocka_unit_test(a_long_stage_is_cancelled_between_chunks),
