@@ -7406,8 +7406,9 @@ static void rocq__softcap_row(bool simd, float cap, float *x, int64_t n) {
 // The same three steps for every format, precision and n:
 //   1. each column of x is converted once, into scratch memory: to F32, or to int8 blocks of 32;
 //   2. w is decoded eight rows (a panel) and one segment of K at a time, into a buffer that stays
-//      in L1, and multiplied there with every column of a tile; a lone INT8 column is multiplied
-//      while AVX2 decodes, without the buffer; float rows that few columns read are used in place;
+//      in L1, and multiplied there with every column of a tile, by INT8 two panels at once; a lone
+//      INT8 column is multiplied while AVX2 decodes, without the buffer; float rows that few
+//      columns read are used in place;
 //   3. the sums of a tile go through the epilogue into y.
 // A sum runs over K in one order, whatever n, the tile and the thread are, so those never change a
 // bit of a result. INT8 gives the same bits with and without SIMD: the sum of a group is an exact
@@ -7415,31 +7416,34 @@ static void rocq__softcap_row(bool simd, float cap, float *x, int64_t n) {
 
 enum {
     ROCQ__MM_ROWS = 8,      // of a panel
-    ROCQ__MM_PANELS = 4,    // of a tile
+    ROCQ__MM_PAIR = 2 * ROCQ__MM_ROWS,
+    ROCQ__MM_PANELS = 8,    // of a tile
     ROCQ__MM_TILE_M = ROCQ__MM_ROWS * ROCQ__MM_PANELS,
-    ROCQ__MM_TILE_N = 128,
+    ROCQ__MM_TILE_N = 128,  // a multiple of 8
     ROCQ__MM_SEGMENT = 512, // of K; a multiple of every block
-    ROCQ__MM_FEW = 16       // up to so many columns a tile is one panel: w is read once, in order
+    ROCQ__MM_FEW = 16       // up to so many columns a tile is one panel or pair: w is read in order
 };
 
-// Every thread has one, 64-byte aligned. An int8 panel lies as the dot instructions want it:
+// Every thread has one, 64-byte aligned. A pair of int8 panels lies as the dot instructions want it:
 // codes[k / 4][row][k % 4], scale and min[k / group][row].
 typedef struct rocq__mm_work {
     float sums[ROCQ__MM_TILE_N][ROCQ__MM_TILE_M];
     float rows[ROCQ__MM_ROWS][ROCQ__MM_SEGMENT]; // F32 panel
-    float scale[ROCQ__MM_SEGMENT / 16][ROCQ__MM_ROWS];
-    float min[ROCQ__MM_SEGMENT / 16][ROCQ__MM_ROWS];
-    int8_t codes[ROCQ__MM_SEGMENT / 4][ROCQ__MM_ROWS][4];
+    float scale[ROCQ__MM_SEGMENT / 16][ROCQ__MM_PAIR];
+    float min[ROCQ__MM_SEGMENT / 16][ROCQ__MM_PAIR];
+    int8_t codes[ROCQ__MM_SEGMENT / 4][ROCQ__MM_PAIR][4];
 } rocq__mm_work;
 
 // A converted int8 column is K codes, then one of these per group of w.
 typedef struct rocq__mm_group {
     float scale;
-    float sum;      // of the group's values: scale * sum of codes
-    int32_t offset; // sum of codes, times rocq__mm.offset
+    union { // no format has both a min and an offset
+        float sum;      // has_min: of the group's values: scale * sum of codes
+        int32_t offset; // otherwise: sum of codes, times rocq__mm.offset
+    };
 } rocq__mm_group;
 
-// What an int8 dot multiplies: the first groups of the panel in work with n columns.
+// What an int8 dot multiplies: the first groups of the pair in work with n columns.
 typedef struct rocq__mm_tile {
     const rocq__mm_work *work;
     int64_t group, n_groups; // elements per group; groups
@@ -7461,8 +7465,8 @@ typedef struct rocq__mm_rows {
     int64_t n_blocks;         // and the segment's blocks per row
 } rocq__mm_rows;
 
-// Decodes the rows into work's int8 panel.
-typedef void (*rocq__mm_pack)(rocq__mm_work *work, const rocq__mm_rows *rows);
+// Decodes the rows into rows first to first + 7 of work's int8 pair.
+typedef void (*rocq__mm_pack)(rocq__mm_work *work, const rocq__mm_rows *rows, int first);
 
 // Writes the sums of the rows, which are decoded and multiplied with a single column without a panel
 // in between.
@@ -7479,6 +7483,7 @@ typedef struct rocq__mm {
     bool simd, avx512;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
     int64_t n_matrices; // of w
+    int64_t panel_rows; // that count as one when threads share: of a pair, but for a lone column
     int64_t n_panels, n_tiles;
     int64_t column_bytes;
     int64_t columns_at;     // in scratch memory
@@ -7558,6 +7563,25 @@ ROCQ__TARGET_AVX2 static float rocq__quantize_32_avx2(int8_t *code, const float 
 }
 #endif
 
+// Of 16 codes each.
+static void rocq__sum_halves(int32_t sums[2], const int8_t *code) {
+    for (int h = 0; h < 2; h++) {
+        sums[h] = 0;
+        for (int i = 0; i < 16; i++) sums[h] += code[16 * h + i];
+    }
+}
+
+#if ROCQ__HAS_AVX2
+ROCQ__TARGET_AVX2 static void rocq__sum_halves_avx2(int32_t sums[2], const int8_t *code) {
+    const __m256i all = _mm256_loadu_si256((const __m256i *)(const void *)code);
+    const __m256i raised = _mm256_xor_si256(all, _mm256_set1_epi8(-128)); // the sum is of unsigned
+    const __m256i eights = _mm256_sad_epu8(raised, _mm256_setzero_si256());
+    const __m256i sum = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e));
+    sums[0] = _mm256_extract_epi32(sum, 0) - 16 * 128;
+    sums[1] = _mm256_extract_epi32(sum, 4) - 16 * 128;
+}
+#endif
+
 static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
                                  const unsigned char *src) {
     const rocq_format format = mm->p->x->format;
@@ -7580,12 +7604,20 @@ static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
             scale = rocq__quantize_32(codes, v);
 #endif
         }
+        int32_t sums[2];
+#if ROCQ__HAS_AVX2
+        mm->simd ? rocq__sum_halves_avx2(sums, codes) : rocq__sum_halves(sums, codes);
+#else
+        rocq__sum_halves(sums, codes);
+#endif
         for (int64_t g = 0; g < per_block; g++, groups++) {
-            int32_t sum = 0;
-            for (int64_t i = 0; i < mm->group; i++) sum += codes[g * mm->group + i];
+            const int32_t sum = per_block == 2 ? sums[g] : sums[0] + sums[1];
             groups->scale = scale;
-            groups->sum = scale * (float)sum;
-            groups->offset = mm->offset * sum;
+            if (mm->has_min) {
+                groups->sum = scale * (float)sum;
+            } else {
+                groups->offset = mm->offset * sum;
+            }
         }
     }
 }
@@ -7638,17 +7670,17 @@ static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *
     const rocq__mm_work *work = tile->work;
     for (int64_t c = 0; c < tile->n; c++) {
         const int8_t *x = rocq__tile_codes(tile, c);
-        const int8_t(*w)[ROCQ__MM_ROWS][4] = work->codes;
+        const int8_t(*w)[ROCQ__MM_PAIR][4] = work->codes;
         const rocq__mm_group *groups = rocq__tile_groups(tile, c);
         for (int64_t g = 0; g < tile->n_groups; g++) {
-            int32_t dot[ROCQ__MM_ROWS] = {0};
+            int32_t dot[ROCQ__MM_PAIR] = {0};
             for (int64_t k = 0; k < tile->group; k += 4, x += 4, w++) {
-                for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+                for (int r = 0; r < ROCQ__MM_PAIR; r++) {
                     const int8_t *four = w[0][r];
                     dot[r] += four[0] * x[0] + four[1] * x[1] + four[2] * x[2] + four[3] * x[3];
                 }
             }
-            for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+            for (int r = 0; r < ROCQ__MM_PAIR; r++) {
                 const float scale = work->scale[g][r] * groups[g].scale;
                 sums[c][r] = fmaf(scale, (float)dot[r], sums[c][r]);
                 if (tile->has_min) sums[c][r] = fmaf(-work->min[g][r], groups[g].sum, sums[c][r]);
@@ -7660,13 +7692,12 @@ static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *
 #if ROCQ__HAS_AVX2
 #if defined(__clang__)
 #define ROCQ__UNROLL_PARTS ROCQ__UNROLL // clang's code for them as loops is 5 to 10% slower
-#define ROCQ__KEEP_ORDER(v)
 #else
 #define ROCQ__UNROLL_PARTS
-// gcc regroups a chain of integer adds into a tree at its end; all the terms then wait in memory
-// for want of registers, at half the speed.
-#define ROCQ__KEEP_ORDER(v) __asm__("" : "+x"(v))
 #endif
+// Compilers regroup a chain of integer adds into a tree at its end, or move all loads to its start;
+// the terms then wait in memory for want of registers, at half the speed.
+#define ROCQ__KEEP_ORDER(v) __asm__("" : "+x"(v))
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) {
     int32_t four;
@@ -7678,9 +7709,6 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) 
 // byte dot takes its first operand as unsigned. With depth > 0 the decoder has raised w's codes by
 // the format's offset, so that none is negative (rocq__mm_group.offset undoes that), and depth pair
 // sums fit one int16. With depth 0 the codes of w are signed, and their signs move over to x.
-typedef void (*rocq__dot_4)(__m256i *dot, __m256i *pairs, __m256i w, __m256i four, const int q,
-                            const int depth);
-
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_4_avx2(__m256i *dot, __m256i *pairs,
                                                             __m256i w, __m256i four, const int q,
                                                             const int depth) {
@@ -7692,15 +7720,6 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_4_avx2(__m256i *dot, __m256
     const __m256i lanes = _mm256_madd_epi16(*pairs, _mm256_set1_epi16(1));
     *dot = q < ROCQ__MAX(depth, 1) ? lanes : _mm256_add_epi32(*dot, lanes);
     ROCQ__KEEP_ORDER(*dot);
-}
-
-// One instruction for four products. Signed codes are raised by 128 on the way.
-ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_4_vnni(__m256i *dot, __m256i *pairs,
-                                                              __m256i w, __m256i four, const int q,
-                                                              const int depth) {
-    (void)pairs;
-    if (depth == 0) w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-    *dot = _mm256_dpbusd_epi32(q ? *dot : _mm256_setzero_si256(), w, four);
 }
 
 // Adds a group's products: dot times both scales. A raise of the codes is taken back.
@@ -7718,65 +7737,124 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__add_min_avx2(__m256 sum, cons
     return _mm256_fnmadd_ps(_mm256_loadu_ps(min), _mm256_set1_ps(group->sum), sum);
 }
 
-// A vector holds four codes of each of the eight rows, so a lane of the sums is a row. n_columns,
-// dot_4, quads and depth are constants where this is inlined.
+// A vector holds four codes of each row of a panel, so a lane of the sums is a row. Both panels of a
+// pair by n_columns: the fewest loads that the registers allow. Columns past the last one are the last
+// one again, and add to sums that nobody reads. n_columns, quads and depth are constants where this
+// is inlined.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_columns,
-    rocq__dot_4 dot_4, const int quads, const int depth) {
+    const int quads, const int depth) {
     const rocq__mm_work *work = tile->work;
-    const __m256i *codes = (const __m256i *)(const void *)work->codes;
+    const __m256i *w = (const __m256i *)(const void *)work->codes;
+    const int step = depth ? 2 : 1; // fours at once; signed ones need registers for their signs
     const int8_t *x[4];
     const rocq__mm_group *groups[4];
-    __m256 sum[4];
+    __m256 sum[4][2];
     ROCQ__UNROLL
     for (int c = 0; c < n_columns; c++) {
-        x[c] = rocq__tile_codes(tile, first + c);
-        groups[c] = rocq__tile_groups(tile, first + c);
-        sum[c] = _mm256_loadu_ps(sums[first + c]);
+        const int64_t column = ROCQ__MIN(first + c, tile->n - 1);
+        x[c] = rocq__tile_codes(tile, column);
+        groups[c] = rocq__tile_groups(tile, column);
+        for (int p = 0; p < 2; p++) sum[c][p] = _mm256_loadu_ps(sums[first + c] + 8 * p);
     }
     for (int64_t g = 0; g < tile->n_groups; g++) {
-        __m256i dot[4], pairs[4];
+        const float *scale = work->scale[g], *min = work->min[g];
+        __m256i dot[4][2], pairs[4][2];
         ROCQ__UNROLL
-        for (int q = 0; q < quads; q++) {
-            const __m256i w = _mm256_load_si256(codes++);
+        for (int q = 0; q < quads; q += step, w += 2 * step) {
             ROCQ__UNROLL
             for (int c = 0; c < n_columns; c++) {
-                dot_4(&dot[c], &pairs[c], w, rocq__four_codes(x[c] + q * 4), q, depth);
+                ROCQ__UNROLL
+                for (int i = 0; i < 2 * step; i++) { // of four i / 2, panel i % 2
+                    const __m256i four = rocq__four_codes(x[c] + (q + i / 2) * 4);
+                    rocq__dot_4_avx2(&dot[c][i % 2], &pairs[c][i % 2], w[i], four, q + i / 2, depth);
+                }
+            }
+        }
+        ROCQ__UNROLL
+        for (int i = 0; i < 2 * n_columns; i++) { // of column i / 2, panel i % 2
+            const int c = i / 2, p = i % 2;
+            const rocq__mm_group *group = groups[c] + g;
+            if (tile->has_min) {
+                sum[c][p] = rocq__add_group_avx2(sum[c][p], dot[c][p], scale + 8 * p, group, false);
+                sum[c][p] = rocq__add_min_avx2(sum[c][p], min + 8 * p, group);
+            } else {
+                const bool raised = depth > 0;
+                sum[c][p] = rocq__add_group_avx2(sum[c][p], dot[c][p], scale + 8 * p, group, raised);
+            }
+            if (p == 1) x[c] += quads * 4;
+        }
+    }
+    ROCQ__UNROLL
+    for (int c = 0; c < n_columns; c++) {
+        for (int p = 0; p < 2; p++) _mm256_storeu_ps(sums[first + c] + 8 * p, sum[c][p]);
+    }
+}
+
+// The same with AVX-512 VNNI: a vector holds four codes of each row of the pair, and one instruction
+// adds four products. Signed codes are raised by 128 on the way.
+ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_columns_vnni(
+    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_columns,
+    const int quads, const bool is_signed) {
+    const rocq__mm_work *work = tile->work;
+    const int8_t *w = &work->codes[0][0][0], *x[8];
+    const rocq__mm_group *groups[8];
+    __m512 sum[8];
+    ROCQ__UNROLL
+    for (int c = 0; c < n_columns; c++) {
+        const int64_t column = ROCQ__MIN(first + c, tile->n - 1);
+        x[c] = rocq__tile_codes(tile, column);
+        groups[c] = rocq__tile_groups(tile, column);
+        sum[c] = _mm512_loadu_ps(sums[first + c]);
+    }
+    for (int64_t g = 0; g < tile->n_groups; g++) {
+        const __m512 scale = _mm512_loadu_ps(work->scale[g]), min = _mm512_loadu_ps(work->min[g]);
+        __m512i dot[8];
+        ROCQ__UNROLL
+        for (int c = 0; c < n_columns; c++) {
+            dot[c] = _mm512_set1_epi32(tile->has_min ? 0 : -groups[c][g].offset);
+        }
+        ROCQ__UNROLL
+        for (int q = 0; q < quads; q++, w += 64) {
+            __m512i codes = _mm512_loadu_si512(w);
+            if (is_signed) codes = _mm512_xor_si512(codes, _mm512_set1_epi8(-128));
+            ROCQ__UNROLL
+            for (int c = 0; c < n_columns; c++) {
+                int32_t four;
+                memcpy(&four, x[c] + 4 * q, sizeof four);
+                dot[c] = _mm512_dpbusd_epi32(dot[c], codes, _mm512_set1_epi32(four));
             }
         }
         ROCQ__UNROLL
         for (int c = 0; c < n_columns; c++) {
-            const bool raised = depth > 0 || dot_4 != rocq__dot_4_avx2;
-            sum[c] = rocq__add_group_avx2(sum[c], dot[c], work->scale[g], groups[c] + g, raised);
+            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(groups[c][g].scale));
+            sum[c] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot[c]), sum[c]);
+            if (tile->has_min) {
+                sum[c] = _mm512_fnmadd_ps(min, _mm512_set1_ps(groups[c][g].sum), sum[c]);
+            }
             x[c] += quads * 4;
-        }
-        if (!tile->has_min) continue;
-        ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) {
-            sum[c] = rocq__add_min_avx2(sum[c], work->min[g], groups[c] + g);
         }
     }
     ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) _mm256_storeu_ps(sums[first + c], sum[c]);
+    for (int c = 0; c < n_columns; c++) _mm512_storeu_ps(sums[first + c], sum[c]);
 }
 
-#define ROCQ__DOT_INT8(name, TARGET, dot_4, quads, depth)                                         \
+// `most` columns at a time; the last ones by four or two, but for one that is missing.
+#define ROCQ__DOT_INT8(name, TARGET, columns, most, quads, depth)                                 \
     TARGET static void rocq__dot_int8_##name(float (*sums)[ROCQ__MM_TILE_M],                      \
                                              const rocq__mm_tile *tile) {                         \
         int64_t c = 0;                                                                            \
-        for (; c + 4 <= tile->n; c += 4) {                                                        \
-            rocq__dot_columns_avx2(sums, tile, c, 4, dot_4, quads, depth);                        \
-        }                                                                                         \
-        for (; c < tile->n; c++) rocq__dot_columns_avx2(sums, tile, c, 1, dot_4, quads, depth);   \
+        for (; c + (most) / 2 < tile->n; c += most) columns(sums, tile, c, most, quads, depth);   \
+        for (; c < tile->n; c += 2) columns(sums, tile, c, 2, quads, depth);                      \
     }
-ROCQ__DOT_INT8(group32_depth0, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 8, 0)
-ROCQ__DOT_INT8(group32_depth4, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 8, 4)
-ROCQ__DOT_INT8(group32_depth8, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 8, 8)
-ROCQ__DOT_INT8(group16_depth2, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 4, 2)
-ROCQ__DOT_INT8(group16_depth4, ROCQ__TARGET_AVX2, rocq__dot_4_avx2, 4, 4)
-ROCQ__DOT_INT8(group32_signed_vnni, ROCQ__TARGET_AVX512, rocq__dot_4_vnni, 8, 0)
-ROCQ__DOT_INT8(group32_vnni, ROCQ__TARGET_AVX512, rocq__dot_4_vnni, 8, 1)
-ROCQ__DOT_INT8(group16_vnni, ROCQ__TARGET_AVX512, rocq__dot_4_vnni, 4, 1)
+ROCQ__DOT_INT8(group32_depth0, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 8, 0)
+ROCQ__DOT_INT8(group32_depth4, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 8, 4)
+ROCQ__DOT_INT8(group32_depth8, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 8, 8)
+ROCQ__DOT_INT8(group16_depth2, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 4, 2)
+ROCQ__DOT_INT8(group16_depth4, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 4, 4)
+ROCQ__DOT_INT8(group32_signed_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 8, true)
+ROCQ__DOT_INT8(group32_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 8, false)
+ROCQ__DOT_INT8(group16_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 4, false)
 #undef ROCQ__DOT_INT8
 
 // The dot for a format's group and depth.
@@ -7808,17 +7886,17 @@ static void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_t
     for (int64_t c = 0; c < tile->n; c++) {
         const rocq__mm_group *groups = rocq__tile_groups(tile, c);
         const int8_t *x = rocq__tile_codes(tile, c), *w = &work->codes[0][0][0];
-        float32x4_t sum[2] = {vld1q_f32(sums[c]), vld1q_f32(sums[c] + 4)};
+        float32x4_t sum[4];
+        for (int h = 0; h < 4; h++) sum[h] = vld1q_f32(sums[c] + 4 * h);
         for (int64_t g = 0; g < tile->n_groups; g++) {
-            int32x4_t dot[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
-            for (int64_t k = 0; k < tile->group; k += 4, x += 4, w += 32) {
+            int32x4_t dot[4] = {vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)};
+            for (int64_t k = 0; k < tile->group; k += 4, x += 4, w += 64) {
                 int32_t four;
                 memcpy(&four, x, sizeof four);
                 const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
-                dot[0] = rocq__dot_4_neon(dot[0], vld1q_s8(w), v);
-                dot[1] = rocq__dot_4_neon(dot[1], vld1q_s8(w + 16), v);
+                for (int h = 0; h < 4; h++) dot[h] = rocq__dot_4_neon(dot[h], vld1q_s8(w + 16 * h), v);
             }
-            for (int h = 0; h < 2; h++) {
+            for (int h = 0; h < 4; h++) {
                 const float32x4_t scale = vld1q_f32(work->scale[g] + 4 * h);
                 const float32x4_t both = vmulq_n_f32(scale, groups[g].scale);
                 sum[h] = vfmaq_f32(sum[h], both, vcvtq_f32_s32(dot[h]));
@@ -7827,8 +7905,7 @@ static void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_t
                 }
             }
         }
-        vst1q_f32(sums[c], sum[0]);
-        vst1q_f32(sums[c] + 4, sum[1]);
+        for (int h = 0; h < 4; h++) vst1q_f32(sums[c] + 4 * h, sum[h]);
     }
 }
 #endif
@@ -7926,7 +8003,7 @@ ROCQ__DOT_FLOAT(bf16_avx512, BF16, ROCQ__TARGET_AVX512, 4)
 // -- panels --
 
 // Any format with codes, through its decoder.
-static void rocq__pack_int8(rocq__mm_work *work, const rocq__mm_rows *rows) {
+static void rocq__pack_int8(rocq__mm_work *work, const rocq__mm_rows *rows, int first) {
     const rocq__codec *codec = rows->codec;
     const int64_t elems = codec->info.block_elems, n_groups = elems / codec->group;
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
@@ -7935,11 +8012,11 @@ static void rocq__pack_int8(rocq__mm_work *work, const rocq__mm_rows *rows) {
             float scale[16], min[16];
             codec->unpack(rows->at[r] + b * codec->info.block_bytes, code, scale, min);
             for (int64_t k = 0; k < elems; k += 4) {
-                memcpy(work->codes[(b * elems + k) / 4][r], code + k, 4);
+                memcpy(work->codes[(b * elems + k) / 4][first + r], code + k, 4);
             }
             for (int64_t g = 0; g < n_groups; g++) {
-                work->scale[b * n_groups + g][r] = scale[g];
-                work->min[b * n_groups + g][r] = min[g];
+                work->scale[b * n_groups + g][first + r] = scale[g];
+                work->min[b * n_groups + g][first + r] = min[g];
             }
         }
     }
@@ -8034,9 +8111,9 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__pow2_avx2(__m256i k) {
 // Where a decoder puts one block of each of eight rows: into a panel, or into the dot products with
 // a single column.
 typedef struct rocq__sink {
-    float (*scale)[ROCQ__MM_ROWS];  // of each group, as min is
-    float (*min)[ROCQ__MM_ROWS];
-    __m256i *codes;                 // panel: 32 bytes per four codes
+    float (*scale)[ROCQ__MM_PAIR];  // of each group, as min is: the first eight
+    float (*min)[ROCQ__MM_PAIR];
+    __m256i *codes;                 // panel: every other 32 bytes, per four codes
     const int8_t *x;                // dot: codes of the column
     const rocq__mm_group *x_groups; // and its groups
     bool has_min, raised; // of the format: see ROCQ__MM_AVX2
@@ -8053,7 +8130,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_avx2(rocq__sink *to, const 
                                                           const int quads, const int q, __m256i v) {
     const int64_t at = (first + i) * quads + q;
     if (depth == ROCQ__PANEL) {
-        _mm256_store_si256(to->codes + at, v);
+        _mm256_store_si256(to->codes + 2 * at, v);
     } else {
         rocq__dot_4_avx2(&to->dot[i], &to->pairs[i], v, rocq__four_codes(to->x + 4 * at), q, depth);
     }
@@ -8464,7 +8541,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows, rocq__block_avx2 block,
     const rocq__codec *codec, const int raise, const int depth) {
     const int64_t bytes = codec->info.block_bytes;
-    float scale[16][ROCQ__MM_ROWS], min[16][ROCQ__MM_ROWS];
+    float scale[16][ROCQ__MM_PAIR], min[16][ROCQ__MM_PAIR];
     rocq__sink to;
     to.scale = scale;
     to.min = min;
@@ -8486,17 +8563,17 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
 }
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
-    rocq__mm_work *work, const rocq__mm_rows *rows, rocq__block_avx2 block,
+    rocq__mm_work *work, const rocq__mm_rows *rows, int first, rocq__block_avx2 block,
     const rocq__codec *codec) {
     const int64_t bytes = codec->info.block_bytes;
     rocq__sink to;
-    to.scale = work->scale;
-    to.min = work->min;
-    to.codes = (__m256i *)(void *)work->codes;
+    to.scale = (float(*)[ROCQ__MM_PAIR])(work->scale[0] + first);
+    to.min = (float(*)[ROCQ__MM_PAIR])(work->min[0] + first);
+    to.codes = (__m256i *)(void *)work->codes[0][first];
     for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
         rocq__fetch_block_avx2(rows, at, bytes);
         block(&to, ROCQ__PANEL, rows->at, at);
-        to.codes += codec->info.block_elems / 4;
+        to.codes += codec->info.block_elems / 2;
         to.scale += codec->info.block_elems / codec->group;
         to.min += codec->info.block_elems / codec->group;
     }
@@ -8504,8 +8581,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
 
 #define ROCQ__X(NAME, name, raise, depth)                                                         \
     ROCQ__TARGET_AVX2 static void rocq__pack_##name##_avx2(rocq__mm_work *work,                   \
-                                                           const rocq__mm_rows *rows) {           \
-        rocq__pack_avx2(work, rows, rocq__block_##name##_avx2, &rocq__codec_##name);              \
+                                                           const rocq__mm_rows *rows, int first) {\
+        rocq__pack_avx2(work, rows, first, rocq__block_##name##_avx2, &rocq__codec_##name);       \
     }                                                                                             \
     ROCQ__TARGET_AVX2 static void rocq__pass_##name##_avx2(                                       \
         float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
@@ -8568,18 +8645,18 @@ static void rocq__mm_choose_float(rocq__mm *mm) {
     if (format == ROCQ_F32) mm->dot_as_is = mm->dot_f32;
 }
 
-// Adds to sums the products of a panel's rows with n columns over elements first .. first + k of K.
+// Adds to sums the products of a panel's rows, with INT8 a pair's, with n columns over elements
+// first .. first + k of K.
 static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
-                           float (*sums)[ROCQ__MM_TILE_M],
-                           const unsigned char *const row[ROCQ__MM_ROWS], int64_t first,
-                           int64_t k, const unsigned char *columns, int64_t n) {
+                           float (*sums)[ROCQ__MM_TILE_M], const unsigned char *const *row,
+                           int64_t first, int64_t k, const unsigned char *columns, int64_t n) {
     const rocq_tensor *t = mm->p->w;
     const rocq_format format = t->format;
     const int64_t start = rocq__bytes(format, first);
     rocq__mm_rows rows;
     for (int r = 0; r < ROCQ__MM_ROWS; r++) rows.at[r] = row[r] + start;
     rows.ahead = first + k < t->ne[0] ? rocq__bytes(format, k) // then the next panel's rows
-                                      : ROCQ__MM_ROWS * rocq__bytes(format, t->stride[1]) - start;
+                                      : mm->panel_rows * rocq__bytes(format, t->stride[1]) - start;
     if (mm->precision == ROCQ_PRECISION_INT8) {
         rocq__mm_tile tile;
         rows.codec = rocq__codec_of(format);
@@ -8593,7 +8670,9 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         tile.groups_at += first / mm->group * (int64_t)sizeof(rocq__mm_group);
         tile.column_bytes = mm->column_bytes;
         tile.n = n;
-        mm->pack(work, &rows);
+        mm->pack(work, &rows, 0);
+        for (int r = 0; r < ROCQ__MM_ROWS; r++) rows.at[r] = row[ROCQ__MM_ROWS + r] + start;
+        mm->pack(work, &rows, ROCQ__MM_ROWS);
         mm->dot(sums, &tile);
         return;
     }
@@ -8661,24 +8740,26 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
     const rocq__mm *mm = (const rocq__mm *)arg;
     const rocq_tensor *w = mm->p->w;
     rocq__mm_work *work = mm->work + thread;
-    const int64_t most = mm->n > ROCQ__MM_FEW ? ROCQ__MM_PANELS : 1;
+    const int64_t most = mm->n > ROCQ__MM_FEW ? ROCQ__MM_TILE_M / mm->panel_rows : 1;
+    const bool pairs = mm->precision == ROCQ_PRECISION_INT8;
+    const int64_t step = pairs ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
     for (int64_t i = begin, n_panels; i < end; i += n_panels) {
         const int64_t panel = i % mm->n_panels, tile = i / mm->n_panels % mm->n_tiles;
         const int64_t matrix = i / mm->n_panels / mm->n_tiles;
-        const int64_t m = panel * ROCQ__MM_ROWS, column = tile * ROCQ__MM_TILE_N;
+        const int64_t m = panel * mm->panel_rows, column = tile * ROCQ__MM_TILE_N;
         n_panels = ROCQ__MIN(ROCQ__MIN(most, end - i), mm->n_panels - panel);
-        const int64_t n_rows = ROCQ__MIN(n_panels * ROCQ__MM_ROWS, w->ne[1] - m);
+        const int64_t n_rows = ROCQ__MIN(n_panels * mm->panel_rows, w->ne[1] - m);
         const int64_t n = ROCQ__MIN((int64_t)ROCQ__MM_TILE_N, mm->n - column);
         const unsigned char *columns = mm->columns + (matrix * mm->n + column) * mm->column_bytes;
         const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
-        for (int64_t r = 0; r < n_panels * ROCQ__MM_ROWS; r++) {
+        for (int64_t r = 0; r < n_panels * mm->panel_rows; r++) {
             const int64_t i1 = m + ROCQ__MIN(r, n_rows - 1);
             row[r] = rocq__row(w, i1, matrix % w->ne[2], matrix / w->ne[2]);
         }
-        memset(work->sums, 0, (size_t)n * sizeof work->sums[0]);
+        memset(work->sums, 0, (size_t)((n + 7) / 8 * 8) * sizeof work->sums[0]);
         for (int64_t first = 0; first < w->ne[0]; first += ROCQ__MM_SEGMENT) {
             const int64_t k = ROCQ__MIN((int64_t)ROCQ__MM_SEGMENT, w->ne[0] - first);
-            for (int64_t r = 0; r < n_panels * ROCQ__MM_ROWS; r += ROCQ__MM_ROWS) {
+            for (int64_t r = 0; r < n_panels * mm->panel_rows; r += step) {
                 float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
                 rocq__mm_panel(mm, work, sums, row + r, first, k, columns, n);
             }
@@ -8737,7 +8818,6 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->precision = rocq__product_choice(ctx, ROCQ_BACKEND_CPU, p, p->w).precision;
     mm->n_matrices = p->w->ne[2] * p->w->ne[3];
     mm->n = p->x->ne[1] * (p->x->ne[2] / p->w->ne[2]) * (p->x->ne[3] / p->w->ne[3]);
-    mm->n_panels = (p->w->ne[1] + ROCQ__MM_ROWS - 1) / ROCQ__MM_ROWS;
     mm->n_tiles = (mm->n + ROCQ__MM_TILE_N - 1) / ROCQ__MM_TILE_N;
     if (mm->precision == ROCQ_PRECISION_INT8) {
         rocq__mm_choose_int8(mm);
@@ -8747,6 +8827,8 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
         mm->column_bytes = k * 4;
     }
     mm->column_bytes = (mm->column_bytes + 63) / 64 * 64;
+    mm->panel_rows = ROCQ__HAS_AVX2 && mm->simd && mm->n == 1 ? ROCQ__MM_ROWS : ROCQ__MM_PAIR;
+    mm->n_panels = (p->w->ne[1] + mm->panel_rows - 1) / mm->panel_rows;
 }
 
 // Whether both products read the same columns of their common x.
@@ -8918,7 +9000,7 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
         most = ROCQ__MAX(most, ROCQ__MIN(product->main.n, (int64_t)ROCQ__MM_TILE_N));
     }
     rocq__plan_stage(plan, rocq__mm_convert_all, chain, n_columns, rocq__plan_grain(plan, 4 * k));
-    const int64_t panel_work = k * ROCQ__MM_ROWS * most;
+    const int64_t panel_work = k * products->main.panel_rows * most;
     rocq__plan_stage(plan, rocq__mm_run_all, chain, n_items, rocq__plan_grain(plan, panel_work));
     for (int32_t i = 0; p; p = p->next, i++) {
         if (!products[i].has_cast) continue;
