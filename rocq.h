@@ -2681,7 +2681,7 @@ static inline bool rocq__block_of(rocq_format format, int64_t *elems, int64_t *b
 static inline int64_t rocq__bytes(rocq_format format, int64_t n) {
     int64_t elems, bytes;
     rocq__block_of(format, &elems, &bytes);
-    return n / elems * bytes;
+    return (elems == 1 ? n : n / elems) * bytes; // a division takes longer than all else here
 }
 
 // The alignment in bytes that an element's address needs: that of the widest field of its block.
@@ -7400,6 +7400,36 @@ static void rocq__softcap_row(bool simd, float cap, float *x, int64_t n) {
     for (; i < n; i++) x[i] = cap * rocq__tanh1(x[i] / cap);
 }
 
+// -- rows with rows --
+
+// x += y, element by element
+static void rocq__add_scalar(float *x, const float *y, int64_t n) {
+    for (int64_t i = 0; i < n; i++) x[i] += y[i];
+}
+
+// x *= y
+static void rocq__multiply_scalar(float *x, const float *y, int64_t n) {
+    for (int64_t i = 0; i < n; i++) x[i] *= y[i];
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__add_simd(float *x, const float *y, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        rocq__v8_store(x + i, rocq__v8_add(rocq__v8_load(x + i), rocq__v8_load(y + i)));
+    }
+    for (; i < n; i++) x[i] += y[i];
+}
+
+static ROCQ__SIMD void rocq__multiply_simd(float *x, const float *y, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        rocq__v8_store(x + i, rocq__v8_mul(rocq__v8_load(x + i), rocq__v8_load(y + i)));
+    }
+    for (; i < n; i++) x[i] *= y[i];
+}
+#endif
+
 // ---------------------------------------------------------------------------------------------
 // >>cpu_matmul
 // ---------------------------------------------------------------------------------------------
@@ -7622,15 +7652,21 @@ static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
     }
 }
 
-// Address of the row of t, which has x's rows and batches, for a column of a matrix of w.
-static unsigned char *rocq__mm_at(const rocq__mm *mm, const rocq_tensor *t, int64_t matrix,
-                                  int64_t column) {
+// Where a column of a matrix of w stands in the tensors that have x's rows and batches.
+typedef struct rocq__mm_coord {
+    int64_t i1, i2, i3;
+} rocq__mm_coord;
+
+static rocq__mm_coord rocq__mm_coord_of(const rocq__mm *mm, int64_t matrix, int64_t column) {
     const rocq_tensor *w = mm->p->w, *x = mm->p->x;
-    const int64_t i1 = column % x->ne[1], batch = column / x->ne[1];
+    rocq__mm_coord at = {column, 0, 0};
+    if (mm->n == x->ne[1] && mm->n_matrices == 1) return at; // without the divisions below
+    const int64_t batch = column / x->ne[1];
     const int64_t run2 = x->ne[2] / w->ne[2], run3 = x->ne[3] / w->ne[3];
-    const int64_t i2 = matrix % w->ne[2] * run2 + batch % run2;
-    const int64_t i3 = matrix / w->ne[2] * run3 + batch / run2;
-    return rocq__row(t, i1, i2, i3);
+    at.i1 = column % x->ne[1];
+    at.i2 = matrix % w->ne[2] * run2 + batch % run2;
+    at.i3 = matrix / w->ne[2] * run3 + batch / run2;
+    return at;
 }
 
 static void rocq__mm_convert(void *arg, int64_t begin, int64_t end, int32_t thread) {
@@ -7639,7 +7675,8 @@ static void rocq__mm_convert(void *arg, int64_t begin, int64_t end, int32_t thre
     const int64_t k = x->ne[0];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
-        const unsigned char *src = rocq__mm_at(mm, x, i / mm->n, i % mm->n);
+        const rocq__mm_coord at = rocq__mm_coord_of(mm, i / mm->n, i % mm->n);
+        const unsigned char *src = rocq__row(x, at.i1, at.i2, at.i3);
         unsigned char *dst = mm->columns + i * mm->column_bytes;
         if (mm->precision == ROCQ_PRECISION_INT8) {
             rocq__mm_column_int8(mm, dst, src);
@@ -8698,34 +8735,35 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
 
 // -- step 3: epilogue --
 
-static float rocq__mm_get(const rocq_tensor *t, const unsigned char *row, int64_t i) {
-    if (t->format == ROCQ_F32) return ((const float *)(const void *)row)[i];
-    return rocq__f16_to_f32(((const uint16_t *)(const void *)row)[i]);
+// Adds elements m to m + n of a row in F32 or F16 to t, or multiplies t with them.
+static void rocq__mm_combine(const rocq__mm *mm, float *t, const rocq_tensor *operand,
+                             rocq__mm_coord at, int64_t m, int64_t n, bool multiply) {
+    const unsigned char *row = rocq__row(operand, at.i1, at.i2, at.i3);
+    float strip[ROCQ__MM_TILE_M];
+    for (int64_t i = 0, some; i < n; i += some) {
+        const float *v = (const float *)(const void *)row + m + i;
+        some = ROCQ__MIN(n - i, (int64_t)ROCQ__MM_TILE_M);
+        if (operand->format != ROCQ_F32) {
+            rocq__decode(mm->simd, operand->format, strip, row + (m + i) * 2, some);
+            v = strip;
+        }
+        if (multiply) ROCQ__EITHER(mm->simd, rocq__multiply, (t + i, v, some));
+        else ROCQ__EITHER(mm->simd, rocq__add, (t + i, v, some));
+    }
 }
 
 // Turns n sums of one column, for rows m and up, into elements of y.
 static void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, int64_t m,
                             int64_t n, float *t) {
     const rocq_matmul_params *p = mm->p;
-    if (p->bias) {
-        const unsigned char *bias = rocq__row(p->bias, 0, 0, 0);
-        for (int64_t i = 0; i < n; i++) t[i] += rocq__mm_get(p->bias, bias, m + i);
-    }
+    const rocq__mm_coord at = rocq__mm_coord_of(mm, matrix, column), first = {0, 0, 0};
+    if (p->bias) rocq__mm_combine(mm, t, p->bias, first, m, n, false);
     rocq__activate_row(mm->simd, p->activation, t, n);
     if (p->softcap > 0.0f) rocq__softcap_row(mm->simd, p->softcap, t, n);
-    if (p->gate) {
-        const unsigned char *gate = rocq__mm_at(mm, p->gate, matrix, column);
-        for (int64_t i = 0; i < n; i++) t[i] *= rocq__mm_get(p->gate, gate, m + i);
-    }
-    if (mm->other) {
-        const unsigned char *other = rocq__mm_at(mm, mm->other, matrix, column);
-        for (int64_t i = 0; i < n; i++) t[i] *= rocq__mm_get(mm->other, other, m + i);
-    }
-    if (p->residual) {
-        const unsigned char *residual = rocq__mm_at(mm, p->residual, matrix, column);
-        for (int64_t i = 0; i < n; i++) t[i] += rocq__mm_get(p->residual, residual, m + i);
-    }
-    unsigned char *y = rocq__mm_at(mm, p->y, matrix, column);
+    if (p->gate) rocq__mm_combine(mm, t, p->gate, at, m, n, true);
+    if (mm->other) rocq__mm_combine(mm, t, mm->other, at, m, n, true);
+    if (p->residual) rocq__mm_combine(mm, t, p->residual, at, m, n, false);
+    unsigned char *y = rocq__row(p->y, at.i1, at.i2, at.i3);
     if (p->y->format == ROCQ_F32) {
         memcpy(y + m * 4, t, (size_t)n * sizeof *t);
     } else {
