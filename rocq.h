@@ -7016,6 +7016,7 @@ static double rocq__nmse_bound(rocq_precision precision) {
 // there is neither; then with rocq__v8, under a name that ends in _simd. On x86-64 those are
 // compiled for AVX2, whatever the file is compiled for, and run only where rocq_open has found it.
 //   load store set1         eight floats at an address; one float in all lanes
+//   set1_f16                one F16 at an address in all lanes
 //   from_f16 from_bf16      eight numbers at an address, widened exactly
 //   from_i8                 the same of int8
 //   from_4bit               the lower or upper 4 bits of eight bytes at an address, less 8
@@ -7050,6 +7051,11 @@ typedef __m256 rocq__v8;
 ROCQ__V8 rocq__v8 rocq__v8_load(const float *p) { return _mm256_loadu_ps(p); }
 ROCQ__V8 void rocq__v8_store(float *p, rocq__v8 v) { _mm256_storeu_ps(p, v); }
 ROCQ__V8 rocq__v8 rocq__v8_set1(float x) { return _mm256_set1_ps(x); }
+ROCQ__V8 rocq__v8 rocq__v8_set1_f16(const void *p) {
+    uint16_t half;
+    memcpy(&half, p, sizeof half);
+    return _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+}
 ROCQ__V8 rocq__v8 rocq__v8_from_f16(const void *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
@@ -7118,6 +7124,12 @@ ROCQ__V8 void rocq__v8_store(float *p, rocq__v8 v) {
     vst1q_f32(p + 4, v.hi);
 }
 ROCQ__V8 rocq__v8 rocq__v8_set1(float x) { return rocq__v8_of(vdupq_n_f32(x), vdupq_n_f32(x)); }
+ROCQ__V8 rocq__v8 rocq__v8_set1_f16(const void *p) {
+    uint16_t half;
+    memcpy(&half, p, sizeof half);
+    const float32x4_t all = vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(half)));
+    return rocq__v8_of(all, all);
+}
 ROCQ__V8 uint16x8_t rocq__v8_halves(const void *p) {
     return vreinterpretq_u16_u8(vld1q_u8((const uint8_t *)p));
 }
@@ -7217,6 +7229,31 @@ static inline float rocq__f16_at(const void *p) {
 }
 
 #if ROCQ__HAS_V8
+// 8 parts elements of a row from element i on, in one of the formats of KV caches. i is a multiple
+// of that, and parts is 2 or 4.
+ROCQ__V8 void rocq__v8_load_part(const rocq_format format, const int parts, rocq__v8 *v,
+                                 const void *row, int64_t i) {
+    const unsigned char *at = (const unsigned char *)row;
+    rocq__v8 scale = rocq__v8_set1(0.0f);
+    if (format == ROCQ_Q8_0) scale = rocq__v8_set1_f16(at += i / 32 * 34);
+    if (format == ROCQ_Q4_0) scale = rocq__v8_set1_f16(at += i / 32 * 18);
+    const bool upper = i % 32 >= 16;
+    ROCQ__UNROLL
+    for (int g = 0; g < parts; g++) {
+        switch (format) {
+        case ROCQ_F32: v[g] = rocq__v8_load((const float *)row + i + 8 * g); break;
+        case ROCQ_F16: v[g] = rocq__v8_from_f16(at + 2 * (i + 8 * g)); break;
+        case ROCQ_BF16: v[g] = rocq__v8_from_bf16(at + 2 * (i + 8 * g)); break;
+        case ROCQ_Q8_0:
+            v[g] = rocq__v8_mul(scale, rocq__v8_from_i8(at + 2 + i % 32 + 8 * g));
+            break;
+        default:
+            v[g] = rocq__v8_mul(
+                scale, rocq__v8_from_4bit(at + 2 + 8 * (g % 2), parts == 4 ? g > 1 : upper));
+        }
+    }
+}
+
 // F16, BF16, Q8_0 and Q4_0, the formats of activations and KV caches, eight elements at a time.
 static ROCQ__SIMD void rocq__decode_simd(rocq_format format, float *dst, const void *src,
                                          int64_t n) {
@@ -9226,7 +9263,8 @@ static inline float rocq__max(bool simd, const float *x, int64_t n) {
 enum {
     ROCQ__ATTEND_ROWS = 32,  // query rows per tile
     ROCQ__ATTEND_KEYS = 32,  // KV positions per tile
-    ROCQ__ATTEND_SPLIT = 256 // KV positions per split, a multiple of the tile
+    ROCQ__ATTEND_SPLIT = 256, // KV positions per split, a multiple of the tile
+    ROCQ__ATTEND_FEW = 8      // up to so many query rows, K and V are used as they are stored
 };
 
 typedef struct rocq__attend {
@@ -9244,6 +9282,12 @@ typedef struct rocq__attend {
     int64_t local;     // floats of scratch per thread
     int64_t partial;   // floats per row of a split's result: m, l, acc
     float scale;
+    bool as_is;        // k and v are not decoded first
+    int64_t rows;      // that these two take at once:
+    void (*dots)(const float *const *q, const void *const *k, int64_t n_keys, int64_t n,
+                 float *const *score);
+    void (*values)(float *const *acc, const float *keep, const void *const *v,
+                   const float *const *weight, int64_t n_keys, int64_t n);
     float *scratch;    // [local, threads]
     float *partials;   // [partial, n_rows, n_splits, n_kv_heads, n_seqs]
 } rocq__attend;
@@ -9253,93 +9297,148 @@ typedef struct rocq__attend_item {
     int64_t seq, kv_head, row0, n;
 } rocq__attend_item;
 
-// score_r[j] = q_r . k[j] for two rows and four keys; n is a multiple of 8.
-static void rocq__dot2x4_scalar(const float *q0, const float *q1, const float *const *k,
-                                int64_t n, float *score0, float *score1) {
-    for (int j = 0; j < 4; j++) {
-        float sum0[8] = {0}, sum1[8] = {0};
-        for (int64_t i = 0; i < n; i += 8) {
-            for (int l = 0; l < 8; l++) {
-                sum0[l] += q0[i + l] * k[j][i + l];
-                sum1[l] += q1[i + l] * k[j][i + l];
+// score[r][j] = q[r] . k[j] for two rows; n is a multiple of 32, n_keys of 4.
+static void rocq__dots_scalar(const float *const *q, const void *const *k, int64_t n_keys,
+                              int64_t n, float *const *score) {
+    for (int r = 0; r < 2; r++) {
+        for (int64_t j = 0; j < n_keys; j++) {
+            const float *key = (const float *)k[j];
+            float sum[8] = {0};
+            for (int64_t i = 0; i < n; i += 8) {
+                for (int l = 0; l < 8; l++) sum[l] += q[r][i + l] * key[i + l];
             }
+            score[r][j] = rocq__sum8(sum);
         }
-        score0[j] = rocq__sum8(sum0);
-        score1[j] = rocq__sum8(sum1);
     }
 }
 
-// acc_r = keep_r acc_r + sum over j of weight_r[j] v[j] for two rows; n is a multiple of 32.
-static void rocq__values2_scalar(float *acc0, float *acc1, float keep0, float keep1,
-                                 const float *const *v, const float *weight0,
-                                 const float *weight1, int64_t n_keys, int64_t n) {
-    for (int64_t i = 0; i < n; i += 8) {
-        float a[8], b[8];
-        for (int l = 0; l < 8; l++) {
-            a[l] = acc0[i + l] * keep0;
-            b[l] = acc1[i + l] * keep1;
-        }
-        for (int64_t j = 0; j < n_keys; j++) {
-            for (int l = 0; l < 8; l++) {
-                a[l] += weight0[j] * v[j][i + l];
-                b[l] += weight1[j] * v[j][i + l];
+// acc[r] = keep[r] acc[r] + sum over j of weight[r][j] v[j] for two rows; n is a multiple of 32.
+static void rocq__values_scalar(float *const *acc, const float *keep, const void *const *v,
+                                const float *const *weight, int64_t n_keys, int64_t n) {
+    for (int r = 0; r < 2; r++) {
+        for (int64_t i = 0; i < n; i += 8) {
+            float a[8];
+            for (int l = 0; l < 8; l++) a[l] = acc[r][i + l] * keep[r];
+            for (int64_t j = 0; j < n_keys; j++) {
+                const float *value = (const float *)v[j] + i;
+                for (int l = 0; l < 8; l++) a[l] += weight[r][j] * value[l];
             }
+            memcpy(acc[r] + i, a, sizeof a);
         }
-        memcpy(acc0 + i, a, sizeof a);
-        memcpy(acc1 + i, b, sizeof b);
     }
 }
 
 #if ROCQ__HAS_V8
 
-static ROCQ__SIMD void rocq__dot2x4_simd(const float *q0, const float *q1, const float *const *k,
-                                         int64_t n, float *score0, float *score1) {
-    rocq__v8 a[4], b[4];
-    ROCQ__UNROLL
-    for (int j = 0; j < 4; j++) a[j] = b[j] = rocq__v8_set1(0.0f);
-    for (int64_t i = 0; i < n; i += 8) {
-        const rocq__v8 qa = rocq__v8_load(q0 + i), qb = rocq__v8_load(q1 + i);
-        rocq__v8 key[4];
+// The same for that many rows, with 8 / rows keys at a time, so that all sums stay in registers.
+// Two rows read decoded keys; four, which share what it costs to widen a key, take them as the
+// cache has them.
+ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *const *q,
+                         const void *const *k, int64_t n_keys, int64_t n, float *const *score) {
+    const int step = 8 / rows;
+    for (int64_t first = 0; first < n_keys; first += step) {
+        rocq__v8 sum[8]; // [rows][step]
+        float all[8];
         ROCQ__UNROLL
-        for (int j = 0; j < 4; j++) key[j] = rocq__v8_load(k[j] + i);
+        for (int i = 0; i < 8; i++) sum[i] = rocq__v8_set1(0.0f);
+        for (int64_t i = 0; i < n; i += 32) {
+            ROCQ__UNROLL
+            for (int j = 0; j < step; j++) {
+                rocq__v8 key[4];
+                rocq__v8_load_part(format, 4, key, k[first + j], i);
+                ROCQ__UNROLL
+                for (int r = 0; r < rows; r++) {
+                    rocq__v8 one = sum[r * step + j];
+                    ROCQ__UNROLL
+                    for (int l = 0; l < 4; l++) {
+                        one = rocq__v8_fma(rocq__v8_load(q[r] + i + 8 * l), key[l], one);
+                    }
+                    sum[r * step + j] = one;
+                }
+            }
+        }
+        rocq__v8_sum4(all, sum[0], sum[1], sum[2], sum[3]);
+        rocq__v8_sum4(all + 4, sum[4], sum[5], sum[6], sum[7]);
         ROCQ__UNROLL
-        for (int j = 0; j < 4; j++) a[j] = rocq__v8_fma(qa, key[j], a[j]);
-        ROCQ__UNROLL
-        for (int j = 0; j < 4; j++) b[j] = rocq__v8_fma(qb, key[j], b[j]);
+        for (int r = 0; r < rows; r++) {
+            memcpy(score[r] + first, all + r * step, (size_t)step * sizeof *all);
+        }
     }
-    rocq__v8_sum4(score0, a[0], a[1], a[2], a[3]);
-    rocq__v8_sum4(score1, b[0], b[1], b[2], b[3]);
 }
 
-static ROCQ__SIMD void rocq__values2_simd(float *acc0, float *acc1, float keep0, float keep1,
-                                          const float *const *v, const float *weight0,
-                                          const float *weight1, int64_t n_keys, int64_t n) {
-    for (int64_t i = 0; i < n; i += 32) {
-        rocq__v8 a[4], b[4];
+// 64 / rows elements of each acc are in registers at a time.
+ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *const *acc,
+                           const float *keep, const void *const *v, const float *const *weight,
+                           int64_t n_keys, int64_t n) {
+    const int n_parts = 8 / rows;
+    for (int64_t i = 0; i < n; i += 8 * n_parts) {
+        rocq__v8 a[8]; // [rows][n_parts]
         ROCQ__UNROLL
-        for (int l = 0; l < 4; l++) {
-            a[l] = rocq__v8_mul(rocq__v8_set1(keep0), rocq__v8_load(acc0 + i + 8 * l));
-            b[l] = rocq__v8_mul(rocq__v8_set1(keep1), rocq__v8_load(acc1 + i + 8 * l));
+        for (int r = 0; r < rows; r++) {
+            ROCQ__UNROLL
+            for (int l = 0; l < n_parts; l++) {
+                a[r * n_parts + l] = rocq__v8_mul(rocq__v8_set1(keep[r]),
+                                                  rocq__v8_load(acc[r] + i + 8 * l));
+            }
         }
         for (int64_t j = 0; j < n_keys; j++) {
-            const rocq__v8 w0 = rocq__v8_set1(weight0[j]), w1 = rocq__v8_set1(weight1[j]);
             rocq__v8 value[4];
+            rocq__v8_load_part(format, n_parts, value, v[j], i);
             ROCQ__UNROLL
-            for (int l = 0; l < 4; l++) value[l] = rocq__v8_load(v[j] + i + 8 * l);
-            ROCQ__UNROLL
-            for (int l = 0; l < 4; l++) a[l] = rocq__v8_fma(w0, value[l], a[l]);
-            ROCQ__UNROLL
-            for (int l = 0; l < 4; l++) b[l] = rocq__v8_fma(w1, value[l], b[l]);
+            for (int r = 0; r < rows; r++) {
+                const rocq__v8 w = rocq__v8_set1(weight[r][j]);
+                ROCQ__UNROLL
+                for (int l = 0; l < n_parts; l++) {
+                    a[r * n_parts + l] = rocq__v8_fma(w, value[l], a[r * n_parts + l]);
+                }
+            }
         }
         ROCQ__UNROLL
-        for (int l = 0; l < 4; l++) {
-            rocq__v8_store(acc0 + i + 8 * l, a[l]);
-            rocq__v8_store(acc1 + i + 8 * l, b[l]);
+        for (int r = 0; r < rows; r++) {
+            ROCQ__UNROLL
+            for (int l = 0; l < n_parts; l++) {
+                rocq__v8_store(acc[r] + i + 8 * l, a[r * n_parts + l]);
+            }
         }
     }
 }
 
+#define ROCQ__ATTEND_FORMATS(X) \
+    X(tile, F32, 2) X(f32, F32, 4) X(f16, F16, 4) X(bf16, BF16, 4) X(q8_0, Q8_0, 4) X(q4_0, Q4_0, 4)
+#define ROCQ__ATTEND_KERNELS(name, NAME, ROWS)                                                     \
+    static ROCQ__SIMD void rocq__dots_##name(const float *const *q, const void *const *k,          \
+                                             int64_t n_keys, int64_t n, float *const *score) {     \
+        rocq__dots(ROCQ_##NAME, ROWS, q, k, n_keys, n, score);                                     \
+    }                                                                                              \
+    static ROCQ__SIMD void rocq__values_##name(float *const *acc, const float *keep,               \
+                                               const void *const *v, const float *const *weight,   \
+                                               int64_t n_keys, int64_t n) {                        \
+        rocq__values(ROCQ_##NAME, ROWS, acc, keep, v, weight, n_keys, n);                          \
+    }
+ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_KERNELS)
+
 #endif
+
+// The kernels for k and v as they are stored, where as_is, or decoded to F32.
+static void rocq__attend_kernels(rocq__attend *a) {
+    a->dots = rocq__dots_scalar;
+    a->values = rocq__values_scalar;
+    a->rows = 2;
+#if ROCQ__HAS_V8
+    if (!a->simd) return;
+    a->dots = rocq__dots_tile;
+    a->values = rocq__values_tile;
+    if (!a->as_is) return;
+    a->rows = 4;
+#define ROCQ__ATTEND_CASE(name, NAME, ROWS)                                                  \
+    if (ROWS == 4 && a->p->k->format == ROCQ_##NAME) a->dots = rocq__dots_##name;            \
+    if (ROWS == 4 && a->p->v->format == ROCQ_##NAME) a->values = rocq__values_##name;
+    ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_CASE)
+#undef ROCQ__ATTEND_CASE
+#undef ROCQ__ATTEND_KERNELS
+#undef ROCQ__ATTEND_FORMATS
+#endif
+}
 
 static int64_t rocq__attend_len(const rocq__attend *a, int64_t seq) {
     return a->p->kv_len ? rocq__row_i32(a->p->kv_len, 0)[seq] : a->n_kv;
@@ -9444,14 +9543,13 @@ static rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t t
 // on acc. Only the keys that the row sees stay, since a hidden one must not count even where it
 // holds NaN: their weights move up in score, their lines to seen. Returns their number.
 static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_local *local,
-                                  int64_t r, const float *const *line, int64_t n_keys,
-                                  bool all_visible, const float **seen, float *keep) {
+                                  int64_t r, const void *const *line, int64_t n_keys,
+                                  bool all_visible, const void **seen, float *keep) {
     float *s = local->score + r * ROCQ__ATTEND_KEYS;
     const float *bias = local->bias + r * ROCQ__ATTEND_KEYS;
     int64_t n_seen = 0;
     if (a->p->softcap > 0.0f) rocq__softcap_row(a->simd, a->p->softcap, s, n_keys);
     if (all_visible) {
-        memcpy(seen, line, (size_t)n_keys * sizeof *seen);
         n_seen = n_keys;
     } else {
         for (int64_t j = 0; j < n_keys; j++) {
@@ -9463,7 +9561,7 @@ static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_loca
     if (n_seen == 0) return 0;
     const float top = ROCQ__MAX(local->m[r], rocq__max(a->simd, s, n_seen));
     const float shift = top == -INFINITY ? 0.0f : top; // exp(-inf - -inf) would be NaN
-    *keep = expf(local->m[r] - shift);
+    *keep = top == local->m[r] ? 1.0f : expf(local->m[r] - shift);
     local->l[r] = local->l[r] * *keep + rocq__exp(a->simd, s, shift, n_seen);
     local->m[r] = top;
     return n_seen;
@@ -9486,23 +9584,70 @@ static rocq__attend_rows rocq__attend_rows_of(const rocq__attend *a, const rocq_
     return rows;
 }
 
-// F32 rows are copied too: a power of two apart, as in a KV cache, they map to the same sets of L1
-// and would evict each other.
-static inline void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows,
-                                       int64_t row, float *dst) {
-    rocq__decode(a->simd, rows->format, dst, rows->base + row * rows->step, a->head_dim);
+// Where the kernels find a row: as it is stored for few query rows, else decoded to dst. F32 rows
+// are copied too: a power of two apart, as in a KV cache, they map to the same sets of L1 and would
+// evict each other.
+static inline const void *rocq__attend_line(const rocq__attend *a, const rocq__attend_rows *rows,
+                                            int64_t row, float *dst) {
+    const unsigned char *from = rows->base + row * rows->step;
+    if (a->as_is) return from;
+    rocq__decode(a->simd, rows->format, dst, from, a->head_dim);
+    return dst;
 }
 
-// A KV head's rows are too far apart for the hardware to prefetch them.
+// A KV head's rows may be too far apart for the hardware to prefetch them, and V's are read across.
 static inline void rocq__attend_prefetch(const rocq__attend_rows *rows, int64_t row) {
     for (int64_t i = 0; i < rows->bytes; i += 64) ROCQ__PREFETCH(rows->base + row * rows->step + i);
+}
+
+// score of n rows and the n_keys keys at line. Where rows or keys are fewer than a kernel takes,
+// the last fills up the rest, and those results are not used.
+static void rocq__attend_scores(const rocq__attend *a, int64_t n, const void **line,
+                                int64_t n_keys, const rocq__attend_local *local) {
+    for (; n_keys % 4 != 0; n_keys++) line[n_keys] = line[n_keys - 1];
+    for (int64_t r = 0; r < n; r += a->rows) {
+        const float *q[4];
+        float *score[4];
+        for (int64_t i = 0; i < a->rows; i++) {
+            q[i] = local->q + ROCQ__MIN(r + i, n - 1) * a->pitch;
+            score[i] = local->score + ROCQ__MIN(r + i, n - 1) * ROCQ__ATTEND_KEYS;
+        }
+        a->dots(q, line, n_keys, a->pitch, score);
+    }
+}
+
+// Adds the values at line to acc, and their keys' scores to m and l. Rows that see all of them
+// share the loads of V; else each goes alone, with spare rows that take part in nothing.
+static void rocq__attend_sums(const rocq__attend *a, int64_t n, const void *const *line,
+                              int64_t n_keys, bool all_visible, const rocq__attend_local *local) {
+    static const float none[ROCQ__ATTEND_KEYS] = {0};
+    for (int64_t r = 0; r < n; r += a->rows) {
+        const void *seen[4][ROCQ__ATTEND_KEYS];
+        const float *weight[4] = {none, none, none, none};
+        float *acc[4] = {local->spare, local->spare, local->spare, local->spare}, keep[4] = {0};
+        int64_t n_seen[4] = {0}, n_rows = ROCQ__MIN(a->rows, n - r);
+        bool all = true;
+        for (int64_t i = 0; i < n_rows; i++) {
+            n_seen[i] = rocq__attend_weigh(a, local, r + i, line, n_keys, all_visible, seen[i],
+                                           &keep[i]);
+            all = all && n_seen[i] == n_keys;
+        }
+        for (int64_t i = 0; i < n_rows; i++) {
+            acc[all ? i : 0] = local->acc + (r + i) * a->pitch;
+            weight[all ? i : 0] = local->score + (r + i) * ROCQ__ATTEND_KEYS;
+            if (all || n_seen[i] == 0) continue;
+            const float keeps[4] = {keep[i]};
+            a->values(acc, keeps, seen[i], weight, n_seen[i], a->pitch);
+        }
+        if (all) a->values(acc, keep, line, weight, n_keys, a->pitch);
+    }
 }
 
 // Adds keys [begin, end) to m, l and acc of an item's rows; with all_visible every row sees them.
 static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *item, int64_t begin,
                               int64_t end, bool all_visible, const rocq__attend_local *local) {
     const int64_t pitch = a->pitch, seq = item->seq, kv_head = item->kv_head, n = item->n;
-    const float *line[ROCQ__ATTEND_KEYS];
+    const void *line[ROCQ__ATTEND_KEYS];
     int64_t keys[ROCQ__ATTEND_KEYS], row[ROCQ__ATTEND_KEYS], n_keys = end - begin;
     if (all_visible) {
         for (int64_t j = 0; j < n_keys; j++) keys[j] = begin + j;
@@ -9516,58 +9661,23 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
     const int64_t len = rocq__attend_len(a, seq);
     for (int64_t j = 0; j < n_keys; j++) {
         row[j] = rocq__attend_row(a, keys[j], seq);
-        line[j] = local->tile + j * pitch;
         rocq__attend_prefetch(&v, row[j]);
-        rocq__attend_decode(a, &k, row[j], local->tile + j * pitch);
+        line[j] = rocq__attend_line(a, &k, row[j], local->tile + j * pitch);
     }
-    // Rows go by two and keys by four; the last fills up the rest, and those results are not used.
-    for (int64_t j = n_keys; j % 4 != 0; j++) line[j] = line[n_keys - 1];
-    for (int64_t r = 0; r < n; r += 2) {
-        const int64_t r1 = ROCQ__MIN(r + 1, n - 1);
-        const float *q0 = local->q + r * pitch, *q1 = local->q + r1 * pitch;
-        float *s0 = local->score + r * ROCQ__ATTEND_KEYS,
-              *s1 = local->score + r1 * ROCQ__ATTEND_KEYS;
-        for (int64_t j = 0; j < n_keys; j += 4) {
-            ROCQ__EITHER(a->simd, rocq__dot2x4, (q0, q1, line + j, pitch, s0 + j, s1 + j));
-        }
-    }
-
+    rocq__attend_scores(a, n, line, n_keys, local);
     for (int64_t j = 0; j < n_keys; j++) {
         const int64_t next = keys[j] + ROCQ__ATTEND_KEYS;
         if (next < len) rocq__attend_prefetch(&k, rocq__attend_row(a, next, seq));
-        rocq__attend_decode(a, &v, row[j], local->tile + j * pitch);
+        line[j] = rocq__attend_line(a, &v, row[j], local->tile + j * pitch);
     }
-    // Two rows that see all these keys share the loads of V; else each is paired with a spare row.
-    static const float none[ROCQ__ATTEND_KEYS] = {0};
-    for (int64_t r = 0; r < n; r += 2) {
-        const float *seen[2][ROCQ__ATTEND_KEYS];
-        float keep[2] = {0};
-        int64_t n_seen[2] = {0};
-        for (int64_t i = 0; i < 2 && r + i < n; i++) {
-            n_seen[i] =
-                rocq__attend_weigh(a, local, r + i, line, n_keys, all_visible, seen[i], &keep[i]);
-        }
-        float *acc = local->acc + r * pitch, *s = local->score + r * ROCQ__ATTEND_KEYS;
-        if (n_seen[0] == n_keys && n_seen[1] == n_keys) {
-            ROCQ__EITHER(a->simd, rocq__values2,
-                         (acc, acc + pitch, keep[0], keep[1], line, s, s + ROCQ__ATTEND_KEYS,
-                          n_keys, pitch));
-            continue;
-        }
-        for (int64_t i = 0; i < 2; i++) {
-            if (n_seen[i] == 0) continue;
-            ROCQ__EITHER(a->simd, rocq__values2,
-                         (acc + i * pitch, local->spare, keep[i], 0.0f, seen[i],
-                          s + i * ROCQ__ATTEND_KEYS, none, n_seen[i], pitch));
-        }
-    }
+    rocq__attend_sums(a, n, line, n_keys, all_visible, local);
 }
 
 static void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
     const rocq__attend *a = (const rocq__attend *)arg;
     const int64_t dim = a->head_dim, pitch = a->pitch;
     const rocq__attend_local local = rocq__attend_local_of(a, thread);
-    memset(local.tile, 0, (size_t)(ROCQ__ATTEND_KEYS * pitch) * sizeof(float));
+    if (!a->as_is) memset(local.tile, 0, (size_t)(ROCQ__ATTEND_KEYS * pitch) * sizeof(float));
     for (; item < item_end; item++) {
         const int64_t split = item % a->n_splits, tile = item / a->n_splits % a->n_tiles;
         const int64_t head_seq = item / a->n_splits / a->n_tiles;
@@ -9664,6 +9774,8 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->local = (2 * a->tile_rows + ROCQ__ATTEND_KEYS + 1) * a->pitch +
                2 * a->tile_rows * ROCQ__ATTEND_KEYS + (2 * a->tile_rows + 15) / 16 * 16;
     a->partial = a->head_dim + 2;
+    a->as_is = a->simd && a->tile_rows <= ROCQ__ATTEND_FEW && a->head_dim % 32 == 0;
+    rocq__attend_kernels(a);
     a->scale = p->scale != 0.0f ? p->scale : 1.0f / sqrtf((float)a->head_dim);
     int64_t partials = 0, bytes;
     if (a->n_splits > 1) {
