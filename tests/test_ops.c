@@ -1067,8 +1067,22 @@ static void sample_at_the_edges(void **state) {
             assert_true(d.prob.value[0] == 0.5);
         }
     }
-    d.p.top_k = 0;
     d.p.top_p = 0;
+    d.p.top_k = 1; // of two that are infinite the lower token, also where they are far apart
+    assert_int_equal(rocq_sample(contexts[1][0], &d.p), ROCQ_OK);
+    assert_int_equal(drawn(&d), 4);
+    draw wide = draw_make(200, 1);
+    draw_link(&wide);
+    wide.logits.value[5] = wide.logits.value[190] = (double)INFINITY;
+    box_write(&wide.logits);
+    wide.p.top_k = 1;
+    for (int i = 0; i < 20; i++) {
+        wide.p.step = (uint64_t)i;
+        assert_int_equal(rocq_sample(contexts[i % 2][0], &wide.p), ROCQ_OK);
+        assert_int_equal(drawn(&wide), 5);
+    }
+    draw_free(&wide);
+    d.p.top_k = 0;
     // A temperature so small that the quotient overflows is the argmax.
     d.logits.value[4] = 1e30;
     d.logits.value[7] = -1e30;
