@@ -7020,10 +7020,11 @@ static double rocq__nmse_bound(rocq_precision precision) {
 //   from_f16 from_bf16      eight numbers at an address, widened exactly
 //   from_i8                 the same of int8
 //   from_4bit               the lower or upper 4 bits of eight bytes at an address, less 8
-//   round_f16               to the nearest F16 and back
+//   round_f16 to_f16        to the nearest F16 and back; to eight F16 at an address
 //   add sub mul div         lane by lane
 //   fma fnma                a b + c and c - a b, rounded once
 //   max min                 of a and b; b where either is NaN
+//   swap                    of each two neighbours
 //   round                   to the nearest integer, halves to even
 //   pow2                    2^k for integers k from -126 to 127
 //   zero_below              v, but 0 in the lanes where x < limit
@@ -7075,6 +7076,9 @@ ROCQ__V8 rocq__v8 rocq__v8_from_4bit(const void *p, const bool upper) {
 ROCQ__V8 rocq__v8 rocq__v8_round_f16(rocq__v8 v) {
     return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
+ROCQ__V8 void rocq__v8_to_f16(void *p, rocq__v8 v) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
 ROCQ__V8 rocq__v8 rocq__v8_add(rocq__v8 a, rocq__v8 b) { return _mm256_add_ps(a, b); }
 ROCQ__V8 rocq__v8 rocq__v8_sub(rocq__v8 a, rocq__v8 b) { return _mm256_sub_ps(a, b); }
 ROCQ__V8 rocq__v8 rocq__v8_mul(rocq__v8 a, rocq__v8 b) { return _mm256_mul_ps(a, b); }
@@ -7087,6 +7091,7 @@ ROCQ__V8 rocq__v8 rocq__v8_fma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
 ROCQ__V8 rocq__v8 rocq__v8_fnma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
     return _mm256_fnmadd_ps(a, b, c);
 }
+ROCQ__V8 rocq__v8 rocq__v8_swap(rocq__v8 v) { return _mm256_permute_ps(v, 0xb1); }
 ROCQ__V8 rocq__v8 rocq__v8_round(rocq__v8 v) {
     return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -7158,6 +7163,10 @@ ROCQ__V8 rocq__v8 rocq__v8_from_4bit(const void *p, const bool upper) {
 ROCQ__V8 rocq__v8 rocq__v8_round_f16(rocq__v8 v) {
     return rocq__v8_of(vcvt_f32_f16(vcvt_f16_f32(v.lo)), vcvt_f32_f16(vcvt_f16_f32(v.hi)));
 }
+ROCQ__V8 void rocq__v8_to_f16(void *p, rocq__v8 v) {
+    const float16x8_t half = vcombine_f16(vcvt_f16_f32(v.lo), vcvt_f16_f32(v.hi));
+    vst1q_u8((uint8_t *)p, vreinterpretq_u8_f16(half));
+}
 ROCQ__V8 rocq__v8 rocq__v8_add(rocq__v8 a, rocq__v8 b) {
     return rocq__v8_of(vaddq_f32(a.lo, b.lo), vaddq_f32(a.hi, b.hi));
 }
@@ -7183,6 +7192,9 @@ ROCQ__V8 rocq__v8 rocq__v8_fma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
 }
 ROCQ__V8 rocq__v8 rocq__v8_fnma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
     return rocq__v8_of(vfmsq_f32(c.lo, a.lo, b.lo), vfmsq_f32(c.hi, a.hi, b.hi));
+}
+ROCQ__V8 rocq__v8 rocq__v8_swap(rocq__v8 v) {
+    return rocq__v8_of(vrev64q_f32(v.lo), vrev64q_f32(v.hi));
 }
 ROCQ__V8 rocq__v8 rocq__v8_round(rocq__v8 v) {
     return rocq__v8_of(vrndnq_f32(v.lo), vrndnq_f32(v.hi));
@@ -9120,15 +9132,32 @@ static const float *rocq__load(bool simd, rocq_format format, const unsigned cha
     return buf;
 }
 
-// Writes elements [first, first + n) of a row; src never is the row itself.
-static void rocq__store(rocq_format format, unsigned char *row, int64_t first, const float *src,
-                        int64_t n) {
+#if ROCQ__HAS_V8
+// Returns how many elements it has done. A NaN keeps the upper bits of its payload.
+static ROCQ__SIMD int64_t rocq__store_f16_simd(unsigned char *dst, const float *src, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) rocq__v8_to_f16(dst + 2 * i, rocq__v8_load(src + i));
+    return i;
+}
+#endif
+
+// Writes elements [first, first + n) of a row; src is not the row itself, but where format is F32.
+static void rocq__store(bool simd, rocq_format format, unsigned char *row, int64_t first,
+                        const float *src, int64_t n) {
     unsigned char *dst = row + rocq__bytes(format, first);
+    int64_t i = 0;
     if (format == ROCQ_F32) {
-        memcpy(dst, src, (size_t)n * sizeof(float));
-    } else {
-        rocq__quantize_row(format, dst, src, n, NULL);
+        if (dst != (const unsigned char *)(const void *)src) {
+            memcpy(dst, src, (size_t)n * sizeof(float));
+        }
+        return;
     }
+#if ROCQ__HAS_V8
+    if (simd && format == ROCQ_F16) i = rocq__store_f16_simd(dst, src, n);
+#else
+    (void)simd;
+#endif
+    if (i < n) rocq__quantize_row(format, dst + rocq__bytes(format, i), src + i, n - i, NULL);
 }
 
 // The row at (i1, i2, i3) of an operand that is repeated along its dimensions of size 1.
@@ -9476,7 +9505,8 @@ static void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv_h
         factor /= l;
     }
     for (int64_t d = 0; d < a->head_dim; d++) acc[d] *= factor;
-    rocq__store(out->format, rocq__row(out, head, row / a->group, seq), 0, acc, a->head_dim);
+    unsigned char *out_row = rocq__row(out, head, row / a->group, seq);
+    rocq__store(a->simd, out->format, out_row, 0, acc, a->head_dim);
 }
 
 // The bias of every row for the positions of [begin, end) that some row sees: its mask value or 0,
@@ -9896,6 +9926,35 @@ typedef struct rocq__norm {
     float eps;
 } rocq__norm;
 
+// y = ((x - mean) - rest) rstd weight + bias; either of the last two may be NULL. y may be x.
+static void rocq__normalize_scalar(float *y, const float *x, const float *mean_rest_rstd,
+                                   const float *weight, const float *bias, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        y[i] = ((x[i] - mean_rest_rstd[0]) - mean_rest_rstd[1]) * mean_rest_rstd[2];
+        if (weight) y[i] *= weight[i];
+        if (bias) y[i] += bias[i];
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__normalize_simd(float *y, const float *x, const float *mean_rest_rstd,
+                                            const float *weight, const float *bias, int64_t n) {
+    const rocq__v8 mean = rocq__v8_set1(mean_rest_rstd[0]), rest = rocq__v8_set1(mean_rest_rstd[1]);
+    const rocq__v8 rstd = rocq__v8_set1(mean_rest_rstd[2]);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        rocq__v8 v = rocq__v8_sub(rocq__v8_sub(rocq__v8_load(x + i), mean), rest);
+        v = rocq__v8_mul(v, rstd);
+        if (weight) v = rocq__v8_mul(v, rocq__v8_load(weight + i));
+        if (bias) v = rocq__v8_add(v, rocq__v8_load(bias + i));
+        rocq__v8_store(y + i, v);
+    }
+    ROCQ__END_SIMD();
+    rocq__normalize_scalar(y + i, x + i, mean_rest_rstd, weight ? weight + i : NULL,
+                           bias ? bias + i : NULL, n - i);
+}
+#endif
+
 static void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
     const rocq__norm *a = (const rocq__norm *)arg;
     const rocq_norm_params *p = a->p;
@@ -9924,17 +9983,14 @@ static void rocq__norm_task(void *arg, int64_t r, int64_t r_end, int32_t thread)
         if (a->center) rest = (float)(moment[0] / (double)n);
         const double variance = moment[1] / (double)n - (double)rest * (double)rest;
         const float rstd = (float)(1.0 / sqrt(variance + (double)a->eps));
+        const float factors[3] = {mean, rest, rstd};
         for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
             const int64_t m = rocq__strip(n, k);
             const float *x = rocq__load(a->simd, p->x->format, x_row, k, m, buf);
-            for (int64_t i = 0; i < m; i++) out[i] = ((x[i] - mean) - rest) * rstd;
-            if (weight) {
-                for (int64_t i = 0; i < m; i++) out[i] *= weight[k + i];
-            }
-            if (bias) {
-                for (int64_t i = 0; i < m; i++) out[i] += bias[k + i];
-            }
-            rocq__store(p->y->format, y_row, k, out, m);
+            float *to = p->y->format == ROCQ_F32 ? (float *)(void *)y_row + k : out;
+            ROCQ__EITHER(a->simd, rocq__normalize,
+                         (to, x, factors, weight ? weight + k : NULL, bias ? bias + k : NULL, m));
+            rocq__store(a->simd, p->y->format, y_row, k, to, m);
         }
         if (p->mean) rocq__row_f32(p->mean, c.i2, c.i3, 0)[c.i1] = mean + rest;
         if (p->rstd) rocq__row_f32(p->rstd, c.i2, c.i3, 0)[c.i1] = rstd;
@@ -9974,7 +10030,7 @@ typedef struct rocq__rope {
     int64_t n_cells;
     float magnitude;
     double *turn;  // [n_dims / 2]: angle of a pair per position
-    float *local;  // per thread: cos and sin of the pairs, one head
+    float *local;  // per thread: cos and sin by element, one head and its rotation
     int64_t pitch; // floats per thread
 } rocq__rope;
 
@@ -9989,7 +10045,7 @@ static int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p
     a->neox = p->pairing == ROCQ_ROPE_NEOX;
     a->head_dim = head_dim;
     a->n_dims = p->n_dims > 0 ? p->n_dims : head_dim;
-    a->pitch = (a->n_dims + head_dim + 15) / 16 * 16;
+    a->pitch = (2 * a->n_dims + 2 * head_dim + 15) / 16 * 16;
     int64_t bytes;
     if (!rocq__mul(a->pitch * (int64_t)sizeof(float), ctx->desc.n_threads, &bytes) ||
         !rocq__add(bytes, rocq__rope_turn_bytes(a), &bytes)) {
@@ -10028,9 +10084,8 @@ static rocq__rope_scaling rocq__rope_scaling_of(const rocq_rope_config *p, int64
     return s;
 }
 
-// Angle of pair i per position, its frequency divided by factor.
-static double rocq__rope_turn(const rocq__rope_scaling *s, int64_t i, double factor) {
-    const double own = pow(s->base, -2.0 * (double)i / s->n_dims) / factor;
+// Angle of pair i per position: its frequency, base^(-2 i / n_dims) over a factor, as scaled.
+static double rocq__rope_turn(const rocq__rope_scaling *s, int64_t i, double own) {
     double keep = 0.0; // share of the unscaled frequency
     if (s->ext_factor > 0.0) {
         const double ramp = ((double)i - s->low) / ROCQ__MAX(0.001, s->high - s->low);
@@ -10046,9 +10101,13 @@ static void rocq__rope_turns(rocq__rope *a) {
     const rocq_rope_config *p = a->config;
     const rocq__rope_scaling scaling = rocq__rope_scaling_of(p, a->n_dims);
     const float *factors = p->freq_factors ? rocq__row_f32(p->freq_factors, 0, 0, 0) : NULL;
+    // Powers by multiplication: the 128th is off by 3e-14 of itself, which at position 100,000
+    // turns no pair by 1e-9.
+    const double ratio = pow(scaling.base, -2.0 / scaling.n_dims);
+    double power = 1.0;
     a->magnitude = scaling.magnitude;
-    for (int64_t i = 0; i < a->n_dims / 2; i++) {
-        a->turn[i] = rocq__rope_turn(&scaling, i, factors ? (double)factors[i] : 1.0);
+    for (int64_t i = 0; i < a->n_dims / 2; i++, power *= ratio) {
+        a->turn[i] = rocq__rope_turn(&scaling, i, factors ? power / (double)factors[i] : power);
     }
 }
 
@@ -10064,38 +10123,59 @@ static rocq_result rocq__rope_begin(rocq_ctx *ctx, rocq__stage *stage) {
     return ROCQ_OK;
 }
 
+// y[i] = x[i] cosine[i] + x[the other of its pair] sine[i], with sine negative for the first of a
+// pair. Pairs are neighbours, or with neox n / 2 apart.
+static void rocq__rotate_scalar(float *y, const float *x, const float *cosine, const float *sine,
+                                bool neox, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t other = !neox ? i ^ 1 : i < n / 2 ? i + n / 2 : i - n / 2;
+        y[i] = x[i] * cosine[i] + x[other] * sine[i];
+    }
+}
+
+#if ROCQ__HAS_V8
+// n is a multiple of 16.
+static ROCQ__SIMD void rocq__rotate_simd(float *y, const float *x, const float *cosine,
+                                         const float *sine, bool neox, int64_t n) {
+    for (int64_t i = 0; i < n; i += 8) {
+        const rocq__v8 own = rocq__v8_load(x + i);
+        const rocq__v8 other = !neox ? rocq__v8_swap(own)
+                                     : rocq__v8_load(x + (i < n / 2 ? i + n / 2 : i - n / 2));
+        const rocq__v8 turned = rocq__v8_mul(own, rocq__v8_load(cosine + i));
+        rocq__v8_store(y + i, rocq__v8_fma(other, rocq__v8_load(sine + i), turned));
+    }
+}
+#endif
+
 static void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t thread) {
     const rocq__rope *a = (const rocq__rope *)arg;
-    const int64_t half = a->n_dims / 2;
-    float *cosine = a->local + thread * a->pitch, *sine = cosine + half, *head = sine + half;
-    // Pair i is elements i * step and i * step + apart.
-    const int64_t step = a->neox ? 1 : 2, apart = a->neox ? half : 1;
+    const int64_t n = a->n_dims, half = n / 2;
+    float *cosine = a->local + thread * a->pitch, *sine = cosine + n;
+    float *head = sine + n, *rotated = head + a->head_dim;
     for (; t < t_end; t++) {
         for (int64_t i = 0; i < half; i++) {
             const double turns = (double)a->pos[t] * a->turn[i] * ROCQ__TURNS;
             const float angle = (float)((turns - floor(turns + 0.5)) * 6.283185307179586);
-            cosine[i] = cosf(angle) * a->magnitude;
-            sine[i] = sinf(angle) * a->magnitude;
+            const int64_t first = a->neox ? i : 2 * i, second = a->neox ? half + i : 2 * i + 1;
+            cosine[first] = cosine[second] = cosf(angle) * a->magnitude;
+            sine[second] = sinf(angle) * a->magnitude;
+            sine[first] = -sine[second];
         }
         for (int s = 0; s < a->n_streams; s++) {
             const rocq__rope_stream *stream = &a->streams[s];
             const int64_t to = stream->cell ? stream->cell[t] : t;
             for (int64_t h = 0; h < stream->x->ne[1]; h++) {
-                unsigned char *y_row = rocq__row(stream->y, h, to, 0);
-                const float *x = rocq__load(a->simd, stream->x->format,
-                                            rocq__row(stream->x, h, t, 0), 0, a->head_dim, head);
-                if (stream->plain) {
-                    rocq__store(stream->y->format, y_row, 0, x, a->head_dim);
-                    continue;
+                const unsigned char *x_row = rocq__row(stream->x, h, t, 0);
+                const float *x =
+                    rocq__load(a->simd, stream->x->format, x_row, 0, a->head_dim, head);
+                if (!stream->plain) {
+                    ROCQ__EITHER(a->simd && n % 16 == 0, rocq__rotate,
+                                 (rotated, x, cosine, sine, a->neox, n));
+                    memcpy(rotated + n, x + n, (size_t)(a->head_dim - n) * sizeof(float));
+                    x = rotated;
                 }
-                if (x != head) memcpy(head, x, (size_t)a->head_dim * sizeof(float));
-                for (int64_t i = 0; i < half; i++) {
-                    float *first = head + i * step, *second = first + apart;
-                    const float x0 = *first, x1 = *second;
-                    *first = x0 * cosine[i] - x1 * sine[i];
-                    *second = x0 * sine[i] + x1 * cosine[i];
-                }
-                rocq__store(stream->y->format, y_row, 0, head, a->head_dim);
+                rocq__store(a->simd, stream->y->format, rocq__row(stream->y, h, to, 0), 0, x,
+                            a->head_dim);
             }
         }
     }
@@ -10245,7 +10325,7 @@ static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) 
                 break;
             default: memcpy(out, u, (size_t)n * sizeof(float)); break;
             }
-            rocq__store(y->format, y_row, k, out, n);
+            rocq__store(map->simd, y->format, y_row, k, out, n);
         }
     }
 }
@@ -10331,7 +10411,7 @@ static void rocq__gather_task(void *arg, int64_t r, int64_t r_end, int32_t threa
             const unsigned char *row = rocq__row(table, ids[r], 0, 0);
             const float *x = rocq__load(a->simd, table->format, row, k, n, buf);
             for (int64_t i = 0; i < n; i++) out[i] = x[i] * a->scale;
-            rocq__store(y->format, rocq__row(y, r, 0, 0), k, out, n);
+            rocq__store(a->simd, y->format, rocq__row(y, r, 0, 0), k, out, n);
         }
     }
 }
@@ -10566,8 +10646,8 @@ static int64_t rocq__draw_list(const rocq__drawing *a, rocq__candidate cut) {
     return n;
 }
 
-// The weights of a strip, 0 behind the cut; returns their sum. Of tokens with the cut's logit, those
-// behind it are in later strips or in its own.
+// The weights of a strip, 0 behind the cut; returns their sum. Of tokens with the cut's logit,
+// those behind it are in later strips or in its own.
 static float rocq__draw_strip(const rocq__drawing *a, int64_t s, rocq__candidate cut,
                               float temperature, float *weight) {
     const int64_t first = s * ROCQ__DRAW, most = ROCQ__DRAW;
@@ -10576,7 +10656,8 @@ static float rocq__draw_strip(const rocq__drawing *a, int64_t s, rocq__candidate
     const float least = first <= cut.token ? cut.logit : more;
     memcpy(weight, a->x + first, (size_t)n * sizeof *weight);
     for (int64_t i = n; i < ROCQ__DRAW; i++) weight[i] = -INFINITY;
-    for (int64_t i = ROCQ__MAX((int64_t)cut.token + 1 - first, 0); i < n && first <= cut.token; i++) {
+    const int64_t behind = ROCQ__MAX((int64_t)cut.token + 1 - first, 0);
+    for (int64_t i = behind; first <= cut.token && i < n; i++) {
         if (weight[i] == cut.logit) weight[i] = -INFINITY;
     }
     return ROCQ__EITHER(a->simd && a->top < INFINITY, rocq__weigh,
@@ -10643,8 +10724,8 @@ static int64_t rocq__draw_token(const rocq__drawing *a, rocq__candidate cut, flo
         a->sum[s] = any ? rocq__draw_strip(a, s, cut, p->temperature, weight) : 0.0f;
         total += (double)a->sum[s];
     }
-    // front repeats the additions of total, so it passes target; where the product was rounded up to
-    // total, and where a strip's own sum was rounded, the last token with any weight is drawn.
+    // front repeats the additions of total, so it passes target; where the product was rounded up
+    // to total, and where a strip's own sum was rounded, the last token with any weight is drawn.
     const double target = rocq__uniform(p->seed, p->step) * total;
     int64_t strip = 0, token = 0;
     for (int64_t s = 0; s < a->n_strips && front <= target; s++) {
