@@ -2755,7 +2755,7 @@ typedef struct rocq__stage {
     rocq__task fn;
     void *arg;
     int64_t n;     // items
-    int64_t grain; // threads take multiples of so many; if there are no more, one thread takes all
+    int64_t grain; // worth a thread: if there are no more, one thread takes all
     // Runs alone before the items, or NULL. It does what depends on the contents of tensors: it
     // checks them, and may change n (0: no items) and grain.
     rocq_result (*begin)(rocq_ctx *ctx, struct rocq__stage *stage);
@@ -3673,12 +3673,12 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
             stage->fn(stage->arg, 0, stage->n, thread);
             continue;
         }
-        // At the end a thread waits for one chunk at most: it is 1/64 of the thread's share.
-        const int64_t grains = (stage->n + stage->grain - 1) / stage->grain;
+        // At the end a thread waits for one chunk at most: that is 1/64 of its share, or little.
+        const int64_t small = ROCQ__MAX(stage->grain / 4, 1), most = 64 * n_threads;
         team->fn = stage->fn;
         team->arg = stage->arg;
         team->n = stage->n;
-        team->chunk = (grains + 64 * n_threads - 1) / (64 * n_threads) * stage->grain;
+        team->chunk = ROCQ__MAX((stage->n + most - 1) / most, small);
         const int64_t n_chunks = (stage->n + team->chunk - 1) / team->chunk;
         const int64_t number = ((rocq__load64(&team->open) >> 32) + 1) & INT32_MAX;
         rocq__store64(&team->pending, n_chunks);
@@ -3734,7 +3734,8 @@ static bool rocq__team_steal(rocq__team *team, int64_t open, int32_t thread) {
     return false;
 }
 
-// Runs what there is to do for this thread, and returns the last stage that it has seen.
+// Runs what there is to do for this thread, and returns the last stage that it has seen. At first
+// it takes several chunks together, an eighth of a share, whose items are neighbours in memory.
 static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
     int64_t *own = &team->shares[thread].left, n_done = 0;
     for (;;) {
@@ -3743,14 +3744,16 @@ static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
         const int64_t left = rocq__team_left(team, word, open, thread);
         const int64_t chunk = left >> 16 & 0xffff, end = left & 0xffff;
         if (chunk < end) {
-            if (!rocq__replace64(own, word, left + (1 << 16))) continue;
-            const int64_t first = chunk * team->chunk;
+            const int64_t most = (open & 0xffff) / (8 * team->ctx->desc.n_threads) + 1;
+            const int64_t n_taken = ROCQ__MIN((end - chunk + 1) / 2, most);
+            if (!rocq__replace64(own, word, left + (n_taken << 16))) continue;
+            const int64_t first = chunk * team->chunk, past = first + n_taken * team->chunk;
             if (team->cancellable && rocq__load32(&team->ctx->cancelled)) {
                 rocq__store32(&team->skipped, 1);
             } else {
-                team->fn(team->arg, first, ROCQ__MIN(first + team->chunk, team->n), thread);
+                team->fn(team->arg, first, ROCQ__MIN(past, team->n), thread);
             }
-            n_done++;
+            n_done += n_taken;
         } else if (n_done > 0) {
             if (rocq__fetch_add64(&team->pending, -n_done) == n_done) {
                 rocq__team_next(team, thread);
@@ -3830,8 +3833,8 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
     return team->result;
 }
 
-// Runs fn over 0 .. n in chunks of at least grain items (but for the last) and returns when all are
-// done. rocq_cancel does not stop it.
+// Runs fn over 0 .. n, on all threads if n > grain, and returns when all is done. rocq_cancel does
+// not stop it.
 static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
     rocq__stage stage = {fn, arg, n, grain, NULL};
     rocq__team_run(ctx, NULL, &stage, 1);
