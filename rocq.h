@@ -100,7 +100,7 @@
        ROCQ_LINKED            the program is linked with rocq_kernels.hip. Only Windows, and a
                               program with the kernels in a static library, must say so
 
-   SIMD needs no compiler flags: code for AVX2, and for AVX-512 with VNNI, is compiled beside
+   SIMD needs no compiler flags: code for AVX2, AVX-VNNI and AVX-512 with VNNI is compiled beside
    portable code by gcc and clang and chosen when the context opens.
 
 
@@ -726,6 +726,14 @@ typedef enum rocq_priority { // of the GPU's queue, among those of all programs
 typedef void (*rocq_run_tasks_fn)(void (*task)(void *arg, int32_t i), void *arg, int32_t n,
                                   void *user);
 
+typedef enum rocq_cpu_tier { // instructions that the CPU backend uses: a tier's, and those before
+    ROCQ_CPU_BEST = 0, // the last of these that the processor has
+    ROCQ_CPU_PLAIN,    // portable C
+    ROCQ_CPU_SIMD,     // AVX2 with FMA and F16C; NEON
+    ROCQ_CPU_AVX_VNNI, // the byte dot instruction, for products with one column
+    ROCQ_CPU_AVX512    // F, BW, DQ, VL and VNNI; these processors need not have AVX-VNNI
+} rocq_cpu_tier;
+
 typedef struct rocq_desc {
     rocq_backend prefer;       // GPU: rocq_open fails without one, unless allow_fallback
     bool allow_fallback;       // the CPU does what the GPU cannot: an op, or the whole context
@@ -761,6 +769,8 @@ typedef struct rocq_desc {
                                // rocq_info.desc
     rocq_run_tasks_fn run_tasks; // a job system that does the work of the context's threads, see
     void *run_tasks_user;        // >>contexts; NULL = it has threads of its own
+    rocq_cpu_tier cpu_tier;    // rocq_open fails where the processor or the build lacks it. For
+                               // tests and comparisons: INT8 products have the same bits in all
 } rocq_desc;
 
 typedef struct rocq_info {
@@ -2463,6 +2473,12 @@ const rocq_hip *rocq_hip_linked(void);
 #else
 #define ROCQ__HAS_AVX2 0
 #endif
+// Whether the assembler knows AVX-VNNI: LLVM's since 12, GNU's since 2.36, which gcc 11 comes with.
+#if ROCQ__HAS_AVX2 && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define ROCQ__HAS_AVX_VNNI 1
+#else
+#define ROCQ__HAS_AVX_VNNI 0
+#endif
 #if !defined(ROCQ_NO_SIMD) && defined(__aarch64__) && defined(__ARM_NEON)
 #define ROCQ__HAS_NEON 1
 #else
@@ -2837,7 +2853,8 @@ struct rocq_ctx {
     rocq_graph *recording; // the graph that ops are added to, or NULL
     rocq_graph *graphs;    // list of all graphs of the context
     bool has_simd;   // AVX2 with FMA and F16C, or NEON
-    bool has_avx512; // F, BW, DQ, VL and VNNI; never without has_simd
+    bool has_avx_vnni; // never without has_simd; nor is
+    bool has_avx512; // F, BW, DQ, VL and VNNI
     bool quiet; // failures are not logged: in rocq_supports and in a rocq__attempt
     rocq_stats stats;
     int64_t budget_used;
@@ -7562,7 +7579,7 @@ typedef struct rocq__mm {
     const rocq_matmul_params *p;
     const rocq_tensor *other; // F32, y's shape: w2 x, or NULL
     rocq_precision precision; // resolved
-    bool simd, avx512;
+    bool simd, avx512, avx_vnni;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
     int64_t n_matrices; // of w
     int64_t panel_rows; // that count as one when threads share: of a pair, but for a lone column
@@ -8205,12 +8222,29 @@ typedef struct rocq__sink {
     __m256i *codes;                 // panel: every other 32 bytes, per four codes
     const int8_t *x;                // dot: codes of the column
     const rocq__mm_group *x_groups; // and its groups
-    bool has_min, raised; // of the format: see ROCQ__MM_AVX2
+    bool has_min, raised, is_signed; // of the format: see ROCQ__MM_AVX2
     __m256i pairs[8], dot[8];       // running sums of the groups being decoded
     __m256 sum;
 } rocq__sink;
 
-enum { ROCQ__PANEL = -1 }; // in place of the depth of a dot
+// In place of the depth of a dot. The byte dot instruction adds four products to 32 bits: that of
+// AVX-512 VNNI, and that of AVX-VNNI, which has an encoding of its own.
+enum { ROCQ__PANEL = -1, ROCQ__AVX512_VNNI = -2, ROCQ__AVX_VNNI = -3 };
+
+// Adds the products of unsigned w and signed x. As assembly, because a function for AVX2 cannot call
+// the intrinsic, and all decoders are such functions.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__dpbusd_avx2(const int depth, __m256i sum,
+                                                                __m256i w, __m256i x) {
+#if ROCQ__HAS_AVX_VNNI
+    if (depth == ROCQ__AVX_VNNI) {
+        __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
+        return sum;
+    }
+#endif
+    (void)depth;
+    __asm__("vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
+    return sum;
+}
 
 // Takes codes 4 q to 4 q + 3 of group first + i; a group has 4 * quads codes. A decoder works on at
 // most eight groups side by side, from first on, and passes the codes of each in order.
@@ -8218,10 +8252,15 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_avx2(rocq__sink *to, const 
                                                           int64_t first, const int i,
                                                           const int quads, const int q, __m256i v) {
     const int64_t at = (first + i) * quads + q;
+    const __m256i four = depth == ROCQ__PANEL ? v : rocq__four_codes(to->x + 4 * at);
     if (depth == ROCQ__PANEL) {
         _mm256_store_si256(to->codes + 2 * at, v);
+    } else if (depth < 0) {
+        const __m256i zero = _mm256_setzero_si256();
+        if (to->is_signed) v = _mm256_xor_si256(v, _mm256_set1_epi8(-128)); // raised by 128
+        to->dot[i] = rocq__dpbusd_avx2(depth, q ? to->dot[i] : zero, v, four);
     } else {
-        rocq__dot_4_avx2(&to->dot[i], &to->pairs[i], v, rocq__four_codes(to->x + 4 * at), q, depth);
+        rocq__dot_4_avx2(&to->dot[i], &to->pairs[i], v, four, q, depth);
     }
 }
 
@@ -8328,15 +8367,20 @@ ROCQ__BLOCK_AVX2(q5_1) {
 
 // The products of 32 signed codes of each row with x: eight sums a row, added as a tree. For codes of
 // a byte that takes fewer shuffles than to transpose them.
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__dot_rows_avx2(const int8_t *x, rocq__rows row,
-                                                                  int64_t at) {
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__dot_rows_avx2(const int depth, const int8_t *x,
+                                                                  rocq__rows row, int64_t at) {
     const __m256i v = _mm256_loadu_si256((const __m256i *)(const void *)x);
     __m256i s[ROCQ__MM_ROWS];
     ROCQ__UNROLL
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
         const __m256i w = _mm256_loadu_si256((const __m256i *)(const void *)(row[r] + at));
-        s[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(v, w));
-        s[r] = _mm256_madd_epi16(s[r], _mm256_set1_epi16(1));
+        if (depth < 0) {
+            const __m256i zero = _mm256_setzero_si256(), raised = _mm256_set1_epi8(-128);
+            s[r] = rocq__dpbusd_avx2(depth, zero, _mm256_xor_si256(w, raised), v);
+        } else {
+            s[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(v, w));
+            s[r] = _mm256_madd_epi16(s[r], _mm256_set1_epi16(1));
+        }
     }
     ROCQ__UNROLL
     for (int r = 0; r < ROCQ__MM_ROWS; r += 2) {
@@ -8356,7 +8400,7 @@ ROCQ__BLOCK_AVX2(q8_0) {
     __m256i q[8];
     _mm256_storeu_ps(to->scale[0], rocq__scales_of_rows_avx2(row, at));
     if (depth != ROCQ__PANEL) {
-        to->dot[0] = rocq__dot_rows_avx2(to->x, row, at + 2);
+        to->dot[0] = rocq__dot_rows_avx2(depth, to->x, row, at + 2);
         rocq__end_groups_avx2(to, depth, 0, 1);
         return;
     }
@@ -8625,10 +8669,10 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm
 
 typedef void (*rocq__block_avx2)(rocq__sink *to, const int depth, rocq__rows row, int64_t at);
 
-// block, codec, raise and depth are constants where this is inlined.
+// block and all after it are constants where this is inlined.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows, rocq__block_avx2 block,
-    const rocq__codec *codec, const int raise, const int depth) {
+    const rocq__codec *codec, const int raise, const bool is_signed, const int depth) {
     const int64_t bytes = codec->info.block_bytes;
     float scale[16][ROCQ__MM_PAIR], min[16][ROCQ__MM_PAIR];
     rocq__sink to;
@@ -8637,7 +8681,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     to.x = rocq__tile_codes(tile, 0);
     to.x_groups = rocq__tile_groups(tile, 0);
     to.has_min = codec->has_min;
-    to.raised = raise > 0;
+    to.is_signed = is_signed;
+    to.raised = raise > 0 || (is_signed && depth < 0);
     to.sum = _mm256_setzero_ps();
     // The next panel is prefetched in the order of memory, whatever row it is: the fewest lines.
     const unsigned char *next = rows->at[0] + rows->ahead;
@@ -8673,12 +8718,17 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
                                                            const rocq__mm_rows *rows, int first) {\
         rocq__pack_avx2(work, rows, first, rocq__block_##name##_avx2, &rocq__codec_##name);       \
     }                                                                                             \
-    ROCQ__TARGET_AVX2 static void rocq__pass_##name##_avx2(                                       \
+    ROCQ__PASS(name, avx2, raise, depth, depth)                                                   \
+    ROCQ__PASS(name, avx512_vnni, raise, depth, ROCQ__AVX512_VNNI)                                \
+    ROCQ__PASS(name, avx_vnni, raise, depth, ROCQ__AVX_VNNI)
+#define ROCQ__PASS(name, tier, raise, depth_avx2, depth)                                          \
+    ROCQ__TARGET_AVX2 static void rocq__pass_##name##_##tier(                                     \
         float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
-        rocq__pass_avx2(sums, tile, rows, rocq__block_##name##_avx2, &rocq__codec_##name,         \
-                        raise, depth);                                                                   \
+        rocq__pass_avx2(sums, tile, rows, rocq__block_##name##_avx2, &rocq__codec_##name, raise,  \
+                        depth_avx2 == 0, depth);                                                  \
     }
 ROCQ__MM_AVX2(ROCQ__X)
+#undef ROCQ__PASS
 #undef ROCQ__X
 #endif
 
@@ -8694,15 +8744,17 @@ static void rocq__mm_choose_int8(rocq__mm *mm) {
 #endif
 #if ROCQ__HAS_AVX2
     if (!mm->simd) return;
-    // A single column takes the AVX2 pass, whose signed codes are not raised by 128.
-    const bool vnni = mm->avx512 && mm->n > 1;
+    const bool lone = mm->n == 1, vnni = mm->avx512 || (lone && mm->avx_vnni);
     switch (mm->p->w->format) {
 #define ROCQ__X(NAME, name, raise, depth)                              \
     case ROCQ_##NAME:                                                  \
         mm->offset = raise + (vnni && (depth) == 0 ? 128 : 0);         \
-        mm->dot = rocq__dot_int8_for(mm->group, depth, vnni);          \
+        mm->dot = rocq__dot_int8_for(mm->group, depth, mm->avx512);    \
         mm->pack = rocq__pack_##name##_avx2;                           \
-        mm->pass = mm->n == 1 ? rocq__pass_##name##_avx2 : NULL;       \
+        mm->pass = !lone          ? NULL                               \
+                   : mm->avx512   ? rocq__pass_##name##_avx512_vnni    \
+                   : mm->avx_vnni ? rocq__pass_##name##_avx_vnni       \
+                                  : rocq__pass_##name##_avx2;          \
         break;
         ROCQ__MM_AVX2(ROCQ__X)
 #undef ROCQ__X
@@ -8905,6 +8957,7 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->p = p;
     mm->simd = ctx->has_simd;
     mm->avx512 = ctx->has_simd && ctx->has_avx512;
+    mm->avx_vnni = ctx->has_simd && ctx->has_avx_vnni;
     mm->precision = rocq__product_choice(ctx, ROCQ_BACKEND_CPU, p, p->w).precision;
     mm->n_matrices = p->w->ne[2] * p->w->ne[3];
     mm->n = p->x->ne[1] * (p->x->ne[2] / p->w->ne[2]) * (p->x->ne[3] / p->w->ne[3]);
@@ -15910,7 +15963,38 @@ static bool rocq__cpu_has_avx512(void) {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni");
 }
+
+static bool rocq__cpu_has_avx_vnni(void) {
+    unsigned a, b, c, d;
+    return ROCQ__HAS_AVX_VNNI && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4) != 0;
+}
 #endif
+
+static rocq_cpu_tier rocq__cpu_best(void) {
+#if ROCQ__HAS_AVX2
+    if (!rocq__cpu_has_avx2()) return ROCQ_CPU_PLAIN;
+    return rocq__cpu_has_avx512()     ? ROCQ_CPU_AVX512
+           : rocq__cpu_has_avx_vnni() ? ROCQ_CPU_AVX_VNNI
+                                      : ROCQ_CPU_SIMD;
+#else
+    return ROCQ__HAS_NEON ? ROCQ_CPU_SIMD : ROCQ_CPU_PLAIN;
+#endif
+}
+
+static bool rocq__cpu_has(rocq_cpu_tier tier) {
+#if ROCQ__HAS_AVX2
+    if (tier == ROCQ_CPU_AVX_VNNI) return rocq__cpu_has_avx2() && rocq__cpu_has_avx_vnni();
+#endif
+    return tier <= rocq__cpu_best();
+}
+
+static const char *rocq__cpu_tier_name(rocq_cpu_tier tier) {
+    return tier == ROCQ_CPU_AVX512     ? "AVX-512"
+           : tier == ROCQ_CPU_AVX_VNNI ? "AVX-VNNI"
+           : tier == ROCQ_CPU_PLAIN    ? "scalar"
+           : ROCQ__HAS_NEON            ? "NEON"
+                                       : "AVX2";
+}
 
 // -- the device --
 
@@ -16286,6 +16370,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     if ((int)resolved.sharing < 0 || resolved.sharing > ROCQ_SHARING_COMPUTE_FIRST) {
         bad = "unknown preset in sharing";
     }
+    if ((int)resolved.cpu_tier < 0 || resolved.cpu_tier > ROCQ_CPU_AVX512) bad = "unknown cpu_tier";
     if ((int)resolved.priority < 0 || resolved.priority > ROCQ_PRIORITY_HIGH) {
         bad = "unknown priority";
     }
@@ -16298,6 +16383,14 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     if (bad) {
         if (resolved.log) resolved.log(ROCQ_LOG_ERROR, bad, resolved.log_user);
         return ROCQ_E_ARGUMENT;
+    }
+    if (resolved.cpu_tier == ROCQ_CPU_BEST) resolved.cpu_tier = rocq__cpu_best();
+    if (!rocq__cpu_has(resolved.cpu_tier)) {
+        if (resolved.log) {
+            resolved.log(ROCQ_LOG_ERROR, "the processor or the build lacks desc.cpu_tier",
+                         resolved.log_user);
+        }
+        return ROCQ_E_UNSUPPORTED;
     }
     if (!resolved.allocator.alloc) {
         resolved.allocator.alloc = rocq__default_alloc;
@@ -16327,18 +16420,12 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     ctx->blocks.prev = ctx->blocks.next = &ctx->blocks;
     ctx->stats.n_allocs = 1;
     ctx->stats.live_bytes = ctx->stats.peak_bytes = (int64_t)sizeof *ctx;
-#if ROCQ__HAS_AVX2
-    ctx->has_simd = rocq__cpu_has_avx2();
-    ctx->has_avx512 = ctx->has_simd && rocq__cpu_has_avx512();
-#else
-    ctx->has_simd = ROCQ__HAS_NEON;
-#endif
+    ctx->has_simd = resolved.cpu_tier >= ROCQ_CPU_SIMD;
+    ctx->has_avx_vnni = resolved.cpu_tier >= ROCQ_CPU_AVX_VNNI && rocq__cpu_has(ROCQ_CPU_AVX_VNNI);
+    ctx->has_avx512 = resolved.cpu_tier == ROCQ_CPU_AVX512;
     snprintf(ctx->device, sizeof ctx->device, "CPU, %s, %d thread%s",
-             ctx->has_avx512   ? "AVX-512"
-             : !ctx->has_simd  ? "scalar"
-             : ROCQ__HAS_NEON  ? "NEON"
-                               : "AVX2",
-             (int)resolved.n_threads, resolved.n_threads == 1 ? "" : "s");
+             rocq__cpu_tier_name(resolved.cpu_tier), (int)resolved.n_threads,
+             resolved.n_threads == 1 ? "" : "s");
 
     rocq_result result = ROCQ_OK;
     if (resolved.prefer != ROCQ_BACKEND_CPU) {
@@ -19114,6 +19201,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__GELU_CUBIC
 #undef ROCQ__GELU_LINEAR
 #undef ROCQ__GGUF_WINDOW
+#undef ROCQ__HAS_AVX_VNNI
 #undef ROCQ__HAS_AVX2
 #undef ROCQ__HAS_HIP
 #undef ROCQ__HAS_MMAP

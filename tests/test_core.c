@@ -97,14 +97,15 @@ static void open_refuses_bad_descs(void **state) {
                             .allocator = {counter_alloc, counter_free, &memory},
                             .log = log_keep,
                             .log_user = &log};
-    rocq_desc bad[5];
-    for (int i = 0; i < 5; i++) bad[i] = good;
+    rocq_desc bad[6];
+    for (int i = 0; i < 6; i++) bad[i] = good;
     bad[0].allocator.free = NULL;
     bad[1].prefer = (rocq_backend)7;
     bad[2].n_threads = -1;
     bad[3].memory_budget = -1;
     bad[4].scratch_bytes = -5;
-    for (int i = 0; i < 5; i++) {
+    bad[5].cpu_tier = (rocq_cpu_tier)(ROCQ_CPU_AVX512 + 1);
+    for (int i = 0; i < 6; i++) {
         rocq_ctx *ctx = (rocq_ctx *)&memory;
         log.n = 0;
         assert_int_equal(rocq_open(&ctx, &bad[i]), ROCQ_E_ARGUMENT);
@@ -114,6 +115,39 @@ static void open_refuses_bad_descs(void **state) {
     }
     assert_int_equal(rocq_open(NULL, &good), ROCQ_E_ARGUMENT);
     assert_int_equal(memory.live, 0);
+}
+
+// A tier is what runs, or rocq_open says that there is none such.
+static void cpu_tiers(void **state) {
+    (void)state;
+    int n_open = 0;
+    for (int tier = ROCQ_CPU_PLAIN; tier <= ROCQ_CPU_AVX512; tier++) {
+        log_entry log = {0, ROCQ_LOG_INFO, ""};
+        const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .log = log_keep, .log_user = &log,
+                                .cpu_tier = (rocq_cpu_tier)tier};
+        rocq_ctx *ctx;
+        rocq_info info;
+        const rocq_result result = rocq_open(&ctx, &desc);
+        if (result != ROCQ_OK) {
+            assert_int_equal(result, ROCQ_E_UNSUPPORTED);
+            assert_null(ctx);
+            assert_int_equal(log.n, 1);
+            continue;
+        }
+        n_open++;
+        assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
+        assert_int_equal(info.desc.cpu_tier, tier);
+        assert_non_null(strstr(info.device, rocq__cpu_tier_name((rocq_cpu_tier)tier)));
+        assert_int_equal(ctx->has_simd, tier >= ROCQ_CPU_SIMD);
+        assert_int_equal(ctx->has_avx512, tier == ROCQ_CPU_AVX512);
+        rocq_close(&ctx);
+    }
+    assert_true(n_open >= 1); // portable code runs anywhere
+    rocq_ctx *ctx = open_cpu();
+    rocq_info info;
+    assert_int_equal(rocq_get_info(ctx, &info), ROCQ_OK);
+    assert_true(info.desc.cpu_tier >= ROCQ_CPU_PLAIN && rocq__cpu_has(info.desc.cpu_tier));
+    rocq_close(&ctx);
 }
 
 static void gpu_is_refused_or_falls_back(void **state) {
@@ -901,6 +935,7 @@ int main(void) {
         cmocka_unit_test(results_have_names_and_stable_codes),
         cmocka_unit_test(open_fills_in_defaults),
         cmocka_unit_test(open_refuses_bad_descs),
+        cmocka_unit_test(cpu_tiers),
         cmocka_unit_test(gpu_is_refused_or_falls_back),
         cmocka_unit_test(every_failing_allocation_of_open_is_reported),
         cmocka_unit_test(buffers_are_aligned_counted_and_freed),

@@ -245,30 +245,34 @@ static void check_y(problem *a, const char *how) {
     }
 }
 
-// Lets the SIMD contexts use AVX-512, where the CPU has it, or not.
-static void use_avx512(bool use) {
-    static int has = -1;
-    if (has < 0) has = contexts[1][0]->has_avx512;
-    for (int i = 0; i < N_THREAD_COUNTS; i++) contexts[1][i]->has_avx512 = use && has;
+// Lets the SIMD contexts use a tier's instructions, as far as the CPU has them. A tier that it lacks
+// is the one before.
+static void use_tier(rocq_cpu_tier tier) {
+    for (int i = 0; i < N_THREAD_COUNTS; i++) {
+        const bool vnni = rocq__cpu_has(ROCQ_CPU_AVX_VNNI), wide = rocq__cpu_has(ROCQ_CPU_AVX512);
+        contexts[1][i]->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && vnni;
+        contexts[1][i]->has_avx512 = tier == ROCQ_CPU_AVX512 && wide;
+    }
 }
 
-// As portable code, in AVX2 or NEON, and in AVX-512, on 1, 2 and 5 threads; INT8 gives the same
-// bits throughout, and AVX-512 those of AVX2. y is left as the last made it.
+// In every tier, on 1, 2 and 5 threads; INT8 gives the same bits throughout, and the tiers above SIMD
+// give those of SIMD. y is left as the last made it.
 static void solve(problem *a) {
-    static const char *const levels[] = {"scalar", "SIMD", "AVX-512"};
     box *y = &a->y;
     unsigned char *before = (unsigned char *)malloc((size_t)y->size);
     assert_non_null(before);
     set_params(a);
-    for (int level = 0; level < 3; level++) {
-        use_avx512(level == 2);
+    for (int tier = ROCQ_CPU_PLAIN; tier <= ROCQ_CPU_AVX512; tier++) {
+        const char *name = rocq__cpu_tier_name((rocq_cpu_tier)tier);
+        use_tier((rocq_cpu_tier)tier);
         reset_y(a);
-        run(level > 0, ROCQ_OP_MATMUL, &a->p, &y, 1);
-        check_y(a, levels[level]);
-        const bool same = level == 2 || (level == 1 && precision_of(&a->s) == ROCQ_PRECISION_INT8);
+        run(tier > ROCQ_CPU_PLAIN, ROCQ_OP_MATMUL, &a->p, &y, 1);
+        check_y(a, name);
+        const bool same = tier > ROCQ_CPU_SIMD || (tier == ROCQ_CPU_SIMD &&
+                                                   precision_of(&a->s) == ROCQ_PRECISION_INT8);
         if (same && !same_bytes(before, y->memory, y->size)) {
-            fail_msg("%s x %s: %s and %s bits differ", name_of(a->s.w), name_of(a->s.x),
-                     levels[level - 1], levels[level]);
+            fail_msg("%s x %s: bits of %s and of the tier before differ", name_of(a->s.w),
+                     name_of(a->s.x), name);
         }
         memcpy(before, y->memory, (size_t)y->size);
     }
@@ -285,10 +289,10 @@ static void check_part(const problem *a, int simd, int64_t m0, int64_t m, int64_
     assert_int_equal(rocq_tensor_view(&x, &a->x.t, x_start, x_ne), ROCQ_OK);
     const rocq_matmul_params p = {.y = &y.t, .w = &w, .x = &x, .precision = precision_of(&a->s)};
     rocq_ctx *ctx = contexts[simd][1];
-    use_avx512(n % 2 == 0);
+    use_tier((rocq_cpu_tier)(ROCQ_CPU_SIMD + (m + n) % 3));
     memset(ctx->scratch, 0xff, (size_t)ctx->scratch_size); // NaN, where something is read too soon
     assert_int_equal(rocq_matmul(ctx, &p), ROCQ_OK);
-    use_avx512(true);
+    use_tier(ROCQ_CPU_AVX512);
     box_check_outside(&y);
     for (int64_t c = 0; c < n; c++) {
         const unsigned char *whole = box_row(&a->y, n0 + c) + m0 * 4;
