@@ -8796,8 +8796,9 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
     const int64_t start = rocq__bytes(format, first);
     rocq__mm_rows rows;
     for (int r = 0; r < ROCQ__MM_ROWS; r++) rows.at[r] = row[r] + start;
+    const int64_t rows_of = mm->precision == ROCQ_PRECISION_INT8 ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
     rows.ahead = first + k < t->ne[0] ? rocq__bytes(format, k) // then the next panel's rows
-                                      : mm->panel_rows * rocq__bytes(format, t->stride[1]) - start;
+                                      : rows_of * rocq__bytes(format, t->stride[1]) - start;
     if (mm->precision == ROCQ_PRECISION_INT8) {
         rocq__mm_tile tile;
         rows.codec = rocq__codec_of(format);
@@ -8882,7 +8883,8 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
     const rocq__mm *mm = (const rocq__mm *)arg;
     const rocq_tensor *w = mm->p->w;
     rocq__mm_work *work = mm->work + thread;
-    const int64_t most = mm->n > ROCQ__MM_FEW ? ROCQ__MM_TILE_M / mm->panel_rows : 1;
+    const bool few = mm->n <= ROCQ__MM_FEW;
+    const int64_t most = few ? 1 : ROCQ__MM_TILE_M / mm->panel_rows;
     const bool pairs = mm->precision == ROCQ_PRECISION_INT8;
     const int64_t step = pairs ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
     for (int64_t i = begin, n_panels; i < end; i += n_panels) {
@@ -8899,11 +8901,15 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
             row[r] = rocq__row(w, i1, matrix % w->ne[2], matrix / w->ne[2]);
         }
         memset(work->sums, 0, (size_t)((n + 7) / 8 * 8) * sizeof work->sums[0]);
-        for (int64_t first = 0; first < w->ne[0]; first += ROCQ__MM_SEGMENT) {
-            const int64_t k = ROCQ__MIN((int64_t)ROCQ__MM_SEGMENT, w->ne[0] - first);
-            for (int64_t r = 0; r < n_panels * mm->panel_rows; r += step) {
-                float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
-                rocq__mm_panel(mm, work, sums, row + r, first, k, columns, n);
+        // Few columns meet all of K of a panel or pair before the next one.
+        const int64_t n_padded = n_panels * mm->panel_rows, some = few ? step : n_padded;
+        for (int64_t top = 0; top < n_padded; top += some) {
+            for (int64_t first = 0; first < w->ne[0]; first += ROCQ__MM_SEGMENT) {
+                const int64_t k = ROCQ__MIN((int64_t)ROCQ__MM_SEGMENT, w->ne[0] - first);
+                for (int64_t r = top; r < top + some; r += step) {
+                    float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
+                    rocq__mm_panel(mm, work, sums, row + r, first, k, columns, n);
+                }
             }
         }
         for (int64_t c = 0; c < n; c++) {
