@@ -8,6 +8,8 @@
 #ifndef TESTS_MODELS_H
 #define TESTS_MODELS_H
 
+#include "../examples/ds.h"
+
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -76,20 +78,19 @@ typedef struct model_tensor {
 
 typedef struct model_file {
     const model_spec *spec;
-    model_tensor *tensors;
-    int32_t n_layers, n_tensors, n_matrices;
+    model_tensor *tensors; // stb_ds's array
+    int32_t n_layers, n_matrices;
 } model_file;
 
 static inline void model_add(model_file *f, int32_t layer, const char *name, int64_t ne0, int64_t ne1,
                       float mean, float sigma, float spread) {
-    f->tensors = (model_tensor *)realloc(f->tensors, (size_t)(f->n_tensors + 1) * sizeof *f->tensors);
-    assert_non_null(f->tensors);
-    model_tensor *t = &f->tensors[f->n_tensors];
+    char full[64];
+    if (layer < 0) snprintf(full, sizeof full, "%s", name);
+    else snprintf(full, sizeof full, "blk.%d.%s", layer, name);
+    if (f->spec->leave_out && strcmp(f->spec->leave_out, full) == 0) return;
+    model_tensor *t = arraddnptr(f->tensors, 1);
     memset(t, 0, sizeof *t);
-    if (layer < 0) snprintf(t->name, sizeof t->name, "%s", name);
-    else snprintf(t->name, sizeof t->name, "blk.%d.%s", layer, name);
-    if (f->spec->leave_out && strcmp(f->spec->leave_out, t->name) == 0) return;
-    f->n_tensors++;
+    memcpy(t->name, full, sizeof full);
     t->format = ROCQ_F32;
     t->ne[0] = ne0;
     t->ne[1] = ne1;
@@ -253,13 +254,13 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
     model_set_vocab(w, s->n_vocab);
     if (s->edit) s->edit(w);
 
-    for (int32_t i = 0; i < f.n_tensors; i++) {
+    for (int32_t i = 0; i < arrlen(f.tensors); i++) {
         const model_tensor *t = &f.tensors[i];
         assert_int_equal(
             rocq_gguf_writer_add_tensor(w, t->name, t->format, t->ne[1] > 0 ? 2 : 1, t->ne),
             ROCQ_OK);
     }
-    for (int32_t i = 0; i < f.n_tensors; i++) {
+    for (int32_t i = 0; i < arrlen(f.tensors); i++) {
         const model_tensor *t = &f.tensors[i];
         int64_t n_rows = t->ne[1] > 0 ? t->ne[1] : 1, n_bytes = 0;
         assert_int_equal(rocq_row_size(t->format, t->ne[0], &n_bytes), ROCQ_OK);
@@ -282,7 +283,7 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
         free(rows);
     }
     assert_int_equal(rocq_gguf_writer_close(&w), ROCQ_OK);
-    free(f.tensors);
+    arrfree(f.tensors);
 }
 
 #endif // TESTS_MODELS_H

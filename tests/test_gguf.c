@@ -15,6 +15,7 @@
 #include <dlfcn.h>
 #endif
 
+#include "../examples/ds.h"
 #include "gguf_walk.h"
 
 #define TMP ".build/test_gguf" // prefix of the files written here; tests run in the repository root
@@ -86,18 +87,14 @@ static int64_t live_bytes(const rocq_ctx *ctx) {
 
 // Growing bytes; as a sink it refuses what goes beyond limit.
 typedef struct blob {
-    unsigned char *data;
-    int64_t size, room;
+    unsigned char *data; // stb_ds's array
+    int64_t size;
     int64_t limit; // 0 = none
     int64_t n_reads, n_read_bytes;
 } blob;
 
 static void put(blob *b, const void *src, int64_t size) {
-    if (b->size + size > b->room) {
-        b->room = (b->size + size) * 2;
-        b->data = (unsigned char *)realloc(b->data, (size_t)b->room);
-        assert_non_null(b->data);
-    }
+    arrsetlen(b->data, b->size + size);
     if (size > 0) memcpy(b->data + b->size, src, (size_t)size);
     b->size += size;
 }
@@ -189,7 +186,7 @@ static rocq_result try_open(rocq_ctx *ctx, const void *data, int64_t size) {
         assert_int_equal(live_bytes(ctx), before);
         free(copy);
     }
-    free(b.data);
+    arrfree(b.data);
     assert_int_equal(results[0], results[1]);
     assert_true(hashes[0] == hashes[1]);
     return results[0];
@@ -308,7 +305,7 @@ static void golden_bytes_are_written(void **state) {
     assert_null(writer);
     assert_int_equal(b.size, sizeof golden);
     assert_memory_equal(b.data, golden, sizeof golden);
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -547,7 +544,7 @@ static void every_type_round_trips_through_every_source(void **state) {
         assert_int_equal(live_bytes(ctx), before);
     }
     remove(path);
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
     assert_int_equal(c.live, 0);
 }
@@ -571,7 +568,7 @@ static void unaligned_spans_read_the_same(void **state) {
         rocq_gguf_close(&file);
         free(copy);
     }
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -637,7 +634,7 @@ static void numbers_convert_only_without_loss(void **state) {
     assert_result(rocq_gguf_find_tensor(file, "sample.u8_0", &t), ROCQ_E_NOT_FOUND);
     assert_int_equal(last_error[0], 0);
     rocq_gguf_close(&file);
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -681,7 +678,7 @@ static void arrays_are_bounded(void **state) {
     assert_ok(rocq_gguf_find_value(file, "sample.u8.array", &v));
     assert_result(rocq_gguf_next_str(&v, &cursor, &text), ROCQ_E_TYPE);
     rocq_gguf_close(&file);
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -879,7 +876,7 @@ static void every_truncation_is_noticed(void **state) {
     for (int64_t n = 0; n <= b.size; n++) {
         assert_result(try_open(ctx, b.data, n), n < b.size ? ROCQ_E_TRUNCATED : ROCQ_OK);
     }
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -930,7 +927,7 @@ static void a_file_that_changes_is_survived(void **state) {
     assert_result(rocq_gguf_tensor_at(file, 0, &t), ROCQ_E_CORRUPT);
     rocq_gguf_close(&file);
     free(copy);
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -1012,7 +1009,7 @@ static void alignment_must_be_sane(void **state) {
             assert_int_equal(t.offset, start + align);
             rocq_gguf_close(&file);
         }
-        free(b.data);
+        arrfree(b.data);
     }
     rocq_close(&ctx);
 }
@@ -1073,7 +1070,7 @@ static void odd_but_valid_files_open(void **state) {
         put_int(&b, 9, 1);
         assert_result(try_open(ctx, b.data, b.size), length == 65535 ? ROCQ_OK : ROCQ_E_CORRUPT);
     }
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -1091,7 +1088,7 @@ static void messages_are_one_clean_line(void **state) {
     assert_true(strlen(last_error) < 200);
     for (const char *p = last_error; *p; p++) assert_true(*p >= 32 && *p < 127);
     assert_non_null(strstr(last_error, "%?%?"));
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -1143,8 +1140,8 @@ static void many_names_are_found(void **state) {
     put_int(&twice, 0, 4);
     assert_result(try_open(ctx, twice.data, twice.size), ROCQ_E_CORRUPT);
     assert_non_null(strstr(last_error, "value 3000 '0.key.0': the same name as number: 0"));
-    free(twice.data);
-    free(b.data);
+    arrfree(twice.data);
+    arrfree(b.data);
     rocq_close(&ctx);
     assert_int_equal(c.live, 0);
 }
@@ -1223,7 +1220,7 @@ static void offsets_beyond_4_gib_work(void **state) {
     const rocq_gguf_desc largest = {.size = g.size, .read = giant_read, .user = &g};
     assert_ok(rocq_gguf_open(ctx, &file, &largest));
     rocq_gguf_close(&file);
-    free(g.head.data);
+    arrfree(g.head.data);
     rocq_close(&ctx);
 }
 
@@ -1272,7 +1269,7 @@ static void large_headers_are_read_in_pieces(void **state) {
     free(floats);
     free(many);
     free(text);
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -1308,7 +1305,7 @@ static void a_source_that_fails_is_an_io_error(void **state) {
     assert_memory_equal(&buffer, &none, sizeof buffer);
     assert_int_equal(live_bytes(ctx), open_bytes);
     rocq_gguf_close(&file);
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
     assert_int_equal(c.live, 0);
 }
@@ -1381,7 +1378,7 @@ static void upload_is_a_view_where_it_can_be(void **state) {
         rocq_gguf_close(&file);
         free(copy);
     }
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -1493,7 +1490,7 @@ static void writer_refuses_what_it_should(void **state) {
     assert_result(rocq_gguf_writer_write(writer, floats, 128), ROCQ_E_STATE);
     assert_ok(rocq_gguf_writer_close(&writer));
     assert_ok(try_open(ctx, b.data, b.size));
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -1545,8 +1542,8 @@ static void keys_keep_their_place_and_copies_are_equal(void **state) {
     assert_true(text.length == 3 && memcmp(text.data, "two", 3) == 0);
     rocq_gguf_close(&file);
     free(copy);
-    free(source.data);
-    free(b.data);
+    arrfree(source.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -1572,7 +1569,7 @@ static void data_is_padded_to_the_alignment(void **state) {
                 assert_int_equal(b.data[p], 0);
         }
         rocq_gguf_close(&file);
-        free(b.data);
+        arrfree(b.data);
     }
     rocq_close(&ctx);
 }
@@ -1589,7 +1586,7 @@ static void a_sink_that_fails_is_an_io_error(void **state) {
         assert_null(writer);
         assert_true(b.size <= limit &&
                     memcmp(b.data ? b.data : whole.data, whole.data, (size_t)b.size) == 0);
-        free(b.data);
+        arrfree(b.data);
     }
     // After a failed write nothing more is taken, and finish repeats the failure.
     blob b = {.limit = 200};
@@ -1603,8 +1600,8 @@ static void a_sink_that_fails_is_an_io_error(void **state) {
     assert_result(rocq_gguf_writer_write(writer, floats, 128), ROCQ_E_STATE);
     assert_result(rocq_gguf_writer_close(&writer), ROCQ_E_IO);
     assert_null(writer);
-    free(b.data);
-    free(whole.data);
+    arrfree(b.data);
+    arrfree(whole.data);
 #if defined(__linux__)
     // A full disk shows when the C library's buffer is flushed, at the latest in finish.
     const rocq_gguf_writer_desc full = {.path = "/dev/full"};
@@ -1734,7 +1731,7 @@ static void a_model_can_replace_itself(void **state) {
         free(data);
     }
     remove(WHOLE);
-    free(b.data);
+    arrfree(b.data);
     rocq_close(&ctx);
 }
 
@@ -1772,7 +1769,7 @@ static rocq_result scenario_write(rocq_ctx *ctx, blob *b) {
     rocq_result result = note(rocq_gguf_writer_open(ctx, &writer, &desc));
     if (result == ROCQ_OK) result = note(sample_write(&writer));
     assert_null(writer);
-    free(out.data);
+    arrfree(out.data);
     return result;
 }
 
@@ -1806,7 +1803,7 @@ static rocq_result scenario_copy(rocq_ctx *ctx, blob *b) {
         if (result == ROCQ_OK) result = end;
     }
     rocq_gguf_close(&file);
-    free(out.data);
+    arrfree(out.data);
     return result;
 }
 
@@ -1842,7 +1839,7 @@ static void every_allocation_can_fail(void **state) {
         assert_true(n > 4); // there were allocations to fail
     }
     remove(TMP ".memory");
-    free(b.data);
+    arrfree(b.data);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -2062,7 +2059,7 @@ static void types_are_named(void **state) {
             assert_non_null(strstr(rocq_error(ctx), t.type_name));
         }
         rocq_gguf_close(&file);
-        free(b.data);
+        arrfree(b.data);
     }
     rocq_close(&ctx);
 }
@@ -2201,7 +2198,7 @@ static void seed_corpus_is_what_this_program_writes(void **state) {
         assert_int_equal(fread(stored, 1, sizeof stored, f), b.size);
         assert_memory_equal(stored, b.data, (size_t)b.size);
         fclose(f);
-        free(b.data);
+        arrfree(b.data);
     }
     rocq_close(&ctx);
 }
@@ -2220,7 +2217,7 @@ int main(int argc, char **argv) {
             char path[1024];
             snprintf(path, sizeof path, "%s/%s.gguf", argv[2], seeds[i]);
             write_blob(path, b.data, b.size);
-            free(b.data);
+            arrfree(b.data);
         }
         rocq_close(&ctx);
         return 0;

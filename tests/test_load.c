@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <cmocka.h>
 
+#include "../examples/ds.h"
 #include "simt/hip.h"
 #include "simt/left.h"
 
@@ -79,8 +80,8 @@ static int nothing_is_left(void **state) {
 enum { MAX_TENSORS = 64 };
 
 typedef struct model {
-    unsigned char *file;
-    int64_t size, room;
+    unsigned char *file; // stb_ds's array
+    int64_t size;
     int32_t n;
     struct {
         char name[32];
@@ -103,11 +104,7 @@ static uint32_t random_next(void) {
 
 static bool model_write(const void *src, int64_t size, void *user) {
     model *m = (model *)user;
-    if (m->size + size > m->room) {
-        m->room = 2 * (m->size + size);
-        m->file = (unsigned char *)realloc(m->file, (size_t)m->room);
-        assert_non_null(m->file);
-    }
+    arrsetlen(m->file, m->size + size);
     memcpy(m->file + m->size, src, (size_t)size);
     m->size += size;
     return true;
@@ -183,7 +180,7 @@ static void model_free(model *m) {
         free(m->tensors[i].bytes);
         free(m->tensors[i].decoded);
     }
-    free(m->file);
+    arrfree(m->file);
     memset(m, 0, sizeof *m);
     remove(PATH);
 }
