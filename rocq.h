@@ -3697,7 +3697,12 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
         team->n = stage->n;
         team->chunk = ROCQ__MAX((stage->n + most - 1) / most, small);
         const int64_t n_chunks = (stage->n + team->chunk - 1) / team->chunk;
-        const int64_t number = ((rocq__load64(&team->open) >> 32) + 1) & INT32_MAX;
+        const int64_t last = rocq__load64(&team->open) >> 32, number = (last + 1) & INT32_MAX;
+        // A word 2^30 stages behind would count as ahead, and its share as gone. A thread may have
+        // no share, and steal nothing, in all of them: so every 2^28 stages all words are renewed.
+        for (int32_t i = 0; number % (1 << 28) == 0 && i < n_threads; i++) {
+            rocq__store64(&team->shares[i].left, last << 32);
+        }
         rocq__store64(&team->pending, n_chunks);
         rocq__store64(&team->open, number << 32 | n_chunks);
 #if ROCQ__HAS_THREADS

@@ -310,6 +310,37 @@ static void stages_follow_each_other(void **state) {
     }
 }
 
+// A thread without a share of small stages, for as many as their numbers go round in and more,
+// still has one of a large stage. Jobs are dropped, so that thread 0 alone takes chunks.
+static void drop_jobs(void (*task)(void *arg, int32_t i), void *arg, int32_t n, void *user) {
+    (void)task;
+    (void)arg;
+    (void)n;
+    (void)user;
+}
+static void a_share_is_found_after_any_number_of_stages(void **state) {
+    (void)state;
+    static tally t;
+    rocq_ctx *ctx;
+    rocq_desc desc = with_threads(4);
+    desc.run_tasks = drop_jobs;
+    OK(rocq_open(&ctx, &desc));
+    t.n_threads = 4;
+    for (int64_t i = 1; i <= 24; i++) {
+        // as if so many stages had been run; the last ones before each 2^28 really are
+        const int64_t number = ((i << 28) - 2) & INT32_MAX;
+        rocq__store64(&ctx->team.open, number << 32);
+        for (int k = 0; k < 4; k++) rocq__parallel(ctx, 2, 1, count_0, &t);
+        if (i % 5 != 0) continue; // the other threads' words are five times 2^28 old
+        alarm(60);                // a chunk that nobody finds is waited for without end
+        rocq__parallel(ctx, 1000, 1, count_0, &t);
+        alarm(0);
+    }
+    for (int i = 0; i < 1000; i++) assert_int_equal(t.hits[0][i], i < 2 ? 24 * 4 + 4 : 4);
+    assert_int_equal(t.bad, 0);
+    rocq_close(&ctx);
+}
+
 static void between_launches_threads_sleep(void **state) {
     (void)state;
     step s;
@@ -588,6 +619,7 @@ int main(void) {
         cmocka_unit_test(stages_follow_each_other),
         cmocka_unit_test(a_step_has_the_same_bits_for_any_number_of_threads),
         cmocka_unit_test(a_launch_allocates_only_after_scratch_memory_moved),
+        cmocka_unit_test(a_share_is_found_after_any_number_of_stages),
         cmocka_unit_test(between_launches_threads_sleep),
         cmocka_unit_test(a_graph_may_go_as_soon_as_its_launch_returns),
         cmocka_unit_test(threads_that_do_not_start_are_done_without),
