@@ -293,7 +293,8 @@ int main(void) {
     printf("%s\n", info.device);
 #if !defined(SELFCHECK_EXTERNAL) && !defined(ROCQ_NO_THREADS)
     // What threads change at once lies within a cache line, also where an int64_t needs not.
-    CHECK((uintptr_t)&ctx->workers.open % 8 == 0 && (uintptr_t)&ctx->workers.pending % 8 == 0);
+    CHECK((uintptr_t)&ctx->team.open % 8 == 0 && (uintptr_t)&ctx->team.pending % 8 == 0 &&
+          (uintptr_t)&ctx->team.shares[0].left % 8 == 0);
 #endif
 #define ROCQ_X(NAME, name, id, elems, bytes) check_format(ROCQ_##NAME, #NAME, id < 10 || id == 39);
     ROCQ_FORMATS(ROCQ_X)
