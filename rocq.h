@@ -720,9 +720,9 @@ typedef enum rocq_priority { // of the GPU's queue, among those of all programs
     ROCQ_PRIORITY_HIGH
 } rocq_priority;
 
-// Calls task(arg, 0) to task(arg, n - 1), each once, on any threads, at once or one after the other,
-// and returns when all have returned. It may be called during any call that runs an op on the CPU,
-// reads a file or warms up, on the thread of that call.
+// Calls task(arg, 0) to task(arg, n - 1), each once, on any threads, at once or one after the
+// other, and returns when all have returned. It may be called during any call that runs an op on
+// the CPU, reads a file or warms up, on the thread of that call.
 typedef void (*rocq_run_tasks_fn)(void (*task)(void *arg, int32_t i), void *arg, int32_t n,
                                   void *user);
 
@@ -3037,9 +3037,9 @@ ROCQ_DEF const char *rocq_error(const rocq_ctx *ctx) {
 // ---------------------------------------------------------------------------------------------
 // Blocks of memory are listed in the context: rocq_close frees those that the caller left.
 
-// Large blocks ask for pages of 2 MiB, where the system gives them (Linux; -std=c11 hides the call):
-// the processor's prefetchers stop at the end of a page. One thread reads Q4_K weights for a single
-// column 1.1 to 1.4 times as fast from these as from pages of 4 KiB (Zen 3).
+// Large blocks ask for pages of 2 MiB, where the system gives them (Linux; -std=c11 hides the
+// call): the processor's prefetchers stop at the end of a page. One thread reads Q4_K weights for a
+// single column 1.1 to 1.4 times as fast from these as from pages of 4 KiB (Zen 3).
 static void *rocq__default_alloc(size_t size, void *user) {
     void *data = ROCQ_MALLOC(size);
     (void)user;
@@ -3553,13 +3553,14 @@ ROCQ_DEF void *rocq_tensor_data(const rocq_tensor *tensor) {
 // ---------------------------------------------------------------------------------------------
 // >>threads: the stages of an op, or of a whole step, shared by the threads of a context
 // ---------------------------------------------------------------------------------------------
-// rocq__team_run runs a list of stages, one after the other. A stage that is worth it is opened: its
-// items may run at once, in chunks, of which each thread has an equal share. A thread that is through
-// with its own share takes half of what is left of another's; so one that is late, because another
-// program has its core, finds nothing left to do. Whoever finishes the last chunk goes on: it runs
-// the small stages that follow, and opens the next large one. No thread is in charge, and none waits
-// for another, only for chunks that are being worked on. Where all tasks of a team run on one thread,
-// one after the other, as a job system may choose to (rocq_desc.run_tasks), the first does all.
+// rocq__team_run runs a list of stages, one after the other. A stage that is worth it is opened:
+// its items may run at once, in chunks, of which each thread has an equal share. A thread that is
+// through with its own share takes half of what is left of another's; so one that is late, because
+// another program has its core, finds nothing left to do. Whoever finishes the last chunk goes on:
+// it runs the small stages that follow, and opens the next large one. No thread is in charge, and
+// none waits for another, only for chunks that are being worked on. Where all tasks of a team run
+// on one thread, one after the other, as a job system may choose to (rocq_desc.run_tasks), the
+// first does all.
 //
 // What this costs is cache lines that go from core to core, at 50 to 250 ns each: for a stage, one
 // with the stage, one to count chunks down, and one for each look at another thread's share.
@@ -3663,7 +3664,8 @@ static inline bool rocq__team_idle(rocq__team *team, int64_t seen, bool inside) 
 #if ROCQ__HAS_THREADS
 static void rocq__team_start(rocq__team *team, int32_t n_threads);
 
-// Whoever opens a stage wakes one thread, and each that wakes two more: so nobody spends long on it.
+// Whoever opens a stage wakes one thread, and each that wakes two more: so nobody spends long on
+// it.
 static void rocq__team_wake(rocq__team *team) {
     if (rocq__load32(&team->asleep) == 0) return;
     ROCQ__LOCK(&team->mutex);
@@ -3758,7 +3760,8 @@ static bool rocq__team_steal(rocq__team *team, int64_t open, int32_t thread) {
         const int64_t middle = begin + (end - begin) / 2, number = left >> 32 << 32;
         if (begin >= end) {
             i++;
-        } else if (rocq__replace64(&team->shares[other].left, word, number | begin << 16 | middle)) {
+        } else if (rocq__replace64(&team->shares[other].left, word,
+                                   number | begin << 16 | middle)) {
             rocq__store64(&team->shares[thread].left, number | middle << 16 | end);
             return true;
         }
@@ -3836,7 +3839,8 @@ static void rocq__team_task(void *arg, int32_t i) {
 }
 
 // Runs stages, and returns when all are done: after a `begin` that failed, or with E_CANCELLED if
-// rocq_cancel is called and call is not NULL, no more is started. call: what an error message names.
+// rocq_cancel is called and call is not NULL, no more is started. call: what an error message
+// names.
 static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *stages,
                                   int32_t n_stages) {
     rocq__team *team = &ctx->team;
@@ -3939,8 +3943,8 @@ static void rocq__team_stop(rocq__team *team) {
 
 // -- plans --
 
-// What an op does on the CPU, made from its params alone: a plan for one launch, or for every launch
-// of a recorded step.
+// What an op does on the CPU, made from its params alone: a plan for one launch, or for every
+// launch of a recorded step.
 typedef struct rocq__plan {
     const rocq_ctx *ctx;
     char *scratch;       // the op's scratch memory
@@ -3955,7 +3959,8 @@ enum {
     ROCQ__MOST_PRODUCTS = 16, // in a chain; the bound also ends a chain that is a cycle
     ROCQ__PLAN_STAGES = 2 + ROCQ__MOST_PRODUCTS, // of one op; the most such a chain has
     ROCQ__PLAN_BYTES = 24576, // of one op
-    // Handing a chunk to a thread that spins costs 0.2 microseconds; to one that sleeps, 5 and more.
+    // Handing a chunk to a thread that spins costs 0.2 microseconds; to one that sleeps, 5 and
+    // more.
     ROCQ__WORTH_STEP = 16384,
     ROCQ__WORTH_OP = 65536
 };
@@ -7538,8 +7543,8 @@ enum {
     ROCQ__MM_FEW = 16       // up to so many columns a tile is one panel or pair: w is read in order
 };
 
-// Every thread has one, 64-byte aligned. A pair of int8 panels lies as the dot instructions want it:
-// codes[k / 4][row][k % 4], scale and min[k / group][row].
+// Every thread has one, 64-byte aligned. A pair of int8 panels lies as the dot instructions want
+// it: codes[k / 4][row][k % 4], scale and min[k / group][row].
 typedef struct rocq__mm_work {
     float sums[ROCQ__MM_TILE_N][ROCQ__MM_TILE_M];
     float rows[ROCQ__MM_ROWS][ROCQ__MM_SEGMENT]; // F32 panel
@@ -7582,8 +7587,8 @@ typedef struct rocq__mm_rows {
 // Decodes the rows into rows first to first + 7 of work's int8 pair.
 typedef void (*rocq__mm_pack)(rocq__mm_work *work, const rocq__mm_rows *rows, int first);
 
-// Writes the sums of the rows, which are decoded and multiplied with a single column without a panel
-// in between.
+// Writes the sums of the rows, which are decoded and multiplied with a single column without a
+// panel in between.
 typedef void (*rocq__mm_pass)(float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows);
 
 // Adds k products per row and column of x; k is a multiple of 8.
@@ -7858,10 +7863,10 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__add_min_avx2(__m256 sum, cons
     return _mm256_fnmadd_ps(_mm256_loadu_ps(min), _mm256_set1_ps(group->sum), sum);
 }
 
-// A vector holds four codes of each row of a panel, so a lane of the sums is a row. Both panels of a
-// pair by n_columns: the fewest loads that the registers allow. Columns past the last one are the last
-// one again, and add to sums that nobody reads. n_columns, quads and depth are constants where this
-// is inlined.
+// A vector holds four codes of each row of a panel, so a lane of the sums is a row. Both panels of
+// a pair by n_columns: the fewest loads that the registers allow. Columns past the last one are the
+// last one again, and add to sums that nobody reads. n_columns, quads and depth are constants where
+// this is inlined.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_columns,
     const int quads, const int depth) {
@@ -7888,7 +7893,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
                 ROCQ__UNROLL
                 for (int i = 0; i < 2 * step; i++) { // of four i / 2, panel i % 2
                     const __m256i four = rocq__four_codes(x[c] + (q + i / 2) * 4);
-                    rocq__dot_4_avx2(&dot[c][i % 2], &pairs[c][i % 2], w[i], four, q + i / 2, depth);
+                    rocq__dot_4_avx2(&dot[c][i % 2], &pairs[c][i % 2], w[i], four, q + i / 2,
+                                     depth);
                 }
             }
         }
@@ -7901,7 +7907,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
                 sum[c][p] = rocq__add_min_avx2(sum[c][p], min + 8 * p, group);
             } else {
                 const bool raised = depth > 0;
-                sum[c][p] = rocq__add_group_avx2(sum[c][p], dot[c][p], scale + 8 * p, group, raised);
+                sum[c][p] =
+                    rocq__add_group_avx2(sum[c][p], dot[c][p], scale + 8 * p, group, raised);
             }
             if (p == 1) x[c] += quads * 4;
         }
@@ -7912,8 +7919,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
     }
 }
 
-// The same with AVX-512 VNNI: a vector holds four codes of each row of the pair, and one instruction
-// adds four products. Signed codes are raised by 128 on the way.
+// The same with AVX-512 VNNI: a vector holds four codes of each row of the pair, and one
+// instruction adds four products. Signed codes are raised by 128 on the way.
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_columns_vnni(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_columns,
     const int quads, const bool is_signed) {
@@ -8015,7 +8022,8 @@ static void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_t
                 int32_t four;
                 memcpy(&four, x, sizeof four);
                 const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(four));
-                for (int h = 0; h < 4; h++) dot[h] = rocq__dot_4_neon(dot[h], vld1q_s8(w + 16 * h), v);
+                for (int h = 0; h < 4; h++)
+                    dot[h] = rocq__dot_4_neon(dot[h], vld1q_s8(w + 16 * h), v);
             }
             for (int h = 0; h < 4; h++) {
                 const float32x4_t scale = vld1q_f32(work->scale[g] + 4 * h);
@@ -8214,7 +8222,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__scales_of_rows_avx2(rocq__row
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_scale_avx2(float *dst, __m256 d, __m256i bytes,
                                                                 const int i, const int offset) {
     const int zeros = (int)0x80808000u; // a zero in place of each of the upper three bytes
-    const __m128i pick = _mm_add_epi32(_mm_setr_epi32(zeros, zeros + 4, zeros + 8, zeros + 12), _mm_set1_epi32(i));
+    const __m128i pick =
+        _mm_add_epi32(_mm_setr_epi32(zeros, zeros + 4, zeros + 8, zeros + 12), _mm_set1_epi32(i));
     __m256i code = _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(pick));
     if (offset) code = _mm256_sub_epi32(code, _mm256_set1_epi32(offset));
     _mm256_storeu_ps(dst, _mm256_mul_ps(d, _mm256_cvtepi32_ps(code)));
@@ -8246,8 +8255,8 @@ typedef struct rocq__sink {
 // AVX-512 VNNI, and that of AVX-VNNI, which has an encoding of its own.
 enum { ROCQ__PANEL = -1, ROCQ__AVX512_VNNI = -2, ROCQ__AVX_VNNI = -3 };
 
-// Adds the products of unsigned w and signed x. As assembly, because a function for AVX2 cannot call
-// the intrinsic, and all decoders are such functions.
+// Adds the products of unsigned w and signed x. As assembly, because a function for AVX2 cannot
+// call the intrinsic, and all decoders are such functions.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__dpbusd_avx2(const int depth, __m256i sum,
                                                                 __m256i w, __m256i x) {
 #if ROCQ__HAS_AVX_VNNI
@@ -8286,7 +8295,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__end_groups_avx2(rocq__sink *to,
     ROCQ__UNROLL
     for (int i = 0; i < n; i++) {
         const rocq__mm_group *group = to->x_groups + first + i;
-        to->sum = rocq__add_group_avx2(to->sum, to->dot[i], to->scale[first + i], group, to->raised);
+        to->sum =
+            rocq__add_group_avx2(to->sum, to->dot[i], to->scale[first + i], group, to->raised);
         if (to->has_min) to->sum = rocq__add_min_avx2(to->sum, to->min[first + i], group);
     }
 }
@@ -8380,8 +8390,8 @@ ROCQ__BLOCK_AVX2(q5_1) {
     rocq__put_8_avx2(to, depth, 0, q);
 }
 
-// The products of 32 signed codes of each row with x: eight sums a row, added as a tree. For codes of
-// a byte that takes fewer shuffles than to transpose them.
+// The products of 32 signed codes of each row with x: eight sums a row, added as a tree. For codes
+// of a byte that takes fewer shuffles than to transpose them.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__dot_rows_avx2(const int depth, const int8_t *x,
                                                                   rocq__rows row, int64_t at) {
     const __m256i v = _mm256_loadu_si256((const __m256i *)(const void *)x);
@@ -8933,9 +8943,9 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
     }
 }
 
-// The same where a single column takes the pass: all of K at once, and the epilogue for as many rows
-// as the F32 panel, idle here, has room for. Of a K of 256, addresses and epilogues of single panels
-// cost as much as the products.
+// The same where a single column takes the pass: all of K at once, and the epilogue for as many
+// rows as the F32 panel, idle here, has room for. Of a K of 256, addresses and epilogues of single
+// panels cost as much as the products.
 static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm *mm = (const rocq__mm *)arg;
     const rocq_tensor *w = mm->p->w;
@@ -9003,8 +9013,8 @@ static bool rocq__mm_same_columns(const rocq__mm *a, const rocq__mm *b) {
 }
 
 // A product of a chain. With w2 it is two: `other` writes w2 x to scratch memory as F32, and `main`
-// multiplies by that. Then every chunk of panels goes through both. y in Q8_0 is written in F32 too,
-// and cast afterwards.
+// multiplies by that. Then every chunk of panels goes through both. y in Q8_0 is written in F32
+// too, and cast afterwards.
 typedef struct rocq__mm_product {
     rocq__mm main, other;
     rocq_matmul_params main_params, other_params;
@@ -9051,8 +9061,8 @@ static void rocq__mm_columns(rocq__mm_chain *chain, rocq__mm *mm, int64_t *bytes
     chain->columns[chain->n_columns++].at = mm->columns_at;
 }
 
-// Fills in all but addresses in scratch memory, of which it returns the bytes. products has room for
-// the chain.
+// Fills in all but addresses in scratch memory, of which it returns the bytes. products has room
+// for the chain.
 static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, const rocq_ctx *ctx,
                             const rocq_matmul_params *p) {
     int64_t bytes = 0, floats;
