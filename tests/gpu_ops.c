@@ -1168,6 +1168,7 @@ static void test_graph(void **state) {
     assert_int_equal(rocq_rmsnorm(gpu, &n.rmsnorm), ROCQ_OK);
     if (rocq_matmul(gpu, &m.matmul) != ROCQ_OK) fail_msg("recording: %s", rocq_error(gpu));
     if (rocq_graph_end(gpu, &graph) != ROCQ_OK) fail_msg("graph_end: %s", rocq_error(gpu));
+    if (rocq_warm(gpu, graph) != ROCQ_OK) fail_msg("warm: %s", rocq_error(gpu)); // and its check
     for (int round = 0; round < 3; round++) {
         for (int64_t i = 0; i < x.count; i++) x.value[i] = random_normal();
         box_write(&x);
