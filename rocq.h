@@ -9031,7 +9031,7 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
 static bool rocq__mm_same_columns(const rocq__mm *a, const rocq__mm *b) {
     const rocq_tensor *v = a->p->w, *w = b->p->w;
     return a->precision == b->precision && a->group == b->group && a->offset == b->offset &&
-           v->ne[2] == w->ne[2] && v->ne[3] == w->ne[3];
+           a->has_min == b->has_min && v->ne[2] == w->ne[2] && v->ne[3] == w->ne[3];
 }
 
 // A product of a chain. With w2 it is two: `other` writes w2 x to scratch memory as F32, and `main`

@@ -522,12 +522,13 @@ static void batches(void **state) {
 // w2, next and y in Q8_0 are what the same products give one by one: w2's times the rest before the
 // residual, each of a chain as if alone, and Q8_0 as if cast.
 static void fused(void **state) {
-    static const rocq_format formats[] = {ROCQ_F32,  ROCQ_BF16, ROCQ_Q4_0,
-                                          ROCQ_Q2_K, ROCQ_Q6_K, ROCQ_MXFP6_E3M2};
+    // all pairs: which of them may read the same converted columns depends on both
+    static const rocq_format formats[] = {ROCQ_F32,  ROCQ_BF16, ROCQ_Q4_0, ROCQ_Q4_1, ROCQ_Q8_0,
+                                          ROCQ_Q2_K, ROCQ_Q4_K, ROCQ_Q6_K, ROCQ_MXFP6_E3M2};
     (void)state;
-    for (int i = 0; i < 48; i++) {
-        const int64_t m = 64, n = 1 + i % 3 * 8, k = 256, batch = 1 + i / 3 % 2;
-        const rocq_format f = formats[i % 6], f2 = formats[(i + i / 6) % 6];
+    for (int i = 0; i < 3 * 81; i++) {
+        const int64_t m = 64, n = 1 + i / 81 * 8, k = 256, batch = 1 + i / 3 % 2;
+        const rocq_format f = formats[i % 9], f2 = formats[i / 9 % 9];
         const box_layout layout = (box_layout)(i % 3);
         box x = box_random(layout, i % 2 ? ROCQ_F16 : ROCQ_F32, 1, k, n, batch, 1);
         box w[3], y[3], alone[3];
