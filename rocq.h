@@ -3664,8 +3664,8 @@ static inline bool rocq__team_idle(rocq__team *team, int64_t seen, bool inside) 
 #if ROCQ__HAS_THREADS
 static void rocq__team_start(rocq__team *team, int32_t n_threads);
 
-// Whoever opens a stage wakes one thread, and each that wakes two more: so nobody spends long on
-// it.
+// Whoever opens a stage wakes one thread, and each thread that wakes up wakes two more: so no thread
+// spends long on waking others.
 static void rocq__team_wake(rocq__team *team) {
     if (rocq__load32(&team->asleep) == 0) return;
     ROCQ__LOCK(&team->mutex);
@@ -9027,7 +9027,8 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->n_panels = (p->w->ne[1] + mm->panel_rows - 1) / mm->panel_rows;
 }
 
-// Whether both products read the same columns of their common x.
+// Whether both products read the same columns of their common x. A converted group holds a sum for
+// mins or one for raised codes (rocq__mm_group), so products must agree on which.
 static bool rocq__mm_same_columns(const rocq__mm *a, const rocq__mm *b) {
     const rocq_tensor *v = a->p->w, *w = b->p->w;
     return a->precision == b->precision && a->group == b->group && a->offset == b->offset &&
