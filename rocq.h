@@ -53,6 +53,7 @@
        >>precision       what an op computes in
        >>cpu_vector      eight floats at once, with AVX2 or NEON
        >>cpu_matmul      >>cpu_rows    >>cpu_attention    >>cpu_ops
+       >>cpu_pictures    convolution and its norms, resize, pixels
        >>hip_api         finding and loading the HIP runtime; the kernels, the device
        >>hip_memory      device memory, scratch, copies
        >>hip_launch      from params to launches
@@ -446,6 +447,7 @@ typedef enum rocq_format {
 #define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_##NAME = id,
     ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
+    ROCQ_I8 = 24, // bytes of pixels, 0 to 255: written by rocq_pixels
     ROCQ_I32 = 26 // token ids, positions, page tables: an index, never an operand of arithmetic
 } rocq_format;
 
@@ -944,7 +946,11 @@ typedef enum rocq_rope_pairing {
     X(SOFTMAX, softmax, rocq_softmax_params)            \
     X(GATHER, gather, rocq_gather_params)               \
     X(ARGMAX, argmax, rocq_argmax_params)               \
-    X(SAMPLE, sample, rocq_sample_params)
+    X(SAMPLE, sample, rocq_sample_params)               \
+    X(CONV, conv, rocq_conv_params)                     \
+    X(NORM_STATS, norm_stats, rocq_norm_stats_params)   \
+    X(RESIZE, resize, rocq_resize_params)               \
+    X(PIXELS, pixels, rocq_pixels_params)
 
 // An output may not share a byte with anything else that the op reads or writes; this is checked
 // before the op runs (E_ARGUMENT). Where a comment below says "may be x", the output may be that
@@ -1132,6 +1138,79 @@ typedef struct rocq_sample_params {
     uint64_t seed;
     uint64_t step;              // number of this draw: use the position of the token
 } rocq_sample_params;
+
+// Pictures are channels-last: [C, W, H, N] is N pictures of H rows of W positions of C channels. A
+// video is [C, W, H, T], its frames in order.
+
+// Convolution of z, which is x after the steps below:
+//   y[m, ox, oy, t] = activation(bias[m] + residual[m, ox, oy, t] + sum over c, i, j, s of
+//       w[c + C (i + kw (j + kh s)), m] z[c, stride ox + i - pad_x, stride oy + j - pad_y, t'])
+//   t' = t + s, counted so that the last tap of the last frame of y is the last frame of x: causal.
+//   Where z has no such position or frame it is 0. So the size of y says how far it reaches past
+//   the right and lower edge, and x may have the kt - 1 frames before y's first one, all that are
+//   kept of a video's previous chunk, or some, or none.
+// From x to z, each step optional: norm, x_activation, each position repeated `upsample` times in
+// both directions (nearest). stats says which norm:
+//   [2, G, 1 or N]  of G groups of C / G channels: (x - mean) rstd norm_weight[c] + norm_bias[c],
+//                   with mean and rstd of x's group (GroupNorm)
+//   [1, W, H, N]    of each position: x rstd norm_weight[c] + norm_bias[c] (channel RMS norm)
+typedef struct rocq_conv_params {
+    const rocq_tensor *y;           // F32, F16 or BF16 [M, OW, OH, N]
+    const rocq_tensor *w;           // any format [C kw kh kt, M], see rocq_conv_weights
+    const rocq_tensor *x;           // F32, F16 or BF16 [C, W, H, N]
+    const rocq_tensor *bias;        // F32 [M] or NULL
+    const rocq_tensor *residual;    // F32, F16 or BF16, y's shape, or NULL; may be y
+    const rocq_tensor *stats;       // F32, from rocq_norm_stats, or NULL
+    const rocq_tensor *norm_weight; // F32 [C] or NULL; only with stats
+    const rocq_tensor *norm_bias;   // F32 [C] or NULL; only with stats
+    int32_t kw, kh, kt;             // taps: kw and kh odd, up to 7, kt up to 7; 0 = 1
+    int32_t stride;                 // 1 or 2, of columns and rows; 0 = 1
+    int32_t upsample;               // 1 or 2; 0 = 1
+    int32_t pad_x, pad_y;           // zeros left of and above z, less than kw and kh; 0 = (kw - 1)
+                                    // / 2 and (kh - 1) / 2, -1 = none
+    rocq_activation x_activation;
+    rocq_activation activation;
+    float x_scale;                  // power of two, 0 = 1. Where z is rounded to F16 it is multiplied
+                                    // by x_scale first, and the sums divided: for z beyond F16's
+                                    // range. Results in F32 do not depend on it
+    rocq_precision precision;       // F32 on the CPU, F16 on a GPU
+} rocq_conv_params;
+
+// Mean and rstd for the norms of rocq_conv. With moments a picture may come in tiles: each call
+// merges the tile x into them (Chan, Golub, LeVeque 1979), and stats are those of all tiles so far.
+// Per group: n elements, their mean, and the sum of squared differences from it;
+// rstd = 1 / sqrt(sum / n + eps). Bits depend on the tiles and their order, not on threads.
+typedef struct rocq_norm_stats_params {
+    const rocq_tensor *stats;   // F32 [2, G, N]: mean and rstd of each group of C / G channels;
+                                // or [1, W, H, N]: 1 / sqrt(mean over c of x^2 + eps), no moments.
+                                // Written; NULL = none
+    const rocq_tensor *moments; // F32 [3, G, N]: n, mean, sum; read unless first, then written.
+                                // NULL = none; x's own are not kept
+    const rocq_tensor *x;       // F32, F16 or BF16 [C, W, H, N]
+    bool first;                 // x is the first tile
+    float eps;                  // 0 = 1e-6
+} rocq_norm_stats_params;
+
+typedef enum rocq_resize_mode { ROCQ_RESIZE_NEAREST = 0, ROCQ_RESIZE_BILINEAR } rocq_resize_mode;
+
+// y = x at another size. Position o of n_y lies at (o + 1/2) n_x / n_y - 1/2 of x: BILINEAR mixes
+// the two neighbours there in each direction (the edge is repeated), NEAREST takes
+// floor(o n_x / n_y). No low-pass filter: use a factor of at least 1/2.
+typedef struct rocq_resize_params {
+    const rocq_tensor *y; // F32, F16 or BF16 [C, OW, OH, N]
+    const rocq_tensor *x; // F32, F16 or BF16 [C, W, H, N]
+    rocq_resize_mode mode;
+} rocq_resize_params;
+
+// y = 255 s(x scale + bias), clamped to 0 to 255 and rounded (halves to even; NaN gives 0). s is
+// the identity, or with srgb the sRGB curve for linear light (IEC 61966-2-1).
+typedef struct rocq_pixels_params {
+    const rocq_tensor *y; // I8 [3 or 4, W, H, N]: RGB or RGBA, bytes 0 to 255
+    const rocq_tensor *x; // F32, F16 or BF16 [1, 3 or 4, W, H, N]: grey, RGB or RGBA. Alpha is not
+                          // put through the curve; without it y's is 255
+    float scale, bias;    // scale 0 = 1. Values of -1 to 1: 0.5 and 0.5
+    bool srgb;
+} rocq_pixels_params;
 
 // ---------------------------------------------------------------------------------------------
 // >>api
@@ -1955,6 +2034,19 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph);
 
 // -- operations: contracts stand at the params structs --
 
+// Fills w, the weights of a rocq_conv, from memory of the host in the order of GGUF and safetensors
+// files, [kw, kh, kt, C, M] (PyTorch's M, C, kt, kh, kw): reorders each row to c innermost, then
+// kw, kh, kt, and encodes it in w's format. Synchronous, and for loading: it allocates a buffer of
+// a row or more meanwhile. w is untouched if a check fails.
+typedef struct rocq_conv_weights_params {
+    const rocq_tensor *w; // any format [C kw kh kt, M], contiguous; planar on a GPU if it may be
+    const void *src;      // F32, F16 or BF16, host
+    rocq_format src_format;
+    int64_t src_size;     // bytes, exactly those of the tensor
+    int32_t kw, kh, kt;   // 0 = 1
+} rocq_conv_weights_params;
+ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_params *p);
+
 #define ROCQ_X(NAME, name, params) \
     ROCQ_DEF rocq_result rocq_##name(rocq_ctx *ctx, const params *p);
 ROCQ_OPS(ROCQ_X)
@@ -2689,6 +2781,7 @@ static inline bool rocq__block_of(rocq_format format, int64_t *elems, int64_t *b
     case ROCQ_##NAME: *elems = block_elems; *bytes = block_bytes; return true;
         ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
+    case ROCQ_I8: *elems = 1; *bytes = 1; return true;
     case ROCQ_I32: *elems = 1; *bytes = 4; return true;
     default: *elems = 1; *bytes = 0; return false;
     }
@@ -2704,7 +2797,7 @@ static inline int64_t rocq__bytes(rocq_format format, int64_t n) {
 static int64_t rocq__alignment_of(rocq_format format) {
     switch (format) {
     case ROCQ_F32: case ROCQ_I32: return 4;
-    case ROCQ_MXFP4: case ROCQ_MXFP6_E2M3: case ROCQ_MXFP6_E3M2: return 1;
+    case ROCQ_I8: case ROCQ_MXFP4: case ROCQ_MXFP6_E2M3: case ROCQ_MXFP6_E3M2: return 1;
     default: return 2;
     }
 }
@@ -4418,7 +4511,13 @@ static void rocq__decode_mxfp6_e3m2(const void *block, float *dst) {
         {#NAME, elems, bytes, 8.0f * (bytes) / (elems)}, ROCQ__CODEC_##NAME};
 ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
+static const rocq__codec rocq__codec_i8 = {{"I8", 1, 1, 8.0f}, ROCQ__CODEC_F32};
 static const rocq__codec rocq__codec_i32 = {{"I32", 1, 4, 32.0f}, ROCQ__CODEC_F32};
+
+// Formats of whole numbers: indices and pixels, which are never decoded.
+static inline bool rocq__is_integer(rocq_format format) {
+    return format == ROCQ_I8 || format == ROCQ_I32;
+}
 
 // NULL for an unknown format.
 static const rocq__codec *rocq__codec_of(rocq_format format) {
@@ -4427,6 +4526,7 @@ static const rocq__codec *rocq__codec_of(rocq_format format) {
     case ROCQ_##NAME: return &rocq__codec_##name;
         ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
+    case ROCQ_I8: return &rocq__codec_i8;
     case ROCQ_I32: return &rocq__codec_i32;
     default: return NULL;
     }
@@ -5051,7 +5151,7 @@ ROCQ_DEF rocq_result rocq_format_from_name(rocq_format *format, const char *name
 #define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_##NAME,
         ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
-        ROCQ_I32};
+        ROCQ_I8, ROCQ_I32};
     if (!format || !name) return ROCQ_E_ARGUMENT;
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
         const char *a = rocq_format_name(all[i]), *b = name;
@@ -5091,7 +5191,7 @@ static bool rocq__spans_overlap(rocq_format a_format, const void *a, int64_t n_a
 ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *src, int64_t n_rows,
                                    int64_t n_per_row, const float *importance) {
     int64_t row_bytes, bytes, n;
-    if (format == ROCQ_I32) return ROCQ_E_FORMAT;
+    if (rocq__is_integer(format)) return ROCQ_E_FORMAT;
     ROCQ__TRY(rocq_row_size(format, n_per_row, &row_bytes));
     if (n_rows < 0) return ROCQ_E_ARGUMENT;
     if (!rocq__mul(n_rows, n_per_row, &n) || !rocq__mul(n, 4, &bytes)) return ROCQ_E_OVERFLOW;
@@ -5117,7 +5217,7 @@ ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *s
 
 ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void *src, int64_t n) {
     int64_t bytes;
-    if (format == ROCQ_I32) return ROCQ_E_FORMAT;
+    if (rocq__is_integer(format)) return ROCQ_E_FORMAT;
     ROCQ__TRY(rocq_row_size(format, n, &bytes));
     ROCQ__TRY(rocq__check_span(ROCQ_F32, dst, n));
     ROCQ__TRY(rocq__check_span(format, src, n));
@@ -6967,6 +7067,8 @@ static const rocq__precision_rule rocq__precision_rules[] = {
      "the F16 kernels were the faster ones where both were measured, on an NVIDIA H200"},
     {ROCQ_OP_ATTENTION, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W,
      ROCQ_PRECISION_F16, "the matrix unit takes F16, and scores and values are sums in F32"},
+    {ROCQ_OP_CONV, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F16,
+     "the matrix unit takes F16, with sums in F32"},
 };
 
 typedef struct rocq__choice {
@@ -10903,6 +11005,351 @@ static void rocq__plan_sample_cpu(rocq__plan *plan, rocq_op op, const void *para
 }
 
 // ---------------------------------------------------------------------------------------------
+// >>cpu_pictures: conv, norm_stats, resize, pixels
+// ---------------------------------------------------------------------------------------------
+
+// -- conv --
+
+// The params of a conv with their defaults filled in.
+typedef struct rocq__conv_shape {
+    int64_t c, k, m;       // channels of x, elements of a row of w, channels of y
+    int64_t w, h;          // of z
+    int32_t kw, kh, kt, stride, upsample, pad_x, pad_y;
+    int32_t past;          // frames of x before y's first
+} rocq__conv_shape;
+
+static int32_t rocq__conv_pad(int32_t pad, int32_t taps) {
+    return pad > 0 ? pad : pad < 0 ? 0 : (taps - 1) / 2;
+}
+
+static rocq__conv_shape rocq__conv_shape_of(const rocq_conv_params *p) {
+    rocq__conv_shape s;
+    s.c = p->x->ne[0];
+    s.m = p->y->ne[0];
+    s.kw = ROCQ__MAX(p->kw, 1);
+    s.kh = ROCQ__MAX(p->kh, 1);
+    s.kt = ROCQ__MAX(p->kt, 1);
+    s.k = p->w->ne[0];
+    s.stride = ROCQ__MAX(p->stride, 1);
+    s.upsample = ROCQ__MAX(p->upsample, 1);
+    s.pad_x = rocq__conv_pad(p->pad_x, s.kw);
+    s.pad_y = rocq__conv_pad(p->pad_y, s.kh);
+    s.w = p->x->ne[1] * s.upsample;
+    s.h = p->x->ne[2] * s.upsample;
+    s.past = (int32_t)(p->x->ne[3] - p->y->ne[3]);
+    return s;
+}
+
+typedef struct rocq__conv {
+    const rocq_conv_params *p;
+    rocq__conv_shape s;
+    bool simd;
+    float *weights; // [K, M], decoded
+    float *local;   // per thread: z of all taps, a position of y, 8 factors of its norm
+    int64_t pitch;  // floats per thread
+} rocq__conv;
+
+static int64_t rocq__scratch_conv_cpu(const rocq_ctx *ctx, const void *params) {
+    const rocq_conv_params *p = (const rocq_conv_params *)params;
+    const rocq__conv_shape s = rocq__conv_shape_of(p);
+    int64_t floats, all;
+    if (!rocq__mul(s.k + s.m + 16, ctx->desc.n_threads, &floats) || !rocq__mul(s.k, s.m, &all) ||
+        !rocq__add(all + 16, floats, &all) || !rocq__mul(all, (int64_t)sizeof(float), &all)) {
+        return INT64_MAX;
+    }
+    return all;
+}
+
+static void rocq__conv_decode_task(void *arg, int64_t m, int64_t m_end, int32_t thread) {
+    const rocq__conv *a = (const rocq__conv *)arg;
+    (void)thread;
+    for (; m < m_end; m++) {
+        rocq__decode(a->simd, a->p->w->format, a->weights + m * a->s.k,
+                     rocq__row(a->p->w, m, 0, 0), a->s.k);
+    }
+}
+
+// z at column ix and row iy of x's frame it.
+static void rocq__conv_input(const rocq__conv *a, float *z, int64_t ix, int64_t iy, int64_t it) {
+    const rocq_conv_params *p = a->p;
+    const rocq__conv_shape *s = &a->s;
+    if (ix < 0 || iy < 0 || it < 0 || ix >= s->w || iy >= s->h) {
+        memset(z, 0, (size_t)s->c * sizeof *z);
+        return;
+    }
+    const int64_t x1 = ix / s->upsample, x2 = iy / s->upsample;
+    const unsigned char *row = rocq__row(p->x, x1, x2, it);
+    rocq__decode(a->simd, p->x->format, z, row, s->c);
+    if (p->stats) {
+        const float *weight = p->norm_weight ? rocq__row_f32(p->norm_weight, 0, 0, 0) : NULL;
+        const float *bias = p->norm_bias ? rocq__row_f32(p->norm_bias, 0, 0, 0) : NULL;
+        const bool by_group = p->stats->ne[0] == 2;
+        const int64_t group = by_group ? s->c / p->stats->ne[1] : s->c;
+        for (int64_t c = 0; c < s->c; c++) {
+            const float *stats = by_group ? rocq__row_f32(p->stats, c / group,
+                                                          p->stats->ne[2] == 1 ? 0 : it, 0)
+                                          : rocq__row_f32(p->stats, x1, x2, it);
+            z[c] = by_group ? (z[c] - stats[0]) * stats[1] : z[c] * stats[0];
+            if (weight) z[c] *= weight[c];
+            if (bias) z[c] += bias[c];
+        }
+    }
+    rocq__activate_row(a->simd, p->x_activation, z, s->c);
+}
+
+static void rocq__conv_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+    const rocq__conv *a = (const rocq__conv *)arg;
+    const rocq_conv_params *p = a->p;
+    const rocq__conv_shape *s = &a->s;
+    float *z = a->local + thread * a->pitch, *y = z + s->k;
+    const float *bias = p->bias ? rocq__row_f32(p->bias, 0, 0, 0) : NULL;
+    for (; r < r_end; r++) {
+        const rocq__coord o = rocq__coord_of(p->y, r);
+        float *to = z;
+        for (int32_t t = 0; t < s->kt; t++) {
+            for (int32_t j = 0; j < s->kh; j++) {
+                for (int32_t i = 0; i < s->kw; i++, to += s->c) {
+                    rocq__conv_input(a, to, o.i1 * s->stride + i - s->pad_x,
+                                     o.i2 * s->stride + j - s->pad_y,
+                                     o.i3 + t + s->past - (s->kt - 1));
+                }
+            }
+        }
+        if (p->residual) {
+            rocq__decode(a->simd, p->residual->format, y, rocq__row(p->residual, o.i1, o.i2, o.i3),
+                         s->m);
+        } else {
+            memset(y, 0, (size_t)s->m * sizeof *y);
+        }
+        for (int64_t m = 0; m < s->m; m++) {
+            float sum = 0.0f;
+            for (int64_t k = 0; k < s->k; k++) sum += a->weights[m * s->k + k] * z[k];
+            y[m] += bias ? bias[m] + sum : sum;
+        }
+        rocq__activate_row(a->simd, p->activation, y, s->m);
+        rocq__store(a->simd, p->y->format, rocq__row(p->y, o.i1, o.i2, o.i3), 0, y, s->m);
+    }
+}
+
+static void rocq__plan_conv_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__conv *a = (rocq__conv *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    a->p = (const rocq_conv_params *)params;
+    a->s = rocq__conv_shape_of(a->p);
+    a->simd = plan->ctx->has_simd;
+    a->weights = (float *)(void *)plan->scratch;
+    a->local = a->weights + (a->s.k * a->s.m + 15) / 16 * 16;
+    a->pitch = a->s.k + a->s.m;
+    rocq__plan_stage(plan, rocq__conv_decode_task, a, a->s.m, rocq__plan_grain(plan, a->s.k));
+    rocq__plan_stage(plan, rocq__conv_task, a, rocq__n_rows(a->p->y),
+                     rocq__plan_grain(plan, a->s.k * a->s.m));
+}
+
+// -- norm_stats --
+
+typedef struct rocq__norm_stats {
+    const rocq_norm_stats_params *p;
+    bool simd;
+    float eps;
+} rocq__norm_stats;
+
+// Of one group: n elements, their mean, and the sum of squared differences from it.
+typedef struct rocq__moments_of {
+    double n, mean, sum;
+} rocq__moments_of;
+
+// The moments of two sets together (Chan, Golub, LeVeque 1979).
+static rocq__moments_of rocq__moments_merge(rocq__moments_of a, rocq__moments_of b) {
+    const double n = a.n + b.n, d = b.mean - a.mean;
+    rocq__moments_of both;
+    if (b.n == 0.0) return a;
+    both.n = n;
+    both.mean = a.mean + d * b.n / n;
+    both.sum = a.sum + b.sum + d * d * a.n * b.n / n;
+    return both;
+}
+
+static void rocq__norm_stats_group_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
+    const rocq__norm_stats *a = (const rocq__norm_stats *)arg;
+    const rocq_norm_stats_params *p = a->p;
+    const rocq_tensor *like = p->stats ? p->stats : p->moments;
+    const int64_t n_groups = like->ne[1], group = p->x->ne[0] / n_groups;
+    (void)thread;
+    for (; i < i_end; i++) {
+        const int64_t g = i % n_groups, n = i / n_groups;
+        rocq__moments_of all = {0.0, 0.0, 0.0};
+        for (int64_t h = 0; h < p->x->ne[2]; h++) {
+            for (int64_t w = 0; w < p->x->ne[1]; w++) {
+                const unsigned char *row = rocq__row(p->x, w, h, n);
+                float buf[ROCQ__STRIP];
+                for (int64_t k = 0; k < group; k += ROCQ__STRIP) {
+                    const int64_t m = rocq__strip(group, k);
+                    const float *x = rocq__load(a->simd, p->x->format, row, g * group + k, m, buf);
+                    rocq__moments_of strip = {(double)m, 0.0, 0.0};
+                    for (int64_t c = 0; c < m; c++) strip.mean += (double)x[c];
+                    strip.mean /= (double)m;
+                    for (int64_t c = 0; c < m; c++) {
+                        strip.sum += ((double)x[c] - strip.mean) * ((double)x[c] - strip.mean);
+                    }
+                    all = rocq__moments_merge(all, strip);
+                }
+            }
+        }
+        if (p->moments) {
+            float *had = rocq__row_f32(p->moments, g, n, 0);
+            if (!p->first) {
+                const rocq__moments_of before = {(double)had[0], (double)had[1], (double)had[2]};
+                all = rocq__moments_merge(before, all);
+            }
+            had[0] = (float)all.n;
+            had[1] = (float)all.mean;
+            had[2] = (float)all.sum;
+        }
+        if (p->stats) {
+            float *stats = rocq__row_f32(p->stats, g, n, 0);
+            stats[0] = (float)all.mean;
+            stats[1] = (float)(1.0 / sqrt(all.sum / all.n + (double)a->eps));
+        }
+    }
+}
+
+static void rocq__norm_stats_position_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+    const rocq__norm_stats *a = (const rocq__norm_stats *)arg;
+    const rocq_norm_stats_params *p = a->p;
+    const int64_t n = p->x->ne[0];
+    (void)thread;
+    for (; r < r_end; r++) {
+        const int64_t i1 = r % p->x->ne[1], i2 = r / p->x->ne[1] % p->x->ne[2];
+        const int64_t i3 = r / p->x->ne[1] / p->x->ne[2];
+        double moment[2] = {0.0, 0.0};
+        float buf[ROCQ__STRIP];
+        for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
+            const int64_t m = rocq__strip(n, k);
+            const float *x =
+                rocq__load(a->simd, p->x->format, rocq__row(p->x, i1, i2, i3), k, m, buf);
+            rocq__moments(a->simd, x, 0.0f, m, moment);
+        }
+        *rocq__row_f32(p->stats, i1, i2, i3) =
+            (float)(1.0 / sqrt(moment[1] / (double)n + (double)a->eps));
+    }
+}
+
+static void rocq__plan_norm_stats_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    const rocq_norm_stats_params *p = (const rocq_norm_stats_params *)params;
+    rocq__norm_stats *a = (rocq__norm_stats *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    a->p = p;
+    a->simd = plan->ctx->has_simd;
+    a->eps = p->eps > 0.0f ? p->eps : 1e-6f;
+    if (p->stats && p->stats->ne[0] == 1) {
+        rocq__plan_stage(plan, rocq__norm_stats_position_task, a, rocq__n_rows(p->x),
+                         rocq__plan_grain(plan, p->x->ne[0]));
+    } else {
+        const int64_t n_groups = (p->stats ? p->stats : p->moments)->ne[1] * p->x->ne[3];
+        rocq__plan_stage(plan, rocq__norm_stats_group_task, a, n_groups,
+                         rocq__plan_grain(plan, rocq_tensor_count(p->x) / n_groups));
+    }
+}
+
+// -- resize --
+
+typedef struct rocq__resize {
+    const rocq_resize_params *p;
+    bool simd;
+} rocq__resize;
+
+// The two positions of x that position o of y lies between, and how far from the first.
+typedef struct rocq__between {
+    int64_t first, second;
+    float share;
+} rocq__between;
+
+static rocq__between rocq__resize_at(rocq_resize_mode mode, int64_t o, int64_t n_y, int64_t n_x) {
+    rocq__between b = {o * n_x / n_y, o * n_x / n_y, 0.0f};
+    if (mode == ROCQ_RESIZE_BILINEAR) {
+        const double at =
+            ROCQ__MAX(((double)o + 0.5) * (double)n_x / (double)n_y - 0.5, 0.0);
+        b.first = ROCQ__MIN((int64_t)at, n_x - 1);
+        b.second = ROCQ__MIN(b.first + 1, n_x - 1);
+        b.share = (float)(at - (double)b.first);
+    }
+    return b;
+}
+
+static void rocq__resize_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+    const rocq__resize *a = (const rocq__resize *)arg;
+    const rocq_resize_params *p = a->p;
+    const rocq_tensor *x = p->x;
+    (void)thread;
+    for (; r < r_end; r++) {
+        const rocq__coord o = rocq__coord_of(p->y, r);
+        const rocq__between w = rocq__resize_at(p->mode, o.i1, p->y->ne[1], x->ne[1]);
+        const rocq__between h = rocq__resize_at(p->mode, o.i2, p->y->ne[2], x->ne[2]);
+        for (int64_t k = 0; k < x->ne[0]; k += ROCQ__STRIP) {
+            const int64_t m = rocq__strip(x->ne[0], k);
+            float buf[4][ROCQ__STRIP], out[ROCQ__STRIP];
+            const float *from[4];
+            for (int i = 0; i < 4; i++) {
+                const unsigned char *row = rocq__row(x, i % 2 ? w.second : w.first,
+                                                     i / 2 ? h.second : h.first, o.i3);
+                from[i] = rocq__load(a->simd, x->format, row, k, m, buf[i]);
+            }
+            for (int64_t c = 0; c < m; c++) {
+                const float upper = from[0][c] + (from[1][c] - from[0][c]) * w.share;
+                const float lower = from[2][c] + (from[3][c] - from[2][c]) * w.share;
+                out[c] = upper + (lower - upper) * h.share;
+            }
+            rocq__store(a->simd, p->y->format, rocq__row(p->y, o.i1, o.i2, o.i3), k,
+                        p->mode == ROCQ_RESIZE_NEAREST ? from[0] : out, m);
+        }
+    }
+}
+
+static void rocq__plan_resize_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__resize *a = (rocq__resize *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    a->p = (const rocq_resize_params *)params;
+    a->simd = plan->ctx->has_simd;
+    rocq__plan_stage(plan, rocq__resize_task, a, rocq__n_rows(a->p->y),
+                     rocq__plan_grain(plan, 4 * a->p->y->ne[0]));
+}
+
+// -- pixels --
+
+// The sRGB curve of linear light (IEC 61966-2-1).
+static float rocq__srgb(float x) {
+    return x <= 0.0031308f ? 12.92f * x : 1.055f * powf(x, 1.0f / 2.4f) - 0.055f;
+}
+
+static void rocq__pixels_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+    const rocq_pixels_params *p = (const rocq_pixels_params *)arg;
+    const float scale = p->scale != 0.0f ? p->scale : 1.0f;
+    (void)thread;
+    for (; r < r_end; r++) {
+        const rocq__coord o = rocq__coord_of(p->y, r);
+        unsigned char *y = rocq__row(p->y, o.i1, o.i2, o.i3);
+        float x[4];
+        rocq__dequantize_row(p->x->format, x, rocq__row(p->x, o.i1, o.i2, o.i3), p->x->ne[0]);
+        for (int64_t c = 0; c < p->y->ne[0]; c++) {
+            float v = 1.0f;
+            if (c < 3 || p->x->ne[0] == 4) {
+                v = x[p->x->ne[0] == 1 ? 0 : c] * scale + p->bias;
+                v = !(v > 0.0f) ? 0.0f : v > 1.0f ? 1.0f : v;
+                if (p->srgb && c < 3) v = rocq__srgb(v);
+            }
+            y[c] = (unsigned char)lrintf(255.0f * v);
+        }
+    }
+}
+
+static void rocq__plan_pixels_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq_pixels_params *p = (rocq_pixels_params *)rocq__plan_take(plan, sizeof *p);
+    (void)op;
+    *p = *(const rocq_pixels_params *)params;
+    rocq__plan_stage(plan, rocq__pixels_task, p, rocq__n_rows(p->y), rocq__plan_grain(plan, 16));
+}
+
+// ---------------------------------------------------------------------------------------------
 // >>hip_api: the GPU runtime, its kernels, and the device
 // ---------------------------------------------------------------------------------------------
 // ctx->gpu has all that a GPU context has and a CPU context has not. Every call of the runtime
@@ -13138,6 +13585,33 @@ static void rocq__job_sample(rocq__job *job, const void *params) {
     rocq__job_launch(job, ROCQ_K_sample, 1, 1, 1024, &args);
 }
 
+// -- conv, norm_stats, resize, pixels --
+
+static void rocq__job_missing(rocq__job *job) {
+    if (job->result != ROCQ_OK) return;
+    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: not on a GPU yet", job->name);
+}
+
+static void rocq__job_conv(rocq__job *job, const void *params) {
+    (void)params;
+    rocq__job_missing(job);
+}
+
+static void rocq__job_norm_stats(rocq__job *job, const void *params) {
+    (void)params;
+    rocq__job_missing(job);
+}
+
+static void rocq__job_resize(rocq__job *job, const void *params) {
+    (void)params;
+    rocq__job_missing(job);
+}
+
+static void rocq__job_pixels(rocq__job *job, const void *params) {
+    (void)params;
+    rocq__job_missing(job);
+}
+
 // -- choices: by rule, or what was found --
 
 static rocq_launch_config rocq__rule_of(const rocq__chip *chip, const rocq__site *s) {
@@ -13229,7 +13703,9 @@ enum {
     ROCQ__ANY = 64, // all of ROCQ_FORMATS
     ROCQ__OPTIONAL = 128, ROCQ__OUTPUT = 256,
     ROCQ__PLANAR = 512, // on a GPU, block formats may also be in the planar layout
+    ROCQ__BIT_I8 = 1024,
     ROCQ__FLOAT = ROCQ__BIT_F32 | ROCQ__BIT_F16,
+    ROCQ__PLAIN = ROCQ__BIT_F32 | ROCQ__BIT_F16 | ROCQ__BIT_BF16,
     ROCQ__KV = ROCQ__BIT_F32 | ROCQ__BIT_F16 | ROCQ__BIT_BF16 | ROCQ__BIT_Q8_0 | ROCQ__BIT_Q4_0
 };
 
@@ -13240,6 +13716,7 @@ static bool rocq__accepts(int accept, rocq_format format) {
     case ROCQ_BF16: return (accept & (ROCQ__BIT_BF16 | ROCQ__ANY)) != 0;
     case ROCQ_Q8_0: return (accept & (ROCQ__BIT_Q8_0 | ROCQ__ANY)) != 0;
     case ROCQ_Q4_0: return (accept & (ROCQ__BIT_Q4_0 | ROCQ__ANY)) != 0;
+    case ROCQ_I8: return (accept & ROCQ__BIT_I8) != 0;
     case ROCQ_I32: return (accept & ROCQ__BIT_I32) != 0;
     default: return (accept & ROCQ__ANY) != 0;
     }
@@ -13440,6 +13917,21 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(SAMPLE, rocq_sample_params, IN, logits, ROCQ__BIT_F32)
     ROCQ_X(SAMPLE, rocq_sample_params, INDEX, recent, ROCQ__BIT_I32 | ROCQ__OPTIONAL)
     ROCQ_X(SAMPLE, rocq_sample_params, INDEX, allowed, ROCQ__BIT_I32 | ROCQ__OPTIONAL)
+    ROCQ_X(CONV, rocq_conv_params, OUT, y, ROCQ__PLAIN)
+    ROCQ_X(CONV, rocq_conv_params, KEPT, w, ROCQ__ANY | ROCQ__PLANAR)
+    ROCQ_X(CONV, rocq_conv_params, IN, x, ROCQ__PLAIN)
+    ROCQ_X(CONV, rocq_conv_params, KEPT, bias, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(CONV, rocq_conv_params, IN_PLACE, residual, ROCQ__PLAIN | ROCQ__OPTIONAL)
+    ROCQ_X(CONV, rocq_conv_params, IN, stats, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(CONV, rocq_conv_params, KEPT, norm_weight, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(CONV, rocq_conv_params, KEPT, norm_bias, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(NORM_STATS, rocq_norm_stats_params, OUT, stats, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(NORM_STATS, rocq_norm_stats_params, OUT, moments, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(NORM_STATS, rocq_norm_stats_params, IN, x, ROCQ__PLAIN)
+    ROCQ_X(RESIZE, rocq_resize_params, OUT, y, ROCQ__PLAIN)
+    ROCQ_X(RESIZE, rocq_resize_params, IN, x, ROCQ__PLAIN)
+    ROCQ_X(PIXELS, rocq_pixels_params, OUT, y, ROCQ__BIT_I8)
+    ROCQ_X(PIXELS, rocq_pixels_params, IN, x, ROCQ__PLAIN)
 #undef ROCQ_X
 };
 enum { ROCQ__N_OPERANDS = (int)(sizeof rocq__operands / sizeof rocq__operands[0]) };
@@ -13522,6 +14014,11 @@ static rocq_result rocq__check_activation(rocq_ctx *ctx, const char *op,
     return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown activation %d", op, (int)activation);
 }
 
+static rocq_result rocq__check_precision(rocq_ctx *ctx, const char *op, rocq_precision precision) {
+    if ((int)precision >= 0 && precision <= ROCQ_PRECISION_INT8) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown precision %d", op, (int)precision);
+}
+
 // The functions below check what an op demands beyond rocq__check_operands, which has run before.
 // Each macro checks one field of p and gives a rocq_result.
 #define ROCQ__SHAPE(name, ne0, ne1, ne2, ne3) \
@@ -13548,9 +14045,7 @@ static rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
     ROCQ__TRY(ROCQ__SAME(residual, y));
     ROCQ__TRY(rocq__check_activation(ctx, op, p->activation));
     ROCQ__TRY(ROCQ__RANGE(softcap, 0.0f, FLT_MAX));
-    if ((int)p->precision < 0 || p->precision > ROCQ_PRECISION_INT8) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul: unknown precision %d", (int)p->precision);
-    }
+    ROCQ__TRY(rocq__check_precision(ctx, op, p->precision));
     for (int i = 0; i < 2; i++) {
         const rocq_tensor *w = i == 0 ? p->w : p->w2;
         if (!w || rocq__asked(ctx, p->precision) != ROCQ_PRECISION_INT8 ||
@@ -13775,6 +14270,114 @@ static rocq_result rocq__check_sample(rocq_ctx *ctx, const char *op, const void 
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "sample: top_k is %d", (int)p->top_k);
     }
     return ROCQ_OK;
+}
+
+static rocq_result rocq__check_conv(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_conv_params *p = (const rocq_conv_params *)params;
+    const struct {
+        const char *name;
+        int32_t value, low, high;
+        bool odd;
+    } ints[] = {{"kw", p->kw, 0, 7, true},         {"kh", p->kh, 0, 7, true},
+                {"kt", p->kt, 0, 7, false},        {"stride", p->stride, 0, 2, false},
+                {"upsample", p->upsample, 0, 2, false},
+                {"pad_x", p->pad_x, -1, ROCQ__MAX(p->kw, 1) - 1, false},
+                {"pad_y", p->pad_y, -1, ROCQ__MAX(p->kh, 1) - 1, false}};
+    for (size_t i = 0; i < sizeof ints / sizeof ints[0]; i++) {
+        const int32_t v = ints[i].value;
+        if (v >= ints[i].low && v <= ints[i].high && !(ints[i].odd && v > 0 && v % 2 == 0)) {
+            continue;
+        }
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "conv: %s is %d, expected %d to %d%s", ints[i].name,
+                          (int)v, (int)ints[i].low, (int)ints[i].high, ints[i].odd ? ", odd" : "");
+    }
+    int64_t k;
+    const int64_t taps = (int64_t)ROCQ__MAX(p->kw, 1) * ROCQ__MAX(p->kh, 1) * ROCQ__MAX(p->kt, 1);
+    if (!rocq__mul(p->x->ne[0], taps, &k) || p->x->ne[1] > INT32_MAX || p->x->ne[2] > INT32_MAX ||
+        p->y->ne[1] > INT32_MAX || p->y->ne[2] > INT32_MAX) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "conv: sizes of x or y overflow");
+    }
+    ROCQ__TRY(ROCQ__SHAPE(w, k, p->y->ne[0], 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(bias, p->y->ne[0], 1, 1, 1));
+    ROCQ__TRY(ROCQ__SAME(residual, y));
+    const rocq__conv_shape s = rocq__conv_shape_of(p);
+    // Each row, column and frame of y has at least one tap inside z.
+    if ((p->y->ne[1] - 1) * s.stride - s.pad_x >= s.w ||
+        (p->y->ne[2] - 1) * s.stride - s.pad_y >= s.h || s.past < 0 || s.past >= s.kt) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE,
+                          "conv: y of %lld x %lld, %lld frames, from x of %lld x %lld, %lld frames",
+                          (long long)p->y->ne[1], (long long)p->y->ne[2], (long long)p->y->ne[3],
+                          (long long)p->x->ne[1], (long long)p->x->ne[2], (long long)p->x->ne[3]);
+    }
+    if (!p->stats && (p->norm_weight || p->norm_bias)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "conv: norm_weight or norm_bias without stats");
+    }
+    if (p->stats && p->stats->ne[0] == 2) {
+        ROCQ__TRY(ROCQ__SHAPE(stats, 2, -1, p->stats->ne[2] == 1 ? 1 : p->x->ne[3], 1));
+        if (p->x->ne[0] % p->stats->ne[1] != 0) {
+            return rocq__fail(ctx, ROCQ_E_SHAPE, "conv: %lld groups of %lld channels",
+                              (long long)p->stats->ne[1], (long long)p->x->ne[0]);
+        }
+    } else if (p->stats) {
+        ROCQ__TRY(ROCQ__SHAPE(stats, 1, p->x->ne[1], p->x->ne[2], p->x->ne[3]));
+    }
+    ROCQ__TRY(ROCQ__SHAPE(norm_weight, p->x->ne[0], 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(norm_bias, p->x->ne[0], 1, 1, 1));
+    ROCQ__TRY(rocq__check_activation(ctx, op, p->x_activation));
+    ROCQ__TRY(rocq__check_activation(ctx, op, p->activation));
+    int exponent;
+    if (p->x_scale != 0.0f && !(p->x_scale > 0.0f && p->x_scale <= FLT_MAX &&
+                                frexpf(p->x_scale, &exponent) == 0.5f)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "conv: x_scale is %g, expected a power of two",
+                          (double)p->x_scale);
+    }
+    return rocq__check_precision(ctx, op, p->precision);
+}
+
+static rocq_result rocq__check_norm_stats(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_norm_stats_params *p = (const rocq_norm_stats_params *)params;
+    const rocq_tensor *like = p->stats ? p->stats : p->moments;
+    if (!like) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "norm_stats: stats and moments are NULL");
+    }
+    ROCQ__TRY(ROCQ__RANGE(eps, 0.0f, FLT_MAX));
+    if (p->stats && p->stats->ne[0] == 1) {
+        if (p->moments) {
+            return rocq__fail(ctx, ROCQ_E_ARGUMENT, "norm_stats: no moments of single positions");
+        }
+        return ROCQ__SHAPE(stats, 1, p->x->ne[1], p->x->ne[2], p->x->ne[3]);
+    }
+    ROCQ__TRY(ROCQ__SHAPE(stats, 2, like->ne[1], p->x->ne[3], 1));
+    ROCQ__TRY(ROCQ__SHAPE(moments, 3, like->ne[1], p->x->ne[3], 1));
+    if (p->x->ne[0] % like->ne[1] != 0) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "norm_stats: %lld groups of %lld channels",
+                          (long long)like->ne[1], (long long)p->x->ne[0]);
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result rocq__check_resize(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_resize_params *p = (const rocq_resize_params *)params;
+    if ((int)p->mode < 0 || p->mode > ROCQ_RESIZE_BILINEAR) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "resize: unknown mode %d", (int)p->mode);
+    }
+    for (int d = 1; d < 3; d++) {
+        if (p->x->ne[d] <= INT32_MAX && p->y->ne[d] <= INT32_MAX) continue;
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "resize: sizes of x or y overflow");
+    }
+    return ROCQ__SHAPE(y, p->x->ne[0], -1, -1, p->x->ne[3]);
+}
+
+static rocq_result rocq__check_pixels(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_pixels_params *p = (const rocq_pixels_params *)params;
+    const int64_t c = p->x->ne[0];
+    if ((p->y->ne[0] != 3 && p->y->ne[0] != 4) || (c != 1 && c != 3 && c != 4)) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "pixels: %lld channels of x, %lld of y",
+                          (long long)c, (long long)p->y->ne[0]);
+    }
+    ROCQ__TRY(ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(bias, -FLT_MAX, FLT_MAX));
+    return ROCQ__SHAPE(y, -1, p->x->ne[1], p->x->ne[2], p->x->ne[3]);
 }
 
 #undef ROCQ__SHAPE
@@ -14022,6 +14625,12 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
         if (!rocq__attention_reach(ctx, p, &pairs, &positions)) return cost;
         cost.flops = 4.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
         if (rocq__on_gpu(ctx)) cost.matrix = cost.flops;
+    } else if (op == ROCQ_OP_CONV) {
+        const rocq_conv_params *p = (const rocq_conv_params *)params;
+        cost.flops = 2.0 * rocq__elems(p->y) * (double)p->w->ne[0];
+        if (rocq__on_gpu(ctx)) cost.matrix = cost.flops;
+    } else if (op == ROCQ_OP_NORM_STATS) {
+        cost.flops = rocq__elems(((const rocq_norm_stats_params *)params)->x);
     } else if (op == ROCQ_OP_ARGMAX) {
         cost.flops = rocq__elems(((const rocq_argmax_params *)params)->x);
     } else if (op == ROCQ_OP_SAMPLE) {
@@ -14169,6 +14778,10 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
     ROCQ_X(gather, rocq_gather_params, gather, none, gather, gather)
     ROCQ_X(argmax, rocq_argmax_params, argmax, none, argmax, argmax)
     ROCQ_X(sample, rocq_sample_params, sample, sample, sample, sample)
+    ROCQ_X(conv, rocq_conv_params, conv, conv, conv, conv)
+    ROCQ_X(norm_stats, rocq_norm_stats_params, norm_stats, none, norm_stats, norm_stats)
+    ROCQ_X(resize, rocq_resize_params, resize, none, resize, resize)
+    ROCQ_X(pixels, rocq_pixels_params, pixels, none, pixels, pixels)
 #undef ROCQ_X
 };
 
@@ -16696,7 +17309,8 @@ static rocq_result rocq__check_copy(rocq_ctx *ctx, const char *op, const rocq_te
                                     const void *host, int64_t size, int accept) {
     ROCQ__TRY(rocq__not_recording(ctx, op));
     if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, op));
-    ROCQ__TRY(rocq__check_tensor(ctx, op, "tensor", t, ROCQ__ANY | ROCQ__BIT_I32 | accept));
+    ROCQ__TRY(rocq__check_tensor(ctx, op, "tensor", t,
+                                 ROCQ__ANY | ROCQ__BIT_I8 | ROCQ__BIT_I32 | accept));
     if (!host) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: host pointer is NULL", op);
     if (!rocq_tensor_contiguous(t) || size != rocq_tensor_size(t)) {
         return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %lld bytes for a tensor of %lld%s", op,
@@ -16737,6 +17351,55 @@ ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *
 
 ROCQ_DEF float rocq_f16_to_f32(uint16_t half) { return rocq__f16_to_f32(half); }
 ROCQ_DEF uint16_t rocq_f32_to_f16(float value) { return rocq__f32_to_f16(value); }
+
+// Element (c, i, j, s) of a row, kernel column i, row j and frame s, goes from i + kw (j + kh (s +
+// kt c)) to c + C (i + kw (j + kh s)): from channels outermost to channels innermost.
+ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_params *p) {
+    const char *op = "conv_weights";
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (!p) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: params is NULL", op);
+    ROCQ__TRY(rocq__not_recording(ctx, op));
+    ROCQ__TRY(rocq__check_tensor(ctx, op, "w", p->w, ROCQ__ANY | ROCQ__PLANAR | ROCQ__OUTPUT));
+    const int32_t sizes[3] = {p->kw, p->kh, p->kt};
+    int64_t taps = 1, bytes, float_bytes, row_bytes = 0, elems, src_elem;
+    for (int i = 0; i < 3; i++) {
+        if (sizes[i] < 0 || sizes[i] > 7) {
+            return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %d taps, expected 0 to 7", op,
+                              (int)sizes[i]);
+        }
+        taps *= ROCQ__MAX(sizes[i], 1);
+    }
+    const int64_t k = p->w->ne[0], m = p->w->ne[1];
+    ROCQ__TRY(rocq__check_format(ctx, op, "src", ROCQ__PLAIN, p->src_format, &elems, &src_elem));
+    if (k % taps != 0 || p->w->ne[2] != 1 || p->w->ne[3] != 1 || !rocq_tensor_contiguous(p->w)) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: w of %lld x %lld for %lld taps", op, (long long)k,
+                          (long long)m, (long long)taps);
+    }
+    if (!p->src || (uintptr_t)p->src % (uintptr_t)rocq__alignment_of(p->src_format) != 0 ||
+        p->src_size != rocq_tensor_count(p->w) * src_elem) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: src of %lld bytes for %lld weights", op,
+                          (long long)p->src_size, (long long)rocq_tensor_count(p->w));
+    }
+    row_bytes = rocq__bytes(p->w->format, k);
+    bytes = rocq_tensor_size(p->w);
+    if (!rocq__mul(2 * k, (int64_t)sizeof(float), &float_bytes) ||
+        !rocq__add(bytes, float_bytes, &float_bytes)) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of w overflows", op);
+    }
+    float *row = (float *)rocq__alloc(ctx, float_bytes), *turned = row + k;
+    if (!row) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no memory for %lld bytes", op,
+                                (long long)float_bytes);
+    unsigned char *encoded = (unsigned char *)(turned + k);
+    for (int64_t r = 0; r < m; r++) {
+        rocq__dequantize_row(p->src_format, row, (const char *)p->src + r * k * src_elem, k);
+        for (int64_t i = 0; i < k; i++) turned[i % taps * (k / taps) + i / taps] = row[i];
+        rocq__quantize_row(p->w->format, encoded + r * row_bytes, turned, k, NULL);
+    }
+    rocq_result result = rocq_upload(ctx, p->w, encoded, bytes);
+    if (result == ROCQ_OK) result = rocq_sync(ctx);
+    rocq__free(ctx, row);
+    return result;
+}
 
 #define ROCQ_X(NAME, name, params)                                            \
     ROCQ_DEF rocq_result rocq_##name(rocq_ctx *ctx, const params *p) {        \
