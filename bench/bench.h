@@ -86,6 +86,9 @@
 #endif
 #include "../rocq.h"
 
+#define DS_PROGRAM "bench"
+#include "../examples/ds.h"
+
 #include <errno.h>
 #include <math.h>
 #include <pthread.h>
@@ -152,11 +155,6 @@ typedef struct bench_note { // a value, or why there is none
     bool verified;
 } bench_note;
 
-typedef struct bench_notes {
-    bench_note *items;
-    int64_t n;
-} bench_notes;
-
 typedef struct bench {
     rocq_ctx *ctx;          // open, of the chosen device
     rocq_info info;         // of ctx
@@ -173,9 +171,8 @@ typedef struct bench {
     char **filters;
     int n_filters;
     char time[32], commit[64], *machine; // machine: as JSON
-    bench_result *results;
-    int64_t n_results;
-    bench_notes values, failed, skipped;
+    bench_result *results;  // this and the next are arrays of stb_ds's
+    bench_note *values, *failed, *skipped;
     unsigned char *flush;   // what bench_flush reads
     int turn_in, turn_out;  // file descriptors
     bool turns, terminal, finished, disturbed;
@@ -256,13 +253,6 @@ BENCH_FN char *bench__copy(const char *text) {
     char *copy = strdup(text ? text : "");
     if (!copy) bench__die("out of memory");
     return copy;
-}
-
-BENCH_FN void *bench__grow(void *items, int64_t n, size_t size) { // room for one more
-    items = realloc(items, (size_t)(n + 1) * size);
-    if (!items) bench__die("out of memory");
-    memset((char *)items + (size_t)n * size, 0, size);
-    return items;
 }
 
 BENCH_FN double bench__now(void) { // ns
@@ -750,10 +740,10 @@ BENCH_FN void bench__put_result(FILE *f, const bench_result *r) {
     fputs("}", f);
 }
 
-BENCH_FN void bench__put_notes(FILE *f, const char *key, const bench_notes *notes, bool values) {
+BENCH_FN void bench__put_notes(FILE *f, const char *key, const bench_note *notes, bool values) {
     fprintf(f, ",\n\"%s\": [", key);
-    for (int64_t i = 0; i < notes->n; i++) {
-        const bench_note *note = &notes->items[i];
+    for (int64_t i = 0; i < arrlen(notes); i++) {
+        const bench_note *note = &notes[i];
         fputs(i ? ",\n  " : "\n  ", f);
         bench__put_string(f, "{name", note->name);
         if (values) bench__put_number(f, "value", note->value);
@@ -806,14 +796,14 @@ BENCH_FN bool bench__write(const bench *b) {
         bench__put_ceiling(f, units[i], all, b->unit_all[i], &n);
     }
     fputs("],\n\"cases\": [", f);
-    for (int64_t i = 0; i < b->n_results; i++) {
+    for (int64_t i = 0; i < arrlen(b->results); i++) {
         fputs(i ? ",\n  " : "\n  ", f);
         bench__put_result(f, &b->results[i]);
     }
     fputs("]", f);
-    bench__put_notes(f, "values", &b->values, true);
-    bench__put_notes(f, "failed", &b->failed, false);
-    bench__put_notes(f, "skipped", &b->skipped, false);
+    bench__put_notes(f, "values", b->values, true);
+    bench__put_notes(f, "failed", b->failed, false);
+    bench__put_notes(f, "skipped", b->skipped, false);
     fputs("}\n", f);
     if (fclose(f) != 0) bench__die("out of memory");
     rocq_result result = rocq_file_open(b->ctx, &file, b->json);
@@ -834,14 +824,10 @@ BENCH_FN void bench__clear_line(const bench *b) {
     if (b->terminal) fputs("\r\033[K", stderr);
 }
 
-BENCH_FN void bench__note(bench *b, bench_notes *notes, const char *name, const char *text,
+BENCH_FN void bench__note(bench *b, bench_note **notes, const char *name, const char *text,
                           double value, bool verified) {
-    notes->items = (bench_note *)bench__grow(notes->items, notes->n, sizeof *notes->items);
-    bench_note *note = &notes->items[notes->n++];
-    note->name = bench__copy(name);
-    note->text = bench__copy(text);
-    note->value = value;
-    note->verified = verified;
+    const bench_note note = {bench__copy(name), bench__copy(text), value, verified};
+    arrput(*notes, note);
     bench__clear_line(b);
 }
 
@@ -1060,14 +1046,13 @@ BENCH_FN const bench_result *bench_run_pair(bench *b, const bench_case *cases, i
             r->ratio = r->summary.median / rs[0].summary.median;
             bench__ratio_interval(r->samples, rs[0].samples, whole, r->ratio_ci);
         }
-        b->results = (bench_result *)bench__grow(b->results, b->n_results, sizeof *b->results);
-        b->results[b->n_results++] = *r;
+        arrput(b->results, *r);
         bench__print_row(b, r);
     }
     free(rs);
     free(cs);
     bench__write(b);
-    return keep && m == n ? &b->results[b->n_results - n] : NULL;
+    return keep && m == n ? &b->results[arrlen(b->results) - n] : NULL;
 }
 
 BENCH_FN const bench_result *bench_run(bench *b, const bench_case *c) {
@@ -1224,12 +1209,12 @@ BENCH_FN bool bench_open(bench *b, int argc, char **argv, const char *program) {
     return true;
 }
 
-BENCH_FN void bench__free_notes(bench_notes *notes) {
-    for (int64_t i = 0; i < notes->n; i++) {
-        free(notes->items[i].name);
-        free(notes->items[i].text);
+BENCH_FN void bench__free_notes(bench_note *notes) {
+    for (int64_t i = 0; i < arrlen(notes); i++) {
+        free(notes[i].name);
+        free(notes[i].text);
     }
-    free(notes->items);
+    arrfree(notes);
 }
 
 BENCH_FN int bench_close(bench *b) {
@@ -1242,13 +1227,13 @@ BENCH_FN int bench_close(bench *b) {
         waitpid(b->disturber, NULL, 0);
     }
     const bool written = bench__write(b);
-    const int status = bench__stopped ? 130 : b->failed.n > 0 || !written ? 1 : 0;
+    const int status = bench__stopped ? 130 : arrlen(b->failed) > 0 || !written ? 1 : 0;
     if (bench__stopped) fprintf(stderr, "%s: stopped; what was measured is kept\n", b->program);
-    for (int64_t i = 0; i < b->n_results; i++) bench__free_result(&b->results[i]);
-    free(b->results);
-    bench__free_notes(&b->values);
-    bench__free_notes(&b->failed);
-    bench__free_notes(&b->skipped);
+    for (int64_t i = 0; i < arrlen(b->results); i++) bench__free_result(&b->results[i]);
+    arrfree(b->results);
+    bench__free_notes(b->values);
+    bench__free_notes(b->failed);
+    bench__free_notes(b->skipped);
     free(b->machine);
     free(b->flush);
     free(b->filters);

@@ -394,7 +394,7 @@ static void measure_threads(bench *b, const char *name, const char *path,
 }
 
 static const bench_result *find_result(const bench *b, const char *name) {
-    for (int64_t i = 0; i < b->n_results; i++)
+    for (int64_t i = 0; i < arrlen(b->results); i++)
         if (strcmp(b->results[i].name, name) == 0) return &b->results[i];
     return NULL;
 }
@@ -403,7 +403,7 @@ static const bench_result *find_result(const bench *b, const char *name) {
 // thread, and the same of llama.cpp.
 static void print_threads(const bench *b) {
     static const char *const sides[2] = {"", "/llama.cpp"};
-    for (int64_t i = 0; i < b->n_results; i++) {
+    for (int64_t i = 0; i < arrlen(b->results); i++) {
         const char *name = b->results[i].name, *at = strstr(name, "/threads/1");
         if (!at || strcmp(at, "/threads/1") != 0) continue;
         const int length = (int)(at - name);

@@ -138,7 +138,7 @@ typedef struct event {
 
 typedef struct trace {
     bench *b;
-    event *events;
+    event *events; // [n], an array of stb_ds's
     int64_t n, n_requests, warm, n_warm; // warm: first event of the last quarter of the steps
     int32_t n_numbers;
     int64_t peak, peak_at; // bytes asked for at once, and the event after which
@@ -151,7 +151,7 @@ static bool read_trace(trace *t, int steps) {
     char line[100];
     snprintf(line, sizeof line, "python3 bench/training_trace --steps %d 2>/dev/null", steps);
     FILE *file = popen(line, "r");
-    int64_t room = 0, live = 0, *sizes = NULL;
+    int64_t live = 0, *sizes = NULL; // sizes: an array of stb_ds's, by number
     int step = 0;
     while (file && fgets(line, sizeof line, file)) {
         long long number = 0, size = 0;
@@ -159,23 +159,16 @@ static bool read_trace(trace *t, int steps) {
         if (sscanf(line, "a %lld %lld", &number, &size) != 2 && sscanf(line, "f %lld", &number) != 1) {
             continue;
         }
-        if (t->n == room) {
-            room = 2 * room + 1000;
-            t->events = (event *)realloc(t->events, (size_t)room * sizeof *t->events);
-            if (!t->events) return false;
-        }
-        if (number >= t->n_numbers) {
-            t->n_numbers = (int32_t)number + 1;
-            sizes = (int64_t *)realloc(sizes, (size_t)t->n_numbers * sizeof *sizes);
-            if (!sizes) return false;
-        }
-        t->events[t->n].number = (int32_t)number;
-        t->events[t->n++].size = size;
+        const event e = {(int32_t)number, size};
+        arrput(t->events, e);
+        t->n++;
+        if (number >= arrlen(sizes)) arrsetlen(sizes, number + 1);
         live += size > 0 ? size : -sizes[number];
         if (size > 0) sizes[number] = size, t->n_requests++;
         if (live > t->peak) t->peak = live, t->peak_at = t->n;
     }
-    free(sizes);
+    t->n_numbers = (int32_t)arrlen(sizes);
+    arrfree(sizes);
     const bool whole = file && pclose(file) == 0 && t->n > 0;
     if (whole) t->buffers = (rocq_buffer *)bench_alloc(t->n_numbers * (int64_t)sizeof(rocq_buffer));
     return whole;
@@ -272,7 +265,7 @@ static void host_size(bench *b, rocq_pool *pool, int64_t size) {
     const bench_result *results = bench_run_pair(b, cases, 3);
     for (int k = 0; results && k < 2; k++) {
         times_faster(b, names[k], results[2].summary.median / results[k].summary.median);
-        results = b->results + b->n_results - 3;
+        results = b->results + arrlen(b->results) - 3;
     }
     give_back(&r);
 }
@@ -504,7 +497,7 @@ static void traces(bench *b) {
         compare(b, "trace/touched", "malloc", trace_pool, trace_malloc, &t, n);
     }
     rocq_pool_destroy(&t.pool);
-    free(t.events);
+    arrfree(t.events);
     free(t.buffers);
 }
 
