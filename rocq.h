@@ -691,7 +691,7 @@ typedef struct rocq_allocator {
 // The precision asked for, by an op's params or rocq_desc.precision, is the least exact that may be
 // used. An op that does not have it uses a more exact one: most ops have F32 alone, and a GPU
 // multiplies up to 8 columns in INT8 or F32. E_UNSUPPORTED is for an op that has only less exact
-// ones (attention in F32 on a GPU) and for a product in INT8 whose w has no integer codes.
+// ones (attention and convolution in F32 on a GPU) and for a product in INT8 whose w has no integer codes.
 typedef enum rocq_precision {
     ROCQ_PRECISION_AUTO = 0, // by op, backend, chip and shape: see rocq_get_precision
     ROCQ_PRECISION_F32,  // operands exact in F32, F32 sums:           NMSE <= 1e-6
@@ -1291,7 +1291,7 @@ ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 //     product, CPU with AVX2          INT8 for quantized w but MXFP6_E3M2, else F32
 //     product, GPU, up to 8 columns   INT8 for quantized w but MXFP6, else F32
 //     product, GPU, more columns      F32 for w in F32, else F16
-//     attention, GPU                  F16
+//     attention, convolution, GPU     F16
 //     everything else                 F32
 typedef struct rocq_precision_info {
     rocq_precision precision; // F32, F16 or INT8
@@ -17292,7 +17292,9 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *p
     rocq__choice choice, second;
     if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
     else choice = rocq__precision_rule_for(ctx, backend, op, ROCQ_F32, 0);
-    info->asked = rocq__asked(ctx, p ? p->precision : ROCQ_PRECISION_AUTO);
+    info->asked = rocq__asked(ctx, p                    ? p->precision
+                                   : op == ROCQ_OP_CONV ? ((const rocq_conv_params *)params)->precision
+                                                        : ROCQ_PRECISION_AUTO);
     info->nmse = rocq__nmse_bound(choice.precision);
     if (p && p->w2) { // y is a product of two sums and has the errors of both
         second = rocq__product_choice(ctx, backend, p, p->w2);
