@@ -539,6 +539,45 @@ static void same_everywhere(void **state) {
     assert_int_equal(n_wrong, 0);
 }
 
+// The SIMD decoder gives the plain one's bits, whatever the number of blocks, and writes no more.
+static void decoders_agree(void **state) {
+    (void)state;
+    enum { MOST = 19 };
+    for (int f = 0; f < N_FORMATS; f++) {
+        const rocq_format format = formats[f];
+        const int64_t elems = block_elems(format), bytes = block_bytes(format);
+        const int64_t step = elems == 1 ? 7 : 1;
+        unsigned char *blocks = (unsigned char *)alloc(MOST * step * bytes);
+        for (int64_t n = step; n <= MOST * step; n += step) {
+            float *want = nans(n * elems + 8), *got = nans(n * elems + 8), *op = nans(n * elems);
+            random_bytes(blocks, n * bytes);
+            rocq__decode(false, format, want, blocks, n * elems);
+            rocq__decode(rocq__cpu_best() > ROCQ_CPU_PLAIN, format, got, blocks, n * elems);
+            assert_int_equal(rocq_dequantize(format, op, blocks, n * elems), ROCQ_OK);
+            for (int64_t i = 0; i < n * elems; i++) {
+                if (!same_float(got[i], want[i]) || !same_float(op[i], want[i])) {
+                    fail_msg("%s, %lld blocks: element %lld is %g and %g, not %g",
+                             rocq_format_name(format), (long long)n, (long long)i, (double)got[i],
+                             (double)op[i], (double)want[i]);
+                }
+            }
+            for (int64_t i = n * elems; i < n * elems + 8; i++) assert_true(got[i] != got[i]);
+            free(want);
+            free(got);
+            free(op);
+        }
+        free(blocks);
+    }
+    const int64_t n = 1 << 16; // from here on rocq_dequantize takes SIMD for F16
+    uint16_t *half = (uint16_t *)alloc(2 * n);
+    float *all = nans(n);
+    for (int64_t i = 0; i < n; i++) half[i] = (uint16_t)i;
+    assert_int_equal(rocq_dequantize(ROCQ_F16, all, half, n), ROCQ_OK);
+    for (int64_t i = 0; i < n; i++) assert_true(same_float(all[i], rocq_f16_to_f32(half[i])));
+    free(half);
+    free(all);
+}
+
 // -- ggml --
 
 typedef struct ggml_formats {
@@ -1088,7 +1127,8 @@ int main(void) {
         cmocka_unit_test(names_and_sizes),    cmocka_unit_test(halves),
         cmocka_unit_test(pictures),           cmocka_unit_test(packing),
         cmocka_unit_test(mxfp6_decode),       cmocka_unit_test(mxfp6_encode),
-        cmocka_unit_test(same_everywhere),    cmocka_unit_test(importance),
+        cmocka_unit_test(same_everywhere),    cmocka_unit_test(decoders_agree),
+        cmocka_unit_test(importance),
         cmocka_unit_test(rows),               cmocka_unit_test(extremes),
         cmocka_unit_test(not_finite_inside),  cmocka_unit_test(overlapping_spans_are_refused),
         cmocka_unit_test(failures),
