@@ -2119,6 +2119,10 @@ enum {
     ROCQ_K_ROW_THREADS = 256, // of a block of softmax, which computes one row
     ROCQ_K_NORM_THREADS = 512,// of a block of norm, which computes one row
     ROCQ_K_ATTEND_RUN = 128,  // fewest positions that a block of attention takes
+    ROCQ_K_CONV_W = 16,       // a block of a conv: columns and rows of y
+    ROCQ_K_CONV_H = 8,
+    ROCQ_K_CONV_PATCH = 180,  // most positions of z in LDS: 3x3 taps of such a block
+    ROCQ_K_STATS_RUN = 128,   // elements of a channel that a thread of norm_stats adds up
     ROCQ_K_DIMS = 4
 };
 
@@ -2379,6 +2383,52 @@ typedef struct rocq_k_attention_args {
     uint32_t *counter;
 } rocq_k_attention_args;
 
+// y = activation(bias + residual + sums y_scale) over tiles of ROCQ_K_CONV_W columns and
+// ROCQ_K_CONV_H rows of a frame; blockIdx.x counts tiles_m, tiles_x, tiles_y, n_splits, blockIdx.z
+// frames of y. With n_splits over 1 the sums go to work, and conv_merge follows.
+typedef struct rocq_k_conv_args {
+    rocq_k_common common;
+    float *work;             // n_splits > 1: floats [M, n_splits, OW, OH, N]
+    const void *w;           // F16 [C kw kh kt, M] without gaps
+    rocq_k_tensor y, x, residual, stats; // as in rocq_conv_params; data NULL: absent
+    const float *bias, *norm_weight, *norm_bias; // or NULL
+    int32_t m, c, slices;    // slices of 64 channels of x
+    int32_t group;           // channels of a group of stats
+    int32_t kw, kh, kt, stride, pad_x, pad_y, past;
+    int32_t upsample;        // z is x shifted up by so many bits in both directions
+    int32_t z_w, z_h;
+    int32_t halo;            // a patch has all kw kh taps' positions, not one tap's
+    int32_t patch_w, patch_n;// its columns and positions
+    int32_t patch_w_inverse; // 65536 / patch_w + 1
+    int32_t x_wide, w_wide, y_wide; // read by 8 channels at once; y: residual and bias, too
+    int32_t x_activation, activation;
+    float x_scale, y_scale;  // y_scale = 1 / x_scale
+    int32_t tiles_m, tiles_x, tiles_y, n_splits;
+} rocq_k_conv_args;
+
+// n_shares shares of the positions of each frame, by blocks of 256 channels; then a block a group.
+typedef struct rocq_k_norm_stats_args {
+    rocq_k_common common;
+    float *work;                      // [2, C, n_shares, N]
+    rocq_k_tensor x, stats, moments;  // data NULL: absent
+    int32_t group, n_shares;
+    int32_t first, packed, wide;      // packed: no gaps between rows; wide: 8 channels at once
+    float eps;
+} rocq_k_norm_stats_args;
+
+typedef struct rocq_k_resize_args {
+    rocq_k_common common;
+    rocq_k_tensor y, x;
+    int32_t bilinear;
+} rocq_k_resize_args;
+
+typedef struct rocq_k_pixels_args {
+    rocq_k_common common;
+    rocq_k_tensor y, x;
+    float scale, bias;
+    int32_t srgb;
+} rocq_k_pixels_args;
+
 // Formats whose codes fit int8 and for which the integer dot product pays: X(name), names as in
 // ROCQ_FORMATS. The MXFP6 formats are decoded to floats.
 #define ROCQ_K_INT8_FORMATS(F, X) \
@@ -2432,7 +2482,16 @@ typedef struct rocq_k_attention_args {
     X(decode, rocq_k_decode_args, 256)                       \
     X(argmax, rocq_k_argmax_args, 1024)                      \
     X(sample, rocq_k_sample_args, 1024)                      \
-    X(ranges, rocq_k_ranges_args, 256)
+    X(ranges, rocq_k_ranges_args, 256)                       \
+    X(conv_128, rocq_k_conv_args, 128)                       \
+    X(conv_64, rocq_k_conv_args, 128)                        \
+    X(conv_16, rocq_k_conv_args, 128)                        \
+    X(conv_merge, rocq_k_conv_args, 256)                     \
+    X(norm_stats, rocq_k_norm_stats_args, 256)               \
+    X(norm_stats_merge, rocq_k_norm_stats_args, 256)         \
+    X(norm_stats_positions, rocq_k_norm_stats_args, 256)     \
+    X(resize, rocq_k_resize_args, 256)                       \
+    X(pixels, rocq_k_pixels_args, 256)
 
 enum {
 #define ROCQ_X(name, args, threads) ROCQ_K_##name,
@@ -13596,29 +13655,191 @@ static void rocq__job_sample(rocq__job *job, const void *params) {
 
 // -- conv, norm_stats, resize, pixels --
 
-static void rocq__job_missing(rocq__job *job) {
-    if (job->result != ROCQ_OK) return;
-    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: not on a GPU yet", job->name);
+// Whether eight neighbouring elements of any row of t can be read at once; t may be NULL.
+static bool rocq__k_wide(const rocq_tensor *t) {
+    if (!t) return true;
+    const int64_t elem = rocq__bytes(t->format, 1);
+    int64_t all = (int64_t)(uintptr_t)rocq__device_data(t);
+    for (int d = 1; d < 4; d++) all |= t->ne[d] > 1 ? t->stride[d] * elem : 0;
+    return t->ne[0] % 8 == 0 && all % 16 == 0;
+}
+
+// w as the kernels read it: F16 without gaps, 16-byte aligned.
+static rocq_tensor rocq__conv_w(rocq__job *job, const rocq_tensor *w) {
+    if (w->format == ROCQ_F16 && rocq_tensor_contiguous(w) &&
+        (uintptr_t)rocq__device_data(w) % 16 == 0) {
+        return *w;
+    }
+    const rocq_tensor halves = rocq__job_tensor(job, ROCQ_F16, ROCQ_LAYOUT_GGUF, w->ne, w->ne[0]);
+    rocq__job_convert(job, &halves, w);
+    return halves;
+}
+
+// Into how many shares the `patches` of K are split, where there are fewer tiles than the chip holds
+// blocks, each of which is two or three to a compute unit. A round of blocks takes as long as the
+// share of one; merging a share is reckoned as a quarter of a patch.
+static int32_t rocq__conv_splits(const rocq__chip *chip, int64_t tiles, int64_t patches) {
+    int32_t best = 1;
+    double best_time = 0.0;
+    for (int32_t n = 1; n <= 16 && n <= patches; n++) {
+        const double rounds = ceil((double)tiles * n / (2.0 * chip->n_units));
+        const double time = rounds * ceil((double)patches / n) + (n > 1 ? 1.0 + 0.25 * n : 0.0);
+        if (n > 1 && time >= best_time) continue;
+        best = n;
+        best_time = time;
+    }
+    return best;
+}
+
+static void rocq__conv_shape_args(rocq_k_conv_args *args, const rocq__conv_shape *s) {
+    args->m = (int32_t)s->m;
+    args->c = (int32_t)s->c;
+    args->slices = (int32_t)((s->c + 63) / 64);
+    args->kw = s->kw;
+    args->kh = s->kh;
+    args->kt = s->kt;
+    args->stride = s->stride;
+    args->pad_x = s->pad_x;
+    args->pad_y = s->pad_y;
+    args->past = s->past;
+    args->upsample = s->upsample - 1;
+    args->z_w = (int32_t)s->w;
+    args->z_h = (int32_t)s->h;
+    args->patch_w = ROCQ_K_CONV_W + s->kw - 1;
+    args->patch_n = args->patch_w * (ROCQ_K_CONV_H + s->kh - 1);
+    args->halo = s->stride == 1 && args->patch_n <= ROCQ_K_CONV_PATCH;
+    if (!args->halo) {
+        args->patch_w = ROCQ_K_CONV_W;
+        args->patch_n = ROCQ_K_CONV_W * ROCQ_K_CONV_H;
+    }
+    args->patch_w_inverse = 65536 / args->patch_w + 1;
 }
 
 static void rocq__job_conv(rocq__job *job, const void *params) {
-    (void)params;
-    rocq__job_missing(job);
+    const rocq_conv_params *p = (const rocq_conv_params *)params;
+    const rocq__conv_shape s = rocq__conv_shape_of(p);
+    const rocq_precision asked = rocq__asked(job->ctx, p->precision);
+    if (asked == ROCQ_PRECISION_F32 || asked == ROCQ_PRECISION_INT8) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "conv: %s is asked for, the GPU computes in F16",
+                                 asked == ROCQ_PRECISION_F32 ? "F32" : "INT8");
+        return;
+    }
+    if (s.k > ROCQ__MATMUL_K || s.m > INT32_MAX / 2 || s.w > INT32_MAX / 4 || s.h > INT32_MAX / 4) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
+        return;
+    }
+    const rocq__cost cost = job->cost;
+    const rocq_tensor w = rocq__conv_w(job, p->w);
+    rocq_k_conv_args args;
+    memset(&args, 0, sizeof args);
+    rocq__conv_shape_args(&args, &s);
+    args.w = rocq__device_data(&w);
+    args.y = rocq__k_tensor(p->y);
+    args.x = rocq__k_tensor(p->x);
+    args.residual = rocq__k_tensor(p->residual);
+    args.stats = rocq__k_tensor(p->stats);
+    args.bias = (const float *)rocq__device_data(p->bias);
+    args.norm_weight = (const float *)rocq__device_data(p->norm_weight);
+    args.norm_bias = (const float *)rocq__device_data(p->norm_bias);
+    args.group = p->stats && p->stats->ne[0] == 2 ? (int32_t)(s.c / p->stats->ne[1]) : 1;
+    args.x_wide = rocq__k_wide(p->x);
+    args.w_wide = s.c % 8 == 0;
+    args.y_wide = rocq__k_wide(p->y) && rocq__k_wide(p->residual);
+    args.x_activation = (int32_t)p->x_activation;
+    args.activation = (int32_t)p->activation;
+    args.x_scale = p->x_scale > 0.0f ? p->x_scale : 1.0f;
+    args.y_scale = 1.0f / args.x_scale;
+    const int64_t tile_m = s.m > 64 ? 128 : s.m > 16 ? 64 : 16;
+    const int64_t frames = p->y->ne[3];
+    args.tiles_m = (int32_t)((s.m + tile_m - 1) / tile_m);
+    args.tiles_x = (int32_t)((p->y->ne[1] + ROCQ_K_CONV_W - 1) / ROCQ_K_CONV_W);
+    args.tiles_y = (int32_t)((p->y->ne[2] + ROCQ_K_CONV_H - 1) / ROCQ_K_CONV_H);
+    const double all = (double)args.tiles_m * args.tiles_x * args.tiles_y * 16.0;
+    if (all > INT32_MAX) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
+        return;
+    }
+    const int64_t tiles = (int64_t)args.tiles_m * args.tiles_x * args.tiles_y;
+    args.n_splits = rocq__conv_splits(rocq__chip_of(job->ctx), tiles * frames,
+                                      (int64_t)args.kt * args.slices);
+    if (args.n_splits > 1) {
+        const int64_t ne[4] = {s.m, args.n_splits, p->y->ne[1] * p->y->ne[2], frames};
+        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, s.m);
+        args.work = (float *)rocq__device_data(&work);
+    }
+    job->cost = cost;
+    rocq__job_launch(job, tile_m == 128 ? ROCQ_K_conv_128 : tile_m == 64 ? ROCQ_K_conv_64
+                                                                          : ROCQ_K_conv_16,
+                     tiles * args.n_splits, frames, 128, &args);
+    if (args.n_splits == 1) return;
+    const double sums = (double)rocq_tensor_count(p->y) * args.n_splits;
+    const rocq__cost merge = {4.0 * sums, sums, 0.0};
+    job->cost = merge;
+    rocq__job_launch(job, ROCQ_K_conv_merge, rocq__item_blocks(job, p->y, s.m, 8), 1, 256, &args);
 }
 
 static void rocq__job_norm_stats(rocq__job *job, const void *params) {
-    (void)params;
-    rocq__job_missing(job);
+    const rocq_norm_stats_params *p = (const rocq_norm_stats_params *)params;
+    const rocq_tensor *x = p->x;
+    rocq_k_norm_stats_args args;
+    memset(&args, 0, sizeof args);
+    args.x = rocq__k_tensor(x);
+    args.stats = rocq__k_tensor(p->stats);
+    args.moments = rocq__k_tensor(p->moments);
+    args.first = p->first;
+    args.eps = p->eps > 0.0f ? p->eps : 1e-6f;
+    rocq__job_row(job, x->ne[0]);
+    if (p->stats && p->stats->ne[0] == 1) {
+        rocq__job_launch(job, ROCQ_K_norm_stats_positions, (rocq__n_rows(x) + 7) / 8, 1, 256, &args);
+        return;
+    }
+    const int64_t groups = (p->stats ? p->stats : p->moments)->ne[1];
+    const int64_t positions = x->ne[1] * x->ne[2], blocks = (x->ne[0] + 255) / 256;
+    const int64_t at_once = 256 / ((ROCQ__MIN(x->ne[0], (int64_t)256) + 7) / 8); // positions
+    const int64_t units = rocq__chip_of(job->ctx)->n_units;
+    if (positions > INT32_MAX) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "norm_stats: a frame of %lld positions",
+                                 (long long)positions);
+        return;
+    }
+    // Enough to fill the chip if a thread then has 16 elements, and no more than it may add up.
+    int64_t shares = ROCQ__MIN(4 * units, (positions + 16 * at_once - 1) / (16 * at_once));
+    shares = ROCQ__MAX(shares, (positions + ROCQ_K_STATS_RUN * at_once - 1) /
+                                   (ROCQ_K_STATS_RUN * at_once));
+    args.n_shares = (int32_t)ROCQ__MAX(shares, (int64_t)1);
+    args.group = (int32_t)(x->ne[0] / groups);
+    args.packed = x->ne[2] == 1 || x->stride[2] == x->ne[1] * x->stride[1];
+    args.wide = rocq__k_wide(x);
+    const int64_t ne[4] = {2 * x->ne[0], args.n_shares, x->ne[3], 1};
+    const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
+    args.work = (float *)rocq__device_data(&work);
+    rocq__job_launch(job, ROCQ_K_norm_stats, blocks * args.n_shares, x->ne[3], 256, &args);
+    rocq__job_launch(job, ROCQ_K_norm_stats_merge, groups, x->ne[3], 256, &args);
 }
 
 static void rocq__job_resize(rocq__job *job, const void *params) {
-    (void)params;
-    rocq__job_missing(job);
+    const rocq_resize_params *p = (const rocq_resize_params *)params;
+    rocq_k_resize_args args;
+    memset(&args, 0, sizeof args);
+    args.y = rocq__k_tensor(p->y);
+    args.x = rocq__k_tensor(p->x);
+    args.bilinear = p->mode == ROCQ_RESIZE_BILINEAR;
+    rocq__job_row(job, p->y->ne[0]);
+    rocq__job_launch(job, ROCQ_K_resize, rocq__item_blocks(job, p->y, p->y->ne[0], 4), 1, 256,
+                     &args);
 }
 
 static void rocq__job_pixels(rocq__job *job, const void *params) {
-    (void)params;
-    rocq__job_missing(job);
+    const rocq_pixels_params *p = (const rocq_pixels_params *)params;
+    rocq_k_pixels_args args;
+    memset(&args, 0, sizeof args);
+    args.y = rocq__k_tensor(p->y);
+    args.x = rocq__k_tensor(p->x);
+    args.scale = p->scale != 0.0f ? p->scale : 1.0f;
+    args.bias = p->bias;
+    args.srgb = p->srgb;
+    rocq__job_launch(job, ROCQ_K_pixels, rocq__item_blocks(job, p->y, 1, 1), 1, 256, &args);
 }
 
 // -- choices: by rule, or what was found --

@@ -28,6 +28,7 @@
        >>matmul      prompts: tiles on the matrix unit
        >>attention   decode and prefill
        >>ops         norms, rope, maps, softmax, gather, argmax, sample
+       >>pictures    convolution and its norms, resize, pixels
        >>entry       the self-test, and the table of kernels for programs that link this file
 
    CONVENTIONS
@@ -2450,10 +2451,11 @@ DEV u32x4 matmul_mask_halves(const u32x4 &vector, int64_t k, int64_t n) {
 }
 
 // c += w x over 16 * n16 elements of K. w and x point into LDS to the wave's first row and column;
-// 16 * USED columns are multiplied. A fragment's registers are loaded again as soon as its last
-// product is issued.
+// 16 * USED columns are multiplied, of which each 16 are x_stride halves behind the last. A
+// fragment's registers are loaded again as soon as its last product is issued.
 template <int TM, int TN, int USED>
-DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16) {
+DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n16,
+                         int x_stride = 16 * MATMUL_F16_ROW) {
     enum { ROW = MATMUL_F16_ROW };
     frag fw[TM];
     frag_b fx = frag_load_b(x, ROW);
@@ -2464,7 +2466,7 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
 #pragma unroll
         for (int j = 0; j < USED; j++) {
             const bool last = j + 1 == USED;
-            const int from = last ? 16 * s : 16 * (j + 1) * ROW + 16 * (s - 1);
+            const int from = last ? 16 * s : (j + 1) * x_stride + 16 * (s - 1);
             const frag_b next_x = frag_load_b(x + from, ROW);
 #pragma unroll
             for (int i = 0; i < TM; i++) {
@@ -2476,7 +2478,7 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
     }
 #pragma unroll
     for (int j = 0; j < USED; j++) {
-        const int from = 16 * (j + 1) * ROW + 16 * (n16 - 1);
+        const int from = (j + 1) * x_stride + 16 * (n16 - 1);
         const frag_b next_x = j + 1 < USED ? frag_load_b(x + from, ROW) : fx;
 #pragma unroll
         for (int i = 0; i < TM; i++) wmma(c[i][j], fw[i], fx);
@@ -5391,6 +5393,726 @@ KERNEL(ranges, rocq_k_ranges_args, 256) {
     const int n = left < 16 ? (int)left : 16; // negative in the gap behind a copy
     if (((address | (uint64_t)n) & 3) == 0) ranges_part<uint32_t>(a, range, address, at, n);
     else ranges_part<uint8_t>(a, range, address, at, n);
+}
+
+// ---------------------------------------------------------------------------------------------
+// >>pictures
+// ---------------------------------------------------------------------------------------------
+// Pictures are channels-last, [C, W, H, N].
+
+// Eight neighbouring elements of a row of F32, F16 or BF16, in two steps: conv_load loads them, and
+// conv_floats converts what was loaded. Between the two the load is in flight.
+struct conv_raw { u32x4 lo, hi; };
+DEV conv_raw conv_load(int32_t format, const char *row, int64_t k) { // aligned to 16 bytes
+    conv_raw r;
+    if (format == ROCQ_F32) {
+        r.lo = gload((const u32x4 *)((const float *)row + k));
+        r.hi = gload((const u32x4 *)((const float *)row + k) + 1);
+    } else {
+        r.lo = gload((const u32x4 *)((const uint16_t *)row + k));
+        r.hi = r.lo;
+    }
+    return r;
+}
+DEV void conv_floats(int32_t format, const conv_raw &r, float v[8]) {
+    if (format == ROCQ_F32) {
+        decode_vector<ROCQ_F32>(r.lo, 0, v);
+        decode_vector<ROCQ_F32>(r.hi, 0, v + 4);
+    } else if (format == ROCQ_F16) {
+        decode_vector<ROCQ_F16>(r.lo, 0, v);
+        decode_vector<ROCQ_F16>(r.lo, 1, v + 4);
+    } else {
+        decode_vector<ROCQ_BF16>(r.lo, 0, v);
+        decode_vector<ROCQ_BF16>(r.lo, 1, v + 4);
+    }
+}
+// The same one by one, at any alignment; the row has n elements, past which v is 0.
+DEV void conv_gather(int32_t format, const char *row, int64_t k, int64_t n, float v[8]) {
+#pragma unroll
+    for (int e = 0; e < 8; e++) v[e] = k + e < n ? get_float(format, row, k + e) : 0.0f;
+}
+DEV u32x4 conv_halves(const float v[8]) {
+    return make4(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
+                 bits<uint32_t>(pair((f16)v[2], (f16)v[3])),
+                 bits<uint32_t>(pair((f16)v[4], (f16)v[5])),
+                 bits<uint32_t>(pair((f16)v[6], (f16)v[7])));
+}
+DEV void conv_store(int32_t format, char *row, int64_t k, const float v[8]) {
+    if (format == ROCQ_F32) {
+        u32x4 *const to = (u32x4 *)((float *)row + k);
+        gstore(to, make4(bits<uint32_t>(v[0]), bits<uint32_t>(v[1]), bits<uint32_t>(v[2]),
+                         bits<uint32_t>(v[3])));
+        gstore(to + 1, make4(bits<uint32_t>(v[4]), bits<uint32_t>(v[5]), bits<uint32_t>(v[6]),
+                             bits<uint32_t>(v[7])));
+    } else if (format == ROCQ_F16) {
+        gstore((u32x4 *)((uint16_t *)row + k), conv_halves(v));
+    } else {
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            w[i] = f32_bf16(v[2 * i]) | (uint32_t)f32_bf16(v[2 * i + 1]) << 16;
+        }
+        gstore((u32x4 *)((uint16_t *)row + k), make4(w[0], w[1], w[2], w[3]));
+    }
+}
+
+// -- conv --
+// y[m, ox, oy, t] = activation(bias + residual + sum over the taps and channels of w z), z being x
+// after norm, activation and repetition, as in rocq_conv_params: an implicit product of w [K, M]
+// and the positions of y, with K in the order frame, row and column of the kernel, channel.
+//
+//   w        F16 [K, M] without gaps
+//   x        F32, F16 or BF16, any strides; y and residual likewise
+//
+// A block computes ROCQ_K_CONV_H rows of ROCQ_K_CONV_W positions of a frame by BM channels m. It
+// takes 64 channels of one frame of x at a time. halo: the positions that all kw kh taps read are
+// staged in LDS as one patch, up to ROCQ_K_CONV_PATCH of them, so that x is loaded, normalised and
+// activated once and not for every tap; a tap is an offset into the patch. Without halo (stride 2,
+// large kernels), a patch has the positions of a single tap. z is rounded to F16 in the patch. For
+// every tap the block's weights of those channels are staged too; those of the next tap are
+// prefetched into registers while the waves multiply. The 16 columns of a row of the tile are
+// neighbours in the patch: a B fragment.
+// BM 128: waves 2 by 2, each 64 channels by 64 positions. BM 64 and 16 (TAESD; layers that make a
+// picture's 3 channels): each wave all channels by 32 positions.
+//
+// Geometry: 128 threads; blockIdx.x counts tiles_m fastest, so that blocks that run at the same
+// time share a patch in L2, then tiles_x, tiles_y and n_splits; blockIdx.z counts frames of y. With
+// n_splits over 1 a block has a share of K, in whole patches, and stores its sums in `work`, which
+// conv_merge adds up in the order of the splits. LDS: 144 (BM + 180) bytes, 44 KB with BM 128.
+// Sums run in the order frame, 64 channels, row, column, channel. Offsets within 128 rows of w are
+// 32-bit.
+enum {
+    CONV_BK = MATMUL_F16_BK,
+    CONV_ROW = MATMUL_F16_ROW,
+    CONV_CHUNKS = MATMUL_F16_CHUNKS,
+    CONV_LOAD_ROWS = 128 / CONV_CHUNKS // positions or rows of w that the block's threads load at once
+};
+
+// A step of the sums: a tap and 64 channels.
+struct conv_step { int32_t s, slice, j, i; };
+DEV conv_step conv_step_of(const rocq_k_conv_args &a, int32_t step) {
+    const int32_t taps = a.kw * a.kh, patch = step / taps, tap = step - patch * taps;
+    conv_step at;
+    at.s = patch / a.slices;
+    at.slice = patch - at.s * a.slices;
+    at.j = tap / a.kw;
+    at.i = tap - at.j * a.kw;
+    return at;
+}
+DEV conv_step conv_next(const rocq_k_conv_args &a, conv_step at) {
+    if (++at.i < a.kw) return at;
+    at.i = 0;
+    if (++at.j < a.kh) return at;
+    at.j = 0;
+    if (++at.slice < a.slices) return at;
+    at.slice = 0;
+    at.s++;
+    return at;
+}
+
+struct conv_place {
+    int32_t m0, ox0, oy0, frame; // first channel, column and row, and the frame of y
+    int32_t split;
+};
+DEV conv_place conv_place_of(const rocq_k_conv_args &a, int bm) {
+    const uint32_t block = a.common.block0 + block_index();
+    const uint32_t tile = block / (uint32_t)a.tiles_m, row = tile / (uint32_t)a.tiles_x;
+    conv_place p;
+    p.m0 = (int32_t)(block - tile * (uint32_t)a.tiles_m) * bm;
+    p.ox0 = (int32_t)(tile - row * (uint32_t)a.tiles_x) * ROCQ_K_CONV_W;
+    p.split = (int32_t)(row / (uint32_t)a.tiles_y);
+    p.oy0 = (int32_t)(row - (uint32_t)p.split * (uint32_t)a.tiles_y) * ROCQ_K_CONV_H;
+    p.frame = (int32_t)block_index_z();
+    return p;
+}
+
+// ANY: every activation of rocq_activation, one call at a time; else none, SiLU and ReLU.
+template <bool ANY> DEV void conv_activate(int32_t kind, float v[8]) {
+    if (kind == ROCQ_ACT_SILU) {
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = activation(ROCQ_ACT_SILU, v[e]);
+    } else if (kind == ROCQ_ACT_RELU) {
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = fmaxf(v[e], 0.0f);
+    } else if (ANY && kind != ROCQ_ACT_IDENTITY) {
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = activation(kind, v[e]);
+    }
+}
+DEV bool conv_is_common(int32_t kind) {
+    return kind == ROCQ_ACT_IDENTITY || kind == ROCQ_ACT_SILU || kind == ROCQ_ACT_RELU;
+}
+
+// The norm of channels c to c + 7 of frame it of x as a multiply-add: x scale + shift.
+DEV void conv_norm(const rocq_k_conv_args &a, int32_t c, int32_t it, float scale[8],
+                   float shift[8]) {
+    const bool by_group = a.stats.ne[0] == 2;
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+        const int32_t at = c + e < a.c ? c + e : a.c - 1;
+        scale[e] = a.norm_weight ? gload(a.norm_weight + at) : 1.0f;
+        shift[e] = a.norm_bias ? gload(a.norm_bias + at) : 0.0f;
+        if (!by_group) continue;
+        const float *stats = (const float *)row_repeated(a.stats, at / a.group, it, 0);
+        scale[e] *= gload(stats + 1);
+        shift[e] = fmaf(-gload(stats), scale[e], shift[e]);
+    }
+}
+
+// Stages the patch of a step. A thread has one chunk of 8 channels of every 16th position. The
+// loads of BATCH positions are in flight together. ANY: any alignment, number of channels and
+// activation.
+template <bool ANY>
+DEV void conv_stage(const rocq_k_conv_args &a, const conv_place &p, const conv_step &at,
+                    f16 *patch) {
+    enum { BATCH = ANY ? 1 : 4 };
+    const int t = (int)thread_index(), chunk = t % CONV_CHUNKS;
+    const int32_t c = at.slice * CONV_BK + 8 * chunk;
+    const int32_t it = p.frame + at.s + a.past - (a.kt - 1);
+    const bool live = c < a.c && it >= 0, normed = a.stats.data != 0;
+    const bool by_position = normed && a.stats.ne[0] == 1;
+    const bool copied = !ANY && a.x.format == ROCQ_F16 && !normed &&
+                        a.x_activation == ROCQ_ACT_IDENTITY && a.x_scale == 1.0f;
+    const int32_t zx0 = p.ox0 * a.stride - a.pad_x + (a.halo ? 0 : at.i);
+    const int32_t zy0 = p.oy0 * a.stride - a.pad_y + (a.halo ? 0 : at.j);
+    const int32_t apart = a.halo ? 1 : a.stride;
+    const char *const frame = (const char *)a.x.data + (live ? it : 0) * a.x.stride[2];
+    const int32_t from = live ? c : 0;
+    float scale[8], shift[8];
+    if (normed && live) conv_norm(a, c, it, scale, shift);
+#pragma unroll 1
+    for (int q0 = t / CONV_CHUNKS; q0 < a.patch_n; q0 += CONV_LOAD_ROWS * BATCH) {
+        conv_raw r[BATCH];
+        float factor[BATCH];
+        bool inside[BATCH];
+        const char *row[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            const int q = q0 + CONV_LOAD_ROWS * b;
+            const int py = (int)((uint32_t)q * (uint32_t)a.patch_w_inverse >> 16);
+            const int32_t zx = zx0 + (q - py * a.patch_w) * apart, zy = zy0 + py * apart;
+            inside[b] = live && q < a.patch_n && (uint32_t)zx < (uint32_t)a.z_w &&
+                        (uint32_t)zy < (uint32_t)a.z_h;
+            const int32_t ix = inside[b] ? zx >> a.upsample : 0;
+            const int32_t iy = inside[b] ? zy >> a.upsample : 0;
+            row[b] = frame + iy * a.x.stride[1] + ix * a.x.stride[0];
+            if (!ANY) r[b] = conv_load(a.x.format, row[b], from);
+            factor[b] = 1.0f;
+            if (by_position) {
+                factor[b] = gload((const float *)row_of(a.stats, ix, iy, live ? it : 0));
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            const int q = q0 + CONV_LOAD_ROWS * b;
+            if (q >= a.patch_n) break;
+            u32x4 *const to = (u32x4 *)(patch + q * CONV_ROW) + chunk;
+            if (!inside[b]) {
+                lput(to, make4(0, 0, 0, 0));
+                continue;
+            }
+            if (copied) {
+                lput(to, r[b].lo);
+                continue;
+            }
+            float v[8];
+            if (ANY) conv_gather(a.x.format, row[b], c, a.c, v);
+            else conv_floats(a.x.format, r[b], v);
+            if (normed) {
+#pragma unroll
+                for (int e = 0; e < 8; e++) v[e] = fmaf(v[e] * factor[b], scale[e], shift[e]);
+            }
+            conv_activate<ANY>(a.x_activation, v);
+#pragma unroll
+            for (int e = 0; e < 8; e++) v[e] = ANY && c + e >= a.c ? 0.0f : v[e] * a.x_scale;
+            lput(to, conv_halves(v));
+        }
+    }
+}
+
+// Finishes y of channels m to m + 7 at a position from their sums v. loaded: of residual, if there
+// is one and not ANY.
+template <bool ANY>
+DEV void conv_put(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t frame, int32_t m,
+                  const conv_raw &loaded, float v[8]) {
+    char *const y = row_of(a.y, ox, oy, frame);
+#pragma unroll
+    for (int e = 0; e < 8; e++) v[e] *= a.y_scale;
+    if (a.bias) {
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            if (!ANY || m + e < a.m) v[e] += gload(a.bias + m + e);
+        }
+    }
+    if (a.residual.data) {
+        float r[8];
+        if (ANY) conv_gather(a.residual.format, row_of(a.residual, ox, oy, frame), m, a.m, r);
+        else conv_floats(a.residual.format, loaded, r);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] += r[e];
+    }
+    conv_activate<ANY>(a.activation, v);
+    if (!ANY) {
+        conv_store(a.y.format, y, m, v);
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+        if (m + e < a.m) put_float(a.y.format, y, m + e, v[e]);
+    }
+}
+
+// Where work has the sums of a position's first split; those of the next follow M floats further on.
+DEV float *conv_split_sums(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t frame) {
+    const int64_t position = ((int64_t)frame * a.y.ne[2] + oy) * a.y.ne[1] + ox;
+    return a.work + position * a.n_splits * a.m;
+}
+
+// Finishes a wave's 16 TM channels by TN rows of 16 positions, from channel m0 and row oy0 on. As in
+// matmul_finish the sums go through LDS, 16 positions at a time, after which a lane has eight
+// neighbouring channels of a position. It has barriers: all waves must call it.
+template <int TM> DEV constexpr int conv_pass_floats() { return 16 * (16 * TM + 4); }
+template <int TM, int TN>
+DEV void conv_finish(const rocq_k_conv_args &a, const conv_place &p, const frag_c (&c)[TM][TN],
+                     float *work, int32_t m0, int32_t oy0) {
+    enum { STRIDE = 16 * TM + 4, VECTORS = 2 * TM, PER_LANE = TM };
+    const int lane = lane_index();
+    work += matmul_wave() * conv_pass_floats<TM>();
+#pragma unroll 1
+    for (int pass = 0; pass < TN; pass++) {
+        block_sync_lds();
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+            if (j != pass) continue;
+#pragma unroll
+            for (int i = 0; i < TM; i++) {
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    lput(work + frag_col(v) * STRIDE + 16 * i + frag_row(v), c[i][j].v[v]);
+                }
+            }
+        }
+        block_sync_lds();
+        const int32_t oy = oy0 + pass;
+        const auto sums = [&](int r, float v[8]) { // of the lane's vector r
+            const int at = 32 * r + lane, column = at / VECTORS, vector = at % VECTORS;
+            const u32x4 *from = (const u32x4 *)(work + column * STRIDE + 8 * vector);
+            decode_vector<ROCQ_F32>(lget(from), 0, v);
+            decode_vector<ROCQ_F32>(lget(from + 1), 0, v + 4);
+        };
+        const auto ox_of = [&](int r) { return p.ox0 + (32 * r + lane) / VECTORS; };
+        const auto m_of = [&](int r) { return m0 + 8 * ((32 * r + lane) % VECTORS); };
+        const auto is_live = [&](int r) {
+            return oy < a.y.ne[2] && ox_of(r) < a.y.ne[1] && m_of(r) < a.m;
+        };
+        if (a.n_splits > 1) {
+#pragma unroll 1
+            for (int r = 0; r < PER_LANE; r++) {
+                if (!is_live(r)) continue;
+                float v[8];
+                sums(r, v);
+                float *to = conv_split_sums(a, ox_of(r), oy, p.frame) + p.split * a.m + m_of(r);
+                if (a.m % 8 == 0) {
+                    conv_store(ROCQ_F32, (char *)to, 0, v);
+                } else {
+#pragma unroll
+                    for (int e = 0; e < 8; e++) {
+                        if (m_of(r) + e < a.m) gstore(to + e, v[e]);
+                    }
+                }
+            }
+        } else if (a.y_wide && conv_is_common(a.activation)) {
+            conv_raw loaded[PER_LANE];
+#pragma unroll
+            for (int r = 0; r < PER_LANE; r++) {
+                loaded[r].lo = loaded[r].hi = make4(0, 0, 0, 0);
+                if (!a.residual.data || !is_live(r)) continue;
+                loaded[r] = conv_load(a.residual.format,
+                                      row_of(a.residual, ox_of(r), oy, p.frame), m_of(r));
+            }
+#pragma unroll
+            for (int r = 0; r < PER_LANE; r++) {
+                if (!is_live(r)) continue;
+                float v[8];
+                sums(r, v);
+                conv_put<false>(a, ox_of(r), oy, p.frame, m_of(r), loaded[r], v);
+            }
+        } else {
+#pragma unroll 1
+            for (int r = 0; r < PER_LANE; r++) {
+                if (!is_live(r)) continue;
+                conv_raw none;
+                none.lo = none.hi = make4(0, 0, 0, 0);
+                float v[8];
+                sums(r, v);
+                conv_put<true>(a, ox_of(r), oy, p.frame, m_of(r), none, v);
+            }
+        }
+    }
+}
+
+template <int BM> DEV void conv_f16(const rocq_k_conv_args &a) {
+    enum {
+        BN = ROCQ_K_CONV_W * ROCQ_K_CONV_H, BK = CONV_BK, ROW = CONV_ROW,
+        WN = BM == 128 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
+        N_W = BM / CONV_LOAD_ROWS
+    };
+    LDS(u32x4, tile, (BM + ROCQ_K_CONV_PATCH) * ROW / 8);
+    static_assert(16 * conv_pass_floats<TM>() <= (int)sizeof(tile), "conv_finish's work");
+    static_assert(BN <= ROCQ_K_CONV_PATCH, "a patch without halo");
+    f16 *const wt = (f16 *)tile, *const patch = wt + BM * ROW;
+    if (a.tiles_m == 0) return;
+    const conv_place p = conv_place_of(a, BM);
+    const int t = (int)thread_index(), wave = matmul_wave();
+    const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
+    const int chunk = t % CONV_CHUNKS, row = t / CONV_CHUNKS;
+
+    // w. Rows past the last repeat it
+    const uint32_t k = (uint32_t)(a.kt * a.kh * a.kw * a.c);
+    const char *const w = (const char *)a.w + (int64_t)p.m0 * k * 2;
+    const uint32_t w_last = (uint32_t)(a.m - p.m0 < BM ? a.m - p.m0 : BM) - 1;
+    u32x4 wr[N_W];
+    const auto k_of = [&](const conv_step &at) {
+        return (uint32_t)(((at.s * a.kh + at.j) * a.kw + at.i) * a.c + at.slice * BK + 8 * chunk);
+    };
+    const auto load_w = [&](const conv_step &at) {
+        if (!a.w_wide) return;
+        const bool live = at.slice * BK + 8 * chunk < a.c;
+        const uint32_t e = k_of(at), first = ((uint32_t)row * k + e) * 2;
+        const uint32_t most = (w_last * k + e) * 2;
+#pragma unroll
+        for (int i = 0; i < N_W; i++) {
+            const uint32_t offset = first + (uint32_t)(i * CONV_LOAD_ROWS) * k * 2;
+            wr[i] = make4(0, 0, 0, 0);
+            if (live) wr[i] = gload((const u32x4 *)(w + (offset < most ? offset : most)));
+        }
+    };
+    const auto store_w = [&](const conv_step &at) {
+        if (a.w_wide) {
+#pragma unroll
+            for (int i = 0; i < N_W; i++) {
+                lput((u32x4 *)(wt + (row + i * CONV_LOAD_ROWS) * ROW) + chunk, wr[i]);
+            }
+            return;
+        }
+        const uint32_t e = k_of(at);
+        const int left = a.c - (at.slice * BK + 8 * chunk);
+#pragma unroll 1
+        for (int i = 0; i < N_W; i++) {
+            const uint32_t r = (uint32_t)(row + i * CONV_LOAD_ROWS);
+            const uint16_t *from = (const uint16_t *)w + (r < w_last ? r : w_last) * k + e;
+            uint32_t h[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) h[j] = j < left ? gload(from + j) : 0;
+            lput((u32x4 *)(wt + r * ROW) + chunk,
+                 make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16));
+        }
+    };
+
+    // The frames before the first that there is are left out
+    const int32_t taps = a.kw * a.kh, patches = a.kt * a.slices;
+    const int32_t missing = (a.kt - 1 - a.past - p.frame) * a.slices * taps;
+    int32_t step = patches * p.split / a.n_splits * taps;
+    const int32_t end = patches * (p.split + 1) / a.n_splits * taps;
+    step = step < missing ? missing : step;
+    const bool common = a.x_wide && conv_is_common(a.x_activation);
+    const bool has_work = p.m0 + wm < a.m; // of the wave
+    frag_c c[TM][TN];
+    matmul_clear(c);
+    conv_step at = conv_step_of(a, step);
+    if (step < end) load_w(at);
+#pragma unroll 1
+    for (; step < end; step++) {
+        if (!a.halo || (at.i | at.j) == 0) {
+            if (common) conv_stage<false>(a, p, at, patch);
+            else conv_stage<true>(a, p, at, patch);
+        }
+        store_w(at);
+        block_sync_lds();
+        const int left = (a.c - at.slice * BK + 15) / 16;
+        const int n16 = left < BK / 16 ? left : BK / 16;
+        const int tap = a.halo ? at.j * a.patch_w + at.i : 0;
+        at = conv_next(a, at);
+        if (step + 1 < end) load_w(at);
+        if (has_work) {
+            matmul_multiply<TM, TN, TN>(
+                c, wt + wm * ROW, patch + (wn / ROCQ_K_CONV_W * a.patch_w + tap) * ROW, n16,
+                a.patch_w * ROW);
+        }
+        block_sync_lds();
+    }
+    conv_finish<TM, TN>(a, p, c, (float *)tile, p.m0 + wm, p.oy0 + wn / ROCQ_K_CONV_W);
+}
+
+KERNEL(conv_128, rocq_k_conv_args, 128) { conv_f16<128>(a); }
+KERNEL(conv_64, rocq_k_conv_args, 128) { conv_f16<64>(a); }
+KERNEL(conv_16, rocq_k_conv_args, 128) { conv_f16<16>(a); }
+
+// conv_merge: the sum of the splits, added in their order, then as conv. A thread takes eight
+// channels of a position of y, of which there are ceil(M / 8), counted through all positions; fewer
+// than 2^32. Geometry: 256 threads. Bytes: the sums of every split once, from L2.
+KERNEL(conv_merge, rocq_k_conv_args, 256) {
+    if (a.tiles_m == 0) return;
+    const uint32_t item = (a.common.block0 + block_index()) * 256 + thread_index();
+    const uint32_t vectors = (uint32_t)(a.m + 7) / 8, r = item / vectors;
+    if (r >= rows_of(a.y)) return;
+    const int32_t m = 8 * (int32_t)(item - r * vectors);
+    const uint32_t line = r / (uint32_t)a.y.ne[1], frame = line / (uint32_t)a.y.ne[2];
+    const int32_t ox = (int32_t)(r - line * (uint32_t)a.y.ne[1]);
+    const int32_t oy = (int32_t)(line - frame * (uint32_t)a.y.ne[2]);
+    const float *const splits = conv_split_sums(a, ox, oy, (int32_t)frame);
+    float v[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (int s = 0; s < a.n_splits; s++) {
+        float own[8];
+        const char *from = (const char *)(splits + (int64_t)s * a.m);
+        if (a.m % 8 == 0) conv_floats(ROCQ_F32, conv_load(ROCQ_F32, from, m), own);
+        else conv_gather(ROCQ_F32, from, m, a.m, own);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] += own[e];
+    }
+    conv_raw loaded;
+    loaded.lo = loaded.hi = make4(0, 0, 0, 0);
+    if (a.y_wide && conv_is_common(a.activation)) {
+        if (a.residual.data) {
+            loaded = conv_load(a.residual.format, row_of(a.residual, ox, oy, frame), m);
+        }
+        conv_put<false>(a, ox, oy, (int32_t)frame, m, loaded, v);
+    } else {
+        conv_put<true>(a, ox, oy, (int32_t)frame, m, loaded, v);
+    }
+}
+
+// -- norm_stats --
+// The moments of a set are the number of its elements, their mean, and the sum of their squared
+// differences from the mean; those of two sets together are as Chan, Golub and LeVeque give them
+// (1979). No sum of plain squares is ever taken, so a mean that is large beside the deviation costs
+// no digits, and no sum in a row has more than ROCQ_K_STATS_RUN terms, so neither does a large
+// picture.
+//
+// norm_stats: per channel, over a share of a frame's positions. A thread takes 8 neighbouring
+// channels of every step-th position, and sums differences from the first element of each channel
+// that it met and their squares. Then one thread a channel merges those of the threads in their
+// order, and stores mean and sum in work, [2, C, shares, N]. Geometry: 256 threads; blockIdx.x
+// counts blocks of 256 channels fastest, then shares; blockIdx.z frames. LDS: 16 KB.
+// norm_stats_merge: one block of 256 threads a group and frame. A thread merges every 256th of its
+// channels and shares in their order, then pairs of threads are merged. Bytes: x once.
+struct stats_moments { float n, mean, sum; };
+DEV stats_moments stats_merge(const stats_moments &a, const stats_moments &b) {
+    if (b.n == 0.0f) return a;
+    if (a.n == 0.0f) return b;
+    const float n = a.n + b.n, d = b.mean - a.mean, share = b.n / n;
+    return {n, fmaf(d, share, a.mean), a.sum + fmaf(d * d, a.n * share, b.sum)};
+}
+
+// Positions of a share: the first, and how many.
+DEV int32_t stats_first(const rocq_k_norm_stats_args &a, int32_t share) {
+    const int64_t positions = (int64_t)a.x.ne[1] * a.x.ne[2];
+    return (int32_t)(positions * share / a.n_shares);
+}
+
+KERNEL(norm_stats, rocq_k_norm_stats_args, 256) {
+    LDS(float, means, 256 * 8);
+    LDS(float, squares, 256 * 8);
+    if (a.n_shares == 0) return;
+    const int32_t channels = a.x.ne[0], blocks = (channels + 255) / 256;
+    const int32_t block = (int32_t)(a.common.block0 + block_index());
+    const int32_t share = block / blocks, c0 = (block - share * blocks) * 256;
+    const int32_t frame = (int32_t)block_index_z(), t = (int32_t)thread_index();
+    const int32_t own = channels - c0 < 256 ? channels - c0 : 256; // channels of the block
+    const int32_t chunks = (own + 7) / 8, step = 256 / chunks, first = t / chunks;
+    const int32_t begin = stats_first(a, share), n = stats_first(a, share + 1) - begin;
+    const int32_t c = c0 + 8 * (t - first * chunks);
+    const int32_t count = first < step && first < n ? (n - first + step - 1) / step : 0;
+    const char *const x = (const char *)a.x.data + frame * a.x.stride[2];
+    float pivot[8], sum[8], square[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) pivot[e] = sum[e] = square[e] = 0.0f;
+    const auto row = [&](int32_t i) {
+        const uint32_t at = (uint32_t)(begin + first + i * step);
+        const uint32_t line = a.packed ? 0 : at / (uint32_t)a.x.ne[1];
+        return x + line * a.x.stride[1] + (at - line * (uint32_t)a.x.ne[1]) * a.x.stride[0];
+    };
+    const auto add = [&](const float v[8]) {
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const float d = v[e] - pivot[e];
+            sum[e] += d;
+            square[e] = fmaf(d, d, square[e]);
+        }
+    };
+    float v[8];
+    if (count > 0) conv_gather(a.x.format, row(0), c, channels, pivot);
+    int32_t i = 0;
+#pragma unroll 1
+    for (; a.wide && i + 4 <= count; i += 4) {
+        conv_raw r[4];
+#pragma unroll
+        for (int b = 0; b < 4; b++) r[b] = conv_load(a.x.format, row(i + b), c);
+#pragma unroll
+        for (int b = 0; b < 4; b++) {
+            conv_floats(a.x.format, r[b], v);
+            add(v);
+        }
+    }
+#pragma unroll 1
+    for (; i < count; i++) {
+        conv_gather(a.x.format, row(i), c, channels, v);
+        add(v);
+    }
+    const float inverse = count > 0 ? 1.0f / (float)count : 0.0f;
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+        const float d = sum[e] * inverse;
+        lput(means + 8 * t + e, pivot[e] + d);
+        lput(squares + 8 * t + e, fmaf(-d, sum[e], square[e]));
+    }
+    block_sync_lds();
+    if (t >= own) return;
+    stats_moments all = {0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (int32_t s = 0; s < step && s < n; s++) {
+        const int at = 8 * s * chunks + t;
+        all = stats_merge(all, {(float)((n - s + step - 1) / step), lget(means + at),
+                                lget(squares + at)});
+    }
+    float *to = a.work + 2 * (((int64_t)frame * a.n_shares + share) * channels + c0 + t);
+    gstore(to, all.mean);
+    gstore(to + 1, all.sum);
+}
+
+KERNEL(norm_stats_merge, rocq_k_norm_stats_args, 256) {
+    LDS(float, work, 256 * 3);
+    if (a.n_shares == 0) return;
+    const int32_t g = (int32_t)(a.common.block0 + block_index()), frame = (int32_t)block_index_z();
+    const int32_t t = (int32_t)thread_index(), channels = a.x.ne[0];
+    const uint32_t items = (uint32_t)a.group * (uint32_t)a.n_shares;
+    stats_moments all = {0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (uint32_t i = (uint32_t)t; i < items; i += 256) {
+        const int32_t share = (int32_t)(i / (uint32_t)a.group);
+        const int32_t c = g * a.group + (int32_t)(i - (uint32_t)share * (uint32_t)a.group);
+        const float *from = a.work + 2 * (((int64_t)frame * a.n_shares + share) * channels + c);
+        const int32_t n = stats_first(a, share + 1) - stats_first(a, share);
+        all = stats_merge(all, {(float)n, gload(from), gload(from + 1)});
+    }
+#pragma unroll 1
+    for (int half = 128; half > 0; half /= 2) {
+        if (t >= half && t < 2 * half) {
+            lput(work + 3 * t, all.n);
+            lput(work + 3 * t + 1, all.mean);
+            lput(work + 3 * t + 2, all.sum);
+        }
+        block_sync_lds();
+        if (t < half) {
+            const int from = 3 * (t + half);
+            all = stats_merge(all, {lget(work + from), lget(work + from + 1), lget(work + from + 2)});
+        }
+    }
+    if (t != 0) return;
+    if (a.moments.data) {
+        float *had = (float *)row_of(a.moments, g, frame, 0);
+        if (!a.first) all = stats_merge({gload(had), gload(had + 1), gload(had + 2)}, all);
+        gstore(had, all.n);
+        gstore(had + 1, all.mean);
+        gstore(had + 2, all.sum);
+    }
+    if (a.stats.data) {
+        float *stats = (float *)row_of(a.stats, g, frame, 0);
+        gstore(stats, all.mean);
+        gstore(stats + 1, 1.0f / sqrtf(all.sum / all.n + a.eps));
+    }
+}
+
+// norm_stats_positions: stats[p] = 1 / sqrt(mean over c of x[c, p]^2 + eps). A wave takes a position
+// and a lane every 32nd channel. Geometry: 256 threads, 8 positions.
+KERNEL(norm_stats_positions, rocq_k_norm_stats_args, 256) {
+    if (a.x.ne[0] == 0) return;
+    const uint32_t r = (a.common.block0 + block_index()) * 8 + (uint32_t)matmul_wave();
+    if (r >= rows_of(a.x)) return;
+    const place at = place_of(a.x, r);
+    const char *const x = row_of(a.x, at.i1, at.i2, at.i3);
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int32_t c = lane_index(); c < a.x.ne[0]; c += 32) {
+        const float v = get_float(a.x.format, x, c);
+        sum = fmaf(v, v, sum);
+    }
+    sum = wave_sum(sum);
+    if (lane_index() != 0) return;
+    gstore((float *)row_of(a.stats, at.i1, at.i2, at.i3),
+           1.0f / sqrtf(sum / (float)a.x.ne[0] + a.eps));
+}
+
+// -- resize --
+// y = x at another size, as in rocq_resize_params. A thread takes a quad of channels of a position of
+// y; quads are counted through all positions, fewer than 2^32. Geometry: 256 threads.
+struct resize_between { int32_t first, second; float share; };
+DEV resize_between resize_at(int32_t bilinear, int32_t o, int32_t n_y, int32_t n_x) {
+    if (!bilinear) {
+        const int32_t at = (int32_t)((int64_t)o * n_x / n_y);
+        return {at, at, 0.0f};
+    }
+    // (o + 1/2) n_x / n_y - 1/2, over 2 n_y: exact, so that the neighbours are the CPU's
+    const int64_t over = ((int64_t)2 * o + 1) * n_x - n_y, at = over > 0 ? over : 0;
+    const int64_t whole = at / (2 * (int64_t)n_y);
+    const float share = (float)(at - whole * 2 * n_y) / (float)(2 * (int64_t)n_y);
+    const int32_t first = whole < n_x - 1 ? (int32_t)whole : n_x - 1;
+    return {first, first + 1 < n_x ? first + 1 : n_x - 1, share};
+}
+
+KERNEL(resize, rocq_k_resize_args, 256) {
+    if (a.y.ne[0] == 0) return;
+    const uint32_t item = (a.common.block0 + block_index()) * 256 + thread_index();
+    const uint32_t quads = (uint32_t)(a.y.ne[0] + 3) / 4, r = item / quads;
+    if (r >= rows_of(a.y)) return;
+    const int64_t k = 4 * (int64_t)(item - r * quads);
+    const int count = quad_count(a.y.ne[0], k);
+    const place p = place_of(a.y, r);
+    const resize_between w = resize_at(a.bilinear, (int32_t)p.i1, a.y.ne[1], a.x.ne[1]);
+    const resize_between h = resize_at(a.bilinear, (int32_t)p.i2, a.y.ne[2], a.x.ne[2]);
+    const bool wide = is_wide(a.x);
+    float v[4];
+    get4(a.x.format, row_of(a.x, w.first, h.first, p.i3), wide, k, count, v);
+    if (a.bilinear) {
+        float right[4], lower[4], corner[4];
+        get4(a.x.format, row_of(a.x, w.second, h.first, p.i3), wide, k, count, right);
+        get4(a.x.format, row_of(a.x, w.first, h.second, p.i3), wide, k, count, lower);
+        get4(a.x.format, row_of(a.x, w.second, h.second, p.i3), wide, k, count, corner);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float top = v[e] + (right[e] - v[e]) * w.share;
+            const float bottom = lower[e] + (corner[e] - lower[e]) * w.share;
+            v[e] = top + (bottom - top) * h.share;
+        }
+    }
+    put4(a.y, is_wide(a.y), row_of(a.y, p.i1, p.i2, p.i3), r, k, count, v);
+}
+
+// -- pixels --
+// y = 255 s(x scale + bias) as bytes, as in rocq_pixels_params. A thread takes a position. Geometry:
+// 256 threads; fewer than 2^32 positions.
+DEV float pixels_srgb(float x) { // IEC 61966-2-1
+    return x <= 0.0031308f ? 12.92f * x
+                           : fmaf(1.055f, exp2_fast(log2_fast(x) * (1.0f / 2.4f)), -0.055f);
+}
+
+KERNEL(pixels, rocq_k_pixels_args, 256) {
+    if (a.y.ne[0] == 0) return;
+    const uint32_t r = (a.common.block0 + block_index()) * 256 + thread_index();
+    if (r >= rows_of(a.y)) return;
+    const place p = place_of(a.y, r);
+    uint8_t *const y = (uint8_t *)row_of(a.y, p.i1, p.i2, p.i3);
+    const char *const x = row_of(a.x, p.i1, p.i2, p.i3);
+    for (int32_t c = 0; c < a.y.ne[0]; c++) {
+        float v = 1.0f;
+        if (c < 3 || a.x.ne[0] == 4) {
+            v = get_float(a.x.format, x, a.x.ne[0] == 1 ? 0 : c) * a.scale + a.bias;
+            v = !(v > 0.0f) ? 0.0f : v > 1.0f ? 1.0f : v;
+            if (a.srgb && c < 3) v = pixels_srgb(v);
+        }
+        gstore(y + c, (uint8_t)rintf(255.0f * v));
+    }
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -1143,6 +1143,253 @@ static void test_overlap(void **state) {
     box_free(&at);
 }
 
+// -- conv, norm_stats, resize, pixels --
+
+enum { NORM_NONE, NORM_GROUPS, NORM_WEIGHTED, NORM_POSITIONS };
+
+typedef struct picture { // a case; 0 = default
+    rocq_format x, w, y;
+    int64_t c, m, w_x, h_x; // channels of x and y, size of x
+    int64_t t_x, t_y;       // frames
+    int64_t w_y, h_y;       // 0 = as large as z, over the stride
+    int32_t kw, kh, kt, stride, upsample, pad_x, pad_y, norm, groups;
+    rocq_activation x_activation, activation;
+    rocq_format residual;
+    bool bias, has_residual, in_place, planar;
+    float x_scale;
+    box_layout layout;      // of x, y and residual
+} picture;
+
+static void check_conv(const picture *s) {
+    const int64_t t_x = or_1(s->t_x), t_y = or_1(s->t_y), up = or_1(s->upsample);
+    const int64_t stride = or_1(s->stride);
+    const int64_t w_y = s->w_y ? s->w_y : (s->w_x * up + stride - 1) / stride;
+    const int64_t h_y = s->h_y ? s->h_y : (s->h_x * up + stride - 1) / stride;
+    const int64_t k = s->c * or_1(s->kw) * or_1(s->kh) * or_1(s->kt);
+    const bool by_position = s->norm == NORM_POSITIONS;
+    box w = box_make(BOX_PLAIN, s->w, k, s->m, 1, 1);
+    box x = box_random(s->layout, s->x, 2, s->c, s->w_x, s->h_x, t_x);
+    box y = s->in_place ? box_random(s->layout, s->y, 1, s->m, w_y, h_y, t_y)
+                        : box_make(s->layout, s->y, s->m, w_y, h_y, t_y);
+    box bias = box_random(BOX_PLAIN, ROCQ_F32, 1, s->m, 1, 1, 1);
+    box residual = box_random(s->layout, s->residual, 1, s->m, w_y, h_y, t_y);
+    box stats = by_position ? box_random(BOX_STRIDED, ROCQ_F32, 1, 1, s->w_x, s->h_x, t_x)
+                            : box_random(BOX_STRIDED, ROCQ_F32, 1, 2, or_1(s->groups), t_x, 1);
+    box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, s->c, 1, 1, 1);
+    box shift = box_random(BOX_PLAIN, ROCQ_F32, 1, s->c, 1, 1, 1);
+    const bool weighted = s->norm >= NORM_WEIGHTED;
+    random_weights(&w);
+    rocq_conv_params p = {.y = &y.t, .w = &w.t, .x = &x.t, .bias = s->bias ? &bias.t : NULL,
+                          .residual = s->in_place ? &y.t : s->has_residual ? &residual.t : NULL,
+                          .stats = s->norm ? &stats.t : NULL,
+                          .norm_weight = weighted ? &weight.t : NULL,
+                          .norm_bias = weighted ? &shift.t : NULL,
+                          .kw = s->kw, .kh = s->kh, .kt = s->kt, .stride = s->stride,
+                          .upsample = s->upsample, .pad_x = s->pad_x, .pad_y = s->pad_y,
+                          .x_activation = s->x_activation, .activation = s->activation,
+                          .x_scale = s->x_scale};
+    on_gpu_as(&w, s->planar);
+    // A sum near the middle of two BF16 values may be rounded to either: a step is 1/256 at most.
+    compare(ROCQ_OP_CONV, &p, &y, s->y == ROCQ_BF16 ? 0x1p-16 : 0,
+            say("%s %dx%dx%d, %s %d x %dx%dx%d to %s %d x %dx%dx%d, stride %d, norm %d, "
+                "activations %d %d", name_of(s->w), (int)s->kw, (int)s->kh, (int)s->kt,
+                name_of(s->x), (int)s->c, (int)s->w_x, (int)s->h_x, (int)t_x, name_of(s->y),
+                (int)s->m, (int)w_y, (int)h_y, (int)t_y, (int)s->stride, (int)s->norm,
+                (int)s->x_activation, (int)s->activation));
+    box *all[] = {&w, &x, &y, &bias, &residual, &stats, &weight, &shift};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) box_free(all[i]);
+}
+
+// Kernels and options: with a patch of all taps and without, tiles of 128, 64 and 16 channels, whole
+// and ragged; channels by eight and by one; all at once, and split as for a large chip.
+static void test_conv_shapes(void **state) {
+    (void)state;
+    static const picture cases[] = {
+        {.c = 8, .m = 8, .w_x = 16, .h_x = 8},
+        {.c = 64, .m = 128, .w_x = 16, .h_x = 8, .kw = 3, .kh = 3},
+        {.c = 72, .m = 136, .w_x = 19, .h_x = 11, .kw = 3, .kh = 3, .bias = true},
+        {.c = 136, .m = 72, .w_x = 5, .h_x = 3, .kw = 3, .kh = 3, .has_residual = true},
+        {.c = 40, .m = 3, .w_x = 33, .h_x = 9, .kw = 3, .kh = 3, .bias = true},
+        {.c = 4, .m = 65, .w_x = 17, .h_x = 9, .kw = 3, .kh = 3, .bias = true},
+        {.c = 3, .m = 5, .w_x = 18, .h_x = 10, .kw = 3, .kh = 3, .has_residual = true},
+        {.c = 66, .m = 18, .w_x = 1, .h_x = 17, .kw = 1, .kh = 3},
+        {.c = 16, .m = 24, .w_x = 17, .h_x = 1, .kw = 3, .kh = 1},
+        {.c = 24, .m = 40, .w_x = 20, .h_x = 12, .kw = 5, .kh = 7},
+        {.c = 12, .m = 17, .w_x = 9, .h_x = 9, .kw = 7, .kh = 7},
+        {.c = 32, .m = 96, .w_x = 21, .h_x = 13, .kw = 3, .kh = 3, .stride = 2, .pad_x = -1,
+         .pad_y = -1, .w_y = 10, .h_y = 6},
+        {.c = 40, .m = 16, .w_x = 20, .h_x = 14, .kw = 3, .kh = 3, .stride = 2},
+        {.c = 40, .m = 16, .w_x = 20, .h_x = 14, .kw = 3, .kh = 3, .pad_x = 2, .pad_y = -1},
+        {.c = 72, .m = 64, .w_x = 9, .h_x = 5, .kw = 3, .kh = 3, .upsample = 2},
+        {.c = 10, .m = 9, .w_x = 9, .h_x = 5, .kw = 1, .kh = 1, .stride = 2, .upsample = 2},
+        {.c = 16, .m = 32, .w_x = 10, .h_x = 9, .t_x = 3, .t_y = 3, .kw = 3, .kh = 3, .kt = 3},
+        {.c = 80, .m = 16, .w_x = 6, .h_x = 9, .t_x = 4, .t_y = 2, .kw = 3, .kh = 3, .kt = 3},
+        {.c = 96, .m = 130, .w_x = 5, .h_x = 4, .t_x = 3, .t_y = 2, .kw = 1, .kh = 1, .kt = 3},
+    };
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    for (int round = 0; round < 2; round++) {
+        gpu->gpu->chip.n_units = round ? n_units : 1;
+        for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+            picture s = cases[i];
+            s.w = s.x = round ? ROCQ_F16 : ROCQ_F32;
+            s.y = round ? ROCQ_F32 : ROCQ_F16;
+            s.residual = round ? ROCQ_F16 : ROCQ_BF16;
+            check_conv(&s);
+        }
+    }
+    gpu->gpu->chip.n_units = n_units;
+}
+
+static void test_conv_options(void **state) {
+    (void)state;
+    const picture base = {.x = ROCQ_F16, .w = ROCQ_F16, .y = ROCQ_F16, .c = 64, .m = 72, .w_x = 18,
+                          .h_x = 9, .kw = 3, .kh = 3, .groups = 16};
+    static const rocq_format kinds[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16};
+    for (int norm = NORM_NONE; norm <= NORM_POSITIONS; norm++) {
+        for (int act = 0; act <= (int)ROCQ_ACT_TANH; act++) {
+            picture s = base;
+            s.x = kinds[(norm + act) % 3];
+            s.y = kinds[(norm + 2 * act) % 3];
+            s.residual = kinds[act % 3];
+            s.norm = norm;
+            s.groups = act % 2 ? 16 : 32;
+            s.x_activation = (rocq_activation)act;
+            s.activation = (rocq_activation)((act + norm) % ((int)ROCQ_ACT_TANH + 1));
+            s.bias = act % 2 == 0;
+            s.has_residual = act % 3 != 0;
+            s.t_x = s.t_y = act == 1 ? 2 : 1;
+            s.kt = act == 1 ? 2 : 1;
+            check_conv(&s);
+            s.layout = act % 2 ? BOX_STRIDED : BOX_PERMUTED;
+            s.c = s.groups == 16 ? 48 : 32;
+            s.m = 13;
+            check_conv(&s);
+        }
+    }
+    picture s = base;
+    s.in_place = s.bias = true;
+    check_conv(&s);
+    s.x_scale = 0.125f;
+    s.activation = ROCQ_ACT_RELU;
+    check_conv(&s);
+    for (int f = 0; f < N_FORMATS; f++) { // decoded to F16 first
+        picture d = base;
+        d.w = all_formats[f];
+        d.c = block_elems(d.w) > 1 ? block_elems(d.w) : 20;
+        d.m = 20;
+        d.kw = d.kh = f % 3 ? 1 : 3;
+        d.planar = block_elems(d.w) > 1 && f % 2 == 0;
+        check_conv(&d);
+    }
+}
+
+// x beyond F16's range, which x_scale brings back into it.
+static void test_conv_scale(void **state) {
+    (void)state;
+    box w = box_random(BOX_PLAIN, ROCQ_F16, 1, 64, 32, 1, 1);
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1e6f, 64, 7, 5, 1);
+    box y = box_make(BOX_PLAIN, ROCQ_F32, 32, 7, 5, 1);
+    const rocq_conv_params p = {.y = &y.t, .w = &w.t, .x = &x.t, .x_scale = 1.0f / 1024};
+    compare(ROCQ_OP_CONV, &p, &y, 0, "x of 1e6, scaled");
+    box_free(&w);
+    box_free(&x);
+    box_free(&y);
+}
+
+static void check_stats(rocq_format format, box_layout layout, int64_t c, int64_t w, int64_t h,
+                        int64_t n, int64_t groups, float mean) {
+    box x = box_random(layout, format, 1, c, w, h, n);
+    for (int64_t i = 0; i < x.count; i++) x.value[i] += mean;
+    box_write(&x);
+    box second = box_random(layout, format, 3, c, h, w, n);
+    box stats = box_make(BOX_STRIDED, ROCQ_F32, 2, groups, n, 1);
+    box moments = box_make(BOX_STRIDED, ROCQ_F32, 3, groups, n, 1);
+    box positions = box_make(layout, ROCQ_F32, 1, w, h, n);
+    const char *what = say("%s %d x %dx%dx%d, %d groups, mean %g", name_of(format), (int)c, (int)w,
+                           (int)h, (int)n, (int)groups, (double)mean);
+    rocq_norm_stats_params p = {.stats = &stats.t, .x = &x.t};
+    compare(ROCQ_OP_NORM_STATS, &p, &stats, 0, what);
+    p.moments = &moments.t;
+    p.first = true;
+    box *both[] = {&stats, &moments};
+    compare_as(ROCQ_OP_NORM_STATS, &p, &p, both, 2, 0, what);
+    p.first = false;
+    p.x = &second.t;
+    p.eps = 0.1f;
+    compare_as(ROCQ_OP_NORM_STATS, &p, &p, both, 2, 0, what);
+    p.stats = NULL;
+    compare(ROCQ_OP_NORM_STATS, &p, &moments, 0, what);
+    const rocq_norm_stats_params q = {.stats = &positions.t, .x = &x.t};
+    compare(ROCQ_OP_NORM_STATS, &q, &positions, 0, what);
+    box *all[] = {&x, &second, &stats, &moments, &positions};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) box_free(all[i]);
+}
+
+static void test_norm_stats(void **state) {
+    (void)state;
+    check_stats(ROCQ_F32, BOX_PLAIN, 1, 1, 1, 1, 1, 0);
+    check_stats(ROCQ_F16, BOX_PLAIN, 64, 33, 17, 2, 32, 0);
+    check_stats(ROCQ_BF16, BOX_PLAIN, 128, 9, 40, 1, 32, 1);
+    check_stats(ROCQ_F32, BOX_PLAIN, 520, 13, 7, 1, 4, 0);
+    check_stats(ROCQ_F32, BOX_STRIDED, 30, 21, 5, 2, 3, 0);
+    check_stats(ROCQ_F16, BOX_PERMUTED, 12, 5, 31, 2, 12, 0);
+    check_stats(ROCQ_F32, BOX_PLAIN, 8, 201, 119, 1, 2, 1000); // the mean is no deviation
+}
+
+static void test_resize(void **state) {
+    (void)state;
+    static const rocq_format kinds[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16};
+    for (int i = 0; i < 18; i++) {
+        box x = box_random((box_layout)(i % 3), kinds[i / 3 % 3], 1, i % 4 ? 5 : 8, 7, 4, 2);
+        box y = box_make((box_layout)(i / 2 % 3), kinds[i / 3 % 3], i % 4 ? 5 : 8, i % 2 ? 14 : 5,
+                         i % 2 ? 9 : 3, 2);
+        const rocq_resize_params p = {
+            .y = &y.t, .x = &x.t, .mode = i < 9 ? ROCQ_RESIZE_NEAREST : ROCQ_RESIZE_BILINEAR};
+        compare(ROCQ_OP_RESIZE, &p, &y, i < 9 ? EXACT : 0, say("resize %d", i));
+        box_free(&x);
+        box_free(&y);
+    }
+}
+
+// A value within F32's rounding of a half may fall to either side, so one level is allowed; and
+// never in more than one byte of a thousand.
+static void test_pixels(void **state) {
+    (void)state;
+    for (int i = 0; i < 24; i++) {
+        const int64_t in = i % 3 == 0 ? 1 : i % 3 + 2, out_c = 3 + i / 3 % 2;
+        box x = box_random((box_layout)(i % 2), i / 2 % 2 ? ROCQ_F16 : ROCQ_F32, 0.7f, in, 37, 29, 1);
+        box y = box_make(BOX_PLAIN, ROCQ_I8, out_c, 37, 29, 1);
+        x.value[5] = NAN;
+        x.value[6] = INFINITY;
+        x.value[7] = -INFINITY;
+        if (i / 2 % 2 == 0) box_write(&x);
+        const rocq_pixels_params p = {.y = &y.t, .x = &x.t, .scale = i % 2 ? 0.5f : 0,
+                                      .bias = i % 2 ? 0.5f : 0, .srgb = i >= 12};
+        assert_int_equal(rocq_pixels(cpu, &p), ROCQ_OK);
+        unsigned char *want = (unsigned char *)malloc((size_t)y.size);
+        assert_non_null(want);
+        memcpy(want, y.memory, (size_t)y.size);
+        memset(y.memory, 0x55, (size_t)y.size);
+        any_params d = params_of(ROCQ_OP_PIXELS, &p);
+        move_params(ROCQ_OP_PIXELS, &d);
+        if (rocq_pixels(gpu, &d.pixels) != ROCQ_OK) fail_msg("pixels: %s", rocq_error(gpu));
+        for (int j = 0; j < n_twins; j++) {
+            if (twins[j].b == &y) copy_from_gpu(&twins[j]);
+        }
+        int differ = 0;
+        for (int64_t j = 0; j < y.size; j++) {
+            const int d = abs((int)y.memory[j] - (int)want[j]);
+            if (d > 1) fail_msg("pixels %d: byte %d is %d, not %d", i, (int)j, y.memory[j], want[j]);
+            differ += d;
+        }
+        if (1000 * differ > y.size) fail_msg("pixels %d: %d bytes differ", i, differ);
+        free(want);
+        free_twins();
+        box_free(&x);
+        box_free(&y);
+    }
+}
+
 // -- graphs --
 
 // Recorded once, replayed over what lies in the tensors then.
@@ -1283,6 +1530,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_casts),           cmocka_unit_test(test_softmax),
         cmocka_unit_test(test_gather),          cmocka_unit_test(test_argmax),
         cmocka_unit_test(test_sample),          cmocka_unit_test(test_bad_indices),
+        cmocka_unit_test(test_conv_shapes),     cmocka_unit_test(test_conv_options),
+        cmocka_unit_test(test_conv_scale),      cmocka_unit_test(test_norm_stats),
+        cmocka_unit_test(test_resize),          cmocka_unit_test(test_pixels),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_repeatable),      cmocka_unit_test(test_no_work),
     };
