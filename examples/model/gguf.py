@@ -1,4 +1,6 @@
-# Writes a llama-family GGUF (version 3) with F32 tensors; plain Python.
+# Writes GGUF files (version 3): the language model's, with F32 tensors, and any others through
+# save(); plain Python.
+import math
 import struct
 
 ALIGN = 32
@@ -43,7 +45,7 @@ def metadata(cfg, tokens):
         ("tokenizer.ggml.eos_token_id", U32, 2),
         ("tokenizer.ggml.add_bos_token", BOOL, True), ("tokenizer.ggml.add_eos_token", BOOL, False),
         ("tokenizer.ggml.add_space_prefix", BOOL, True)]
-    return len(rows), b"".join(entry(*r) for r in rows)
+    return rows
 
 
 def shapes(cfg):
@@ -60,24 +62,24 @@ def shapes(cfg):
     return out + [("output_norm.weight", (d,))]
 
 
-def write(path, cfg, tokens, data):
-    """data(name) gives a tensor's little-endian floats. The output is tied to the embedding."""
-    count, meta = metadata(cfg, tokens)
-    tensors, infos, at = shapes(cfg), b"", 0
-    for name, dims in tensors:
+def save(path, rows, tensors):
+    """rows: arguments of entry(). tensors: (name, dims innermost first, GGUF type, bytes)."""
+    infos, at = b"", 0
+    for name, dims, kind, raw in tensors:
         infos += text(name) + struct.pack("<I", len(dims)) + struct.pack("<%dQ" % len(dims), *dims)
-        infos += struct.pack("<IQ", 0, at)
-        size = 4
-        for n in dims:
-            size *= n
-        at += (size + ALIGN - 1) // ALIGN * ALIGN
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), count) + meta + infos
+        infos += struct.pack("<IQ", kind, at)
+        at += (len(raw) + ALIGN - 1) // ALIGN * ALIGN
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(rows))
+    head += b"".join(entry(*r) for r in rows) + infos
     with open(path, "wb") as f:
         f.write(head + bytes(-len(head) % ALIGN))
-        for name, dims in tensors:
-            raw = data(name)
-            size = 4
-            for n in dims:
-                size *= n
-            assert len(raw) == size, name
+        for _, _, _, raw in tensors:
             f.write(raw + bytes(-len(raw) % ALIGN))
+
+
+def write(path, cfg, tokens, data):
+    """data(name) gives a tensor's little-endian floats. The output is tied to the embedding."""
+    tensors = [(name, dims, 0, data(name)) for name, dims in shapes(cfg)]
+    for name, dims, _, raw in tensors:
+        assert len(raw) == 4 * math.prod(dims), name
+    save(path, metadata(cfg, tokens), tensors)
