@@ -7219,6 +7219,7 @@ static double rocq__nmse_bound(rocq_precision precision) {
 //   zero_below              v, but 0 in the lanes where x < limit
 //   sum                     of the lanes: ((0 + 4) + (1 + 5)) + ((2 + 6) + (3 + 7))
 //   sum4                    of each of four: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), to out[4]
+//   turn                    eight vectors, as rows of 8 x 8 floats, become its columns
 
 #define ROCQ__HAS_V8 (ROCQ__HAS_AVX2 || ROCQ__HAS_NEON)
 
@@ -7299,6 +7300,25 @@ ROCQ__V8 float rocq__v8_sum(rocq__v8 v) {
 ROCQ__V8 void rocq__v8_sum4(float *out, rocq__v8 a, rocq__v8 b, rocq__v8 c, rocq__v8 d) {
     const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
+ROCQ__V8 void rocq__v8_turn(rocq__v8 *v) {
+    __m256 pair[8];
+    ROCQ__UNROLL
+    for (int i = 0; i < 4; i++) { // rows i and i + 4, their halves exchanged
+        pair[i] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x20);
+        pair[i + 4] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x31);
+    }
+    ROCQ__UNROLL
+    for (int i = 0; i < 8; i += 4) { // four columns each
+        const __m256 a = _mm256_unpacklo_ps(pair[i], pair[i + 1]);
+        const __m256 b = _mm256_unpackhi_ps(pair[i], pair[i + 1]);
+        const __m256 c = _mm256_unpacklo_ps(pair[i + 2], pair[i + 3]);
+        const __m256 d = _mm256_unpackhi_ps(pair[i + 2], pair[i + 3]);
+        v[i] = _mm256_shuffle_ps(a, c, 0x44);
+        v[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+        v[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+        v[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+    }
 }
 #elif ROCQ__HAS_NEON
 #define ROCQ__SIMD
@@ -7407,6 +7427,22 @@ ROCQ__V8 void rocq__v8_sum4(float *out, rocq__v8 a, rocq__v8 b, rocq__v8 c, rocq
     const float32x4_t lo = vpaddq_f32(vpaddq_f32(a.lo, b.lo), vpaddq_f32(c.lo, d.lo));
     const float32x4_t hi = vpaddq_f32(vpaddq_f32(a.hi, b.hi), vpaddq_f32(c.hi, d.hi));
     vst1q_f32(out, vaddq_f32(lo, hi));
+}
+ROCQ__V8 void rocq__v8_turn_quarter(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d,
+                                    float32x4_t *out) {
+    out[0] = vzip1q_f32(vzip1q_f32(a, c), vzip1q_f32(b, d));
+    out[1] = vzip2q_f32(vzip1q_f32(a, c), vzip1q_f32(b, d));
+    out[2] = vzip1q_f32(vzip2q_f32(a, c), vzip2q_f32(b, d));
+    out[3] = vzip2q_f32(vzip2q_f32(a, c), vzip2q_f32(b, d));
+}
+ROCQ__V8 void rocq__v8_turn(rocq__v8 *v) {
+    float32x4_t q[4][4];
+    rocq__v8_turn_quarter(v[0].lo, v[1].lo, v[2].lo, v[3].lo, q[0]);
+    rocq__v8_turn_quarter(v[4].lo, v[5].lo, v[6].lo, v[7].lo, q[1]);
+    rocq__v8_turn_quarter(v[0].hi, v[1].hi, v[2].hi, v[3].hi, q[2]);
+    rocq__v8_turn_quarter(v[4].hi, v[5].hi, v[6].hi, v[7].hi, q[3]);
+    ROCQ__UNROLL
+    for (int i = 0; i < 8; i++) v[i] = rocq__v8_of(q[i / 4 * 2][i % 4], q[i / 4 * 2 + 1][i % 4]);
 }
 #endif
 
@@ -7666,6 +7702,11 @@ static void rocq__add_scalar(float *x, const float *y, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] += y[i];
 }
 
+// y = factor x; y may be x
+static void rocq__scale_scalar(float *y, const float *x, float factor, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] = factor * x[i];
+}
+
 // x *= y
 static void rocq__multiply_scalar(float *x, const float *y, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] *= y[i];
@@ -7678,6 +7719,14 @@ static ROCQ__SIMD void rocq__add_simd(float *x, const float *y, int64_t n) {
         rocq__v8_store(x + i, rocq__v8_add(rocq__v8_load(x + i), rocq__v8_load(y + i)));
     }
     for (; i < n; i++) x[i] += y[i];
+}
+
+static ROCQ__SIMD void rocq__scale_simd(float *y, const float *x, float factor, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        rocq__v8_store(y + i, rocq__v8_mul(rocq__v8_set1(factor), rocq__v8_load(x + i)));
+    }
+    for (; i < n; i++) y[i] = factor * x[i];
 }
 
 static ROCQ__SIMD void rocq__multiply_simd(float *x, const float *y, int64_t n) {
@@ -9569,12 +9618,19 @@ static inline float rocq__max(bool simd, const float *x, int64_t n) {
 // all rows fit one tile (decoding), the KV positions are split instead; the splits' (m, l, acc) are
 // merged in order afterwards. Tiles and splits start at fixed positions: results depend neither on
 // the number of threads nor on how large the cache is.
+//
+// There are two ways through a tile. A few rows take a dot product with each key and add each value
+// up, and K and V may stay as they are stored. Many rows are two matrix products over decoded K and
+// V, with queries in the lanes of S^T = K Q^T, so that the softmax needs no sums across lanes, and
+// elements of values in those of O += P V.
 
 enum {
-    ROCQ__ATTEND_ROWS = 32,  // query rows per tile
-    ROCQ__ATTEND_KEYS = 32,  // KV positions per tile
-    ROCQ__ATTEND_SPLIT = 256, // KV positions per split, a multiple of the tile
-    ROCQ__ATTEND_FEW = 8      // up to so many query rows, K and V are used as they are stored
+    ROCQ__ATTEND_ROWS = 48,   // query rows per tile, a multiple of LANES and SIX
+    ROCQ__ATTEND_KEYS = 48,   // KV positions per tile, a multiple of SIX
+    ROCQ__ATTEND_SPLIT = 192, // KV positions per split, a multiple of the tile
+    ROCQ__ATTEND_FEW = 8,     // so many query rows are few
+    ROCQ__ATTEND_LANES = 16,  // queries, or elements of values, that a product takes at once
+    ROCQ__ATTEND_SIX = 6      // keys, or queries, that it takes
 };
 
 typedef struct rocq__attend {
@@ -9589,10 +9645,12 @@ typedef struct rocq__attend {
     int64_t most_splits;
     int64_t worth;     // rocq__plan.worth
     int64_t pitch;     // floats from row to row in scratch
+    int64_t stride;    // floats from row to row of scores, and of q where they are columns
     int64_t local;     // floats of scratch per thread
     int64_t partial;   // floats per row of a split's result: m, l, acc
     float scale;
     bool as_is;        // k and v are not decoded first
+    bool many;         // rows are many: lanes of vectors
     int64_t rows;      // that these two take at once:
     void (*dots)(const float *const *q, const void *const *k, int64_t n_keys, int64_t n,
                  float *const *score);
@@ -9607,142 +9665,121 @@ typedef struct rocq__attend_item {
     int64_t seq, kv_head, row0, n;
 } rocq__attend_item;
 
-// score[r][j] = q[r] . k[j] for two rows; n is a multiple of 32, n_keys of 4.
+// score[0][j] = q[0] . k[j] for one row; n is a multiple of 32, n_keys of 4.
 static void rocq__dots_scalar(const float *const *q, const void *const *k, int64_t n_keys,
                               int64_t n, float *const *score) {
-    for (int r = 0; r < 2; r++) {
-        for (int64_t j = 0; j < n_keys; j++) {
-            const float *key = (const float *)k[j];
-            float sum[8] = {0};
-            for (int64_t i = 0; i < n; i += 8) {
-                for (int l = 0; l < 8; l++) sum[l] += q[r][i + l] * key[i + l];
-            }
-            score[r][j] = rocq__sum8(sum);
+    for (int64_t j = 0; j < n_keys; j++) {
+        const float *key = (const float *)k[j];
+        float sum[8] = {0};
+        for (int64_t i = 0; i < n; i += 8) {
+            for (int l = 0; l < 8; l++) sum[l] += q[0][i + l] * key[i + l];
         }
+        score[0][j] = rocq__sum8(sum);
     }
 }
 
-// acc[r] = keep[r] acc[r] + sum over j of weight[r][j] v[j] for two rows; n is a multiple of 32.
+// acc[0] = keep[0] acc[0] + sum over j of weight[0][j] v[j] for one row; n is a multiple of 32.
 static void rocq__values_scalar(float *const *acc, const float *keep, const void *const *v,
                                 const float *const *weight, int64_t n_keys, int64_t n) {
-    for (int r = 0; r < 2; r++) {
-        for (int64_t i = 0; i < n; i += 8) {
-            float a[8];
-            for (int l = 0; l < 8; l++) a[l] = acc[r][i + l] * keep[r];
-            for (int64_t j = 0; j < n_keys; j++) {
-                const float *value = (const float *)v[j] + i;
-                for (int l = 0; l < 8; l++) a[l] += weight[r][j] * value[l];
-            }
-            memcpy(acc[r] + i, a, sizeof a);
+    for (int64_t i = 0; i < n; i += 8) {
+        float a[8];
+        for (int l = 0; l < 8; l++) a[l] = acc[0][i + l] * keep[0];
+        for (int64_t j = 0; j < n_keys; j++) {
+            const float *value = (const float *)v[j] + i;
+            for (int l = 0; l < 8; l++) a[l] += weight[0][j] * value[l];
         }
+        memcpy(acc[0] + i, a, sizeof a);
     }
 }
 
 #if ROCQ__HAS_V8
 
-// The same for that many rows, with 8 / rows keys at a time, so that all sums stay in registers.
-// Two rows read decoded keys; four, which share what it costs to widen a key, take them as the
-// cache has them.
-ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *const *q,
-                         const void *const *k, int64_t n_keys, int64_t n, float *const *score) {
-    const int step = 8 / rows;
-    for (int64_t first = 0; first < n_keys; first += step) {
-        rocq__v8 sum[8]; // [rows][step]
+// The same for four rows, which share what it costs to widen a key, with two keys at a time, so that
+// all sums stay in registers.
+ROCQ__V8 void rocq__dots(const rocq_format format, const float *const *q, const void *const *k,
+                         int64_t n_keys, int64_t n, float *const *score) {
+    for (int64_t first = 0; first < n_keys; first += 2) {
+        rocq__v8 sum[8]; // [4 rows][2 keys]
         float all[8];
         ROCQ__UNROLL
         for (int i = 0; i < 8; i++) sum[i] = rocq__v8_set1(0.0f);
         for (int64_t i = 0; i < n; i += 32) {
             ROCQ__UNROLL
-            for (int j = 0; j < step; j++) {
+            for (int j = 0; j < 2; j++) {
                 rocq__v8 key[4];
                 rocq__v8_load_part(format, 4, key, k[first + j], i);
                 ROCQ__UNROLL
-                for (int r = 0; r < rows; r++) {
-                    rocq__v8 one = sum[r * step + j];
+                for (int r = 0; r < 4; r++) {
+                    rocq__v8 one = sum[r * 2 + j];
                     ROCQ__UNROLL
                     for (int l = 0; l < 4; l++) {
                         one = rocq__v8_fma(rocq__v8_load(q[r] + i + 8 * l), key[l], one);
                     }
-                    sum[r * step + j] = one;
+                    sum[r * 2 + j] = one;
                 }
             }
         }
         rocq__v8_sum4(all, sum[0], sum[1], sum[2], sum[3]);
         rocq__v8_sum4(all + 4, sum[4], sum[5], sum[6], sum[7]);
         ROCQ__UNROLL
-        for (int r = 0; r < rows; r++) {
-            memcpy(score[r] + first, all + r * step, (size_t)step * sizeof *all);
-        }
+        for (int r = 0; r < 4; r++) memcpy(score[r] + first, all + r * 2, 2 * sizeof *all);
     }
 }
 
-// 64 / rows elements of each acc are in registers at a time.
-ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *const *acc,
-                           const float *keep, const void *const *v, const float *const *weight,
-                           int64_t n_keys, int64_t n) {
-    const int n_parts = 8 / rows;
-    for (int64_t i = 0; i < n; i += 8 * n_parts) {
-        rocq__v8 a[8]; // [rows][n_parts]
+// 16 elements of each acc are in registers at a time.
+ROCQ__V8 void rocq__values(const rocq_format format, float *const *acc, const float *keep,
+                           const void *const *v, const float *const *weight, int64_t n_keys,
+                           int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) {
+        rocq__v8 a[8]; // [4 rows][2]
         ROCQ__UNROLL
-        for (int r = 0; r < rows; r++) {
-            ROCQ__UNROLL
-            for (int l = 0; l < n_parts; l++) {
-                a[r * n_parts + l] = rocq__v8_mul(rocq__v8_set1(keep[r]),
-                                                  rocq__v8_load(acc[r] + i + 8 * l));
-            }
+        for (int l = 0; l < 8; l++) {
+            a[l] = rocq__v8_mul(rocq__v8_set1(keep[l / 2]),
+                                rocq__v8_load(acc[l / 2] + i + 8 * (l % 2)));
         }
         for (int64_t j = 0; j < n_keys; j++) {
-            rocq__v8 value[4];
-            rocq__v8_load_part(format, n_parts, value, v[j], i);
+            rocq__v8 value[2];
+            rocq__v8_load_part(format, 2, value, v[j], i);
             ROCQ__UNROLL
-            for (int r = 0; r < rows; r++) {
+            for (int r = 0; r < 4; r++) {
                 const rocq__v8 w = rocq__v8_set1(weight[r][j]);
-                ROCQ__UNROLL
-                for (int l = 0; l < n_parts; l++) {
-                    a[r * n_parts + l] = rocq__v8_fma(w, value[l], a[r * n_parts + l]);
-                }
+                a[2 * r] = rocq__v8_fma(w, value[0], a[2 * r]);
+                a[2 * r + 1] = rocq__v8_fma(w, value[1], a[2 * r + 1]);
             }
         }
         ROCQ__UNROLL
-        for (int r = 0; r < rows; r++) {
-            ROCQ__UNROLL
-            for (int l = 0; l < n_parts; l++) {
-                rocq__v8_store(acc[r] + i + 8 * l, a[r * n_parts + l]);
-            }
-        }
+        for (int l = 0; l < 8; l++) rocq__v8_store(acc[l / 2] + i + 8 * (l % 2), a[l]);
     }
 }
 
-#define ROCQ__ATTEND_FORMATS(X) \
-    X(tile, F32, 2) X(f32, F32, 4) X(f16, F16, 4) X(bf16, BF16, 4) X(q8_0, Q8_0, 4) X(q4_0, Q4_0, 4)
-#define ROCQ__ATTEND_KERNELS(name, NAME, ROWS)                                                     \
+#define ROCQ__ATTEND_FORMATS(X) X(f32, F32) X(f16, F16) X(bf16, BF16) X(q8_0, Q8_0) X(q4_0, Q4_0)
+#define ROCQ__ATTEND_KERNELS(name, NAME)                                                           \
     static ROCQ__SIMD void rocq__dots_##name(const float *const *q, const void *const *k,          \
                                              int64_t n_keys, int64_t n, float *const *score) {     \
-        rocq__dots(ROCQ_##NAME, ROWS, q, k, n_keys, n, score);                                     \
+        rocq__dots(ROCQ_##NAME, q, k, n_keys, n, score);                                           \
     }                                                                                              \
     static ROCQ__SIMD void rocq__values_##name(float *const *acc, const float *keep,               \
                                                const void *const *v, const float *const *weight,   \
                                                int64_t n_keys, int64_t n) {                        \
-        rocq__values(ROCQ_##NAME, ROWS, acc, keep, v, weight, n_keys, n);                          \
+        rocq__values(ROCQ_##NAME, acc, keep, v, weight, n_keys, n);                                \
     }
 ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_KERNELS)
 
 #endif
 
-// The kernels for k and v as they are stored, where as_is, or decoded to F32.
+// The kernels of few rows, for k and v as they are stored, where as_is, or decoded to F32.
 static void rocq__attend_kernels(rocq__attend *a) {
     a->dots = rocq__dots_scalar;
     a->values = rocq__values_scalar;
-    a->rows = 2;
+    a->rows = 1;
 #if ROCQ__HAS_V8
     if (!a->simd) return;
-    a->dots = rocq__dots_tile;
-    a->values = rocq__values_tile;
-    if (!a->as_is) return;
+    const rocq_format k = a->as_is ? a->p->k->format : ROCQ_F32;
+    const rocq_format v = a->as_is ? a->p->v->format : ROCQ_F32;
     a->rows = 4;
-#define ROCQ__ATTEND_CASE(name, NAME, ROWS)                                                  \
-    if (ROWS == 4 && a->p->k->format == ROCQ_##NAME) a->dots = rocq__dots_##name;            \
-    if (ROWS == 4 && a->p->v->format == ROCQ_##NAME) a->values = rocq__values_##name;
+#define ROCQ__ATTEND_CASE(name, NAME)                   \
+    if (k == ROCQ_##NAME) a->dots = rocq__dots_##name;  \
+    if (v == ROCQ_##NAME) a->values = rocq__values_##name;
     ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_CASE)
 #undef ROCQ__ATTEND_CASE
 #undef ROCQ__ATTEND_KERNELS
@@ -9785,33 +9822,58 @@ static void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv_h
         }
         factor /= l;
     }
-    for (int64_t d = 0; d < a->head_dim; d++) acc[d] *= factor;
+    ROCQ__EITHER(a->simd, rocq__scale, (acc, acc, factor, a->head_dim));
     unsigned char *out_row = rocq__row(out, head, row / a->group, seq);
     rocq__store(a->simd, out->format, out_row, 0, acc, a->head_dim);
+}
+
+// The positions that row r sees of a tile, masks aside, counted from the tile's first.
+static void rocq__attend_clip(const rocq__attend *a, const rocq__attend_item *item, int64_t r,
+                              int64_t begin, int64_t n_keys, int64_t *lo, int64_t *hi) {
+    const int64_t i = (item->row0 + r) / a->group;
+    rocq__attend_range(a, rocq__attend_len(a, item->seq), i, lo, hi);
+    *lo = ROCQ__MIN(ROCQ__MAX(*lo - begin, 0), n_keys);
+    *hi = ROCQ__MAX(ROCQ__MIN(*hi - begin, n_keys), *lo);
+}
+
+// What a row sees of a tile: the positions of [lo, hi) whose mask value, if any, is not -inf.
+typedef struct rocq__attend_view {
+    int64_t lo, hi;
+    const float *mask; // [KEYS] or NULL
+    float decoded[ROCQ__ATTEND_KEYS];
+} rocq__attend_view;
+
+static void rocq__attend_look(const rocq__attend *a, const rocq__attend_item *item, int64_t r,
+                              int64_t begin, int64_t n_keys, rocq__attend_view *view) {
+    const rocq_tensor *mask = a->p->mask;
+    const int64_t i = (item->row0 + r) / a->group;
+    const int64_t head = item->kv_head * a->group + (item->row0 + r) % a->group;
+    rocq__attend_clip(a, item, r, begin, n_keys, &view->lo, &view->hi);
+    view->mask = NULL;
+    if (mask) {
+        view->mask =
+            rocq__load(a->simd, mask->format, rocq__row_repeated(mask, i, head, item->seq), begin,
+                       n_keys, view->decoded);
+    }
+}
+
+static inline bool rocq__attend_sees(const rocq__attend_view *view, int64_t j) {
+    return j >= view->lo && j < view->hi && !(view->mask && view->mask[j] == -INFINITY);
 }
 
 // The bias of every row for the positions of [begin, end) that some row sees: its mask value or 0,
 // -inf where this row does not see it. Writes those positions to keys and returns their number.
 static int64_t rocq__attend_bias(const rocq__attend *a, const rocq__attend_item *item,
                                  int64_t begin, int64_t end, float *bias, int64_t *keys) {
-    const rocq_tensor *mask = a->p->mask;
-    const int64_t seq = item->seq, len = rocq__attend_len(a, seq);
     bool seen[ROCQ__ATTEND_KEYS] = {false};
     for (int64_t r = 0; r < item->n; r++) {
-        const int64_t i = (item->row0 + r) / a->group;
-        const int64_t head = item->kv_head * a->group + (item->row0 + r) % a->group;
-        float *line = bias + r * ROCQ__ATTEND_KEYS, decoded[ROCQ__ATTEND_KEYS];
-        const float *from = NULL;
-        int64_t lo, hi;
-        rocq__attend_range(a, len, i, &lo, &hi);
-        if (mask) {
-            from = rocq__load(a->simd, mask->format, rocq__row_repeated(mask, i, head, seq), begin,
-                              end - begin, decoded);
-        }
-        for (int64_t j = begin; j < end; j++) {
-            const float value = j < lo || j >= hi ? -INFINITY : from ? from[j - begin] : 0.0f;
-            line[j - begin] = value;
-            seen[j - begin] |= value != -INFINITY;
+        float *line = bias + r * ROCQ__ATTEND_KEYS;
+        rocq__attend_view view;
+        rocq__attend_look(a, item, r, begin, end - begin, &view);
+        for (int64_t j = 0; j < end - begin; j++) {
+            const bool sees = rocq__attend_sees(&view, j);
+            line[j] = !sees ? -INFINITY : view.mask ? view.mask[j] : 0.0f;
+            seen[j] |= sees;
         }
     }
     int64_t n_keys = 0;
@@ -9828,25 +9890,27 @@ static int64_t rocq__attend_bias(const rocq__attend *a, const rocq__attend_item 
 // Scratch of one thread. Vectors are padded to a pitch that the arithmetic above takes; the padding
 // of q, acc and tile is 0.
 typedef struct rocq__attend_local {
-    float *q;     // [pitch, tile_rows], scaled
-    float *acc;   // [pitch, tile_rows]
+    float *q;     // [pitch, stride], scaled; of many rows, turned: [stride, pitch]
+    float *acc;   // [pitch, stride]
     float *tile;  // [pitch, KEYS]: decoded rows of K, then of V
-    float *score; // [KEYS, tile_rows]
-    float *bias;  // [KEYS, tile_rows]
+    float *score; // [KEYS, stride]; of many rows [stride, KEYS]
+    float *bias;  // [KEYS, stride], of few rows
     float *spare; // [pitch]
-    float *m, *l; // [tile_rows]
+    float *m, *l; // [stride]
+    float *keep;  // [stride]: the factor that a tile puts on acc, of many rows
 } rocq__attend_local;
 
 static rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t thread) {
     rocq__attend_local s;
     s.q = a->scratch + thread * a->local;
-    s.acc = s.q + a->tile_rows * a->pitch;
-    s.tile = s.acc + a->tile_rows * a->pitch;
+    s.acc = s.q + a->stride * a->pitch;
+    s.tile = s.acc + a->stride * a->pitch;
     s.score = s.tile + ROCQ__ATTEND_KEYS * a->pitch;
-    s.bias = s.score + a->tile_rows * ROCQ__ATTEND_KEYS;
-    s.spare = s.bias + a->tile_rows * ROCQ__ATTEND_KEYS;
+    s.bias = s.score + a->stride * ROCQ__ATTEND_KEYS;
+    s.spare = s.bias + a->stride * ROCQ__ATTEND_KEYS;
     s.m = s.spare + a->pitch;
-    s.l = s.m + a->tile_rows;
+    s.l = s.m + a->stride;
+    s.keep = s.l + a->stride;
     return s;
 }
 
@@ -9984,6 +10048,228 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
     rocq__attend_sums(a, n, line, n_keys, all_visible, local);
 }
 
+#if ROCQ__HAS_V8
+// -- many rows --
+
+// c[i] = keep[i] c[i] + sum over k of a[i a_row + k a_step] b[k b_step], for SIX rows c[i] and b[k]
+// of LANES floats; keep may be NULL, which counts as 0. The twelve sums stay in registers: eight
+// loads for twelve multiply-adds, where a core does two of each in a cycle.
+typedef struct rocq__attend_product {
+    const float *a, *b, *keep;
+    float *c;
+    int64_t a_row, a_step, b_step, c_row, n;
+} rocq__attend_product;
+
+static ROCQ__SIMD void rocq__attend_multiply(const rocq__attend_product *p) {
+    const int64_t a_row = p->a_row, a_step = p->a_step, b_step = p->b_step;
+    const float *a0 = p->a, *a3 = p->a + 3 * a_row, *b = p->b;
+    rocq__v8 sum[12];
+    ROCQ__UNROLL
+    for (int i = 0; i < 12; i++) {
+        sum[i] = rocq__v8_set1(0.0f);
+        if (!p->keep) continue;
+        sum[i] = rocq__v8_mul(rocq__v8_set1(p->keep[i / 2]),
+                              rocq__v8_load(p->c + i / 2 * p->c_row + 8 * (i % 2)));
+    }
+    for (int64_t k = 0; k < p->n; k++, a0 += a_step, a3 += a_step, b += b_step) {
+        const rocq__v8 b0 = rocq__v8_load(b), b1 = rocq__v8_load(b + 8);
+        ROCQ__UNROLL
+        for (int i = 0; i < 6; i++) {
+            const rocq__v8 one = rocq__v8_set1(*(i < 3 ? a0 + i * a_row : a3 + (i - 3) * a_row));
+            sum[2 * i] = rocq__v8_fma(one, b0, sum[2 * i]);
+            sum[2 * i + 1] = rocq__v8_fma(one, b1, sum[2 * i + 1]);
+        }
+    }
+    ROCQ__UNROLL
+    for (int i = 0; i < 12; i++) rocq__v8_store(p->c + i / 2 * p->c_row + 8 * (i % 2), sum[i]);
+}
+
+// Turns keys [first, last) of the scores of LANES rows into weights, as rocq__attend_weigh does;
+// all other keys of the tile get the weight 0.
+static ROCQ__SIMD void rocq__attend_weigh_many(float *score, int64_t stride, int64_t first,
+                                               int64_t last, float *m, float *l, float *keep) {
+    const rocq__v8 none = rocq__v8_set1(0.0f), least = rocq__v8_set1(-FLT_MAX);
+    for (int v = 0; v < ROCQ__ATTEND_LANES; v += 8) {
+        rocq__v8 top = rocq__v8_load(m + v), sum = none;
+        for (int64_t j = first; j < last; j++) { // NaN: keeps top
+            top = rocq__v8_max(rocq__v8_load(score + j * stride + v), top);
+        }
+        const rocq__v8 shift = rocq__v8_zero_below(top, top, least); // as exp(-inf - -inf) is NaN
+        const rocq__v8 kept = rocq__v8_exp(rocq__v8_sub(rocq__v8_load(m + v), shift));
+        for (int64_t j = 0; j < first; j++) rocq__v8_store(score + j * stride + v, none);
+        for (int64_t j = first; j < last; j++) {
+            float *s = score + j * stride + v;
+            const rocq__v8 e = rocq__v8_exp(rocq__v8_sub(rocq__v8_load(s), shift));
+            rocq__v8_store(s, e);
+            sum = rocq__v8_add(sum, e);
+        }
+        for (int64_t j = last; j < ROCQ__ATTEND_KEYS; j++) {
+            rocq__v8_store(score + j * stride + v, none);
+        }
+        rocq__v8_store(l + v, rocq__v8_fma(rocq__v8_load(l + v), kept, sum));
+        rocq__v8_store(keep + v, kept);
+        rocq__v8_store(m + v, top);
+    }
+}
+
+// x holds neither infinities nor NaN; n is a multiple of 8.
+static ROCQ__SIMD bool rocq__attend_finite(const float *x, int64_t n) {
+    const rocq__v8 zero = rocq__v8_set1(0.0f);
+    rocq__v8 sum = zero;
+    for (int64_t i = 0; i < n; i += 8) sum = rocq__v8_fma(rocq__v8_load(x + i), zero, sum);
+    return rocq__v8_sum(sum) == 0.0f;
+}
+
+// acc = keep acc + sum of weight v over what each row sees. A product adds hidden V too, with the
+// weight 0, which is wrong where V holds infinities or NaN.
+static ROCQ__SIMD void rocq__attend_values_seen(const rocq__attend *a,
+                                                const rocq__attend_item *item, int64_t begin,
+                                                int64_t n_keys, const rocq__attend_local *local) {
+    for (int64_t r = 0; r < item->n; r++) {
+        float *acc = local->acc + r * a->pitch;
+        rocq__attend_view view;
+        rocq__attend_look(a, item, r, begin, n_keys, &view);
+        for (int64_t d = 0; d < a->pitch; d++) acc[d] *= local->keep[r];
+        for (int64_t j = 0; j < n_keys; j++) {
+            if (!rocq__attend_sees(&view, j)) continue;
+            const float weight = local->score[j * a->stride + r], *v = local->tile + j * a->pitch;
+            for (int64_t d = 0; d < a->pitch; d++) acc[d] = fmaf(weight, v[d], acc[d]);
+        }
+    }
+}
+
+// Decodes the rows of k or v at positions [begin, begin + n_keys).
+static void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows, int64_t seq,
+                                int64_t begin, int64_t n_keys, float *tile) {
+    for (int64_t j = 0; j < n_keys; j++) {
+        const unsigned char *from = rows->base + rocq__attend_row(a, begin + j, seq) * rows->step;
+        rocq__decode(true, rows->format, tile + j * a->pitch, from, a->head_dim);
+    }
+}
+
+// The scores of LANES rows, from row r on, become -inf for keys that a row does not see, and get
+// its mask values; of keys [first, last) of the tile.
+static void rocq__attend_hide(const rocq__attend *a, const rocq__attend_item *item, int64_t r,
+                              int64_t begin, int64_t first, int64_t last, float *score) {
+    for (int64_t lane = 0; lane < ROCQ__ATTEND_LANES && r + lane < item->n; lane++) {
+        rocq__attend_view view;
+        rocq__attend_look(a, item, r + lane, begin, last, &view);
+        float *s = score + lane;
+        for (int64_t j = first; j < view.lo; j++) s[j * a->stride] = -INFINITY;
+        for (int64_t j = view.hi; j < last; j++) s[j * a->stride] = -INFINITY;
+        for (int64_t j = view.lo; view.mask && j < view.hi; j++) {
+            float *one = s + j * a->stride;
+            *one = view.mask[j] == -INFINITY ? -INFINITY : *one + view.mask[j];
+        }
+    }
+}
+
+// Whether a mask hides all positions [begin, begin + n_keys) from all rows.
+static bool rocq__attend_masked(const rocq__attend *a, const rocq__attend_item *item,
+                                int64_t begin, int64_t n_keys) {
+    for (int64_t r = 0; r < item->n; r++) {
+        rocq__attend_view view;
+        rocq__attend_look(a, item, r, begin, n_keys, &view);
+        for (int64_t j = view.lo; j < view.hi; j++) {
+            if (view.mask[j] != -INFINITY) return false;
+        }
+    }
+    return true;
+}
+
+// As rocq__attend_tile, for many rows.
+static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_item *item,
+                                   int64_t begin, int64_t end,
+                                   const rocq__attend_local *local) {
+    const int64_t pitch = a->pitch, stride = a->stride, n_keys = end - begin;
+    const rocq__attend_rows k = rocq__attend_rows_of(a, a->p->k, item->kv_head, item->seq);
+    const rocq__attend_rows v = rocq__attend_rows_of(a, a->p->v, item->kv_head, item->seq);
+    int64_t first, last, unused;
+    bool all_visible = !a->p->mask;
+    if (a->p->mask && rocq__attend_masked(a, item, begin, n_keys)) return;
+
+    rocq__attend_decode(a, &k, item->seq, begin, n_keys, local->tile);
+    for (int64_t r = 0; r < item->n; r += ROCQ__ATTEND_LANES) {
+        const int64_t past = ROCQ__MIN(r + ROCQ__ATTEND_LANES, item->n);
+        int64_t lo_last, hi_first; // [first, last): what some row sees; between these: what all see
+        float *score = local->score + r;
+        rocq__attend_clip(a, item, r, begin, n_keys, &first, &hi_first);
+        rocq__attend_clip(a, item, past - 1, begin, n_keys, &lo_last, &last);
+        for (int64_t j = first; j < last; j += ROCQ__ATTEND_SIX) {
+            const rocq__attend_product dots = {
+                local->tile + j * pitch, local->q + r, NULL, score + j * stride, pitch, 1, stride,
+                stride, pitch};
+            rocq__attend_multiply(&dots);
+        }
+        for (int64_t j = first; a->p->softcap > 0.0f && j < last; j++) {
+            rocq__softcap_row(true, a->p->softcap, score + j * stride, ROCQ__ATTEND_LANES);
+        }
+        if (a->p->mask || first < lo_last || hi_first < last) {
+            rocq__attend_hide(a, item, r, begin, first, last, score);
+        }
+        all_visible = all_visible && lo_last == 0 && hi_first == n_keys;
+        rocq__attend_weigh_many(score, stride, first, last, local->m + r, local->l + r,
+                                local->keep + r);
+    }
+
+    rocq__attend_decode(a, &v, item->seq, begin, n_keys, local->tile);
+    if (!all_visible && !rocq__attend_finite(local->tile, n_keys * pitch)) {
+        rocq__attend_values_seen(a, item, begin, n_keys, local);
+        return;
+    }
+    for (int64_t r = 0; r < item->n; r += ROCQ__ATTEND_SIX) {
+        const int64_t past = ROCQ__MIN(r + ROCQ__ATTEND_SIX, item->n);
+        rocq__attend_clip(a, item, r, begin, n_keys, &first, &unused);
+        rocq__attend_clip(a, item, past - 1, begin, n_keys, &unused, &last);
+        for (int64_t d = 0; first < last && d < a->head_dim; d += ROCQ__ATTEND_LANES) {
+            const rocq__attend_product sums = {
+                local->score + first * stride + r, local->tile + first * pitch + d,
+                local->keep + r, local->acc + r * pitch + d, 1, stride, pitch, pitch,
+                last - first};
+            rocq__attend_multiply(&sums);
+        }
+    }
+}
+
+// to[column][row] = from[row][column]; n_rows and n_columns are multiples of 8.
+static ROCQ__SIMD void rocq__attend_turn(float *to, const float *from, int64_t n_rows,
+                                         int64_t n_columns) {
+    for (int64_t r = 0; r < n_rows; r += 8) {
+        for (int64_t d = 0; d < n_columns; d += 8) {
+            rocq__v8 v[8];
+            ROCQ__UNROLL
+            for (int i = 0; i < 8; i++) v[i] = rocq__v8_load(from + (r + i) * n_columns + d);
+            rocq__v8_turn(v);
+            ROCQ__UNROLL
+            for (int i = 0; i < 8; i++) rocq__v8_store(to + (d + i) * n_rows + r, v[i]);
+        }
+    }
+}
+#endif
+// Rows of q, scaled, and nothing in m, l and acc yet.
+static void rocq__attend_start(const rocq__attend *a, const rocq__attend_item *item,
+                               const rocq__attend_local *local) {
+    const int64_t pitch = a->pitch;
+    float *rows = a->many ? local->acc : local->q; // many are turned into columns afterwards
+    memset(rows, 0, (size_t)(a->stride * pitch) * sizeof(float));
+    for (int64_t r = 0; r < item->n; r++) {
+        const int64_t head = item->kv_head * a->group + (item->row0 + r) % a->group;
+        const int64_t i = (item->row0 + r) / a->group;
+        float *q = rows + r * pitch;
+        const float *from = rocq__load(a->simd, a->p->q->format,
+                                       rocq__row(a->p->q, head, i, item->seq), 0, a->head_dim, q);
+        ROCQ__EITHER(a->simd, rocq__scale, (q, from, a->scale, a->head_dim));
+    }
+#if ROCQ__HAS_V8
+    if (a->many) rocq__attend_turn(local->q, rows, a->stride, pitch);
+#endif
+    memset(local->acc, 0, (size_t)(a->stride * pitch) * sizeof(float));
+    for (int64_t r = 0; r < a->stride; r++) {
+        local->m[r] = -INFINITY;
+        local->l[r] = 0.0f;
+    }
+}
+
 static void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
     const rocq__attend *a = (const rocq__attend *)arg;
     const int64_t dim = a->head_dim, pitch = a->pitch;
@@ -10004,21 +10290,17 @@ static void rocq__attend_task(void *arg, int64_t item, int64_t item_end, int32_t
             begin = ROCQ__MAX(begin, split * ROCQ__ATTEND_SPLIT);
             end = ROCQ__MIN(end, (split + 1) * ROCQ__ATTEND_SPLIT);
         }
-        for (int64_t r = 0; r < n; r++) {
-            const int64_t head = kv_head * a->group + (row0 + r) % a->group,
-                          i = (row0 + r) / a->group;
-            float *q = local.q + r * pitch;
-            memset(q, 0, (size_t)pitch * sizeof(float));
-            memset(local.acc + r * pitch, 0, (size_t)pitch * sizeof(float));
-            const float *from = rocq__load(a->simd, a->p->q->format,
-                                           rocq__row(a->p->q, head, i, seq), 0, dim, q);
-            for (int64_t d = 0; d < dim; d++) q[d] = from[d] * a->scale;
-            local.m[r] = -INFINITY;
-            local.l[r] = 0.0f;
-        }
-        // [lo_last, hi_first) is what all rows see. Tiles end there too, so that most need no bias.
+        rocq__attend_start(a, &rows, &local);
+        // [lo_last, hi_first) is what all rows see. Tiles of few rows end there too, so that most
+        // need no bias.
         for (int64_t first = begin, last; first < end; first = last) {
             last = ROCQ__MIN(first - first % ROCQ__ATTEND_KEYS + ROCQ__ATTEND_KEYS, end);
+#if ROCQ__HAS_V8
+            if (a->many) {
+                rocq__attend_tile_many(a, &rows, first, last, &local);
+                continue;
+            }
+#endif
             if (first < lo_last) last = ROCQ__MIN(last, lo_last);
             if (first < hi_first) last = ROCQ__MIN(last, hi_first);
             const bool all_visible = !a->p->mask && first >= lo_last && last <= hi_first;
@@ -10082,8 +10364,14 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->n_splits = a->n_tiles > 1 ? 1 : (a->n_kv + ROCQ__ATTEND_SPLIT - 1) / ROCQ__ATTEND_SPLIT;
     a->most_splits = a->n_splits;
     a->pitch = (a->head_dim + 31) / 32 * 32;
-    a->local = (2 * a->tile_rows + ROCQ__ATTEND_KEYS + 1) * a->pitch +
-               2 * a->tile_rows * ROCQ__ATTEND_KEYS + (2 * a->tile_rows + 15) / 16 * 16;
+    a->many = a->simd && a->tile_rows > ROCQ__ATTEND_FEW;
+    a->stride = a->tile_rows;
+    if (a->many) { // an odd number of cache lines: a power of two would map rows to few sets of L1
+        a->stride = ROCQ__ATTEND_ROWS;
+        a->pitch = (a->head_dim + 15) / 16 * 16 | 16;
+    }
+    a->local = (2 * a->stride + ROCQ__ATTEND_KEYS + 1) * a->pitch +
+               2 * a->stride * ROCQ__ATTEND_KEYS + (3 * a->stride + 15) / 16 * 16;
     a->partial = a->head_dim + 2;
     a->as_is = a->simd && a->tile_rows <= ROCQ__ATTEND_FEW && a->head_dim % 32 == 0;
     rocq__attend_kernels(a);
