@@ -2385,7 +2385,8 @@ typedef struct rocq_k_attention_args {
 
 // y = activation(bias + residual + sums y_scale) over tiles of ROCQ_K_CONV_W columns and
 // ROCQ_K_CONV_H rows of a frame; blockIdx.x counts tiles_m, tiles_x, tiles_y, n_splits, blockIdx.z
-// frames of y. With n_splits over 1 the sums go to work, and conv_merge follows.
+// frames of y. With n_splits over 1 the sums go to work, and conv_merge follows. Kernels
+// conv_f32_* are for x in F32, conv_f16_* for F16 and BF16.
 typedef struct rocq_k_conv_args {
     rocq_k_common common;
     float *work;             // n_splits > 1: floats [M, n_splits, OW, OH, N]
@@ -2438,6 +2439,7 @@ typedef struct rocq_k_pixels_args {
 #define ROCQ_K_ALL_FORMATS(F, X) \
     ROCQ_K_PLAIN_FORMATS(F, X) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 #define ROCQ_K_HEAD_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128) F(X, 256) F(X, 512)
+#define ROCQ_K_CONV_TILES(F, X) F(X, 128) F(X, 64) F(X, 16) // channels of y
 
 // First families of kernels, then the list of all: X(name, args, threads) is the kernel
 // rocq_k_##name, whose blocks have at most so many threads.
@@ -2459,6 +2461,10 @@ typedef struct rocq_k_pixels_args {
 #define ROCQ_K_ATTENTION(X, d)                          \
     X(attention_decode_##d, rocq_k_attention_args, 128) \
     X(attention_prefill_##d, rocq_k_attention_args, 128)
+
+#define ROCQ_K_CONV(X, bm)                              \
+    X(conv_f32_##bm, rocq_k_conv_args, 128)             \
+    X(conv_f16_##bm, rocq_k_conv_args, 128)
 
 #define ROCQ_K_MATVECS(X)                                    \
     ROCQ_K_INT8_FORMATS(ROCQ_K_MATVEC_INT8, X)               \
@@ -2483,9 +2489,7 @@ typedef struct rocq_k_pixels_args {
     X(argmax, rocq_k_argmax_args, 1024)                      \
     X(sample, rocq_k_sample_args, 1024)                      \
     X(ranges, rocq_k_ranges_args, 256)                       \
-    X(conv_128, rocq_k_conv_args, 128)                       \
-    X(conv_64, rocq_k_conv_args, 128)                        \
-    X(conv_16, rocq_k_conv_args, 128)                        \
+    ROCQ_K_CONV_TILES(ROCQ_K_CONV, X)                        \
     X(conv_merge, rocq_k_conv_args, 256)                     \
     X(norm_stats, rocq_k_norm_stats_args, 256)               \
     X(norm_stats_merge, rocq_k_norm_stats_args, 256)         \
@@ -14057,9 +14061,11 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
         args.work = (float *)rocq__device_data(&work);
     }
     job->cost = cost;
-    rocq__job_launch(job, tile_m == 128 ? ROCQ_K_conv_128 : tile_m == 64 ? ROCQ_K_conv_64
-                                                                          : ROCQ_K_conv_16,
-                     tiles * args.n_splits, frames, 128, &args);
+    const int kernel = (tile_m == 128  ? ROCQ_K_conv_f32_128
+                        : tile_m == 64 ? ROCQ_K_conv_f32_64
+                                       : ROCQ_K_conv_f32_16) +
+                       (p->x->format != ROCQ_F32);
+    rocq__job_launch(job, kernel, tiles * args.n_splits, frames, 128, &args);
     if (args.n_splits == 1) return;
     const double sums = (double)rocq_tensor_count(p->y) * args.n_splits;
     const rocq__cost merge = {4.0 * sums, sums, 0.0};

@@ -5526,140 +5526,184 @@ DEV conv_place conv_place_of(const rocq_k_conv_args &a, int bm) {
     return p;
 }
 
-// ANY: every activation of rocq_activation, one call at a time; else none, SiLU and ReLU.
-template <bool ANY> DEV void conv_activate(int32_t kind, float v[8]) {
+// The activations of common layers, of E elements at once; the others are taken one by one.
+template <int E> DEV void conv_activate(int32_t kind, float v[8]) {
     if (kind == ROCQ_ACT_SILU) {
 #pragma unroll
-        for (int e = 0; e < 8; e++) v[e] = activation(ROCQ_ACT_SILU, v[e]);
+        for (int e = 0; e < E; e++) v[e] = activation(ROCQ_ACT_SILU, v[e]);
     } else if (kind == ROCQ_ACT_RELU) {
 #pragma unroll
-        for (int e = 0; e < 8; e++) v[e] = fmaxf(v[e], 0.0f);
-    } else if (ANY && kind != ROCQ_ACT_IDENTITY) {
-#pragma unroll
-        for (int e = 0; e < 8; e++) v[e] = activation(kind, v[e]);
+        for (int e = 0; e < E; e++) v[e] = fmaxf(v[e], 0.0f);
     }
 }
 DEV bool conv_is_common(int32_t kind) {
     return kind == ROCQ_ACT_IDENTITY || kind == ROCQ_ACT_SILU || kind == ROCQ_ACT_RELU;
 }
 
-// The norm of channels c to c + 7 of frame it of x as a multiply-add: x scale + shift.
-DEV void conv_norm(const rocq_k_conv_args &a, int32_t c, int32_t it, float scale[8],
-                   float shift[8]) {
-    const bool by_group = a.stats.ne[0] == 2;
-#pragma unroll
-    for (int e = 0; e < 8; e++) {
-        const int32_t at = c + e < a.c ? c + e : a.c - 1;
-        scale[e] = a.norm_weight ? gload(a.norm_weight + at) : 1.0f;
-        shift[e] = a.norm_bias ? gload(a.norm_bias + at) : 0.0f;
-        if (!by_group) continue;
-        const float *stats = (const float *)row_repeated(a.stats, at / a.group, it, 0);
-        scale[e] *= gload(stats + 1);
-        shift[e] = fmaf(-gload(stats), scale[e], shift[e]);
-    }
+// The norm of a channel of frame it of x as a multiply-add: x scale + shift.
+struct conv_affine { float scale, shift; };
+DEV conv_affine conv_norm(const rocq_k_conv_args &a, int32_t c, int32_t it) {
+    conv_affine n = {a.norm_weight ? gload(a.norm_weight + c) : 1.0f,
+                     a.norm_bias ? gload(a.norm_bias + c) : 0.0f};
+    if (a.stats.ne[0] != 2) return n;
+    const float *stats = (const float *)row_repeated(a.stats, c / a.group, it, 0);
+    n.scale *= gload(stats + 1);
+    n.shift = fmaf(-gload(stats), n.scale, n.shift);
+    return n;
 }
 
-// Stages the patch of a step. A thread has one chunk of 8 channels of every 16th position. The
-// loads of BATCH positions are in flight together. ANY: any alignment, number of channels and
-// activation.
-template <bool ANY>
-DEV void conv_stage(const rocq_k_conv_args &a, const conv_place &p, const conv_step &at,
+// Where a step's patch lies in z, and the position of x behind position q of it.
+struct conv_patch {
+    int32_t zx0, zy0, apart; // z's column and row of its first position, and from one to the next
+    int32_t it;              // frame of x, below 0 if there is none
+    const char *frame;
+};
+struct conv_position {
+    bool inside;
+    int32_t ix, iy;
+};
+DEV conv_patch conv_patch_of(const rocq_k_conv_args &a, const conv_place &p, const conv_step &at) {
+    conv_patch patch;
+    patch.zx0 = p.ox0 * a.stride - a.pad_x + (a.halo ? 0 : at.i);
+    patch.zy0 = p.oy0 * a.stride - a.pad_y + (a.halo ? 0 : at.j);
+    patch.apart = a.halo ? 1 : a.stride;
+    patch.it = p.frame + at.s + a.past - (a.kt - 1);
+    patch.frame = (const char *)a.x.data + (patch.it < 0 ? 0 : patch.it) * a.x.stride[2];
+    return patch;
+}
+DEV conv_position conv_position_of(const rocq_k_conv_args &a, const conv_patch &p, int32_t q) {
+    const int32_t py = (int32_t)((uint32_t)q * (uint32_t)a.patch_w_inverse >> 16);
+    const int32_t zx = p.zx0 + (q - py * a.patch_w) * p.apart, zy = p.zy0 + py * p.apart;
+    const bool inside = q < a.patch_n && p.it >= 0 && (uint32_t)zx < (uint32_t)a.z_w &&
+                        (uint32_t)zy < (uint32_t)a.z_h;
+    return {inside, inside ? zx >> a.upsample : 0, inside ? zy >> a.upsample : 0};
+}
+
+// Stages the patch of a step. A thread has one vector of channels, F's elements in 16 bytes, of
+// every position that is ROWS behind the last. The loads of BATCH vectors are in flight together.
+// F is F32, or F16 for x in F16 or BF16.
+template <int F>
+DEV void conv_stage(const rocq_k_conv_args &args, const conv_place &p, const conv_step &at,
                     f16 *patch) {
-    enum { BATCH = ANY ? 1 : 4 };
-    const int t = (int)thread_index(), chunk = t % CONV_CHUNKS;
-    const int32_t c = at.slice * CONV_BK + 8 * chunk;
-    const int32_t it = p.frame + at.s + a.past - (a.kt - 1);
-    const bool live = c < a.c && it >= 0, normed = a.stats.data != 0;
+    enum { E = vector_elems<F>(), VECTORS = CONV_BK / E, ROWS = 128 / VECTORS, BATCH = 4 };
+    const rocq_k_conv_args &a = reread(args);
+    const int t = recomputed((int)thread_index()), vector = t % VECTORS;
+    const int32_t c = at.slice * CONV_BK + E * vector;
+    const conv_patch from = conv_patch_of(a, p, at);
+    const bool live = c < a.c, normed = a.stats.data != 0;
     const bool by_position = normed && a.stats.ne[0] == 1;
-    const bool copied = !ANY && a.x.format == ROCQ_F16 && !normed &&
-                        a.x_activation == ROCQ_ACT_IDENTITY && a.x_scale == 1.0f;
-    const int32_t zx0 = p.ox0 * a.stride - a.pad_x + (a.halo ? 0 : at.i);
-    const int32_t zy0 = p.oy0 * a.stride - a.pad_y + (a.halo ? 0 : at.j);
-    const int32_t apart = a.halo ? 1 : a.stride;
-    const char *const frame = (const char *)a.x.data + (live ? it : 0) * a.x.stride[2];
-    const int32_t from = live ? c : 0;
-    float scale[8], shift[8];
-    if (normed && live) conv_norm(a, c, it, scale, shift);
+    const bool copied =
+        a.x.format == ROCQ_F16 && !normed && a.x_activation == ROCQ_ACT_IDENTITY && a.x_scale == 1.0f;
+    conv_affine norm[E];
+    if (normed && live && from.it >= 0) {
+#pragma unroll
+        for (int e = 0; e < E; e++) norm[e] = conv_norm(a, c + e, from.it);
+    }
 #pragma unroll 1
-    for (int q0 = t / CONV_CHUNKS; q0 < a.patch_n; q0 += CONV_LOAD_ROWS * BATCH) {
-        conv_raw r[BATCH];
+    for (int q0 = t / VECTORS; q0 < a.patch_n; q0 += ROWS * BATCH) {
+        u32x4 r[BATCH];
         float factor[BATCH];
         bool inside[BATCH];
-        const char *row[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-            const int q = q0 + CONV_LOAD_ROWS * b;
-            const int py = (int)((uint32_t)q * (uint32_t)a.patch_w_inverse >> 16);
-            const int32_t zx = zx0 + (q - py * a.patch_w) * apart, zy = zy0 + py * apart;
-            inside[b] = live && q < a.patch_n && (uint32_t)zx < (uint32_t)a.z_w &&
-                        (uint32_t)zy < (uint32_t)a.z_h;
-            const int32_t ix = inside[b] ? zx >> a.upsample : 0;
-            const int32_t iy = inside[b] ? zy >> a.upsample : 0;
-            row[b] = frame + iy * a.x.stride[1] + ix * a.x.stride[0];
-            if (!ANY) r[b] = conv_load(a.x.format, row[b], from);
+            const conv_position q = conv_position_of(a, from, q0 + ROWS * b);
+            inside[b] = q.inside && live;
+            const char *row = from.frame + q.iy * a.x.stride[1] + q.ix * a.x.stride[0];
+            r[b] = gload((const u32x4 *)row + (live ? c / E : 0));
             factor[b] = 1.0f;
-            if (by_position) {
-                factor[b] = gload((const float *)row_of(a.stats, ix, iy, live ? it : 0));
+            if (by_position && inside[b]) {
+                factor[b] = gload((const float *)row_of(a.stats, q.ix, q.iy, from.it));
             }
         }
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-            const int q = q0 + CONV_LOAD_ROWS * b;
-            if (q >= a.patch_n) break;
-            u32x4 *const to = (u32x4 *)(patch + q * CONV_ROW) + chunk;
-            if (!inside[b]) {
-                lput(to, make4(0, 0, 0, 0));
-                continue;
-            }
+            keep_order(); // one vector at a time is in floats
+            if (q0 + ROWS * b >= a.patch_n) break;
+            f16 *const to = patch + (q0 + ROWS * b) * CONV_ROW + E * vector;
             if (copied) {
-                lput(to, r[b].lo);
+                lput((u32x4 *)to, inside[b] ? r[b] : make4(0, 0, 0, 0));
                 continue;
             }
-            float v[8];
-            if (ANY) conv_gather(a.x.format, row[b], c, a.c, v);
-            else conv_floats(a.x.format, r[b], v);
-            if (normed) {
+            uint32_t h[4] = {0, 0, 0, 0};
+            if (inside[b]) {
+                float v[8];
 #pragma unroll
-                for (int e = 0; e < 8; e++) v[e] = fmaf(v[e] * factor[b], scale[e], shift[e]);
+                for (int i = 0; i < E / 4; i++) {
+                    if (F == ROCQ_F32 || a.x.format == ROCQ_F16) decode_vector<F>(r[b], i, v + 4 * i);
+                    else decode_vector<ROCQ_BF16>(r[b], i, v + 4 * i);
+                }
+                if (normed) {
+#pragma unroll
+                    for (int e = 0; e < E; e++) {
+                        v[e] = fmaf(v[e] * factor[b], norm[e].scale, norm[e].shift);
+                    }
+                }
+                conv_activate<E>(a.x_activation, v);
+#pragma unroll
+                for (int i = 0; i < E / 2; i++) {
+                    h[i] = bits<uint32_t>(
+                        pair((f16)(v[2 * i] * a.x_scale), (f16)(v[2 * i + 1] * a.x_scale)));
+                }
             }
-            conv_activate<ANY>(a.x_activation, v);
-#pragma unroll
-            for (int e = 0; e < 8; e++) v[e] = ANY && c + e >= a.c ? 0.0f : v[e] * a.x_scale;
-            lput(to, conv_halves(v));
+            if (E == 4) lput((u32x2 *)to, make2(h[0], h[1]));
+            else lput((u32x4 *)to, make4(h[0], h[1], h[2], h[3]));
         }
+    }
+}
+// The same one element after the other: for any alignment, number of channels and activation.
+DEV void conv_stage_any(const rocq_k_conv_args &args, const conv_place &p, const conv_step &at,
+                        f16 *patch) {
+    const rocq_k_conv_args &a = reread(args);
+    const conv_patch from = conv_patch_of(a, p, at);
+#pragma unroll 1
+    for (int i = recomputed((int)thread_index()); i < a.patch_n * CONV_BK; i += 128) {
+        const int32_t q = i / CONV_BK, c = at.slice * CONV_BK + i % CONV_BK;
+        const conv_position at_x = conv_position_of(a, from, q);
+        float v = 0.0f;
+        if (at_x.inside && c < a.c) {
+            v = get_float(a.x.format, from.frame + at_x.iy * a.x.stride[1] +
+                          at_x.ix * a.x.stride[0], c);
+            if (a.stats.data) {
+                const conv_affine norm = conv_norm(a, c, from.it);
+                if (a.stats.ne[0] == 1) {
+                    v *= gload((const float *)row_of(a.stats, at_x.ix, at_x.iy, from.it));
+                }
+                v = fmaf(v, norm.scale, norm.shift);
+            }
+            v = activation(a.x_activation, v) * a.x_scale;
+        }
+        lput((uint16_t *)patch + q * CONV_ROW + i % CONV_BK, f32_f16(v));
     }
 }
 
 // Finishes y of channels m to m + 7 at a position from their sums v. loaded: of residual, if there
-// is one and not ANY.
-template <bool ANY>
+// is one.
 DEV void conv_put(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t frame, int32_t m,
                   const conv_raw &loaded, float v[8]) {
-    char *const y = row_of(a.y, ox, oy, frame);
 #pragma unroll
     for (int e = 0; e < 8; e++) v[e] *= a.y_scale;
     if (a.bias) {
 #pragma unroll
-        for (int e = 0; e < 8; e++) {
-            if (!ANY || m + e < a.m) v[e] += gload(a.bias + m + e);
-        }
+        for (int e = 0; e < 8; e++) v[e] += gload(a.bias + m + e);
     }
     if (a.residual.data) {
         float r[8];
-        if (ANY) conv_gather(a.residual.format, row_of(a.residual, ox, oy, frame), m, a.m, r);
-        else conv_floats(a.residual.format, loaded, r);
+        conv_floats(a.residual.format, loaded, r);
 #pragma unroll
         for (int e = 0; e < 8; e++) v[e] += r[e];
     }
-    conv_activate<ANY>(a.activation, v);
-    if (!ANY) {
-        conv_store(a.y.format, y, m, v);
-        return;
+    conv_activate<8>(a.activation, v);
+    conv_store(a.y.format, row_of(a.y, ox, oy, frame), m, v);
+}
+// The same for one channel, of any alignment and activation.
+DEV void conv_put_any(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t frame, int32_t m,
+                      float v) {
+    v *= a.y_scale;
+    if (a.bias) v += gload(a.bias + m);
+    if (a.residual.data) {
+        v += get_float(a.residual.format, row_of(a.residual, ox, oy, frame), m);
     }
-#pragma unroll
-    for (int e = 0; e < 8; e++) {
-        if (m + e < a.m) put_float(a.y.format, y, m + e, v[e]);
-    }
+    put_float(a.y.format, row_of(a.y, ox, oy, frame), m, activation(a.activation, v));
 }
 
 // Where work has the sums of a position's first split; those of the next follow M floats further on.
@@ -5673,9 +5717,10 @@ DEV float *conv_split_sums(const rocq_k_conv_args &a, int32_t ox, int32_t oy, in
 // neighbouring channels of a position. It has barriers: all waves must call it.
 template <int TM> DEV constexpr int conv_pass_floats() { return 16 * (16 * TM + 4); }
 template <int TM, int TN>
-DEV void conv_finish(const rocq_k_conv_args &a, const conv_place &p, const frag_c (&c)[TM][TN],
-                     float *work, int32_t m0, int32_t oy0) {
-    enum { STRIDE = 16 * TM + 4, VECTORS = 2 * TM, PER_LANE = TM };
+DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
+                     const frag_c (&c)[TM][TN], float *work, int32_t m0, int32_t oy0) {
+    const rocq_k_conv_args &a = reread(args);
+    enum { STRIDE = 16 * TM + 4, VECTORS = 2 * TM, TOGETHER = TM < 2 ? 1 : 2 };
     const int lane = lane_index();
     work += matmul_wave() * conv_pass_floats<TM>();
 #pragma unroll 1
@@ -5694,64 +5739,46 @@ DEV void conv_finish(const rocq_k_conv_args &a, const conv_place &p, const frag_
         }
         block_sync_lds();
         const int32_t oy = oy0 + pass;
-        const auto sums = [&](int r, float v[8]) { // of the lane's vector r
-            const int at = 32 * r + lane, column = at / VECTORS, vector = at % VECTORS;
-            const u32x4 *from = (const u32x4 *)(work + column * STRIDE + 8 * vector);
-            decode_vector<ROCQ_F32>(lget(from), 0, v);
-            decode_vector<ROCQ_F32>(lget(from + 1), 0, v + 4);
-        };
-        const auto ox_of = [&](int r) { return p.ox0 + (32 * r + lane) / VECTORS; };
-        const auto m_of = [&](int r) { return m0 + 8 * ((32 * r + lane) % VECTORS); };
-        const auto is_live = [&](int r) {
-            return oy < a.y.ne[2] && ox_of(r) < a.y.ne[1] && m_of(r) < a.m;
-        };
-        if (a.n_splits > 1) {
+        if (oy >= a.y.ne[2]) continue;
+        if (a.n_splits > 1 || !a.y_wide || !conv_is_common(a.activation)) {
 #pragma unroll 1
-            for (int r = 0; r < PER_LANE; r++) {
-                if (!is_live(r)) continue;
-                float v[8];
-                sums(r, v);
-                float *to = conv_split_sums(a, ox_of(r), oy, p.frame) + p.split * a.m + m_of(r);
-                if (a.m % 8 == 0) {
-                    conv_store(ROCQ_F32, (char *)to, 0, v);
-                } else {
-#pragma unroll
-                    for (int e = 0; e < 8; e++) {
-                        if (m_of(r) + e < a.m) gstore(to + e, v[e]);
-                    }
-                }
+            for (int i = lane; i < 256 * TM; i += 32) {
+                const int32_t ox = p.ox0 + i / (16 * TM), m = m0 + i % (16 * TM);
+                if (ox >= a.y.ne[1] || m >= a.m) continue;
+                const float v = lget(work + i / (16 * TM) * STRIDE + i % (16 * TM));
+                if (a.n_splits == 1) conv_put_any(a, ox, oy, p.frame, m, v);
+                else gstore(conv_split_sums(a, ox, oy, p.frame) + p.split * a.m + m, v);
             }
-        } else if (a.y_wide && conv_is_common(a.activation)) {
-            conv_raw loaded[PER_LANE];
+            continue;
+        }
+#pragma unroll 1
+        for (int r0 = lane; r0 < 32 * TM; r0 += 32 * TOGETHER) {
+            conv_raw loaded[TOGETHER];
+            bool live[TOGETHER];
 #pragma unroll
-            for (int r = 0; r < PER_LANE; r++) {
+            for (int r = 0; r < TOGETHER; r++) {
+                const int32_t ox = p.ox0 + (r0 + 32 * r) / VECTORS;
+                const int32_t m = m0 + 8 * ((r0 + 32 * r) % VECTORS);
+                live[r] = ox < a.y.ne[1] && m < a.m;
                 loaded[r].lo = loaded[r].hi = make4(0, 0, 0, 0);
-                if (!a.residual.data || !is_live(r)) continue;
-                loaded[r] = conv_load(a.residual.format,
-                                      row_of(a.residual, ox_of(r), oy, p.frame), m_of(r));
+                if (!a.residual.data || !live[r]) continue;
+                loaded[r] = conv_load(a.residual.format, row_of(a.residual, ox, oy, p.frame), m);
             }
 #pragma unroll
-            for (int r = 0; r < PER_LANE; r++) {
-                if (!is_live(r)) continue;
+            for (int r = 0; r < TOGETHER; r++) {
+                if (!live[r]) continue;
+                const int column = (r0 + 32 * r) / VECTORS, vector = (r0 + 32 * r) % VECTORS;
+                const u32x4 *from = (const u32x4 *)(work + column * STRIDE + 8 * vector);
                 float v[8];
-                sums(r, v);
-                conv_put<false>(a, ox_of(r), oy, p.frame, m_of(r), loaded[r], v);
-            }
-        } else {
-#pragma unroll 1
-            for (int r = 0; r < PER_LANE; r++) {
-                if (!is_live(r)) continue;
-                conv_raw none;
-                none.lo = none.hi = make4(0, 0, 0, 0);
-                float v[8];
-                sums(r, v);
-                conv_put<true>(a, ox_of(r), oy, p.frame, m_of(r), none, v);
+                decode_vector<ROCQ_F32>(lget(from), 0, v);
+                decode_vector<ROCQ_F32>(lget(from + 1), 0, v + 4);
+                conv_put(a, p.ox0 + column, oy, p.frame, m0 + 8 * vector, loaded[r], v);
             }
         }
     }
 }
 
-template <int BM> DEV void conv_f16(const rocq_k_conv_args &a) {
+template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
     enum {
         BN = ROCQ_K_CONV_W * ROCQ_K_CONV_H, BK = CONV_BK, ROW = CONV_ROW,
         WN = BM == 128 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
@@ -5820,12 +5847,13 @@ template <int BM> DEV void conv_f16(const rocq_k_conv_args &a) {
     frag_c c[TM][TN];
     matmul_clear(c);
     conv_step at = conv_step_of(a, step);
-    if (step < end) load_w(at);
+    const auto is_fresh = [&](const conv_step &s) { return !a.halo || (s.i | s.j) == 0; };
 #pragma unroll 1
     for (; step < end; step++) {
-        if (!a.halo || (at.i | at.j) == 0) {
-            if (common) conv_stage<false>(a, p, at, patch);
-            else conv_stage<true>(a, p, at, patch);
+        if (is_fresh(at)) {
+            if (!common) conv_stage_any(a, p, at, patch);
+            else conv_stage<F>(a, p, at, patch);
+            load_w(at); // not before: its registers are the patch's until then
         }
         store_w(at);
         block_sync_lds();
@@ -5833,7 +5861,7 @@ template <int BM> DEV void conv_f16(const rocq_k_conv_args &a) {
         const int n16 = left < BK / 16 ? left : BK / 16;
         const int tap = a.halo ? at.j * a.patch_w + at.i : 0;
         at = conv_next(a, at);
-        if (step + 1 < end) load_w(at);
+        if (step + 1 < end && !is_fresh(at)) load_w(at);
         if (has_work) {
             matmul_multiply<TM, TN, TN>(
                 c, wt + wm * ROW, patch + (wn / ROCQ_K_CONV_W * a.patch_w + tap) * ROW, n16,
@@ -5844,9 +5872,11 @@ template <int BM> DEV void conv_f16(const rocq_k_conv_args &a) {
     conv_finish<TM, TN>(a, p, c, (float *)tile, p.m0 + wm, p.oy0 + wn / ROCQ_K_CONV_W);
 }
 
-KERNEL(conv_128, rocq_k_conv_args, 128) { conv_f16<128>(a); }
-KERNEL(conv_64, rocq_k_conv_args, 128) { conv_f16<64>(a); }
-KERNEL(conv_16, rocq_k_conv_args, 128) { conv_f16<16>(a); }
+#define ROCQ_X(X, bm)                                                                \
+    KERNEL(conv_f32_##bm, rocq_k_conv_args, 128) { conv_f16<bm, ROCQ_F32>(a); }      \
+    KERNEL(conv_f16_##bm, rocq_k_conv_args, 128) { conv_f16<bm, ROCQ_F16>(a); }
+ROCQ_K_CONV_TILES(ROCQ_X, )
+#undef ROCQ_X
 
 // conv_merge: the sum of the splits, added in their order, then as conv. A thread takes eight
 // channels of a position of y, of which there are ceil(M / 8), counted through all positions; fewer
@@ -5861,26 +5891,30 @@ KERNEL(conv_merge, rocq_k_conv_args, 256) {
     const int32_t ox = (int32_t)(r - line * (uint32_t)a.y.ne[1]);
     const int32_t oy = (int32_t)(line - frame * (uint32_t)a.y.ne[2]);
     const float *const splits = conv_split_sums(a, ox, oy, (int32_t)frame);
-    float v[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    if (!a.y_wide || !conv_is_common(a.activation)) {
 #pragma unroll 1
+        for (int32_t e = m; e < m + 8 && e < a.m; e++) {
+            float v = 0.0f;
+            for (int s = 0; s < a.n_splits; s++) v += gload(splits + (int64_t)s * a.m + e);
+            conv_put_any(a, ox, oy, (int32_t)frame, e, v);
+        }
+        return;
+    }
+    float v[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
     for (int s = 0; s < a.n_splits; s++) {
+        const char *const from = (const char *)(splits + (int64_t)s * a.m);
         float own[8];
-        const char *from = (const char *)(splits + (int64_t)s * a.m);
-        if (a.m % 8 == 0) conv_floats(ROCQ_F32, conv_load(ROCQ_F32, from, m), own);
-        else conv_gather(ROCQ_F32, from, m, a.m, own);
+        conv_floats(ROCQ_F32, conv_load(ROCQ_F32, from, m), own);
 #pragma unroll
         for (int e = 0; e < 8; e++) v[e] += own[e];
     }
     conv_raw loaded;
     loaded.lo = loaded.hi = make4(0, 0, 0, 0);
-    if (a.y_wide && conv_is_common(a.activation)) {
-        if (a.residual.data) {
-            loaded = conv_load(a.residual.format, row_of(a.residual, ox, oy, frame), m);
-        }
-        conv_put<false>(a, ox, oy, (int32_t)frame, m, loaded, v);
-    } else {
-        conv_put<true>(a, ox, oy, (int32_t)frame, m, loaded, v);
+    if (a.residual.data) {
+        loaded = conv_load(a.residual.format, row_of(a.residual, ox, oy, frame), m);
     }
+    conv_put(a, ox, oy, (int32_t)frame, m, loaded, v);
 }
 
 // -- norm_stats --
