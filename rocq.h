@@ -13967,9 +13967,9 @@ static rocq_tensor rocq__conv_w(rocq__job *job, const rocq_tensor *w) {
     return halves;
 }
 
-// Into how many shares the `patches` of K are split, where there are fewer tiles than the chip holds
-// blocks, each of which is two or three to a compute unit. A round of blocks takes as long as the
-// share of one; merging a share is reckoned as a quarter of a patch.
+// Into how many shares the `patches` of K are split, where there are fewer tiles than the chip
+// holds blocks, of which a compute unit is reckoned to hold two. A round of blocks takes as long as
+// the share of one; merging a share is reckoned as a quarter of a patch.
 static int32_t rocq__conv_splits(const rocq__chip *chip, int64_t tiles, int64_t patches) {
     int32_t best = 1;
     double best_time = 0.0;
@@ -14018,7 +14018,8 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
         return;
     }
     if (s.k > ROCQ__MATMUL_K || s.m > INT32_MAX / 2 || s.w > INT32_MAX / 4 || s.h > INT32_MAX / 4) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
         return;
     }
     const rocq__cost cost = job->cost;
@@ -14049,7 +14050,8 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     args.tiles_y = (int32_t)((p->y->ne[2] + ROCQ_K_CONV_H - 1) / ROCQ_K_CONV_H);
     const double all = (double)args.tiles_m * args.tiles_x * args.tiles_y * 16.0;
     if (all > INT32_MAX) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
         return;
     }
     const int64_t tiles = (int64_t)args.tiles_m * args.tiles_x * args.tiles_y;
@@ -14085,7 +14087,8 @@ static void rocq__job_norm_stats(rocq__job *job, const void *params) {
     args.eps = p->eps > 0.0f ? p->eps : 1e-6f;
     rocq__job_row(job, x->ne[0]);
     if (p->stats && p->stats->ne[0] == 1) {
-        rocq__job_launch(job, ROCQ_K_norm_stats_positions, (rocq__n_rows(x) + 7) / 8, 1, 256, &args);
+        const int64_t eights = (rocq__n_rows(x) + 7) / 8;
+        rocq__job_launch(job, ROCQ_K_norm_stats_positions, eights, 1, 256, &args);
         return;
     }
     const int64_t groups = (p->stats ? p->stats : p->moments)->ne[1];
@@ -14093,8 +14096,8 @@ static void rocq__job_norm_stats(rocq__job *job, const void *params) {
     const int64_t at_once = 256 / ((ROCQ__MIN(x->ne[0], (int64_t)256) + 7) / 8); // positions
     const int64_t units = rocq__chip_of(job->ctx)->n_units;
     if (positions > INT32_MAX) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "norm_stats: a frame of %lld positions",
-                                 (long long)positions);
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "norm_stats: a frame of %lld positions", (long long)positions);
         return;
     }
     // Enough to fill the chip if a thread then has 16 elements, and no more than it may add up.

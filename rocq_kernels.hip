@@ -5485,7 +5485,7 @@ enum {
     CONV_BK = MATMUL_F16_BK,
     CONV_ROW = MATMUL_F16_ROW,
     CONV_CHUNKS = MATMUL_F16_CHUNKS,
-    CONV_LOAD_ROWS = 128 / CONV_CHUNKS // positions or rows of w that the block's threads load at once
+    CONV_LOAD_ROWS = 128 / CONV_CHUNKS // rows of w that the block's threads load at once
 };
 
 // A step of the sums: a tap and 64 channels.
@@ -5592,8 +5592,8 @@ DEV void conv_stage(const rocq_k_conv_args &args, const conv_place &p, const con
     const conv_patch from = conv_patch_of(a, p, at);
     const bool live = c < a.c, normed = a.stats.data != 0;
     const bool by_position = normed && a.stats.ne[0] == 1;
-    const bool copied =
-        a.x.format == ROCQ_F16 && !normed && a.x_activation == ROCQ_ACT_IDENTITY && a.x_scale == 1.0f;
+    const bool copied = a.x.format == ROCQ_F16 && !normed &&
+                        a.x_activation == ROCQ_ACT_IDENTITY && a.x_scale == 1.0f;
     conv_affine norm[E];
     if (normed && live && from.it >= 0) {
 #pragma unroll
@@ -5629,7 +5629,8 @@ DEV void conv_stage(const rocq_k_conv_args &args, const conv_place &p, const con
                 float v[8];
 #pragma unroll
                 for (int i = 0; i < E / 4; i++) {
-                    if (F == ROCQ_F32 || a.x.format == ROCQ_F16) decode_vector<F>(r[b], i, v + 4 * i);
+                    const bool is_f = F == ROCQ_F32 || a.x.format == ROCQ_F16;
+                    if (is_f) decode_vector<F>(r[b], i, v + 4 * i);
                     else decode_vector<ROCQ_BF16>(r[b], i, v + 4 * i);
                 }
                 if (normed) {
@@ -5706,14 +5707,15 @@ DEV void conv_put_any(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t
     put_float(a.y.format, row_of(a.y, ox, oy, frame), m, activation(a.activation, v));
 }
 
-// Where work has the sums of a position's first split; those of the next follow M floats further on.
+// Where work has the sums of a position's first split; those of the next one follow M floats
+// further on.
 DEV float *conv_split_sums(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t frame) {
     const int64_t position = ((int64_t)frame * a.y.ne[2] + oy) * a.y.ne[1] + ox;
     return a.work + position * a.n_splits * a.m;
 }
 
-// Finishes a wave's 16 TM channels by TN rows of 16 positions, from channel m0 and row oy0 on. As in
-// matmul_finish the sums go through LDS, 16 positions at a time, after which a lane has eight
+// Finishes a wave's 16 TM channels by TN rows of 16 positions, from channel m0 and row oy0 on. As
+// in matmul_finish the sums go through LDS, 16 positions at a time, after which a lane has eight
 // neighbouring channels of a position. It has barriers: all waves must call it.
 template <int TM> DEV constexpr int conv_pass_floats() { return 16 * (16 * TM + 4); }
 template <int TM, int TN>
@@ -6040,7 +6042,8 @@ KERNEL(norm_stats_merge, rocq_k_norm_stats_args, 256) {
         block_sync_lds();
         if (t < half) {
             const int from = 3 * (t + half);
-            all = stats_merge(all, {lget(work + from), lget(work + from + 1), lget(work + from + 2)});
+            all = stats_merge(
+                all, {lget(work + from), lget(work + from + 1), lget(work + from + 2)});
         }
     }
     if (t != 0) return;
@@ -6058,8 +6061,8 @@ KERNEL(norm_stats_merge, rocq_k_norm_stats_args, 256) {
     }
 }
 
-// norm_stats_positions: stats[p] = 1 / sqrt(mean over c of x[c, p]^2 + eps). A wave takes a position
-// and a lane every 32nd channel. Geometry: 256 threads, 8 positions.
+// norm_stats_positions: stats[p] = 1 / sqrt(mean over c of x[c, p]^2 + eps). A wave takes a
+// position and a lane every 32nd channel. Geometry: 256 threads, 8 positions.
 KERNEL(norm_stats_positions, rocq_k_norm_stats_args, 256) {
     if (a.x.ne[0] == 0) return;
     const uint32_t r = (a.common.block0 + block_index()) * 8 + (uint32_t)matmul_wave();
@@ -6079,8 +6082,8 @@ KERNEL(norm_stats_positions, rocq_k_norm_stats_args, 256) {
 }
 
 // -- resize --
-// y = x at another size, as in rocq_resize_params. A thread takes a quad of channels of a position of
-// y; quads are counted through all positions, fewer than 2^32. Geometry: 256 threads.
+// y = x at another size, as in rocq_resize_params. A thread takes a quad of channels of a position
+// of y; quads are counted through all positions, fewer than 2^32. Geometry: 256 threads.
 struct resize_between { int32_t first, second; float share; };
 DEV resize_between resize_at(int32_t bilinear, int32_t o, int32_t n_y, int32_t n_x) {
     if (!bilinear) {
@@ -6124,8 +6127,8 @@ KERNEL(resize, rocq_k_resize_args, 256) {
 }
 
 // -- pixels --
-// y = 255 s(x scale + bias) as bytes, as in rocq_pixels_params. A thread takes a position. Geometry:
-// 256 threads; fewer than 2^32 positions.
+// y = 255 s(x scale + bias) as bytes, as in rocq_pixels_params. A thread takes a position.
+// Geometry: 256 threads; fewer than 2^32 positions.
 DEV float pixels_srgb(float x) { // IEC 61966-2-1
     return x <= 0.0031308f ? 12.92f * x
                            : fmaf(1.055f, exp2_fast(log2_fast(x) * (1.0f / 2.4f)), -0.055f);

@@ -1200,8 +1200,8 @@ static void check_conv(const picture *s) {
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) box_free(all[i]);
 }
 
-// Kernels and options: with a patch of all taps and without, tiles of 128, 64 and 16 channels, whole
-// and ragged; channels by eight and by one; all at once, and split as for a large chip.
+// Kernels and shapes: with a patch of all taps and without, tiles of 128, 64 and 16 channels,
+// whole and ragged; channels by eight and by one; all at once, and split as for a large chip.
 static void test_conv_shapes(void **state) {
     (void)state;
     static const picture cases[] = {
@@ -1357,7 +1357,8 @@ static void test_pixels(void **state) {
     (void)state;
     for (int i = 0; i < 24; i++) {
         const int64_t in = i % 3 == 0 ? 1 : i % 3 + 2, out_c = 3 + i / 3 % 2;
-        box x = box_random((box_layout)(i % 2), i / 2 % 2 ? ROCQ_F16 : ROCQ_F32, 0.7f, in, 37, 29, 1);
+        const rocq_format format = i / 2 % 2 ? ROCQ_F16 : ROCQ_F32;
+        box x = box_random((box_layout)(i % 2), format, 0.7f, in, 37, 29, 1);
         box y = box_make(BOX_PLAIN, ROCQ_I8, out_c, 37, 29, 1);
         x.value[5] = NAN;
         x.value[6] = INFINITY;
@@ -1379,7 +1380,9 @@ static void test_pixels(void **state) {
         int differ = 0;
         for (int64_t j = 0; j < y.size; j++) {
             const int d = abs((int)y.memory[j] - (int)want[j]);
-            if (d > 1) fail_msg("pixels %d: byte %d is %d, not %d", i, (int)j, y.memory[j], want[j]);
+            if (d > 1) {
+                fail_msg("pixels %d: byte %d is %d, not %d", i, (int)j, y.memory[j], want[j]);
+            }
             differ += d;
         }
         if (1000 * differ > y.size) fail_msg("pixels %d: %d bytes differ", i, differ);
