@@ -7837,6 +7837,7 @@ typedef struct rocq__mm {
     rocq__mm_dot dot;
     rocq__mm_pack pack;
     rocq__mm_pass pass;           // or NULL
+    bool interleaved;             // the F32 panel is one of rocq__dot_panel
     rocq__mm_dot_float dot_f32;   // of rows in F32
     rocq__mm_dot_float dot_as_is; // of rows in w's format, or NULL
 } rocq__mm;
@@ -8350,6 +8351,99 @@ ROCQ__DOT_FLOAT(f16_avx512, F16, ROCQ__TARGET_AVX512, 4)
 ROCQ__DOT_FLOAT(bf16_avx512, BF16, ROCQ__TARGET_AVX512, 4)
 #endif
 #undef ROCQ__DOT_FLOAT
+#endif
+
+#if ROCQ__HAS_AVX2
+// For many columns, vectors of 64 bytes: eight floats of two rows, by the same eight of a column
+// twice. The sums are those of the forms above, with their bits. The panel is [k / 8][row][8]; out
+// is [column][row].
+ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_panel(float (*out)[ROCQ__MM_ROWS],
+                                                             const float *panel, int64_t k,
+                                                             const float *const *column,
+                                                             const int n_columns) {
+    const float *x[6];
+    __m512 s[6][4]; // of rows 2 p and 2 p + 1
+    ROCQ__UNROLL
+    for (int c = 0; c < n_columns; c++) {
+        x[c] = column[c];
+        ROCQ__UNROLL
+        for (int p = 0; p < 4; p++) s[c][p] = _mm512_setzero_ps();
+    }
+    for (int64_t i = 0; i < k; i += 8, panel += 8 * ROCQ__MM_ROWS) {
+        __m512 w[4];
+        ROCQ__UNROLL
+        for (int p = 0; p < 4; p++) w[p] = _mm512_loadu_ps(panel + 16 * p);
+        ROCQ__UNROLL
+        for (int c = 0; c < n_columns; c++) {
+            const __m512 v = _mm512_broadcast_f32x8(_mm256_loadu_ps(x[c] + i));
+            ROCQ__UNROLL
+            for (int p = 0; p < 4; p++) s[c][p] = _mm512_fmadd_ps(w[p], v, s[c][p]);
+        }
+    }
+    ROCQ__UNROLL
+    for (int i = 0; i < 2 * n_columns; i++) { // rows 0 to 3, and 4 to 7, of a column
+        const __m512 a = s[i / 2][i % 2 * 2], b = s[i / 2][i % 2 * 2 + 1];
+        rocq__v8_sum4(out[i / 2] + i % 2 * 4, _mm512_castps512_ps256(a),
+                      _mm512_extractf32x8_ps(a, 1), _mm512_castps512_ps256(b),
+                      _mm512_extractf32x8_ps(b, 1));
+    }
+}
+
+// With 6 columns and 8 rows, 24 of 32 registers are sums, and ten loads feed 24 multiplications.
+ROCQ__TARGET_AVX512 static void rocq__dot_panel_6(float (*out)[ROCQ__MM_ROWS], const float *panel,
+                                                  int64_t k, const float *const *column) {
+    rocq__dot_panel(out, panel, k, column, 6);
+}
+
+ROCQ__TARGET_AVX512 static void rocq__dot_panel_4(float (*out)[ROCQ__MM_ROWS], const float *panel,
+                                                  int64_t k, const float *const *column) {
+    rocq__dot_panel(out, panel, k, column, 4);
+}
+
+// Takes the next columns of `left`, and returns their number. column has six addresses.
+static int64_t rocq__dot_panel_some(float (*out)[ROCQ__MM_ROWS], const float *panel, int64_t k,
+                                    const float *const *column, int64_t left) {
+    const bool six = left > 8 || left == 6 || left == 5; // 8 are four and four
+    if (six) rocq__dot_panel_6(out, panel, k, column);
+    else rocq__dot_panel_4(out, panel, k, column);
+    return ROCQ__MIN(left, six ? 6 : 4);
+}
+
+static void rocq__dot_panel_avx512(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
+                                   int64_t k, const float *x, int64_t column_floats, int64_t n) {
+    const float *panel = (const float *)(const void *)rows->at[0];
+    for (int64_t c = 0, some; c < n; c += some) {
+        const float *column[6]; // past the last one, the last one again
+        float out[6][ROCQ__MM_ROWS];
+        for (int64_t j = 0; j < 6; j++) column[j] = x + ROCQ__MIN(c + j, n - 1) * column_floats;
+        some = rocq__dot_panel_some(out, panel, k, column, n - c);
+        for (int64_t j = 0; j < some; j++) {
+            for (int r = 0; r < ROCQ__MM_ROWS; r++) sums[c + j][r] += out[j][r];
+        }
+    }
+}
+
+// Decodes k elements of a row to dst, its place in such a panel, and pads them to a multiple of
+// eight. ahead: as in rocq__mm_rows.
+ROCQ__SIMD static void rocq__interleave_row(float *dst, rocq_format format,
+                                            const unsigned char *src, int64_t k, int64_t ahead) {
+    float strip[ROCQ__MM_SEGMENT];
+    if (k % 8 != 0 || (format != ROCQ_F32 && format != ROCQ_F16 && format != ROCQ_BF16)) {
+        rocq__decode(true, format, strip, src, k);
+        for (; k % 8 != 0; k++) strip[k] = 0.0f;
+        src = (const unsigned char *)strip;
+        format = ROCQ_F32;
+        ahead = 0;
+    }
+    const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
+    for (int64_t i = 0; i < k; i += 8, dst += 8 * ROCQ__MM_ROWS) {
+        const unsigned char *at = src + i * bytes;
+        if (ahead && i * bytes % 64 == 0) ROCQ__FETCH(at, ahead);
+        rocq__v8_store(dst, format == ROCQ_F32   ? rocq__v8_load((const float *)(const void *)at)
+                            : format == ROCQ_F16 ? rocq__v8_from_f16(at)
+                                                 : rocq__v8_from_bf16(at));
+    }
+}
 #endif
 
 // -- panels --
@@ -9054,6 +9148,13 @@ static void rocq__mm_choose_float(rocq__mm *mm) {
     if (mm->dot_f32 != rocq__dot_f32 && few && format == ROCQ_BF16) mm->dot_as_is = bf16;
 #endif
     if (format == ROCQ_F32) mm->dot_as_is = mm->dot_f32;
+#if ROCQ__HAS_AVX2
+    if (mm->avx512 && !few) {
+        mm->dot_f32 = rocq__dot_panel_avx512;
+        mm->dot_as_is = NULL;
+        mm->interleaved = true;
+    }
+#endif
 }
 
 // Adds to sums the products of a panel's rows, with INT8 a pair's, with n columns over elements
@@ -9096,6 +9197,17 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
     }
     rocq__mm_rows floats;
     floats.ahead = 0;
+#if ROCQ__HAS_AVX2
+    if (mm->interleaved) {
+        const int64_t next = ROCQ__MM_ROWS * rocq__bytes(format, t->stride[1]); // the next panel
+        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+            rocq__interleave_row(work->rows[0] + 8 * r, format, rows.at[r], k, next);
+        }
+        floats.at[0] = (const unsigned char *)work->rows;
+        mm->dot_f32(sums, &floats, padded, x, column_floats, n);
+        return;
+    }
+#endif
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
         if (r > 0 && rows.at[r] == rows.at[r - 1]) {
             floats.at[r] = floats.at[r - 1];
