@@ -5716,7 +5716,7 @@ DEV float *conv_split_sums(const rocq_k_conv_args &a, int32_t ox, int32_t oy, in
 
 // Finishes a wave's 16 TM channels by TN rows of 16 positions, from channel m0 and row oy0 on. As
 // in matmul_finish the sums go through LDS, 16 positions at a time, after which a lane has eight
-// neighbouring channels of a position. It has barriers: all waves must call it.
+// neighbouring channels of a position. work: LDS, conv_pass_floats<TM> for each wave.
 template <int TM> DEV constexpr int conv_pass_floats() { return 16 * (16 * TM + 4); }
 template <int TM, int TN>
 DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
@@ -5727,7 +5727,7 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
     work += matmul_wave() * conv_pass_floats<TM>();
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
-        block_sync_lds();
+        wave_sync();
 #pragma unroll
         for (int j = 0; j < TN; j++) {
             if (j != pass) continue;
@@ -5739,7 +5739,7 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
                 }
             }
         }
-        block_sync_lds();
+        wave_sync();
         const int32_t oy = oy0 + pass;
         if (oy >= a.y.ne[2]) continue;
         if (a.n_splits > 1 || !a.y_wide || !conv_is_common(a.activation)) {
