@@ -53,7 +53,7 @@ OPS_FN int64_t block_elems(rocq_format format) {
     return rocq_get_format_info(format)->block_elems;
 }
 
-// All bytes are 0xff: NaN in every float format, -1 in I32.
+// All bytes are 0xff: NaN in every float format, -1 in I32, 255 in I8.
 OPS_FN box box_make(box_layout layout, rocq_format format, int64_t ne0, int64_t ne1, int64_t ne2,
                     int64_t ne3) {
     const int64_t ne[4] = {ne0, ne1, ne2, ne3}, gap = layout == BOX_PLAIN ? 0 : block_elems(format);
@@ -112,9 +112,10 @@ OPS_FN void box_read(box *b) {
     float *row = (float *)malloc((size_t)n * sizeof(float));
     assert_non_null(row);
     for (int64_t r = 0; r < box_rows(b); r++) {
-        if (b->t.format == ROCQ_I32) {
+        if (b->t.format == ROCQ_I32 || b->t.format == ROCQ_I8) {
             for (int64_t i = 0; i < n; i++) {
-                b->value[r * n + i] = ((int32_t *)(void *)box_row(b, r))[i];
+                b->value[r * n + i] = b->t.format == ROCQ_I8 ? box_row(b, r)[i]
+                                          : ((int32_t *)(void *)box_row(b, r))[i];
             }
             continue;
         }
@@ -245,11 +246,16 @@ OPS_FN bool same_bytes(const void *a, const void *b, int64_t size) {
 }
 
 // Squared error over squared reference; NaN when either side has one. All zero must be met exactly.
-// Of an error, rounding to F16 is free where the output has that format.
+// Of an error, rounding to the output's format is free.
+OPS_FN double rounding_to(rocq_format format, double want) {
+    return format == ROCQ_F16 ? fabs(want) * 0x1p-11 + 0x1p-25
+           : format == ROCQ_BF16 ? fabs(want) * 0x1p-8 + 0x1p-134 : 0;
+}
+
 OPS_FN double nmse(rocq_format format, const double *got, const double *want, int64_t n) {
     double error = 0, power = 0;
     for (int64_t i = 0; i < n; i++) {
-        const double rounding = format == ROCQ_F16 ? fabs(want[i]) * 0x1p-11 + 0x1p-25 : 0;
+        const double rounding = rounding_to(format, want[i]);
         const double e = fabs(got[i] - want[i]);
         error += e <= rounding ? 0 : (e - rounding) * (e - rounding);
         power += want[i] * want[i];

@@ -759,7 +759,9 @@ static void check_refusals(rocq_ctx *ctx, const op_case *c) {
             const rocq_result more = ask(ctx, c);
             assert_true(more == ROCQ_E_SHAPE || c->operand[1] == NULL ||
                         (c->op == ROCQ_OP_GATHER && t != c->operand[0]) ||
-                        c->op == ROCQ_OP_ROPE_APPEND || c->op == ROCQ_OP_ATTENTION);
+                        c->op == ROCQ_OP_ROPE_APPEND || c->op == ROCQ_OP_ATTENTION ||
+                        c->op == ROCQ_OP_CONV || c->op == ROCQ_OP_NORM_STATS ||
+                        c->op == ROCQ_OP_RESIZE); // x of any size
             *t = good;
         }
         assert_int_equal(ask(ctx, c), ROCQ_OK);
@@ -922,6 +924,33 @@ static void ops_refuse_bad_operands(void **state) {
     sample.temperature = 1;
     sample.top_k = -1;
     assert_int_equal(rocq_sample(ctx, &sample), ROCQ_E_ARGUMENT);
+
+    t[0] = slot_tensor(0, ROCQ_BF16, 5, 7, 6, 2);
+    t[1] = slot_tensor(1, ROCQ_Q8_0, 32 * 9, 5, 1, 1);
+    t[2] = slot_tensor(2, ROCQ_F16, 32, 7, 6, 2);
+    t[3] = slot_tensor(3, ROCQ_F32, 5, 1, 1, 1);
+    t[4] = slot_tensor(4, ROCQ_F32, 5, 7, 6, 2);
+    t[5] = slot_tensor(5, ROCQ_F32, 2, 8, 2, 1);
+    t[6] = slot_tensor(6, ROCQ_F32, 32, 1, 1, 1);
+    t[7] = slot_tensor(7, ROCQ_F32, 32, 1, 1, 1);
+    const rocq_conv_params conv = {.y = &t[0], .w = &t[1], .x = &t[2], .bias = &t[3],
+                                   .residual = &t[4], .stats = &t[5], .norm_weight = &t[6],
+                                   .norm_bias = &t[7], .kw = 3, .kh = 3};
+    check_refusals(ctx, &(op_case){ROCQ_OP_CONV, &conv, {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5],
+                                                         &t[6], &t[7]}, {true}});
+    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_CONV, &conv, &bytes), ROCQ_OK);
+    assert_true(bytes >= 32 * 9 * 5 * 4); // w in F32
+    t[3] = slot_tensor(3, ROCQ_F32, 3, 8, 2, 1);
+    const rocq_norm_stats_params norm_stats = {.stats = &t[5], .moments = &t[3], .x = &t[2]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_NORM_STATS, &norm_stats, {&t[5], &t[3], &t[2]},
+                                   {true, true}});
+    t[1] = slot_tensor(1, ROCQ_F32, 5, 3, 11, 2);
+    const rocq_resize_params resize = {&t[0], &t[1], ROCQ_RESIZE_BILINEAR};
+    check_refusals(ctx, &(op_case){ROCQ_OP_RESIZE, &resize, {&t[0], &t[1]}, {true}});
+    t[0] = slot_tensor(0, ROCQ_I8, 4, 7, 6, 2);
+    t[1] = slot_tensor(1, ROCQ_F16, 3, 7, 6, 2);
+    const rocq_pixels_params pixels = {.y = &t[0], .x = &t[1]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_PIXELS, &pixels, {&t[0], &t[1]}, {true}});
 
     assert_int_equal(rocq_supports(ctx, (rocq_op)99, &sample, NULL), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_supports(NULL, ROCQ_OP_SAMPLE, &sample, NULL), ROCQ_E_ARGUMENT);
