@@ -194,7 +194,7 @@ def kl_diffusers(w):
 # ---- TAESD --------------------------------------------------------------------------------------
 
 
-def taesd_weights(width, z):
+def taesd_weights(width, z, blocks=2):
     w = Weights()
 
     def block(name):
@@ -204,7 +204,7 @@ def taesd_weights(width, z):
     w.conv("decoder.layers.0", z, width)
     n = 2
     for _ in range(3):
-        for _ in range(2):
+        for _ in range(blocks):
             block("decoder.layers.%d" % n)
             n += 1
         w.conv("decoder.layers.%d" % (n + 1), width, width, bias=False)
@@ -437,4 +437,5 @@ def main(folder):
         save(path("wan-io"), {"latents": latents, "out": (out * .5 + .5).permute(0, 2, 3, 4, 1)})
 
 
-main(sys.argv[1])
+if __name__ == "__main__":
+    main(sys.argv[1])
