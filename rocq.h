@@ -11512,94 +11512,340 @@ static rocq__conv_shape rocq__conv_shape_of(const rocq_conv_params *p) {
     return s;
 }
 
+// A product of matrices whose columns are never written down (an implicit GEMM). A task has a tile
+// of y's positions: it computes once the patch of z that the tile sees, and multiplies it with all
+// of w, 16 channels of y (a panel) and a piece of K at a time. As c is innermost, what a row of the
+// kernel sees from one position is contiguous in the patch, and so a run of K.
+// A sum starts with the bias and takes its products in the order of K, one by one, with the zeros
+// around z: so neither the tile nor the thread changes a bit of it.
+
+enum {
+    ROCQ__CONV_PANEL = 16,
+    ROCQ__CONV_STRIP = 6,     // positions: with a panel, 12 of AVX2's 16 registers are sums
+    ROCQ__CONV_PIECE = 256,   // of K: 16 KiB of a panel, half of L1
+    ROCQ__CONV_TILE_W = 24,   // at most,
+    ROCQ__CONV_TILE = 384,    // positions,
+    ROCQ__CONV_PATCH = 65536  // and floats of the patch: 256 KiB, half of an L2
+};
+
+typedef struct rocq__conv_tiles {
+    int64_t n_x, n_y;     // tiles of a row of y, rows of tiles of a frame
+    int64_t w, h;         // positions of the largest tile
+    int64_t patch_w, patch_h;
+    int64_t n_panels;
+    int64_t n_parts;      // tasks that share a tile: each has some of the panels
+    int64_t patch, sums;  // floats
+} rocq__conv_tiles;
+
+static rocq__conv_tiles rocq__conv_tiles_of(const rocq_tensor *y, const rocq__conv_shape *s,
+                                            int32_t n_threads) {
+    rocq__conv_tiles t;
+    const int64_t most_w = ROCQ__CONV_TILE_W, most = ROCQ__CONV_TILE;
+    const double depth = (double)s->c * s->kt;
+    t.w = ROCQ__MIN(y->ne[1], most_w);
+    t.h = ROCQ__MIN(y->ne[2], most / t.w);
+    for (;;) {
+        t.n_x = (y->ne[1] + t.w - 1) / t.w;
+        t.n_y = (y->ne[2] + t.h - 1) / t.h;
+        t.w = (y->ne[1] + t.n_x - 1) / t.n_x; // tiles of the same size, as nearly as may be
+        t.h = (y->ne[2] + t.n_y - 1) / t.n_y;
+        t.patch_w = (t.w - 1) * s->stride + s->kw;
+        t.patch_h = (t.h - 1) * s->stride + s->kh;
+        const bool small = (double)(t.patch_w * t.patch_h) * depth <= ROCQ__CONV_PATCH;
+        if (small || t.w * t.h <= 4 * ROCQ__CONV_STRIP) break;
+        if (t.w > t.h) t.w--;
+        else t.h--;
+    }
+    t.n_panels = (s->m + ROCQ__CONV_PANEL - 1) / ROCQ__CONV_PANEL;
+    const int64_t n_tiles = t.n_x * t.n_y * y->ne[3];
+    t.n_parts = ROCQ__MIN(t.n_panels, (4 * n_threads + n_tiles - 1) / n_tiles);
+    t.sums = (t.w * t.h + ROCQ__CONV_STRIP) * ROCQ__CONV_PANEL;
+    if (!rocq__mul(t.patch_w * t.patch_h * s->kt, s->c, &t.patch)) t.patch = INT64_MAX;
+    return t;
+}
+
 typedef struct rocq__conv {
     const rocq_conv_params *p;
     rocq__conv_shape s;
+    rocq__conv_tiles t;
     bool simd;
-    float *weights; // [K, M], decoded
-    float *local;   // per thread: z of all taps, a position of y, 8 factors of its norm
+    float *weights; // [panels][K][16], decoded, 0 beyond M
+    float *local;   // per thread: sums of a tile and a panel [positions][16], norm [3, C], patch
     int64_t pitch;  // floats per thread
 } rocq__conv;
 
 static int64_t rocq__scratch_conv_cpu(const rocq_ctx *ctx, const void *params) {
     const rocq_conv_params *p = (const rocq_conv_params *)params;
     const rocq__conv_shape s = rocq__conv_shape_of(p);
+    const rocq__conv_tiles t = rocq__conv_tiles_of(p->y, &s, ctx->desc.n_threads);
     int64_t floats, all;
-    if (!rocq__mul(s.k + s.m + 16, ctx->desc.n_threads, &floats) || !rocq__mul(s.k, s.m, &all) ||
-        !rocq__add(all + 16, floats, &all) || !rocq__mul(all, (int64_t)sizeof(float), &all)) {
+    if (!rocq__add(t.patch, 3 * s.c + t.sums + 15, &floats) ||
+        !rocq__mul(floats, ctx->desc.n_threads, &floats) ||
+        !rocq__mul(s.k, t.n_panels * ROCQ__CONV_PANEL, &all) || !rocq__add(all, floats, &all) ||
+        !rocq__mul(all, (int64_t)sizeof(float), &all)) {
         return INT64_MAX;
     }
     return all;
 }
 
-static void rocq__conv_decode_task(void *arg, int64_t m, int64_t m_end, int32_t thread) {
+static void rocq__conv_decode_task(void *arg, int64_t panel, int64_t panel_end, int32_t thread) {
     const rocq__conv *a = (const rocq__conv *)arg;
+    const rocq_tensor *w = a->p->w;
+    static const float zeros[ROCQ__STRIP] = {0};
+    float buf[ROCQ__CONV_PANEL][ROCQ__STRIP];
+    const float *row[ROCQ__CONV_PANEL];
     (void)thread;
-    for (; m < m_end; m++) {
-        rocq__decode(a->simd, a->p->w->format, a->weights + m * a->s.k,
-                     rocq__row(a->p->w, m, 0, 0), a->s.k);
-    }
-}
-
-// z at column ix and row iy of x's frame it.
-static void rocq__conv_input(const rocq__conv *a, float *z, int64_t ix, int64_t iy, int64_t it) {
-    const rocq_conv_params *p = a->p;
-    const rocq__conv_shape *s = &a->s;
-    if (ix < 0 || iy < 0 || it < 0 || ix >= s->w || iy >= s->h) {
-        memset(z, 0, (size_t)s->c * sizeof *z);
-        return;
-    }
-    const int64_t x1 = ix / s->upsample, x2 = iy / s->upsample;
-    const unsigned char *row = rocq__row(p->x, x1, x2, it);
-    rocq__decode(a->simd, p->x->format, z, row, s->c);
-    if (p->stats) {
-        const float *weight = p->norm_weight ? rocq__row_f32(p->norm_weight, 0, 0, 0) : NULL;
-        const float *bias = p->norm_bias ? rocq__row_f32(p->norm_bias, 0, 0, 0) : NULL;
-        const bool by_group = p->stats->ne[0] == 2;
-        const int64_t group = by_group ? s->c / p->stats->ne[1] : s->c;
-        for (int64_t c = 0; c < s->c; c++) {
-            const float *stats = by_group ? rocq__row_f32(p->stats, c / group,
-                                                          p->stats->ne[2] == 1 ? 0 : it, 0)
-                                          : rocq__row_f32(p->stats, x1, x2, it);
-            z[c] = by_group ? (z[c] - stats[0]) * stats[1] : z[c] * stats[0];
-            if (weight) z[c] *= weight[c];
-            if (bias) z[c] += bias[c];
-        }
-    }
-    rocq__activate_row(a->simd, p->x_activation, z, s->c);
-}
-
-static void rocq__conv_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
-    const rocq__conv *a = (const rocq__conv *)arg;
-    const rocq_conv_params *p = a->p;
-    const rocq__conv_shape *s = &a->s;
-    float *z = a->local + thread * a->pitch, *y = z + s->k;
-    const float *bias = p->bias ? rocq__row_f32(p->bias, 0, 0, 0) : NULL;
-    for (; r < r_end; r++) {
-        const rocq__coord o = rocq__coord_of(p->y, r);
-        float *to = z;
-        for (int32_t t = 0; t < s->kt; t++) {
-            for (int32_t j = 0; j < s->kh; j++) {
-                for (int32_t i = 0; i < s->kw; i++, to += s->c) {
-                    rocq__conv_input(a, to, o.i1 * s->stride + i - s->pad_x,
-                                     o.i2 * s->stride + j - s->pad_y,
-                                     o.i3 + t + s->past - (s->kt - 1));
-                }
+    for (; panel < panel_end; panel++) {
+        float *to = a->weights + panel * a->s.k * ROCQ__CONV_PANEL;
+        for (int64_t k = 0; k < a->s.k; k += ROCQ__STRIP) {
+            const int64_t n = rocq__strip(a->s.k, k);
+            for (int64_t i = 0; i < ROCQ__CONV_PANEL; i++) {
+                const int64_t m = panel * ROCQ__CONV_PANEL + i;
+                row[i] = m < a->s.m ? rocq__load(a->simd, w->format, rocq__row(w, m, 0, 0), k, n,
+                                                 buf[i])
+                                    : zeros;
+            }
+            for (int64_t j = 0; j < n; j++) {
+                for (int64_t i = 0; i < ROCQ__CONV_PANEL; i++) *to++ = row[i][j];
             }
         }
-        if (p->residual) {
-            rocq__decode(a->simd, p->residual->format, y, rocq__row(p->residual, o.i1, o.i2, o.i3),
-                         s->m);
+    }
+}
+
+// z = (z s - norm[0]) norm[1] + norm[2], channel by channel
+static void rocq__conv_norm_scalar(float *z, const float *norm, float s, int64_t n) {
+    for (int64_t c = 0; c < n; c++) {
+        z[c] = (z[c] * s - norm[c]) * norm[n + c] + norm[2 * n + c];
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__conv_norm_simd(float *z, const float *norm, float s, int64_t n) {
+    const rocq__v8 scale = rocq__v8_set1(s);
+    int64_t c = 0;
+    for (; c + 8 <= n; c += 8) {
+        const rocq__v8 v = rocq__v8_sub(rocq__v8_mul(rocq__v8_load(z + c), scale),
+                                        rocq__v8_load(norm + c));
+        rocq__v8_store(z + c, rocq__v8_fma(v, rocq__v8_load(norm + n + c),
+                                           rocq__v8_load(norm + 2 * n + c)));
+    }
+    for (; c < n; c++) z[c] = fmaf(z[c] * s - norm[c], norm[n + c], norm[2 * n + c]);
+}
+#endif
+
+// The norm of x's frame it by channels: mean, rstd norm_weight, norm_bias. With statistics of
+// positions, whose scale comes first, mean is 0 and rstd 1.
+static void rocq__conv_norm_of(const rocq__conv *a, float *norm, int64_t it) {
+    const rocq_conv_params *p = a->p;
+    const int64_t n = a->s.c, n_groups = p->stats->ne[0] == 2 ? p->stats->ne[1] : 1;
+    const float *weight = p->norm_weight ? rocq__row_f32(p->norm_weight, 0, 0, 0) : NULL;
+    const float *bias = p->norm_bias ? rocq__row_f32(p->norm_bias, 0, 0, 0) : NULL;
+    const float position[2] = {0.0f, 1.0f};
+    for (int64_t c = 0; c < n; c++) {
+        const float *stats = position;
+        if (p->stats->ne[0] == 2) {
+            stats = rocq__row_f32(p->stats, c / (n / n_groups), p->stats->ne[2] == 1 ? 0 : it, 0);
+        }
+        norm[c] = stats[0];
+        norm[n + c] = weight ? stats[1] * weight[c] : stats[1];
+        norm[2 * n + c] = bias ? bias[c] : 0.0f;
+    }
+}
+
+// A row of the patch: z from column ix on, at row iy of x's frame it, which z has.
+static void rocq__conv_load_row(const rocq__conv *a, float *z, const float *norm, int64_t ix,
+                                int64_t iy, int64_t it) {
+    const rocq_conv_params *p = a->p;
+    const int64_t n = a->s.c, up = a->s.upsample, x2 = iy / up;
+    const bool by_position = p->stats && p->stats->ne[0] == 1;
+    int64_t last = -1; // column of x that stands just before z
+    for (int64_t i = 0; i < a->t.patch_w; i++, ix++, z += n) {
+        const int64_t x1 = ix / up;
+        if (ix < 0 || ix >= a->s.w) {
+            memset(z, 0, (size_t)n * sizeof *z);
+        } else if (x1 == last) {
+            memcpy(z, z - n, (size_t)n * sizeof *z);
         } else {
-            memset(y, 0, (size_t)s->m * sizeof *y);
+            const float s = by_position ? *rocq__row_f32(p->stats, x1, x2, it) : 1.0f;
+            rocq__decode(a->simd, p->x->format, z, rocq__row(p->x, x1, x2, it), n);
+            if (p->stats) ROCQ__EITHER(a->simd, rocq__conv_norm, (z, norm, s, n));
+            rocq__activate_row(a->simd, p->x_activation, z, n);
+            last = x1;
         }
-        for (int64_t m = 0; m < s->m; m++) {
-            float sum = 0.0f;
-            for (int64_t k = 0; k < s->k; k++) sum += a->weights[m * s->k + k] * z[k];
-            y[m] += bias ? bias[m] + sum : sum;
+    }
+}
+
+// The patch [C, patch_w, patch_h, kt] whose first position is z's (ix, iy), for frame ot of y.
+static void rocq__conv_load_patch(const rocq__conv *a, float *patch, float *norm, int64_t ix,
+                                  int64_t iy, int64_t ot) {
+    const int64_t row = a->t.patch_w * a->s.c;
+    for (int32_t f = 0; f < a->s.kt; f++) {
+        const int64_t it = ot + f + a->s.past - (a->s.kt - 1);
+        int64_t last = -1; // row of x that stands just before
+        if (a->p->stats && it >= 0) rocq__conv_norm_of(a, norm, it);
+        for (int64_t j = 0; j < a->t.patch_h; j++, patch += row) {
+            const int64_t z2 = iy + j, x2 = z2 / a->s.upsample;
+            if (it < 0 || z2 < 0 || z2 >= a->s.h) {
+                memset(patch, 0, (size_t)row * sizeof *patch);
+            } else if (x2 == last) {
+                memcpy(patch, patch - row, (size_t)row * sizeof *patch);
+            } else {
+                rocq__conv_load_row(a, patch, norm, ix, z2, it);
+                last = x2;
+            }
         }
-        rocq__activate_row(a->simd, p->activation, y, s->m);
-        rocq__store(a->simd, p->y->format, rocq__row(p->y, o.i1, o.i2, o.i3), 0, y, s->m);
+    }
+}
+
+// A part of K: n_rows runs of n elements, which lie pitch floats apart in the patch.
+typedef struct rocq__conv_runs {
+    const float *w; // [n_rows n][16]
+    const float *z; // for the position at 0
+    int64_t n, n_rows, pitch;
+} rocq__conv_runs;
+
+// sums[position][channel] += the products of six positions, which are at[] floats from runs->z
+static void rocq__conv_strip_scalar(float *sums, const rocq__conv_runs *runs, const int64_t *at) {
+    for (int p = 0; p < ROCQ__CONV_STRIP; p++, sums += ROCQ__CONV_PANEL) {
+        const float *w = runs->w, *z = runs->z + at[p];
+        for (int64_t row = 0; row < runs->n_rows; row++, z += runs->pitch) {
+            for (int64_t k = 0; k < runs->n; k++, w += ROCQ__CONV_PANEL) {
+                for (int i = 0; i < ROCQ__CONV_PANEL; i++) sums[i] += w[i] * z[k];
+            }
+        }
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__conv_strip_simd(float *sums, const rocq__conv_runs *runs,
+                                             const int64_t *at) {
+    const float *w = runs->w, *z = runs->z;
+    rocq__v8 s[ROCQ__CONV_STRIP][2];
+    ROCQ__UNROLL
+    for (int p = 0; p < ROCQ__CONV_STRIP; p++) {
+        s[p][0] = rocq__v8_load(sums + p * ROCQ__CONV_PANEL);
+        s[p][1] = rocq__v8_load(sums + p * ROCQ__CONV_PANEL + 8);
+    }
+    for (int64_t row = 0; row < runs->n_rows; row++, z += runs->pitch) {
+        const float *z0 = z + at[0], *z1 = z + at[1], *z2 = z + at[2], *z3 = z + at[3],
+                    *z4 = z + at[4], *z5 = z + at[5];
+        for (int64_t k = 0; k < runs->n; k++, w += ROCQ__CONV_PANEL) {
+            const rocq__v8 w0 = rocq__v8_load(w), w1 = rocq__v8_load(w + 8);
+            ROCQ__UNROLL
+            for (int p = 0; p < ROCQ__CONV_STRIP; p++) {
+                const float *from = p == 0   ? z0
+                                    : p == 1 ? z1
+                                    : p == 2 ? z2
+                                    : p == 3 ? z3
+                                    : p == 4 ? z4
+                                             : z5;
+                const rocq__v8 v = rocq__v8_set1(from[k]);
+                s[p][0] = rocq__v8_fma(v, w0, s[p][0]);
+                s[p][1] = rocq__v8_fma(v, w1, s[p][1]);
+            }
+        }
+    }
+    ROCQ__UNROLL
+    for (int p = 0; p < ROCQ__CONV_STRIP; p++) {
+        rocq__v8_store(sums + p * ROCQ__CONV_PANEL, s[p][0]);
+        rocq__v8_store(sums + p * ROCQ__CONV_PANEL + 8, s[p][1]);
+    }
+}
+#endif
+
+// Adds the products of a panel with the patch for n_strips strips of positions. The rows of a
+// kernel that are shorter than a piece go together, longer ones are cut in equal pieces.
+static void rocq__conv_panel(const rocq__conv *a, float *sums, const float *w, const float *patch,
+                             const int64_t *at, int64_t n_strips) {
+    const rocq__conv_shape *s = &a->s;
+    const int64_t run = s->kw * s->c, most = ROCQ__CONV_PIECE;
+    const int64_t n_pieces = (run + most - 1) / most, piece = (run + n_pieces - 1) / n_pieces;
+    const int64_t together = ROCQ__MAX(most / run, 1);
+    rocq__conv_runs runs;
+    runs.w = w;
+    runs.pitch = a->t.patch_w * s->c;
+    for (int32_t f = 0; f < s->kt; f++) {
+        for (int64_t j = 0; j < s->kh; j += runs.n_rows) {
+            runs.n_rows = ROCQ__MIN(together, s->kh - j);
+            for (int64_t k = 0; k < run; k += piece) {
+                runs.n = ROCQ__MIN(piece, run - k);
+                runs.z = patch + (f * a->t.patch_h + j) * runs.pitch + k;
+                for (int64_t i = 0; i < n_strips; i++) {
+                    float *to = sums + i * ROCQ__CONV_STRIP * ROCQ__CONV_PANEL;
+                    const int64_t *strip = at + i * ROCQ__CONV_STRIP;
+                    ROCQ__EITHER(a->simd, rocq__conv_strip, (to, &runs, strip));
+                }
+                runs.w += runs.n_rows * runs.n * ROCQ__CONV_PANEL;
+            }
+        }
+    }
+}
+
+// The positions of y that a task has.
+typedef struct rocq__conv_tile {
+    int64_t x, y, w, h, frame;
+} rocq__conv_tile;
+
+// What is left to do with the sums of a panel: residual, activation, cast.
+static void rocq__conv_finish(const rocq__conv *a, float *sums, const rocq__conv_tile *t,
+                              int64_t m) {
+    const rocq_conv_params *p = a->p;
+    const int64_t most = ROCQ__CONV_PANEL, n = ROCQ__MIN(most, a->s.m - m), count = t->w * t->h;
+    for (int64_t i = 0; i < count && p->residual; i++) {
+        float buf[ROCQ__CONV_PANEL], *sum = sums + i * ROCQ__CONV_PANEL;
+        const float *residual = rocq__load(
+            a->simd, p->residual->format,
+            rocq__row(p->residual, t->x + i % t->w, t->y + i / t->w, t->frame), m, n, buf);
+        for (int64_t c = 0; c < n; c++) sum[c] += residual[c];
+    }
+    rocq__activate_row(a->simd, p->activation, sums, count * ROCQ__CONV_PANEL);
+    for (int64_t i = 0; i < count; i++) {
+        rocq__store(a->simd, p->y->format,
+                    rocq__row(p->y, t->x + i % t->w, t->y + i / t->w, t->frame), m,
+                    sums + i * ROCQ__CONV_PANEL, n);
+    }
+}
+
+static void rocq__conv_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
+    const rocq__conv *a = (const rocq__conv *)arg;
+    const rocq_tensor *y = a->p->y;
+    const rocq__conv_shape *s = &a->s;
+    float *sums = a->local + thread * a->pitch, *norm = sums + a->t.sums, *patch = norm + 3 * s->c;
+    const float *bias = a->p->bias ? rocq__row_f32(a->p->bias, 0, 0, 0) : NULL;
+    int64_t at[ROCQ__CONV_TILE + ROCQ__CONV_STRIP], loaded = -1;
+    for (; item < item_end; item++) {
+        const int64_t number = item / a->t.n_parts, part = item % a->t.n_parts;
+        const int64_t i = number % a->t.n_x, j = number / a->t.n_x % a->t.n_y;
+        rocq__conv_tile t;
+        t.x = y->ne[1] * i / a->t.n_x;
+        t.y = y->ne[2] * j / a->t.n_y;
+        t.w = y->ne[1] * (i + 1) / a->t.n_x - t.x;
+        t.h = y->ne[2] * (j + 1) / a->t.n_y - t.y;
+        t.frame = number / a->t.n_x / a->t.n_y;
+        // The last strip is filled up with copies of the last position, whose sums are not used.
+        const int64_t n_strips = (t.w * t.h + ROCQ__CONV_STRIP - 1) / ROCQ__CONV_STRIP;
+        for (int64_t k = 0; k < n_strips * ROCQ__CONV_STRIP; k++) {
+            const int64_t o = ROCQ__MIN(k, t.w * t.h - 1);
+            at[k] = s->stride * (o % t.w + a->t.patch_w * (o / t.w)) * s->c;
+        }
+        if (number != loaded) {
+            rocq__conv_load_patch(a, patch, norm, t.x * s->stride - s->pad_x,
+                                  t.y * s->stride - s->pad_y, t.frame);
+            loaded = number;
+        }
+        const int64_t end = a->t.n_panels * (part + 1) / a->t.n_parts;
+        for (int64_t panel = a->t.n_panels * part / a->t.n_parts; panel < end; panel++) {
+            const int64_t m = panel * ROCQ__CONV_PANEL;
+            float first[ROCQ__CONV_PANEL] = {0};
+            for (int64_t c = 0; bias && c < ROCQ__CONV_PANEL && m + c < s->m; c++) {
+                first[c] = bias[m + c];
+            }
+            for (int64_t k = 0; k < n_strips * ROCQ__CONV_STRIP; k++) {
+                memcpy(sums + k * ROCQ__CONV_PANEL, first, sizeof first);
+            }
+            rocq__conv_panel(a, sums, a->weights + m * s->k, patch, at, n_strips);
+            rocq__conv_finish(a, sums, &t, m);
+        }
     }
 }
 
@@ -11608,13 +11854,16 @@ static void rocq__plan_conv_cpu(rocq__plan *plan, rocq_op op, const void *params
     (void)op;
     a->p = (const rocq_conv_params *)params;
     a->s = rocq__conv_shape_of(a->p);
+    a->t = rocq__conv_tiles_of(a->p->y, &a->s, plan->ctx->desc.n_threads);
     a->simd = plan->ctx->has_simd;
     a->weights = (float *)(void *)plan->scratch;
-    a->local = a->weights + (a->s.k * a->s.m + 15) / 16 * 16;
-    a->pitch = a->s.k + a->s.m;
-    rocq__plan_stage(plan, rocq__conv_decode_task, a, a->s.m, rocq__plan_grain(plan, a->s.k));
-    rocq__plan_stage(plan, rocq__conv_task, a, rocq__n_rows(a->p->y),
-                     rocq__plan_grain(plan, a->s.k * a->s.m));
+    a->local = a->weights + a->t.n_panels * ROCQ__CONV_PANEL * a->s.k;
+    a->pitch = (a->t.sums + 3 * a->s.c + a->t.patch + 15) / 16 * 16;
+    rocq__plan_stage(plan, rocq__conv_decode_task, a, a->t.n_panels,
+                     rocq__plan_grain(plan, ROCQ__CONV_PANEL * a->s.k));
+    rocq__plan_stage(plan, rocq__conv_task, a,
+                     a->t.n_x * a->t.n_y * a->p->y->ne[3] * a->t.n_parts,
+                     rocq__plan_grain(plan, a->t.w * a->t.h * a->s.k * a->s.m / a->t.n_parts));
 }
 
 // -- norm_stats --
