@@ -1,9 +1,10 @@
 /* rocq.h - v0.2.0 - quantized transformers on AMD RDNA3 GPUs, and on any CPU
 
    A single-file C11 library (stb style): GGUF models, 18 weight formats, fused dequantize-matmul,
-   flash attention and the small operations around them, on plain tensors. Its partner
-   rocq_kernels.hip holds the GPU kernels; without it, or without a GPU, the CPU backend in this
-   file does the work behind the same calls.
+   flash attention and the small operations around them, on plain tensors; and for pictures and
+   videos convolution with its norms (a VAE: examples/vae.h). Its partner rocq_kernels.hip holds the
+   GPU kernels; without it, or without a GPU, the CPU backend in this file does the work behind the
+   same calls.
 
    Do this in ONE C or C++ file, and include it plainly everywhere else:
 
@@ -375,6 +376,8 @@
               New: rocq_tensor_slice, rocq_tensor_heads, rocq_tensor_1d to _3d, rocq_format_name,
               rocq_operand_format, rocq_str_equal; rocq_info.desc.device is the GPU that was taken.
               Gone: rocq_arena_init_growing and rocq_arena_free; rocq_pool serves what grows.
+              Pictures: rocq_conv, rocq_conv_weights, rocq_norm_stats, rocq_resize, rocq_pixels.
+              On the CPU a recorded graph is one parallel region; rocq_desc.run_tasks, cpu_tier.
               The tuner tries a grid or a list of points; other searches, evaluators and its model
               of times are gone. What it saves is binary.
        0.1.0  formats, GGUF, CPU backend; GPU backend, graphs; pool, KV cache, loading, profile,
@@ -691,7 +694,8 @@ typedef struct rocq_allocator {
 // The precision asked for, by an op's params or rocq_desc.precision, is the least exact that may be
 // used. An op that does not have it uses a more exact one: most ops have F32 alone, and a GPU
 // multiplies up to 8 columns in INT8 or F32. E_UNSUPPORTED is for an op that has only less exact
-// ones (attention and convolution in F32 on a GPU) and for a product in INT8 whose w has no integer codes.
+// ones (attention and convolution in F32 on a GPU) and for a product in INT8 whose w has no integer
+// codes.
 typedef enum rocq_precision {
     ROCQ_PRECISION_AUTO = 0, // by op, backend, chip and shape: see rocq_get_precision
     ROCQ_PRECISION_F32,  // operands exact in F32, F32 sums:           NMSE <= 1e-6
