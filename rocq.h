@@ -9814,74 +9814,85 @@ static void rocq__values_scalar(float *const *acc, const float *keep, const void
 
 #if ROCQ__HAS_V8
 
-// The same for four rows, which share what it costs to widen a key, with two keys at a time, so that
-// all sums stay in registers.
-ROCQ__V8 void rocq__dots(const rocq_format format, const float *const *q, const void *const *k,
-                         int64_t n_keys, int64_t n, float *const *score) {
-    for (int64_t first = 0; first < n_keys; first += 2) {
-        rocq__v8 sum[8]; // [4 rows][2 keys]
+// The same for two or four rows, which share what it costs to widen a key, with 8 / rows keys at a
+// time, so that all sums stay in registers. A row's bits are the same in both.
+ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *const *q,
+                         const void *const *k, int64_t n_keys, int64_t n, float *const *score) {
+    const int step = 8 / rows;
+    for (int64_t first = 0; first < n_keys; first += step) {
+        rocq__v8 sum[8]; // [rows][step]
         float all[8];
         ROCQ__UNROLL
         for (int i = 0; i < 8; i++) sum[i] = rocq__v8_set1(0.0f);
         for (int64_t i = 0; i < n; i += 32) {
             ROCQ__UNROLL
-            for (int j = 0; j < 2; j++) {
+            for (int j = 0; j < step; j++) {
                 rocq__v8 key[4];
                 rocq__v8_load_part(format, 4, key, k[first + j], i);
                 ROCQ__UNROLL
-                for (int r = 0; r < 4; r++) {
-                    rocq__v8 one = sum[r * 2 + j];
+                for (int r = 0; r < rows; r++) {
+                    rocq__v8 one = sum[r * step + j];
                     ROCQ__UNROLL
                     for (int l = 0; l < 4; l++) {
                         one = rocq__v8_fma(rocq__v8_load(q[r] + i + 8 * l), key[l], one);
                     }
-                    sum[r * 2 + j] = one;
+                    sum[r * step + j] = one;
                 }
             }
         }
         rocq__v8_sum4(all, sum[0], sum[1], sum[2], sum[3]);
         rocq__v8_sum4(all + 4, sum[4], sum[5], sum[6], sum[7]);
         ROCQ__UNROLL
-        for (int r = 0; r < 4; r++) memcpy(score[r] + first, all + r * 2, 2 * sizeof *all);
+        for (int r = 0; r < rows; r++) {
+            memcpy(score[r] + first, all + r * step, (size_t)step * sizeof *all);
+        }
     }
 }
 
-// 16 elements of each acc are in registers at a time.
-ROCQ__V8 void rocq__values(const rocq_format format, float *const *acc, const float *keep,
-                           const void *const *v, const float *const *weight, int64_t n_keys,
-                           int64_t n) {
-    for (int64_t i = 0; i < n; i += 16) {
-        rocq__v8 a[8]; // [4 rows][2]
+// 64 / rows elements of each acc are in registers at a time.
+ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *const *acc,
+                           const float *keep, const void *const *v, const float *const *weight,
+                           int64_t n_keys, int64_t n) {
+    const int n_parts = 8 / rows;
+    for (int64_t i = 0; i < n; i += 8 * n_parts) {
+        rocq__v8 a[8]; // [rows][n_parts]
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
-            a[l] = rocq__v8_mul(rocq__v8_set1(keep[l / 2]),
-                                rocq__v8_load(acc[l / 2] + i + 8 * (l % 2)));
+            const int r = l / n_parts, part = l % n_parts;
+            a[l] = rocq__v8_mul(rocq__v8_set1(keep[r]), rocq__v8_load(acc[r] + i + 8 * part));
         }
         for (int64_t j = 0; j < n_keys; j++) {
-            rocq__v8 value[2];
-            rocq__v8_load_part(format, 2, value, v[j], i);
+            rocq__v8 value[4];
+            rocq__v8_load_part(format, n_parts, value, v[j], i);
             ROCQ__UNROLL
-            for (int r = 0; r < 4; r++) {
+            for (int r = 0; r < rows; r++) {
                 const rocq__v8 w = rocq__v8_set1(weight[r][j]);
-                a[2 * r] = rocq__v8_fma(w, value[0], a[2 * r]);
-                a[2 * r + 1] = rocq__v8_fma(w, value[1], a[2 * r + 1]);
+                ROCQ__UNROLL
+                for (int l = 0; l < n_parts; l++) {
+                    a[r * n_parts + l] = rocq__v8_fma(w, value[l], a[r * n_parts + l]);
+                }
             }
         }
         ROCQ__UNROLL
-        for (int l = 0; l < 8; l++) rocq__v8_store(acc[l / 2] + i + 8 * (l % 2), a[l]);
+        for (int l = 0; l < 8; l++) {
+            rocq__v8_store(acc[l / n_parts] + i + 8 * (l % n_parts), a[l]);
+        }
     }
 }
 
-#define ROCQ__ATTEND_FORMATS(X) X(f32, F32) X(f16, F16) X(bf16, BF16) X(q8_0, Q8_0) X(q4_0, Q4_0)
-#define ROCQ__ATTEND_KERNELS(name, NAME)                                                           \
-    static ROCQ__SIMD void rocq__dots_##name(const float *const *q, const void *const *k,          \
-                                             int64_t n_keys, int64_t n, float *const *score) {     \
-        rocq__dots(ROCQ_##NAME, q, k, n_keys, n, score);                                           \
+#define ROCQ__ATTEND_FORMATS(X)                                                                    \
+    X(f32, F32, 2) X(f16, F16, 2) X(bf16, BF16, 2) X(q8_0, Q8_0, 2) X(q4_0, Q4_0, 2)               \
+    X(f32, F32, 4) X(f16, F16, 4) X(bf16, BF16, 4) X(q8_0, Q8_0, 4) X(q4_0, Q4_0, 4)
+#define ROCQ__ATTEND_KERNELS(name, NAME, ROWS)                                                     \
+    static ROCQ__SIMD void rocq__dots_##name##_##ROWS(                                             \
+        const float *const *q, const void *const *k, int64_t n_keys, int64_t n,                    \
+        float *const *score) {                                                                     \
+        rocq__dots(ROCQ_##NAME, ROWS, q, k, n_keys, n, score);                                     \
     }                                                                                              \
-    static ROCQ__SIMD void rocq__values_##name(float *const *acc, const float *keep,               \
-                                               const void *const *v, const float *const *weight,   \
-                                               int64_t n_keys, int64_t n) {                        \
-        rocq__values(ROCQ_##NAME, acc, keep, v, weight, n_keys, n);                                \
+    static ROCQ__SIMD void rocq__values_##name##_##ROWS(                                           \
+        float *const *acc, const float *keep, const void *const *v, const float *const *weight,    \
+        int64_t n_keys, int64_t n) {                                                               \
+        rocq__values(ROCQ_##NAME, ROWS, acc, keep, v, weight, n_keys, n);                          \
     }
 ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_KERNELS)
 
@@ -9896,10 +9907,10 @@ static void rocq__attend_kernels(rocq__attend *a) {
     if (!a->simd) return;
     const rocq_format k = a->as_is ? a->p->k->format : ROCQ_F32;
     const rocq_format v = a->as_is ? a->p->v->format : ROCQ_F32;
-    a->rows = 4;
-#define ROCQ__ATTEND_CASE(name, NAME)                   \
-    if (k == ROCQ_##NAME) a->dots = rocq__dots_##name;  \
-    if (v == ROCQ_##NAME) a->values = rocq__values_##name;
+    a->rows = a->tile_rows <= 2 ? 2 : 4;
+#define ROCQ__ATTEND_CASE(name, NAME, ROWS)                                              \
+    if (k == ROCQ_##NAME && a->rows == ROWS) a->dots = rocq__dots_##name##_##ROWS;       \
+    if (v == ROCQ_##NAME && a->rows == ROWS) a->values = rocq__values_##name##_##ROWS;
     ROCQ__ATTEND_FORMATS(ROCQ__ATTEND_CASE)
 #undef ROCQ__ATTEND_CASE
 #undef ROCQ__ATTEND_KERNELS
