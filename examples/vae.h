@@ -46,8 +46,9 @@ typedef struct vae_options { // 0 = default, as everywhere in rocq
     int32_t n_groups;        // of the GroupNorms, default 32: weights do not tell
     bool encoder;            // load the encoder too
     const char *weights;     // format of convolutions, "f16"; default by tensor, see vae_conv.why
-    const char *activations; // "f32", "f16" or "bf16"; default F32 on the CPU; on a GPU F16, or BF16
-                             // for what the blocks add up, where that may not fit F16 (SDXL)
+    const char *activations; // "f32" (default on the CPU), "bf16" or "f16" (default on a GPU): F16, but
+                             // BF16 for what the blocks add up, if that is SDXL's, or is found not
+                             // to fit F16, in which case a request is computed once more
     rocq_precision precision; // of all convolutions
     // Called as weights are loaded and pictures computed; false = stop, which makes the call fail with
     // ROCQ_E_STATE. NULL = no call.
@@ -66,6 +67,7 @@ typedef struct vae_request {
     int32_t width, height;   // of the latents; of the pictures, for vae_encode
     int32_t frames;          // of a video's latents; 0 = 1
     int32_t n;               // pictures or videos; 0 = 1
+    int32_t channels;        // of the latents; 0 = the model's, which others are compared with
     vae_tiling tiling;
     int32_t tile, overlap;   // pixels of pictures. BLEND: default 768 and 96, or less where memory does
                              // not allow that; EXACT: default as memory allows
@@ -162,6 +164,7 @@ typedef struct vae_model {
     int64_t weight_bytes;
     vae_net decoder, encoder;
     rocq_format stream, inner;  // of what the blocks add up, and of what is inside them
+    const char *why_stream;
     vae_plan plan;              // of the last request
     char error[512];            // the message of the last failure, also of vae_open
 
@@ -176,7 +179,7 @@ typedef struct vae_model {
     vae_net *net;
     const vae_request *job;
     vae__stack stack;
-    bool planning, inline_stats, caches;
+    bool planning, comparing, inline_stats, caches;
     int64_t op_scratch;
     double flops, chain_flops, norm_flops;
     int64_t n;                  // pictures or frames at once
@@ -186,7 +189,7 @@ typedef struct vae_model {
     rocq_tensor input;          // [c_in, W, H, N] of the batch or video, F32
     rocq_tensor blended;        // [3, W, H, N] of the same
     rocq_tensor ramp[3];        // weights of columns, rows and frames of a tile
-    bool blending, first_chunk;
+    bool blending, first_chunk, finite;
     int64_t at[3];              // where a tile goes: column, row, frame or picture, of the batch
     int64_t first;              // of the batch, among the request's pictures or frames
     int64_t limit;              // for the stack and the scratch of ops, while EXACT is planned
@@ -977,7 +980,9 @@ static rocq_result vae__choose_family(vae_model *m, const vae__file *f, bool tae
         m->family = family->name;
         m->latent_scale = m->options.scale > 0 ? m->options.scale : family->scale;
         m->latent_shift = m->options.scale > 0 ? m->options.shift : family->shift;
-        if (m->gpu && !m->options.activations && family->wide) m->stream = ROCQ_BF16;
+        if (m->stream != ROCQ_F16 || !family->wide) continue;
+        m->stream = ROCQ_BF16;
+        m->why_stream = "the family's values exceed F16";
     }
     const bool fits = m->family && taesd == (strcmp(m->family, "taesd") == 0) &&
                       m->video == (strcmp(m->family, "wan2.1") == 0);
@@ -1439,6 +1444,15 @@ static int64_t vae__largest_cell(const vae_model *m, int32_t tile) {
     return (n_x > 2 ? 1 : 0) + (n_y > 2 ? n_x : 0);
 }
 
+// Cells whose sizes and neighbours are all that there are: the first two and the last of each
+// direction. While steps are compared the largest will do.
+static bool vae__planned_cell(const vae_model *m, int32_t tile, int64_t cell) {
+    const int64_t n_x = (m->full[0] + tile - 1) / tile, n_y = (m->full[1] + tile - 1) / tile;
+    const int64_t x = cell % n_x, y = cell / n_x;
+    if (m->comparing) return cell == vae__largest_cell(m, tile);
+    return (x < 2 || x == n_x - 1) && (y < 2 || y == n_y - 1);
+}
+
 // Mean and variance of what convolution j of module i reads, from all tiles of it.
 static rocq_result vae__gather(vae_model *m, int32_t a, int32_t i, int32_t j, int32_t tile,
                                const vae__value *x) {
@@ -1488,9 +1502,12 @@ static rocq_result vae__segment(vae_model *m, int32_t a, int32_t b, int32_t tile
             VAE__TRY(vae__gather(m, a, i, j, tile, x));
         }
     }
-    const int64_t n_cells = vae__n_cells(m, tile), first = m->planning ? vae__largest_cell(m, tile) : 0;
+    const int64_t n_cells = vae__n_cells(m, tile);
     const double before = m->flops;
-    for (int64_t cell = first; cell < (m->planning ? first + 1 : n_cells); cell++) {
+    double most = 0;
+    for (int64_t cell = 0; cell < n_cells; cell++) {
+        if (m->planning && !vae__planned_cell(m, tile, cell)) continue;
+        const double start = m->flops;
         const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
         const vae__span o = vae__cell(m, m->size[b], tile, cell);
         vae__value v, dest;
@@ -1502,8 +1519,9 @@ static rocq_result vae__segment(vae_model *m, int32_t a, int32_t b, int32_t tile
         VAE__TRY(vae__chain(m, a, b, x, &o, 0, last ? NULL : &dest, &v));
         if (last) VAE__TRY(vae__emit(m, &v, &o));
         memcpy(m->stack.level, levels, sizeof levels);
+        if (m->flops - start + m->norm_flops > most) most = m->flops - start + m->norm_flops;
     }
-    if (m->planning) m->flops = before + (double)n_cells * (m->flops - before + m->norm_flops);
+    if (m->planning) m->flops = before + (double)n_cells * most;
     if (owned) m->stack.level[x->side] = x->mark;
     return ROCQ_OK;
 }
@@ -1745,6 +1763,22 @@ static vae__value vae__input(const rocq_tensor *t) {
     return x;
 }
 
+// A value that leaves its format is infinite, and from there on so are the norms, up to the last.
+static rocq_result vae__check_finite(vae_model *m) {
+    float *stats;
+    const vae_conv *c = NULL;
+    for (int32_t i = 0; i < m->net->n_convs; i++) {
+        if (m->net->convs[i].norm == VAE__GROUP_NORM) c = &m->net->convs[i];
+    }
+    if (m->planning || !c) return ROCQ_OK;
+    const int64_t n = rocq_tensor_count(&c->stats), size = n * (int64_t)sizeof *stats;
+    VAE__TRY(vae__allocate(m, &stats, (size_t)size));
+    const rocq_result result = rocq_download(m->ctx, stats, &c->stats, size);
+    for (int64_t i = 0; i < n; i++) m->finite &= stats[i] - stats[i] == 0;
+    vae__free(m, stats, (size_t)size);
+    return result;
+}
+
 // Pictures of one size, at once.
 static rocq_result vae__pictures(vae_model *m, const rocq_tensor *input) {
     vae__value x = vae__input(input), next;
@@ -1761,14 +1795,14 @@ static rocq_result vae__pictures(vae_model *m, const rocq_tensor *input) {
         VAE__TRY(vae__segment(m, a, m->segments[s].end, m->segments[s].tile, &x, &next));
         x = next;
     }
-    return ROCQ_OK;
+    return vae__check_finite(m);
 }
 
 static inline int64_t vae_frames(const vae_model *m, int64_t latent_frames) {
     return m->video ? 1 + m->time_scale * (latent_frames - 1) : latent_frames;
 }
 
-// A video, chunk by chunk. Planning takes the first two, of which the second has frames before it.
+// A video, chunk by chunk. Planning takes the first three: by then there are two frames before.
 static rocq_result vae__video(vae_model *m, const rocq_tensor *input) {
     const int64_t total = input->ne[3];
     const vae__tiles chunks = vae__tiles_of(total, m->plan.chunk, m->job->chunk_overlap);
@@ -1779,7 +1813,7 @@ static rocq_result vae__video(vae_model *m, const rocq_tensor *input) {
     const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]}, at = m->at[2];
     const double before = m->flops;
     double first_chunk = 0;
-    for (int64_t i = 0; i < (m->planning && chunks.n > 2 ? 2 : chunks.n); i++) {
+    for (int64_t i = 0; i < (m->planning && chunks.n > 3 ? 3 : chunks.n); i++) {
         const int64_t start = m->caches ? i * chunks.size : vae__start(&chunks, i);
         const int64_t n = total - start < chunks.size ? total - start : chunks.size;
         const rocq_tensor from = rocq_tensor_slice(input, 3, start, n);
@@ -1787,19 +1821,20 @@ static rocq_result vae__video(vae_model *m, const rocq_tensor *input) {
         vae__value x, out;
         m->first_chunk = i == 0 || !m->caches;
         m->at[2] = at + (m->first_chunk ? start * m->time_scale : vae_frames(m, start));
+        if (m->job->chunk_overlap > 0) VAE__TRY(vae__ramp(m, 2, &frames, i));
         memset(&x, 0, sizeof x);
         VAE__TRY(vae__new(m, 0, ROCQ_F32, m->net->c_in, m->size[0], &whole, n, &x));
         const rocq_tensor to = vae__frames_of(&x, &whole);
         const rocq_cast_params copy = {.y = &to, .x = &from};
         VAE__RUN(m, CAST, cast, &copy);
-        if (m->blending) VAE__TRY(vae__ramp(m, 2, &frames, m->caches ? 0 : i));
         VAE__TRY(vae__segment(m, 0, m->net->n_modules, 0, &x, &out));
         memcpy(m->stack.level, levels, sizeof levels);
         if (i == 0) first_chunk = m->flops - before;
     }
     m->at[2] = at;
-    if (m->planning && chunks.n > 2) {
-        m->flops = before + first_chunk + (m->flops - before - first_chunk) * (double)(chunks.n - 1);
+    if (m->planning && chunks.n > 3) {
+        m->flops =
+            before + first_chunk + (m->flops - before - first_chunk) / 2 * (double)(chunks.n - 1);
     }
     return ROCQ_OK;
 }
@@ -1893,54 +1928,86 @@ static rocq_result vae__batches(vae_model *m) {
 // What it takes to come from one boundary between modules to a later one.
 typedef struct vae__edge {
     double flops;
-    int64_t bytes; // 0 = there is no such step
-    bool tiles;
+    int64_t stack, scratch; // bytes
+    bool there;
 } vae__edge;
 
 typedef struct vae__graph {
     int32_t n;
-    vae__edge edges[VAE__MAX_MODULES][VAE__MAX_MODULES + 1];
+    vae__edge edges[VAE__MAX_MODULES][VAE__MAX_MODULES + 1][2]; // whole, in tiles
 } vae__graph;
 
-// The cheapest way from the first boundary to the last whose steps take at most `limit` bytes each.
-static bool vae__path(vae_model *m, const vae__graph *g, int64_t limit) {
+// The cheapest way from the first boundary to the last whose steps take at most so much of the stack
+// and so much scratch; its flops, or DBL_MAX where there is none.
+static double vae__path(vae_model *m, const vae__graph *g, int64_t stack, int64_t scratch) {
     double best[VAE__MAX_MODULES + 1];
-    int32_t from[VAE__MAX_MODULES + 1];
+    int32_t from[VAE__MAX_MODULES + 1], tile[VAE__MAX_MODULES + 1];
     best[0] = 0;
     for (int32_t b = 1; b <= g->n; b++) {
         best[b] = DBL_MAX;
-        for (int32_t a = 0; a < b; a++) {
-            const vae__edge *e = &g->edges[a][b];
-            if (e->bytes == 0 || e->bytes > limit || best[a] == DBL_MAX ||
+        from[b] = tile[b] = 0;
+        for (int32_t i = 0; i < 2 * b; i++) {
+            const int32_t a = i / 2;
+            const vae__edge *e = &g->edges[a][b][i % 2];
+            if (!e->there || e->stack > stack || e->scratch > scratch || best[a] == DBL_MAX ||
                 best[a] + e->flops >= best[b]) continue;
             best[b] = best[a] + e->flops;
             from[b] = a;
+            tile[b] = i % 2 ? m->plan.tile : 0;
         }
     }
-    if (best[g->n] == DBL_MAX) return false;
+    if (best[g->n] == DBL_MAX) return DBL_MAX;
     m->n_segments = 0;
     for (int32_t b = g->n; b > 0; b = from[b]) m->n_segments++;
     for (int32_t b = g->n, i = m->n_segments - 1; b > 0; b = from[b], i--) {
         m->segments[i].end = b;
-        m->segments[i].tile = g->edges[from[b]][b].tiles ? m->plan.tile : 0;
+        m->segments[i].tile = tile[b];
     }
-    return true;
+    return best[g->n];
 }
 
-// The smallest limit under which there is a way.
-static int64_t vae__least(const vae__graph *g) {
+// The smallest stack with which there is a way that takes at most so much scratch.
+static int64_t vae__least(const vae__graph *g, int64_t scratch) {
     int64_t least[VAE__MAX_MODULES + 1];
     least[0] = 0;
     for (int32_t b = 1; b <= g->n; b++) {
         least[b] = INT64_MAX;
-        for (int32_t a = 0; a < b; a++) {
-            const vae__edge *e = &g->edges[a][b];
-            if (e->bytes == 0) continue;
-            const int64_t most = e->bytes > least[a] ? e->bytes : least[a];
+        for (int32_t i = 0; i < 2 * b; i++) {
+            const vae__edge *e = &g->edges[i / 2][b][i % 2];
+            if (!e->there || e->scratch > scratch) continue;
+            const int64_t most = e->stack > least[i / 2] ? e->stack : least[i / 2];
             if (most < least[b]) least[b] = most;
         }
     }
     return least[g->n];
+}
+
+// The stack and the scratch of a way each count at their largest. So every amount of scratch that a
+// step takes is tried as the limit of all: for the cheapest way of at most `limit` bytes in all, and
+// for the one of least memory. Without limit (0), half as much again as the least: it is far cheaper.
+static void vae__best_path(vae_model *m, const vae__graph *g, int64_t limit) {
+    const vae__edge *edges = &g->edges[0][0][0];
+    const int64_t n = 2 * (VAE__MAX_MODULES + 1) * (int64_t)g->n;
+    double cheapest = DBL_MAX;
+    int64_t least = INT64_MAX, stack = 0, scratch = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t needed = edges[i].there ? vae__least(g, edges[i].scratch) : INT64_MAX;
+        if (needed < INT64_MAX && needed + edges[i].scratch < least) {
+            least = needed + edges[i].scratch;
+            stack = needed;
+            scratch = edges[i].scratch;
+        }
+    }
+    if (limit == 0) limit = least + least / 2;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t s = edges[i].scratch;
+        const double flops = edges[i].there ? vae__path(m, g, limit - s, s) : DBL_MAX;
+        if (flops >= cheapest) continue;
+        cheapest = flops;
+        stack = limit - s;
+        scratch = s;
+    }
+    vae__path(m, g, stack, scratch);
 }
 
 // Whether modules a to b - 1 can run in tiles of m->plan.tile pixels: convolutions all, which reach no
@@ -1977,14 +2044,15 @@ static rocq_result vae__measure_edge(vae_model *m, const rocq_tensor *input, int
         VAE__TRY(vae__new(m, 0, m->stream, vae__channels_at(m->net, a), m->size[a], &whole, m->n, &x));
     }
     VAE__TRY(vae__segment(m, a, b, tile, &x, &out));
-    e->bytes = m->stack.peak + m->op_scratch;
+    e->stack = m->stack.peak;
+    e->scratch = m->op_scratch;
     e->flops = m->flops;
-    e->tiles = tile > 0;
+    e->there = true;
     memcpy(m->stack.level, levels, sizeof levels);
     return ROCQ_OK;
 }
 
-// Which values are kept whole: the cheapest choice within m->limit, or else the smallest one.
+// Which values are kept whole.
 static rocq_result vae__choose(vae_model *m, const rocq_tensor *input) {
     vae__graph *g;
     const double flops = m->flops;
@@ -1992,18 +2060,16 @@ static rocq_result vae__choose(vae_model *m, const rocq_tensor *input) {
     rocq_result result = ROCQ_OK;
     VAE__TRY(vae__allocate(m, &g, sizeof *g));
     g->n = m->net->n_modules;
+    m->comparing = true;
     for (int32_t a = 0; a < g->n && result == ROCQ_OK; a++) {
-        result = vae__measure_edge(m, input, a, a + 1, 0, &g->edges[a][a + 1]);
+        result = vae__measure_edge(m, input, a, a + 1, 0, &g->edges[a][a + 1][0]);
         for (int32_t b = a + 1; b <= g->n && result == ROCQ_OK; b++) {
-            vae__edge e;
             if (!vae__tileable(m, a, b)) continue;
-            result = vae__measure_edge(m, input, a, b, m->plan.tile, &e);
-            // a single module may run both ways: in tiles if only that fits
-            vae__edge *old = &g->edges[a][b];
-            if (old->bytes == 0 || (old->bytes > m->limit && e.bytes < old->bytes)) *old = e;
+            result = vae__measure_edge(m, input, a, b, m->plan.tile, &g->edges[a][b][1]);
         }
     }
-    if (result == ROCQ_OK && !vae__path(m, g, m->limit)) vae__path(m, g, vae__least(g));
+    if (result == ROCQ_OK) vae__best_path(m, g, m->limit);
+    m->comparing = false;
     vae__free(m, g, sizeof *g);
     m->flops = flops;
     m->stack.peak = peak;
@@ -2074,7 +2140,7 @@ static rocq_result vae__try_exact(vae_model *m, int64_t base, int64_t budget, bo
         if (job->tile > 0 || (size < (m->net == &m->decoder ? longest : longest / m->scale) &&
                               size % m->scale == 0)) {
             m->limit = budget > 0 ? budget - base : 0;
-            for (int k = 0; k < 4; k++) { // the largest of all scratch counts, not each step's
+            for (int k = 0; k < 4; k++) { // other tiles may take a little more than those compared
                 VAE__TRY(vae__try(m, VAE_EXACT, size, 0, base, budget, &one, least));
                 if (one || m->plan.peak_bytes - budget >= m->limit) break;
                 m->limit -= m->plan.peak_bytes - budget;
@@ -2122,6 +2188,10 @@ static rocq_result vae__check_job(vae_model *m, vae_request *job) {
     if (job->width % units != 0 || job->height % units != 0) {
         return vae__fail(m, ROCQ_E_SHAPE, "pictures of %d x %d, whose sides are no multiples of %d",
                          (int)job->width, (int)job->height, (int)s);
+    }
+    if (job->channels != 0 && job->channels != m->z) {
+        return vae__fail(m, ROCQ_E_SHAPE, "latents of %d channels, the model's have %d",
+                         (int)job->channels, (int)m->z);
     }
     if (job->frames > 1 && !m->video) {
         return vae__fail(m, ROCQ_E_SHAPE, "%d frames: %s is not a model of videos",
@@ -2172,9 +2242,6 @@ static rocq_result vae__plan(vae_model *m, vae_net *net, vae_request *job) {
     const bool blend = job->tiling == VAE_BLEND || (job->tiling == VAE_AUTO && m->video);
     if (!fits && exact) VAE__TRY(vae__try_exact(m, base, budget, &fits, &least));
     if (!fits && blend) VAE__TRY(vae__try_blend(m, base, budget, &fits, &least));
-    if (!fits && exact && least == INT64_MAX) {
-        return vae__fail(m, ROCQ_E_ARGUMENT, "the picture is not larger than a tile");
-    }
     if (!fits) {
         m->plan.smallest_bytes = least;
         return vae__fail(m, ROCQ_E_BUDGET, "%d x %d does not fit a budget of %.0f bytes; the smallest "
@@ -2215,6 +2282,7 @@ static rocq_result vae__open(vae_model *m, vae__file *f) {
     }
     if (m->options.n_groups == 0) m->options.n_groups = 32;
     m->stream = m->inner = format;
+    m->why_stream = m->options.activations ? "as asked for" : "the default of the backend";
     return vae__load(m, f);
 }
 
@@ -2264,8 +2332,16 @@ static rocq_result vae__run_job(vae_model *m, vae_net *net, vae_request *job) {
     }
     VAE__TRY(rocq_reserve(m->ctx, m->plan.scratch_bytes));
     vae__stack_init(m, &m->memory);
+    m->finite = true;
     VAE__TRY(vae__batches(m));
-    return rocq_sync(m->ctx);
+    VAE__TRY(rocq_sync(m->ctx));
+    if (m->finite) return ROCQ_OK;
+    if (m->stream != ROCQ_F16) {
+        return vae__fail(m, ROCQ_E_BOUNDS, "values exceed %s", rocq_format_name(m->stream));
+    }
+    m->stream = ROCQ_BF16; // of the same size, so the plan stays
+    m->why_stream = "values exceeded F16";
+    return vae__run_job(m, net, job);
 }
 
 static inline rocq_result vae_plan_decode(vae_model *m, const vae_request *job, vae_plan *plan) {

@@ -205,6 +205,786 @@ static void test_model(void **state) {
     rocq_close(&ctx);
 }
 
+// ---------------------------------------------------------------------------------------------
+// Batches, tiles and chunks
+// ---------------------------------------------------------------------------------------------
+
+typedef struct opened {
+    rocq_ctx *ctx;
+    vae_model m;
+    io x;
+    int64_t count;
+    float *whole, *other; // what is decoded whole, and room for another result
+} opened;
+
+static void open_all(opened *o, const char *name, const char *reference, int32_t n_groups,
+                     bool encoder) {
+    vae_options options = {0};
+    options.n_groups = n_groups;
+    options.encoder = encoder;
+    o->ctx = open_context(0);
+    open_model(&o->m, o->ctx, name, &options);
+    o->x = io_open(reference);
+    o->count = io_count(&o->x);
+    o->whole = floats(o->count);
+    o->other = floats(o->count);
+    vae_request job = request_of(&o->x, o->whole);
+    job.tiling = VAE_WHOLE;
+    decode(&o->m, &job);
+    CLOSE(o->whole, o->x.out, o->count, 2e-5);
+}
+
+static void close_all(opened *o) {
+    vae_close(&o->m);
+    io_close(&o->x);
+    free(o->whole);
+    free(o->other);
+    rocq_close(&o->ctx);
+}
+
+static void forget(opened *o) {
+    for (int64_t i = 0; i < o->count; i++) o->other[i] = NAN;
+}
+
+// Each picture of a batch has the bits that it has alone.
+static void test_batches(void **state) {
+    opened o;
+    (void)state;
+    open_all(&o, "sd", "sd", 4, false);
+    for (int32_t batch = 0; batch < 2; batch++) {
+        for (int64_t i = 0; i < o.x.n && batch == 0; i++) {
+            const int64_t each = o.count / o.x.n;
+            vae_request job = request_of(&o.x, o.other + i * each);
+            job.n = 1;
+            job.latents += i * o.x.z * o.x.w * o.x.h;
+            decode(&o.m, &job);
+        }
+        if (batch == 1) { // one after the other, since both do not fit
+            vae_request job = request_of(&o.x, o.other);
+            vae_plan plan;
+            assert_int_equal(vae_plan_decode(&o.m, &job, &plan), ROCQ_OK);
+            assert_int_equal(plan.batch, 2);
+            job.memory_budget = plan.peak_bytes - 1;
+            decode(&o.m, &job);
+            assert_true(o.m.plan.batch == 1 && o.m.plan.tiling == VAE_WHOLE);
+        }
+        assert_memory_equal(o.other, o.whole, (size_t)o.count * sizeof *o.other);
+        forget(&o);
+    }
+    close_all(&o);
+}
+
+static bool in_tiles(const vae_model *m) {
+    for (int32_t i = 0; i < m->n_segments; i++) {
+        if (m->segments[i].tile > 0) return true;
+    }
+    return false;
+}
+
+// A budget between what exact tiles need at least and what the whole picture takes.
+static int64_t small_budget(opened *o, const vae_request *whole) {
+    vae_request job = *whole;
+    vae_plan plan;
+    const bool decoder = job.latents != NULL;
+    job.n = 1; // as many as exact tiles are of at once
+    assert_int_equal((decoder ? vae_plan_decode : vae_plan_encode)(&o->m, &job, &plan), ROCQ_OK);
+    job.memory_budget = 1;
+    const int64_t most = plan.peak_bytes;
+    assert_int_equal((decoder ? vae_plan_decode : vae_plan_encode)(&o->m, &job, &plan),
+                     ROCQ_E_BUDGET);
+    return plan.smallest_bytes + (most - plan.smallest_bytes) / 4;
+}
+
+// Exact tiles, of several sizes: equal to the whole picture up to the rounding of the norms' moments,
+// at seams as elsewhere.
+static void test_exact(void **state) {
+    static const struct {
+        const char *name;
+        int32_t tile;
+    } exact[] = {{"large", 32}, {"large", 24}, {"large", 16}, {"sd", 32}, {"sd", 16}, {"taesd", 24}};
+    (void)state;
+    for (size_t i = 0; i < sizeof exact / sizeof exact[0]; i++) {
+        opened o;
+        open_all(&o, exact[i].name, exact[i].name, 4, false);
+        vae_request job = request_of(&o.x, o.other);
+        const int64_t budget = small_budget(&o, &job);
+        job.tiling = VAE_EXACT;
+        job.tile = exact[i].tile;
+        job.memory_budget = budget;
+        decode(&o.m, &job);
+        const double d = difference(o.other, o.whole, o.count);
+        print_message("%s, exact tiles of %d: off by %.3g, %.2f of the memory, %.2f of the work\n",
+                      exact[i].name, (int)job.tile, d,
+                      (double)o.m.plan.activation_bytes / 1e6,
+                      o.m.plan.flops / o.m.plan.whole_flops);
+        assert_true(in_tiles(&o.m) && o.m.plan.n_tiles > 1);
+        if (!(d <= 2e-6)) fail_msg("off by %g", d);
+        if (strcmp(exact[i].name, "taesd") == 0) { // no norms: the very bits
+            assert_memory_equal(o.other, o.whole, (size_t)o.count * sizeof *o.other);
+        }
+        close_all(&o);
+    }
+}
+
+static void test_exact_encoder(void **state) {
+    opened o;
+    (void)state;
+    open_all(&o, "sd", "sd", 4, true);
+    const int64_t count = o.x.z * o.x.w * o.x.h;
+    float *mean = floats(count);
+    vae_request job = {0};
+    job.width = (int32_t)o.x.out_w;
+    job.height = (int32_t)o.x.out_h;
+    job.from_values = o.x.picture;
+    job.to_latents = mean;
+    job.memory_budget = small_budget(&o, &job);
+    job.tiling = VAE_EXACT;
+    if (vae_encode(&o.m, &job) != ROCQ_OK) fail_msg("%s", o.m.error);
+    assert_true(in_tiles(&o.m));
+    CLOSE(mean, o.x.mean, count, 2e-5);
+    free(mean);
+    close_all(&o);
+}
+
+// Of n tiles of size positions over total the first position of number i, and its share of p.
+static int64_t start_of(int64_t i, int64_t size, int64_t overlap, int64_t total) {
+    const int64_t at = i * (size - overlap);
+    return at + size > total ? total - size : at;
+}
+
+static double share_of(int64_t i, int64_t n, int64_t size, int64_t overlap, int64_t total, int64_t p) {
+    double mine = 0, sum = 0;
+    for (int64_t j = 0; j < n; j++) {
+        const int64_t a = start_of(j, size, overlap, total), b = a + size;
+        double s = p >= a && p < b ? 1 : 0;
+        if (s > 0 && j > 0) s = fmin(s, ((double)p + 0.5 - (double)a) /
+                                     (double)(start_of(j - 1, size, overlap, total) + size - a));
+        if (s > 0 && j + 1 < n) s = fmin(s, ((double)b - 0.5 - (double)p) /
+                                         (double)(b - start_of(j + 1, size, overlap, total)));
+        sum += s;
+        if (j == i) mine = s;
+    }
+    return mine / sum;
+}
+
+typedef struct direction { // of a tile: positions, and how many tiles there are
+    int64_t size, overlap, total, n;
+} direction;
+
+static direction direction_of(int64_t size, int64_t overlap, int64_t total) {
+    direction d = {total, 0, total, 1};
+    if (size <= 0 || size >= total) return d;
+    d.size = size;
+    d.overlap = overlap;
+    d.n = (total - overlap + size - overlap - 1) / (size - overlap);
+    return d;
+}
+
+// Latents of columns at[0] to at[0] + n[0] - 1, rows and frames so too, decoded as a video of its own.
+static float *decode_piece(opened *o, int64_t item, const int64_t at[3], const int64_t n[3]) {
+    const io *x = &o->x;
+    const int64_t s = o->m.scale;
+    float *latents = floats(x->z * n[0] * n[1] * n[2]);
+    for (int64_t i = 0, k = 0; k < x->z; k++) {
+        for (int64_t t = at[2]; t < at[2] + n[2]; t++) {
+            for (int64_t y = at[1]; y < at[1] + n[1]; y++) {
+                for (int64_t c = at[0]; c < at[0] + n[0]; c++, i++) {
+                    latents[i] =
+                        x->latents[c + x->w * (y + x->h * (t + x->frames * (k + x->z * item)))];
+                }
+            }
+        }
+    }
+    float *out = floats(3 * s * n[0] * s * n[1] * vae_frames(&o->m, n[2]));
+    vae_request job = {0};
+    job.width = (int32_t)n[0];
+    job.height = (int32_t)n[1];
+    job.frames = (int32_t)n[2];
+    job.latents = latents;
+    job.values = out;
+    decode(&o->m, &job);
+    free(latents);
+    return out;
+}
+
+// Blended tiles are by definition pictures or videos of their own, mixed by lines from 0 to 1.
+static void check_blend(opened *o, int32_t tile, int32_t overlap, int32_t chunk,
+                        int32_t chunk_overlap) {
+    const int64_t s = o->m.scale, frames = o->x.frames, t = o->m.time_scale;
+    const bool cut = chunk_overlap > 0; // else chunks carry over what they share
+    const direction latent = direction_of(cut ? chunk : 0, chunk_overlap, frames);
+    const direction d[3] = {direction_of(tile, overlap, o->x.out_w),
+                            direction_of(tile, overlap, o->x.out_h),
+                            {vae_frames(&o->m, latent.size),
+                             vae_frames(&o->m, latent.size) - t * (latent.size - latent.overlap),
+                             o->x.out_frames, latent.n}};
+    const int64_t n[3] = {d[0].size / s, d[1].size / s, latent.size};
+    double *sum = (double *)calloc((size_t)o->count, sizeof *sum);
+    assert_non_null(sum);
+    for (int64_t i = 0; i < o->x.n * d[0].n * d[1].n * d[2].n; i++) {
+        const int64_t part[3] = {i % d[0].n, i / d[0].n % d[1].n, i / d[0].n / d[1].n % d[2].n};
+        const int64_t item = i / d[0].n / d[1].n / d[2].n;
+        int64_t at[3], to[3];
+        for (int k = 0; k < 3; k++) to[k] = start_of(part[k], d[k].size, d[k].overlap, d[k].total);
+        for (int k = 0; k < 3; k++) at[k] = to[k] / (k < 2 ? s : t);
+        float *out = decode_piece(o, item, at, n);
+        for (int64_t j = 0; j < d[0].size * d[1].size * d[2].size; j++) {
+            const int64_t p[3] = {to[0] + j % d[0].size, to[1] + j / d[0].size % d[1].size,
+                                  to[2] + j / d[0].size / d[1].size};
+            double share = 1;
+            for (int k = 0; k < 3; k++) {
+                share *= share_of(part[k], d[k].n, d[k].size, d[k].overlap, d[k].total, p[k]);
+            }
+            for (int64_t c = 0; c < 3; c++) {
+                sum[c + 3 * (p[0] + o->x.out_w * (p[1] + o->x.out_h * (p[2] + d[2].total * item)))] +=
+                    share * (double)out[c + 3 * j];
+            }
+        }
+        free(out);
+    }
+    for (int64_t i = 0; i < o->count; i++) o->whole[i] = (float)sum[i];
+    free(sum);
+    vae_request job = request_of(&o->x, o->other);
+    job.tiling = tile > 0 ? VAE_BLEND : VAE_WHOLE;
+    job.tile = tile;
+    job.overlap = overlap;
+    job.chunk = chunk;
+    job.chunk_overlap = chunk_overlap;
+    forget(o);
+    decode(&o->m, &job);
+    assert_int_equal(o->m.plan.n_tiles, d[0].n * d[1].n);
+    CLOSE(o->other, o->whole, o->count, 4e-6); // values of up to 10, by up to nine tiles
+}
+
+static void test_blend(void **state) {
+    opened o;
+    (void)state;
+    open_all(&o, "taesd", "taesd", 0, false);
+    check_blend(&o, 16, 8, 0, 0);
+    check_blend(&o, 32, 24, 0, 0); // over three tiles at a position
+    check_blend(&o, 48, 8, 0, 0);  // of one direction only
+    close_all(&o);
+}
+
+// Tiles of a video, in chunks, and chunks that overlap.
+static void test_blend_video(void **state) {
+    opened o;
+    (void)state;
+    open_all(&o, "wan", "wan", 0, false);
+    check_blend(&o, 16, 8, 2, 0);
+    check_blend(&o, 0, 0, 3, 1);
+    check_blend(&o, 24, 8, 2, 1);
+    close_all(&o);
+}
+
+// With default tiles, which are larger than the picture, it is whole.
+static void test_blend_defaults(void **state) {
+    opened o;
+    (void)state;
+    open_all(&o, "sd", "sd", 4, false);
+    vae_request job = request_of(&o.x, o.other);
+    job.tiling = VAE_BLEND;
+    decode(&o.m, &job);
+    assert_true(o.m.plan.tile == 768 && o.m.plan.overlap == 96 && o.m.plan.n_tiles == 1);
+    assert_memory_equal(o.other, o.whole, (size_t)o.count * sizeof *o.other);
+    close_all(&o);
+}
+
+// A video in chunks of any length has the bits that it has whole.
+static void test_chunks(void **state) {
+    opened o;
+    (void)state;
+    open_all(&o, "wan", "wan", 0, false);
+    for (int32_t chunk = 1; chunk < 5; chunk++) {
+        vae_request job = request_of(&o.x, o.other);
+        job.chunk = chunk;
+        forget(&o);
+        decode(&o.m, &job);
+        assert_true(o.m.plan.chunk == chunk && o.m.plan.n_chunks == (5 + chunk - 1) / chunk);
+        assert_memory_equal(o.other, o.whole, (size_t)o.count * sizeof *o.other);
+    }
+    close_all(&o);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Memory
+// ---------------------------------------------------------------------------------------------
+
+static rocq_stats stats_of(rocq_ctx *ctx) {
+    rocq_stats stats;
+    assert_int_equal(rocq_get_stats(ctx, &stats), ROCQ_OK);
+    return stats;
+}
+
+// What was planned is what is used; and the smallest budget is one that does.
+static void check_memory(const char *name, vae_tiling tiling, int32_t tile, int32_t chunk,
+                         int64_t budget) {
+    const vae_options options = {.n_groups = 4};
+    rocq_ctx *ctx = open_context(0);
+    vae_model m;
+    vae_plan plan;
+    io x = io_open(name);
+    float *out = floats(io_count(&x));
+    open_model(&m, ctx, name, &options);
+    vae_request job = request_of(&x, out);
+    job.tiling = tiling;
+    job.tile = tile;
+    job.chunk = chunk;
+    job.memory_budget = budget;
+    const rocq_stats before = stats_of(ctx);
+    const rocq_result planned = vae_plan_decode(&m, &job, &plan);
+    assert_int_equal(stats_of(ctx).n_allocs, before.n_allocs); // planning takes nothing
+    if (planned != ROCQ_OK) fail_msg("%s: %s", name, m.error);
+    decode(&m, &job);
+    const rocq_stats after = stats_of(ctx);
+    print_message("%s, tiling %d, tile %d, chunk %d: planned %.0f, measured %.0f bytes\n", name,
+                  (int)m.plan.tiling, (int)m.plan.tile, (int)m.plan.chunk, (double)plan.peak_bytes,
+                  (double)after.peak_bytes);
+    assert_true(fabs((double)after.peak_bytes - (double)plan.peak_bytes) <=
+                0.05 * (double)plan.peak_bytes);
+    if (budget > 0) assert_true(after.peak_bytes <= budget);
+    CLOSE(out, x.out, tiling == VAE_BLEND ? 0 : io_count(&x), 2e-5);
+    decode(&m, &job); // again: what it has is enough
+    assert_int_equal(stats_of(ctx).n_allocs, after.n_allocs);
+    vae_close(&m);
+    io_close(&x);
+    free(out);
+    rocq_close(&ctx);
+}
+
+static void test_memory(void **state) {
+    (void)state;
+    check_memory("large", VAE_WHOLE, 0, 0, 0);
+    check_memory("large", VAE_EXACT, 16, 0, 0);
+    check_memory("large", VAE_EXACT, 0, 0, 0);
+    check_memory("large", VAE_BLEND, 32, 0, 0);
+    check_memory("wan", VAE_WHOLE, 0, 0, 0);
+    check_memory("wan", VAE_WHOLE, 0, 1, 0);
+    check_memory("wan", VAE_WHOLE, 0, 2, 0);
+    check_memory("wan", VAE_BLEND, 16, 2, 0);
+}
+
+// Less and less memory: whole, then exact tiles at a rising cost, all of the same picture, then none.
+static void test_budgets(void **state) {
+    const vae_options options = {.n_groups = 4};
+    rocq_ctx *ctx = open_context(0);
+    vae_model m;
+    vae_plan plan;
+    io x = io_open("large");
+    float *out = floats(io_count(&x));
+    (void)state;
+    open_model(&m, ctx, "large", &options);
+    vae_request job = request_of(&x, out);
+    assert_int_equal(vae_plan_decode(&m, &job, &plan), ROCQ_OK);
+    assert_int_equal(plan.tiling, VAE_WHOLE);
+    assert_true(plan.flops == plan.whole_flops);
+    const int64_t whole = plan.peak_bytes;
+    job.memory_budget = 1;
+    const rocq_stats before = stats_of(ctx);
+    assert_int_equal(vae_decode(&m, &job), ROCQ_E_BUDGET);
+    const int64_t least = m.plan.smallest_bytes;
+    assert_true(strstr(m.error, "the smallest") && least > 0 && least < whole);
+    assert_int_equal(stats_of(ctx).n_allocs, before.n_allocs);
+    job.memory_budget = least - 1;
+    assert_int_equal(vae_decode(&m, &job), ROCQ_E_BUDGET);
+    assert_int_equal(m.plan.smallest_bytes, least);
+    double work = 1;
+    for (int i = 0; i < 6; i++) {
+        job.memory_budget = i == 5 ? least : whole - 1 - (whole - least) * i / 5;
+        decode(&m, &job);
+        assert_int_equal(m.plan.tiling, VAE_EXACT);
+        assert_true(m.plan.peak_bytes <= job.memory_budget);
+        assert_true(m.plan.flops >= work * m.plan.whole_flops * 0.999);
+        work = m.plan.flops / m.plan.whole_flops;
+        print_message("%.0f bytes: %.2f of the work, tiles of %d\n", (double)job.memory_budget, work,
+                      (int)m.plan.tile);
+        CLOSE(out, x.out, io_count(&x), 2e-5);
+    }
+    vae_close(&m);
+    rocq_close(&ctx);
+
+    ctx = open_context(least); // the context's own limit: the model is loaded within it too
+    open_model(&m, ctx, "large", &options);
+    job.memory_budget = 0;
+    decode(&m, &job);
+    assert_int_equal(m.plan.tiling, VAE_EXACT);
+    CLOSE(out, x.out, io_count(&x), 2e-5);
+    vae_close(&m);
+    rocq_close(&ctx);
+    io_close(&x);
+    free(out);
+}
+
+// Videos too: shorter chunks, then tiles.
+static void test_video_budgets(void **state) {
+    rocq_ctx *ctx = open_context(0);
+    vae_model m;
+    vae_plan plan;
+    io x = io_open("wan");
+    float *out = floats(io_count(&x));
+    (void)state;
+    open_model(&m, ctx, "wan", NULL);
+    vae_request job = request_of(&x, out);
+    assert_int_equal(vae_plan_decode(&m, &job, &plan), ROCQ_OK);
+    assert_true(plan.tiling == VAE_WHOLE && plan.chunk == 5 && plan.n_chunks == 1);
+    job.memory_budget = plan.peak_bytes - 1;
+    decode(&m, &job);
+    assert_true(m.plan.chunk < 5 && m.plan.n_chunks > 1 && m.plan.peak_bytes < plan.peak_bytes);
+    CLOSE(out, x.out, io_count(&x), 2e-5);
+    job.memory_budget = m.plan.peak_bytes - 1;
+    job.tiling = VAE_WHOLE;
+    while (vae_plan_decode(&m, &job, &plan) == ROCQ_OK) job.memory_budget = plan.peak_bytes - 1;
+    assert_true(m.plan.chunk == 1 && strstr(m.error, "does not fit"));
+    vae_close(&m);
+    io_close(&x);
+    free(out);
+    rocq_close(&ctx);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Formats
+// ---------------------------------------------------------------------------------------------
+
+// The decoder's tensors as a GGUF file: convolutions in three dimensions as [k, k, kt, C M], those of
+// block formats with channels innermost, and so in this format if whole blocks are a row.
+static void write_gguf(rocq_ctx *ctx, const char *name, const char *path, rocq_format format) {
+    safetensors_file f;
+    rocq_gguf_writer *w = NULL;
+    const rocq_gguf_writer_desc desc = {.path = path};
+    assert_int_equal(safetensors_open(&f, path_of(name)), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_open(ctx, &w, &desc), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_str(w, "general.architecture", "vae"), ROCQ_OK);
+    const int64_t block = rocq_get_format_info(format)->block_elems;
+    for (int pass = 0; pass < 2; pass++) {
+        for (int64_t i = 0; i < f.n_tensors; i++) {
+            const safetensors_tensor *t = &f.tensors[i];
+            int64_t ne[5] = {1, 1, 1, 1, 1}, n = 1;
+            int32_t n_dims = t->n_dims;
+            for (int32_t d = 0; d < n_dims; d++) {
+                ne[d] = t->shape[n_dims - 1 - d];
+                n *= ne[d];
+            }
+            const int64_t rows = t->shape[0], row = n / rows;
+            const bool matrix = n_dims >= 4 && rows > 1 && row > 1 && row % block == 0;
+            const rocq_format to = matrix ? format : ROCQ_F32;
+            if (n_dims == 5) {
+                ne[3] *= ne[4];
+                n_dims = 4;
+            }
+            if (matrix && block > 1) {
+                ne[0] = row;
+                ne[1] = rows;
+                n_dims = 2;
+            }
+            if (pass == 0) {
+                assert_int_equal(rocq_gguf_writer_add_tensor(w, t->name, to, n_dims, ne), ROCQ_OK);
+                continue;
+            }
+            float *values = floats(n), *order = floats(n);
+            int64_t bytes;
+            assert_int_equal(rocq_row_size(to, n, &bytes), ROCQ_OK);
+            void *out = malloc((size_t)bytes);
+            assert_non_null(out);
+            assert_int_equal(safetensors_read(&f, t, values), ROCQ_OK);
+            const int64_t c = t->n_dims > 1 ? t->shape[1] : 1, taps = row / c;
+            for (int64_t k = 0; k < n; k++) { // from M, C, taps to M, taps, C
+                const int64_t r = k / row, at = k % row;
+                order[matrix && block > 1 ? r * row + at % taps * c + at / taps : k] = values[k];
+            }
+            assert_int_equal(rocq_quantize(to, out, order, 1, n, NULL), ROCQ_OK);
+            assert_int_equal(rocq_gguf_writer_write(w, out, bytes), ROCQ_OK);
+            free(out);
+            free(order);
+            free(values);
+        }
+    }
+    assert_int_equal(rocq_gguf_writer_close(&w), ROCQ_OK);
+    safetensors_close(&f);
+}
+
+static double error_of(const float *a, const float *b, int64_t n) { // PSNR in dB, for a peak of 1
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+    return 10 * log10((double)n / sum);
+}
+
+static void test_gguf(void **state) {
+    static const struct {
+        const char *name, *reference;
+        rocq_format format;
+        double psnr;
+    } files[] = {{"sd", "sd", ROCQ_F32, 100},          {"sd-diffusers", "sd", ROCQ_F32, 100},
+                 {"flux-diffusers", "flux", ROCQ_F32, 100}, {"sd", "sd", ROCQ_F16, 60},
+                 {"sd", "sd", ROCQ_Q8_0, 35},          {"taesd", "taesd", ROCQ_F32, 100},
+                 {"wan", "wan", ROCQ_F32, 100},        {"wan-diffusers", "wan", ROCQ_F32, 100}};
+    rocq_ctx *ctx = open_context(0);
+    (void)state;
+    for (size_t i = 0; i < sizeof files / sizeof files[0]; i++) {
+        const vae_options options = {.n_groups = 4};
+        const rocq_gguf_desc desc = {.path = FOLDER "/model.gguf"};
+        rocq_gguf *file = NULL;
+        vae_model m;
+        io x = io_open(files[i].reference);
+        float *out = floats(io_count(&x));
+        write_gguf(ctx, files[i].name, desc.path, files[i].format);
+        assert_int_equal(rocq_gguf_open(ctx, &file, &desc), ROCQ_OK);
+        if (vae_open(&m, ctx, file, NULL, &options) != ROCQ_OK) {
+            fail_msg("%s: %s", files[i].name, m.error);
+        }
+        rocq_gguf_close(&file);
+        const vae_request job = request_of(&x, out);
+        decode(&m, &job);
+        const double db = error_of(out, x.out, io_count(&x));
+        print_message("%s in %s: %.1f dB\n", files[i].name, rocq_format_name(files[i].format), db);
+        assert_true(db >= files[i].psnr);
+        int n_block = 0;
+        for (int32_t k = 0; k < m.decoder.n_convs; k++) {
+            n_block += m.decoder.convs[k].w.format == files[i].format;
+            assert_string_equal(m.decoder.convs[k].why, "as in the file");
+        }
+        assert_true(n_block > m.decoder.n_convs / 2);
+        vae_close(&m);
+        free(out);
+        io_close(&x);
+    }
+    rocq_close(&ctx);
+}
+
+// Activations in 16 bits: of ordinary weights close; of weights like SDXL's, whose residual stream
+// leaves F16, found out and computed in BF16.
+static void test_activations(void **state) {
+    static const struct {
+        const char *name, *family, *asked;
+        rocq_format stream;
+        double psnr;
+    } runs[] = {{"sd", "sd1", "f32", ROCQ_F32, 100},    {"sd", "sd1", "f16", ROCQ_F16, 55},
+                {"sd", "sd1", "bf16", ROCQ_BF16, 35},   {"sdxl", "sd1", "f16", ROCQ_BF16, 35},
+                {"sdxl", "sdxl", "f16", ROCQ_BF16, 35}, {"sdxl", "sdxl", "f32", ROCQ_F32, 100}};
+    (void)state;
+    for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
+        vae_options options = {.family = runs[i].family, .n_groups = 4};
+        const bool guessed = strcmp(runs[i].name, "sdxl") == 0 && strcmp(runs[i].family, "sd1") == 0;
+        rocq_ctx *ctx = open_context(0);
+        vae_model m;
+        io x = io_open(runs[i].name);
+        float *out = floats(io_count(&x));
+        options.activations = runs[i].asked;
+        if (guessed) options.scale = 0.13025f;
+        open_model(&m, ctx, runs[i].name, &options);
+        if (guessed) assert_int_equal(m.stream, ROCQ_F16);
+        const vae_request job = request_of(&x, out);
+        decode(&m, &job);
+        assert_int_equal(m.stream, runs[i].stream);
+        if (guessed) assert_string_equal(m.why_stream, "values exceeded F16");
+        const double db = error_of(out, x.out, io_count(&x));
+        print_message("%s as %s in %s: %.1f dB, %s\n", runs[i].name, m.family,
+                      rocq_format_name(m.stream), db, m.why_stream);
+        assert_true(db >= runs[i].psnr);
+        vae_close(&m);
+        free(out);
+        io_close(&x);
+        rocq_close(&ctx);
+    }
+}
+
+// Bytes are the numbers, cut to 0 to 1 and rounded.
+static void test_pixels(void **state) {
+    opened o;
+    (void)state;
+    open_all(&o, "sd", "sd", 4, false);
+    uint8_t *pixels = (uint8_t *)malloc((size_t)o.count);
+    assert_non_null(pixels);
+    for (int tiles = 0; tiles < 2; tiles++) {
+        vae_request job = request_of(&o.x, o.other);
+        job.pixels = pixels;
+        job.tiling = tiles ? VAE_BLEND : VAE_WHOLE;
+        job.tile = tiles ? 16 : 0;
+        memset(pixels, 77, (size_t)o.count);
+        decode(&o.m, &job);
+        for (int64_t i = 0; i < o.count; i++) {
+            const float v = o.other[i] < 0 ? 0 : o.other[i] > 1 ? 1 : o.other[i];
+            assert_true(fabsf((float)pixels[i] - 255 * v) <= 0.5001f);
+        }
+        job.values = NULL;
+        uint8_t *again = (uint8_t *)malloc((size_t)o.count);
+        assert_non_null(again);
+        job.pixels = again;
+        decode(&o.m, &job);
+        assert_memory_equal(pixels, again, (size_t)o.count);
+        free(again);
+    }
+    free(pixels);
+    close_all(&o);
+}
+
+// ---------------------------------------------------------------------------------------------
+// What is refused
+// ---------------------------------------------------------------------------------------------
+
+static void refuse(opened *o, const vae_request *job, rocq_result result, const char *says) {
+    const rocq_result got = vae_decode(&o->m, job);
+    if (got != result || !strstr(o->m.error, says)) {
+        fail_msg("%s \"%s\", expected %s \"%s\"", rocq_result_name(got), o->m.error,
+                 rocq_result_name(result), says);
+    }
+}
+
+static void test_bad_requests(void **state) {
+    opened o;
+    vae_request job;
+    (void)state;
+    open_all(&o, "sd", "sd", 4, false);
+    const vae_request good = request_of(&o.x, o.other);
+    const float saved = o.x.latents[17];
+    for (int i = 0; i < 3; i++) {
+        o.x.latents[17] = i == 0 ? NAN : i == 1 ? INFINITY : -INFINITY;
+        refuse(&o, &good, ROCQ_E_ARGUMENT, "the latents are not all finite");
+    }
+    o.x.latents[17] = saved;
+    job = good;
+    job.channels = 16;
+    refuse(&o, &job, ROCQ_E_SHAPE, "latents of 16 channels, the model's have 4");
+    job = good;
+    job.frames = 2;
+    refuse(&o, &job, ROCQ_E_SHAPE, "not a model of videos");
+    job = good;
+    job.width = 0;
+    refuse(&o, &job, ROCQ_E_ARGUMENT, "0 x");
+    job = good;
+    job.tile = 33;
+    refuse(&o, &job, ROCQ_E_ARGUMENT, "no multiples of 8");
+    job.tiling = VAE_BLEND;
+    job.tile = 64;
+    job.overlap = 64;
+    refuse(&o, &job, ROCQ_E_ARGUMENT, "tiles of 64 pixels that overlap by 64");
+    job = good;
+    job.latents = NULL;
+    refuse(&o, &job, ROCQ_E_ARGUMENT, "no latents");
+    job = good;
+    job.values = NULL;
+    refuse(&o, &job, ROCQ_E_ARGUMENT, "neither pixels nor values");
+    job = good;
+    job.from_values = o.x.picture;
+    job.to_latents = o.other;
+    assert_int_equal(vae_encode(&o.m, &job), ROCQ_E_STATE);
+    assert_true(strstr(o.m.error, "the encoder was not loaded"));
+    decode(&o.m, &good); // none of it broke anything
+    assert_memory_equal(o.other, o.whole, (size_t)o.count * sizeof *o.other);
+    close_all(&o);
+}
+
+// Weights that are missing, unknown, of other shapes, or of a file cut short.
+static void test_bad_weights(void **state) {
+    static const struct {
+        const char *from, *to; // in the file's header, of the same length
+        rocq_result result;
+        const char *says;
+    } edits[] = {
+        {"decoder.conv_in.bias", "decoder.conv_in.what", ROCQ_E_NOT_FOUND,
+         "tensor decoder.conv_in.bias is missing"},
+        {"decoder.norm_out.weight", "decoder.norm_on1.weight", ROCQ_E_NOT_FOUND,
+         "tensor decoder.norm_out.weight is missing"},
+        {"post_quant_conv", "sost_quant_conv", ROCQ_E_UNSUPPORTED, "_quant_conv"},
+        {"decoder.mid.attn_1.k.weight\":{\"dtype\":\"F32\",\"shape\":[32,32,1,1]",
+         "decoder.mid.attn_1.k.weight\":{\"dtype\":\"F32\",\"shape\":[16,64,1,1]", ROCQ_E_SHAPE,
+         "1 x 1 x 64 x 16, expected 1 x 1 taps of 32 channels"},
+        {"decoder.conv_out.bias\":{\"dtype\":\"F32\",\"shape\":[3]",
+         "decoder.conv_out.bias\":{\"dtype\":\"I32\",\"shape\":[3]", ROCQ_E_FORMAT,
+         "decoder.conv_out.bias has a type"},
+    };
+    rocq_ctx *ctx = open_context(0);
+    (void)state;
+    FILE *in = fopen(path_of("sd"), "rb");
+    assert_non_null(in);
+    static unsigned char file[4 << 20], copy[4 << 20];
+    const size_t size = fread(file, 1, sizeof file, in);
+    fclose(in);
+    assert_true(size > 1000 && size < sizeof file);
+    const size_t header = 8 + file[0] + 256u * file[1] + 65536u * file[2];
+    const rocq_stats before = stats_of(ctx);
+    for (size_t i = 0; i < sizeof edits / sizeof edits[0]; i++) {
+        const size_t length = strlen(edits[i].from);
+        const vae_options options = {.n_groups = 4};
+        safetensors_file f;
+        vae_model m;
+        int n = 0;
+        assert_int_equal(length, strlen(edits[i].to));
+        memcpy(copy, file, size);
+        for (size_t at = 8; at + length < header; at++) {
+            if (memcmp(copy + at, edits[i].from, length) != 0) continue;
+            memcpy(copy + at, edits[i].to, length);
+            n++;
+        }
+        assert_true(n > 0);
+        assert_int_equal(safetensors_open_memory(&f, copy, (int64_t)size), ROCQ_OK);
+        const rocq_result result = vae_open(&m, ctx, NULL, &f, &options);
+        if (result != edits[i].result || !strstr(m.error, edits[i].says)) {
+            fail_msg("%s \"%s\", expected %s \"%s\"", rocq_result_name(result), m.error,
+                     rocq_result_name(edits[i].result), edits[i].says);
+        }
+        assert_true(!strchr(m.error, '\n') && !m.ctx);
+        safetensors_close(&f);
+    }
+    assert_int_equal(stats_of(ctx).live_bytes, before.live_bytes);
+    vae_model m;
+    vae_options options = {.family = "flux", .n_groups = 4};
+    safetensors_file f;
+    assert_int_equal(safetensors_open_memory(&f, file, (int64_t)size), ROCQ_OK);
+    assert_int_equal(vae_open(&m, ctx, NULL, NULL, NULL), ROCQ_E_ARGUMENT);
+    options.family = "what";
+    assert_int_equal(vae_open(&m, ctx, NULL, &f, &options), ROCQ_E_ARGUMENT);
+    assert_true(strstr(m.error, "\"what\" is not one of"));
+    options.family = "wan2.1";
+    assert_int_equal(vae_open(&m, ctx, NULL, &f, &options), ROCQ_E_ARGUMENT);
+    options.family = NULL;
+    options.activations = "q8_0";
+    assert_int_equal(vae_open(&m, ctx, NULL, &f, &options), ROCQ_E_FORMAT);
+    options.activations = NULL;
+    options.n_groups = 32; // of 8 channels
+    assert_int_equal(vae_open(&m, ctx, NULL, &f, &options), ROCQ_E_SHAPE);
+    safetensors_close(&f);
+    assert_int_equal(safetensors_open_memory(&f, file, (int64_t)size - 1), ROCQ_E_TRUNCATED);
+    const char *other = "{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}";
+    memset(copy, 0, 8);
+    copy[0] = (unsigned char)strlen(other);
+    memcpy(copy + 8, other, strlen(other));
+    assert_int_equal(safetensors_open_memory(&f, copy, 12 + (int64_t)strlen(other)), ROCQ_OK);
+    assert_int_equal(vae_open(&m, ctx, NULL, &f, NULL), ROCQ_E_UNSUPPORTED);
+    assert_true(strstr(m.error, "none is an autoencoder's"));
+    safetensors_close(&f);
+    assert_int_equal(stats_of(ctx).live_bytes, before.live_bytes);
+    rocq_close(&ctx);
+}
+
+static bool stop_at_half(const char *what, int64_t done, int64_t total, void *user) {
+    return strcmp(what, (const char *)user) != 0 || 2 * done < total;
+}
+
+static void test_stopped(void **state) {
+    vae_options options = {.n_groups = 4, .progress = stop_at_half};
+    rocq_ctx *ctx = open_context(0);
+    safetensors_file f;
+    vae_model m;
+    io x = io_open("sd");
+    float *out = floats(io_count(&x));
+    char loading[] = "loading", computing[] = "computing";
+    (void)state;
+    assert_int_equal(safetensors_open(&f, path_of("sd")), ROCQ_OK);
+    options.user = loading;
+    assert_int_equal(vae_open(&m, ctx, NULL, &f, &options), ROCQ_E_STATE);
+    assert_string_equal(m.error, "loading was stopped");
+    options.user = computing;
+    assert_int_equal(vae_open(&m, ctx, NULL, &f, &options), ROCQ_OK);
+    const vae_request job = request_of(&x, out);
+    assert_int_equal(vae_decode(&m, &job), ROCQ_E_STATE);
+    assert_string_equal(m.error, "computing was stopped");
+    vae_close(&m);
+    safetensors_close(&f);
+    io_close(&x);
+    free(out);
+    rocq_close(&ctx);
+}
+
 static int write_models(void **state) {
     const char *dirs[] = {".build", ".build/tests", FOLDER};
     (void)state;
@@ -219,5 +999,15 @@ int main(void) {
         tests[n] = (struct CMUnitTest){.name = cases[i].name, .test_func = test_model};
         tests[n++].initial_state = (void *)(uintptr_t)&cases[i]; // read only
     }
+    static const struct CMUnitTest others[] = {
+        cmocka_unit_test(test_batches),       cmocka_unit_test(test_exact),
+        cmocka_unit_test(test_exact_encoder), cmocka_unit_test(test_blend),
+        cmocka_unit_test(test_blend_video),   cmocka_unit_test(test_blend_defaults),
+        cmocka_unit_test(test_chunks),        cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_budgets),       cmocka_unit_test(test_video_budgets),
+        cmocka_unit_test(test_gguf),          cmocka_unit_test(test_activations),
+        cmocka_unit_test(test_pixels),        cmocka_unit_test(test_bad_requests),
+        cmocka_unit_test(test_bad_weights),   cmocka_unit_test(test_stopped)};
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) tests[n++] = others[i];
     return _cmocka_run_group_tests("vae", tests, n, write_models, NULL);
 }
