@@ -11547,6 +11547,7 @@ typedef struct rocq__conv_tiles {
     int64_t n_x, n_y;     // tiles of a row of y, rows of tiles of a frame
     int64_t w, h;         // positions of the largest tile
     int64_t patch_w, patch_h;
+    int64_t pitch;        // floats from one row of the patch to the next
     int64_t n_panels;
     int64_t n_parts;      // tasks that share a tile: each has some of the panels
     int64_t patch, sums;  // floats
@@ -11575,7 +11576,14 @@ static rocq__conv_tiles rocq__conv_tiles_of(const rocq_tensor *y, const rocq__co
     const int64_t n_tiles = t.n_x * t.n_y * y->ne[3];
     t.n_parts = ROCQ__MIN(t.n_panels, (4 * n_threads + n_tiles - 1) / n_tiles);
     t.sums = (t.w * t.h + ROCQ__CONV_STRIP) * ROCQ__CONV_PANEL;
-    if (!rocq__mul(t.patch_w * t.patch_h * s->kt, s->c, &t.patch)) t.patch = INT64_MAX;
+    if (s->c > INT64_MAX / 2 / (t.patch_w * t.patch_h * s->kt + 512)) {
+        t.pitch = t.patch = INT64_MAX;
+    } else {
+        // An odd multiple of 256 bytes: six rows a multiple of 1 KiB apart, as those of the patch
+        // often were, are read at two thirds of the speed (Zen 3).
+        t.pitch = (t.patch_w * s->c + 63) / 128 * 128 + 64;
+        t.patch = t.pitch * t.patch_h * s->kt;
+    }
     return t;
 }
 
@@ -11693,7 +11701,7 @@ static void rocq__conv_load_row(const rocq__conv *a, float *z, const float *norm
 // The patch [C, patch_w, patch_h, kt] whose first position is z's (ix, iy), for frame ot of y.
 static void rocq__conv_load_patch(const rocq__conv *a, float *patch, float *norm, int64_t ix,
                                   int64_t iy, int64_t ot) {
-    const int64_t row = a->t.patch_w * a->s.c;
+    const int64_t row = a->t.pitch;
     for (int32_t f = 0; f < a->s.kt; f++) {
         const int64_t it = ot + f + a->s.past - (a->s.kt - 1);
         int64_t last = -1; // row of x that stands just before
@@ -11778,7 +11786,7 @@ static void rocq__conv_panel(const rocq__conv *a, float *sums, const float *w, c
     const int64_t together = ROCQ__MAX(most / run, 1);
     rocq__conv_runs runs;
     runs.w = w;
-    runs.pitch = a->t.patch_w * s->c;
+    runs.pitch = a->t.pitch;
     for (int32_t f = 0; f < s->kt; f++) {
         for (int64_t j = 0; j < s->kh; j += runs.n_rows) {
             runs.n_rows = ROCQ__MIN(together, s->kh - j);
@@ -11796,7 +11804,8 @@ static void rocq__conv_panel(const rocq__conv *a, float *sums, const float *w, c
     }
 }
 
-// The positions of y that a task has.
+// The positions of y that a task has. Their sums stand column by column, so that a strip is six rows
+// of the patch.
 typedef struct rocq__conv_tile {
     int64_t x, y, w, h, frame;
 } rocq__conv_tile;
@@ -11810,13 +11819,13 @@ static void rocq__conv_finish(const rocq__conv *a, float *sums, const rocq__conv
         float buf[ROCQ__CONV_PANEL], *sum = sums + i * ROCQ__CONV_PANEL;
         const float *residual = rocq__load(
             a->simd, p->residual->format,
-            rocq__row(p->residual, t->x + i % t->w, t->y + i / t->w, t->frame), m, n, buf);
+            rocq__row(p->residual, t->x + i / t->h, t->y + i % t->h, t->frame), m, n, buf);
         for (int64_t c = 0; c < n; c++) sum[c] += residual[c];
     }
     rocq__activate_row(a->simd, p->activation, sums, count * ROCQ__CONV_PANEL);
     for (int64_t i = 0; i < count; i++) {
         rocq__store(a->simd, p->y->format,
-                    rocq__row(p->y, t->x + i % t->w, t->y + i / t->w, t->frame), m,
+                    rocq__row(p->y, t->x + i / t->h, t->y + i % t->h, t->frame), m,
                     sums + i * ROCQ__CONV_PANEL, n);
     }
 }
@@ -11841,7 +11850,7 @@ static void rocq__conv_task(void *arg, int64_t item, int64_t item_end, int32_t t
         const int64_t n_strips = (t.w * t.h + ROCQ__CONV_STRIP - 1) / ROCQ__CONV_STRIP;
         for (int64_t k = 0; k < n_strips * ROCQ__CONV_STRIP; k++) {
             const int64_t o = ROCQ__MIN(k, t.w * t.h - 1);
-            at[k] = s->stride * (o % t.w + a->t.patch_w * (o / t.w)) * s->c;
+            at[k] = s->stride * (o / t.h * s->c + o % t.h * a->t.pitch);
         }
         if (number != loaded) {
             rocq__conv_load_patch(a, patch, norm, t.x * s->stride - s->pad_x,
