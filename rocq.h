@@ -11892,16 +11892,62 @@ static void rocq__plan_conv_cpu(rocq__plan *plan, rocq_op op, const void *params
 
 // -- norm_stats --
 
-typedef struct rocq__norm_stats {
-    const rocq_norm_stats_params *p;
-    bool simd;
-    float eps;
-} rocq__norm_stats;
-
 // Of one group: n elements, their mean, and the sum of squared differences from it.
 typedef struct rocq__moments_of {
     double n, mean, sum;
 } rocq__moments_of;
+
+// A frame of x is cut into bands of rows, and a row into chunks. Of a chunk, which is in L1 the second
+// time, the means are found first, and then the sums around them; chunks and then bands are merged
+// in their order. So the bits depend on the shape of x alone, and neither a mean far from 0 nor a
+// far value costs digits.
+typedef struct rocq__norm_stats {
+    const rocq_norm_stats_params *p;
+    bool simd;
+    float eps;
+    int64_t n_groups, group; // channels of a group
+    int64_t n_bands;         // of a frame
+    int64_t chunk;           // positions
+    int64_t pitch;           // floats per thread
+    rocq__moments_of *bands; // [n_groups, n_bands, N]
+    float *local;            // per thread: [3, C], and a chunk of x decoded
+} rocq__norm_stats;
+
+enum { ROCQ__STATS_CHUNK = 64, ROCQ__STATS_FLOATS = 4096, ROCQ__STATS_BAND = 65536 };
+
+static rocq__norm_stats rocq__norm_stats_of(const rocq_norm_stats_params *p) {
+    rocq__norm_stats a;
+    const int64_t floats = ROCQ__STATS_FLOATS, most = ROCQ__STATS_CHUNK, n = p->x->ne[0];
+    memset(&a, 0, sizeof a);
+    a.p = p;
+    a.eps = p->eps > 0.0f ? p->eps : 1e-6f;
+    a.n_groups = (p->stats ? p->stats : p->moments)->ne[1];
+    a.group = n / a.n_groups;
+    // At most 256 bands, of so many floats at least that merging takes no time.
+    const int64_t rows = 1 + ROCQ__STATS_BAND / ROCQ__MAX(n * p->x->ne[1], 1);
+    a.n_bands = ROCQ__MIN((p->x->ne[2] + rows - 1) / rows, 256);
+    a.chunk = ROCQ__MIN(ROCQ__MAX(floats / n, 1), most);
+    a.pitch = (3 * n + a.chunk * n + 15) / 16 * 16;
+    return a;
+}
+
+static bool rocq__norm_stats_by_position(const rocq_norm_stats_params *p) {
+    return p->stats && p->stats->ne[0] == 1;
+}
+
+static int64_t rocq__scratch_norm_stats_cpu(const rocq_ctx *ctx, const void *params) {
+    const rocq_norm_stats_params *p = (const rocq_norm_stats_params *)params;
+    const rocq__norm_stats a = rocq__norm_stats_of(p);
+    int64_t bands, local;
+    if (rocq__norm_stats_by_position(p)) return 0;
+    if (!rocq__mul(a.n_bands * a.n_groups, p->x->ne[3], &bands) ||
+        !rocq__mul(bands, (int64_t)sizeof *a.bands, &bands) ||
+        !rocq__mul(a.pitch, ctx->desc.n_threads * (int64_t)sizeof(float), &local) ||
+        !rocq__add(bands, local, &bands)) {
+        return INT64_MAX;
+    }
+    return bands;
+}
 
 // The moments of two sets together (Chan, Golub, LeVeque 1979).
 static rocq__moments_of rocq__moments_merge(rocq__moments_of a, rocq__moments_of b) {
@@ -11914,31 +11960,92 @@ static rocq__moments_of rocq__moments_merge(rocq__moments_of a, rocq__moments_of
     return both;
 }
 
+// sum += x - mean, square += (x - mean)^2, channel by channel
+static void rocq__add_squares_scalar(float *sum, float *square, const float *x, const float *mean,
+                                     int64_t n) {
+    for (int64_t c = 0; c < n; c++) {
+        const float d = x[c] - mean[c];
+        sum[c] += d;
+        square[c] += d * d;
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__add_squares_simd(float *sum, float *square, const float *x,
+                                              const float *mean, int64_t n) {
+    int64_t c = 0;
+    for (; c + 8 <= n; c += 8) {
+        const rocq__v8 d = rocq__v8_sub(rocq__v8_load(x + c), rocq__v8_load(mean + c));
+        rocq__v8_store(sum + c, rocq__v8_add(d, rocq__v8_load(sum + c)));
+        rocq__v8_store(square + c, rocq__v8_fma(d, d, rocq__v8_load(square + c)));
+    }
+    ROCQ__END_SIMD();
+    rocq__add_squares_scalar(sum + c, square + c, x + c, mean + c, n - c);
+}
+#endif
+
+// Merges n positions from (i1, i2) of frame i3 on into the moments of each group.
+static void rocq__norm_stats_chunk(const rocq__norm_stats *a, rocq__moments_of *moments,
+                                   float *local, rocq__coord at, int64_t n) {
+    const rocq_tensor *x = a->p->x;
+    const int64_t n_c = x->ne[0];
+    float *mean = local, *sum = local + n_c, *square = local + 2 * n_c, *buf = local + 3 * n_c;
+    const float *row[ROCQ__STATS_CHUNK];
+    memset(local, 0, 3 * (size_t)n_c * sizeof *local);
+    for (int64_t i = 0; i < n; i++) {
+        row[i] = rocq__load(a->simd, x->format, rocq__row(x, at.i1 + i, at.i2, at.i3), 0, n_c,
+                            buf + i * n_c);
+        ROCQ__EITHER(a->simd, rocq__add, (mean, row[i], n_c));
+    }
+    for (int64_t g = 0; g < n_c; g += a->group) {
+        double all = 0.0;
+        for (int64_t c = g; c < g + a->group; c++) all += (double)mean[c];
+        for (int64_t c = g; c < g + a->group; c++) mean[c] = (float)(all / (double)(n * a->group));
+    }
+    for (int64_t i = 0; i < n; i++) {
+        ROCQ__EITHER(a->simd, rocq__add_squares, (sum, square, row[i], mean, n_c));
+    }
+    for (int64_t g = 0; g < a->n_groups; g++) {
+        const int64_t first = g * a->group;
+        rocq__moments_of chunk = {(double)(n * a->group), (double)mean[first], 0.0};
+        double rest = 0.0; // what rounding the mean has left
+        for (int64_t c = first; c < first + a->group; c++) {
+            rest += (double)sum[c];
+            chunk.sum += (double)square[c];
+        }
+        chunk.mean += rest / chunk.n;
+        chunk.sum = ROCQ__MAX(chunk.sum - rest * rest / chunk.n, 0.0);
+        moments[g] = rocq__moments_merge(moments[g], chunk);
+    }
+}
+
+static void rocq__norm_stats_band_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
+    const rocq__norm_stats *a = (const rocq__norm_stats *)arg;
+    const rocq_tensor *x = a->p->x;
+    for (; item < item_end; item++) {
+        const int64_t band = item % a->n_bands;
+        const int64_t end = x->ne[2] * (band + 1) / a->n_bands;
+        rocq__moments_of *moments = a->bands + item * a->n_groups;
+        rocq__coord at = {0, x->ne[2] * band / a->n_bands, item / a->n_bands};
+        memset(moments, 0, (size_t)a->n_groups * sizeof *moments);
+        for (; at.i2 < end; at.i2++) {
+            for (at.i1 = 0; at.i1 < x->ne[1]; at.i1 += a->chunk) {
+                rocq__norm_stats_chunk(a, moments, a->local + thread * a->pitch, at,
+                                       ROCQ__MIN(a->chunk, x->ne[1] - at.i1));
+            }
+        }
+    }
+}
+
 static void rocq__norm_stats_group_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
     const rocq__norm_stats *a = (const rocq__norm_stats *)arg;
     const rocq_norm_stats_params *p = a->p;
-    const rocq_tensor *like = p->stats ? p->stats : p->moments;
-    const int64_t n_groups = like->ne[1], group = p->x->ne[0] / n_groups;
     (void)thread;
     for (; i < i_end; i++) {
-        const int64_t g = i % n_groups, n = i / n_groups;
+        const int64_t g = i % a->n_groups, n = i / a->n_groups;
         rocq__moments_of all = {0.0, 0.0, 0.0};
-        for (int64_t h = 0; h < p->x->ne[2]; h++) {
-            for (int64_t w = 0; w < p->x->ne[1]; w++) {
-                const unsigned char *row = rocq__row(p->x, w, h, n);
-                float buf[ROCQ__STRIP];
-                for (int64_t k = 0; k < group; k += ROCQ__STRIP) {
-                    const int64_t m = rocq__strip(group, k);
-                    const float *x = rocq__load(a->simd, p->x->format, row, g * group + k, m, buf);
-                    rocq__moments_of strip = {(double)m, 0.0, 0.0};
-                    for (int64_t c = 0; c < m; c++) strip.mean += (double)x[c];
-                    strip.mean /= (double)m;
-                    for (int64_t c = 0; c < m; c++) {
-                        strip.sum += ((double)x[c] - strip.mean) * ((double)x[c] - strip.mean);
-                    }
-                    all = rocq__moments_merge(all, strip);
-                }
-            }
+        for (int64_t band = 0; band < a->n_bands; band++) {
+            all = rocq__moments_merge(all, a->bands[(n * a->n_bands + band) * a->n_groups + g]);
         }
         if (p->moments) {
             float *had = rocq__row_f32(p->moments, g, n, 0);
@@ -11983,17 +12090,20 @@ static void rocq__plan_norm_stats_cpu(rocq__plan *plan, rocq_op op, const void *
     const rocq_norm_stats_params *p = (const rocq_norm_stats_params *)params;
     rocq__norm_stats *a = (rocq__norm_stats *)rocq__plan_take(plan, sizeof *a);
     (void)op;
-    a->p = p;
+    *a = rocq__norm_stats_of(p);
     a->simd = plan->ctx->has_simd;
-    a->eps = p->eps > 0.0f ? p->eps : 1e-6f;
-    if (p->stats && p->stats->ne[0] == 1) {
+    if (rocq__norm_stats_by_position(p)) {
         rocq__plan_stage(plan, rocq__norm_stats_position_task, a, rocq__n_rows(p->x),
                          rocq__plan_grain(plan, p->x->ne[0]));
-    } else {
-        const int64_t n_groups = (p->stats ? p->stats : p->moments)->ne[1] * p->x->ne[3];
-        rocq__plan_stage(plan, rocq__norm_stats_group_task, a, n_groups,
-                         rocq__plan_grain(plan, rocq_tensor_count(p->x) / n_groups));
+        return;
     }
+    const int64_t n_bands = a->n_bands * p->x->ne[3];
+    a->bands = (rocq__moments_of *)(void *)plan->scratch;
+    a->local = (float *)(void *)(a->bands + n_bands * a->n_groups);
+    rocq__plan_stage(plan, rocq__norm_stats_band_task, a, n_bands,
+                     rocq__plan_grain(plan, rocq_tensor_count(p->x) / n_bands));
+    rocq__plan_stage(plan, rocq__norm_stats_group_task, a, a->n_groups * p->x->ne[3],
+                     rocq__plan_grain(plan, 16 * a->n_bands));
 }
 
 // -- resize --
@@ -15691,7 +15801,7 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
     ROCQ_X(argmax, rocq_argmax_params, argmax, none, argmax, argmax)
     ROCQ_X(sample, rocq_sample_params, sample, sample, sample, sample)
     ROCQ_X(conv, rocq_conv_params, conv, conv, conv, conv)
-    ROCQ_X(norm_stats, rocq_norm_stats_params, norm_stats, none, norm_stats, norm_stats)
+    ROCQ_X(norm_stats, rocq_norm_stats_params, norm_stats, norm_stats, norm_stats, norm_stats)
     ROCQ_X(resize, rocq_resize_params, resize, none, resize, resize)
     ROCQ_X(pixels, rocq_pixels_params, pixels, none, pixels, pixels)
 #undef ROCQ_X
