@@ -46,9 +46,9 @@ typedef struct vae_options { // 0 = default, as everywhere in rocq
     int32_t n_groups;        // of the GroupNorms, default 32: weights do not tell
     bool encoder;            // load the encoder too
     const char *weights;     // format of convolutions, "f16"; default by tensor, see vae_conv.why
-    const char *activations; // "f32" (default on the CPU), "bf16" or "f16" (default on a GPU): F16, but
-                             // BF16 for what the blocks add up, if that is SDXL's, or is found not
-                             // to fit F16, in which case a request is computed once more
+    const char *activations; // "f32" (default on the CPU), "bf16" or "f16" (default on a GPU). What the
+                             // blocks of SDXL add up exceeds F16: a 64th of it is kept then. Of other
+                             // models that is found out, and a request computed again with BF16
     rocq_precision precision; // of all convolutions
     // Called as weights are loaded and pictures computed; false = stop, which makes the call fail with
     // ROCQ_E_STATE. NULL = no call.
@@ -106,6 +106,8 @@ typedef struct vae_conv {
     char name[96];              // of the weight, in ldm's way of naming
     rocq_format file_format;
     const char *why;            // w has its format
+    float gain, bias_gain;      // of w and bias, see vae__set_gains
+    float eps_gain;             // of what the norm reads
     rocq_tensor w, bias;        // [C k k kt, M], [M]
     rocq_tensor norm_weight, norm_bias; // [C], of what is read
     int32_t c, m, k, kt;
@@ -174,7 +176,8 @@ typedef struct vae_model {
     rocq_buffer weights, memory;
     float latent_scale, latent_shift, z_mean[64], z_std[64];
     float pixel_scale, pixel_bias; // from the decoder's numbers to 0 to 1
-    bool gpu, video, tanh_latents;
+    float gain;                    // of what the decoder's blocks add up
+    bool gpu, video, tanh_latents, wide;
     // while a request is computed or planned
     vae_net *net;
     const vae_request *job;
@@ -656,7 +659,7 @@ static rocq_result vae__add_conv(vae_model *m, vae__builder *b, const vae__spec 
 // Values of a vector in F32, or those of one part.
 static rocq_result vae__fill_vector(vae_model *m, const vae__file *f, const char *name,
                                     const char *suffix, const vae__spec *s, rocq_arena *arena,
-                                    rocq_tensor *t, int64_t n) {
+                                    float gain, rocq_tensor *t, int64_t n) {
     char full[128];
     snprintf(full, sizeof full, "%s%s", name, suffix);
     const vae__entry *e = vae__find(f, full);
@@ -670,6 +673,7 @@ static rocq_result vae__fill_vector(vae_model *m, const vae__file *f, const char
     float *values = (float *)(void *)raw; // first, for its alignment
     rocq_result result = vae__read(m, f, e, raw + 4 * count);
     if (result == ROCQ_OK) result = rocq_dequantize(e->format, values, raw + 4 * count, count);
+    for (int64_t i = 0; i < count; i++) values[i] *= gain;
     if (result == ROCQ_OK) {
         result = rocq_upload(m->ctx, t, values + (s->n_parts > 0 ? s->part * n : 0), 4 * n);
     }
@@ -694,25 +698,26 @@ static rocq_result vae__fill_weight(vae_model *m, const vae__file *f, const vae_
     unsigned char *raw;
     float *values = NULL;
     const int64_t n = k * conv->m, part = e->size / (s->n_parts > 0 ? s->n_parts : 1);
+    const bool in_order = e->n_dims == 2; // rows of matrices have their channels innermost already
     VAE__TRY(vae__allocate(m, &raw, (size_t)e->size));
-    rocq_result result = vae__read(m, f, e, raw);
     const unsigned char *src = raw + (s->n_parts > 0 ? s->part * part : 0);
-    if (result == ROCQ_OK && !block) { // PyTorch's order
-        const int32_t taps = e->n_dims == 2 ? 1 : conv->k; // rows of matrices are in order already
-        const rocq_conv_weights_params fill = {.w = &conv->w, .src = src, .src_format = e->format,
-                                               .src_size = part, .kw = taps, .kh = taps,
-                                               .kt = e->n_dims == 2 ? 1 : conv->kt};
-        result = rocq_conv_weights(m->ctx, &fill);
-    } else if (result == ROCQ_OK && format == e->format) {
-        result = rocq_upload(m->ctx, &conv->w, src, part);
-    } else if (result == ROCQ_OK) {
-        result = vae__allocate(m, &values, (size_t)n * 4);
+    rocq_result result = vae__read(m, f, e, raw);
+    rocq_conv_weights_params fill = {.w = &conv->w, .src = src, .src_format = e->format,
+                                     .src_size = part, .kw = in_order ? 1 : conv->k,
+                                     .kh = in_order ? 1 : conv->k, .kt = in_order ? 1 : conv->kt};
+    if (result == ROCQ_OK && (conv->gain != 1 || (block && format != e->format))) {
+        result = vae__allocate(m, &values, (size_t)n * sizeof *values);
         if (result == ROCQ_OK) result = rocq_dequantize(e->format, values, src, n);
-        const rocq_conv_weights_params fill = {.w = &conv->w, .src = values,
-                                               .src_format = ROCQ_F32, .src_size = 4 * n};
-        if (result == ROCQ_OK) result = rocq_conv_weights(m->ctx, &fill);
-        vae__free(m, values, (size_t)n * 4);
+        for (int64_t i = 0; i < n && result == ROCQ_OK; i++) values[i] *= conv->gain;
+        fill.src = values;
+        fill.src_format = ROCQ_F32;
+        fill.src_size = n * (int64_t)sizeof *values;
     }
+    if (result == ROCQ_OK) {
+        result = block && format == e->format ? rocq_upload(m->ctx, &conv->w, src, part)
+                                              : rocq_conv_weights(m->ctx, &fill);
+    }
+    vae__free(m, values, (size_t)n * sizeof *values);
     vae__free(m, raw, (size_t)e->size);
     return result;
 }
@@ -722,13 +727,14 @@ static rocq_result vae__conv_of(vae_model *m, vae__builder *b, const vae__spec *
     if (!b->arena) return vae__add_conv(m, b, s);
     vae_conv *conv = &b->net->convs[b->net->n_convs++];
     VAE__TRY(vae__fill_weight(m, b->file, s, conv, b->arena));
-    VAE__TRY(vae__fill_vector(m, b->file, s->name, ".bias", s, b->arena, &conv->bias, conv->m));
+    VAE__TRY(vae__fill_vector(m, b->file, s->name, ".bias", s, b->arena, conv->bias_gain,
+                              &conv->bias, conv->m));
     if (s->norm) {
         const vae__spec all = {.name = s->norm};
-        VAE__TRY(vae__fill_vector(m, b->file, s->norm, ".weight", &all, b->arena,
+        VAE__TRY(vae__fill_vector(m, b->file, s->norm, ".weight", &all, b->arena, 1,
                                   &conv->norm_weight, conv->c));
-        VAE__TRY(vae__fill_vector(m, b->file, s->norm, ".bias", &all, b->arena, &conv->norm_bias,
-                                  conv->c));
+        VAE__TRY(vae__fill_vector(m, b->file, s->norm, ".bias", &all, b->arena, 1,
+                                  &conv->norm_bias, conv->c));
     }
     if (b->arena->measuring) return ROCQ_OK;
     return vae__progress(m, "loading", b->arena->used, b->arena->buffer.size);
@@ -980,9 +986,7 @@ static rocq_result vae__choose_family(vae_model *m, const vae__file *f, bool tae
         m->family = family->name;
         m->latent_scale = m->options.scale > 0 ? m->options.scale : family->scale;
         m->latent_shift = m->options.scale > 0 ? m->options.shift : family->shift;
-        if (m->stream != ROCQ_F16 || !family->wide) continue;
-        m->stream = ROCQ_BF16;
-        m->why_stream = "the family's values exceed F16";
+        m->wide = family->wide;
     }
     const bool fits = m->family && taesd == (strcmp(m->family, "taesd") == 0) &&
                       m->video == (strcmp(m->family, "wan2.1") == 0);
@@ -1028,6 +1032,40 @@ static rocq_result vae__all_used(vae_model *m, const vae__file *f) {
     return ROCQ_OK;
 }
 
+// In F16, what the blocks of a decoder add up, if it is too large for that, is kept as a 64th. Whatever
+// adds to it gets smaller weights, and whatever reads it norms it first, or adds to it in turn, so that
+// only its bias is to be smaller. Scales of block formats cannot: the sum is kept in BF16 then.
+static void vae__set_gains(vae_model *m) {
+    vae_net *net = &m->decoder;
+    bool blocks = false;
+    m->gain = 1;
+    for (int32_t i = 0; i < net->n_convs; i++) {
+        net->convs[i].gain = net->convs[i].bias_gain = net->convs[i].eps_gain = 1;
+        blocks |= rocq_get_format_info(net->convs[i].file_format)->block_elems > 1;
+    }
+    for (int32_t i = 0; m->options.encoder && i < m->encoder.n_convs; i++) {
+        vae_conv *c = &m->encoder.convs[i];
+        c->gain = c->bias_gain = c->eps_gain = 1;
+    }
+    if (m->stream != ROCQ_F16 || !m->wide) return;
+    if (blocks || m->options.weights) {
+        m->stream = ROCQ_BF16;
+        m->why_stream = "the family's values exceed F16";
+        return;
+    }
+    m->why_stream = "a 64th of the values: the family's exceed F16";
+    m->gain = 1.0f / 64;
+    for (int32_t i = 0; i < net->n_modules; i++) {
+        const vae_module *mod = &net->modules[i];
+        net->convs[mod->first].eps_gain = m->gain;
+        if (i == net->n_modules - 1) break;
+        vae_conv *last = &net->convs[mod->first + mod->n - 1];
+        last->gain = i == 0 || mod->residual != VAE__NO_RESIDUAL ? m->gain : 1;
+        last->bias_gain = m->gain;
+        if (mod->residual == VAE__OF_SHORTCUT) last[1].bias_gain = m->gain;
+    }
+}
+
 static rocq_result vae__load(vae_model *m, vae__file *f) {
     rocq_arena arena;
     VAE__TRY(vae__read_names(m, f));
@@ -1047,6 +1085,7 @@ static rocq_result vae__load(vae_model *m, vae__file *f) {
     }
     VAE__TRY(vae__all_used(m, f));
     VAE__TRY(vae__choose_family(m, f, taesd));
+    vae__set_gains(m);
     m->scale = 1;
     for (int32_t i = 0; i < m->decoder.n_convs; i++) m->scale *= m->decoder.convs[i].upsample;
     m->time_scale = 1 << m->decoder.n_times;
@@ -1171,7 +1210,8 @@ static void vae__out_size(const vae_conv *c, const int64_t size[2], int64_t out[
 static rocq_result vae__group_stats(vae_model *m, vae_conv *c, const rocq_tensor *x, bool tiles,
                                     bool first) {
     const rocq_norm_stats_params stats = {.stats = &c->stats, .moments = tiles ? &c->moments : NULL,
-                                          .x = x, .first = first};
+                                          .x = x, .first = first,
+                                          .eps = 1e-6f * c->eps_gain * c->eps_gain};
     VAE__RUN(m, NORM_STATS, norm_stats, &stats);
     return ROCQ_OK;
 }

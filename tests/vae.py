@@ -414,7 +414,7 @@ def main(folder):
                 r = Weights(w)
                 for k in r:
                     if re.match(r"decoder\.(up|mid).*(conv2|nin_shortcut|proj_out)\.", k) or "decoder.conv_in" in k:
-                        r[k] = (r[k] * 3e5 if "nin_shortcut.weight" not in k else r[k]).float().double()
+                        r[k] = (r[k] * 2e4 if "nin_shortcut.weight" not in k else r[k]).float().double()
                 save(path("sdxl"), r)
                 save(path("sdxl-io"), {"latents": latents, "out": (
                     Kl(r).decode(latents / 0.13025) * .5 + .5).permute(0, 2, 3, 1)})
