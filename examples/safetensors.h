@@ -112,7 +112,8 @@ static rocq_result safetensors__read_at(safetensors_file *f, int64_t offset, voi
 static bool safetensors__whole(const cJSON *item, int64_t *out) {
     if (!cJSON_IsNumber(item)) return false;
     const double value = item->valuedouble;
-    if (!(value >= 0 && value <= 9007199254740992.0) || value != (double)(int64_t)value) return false;
+    if (!(value >= 0 && value <= 9007199254740992.0) || value != (double)(int64_t)value)
+        return false;
     *out = (int64_t)value;
     return true;
 }
@@ -191,8 +192,8 @@ static rocq_result safetensors__entry(safetensors_file *f, const cJSON *item,
     t->offset = begin;
     t->size = end - begin;
     if (end < begin || !safetensors__bytes(t, type->size, &bytes) || bytes != t->size) {
-        return safetensors__fail(f, ROCQ_E_SHAPE,
-                                 "tensor %.100s has data_offsets that do not fit its shape", t->name);
+        return safetensors__fail(
+            f, ROCQ_E_SHAPE, "tensor %.100s has data_offsets that do not fit its shape", t->name);
     }
     return ROCQ_OK;
 }
@@ -261,13 +262,14 @@ static rocq_result safetensors__parse(safetensors_file *f, const char *text, int
             continue;
         }
         if (metadata || !cJSON_IsObject(item)) {
-            return safetensors__fail(f, ROCQ_E_CORRUPT, "__metadata__ is there twice, or no object");
+            return safetensors__fail(f, ROCQ_E_CORRUPT,
+                                     "__metadata__ is there twice, or no object");
         }
         metadata = item;
         cJSON_ArrayForEach(entry, metadata) {
             if (cJSON_IsString(entry)) continue;
-            return safetensors__fail(f, ROCQ_E_CORRUPT, "__metadata__ has %.60s, which is no string",
-                                     entry->string);
+            return safetensors__fail(f, ROCQ_E_CORRUPT,
+                                     "__metadata__ has %.60s, which is no string", entry->string);
         }
     }
     return safetensors__layout(f, 8 + length);

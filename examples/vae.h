@@ -1,5 +1,6 @@
-// vae.h - decodes latents to pictures and videos, and encodes pictures, on rocq.h: AutoencoderKL (SD1.5,
-// SD2, SDXL, SD3, Flux), TAESD, and the decoder of Wan 2.1, from GGUF and safetensors files.
+// vae.h - decodes latents to pictures and videos, and encodes pictures, on rocq.h: AutoencoderKL
+// (SD1.5, SD2, SDXL, SD3, Flux), TAESD, and the decoder of Wan 2.1, from GGUF and safetensors
+// files.
 //
 //     vae_model m;
 //     const vae_options options = {.family = "sdxl"};
@@ -9,13 +10,14 @@
 //     vae_close(&m);
 //
 // A network is a list of modules, each a few convolutions with or without a residual, or attention.
-// vae__convs runs the one, vae__attention the other, over a whole picture or a tile of it; what they
-// read and write lies in one buffer, whose size the same code finds out before.
+// vae__convs runs the one, vae__attention the other, over a whole picture or a tile of it; what
+// they read and write lies in one buffer, whose size the same code finds out before.
 //
-// Tiles can be exact. What hides between the tiles of a GroupNorm network is its norms, whose mean and
-// variance are those of the whole picture. vae__segment finds them layer by layer: for each norm it
-// runs all tiles up to there, with as many positions around each as the convolutions reach, and merges
-// the moments. vae__choose picks which values in between are kept whole, so that this costs least.
+// Tiles can be exact. What hides between the tiles of a GroupNorm network is its norms, whose mean
+// and variance are those of the whole picture. vae__segment finds them layer by layer: for each
+// norm it runs all tiles up to there, with as many positions around each as the convolutions reach,
+// and merges the moments. vae__choose picks which values in between are kept whole, so that this
+// costs least.
 
 #ifndef VAE_H
 #define VAE_H
@@ -40,18 +42,19 @@
 // ---------------------------------------------------------------------------------------------
 
 typedef struct vae_options { // 0 = default, as everywhere in rocq
-    const char *family;      // "sd1" (SD2 too), "sdxl", "sd3", "flux", "taesd" or "wan2.1", which says
-                             // how latents are scaled; NULL = by what the file looks like
+    const char *family;      // "sd1" (SD2 too), "sdxl", "sd3", "flux", "taesd" or "wan2.1": how
+                             // latents are scaled; NULL = by what the file looks like
     float scale, shift;      // z = latent / scale + shift, in place of the family's; scale 0 = that
     int32_t n_groups;        // of the GroupNorms, default 32: weights do not tell
     bool encoder;            // load the encoder too
     const char *weights;     // format of convolutions, "f16"; default by tensor, see vae_conv.why
-    const char *activations; // "f32" (default on the CPU), "bf16" or "f16" (default on a GPU). What the
-                             // blocks of SDXL add up exceeds F16: a 64th of it is kept then. Of other
-                             // models that is found out, and a request computed again with BF16
+    const char *activations; // "f32" (default on the CPU), "bf16" or "f16" (default on a GPU). What
+                             // the blocks of SDXL add up exceeds F16: a 64th of it is kept. Of
+                             // other models that is found out, and the request computed again with
+                             // BF16
     rocq_precision precision; // of all convolutions
-    // Called as weights are loaded and pictures computed; false = stop, which makes the call fail with
-    // ROCQ_E_STATE. NULL = no call.
+    // Called as weights are loaded ("loading") and pictures computed ("computing"), with how much
+    // is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
     bool (*progress)(const char *what, int64_t done, int64_t total, void *user);
     void *user;
 } vae_options;
@@ -69,11 +72,12 @@ typedef struct vae_request {
     int32_t n;               // pictures or videos; 0 = 1
     int32_t channels;        // of the latents; 0 = the model's, which others are compared with
     vae_tiling tiling;
-    int32_t tile, overlap;   // pixels of pictures. BLEND: default 768 and 96, or less where memory does
-                             // not allow that; EXACT: default as memory allows
+    int32_t tile, overlap;   // pixels of pictures. BLEND: default 768 and 96, or less where memory
+                             // does not allow that; EXACT: default as memory allows
     int32_t chunk;           // latent frames computed at once; default as many as memory allows
-    int32_t chunk_overlap;   // latent frames. 0: what chunks share is carried over, so that they give
-                             // the video bit for bit. Else each is a video of its own, and mixed
+    int32_t chunk_overlap;   // latent frames. 0: what chunks share is carried over, so that they
+                             // give the video bit for bit. Else each is a video of its own, and
+                             // mixed with the next
     int64_t memory_budget;   // bytes, of all that the context has; 0 = rocq_desc's
     const float *latents;    // vae_decode: [width, height, frames, z, n], innermost first; finite
     uint8_t *pixels;         // RGB [3, W, H, frames out, n], W = 8 width; or NULL
@@ -198,8 +202,9 @@ typedef struct vae_model {
     int64_t limit;              // for the stack and the scratch of ops, while EXACT is planned
 } vae_model;
 
-// Reads the weights of a GGUF or a safetensors file; the other is NULL, and both may be closed after.
-// While the model is open ctx must be. On failure all is freed again, and *m is zero but for m->error.
+// Reads the weights of a GGUF or a safetensors file; the other is NULL, and both may be closed
+// after. While the model is open ctx must be. On failure all is freed again, and *m is zero but for
+// m->error.
 static inline rocq_result vae_open(vae_model *m, rocq_ctx *ctx, const rocq_gguf *gguf,
                                    safetensors_file *safetensors, const vae_options *options);
 static inline void vae_close(vae_model *m); // twice, or on a zeroed struct, is harmless
@@ -379,8 +384,9 @@ static int32_t vae__number(const char *name, const char *prefix, const char **re
     return value;
 }
 
-// Numbers of layers and levels as ldm has them: decoder.up counts down to 0, and Wan's own files have
-// one list of blocks and resamplings. TAESD's own files count a step in front of the first convolution.
+// Numbers of layers and levels as ldm has them: decoder.up counts down to 0, and Wan's own files
+// have one list of blocks and resamplings. TAESD's own files count a step in front of the first
+// convolution.
 static void vae__renumber(vae__file *f, bool reversed, bool taesd) {
     int32_t n_levels = 0, step = 0;
     const char *rest;
@@ -389,7 +395,9 @@ static void vae__renumber(vae__file *f, bool reversed, bool taesd) {
         const int32_t level = vae__number(name, "decoder.up.", &rest);
         const int32_t item = vae__number(name, "decoder.upsamples.", &rest);
         if (reversed && level >= n_levels) n_levels = level + 1;
-        if (item >= 0 && vae__starts(rest, ".conv.") && (step == 0 || item + 1 < step)) step = item + 1;
+        if (item >= 0 && vae__starts(rest, ".conv.") && (step == 0 || item < step)) {
+            step = item + 1;
+        }
     }
     for (int64_t i = 0; i < f->n; i++) {
         const int32_t item = vae__number(f->entries[i].name, "decoder.upsamples.", &rest);
@@ -535,8 +543,8 @@ static rocq_result vae__wrong_shape(vae_model *m, const vae__entry *e, const vae
                      e->own, shape, (int)s->k, (int)s->k, s->kt > 1 ? " in 3 frames" : "", (int)c);
 }
 
-// Channels in and out of a weight: [k, k, C, M] or [k, k, kt, C, M]; of a linear layer [C, M]; in block
-// formats [C k k kt, M]; in GGUF files, which have four dimensions, [k, k, kt, C M].
+// Channels in and out of a weight: [k, k, C, M] or [k, k, kt, C, M]; of a linear layer [C, M]; in
+// block formats [C k k kt, M]; in GGUF files, which have four dimensions, [k, k, kt, C M].
 static bool vae__channels(const vae__builder *b, const vae__entry *e, const vae__spec *s, int64_t m,
                           int64_t *c_in, int64_t *c_out) {
     const int64_t taps = (int64_t)s->k * s->k * s->kt, *ne = e->ne;
@@ -558,9 +566,10 @@ static bool vae__channels(const vae__builder *b, const vae__entry *e, const vae_
     } else {
         return false;
     }
-    return (c == 0 || *c_in == c) && (s->m == 0 || *c_out == (int64_t)s->m * (s->n_parts ? s->n_parts : 1)) &&
-           *c_in > 0 && *c_out > 0 && *c_in <= 1 << 16 && *c_out <= 1 << 16 &&
-           (s->n_parts == 0 || *c_out % s->n_parts == 0) && (m == 0 || *c_out == m);
+    const int64_t parts = s->n_parts > 0 ? s->n_parts : 1;
+    return (c == 0 || *c_in == c) && (s->m == 0 || *c_out == s->m * parts) && *c_in > 0 &&
+           *c_out > 0 && *c_in <= 1 << 16 && *c_out <= 1 << 16 && *c_out % parts == 0 &&
+           (m == 0 || *c_out == m);
 }
 
 static rocq_result vae__vector(vae_model *m, vae__builder *b, const char *name, const char *suffix,
@@ -845,7 +854,8 @@ static rocq_result vae__kl_decoder(vae_model *m, vae__builder *b) {
     VAE__TRY(vae__middle(m, b, "decoder"));
     while (vae__has(b, "decoder.up.%d.block.0.conv1.weight", level + 1, -1)) level++;
     for (; level >= 0; level--) {
-        for (int i = 0; i == 0 || vae__has(b, "decoder.up.%d.block.%d.conv1.weight", level, i); i++) {
+        for (int i = 0; i == 0 || vae__has(b, "decoder.up.%d.block.%d.conv1.weight", level, i);
+             i++) {
             snprintf(name, sizeof name, "decoder.up.%d.block.%d", level, i);
             VAE__TRY(vae__resnet(m, b, name));
         }
@@ -854,7 +864,8 @@ static rocq_result vae__kl_decoder(vae_model *m, vae__builder *b) {
             const int32_t c = b->c;
             for (int i = 0; i < 2; i++) { // the earlier of two frames, and the later
                 snprintf(name, sizeof name, "decoder.up.%d.upsample.time_conv", level);
-                const vae__spec time = {.name = name, .k = 1, .kt = 3, .m = c, .part = i, .n_parts = 2};
+                const vae__spec time = {
+                    .name = name, .k = 1, .kt = 3, .m = c, .part = i, .n_parts = 2};
                 b->c = c;
                 VAE__TRY(vae__conv_of(m, b, &time));
                 b->net->convs[b->net->n_convs - 1].same_input = i > 0;
@@ -877,14 +888,14 @@ static rocq_result vae__kl_encoder(vae_model *m, vae__builder *b) {
     const vae__spec quant = {.name = "quant_conv", .k = 1, .kt = 1, .m = 2 * m->z};
     char name[64];
     VAE__TRY(vae__single(m, b, &in));
-    for (int level = 0; level == 0 || vae__has(b, "encoder.down.%d.block.0.conv1.weight", level, -1);
-         level++) {
+    for (int level = 0;
+         level == 0 || vae__has(b, "encoder.down.%d.block.0.conv1.weight", level, -1); level++) {
         for (int i = 0; i == 0 || vae__has(b, "encoder.down.%d.block.%d.conv1.weight", level, i);
              i++) {
             snprintf(name, sizeof name, "encoder.down.%d.block.%d", level, i);
             VAE__TRY(vae__resnet(m, b, name));
         }
-        if (vae__has(b, "encoder.down.%d.downsample.conv.weight", level, -1)) { // zeros right, below
+        if (vae__has(b, "encoder.down.%d.downsample.conv.weight", level, -1)) {
             snprintf(name, sizeof name, "encoder.down.%d.downsample.conv", level);
             const vae__spec down = {.name = name, .k = 3, .kt = 1, .stride = 2};
             VAE__TRY(vae__single(m, b, &down));
@@ -969,8 +980,8 @@ static bool vae__is_taesd(const vae__file *f) {
     return false;
 }
 
-// What is left open by the weights: the names of SD1.5's and SDXL's are the same, and so are those of
-// SD3 and Flux.
+// What is left open by the weights: the names of SD1.5's and SDXL's are the same, and so are those
+// of SD3 and Flux.
 static rocq_result vae__choose_family(vae_model *m, const vae__file *f, bool taesd) {
     const char *guess = taesd ? "taesd" : m->video ? "wan2.1" : m->z == 4 ? "sd1" : "flux";
     m->why_family = taesd || m->video ? "by the names of its tensors"
@@ -1025,16 +1036,18 @@ static rocq_result vae__build(vae_model *m, vae__file *f, rocq_arena *arena, boo
 static rocq_result vae__all_used(vae_model *m, const vae__file *f) {
     for (int64_t i = 0; i < f->n; i++) {
         const vae__entry *e = &f->entries[i];
-        const bool encoder = vae__starts(e->name, "encoder.") || vae__starts(e->name, "quant_conv.");
+        const bool encoder =
+            vae__starts(e->name, "encoder.") || vae__starts(e->name, "quant_conv.");
         if (e->used || (encoder && !m->options.encoder)) continue;
         return vae__fail(m, ROCQ_E_UNSUPPORTED, "tensor %s is unknown", e->own);
     }
     return ROCQ_OK;
 }
 
-// In F16, what the blocks of a decoder add up, if it is too large for that, is kept as a 64th. Whatever
-// adds to it gets smaller weights, and whatever reads it norms it first, or adds to it in turn, so that
-// only its bias is to be smaller. Scales of block formats cannot: the sum is kept in BF16 then.
+// In F16, what the blocks of a decoder add up, if it is too large for that, is kept as a 64th.
+// Whatever adds to it gets smaller weights, and whatever reads it norms it first, or adds to it in
+// turn, so that only its bias is to be smaller. Scales of block formats cannot: the sum is kept in
+// BF16 then.
 static void vae__set_gains(vae_model *m) {
     vae_net *net = &m->decoder;
     bool blocks = false;
@@ -1086,8 +1099,18 @@ static rocq_result vae__load(vae_model *m, vae__file *f) {
     VAE__TRY(vae__all_used(m, f));
     VAE__TRY(vae__choose_family(m, f, taesd));
     vae__set_gains(m);
+    int32_t shrink = 1;
     m->scale = 1;
-    for (int32_t i = 0; i < m->decoder.n_convs; i++) m->scale *= m->decoder.convs[i].upsample;
+    for (int32_t i = 0; i < m->decoder.n_convs && m->scale <= 64; i++) {
+        m->scale *= m->decoder.convs[i].upsample;
+    }
+    for (int32_t i = 0; i < m->encoder.n_convs && shrink <= 64; i++) {
+        shrink *= m->encoder.convs[i].stride;
+    }
+    if (m->scale > 64 || (m->options.encoder && shrink != m->scale) || m->decoder.n_times > 4) {
+        return vae__fail(m, ROCQ_E_UNSUPPORTED, "a decoder that enlarges %d times, an encoder that "
+                         "shrinks %d times", (int)m->scale, (int)shrink);
+    }
     m->time_scale = 1 << m->decoder.n_times;
     rocq_arena_init(&arena, NULL);
     VAE__TRY(vae__build(m, f, &arena, taesd));
@@ -1277,7 +1300,8 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
 // Modules
 // ---------------------------------------------------------------------------------------------
 
-// Positions of values 0 to n of a module, of which the last is to have o: what each convolution reads.
+// Positions of values 0 to n of a module, of which the last is to have o: what each convolution
+// reads.
 static void vae__spans(const vae_conv *convs, int32_t n, const int64_t size[2], const vae__span *o,
                        int64_t sizes[4][2], vae__span spans[4]) {
     memcpy(sizes[0], size, sizeof sizes[0]);
@@ -1289,9 +1313,9 @@ static void vae__spans(const vae_conv *convs, int32_t n, const int64_t size[2], 
     }
 }
 
-// Convolutions one behind the other, the last of which adds the input, or 1 x 1 of it. With stop > 0
-// only as far as the input of that one. out is as much of the result as o, or a little more; it lies
-// in dest, in the place of x, or on the other side of the stack.
+// Convolutions one behind the other, the last of which adds the input, or 1 x 1 of it. With stop >
+// 0 only as far as the input of that one. out is as much of the result as o, or a little more; it
+// lies in dest, in the place of x, or on the other side of the stack.
 static rocq_result vae__convs(vae_model *m, const vae_module *mod, const vae__value *x,
                               const vae__span *o, int32_t stop, const vae__value *dest,
                               vae__value *out) {
@@ -1314,8 +1338,8 @@ static rocq_result vae__convs(vae_model *m, const vae_module *mod, const vae__va
             y.full = vae__part(x, &spans[n], 0, x->full.ne[3]);
             y.span = spans[n];
         } else {
-            VAE__TRY(vae__new(m, other, last_of_all ? ROCQ_F32 : m->stream, convs[n - 1].m, sizes[n],
-                              &spans[n], n_frames, &y));
+            VAE__TRY(vae__new(m, other, last_of_all ? ROCQ_F32 : m->stream, convs[n - 1].m,
+                              sizes[n], &spans[n], n_frames, &y));
         }
         to = vae__frames_of(&y, &spans[n]);
         if (mod->residual == VAE__OF_SHORTCUT) {
@@ -1365,7 +1389,9 @@ static rocq_result vae__attention(vae_model *m, const vae_module *mod, const vae
     const rocq_tensor in = vae__frames_of(x, &o);
     if (!x->owned) VAE__TRY(vae__new(m, other, m->stream, c, x->size, &o, n, &y));
     const int64_t level = m->stack.level[other];
-    if (convs[0].norm == VAE__GROUP_NORM) VAE__TRY(vae__group_stats(m, &convs[0], &in, false, true));
+    if (convs[0].norm == VAE__GROUP_NORM) {
+        VAE__TRY(vae__group_stats(m, &convs[0], &in, false, true));
+    }
     for (int i = 0; i < 3; i++) {
         const int64_t ne[4] = {c, 1, area, n};
         VAE__TRY(vae__take(m, other, format, c, x->size[0], x->size[1], n, &part[i]));
@@ -1394,9 +1420,10 @@ static rocq_result vae__time(vae_model *m, const vae_module *mod, const vae__val
     const vae__span o = vae__whole(x->size);
     const int64_t n = x->full.ne[3] - x->room, alone = m->first_chunk ? 1 : 0;
     vae__value rest = *x;
-    VAE__TRY(vae__new(m, !x->side, m->stream, convs[0].m, x->size, &o, alone + 2 * (n - alone), out));
+    VAE__TRY(vae__new(m, !x->side, m->stream, convs[0].m, x->size, &o, 2 * n - alone, out));
     if (alone) {
-        const rocq_tensor from = vae__part(x, &o, x->room, 1), to = vae__part(out, &o, out->room, 1);
+        const rocq_tensor from = vae__part(x, &o, x->room, 1);
+        const rocq_tensor to = vae__part(out, &o, out->room, 1);
         const rocq_cast_params copy = {.y = &to, .x = &from};
         VAE__RUN(m, CAST, cast, &copy);
     }
@@ -1432,8 +1459,8 @@ static vae__span vae__module_needs(const vae_model *m, int32_t i, int32_t n, con
     return spans[0];
 }
 
-// Modules a to b - 1, for positions o of what the last writes, or, with stop > 0, of what convolution
-// `stop` of module b reads.
+// Modules a to b - 1, for positions o of what the last writes, or, with stop > 0, of what
+// convolution `stop` of module b reads.
 static rocq_result vae__chain(vae_model *m, int32_t a, int32_t b, const vae__value *x,
                               const vae__span *o, int32_t stop, const vae__value *dest,
                               vae__value *out) {
@@ -1612,8 +1639,8 @@ typedef struct vae__bytes { // of the host, for as long as a copy takes
     size_t size;
 } vae__bytes;
 
-// Uploads pictures or frames `first` to first + n - 1 as the network reads them: channels innermost, and
-// for a decoder as z = latent / scale + shift, for an encoder from -1 to 1.
+// Uploads pictures or frames `first` to first + n - 1 as the network reads them: channels
+// innermost, and for a decoder as z = latent / scale + shift, for an encoder from -1 to 1.
 static rocq_result vae__upload(vae_model *m, int64_t first, int64_t n) {
     const vae_request *job = m->job;
     const int64_t w = job->width, h = job->height, c = m->net->c_in;
@@ -1658,7 +1685,8 @@ static void vae__store_latents(vae_model *m, const float *from, const vae__span 
         for (int64_t y = 0; y < o->n[1]; y++) {
             for (int64_t x = 0; x < o->n[0]; x++, from += m->net->c_out) {
                 for (int64_t k = 0; k < z; k++) {
-                    m->job->to_latents[o->at[0] + x + w * (o->at[1] + y + h * (k + z * (first + p)))] =
+                    m->job->to_latents[o->at[0] + x +
+                                       w * (o->at[1] + y + h * (k + z * (first + p)))] =
                         (from[k] - m->z_mean[k]) / m->z_std[k];
                 }
             }
@@ -1762,7 +1790,8 @@ static double vae__share(const vae__tiles *t, int64_t i, int64_t p) {
     double share = 1;
     if (p < first || p >= end) return 0;
     if (i > 0) {
-        const double r = ((double)(p - first) + 0.5) / (double)(vae__start(t, i - 1) + t->size - first);
+        const double r =
+            ((double)(p - first) + 0.5) / (double)(vae__start(t, i - 1) + t->size - first);
         if (r < share) share = r;
     }
     if (i < t->n - 1) {
@@ -1899,8 +1928,9 @@ static rocq_result vae__clear(vae_model *m, const rocq_tensor *t) {
     return result;
 }
 
-// All tiles of m->input, mixed where they overlap. What each conv keeps of a chunk for the next is as
-// much as many frames of the result, so a tile goes through all of a video before the next begins.
+// All tiles of m->input, mixed where they overlap. What each conv keeps of a chunk for the next is
+// as much as many frames of the result, so a tile goes through all of a video before the next
+// begins.
 static rocq_result vae__blend(vae_model *m, int64_t n_out) {
     const int64_t s = m->scale, w = m->job->width, h = m->job->height;
     const vae__tiles across = vae__tiles_of(w * s, m->plan.tile, m->plan.overlap);
@@ -1951,7 +1981,8 @@ static rocq_result vae__batches(vae_model *m) {
     for (int64_t i = 0; i < (m->planning ? 1 : total); i += batch) {
         const int64_t n = total - i < batch ? total - i : batch;
         m->stack.level[0] = m->stack.level[1] = 0;
-        VAE__TRY(vae__take(m, 0, ROCQ_F32, m->net->c_in, job->width, job->height, n * each, &m->input));
+        VAE__TRY(vae__take(m, 0, ROCQ_F32, m->net->c_in, job->width, job->height, n * each,
+                           &m->input));
         if (!m->planning) VAE__TRY(vae__upload(m, i * each, n * each));
         m->first = i * vae_frames(m, each);
         if (blend) VAE__TRY(vae__blend(m, n * vae_frames(m, each)));
@@ -1977,8 +2008,8 @@ typedef struct vae__graph {
     vae__edge edges[VAE__MAX_MODULES][VAE__MAX_MODULES + 1][2]; // whole, in tiles
 } vae__graph;
 
-// The cheapest way from the first boundary to the last whose steps take at most so much of the stack
-// and so much scratch; its flops, or DBL_MAX where there is none.
+// The cheapest way from the first boundary to the last whose steps take at most so much of the
+// stack and so much scratch; its flops, or DBL_MAX where there is none.
 static double vae__path(vae_model *m, const vae__graph *g, int64_t stack, int64_t scratch) {
     double best[VAE__MAX_MODULES + 1];
     int32_t from[VAE__MAX_MODULES + 1], tile[VAE__MAX_MODULES + 1];
@@ -2023,8 +2054,9 @@ static int64_t vae__least(const vae__graph *g, int64_t scratch) {
 }
 
 // The stack and the scratch of a way each count at their largest. So every amount of scratch that a
-// step takes is tried as the limit of all: for the cheapest way of at most `limit` bytes in all, and
-// for the one of least memory. Without limit (0), half as much again as the least: it is far cheaper.
+// step takes is tried as the limit of all: for the cheapest way of at most `limit` bytes in all,
+// and for the one of least memory. Without limit (0), half as much again as the least: it is far
+// cheaper.
 static void vae__best_path(vae_model *m, const vae__graph *g, int64_t limit) {
     const vae__edge *edges = &g->edges[0][0][0];
     const int64_t n = 2 * (VAE__MAX_MODULES + 1) * (int64_t)g->n;
@@ -2050,8 +2082,8 @@ static void vae__best_path(vae_model *m, const vae__graph *g, int64_t limit) {
     vae__path(m, g, stack, scratch);
 }
 
-// Whether modules a to b - 1 can run in tiles of m->plan.tile pixels: convolutions all, which reach no
-// further past a tile than its own size.
+// Whether modules a to b - 1 can run in tiles of m->plan.tile pixels: convolutions all, which reach
+// no further past a tile than its own size.
 static bool vae__tileable(const vae_model *m, int32_t a, int32_t b) {
     const int64_t cell = vae__largest_cell(m, m->plan.tile);
     const vae__span whole = vae__cell(m, m->size[b], m->plan.tile, cell);
@@ -2060,7 +2092,8 @@ static bool vae__tileable(const vae_model *m, int32_t a, int32_t b) {
         if (m->net->modules[i].kind != VAE__CONVS) return false;
     }
     const vae_module *last = &m->net->modules[b - 1];
-    if (b < m->net->n_modules && m->net->convs[last->first + last->n - 1].upsample > 1) return false;
+    const vae_conv *end = &m->net->convs[last->first + last->n - 1];
+    if (b < m->net->n_modules && end->upsample > 1) return false; // see vae__align
     for (int32_t i = b - 1; i >= a; i--) {
         o = vae__module_needs(m, i, m->net->modules[i].n, &o);
     }
@@ -2081,7 +2114,8 @@ static rocq_result vae__measure_edge(vae_model *m, const rocq_tensor *input, int
     m->op_scratch = 0;
     m->stack.peak = levels[0] + levels[1];
     if (a > 0) {
-        VAE__TRY(vae__new(m, 0, m->stream, vae__channels_at(m->net, a), m->size[a], &whole, m->n, &x));
+        VAE__TRY(vae__new(m, 0, m->stream, vae__channels_at(m->net, a), m->size[a], &whole, m->n,
+                          &x));
     }
     VAE__TRY(vae__segment(m, a, b, tile, &x, &out));
     e->stack = m->stack.peak;
@@ -2158,8 +2192,9 @@ static rocq_result vae__try(vae_model *m, vae_tiling tiling, int32_t tile, int32
         if (m->plan.peak_bytes < *least) *least = m->plan.peak_bytes;
         *fits = budget == 0 || m->plan.peak_bytes <= budget;
         if (*fits) return ROCQ_OK;
+        const int32_t shorter = (chunk + 1) / 2;
         if (batch > 1) batch = (batch + 1) / 2;
-        else if (chunk > 1 && job->chunk <= 0 && (chunk + 1) / 2 > job->chunk_overlap) chunk = (chunk + 1) / 2;
+        else if (chunk > 1 && job->chunk <= 0 && shorter > job->chunk_overlap) chunk = shorter;
         else return ROCQ_OK;
     }
 }
@@ -2174,7 +2209,8 @@ static rocq_result vae__try_exact(vae_model *m, int64_t base, int64_t budget, bo
     vae__segment_of segments[VAE__MAX_MODULES];
     int32_t n_segments = 0;
     memset(&best, 0, sizeof best);
-    for (int32_t tile = 1024; tile >= 4 * m->scale; tile = tile % 3 == 0 ? tile * 2 / 3 : tile * 3 / 4) {
+    for (int32_t tile = 1024; tile >= 4 * m->scale;
+         tile = tile % 3 == 0 ? tile * 2 / 3 : tile * 3 / 4) {
         const int32_t size = job->tile > 0 ? job->tile : tile;
         bool one = false;
         if (job->tile > 0 || (size < (m->net == &m->decoder ? longest : longest / m->scale) &&
@@ -2243,15 +2279,16 @@ static rocq_result vae__check_job(vae_model *m, vae_request *job) {
                          "field is out of range", (int)job->tile, (int)job->overlap, (int)s);
     }
     if (job->tile > 0 && job->overlap >= job->tile) {
-        return vae__fail(m, ROCQ_E_ARGUMENT, "tiles of %d pixels that overlap by %d", (int)job->tile,
-                         (int)job->overlap);
+        return vae__fail(m, ROCQ_E_ARGUMENT, "tiles of %d pixels that overlap by %d",
+                         (int)job->tile, (int)job->overlap);
     }
     if (job->chunk_overlap > 0 && job->chunk > 0 && job->chunk_overlap >= job->chunk) {
         return vae__fail(m, ROCQ_E_ARGUMENT, "chunks of %d frames that overlap by %d",
                          (int)job->chunk, (int)job->chunk_overlap);
     }
     if (m->video && job->tiling == VAE_EXACT) {
-        return vae__fail(m, ROCQ_E_UNSUPPORTED, "exact tiles of videos are not supported: a video is "
+        return vae__fail(m, ROCQ_E_UNSUPPORTED,
+                         "exact tiles of videos are not supported: a video is "
                          "computed in chunks, which are exact, or in tiles that are blended");
     }
     if (m->net == &m->encoder && job->tiling == VAE_BLEND) {
@@ -2284,9 +2321,10 @@ static rocq_result vae__plan(vae_model *m, vae_net *net, vae_request *job) {
     if (!fits && blend) VAE__TRY(vae__try_blend(m, base, budget, &fits, &least));
     if (!fits) {
         m->plan.smallest_bytes = least;
-        return vae__fail(m, ROCQ_E_BUDGET, "%d x %d does not fit a budget of %.0f bytes; the smallest "
-                         "that would do is %.0f", (int)job->width, (int)job->height, (double)budget,
-                         (double)least);
+        return vae__fail(m, ROCQ_E_BUDGET,
+                         "%d x %d does not fit a budget of %.0f bytes; the smallest "
+                         "that would do is %.0f",
+                         (int)job->width, (int)job->height, (double)budget, (double)least);
     }
     const vae_plan plan = m->plan;
     vae__segment_of segments[VAE__MAX_MODULES];

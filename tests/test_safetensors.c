@@ -1,5 +1,5 @@
-// The safetensors reader: good files from a path and from memory, and every way to be a bad one, each
-// refused with a line that says what is wrong. tests/fuzz_safetensors.c has the rest.
+// The safetensors reader: good files from a path and from memory, and every way to be a bad one,
+// each refused with a line that says what is wrong. tests/fuzz_safetensors.c has the rest.
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -85,7 +85,8 @@ static void test_truncated(void **state) {
     (void)state;
     for (int64_t n = 0; n <= size + 1; n++) {
         safetensors_file f;
-        unsigned char *copy = (unsigned char *)malloc((size_t)n + 1); // so that a read past it shows
+        unsigned char *copy =
+            (unsigned char *)malloc((size_t)n + 1); // so that a read past it shows
         if (n == size) {
             free(copy);
             continue;
@@ -165,7 +166,7 @@ static void test_bad(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_good), cmocka_unit_test(test_truncated),
-                                       cmocka_unit_test(test_bad)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_good), cmocka_unit_test(test_truncated), cmocka_unit_test(test_bad)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

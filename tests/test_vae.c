@@ -1,6 +1,6 @@
-// examples/vae.h against PyTorch: small random-weight models of every kind, which tests/vae.py writes
-// under both ways of naming, decoded and encoded whole, in tiles, and in chunks; what tiles must give
-// by their definition; memory as it was planned; and what has to be refused.
+// examples/vae.h against PyTorch: small random-weight models of every kind, which tests/vae.py
+// writes under both ways of naming, decoded and encoded whole, in tiles, and in chunks; what tiles
+// must give by their definition; memory as it was planned; and what has to be refused.
 
 #define _POSIX_C_SOURCE 200809L // mkdir
 
@@ -295,13 +295,14 @@ static int64_t small_budget(opened *o, const vae_request *whole) {
     return plan.smallest_bytes + (most - plan.smallest_bytes) / 4;
 }
 
-// Exact tiles, of several sizes: equal to the whole picture up to the rounding of the norms' moments,
-// at seams as elsewhere.
+// Exact tiles, of several sizes: equal to the whole picture up to the rounding of the norms'
+// moments, at seams as elsewhere.
 static void test_exact(void **state) {
     static const struct {
         const char *name;
         int32_t tile;
-    } exact[] = {{"large", 32}, {"large", 24}, {"large", 16}, {"sd", 32}, {"sd", 16}, {"taesd", 24}};
+    } exact[] = {{"large", 32}, {"large", 24}, {"large", 16},
+                 {"sd", 32},    {"sd", 16},    {"taesd", 24}};
     (void)state;
     for (size_t i = 0; i < sizeof exact / sizeof exact[0]; i++) {
         opened o;
@@ -352,7 +353,8 @@ static int64_t start_of(int64_t i, int64_t size, int64_t overlap, int64_t total)
     return at + size > total ? total - size : at;
 }
 
-static double share_of(int64_t i, int64_t n, int64_t size, int64_t overlap, int64_t total, int64_t p) {
+static double share_of(int64_t i, int64_t n, int64_t size, int64_t overlap, int64_t total,
+                       int64_t p) {
     double mine = 0, sum = 0;
     for (int64_t j = 0; j < n; j++) {
         const int64_t a = start_of(j, size, overlap, total), b = a + size;
@@ -380,7 +382,8 @@ static direction direction_of(int64_t size, int64_t overlap, int64_t total) {
     return d;
 }
 
-// Latents of columns at[0] to at[0] + n[0] - 1, rows and frames so too, decoded as a video of its own.
+// Latents of columns at[0] to at[0] + n[0] - 1, rows and frames so too, decoded as a video of its
+// own.
 static float *decode_piece(opened *o, int64_t item, const int64_t at[3], const int64_t n[3]) {
     const io *x = &o->x;
     const int64_t s = o->m.scale;
@@ -436,7 +439,8 @@ static void check_blend(opened *o, int32_t tile, int32_t overlap, int32_t chunk,
                 share *= share_of(part[k], d[k].n, d[k].size, d[k].overlap, d[k].total, p[k]);
             }
             for (int64_t c = 0; c < 3; c++) {
-                sum[c + 3 * (p[0] + o->x.out_w * (p[1] + o->x.out_h * (p[2] + d[2].total * item)))] +=
+                sum[c +
+                    3 * (p[0] + o->x.out_w * (p[1] + o->x.out_h * (p[2] + d[2].total * item)))] +=
                     share * (double)out[c + 3 * j];
             }
         }
@@ -564,7 +568,8 @@ static void test_memory(void **state) {
     check_memory("wan", VAE_BLEND, 16, 2, 0);
 }
 
-// Less and less memory: whole, then exact tiles at a rising cost, all of the same picture, then none.
+// Less and less memory: whole, then exact tiles at a rising cost, all of the same picture, then
+// none.
 static void test_budgets(void **state) {
     const vae_options options = {.n_groups = 4};
     rocq_ctx *ctx = open_context(0);
@@ -596,8 +601,8 @@ static void test_budgets(void **state) {
         assert_true(m.plan.peak_bytes <= job.memory_budget);
         assert_true(m.plan.flops >= work * m.plan.whole_flops * 0.999);
         work = m.plan.flops / m.plan.whole_flops;
-        print_message("%.0f bytes: %.2f of the work, tiles of %d\n", (double)job.memory_budget, work,
-                      (int)m.plan.tile);
+        print_message("%.0f bytes: %.2f of the work, tiles of %d\n", (double)job.memory_budget,
+                      work, (int)m.plan.tile);
         CLOSE(out, x.out, io_count(&x), 2e-5);
     }
     vae_close(&m);
@@ -645,8 +650,8 @@ static void test_video_budgets(void **state) {
 // Formats
 // ---------------------------------------------------------------------------------------------
 
-// The decoder's tensors as a GGUF file: convolutions in three dimensions as [k, k, kt, C M], those of
-// block formats with channels innermost, and so in this format if whole blocks are a row.
+// The decoder's tensors as a GGUF file: convolutions in three dimensions as [k, k, kt, C M], those
+// of block formats with channels innermost, and so in this format if whole blocks are a row.
 static void write_gguf(rocq_ctx *ctx, const char *name, const char *path, rocq_format format) {
     safetensors_file f;
     rocq_gguf_writer *w = NULL;
@@ -750,6 +755,48 @@ static void test_gguf(void **state) {
     rocq_close(&ctx);
 }
 
+// The model that comes with the examples, on a corner of one of its latents: all its formats are used
+// as they are, and exact tiles have the bits of the whole.
+static void test_shipped(void **state) {
+    enum { SIDE = 7, OUT = 8 * SIDE };
+    const rocq_gguf_desc model = {.path = "examples/model/rocq-pictures.gguf"};
+    const rocq_gguf_desc latents = {.path = "examples/model/latents.gguf"};
+    rocq_ctx *ctx = open_context(0);
+    rocq_gguf *file = NULL;
+    rocq_gguf_tensor t;
+    vae_model m;
+    static uint16_t half[64 * 64 * 4];
+    static float z[4 * SIDE * SIDE], out[2][3 * OUT * OUT];
+    (void)state;
+    assert_int_equal(rocq_gguf_open(ctx, &file, &latents), ROCQ_OK);
+    assert_int_equal(rocq_gguf_find_tensor(file, "latent.0", &t), ROCQ_OK);
+    assert_true(t.format == ROCQ_F16 && t.ne[2] == 4 && t.size <= (int64_t)sizeof half);
+    assert_int_equal(rocq_gguf_read(ctx, file, &t, half), ROCQ_OK);
+    for (int64_t i = 0; i < 4 * SIDE * SIDE; i++) {
+        const int64_t x = 8 + i % SIDE, y = 8 + i / SIDE % SIDE, k = i / SIDE / SIDE;
+        z[i] = rocq_f16_to_f32(half[x + t.ne[0] * (y + t.ne[1] * k)]);
+    }
+    rocq_gguf_close(&file);
+    assert_int_equal(rocq_gguf_open(ctx, &file, &model), ROCQ_OK);
+    if (vae_open(&m, ctx, file, NULL, NULL) != ROCQ_OK) fail_msg("%s", m.error);
+    rocq_gguf_close(&file);
+    assert_string_equal(m.family, "taesd");
+    assert_int_equal(m.decoder.convs[3].w.format, ROCQ_Q8_0);
+    for (int i = 0; i < 2; i++) {
+        vae_request job = {.width = SIDE, .height = SIDE, .channels = 4, .latents = z};
+        job.values = out[i];
+        if (i == 1) job.tiling = VAE_EXACT;
+        decode(&m, &job);
+    }
+    assert_true(in_tiles(&m));
+    assert_memory_equal(out[0], out[1], sizeof out[0]);
+    double mean = 0;
+    for (int i = 0; i < 3 * OUT * OUT; i++) mean += (double)out[0][i] / (3 * OUT * OUT);
+    assert_true(mean > 0.1 && mean < 0.9); // a picture
+    vae_close(&m);
+    rocq_close(&ctx);
+}
+
 // Activations in 16 bits: of ordinary weights close; of weights like SDXL's, whose residual stream
 // leaves F16, found out and computed in BF16.
 static void test_activations(void **state) {
@@ -763,7 +810,8 @@ static void test_activations(void **state) {
     (void)state;
     for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
         vae_options options = {.family = runs[i].family, .n_groups = 4};
-        const bool guessed = strcmp(runs[i].name, "sdxl") == 0 && strcmp(runs[i].family, "sd1") == 0;
+        const bool guessed =
+            strcmp(runs[i].name, "sdxl") == 0 && strcmp(runs[i].family, "sd1") == 0;
         rocq_ctx *ctx = open_context(0);
         vae_model m;
         io x = io_open(runs[i].name);
@@ -1005,7 +1053,8 @@ int main(void) {
         cmocka_unit_test(test_blend_video),   cmocka_unit_test(test_blend_defaults),
         cmocka_unit_test(test_chunks),        cmocka_unit_test(test_memory),
         cmocka_unit_test(test_budgets),       cmocka_unit_test(test_video_budgets),
-        cmocka_unit_test(test_gguf),          cmocka_unit_test(test_activations),
+        cmocka_unit_test(test_gguf),          cmocka_unit_test(test_shipped),
+        cmocka_unit_test(test_activations),
         cmocka_unit_test(test_pixels),        cmocka_unit_test(test_bad_requests),
         cmocka_unit_test(test_bad_weights),   cmocka_unit_test(test_stopped)};
     for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) tests[n++] = others[i];
