@@ -5,6 +5,8 @@
 #
 #   python3 pictures.py heldout 0 8 OUT      writes OUT/heldout-0.png to OUT/heldout-7.png
 #   python3 pictures.py sheet 64 FILE.png    a contact sheet of the first 64 training pictures
+#   python3 pictures.py compare OUT [FILE.png]   PSNR of what decode.c wrote to OUT from latents.gguf,
+#                                            and a sheet: the originals above what is there
 #
 # Every picture is flat geometry with relief: a part is a signed distance (its edge, anti-aliased)
 # and a height (its normals, by differences), shaded with one light, a sky and a material. The same
@@ -1173,7 +1175,54 @@ def sheet(pictures, columns):
     return np.concatenate(rows, 1).transpose(1, 2, 0)
 
 
+def read_png(path):
+    """[3, height, width] of an 8-bit RGB file without interlace."""
+    with open(path, "rb") as f:
+        file = f.read()
+    at, raw = 8, b""
+    while at < len(file):
+        size, kind = struct.unpack(">I4s", file[at:at + 8])
+        if kind == b"IHDR":
+            w, h, *form = struct.unpack(">IIBBBBB", file[at + 8:at + 21])
+            assert form == [8, 2, 0, 0, 0], "%s is no plain 8-bit RGB" % path
+        if kind == b"IDAT":
+            raw += file[at + 8:at + 8 + size]
+        at += 12 + size
+    raw, up = zlib.decompress(raw), [0] * (3 * w)
+    rows = []
+    for y in range(h):
+        kind, *line = raw[y * (3 * w + 1):(y + 1) * (3 * w + 1)]
+        for x in range(3 * w):
+            a, b, c = (line[x - 3], up[x], up[x - 3]) if x > 2 else (0, up[x], 0)
+            nearest = min((abs(b - c), 0, a), (abs(a - c), 1, b), (abs(a + b - 2 * c), 2, c))[2]
+            line[x] = (line[x] + (0, a, b, (a + b) // 2, nearest)[kind]) & 255
+        rows.append(line)
+        up = line
+    return np.array(rows, np.uint8).reshape(h, w, 3).transpose(2, 0, 1)
+
+
+def compare(folder, path=None):
+    """Of those of the shown pictures that are there."""
+    originals, decoded = [], []
+    for i in SHOWN:
+        name = title(spec("heldout", i)).replace(", ", "-").replace(" ", "-")
+        try:
+            y = read_png("%s/%s.png" % (folder, name))
+        except FileNotFoundError:
+            continue
+        x = picture("heldout", i)
+        error = ((x.astype(np.float64) - y) ** 2).mean()
+        print("%s: %.3f dB" % (name, 10 * math.log10(255 ** 2 / max(error, 1e-3))))
+        originals.append(x)
+        decoded.append(y)
+    if path:
+        png(path, sheet(originals + decoded, len(originals)))
+
+
 def main():
+    if sys.argv[1] == "compare":
+        compare(*sys.argv[2:])
+        return
     if sys.argv[1] == "sheet":
         n = int(sys.argv[2])
         png(sys.argv[3], sheet([picture("train", i) for i in range(n)], 8))
