@@ -11591,9 +11591,9 @@ typedef struct rocq__conv {
     const rocq_conv_params *p;
     rocq__conv_shape s;
     rocq__conv_tiles t;
-    bool simd;
+    bool simd, avx512;
     float *weights; // [panels][K][16], decoded, 0 beyond M
-    float *local;   // per thread: sums of a tile and a panel [positions][16], norm [3, C], patch
+    float *local;   // per thread: sums of a tile and two panels [positions][16], norm [3, C], patch
     int64_t pitch;  // floats per thread
 } rocq__conv;
 
@@ -11602,7 +11602,7 @@ static int64_t rocq__scratch_conv_cpu(const rocq_ctx *ctx, const void *params) {
     const rocq__conv_shape s = rocq__conv_shape_of(p);
     const rocq__conv_tiles t = rocq__conv_tiles_of(p->y, &s, ctx->desc.n_threads);
     int64_t floats, all;
-    if (!rocq__add(t.patch, 3 * s.c + t.sums + 15, &floats) ||
+    if (!rocq__add(t.patch, 3 * s.c + 2 * t.sums + 15, &floats) ||
         !rocq__mul(floats, ctx->desc.n_threads, &floats) ||
         !rocq__mul(s.k, t.n_panels * ROCQ__CONV_PANEL, &all) || !rocq__add(all, floats, &all) ||
         !rocq__mul(all, (int64_t)sizeof(float), &all)) {
@@ -11725,6 +11725,7 @@ typedef struct rocq__conv_runs {
     const float *w; // [n_rows n][16]
     const float *z; // for the position at 0
     int64_t n, n_rows, pitch;
+    int64_t next_w, next_sums; // from a panel to the next, for AVX-512, which has two at once
 } rocq__conv_runs;
 
 // sums[position][channel] += the products of six positions, which are at[] floats from runs->z
@@ -11776,10 +11777,66 @@ static ROCQ__SIMD void rocq__conv_strip_simd(float *sums, const rocq__conv_runs 
 }
 #endif
 
-// Adds the products of a panel with the patch for n_strips strips of positions. The rows of a
-// kernel that are shorter than a piece go together, longer ones are cut in equal pieces.
-static void rocq__conv_panel(const rocq__conv *a, float *sums, const float *w, const float *patch,
-                             const int64_t *at, int64_t n_strips) {
+#if ROCQ__HAS_AVX2
+// Two panels: with one there would be fewer chains of sums than two FMAs a clock need.
+ROCQ__TARGET_AVX512 static void rocq__conv_strip_avx512(float *sums, const rocq__conv_runs *runs,
+                                                        const int64_t *at) {
+    const float *w = runs->w, *next_w = w + runs->next_w, *z = runs->z;
+    float *next_sums = sums + runs->next_sums;
+    __m512 s[ROCQ__CONV_STRIP][2];
+    ROCQ__UNROLL
+    for (int p = 0; p < ROCQ__CONV_STRIP; p++) {
+        s[p][0] = _mm512_loadu_ps(sums + p * ROCQ__CONV_PANEL);
+        s[p][1] = _mm512_loadu_ps(next_sums + p * ROCQ__CONV_PANEL);
+    }
+    for (int64_t row = 0; row < runs->n_rows; row++, z += runs->pitch) {
+        const float *from[ROCQ__CONV_STRIP];
+        ROCQ__UNROLL
+        for (int p = 0; p < ROCQ__CONV_STRIP; p++) from[p] = z + at[p];
+        for (int64_t k = 0; k < runs->n; k++) {
+            const __m512 w0 = _mm512_loadu_ps(w), w1 = _mm512_loadu_ps(next_w);
+            ROCQ__UNROLL
+            for (int p = 0; p < ROCQ__CONV_STRIP; p++) {
+                const __m512 v = _mm512_set1_ps(from[p][k]);
+                s[p][0] = _mm512_fmadd_ps(v, w0, s[p][0]);
+                s[p][1] = _mm512_fmadd_ps(v, w1, s[p][1]);
+            }
+            w += ROCQ__CONV_PANEL;
+            next_w += ROCQ__CONV_PANEL;
+        }
+    }
+    ROCQ__UNROLL
+    for (int p = 0; p < ROCQ__CONV_STRIP; p++) {
+        _mm512_storeu_ps(sums + p * ROCQ__CONV_PANEL, s[p][0]);
+        _mm512_storeu_ps(next_sums + p * ROCQ__CONV_PANEL, s[p][1]);
+    }
+}
+#endif
+
+static void rocq__conv_strip(const rocq__conv *a, float *sums, const rocq__conv_runs *runs,
+                             const int64_t *at, int64_t n_panels) {
+#if ROCQ__HAS_AVX2
+    if (n_panels == 2) {
+        rocq__conv_strip_avx512(sums, runs, at);
+        return;
+    }
+#endif
+    (void)n_panels;
+    ROCQ__EITHER(a->simd, rocq__conv_strip, (sums, runs, at));
+}
+
+// The positions of y that a task has. Their sums stand column by column, so that a strip is six rows
+// of the patch.
+typedef struct rocq__conv_tile {
+    int64_t x, y, w, h, frame;
+    int64_t n_strips;
+    int64_t at[ROCQ__CONV_TILE + ROCQ__CONV_STRIP]; // floats from the patch to each position's z
+} rocq__conv_tile;
+
+// Adds the products of n_panels panels, 1 or 2, with the patch. The rows of a kernel that are
+// shorter than a piece go together, longer ones are cut in equal pieces.
+static void rocq__conv_panels(const rocq__conv *a, const rocq__conv_tile *t, float *sums,
+                              const float *w, const float *patch, int64_t n_panels) {
     const rocq__conv_shape *s = &a->s;
     const int64_t run = s->kw * s->c, most = ROCQ__CONV_PIECE;
     const int64_t n_pieces = (run + most - 1) / most, piece = (run + n_pieces - 1) / n_pieces;
@@ -11787,28 +11844,23 @@ static void rocq__conv_panel(const rocq__conv *a, float *sums, const float *w, c
     rocq__conv_runs runs;
     runs.w = w;
     runs.pitch = a->t.pitch;
+    runs.next_w = s->k * ROCQ__CONV_PANEL;
+    runs.next_sums = a->t.sums;
     for (int32_t f = 0; f < s->kt; f++) {
         for (int64_t j = 0; j < s->kh; j += runs.n_rows) {
             runs.n_rows = ROCQ__MIN(together, s->kh - j);
             for (int64_t k = 0; k < run; k += piece) {
                 runs.n = ROCQ__MIN(piece, run - k);
                 runs.z = patch + (f * a->t.patch_h + j) * runs.pitch + k;
-                for (int64_t i = 0; i < n_strips; i++) {
-                    float *to = sums + i * ROCQ__CONV_STRIP * ROCQ__CONV_PANEL;
-                    const int64_t *strip = at + i * ROCQ__CONV_STRIP;
-                    ROCQ__EITHER(a->simd, rocq__conv_strip, (to, &runs, strip));
+                for (int64_t i = 0; i < t->n_strips; i++) {
+                    rocq__conv_strip(a, sums + i * ROCQ__CONV_STRIP * ROCQ__CONV_PANEL, &runs,
+                                     t->at + i * ROCQ__CONV_STRIP, n_panels);
                 }
                 runs.w += runs.n_rows * runs.n * ROCQ__CONV_PANEL;
             }
         }
     }
 }
-
-// The positions of y that a task has. Their sums stand column by column, so that a strip is six rows
-// of the patch.
-typedef struct rocq__conv_tile {
-    int64_t x, y, w, h, frame;
-} rocq__conv_tile;
 
 // What is left to do with the sums of a panel: residual, activation, cast.
 static void rocq__conv_finish(const rocq__conv *a, float *sums, const rocq__conv_tile *t,
@@ -11830,45 +11882,58 @@ static void rocq__conv_finish(const rocq__conv *a, float *sums, const rocq__conv
     }
 }
 
+// Bias, or 0, in the sums of a panel.
+static void rocq__conv_begin(const rocq__conv *a, float *sums, const rocq__conv_tile *t,
+                             int64_t m) {
+    const float *bias = a->p->bias ? rocq__row_f32(a->p->bias, 0, 0, 0) : NULL;
+    float first[ROCQ__CONV_PANEL] = {0};
+    for (int64_t c = 0; bias && c < ROCQ__CONV_PANEL && m + c < a->s.m; c++) first[c] = bias[m + c];
+    for (int64_t k = 0; k < t->n_strips * ROCQ__CONV_STRIP; k++) {
+        memcpy(sums + k * ROCQ__CONV_PANEL, first, sizeof first);
+    }
+}
+
+static void rocq__conv_tile_at(const rocq__conv *a, rocq__conv_tile *t, int64_t number) {
+    const int64_t i = number % a->t.n_x, j = number / a->t.n_x % a->t.n_y;
+    const int64_t *ne = a->p->y->ne;
+    t->x = ne[1] * i / a->t.n_x;
+    t->y = ne[2] * j / a->t.n_y;
+    t->w = ne[1] * (i + 1) / a->t.n_x - t->x;
+    t->h = ne[2] * (j + 1) / a->t.n_y - t->y;
+    t->frame = number / a->t.n_x / a->t.n_y;
+    // The last strip is filled up with copies of the last position, whose sums are not used.
+    t->n_strips = (t->w * t->h + ROCQ__CONV_STRIP - 1) / ROCQ__CONV_STRIP;
+    for (int64_t k = 0; k < t->n_strips * ROCQ__CONV_STRIP; k++) {
+        const int64_t o = ROCQ__MIN(k, t->w * t->h - 1);
+        t->at[k] = a->s.stride * (o / t->h * a->s.c + o % t->h * a->t.pitch);
+    }
+}
+
 static void rocq__conv_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
     const rocq__conv *a = (const rocq__conv *)arg;
-    const rocq_tensor *y = a->p->y;
-    const rocq__conv_shape *s = &a->s;
-    float *sums = a->local + thread * a->pitch, *norm = sums + a->t.sums, *patch = norm + 3 * s->c;
-    const float *bias = a->p->bias ? rocq__row_f32(a->p->bias, 0, 0, 0) : NULL;
-    int64_t at[ROCQ__CONV_TILE + ROCQ__CONV_STRIP], loaded = -1;
+    float *sums = a->local + thread * a->pitch, *norm = sums + 2 * a->t.sums;
+    float *patch = norm + 3 * a->s.c;
+    int64_t loaded = -1;
+    rocq__conv_tile t;
     for (; item < item_end; item++) {
         const int64_t number = item / a->t.n_parts, part = item % a->t.n_parts;
-        const int64_t i = number % a->t.n_x, j = number / a->t.n_x % a->t.n_y;
-        rocq__conv_tile t;
-        t.x = y->ne[1] * i / a->t.n_x;
-        t.y = y->ne[2] * j / a->t.n_y;
-        t.w = y->ne[1] * (i + 1) / a->t.n_x - t.x;
-        t.h = y->ne[2] * (j + 1) / a->t.n_y - t.y;
-        t.frame = number / a->t.n_x / a->t.n_y;
-        // The last strip is filled up with copies of the last position, whose sums are not used.
-        const int64_t n_strips = (t.w * t.h + ROCQ__CONV_STRIP - 1) / ROCQ__CONV_STRIP;
-        for (int64_t k = 0; k < n_strips * ROCQ__CONV_STRIP; k++) {
-            const int64_t o = ROCQ__MIN(k, t.w * t.h - 1);
-            at[k] = s->stride * (o / t.h * s->c + o % t.h * a->t.pitch);
-        }
+        const int64_t end = a->t.n_panels * (part + 1) / a->t.n_parts;
         if (number != loaded) {
-            rocq__conv_load_patch(a, patch, norm, t.x * s->stride - s->pad_x,
-                                  t.y * s->stride - s->pad_y, t.frame);
+            rocq__conv_tile_at(a, &t, number);
+            rocq__conv_load_patch(a, patch, norm, t.x * a->s.stride - a->s.pad_x,
+                                  t.y * a->s.stride - a->s.pad_y, t.frame);
             loaded = number;
         }
-        const int64_t end = a->t.n_panels * (part + 1) / a->t.n_parts;
-        for (int64_t panel = a->t.n_panels * part / a->t.n_parts; panel < end; panel++) {
+        for (int64_t panel = a->t.n_panels * part / a->t.n_parts, n; panel < end; panel += n) {
             const int64_t m = panel * ROCQ__CONV_PANEL;
-            float first[ROCQ__CONV_PANEL] = {0};
-            for (int64_t c = 0; bias && c < ROCQ__CONV_PANEL && m + c < s->m; c++) {
-                first[c] = bias[m + c];
+            n = a->avx512 && panel + 1 < end ? 2 : 1;
+            for (int64_t i = 0; i < n; i++) {
+                rocq__conv_begin(a, sums + i * a->t.sums, &t, m + i * ROCQ__CONV_PANEL);
             }
-            for (int64_t k = 0; k < n_strips * ROCQ__CONV_STRIP; k++) {
-                memcpy(sums + k * ROCQ__CONV_PANEL, first, sizeof first);
+            rocq__conv_panels(a, &t, sums, a->weights + m * a->s.k, patch, n);
+            for (int64_t i = 0; i < n; i++) {
+                rocq__conv_finish(a, sums + i * a->t.sums, &t, m + i * ROCQ__CONV_PANEL);
             }
-            rocq__conv_panel(a, sums, a->weights + m * s->k, patch, at, n_strips);
-            rocq__conv_finish(a, sums, &t, m);
         }
     }
 }
@@ -11880,9 +11945,10 @@ static void rocq__plan_conv_cpu(rocq__plan *plan, rocq_op op, const void *params
     a->s = rocq__conv_shape_of(a->p);
     a->t = rocq__conv_tiles_of(a->p->y, &a->s, plan->ctx->desc.n_threads);
     a->simd = plan->ctx->has_simd;
+    a->avx512 = a->simd && plan->ctx->has_avx512;
     a->weights = (float *)(void *)plan->scratch;
     a->local = a->weights + a->t.n_panels * ROCQ__CONV_PANEL * a->s.k;
-    a->pitch = (a->t.sums + 3 * a->s.c + a->t.patch + 15) / 16 * 16;
+    a->pitch = (2 * a->t.sums + 3 * a->s.c + a->t.patch + 15) / 16 * 16;
     rocq__plan_stage(plan, rocq__conv_decode_task, a, a->t.n_panels,
                      rocq__plan_grain(plan, ROCQ__CONV_PANEL * a->s.k));
     rocq__plan_stage(plan, rocq__conv_task, a,
