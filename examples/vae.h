@@ -187,7 +187,7 @@ typedef struct vae_model {
     const vae_request *job;
     vae__stack stack;
     bool planning, comparing, inline_stats, caches;
-    int64_t op_scratch;
+    int64_t op_scratch, scratch; // of the ops so far; that the context has already
     double flops, chain_flops, norm_flops;
     int64_t n;                  // pictures or frames at once
     int64_t size[VAE__MAX_MODULES + 1][2], full[2];
@@ -2158,8 +2158,8 @@ static rocq_result vae__measure_plan(vae_model *m, int64_t base) {
     const rocq_result result = vae__batches(m);
     m->planning = false;
     m->plan.activation_bytes = m->stack.peak;
-    m->plan.scratch_bytes = m->op_scratch;
-    m->plan.peak_bytes = base + m->stack.peak + m->op_scratch;
+    m->plan.scratch_bytes = m->op_scratch > m->scratch ? m->op_scratch : m->scratch;
+    m->plan.peak_bytes = base + m->plan.activation_bytes + m->plan.scratch_bytes;
     m->plan.flops = m->flops;
     if (m->plan.tiling == VAE_EXACT) {
         m->plan.n_tiles = (int32_t)vae__n_cells(m, m->plan.tile);
@@ -2311,6 +2311,7 @@ static rocq_result vae__plan(vae_model *m, vae_net *net, vae_request *job) {
     if (job->memory_budget > 0 && (budget == 0 || job->memory_budget < budget)) {
         budget = job->memory_budget;
     }
+    m->scratch = stats.scratch_bytes;
     const int64_t base = stats.live_bytes - stats.scratch_bytes - m->memory.size;
     if (job->tiling == VAE_AUTO || job->tiling == VAE_WHOLE) {
         VAE__TRY(vae__try(m, VAE_WHOLE, 0, 0, base, budget, &fits, &least));
