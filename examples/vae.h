@@ -199,7 +199,8 @@ typedef struct vae_model {
     bool blending, first_chunk, finite;
     int64_t at[3];              // where a tile goes: column, row, frame or picture, of the batch
     int64_t first;              // of the batch, among the request's pictures or frames
-    int64_t limit;              // for the stack and the scratch of ops, while EXACT is planned
+    int64_t limit;              // for the stack and the scratch of ops, while EXACT is planned;
+                                // 0 = none, -1 = the least
 } vae_model;
 
 // Reads the weights of a GGUF or a safetensors file; the other is NULL, and both may be closed
@@ -2215,11 +2216,12 @@ static rocq_result vae__try_exact(vae_model *m, int64_t base, int64_t budget, bo
         bool one = false;
         if (job->tile > 0 || (size < (m->net == &m->decoder ? longest : longest / m->scale) &&
                               size % m->scale == 0)) {
-            m->limit = budget > 0 ? budget - base : 0;
+            m->limit = budget > base ? budget - base : budget > 0 ? -1 : 0;
             for (int k = 0; k < 4; k++) { // other tiles may take a little more than those compared
                 VAE__TRY(vae__try(m, VAE_EXACT, size, 0, base, budget, &one, least));
-                if (one || m->plan.peak_bytes - budget >= m->limit) break;
+                if (one || m->limit < 0) break;
                 m->limit -= m->plan.peak_bytes - budget;
+                if (k == 2 || m->limit < 0) m->limit = -1; // the smallest, at last
             }
             if (one && (n_segments == 0 || (budget > 0 ? m->plan.flops < best.flops
                                                        : m->plan.peak_bytes < best.peak_bytes))) {
