@@ -573,24 +573,26 @@ static bool vae__channels(const vae__builder *b, const vae__entry *e, const vae_
            (m == 0 || *c_out == m);
 }
 
+// Elements of a vector, by its bytes: sizes beside a 0 are anything, and their product may overflow.
+static int64_t vae__count(const vae__entry *e) { return e->size / (e->format == ROCQ_F32 ? 4 : 2); }
+
 static rocq_result vae__vector(vae_model *m, vae__builder *b, const char *name, const char *suffix,
                                int64_t n, vae__entry **out) {
     char full[128];
     snprintf(full, sizeof full, "%s%s", name, suffix);
     vae__entry *e = vae__find(b->file, full);
-    int64_t count = 1;
     *out = e;
     if (!e) return vae__fail(m, ROCQ_E_NOT_FOUND, "tensor %s is missing", full);
     e->used = true;
-    for (int32_t d = 0; d < e->n_dims; d++) count *= e->ne[d];
     if (!e->known || (e->format != ROCQ_F32 && e->format != ROCQ_F16 && e->format != ROCQ_BF16)) {
         return vae__fail(m, ROCQ_E_FORMAT, "tensor %s has a type that cannot be used here", e->own);
     }
-    if (n > 0 && count != n) {
+    if (n > 0 && vae__count(e) != n) {
         return vae__fail(m, ROCQ_E_SHAPE, "tensor %s has %.0f elements, expected %.0f", e->own,
-                         (double)count, (double)n);
+                         (double)vae__count(e), (double)n);
     }
-    return ROCQ_OK;
+    if (e->size > 0) return ROCQ_OK;
+    return vae__fail(m, ROCQ_E_SHAPE, "tensor %s has no elements", e->own);
 }
 
 // The format that a weight of K by M gets, and why.
@@ -635,8 +637,7 @@ static rocq_result vae__add_conv(vae_model *m, vae__builder *b, const vae__spec 
     snprintf(name, sizeof name, "%s.bias", s->name);
     if (!s->no_bias || vae__find(b->file, name)) {
         VAE__TRY(vae__vector(m, b, s->name, ".bias", 0, &bias));
-        biases = 1;
-        for (int32_t d = 0; d < bias->n_dims; d++) biases *= bias->ne[d];
+        biases = vae__count(bias);
     }
     if (!vae__channels(b, e, s, biases > 0 ? biases : e->n_dims == 4 ? e->ne[3] : 0, &c, &rows)) {
         return vae__wrong_shape(m, e, s, b->c);
@@ -676,7 +677,7 @@ static rocq_result vae__fill_vector(vae_model *m, const vae__file *f, const char
     if (!e) return ROCQ_OK;
     VAE__TRY(rocq_tensor_1d(arena, t, ROCQ_F32, n));
     if (arena->measuring) return ROCQ_OK;
-    const int64_t count = e->format == ROCQ_F32 ? e->size / 4 : e->size / 2;
+    const int64_t count = vae__count(e);
     const size_t size = (size_t)(e->size + 4 * count);
     unsigned char *raw;
     VAE__TRY(vae__allocate(m, &raw, size));

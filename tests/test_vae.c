@@ -1004,6 +1004,75 @@ static void test_bad_weights(void **state) {
     rocq_close(&ctx);
 }
 
+// A file of F32 zeros with these tensors, NAME:SHAPE, which another program may have written.
+static rocq_result open_made(vae_model *m, rocq_ctx *ctx, const char *const *tensors,
+                             const vae_options *options) {
+    static unsigned char file[1 << 16];
+    char *header = (char *)file + 8;
+    int64_t at = 0;
+    size_t n = 0;
+    memset(file, 0, sizeof file);
+    for (; *tensors; tensors++) {
+        int64_t count = 1;
+        const char *shape = strchr(*tensors, ':') + 1;
+        for (const char *c = shape; c; c = strchr(c, ',') ? strchr(c, ',') + 1 : NULL) {
+            count *= count > 0 ? strtoll(c, NULL, 10) : 1;
+        }
+        n += (size_t)snprintf(header + n, 8192 - n, "%c\"%.*s\":{\"dtype\":\"F32\",\"shape\":[%s],"
+                              "\"data_offsets\":[%d,%d]}", n > 0 ? ',' : '{',
+                              (int)(shape - 1 - *tensors), *tensors, shape, (int)at,
+                              (int)(at + 4 * count));
+        at += 4 * count;
+    }
+    header[n++] = '}';
+    file[0] = (unsigned char)n;
+    file[1] = (unsigned char)(n >> 8);
+    const int64_t size = 8 + (int64_t)n + at;
+    assert_true(n < 8192 && size < (int64_t)sizeof file);
+    safetensors_file f;
+    assert_int_equal(safetensors_open_memory(&f, file, size), ROCQ_OK);
+    const rocq_result result = vae_open(m, ctx, NULL, &f, options);
+    safetensors_close(&f);
+    return result;
+}
+
+#define MADE_DECODER                                                                     \
+    "decoder.layers.0.weight:4,4,3,3", "decoder.layers.0.bias:4", "decoder.layers.2.weight:4,4,3,3", \
+        "decoder.layers.3.weight:3,4,3,3", "decoder.layers.3.bias:3"
+#define MADE_ENCODER \
+    "encoder.layers.0.weight:4,3,3,3", "encoder.layers.0.bias:4", "encoder.layers.1.weight:4,4,3,3"
+
+// Files whose sizes fit each other, but not what is computed with them.
+static void test_made_weights(void **state) {
+    static const struct {
+        const char *tensors[16];
+        const char *says; // NULL = it is good
+    } made[] = {
+        {{MADE_DECODER, MADE_ENCODER, "encoder.layers.2.weight:4,4,3,3", "encoder.layers.2.bias:4"},
+         NULL},
+        {{MADE_DECODER, MADE_ENCODER, "encoder.layers.2.weight:4,4,3,3",
+          "encoder.layers.2.bias:0,9007199254740992,9007199254740992"},
+         "encoder.layers.2.bias has no elements"},
+    };
+    const vae_options options = {.encoder = true};
+    rocq_ctx *ctx = open_context(0);
+    (void)state;
+    const rocq_stats before = stats_of(ctx);
+    for (size_t i = 0; i < sizeof made / sizeof made[0]; i++) {
+        vae_model m;
+        const rocq_result result = open_made(&m, ctx, made[i].tensors, &options);
+        if (made[i].says) {
+            assert_true(result == ROCQ_E_SHAPE || result == ROCQ_E_UNSUPPORTED);
+            if (!strstr(m.error, made[i].says)) fail_msg("%s", m.error);
+        } else if (result != ROCQ_OK) {
+            fail_msg("%s", m.error);
+        }
+        vae_close(&m);
+        assert_int_equal(stats_of(ctx).live_bytes, before.live_bytes);
+    }
+    rocq_close(&ctx);
+}
+
 static bool stop_at_half(const char *what, int64_t done, int64_t total, void *user) {
     return strcmp(what, (const char *)user) != 0 || 2 * done < total;
 }
@@ -1056,7 +1125,8 @@ int main(void) {
         cmocka_unit_test(test_gguf),          cmocka_unit_test(test_shipped),
         cmocka_unit_test(test_activations),
         cmocka_unit_test(test_pixels),        cmocka_unit_test(test_bad_requests),
-        cmocka_unit_test(test_bad_weights),   cmocka_unit_test(test_stopped)};
+        cmocka_unit_test(test_bad_weights),   cmocka_unit_test(test_made_weights),
+        cmocka_unit_test(test_stopped)};
     for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) tests[n++] = others[i];
     return _cmocka_run_group_tests("vae", tests, n, write_models, NULL);
 }
