@@ -14245,7 +14245,7 @@ static rocq_launch_config rocq__rule_attention(const rocq__chip *chip, const roc
     const double blocks = ceil((double)s->m / config.tile_n) * s->batch;
     const double fill = floor((double)ROCQ__ATTENTION_BLOCKS * chip->n_units / blocks);
     double runs = ceil(all / ROCQ__MAX(fill, 1.0)); // of a split
-    if (config.tile_n == few) {
+    if (config.tile_n == few && (few < many || s->m <= few)) { // decode
         const double even =
             all / sqrt(rocq__attention_kv_bytes(s) / (double)ROCQ__ATTENTION_FLIGHT *
                        (double)ROCQ__ATTENTION_MERGE / rocq__attention_partial_bytes(s, few));

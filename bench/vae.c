@@ -118,8 +118,9 @@ static rocq_result decode(void *user) {
     return result;
 }
 
-// Its values are [n, 3, T, H, W]; ours are [3, W, H, T, n], innermost first. 50 dB between values of 0 to
-// 1 of two computations in F16 (CPU: F32, 80 dB).
+// Its values are [n, 3, T, H, W]; ours are [3, W, H, T, n], innermost first. Bounds, for values of 0 to 1:
+// on the CPU both compute in F32, 80 dB. On a GPU both in F16, 60 dB; TAESD has no norms, so that
+// roundings add up through all of its 35 layers, 45 dB.
 static bool like_torch(void *user) {
     decoding *d = (decoding *)user;
     char path[100];
@@ -140,15 +141,17 @@ static bool like_torch(void *user) {
     }
     const double psnr = -10 * log10(error / (double)n);
     if (ran) printf("%-44s %.1f dB to PyTorch\n", d->c->what, psnr);
-    return ran && psnr >= (d->gpu ? 50 : 80);
+    return ran && psnr >= (!d->gpu ? 80 : d->c->model[0] == 't' ? 45 : 60);
+}
+
+static double torch_ns(decoding *d, int runs) { // 0: once, and its values are kept
+    const int32_t frames = d->job.frames > 0 ? d->job.frames : 1;
+    return peer_ask(d->peer, "decode %s %d %d %d %d %s %d", d->c->model, (int)d->job.width,
+                    (int)d->job.height, (int)frames, (int)d->c->n, d->mode, runs);
 }
 
 static rocq_result torch_decode(void *user) {
-    decoding *d = (decoding *)user;
-    const int32_t frames = d->job.frames > 0 ? d->job.frames : 1;
-    const double ns = peer_ask(d->peer, "decode %s %d %d %d %d %s 1", d->c->model, (int)d->job.width,
-                               (int)d->job.height, (int)frames, (int)d->c->n, d->mode);
-    return ns < 0 ? ROCQ_E_UNSUPPORTED : ROCQ_OK;
+    return torch_ns((decoding *)user, 1) < 0 ? ROCQ_E_UNSUPPORTED : ROCQ_OK;
 }
 
 static rocq_result open_decoding(decoding *d, const bench *b, const char *weights) {
@@ -223,12 +226,12 @@ static void measure_picture(bench *b, torch_peer *peer, const picture_case *c) {
     snprintf(weights, sizeof weights, "%s/%s.safetensors", peer->folder, c->model);
     struct stat made;
     if (stat(weights, &made) != 0 && peer_ask(peer, "make %s", c->model) < 0) {
-        bench_skip(b, name, "no PyTorch, which makes the weights");
+        bench_skip(b, name, peer->to ? peer->reply : "no PyTorch, which makes the weights");
         return;
     }
     if (open_decoding(&d, b, weights) == ROCQ_OK) {
         make_latents(&d);
-        const bool beside = !c->half && !c->budget && torch_decode(&d) == ROCQ_OK;
+        const bool beside = !c->half && !c->budget && torch_ns(&d, 0) >= 0;
         vae_plan plan;
         vae_plan_decode(&d.m, &d.job, &plan);
         bench_case cases[3] = {{.name = name, .run = decode, .user = &d, .single = true,

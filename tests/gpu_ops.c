@@ -582,6 +582,27 @@ static void test_attention_long(void **state) {
     }
 }
 
+// One head of 512 over all positions of a picture of 1024 x 1024 pixels, as in a VAE: so many tiles
+// of queries fill any chip, and no scratch memory may go to splits of the positions.
+static void test_attention_scratch(void **state) {
+    (void)state;
+    const int64_t n = 128 * 128;
+    rocq_buffer memory;
+    rocq_tensor q, k, v, out;
+    rocq_arena arena;
+    int64_t scratch = -1;
+    assert_int_equal(rocq_buffer_alloc(gpu, &memory, 4 * n * 512 * 2), ROCQ_OK);
+    rocq_arena_init(&arena, &memory);
+    rocq_tensor *const all[] = {&q, &k, &v, &out};
+    for (int i = 0; i < 4; i++) {
+        assert_int_equal(rocq_tensor_3d(&arena, all[i], ROCQ_F16, 512, 1, n), ROCQ_OK);
+    }
+    const rocq_attention_params p = {.out = &out, .q = &q, .k = &k, .v = &v};
+    assert_int_equal(rocq_scratch_size(gpu, ROCQ_OP_ATTENTION, &p, &scratch), ROCQ_OK);
+    assert_in_range(scratch, 0, 1 << 20);
+    assert_int_equal(rocq_buffer_free(gpu, &memory), ROCQ_OK);
+}
+
 // -- rmsnorm, layernorm --
 
 static void test_norms(void **state) {
@@ -1527,7 +1548,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_matmul_layouts),  cmocka_unit_test(test_matmul_epilogue),
         cmocka_unit_test(test_matmul_chain),    cmocka_unit_test(test_attention_heads),
         cmocka_unit_test(test_attention_formats), cmocka_unit_test(test_attention_options),
-        cmocka_unit_test(test_attention_long),  cmocka_unit_test(test_norms),
+        cmocka_unit_test(test_attention_long),  cmocka_unit_test(test_attention_scratch),
+        cmocka_unit_test(test_norms),
         cmocka_unit_test(test_planar_activations), cmocka_unit_test(test_rope),
         cmocka_unit_test(test_rope_append),     cmocka_unit_test(test_maps),
         cmocka_unit_test(test_casts),           cmocka_unit_test(test_softmax),
