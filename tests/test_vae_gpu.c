@@ -1,0 +1,13 @@
+// Some of tests/test_vae.c in a GPU context: the same models through the kernels, on the stand-in.
+#define VAE_BACKEND ROCQ_BACKEND_GPU
+#define VAE_TEARDOWN nothing_was_wrong
+static int nothing_was_wrong(void **state);
+#include "test_vae.c"
+
+#include "simt/hip.h"
+
+static int nothing_was_wrong(void **state) {
+    (void)state;
+    if (simt_error_count() != 0) print_message("%s\n", simt_errors_text());
+    return simt_error_count() != 0 || simt_live_sum() != 0 ? -1 : 0;
+}
