@@ -235,13 +235,14 @@ static int64_t latents_in(const run *r, const source *s, latent *l) {
     return n;
 }
 
-// A name that every file system takes: letters and digits of ASCII, and "-" for what is between.
+// A name that every file system takes: small letters and digits of ASCII, "-" for what is between.
 static void set_name(const run *r, latent *l, const char *title, int64_t length) {
     size_t n = 0;
     for (int64_t i = 0; i < length && n + 24 < sizeof l->name; i++) {
-        const char c = title[i];
-        const bool letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
-        const bool plain = letter || (c >= '0' && c <= '9') || c == '_' || (c == '.' && n > 0);
+        const bool capital = title[i] >= 'A' && title[i] <= 'Z';
+        const char c = (char)(capital ? title[i] - 'A' + 'a' : title[i]);
+        const bool plain = (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_' ||
+                           (c == '.' && n > 0);
         if (plain) l->name[n++] = c;
         else if (n > 0 && l->name[n - 1] != '-') l->name[n++] = '-';
     }
