@@ -576,7 +576,7 @@ static bool vae__channels(const vae__builder *b, const vae__entry *e, const vae_
            (m == 0 || *c_out == m);
 }
 
-// Elements of a vector, by its bytes: sizes beside a 0 are anything, and their product may overflow.
+// Elements of a vector, by its bytes: sizes beside a 0 are anything, their product may overflow.
 static int64_t vae__count(const vae__entry *e) { return e->size / (e->format == ROCQ_F32 ? 4 : 2); }
 
 static rocq_result vae__vector(vae_model *m, vae__builder *b, const char *name, const char *suffix,
@@ -1097,9 +1097,14 @@ static rocq_result vae__load(vae_model *m, vae__file *f) {
     VAE__TRY(vae__allocate(m, &m->decoder.convs, size));
     VAE__TRY(vae__allocate(m, &m->encoder.convs, size));
     VAE__TRY(vae__build(m, f, NULL, taesd));
-    if (m->z > 64 || m->decoder.c_out != 3 || (m->options.encoder && m->encoder.c_in != 3)) {
+    if (m->z > 64 || m->decoder.c_out != 3) {
         return vae__fail(m, ROCQ_E_UNSUPPORTED, "latents of %d channels, pictures of %d", (int)m->z,
                          (int)m->decoder.c_out);
+    }
+    const int32_t c_out = (taesd ? 1 : 2) * m->z; // of the encoder: with their logarithmic variance
+    if (m->options.encoder && (m->encoder.c_in != 3 || m->encoder.c_out != c_out)) {
+        return vae__fail(m, ROCQ_E_UNSUPPORTED, "an encoder of %d channels to %d, expected 3 to %d",
+                         (int)m->encoder.c_in, (int)m->encoder.c_out, (int)c_out);
     }
     VAE__TRY(vae__all_used(m, f));
     VAE__TRY(vae__choose_family(m, f, taesd));

@@ -1073,9 +1073,10 @@ static rocq_result open_made(vae_model *m, rocq_ctx *ctx, const char *const *ten
     return result;
 }
 
-#define MADE_DECODER                                                                     \
-    "decoder.layers.0.weight:4,4,3,3", "decoder.layers.0.bias:4", "decoder.layers.2.weight:4,4,3,3", \
-        "decoder.layers.3.weight:3,4,3,3", "decoder.layers.3.bias:3"
+#define MADE_DECODER                                                     \
+    "decoder.layers.0.weight:4,4,3,3", "decoder.layers.0.bias:4",        \
+        "decoder.layers.2.weight:4,4,3,3", "decoder.layers.3.weight:3,4,3,3", \
+        "decoder.layers.3.bias:3"
 #define MADE_ENCODER \
     "encoder.layers.0.weight:4,3,3,3", "encoder.layers.0.bias:4", "encoder.layers.1.weight:4,4,3,3"
 
@@ -1090,6 +1091,11 @@ static void test_made_weights(void **state) {
         {{MADE_DECODER, MADE_ENCODER, "encoder.layers.2.weight:4,4,3,3",
           "encoder.layers.2.bias:0,9007199254740992,9007199254740992"},
          "encoder.layers.2.bias has no elements"},
+        {{MADE_DECODER, MADE_ENCODER, "encoder.layers.2.conv.0.weight:4,4,3,3",
+          "encoder.layers.2.conv.0.bias:4", "encoder.layers.2.conv.2.weight:4,4,3,3",
+          "encoder.layers.2.conv.2.bias:4", "encoder.layers.2.conv.4.weight:1,4,3,3",
+          "encoder.layers.2.conv.4.bias:1", "encoder.layers.2.skip.weight:1,4,1,1"},
+         "an encoder of 3 channels to 1, expected 3 to 4"},
     };
     const vae_options options = {.encoder = true};
     rocq_ctx *ctx = open_context(0);
