@@ -2223,8 +2223,10 @@ static rocq_result vae__try_exact(vae_model *m, int64_t base, int64_t budget, bo
          tile = tile % 3 == 0 ? tile * 2 / 3 : tile * 3 / 4) {
         const int32_t size = job->tile > 0 ? job->tile : tile;
         bool one = false;
-        if (job->tile > 0 || (size < (m->net == &m->decoder ? longest : longest / m->scale) &&
-                              size % m->scale == 0)) {
+        const bool smallest = size == 4 * m->scale; // also for a picture that is smaller
+        if (job->tile > 0 || smallest ||
+            (size < (m->net == &m->decoder ? longest : longest / m->scale) &&
+             size % m->scale == 0)) {
             m->limit = budget > base ? budget - base : budget > 0 ? -1 : 0;
             for (int k = 0; k < 4; k++) { // other tiles may take a little more than those compared
                 VAE__TRY(vae__try(m, VAE_EXACT, size, 0, base, budget, &one, least));

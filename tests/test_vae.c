@@ -353,6 +353,30 @@ static void test_exact(void **state) {
     }
 }
 
+// Pictures no larger than the smallest tile are one.
+static void test_exact_small(void **state) {
+    static const int32_t sizes[][2] = {{1, 1}, {2, 1}, {1, 4}, {4, 4}, {5, 1}};
+    opened o;
+    (void)state;
+    open_all(&o, "sd", "sd", 4, false);
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        float out[2][3 * 40 * 40];
+        const int64_t count = 3 * (int64_t)64 * sizes[i][0] * sizes[i][1];
+        vae_request job = request_of(&o.x, out[0]);
+        assert_true(count <= 3 * 40 * 40);
+        job.n = 1;
+        job.width = sizes[i][0];
+        job.height = sizes[i][1];
+        decode(&o.m, &job);
+        job.tiling = VAE_EXACT;
+        job.values = out[1];
+        decode(&o.m, &job);
+        assert_int_equal(o.m.plan.tiling, VAE_EXACT);
+        CLOSE(out[1], out[0], count, 2e-6);
+    }
+    close_all(&o);
+}
+
 static void test_exact_encoder(void **state) {
     opened o;
     (void)state;
@@ -1156,7 +1180,7 @@ int main(void) {
     static const struct CMUnitTest everywhere[] = {
         cmocka_unit_test(test_exact), cmocka_unit_test(test_beginning)};
     static const struct CMUnitTest others[] = {
-        cmocka_unit_test(test_batches),        cmocka_unit_test(test_exact_encoder),
+        cmocka_unit_test(test_batches),        cmocka_unit_test(test_exact_small), cmocka_unit_test(test_exact_encoder),
         cmocka_unit_test(test_blend),          cmocka_unit_test(test_blend_video),
         cmocka_unit_test(test_blend_defaults), cmocka_unit_test(test_chunks),
         cmocka_unit_test(test_memory),         cmocka_unit_test(test_budgets),
