@@ -105,6 +105,7 @@ enum { VAE__CONVS, VAE__ATTENTION, VAE__TIME };                  // kinds of mod
 enum { VAE__NO_NORM, VAE__GROUP_NORM, VAE__POSITION_NORM };
 enum { VAE__NO_RESIDUAL, VAE__OF_INPUT, VAE__OF_SHORTCUT };
 enum { VAE__MAX_CONVS = 160, VAE__MAX_MODULES = 64 };
+enum { VAE__TILE = 768, VAE__OVERLAP = 96 }; // of BLEND
 
 typedef struct vae_conv {
     char name[96];              // of the weight, in ldm's way of naming
@@ -2254,9 +2255,9 @@ static rocq_result vae__try_exact(vae_model *m, int64_t base, int64_t budget, bo
 static rocq_result vae__try_blend(vae_model *m, int64_t base, int64_t budget, bool *fits,
                                   int64_t *least) {
     const int32_t s = m->scale;
-    int32_t tile = m->job->tile > 0 ? m->job->tile : 768 / s * s;
+    int32_t tile = m->job->tile > 0 ? m->job->tile : VAE__TILE / s * s;
     for (;;) {
-        int32_t overlap = m->job->overlap > 0 ? m->job->overlap : 96 / s * s;
+        int32_t overlap = m->job->overlap > 0 ? m->job->overlap : VAE__OVERLAP / s * s;
         if (m->job->overlap <= 0 && overlap > tile / 4) overlap = tile / 4 / s * s;
         VAE__TRY(vae__try(m, VAE_BLEND, tile, overlap, base, budget, fits, least));
         if (*fits || m->job->tile > 0 || tile / 4 * 3 / s * s < 8 * s ||
@@ -2287,13 +2288,15 @@ static rocq_result vae__check_job(vae_model *m, vae_request *job) {
                          (int)job->frames, m->family);
     }
     if ((int)job->tiling < 0 || job->tiling > VAE_EXACT || job->tile < 0 || job->overlap < 0 ||
-        job->chunk < 0 || job->chunk_overlap < 0 || job->tile % s != 0 || job->overlap % s != 0) {
+        job->chunk < 0 || job->chunk_overlap < 0 || job->tile % s != 0 || job->overlap % s != 0 ||
+        job->memory_budget < 0) {
         return vae__fail(m, ROCQ_E_ARGUMENT, "tile %d and overlap %d are no multiples of %d, or a "
                          "field is out of range", (int)job->tile, (int)job->overlap, (int)s);
     }
-    if (job->tile > 0 && job->overlap >= job->tile) {
-        return vae__fail(m, ROCQ_E_ARGUMENT, "tiles of %d pixels that overlap by %d",
-                         (int)job->tile, (int)job->overlap);
+    const int32_t tile = job->tile > 0 ? job->tile : VAE__TILE / s * s;
+    if (job->overlap >= tile) {
+        return vae__fail(m, ROCQ_E_ARGUMENT, "tiles of %d pixels that overlap by %d", (int)tile,
+                         (int)job->overlap);
     }
     if (job->chunk_overlap > 0 && job->chunk > 0 && job->chunk_overlap >= job->chunk) {
         return vae__fail(m, ROCQ_E_ARGUMENT, "chunks of %d frames that overlap by %d",

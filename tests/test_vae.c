@@ -966,6 +966,12 @@ static void test_bad_requests(void **state) {
     job.tile = 64;
     job.overlap = 64;
     refuse(&o, &job, ROCQ_E_ARGUMENT, "tiles of 64 pixels that overlap by 64");
+    job.tile = 0; // 768
+    job.overlap = 768;
+    refuse(&o, &job, ROCQ_E_ARGUMENT, "tiles of 768 pixels that overlap by 768");
+    job = good;
+    job.memory_budget = -1;
+    refuse(&o, &job, ROCQ_E_ARGUMENT, "a field is out of range");
     job = good;
     job.latents = NULL;
     refuse(&o, &job, ROCQ_E_ARGUMENT, "no latents");
