@@ -1163,12 +1163,14 @@ static void vae__stack_init(vae_model *m, const rocq_buffer *buffer) {
 static rocq_result vae__take(vae_model *m, int32_t side, rocq_format format, int64_t c, int64_t w,
                              int64_t h, int64_t n, rocq_tensor *t) {
     const int64_t ne[4] = {c, w, h, n};
-    int64_t bytes;
+    const double count = (double)c * (double)w * (double)h * (double)n;
+    int64_t bytes = 0;
     vae__stack *s = &m->stack;
-    VAE__TRY(rocq_row_size(format, c * w * h * n, &bytes));
+    if (count <= (double)s->buffer.size) VAE__TRY(rocq_row_size(format, c * w * h * n, &bytes));
     bytes = (bytes + 255) / 256 * 256;
-    if (s->level[0] + s->level[1] + bytes > s->buffer.size) {
-        return vae__fail(m, ROCQ_E_ARENA, "memory was planned too small"); // cannot happen
+    if (bytes == 0 || s->level[0] + s->level[1] + bytes > s->buffer.size) {
+        return vae__fail(m, ROCQ_E_OVERFLOW, "%d x %d takes more memory than there are addresses",
+                         (int)m->job->width, (int)m->job->height);
     }
     const int64_t at = side == 0 ? s->level[0] : s->buffer.size - s->level[1] - bytes;
     s->level[side] += bytes;

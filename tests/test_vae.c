@@ -1074,7 +1074,7 @@ static void test_bad_weights(void **state) {
 // A file of F32 zeros with these tensors, NAME:SHAPE, which another program may have written.
 static rocq_result open_made(vae_model *m, rocq_ctx *ctx, const char *const *tensors,
                              const vae_options *options) {
-    static unsigned char file[1 << 16];
+    static unsigned char file[1 << 20];
     char *header = (char *)file + 8;
     int64_t at = 0;
     size_t n = 0;
@@ -1142,6 +1142,21 @@ static void test_made_weights(void **state) {
         }
         vae_close(&m);
         assert_int_equal(stats_of(ctx).live_bytes, before.live_bytes);
+    }
+    // 2^32 positions of 2^20 pictures with 2^12 channels
+    static const char *const wide[] = {"decoder.layers.0.weight:4096,1,3,3",
+                                       "decoder.layers.0.bias:4096",
+                                       "decoder.layers.2.weight:3,4096,3,3",
+                                       "decoder.layers.2.bias:3", NULL};
+    for (int i = 0; i < 4; i++) {
+        const vae_request job = {.width = 1 << 16, .height = 1 << 16, .n = 1 << 20,
+                                 .tiling = (vae_tiling)i};
+        vae_model m;
+        vae_plan plan;
+        assert_int_equal(open_made(&m, ctx, wide, NULL), ROCQ_OK);
+        const rocq_result result = vae_plan_decode(&m, &job, &plan);
+        if (result != ROCQ_E_OVERFLOW) fail_msg("%s: %s", rocq_result_name(result), m.error);
+        vae_close(&m);
     }
     rocq_close(&ctx);
 }
