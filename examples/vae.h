@@ -1326,6 +1326,57 @@ static void vae__spans(const vae_conv *convs, int32_t n, const int64_t size[2], 
     }
 }
 
+// y = the shortcut of x, 1 x 1 of at most as many channels, over x, which ends with it. Rows of y
+// are no longer than those of x, so they go where rows have been read: from the end of the stack
+// that x lies at, first some through memory of their own, then twice as many, and so on. At its
+// widest block a decoder so takes three quarters of the memory.
+static rocq_result vae__shrink(vae_model *m, vae_conv *c, const vae__value *x, vae__value *y) {
+    const vae__stack *s = &m->stack;
+    const int64_t w = x->size[0], n_rows = x->size[1] * x->full.ne[3];
+    int64_t x_row, y_row;
+    VAE__TRY(rocq_row_size(x->full.format, c->c * w, &x_row));
+    VAE__TRY(rocq_row_size(x->full.format, c->m * w, &y_row));
+    const int64_t levels[2] = {s->level[0], s->level[1]}, size = (y_row * n_rows + 255) / 256 * 256;
+    const int64_t x_at = x->full.offset;
+    const int64_t y_at = x->side == 0 ? x_at : s->buffer.size - x->mark - size;
+    const int64_t ne[4] = {c->m, w, x->size[1], x->full.ne[3]};
+    const int64_t few = (n_rows + 63) / 64;
+    for (int64_t done = 0; done < n_rows;) {
+        int64_t n = few, first; // rows first to first + n - 1
+        bool apart = true;      // what they become lies over rows that are still to be read
+        const int64_t left = n_rows - done;
+        const int64_t unread = x_at + (x->side == 0 ? done : left) * x_row - y_at; // edge of them
+        const int64_t free_rows =
+            x->side == 0 ? unread / y_row - done : left - (unread + y_row - 1) / y_row;
+        if (free_rows > 0) {
+            n = free_rows;
+            apart = false;
+        }
+        if (n > left) n = left;
+        first = x->side == 0 ? done : left - n;
+        const int64_t x_ne[4] = {c->c, w, n, 1}, y_ne[4] = {c->m, w, n, 1};
+        const vae__span o = {{0, 0}, {w, n}};
+        vae__value rows = *x;
+        rocq_tensor to, place;
+        rows.room = 0;
+        rows.span = o;
+        rows.size[1] = n;
+        VAE__TRY(rocq_tensor_init(&rows.full, &s->buffer, x_at + first * x_row, x->full.format, 4,
+                                  x_ne));
+        VAE__TRY(rocq_tensor_init(&place, &s->buffer, y_at + first * y_row, x->full.format, 4,
+                                  y_ne));
+        if (apart) VAE__TRY(vae__take(m, !x->side, x->full.format, c->m, w, n, 1, &to));
+        VAE__TRY(vae__conv(m, c, &rows, &o, apart ? &to : &place, NULL));
+        const rocq_cast_params copy = {.y = &place, .x = &to};
+        if (apart) VAE__RUN(m, CAST, cast, &copy);
+        m->stack.level[!x->side] = levels[!x->side];
+        done += n;
+    }
+    *y = *x;
+    y->end = x->mark + size;
+    return rocq_tensor_init(&y->full, &s->buffer, y_at, x->full.format, 4, ne);
+}
+
 // Convolutions one behind the other, the last of which adds the input, or 1 x 1 of it. With stop >
 // 0 only as far as the input of that one. out is as much of the result as o, or a little more; it
 // lies in dest, in the place of x, or on the other side of the stack.
@@ -1334,16 +1385,20 @@ static rocq_result vae__convs(vae_model *m, const vae_module *mod, const vae__va
                               vae__value *out) {
     vae_conv *convs = m->net->convs + mod->first;
     const int32_t n = stop > 0 ? stop : mod->n, other = !x->side;
-    const bool in_place = stop <= 0 && !dest && mod->residual == VAE__OF_INPUT && x->owned;
+    const bool free_x = stop <= 0 && !dest && x->owned && x->full.format == m->stream;
+    const bool in_place = free_x && mod->residual == VAE__OF_INPUT;
+    const bool shrinks = free_x && mod->residual == VAE__OF_SHORTCUT && m->inline_stats && n == 2 &&
+                         convs[n].m <= convs[n].c;
     const bool last_of_all = mod == &m->net->modules[m->net->n_modules - 1];
-    const int64_t n_frames = x->full.ne[3] - x->room, level = m->stack.level[x->side];
+    const int64_t n_frames = x->full.ne[3] - x->room;
+    const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
     int64_t sizes[4][2];
     vae__span spans[4];
     vae__value h = *x, y;
     rocq_tensor to, residual;
     vae__spans(convs, n, x->size, o, sizes, spans);
     memset(&y, 0, sizeof y);
-    if (stop <= 0) {
+    if (stop <= 0 && !shrinks) {
         if (dest) {
             y = *dest;
         } else if (in_place) {
@@ -1370,21 +1425,26 @@ static rocq_result vae__convs(vae_model *m, const vae_module *mod, const vae__va
             m->norm_flops += m->flops - m->chain_flops; // the tiles up to here run once more
         }
         if (stop <= 0 && j == n - 1) {
+            if (shrinks) {
+                VAE__TRY(vae__shrink(m, &convs[mod->n], x, &y));
+                to = residual = vae__frames_of(&y, &spans[n]);
+            }
             VAE__TRY(vae__conv(m, &convs[j], &h, &spans[n], &to,
                                mod->residual != VAE__NO_RESIDUAL ? &residual : NULL));
             break;
         }
         vae__value next;
-        VAE__TRY(vae__new(m, j % 2 == 0 ? x->side : other, m->inner, convs[j].m, sizes[j + 1],
-                          &spans[j + 1], n_frames, &next));
+        VAE__TRY(vae__new(m, (j % 2 == 0) != shrinks ? x->side : other, m->inner, convs[j].m,
+                          sizes[j + 1], &spans[j + 1], n_frames, &next));
         const rocq_tensor inner = vae__frames_of(&next, &spans[j + 1]);
         VAE__TRY(vae__conv(m, &convs[j], &h, &spans[j + 1], &inner, NULL));
         h = next;
     }
     *out = stop > 0 ? h : y;
     if (stop > 0) return ROCQ_OK; // the caller frees it all
-    m->stack.level[x->side] = in_place ? x->end : x->owned ? x->mark : level;
-    m->stack.level[other] = in_place || dest ? m->stack.level[other] : y.end;
+    m->stack.level[x->side] = in_place ? x->end : shrinks ? y.end : x->owned ? x->mark
+                                                                             : levels[x->side];
+    m->stack.level[other] = in_place || shrinks || dest ? levels[other] : y.end;
     return ROCQ_OK;
 }
 
