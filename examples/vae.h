@@ -97,7 +97,7 @@ typedef struct vae_plan {
     int64_t peak_bytes;      // largest rocq_stats.live_bytes, weights included
     int64_t activation_bytes, scratch_bytes; // of those
     int64_t smallest_bytes;  // the smallest memory_budget that would do, tiles being free
-    double flops;            // of convolutions and attention; with tiles by the largest one
+    double flops;            // of convolutions and attention; of exact tiles a little too many
     double whole_flops;
 } vae_plan;
 
@@ -1584,13 +1584,19 @@ static int64_t vae__largest_cell(const vae_model *m, int32_t tile) {
     return (n_x > 2 ? 1 : 0) + (n_y > 2 ? n_x : 0);
 }
 
-// Cells whose sizes and neighbours are all that there are: the first two and the last of each
-// direction. While steps are compared the largest will do.
-static bool vae__planned_cell(const vae_model *m, int32_t tile, int64_t cell) {
+// For how many cells this one stands while planning, 0 = it is passed over: the first two and the
+// last of each direction have all sizes and neighbours that there are. While steps are compared the
+// largest will do for all.
+static int64_t vae__stands_for(const vae_model *m, int32_t tile, int64_t cell) {
     const int64_t n_x = (m->full[0] + tile - 1) / tile, n_y = (m->full[1] + tile - 1) / tile;
-    const int64_t x = cell % n_x, y = cell / n_x;
-    if (m->comparing) return cell == vae__largest_cell(m, tile);
-    return (x < 2 || x == n_x - 1) && (y < 2 || y == n_y - 1);
+    const int64_t n[2] = {n_x, n_y}, at[2] = {cell % n_x, cell / n_x};
+    int64_t product = 1;
+    if (m->comparing) return cell == vae__largest_cell(m, tile) ? n_x * n_y : 0;
+    for (int d = 0; d < 2; d++) {
+        if (at[d] == 1 && n[d] > 2) product *= n[d] - 2;
+        else if (at[d] > 1 && at[d] < n[d] - 1) return 0;
+    }
+    return product;
 }
 
 // Mean and variance of what convolution j of module i reads, from all tiles of it.
@@ -1619,8 +1625,7 @@ static rocq_result vae__gather(vae_model *m, int32_t a, int32_t i, int32_t j, in
 static rocq_result vae__emit(vae_model *m, vae__value *v, const vae__span *o);
 
 // Modules a to b - 1 from x, a whole value, to out, another, or to the caller's memory. In tiles:
-// first the norms one after the other, each by all tiles up to there, then all the way. Planning
-// takes the largest tile for all.
+// first the norms one after the other, each by all tiles up to there, then all the way.
 static rocq_result vae__segment(vae_model *m, int32_t a, int32_t b, int32_t tile, vae__value *x,
                                 vae__value *out) {
     const bool last = b == m->net->n_modules, owned = x->owned;
@@ -1643,10 +1648,10 @@ static rocq_result vae__segment(vae_model *m, int32_t a, int32_t b, int32_t tile
         }
     }
     const int64_t n_cells = vae__n_cells(m, tile);
-    const double before = m->flops;
-    double most = 0;
+    double flops = m->flops;
     for (int64_t cell = 0; cell < n_cells; cell++) {
-        if (m->planning && !vae__planned_cell(m, tile, cell)) continue;
+        const int64_t n_alike = m->planning ? vae__stands_for(m, tile, cell) : 1;
+        if (n_alike == 0) continue;
         const double start = m->flops;
         const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
         const vae__span o = vae__cell(m, m->size[b], tile, cell);
@@ -1659,9 +1664,9 @@ static rocq_result vae__segment(vae_model *m, int32_t a, int32_t b, int32_t tile
         VAE__TRY(vae__chain(m, a, b, x, &o, 0, last ? NULL : &dest, &v));
         if (last) VAE__TRY(vae__emit(m, &v, &o));
         memcpy(m->stack.level, levels, sizeof levels);
-        if (m->flops - start + m->norm_flops > most) most = m->flops - start + m->norm_flops;
+        flops += (double)n_alike * (m->flops - start + m->norm_flops);
     }
-    if (m->planning) m->flops = before + (double)n_cells * most;
+    if (m->planning) m->flops = flops;
     if (owned) m->stack.level[x->side] = x->mark;
     return ROCQ_OK;
 }
