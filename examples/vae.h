@@ -1611,6 +1611,7 @@ static rocq_result vae__gather(vae_model *m, int32_t a, int32_t i, int32_t j, in
         return vae__group_stats(m, conv, &all, false, true);
     }
     for (int64_t cell = 0; cell < vae__n_cells(m, tile); cell++) {
+        if (m->planning && vae__stands_for(m, tile, cell) == 0) continue;
         const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
         const vae__span o = vae__cell(m, size, tile, cell);
         vae__value v;
@@ -1640,7 +1641,10 @@ static rocq_result vae__segment(vae_model *m, int32_t a, int32_t b, int32_t tile
         VAE__TRY(vae__new(m, !x->side, m->stream, vae__channels_at(m->net, b), m->size[b], &whole,
                           x->full.ne[3], out));
     }
-    for (int32_t i = a; i < b && !m->planning; i++) {
+    double flops = m->flops;
+    // A norm's tiles are smaller than those below, but what an op takes of scratch memory does not
+    // always fall with its size.
+    for (int32_t i = a; i < b && !m->comparing; i++) {
         const vae_module *mod = &m->net->modules[i];
         for (int32_t j = 0; j < mod->n; j++) {
             if (m->net->convs[mod->first + j].norm != VAE__GROUP_NORM) continue;
@@ -1648,7 +1652,7 @@ static rocq_result vae__segment(vae_model *m, int32_t a, int32_t b, int32_t tile
         }
     }
     const int64_t n_cells = vae__n_cells(m, tile);
-    double flops = m->flops;
+    if (m->planning) m->flops = flops; // below they count by the tile
     for (int64_t cell = 0; cell < n_cells; cell++) {
         const int64_t n_alike = m->planning ? vae__stands_for(m, tile, cell) : 1;
         if (n_alike == 0) continue;

@@ -355,7 +355,7 @@ static void test_exact(void **state) {
 
 // Pictures no larger than the smallest tile are one.
 static void test_exact_small(void **state) {
-    static const int32_t sizes[][2] = {{1, 1}, {2, 1}, {1, 4}, {4, 4}, {5, 1}};
+    static const int32_t sizes[][2] = {{1, 1}, {2, 1}, {1, 4}, {4, 4}, {5, 1}, {3, 5}, {5, 5}};
     opened o;
     (void)state;
     open_all(&o, "sd", "sd", 4, false);
@@ -373,6 +373,14 @@ static void test_exact_small(void **state) {
         decode(&o.m, &job);
         assert_int_equal(o.m.plan.tiling, VAE_EXACT);
         CLOSE(out[1], out[0], count, 2e-6);
+        rocq_ctx *ctx = open_context(0); // where no scratch memory is left from before
+        vae_model m;
+        const vae_options options = {.n_groups = 4};
+        open_model(&m, ctx, "sd", &options);
+        decode(&m, &job);
+        assert_int_equal(stats_of(ctx).live_bytes, m.plan.peak_bytes);
+        vae_close(&m);
+        rocq_close(&ctx);
     }
     close_all(&o);
 }
@@ -1211,7 +1219,8 @@ int main(void) {
     static const struct CMUnitTest everywhere[] = {
         cmocka_unit_test(test_exact), cmocka_unit_test(test_beginning)};
     static const struct CMUnitTest others[] = {
-        cmocka_unit_test(test_batches),        cmocka_unit_test(test_exact_small), cmocka_unit_test(test_exact_encoder),
+        cmocka_unit_test(test_batches),        cmocka_unit_test(test_exact_small),
+        cmocka_unit_test(test_exact_encoder),
         cmocka_unit_test(test_blend),          cmocka_unit_test(test_blend_video),
         cmocka_unit_test(test_blend_defaults), cmocka_unit_test(test_chunks),
         cmocka_unit_test(test_memory),         cmocka_unit_test(test_budgets),
