@@ -12,28 +12,15 @@
 // that says why, on any failure. --help lists the options.
 
 #define ROCQ_IMPLEMENTATION
-#define DS_PROGRAM "generate"
+#define PROGRAM "generate"
 #include "../rocq.h"
+
+#include "program.h"
 
 #include "llama.h"
 #include "tokenizer.h"
 
-#include <math.h>
-#include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
-#if defined(_WIN32)
-#include <io.h>
-#include <windows.h>
-#else
-#include <unistd.h>
-#endif
-
-#if defined(__cplusplus) && defined(__GNUC__) // see llama.h
-#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
-#endif
 
 static const char usage[] =
     "usage: generate [options]\n"
@@ -76,8 +63,6 @@ static const char usage[] =
 // What the model in examples/model continues: who speaks, and about what.
 #define DEFAULT_PROMPT "role: blacksmith | mood: weary | topic: the broken windmill | name: Hugo\n"
 
-enum { REASON_SIZE = 512 };
-
 typedef struct options {
     const char *model, *prompt, *kv, *kernels, *logits, *tuning, *trace, *profile;
     bool help, escapes, no_graph, stats;
@@ -92,59 +77,7 @@ typedef struct options {
 // Options
 // ---------------------------------------------------------------------------------------------
 
-// The model beside this file's source, wherever the program is started.
-static const char *default_model(void) {
-    static char path[1024];
-    const char *source = __FILE__, *end = source + strlen(source);
-    while (end > source && end[-1] != '/' && end[-1] != '\\') end--;
-    snprintf(path, sizeof path, "%.*smodel/rocq-demo.gguf", (int)(end - source), source);
-    return path;
-}
-
-enum { FLAG, TEXT, DEVICE, PRECISION, SHARING, INTEGER, NUMBER, SEED };
-
-typedef struct option {
-    const char *name;
-    int type;
-    double low, high;
-    void *to; // bool, const char *, int32_t, float or uint64_t, by type; a name's place in its list
-} option;
-
-// Stores an option's value; false when it is none.
-static bool parse_value(const char *text, const option *o) {
-    // In the order of rocq_backend, rocq_precision and rocq_sharing.
-    static const char *const names[3][4] = {{"auto", "cpu", "gpu", NULL},
-                                            {"auto", "f32", "f16", "int8"},
-                                            {"balanced", "graphics", "compute", NULL}};
-    const bool named = o->type >= DEVICE && o->type <= SHARING;
-    const char *const *list = names[named ? o->type - DEVICE : 0];
-    int32_t at = 0;
-    char *end;
-    const double x = strtod(text, &end);
-    const bool plain = text[strspn(text, "+-.0123456789eE")] == '\0'; // else " 1", 0x1f, nan
-    const bool number = plain && end != text && *end == '\0' && x >= o->low && x <= o->high;
-    switch (o->type) {
-    case TEXT: *(const char **)o->to = text; return true;
-    case DEVICE:
-    case PRECISION:
-    case SHARING:
-        while (at < 4 && list[at] && strcmp(text, list[at]) != 0) at++;
-        *(int32_t *)o->to = at;
-        return at < 4 && list[at];
-    case NUMBER:
-        if (number) *(float *)o->to = (float)x;
-        return number;
-    case SEED:
-        if (number) *(uint64_t *)o->to = (uint64_t)x;
-        return number && x == floor(x);
-    default:
-        if (number) *(int32_t *)o->to = (int32_t)x;
-        return number && x == floor(x);
-    }
-}
-
-// False, after a line on stderr, when an option is unknown or its value wrong.
-static bool parse_options(options *o, int argc, char **argv) {
+static bool parse(options *o, int argc, char **argv) {
     const option table[] = {
         {"--help", FLAG, 0, 0, &o->help},
         {"-m", TEXT, 0, 0, &o->model},
@@ -176,28 +109,7 @@ static bool parse_options(options *o, int argc, char **argv) {
         {"--profile", TEXT, 0, 0, &o->profile},
         {"--logits", TEXT, 0, 0, &o->logits},
     };
-    const size_t n = sizeof table / sizeof table[0];
-    for (int i = 1; i < argc; i++) {
-        size_t k = 0;
-        while (k < n && strcmp(argv[i], table[k].name) != 0) k++;
-        if (k == n) {
-            fprintf(stderr, "generate: there is no option %s, see --help\n", argv[i]);
-            return false;
-        }
-        if (table[k].type == FLAG) {
-            *(bool *)table[k].to = true;
-        } else if (++i == argc) {
-            fprintf(stderr, "generate: option %s needs a value, see --help\n", table[k].name);
-            return false;
-        } else if (!parse_value(argv[i], &table[k])) {
-            fprintf(stderr, "generate: option %s cannot be \"%s\"", table[k].name, argv[i]);
-            if (table[k].type < INTEGER) fprintf(stderr, ", see --help\n");
-            else fprintf(stderr, ", only %snumbers from %.16g to %.16g\n",
-                         table[k].type == NUMBER ? "" : "whole ", table[k].low, table[k].high);
-            return false;
-        }
-    }
-    return true;
+    return parse_options(table, sizeof table / sizeof table[0], argc, argv);
 }
 
 // The prompt with its escapes resolved, in new memory.
@@ -215,18 +127,8 @@ static char *unescape(const char *text, bool escapes) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Time, memory, terminal
+// Memory, Ctrl-C
 // ---------------------------------------------------------------------------------------------
-
-static double seconds(void) { return 1e-9 * (double)rocq_time_ns(); }
-
-static bool is_terminal(int file) {
-#if defined(_WIN32)
-    return _isatty(file) != 0;
-#else
-    return isatty(file) != 0;
-#endif
-}
 
 static int64_t n_allocs; // by rocq; ds_n_allocs are the tokenizer's
 
@@ -249,14 +151,9 @@ static void on_interrupt(int signal_number) {
     signal(signal_number, SIG_DFL); // a second one ends at once
 }
 
-// Progress of loading and of long prompts, in one line that is overwritten and at last erased.
+// Progress of loading and of long prompts.
 static bool show_progress(const char *what, int64_t done, int64_t total, void *user) {
-    const bool on_terminal = *(const bool *)user;
-    if (on_terminal && done > 0 && done < total && !interrupted) {
-        fprintf(stderr, "\r%s %d%% ", what, (int)(100 * done / total));
-    } else if (on_terminal && done > 0) {
-        fprintf(stderr, "\r%*s\r", (int)strlen(what) + 6, "");
-    }
+    if (*(const bool *)user) print_progress(what, done, total, interrupted != 0);
     return !interrupted;
 }
 
@@ -282,7 +179,6 @@ typedef struct run {
     rocq_tensor recent;      // [n_last] of last_memory
     char *prompt;
     float *logits;
-    char reason[REASON_SIZE]; // of the last failure in rocq
     bool terminal;
     int32_t n_prompt, n_generated; // tokens
     int64_t setup_allocs, launches; // kernels launched from the first token on
@@ -301,43 +197,12 @@ static void end_phase(run *r, int phase) {
     rocq_region_end(r->ctx);
 }
 
-static bool fail(const char *what, const char *why) {
-    if (strstr(why, what)) fprintf(stderr, "generate: %s\n", why);
-    else fprintf(stderr, "generate: %s: %s\n", what, why);
-    return false;
-}
-
-// Why rocq_open fails is only said here: there is no context then to ask.
-static void keep_reason(rocq_log_level level, const char *message, void *user) {
-    if (level == ROCQ_LOG_ERROR) snprintf((char *)user, REASON_SIZE, "%s", message);
-}
-
-static int64_t count_launches(const run *r) {
-    rocq_stats stats;
-    return rocq_get_stats(r->ctx, &stats) == ROCQ_OK ? stats.n_launches : 0;
-}
-
-static bool open_device(run *r) {
-    rocq_info info;
+static bool open_context(run *r) {
     const rocq_desc desc = {.prefer = (rocq_backend)r->o.device, .n_threads = r->o.n_threads,
                             .allocator = {count_alloc, count_free, NULL},
                             .kernels_path = r->o.kernels, .no_graphs = r->o.no_graph,
-                            .log = keep_reason, .log_user = r->reason,
-                            .sharing = (rocq_sharing)r->o.sharing,
-                            .rocm_path = getenv("ROCM_PATH"), .hip_path = getenv("HIP_PATH")};
-    const rocq_result result = rocq_open(&r->ctx, &desc);
-    if (result != ROCQ_OK) {
-        return fail("device", *r->reason ? r->reason : rocq_result_message(result));
-    }
-    // The GPU was only a wish, and one worth a word where there are kernels for it.
-    rocq_get_info(r->ctx, &info);
-    const bool no_kernels = info.gpu_result == ROCQ_E_NO_KERNELS && !r->o.kernels;
-    if (info.backend == ROCQ_BACKEND_CPU && r->o.device != (int32_t)ROCQ_BACKEND_CPU &&
-        info.gpu_result != ROCQ_OK && !no_kernels) {
-        fprintf(stderr, "generate: on the CPU: %s\n", info.gpu_message);
-    }
-    if (info.ignored[0]) fprintf(stderr, "generate: --sharing: ignored: %s\n", info.ignored);
-    return true;
+                            .sharing = (rocq_sharing)r->o.sharing};
+    return open_device(&r->ctx, desc);
 }
 
 static bool on_gpu(const run *r) {
@@ -364,19 +229,6 @@ static bool load_tuning(run *r, bool *tuned) {
     return true;
 }
 
-static bool create_file(run *r, rocq_file **out, const char *path) {
-    return rocq_file_open(r->ctx, out, path) == ROCQ_OK || fail(path, rocq_error(r->ctx));
-}
-
-// result: of the call that wrote the file. Where a write failed only the file knows why:
-// rocq_file_close, though asked to keep it, then throws it away and gives the reason.
-static bool finish_file(run *r, rocq_file **out, const char *path, rocq_result result) {
-    const bool write_failed = result == ROCQ_E_IO;
-    if (result == ROCQ_OK || write_failed) result = rocq_file_close(out, true);
-    else rocq_file_close(out, false);
-    return result == ROCQ_OK || fail(path, rocq_error(r->ctx));
-}
-
 static bool make_tuning(run *r) {
     rocq_tune_result result;
     if (llama_tune(&r->model, &result) != ROCQ_OK) {
@@ -387,8 +239,8 @@ static bool make_tuning(run *r) {
                 "tuned", result.speedup, (int)result.n_tried, 1e-3 * result.spent_ms);
     }
     rocq_file *out = NULL;
-    return create_file(r, &out, r->o.tuning) &&
-           finish_file(r, &out, r->o.tuning, rocq_tuning_save(r->ctx, rocq_file_write, out));
+    return create_file(r->ctx, &out, r->o.tuning) &&
+           finish_file(r->ctx, &out, r->o.tuning, rocq_tuning_save(r->ctx, rocq_file_write, out));
 }
 
 static bool load(run *r) {
@@ -496,21 +348,14 @@ static bool write_logits(run *r) {
     end_phase(r, READ_PROMPT);
     rocq_region_end(r->ctx); // time to first token, which is not drawn
     rocq_file *out = NULL;
-    if (!create_file(r, &out, r->o.logits)) return false;
+    if (!create_file(r->ctx, &out, r->o.logits)) return false;
     const bool written = rocq_file_write(r->logits, (int64_t)(n * sizeof(float)), out);
-    return finish_file(r, &out, r->o.logits, written ? ROCQ_OK : ROCQ_E_IO);
+    return finish_file(r->ctx, &out, r->o.logits, written ? ROCQ_OK : ROCQ_E_IO);
 }
 
 static bool print(rocq_str text) {
     fwrite(text.data, 1, (size_t)text.length, stdout);
     return fflush(stdout) == 0 && !ferror(stdout);
-}
-
-// What was printed may still not have arrived: on a full disk, or where the stream is closed.
-static bool close_streams(void) {
-    const bool printed = !ferror(stdout), said = !ferror(stderr);
-    if (fclose(stdout) != 0 || !printed) return fail("stdout", "cannot be written");
-    return said;
 }
 
 // Reads the prompt, then draws tokens until the model, -n, the context or Ctrl-C ends the text.
@@ -552,7 +397,7 @@ static bool generate(run *r) {
             end_phase(r, FIRST_TOKEN);
             rocq_region_end(r->ctx);
             rocq_region_begin(r->ctx, "generation");
-            r->launches = count_launches(r);
+            r->launches = get_stats(r->ctx).n_launches;
             start = seconds();
         } else {
             rocq_region_end(r->ctx);
@@ -566,7 +411,7 @@ static bool generate(run *r) {
     const bool printed = print(line_end);
     rocq_region_end(r->ctx); // generation, or time to first token
     if (r->n_generated > 0) r->generate = seconds() - start;
-    r->launches = count_launches(r) - r->launches;
+    r->launches = get_stats(r->ctx).n_launches - r->launches;
     return printed || fail("stdout", "cannot be written");
 }
 
@@ -581,12 +426,8 @@ static void print_stats(const run *r) {
     const llama_model *m = &r->model;
     rocq_info info;
     rocq_get_info(r->ctx, &info);
-    fprintf(stderr, "%-20s %s\n", "device", info.device);
+    print_device(&info);
     if (info.backend == ROCQ_BACKEND_GPU) {
-        char target[16] = "other";
-        if (info.target != 0) snprintf(target, sizeof target, "gfx%x", (unsigned)info.target);
-        fprintf(stderr, "%-20s %s, kernels: %s, runtime: %s\n", "target", target, info.kernels,
-                info.runtime);
         fprintf(stderr, "%-20s %9.1f per token%s\n", "launches",
                 r->n_generated > 1 ? (double)r->launches / (double)(r->n_generated - 1) : 0.0,
                 r->o.no_graph ? "" : ", replayed as a graph");
@@ -609,22 +450,10 @@ static void print_stats(const run *r) {
             (double)(n_allocs + ds_n_allocs - r->setup_allocs));
 }
 
-static bool write_report(run *r, const char *path, rocq_report kind) {
-    rocq_file *out = NULL;
-    if (!path) return true;
-    return create_file(r, &out, path) &&
-           finish_file(r, &out, path, rocq_profile_report(r->ctx, kind, rocq_file_write, out));
-}
-
-static bool write_stderr(const void *src, int64_t size, void *user) {
-    (void)user;
-    return fwrite(src, 1, (size_t)size, stderr) == (size_t)size;
-}
-
 static bool whole_run(run *r) {
     const bool profiled = r->o.stats || r->o.trace || r->o.profile;
     begin_phase(r, DEVICE_OPEN);
-    if (!open_device(r)) return false;
+    if (!open_context(r)) return false;
     end_phase(r, DEVICE_OPEN);
     const rocq_profile_desc profile = {.cost = r->o.trace ? 1.0 : 0.0}; // a trace is without gaps
     if (profiled && rocq_profile_start(r->ctx, &profile) != ROCQ_OK) {
@@ -640,13 +469,14 @@ static bool whole_run(run *r) {
         fprintf(stderr, "\n");
         rocq_profile_report(r->ctx, ROCQ_REPORT_TEXT, write_stderr, NULL);
     }
-    return write_report(r, r->o.trace, ROCQ_REPORT_TRACE) &&
-           write_report(r, r->o.profile, ROCQ_REPORT_JSON);
+    return write_report(r->ctx, r->o.trace, ROCQ_REPORT_TRACE) &&
+           write_report(r->ctx, r->o.profile, ROCQ_REPORT_JSON);
 }
 
 int main(int argc, char **argv) {
+    static char model[1024];
     static run r; // zeroed
-    r.o.model = default_model();
+    r.o.model = beside_source("model/rocq-demo.gguf", model, sizeof model);
     r.o.prompt = DEFAULT_PROMPT;
     r.o.kernels = getenv("ROCQ_KERNELS");
     r.o.n = 256;
@@ -659,7 +489,7 @@ int main(int argc, char **argv) {
     r.o.last_n = 64;
     r.o.sample.seed = (uint64_t)time(NULL);
     r.terminal = is_terminal(2);
-    if (!parse_options(&r.o, argc, argv)) return 1;
+    if (!parse(&r.o, argc, argv)) return 1;
     if (r.o.help) fputs(usage, stdout);
     signal(SIGINT, on_interrupt);
 #if !defined(_WIN32)

@@ -9,44 +9,19 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
-#include <time.h>
-#include <unistd.h>
 
-static int64_t n_live, n_calls, fail_at = -1; // blocks alive, calls so far, and the call that fails
-
-static void *counted_malloc(size_t size) {
-    if (n_calls++ == fail_at) return NULL;
-    void *ptr = (malloc)(size);
-    if (ptr) n_live++;
-    return ptr;
-}
-
-static void *counted_realloc(void *ptr, size_t size) {
-    if (n_calls++ == fail_at) return NULL;
-    void *moved = (realloc)(ptr, size);
-    if (moved && !ptr) n_live++;
-    return moved;
-}
-
-static void counted_free(void *ptr) {
-    if (ptr) n_live--;
-    (free)(ptr);
-}
+#include "counted.h"
 
 // Every allocation of the program goes through these: rocq's, the examples' and main's own.
 #define malloc counted_malloc
 #define realloc counted_realloc
 #define free counted_free
-#define main generate_main
+#define main program_main
 #include "../examples/generate.c"
 #undef main
 #undef free
@@ -57,104 +32,10 @@ static void counted_free(void *ptr) {
 
 #include <cjson/cJSON.h>
 
+#include "child.h"
 #include "models.h"
 
-enum { LEAKED = 99, N_ARGS = 16, N_VOCAB = 301 };
-
-typedef struct outcome {
-    int status; // exit status, or minus the signal that ended it
-    char out[1 << 17], err[20000]; // out: more than a pipe holds when Ctrl-C comes late
-    int64_t calls; // allocations
-} outcome;
-
-typedef struct child {
-    pid_t pid;
-    int out, err, calls; // read ends
-} child;
-
-// As one writes to a terminal: a pseudo-terminal in place of a pipe.
-static void open_terminal(int ends[2]) {
-    ends[0] = posix_openpt(O_RDWR | O_NOCTTY);
-    assert_true(ends[0] >= 0 && grantpt(ends[0]) == 0 && unlockpt(ends[0]) == 0);
-    ends[1] = open(ptsname(ends[0]), O_RDWR | O_NOCTTY);
-    assert_true(ends[1] >= 0);
-}
-
-// Runs main() in a child, with the allocation number `failing` denied, or none (-1).
-static child start(int64_t failing, bool terminal, const char *const *args) {
-    child c;
-    int out[2], err[2], calls[2];
-    assert_true(pipe(out) == 0 && pipe(calls) == 0);
-    if (terminal) open_terminal(err);
-    else assert_int_equal(pipe(err), 0);
-    fflush(NULL);
-    c.pid = fork();
-    assert_true(c.pid >= 0);
-    if (c.pid == 0) {
-        char *argv[N_ARGS + 1] = {(char *)"generate"};
-        int argc = 1;
-        while (args[argc - 1]) {
-            argv[argc] = (char *)(uintptr_t)args[argc - 1]; // main does not write to it
-            argc++;
-        }
-        dup2(out[1], 1);
-        dup2(err[1], 2);
-        fail_at = failing;
-        n_live = n_calls = 0;
-        int status = generate_main(argc, argv);
-        if (write(calls[1], &n_calls, sizeof n_calls) != sizeof n_calls) status = LEAKED;
-        if (n_live != 0) fprintf(stderr, "%d blocks are still allocated\n", (int)n_live);
-        exit(n_live == 0 ? status : LEAKED); // where the leak checker looks too
-    }
-    close(out[1]);
-    close(err[1]);
-    close(calls[1]);
-    c.out = out[0];
-    c.err = err[0];
-    c.calls = calls[0];
-    return c;
-}
-
-static size_t read_all(int fd, char *to, size_t size, size_t used) {
-    ssize_t n;
-    while (used + 1 < size && (n = read(fd, to + used, size - 1 - used)) > 0) used += (size_t)n;
-    to[used] = 0;
-    close(fd);
-    return used;
-}
-
-static void finish(child *c, outcome *o, size_t n_out) {
-    int status = 0;
-    read_all(c->out, o->out, sizeof o->out, n_out);
-    read_all(c->err, o->err, sizeof o->err, 0);
-    o->calls = 0;
-    if (read(c->calls, &o->calls, sizeof o->calls) < 0) o->calls = -1;
-    close(c->calls);
-    assert_int_equal(waitpid(c->pid, &status, 0), c->pid);
-    o->status = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
-}
-
-static const outcome *generate_with(int64_t failing, const char *const *args) {
-    static outcome o;
-    child c = start(failing, false, args);
-    finish(&c, &o, 0);
-    return &o;
-}
-
-// The arguments as a list: RUN("-m", path, ...).
-#define RUN(...) generate_with(-1, (const char *const[]){__VA_ARGS__, NULL})
-
-static void expect_success(const outcome *o) {
-    if (o->status != 0) fail_msg("exit status %d: %s", o->status, o->err);
-}
-
-// Exit status 1, no text, and one line on stderr that names the program and holds `words`.
-static void expect_failure(const outcome *o, const char *words) {
-    const char *end = strchr(o->err, '\n');
-    if (o->status != 1 || !end || end[1] || strncmp(o->err, "generate: ", 10) != 0 ||
-        !strstr(o->err, words) || strlen(o->err) < 15)
-        fail_msg("exit status %d, expected 1 and a line with \"%s\", not: %s", o->status, words, o->err);
-}
+enum { N_VOCAB = 301 };
 
 static const rocq_format q8_0[] = {ROCQ_Q8_0, ROCQ_I32}, f16[] = {ROCQ_F16, ROCQ_I32};
 static const model_spec small = {"generate", "llama", .n_embd = 64, .n_heads = 4, .n_kv_heads = 2,
@@ -215,13 +96,6 @@ static void test_text(void **state) {
     o = RUN("-m", small_path, "-p", "a\\nb", "-n", "0");
     expect_success(o);
     assert_string_equal(o->out, "a\\nb\n");
-}
-
-// What follows `label` in the statistics.
-static double statistic(const outcome *o, const char *label) {
-    const char *at = strstr(o->err, label);
-    if (!at) fail_msg("no %s in: %s", label, o->err);
-    return strtod(at + strlen(label), NULL);
 }
 
 // The numbers in a file of --logits.
@@ -516,7 +390,7 @@ static void test_options(void **state) {
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         const char *args[3] = {wrong[i].name, wrong[i].value, NULL};
-        const outcome *o = generate_with(-1, args);
+        const outcome *o = run_with(-1, args);
         expect_failure(o, wrong[i].name);
         if (wrong[i].value) assert_non_null(strstr(o->err, wrong[i].value));
         assert_string_equal(o->out, "");
@@ -604,11 +478,11 @@ static void test_no_memory(void **state) {
         with(path, s, "generate-memory");
         const char *args[] = {"-m", path, "-p", "hello there", "-n", "6", "--stats", "--kv", cases[i].kv,
                               "--threads", "2", "--repeat-penalty", "1.1", NULL};
-        const outcome *o = generate_with(-1, args);
+        const outcome *o = run_with(-1, args);
         expect_success(o);
         int64_t n = o->calls;
         assert_true(n > 10 && n < 400);
-        for (int64_t k = 0; k < n; k++) expect_failure(generate_with(k, args), "");
+        for (int64_t k = 0; k < n; k++) expect_failure(run_with(k, args), "");
         printf("# %s: each of %d allocations denied\n", s.arch, (int)n);
     }
 }
