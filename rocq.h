@@ -11577,7 +11577,7 @@ static rocq__conv_tiles rocq__conv_tiles_of(const rocq_tensor *y, const rocq__co
         t.h = (y->ne[2] + t.n_y - 1) / t.n_y;
         t.patch_w = (t.w - 1) * s->stride + s->kw;
         t.patch_h = (t.h - 1) * s->stride + s->kh;
-        const bool small = (double)(t.patch_w * t.patch_h) * depth <= ROCQ__CONV_PATCH;
+        const bool small = (double)(t.patch_w * t.patch_h) * depth <= (double)ROCQ__CONV_PATCH;
         if (small || t.w * t.h <= 4 * ROCQ__CONV_STRIP) break;
         if (t.w > t.h) t.w--;
         else t.h--;
@@ -14542,11 +14542,13 @@ static rocq_tensor rocq__conv_w(rocq__job *job, const rocq_tensor *w) {
 // holds blocks, of which a compute unit is reckoned to hold two. A round of blocks takes as long as
 // the share of one; merging a share is reckoned as a quarter of a patch.
 static int32_t rocq__conv_splits(const rocq__chip *chip, int64_t tiles, int64_t patches) {
+    const double full = (double)tiles / (2.0 * chip->n_units); // rounds of blocks without splits
     int32_t best = 1;
     double best_time = 0.0;
     for (int32_t n = 1; n <= 16 && n <= patches; n++) {
-        const double rounds = ceil((double)tiles * n / (2.0 * chip->n_units));
-        const double time = rounds * ceil((double)patches / n) + (n > 1 ? 1.0 + 0.25 * n : 0.0);
+        const double rounds = ceil(full * n);
+        const double merge = n > 1 ? (1.0 + 0.25 * n) * ROCQ__MAX(full, 1.0) : 0.0;
+        const double time = rounds * ceil((double)patches / n) + merge;
         if (n > 1 && time >= best_time) continue;
         best = n;
         best_time = time;
@@ -14626,8 +14628,9 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
         return;
     }
     const int64_t tiles = (int64_t)args.tiles_m * args.tiles_x * args.tiles_y;
-    args.n_splits = rocq__conv_splits(rocq__chip_of(job->ctx), tiles * frames,
-                                      (int64_t)args.kt * args.slices);
+    // By the tiles of one frame: a video's chunks then have the bits of the whole.
+    args.n_splits =
+        rocq__conv_splits(rocq__chip_of(job->ctx), tiles, (int64_t)args.kt * args.slices);
     if (args.n_splits > 1) {
         const int64_t ne[4] = {s.m, args.n_splits, p->y->ne[1] * p->y->ne[2], frames};
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, s.m);

@@ -156,7 +156,8 @@ static rocq_result torch_decode(void *user) {
 
 static rocq_result open_decoding(decoding *d, const bench *b, const char *weights) {
     const picture_case *c = d->c;
-    const vae_options options = {.activations = c->activations, .family = c->model[0] == 's' ? "sdxl" : NULL};
+    const vae_options options = {.family = c->model[0] == 's' ? "sdxl" : NULL,
+                                 .activations = c->activations};
     const rocq_desc desc = {.prefer = b->gpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU,
                             .n_threads = b->n_threads,
                             .kernels_path = b->kernels,

@@ -1471,9 +1471,16 @@ static rocq_result vae__attention(vae_model *m, const vae_module *mod, const vae
         VAE__TRY(vae__conv(m, &convs[i], x, &o, &part[i], NULL));
         VAE__TRY(rocq_tensor_reshape(&heads[i], &part[i], 4, ne));
     }
-    const rocq_attention_params attention = {.out = &heads[0], .q = &heads[0], .k = &heads[1],
-                                             .v = &heads[2]};
-    VAE__RUN(m, ATTENTION, attention, &attention);
+    // Of a video frame by frame: how a GPU orders sums may depend on how many there are at once, and
+    // chunks are to have the bits of the whole.
+    const int64_t at_once = m->video ? 1 : n;
+    for (int64_t i = 0; i < n; i += at_once) {
+        rocq_tensor part_of[3];
+        for (int j = 0; j < 3; j++) part_of[j] = rocq_tensor_slice(&heads[j], 3, i, at_once);
+        const rocq_attention_params attention = {.out = &part_of[0], .q = &part_of[0],
+                                                 .k = &part_of[1], .v = &part_of[2]};
+        VAE__RUN(m, ATTENTION, attention, &attention);
+    }
     m->flops += 4.0 * (double)c * (double)area * (double)area * (double)n;
     attended.full = part[0];
     attended.room = 0;
