@@ -2123,8 +2123,8 @@ enum {
     ROCQ_K_ROW_THREADS = 256, // of a block of softmax, which computes one row
     ROCQ_K_NORM_THREADS = 512,// of a block of norm, which computes one row
     ROCQ_K_ATTEND_RUN = 128,  // fewest positions that a block of attention takes
-    ROCQ_K_CONV_W = 16,       // a block of a conv: columns and rows of y
-    ROCQ_K_CONV_H = 8,
+    ROCQ_K_CONV_W = 8,        // a block of a conv: columns and rows of y
+    ROCQ_K_CONV_H = 16,
     ROCQ_K_CONV_PATCH = 180,  // most positions of z in LDS: 3x3 taps of such a block
     ROCQ_K_STATS_RUN = 128,   // elements of a channel that a thread of norm_stats adds up
     ROCQ_K_DIMS = 4
@@ -14611,7 +14611,7 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     args.group = p->stats && p->stats->ne[0] == 2 ? (int32_t)(s.c / p->stats->ne[1]) : 1;
     args.x_wide = rocq__k_wide(p->x);
     args.w_wide = s.c % 8 == 0;
-    args.y_wide = rocq__k_wide(p->y) && rocq__k_wide(p->residual);
+    args.y_wide = rocq__k_wide(p->y) && rocq__k_wide(p->residual) && rocq__k_wide(p->bias);
     args.x_activation = (int32_t)p->x_activation;
     args.activation = (int32_t)p->activation;
     args.x_scale = p->x_scale > 0.0f ? p->x_scale : 1.0f;

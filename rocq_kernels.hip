@@ -85,10 +85,14 @@
 //   byte_levels(table, n)    looks bytes up in a table of 16: byte i of x is byte (n >> 8 i) & 15
 //                            of the table, byte i of y likewise for n >> 4
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
+//   copy_async(to, from, live)  copies a vector from global memory to LDS, or zeros if not live;
+//                            done for the thread after copies_wait. COPIES_ASYNC: it takes no
+//                            registers meanwhile; else it is over at once
 //   fence_device             release and acquire fence at device scope
 //   atomic_inc(p)            relaxed; returns the old value
 //   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
 //   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
+//   WMMA_LDS, wmma_lds       whether four waves can multiply straight from LDS, see there
 //   target_id                0x1100 and so on, 0 where not gfx
 
 #include <stdint.h>
@@ -140,9 +144,18 @@ typedef __half2 f16x2;
 typedef uint2 u32x2;
 typedef uint4 u32x4;
 
+enum { COPIES_ASYNC = 1 };
+DEV void copy_async(u32x4 *to, const u32x4 *from, bool live) { // to LDS
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
+                 "r"(live ? 16 : 0) : "memory");
+}
+DEV void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 DEV u32x4 make4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return make_uint4(x, y, z, w); }
 DEV u32x2 make2(uint32_t x, uint32_t y) { return make_uint2(x, y); }
 DEV f16x2 pair(f16 x, f16 y) { return __halves2half2(x, y); }
+DEV f16x2 pair_floats(float x, float y) { return __floats2half2_rn(x, y); }
 template <typename T> DEV T gload(const T *p) { return *p; }
 template <typename T> DEV void gstore(T *p, as_given<T> v) { *p = v; }
 template <int mask, typename T> DEV T wave_xor(T x) {
@@ -248,6 +261,29 @@ DEV frag_b frag_load_b(const f16 *tile, int stride) { // LDS
                  : "r"(at) : "memory");
     return f;
 }
+// The same from a tile whose K is split in chunks of 8, each a column of rows of 16 bytes: element
+// (row, k) is at tile[k / 8 * chunk + row / 8 * eight + row % 8 * 8 + k % 8]. The loads take tile +
+// frag_lane(chunk, eight), or frag_lane_b.
+DEV int frag_lane(int chunk, int eight) {
+    const int lane = (int)(threadIdx.x & 31);
+    return lane / 16 * chunk + (lane / 8 & 1) * eight + (lane & 7) * 8;
+}
+DEV int frag_lane_b(int chunk, int eight) {
+    const int lane = (int)(threadIdx.x & 31);
+    return (lane / 8 & 1) * chunk + lane / 16 * eight + (lane & 7) * 8;
+}
+DEV frag frag_load_lane(const f16 *tile, int) {
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(tile);
+    frag f;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f.w[0]), "=r"(f.w[1]), "=r"(f.w[2]), "=r"(f.w[3])
+                 : "r"(at) : "memory");
+    return f;
+}
+DEV frag_b frag_load_lane_b(const f16 *tile, int) {
+    const frag f = frag_load_lane(tile, 0);
+    return {{f.w[0], f.w[1], f.w[2], f.w[3]}};
+}
 DEV frag frag_load_global(const f16 *tile, int64_t stride) {
     return frag_words([=](int row, int k) { return *(const uint32_t *)(tile + row * stride + k); });
 }
@@ -299,6 +335,47 @@ DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
                        "r"(b.w[2 * h + 1]));
     }
 }
+// Four waves multiply straight from LDS, where tiles are in chunks of K as for frag_lane: c += a b
+// with 64 rows of a, of which wave w has 16 w to 16 w + 15, and 128 columns of b, over 16 k.
+// a_chunk, b_chunk and b_eight are as there, in units of 8 halves; a's rows are without gaps. The
+// products of a batch are begun together, after a barrier of the block behind lds_written, and c is
+// not to be touched before wmma_lds_end. The names of the instructions are Hopper's.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+enum { WMMA_LDS = 1 };
+DEV void lds_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEV void wmma_lds_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEV void wmma_lds_end() {
+    asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+DEV uint64_t wmma_lds_tile(const f16 *tile, int chunk, int eight) { // a matrix descriptor
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(tile);
+    return (uint64_t)(at >> 4 & 0x3fff) | (uint64_t)chunk << 16 | (uint64_t)eight << 32;
+}
+DEV void wmma_lds(frag_c (&c)[8], const f16 *a, int a_chunk, const f16 *b, int b_chunk,
+                  int b_eight) {
+    asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0;\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, 0, 0;}"
+                 : "+f"(c[0].v[0]), "+f"(c[0].v[1]), "+f"(c[0].v[2]), "+f"(c[0].v[3]), "+f"(c[0].v[4]), "+f"(c[0].v[5]), "+f"(c[0].v[6]), "+f"(c[0].v[7]),
+                   "+f"(c[1].v[0]), "+f"(c[1].v[1]), "+f"(c[1].v[2]), "+f"(c[1].v[3]), "+f"(c[1].v[4]), "+f"(c[1].v[5]), "+f"(c[1].v[6]), "+f"(c[1].v[7]),
+                   "+f"(c[2].v[0]), "+f"(c[2].v[1]), "+f"(c[2].v[2]), "+f"(c[2].v[3]), "+f"(c[2].v[4]), "+f"(c[2].v[5]), "+f"(c[2].v[6]), "+f"(c[2].v[7]),
+                   "+f"(c[3].v[0]), "+f"(c[3].v[1]), "+f"(c[3].v[2]), "+f"(c[3].v[3]), "+f"(c[3].v[4]), "+f"(c[3].v[5]), "+f"(c[3].v[6]), "+f"(c[3].v[7]),
+                   "+f"(c[4].v[0]), "+f"(c[4].v[1]), "+f"(c[4].v[2]), "+f"(c[4].v[3]), "+f"(c[4].v[4]), "+f"(c[4].v[5]), "+f"(c[4].v[6]), "+f"(c[4].v[7]),
+                   "+f"(c[5].v[0]), "+f"(c[5].v[1]), "+f"(c[5].v[2]), "+f"(c[5].v[3]), "+f"(c[5].v[4]), "+f"(c[5].v[5]), "+f"(c[5].v[6]), "+f"(c[5].v[7]),
+                   "+f"(c[6].v[0]), "+f"(c[6].v[1]), "+f"(c[6].v[2]), "+f"(c[6].v[3]), "+f"(c[6].v[4]), "+f"(c[6].v[5]), "+f"(c[6].v[6]), "+f"(c[6].v[7]),
+                   "+f"(c[7].v[0]), "+f"(c[7].v[1]), "+f"(c[7].v[2]), "+f"(c[7].v[3]), "+f"(c[7].v[4]), "+f"(c[7].v[5]), "+f"(c[7].v[6]), "+f"(c[7].v[7])
+                 : "l"(wmma_lds_tile(a, a_chunk, 8)), "l"(wmma_lds_tile(b, b_chunk, b_eight)));
+}
+#else
+enum { WMMA_LDS = 0 };
+DEV void lds_written() {}
+DEV void wmma_lds_begin() {}
+DEV void wmma_lds_end() {}
+DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
+#endif
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     for (int h = 0; h < 2; h++) {
         int *v = c.v + 4 * h;
@@ -387,6 +464,7 @@ typedef uint32_t u32x4 __attribute__((ext_vector_type(4)));
 DEV u32x4 make4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return u32x4{x, y, z, w}; }
 DEV u32x2 make2(uint32_t x, uint32_t y) { return u32x2{x, y}; }
 DEV f16x2 pair(f16 x, f16 y) { return f16x2{x, y}; }
+DEV f16x2 pair_floats(float x, float y) { return f16x2{(f16)x, (f16)y}; }
 // The compiler does not know of a pointer in a struct that it points to global memory, and would
 // use flat instructions, which are slower.
 template <typename T> DEV T gload(const T *p) {
@@ -395,6 +473,13 @@ template <typename T> DEV T gload(const T *p) {
 template <typename T> DEV void gstore(T *p, as_given<T> v) {
     *(__attribute__((address_space(1))) T *)p = v;
 }
+
+enum { COPIES_ASYNC = 0 };
+DEV void copy_async(u32x4 *to, const u32x4 *from, bool live) {
+    const u32x4 zeros = {0, 0, 0, 0};
+    lput(to, live ? gload(from) : zeros);
+}
+DEV void copies_wait() {}
 
 // The hardware does the LDS accesses of a wave in order. Only the compiler has to be kept from
 // moving them.
@@ -490,6 +575,19 @@ DEV frag frag_load_global(const f16 *tile, int64_t stride) {
 }
 typedef frag frag_b; // a platform may load B operands in an order of their own; this one does not
 DEV frag_b frag_load_b(const f16 *tile, int stride) { return frag_load(tile, stride); }
+// The same from a tile whose K is split in chunks of 8, each a column of rows of 16 bytes: element
+// (row, k) is at tile[k / 8 * chunk + row / 8 * eight + row % 8 * 8 + k % 8]. The loads take tile +
+// frag_lane(chunk, eight), or frag_lane_b.
+DEV int frag_lane(int, int eight) {
+    const int lane = (int)thread_index();
+    return (lane >> 3 & 1) * eight + (lane & 7) * 8;
+}
+DEV int frag_lane_b(int chunk, int eight) { return frag_lane(chunk, eight); }
+DEV frag frag_load_lane(const f16 *tile, int chunk) {
+    const frag_halves h = {lget((const u32x4 *)tile), lget((const u32x4 *)(tile + chunk))};
+    return __builtin_bit_cast(frag, h);
+}
+DEV frag_b frag_load_lane_b(const f16 *tile, int chunk) { return frag_load_lane(tile, chunk); }
 DEV frag_i8 frag_i8_load(const int8_t *tile, int stride) { // LDS
     const u32x4 row = lget((const u32x4 *)(tile + (thread_index() & 15) * stride));
     return __builtin_bit_cast(frag_i8, row);
@@ -521,6 +619,11 @@ DEV void wmma(frag_c &c, const frag &a, const frag &b) { // c += a b
     v = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(a, b, v);
     c = __builtin_bit_cast(frag_c, v);
 }
+enum { WMMA_LDS = 0 }; // operands are registers
+DEV void lds_written() {}
+DEV void wmma_lds_begin() {}
+DEV void wmma_lds_end() {}
+DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     frag_v8i v = __builtin_bit_cast(frag_v8i, c);
     v = __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(true, a, true, b, v, false);
@@ -5432,10 +5535,8 @@ DEV void conv_gather(int32_t format, const char *row, int64_t k, int64_t n, floa
     for (int e = 0; e < 8; e++) v[e] = k + e < n ? get_float(format, row, k + e) : 0.0f;
 }
 DEV u32x4 conv_halves(const float v[8]) {
-    return make4(bits<uint32_t>(pair((f16)v[0], (f16)v[1])),
-                 bits<uint32_t>(pair((f16)v[2], (f16)v[3])),
-                 bits<uint32_t>(pair((f16)v[4], (f16)v[5])),
-                 bits<uint32_t>(pair((f16)v[6], (f16)v[7])));
+    return make4(bits<uint32_t>(pair_floats(v[0], v[1])), bits<uint32_t>(pair_floats(v[2], v[3])),
+                 bits<uint32_t>(pair_floats(v[4], v[5])), bits<uint32_t>(pair_floats(v[6], v[7])));
 }
 DEV void conv_store(int32_t format, char *row, int64_t k, const float v[8]) {
     if (format == ROCQ_F32) {
@@ -5482,28 +5583,33 @@ DEV void conv_store(int32_t format, char *row, int64_t k, const float v[8]) {
 // Sums run in the order frame, 64 channels, row, column, channel. Offsets within 128 rows of w are
 // 32-bit.
 enum {
-    CONV_BK = MATMUL_F16_BK,
-    CONV_ROW = MATMUL_F16_ROW,
-    CONV_CHUNKS = MATMUL_F16_CHUNKS,
-    CONV_LOAD_ROWS = 128 / CONV_CHUNKS // rows of w that the block's threads load at once
+    CONV_BK = 64, // channels of a patch
+    CONV_W_BK = 32,                                         // of a tile of w
+    CONV_W_CHUNKS = CONV_W_BK / 8,
+    CONV_LOAD_ROWS = 128 / CONV_W_CHUNKS,                   // rows of w that the threads load at once
+    CONV_CHUNK = 8 * (ROCQ_K_CONV_PATCH + 1)                // halves of a patch's chunk
 };
 
-// A step of the sums: a tap and 64 channels.
-struct conv_step { int32_t s, slice, j, i; };
-DEV conv_step conv_step_of(const rocq_k_conv_args &a, int32_t step) {
-    const int32_t taps = a.kw * a.kh, patch = step / taps, tap = step - patch * taps;
-    conv_step at;
-    at.s = patch / a.slices;
-    at.slice = patch - at.s * a.slices;
-    at.j = tap / a.kw;
-    at.i = tap - at.j * a.kw;
-    return at;
+// A step of the sums: a tap and 32 channels.
+struct conv_step { int32_t patch, s, slice, j, i, half; };
+DEV conv_step conv_step_of(const rocq_k_conv_args &a, int32_t patch) {
+    const int32_t s = patch / a.slices;
+    return {patch, s, patch - s * a.slices, 0, 0, 0};
+}
+DEV int32_t conv_channel(const conv_step &at) {
+    return at.slice * CONV_BK + at.half * CONV_W_BK;
 }
 DEV conv_step conv_next(const rocq_k_conv_args &a, conv_step at) {
+    if (at.half == 0 && conv_channel(at) + CONV_W_BK < a.c) {
+        at.half = 1;
+        return at;
+    }
+    at.half = 0;
     if (++at.i < a.kw) return at;
     at.i = 0;
     if (++at.j < a.kh) return at;
     at.j = 0;
+    at.patch++;
     if (++at.slice < a.slices) return at;
     at.slice = 0;
     at.s++;
@@ -5526,11 +5632,19 @@ DEV conv_place conv_place_of(const rocq_k_conv_args &a, int bm) {
     return p;
 }
 
-// The activations of common layers, of E elements at once; the others are taken one by one.
+// The activations of common layers, of E elements at once; the others are taken one by one. Two
+// elements of SiLU share a reciprocal, 1 / (a b): of the five operations of a quarter of the rate or
+// less that they would take, one is saved. At exp2's limit x / (1 + exp(-x)) is below 2^-58.
 template <int E> DEV void conv_activate(int32_t kind, float v[8]) {
     if (kind == ROCQ_ACT_SILU) {
 #pragma unroll
-        for (int e = 0; e < E; e++) v[e] = activation(ROCQ_ACT_SILU, v[e]);
+        for (int e = 0; e < E; e += 2) {
+            const float p = 1.0f + exp2_fast(fminf(-1.44269504f * v[e], 63.0f));
+            const float q = 1.0f + exp2_fast(fminf(-1.44269504f * v[e + 1], 63.0f));
+            const float r = rcp_fast(p * q);
+            v[e] *= r * q;
+            v[e + 1] *= r * p;
+        }
     } else if (kind == ROCQ_ACT_RELU) {
 #pragma unroll
         for (int e = 0; e < E; e++) v[e] = fmaxf(v[e], 0.0f);
@@ -5540,15 +5654,23 @@ DEV bool conv_is_common(int32_t kind) {
     return kind == ROCQ_ACT_IDENTITY || kind == ROCQ_ACT_SILU || kind == ROCQ_ACT_RELU;
 }
 
-// The norm of a channel of frame it of x as a multiply-add: x scale + shift.
-struct conv_affine { float scale, shift; };
-DEV conv_affine conv_norm(const rocq_k_conv_args &a, int32_t c, int32_t it) {
-    conv_affine n = {a.norm_weight ? gload(a.norm_weight + c) : 1.0f,
-                     a.norm_bias ? gload(a.norm_bias + c) : 0.0f};
-    if (a.stats.ne[0] != 2) return n;
-    const float *stats = (const float *)row_repeated(a.stats, c / a.group, it, 0);
-    n.scale *= gload(stats + 1);
-    n.shift = fmaf(-gload(stats), n.scale, n.shift);
+// The norm of channels c to c + E - 1 of frame it of x as a multiply-add: x scale + shift.
+template <int E> struct conv_affine { float scale[E], shift[E]; };
+template <int E>
+DEV conv_affine<E> conv_norm(const rocq_k_conv_args &a, int32_t c, int32_t it) {
+    conv_affine<E> n;
+    const char *const stats = row_repeated(a.stats, 0, it, 0);
+    int32_t group = c / a.group, at = c - group * a.group;
+#pragma unroll
+    for (int e = 0; e < E; e++) {
+        n.scale[e] = a.norm_weight ? gload(a.norm_weight + c + e) : 1.0f;
+        n.shift[e] = a.norm_bias ? gload(a.norm_bias + c + e) : 0.0f;
+        if (a.stats.ne[0] != 2) continue;
+        const float *const own = (const float *)(stats + group * a.stats.stride[0]);
+        n.scale[e] *= gload(own + 1);
+        n.shift[e] = fmaf(-gload(own), n.scale[e], n.shift[e]);
+        if (++at == a.group) group++, at = 0;
+    }
     return n;
 }
 
@@ -5594,11 +5716,20 @@ DEV void conv_stage(const rocq_k_conv_args &args, const conv_place &p, const con
     const bool by_position = normed && a.stats.ne[0] == 1;
     const bool copied = a.x.format == ROCQ_F16 && !normed &&
                         a.x_activation == ROCQ_ACT_IDENTITY && a.x_scale == 1.0f;
-    conv_affine norm[E];
-    if (normed && live && from.it >= 0) {
-#pragma unroll
-        for (int e = 0; e < E; e++) norm[e] = conv_norm(a, c + e, from.it);
+    f16 *const own = patch + vector * E / 8 * CONV_CHUNK + vector * E % 8;
+    if (COPIES_ASYNC && copied) {
+#pragma unroll 4
+        for (int q = t / VECTORS; q < a.patch_n; q += ROWS) {
+            const conv_position at_x = conv_position_of(a, from, q);
+            const char *row =
+                from.frame + at_x.iy * a.x.stride[1] + at_x.ix * a.x.stride[0];
+            copy_async((u32x4 *)(own + 8 * q), (const u32x4 *)row + (live ? c / E : 0),
+                       at_x.inside && live);
+        }
+        return;
     }
+    conv_affine<E> norm;
+    if (normed && live && from.it >= 0) norm = conv_norm<E>(a, c, from.it);
 #pragma unroll 1
     for (int q0 = t / VECTORS; q0 < a.patch_n; q0 += ROWS * BATCH) {
         u32x4 r[BATCH];
@@ -5619,7 +5750,7 @@ DEV void conv_stage(const rocq_k_conv_args &args, const conv_place &p, const con
         for (int b = 0; b < BATCH; b++) {
             keep_order(); // one vector at a time is in floats
             if (q0 + ROWS * b >= a.patch_n) break;
-            f16 *const to = patch + (q0 + ROWS * b) * CONV_ROW + E * vector;
+            f16 *const to = own + 8 * (q0 + ROWS * b);
             if (copied) {
                 lput((u32x4 *)to, inside[b] ? r[b] : make4(0, 0, 0, 0));
                 continue;
@@ -5636,14 +5767,18 @@ DEV void conv_stage(const rocq_k_conv_args &args, const conv_place &p, const con
                 if (normed) {
 #pragma unroll
                     for (int e = 0; e < E; e++) {
-                        v[e] = fmaf(v[e] * factor[b], norm[e].scale, norm[e].shift);
+                        v[e] = fmaf(by_position ? v[e] * factor[b] : v[e], norm.scale[e],
+                                    norm.shift[e]);
                     }
                 }
                 conv_activate<E>(a.x_activation, v);
+                if (a.x_scale != 1.0f) {
+#pragma unroll
+                    for (int e = 0; e < E; e++) v[e] *= a.x_scale;
+                }
 #pragma unroll
                 for (int i = 0; i < E / 2; i++) {
-                    h[i] = bits<uint32_t>(
-                        pair((f16)(v[2 * i] * a.x_scale), (f16)(v[2 * i + 1] * a.x_scale)));
+                    h[i] = bits<uint32_t>(pair_floats(v[2 * i], v[2 * i + 1]));
                 }
             }
             if (E == 4) lput((u32x2 *)to, make2(h[0], h[1]));
@@ -5656,24 +5791,26 @@ DEV void conv_stage_any(const rocq_k_conv_args &args, const conv_place &p, const
                         f16 *patch) {
     const rocq_k_conv_args &a = reread(args);
     const conv_patch from = conv_patch_of(a, p, at);
+    const int left = a.c - at.slice * CONV_BK; // 16 channels at least are staged
+    const int log = left > 32 ? 6 : left > 16 ? 5 : 4;
 #pragma unroll 1
-    for (int i = recomputed((int)thread_index()); i < a.patch_n * CONV_BK; i += 128) {
-        const int32_t q = i / CONV_BK, c = at.slice * CONV_BK + i % CONV_BK;
+    for (int i = recomputed((int)thread_index()); i < a.patch_n << log; i += 128) {
+        const int32_t q = i >> log, own = i & ((1 << log) - 1), c = at.slice * CONV_BK + own;
         const conv_position at_x = conv_position_of(a, from, q);
         float v = 0.0f;
         if (at_x.inside && c < a.c) {
             v = get_float(a.x.format, from.frame + at_x.iy * a.x.stride[1] +
                           at_x.ix * a.x.stride[0], c);
             if (a.stats.data) {
-                const conv_affine norm = conv_norm(a, c, from.it);
+                const conv_affine<1> norm = conv_norm<1>(a, c, from.it);
                 if (a.stats.ne[0] == 1) {
                     v *= gload((const float *)row_of(a.stats, at_x.ix, at_x.iy, from.it));
                 }
-                v = fmaf(v, norm.scale, norm.shift);
+                v = fmaf(v, norm.scale[0], norm.shift[0]);
             }
             v = activation(a.x_activation, v) * a.x_scale;
         }
-        lput((uint16_t *)patch + q * CONV_ROW + i % CONV_BK, f32_f16(v));
+        lput((uint16_t *)patch + own / 8 * CONV_CHUNK + 8 * q + own % 8, f32_f16(v));
     }
 }
 
@@ -5684,8 +5821,10 @@ DEV void conv_put(const rocq_k_conv_args &a, int32_t ox, int32_t oy, int32_t fra
 #pragma unroll
     for (int e = 0; e < 8; e++) v[e] *= a.y_scale;
     if (a.bias) {
+        float b[8];
+        conv_floats(ROCQ_F32, conv_load(ROCQ_F32, (const char *)a.bias, m), b);
 #pragma unroll
-        for (int e = 0; e < 8; e++) v[e] += gload(a.bias + m + e);
+        for (int e = 0; e < 8; e++) v[e] += b[e];
     }
     if (a.residual.data) {
         float r[8];
@@ -5740,16 +5879,18 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
             }
         }
         wave_sync();
-        const int32_t oy = oy0 + pass;
+        const int32_t oy = oy0 + 2 * pass; // columns 0-7 of the fragments; 8-15: the next row
         if (oy >= a.y.ne[2]) continue;
         if (a.n_splits > 1 || !a.y_wide || !conv_is_common(a.activation)) {
 #pragma unroll 1
             for (int i = lane; i < 256 * TM; i += 32) {
-                const int32_t ox = p.ox0 + i / (16 * TM), m = m0 + i % (16 * TM);
-                if (ox >= a.y.ne[1] || m >= a.m) continue;
-                const float v = lget(work + i / (16 * TM) * STRIDE + i % (16 * TM));
-                if (a.n_splits == 1) conv_put_any(a, ox, oy, p.frame, m, v);
-                else gstore(conv_split_sums(a, ox, oy, p.frame) + p.split * a.m + m, v);
+                const int column = i / (16 * TM);
+                const int32_t ox = p.ox0 + column % 8, own = oy + column / 8;
+                const int32_t m = m0 + i % (16 * TM);
+                if (ox >= a.y.ne[1] || own >= a.y.ne[2] || m >= a.m) continue;
+                const float v = lget(work + column * STRIDE + i % (16 * TM));
+                if (a.n_splits == 1) conv_put_any(a, ox, own, p.frame, m, v);
+                else gstore(conv_split_sums(a, ox, own, p.frame) + p.split * a.m + m, v);
             }
             continue;
         }
@@ -5759,12 +5900,13 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
             bool live[TOGETHER];
 #pragma unroll
             for (int r = 0; r < TOGETHER; r++) {
-                const int32_t ox = p.ox0 + (r0 + 32 * r) / VECTORS;
+                const int column = (r0 + 32 * r) / VECTORS;
+                const int32_t ox = p.ox0 + column % 8, own = oy + column / 8;
                 const int32_t m = m0 + 8 * ((r0 + 32 * r) % VECTORS);
-                live[r] = ox < a.y.ne[1] && m < a.m;
+                live[r] = ox < a.y.ne[1] && own < a.y.ne[2] && m < a.m;
                 loaded[r].lo = loaded[r].hi = make4(0, 0, 0, 0);
                 if (!a.residual.data || !live[r]) continue;
-                loaded[r] = conv_load(a.residual.format, row_of(a.residual, ox, oy, p.frame), m);
+                loaded[r] = conv_load(a.residual.format, row_of(a.residual, ox, own, p.frame), m);
             }
 #pragma unroll
             for (int r = 0; r < TOGETHER; r++) {
@@ -5774,58 +5916,126 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
                 float v[8];
                 decode_vector<ROCQ_F32>(lget(from), 0, v);
                 decode_vector<ROCQ_F32>(lget(from + 1), 0, v + 4);
-                conv_put(a, p.ox0 + column, oy, p.frame, m0 + 8 * vector, loaded[r], v);
+                conv_put(a, p.ox0 + column % 8, oy + column / 8, p.frame, m0 + 8 * vector,
+                         loaded[r], v);
             }
         }
     }
 }
 
+// c += w z over 16 n16 elements of K, by fragments. w and z point into LDS to the wave's first
+// channel and position; w's chunks are w_chunk halves apart, z's lines of 8 positions line. As in
+// matmul_multiply a fragment's registers are loaded again as soon as its last product is issued.
+template <int TM, int TN>
+DEV void conv_multiply(frag_c (&c)[TM][TN], const f16 *w, int w_chunk, const f16 *z, int line,
+                       int n16) {
+    w += frag_lane(w_chunk, 64);
+    z += frag_lane_b(CONV_CHUNK, line);
+    frag fw[TM];
+    frag_b fz = frag_load_lane_b(z, CONV_CHUNK);
+#pragma unroll
+    for (int i = 0; i < TM; i++) fw[i] = frag_load_lane(w + 128 * i, w_chunk);
+    if (n16 == 2) {
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+            const bool last = j + 1 == TN;
+            const int from = last ? 2 * CONV_CHUNK : (j + 1) * 2 * line;
+            const frag_b next = frag_load_lane_b(z + from, CONV_CHUNK);
+#pragma unroll
+            for (int i = 0; i < TM; i++) {
+                wmma(c[i][j], fw[i], fz);
+                if (last) fw[i] = frag_load_lane(w + 128 * i + 2 * w_chunk, w_chunk);
+            }
+            fz = next;
+        }
+        z += 2 * CONV_CHUNK;
+    }
+#pragma unroll
+    for (int j = 0; j < TN; j++) {
+        const frag_b next = j + 1 < TN ? frag_load_lane_b(z + (j + 1) * 2 * line, CONV_CHUNK) : fz;
+#pragma unroll
+        for (int i = 0; i < TM; i++) wmma(c[i][j], fw[i], fz);
+        fz = next;
+    }
+}
+
+// The same for N16 times 16 elements of K by all four waves straight from LDS.
+template <int TM, int N16>
+DEV void conv_multiply_lds(frag_c (&c)[TM][8], const f16 *w, int w_chunk, const f16 *z, int line) {
+    wmma_lds_begin();
+#pragma unroll
+    for (int s = 0; s < N16; s++) {
+#pragma unroll
+        for (int i = 0; i < TM; i++) {
+            wmma_lds(c[i], w + 2 * s * w_chunk + 64 * 8 * i, w_chunk / 8, z + 2 * s * CONV_CHUNK,
+                     CONV_CHUNK / 8, line);
+        }
+    }
+    wmma_lds_end();
+}
+
 template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
     enum {
-        BN = ROCQ_K_CONV_W * ROCQ_K_CONV_H, BK = CONV_BK, ROW = CONV_ROW,
-        WN = BM == 128 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
-        N_W = BM / CONV_LOAD_ROWS
+        BN = ROCQ_K_CONV_W * ROCQ_K_CONV_H, FROM_LDS = WMMA_LDS && BM >= 64,
+        WN = FROM_LDS ? BN : BM == 128 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16,
+        TN = WN / 16, W_CHUNK = 8 * (BM + 1), W_TILE = CONV_W_CHUNKS * W_CHUNK,
+        N_W = (BM + CONV_LOAD_ROWS - 1) / CONV_LOAD_ROWS,
+        ALL = (2 * W_TILE + CONV_BK / 8 * CONV_CHUNK) / 8
     };
-    LDS(u32x4, tile, (BM + ROCQ_K_CONV_PATCH) * ROW / 8);
+    LDS(u32x4, tile, ALL);
     static_assert(16 * conv_pass_floats<TM>() <= (int)sizeof(tile), "conv_finish's work");
     static_assert(BN <= ROCQ_K_CONV_PATCH, "a patch without halo");
-    f16 *const wt = (f16 *)tile, *const patch = wt + BM * ROW;
+    f16 *const wt = (f16 *)tile, *const patch = wt + 2 * W_TILE;
     if (a.tiles_m == 0) return;
     const conv_place p = conv_place_of(a, BM);
     const int t = (int)thread_index(), wave = matmul_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
-    const int chunk = t % CONV_CHUNKS, row = t / CONV_CHUNKS;
+    const int chunk = t % CONV_W_CHUNKS, row = t / CONV_W_CHUNKS;
 
-    // w. Rows past the last repeat it
+    // w. Rows past the last repeat it. Where the matrix unit reads from LDS, the 32 channels of a
+    // wave are 16 of each of its tiles of 64 rows
     const uint32_t k = (uint32_t)(a.kt * a.kh * a.kw * a.c);
     const char *const w = (const char *)a.w + (int64_t)p.m0 * k * 2;
     const uint32_t w_last = (uint32_t)(a.m - p.m0 < BM ? a.m - p.m0 : BM) - 1;
     u32x4 wr[N_W];
     const auto k_of = [&](const conv_step &at) {
-        return (uint32_t)(((at.s * a.kh + at.j) * a.kw + at.i) * a.c + at.slice * BK + 8 * chunk);
+        return (uint32_t)(((at.s * a.kh + at.j) * a.kw + at.i) * a.c + conv_channel(at) +
+                          8 * chunk);
     };
-    const auto load_w = [&](const conv_step &at) {
-        if (!a.w_wide) return;
-        const bool live = at.slice * BK + 8 * chunk < a.c;
-        const uint32_t e = k_of(at), first = ((uint32_t)row * k + e) * 2;
+    const auto to_w = [&](int buffer, int i) {
+        const int r = row + i * CONV_LOAD_ROWS;
+        const int at = FROM_LDS && TM == 2 ? r / 32 * 16 + (r & 16) * 4 + (r & 15) : r;
+        return (u32x4 *)(wt + buffer * W_TILE + chunk * W_CHUNK) + at;
+    };
+    const auto load_w = [&](const conv_step &at, int buffer) {
+        if (!a.w_wide || row >= BM) return;
+        const bool live = conv_channel(at) + 8 * chunk < a.c;
+        const uint32_t e = live ? k_of(at) : 0, first = ((uint32_t)row * k + e) * 2;
         const uint32_t most = (w_last * k + e) * 2;
 #pragma unroll
         for (int i = 0; i < N_W; i++) {
             const uint32_t offset = first + (uint32_t)(i * CONV_LOAD_ROWS) * k * 2;
-            wr[i] = make4(0, 0, 0, 0);
-            if (live) wr[i] = gload((const u32x4 *)(w + (offset < most ? offset : most)));
+            const u32x4 *const from = (const u32x4 *)(w + (offset < most ? offset : most));
+            if (COPIES_ASYNC) {
+                copy_async(to_w(buffer, i), from, live);
+            } else {
+                wr[i] = make4(0, 0, 0, 0);
+                if (live) wr[i] = gload(from);
+            }
         }
     };
-    const auto store_w = [&](const conv_step &at) {
+    const auto store_w = [&](const conv_step &at, int buffer) {
+        if (row >= BM) return;
         if (a.w_wide) {
 #pragma unroll
             for (int i = 0; i < N_W; i++) {
-                lput((u32x4 *)(wt + (row + i * CONV_LOAD_ROWS) * ROW) + chunk, wr[i]);
+                if (!COPIES_ASYNC) lput(to_w(buffer, i), wr[i]);
             }
             return;
         }
+        const int left = a.c - (conv_channel(at) + 8 * chunk);
+        if (left <= -8) return; // the second chunk of 16 channels is read, too
         const uint32_t e = k_of(at);
-        const int left = a.c - (at.slice * BK + 8 * chunk);
 #pragma unroll 1
         for (int i = 0; i < N_W; i++) {
             const uint32_t r = (uint32_t)(row + i * CONV_LOAD_ROWS);
@@ -5833,44 +6043,53 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
             uint32_t h[8];
 #pragma unroll
             for (int j = 0; j < 8; j++) h[j] = j < left ? gload(from + j) : 0;
-            lput((u32x4 *)(wt + r * ROW) + chunk,
+            lput(to_w(buffer, i),
                  make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16));
         }
     };
 
     // The frames before the first that there is are left out
-    const int32_t taps = a.kw * a.kh, patches = a.kt * a.slices;
-    const int32_t missing = (a.kt - 1 - a.past - p.frame) * a.slices * taps;
-    int32_t step = patches * p.split / a.n_splits * taps;
-    const int32_t end = patches * (p.split + 1) / a.n_splits * taps;
-    step = step < missing ? missing : step;
+    const int32_t patches = a.kt * a.slices, missing = (a.kt - 1 - a.past - p.frame) * a.slices;
+    const int32_t first = patches * p.split / a.n_splits;
+    const int32_t end = patches * (p.split + 1) / a.n_splits;
     const bool common = a.x_wide && conv_is_common(a.x_activation);
     const bool has_work = p.m0 + wm < a.m; // of the wave
     frag_c c[TM][TN];
     matmul_clear(c);
-    conv_step at = conv_step_of(a, step);
-    const auto is_fresh = [&](const conv_step &s) { return !a.halo || (s.i | s.j) == 0; };
+    conv_step at = conv_step_of(a, first < missing ? missing : first);
+    const auto is_fresh = [&](const conv_step &s) {
+        return s.half == 0 && (!a.halo || (s.i | s.j) == 0);
+    };
+    // A tile of w is stored after the barrier behind which no wave reads the one before the last,
+    // whose place it takes, and read after the next barrier.
+    if (COPIES_ASYNC && at.patch < end) load_w(at, 0);
 #pragma unroll 1
-    for (; step < end; step++) {
+    for (int buffer = 0; at.patch < end; buffer ^= 1) {
         if (is_fresh(at)) {
+            block_sync_lds();
             if (!common) conv_stage_any(a, p, at, patch);
             else conv_stage<F>(a, p, at, patch);
-            load_w(at); // not before: its registers are the patch's until then
+            if (!COPIES_ASYNC) load_w(at, 0); // not before: its registers are the patch's until then
         }
-        store_w(at);
+        store_w(at, buffer);
+        copies_wait();
+        lds_written();
         block_sync_lds();
-        const int left = (a.c - at.slice * BK + 15) / 16;
-        const int n16 = left < BK / 16 ? left : BK / 16;
+        const int left = (a.c - conv_channel(at) + 15) / 16, n16 = left < 2 ? left : 2;
         const int tap = a.halo ? at.j * a.patch_w + at.i : 0;
+        const f16 *const own_w = wt + buffer * W_TILE;
+        const f16 *const own_z = patch + at.half * (CONV_W_CHUNKS * CONV_CHUNK) + tap * 8;
         at = conv_next(a, at);
-        if (step + 1 < end && !is_fresh(at)) load_w(at);
-        if (has_work) {
-            matmul_multiply<TM, TN, TN>(
-                c, wt + wm * ROW, patch + (wn / ROCQ_K_CONV_W * a.patch_w + tap) * ROW, n16,
-                a.patch_w * ROW);
+        if (at.patch < end && (COPIES_ASYNC || !is_fresh(at))) load_w(at, buffer ^ 1);
+        if constexpr (FROM_LDS) {
+            if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
+            else conv_multiply_lds<TM, 1>(c, own_w, W_CHUNK, own_z, a.patch_w);
+        } else if (has_work) {
+            conv_multiply<TM, TN>(c, own_w + wm * 8, W_CHUNK,
+                                  own_z + wn / 8 * a.patch_w * 8, a.patch_w * 8, n16);
         }
-        block_sync_lds();
     }
+    block_sync_lds();
     conv_finish<TM, TN>(a, p, c, (float *)tile, p.m0 + wm, p.oy0 + wn / ROCQ_K_CONV_W);
 }
 

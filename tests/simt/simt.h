@@ -857,6 +857,7 @@ typedef uint32_t u32x4 __attribute__((ext_vector_type(4)));
 
 DEV u32x4 make4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return u32x4{x, y, z, w}; }
 DEV u32x2 make2(uint32_t x, uint32_t y) { return u32x2{x, y}; }
+DEV f16x2 pair_floats(float x, float y) { return f16x2{(f16)x, (f16)y}; }
 DEV f16x2 pair(f16 x, f16 y) { return f16x2{x, y}; }
 
 DEV uint32_t thread_index() { return simt.now; }
@@ -1038,6 +1039,28 @@ typedef frag frag_b;
 DEV frag_b frag_load_b(const f16 *tile, int stride, SIMT_LINE) {
     return frag_load(tile, stride, line);
 }
+DEV int frag_lane(int, int eight) {
+    const int lane = (int)thread_index();
+    return (lane >> 3 & 1) * eight + (lane & 7) * 8;
+}
+DEV int frag_lane_b(int chunk, int eight) { return frag_lane(chunk, eight); }
+DEV frag frag_load_lane(const f16 *tile, int chunk, SIMT_LINE) {
+    const frag_halves h = {lget((const u32x4 *)tile, line), lget((const u32x4 *)(tile + chunk), line)};
+    return __builtin_bit_cast(frag, h);
+}
+DEV frag_b frag_load_lane_b(const f16 *tile, int chunk, SIMT_LINE) {
+    return frag_load_lane(tile, chunk, line);
+}
+enum { WMMA_LDS = 0, COPIES_ASYNC = 0 };
+DEV void lds_written() {}
+DEV void wmma_lds_begin() {}
+DEV void wmma_lds_end() {}
+DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
+DEV void copy_async(u32x4 *to, const u32x4 *from, bool live, SIMT_LINE) {
+    const u32x4 zeros = {0, 0, 0, 0};
+    lput(to, live ? gload(from, line) : zeros, line);
+}
+DEV void copies_wait() {}
 DEV frag_i8 frag_i8_load(const int8_t *tile, int stride, SIMT_LINE) {
     const u32x4 row = lget((const u32x4 *)(tile + (int)(thread_index() & 15) * stride), line);
     return __builtin_bit_cast(frag_i8, row);
