@@ -85,9 +85,10 @@
 //   byte_levels(table, n)    looks bytes up in a table of 16: byte i of x is byte (n >> 8 i) & 15
 //                            of the table, byte i of y likewise for n >> 4
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
-//   copy_async(to, from, live)  copies a vector from global memory to LDS, or zeros if not live;
-//                            done for the thread after copies_wait. COPIES_ASYNC: it takes no
-//                            registers meanwhile; else it is over at once
+//   copy_async(to, from, live)  copies a vector from global memory to LDS, or zeros if not live.
+//                            copies_close ends a group of copies; after copies_wait<n> all of the
+//                            thread's groups but the last n are done. COPIES_ASYNC: they take no
+//                            registers meanwhile; else a copy is done at once
 //   fence_device             release and acquire fence at device scope
 //   atomic_inc(p)            relaxed; returns the old value
 //   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
@@ -150,7 +151,10 @@ DEV void copy_async(u32x4 *to, const u32x4 *from, bool live) { // to LDS
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
                  "r"(live ? 16 : 0) : "memory");
 }
-DEV void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+DEV void copies_close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DEV void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
 DEV u32x4 make4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return make_uint4(x, y, z, w); }
 DEV u32x2 make2(uint32_t x, uint32_t y) { return make_uint2(x, y); }
@@ -479,7 +483,8 @@ DEV void copy_async(u32x4 *to, const u32x4 *from, bool live) {
     const u32x4 zeros = {0, 0, 0, 0};
     lput(to, live ? gload(from) : zeros);
 }
-DEV void copies_wait() {}
+DEV void copies_close() {}
+template <int> DEV void copies_wait() {}
 
 // The hardware does the LDS accesses of a wave in order. Only the compiler has to be kept from
 // moving them.
@@ -5586,6 +5591,7 @@ enum {
     CONV_BK = 64, // channels of a patch
     CONV_W_BK = 32,                                         // of a tile of w
     CONV_W_CHUNKS = CONV_W_BK / 8,
+    CONV_AHEAD = COPIES_ASYNC ? 2 : 1, // tiles of w that are under way
     CONV_LOAD_ROWS = 128 / CONV_W_CHUNKS,                   // rows of w that the threads load at once
     CONV_CHUNK = 8 * (ROCQ_K_CONV_PATCH + 1)                // halves of a patch's chunk
 };
@@ -5980,12 +5986,12 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         WN = FROM_LDS ? BN : BM == 128 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16,
         TN = WN / 16, W_CHUNK = 8 * (BM + 1), W_TILE = CONV_W_CHUNKS * W_CHUNK,
         N_W = (BM + CONV_LOAD_ROWS - 1) / CONV_LOAD_ROWS,
-        ALL = (2 * W_TILE + CONV_BK / 8 * CONV_CHUNK) / 8
+        BUFFERS = CONV_AHEAD + 1, ALL = (BUFFERS * W_TILE + CONV_BK / 8 * CONV_CHUNK) / 8
     };
     LDS(u32x4, tile, ALL);
     static_assert(16 * conv_pass_floats<TM>() <= (int)sizeof(tile), "conv_finish's work");
     static_assert(BN <= ROCQ_K_CONV_PATCH, "a patch without halo");
-    f16 *const wt = (f16 *)tile, *const patch = wt + 2 * W_TILE;
+    f16 *const wt = (f16 *)tile, *const patch = wt + BUFFERS * W_TILE;
     if (a.tiles_m == 0) return;
     const conv_place p = conv_place_of(a, BM);
     const int t = (int)thread_index(), wave = matmul_wave();
@@ -6060,19 +6066,31 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
     const auto is_fresh = [&](const conv_step &s) {
         return s.half == 0 && (!a.halo || (s.i | s.j) == 0);
     };
-    // A tile of w is stored after the barrier behind which no wave reads the one before the last,
-    // whose place it takes, and read after the next barrier.
-    if (COPIES_ASYNC && at.patch < end) load_w(at, 0);
+    // A step's tile of w takes the place of the one that was multiplied BUFFERS steps before, after
+    // a barrier behind which no wave reads that, and is read after the next barrier.
+    conv_step ahead = at;
+    int buffer = 0, free = 0; // tiles
+    const auto begin_w = [&]() {
+        if (ahead.patch < end) load_w(ahead, free);
+        copies_close();
+        ahead = conv_next(a, ahead);
+        free = free + 1 == BUFFERS ? 0 : free + 1;
+    };
+    if (COPIES_ASYNC) {
+        for (int i = 0; i < CONV_AHEAD; i++) begin_w();
+    }
 #pragma unroll 1
-    for (int buffer = 0; at.patch < end; buffer ^= 1) {
+    while (at.patch < end) {
         if (is_fresh(at)) {
             block_sync_lds();
             if (!common) conv_stage_any(a, p, at, patch);
             else conv_stage<F>(a, p, at, patch);
-            if (!COPIES_ASYNC) load_w(at, 0); // not before: its registers are the patch's until then
+            copies_close();
+            copies_wait<0>();
+            if (!COPIES_ASYNC) begin_w(); // not before: its registers are the patch's until then
         }
+        copies_wait<CONV_AHEAD - 1>();
         store_w(at, buffer);
-        copies_wait();
         lds_written();
         block_sync_lds();
         const int left = (a.c - conv_channel(at) + 15) / 16, n16 = left < 2 ? left : 2;
@@ -6080,7 +6098,8 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         const f16 *const own_w = wt + buffer * W_TILE;
         const f16 *const own_z = patch + at.half * (CONV_W_CHUNKS * CONV_CHUNK) + tap * 8;
         at = conv_next(a, at);
-        if (at.patch < end && (COPIES_ASYNC || !is_fresh(at))) load_w(at, buffer ^ 1);
+        buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+        if (COPIES_ASYNC || !is_fresh(at)) begin_w();
         if constexpr (FROM_LDS) {
             if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
             else conv_multiply_lds<TM, 1>(c, own_w, W_CHUNK, own_z, a.patch_w);

@@ -1060,7 +1060,8 @@ DEV void copy_async(u32x4 *to, const u32x4 *from, bool live, SIMT_LINE) {
     const u32x4 zeros = {0, 0, 0, 0};
     lput(to, live ? gload(from, line) : zeros, line);
 }
-DEV void copies_wait() {}
+DEV void copies_close() {}
+template <int> DEV void copies_wait() {}
 DEV frag_i8 frag_i8_load(const int8_t *tile, int stride, SIMT_LINE) {
     const u32x4 row = lget((const u32x4 *)(tile + (int)(thread_index() & 15) * stride), line);
     return __builtin_bit_cast(frag_i8, row);
