@@ -2389,7 +2389,8 @@ typedef struct rocq_k_attention_args {
 
 // y = activation(bias + residual + sums y_scale) over tiles of ROCQ_K_CONV_W columns and
 // ROCQ_K_CONV_H rows of a frame; blockIdx.x counts tiles_m, tiles_x, tiles_y, n_splits, blockIdx.z
-// frames of y. With n_splits over 1 the sums go to work, and conv_merge follows. Kernels
+// frames of y. With n_splits over 1 the sums go to work, and conv_merge follows. conv_input makes
+// y, F16 [C, W, H, N] without gaps, of x by norm and activation, for a conv to read. Kernels
 // conv_f32_* are for x in F32, conv_f16_* for F16 and BF16.
 typedef struct rocq_k_conv_args {
     rocq_k_common common;
@@ -2494,6 +2495,7 @@ typedef struct rocq_k_pixels_args {
     X(sample, rocq_k_sample_args, 1024)                      \
     X(ranges, rocq_k_ranges_args, 256)                       \
     ROCQ_K_CONV_TILES(ROCQ_K_CONV, X)                        \
+    X(conv_input, rocq_k_conv_args, 256)                     \
     X(conv_merge, rocq_k_conv_args, 256)                     \
     X(norm_stats, rocq_k_norm_stats_args, 256)               \
     X(norm_stats_merge, rocq_k_norm_stats_args, 256)         \
@@ -14580,6 +14582,34 @@ static void rocq__conv_shape_args(rocq_k_conv_args *args, const rocq__conv_shape
     args->patch_w_inverse = 65536 / args->patch_w + 1;
 }
 
+// Whether x is normalised and activated by a pass of its own, and not by every block while it loads.
+// The pass moves x and the result; a block's share is some 13 instructions for each element of a
+// patch, and patches overlap by 1.4 and are loaded by every tile of channels.
+static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
+                            const rocq_k_conv_args *args) {
+    const bool common = p->x_activation == ROCQ_ACT_IDENTITY || p->x_activation == ROCQ_ACT_SILU ||
+                        p->x_activation == ROCQ_ACT_RELU;
+    if (!args->x_wide || !common || (!p->stats && p->x_activation == ROCQ_ACT_IDENTITY)) return false;
+    const double patches = (args->halo ? 1.4 : (double)args->kw * args->kh) * args->tiles_m *
+                           (1 << 2 * args->upsample) * args->kt / (args->stride * args->stride);
+    const double loading = 13.0 * patches / (0.5 * chip->flops_per_us);
+    return (double)rocq__bytes(p->x->format, 1) + 2.0 < loading * chip->bytes_per_us;
+}
+
+// x after the pass, F16 without gaps; args are then those of a conv of that.
+static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p, rocq_k_conv_args *args) {
+    const rocq_tensor z = rocq__job_tensor(job, ROCQ_F16, ROCQ_LAYOUT_GGUF, p->x->ne, p->x->ne[0]);
+    rocq_k_conv_args pass = *args;
+    pass.y = rocq__k_tensor(&z);
+    const int64_t fours = (p->x->ne[1] * p->x->ne[2] + 3) / 4, threads = p->x->ne[0] / 8 * fours;
+    rocq__job_launch(job, ROCQ_K_conv_input, (threads + 255) / 256, p->x->ne[3], 256, &pass);
+    args->x = pass.y;
+    args->stats = rocq__k_tensor(NULL);
+    args->norm_weight = args->norm_bias = NULL;
+    args->x_activation = ROCQ_ACT_IDENTITY;
+    args->x_scale = 1.0f;
+}
+
 static void rocq__job_conv(rocq__job *job, const void *params) {
     const rocq_conv_params *p = (const rocq_conv_params *)params;
     const rocq__conv_shape s = rocq__conv_shape_of(p);
@@ -14627,6 +14657,8 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
         return;
     }
+    const bool pass = rocq__conv_pass(rocq__chip_of(job->ctx), p, &args);
+    if (pass) rocq__job_conv_input(job, p, &args);
     const int64_t tiles = (int64_t)args.tiles_m * args.tiles_x * args.tiles_y;
     // By the tiles of one frame: a video's chunks then have the bits of the whole.
     args.n_splits =
@@ -14640,7 +14672,7 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     const int kernel = (tile_m == 128  ? ROCQ_K_conv_f32_128
                         : tile_m == 64 ? ROCQ_K_conv_f32_64
                                        : ROCQ_K_conv_f32_16) +
-                       (p->x->format != ROCQ_F32);
+                       (pass || p->x->format != ROCQ_F32);
     rocq__job_launch(job, kernel, tiles * args.n_splits, frames, 128, &args);
     if (args.n_splits == 1) return;
     const double sums = (double)rocq_tensor_count(p->y) * args.n_splits;

@@ -6118,6 +6118,49 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
 ROCQ_K_CONV_TILES(ROCQ_X, )
 #undef ROCQ_X
 
+// conv_input: y = x after norm and activation, times x_scale, in F16: the work of conv_stage once,
+// where many blocks would repeat it. A thread takes eight channels of four positions of a frame, of
+// which the loads are in flight together. Geometry: 256 threads; blockIdx.z counts frames. Bytes: x and y once.
+KERNEL(conv_input, rocq_k_conv_args, 256) {
+    enum { PAR = 4 };
+    if (a.slices == 0) return;
+    const uint32_t item = (a.common.block0 + block_index()) * 256 + thread_index();
+    const uint32_t vectors = (uint32_t)a.c / 8, group = item / vectors;
+    const uint32_t n = (uint32_t)a.x.ne[1] * (uint32_t)a.x.ne[2], first = group * PAR;
+    if (first >= n) return;
+    const int32_t c = 8 * (int32_t)(item - group * vectors), frame = (int32_t)block_index_z();
+    conv_raw r[PAR];
+    float factor[PAR];
+#pragma unroll
+    for (int b = 0; b < PAR; b++) {
+        const uint32_t q = first + (uint32_t)b < n ? first + (uint32_t)b : n - 1;
+        const uint32_t iy = q / (uint32_t)a.x.ne[1], ix = q - iy * (uint32_t)a.x.ne[1];
+        r[b] = conv_load(a.x.format, row_of(a.x, ix, iy, frame), c);
+        factor[b] = 1.0f;
+        if (a.stats.data && a.stats.ne[0] == 1) {
+            factor[b] = gload((const float *)row_of(a.stats, ix, iy, frame));
+        }
+    }
+    conv_affine<8> norm;
+    if (a.stats.data) norm = conv_norm<8>(a, c, frame);
+#pragma unroll
+    for (int b = 0; b < PAR; b++) {
+        float v[8];
+        conv_floats(a.x.format, r[b], v);
+        if (a.stats.data) {
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                v[e] = fmaf(v[e] * factor[b], norm.scale[e], norm.shift[e]);
+            }
+        }
+        conv_activate<8>(a.x_activation, v);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] *= a.x_scale;
+        if (first + (uint32_t)b >= n) break;
+        conv_store(ROCQ_F16, (char *)a.y.data + ((int64_t)frame * n + first + b) * a.c * 2, c, v);
+    }
+}
+
 // conv_merge: the sum of the splits, added in their order, then as conv. A thread takes eight
 // channels of a position of y, of which there are ceil(M / 8), counted through all positions; fewer
 // than 2^32. Geometry: 256 threads. Bytes: the sums of every split once, from L2.
