@@ -498,6 +498,47 @@ static void sample(emulated *e, int scale, int format, int p) {
     X(q4_0, Q4_0) X(q8_0, Q8_0) X(q4_K, Q4_K) X(q5_K, Q5_K) X(q6_K, Q6_K)       \
     X(q4_1, Q4_1) X(q5_0, Q5_0) X(q5_1, Q5_1) X(q2_K, Q2_K) X(q3_K, Q3_K)       \
     X(iq4_nl, IQ4_NL) X(iq4_xs, IQ4_XS) X(mxfp4, MXFP4)
+// Work: products of 16x16x16. 3x3 over two tiles of 8 by 16 positions, one a unit's block each, with
+// group norm and SiLU of x and a residual, or plain.
+static void conv_3x3(emulated *e, int scale, rocq_format format, int m, bool fused) {
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    const int64_t c = 64 * scale, w = 16, h = 16;
+    box *x = normal(format, 1, c, w, h), *y = output(ROCQ_F16, m, w, h);
+    box *weight = normal(ROCQ_F16, 0.1f, c * 9, m, 1), *bias = normal(ROCQ_F32, 1, m, 1, 1);
+    box *stats = normal(ROCQ_F32, 1, 2, 32, 1), *residual = normal(ROCQ_F16, 1, m, w, h);
+    box *gain = normal(ROCQ_F32, 1, c, 1, 1), *shift = normal(ROCQ_F32, 1, c, 1, 1);
+    rocq_conv_params p = {.y = &y->t, .w = &weight->t, .x = &x->t, .bias = &bias->t, .kw = 3, .kh = 3};
+    if (fused) {
+        p.stats = &stats->t;
+        p.norm_weight = &gain->t;
+        p.norm_bias = &shift->t;
+        p.x_activation = ROCQ_ACT_SILU;
+        p.residual = &residual->t;
+    }
+    gpu->gpu->chip.n_units = 1; // so that K is not split
+    compare(e, ROCQ_OP_CONV, &p, &p, &y, 1, NULL);
+    gpu->gpu->chip.n_units = n_units;
+    snprintf(e->shape, sizeof e->shape, "3x3, C %d, M %d, %d x %d%s", (int)c, m, (int)w, (int)h,
+             fused ? ", norm, SiLU, residual" : "");
+    e->bound = 1e-5;
+    e->work = (double)((m + 15) / 16) * (double)(w * h / 16) * (double)(c / 16) * 9;
+}
+static void conv(emulated *e, int scale, int format, int m) {
+    conv_3x3(e, scale, (rocq_format)format, m, false);
+}
+static void conv_fused(emulated *e, int scale, int format, int m) {
+    conv_3x3(e, scale, (rocq_format)format, m, true);
+}
+static void norm_stats(emulated *e, int scale, int format, int c) {
+    (void)scale;
+    box *x = normal((rocq_format)format, 1, c, 64, 16), *stats = output(ROCQ_F32, 2, 32, 1);
+    const rocq_norm_stats_params p = {.stats = &stats->t, .x = &x->t};
+    compare(e, ROCQ_OP_NORM_STATS, &p, &p, &stats, 1, NULL);
+    snprintf(e->shape, sizeof e->shape, "C %d, 64 x 16", c);
+    e->bound = 1e-9;
+    e->work = 64.0 * 16 * c;
+}
+
 static const struct {
     const char *kernel, *unit;
     void (*run)(emulated *e, int scale, int format, int p);
@@ -546,6 +587,12 @@ static const struct {
     {"softmax", "element", softmax, 0, 0, 1},
     {"argmax", "element", argmax, 0, 0, 1},
     {"sample", "element", sample, 0, 0, 1},
+    {"conv_f16_128", "16x16x16", conv, ROCQ_F16, 128, 2},
+    {"conv_f16_128", "16x16x16", conv_fused, ROCQ_F16, 128, 2},
+    {"conv_f32_128", "16x16x16", conv_fused, ROCQ_F32, 128, 2},
+    {"conv_f16_64", "16x16x16", conv, ROCQ_F16, 64, 2},
+    {"conv_f16_16", "16x16x16", conv, ROCQ_F16, 3, 2},
+    {"norm_stats", "element", norm_stats, ROCQ_F16, 128, 1},
 };
 
 // ---------------------------------------------------------------------------------------------
