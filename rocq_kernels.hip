@@ -5799,24 +5799,41 @@ DEV void conv_stage_any(const rocq_k_conv_args &args, const conv_place &p, const
     const conv_patch from = conv_patch_of(a, p, at);
     const int left = a.c - at.slice * CONV_BK; // 16 channels at least are staged
     const int log = left > 32 ? 6 : left > 16 ? 5 : 4;
+    enum { BATCH = 4 }; // loads in flight together
 #pragma unroll 1
-    for (int i = recomputed((int)thread_index()); i < a.patch_n << log; i += 128) {
-        const int32_t q = i >> log, own = i & ((1 << log) - 1), c = at.slice * CONV_BK + own;
-        const conv_position at_x = conv_position_of(a, from, q);
-        float v = 0.0f;
-        if (at_x.inside && c < a.c) {
-            v = get_float(a.x.format, from.frame + at_x.iy * a.x.stride[1] +
-                          at_x.ix * a.x.stride[0], c);
-            if (a.stats.data) {
-                const conv_affine<1> norm = conv_norm<1>(a, c, from.it);
-                if (a.stats.ne[0] == 1) {
-                    v *= gload((const float *)row_of(a.stats, at_x.ix, at_x.iy, from.it));
-                }
-                v = fmaf(v, norm.scale[0], norm.shift[0]);
-            }
-            v = activation(a.x_activation, v) * a.x_scale;
+    for (int i0 = recomputed((int)thread_index()); i0 < a.patch_n << log; i0 += 128 * BATCH) {
+        uint32_t r[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            const int i = i0 + 128 * b;
+            const conv_position at_x = conv_position_of(a, from, i >> log);
+            const int32_t c = at.slice * CONV_BK + (i & ((1 << log) - 1));
+            r[b] = 0;
+            if (!at_x.inside || c >= a.c) continue;
+            r[b] = get_bits(a.x.format, from.frame + at_x.iy * a.x.stride[1] +
+                            at_x.ix * a.x.stride[0], c);
         }
-        lput((uint16_t *)patch + own / 8 * CONV_CHUNK + 8 * q + own % 8, f32_f16(v));
+#pragma unroll 1
+        for (int b = 0; b < BATCH; b++) {
+            const int i = i0 + 128 * b, q = i >> log, own = i & ((1 << log) - 1);
+            if (q >= a.patch_n) break;
+            const conv_position at_x = conv_position_of(a, from, q);
+            const int32_t c = at.slice * CONV_BK + own;
+            float v = bits_float(a.x.format, b == 0 ? r[0] : b == 1 ? r[1] : b == 2 ? r[2] : r[3]);
+            if (!at_x.inside || c >= a.c) {
+                v = 0.0f;
+            } else {
+                if (a.stats.data) {
+                    const conv_affine<1> norm = conv_norm<1>(a, c, from.it);
+                    if (a.stats.ne[0] == 1) {
+                        v *= gload((const float *)row_of(a.stats, at_x.ix, at_x.iy, from.it));
+                    }
+                    v = fmaf(v, norm.scale[0], norm.shift[0]);
+                }
+                v = activation(a.x_activation, v) * a.x_scale;
+            }
+            lput((uint16_t *)patch + own / 8 * CONV_CHUNK + 8 * q + own % 8, f32_f16(v));
+        }
     }
 }
 
@@ -6042,16 +6059,17 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         const int left = a.c - (conv_channel(at) + 8 * chunk);
         if (left <= -8) return; // the second chunk of 16 channels is read, too
         const uint32_t e = k_of(at);
-#pragma unroll 1
+#pragma unroll
         for (int i = 0; i < N_W; i++) {
             const uint32_t r = (uint32_t)(row + i * CONV_LOAD_ROWS);
             const uint16_t *from = (const uint16_t *)w + (r < w_last ? r : w_last) * k + e;
             uint32_t h[8];
 #pragma unroll
             for (int j = 0; j < 8; j++) h[j] = j < left ? gload(from + j) : 0;
-            lput(to_w(buffer, i),
-                 make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16));
+            wr[i] = make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16);
         }
+#pragma unroll
+        for (int i = 0; i < N_W; i++) lput(to_w(buffer, i), wr[i]);
     };
 
     // The frames before the first that there is are left out
