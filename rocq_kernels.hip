@@ -5574,26 +5574,31 @@ DEV void conv_store(int32_t format, char *row, int64_t k, const float v[8]) {
 // takes 64 channels of one frame of x at a time. halo: the positions that all kw kh taps read are
 // staged in LDS as one patch, up to ROCQ_K_CONV_PATCH of them, so that x is loaded, normalised and
 // activated once and not for every tap; a tap is an offset into the patch. Without halo (stride 2,
-// large kernels), a patch has the positions of a single tap. z is rounded to F16 in the patch. For
-// every tap the block's weights of those channels are staged too; those of the next tap are
-// prefetched into registers while the waves multiply. The 16 columns of a row of the tile are
-// neighbours in the patch: a B fragment.
-// BM 128: waves 2 by 2, each 64 channels by 64 positions. BM 64 and 16 (TAESD; layers that make a
-// picture's 3 channels): each wave all channels by 32 positions.
+// large kernels), a patch has the positions of a single tap. z is rounded to F16 in the patch. The
+// block's weights follow in steps of a tap and 32 channels; those of the next CONV_AHEAD steps are
+// under way while the waves multiply, in registers or as asynchronous copies.
+// In LDS both are split in chunks of 8 channels: a column of rows (w) or positions (z) of 16 bytes,
+// of an odd number, so that the chunks of a row lie in different banks. Eight positions are a line
+// of the tile and 128 bytes without gaps, wherever the tap begins: what a B fragment takes twice,
+// and what Hopper's matrix unit can read by itself.
+// Waves, by fragments: BM 128: 2 by 2, each 64 channels by 64 positions; BM 64 and 16 (TAESD;
+// layers that make a picture's 3 channels): all channels by 32 positions. From LDS: a quarter of the
+// channels by all positions.
 //
 // Geometry: 128 threads; blockIdx.x counts tiles_m fastest, so that blocks that run at the same
 // time share a patch in L2, then tiles_x, tiles_y and n_splits; blockIdx.z counts frames of y. With
 // n_splits over 1 a block has a share of K, in whole patches, and stores its sums in `work`, which
-// conv_merge adds up in the order of the splits. LDS: 144 (BM + 180) bytes, 44 KB with BM 128.
+// conv_merge adds up in the order of the splits. LDS: a patch of 23 KB and CONV_AHEAD + 1 tiles of
+// w of 64 (BM + 1) bytes, 39 KB with BM 128 on gfx11, where three blocks fit on a WGP.
 // Sums run in the order frame, 64 channels, row, column, channel. Offsets within 128 rows of w are
 // 32-bit.
 enum {
-    CONV_BK = 64, // channels of a patch
-    CONV_W_BK = 32,                                         // of a tile of w
+    CONV_BK = 64,                            // channels of a patch
+    CONV_W_BK = 32,                          // and of a tile of w
     CONV_W_CHUNKS = CONV_W_BK / 8,
-    CONV_AHEAD = COPIES_ASYNC ? 2 : 1, // tiles of w that are under way
-    CONV_LOAD_ROWS = 128 / CONV_W_CHUNKS,                   // rows of w that the threads load at once
-    CONV_CHUNK = 8 * (ROCQ_K_CONV_PATCH + 1)                // halves of a patch's chunk
+    CONV_LOAD_ROWS = 128 / CONV_W_CHUNKS,    // rows of w that the threads load at once
+    CONV_AHEAD = COPIES_ASYNC ? 2 : 1,       // tiles of w that are under way
+    CONV_CHUNK = 8 * (ROCQ_K_CONV_PATCH + 1) // halves from chunk to chunk of a patch
 };
 
 // A step of the sums: a tap and 32 channels.
