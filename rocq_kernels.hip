@@ -349,8 +349,9 @@ enum { WMMA_LDS = 1 };
 DEV void lds_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void wmma_lds_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEV void wmma_lds_end() {
-    asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
+DEV void wmma_lds_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 DEV uint64_t wmma_lds_tile(const f16 *tile, int chunk, int eight) { // a matrix descriptor
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(tile);
     return (uint64_t)(at >> 4 & 0x3fff) | (uint64_t)chunk << 16 | (uint64_t)eight << 32;
@@ -378,6 +379,7 @@ enum { WMMA_LDS = 0 };
 DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
+DEV void wmma_lds_wait() {}
 DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
 #endif
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
@@ -628,6 +630,7 @@ enum { WMMA_LDS = 0 }; // operands are registers
 DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
+DEV void wmma_lds_wait() {}
 DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     frag_v8i v = __builtin_bit_cast(frag_v8i, c);
@@ -5601,30 +5604,34 @@ enum {
     CONV_CHUNK = 8 * (ROCQ_K_CONV_PATCH + 1) // halves from chunk to chunk of a patch
 };
 
-// A step of the sums: a tap and 32 channels.
-struct conv_step { int32_t patch, s, slice, j, i, half; };
-DEV conv_step conv_step_of(const rocq_k_conv_args &a, int32_t patch) {
-    const int32_t s = patch / a.slices;
-    return {patch, s, patch - s * a.slices, 0, 0, 0};
-}
+// A step of the sums: a tap and CONV_W_BK channels. Both offsets are kept, since a block has only
+// few waves to hide their computation.
+struct conv_step {
+    int32_t patch, s, slice, j, i, part;
+    int32_t k;   // of the step's first channel in a row of w
+    int32_t tap; // positions from the patch's first to the tap's
+};
 DEV int32_t conv_channel(const conv_step &at) {
-    return at.slice * CONV_BK + at.half * CONV_W_BK;
+    return at.slice * CONV_BK + at.part * CONV_W_BK;
+}
+DEV conv_step conv_step_of(const rocq_k_conv_args &a, int32_t patch) {
+    const int32_t s = patch / a.slices, slice = patch - s * a.slices;
+    return {patch, s, slice, 0, 0, 0, s * a.kh * a.kw * a.c + slice * CONV_BK, 0};
 }
 DEV conv_step conv_next(const rocq_k_conv_args &a, conv_step at) {
-    if (at.half == 0 && conv_channel(at) + CONV_W_BK < a.c) {
-        at.half = 1;
+    if (CONV_W_BK < CONV_BK && at.part == 0 && conv_channel(at) + CONV_W_BK < a.c) {
+        at.part = 1;
+        at.k += CONV_W_BK;
         return at;
     }
-    at.half = 0;
+    at.k += a.c - at.part * CONV_W_BK;
+    at.part = 0;
+    at.tap += a.halo;
     if (++at.i < a.kw) return at;
     at.i = 0;
+    at.tap += a.halo ? a.patch_w - a.kw : 0;
     if (++at.j < a.kh) return at;
-    at.j = 0;
-    at.patch++;
-    if (++at.slice < a.slices) return at;
-    at.slice = 0;
-    at.s++;
-    return at;
+    return conv_step_of(a, at.patch + 1);
 }
 
 struct conv_place {
@@ -5894,7 +5901,7 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
     work += matmul_wave() * conv_pass_floats<TM>();
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
-        wave_sync();
+        block_sync_lds();
 #pragma unroll
         for (int j = 0; j < TN; j++) {
             if (j != pass) continue;
@@ -5906,7 +5913,7 @@ DEV void conv_finish(const rocq_k_conv_args &args, const conv_place &p,
                 }
             }
         }
-        wave_sync();
+        block_sync_lds();
         const int32_t oy = oy0 + 2 * pass; // columns 0-7 of the fragments; 8-15: the next row
         if (oy >= a.y.ne[2]) continue;
         if (a.n_splits > 1 || !a.y_wide || !conv_is_common(a.activation)) {
@@ -5963,7 +5970,8 @@ DEV void conv_multiply(frag_c (&c)[TM][TN], const f16 *w, int w_chunk, const f16
     frag_b fz = frag_load_lane_b(z, CONV_CHUNK);
 #pragma unroll
     for (int i = 0; i < TM; i++) fw[i] = frag_load_lane(w + 128 * i, w_chunk);
-    if (n16 == 2) {
+#pragma unroll 1
+    for (; n16 > 1; n16--) {
 #pragma unroll
         for (int j = 0; j < TN; j++) {
             const bool last = j + 1 == TN;
@@ -5976,6 +5984,7 @@ DEV void conv_multiply(frag_c (&c)[TM][TN], const f16 *w, int w_chunk, const f16
             }
             fz = next;
         }
+        w += 2 * w_chunk;
         z += 2 * CONV_CHUNK;
     }
 #pragma unroll
@@ -5987,7 +5996,7 @@ DEV void conv_multiply(frag_c (&c)[TM][TN], const f16 *w, int w_chunk, const f16
     }
 }
 
-// The same for N16 times 16 elements of K by all four waves straight from LDS.
+// The same by all four waves straight from LDS, up to the products' end in conv_f16.
 template <int TM, int N16>
 DEV void conv_multiply_lds(frag_c (&c)[TM][8], const f16 *w, int w_chunk, const f16 *z, int line) {
     wmma_lds_begin();
@@ -6026,24 +6035,24 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
     const char *const w = (const char *)a.w + (int64_t)p.m0 * k * 2;
     const uint32_t w_last = (uint32_t)(a.m - p.m0 < BM ? a.m - p.m0 : BM) - 1;
     u32x4 wr[N_W];
-    const auto k_of = [&](const conv_step &at) {
-        return (uint32_t)(((at.s * a.kh + at.j) * a.kw + at.i) * a.c + conv_channel(at) +
-                          8 * chunk);
-    };
     const auto to_w = [&](int buffer, int i) {
         const int r = row + i * CONV_LOAD_ROWS;
         const int at = FROM_LDS && TM == 2 ? r / 32 * 16 + (r & 16) * 4 + (r & 15) : r;
         return (u32x4 *)(wt + buffer * W_TILE + chunk * W_CHUNK) + at;
     };
+    uint32_t own[N_W]; // bytes
+#pragma unroll
+    for (int i = 0; i < N_W; i++) {
+        const uint32_t r = (uint32_t)(row + i * CONV_LOAD_ROWS);
+        own[i] = ((r < w_last ? r : w_last) * k + 8 * (uint32_t)chunk) * 2;
+    }
     const auto load_w = [&](const conv_step &at, int buffer) {
         if (!a.w_wide || row >= BM) return;
         const bool live = conv_channel(at) + 8 * chunk < a.c;
-        const uint32_t e = live ? k_of(at) : 0, first = ((uint32_t)row * k + e) * 2;
-        const uint32_t most = (w_last * k + e) * 2;
+        const char *const step = w + (live ? 2 * at.k : 0);
 #pragma unroll
         for (int i = 0; i < N_W; i++) {
-            const uint32_t offset = first + (uint32_t)(i * CONV_LOAD_ROWS) * k * 2;
-            const u32x4 *const from = (const u32x4 *)(w + (offset < most ? offset : most));
+            const u32x4 *const from = (const u32x4 *)(step + own[i]);
             if (COPIES_ASYNC) {
                 copy_async(to_w(buffer, i), from, live);
             } else {
@@ -6063,11 +6072,9 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         }
         const int left = a.c - (conv_channel(at) + 8 * chunk);
         if (left <= -8) return; // the second chunk of 16 channels is read, too
-        const uint32_t e = k_of(at);
 #pragma unroll
         for (int i = 0; i < N_W; i++) {
-            const uint32_t r = (uint32_t)(row + i * CONV_LOAD_ROWS);
-            const uint16_t *from = (const uint16_t *)w + (r < w_last ? r : w_last) * k + e;
+            const uint16_t *from = (const uint16_t *)(w + own[i]) + at.k;
             uint32_t h[8];
 #pragma unroll
             for (int j = 0; j < 8; j++) h[j] = j < left ? gload(from + j) : 0;
@@ -6087,7 +6094,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
     matmul_clear(c);
     conv_step at = conv_step_of(a, first < missing ? missing : first);
     const auto is_fresh = [&](const conv_step &s) {
-        return s.half == 0 && (!a.halo || (s.i | s.j) == 0);
+        return s.part == 0 && (!a.halo || (s.i | s.j) == 0);
     };
     // A step's tile of w takes the place of the one that was multiplied BUFFERS steps before, after
     // a barrier behind which no wave reads that, and is read after the next barrier.
@@ -6116,16 +6123,21 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         store_w(at, buffer);
         lds_written();
         block_sync_lds();
-        const int left = (a.c - conv_channel(at) + 15) / 16, n16 = left < 2 ? left : 2;
-        const int tap = a.halo ? at.j * a.patch_w + at.i : 0;
+        enum { N16 = CONV_W_BK / 16 };
+        const int left = (a.c - conv_channel(at) + 15) / 16, n16 = left < N16 ? left : N16;
         const f16 *const own_w = wt + buffer * W_TILE;
-        const f16 *const own_z = patch + at.half * (CONV_W_CHUNKS * CONV_CHUNK) + tap * 8;
+        const f16 *const own_z = patch + at.part * (CONV_W_CHUNKS * CONV_CHUNK) + at.tap * 8;
+        if constexpr (FROM_LDS) {
+            if (n16 == N16) conv_multiply_lds<TM, N16>(c, own_w, W_CHUNK, own_z, a.patch_w);
+            else if (n16 == 1) conv_multiply_lds<TM, 1>(c, own_w, W_CHUNK, own_z, a.patch_w);
+            else if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
+            else conv_multiply_lds<TM, 3>(c, own_w, W_CHUNK, own_z, a.patch_w);
+        }
         at = conv_next(a, at);
         buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
         if (COPIES_ASYNC || !is_fresh(at)) begin_w();
         if constexpr (FROM_LDS) {
-            if (n16 == 2) conv_multiply_lds<TM, 2>(c, own_w, W_CHUNK, own_z, a.patch_w);
-            else conv_multiply_lds<TM, 1>(c, own_w, W_CHUNK, own_z, a.patch_w);
+            wmma_lds_wait();
         } else if (has_work) {
             conv_multiply<TM, TN>(c, own_w + wm * 8, W_CHUNK,
                                   own_z + wn / 8 * a.patch_w * 8, a.patch_w * 8, n16);

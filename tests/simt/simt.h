@@ -1055,6 +1055,7 @@ enum { WMMA_LDS = 0, COPIES_ASYNC = 0 };
 DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
+DEV void wmma_lds_wait() {}
 DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
 DEV void copy_async(u32x4 *to, const u32x4 *from, bool live, SIMT_LINE) {
     const u32x4 zeros = {0, 0, 0, 0};
