@@ -146,9 +146,10 @@ typedef uint2 u32x2;
 typedef uint4 u32x4;
 
 enum { COPIES_ASYNC = 1 };
+// By way of L1 (.ca): blocks of a unit that read the same weights take them from L2 only once.
 DEV void copy_async(u32x4 *to, const u32x4 *from, bool live) { // to LDS
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
                  "r"(live ? 16 : 0) : "memory");
 }
 DEV void copies_close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
