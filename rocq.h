@@ -7809,7 +7809,7 @@ typedef void (*rocq__mm_dot)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile
 typedef struct rocq__mm_rows {
     const unsigned char *at[ROCQ__MM_ROWS];
     int64_t ahead;            // bytes from at[r] to what is prefetched: the next segment or panel
-    int64_t near;             // not 0: a pass prefetches so many bytes ahead in each row
+    int64_t row_ahead;        // not 0: a pass prefetches so many bytes ahead in each row
     const rocq__codec *codec; // INT8 only: w's,
     int64_t n_blocks;         // and the segment's blocks per row
 } rocq__mm_rows;
@@ -9041,14 +9041,15 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     to.is_signed = is_signed;
     to.raised = raise > 0 || (is_signed && depth < 0);
     to.sum = _mm256_setzero_ps();
-    // Where near is 0, the next panel is prefetched in the order of memory, whatever row it is: the
+    // Where row_ahead is 0, the next panel is prefetched in the order of memory, whatever row it is: the
     // fewest lines. Else each row is, past its end at the start of the next panel's.
-    const int64_t row_bytes = rows->n_blocks * bytes, near = rows->near;
-    const int64_t far = near - row_bytes + rows->ahead;
+    const int64_t row_bytes = rows->n_blocks * bytes, row_ahead = rows->row_ahead;
+    const int64_t next_row = row_ahead - row_bytes + rows->ahead; // of the next panel
     const unsigned char *next = rows->at[0] + rows->ahead;
     for (int64_t at = 0; at < row_bytes; at += bytes, next += ROCQ__MM_ROWS * bytes) {
-        if (near) {
-            rocq__fetch_block_avx2(rows, at + (at + near < row_bytes ? near : far), bytes);
+        if (row_ahead) {
+            rocq__fetch_block_avx2(rows, at + (at + row_ahead < row_bytes ? row_ahead : next_row),
+                                   bytes);
         } else {
             ROCQ__UNROLL
             for (int i = 0; i < ROCQ__MM_ROWS * (int)bytes; i += 64) ROCQ__FETCH(next, i);
@@ -9327,7 +9328,7 @@ static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t t
     // A panel of long rows is most of L1 or more, and prefetched as a whole it is evicted before
     // its use: 2 KiB ahead in each row, Q8_0 of 4096 and Q4_0 of 14336 stream 1.14 to 1.18 times as
     // fast on Sapphire Rapids. Q4_0 of 4096 would lose 10% there, and of 8192 15% on Zen 3.
-    rows.near = mm->avx512 && stride >= 4096 ? 2048 : 0;
+    rows.row_ahead = mm->avx512 && stride >= 4096 ? 2048 : 0;
     for (int64_t i = begin, n_panels; i < end; i += n_panels) {
         const int64_t matrix = i / mm->n_panels, m = i % mm->n_panels * ROCQ__MM_ROWS;
         n_panels = ROCQ__MIN(ROCQ__MIN((int64_t)ROCQ__MM_SEGMENT, end - i),
