@@ -9041,8 +9041,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     to.is_signed = is_signed;
     to.raised = raise > 0 || (is_signed && depth < 0);
     to.sum = _mm256_setzero_ps();
-    // Where row_ahead is 0, the next panel is prefetched in the order of memory, whatever row it is: the
-    // fewest lines. Else each row is, past its end at the start of the next panel's.
+    // Where row_ahead is 0, the next panel is prefetched in the order of memory, whatever row it
+    // is: the fewest lines. Else each row is, past its end at the start of the next panel's.
     const int64_t row_bytes = rows->n_blocks * bytes, row_ahead = rows->row_ahead;
     const int64_t next_row = row_ahead - row_bytes + rows->ahead; // of the next panel
     const unsigned char *next = rows->at[0] + rows->ahead;
