@@ -9762,7 +9762,8 @@ enum {
     ROCQ__ATTEND_KEYS = 48,   // KV positions per tile, a multiple of SIX
     ROCQ__ATTEND_SPLIT = 192, // KV positions per split, a multiple of the tile
     ROCQ__ATTEND_FEW = 8,     // so many query rows are few
-    ROCQ__ATTEND_LANES = 16,  // queries, or elements of values, that a product takes at once
+    ROCQ__ATTEND_LANES = 16,  // queries, or elements of values, that a product takes at once;
+                              // with AVX-512 twice as many
     ROCQ__ATTEND_SIX = 6      // keys, or queries, that it takes
 };
 
@@ -9784,6 +9785,7 @@ typedef struct rocq__attend {
     float scale;
     bool as_is;        // k and v are not decoded first
     bool many;         // rows are many: lanes of vectors
+    bool wide;         // of 64 bytes
     int64_t rows;      // that these two take at once:
     void (*dots)(const float *const *q, const void *const *k, int64_t n_keys, int64_t n,
                  float *const *score);
@@ -10228,6 +10230,49 @@ static ROCQ__SIMD void rocq__attend_multiply(const rocq__attend_product *p) {
     for (int i = 0; i < 12; i++) rocq__v8_store(p->c + i / 2 * p->c_row + 8 * (i % 2), sum[i]);
 }
 
+#if ROCQ__HAS_AVX2
+// The same with twice the lanes.
+ROCQ__TARGET_AVX512 static void rocq__attend_multiply_avx512(const rocq__attend_product *p) {
+    const int64_t a_row = p->a_row, a_step = p->a_step, b_step = p->b_step;
+    const float *a0 = p->a, *a3 = p->a + 3 * a_row, *b = p->b;
+    __m512 sum[12];
+    ROCQ__UNROLL
+    for (int i = 0; i < 12; i++) {
+        sum[i] = _mm512_setzero_ps();
+        if (!p->keep) continue;
+        sum[i] = _mm512_mul_ps(_mm512_set1_ps(p->keep[i / 2]),
+                               _mm512_loadu_ps(p->c + i / 2 * p->c_row + 16 * (i % 2)));
+    }
+    for (int64_t k = 0; k < p->n; k++, a0 += a_step, a3 += a_step, b += b_step) {
+        const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16);
+        ROCQ__UNROLL
+        for (int i = 0; i < 6; i++) {
+            const __m512 one = _mm512_set1_ps(*(i < 3 ? a0 + i * a_row : a3 + (i - 3) * a_row));
+            sum[2 * i] = _mm512_fmadd_ps(one, b0, sum[2 * i]);
+            sum[2 * i + 1] = _mm512_fmadd_ps(one, b1, sum[2 * i + 1]);
+        }
+    }
+    ROCQ__UNROLL
+    for (int i = 0; i < 12; i++) _mm512_storeu_ps(p->c + i / 2 * p->c_row + 16 * (i % 2), sum[i]);
+}
+#endif
+
+// The lanes of a product where `left` queries or elements are left.
+static int64_t rocq__attend_lanes(const rocq__attend *a, int64_t left) {
+    return (a->wide && left > ROCQ__ATTEND_LANES ? 2 : 1) * (int64_t)ROCQ__ATTEND_LANES;
+}
+
+static void rocq__attend_multiply_lanes(const rocq__attend_product *p, int64_t lanes) {
+#if ROCQ__HAS_AVX2
+    if (lanes > ROCQ__ATTEND_LANES) {
+        rocq__attend_multiply_avx512(p);
+        return;
+    }
+#endif
+    (void)lanes;
+    rocq__attend_multiply(p);
+}
+
 // Turns keys [first, last) of the scores of LANES rows into weights, as rocq__attend_weigh does;
 // all other keys of the tile get the weight 0.
 static ROCQ__SIMD void rocq__attend_weigh_many(float *score, int64_t stride, int64_t first,
@@ -10291,11 +10336,12 @@ static void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *
     }
 }
 
-// The scores of LANES rows, from row r on, become -inf for keys that a row does not see, and get
+// The scores of a product's rows, from row r on, become -inf for keys that a row does not see, and get
 // its mask values; of keys [first, last) of the tile.
 static void rocq__attend_hide(const rocq__attend *a, const rocq__attend_item *item, int64_t r,
                               int64_t begin, int64_t first, int64_t last, float *score) {
-    for (int64_t lane = 0; lane < ROCQ__ATTEND_LANES && r + lane < item->n; lane++) {
+    const int64_t lanes = rocq__attend_lanes(a, item->n - r);
+    for (int64_t lane = 0; lane < lanes && r + lane < item->n; lane++) {
         rocq__attend_view view;
         rocq__attend_look(a, item, r + lane, begin, last, &view);
         float *s = score + lane;
@@ -10333,8 +10379,9 @@ static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_ite
     if (a->p->mask && rocq__attend_masked(a, item, begin, n_keys)) return;
 
     rocq__attend_decode(a, &k, item->seq, begin, n_keys, local->tile);
-    for (int64_t r = 0; r < item->n; r += ROCQ__ATTEND_LANES) {
-        const int64_t past = ROCQ__MIN(r + ROCQ__ATTEND_LANES, item->n);
+    for (int64_t r = 0, lanes; r < item->n; r += lanes) {
+        lanes = rocq__attend_lanes(a, item->n - r);
+        const int64_t past = ROCQ__MIN(r + lanes, item->n);
         int64_t lo_last, hi_first; // [first, last): what some row sees; between these: what all see
         float *score = local->score + r;
         rocq__attend_clip(a, item, r, begin, n_keys, &first, &hi_first);
@@ -10343,17 +10390,19 @@ static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_ite
             const rocq__attend_product dots = {
                 local->tile + j * pitch, local->q + r, NULL, score + j * stride, pitch, 1, stride,
                 stride, pitch};
-            rocq__attend_multiply(&dots);
+            rocq__attend_multiply_lanes(&dots, lanes);
         }
         for (int64_t j = first; a->p->softcap > 0.0f && j < last; j++) {
-            rocq__softcap_row(true, a->p->softcap, score + j * stride, ROCQ__ATTEND_LANES);
+            rocq__softcap_row(true, a->p->softcap, score + j * stride, lanes);
         }
         if (a->p->mask || first < lo_last || hi_first < last) {
             rocq__attend_hide(a, item, r, begin, first, last, score);
         }
         all_visible = all_visible && lo_last == 0 && hi_first == n_keys;
-        rocq__attend_weigh_many(score, stride, first, last, local->m + r, local->l + r,
-                                local->keep + r);
+        for (int64_t i = r; i < r + lanes; i += ROCQ__ATTEND_LANES) {
+            rocq__attend_weigh_many(local->score + i, stride, first, last, local->m + i,
+                                    local->l + i, local->keep + i);
+        }
     }
 
     rocq__attend_decode(a, &v, item->seq, begin, n_keys, local->tile);
@@ -10365,12 +10414,13 @@ static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_ite
         const int64_t past = ROCQ__MIN(r + ROCQ__ATTEND_SIX, item->n);
         rocq__attend_clip(a, item, r, begin, n_keys, &first, &unused);
         rocq__attend_clip(a, item, past - 1, begin, n_keys, &unused, &last);
-        for (int64_t d = 0; first < last && d < a->head_dim; d += ROCQ__ATTEND_LANES) {
+        for (int64_t d = 0, lanes; first < last && d < a->head_dim; d += lanes) {
+            lanes = rocq__attend_lanes(a, a->head_dim - d);
             const rocq__attend_product sums = {
                 local->score + first * stride + r, local->tile + first * pitch + d,
                 local->keep + r, local->acc + r * pitch + d, 1, stride, pitch, pitch,
                 last - first};
-            rocq__attend_multiply(&sums);
+            rocq__attend_multiply_lanes(&sums, lanes);
         }
     }
 }
@@ -10509,6 +10559,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->most_splits = a->n_splits;
     a->pitch = (a->head_dim + 31) / 32 * 32;
     a->many = a->simd && a->tile_rows > ROCQ__ATTEND_FEW;
+    a->wide = a->many && ctx->has_avx512;
     a->stride = a->tile_rows;
     if (a->many) { // an odd number of cache lines: a power of two would map rows to few sets of L1
         a->stride = ROCQ__ATTEND_ROWS;
