@@ -1174,9 +1174,9 @@ typedef struct rocq_conv_params {
                                     // / 2 and (kh - 1) / 2, -1 = none
     rocq_activation x_activation;
     rocq_activation activation;
-    float x_scale;                  // power of two, 0 = 1. Where z is rounded to F16 it is multiplied
-                                    // by x_scale first, and the sums divided: for z beyond F16's
-                                    // range. Results in F32 do not depend on it
+    float x_scale;                  // power of two, 0 = 1: for z beyond F16's range. Where z is
+                                    // rounded to F16, it is multiplied by x_scale before, and the
+                                    // sums are divided by it. Results in F32 do not depend on it
     rocq_precision precision;       // F32 on the CPU, F16 on a GPU
 } rocq_conv_params;
 
@@ -3826,8 +3826,8 @@ static inline bool rocq__team_idle(rocq__team *team, int64_t seen, bool inside) 
 #if ROCQ__HAS_THREADS
 static void rocq__team_start(rocq__team *team, int32_t n_threads);
 
-// Whoever opens a stage wakes one thread, and each thread that wakes up wakes two more: so no thread
-// spends long on waking others.
+// Whoever opens a stage wakes one thread, and each thread that wakes up wakes two more, so that no
+// thread spends long on waking others.
 static void rocq__team_wake(rocq__team *team) {
     if (rocq__load32(&team->asleep) == 0) return;
     ROCQ__LOCK(&team->mutex);
@@ -10336,8 +10336,8 @@ static void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *
     }
 }
 
-// The scores of a product's rows, from row r on, become -inf for keys that a row does not see, and get
-// its mask values; of keys [first, last) of the tile.
+// Of the scores of a product's rows, from row r on, for keys [first, last) of the tile: those of keys
+// that a row does not see become -inf, and mask values are added to the others.
 static void rocq__attend_hide(const rocq__attend *a, const rocq__attend_item *item, int64_t r,
                               int64_t begin, int64_t first, int64_t last, float *score) {
     const int64_t lanes = rocq__attend_lanes(a, item->n - r);
@@ -11889,8 +11889,8 @@ static void rocq__conv_strip(const rocq__conv *a, float *sums, const rocq__conv_
     ROCQ__EITHER(a->simd, rocq__conv_strip, (sums, runs, at));
 }
 
-// The positions of y that a task has. Their sums stand column by column, so that a strip is six rows
-// of the patch.
+// The positions of y that a task computes. Their sums are stored column by column, so that the six
+// positions of a strip lie in six successive rows of the patch.
 typedef struct rocq__conv_tile {
     int64_t x, y, w, h, frame;
     int64_t n_strips;
@@ -12027,10 +12027,10 @@ typedef struct rocq__moments_of {
     double n, mean, sum;
 } rocq__moments_of;
 
-// A frame of x is cut into bands of rows, and a row into chunks. Of a chunk, which is in L1 the second
-// time, the means are found first, and then the sums around them; chunks and then bands are merged
-// in their order. So the bits depend on the shape of x alone, and neither a mean far from 0 nor a
-// far value costs digits.
+// A frame of x is cut into bands of rows, and a row into chunks that fit L1. A chunk is read twice:
+// for the means of its groups, then for the sums of squared differences from these means. Chunks,
+// and then bands, are merged in their order. So the bits depend on the shape of x alone, not on
+// threads, and neither a mean far from 0 nor an outlier costs digits.
 typedef struct rocq__norm_stats {
     const rocq_norm_stats_params *p;
     bool simd;
@@ -14592,9 +14592,11 @@ static rocq_tensor rocq__conv_w(rocq__job *job, const rocq_tensor *w) {
     return halves;
 }
 
-// Into how many shares the `patches` of K are split, where there are fewer tiles than the chip
-// holds blocks, of which a compute unit is reckoned to hold two. A round of blocks takes as long as
-// the share of one; merging a share is reckoned as a quarter of a patch.
+// Into how many splits K is divided, each a whole number of its `patches` (64 channels of a frame
+// with all taps). Blocks run in rounds of as many as the chip holds, two a compute unit, and a round
+// takes as long as one block needs for its patches. So splits help where the tiles of y alone would
+// leave units idle. They cost a second launch and the merge of their sums, estimated as the time of
+// one patch and of a quarter of one for each split, for every round of tiles.
 static int32_t rocq__conv_splits(const rocq__chip *chip, int64_t tiles, int64_t patches) {
     const double full = (double)tiles / (2.0 * chip->n_units); // rounds of blocks without splits
     int32_t best = 1;
@@ -14634,14 +14636,16 @@ static void rocq__conv_shape_args(rocq_k_conv_args *args, const rocq__conv_shape
     args->patch_w_inverse = 65536 / args->patch_w + 1;
 }
 
-// Whether x is normalised and activated by a pass of its own, and not by every block while it loads.
-// The pass moves x and the result; a block's share is some 13 instructions for each element of a
-// patch, and patches overlap by 1.4 and are loaded by every tile of channels.
+// Whether x is normalised and activated once, by a launch of conv_input, and not by every block of
+// conv while it loads x. The launch costs the bytes of reading x and writing the result in F16. The
+// blocks spend about 13 instructions on each element that they load, and load an element several
+// times: patches overlap (by 1.4 with a halo), and each tile of output channels has its own.
 static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
                             const rocq_k_conv_args *args) {
     const bool common = p->x_activation == ROCQ_ACT_IDENTITY || p->x_activation == ROCQ_ACT_SILU ||
                         p->x_activation == ROCQ_ACT_RELU;
-    if (!args->x_wide || !common || (!p->stats && p->x_activation == ROCQ_ACT_IDENTITY)) return false;
+    if (!args->x_wide || !common) return false;
+    if (!p->stats && p->x_activation == ROCQ_ACT_IDENTITY) return false;
     const double patches = (args->halo ? 1.4 : (double)args->kw * args->kh) * args->tiles_m *
                            (1 << 2 * args->upsample) * args->kt / (args->stride * args->stride);
     const double loading = 13.0 * patches / (0.5 * chip->flops_per_us);
@@ -14649,7 +14653,8 @@ static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
 }
 
 // x after the pass, F16 without gaps; args are then those of a conv of that.
-static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p, rocq_k_conv_args *args) {
+static void rocq__job_conv_input(rocq__job *job, const rocq_conv_params *p,
+                                 rocq_k_conv_args *args) {
     const rocq_tensor z = rocq__job_tensor(job, ROCQ_F16, ROCQ_LAYOUT_GGUF, p->x->ne, p->x->ne[0]);
     rocq_k_conv_args pass = *args;
     pass.y = rocq__k_tensor(&z);
@@ -18477,9 +18482,11 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *p
     rocq__choice choice, second;
     if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
     else choice = rocq__precision_rule_for(ctx, backend, op, ROCQ_F32, 0);
-    info->asked = rocq__asked(ctx, p                    ? p->precision
-                                   : op == ROCQ_OP_CONV ? ((const rocq_conv_params *)params)->precision
-                                                        : ROCQ_PRECISION_AUTO);
+    const rocq_conv_params *conv =
+        op == ROCQ_OP_CONV ? (const rocq_conv_params *)params : NULL;
+    info->asked = rocq__asked(ctx, p      ? p->precision
+                                   : conv ? conv->precision
+                                          : ROCQ_PRECISION_AUTO);
     info->nmse = rocq__nmse_bound(choice.precision);
     if (p && p->w2) { // y is a product of two sums and has the errors of both
         second = rocq__product_choice(ctx, backend, p, p->w2);

@@ -5585,9 +5585,9 @@ DEV void conv_store(int32_t format, char *row, int64_t k, const float v[8]) {
 // of an odd number, so that the chunks of a row lie in different banks. Eight positions are a line
 // of the tile and 128 bytes without gaps, wherever the tap begins: what a B fragment takes twice,
 // and what Hopper's matrix unit can read by itself.
-// Waves, by fragments: BM 128: 2 by 2, each 64 channels by 64 positions; BM 64 and 16 (TAESD;
-// layers that make a picture's 3 channels): all channels by 32 positions. From LDS: a quarter of the
-// channels by all positions.
+// What a wave computes: with BM 128, 64 channels by 64 positions, the waves lying 2 by 2; with BM 64
+// and 16 (TAESD; layers that make a picture's 3 channels) all channels by 32 positions. Where the
+// matrix unit reads LDS by itself (Hopper), a quarter of the channels by all positions.
 //
 // Geometry: 128 threads; blockIdx.x counts tiles_m fastest, so that blocks that run at the same
 // time share a patch in L2, then tiles_x, tiles_y and n_splits; blockIdx.z counts frames of y. With
@@ -5651,9 +5651,9 @@ DEV conv_place conv_place_of(const rocq_k_conv_args &a, int bm) {
     return p;
 }
 
-// The activations of common layers, of E elements at once; the others are taken one by one. Two
-// elements of SiLU share a reciprocal, 1 / (a b): of the five operations of a quarter of the rate or
-// less that they would take, one is saved. At exp2's limit x / (1 + exp(-x)) is below 2^-58.
+// The activations of common layers, E elements at once; others are applied one element at a time.
+// Two elements of SiLU, x / (1 + exp(-x)), share one reciprocal: 1 / p is q (1 / (p q)). exp is held
+// at 2^63, so that p q stays finite; below x = -43 the result is then x 2^-63, which is 0 in F16.
 template <int E> DEV void conv_activate(int32_t kind, float v[8]) {
     if (kind == ROCQ_ACT_SILU) {
 #pragma unroll
@@ -6156,7 +6156,8 @@ ROCQ_K_CONV_TILES(ROCQ_X, )
 
 // conv_input: y = x after norm and activation, times x_scale, in F16: the work of conv_stage once,
 // where many blocks would repeat it. A thread takes eight channels of four positions of a frame, of
-// which the loads are in flight together. Geometry: 256 threads; blockIdx.z counts frames. Bytes: x and y once.
+// which the loads are in flight together. Geometry: 256 threads; blockIdx.z counts frames. Bytes: x
+// and y once.
 KERNEL(conv_input, rocq_k_conv_args, 256) {
     enum { PAR = 4 };
     if (a.slices == 0) return;
