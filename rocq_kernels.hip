@@ -5653,7 +5653,8 @@ DEV conv_place conv_place_of(const rocq_k_conv_args &a, int bm) {
 
 // The activations of common layers, E elements at once; others are applied one element at a time.
 // Two elements of SiLU, x / (1 + exp(-x)), share one reciprocal: 1 / p is q (1 / (p q)). exp is held
-// at 2^63, so that p q stays finite; below x = -43 the result is then x 2^-63, which is 0 in F16.
+// at 2^63, so that p q stays finite; below x = -43 the result is then x 2^-63 in place of about 0:
+// less than F16's smallest number for x down to -2^39.
 template <int E> DEV void conv_activate(int32_t kind, float v[8]) {
     if (kind == ROCQ_ACT_SILU) {
 #pragma unroll
