@@ -55,6 +55,7 @@
        >>cpu_vector      eight floats at once, with AVX2 or NEON
        >>cpu_matmul      >>cpu_rows    >>cpu_attention    >>cpu_ops
        >>cpu_pictures    convolution and its norms, resize, pixels
+       >>cpu_training    the backward of the ops, cross-entropy, AdamW
        >>hip_api         finding and loading the HIP runtime; the kernels, the device
        >>hip_memory      device memory, scratch, copies
        >>hip_launch      from params to launches
@@ -954,7 +955,16 @@ typedef enum rocq_rope_pairing {
     X(CONV, conv, rocq_conv_params)                     \
     X(NORM_STATS, norm_stats, rocq_norm_stats_params)   \
     X(RESIZE, resize, rocq_resize_params)               \
-    X(PIXELS, pixels, rocq_pixels_params)
+    X(PIXELS, pixels, rocq_pixels_params)               \
+    X(MATMUL_BACKWARD, matmul_backward, rocq_matmul_backward_params)          \
+    X(ATTENTION_BACKWARD, attention_backward, rocq_attention_backward_params) \
+    X(NORM_BACKWARD, norm_backward, rocq_norm_backward_params)                \
+    X(ACTIVATE_BACKWARD, activate_backward, rocq_activate_backward_params)    \
+    X(GLU_BACKWARD, glu_backward, rocq_glu_backward_params)                   \
+    X(GATHER_BACKWARD, gather_backward, rocq_gather_backward_params)          \
+    X(CROSS_ENTROPY, cross_entropy, rocq_cross_entropy_params)                \
+    X(GRAD_NORM, grad_norm, rocq_grad_norm_params)                            \
+    X(ADAMW, adamw, rocq_adamw_params)
 
 // An output may not share a byte with anything else that the op reads or writes; this is checked
 // before the op runs (E_ARGUMENT). Where a comment below says "may be x", the output may be that
@@ -973,8 +983,11 @@ typedef enum rocq_op {
 } rocq_op;
 
 // y[m, n] = epilogue(sum over k of w[k, m] x[k, n]). The epilogue runs in this order, each step
-// optional: + bias[m], activation, softcap, * gate[m, n], * sum over k of w2[k, m] x[k, n],
-// + residual[m, n], cast to y's format.
+// optional: + bias[m], + lora_scale * sum over r of lora_b[r, m] lora_t[r, n], activation, softcap,
+// * gate[m, n], * sum over k of w2[k, m] x[k, n], + residual[m, n], cast to y's format.
+// lora_b and lora_t add a low-rank adapter (LoRA, arXiv 2106.09685): lora_t is another product, of
+// its A and x. R is at most 512; adapters of several sequences lie behind each other in R, and a
+// gate of zeros where a column does not use one, in the product that makes lora_t, chooses.
 // w and x may have a third and fourth dimension (batch); w's must divide x's, and each matrix of w
 // then serves several consecutive ones of x. y may be residual or gate.
 typedef struct rocq_matmul_params {
@@ -991,6 +1004,10 @@ typedef struct rocq_matmul_params {
     const struct rocq_matmul_params *next; // another product of the same x, done in the same pass
                                            // (as for q, k and v), or NULL. At most 16 in all. All
                                            // are checked first, and none may use another's y
+    const rocq_tensor *lora_b;   // F32 or F16 [R, M] or NULL, 2-D as y, w and x must be then
+    const rocq_tensor *lora_b2;  // the same of w2, or NULL
+    const rocq_tensor *lora_t;   // F32 [R, N], with lora_b or lora_b2
+    float lora_scale;            // 0 = 1
 } rocq_matmul_params;
 
 // out[d, h, i] = sum over j of softmax_j(score(i, j)) v[d, h_kv, j] for query i of head h, with
@@ -1009,6 +1026,9 @@ typedef struct rocq_attention_params {
                                    // finite where nothing but the mask hides them: 0 NaN is NaN
     const rocq_tensor *sinks;      // F32 [n_heads] or NULL
     const rocq_tensor *kv_len;     // I32 [n_seqs], 1 to n_kv each; NULL = n_kv for all
+    const rocq_tensor *lse;        // F32 [n_heads, n_q, n_seqs] or NULL, written: the logarithm of
+                                   // the softmax sum, for rocq_attention_backward; -inf where a
+                                   // query sees nothing
     const rocq_tensor *page_table; // I32 [n_pages, n_seqs] or NULL. Paged: k and v are pools
                                    // [D, n_kv_heads, n_rows, 1] shared by all sequences, position
                                    // j of sequence s is row page_table[j / page_size, s] page_size
@@ -1056,6 +1076,7 @@ typedef struct rocq_rope_params {
     const rocq_tensor *x;   // F32 or F16, y's shape
     const rocq_tensor *pos; // I32 [n_tokens]
     rocq_rope_config rope;
+    bool backward;          // turns by the opposite angles: y is x's gradient where x is y's
 } rocq_rope_params;
 
 // One pass for a layer's new q, k and v: rotates q in place, rotates k and writes it to row cell[t]
@@ -1215,6 +1236,155 @@ typedef struct rocq_pixels_params {
     float scale, bias;    // scale 0 = 1. Values of -1 to 1: 0.5 and 0.5
     bool srgb;
 } rocq_pixels_params;
+
+// -- training --
+// Gradients have the names of what they are gradients of, with a d before: dx is the gradient of x.
+// Those of activations (dx, dq) are written, or added to a residual that may be the very tensor;
+// those of weights (dw, db, dtable) are written too, or with `accumulate` added to what is there.
+// Sums are in F32 and their order is fixed, so the same inputs give the same bits on every run.
+
+// The backward of y = w x + bias, as in rocq_matmul:
+//   dx[k, n] = activation'(z[k, n]) scale sum over m of w[k, m] dy[m, n] + residual[k, n]
+//   dw[k, m] = scale sum over n of x[k, n] dy[m, n]
+//   db[m]    = scale sum over n of dy[m, n]
+// With z, x was activation(z), and dx is z's gradient. At least one of dx and dw is needed.
+typedef struct rocq_matmul_backward_params {
+    const rocq_tensor *dx;       // F32 or F16 [K, N] or NULL
+    const rocq_tensor *dw;       // F32 [K, M] or NULL
+    const rocq_tensor *db;       // F32 [M] or NULL
+    const rocq_tensor *dy;       // F32 or F16 [M, N]
+    const rocq_tensor *w;        // any format [K, M], needed with dx
+    const rocq_tensor *x;        // F32 or F16 [K, N], needed with dw
+    const rocq_tensor *z;        // F32 or F16 [K, N] or NULL
+    const rocq_tensor *residual; // F32 or F16 [K, N] or NULL; may be dx
+    rocq_activation activation;  // only with z
+    float scale;                 // 0 = 1
+    bool accumulate;             // dw and db are added to
+    rocq_precision precision;    // F32 on the CPU; F16 on a GPU, but F32 for dx if w is F32
+} rocq_matmul_backward_params;
+
+// The backward of rocq_attention, with contiguous keys and values and without mask and sinks. P is
+// computed again from lse, so no memory of size n_q * n_kv is needed:
+//   P[i, j] = exp(score(i, j) - lse[i]),  dv[j] = sum over i of P[i, j] dout[i]
+//   ds[i, j] = P[i, j] (dout[i] . v[j] - dout[i] . out[i]) cap'(scale q[i] . k[j]) scale
+//   dq[i] = sum over j of ds[i, j] k[j],  dk[j] = sum over i of ds[i, j] q[i]
+// dk and dv also sum over the n_heads / n_kv_heads heads that share k and v.
+typedef struct rocq_attention_backward_params {
+    const rocq_tensor *dq;   // F32 or F16 [D, n_heads, n_q, n_seqs]
+    const rocq_tensor *dk;   // F32 or F16 [D, n_kv_heads, n_kv, n_seqs]
+    const rocq_tensor *dv;   // F32 or F16, dk's shape
+    const rocq_tensor *dout; // F32 or F16, dq's shape
+    const rocq_tensor *out;  // F32 or F16, dq's shape
+    const rocq_tensor *q;    // F32 or F16, dq's shape
+    const rocq_tensor *k;    // F32 or F16, dk's shape
+    const rocq_tensor *v;    // F32 or F16, dk's shape
+    const rocq_tensor *lse;  // F32 [n_heads, n_q, n_seqs]
+    float scale;             // these four as in the forward's params
+    float softcap;
+    int32_t window;
+    bool causal;
+} rocq_attention_backward_params;
+
+// The backward of rocq_layernorm, or without mean of rocq_rmsnorm, with xh = (x - mean) rstd,
+// g = dy weight, and means over a row:
+//   dx = rstd (g - mean(g) - xh mean(g xh)) + residual; rmsnorm leaves mean(g) out
+//   dweight[k] = sum over rows of dy xh, dbias[k] = sum over rows of dy
+typedef struct rocq_norm_backward_params {
+    const rocq_tensor *dx;       // F32 or F16 [K, rows...]; may be dy
+    const rocq_tensor *dweight;  // F32 [K] or NULL
+    const rocq_tensor *dbias;    // F32 [K] or NULL
+    const rocq_tensor *dy;       // F32 or F16, dx's shape
+    const rocq_tensor *x;        // F32 or F16, dx's shape
+    const rocq_tensor *weight;   // F32 [K] or NULL
+    const rocq_tensor *mean;     // F32 [rows...] that rocq_layernorm wrote; NULL = rmsnorm
+    const rocq_tensor *rstd;     // F32 [rows...]
+    const rocq_tensor *residual; // F32 or F16, dx's shape, or NULL; may be dx
+    bool accumulate;             // dweight and dbias are added to
+} rocq_norm_backward_params;
+
+typedef struct rocq_activate_backward_params { // dx = activation'(x) dy
+    const rocq_tensor *dx;                     // F32 or F16; may be dy or x
+    const rocq_tensor *dy;                     // F32 or F16, dx's shape
+    const rocq_tensor *x;                      // F32 or F16, dx's shape
+    rocq_activation activation;
+} rocq_activate_backward_params;
+
+// dgate = activation'(gate) up dy, dup = activation(gate) dy
+typedef struct rocq_glu_backward_params {
+    const rocq_tensor *dgate; // F32 or F16; may be dy or gate
+    const rocq_tensor *dup;   // F32 or F16, dgate's shape
+    const rocq_tensor *dy;    // F32 or F16, dgate's shape
+    const rocq_tensor *gate;  // F32 or F16, dgate's shape
+    const rocq_tensor *up;    // F32 or F16, dgate's shape
+    rocq_activation activation;
+} rocq_glu_backward_params;
+
+// dtable[., ids[i]] += scale dy[., i], equal ids in the order of i. Rows that no id names keep their
+// values.
+typedef struct rocq_gather_backward_params {
+    const rocq_tensor *dtable; // F32 [K, rows], added to
+    const rocq_tensor *dy;     // F32 or F16 [K, n]
+    const rocq_tensor *ids;    // I32 [n], each < rows (E_BOUNDS otherwise)
+    float scale;               // 0 = 1
+} rocq_gather_backward_params;
+
+// Per column: loss[i] = log(sum over v of exp(logits[v, i])) - logits[targets[i], i], and
+// dlogits[v, i] = weights[i] scale[0] (softmax(logits[., i])[v] - (v == targets[i])) cap'.
+// Columns whose target is negative are ignored: loss and gradient are 0, as where the weight is 0.
+// With softcap c, logits are those after rocq_matmul's softcap, and dlogits the gradient before it:
+// cap' = 1 - (logits / c)^2.
+typedef struct rocq_cross_entropy_params {
+    const rocq_tensor *loss;    // F32 [n] or NULL, without weights and scale
+    const rocq_tensor *dlogits; // F32 or F16 [V, n] or NULL; may be logits
+    const rocq_tensor *logits;  // F32 or F16 [V, n]
+    const rocq_tensor *targets; // I32 [n], each < V (E_BOUNDS otherwise)
+    const rocq_tensor *weights; // F32 [n] or NULL: 1 each
+    const rocq_tensor *scale;   // F32 [1] or NULL: 1. For instance the state's loss scale
+    float softcap;              // 0 = none
+} rocq_cross_entropy_params;
+
+// What an optimizer keeps from step to step beside its moments: F32 [ROCQ_TRAIN_STATE], at first
+// {loss scale, 0, ...}. It lies where the context works, so that a step needs nothing of the host.
+enum {
+    ROCQ_TRAIN_LOSS_SCALE, // what the loss, and so each gradient, is multiplied by
+    ROCQ_TRAIN_FACTOR,     // what rocq_adamw multiplies gradients by; 0 = it skips this step
+    ROCQ_TRAIN_NORM,       // of the last gradient, without the loss scale; before it is clipped
+    ROCQ_TRAIN_STEPS,      // steps that were not skipped
+    ROCQ_TRAIN_SKIPPED,    // steps whose gradient had an infinity or NaN
+    ROCQ_TRAIN_SINCE,      // steps since the last that was skipped or that raised the scale
+    ROCQ_TRAIN_STATE = 8
+};
+
+// Once a step, before rocq_adamw: norm = sqrt(sum of g^2) / loss scale. If it is finite, FACTOR =
+// min(1, max_norm / norm) / loss scale, and after growth_interval such steps in a row the loss scale
+// doubles (at most 2^24). If not, FACTOR = 0 and the loss scale halves (at least 1).
+typedef struct rocq_grad_norm_params {
+    const rocq_tensor *state; // F32 [ROCQ_TRAIN_STATE], read and written
+    const rocq_tensor *g;     // F32 [n]: the gradients of all weights, behind each other
+    float max_norm;           // 0 = no clipping
+    int32_t growth_interval;  // 0 = the loss scale never changes, not even by a skipped step
+} rocq_grad_norm_params;
+
+// One step of AdamW (arXiv 1711.05101) for all weights behind each other in one tensor; gaps of
+// zeros between them stay zeros. With t = STEPS and G = FACTOR g:
+//   m = beta1 m + (1 - beta1) G,  v = beta2 v + (1 - beta2) G^2
+//   w -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)
+// If FACTOR is 0, all but g stays as it is. Groups with other decay or rates are calls of their own.
+typedef struct rocq_adamw_params {
+    const rocq_tensor *w;       // F32 [n]
+    const rocq_tensor *w16;     // F16 or BF16 [n] or NULL, written: w rounded, for products
+    const rocq_tensor *m;       // F32 [n]; or I8 [n], 256 to a scale, see m_scale
+    const rocq_tensor *v;       // m's format
+    const rocq_tensor *m_scale; // F32 [(n + 255) / 256], only with I8: m = scale code
+    const rocq_tensor *v_scale; // the same of sqrt(v), whose codes are rounded up, never to less
+    const rocq_tensor *g;       // F32 [n]; written only with clear
+    const rocq_tensor *state;   // F32 [ROCQ_TRAIN_STATE]
+    const rocq_tensor *lr;      // F32 [1]
+    float beta1, beta2;         // 0 = 0.9, 0.999
+    float eps;                  // 0 = 1e-8
+    float weight_decay;
+    bool clear;                 // g = 0 afterwards, for gradients that are accumulated
+} rocq_adamw_params;
 
 // ---------------------------------------------------------------------------------------------
 // >>api
@@ -2434,6 +2604,16 @@ typedef struct rocq_k_pixels_args {
     float scale, bias;
     int32_t srgb;
 } rocq_k_pixels_args;
+
+// -- training --
+
+// args of matmul_backward
+
+// args of attention_backward
+
+// args of norm_backward, activate_backward, glu_backward, gather_backward
+
+// args of cross_entropy, grad_norm, adamw
 
 // Formats whose codes fit int8 and for which the integer dot product pays: X(name), names as in
 // ROCQ_FORMATS. The MXFP6 formats are decoded to floats.
@@ -12335,6 +12515,28 @@ static void rocq__plan_pixels_cpu(rocq__plan *plan, rocq_op op, const void *para
 }
 
 // ---------------------------------------------------------------------------------------------
+// >>cpu_training: the backward of the ops above, and the optimizer; in the order of ROCQ_OPS
+// ---------------------------------------------------------------------------------------------
+
+// -- matmul_backward --
+
+// -- attention_backward --
+
+// -- norm_backward --
+
+// -- activate_backward, glu_backward --
+
+// -- gather_backward --
+
+// -- cross_entropy --
+
+// -- grad_norm, adamw --
+
+static void rocq__plan_todo_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    (void)plan, (void)op, (void)params;
+}
+
+// ---------------------------------------------------------------------------------------------
 // >>hip_api: the GPU runtime, its kernels, and the device
 // ---------------------------------------------------------------------------------------------
 // ctx->gpu has all that a GPU context has and a CPU context has not. Every call of the runtime
@@ -14802,6 +15004,19 @@ static void rocq__job_pixels(rocq__job *job, const void *params) {
     rocq__job_launch(job, ROCQ_K_pixels, rocq__item_blocks(job, p->y, 1, 1), 1, 256, &args);
 }
 
+// -- matmul_backward --
+
+// -- attention_backward --
+
+// -- norm_backward, activate_backward, glu_backward, gather_backward --
+
+// -- cross_entropy, grad_norm, adamw --
+
+static void rocq__job_todo(rocq__job *job, const void *params) {
+    (void)params;
+    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "not yet");
+}
+
 // -- choices: by rule, or what was found --
 
 static rocq_launch_config rocq__rule_of(const rocq__chip *chip, const rocq__site *s) {
@@ -15030,7 +15245,7 @@ static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char 
 // that is too large to be saved, or does not change from step to step: weights, tables, and the
 // cache that attention reads. The check of a replay leaves it as it is.
 enum { ROCQ__IN, ROCQ__IN_PLACE, ROCQ__INDEX, ROCQ__KEPT, ROCQ__OUT };
-enum { ROCQ__MAX_OPERANDS = 7 * ROCQ__MOST_PRODUCTS }; // of one op; the most a matmul chain has
+enum { ROCQ__MAX_OPERANDS = 10 * ROCQ__MOST_PRODUCTS }; // of one op; the most a matmul chain has
 
 typedef struct rocq__operand {
     int32_t op, role, accept;
@@ -15048,7 +15263,11 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(MATMUL, rocq_matmul_params, KEPT, bias, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(MATMUL, rocq_matmul_params, IN_PLACE, gate, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(MATMUL, rocq_matmul_params, IN_PLACE, residual, ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL, rocq_matmul_params, KEPT, lora_b, ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL, rocq_matmul_params, KEPT, lora_b2, ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL, rocq_matmul_params, IN, lora_t, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(ATTENTION, rocq_attention_params, OUT, out, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
+    ROCQ_X(ATTENTION, rocq_attention_params, OUT, lse, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(ATTENTION, rocq_attention_params, IN_PLACE, q, ROCQ__FLOAT)
     ROCQ_X(ATTENTION, rocq_attention_params, KEPT, k, ROCQ__KV)
     ROCQ_X(ATTENTION, rocq_attention_params, KEPT, v, ROCQ__KV)
@@ -15122,6 +15341,63 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(RESIZE, rocq_resize_params, IN, x, ROCQ__PLAIN)
     ROCQ_X(PIXELS, rocq_pixels_params, OUT, y, ROCQ__BIT_I8)
     ROCQ_X(PIXELS, rocq_pixels_params, IN, x, ROCQ__PLAIN)
+    ROCQ_X(MATMUL_BACKWARD, rocq_matmul_backward_params, OUT, dx, ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL_BACKWARD, rocq_matmul_backward_params, OUT, dw, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL_BACKWARD, rocq_matmul_backward_params, OUT, db, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL_BACKWARD, rocq_matmul_backward_params, IN, dy, ROCQ__FLOAT)
+    ROCQ_X(MATMUL_BACKWARD, rocq_matmul_backward_params, KEPT, w,
+           ROCQ__ANY | ROCQ__PLANAR | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL_BACKWARD, rocq_matmul_backward_params, IN, x, ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL_BACKWARD, rocq_matmul_backward_params, IN, z, ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL_BACKWARD, rocq_matmul_backward_params, IN_PLACE, residual,
+           ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(ATTENTION_BACKWARD, rocq_attention_backward_params, OUT, dq, ROCQ__FLOAT)
+    ROCQ_X(ATTENTION_BACKWARD, rocq_attention_backward_params, OUT, dk, ROCQ__FLOAT)
+    ROCQ_X(ATTENTION_BACKWARD, rocq_attention_backward_params, OUT, dv, ROCQ__FLOAT)
+    ROCQ_X(ATTENTION_BACKWARD, rocq_attention_backward_params, IN, dout, ROCQ__FLOAT)
+    ROCQ_X(ATTENTION_BACKWARD, rocq_attention_backward_params, IN, out, ROCQ__FLOAT)
+    ROCQ_X(ATTENTION_BACKWARD, rocq_attention_backward_params, IN, q, ROCQ__FLOAT)
+    ROCQ_X(ATTENTION_BACKWARD, rocq_attention_backward_params, IN, k, ROCQ__FLOAT)
+    ROCQ_X(ATTENTION_BACKWARD, rocq_attention_backward_params, IN, v, ROCQ__FLOAT)
+    ROCQ_X(ATTENTION_BACKWARD, rocq_attention_backward_params, IN, lse, ROCQ__BIT_F32)
+    ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, OUT, dx, ROCQ__FLOAT)
+    ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, OUT, dweight, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, OUT, dbias, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, IN_PLACE, dy, ROCQ__FLOAT)
+    ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, IN, x, ROCQ__FLOAT)
+    ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, KEPT, weight, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, IN, mean, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, IN, rstd, ROCQ__BIT_F32)
+    ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, IN_PLACE, residual,
+           ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(ACTIVATE_BACKWARD, rocq_activate_backward_params, OUT, dx, ROCQ__FLOAT)
+    ROCQ_X(ACTIVATE_BACKWARD, rocq_activate_backward_params, IN_PLACE, dy, ROCQ__FLOAT)
+    ROCQ_X(ACTIVATE_BACKWARD, rocq_activate_backward_params, IN_PLACE, x, ROCQ__FLOAT)
+    ROCQ_X(GLU_BACKWARD, rocq_glu_backward_params, OUT, dgate, ROCQ__FLOAT)
+    ROCQ_X(GLU_BACKWARD, rocq_glu_backward_params, OUT, dup, ROCQ__FLOAT)
+    ROCQ_X(GLU_BACKWARD, rocq_glu_backward_params, IN_PLACE, dy, ROCQ__FLOAT)
+    ROCQ_X(GLU_BACKWARD, rocq_glu_backward_params, IN_PLACE, gate, ROCQ__FLOAT)
+    ROCQ_X(GLU_BACKWARD, rocq_glu_backward_params, IN, up, ROCQ__FLOAT)
+    ROCQ_X(GATHER_BACKWARD, rocq_gather_backward_params, OUT, dtable, ROCQ__BIT_F32)
+    ROCQ_X(GATHER_BACKWARD, rocq_gather_backward_params, IN, dy, ROCQ__FLOAT)
+    ROCQ_X(GATHER_BACKWARD, rocq_gather_backward_params, INDEX, ids, ROCQ__BIT_I32)
+    ROCQ_X(CROSS_ENTROPY, rocq_cross_entropy_params, OUT, dlogits, ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(CROSS_ENTROPY, rocq_cross_entropy_params, OUT, loss, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(CROSS_ENTROPY, rocq_cross_entropy_params, IN_PLACE, logits, ROCQ__FLOAT)
+    ROCQ_X(CROSS_ENTROPY, rocq_cross_entropy_params, INDEX, targets, ROCQ__BIT_I32)
+    ROCQ_X(CROSS_ENTROPY, rocq_cross_entropy_params, IN, weights, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(CROSS_ENTROPY, rocq_cross_entropy_params, IN, scale, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(GRAD_NORM, rocq_grad_norm_params, OUT, state, ROCQ__BIT_F32)
+    ROCQ_X(GRAD_NORM, rocq_grad_norm_params, IN, g, ROCQ__BIT_F32)
+    ROCQ_X(ADAMW, rocq_adamw_params, OUT, w, ROCQ__BIT_F32)
+    ROCQ_X(ADAMW, rocq_adamw_params, OUT, w16, ROCQ__BIT_F16 | ROCQ__BIT_BF16 | ROCQ__OPTIONAL)
+    ROCQ_X(ADAMW, rocq_adamw_params, OUT, m, ROCQ__BIT_F32 | ROCQ__BIT_I8)
+    ROCQ_X(ADAMW, rocq_adamw_params, OUT, v, ROCQ__BIT_F32 | ROCQ__BIT_I8)
+    ROCQ_X(ADAMW, rocq_adamw_params, OUT, m_scale, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(ADAMW, rocq_adamw_params, OUT, v_scale, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(ADAMW, rocq_adamw_params, OUT, g, ROCQ__BIT_F32)
+    ROCQ_X(ADAMW, rocq_adamw_params, IN, state, ROCQ__BIT_F32)
+    ROCQ_X(ADAMW, rocq_adamw_params, IN, lr, ROCQ__BIT_F32)
 #undef ROCQ_X
 };
 enum { ROCQ__N_OPERANDS = (int)(sizeof rocq__operands / sizeof rocq__operands[0]) };
@@ -15570,6 +15846,21 @@ static rocq_result rocq__check_pixels(rocq_ctx *ctx, const char *op, const void 
     return ROCQ__SHAPE(y, -1, p->x->ne[1], p->x->ne[2], p->x->ne[3]);
 }
 
+// -- checks of the training ops --
+
+// matmul_backward
+
+// attention_backward
+
+// norm_backward, activate_backward, glu_backward, gather_backward
+
+// cross_entropy, grad_norm, adamw
+
+static rocq_result rocq__check_todo(rocq_ctx *ctx, const char *op, const void *params) {
+    (void)params;
+    return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: not yet", op);
+}
+
 #undef ROCQ__SHAPE
 #undef ROCQ__SAME
 #undef ROCQ__REPEAT
@@ -15972,6 +16263,15 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
     ROCQ_X(norm_stats, rocq_norm_stats_params, norm_stats, norm_stats, norm_stats, norm_stats)
     ROCQ_X(resize, rocq_resize_params, resize, none, resize, resize)
     ROCQ_X(pixels, rocq_pixels_params, pixels, none, pixels, pixels)
+    ROCQ_X(matmul_backward, rocq_matmul_backward_params, todo, none, todo, todo)
+    ROCQ_X(attention_backward, rocq_attention_backward_params, todo, none, todo, todo)
+    ROCQ_X(norm_backward, rocq_norm_backward_params, todo, none, todo, todo)
+    ROCQ_X(activate_backward, rocq_activate_backward_params, todo, none, todo, todo)
+    ROCQ_X(glu_backward, rocq_glu_backward_params, todo, none, todo, todo)
+    ROCQ_X(gather_backward, rocq_gather_backward_params, todo, none, todo, todo)
+    ROCQ_X(cross_entropy, rocq_cross_entropy_params, todo, none, todo, todo)
+    ROCQ_X(grad_norm, rocq_grad_norm_params, todo, none, todo, todo)
+    ROCQ_X(adamw, rocq_adamw_params, todo, none, todo, todo)
 #undef ROCQ_X
 };
 

@@ -29,6 +29,7 @@
        >>attention   decode and prefill
        >>ops         norms, rope, maps, softmax, gather, argmax, sample
        >>pictures    convolution and its norms, resize, pixels
+       >>training    the backward of the ops, cross-entropy, AdamW
        >>entry       the self-test, and the table of kernels for programs that link this file
 
    CONVENTIONS
@@ -6470,6 +6471,18 @@ KERNEL(pixels, rocq_k_pixels_args, 256) {
         gstore(y + c, (uint8_t)rintf(255.0f * v));
     }
 }
+
+// ---------------------------------------------------------------------------------------------
+// >>training: in the order of ROCQ_OPS
+// ---------------------------------------------------------------------------------------------
+
+// -- matmul_backward --
+
+// -- attention_backward --
+
+// -- norm_backward, activate_backward, glu_backward, gather_backward --
+
+// -- cross_entropy, grad_norm, adamw --
 
 // ---------------------------------------------------------------------------------------------
 // >>entry
