@@ -1461,10 +1461,12 @@ ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *pa
 ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 
 // The precision in which an op computes with these params, which are checked first. For a product
-// with w2 it is the less exact of both, for a chain that of the first product. AUTO means:
+// with w2, and for the backward of one, it is the less exact of both, for a chain that of the first
+// product. AUTO means:
 //     product, CPU with AVX2          INT8 for quantized w but MXFP6_E3M2, else F32
 //     product, GPU, up to 8 columns   INT8 for quantized w but MXFP6, else F32
 //     product, GPU, more columns      F32 for w in F32, else F16
+//     its backward, GPU               F32 for dx if w is in F32, else F16
 //     attention, convolution, GPU     F16
 //     everything else                 F32
 typedef struct rocq_precision_info {
@@ -7306,6 +7308,10 @@ static const rocq__precision_rule rocq__precision_rules[] = {
      ROCQ_PRECISION_F16, "the matrix unit takes F16, and scores and values are sums in F32"},
     {ROCQ_OP_CONV, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F16,
      "the matrix unit takes F16, with sums in F32"},
+    {ROCQ_OP_MATMUL_BACKWARD, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__F32_W,
+     ROCQ_PRECISION_F32, "weights of F32 are not rounded"},
+    {ROCQ_OP_MATMUL_BACKWARD, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W,
+     ROCQ_PRECISION_F16, "the matrix unit takes F16, with sums in F32"},
 };
 
 typedef struct rocq__choice {
@@ -7366,6 +7372,21 @@ static rocq__choice rocq__columns_choice(const rocq_ctx *ctx, rocq_backend backe
 static rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backend,
                                          const rocq_matmul_params *p, const rocq_tensor *w) {
     return rocq__columns_choice(ctx, backend, p->precision, w->format, p->x->ne[1]);
+}
+
+// The precision of dx, or of dw: that of a GPU may be asked for, the CPU has one.
+static rocq__choice rocq__backward_choice(const rocq_ctx *ctx, rocq_backend backend,
+                                          const rocq_matmul_backward_params *p, bool of_dw) {
+    const rocq_precision asked = rocq__asked(ctx, p->precision);
+    const rocq_format w = of_dw ? ROCQ_F16 : p->w->format;
+    rocq__choice choice =
+        rocq__precision_rule_for(ctx, backend, ROCQ_OP_MATMUL_BACKWARD, w, p->dy->ne[1]);
+    if (backend == ROCQ_BACKEND_GPU &&
+        (asked == ROCQ_PRECISION_F32 || asked == ROCQ_PRECISION_F16)) {
+        choice.precision = asked;
+        choice.why = p->precision ? "the params ask for it" : "the context asks for it";
+    }
+    return choice;
 }
 
 // The format in which a GPU's products of this precision read x.
@@ -7804,6 +7825,29 @@ static float rocq__activation(rocq_activation activation, float x) {
     }
 }
 
+// The derivative of rocq__gate1: with e = exp(-u) and s = 1 / (1 + e), it is s + x s (1 - s) u',
+// where 1 - s is e s, which does not cancel.
+static float rocq__gate_slope1(float x, float linear, float cubic) {
+    const float square = x * x, u = x * fmaf(square, cubic, linear);
+    const float e = rocq__exp1(rocq__clamp(-u, -INFINITY, 86.0f)), s = 1.0f / (1.0f + e);
+    return s * fmaf(e * s, x * fmaf(3.0f * square, cubic, linear), 1.0f);
+}
+
+// The derivative of the activation; that of RELU is 0 at 0. NaN stays, but in RELU.
+static float rocq__activation_slope(rocq_activation activation, float x) {
+    const float v = rocq__clamp(x, -100.0f, 100.0f); // beyond, it is 0 or 1
+    switch (activation) {
+    case ROCQ_ACT_SILU: return rocq__gate_slope1(v, 1.0f, 0.0f);
+    case ROCQ_ACT_GELU: return rocq__gate_slope1(v, ROCQ__GELU_LINEAR, ROCQ__GELU_CUBIC);
+    case ROCQ_ACT_GELU_ERF:
+        return 0.5f * erfcf(-0.707106781186548f * v) +
+               0.398942280401433f * v * rocq__exp1(-0.5f * v * v);
+    case ROCQ_ACT_RELU: return v > 0.0f ? 1.0f : 0.0f;
+    case ROCQ_ACT_TANH: return 1.0f - rocq__tanh1(v) * rocq__tanh1(v);
+    default: return 1.0f;
+    }
+}
+
 #if ROCQ__HAS_V8
 
 ROCQ__V8 rocq__v8 rocq__v8_exp_parts(rocq__v8 x, rocq__v8 *power) {
@@ -7857,6 +7901,26 @@ static ROCQ__SIMD int64_t rocq__gate_simd(float *x, float linear, float cubic, i
     return i;
 }
 
+// g *= rocq__gate_slope1(x); returns how many elements it has done.
+static ROCQ__SIMD int64_t rocq__gate_slope_simd(float *g, const float *x, float linear, float cubic,
+                                                int64_t n) {
+    const rocq__v8 one = rocq__v8_set1(1.0f), a = rocq__v8_set1(linear), b = rocq__v8_set1(cubic);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const rocq__v8 v = rocq__v8_clamp(rocq__v8_load(x + i), -100.0f, 100.0f);
+        const rocq__v8 square = rocq__v8_mul(v, v);
+        const rocq__v8 u = rocq__v8_mul(v, rocq__v8_fma(square, b, a));
+        const rocq__v8 minus = rocq__v8_sub(rocq__v8_set1(0.0f), u);
+        const rocq__v8 e = rocq__v8_exp(rocq__v8_min(rocq__v8_set1(86.0f), minus));
+        const rocq__v8 s = rocq__v8_div(one, rocq__v8_add(one, e));
+        const rocq__v8 square3 = rocq__v8_mul(rocq__v8_set1(3.0f), square);
+        const rocq__v8 slope = rocq__v8_mul(v, rocq__v8_fma(square3, b, a));
+        const rocq__v8 all = rocq__v8_fma(rocq__v8_mul(e, s), slope, one);
+        rocq__v8_store(g + i, rocq__v8_mul(rocq__v8_load(g + i), rocq__v8_mul(s, all)));
+    }
+    return i;
+}
+
 #endif
 
 // x = activation(x)
@@ -7872,6 +7936,21 @@ static void rocq__activate_row(bool simd, rocq_activation activation, float *x, 
     (void)simd;
 #endif
     for (; i < n; i++) x[i] = rocq__activation(activation, x[i]);
+}
+
+// g *= activation'(x)
+static void rocq__slope_row(bool simd, rocq_activation activation, float *g, const float *x,
+                            int64_t n) {
+    int64_t i = activation == ROCQ_ACT_IDENTITY ? n : 0;
+#if ROCQ__HAS_V8
+    if (simd && activation == ROCQ_ACT_SILU) i = rocq__gate_slope_simd(g, x, 1.0f, 0.0f, n);
+    if (simd && activation == ROCQ_ACT_GELU) {
+        i = rocq__gate_slope_simd(g, x, ROCQ__GELU_LINEAR, ROCQ__GELU_CUBIC, n);
+    }
+#else
+    (void)simd;
+#endif
+    for (; i < n; i++) g[i] *= rocq__activation_slope(activation, x[i]);
 }
 
 // x = cap tanh(x / cap)
@@ -12057,7 +12136,8 @@ ROCQ__TARGET_AVX512 static void rocq__conv_strip_avx512(float *sums, const rocq_
 }
 #endif
 
-static void rocq__conv_strip(const rocq__conv *a, float *sums, const rocq__conv_runs *runs,
+// n_panels: 1, or with AVX-512 2.
+static void rocq__conv_strip(bool simd, float *sums, const rocq__conv_runs *runs,
                              const int64_t *at, int64_t n_panels) {
 #if ROCQ__HAS_AVX2
     if (n_panels == 2) {
@@ -12066,7 +12146,7 @@ static void rocq__conv_strip(const rocq__conv *a, float *sums, const rocq__conv_
     }
 #endif
     (void)n_panels;
-    ROCQ__EITHER(a->simd, rocq__conv_strip, (sums, runs, at));
+    ROCQ__EITHER(simd, rocq__conv_strip, (sums, runs, at));
 }
 
 // The positions of y that a task computes. Their sums are stored column by column, so that the six
@@ -12097,7 +12177,7 @@ static void rocq__conv_panels(const rocq__conv *a, const rocq__conv_tile *t, flo
                 runs.n = ROCQ__MIN(piece, run - k);
                 runs.z = patch + (f * a->t.patch_h + j) * runs.pitch + k;
                 for (int64_t i = 0; i < t->n_strips; i++) {
-                    rocq__conv_strip(a, sums + i * ROCQ__CONV_STRIP * ROCQ__CONV_PANEL, &runs,
+                    rocq__conv_strip(a->simd, sums + i * ROCQ__CONV_STRIP * ROCQ__CONV_PANEL, &runs,
                                      t->at + i * ROCQ__CONV_STRIP, n_panels);
                 }
                 runs.w += runs.n_rows * runs.n * ROCQ__CONV_PANEL;
@@ -12519,6 +12599,253 @@ static void rocq__plan_pixels_cpu(rocq__plan *plan, rocq_op op, const void *para
 // ---------------------------------------------------------------------------------------------
 
 // -- matmul_backward --
+// Both gradients are products c[k, row] = sum over r of a(row, r) b[k, r], where for
+//   dx    row is a column n of dy, r a row m of w:    a = dy[m, n], b = w, decoded on the way
+//   dw    row is a row m of w, r a column n of dy:    a = dy[m, n], b = x
+// A task has a tile of rows and of k, whose sums stay in memory of the thread. It goes through r in
+// pieces: a piece of a lies there with r innermost, one of b in panels of 16 k, and the strips of a
+// convolution multiply them. A sum takes its products in the order of r, one by one: so neither the
+// tile nor the thread changes a bit of it.
+
+enum {
+    ROCQ__OUTER_ROWS = 240, // of a tile, at most; b is decoded once for each tile of rows
+    ROCQ__OUTER_K = 256,    // the same of k: a multiple of every block
+    ROCQ__OUTER_R = 128,    // of a piece: so much of a is 120 KiB, a quarter of an L2
+    // Rows of a and panels of b lie no power of two apart, for the sake of L1's sets.
+    ROCQ__OUTER_A = ROCQ__OUTER_R + 16,
+    ROCQ__OUTER_B = (ROCQ__OUTER_R + 1) * ROCQ__CONV_PANEL
+};
+
+typedef struct rocq__outer_work { // of a thread
+    float a[ROCQ__OUTER_ROWS][ROCQ__OUTER_A];
+    float b[ROCQ__OUTER_K / ROCQ__CONV_PANEL][ROCQ__OUTER_B];
+    float sums[ROCQ__OUTER_K / ROCQ__CONV_PANEL][ROCQ__OUTER_ROWS][ROCQ__CONV_PANEL];
+    float row_sums[ROCQ__OUTER_ROWS]; // of a, for db
+    float columns[8][ROCQ__OUTER_ROWS];
+    float row[ROCQ__OUTER_K], other[ROCQ__OUTER_K];
+} rocq__outer_work;
+
+// c = activation'(z) scale sums + before. c, z and before have rows of k.
+typedef struct rocq__outer {
+    const rocq_tensor *c, *dy, *b, *z, *before;
+    float *db;
+    bool turned; // a(row, r) is element row of dy's row r, not element r of its row `row`
+    bool accumulate, simd, avx512;
+    rocq_activation activation;
+    float scale;
+    int64_t n_rows, n_k, n_r;
+    int64_t tile_rows, tile_k;
+    int64_t n_tiles, n_tiles_k;
+    rocq__outer_work *work;
+} rocq__outer;
+
+// A tile: its rows from row on, its k from k on.
+typedef struct rocq__outer_tile {
+    int64_t row, n_rows, k, n_k;
+} rocq__outer_tile;
+
+// a[i][j] = columns[j][i], 8 by n. n is rounded up to 8.
+static void rocq__turn_scalar(float (*a)[ROCQ__OUTER_A], float (*columns)[ROCQ__OUTER_ROWS],
+                              int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        for (int j = 0; j < 8; j++) a[i][j] = columns[j][i];
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__turn_simd(float (*a)[ROCQ__OUTER_A],
+                                       float (*columns)[ROCQ__OUTER_ROWS], int64_t n) {
+    for (int64_t i = 0; i < n; i += 8) {
+        rocq__v8 v[8];
+        ROCQ__UNROLL
+        for (int j = 0; j < 8; j++) v[j] = rocq__v8_load(columns[j] + i);
+        rocq__v8_turn(v);
+        ROCQ__UNROLL
+        for (int j = 0; j < 8; j++) rocq__v8_store(a[i + j], v[j]);
+    }
+}
+#endif
+
+// The piece of a that starts at r, n long.
+static void rocq__outer_load_a(const rocq__outer *o, rocq__outer_work *work,
+                               const rocq__outer_tile *t, int64_t r, int64_t n) {
+    const rocq_format format = o->dy->format;
+    if (!o->turned) {
+        for (int64_t i = 0; i < t->n_rows; i++) {
+            const unsigned char *row = rocq__row(o->dy, t->row + i, 0, 0);
+            rocq__decode(o->simd, format, work->a[i], row + rocq__bytes(format, r), n);
+        }
+        return;
+    }
+    for (int64_t j = 0; j < n; j += 8) {
+        for (int64_t c = 0; c < 8 && j + c < n; c++) {
+            const unsigned char *row = rocq__row(o->dy, r + j + c, 0, 0);
+            rocq__decode(o->simd, format, work->columns[c], row + rocq__bytes(format, t->row),
+                         t->n_rows);
+            if (o->db && t->k == 0) {
+                ROCQ__EITHER(o->simd, rocq__add, (work->row_sums, work->columns[c], t->n_rows));
+            }
+        }
+        ROCQ__EITHER(o->simd, rocq__turn,
+                     ((float(*)[ROCQ__OUTER_A])(void *)&work->a[0][j], work->columns, t->n_rows));
+    }
+}
+
+// The same of b. Its last panel has zeros beyond n_k.
+static void rocq__outer_load_b(const rocq__outer *o, rocq__outer_work *work,
+                               const rocq__outer_tile *t, int64_t r, int64_t n) {
+    const int64_t whole = (t->n_k + ROCQ__CONV_PANEL - 1) / ROCQ__CONV_PANEL * ROCQ__CONV_PANEL;
+    for (int64_t j = 0; j < n; j++) {
+        const unsigned char *from = rocq__row(o->b, r + j, 0, 0);
+        const float *row = rocq__load(o->simd, o->b->format, from, t->k, t->n_k, work->row);
+        if (whole > t->n_k) {
+            memmove(work->row, row, (size_t)t->n_k * sizeof *row);
+            memset(work->row + t->n_k, 0, (size_t)(whole - t->n_k) * sizeof *row);
+            row = work->row;
+        }
+        for (int64_t k = 0; k < whole; k += ROCQ__CONV_PANEL) {
+            memcpy(work->b[k / ROCQ__CONV_PANEL] + j * ROCQ__CONV_PANEL, row + k,
+                   ROCQ__CONV_PANEL * sizeof *row);
+        }
+    }
+}
+
+// What is left to do with the sums of a tile.
+static void rocq__outer_finish(const rocq__outer *o, rocq__outer_work *work,
+                               const rocq__outer_tile *t) {
+    const int64_t n = t->n_k, panel = ROCQ__CONV_PANEL;
+    for (int64_t i = 0; i < t->n_rows; i++) {
+        const int64_t row = t->row + i;
+        float *c = work->row, *other = work->other;
+        for (int64_t k = 0; k < n; k += panel) {
+            memcpy(c + k, work->sums[k / panel][i], (size_t)ROCQ__MIN(n - k, panel) * sizeof *c);
+        }
+        ROCQ__EITHER(o->simd, rocq__scale, (c, c, o->scale, n));
+        if (o->z) {
+            const unsigned char *z = rocq__row(o->z, row, 0, 0);
+            rocq__slope_row(o->simd, o->activation, c,
+                            rocq__load(o->simd, o->z->format, z, t->k, n, other), n);
+        }
+        if (o->before) {
+            const unsigned char *before = rocq__row(o->before, row, 0, 0);
+            const float *v = rocq__load(o->simd, o->before->format, before, t->k, n, other);
+            ROCQ__EITHER(o->simd, rocq__add, (c, v, n));
+        }
+        rocq__store(o->simd, o->c->format, rocq__row(o->c, row, 0, 0), t->k, c, n);
+        if (o->db && t->k == 0) {
+            o->db[row] = (o->accumulate ? o->db[row] : 0.0f) + o->scale * work->row_sums[i];
+        }
+    }
+}
+
+static void rocq__outer_task(const rocq__outer *o, int64_t item, int64_t item_end, int32_t thread) {
+    rocq__outer_work *work = o->work + thread;
+    for (; item < item_end; item++) {
+        rocq__outer_tile t;
+        rocq__conv_runs runs;
+        int64_t at[ROCQ__OUTER_ROWS]; // past the last row, the last row again
+        t.row = item / o->n_tiles_k * o->tile_rows;
+        t.n_rows = ROCQ__MIN(o->tile_rows, o->n_rows - t.row);
+        t.k = item % o->n_tiles_k * o->tile_k;
+        t.n_k = ROCQ__MIN(o->tile_k, o->n_k - t.k);
+        for (int64_t i = 0; i < ROCQ__OUTER_ROWS; i++) {
+            at[i] = ROCQ__MIN(i, t.n_rows - 1) * ROCQ__OUTER_A;
+        }
+        const int64_t n_panels = (t.n_k + ROCQ__CONV_PANEL - 1) / ROCQ__CONV_PANEL;
+        memset(work->sums, 0, (size_t)n_panels * sizeof work->sums[0]);
+        memset(work->row_sums, 0, sizeof work->row_sums);
+        runs.z = work->a[0];
+        runs.n_rows = 1;
+        runs.pitch = 0;
+        runs.next_w = ROCQ__OUTER_B;
+        runs.next_sums = ROCQ__OUTER_ROWS * ROCQ__CONV_PANEL;
+        for (int64_t r = 0; r < o->n_r; r += runs.n) {
+            const int64_t most = ROCQ__OUTER_R;
+            runs.n = ROCQ__MIN(o->n_r - r, most);
+            rocq__outer_load_a(o, work, &t, r, runs.n);
+            rocq__outer_load_b(o, work, &t, r, runs.n);
+            for (int64_t p = 0, n; p < n_panels; p += n) {
+                n = o->avx512 && p + 1 < n_panels ? 2 : 1;
+                runs.w = work->b[p];
+                for (int64_t i = 0; i < t.n_rows; i += ROCQ__CONV_STRIP) {
+                    rocq__conv_strip(o->simd, work->sums[p][i], &runs, at + i, n);
+                }
+            }
+        }
+        rocq__outer_finish(o, work, &t);
+    }
+}
+
+// Fills in the tiles: as large as they may be, and smaller if there are too few for the threads.
+static void rocq__outer_cut(rocq__outer *o, const rocq_ctx *ctx) {
+    const int64_t most_rows = ROCQ__OUTER_ROWS, most_k = ROCQ__OUTER_K, strip = ROCQ__CONV_STRIP;
+    int64_t elems, bytes;
+    rocq__block_of(o->b->format, &elems, &bytes);
+    o->simd = ctx->has_simd;
+    o->avx512 = ctx->has_simd && ctx->has_avx512;
+    o->tile_k = ROCQ__MIN(o->n_k, most_k);
+    o->tile_rows = most_rows;
+    for (;;) {
+        o->n_tiles = (o->n_rows + o->tile_rows - 1) / o->tile_rows;
+        o->n_tiles_k = (o->n_k + o->tile_k - 1) / o->tile_k;
+        if (o->n_tiles * o->n_tiles_k >= 4 * ctx->desc.n_threads) break;
+        if (o->tile_k == most_k && elems <= 32 && o->n_rows < 2 * most_rows) o->tile_k /= 4;
+        else if (o->tile_rows > 8 * strip) o->tile_rows /= 2;
+        else break;
+    }
+    // Of the same size, as nearly as may be.
+    o->tile_rows = (o->n_rows + o->n_tiles - 1) / o->n_tiles;
+    o->tile_rows = (o->tile_rows + strip - 1) / strip * strip;
+    o->n_tiles = (o->n_rows + o->tile_rows - 1) / o->tile_rows;
+}
+
+typedef struct rocq__matmul_backward {
+    rocq__outer of[2];
+    int64_t n_items[2];
+} rocq__matmul_backward;
+
+static void rocq__matmul_backward_task(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    const rocq__matmul_backward *a = (const rocq__matmul_backward *)arg;
+    const int64_t n = a->n_items[0];
+    if (begin < n) rocq__outer_task(&a->of[0], begin, ROCQ__MIN(end, n), thread);
+    if (end > n) rocq__outer_task(&a->of[1], ROCQ__MAX(begin - n, 0), end - n, thread);
+}
+
+static int64_t rocq__scratch_matmul_backward_cpu(const rocq_ctx *ctx, const void *params) {
+    (void)params;
+    return ctx->desc.n_threads * (int64_t)sizeof(rocq__outer_work);
+}
+
+static void rocq__plan_matmul_backward_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    const rocq_matmul_backward_params *p = (const rocq_matmul_backward_params *)params;
+    rocq__matmul_backward *a = (rocq__matmul_backward *)rocq__plan_take(plan, sizeof *a);
+    const int64_t m = p->dy->ne[0], n = p->dy->ne[1];
+    int64_t work = 1;
+    (void)op;
+    for (int i = 0; i < 2; i++) {
+        rocq__outer *o = &a->of[i];
+        o->c = i ? p->dw : p->dx;
+        if (!o->c) continue;
+        o->dy = p->dy;
+        o->b = i ? p->x : p->w;
+        o->z = i ? NULL : p->z;
+        o->before = !i ? p->residual : p->accumulate ? p->dw : NULL;
+        o->db = i && p->db ? rocq__row_f32(p->db, 0, 0, 0) : NULL;
+        o->turned = i != 0;
+        o->accumulate = p->accumulate;
+        o->activation = p->activation;
+        o->scale = p->scale == 0.0f ? 1.0f : p->scale;
+        o->n_rows = i ? m : n;
+        o->n_r = i ? n : m;
+        o->n_k = o->c->ne[0];
+        o->work = (rocq__outer_work *)(void *)plan->scratch;
+        rocq__outer_cut(o, plan->ctx);
+        a->n_items[i] = o->n_tiles * o->n_tiles_k;
+        work = ROCQ__MAX(work, o->tile_rows * o->tile_k * o->n_r);
+    }
+    rocq__plan_stage(plan, rocq__matmul_backward_task, a, a->n_items[0] + a->n_items[1],
+                     rocq__plan_grain(plan, work));
+}
 
 // -- attention_backward --
 
@@ -15848,7 +16175,30 @@ static rocq_result rocq__check_pixels(rocq_ctx *ctx, const char *op, const void 
 
 // -- checks of the training ops --
 
-// matmul_backward
+static rocq_result rocq__check_matmul_backward(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_matmul_backward_params *p = (const rocq_matmul_backward_params *)params;
+    const char *lack = !p->dx && !p->dw                        ? "dx and dw are NULL"
+                       : p->dx && !p->w                        ? "dx needs w"
+                       : p->dw && !p->x                        ? "dw needs x"
+                       : p->db && !p->dw                       ? "db needs dw"
+                       : (p->z || p->residual) && !p->dx       ? "z and residual need dx"
+                       : p->activation != ROCQ_ACT_IDENTITY && !p->z ? "an activation needs z"
+                                                               : NULL;
+    if (lack) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: %s", op, lack);
+    const int64_t k = p->dx ? p->dx->ne[0] : p->dw->ne[0];
+    const int64_t m = p->dy->ne[0], n = p->dy->ne[1];
+    ROCQ__TRY(ROCQ__SHAPE(dy, m, n, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(dx, k, n, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(dw, k, m, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(db, m, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(w, k, m, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(x, k, n, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(z, k, n, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(residual, k, n, 1, 1));
+    ROCQ__TRY(rocq__check_activation(ctx, op, p->activation));
+    ROCQ__TRY(ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX));
+    return rocq__check_precision(ctx, op, p->precision);
+}
 
 // attention_backward
 
@@ -16083,7 +16433,8 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
     return rocq__elems(t);
 }
 
-// Bytes: every operand moved once. Flops: two for each weight and column of a product; four for
+// Bytes: every operand moved once. Flops: two for each weight and column of a product, as often as
+// it has gradients in the backward; four for
 // each element of q and position it meets in attention; else one for each element of the output,
 // or of the input where the output is an index. All 0 where only the GPU knows the lengths.
 static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
@@ -16110,6 +16461,17 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
         const rocq_conv_params *p = (const rocq_conv_params *)params;
         cost.flops = 2.0 * rocq__elems(p->y) * (double)p->w->ne[0];
         if (rocq__on_gpu(ctx)) cost.matrix = cost.flops;
+    } else if (op == ROCQ_OP_MATMUL_BACKWARD) {
+        const rocq_matmul_backward_params *p = (const rocq_matmul_backward_params *)params;
+        for (int i = 0; i < 2; i++) {
+            const rocq_tensor *c = i ? p->dw : p->dx;
+            if (!c) continue;
+            const double flops = 2.0 * rocq__elems(p->dy) * (double)c->ne[0];
+            cost.flops += flops;
+            if (rocq__backward_choice(ctx, ctx->backend, p, i).precision == ROCQ_PRECISION_F16) {
+                cost.matrix += flops;
+            }
+        }
     } else if (op == ROCQ_OP_NORM_STATS) {
         cost.flops = rocq__elems(((const rocq_norm_stats_params *)params)->x);
     } else if (op == ROCQ_OP_ARGMAX) {
@@ -16263,7 +16625,8 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
     ROCQ_X(norm_stats, rocq_norm_stats_params, norm_stats, norm_stats, norm_stats, norm_stats)
     ROCQ_X(resize, rocq_resize_params, resize, none, resize, resize)
     ROCQ_X(pixels, rocq_pixels_params, pixels, none, pixels, pixels)
-    ROCQ_X(matmul_backward, rocq_matmul_backward_params, todo, none, todo, todo)
+    ROCQ_X(matmul_backward, rocq_matmul_backward_params, matmul_backward, matmul_backward,
+           matmul_backward, todo)
     ROCQ_X(attention_backward, rocq_attention_backward_params, todo, none, todo, todo)
     ROCQ_X(norm_backward, rocq_norm_backward_params, todo, none, todo, todo)
     ROCQ_X(activate_backward, rocq_activate_backward_params, todo, none, todo, todo)
@@ -18779,13 +19142,17 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *p
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
     const rocq_backend backend = rocq__on_gpu(ctx) && !on_cpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU;
     const rocq_matmul_params *p = op == ROCQ_OP_MATMUL ? (const rocq_matmul_params *)params : NULL;
+    const rocq_matmul_backward_params *back =
+        op == ROCQ_OP_MATMUL_BACKWARD ? (const rocq_matmul_backward_params *)params : NULL;
     rocq__choice choice, second;
     if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
+    else if (back) choice = rocq__backward_choice(ctx, backend, back, back->dw != NULL);
     else choice = rocq__precision_rule_for(ctx, backend, op, ROCQ_F32, 0);
     const rocq_conv_params *conv =
         op == ROCQ_OP_CONV ? (const rocq_conv_params *)params : NULL;
     info->asked = rocq__asked(ctx, p      ? p->precision
                                    : conv ? conv->precision
+                                   : back ? back->precision
                                           : ROCQ_PRECISION_AUTO);
     info->nmse = rocq__nmse_bound(choice.precision);
     if (p && p->w2) { // y is a product of two sums and has the errors of both

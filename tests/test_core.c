@@ -856,7 +856,8 @@ static void ops_refuse_bad_operands(void **state) {
     t[1] = slot_tensor(1, ROCQ_F16, 64, 4, 3, 1);
     t[2] = slot_tensor(2, ROCQ_I32, 3, 1, 1, 1);
     t[3] = slot_tensor(3, ROCQ_F32, 16, 1, 1, 1);
-    rocq_rope_params rope = {&t[0], &t[1], &t[2], {.n_dims = 32, .freq_factors = &t[3]}};
+    rocq_rope_params rope = {.y = &t[0], .x = &t[1], .pos = &t[2],
+                             .rope = {.n_dims = 32, .freq_factors = &t[3]}};
     check_refusals(ctx, &(op_case){ROCQ_OP_ROPE, &rope, {&t[0], &t[1], &t[2], &t[3]}, {true}});
     rope.rope.n_dims = 31;
     assert_int_equal(rocq_rope(ctx, &rope), ROCQ_E_SHAPE);
@@ -951,6 +952,21 @@ static void ops_refuse_bad_operands(void **state) {
     t[1] = slot_tensor(1, ROCQ_F16, 3, 7, 6, 2);
     const rocq_pixels_params pixels = {.y = &t[0], .x = &t[1]};
     check_refusals(ctx, &(op_case){ROCQ_OP_PIXELS, &pixels, {&t[0], &t[1]}, {true}});
+
+    t[0] = slot_tensor(0, ROCQ_F32, 256, 3, 1, 1);
+    t[1] = slot_tensor(1, ROCQ_F32, 256, 5, 1, 1);
+    t[2] = slot_tensor(2, ROCQ_F32, 5, 1, 1, 1);
+    t[3] = slot_tensor(3, ROCQ_F16, 5, 3, 1, 1);
+    t[4] = slot_tensor(4, ROCQ_Q4_K, 256, 5, 1, 1);
+    t[5] = slot_tensor(5, ROCQ_F32, 256, 3, 1, 1);
+    t[6] = slot_tensor(6, ROCQ_F16, 256, 3, 1, 1);
+    t[7] = slot_tensor(7, ROCQ_F32, 256, 3, 1, 1);
+    const rocq_matmul_backward_params back = {
+        .dx = &t[0], .dw = &t[1], .db = &t[2], .dy = &t[3], .w = &t[4], .x = &t[5], .z = &t[6],
+        .residual = &t[7], .activation = ROCQ_ACT_GELU};
+    check_refusals(ctx, &(op_case){ROCQ_OP_MATMUL_BACKWARD, &back,
+                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]},
+                                   {true, true, true}});
 
     assert_int_equal(rocq_supports(ctx, (rocq_op)99, &sample, NULL), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_supports(NULL, ROCQ_OP_SAMPLE, &sample, NULL), ROCQ_E_ARGUMENT);
