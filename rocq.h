@@ -1467,7 +1467,7 @@ ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 //     product, GPU, up to 8 columns   INT8 for quantized w but MXFP6, else F32
 //     product, GPU, more columns      F32 for w in F32, else F16
 //     its backward, GPU               F32 for dx if w is in F32, else F16
-//     attention, convolution, GPU     F16
+//     attention, its backward, convolution, GPU   F16
 //     everything else                 F32
 typedef struct rocq_precision_info {
     rocq_precision precision; // F32, F16 or INT8
@@ -7306,6 +7306,8 @@ static const rocq__precision_rule rocq__precision_rules[] = {
      "the F16 kernels were the faster ones where both were measured, on an NVIDIA H200"},
     {ROCQ_OP_ATTENTION, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W,
      ROCQ_PRECISION_F16, "the matrix unit takes F16, and scores and values are sums in F32"},
+    {ROCQ_OP_ATTENTION_BACKWARD, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W,
+     ROCQ_PRECISION_F16, "the matrix unit takes F16, and weights and gradients are sums in F32"},
     {ROCQ_OP_CONV, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__ANY_W, ROCQ_PRECISION_F16,
      "the matrix unit takes F16, with sums in F32"},
     {ROCQ_OP_MATMUL_BACKWARD, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__F32_W,
@@ -10218,15 +10220,18 @@ static void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv_h
                                 float m, float l, float *acc) {
     const int64_t head = kv_head * a->group + row % a->group;
     const rocq_tensor *out = a->p->out;
-    float factor = 1.0f;
+    float factor = 1.0f, lse = -INFINITY;
     if (l != 0.0f) { // else acc is 0 as it is
         if (a->p->sinks) {
             const float sink = rocq__row_f32(a->p->sinks, 0, 0, 0)[head], top = ROCQ__MAX(m, sink);
             factor = expf(m - top);
             l = l * factor + expf(sink - top);
+            m = top;
         }
         factor /= l;
+        lse = m + logf(l);
     }
+    if (a->p->lse) rocq__row_f32(a->p->lse, row / a->group, seq, 0)[head] = lse;
     ROCQ__EITHER(a->simd, rocq__scale, (acc, acc, factor, a->head_dim));
     unsigned char *out_row = rocq__row(out, head, row / a->group, seq);
     rocq__store(a->simd, out->format, out_row, 0, acc, a->head_dim);
@@ -10453,7 +10458,6 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
     rocq__attend_sums(a, n, line, n_keys, all_visible, local);
 }
 
-#if ROCQ__HAS_V8
 // -- many rows --
 
 // c[i] = keep[i] c[i] + sum over k of a[i a_row + k a_step] b[k b_step], for SIX rows c[i] and b[k]
@@ -10465,7 +10469,20 @@ typedef struct rocq__attend_product {
     int64_t a_row, a_step, b_step, c_row, n;
 } rocq__attend_product;
 
-static ROCQ__SIMD void rocq__attend_multiply(const rocq__attend_product *p) {
+static void rocq__attend_multiply_scalar(const rocq__attend_product *p) {
+    for (int i = 0; i < ROCQ__ATTEND_SIX; i++) {
+        float *c = p->c + i * p->c_row, sum[ROCQ__ATTEND_LANES] = {0};
+        for (int l = 0; p->keep && l < ROCQ__ATTEND_LANES; l++) sum[l] = p->keep[i] * c[l];
+        for (int64_t k = 0; k < p->n; k++) {
+            const float one = p->a[i * p->a_row + k * p->a_step], *b = p->b + k * p->b_step;
+            for (int l = 0; l < ROCQ__ATTEND_LANES; l++) sum[l] += one * b[l];
+        }
+        memcpy(c, sum, sizeof sum);
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__attend_multiply_simd(const rocq__attend_product *p) {
     const int64_t a_row = p->a_row, a_step = p->a_step, b_step = p->b_step;
     const float *a0 = p->a, *a3 = p->a + 3 * a_row, *b = p->b;
     rocq__v8 sum[12];
@@ -10515,13 +10532,15 @@ ROCQ__TARGET_AVX512 static void rocq__attend_multiply_avx512(const rocq__attend_
     for (int i = 0; i < 12; i++) _mm512_storeu_ps(p->c + i / 2 * p->c_row + 16 * (i % 2), sum[i]);
 }
 #endif
+#endif
 
 // The lanes of a product where `left` queries or elements are left.
 static int64_t rocq__attend_lanes(const rocq__attend *a, int64_t left) {
     return (a->wide && left > ROCQ__ATTEND_LANES ? 2 : 1) * (int64_t)ROCQ__ATTEND_LANES;
 }
 
-static void rocq__attend_multiply_lanes(const rocq__attend_product *p, int64_t lanes) {
+static void rocq__attend_multiply(const rocq__attend *a, const rocq__attend_product *p,
+                                  int64_t lanes) {
 #if ROCQ__HAS_AVX2
     if (lanes > ROCQ__ATTEND_LANES) {
         rocq__attend_multiply_avx512(p);
@@ -10529,7 +10548,39 @@ static void rocq__attend_multiply_lanes(const rocq__attend_product *p, int64_t l
     }
 #endif
     (void)lanes;
-    rocq__attend_multiply(p);
+    ROCQ__EITHER(a->simd, rocq__attend_multiply, (p));
+}
+
+// Decodes the rows of k or v at positions [begin, begin + n_keys).
+static void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows, int64_t seq,
+                                int64_t begin, int64_t n_keys, float *tile) {
+    for (int64_t j = 0; j < n_keys; j++) {
+        const unsigned char *from = rows->base + rocq__attend_row(a, begin + j, seq) * rows->step;
+        rocq__decode(a->simd, rows->format, tile + j * a->pitch, from, a->head_dim);
+    }
+}
+
+// to[column][row] = from[row][column]; n_rows and n_columns are multiples of 8.
+static void rocq__attend_turn_scalar(float *to, const float *from, int64_t n_rows,
+                                     int64_t n_columns) {
+    for (int64_t r = 0; r < n_rows; r++) {
+        for (int64_t d = 0; d < n_columns; d++) to[d * n_rows + r] = from[r * n_columns + d];
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__attend_turn_simd(float *to, const float *from, int64_t n_rows,
+                                              int64_t n_columns) {
+    for (int64_t r = 0; r < n_rows; r += 8) {
+        for (int64_t d = 0; d < n_columns; d += 8) {
+            rocq__v8 v[8];
+            ROCQ__UNROLL
+            for (int i = 0; i < 8; i++) v[i] = rocq__v8_load(from + (r + i) * n_columns + d);
+            rocq__v8_turn(v);
+            ROCQ__UNROLL
+            for (int i = 0; i < 8; i++) rocq__v8_store(to + (d + i) * n_rows + r, v[i]);
+        }
+    }
 }
 
 // Turns keys [first, last) of the scores of LANES rows into weights, as rocq__attend_weigh does;
@@ -10583,15 +10634,6 @@ static ROCQ__SIMD void rocq__attend_values_seen(const rocq__attend *a,
             const float weight = local->score[j * a->stride + r], *v = local->tile + j * a->pitch;
             for (int64_t d = 0; d < a->pitch; d++) acc[d] = fmaf(weight, v[d], acc[d]);
         }
-    }
-}
-
-// Decodes the rows of k or v at positions [begin, begin + n_keys).
-static void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *rows, int64_t seq,
-                                int64_t begin, int64_t n_keys, float *tile) {
-    for (int64_t j = 0; j < n_keys; j++) {
-        const unsigned char *from = rows->base + rocq__attend_row(a, begin + j, seq) * rows->step;
-        rocq__decode(true, rows->format, tile + j * a->pitch, from, a->head_dim);
     }
 }
 
@@ -10649,7 +10691,7 @@ static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_ite
             const rocq__attend_product dots = {
                 local->tile + j * pitch, local->q + r, NULL, score + j * stride, pitch, 1, stride,
                 stride, pitch};
-            rocq__attend_multiply_lanes(&dots, lanes);
+            rocq__attend_multiply(a, &dots, lanes);
         }
         for (int64_t j = first; a->p->softcap > 0.0f && j < last; j++) {
             rocq__softcap_row(true, a->p->softcap, score + j * stride, lanes);
@@ -10679,22 +10721,7 @@ static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_ite
                 local->score + first * stride + r, local->tile + first * pitch + d,
                 local->keep + r, local->acc + r * pitch + d, 1, stride, pitch, pitch,
                 last - first};
-            rocq__attend_multiply_lanes(&sums, lanes);
-        }
-    }
-}
-
-// to[column][row] = from[row][column]; n_rows and n_columns are multiples of 8.
-static ROCQ__SIMD void rocq__attend_turn(float *to, const float *from, int64_t n_rows,
-                                         int64_t n_columns) {
-    for (int64_t r = 0; r < n_rows; r += 8) {
-        for (int64_t d = 0; d < n_columns; d += 8) {
-            rocq__v8 v[8];
-            ROCQ__UNROLL
-            for (int i = 0; i < 8; i++) v[i] = rocq__v8_load(from + (r + i) * n_columns + d);
-            rocq__v8_turn(v);
-            ROCQ__UNROLL
-            for (int i = 0; i < 8; i++) rocq__v8_store(to + (d + i) * n_rows + r, v[i]);
+            rocq__attend_multiply(a, &sums, lanes);
         }
     }
 }
@@ -10714,7 +10741,7 @@ static void rocq__attend_start(const rocq__attend *a, const rocq__attend_item *i
         ROCQ__EITHER(a->simd, rocq__scale, (q, from, a->scale, a->head_dim));
     }
 #if ROCQ__HAS_V8
-    if (a->many) rocq__attend_turn(local->q, rows, a->stride, pitch);
+    if (a->many) rocq__attend_turn_simd(local->q, rows, a->stride, pitch);
 #endif
     memset(local->acc, 0, (size_t)(a->stride * pitch) * sizeof(float));
     for (int64_t r = 0; r < a->stride; r++) {
@@ -12848,6 +12875,333 @@ static void rocq__plan_matmul_backward_cpu(rocq__plan *plan, rocq_op op, const v
 }
 
 // -- attention_backward --
+// The query rows of a KV head are taken tile by tile, and for each tile its KV tiles, as in the
+// forward's way of many rows. S^T = K Q^T and dP^T = V dO^T have queries in their lanes; from them
+// come P^T and dS^T, and dV += P^T dO, dK += dS^T Q, dQ += dS K have elements of a head in theirs.
+// dQ of a tile stays with the thread. dK and dV of a whole KV head are sums in scratch memory,
+// added to by every tile of rows: one item of work is all tiles of a KV head, so that no two
+// threads add to the same sums. Where KV heads are few, several items take turns with the tiles of
+// each, and their sums are merged in order. Their number follows from the shapes alone, so that the
+// bits of the results do not depend on the number of threads.
+
+// The params of the forward, as far as the backward has them.
+static rocq_attention_params rocq__attention_forward(const rocq_attention_backward_params *p) {
+    rocq_attention_params forward;
+    memset(&forward, 0, sizeof forward);
+    forward.out = p->out;
+    forward.q = p->q;
+    forward.k = p->k;
+    forward.v = p->v;
+    forward.lse = p->lse;
+    forward.scale = p->scale;
+    forward.softcap = p->softcap;
+    forward.window = p->window;
+    forward.causal = p->causal;
+    return forward;
+}
+
+enum {
+    ROCQ__ATTEND_ITEMS = 16,   // as many items as there should be,
+    ROCQ__ATTEND_MOST_SUMS = 8 // but at most so many for a KV head
+};
+
+typedef struct rocq__attend_back {
+    rocq__attend a; // of the forward, for what rows see; here stride is a tile's rows
+    rocq_attention_params forward;
+    const rocq_attention_backward_params *p;
+    int64_t n_items; // of a KV head
+    int64_t n_keys;  // n_kv, and what the last tile may have beyond it
+    float *sums;     // [pitch, n_keys, 2, n_items, n_kv_heads, n_seqs]: dk, then dv
+} rocq__attend_back;
+
+// Scratch of one thread. What rows and columns are padded with is 0.
+typedef struct rocq__attend_back_local {
+    float *q, *dout;               // [pitch, stride]; q is scaled
+    float *q_turned, *dout_turned; // [stride, pitch]
+    float *dq;                     // [pitch, stride]
+    float *k, *v;                  // [pitch, KEYS]
+    float *weight;                 // [stride, KEYS]: S^T, then P^T
+    float *slope;                  // [stride, KEYS]: dP^T, then dS^T without scale
+    float *lse, *delta;            // [stride]; delta is dout . out
+} rocq__attend_back_local;
+
+static rocq__attend_back_local rocq__attend_back_local_of(const rocq__attend *a, int32_t thread) {
+    const int64_t rows = a->stride * a->pitch, keys = ROCQ__ATTEND_KEYS * a->pitch;
+    rocq__attend_back_local s;
+    s.q = a->scratch + thread * a->local;
+    s.dout = s.q + rows;
+    s.q_turned = s.dout + rows;
+    s.dout_turned = s.q_turned + rows;
+    s.dq = s.dout_turned + rows;
+    s.k = s.dq + rows;
+    s.v = s.k + keys;
+    s.weight = s.v + keys;
+    s.slope = s.weight + a->stride * ROCQ__ATTEND_KEYS;
+    s.lse = s.slope + a->stride * ROCQ__ATTEND_KEYS;
+    s.delta = s.lse + a->stride;
+    return s;
+}
+
+// Of LANES rows and one key: scores become weights P, and their gradients dP those of scores, dS.
+static void rocq__attend_slopes_scalar(float *weight, float *slope, const float *lse,
+                                       const float *delta, float cap) {
+    for (int i = 0; i < ROCQ__ATTEND_LANES; i++) {
+        const float s = weight[i], bent = cap > 0.0f ? s / cap : 0.0f;
+        weight[i] = rocq__exp1(s - lse[i]);
+        slope[i] = weight[i] * (slope[i] - delta[i]) * (1.0f - bent * bent);
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__attend_slopes_simd(float *weight, float *slope, const float *lse,
+                                                const float *delta, float cap) {
+    const rocq__v8 one = rocq__v8_set1(1.0f);
+    const rocq__v8 inverse = rocq__v8_set1(cap > 0.0f ? 1.0f / cap : 0.0f);
+    for (int i = 0; i < ROCQ__ATTEND_LANES; i += 8) {
+        const rocq__v8 s = rocq__v8_load(weight + i), bent = rocq__v8_mul(s, inverse);
+        const rocq__v8 p = rocq__v8_exp(rocq__v8_sub(s, rocq__v8_load(lse + i)));
+        const rocq__v8 dp = rocq__v8_sub(rocq__v8_load(slope + i), rocq__v8_load(delta + i));
+        rocq__v8_store(weight + i, p);
+        rocq__v8_store(slope + i,
+                       rocq__v8_mul(rocq__v8_mul(p, dp), rocq__v8_fnma(bent, bent, one)));
+    }
+}
+#endif
+
+// Reads an item's rows of q, scaled, of dout, and of out and lse, which leave delta; dq = 0. A row
+// that sees nothing, and one that is not there, gets an lse with which all its weights are 0.
+static void rocq__attend_back_start(const rocq__attend_back *b, const rocq__attend_item *item,
+                                    const rocq__attend_back_local *local) {
+    const rocq__attend *a = &b->a;
+    const int64_t pitch = a->pitch, dim = a->head_dim;
+    memset(local->q, 0, (size_t)(2 * a->stride * pitch) * sizeof(float)); // and dout
+    memset(local->dq, 0, (size_t)(a->stride * pitch) * sizeof(float));
+    for (int64_t r = 0; r < a->stride; r++) {
+        local->lse[r] = INFINITY;
+        local->delta[r] = 0.0f;
+    }
+    for (int64_t r = 0; r < item->n; r++) {
+        const int64_t head = item->kv_head * a->group + (item->row0 + r) % a->group;
+        const int64_t i = (item->row0 + r) / a->group;
+        float *q = local->q + r * pitch, *dout = local->dout + r * pitch, *delta = local->delta + r;
+        const float *from = rocq__load(a->simd, b->p->q->format,
+                                       rocq__row(b->p->q, head, i, item->seq), 0, dim, q);
+        ROCQ__EITHER(a->simd, rocq__scale, (q, from, a->scale, dim));
+        rocq__decode(a->simd, b->p->dout->format, dout,
+                     rocq__row(b->p->dout, head, i, item->seq), dim);
+        float *out = local->dq + r * pitch; // for now
+        rocq__decode(a->simd, b->p->out->format, out, rocq__row(b->p->out, head, i, item->seq),
+                     dim);
+        const float *const one = dout;
+        const void *const other = out;
+        rocq__dots_scalar(&one, &other, 1, (dim + 7) / 8 * 8, &delta);
+        memset(out, 0, (size_t)dim * sizeof(float));
+        const float lse = rocq__row_f32(b->p->lse, i, item->seq, 0)[head];
+        if (lse != -INFINITY) local->lse[r] = lse;
+    }
+    ROCQ__EITHER(a->simd, rocq__attend_turn, (local->q_turned, local->q, a->stride, pitch));
+    ROCQ__EITHER(a->simd, rocq__attend_turn, (local->dout_turned, local->dout, a->stride, pitch));
+}
+
+// P^T and dS^T of a tile; 0 where a row does not see a key.
+static void rocq__attend_back_weigh(const rocq__attend_back *b, const rocq__attend_item *item,
+                                    int64_t begin, int64_t n_keys,
+                                    const rocq__attend_back_local *local) {
+    const rocq__attend *a = &b->a;
+    const int64_t pitch = a->pitch, stride = a->stride;
+    const float cap = b->p->softcap;
+    float *const both[2] = {local->weight, local->slope};
+    for (int64_t r = 0, lanes; r < item->n; r += lanes) {
+        lanes = rocq__attend_lanes(a, item->n - r);
+        const int64_t past = ROCQ__MIN(r + lanes, item->n);
+        int64_t first, last, lo, hi;
+        rocq__attend_clip(a, item, r, begin, n_keys, &first, &hi);
+        rocq__attend_clip(a, item, past - 1, begin, n_keys, &lo, &last);
+        for (int64_t j = first - first % ROCQ__ATTEND_SIX; j < last; j += ROCQ__ATTEND_SIX) {
+            const rocq__attend_product scores = {
+                local->k + j * pitch, local->q_turned + r, NULL, local->weight + j * stride + r,
+                pitch, 1, stride, stride, pitch};
+            const rocq__attend_product slopes = {
+                local->v + j * pitch, local->dout_turned + r, NULL, local->slope + j * stride + r,
+                pitch, 1, stride, stride, pitch};
+            rocq__attend_multiply(a, &scores, lanes);
+            rocq__attend_multiply(a, &slopes, lanes);
+        }
+        for (int64_t j = first; j < last; j++) {
+            float *weight = local->weight + j * stride, *slope = local->slope + j * stride;
+            if (cap > 0.0f) rocq__softcap_row(a->simd, cap, weight + r, lanes);
+            for (int64_t i = r; i < r + lanes; i += ROCQ__ATTEND_LANES) {
+                ROCQ__EITHER(a->simd, rocq__attend_slopes,
+                             (weight + i, slope + i, local->lse + i, local->delta + i, cap));
+            }
+        }
+        for (int which = 0; which < 2; which++) {
+            float *to = both[which] + r;
+            for (int64_t j = 0; j < ROCQ__ATTEND_KEYS; j++) {
+                if (j >= first && j < last) continue;
+                memset(to + j * stride, 0, (size_t)lanes * sizeof(float));
+            }
+            for (int64_t i = r; i < past && (first < lo || hi < last); i++) {
+                int64_t from, end;
+                rocq__attend_clip(a, item, i, begin, n_keys, &from, &end);
+                for (int64_t j = first; j < from; j++) to[j * stride + i - r] = 0.0f;
+                for (int64_t j = end; j < last; j++) to[j * stride + i - r] = 0.0f;
+            }
+        }
+    }
+}
+
+// The item's rows [*r0, *r1) are all that see some of SIX positions from j on.
+static void rocq__attend_back_rows(const rocq__attend *a, const rocq__attend_item *item, int64_t j,
+                                   int64_t *r0, int64_t *r1) {
+    const int64_t i = j - (a->n_kv - a->n_q), window = a->p->window; // query i stands at j
+    *r0 = a->p->causal ? ROCQ__MAX(i * a->group - item->row0, 0) : 0;
+    *r1 = window > 0 ? (i + ROCQ__ATTEND_SIX - 1 + window) * a->group - item->row0 : item->n;
+    *r0 = ROCQ__MIN(*r0, item->n);
+    *r1 = ROCQ__MAX(ROCQ__MIN(*r1, item->n), *r0);
+}
+
+// What keys [begin, begin + n_keys) give to dq of the item's rows, and these to dk and dv, whose
+// sums begin at dk and dv for position 0.
+static void rocq__attend_back_tile(const rocq__attend_back *b, const rocq__attend_item *item,
+                                   int64_t begin, int64_t n_keys, float *dk, float *dv,
+                                   const rocq__attend_back_local *local) {
+    static const float ones[ROCQ__ATTEND_SIX] = {1, 1, 1, 1, 1, 1};
+    const rocq__attend *a = &b->a;
+    const int64_t pitch = a->pitch, stride = a->stride, dim = a->head_dim;
+    const rocq__attend_rows k = rocq__attend_rows_of(a, b->p->k, item->kv_head, item->seq);
+    const rocq__attend_rows v = rocq__attend_rows_of(a, b->p->v, item->kv_head, item->seq);
+    int64_t first, last, unused;
+    rocq__attend_decode(a, &k, item->seq, begin, n_keys, local->k);
+    rocq__attend_decode(a, &v, item->seq, begin, n_keys, local->v);
+    rocq__attend_back_weigh(b, item, begin, n_keys, local);
+    for (int64_t j = 0; j < n_keys; j += ROCQ__ATTEND_SIX) {
+        rocq__attend_back_rows(a, item, begin + j, &first, &last);
+        for (int64_t d = 0, lanes; first < last && d < dim; d += lanes) {
+            lanes = rocq__attend_lanes(a, dim - d);
+            const rocq__attend_product values = {
+                local->weight + j * stride + first, local->dout + first * pitch + d, ones,
+                dv + (begin + j) * pitch + d, stride, 1, pitch, pitch, last - first};
+            const rocq__attend_product keys = {
+                local->slope + j * stride + first, local->q + first * pitch + d, ones,
+                dk + (begin + j) * pitch + d, stride, 1, pitch, pitch, last - first};
+            rocq__attend_multiply(a, &values, lanes);
+            rocq__attend_multiply(a, &keys, lanes);
+        }
+    }
+    for (int64_t r = 0; r < item->n; r += ROCQ__ATTEND_SIX) {
+        const int64_t past = ROCQ__MIN(r + ROCQ__ATTEND_SIX, item->n);
+        rocq__attend_clip(a, item, r, begin, n_keys, &first, &unused);
+        rocq__attend_clip(a, item, past - 1, begin, n_keys, &unused, &last);
+        for (int64_t d = 0, lanes; first < last && d < dim; d += lanes) {
+            lanes = rocq__attend_lanes(a, dim - d);
+            const rocq__attend_product queries = {
+                local->slope + first * stride + r, local->k + first * pitch + d, ones,
+                local->dq + r * pitch + d, 1, stride, pitch, pitch, last - first};
+            rocq__attend_multiply(a, &queries, lanes);
+        }
+    }
+}
+
+static void rocq__attend_back_task(void *arg, int64_t item, int64_t item_end, int32_t thread) {
+    const rocq__attend_back *b = (const rocq__attend_back *)arg;
+    const rocq__attend *a = &b->a;
+    const int64_t pitch = a->pitch, size = b->n_keys * pitch;
+    const rocq__attend_back_local local = rocq__attend_back_local_of(a, thread);
+    memset(local.k, 0, (size_t)(2 * ROCQ__ATTEND_KEYS * pitch) * sizeof(float)); // and v
+    for (; item < item_end; item++) {
+        const int64_t head_seq = item / b->n_items;
+        const int64_t kv_head = head_seq % a->n_kv_heads, seq = head_seq / a->n_kv_heads;
+        float *dk = b->sums + item * 2 * size, *dv = dk + size;
+        memset(dk, 0, (size_t)(2 * size) * sizeof(float));
+        for (int64_t tile = item % b->n_items; tile < a->n_tiles; tile += b->n_items) {
+            const int64_t row0 = tile * a->tile_rows, n = ROCQ__MIN(a->tile_rows, a->n_rows - row0);
+            const rocq__attend_item rows = {seq, kv_head, row0, n};
+            int64_t begin, end, unused;
+            rocq__attend_range(a, a->n_kv, row0 / a->group, &begin, &unused);
+            rocq__attend_range(a, a->n_kv, (row0 + n - 1) / a->group, &unused, &end);
+            rocq__attend_back_start(b, &rows, &local);
+            for (int64_t first = begin, last; first < end; first = last) {
+                last = ROCQ__MIN(first - first % ROCQ__ATTEND_KEYS + ROCQ__ATTEND_KEYS, end);
+                rocq__attend_back_tile(b, &rows, first, last - first, dk, dv, &local);
+            }
+            for (int64_t r = 0; r < n; r++) {
+                const int64_t head = kv_head * a->group + (row0 + r) % a->group;
+                float *dq = local.dq + r * pitch;
+                ROCQ__EITHER(a->simd, rocq__scale, (dq, dq, a->scale, a->head_dim));
+                rocq__store(a->simd, b->p->dq->format,
+                            rocq__row(b->p->dq, head, (row0 + r) / a->group, seq), 0, dq,
+                            a->head_dim);
+            }
+        }
+    }
+}
+
+// Items are the positions of every KV head and sequence.
+static void rocq__attend_back_merge_task(void *arg, int64_t item, int64_t item_end,
+                                         int32_t thread) {
+    const rocq__attend_back *b = (const rocq__attend_back *)arg;
+    const rocq__attend *a = &b->a;
+    const int64_t size = b->n_keys * a->pitch;
+    (void)thread;
+    for (; item < item_end; item++) {
+        const int64_t j = item % a->n_kv, head_seq = item / a->n_kv;
+        const int64_t kv_head = head_seq % a->n_kv_heads, seq = head_seq / a->n_kv_heads;
+        for (int which = 0; which < 2; which++) {
+            const rocq_tensor *to = which == 0 ? b->p->dk : b->p->dv;
+            float *sum = b->sums + (head_seq * b->n_items * 2 + which) * size + j * a->pitch;
+            for (int64_t i = 1; i < b->n_items; i++) {
+                ROCQ__EITHER(a->simd, rocq__add, (sum, sum + i * 2 * size, a->head_dim));
+            }
+            rocq__store(a->simd, to->format, rocq__row(to, kv_head, j, seq), 0, sum, a->head_dim);
+        }
+    }
+}
+
+// Fills in everything but scratch and sums; returns the bytes that these take together.
+static int64_t rocq__attend_back_plan(const rocq_ctx *ctx, const rocq_attention_backward_params *p,
+                                      rocq__attend_back *b) {
+    rocq__attend *a = &b->a;
+    memset(b, 0, sizeof *b);
+    b->p = p;
+    b->forward = rocq__attention_forward(p);
+    rocq__attend_plan(ctx, &b->forward, a);
+    a->wide = a->simd && ctx->has_avx512;
+    a->stride = a->tile_rows = ROCQ__ATTEND_ROWS;
+    a->n_tiles = (a->n_rows + a->tile_rows - 1) / a->tile_rows;
+    a->pitch = (a->head_dim + 15) / 16 * 16 | 16;
+    a->local = (5 * a->stride + 2 * ROCQ__ATTEND_KEYS) * a->pitch +
+               2 * a->stride * ROCQ__ATTEND_KEYS + 2 * a->stride;
+    const int64_t heads = a->n_kv_heads * a->n_seqs;
+    b->n_items = ROCQ__MIN(ROCQ__ATTEND_ITEMS / heads, (int64_t)ROCQ__ATTEND_MOST_SUMS);
+    b->n_items = ROCQ__MAX(ROCQ__MIN(b->n_items, a->n_tiles), 1);
+    b->n_keys = a->n_kv + ROCQ__ATTEND_KEYS;
+    int64_t floats;
+    if (!rocq__mul(2 * b->n_items * a->pitch, heads, &floats) ||
+        !rocq__mul(floats, b->n_keys, &floats) ||
+        !rocq__add(floats, a->local * ctx->desc.n_threads, &floats) ||
+        !rocq__mul(floats, (int64_t)sizeof(float), &floats)) {
+        return INT64_MAX;
+    }
+    return floats;
+}
+
+static int64_t rocq__scratch_attention_backward_cpu(const rocq_ctx *ctx, const void *params) {
+    rocq__attend_back b;
+    return rocq__attend_back_plan(ctx, (const rocq_attention_backward_params *)params, &b);
+}
+
+static void rocq__plan_attention_backward_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__attend_back *b = (rocq__attend_back *)rocq__plan_take(plan, sizeof *b);
+    (void)op;
+    rocq__attend_back_plan(plan->ctx, (const rocq_attention_backward_params *)params, b);
+    b->a.scratch = (float *)(void *)plan->scratch;
+    b->sums = b->a.scratch + b->a.local * plan->ctx->desc.n_threads;
+    const int64_t heads = b->a.n_kv_heads * b->a.n_seqs;
+    rocq__plan_stage(plan, rocq__attend_back_task, b, heads * b->n_items, 1);
+    rocq__plan_stage(plan, rocq__attend_back_merge_task, b, heads * b->a.n_kv,
+                     rocq__plan_grain(plan, 2 * b->n_items * b->a.head_dim));
+}
 
 // -- norm_backward --
 
@@ -14876,6 +15230,10 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         return;
     }
 
+    if (p->lse) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: no lse on the GPU yet");
+        return;
+    }
     rocq_k_attention_args args;
     memset(&args, 0, sizeof args);
     args.out = rocq__k_tensor(p->out);
@@ -15884,7 +16242,7 @@ static rocq_result rocq__check_attention(rocq_ctx *ctx, const char *op, const vo
     const int64_t n_q = p->q->ne[2], n_seqs = p->q->ne[3];
     int64_t n_kv = p->k->ne[2];
     if (head_dim > 512) {
-        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "attention: head size %lld is over 512",
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: head size %lld is over 512", op,
                           (long long)head_dim);
     }
     ROCQ__TRY(ROCQ__SAME(out, q));
@@ -15892,21 +16250,22 @@ static rocq_result rocq__check_attention(rocq_ctx *ctx, const char *op, const vo
     ROCQ__TRY(ROCQ__SAME(v, k));
     if (n_heads % p->k->ne[1] != 0) {
         return rocq__fail(ctx, ROCQ_E_SHAPE,
-                          "attention: %lld heads are not a multiple of %lld KV heads",
+                          "%s: %lld heads are not a multiple of %lld KV heads", op,
                           (long long)n_heads, (long long)p->k->ne[1]);
     }
     if (p->page_table) {
         ROCQ__TRY(ROCQ__SHAPE(page_table, -1, n_seqs, 1, 1));
         if (p->page_size < 1 || !rocq__mul(p->page_table->ne[0], p->page_size, &n_kv)) {
-            return rocq__fail(ctx, ROCQ_E_ARGUMENT, "attention: page_size is %d",
+            return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: page_size is %d", op,
                               (int)p->page_size);
         }
     }
     if (n_kv > INT32_MAX) {
-        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "attention: %lld KV positions", (long long)n_kv);
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: %lld KV positions", op, (long long)n_kv);
     }
     ROCQ__TRY(ROCQ__SHAPE(kv_len, n_seqs, 1, 1, 1));
     ROCQ__TRY(ROCQ__SHAPE(sinks, n_heads, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(lse, n_heads, n_q, n_seqs, 1));
     if (p->mask) {
         ROCQ__TRY(ROCQ__SHAPE(mask, n_kv, n_q, p->mask->ne[2] == 1 ? 1 : n_heads,
                               p->mask->ne[3] == 1 ? 1 : n_seqs));
@@ -15915,7 +16274,7 @@ static rocq_result rocq__check_attention(rocq_ctx *ctx, const char *op, const vo
     ROCQ__TRY(ROCQ__RANGE(softcap, 0.0f, FLT_MAX));
     if (p->window < 0 || (p->window > 0 && !p->causal)) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT,
-                          "attention: window %d needs causal and cannot be negative",
+                          "%s: window %d needs causal and cannot be negative", op,
                           (int)p->window);
     }
     return ROCQ_OK;
@@ -16200,7 +16559,16 @@ static rocq_result rocq__check_matmul_backward(rocq_ctx *ctx, const char *op, co
     return rocq__check_precision(ctx, op, p->precision);
 }
 
-// attention_backward
+static rocq_result rocq__check_attention_backward(rocq_ctx *ctx, const char *op,
+                                                  const void *params) {
+    const rocq_attention_backward_params *p = (const rocq_attention_backward_params *)params;
+    const rocq_attention_params forward = rocq__attention_forward(p);
+    ROCQ__TRY(rocq__check_attention(ctx, op, &forward));
+    ROCQ__TRY(ROCQ__SAME(dq, q));
+    ROCQ__TRY(ROCQ__SAME(dk, k));
+    ROCQ__TRY(ROCQ__SAME(dv, k));
+    return ROCQ__SAME(dout, q);
+}
 
 // norm_backward, activate_backward, glu_backward, gather_backward
 
@@ -16434,9 +16802,9 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
 }
 
 // Bytes: every operand moved once. Flops: two for each weight and column of a product, as often as
-// it has gradients in the backward; four for
-// each element of q and position it meets in attention; else one for each element of the output,
-// or of the input where the output is an index. All 0 where only the GPU knows the lengths.
+// it has gradients in the backward; four for each element of q and position it meets in attention,
+// ten in its backward; else one for each element of the output, or of the input where the output is
+// an index. All 0 where only the GPU knows the lengths.
 static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__cost cost = {0.0, 0.0, 0.0};
     int32_t end;
@@ -16456,6 +16824,12 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
         const rocq_attention_params *p = (const rocq_attention_params *)params;
         if (!rocq__attention_reach(ctx, p, &pairs, &positions)) return cost;
         cost.flops = 4.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
+        if (rocq__on_gpu(ctx)) cost.matrix = cost.flops;
+    } else if (op == ROCQ_OP_ATTENTION_BACKWARD) {
+        const rocq_attention_backward_params *p = (const rocq_attention_backward_params *)params;
+        const rocq_attention_params forward = rocq__attention_forward(p);
+        rocq__attention_reach(ctx, &forward, &pairs, &positions); // the lengths are known
+        cost.flops = 10.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
         if (rocq__on_gpu(ctx)) cost.matrix = cost.flops;
     } else if (op == ROCQ_OP_CONV) {
         const rocq_conv_params *p = (const rocq_conv_params *)params;
@@ -16627,7 +17001,8 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
     ROCQ_X(pixels, rocq_pixels_params, pixels, none, pixels, pixels)
     ROCQ_X(matmul_backward, rocq_matmul_backward_params, matmul_backward, matmul_backward,
            matmul_backward, todo)
-    ROCQ_X(attention_backward, rocq_attention_backward_params, todo, none, todo, todo)
+    ROCQ_X(attention_backward, rocq_attention_backward_params, attention_backward,
+           attention_backward, attention_backward, todo)
     ROCQ_X(norm_backward, rocq_norm_backward_params, todo, none, todo, todo)
     ROCQ_X(activate_backward, rocq_activate_backward_params, todo, none, todo, todo)
     ROCQ_X(glu_backward, rocq_glu_backward_params, todo, none, todo, todo)

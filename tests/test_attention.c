@@ -24,9 +24,9 @@ typedef struct shape {
 
 typedef struct problem {
     shape s;
-    box q, k, v, out, mask, sinks, kv_len, page_table;
+    box q, k, v, out, lse, mask, sinks, kv_len, page_table;
     rocq_attention_params p;
-    double *want;
+    double *want, *want_lse;
 } problem;
 
 static int64_t length_of(const problem *a, int64_t seq) {
@@ -54,6 +54,7 @@ static void reference(problem *a) {
     const shape *s = &a->s;
     const double scale = s->scale != 0 ? s->scale : 1 / sqrt((double)s->head_dim);
     double *score = (double *)malloc((size_t)s->n_kv * sizeof(double)), *out = a->want;
+    double *lse = a->want_lse;
     assert_non_null(score);
     for (int64_t seq = 0; seq < s->n_seqs; seq++) {
         for (int64_t i = 0; i < s->n_q; i++) {
@@ -74,6 +75,7 @@ static void reference(problem *a) {
                     if (s->mask_heads) score[j] += box_at_repeated(&a->mask, j, i, h, seq);
                     top = score[j] > top ? score[j] : top;
                 }
+                bool saw = false;
                 if (s->sinks) sum = exp(a->sinks.value[h] - top);
                 for (int64_t d = 0; d < s->head_dim; d++) out[d] = 0;
                 for (int64_t j = 0; j < s->n_kv; j++) {
@@ -81,11 +83,13 @@ static void reference(problem *a) {
                     const int64_t row = row_of(a, j, seq, &row_seq);
                     const double weight = exp(score[j] - top);
                     sum += weight;
+                    saw = true;
                     for (int64_t d = 0; d < s->head_dim; d++) {
                         out[d] += weight * box_at(&a->v, d, kv_head, row, row_seq);
                     }
                 }
                 for (int64_t d = 0; d < s->head_dim && sum > 0; d++) out[d] /= sum;
+                *lse++ = saw ? top + log(sum) : -(double)INFINITY;
             }
         }
     }
@@ -153,8 +157,10 @@ static problem problem_make(shape s) {
     a.p.softcap = s.softcap;
     a.p.window = s.window;
     a.p.causal = s.causal;
+    a.lse = box_make(s.layout, ROCQ_F32, s.n_heads, s.n_q, s.n_seqs, 1);
     a.want = (double *)malloc((size_t)a.q.count * sizeof(double));
-    assert_non_null(a.want);
+    a.want_lse = (double *)malloc((size_t)a.lse.count * sizeof(double));
+    assert_true(a.want && a.want_lse);
     return a;
 }
 
@@ -179,11 +185,25 @@ static void problem_free(problem *a) {
     box_free(&a->k);
     box_free(&a->v);
     box_free(&a->out);
+    box_free(&a->lse);
     box_free(&a->mask);
     box_free(&a->sinks);
     box_free(&a->kv_len);
     box_free(&a->page_table);
     free(a->want);
+    free(a->want_lse);
+}
+
+// Rows that see nothing must be exactly that.
+static void check_lse(problem *a) {
+    box_read(&a->lse);
+    box_check_outside(&a->lse);
+    for (int64_t i = 0; i < a->lse.count; i++) {
+        const double got = a->lse.value[i], want = a->want_lse[i];
+        if (got != want && !(fabs(got - want) <= 4e-6 * (1 + fabs(want)))) {
+            fail_msg("lse of row %lld: %g, expected %g", (long long)i, got, want);
+        }
+    }
 }
 
 static void check(problem *a) {
@@ -193,12 +213,17 @@ static void check(problem *a) {
     unsigned char *before = (unsigned char *)malloc((size_t)out->size);
     assert_non_null(before);
     memcpy(before, out->memory, (size_t)out->size);
-    for (int simd = 0; simd < 2; simd++) {
+    for (int round = 0; round < 4; round++) { // with and without SIMD and lse
+        box *const outputs[2] = {out, &a->lse};
         memcpy(out->memory, before, (size_t)out->size);
-        run(simd, ROCQ_OP_ATTENTION, &a->p, &out, 1);
+        memset(a->lse.memory, 0xff, (size_t)a->lse.size);
+        a->p.lse = round / 2 ? &a->lse.t : NULL;
+        run(round % 2, ROCQ_OP_ATTENTION, &a->p, outputs, 2);
         // A short row may be almost nothing, the difference of larger values.
         (a->s.head_dim < 8 ? check_all : check_rows)(out, a->want, BOUND);
+        if (a->p.lse) check_lse(a);
     }
+    a->p.lse = NULL;
     free(before);
 }
 

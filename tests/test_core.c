@@ -810,10 +810,13 @@ static void ops_refuse_bad_operands(void **state) {
     t[4] = slot_tensor(4, ROCQ_F32, 7, 3, 4, 2);
     t[5] = slot_tensor(5, ROCQ_F32, 4, 1, 1, 1);
     t[6] = slot_tensor(6, ROCQ_I32, 2, 1, 1, 1);
+    t[7] = slot_tensor(7, ROCQ_F32, 4, 3, 2, 1);
     rocq_attention_params at = {.out = &t[0], .q = &t[1], .k = &t[2], .v = &t[3], .mask = &t[4],
-                                .sinks = &t[5], .kv_len = &t[6], .causal = true};
+                                .sinks = &t[5], .kv_len = &t[6], .lse = &t[7], .causal = true};
     check_refusals(ctx, &(op_case){ROCQ_OP_ATTENTION, &at,
-                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6]}, {true}});
+                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]},
+                                   {true, [7] = true}});
+    at.lse = NULL;
     at.window = -1;
     assert_int_equal(rocq_attention(ctx, &at), ROCQ_E_ARGUMENT);
     at.window = 4;
@@ -835,6 +838,31 @@ static void ops_refuse_bad_operands(void **state) {
     check_refusals(ctx, &(op_case){ROCQ_OP_ATTENTION, &at, {&t[0], &t[7]}, {true}});
     at.page_size = 0;
     assert_int_equal(rocq_attention(ctx, &at), ROCQ_E_ARGUMENT);
+
+    for (int i = 0; i < 9; i++) { // dq, dout, out, q; dk, dv, k, v; lse
+        t[i] = i < 4 ? slot_tensor(i, ROCQ_F32, 64, 4, 3, 2)
+                     : slot_tensor(i, ROCQ_F16, 64, 2, 7, 2);
+    }
+    t[8] = slot_tensor(8, ROCQ_F32, 4, 3, 2, 1);
+    rocq_attention_backward_params back = {.dq = &t[0], .dk = &t[4], .dv = &t[5], .dout = &t[1],
+                                           .out = &t[2], .q = &t[3], .k = &t[6], .v = &t[7],
+                                           .lse = &t[8], .causal = true};
+    check_refusals(ctx, &(op_case){ROCQ_OP_ATTENTION_BACKWARD, &back,
+                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7], &t[8]},
+                                   {true, [4] = true, [5] = true}});
+    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_ATTENTION_BACKWARD, &back, &bytes), ROCQ_OK);
+    assert_true(bytes > 0);
+    back.window = -1;
+    assert_int_equal(rocq_attention_backward(ctx, &back), ROCQ_E_ARGUMENT);
+    back.window = 0;
+    back.softcap = NAN;
+    assert_int_equal(rocq_attention_backward(ctx, &back), ROCQ_E_ARGUMENT);
+    back.softcap = 0;
+    for (int i = 4; i < 8; i++) t[i] = slot_tensor(i, ROCQ_F32, 64, 3, 7, 2);
+    assert_int_equal(rocq_attention_backward(ctx, &back), ROCQ_E_SHAPE); // 4 heads over 3
+    for (int i = 0; i < 8; i++) t[i] = slot_tensor(i, ROCQ_F32, 520, 1, 2, 1);
+    t[8] = slot_tensor(8, ROCQ_F32, 1, 2, 1, 1);
+    assert_int_equal(rocq_attention_backward(ctx, &back), ROCQ_E_UNSUPPORTED);
 
     t[0] = slot_tensor(0, ROCQ_Q8_0, 32, 3, 2, 1);
     t[1] = slot_tensor(1, ROCQ_F32, 32, 3, 2, 1);
