@@ -844,25 +844,25 @@ static void ops_refuse_bad_operands(void **state) {
                      : slot_tensor(i, ROCQ_F16, 64, 2, 7, 2);
     }
     t[8] = slot_tensor(8, ROCQ_F32, 4, 3, 2, 1);
-    rocq_attention_backward_params back = {.dq = &t[0], .dk = &t[4], .dv = &t[5], .dout = &t[1],
-                                           .out = &t[2], .q = &t[3], .k = &t[6], .v = &t[7],
-                                           .lse = &t[8], .causal = true};
-    check_refusals(ctx, &(op_case){ROCQ_OP_ATTENTION_BACKWARD, &back,
+    rocq_attention_backward_params attend = {
+        .dq = &t[0], .dk = &t[4], .dv = &t[5], .dout = &t[1], .out = &t[2], .q = &t[3],
+        .k = &t[6], .v = &t[7], .lse = &t[8], .causal = true};
+    check_refusals(ctx, &(op_case){ROCQ_OP_ATTENTION_BACKWARD, &attend,
                                    {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7], &t[8]},
                                    {true, [4] = true, [5] = true}});
-    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_ATTENTION_BACKWARD, &back, &bytes), ROCQ_OK);
+    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_ATTENTION_BACKWARD, &attend, &bytes), ROCQ_OK);
     assert_true(bytes > 0);
-    back.window = -1;
-    assert_int_equal(rocq_attention_backward(ctx, &back), ROCQ_E_ARGUMENT);
-    back.window = 0;
-    back.softcap = NAN;
-    assert_int_equal(rocq_attention_backward(ctx, &back), ROCQ_E_ARGUMENT);
-    back.softcap = 0;
+    attend.window = -1;
+    assert_int_equal(rocq_attention_backward(ctx, &attend), ROCQ_E_ARGUMENT);
+    attend.window = 0;
+    attend.softcap = NAN;
+    assert_int_equal(rocq_attention_backward(ctx, &attend), ROCQ_E_ARGUMENT);
+    attend.softcap = 0;
     for (int i = 4; i < 8; i++) t[i] = slot_tensor(i, ROCQ_F32, 64, 3, 7, 2);
-    assert_int_equal(rocq_attention_backward(ctx, &back), ROCQ_E_SHAPE); // 4 heads over 3
+    assert_int_equal(rocq_attention_backward(ctx, &attend), ROCQ_E_SHAPE); // 4 heads over 3
     for (int i = 0; i < 8; i++) t[i] = slot_tensor(i, ROCQ_F32, 520, 1, 2, 1);
     t[8] = slot_tensor(8, ROCQ_F32, 1, 2, 1, 1);
-    assert_int_equal(rocq_attention_backward(ctx, &back), ROCQ_E_UNSUPPORTED);
+    assert_int_equal(rocq_attention_backward(ctx, &attend), ROCQ_E_UNSUPPORTED);
 
     t[0] = slot_tensor(0, ROCQ_Q8_0, 32, 3, 2, 1);
     t[1] = slot_tensor(1, ROCQ_F32, 32, 3, 2, 1);
