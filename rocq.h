@@ -930,7 +930,9 @@ typedef enum rocq_activation {
 
 typedef enum rocq_rope_pairing {
     ROCQ_ROPE_NORM = 0, // pairs (2i, 2i+1): llama, mistral
-    ROCQ_ROPE_NEOX      // pairs (i, i + n_dims/2): qwen, gemma, gpt-neox
+    ROCQ_ROPE_NEOX,     // pairs (i, i + n_dims/2): qwen, gemma, gpt-neox
+    ROCQ_ROPE_NONE      // nothing turns, rope_append only appends: gpt-2, whose positions are
+                        // learned
 } rocq_rope_pairing;
 
 // X(NAME, name, params): every operation, in the one order used by the CPU backend, the kernel file
@@ -11088,13 +11090,18 @@ static int64_t rocq__rope_turn_bytes(const rocq__rope *a) {
     return (a->n_dims / 2 * (int64_t)sizeof(double) + 63) / 64 * 64;
 }
 
+// How many elements of a head turn.
+static int64_t rocq__rope_dims(const rocq_rope_config *p, int64_t head_dim) {
+    return p->pairing == ROCQ_ROPE_NONE ? 0 : p->n_dims == 0 ? head_dim : p->n_dims;
+}
+
 static int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p,
                                   int64_t head_dim, rocq__rope *a) {
     memset(a, 0, sizeof *a);
     a->simd = ctx->has_simd;
     a->neox = p->pairing == ROCQ_ROPE_NEOX;
     a->head_dim = head_dim;
-    a->n_dims = p->n_dims > 0 ? p->n_dims : head_dim;
+    a->n_dims = rocq__rope_dims(p, head_dim);
     a->pitch = (2 * a->n_dims + 2 * head_dim + 15) / 16 * 16;
     int64_t bytes;
     if (!rocq__mul(a->pitch * (int64_t)sizeof(float), ctx->desc.n_threads, &bytes) ||
@@ -15315,7 +15322,7 @@ enum { ROCQ__ROPE_DIMS = 512 }; // largest n_dims: the 8 bits of power[] number 
 
 static void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
                            int64_t head_dim, rocq_k_rope_args *args) {
-    const int64_t n_dims = p->n_dims > 0 ? p->n_dims : head_dim;
+    const int64_t n_dims = rocq__rope_dims(p, head_dim);
     if (n_dims > ROCQ__ROPE_DIMS) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: n_dims %lld is over %d on the GPU",
@@ -16301,8 +16308,8 @@ static rocq_result rocq__check_rmsnorm(rocq_ctx *ctx, const char *op, const void
 // head_dim is what n_dims = 0 stands for.
 static rocq_result rocq__check_rope_config(rocq_ctx *ctx, const char *op,
                                            const rocq_rope_config *p, int64_t head_dim) {
-    const int64_t n_dims = p->n_dims == 0 ? head_dim : p->n_dims;
-    if (p->pairing != ROCQ_ROPE_NORM && p->pairing != ROCQ_ROPE_NEOX) {
+    const int64_t n_dims = rocq__rope_dims(p, head_dim);
+    if (p->pairing < ROCQ_ROPE_NORM || p->pairing > ROCQ_ROPE_NONE) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown pairing %d", op, (int)p->pairing);
     }
     if (n_dims < 0 || n_dims > head_dim || n_dims % 2 != 0) {
@@ -18171,7 +18178,7 @@ static rocq_result rocq__kv_rope(rocq_kv *kv) {
                                  ROCQ__BIT_F32 | ROCQ__OPTIONAL));
     ROCQ__TRY(rocq__check_rope_config(kv->ctx, "kv", rope, kv->desc.head_dim));
     rope->attn_factor = 1.0f;
-    const int64_t n_dims = rope->n_dims > 0 ? rope->n_dims : kv->desc.head_dim;
+    const int64_t n_dims = rocq__rope_dims(rope, kv->desc.head_dim);
     rope->attn_factor = 1.0f / rocq__rope_scaling_of(rope, n_dims).magnitude;
     return rocq__check_range(kv->ctx, "kv", "YaRN's factor", rope->attn_factor, FLT_MIN, FLT_MAX);
 }

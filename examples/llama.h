@@ -1,4 +1,5 @@
-// llama.h - runs llama (Mistral too), qwen2, qwen3 and gemma2 models from GGUF files, on rocq.h.
+// llama.h - runs llama (Mistral too), qwen2, qwen3, gemma2 and gpt2 models from GGUF files, on
+// rocq.h.
 //
 //     llama_model m;
 //     if (llama_open(&m, ctx, file, NULL) != ROCQ_OK) puts(m.error);
@@ -47,15 +48,18 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
     void *user;
 } llama_options;
 
-// Letters in shapes: Q is n_heads * head_dim, KV is n_kv_heads * head_dim, FF is n_ff.
+// Letters in shapes: Q is n_heads * head_dim, KV is n_kv_heads * head_dim, FF is n_ff. gpt2 has q,
+// k and v in one weight, which is q here, [n_embd, Q + 2 KV], and no gate: its ffn_up, which goes
+// through the activation, is gate here. It has no k, v and up.
 typedef struct llama_layer {
     rocq_tensor attn_norm;              // [n_embd]
+    rocq_tensor attn_norm_bias;         // [n_embd]                   gpt2, as that of ffn_norm
     rocq_tensor q, k, v;                // [n_embd, Q], [n_embd, KV], [n_embd, KV]
-    rocq_tensor q_bias, k_bias, v_bias; // [Q], [KV], [KV]         most of qwen2
+    rocq_tensor q_bias, k_bias, v_bias; // [Q], [KV], [KV]         most of qwen2, gpt2
     rocq_tensor q_norm, k_norm;         // [head_dim], of each head   qwen3
     rocq_tensor out, out_bias;          // [Q, n_embd], [n_embd]
     rocq_tensor attn_post_norm;         // [n_embd]                   gemma2
-    rocq_tensor ffn_norm;               // [n_embd]
+    rocq_tensor ffn_norm, ffn_norm_bias; // [n_embd]
     rocq_tensor gate, gate_bias;        // [n_embd, FF], [FF]
     rocq_tensor up, up_bias;            // [n_embd, FF], [FF]
     rocq_tensor down, down_bias;        // [FF, n_embd], [n_embd]
@@ -81,7 +85,8 @@ typedef struct llama_model {
     rocq_rope_config rope;
     // weights
     rocq_tensor embedding;   // [n_embd, n_vocab]
-    rocq_tensor output_norm; // [n_embd]
+    rocq_tensor positions;   // [n_embd, n_ctx_train]                 gpt2
+    rocq_tensor output_norm, output_norm_bias; // [n_embd]
     rocq_tensor output;      // [n_embd, n_vocab]; may be the embedding
     rocq_tensor output_bias; // [n_vocab]
     rocq_tensor rope_freqs;  // [rope.n_dims / 2]                     llama 3
@@ -96,9 +101,9 @@ typedef struct llama_model {
     int32_t *staged;      // the same on the host, for one upload
     rocq_tensor x;        // [n_embd, n_batch] the residual stream
     rocq_tensor h;        // [n_embd or Q, n_batch] normed or attended: see llama__operand
-    rocq_tensor q, k, v;  // [Q, n_batch], [KV, n_batch], [KV, n_batch]
+    rocq_tensor qkv;      // [Q + 2 KV, n_batch]
     rocq_tensor ffn;      // [FF, n_batch], an operand too
-    rocq_tensor added;    // [n_embd, n_batch] before its norm         gemma2
+    rocq_tensor added;    // [n_embd, n_batch] before its norm         gemma2, gpt2: positions
     rocq_tensor logits;   // [n_vocab, n_logits]
     rocq_tensor last;     // [n_vocab] the column of logits that llama_sample draws from
     rocq_tensor token;    // I32 [1]
@@ -126,7 +131,8 @@ static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int6
                                      float *logits);
 
 // Forgets n of the tokens in the cache, from number first on: those behind them move up, and n_past
-// goes down by n. So text can go on when the context is full.
+// goes down by n. So text can go on when the context is full. Not with gpt2 (E_UNSUPPORTED): what
+// its tokens became depends on learned positions.
 static inline rocq_result llama_forget(llama_model *m, int32_t first, int32_t n);
 
 // Draws the next token from the logits of the last position. how: the knobs of rocq_sample_params;
@@ -173,18 +179,30 @@ static rocq_result llama__progress(llama_model *m, const char *what, int64_t don
 // Configuration
 // ---------------------------------------------------------------------------------------------
 
-enum { LLAMA__LLAMA = 1, LLAMA__QWEN2 = 2, LLAMA__QWEN3 = 4, LLAMA__GEMMA2 = 8, LLAMA__ALL = 15 };
+enum {
+    LLAMA__LLAMA = 1,
+    LLAMA__QWEN2 = 2,
+    LLAMA__QWEN3 = 4,
+    LLAMA__GEMMA2 = 8,
+    LLAMA__GPT2 = 16,
+    LLAMA__ALL = 31,
+    LLAMA__NEWER = LLAMA__ALL - LLAMA__GPT2
+};
+
+static const char LLAMA__RMS_EPS[] = "attention.layer_norm_rms_epsilon";
 
 static const struct llama__family {
     const char *name;
     int bit;
     rocq_rope_pairing pairing;
     rocq_activation activation;
+    const char *norm_eps; // its key
 } llama__families[] = {
-    {"llama", LLAMA__LLAMA, ROCQ_ROPE_NORM, ROCQ_ACT_SILU},
-    {"qwen2", LLAMA__QWEN2, ROCQ_ROPE_NEOX, ROCQ_ACT_SILU},
-    {"qwen3", LLAMA__QWEN3, ROCQ_ROPE_NEOX, ROCQ_ACT_SILU},
-    {"gemma2", LLAMA__GEMMA2, ROCQ_ROPE_NEOX, ROCQ_ACT_GELU},
+    {"llama", LLAMA__LLAMA, ROCQ_ROPE_NORM, ROCQ_ACT_SILU, LLAMA__RMS_EPS},
+    {"qwen2", LLAMA__QWEN2, ROCQ_ROPE_NEOX, ROCQ_ACT_SILU, LLAMA__RMS_EPS},
+    {"qwen3", LLAMA__QWEN3, ROCQ_ROPE_NEOX, ROCQ_ACT_SILU, LLAMA__RMS_EPS},
+    {"gemma2", LLAMA__GEMMA2, ROCQ_ROPE_NEOX, ROCQ_ACT_GELU, LLAMA__RMS_EPS},
+    {"gpt2", LLAMA__GPT2, ROCQ_ROPE_NONE, ROCQ_ACT_GELU, "attention.layer_norm_epsilon"},
 };
 
 enum { LLAMA__REQUIRED = -1 }; // in place of a default
@@ -309,6 +327,7 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file, int
     rocq_str name;
     rocq_gguf_value tokens;
     int32_t value_dim, n_experts;
+    const char *norm_eps = NULL;
     if (rocq_gguf_get_str(file, "general.architecture", &name) != ROCQ_OK) {
         return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no general.architecture");
     }
@@ -317,11 +336,12 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file, int
         m->family = llama__families[i].name;
         m->rope.pairing = llama__families[i].pairing;
         m->activation = llama__families[i].activation;
+        norm_eps = llama__families[i].norm_eps;
         *family_bit = llama__families[i].bit;
     }
     if (!m->family) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED,
-                           "model family \"%.*s\" is not one of llama, qwen2, qwen3, gemma2",
+                           "model family \"%.*s\" is not one of llama, qwen2, qwen3, gemma2, gpt2",
                            (int)(name.length < 100 ? name.length : 100), name.data);
     }
     LLAMA__TRY(llama__read_int(m, file, "block_count", LLAMA__REQUIRED, &m->n_layers));
@@ -330,8 +350,7 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file, int
     LLAMA__TRY(llama__read_int(m, file, "context_length", LLAMA__REQUIRED, &m->n_ctx_train));
     LLAMA__TRY(llama__read_int(m, file, "attention.head_count", LLAMA__REQUIRED, &m->n_heads));
     LLAMA__TRY(llama__read_int(m, file, "attention.head_count_kv", m->n_heads, &m->n_kv_heads));
-    LLAMA__TRY(llama__read_float(m, file, "attention.layer_norm_rms_epsilon", LLAMA__REQUIRED,
-                                 &m->norm_eps));
+    LLAMA__TRY(llama__read_float(m, file, norm_eps, LLAMA__REQUIRED, &m->norm_eps));
     const int32_t split = m->n_embd / m->n_heads;
     LLAMA__TRY(llama__read_int(m, file, "attention.key_length", split, &m->head_dim));
     LLAMA__TRY(llama__read_int(m, file, "attention.value_length", split, &value_dim));
@@ -421,41 +440,48 @@ static rocq_result llama__read_extras(llama_model *m, const rocq_gguf *file, int
 // Weights
 // ---------------------------------------------------------------------------------------------
 
-// Sizes: 1, n_embd, Q, KV, head_dim, FF.
-enum { LLAMA__1, LLAMA__E, LLAMA__Q, LLAMA__KV, LLAMA__D, LLAMA__F, LLAMA__N_SIZES };
+// Sizes: 1, n_embd, Q, KV, Q + 2 KV, head_dim, FF.
+enum { LLAMA__1, LLAMA__E, LLAMA__Q, LLAMA__KV, LLAMA__QKV, LLAMA__D, LLAMA__F, LLAMA__N_SIZES };
 
 static const struct llama__weight {
     const char *name;
     size_t at;      // in llama_layer
     int cols, rows; // sizes; LLAMA__1 rows: a vector
-    int families;   // that must have it; others may not, unless optional
+    int families;   // that have it; others may not
     bool optional;
 } llama__weights[] = {
     {"attn_norm.weight", offsetof(llama_layer, attn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL, false},
-    {"attn_q.weight", offsetof(llama_layer, q), LLAMA__E, LLAMA__Q, LLAMA__ALL, false},
-    {"attn_k.weight", offsetof(llama_layer, k), LLAMA__E, LLAMA__KV, LLAMA__ALL, false},
-    {"attn_v.weight", offsetof(llama_layer, v), LLAMA__E, LLAMA__KV, LLAMA__ALL, false},
-    {"attn_q.bias", offsetof(llama_layer, q_bias), LLAMA__Q, LLAMA__1, 0, true},
-    {"attn_k.bias", offsetof(llama_layer, k_bias), LLAMA__KV, LLAMA__1, 0, true},
-    {"attn_v.bias", offsetof(llama_layer, v_bias), LLAMA__KV, LLAMA__1, 0, true},
+    {"attn_norm.bias", offsetof(llama_layer, attn_norm_bias), LLAMA__E, LLAMA__1,
+     LLAMA__GPT2, false},
+    {"attn_qkv.weight", offsetof(llama_layer, q), LLAMA__E, LLAMA__QKV, LLAMA__GPT2, false},
+    {"attn_qkv.bias", offsetof(llama_layer, q_bias), LLAMA__QKV, LLAMA__1, LLAMA__GPT2, false},
+    {"attn_q.weight", offsetof(llama_layer, q), LLAMA__E, LLAMA__Q, LLAMA__NEWER, false},
+    {"attn_k.weight", offsetof(llama_layer, k), LLAMA__E, LLAMA__KV, LLAMA__NEWER, false},
+    {"attn_v.weight", offsetof(llama_layer, v), LLAMA__E, LLAMA__KV, LLAMA__NEWER, false},
+    {"attn_q.bias", offsetof(llama_layer, q_bias), LLAMA__Q, LLAMA__1, LLAMA__NEWER, true},
+    {"attn_k.bias", offsetof(llama_layer, k_bias), LLAMA__KV, LLAMA__1, LLAMA__NEWER, true},
+    {"attn_v.bias", offsetof(llama_layer, v_bias), LLAMA__KV, LLAMA__1, LLAMA__NEWER, true},
     {"attn_q_norm.weight", offsetof(llama_layer, q_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3, false},
     {"attn_k_norm.weight", offsetof(llama_layer, k_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3, false},
     {"attn_output.weight", offsetof(llama_layer, out), LLAMA__Q, LLAMA__E, LLAMA__ALL, false},
-    {"attn_output.bias", offsetof(llama_layer, out_bias), LLAMA__E, LLAMA__1, 0, true},
+    {"attn_output.bias", offsetof(llama_layer, out_bias), LLAMA__E, LLAMA__1, LLAMA__ALL, true},
     {"post_attention_norm.weight", offsetof(llama_layer, attn_post_norm), LLAMA__E, LLAMA__1,
      LLAMA__GEMMA2, false},
     {"ffn_norm.weight", offsetof(llama_layer, ffn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL, false},
-    {"ffn_gate.weight", offsetof(llama_layer, gate), LLAMA__E, LLAMA__F, LLAMA__ALL, false},
-    {"ffn_gate.bias", offsetof(llama_layer, gate_bias), LLAMA__F, LLAMA__1, 0, true},
-    {"ffn_up.weight", offsetof(llama_layer, up), LLAMA__E, LLAMA__F, LLAMA__ALL, false},
-    {"ffn_up.bias", offsetof(llama_layer, up_bias), LLAMA__F, LLAMA__1, 0, true},
+    {"ffn_norm.bias", offsetof(llama_layer, ffn_norm_bias), LLAMA__E, LLAMA__1, LLAMA__GPT2, false},
+    {"ffn_up.weight", offsetof(llama_layer, gate), LLAMA__E, LLAMA__F, LLAMA__GPT2, false},
+    {"ffn_up.bias", offsetof(llama_layer, gate_bias), LLAMA__F, LLAMA__1, LLAMA__GPT2, false},
+    {"ffn_gate.weight", offsetof(llama_layer, gate), LLAMA__E, LLAMA__F, LLAMA__NEWER, false},
+    {"ffn_gate.bias", offsetof(llama_layer, gate_bias), LLAMA__F, LLAMA__1, LLAMA__NEWER, true},
+    {"ffn_up.weight", offsetof(llama_layer, up), LLAMA__E, LLAMA__F, LLAMA__NEWER, false},
+    {"ffn_up.bias", offsetof(llama_layer, up_bias), LLAMA__F, LLAMA__1, LLAMA__NEWER, true},
     {"ffn_down.weight", offsetof(llama_layer, down), LLAMA__F, LLAMA__E, LLAMA__ALL, false},
-    {"ffn_down.bias", offsetof(llama_layer, down_bias), LLAMA__E, LLAMA__1, 0, true},
+    {"ffn_down.bias", offsetof(llama_layer, down_bias), LLAMA__E, LLAMA__1, LLAMA__ALL, true},
     {"post_ffw_norm.weight", offsetof(llama_layer, ffn_post_norm), LLAMA__E, LLAMA__1,
      LLAMA__GEMMA2, false},
 };
 
-enum { LLAMA__N_WEIGHTS = sizeof llama__weights / sizeof llama__weights[0], LLAMA__N_OTHERS = 5 };
+enum { LLAMA__N_WEIGHTS = sizeof llama__weights / sizeof llama__weights[0], LLAMA__N_OTHERS = 7 };
 
 static rocq_info llama__info(const llama_model *m) {
     rocq_info info;
@@ -516,7 +542,9 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
     snprintf(list->text[i], sizeof list->text[i], "%s", name);
     list->names[i] = list->text[i];
     list->places[i] = place;
-    if (rows > 1 && place != &m->embedding) llama__operands_of(m, found.format);
+    if (rows > 1 && place != &m->embedding && place != &m->positions) {
+        llama__operands_of(m, found.format);
+    }
     m->weight_bytes += found.size;
     return ROCQ_OK;
 }
@@ -524,32 +552,35 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
 static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, int family,
                                    llama__list *list) {
     const int64_t head = m->head_dim, n_embd = m->n_embd, n_vocab = m->n_vocab;
-    const int64_t size[LLAMA__N_SIZES] = {1, n_embd, m->n_heads * head, m->n_kv_heads * head, head,
-                                          m->n_ff};
+    const int64_t n_q = m->n_heads * head, n_kv = m->n_kv_heads * head;
+    const int64_t size[LLAMA__N_SIZES] = {1, n_embd, n_q, n_kv, n_q + 2 * n_kv, head, m->n_ff};
     const struct {
         const char *name;
         int64_t cols, rows;
+        int families;
         bool required;
         rocq_tensor *place;
     } others[LLAMA__N_OTHERS] = {
-        {"token_embd.weight", n_embd, n_vocab, true, &m->embedding},
-        {"output_norm.weight", n_embd, 1, true, &m->output_norm},
-        {"output.weight", n_embd, n_vocab, false, &m->output},
-        {"output.bias", n_vocab, 1, false, &m->output_bias},
-        {"rope_freqs.weight", m->rope.n_dims / 2, 1, false, &m->rope_freqs}};
+        {"token_embd.weight", n_embd, n_vocab, LLAMA__ALL, true, &m->embedding},
+        {"position_embd.weight", n_embd, m->n_ctx_train, LLAMA__GPT2, true, &m->positions},
+        {"output_norm.weight", n_embd, 1, LLAMA__ALL, true, &m->output_norm},
+        {"output_norm.bias", n_embd, 1, LLAMA__GPT2, true, &m->output_norm_bias},
+        {"output.weight", n_embd, n_vocab, LLAMA__ALL, false, &m->output},
+        {"output.bias", n_vocab, 1, LLAMA__ALL, false, &m->output_bias},
+        {"rope_freqs.weight", m->rope.n_dims / 2, 1, LLAMA__NEWER, false, &m->rope_freqs}};
     for (int k = 0; k < LLAMA__N_OTHERS; k++) {
+        if (!(others[k].families & family)) continue;
         LLAMA__TRY(llama__find(m, file, list, others[k].name, others[k].cols, others[k].rows,
                                others[k].required, others[k].place));
     }
     for (int32_t i = 0; i < m->n_layers; i++) {
         for (int k = 0; k < LLAMA__N_WEIGHTS; k++) {
             const struct llama__weight *w = &llama__weights[k];
-            const bool required = (w->families & family) != 0;
             char name[64];
-            if (!required && !w->optional) continue;
+            if (!(w->families & family)) continue;
             snprintf(name, sizeof name, "blk.%d.%s", (int)i, w->name);
             rocq_tensor *place = (rocq_tensor *)(void *)((char *)&m->layers[i] + w->at);
-            LLAMA__TRY(llama__find(m, file, list, name, size[w->cols], size[w->rows], required,
+            LLAMA__TRY(llama__find(m, file, list, name, size[w->cols], size[w->rows], !w->optional,
                                    place));
         }
     }
@@ -621,10 +652,13 @@ static rocq_tensor llama__operand(const llama_model *m, const rocq_tensor *t, in
     return operand;
 }
 
+// bias NULL, or not in the model: an rmsnorm.
 static rocq_result llama__norm(llama_model *m, const rocq_tensor *y, const rocq_tensor *x,
-                               const rocq_tensor *weight) {
-    const rocq_norm_params norm = {.y = y, .x = x, .weight = weight, .eps = m->norm_eps};
-    LLAMA__RUN(m, RMSNORM, rmsnorm, &norm);
+                               const rocq_tensor *weight, const rocq_tensor *bias) {
+    const rocq_norm_params norm = {.y = y, .x = x, .weight = weight,
+                                   .bias = bias ? llama__maybe(bias) : NULL, .eps = m->norm_eps};
+    if (norm.bias) LLAMA__RUN(m, LAYERNORM, layernorm, &norm);
+    else LLAMA__RUN(m, RMSNORM, rmsnorm, &norm);
     return ROCQ_OK;
 }
 
@@ -640,7 +674,7 @@ static rocq_result llama__add(llama_model *m, const rocq_tensor *x, const rocq_t
     const rocq_binary_params add = {.y = x, .a = x, .b = &added};
     LLAMA__RUN(m, MATMUL, matmul, &project);
     if (direct) return ROCQ_OK;
-    LLAMA__TRY(llama__norm(m, &added, &added, norm));
+    LLAMA__TRY(llama__norm(m, &added, &added, norm, NULL));
     LLAMA__RUN(m, ADD, add, &add);
     return ROCQ_OK;
 }
@@ -656,13 +690,17 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     const bool pair = l->up_bias.n_dims == 0; // w2 has no bias: with one, gate and up go one by one
     const rocq_tensor ffn = pair ? llama__operand(m, &m->ffn, m->n_ff, n)
                                  : rocq_tensor_slice(&m->ffn, 1, 0, n);
-    const rocq_tensor q = rocq_tensor_slice(&m->q, 1, 0, n); // the first n columns
-    const rocq_tensor k = rocq_tensor_slice(&m->k, 1, 0, n);
-    const rocq_tensor v = rocq_tensor_slice(&m->v, 1, 0, n);
+    const int64_t n_q = (int64_t)m->n_heads * m->head_dim;
+    const int64_t n_kv = (int64_t)m->n_kv_heads * m->head_dim;
+    const bool fused = l->k.n_dims == 0;
+    const rocq_tensor qkv = rocq_tensor_slice(&m->qkv, 1, 0, n); // the first n columns
+    const rocq_tensor q = rocq_tensor_slice(&qkv, 0, 0, n_q);
+    const rocq_tensor k = rocq_tensor_slice(&qkv, 0, n_q, n_kv);
+    const rocq_tensor v = rocq_tensor_slice(&qkv, 0, n_q + n_kv, n_kv);
     const rocq_tensor q_heads = rocq_tensor_heads(&q, m->head_dim);
     const rocq_tensor k_heads = rocq_tensor_heads(&k, m->head_dim);
     const rocq_tensor v_heads = rocq_tensor_heads(&v, m->head_dim);
-    rocq_tensor seen = llama__operand(m, &m->h, m->q.ne[0], n), seen_heads; // by attention
+    rocq_tensor seen = llama__operand(m, &m->h, n_q, n), seen_heads; // by attention
     if (m->head_dim % rocq_get_format_info(seen.format)->block_elems != 0) seen = q;
     seen_heads = rocq_tensor_heads(&seen, m->head_dim);
 
@@ -673,8 +711,8 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
         .y = &k, .w = &l->k, .x = &h, .bias = llama__maybe(&l->k_bias),
         .precision = m->options.precision, .next = &to_v};
     const rocq_matmul_params to_q = {
-        .y = &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias),
-        .precision = m->options.precision, .next = &to_k};
+        .y = fused ? &qkv : &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias),
+        .precision = m->options.precision, .next = fused ? NULL : &to_k};
     const rocq_rope_append_params append = {
         .q = &q_heads, .k = &k_heads, .v = &v_heads, .k_cache = &cache->k_cache,
         .v_cache = &cache->v_cache, .pos = &pos, .cell = &cells, .rope = m->rope};
@@ -683,23 +721,23 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
         .page_table = llama__maybe(&cache->page_table), .page_size = cache->page_size,
         .scale = m->attention_scale, .softcap = m->attention_softcap, .window = l->window,
         .causal = true};
-    LLAMA__TRY(llama__norm(m, &h, x, &l->attn_norm));
+    LLAMA__TRY(llama__norm(m, &h, x, &l->attn_norm, &l->attn_norm_bias));
     LLAMA__RUN(m, MATMUL, matmul, &to_q);
-    if (l->q_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &q_heads, &q_heads, &l->q_norm));
-    if (l->k_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &k_heads, &k_heads, &l->k_norm));
+    if (l->q_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &q_heads, &q_heads, &l->q_norm, NULL));
+    if (l->k_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &k_heads, &k_heads, &l->k_norm, NULL));
     LLAMA__RUN(m, ROPE_APPEND, rope_append, &append);
     LLAMA__RUN(m, ATTENTION, attention, &attend);
     LLAMA__TRY(llama__add(m, x, &l->out, &seen, &l->out_bias, &l->attn_post_norm));
 
-    // x += down(activation(gate(h)) * up(h))
+    // x += down(activation(gate(h)) * up(h)), without up in gpt2
     const rocq_matmul_params gate = {
         .y = &ffn, .w = &l->gate, .x = &h, .bias = llama__maybe(&l->gate_bias),
         .activation = m->activation, .precision = m->options.precision,
-        .w2 = pair ? &l->up : NULL};
+        .w2 = pair ? llama__maybe(&l->up) : NULL};
     const rocq_matmul_params up = {
         .y = &ffn, .w = &l->up, .x = &h, .bias = llama__maybe(&l->up_bias), .gate = &ffn,
         .precision = m->options.precision};
-    LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm));
+    LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm, &l->ffn_norm_bias));
     LLAMA__RUN(m, MATMUL, matmul, &gate);
     if (!pair) LLAMA__RUN(m, MATMUL, matmul, &up);
     return llama__add(m, x, &l->down, &ffn, &l->down_bias, &l->ffn_post_norm);
@@ -712,6 +750,14 @@ static rocq_result llama__batch(llama_model *m, int64_t n) {
     const rocq_gather_params embed = {.y = &x, .table = &m->embedding, .ids = &ids,
                                       .scale = m->embedding_scale};
     LLAMA__RUN(m, GATHER, gather, &embed);
+    if (m->positions.n_dims > 0) {
+        const rocq_tensor pos = rocq_tensor_slice(&m->inputs, 0, 1 + n, n);
+        const rocq_tensor added = rocq_tensor_slice(&m->added, 1, 0, n);
+        const rocq_gather_params place = {.y = &added, .table = &m->positions, .ids = &pos};
+        const rocq_binary_params add = {.y = &x, .a = &x, .b = &added};
+        LLAMA__RUN(m, GATHER, gather, &place);
+        LLAMA__RUN(m, ADD, add, &add);
+    }
     for (int32_t i = 0; i < m->n_layers; i++) LLAMA__TRY(llama__layer(m, &m->layers[i], &x));
     return ROCQ_OK;
 }
@@ -725,7 +771,7 @@ static rocq_result llama__head(llama_model *m, int64_t first, int64_t n) {
                                         .bias = llama__maybe(&m->output_bias),
                                         .softcap = m->final_softcap,
                                         .precision = m->options.precision};
-    LLAMA__TRY(llama__norm(m, &h, &x, &m->output_norm));
+    LLAMA__TRY(llama__norm(m, &h, &x, &m->output_norm, &m->output_norm_bias));
     LLAMA__RUN(m, MATMUL, matmul, &project);
     m->last = rocq_tensor_slice(&m->logits, 1, n - 1, 1);
     return ROCQ_OK;
@@ -768,12 +814,10 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
     LLAMA__TRY(rocq_tensor_1d(arena, &m->token, ROCQ_I32, 1));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->x, ROCQ_F32, m->n_embd, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->h, ROCQ_F32, n_q > m->n_embd ? n_q : m->n_embd, n));
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->q, ROCQ_F32, n_q, n));
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->k, ROCQ_F32, n_kv, n));
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->v, ROCQ_F32, n_kv, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->qkv, ROCQ_F32, n_q + 2 * n_kv, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->ffn, ROCQ_F32, m->n_ff, n));
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->added, ROCQ_F32, m->n_embd,
-                              m->layers[0].attn_post_norm.n_dims > 0 ? n : 1));
+    const bool adds = m->layers[0].attn_post_norm.n_dims > 0 || m->positions.n_dims > 0;
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->added, ROCQ_F32, m->n_embd, adds ? n : 1));
     return rocq_tensor_2d(arena, &m->logits, ROCQ_F32, m->n_vocab, m->n_logits);
 }
 
@@ -841,6 +885,10 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     LLAMA__TRY(llama__read_extras(m, file, family));
     m->n_ctx = m->n_ctx_train < 4096 ? m->n_ctx_train : 4096;
     if (m->options.n_ctx > 0) m->n_ctx = m->options.n_ctx;
+    if (family == LLAMA__GPT2 && m->n_ctx > m->n_ctx_train) {
+        return llama__fail(m, ROCQ_E_BOUNDS, "a context of %d: the model has learned %d positions",
+                           (int)m->n_ctx, (int)m->n_ctx_train);
+    }
     m->n_batch = m->options.n_batch > 0 ? m->options.n_batch : 128;
     if (m->n_batch > m->n_ctx) m->n_batch = m->n_ctx;
     m->n_logits = m->options.n_logits > 0 ? m->options.n_logits : 1;
@@ -964,6 +1012,9 @@ static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int6
 
 static rocq_result llama__forget(llama_model *m, int32_t first, int32_t n) {
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
+    if (m->positions.n_dims > 0) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "tokens of a %s model cannot move up", m->family);
+    }
     LLAMA__TRY(rocq_kv_truncate(m->kv, 0, m->n_past));
     LLAMA__TRY(rocq_kv_shift(m->kv, 0, first, n));
     m->n_past -= n;

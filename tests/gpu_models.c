@@ -221,8 +221,20 @@ static void test_gemma2(void **state) {
     check_model(&s, "f16", 2e-3, 12); // two more norms and sums
 }
 
+static void test_gpt2(void **state) {
+    const model_spec s = {"gpu-gpt2",      "gpt2",         .n_embd = 128, .n_heads = 2,
+                          .n_kv_heads = 2, .head_dim = 64, .n_ff = 320,   .n_vocab = 301,
+                          .formats = q4_0, .tied = true};
+    model_spec other = s;
+    (void)state;
+    check_model(&s, "f16", 2e-3, 9); // of its 2 layers; positions take two launches of a step
+    other.formats = f32;
+    check_model(&other, "q8_0", 2e-3, 0);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_llama), cmocka_unit_test(test_qwen2),
-                                       cmocka_unit_test(test_qwen3), cmocka_unit_test(test_gemma2)};
+                                       cmocka_unit_test(test_qwen3), cmocka_unit_test(test_gemma2),
+                                       cmocka_unit_test(test_gpt2)};
     return cmocka_run_group_tests_name("gpu models", tests, open_devices, close_devices);
 }

@@ -703,7 +703,9 @@ static void test_planar_activations(void **state) {
 // -- rope, rope_append --
 
 static rocq_rope_config random_rope(int i, const box *factors) {
-    const rocq_rope_config rope = {.pairing = i % 2 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM,
+    const rocq_rope_config rope = {.pairing = i % 11 == 10 ? ROCQ_ROPE_NONE
+                                              : i % 2      ? ROCQ_ROPE_NEOX
+                                                           : ROCQ_ROPE_NORM,
                                    .n_dims = i % 3 == 2 ? 32 : 0,
                                    .freq_base = i % 4 == 3 ? 500000.0f : 0.0f,
                                    .freq_scale = i % 5 == 2 ? 0.25f : 0.0f,

@@ -107,17 +107,38 @@ static inline void model_add(model_file *f, int32_t layer, const char *name, int
         t->format = t->format == ROCQ_Q6_K ? ROCQ_Q8_0 : ROCQ_Q5_0;
 }
 
+// gpt2's layer: norms with biases, q, k and v in one matrix, no gate.
+static inline void model_add_gpt2(model_file *f, int32_t i) {
+    const model_spec *s = f->spec;
+    int64_t n_embd = s->n_embd;
+    float in = 1 / sqrtf((float)n_embd);
+    model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+    model_add(f, i, "attn_norm.bias", n_embd, 0, 0.2f, 0.2f, 0);
+    model_add(f, i, "attn_qkv.weight", n_embd, 3 * n_embd, 0, 0.8f * in, 0);
+    model_add(f, i, "attn_qkv.bias", 3 * n_embd, 0, 0, 0.3f, 0);
+    model_add(f, i, "attn_output.weight", n_embd, n_embd, 0, 0.9f * in, 0);
+    model_add(f, i, "attn_output.bias", n_embd, 0, 0, 0.2f, 0);
+    model_add(f, i, "ffn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+    model_add(f, i, "ffn_norm.bias", n_embd, 0, 0.2f, 0.2f, 0);
+    model_add(f, i, "ffn_up.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
+    model_add(f, i, "ffn_up.bias", s->n_ff, 0, 0, 0.3f, 0);
+    model_add(f, i, "ffn_down.weight", s->n_ff, n_embd, 0, 0.6f / sqrtf((float)s->n_ff), 0);
+    model_add(f, i, "ffn_down.bias", n_embd, 0, 0, 0.2f, 0);
+}
+
 static inline void model_add_all(model_file *f) {
     const model_spec *s = f->spec;
     bool gemma = strcmp(s->arch, "gemma2") == 0, qwen2 = strcmp(s->arch, "qwen2") == 0;
-    bool qwen3 = strcmp(s->arch, "qwen3") == 0;
+    bool qwen3 = strcmp(s->arch, "qwen3") == 0, gpt2 = strcmp(s->arch, "gpt2") == 0;
     int64_t n_embd = s->n_embd, n_q = (int64_t)s->n_heads * s->head_dim;
     int64_t n_kv = (int64_t)s->n_kv_heads * s->head_dim;
     float in = 1 / sqrtf((float)n_embd); // keeps unit variance across a matrix
     float embd = gemma ? 0.6f * in : 0.6f; // gemma2 multiplies it by sqrt(n_embd)
     model_add(f, -1, "token_embd.weight", n_embd, s->n_vocab, 0, embd, gemma ? 0.7f : s->tied ? 0.5f : 0);
     if (s->rope_freqs) model_add(f, -1, "rope_freqs.weight", s->head_dim / 2, 0, 3, 0.7f, 0);
-    for (int32_t i = 0; i < f->n_layers; i++) {
+    if (gpt2) model_add(f, -1, "position_embd.weight", n_embd, 512, 0, 0.5f, 0);
+    for (int32_t i = 0; i < f->n_layers && gpt2; i++) model_add_gpt2(f, i);
+    for (int32_t i = 0; i < f->n_layers && !gpt2; i++) {
         model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
         model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 0.8f * in, 0);
         model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 0.8f * in, 0);
@@ -149,6 +170,7 @@ static inline void model_add_all(model_file *f) {
     // have both signs then, or every token would predict itself.
     float norm = s->tied ? 3 * in / embd : 1;
     model_add(f, -1, "output_norm.weight", n_embd, 0, s->tied ? -norm : norm, 0.2f * norm, 0);
+    if (gpt2) model_add(f, -1, "output_norm.bias", n_embd, 0, 0, 0.3f * norm, 0);
     if (!s->tied) model_add(f, -1, "output.weight", n_embd, s->n_vocab, 0, 3 * in, 0.5f);
 }
 
@@ -232,7 +254,9 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
     model_set_u32(w, s->arch, "feed_forward_length", s->n_ff);
     model_set_u32(w, s->arch, "attention.head_count", s->n_heads);
     model_set_u32(w, s->arch, "attention.head_count_kv", s->n_kv_heads);
-    model_set_f32(w, s->arch, "attention.layer_norm_rms_epsilon", 0.01f); // large enough to show
+    model_set_f32(w, s->arch, strcmp(s->arch, "gpt2") == 0 ? "attention.layer_norm_epsilon"
+                                                           : "attention.layer_norm_rms_epsilon",
+                  0.01f); // large enough to show
     if (s->head_dim * s->n_heads != s->n_embd) {
         model_set_u32(w, s->arch, "attention.key_length", s->head_dim);
         model_set_u32(w, s->arch, "attention.value_length", s->head_dim);

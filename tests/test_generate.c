@@ -34,6 +34,7 @@
 
 #include "child.h"
 #include "models.h"
+#include "vocabs.h"
 
 enum { N_VOCAB = 301 };
 
@@ -125,6 +126,43 @@ static void test_bos(void **state) {
     const outcome *o = RUN("-m", small_path, "-p", "<s>abc", "-n", "0");
     expect_success(o);
     assert_string_equal(o->out, "<s>abc\n");
+}
+
+// A gpt2 model with byte-level BPE, no BOS before a text, and no more positions than it has learned.
+static void set_bpe(rocq_gguf_writer *w) {
+    static vocab v;
+    const vocab_options options = {"gpt2", "gpt-2", "<|endoftext|>", "<|endoftext|>", -1, -1, -1};
+    vocab_bpe(&v);
+    vocab_set(w, &v, &options);
+}
+
+static void test_gpt2(void **state) {
+    (void)state;
+    static vocab v;
+    static float logits[3][20000];
+    static const char *const texts[3] = {"a", "a!", "<|endoftext|>a"};
+    char path[256];
+    model_spec s = small;
+    s.arch = "gpt2";
+    s.n_heads = s.n_kv_heads = 2;
+    vocab_bpe(&v);
+    s.n_vocab = v.n_tokens;
+    s.edit = set_bpe;
+    with(path, s, "generate-gpt2");
+    for (size_t i = 0; i < 3; i++) {
+        const char *to = model_path("generate-logits");
+        expect_success(RUN("-m", path, "-p", texts[i], "--logits", to));
+        assert_int_equal(read_logits(to, logits[i], 20000), (i > 0 ? 2 : 1) * v.n_tokens);
+    }
+    assert_memory_equal(logits[1], logits[0], (size_t)v.n_tokens * sizeof(float));
+    assert_memory_not_equal(logits[2], logits[0], (size_t)v.n_tokens * sizeof(float));
+    static const char text[] = "a na\xc3\xafve  text\n";
+    const outcome *o = RUN("-m", path, "-p", text, "-n", "20", "--stats");
+    expect_success(o);
+    assert_int_equal(strncmp(o->out, text, sizeof text - 1), 0);
+    assert_true(statistic(o, "allocations ") == 0);
+    expect_failure(RUN("-m", path, "-c", "513"), "512 positions");
+    expect_failure(RUN("-m", path, "-p", "a", "-c", "16", "-n", "40", "--shift", "2"), "cannot move up");
 }
 
 // The models here were trained on 512 tokens.
@@ -427,10 +465,13 @@ static void test_wrong_models(void **state) {
     // Tensors that other families need.
     static const struct { const char *arch, *tensor; } others[] = {
         {"qwen3", "blk.1.attn_k_norm.weight"},
-        {"gemma2", "blk.0.post_attention_norm.weight"}, {"gemma2", "blk.1.post_ffw_norm.weight"}};
+        {"gemma2", "blk.0.post_attention_norm.weight"}, {"gemma2", "blk.1.post_ffw_norm.weight"},
+        {"gpt2", "position_embd.weight"}, {"gpt2", "output_norm.bias"},
+        {"gpt2", "blk.0.attn_qkv.weight"}, {"gpt2", "blk.1.attn_qkv.bias"},
+        {"gpt2", "blk.1.ffn_norm.bias"}};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         s = small;
-        s.n_heads = 2; // qwen2 wants heads that add up to n_embd
+        s.n_heads = s.n_kv_heads = 2; // qwen2 and gpt2 want heads that add up to n_embd
         s.arch = others[i].arch;
         expect_success(RUN("-n", "3", "-m", with(path, s, "generate-other")));
         s.leave_out = others[i].tensor;
@@ -538,7 +579,7 @@ static void test_interrupt(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_text),
-        cmocka_unit_test(test_bos),
+        cmocka_unit_test(test_bos), cmocka_unit_test(test_gpt2),
         cmocka_unit_test(test_long_context),
         cmocka_unit_test(test_penalties),
         cmocka_unit_test(test_stats),

@@ -88,6 +88,13 @@ static const model_spec specs[] = {
     // The 27B model is known by its 46 layers and scales scores differently.
     {"gemma2-46-layers", "gemma2", SIZES(64, 2, 1, 64, 64, 301), .formats = f32, .n_layers = 46,
      .tied = true, .window = 16, .attention_cap = 1, .final_cap = 30},
+
+    {"gpt2-F32", "gpt2", SIZES(256, 4, 4, 64, 320, 517), .formats = f32, .tied = true},
+    {"gpt2-F16", "gpt2", SIZES(192, 6, 6, 32, 768, 401), .formats = f16, .tied = true},
+    {"gpt2-Q8_0", "gpt2", SIZES(448, 7, 7, 64, 352, 707), .formats = q8_0},
+    {"gpt2-Q4_0", "gpt2", SIZES(256, 8, 8, 32, 256, 909), .formats = q4_0, .tied = true},
+    {"gpt2-Q4_K", "gpt2", SIZES(256, 2, 2, 128, 512, 611), .formats = q4_K},
+    {"gpt2-Q6_K", "gpt2", SIZES(512, 8, 8, 64, 256, 499), .formats = q6_K, .tied = true},
 };
 
 enum { N_SPECS = sizeof specs / sizeof *specs };
@@ -772,7 +779,7 @@ static void test_demo(void **state) {
 
 // What test_saved takes: every family in every format that rocq and llama.cpp both have, and those of
 // the models above that compute exactly.
-enum { N_FAMILIES = 5, N_SAVED = N_FAMILIES * N_FORMATS + N_SPECS };
+enum { N_FAMILIES = 6, N_SAVED = N_FAMILIES * N_FORMATS + N_SPECS };
 
 static model_spec saved[N_SAVED];
 
@@ -783,8 +790,10 @@ static int32_t list_saved(void) {
         {NULL, "qwen2", SIZES(256, 4, 2, 64, 256, 301), .tied = true},
         {NULL, "qwen3", SIZES(256, 4, 1, 64, 256, 301)},
         {NULL, "gemma2", SIZES(256, 4, 2, 64, 256, 301), GEMMA},
+        {NULL, "gpt2", SIZES(256, 4, 4, 64, 256, 301)},
     };
-    static const char *const names[N_FAMILIES] = {"llama", "mistral", "qwen2", "qwen3", "gemma2"};
+    static const char *const names[N_FAMILIES] = {"llama", "mistral", "qwen2",
+                                                  "qwen3", "gemma2",  "gpt2"};
     static const rocq_format formats[] = {
 #define X(NAME, name, id, elems, bytes) ROCQ_##NAME,
         ROCQ_FORMATS(X)
@@ -816,15 +825,17 @@ static int32_t list_saved(void) {
 }
 
 int main(void) {
-    static const char *const families[] = {"llama-F32", "qwen2-F32", "qwen3-F32", "gemma2-F32"};
+    enum { N_BATCHES = 5 };
+    static const char *const families[N_BATCHES] = {"llama-F32", "qwen2-F32", "qwen3-F32",
+                                                    "gemma2-F32", "gpt2-F32"};
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32", "gemma2-F32"};
-    static struct CMUnitTest tests[N_SPECS + N_CACHES + 4 + 4 + 4 + N_SAVED];
-    static char names[4][64], forget_names[4][64];
+    static struct CMUnitTest tests[N_SPECS + N_CACHES + N_BATCHES + 4 + 4 + N_SAVED];
+    static char names[N_BATCHES][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
         tests[n] = (struct CMUnitTest){.name = specs[i].name, .test_func = test_model};
         tests[n++].initial_state = (void *)(uintptr_t)&specs[i]; // read only
-        for (int32_t k = 0; k < 4; k++) {
+        for (int32_t k = 0; k < N_BATCHES; k++) {
             if (strcmp(families[k], specs[i].name) != 0) continue;
             snprintf(names[k], sizeof names[k], "%s, batches and cache", specs[i].name);
             tests[n] = (struct CMUnitTest){.name = names[k], .test_func = test_batches};

@@ -146,7 +146,7 @@ static void rope_reference(const rocq_rope_config *c, const double *factors, dou
                            int64_t head_dim, double pos) {
     const double base = c->freq_base > 0 ? (double)c->freq_base : 10000;
     const double scale = c->freq_scale > 0 ? (double)c->freq_scale : 1;
-    const int64_t n = c->n_dims ? c->n_dims : head_dim;
+    const int64_t n = c->pairing == ROCQ_ROPE_NONE ? 0 : c->n_dims ? c->n_dims : head_dim;
     double magnitude = c->attn_factor > 0 ? (double)c->attn_factor : 1;
     for (int64_t i = 0; i < n / 2; i++) {
         double angle = pow(base, -2 * (double)i / (double)n) / (factors ? factors[i] : 1) * pos;
@@ -174,10 +174,14 @@ static void rope_reference(const rocq_rope_config *c, const double *factors, dou
     }
 }
 
-// Option bits: pairing, partial, linear scaling, YaRN, factors, attn_factor.
+// Option bits: pairing, partial, linear scaling, YaRN, factors, attn_factor; -1: none of all.
 static rocq_rope_config rope_option(int option, int64_t head_dim, const rocq_tensor *factors) {
     rocq_rope_config c;
     memset(&c, 0, sizeof c);
+    if (option < 0) {
+        c.pairing = ROCQ_ROPE_NONE;
+        return c;
+    }
     c.pairing = option & 1 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM;
     c.n_dims = option & 2 ? (int32_t)(head_dim / 4 * 2) : 0;
     if (option & 4) {
@@ -206,10 +210,10 @@ static void rope(void **state) {
     (void)state;
     static const int64_t head_dims[] = {4, 40, 64, 80, 128};
     for (size_t k = 0; k < sizeof head_dims / sizeof head_dims[0]; k++) {
-        for (int option = 0; option < 64; option++) {
+        for (int option = -1; option < 64; option++) {
             const int64_t head_dim = head_dims[k], n_heads = 3;
             const bool in_place = (option + (int)k) % 3 == 0;
-            const rocq_format format = floats[(option + (int)k) % 2];
+            const rocq_format format = floats[(option + 1 + (int)k) % 2];
             const box_layout layout = (box_layout)((option / 2 + (int)k) % 3);
             const int64_t n_pairs = (option & 2 ? head_dim / 4 * 2 : head_dim) / 2;
             box factors = box_random(BOX_PLAIN, ROCQ_F32, 1, n_pairs, 1, 1, 1);
@@ -218,7 +222,7 @@ static void rope(void **state) {
             box x = box_random(layout, format, 1, head_dim, n_heads, N_POSITIONS, 1);
             box y = in_place
                         ? x
-                        : box_make(layout, floats[option % 2], head_dim, n_heads, N_POSITIONS, 1);
+                        : box_make(layout, floats[(option + 1) % 2], head_dim, n_heads, N_POSITIONS, 1);
             box pos = box_i32(positions, N_POSITIONS);
             const rocq_rope_params p = {.y = &y.t, .x = &x.t, .pos = &pos.t,
                                         .rope = rope_option(option, head_dim, &factors.t)};
@@ -271,7 +275,8 @@ static void rope_append(void **state) {
                                            .v_cache = &v_cache.t,
                                            .pos = &pos.t,
                                            .cell = with_cell ? &cell_box.t : NULL,
-                                           .rope = rope_option(option & 15, head_dim, NULL)};
+                                           .rope = rope_option(option % 17 == 16 ? -1 : option & 15, head_dim,
+                                                               NULL)};
         box *outputs[3] = {&k_cache, &v_cache, &q};
         unsigned char *q_before = (unsigned char *)malloc((size_t)q.size);
         assert_non_null(q_before);
