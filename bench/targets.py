@@ -15,6 +15,13 @@ how far it is known, and the table gives the slowest and the fastest of all comb
 - lane-cycles of a weight and share of the matrix unit: counted on gfx1100 machine code
   (gfx1100.md). Slowest: nothing overlaps with memory, and the matrix unit is used as on the
   measured GPU. Fastest: all of it does, and nothing but the counted instructions takes its time.
+
+Pictures and steps of training, which chains of launches are made of too, in the same way:
+
+    picture  = flops / (peak of the matrix unit * share) + launches * cost
+    training = bytes of weights / (bandwidth * reach * stream) + flops / (peak * share) + launches * cost
+
+with the cost of a launch as reported for HIP graphs on RDNA3 chips (LAUNCH_NS).
 """
 
 import itertools
@@ -60,6 +67,25 @@ PUBLISHED = (
     ("8060S, LPDDR5X-8000", "Vulkan", "Llama 2 7B Q4_K_M", (609, 609), (48.5, 48.5),
      "https://github.com/lhl/strix-halo-testing, llm-bench/llama-2-7b.Q4_K_M"),
 )
+
+# Between dependent kernels of a HIP graph, ns: reports of a 8060S (1750), 7900 XTX (2800) and W7900
+# (3850); not measured by this project.
+LAUNCH_NS = (1750, 3850)
+
+# AutoencoderKL decoders of SDXL's widths: pixels, operations (vae_plan.whole_flops), ops, each about one
+# launch. Share of the F16 ceiling: on the H200, 10.7 and 47.0 ms of 639 TFLOPS (PERFORMANCE.md,
+# "Pictures"), to conv_f16_128's with norm and SiLU in gfx1100.md.
+PICTURES = ((512, 2.515e12, 85), (1024, 10.47e12, 85))
+PICTURE_SHARE = (0.35, 0.88)
+
+# DistilGPT-2 in mixed precision: texts, tokens of each. Bytes of a weight: 8 to 14 by forward and
+# backward (in F16 read twice, its F32 gradient written, or also read), 34 by the gradient's norm and
+# AdamW (w, m, v read and written, g read twice, w in F16 written).
+STEPS = ((1, 31), (1, 512), (8, 512))
+TRAINED, WIDTH, LAYERS = 81.9e6, 768, 6
+STEP_BYTES = (34 + 8, 34 + 14)
+STEP_LAUNCHES = 130  # the goal of a step
+SEED_MS = (272, 115)  # of 1 x 31: the seed's, on a V100 through WebGPU, and its target
 
 MODEL = "inference/7B-Q4_K"
 FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
@@ -119,6 +145,15 @@ def prompt_ns(flops, peak, share, launches, fixed):
     150.0
     """
     return flops / (peak * share) + launches * fixed
+
+
+def training_flops(texts, tokens):
+    """6 for each weight and token, and the scores of causal attention.
+
+    >>> round(training_flops(1, 31) * 1e-9, 1), round(training_flops(1, 512) * 1e-9)
+    (15.3, 259)
+    """
+    return 6 * texts * tokens * (TRAINED + LAYERS * WIDTH * tokens)
 
 
 def verdict(slow, fast, met):
@@ -190,6 +225,34 @@ class Basis:
         return (1e9 / high, 1e9 / low), (most * 1e-6, least * 1e-6), used
 
 
+def chains(basis, table):
+    """Pictures and steps of training: times expected of each chip."""
+    rows = []
+    for name, target, units, ghz, bandwidth in CHIPS:
+        peak, row = 512 * units * ghz, [name, target]
+        for _, flops, launches in PICTURES:
+            row.append(span(*(1e-6 * ns for ns in corners(
+                lambda s, c: prompt_ns(flops, peak, s, launches, c), PICTURE_SHARE, LAUNCH_NS))))
+        for texts, tokens in STEPS:
+            low, high = corners(
+                lambda b, r, m, s, c: TRAINED * b / (bandwidth * r * m) + prompt_ns(
+                    training_flops(texts, tokens), peak, s, STEP_LAUNCHES, c),
+                STEP_BYTES, REACH, basis.stream, basis.share, LAUNCH_NS)
+            row.append(span(low * 1e-6, high * 1e-6, 1 if high < 1e8 else 0))
+        rows.append(row)
+    share = span(*(100 * end for end in basis.share))
+    return (
+        "\n**Pictures and training, expected on RDNA3 (a prediction, nothing of it is measured)**, ms: a "
+        "picture decoded by SDXL's AutoencoderKL, and a step of DistilGPT-2 (texts x tokens). A launch costs "
+        f"{span(*(1e-3 * end for end in LAUNCH_NS), 2)} us; the matrix unit is in use "
+        f"{span(*(100 * end for end in PICTURE_SHARE))}% of a picture's convolutions, {share}% of a "
+        f"step's products; a step launches {STEP_LAUNCHES} kernels, and its weights, gradients and moments are "
+        f"{span(*(TRAINED * 1e-9 * end for end in STEP_BYTES), 1)} GB to move. The seed of this project took "
+        f"{SEED_MS[0]} ms for 1 x 31 on a V100 through WebGPU, its target was {SEED_MS[1]} ms.\n\n" +
+        table(("chip", "target", *(f"{p[0]} x {p[0]} pixels" for p in PICTURES),
+               *(f"step {b} x {t}" for b, t in STEPS)), rows))
+
+
 def block(runs, table):
     """Text and tables for the document."""
     basis = next((b for b in map(Basis, runs) if b), None)
@@ -236,6 +299,7 @@ def block(runs, table):
     text += table(("chip", "target", "GB/s", "tokens/s at most", "tokens/s expected", "llama.cpp",
                    "ms to the first token of 512 expected", "llama.cpp",
                    "% of memory's rate expected, Q4_K " + LARGE), rows)
+    text += chains(basis, table)
     text += "\n**Published figures of llama.cpp**, those of the table above, tokens a second:\n\n"
     named = {row[0] for row in PUBLISHED}
     found = [(*row[:3], *(span(*ends, digits) if ends else "" for ends, digits in

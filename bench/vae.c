@@ -18,70 +18,8 @@
 //     vae [options of bench.h]        PyTorch: the first of python3 and /usr/bin/python3 that has it;
 //                                     without it only what needs neither weights nor peer
 #include "bench.h"
+#include "torch.h"
 #include "../examples/vae.h"
-
-#include <sys/stat.h>
-
-// -- PyTorch, in a process of its own (bench/vae_torch.py) --
-
-typedef struct torch_peer {
-    FILE *to, *from;
-    char folder[64], reply[512];
-    pid_t pid;
-} torch_peer;
-
-static bool peer_start(torch_peer *p, const bench *b) {
-    static const char *const pythons[] = {"python3", "/usr/bin/python3"};
-    char command[600];
-    int to[2], from[2];
-    snprintf(p->folder, sizeof p->folder, "/tmp/rocq-vae-%d", (int)getpid());
-    if (mkdir(p->folder, 0700) != 0) return false;
-    for (int i = 0; i < 2; i++) {
-        snprintf(command, sizeof command, "%s -c 'import torch' 2>/dev/null", pythons[i]);
-        if (system(command) != 0) continue;
-        if (pipe(to) != 0 || pipe(from) != 0) return false;
-        p->pid = fork();
-        if (p->pid == 0) {
-            char threads[16];
-            snprintf(threads, sizeof threads, "%d", (int)b->n_threads);
-            dup2(to[0], 0);
-            dup2(from[1], 1);
-            close(to[1]);
-            close(from[0]);
-            execlp(pythons[i], pythons[i], "bench/vae_torch.py", "--device", b->gpu ? "cuda" : "cpu",
-                   "--threads", threads, "--folder", p->folder, (char *)NULL);
-            _exit(127);
-        }
-        close(to[0]);
-        close(from[1]);
-        p->to = fdopen(to[1], "w");
-        p->from = fdopen(from[0], "r");
-        return p->pid > 0 && p->to && p->from && fgets(p->reply, sizeof p->reply, p->from);
-    }
-    return false;
-}
-
-// Nanoseconds, or below 0 where PyTorch says no.
-static double peer_ask(torch_peer *p, const char *format, ...) {
-    va_list args;
-    if (!p->to) return -1;
-    va_start(args, format);
-    vfprintf(p->to, format, args);
-    va_end(args);
-    fputc('\n', p->to);
-    fflush(p->to);
-    if (!fgets(p->reply, sizeof p->reply, p->from)) return -1;
-    return strncmp(p->reply, "no", 2) == 0 ? -1 : atof(p->reply);
-}
-
-static void peer_end(torch_peer *p) {
-    char command[100];
-    if (p->to) fclose(p->to);
-    if (p->from) fclose(p->from);
-    if (p->pid > 0) waitpid(p->pid, NULL, 0);
-    snprintf(command, sizeof command, "rm -rf '%s'", p->folder);
-    if (p->folder[0] && system(command) != 0) fprintf(stderr, "vae: %s is left\n", p->folder);
-}
 
 // -- pictures --
 
@@ -146,7 +84,7 @@ static bool like_torch(void *user) {
 
 static double torch_ns(decoding *d, int runs) { // 0: once, and its values are kept
     const int32_t frames = d->job.frames > 0 ? d->job.frames : 1;
-    return peer_ask(d->peer, "decode %s %d %d %d %d %s %d", d->c->model, (int)d->job.width,
+    return torch_ask(d->peer, "decode %s %d %d %d %d %s %d", d->c->model, (int)d->job.width,
                     (int)d->job.height, (int)frames, (int)d->c->n, d->mode, runs);
 }
 
@@ -226,7 +164,7 @@ static void measure_picture(bench *b, torch_peer *peer, const picture_case *c) {
     if (!bench_wants(b, name)) return;
     snprintf(weights, sizeof weights, "%s/%s.safetensors", peer->folder, c->model);
     struct stat made;
-    if (stat(weights, &made) != 0 && peer_ask(peer, "make %s", c->model) < 0) {
+    if (stat(weights, &made) != 0 && torch_ask(peer, "make %s", c->model) < 0) {
         bench_skip(b, name, peer->to ? peer->reply : "no PyTorch, which makes the weights");
         return;
     }
@@ -304,7 +242,7 @@ static rocq_result run_conv(void *user) {
 static rocq_result torch_conv(void *user) {
     convolving *v = (convolving *)user;
     const conv_case *s = &v->s;
-    const double ns = peer_ask(v->peer, "conv %d %d %d %d %d eager %d", (int)s->c, (int)s->m, (int)s->k,
+    const double ns = torch_ask(v->peer, "conv %d %d %d %d %d eager %d", (int)s->c, (int)s->m, (int)s->k,
                                (int)(s->size / s->up), (int)s->up, v->graph ? CONV_REPEATS : 1);
     return ns < 0 ? ROCQ_E_UNSUPPORTED : ROCQ_OK;
 }
@@ -407,9 +345,8 @@ int main(int argc, char **argv) {
                                         {"taesd", "64x2/budget", 64, 0, 2, 2, false, true, NULL}};
     bench b;
     torch_peer peer;
-    memset(&peer, 0, sizeof peer);
     if (!bench_open(&b, argc, argv, "vae")) return 1;
-    if (!peer_start(&peer, &b)) peer.to = NULL;
+    torch_start(&peer, &b);
     if (b.tiny) {
         for (int i = 0; i < 2; i++) measure_picture(&b, &peer, &tiny[i]);
         measure_conv(&b, &peer, (conv_case){32, 48, 3, 16, 1, true});
@@ -420,6 +357,6 @@ int main(int argc, char **argv) {
         for (size_t i = 0; i < sizeof convs / sizeof *convs; i++) measure_conv(&b, &peer, convs[i]);
         for (size_t i = 0; i < n; i++) measure_picture(&b, &peer, &all[i]);
     }
-    peer_end(&peer);
+    torch_end(&peer);
     return bench_close(&b);
 }
