@@ -1359,7 +1359,8 @@ enum {
 
 // Once a step, before rocq_adamw: norm = sqrt(sum of g^2) / loss scale. If it is finite, FACTOR =
 // min(1, max_norm / norm) / loss scale, and after growth_interval such steps in a row the loss scale
-// doubles (at most 2^24). If not, FACTOR = 0 and the loss scale halves (at least 1).
+// doubles (at most 2^24). If not, FACTOR = 0 and the loss scale halves (at least 1). Squares are in
+// F32: a g of 2^64 counts as infinite.
 typedef struct rocq_grad_norm_params {
     const rocq_tensor *state; // F32 [ROCQ_TRAIN_STATE], read and written
     const rocq_tensor *g;     // F32 [n]: the gradients of all weights, behind each other
@@ -1372,13 +1373,16 @@ typedef struct rocq_grad_norm_params {
 //   m = beta1 m + (1 - beta1) G,  v = beta2 v + (1 - beta2) G^2
 //   w -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)
 // If FACTOR is 0, all but g stays as it is. Groups with other decay or rates are calls of their own.
+// At the first step m and v are 0, or with I8 their scales are. Codes are rounded up or down by an
+// offset that changes from step to step, so that what a code cannot hold is right on average.
 typedef struct rocq_adamw_params {
     const rocq_tensor *w;       // F32 [n]
     const rocq_tensor *w16;     // F16 or BF16 [n] or NULL, written: w rounded, for products
-    const rocq_tensor *m;       // F32 [n]; or I8 [n], 256 to a scale, see m_scale
+    const rocq_tensor *m;       // F32 [n]; or I8 [n], 256 to a scale: see m_scale
     const rocq_tensor *v;       // m's format
-    const rocq_tensor *m_scale; // F32 [(n + 255) / 256], only with I8: m = scale code
-    const rocq_tensor *v_scale; // the same of sqrt(v), whose codes are rounded up, never to less
+    const rocq_tensor *m_scale; // F32 [(n + 255) / 256], only with I8: m = m_scale code, with codes
+                                // from -127 to 127
+    const rocq_tensor *v_scale; // its shape: sqrt(v) = v_scale (code + 128)
     const rocq_tensor *g;       // F32 [n]; written only with clear
     const rocq_tensor *state;   // F32 [ROCQ_TRAIN_STATE]
     const rocq_tensor *lr;      // F32 [1]
@@ -7422,12 +7426,13 @@ static double rocq__nmse_bound(rocq_precision precision) {
 //   load store set1         eight floats at an address; one float in all lanes
 //   set1_f16                one F16 at an address in all lanes
 //   from_f16 from_bf16      eight numbers at an address, widened exactly
-//   from_i8                 the same of int8
+//   from_i8 to_i8           the same of int8, and back: to the nearest, no more than it holds
 //   from_4bit               the lower or upper 4 bits of eight bytes at an address, less 8
 //   round_f16 to_f16        to the nearest F16 and back; to eight F16 at an address
 //   add sub mul div         lane by lane
 //   fma fnma                a b + c and c - a b, rounded once
 //   max min                 of a and b; b where either is NaN
+//   sqrt                    lane by lane
 //   swap                    of each two neighbours
 //   round                   to the nearest integer, halves to even
 //   pow2                    2^k for integers k from -126 to 127
@@ -7472,6 +7477,12 @@ ROCQ__V8 rocq__v8 rocq__v8_from_bf16(const void *p) {
 ROCQ__V8 rocq__v8 rocq__v8_from_i8(const void *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
+ROCQ__V8 void rocq__v8_to_i8(void *p, rocq__v8 v) {
+    const __m256i wide = _mm256_cvtps_epi32(v);
+    const __m128i words =
+        _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
+}
 ROCQ__V8 rocq__v8 rocq__v8_from_4bit(const void *p, const bool upper) {
     const __m128i bytes = _mm_loadl_epi64((const __m128i *)p);
     const __m128i moved = upper ? _mm_srli_epi16(bytes, 4) : bytes;
@@ -7496,6 +7507,7 @@ ROCQ__V8 rocq__v8 rocq__v8_fma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
 ROCQ__V8 rocq__v8 rocq__v8_fnma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
     return _mm256_fnmadd_ps(a, b, c);
 }
+ROCQ__V8 rocq__v8 rocq__v8_sqrt(rocq__v8 v) { return _mm256_sqrt_ps(v); }
 ROCQ__V8 rocq__v8 rocq__v8_swap(rocq__v8 v) { return _mm256_permute_ps(v, 0xb1); }
 ROCQ__V8 rocq__v8 rocq__v8_round(rocq__v8 v) {
     return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -7579,6 +7591,10 @@ ROCQ__V8 rocq__v8 rocq__v8_widen_i8(int8x8_t code) {
 ROCQ__V8 rocq__v8 rocq__v8_from_i8(const void *p) {
     return rocq__v8_widen_i8(vld1_s8((const int8_t *)p));
 }
+ROCQ__V8 void rocq__v8_to_i8(void *p, rocq__v8 v) {
+    const int16x4_t lo = vqmovn_s32(vcvtnq_s32_f32(v.lo)), hi = vqmovn_s32(vcvtnq_s32_f32(v.hi));
+    vst1_s8((int8_t *)p, vqmovn_s16(vcombine_s16(lo, hi)));
+}
 ROCQ__V8 rocq__v8 rocq__v8_from_4bit(const void *p, const bool upper) {
     const uint8x8_t bytes = vld1_u8((const uint8_t *)p);
     const uint8x8_t code = upper ? vshr_n_u8(bytes, 4) : vand_u8(bytes, vdup_n_u8(15));
@@ -7616,6 +7632,9 @@ ROCQ__V8 rocq__v8 rocq__v8_fma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
 }
 ROCQ__V8 rocq__v8 rocq__v8_fnma(rocq__v8 a, rocq__v8 b, rocq__v8 c) {
     return rocq__v8_of(vfmsq_f32(c.lo, a.lo, b.lo), vfmsq_f32(c.hi, a.hi, b.hi));
+}
+ROCQ__V8 rocq__v8 rocq__v8_sqrt(rocq__v8 v) {
+    return rocq__v8_of(vsqrtq_f32(v.lo), vsqrtq_f32(v.hi));
 }
 ROCQ__V8 rocq__v8 rocq__v8_swap(rocq__v8 v) {
     return rocq__v8_of(vrev64q_f32(v.lo), vrev64q_f32(v.hi));
@@ -13211,14 +13230,555 @@ static void rocq__plan_attention_backward_cpu(rocq__plan *plan, rocq_op op, cons
 }
 
 // -- norm_backward --
+// Rows are taken in shares, by the shape of x alone. Each has its own sums of dweight and dbias,
+// which are then added up in order.
+
+typedef struct rocq__norm_backward {
+    const rocq_norm_backward_params *p;
+    bool simd;
+    int64_t n_shares;
+    float *sums; // [K, 2, n_shares]: dweight and dbias of each share
+} rocq__norm_backward;
+
+enum { ROCQ__NORM_SHARES = 64, ROCQ__NORM_SHARE_ROWS = 8 }; // at most, and at least
+
+static int64_t rocq__norm_shares(const rocq_norm_backward_params *p) {
+    const int64_t most = ROCQ__NORM_SHARES, rows = ROCQ__NORM_SHARE_ROWS;
+    return ROCQ__MIN((rocq__n_rows(p->x) + rows - 1) / rows, most);
+}
+
+static int64_t rocq__scratch_norm_backward_cpu(const rocq_ctx *ctx, const void *params) {
+    const rocq_norm_backward_params *p = (const rocq_norm_backward_params *)params;
+    int64_t bytes;
+    (void)ctx;
+    if (!rocq__mul(p->x->ne[0], rocq__norm_shares(p) * 2 * (int64_t)sizeof(float), &bytes)) {
+        return INT64_MAX;
+    }
+    return bytes;
+}
+
+// A strip of a row.
+typedef struct rocq__norm_strip {
+    const float *dy, *x, *weight, *residual; // the last two may be NULL
+    float *dx, *dweight, *dbias;
+    float mean, rstd;
+    float mean_g, mean_gx; // means over the row of g and g xh
+    int64_t n;
+} rocq__norm_strip;
+
+static inline float rocq__norm_g(const rocq__norm_strip *s, int64_t i) {
+    return s->weight ? s->dy[i] * s->weight[i] : s->dy[i];
+}
+
+// sum[0] += sum of g, sum[1] += sum of g xh
+static void rocq__norm_sums_scalar(const rocq__norm_strip *s, int64_t i, double *sum) {
+    float g_sum = 0.0f, gx_sum = 0.0f;
+    for (; i < s->n; i++) {
+        const float g = rocq__norm_g(s, i);
+        g_sum += g;
+        gx_sum += g * ((s->x[i] - s->mean) * s->rstd);
+    }
+    sum[0] += (double)g_sum;
+    sum[1] += (double)gx_sum;
+}
+
+// dx, and the row's part of dweight and dbias, from element i on
+static void rocq__norm_dx_scalar(const rocq__norm_strip *s, int64_t i) {
+    for (; i < s->n; i++) {
+        const float dy = s->dy[i], xh = (s->x[i] - s->mean) * s->rstd;
+        const float dx = (rocq__norm_g(s, i) - s->mean_g - xh * s->mean_gx) * s->rstd;
+        s->dx[i] = s->residual ? dx + s->residual[i] : dx;
+        s->dweight[i] += dy * xh;
+        s->dbias[i] += dy;
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__norm_sums_simd(const rocq__norm_strip *s, int64_t i, double *sum) {
+    const rocq__v8 mean = rocq__v8_set1(s->mean), rstd = rocq__v8_set1(s->rstd);
+    rocq__v8 g_sum = rocq__v8_set1(0.0f), gx_sum = g_sum;
+    for (; i + 8 <= s->n; i += 8) {
+        const rocq__v8 xh = rocq__v8_mul(rocq__v8_sub(rocq__v8_load(s->x + i), mean), rstd);
+        rocq__v8 g = rocq__v8_load(s->dy + i);
+        if (s->weight) g = rocq__v8_mul(g, rocq__v8_load(s->weight + i));
+        g_sum = rocq__v8_add(g_sum, g);
+        gx_sum = rocq__v8_fma(g, xh, gx_sum);
+    }
+    sum[0] += (double)rocq__v8_sum(g_sum);
+    sum[1] += (double)rocq__v8_sum(gx_sum);
+    ROCQ__END_SIMD();
+    rocq__norm_sums_scalar(s, i, sum);
+}
+
+static ROCQ__SIMD void rocq__norm_dx_simd(const rocq__norm_strip *s, int64_t i) {
+    const rocq__v8 mean = rocq__v8_set1(s->mean), rstd = rocq__v8_set1(s->rstd);
+    const rocq__v8 mean_g = rocq__v8_set1(s->mean_g), mean_gx = rocq__v8_set1(s->mean_gx);
+    for (; i + 8 <= s->n; i += 8) {
+        const rocq__v8 xh = rocq__v8_mul(rocq__v8_sub(rocq__v8_load(s->x + i), mean), rstd);
+        const rocq__v8 dy = rocq__v8_load(s->dy + i);
+        const rocq__v8 g = s->weight ? rocq__v8_mul(dy, rocq__v8_load(s->weight + i)) : dy;
+        rocq__v8 dx = rocq__v8_fnma(xh, mean_gx, rocq__v8_sub(g, mean_g));
+        dx = s->residual ? rocq__v8_fma(dx, rstd, rocq__v8_load(s->residual + i))
+                         : rocq__v8_mul(dx, rstd);
+        rocq__v8_store(s->dx + i, dx);
+        rocq__v8_store(s->dweight + i, rocq__v8_fma(dy, xh, rocq__v8_load(s->dweight + i)));
+        rocq__v8_store(s->dbias + i, rocq__v8_add(dy, rocq__v8_load(s->dbias + i)));
+    }
+    ROCQ__END_SIMD();
+    rocq__norm_dx_scalar(s, i);
+}
+#endif
+
+static void rocq__norm_backward_row(const rocq__norm_backward *a, int64_t r, float *sums) {
+    const rocq_norm_backward_params *p = a->p;
+    const int64_t n = p->x->ne[0];
+    const rocq__coord c = rocq__coord_of(p->x, r);
+    const unsigned char *dy = rocq__row(p->dy, c.i1, c.i2, c.i3);
+    const unsigned char *x = rocq__row(p->x, c.i1, c.i2, c.i3);
+    const unsigned char *residual =
+        p->residual ? rocq__row(p->residual, c.i1, c.i2, c.i3) : NULL;
+    unsigned char *dx = rocq__row(p->dx, c.i1, c.i2, c.i3);
+    float dy_buf[ROCQ__STRIP], x_buf[ROCQ__STRIP], residual_buf[ROCQ__STRIP], out[ROCQ__STRIP];
+    double sum[2] = {0.0, 0.0};
+    rocq__norm_strip s;
+    memset(&s, 0, sizeof s);
+    s.mean = p->mean ? rocq__row_f32(p->mean, c.i2, c.i3, 0)[c.i1] : 0.0f;
+    s.rstd = rocq__row_f32(p->rstd, c.i2, c.i3, 0)[c.i1];
+    for (int pass = 0; pass < 2; pass++) {
+        for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
+            s.n = rocq__strip(n, k);
+            s.dy = rocq__load(a->simd, p->dy->format, dy, k, s.n, dy_buf);
+            s.x = rocq__load(a->simd, p->x->format, x, k, s.n, x_buf);
+            s.weight = p->weight ? rocq__row_f32(p->weight, 0, 0, 0) + k : NULL;
+            if (pass == 0) {
+                ROCQ__EITHER(a->simd, rocq__norm_sums, (&s, 0, sum));
+                continue;
+            }
+            if (residual) {
+                s.residual =
+                    rocq__load(a->simd, p->residual->format, residual, k, s.n, residual_buf);
+            }
+            s.dx = p->dx->format == ROCQ_F32 ? (float *)(void *)dx + k : out;
+            s.dweight = sums + k;
+            s.dbias = sums + n + k;
+            ROCQ__EITHER(a->simd, rocq__norm_dx, (&s, 0));
+            rocq__store(a->simd, p->dx->format, dx, k, s.dx, s.n);
+        }
+        s.mean_g = p->mean ? (float)(sum[0] / (double)n) : 0.0f;
+        s.mean_gx = (float)(sum[1] / (double)n);
+    }
+}
+
+static void rocq__norm_backward_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
+    const rocq__norm_backward *a = (const rocq__norm_backward *)arg;
+    const int64_t n_rows = rocq__n_rows(a->p->x), n = a->p->x->ne[0];
+    (void)thread;
+    for (; i < i_end; i++) {
+        const int64_t end = n_rows * (i + 1) / a->n_shares;
+        float *sums = a->sums + 2 * n * i;
+        memset(sums, 0, (size_t)(2 * n) * sizeof *sums);
+        for (int64_t r = n_rows * i / a->n_shares; r < end; r++) {
+            rocq__norm_backward_row(a, r, sums);
+        }
+    }
+}
+
+// A strip of dweight, or of dbias, from the shares.
+static void rocq__norm_merge_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
+    const rocq__norm_backward *a = (const rocq__norm_backward *)arg;
+    const int64_t n = a->p->x->ne[0], strips = (n + ROCQ__STRIP - 1) / ROCQ__STRIP;
+    (void)thread;
+    for (; i < i_end; i++) {
+        const rocq_tensor *to = i < strips ? a->p->dweight : a->p->dbias;
+        const int64_t k = i % strips * ROCQ__STRIP, m = rocq__strip(n, k);
+        float sum[ROCQ__STRIP] = {0};
+        if (!to) continue;
+        for (int64_t share = 0; share < a->n_shares; share++) {
+            const float *part = a->sums + (2 * share + i / strips) * n + k;
+            ROCQ__EITHER(a->simd, rocq__add, (sum, part, m));
+        }
+        float *out = rocq__row_f32(to, 0, 0, 0) + k;
+        if (a->p->accumulate) ROCQ__EITHER(a->simd, rocq__add, (sum, out, m));
+        memcpy(out, sum, (size_t)m * sizeof *out);
+    }
+}
+
+static void rocq__plan_norm_backward_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    const rocq_norm_backward_params *p = (const rocq_norm_backward_params *)params;
+    rocq__norm_backward *a = (rocq__norm_backward *)rocq__plan_take(plan, sizeof *a);
+    const int64_t n = p->x->ne[0], strips = (n + ROCQ__STRIP - 1) / ROCQ__STRIP;
+    (void)op;
+    a->p = p;
+    a->simd = plan->ctx->has_simd;
+    a->n_shares = rocq__norm_shares(p);
+    a->sums = (float *)(void *)plan->scratch;
+    rocq__plan_stage(plan, rocq__norm_backward_task, a, a->n_shares,
+                     rocq__plan_grain(plan, 8 * rocq_tensor_count(p->x) / a->n_shares));
+    if (!p->dweight && !p->dbias) return;
+    rocq__plan_stage(plan, rocq__norm_merge_task, a, 2 * strips,
+                     rocq__plan_grain(plan, a->n_shares * ROCQ__STRIP));
+}
 
 // -- activate_backward, glu_backward --
 
 // -- gather_backward --
 
 // -- cross_entropy --
+// A column is read once for its largest logit and the sum of exponentials, which is scaled down
+// where a strip has a larger one, and once more for the gradient.
+
+typedef struct rocq__cross_entropy {
+    const rocq_cross_entropy_params *p;
+    bool simd;
+} rocq__cross_entropy;
+
+// Elements [k, k + n) of a column of dlogits: factor exp(x - top), times cap'. Returns where they
+// are: in the column or in buf.
+static float *rocq__softmax_strip(const rocq__cross_entropy *a, unsigned char *column, int64_t k,
+                                  int64_t n, const float *x, float top, float factor, float *buf) {
+    const float cap = a->p->softcap;
+    float slope[ROCQ__STRIP];
+    float *to = a->p->dlogits->format == ROCQ_F32 ? (float *)(void *)column + k : buf;
+    for (int64_t i = 0; cap > 0.0f && i < n; i++) slope[i] = 1.0f - x[i] / cap * (x[i] / cap);
+    if (to != x) memcpy(to, x, (size_t)n * sizeof *to);
+    rocq__exp(a->simd, to, top, n);
+    ROCQ__EITHER(a->simd, rocq__scale, (to, to, factor, n));
+    if (cap > 0.0f) ROCQ__EITHER(a->simd, rocq__multiply, (to, slope, n));
+    return to;
+}
+
+static void rocq__cross_entropy_column(const rocq__cross_entropy *a, int64_t c) {
+    const rocq_cross_entropy_params *p = a->p;
+    const rocq_format format = p->logits->format;
+    const int64_t n = p->logits->ne[0];
+    const int32_t target = rocq__row_i32(p->targets, 0)[c];
+    const float weight = p->weights ? rocq__row_f32(p->weights, 0, 0, 0)[c] : 1.0f;
+    const unsigned char *logits = rocq__row(p->logits, c, 0, 0);
+    unsigned char *dlogits = p->dlogits ? rocq__row(p->dlogits, c, 0, 0) : NULL;
+    float *loss = p->loss ? rocq__row_f32(p->loss, 0, 0, 0) + c : NULL;
+    float buf[ROCQ__STRIP], top = -INFINITY, x_target;
+    double sum = 0.0;
+    if (target < 0 || weight == 0.0f) {
+        if (loss) *loss = 0.0f;
+        if (dlogits) memset(dlogits, 0, (size_t)rocq__bytes(p->dlogits->format, n));
+        return;
+    }
+    for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
+        const int64_t m = rocq__strip(n, k);
+        const float *x = rocq__load(a->simd, format, logits, k, m, buf);
+        const float most = rocq__max(a->simd, x, m);
+        if (most > top) {
+            sum *= exp((double)top - (double)most);
+            top = most;
+        }
+        if (x != buf) memcpy(buf, x, (size_t)m * sizeof *buf);
+        sum += (double)rocq__exp(a->simd, buf, top, m);
+    }
+    rocq__dequantize_row(format, &x_target, logits + rocq__bytes(format, target), 1);
+    if (loss) *loss = (float)(log(sum) + ((double)top - (double)x_target));
+    if (!dlogits) return;
+    const float all = p->scale ? weight * *rocq__row_f32(p->scale, 0, 0, 0) : weight;
+    const float capped = p->softcap > 0.0f ? x_target / p->softcap : 0.0f;
+    for (int64_t k = 0; k < n; k += ROCQ__STRIP) {
+        const int64_t m = rocq__strip(n, k);
+        const float *x = rocq__load(a->simd, format, logits, k, m, buf);
+        float *to =
+            rocq__softmax_strip(a, dlogits, k, m, x, top, (float)((double)all / sum), buf);
+        if (target >= k && target < k + m) to[target - k] -= all * (1.0f - capped * capped);
+        rocq__store(a->simd, p->dlogits->format, dlogits, k, to, m);
+    }
+}
+
+static void rocq__cross_entropy_task(void *arg, int64_t c, int64_t c_end, int32_t thread) {
+    (void)thread;
+    for (; c < c_end; c++) rocq__cross_entropy_column((const rocq__cross_entropy *)arg, c);
+}
+
+static rocq_result rocq__cross_entropy_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    const rocq_cross_entropy_params *p = ((const rocq__cross_entropy *)stage->arg)->p;
+    const int32_t *targets = rocq__row_i32(p->targets, 0);
+    for (int64_t i = 0; i < p->targets->ne[0]; i++) {
+        if (targets[i] < p->logits->ne[0]) continue;
+        return rocq__fail(ctx, ROCQ_E_BOUNDS, "cross_entropy: targets[%lld] is %d of %lld classes",
+                          (long long)i, (int)targets[i], (long long)p->logits->ne[0]);
+    }
+    return ROCQ_OK;
+}
+
+static void rocq__plan_cross_entropy_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__cross_entropy *a = (rocq__cross_entropy *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    a->p = (const rocq_cross_entropy_params *)params;
+    a->simd = plan->ctx->has_simd;
+    const int64_t grain = rocq__plan_grain(plan, 16 * a->p->logits->ne[0]);
+    rocq__plan_stage(plan, rocq__cross_entropy_task, a, a->p->logits->ne[1], grain)->begin =
+        rocq__cross_entropy_begin;
+}
 
 // -- grad_norm, adamw --
+
+typedef struct rocq__grad_norm {
+    const rocq_grad_norm_params *p;
+    bool simd;
+    int64_t n_shares, share; // elements of a share, a multiple of a strip
+    double *squares;         // [n_shares]
+} rocq__grad_norm;
+
+enum { ROCQ__GRAD_SHARES = 1024, ROCQ__GRAD_SHARE = 32 * ROCQ__STRIP }; // at most, and at least
+
+static rocq__grad_norm rocq__grad_norm_of(const rocq_grad_norm_params *p) {
+    rocq__grad_norm a;
+    const int64_t n = p->g->ne[0], least = ROCQ__GRAD_SHARE;
+    memset(&a, 0, sizeof a);
+    a.p = p;
+    a.share = (n / ROCQ__GRAD_SHARES + ROCQ__STRIP) / ROCQ__STRIP * ROCQ__STRIP;
+    a.share = ROCQ__MAX(a.share, least);
+    a.n_shares = (n + a.share - 1) / a.share;
+    return a;
+}
+
+static int64_t rocq__scratch_grad_norm_cpu(const rocq_ctx *ctx, const void *params) {
+    (void)ctx;
+    return rocq__grad_norm_of((const rocq_grad_norm_params *)params).n_shares *
+           (int64_t)sizeof(double);
+}
+
+static void rocq__grad_norm_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
+    const rocq__grad_norm *a = (const rocq__grad_norm *)arg;
+    const float *g = rocq__row_f32(a->p->g, 0, 0, 0);
+    (void)thread;
+    for (; i < i_end; i++) {
+        const int64_t end = ROCQ__MIN((i + 1) * a->share, a->p->g->ne[0]);
+        double moment[2] = {0.0, 0.0};
+        for (int64_t k = i * a->share; k < end; k += ROCQ__STRIP) {
+            rocq__moments(a->simd, g + k, 0.0f, rocq__strip(end, k), moment);
+        }
+        a->squares[i] = moment[1];
+    }
+}
+
+static rocq_result rocq__grad_norm_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    const rocq__grad_norm *a = (const rocq__grad_norm *)stage->arg;
+    const rocq_grad_norm_params *p = a->p;
+    float *state = rocq__row_f32(p->state, 0, 0, 0);
+    const float scale = state[ROCQ_TRAIN_LOSS_SCALE];
+    double sum = 0.0;
+    (void)ctx;
+    for (int64_t i = 0; i < a->n_shares; i++) sum += a->squares[i];
+    const float norm = (float)(sqrt(sum) / (double)scale);
+    const bool finite = norm <= FLT_MAX; // NaN is not
+    state[ROCQ_TRAIN_NORM] = norm;
+    state[ROCQ_TRAIN_FACTOR] = 0.0f;
+    state[finite ? ROCQ_TRAIN_STEPS : ROCQ_TRAIN_SKIPPED] += 1.0f;
+    state[ROCQ_TRAIN_SINCE] = finite ? state[ROCQ_TRAIN_SINCE] + 1.0f : 0.0f;
+    if (finite) {
+        const bool clip = p->max_norm > 0.0f && norm > p->max_norm;
+        state[ROCQ_TRAIN_FACTOR] = (clip ? p->max_norm / norm : 1.0f) / scale;
+    } else if (p->growth_interval > 0) {
+        state[ROCQ_TRAIN_LOSS_SCALE] = ROCQ__MAX(0.5f * scale, 1.0f);
+    }
+    if (p->growth_interval > 0 && state[ROCQ_TRAIN_SINCE] >= (float)p->growth_interval) {
+        state[ROCQ_TRAIN_LOSS_SCALE] = ROCQ__MIN(2.0f * scale, 16777216.0f);
+        state[ROCQ_TRAIN_SINCE] = 0.0f;
+    }
+    return ROCQ_OK;
+}
+
+static void rocq__plan_grad_norm_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__grad_norm *a = (rocq__grad_norm *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    *a = rocq__grad_norm_of((const rocq_grad_norm_params *)params);
+    a->simd = plan->ctx->has_simd;
+    a->squares = (double *)(void *)plan->scratch;
+    rocq__plan_stage(plan, rocq__grad_norm_task, a, a->n_shares, rocq__plan_grain(plan, a->share));
+    rocq__plan_stage(plan, NULL, a, 0, 1)->begin = rocq__grad_norm_begin;
+}
+
+// What a step of AdamW multiplies with, in F32.
+typedef struct rocq__adamw_rates {
+    float factor;             // of g; 0 skips the step
+    float beta1, beta2;
+    float rest1, rest2;       // 1 - beta
+    float step;               // lr / (1 - beta1^t)
+    float grow;               // 1 / (1 - beta2^t)
+    float eps, decay;         // decay: lr weight_decay
+    float dither1, dither2;   // of the codes of m and v: see rocq__moment_encode
+} rocq__adamw_rates;
+
+typedef struct rocq__adamw {
+    const rocq_adamw_params *p;
+    bool simd;
+    rocq__adamw_rates rates;
+} rocq__adamw;
+
+static void rocq__adamw_scalar(const rocq__adamw_rates *a, float *w, float *m, float *v,
+                               const float *g, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        const float G = g[i] * a->factor;
+        m[i] = a->beta1 * m[i] + a->rest1 * G;
+        v[i] = a->beta2 * v[i] + a->rest2 * G * G;
+        const float change = a->step * m[i] / (sqrtf(v[i] * a->grow) + a->eps);
+        w[i] = (w[i] - a->decay * w[i]) - change;
+    }
+}
+
+// A strip of m or v in codes: x over its largest magnitude, of which `second` takes roots. Before a
+// code is rounded, u = frac(i phi + dither) - 1/2 is added, with phi the golden ratio. As dither
+// grows by phi a step, u is spread evenly over the steps: otherwise a change of less than half a
+// code would be lost in each of them. No root but 0 becomes 0, by which m would be divided.
+static void rocq__moment_encode_scalar(int8_t *code, float *scale, const float *x, bool second,
+                                       float dither, int64_t n) {
+    const float levels = second ? 255.0f : 127.0f;
+    float most = 0.0f;
+    for (int64_t i = 0; i < n; i++) most = ROCQ__MAX(most, fabsf(x[i]));
+    if (second) most = sqrtf(most);
+    const float inverse = most > 0.0f ? levels / most : 0.0f;
+    *scale = most / levels;
+    for (int64_t i = 0; i < n; i++) {
+        const float u = fmaf((float)i, 0.618033989f, dither);
+        float q = rintf((second ? sqrtf(x[i]) : x[i]) * inverse + (u - rintf(u)));
+        if (second) q = ROCQ__MAX(q, x[i] > 0.0f ? 1.0f : 0.0f) - 128.0f;
+        code[i] = (int8_t)rocq__clamp(q, second ? -128.0f : -127.0f, 127.0f);
+    }
+}
+
+static void rocq__moment_decode_scalar(float *x, const int8_t *code, float scale, bool second,
+                                       int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        const float root = ((float)code[i] + (second ? 128.0f : 0.0f)) * scale;
+        x[i] = second ? root * root : root;
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__adamw_simd(const rocq__adamw_rates *a, float *w, float *m, float *v,
+                                        const float *g, int64_t n) {
+    const rocq__v8 beta1 = rocq__v8_set1(a->beta1), beta2 = rocq__v8_set1(a->beta2);
+    const rocq__v8 rest1 = rocq__v8_set1(a->rest1), rest2 = rocq__v8_set1(a->rest2);
+    const rocq__v8 step = rocq__v8_set1(a->step), grow = rocq__v8_set1(a->grow);
+    const rocq__v8 eps = rocq__v8_set1(a->eps), decay = rocq__v8_set1(a->decay);
+    const rocq__v8 factor = rocq__v8_set1(a->factor);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const rocq__v8 G = rocq__v8_mul(rocq__v8_load(g + i), factor);
+        const rocq__v8 m1 =
+            rocq__v8_fma(beta1, rocq__v8_load(m + i), rocq__v8_mul(rest1, G));
+        const rocq__v8 v1 =
+            rocq__v8_fma(beta2, rocq__v8_load(v + i), rocq__v8_mul(rocq__v8_mul(rest2, G), G));
+        const rocq__v8 root = rocq__v8_add(rocq__v8_sqrt(rocq__v8_mul(v1, grow)), eps);
+        const rocq__v8 old = rocq__v8_load(w + i), kept = rocq__v8_fnma(decay, old, old);
+        rocq__v8_store(m + i, m1);
+        rocq__v8_store(v + i, v1);
+        rocq__v8_store(w + i, rocq__v8_sub(kept, rocq__v8_div(rocq__v8_mul(step, m1), root)));
+    }
+    ROCQ__END_SIMD();
+    rocq__adamw_scalar(a, w + i, m + i, v + i, g + i, n - i);
+}
+
+// n is a multiple of 8.
+static ROCQ__SIMD void rocq__moment_encode_simd(int8_t *code, float *scale, const float *x,
+                                                bool second, float dither, int64_t n) {
+    static const float lane[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const float levels = second ? 255.0f : 127.0f;
+    const rocq__v8 zero = rocq__v8_set1(0.0f), one = rocq__v8_set1(1.0f);
+    rocq__v8 top = zero;
+    float part[8], most = 0.0f;
+    for (int64_t i = 0; i < n; i += 8) {
+        const rocq__v8 v = rocq__v8_load(x + i);
+        top = rocq__v8_max(top, rocq__v8_max(v, rocq__v8_sub(zero, v)));
+    }
+    rocq__v8_store(part, top);
+    for (int i = 0; i < 8; i++) most = ROCQ__MAX(most, part[i]);
+    if (second) most = sqrtf(most);
+    const float inverse = most > 0.0f ? levels / most : 0.0f;
+    *scale = most / levels;
+    for (int64_t i = 0; i < n; i += 8) {
+        const rocq__v8 v = rocq__v8_load(x + i), root = second ? rocq__v8_sqrt(v) : v;
+        const rocq__v8 at = rocq__v8_add(rocq__v8_load(lane), rocq__v8_set1((float)i));
+        rocq__v8 u = rocq__v8_fma(at, rocq__v8_set1(0.618033989f), rocq__v8_set1(dither));
+        u = rocq__v8_sub(u, rocq__v8_round(u));
+        rocq__v8 q = rocq__v8_round(rocq__v8_fma(root, rocq__v8_set1(inverse), u));
+        if (second) {
+            q = rocq__v8_max(q, rocq__v8_zero_below(one, v, rocq__v8_set1(1e-45f)));
+            q = rocq__v8_sub(q, rocq__v8_set1(128.0f));
+        }
+        rocq__v8_to_i8(code + i, rocq__v8_clamp(q, second ? -128.0f : -127.0f, 127.0f));
+    }
+}
+
+static ROCQ__SIMD void rocq__moment_decode_simd(float *x, const int8_t *code, float scale,
+                                                bool second, int64_t n) {
+    const rocq__v8 first = rocq__v8_set1(second ? 128.0f : 0.0f);
+    for (int64_t i = 0; i < n; i += 8) {
+        const rocq__v8 level = rocq__v8_add(rocq__v8_from_i8(code + i), first);
+        const rocq__v8 root = rocq__v8_mul(level, rocq__v8_set1(scale));
+        rocq__v8_store(x + i, second ? rocq__v8_mul(root, root) : root);
+    }
+}
+#endif
+
+static void rocq__adamw_task(void *arg, int64_t strip, int64_t strip_end, int32_t thread) {
+    const rocq__adamw *a = (const rocq__adamw *)arg;
+    const rocq_adamw_params *p = a->p;
+    const rocq__adamw_rates *rates = &a->rates;
+    const bool coded = p->m->format == ROCQ_I8;
+    float buf[2][ROCQ__STRIP];
+    (void)thread;
+    for (; strip < strip_end; strip++) {
+        const int64_t k = strip * ROCQ__STRIP, n = rocq__strip(p->w->ne[0], k);
+        float *w = rocq__row_f32(p->w, 0, 0, 0) + k, *g = rocq__row_f32(p->g, 0, 0, 0) + k;
+        if (rates->factor != 0.0f && coded) {
+            const bool simd = a->simd && n % 8 == 0;
+            int8_t *m = (int8_t *)rocq__row(p->m, 0, 0, 0) + k;
+            int8_t *v = (int8_t *)rocq__row(p->v, 0, 0, 0) + k;
+            float *m_scale = rocq__row_f32(p->m_scale, 0, 0, 0) + strip;
+            float *v_scale = rocq__row_f32(p->v_scale, 0, 0, 0) + strip;
+            ROCQ__EITHER(simd, rocq__moment_decode, (buf[0], m, *m_scale, false, n));
+            ROCQ__EITHER(simd, rocq__moment_decode, (buf[1], v, *v_scale, true, n));
+            ROCQ__EITHER(a->simd, rocq__adamw, (rates, w, buf[0], buf[1], g, n));
+            ROCQ__EITHER(simd, rocq__moment_encode, (m, m_scale, buf[0], false, rates->dither1, n));
+            ROCQ__EITHER(simd, rocq__moment_encode, (v, v_scale, buf[1], true, rates->dither2, n));
+        } else if (rates->factor != 0.0f) {
+            float *m = rocq__row_f32(p->m, 0, 0, 0) + k, *v = rocq__row_f32(p->v, 0, 0, 0) + k;
+            ROCQ__EITHER(a->simd, rocq__adamw, (rates, w, m, v, g, n));
+        }
+        if (rates->factor != 0.0f && p->w16) {
+            rocq__store(a->simd, p->w16->format, rocq__row(p->w16, 0, 0, 0), k, w, n);
+        }
+        if (p->clear) memset(g, 0, (size_t)n * sizeof *g);
+    }
+}
+
+static rocq_result rocq__adamw_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    rocq__adamw *a = (rocq__adamw *)stage->arg;
+    rocq__adamw_rates *rates = &a->rates;
+    const float *state = rocq__row_f32(a->p->state, 0, 0, 0);
+    const double lr = (double)*rocq__row_f32(a->p->lr, 0, 0, 0);
+    const double t = (double)ROCQ__MAX(state[ROCQ_TRAIN_STEPS], 1.0f);
+    (void)ctx;
+    rates->factor = state[ROCQ_TRAIN_FACTOR];
+    rates->beta1 = a->p->beta1 > 0.0f ? a->p->beta1 : 0.9f;
+    rates->beta2 = a->p->beta2 > 0.0f ? a->p->beta2 : 0.999f;
+    rates->rest1 = (float)(1.0 - (double)rates->beta1);
+    rates->rest2 = (float)(1.0 - (double)rates->beta2);
+    rates->step = (float)(lr / (1.0 - pow((double)rates->beta1, t)));
+    rates->grow = (float)(1.0 / (1.0 - pow((double)rates->beta2, t)));
+    rates->eps = a->p->eps > 0.0f ? a->p->eps : 1e-8f;
+    rates->decay = (float)(lr * (double)a->p->weight_decay);
+    rates->dither1 = (float)(t * 0.6180339887498949 - floor(t * 0.6180339887498949));
+    rates->dither2 = rates->dither1 + 0.5f;
+    return ROCQ_OK;
+}
+
+static void rocq__plan_adamw_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__adamw *a = (rocq__adamw *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    a->p = (const rocq_adamw_params *)params;
+    a->simd = plan->ctx->has_simd;
+    rocq__plan_stage(plan, rocq__adamw_task, a,
+                     (a->p->w->ne[0] + ROCQ__STRIP - 1) / ROCQ__STRIP,
+                     rocq__plan_grain(plan, 16 * ROCQ__STRIP))->begin = rocq__adamw_begin;
+}
 
 static void rocq__plan_todo_cpu(rocq__plan *plan, rocq_op op, const void *params) {
     (void)plan, (void)op, (void)params;
@@ -16579,7 +17139,72 @@ static rocq_result rocq__check_attention_backward(rocq_ctx *ctx, const char *op,
 
 // norm_backward, activate_backward, glu_backward, gather_backward
 
+static rocq_result rocq__check_norm_backward(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_norm_backward_params *p = (const rocq_norm_backward_params *)params;
+    ROCQ__TRY(ROCQ__SAME(dx, x));
+    ROCQ__TRY(ROCQ__SAME(dy, x));
+    ROCQ__TRY(ROCQ__SAME(residual, x));
+    ROCQ__TRY(ROCQ__SHAPE(dweight, p->x->ne[0], 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(dbias, p->x->ne[0], 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(weight, p->x->ne[0], 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(mean, p->x->ne[1], p->x->ne[2], p->x->ne[3], 1));
+    return ROCQ__SHAPE(rstd, p->x->ne[1], p->x->ne[2], p->x->ne[3], 1);
+}
+
 // cross_entropy, grad_norm, adamw
+
+static rocq_result rocq__check_cross_entropy(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_cross_entropy_params *p = (const rocq_cross_entropy_params *)params;
+    if (!p->loss && !p->dlogits) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "cross_entropy: loss and dlogits are NULL");
+    }
+    ROCQ__TRY(ROCQ__SHAPE(logits, -1, -1, 1, 1));
+    ROCQ__TRY(ROCQ__SAME(dlogits, logits));
+    ROCQ__TRY(ROCQ__SHAPE(loss, p->logits->ne[1], 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(targets, p->logits->ne[1], 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(weights, p->logits->ne[1], 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(scale, 1, 1, 1, 1));
+    return ROCQ__RANGE(softcap, 0.0f, FLT_MAX);
+}
+
+static rocq_result rocq__check_grad_norm(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_grad_norm_params *p = (const rocq_grad_norm_params *)params;
+    ROCQ__TRY(ROCQ__SHAPE(state, ROCQ_TRAIN_STATE, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(g, -1, 1, 1, 1));
+    if (p->growth_interval < 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "grad_norm: growth_interval is %d",
+                          (int)p->growth_interval);
+    }
+    return ROCQ__RANGE(max_norm, 0.0f, FLT_MAX);
+}
+
+static rocq_result rocq__check_adamw(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_adamw_params *p = (const rocq_adamw_params *)params;
+    const int64_t n = p->w->ne[0], n_scales = n / 256 + (n % 256 != 0);
+    const float below_1 = 1.0f - FLT_EPSILON / 2;
+    ROCQ__TRY(ROCQ__SHAPE(w, -1, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SAME(w16, w));
+    ROCQ__TRY(ROCQ__SAME(m, w));
+    ROCQ__TRY(ROCQ__SAME(v, w));
+    ROCQ__TRY(ROCQ__SAME(g, w));
+    if (p->m->format != p->v->format) {
+        return rocq__fail(ctx, ROCQ_E_FORMAT, "adamw: m is in %s, v in another format",
+                          p->m->format == ROCQ_I8 ? "I8" : "F32");
+    }
+    if ((p->m_scale != NULL) != (p->m->format == ROCQ_I8) ||
+        (p->v_scale != NULL) != (p->m->format == ROCQ_I8)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "adamw: m_scale and v_scale are needed with I8, and only with I8");
+    }
+    ROCQ__TRY(ROCQ__SHAPE(m_scale, n_scales, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(v_scale, n_scales, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(state, ROCQ_TRAIN_STATE, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(lr, 1, 1, 1, 1));
+    ROCQ__TRY(ROCQ__RANGE(beta1, 0.0f, below_1));
+    ROCQ__TRY(ROCQ__RANGE(beta2, 0.0f, below_1));
+    ROCQ__TRY(ROCQ__RANGE(eps, 0.0f, FLT_MAX));
+    return ROCQ__RANGE(weight_decay, 0.0f, FLT_MAX);
+}
 
 static rocq_result rocq__check_todo(rocq_ctx *ctx, const char *op, const void *params) {
     (void)params;
@@ -16804,6 +17429,9 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
         if (t == p->q) return 2.0 * rocq__elems(t); // in place
         if (t == p->k_cache) t = p->k;
         if (t == p->v_cache) t = p->v;
+    } else if (op == ROCQ_OP_ADAMW) { // all but w16, state and lr are updated
+        const rocq_adamw_params *p = (const rocq_adamw_params *)params;
+        return (t == p->w16 || (t == p->g && !p->clear) ? 1.0 : 2.0) * rocq__elems(t);
     }
     return rocq__elems(t);
 }
@@ -16859,6 +17487,10 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
         cost.flops = rocq__elems(((const rocq_argmax_params *)params)->x);
     } else if (op == ROCQ_OP_SAMPLE) {
         cost.flops = rocq__elems(((const rocq_sample_params *)params)->logits);
+    } else if (op == ROCQ_OP_CROSS_ENTROPY) {
+        cost.flops = rocq__elems(((const rocq_cross_entropy_params *)params)->logits);
+    } else if (op == ROCQ_OP_GRAD_NORM) {
+        cost.flops = rocq__elems(((const rocq_grad_norm_params *)params)->g);
     } else if (op == ROCQ_OP_ROPE_APPEND) {
         const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
         cost.flops = rocq__elems(p->q ? p->q : p->k);
@@ -17010,13 +17642,14 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
            matmul_backward, todo)
     ROCQ_X(attention_backward, rocq_attention_backward_params, attention_backward,
            attention_backward, attention_backward, todo)
-    ROCQ_X(norm_backward, rocq_norm_backward_params, todo, none, todo, todo)
+    ROCQ_X(norm_backward, rocq_norm_backward_params, norm_backward, norm_backward, norm_backward,
+           todo)
     ROCQ_X(activate_backward, rocq_activate_backward_params, todo, none, todo, todo)
     ROCQ_X(glu_backward, rocq_glu_backward_params, todo, none, todo, todo)
     ROCQ_X(gather_backward, rocq_gather_backward_params, todo, none, todo, todo)
-    ROCQ_X(cross_entropy, rocq_cross_entropy_params, todo, none, todo, todo)
-    ROCQ_X(grad_norm, rocq_grad_norm_params, todo, none, todo, todo)
-    ROCQ_X(adamw, rocq_adamw_params, todo, none, todo, todo)
+    ROCQ_X(cross_entropy, rocq_cross_entropy_params, cross_entropy, none, cross_entropy, todo)
+    ROCQ_X(grad_norm, rocq_grad_norm_params, grad_norm, grad_norm, grad_norm, todo)
+    ROCQ_X(adamw, rocq_adamw_params, adamw, none, adamw, todo)
 #undef ROCQ_X
 };
 

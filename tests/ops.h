@@ -325,7 +325,7 @@ OPS_FN rocq_result run_one(rocq_ctx *ctx, rocq_op op, const void *params) {
 // come out with the same bits each time. Scratch memory is exactly what scratch_size says, so that
 // the sanitizer sees any use beyond it, and the op itself allocates nothing.
 OPS_FN void run(int simd, rocq_op op, const void *params, box *const *outputs, int n_outputs) {
-    unsigned char *before[4], *first[4];
+    unsigned char *before[8], *first[8];
     for (int o = 0; o < n_outputs; o++) {
         before[o] = (unsigned char *)malloc((size_t)outputs[o]->size);
         first[o] = (unsigned char *)malloc((size_t)outputs[o]->size);
@@ -370,7 +370,7 @@ OPS_FN void run(int simd, rocq_op op, const void *params, box *const *outputs, i
 OPS_FN void run_fails(rocq_op op, const void *params, rocq_result want, box *const *outputs,
                       int n_outputs) {
     rocq_ctx *ctx = contexts[1][1];
-    unsigned char *before[4];
+    unsigned char *before[8];
     for (int o = 0; o < n_outputs; o++) {
         before[o] = (unsigned char *)malloc((size_t)outputs[o]->size);
         assert_non_null(before[o]);

@@ -995,6 +995,62 @@ static void ops_refuse_bad_operands(void **state) {
     check_refusals(ctx, &(op_case){ROCQ_OP_MATMUL_BACKWARD, &back,
                                    {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]},
                                    {true, true, true}});
+    t[0] = slot_tensor(0, ROCQ_F16, 32, 3, 2, 1);
+    t[1] = slot_tensor(1, ROCQ_F32, 32, 1, 1, 1);
+    t[2] = slot_tensor(2, ROCQ_F32, 32, 1, 1, 1);
+    t[3] = slot_tensor(3, ROCQ_F32, 32, 3, 2, 1);
+    t[4] = slot_tensor(4, ROCQ_F16, 32, 3, 2, 1);
+    t[5] = slot_tensor(5, ROCQ_F32, 32, 1, 1, 1);
+    t[6] = slot_tensor(6, ROCQ_F32, 3, 2, 1, 1);
+    t[7] = slot_tensor(7, ROCQ_F32, 3, 2, 1, 1);
+    const rocq_norm_backward_params norm_backward = {
+        .dx = &t[0], .dweight = &t[1], .dbias = &t[2], .dy = &t[3], .x = &t[4], .weight = &t[5],
+        .mean = &t[6], .rstd = &t[7], .residual = &t[0]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_NORM_BACKWARD, &norm_backward,
+                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]},
+                                   {true, true, true}});
+    t[1] = slot_tensor(1, ROCQ_F32, 3, 1, 1, 1);
+    t[2] = slot_tensor(2, ROCQ_F32, 100, 3, 1, 1);
+    t[3] = slot_tensor(3, ROCQ_I32, 3, 1, 1, 1);
+    t[4] = slot_tensor(4, ROCQ_F32, 3, 1, 1, 1);
+    t[5] = slot_tensor(5, ROCQ_F32, 1, 1, 1, 1);
+    t[6] = slot_tensor(6, ROCQ_F16, 100, 3, 1, 1);
+    rocq_cross_entropy_params entropy = {.loss = &t[1], .dlogits = &t[6], .logits = &t[2],
+                                         .targets = &t[3], .weights = &t[4], .scale = &t[5]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_CROSS_ENTROPY, &entropy,
+                                   {&t[1], &t[2], &t[3], &t[4], &t[5], &t[6]},
+                                   {true, false, false, false, false, true}});
+    entropy.softcap = -1;
+    assert_int_equal(rocq_cross_entropy(ctx, &entropy), ROCQ_E_ARGUMENT);
+    t[0] = slot_tensor(0, ROCQ_F32, ROCQ_TRAIN_STATE, 1, 1, 1);
+    t[1] = slot_tensor(1, ROCQ_F32, 700, 1, 1, 1);
+    rocq_grad_norm_params grad_norm = {.state = &t[0], .g = &t[1]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_GRAD_NORM, &grad_norm, {&t[0], &t[1]}, {true}});
+    grad_norm.max_norm = NAN;
+    assert_int_equal(rocq_grad_norm(ctx, &grad_norm), ROCQ_E_ARGUMENT);
+    t[2] = slot_tensor(2, ROCQ_I8, 700, 1, 1, 1);
+    t[3] = slot_tensor(3, ROCQ_I8, 700, 1, 1, 1);
+    t[4] = slot_tensor(4, ROCQ_F32, 3, 1, 1, 1);
+    t[5] = slot_tensor(5, ROCQ_F32, 3, 1, 1, 1);
+    t[6] = slot_tensor(6, ROCQ_BF16, 700, 1, 1, 1);
+    t[7] = slot_tensor(7, ROCQ_F32, 700, 1, 1, 1);
+    t[8] = slot_tensor(8, ROCQ_F32, 1, 1, 1, 1);
+    rocq_adamw_params adamw = {.w = &t[1], .w16 = &t[6], .m = &t[2], .v = &t[3], .m_scale = &t[4],
+                               .v_scale = &t[5], .g = &t[7], .state = &t[0], .lr = &t[8]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_ADAMW, &adamw,
+                                   {&t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7], &t[0], &t[8]},
+                                   {true, true, true, true, true, true, true}});
+    adamw.m_scale = NULL;
+    assert_int_equal(rocq_adamw(ctx, &adamw), ROCQ_E_ARGUMENT);
+    adamw.m_scale = &t[4];
+    adamw.beta2 = 1;
+    assert_int_equal(rocq_adamw(ctx, &adamw), ROCQ_E_ARGUMENT);
+    adamw.beta2 = 0;
+    t[3].format = ROCQ_F32;
+    assert_int_equal(rocq_adamw(ctx, &adamw), ROCQ_E_FORMAT);
+    t[3].format = ROCQ_I8;
+    t[4].ne[0] = 2;
+    assert_int_equal(rocq_adamw(ctx, &adamw), ROCQ_E_SHAPE);
 
     assert_int_equal(rocq_supports(ctx, (rocq_op)99, &sample, NULL), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_supports(NULL, ROCQ_OP_SAMPLE, &sample, NULL), ROCQ_E_ARGUMENT);
