@@ -157,7 +157,8 @@
    5. rocq_close frees what the context has handed out, buffers too.
 
    To allocate nothing while running, ask rocq_scratch_size for the largest ops and rocq_reserve
-   that much once; rocq_stats.n_allocs then stays where it is. examples/llama.h does so.
+   that much once; rocq_stats.n_allocs then stays where it is. examples/llama.h does so. rocq_trim
+   gives back what nobody needs any more.
 
 
    >>contexts
@@ -1466,6 +1467,11 @@ ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *pa
 // scratch memory until the next op that needs some takes it. E_BUDGET changes nothing.
 ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes);
 
+// Gives scratch memory back if there is more than keep bytes of it, on a GPU after submitted work
+// is done: for what one large op took and nothing needs any more. An op that does need it takes it
+// again, which counts as an allocation, and graphs are captured again.
+ROCQ_DEF rocq_result rocq_trim(rocq_ctx *ctx, int64_t keep);
+
 // The precision in which an op computes with these params, which are checked first. For a product
 // with w2, and for the backward of one, it is the less exact of both, for a chain that of the first
 // product. AUTO means:
@@ -2218,11 +2224,12 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph);
 
 // Fills w, the weights of a rocq_conv, from memory of the host in the order of GGUF and safetensors
 // files, [kw, kh, kt, C, M] (PyTorch's M, C, kt, kh, kw): reorders each row to c innermost, then
-// kw, kh, kt, and encodes it in w's format. Synchronous, and for loading: it allocates a buffer of
-// a row or more meanwhile. w is untouched if a check fails.
+// kw, kh, kt, and encodes it in w's format. For loading: it allocates two rows of
+// floats meanwhile, on a GPU w's bytes too. Like rocq_upload it may return before the copy has
+// finished, but never reads src afterwards. w is untouched if a check fails.
 typedef struct rocq_conv_weights_params {
     const rocq_tensor *w; // any format [C kw kh kt, M], contiguous; planar on a GPU if it may be
-    const void *src;      // F32, F16 or BF16, host
+    const void *src;      // F32, F16 or BF16, host; not w's own memory
     rocq_format src_format;
     int64_t src_size;     // bytes, exactly those of the tensor
     int32_t kw, kh, kt;   // 0 = 1
@@ -3490,6 +3497,7 @@ static rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t s
 static void rocq__device_free(rocq_ctx *ctx, rocq__block *block);
 static rocq_result rocq__hip_idle(rocq_ctx *ctx, const char *op);
 static rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes);
+static rocq_result rocq__trim_hip(rocq_ctx *ctx, int64_t keep);
 static rocq_result rocq__hip_enter(rocq_ctx *ctx, const char *op);
 
 // Memory of any kind, 256-byte aligned; for device and pinned memory after rocq__hip_enter.
@@ -3609,6 +3617,20 @@ ROCQ_DEF rocq_result rocq_reserve(rocq_ctx *ctx, int64_t bytes) {
     if (!rocq__on_gpu(ctx)) return rocq__reserve_cpu(ctx, bytes);
     ROCQ__TRY(rocq__hip_enter(ctx, "reserve"));
     return rocq__reserve_hip(ctx, bytes);
+}
+
+ROCQ_DEF rocq_result rocq_trim(rocq_ctx *ctx, int64_t keep) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if (keep < 0) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "trim: %lld bytes", (long long)keep);
+    if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__trim_hip(ctx, keep));
+    if (ctx->scratch_size > keep) {
+        ctx->budget_used -= ctx->scratch_size;
+        rocq__free(ctx, ctx->scratch);
+        ctx->scratch = NULL;
+        ctx->scratch_size = 0;
+    }
+    if (!rocq__on_gpu(ctx)) ctx->stats.scratch_bytes = ctx->scratch_size;
+    return ROCQ_OK;
 }
 
 // The running op's scratch memory, 64-byte aligned. A second call in an op gives the same memory.
@@ -14539,6 +14561,18 @@ static rocq_result rocq__reserve_hip(rocq_ctx *ctx, int64_t bytes) {
     return result;
 }
 
+static rocq_result rocq__trim_hip(rocq_ctx *ctx, int64_t keep) {
+    rocq__gpu *gpu = ctx->gpu;
+    if (!gpu->scratch || gpu->scratch->size <= keep) return ROCQ_OK;
+    ROCQ__TRY(rocq__hip_idle(ctx, "trim"));
+    ctx->budget_used -= gpu->scratch->size;
+    rocq__device_free(ctx, gpu->scratch);
+    gpu->scratch = NULL;
+    gpu->scratch_moves++;
+    ctx->stats.scratch_bytes = 0;
+    return ROCQ_OK;
+}
+
 static rocq_result rocq__scratch_hip(rocq_ctx *ctx, int64_t bytes, void **out) {
     *out = NULL;
     if (bytes == 0) return ROCQ_OK;
@@ -20277,7 +20311,7 @@ ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_pa
                           (long long)p->src_size, (long long)rocq_tensor_count(p->w));
     }
     row_bytes = rocq__bytes(p->w->format, k);
-    bytes = rocq_tensor_size(p->w);
+    bytes = rocq__on_gpu(ctx) ? rocq_tensor_size(p->w) : 0; // on the CPU rows go to their place
     if (!rocq__mul(2 * k, (int64_t)sizeof(float), &float_bytes) ||
         !rocq__add(bytes, float_bytes, &float_bytes)) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of w overflows", op);
@@ -20285,14 +20319,14 @@ ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_pa
     float *row = (float *)rocq__alloc(ctx, float_bytes), *turned = row + k;
     if (!row) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no memory for %lld bytes", op,
                                 (long long)float_bytes);
-    unsigned char *encoded = (unsigned char *)(turned + k);
+    unsigned char *encoded = rocq__on_gpu(ctx) ? (unsigned char *)(turned + k)
+                                               : (unsigned char *)rocq_tensor_data(p->w);
     for (int64_t r = 0; r < m; r++) {
         rocq__dequantize_row(p->src_format, row, (const char *)p->src + r * k * src_elem, k);
         for (int64_t i = 0; i < k; i++) turned[i % taps * (k / taps) + i / taps] = row[i];
         rocq__quantize_row(p->w->format, encoded + r * row_bytes, turned, k, NULL);
     }
-    rocq_result result = rocq_upload(ctx, p->w, encoded, bytes);
-    if (result == ROCQ_OK) result = rocq_sync(ctx);
+    const rocq_result result = bytes > 0 ? rocq_upload(ctx, p->w, encoded, bytes) : ROCQ_OK;
     rocq__free(ctx, row);
     return result;
 }

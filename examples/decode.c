@@ -58,7 +58,8 @@ static const char usage[] =
     "                     tiles, or exact ones where the budget wants them; of videos mixed ones)\n"
     "    --overlap N      of tiles that are mixed, pixels (96, or less in small tiles)\n"
     "    --chunk N        latent frames of a video at once (as many as the budget allows)\n"
-    "    --budget BYTES   of memory for weights and pictures; 900M, 2.5G (no limit)\n"
+    "    --budget BYTES   of memory for weights and pictures; 900M, 2.5G (no limit). Weights that\n"
+    "                     do not fit are read from the file each time that they are used\n"
     "    --batch N        latents of one size at once, where the budget allows (1)\n"
     "    --threads N      CPU threads (one per core)\n"
     "    --device NAME    auto, cpu or gpu (auto)\n"
@@ -448,7 +449,8 @@ static bool open_either(run *r, const char *path, rocq_gguf **gguf, safetensors_
 
 static bool load(run *r) {
     const vae_options how = {.family = r->o.family, .scale = r->o.scale, .shift = r->o.shift,
-                             .weights = r->o.weights, .activations = r->o.activations,
+                             .stream = r->o.budget > 0, .weights = r->o.weights,
+                             .activations = r->o.activations,
                              .precision = (rocq_precision)r->o.precision, .progress = show_progress,
                              .user = &r->terminal};
     if (!open_either(r, r->o.model, &r->model_gguf, &r->model_safetensors)) return false;
@@ -544,10 +546,13 @@ static void print_stats(const run *r) {
     if (plan->n_chunks > 1) {
         fprintf(stderr, ", %d chunks of %d frames", (int)plan->n_chunks, (int)plan->chunk);
     }
+    if (plan->n_streamed > 0) {
+        fprintf(stderr, ", weights of %d convolutions read anew", (int)plan->n_streamed);
+    }
     fprintf(stderr, "; %.2f GFLOP, whole %.2f\n", 1e-9 * plan->flops, 1e-9 * plan->whole_flops);
     fprintf(stderr, "%-20s %9.2f MiB planned, %.2f measured: weights %.2f, activations %.2f, "
             "scratch %.2f\n", "peak memory", mib * (double)r->peak_planned,
-            mib * (double)get_stats(r->ctx).peak_bytes, mib * (double)r->model.weight_bytes,
+            mib * (double)get_stats(r->ctx).peak_bytes, mib * (double)plan->weight_bytes,
             mib * (double)plan->activation_bytes, mib * (double)plan->scratch_bytes);
 }
 

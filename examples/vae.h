@@ -47,6 +47,9 @@ typedef struct vae_options { // 0 = default, as everywhere in rocq
     float scale, shift;      // z = latent / scale + shift, in place of the family's; scale 0 = that
     int32_t n_groups;        // of the GroupNorms, default 32: weights do not tell
     bool encoder;            // load the encoder too
+    bool stream;             // the file stays open as long as the model, and what of the weights
+                             // does not fit a request's budget is read from it each time that it
+                             // is used. They are loaded by the first request, not by vae_open
     const char *weights;     // format of convolutions, "f16"; default by tensor, see vae_conv.why
     const char *activations; // "f32" (default on the CPU), "bf16" or "f16" (default on a GPU). What
                              // the blocks of SDXL add up exceeds F16: a 64th of it is kept. Of
@@ -95,7 +98,8 @@ typedef struct vae_plan {
     int32_t batch;           // pictures at once
     int32_t chunk, n_chunks; // latent frames
     int64_t peak_bytes;      // largest rocq_stats.live_bytes, weights included
-    int64_t activation_bytes, scratch_bytes; // of those
+    int64_t weight_bytes, activation_bytes, scratch_bytes; // of those
+    int32_t n_streamed;      // convolutions whose weights are read anew, see vae_options.stream
     int64_t smallest_bytes;  // the smallest memory_budget that would do, tiles being free
     double flops;            // of convolutions and attention; of exact tiles a little too many
     double whole_flops;
@@ -107,14 +111,35 @@ enum { VAE__NO_RESIDUAL, VAE__OF_INPUT, VAE__OF_SHORTCUT };
 enum { VAE__MAX_CONVS = 160, VAE__MAX_MODULES = 64 };
 enum { VAE__TILE = 768, VAE__OVERLAP = 96 }; // of BLEND
 
+typedef struct vae__entry { // a tensor of the file
+    char name[96];         // ldm's: decoder.up.3.block.0.conv1.weight
+    char own[96];          // the file's
+    int32_t n_dims;
+    int64_t ne[5];         // innermost first
+    rocq_format format;
+    bool known, used;
+    int64_t size, index;   // in the file's directory
+} vae__entry;
+
+typedef struct vae__file {
+    const rocq_gguf *gguf;
+    safetensors_file *safetensors; // one of the two
+    int64_t n, capacity;
+    vae__entry *entries; // sorted by name
+    bool sdxl, sd3, flux; // what else is in the file
+} vae__file;
+
+enum { VAE__BIAS, VAE__NORM_WEIGHT, VAE__NORM_BIAS, VAE__VECTORS };
+
 typedef struct vae_conv {
     char name[96];              // of the weight, in ldm's way of naming
     rocq_format file_format;
-    const char *why;            // w has its format
+    rocq_format format;         // of w
+    const char *why;
     float gain, bias_gain;      // of w and bias, see vae__set_gains
     float eps_gain;             // of what the norm reads
-    rocq_tensor w, bias;        // [C k k kt, M], [M]
-    rocq_tensor norm_weight, norm_bias; // [C], of what is read
+    rocq_tensor w;              // [C k k kt, M]
+    rocq_tensor vectors[VAE__VECTORS]; // bias [M], of what is read norm_weight and norm_bias [C]
     int32_t c, m, k, kt;
     int32_t stride, upsample, pad; // pad: zeros left of and above
     int32_t norm;
@@ -123,6 +148,10 @@ typedef struct vae_conv {
     rocq_tensor stats, moments; // GROUP_NORM: [2, G, N], [3, G, N]
     rocq_tensor cache;          // kt > 1: the last frames read, [C, W, H, kt - 1]
     int64_t n_cached, n_past;   // frames that it has; that were in front of those read last
+    const vae__entry *entry, *vector_entries[VAE__VECTORS]; // in the file, or NULL
+    int32_t part, n_parts;      // of the file's rows; n_parts 0 = all
+    bool streamed;              // w is read whenever it is used, see vae__bring
+    int32_t follower;           // the convolution that was used next the last time, or -1
 } vae_conv;
 
 typedef struct vae_module {
@@ -178,7 +207,11 @@ typedef struct vae_model {
     // Private from here on.
     rocq_ctx *ctx;
     vae_options options;
+    vae__file file;
     rocq_buffer weights, memory;
+    const vae_net *laid_net;     // whose weights are in memory but for the laid_streamed largest,
+    int32_t laid_streamed;       // which share a place; NULL = of both networks. -1 = none are
+    int32_t in_place, last_conv; // whose weights that place has; which was used last; or -1
     float latent_scale, latent_shift, z_mean[64], z_std[64];
     float pixel_scale, pixel_bias; // from the decoder's numbers to 0 to 1
     float gain;                    // of what the decoder's blocks add up
@@ -192,6 +225,7 @@ typedef struct vae_model {
     vae__stack stack;
     bool planning, comparing, inline_stats, caches;
     int64_t op_scratch, scratch; // of the ops so far; that the context has already
+    int64_t budget;              // or 0
     double flops, chain_flops, norm_flops;
     int64_t n;                  // pictures or frames at once
     int64_t size[VAE__MAX_MODULES + 1][2], full[2];
@@ -282,24 +316,6 @@ static void vae__free(vae_model *m, void *data, size_t size) {
 // ---------------------------------------------------------------------------------------------
 // The file: tensors of either kind, under one way of naming
 // ---------------------------------------------------------------------------------------------
-
-typedef struct vae__entry {
-    char name[96];         // ldm's: decoder.up.3.block.0.conv1.weight
-    char own[96];          // the file's
-    int32_t n_dims;
-    int64_t ne[5];         // innermost first
-    rocq_format format;
-    bool known, used;
-    int64_t size, index;   // in the file's directory
-} vae__entry;
-
-typedef struct vae__file {
-    const rocq_gguf *gguf;
-    safetensors_file *safetensors;
-    int64_t n, capacity;
-    vae__entry *entries; // sorted by name
-    bool sdxl, sd3, flux; // what else is in the file
-} vae__file;
 
 static rocq_result vae__entry_at(vae_model *m, const vae__file *f, int64_t i, vae__entry *e) {
     memset(e, 0, sizeof *e);
@@ -523,8 +539,7 @@ static rocq_result vae__read(vae_model *m, const vae__file *f, const vae__entry 
 typedef struct vae__builder {
     vae__file *file;
     vae_net *net;
-    int32_t c;         // channels so far, 0 = whatever the first weight has
-    rocq_arena *arena; // NULL: shapes are checked
+    int32_t c; // channels so far, 0 = whatever the first weight has
 } vae__builder;
 
 typedef struct vae__spec {
@@ -624,7 +639,7 @@ static rocq_format vae__weight_format(const vae_model *m, rocq_format file, int6
 // Adds a convolution to the network: finds its tensors and checks their shapes.
 static rocq_result vae__add_conv(vae_model *m, vae__builder *b, const vae__spec *s) {
     char name[128];
-    vae__entry *e, *bias = NULL, *other;
+    vae__entry *e, *vectors[VAE__VECTORS] = {NULL, NULL, NULL};
     int64_t c = 0, rows = 0, biases = 0;
     if (b->net->n_convs == VAE__MAX_CONVS) {
         return vae__fail(m, ROCQ_E_UNSUPPORTED, "the network has over %d convolutions",
@@ -640,8 +655,8 @@ static rocq_result vae__add_conv(vae_model *m, vae__builder *b, const vae__spec 
     }
     snprintf(name, sizeof name, "%s.bias", s->name);
     if (!s->no_bias || vae__find(b->file, name)) {
-        VAE__TRY(vae__vector(m, b, s->name, ".bias", 0, &bias));
-        biases = vae__count(bias);
+        VAE__TRY(vae__vector(m, b, s->name, ".bias", 0, &vectors[VAE__BIAS]));
+        biases = vae__count(vectors[VAE__BIAS]);
     }
     if (!vae__channels(b, e, s, biases > 0 ? biases : e->n_dims == 4 ? e->ne[3] : 0, &c, &rows)) {
         return vae__wrong_shape(m, e, s, b->c);
@@ -657,102 +672,26 @@ static rocq_result vae__add_conv(vae_model *m, vae__builder *b, const vae__spec 
     conv->pad = s->pad;
     conv->before = s->before;
     conv->after = s->after;
+    conv->part = s->part;
+    conv->n_parts = s->n_parts;
+    conv->follower = -1;
+    conv->entry = e;
+    conv->format = vae__weight_format(m, e->format, c * s->k * s->k * s->kt, &conv->why);
     if (s->norm) {
         snprintf(name, sizeof name, "%s.bias", s->norm);
-        VAE__TRY(vae__vector(m, b, s->norm, ".weight", c, &other));
+        VAE__TRY(vae__vector(m, b, s->norm, ".weight", c, &vectors[VAE__NORM_WEIGHT]));
         conv->norm = vae__find(b->file, name) ? VAE__GROUP_NORM : VAE__POSITION_NORM;
-        if (conv->norm == VAE__GROUP_NORM) VAE__TRY(vae__vector(m, b, s->norm, ".bias", c, &other));
+        if (conv->norm == VAE__GROUP_NORM) {
+            VAE__TRY(vae__vector(m, b, s->norm, ".bias", c, &vectors[VAE__NORM_BIAS]));
+        }
         if (conv->norm == VAE__GROUP_NORM && c % m->options.n_groups != 0) {
             return vae__fail(m, ROCQ_E_SHAPE, "%s: %d channels in %d groups", s->norm, (int)c,
                              (int)m->options.n_groups);
         }
     }
+    for (int i = 0; i < VAE__VECTORS; i++) conv->vector_entries[i] = vectors[i];
     b->c = conv->m;
     return ROCQ_OK;
-}
-
-// Values of a vector in F32, or those of one part.
-static rocq_result vae__fill_vector(vae_model *m, const vae__file *f, const char *name,
-                                    const char *suffix, const vae__spec *s, rocq_arena *arena,
-                                    float gain, rocq_tensor *t, int64_t n) {
-    char full[128];
-    snprintf(full, sizeof full, "%s%s", name, suffix);
-    const vae__entry *e = vae__find(f, full);
-    if (!e) return ROCQ_OK;
-    VAE__TRY(rocq_tensor_1d(arena, t, ROCQ_F32, n));
-    if (arena->measuring) return ROCQ_OK;
-    const int64_t count = vae__count(e);
-    const size_t size = (size_t)(e->size + 4 * count);
-    unsigned char *raw;
-    VAE__TRY(vae__allocate(m, &raw, size));
-    float *values = (float *)(void *)raw; // first, for its alignment
-    rocq_result result = vae__read(m, f, e, raw + 4 * count);
-    if (result == ROCQ_OK) result = rocq_dequantize(e->format, values, raw + 4 * count, count);
-    for (int64_t i = 0; i < count; i++) values[i] *= gain;
-    if (result == ROCQ_OK) {
-        result = rocq_upload(m->ctx, t, values + (s->n_parts > 0 ? s->part * n : 0), 4 * n);
-    }
-    vae__free(m, raw, size);
-    return result;
-}
-
-// The weight itself, from the file's order to that of rocq_conv.
-static rocq_result vae__fill_weight(vae_model *m, const vae__file *f, const vae__spec *s,
-                                    vae_conv *conv, rocq_arena *arena) {
-    char name[128];
-    snprintf(name, sizeof name, "%s.weight", s->name);
-    const vae__entry *e = vae__find(f, name);
-    const int64_t k = (int64_t)conv->c * conv->k * conv->k * conv->kt;
-    const bool block = rocq_get_format_info(e->format)->block_elems > 1;
-    const rocq_format format = vae__weight_format(m, e->format, k, &conv->why);
-    VAE__TRY(rocq_tensor_2d(arena, &conv->w, format, k, conv->m));
-    if (arena->measuring) return ROCQ_OK;
-    if (m->gpu && rocq_get_format_info(format)->block_elems > 1) {
-        conv->w.layout = ROCQ_LAYOUT_PLANAR;
-    }
-    unsigned char *raw;
-    float *values = NULL;
-    const int64_t n = k * conv->m, part = e->size / (s->n_parts > 0 ? s->n_parts : 1);
-    const bool in_order = e->n_dims == 2; // rows of matrices have their channels innermost already
-    VAE__TRY(vae__allocate(m, &raw, (size_t)e->size));
-    const unsigned char *src = raw + (s->n_parts > 0 ? s->part * part : 0);
-    rocq_result result = vae__read(m, f, e, raw);
-    rocq_conv_weights_params fill = {.w = &conv->w, .src = src, .src_format = e->format,
-                                     .src_size = part, .kw = in_order ? 1 : conv->k,
-                                     .kh = in_order ? 1 : conv->k, .kt = in_order ? 1 : conv->kt};
-    if (result == ROCQ_OK && (conv->gain != 1 || (block && format != e->format))) {
-        result = vae__allocate(m, &values, (size_t)n * sizeof *values);
-        if (result == ROCQ_OK) result = rocq_dequantize(e->format, values, src, n);
-        for (int64_t i = 0; i < n && result == ROCQ_OK; i++) values[i] *= conv->gain;
-        fill.src = values;
-        fill.src_format = ROCQ_F32;
-        fill.src_size = n * (int64_t)sizeof *values;
-    }
-    if (result == ROCQ_OK) {
-        result = block && format == e->format ? rocq_upload(m->ctx, &conv->w, src, part)
-                                              : rocq_conv_weights(m->ctx, &fill);
-    }
-    vae__free(m, values, (size_t)n * sizeof *values);
-    vae__free(m, raw, (size_t)e->size);
-    return result;
-}
-
-// A convolution of a module: the first time checked, then given memory, then filled.
-static rocq_result vae__conv_of(vae_model *m, vae__builder *b, const vae__spec *s) {
-    if (!b->arena) return vae__add_conv(m, b, s);
-    vae_conv *conv = &b->net->convs[b->net->n_convs++];
-    VAE__TRY(vae__fill_weight(m, b->file, s, conv, b->arena));
-    VAE__TRY(vae__fill_vector(m, b->file, s->name, ".bias", s, b->arena, conv->bias_gain,
-                              &conv->bias, conv->m));
-    if (s->norm) {
-        const vae__spec all = {.name = s->norm};
-        VAE__TRY(vae__fill_vector(m, b->file, s->norm, ".weight", &all, b->arena, 1,
-                                  &conv->norm_weight, conv->c));
-        VAE__TRY(vae__fill_vector(m, b->file, s->norm, ".bias", &all, b->arena, 1,
-                                  &conv->norm_bias, conv->c));
-    }
-    if (b->arena->measuring) return ROCQ_OK;
-    return vae__progress(m, "loading", b->arena->used, b->arena->buffer.size);
 }
 
 static rocq_result vae__module_of(vae_model *m, vae__builder *b, int32_t kind, int32_t residual) {
@@ -765,7 +704,7 @@ static rocq_result vae__module_of(vae_model *m, vae__builder *b, int32_t kind, i
     mod->kind = kind;
     mod->residual = residual;
     mod->first = net->n_convs;
-    if (kind == VAE__TIME && !b->arena) net->n_times++;
+    if (kind == VAE__TIME) net->n_times++;
     return ROCQ_OK;
 }
 
@@ -777,7 +716,7 @@ static void vae__module_end(vae__builder *b) {
 
 static rocq_result vae__single(vae_model *m, vae__builder *b, const vae__spec *s) {
     VAE__TRY(vae__module_of(m, b, VAE__CONVS, VAE__NO_RESIDUAL));
-    VAE__TRY(vae__conv_of(m, b, s));
+    VAE__TRY(vae__add_conv(m, b, s));
     vae__module_end(b);
     return ROCQ_OK;
 }
@@ -793,14 +732,14 @@ static rocq_result vae__resnet(vae_model *m, vae__builder *b, const char *name) 
     const vae__spec conv1 = {.name = names[1], .norm = names[0], .k = 3, .kt = kt, .pad = 1,
                              .before = ROCQ_ACT_SILU};
     VAE__TRY(vae__module_of(m, b, VAE__CONVS, shortcut ? VAE__OF_SHORTCUT : VAE__OF_INPUT));
-    VAE__TRY(vae__conv_of(m, b, &conv1));
+    VAE__TRY(vae__add_conv(m, b, &conv1));
     const vae__spec conv2 = {.name = names[3], .norm = names[2], .k = 3, .kt = kt,
                              .m = shortcut ? 0 : c, .pad = 1, .before = ROCQ_ACT_SILU};
-    VAE__TRY(vae__conv_of(m, b, &conv2));
+    VAE__TRY(vae__add_conv(m, b, &conv2));
     if (shortcut) {
         const vae__spec last = {.name = names[4], .k = 1, .kt = 1, .m = b->c};
         b->c = c;
-        VAE__TRY(vae__conv_of(m, b, &last));
+        VAE__TRY(vae__add_conv(m, b, &last));
     }
     vae__module_end(b);
     return ROCQ_OK;
@@ -818,13 +757,13 @@ static rocq_result vae__attention_of(vae_model *m, vae__builder *b, const char *
         const vae__spec s = {.name = part, .norm = norm, .k = 1, .kt = 1, .m = c, .part = i,
                              .n_parts = m->video ? 3 : 0};
         b->c = c;
-        VAE__TRY(vae__conv_of(m, b, &s));
+        VAE__TRY(vae__add_conv(m, b, &s));
         b->net->convs[b->net->n_convs - 1].same_input = i > 0;
     }
     snprintf(part, sizeof part, "%.80s.proj_out", name);
     const vae__spec s = {.name = part, .k = 1, .kt = 1, .m = c};
     b->c = c;
-    VAE__TRY(vae__conv_of(m, b, &s));
+    VAE__TRY(vae__add_conv(m, b, &s));
     vae__module_end(b);
     return ROCQ_OK;
 }
@@ -873,7 +812,7 @@ static rocq_result vae__kl_decoder(vae_model *m, vae__builder *b) {
                 const vae__spec time = {
                     .name = name, .k = 1, .kt = 3, .m = c, .part = i, .n_parts = 2};
                 b->c = c;
-                VAE__TRY(vae__conv_of(m, b, &time));
+                VAE__TRY(vae__add_conv(m, b, &time));
                 b->net->convs[b->net->n_convs - 1].same_input = i > 0;
             }
             vae__module_end(b);
@@ -949,12 +888,12 @@ static rocq_result vae__taesd(vae_model *m, vae__builder *b, const char *half, b
             const vae__spec conv = {.name = name, .k = 3, .kt = 1,
                                     .m = j == 2 && !shortcut ? c : 0, .pad = 1,
                                     .after = ROCQ_ACT_RELU};
-            VAE__TRY(vae__conv_of(m, b, &conv));
+            VAE__TRY(vae__add_conv(m, b, &conv));
         }
         if (shortcut) {
             const vae__spec skip = {.name = names[3], .k = 1, .kt = 1, .m = b->c, .no_bias = true};
             b->c = c;
-            VAE__TRY(vae__conv_of(m, b, &skip));
+            VAE__TRY(vae__add_conv(m, b, &skip));
         }
         vae__module_end(b);
     }
@@ -1023,11 +962,10 @@ static rocq_result vae__choose_family(vae_model *m, const vae__file *f, bool tae
     return ROCQ_OK;
 }
 
-static rocq_result vae__build(vae_model *m, vae__file *f, rocq_arena *arena, bool taesd) {
+static rocq_result vae__build(vae_model *m, vae__file *f, bool taesd) {
     vae_net *nets[2] = {&m->decoder, &m->encoder};
     for (int i = 0; i < (m->options.encoder ? 2 : 1); i++) {
-        vae__builder b = {f, nets[i], 0, arena};
-        b.net->n_convs = b.net->n_modules = 0;
+        vae__builder b = {f, nets[i], 0};
         if (taesd) VAE__TRY(vae__taesd(m, &b, i == 0 ? "decoder" : "encoder", i == 0));
         else VAE__TRY(i == 0 ? vae__kl_decoder(m, &b) : vae__kl_encoder(m, &b));
         const vae_module *last = &b.net->modules[b.net->n_modules - 1];
@@ -1085,8 +1023,169 @@ static void vae__set_gains(vae_model *m) {
     }
 }
 
-static rocq_result vae__load(vae_model *m, vae__file *f) {
+// ---------------------------------------------------------------------------------------------
+// Weights: where they are, and how they get there
+// ---------------------------------------------------------------------------------------------
+
+// An address where nothing is, for tensors of which only the sizes matter.
+static rocq_buffer vae__nowhere(const vae_model *m, int shift) {
+    const uint64_t at = (uint64_t)1 << (sizeof(void *) * 8 - (size_t)shift);
+    const int64_t size = (int64_t)1 << (sizeof(void *) * 8 - 4);
+    return m->gpu ? rocq_buffer_from_device(at, size)
+                  : rocq_buffer_from_host((void *)(uintptr_t)at, size);
+}
+
+// Values of a vector in F32, or those of the convolution's part of it.
+static rocq_result vae__fill_vector(vae_model *m, const vae_conv *conv, int which) {
+    const vae__entry *e = conv->vector_entries[which];
+    const rocq_tensor *t = &conv->vectors[which];
+    if (!e) return ROCQ_OK;
+    const int64_t count = vae__count(e), n = t->ne[0];
+    const size_t size = (size_t)(e->size + 4 * count);
+    unsigned char *raw;
+    VAE__TRY(vae__allocate(m, &raw, size));
+    float *values = (float *)(void *)raw; // first, for its alignment
+    rocq_result result = vae__read(m, &m->file, e, raw + 4 * count);
+    if (result == ROCQ_OK) result = rocq_dequantize(e->format, values, raw + 4 * count, count);
+    for (int64_t i = 0; i < count && which == VAE__BIAS; i++) values[i] *= conv->bias_gain;
+    if (result == ROCQ_OK) {
+        const int64_t first = which == VAE__BIAS && conv->n_parts > 0 ? conv->part * n : 0;
+        result = rocq_upload(m->ctx, t, values + first, 4 * n);
+    }
+    vae__free(m, raw, size);
+    return result;
+}
+
+// The weight itself, from the file's order to that of rocq_conv.
+static rocq_result vae__fill_weight(vae_model *m, const vae_conv *conv) {
+    const vae__entry *e = conv->entry;
+    const bool block = rocq_get_format_info(e->format)->block_elems > 1;
+    unsigned char *raw;
+    float *values = NULL;
+    const int64_t n = rocq_tensor_count(&conv->w);
+    const int64_t part = e->size / (conv->n_parts > 0 ? conv->n_parts : 1);
+    const bool in_order = e->n_dims == 2; // rows of matrices have their channels innermost already
+    VAE__TRY(vae__allocate(m, &raw, (size_t)e->size));
+    const unsigned char *src = raw + (conv->n_parts > 0 ? conv->part * part : 0);
+    rocq_result result = vae__read(m, &m->file, e, raw);
+    rocq_conv_weights_params fill = {.w = &conv->w, .src = src, .src_format = e->format,
+                                     .src_size = part, .kw = in_order ? 1 : conv->k,
+                                     .kh = in_order ? 1 : conv->k, .kt = in_order ? 1 : conv->kt};
+    if (result == ROCQ_OK && (conv->gain != 1 || (block && conv->format != e->format))) {
+        result = vae__allocate(m, &values, (size_t)n * sizeof *values);
+        if (result == ROCQ_OK) result = rocq_dequantize(e->format, values, src, n);
+        for (int64_t i = 0; i < n && result == ROCQ_OK; i++) values[i] *= conv->gain;
+        fill.src = values;
+        fill.src_format = ROCQ_F32;
+        fill.src_size = n * (int64_t)sizeof *values;
+    }
+    if (result == ROCQ_OK) {
+        result = block && conv->format == e->format ? rocq_upload(m->ctx, &conv->w, src, part)
+                                                    : rocq_conv_weights(m->ctx, &fill);
+    }
+    vae__free(m, values, (size_t)n * sizeof *values);
+    vae__free(m, raw, (size_t)e->size);
+    return result;
+}
+
+// Marks the n largest weights of a network as streamed; of NULL, none of both.
+static void vae__mark_streamed(vae_model *m, const vae_net *net, int32_t n) {
+    vae_net *nets[2] = {&m->decoder, &m->encoder};
+    for (int i = 0; i < 2; i++) {
+        for (int32_t j = 0; j < nets[i]->n_convs; j++) {
+            nets[i]->convs[j].streamed = net && nets[i] != net;
+        }
+    }
+    for (; net && n > 0; n--) {
+        vae_conv *largest = NULL;
+        for (int32_t j = 0; j < net->n_convs; j++) {
+            vae_conv *c = &net->convs[j];
+            if (c->streamed) continue;
+            if (!largest || rocq_tensor_size(&c->w) > rocq_tensor_size(&largest->w)) largest = c;
+        }
+        largest->streamed = true;
+    }
+}
+
+// Gives the tensors of both networks their places in a buffer, or, with NULL, finds out how large
+// it is to be: vectors of all, and weights of `net` but for the n_streamed largest, which share a
+// place; where net is NULL, of both networks all.
+static rocq_result vae__place(vae_model *m, const vae_net *net, int32_t n_streamed,
+                              const rocq_buffer *buffer, int64_t *size) {
+    vae_net *nets[2] = {&m->decoder, &m->encoder};
     rocq_arena arena;
+    rocq_tensor ignored;
+    int64_t place = 0;
+    rocq_arena_init(&arena, buffer);
+    vae__mark_streamed(m, net, n_streamed);
+    for (int pass = 0; pass < 2; pass++) { // what has a place of its own, then what shares one
+        for (int32_t i = 0; i < nets[0]->n_convs + nets[1]->n_convs; i++) {
+            const vae_net *of = i < nets[0]->n_convs ? nets[0] : nets[1];
+            vae_conv *c = &of->convs[i < nets[0]->n_convs ? i : i - nets[0]->n_convs];
+            for (int v = 0; v < VAE__VECTORS && pass == 0; v++) {
+                if (!c->vector_entries[v]) continue;
+                VAE__TRY(rocq_tensor_1d(&arena, buffer ? &c->vectors[v] : &ignored, ROCQ_F32,
+                                        v == VAE__BIAS ? c->m : c->c));
+            }
+            if (pass == 0 ? c->streamed : !c->streamed || of != net) continue;
+            const int64_t k = (int64_t)c->c * c->k * c->k * c->kt;
+            rocq_tensor *w = buffer ? &c->w : &ignored;
+            VAE__TRY(rocq_tensor_2d(&arena, w, c->format, k, c->m));
+            if (m->gpu && rocq_get_format_info(c->format)->block_elems > 1) {
+                w->layout = ROCQ_LAYOUT_PLANAR;
+            }
+            if (pass == 1) rocq_arena_reset(&arena, place);
+        }
+        if (pass == 0) place = rocq_arena_mark(&arena);
+    }
+    *size = arena.peak;
+    return ROCQ_OK;
+}
+
+// Takes memory for weights and loads those that stay there, unless they are there already.
+static rocq_result vae__lay(vae_model *m, const vae_net *net, int32_t n_streamed) {
+    vae_net *nets[2] = {&m->decoder, &m->encoder};
+    int64_t size, done = 0;
+    vae__mark_streamed(m, net, n_streamed); // which plans have changed
+    if (net == m->laid_net && n_streamed == m->laid_streamed) return ROCQ_OK;
+    m->laid_streamed = -1;
+    m->in_place = -1;
+    VAE__TRY(rocq_buffer_free(m->ctx, &m->weights));
+    VAE__TRY(vae__place(m, net, n_streamed, NULL, &size));
+    VAE__TRY(rocq_buffer_alloc(m->ctx, &m->weights, size));
+    VAE__TRY(vae__place(m, net, n_streamed, &m->weights, &size));
+    for (int i = 0; i < 2; i++) {
+        for (int32_t j = 0; j < nets[i]->n_convs; j++) {
+            vae_conv *c = &nets[i]->convs[j];
+            for (int v = 0; v < VAE__VECTORS; v++) VAE__TRY(vae__fill_vector(m, c, v));
+            if (c->streamed) continue;
+            VAE__TRY(vae__fill_weight(m, c));
+            done += rocq_tensor_size(&c->w);
+            VAE__TRY(vae__progress(m, "loading", done, size));
+        }
+    }
+    m->laid_net = net;
+    m->laid_streamed = n_streamed;
+    return ROCQ_OK;
+}
+
+// Reads the weights of convolution i of the network to the place that streamed ones share. The
+// queue is in order, so they may be uploaded behind an op that still reads others there: the upload
+// ring is what they wait in. So on a GPU those of the next convolution are read and reordered while
+// this one is computed.
+static rocq_result vae__bring(vae_model *m, int32_t i) {
+    if (i < 0 || !m->net->convs[i].streamed || m->in_place == i) return ROCQ_OK;
+    m->in_place = -1;
+    VAE__TRY(vae__fill_weight(m, &m->net->convs[i]));
+    m->in_place = i;
+    return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Opening a file
+// ---------------------------------------------------------------------------------------------
+
+static rocq_result vae__load(vae_model *m, vae__file *f) {
     VAE__TRY(vae__read_names(m, f));
     const bool taesd = vae__is_taesd(f);
     m->video = !taesd && !vae__find(f, "decoder.norm_out.bias") &&
@@ -1097,7 +1196,7 @@ static rocq_result vae__load(vae_model *m, vae__file *f) {
     const size_t size = VAE__MAX_CONVS * sizeof(vae_conv);
     VAE__TRY(vae__allocate(m, &m->decoder.convs, size));
     VAE__TRY(vae__allocate(m, &m->encoder.convs, size));
-    VAE__TRY(vae__build(m, f, NULL, taesd));
+    VAE__TRY(vae__build(m, f, taesd));
     if (m->z > 64 || m->decoder.c_out != 3) {
         return vae__fail(m, ROCQ_E_UNSUPPORTED, "latents of %d channels, pictures of %d", (int)m->z,
                          (int)m->decoder.c_out);
@@ -1123,13 +1222,21 @@ static rocq_result vae__load(vae_model *m, vae__file *f) {
                          "shrinks %d times", (int)m->scale, (int)shrink);
     }
     m->time_scale = 1 << m->decoder.n_times;
-    rocq_arena_init(&arena, NULL);
-    VAE__TRY(vae__build(m, f, &arena, taesd));
-    m->weight_bytes = arena.peak;
-    VAE__TRY(rocq_buffer_alloc(m->ctx, &m->weights, m->weight_bytes));
-    rocq_arena_init(&arena, &m->weights);
-    VAE__TRY(vae__build(m, f, &arena, taesd));
-    return rocq_sync(m->ctx);
+    const rocq_buffer nowhere = vae__nowhere(m, 3);
+    m->laid_streamed = m->in_place = -1;
+    VAE__TRY(vae__place(m, NULL, 0, &nowhere, &m->weight_bytes)); // for plans
+    VAE__TRY(vae__place(m, NULL, 0, NULL, &m->weight_bytes));
+    if (!m->options.stream) {
+        VAE__TRY(vae__lay(m, NULL, 0));
+        return rocq_sync(m->ctx);
+    }
+    // The first copy of a GPU context takes pinned memory: now, so that plans count it.
+    const float zero = 0;
+    rocq_tensor t;
+    const int64_t one = 1;
+    VAE__TRY(rocq_buffer_alloc(m->ctx, &m->weights, sizeof zero));
+    VAE__TRY(rocq_tensor_init(&t, &m->weights, 0, ROCQ_F32, 1, &one));
+    return rocq_upload(m->ctx, &t, &zero, sizeof zero);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1151,12 +1258,8 @@ static rocq_result vae__measure(vae_model *m, rocq_op op, const void *params) {
 
 // While planning, addresses where nothing is: ops are only checked.
 static void vae__stack_init(vae_model *m, const rocq_buffer *buffer) {
-    const uint64_t nowhere = (uint64_t)1 << (sizeof(void *) * 8 - 2);
-    const int64_t size = (int64_t)1 << (sizeof(void *) * 8 - 4);
     memset(&m->stack, 0, sizeof m->stack);
-    if (buffer) m->stack.buffer = *buffer;
-    else if (m->gpu) m->stack.buffer = rocq_buffer_from_device(nowhere, size);
-    else m->stack.buffer = rocq_buffer_from_host((void *)(uintptr_t)nowhere, size);
+    m->stack.buffer = buffer ? *buffer : vae__nowhere(m, 2);
 }
 
 // A tensor [c, w, h, n] from one side of the stack.
@@ -1261,9 +1364,14 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
     const int64_t past = again ? c[-1].n_past : cached ? c->n_cached : 0;
     const int64_t n = x->full.ne[3] - x->room;
     const rocq_tensor in = vae__part(x, &need, x->room - past, past + n);
+    const int32_t index = (int32_t)(c - m->net->convs);
+    const rocq_tensor *vectors[VAE__VECTORS];
     rocq_tensor stats;
     const int64_t level = m->stack.level[0];
     int32_t pad[2];
+    for (int v = 0; v < VAE__VECTORS; v++) {
+        vectors[v] = c->vectors[v].n_dims > 0 ? &c->vectors[v] : NULL;
+    }
     for (int d = 0; d < 2; d++) {
         pad[d] = (int32_t)(c->upsample * need.at[d] - (c->stride * o->at[d] - c->pad));
         if (pad[d] == 0) pad[d] = -1; // none; 0 would be the default
@@ -1284,17 +1392,21 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
     const bool wide = c->norm == VAE__NO_NORM && m->stream != ROCQ_F16 &&
                       x->full.format == m->stream;
     const rocq_conv_params conv = {
-        .y = y, .w = &c->w, .x = &in, .bias = c->bias.n_dims ? &c->bias : NULL,
+        .y = y, .w = &c->w, .x = &in, .bias = vectors[VAE__BIAS],
         .residual = residual,
         .stats = c->norm == VAE__GROUP_NORM      ? &c->stats
                  : c->norm == VAE__POSITION_NORM ? &stats
                                                  : NULL,
-        .norm_weight = c->norm_weight.n_dims ? &c->norm_weight : NULL,
-        .norm_bias = c->norm_bias.n_dims ? &c->norm_bias : NULL,
+        .norm_weight = vectors[VAE__NORM_WEIGHT],
+        .norm_bias = vectors[VAE__NORM_BIAS],
         .kw = c->k, .kh = c->k, .kt = c->kt, .stride = c->stride, .upsample = c->upsample,
         .pad_x = pad[0], .pad_y = pad[1], .x_activation = c->before, .activation = c->after,
         .x_scale = wide ? 1.0f / 64 : 0, .precision = m->options.precision};
+    if (m->last_conv >= 0) m->net->convs[m->last_conv].follower = index;
+    m->last_conv = index;
+    if (!m->planning) VAE__TRY(vae__bring(m, index));
     VAE__RUN(m, CONV, conv, &conv);
+    if (!m->planning && m->gpu) VAE__TRY(vae__bring(m, c->follower));
     if (cached && !again) {
         const int64_t keep = past + n < c->kt - 1 ? past + n : c->kt - 1;
         const rocq_tensor from = rocq_tensor_slice(&in, 3, past + n - keep, keep);
@@ -2056,6 +2168,14 @@ static rocq_result vae__blend(vae_model *m, int64_t n_out) {
     return ROCQ_OK;
 }
 
+// On a GPU weights in block formats are repacked in scratch memory, of 1 MiB at most.
+static int64_t vae__load_scratch(const vae_model *m) {
+    for (int32_t i = 0; i < m->net->n_convs && m->options.stream; i++) {
+        if (m->net->convs[i].w.layout == ROCQ_LAYOUT_PLANAR) return 1 << 20;
+    }
+    return 0;
+}
+
 // The request by m->plan; planning, the first batch for all.
 static rocq_result vae__batches(vae_model *m) {
     const vae_request *job = m->job;
@@ -2063,7 +2183,8 @@ static rocq_result vae__batches(vae_model *m) {
     const int64_t batch = m->video ? 1 : m->plan.batch;
     const bool blend = m->plan.tiling == VAE_BLEND || (m->video && job->chunk_overlap > 0);
     m->flops = 0;
-    m->op_scratch = 0;
+    m->op_scratch = m->planning ? vae__load_scratch(m) : 0;
+    m->last_conv = -1;
     m->blending = false;
     memset(m->at, 0, sizeof m->at);
     memset(m->ramp, 0, sizeof m->ramp);
@@ -2247,8 +2368,13 @@ static rocq_result vae__measure_plan(vae_model *m, int64_t base) {
     const rocq_result result = vae__batches(m);
     m->planning = false;
     m->plan.activation_bytes = m->stack.peak;
+    // What the context has as scratch stays, where that fits the budget.
     m->plan.scratch_bytes = m->op_scratch > m->scratch ? m->op_scratch : m->scratch;
     m->plan.peak_bytes = base + m->plan.activation_bytes + m->plan.scratch_bytes;
+    if (m->budget > 0 && m->plan.peak_bytes > m->budget) {
+        m->plan.peak_bytes -= m->plan.scratch_bytes - m->op_scratch;
+        m->plan.scratch_bytes = m->op_scratch;
+    }
     m->plan.flops = m->flops;
     if (m->plan.tiling == VAE_EXACT) {
         m->plan.n_tiles = (int32_t)vae__n_cells(m, m->plan.tile);
@@ -2400,6 +2526,52 @@ static bool vae__alike(const vae_request *a, const vae_request *b) {
            !a->values == !b->values;
 }
 
+// Tilings in the order in which they are wished for: the first that fits.
+static rocq_result vae__try_tilings(vae_model *m, int64_t base, int64_t budget, bool *fits,
+                                    int64_t *least) {
+    const vae_tiling tiling = m->job->tiling;
+    const bool exact = tiling == VAE_EXACT || (tiling == VAE_AUTO && !m->video);
+    const bool blend = tiling == VAE_BLEND || (tiling == VAE_AUTO && m->video);
+    if (tiling == VAE_AUTO || tiling == VAE_WHOLE) {
+        VAE__TRY(vae__try(m, VAE_WHOLE, 0, 0, base, budget, fits, least));
+    }
+    if (!*fits && exact) VAE__TRY(vae__try_exact(m, base, budget, fits, least));
+    if (!*fits && blend) VAE__TRY(vae__try_blend(m, base, budget, fits, least));
+    return ROCQ_OK;
+}
+
+// Host memory that rocq_conv_weights has while it fills one of the streamed weights, at most.
+static int64_t vae__loading_bytes(const vae_model *m) {
+    int64_t most = 0;
+    for (int32_t i = 0; i < m->net->n_convs; i++) {
+        const vae_conv *c = &m->net->convs[i];
+        const int64_t rows = 2 * c->w.ne[0] * (int64_t)sizeof(float);
+        const int64_t bytes = rows + (m->gpu ? rocq_tensor_size(&c->w) : 0);
+        if (c->streamed && bytes > most) most = bytes;
+    }
+    return most;
+}
+
+// The same with weights that are read whenever they are used: planned with as few in memory as
+// there can be, then with as many as still fit.
+static rocq_result vae__try_streaming(vae_model *m, int64_t base, int64_t budget, bool *fits,
+                                      int64_t *least) {
+    int64_t sizes[VAE__MAX_CONVS + 1], smallest = INT64_MAX;
+    for (int32_t n = 0; n <= m->net->n_convs; n++) {
+        VAE__TRY(vae__place(m, m->net, n, NULL, &sizes[n]));
+        sizes[n] += vae__loading_bytes(m);
+        if (sizes[n] < smallest) smallest = sizes[n];
+    }
+    VAE__TRY(vae__try_tilings(m, base + smallest, budget, fits, least));
+    if (!*fits) return ROCQ_OK;
+    const int64_t room = budget - m->plan.peak_bytes + smallest;
+    int32_t n = 0;
+    while (sizes[n] > room) n++;
+    m->plan.n_streamed = n;
+    m->plan.peak_bytes += sizes[n] - smallest;
+    return vae__place(m, m->net, n, NULL, &m->plan.weight_bytes);
+}
+
 static rocq_result vae__plan(vae_model *m, vae_net *net, vae_request *job) {
     rocq_stats stats;
     bool fits = false;
@@ -2414,19 +2586,19 @@ static rocq_result vae__plan(vae_model *m, vae_net *net, vae_request *job) {
     if (job->memory_budget > 0 && (budget == 0 || job->memory_budget < budget)) {
         budget = job->memory_budget;
     }
-    const int64_t base = stats.live_bytes - stats.scratch_bytes - m->memory.size;
+    const int64_t base =
+        stats.live_bytes - stats.scratch_bytes - m->memory.size - m->weights.size;
     const int64_t scratch = stats.scratch_bytes, plan_key[3] = {base, scratch, budget};
     if (net == m->planned_net && vae__alike(job, &m->planned) &&
         memcmp(plan_key, m->planned_in, sizeof plan_key) == 0) return ROCQ_OK; // as the last time
     m->planned_net = NULL;
     m->scratch = scratch;
-    if (job->tiling == VAE_AUTO || job->tiling == VAE_WHOLE) {
-        VAE__TRY(vae__try(m, VAE_WHOLE, 0, 0, base, budget, &fits, &least));
+    m->budget = budget;
+    VAE__TRY(vae__try_tilings(m, base + m->weight_bytes, budget, &fits, &least));
+    m->plan.weight_bytes = m->weight_bytes;
+    if (!fits && m->options.stream) {
+        VAE__TRY(vae__try_streaming(m, base, budget, &fits, &least));
     }
-    const bool exact = job->tiling == VAE_EXACT || (job->tiling == VAE_AUTO && !m->video);
-    const bool blend = job->tiling == VAE_BLEND || (job->tiling == VAE_AUTO && m->video);
-    if (!fits && exact) VAE__TRY(vae__try_exact(m, base, budget, &fits, &least));
-    if (!fits && blend) VAE__TRY(vae__try_blend(m, base, budget, &fits, &least));
     if (!fits) {
         m->plan.smallest_bytes = least;
         return vae__fail(m, ROCQ_E_BUDGET,
@@ -2438,7 +2610,7 @@ static rocq_result vae__plan(vae_model *m, vae_net *net, vae_request *job) {
     vae__segment_of segments[VAE__MAX_MODULES];
     const int32_t n_segments = m->n_segments;
     memcpy(segments, m->segments, sizeof segments);
-    VAE__TRY(vae__try(m, VAE_WHOLE, 0, 0, base, 0, &fits, &least));
+    VAE__TRY(vae__try(m, VAE_WHOLE, 0, 0, 0, 0, &fits, &least));
     const double whole = m->plan.flops;
     m->planned_net = net;
     m->planned = *job;
@@ -2475,22 +2647,25 @@ static rocq_result vae__open(vae_model *m, vae__file *f) {
     return vae__load(m, f);
 }
 
+static void vae__forget_file(vae_model *m) {
+    vae__free(m, m->file.entries, (size_t)(m->file.capacity + 1) * sizeof *m->file.entries);
+    memset(&m->file, 0, sizeof m->file);
+}
+
 static inline rocq_result vae_open(vae_model *m, rocq_ctx *ctx, const rocq_gguf *gguf,
                                    safetensors_file *safetensors, const vae_options *options) {
     char error[sizeof m->error];
-    vae__file file;
     memset(m, 0, sizeof *m);
-    memset(&file, 0, sizeof file);
     if (!ctx || !gguf == !safetensors) {
         return vae__fail(m, ROCQ_E_ARGUMENT, "there is no context, or not one file");
     }
     m->ctx = ctx;
     if (options) m->options = *options;
     m->gpu = vae__info(m).backend == ROCQ_BACKEND_GPU;
-    file.gguf = gguf;
-    file.safetensors = safetensors;
-    const rocq_result result = vae__done(m, vae__open(m, &file));
-    vae__free(m, file.entries, (size_t)(file.capacity + 1) * sizeof *file.entries);
+    m->file.gguf = gguf;
+    m->file.safetensors = safetensors;
+    const rocq_result result = vae__done(m, vae__open(m, &m->file));
+    if (!m->options.stream) vae__forget_file(m);
     if (result != ROCQ_OK) {
         memcpy(error, m->error, sizeof error);
         vae_close(m);
@@ -2507,6 +2682,7 @@ static inline void vae_close(vae_model *m) {
     if (m->ctx) {
         vae_trim(m);
         rocq_buffer_free(m->ctx, &m->weights);
+        vae__forget_file(m);
         vae__free(m, m->decoder.convs, VAE__MAX_CONVS * sizeof(vae_conv));
         vae__free(m, m->encoder.convs, VAE__MAX_CONVS * sizeof(vae_conv));
     }
@@ -2515,8 +2691,13 @@ static inline void vae_close(vae_model *m) {
 
 static rocq_result vae__run_job(vae_model *m, vae_net *net, vae_request *job) {
     VAE__TRY(vae__plan(m, net, job));
-    if (m->memory.size != m->plan.activation_bytes) {
-        VAE__TRY(rocq_buffer_free(m->ctx, &m->memory));
+    const vae_net *laid = m->plan.weight_bytes < m->weight_bytes ? net : NULL;
+    const int64_t memory = m->memory.size, weights = m->weights.size;
+    // What has another size is freed before anything is taken, so that the peak is as planned.
+    if (memory != m->plan.activation_bytes || weights != m->plan.weight_bytes) vae_trim(m);
+    VAE__TRY(rocq_trim(m->ctx, m->plan.scratch_bytes));
+    VAE__TRY(vae__lay(m, laid, m->plan.n_streamed));
+    if (!m->memory.size) {
         VAE__TRY(rocq_buffer_alloc(m->ctx, &m->memory, m->plan.activation_bytes));
     }
     VAE__TRY(rocq_reserve(m->ctx, m->plan.scratch_bytes));

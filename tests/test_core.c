@@ -222,6 +222,18 @@ static void buffers_are_aligned_counted_and_freed(void **state) {
     assert_int_equal(stats.scratch_bytes, 5000);
     assert_int_equal(stats.n_allocs, 4);
     assert_int_equal(stats.live_bytes, (int64_t)sizeof(rocq_ctx) + 4000 + 5000);
+    assert_int_equal(rocq_trim(ctx, -1), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_trim(NULL, 0), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_trim(ctx, 5000), ROCQ_OK); // there is no more than that
+    assert_int_equal(ctx->stats.scratch_bytes, 5000);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(rocq_trim(ctx, i == 0 ? 4999 : 0), ROCQ_OK);
+        assert_int_equal(rocq_get_stats(ctx, &stats), ROCQ_OK);
+        assert_int_equal(stats.scratch_bytes, 0);
+        assert_int_equal(stats.live_bytes, (int64_t)sizeof(rocq_ctx) + 4000);
+        assert_int_equal(ctx->budget_used, 4000);
+    }
+    assert_int_equal(rocq_reserve(ctx, 6000), ROCQ_OK); // there is room again
     rocq_close(&ctx); // with b still alive
     assert_int_equal(memory.live, 0);
 }

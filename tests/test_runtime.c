@@ -947,6 +947,12 @@ static void graphs_replay(void **state) {
         assert_int_equal(rocq_reserve(ctx, after.scratch_bytes + 4096), ROCQ_OK);
         assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK);
         assert_true(first_of(ctx, &x) == 127.0f);
+        assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK); // and as it is given back
+        assert_int_equal(rocq_trim(ctx, 0), ROCQ_OK);
+        rocq_get_stats(ctx, &after);
+        assert_int_equal(after.scratch_bytes, 0);
+        assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK);
+        assert_true(first_of(ctx, &x) == 511.0f);
         assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
         assert_int_equal(rocq_graph_end(ctx, &empty), ROCQ_OK);
         assert_int_equal(rocq_graph_launch(ctx, empty), ROCQ_OK);

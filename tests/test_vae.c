@@ -720,6 +720,174 @@ static void test_video_budgets(void **state) {
     rocq_close(&ctx);
 }
 
+static void write_gguf(rocq_ctx *ctx, const char *name, const char *path, rocq_format format);
+
+// ---------------------------------------------------------------------------------------------
+// Weights that are streamed
+// ---------------------------------------------------------------------------------------------
+
+// A model in a context of its own, its file kept open.
+typedef struct streaming {
+    rocq_ctx *ctx;
+    safetensors_file safetensors;
+    rocq_gguf *gguf;
+    vae_model m;
+} streaming;
+
+static void stream_open(streaming *s, const char *name, bool gguf, bool encoder, int64_t budget) {
+    const vae_options options = {.n_groups = 4, .encoder = encoder, .stream = true};
+    const rocq_gguf_desc desc = {.path = FOLDER "/model.gguf"};
+    memset(s, 0, sizeof *s);
+    s->ctx = open_context(budget);
+    if (gguf) assert_int_equal(rocq_gguf_open(s->ctx, &s->gguf, &desc), ROCQ_OK);
+    else assert_int_equal(safetensors_open(&s->safetensors, path_of(name)), ROCQ_OK);
+    const rocq_stats before = stats_of(s->ctx);
+    if (vae_open(&s->m, s->ctx, s->gguf, gguf ? NULL : &s->safetensors, &options) != ROCQ_OK) {
+        fail_msg("%s: %s", name, s->m.error);
+    }
+    const int64_t taken = stats_of(s->ctx).live_bytes - before.live_bytes;
+    assert_true(taken < 1000 || VAE_BACKEND == ROCQ_BACKEND_GPU); // nothing is loaded yet
+}
+
+static void stream_close(streaming *s) {
+    vae_close(&s->m);
+    safetensors_close(&s->safetensors);
+    rocq_gguf_close(&s->gguf);
+    rocq_close(&s->ctx);
+}
+
+// Decoded whole, in budgets from the smallest that does to all it takes: the bits that it has with
+// its weights in memory, in the memory that was planned, with fewer and fewer weights read anew.
+static void check_streaming(const char *name, const char *reference, bool gguf, bool encoder) {
+    enum { BUDGETS = 6 };
+    opened o;
+    streaming s;
+    vae_plan plan;
+    if (gguf) {
+        rocq_ctx *ctx = open_context(0);
+        write_gguf(ctx, name, FOLDER "/model.gguf", ROCQ_Q8_0);
+        rocq_close(&ctx);
+    }
+    open_all(&o, name, reference, 4, encoder);
+    vae_request job = request_of(&o.x, o.other);
+    job.tiling = VAE_WHOLE;
+    job.n = 1; // else there are other batches or chunks, before weights are streamed
+    job.chunk = job.frames;
+    o.count /= o.x.n;
+    if (gguf) { // what its own weights give in memory
+        stream_open(&s, name, gguf, encoder, 0);
+        job.values = o.whole;
+        decode(&s.m, &job);
+        assert_int_equal(s.m.plan.n_streamed, 0);
+        assert_true(s.m.plan.weight_bytes == s.m.weight_bytes);
+        job.values = o.other;
+        stream_close(&s);
+    }
+    stream_open(&s, name, gguf, encoder, 0);
+    assert_int_equal(vae_plan_decode(&s.m, &job, &plan), ROCQ_OK);
+    const int64_t most = plan.peak_bytes;
+    job.memory_budget = 1;
+    assert_int_equal(vae_plan_decode(&s.m, &job, &plan), ROCQ_E_BUDGET);
+    const int64_t least = plan.smallest_bytes;
+    job.memory_budget = least - 1;
+    assert_int_equal(vae_decode(&s.m, &job), ROCQ_E_BUDGET);
+    assert_int_equal(s.m.plan.smallest_bytes, least);
+    stream_close(&s);
+    int32_t n_streamed = o.m.decoder.n_convs + 1;
+    for (int i = 0; i < BUDGETS; i++) {
+        const int64_t budget = i == BUDGETS - 1 ? most - 1 : least + (most - least) * i / BUDGETS;
+        job.memory_budget = i % 2 ? budget : 0; // the request's, or the context's
+        stream_open(&s, name, gguf, encoder, i % 2 ? 0 : budget);
+        forget(&o);
+        assert_int_equal(vae_plan_decode(&s.m, &job, &plan), ROCQ_OK);
+        decode(&s.m, &job);
+        print_message("%s, %.0f of %.0f bytes: %d of %d convolutions streamed, planned %.0f, "
+                      "measured %.0f\n", name, (double)budget, (double)most,
+                      (int)plan.n_streamed, (int)s.m.decoder.n_convs, (double)plan.peak_bytes,
+                      (double)stats_of(s.ctx).peak_bytes);
+        assert_memory_equal(o.other, o.whole, (size_t)o.count * sizeof *o.other);
+        const double peak = (double)stats_of(s.ctx).peak_bytes;
+        assert_true(peak <= (double)budget && plan.peak_bytes <= budget);
+        assert_true(fabs(peak - (double)plan.peak_bytes) <= 0.05 * (double)plan.peak_bytes);
+        assert_true(plan.weight_bytes < s.m.weight_bytes && plan.n_streamed <= n_streamed);
+        assert_true(plan.n_streamed > 0 || encoder); // whose weights alone are in the way
+        n_streamed = plan.n_streamed;
+        const rocq_stats once = stats_of(s.ctx);
+        forget(&o);
+        decode(&s.m, &job); // again
+        assert_memory_equal(o.other, o.whole, (size_t)o.count * sizeof *o.other);
+        assert_int_equal(stats_of(s.ctx).live_bytes, once.live_bytes);
+        stream_close(&s);
+    }
+    close_all(&o);
+}
+
+static void test_streaming(void **state) {
+    (void)state;
+    check_streaming("sd", "sd", false, VAE_BACKEND == ROCQ_BACKEND_CPU);
+    check_streaming("sd", "sd", true, false);
+    if (VAE_BACKEND == ROCQ_BACKEND_CPU) check_streaming("wan", "wan", false, false);
+}
+
+// One model in turn with other budgets and for the other network: weights come and go.
+static void test_streaming_changes(void **state) {
+    streaming s;
+    vae_plan plan;
+    io x = io_open("sd");
+    float *out = floats(io_count(&x)), *mean = floats(x.n * x.z * x.w * x.h);
+    (void)state;
+    stream_open(&s, "sd", false, true, 0);
+    const vae_request back = {.width = (int32_t)x.out_w, .height = (int32_t)x.out_h,
+                              .n = (int32_t)x.n, .from_values = x.picture, .to_latents = mean};
+    for (int i = 0; i < 5; i++) {
+        vae_request jobs[2] = {request_of(&x, out), back};
+        for (int k = 0; k < 2; k++) {
+            vae_request *job = &jobs[k];
+            job->memory_budget = i % 2; // whatever it takes, or the least that will do
+            const rocq_result result =
+                (k == 0 ? vae_plan_decode : vae_plan_encode)(&s.m, job, &plan);
+            assert_int_equal(result, i % 2 ? ROCQ_E_BUDGET : ROCQ_OK);
+            if (i % 2) job->memory_budget = plan.smallest_bytes;
+            if ((k == 0 ? vae_decode : vae_encode)(&s.m, job) != ROCQ_OK) fail_msg("%s", s.m.error);
+            assert_true(i % 2 ? s.m.plan.n_streamed > 0 : s.m.plan.n_streamed == 0);
+            if (i % 2) assert_true(stats_of(s.ctx).live_bytes <= job->memory_budget);
+        }
+        CLOSE(out, x.out, io_count(&x), 2e-5);
+        CLOSE(mean, x.mean, x.n * x.z * x.w * x.h, 2e-5);
+        for (int64_t k = 0; k < io_count(&x); k++) out[k] = NAN;
+        for (int64_t k = 0; k < x.n * x.z * x.w * x.h; k++) mean[k] = NAN;
+    }
+    stream_close(&s);
+    free(out);
+    free(mean);
+    io_close(&x);
+}
+
+// The file ends before its weights do: one line, and the model is as good as before.
+static void test_streaming_truncated(void **state) {
+    streaming s;
+    io x = io_open("sd");
+    float *out = floats(io_count(&x));
+    (void)state;
+    stream_open(&s, "sd", false, false, 0);
+    const vae_request job = request_of(&x, out);
+    FILE *whole = s.safetensors.stream, *cut = tmpfile();
+    assert_true(cut && fputs("short", cut) >= 0);
+    s.safetensors.stream = cut;
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(vae_decode(&s.m, &job), ROCQ_E_IO);
+        assert_true(strstr(s.m.error, "cannot read") && strstr(s.m.error, "_conv.bias"));
+    }
+    s.safetensors.stream = whole;
+    fclose(cut);
+    decode(&s.m, &job);
+    CLOSE(out, x.out, io_count(&x), 2e-5);
+    stream_close(&s);
+    free(out);
+    io_close(&x);
+}
+
+
 // ---------------------------------------------------------------------------------------------
 // Formats
 // ---------------------------------------------------------------------------------------------
@@ -1217,14 +1385,16 @@ static int write_models(void **state) {
 
 int main(void) {
     static const struct CMUnitTest everywhere[] = {
-        cmocka_unit_test(test_exact), cmocka_unit_test(test_beginning)};
+        cmocka_unit_test(test_exact), cmocka_unit_test(test_beginning),
+        cmocka_unit_test(test_streaming)};
     static const struct CMUnitTest others[] = {
         cmocka_unit_test(test_batches),        cmocka_unit_test(test_exact_small),
         cmocka_unit_test(test_exact_encoder),
         cmocka_unit_test(test_blend),          cmocka_unit_test(test_blend_video),
         cmocka_unit_test(test_blend_defaults), cmocka_unit_test(test_chunks),
         cmocka_unit_test(test_memory),         cmocka_unit_test(test_budgets),
-        cmocka_unit_test(test_video_budgets),  cmocka_unit_test(test_gguf),
+        cmocka_unit_test(test_video_budgets),  cmocka_unit_test(test_streaming_changes),
+        cmocka_unit_test(test_streaming_truncated), cmocka_unit_test(test_gguf),
         cmocka_unit_test(test_shipped),        cmocka_unit_test(test_activations),
         cmocka_unit_test(test_pixels),         cmocka_unit_test(test_bad_requests),
         cmocka_unit_test(test_bad_weights),    cmocka_unit_test(test_made_weights),
