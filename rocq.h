@@ -8026,6 +8026,11 @@ static void rocq__multiply_scalar(float *x, const float *y, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] *= y[i];
 }
 
+// y += factor x
+static void rocq__add_scaled_scalar(float *y, const float *x, float factor, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] += factor * x[i];
+}
+
 #if ROCQ__HAS_V8
 static ROCQ__SIMD void rocq__add_simd(float *x, const float *y, int64_t n) {
     int64_t i = 0;
@@ -8041,6 +8046,15 @@ static ROCQ__SIMD void rocq__scale_simd(float *y, const float *x, float factor, 
         rocq__v8_store(y + i, rocq__v8_mul(rocq__v8_set1(factor), rocq__v8_load(x + i)));
     }
     for (; i < n; i++) y[i] = factor * x[i];
+}
+
+static ROCQ__SIMD void rocq__add_scaled_simd(float *y, const float *x, float factor, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        rocq__v8_store(
+            y + i, rocq__v8_fma(rocq__v8_set1(factor), rocq__v8_load(x + i), rocq__v8_load(y + i)));
+    }
+    for (; i < n; i++) y[i] += factor * x[i];
 }
 
 static ROCQ__SIMD void rocq__multiply_simd(float *x, const float *y, int64_t n) {
@@ -11116,6 +11130,7 @@ typedef struct rocq__rope {
     int n_streams;
     bool simd;
     bool neox;
+    bool backward;
     int64_t head_dim, n_dims;
     const rocq_rope_config *config;
     const int32_t *pos;
@@ -11256,7 +11271,7 @@ static void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t thread)
             const float angle = (float)((turns - floor(turns + 0.5)) * 6.283185307179586);
             const int64_t first = a->neox ? i : 2 * i, second = a->neox ? half + i : 2 * i + 1;
             cosine[first] = cosine[second] = cosf(angle) * a->magnitude;
-            sine[second] = sinf(angle) * a->magnitude;
+            sine[second] = sinf(a->backward ? -angle : angle) * a->magnitude;
             sine[first] = -sine[second];
         }
         for (int s = 0; s < a->n_streams; s++) {
@@ -11308,6 +11323,7 @@ static void rocq__plan_rope_cpu(rocq__plan *plan, rocq_op op, const void *params
     const rocq_rope_params *p = (const rocq_rope_params *)params;
     rocq__rope *a = rocq__plan_rope(plan, &p->rope, p->x->ne[0], p->pos);
     (void)op;
+    a->backward = p->backward;
     a->streams[0].x = p->x;
     a->streams[0].y = p->y;
     a->n_streams = 1;
@@ -11514,17 +11530,21 @@ static void rocq__gather_task(void *arg, int64_t r, int64_t r_end, int32_t threa
     }
 }
 
-static rocq_result rocq__gather_begin(rocq_ctx *ctx, rocq__stage *stage) {
-    const rocq_gather_params *p = ((const rocq__gather *)stage->arg)->p;
-    const int64_t n = p->ids->ne[0], n_rows = p->table->ne[1];
-    const int32_t *ids = rocq__row_i32(p->ids, 0);
-    for (int64_t i = 0; i < n; i++) {
+static rocq_result rocq__check_ids(rocq_ctx *ctx, const char *op, const rocq_tensor *t,
+                                   int64_t n_rows) {
+    const int32_t *ids = rocq__row_i32(t, 0);
+    for (int64_t i = 0; i < t->ne[0]; i++) {
         if (ids[i] < 0 || ids[i] >= n_rows) {
-            return rocq__fail(ctx, ROCQ_E_BOUNDS, "gather: ids[%lld] is %d of %lld rows",
+            return rocq__fail(ctx, ROCQ_E_BOUNDS, "%s: ids[%lld] is %d of %lld rows", op,
                               (long long)i, (int)ids[i], (long long)n_rows);
         }
     }
     return ROCQ_OK;
+}
+
+static rocq_result rocq__gather_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    const rocq_gather_params *p = ((const rocq__gather *)stage->arg)->p;
+    return rocq__check_ids(ctx, "gather", p->ids, p->table->ne[1]);
 }
 
 static void rocq__plan_gather_cpu(rocq__plan *plan, rocq_op op, const void *params) {
@@ -13443,7 +13463,119 @@ static void rocq__plan_norm_backward_cpu(rocq__plan *plan, rocq_op op, const voi
 
 // -- activate_backward, glu_backward --
 
+typedef struct rocq__map_backward {
+    const rocq_tensor *dx, *dy, *x; // of glu: dgate and gate
+    const rocq_tensor *dup, *up;    // NULL unless glu
+    rocq_activation activation;
+    bool simd;
+} rocq__map_backward;
+
+static rocq__map_backward rocq__map_backward_of(rocq_op op, const void *params) {
+    rocq__map_backward map;
+    memset(&map, 0, sizeof map);
+    if (op == ROCQ_OP_ACTIVATE_BACKWARD) {
+        const rocq_activate_backward_params *p = (const rocq_activate_backward_params *)params;
+        map.dx = p->dx;
+        map.dy = p->dy;
+        map.x = p->x;
+        map.activation = p->activation;
+    } else {
+        const rocq_glu_backward_params *p = (const rocq_glu_backward_params *)params;
+        map.dx = p->dgate;
+        map.dy = p->dy;
+        map.x = p->gate;
+        map.dup = p->dup;
+        map.up = p->up;
+        map.activation = p->activation;
+    }
+    return map;
+}
+
+static void rocq__map_backward_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
+    const rocq__map_backward *a = (const rocq__map_backward *)arg;
+    float dy_buf[ROCQ__STRIP], x_buf[ROCQ__STRIP], up_buf[ROCQ__STRIP];
+    float dx[ROCQ__STRIP], dup[ROCQ__STRIP];
+    (void)thread;
+    for (; r < r_end; r++) {
+        const rocq__coord c = rocq__coord_of(a->dx, r);
+        const unsigned char *dy_row = rocq__row(a->dy, c.i1, c.i2, c.i3);
+        const unsigned char *x_row = rocq__row(a->x, c.i1, c.i2, c.i3);
+        for (int64_t k = 0; k < a->dx->ne[0]; k += ROCQ__STRIP) {
+            const int64_t n = rocq__strip(a->dx->ne[0], k);
+            const float *dy = rocq__load(a->simd, a->dy->format, dy_row, k, n, dy_buf);
+            const float *x = rocq__load(a->simd, a->x->format, x_row, k, n, x_buf);
+            memcpy(dx, dy, (size_t)n * sizeof *dx);
+            rocq__slope_row(a->simd, a->activation, dx, x, n);
+            if (a->up) {
+                const unsigned char *up_row = rocq__row(a->up, c.i1, c.i2, c.i3);
+                const float *up = rocq__load(a->simd, a->up->format, up_row, k, n, up_buf);
+                ROCQ__EITHER(a->simd, rocq__multiply, (dx, up, n));
+                memcpy(dup, x, (size_t)n * sizeof *dup);
+                rocq__activate_row(a->simd, a->activation, dup, n);
+                ROCQ__EITHER(a->simd, rocq__multiply, (dup, dy, n));
+                rocq__store(a->simd, a->dup->format, rocq__row(a->dup, c.i1, c.i2, c.i3), k, dup,
+                            n);
+            }
+            rocq__store(a->simd, a->dx->format, rocq__row(a->dx, c.i1, c.i2, c.i3), k, dx, n);
+        }
+    }
+}
+
+static void rocq__plan_map_backward_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__map_backward *a = (rocq__map_backward *)rocq__plan_take(plan, sizeof *a);
+    *a = rocq__map_backward_of(op, params);
+    a->simd = plan->ctx->has_simd;
+    rocq__plan_stage(plan, rocq__map_backward_task, a, rocq__n_rows(a->dx),
+                     rocq__plan_grain(plan, 24 * a->dx->ne[0]));
+}
+
 // -- gather_backward --
+
+typedef struct rocq__gather_backward {
+    const rocq_gather_backward_params *p;
+    bool simd;
+    float scale;
+} rocq__gather_backward;
+
+enum { ROCQ__GATHER_COLUMNS = 64 };
+
+// A thread takes some columns of all rows, so that equal ids are added in their order.
+static void rocq__gather_backward_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
+    const rocq__gather_backward *a = (const rocq__gather_backward *)arg;
+    const rocq_tensor *dtable = a->p->dtable, *dy = a->p->dy;
+    const int32_t *ids = rocq__row_i32(a->p->ids, 0);
+    const int64_t columns = ROCQ__GATHER_COLUMNS;
+    float buf[ROCQ__GATHER_COLUMNS];
+    (void)thread;
+    for (; i < i_end; i++) {
+        const int64_t k = i * columns;
+        const int64_t n = ROCQ__MIN(dy->ne[0] - k, columns);
+        for (int64_t r = 0; r < dy->ne[1]; r++) {
+            const float *x =
+                rocq__load(a->simd, dy->format, rocq__row(dy, r, 0, 0), k, n, buf);
+            float *to = rocq__row_f32(dtable, ids[r], 0, 0) + k;
+            ROCQ__EITHER(a->simd, rocq__add_scaled, (to, x, a->scale, n));
+        }
+    }
+}
+
+static rocq_result rocq__gather_backward_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    const rocq_gather_backward_params *p = ((const rocq__gather_backward *)stage->arg)->p;
+    return rocq__check_ids(ctx, "gather_backward", p->ids, p->dtable->ne[1]);
+}
+
+static void rocq__plan_gather_backward_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    const rocq_gather_backward_params *p = (const rocq_gather_backward_params *)params;
+    rocq__gather_backward *a = (rocq__gather_backward *)rocq__plan_take(plan, sizeof *a);
+    const int64_t columns = ROCQ__GATHER_COLUMNS;
+    (void)op;
+    a->p = p;
+    a->simd = plan->ctx->has_simd;
+    a->scale = p->scale != 0.0f ? p->scale : 1.0f;
+    rocq__plan_stage(plan, rocq__gather_backward_task, a, (p->dy->ne[0] + columns - 1) / columns,
+                     rocq__plan_grain(plan, 4 * columns * p->dy->ne[1]))->begin =
+        rocq__gather_backward_begin;
+}
 
 // -- cross_entropy --
 // A column is read once for its largest logit and the sum of exponentials, which is scaled down
@@ -13800,10 +13932,6 @@ static void rocq__plan_adamw_cpu(rocq__plan *plan, rocq_op op, const void *param
     rocq__plan_stage(plan, rocq__adamw_task, a,
                      (a->p->w->ne[0] + ROCQ__STRIP - 1) / ROCQ__STRIP,
                      rocq__plan_grain(plan, 16 * ROCQ__STRIP))->begin = rocq__adamw_begin;
-}
-
-static void rocq__plan_todo_cpu(rocq__plan *plan, rocq_op op, const void *params) {
-    (void)plan, (void)op, (void)params;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -17185,6 +17313,31 @@ static rocq_result rocq__check_norm_backward(rocq_ctx *ctx, const char *op, cons
     return ROCQ__SHAPE(rstd, p->x->ne[1], p->x->ne[2], p->x->ne[3], 1);
 }
 
+static rocq_result rocq__check_activate_backward(rocq_ctx *ctx, const char *op,
+                                                 const void *params) {
+    const rocq_activate_backward_params *p = (const rocq_activate_backward_params *)params;
+    ROCQ__TRY(ROCQ__SAME(dx, x));
+    ROCQ__TRY(ROCQ__SAME(dy, x));
+    return rocq__check_activation(ctx, op, p->activation);
+}
+
+static rocq_result rocq__check_glu_backward(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_glu_backward_params *p = (const rocq_glu_backward_params *)params;
+    ROCQ__TRY(ROCQ__SAME(dgate, gate));
+    ROCQ__TRY(ROCQ__SAME(dup, gate));
+    ROCQ__TRY(ROCQ__SAME(dy, gate));
+    ROCQ__TRY(ROCQ__SAME(up, gate));
+    return rocq__check_activation(ctx, op, p->activation);
+}
+
+static rocq_result rocq__check_gather_backward(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_gather_backward_params *p = (const rocq_gather_backward_params *)params;
+    ROCQ__TRY(ROCQ__SHAPE(dtable, -1, -1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(ids, -1, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(dy, p->dtable->ne[0], p->ids->ne[0], 1, 1));
+    return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
+}
+
 // cross_entropy, grad_norm, adamw
 
 static rocq_result rocq__check_cross_entropy(rocq_ctx *ctx, const char *op, const void *params) {
@@ -17238,11 +17391,6 @@ static rocq_result rocq__check_adamw(rocq_ctx *ctx, const char *op, const void *
     ROCQ__TRY(ROCQ__RANGE(beta2, 0.0f, below_1));
     ROCQ__TRY(ROCQ__RANGE(eps, 0.0f, FLT_MAX));
     return ROCQ__RANGE(weight_decay, 0.0f, FLT_MAX);
-}
-
-static rocq_result rocq__check_todo(rocq_ctx *ctx, const char *op, const void *params) {
-    (void)params;
-    return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: not yet", op);
 }
 
 #undef ROCQ__SHAPE
@@ -17455,6 +17603,9 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
     if (op == ROCQ_OP_GATHER) {
         const rocq_gather_params *p = (const rocq_gather_params *)params;
         if (t == p->table) t = p->y;
+    } else if (op == ROCQ_OP_GATHER_BACKWARD) {
+        const rocq_gather_backward_params *p = (const rocq_gather_backward_params *)params;
+        if (t == p->dtable) return 2.0 * rocq__elems(p->dy); // the rows that ids name, updated
     } else if (op == ROCQ_OP_ATTENTION) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;
         if (t == p->k || t == p->v) return positions * (double)(t->ne[0] * t->ne[1]);
@@ -17521,6 +17672,8 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
         cost.flops = rocq__elems(((const rocq_argmax_params *)params)->x);
     } else if (op == ROCQ_OP_SAMPLE) {
         cost.flops = rocq__elems(((const rocq_sample_params *)params)->logits);
+    } else if (op == ROCQ_OP_GATHER_BACKWARD) {
+        cost.flops = rocq__elems(((const rocq_gather_backward_params *)params)->dy);
     } else if (op == ROCQ_OP_CROSS_ENTROPY) {
         cost.flops = rocq__elems(((const rocq_cross_entropy_params *)params)->logits);
     } else if (op == ROCQ_OP_GRAD_NORM) {
@@ -17678,9 +17831,10 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
            attention_backward, attention_backward, todo)
     ROCQ_X(norm_backward, rocq_norm_backward_params, norm_backward, norm_backward, norm_backward,
            todo)
-    ROCQ_X(activate_backward, rocq_activate_backward_params, todo, none, todo, todo)
-    ROCQ_X(glu_backward, rocq_glu_backward_params, todo, none, todo, todo)
-    ROCQ_X(gather_backward, rocq_gather_backward_params, todo, none, todo, todo)
+    ROCQ_X(activate_backward, rocq_activate_backward_params, activate_backward, none, map_backward,
+           todo)
+    ROCQ_X(glu_backward, rocq_glu_backward_params, glu_backward, none, map_backward, todo)
+    ROCQ_X(gather_backward, rocq_gather_backward_params, gather_backward, none, gather_backward, todo)
     ROCQ_X(cross_entropy, rocq_cross_entropy_params, cross_entropy, none, cross_entropy, todo)
     ROCQ_X(grad_norm, rocq_grad_norm_params, grad_norm, grad_norm, grad_norm, todo)
     ROCQ_X(adamw, rocq_adamw_params, adamw, none, adamw, todo)
@@ -20567,6 +20721,8 @@ static rocq__work rocq__work_named(rocq_op op, const void *params) {
         work.access = p->q->ne[2] <= ROCQ_K_FEW ? ROCQ_ACCESS_STREAM : ROCQ_ACCESS_TILED;
     } else if (op == ROCQ_OP_GATHER) {
         kind = ((const rocq_gather_params *)params)->table;
+        work.access = ROCQ_ACCESS_GATHER;
+    } else if (op == ROCQ_OP_GATHER_BACKWARD) {
         work.access = ROCQ_ACCESS_GATHER;
     } else if (op == ROCQ_OP_CAST) {
         kind = ((const rocq_cast_params *)params)->y;

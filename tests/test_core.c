@@ -771,6 +771,7 @@ static void check_refusals(rocq_ctx *ctx, const op_case *c) {
             const rocq_result more = ask(ctx, c);
             assert_true(more == ROCQ_E_SHAPE || c->operand[1] == NULL ||
                         (c->op == ROCQ_OP_GATHER && t != c->operand[0]) ||
+                        (c->op == ROCQ_OP_GATHER_BACKWARD && i == 2) || // a table of any size
                         c->op == ROCQ_OP_ROPE_APPEND || c->op == ROCQ_OP_ATTENTION ||
                         c->op == ROCQ_OP_CONV || c->op == ROCQ_OP_NORM_STATS ||
                         c->op == ROCQ_OP_RESIZE); // x of any size
@@ -1021,9 +1022,23 @@ static void ops_refuse_bad_operands(void **state) {
     check_refusals(ctx, &(op_case){ROCQ_OP_NORM_BACKWARD, &norm_backward,
                                    {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]},
                                    {true, true, true}});
+    t[5] = slot_tensor(5, ROCQ_F16, 32, 3, 2, 1);
+    t[6] = slot_tensor(6, ROCQ_F32, 32, 3, 2, 1);
+    rocq_activate_backward_params slope = {&t[0], &t[3], &t[4], ROCQ_ACT_SILU};
+    check_refusals(ctx, &(op_case){ROCQ_OP_ACTIVATE_BACKWARD, &slope, {&t[0], &t[3], &t[4]}, {true}});
+    slope.activation = (rocq_activation)9;
+    assert_int_equal(rocq_activate_backward(ctx, &slope), ROCQ_E_ARGUMENT);
+    const rocq_glu_backward_params slopes = {&t[0], &t[6], &t[3], &t[4], &t[5], ROCQ_ACT_GELU};
+    check_refusals(ctx, &(op_case){ROCQ_OP_GLU_BACKWARD, &slopes, {&t[0], &t[6], &t[3], &t[4], &t[5]},
+                                   {true, true}});
+    t[0] = slot_tensor(0, ROCQ_F32, 100, 9, 1, 1);
+    t[2] = slot_tensor(2, ROCQ_F16, 100, 3, 1, 1);
+    t[3] = slot_tensor(3, ROCQ_I32, 3, 1, 1, 1);
+    const rocq_gather_backward_params scatter = {&t[0], &t[2], &t[3], 0};
+    check_refusals(ctx, &(op_case){ROCQ_OP_GATHER_BACKWARD, &scatter, {&t[2], &t[3], &t[0]},
+                                   {false, false, true}});
     t[1] = slot_tensor(1, ROCQ_F32, 3, 1, 1, 1);
     t[2] = slot_tensor(2, ROCQ_F32, 100, 3, 1, 1);
-    t[3] = slot_tensor(3, ROCQ_I32, 3, 1, 1, 1);
     t[4] = slot_tensor(4, ROCQ_F32, 3, 1, 1, 1);
     t[5] = slot_tensor(5, ROCQ_F32, 1, 1, 1, 1);
     t[6] = slot_tensor(6, ROCQ_F16, 100, 3, 1, 1);

@@ -246,6 +246,172 @@ static void norm_backward_is_the_forwards_slope(void **state) {
     }
 }
 
+// -- activate_backward, glu_backward --
+
+static double activated(rocq_activation activation, double x) {
+    switch (activation) {
+    case ROCQ_ACT_SILU: return x / (1 + exp(-x));
+    case ROCQ_ACT_GELU:
+        return x / 2 * (1 + tanh(sqrt(2 / acos(-1.0)) * (x + 0.044715 * x * x * x)));
+    case ROCQ_ACT_GELU_ERF: return x / 2 * erfc(-x / sqrt(2.0));
+    case ROCQ_ACT_RELU: return x > 0 ? x : 0;
+    case ROCQ_ACT_TANH: return tanh(x);
+    default: return x;
+    }
+}
+
+// By a difference of float64 values, right to 1e-9; RELU is not asked for near 0.
+static double slope_of(rocq_activation activation, double x) {
+    const double step = 1e-4;
+    const double wide = activated(activation, x + 2 * step) - activated(activation, x - 2 * step);
+    const double near_by = activated(activation, x + step) - activated(activation, x - step);
+    return (8 * near_by - wide) / (12 * step);
+}
+
+static void map_solve(rocq_activation activation, bool glu, int in_place) {
+    const int64_t ne[4] = {1 + random_below(600), 1 + random_below(4), 1 + random_below(3), 2};
+    const rocq_format format = random_float();
+    box dy = box_random(random_layout(), in_place == 1 ? format : random_float(), 1, ne[0], ne[1], ne[2], ne[3]);
+    box x = box_random(random_layout(), in_place == 2 ? format : random_float(), 3, ne[0], ne[1], ne[2], ne[3]);
+    box up = box_random(random_layout(), random_float(), 2, ne[0], ne[1], ne[2], ne[3]);
+    for (int64_t i = 0; i < x.count; i++) {
+        if (fabs(x.value[i]) < 1e-3) x.value[i] = 1e-3;
+        if (random_below(100) == 0) x.value[i] *= 1000;
+    }
+    box_write(&x);
+    box dup = box_make(random_layout(), random_float(), ne[0], ne[1], ne[2], ne[3]);
+    box dx = in_place == 1   ? dy
+             : in_place == 2 ? x
+                             : box_make(random_layout(), format, ne[0], ne[1], ne[2], ne[3]);
+    const rocq_glu_backward_params p = {
+        .dgate = &dx.t, .dup = &dup.t, .dy = in_place == 1 ? &dx.t : &dy.t,
+        .gate = in_place == 2 ? &dx.t : &x.t, .up = &up.t, .activation = activation};
+    const rocq_activate_backward_params alone = {p.dgate, p.dy, p.gate, activation};
+    double *want = doubles(x.count), *slack = doubles(x.count), *want_up = doubles(x.count), *slack_up = doubles(x.count);
+    for (int64_t i = 0; i < x.count; i++) {
+        const double all = dy.value[i] * (glu ? up.value[i] : 1);
+        want[i] = slope_of(activation, x.value[i]) * all;
+        slack[i] = 1e-6 * fabs(all);
+        want_up[i] = activated(activation, x.value[i]) * dy.value[i];
+        slack_up[i] = 1e-6 * fabs(dy.value[i]) * (1e-3 + fabs(activated(activation, x.value[i])));
+    }
+    unsigned char *before = (unsigned char *)malloc((size_t)dx.size);
+    assert_non_null(before);
+    memcpy(before, dx.memory, (size_t)dx.size);
+    double *const values = dx.value;
+    dx.value = doubles(dx.count);
+    box *const outputs[2] = {&dx, &dup};
+    for (int simd = 0; simd < 2; simd++) {
+        memcpy(dx.memory, before, (size_t)dx.size);
+        if (glu) run(simd, ROCQ_OP_GLU_BACKWARD, &p, outputs, 2);
+        else run(simd, ROCQ_OP_ACTIVATE_BACKWARD, &alone, outputs, 1);
+        check_close(&dx, want, slack, "dx");
+        if (glu) check_close(&dup, want_up, slack_up, "dup");
+    }
+    free(dx.value);
+    dx.value = values;
+    if (in_place == 0) box_free(&dx);
+    box_free(&dy);
+    box_free(&x);
+    box_free(&up);
+    box_free(&dup);
+    free(before); free(want); free(slack); free(want_up); free(slack_up);
+}
+
+static void slopes_of_activations(void **state) {
+    (void)state;
+    random_state = 10;
+    for (int i = 0; i < 72; i++) map_solve((rocq_activation)(i % 6), i / 6 % 2, i / 12 % 3);
+}
+
+// -- gather_backward --
+
+static void gather_backward_adds_in_order(void **state) {
+    static const int64_t widths[] = {1, 7, 63, 64, 65, 200, 768};
+    (void)state;
+    random_state = 11;
+    for (size_t w = 0; w < sizeof widths / sizeof widths[0]; w++) {
+        for (int c = 0; c < 6; c++) {
+            const int64_t n = widths[w], n_ids = 1 + random_below(40), n_rows = c % 2 ? 9 : 1000;
+            const float scale = c % 3 == 2 ? -0.37f : 0;
+            int32_t ids[40];
+            for (int64_t i = 0; i < n_ids; i++) ids[i] = (int32_t)random_below(n_rows);
+            box table = box_random(random_layout(), ROCQ_F32, 1, n, n_rows, 1, 1);
+            box dy = box_random(random_layout(), random_float(), 1, n, n_ids, 1, 1), list = box_i32(ids, n_ids);
+            const rocq_gather_backward_params p = {&table.t, &dy.t, &list.t, scale};
+            double *want = copied(&table), *slack = doubles(table.count);
+            for (int64_t i = 0; i < n_ids; i++) {
+                for (int64_t k = 0; k < n; k++) {
+                    const double add = dy.value[i * n + k] * (double)(scale != 0 ? scale : 1);
+                    want[ids[i] * n + k] += add;
+                    slack[ids[i] * n + k] += 40 * ULP * (fabs(add) + fabs(table.value[ids[i] * n + k]));
+                }
+            }
+            unsigned char *before = (unsigned char *)malloc((size_t)table.size);
+            assert_non_null(before);
+            memcpy(before, table.memory, (size_t)table.size);
+            box *const outputs[1] = {&table};
+            for (int simd = 0; simd < 2; simd++) {
+                memcpy(table.memory, before, (size_t)table.size);
+                run(simd, ROCQ_OP_GATHER_BACKWARD, &p, outputs, 1);
+                check_close(&table, want, slack, "dtable"); // other rows exactly
+            }
+            list.value[n_ids - 1] = c % 2 ? -1 : (double)n_rows;
+            box_write(&list);
+            run_fails(ROCQ_OP_GATHER_BACKWARD, &p, ROCQ_E_BOUNDS, outputs, 1);
+            free(before); free(want); free(slack);
+            box_free(&table);
+            box_free(&dy);
+            box_free(&list);
+        }
+    }
+}
+
+// -- rope: backward --
+
+// The backward is the transpose of the forward: dy . rope(x) = rope_backward(dy) . x.
+static void rope_backward_is_the_transpose(void **state) {
+    (void)state;
+    random_state = 12;
+    for (int c = 0; c < 24; c++) {
+        const int64_t d = c % 3 == 0 ? 10 : 64, heads = 1 + random_below(5), n = 1 + random_below(9);
+        int32_t pos[9];
+        for (int64_t i = 0; i < n; i++) pos[i] = (int32_t)random_below(100000);
+        box x = box_random(random_layout(), ROCQ_F32, 1, d, heads, n, 1), at = box_i32(pos, n);
+        box dy = box_random(random_layout(), random_float(), 1, d, heads, n, 1);
+        box y = box_make(random_layout(), ROCQ_F32, d, heads, n, 1), dx = box_make(random_layout(), ROCQ_F32, d, heads, n, 1);
+        rocq_rope_params p = {.y = &y.t, .x = &x.t, .pos = &at.t,
+                              .rope = {.pairing = c % 2 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM,
+                                       .n_dims = c % 4 < 2 ? 0 : (int32_t)d - 2,
+                                       .attn_factor = c % 5 ? 0 : 1.5f}};
+        box *const outputs[2] = {&y, &dx};
+        for (int simd = 0; simd < 2; simd++) {
+            double forward = 0, backward = 0, size = 0;
+            p.y = &y.t;
+            p.x = &x.t;
+            p.backward = false;
+            run(simd, ROCQ_OP_ROPE, &p, outputs, 1);
+            p.y = &dx.t;
+            p.x = &dy.t;
+            p.backward = true;
+            run(simd, ROCQ_OP_ROPE, &p, outputs + 1, 1);
+            box_read(&y);
+            box_read(&dx);
+            for (int64_t i = 0; i < x.count; i++) {
+                forward += dy.value[i] * y.value[i];
+                backward += dx.value[i] * x.value[i];
+                size += fabs(dy.value[i] * y.value[i]) + fabs(dx.value[i] * x.value[i]);
+            }
+            assert_true(fabs(forward - backward) <= 2 * ULP * size);
+        }
+        box_free(&x);
+        box_free(&at);
+        box_free(&dy);
+        box_free(&y);
+        box_free(&dx);
+    }
+}
+
 // -- cross_entropy --
 
 typedef struct entropy_case {
@@ -673,6 +839,9 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(norm_backward_matches_the_reference),
         cmocka_unit_test(norm_backward_is_the_forwards_slope),
+        cmocka_unit_test(slopes_of_activations),
+        cmocka_unit_test(gather_backward_adds_in_order),
+        cmocka_unit_test(rope_backward_is_the_transpose),
         cmocka_unit_test(cross_entropy_matches_the_reference),
         cmocka_unit_test(cross_entropy_has_the_slope_of_its_loss),
         cmocka_unit_test(cross_entropy_of_bad_targets_and_logits),
