@@ -558,7 +558,9 @@ static void print_stats(const run *r) {
 
 static bool whole_run(run *r) {
     const rocq_desc desc = {.prefer = (rocq_backend)r->o.device, .n_threads = r->o.n_threads,
-                            .kernels_path = r->o.kernels, .sharing = (rocq_sharing)r->o.sharing};
+                            .kernels_path = r->o.kernels,
+                            .no_graphs = r->o.stats || r->o.trace, // so that they show each op
+                            .sharing = (rocq_sharing)r->o.sharing};
     const rocq_profile_desc profile = {.cost = r->o.trace ? 1.0 : 0.0}; // a trace is without gaps
     const double start = seconds();
     if (!open_device(&r->ctx, desc)) return false;

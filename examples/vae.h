@@ -110,6 +110,7 @@ enum { VAE__NO_NORM, VAE__GROUP_NORM, VAE__POSITION_NORM };
 enum { VAE__NO_RESIDUAL, VAE__OF_INPUT, VAE__OF_SHORTCUT };
 enum { VAE__MAX_CONVS = 160, VAE__MAX_MODULES = 64 };
 enum { VAE__TILE = 768, VAE__OVERLAP = 96 }; // of BLEND
+enum { VAE__RUN_NOW, VAE__RECORD, VAE__REPLAY }; // what becomes of ops, see vae__before_op
 
 typedef struct vae__entry { // a tensor of the file
     char name[96];         // ldm's: decoder.up.3.block.0.conv1.weight
@@ -219,9 +220,9 @@ typedef struct vae_model {
     // while a request is computed or planned
     vae_net *net;
     const vae_request *job;
-    vae_net *planned_net;       // for which m->plan is, or NULL; and the request, and the memory in
-    vae_request planned;        // use, the scratch and the budget
-    int64_t planned_in[3];
+    vae_net *planned_net;       // for which m->plan is, or NULL; and the request, and what else the
+    vae_request planned;        // context had in use, and as scratch
+    int64_t planned_base, planned_scratch;
     vae__stack stack;
     bool planning, comparing, inline_stats, caches;
     int64_t op_scratch, scratch; // of the ops so far; that the context has already
@@ -237,6 +238,16 @@ typedef struct vae_model {
     bool blending, first_chunk, finite;
     int64_t at[3];              // where a tile goes: column, row, frame or picture, of the batch
     int64_t first;              // of the batch, among the request's pictures or frames
+    int64_t batch_end;          // the first picture or video behind it
+    rocq_tensor ahead;          // latents of the next batch, which are uploaded while one is computed
+    int64_t n_ahead;            // pictures or frames of it that are still to be uploaded
+    int32_t mode;               // of ops; and whether any have come since the last copy
+    bool pending, recorded;     // graphs are those of m->planned, all, in recorded_stream
+    rocq_format recorded_stream;
+    rocq_graph **graphs;        // by the order of their launches; those of the last batch, if it is
+    int64_t n_graphs, graphs_capacity, graph_at, last_batch_at; // smaller, from last_batch_at on
+    int64_t graph_bytes, live_bytes;  // of memory that they take; before the one being recorded
+    double reported;            // flops, to options.progress
     int64_t limit;              // for the stack and the scratch of ops, while EXACT is planned;
                                 // 0 = none, -1 = the least
 } vae_model;
@@ -254,7 +265,9 @@ static inline rocq_result vae_plan_decode(vae_model *m, const vae_request *job, 
 static inline rocq_result vae_plan_encode(vae_model *m, const vae_request *job, vae_plan *plan);
 
 // Plans, takes the memory, computes, and waits. m->plan is the plan. Memory is kept for the next
-// request until vae_trim or vae_close.
+// request until vae_trim or vae_close, and so are graphs (see rocq_graph_begin) that the ops are
+// recorded in: a request like the last one replays them, whatever its latents, unless
+// rocq_desc.no_graphs is set. Graphs take a KiB of host memory an op, which no plan counts.
 static inline rocq_result vae_decode(vae_model *m, const vae_request *job);
 static inline rocq_result vae_encode(vae_model *m, const vae_request *job);
 static inline void vae_trim(vae_model *m);
@@ -297,6 +310,13 @@ static rocq_info vae__info(const vae_model *m) {
     memset(&info, 0, sizeof info);
     rocq_get_info(m->ctx, &info);
     return info;
+}
+
+static rocq_stats vae__stats(const vae_model *m) {
+    rocq_stats stats;
+    memset(&stats, 0, sizeof stats);
+    rocq_get_stats(m->ctx, &stats);
+    return stats;
 }
 
 static rocq_result vae__allocate(vae_model *m, void *out, size_t size) { // *out, cleared
@@ -1243,17 +1263,78 @@ static rocq_result vae__load(vae_model *m, vae__file *f) {
 // Memory of a request, and running ops
 // ---------------------------------------------------------------------------------------------
 
-// Runs an op, or, while a request is planned, finds out what scratch memory it needs: the same code
-// plans exactly the ops that run later.
-#define VAE__RUN(m, OP, op, params)                                \
-    VAE__TRY((m)->planning ? vae__measure(m, ROCQ_OP_##OP, params) \
-                           : rocq_##op((m)->ctx, params))
+// Runs an op; while a request is planned, finds out what scratch memory it needs, so that the same
+// code plans exactly the ops that run later; and where they are recorded already, does nothing:
+// vae__flush launches them.
+#define VAE__RUN(m, OP, op, params)                                              \
+    do {                                                                         \
+        if ((m)->planning) {                                                     \
+            VAE__TRY(vae__measure(m, ROCQ_OP_##OP, params));                     \
+        } else {                                                                 \
+            VAE__TRY(vae__before_op(m));                                         \
+            if ((m)->mode != VAE__REPLAY) VAE__TRY(rocq_##op((m)->ctx, params)); \
+        }                                                                        \
+    } while (0)
 
 static rocq_result vae__measure(vae_model *m, rocq_op op, const void *params) {
     int64_t bytes = 0;
     VAE__TRY(rocq_scratch_size(m->ctx, op, params, &bytes));
     if (bytes > m->op_scratch) m->op_scratch = bytes;
     return ROCQ_OK;
+}
+
+// A request that comes again has the same ops between two copies from or to the host. So the first
+// time they are recorded, a graph from one copy to the next, and later the graphs are launched in
+// the order in which the same code comes to those copies. What streams weights copies all the time,
+// and is not recorded.
+static rocq_result vae__before_op(vae_model *m) {
+    if (m->mode != VAE__RUN_NOW && !m->pending && m->mode == VAE__RECORD) {
+        m->live_bytes = vae__stats(m).live_bytes;
+        VAE__TRY(rocq_graph_begin(m->ctx));
+    }
+    m->pending = true;
+    return ROCQ_OK;
+}
+
+// Before a copy, at the latest: launches what has been recorded since the last one.
+static rocq_result vae__flush(vae_model *m) {
+    rocq_graph *graph = NULL;
+    const bool pending = m->pending && !m->planning;
+    m->pending = false;
+    if (!pending || m->mode == VAE__RUN_NOW) return ROCQ_OK;
+    if (m->mode == VAE__REPLAY) return rocq_graph_launch(m->ctx, m->graphs[m->graph_at++]);
+    VAE__TRY(rocq_graph_end(m->ctx, &graph));
+    if (m->n_graphs == m->graphs_capacity) {
+        rocq_graph **larger = NULL;
+        const int64_t capacity = 2 * m->graphs_capacity + 16;
+        const rocq_result result = vae__allocate(m, &larger, (size_t)capacity * sizeof *larger);
+        if (result != ROCQ_OK) {
+            rocq_graph_destroy(m->ctx, &graph);
+            return result;
+        }
+        if (m->n_graphs > 0) memcpy(larger, m->graphs, (size_t)m->n_graphs * sizeof *larger);
+        vae__free(m, m->graphs, (size_t)m->graphs_capacity * sizeof *m->graphs);
+        m->graphs = larger;
+        m->graphs_capacity = capacity;
+    }
+    m->graphs[m->n_graphs++] = graph;
+    VAE__TRY(rocq_graph_launch(m->ctx, graph));
+    m->graph_bytes += vae__stats(m).live_bytes - m->live_bytes;
+    return ROCQ_OK;
+}
+
+static void vae__drop_graphs(vae_model *m) {
+    if (m->pending && m->mode == VAE__RECORD) { // what failed was being recorded
+        rocq_graph *graph = NULL;
+        rocq_graph_end(m->ctx, &graph);
+        rocq_graph_destroy(m->ctx, &graph);
+    }
+    for (int64_t i = 0; i < m->n_graphs; i++) rocq_graph_destroy(m->ctx, &m->graphs[i]);
+    vae__free(m, m->graphs, (size_t)m->graphs_capacity * sizeof *m->graphs);
+    m->graphs = NULL;
+    m->n_graphs = m->graphs_capacity = m->graph_bytes = 0;
+    m->pending = m->recorded = false;
+    m->mode = VAE__RUN_NOW;
 }
 
 // While planning, addresses where nothing is: ops are only checked.
@@ -1417,7 +1498,12 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
     }
     m->stack.level[0] = level;
     m->flops += 2.0 * (double)rocq_tensor_count(y) * (double)c->w.ne[0];
-    if (m->planning) return ROCQ_OK;
+    // Graphs are cut for that: nothing of one is done before it is launched.
+    if (m->planning || !m->options.progress || m->flops - m->reported < m->plan.flops / 100) {
+        return ROCQ_OK;
+    }
+    m->reported = m->flops;
+    VAE__TRY(vae__flush(m));
     return vae__progress(m, "computing", (int64_t)(m->flops / 1e6), (int64_t)(m->plan.flops / 1e6));
 }
 
@@ -1842,21 +1928,22 @@ typedef struct vae__bytes { // of the host, for as long as a copy takes
 
 // Uploads pictures or frames `first` to first + n - 1 as the network reads them: channels
 // innermost, and for a decoder as z = latent / scale + shift, for an encoder from -1 to 1.
-static rocq_result vae__upload(vae_model *m, int64_t first, int64_t n) {
+static rocq_result vae__upload(vae_model *m, const rocq_tensor *t, int64_t first, int64_t n) {
     const vae_request *job = m->job;
     const int64_t w = job->width, h = job->height, c = m->net->c_in;
     const int64_t frames = m->video ? job->frames : 1;
     vae__bytes b = {NULL, (size_t)(c * w * h * n) * sizeof(float)};
+    bool finite = true;
+    VAE__TRY(vae__flush(m));
     VAE__TRY(vae__allocate(m, &b.data, b.size));
     float *to = (float *)b.data;
-    bool finite = true;
     for (int64_t p = 0; p < n; p++) {
         for (int64_t k = 0; k < c; k++) {
             for (int64_t i = 0; i < w * h; i++) {
                 float *at = &to[k + c * (i + w * h * p)];
                 if (m->net == &m->decoder) {
-                    const int64_t t = (first + p) % frames, item = (first + p) / frames;
-                    const float latent = job->latents[i + w * h * (t + frames * (k + c * item))];
+                    const int64_t frame = (first + p) % frames, item = (first + p) / frames;
+                    const float latent = job->latents[i + w * h * (frame + frames * (k + c * item))];
                     finite &= latent - latent == 0;
                     *at = m->tanh_latents ? 3 * tanhf(latent / 3)
                                           : latent * m->z_std[k] + m->z_mean[k];
@@ -1871,11 +1958,20 @@ static rocq_result vae__upload(vae_model *m, int64_t first, int64_t n) {
         }
     }
     const rocq_result result =
-        finite ? rocq_upload(m->ctx, &m->input, to, (int64_t)b.size)
+        finite ? rocq_upload(m->ctx, t, to, (int64_t)b.size)
                : vae__fail(m, ROCQ_E_ARGUMENT, "the %s are not all finite numbers",
                            m->net == &m->decoder ? "latents" : "pictures");
     vae__free(m, b.data, b.size);
     return result;
+}
+
+// Before something waits for the batch that has been submitted: the next one's latents.
+static rocq_result vae__upload_ahead(vae_model *m) {
+    const int64_t each = m->video ? m->job->frames : 1, n = m->n_ahead;
+    const rocq_tensor to = rocq_tensor_slice(&m->ahead, 3, 0, n);
+    const int64_t first = m->batch_end * each;
+    m->n_ahead = 0;
+    return n > 0 ? vae__upload(m, &to, first, n) : ROCQ_OK;
 }
 
 // The mean of an encoder's output: half of its channels.
@@ -1923,6 +2019,8 @@ static rocq_result vae__download(vae_model *m, const rocq_tensor *t, const vae__
         VAE__RUN(m, PIXELS, pixels, &pixels);
         m->stack.level[0] = level;
         if (m->planning) return ROCQ_OK;
+        VAE__TRY(vae__flush(m));
+        VAE__TRY(vae__upload_ahead(m));
         VAE__TRY(vae__allocate(m, &b.data, b.size));
         result = rocq_download(m->ctx, b.data, &bytes, count);
         if (result == ROCQ_OK) vae__store_rows(m, m->job->pixels, b.data, 3, o, first, n);
@@ -1930,6 +2028,8 @@ static rocq_result vae__download(vae_model *m, const rocq_tensor *t, const vae__
         if (result != ROCQ_OK || !m->job->values) return result;
     }
     if (m->planning) return ROCQ_OK;
+    VAE__TRY(vae__flush(m));
+    VAE__TRY(vae__upload_ahead(m));
     VAE__TRY(vae__allocate(m, &b.data, b.size));
     float *values = (float *)b.data;
     result = rocq_download(m->ctx, values, t, (int64_t)b.size);
@@ -2011,6 +2111,7 @@ static rocq_result vae__ramp(vae_model *m, int d, const vae__tiles *t, int64_t i
     VAE__TRY(vae__take(m, 0, ROCQ_F32, 1, d == 0 ? n : 1, d == 1 ? n : 1, d == 2 ? n : 1, ramp));
     if (m->planning) return ROCQ_OK;
     float *weights;
+    VAE__TRY(vae__flush(m));
     VAE__TRY(vae__allocate(m, &weights, (size_t)n * sizeof *weights));
     for (int64_t p = 0; p < n; p++) {
         double sum = 0;
@@ -2042,6 +2143,7 @@ static rocq_result vae__check_finite(vae_model *m) {
     }
     if (m->planning || !c) return ROCQ_OK;
     const int64_t n = rocq_tensor_count(&c->stats), size = n * (int64_t)sizeof *stats;
+    VAE__TRY(vae__flush(m));
     VAE__TRY(vae__allocate(m, &stats, (size_t)size));
     const rocq_result result = rocq_download(m->ctx, stats, &c->stats, size);
     for (int64_t i = 0; i < n; i++) m->finite &= stats[i] - stats[i] == 0;
@@ -2120,6 +2222,7 @@ static rocq_result vae__clear(vae_model *m, const rocq_tensor *t) {
     rocq_result result = ROCQ_OK;
     void *zeros;
     if (m->planning) return ROCQ_OK;
+    VAE__TRY(vae__flush(m));
     VAE__TRY(vae__allocate(m, &zeros, (size_t)size));
     for (int64_t i = 0; i < t->ne[3] && result == ROCQ_OK; i++) {
         const rocq_tensor to = rocq_tensor_slice(t, 3, i, 1);
@@ -2176,6 +2279,24 @@ static int64_t vae__load_scratch(const vae_model *m) {
     return 0;
 }
 
+// Batches of one size have the same graphs. The latents of the first are uploaded here, those of
+// the others while the one before them is computed.
+static rocq_result vae__begin_batch(vae_model *m, int64_t first, int64_t n, int64_t batch,
+                                    int64_t each) {
+    const int64_t left = m->job->n - m->batch_end;
+    VAE__TRY(vae__flush(m));
+    if (m->mode != VAE__RUN_NOW) {
+        if (first == 0) m->last_batch_at = 0;
+        else if (n < batch && !m->recorded) m->last_batch_at = m->n_graphs;
+        m->mode = m->recorded || (first > 0 && n == batch) ? VAE__REPLAY : VAE__RECORD;
+        m->graph_at = n < batch ? m->last_batch_at : 0;
+    }
+    m->n_ahead = each * (left < batch ? left : batch);
+    if (first > 0) return ROCQ_OK;
+    if (left == 0) return vae__upload(m, &m->input, 0, n * each);
+    return vae__upload(m, &m->ahead, 0, n * each);
+}
+
 // The request by m->plan; planning, the first batch for all.
 static rocq_result vae__batches(vae_model *m) {
     const vae_request *job = m->job;
@@ -2190,11 +2311,22 @@ static rocq_result vae__batches(vae_model *m) {
     memset(m->ramp, 0, sizeof m->ramp);
     for (int64_t i = 0; i < (m->planning ? 1 : total); i += batch) {
         const int64_t n = total - i < batch ? total - i : batch;
+        const bool more = total > batch;
         m->stack.level[0] = m->stack.level[1] = 0;
+        if (more) {
+            VAE__TRY(vae__take(m, 0, ROCQ_F32, m->net->c_in, job->width, job->height, batch * each,
+                               &m->ahead));
+        }
         VAE__TRY(vae__take(m, 0, ROCQ_F32, m->net->c_in, job->width, job->height, n * each,
                            &m->input));
-        if (!m->planning) VAE__TRY(vae__upload(m, i * each, n * each));
         m->first = i * vae_frames(m, each);
+        m->batch_end = i + n;
+        if (!m->planning) VAE__TRY(vae__begin_batch(m, i, n, batch, each));
+        if (more) {
+            const rocq_tensor from = rocq_tensor_slice(&m->ahead, 3, 0, n * each);
+            const rocq_cast_params copy = {.y = &m->input, .x = &from};
+            VAE__RUN(m, CAST, cast, &copy);
+        }
         if (blend) VAE__TRY(vae__blend(m, n * vae_frames(m, each)));
         else VAE__TRY(vae__run(m, &m->input));
     }
@@ -2586,12 +2718,19 @@ static rocq_result vae__plan(vae_model *m, vae_net *net, vae_request *job) {
     if (job->memory_budget > 0 && (budget == 0 || job->memory_budget < budget)) {
         budget = job->memory_budget;
     }
-    const int64_t base =
-        stats.live_bytes - stats.scratch_bytes - m->memory.size - m->weights.size;
-    const int64_t scratch = stats.scratch_bytes, plan_key[3] = {base, scratch, budget};
-    if (net == m->planned_net && vae__alike(job, &m->planned) &&
-        memcmp(plan_key, m->planned_in, sizeof plan_key) == 0) return ROCQ_OK; // as the last time
+    const int64_t base = stats.live_bytes - stats.scratch_bytes - m->memory.size -
+                         m->weights.size - m->graph_bytes;
+    const int64_t scratch = stats.scratch_bytes, more = base - m->planned_base;
+    // As the last time: if memory was taken elsewhere since, what was best is so while it fits.
+    if (net == m->planned_net && vae__alike(job, &m->planned) && budget == m->budget &&
+        (scratch == m->planned_scratch || scratch == m->plan.scratch_bytes) &&
+        (budget == 0 || (more >= 0 && m->plan.peak_bytes + more <= budget))) {
+        m->plan.peak_bytes += more;
+        m->planned_base = base;
+        return ROCQ_OK;
+    }
     m->planned_net = NULL;
+    vae__drop_graphs(m);
     m->scratch = scratch;
     m->budget = budget;
     VAE__TRY(vae__try_tilings(m, base + m->weight_bytes, budget, &fits, &least));
@@ -2614,7 +2753,8 @@ static rocq_result vae__plan(vae_model *m, vae_net *net, vae_request *job) {
     const double whole = m->plan.flops;
     m->planned_net = net;
     m->planned = *job;
-    memcpy(m->planned_in, plan_key, sizeof plan_key);
+    m->planned_base = base;
+    m->planned_scratch = scratch;
     m->plan = plan;
     m->plan.whole_flops = whole;
     m->n_segments = n_segments;
@@ -2675,7 +2815,9 @@ static inline rocq_result vae_open(vae_model *m, rocq_ctx *ctx, const rocq_gguf 
 }
 
 static inline void vae_trim(vae_model *m) {
-    if (m->ctx) rocq_buffer_free(m->ctx, &m->memory);
+    if (!m->ctx) return;
+    vae__drop_graphs(m);
+    rocq_buffer_free(m->ctx, &m->memory);
 }
 
 static inline void vae_close(vae_model *m) {
@@ -2695,6 +2837,7 @@ static rocq_result vae__run_job(vae_model *m, vae_net *net, vae_request *job) {
     const int64_t memory = m->memory.size, weights = m->weights.size;
     // What has another size is freed before anything is taken, so that the peak is as planned.
     if (memory != m->plan.activation_bytes || weights != m->plan.weight_bytes) vae_trim(m);
+    if (m->stream != m->recorded_stream) vae__drop_graphs(m);
     VAE__TRY(rocq_trim(m->ctx, m->plan.scratch_bytes));
     VAE__TRY(vae__lay(m, laid, m->plan.n_streamed));
     if (!m->memory.size) {
@@ -2703,7 +2846,19 @@ static rocq_result vae__run_job(vae_model *m, vae_net *net, vae_request *job) {
     VAE__TRY(rocq_reserve(m->ctx, m->plan.scratch_bytes));
     vae__stack_init(m, &m->memory);
     m->finite = true;
-    VAE__TRY(vae__batches(m));
+    m->reported = 0;
+    if (!vae__info(m).desc.no_graphs && m->plan.n_streamed == 0) {
+        m->mode = m->recorded ? VAE__REPLAY : VAE__RECORD;
+    }
+    rocq_result result = vae__batches(m);
+    if (result == ROCQ_OK) result = vae__flush(m);
+    if (result != ROCQ_OK) {
+        vae__drop_graphs(m);
+        return result;
+    }
+    m->recorded = m->mode != VAE__RUN_NOW;
+    m->recorded_stream = m->stream;
+    m->mode = VAE__RUN_NOW;
     VAE__TRY(rocq_sync(m->ctx));
     if (m->finite) return ROCQ_OK;
     if (m->stream != ROCQ_F16) {

@@ -87,15 +87,18 @@ static float *floats(int64_t n) {
     return p;
 }
 
-static rocq_ctx *open_context(int64_t budget) {
+static rocq_ctx *open_as(int64_t budget, bool no_graphs) {
     rocq_ctx *ctx = NULL;
     rocq_desc desc = {0};
+    desc.no_graphs = no_graphs;
     desc.prefer = VAE_BACKEND;
     desc.n_threads = 2;
     desc.memory_budget = budget;
     assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
     return ctx;
 }
+
+static rocq_ctx *open_context(int64_t budget) { return open_as(budget, false); }
 
 static rocq_stats stats_of(rocq_ctx *ctx) {
     rocq_stats stats;
@@ -373,7 +376,7 @@ static void test_exact_small(void **state) {
         decode(&o.m, &job);
         assert_int_equal(o.m.plan.tiling, VAE_EXACT);
         CLOSE(out[1], out[0], count, 2e-6);
-        rocq_ctx *ctx = open_context(0); // where no scratch memory is left from before
+        rocq_ctx *ctx = open_as(0, true); // where no scratch memory is left from before
         vae_model m;
         const vae_options options = {.n_groups = 4};
         open_model(&m, ctx, "sd", &options);
@@ -597,7 +600,7 @@ static void test_chunks(void **state) {
 static void check_memory(const char *name, vae_tiling tiling, int32_t tile, int32_t chunk,
                          int64_t budget) {
     const vae_options options = {.n_groups = 4};
-    rocq_ctx *ctx = open_context(0);
+    rocq_ctx *ctx = open_as(0, true); // graphs take memory that is not planned
     vae_model m;
     vae_plan plan;
     io x = io_open(name);
@@ -723,10 +726,177 @@ static void test_video_budgets(void **state) {
 static void write_gguf(rocq_ctx *ctx, const char *name, const char *path, rocq_format format);
 
 // ---------------------------------------------------------------------------------------------
+// Requests that come again, and batches
+// ---------------------------------------------------------------------------------------------
+
+// Decoded again and again, with other latents in between: graphs are recorded once and replayed,
+// nothing is allocated any more, and the bits are those of a context without graphs.
+static void check_graphs(const char *name, vae_request job, int64_t n_graphs) {
+    const vae_options options = {.n_groups = 4};
+    rocq_ctx *ctx[2];
+    vae_model m[2];
+    io x = io_open(name);
+    const int64_t n = x.n * x.z * x.frames * x.w * x.h, count = io_count(&x);
+    float *latents = floats(n), *out[2] = {floats(count), floats(count)};
+    const float *const own = x.latents;
+    uint8_t *pixels[2];
+    rocq_graph **graphs = NULL;
+    job.width = (int32_t)x.w;
+    job.height = (int32_t)x.h;
+    job.frames = (int32_t)x.frames;
+    job.n = (int32_t)x.n;
+    for (int64_t i = 0; i < n; i++) latents[i] = own[n - 1 - i];
+    for (int k = 0; k < 2; k++) {
+        ctx[k] = open_as(0, k == 1);
+        open_model(&m[k], ctx[k], name, &options);
+        pixels[k] = (uint8_t *)malloc((size_t)count);
+        assert_non_null(pixels[k]);
+    }
+    if (job.memory_budget < 0) { // so much less than it would take
+        vae_plan plan;
+        const int64_t less = job.memory_budget;
+        job.memory_budget = 0;
+        assert_int_equal(vae_plan_decode(&m[0], &job, &plan), ROCQ_OK);
+        job.memory_budget = plan.peak_bytes + less;
+    }
+    for (int i = 0; i < 5; i++) {
+        rocq_stats before = {0};
+        job.latents = i == 2 || i == 3 ? latents : own;
+        for (int k = 0; k < 2; k++) {
+            before = stats_of(ctx[k]);
+            for (int64_t j = 0; j < count; j++) out[k][j] = NAN;
+            memset(pixels[k], 77 + k, (size_t)count);
+            job.values = out[k];
+            job.pixels = i < 4 ? pixels[k] : NULL; // at last another request
+            decode(&m[k], &job);
+            if (i > 0 && i < 4) assert_int_equal(stats_of(ctx[k]).n_allocs, before.n_allocs);
+        }
+        assert_memory_equal(out[0], out[1], (size_t)count * sizeof(float));
+        if (i < 4) assert_memory_equal(pixels[0], pixels[1], (size_t)count);
+        if (i == 0 || i == 4) CLOSE(out[0], x.out, m[0].plan.tiling == VAE_BLEND ? 0 : count, 2e-5);
+        assert_true(m[0].recorded && m[1].n_graphs == 0);
+        if (i == 0) graphs = m[0].graphs;
+        if (i < 4 && m[0].n_graphs != n_graphs) fail_msg("%s: %d graphs, %d tiles", name, (int)m[0].n_graphs, (int)m[0].plan.n_tiles);
+        if (i < 4) assert_true(m[0].graphs == graphs && m[0].n_graphs == n_graphs);
+    }
+    for (int k = 0; k < 2; k++) {
+        vae_trim(&m[k]);
+        assert_int_equal(m[k].n_graphs, 0);
+        vae_close(&m[k]);
+        free(out[k]);
+        free(pixels[k]);
+        rocq_close(&ctx[k]);
+    }
+    free(latents);
+    io_close(&x);
+}
+
+static void test_graphs(void **state) {
+    const vae_request whole = {.tiling = VAE_WHOLE};
+    const vae_request alone = {.tiling = VAE_WHOLE, .memory_budget = -1000}; // picture by picture
+    const vae_request exact = {.tiling = VAE_EXACT, .tile = 24};
+    const vae_request blend = {.tiling = VAE_BLEND, .tile = 24, .overlap = 8};
+    const vae_request chunks = {.chunk = 2};
+    (void)state;
+    check_graphs("sd", whole, 1);
+    check_graphs("sd", alone, 1);
+    if (VAE_BACKEND == ROCQ_BACKEND_GPU) return;
+    check_graphs("taesd", exact, 6);
+    check_graphs("taesd", blend, 13);
+    check_graphs("wan", chunks, 3);
+}
+
+// A recording that fails is thrown away.
+static void test_graphs_fail(void **state) {
+    opened o;
+    (void)state;
+    open_all(&o, "sd", "sd", 4, false);
+    vae_request job = request_of(&o.x, o.other);
+    job.n = 1;
+    rocq_cancel(o.ctx);
+    assert_int_equal(vae_decode(&o.m, &job), ROCQ_E_CANCELLED);
+    assert_true(o.m.n_graphs == 0 && !o.m.recorded);
+    assert_int_equal(rocq_sync(o.ctx), ROCQ_OK);
+    for (int i = 0; i < 2; i++) decode(&o.m, &job);
+    rocq_cancel(o.ctx); // and so is what would be replayed
+    assert_int_equal(vae_decode(&o.m, &job), ROCQ_E_CANCELLED);
+    assert_int_equal(rocq_sync(o.ctx), ROCQ_OK);
+    for (int i = 0; i < 2; i++) {
+        forget(&o);
+        decode(&o.m, &job);
+        assert_memory_equal(o.other, o.whole, (size_t)(o.count / o.x.n) * sizeof *o.other);
+    }
+    close_all(&o);
+}
+
+static char trace[8 << 20];
+
+static bool keep_trace(const void *src, int64_t size, void *user) {
+    size_t *n = (size_t *)user;
+    if (*n + (size_t)size >= sizeof trace) return false;
+    memcpy(trace + *n, src, (size_t)size);
+    *n += (size_t)size;
+    trace[*n] = '\0';
+    return true;
+}
+
+// The latents of the second picture are submitted before the first one is waited for; of tiles and
+// chunks all are there before the first op.
+static void test_uploads(void **state) {
+    static const struct {
+        const char *name;
+        vae_request job;
+        int n_uploads; // before the first download
+    } cases_of[] = {{"sd", {.tiling = VAE_WHOLE}, 2},
+                    {"taesd", {.tiling = VAE_EXACT, .tile = 24}, 2},
+                    {"wan", {.chunk = 2}, 2}};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases_of / sizeof cases_of[0]; i++) {
+        const rocq_profile_desc all = {.cost = 1.0};
+        const vae_options options = {.n_groups = 4};
+        rocq_ctx *ctx = open_as(0, true);
+        vae_model m;
+        io x = io_open(cases_of[i].name);
+        float *out = floats(io_count(&x));
+        vae_request job = request_of(&x, out);
+        vae_plan plan;
+        size_t n = 0;
+        int n_uploads = 0, n_late = 0;
+        open_model(&m, ctx, cases_of[i].name, &options);
+        job.tiling = cases_of[i].job.tiling;
+        job.tile = cases_of[i].job.tile;
+        job.chunk = cases_of[i].job.chunk;
+        assert_int_equal(rocq_profile_start(ctx, &all), ROCQ_OK); // which takes memory
+        if (i == 0) { // one after the other
+            assert_int_equal(vae_plan_decode(&m, &job, &plan), ROCQ_OK);
+            job.memory_budget = plan.peak_bytes - 1;
+        }
+        decode(&m, &job);
+        assert_int_equal(rocq_profile_stop(ctx), ROCQ_OK);
+        const rocq_result reported = rocq_profile_report(ctx, ROCQ_REPORT_TRACE, keep_trace, &n);
+        if (reported != ROCQ_OK) fail_msg("%s", rocq_error(ctx));
+        const char *first = strstr(trace, "\"download\"");
+        assert_non_null(first);
+        for (const char *at = trace; (at = strstr(at, "\"upload\"")); at++) {
+            n_uploads += at < first;
+            n_late += at > first;
+        }
+        assert_int_equal(x.n, 2);
+        assert_int_equal(n_uploads, cases_of[i].n_uploads);
+        assert_int_equal(n_late, 0);
+        CLOSE(out, x.out, io_count(&x), 2e-5);
+        vae_close(&m);
+        free(out);
+        io_close(&x);
+        rocq_close(&ctx);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------
 // Weights that are streamed
 // ---------------------------------------------------------------------------------------------
 
-// A model in a context of its own, its file kept open.
+// A model in a context of its own, its file kept open. Graphs take memory that is not planned.
 typedef struct streaming {
     rocq_ctx *ctx;
     safetensors_file safetensors;
@@ -738,7 +908,7 @@ static void stream_open(streaming *s, const char *name, bool gguf, bool encoder,
     const vae_options options = {.n_groups = 4, .encoder = encoder, .stream = true};
     const rocq_gguf_desc desc = {.path = FOLDER "/model.gguf"};
     memset(s, 0, sizeof *s);
-    s->ctx = open_context(budget);
+    s->ctx = open_as(budget, true);
     if (gguf) assert_int_equal(rocq_gguf_open(s->ctx, &s->gguf, &desc), ROCQ_OK);
     else assert_int_equal(safetensors_open(&s->safetensors, path_of(name)), ROCQ_OK);
     const rocq_stats before = stats_of(s->ctx);
@@ -1386,14 +1556,15 @@ static int write_models(void **state) {
 int main(void) {
     static const struct CMUnitTest everywhere[] = {
         cmocka_unit_test(test_exact), cmocka_unit_test(test_beginning),
-        cmocka_unit_test(test_streaming)};
+        cmocka_unit_test(test_streaming), cmocka_unit_test(test_graphs)};
     static const struct CMUnitTest others[] = {
         cmocka_unit_test(test_batches),        cmocka_unit_test(test_exact_small),
         cmocka_unit_test(test_exact_encoder),
         cmocka_unit_test(test_blend),          cmocka_unit_test(test_blend_video),
         cmocka_unit_test(test_blend_defaults), cmocka_unit_test(test_chunks),
         cmocka_unit_test(test_memory),         cmocka_unit_test(test_budgets),
-        cmocka_unit_test(test_video_budgets),  cmocka_unit_test(test_streaming_changes),
+        cmocka_unit_test(test_video_budgets),  cmocka_unit_test(test_graphs_fail),
+        cmocka_unit_test(test_uploads),        cmocka_unit_test(test_streaming_changes),
         cmocka_unit_test(test_streaming_truncated), cmocka_unit_test(test_gguf),
         cmocka_unit_test(test_shipped),        cmocka_unit_test(test_activations),
         cmocka_unit_test(test_pixels),         cmocka_unit_test(test_bad_requests),
