@@ -2311,6 +2311,7 @@ enum {
     ROCQ_K_CONV_W = 8,        // a block of a conv: columns and rows of y
     ROCQ_K_CONV_H = 16,
     ROCQ_K_CONV_PATCH = 180,  // most positions of z in LDS: 3x3 taps of such a block
+    ROCQ_K_BACKWARD_TILE = 128, // k and rows of a block of matmul_backward
     ROCQ_K_STATS_RUN = 128,   // elements of a channel that a thread of norm_stats adds up
     ROCQ_K_DIMS = 4
 };
@@ -2622,7 +2623,23 @@ typedef struct rocq_k_pixels_args {
 
 // -- training --
 
-// args of matmul_backward
+// c[k, row] = activation'(z) scale sum over r of a(row, r) b[k, r] + before, db[row] = scale sum
+// over r of a(row, r). For dx, b is w and a is dy; for dw, b is x and a is dy turned: a(row, r) is
+// element row of column r. In F16, but all F32 for matmul_backward_f32.
+typedef struct rocq_k_matmul_backward_args {
+    rocq_k_common common;
+    float *work;                 // n_splits > 1: floats [K, n_splits, rows], db [rows, n_splits]
+    const void *a, *b;           // b may be planar, but not for dw
+    int64_t a_stride, b_stride;  // elements from column to column
+    int64_t b_units;             // of planar b
+    rocq_k_tensor c, z, before;  // z, before: data NULL: absent
+    float *db;                   // or NULL; only turned
+    float scale;
+    int32_t activation, accumulate; // accumulate: of db
+    int32_t n_k, n_rows, n_r;
+    int32_t tiles_k, tiles_rows, n_splits;
+    int32_t format, turned;      // of b, of a: for matmul_backward_f32
+} rocq_k_matmul_backward_args;
 
 // args of attention_backward
 
@@ -2638,6 +2655,8 @@ typedef struct rocq_k_pixels_args {
 #define ROCQ_K_PLAIN_FORMATS(F, X) F(X, f32) F(X, f16) F(X, bf16)
 #define ROCQ_K_ALL_FORMATS(F, X) \
     ROCQ_K_PLAIN_FORMATS(F, X) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
+#define ROCQ_K_BACKWARD_FORMATS(F, X) \
+    F(X, f16) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 #define ROCQ_K_HEAD_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128) F(X, 256) F(X, 512)
 #define ROCQ_K_CONV_TILES(F, X) F(X, 128) F(X, 64) F(X, 16) // channels of y
 
@@ -2665,6 +2684,8 @@ typedef struct rocq_k_pixels_args {
 #define ROCQ_K_CONV(X, bm)                              \
     X(conv_f32_##bm, rocq_k_conv_args, 128)             \
     X(conv_f16_##bm, rocq_k_conv_args, 128)
+
+#define ROCQ_K_MATMUL_BACKWARD(X, f) X(matmul_backward_dx_##f, rocq_k_matmul_backward_args, 128)
 
 #define ROCQ_K_MATVECS(X)                                    \
     ROCQ_K_INT8_FORMATS(ROCQ_K_MATVEC_INT8, X)               \
@@ -2696,7 +2717,11 @@ typedef struct rocq_k_pixels_args {
     X(norm_stats_merge, rocq_k_norm_stats_args, 256)         \
     X(norm_stats_positions, rocq_k_norm_stats_args, 256)     \
     X(resize, rocq_k_resize_args, 256)                       \
-    X(pixels, rocq_k_pixels_args, 256)
+    X(pixels, rocq_k_pixels_args, 256)                       \
+    ROCQ_K_BACKWARD_FORMATS(ROCQ_K_MATMUL_BACKWARD, X)       \
+    X(matmul_backward_dw, rocq_k_matmul_backward_args, 128)  \
+    X(matmul_backward_f32, rocq_k_matmul_backward_args, 256) \
+    X(matmul_backward_merge, rocq_k_matmul_backward_args, 256)
 
 enum {
 #define ROCQ_X(name, args, threads) ROCQ_K_##name,
@@ -16420,6 +16445,95 @@ static void rocq__job_pixels(rocq__job *job, const void *params) {
 
 // -- matmul_backward --
 
+// A float operand with rows that its kernels read 16 bytes at a time.
+static rocq_tensor rocq__backward_operand(rocq__job *job, const rocq_tensor *x, rocq_format to) {
+    if (x->format == to && rocq__wide_rows(x)) return *x;
+    const rocq_tensor t =
+        rocq__job_tensor(job, to, ROCQ_LAYOUT_GGUF, x->ne, (x->ne[0] + 7) / 8 * 8);
+    rocq__job_convert(job, &t, x);
+    return t;
+}
+
+// Launches dx, or dw. args has all that both have in common.
+static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_params *p, bool of_dw,
+                                  const rocq_tensor *dy) {
+    const rocq_tensor *c = of_dw ? p->dw : p->dx, *b = of_dw ? p->x : p->w;
+    const int64_t tile = ROCQ_K_BACKWARD_TILE, mark = job->used;
+    const bool f16 = dy->format == ROCQ_F16, planar = !rocq__is_plain(b->format);
+    const rocq_tensor own =
+        planar ? rocq__product_w(job, b) : rocq__backward_operand(job, b, dy->format);
+    rocq_matmul_backward_params alone = *p;
+    if (of_dw) alone.dx = NULL;
+    else alone.dw = NULL;
+    rocq_k_matmul_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.a = rocq__device_data(dy);
+    args.a_stride = dy->stride[1];
+    args.b = rocq__device_data(&own);
+    args.b_stride = own.stride[1];
+    args.b_units = rocq_tensor_count(b) / 32;
+    args.c = rocq__k_tensor(c);
+    args.z = rocq__k_tensor(of_dw ? NULL : p->z);
+    args.before = rocq__k_tensor(!of_dw ? p->residual : p->accumulate ? p->dw : NULL);
+    args.db = (float *)rocq__device_data(of_dw ? p->db : NULL);
+    args.scale = p->scale == 0.0f ? 1.0f : p->scale;
+    args.activation = (int32_t)p->activation;
+    args.accumulate = p->accumulate;
+    args.n_k = (int32_t)c->ne[0];
+    args.n_rows = (int32_t)c->ne[1];
+    args.n_r = (int32_t)b->ne[1];
+    args.tiles_k = (int32_t)((args.n_k + tile - 1) / tile);
+    args.tiles_rows = (int32_t)((args.n_rows + tile - 1) / tile);
+    args.format = (int32_t)own.format;
+    args.turned = of_dw;
+    const int64_t tiles = (int64_t)args.tiles_k * args.tiles_rows;
+    args.n_splits = rocq__conv_splits(rocq__chip_of(job->ctx), tiles, (args.n_r + 255) / 256);
+    if (args.n_splits > 1) { // another row for the sums of db
+        const int64_t ne[4] = {args.n_k, args.n_splits, args.n_rows, 1};
+        const int64_t db_ne[4] = {args.n_rows, args.n_splits, 1, 1};
+        const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
+        rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, db_ne, db_ne[0]);
+        args.work = (float *)rocq__device_data(&work);
+    }
+    const int kernel = !f16    ? ROCQ_K_matmul_backward_f32
+                       : of_dw ? ROCQ_K_matmul_backward_dw
+                       : planar ? ROCQ_K_matmul_backward_dx_q4_0 + rocq__k_format(b->format) -
+                                      rocq__k_format(ROCQ_Q4_0)
+                                : ROCQ_K_matmul_backward_dx_f16;
+    job->cost = rocq__job_cost(job, ROCQ_OP_MATMUL_BACKWARD, &alone);
+    rocq__job_launch(job, kernel, tiles * args.n_splits, 1, f16 ? 128 : 256, &args);
+    if (args.n_splits > 1) {
+        const double sums = (double)rocq_tensor_count(c) * args.n_splits;
+        const rocq__cost merge = {4.0 * sums, sums, 0.0};
+        job->cost = merge;
+        rocq__job_launch(job, ROCQ_K_matmul_backward_merge, rocq__item_blocks(job, c, c->ne[0], 1),
+                         1, 256, &args);
+    }
+    job->used = mark;
+}
+
+static void rocq__job_matmul_backward(rocq__job *job, const void *params) {
+    const rocq_matmul_backward_params *p = (const rocq_matmul_backward_params *)params;
+    const int64_t k = p->dx ? p->dx->ne[0] : p->dw->ne[0], m = p->dy->ne[0], n = p->dy->ne[1];
+    const int64_t most = ROCQ__MATMUL_K;
+    if (k > most || m > most || n > most) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "matmul_backward: sizes over %d on the GPU", (int)most);
+        return;
+    }
+    rocq_tensor dy[ROCQ_F16 + 1];
+    bool have[ROCQ_F16 + 1] = {false, false};
+    for (int i = 0; i < 2; i++) {
+        if (!(i ? p->dw : p->dx)) continue;
+        const rocq__choice choice =
+            rocq__backward_choice(job->ctx, ROCQ_BACKEND_GPU, p, i != 0);
+        const rocq_format to = rocq__operand_format(choice.precision);
+        if (!have[to]) dy[to] = rocq__backward_operand(job, p->dy, to);
+        have[to] = true;
+        rocq__backward_launch(job, p, i != 0, &dy[to]);
+    }
+}
+
 // -- attention_backward --
 
 // -- norm_backward, activate_backward, glu_backward, gather_backward --
@@ -17826,7 +17940,7 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
     ROCQ_X(resize, rocq_resize_params, resize, none, resize, resize)
     ROCQ_X(pixels, rocq_pixels_params, pixels, none, pixels, pixels)
     ROCQ_X(matmul_backward, rocq_matmul_backward_params, matmul_backward, matmul_backward,
-           matmul_backward, todo)
+           matmul_backward, matmul_backward)
     ROCQ_X(attention_backward, rocq_attention_backward_params, attention_backward,
            attention_backward, attention_backward, todo)
     ROCQ_X(norm_backward, rocq_norm_backward_params, norm_backward, norm_backward, norm_backward,

@@ -86,10 +86,11 @@
 //   byte_levels(table, n)    looks bytes up in a table of 16: byte i of x is byte (n >> 8 i) & 15
 //                            of the table, byte i of y likewise for n >> 4
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
-//   copy_async(to, from, live)  copies a vector from global memory to LDS, or zeros if not live.
-//                            copies_close ends a group of copies; after copies_wait<n> all of the
-//                            thread's groups but the last n are done. COPIES_ASYNC: they take no
-//                            registers meanwhile; else a copy is done at once
+//   copy_async(to, from, live)  copies a vector from global memory to LDS, or zeros if not live;
+//                            copy_async_part its first bytes, and zeros behind them. copies_close
+//                            ends a group of copies; after copies_wait<n> all of the thread's groups
+//                            but the last n are done. COPIES_ASYNC: they take no registers
+//                            meanwhile; else a copy is done at once
 //   fence_device             release and acquire fence at device scope
 //   atomic_inc(p)            relaxed; returns the old value
 //   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
@@ -148,10 +149,13 @@ typedef uint4 u32x4;
 
 enum { COPIES_ASYNC = 1 };
 // By way of L1 (.ca): blocks of a unit that read the same weights take them from L2 only once.
-DEV void copy_async(u32x4 *to, const u32x4 *from, bool live) { // to LDS
+DEV void copy_async_part(u32x4 *to, const u32x4 *from, int bytes) { // to LDS
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
-                 "r"(live ? 16 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes)
+                 : "memory");
+}
+DEV void copy_async(u32x4 *to, const u32x4 *from, bool live) {
+    copy_async_part(to, from, live ? 16 : 0);
 }
 DEV void copies_close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEV void copies_wait() {
@@ -346,6 +350,8 @@ DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
 // a_chunk, b_chunk and b_eight are as there, in units of 8 halves; a's rows are without gaps. The
 // products of a batch are begun together, after a barrier of the block behind lds_written, and c is
 // not to be touched before wmma_lds_end. The names of the instructions are Hopper's.
+// An operand that is turned lies with its rows innermost: element (row, k) is at
+// tile[row / 8 * chunk + k / 8 * eight + k % 8 * 8 + row % 8]; a's eights are then without gaps.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 enum { WMMA_LDS = 1 };
 DEV void lds_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -358,14 +364,18 @@ DEV uint64_t wmma_lds_tile(const f16 *tile, int chunk, int eight) { // a matrix 
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(tile);
     return (uint64_t)(at >> 4 & 0x3fff) | (uint64_t)chunk << 16 | (uint64_t)eight << 32;
 }
+template <bool A_TURNED = false, bool B_TURNED = false>
 DEV void wmma_lds(frag_c (&c)[8], const f16 *a, int a_chunk, const f16 *b, int b_chunk,
                   int b_eight) {
+    const uint64_t at = A_TURNED ? wmma_lds_tile(a, 8, a_chunk) : wmma_lds_tile(a, a_chunk, 8);
+    const uint64_t bt = B_TURNED ? wmma_lds_tile(b, b_eight, b_chunk)
+                                 : wmma_lds_tile(b, b_chunk, b_eight);
     asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0;\n\t"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
                  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, 0, 0;}"
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, %66, %67;}"
                  : "+f"(c[0].v[0]), "+f"(c[0].v[1]), "+f"(c[0].v[2]), "+f"(c[0].v[3]), "+f"(c[0].v[4]), "+f"(c[0].v[5]), "+f"(c[0].v[6]), "+f"(c[0].v[7]),
                    "+f"(c[1].v[0]), "+f"(c[1].v[1]), "+f"(c[1].v[2]), "+f"(c[1].v[3]), "+f"(c[1].v[4]), "+f"(c[1].v[5]), "+f"(c[1].v[6]), "+f"(c[1].v[7]),
                    "+f"(c[2].v[0]), "+f"(c[2].v[1]), "+f"(c[2].v[2]), "+f"(c[2].v[3]), "+f"(c[2].v[4]), "+f"(c[2].v[5]), "+f"(c[2].v[6]), "+f"(c[2].v[7]),
@@ -374,7 +384,7 @@ DEV void wmma_lds(frag_c (&c)[8], const f16 *a, int a_chunk, const f16 *b, int b
                    "+f"(c[5].v[0]), "+f"(c[5].v[1]), "+f"(c[5].v[2]), "+f"(c[5].v[3]), "+f"(c[5].v[4]), "+f"(c[5].v[5]), "+f"(c[5].v[6]), "+f"(c[5].v[7]),
                    "+f"(c[6].v[0]), "+f"(c[6].v[1]), "+f"(c[6].v[2]), "+f"(c[6].v[3]), "+f"(c[6].v[4]), "+f"(c[6].v[5]), "+f"(c[6].v[6]), "+f"(c[6].v[7]),
                    "+f"(c[7].v[0]), "+f"(c[7].v[1]), "+f"(c[7].v[2]), "+f"(c[7].v[3]), "+f"(c[7].v[4]), "+f"(c[7].v[5]), "+f"(c[7].v[6]), "+f"(c[7].v[7])
-                 : "l"(wmma_lds_tile(a, a_chunk, 8)), "l"(wmma_lds_tile(b, b_chunk, b_eight)));
+                 : "l"(at), "l"(bt), "n"(A_TURNED ? 1 : 0), "n"(B_TURNED ? 1 : 0));
 }
 #else
 enum { WMMA_LDS = 0 };
@@ -382,6 +392,7 @@ DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
 DEV void wmma_lds_wait() {}
+template <bool = false, bool = false>
 DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
 #endif
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
@@ -487,6 +498,7 @@ DEV void copy_async(u32x4 *to, const u32x4 *from, bool live) {
     const u32x4 zeros = {0, 0, 0, 0};
     lput(to, live ? gload(from) : zeros);
 }
+DEV void copy_async_part(u32x4 *, const u32x4 *, int) {} // only where COPIES_ASYNC
 DEV void copies_close() {}
 template <int> DEV void copies_wait() {}
 
@@ -633,6 +645,7 @@ DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
 DEV void wmma_lds_wait() {}
+template <bool = false, bool = false>
 DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     frag_v8i v = __builtin_bit_cast(frag_v8i, c);
@@ -915,6 +928,25 @@ DEV float activation(int32_t kind, float x) { // as in rocq_activation
     }
 }
 
+// The derivatives, as rocq__gate_slope1 and rocq__activation_slope compute them on the CPU.
+DEV float gate_slope(float x, float linear, float cubic) {
+    const float square = x * x, u = x * fmaf(square, cubic, linear);
+    const float e = exp_fast(fminf(-u, 86.0f)), s = rcp_fast(1.0f + e);
+    return s * fmaf(e * s, x * fmaf(3.0f * square, cubic, linear), 1.0f);
+}
+DEV float activation_slope(int32_t kind, float x) {
+    const float v = x < -100.0f ? -100.0f : x > 100.0f ? 100.0f : x; // NaN stays
+    switch (kind) {
+    case ROCQ_ACT_SILU: return gate_slope(v, 1.0f, 0.0f);
+    case ROCQ_ACT_GELU: return gate_slope(v, 1.59576912160573f, 0.0713548162726f);
+    case ROCQ_ACT_GELU_ERF:
+        return 0.5f * erfc_full(-0.707106781186548f * v) +
+               0.398942280401433f * v * exp_full(-0.5f * v * v);
+    case ROCQ_ACT_RELU: return v > 0.0f ? 1.0f : 0.0f;
+    case ROCQ_ACT_TANH: return 1.0f - tanh_full(v) * tanh_full(v);
+    default: return 1.0f;
+    }
+}
 
 // ---------------------------------------------------------------------------------------------
 // >>blocks
@@ -6477,6 +6509,527 @@ KERNEL(pixels, rocq_k_pixels_args, 256) {
 // ---------------------------------------------------------------------------------------------
 
 // -- matmul_backward --
+// c[k, row] = activation'(z) scale sum over r of a(row, r) b[k, r] + before: for dx a row is a column
+// n of dy, r a row m, a is dy and b is w; for dw a row is a row m of w, r a column n, a is dy turned
+// and b is x.
+//
+//   b    F16 [K, R], or planar blocks; a F16 [R, rows], or turned [rows, R]: rows at multiples of 16
+//        bytes, readable up to the next such multiple; what lies there has no effect
+//   c    F32 or F16 [K, rows], z and before likewise, any strides; before may be c
+//
+// Memory has k innermost, and for dw rows too, while the matrix unit takes r innermost: operands are
+// turned on their way. A thread loads 8 by 8 halves and stores them turned, at half an instruction
+// an element; of planar blocks, a unit of each of two neighbouring rows, whose elements it stores in
+// pairs. The rows of LDS are k 0 8 16 .. 56, 1 9 17 .., so that the lanes that hold neighbouring
+// chunks of 8 k write to neighbouring rows, free of bank conflicts; the epilogue puts k back in
+// order (backward_turned). Where the matrix unit reads LDS by itself (Hopper), it turns operands,
+// too, and they are copied as they lie (matmul_backward_lds).
+//
+// Tiles of 128 k by 128 rows, 128 threads; step, waves, sums and LDS as in matmul_f16 with tiles of
+// 128 columns. Geometry: blockIdx.x counts tiles_k fastest, so that blocks that run at the same time
+// share rows of a in L2, then tiles_rows and n_splits. With n_splits over 1 a block has a share of r,
+// in whole steps, and stores its sums in `work`, which matmul_backward_merge adds up in the order of
+// the splits. db[row] = scale sum of a(row, r): blocks of the first k sum it up from LDS.
+enum { BACKWARD_TILE = ROCQ_K_BACKWARD_TILE, BACKWARD_ROW = MATMUL_F16_ROW };
+
+struct backward_place {
+    int32_t k0, row0;
+    uint32_t split, begin, end; // the split of r, and its steps
+};
+DEV backward_place backward_place_of(const rocq_k_matmul_backward_args &a, int step) {
+    const uint32_t block = a.common.block0 + block_index();
+    const uint32_t tiles = (uint32_t)a.tiles_k * (uint32_t)a.tiles_rows;
+    const uint32_t n_steps = ((uint32_t)a.n_r + (uint32_t)step - 1) / (uint32_t)step;
+    backward_place p;
+    p.split = block / tiles;
+    const uint32_t tile = block - p.split * tiles, row = tile / (uint32_t)a.tiles_k;
+    p.k0 = (int32_t)(tile - row * (uint32_t)a.tiles_k) * BACKWARD_TILE;
+    p.row0 = (int32_t)row * BACKWARD_TILE;
+    p.begin = n_steps * p.split / (uint32_t)a.n_splits;
+    p.end = n_steps * (p.split + 1) / (uint32_t)a.n_splits;
+    return p;
+}
+
+// Where work has the sums of a row's first split; those of the next split follow K floats further
+// on. Behind all of them are the sums of db, [rows, n_splits].
+DEV float *backward_split_sums(const rocq_k_matmul_backward_args &a, int64_t row) {
+    return a.work + row * a.n_splits * a.n_k;
+}
+
+DEV void backward_put(const rocq_k_matmul_backward_args &a, int64_t row, int64_t k, float sum) {
+    float v = sum * a.scale;
+    if (a.z.data) {
+        v *= activation_slope(a.activation, get_float(a.z.format, row_of(a.z, row, 0, 0), k));
+    }
+    if (a.before.data) v += get_float(a.before.format, row_of(a.before, row, 0, 0), k);
+    put_float(a.c.format, row_of(a.c, row, 0, 0), k, v);
+}
+DEV void backward_put_db(const rocq_k_matmul_backward_args &a, int64_t row, float sum) {
+    gstore(a.db + row, fmaf(sum, a.scale, a.accumulate ? gload(a.db + row) : 0.0f));
+}
+
+// A wave finishes 32 R neighbouring k of a row, whose sums are in LDS.
+template <int R>
+DEV void backward_put_row(const rocq_k_matmul_backward_args &a, const backward_place &at,
+                          const float *sums, int64_t k0, int64_t row) {
+#pragma unroll 1
+    for (int i = 0; i < R; i++) {
+        const int64_t k = k0 + 32 * i + lane_index();
+        if (k >= a.n_k) return;
+        const float v = lget(sums + 32 * i + lane_index());
+        if (a.n_splits == 1) backward_put(a, row, k, v);
+        else gstore(backward_split_sums(a, row) + (int64_t)at.split * a.n_k + k, v);
+    }
+}
+DEV void backward_end_db(const rocq_k_matmul_backward_args &a, const backward_place &at,
+                         int64_t row, float sum) {
+    if (row >= a.n_rows) return;
+    if (a.n_splits == 1) backward_put_db(a, row, sum);
+    else gstore(backward_split_sums(a, a.n_rows) + (int64_t)at.split * a.n_rows + row, sum);
+}
+
+// The k, or the row, of row p of LDS, each counted from the tile's first; and the other way round.
+DEV int backward_turned(int p) { return (p & 64) | (p & 7) << 3 | (p >> 3 & 7); }
+
+// Finishes a wave's 16 TM k by 16 TN rows as matmul_finish does. TURN_K, TURN_ROWS: they lie in
+// LDS as backward_turned says.
+template <bool TURN_K, bool TURN_ROWS, int TM, int TN>
+DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward_place &at,
+                         const frag_c (&c)[TM][TN], float *work, int64_t k0, int64_t row0) {
+    const rocq_k_matmul_backward_args &a = reread(args);
+    const int stride = 16 * TM + 2;
+    work += matmul_wave() * matmul_pass_floats<TM>();
+#pragma unroll 1
+    for (int pass = 0; pass < TN; pass++) {
+        block_sync_lds();
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+            if (j != pass) continue;
+#pragma unroll
+            for (int i = 0; i < TM; i++) {
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    const int k = 16 * i + frag_row(v);
+                    lput(work + frag_col(v) * stride + (TURN_K ? backward_turned(k) : k),
+                         c[i][j].v[v]);
+                }
+            }
+        }
+        block_sync_lds();
+#pragma unroll 1
+        for (int column = 0; column < 16; column++) {
+            const int p = 16 * pass + column;
+            const int64_t row = row0 + (TURN_ROWS ? backward_turned(p) : p);
+            if (row < a.n_rows) backward_put_row<TM / 2>(a, at, work + column * stride, k0, row);
+        }
+    }
+}
+
+// Eight vectors, rows of 8 by 8 halves, become its columns, each eight rows of LDS behind the last.
+template <int WORD> DEV uint32_t vector_word(const u32x4 &v) {
+    return WORD == 0 ? v.x : WORD == 1 ? v.y : WORD == 2 ? v.z : v.w;
+}
+template <int C = 0> DEV void backward_store_turned(const u32x4 (&v)[8], f16 *to) {
+    uint32_t w[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        w[j] = byte_perm(vector_word<C / 2>(v[2 * j + 1]), vector_word<C / 2>(v[2 * j]),
+                         C % 2 ? 0x07060302 : 0x05040100);
+    }
+    lput((u32x4 *)(to + C * 8 * BACKWARD_ROW), make4(w[0], w[1], w[2], w[3]));
+    if constexpr (C < 7) backward_store_turned<C + 1>(v, to);
+}
+
+// Elements of 8 neighbouring rows, from a multiple of 8 on: what a thread has of an operand with r
+// outermost. Elements past the last of a row are others of that row. Rows past the last r are that
+// one, until backward_clear_tail.
+struct backward_source {
+    const char *data; // the tile's first element of row 0
+    uint32_t stride;  // bytes from row to row
+    uint32_t own;     // bytes from there to the thread's elements
+};
+DEV backward_source backward_source_of(const void *data, int64_t stride, int32_t first,
+                                       int32_t n, int chunk) {
+    const int32_t last = (n - 1 - first) / 8; // chunk
+    return {(const char *)data + (int64_t)first * 2, (uint32_t)stride * 2,
+            (uint32_t)(chunk < last ? chunk : last) * 16};
+}
+DEV void backward_load(const backward_source &from, uint32_t r, uint32_t group, uint32_t n_r,
+                       u32x4 (&v)[8]) {
+    const char *const rows = from.data + (int64_t)r * from.stride;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; i++) {
+        const uint32_t own = group + i, last = n_r - 1 - r;
+        v[i] = gload((const u32x4 *)(rows + ((own < last ? own : last) * from.stride + from.own)));
+    }
+}
+DEV void backward_clear_tail(uint32_t r, uint32_t group, uint32_t n_r, u32x4 (&v)[8]) {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; i++) {
+        if (r + group + i >= n_r) v[i] = make4(0, 0, 0, 0);
+    }
+}
+
+// F: the format of b. TURNED: a has rows innermost, as for dw.
+template <int F, bool TURNED>
+DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
+    enum { BK = MATMUL_F16_BK, ROW = BACKWARD_ROW, TILE = BACKWARD_TILE, PLAIN = F == ROCQ_F16 };
+    LDS(u32x4, tile, 2 * TILE * ROW / 8);
+    static_assert(16 * matmul_pass_floats<4>() <= (int)sizeof(tile), "backward_finish's work");
+    f16 *const bt = (f16 *)tile, *const at_a = bt + TILE * ROW;
+    if (a.tiles_k == 0) return;
+    const backward_place at = backward_place_of(a, BK);
+    const uint32_t n_r = (uint32_t)a.n_r;
+    const int t = (int)thread_index(), wave = matmul_wave();
+    const int wk = wave % 2 * 64, wrow = wave / 2 * 64;
+
+    // Operands with r outermost: 16 chunks of 8 elements by 8 groups of 8 r
+    const int chunk = t % 16;
+    const uint32_t group = (uint32_t)t / 16 * 8;
+    f16 *const own = (f16 *)tile + ((chunk & 8) * 8 + (chunk & 7)) * ROW + group;
+    backward_source from_b = {nullptr, 0, 0}, from_a = {nullptr, 0, 0};
+    if constexpr (PLAIN) from_b = backward_source_of(a.b, a.b_stride, at.k0, a.n_k, chunk);
+    if constexpr (TURNED) from_a = backward_source_of(a.a, a.a_stride, at.row0, a.n_rows, chunk);
+    u32x4 bv[PLAIN ? 8 : 1], av[8];
+
+    // Planar b: a unit of 32 k, of four, of two neighbouring rows
+    raw<F> br[2];
+    planes<F> p;
+    const uint32_t row_units = (uint32_t)a.n_k / 32, pair_r = (uint32_t)t / 4 * 2;
+    const uint32_t first_unit = (uint32_t)at.k0 / 32 + (uint32_t)t % 4;
+    const uint32_t unit = first_unit < row_units ? first_unit : row_units - 1;
+    if constexpr (!PLAIN) p = planes_of<F>(a.b, a.b_units);
+
+    // a with r innermost: 8 chunks of 8 r of every 16th row; past the last, that one
+    const int a_chunk = t % 8, a_row = t / 8;
+    const uint32_t a_bytes = (uint32_t)a.a_stride * 2;
+    const uint32_t a_last = (uint32_t)(a.n_rows - at.row0 < TILE ? a.n_rows - at.row0 : TILE) - 1;
+    const char *const a_first = (const char *)a.a + (int64_t)at.row0 * a.a_stride * 2;
+
+    const auto load = [&](uint32_t step) {
+        const uint32_t r = step * BK;
+        if constexpr (PLAIN) {
+            backward_load(from_b, r, group, n_r, bv);
+        } else {
+#pragma unroll
+            for (uint32_t i = 0; i < 2; i++) {
+                const uint32_t own_r = r + pair_r + i < n_r ? r + pair_r + i : n_r - 1;
+                br[i] = load_raw(planes_at(p, (int64_t)own_r * row_units), unit);
+            }
+        }
+        if constexpr (TURNED) {
+            backward_load(from_a, r, group, n_r, av);
+        } else {
+            const uint32_t e = r + 8 * (uint32_t)a_chunk, e_last = (n_r - 1) & ~7u;
+            const uint32_t from = (e < e_last ? e : e_last) * 2, most = a_last * a_bytes + from;
+            const uint32_t first = (uint32_t)a_row * a_bytes + from;
+#pragma unroll
+            for (uint32_t i = 0; i < 8; i++) {
+                const uint32_t offset = first + 16 * i * a_bytes;
+                av[i] = gload((const u32x4 *)(a_first + (offset < most ? offset : most)));
+            }
+        }
+    };
+    const auto store = [&](uint32_t step) {
+        const uint32_t r = step * BK;
+        const bool tail = r + BK > n_r;
+        if constexpr (PLAIN) {
+            if (tail) backward_clear_tail(r, group, n_r, bv);
+            backward_store_turned(bv, own);
+        } else {
+            uint32_t w[2][16];
+#pragma unroll
+            for (uint32_t i = 0; i < 2; i++) {
+                u32x4 h[4];
+                matmul_unit_halves<F>(br[i], unit, h);
+                const bool live = r + pair_r + i < n_r;
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    w[i][4 * j] = live ? h[j].x : 0;
+                    w[i][4 * j + 1] = live ? h[j].y : 0;
+                    w[i][4 * j + 2] = live ? h[j].z : 0;
+                    w[i][4 * j + 3] = live ? h[j].w : 0;
+                }
+            }
+            f16 *const to = bt + ((t % 4 & 2) * 32 + (t & 1) * 4) * ROW + pair_r;
+#pragma unroll
+            for (int e = 0; e < 32; e++) {
+                lput((uint32_t *)(to + (e % 8 * 8 + e / 8) * ROW),
+                     byte_perm(w[1][e / 2], w[0][e / 2], e % 2 ? 0x07060302 : 0x05040100));
+            }
+        }
+        keep_order(); // one operand is turned at a time
+        if constexpr (TURNED) {
+            if (tail) backward_clear_tail(r, group, n_r, av);
+            backward_store_turned(av, own + TILE * ROW);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                u32x4 *const to = (u32x4 *)(at_a + (a_row + 16 * i) * ROW) + a_chunk;
+                lput(to, tail ? matmul_mask_halves(av[i], r + 8 * (uint32_t)a_chunk, n_r) : av[i]);
+            }
+        }
+    };
+
+    const bool has_work = at.k0 + wk < a.n_k && at.row0 + wrow < a.n_rows; // of the wave
+    const bool sums_db = TURNED && a.db && at.k0 == 0;
+    frag_c c[4][4];
+    matmul_clear(c);
+    float db = 0.0f; // of row t of LDS
+    load(at.begin);
+    for (uint32_t step = at.begin; step < at.end; step++) {
+        store(step);
+        block_sync_lds();
+        if (step + 1 < at.end) load(step + 1);
+        if (sums_db) {
+            const f16x2 ones = pair_floats(1.0f, 1.0f);
+#pragma unroll 1
+            for (int i = 0; i < BK / 8; i++) {
+                const u32x4 v = lget((const u32x4 *)(at_a + t * ROW) + i);
+                db = dot2(bits<f16x2>(v.x), ones, dot2(bits<f16x2>(v.y), ones, db));
+                db = dot2(bits<f16x2>(v.z), ones, dot2(bits<f16x2>(v.w), ones, db));
+            }
+        }
+        const uint32_t left = (n_r - step * BK + 15) / 16;
+        const int n16 = left < BK / 16 ? (int)left : BK / 16;
+        if (has_work) matmul_multiply<4, 4, 4>(c, bt + wk * ROW, at_a + wrow * ROW, n16);
+        block_sync_lds();
+    }
+    if (sums_db) backward_end_db(a, at, at.row0 + backward_turned(t), db);
+    backward_finish<true, TURNED>(a, at, c, (float *)tile, at.k0 + wk, at.row0 + wrow);
+}
+
+// The same of F16 operands where four waves multiply straight from LDS: operands are copied as they
+// lie, asynchronously and two steps of 32 ahead. b lies in 16 chunks of 8 k, each a column of 32 r of
+// 16 bytes, and a turned likewise; not turned, in 4 chunks of 8 r of 128 rows. A wave has the k of
+// chunks 4 w to 4 w + 3: they lie where the unit's tiles of 64 k have that wave's rows. Lanes copy 8
+// r (rows) by 4 chunks at once: 64 bytes of each in global memory, 128 bytes of each in LDS.
+template <bool TURNED> DEV void matmul_backward_lds(const rocq_k_matmul_backward_args &a) {
+    enum { BK = 32, TILE = BACKWARD_TILE, CHUNK = 8 * BK, A_CHUNK = TURNED ? CHUNK : 8 * TILE,
+           OPERAND = TILE * BK, BUFFERS = 3 };
+    LDS(u32x4, tile, BUFFERS * 2 * OPERAND / 8);
+    f16 *const tiles = (f16 *)tile;
+    if (a.tiles_k == 0) return;
+    const backward_place at = backward_place_of(a, BK);
+    const int t = (int)thread_index(), wave = matmul_wave();
+    const int line = wave * 8 + t % 8, quarter = t / 8 % 4;
+    const int32_t last_k = (a.n_k - 1 - at.k0) / 8, last_row = (a.n_rows - 1 - at.row0) / 8;
+    const char *const b = (const char *)a.b + (int64_t)at.k0 * 2;
+    const char *const dy = (const char *)a.a + (int64_t)at.row0 * (TURNED ? 2 : a.a_stride * 2);
+    uint32_t own_b[4], own_a[4]; // bytes
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int32_t chunk = 4 * i + quarter;
+        const int32_t most = a.n_rows - 1 - at.row0, row = 32 * i + line;
+        own_b[i] = (uint32_t)(chunk < last_k ? chunk : last_k) * 16;
+        own_a[i] = TURNED ? (uint32_t)(chunk < last_row ? chunk : last_row) * 16
+                          : (uint32_t)(row < most ? row : most) * (uint32_t)a.a_stride * 2;
+    }
+    const auto load = [&](uint32_t step, int buffer) {
+        f16 *const to_b = tiles + buffer * 2 * OPERAND, *const to_a = to_b + OPERAND;
+        const int32_t r = (int32_t)step * BK + line, left = a.n_r - (int32_t)step * BK - 8 * quarter;
+        const bool live = r < a.n_r;
+        const char *const from_b = b + (live ? (int64_t)r * a.b_stride * 2 : 0);
+        const char *const from_a =
+            TURNED ? dy + (live ? (int64_t)r * a.a_stride * 2 : 0)
+                   : dy + (left > 0 ? (int64_t)step * BK + 8 * quarter : 0) * 2;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int at_b = 8 * (quarter / 2) + 2 * i + quarter % 2;
+            copy_async((u32x4 *)(to_b + at_b * CHUNK + line * 8),
+                       (const u32x4 *)(from_b + own_b[i]), live);
+            const u32x4 *const from = (const u32x4 *)(from_a + own_a[i]);
+            if constexpr (TURNED) {
+                copy_async((u32x4 *)(to_a + (4 * i + quarter) * CHUNK + line * 8), from, live);
+            } else {
+                copy_async_part((u32x4 *)(to_a + quarter * A_CHUNK + (32 * i + line) * 8), from,
+                                left >= 8 ? 16 : left > 0 ? 2 * left : 0);
+            }
+        }
+    };
+    const bool sums_db = TURNED && a.db && at.k0 == 0;
+    frag_c c[2][8];
+    matmul_clear(c);
+    float db = 0.0f;
+    int buffer = 0, free = 0;
+    uint32_t ahead = at.begin;
+    const auto begin = [&]() {
+        if (ahead < at.end) load(ahead, free);
+        copies_close();
+        ahead++;
+        free = free + 1 == BUFFERS ? 0 : free + 1;
+    };
+    begin();
+    begin();
+#pragma unroll 1
+    for (uint32_t step = at.begin; step < at.end; step++) {
+        const f16 *const own_bt = tiles + buffer * 2 * OPERAND, *const own_at = own_bt + OPERAND;
+        copies_wait<1>();
+        lds_written();
+        block_sync_lds();
+        wmma_lds_begin();
+#pragma unroll
+        for (int s = 0; s < BK / 16; s++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                wmma_lds<true, TURNED>(c[i], own_bt + 8 * i * CHUNK + s * 128, CHUNK / 8,
+                                       own_at + (TURNED ? s * 128 : 2 * s * A_CHUNK), A_CHUNK / 8,
+                                       8);
+            }
+        }
+        wmma_lds_end();
+        begin();
+        if (sums_db) { // a column of 8 halves by 32 r has 8 rows; each begins with another r
+#pragma unroll 8
+            for (int r = 0; r < BK; r++) {
+                const f16 *const from = own_at + t / 8 * CHUNK + ((r + t / 8 * 2) & (BK - 1)) * 8;
+                db += (float)lget(from + t % 8);
+            }
+        }
+        wmma_lds_wait();
+        buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+    }
+    if (sums_db) backward_end_db(a, at, at.row0 + t, db);
+    backward_finish<false, false>(a, at, c, (float *)tile, at.k0 + 32 * wave, at.row0);
+}
+
+#define ROCQ_X(X, f)                                                                 \
+    KERNEL(matmul_backward_dx_##f, rocq_k_matmul_backward_args, 128) {               \
+        enum { F = format_id_##f };                                                  \
+        if constexpr (WMMA_LDS && F == ROCQ_F16) matmul_backward_lds<false>(a);      \
+        else matmul_backward_f16<F, false>(a);                                       \
+    }
+ROCQ_K_BACKWARD_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+KERNEL(matmul_backward_dw, rocq_k_matmul_backward_args, 128) {
+    if constexpr (WMMA_LDS) matmul_backward_lds<true>(a);
+    else matmul_backward_f16<ROCQ_F16, true>(a);
+}
+
+// matmul_backward_f32: operands, products and sums in F32; b is F32 or planar blocks. Tiles, sums and
+// LDS as in matmul_f32, for which operands lie with r outermost: those that memory has so are only
+// copied. A step is 32 of r.
+KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
+    enum { TILE = BACKWARD_TILE, BK = 32, STRIDE = TILE + 4 };
+    LDS(float, bt, BK * STRIDE);
+    LDS(float, at_a, BK * STRIDE);
+    if (a.tiles_k == 0) return;
+    const backward_place at = backward_place_of(a, BK);
+    const int t = (int)thread_index(), wave = matmul_wave(), lane = lane_index();
+    const int tk = wave % 2 * 8 + lane % 8, trow = wave / 2 * 4 + lane / 8;
+    // Copies 16 elements of row t / 8 of the step; those past n are others of the row
+    const auto copy = [&](float *to, const void *from, int64_t stride, int32_t first, int32_t n,
+                          uint32_t step) {
+        const int32_t r = (int32_t)step * BK + t / 8, last = (n - 1 - first) / 4;
+        const float *const row = (const float *)from + first + (r < a.n_r ? r : 0) * stride;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int32_t vector = t % 8 + 8 * i;
+            u32x4 v = make4(0, 0, 0, 0);
+            if (r < a.n_r) v = gload((const u32x4 *)row + (vector < last ? vector : last));
+            lput((u32x4 *)(to + t / 8 * STRIDE) + vector, v);
+        }
+    };
+    const auto decode = [&](uint32_t step) {
+        const uint32_t own = step * BK + (uint32_t)t / 8, row_units = (uint32_t)a.n_k / 32;
+        const uint32_t r = own < (uint32_t)a.n_r ? own : (uint32_t)a.n_r - 1;
+        const uint32_t first = (uint32_t)at.k0 / 32 + (uint32_t)t / 2 % 4;
+        const uint32_t unit = first < row_units ? first : row_units - 1;
+        rocq_k_matmul_args w = {};
+        w.k = a.n_k;
+        w.w = a.b;
+        w.w_units = a.b_units;
+        float *const to = bt + t / 8 * STRIDE + t / 2 % 4 * 32;
+        u32x4 half[4];
+        switch (a.format) {
+#define ROCQ_X(X, f)                                                \
+        case format_id_##f:                                         \
+            matmul_load_half<format_id_##f>(w, 0, r, unit, t % 2, half); \
+            matmul_put_half<format_id_##f>(half, unit, t % 2, to, 1);    \
+            break;
+        BLOCK_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+        }
+        if (own < (uint32_t)a.n_r) return;
+#pragma unroll
+        for (int i = 0; i < 16; i++) lput(to + t % 2 * 16 + i, 0.0f);
+    };
+    // Row t % 128 of an a that is not turned, half a step of it
+    const auto turn = [&](uint32_t step) {
+        const int32_t most = a.n_rows - 1 - at.row0, row = t % TILE < most ? t % TILE : most;
+        const float *const from = (const float *)a.a + (at.row0 + row) * a.a_stride;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int32_t own = t / TILE * 16 + 4 * i, r = (int32_t)step * BK + own;
+            float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            if (r < a.n_r) decode_vector<ROCQ_F32>(gload((const u32x4 *)(from + r)), 0, v);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                lput(at_a + (own + e) * STRIDE + t % TILE, r + e < a.n_r ? v[e] : 0.0f);
+            }
+        }
+    };
+
+    const bool sums_db = a.turned && a.db && at.k0 == 0 && t < TILE;
+    float c[8][8], db = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) c[i][j] = 0.0f;
+    }
+    for (uint32_t step = at.begin; step < at.end; step++) {
+        if (a.format == ROCQ_F32) copy(bt, a.b, a.b_stride, at.k0, a.n_k, step);
+        else decode(step);
+        if (a.turned) copy(at_a, a.a, a.a_stride, at.row0, a.n_rows, step);
+        else turn(step);
+        block_sync_lds();
+        if (sums_db) {
+            for (int r = 0; r < BK; r++) db += lget(at_a + r * STRIDE + t);
+        }
+        matmul_multiply_f32<2>(c, bt + 4 * tk, at_a + 4 * trow, STRIDE, BK);
+        block_sync_lds();
+    }
+    if (sums_db) backward_end_db(a, at, at.row0 + t, db);
+#pragma unroll 1
+    for (int pass = 0; pass < 8; pass++) { // one of every thread's 8 rows
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (j != pass) continue;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                lput(bt + trow * STRIDE + i / 4 * 64 + 4 * tk + i % 4, c[i][j]);
+            }
+        }
+        block_sync_lds();
+#pragma unroll 1
+        for (int column = wave; column < 16; column += 8) {
+            const int64_t row = at.row0 + pass / 4 * 64 + 4 * column + pass % 4;
+            if (row < a.n_rows) backward_put_row<4>(a, at, bt + column * STRIDE, at.k0, row);
+        }
+        block_sync_lds();
+    }
+}
+
+// matmul_backward_merge: c = epilogue(sum of the splits, added in their order), a thread an element;
+// the first threads also have one of db each. Geometry: 256 threads. Bytes: the sums of every split
+// once, from L2.
+KERNEL(matmul_backward_merge, rocq_k_matmul_backward_args, 256) {
+    if (a.tiles_k == 0) return;
+    const uint32_t item = (a.common.block0 + block_index()) * 256 + thread_index();
+    const uint32_t row = item / (uint32_t)a.n_k, k = item - row * (uint32_t)a.n_k;
+    if (row < (uint32_t)a.n_rows) {
+        const float *const splits = backward_split_sums(a, row) + k;
+        float v = 0.0f;
+#pragma unroll 4
+        for (int s = 0; s < a.n_splits; s++) v += gload(splits + (int64_t)s * a.n_k);
+        backward_put(a, row, k, v);
+    }
+    if (!a.db || item >= (uint32_t)a.n_rows) return;
+    const float *const splits = backward_split_sums(a, a.n_rows) + item;
+    float v = 0.0f;
+    for (int s = 0; s < a.n_splits; s++) v += gload(splits + (int64_t)s * a.n_rows);
+    backward_put_db(a, item, v);
+}
 
 // -- attention_backward --
 

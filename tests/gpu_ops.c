@@ -1505,6 +1505,110 @@ static void test_repeatable(void **state) {
     box_free(&first);
 }
 
+// -- matmul_backward --
+
+enum { BACK_DX = 1, BACK_DW = 2, BACK_DB = 4, BACK_Z = 8, BACK_RESIDUAL = 16, BACK_IN_PLACE = 32,
+       BACK_ACCUMULATE = 64 };
+
+typedef struct backward { // a case; 0 = default
+    int64_t k, m, n;
+    int options;
+    rocq_format w, x, dy, dx;
+    rocq_precision precision;
+    rocq_activation activation;
+    bool planar;
+    box_layout layout;
+} backward;
+
+static void check_backward(const backward *s) {
+    const int o = s->options;
+    box dy = box_random(s->layout, s->dy, 1, s->m, s->n, 1, 1);
+    box w = box_make(s->planar ? BOX_PLAIN : s->layout, s->w, s->k, s->m, 1, 1);
+    box x = box_random(s->layout, s->x, 1, s->k, s->n, 1, 1);
+    box z = box_random(BOX_STRIDED, ROCQ_F16, 2, s->k, s->n, 1, 1);
+    box residual = box_random(s->layout, ROCQ_F32, 1, s->k, s->n, 1, 1);
+    box dx = o & BACK_IN_PLACE ? box_random(s->layout, s->dx, 1, s->k, s->n, 1, 1)
+                               : box_make(s->layout, s->dx, s->k, s->n, 1, 1);
+    box dw = o & BACK_ACCUMULATE ? box_random(s->layout, ROCQ_F32, 1, s->k, s->m, 1, 1)
+                                 : box_make(s->layout, ROCQ_F32, s->k, s->m, 1, 1);
+    box db = o & BACK_ACCUMULATE ? box_random(BOX_STRIDED, ROCQ_F32, 1, s->m, 1, 1, 1)
+                                 : box_make(BOX_STRIDED, ROCQ_F32, s->m, 1, 1, 1);
+    random_weights(&w);
+    const rocq_matmul_backward_params p = {
+        .dx = o & BACK_DX ? &dx.t : NULL, .dw = o & BACK_DW ? &dw.t : NULL,
+        .db = o & BACK_DB ? &db.t : NULL, .dy = &dy.t, .w = o & BACK_DX ? &w.t : NULL,
+        .x = o & BACK_DW ? &x.t : NULL, .z = o & BACK_Z ? &z.t : NULL,
+        .residual = o & BACK_IN_PLACE ? &dx.t : o & BACK_RESIDUAL ? &residual.t : NULL,
+        .activation = o & BACK_Z ? s->activation : ROCQ_ACT_IDENTITY, .scale = 0.5f,
+        .accumulate = (o & BACK_ACCUMULATE) != 0, .precision = s->precision};
+    box *out[3];
+    int n_out = 0;
+    if (p.dx) out[n_out++] = &dx;
+    if (p.dw) out[n_out++] = &dw;
+    if (p.db) out[n_out++] = &db;
+    if (s->planar && p.w) on_gpu_as(&w, block_elems(s->w) > 1);
+    compare_as(ROCQ_OP_MATMUL_BACKWARD, &p, &p, out, n_out, 0,
+               say("%s%s, dy %s, x %s, K %d M %d N %d, options %d, precision %d, activation %d",
+                   name_of(s->w), s->planar ? " planar" : "", name_of(s->dy), name_of(s->x),
+                   (int)s->k, (int)s->m, (int)s->n, o, (int)s->precision, (int)s->activation));
+    box *all[] = {&dy, &w, &x, &z, &residual, &dx, &dw, &db};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) box_free(all[i]);
+}
+
+static void test_matmul_backward_formats(void **state) {
+    (void)state;
+    for (int f = 0; f < N_FORMATS; f++) {
+        const rocq_format w = all_formats[f];
+        for (int i = 0; i < 3; i++) {
+            const backward s = {.k = block_elems(w) * (i == 1 ? 1 + 160 / block_elems(w) : 1),
+                                .m = i == 1 ? 70 : 129, .n = i == 1 ? 33 : 5,
+                                .options = BACK_DX, .w = w, .dy = floats[(f + i) % 2],
+                                .dx = floats[i % 2], .planar = i != 2,
+                                .precision = i == 2 ? ROCQ_PRECISION_F32 : ROCQ_PRECISION_F16};
+            check_backward(&s);
+        }
+    }
+}
+
+// Sizes of one tile and of several, none a multiple of anything; then as on a chip so large that r
+// is split.
+static void test_matmul_backward_shapes(void **state) {
+    (void)state;
+    static const struct { int64_t k, m, n; } sizes[] = {
+        {1, 1, 1}, {128, 128, 64}, {8, 16, 130}, {131, 67, 33}, {24, 300, 9}, {200, 31, 131},
+        {40, 9, 600}, {136, 530, 7}};
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        for (int half = 0; half < 2; half++) {
+            gpu->gpu->chip.n_units = i % 2 ? n_units : 1;
+            const backward s = {.k = sizes[i].k, .m = sizes[i].m, .n = sizes[i].n,
+                                .options = BACK_DX | BACK_DW | BACK_DB, .w = floats[half],
+                                .x = floats[half], .dy = floats[half], .dx = floats[1 - half],
+                                .precision = half ? ROCQ_PRECISION_F16 : ROCQ_PRECISION_F32};
+            check_backward(&s);
+        }
+    }
+    gpu->gpu->chip.n_units = n_units;
+}
+
+static void test_matmul_backward_options(void **state) {
+    (void)state;
+    for (int i = 0; i < 36; i++) {
+        int options = i < 12 ? BACK_DX | BACK_DW | BACK_DB | BACK_Z : (int)random_below(128);
+        if (!(options & BACK_DX)) {
+            options = (options | BACK_DW) & ~(BACK_Z | BACK_RESIDUAL | BACK_IN_PLACE);
+        }
+        if (!(options & BACK_DW)) options &= ~BACK_DB;
+        const backward s = {.k = i % 3 ? 40 : 37, .m = i % 4 ? 72 : 515, .n = i % 5 ? 17 : 271,
+                            .options = options, .w = floats[i % 2], .x = floats[i / 2 % 2],
+                            .dy = floats[i / 3 % 2], .dx = floats[i / 4 % 2],
+                            .precision = (rocq_precision)(i % 3),
+                            .activation = (rocq_activation)(i % (ROCQ_ACT_TANH + 1)),
+                            .layout = (box_layout)(i / 2 % 3)};
+        check_backward(&s);
+    }
+}
+
 // Every kernel once with args that are all zero: it must touch nothing, which the stand-in watches
 // over, and a device's memory checker.
 static void test_no_work(void **state) {
@@ -1567,6 +1671,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_conv_shapes),     cmocka_unit_test(test_conv_options),
         cmocka_unit_test(test_conv_scale),      cmocka_unit_test(test_norm_stats),
         cmocka_unit_test(test_resize),          cmocka_unit_test(test_pixels),
+        cmocka_unit_test(test_matmul_backward_formats),
+        cmocka_unit_test(test_matmul_backward_shapes),
+        cmocka_unit_test(test_matmul_backward_options),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_repeatable),      cmocka_unit_test(test_no_work),
     };

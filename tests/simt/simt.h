@@ -1056,7 +1056,9 @@ DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
 DEV void wmma_lds_wait() {}
+template <bool = false, bool = false>
 DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
+DEV void copy_async_part(u32x4 *, const u32x4 *, int) {}
 DEV void copy_async(u32x4 *to, const u32x4 *from, bool live, SIMT_LINE) {
     const u32x4 zeros = {0, 0, 0, 0};
     lput(to, live ? gload(from, line) : zeros, line);
