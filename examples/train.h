@@ -37,16 +37,16 @@
 
 typedef struct train_options { // 0 = default, as everywhere in rocq
     int32_t n_seqs;       // sequences that are computed at once, a micro-batch; default 1
-    int32_t n_tokens;     // tokens of a sequence; default what the model was trained on, at most 512
+    int32_t n_tokens;     // of a sequence; default what the model was trained on, at most 512
     int32_t n_accumulate; // micro-batches of a step, whose gradients are added up; default 1
     int32_t rank;         // of the adapters, up to 512; 0 = the weights themselves are trained
     float alpha;          // an adapter is added alpha / rank times; default rank
     const char *targets;  // matrices that get an adapter, as in "q,v": of q k v (gpt2: qkv) output
                           // gate up down; default all
     uint64_t seed;        // of the adapters' first values
-    int64_t budget;       // bytes of activations kept from forward to backward: as many of the first
-                          // layers as it takes keep their input alone, and are computed again.
-                          // 0 = no limit; at least one layer's have to fit
+    int64_t budget;       // bytes of activations kept from forward to backward: as many of the
+                          // first layers as it takes keep their input alone, and are computed
+                          // again. 0 = no limit; at least one layer's have to fit
     int32_t n_logits;     // tokens whose logits exist at once, default 512
     float beta1, beta2;   // of AdamW: default 0.9, 0.999
     float eps;            // default 1e-8
@@ -68,16 +68,16 @@ typedef struct train_batch {
 typedef struct train_result { // of the last step
     double loss;        // mean over targets by weight, in nats, before the step
     int32_t n_targets;  // with a weight above 0
-    bool skipped;       // the gradient was not finite, and nothing has changed but n_skipped, and on
-                        // a GPU the loss scale, which is halved
+    bool skipped;       // the gradient was not finite, and nothing has changed but n_skipped, and
+                        // on a GPU the loss scale, which is halved
     float norm;         // of the gradient, before it was clipped
     float loss_scale;   // of the next step
     int64_t n_steps;    // so far, those before a train_load included, without skipped ones
     int64_t n_skipped;
 } train_result;
 
-// Beside the weights of a layer, which lie in w as in the model's own llama_layer, what goes with each
-// in the same place of another one. n_dims 0 = none.
+// Beside the weights of a layer, which lie in w as in the model's own llama_layer, what goes with
+// each in the same place of another one. n_dims 0 = none.
 typedef struct train__layer {
     llama_layer w;              // as products read them
     llama_layer dw;             // gradients of those that are trained
@@ -161,7 +161,7 @@ typedef struct trainer {
     rocq_tensor dlow;        // F32 [rank, N]
     bool first;              // while recording: gradients are written, not added to
     rocq_format format;      // of matrices in the file that is being written
-    rocq_graph *passes[2][2];// a micro-batch: [is the step's first] [is its last, and AdamW follows]
+    rocq_graph *passes[2][2]; // a micro-batch: [is it the step's first] [its last, with AdamW]
     rocq_graph *losses_only;
     void *host;              // staged inputs, out, and losses
     int64_t host_bytes;
@@ -179,20 +179,19 @@ typedef struct trainer {
 static inline rocq_result train_open(trainer *t, llama_model *model, const train_options *options);
 static inline void train_close(trainer *t); // twice, or on a zeroed struct, is harmless
 
-// One step: losses and gradients of all micro-batches, then AdamW with rate lr. The same weights and
-// batches give the same bits, whatever the number of threads. E_BOUNDS for ids and targets that the
-// vocabulary lacks, E_ARGUMENT for weights that are negative, not finite or all 0: nothing has
-// changed then.
+// One step: losses and gradients of all micro-batches, then AdamW with rate lr. The same weights
+// and batches give the same bits, whatever the number of threads. E_BOUNDS for ids and targets that
+// the vocabulary lacks, E_ARGUMENT for weights that are negative or all 0: nothing has changed then.
 static inline rocq_result train_step(trainer *t, const train_batch *batch, float lr);
 
-// Losses of one micro-batch, and nothing else: losses receives [n_seqs n_tokens], 0 where there is no
-// target. batch->weights is not used.
+// Losses of one micro-batch, and nothing else: losses receives [n_seqs n_tokens], 0 where there is
+// no target. batch->weights is not used.
 static inline rocq_result train_evaluate(trainer *t, const train_batch *batch, float *losses);
 
 // A checkpoint: weights, moments, loss scale, counts, and t->user. After train_load the next steps
 // give the same bits as if the run had never been interrupted. It is a file of rocq_file_open: path
-// is the old file or the new one, whenever the program dies. train_load refuses checkpoints that are
-// cut short, of another model, or of other options where those matter (rank, alpha, targets,
+// is the old file or the new one, whenever the program dies. train_load refuses checkpoints that
+// are cut short, of another model, or of other options where those matter (rank, alpha, targets,
 // moments8), with one line in t->error, and changes nothing then.
 static inline rocq_result train_save(trainer *t, const char *path);
 static inline rocq_result train_load(trainer *t, const char *path);
@@ -534,7 +533,7 @@ static rocq_result train__cut_layer(trainer *t, rocq_arena *arena, train__layer 
 }
 
 // All activations: first from a measuring arena, then from memory. Layers that are computed again
-// share theirs with each other and with the next one, whose are still there when the backward comes.
+// share theirs with each other and with the next one, whose are still there in its backward.
 static rocq_result train__cut(trainer *t, rocq_arena *arena) {
     const llama_model *m = t->model;
     const rocq_format f = t->operand;
@@ -1382,8 +1381,8 @@ static rocq_result train__read_checkpoint(trainer *t, const char *path, const ro
 static inline rocq_result train_load(trainer *t, const char *path) {
     const rocq_gguf_desc desc = {.path = path, .no_mmap = true};
     rocq_gguf *file = NULL;
-    const rocq_result ready = train__ready(t);
-    if (!t->ctx || !path) return t->ctx ? train__fail(t, ROCQ_E_ARGUMENT, "there is no path") : ready;
+    if (!t->ctx) return train__ready(t);
+    if (!path) return train__fail(t, ROCQ_E_ARGUMENT, "there is no path");
     t->error[0] = '\0'; // loading is what mends a broken trainer
     rocq_result result = rocq_gguf_open(t->ctx, &file, &desc);
     if (result == ROCQ_OK) result = train__read_checkpoint(t, path, file);

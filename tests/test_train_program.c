@@ -1,0 +1,392 @@
+// examples/train.c as a user runs it: its main() called in a child process whose output is caught.
+// Training, breaking off and going on, Ctrl-C, what comes out; then wrong files and options, and
+// memory that runs out at every single allocation: one line each, exit status 1, nothing overwritten.
+
+#define _XOPEN_SOURCE 700 // fork, pipe, posix_openpt
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "counted.h"
+
+// Every allocation of the program goes through these: rocq's, the examples' and main's own.
+#define malloc counted_malloc
+#define realloc counted_realloc
+#define free counted_free
+#define main program_main
+#include "../examples/train.c"
+#undef main
+#undef free
+#undef realloc
+#undef malloc
+
+#include <cmocka.h> // has a macro of the name of a function above
+
+#include "child.h"
+#include "models.h"
+
+#define FOLDER ".build/tests/train-program"
+#define TEXT_FILE FOLDER "/text.txt"
+#define LINES_FILE FOLDER "/lines.jsonl"
+#define CHECK FOLDER "/check.gguf"
+#define OUT FOLDER "/out.gguf"
+#define CSV FOLDER "/loss.csv"
+
+static const rocq_format q8_0[] = {ROCQ_Q8_0, ROCQ_I32}, f32[] = {ROCQ_F32, ROCQ_I32};
+static const model_spec small = {"train", "llama", .n_embd = 64, .n_heads = 4, .n_kv_heads = 2,
+    .head_dim = 16, .n_ff = 96, .n_vocab = 301, .formats = q8_0};
+static char small_path[256], other_path[256];
+
+static void write_file(const char *path, const char *text) {
+    FILE *out = fopen(path, "wb");
+    assert_non_null(out);
+    assert_true(fputs(text, out) >= 0);
+    assert_int_equal(fclose(out), 0);
+}
+
+static char *bytes_of(const char *path, size_t *size) { // NULL: there is no such file
+    FILE *in = fopen(path, "rb");
+    if (!in) return NULL;
+    char *data = (char *)malloc(1 << 22);
+    assert_non_null(data);
+    *size = fread(data, 1, (1 << 22) - 1, in);
+    data[*size] = '\0';
+    fclose(in);
+    return data;
+}
+
+static void expect_same_file(const char *a, const char *b) {
+    size_t n_a, n_b;
+    char *x = bytes_of(a, &n_a), *y = bytes_of(b, &n_b);
+    assert_true(x && y && n_a > 100);
+    assert_int_equal(n_a, n_b);
+    assert_memory_equal(x, y, n_a);
+    free(x);
+    free(y);
+}
+
+static int setup(void **state) {
+    (void)state;
+    rocq_ctx *ctx = NULL;
+    model_spec other = small;
+    char text[6000] = "", line[200];
+    assert_int_equal(system("mkdir -p " FOLDER), 0);
+    assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+    strcpy(small_path, model_path("train"));
+    model_write(ctx, &small, small_path, NULL);
+    other.name = "train-other";
+    other.n_ff = 128;
+    other.formats = f32;
+    strcpy(other_path, model_path("train-other"));
+    model_write(ctx, &other, other_path, NULL);
+    rocq_close(&ctx);
+    for (int i = 0; i < 60; i++) {
+        snprintf(line, sizeof line, "the %s cat sat on %d mats%s", i % 3 ? "old" : "new", i % 7,
+                 i % 6 == 5 ? "\n\n" : "\n");
+        strcat(text, line);
+    }
+    write_file(TEXT_FILE, text);
+    text[0] = 0;
+    for (int i = 0; i < 20; i++) {
+        snprintf(line, sizeof line, "{\"prompt\": \"who are you %d? \", \"completion\": \"a cat, %d\\n\"}\n",
+                 i, i % 5);
+        strcat(text, line);
+    }
+    strcat(text, "\n{\"text\": \"cats \\u00e4nd mats\"}\n");
+    write_file(LINES_FILE, text);
+    return 0;
+}
+
+// What stands in a line of the CSV, by column.
+static double column(const char *path, int row, int n) {
+    size_t size;
+    char *data = bytes_of(path, &size), *at = data;
+    assert_non_null(data);
+    for (int i = 0; i < row; i++) at = strchr(at, '\n') + 1;
+    for (int i = 0; i < n; i++) at = strchr(at, ',') + 1;
+    const double x = *at == ',' ? NAN : strtod(at, NULL);
+    free(data);
+    return x;
+}
+
+#define USUAL "--context", "32", "--batch", "2", "--threads", "2"
+
+// All weights, and adapters: the loss falls, the files are there, and the log says what was done.
+static void test_training(void **state) {
+    (void)state;
+    for (int i = 0; i < 1; i++) {
+        const char *more[] = {i ? "--lora" : "--decay", i ? "4" : "0.1"};
+        remove(OUT);
+        const outcome *o = RUN(small_path, "--data", TEXT_FILE, "--documents", USUAL, "--steps", "30",
+                               "--lr", "1e-2", more[0], more[1], "--eval", TEXT_FILE, "--eval-every",
+                               "10", "--csv", CSV, "--out", OUT);
+        expect_success(o);
+        assert_string_equal(o->err, "");
+        assert_non_null(strstr(o->out, "\nstep     30  loss "));
+        assert_non_null(strstr(o->out, "step      0  held out "));
+        assert_non_null(strstr(o->out, "device "));
+        assert_int_equal(column(CSV, 30, 0), 30);
+        assert_true(column(CSV, 30, 2) < 0.8 * column(CSV, 1, 2));
+        assert_true(column(CSV, 30, 5) < 0.9 * column(CSV, 10, 5));
+        assert_true(isnan(column(CSV, 29, 5)));
+        assert_true(fabs(column(CSV, 3, 3) - 1e-2) < 1e-8); // the third step ends the warm-up
+        assert_true(fabs(column(CSV, 30, 3) - 1e-3) < 1e-8);
+        rocq_ctx *ctx = NULL;
+        rocq_gguf *file = NULL;
+        rocq_gguf_desc desc = {0};
+        rocq_gguf_tensor t;
+        desc.path = OUT;
+        assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+        assert_int_equal(rocq_gguf_open(ctx, &file, &desc), ROCQ_OK);
+        assert_int_equal(rocq_gguf_find_tensor(file, i ? "blk.1.ffn_down.weight.lora_b"
+                                                       : "blk.1.ffn_down.weight", &t), ROCQ_OK);
+        rocq_gguf_close(&file);
+        rocq_close(&ctx);
+    }
+}
+
+// Prompts are read, not learned; the end of a text is.
+static void test_lines(void **state) {
+    (void)state;
+    const outcome *o = RUN(small_path, "--data", LINES_FILE, USUAL, "--epochs", "0.1", "--lora", "2",
+                           "--targets", "q,attn_v,down");
+    expect_success(o);
+    // Letters are tokens of one byte each here, and each begins with a space of its own.
+    double learned = 0;
+    for (int i = 0; i < 20; i++) learned += (double)strlen("a cat, 0\n") + 1;
+    learned += (double)strlen("cats nd mats") + 2 + 1 + 1; // a-umlaut is two bytes; the space, EOS
+    const char *at = strstr(o->out, " tokens, ");
+    assert_non_null(at);
+    assert_true(fabs(strtod(at + 9, NULL) - learned) < 0.5);
+    const char *bad[][2] = {{"{\"prompt\": \"x\"}\n", "line 1 has neither"},
+                            {"\n{\"text\": 5}\n", "line 2 has neither"},
+                            {"{\"text\": \"a\", \"prompt\": \"b\"}", "line 1 has neither"},
+                            {"{\"text\": \"a\"} x\n", "line 1 is no JSON"},
+                            {"[1, 2]\n", "line 1 has neither"},
+                            {"plain text\n", "line 1 is no JSON"}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        write_file(FOLDER "/bad.jsonl", bad[i][0]);
+        expect_failure(RUN(small_path, "--data", FOLDER "/bad.jsonl", USUAL), bad[i][1]);
+    }
+}
+
+#define RESUMED(steps, ...)                                                                         \
+    RUN(small_path, "--data", TEXT_FILE, "--documents", USUAL, "--lr", "2e-3", "--lora", "3",       \
+        "--steps", steps, "--warmup", "2", __VA_ARGS__)
+
+// A run of 14 steps that is broken off (killed while it works, say) and resumed ends in the same
+// files, wherever that was: in the middle of an epoch, at its end.
+static void test_resume(void **state) {
+    (void)state;
+    expect_success(RESUMED("14", "--csv", FOLDER "/whole.csv", "--out", FOLDER "/whole.gguf"));
+    static const char *const every[] = {"1", "5", "8", "13"};
+    for (size_t i = 0; i < 4; i++) {
+        remove(CHECK);
+        remove(CSV);
+        // It saves after so many steps; those behind them are lost with the last checkpoint.
+        expect_success(RESUMED("14", "--checkpoint", CHECK, "--save-every", every[i], "--csv", CSV,
+                               "--out", OUT));
+        expect_same_file(FOLDER "/whole.gguf", OUT);
+    }
+    for (int i = 0; i < 3; i++) {
+        static const char *const parts[][3] = {{"4", "9", "14"}, {"1", "13", "14"}, {"7", "8", "14"}};
+        remove(CHECK);
+        for (int k = 0; k < 3; k++) {
+            // The rate depends on the number of steps: a constant one here, by a warm-up without end.
+            const outcome *o = RUN(small_path, "--data", TEXT_FILE, "--documents", USUAL, "--lr",
+                                   "2e-3", "--lora", "3", "--warmup", "100", "--steps", parts[i][k],
+                                   "--checkpoint", CHECK, "--csv", CSV, "--out", OUT,
+                                   k > 0 ? "--resume" : "--documents");
+            expect_success(o);
+        }
+        if (i == 0) assert_int_equal(rename(OUT, FOLDER "/constant.gguf"), 0);
+        else expect_same_file(FOLDER "/constant.gguf", OUT);
+        for (int row = 1; row <= 14; row++) assert_int_equal(column(CSV, row, 0), row);
+    }
+}
+
+// Ctrl-C in the middle of a long run: it saves, and ends without failure; resumed it goes on.
+static void test_interrupt(void **state) {
+    (void)state;
+    static outcome o;
+    const char *args[] = {small_path, "--data", TEXT_FILE, USUAL, "--steps", "1000000",
+                          "--checkpoint", CHECK, "--out", OUT, "--csv", CSV, NULL};
+    remove(CHECK);
+    remove(OUT);
+    child c = start(-1, false, args);
+    size_t n = 0;
+    while (!strstr(o.out, "step      1  loss")) {
+        const ssize_t k = read(c.out, o.out + n, 100);
+        assert_true(k > 0);
+        n += (size_t)k;
+        o.out[n] = '\0';
+    }
+    assert_int_equal(kill(c.pid, SIGINT), 0);
+    finish(&c, &o, n);
+    expect_success(&o);
+    const double done = statistic(&o, "interrupted after step ");
+    assert_true(done >= 1 && done < 1e6);
+    assert_ptr_equal(strchr(o.err, '\n'), o.err + strlen(o.err) - 1);
+    size_t size;
+    char *check = bytes_of(CHECK, &size), *out = bytes_of(OUT, &size);
+    assert_true(check && out);
+    free(check);
+    free(out);
+    char more[32], label[64];
+    snprintf(more, sizeof more, "%.0f", done + 2);
+    const outcome *again = RUN(small_path, "--data", TEXT_FILE, USUAL, "--steps", more,
+                               "--checkpoint", CHECK, "--resume");
+    expect_success(again);
+    snprintf(label, sizeof label, "resumed    after step %.0f\n", done);
+    if (!strstr(again->out, label)) fail_msg("no %s in: %s", label, again->out);
+}
+
+// The picture is gnuplot's; where there is none, the line says so and the other files are there.
+static void test_plot(void **state) {
+    (void)state;
+    char path[4096];
+    size_t size;
+    snprintf(path, sizeof path, "%s", getenv("PATH"));
+    assert_int_equal(system("mkdir -p " FOLDER "/bin"), 0);
+    write_file(FOLDER "/bin/gnuplot", "#!/bin/sh\n/bin/cat >" FOLDER "/script\n");
+    assert_int_equal(chmod(FOLDER "/bin/gnuplot", 0755), 0);
+    assert_int_equal(setenv("PATH", FOLDER "/bin", 1), 0);
+    expect_success(RESUMED("3", "--eval", TEXT_FILE, "--plot", FOLDER "/it's.svg"));
+    char *script = bytes_of(FOLDER "/script", &size);
+    assert_non_null(script);
+    assert_non_null(strstr(script, "EOD\n1 "));
+    assert_non_null(strstr(script, "\nEOD\nset terminal svg"));
+    assert_non_null(strstr(script, "it''s.svg'\n"));
+    assert_non_null(strstr(script, "held out"));
+    free(script);
+    assert_int_equal(setenv("PATH", FOLDER, 1), 0);
+    remove(OUT);
+    const outcome *o = RESUMED("3", "--plot", FOLDER "/x.png", "--out", OUT);
+    assert_int_equal(o->status, 1);
+    assert_non_null(strstr(o->err, "train: --plot: gnuplot is missing"));
+    char *out = bytes_of(OUT, &size);
+    assert_non_null(out);
+    free(out);
+    assert_int_equal(setenv("PATH", path, 1), 0);
+}
+
+// A file that is there stays as it is when the run fails.
+static void expect_kept(const outcome *o, const char *words) {
+    size_t size;
+    expect_failure(o, words);
+    char *out = bytes_of(OUT, &size);
+    assert_non_null(out);
+    assert_string_equal(out, "precious");
+    free(out);
+    assert_int_not_equal(system("ls " FOLDER "/*.part* >/dev/null 2>&1"), 0);
+}
+
+static void test_bad_input(void **state) {
+    (void)state;
+    write_file(OUT, "precious");
+    write_file(FOLDER "/short.txt", "a cat");
+    write_file(FOLDER "/empty.txt", "");
+    write_file(FOLDER "/empty.jsonl", "\n\n");
+#define WITH(...) RUN(small_path, "--data", TEXT_FILE, USUAL, "--out", OUT, "--steps", "2", __VA_ARGS__)
+    expect_kept(RUN("--data", TEXT_FILE), "train MODEL.gguf --data FILE");
+    expect_kept(RUN(small_path), "train MODEL.gguf --data FILE");
+    expect_kept(RUN(small_path, "--data", FOLDER "/none", "--out", OUT), "none: cannot be opened");
+    expect_kept(RUN(FOLDER "/none", "--data", TEXT_FILE, "--out", OUT), FOLDER "/none");
+    expect_kept(RUN(TEXT_FILE, "--data", TEXT_FILE, "--out", OUT), TEXT_FILE);
+    expect_kept(RUN(small_path, "--data", FOLDER "/short.txt", USUAL, "--out", OUT),
+                "tokens, fewer than a context of 32");
+    expect_kept(RUN(small_path, "--data", FOLDER "/empty.txt", USUAL, "--out", OUT), "0 tokens");
+    expect_kept(RUN(small_path, "--data", FOLDER "/empty.jsonl", USUAL, "--out", OUT), "0 tokens");
+    expect_kept(WITH("--eval", FOLDER "/none"), "none: cannot be opened");
+    expect_kept(WITH("--eval", FOLDER "/empty.txt"), "nothing to predict");
+    expect_kept(WITH("--lora", "0"), "--lora cannot be \"0\"");
+    expect_kept(WITH("--lora", "4", "--targets", "q,norm"), "no matrix \"norm\"");
+    expect_kept(WITH("--targets", "q"), "needs --lora");
+    expect_kept(WITH("--format", "q4_0"), "f32, f16 or bf16");
+    expect_kept(WITH("--format", "f16", "--lora", "2"), "always f32");
+    expect_kept(WITH("--resume"), "needs --checkpoint");
+    expect_kept(WITH("--checkpoint", FOLDER "/none", "--resume"), FOLDER "/none");
+    expect_kept(WITH("--checkpoint", OUT, "--resume"), OUT);
+    expect_kept(WITH("--budget", "1K"), "at least");
+    expect_kept(WITH("--bogus"), "--bogus");
+    expect_kept(WITH("--context", "1"), "--context cannot be");
+    expect_failure(WITH("--csv", FOLDER "/none/x.csv"), "none/x.csv");
+}
+
+static void test_foreign_checkpoints(void **state) {
+    (void)state;
+    remove(CHECK);
+    expect_success(RESUMED("2", "--checkpoint", CHECK));
+    write_file(OUT, "precious");
+    expect_kept(RESUMED("4", "--checkpoint", CHECK, "--resume", "--out", OUT, "--seed", "5"),
+                "of a run with other data");
+    expect_kept(RESUMED("4", "--checkpoint", CHECK, "--resume", "--out", OUT, "--batch", "3"),
+                "of a run with other data");
+    expect_kept(RESUMED("4", "--checkpoint", CHECK, "--resume", "--out", OUT, "--data", LINES_FILE),
+                "of a run with other data");
+    expect_kept(RESUMED("4", "--checkpoint", CHECK, "--resume", "--out", OUT, "--alpha", "9"),
+                "another model");
+    expect_kept(RUN(other_path, "--data", TEXT_FILE, "--documents", USUAL, "--lora", "3", "--steps",
+                    "4", "--checkpoint", CHECK, "--resume", "--out", OUT), "another model");
+}
+
+// A model with a weight that is not finite: each step is skipped, counted and said, and at last the
+// program gives up. (F32 has no finite gradient anywhere then.)
+static void poison(void) {
+    size_t size;
+    char *data = bytes_of(other_path, &size);
+    const float nan = NAN;
+    assert_non_null(data);
+    memcpy(data + size - 400, &nan, sizeof nan); // in the output matrix
+    FILE *out = fopen(FOLDER "/nan.gguf", "wb");
+    assert_non_null(out);
+    assert_int_equal(fwrite(data, 1, size, out), size);
+    assert_int_equal(fclose(out), 0);
+    free(data);
+}
+
+static void test_not_finite(void **state) {
+    (void)state;
+    poison();
+    write_file(OUT, "precious");
+    const outcome *o = RUN(FOLDER "/nan.gguf", "--data", TEXT_FILE, USUAL, "--steps", "100", "--out",
+                           OUT);
+    expect_kept(o, "no gradient is finite");
+    assert_non_null(strstr(o->out, "step      7  was skipped: its gradient is not finite (7 so far)"));
+    o = RUN(FOLDER "/nan.gguf", "--data", TEXT_FILE, USUAL, "--steps", "3");
+    expect_success(o);
+}
+
+static void test_no_memory(void **state) {
+    (void)state;
+    const char *args[] = {small_path, "--data", LINES_FILE, USUAL, "--steps", "2", "--lora", "2",
+                          "--eval", LINES_FILE, "--checkpoint", CHECK, "--out", OUT, "--csv", CSV,
+                          "--budget", "1M", NULL};
+    const outcome *o = run_with(-1, args);
+    expect_success(o);
+    const int64_t n = o->calls;
+    assert_true(n > 50 && n < 3000);
+    const int64_t stride = n < 300 ? 1 : n / 150; // all of them, or some
+    for (int64_t k = 0; k < n; k += stride) expect_failure(run_with(k, args), "");
+    printf("# %d of %d allocations denied\n", (int)((n + stride - 1) / stride), (int)n);
+}
+
+int main(int argc, char **argv) {
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_training),      cmocka_unit_test(test_lines),
+        cmocka_unit_test(test_resume),        cmocka_unit_test(test_interrupt),
+        cmocka_unit_test(test_plot),          cmocka_unit_test(test_bad_input),
+        cmocka_unit_test(test_foreign_checkpoints),
+        cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_no_memory),
+    };
+    return cmocka_run_group_tests(tests, setup, NULL);
+}
