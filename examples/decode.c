@@ -146,35 +146,6 @@ static bool parse(options *o, int argc, char **argv) {
     return true;
 }
 
-// ---------------------------------------------------------------------------------------------
-// Stopping
-// ---------------------------------------------------------------------------------------------
-
-// A signal that asks for the end is kept, so that the work stops at its next step and cleans up.
-static volatile sig_atomic_t stopped; // its number, or 0
-static rocq_ctx *to_cancel;           // set before signals are caught
-
-static void on_signal(int number) {
-    if (stopped) signal(number, SIG_DFL); // a third one ends at once
-    else signal(number, on_signal);       // some systems forget the function when they call it
-    stopped = number;
-    if (to_cancel) rocq_cancel(to_cancel);
-}
-
-static void catch_signal(int number) {
-    if (signal(number, on_signal) == SIG_IGN) signal(number, SIG_IGN); // as nohup wants
-}
-
-static void catch_signals(void) {
-    catch_signal(SIGINT);
-    catch_signal(SIGTERM);
-#if !defined(_WIN32)
-    catch_signal(SIGHUP);
-    catch_signal(SIGPIPE);
-    signal(SIGXFSZ, SIG_IGN); // a file-size limit then is a write that fails
-#endif
-}
-
 static bool show_progress(const char *what, int64_t done, int64_t total, void *user) {
     if (*(const bool *)user) print_progress(what, done, total, stopped != 0);
     return !stopped;
@@ -608,9 +579,5 @@ int main(int argc, char **argv) {
     rocq_gguf_close(&r.gguf);
     rocq_gguf_close(&r.model_gguf);
     rocq_close(&r.ctx);
-    if (stopped && !good) { // ends as the signal would have ended it
-        signal(stopped, SIG_DFL);
-        raise(stopped);
-    }
-    return good ? 0 : 1;
+    return end_program(good);
 }

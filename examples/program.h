@@ -1,5 +1,6 @@
 // program.h - what example programs have in common: options, failures in one line on stderr that
-// begins with PROGRAM, progress on a terminal, the device, files that get their name when whole.
+// begins with PROGRAM, progress on a terminal, signals, the device, files that get their name when
+// whole.
 
 #ifndef PROGRAM_H
 #define PROGRAM_H
@@ -57,6 +58,44 @@ static inline void print_progress(const char *what, int64_t done, int64_t total,
     } else if (done > 0) {
         fprintf(stderr, "\r%*s\r", (int)strlen(what) + 6, "");
     }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Stopping
+// ---------------------------------------------------------------------------------------------
+
+// A signal that asks for the end is kept, so that the work stops at its next step and cleans up.
+static volatile sig_atomic_t stopped; // its number, or 0
+static rocq_ctx *to_cancel;           // what runs is stopped too; set before signals are caught
+
+static inline void on_signal(int number) {
+    if (stopped) signal(number, SIG_DFL); // a third one ends at once
+    else signal(number, on_signal);       // some systems forget the function when they call it
+    stopped = number;
+    if (to_cancel) rocq_cancel(to_cancel);
+}
+
+static inline void catch_signal(int number) {
+    if (signal(number, on_signal) == SIG_IGN) signal(number, SIG_IGN); // as nohup wants
+}
+
+static inline void catch_signals(void) {
+    catch_signal(SIGINT);
+    catch_signal(SIGTERM);
+#if !defined(_WIN32)
+    catch_signal(SIGHUP);
+    catch_signal(SIGPIPE);
+    signal(SIGXFSZ, SIG_IGN); // a file-size limit then is a write that fails
+#endif
+}
+
+// What main returns, once all is cleaned up. After a signal it ends as that would have ended it.
+static inline int end_program(bool good) {
+    if (stopped && !good) {
+        signal(stopped, SIG_DFL);
+        raise(stopped);
+    }
+    return good ? 0 : 1;
 }
 
 // ---------------------------------------------------------------------------------------------

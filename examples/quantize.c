@@ -13,16 +13,10 @@
 // was.
 
 #define ROCQ_IMPLEMENTATION
+#define PROGRAM "quantize"
 #include "../rocq.h"
 
-#include <math.h>
-#include <signal.h>
-#include <stdio.h>
-#include <string.h>
-
-#if defined(__cplusplus) && defined(__GNUC__) // g++ counts fields that are left zero as forgotten
-#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
-#endif
+#include "program.h"
 
 typedef struct job {
     const char *in_path, *out_path;
@@ -38,34 +32,6 @@ typedef struct job {
     rocq_buffer row, row_after;  // the longest row, in F32
     int64_t bytes_before, bytes_after;
 } job;
-
-static bool fail(const char *what, const char *why) {
-    if (strstr(why, what)) fprintf(stderr, "quantize: %s\n", why);
-    else fprintf(stderr, "quantize: %s: %s\n", what, why);
-    return false;
-}
-
-// A signal that asks for the end is kept, so that the work stops at its next step and cleans up.
-static volatile sig_atomic_t stopped; // its number, or 0
-
-static void on_signal(int number) {
-    stopped = number;
-    signal(number, on_signal); // some systems forget the function when they call it
-}
-
-static void catch_signal(int number) {
-    if (signal(number, on_signal) == SIG_IGN) signal(number, SIG_IGN); // as nohup wants
-}
-
-static void catch_signals(void) {
-    catch_signal(SIGINT);
-    catch_signal(SIGTERM);
-#if !defined(_WIN32)
-    catch_signal(SIGHUP);
-    catch_signal(SIGPIPE);
-    signal(SIGXFSZ, SIG_IGN); // a file-size limit then is a write that fails
-#endif
-}
 
 // A failed call's message, or its meaning where the call has no context to keep one.
 static bool check(const job *j, const char *what, rocq_result result) {
@@ -273,9 +239,5 @@ int main(int argc, char **argv) {
     if (j.out_file) rocq_file_close(&j.out_file, false);
     rocq_gguf_close(&j.in);
     rocq_close(&j.ctx); // with its buffers
-    if (stopped && !good) { // ends as the signal would have ended it
-        signal(stopped, SIG_DFL);
-        raise(stopped);
-    }
-    return good ? 0 : 1;
+    return end_program(good);
 }
