@@ -66,7 +66,8 @@ static const char usage[] =
     "    --threads N      CPU threads (one per core)\n"
     "    --device NAME    auto, cpu or gpu (auto)\n"
     "    --kernels FILE   code object of rocq_kernels.hip, where it is not linked ($ROCQ_KERNELS)\n"
-    "    --precision P    of products: auto, f32, f16 or int8 (f32 on the CPU, f16 on a GPU)\n"
+    "    --precision P    of products: auto, f32, f16 or int8, which is for those of quantized\n"
+    "                     weights in the forward: faster, less exact (f32, or f16 on a GPU)\n"
     "    --stats          print what ran for how long\n";
 
 typedef struct options {

@@ -52,9 +52,12 @@ typedef struct train_options { // 0 = default, as everywhere in rocq
     float eps;            // default 1e-8
     float weight_decay;   // of matrices, not of norms and biases; default 0
     float max_norm;       // a longer gradient is shortened to it; default 1, -1 = none is
-    float loss_scale;     // first one, a power of two; default 65536 on a GPU, else 1, which stays
+    float loss_scale;     // first one, a power of two; default 65536 where operands are F16, else 1,
+                          // which stays
     bool moments8;        // AdamW's moments in 8 bits, 1 byte and a bit instead of 4 each
-    rocq_precision precision; // of all products; default F32 on the CPU, F16 on a GPU
+    rocq_precision precision; // of products; default F32 on the CPU, F16 on a GPU, where with F32
+                              // activations and weights are F32 too. INT8: of frozen weights in
+                              // the forward, as inference has it; faster, and less exact
 } train_options;
 
 // The texts of one step: n_accumulate micro-batches of n_seqs sequences of n_tokens tokens each.
@@ -135,7 +138,7 @@ typedef struct trainer {
     llama_model *model;
     rocq_ctx *ctx;
     int64_t n;               // N, tokens of a micro-batch
-    rocq_format operand;     // of activations that products read: F32 on the CPU, F16 on a GPU
+    rocq_format operand;     // of activations that products read: F32, or F16 on a GPU
     float scale;             // of adapters
     train__layer *layers;    // [n_layers + 1]; of the last only x, the output of the one before
     train__ends w, dw;
@@ -670,6 +673,14 @@ typedef struct train__product {
 
 #define TRAIN__PLACES(name) offsetof(llama_layer, name), offsetof(llama_layer, name##_bias)
 
+// INT8 is for the forward's products of quantized weights, as inference has it; all others then are
+// what they are by default.
+static rocq_precision train__precision(const trainer *t, const rocq_tensor *w, bool backward) {
+    const bool coded = w && rocq_get_format_info(w->format)->block_elems > 1;
+    const bool left = t->options.precision == ROCQ_PRECISION_INT8 && (backward || !coded);
+    return left ? ROCQ_PRECISION_AUTO : t->options.precision;
+}
+
 // low = a x of those that have an adapter.
 static rocq_result train__low(trainer *t, train__layer *l, const rocq_tensor *x,
                               const train__product *p, int n) {
@@ -682,7 +693,7 @@ static rocq_result train__low(trainer *t, train__layer *l, const rocq_tensor *x,
         low[n_low].y = train__at(&l->low, p[i].w);
         low[n_low].w = a;
         low[n_low].x = x;
-        low[n_low].precision = t->options.precision;
+        low[n_low].precision = train__precision(t, a, false);
         if (n_low > 0) low[n_low - 1].next = &low[n_low];
         n_low++;
     }
@@ -700,7 +711,7 @@ static rocq_result train__products(trainer *t, train__layer *l, const rocq_tenso
         full[i].x = x;
         full[i].bias = llama__maybe(train__at(&l->w, p[i].bias));
         full[i].residual = p[i].residual;
-        full[i].precision = t->options.precision;
+        full[i].precision = train__precision(t, full[i].w, false);
         full[i].lora_b = llama__maybe(train__at(&l->b, p[i].w));
         if (full[i].lora_b) full[i].lora_t = train__at(&l->low, p[i].w);
         if (full[i].lora_b) full[i].lora_scale = t->scale;
@@ -725,14 +736,15 @@ static rocq_result train__products_backward(trainer *t, train__layer *l, const r
             .dx = dx, .dw = dw, .db = llama__maybe(train__at(&l->dw, p[i].bias)), .dy = &p[i].y,
             .w = train__at(&l->w, p[i].w), .x = dw ? x : NULL, .z = z, .residual = sum,
             .activation = activation, .accumulate = !t->first,
-            .precision = t->options.precision};
+            .precision = train__precision(t, NULL, true)};
         const rocq_matmul_backward_params to_b = {
             .dx = &t->dlow, .dw = train__at(&l->db, p[i].w), .dy = &p[i].y, .w = b, .x = low,
-            .scale = t->scale, .accumulate = !t->first, .precision = t->options.precision};
+            .scale = t->scale, .accumulate = !t->first,
+            .precision = train__precision(t, NULL, true)};
         const rocq_matmul_backward_params to_a = {
             .dx = dx, .dw = train__at(&l->da, p[i].w), .dy = &t->dlow, .w = a, .x = x, .z = z,
             .residual = dx, .activation = activation, .accumulate = !t->first,
-            .precision = t->options.precision};
+            .precision = train__precision(t, NULL, true)};
         if (dx || dw) TRAIN__TRY(rocq_matmul_backward(t->ctx, &full));
         if (a) TRAIN__TRY(rocq_matmul_backward(t->ctx, &to_b));
         if (a) TRAIN__TRY(rocq_matmul_backward(t->ctx, &to_a));
@@ -923,7 +935,7 @@ static rocq_result train__logits(trainer *t, int64_t at, int64_t n, bool backwar
     const rocq_matmul_params project = {.y = &logits, .w = &t->w.output, .x = &h,
                                         .bias = llama__maybe(&t->w.output_bias),
                                         .softcap = t->model->final_softcap,
-                                        .precision = t->options.precision};
+                                        .precision = train__precision(t, &t->w.output, false)};
     const rocq_cross_entropy_params entropy = {
         .loss = &loss, .dlogits = backward ? &logits : NULL, .logits = &logits,
         .targets = &targets, .weights = backward ? &weights : NULL,
@@ -932,7 +944,7 @@ static rocq_result train__logits(trainer *t, int64_t at, int64_t n, bool backwar
     const rocq_matmul_backward_params back = {
         .dx = &dh, .dw = dw, .db = llama__maybe(&t->dw.output_bias), .dy = &logits,
         .w = &t->w.output, .x = dw ? &h : NULL, .accumulate = !t->first || at > 0,
-        .precision = t->options.precision};
+        .precision = train__precision(t, NULL, true)};
     TRAIN__TRY(rocq_matmul(t->ctx, &project));
     TRAIN__TRY(rocq_cross_entropy(t->ctx, &entropy));
     return backward ? rocq_matmul_backward(t->ctx, &back) : ROCQ_OK;
@@ -1041,8 +1053,9 @@ static rocq_result train__record(trainer *t, rocq_graph **graph, bool backward, 
 static rocq_result train__set_options(trainer *t, const train_options *options) {
     const llama_model *m = t->model;
     train_options *o = &t->options;
-    const bool gpu = llama__info(m).backend == ROCQ_BACKEND_GPU;
     if (options) *o = *options;
+    const bool half = llama__info(m).backend == ROCQ_BACKEND_GPU &&
+                      o->precision != ROCQ_PRECISION_F32;
     if (o->n_seqs == 0) o->n_seqs = 1;
     if (o->n_tokens == 0) o->n_tokens = m->n_ctx_train < 512 ? m->n_ctx_train : 512;
     if (o->n_accumulate == 0) o->n_accumulate = 1;
@@ -1052,9 +1065,9 @@ static rocq_result train__set_options(trainer *t, const train_options *options) 
     if (o->beta2 == 0) o->beta2 = 0.999f;
     if (o->eps == 0) o->eps = 1e-8f;
     if (o->max_norm == 0) o->max_norm = 1;
-    if (o->loss_scale == 0) o->loss_scale = gpu ? 65536.0f : 1.0f;
+    if (o->loss_scale == 0) o->loss_scale = half ? 65536.0f : 1.0f;
     if (o->precision == ROCQ_PRECISION_AUTO) {
-        o->precision = gpu ? ROCQ_PRECISION_F16 : ROCQ_PRECISION_F32;
+        o->precision = half ? ROCQ_PRECISION_F16 : ROCQ_PRECISION_F32;
     }
     if (o->n_seqs < 1 || o->n_tokens < 1 || o->n_accumulate < 1 || o->n_logits < 1 ||
         o->rank < 0 || o->rank > 512 || o->budget < 0 || o->n_tokens > 1 << 20 ||
@@ -1068,7 +1081,7 @@ static rocq_result train__set_options(trainer *t, const train_options *options) 
     }
     t->n = (int64_t)o->n_seqs * o->n_tokens;
     if (o->n_logits > t->n) o->n_logits = (int32_t)t->n;
-    t->operand = gpu ? ROCQ_F16 : ROCQ_F32;
+    t->operand = half ? ROCQ_F16 : ROCQ_F32;
     t->scale = o->rank > 0 ? o->alpha / (float)o->rank : 0;
     return ROCQ_OK;
 }
