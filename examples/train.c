@@ -170,13 +170,6 @@ typedef struct run {
     bool terminal;
 } run;
 
-static volatile sig_atomic_t interrupted;
-
-static void on_interrupt(int signal_number) {
-    interrupted = 1;
-    signal(signal_number, SIG_DFL); // a second one ends at once
-}
-
 static bool read_file(const char *path, char **text) {
     char part[1 << 14];
     FILE *in = fopen(path, "rb");
@@ -390,8 +383,8 @@ static train_batch next_batch(run *r) {
 // ---------------------------------------------------------------------------------------------
 
 static bool show_progress(const char *what, int64_t done, int64_t total, void *user) {
-    if (*(const bool *)user) print_progress(what, done, total, interrupted != 0);
-    return !interrupted;
+    if (*(const bool *)user) print_progress(what, done, total, stopped != 0);
+    return !stopped;
 }
 
 static bool open_model(run *r) {
@@ -581,11 +574,11 @@ static void log_step(run *r, const record *x) {
 // The job
 // ---------------------------------------------------------------------------------------------
 
-// Bits per byte of the held-out data.
+// Bits per byte of the held-out data; NaN where a signal comes before all of it is read.
 static bool evaluate(run *r, double *bits) {
     const int64_t n = r->t.options.n_tokens, n_seqs = r->t.options.n_seqs;
     double nats = 0;
-    for (int64_t at = 0; at < r->held.n_contexts && !interrupted; at += n_seqs) {
+    for (int64_t at = 0; at < r->held.n_contexts && !stopped; at += n_seqs) {
         const int64_t count = r->held.n_contexts - at < n_seqs ? r->held.n_contexts - at : n_seqs;
         const train_batch batch = {.ids = r->ids, .targets = r->targets};
         for (int64_t i = 0; i < n_seqs * n; i++) {
@@ -598,7 +591,7 @@ static bool evaluate(run *r, double *bits) {
         }
         for (int64_t i = 0; i < count * n; i++) nats += (double)r->losses[i];
     }
-    *bits = nats / log(2.0) / (double)r->held.n_bytes;
+    *bits = stopped ? (double)NAN : nats / log(2.0) / (double)r->held.n_bytes;
     return true;
 }
 
@@ -659,12 +652,12 @@ static bool train(run *r) {
     read_csv(r, i);
     if (r->o.eval && i == 0) {
         if (!evaluate(r, &bits)) return false;
-        if (!interrupted) printf("step      0  held out %.4f bits per byte\n", bits);
+        if (!isnan(bits)) printf("step      0  held out %.4f bits per byte\n", bits);
     }
-    for (; i < r->n_steps && !interrupted; i++) {
+    for (; i < r->n_steps && !stopped; i++) {
         if (!one_step(r, i, &skipped)) return false;
     }
-    if (interrupted) {
+    if (stopped) {
         fprintf(stderr, "%s" PROGRAM ": interrupted after step %.0f of %.0f\n",
                 r->terminal ? "\r" : "", (double)i, (double)r->n_steps);
     }
@@ -701,10 +694,7 @@ int main(int argc, char **argv) {
     if (!parse(&r.o, argc, argv)) return 1;
     if (r.o.lr < 0) r.o.lr = r.o.rank > 0 ? 1e-3f : 1e-4f;
     if (r.o.help) fputs(usage, stdout);
-    signal(SIGINT, on_interrupt);
-#if !defined(_WIN32)
-    signal(SIGXFSZ, SIG_IGN); // a file-size limit then is a write that fails, and is reported
-#endif
+    catch_signals(); // the step that is under way is finished, and what there is, saved
     const bool good = (r.o.help || whole_run(&r)) && close_streams();
     arrfree(r.data.ids);
     arrfree(r.data.targets);
@@ -720,5 +710,5 @@ int main(int argc, char **argv) {
     llama_close(&r.model);
     rocq_gguf_close(&r.file);
     rocq_close(&r.ctx);
-    return good ? 0 : 1;
+    return end_program(good);
 }
