@@ -12,8 +12,9 @@
 // Values below these names:
 //   .../losses                  largest relative difference of the losses of 20 steps in F32 from
 //                               PyTorch's, from the same weights over the same texts
-//   .../forward /backward       ms of a step, by a profile of its ops run one by one
-//   .../optimizer /rest         and what of the recorded step is none of them
+//   .../forward /head           ms of a step, by a profile of its ops run one by one; head: logits,
+//   .../backward /optimizer     losses and their gradients, both ways
+//   .../rest                    what of the recorded step is none of them
 //   .../optimizer/share         of the ceiling of copying, at 28 bytes a weight
 //   .../open, .../first         ms of opening; the first step as a multiple of later ones
 //   .../launches /allocations   of a later step
@@ -277,7 +278,7 @@ static void steady_values(bench *b, training *d, const char *name, double open_n
 
 // What a step is made of, in a context that runs its ops one by one.
 static void part_values(bench *b, training *d, const char *name, double ns) {
-    static const char *const parts[3] = {"forward", "backward", "optimizer"};
+    static const char *const parts[4] = {"forward", "head", "backward", "optimizer"};
     const rocq_profile_desc desc = {.cost = 1};
     rocq_region_stats stats;
     char line[128];
@@ -286,7 +287,7 @@ static void part_values(bench *b, training *d, const char *name, double ns) {
               rocq_profile_start(d->ctx, &desc) == ROCQ_OK;
     for (int i = 0; i < PROFILED && ok; i++) ok = step(d) == ROCQ_OK;
     if (!ok) bench_fail(b, name, why(d));
-    for (int part = 0; part < 3 && ok; part++) {
+    for (int part = 0; part < 4 && ok; part++) {
         double total = 0;
         for (int32_t i = 0; i < rocq_profile_count(d->ctx); i++) {
             if (rocq_profile_region(d->ctx, i, &stats) != ROCQ_OK) continue;
@@ -295,7 +296,7 @@ static void part_values(bench *b, training *d, const char *name, double ns) {
         snprintf(line, sizeof line, "%s/%s", name, parts[part]);
         if (total > 0) bench_value(b, line, total * 1e-6, "ms", true);
         sum += total;
-        if (part < 2 || total <= 0 || b->copy_all <= 0) continue;
+        if (part < 3 || total <= 0 || b->copy_all <= 0) continue;
         snprintf(line, sizeof line, "%s/optimizer/share", name);
         bench_value(b, line, 28 * (double)d->t.n_weights / total * 1e9 / b->copy_all,
                     "of the copy ceiling", true);
