@@ -2639,6 +2639,7 @@ typedef struct rocq_k_matmul_backward_args {
     int32_t n_k, n_rows, n_r;
     int32_t tiles_k, tiles_rows, n_splits;
     int32_t format, turned;      // of b, of a: for matmul_backward_f32
+    int32_t wide;                // c, z and before are read and written by four k at once
 } rocq_k_matmul_backward_args;
 
 // args of attention_backward
@@ -16486,8 +16487,20 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
     args.tiles_rows = (int32_t)((args.n_rows + tile - 1) / tile);
     args.format = (int32_t)own.format;
     args.turned = of_dw;
+    args.wide = rocq__wide_rows(c) && (!args.z.data || rocq__wide_rows(p->z)) &&
+                (of_dw || !p->residual || rocq__wide_rows(p->residual));
     const int64_t tiles = (int64_t)args.tiles_k * args.tiles_rows;
-    args.n_splits = rocq__conv_splits(rocq__chip_of(job->ctx), tiles, (args.n_r + 255) / 256);
+    // Splits cost and gain what they do for a product of as many tiles
+    const int32_t only = (int32_t)tile;
+    rocq__site site;
+    memset(&site, 0, sizeof site);
+    site.kind = ROCQ__KIND_TILES;
+    site.format = (int32_t)own.format;
+    site.m = args.n_k;
+    site.k = args.n_r;
+    site.n = args.n_rows;
+    site.batch = 1;
+    args.n_splits = rocq__tiles_best(rocq__chip_of(job->ctx), &site, &only, 1).n_splits;
     if (args.n_splits > 1) { // another row for the sums of db
         const int64_t ne[4] = {args.n_k, args.n_splits, args.n_rows, 1};
         const int64_t db_ne[4] = {args.n_rows, args.n_splits, 1, 1};

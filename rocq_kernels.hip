@@ -64,7 +64,8 @@
 // Each platform defines the same names:
 //   DEV                      a device function; KERNEL(name, args, threads) the head of a kernel,
 //                            KERNEL_WAVES(.., waves) with registers for that many waves a SIMD
-//   LDS(type, name, n)       an LDS array, 16-byte aligned, in a device function or kernel
+//   LDS(type, name, n)       an LDS array, 16-byte aligned, in a device function or kernel;
+//                            LDS_TILES one as wmma_lds wants it
 //   f16 f16x2 u32x2 u32x4    a half, and vectors with .x .y .z .w
 //   gload gstore lget lput   see above; T is a scalar or one of the vectors
 //   block_sync               barrier of the block: what its threads stored before it, in LDS and in
@@ -123,6 +124,7 @@ template <typename T> using as_given = typename as_given_type<T>::type;
     extern "C" __global__ void __launch_bounds__(threads, (waves)*128 / (threads))                 \
         rocq_k_##name(const args a)
 #define LDS(type, name, n) __shared__ __attribute__((aligned(16))) type name[n]
+#define LDS_TILES(type, name, n) __shared__ __attribute__((aligned(1024))) type name[n]
 
 DEV void block_sync() { __syncthreads(); }
 DEV void block_sync_lds() { __syncthreads(); }
@@ -350,8 +352,9 @@ DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
 // a_chunk, b_chunk and b_eight are as there, in units of 8 halves; a's rows are without gaps. The
 // products of a batch are begun together, after a barrier of the block behind lds_written, and c is
 // not to be touched before wmma_lds_end. The names of the instructions are Hopper's.
-// An operand that is turned lies with its rows innermost: element (row, k) is at
-// tile[row / 8 * chunk + k / 8 * eight + k % 8 * 8 + row % 8]; a's eights are then without gaps.
+// An operand that is turned has its rows innermost: 64 of them, eight vectors, for each k, and the
+// vectors of k exchanged so that vector v is at v ^ k % 8. Element (row, k) is at tile[row / 64 *
+// chunk + k * 64 + (row / 8 % 8 ^ k % 8) * 8 + row % 8]; tiles are aligned to 1024 bytes (LDS_TILES).
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 enum { WMMA_LDS = 1 };
 DEV void lds_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -367,8 +370,10 @@ DEV uint64_t wmma_lds_tile(const f16 *tile, int chunk, int eight) { // a matrix 
 template <bool A_TURNED = false, bool B_TURNED = false>
 DEV void wmma_lds(frag_c (&c)[8], const f16 *a, int a_chunk, const f16 *b, int b_chunk,
                   int b_eight) {
-    const uint64_t at = A_TURNED ? wmma_lds_tile(a, 8, a_chunk) : wmma_lds_tile(a, a_chunk, 8);
-    const uint64_t bt = B_TURNED ? wmma_lds_tile(b, b_eight, b_chunk)
+    const uint64_t exchanged = (uint64_t)1 << 62; // k advances by eight in 64 vectors
+    const uint64_t at = A_TURNED ? wmma_lds_tile(a, a_chunk, 64) | exchanged
+                                 : wmma_lds_tile(a, a_chunk, 8);
+    const uint64_t bt = B_TURNED ? wmma_lds_tile(b, b_chunk, 64) | exchanged
                                  : wmma_lds_tile(b, b_chunk, b_eight);
     asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0;\n\t"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
@@ -443,6 +448,7 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads),                 \
                               amdgpu_waves_per_eu(waves))) void rocq_k_##name(const args a)
 #define LDS(type, name, n) static __attribute__((shared, aligned(16))) type name[n]
+#define LDS_TILES LDS
 
 DEV void block_sync() {
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
@@ -6568,17 +6574,71 @@ DEV void backward_put_db(const rocq_k_matmul_backward_args &a, int64_t row, floa
     gstore(a.db + row, fmaf(sum, a.scale, a.accumulate ? gload(a.db + row) : 0.0f));
 }
 
-// A wave finishes 32 R neighbouring k of a row, whose sums are in LDS.
-template <int R>
-DEV void backward_put_row(const rocq_k_matmul_backward_args &a, const backward_place &at,
-                          const float *sums, int64_t k0, int64_t row) {
+// Four neighbouring elements of a row, in two steps as conv_load and conv_floats.
+DEV u32x4 backward_load4(const rocq_k_tensor &t, int64_t row, int64_t k) {
+    const char *const from = row_of(t, row, 0, 0);
+    if (t.format == ROCQ_F32) return gload((const u32x4 *)((const float *)from + k));
+    const u32x2 h = gload((const u32x2 *)((const uint16_t *)from + k));
+    return make4(h.x, h.y, 0, 0);
+}
+DEV void backward_floats4(const rocq_k_tensor &t, const u32x4 &loaded, float v[4]) {
+    if (t.format == ROCQ_F32) decode_vector<ROCQ_F32>(loaded, 0, v);
+    else decode_vector<ROCQ_F16>(loaded, 0, v);
+}
+
+// A wave finishes the 128 k of N rows, whose sums are in LDS, `stride` floats apart; row(i) is the
+// row of number i. What it reads of all of them is in flight together.
+template <int N, typename R>
+DEV void backward_put_rows(const rocq_k_matmul_backward_args &a, const backward_place &at,
+                           const float *sums, int stride, R row) {
+    if (!a.wide) {
 #pragma unroll 1
-    for (int i = 0; i < R; i++) {
-        const int64_t k = k0 + 32 * i + lane_index();
-        if (k >= a.n_k) return;
-        const float v = lget(sums + 32 * i + lane_index());
-        if (a.n_splits == 1) backward_put(a, row, k, v);
-        else gstore(backward_split_sums(a, row) + (int64_t)at.split * a.n_k + k, v);
+        for (int i = 0; i < 4 * N; i++) {
+            const int64_t k = at.k0 + 32 * (i % 4) + lane_index();
+            if (k >= a.n_k || row(i / 4) >= a.n_rows) continue;
+            const float v = lget(sums + i / 4 * stride + 32 * (i % 4) + lane_index());
+            if (a.n_splits == 1) backward_put(a, row(i / 4), k, v);
+            else gstore(backward_split_sums(a, row(i / 4)) + (int64_t)at.split * a.n_k + k, v);
+        }
+        return;
+    }
+    const int64_t k = at.k0 + 4 * lane_index();
+    if (k >= a.n_k) return;
+    u32x4 z[N], before[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        z[i] = before[i] = make4(0, 0, 0, 0);
+        if (row(i) >= a.n_rows || a.n_splits > 1) continue;
+        if (a.z.data) z[i] = backward_load4(a.z, row(i), k);
+        if (a.before.data) before[i] = backward_load4(a.before, row(i), k);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        if (row(i) >= a.n_rows) continue;
+        const u32x4 sum = lget((const u32x4 *)(sums + i * stride) + lane_index());
+        if (a.n_splits > 1) {
+            gstore((u32x4 *)(backward_split_sums(a, row(i)) + (int64_t)at.split * a.n_k + k), sum);
+            continue;
+        }
+        float v[4], own[4], zs[4];
+        decode_vector<ROCQ_F32>(sum, 0, v);
+        backward_floats4(a.before, before[i], own);
+        backward_floats4(a.z, z[i], zs);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            v[e] *= a.scale;
+            if (a.z.data) v[e] *= activation_slope(a.activation, zs[e]);
+            if (a.before.data) v[e] += own[e];
+        }
+        char *const to = row_of(a.c, row(i), 0, 0);
+        if (a.c.format == ROCQ_F32) {
+            gstore((u32x4 *)((float *)to + k), make4(bits<uint32_t>(v[0]), bits<uint32_t>(v[1]),
+                                                     bits<uint32_t>(v[2]), bits<uint32_t>(v[3])));
+        } else {
+            gstore((u32x2 *)((uint16_t *)to + k),
+                   make2(bits<uint32_t>(pair_floats(v[0], v[1])),
+                         bits<uint32_t>(pair_floats(v[2], v[3]))));
+        }
     }
 }
 DEV void backward_end_db(const rocq_k_matmul_backward_args &a, const backward_place &at,
@@ -6591,14 +6651,17 @@ DEV void backward_end_db(const rocq_k_matmul_backward_args &a, const backward_pl
 // The k, or the row, of row p of LDS, each counted from the tile's first; and the other way round.
 DEV int backward_turned(int p) { return (p & 64) | (p & 7) << 3 | (p >> 3 & 7); }
 
-// Finishes a wave's 16 TM k by 16 TN rows as matmul_finish does. TURN_K, TURN_ROWS: they lie in
-// LDS as backward_turned says.
-template <bool TURN_K, bool TURN_ROWS, int TM, int TN>
+// Finishes a block's 128 k by 128 rows: as in matmul_finish the sums go through LDS, 16 rows of each
+// wave at a time, after which each wave has all k of some rows. Of the waves' 64 by 64 (TN 4), rows
+// and k lie as backward_turned says, rows only with TURN_ROWS; with TN 8 a wave has 16 of each 64 k.
+enum { BACKWARD_STRIDE = BACKWARD_TILE + 4 };
+template <bool TURN_ROWS, int TM, int TN>
 DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward_place &at,
-                         const frag_c (&c)[TM][TN], float *work, int64_t k0, int64_t row0) {
+                         const frag_c (&c)[TM][TN], float *work) {
     const rocq_k_matmul_backward_args &a = reread(args);
-    const int stride = 16 * TM + 2;
-    work += matmul_wave() * matmul_pass_floats<TM>();
+    const int wave = matmul_wave(), half = TN == 4 ? wave / 2 : 0;
+    float *const own = work + 16 * half * BACKWARD_STRIDE;
+    enum { TOGETHER = TN == 4 ? 4 : 2 }; // rows whose loads are in flight at once
 #pragma unroll 1
     for (int pass = 0; pass < TN; pass++) {
         block_sync_lds();
@@ -6609,18 +6672,21 @@ DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward
             for (int i = 0; i < TM; i++) {
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
-                    const int k = 16 * i + frag_row(v);
-                    lput(work + frag_col(v) * stride + (TURN_K ? backward_turned(k) : k),
-                         c[i][j].v[v]);
+                    const int k = TN == 4 ? wave % 2 * 64 + backward_turned(16 * i + frag_row(v))
+                                          : 64 * i + 16 * wave + frag_row(v);
+                    lput(own + frag_col(v) * BACKWARD_STRIDE + k, c[i][j].v[v]);
                 }
             }
         }
         block_sync_lds();
 #pragma unroll 1
-        for (int column = 0; column < 16; column++) {
-            const int p = 16 * pass + column;
-            const int64_t row = row0 + (TURN_ROWS ? backward_turned(p) : p);
-            if (row < a.n_rows) backward_put_row<TM / 2>(a, at, work + column * stride, k0, row);
+        for (int column = TOGETHER * wave; column < (TN == 4 ? 32 : 16); column += 4 * TOGETHER) {
+            backward_put_rows<TOGETHER>(a, at, work + column * BACKWARD_STRIDE, BACKWARD_STRIDE,
+                                 [=](int i) {
+                const int p = 16 * pass + (column + i) % 16;
+                return (int64_t)at.row0 + (column + i) / 16 * 64 +
+                       (TURN_ROWS ? backward_turned(p) : p);
+            });
         }
     }
 }
@@ -6675,7 +6741,7 @@ template <int F, bool TURNED>
 DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
     enum { BK = MATMUL_F16_BK, ROW = BACKWARD_ROW, TILE = BACKWARD_TILE, PLAIN = F == ROCQ_F16 };
     LDS(u32x4, tile, 2 * TILE * ROW / 8);
-    static_assert(16 * matmul_pass_floats<4>() <= (int)sizeof(tile), "backward_finish's work");
+    static_assert(4 * 32 * BACKWARD_STRIDE <= (int)sizeof(tile), "backward_finish's work");
     f16 *const bt = (f16 *)tile, *const at_a = bt + TILE * ROW;
     if (a.tiles_k == 0) return;
     const backward_place at = backward_place_of(a, BK);
@@ -6796,53 +6862,53 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
         block_sync_lds();
     }
     if (sums_db) backward_end_db(a, at, at.row0 + backward_turned(t), db);
-    backward_finish<true, TURNED>(a, at, c, (float *)tile, at.k0 + wk, at.row0 + wrow);
+    backward_finish<TURNED>(a, at, c, (float *)tile);
 }
 
 // The same of F16 operands where four waves multiply straight from LDS: operands are copied as they
-// lie, asynchronously and two steps of 32 ahead. b lies in 16 chunks of 8 k, each a column of 32 r of
-// 16 bytes, and a turned likewise; not turned, in 4 chunks of 8 r of 128 rows. A wave has the k of
-// chunks 4 w to 4 w + 3: they lie where the unit's tiles of 64 k have that wave's rows. Lanes copy 8
-// r (rows) by 4 chunks at once: 64 bytes of each in global memory, 128 bytes of each in LDS.
+// lie, asynchronously and two steps of 32 ahead. b, and a where it is turned, lie as wmma_lds wants
+// turned operands; eight lanes copy 128 bytes of a row r. Else a lies in 4 chunks of 8 r of 128 rows,
+// and the lanes of a wave copy 64 bytes of 8 rows.
 template <bool TURNED> DEV void matmul_backward_lds(const rocq_k_matmul_backward_args &a) {
-    enum { BK = 32, TILE = BACKWARD_TILE, CHUNK = 8 * BK, A_CHUNK = TURNED ? CHUNK : 8 * TILE,
-           OPERAND = TILE * BK, BUFFERS = 3 };
-    LDS(u32x4, tile, BUFFERS * 2 * OPERAND / 8);
+    enum { BK = 32, TILE = BACKWARD_TILE, GROUP = 64 * BK, CHUNK = 8 * TILE, OPERAND = TILE * BK,
+           BUFFERS = 3 };
+    LDS_TILES(u32x4, tile, BUFFERS * 2 * OPERAND / 8);
     f16 *const tiles = (f16 *)tile;
     if (a.tiles_k == 0) return;
     const backward_place at = backward_place_of(a, BK);
     const int t = (int)thread_index(), wave = matmul_wave();
-    const int line = wave * 8 + t % 8, quarter = t / 8 % 4;
+    const int vector = t % 8, line = t / 8;                // of turned operands
+    const int row = wave * 8 + t % 8, quarter = t / 8 % 4; // else
     const int32_t last_k = (a.n_k - 1 - at.k0) / 8, last_row = (a.n_rows - 1 - at.row0) / 8;
     const char *const b = (const char *)a.b + (int64_t)at.k0 * 2;
     const char *const dy = (const char *)a.a + (int64_t)at.row0 * (TURNED ? 2 : a.a_stride * 2);
-    uint32_t own_b[4], own_a[4]; // bytes
+    uint32_t own_b[2], own_a[4]; // bytes
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int32_t chunk = 4 * i + quarter;
-        const int32_t most = a.n_rows - 1 - at.row0, row = 32 * i + line;
-        own_b[i] = (uint32_t)(chunk < last_k ? chunk : last_k) * 16;
-        own_a[i] = TURNED ? (uint32_t)(chunk < last_row ? chunk : last_row) * 16
-                          : (uint32_t)(row < most ? row : most) * (uint32_t)a.a_stride * 2;
+        const int32_t own = 8 * (i % 2) + vector, most = a.n_rows - 1 - at.row0;
+        own_b[i % 2] = (uint32_t)(own < last_k ? own : last_k) * 16;
+        own_a[i] = TURNED ? (uint32_t)(own < last_row ? own : last_row) * 16
+                          : (uint32_t)(32 * i + row < most ? 32 * i + row : most) *
+                                (uint32_t)a.a_stride * 2;
     }
     const auto load = [&](uint32_t step, int buffer) {
         f16 *const to_b = tiles + buffer * 2 * OPERAND, *const to_a = to_b + OPERAND;
-        const int32_t r = (int32_t)step * BK + line, left = a.n_r - (int32_t)step * BK - 8 * quarter;
-        const bool live = r < a.n_r;
-        const char *const from_b = b + (live ? (int64_t)r * a.b_stride * 2 : 0);
-        const char *const from_a =
-            TURNED ? dy + (live ? (int64_t)r * a.a_stride * 2 : 0)
-                   : dy + (left > 0 ? (int64_t)step * BK + 8 * quarter : 0) * 2;
+        const int32_t first = (int32_t)step * BK;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int at_b = 8 * (quarter / 2) + 2 * i + quarter % 2;
-            copy_async((u32x4 *)(to_b + at_b * CHUNK + line * 8),
-                       (const u32x4 *)(from_b + own_b[i]), live);
-            const u32x4 *const from = (const u32x4 *)(from_a + own_a[i]);
+            const int own = 16 * (i / 2) + line, r = first + own;
+            const int to = i % 2 * GROUP + own * 64 + (vector ^ (own & 7)) * 8;
+            const int64_t r_in = r < a.n_r ? r : 0;
+            copy_async((u32x4 *)(to_b + to),
+                       (const u32x4 *)(b + r_in * a.b_stride * 2 + own_b[i % 2]), r < a.n_r);
             if constexpr (TURNED) {
-                copy_async((u32x4 *)(to_a + (4 * i + quarter) * CHUNK + line * 8), from, live);
+                copy_async((u32x4 *)(to_a + to),
+                           (const u32x4 *)(dy + r_in * a.a_stride * 2 + own_a[i % 2]), r < a.n_r);
             } else {
-                copy_async_part((u32x4 *)(to_a + quarter * A_CHUNK + (32 * i + line) * 8), from,
+                const int32_t left = a.n_r - first - 8 * quarter;
+                const int64_t from = left > 0 ? (int64_t)first + 8 * quarter : 0;
+                copy_async_part((u32x4 *)(to_a + quarter * CHUNK + (32 * i + row) * 8),
+                                (const u32x4 *)(dy + from * 2 + own_a[i]),
                                 left >= 8 ? 16 : left > 0 ? 2 * left : 0);
             }
         }
@@ -6872,39 +6938,41 @@ template <bool TURNED> DEV void matmul_backward_lds(const rocq_k_matmul_backward
         for (int s = 0; s < BK / 16; s++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                wmma_lds<true, TURNED>(c[i], own_bt + 8 * i * CHUNK + s * 128, CHUNK / 8,
-                                       own_at + (TURNED ? s * 128 : 2 * s * A_CHUNK), A_CHUNK / 8,
-                                       8);
+                wmma_lds<true, TURNED>(c[i], own_bt + i * GROUP + s * 1024, GROUP / 8,
+                                       own_at + s * (TURNED ? 1024 : 2 * CHUNK),
+                                       (TURNED ? GROUP : CHUNK) / 8, 8);
             }
         }
         wmma_lds_end();
         begin();
-        if (sums_db) { // a column of 8 halves by 32 r has 8 rows; each begins with another r
+        if (sums_db) {
 #pragma unroll 8
             for (int r = 0; r < BK; r++) {
-                const f16 *const from = own_at + t / 8 * CHUNK + ((r + t / 8 * 2) & (BK - 1)) * 8;
-                db += (float)lget(from + t % 8);
+                const f16 *const from = own_at + t / 64 * GROUP + r * 64;
+                db += (float)lget(from + (t / 8 % 8 ^ (r & 7)) * 8 + t % 8);
             }
         }
         wmma_lds_wait();
         buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
     }
     if (sums_db) backward_end_db(a, at, at.row0 + t, db);
-    backward_finish<false, false>(a, at, c, (float *)tile, at.k0 + 32 * wave, at.row0);
+    backward_finish<false>(a, at, c, (float *)tile);
 }
 
-#define ROCQ_X(X, f)                                                                 \
-    KERNEL(matmul_backward_dx_##f, rocq_k_matmul_backward_args, 128) {               \
-        enum { F = format_id_##f };                                                  \
-        if constexpr (WMMA_LDS && F == ROCQ_F16) matmul_backward_lds<false>(a);      \
-        else matmul_backward_f16<F, false>(a);                                       \
+#define ROCQ_X(X, f)                                                   \
+    KERNEL(matmul_backward_dx_##f, rocq_k_matmul_backward_args, 128) { \
+        matmul_backward_f16<format_id_##f, false>(a);                  \
     }
-ROCQ_K_BACKWARD_FORMATS(ROCQ_X, )
+BLOCK_FORMATS(ROCQ_X, )
 #undef ROCQ_X
-KERNEL(matmul_backward_dw, rocq_k_matmul_backward_args, 128) {
-    if constexpr (WMMA_LDS) matmul_backward_lds<true>(a);
-    else matmul_backward_f16<ROCQ_F16, true>(a);
+template <bool TURNED> DEV void matmul_backward(const rocq_k_matmul_backward_args &a) {
+    if constexpr (WMMA_LDS) matmul_backward_lds<TURNED>(a);
+    else matmul_backward_f16<ROCQ_F16, TURNED>(a);
 }
+KERNEL_WAVES(matmul_backward_dx_f16, rocq_k_matmul_backward_args, 128, 3) {
+    matmul_backward<false>(a);
+}
+KERNEL_WAVES(matmul_backward_dw, rocq_k_matmul_backward_args, 128, 3) { matmul_backward<true>(a); }
 
 // matmul_backward_f32: operands, products and sums in F32; b is F32 or planar blocks. Tiles, sums and
 // LDS as in matmul_f32, for which operands lie with r outermost: those that memory has so are only
@@ -7004,7 +7072,7 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
 #pragma unroll 1
         for (int column = wave; column < 16; column += 8) {
             const int64_t row = at.row0 + pass / 4 * 64 + 4 * column + pass % 4;
-            if (row < a.n_rows) backward_put_row<4>(a, at, bt + column * STRIDE, at.k0, row);
+            backward_put_rows<1>(a, at, bt + column * STRIDE, 0, [=](int) { return row; });
         }
         block_sync_lds();
     }
