@@ -2422,7 +2422,8 @@ typedef struct rocq_k_rope_args {
     int32_t heads;             // per block
     int32_t head_dim, n_dims;
     int32_t neox;
-    float magnitude;           // of cos and sin
+    float magnitude;           // of cos
+    float sine_magnitude;      // of sin; negative for the backward
     // Turns of pair i per position, before freq_factors: own (scale + (1 - scale) keep), where own
     // is 1 / (2 pi) times power[b] of every bit b set in i, and keep = ext_factor (1 - (i - low)
     // per_pair), the factor in brackets held within 0 to 1.
@@ -2646,7 +2647,66 @@ typedef struct rocq_k_matmul_backward_args {
 
 // args of norm_backward, activate_backward, glu_backward, gather_backward
 
+typedef struct rocq_k_norm_backward_args {
+    rocq_k_common common;
+    rocq_k_tensor dx, dy, x, residual, mean, rstd; // data NULL: absent
+    const float *weight;    // or NULL
+    float *dweight, *dbias; // or NULL
+    float *work;            // [128, 2, n_shares, tiles] with shares
+    uint32_t *counter; // [tiles] of shares that are done
+    uint32_t first;    // block of the launch: below n_sums they make dweight and dbias, else dx
+    int32_t n_sums, n_shares;
+    int32_t accumulate;
+} rocq_k_norm_backward_args;
+
+typedef struct rocq_k_map_backward_args {
+    rocq_k_common common;
+    rocq_k_tensor dx, dy, x, dup, up; // of glu: dgate is dx, gate is x; else no dup and up
+    int32_t activation;
+} rocq_k_map_backward_args;
+
+typedef struct rocq_k_gather_backward_args {
+    rocq_k_common common;
+    rocq_k_tensor dtable, dy;
+    const int32_t *ids; // [n]
+    int32_t n;
+    float scale;
+} rocq_k_gather_backward_args;
+
 // args of cross_entropy, grad_norm, adamw
+
+typedef struct rocq_k_cross_entropy_args {
+    rocq_k_common common;
+    rocq_k_tensor dlogits, logits; // dlogits.data NULL: absent
+    float *loss;                   // or NULL
+    const int32_t *targets;
+    const float *weights, *scale;  // or NULL
+    float per_cap;                 // 1 / softcap, or 0
+} rocq_k_cross_entropy_args;
+
+typedef struct rocq_k_grad_norm_args {
+    rocq_k_common common;
+    float *state;
+    const float *g;
+    float *work;       // [n_blocks]
+    uint32_t *counter; // of blocks that are done
+    int64_t n;
+    int32_t n_blocks;
+    float max_norm;
+    int32_t growth_interval;
+} rocq_k_grad_norm_args;
+
+typedef struct rocq_k_adamw_args {
+    rocq_k_common common;
+    float *w, *g;
+    void *w16, *m, *v;        // w16 may be NULL
+    float *m_scale, *v_scale; // of codes
+    const float *state, *lr;
+    int64_t n;
+    float beta1, beta2, rest1, rest2; // rest: 1 - beta
+    float log_beta1, log_beta2, eps, weight_decay;
+    int32_t w16_format, coded, clear;
+} rocq_k_adamw_args;
 
 // Formats whose codes fit int8 and for which the integer dot product pays: X(name), names as in
 // ROCQ_FORMATS. The MXFP6 formats are decoded to floats.
@@ -2722,7 +2782,13 @@ typedef struct rocq_k_matmul_backward_args {
     ROCQ_K_BACKWARD_FORMATS(ROCQ_K_MATMUL_BACKWARD, X)       \
     X(matmul_backward_dw, rocq_k_matmul_backward_args, 128)  \
     X(matmul_backward_f32, rocq_k_matmul_backward_args, 256) \
-    X(matmul_backward_merge, rocq_k_matmul_backward_args, 256)
+    X(matmul_backward_merge, rocq_k_matmul_backward_args, 256) \
+    X(norm_backward, rocq_k_norm_backward_args, 256)         \
+    X(map_backward, rocq_k_map_backward_args, 256)           \
+    X(gather_backward, rocq_k_gather_backward_args, 256)     \
+    X(cross_entropy, rocq_k_cross_entropy_args, 1024)        \
+    X(grad_norm, rocq_k_grad_norm_args, 256)                 \
+    X(adamw, rocq_k_adamw_args, 256)
 
 enum {
 #define ROCQ_X(name, args, threads) ROCQ_K_##name,
@@ -13945,7 +14011,7 @@ static rocq_result rocq__adamw_begin(rocq_ctx *ctx, rocq__stage *stage) {
     rates->grow = (float)(1.0 / (1.0 - pow((double)rates->beta2, t)));
     rates->eps = a->p->eps > 0.0f ? a->p->eps : 1e-8f;
     rates->decay = (float)(lr * (double)a->p->weight_decay);
-    rates->dither1 = (float)(t * 0.6180339887498949 - floor(t * 0.6180339887498949));
+    rates->dither1 = (float)((uint32_t)t * 0x9e3779b9u >> 8) * 0x1p-24f; // frac(t phi)
     rates->dither2 = rates->dither1 + 0.5f;
     return ROCQ_OK;
 }
@@ -16085,7 +16151,7 @@ static void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const rocq
     args->ext_factor = scaling.ext_factor;
     args->low = scaling.low;
     args->per_pair = 1.0 / ROCQ__MAX(0.001, scaling.high - scaling.low);
-    args->magnitude = scaling.magnitude;
+    args->magnitude = args->sine_magnitude = scaling.magnitude;
     args->pos = (const int32_t *)rocq__device_data(pos);
     args->freq_factors = (const float *)rocq__device_data(p->freq_factors);
     args->head_dim = (int32_t)head_dim;
@@ -16124,6 +16190,7 @@ static void rocq__job_rope(rocq__job *job, const void *params) {
     rocq_k_rope_args args;
     memset(&args, 0, sizeof args);
     rocq__job_turn(job, &p->rope, p->pos, p->x->ne[0], &args);
+    if (p->backward) args.sine_magnitude = -args.sine_magnitude;
     rocq__k_stream(&args, p->y, p->x, false, false);
     rocq__job_rope_launch(job, &args);
 }
@@ -16551,7 +16618,141 @@ static void rocq__job_matmul_backward(rocq__job *job, const void *params) {
 
 // -- norm_backward, activate_backward, glu_backward, gather_backward --
 
+static bool rocq__same_tensor(const rocq_tensor *a, const rocq_tensor *b);
+
+static void rocq__job_norm_backward(rocq__job *job, const void *params) {
+    const rocq_norm_backward_params *p = (const rocq_norm_backward_params *)params;
+    const int64_t n = p->x->ne[0], rows = rocq__n_rows(p->x), tiles = (n + 127) / 128;
+    rocq_k_norm_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.dx = rocq__k_tensor(p->dx);
+    args.dy = rocq__k_tensor(p->dy);
+    args.x = rocq__k_tensor(p->x);
+    args.residual = rocq__k_tensor(p->residual);
+    args.mean = rocq__k_tensor(p->mean);
+    args.rstd = rocq__k_tensor(p->rstd);
+    args.weight = (const float *)rocq__device_data(p->weight);
+    args.dweight = (float *)rocq__device_data(p->dweight);
+    args.dbias = (float *)rocq__device_data(p->dbias);
+    args.accumulate = p->accumulate;
+    rocq__job_row(job, n);
+    if (p->dweight || p->dbias) {
+        // Enough shares to fill the chip, of 32 rows at least, four for each wave of a block.
+        const int64_t most = 2 * rocq__chip_of(job->ctx)->n_units / tiles + 1;
+        args.n_shares = (int32_t)ROCQ__MIN((rows + 31) / 32, most);
+        args.n_sums = (int32_t)tiles * args.n_shares;
+        if (args.n_shares > 1) {
+            const int64_t ne[4] = {256, args.n_sums, 1, 1};
+            const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
+            args.work = (float *)rocq__device_data(&work);
+            if (job->result == ROCQ_OK) {
+                job->result = rocq__counters_hip(job->ctx, tiles, &args.counter);
+            }
+        }
+    }
+    const int64_t row_blocks = n > 1024 ? rows : (rows + 7) / 8;
+    if (args.n_sums > 0 && rocq__same_tensor(p->dx, p->dy)) { // dy is read before dx is written
+        rocq__job_launch(job, ROCQ_K_norm_backward, args.n_sums, 1, 256, &args);
+        args.first = (uint32_t)args.n_sums;
+        rocq__job_launch(job, ROCQ_K_norm_backward, row_blocks, 1, 256, &args);
+    } else {
+        rocq__job_launch(job, ROCQ_K_norm_backward, args.n_sums + row_blocks, 1, 256, &args);
+    }
+}
+
+static void rocq__job_map_backward(rocq__job *job, const void *params) {
+    const rocq__map_backward map = rocq__map_backward_of(job->op, params);
+    rocq_k_map_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.dx = rocq__k_tensor(map.dx);
+    args.dy = rocq__k_tensor(map.dy);
+    args.x = rocq__k_tensor(map.x);
+    args.dup = rocq__k_tensor(map.dup);
+    args.up = rocq__k_tensor(map.up);
+    args.activation = (int32_t)map.activation;
+    rocq__job_row(job, map.dx->ne[0]);
+    const int64_t blocks = rocq__item_blocks(job, map.dx, map.dx->ne[0], 4);
+    rocq__job_launch(job, ROCQ_K_map_backward, blocks, 1, 256, &args);
+}
+
+static void rocq__job_gather_backward(rocq__job *job, const void *params) {
+    const rocq_gather_backward_params *p = (const rocq_gather_backward_params *)params;
+    rocq_k_gather_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.dtable = rocq__k_tensor(p->dtable);
+    args.dy = rocq__k_tensor(p->dy);
+    args.ids = (const int32_t *)rocq__device_data(p->ids);
+    args.n = (int32_t)p->ids->ne[0];
+    args.scale = p->scale != 0.0f ? p->scale : 1.0f;
+    rocq__job_row(job, p->dy->ne[0]);
+    rocq__job_row(job, p->ids->ne[0]);
+    rocq__job_launch(job, ROCQ_K_gather_backward, p->ids->ne[0], 1, 256, &args);
+}
+
 // -- cross_entropy, grad_norm, adamw --
+
+static void rocq__job_cross_entropy(rocq__job *job, const void *params) {
+    const rocq_cross_entropy_params *p = (const rocq_cross_entropy_params *)params;
+    const int64_t n = p->logits->ne[0];
+    rocq_k_cross_entropy_args args;
+    memset(&args, 0, sizeof args);
+    args.dlogits = rocq__k_tensor(p->dlogits);
+    args.logits = rocq__k_tensor(p->logits);
+    args.loss = (float *)rocq__device_data(p->loss);
+    args.targets = (const int32_t *)rocq__device_data(p->targets);
+    args.weights = (const float *)rocq__device_data(p->weights);
+    args.scale = (const float *)rocq__device_data(p->scale);
+    args.per_cap = p->softcap > 0.0f ? 1.0f / p->softcap : 0.0f;
+    rocq__job_row(job, n);
+    rocq__job_launch(job, ROCQ_K_cross_entropy, p->logits->ne[1], 1,
+                     n > 8192 ? 1024 : rocq__row_threads(n), &args);
+}
+
+static void rocq__job_grad_norm(rocq__job *job, const void *params) {
+    const rocq_grad_norm_params *p = (const rocq_grad_norm_params *)params;
+    const int64_t n = p->g->ne[0], most = 8 * rocq__chip_of(job->ctx)->n_units;
+    rocq_k_grad_norm_args args;
+    memset(&args, 0, sizeof args);
+    args.state = (float *)rocq__device_data(p->state);
+    args.g = (const float *)rocq__device_data(p->g);
+    args.n = n;
+    args.n_blocks = (int32_t)ROCQ__MIN((n + 4095) / 4096, most);
+    args.max_norm = p->max_norm;
+    args.growth_interval = p->growth_interval;
+    const int64_t ne[4] = {args.n_blocks, 1, 1, 1};
+    const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
+    args.work = (float *)rocq__device_data(&work);
+    if (job->result == ROCQ_OK) job->result = rocq__counters_hip(job->ctx, 1, &args.counter);
+    rocq__job_launch(job, ROCQ_K_grad_norm, args.n_blocks, 1, 256, &args);
+}
+
+static void rocq__job_adamw(rocq__job *job, const void *params) {
+    const rocq_adamw_params *p = (const rocq_adamw_params *)params;
+    rocq_k_adamw_args args;
+    memset(&args, 0, sizeof args);
+    args.w = (float *)rocq__device_data(p->w);
+    args.g = (float *)rocq__device_data(p->g);
+    args.w16 = rocq__device_data(p->w16);
+    args.m = rocq__device_data(p->m);
+    args.v = rocq__device_data(p->v);
+    args.m_scale = (float *)rocq__device_data(p->m_scale);
+    args.v_scale = (float *)rocq__device_data(p->v_scale);
+    args.state = (const float *)rocq__device_data(p->state);
+    args.lr = (const float *)rocq__device_data(p->lr);
+    args.n = p->w->ne[0];
+    args.beta1 = p->beta1 > 0.0f ? p->beta1 : 0.9f;
+    args.beta2 = p->beta2 > 0.0f ? p->beta2 : 0.999f;
+    args.rest1 = (float)(1.0 - (double)args.beta1);
+    args.rest2 = (float)(1.0 - (double)args.beta2);
+    args.log_beta1 = (float)log((double)args.beta1);
+    args.log_beta2 = (float)log((double)args.beta2);
+    args.eps = p->eps > 0.0f ? p->eps : 1e-8f;
+    args.weight_decay = p->weight_decay;
+    args.w16_format = p->w16 ? (int32_t)p->w16->format : 0;
+    args.coded = p->m->format == ROCQ_I8;
+    args.clear = p->clear;
+    rocq__job_launch(job, ROCQ_K_adamw, (args.n + 2047) / 2048, 1, 256, &args);
+}
 
 static void rocq__job_todo(rocq__job *job, const void *params) {
     (void)params;
@@ -17957,14 +18158,16 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
     ROCQ_X(attention_backward, rocq_attention_backward_params, attention_backward,
            attention_backward, attention_backward, todo)
     ROCQ_X(norm_backward, rocq_norm_backward_params, norm_backward, norm_backward, norm_backward,
-           todo)
+           norm_backward)
     ROCQ_X(activate_backward, rocq_activate_backward_params, activate_backward, none, map_backward,
-           todo)
-    ROCQ_X(glu_backward, rocq_glu_backward_params, glu_backward, none, map_backward, todo)
-    ROCQ_X(gather_backward, rocq_gather_backward_params, gather_backward, none, gather_backward, todo)
-    ROCQ_X(cross_entropy, rocq_cross_entropy_params, cross_entropy, none, cross_entropy, todo)
-    ROCQ_X(grad_norm, rocq_grad_norm_params, grad_norm, grad_norm, grad_norm, todo)
-    ROCQ_X(adamw, rocq_adamw_params, adamw, none, adamw, todo)
+           map_backward)
+    ROCQ_X(glu_backward, rocq_glu_backward_params, glu_backward, none, map_backward, map_backward)
+    ROCQ_X(gather_backward, rocq_gather_backward_params, gather_backward, none, gather_backward,
+           gather_backward)
+    ROCQ_X(cross_entropy, rocq_cross_entropy_params, cross_entropy, none, cross_entropy,
+           cross_entropy)
+    ROCQ_X(grad_norm, rocq_grad_norm_params, grad_norm, grad_norm, grad_norm, grad_norm)
+    ROCQ_X(adamw, rocq_adamw_params, adamw, none, adamw, adamw)
 #undef ROCQ_X
 };
 

@@ -1652,6 +1652,26 @@ DEV bool is_wide(const rocq_k_tensor &t) {
 // How many elements of the quad at k exist in a row of n.
 DEV int quad_count(int64_t n, int64_t k) { return n - k < 4 ? n > k ? (int)(n - k) : 0 : 4; }
 
+// Writes elements k to k + count - 1 of a row of F32, F16 or BF16.
+DEV void put_floats(int32_t format, bool wide, char *row, int64_t k, int count, const float v[4]) {
+    if (wide && format == ROCQ_F32) {
+        if (count == 0) return;
+        gstore((u32x4 *)((float *)row + k), make4(bits<uint32_t>(v[0]), bits<uint32_t>(v[1]),
+                                                   bits<uint32_t>(v[2]), bits<uint32_t>(v[3])));
+    } else if (wide) {
+        if (count == 0) return;
+        uint32_t h[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) h[e] = format == ROCQ_F16 ? f32_f16(v[e]) : f32_bf16(v[e]);
+        gstore((u32x2 *)((uint16_t *)row + k), make2(h[0] | h[1] << 16, h[2] | h[3] << 16));
+    } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            if (e < count) put_float(format, row, k + e, v[e]);
+        }
+    }
+}
+
 // Writes elements k to k + count - 1 of a row of y; r is the row's number in all of y. Formats:
 // F32, F16, BF16, Q8_0 and Q4_0 in the GGUF layout, planar Q8_0. All lanes of the wave have to
 // call, with count 0 where there is nothing to write, and for block formats with lane % 8 == k / 4
@@ -1666,21 +1686,8 @@ DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t 
         put_q8_0(row + k / 32 * (int)sizeof(rocq_block_q8_0), i, count > 0, v);
     } else if (y.format == ROCQ_Q4_0) {
         put_q4_0(row + k / 32 * (int)sizeof(rocq_block_q4_0), i, count > 0, v);
-    } else if (wide && y.format == ROCQ_F32) {
-        if (count == 0) return;
-        gstore((u32x4 *)((float *)row + k), make4(bits<uint32_t>(v[0]), bits<uint32_t>(v[1]),
-                                                   bits<uint32_t>(v[2]), bits<uint32_t>(v[3])));
-    } else if (wide) {
-        if (count == 0) return;
-        uint32_t h[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++) h[e] = y.format == ROCQ_F16 ? f32_f16(v[e]) : f32_bf16(v[e]);
-        gstore((u32x2 *)((uint16_t *)row + k), make2(h[0] | h[1] << 16, h[2] | h[3] << 16));
     } else {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            if (e < count) put_float(y.format, row, k + e, v[e]);
-        }
+        put_floats(y.format, wide, row, k, count, v);
     }
 }
 
@@ -4618,7 +4625,7 @@ KERNEL(rope, rocq_k_rope_args, 256) {
         double turns = (double)position * turn;
         if (a.freq_factors) turns /= (double)gload(a.freq_factors + t);
         const sine_cosine angle = sincos_turns((float)(turns - rint(turns)));
-        lput(sine + t, angle.s * a.magnitude);
+        lput(sine + t, angle.s * a.sine_magnitude);
         lput(cosine + t, angle.c * a.magnitude);
     }
     block_sync_lds();
@@ -7103,7 +7110,554 @@ KERNEL(matmul_backward_merge, rocq_k_matmul_backward_args, 256) {
 
 // -- norm_backward, activate_backward, glu_backward, gather_backward --
 
+// norm_backward: as in rocq_norm_backward_params.
+//
+//   dx, dy, x, residual  F32 or F16 [K, rows], any strides; dx may be dy or residual
+//   work                 F32 [128, 2, n_shares, tiles]
+//
+// Two kinds of blocks, of 256 threads, in one launch; or in two, where dx is dy.
+// Blocks below n_sums are for dweight and dbias: block b takes tile b / n_shares of 128 columns, and
+// share b % n_shares of the rows. A lane takes a quad, and a wave every 8th row, four at a time. The
+// waves' sums are added up in order, and by the last block of a tile the shares' sums.
+// The other blocks are for dx: up to K = 1024 a wave takes a row, so that no barrier is in its way,
+// else all of the block. x and dy are read twice, for the means and for dx, the second time from a
+// cache. LDS: 8.5 KB. Bytes: dy, x, residual and dx once, where other reads meet a cache.
+enum { NORM_BACKWARD_ROWS = 4, NORM_BACKWARD_QUADS = 4 }; // loaded at once
+
+DEV float norm_at(const rocq_k_tensor &t, const place &at) { // mean or rstd of a row
+    return gload((const float *)row_of(t, at.i2, at.i3, 0) + at.i1);
+}
+
+DEV void norm_backward_sums(const rocq_k_norm_backward_args &a, uint32_t block, float *parts,
+                            uint32_t *word) {
+    enum { R = NORM_BACKWARD_ROWS };
+    const uint32_t n_shares = (uint32_t)a.n_shares, tile = block / n_shares;
+    const uint32_t share = block - tile * n_shares, rows = rows_of(a.x);
+    const uint32_t end = (uint32_t)((uint64_t)rows * (share + 1) / n_shares);
+    const int n = a.x.ne[0], k = (int)tile * 128 + 4 * lane_index();
+    const int count = quad_count(n, k), t = (int)thread_index();
+    const bool x_wide = is_wide(a.x), dy_wide = is_wide(a.dy);
+    float dw[4] = {0.0f, 0.0f, 0.0f, 0.0f}, db[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (uint32_t r = (uint32_t)((uint64_t)rows * share / n_shares) + (uint32_t)wave_index();
+         r < end; r += 8 * R) {
+        float x[R][4], dy[R][4], mean[R], rstd[R];
+#pragma unroll
+        for (int i = 0; i < R; i++) {
+            const bool live = r + 8 * (uint32_t)i < end;
+            const place at = place_of(a.x, live ? r + 8 * (uint32_t)i : r);
+            get4(a.x.format, row_of(a.x, at.i1, at.i2, at.i3), x_wide, k, count, x[i]);
+            get4(a.dy.format, row_of(a.dy, at.i1, at.i2, at.i3), dy_wide, k, live ? count : 0, dy[i]);
+            mean[i] = a.mean.data ? norm_at(a.mean, at) : 0.0f;
+            rstd[i] = norm_at(a.rstd, at);
+        }
+#pragma unroll
+        for (int i = 0; i < R; i++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                if (r + 8 * (uint32_t)i >= end) continue; // where 0 inf would be NaN
+                dw[e] = fmaf(dy[i][e], (x[i][e] - mean[i]) * rstd[i], dw[e]);
+                db[e] += dy[i][e];
+            }
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        lput(parts + wave_index() * 256 + 4 * lane_index() + e, dw[e]);
+        lput(parts + wave_index() * 256 + 128 + 4 * lane_index() + e, db[e]);
+    }
+    block_sync_lds();
+    float sum = 0.0f; // of dweight for the first half of the threads, of dbias for the others
+#pragma unroll
+    for (int w = 0; w < 8; w++) sum += lget(parts + w * 256 + t);
+    if (n_shares > 1) {
+        float *const work = a.work + (int64_t)tile * n_shares * 256 + t;
+        gstore(work + 256 * share, sum);
+        if (block_ticket(a.counter + tile, word) != n_shares - 1) return;
+        if (t == 0) gstore(a.counter + tile, 0u);
+        sum = 0.0f;
+#pragma unroll 8
+        for (uint32_t i = 0; i < n_shares; i++) sum += gload(work + 256 * i);
+    }
+    float *to = t < 128 ? a.dweight : a.dbias;
+    const int column = (int)tile * 128 + (t & 127);
+    if (!to || column >= n) return;
+    gstore(to + column, a.accumulate ? gload(to + column) + sum : sum);
+}
+
+DEV void norm_backward_row(const rocq_k_norm_backward_args &a, uint32_t row, int thread,
+                           int threads, float *lds) {
+    enum { Q = NORM_BACKWARD_QUADS };
+    const place at = place_of(a.x, row);
+    const int n = a.x.ne[0];
+    const char *const x_row = row_of(a.x, at.i1, at.i2, at.i3);
+    const char *const dy_row = row_of(a.dy, at.i1, at.i2, at.i3);
+    const char *const residual_row = row_of(a.residual, at.i1, at.i2, at.i3);
+    char *const dx_row = row_of(a.dx, at.i1, at.i2, at.i3);
+    const bool x_wide = is_wide(a.x), dy_wide = is_wide(a.dy), dx_wide = is_wide(a.dx);
+    const bool residual_wide = is_wide(a.residual);
+    const bool w_wide = ((uintptr_t)a.weight & 15u) == 0 && (n & 3) == 0;
+    const float rstd = norm_at(a.rstd, at), mean = a.mean.data ? norm_at(a.mean, at) : 0.0f;
+    float g_mean = 0.0f, gx_mean = 0.0f;
+    float x[Q][4], g[Q][4], w[Q][4];
+#pragma unroll 1
+    for (int pass = 0; pass < 2; pass++) {
+#pragma unroll 1
+        for (int base = 4 * thread; base < n; base += 4 * Q * threads) {
+#pragma unroll
+            for (int j = 0; j < Q; j++) {
+                const int k = base + 4 * j * threads, count = quad_count(n, k);
+                get4(a.x.format, x_row, x_wide, k, count, x[j]);
+                get4(a.dy.format, dy_row, dy_wide, k, count, g[j]);
+                if (a.weight) get4(ROCQ_F32, (const char *)a.weight, w_wide, k, count, w[j]);
+            }
+#pragma unroll
+            for (int j = 0; j < Q; j++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    if (a.weight) g[j][e] *= w[j][e];
+                    x[j][e] = (x[j][e] - mean) * rstd;
+                    if (pass == 1) continue;
+                    g_mean += g[j][e]; // beyond the row it is 0
+                    gx_mean = fmaf(g[j][e], x[j][e], gx_mean);
+                }
+            }
+            if (pass == 0) continue;
+#pragma unroll
+            for (int j = 0; j < Q; j++) {
+                const int k = base + 4 * j * threads, count = quad_count(n, k);
+                float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                if (a.residual.data) {
+                    get4(a.residual.format, residual_row, residual_wide, k, count, v);
+                }
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    v[e] = fmaf(fmaf(-x[j][e], gx_mean, g[j][e] - g_mean), rstd, v[e]);
+                }
+                put_floats(a.dx.format, dx_wide, dx_row, k, count, v);
+            }
+        }
+        if (pass == 1) break;
+        g_mean = threads == 32 ? wave_sum(g_mean) : block_sum(g_mean, lds);
+        gx_mean = threads == 32 ? wave_sum(gx_mean) : block_sum(gx_mean, lds + BLOCK_WORK);
+        g_mean = a.mean.data ? g_mean / (float)n : 0.0f;
+        gx_mean /= (float)n;
+    }
+}
+
+KERNEL(norm_backward, rocq_k_norm_backward_args, 256) {
+    LDS(float, lds, 8 * 256);
+    LDS(uint32_t, word, 1);
+    if (a.x.ne[0] == 0) return;
+    const uint32_t block = a.first + a.common.block0 + block_index();
+    if (block < (uint32_t)a.n_sums) {
+        norm_backward_sums(a, block, lds, word);
+    } else {
+        const bool alone = a.x.ne[0] <= 1024; // each wave has a row
+        uint32_t row = block - (uint32_t)a.n_sums;
+        if (alone) row = 8 * row + (uint32_t)wave_index();
+        if (row >= rows_of(a.x)) return;
+        norm_backward_row(a, row, alone ? lane_index() : (int)thread_index(), alone ? 32 : 256, lds);
+    }
+}
+
+// map_backward: dx = activation'(x) dy up, dup = activation(x) dy, without up as if that were 1.
+//
+//   all  F32 or F16 of one shape, any strides; dx may be dy or x
+//
+// Geometry: 256 threads, a quad each, of which a row has ceil(ne0 / 4); fewer than 2^32 in all.
+// Bytes: every operand once.
+KERNEL(map_backward, rocq_k_map_backward_args, 256) {
+    if (a.dx.ne[0] == 0) return;
+    const uint32_t item = (a.common.block0 + block_index()) * 256 + thread_index();
+    const uint32_t quads = (uint32_t)(a.dx.ne[0] + 3) / 4, r = item / quads;
+    if (r >= rows_of(a.dx)) return;
+    const int64_t k = 4 * (int64_t)(item - r * quads);
+    const int count = quad_count(a.dx.ne[0], k);
+    const place p = place_of(a.dx, r);
+    float dy[4], x[4], up[4], dx[4];
+    get4(a.dy.format, row_of(a.dy, p.i1, p.i2, p.i3), is_wide(a.dy), k, count, dy);
+    get4(a.x.format, row_of(a.x, p.i1, p.i2, p.i3), is_wide(a.x), k, count, x);
+    if (a.up.data) {
+        get4(a.up.format, row_of(a.up, p.i1, p.i2, p.i3), is_wide(a.up), k, count, up);
+    }
+#pragma unroll 1
+    for (int e = 0; e < 4; e++) dx[e] = activation_slope(a.activation, x[e]) * dy[e];
+    if (a.up.data) {
+        activate4(a.activation, x);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            dx[e] *= up[e];
+            x[e] *= dy[e];
+        }
+        put_floats(a.dup.format, is_wide(a.dup), row_of(a.dup, p.i1, p.i2, p.i3), k, count, x);
+    }
+    put_floats(a.dx.format, is_wide(a.dx), row_of(a.dx, p.i1, p.i2, p.i3), k, count, dx);
+}
+
+// gather_backward: dtable[., ids[i]] += scale dy[., i], equal ids in the order of i.
+//
+//   dtable  F32 [K, rows]     dy  F32 or F16 [K, n]     ids  I32 [n]; one out of range adds nothing
+//           and sets a bit of the status
+//
+// A block takes token i, and acts only if no earlier token has its id; then it adds all later ones
+// as well. It looks through the ids 1024 at a time: 32 words in LDS have a bit for each that is
+// equal, and from them follows a list, in order. A thread takes every 256th quad of the row, and
+// loads eight rows of the list at a time. Geometry: a block of 256 threads a token. LDS: 4.3 KB.
+// Bytes: dy once, the rows of dtable twice; the ids once for each token, from L2: 64 MB for 4096.
+KERNEL(gather_backward, rocq_k_gather_backward_args, 256) {
+    LDS(uint32_t, mask, 32);
+    LDS(int, list, 1024);
+    if (a.n == 0) return;
+    const int i = (int)(a.common.block0 + block_index()), t = (int)thread_index();
+    const int id = gload(a.ids + i), n = a.dy.ne[0];
+    if (id < 0 || id >= a.dtable.ne[1]) {
+        if (t == 0) atomic_or(a.common.status, ROCQ_K_BAD_ID);
+        return;
+    }
+    float *const row = (float *)row_of(a.dtable, id, 0, 0);
+    const bool wide = is_wide(a.dtable), dy_wide = is_wide(a.dy);
+#pragma unroll 1
+    for (int first = 0; first < a.n; first += 1024) {
+        bool same[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int j = first + 256 * e + t;
+            same[e] = j < a.n && gload(a.ids + (j < a.n ? j : 0)) == id;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const uint32_t word = wave_ballot(same[e]);
+            if (lane_index() == 0) lput(mask + 8 * e + wave_index(), word);
+        }
+        block_sync_lds();
+        const int total = wave_sum(__popc(lget(mask + lane_index())));
+#pragma unroll 1
+        for (int e = 0; e < 4; e++) {
+            if (!(e == 0 ? same[0] : e == 1 ? same[1] : e == 2 ? same[2] : same[3])) continue;
+            const int own = 8 * e + wave_index();
+            int rank = __popc(lget(mask + own) & ((1u << lane_index()) - 1u));
+#pragma unroll 1
+            for (int w = 0; w < own; w++) rank += __popc(lget(mask + w));
+            lput(list + rank, first + 256 * e + t);
+        }
+        block_sync_lds();
+        if (total > 0 && lget(list) < i) return;
+#pragma unroll 1
+        for (int k = 4 * t; k < n && total > 0; k += 1024) {
+            const int count = quad_count(n, k);
+            float v[4];
+            get4(ROCQ_F32, (const char *)row, wide, k, count, v);
+#pragma unroll 1
+            for (int m = 0; m < total; m += 8) {
+                float y[8][4];
+#pragma unroll
+                for (int u = 0; u < 8; u++) {
+                    const int j = lget(list + (m + u < total ? m + u : m));
+                    get4(a.dy.format, row_of(a.dy, j, 0, 0), dy_wide, k, m + u < total ? count : 0,
+                         y[u]);
+                }
+#pragma unroll
+                for (int u = 0; u < 8; u++) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) v[e] = fmaf(y[u][e], a.scale, v[e]);
+                }
+            }
+            put_floats(ROCQ_F32, wide, (char *)row, k, count, v);
+        }
+        block_sync_lds(); // of the list, before the next 1024
+    }
+}
+
 // -- cross_entropy, grad_norm, adamw --
+
+// cross_entropy: the loss of a column and its gradient, as in rocq_cross_entropy_params.
+//
+//   logits, dlogits  F32 or F16 [V, n], rows at any stride; dlogits may be logits or absent
+//   targets          I32 [n]; one of V or more is ignored and sets a bit of the status
+//
+// A block takes a column. Each thread finds the largest of its own logits and the sum of their
+// exponentials below it in one pass, scaling the sum down where a tile has a larger one; these are
+// brought to the block's largest and added up. A second pass writes the gradient.
+// Geometry: a block a column, 32 to 1024 threads as the host chooses. LDS: 260 bytes.
+// Bytes: logits twice, the second time from L2 where all columns under way fit, and dlogits once.
+enum { ENTROPY_QUADS = 4 };
+KERNEL(cross_entropy, rocq_k_cross_entropy_args, 1024) {
+    LDS(float, work, 2 * BLOCK_WORK);
+    LDS(float, at_target, 1);
+    if (a.logits.ne[0] == 0) return;
+    const uint32_t column = a.common.block0 + block_index();
+    const int n = a.logits.ne[0], target = gload(a.targets + column);
+    const char *row = row_of(a.logits, column, 0, 0);
+    char *to = a.dlogits.data ? row_of(a.dlogits, column, 0, 0) : nullptr;
+    const bool wide = is_wide(a.logits), to_wide = is_wide(a.dlogits);
+    const float weight = a.weights ? gload(a.weights + column) : 1.0f;
+    const float all = a.scale ? weight * gload(a.scale) : weight;
+    const bool counts = target >= 0 && target < n && weight != 0.0f;
+    if (target >= n && thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_ID);
+    float v[ENTROPY_QUADS][4], top = -INFINITY, sum = 0.0f;
+#pragma unroll 1
+    for (int base = 0; counts && base < n; base += tile_size(ENTROPY_QUADS)) {
+        load_tile(a.logits.format, wide, row, n, base, v);
+        float most = -INFINITY;
+#pragma unroll
+        for (int j = 0; j < ENTROPY_QUADS; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int k = tile_at(base, j) + e;
+                if (k >= n) v[j][e] = -INFINITY;
+                if (k == target) lput(at_target, v[j][e]);
+                most = fmaxf(most, v[j][e]); // a NaN leaves it as it is
+            }
+        }
+        if (most > top) {
+            sum *= exp_fast(top - most);
+            top = most;
+        }
+        const float shift = top == -INFINITY ? 0.0f : top; // exp(-inf - -inf) would be NaN
+#pragma unroll
+        for (int j = 0; j < ENTROPY_QUADS; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum += exp_fast(v[j][e] - shift);
+        }
+    }
+    float factor = 0.0f, largest = 0.0f;
+    if (counts) {
+        block_sync_lds(); // of at_target
+        largest = block_max(top, work);
+        sum = block_sum(top == -INFINITY ? sum : sum * exp_fast(top - largest), work + BLOCK_WORK);
+        factor = all / sum;
+    }
+    if (thread_index() == 0 && a.loss) {
+        const float log_sum = 0.693147181f * log2_fast(sum);
+        gstore(a.loss + column, counts ? log_sum + (largest - lget(at_target)) : 0.0f);
+    }
+    if (!to) return;
+#pragma unroll 1
+    for (int base = 0; base < n; base += tile_size(ENTROPY_QUADS)) {
+#pragma unroll
+        for (int j = 0; j < ENTROPY_QUADS; j++) { // load_tile also reads what others may have written
+            const int k = tile_at(base, j);
+            if (counts) get4(a.logits.format, row, wide, k, quad_count(n, k), v[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < ENTROPY_QUADS; j++) {
+            const int k = tile_at(base, j);
+            float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            if (k >= n) break;
+#pragma unroll
+            for (int e = 0; counts && e < 4; e++) {
+                d[e] = exp_fast(v[j][e] - largest) * factor;
+                if (k + e == target) d[e] -= all;
+                if (a.per_cap == 0.0f) continue; // a logit of -inf has no other slope than 1
+                const float c = v[j][e] * a.per_cap;
+                d[e] *= fmaf(-c, c, 1.0f);
+            }
+            put_floats(a.dlogits.format, to_wide, to, k, quad_count(n, k), d);
+        }
+    }
+}
+
+// grad_norm: the norm of g, and what follows for the state, as in rocq_grad_norm_params.
+//
+//   g  F32 [n]     state  F32 [ROCQ_TRAIN_STATE]     work  F32 [n_blocks]
+//
+// A thread adds up the squares of every (256 n_blocks)th quad, four at a time in flight; the last
+// block to finish adds up the blocks' sums in order. Geometry: n_blocks of 256 threads, as many as
+// the chip holds. LDS: 260 bytes. Bytes: g once.
+DEV void grad_state(const rocq_k_grad_norm_args &a, float sum) {
+    const float scale = gload(a.state + ROCQ_TRAIN_LOSS_SCALE), norm = sqrtf(sum) / scale;
+    const bool finite = norm <= 3.40282347e38f; // NaN is not
+    const int count = finite ? ROCQ_TRAIN_STEPS : ROCQ_TRAIN_SKIPPED;
+    float since = finite ? gload(a.state + ROCQ_TRAIN_SINCE) + 1.0f : 0.0f, next = scale;
+    float factor = 0.0f;
+    if (finite) factor = (a.max_norm > 0.0f && norm > a.max_norm ? a.max_norm / norm : 1.0f) / scale;
+    if (a.growth_interval > 0 && !finite) next = fmaxf(0.5f * scale, 1.0f);
+    if (a.growth_interval > 0 && since >= (float)a.growth_interval) {
+        next = fminf(2.0f * scale, 16777216.0f);
+        since = 0.0f;
+    }
+    gstore(a.state + ROCQ_TRAIN_LOSS_SCALE, next);
+    gstore(a.state + ROCQ_TRAIN_FACTOR, factor);
+    gstore(a.state + ROCQ_TRAIN_NORM, norm);
+    gstore(a.state + ROCQ_TRAIN_SINCE, since);
+    gstore(a.state + count, gload(a.state + count) + 1.0f);
+}
+
+KERNEL(grad_norm, rocq_k_grad_norm_args, 256) {
+    LDS(float, work, 2 * BLOCK_WORK);
+    LDS(uint32_t, word, 1);
+    if (a.n_blocks == 0) return;
+    const uint32_t block = a.common.block0 + block_index(), step = 1024u * (uint32_t)a.n_blocks;
+    const bool wide = ((uintptr_t)a.g & 15u) == 0;
+    float sum = 0.0f;
+    int64_t k = 4 * (int64_t)(256 * block + thread_index());
+#pragma unroll 1
+    for (; k + 3 * (int64_t)step + 4 <= a.n; k += 4 * (int64_t)step) {
+        float v[4][4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            get4(ROCQ_F32, (const char *)a.g, wide, k + j * (int64_t)step, 4, v[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum = fmaf(v[j][e], v[j][e], sum);
+        }
+    }
+#pragma unroll 1
+    for (; k < a.n; k += step) {
+        const int count = quad_count(a.n, k);
+        float v[4];
+        get4(ROCQ_F32, (const char *)a.g, wide && count == 4, k, count, v);
+#pragma unroll
+        for (int e = 0; e < 4; e++) sum = fmaf(v[e], v[e], sum);
+    }
+    sum = block_sum(sum, work);
+    if (thread_index() == 0) gstore(a.work + block, sum);
+    if (block_ticket(a.counter, word) != (uint32_t)a.n_blocks - 1) return;
+    if (thread_index() == 0) gstore(a.counter, 0u);
+    sum = 0.0f;
+#pragma unroll 4
+    for (int b = (int)thread_index(); b < a.n_blocks; b += 256) sum += gload(a.work + b);
+    sum = block_sum(sum, work + BLOCK_WORK);
+    if (thread_index() == 0) grad_state(a, sum);
+}
+
+// adamw: as in rocq_adamw_params.
+//
+//   w, g  F32 [n]     w16  F16 or BF16 [n] or absent     m, v  F32 [n], or int8 codes with a scale
+//   in F32 for every 256
+//
+// A wave takes 256 elements, a lane two quads of them that lie 128 apart, so that all its loads, up
+// to eight of 16 bytes, are under way together and stores are side by side. Geometry: 256 threads,
+// 2048 elements a block. Bytes: w, m and v twice, g once, or twice with clear, w16 once: 28 bytes an
+// element at least in F32. Some 60 instructions an element take less time than that.
+// 1 - beta^t is -expm1(t log beta), of which the series is taken where it would cancel.
+DEV float one_less_power(float log_beta, float t) {
+    const float x = t * log_beta;
+    if (x < -0.35f) return 1.0f - exp_full(x);
+    float y = 1.0f;
+#pragma unroll
+    for (int i = 7; i > 1; i--) y = fmaf(x / (float)i, y, 1.0f);
+    return -x * y;
+}
+
+// The codes of m or v as numbers, and back. Before a number is rounded, an offset from -1/2 to 1/2
+// is added that depends on the element and the step: see rocq__moment_encode_scalar.
+DEV void moment_load(const void *codes, int64_t k, int count, bool wide, float scale, bool second,
+                     float v[4]) {
+    uint32_t word = 0;
+    if (wide && count == 4) {
+        word = gload((const uint32_t *)((const char *)codes + k));
+    } else {
+        for (int e = 0; e < count; e++) {
+            word |= (uint32_t)gload((const uint8_t *)codes + k + e) << 8 * e;
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float root = (float)((int8_t)(word >> 8 * e) + (second ? 128 : 0)) * scale;
+        v[e] = second ? root * root : root;
+    }
+}
+DEV void moment_store(void *codes, int64_t k, int count, bool wide, float inverse, bool second,
+                      float dither, const float v[4]) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float u = fmaf((float)((int)(k & 255) + e), 0.618033989f, dither);
+        float q = rintf(fmaf(second ? sqrtf(v[e]) : v[e], inverse, u - rintf(u)));
+        if (second) q = fmaxf(q, v[e] > 0.0f ? 1.0f : 0.0f) - 128.0f;
+        q = fminf(fmaxf(q, second ? -128.0f : -127.0f), 127.0f);
+        word |= ((uint32_t)(int)q & 255u) << 8 * e;
+    }
+    if (wide && count == 4) {
+        gstore((uint32_t *)((char *)codes + k), word);
+    } else {
+        for (int e = 0; e < count; e++) {
+            gstore((uint8_t *)codes + k + e, (uint8_t)(word >> 8 * e));
+        }
+    }
+}
+
+KERNEL(adamw, rocq_k_adamw_args, 256) {
+    if (a.n == 0) return;
+    const int64_t strip = (int64_t)(a.common.block0 + block_index()) * 8 + wave_index();
+    const bool wide = ((((uintptr_t)a.w | (uintptr_t)a.g) & 15u) |
+                       (((uintptr_t)a.m | (uintptr_t)a.v) & (a.coded ? 3u : 15u)) |
+                       ((uintptr_t)a.w16 & 7u)) == 0;
+    const float factor = gload(a.state + ROCQ_TRAIN_FACTOR), lr = gload(a.lr);
+    const float t = fmaxf(gload(a.state + ROCQ_TRAIN_STEPS), 1.0f);
+    float w[2][4], g[2][4], m[2][4], v[2][4], m_scale = 0.0f, v_scale = 0.0f;
+    int64_t k[2];
+    int count[2];
+    bool whole[2];
+    if (256 * strip >= a.n) return;
+    if (a.coded) {
+        m_scale = gload(a.m_scale + strip);
+        v_scale = gload(a.v_scale + strip);
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        k[j] = 256 * strip + 128 * j + 4 * lane_index();
+        count[j] = quad_count(a.n, k[j]);
+        whole[j] = wide && count[j] == 4;
+        get4(ROCQ_F32, (const char *)a.w, whole[j], k[j], count[j], w[j]);
+        get4(ROCQ_F32, (const char *)a.g, whole[j], k[j], count[j], g[j]);
+        if (a.coded) {
+            moment_load(a.m, k[j], count[j], wide, m_scale, false, m[j]);
+            moment_load(a.v, k[j], count[j], wide, v_scale, true, v[j]);
+        } else {
+            get4(ROCQ_F32, (const char *)a.m, whole[j], k[j], count[j], m[j]);
+            get4(ROCQ_F32, (const char *)a.v, whole[j], k[j], count[j], v[j]);
+        }
+    }
+    if (factor != 0.0f) {
+        const float step = lr / one_less_power(a.log_beta1, t);
+        const float grow = 1.0f / one_less_power(a.log_beta2, t), decay = lr * a.weight_decay;
+        float m_most = 0.0f, v_most = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float G = g[j][e] * factor;
+                m[j][e] = fmaf(a.beta1, m[j][e], a.rest1 * G);
+                v[j][e] = fmaf(a.beta2, v[j][e], a.rest2 * G * G);
+                const float root = sqrtf(v[j][e] * grow) + a.eps;
+                w[j][e] = fmaf(-decay, w[j][e], w[j][e]) - step * m[j][e] / root;
+                m_most = fmaxf(m_most, fabsf(m[j][e]));
+                v_most = fmaxf(v_most, v[j][e]);
+            }
+            put_floats(ROCQ_F32, whole[j], (char *)a.w, k[j], count[j], w[j]);
+            if (a.w16) put_floats(a.w16_format, whole[j], (char *)a.w16, k[j], count[j], w[j]);
+            if (!a.coded) put_floats(ROCQ_F32, whole[j], (char *)a.m, k[j], count[j], m[j]);
+            if (!a.coded) put_floats(ROCQ_F32, whole[j], (char *)a.v, k[j], count[j], v[j]);
+        }
+        if (a.coded) {
+            m_most = wave_max(m_most);
+            v_most = sqrtf(wave_max(v_most));
+            const float m_inverse = m_most > 0.0f ? 127.0f / m_most : 0.0f;
+            const float v_inverse = v_most > 0.0f ? 255.0f / v_most : 0.0f;
+            const float dither = (float)((uint32_t)t * 0x9e3779b9u >> 8) * 0x1p-24f;
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                moment_store(a.m, k[j], count[j], wide, m_inverse, false, dither, m[j]);
+                moment_store(a.v, k[j], count[j], wide, v_inverse, true, dither + 0.5f, v[j]);
+            }
+            if (lane_index() == 0) {
+                gstore(a.m_scale + strip, m_most / 127.0f);
+                gstore(a.v_scale + strip, v_most / 255.0f);
+            }
+        }
+    }
+    if (!a.clear) return;
+    const float zeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        put_floats(ROCQ_F32, whole[j], (char *)a.g, k[j], count[j], zeros);
+    }
+}
 
 // ---------------------------------------------------------------------------------------------
 // >>entry

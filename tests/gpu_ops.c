@@ -1423,6 +1423,304 @@ static void test_pixels(void **state) {
     }
 }
 
+// -- training --
+
+static rocq_format any_float(void) { return floats[random_below(2)]; }
+static box_layout any_layout(void) { return (box_layout)random_below(3); }
+
+// in_place: 1 dx is dy, 2 dx is the residual
+static void check_norm_backward(int64_t n, int64_t rows, int in_place) {
+    const bool center = random_below(2), residual = in_place == 2 || random_below(2);
+    const rocq_format format = any_float();
+    box x = box_random(any_layout(), any_float(), 1, n, rows, 2, 1);
+    box dy = box_random(any_layout(), in_place == 1 ? format : any_float(), 1, n, rows, 2, 1);
+    box add = box_random(any_layout(), in_place == 2 ? format : any_float(), 1, n, rows, 2, 1);
+    box dx = in_place == 1 ? dy : in_place == 2 ? add : box_make(any_layout(), format, n, rows, 2, 1);
+    box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
+    box dweight = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
+    box dbias = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
+    box mean = box_random(any_layout(), ROCQ_F32, 1, rows, 2, 1, 1);
+    box rstd = box_random(any_layout(), ROCQ_F32, 1, rows, 2, 1, 1);
+    const rocq_norm_backward_params p = {
+        .dx = &dx.t, .dweight = random_below(4) ? &dweight.t : NULL,
+        .dbias = random_below(4) ? &dbias.t : NULL, .dy = in_place == 1 ? &dx.t : &dy.t,
+        .x = &x.t, .weight = random_below(4) ? &weight.t : NULL, .mean = center ? &mean.t : NULL,
+        .rstd = &rstd.t,
+        .residual = !residual ? NULL : in_place == 2 ? &dx.t : &add.t,
+        .accumulate = random_below(2)};
+    box *out[3] = {&dx}, *const all[7] = {&x, &dy, &add, &weight, &mean, &rstd, &dx};
+    int n_out = 1;
+    if (p.dweight) out[n_out++] = &dweight;
+    if (p.dbias) out[n_out++] = &dbias;
+    compare_as(ROCQ_OP_NORM_BACKWARD, &p, &p, out, n_out, 0,
+               say("norm_backward, K %d, %d rows, in place %d", (int)n, (int)rows, in_place));
+    for (int i = 0; i < 7; i++) {
+        if (i == 6 && in_place) continue;
+        box_free(all[i]);
+    }
+    box_free(&dweight);
+    box_free(&dbias);
+}
+
+static void test_norm_backward(void **state) {
+    static const int64_t widths[] = {5, 64, 132, 257, 1000, 1028, 2100};
+    (void)state;
+    for (int i = 0; i < 7; i++) {
+        for (int in_place = 0; in_place < 3; in_place++) check_norm_backward(widths[i], 3, in_place);
+        check_norm_backward(widths[i], 60, i % 3);
+    }
+}
+
+static void test_map_backward(void **state) {
+    (void)state;
+    for (int i = 0; i < 36; i++) {
+        const int64_t n = i % 2 ? 1 + random_below(70) : 64, rows = 1 + random_below(4);
+        const int in_place = i / 6 % 3; // 1 dx is dy, 2 dx is x
+        const rocq_format format = any_float();
+        box dy = box_random(any_layout(), in_place == 1 ? format : any_float(), 1, n, rows, 2, 2);
+        box x = box_random(any_layout(), in_place == 2 ? format : any_float(), 2, n, rows, 2, 2);
+        box up = box_random(any_layout(), any_float(), 1, n, rows, 2, 2);
+        box dup = box_make(any_layout(), any_float(), n, rows, 2, 2);
+        box dx = in_place == 1 ? dy : in_place == 2 ? x : box_make(any_layout(), format, n, rows, 2, 2);
+        const rocq_glu_backward_params glu = {
+            .dgate = &dx.t, .dup = &dup.t, .dy = in_place == 1 ? &dx.t : &dy.t,
+            .gate = in_place == 2 ? &dx.t : &x.t, .up = &up.t,
+            .activation = (rocq_activation)(i % 6)};
+        const rocq_activate_backward_params alone = {glu.dgate, glu.dy, glu.gate, glu.activation};
+        box *const out[2] = {&dx, &dup};
+        if (i < 18) {
+            compare_as(ROCQ_OP_GLU_BACKWARD, &glu, &glu, out, 2, 0,
+                       say("glu_backward, activation %d", i % 6));
+        } else {
+            compare_as(ROCQ_OP_ACTIVATE_BACKWARD, &alone, &alone, out, 1, 0,
+                       say("activate_backward, activation %d", i % 6));
+        }
+        if (!in_place) box_free(&dx);
+        box_free(&dy);
+        box_free(&x);
+        box_free(&up);
+        box_free(&dup);
+    }
+}
+
+static void test_gather_backward(void **state) {
+    static const int64_t widths[] = {3, 64, 1100};
+    (void)state;
+    for (int i = 0; i < 9; i++) {
+        const int64_t n = widths[i % 3], rows = i < 3 ? 1 : 40, n_ids = i < 6 ? 70 : 1 + random_below(30);
+        int32_t ids[70];
+        for (int64_t k = 0; k < n_ids; k++) ids[k] = (int32_t)random_below(rows);
+        box table = box_random(any_layout(), ROCQ_F32, 1, n, rows, 1, 1), list = box_i32(ids, n_ids);
+        box dy = box_random(any_layout(), any_float(), 1, n, n_ids, 1, 1);
+        const rocq_gather_backward_params p = {&table.t, &dy.t, &list.t, i % 2 ? 0 : -0.3f};
+        compare(ROCQ_OP_GATHER_BACKWARD, &p, &table, 0, say("gather_backward, K %d", (int)n));
+        box_free(&table);
+        box_free(&list);
+        box_free(&dy);
+    }
+    // more than one round of 1024 ids, of which many are equal
+    enum { N = 2500 };
+    int32_t ids[N];
+    for (int k = 0; k < N; k++) ids[k] = (int32_t)(k % 7 == 0 ? random_below(3) : random_below(2));
+    ids[1500] = 3; // alone, and first seen in the second round
+    box table = box_random(BOX_PLAIN, ROCQ_F32, 1, 4, 5, 1, 1), list = box_i32(ids, N);
+    box dy = box_random(BOX_PLAIN, ROCQ_F32, 1, 4, N, 1, 1);
+    const rocq_gather_backward_params p = {&table.t, &dy.t, &list.t, 0};
+    compare(ROCQ_OP_GATHER_BACKWARD, &p, &table, 0, "gather_backward of 2500 ids");
+    list.value[7] = 5;
+    box_write(&list);
+    any_params q = params_of(ROCQ_OP_GATHER_BACKWARD, &p);
+    move_params(ROCQ_OP_GATHER_BACKWARD, &q);
+    assert_int_equal(run_one(gpu, ROCQ_OP_GATHER_BACKWARD, &q), ROCQ_OK);
+    assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
+    free_twins();
+    box_free(&table);
+    box_free(&list);
+    box_free(&dy);
+}
+
+static void test_rope_backward(void **state) {
+    static const int32_t pos[5] = {0, 1, 77, 4000, 100000};
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        box dy = box_random(any_layout(), any_float(), 1, 64, 3, 5, 1), at = box_i32(pos, 5);
+        box dx = box_make(any_layout(), ROCQ_F32, 64, 3, 5, 1);
+        const rocq_rope_params p = {.y = &dx.t, .x = &dy.t, .pos = &at.t,
+                                    .rope = {.pairing = i % 2 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM,
+                                             .n_dims = i < 2 ? 0 : 48}, .backward = true};
+        compare(ROCQ_OP_ROPE, &p, &dx, 0, "rope, backward");
+        box_free(&dy);
+        box_free(&at);
+        box_free(&dx);
+    }
+}
+
+static void test_cross_entropy(void **state) {
+    static const int64_t classes[] = {1, 5, 33, 300, 4097, 20000};
+    (void)state;
+    for (int i = 0; i < 18; i++) {
+        const int64_t v = classes[i % 6], n = v > 1000 ? 2 : 7;
+        const bool in_place = i / 6 == 2;
+        const rocq_format format = any_float();
+        box logits = box_random(any_layout(), format, 4, v, n, 1, 1);
+        for (int64_t k = 0; k < logits.count; k++) {
+            if (v > 5 && random_below(40) == 0) logits.value[k] = (double)-INFINITY;
+        }
+        int32_t targets[7];
+        for (int64_t c = 0; c < n; c++) {
+            targets[c] = c == 3 ? -1 : (int32_t)random_below(v);
+            if (targets[c] >= 0) logits.value[c * v + targets[c]] = 1;
+        }
+        box_write(&logits);
+        box ids = box_i32(targets, n), loss = box_make(BOX_PLAIN, ROCQ_F32, n, 1, 1, 1);
+        box weights = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
+        box scale = box_random(BOX_PLAIN, ROCQ_F32, 9, 1, 1, 1, 1);
+        if (n > 4) weights.value[4] = 0;
+        box_write(&weights);
+        box d = in_place ? logits : box_make(any_layout(), any_float(), v, n, 1, 1);
+        const rocq_cross_entropy_params p = {
+            .loss = i % 5 ? &loss.t : NULL, .dlogits = i == 1 ? NULL : &d.t,
+            .logits = in_place ? &d.t : &logits.t, .targets = &ids.t,
+            .weights = i % 2 ? &weights.t : NULL, .scale = i % 3 ? &scale.t : NULL,
+            .softcap = i % 4 == 3 && v <= 5 ? 30.0f : 0.0f};
+        box *out[2];
+        int n_out = 0;
+        if (p.dlogits) out[n_out++] = &d;
+        if (p.loss) out[n_out++] = &loss;
+        // a loss or a gradient near 0, of few classes, is a difference of nearly equal numbers
+        compare_as(ROCQ_OP_CROSS_ENTROPY, &p, &p, out, n_out, v == 1 ? 1e-3 : 1e-9,
+                   say("cross_entropy of %d", (int)v));
+        if (!in_place) box_free(&d);
+        box_free(&logits);
+        box_free(&ids);
+        box_free(&loss);
+        box_free(&weights);
+        box_free(&scale);
+    }
+    const int32_t targets[2] = {1, 9};
+    box logits = box_random(BOX_PLAIN, ROCQ_F32, 1, 9, 2, 1, 1), ids = box_i32(targets, 2);
+    const rocq_cross_entropy_params p = {.dlogits = &logits.t, .logits = &logits.t, .targets = &ids.t};
+    any_params q = params_of(ROCQ_OP_CROSS_ENTROPY, &p);
+    move_params(ROCQ_OP_CROSS_ENTROPY, &q);
+    assert_int_equal(run_one(gpu, ROCQ_OP_CROSS_ENTROPY, &q), ROCQ_OK);
+    assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
+    free_twins();
+    box_free(&logits);
+    box_free(&ids);
+}
+
+static void test_grad_norm(void **state) {
+    static const int64_t sizes[] = {1, 7, 1000, 4096, 50001};
+    (void)state;
+    for (int i = 0; i < 10; i++) {
+        box g = box_random(i % 3 ? BOX_PLAIN : BOX_STRIDED, ROCQ_F32, 3, sizes[i % 5], 1, 1, 1);
+        box s = box_make(BOX_PLAIN, ROCQ_F32, ROCQ_TRAIN_STATE, 1, 1, 1);
+        const double first[ROCQ_TRAIN_STATE] = {1024, 9, 9, 40, 2, 5};
+        memcpy(s.value, first, sizeof first);
+        box_write(&s);
+        if (i == 7) g.value[999] = INFINITY;
+        if (i == 9) g.value[0] = NAN;
+        box_write(&g);
+        const rocq_grad_norm_params p = {.state = &s.t, .g = &g.t, .max_norm = i % 2 ? 0.001f : 0,
+                                         .growth_interval = i % 4 == 3 ? 6 : 100};
+        if (i == 7 || i == 9) { // the norm is no number to compare
+            any_params q = params_of(ROCQ_OP_GRAD_NORM, &p);
+            move_params(ROCQ_OP_GRAD_NORM, &q);
+            assert_int_equal(run_one(gpu, ROCQ_OP_GRAD_NORM, &q), ROCQ_OK);
+            assert_int_equal(rocq_sync(gpu), ROCQ_OK);
+            for (int k = 0; k < n_twins; k++) {
+                if (twins[k].b == &s) copy_from_gpu(&twins[k]);
+            }
+            box_read(&s);
+            assert_true(s.value[ROCQ_TRAIN_FACTOR] == 0 && s.value[ROCQ_TRAIN_LOSS_SCALE] == 512);
+            assert_true(s.value[ROCQ_TRAIN_SKIPPED] == 3 && s.value[ROCQ_TRAIN_STEPS] == 40);
+            assert_true(s.value[ROCQ_TRAIN_SINCE] == 0 && !(s.value[ROCQ_TRAIN_NORM] <= FLT_MAX));
+            free_twins();
+        } else {
+            compare(ROCQ_OP_GRAD_NORM, &p, &s, 0, say("grad_norm of %d", (int)sizes[i % 5]));
+            assert_true(s.value[ROCQ_TRAIN_STEPS] == 41);
+            assert_true(s.value[ROCQ_TRAIN_LOSS_SCALE] == (i % 4 == 3 ? 2048 : 1024));
+        }
+        box_free(&g);
+        box_free(&s);
+    }
+}
+
+// Some steps on both, with moments in F32 and in codes; of these some may be off by one.
+static void check_adamw(int64_t n, box_layout layout, rocq_format moments, bool skip) {
+    enum { W, W16, M, V, G, M_SCALE, V_SCALE, STATE, LR, ALL };
+    box b[ALL];
+    const double first[ROCQ_TRAIN_STATE] = {1, skip ? 0 : 0.7, 1, 3}, lr = 0.01;
+    for (int i = 0; i < ALL; i++) {
+        const bool moment = i == M || i == V, scale = i == M_SCALE || i == V_SCALE;
+        b[i] = box_make(layout, i == W16 ? (n % 2 ? ROCQ_F16 : ROCQ_BF16) : moment ? moments : ROCQ_F32,
+                        i == STATE ? ROCQ_TRAIN_STATE : i == LR ? 1 : scale ? (n + 255) / 256 : n, 1, 1, 1);
+        if (moment || scale) memset(box_row(&b[i], 0), 0, (size_t)box_row_size(&b[i]));
+    }
+    for (int64_t i = 0; i < n; i++) {
+        b[W].value[i] = random_normal();
+        b[G].value[i] = i % 50 == 3 ? 0 : exp(random_in(-6, 0)) * random_normal();
+    }
+    memcpy(b[STATE].value, first, sizeof first);
+    b[LR].value[0] = lr;
+    box_write(&b[W]);
+    box_write(&b[G]);
+    box_write(&b[STATE]);
+    box_write(&b[LR]);
+    const bool coded = moments == ROCQ_I8;
+    const rocq_adamw_params p = {
+        .w = &b[W].t, .w16 = n % 3 ? &b[W16].t : NULL, .m = &b[M].t, .v = &b[V].t,
+        .m_scale = coded ? &b[M_SCALE].t : NULL, .v_scale = coded ? &b[V_SCALE].t : NULL,
+        .g = &b[G].t, .state = &b[STATE].t, .lr = &b[LR].t, .weight_decay = 0.1f, .clear = n % 4 == 1};
+    any_params q = params_of(ROCQ_OP_ADAMW, &p);
+    move_params(ROCQ_OP_ADAMW, &q);
+    for (int step = 0; step < (p.clear ? 1 : 3); step++) {
+        assert_int_equal(run_one(cpu, ROCQ_OP_ADAMW, &p), ROCQ_OK);
+        if (run_one(gpu, ROCQ_OP_ADAMW, &q) != ROCQ_OK) fail_msg("adamw: %s", rocq_error(gpu));
+    }
+    if (rocq_sync(gpu) != ROCQ_OK) fail_msg("adamw: %s", rocq_error(gpu));
+    double *want[ALL];
+    for (int i = 0; i < ALL; i++) {
+        box_read(&b[i]);
+        want[i] = values_of(&b[i]);
+    }
+    for (int k = 0; k < n_twins; k++) copy_from_gpu(&twins[k]);
+    int64_t off = 0;
+    for (int i = 0; i < ALL; i++) {
+        box_read(&b[i]);
+        box_check_outside(&b[i]);
+        for (int64_t k = 0; k < b[i].count && (i == M || i == V) && coded; k++) {
+            const int d = (int8_t)(int)b[i].value[k] - (int8_t)(int)want[i][k];
+            if (abs(d) > 1) fail_msg("adamw: code %d off by %d", (int)k, d);
+            off += d != 0;
+        }
+        for (int64_t k = 0; k < n && i == W16 && (skip || !p.w16); k++) { // not written
+            assert_true(isnan(b[i].value[k]));
+        }
+        if ((coded && (i == M || i == V)) || (i == W16 && (skip || !p.w16)) || (!coded && (i == M_SCALE || i == V_SCALE))) continue;
+        const double e = nmse(b[i].t.format, b[i].value, want[i], b[i].count);
+        if (!(e <= (coded ? 1e-6 : 1e-11))) fail_msg("adamw of %d: box %d, NMSE %g", (int)n, i, e);
+    }
+    assert_true(off <= 2 + n / 50);
+    free_twins();
+    for (int i = 0; i < ALL; i++) {
+        free(want[i]);
+        box_free(&b[i]);
+    }
+}
+
+static void test_adamw(void **state) {
+    static const int64_t sizes[] = {1, 5, 255, 256, 1024, 2500, 4101};
+    (void)state;
+    for (int i = 0; i < 7; i++) {
+        for (int l = 0; l < 2; l++) {
+            check_adamw(sizes[i], (box_layout)l, ROCQ_F32, false);
+            check_adamw(sizes[i], (box_layout)l, ROCQ_I8, false);
+        }
+        check_adamw(sizes[i], BOX_PLAIN, i % 2 ? ROCQ_I8 : ROCQ_F32, true);
+    }
+}
+
 // -- graphs --
 
 // Recorded once, replayed over what lies in the tensors then.
@@ -1675,6 +1973,10 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_matmul_backward_formats),
         cmocka_unit_test(test_matmul_backward_shapes),
         cmocka_unit_test(test_matmul_backward_options),
+        cmocka_unit_test(test_norm_backward),   cmocka_unit_test(test_map_backward),
+        cmocka_unit_test(test_gather_backward), cmocka_unit_test(test_rope_backward),
+        cmocka_unit_test(test_cross_entropy),   cmocka_unit_test(test_grad_norm),
+        cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_repeatable),      cmocka_unit_test(test_no_work),
     };
