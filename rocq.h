@@ -986,11 +986,12 @@ typedef enum rocq_op {
 } rocq_op;
 
 // y[m, n] = epilogue(sum over k of w[k, m] x[k, n]). The epilogue runs in this order, each step
-// optional: + bias[m], + lora_scale * sum over r of lora_b[r, m] lora_t[r, n], activation, softcap,
+// optional: + lora_scale * sum over r of lora_b[r, m] lora_t[r, n], + bias[m], activation, softcap,
 // * gate[m, n], * sum over k of w2[k, m] x[k, n], + residual[m, n], cast to y's format.
 // lora_b and lora_t add a low-rank adapter (LoRA, arXiv 2106.09685): lora_t is another product, of
-// its A and x. R is at most 512; adapters of several sequences lie behind each other in R, and a
-// gate of zeros where a column does not use one, in the product that makes lora_t, chooses.
+// its A and x. lora_b2 and lora_t2 add one to w2 x in the same way. R is at most 512; adapters of
+// several sequences lie behind each other in R, and a gate of zeros where a column does not use
+// one, in the product that makes lora_t, chooses.
 // w and x may have a third and fourth dimension (batch); w's must divide x's, and each matrix of w
 // then serves several consecutive ones of x. y may be residual or gate.
 typedef struct rocq_matmul_params {
@@ -1008,8 +1009,9 @@ typedef struct rocq_matmul_params {
                                            // (as for q, k and v), or NULL. At most 16 in all. All
                                            // are checked first, and none may use another's y
     const rocq_tensor *lora_b;   // F32 or F16 [R, M] or NULL, 2-D as y, w and x must be then
-    const rocq_tensor *lora_b2;  // the same of w2, or NULL
-    const rocq_tensor *lora_t;   // F32 [R, N], with lora_b or lora_b2
+    const rocq_tensor *lora_t;   // F32 [R, N], with lora_b
+    const rocq_tensor *lora_b2;  // F32 or F16 [R2, M] or NULL, as lora_b
+    const rocq_tensor *lora_t2;  // F32 [R2, N], with lora_b2
     float lora_scale;            // 0 = 1
 } rocq_matmul_params;
 
@@ -9643,6 +9645,80 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
     mm->dot_f32(sums, &floats, padded, x, column_floats, n);
 }
 
+// -- between the two: a low-rank adapter --
+
+enum { ROCQ__LORA_RANK = ROCQ__MM_SEGMENT }; // the most, so that eight rows of lora_b are a panel
+
+// Eight rows of floats, n long, become n rows of eight.
+static void rocq__mm_turn_scalar(float (*to)[ROCQ__MM_ROWS], const float *const *row, int64_t i,
+                                 int64_t n) {
+    for (; i < n; i++) {
+        for (int r = 0; r < ROCQ__MM_ROWS; r++) to[i][r] = row[r][i];
+    }
+}
+
+// sums[r] += scale * sum over i of rows[i][r] t[i], i in order.
+static void rocq__mm_adapt_scalar(float *sums, float (*rows)[ROCQ__MM_ROWS], int64_t n,
+                                  const float *t, float scale) {
+    for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < n; i++) sum = fmaf(rows[i][r], t[i], sum);
+        sums[r] = fmaf(scale, sum, sums[r]);
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__mm_turn_simd(float (*to)[ROCQ__MM_ROWS], const float *const *row,
+                                          int64_t i, int64_t n) {
+    for (; i + 8 <= n; i += 8) {
+        rocq__v8 v[8];
+        ROCQ__UNROLL
+        for (int r = 0; r < 8; r++) v[r] = rocq__v8_load(row[r] + i);
+        rocq__v8_turn(v);
+        ROCQ__UNROLL
+        for (int r = 0; r < 8; r++) rocq__v8_store(to[i + r], v[r]);
+    }
+    rocq__mm_turn_scalar(to, row, i, n);
+}
+
+static ROCQ__SIMD void rocq__mm_adapt_simd(float *sums, float (*rows)[ROCQ__MM_ROWS], int64_t n,
+                                           const float *t, float scale) {
+    rocq__v8 sum = rocq__v8_set1(0.0f);
+    for (int64_t i = 0; i < n; i++) {
+        sum = rocq__v8_fma(rocq__v8_load(rows[i]), rocq__v8_set1(t[i]), sum);
+    }
+    rocq__v8_store(sums, rocq__v8_fma(rocq__v8_set1(scale), sum, rocq__v8_load(sums)));
+}
+#endif
+
+// Adds the adapter to the sums of n columns, pitch apart, for rows m to m + n_rows, which may be
+// made up to whole panels. room: for a panel.
+static void rocq__mm_adapt(const rocq__mm *mm, int64_t column, int64_t n, int64_t m, int64_t n_rows,
+                           float *sums, int64_t pitch, float (*room)[ROCQ__MM_ROWS]) {
+    const rocq_tensor *b = mm->p->lora_b, *t = mm->p->lora_t;
+    const float scale = mm->p->lora_scale != 0.0f ? mm->p->lora_scale : 1.0f;
+    const int64_t rank = b->ne[0];
+    float decoded[ROCQ__MM_ROWS][64]; // a piece of each row
+    for (int64_t top = 0; top < n_rows; top += ROCQ__MM_ROWS) {
+        for (int64_t i = 0, some; i < rank; i += some) {
+            const float *row[ROCQ__MM_ROWS]; // past the last row, the last row again
+            some = ROCQ__MIN(rank - i, 64);
+            for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+                const unsigned char *at = rocq__row(b, m + ROCQ__MIN(top + r, n_rows - 1), 0, 0);
+                row[r] = (const float *)(const void *)at + i;
+                if (b->format == ROCQ_F32) continue;
+                rocq__decode(mm->simd, b->format, decoded[r], at + 2 * i, some);
+                row[r] = decoded[r];
+            }
+            ROCQ__EITHER(mm->simd, rocq__mm_turn, (room + i, row, 0, some));
+        }
+        for (int64_t c = 0; c < n; c++) {
+            const float *tc = (const float *)(const void *)rocq__row(t, column + c, 0, 0);
+            ROCQ__EITHER(mm->simd, rocq__mm_adapt, (sums + c * pitch + top, room, rank, tc, scale));
+        }
+    }
+}
+
 // -- step 3: epilogue --
 
 // Adds elements m to m + n of a row in F32 or F16 to t, or multiplies t with them.
@@ -9717,6 +9793,10 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
                 }
             }
         }
+        if (mm->p->lora_b) {
+            rocq__mm_adapt(mm, column, n, m, n_rows, work->sums[0], ROCQ__MM_TILE_M,
+                           (float(*)[ROCQ__MM_ROWS])work->rows[0]);
+        }
         for (int64_t c = 0; c < n; c++) {
             rocq__mm_finish(mm, matrix, column + c, m, n_rows, work->sums[c]);
         }
@@ -9755,6 +9835,10 @@ static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t t
                 if (r + j + 1 < n_rows) row += stride;
             }
             mm->pass(sums + r, &tile, &rows);
+        }
+        if (mm->p->lora_b) {
+            rocq__mm_adapt(mm, 0, 1, m, n_rows, sums, 0,
+                           (float(*)[ROCQ__MM_ROWS])mm->work[thread].sums[0]);
         }
         rocq__mm_finish(mm, matrix, 0, m, n_rows, sums);
     }
@@ -9871,6 +9955,9 @@ static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, c
             product->other_params.w = p->w2;
             product->other_params.x = p->x;
             product->other_params.precision = p->precision;
+            product->other_params.lora_b = p->lora_b2;
+            product->other_params.lora_t = p->lora_t2;
+            product->other_params.lora_scale = p->lora_scale;
             rocq__mm_plan(&product->other, ctx, &product->other_params);
             rocq__mm_columns(chain, &product->other, &bytes);
             product->other_at = rocq__mm_room(&bytes, floats);
@@ -15844,7 +15931,10 @@ static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, 
     for (int32_t i = 0; i < n; i++) {
         rocq_matmul_params alone = *g[i].p;
         alone.next = NULL;
-        if (g[i].w2.n_dims == 0) alone.w2 = NULL; // the product with it has a launch of its own
+        if (g[i].w2.n_dims == 0) { // the product with it has a launch of its own
+            alone.w2 = NULL;
+            alone.lora_b2 = alone.lora_t2 = NULL;
+        }
         const rocq__cost cost = rocq__job_cost(job, ROCQ_OP_MATMUL, &alone);
         sum.bytes += cost.bytes / launches;
         sum.flops += cost.flops / launches;
@@ -15868,6 +15958,9 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
                                   rocq__product *g) {
     const bool few = p->x->ne[1] <= ROCQ_K_FEW;
     memset(g, 0, sizeof *g);
+    if (p->lora_b || p->lora_b2) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: no adapters on the GPU");
+    }
     g->p = p;
     g->path = rocq__product_path(job->ctx, p, p->w);
     g->w = rocq__product_w(job, p->w);
@@ -15894,6 +15987,9 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
     other.x = p->x;
     other.gate = p->gate;
     other.precision = p->precision;
+    other.lora_b = p->lora_b2;
+    other.lora_t = p->lora_t2;
+    other.lora_scale = p->lora_scale;
     rocq__product_prepare(job, &other, x, &second);
     rocq__product_launch(job, &second, 1, &x[second.path]);
     g->gate = made;
@@ -16987,7 +17083,7 @@ static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char 
 // that is too large to be saved, or does not change from step to step: weights, tables, and the
 // cache that attention reads. The check of a replay leaves it as it is.
 enum { ROCQ__IN, ROCQ__IN_PLACE, ROCQ__INDEX, ROCQ__KEPT, ROCQ__OUT };
-enum { ROCQ__MAX_OPERANDS = 10 * ROCQ__MOST_PRODUCTS }; // of one op; the most a matmul chain has
+enum { ROCQ__MAX_OPERANDS = 11 * ROCQ__MOST_PRODUCTS }; // of one op; the most a matmul chain has
 
 typedef struct rocq__operand {
     int32_t op, role, accept;
@@ -17006,8 +17102,9 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(MATMUL, rocq_matmul_params, IN_PLACE, gate, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(MATMUL, rocq_matmul_params, IN_PLACE, residual, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(MATMUL, rocq_matmul_params, KEPT, lora_b, ROCQ__FLOAT | ROCQ__OPTIONAL)
-    ROCQ_X(MATMUL, rocq_matmul_params, KEPT, lora_b2, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(MATMUL, rocq_matmul_params, IN, lora_t, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL, rocq_matmul_params, KEPT, lora_b2, ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(MATMUL, rocq_matmul_params, IN, lora_t2, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(ATTENTION, rocq_attention_params, OUT, out, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
     ROCQ_X(ATTENTION, rocq_attention_params, OUT, lse, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(ATTENTION, rocq_attention_params, IN_PLACE, q, ROCQ__FLOAT)
@@ -17235,6 +17332,28 @@ static rocq_result rocq__check_precision(rocq_ctx *ctx, const char *op, rocq_pre
 #define ROCQ__REPEAT(name, like) rocq__check_repeat(ctx, op, #name, p->name, p->like)
 #define ROCQ__RANGE(name, low, high) rocq__check_range(ctx, op, #name, p->name, low, high)
 
+static rocq_result rocq__check_lora(rocq_ctx *ctx, const char *op, const rocq_matmul_params *p) {
+    if (!p->lora_b != !p->lora_t || !p->lora_b2 != !p->lora_t2 || (p->lora_b2 && !p->w2)) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "matmul: lora_b needs lora_t, lora_b2 needs w2 and "
+                          "lora_t2, and they need them");
+    }
+    if (!p->lora_b && !p->lora_b2) return ROCQ_OK;
+    if (p->x->ne[2] != 1 || p->x->ne[3] != 1) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "matmul: an adapter needs x of 2 dimensions");
+    }
+    ROCQ__TRY(ROCQ__SHAPE(lora_b, -1, p->w->ne[1], 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(lora_b2, -1, p->w->ne[1], 1, 1));
+    for (int i = 0; i < 2; i++) {
+        const rocq_tensor *b = i == 0 ? p->lora_b : p->lora_b2;
+        if (!b || b->ne[0] <= ROCQ__LORA_RANK) continue;
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "matmul: rank %lld of an adapter is over %d",
+                          (long long)b->ne[0], (int)ROCQ__LORA_RANK);
+    }
+    if (p->lora_b) ROCQ__TRY(ROCQ__SHAPE(lora_t, p->lora_b->ne[0], p->x->ne[1], 1, 1));
+    if (p->lora_b2) ROCQ__TRY(ROCQ__SHAPE(lora_t2, p->lora_b2->ne[0], p->x->ne[1], 1, 1));
+    return ROCQ__RANGE(lora_scale, -FLT_MAX, FLT_MAX);
+}
+
 static rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
                                        const rocq_matmul_params *p) {
     ROCQ__TRY(rocq__check_operands(ctx, op, ROCQ_OP_MATMUL, p));
@@ -17254,6 +17373,7 @@ static rocq_result rocq__check_product(rocq_ctx *ctx, const char *op,
     ROCQ__TRY(rocq__check_activation(ctx, op, p->activation));
     ROCQ__TRY(ROCQ__RANGE(softcap, 0.0f, FLT_MAX));
     ROCQ__TRY(rocq__check_precision(ctx, op, p->precision));
+    ROCQ__TRY(rocq__check_lora(ctx, op, p));
     for (int i = 0; i < 2; i++) {
         const rocq_tensor *w = i == 0 ? p->w : p->w2;
         if (!w || rocq__asked(ctx, p->precision) != ROCQ_PRECISION_INT8 ||
@@ -17963,6 +18083,8 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
         for (const rocq_matmul_params *p = first; p; p = p->next) {
             const double flops = 2.0 * rocq__elems(p->y) * (double)p->w->ne[0];
             cost.flops += p->w2 ? 2.0 * flops : flops;
+            if (p->lora_b) cost.flops += 2.0 * rocq__elems(p->y) * (double)p->lora_b->ne[0];
+            if (p->lora_b2) cost.flops += 2.0 * rocq__elems(p->y) * (double)p->lora_b2->ne[0];
         }
         if (rocq__on_gpu(ctx) && first->x->ne[1] > ROCQ_K_FEW &&
             rocq__product_path(ctx, first, first->w) != ROCQ_PRECISION_F32) {

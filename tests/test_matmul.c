@@ -34,12 +34,15 @@ typedef struct shape {
     bool has_bias, has_gate, has_residual;
     rocq_activation activation;
     float softcap;
+    int64_t rank;     // of an adapter, 0 = none
+    rocq_format lora; // of its B
+    float lora_scale;
     enum { SEPARATE, Y_IS_RESIDUAL, Y_IS_GATE } in_place;
 } shape;
 
 typedef struct problem {
     shape s;
-    box w, x, y, bias, gate, residual;
+    box w, x, y, bias, gate, residual, lora_b, lora_t;
     rocq_matmul_params p;
     double *exact; // products of the operands as they are
     double *want;  // of the operands as the precision takes them, through the epilogue
@@ -124,6 +127,18 @@ static void reference(problem *a) {
         }
         a->exact[i] = exact;
         e *= unit / 2 * (double)(s->k / 8 + 16);
+        if (s->rank > 0) {
+            double sum = 0, size_of = 0;
+            for (int64_t r = 0; r < s->rank; r++) {
+                const double product =
+                    a->lora_b.value[m * s->rank + r] * a->lora_t.value[n * s->rank + r];
+                sum += product;
+                size_of += fabs(product);
+            }
+            const double scale = s->lora_scale != 0 ? (double)s->lora_scale : 1;
+            t += scale * sum;
+            e += unit * (fabs(t) + fabs(scale) * size_of * (double)(s->rank + 1) / 2);
+        }
         if (s->has_bias) {
             t += a->bias.value[m];
             e += unit * fabs(t);
@@ -174,6 +189,10 @@ static problem make(shape s) {
     if (s.has_bias) a.bias = box_random(BOX_PLAIN, ROCQ_F32, 1, s.m, 1, 1, 1);
     a.gate = operand(&s, s.has_gate, s.in_place == Y_IS_GATE ? s.y : s.gate);
     a.residual = operand(&s, s.has_residual, s.in_place == Y_IS_RESIDUAL ? s.y : s.residual);
+    if (s.rank > 0) {
+        a.lora_b = box_random(s.y_layout, s.lora, 1, s.rank, s.m, 1, 1);
+        a.lora_t = box_random(s.x_layout, ROCQ_F32, 1, s.rank, s.n, 1, 1);
+    }
     a.y = box_make(s.y_layout, s.y, s.m, s.n, s.x_batch[0], s.x_batch[1]);
     a.exact = (double *)malloc((size_t)a.y.count * sizeof(double));
     a.want = (double *)malloc((size_t)a.y.count * sizeof(double));
@@ -190,6 +209,8 @@ static void destroy(problem *a) {
     box_free(&a->bias);
     box_free(&a->gate);
     box_free(&a->residual);
+    box_free(&a->lora_b);
+    box_free(&a->lora_t);
     free(a->exact);
     free(a->want);
     free(a->slack);
@@ -208,6 +229,9 @@ static void set_params(problem *a) {
     a->p.activation = a->s.activation;
     a->p.softcap = a->s.softcap;
     a->p.precision = precision_of(&a->s);
+    a->p.lora_b = a->s.rank > 0 ? &a->lora_b.t : NULL;
+    a->p.lora_t = a->s.rank > 0 ? &a->lora_t.t : NULL;
+    a->p.lora_scale = a->s.lora_scale;
 }
 
 // y before the call: NaN, or the operand that it is in place of.
@@ -234,7 +258,8 @@ static void check_y(problem *a, const char *how) {
     }
     // A few numbers may all be small by chance, and their errors then are not.
     const bool plain = !s->has_bias && !s->has_gate && !s->has_residual &&
-                       s->activation == ROCQ_ACT_IDENTITY && s->softcap == 0 && s->y == ROCQ_F32;
+                       s->activation == ROCQ_ACT_IDENTITY && s->softcap == 0 && s->y == ROCQ_F32 &&
+                       s->rank == 0;
     if (!plain || a->y.count < 256) return;
     const double e = nmse(ROCQ_F32, a->y.value, a->exact, a->y.count);
     assert_int_equal(rocq_get_precision(contexts[1][0], ROCQ_OP_MATMUL, &a->p, &contract), ROCQ_OK);
@@ -287,7 +312,15 @@ static void check_part(const problem *a, int simd, int64_t m0, int64_t m, int64_
     rocq_tensor w, x;
     assert_int_equal(rocq_tensor_view(&w, &a->w.t, w_start, w_ne), ROCQ_OK);
     assert_int_equal(rocq_tensor_view(&x, &a->x.t, x_start, x_ne), ROCQ_OK);
-    const rocq_matmul_params p = {.y = &y.t, .w = &w, .x = &x, .precision = precision_of(&a->s)};
+    rocq_matmul_params p = {.y = &y.t, .w = &w, .x = &x, .precision = precision_of(&a->s)};
+    rocq_tensor b, t;
+    if (a->s.rank > 0) {
+        b = rocq_tensor_slice(&a->lora_b.t, 1, m0, m);
+        t = rocq_tensor_slice(&a->lora_t.t, 1, n0, n);
+        p.lora_b = &b;
+        p.lora_t = &t;
+        p.lora_scale = a->s.lora_scale;
+    }
     rocq_ctx *ctx = contexts[simd][1];
     use_tier((rocq_cpu_tier)(ROCQ_CPU_SIMD + (m + n) % 3));
     memset(ctx->scratch, 0xff, (size_t)ctx->scratch_size); // NaN, where something is read too soon
@@ -471,14 +504,18 @@ static void epilogues(void **state) {
             const shape plain = {.w = w ? ROCQ_Q5_K : ROCQ_F32, .x = ROCQ_F32, .y = floats[f % 2],
                                  .gate = floats[f / 2], .residual = floats[1 - f / 2],
                                  .m = 37, .n = 19, .k = 256, .y_layout = (box_layout)(f % 3)};
-            for (int step = 0; step < 16; step++) {
+            for (int step = 0; step < 17; step++) {
+                const bool most = step >= 10 && step < 16;
                 shape s = plain;
-                s.has_bias = step == 1 || step >= 10;
+                s.has_bias = step == 1 || most;
+                s.rank = step >= 15 ? 5 : 0; // beside all others, and alone
+                s.lora = floats[(step + f) % 2];
+                s.lora_scale = -0.3f;
                 if (step >= 2 && step <= 6) s.activation = (rocq_activation)(step - 1);
-                if (step >= 10) s.activation = (rocq_activation)(step - 10);
-                s.softcap = step == 7 ? 3.0f : step >= 10 ? 5.0f : 0.0f;
-                s.has_gate = step == 8 || step >= 10;
-                s.has_residual = step == 9 || step >= 10;
+                if (most) s.activation = (rocq_activation)(step - 10);
+                s.softcap = step == 7 ? 3.0f : most ? 5.0f : 0.0f;
+                s.has_gate = step == 8 || most;
+                s.has_residual = step == 9 || most;
                 problem a = make(s);
                 solve(&a);
                 destroy(&a);
@@ -492,6 +529,107 @@ static void epilogues(void **state) {
             }
         }
     }
+}
+
+// Low-rank adapters: ranks of no, one and several vectors and the highest, one column, few and many;
+// the bits of a part are those of the whole.
+static void adapters(void **state) {
+    static const rocq_format formats[] = {ROCQ_Q4_K, ROCQ_Q8_0, ROCQ_F16, ROCQ_F32};
+    static const int64_t ranks[] = {1, 3, 8, 16, 37, 72, 512};
+    (void)state;
+    for (int f = 0; f < 4; f++) {
+        for (int r = 0; r < 7; r++) {
+            const shape s = {.w = formats[f], .x = ROCQ_F32, .m = r % 2 ? 75 : 33, .n = 35, .k = 256,
+                             .rank = ranks[r], .lora = (f + r) % 2 ? ROCQ_F16 : ROCQ_F32,
+                             .lora_scale = r % 3 ? 0.25f : 0.0f, .x_layout = (box_layout)(r % 3),
+                             .y_layout = r % 2 ? BOX_PLAIN : BOX_STRIDED};
+            problem a = make(s);
+            solve(&a);
+            check_part(&a, 1, 0, s.m, 7, 1);
+            check_part(&a, 1, 5, 17, 3, 4);
+            check_part(&a, 1, 1, 24, 2, 33);
+            if (has_int8(s.w)) check_part(&a, 0, 0, s.m, 7, 1); // the whole is SIMD's
+            destroy(&a);
+        }
+    }
+}
+
+// Columns of a batch that use different adapters: they lie behind each other, and a gate of zeros in
+// the product that makes lora_t chooses. Each column has the bits of its own adapter alone, and one
+// without any those of the product without an adapter.
+static void adapter_by_column(void **state) {
+    enum { K = 96, M = 40, N = 5, R = 8, N_ADAPTERS = 3 };
+    static const int own[N] = {1, -1, 0, 2, 1};
+    rocq_ctx *ctx = contexts[1][1];
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, K, N, 1, 1), w = box_make(BOX_PLAIN, ROCQ_Q8_0, K, M, 1, 1);
+    box down = box_random(BOX_PLAIN, ROCQ_F16, 1, K, R * N_ADAPTERS, 1, 1);
+    box up = box_random(BOX_PLAIN, ROCQ_F16, 1, R * N_ADAPTERS, M, 1, 1);
+    box gate = box_make(BOX_PLAIN, ROCQ_F32, R * N_ADAPTERS, N, 1, 1);
+    box t = box_make(BOX_PLAIN, ROCQ_F32, R * N_ADAPTERS, N, 1, 1);
+    box y = box_make(BOX_PLAIN, ROCQ_F32, M, N, 1, 1), alone = box_make(BOX_PLAIN, ROCQ_F32, M, N, 1, 1);
+    (void)state;
+    random_weights(&w);
+    for (int64_t i = 0; i < gate.count; i++) {
+        gate.value[i] = i % (R * N_ADAPTERS) / R == own[i / (R * N_ADAPTERS)] ? 0.5 : 0;
+    }
+    box_write(&gate);
+    const rocq_matmul_params low = {.y = &t.t, .w = &down.t, .x = &x.t, .gate = &gate.t};
+    const rocq_matmul_params all = {.y = &y.t, .w = &w.t, .x = &x.t, .lora_b = &up.t, .lora_t = &t.t};
+    assert_int_equal(rocq_matmul(ctx, &low), ROCQ_OK);
+    assert_int_equal(rocq_matmul(ctx, &all), ROCQ_OK);
+    for (int c = 0; c < N; c++) {
+        const rocq_tensor column = rocq_tensor_slice(&x.t, 1, c, 1);
+        const rocq_tensor out = rocq_tensor_slice(&alone.t, 1, c, 1);
+        const int64_t first = own[c] < 0 ? 0 : own[c] * R;
+        const rocq_tensor a = rocq_tensor_slice(&down.t, 1, first, R);
+        const rocq_tensor b = rocq_tensor_slice(&up.t, 0, first, R);
+        const rocq_tensor of_t = rocq_tensor_slice(&t.t, 1, c, 1);
+        const rocq_tensor some = rocq_tensor_slice(&of_t, 0, 0, R);
+        const rocq_matmul_params part = {.y = &some, .w = &a, .x = &column};
+        rocq_matmul_params one = {.y = &out, .w = &w.t, .x = &column};
+        if (own[c] >= 0) {
+            assert_int_equal(rocq_matmul(ctx, &part), ROCQ_OK);
+            one.lora_b = &b;
+            one.lora_t = &some;
+            one.lora_scale = 0.5f;
+        }
+        assert_int_equal(rocq_matmul(ctx, &one), ROCQ_OK);
+    }
+    assert_true(same_bytes(y.memory, alone.memory, y.size));
+    box *boxes[] = {&x, &w, &down, &up, &gate, &t, &y, &alone};
+    for (size_t i = 0; i < sizeof boxes / sizeof *boxes; i++) box_free(boxes[i]);
+}
+
+static void wrong_adapters(void **state) {
+    box w = box_make(BOX_PLAIN, ROCQ_F32, 8, 4, 1, 1), x = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 1, 1);
+    box y = box_make(BOX_PLAIN, ROCQ_F32, 4, 2, 1, 1), *out = &y;
+    box b = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 4, 1, 1), t = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 2, 1, 1);
+    box few = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 1, 1, 1), half = box_random(BOX_PLAIN, ROCQ_F16, 1, 3, 2, 1, 1);
+    box high = box_random(BOX_PLAIN, ROCQ_F32, 1, 513, 4, 1, 1), high_t = box_random(BOX_PLAIN, ROCQ_F32, 1, 513, 2, 1, 1);
+    box deep_x = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 3, 1), deep_y = box_make(BOX_PLAIN, ROCQ_F32, 4, 2, 3, 1), *deep = &deep_y;
+    const rocq_matmul_params fine = {.y = &y.t, .w = &w.t, .x = &x.t, .lora_b = &b.t, .lora_t = &t.t};
+    rocq_matmul_params p;
+    (void)state;
+    random_weights(&w);
+#define WRONG(change, result, out) p = fine; change; run_fails(ROCQ_OP_MATMUL, &p, result, out, 1)
+    WRONG(p.lora_t = NULL, ROCQ_E_ARGUMENT, &out);
+    WRONG(p.lora_b = NULL, ROCQ_E_ARGUMENT, &out);
+    WRONG((p.lora_b2 = &b.t, p.lora_t2 = &t.t), ROCQ_E_ARGUMENT, &out); // without w2
+    WRONG((p.w2 = &w.t, p.lora_b2 = &b.t), ROCQ_E_ARGUMENT, &out);
+    WRONG(p.lora_b = &t.t, ROCQ_E_SHAPE, &out);
+    WRONG(p.lora_t = &few.t, ROCQ_E_SHAPE, &out);
+    WRONG(p.lora_t = &x.t, ROCQ_E_SHAPE, &out);
+    WRONG(p.lora_t = &half.t, ROCQ_E_FORMAT, &out);
+    WRONG((p.lora_b = &high.t, p.lora_t = &high_t.t), ROCQ_E_UNSUPPORTED, &out);
+    WRONG((p.x = &deep_x.t, p.y = &deep_y.t), ROCQ_E_UNSUPPORTED, &deep);
+    WRONG(p.lora_scale = NAN, ROCQ_E_ARGUMENT, &out);
+    rocq_tensor same = y.t; // what is written is read
+    same.ne[0] = 3;
+    WRONG(p.lora_t = &same, ROCQ_E_ARGUMENT, &out);
+#undef WRONG
+    assert_int_equal(rocq_matmul(contexts[1][1], &fine), ROCQ_OK);
+    box *boxes[] = {&w, &x, &y, &b, &t, &few, &half, &high, &high_t, &deep_x, &deep_y};
+    for (size_t i = 0; i < sizeof boxes / sizeof *boxes; i++) box_free(boxes[i]);
 }
 
 // Batches, shared by all ratios of w's to x's, in every memory layout.
@@ -543,6 +681,12 @@ static void fused(void **state) {
         box gate = box_random(BOX_STRIDED, ROCQ_F16, 1, m, n, batch, 1);
         box residual = box_random(BOX_PLAIN, ROCQ_F32, 1, m, n, batch, 1);
         box cast = box_make(BOX_PLAIN, ROCQ_Q8_0, m, n, batch, 1);
+        const bool adapted = batch == 1 && i % 2;
+        box b[2], t[2];
+        for (int j = 0; j < 2; j++) {
+            b[j] = box_random(BOX_STRIDED, j ? ROCQ_F32 : ROCQ_F16, 0.1f, 6 + 3 * j, m, 1, 1);
+            t[j] = box_random(BOX_PLAIN, ROCQ_F32, 1, 6 + 3 * j, n, 1, 1);
+        }
         rocq_matmul_params p[3] = {
             {.y = &alone[0].t, .w = &w[0].t, .x = &x.t, .bias = &bias.t,
              .gate = i % 4 ? &gate.t : NULL, .activation = ROCQ_ACT_SILU,
@@ -550,6 +694,11 @@ static void fused(void **state) {
             {.y = &alone[1].t, .w = &w[1].t, .x = &x.t},
             {.y = &alone[2].t, .w = &w[2].t, .x = &x.t, .bias = &bias.t}};
         box *out[] = {&y[0], &y[1], &y[2]};
+        for (int j = 0; j < 2 && adapted; j++) {
+            p[j].lora_b = &b[j].t;
+            p[j].lora_t = &t[j].t;
+            p[j].lora_scale = 1.5f;
+        }
         for (int j = 0; j < 3; j++) {
             box *one = &alone[j];
             run(i % 2, ROCQ_OP_MATMUL, &p[j], &one, 1);
@@ -561,6 +710,8 @@ static void fused(void **state) {
 
         for (int j = 0; j < 3; j++) p[j].y = &y[j].t;
         p[0].w2 = &w[1].t;
+        p[0].lora_b2 = p[1].lora_b;
+        p[0].lora_t2 = p[1].lora_t;
         p[0].residual = &residual.t;
         p[0].next = &p[1];
         p[1].next = &p[2];
@@ -583,6 +734,10 @@ static void fused(void **state) {
             box_free(&w[j]);
             box_free(&y[j]);
             box_free(&alone[j]);
+        }
+        for (int j = 0; j < 2; j++) {
+            box_free(&b[j]);
+            box_free(&t[j]);
         }
         box_free(&x);
         box_free(&bias);
@@ -816,6 +971,9 @@ int main(void) {
         cmocka_unit_test(extreme_codes),
         cmocka_unit_test(block_exponents),
         cmocka_unit_test(epilogues),
+        cmocka_unit_test(adapters),
+        cmocka_unit_test(adapter_by_column),
+        cmocka_unit_test(wrong_adapters),
         cmocka_unit_test(batches),
         cmocka_unit_test(fused),
         cmocka_unit_test(wrong_chains),
