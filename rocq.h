@@ -1273,7 +1273,8 @@ typedef struct rocq_matmul_backward_params {
 //   P[i, j] = exp(score(i, j) - lse[i]),  dv[j] = sum over i of P[i, j] dout[i]
 //   ds[i, j] = P[i, j] (dout[i] . v[j] - dout[i] . out[i]) cap'(scale q[i] . k[j]) scale
 //   dq[i] = sum over j of ds[i, j] k[j],  dk[j] = sum over i of ds[i, j] q[i]
-// dk and dv also sum over the n_heads / n_kv_heads heads that share k and v.
+// dk and dv also sum over the n_heads / n_kv_heads heads that share k and v. On a GPU D is at most
+// 128.
 typedef struct rocq_attention_backward_params {
     const rocq_tensor *dq;   // F32 or F16 [D, n_heads, n_q, n_seqs]
     const rocq_tensor *dk;   // F32 or F16 [D, n_kv_heads, n_kv, n_seqs]
@@ -2560,6 +2561,7 @@ typedef struct rocq_k_attention_args {
     rocq_k_common common;
     rocq_k_tensor out, q, k, v, mask; // as in rocq_attention_params; mask.data NULL: none. mask is
                                       // repeated where it has 1. k and v: stride[1] below 2^32
+    rocq_k_tensor lse;                // data NULL: none
     const float *sinks;               // or NULL
     const int32_t *kv_len;            // or NULL: n_kv
     const int32_t *page_table;        // or NULL; n_pages a sequence
@@ -2645,7 +2647,29 @@ typedef struct rocq_k_matmul_backward_args {
     int32_t wide;                // c, z and before are read and written by four k at once
 } rocq_k_matmul_backward_args;
 
-// args of attention_backward
+// Columns of work as in the forward: (query i, head h of a group), column i group + h. The kernel
+// attention_backward_tiles makes images of tiles of ROCQ_K_BACK_TILE columns or positions, in F16:
+// rows [d / 8][row][d % 8] and turned rows [d / 16][k / 8][d % 16][k % 8], where k is a row in the
+// order of a fragment. Each kernel is one of ROCQ_K_BACK_DIMS, D, and images are of 16 D halves.
+//   columns    [Q, dO, turned dO, turned Q] of each tile    [tiles_q, n_kv_heads, n_seqs]
+//   positions  [K, V, turned K] of each tile                [tiles_kv, n_kv_heads, n_seqs]
+//   sides      16 bytes of each column: lse log2(e), or infinity where there is nothing to see;
+//              dout . out; as int32 the position that the query stands at; nothing
+// tiles_q and tiles_kv are whole blocks of ROCQ_K_BACK_BLOCK columns and positions, zeros past the
+// end. Then attention_backward_kv_D has a block for so many positions of a KV head, and
+// attention_backward_q_D for so many of its columns.
+#define ROCQ_K_BACK_TILE 16
+#define ROCQ_K_BACK_BLOCK 64
+#define ROCQ_K_BACK_KV_THREADS(D) ((D) <= 64 ? 128 : 256)
+typedef struct rocq_k_attention_backward_args {
+    rocq_k_common common;
+    rocq_k_tensor dq, dk, dv, dout, out, q, k, v, lse;
+    void *columns, *positions, *sides;
+    int32_t d, head_dim, n_columns, n_q, n_kv, n_kv_heads, n_seqs, group;
+    int32_t tiles_q, tiles_kv;
+    float scale, softcap; // as in rocq_k_attention_args
+    int32_t window, causal;
+} rocq_k_attention_backward_args;
 
 // args of norm_backward, activate_backward, glu_backward, gather_backward
 
@@ -2721,6 +2745,7 @@ typedef struct rocq_k_adamw_args {
 #define ROCQ_K_BACKWARD_FORMATS(F, X) \
     F(X, f16) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 #define ROCQ_K_HEAD_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128) F(X, 256) F(X, 512)
+#define ROCQ_K_BACK_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128)
 #define ROCQ_K_CONV_TILES(F, X) F(X, 128) F(X, 64) F(X, 16) // channels of y
 
 // First families of kernels, then the list of all: X(name, args, threads) is the kernel
@@ -2743,6 +2768,10 @@ typedef struct rocq_k_adamw_args {
 #define ROCQ_K_ATTENTION(X, d)                          \
     X(attention_decode_##d, rocq_k_attention_args, 128) \
     X(attention_prefill_##d, rocq_k_attention_args, 128)
+
+#define ROCQ_K_ATTENTION_BACKWARD(X, d)                                  \
+    X(attention_backward_kv_##d, rocq_k_attention_backward_args, 256)    \
+    X(attention_backward_q_##d, rocq_k_attention_backward_args, 128)
 
 #define ROCQ_K_CONV(X, bm)                              \
     X(conv_f32_##bm, rocq_k_conv_args, 128)             \
@@ -2785,6 +2814,8 @@ typedef struct rocq_k_adamw_args {
     X(matmul_backward_dw, rocq_k_matmul_backward_args, 128)  \
     X(matmul_backward_f32, rocq_k_matmul_backward_args, 256) \
     X(matmul_backward_merge, rocq_k_matmul_backward_args, 256) \
+    X(attention_backward_tiles, rocq_k_attention_backward_args, 128) \
+    ROCQ_K_BACK_DIMS(ROCQ_K_ATTENTION_BACKWARD, X) \
     X(norm_backward, rocq_k_norm_backward_args, 256)         \
     X(map_backward, rocq_k_map_backward_args, 256)           \
     X(gather_backward, rocq_k_gather_backward_args, 256)     \
@@ -16147,10 +16178,6 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         return;
     }
 
-    if (p->lse) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: no lse on the GPU yet");
-        return;
-    }
     rocq_k_attention_args args;
     memset(&args, 0, sizeof args);
     args.out = rocq__k_tensor(p->out);
@@ -16158,6 +16185,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     args.k = rocq__k_tensor(p->k);
     args.v = rocq__k_tensor(p->v);
     args.mask = rocq__k_tensor(p->mask);
+    args.lse = rocq__k_tensor(p->lse);
     args.sinks = (const float *)rocq__device_data(p->sinks);
     args.kv_len = (const int32_t *)rocq__device_data(p->kv_len);
     args.page_table = (const int32_t *)rocq__device_data(p->page_table);
@@ -16711,6 +16739,84 @@ static void rocq__job_matmul_backward(rocq__job *job, const void *params) {
 }
 
 // -- attention_backward --
+
+#define ROCQ_X(X, d) d,
+static const int32_t rocq__back_dims[] = {ROCQ_K_BACK_DIMS(ROCQ_X, )};
+#undef ROCQ_X
+
+// Memory for n images of a tile of each KV head and sequence.
+static void *rocq__job_images(rocq__job *job, int64_t d, int64_t n, int64_t heads) {
+    const int64_t ne[4] = {ROCQ_K_BACK_TILE * d, n, heads, 1};
+    const rocq_tensor images = rocq__job_tensor(job, ROCQ_F16, ROCQ_LAYOUT_GGUF, ne, ne[0]);
+    return rocq__device_data(&images);
+}
+
+static void rocq__job_attention_backward(rocq__job *job, const void *params) {
+    const rocq_attention_backward_params *p = (const rocq_attention_backward_params *)params;
+    const int64_t dim = p->q->ne[0], group = p->q->ne[1] / p->k->ne[1], n_kv = p->k->ne[2];
+    const int64_t heads = p->k->ne[1] * p->k->ne[3], columns = group * p->q->ne[2];
+    const int64_t tiles = ROCQ_K_BACK_BLOCK / ROCQ_K_BACK_TILE;
+    int size = 0;
+    if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "%s: the context is to compute in F32, the GPU has F16",
+                                 job->name);
+        return;
+    }
+    if (dim > 128) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "%s: head size %lld is over 128 on the GPU", job->name,
+                                 (long long)dim);
+        return;
+    }
+    if (columns > INT32_MAX / 2 || n_kv > INT32_MAX / 2) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "%s: %lld queries in a group, %lld positions on the GPU",
+                                 job->name, (long long)columns, (long long)n_kv);
+        return;
+    }
+    while (rocq__back_dims[size] < dim) size++;
+    const int64_t d = rocq__back_dims[size];
+    const int64_t blocks_q = (columns + ROCQ_K_BACK_BLOCK - 1) / ROCQ_K_BACK_BLOCK;
+    const int64_t blocks_kv = (n_kv + ROCQ_K_BACK_BLOCK - 1) / ROCQ_K_BACK_BLOCK;
+    rocq_k_attention_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.dq = rocq__k_tensor(p->dq);
+    args.dk = rocq__k_tensor(p->dk);
+    args.dv = rocq__k_tensor(p->dv);
+    args.dout = rocq__k_tensor(p->dout);
+    args.out = rocq__k_tensor(p->out);
+    args.q = rocq__k_tensor(p->q);
+    args.k = rocq__k_tensor(p->k);
+    args.v = rocq__k_tensor(p->v);
+    args.lse = rocq__k_tensor(p->lse);
+    args.tiles_q = (int32_t)(blocks_q * tiles);
+    args.tiles_kv = (int32_t)(blocks_kv * tiles);
+    args.columns = rocq__job_images(job, d, 4 * args.tiles_q, heads);
+    args.positions = rocq__job_images(job, d, 3 * args.tiles_kv, heads);
+    args.sides = rocq__job_images(job, 8, args.tiles_q, heads);
+    args.d = (int32_t)d;
+    args.head_dim = (int32_t)dim;
+    args.n_columns = (int32_t)columns;
+    args.n_q = (int32_t)p->q->ne[2];
+    args.n_kv = (int32_t)n_kv;
+    args.n_kv_heads = (int32_t)p->k->ne[1];
+    args.n_seqs = (int32_t)p->q->ne[3];
+    args.group = (int32_t)group;
+    args.scale = p->scale != 0.0f ? p->scale : 1.0f / sqrtf((float)dim);
+    args.softcap = p->softcap;
+    args.window = p->window;
+    args.causal = p->causal;
+    const rocq__cost all = job->cost; // of five products; kv has four, q has three
+    job->cost.flops = job->cost.matrix = 0.0;
+    rocq__job_launch(job, ROCQ_K_attention_backward_tiles,
+                     (args.tiles_q + args.tiles_kv) * heads, 1, 128, &args);
+    job->cost = all;
+    rocq__job_launch(job, ROCQ_K_attention_backward_kv_64 + 2 * size, blocks_kv * heads, 1,
+                     ROCQ_K_BACK_KV_THREADS(d), &args);
+    rocq__job_launch(job, ROCQ_K_attention_backward_q_64 + 2 * size, blocks_q * heads, 1, 128,
+                     &args);
+}
 
 // -- norm_backward, activate_backward, glu_backward, gather_backward --
 
@@ -18278,7 +18384,7 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
     ROCQ_X(matmul_backward, rocq_matmul_backward_params, matmul_backward, matmul_backward,
            matmul_backward, matmul_backward)
     ROCQ_X(attention_backward, rocq_attention_backward_params, attention_backward,
-           attention_backward, attention_backward, todo)
+           attention_backward, attention_backward, attention_backward)
     ROCQ_X(norm_backward, rocq_norm_backward_params, norm_backward, norm_backward, norm_backward,
            norm_backward)
     ROCQ_X(activate_backward, rocq_activate_backward_params, activate_backward, none, map_backward,
@@ -21171,6 +21277,9 @@ static rocq__work rocq__work_named(rocq_op op, const void *params) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;
         kind = p->k;
         work.access = p->q->ne[2] <= ROCQ_K_FEW ? ROCQ_ACCESS_STREAM : ROCQ_ACCESS_TILED;
+    } else if (op == ROCQ_OP_ATTENTION_BACKWARD) {
+        kind = ((const rocq_attention_backward_params *)params)->k;
+        work.access = ROCQ_ACCESS_TILED;
     } else if (op == ROCQ_OP_GATHER) {
         kind = ((const rocq_gather_params *)params)->table;
         work.access = ROCQ_ACCESS_GATHER;

@@ -299,6 +299,12 @@ DEV frag_b frag_load_lane_b(const f16 *tile, int) {
 DEV frag frag_load_global(const f16 *tile, int64_t stride) {
     return frag_words([=](int row, int k) { return *(const uint32_t *)(tile + row * stride + k); });
 }
+// A fragment from global memory, laid out as for frag_load_lane with chunk 128 and eight 64.
+DEV frag frag_load_image(const f16 *image) {
+    return frag_words([=](int row, int k) {
+        return *(const uint32_t *)(image + k / 8 * 128 + row * 8 + k % 8);
+    });
+}
 DEV frag_i8 frag_i8_load(const int8_t *tile, int stride) { // LDS
     const int g = (int)(threadIdx.x & 31) / 4, t = 4 * (int)(threadIdx.x & 3);
     frag_i8 f;
@@ -615,6 +621,12 @@ DEV frag frag_load_lane(const f16 *tile, int chunk) {
     return __builtin_bit_cast(frag, h);
 }
 DEV frag_b frag_load_lane_b(const f16 *tile, int chunk) { return frag_load_lane(tile, chunk); }
+// A fragment from global memory, laid out as for frag_load_lane with chunk 128 and eight 64.
+DEV frag frag_load_image(const f16 *image) {
+    const u32x4 *row = (const u32x4 *)image + (thread_index() & 15);
+    const frag_halves h = {gload(row), gload(row + 16)};
+    return __builtin_bit_cast(frag, h);
+}
 DEV frag_i8 frag_i8_load(const int8_t *tile, int stride) { // LDS
     const u32x4 row = lget((const u32x4 *)(tile + (thread_index() & 15) * stride));
     return __builtin_bit_cast(frag_i8, row);
@@ -3834,6 +3846,11 @@ DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, in
         const float keep = attend_keep(m, top);
         l = l * keep + attend_keep(sink, top);
         factor = keep;
+        m = top;
+    }
+    if (a.lse.data && live && d == 0) {
+        const float lse = saw ? (m + log2_fast(l)) * 0.693147181f : -INFINITY;
+        gstore((float *)row_of(a.lse, c.query, t.seq, 0) + head, lse);
     }
     factor *= rcp_fast(l);
 #pragma unroll
@@ -7107,6 +7124,481 @@ KERNEL(matmul_backward_merge, rocq_k_matmul_backward_args, 256) {
 }
 
 // -- attention_backward --
+// The formulas of rocq_attention_backward_params, in three kernels: one makes images of Q, dO, K
+// and V, from which fragments are loaded without regard to heads, strides, formats and ends; one
+// has dK and dV of 64 positions in registers and goes through the columns that see them; one has dQ
+// of 64 columns and goes through the positions that they see. So no two blocks add to the same sum.
+// What both compute, S and dP, is two of seven products.
+//
+// attention_backward_kv, for 16 columns and 16 positions:
+//   S = Q K^T, dP = dO V^T      [column][position]; P = 2^(S scale log2(e) - lse log2(e)), 0 where
+//                               the position is hidden
+//   dV += P^T dO, dK += dS^T Q  [position][d]; dS = P cap' (dP - delta). P and dS turn from results
+//                               into operands in registers (frag_from_c)
+// Two waves share 16 or 32 positions: one has K and dV, computes S and P, and gives P cap' to the
+// other through LDS, which has V and dK and computes dP and dS. So each needs half of the
+// registers, and both have as much to do.
+// attention_backward_q: S^T = K Q^T, dP^T = V dO^T [position][column]; dQ += dS K [column][d]. A
+// wave has 16 columns.
+//
+// Grid    as at rocq_k_attention_backward_args; blocks with most to do first
+// LDS     8 to 29 KB: the tile of columns or positions that all waves use, while the next one is on
+//         its way in registers; images have no bank conflicts
+// Values  Q, K, V, dO, P and dS are rounded to F16, sums are F32
+// Bytes   7 images of 32 D bytes written once a tile; kv reads four of columns once for each 64
+//         positions, q three of positions for each 64 columns
+// Math    per 16 x 16 and 16 d, 4 WMMA in kv and 3 in q, of 32 cycles each. On gfx1100 the rest
+//         adds 5 to 8 cycles to each
+
+template <int D> struct back_shape {
+    enum {
+        FRAGS = D / 16,
+        IMAGE = 16 * D,              // halves
+        KEY_FRAGS = D <= 64 ? 2 : 1, // of 16 positions, of a wave of kv
+        PAIRS = 4 / KEY_FRAGS,       // of waves
+        Q_TILES = D <= 64 ? 2 : 1,   // of 16 positions, in LDS in q; kv has one of columns
+        KV_THREADS = ROCQ_K_BACK_KV_THREADS(D),
+        KV_CHUNKS = 4 * IMAGE / 8, // of 16 bytes in LDS
+        Q_CHUNKS = Q_TILES * 3 * IMAGE / 8
+    };
+    static_assert(32 * 2 * PAIRS == KV_THREADS, "two waves a pair");
+};
+
+// Elements 8 chunk to 8 chunk + 7 of a row of F32 or F16; 0 past its end, or if it is not there.
+DEV void back_load(float (&x)[8], const rocq_k_tensor &t, const char *row, int chunk, bool there) {
+    const int way = attend_rows_of(t, 0, 0, t.ne[0]).way;
+#pragma unroll
+    for (int e = 0; e < 8; e++) x[e] = 0.0f;
+    if (!there || 8 * chunk >= t.ne[0]) return;
+    if (way == ATTEND_F32) {
+        const u32x4 lo = gload((const u32x4 *)row + 2 * chunk),
+                    hi = gload((const u32x4 *)row + 2 * chunk + 1);
+        const uint32_t w[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+#pragma unroll
+        for (int e = 0; e < 8; e++) x[e] = bits<float>(w[e]);
+    } else if (way == ATTEND_WIDE) {
+        const u32x4 h = gload((const u32x4 *)row + chunk);
+        const uint32_t w[4] = {h.x, h.y, h.z, h.w};
+#pragma unroll
+        for (int e = 0; e < 8; e++) x[e] = f16_f32((uint16_t)(w[e / 2] >> 16 * (e % 2)));
+    } else {
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            if (8 * chunk + e < t.ne[0]) x[e] = get_float(t.format, row, 8 * chunk + e);
+        }
+    }
+}
+DEV u32x4 back_halves(const float (&x)[8]) {
+    return make4(attend_pair(x[0], x[1]), attend_pair(x[2], x[3]), attend_pair(x[4], x[5]),
+                 attend_pair(x[6], x[7]));
+}
+
+// Writes the image of turned rows from the image of rows in LDS.
+DEV void back_turn(u32x4 *to, const f16 *rows, int d) {
+    for (int i = (int)thread_index(); i < 2 * d; i += 128) {
+        const int e = i / 32 * 16 + i % 16, k0 = i / 16 % 2 * 8; // element, first k
+        uint32_t w[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const f16 *from = rows + e / 8 * 128 + e % 8;
+            w[k] = bits<uint32_t>(pair(lget(from + 8 * frag_k_row(k0 + 2 * k)),
+                                       lget(from + 8 * frag_k_row(k0 + 2 * k + 1))));
+        }
+        gstore(to + i, make4(w[0], w[1], w[2], w[3]));
+    }
+}
+
+// A block makes the images of one tile, of columns or of positions, thread by chunk of 8 elements.
+KERNEL(attention_backward_tiles, rocq_k_attention_backward_args, 128) {
+    LDS(u32x4, first, 16 * 128 / 8);
+    LDS(u32x4, second, 16 * 128 / 8);
+    LDS(float, deltas, 16 * 16);
+    if (a.n_columns == 0) return;
+    const uint32_t block = block_index() + a.common.block0,
+                   all = (uint32_t)(a.tiles_q + a.tiles_kv);
+    const int tile = (int)(block % all), head_seq = (int)(block / all), d = a.d;
+    const int kv_head = head_seq % a.n_kv_heads, seq = head_seq / a.n_kv_heads, image = 2 * d;
+    if (tile >= a.tiles_q) {
+        const int t = tile - a.tiles_q;
+        u32x4 *const to = (u32x4 *)a.positions + ((int64_t)head_seq * a.tiles_kv + t) * 3 * image;
+        for (int i = (int)thread_index(); i < image; i += 128) {
+            const int row = i % 16, j = 16 * t + row, at = min(j, a.n_kv - 1);
+            float k[8], v[8];
+            back_load(k, a.k, row_of(a.k, kv_head, at, seq), i / 16, j < a.n_kv);
+            back_load(v, a.v, row_of(a.v, kv_head, at, seq), i / 16, j < a.n_kv);
+            gstore(to + i, back_halves(k));
+            gstore(to + image + i, back_halves(v));
+            lput(first + i, back_halves(k));
+        }
+        block_sync_lds();
+        back_turn(to + 2 * image, (const f16 *)first, d);
+        return;
+    }
+    u32x4 *const to = (u32x4 *)a.columns + ((int64_t)head_seq * a.tiles_q + tile) * 4 * image;
+    for (int i = (int)thread_index(); i < image; i += 128) {
+        const int column = 16 * tile + i % 16, c = min(column, a.n_columns - 1);
+        const int query = c / a.group, head = kv_head * a.group + c % a.group;
+        const bool there = column < a.n_columns;
+        float q[8], dout[8], out[8], sum = 0.0f;
+        back_load(q, a.q, row_of(a.q, head, query, seq), i / 16, there);
+        back_load(dout, a.dout, row_of(a.dout, head, query, seq), i / 16, there);
+        back_load(out, a.out, row_of(a.out, head, query, seq), i / 16, there);
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum = fmaf(dout[e], out[e], sum);
+        gstore(to + i, back_halves(q));
+        gstore(to + image + i, back_halves(dout));
+        lput(first + i, back_halves(dout));
+        lput(second + i, back_halves(q));
+        lput(deltas + i, sum);
+    }
+    block_sync_lds();
+    back_turn(to + 2 * image, (const f16 *)first, d);
+    back_turn(to + 3 * image, (const f16 *)second, d);
+    const int column = 16 * tile + (int)thread_index();
+    if (thread_index() >= 16) return;
+    const int c = min(column, a.n_columns - 1), head = kv_head * a.group + c % a.group;
+    float delta = 0.0f, lse = INFINITY;
+    for (int i = 0; i < d / 8; i++) delta += lget(deltas + 16 * i + (int)thread_index());
+    if (column < a.n_columns) {
+        lse = gload((const float *)row_of(a.lse, c / a.group, seq, 0) + head) * 1.44269504f;
+    }
+    if (lse == -INFINITY) lse = INFINITY;
+    gstore((u32x4 *)a.sides + (int64_t)head_seq * a.tiles_q * 16 + column,
+           make4(bits<uint32_t>(lse), bits<uint32_t>(delta),
+                 (uint32_t)(a.n_kv - a.n_q + column / a.group), 0));
+}
+
+// P = 2^(x factor - lse), where x is a product of Q and K; or, with a softcap, after back_cap, the
+// tanh of it, and then dS has the factor 1 - x^2. One branch for all elements of a fragment.
+struct back_score {
+    bool capped;
+    float factor, to_tanh;
+};
+DEV back_score back_score_of(const rocq_k_attention_backward_args &a) {
+    back_score to;
+    to.capped = a.softcap > 0.0f;
+    to.factor = (to.capped ? a.softcap : a.scale) * 1.44269504f;
+    to.to_tanh = to.capped ? 2.0f * 1.44269504f * a.scale / a.softcap : 0.0f;
+    return to;
+}
+DEV void back_cap(const back_score &score, frag_c &x) {
+    if (!score.capped) return;
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        x.v[v] = 1.0f - 2.0f * rcp_fast(1.0f + exp2_fast(x.v[v] * score.to_tanh));
+    }
+}
+// p times the factor, which x has after back_cap.
+DEV void back_bend(const back_score &score, float (&p)[8], const frag_c &x) {
+    if (!score.capped) return;
+#pragma unroll
+    for (int v = 0; v < 8; v++) p[v] *= fmaf(-x.v[v], x.v[v], 1.0f);
+}
+
+// Loads a thread's share of CHUNKS chunks, and stores it in LDS.
+template <int CHUNKS, int THREADS> struct back_share {
+    enum { LOADS = (CHUNKS + THREADS - 1) / THREADS };
+    u32x4 raw[LOADS];
+};
+template <int CHUNKS, int THREADS>
+DEV void back_fetch(back_share<CHUNKS, THREADS> &share, const u32x4 *from) {
+    const int thread = (int)thread_index();
+#pragma unroll
+    for (int i = 0; i < share.LOADS; i++) {
+        if ((i + 1) * THREADS <= CHUNKS || i * THREADS + thread < CHUNKS) {
+            share.raw[i] = gload(from + i * THREADS + thread);
+        }
+    }
+}
+template <int CHUNKS, int THREADS>
+DEV void back_put(u32x4 *to, const back_share<CHUNKS, THREADS> &share) {
+    const int thread = (int)thread_index();
+#pragma unroll
+    for (int i = 0; i < share.LOADS; i++) {
+        if ((i + 1) * THREADS <= CHUNKS || i * THREADS + thread < CHUNKS) {
+            lput(to + i * THREADS + thread, share.raw[i]);
+        }
+    }
+}
+
+template <typename F> DEV void back_clear(F &c) {
+#pragma unroll
+    for (int v = 0; v < 8; v++) c.v[v] = 0.0f;
+}
+
+template <int D> DEV void attend_back_kv(const rocq_k_attention_backward_args &a) {
+    typedef back_shape<D> S;
+    LDS(u32x4, tile, S::KV_CHUNKS);
+    LDS(u32x2, shared, S::PAIRS * S::KEY_FRAGS * 64); // P cap' of each fragment
+    LDS(float, lse, 16);
+    LDS(float, delta, 16);
+    LDS(int, at, 16); // positions of queries
+    if (a.n_columns == 0) return;
+    const int wave = wave_read(wave_index(), 0), role = wave & 1, own = wave / 2 * S::KEY_FRAGS;
+    const int lane = lane_index(), thread = (int)thread_index();
+    const uint32_t block = block_index() + a.common.block0,
+                   heads = (uint32_t)(a.n_kv_heads * a.n_seqs);
+    const int head_seq = (int)(block % heads), n0 = (int)(block / heads) * ROCQ_K_BACK_BLOCK;
+    const int first = n0 + 16 * own, last = first + 16 * S::KEY_FRAGS - 1; // of the wave
+    const f16 *positions = (const f16 *)a.positions +
+                           ((int64_t)head_seq * a.tiles_kv + n0 / 16 + own) * 3 * S::IMAGE;
+    const u32x4 *columns = (const u32x4 *)a.columns + (int64_t)head_seq * a.tiles_q * S::IMAGE / 2;
+    const u32x4 *sides = (const u32x4 *)a.sides + (int64_t)head_seq * a.tiles_q * 16;
+    const back_score score = back_score_of(a);
+    const int window = a.window > 0 ? a.window : INT32_MAX;
+
+    // The columns whose queries see any of the block's positions, from whole tiles on.
+    const int64_t shift = a.n_kv - a.n_q, n_q = a.n_q;
+    const int64_t low = a.causal ? min(max(n0 - shift, (int64_t)0), n_q) : 0;
+    const int64_t past = (int64_t)n0 + ROCQ_K_BACK_BLOCK - 1 + a.window - shift;
+    const int64_t high = a.window > 0 ? max(min(past, n_q), (int64_t)0) : n_q;
+    const int begin = (int)low * a.group / 16 * 16, end = (int)high * a.group;
+
+    frag mine[S::KEY_FRAGS][S::FRAGS]; // K or V
+    frag_c sum[S::KEY_FRAGS][S::FRAGS]; // dV or dK
+#pragma unroll
+    for (int i = 0; i < S::KEY_FRAGS * S::FRAGS; i++) {
+        const int key = i / S::FRAGS, f = i % S::FRAGS;
+        mine[key][f] = frag_load_image(positions + (3 * key + role) * S::IMAGE + 256 * f);
+        back_clear(sum[key][f]);
+    }
+    back_share<S::KV_CHUNKS, S::KV_THREADS> share;
+    u32x4 side = make4(0, 0, 0, 0);
+    const f16 *const images = (const f16 *)tile + role * S::IMAGE + frag_lane(128, 64);
+    u32x2 *const weights = shared + own * 64 + lane;
+    if (begin < end) {
+        back_fetch(share, columns + begin / 16 * (S::IMAGE / 2));
+        if (thread < 16) side = gload(sides + begin + thread);
+    }
+    for (int c = begin; c < end; c += 16) {
+        block_sync_lds();
+        back_put(tile, share);
+        if (thread < 16) {
+            lput(lse + thread, bits<float>(side.x));
+            lput(delta + thread, bits<float>(side.y));
+            lput(at + thread, (int)side.z);
+        }
+        block_sync_lds();
+        const int next = c + 16;
+        if (next < end) {
+            back_fetch(share, columns + next / 16 * (S::IMAGE / 2));
+            if (thread < 16) side = gload(sides + next + thread);
+        }
+        const int p_first = wave_read(lget(at), 0), p_last = wave_read(lget(at + 15), 0);
+        const bool live = !a.causal || (first <= p_last && p_first - last < window);
+        const bool hides = a.causal && (last > p_first || p_last - first >= window);
+        frag_c s[S::KEY_FRAGS]; // S or dP, then P or dS
+        if (live) {
+#pragma unroll
+            for (int key = 0; key < S::KEY_FRAGS; key++) back_clear(s[key]);
+#pragma unroll
+            for (int f = 0; f < S::FRAGS; f++) {
+                if (f % 2 == 0) keep_order();
+                const frag x = frag_load_lane(images + 256 * f, 128);
+#pragma unroll
+                for (int key = 0; key < S::KEY_FRAGS; key++) wmma(s[key], x, mine[key][f]);
+            }
+        }
+        if (live && role == 0) {
+#pragma unroll
+            for (int key = 0; key < S::KEY_FRAGS; key++) {
+                frag_c &x = s[key];
+                float p[8];
+                back_cap(score, x);
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    p[v] = exp2_fast(fmaf(x.v[v], score.factor, -lget(lse + frag_row(v))));
+                }
+                if (hides) {
+                    const int j = first + 16 * key;
+#pragma unroll
+                    for (int v = 0; v < 8; v++) {
+                        const int back = lget(at + frag_row(v)) - j - frag_col(v);
+                        if (back < 0 || back >= window) p[v] = 0.0f;
+                    }
+                }
+                const frag_c bare = {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
+                back_bend(score, p, x);
+                x = bare;
+                lput(weights + 64 * key,
+                     make2(attend_pair(p[0], p[1]), attend_pair(p[2], p[3])));
+                lput(weights + 64 * key + 32,
+                     make2(attend_pair(p[4], p[5]), attend_pair(p[6], p[7])));
+            }
+        }
+        block_sync_lds();
+        if (!live) continue;
+        frag operand[S::KEY_FRAGS];
+#pragma unroll
+        for (int key = 0; key < S::KEY_FRAGS; key++) {
+            if (role == 1) {
+                const u32x2 lo = lget(weights + 64 * key), hi = lget(weights + 64 * key + 32);
+                const uint32_t w[4] = {lo.x, lo.y, hi.x, hi.y};
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    const float p = f16_f32((uint16_t)(w[v / 2] >> 16 * (v % 2)));
+                    s[key].v[v] = p * (s[key].v[v] - lget(delta + frag_row(v)));
+                }
+            }
+            operand[key] = frag_from_c(s[key]);
+        }
+#pragma unroll
+        for (int f = 0; f < S::FRAGS; f++) {
+            if (f % 2 == 0) keep_order();
+            const frag x = frag_load_lane(images + 2 * S::IMAGE + 256 * f, 128);
+#pragma unroll
+            for (int key = 0; key < S::KEY_FRAGS; key++) wmma(sum[key][f], operand[key], x);
+        }
+    }
+
+    const rocq_k_attention_backward_args &b = reread(a);
+    const rocq_k_tensor &to = role == 0 ? b.dv : b.dk;
+    const float scale = role == 0 ? 1.0f : b.scale;
+    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
+#pragma unroll
+    for (int key = 0; key < S::KEY_FRAGS; key++) {
+#pragma unroll
+        for (int v = 0; v < 8; v++) {
+            const int j = first + 16 * key + frag_row(v);
+            if (j >= b.n_kv) continue;
+            char *const row = row_of(to, kv_head, j, seq);
+#pragma unroll
+            for (int f = 0; f < S::FRAGS; f++) {
+                const int e = 16 * f + frag_col(v);
+                if (e < b.head_dim) put_float(to.format, row, e, sum[key][f].v[v] * scale);
+            }
+        }
+    }
+}
+
+template <int D> DEV void attend_back_q(const rocq_k_attention_backward_args &a) {
+    typedef back_shape<D> S;
+    enum { DOUT_IN_LDS = D > 96 }; // where registers would not hold it
+    LDS(u32x4, tile, S::Q_CHUNKS);
+    LDS(u32x4, douts, DOUT_IN_LDS ? 4 * S::IMAGE / 8 : 1);
+    if (a.n_columns == 0) return;
+    const int wave = wave_read(wave_index(), 0), lane = lane_index();
+    const uint32_t block = block_index() + a.common.block0,
+                   heads = (uint32_t)(a.n_kv_heads * a.n_seqs);
+    const int head_seq = (int)(block % heads);
+    const int column0 = a.tiles_q * 16 - ((int)(block / heads) + 1) * ROCQ_K_BACK_BLOCK;
+    const int column = column0 + 16 * wave;
+    const f16 *own = (const f16 *)a.columns +
+                     ((int64_t)head_seq * a.tiles_q + column / 16) * 4 * S::IMAGE;
+    const u32x4 *positions = (const u32x4 *)a.positions +
+                             (int64_t)head_seq * a.tiles_kv * 3 * (S::IMAGE / 8);
+    const u32x4 *sides = (const u32x4 *)a.sides + (int64_t)head_seq * a.tiles_q * 16;
+    const back_score score = back_score_of(a);
+
+    // What the queries of the block's first and last columns see bounds what all see.
+    const int shift = a.n_kv - a.n_q, past = min(column0 + ROCQ_K_BACK_BLOCK, a.n_columns) - 1;
+    const int p_first = shift + column0 / a.group, p_last = shift + past / a.group;
+    const int begin = a.window > 0 && p_first >= a.window
+                          ? (p_first - a.window + 1) / (16 * S::Q_TILES) * (16 * S::Q_TILES) : 0;
+    const int end = a.causal ? min(p_last + 1, a.n_kv) : a.n_kv;
+
+    frag q[S::FRAGS], dout[DOUT_IN_LDS ? 1 : S::FRAGS];
+    frag_c sum[S::FRAGS];
+#pragma unroll
+    for (int f = 0; f < S::FRAGS; f++) {
+        q[f] = frag_load_image(own + 256 * f);
+        if (!DOUT_IN_LDS) dout[f] = frag_load_image(own + S::IMAGE + 256 * f);
+        back_clear(sum[f]);
+    }
+    f16 *const dout_image = (f16 *)douts + wave * S::IMAGE;
+    if (DOUT_IN_LDS) {
+        for (int i = lane; i < S::IMAGE / 8; i += 32) {
+            lput((u32x4 *)dout_image + i, gload((const u32x4 *)(own + S::IMAGE) + i));
+        }
+        wave_sync();
+    }
+    float lse[FRAG_SLOTS], delta[FRAG_SLOTS];
+    int low[FRAG_SLOTS], high[FRAG_SLOTS];
+#pragma unroll
+    for (int i = 0; i < FRAG_SLOTS; i++) {
+        const u32x4 side = gload(sides + column + frag_slot_col(i));
+        lse[i] = bits<float>(side.x);
+        delta[i] = bits<float>(side.y);
+        low[i] = a.window > 0 ? (int)side.z - a.window + 1 : 0;
+        high[i] = a.causal ? min((int)side.z + 1, a.n_kv) : a.n_kv;
+    }
+    const int wave_low = shift + column / a.group, wave_high = shift + (column + 15) / a.group;
+    back_share<S::Q_CHUNKS, 128> share;
+    const f16 *const images = (const f16 *)tile + frag_lane(128, 64);
+    if (begin < end) back_fetch(share, positions + begin / 16 * 3 * (S::IMAGE / 8));
+    for (int j = begin; j < end; j += 16 * S::Q_TILES) {
+        block_sync_lds();
+        back_put(tile, share);
+        block_sync_lds();
+        const int next = j + 16 * S::Q_TILES;
+        if (next < end) back_fetch(share, positions + next / 16 * 3 * (S::IMAGE / 8));
+#pragma unroll
+        for (int t = 0; t < S::Q_TILES; t++) {
+            const int first = j + 16 * t, last = first + 15;
+            if (a.causal && (first > wave_high ||
+                             (a.window > 0 && last <= wave_low - a.window))) continue;
+            const bool hides = last >= a.n_kv ||
+                               (a.causal && (last > wave_low ||
+                                             (a.window > 0 && first <= wave_high - a.window)));
+            const f16 *const k = images + t * 3 * S::IMAGE;
+            const f16 *const dout_lane = dout_image + recomputed(frag_lane(128, 64));
+            frag_c s, ds;
+            back_clear(s);
+            back_clear(ds);
+#pragma unroll
+            for (int f = 0; f < S::FRAGS; f++) {
+                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
+                wmma(s, frag_load_lane(k + 256 * f, 128), q[f]);
+            }
+            float weight[8];
+            back_cap(score, s);
+#pragma unroll
+            for (int v = 0; v < 8; v++) {
+                const int slot = frag_slot(v), p = first + frag_row(v);
+                weight[v] = exp2_fast(fmaf(s.v[v], score.factor, -lse[slot]));
+                if (hides && (p < low[slot] || p >= high[slot])) weight[v] = 0.0f;
+            }
+            back_bend(score, weight, s);
+#pragma unroll
+            for (int f = 0; f < S::FRAGS; f++) {
+                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
+                const frag x = frag_load_lane(k + S::IMAGE + 256 * f, 128);
+                if (DOUT_IN_LDS) wmma(ds, x, frag_load_lane(dout_lane + 256 * f, 128));
+                else wmma(ds, x, dout[DOUT_IN_LDS ? 0 : f]);
+            }
+#pragma unroll
+            for (int v = 0; v < 8; v++) ds.v[v] = weight[v] * (ds.v[v] - delta[frag_slot(v)]);
+            const frag operand = frag_from_c(ds);
+#pragma unroll
+            for (int f = 0; f < S::FRAGS; f++) {
+                if (DOUT_IN_LDS || f % 2 == 0) keep_order();
+                wmma(sum[f], operand, frag_load_lane(k + 2 * S::IMAGE + 256 * f, 128));
+            }
+        }
+    }
+
+    const rocq_k_attention_backward_args &b = reread(a);
+    const int kv_head = head_seq % b.n_kv_heads, seq = head_seq / b.n_kv_heads;
+#pragma unroll
+    for (int v = 0; v < 8; v++) {
+        const int c = column + frag_row(v);
+        if (c >= b.n_columns) continue;
+        char *const row = row_of(b.dq, kv_head * b.group + c % b.group, c / b.group, seq);
+#pragma unroll
+        for (int f = 0; f < S::FRAGS; f++) {
+            const int e = 16 * f + frag_col(v);
+            if (e < b.head_dim) put_float(b.dq.format, row, e, sum[f].v[v] * b.scale);
+        }
+    }
+}
+
+#define ROCQ_X(X, d)                                                                               \
+    KERNEL(attention_backward_kv_##d, rocq_k_attention_backward_args, 256) {                       \
+        attend_back_kv<d>(a);                                                                      \
+    }                                                                                              \
+    KERNEL(attention_backward_q_##d, rocq_k_attention_backward_args, 128) { attend_back_q<d>(a); }
+ROCQ_K_BACK_DIMS(ROCQ_X, unused)
+#undef ROCQ_X
 
 // -- norm_backward, activate_backward, glu_backward, gather_backward --
 

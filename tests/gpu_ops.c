@@ -498,18 +498,23 @@ static void check_attention(const attend *s) {
         for (int64_t i = 0; i < pages.count; i++) pages.value[i] = (double)(pages.count - 1 - i);
     }
     box_write(&pages);
-    box *o = s->in_place ? &q : &out;
+    box lse = box_make(s->layout, ROCQ_F32, s->n_heads, s->n_q, s->n_seqs, 1);
+    box *o = s->in_place ? &q : &out, *const outputs[2] = {o, &lse};
+    // where every query sees something: the difference of two infinities is none
+    const bool all_see = !s->mask && !s->kv_len && (!s->causal || s->n_kv >= s->n_q);
     const rocq_attention_params p = {
-        .out = &o->t, .q = &q.t, .k = &k.t, .v = &v.t, .mask = s->mask ? &mask.t : NULL,
+        .out = &o->t, .lse = all_see ? &lse.t : NULL, .q = &q.t, .k = &k.t, .v = &v.t,
+        .mask = s->mask ? &mask.t : NULL,
         .sinks = s->sinks ? &sinks.t : NULL, .kv_len = s->kv_len ? &kv_len.t : NULL,
         .page_table = s->page_size ? &pages.t : NULL, .page_size = s->page_size,
         .softcap = s->softcap, .window = s->window, .causal = s->causal};
-    compare(ROCQ_OP_ATTENTION, &p, o, s->out == ROCQ_Q8_0 ? 1e-4 : 0,
+    compare_as(ROCQ_OP_ATTENTION, &p, &p, outputs, all_see ? 2 : 1, s->out == ROCQ_Q8_0 ? 1e-4 : 0,
             say("D %d, %d heads on %d, n_q %d, n_kv %d, seqs %d, K %s V %s, page %d", (int)s->d,
                 (int)s->n_heads, (int)s->n_kv_heads, (int)s->n_q, (int)s->n_kv, (int)s->n_seqs,
                 name_of(s->k), name_of(s->v), (int)s->page_size));
     box_free(&q);
     box_free(&out);
+    box_free(&lse);
     box_free(&k);
     box_free(&v);
     box_free(&mask);
@@ -601,6 +606,152 @@ static void test_attention_scratch(void **state) {
     assert_int_equal(rocq_scratch_size(gpu, ROCQ_OP_ATTENTION, &p, &scratch), ROCQ_OK);
     assert_in_range(scratch, 0, 1 << 20);
     assert_int_equal(rocq_buffer_free(gpu, &memory), ROCQ_OK);
+}
+
+// -- attention_backward --
+
+// The gradients of the GPU against those of the CPU, both from the CPU's out and lse. Terms may
+// cancel, in rows or everywhere, so an error is measured against the whole tensor and against the
+// power that an element would have if they did not; but no row may be far off.
+static void check_gradient(box *got, const double *want, double natural, const char *name,
+                           const char *what) {
+    const double bound = 1e-5; // of F16
+    const int64_t n = got->t.ne[0];
+    double error = 0, power = natural * (double)got->count;
+    box_read(got);
+    box_check_outside(got);
+    for (int64_t i = 0; i < got->count; i++) power += want[i] * want[i];
+    for (int64_t r = 0; r < box_rows(got); r++) {
+        double row = 0, row_power = power / (double)box_rows(got);
+        for (int64_t i = r * n; i < (r + 1) * n; i++) {
+            const double e = got->value[i] - want[i];
+            row += e * e;
+            row_power += want[i] * want[i];
+        }
+        if (!(row <= 100 * bound * row_power)) {
+            fail_msg("%s of %s, row %lld: squared error %g over %g (first %g, expected %g)", name,
+                     what, (long long)r, row, row_power, got->value[r * n], want[r * n]);
+        }
+        error += row;
+    }
+    if (!(error <= bound * power)) fail_msg("%s of %s: NMSE %g", name, what, error / power);
+}
+
+static void check_attention_backward(const attend *s, float scale) {
+    static const char *const name[3] = {"dq", "dk", "dv"};
+    box in[4], grad[3], out = box_make(s->layout, s->q, s->d, s->n_heads, s->n_q, s->n_seqs);
+    box lse = box_make(s->layout, ROCQ_F32, s->n_heads, s->n_q, s->n_seqs, 1);
+    double *want[3];
+    for (int i = 0; i < 4; i++) { // q, k, v, dout
+        const int64_t heads = i % 3 == 0 ? s->n_heads : s->n_kv_heads;
+        const int64_t n = i % 3 == 0 ? s->n_q : s->n_kv;
+        in[i] = box_random(s->layout, i < 3 ? s->q : s->k, 1, s->d, heads, n, s->n_seqs);
+        if (i < 3) grad[i] = box_make(s->layout, s->out, s->d, heads, n, s->n_seqs);
+    }
+    any_params p, forward;
+    memset(&p, 0, sizeof p);
+    memset(&forward, 0, sizeof forward);
+    forward.attention = (rocq_attention_params){
+        .out = &out.t, .lse = &lse.t, .q = &in[0].t, .k = &in[1].t, .v = &in[2].t,
+        .scale = scale, .softcap = s->softcap, .window = s->window, .causal = s->causal};
+    p.attention_backward = (rocq_attention_backward_params){
+        .dq = &grad[0].t, .dk = &grad[1].t, .dv = &grad[2].t, .dout = &in[3].t, .out = &out.t,
+        .q = &in[0].t, .k = &in[1].t, .v = &in[2].t, .lse = &lse.t, .scale = scale,
+        .softcap = s->softcap, .window = s->window, .causal = s->causal};
+    const char *what =
+        say("backward, D %d, %d heads on %d, n_q %d, n_kv %d, seqs %d, %s %s", (int)s->d,
+            (int)s->n_heads, (int)s->n_kv_heads, (int)s->n_q, (int)s->n_kv, (int)s->n_seqs,
+            name_of(s->q), name_of(s->out));
+    if (rocq_attention(cpu, &forward.attention) != ROCQ_OK ||
+        rocq_attention_backward(cpu, &p.attention_backward) != ROCQ_OK) {
+        fail_msg("%s: CPU: %s", what, rocq_error(cpu));
+    }
+    for (int i = 0; i < 3; i++) {
+        box_read(&grad[i]);
+        want[i] = values_of(&grad[i]);
+        memset(grad[i].memory, 0xff, (size_t)grad[i].size);
+    }
+    box_read(&lse);
+    double *const lses = values_of(&lse);
+    move_params(ROCQ_OP_ATTENTION_BACKWARD, &p);
+    if (rocq_attention_backward(gpu, &p.attention_backward) != ROCQ_OK) {
+        fail_msg("%s: GPU: %s", what, rocq_error(gpu));
+    }
+    for (int i = 0; i < 3; i++) copy_from_gpu(&twins[i]); // the first operands
+    const double n_kv = (double)s->n_kv, group = (double)(s->n_heads / s->n_kv_heads);
+    for (int i = 0; i < 3; i++) { // terms of size 1, with weights of 1 / n_kv
+        const double natural = i == 0 ? 1 / n_kv : (double)s->n_q * group / (n_kv * n_kv);
+        check_gradient(&grad[i], want[i], natural, name[i], what);
+    }
+    free_twins();
+
+    memset(lse.memory, 0xff, (size_t)lse.size); // the forward's, with queries that see nothing
+    move_params(ROCQ_OP_ATTENTION, &forward);
+    if (rocq_attention(gpu, &forward.attention) != ROCQ_OK) fail_msg("%s", rocq_error(gpu));
+    copy_from_gpu(&twins[1]);
+    box_read(&lse);
+    for (int64_t i = 0; i < lse.count; i++) {
+        const double got = lse.value[i];
+        if (got != lses[i] && !(fabs(got - lses[i]) <= 2e-3 * (1 + fabs(lses[i])))) {
+            fail_msg("%s: lse %g, expected %g", what, got, lses[i]);
+        }
+    }
+    free_twins();
+    for (int i = 0; i < 4; i++) box_free(&in[i]);
+    for (int i = 0; i < 3; i++) {
+        box_free(&grad[i]);
+        free(want[i]);
+    }
+    free(lses);
+    box_free(&out);
+    box_free(&lse);
+}
+
+static void test_attention_backward(void **state) {
+    (void)state;
+    static const int64_t dims[] = {1, 33, 64, 72, 80, 96, 112, 128};
+    for (int i = 0; i < 8; i++) {
+        const attend s = {.d = dims[i], .n_heads = 4, .n_kv_heads = i % 2 ? 2 : 4, .n_q = 70,
+                          .n_kv = 77, .n_seqs = 1, .q = floats[i % 2], .k = floats[i / 2 % 2],
+                          .out = floats[i / 4 % 2], .causal = true, .layout = (box_layout)(i % 3)};
+        check_attention_backward(&s, 0);
+    }
+    for (int i = 0; i < 16; i++) {
+        const attend s = {.d = i % 3 ? 64 : 128, .n_heads = i % 5 == 0 ? 7 : 6,
+                          .n_kv_heads = i % 5 == 0 ? 1 : 2, .n_q = 1 + 13 * (i % 11),
+                          .n_kv = 1 + 17 * (i % 7), .n_seqs = 1 + i % 3, .q = floats[i / 2 % 2],
+                          .k = floats[i / 3 % 2], .out = floats[i % 2], .causal = i % 4 != 0,
+                          .window = i % 4 == 1 ? 1 + 3 * i : 0,
+                          .softcap = i % 3 == 2 ? 2.0f : 0.0f, .layout = (box_layout)(i % 3)};
+        check_attention_backward(&s, i % 8 == 6 ? -0.2f : 0.0f);
+    }
+}
+
+// What has no kernel: heads over 128, and F32.
+static void test_attention_backward_unsupported(void **state) {
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        box b = box_random(BOX_PLAIN, ROCQ_F16, 1, i ? 64 : 136, 1, 8, 1), grad[3];
+        box lse = box_random(BOX_PLAIN, ROCQ_F32, 1, 1, 8, 1, 1);
+        for (int k = 0; k < 3; k++) grad[k] = box_make(BOX_PLAIN, ROCQ_F32, i ? 64 : 136, 1, 8, 1);
+        any_params p;
+        const char *why = NULL;
+        memset(&p, 0, sizeof p);
+        p.attention_backward = (rocq_attention_backward_params){
+            .dq = &grad[0].t, .dk = &grad[1].t, .dv = &grad[2].t, .dout = &b.t, .out = &b.t,
+            .q = &b.t, .k = &b.t, .v = &b.t, .lse = &lse.t};
+        move_params(ROCQ_OP_ATTENTION_BACKWARD, &p);
+        const rocq_precision was = gpu->desc.precision;
+        if (i) gpu->desc.precision = ROCQ_PRECISION_F32;
+        assert_int_equal(rocq_supports(gpu, ROCQ_OP_ATTENTION_BACKWARD, &p, &why),
+                         ROCQ_E_UNSUPPORTED);
+        assert_non_null(strstr(why, i ? "F32" : "136 is over 128"));
+        gpu->desc.precision = was;
+        free_twins();
+        box_free(&b);
+        box_free(&lse);
+        for (int k = 0; k < 3; k++) box_free(&grad[k]);
+    }
 }
 
 // -- rmsnorm, layernorm --
@@ -1961,6 +2112,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_matmul_chain),    cmocka_unit_test(test_attention_heads),
         cmocka_unit_test(test_attention_formats), cmocka_unit_test(test_attention_options),
         cmocka_unit_test(test_attention_long),  cmocka_unit_test(test_attention_scratch),
+        cmocka_unit_test(test_attention_backward),
+        cmocka_unit_test(test_attention_backward_unsupported),
         cmocka_unit_test(test_norms),
         cmocka_unit_test(test_planar_activations), cmocka_unit_test(test_rope),
         cmocka_unit_test(test_rope_append),     cmocka_unit_test(test_maps),

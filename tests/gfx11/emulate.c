@@ -360,6 +360,41 @@ static void attention_prefill(emulated *e, int scale, int format, int d) {
     e->work = 2.0 * 4 * 128 * 128 * scale * d / 4096;
 }
 
+static void attention_backward(emulated *e, int64_t d, int64_t n_q, int64_t n_kv) {
+    const int64_t n_heads = 2;
+    box *q = normal(ROCQ_F16, 1, d, n_heads, n_q), *dout = normal(ROCQ_F16, 1, d, n_heads, n_q);
+    box *k = normal(ROCQ_F16, 1, d, 1, n_kv), *v = normal(ROCQ_F16, 1, d, 1, n_kv);
+    box *out = output(ROCQ_F16, d, n_heads, n_q), *lse = output(ROCQ_F32, n_heads, n_q, 1);
+    box *grad[3] = {output(ROCQ_F32, d, n_heads, n_q), output(ROCQ_F32, d, 1, n_kv),
+                    output(ROCQ_F32, d, 1, n_kv)};
+    const rocq_attention_params forward = {.out = &out->t, .q = &q->t, .k = &k->t, .v = &v->t,
+                                           .lse = &lse->t};
+    const rocq_attention_backward_params p = {
+        .dq = &grad[0]->t, .dk = &grad[1]->t, .dv = &grad[2]->t, .dout = &dout->t, .out = &out->t,
+        .q = &q->t, .k = &k->t, .v = &v->t, .lse = &lse->t};
+    succeeds(cpu, rocq_attention(cpu, &forward));
+    compare(e, ROCQ_OP_ATTENTION_BACKWARD, &p, &p, grad, 3, NULL);
+    snprintf(e->shape, sizeof e->shape, "D %d, 2 heads on 1, %d queries, %d positions", (int)d,
+             (int)n_q, (int)n_kv);
+    e->bound = 1e-5;
+}
+// Work: products of 16x16x16: four of n_q n_kv d / 4096 a head each, and three.
+static void attention_backward_kv(emulated *e, int scale, int format, int d) {
+    (void)format;
+    attention_backward(e, d, 64 * scale, 64);
+    e->work = 4.0 * 2 * 64 * scale * 64 * d / 4096;
+}
+static void attention_backward_q(emulated *e, int scale, int format, int d) {
+    (void)format;
+    attention_backward(e, d, 64, 64 * scale);
+    e->work = 3.0 * 2 * 64 * 64 * scale * d / 4096;
+}
+static void attention_backward_tiles(emulated *e, int scale, int format, int d) {
+    (void)format;
+    attention_backward(e, d, 32 * scale, 64 * scale); // elements of q, dout, out, k and v
+    e->work = (3.0 * 2 * 32 + 2.0 * 64) * scale * d;
+}
+
 // Work, from here on: elements.
 static void norms(emulated *e, int scale, int format, int center) {
     const int64_t k = 4096 * scale, rows = 2;
@@ -571,6 +606,11 @@ static const struct {
     {"attention_decode_64", "KV element", attention_decode, ROCQ_Q8_0, 64, 2},
     {"attention_prefill_128", "16x16x16", attention_prefill, ROCQ_F16, 128, 2},
     {"attention_prefill_64", "16x16x16", attention_prefill, ROCQ_F16, 64, 2},
+    {"attention_backward_kv_128", "16x16x16", attention_backward_kv, 0, 128, 2},
+    {"attention_backward_kv_64", "16x16x16", attention_backward_kv, 0, 64, 2},
+    {"attention_backward_q_128", "16x16x16", attention_backward_q, 0, 128, 2},
+    {"attention_backward_q_64", "16x16x16", attention_backward_q, 0, 64, 2},
+    {"attention_backward_tiles", "element", attention_backward_tiles, 0, 64, 1},
     {"norm", "element", norms, ROCQ_F32, 0, 1},
     {"norm", "element", norms, ROCQ_Q8_0, 0, 1},
     {"norm", "element", norms, ROCQ_F32, 1, 1},

@@ -1050,6 +1050,11 @@ DEV frag frag_load_lane(const f16 *tile, int chunk, SIMT_LINE) {
     const frag_halves h = {lget((const u32x4 *)tile, line), lget((const u32x4 *)(tile + chunk), line)};
     return __builtin_bit_cast(frag, h);
 }
+DEV frag frag_load_image(const f16 *image, SIMT_LINE) {
+    const u32x4 *row = (const u32x4 *)image + (thread_index() & 15);
+    const frag_halves h = {gload(row, line), gload(row + 16, line)};
+    return __builtin_bit_cast(frag, h);
+}
 DEV frag_b frag_load_lane_b(const f16 *tile, int chunk, SIMT_LINE) {
     return frag_load_lane(tile, chunk, line);
 }
