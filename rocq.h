@@ -16956,11 +16956,6 @@ static void rocq__job_adamw(rocq__job *job, const void *params) {
     rocq__job_launch(job, ROCQ_K_adamw, (args.n + 2047) / 2048, 1, 256, &args);
 }
 
-static void rocq__job_todo(rocq__job *job, const void *params) {
-    (void)params;
-    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "not yet");
-}
-
 // -- choices: by rule, or what was found --
 
 static rocq_launch_config rocq__rule_of(const rocq__chip *chip, const rocq__site *s) {
