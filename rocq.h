@@ -13796,6 +13796,42 @@ typedef struct rocq__cross_entropy {
     bool simd;
 } rocq__cross_entropy;
 
+// sum of exp(x - shift)
+static float rocq__sum_exp_scalar(const float *x, float shift, int64_t n) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < n; i++) sum += rocq__exp1(x[i] - shift);
+    return sum;
+}
+
+// y = factor exp(x - shift); y may be x
+static void rocq__scaled_exp_scalar(float *y, const float *x, float shift, float factor,
+                                    int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] = factor * rocq__exp1(x[i] - shift);
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD float rocq__sum_exp_simd(const float *x, float shift, int64_t n) {
+    rocq__v8 sum = rocq__v8_set1(0.0f);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const rocq__v8 v = rocq__v8_sub(rocq__v8_load(x + i), rocq__v8_set1(shift));
+        sum = rocq__v8_add(sum, rocq__v8_exp(v));
+    }
+    return rocq__v8_sum(sum) + rocq__sum_exp_scalar(x + i, shift, n - i);
+}
+
+static ROCQ__SIMD void rocq__scaled_exp_simd(float *y, const float *x, float shift, float factor,
+                                             int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const rocq__v8 v = rocq__v8_sub(rocq__v8_load(x + i), rocq__v8_set1(shift));
+        rocq__v8_store(y + i, rocq__v8_mul(rocq__v8_set1(factor), rocq__v8_exp(v)));
+    }
+    ROCQ__END_SIMD();
+    rocq__scaled_exp_scalar(y + i, x + i, shift, factor, n - i);
+}
+#endif
+
 // Elements [k, k + n) of a column of dlogits: factor exp(x - top), times cap'. Returns where they
 // are: in the column or in buf.
 static float *rocq__softmax_strip(const rocq__cross_entropy *a, unsigned char *column, int64_t k,
@@ -13804,9 +13840,7 @@ static float *rocq__softmax_strip(const rocq__cross_entropy *a, unsigned char *c
     float slope[ROCQ__STRIP];
     float *to = a->p->dlogits->format == ROCQ_F32 ? (float *)(void *)column + k : buf;
     for (int64_t i = 0; cap > 0.0f && i < n; i++) slope[i] = 1.0f - x[i] / cap * (x[i] / cap);
-    if (to != x) memcpy(to, x, (size_t)n * sizeof *to);
-    rocq__exp(a->simd, to, top, n);
-    ROCQ__EITHER(a->simd, rocq__scale, (to, to, factor, n));
+    ROCQ__EITHER(a->simd, rocq__scaled_exp, (to, x, top, factor, n));
     if (cap > 0.0f) ROCQ__EITHER(a->simd, rocq__multiply, (to, slope, n));
     return to;
 }
@@ -13835,8 +13869,7 @@ static void rocq__cross_entropy_column(const rocq__cross_entropy *a, int64_t c) 
             sum *= exp((double)top - (double)most);
             top = most;
         }
-        if (x != buf) memcpy(buf, x, (size_t)m * sizeof *buf);
-        sum += (double)rocq__exp(a->simd, buf, top, m);
+        sum += (double)ROCQ__EITHER(a->simd, rocq__sum_exp, (x, top, m));
     }
     rocq__dequantize_row(format, &x_target, logits + rocq__bytes(format, target), 1);
     if (loss) *loss = (float)(log(sum) + ((double)top - (double)x_target));
