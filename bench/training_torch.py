@@ -12,8 +12,8 @@ says, and answers with a line: a number, or "no" and the reason.
     peak                         bytes of GPU memory at once since the last MODE began, its model's
                                  included, other models' not
 
-A CPU's products are those of the BLAS that PyTorch finds: Debian's is the reference one, of a 25th of
-the speed, unless libopenblas0 is installed.
+A CPU's products are those of the BLAS that PyTorch finds: Debian's is the reference one, of a 25th
+of the speed, unless libopenblas0 is installed.
 """
 import argparse
 import os
@@ -87,7 +87,9 @@ class Gpt2(nn.Module):
         super().__init__()
         self.heads, self.layers = numbers["attention.head_count"], numbers["block_count"]
         self.eps = numbers["attention.layer_norm_epsilon"]
-        self.w = nn.ParameterDict({k.replace(".", "_"): nn.Parameter(t) for k, t in tensors.items()})
+        self.w = nn.ParameterDict()
+        for name, t in tensors.items():
+            self.w[name.replace(".", "_")] = nn.Parameter(t)
 
     def norm(self, name, x):
         w, b = self.w[name + "_weight"], self.w[name + "_bias"]
@@ -117,7 +119,8 @@ class Training:
             torch.cuda.reset_peak_memory_stats()
             self.others = torch.cuda.memory_allocated()
         self.model = Gpt2(*read_gguf(os.path.join(o.folder, name + ".gguf"))).to(o.device)
-        self.run = torch.compile(self.model) if mode == "compiled" else self.model
+        compiled = mode == "compiled"
+        self.run = torch.compile(self.model, dynamic=False) if compiled else self.model
         groups = [{"params": [w for w in self.model.parameters() if w.dim() == n],
                    "weight_decay": 0.01 * (n - 1)} for n in (2, 1)]
         self.opt = torch.optim.AdamW(groups, lr=lr, **({"fused": True} if gpu else {}))
