@@ -28,6 +28,8 @@ static const char usage[] =
     "    -m FILE          model (the one in examples/model)\n"
     "    -p TEXT          prompt; the token that begins a text (BOS) is added where the model\n"
     "                     wants one, unless TEXT begins with it (\"<s>\")\n"
+    "    --lora FILE[:X]  add an adapter (LoRA) to the weights, X times as strong as it was\n"
+    "                     trained; up to 8 times\n"
     "    -e               \\n, \\t, \\\" and \\\\ in the prompt stand for what they do in C\n"
     "    -n N             tokens to generate at most (256)\n"
     "    -c N             context: tokens of prompt and text together (the model's, at most 4096)\n"
@@ -65,6 +67,7 @@ static const char usage[] =
 
 typedef struct options {
     const char *model, *prompt, *kv, *kernels, *logits, *tuning, *trace, *profile;
+    texts loras;
     bool help, escapes, no_graph, stats;
     int32_t n, n_ctx, n_threads;
     int32_t kv_page, shift;    // shift: tokens to keep, -1 = the text ends
@@ -82,6 +85,7 @@ static bool parse(options *o, int argc, char **argv) {
         {"--help", FLAG, 0, 0, &o->help},
         {"-m", TEXT, 0, 0, &o->model},
         {"-p", TEXT, 0, 0, &o->prompt},
+        {"--lora", TEXTS, 0, 0, &o->loras},
         {"-e", FLAG, 0, 0, &o->escapes},
         {"-n", INTEGER, 0, 1e9, &o->n},
         {"-c", INTEGER, 1, 1e9, &o->n_ctx},
@@ -243,6 +247,28 @@ static bool make_tuning(run *r) {
            finish_file(r->ctx, &out, r->o.tuning, rocq_tuning_save(r->ctx, rocq_file_write, out));
 }
 
+// Their files are read here, and closed again.
+static bool add_loras(run *r) {
+    char paths[8][1024];
+    llama_lora loras[8];
+    rocq_gguf *files[8];
+    bool good = true;
+    int32_t n = 0;
+    for (; n < r->o.loras.n && good; n++) {
+        loras[n].scale = lora_option(r->o.loras.text[n], paths[n], sizeof paths[n]);
+        const rocq_gguf_desc source = {.path = paths[n]};
+        good = rocq_gguf_open(r->ctx, &files[n], &source) == ROCQ_OK ||
+               fail(paths[n], rocq_error(r->ctx));
+        loras[n].name = paths[n];
+        loras[n].file = files[n];
+    }
+    if (good && n > 0 && llama_set_loras(&r->model, loras, n) != ROCQ_OK) {
+        good = fail("--lora", r->model.error);
+    }
+    while (n > 0) rocq_gguf_close(&files[--n]);
+    return good;
+}
+
 static bool load(run *r) {
     rocq_info info;
     const rocq_gguf_desc source = {.path = r->o.model};
@@ -272,7 +298,7 @@ static bool load(run *r) {
         fprintf(stderr, "generate: -c %d: the model was trained on texts of %d tokens, beyond which"
                 " its text may make no sense\n", (int)r->model.n_ctx, (int)r->model.n_ctx_train);
     }
-    if (!tuned && !make_tuning(r)) return false;
+    if (!add_loras(r) || (!tuned && !make_tuning(r))) return false;
     end_phase(r, LOAD);
     begin_phase(r, WARM);
     if (llama_warm(&r->model) != ROCQ_OK) return fail("warm-up", r->model.error);

@@ -20,6 +20,8 @@
 
 #include "../rocq.h"
 
+#include "lora.h"
+
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -68,6 +70,32 @@ typedef struct llama_layer {
     int32_t window;                     // positions a query sees, 0 = all
 } llama_layer;                          // weights that a family lacks have n_dims 0
 
+enum { LLAMA_LORAS = 8 }; // at once
+
+typedef struct llama_lora {
+    const char *name;      // for messages
+    const rocq_gguf *file; // an adapter of this model, see lora.h; read by llama_set_loras only
+    float scale;           // 1 = as it was trained, 0 = off
+} llama_lora;
+
+// The adapters of up to three weights that read the same x: t = gate (A x) for all of them, then
+// each weight's product adds B t with its part of t. Private.
+typedef struct llama_site {
+    rocq_tensor a;                // [in, R], R being the sum of all ranks below
+    rocq_tensor gate;             // F32 [R]: scales
+    rocq_tensor b[3];             // [its part of R, out]
+    int32_t rank[3][LLAMA_LORAS]; // of each weight and adapter, in the order of R
+    float unit[3][LLAMA_LORAS];   // scale that stands for 1
+} llama_site;
+
+typedef struct llama_adapters {
+    llama_site *sites; // [4 n_layers + 1]: of each layer q k v, out, gate up, down; last output
+    rocq_buffer memory;
+    rocq_tensor low;   // F32 [most R, n_batch]
+    float scale[LLAMA_LORAS];
+    int32_t n;
+} llama_adapters;
+
 typedef struct llama_model {
     int32_t n_past; // tokens in the cache; lower it to forget the newest, 0 starts afresh
 
@@ -93,7 +121,10 @@ typedef struct llama_model {
     llama_layer *layers;     // [n_layers]
     rocq_buffer weights;     // of those that are not just views of the file
     int32_t n_weights;
+    int32_t family_bit;
     rocq_kv *kv;
+    llama_adapters adapters;
+    rocq_tensor low[3];      // of the last site: the part of t that each weight adds
     // what a batch of n <= n_batch tokens goes through
     rocq_buffer memory;
     rocq_tensor inputs;   // I32 [1 + 3 n_batch]: n_past + n, then of n tokens their ids, their
@@ -134,6 +165,14 @@ static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int6
 // goes down by n. So text can go on when the context is full. Not with gpt2 (E_UNSUPPORTED): what
 // its tokens became depends on learned positions.
 static inline rocq_result llama_forget(llama_model *m, int32_t first, int32_t n);
+
+// Puts n adapters in the place of those that there were; what is in the cache stays as it is.
+// Weights keep their format, and each product adds its adapters in the same launch. On failure,
+// also with a file that is none of this model's, the adapters are those that there were.
+static inline rocq_result llama_set_loras(llama_model *m, const llama_lora *loras, int32_t n);
+
+// Changes the scale of adapter i, counted as in llama_set_loras, from the next token on.
+static inline rocq_result llama_scale_lora(llama_model *m, int32_t i, float scale);
 
 // Draws the next token from the logits of the last position. how: the knobs of rocq_sample_params;
 // its token, logits and step are filled in here.
@@ -337,7 +376,7 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file, int
         m->rope.pairing = llama__families[i].pairing;
         m->activation = llama__families[i].activation;
         norm_eps = llama__families[i].norm_eps;
-        *family_bit = llama__families[i].bit;
+        *family_bit = m->family_bit = llama__families[i].bit;
     }
     if (!m->family) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED,
@@ -662,16 +701,42 @@ static rocq_result llama__norm(llama_model *m, const rocq_tensor *y, const rocq_
     return ROCQ_OK;
 }
 
+// Runs the first half of a site's adapters, for the products of x that llama__adapt prepares.
+static rocq_result llama__reduce(llama_model *m, const llama_site *site, const rocq_tensor *x) {
+    if (site->a.n_dims == 0) return ROCQ_OK;
+    const int64_t ne[2] = {site->a.ne[1], x->ne[1]};
+    rocq_tensor t = m->adapters.low, gate = site->gate;
+    rocq_tensor_init(&t, &t.buffer, t.offset, ROCQ_F32, 2, ne); // cannot fail: low has room
+    gate.n_dims = 2;
+    gate.ne[1] = ne[1];
+    gate.stride[1] = 0; // the same for every column
+    const rocq_matmul_params reduce = {.y = &t, .w = &site->a, .x = x, .gate = &gate,
+                                       .precision = m->options.precision};
+    LLAMA__RUN(m, MATMUL, matmul, &reduce);
+    for (int64_t i = 0, first = 0; i < 3; first += site->b[i++].ne[0]) {
+        if (site->b[i].n_dims > 0) m->low[i] = rocq_tensor_slice(&t, 0, first, site->b[i].ne[0]);
+    }
+    return ROCQ_OK;
+}
+
+static void llama__adapt(llama_model *m, const llama_site *site, int i, rocq_matmul_params *p) {
+    if (site->b[i].n_dims == 0) return;
+    p->lora_b = &site->b[i];
+    p->lora_t = &m->low[i];
+}
+
 // x += w in + bias; gemma2 norms what is added.
 static rocq_result llama__add(llama_model *m, const rocq_tensor *x, const rocq_tensor *w,
-                              const rocq_tensor *in, const rocq_tensor *bias,
-                              const rocq_tensor *norm) {
+                              const llama_site *site, const rocq_tensor *in,
+                              const rocq_tensor *bias, const rocq_tensor *norm) {
     const bool direct = norm->n_dims == 0;
     const rocq_tensor added = rocq_tensor_slice(&m->added, 1, 0, direct ? 1 : x->ne[1]);
-    const rocq_matmul_params project = {.y = direct ? x : &added, .w = w, .x = in,
+    rocq_matmul_params project = {.y = direct ? x : &added, .w = w, .x = in,
                                         .bias = llama__maybe(bias), .residual = direct ? x : NULL,
                                         .precision = m->options.precision};
     const rocq_binary_params add = {.y = x, .a = x, .b = &added};
+    llama__adapt(m, site, 0, &project);
+    LLAMA__TRY(llama__reduce(m, site, in));
     LLAMA__RUN(m, MATMUL, matmul, &project);
     if (direct) return ROCQ_OK;
     LLAMA__TRY(llama__norm(m, &added, &added, norm, NULL));
@@ -686,6 +751,7 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     const rocq_tensor pos = rocq_tensor_slice(&m->inputs, 0, 1 + n, n);
     const rocq_tensor cells = rocq_tensor_slice(&m->inputs, 0, 1 + 2 * n, n);
     const rocq_kv_view *cache = &l->cache;
+    const llama_site *site = &m->adapters.sites[4 * (l - m->layers)];
     const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
     const bool pair = l->up_bias.n_dims == 0; // w2 has no bias: with one, gate and up go one by one
     const rocq_tensor ffn = pair ? llama__operand(m, &m->ffn, m->n_ff, n)
@@ -704,13 +770,13 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     if (m->head_dim % rocq_get_format_info(seen.format)->block_elems != 0) seen = q;
     seen_heads = rocq_tensor_heads(&seen, m->head_dim);
 
-    const rocq_matmul_params to_v = {
+    rocq_matmul_params to_v = {
         .y = &v, .w = &l->v, .x = &h, .bias = llama__maybe(&l->v_bias),
         .precision = m->options.precision};
-    const rocq_matmul_params to_k = {
+    rocq_matmul_params to_k = {
         .y = &k, .w = &l->k, .x = &h, .bias = llama__maybe(&l->k_bias),
         .precision = m->options.precision, .next = &to_v};
-    const rocq_matmul_params to_q = {
+    rocq_matmul_params to_q = {
         .y = fused ? &qkv : &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias),
         .precision = m->options.precision, .next = fused ? NULL : &to_k};
     const rocq_rope_append_params append = {
@@ -721,26 +787,38 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
         .page_table = llama__maybe(&cache->page_table), .page_size = cache->page_size,
         .scale = m->attention_scale, .softcap = m->attention_softcap, .window = l->window,
         .causal = true};
+    llama__adapt(m, &site[0], 0, &to_q);
+    llama__adapt(m, &site[0], 1, &to_k);
+    llama__adapt(m, &site[0], 2, &to_v);
     LLAMA__TRY(llama__norm(m, &h, x, &l->attn_norm, &l->attn_norm_bias));
+    LLAMA__TRY(llama__reduce(m, &site[0], &h));
     LLAMA__RUN(m, MATMUL, matmul, &to_q);
     if (l->q_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &q_heads, &q_heads, &l->q_norm, NULL));
     if (l->k_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &k_heads, &k_heads, &l->k_norm, NULL));
     LLAMA__RUN(m, ROPE_APPEND, rope_append, &append);
     LLAMA__RUN(m, ATTENTION, attention, &attend);
-    LLAMA__TRY(llama__add(m, x, &l->out, &seen, &l->out_bias, &l->attn_post_norm));
+    LLAMA__TRY(llama__add(m, x, &l->out, &site[1], &seen, &l->out_bias,
+                          &l->attn_post_norm));
 
     // x += down(activation(gate(h)) * up(h)), without up in gpt2
-    const rocq_matmul_params gate = {
+    rocq_matmul_params gate = {
         .y = &ffn, .w = &l->gate, .x = &h, .bias = llama__maybe(&l->gate_bias),
         .activation = m->activation, .precision = m->options.precision,
         .w2 = pair ? llama__maybe(&l->up) : NULL};
-    const rocq_matmul_params up = {
+    rocq_matmul_params up = {
         .y = &ffn, .w = &l->up, .x = &h, .bias = llama__maybe(&l->up_bias), .gate = &ffn,
         .precision = m->options.precision};
+    llama__adapt(m, &site[2], 0, &gate);
+    llama__adapt(m, &site[2], 1, &up);
+    if (pair) {
+        gate.lora_b2 = up.lora_b;
+        gate.lora_t2 = up.lora_t;
+    }
     LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm, &l->ffn_norm_bias));
+    LLAMA__TRY(llama__reduce(m, &site[2], &h));
     LLAMA__RUN(m, MATMUL, matmul, &gate);
     if (!pair) LLAMA__RUN(m, MATMUL, matmul, &up);
-    return llama__add(m, x, &l->down, &ffn, &l->down_bias, &l->ffn_post_norm);
+    return llama__add(m, x, &l->down, &site[3], &ffn, &l->down_bias, &l->ffn_post_norm);
 }
 
 // Tokens 0 .. n of the batch, from their ids to the residual stream after the last layer.
@@ -767,11 +845,13 @@ static rocq_result llama__head(llama_model *m, int64_t first, int64_t n) {
     const rocq_tensor x = rocq_tensor_slice(&m->x, 1, first, n);
     const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
     const rocq_tensor logits = rocq_tensor_slice(&m->logits, 1, 0, n);
-    const rocq_matmul_params project = {.y = &logits, .w = &m->output, .x = &h,
-                                        .bias = llama__maybe(&m->output_bias),
-                                        .softcap = m->final_softcap,
-                                        .precision = m->options.precision};
+    const llama_site *site = &m->adapters.sites[4 * m->n_layers];
+    rocq_matmul_params project = {.y = &logits, .w = &m->output, .x = &h,
+                                  .bias = llama__maybe(&m->output_bias),
+                                  .softcap = m->final_softcap, .precision = m->options.precision};
+    llama__adapt(m, site, 0, &project);
     LLAMA__TRY(llama__norm(m, &h, &x, &m->output_norm, &m->output_norm_bias));
+    LLAMA__TRY(llama__reduce(m, site, &h));
     LLAMA__RUN(m, MATMUL, matmul, &project);
     m->last = rocq_tensor_slice(&m->logits, 1, n - 1, 1);
     return ROCQ_OK;
@@ -843,6 +923,28 @@ static rocq_result llama__make_cache(llama_model *m) {
     return ROCQ_OK;
 }
 
+// The ops of batches and heads of n tokens, for every n up to 16, then in larger steps: few columns
+// may take another way than many.
+static rocq_result llama__measure_all(llama_model *m) {
+    const rocq_sample_params how = {.temperature = 1, .top_k = 40, .top_p = 0.9f, .min_p = 0.1f};
+    for (int64_t n = m->n_batch; n > 0; n -= n > 16 ? n / 4 : 1) LLAMA__TRY(llama__batch(m, n));
+    for (int64_t n = m->n_logits; n > 0; n -= n > 16 ? n / 4 : 1) LLAMA__TRY(llama__head(m, 0, n));
+    return llama__draw(m, &how);
+}
+
+// Reserves the scratch memory of ops, and records the step.
+static rocq_result llama__plan(llama_model *m) {
+    const int64_t had = m->op_scratch;
+    m->planning = true;
+    const rocq_result result = llama__measure_all(m);
+    m->planning = false;
+    memset(&m->last, 0, sizeof m->last);
+    LLAMA__TRY(result);
+    LLAMA__TRY(rocq_reserve(m->ctx, m->op_scratch));
+    m->scratch_bytes += m->op_scratch - had;
+    return llama__info(m).desc.no_graphs ? ROCQ_OK : llama__record(m, NULL);
+}
+
 // Everything that llama_eval and llama_sample use, so that they allocate nothing.
 static rocq_result llama__make_memory(llama_model *m) {
     rocq_arena arena;
@@ -853,22 +955,276 @@ static rocq_result llama__make_memory(llama_model *m) {
         return llama__fail(m, measured, "activations of %d tokens: %s", (int)m->n_batch,
                            rocq_result_message(measured));
     }
-    const int64_t size = arena.peak;
-    LLAMA__TRY(rocq_buffer_alloc(m->ctx, &m->memory, size));
+    m->scratch_bytes = arena.peak;
+    LLAMA__TRY(rocq_buffer_alloc(m->ctx, &m->memory, arena.peak));
     rocq_arena_init(&arena, &m->memory);
     LLAMA__TRY(llama__cut(m, &arena));
     LLAMA__TRY(llama__allocate(m, &m->staged, llama__staged_size(m)));
+    return llama__plan(m);
+}
 
-    // For every n up to 16, then in larger steps: few columns may take another way than many.
-    const rocq_sample_params how = {.temperature = 1, .top_k = 40, .top_p = 0.9f, .min_p = 0.1f};
-    m->planning = true;
-    for (int64_t n = m->n_batch; n > 0; n -= n > 16 ? n / 4 : 1) LLAMA__TRY(llama__batch(m, n));
-    for (int64_t n = m->n_logits; n > 0; n -= n > 16 ? n / 4 : 1) LLAMA__TRY(llama__head(m, 0, n));
-    LLAMA__TRY(llama__draw(m, &how));
-    m->planning = false;
-    memset(&m->last, 0, sizeof m->last);
-    m->scratch_bytes = size + m->op_scratch;
-    return rocq_reserve(m->ctx, m->op_scratch);
+// ---------------------------------------------------------------------------------------------
+// Adapters
+// ---------------------------------------------------------------------------------------------
+
+static int64_t llama__n_sites(const llama_model *m) { return 4 * (int64_t)m->n_layers + 1; }
+
+static size_t llama__sites_size(const llama_model *m) {
+    return (size_t)llama__n_sites(m) * sizeof(llama_site);
+}
+
+static void llama__free_adapters(llama_model *m, llama_adapters *adapters) {
+    rocq_buffer_free(m->ctx, &adapters->memory);
+    if (adapters->sites) llama__free(m, adapters->sites, llama__sites_size(m));
+    memset(adapters, 0, sizeof *adapters);
+}
+
+// Weight i of site k, and its name; NULL where there is none.
+static const rocq_tensor *llama__site_weight(const llama_model *m, int64_t k, int i,
+                                             char name[64]) {
+    static const struct {
+        size_t at[3];
+        int n;
+    } sites[4] = {
+        {{offsetof(llama_layer, q), offsetof(llama_layer, k), offsetof(llama_layer, v)}, 3},
+        {{offsetof(llama_layer, out), 0, 0}, 1},
+        {{offsetof(llama_layer, gate), offsetof(llama_layer, up), 0}, 2},
+        {{offsetof(llama_layer, down), 0, 0}, 1}};
+    snprintf(name, 64, "output.weight");
+    if (k == llama__n_sites(m) - 1) { // a tied one has no name of its own
+        return i == 0 && memcmp(&m->output, &m->embedding, sizeof m->output) != 0 ? &m->output
+                                                                                  : NULL;
+    }
+    for (int w = 0; i < sites[k % 4].n && w < LLAMA__N_WEIGHTS; w++) {
+        const struct llama__weight *of = &llama__weights[w];
+        if (of->at != sites[k % 4].at[i] || !(of->families & m->family_bit)) continue;
+        snprintf(name, 64, "blk.%d.%s", (int)(k / 4), of->name);
+        return (const rocq_tensor *)(const void *)((const char *)&m->layers[k / 4] + of->at);
+    }
+    return NULL;
+}
+
+// What goes on while adapters are read.
+typedef struct llama__loras {
+    const llama_lora *list;
+    llama_adapters now; // being made
+    const char *name;          // of the adapter that is looked at
+    int64_t n_pairs[LLAMA_LORAS];
+    int64_t most;              // largest R
+    rocq_arena *arena;
+    bool fills;                // else only measures
+} llama__loras;
+
+// Host memory in which a tensor is put together.
+typedef struct llama__bench {
+    void *bytes; // of a tensor of a file, then of the result
+    float *values, *stack;
+    size_t n_bytes, n_values;
+} llama__bench;
+
+// Encodes the stack and copies it to its tensor.
+static rocq_result llama__put(llama_model *m, llama__bench *b, const rocq_tensor *to) {
+    LLAMA__TRY(rocq_quantize(to->format, b->bytes, b->stack, to->ne[1], to->ne[0], NULL));
+    LLAMA__TRY(rocq_upload(m->ctx, to, b->bytes, rocq_tensor_size(to)));
+    return rocq_sync(m->ctx); // the memory is used again
+}
+
+static rocq_result llama__fill_site(llama_model *m, llama__loras *q, const llama_site *s,
+                                    lora_pair (*pairs)[LLAMA_LORAS], llama__bench *b) {
+    int64_t done = 0; // ranks of A
+    for (int i = 0; i < 3; i++) {
+        for (int j = 0; j < q->now.n; j++) {
+            const lora_pair *pair = &pairs[i][j];
+            if (pair->rank == 0) continue;
+            LLAMA__TRY(lora_read(m->ctx, q->list[j].file, &pair->a, b->bytes,
+                                 b->stack + done * s->a.ne[0]));
+            done += pair->rank;
+        }
+    }
+    LLAMA__TRY(llama__put(m, b, &s->a));
+    for (int i = 0; i < 3; i++) {
+        int64_t first = 0;
+        for (int j = 0; j < q->now.n; j++) {
+            const lora_pair *pair = &pairs[i][j];
+            const size_t row = (size_t)pair->rank * sizeof(float);
+            if (pair->rank == 0) continue;
+            LLAMA__TRY(lora_read(m->ctx, q->list[j].file, &pair->b, b->bytes, b->values));
+            for (int64_t r = 0; r < pair->b.ne[1]; r++) {
+                memcpy(b->stack + r * s->b[i].ne[0] + first, b->values + r * pair->rank, row);
+            }
+            first += pair->rank;
+        }
+        if (first > 0) LLAMA__TRY(llama__put(m, b, &s->b[i]));
+    }
+    return ROCQ_OK;
+}
+
+// Finds the adapters of a site, cuts its tensors from the arena and fills them. They are in F32
+// where the weights are, else in F16, but A is in Q8_0 where a GPU's norms write x in Q8_0 too.
+static rocq_result llama__make_site(llama_model *m, llama__loras *q, int64_t k) {
+    llama_site *s = &q->now.sites[k];
+    lora_pair pairs[3][LLAMA_LORAS];
+    llama__bench bench = {NULL, NULL, NULL, 0, 0};
+    int64_t all = 0, in = 0, n_ranks[3] = {0, 0, 0}, out[3] = {0, 0, 0};
+    rocq_format format_a = ROCQ_F32, format_b = ROCQ_F32;
+    memset(pairs, 0, sizeof pairs);
+    memset(s, 0, sizeof *s);
+    for (int i = 0; i < 3; i++) {
+        char name[64];
+        const rocq_tensor *w = llama__site_weight(m, k, i, name);
+        for (int j = 0; w && j < q->now.n; j++) {
+            lora_pair *pair = &pairs[i][j];
+            q->name = q->list[j].name;
+            LLAMA__TRY(lora_find(q->list[j].file, name, w->ne[0], w->ne[1], pair, m->error));
+            if (pair->rank == 0) continue;
+            s->rank[i][j] = (int32_t)pair->rank;
+            s->unit[i][j] = pair->scale;
+            q->n_pairs[j]++;
+            n_ranks[i] += pair->rank;
+            if (n_ranks[i] > 512) {
+                return llama__fail(m, ROCQ_E_UNSUPPORTED, "the ranks for %s are more than 512",
+                                   name);
+            }
+            in = w->ne[0];
+            out[i] = w->ne[1];
+            const size_t a = (size_t)pair->a.size, b = (size_t)pair->b.size;
+            const size_t values = (size_t)(pair->rank * (in > out[i] ? in : out[i]));
+            if (bench.n_bytes < (a > b ? a : b)) bench.n_bytes = a > b ? a : b;
+            if (bench.n_values < values) bench.n_values = values;
+            if (w->format == ROCQ_F32) continue;
+            format_a = m->few == ROCQ_Q8_0 && in % 32 == 0 ? ROCQ_Q8_0 : ROCQ_F16;
+            format_b = ROCQ_F16;
+        }
+        all += n_ranks[i];
+    }
+    q->name = NULL;
+    if (all == 0) return ROCQ_OK;
+    if (all > q->most) q->most = all;
+    LLAMA__TRY(rocq_tensor_2d(q->arena, &s->a, format_a, in, all));
+    if (format_a == ROCQ_Q8_0 && llama__info(m).backend == ROCQ_BACKEND_GPU) {
+        s->a.layout = ROCQ_LAYOUT_PLANAR;
+    }
+    LLAMA__TRY(rocq_tensor_1d(q->arena, &s->gate, ROCQ_F32, all));
+    size_t n_stack = (size_t)(in * all);
+    for (int i = 0; i < 3; i++) {
+        if (n_ranks[i] == 0) continue;
+        LLAMA__TRY(rocq_tensor_2d(q->arena, &s->b[i], format_b, n_ranks[i], out[i]));
+        if (n_stack < (size_t)(n_ranks[i] * out[i])) n_stack = (size_t)(n_ranks[i] * out[i]);
+    }
+    if (!q->fills) return ROCQ_OK;
+    const size_t bytes = bench.n_bytes > 4 * n_stack ? bench.n_bytes : 4 * n_stack;
+    const size_t room = (bytes + 63) / 64 * 64 + (bench.n_values + n_stack) * sizeof(float);
+    LLAMA__TRY(llama__allocate(m, &bench.bytes, room));
+    bench.values = (float *)(void *)((char *)bench.bytes + (bytes + 63) / 64 * 64);
+    bench.stack = bench.values + bench.n_values;
+    const rocq_result result = llama__fill_site(m, q, s, pairs, &bench);
+    llama__free(m, bench.bytes, room);
+    return result;
+}
+
+static rocq_result llama__make_sites(llama_model *m, llama__loras *q) {
+    for (int64_t k = 0; k < llama__n_sites(m); k++) LLAMA__TRY(llama__make_site(m, q, k));
+    return q->most > 0 ? rocq_tensor_2d(q->arena, &q->now.low, ROCQ_F32, q->most, m->n_batch)
+                       : ROCQ_OK;
+}
+
+static rocq_result llama__make_adapters(llama_model *m, llama__loras *q) {
+    const rocq_str family = {m->family, (int64_t)strlen(m->family)};
+    rocq_arena arena;
+    for (int32_t j = 0; j < q->now.n; j++) {
+        q->name = q->list[j].name;
+        if (!q->list[j].file || !(q->list[j].scale > -1e30f && q->list[j].scale < 1e30f)) {
+            return llama__fail(m, ROCQ_E_ARGUMENT, "there is no file, or the scale is %g",
+                               (double)q->list[j].scale);
+        }
+        q->now.scale[j] = q->list[j].scale;
+        LLAMA__TRY(lora_check(q->list[j].file, family, m->error));
+    }
+    LLAMA__TRY(llama__allocate(m, &q->now.sites, llama__sites_size(m)));
+    rocq_arena_init(&arena, NULL);
+    q->arena = &arena;
+    LLAMA__TRY(llama__make_sites(m, q));
+    for (int32_t j = 0; j < q->now.n; j++) {
+        const int64_t n = rocq_gguf_tensor_count(q->list[j].file);
+        q->name = q->list[j].name;
+        if (n == 2 * q->n_pairs[j] && n > 0) continue;
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "is no adapter for this model: of its %.0f "
+                           "tensors %.0f are for weights that can have one", (double)n,
+                           2 * (double)q->n_pairs[j]);
+    }
+    q->name = NULL;
+    if (q->most == 0) return ROCQ_OK;
+    LLAMA__TRY(rocq_buffer_alloc(m->ctx, &q->now.memory, arena.peak));
+    rocq_arena_init(&arena, &q->now.memory);
+    q->fills = true;
+    return llama__make_sites(m, q);
+}
+
+static rocq_result llama__upload_gates(llama_model *m) {
+    for (int64_t k = 0; k < llama__n_sites(m); k++) {
+        const llama_site *s = &m->adapters.sites[k];
+        float gate[3 * 512];
+        int64_t n = 0;
+        for (int i = 0; i < 3; i++) {
+            for (int j = 0; j < m->adapters.n; j++) {
+                const float scale = m->adapters.scale[j] * s->unit[i][j];
+                for (int32_t r = 0; r < s->rank[i][j]; r++) gate[n++] = scale;
+            }
+        }
+        if (n > 0) LLAMA__TRY(rocq_upload(m->ctx, &s->gate, gate, n * (int64_t)sizeof *gate));
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result llama__set_loras(llama_model *m, llama__loras *q) {
+    if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
+    if (q->now.n < 0 || q->now.n > LLAMA_LORAS || (q->now.n > 0 && !q->list)) {
+        return llama__fail(m, ROCQ_E_ARGUMENT, "%d adapters; there can be 0 to %d", (int)q->now.n,
+                           (int)LLAMA_LORAS);
+    }
+    rocq_result result = llama__make_adapters(m, q);
+    if (result == ROCQ_OK) result = rocq_sync(m->ctx);
+    if (result == ROCQ_OK) {
+        const llama_adapters had = m->adapters;
+        m->adapters = q->now;
+        q->now = had;
+        rocq_graph_destroy(m->ctx, &m->step);
+        result = llama__upload_gates(m);
+        if (result == ROCQ_OK) result = llama__plan(m);
+        if (result != ROCQ_OK) { // back to what was there, which needs no more memory
+            q->now = m->adapters;
+            m->adapters = had;
+            rocq_graph_destroy(m->ctx, &m->step);
+            if (!llama__info(m).desc.no_graphs) llama__record(m, NULL);
+        }
+    }
+    llama__free_adapters(m, &q->now);
+    return result;
+}
+
+static inline rocq_result llama_set_loras(llama_model *m, const llama_lora *loras, int32_t n) {
+    llama__loras q;
+    memset(&q, 0, sizeof q);
+    q.list = loras;
+    q.now.n = n;
+    m->error[0] = '\0';
+    const rocq_result result = llama__done(m, llama__set_loras(m, &q));
+    if (result != ROCQ_OK && q.name) {
+        char why[sizeof m->error];
+        memcpy(why, m->error, sizeof why);
+        snprintf(m->error, sizeof m->error, "%.200s: %.300s", q.name, why);
+    }
+    return result;
+}
+
+static inline rocq_result llama_scale_lora(llama_model *m, int32_t i, float scale) {
+    m->error[0] = '\0';
+    if (!m->ctx || i < 0 || i >= m->adapters.n || !(scale > -1e30f && scale < 1e30f)) {
+        return llama__fail(m, ROCQ_E_ARGUMENT, "there is no adapter %d, or the scale is %g", (int)i,
+                           (double)scale);
+    }
+    m->adapters.scale[i] = scale;
+    return llama__done(m, llama__upload_gates(m));
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -876,12 +1232,12 @@ static rocq_result llama__make_memory(llama_model *m) {
 // ---------------------------------------------------------------------------------------------
 
 static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
-    const rocq_info info = llama__info(m);
     int family = 0;
     m->few = rocq_operand_format(m->ctx, ROCQ_Q8_0, 1, m->options.precision);
     m->many = rocq_operand_format(m->ctx, ROCQ_Q8_0, LLAMA__FEW + 1, m->options.precision);
     LLAMA__TRY(llama__read_config(m, file, &family));
     LLAMA__TRY(llama__allocate(m, &m->layers, (size_t)m->n_layers * sizeof(llama_layer)));
+    LLAMA__TRY(llama__allocate(m, &m->adapters.sites, llama__sites_size(m)));
     LLAMA__TRY(llama__read_extras(m, file, family));
     m->n_ctx = m->n_ctx_train < 4096 ? m->n_ctx_train : 4096;
     if (m->options.n_ctx > 0) m->n_ctx = m->options.n_ctx;
@@ -896,8 +1252,7 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     LLAMA__TRY(llama__load_all(m, file, family));
     if (m->output.n_dims == 0) m->output = m->embedding; // tied
     llama__operands_of(m, m->output.format);
-    LLAMA__TRY(llama__make_memory(m));
-    return info.desc.no_graphs ? ROCQ_OK : llama__record(m, NULL);
+    return llama__make_memory(m);
 }
 
 static inline rocq_result llama_open(llama_model *m, rocq_ctx *ctx, const rocq_gguf *file,
@@ -945,6 +1300,7 @@ static inline void llama_close(llama_model *m) {
         llama__free(m, m->staged, llama__staged_size(m));
         rocq_buffer_free(m->ctx, &m->weights);
         llama__free(m, m->layers, (size_t)m->n_layers * sizeof(llama_layer));
+        llama__free_adapters(m, &m->adapters);
     }
     memset(m, 0, sizeof *m);
 }

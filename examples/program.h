@@ -102,15 +102,20 @@ static inline int end_program(bool good) {
 // Options
 // ---------------------------------------------------------------------------------------------
 
-enum { FLAG, TEXT, DEVICE, PRECISION, SHARING, INTEGER, NUMBER, SEED, BYTES };
+enum { FLAG, TEXT, TEXTS, DEVICE, PRECISION, SHARING, INTEGER, NUMBER, SEED, BYTES };
 
 typedef struct option {
     const char *name;
     int type;
     double low, high;
-    void *to; // bool, const char *, int32_t, float, uint64_t or int64_t, by type; a name's place in
-              // its list
+    void *to; // bool, const char *, texts, int32_t, float, uint64_t or int64_t, by type; a name's
+              // place in its list
 } option;
+
+typedef struct texts { // of an option that may be given several times
+    const char *text[8];
+    int32_t n;
+} texts;
 
 // A file beside this one's source, wherever the program is started.
 static inline const char *beside_source(const char *name, char *path, size_t size) {
@@ -140,6 +145,12 @@ static inline bool parse_value(const char *text, const option *o) {
     const bool number = plain && *end == '\0' && x >= o->low && x <= o->high;
     switch (o->type) {
     case TEXT: *(const char **)o->to = text; return true;
+    case TEXTS: {
+        texts *all = (texts *)o->to;
+        if (all->n == 8) return false;
+        all->text[all->n++] = text;
+        return true;
+    }
     case DEVICE:
     case PRECISION:
     case SHARING:

@@ -7,6 +7,14 @@
 // Q4_K, with Q6_K where it counts most: for the output matrix, and for attn_v and ffn_down of about
 // half of the layers. Vectors and norms are F32. A matrix whose rows are no whole number of
 // 256-element blocks takes a format of 32-element blocks of about the same precision, or else F16.
+// With --lora FILE[:X], which may be given several times, adapters (LoRA, see lora.h) are merged: to
+// each weight, decoded to F32, X times what the adapter adds is added before it is encoded again, so
+// that in a quantized format some of it is lost to rounding. The model then needs no adapter and no
+// time for one. With `keep` for a format weights keep theirs, and those without an adapter their
+// bytes.
+//
+//     ./quantize model-q4.gguf merged-q4.gguf keep --lora voice.gguf:0.8
+//
 // Works on one tensor at a time; memory is bounded by the largest. The output may be the input:
 // what is written has another name, out.gguf.part, until it is whole, and then takes the place of
 // what is there in one step (rocq_file_open). On any failure, and after Ctrl-C, out.gguf is as it
@@ -18,10 +26,24 @@
 
 #include "program.h"
 
+#include "lora.h"
+
+enum { MAX_LORAS = 8 };
+
+typedef struct adapter {
+    char path[1024];
+    float scale;
+    rocq_gguf *file;
+} adapter;
+
 typedef struct job {
     const char *in_path, *out_path;
     bool mix;           // q4_k_m
+    bool keep;          // each tensor's own format
     rocq_format format; // else
+    adapter adapters[MAX_LORAS];
+    int n_adapters;
+    rocq_buffer lora_file, lora; // a tensor as in its file; all that one weight has, in F32
     rocq_ctx *ctx;
     rocq_gguf *in;
     rocq_gguf_writer *out;
@@ -80,7 +102,7 @@ static rocq_format choose(const job *j, const rocq_gguf_tensor *t) {
     char name[256];
     int layer = -1;
     copy_name(name, t);
-    if (t->format == ROCQ_I32) return t->format;
+    if (t->format == ROCQ_I32 || j->keep) return t->format;
     if (t->n_dims < 2 || strstr(name, "norm")) return ROCQ_F32;
     if (!j->mix) return fit(j->format, t->ne[0]);
     const bool output = strcmp(name, j->tied ? "token_embd.weight" : "output.weight") == 0;
@@ -92,6 +114,7 @@ static rocq_format choose(const job *j, const rocq_gguf_tensor *t) {
 
 // llama.cpp's number for general.file_type, or -1.
 static int file_type(const job *j) {
+    if (j->keep) return -1;
     if (j->mix) return 15;
     switch (j->format) {
     case ROCQ_F32: return 0;
@@ -114,11 +137,91 @@ static int file_type(const job *j) {
     }
 }
 
+// What the adapters have for a weight.
+static bool find_pairs(const job *j, const rocq_gguf_tensor *t, lora_pair pairs[MAX_LORAS]) {
+    char name[256], error[512];
+    copy_name(name, t);
+    for (int i = 0; i < j->n_adapters; i++) {
+        if (lora_find(j->adapters[i].file, name, t->ne[0], t->ne[1], &pairs[i], error) != ROCQ_OK) {
+            return fail(j->adapters[i].path, error);
+        }
+    }
+    return true;
+}
+
+// Opens the adapters, and checks that all of each is for weights of the model.
+static bool open_adapters(job *j, rocq_str family) {
+    int64_t n_found[MAX_LORAS] = {0}, file = 1, floats = 1;
+    lora_pair pairs[MAX_LORAS];
+    rocq_gguf_tensor t;
+    char error[512];
+    for (int i = 0; i < j->n_adapters; i++) {
+        adapter *a = &j->adapters[i];
+        const rocq_gguf_desc source = {.path = a->path};
+        if (!check(j, a->path, rocq_gguf_open(j->ctx, &a->file, &source))) return false;
+        if (lora_check(a->file, family, error) != ROCQ_OK) return fail(a->path, error);
+    }
+    for (int64_t k = 0; j->n_adapters > 0 && k < rocq_gguf_tensor_count(j->in); k++) {
+        int64_t all = 0;
+        if (!check(j, j->in_path, rocq_gguf_tensor_at(j->in, k, &t))) return false;
+        if (!find_pairs(j, &t, pairs)) return false;
+        for (int i = 0; i < j->n_adapters; i++) {
+            if (pairs[i].rank == 0) continue;
+            n_found[i] += 2;
+            all += pairs[i].rank * (t.ne[0] + t.ne[1]);
+            if (pairs[i].a.size > file) file = pairs[i].a.size;
+            if (pairs[i].b.size > file) file = pairs[i].b.size;
+        }
+        if (all > floats) floats = all;
+    }
+    for (int i = 0; i < j->n_adapters; i++) {
+        if (n_found[i] == rocq_gguf_tensor_count(j->adapters[i].file)) continue;
+        return fail(j->adapters[i].path, "is no adapter for this model: it has tensors for others");
+    }
+    floats *= (int64_t)sizeof(float);
+    return check(j, "memory", rocq_buffer_alloc(j->ctx, &j->lora_file, file)) &&
+           check(j, "memory", rocq_buffer_alloc(j->ctx, &j->lora, floats));
+}
+
+// Reads a weight's adapters: of each A, then B. *any: whether there are some.
+static bool read_adapters(job *j, const rocq_gguf_tensor *t, lora_pair pairs[MAX_LORAS],
+                          bool *any) {
+    float *to = (float *)j->lora.host;
+    *any = false;
+    if (!find_pairs(j, t, pairs)) return false;
+    for (int i = 0; i < j->n_adapters; i++) {
+        const lora_pair *p = &pairs[i];
+        const adapter *from = &j->adapters[i];
+        if (p->rank == 0) continue;
+        *any = true;
+        if (!check(j, from->path, lora_read(j->ctx, from->file, &p->a, j->lora_file.host, to)) ||
+            !check(j, from->path, lora_read(j->ctx, from->file, &p->b, j->lora_file.host,
+                                            to + p->rank * t->ne[0]))) return false;
+        to += p->rank * (t->ne[0] + t->ne[1]);
+    }
+    return true;
+}
+
+// Adds what they add to row m of the weight, x.
+static void merge_row(const job *j, const rocq_gguf_tensor *t, const lora_pair pairs[MAX_LORAS],
+                      int64_t m, float *x) {
+    const float *from = (const float *)j->lora.host;
+    for (int i = 0; i < j->n_adapters; i++) {
+        const int64_t rank = pairs[i].rank;
+        const float *b = from + rank * t->ne[0] + m * rank;
+        for (int64_t r = 0; r < rank; r++) {
+            const float factor = j->adapters[i].scale * pairs[i].scale * b[r];
+            for (int64_t k = 0; k < t->ne[0]; k++) x[k] += factor * from[r * t->ne[0] + k];
+        }
+        from += rank * (t->ne[0] + t->ne[1]);
+    }
+}
+
 // Reads the input's directory and lays out the output's.
 static bool plan(job *j) {
     const rocq_gguf_desc source = {.path = j->in_path};
     rocq_gguf_tensor t;
-    rocq_str family;
+    rocq_str family = {"", 0};
     int64_t n_layers = 0, before = 1, after = 1, row = 1;
     char key[128];
     if (!check(j, j->in_path, rocq_gguf_open(j->ctx, &j->in, &source))) return false;
@@ -129,6 +232,7 @@ static bool plan(job *j) {
     }
     j->n_layers = n_layers > 0 && n_layers < 1 << 20 ? (int32_t)n_layers : 0;
     j->tied = rocq_gguf_find_tensor(j->in, "output.weight", &t) != ROCQ_OK;
+    if (!open_adapters(j, family)) return false;
 
     if (!check(j, j->out_path, rocq_file_open(j->ctx, &j->out_file, j->out_path))) return false;
     const rocq_gguf_writer_desc target = {.write = rocq_file_write, .user = j->out_file};
@@ -174,15 +278,20 @@ static bool convert(job *j, const rocq_gguf_tensor *t) {
     double error = 0, power = 0;
     int64_t from_bytes = 0, to_bytes = 0;
     char name[256], shape[64];
+    lora_pair pairs[MAX_LORAS];
+    bool merges = false;
     copy_name(name, t);
     if (!check(j, name, rocq_gguf_read(j->ctx, j->in, t, from)) ||
         !check(j, name, rocq_row_size(t->format, n, &from_bytes)) ||
-        !check(j, name, rocq_row_size(format, n, &to_bytes))) return false;
-    if (format == t->format) memcpy(to, from, (size_t)(to_bytes * n_rows));
-    for (int64_t i = 0; format != t->format && i < n_rows; i++) {
+        !check(j, name, rocq_row_size(format, n, &to_bytes)) ||
+        !read_adapters(j, t, pairs, &merges)) return false;
+    const bool encodes = format != t->format || merges;
+    if (!encodes) memcpy(to, from, (size_t)(to_bytes * n_rows));
+    for (int64_t i = 0; encodes && i < n_rows; i++) {
         if (stopped) return false;
-        if (!check(j, name, rocq_dequantize(t->format, x, from + i * from_bytes, n)) ||
-            !check(j, name, rocq_quantize(format, to + i * to_bytes, x, 1, n, NULL)) ||
+        if (!check(j, name, rocq_dequantize(t->format, x, from + i * from_bytes, n))) return false;
+        if (merges) merge_row(j, t, pairs, i, x);
+        if (!check(j, name, rocq_quantize(format, to + i * to_bytes, x, 1, n, NULL)) ||
             !check(j, name, rocq_dequantize(format, y, to + i * to_bytes, n))) return false;
         for (int64_t k = 0; k < n; k++) {
             error += ((double)y[k] - (double)x[k]) * ((double)y[k] - (double)x[k]);
@@ -215,16 +324,31 @@ static bool quantize(job *j) {
     // input closed: it may be the same file.
     const bool written = check_written(j, rocq_gguf_writer_close(&j->out));
     if (!written || !check_printed() || stopped) return false;
+    for (int i = 0; i < j->n_adapters; i++) rocq_gguf_close(&j->adapters[i].file);
     rocq_gguf_close(&j->in);
     return check(j, j->out_path, rocq_file_close(&j->out_file, true));
 }
 
+// in out format, then any number of --lora FILE[:X]
+static bool parse(job *j, int argc, char **argv) {
+    if (argc < 4 || argc % 2 != 0 || argc > 4 + 2 * MAX_LORAS) return false;
+    j->mix = strcmp(argv[3], "q4_k_m") == 0 || strcmp(argv[3], "Q4_K_M") == 0;
+    j->keep = strcmp(argv[3], "keep") == 0;
+    const bool all = !j->mix && !j->keep;
+    if (all && rocq_format_from_name(&j->format, argv[3]) != ROCQ_OK) return false;
+    if (all && j->format == ROCQ_I32) return false;
+    for (int i = 4; i < argc; i += 2) {
+        adapter *a = &j->adapters[j->n_adapters++];
+        if (strcmp(argv[i], "--lora") != 0) return false;
+        a->scale = lora_option(argv[i + 1], a->path, sizeof a->path);
+    }
+    return true;
+}
+
 int main(int argc, char **argv) {
     static job j; // zeroed
-    j.mix = argc == 4 && (strcmp(argv[3], "q4_k_m") == 0 || strcmp(argv[3], "Q4_K_M") == 0);
-    if (argc != 4 || (!j.mix && rocq_format_from_name(&j.format, argv[3]) != ROCQ_OK) ||
-        (!j.mix && j.format == ROCQ_I32)) {
-        fprintf(stderr, "usage: quantize in.gguf out.gguf q4_k_m|FORMAT\n"
+    if (!parse(&j, argc, argv)) {
+        fprintf(stderr, "usage: quantize in.gguf out.gguf q4_k_m|keep|FORMAT [--lora FILE[:X]]...\n"
                         "formats: f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q2_k q3_k q4_k q5_k q6_k"
                         " iq4_nl iq4_xs mxfp4\n");
         return 1;
@@ -237,6 +361,7 @@ int main(int argc, char **argv) {
     const bool good = quantize(&j);
     if (j.out) rocq_gguf_writer_close(&j.out);
     if (j.out_file) rocq_file_close(&j.out_file, false);
+    for (int i = 0; i < j.n_adapters; i++) rocq_gguf_close(&j.adapters[i].file);
     rocq_gguf_close(&j.in);
     rocq_close(&j.ctx); // with its buffers
     return end_program(good);

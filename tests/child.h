@@ -114,7 +114,7 @@ static void expect_failure(const outcome *o, const char *words) {
 }
 
 // What follows `label` in the statistics.
-static double statistic(const outcome *o, const char *label) {
+static inline double statistic(const outcome *o, const char *label) {
     const char *at = strstr(o->err, label);
     if (!at) fail_msg("no %s in: %s", label, o->err);
     return strtod(at + strlen(label), NULL);

@@ -22,7 +22,7 @@ static inline void *counted_calloc(size_t n, size_t size) {
     return ptr;
 }
 
-static void *counted_realloc(void *ptr, size_t size) {
+static inline void *counted_realloc(void *ptr, size_t size) {
     if (n_calls++ == fail_at) return NULL;
     void *moved = (realloc)(ptr, size);
     if (moved && !ptr) n_live++;

@@ -91,6 +91,8 @@ typedef struct peer_batch {
     X(bool, llama_memory_seq_rm, (void *memory, int32_t seq, int32_t first, int32_t end))          \
     X(void, llama_attach_threadpool, (void *context, void *pool, void *batch_pool))                \
     X(float *, llama_get_logits_ith, (void *context, int32_t i))                                   \
+    X(void *, llama_adapter_lora_init, (void *model, const char *path))                            \
+    X(int32_t, llama_set_adapters_lora, (void *context, void **adapters, size_t n, float *scales)) \
     X(int32_t, llama_tokenize, (const void *vocab, const char *text, int32_t length,               \
                                 int32_t *tokens, int32_t n_max, bool add_special, bool parse))     \
     X(int32_t, llama_token_to_piece, (const void *vocab, int32_t token, char *text,                \

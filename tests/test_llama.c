@@ -503,6 +503,190 @@ static void test_windows(void **state) {
     free(expected);
 }
 
+// Adapters of random numbers, two at once, of other ranks, formats, alphas and scales: llama.cpp's
+// logits over a prompt in batches and a run of single tokens. Switched off they change no bit.
+static const model_spec adapted[] = {
+    {"lora llama-F32", "llama", SIZES(256, 4, 2, 64, 320, 517), .formats = f32},
+    {"lora llama-F16", "llama", SIZES(256, 8, 4, 32, 320, 771), .formats = f16, .tied = true},
+    {"lora llama-Q4_K", "llama", SIZES(256, 8, 4, 64, 512, 1021), .formats = q4_K},
+    {"lora llama-biases", "llama", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, .biases = true},
+    {"lora qwen3-Q8_0", "qwen3", SIZES(256, 7, 1, 64, 352, 707), .formats = q8_0, .tied = true},
+    {"lora gemma2-F32", "gemma2", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA},
+    {"lora gpt2-F32", "gpt2", SIZES(256, 4, 4, 64, 320, 517), .formats = f32},
+    {"lora gpt2-Q4_0", "gpt2", SIZES(256, 8, 8, 32, 256, 909), .formats = q4_0, .tied = true},
+};
+
+enum { N_ADAPTED = sizeof adapted / sizeof *adapted, N_RUN = N_PROMPT + 4 };
+
+// The prompt, then one token at a time.
+static void eval_run(ours *o, const int32_t *tokens, float *logits) {
+    o->m.n_past = 0;
+    ours_eval(o, tokens, N_PROMPT, logits);
+    for (int32_t i = N_PROMPT; i < N_RUN; i++) {
+        ours_eval(o, &tokens[i], 1, logits + (int64_t)i * o->m.n_vocab);
+    }
+}
+
+static void test_lora(void **state) {
+    const model_spec *s = (const model_spec *)*state;
+    const bool exact = s->formats[0] == ROCQ_F32 || s->formats[0] == ROCQ_F16;
+    const double tolerance = exact ? 1e-5 : 1e-3;
+    const int64_t n = (int64_t)N_RUN * s->n_vocab;
+    float scales[2] = {2, -1.2f};
+    char path[2][256];
+    int32_t tokens[N_RUN];
+    float *expected = floats(n), *base = floats(n), *logits = floats(n);
+    rocq_gguf *file[2];
+    ours o;
+    if (!peer_open()) skip();
+    write_model(s, peer.quantize);
+    random_prompt(tokens, s->n_vocab, 7);
+    for (int32_t i = N_PROMPT; i < N_RUN; i++) tokens[i] = tokens[i - N_PROMPT];
+    const llama_options options = {.n_ctx = N_CTX, .n_batch = 16, .n_logits = 5,
+                                   .kv_format = exact ? "f32" : "f16"};
+    ours_open(&o, model_path(s->name), 2, &options);
+    llama_lora loras[2];
+    for (int i = 0; i < 2; i++) {
+        char name[64];
+        snprintf(name, sizeof name, "%s %d", s->name, i);
+        strcpy(path[i], model_path(name));
+        model_write_lora(o.ctx, s, path[i], i ? 5 : 16, i ? 0.0f : 24.0f, 5 + (uint64_t)i);
+        const rocq_gguf_desc from = {.path = path[i]};
+        assert_int_equal(rocq_gguf_open(o.ctx, &file[i], &from), ROCQ_OK);
+        loras[i].name = path[i];
+        loras[i].file = file[i];
+        loras[i].scale = scales[i];
+    }
+    peer_model p;
+    peer_load(&p, model_path(s->name), N_CTX, exact ? 0 : 1);
+    void *adapters[2];
+    for (int i = 0; i < 2; i++) {
+        adapters[i] = peer.llama_adapter_lora_init(p.model, path[i]);
+        if (!adapters[i]) fail_msg("llama.cpp does not load %s:\n%s", path[i], peer.log);
+    }
+    eval_run(&o, tokens, base);
+    if (llama_set_loras(&o.m, loras, 2) != ROCQ_OK) fail_msg("%s", o.m.error);
+    for (int i = 0; i < 2; i++) rocq_gguf_close(&file[i]); // read by now
+    double worst = 0;
+    for (int which = 1; which < 4; which++) { // one, the other, both
+        float now[2] = {which & 1 ? scales[0] : 0, which & 2 ? scales[1] : 0};
+        for (int i = 0; i < 2; i++) {
+            assert_int_equal(llama_scale_lora(&o.m, i, now[i]), ROCQ_OK);
+        }
+        assert_int_equal(peer.llama_set_adapters_lora(p.context, adapters, 2, now), 0);
+        peer_forget(&p);
+        peer_decode(&p, tokens, N_PROMPT, expected);
+        for (int32_t i = N_PROMPT; i < N_RUN; i++) {
+            peer_decode(&p, &tokens[i], 1, expected + (int64_t)i * s->n_vocab);
+        }
+        eval_run(&o, tokens, logits);
+        for (int32_t i = 0; i < N_RUN; i++) {
+            const int64_t at = (int64_t)i * s->n_vocab;
+            const double e = nmse(logits + at, expected + at, s->n_vocab);
+            if (!(e <= tolerance)) fail_msg("adapters %d, position %d: NMSE %g", which, i, e);
+            assert_true(nmse(base + at, expected + at, s->n_vocab) > 0.003); // they matter
+            if (e > worst) worst = e;
+        }
+    }
+    printf("# %s: NMSE at most %.2g\n", s->name, worst);
+    for (int i = 0; i < 2; i++) assert_int_equal(llama_scale_lora(&o.m, i, 0), ROCQ_OK);
+    eval_run(&o, tokens, logits);
+    assert_memory_equal(logits, base, (size_t)n * sizeof *logits);
+    assert_int_equal(llama_set_loras(&o.m, NULL, 0), ROCQ_OK);
+    for (int64_t i = 0; i < n; i++) logits[i] = NAN;
+    eval_run(&o, tokens, logits);
+    assert_memory_equal(logits, base, (size_t)n * sizeof *logits);
+    peer_close(&p);
+    ours_close(&o);
+    free(logits);
+    free(base);
+    free(expected);
+}
+
+// Files that are no adapters of the model: one line, and what was there still works.
+static void no_alpha(rocq_gguf_writer *w) {
+    assert_int_equal(rocq_gguf_writer_set_str(w, "adapter.lora.alpha", "1"), ROCQ_OK);
+}
+
+static void no_lora(rocq_gguf_writer *w) {
+    assert_int_equal(rocq_gguf_writer_set_str(w, "adapter.type", "control"), ROCQ_OK);
+}
+
+static void test_wrong_loras(void **state) {
+    (void)state;
+    const model_spec s = {"wrong-lora", "llama", SIZES(64, 2, 1, 32, 96, 301), .formats = q8_0};
+    model_spec cases[] = {s, s, s, s, s, s, s, s, s};
+    static const char *const messages[] = {
+        "general.architecture is \"qwen3\"", "is 4 x 64, expected 4 x 96",
+        "of its 30 tensors 28 are", "alpha", "adapter.type is \"control\"",
+        "tensor blk.1.attn_v.weight.lora_b is missing", "tensor blk.0.attn_q.weight.lora_a is missing",
+        "is 4 x 32, expected 5 x 32", "is 5 x 64, expected 4 x 64"};
+    cases[0].arch = "qwen3";
+    cases[1].n_ff = 64;
+    cases[2].n_layers = 0; // with output.weight, of a model that is tied
+    cases[3].edit = no_alpha;
+    cases[4].edit = no_lora;
+    cases[5].leave_out = "blk.1.attn_v.weight.lora_b";
+    cases[6].leave_out = "blk.0.attn_q.weight.lora_a";
+    cases[7].misshape = "blk.0.attn_k.weight.lora_a";
+    cases[8].misshape = "blk.1.attn_q.weight.lora_b";
+    enum { N_CASES = sizeof cases / sizeof *cases };
+    model_spec model = s;
+    model.tied = true;
+    write_model(&model, NULL);
+    const llama_options options = {.n_ctx = N_CTX, .n_logits = N_PROMPT};
+    const int64_t n = (int64_t)N_RUN * s.n_vocab;
+    float *expected = floats(n), *logits = floats(n);
+    int32_t tokens[N_RUN];
+    ours o;
+    random_prompt(tokens, s.n_vocab, 8);
+    for (int32_t i = N_PROMPT; i < N_RUN; i++) tokens[i] = tokens[i - N_PROMPT];
+    ours_open(&o, model_path(s.name), 1, &options);
+    const char *path = model_path("wrong-lora-adapter");
+    char good[256];
+    strcpy(good, path);
+    model_write_lora(o.ctx, &model, good, 4, 8, 1);
+    const rocq_gguf_desc from = {.path = good};
+    llama_lora lora = {good, NULL, 1};
+    rocq_gguf *file;
+    assert_int_equal(rocq_gguf_open(o.ctx, &file, &from), ROCQ_OK);
+    lora.file = file;
+    if (llama_set_loras(&o.m, &lora, 1) != ROCQ_OK) fail_msg("%s", o.m.error);
+    eval_run(&o, tokens, expected);
+    for (int i = -3; i < N_CASES; i++) {
+        rocq_gguf *wrong = NULL;
+        const char *message = i == -3 ? "is no adapter" : i == -2 ? "there is no file" : "0 to 8";
+        llama_lora two[9] = {lora, lora};
+        int32_t count = i == -1 ? 9 : 2;
+        if (i == -3) {
+            const rocq_gguf_desc whole = {.path = model_path(s.name)}; // a model
+            assert_int_equal(rocq_gguf_open(o.ctx, &wrong, &whole), ROCQ_OK);
+        } else if (i >= 0) {
+            char bad[256];
+            strcpy(bad, model_path("wrong-lora-bad"));
+            model_write_lora(o.ctx, &cases[i], bad, 4, 8, 1);
+            const rocq_gguf_desc whole = {.path = bad};
+            assert_int_equal(rocq_gguf_open(o.ctx, &wrong, &whole), ROCQ_OK);
+            message = messages[i];
+        }
+        two[1].file = wrong;
+        two[1].name = "the second";
+        if (llama_set_loras(&o.m, two, count) == ROCQ_OK) fail_msg("case %d is accepted", i);
+        if (!strstr(o.m.error, message)) fail_msg("case %d: \"%s\"", i, o.m.error);
+        assert_true(i == -1 || strncmp(o.m.error, "the second: ", 12) == 0);
+        assert_null(strchr(o.m.error, '\n'));
+        eval_run(&o, tokens, logits);
+        assert_memory_equal(logits, expected, (size_t)n * sizeof *logits);
+        rocq_gguf_close(&wrong);
+    }
+    assert_int_equal(llama_scale_lora(&o.m, 1, 1), ROCQ_E_ARGUMENT);
+    assert_int_equal(llama_scale_lora(&o.m, 0, NAN), ROCQ_E_ARGUMENT);
+    rocq_gguf_close(&file);
+    ours_close(&o);
+    free(logits);
+    free(expected);
+}
+
 typedef struct cache {
     const char *name, *format;
     int32_t type;     // ggml's
@@ -829,7 +1013,7 @@ int main(void) {
     static const char *const families[N_BATCHES] = {"llama-F32", "qwen2-F32", "qwen3-F32",
                                                     "gemma2-F32", "gpt2-F32"};
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32", "gemma2-F32"};
-    static struct CMUnitTest tests[N_SPECS + N_CACHES + N_BATCHES + 4 + 4 + N_SAVED];
+    static struct CMUnitTest tests[N_SPECS + N_ADAPTED + N_CACHES + N_BATCHES + 4 + 5 + N_SAVED];
     static char names[N_BATCHES][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
@@ -848,6 +1032,11 @@ int main(void) {
             tests[n++].initial_state = (void *)(uintptr_t)&specs[i];
         }
     }
+    for (int32_t i = 0; i < N_ADAPTED; i++) {
+        tests[n] = (struct CMUnitTest){.name = adapted[i].name, .test_func = test_lora};
+        tests[n++].initial_state = (void *)(uintptr_t)&adapted[i];
+    }
+    tests[n++] = (struct CMUnitTest){.name = "wrong adapters", .test_func = test_wrong_loras};
     for (int32_t i = 0; i < N_CACHES; i++) {
         tests[n] = (struct CMUnitTest){.name = caches[i].name, .test_func = test_cache};
         tests[n++].initial_state = (void *)(uintptr_t)&caches[i];
