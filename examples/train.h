@@ -166,19 +166,17 @@ typedef struct trainer {
     rocq_format format;      // of matrices in the file that is being written
     rocq_graph *passes[2][2]; // a micro-batch: [is it the step's first] [its last, with AdamW]
     rocq_graph *losses_only;
-    void *host;              // staged inputs, out, and losses
-    int64_t host_bytes;
-    int32_t *staged;         // [3 N + 1]
+    int32_t *staged;         // [3 N + 1], the inputs, for one upload; with it, in host_bytes:
     float *results;          // [ROCQ_TRAIN_STATE + N]
     float *all_losses;       // [n_accumulate N]
+    int64_t host_bytes;
     bool broken;             // a call failed half way: weights and state may not fit together
 } trainer;
 
 // Takes all memory that a step will ever need and records its ops, so that train_step allocates
-// nothing. All weights that are trained must be finite in F32, F16 or BF16; without rank those are
-// all of the model's, converted to F32. While the trainer is open the model must be, and *t must
-// not move; the model itself keeps its own weights. On failure everything is freed again, and *t is
-// zero but for t->error.
+// nothing. Without rank all weights of the model, in any format, are converted to F32 and trained;
+// the model itself keeps its own. While the trainer is open the model must be, and *t must not
+// move. On failure everything is freed again, and *t is zero but for t->error.
 static inline rocq_result train_open(trainer *t, llama_model *model, const train_options *options);
 static inline void train_close(trainer *t); // twice, or on a zeroed struct, is harmless
 
@@ -195,7 +193,8 @@ static inline rocq_result train_evaluate(trainer *t, const train_batch *batch, f
 // give the same bits as if the run had never been interrupted. It is a file of rocq_file_open: path
 // is the old file or the new one, whenever the program dies. train_load refuses checkpoints that
 // are cut short, of another model, or of other options where those matter (rank, alpha, targets,
-// moments8), with one line in t->error, and changes nothing then.
+// moments8), with one line in t->error, and changes nothing then. Where the disk fails while it
+// reads, no call but train_load is taken until one succeeds.
 static inline rocq_result train_save(trainer *t, const char *path);
 static inline rocq_result train_load(trainer *t, const char *path);
 

@@ -1,6 +1,6 @@
 // examples/train.h against PyTorch: small models of every family, which tests/training.py writes,
-// trained for twenty steps; memory budgets; checkpoints; the files that come out, which llama.h reads;
-// and what has to be refused.
+// trained for twenty steps, whole and by adapters; adapters over quantized weights; memory budgets;
+// checkpoints; the files that come out, which llama.cpp and llama.h read; and what has to be refused.
 
 #define _POSIX_C_SOURCE 200809L // setenv, mkdir
 
@@ -16,7 +16,13 @@
 
 #include "../examples/train.h"
 
+#include "llama_cpp.h"
 #include "models.h"
+
+#ifndef TRAIN_BACKEND // tests/test_train_gpu.c runs some of it on the stand-in of a GPU
+#define TRAIN_BACKEND ROCQ_BACKEND_CPU
+#define TRAIN_TEARDOWN NULL
+#endif
 
 #define FOLDER ".build/tests/train-models"
 
@@ -48,7 +54,7 @@ static void rig_open_model(rig *r, const char *path, int32_t n_threads) {
     rocq_desc desc = {0};
     llama_options small = {0};
     memset(r, 0, sizeof *r);
-    desc.prefer = ROCQ_BACKEND_CPU;
+    desc.prefer = TRAIN_BACKEND;
     desc.n_threads = n_threads;
     small.n_ctx = 48;
     small.n_batch = 48;
@@ -174,7 +180,8 @@ static void expect_near(const char *what, int i, double x, double reference, dou
 }
 
 // Every weight, as one relative distance, and so the way that it went.
-static void expect_same_weights(const char *name, torch_run *p, trainer *t, const float *first) {
+static void expect_same_weights(const char *name, torch_run *p, trainer *t, const float *first,
+                                double loose) {
     float *values = masters_of(t);
     double error = 0, power = 0, way = 0;
     for (int32_t i = 0; i < t->n_params; i++) {
@@ -188,7 +195,7 @@ static void expect_same_weights(const char *name, torch_run *p, trainer *t, cons
             w += (y - from) * (y - from);
             power += y * y;
         }
-        if (!(sqrt(e) <= 3e-3 * sqrt(w)))
+        if (!(sqrt(e) <= loose * 3e-3 * sqrt(w)))
             fail_msg("%s: %s went elsewhere: %g of %g", name, param->name, sqrt(e), sqrt(w));
         error += e;
         way += w;
@@ -196,23 +203,25 @@ static void expect_same_weights(const char *name, torch_run *p, trainer *t, cons
     }
     print_message("    %-12s weights %.2g, of their way %.2g\n", name, sqrt(error / power),
                   sqrt(error / way));
-    if (!(sqrt(error) <= 1e-4 * sqrt(power))) fail_msg("%s: weights differ", name);
-    if (!(sqrt(error) <= 1e-3 * sqrt(way))) fail_msg("%s: weights went elsewhere", name);
+    if (!(sqrt(error) <= loose * 1e-4 * sqrt(power))) fail_msg("%s: weights differ", name);
+    if (!(sqrt(error) <= loose * 1e-3 * sqrt(way))) fail_msg("%s: weights went elsewhere", name);
     free(values);
 }
 
-static void twenty_steps_of(const char *name) {
+// loose: how many times the tolerance of F32.
+static void twenty_steps_as(const char *name, rocq_precision precision, double loose) {
     torch_run p;
     rig r;
     torch_open(&p, name);
+    p.how.precision = precision;
     rig_open(&r, path_of(name), &p.how, 2);
     float *first = masters_of(&r.t);
     for (int i = 0; i < STEPS; i++) {
         const train_batch batch = torch_batch(&p, i);
         double mean = 0, total = 0;
         step(&r.t, &batch, p.lr);
-        expect_near(name, i, r.t.result.loss, (double)p.losses[i], 1e-4);
-        expect_near(name, i, (double)r.t.result.norm, (double)p.norms[i], 1e-3);
+        expect_near(name, i, r.t.result.loss, (double)p.losses[i], loose * 1e-4);
+        expect_near(name, i, (double)r.t.result.norm, (double)p.norms[i], loose * 1e-3);
         for (int64_t k = 0; k < p.n; k++) {
             if (batch.targets[k] < 0) assert_true(r.t.losses[k] == 0);
             else total += (double)batch.weights[k];
@@ -222,17 +231,26 @@ static void twenty_steps_of(const char *name) {
         assert_int_equal(r.t.result.n_steps, i + 1);
         assert_false(r.t.result.skipped);
     }
-    expect_same_weights(name, &p, &r.t, first);
+    expect_same_weights(name, &p, &r.t, first, loose);
     free(first);
     rig_close(&r);
     torch_close(&p);
 }
+
+static void twenty_steps_of(const char *name) { twenty_steps_as(name, ROCQ_PRECISION_AUTO, 1); }
 
 static void gpt2_agrees_with_pytorch(void **state) { (void)state; twenty_steps_of("gpt2"); }
 static void llama_agrees_with_pytorch(void **state) { (void)state; twenty_steps_of("llama"); }
 static void qwen2_agrees_with_pytorch(void **state) { (void)state; twenty_steps_of("qwen2"); }
 static void qwen3_agrees_with_pytorch(void **state) { (void)state; twenty_steps_of("qwen3"); }
 static void gemma2_agrees_with_pytorch(void **state) { (void)state; twenty_steps_of("gemma2"); }
+static void adapters_agree_with_pytorch(void **state) {
+    (void)state;
+    twenty_steps_of("lora");
+    twenty_steps_of("lora-gpt2");
+    twenty_steps_of("lora-gemma2");
+}
+
 // ---- the same bits ------------------------------------------------------------------------------
 
 // Losses and weights after n steps of a run.
@@ -485,6 +503,162 @@ static void checkpoints_of_others_are_refused(void **state) {
     rig_close(&r);
 }
 
+// ---- adapters over quantized weights ------------------------------------------------------------
+
+// A copy of a model with other formats of its matrices: quantized, or quantized and decoded again.
+static void convert(const char *from, const char *to, rocq_format format, bool decode) {
+    rocq_ctx *ctx = NULL;
+    rocq_desc desc = {0};
+    rocq_gguf_writer *out = NULL;
+    rocq_gguf_writer_desc target = {0};
+    desc.prefer = ROCQ_BACKEND_CPU;
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    rocq_gguf *file = gguf_open(ctx, from);
+    target.path = to;
+    assert_int_equal(rocq_gguf_writer_open(ctx, &out, &target), ROCQ_OK);
+    assert_int_equal(rocq_gguf_writer_set_from(out, file), ROCQ_OK);
+    for (int pass = 0; pass < 2; pass++) {
+        for (int64_t i = 0; i < rocq_gguf_tensor_count(file); i++) {
+            rocq_gguf_tensor t;
+            char name[64];
+            assert_int_equal(rocq_gguf_tensor_at(file, i, &t), ROCQ_OK);
+            const bool matrix = t.n_dims > 1;
+            const rocq_format f = matrix && !decode ? format : ROCQ_F32;
+            if (pass == 0) {
+                assert_int_equal(rocq_gguf_writer_add_tensor(out, train__name(&t, name), f, t.n_dims,
+                                                             t.ne), ROCQ_OK);
+                continue;
+            }
+            const int64_t n = t.ne[0] * t.ne[1];
+            int64_t row = 0;
+            float *values = (float *)malloc((size_t)n * 4);
+            if (matrix) assert_int_equal(rocq_row_size(format, t.ne[0], &row), ROCQ_OK);
+            void *codes = malloc((size_t)(row * t.ne[1]) + 1);
+            assert_true(values && codes);
+            assert_int_equal(rocq_gguf_read(ctx, file, &t, values), ROCQ_OK);
+            if (matrix) {
+                assert_int_equal(rocq_quantize(format, codes, values, t.ne[1], t.ne[0], NULL),
+                                 ROCQ_OK);
+                assert_int_equal(rocq_dequantize(format, values, codes, n), ROCQ_OK);
+            }
+            assert_int_equal(f == ROCQ_F32 ? rocq_gguf_writer_write(out, values, n * 4)
+                                           : rocq_gguf_writer_write(out, codes, row * t.ne[1]),
+                             ROCQ_OK);
+            free(values);
+            free(codes);
+        }
+    }
+    assert_int_equal(rocq_gguf_writer_close(&out), ROCQ_OK);
+    rocq_gguf_close(&file);
+    rocq_close(&ctx);
+}
+
+static double relative(const float *x, const float *y, int64_t n) {
+    double error = 0, power = 0;
+    for (int64_t i = 0; i < n; i++) {
+        error += ((double)x[i] - (double)y[i]) * ((double)x[i] - (double)y[i]);
+        power += (double)y[i] * (double)y[i];
+    }
+    return sqrt(error / power);
+}
+
+// Over weights in any format adapters learn what they learn over the same weights in F32, which
+// PyTorch has confirmed.
+static void adapters_learn_over_quantized_weights(void **state) {
+    (void)state;
+    static const rocq_format formats[] = {ROCQ_Q4_K, ROCQ_Q6_K, ROCQ_Q8_0, ROCQ_Q4_0, ROCQ_IQ4_XS,
+                                          ROCQ_F16,  ROCQ_BF16};
+    for (size_t k = 0; k < sizeof formats / sizeof *formats; k++) {
+        torch_run p;
+        rig coded, plain;
+        char path[2][256];
+        snprintf(path[0], sizeof path[0], "%s", path_of("wide-coded"));
+        snprintf(path[1], sizeof path[1], "%s", path_of("wide-plain"));
+        convert(path_of("wide"), path[0], formats[k], false);
+        convert(path_of("wide"), path[1], formats[k], true);
+        torch_open(&p, "wide");
+        rig_open(&coded, path[0], &p.how, 2);
+        rig_open(&plain, path[1], &p.how, 2);
+        assert_int_equal(coded.model.layers[0].q.format, formats[k]);
+        assert_int_equal(plain.model.layers[0].q.format, ROCQ_F32);
+        for (int i = 0; i < 6; i++) {
+            const train_batch batch = torch_batch(&p, i);
+            step(&coded.t, &batch, p.lr);
+            step(&plain.t, &batch, p.lr);
+            expect_near("quantized", i, coded.t.result.loss, plain.t.result.loss, 1e-5);
+            expect_near("quantized", i, (double)coded.t.result.norm, (double)plain.t.result.norm,
+                        1e-4);
+        }
+        float *x = masters_of(&coded.t), *y = masters_of(&plain.t);
+        const double away = relative(x, y, coded.t.n_weights);
+        if (!(away <= 1e-4)) fail_msg("%s: %g", rocq_format_name(formats[k]), away);
+        free(x);
+        free(y);
+        rig_close(&coded);
+        rig_close(&plain);
+        torch_close(&p);
+    }
+}
+
+static double mean_loss(trainer *t, const train_batch *batch) {
+    float losses[64];
+    double sum = 0;
+    int32_t n = 0;
+    assert_int_equal(train_evaluate(t, batch, losses), ROCQ_OK);
+    for (int64_t i = 0; i < t->n; i++) {
+        sum += batch->targets[i] >= 0 ? (double)losses[i] : 0;
+        n += batch->targets[i] >= 0;
+    }
+    return sum / n;
+}
+
+// The gradient of each half of each adapter, at its largest entry, against differences of the loss.
+static void gradients_are_differences_of_the_loss(void **state) {
+    (void)state;
+    torch_run p;
+    rig r;
+    char path[256];
+    snprintf(path, sizeof path, "%s", path_of("wide-coded"));
+    convert(path_of("wide"), path, ROCQ_Q4_K, false);
+    torch_open(&p, "wide");
+    rig_open(&r, path, &p.how, 2);
+    for (int i = 0; i < 8; i++) { // until B is no longer 0
+        const train_batch batch = torch_batch(&p, i);
+        step(&r.t, &batch, 1e-2f);
+    }
+    const train_batch batch = {p.ids, p.aims, NULL};
+    step(&r.t, &batch, 0);
+    for (int32_t i = 0; i < r.t.n_params; i++) {
+        const rocq_tensor w = train__view(&r.t.params[i], &r.t.masters);
+        const rocq_tensor dw = train__view(&r.t.params[i], &r.t.gradients);
+        const int64_t n = rocq_tensor_count(&w);
+        float *values = (float *)malloc((size_t)n * 4), *gradient = (float *)malloc((size_t)n * 4);
+        assert_true(values && gradient);
+        assert_int_equal(rocq_download(r.ctx, values, &w, n * 4), ROCQ_OK);
+        assert_int_equal(rocq_download(r.ctx, gradient, &dw, n * 4), ROCQ_OK);
+        int64_t best = 0;
+        for (int64_t k = 0; k < n; k++) {
+            if (fabsf(gradient[k]) > fabsf(gradient[best])) best = k;
+        }
+        const float was = values[best], h = 4e-3f;
+        values[best] = was + h;
+        assert_int_equal(rocq_upload(r.ctx, &w, values, n * 4), ROCQ_OK);
+        const double above = mean_loss(&r.t, &batch);
+        values[best] = was - h;
+        assert_int_equal(rocq_upload(r.ctx, &w, values, n * 4), ROCQ_OK);
+        const double below = mean_loss(&r.t, &batch);
+        values[best] = was;
+        assert_int_equal(rocq_upload(r.ctx, &w, values, n * 4), ROCQ_OK);
+        const double slope = (above - below) / (2 * (double)h);
+        if (!(fabs(slope - (double)gradient[best]) <= 1e-2 * fabs(slope)))
+            fail_msg("%s: gradient %g, slope %g", r.t.params[i].name, (double)gradient[best], slope);
+        free(values);
+        free(gradient);
+    }
+    rig_close(&r);
+    torch_close(&p);
+}
+
 // ---- what comes out -----------------------------------------------------------------------------
 
 enum { N_TEXT = 24 };
@@ -553,6 +727,81 @@ static void the_written_model_is_the_trained_one(void **state) {
             free(logits);
             rig_close(&again);
         }
+        rig_close(&r);
+    }
+}
+
+// Adapters that were trained, in llama.cpp: the losses that the trainer saw. Without them the losses
+// are others.
+static const rocq_format f32[] = {ROCQ_F32, ROCQ_I32}, q8_0[] = {ROCQ_Q8_0, ROCQ_I32},
+    q4_K[] = {ROCQ_Q6_K, ROCQ_Q4_K, ROCQ_Q4_K, ROCQ_Q6_K, ROCQ_Q4_K, ROCQ_Q4_K, ROCQ_I32};
+
+#define SIZES(embd, heads, kv_heads, dim, ff, vocab)                                            \
+    .n_embd = embd, .n_heads = heads, .n_kv_heads = kv_heads, .head_dim = dim, .n_ff = ff,      \
+    .n_vocab = vocab
+
+static const model_spec adapted[] = {
+    {"train llama-F32", "llama", SIZES(128, 4, 2, 32, 160, 517), .formats = f32},
+    {"train llama-Q4_K", "llama", SIZES(256, 4, 2, 64, 256, 517), .formats = q4_K},
+    {"train qwen3-Q8_0", "qwen3", SIZES(128, 4, 2, 64, 160, 401), .formats = q8_0, .tied = true},
+    {"train gemma2-F32", "gemma2", SIZES(128, 4, 2, 64, 160, 517), .formats = f32, .n_layers = 3,
+     .tied = true, .window = 16, .attention_cap = 1, .final_cap = 30},
+    {"train gpt2-F32", "gpt2", SIZES(128, 4, 4, 32, 160, 517), .formats = f32},
+};
+
+static void expect_other_losses(const float *logits, int32_t n_vocab, const int32_t *targets,
+                                const float *losses) {
+    double most = 0;
+    for (int32_t i = 0; i < N_TEXT; i++) {
+        const double s = surprise(logits + (int64_t)i * n_vocab, n_vocab, targets[i]);
+        most = fmax(most, fabs(s - (double)losses[i]));
+    }
+    assert_true(most > 0.5);
+}
+
+static void llama_cpp_reads_the_adapter(void **state) {
+    (void)state;
+    if (!peer_open()) skip();
+    for (size_t k = 0; k < sizeof adapted / sizeof *adapted; k++) {
+        const model_spec *s = &adapted[k];
+        // llama.cpp multiplies quantized weights with activations of 8 bits.
+        const double tolerance = s->formats == f32 ? 2e-4 : 5e-2;
+        rig r;
+        train_options how = {0};
+        int32_t ids[N_TEXT], targets[N_TEXT];
+        float losses[N_TEXT], scale = 1;
+        char base[256];
+        rocq_ctx *ctx = NULL;
+        assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+        strcpy(base, model_path(s->name));
+        model_write(ctx, s, base, peer.quantize);
+        rocq_close(&ctx);
+        how.n_tokens = N_TEXT;
+        how.rank = 5;
+        how.alpha = 12;
+        rig_open(&r, base, &how, 2);
+        text_of(s->n_vocab, ids, targets);
+        const train_batch batch = {ids, targets, NULL};
+        for (int i = 0; i < 12; i++) step(&r.t, &batch, 1e-2f);
+        assert_int_equal(train_evaluate(&r.t, &batch, losses), ROCQ_OK);
+        if (train_write_lora(&r.t, path_of("adapter")) != ROCQ_OK) fail_msg("%s", r.t.error);
+        expect_refused(&r.t, train_write_gguf(&r.t, r.file, ROCQ_F32, "x"), ROCQ_E_ARGUMENT,
+                       "adapters");
+
+        float *logits = (float *)malloc((size_t)N_TEXT * (size_t)s->n_vocab * 4);
+        assert_non_null(logits);
+        peer_model p;
+        peer_load(&p, base, 64, 0);
+        peer_decode(&p, ids, N_TEXT, logits);
+        expect_other_losses(logits, s->n_vocab, targets, losses);
+        void *adapter = peer.llama_adapter_lora_init(p.model, path_of("adapter"));
+        if (!adapter) fail_msg("llama.cpp does not load the adapter: %s", peer.log);
+        assert_int_equal(peer.llama_set_adapters_lora(p.context, &adapter, 1, &scale), 0);
+        peer_forget(&p);
+        peer_decode(&p, ids, N_TEXT, logits);
+        expect_losses(s->name, logits, s->n_vocab, targets, losses, tolerance);
+        peer_close(&p);
+        free(logits);
         rig_close(&r);
     }
 }
@@ -704,21 +953,29 @@ static int write_models(void **state) {
 
 int main(int argc, char **argv) {
     if (argc > 1) cmocka_set_test_filter(argv[1]);
+#ifdef TRAIN_GPU_TESTS
+    const struct CMUnitTest tests[] = {TRAIN_GPU_TESTS};
+#else
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gpt2_agrees_with_pytorch),
         cmocka_unit_test(llama_agrees_with_pytorch),
         cmocka_unit_test(qwen2_agrees_with_pytorch),
         cmocka_unit_test(qwen3_agrees_with_pytorch),
         cmocka_unit_test(gemma2_agrees_with_pytorch),
+        cmocka_unit_test(adapters_agree_with_pytorch),
         cmocka_unit_test(bits_do_not_depend_on_threads),
         cmocka_unit_test(layers_computed_again_give_the_same_bits),
         cmocka_unit_test(a_resumed_run_gives_the_same_bits),
         cmocka_unit_test(a_truncated_checkpoint_is_refused_at_every_byte),
         cmocka_unit_test(checkpoints_of_others_are_refused),
+        cmocka_unit_test(adapters_learn_over_quantized_weights),
+        cmocka_unit_test(gradients_are_differences_of_the_loss),
         cmocka_unit_test(the_written_model_is_the_trained_one),
+        cmocka_unit_test(llama_cpp_reads_the_adapter),
         cmocka_unit_test(bad_calls_are_refused),
         cmocka_unit_test(steps_without_a_finite_gradient_are_skipped),
         cmocka_unit_test(steps_allocate_nothing),
     };
-    return cmocka_run_group_tests(tests, write_models, NULL);
+#endif
+    return cmocka_run_group_tests(tests, write_models, TRAIN_TEARDOWN);
 }

@@ -122,7 +122,7 @@ static double column(const char *path, int row, int n) {
 // All weights, and adapters: the loss falls, the files are there, and the log says what was done.
 static void test_training(void **state) {
     (void)state;
-    for (int i = 0; i < 1; i++) {
+    for (int i = 0; i < 2; i++) {
         const char *more[] = {i ? "--lora" : "--decay", i ? "4" : "0.1"};
         remove(OUT);
         const outcome *o = RUN(small_path, "--data", TEXT_FILE, "--documents", USUAL, "--steps", "30",
