@@ -9680,11 +9680,14 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
 
 enum { ROCQ__LORA_RANK = ROCQ__MM_SEGMENT }; // the most, so that eight rows of lora_b are a panel
 
-// Eight rows of floats, n long, become n rows of eight.
-static void rocq__mm_turn_scalar(float (*to)[ROCQ__MM_ROWS], const float *const *row, int64_t i,
-                                 int64_t n) {
+// Elements i to n of eight rows of F32, or of F16 with half, become rows of eight floats.
+static void rocq__mm_turn_scalar(float (*to)[ROCQ__MM_ROWS], const unsigned char *const *row,
+                                 bool half, int64_t i, int64_t n) {
     for (; i < n; i++) {
-        for (int r = 0; r < ROCQ__MM_ROWS; r++) to[i][r] = row[r][i];
+        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+            to[i][r] = half ? rocq__f16_at(row[r] + 2 * i)
+                            : ((const float *)(const void *)row[r])[i];
+        }
     }
 }
 
@@ -9699,17 +9702,21 @@ static void rocq__mm_adapt_scalar(float *sums, float (*rows)[ROCQ__MM_ROWS], int
 }
 
 #if ROCQ__HAS_V8
-static ROCQ__SIMD void rocq__mm_turn_simd(float (*to)[ROCQ__MM_ROWS], const float *const *row,
-                                          int64_t i, int64_t n) {
+static ROCQ__SIMD void rocq__mm_turn_simd(float (*to)[ROCQ__MM_ROWS],
+                                          const unsigned char *const *row, bool half, int64_t i,
+                                          int64_t n) {
     for (; i + 8 <= n; i += 8) {
         rocq__v8 v[8];
         ROCQ__UNROLL
-        for (int r = 0; r < 8; r++) v[r] = rocq__v8_load(row[r] + i);
+        for (int r = 0; r < 8; r++) {
+            v[r] = half ? rocq__v8_from_f16(row[r] + 2 * i)
+                        : rocq__v8_load((const float *)(const void *)row[r] + i);
+        }
         rocq__v8_turn(v);
         ROCQ__UNROLL
         for (int r = 0; r < 8; r++) rocq__v8_store(to[i + r], v[r]);
     }
-    rocq__mm_turn_scalar(to, row, i, n);
+    rocq__mm_turn_scalar(to, row, half, i, n);
 }
 
 static ROCQ__SIMD void rocq__mm_adapt_simd(float *sums, float (*rows)[ROCQ__MM_ROWS], int64_t n,
@@ -9729,20 +9736,12 @@ static void rocq__mm_adapt(const rocq__mm *mm, int64_t column, int64_t n, int64_
     const rocq_tensor *b = mm->p->lora_b, *t = mm->p->lora_t;
     const float scale = mm->p->lora_scale != 0.0f ? mm->p->lora_scale : 1.0f;
     const int64_t rank = b->ne[0];
-    float decoded[ROCQ__MM_ROWS][64]; // a piece of each row
     for (int64_t top = 0; top < n_rows; top += ROCQ__MM_ROWS) {
-        for (int64_t i = 0, some; i < rank; i += some) {
-            const float *row[ROCQ__MM_ROWS]; // past the last row, the last row again
-            some = ROCQ__MIN(rank - i, 64);
-            for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-                const unsigned char *at = rocq__row(b, m + ROCQ__MIN(top + r, n_rows - 1), 0, 0);
-                row[r] = (const float *)(const void *)at + i;
-                if (b->format == ROCQ_F32) continue;
-                rocq__decode(mm->simd, b->format, decoded[r], at + 2 * i, some);
-                row[r] = decoded[r];
-            }
-            ROCQ__EITHER(mm->simd, rocq__mm_turn, (room + i, row, 0, some));
+        const unsigned char *row[ROCQ__MM_ROWS]; // past the last row, the last row again
+        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+            row[r] = rocq__row(b, m + ROCQ__MIN(top + r, n_rows - 1), 0, 0);
         }
+        ROCQ__EITHER(mm->simd, rocq__mm_turn, (room, row, b->format == ROCQ_F16, 0, rank));
         for (int64_t c = 0; c < n; c++) {
             const float *tc = (const float *)(const void *)rocq__row(t, column + c, 0, 0);
             ROCQ__EITHER(mm->simd, rocq__mm_adapt, (sums + c * pitch + top, room, rank, tc, scale));
