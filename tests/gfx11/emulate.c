@@ -573,6 +573,29 @@ static void norm_stats(emulated *e, int scale, int format, int c) {
     e->bound = 1e-9;
     e->work = 64.0 * 16 * c;
 }
+// Work: products of 16x16x16. A tile of dx, or of dw with a row of the bias's gradient.
+static void matmul_backward(emulated *e, int scale, int format, int of_dw) {
+    const int64_t r = 256 * scale, k = of_dw ? 128 : 256, m = of_dw ? 128 : r, n = of_dw ? r : 128;
+    box *dy = normal(ROCQ_F16, 1, m, n, 1), *x = normal(ROCQ_F16, 1, k, n, 1);
+    box *w = of_dw ? NULL : weights((rocq_format)format, k, m);
+    box *out[2] = {output(ROCQ_F32, k, of_dw ? m : n, 1), output(ROCQ_F32, m, 1, 1)};
+    rocq_matmul_backward_params p = {.dy = &dy->t, .precision = ROCQ_PRECISION_F16};
+    if (of_dw) {
+        p.dw = &out[0]->t;
+        p.db = &out[1]->t;
+        p.x = &x->t;
+    } else {
+        p.dx = &out[0]->t;
+        p.w = &w->t;
+    }
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    gpu->gpu->chip.n_units = 1; // so that r is not split
+    compare(e, ROCQ_OP_MATMUL_BACKWARD, &p, &p, out, of_dw ? 2 : 1, w);
+    gpu->gpu->chip.n_units = n_units;
+    snprintf(e->shape, sizeof e->shape, "K %d, M %d, N %d", (int)k, (int)m, (int)n);
+    e->bound = 1e-5;
+    e->work = (double)(k * m * n) / 4096;
+}
 
 static const struct {
     const char *kernel, *unit;
@@ -633,6 +656,8 @@ static const struct {
     {"conv_f16_64", "16x16x16", conv, ROCQ_F16, 64, 2},
     {"conv_f16_16", "16x16x16", conv, ROCQ_F16, 3, 2},
     {"norm_stats", "element", norm_stats, ROCQ_F16, 128, 1},
+    {"matmul_backward_dx_f16", "16x16x16", matmul_backward, ROCQ_F16, 0, 2},
+    {"matmul_backward_dw", "16x16x16", matmul_backward, ROCQ_F16, 1, 2},
 };
 
 // ---------------------------------------------------------------------------------------------
