@@ -925,7 +925,7 @@ typedef enum rocq_activation {
     ROCQ_ACT_SILU,     // x / (1 + exp(-x))
     ROCQ_ACT_GELU,     // tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
     ROCQ_ACT_GELU_ERF, // exact form: x/2 (1 + erf(x / sqrt(2)))
-    ROCQ_ACT_RELU,
+    ROCQ_ACT_RELU,     // NaN stays, as in all of them
     ROCQ_ACT_TANH
 } rocq_activation;
 
@@ -7989,7 +7989,7 @@ static float rocq__activation(rocq_activation activation, float x) {
     case ROCQ_ACT_SILU: return rocq__gate1(x, 1.0f, 0.0f);
     case ROCQ_ACT_GELU: return rocq__gate1(x, ROCQ__GELU_LINEAR, ROCQ__GELU_CUBIC);
     case ROCQ_ACT_GELU_ERF: return 0.5f * x * erfcf(-0.707106781186548f * x);
-    case ROCQ_ACT_RELU: return x > 0.0f ? x : 0.0f;
+    case ROCQ_ACT_RELU: return x <= 0.0f ? 0.0f : x; // NaN stays
     case ROCQ_ACT_TANH: return rocq__tanh1(x);
     default: return x;
     }
@@ -12825,6 +12825,11 @@ static rocq__between rocq__resize_at(rocq_resize_mode mode, int64_t o, int64_t n
     return b;
 }
 
+// Between a and b. Where all of it is a's, b does not count: it may be infinite.
+static inline float rocq__resize_mix(float a, float b, float share) {
+    return share > 0.0f ? a + (b - a) * share : a;
+}
+
 static void rocq__resize_task(void *arg, int64_t r, int64_t r_end, int32_t thread) {
     const rocq__resize *a = (const rocq__resize *)arg;
     const rocq_resize_params *p = a->p;
@@ -12844,9 +12849,9 @@ static void rocq__resize_task(void *arg, int64_t r, int64_t r_end, int32_t threa
                 from[i] = rocq__load(a->simd, x->format, row, k, m, buf[i]);
             }
             for (int64_t c = 0; c < m; c++) {
-                const float upper = from[0][c] + (from[1][c] - from[0][c]) * w.share;
-                const float lower = from[2][c] + (from[3][c] - from[2][c]) * w.share;
-                out[c] = upper + (lower - upper) * h.share;
+                const float upper = rocq__resize_mix(from[0][c], from[1][c], w.share);
+                const float lower = rocq__resize_mix(from[2][c], from[3][c], w.share);
+                out[c] = rocq__resize_mix(upper, lower, h.share);
             }
             rocq__store(a->simd, p->y->format, rocq__row(p->y, o.i1, o.i2, o.i3), k,
                         p->mode == ROCQ_RESIZE_NEAREST ? from[0] : out, m);

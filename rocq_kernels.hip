@@ -940,7 +940,7 @@ DEV float activation(int32_t kind, float x) { // as in rocq_activation
     case ROCQ_ACT_GELU:
         return x * rcp_fast(1.0f + exp_fast(-1.59576912160573f * (x + 0.044715f * x * x * x)));
     case ROCQ_ACT_GELU_ERF: return 0.5f * x * erfc_full(-0.707106781186548f * x);
-    case ROCQ_ACT_RELU: return fmaxf(x, 0.0f);
+    case ROCQ_ACT_RELU: return x <= 0.0f ? 0.0f : x; // NaN stays
     case ROCQ_ACT_TANH: return tanh_full(x);
     default: return x;
     }
@@ -5730,7 +5730,7 @@ template <int E> DEV void conv_activate(int32_t kind, float v[8]) {
         }
     } else if (kind == ROCQ_ACT_RELU) {
 #pragma unroll
-        for (int e = 0; e < E; e++) v[e] = fmaxf(v[e], 0.0f);
+        for (int e = 0; e < E; e++) v[e] = v[e] <= 0.0f ? 0.0f : v[e]; // NaN stays
     }
 }
 DEV bool conv_is_common(int32_t kind) {
@@ -6480,6 +6480,11 @@ DEV resize_between resize_at(int32_t bilinear, int32_t o, int32_t n_y, int32_t n
     return {first, first + 1 < n_x ? first + 1 : n_x - 1, share};
 }
 
+// Between a and b. Where all of it is a's, b does not count: it may be infinite.
+DEV float resize_mix(float a, float b, float share) {
+    return share > 0.0f ? a + (b - a) * share : a;
+}
+
 KERNEL(resize, rocq_k_resize_args, 256) {
     if (a.y.ne[0] == 0) return;
     const uint32_t item = (a.common.block0 + block_index()) * 256 + thread_index();
@@ -6500,9 +6505,8 @@ KERNEL(resize, rocq_k_resize_args, 256) {
         get4(a.x.format, row_of(a.x, w.second, h.second, p.i3), wide, k, count, corner);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const float top = v[e] + (right[e] - v[e]) * w.share;
-            const float bottom = lower[e] + (corner[e] - lower[e]) * w.share;
-            v[e] = top + (bottom - top) * h.share;
+            v[e] = resize_mix(resize_mix(v[e], right[e], w.share),
+                              resize_mix(lower[e], corner[e], w.share), h.share);
         }
     }
     put4(a.y, is_wide(a.y), row_of(a.y, p.i1, p.i2, p.i3), r, k, count, v);

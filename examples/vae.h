@@ -239,7 +239,7 @@ typedef struct vae_model {
     int64_t at[3];              // where a tile goes: column, row, frame or picture, of the batch
     int64_t first;              // of the batch, among the request's pictures or frames
     int64_t batch_end;          // the first picture or video behind it
-    rocq_tensor ahead;          // latents of the next batch, which are uploaded while one is computed
+    rocq_tensor ahead;          // latents of the next one, which are uploaded meanwhile
     int64_t n_ahead;            // pictures or frames of it that are still to be uploaded
     int32_t mode;               // of ops; and whether any have come since the last copy
     bool pending, recorded;     // graphs are those of m->planned, all, in recorded_stream
@@ -1943,7 +1943,8 @@ static rocq_result vae__upload(vae_model *m, const rocq_tensor *t, int64_t first
                 float *at = &to[k + c * (i + w * h * p)];
                 if (m->net == &m->decoder) {
                     const int64_t frame = (first + p) % frames, item = (first + p) / frames;
-                    const float latent = job->latents[i + w * h * (frame + frames * (k + c * item))];
+                    const float latent =
+                        job->latents[i + w * h * (frame + frames * (k + c * item))];
                     finite &= latent - latent == 0;
                     *at = m->tanh_latents ? 3 * tanhf(latent / 3)
                                           : latent * m->z_std[k] + m->z_mean[k];
@@ -2043,22 +2044,53 @@ static rocq_result vae__download(vae_model *m, const rocq_tensor *t, const vae__
     return result;
 }
 
+// Whether statistics are finite.
+static rocq_result vae__look(vae_model *m, const rocq_tensor *stats) {
+    float *values;
+    const int64_t n = rocq_tensor_count(stats), size = n * (int64_t)sizeof *values;
+    if (m->planning) return ROCQ_OK;
+    VAE__TRY(vae__flush(m));
+    VAE__TRY(vae__allocate(m, &values, (size_t)size));
+    const rocq_result result = rocq_download(m->ctx, values, stats, size);
+    for (int64_t i = 0; i < n; i++) m->finite &= values[i] - values[i] == 0;
+    vae__free(m, values, (size_t)size);
+    return result;
+}
+
 // Positions o of the network's output, which end here: in the caller's memory, or, where tiles are
 // blended, multiplied by their weights in a sum.
-static rocq_result vae__emit(vae_model *m, vae__value *v, const vae__span *o) {
-    const rocq_tensor t = vae__frames_of(v, o);
-    if (!m->blending) return vae__download(m, &t, o, m->first + m->at[2]);
+static rocq_result vae__deliver(vae_model *m, const rocq_tensor *t, const vae__span *o) {
+    if (!m->blending) return vae__download(m, t, o, m->first + m->at[2]);
     const int64_t start[4] = {0, m->at[0], m->at[1], m->at[2]};
     rocq_tensor sum;
     for (int d = 0; d < 3; d++) {
         if (m->ramp[d].n_dims == 0) continue;
-        const rocq_binary_params weigh = {.y = &t, .a = &t, .b = &m->ramp[d]};
+        const rocq_binary_params weigh = {.y = t, .a = t, .b = &m->ramp[d]};
         VAE__RUN(m, MUL, mul, &weigh);
     }
-    VAE__TRY(rocq_tensor_view(&sum, &m->blended, start, t.ne));
-    const rocq_binary_params add = {.y = &sum, .a = &sum, .b = &t};
+    VAE__TRY(rocq_tensor_view(&sum, &m->blended, start, t->ne));
+    const rocq_binary_params add = {.y = &sum, .a = &sum, .b = t};
     VAE__RUN(m, ADD, add, &add);
     return ROCQ_OK;
+}
+
+// The same, and, where a value may have left F16 and no statistics of a GroupNorm tell, a look at
+// those of the output.
+static rocq_result vae__emit(vae_model *m, vae__value *v, const vae__span *o) {
+    const rocq_tensor t = vae__frames_of(v, o);
+    const int64_t level = m->stack.level[0];
+    rocq_tensor stats;
+    bool checked = m->stream != ROCQ_F16;
+    for (int32_t i = 0; i < m->net->n_convs; i++) {
+        checked |= m->net->convs[i].norm == VAE__GROUP_NORM;
+    }
+    if (checked) return vae__deliver(m, &t, o);
+    VAE__TRY(vae__take(m, 0, ROCQ_F32, 2, 1, t.ne[3], 1, &stats));
+    const rocq_norm_stats_params norm = {.stats = &stats, .x = &t};
+    VAE__RUN(m, NORM_STATS, norm_stats, &norm);
+    VAE__TRY(vae__deliver(m, &t, o));
+    m->stack.level[0] = level;
+    return vae__look(m, &stats);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -2136,19 +2168,11 @@ static vae__value vae__input(const rocq_tensor *t) {
 
 // A value that leaves its format is infinite, and from there on so are the norms, up to the last.
 static rocq_result vae__check_finite(vae_model *m) {
-    float *stats;
     const vae_conv *c = NULL;
     for (int32_t i = 0; i < m->net->n_convs; i++) {
         if (m->net->convs[i].norm == VAE__GROUP_NORM) c = &m->net->convs[i];
     }
-    if (m->planning || !c) return ROCQ_OK;
-    const int64_t n = rocq_tensor_count(&c->stats), size = n * (int64_t)sizeof *stats;
-    VAE__TRY(vae__flush(m));
-    VAE__TRY(vae__allocate(m, &stats, (size_t)size));
-    const rocq_result result = rocq_download(m->ctx, stats, &c->stats, size);
-    for (int64_t i = 0; i < n; i++) m->finite &= stats[i] - stats[i] == 0;
-    vae__free(m, stats, (size_t)size);
-    return result;
+    return c ? vae__look(m, &c->stats) : ROCQ_OK;
 }
 
 // Pictures of one size, at once.
@@ -2425,7 +2449,8 @@ static void vae__best_path(vae_model *m, const vae__graph *g, int64_t limit) {
 }
 
 // Whether modules a to b - 1 can run in tiles of m->plan.tile pixels: convolutions all, which reach
-// no further past a tile than its own size.
+// no further past a tile than its own size. So the first tile with neighbours on all sides reads as
+// much as any, although there is only one before it, and stands for the others while planning.
 static bool vae__tileable(const vae_model *m, int32_t a, int32_t b) {
     const int64_t cell = vae__largest_cell(m, m->plan.tile);
     const vae__span whole = vae__cell(m, m->size[b], m->plan.tile, cell);
@@ -2440,8 +2465,9 @@ static bool vae__tileable(const vae_model *m, int32_t a, int32_t b) {
         o = vae__module_needs(m, i, m->net->modules[i].n, &o);
     }
     const vae__span own = vae__cell(m, m->size[a], m->plan.tile, cell);
-    for (int d = 0; d < 2; d++) {
+    for (int d = 0; d < 2; d++) { // past the left and the right of it, or above and below
         if (own.at[d] - o.at[d] > own.n[d]) return false;
+        if (o.at[d] + o.n[d] - own.at[d] > 2 * own.n[d]) return false;
     }
     return true;
 }
@@ -2865,6 +2891,9 @@ static rocq_result vae__run_job(vae_model *m, vae_net *net, vae_request *job) {
         return vae__fail(m, ROCQ_E_BOUNDS, "values exceed %s", rocq_format_name(m->stream));
     }
     m->stream = ROCQ_BF16; // of the same size, so the plan stays
+    if (m->decoder.convs[m->decoder.n_convs - 1].norm == VAE__NO_NORM) {
+        m->inner = ROCQ_BF16; // without norms it is as large inside of blocks
+    }
     m->why_stream = "values exceeded F16";
     return vae__run_job(m, net, job);
 }

@@ -1530,6 +1530,14 @@ static void test_resize(void **state) {
         box_free(&x);
         box_free(&y);
     }
+    static const float values[5] = {HUGE_VALF, 1, -HUGE_VALF, 3, 3e38f}; // one beside the other
+    box x = box_make(BOX_PLAIN, ROCQ_F32, 1, 5, 1, 1);
+    box y = box_make(BOX_PLAIN, ROCQ_F32, 1, 5, 1, 1);
+    const rocq_resize_params same = {.y = &y.t, .x = &x.t, .mode = ROCQ_RESIZE_BILINEAR};
+    memcpy(rocq_tensor_data(&x.t), values, sizeof values);
+    compare(ROCQ_OP_RESIZE, &same, &y, EXACT, "resize of infinities");
+    box_free(&x);
+    box_free(&y);
 }
 
 // A value within F32's rounding of a half may fall to either side, so one level is allowed; and

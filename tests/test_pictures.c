@@ -1142,6 +1142,26 @@ static void conv_refuses(void **state) {
     conv_free(&a);
 }
 
+// A position of y that lies on one of x has its very value, whatever is beside it.
+static void resize_of_infinities(void **state) {
+    (void)state;
+    const float inf = HUGE_VALF;
+    float x[5] = {inf, 1, -inf, 3, 3e38f}, y[15];
+    const int64_t sizes[2] = {5, 15};
+    for (int simd = 0; simd < 2; simd++) {
+        for (int i = 0; i < 2; i++) {
+            const int64_t n = sizes[i], x_ne[3] = {1, 5, 1}, y_ne[3] = {1, n, 1};
+            rocq_tensor tx, ty;
+            const rocq_resize_params p = {.y = &ty, .x = &tx, .mode = ROCQ_RESIZE_BILINEAR};
+            assert_int_equal(rocq_tensor_from_host(&tx, x, ROCQ_F32, 3, x_ne), ROCQ_OK);
+            assert_int_equal(rocq_tensor_from_host(&ty, y, ROCQ_F32, 3, y_ne), ROCQ_OK);
+            for (int k = 0; k < 15; k++) y[k] = NAN;
+            assert_int_equal(rocq_resize(contexts[simd][1], &p), ROCQ_OK);
+            for (int64_t k = 0; k < 5; k++) assert_true(y[i == 0 ? k : 3 * k + 1] == x[k]);
+        }
+    }
+}
+
 static void norm_stats_resize_and_pixels_refuse(void **state) {
     (void)state;
     box x = box_random(BOX_STRIDED, ROCQ_F32, 1, 6, 5, 4, 2);
@@ -1314,6 +1334,7 @@ int main(void) {
         cmocka_unit_test(norm_stats_merge_over_tiles),
         cmocka_unit_test(norm_stats_keep_their_digits_at_2048),
         cmocka_unit_test(resize),
+        cmocka_unit_test(resize_of_infinities),
         cmocka_unit_test(pixels),
         cmocka_unit_test(norm_stats_resize_and_pixels_refuse),
         cmocka_unit_test(agrees_with_torch),

@@ -23,6 +23,10 @@
 #define VAE_TEARDOWN NULL
 #endif
 
+#ifndef VAE_SIMULATED
+#define VAE_SIMULATED 0
+#endif
+
 #define FOLDER ".build/tests/vae-models"
 
 // What PyTorch had and made of it.
@@ -353,6 +357,29 @@ static void test_exact(void **state) {
             assert_memory_equal(o.other, o.whole, (size_t)o.count * sizeof *o.other);
         }
         close_all(&o);
+    }
+}
+
+// Tiles of any size, also those that convolutions reach far beyond: the bits of the whole, since
+// this model has no norms, in the memory that was planned.
+static void test_exact_sizes(void **state) {
+    enum { W = 27, H = 20 };
+    static float latents[4 * W * H], out[2][3 * 64 * W * H];
+    (void)state;
+    for (int i = 0; i < 4 * W * H; i++) latents[i] = (float)(i * 7919 % 1009) / 500 - 1;
+    for (int32_t tile = 0; tile <= 80; tile += tile < 40 ? 8 : 40) {
+        rocq_ctx *ctx = open_as(0, true);
+        vae_model m;
+        open_model(&m, ctx, "taesd", NULL);
+        vae_request job = {.width = W, .height = H, .latents = latents, .values = out[tile > 0]};
+        memset(out[1], 0xff, sizeof out[1]);
+        job.tiling = tile > 0 ? VAE_EXACT : VAE_WHOLE;
+        job.tile = tile;
+        decode(&m, &job);
+        assert_true((double)stats_of(ctx).peak_bytes == (double)m.plan.peak_bytes);
+        if (tile > 0) assert_memory_equal(out[0], out[1], sizeof out[0]);
+        vae_close(&m);
+        rocq_close(&ctx);
     }
 }
 
@@ -776,7 +803,6 @@ static void check_graphs(const char *name, vae_request job, int64_t n_graphs) {
         if (i == 0 || i == 4) CLOSE(out[0], x.out, m[0].plan.tiling == VAE_BLEND ? 0 : count, 2e-5);
         assert_true(m[0].recorded && m[1].n_graphs == 0);
         if (i == 0) graphs = m[0].graphs;
-        if (i < 4 && m[0].n_graphs != n_graphs) fail_msg("%s: %d graphs, %d tiles", name, (int)m[0].n_graphs, (int)m[0].plan.n_tiles);
         if (i < 4) assert_true(m[0].graphs == graphs && m[0].n_graphs == n_graphs);
     }
     for (int k = 0; k < 2; k++) {
@@ -1252,6 +1278,57 @@ static void test_activations(void **state) {
     }
 }
 
+// Models without GroupNorm too: the first convolution's weights are so large that what the blocks
+// add up leaves F16.
+static void test_overflow(void **state) {
+    static const struct {
+        const char *name, *weight;
+    } large[] = {{"taesd", "decoder.1"}, {"wan", "decoder.conv1"}};
+    static unsigned char file[4 << 20];
+    (void)state;
+    for (size_t i = 0; i < sizeof large / sizeof large[0]; i++) {
+        io x = io_open(large[i].name);
+        float *out[2] = {floats(io_count(&x)), floats(io_count(&x))};
+        FILE *in = fopen(path_of(large[i].name), "rb");
+        assert_non_null(in);
+        const size_t size = fread(file, 1, sizeof file, in);
+        fclose(in);
+        assert_true(size > 1000 && size < sizeof file);
+        safetensors_file f;
+        assert_int_equal(safetensors_open_memory(&f, file, (int64_t)size), ROCQ_OK);
+        char name[64];
+        snprintf(name, sizeof name, "%s.weight", large[i].weight);
+        const safetensors_tensor *t = safetensors_find(&f, name);
+        if (!t) fail_msg("no %s", name);
+        for (int64_t k = 0; k < t->size; k += 4) {
+            float v;
+            memcpy(&v, file + t->offset + k, 4);
+            v *= 1e6f;
+            memcpy(file + t->offset + k, &v, 4);
+        }
+        for (int k = 0; k < 2; k++) {
+            const vae_options options = {.activations = k ? "f16" : "f32"};
+            rocq_ctx *ctx = open_context(0);
+            vae_model m;
+            vae_request job = request_of(&x, out[k]);
+            assert_int_equal(vae_open(&m, ctx, NULL, &f, &options), ROCQ_OK);
+            for (int again = 0; again < 2; again++) {
+                decode(&m, &job);
+                assert_int_equal(m.stream, k ? ROCQ_BF16 : ROCQ_F32);
+            }
+            if (k) assert_string_equal(m.why_stream, "values exceeded F16");
+            vae_close(&m);
+            rocq_close(&ctx);
+        }
+        const double error = nmse(out[1], out[0], io_count(&x));
+        print_message("%s with values beyond F16: nmse %.2g\n", large[i].name, error);
+        assert_true(error < 1e-3);
+        safetensors_close(&f);
+        for (int k = 0; k < 2; k++) free(out[k]);
+        io_close(&x);
+    }
+}
+
 // Bytes are the numbers, cut to 0 to 1 and rounded.
 static void test_pixels(void **state) {
     opened o;
@@ -1550,23 +1627,27 @@ static int write_models(void **state) {
     const char *dirs[] = {".build", ".build/tests", FOLDER};
     (void)state;
     for (int i = 0; i < 3; i++) (void)mkdir(dirs[i], 0777);
+    if (getenv("ROCQ_VAE_MODELS_MADE")) return 0; // elsewhere: there is no PyTorch here
     return system("/usr/bin/python3 tests/vae.py " FOLDER) == 0 ? 0 : -1;
 }
 
 int main(void) {
     static const struct CMUnitTest everywhere[] = {
         cmocka_unit_test(test_exact), cmocka_unit_test(test_beginning),
-        cmocka_unit_test(test_streaming), cmocka_unit_test(test_graphs)};
+        cmocka_unit_test(test_streaming), cmocka_unit_test(test_graphs),
+        cmocka_unit_test(test_chunks)};
     static const struct CMUnitTest others[] = {
-        cmocka_unit_test(test_batches),        cmocka_unit_test(test_exact_small),
+        cmocka_unit_test(test_batches),        cmocka_unit_test(test_exact_sizes),
+        cmocka_unit_test(test_exact_small),
         cmocka_unit_test(test_exact_encoder),
         cmocka_unit_test(test_blend),          cmocka_unit_test(test_blend_video),
-        cmocka_unit_test(test_blend_defaults), cmocka_unit_test(test_chunks),
+        cmocka_unit_test(test_blend_defaults),
         cmocka_unit_test(test_memory),         cmocka_unit_test(test_budgets),
         cmocka_unit_test(test_video_budgets),  cmocka_unit_test(test_graphs_fail),
         cmocka_unit_test(test_uploads),        cmocka_unit_test(test_streaming_changes),
         cmocka_unit_test(test_streaming_truncated), cmocka_unit_test(test_gguf),
         cmocka_unit_test(test_shipped),        cmocka_unit_test(test_activations),
+        cmocka_unit_test(test_overflow),
         cmocka_unit_test(test_pixels),         cmocka_unit_test(test_bad_requests),
         cmocka_unit_test(test_bad_weights),    cmocka_unit_test(test_made_weights),
         cmocka_unit_test(test_stopped)};
@@ -1579,6 +1660,7 @@ int main(void) {
         tests[n++].initial_state = (void *)(uintptr_t)&cases[i]; // read only
     }
     for (size_t i = 0; i < sizeof everywhere / sizeof everywhere[0]; i++) {
+        if (VAE_SIMULATED && everywhere[i].test_func == test_chunks) continue; // takes minutes
         tests[n++] = everywhere[i];
     }
     for (size_t i = 0; !gpu && i < sizeof others / sizeof others[0]; i++) tests[n++] = others[i];
