@@ -47,7 +47,7 @@ typedef struct train_options { // 0 = default, as everywhere in rocq
     int64_t budget;       // bytes of activations kept from forward to backward: as many of the
                           // first layers as it takes keep their input alone, and are computed
                           // again. 0 = no limit; at least one layer's have to fit
-    int32_t n_logits;     // tokens whose logits exist at once, default 512
+    int32_t n_logits;     // tokens whose logits exist at once, default 512, on a GPU 1024
     float beta1, beta2;   // of AdamW: default 0.9, 0.999
     float eps;            // default 1e-8
     float weight_decay;   // of matrices, not of norms and biases; default 0
@@ -156,7 +156,7 @@ typedef struct trainer {
     rocq_tensor inputs;      // I32 [3 N + 1]: ids, targets, their weights (F32), rate (F32)
     rocq_tensor ids, targets, weights, rate, positions;
     rocq_tensor h;           // [n_embd, N], input of the output matrix
-    rocq_tensor logits;      // F32 [n_vocab, n_logits]
+    rocq_tensor logits;      // [n_vocab rounded up to 64, n_logits]
     rocq_tensor dx;          // F32 [n_embd, N] gradient of the residual stream
     rocq_tensor dh, dadded;  // [n_embd, N]
     rocq_tensor dqkv, dseen; // [Q + 2 KV, N], [Q, N]
@@ -547,7 +547,8 @@ static rocq_result train__cut(trainer *t, rocq_arena *arena) {
     TRAIN__TRY(rocq_tensor_1d(arena, &t->norm_mean, ROCQ_F32, n));
     TRAIN__TRY(rocq_tensor_1d(arena, &t->norm_rstd, ROCQ_F32, n));
     TRAIN__TRY(rocq_tensor_2d(arena, &t->h, f, n_embd, n));
-    TRAIN__TRY(rocq_tensor_2d(arena, &t->logits, ROCQ_F32, m->n_vocab, n_logits));
+    // Columns begin at multiples of 16 bytes, so that the products of the backward read them at once.
+    TRAIN__TRY(rocq_tensor_2d(arena, &t->logits, f, (m->n_vocab + 63) / 64 * 64, n_logits));
     TRAIN__TRY(rocq_tensor_2d(arena, &t->dx, ROCQ_F32, n_embd, n));
     TRAIN__TRY(rocq_tensor_2d(arena, &t->dh, f, n_embd, n));
     TRAIN__TRY(rocq_tensor_2d(arena, &t->dadded, f, n_embd, n));
@@ -926,7 +927,8 @@ static rocq_result train__embed_backward(trainer *t) {
 static rocq_result train__logits(trainer *t, int64_t at, int64_t n, bool backward) {
     const rocq_tensor h = rocq_tensor_slice(&t->h, 1, at, n);
     const rocq_tensor dh = rocq_tensor_slice(&t->dh, 1, at, n);
-    const rocq_tensor logits = rocq_tensor_slice(&t->logits, 1, 0, n);
+    const rocq_tensor columns = rocq_tensor_slice(&t->logits, 1, 0, n);
+    const rocq_tensor logits = rocq_tensor_slice(&columns, 0, 0, t->model->n_vocab);
     const rocq_tensor targets = rocq_tensor_slice(&t->targets, 0, at, n);
     const rocq_tensor weights = rocq_tensor_slice(&t->weights, 0, at, n);
     const rocq_tensor loss = rocq_tensor_slice(&t->loss, 0, at, n);
@@ -1036,13 +1038,16 @@ static rocq_result train__pass(trainer *t, bool backward, bool first, bool last)
     return last ? train__region(t, "optimizer", train__update) : ROCQ_OK;
 }
 
+// Records a pass. checked: on a GPU rocq_warm compares its replay with its ops, for which what the
+// pass writes is put aside twice.
 static rocq_result train__record(trainer *t, rocq_graph **graph, bool backward, bool first,
-                                 bool last) {
+                                 bool last, bool checked) {
     TRAIN__TRY(rocq_graph_begin(t->ctx));
     const rocq_result result = train__pass(t, backward, first, last);
     const rocq_result ended = rocq_graph_end(t->ctx, graph);
     if (result != ROCQ_OK || ended != ROCQ_OK) return result != ROCQ_OK ? result : ended;
-    return rocq_warm(t->ctx, *graph);
+    const bool gpu = llama__info(t->model).backend == ROCQ_BACKEND_GPU;
+    return rocq_warm(t->ctx, checked || !gpu ? *graph : NULL);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1059,7 +1064,7 @@ static rocq_result train__set_options(trainer *t, const train_options *options) 
     if (o->n_tokens == 0) o->n_tokens = m->n_ctx_train < 512 ? m->n_ctx_train : 512;
     if (o->n_accumulate == 0) o->n_accumulate = 1;
     if (o->alpha == 0) o->alpha = (float)o->rank;
-    if (o->n_logits == 0) o->n_logits = 512;
+    if (o->n_logits == 0) o->n_logits = half ? 1024 : 512;
     if (o->beta1 == 0) o->beta1 = 0.9f;
     if (o->beta2 == 0) o->beta2 = 0.999f;
     if (o->eps == 0) o->eps = 1e-8f;
@@ -1100,10 +1105,12 @@ static rocq_result train__open(trainer *t, const train_options *options) {
             if (t->options.n_accumulate < least || (least == 1 && t->options.n_accumulate > 1)) {
                 continue;
             }
-            TRAIN__TRY(train__record(t, &t->passes[first][last], true, first != 0, last != 0));
+            TRAIN__TRY(train__record(t, &t->passes[first][last], true, first != 0, last != 0, false));
         }
     }
-    return train__record(t, &t->losses_only, false, false, false);
+    // A runtime that replays wrongly is found by the smallest pass: weights and moments, put aside
+    // twice, would triple the memory that a trainer ever takes.
+    return train__record(t, &t->losses_only, false, false, false, true);
 }
 
 static inline rocq_result train_open(trainer *t, llama_model *model, const train_options *options) {
