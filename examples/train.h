@@ -418,9 +418,11 @@ static rocq_result train__clear(trainer *t, const rocq_tensor *x) {
     static const char zeros[1 << 16] = {0}; // bytes of zeros are zeros of every format here
     const int64_t n = rocq_tensor_count(x), size = rocq_tensor_size(x) / n;
     const int64_t most = (int64_t)sizeof zeros / size;
+    rocq_tensor flat;
+    TRAIN__TRY(rocq_tensor_reshape(&flat, x, 1, &n));
     for (int64_t at = 0; at < n; at += most) {
         const int64_t part = n - at < most ? n - at : most;
-        const rocq_tensor piece = rocq_tensor_slice(x, 0, at, part);
+        const rocq_tensor piece = rocq_tensor_slice(&flat, 0, at, part);
         TRAIN__TRY(rocq_upload(t->ctx, &piece, zeros, part * size));
     }
     return ROCQ_OK;
@@ -1038,16 +1040,31 @@ static rocq_result train__pass(trainer *t, bool backward, bool first, bool last)
     return last ? train__region(t, "optimizer", train__update) : ROCQ_OK;
 }
 
-// Records a pass. checked: on a GPU rocq_warm compares its replay with its ops, for which what the
-// pass writes is put aside twice.
-static rocq_result train__record(trainer *t, rocq_graph **graph, bool backward, bool first,
-                                 bool last, bool checked) {
-    TRAIN__TRY(rocq_graph_begin(t->ctx));
-    const rocq_result result = train__pass(t, backward, first, last);
+// Ends the recording of ops that returned `result`. checked: on a GPU rocq_warm compares the replay
+// with the ops, for which all that they write is put aside twice.
+static rocq_result train__recorded(trainer *t, rocq_graph **graph, rocq_result result,
+                                   bool checked) {
+    const bool gpu = llama__info(t->model).backend == ROCQ_BACKEND_GPU;
     const rocq_result ended = rocq_graph_end(t->ctx, graph);
     if (result != ROCQ_OK || ended != ROCQ_OK) return result != ROCQ_OK ? result : ended;
-    const bool gpu = llama__info(t->model).backend == ROCQ_BACKEND_GPU;
     return rocq_warm(t->ctx, checked || !gpu ? *graph : NULL);
+}
+
+static rocq_result train__record(trainer *t, rocq_graph **graph, bool backward, bool first,
+                                 bool last) {
+    TRAIN__TRY(rocq_graph_begin(t->ctx));
+    return train__recorded(t, graph, train__pass(t, backward, first, last), false);
+}
+
+// A runtime that replays wrongly is found by one layer's forward: to put weights and moments aside
+// twice would triple the memory that a trainer ever takes.
+static rocq_result train__check_replay(trainer *t) {
+    rocq_graph *layer = NULL;
+    TRAIN__TRY(train__clear(t, &t->layers[0].x));
+    TRAIN__TRY(rocq_graph_begin(t->ctx));
+    const rocq_result result = train__recorded(t, &layer, train__layer_forward(t, 0, false), true);
+    rocq_graph_destroy(t->ctx, &layer);
+    return result;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1105,12 +1122,11 @@ static rocq_result train__open(trainer *t, const train_options *options) {
             if (t->options.n_accumulate < least || (least == 1 && t->options.n_accumulate > 1)) {
                 continue;
             }
-            TRAIN__TRY(train__record(t, &t->passes[first][last], true, first != 0, last != 0, false));
+            TRAIN__TRY(train__record(t, &t->passes[first][last], true, first != 0, last != 0));
         }
     }
-    // A runtime that replays wrongly is found by the smallest pass: weights and moments, put aside
-    // twice, would triple the memory that a trainer ever takes.
-    return train__record(t, &t->losses_only, false, false, false, true);
+    TRAIN__TRY(train__record(t, &t->losses_only, false, false, false));
+    return train__check_replay(t);
 }
 
 static inline rocq_result train_open(trainer *t, llama_model *model, const train_options *options) {
