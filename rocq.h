@@ -15703,16 +15703,20 @@ typedef struct rocq__product {
     rocq_tensor w, w2; // w2.n_dims 0: none
     rocq_tensor y;     // p->y, or F32 in scratch memory where the kernel cannot write p->y
     rocq_tensor gate;  // p->gate, or w2 x where no kernel computes it together with w x
-    bool has_gate;
+    rocq_tensor residual; // p->residual, or an adapter's product
+    bool has_gate, has_residual;
+    bool finish;       // y is w x + bias + the adapter's product, in scratch memory; the rest of the
+                       // epilogue is launches of its own, see rocq__product_finish
 } rocq__product;
 
 static rocq_k_epilogue rocq__k_epilogue(const rocq__product *g) {
     rocq_k_epilogue e;
     memset(&e, 0, sizeof e);
     e.y = rocq__k_tensor(&g->y);
-    if (g->has_gate) e.gate = rocq__k_tensor(&g->gate);
-    e.residual = rocq__k_tensor(g->p->residual);
+    if (g->has_gate && !g->finish) e.gate = rocq__k_tensor(&g->gate);
+    if (g->has_residual) e.residual = rocq__k_tensor(&g->residual);
     e.bias = (const float *)rocq__device_data(g->p->bias);
+    if (g->finish) return e;
     e.activation = (int32_t)g->p->activation;
     e.softcap = g->p->softcap;
     return e;
@@ -15998,11 +16002,9 @@ static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, 
     rocq__cost sum = {0.0, 0.0, 0.0};
     for (int32_t i = 0; i < n; i++) {
         rocq_matmul_params alone = *g[i].p;
-        alone.next = NULL;
-        if (g[i].w2.n_dims == 0) { // the product with it has a launch of its own
-            alone.w2 = NULL;
-            alone.lora_b2 = alone.lora_t2 = NULL;
-        }
+        alone.next = NULL; // and what has launches of its own:
+        if (g[i].w2.n_dims == 0) alone.w2 = NULL;
+        alone.lora_b = alone.lora_b2 = alone.lora_t = alone.lora_t2 = NULL;
         const rocq__cost cost = rocq__job_cost(job, ROCQ_OP_MATMUL, &alone);
         sum.bytes += cost.bytes / launches;
         sum.flops += cost.flops / launches;
@@ -16011,40 +16013,80 @@ static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, 
     return sum;
 }
 
+// What comes behind the sum of a product and its adapter, in place, then to p->y.
+static void rocq__product_finish(rocq__job *job, const rocq__product *g) {
+    const rocq_matmul_params *p = g->p;
+    const rocq__cost passes = {8.0 * (double)rocq_tensor_count(&g->y), 0.0, 0.0};
+    job->cost = passes;
+    if (g->has_gate) {
+        const rocq_glu_params glu = {&g->y, &g->y, &g->gate, p->activation};
+        rocq__job_map_launch(job, ROCQ_OP_GLU, &glu);
+    } else {
+        const rocq_activate_params activate = {&g->y, &g->y, p->activation};
+        rocq__job_map_launch(job, ROCQ_OP_ACTIVATE, &activate);
+    }
+    if (p->residual) {
+        const rocq_binary_params add = {&g->y, &g->y, p->residual};
+        rocq__job_map_launch(job, ROCQ_OP_ADD, &add);
+    }
+    rocq__job_convert(job, p->y, &g->y);
+}
+
 static void rocq__product_launch(rocq__job *job, const rocq__product *g, int32_t n,
                                  const rocq_tensor *x) {
     job->cost = rocq__gemm_cost(job, g, n);
     if (x->ne[1] <= ROCQ_K_FEW) rocq__product_few(job, g, n, x);
     else rocq__product_tiles(job, g, x);
     for (int32_t i = 0; i < n; i++) {
-        if (g[i].y.format != g[i].p->y->format) rocq__job_convert(job, g[i].p->y, &g[i].y);
+        if (g[i].finish) rocq__product_finish(job, &g[i]);
+        else if (g[i].y.format != g[i].p->y->format) rocq__job_convert(job, g[i].p->y, &g[i].y);
     }
 }
 
-// Prepares *g for p. x[path] is x as the kernels of that path read it.
 static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, const rocq_tensor *x,
-                                  rocq__product *g) {
-    const bool few = p->x->ne[1] <= ROCQ_K_FEW;
-    memset(g, 0, sizeof *g);
-    if (p->lora_b || p->lora_b2) {
-        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: no adapters on the GPU");
-    }
-    g->p = p;
-    g->path = rocq__product_path(job->ctx, p, p->w);
-    g->w = rocq__product_w(job, p->w);
-    g->y = *p->y;
-    // A block of a matvec computes whole blocks of a Q8_0 y, but a tile does not.
-    if (p->y->format == ROCQ_Q8_0 && !few) {
-        g->y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
-    }
-    g->has_gate = p->gate != NULL;
-    if (p->gate) g->gate = *p->gate;
-    if (!p->w2) return;
-    if (few && p->w2->format == p->w->format) {
-        g->w2 = rocq__product_w(job, p->w2);
+                                  rocq__product *g);
+
+// An adapter's product is launches of its own: a fused one cost the kernels of one column up to ten
+// registers and a wave or two. Its sum, with the residual if that follows directly, is what the
+// product with w then adds.
+static void rocq__product_adapter(rocq__job *job, rocq__product *g) {
+    const rocq_matmul_params *p = g->p;
+    rocq_tensor t = *p->lora_t;
+    rocq_matmul_params other;
+    rocq__product low;
+    g->finish = g->has_gate || p->activation != ROCQ_ACT_IDENTITY;
+    if (p->softcap > 0.0f) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "matmul: an adapter and a softcap at once on the GPU");
         return;
     }
-    // w2 x becomes a product of its own, whose result is the gate of w x.
+    if (p->lora_scale != 0.0f && p->lora_scale != 1.0f) {
+        t = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, t.ne, t.ne[0]);
+        const rocq_scale_params scale = {&t, p->lora_t, p->lora_scale, 0.0f};
+        job->cost = rocq__job_cost(job, ROCQ_OP_SCALE, &scale);
+        rocq__job_map_launch(job, ROCQ_OP_SCALE, &scale);
+    }
+    const rocq_tensor sum =
+        rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    memset(&other, 0, sizeof other);
+    other.y = &sum;
+    other.w = p->lora_b;
+    other.x = &t;
+    other.residual = g->finish ? NULL : p->residual;
+    other.precision = g->path == ROCQ_PRECISION_F16 ? ROCQ_PRECISION_F16 : ROCQ_PRECISION_F32;
+    const rocq_precision path = rocq__product_path(job->ctx, &other, other.w);
+    const rocq_tensor operand = rocq__product_x(job, &t, path);
+    rocq__product_prepare(job, &other, NULL, &low);
+    rocq__product_launch(job, &low, 1, &operand);
+    g->residual = sum;
+    g->has_residual = true;
+    if (!g->finish) return;
+    g->y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+}
+
+// w2 x becomes a product of its own, whose result is the gate of w x.
+static void rocq__product_second(rocq__job *job, const rocq_matmul_params *p, const rocq_tensor *x,
+                                 rocq__product *g) {
     const rocq_tensor made =
         rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
     rocq_matmul_params other;
@@ -16062,6 +16104,31 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
     rocq__product_launch(job, &second, 1, &x[second.path]);
     g->gate = made;
     g->has_gate = true;
+}
+
+// Prepares *g for p. x[path] is x as the kernels of that path read it.
+static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, const rocq_tensor *x,
+                                  rocq__product *g) {
+    const bool few = p->x->ne[1] <= ROCQ_K_FEW;
+    memset(g, 0, sizeof *g);
+    g->p = p;
+    g->path = rocq__product_path(job->ctx, p, p->w);
+    g->w = rocq__product_w(job, p->w);
+    g->y = *p->y;
+    // A block of a matvec computes whole blocks of a Q8_0 y, but a tile does not.
+    if (p->y->format == ROCQ_Q8_0 && !few) {
+        g->y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    }
+    g->has_gate = p->gate != NULL;
+    g->has_residual = p->residual != NULL;
+    if (p->gate) g->gate = *p->gate;
+    if (p->residual) g->residual = *p->residual;
+    if (p->w2 && few && p->w2->format == p->w->format && !p->lora_b && !p->lora_b2) {
+        g->w2 = rocq__product_w(job, p->w2);
+    } else if (p->w2) {
+        rocq__product_second(job, p, x, g);
+    }
+    if (p->lora_b) rocq__product_adapter(job, g);
 }
 
 // How many products from first on share a launch: as many as fit, of one path, and of one format

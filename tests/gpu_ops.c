@@ -246,6 +246,7 @@ typedef struct product { // a case; 0 = default
     int64_t m, n, k;
     rocq_precision precision;
     bool planar, planar_x, bias, gate, residual, w2;
+    int64_t rank, rank2; // of adapters to w and w2
     rocq_activation activation;
     float softcap;
     box_layout w_layout, x_layout, y_layout;
@@ -271,6 +272,21 @@ static void check_product(const product *s) {
                             .residual = s->residual ? &residual.t : NULL,
                             .activation = s->activation, .softcap = s->softcap,
                             .precision = s->precision, .w2 = s->w2 ? &w2.t : NULL};
+    box b[2], t[2];
+    for (int i = 0; i < 2; i++) {
+        const int64_t rank = or_1(i ? s->rank2 : s->rank);
+        b[i] = box_random((box_layout)(s->rank % 2), i ? ROCQ_F32 : ROCQ_F16, 0.1f, rank, s->m, 1, 1);
+        t[i] = box_random((box_layout)(s->rank2 % 2), ROCQ_F32, 1, rank, s->n, 1, 1);
+    }
+    if (s->rank > 0) {
+        p.lora_b = &b[0].t;
+        p.lora_t = &t[0].t;
+    }
+    if (s->rank2 > 0 && s->w2) {
+        p.lora_b2 = &b[1].t;
+        p.lora_t2 = &t[1].t;
+    }
+    p.lora_scale = 3;
     rocq_matmul_params host = p;
     host.precision = ROCQ_PRECISION_F32;
     on_gpu_as(&w, s->planar && block_elems(s->w) > 1);
@@ -288,6 +304,10 @@ static void check_product(const product *s) {
     box_free(&bias);
     box_free(&gate);
     box_free(&residual);
+    for (int i = 0; i < 2; i++) {
+        box_free(&b[i]);
+        box_free(&t[i]);
+    }
 }
 
 // K of one block and of more than a wave takes at once; M around a block's rows.
@@ -422,6 +442,32 @@ static void test_matmul_epilogue(void **state) {
     }
 }
 
+// Low-rank adapters to matvecs of every number of columns, to tiles of every path and to split K.
+static void test_matmul_adapters(void **state) {
+    (void)state;
+    static const rocq_format formats[] = {ROCQ_Q4_0, ROCQ_Q4_K, ROCQ_F16, ROCQ_F32};
+    static const rocq_precision paths[] = {ROCQ_PRECISION_AUTO, ROCQ_PRECISION_F16,
+                                           ROCQ_PRECISION_F32, ROCQ_PRECISION_INT8};
+    static const int64_t n_columns[] = {1, 2, 3, 4, 7, 8, 9, 40}, ranks[] = {1, 4, 16, 37, 64, 70};
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    for (int i = 0; i < 64; i++) {
+        const rocq_format w = formats[i % 4];
+        const rocq_precision path = paths[i / 8 % 4];
+        const bool split = i >= 56; // of 1792 elements, for many units
+        gpu->gpu->chip.n_units = split ? 256 : n_units;
+        const product s = {.w = w, .m = split ? 70 : i % 3 ? 64 : 37, .n = n_columns[i / 2 % 8],
+                           .k = split ? 1792 : 256, .planar = true,
+                           .precision = path == ROCQ_PRECISION_INT8 && !has_int8(w)
+                                            ? ROCQ_PRECISION_AUTO : path,
+                           .rank = i % 5 == 4 ? 0 : ranks[i % 6], .rank2 = ranks[i / 6 % 6],
+                           .w2 = i % 3 == 1, .bias = i % 4 == 1, .residual = i % 5 == 2,
+                           .activation = i % 3 ? ROCQ_ACT_SILU : ROCQ_ACT_IDENTITY,
+                           .y_layout = (box_layout)(i % 3)};
+        check_product(&s);
+    }
+    gpu->gpu->chip.n_units = n_units;
+}
+
 // q, k and v in one pass: the same and mixed formats, one and many columns.
 static void test_matmul_chain(void **state) {
     (void)state;
@@ -432,6 +478,8 @@ static void test_matmul_chain(void **state) {
     for (int f = 0; f < 3; f++) {
         for (int c = 0; c < 4; c++) {
             box w[3], y[3], x = box_random(BOX_PLAIN, ROCQ_F32, 1, 512, n_columns[c], 1, 1);
+            box b = box_random(BOX_PLAIN, ROCQ_F16, 0.1f, 16, 33, 1, 1);
+            box t = box_random(BOX_PLAIN, ROCQ_F32, 1, 16, n_columns[c], 1, 1);
             rocq_matmul_params p[3], host[3];
             box *out[3];
             memset(p, 0, sizeof p);
@@ -444,6 +492,11 @@ static void test_matmul_chain(void **state) {
                 p[i].w = &w[i].t;
                 p[i].x = &x.t;
                 p[i].next = i < 2 ? &p[i + 1] : NULL;
+                if (i > 0 && c % 2 == 0) { // adapters of the second and the third
+                    p[i].lora_b = &b.t;
+                    p[i].lora_t = &t.t;
+                    p[i].lora_scale = (float)i;
+                }
                 on_gpu_as(&w[i], block_elems(formats[f][i]) > 1);
             }
             memcpy(host, p, sizeof p);
@@ -458,6 +511,8 @@ static void test_matmul_chain(void **state) {
                 box_free(&y[i]);
             }
             box_free(&x);
+            box_free(&b);
+            box_free(&t);
         }
     }
 }
@@ -2117,7 +2172,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_matmul_tiles_int8), cmocka_unit_test(test_matmul_tiles_f32),
         cmocka_unit_test(test_matmul_splits),
         cmocka_unit_test(test_matmul_layouts),  cmocka_unit_test(test_matmul_epilogue),
-        cmocka_unit_test(test_matmul_chain),    cmocka_unit_test(test_attention_heads),
+        cmocka_unit_test(test_matmul_adapters), cmocka_unit_test(test_matmul_chain),
+        cmocka_unit_test(test_attention_heads),
         cmocka_unit_test(test_attention_formats), cmocka_unit_test(test_attention_options),
         cmocka_unit_test(test_attention_long),  cmocka_unit_test(test_attention_scratch),
         cmocka_unit_test(test_attention_backward),
