@@ -272,8 +272,9 @@ static void check_product(const product *s) {
                             .residual = s->residual ? &residual.t : NULL,
                             .activation = s->activation, .softcap = s->softcap,
                             .precision = s->precision, .w2 = s->w2 ? &w2.t : NULL};
+    const bool adapted = s->rank > 0 || s->rank2 > 0;
     box b[2], t[2];
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; adapted && i < 2; i++) {
         const int64_t rank = or_1(i ? s->rank2 : s->rank);
         b[i] = box_random((box_layout)(s->rank % 2), i ? ROCQ_F32 : ROCQ_F16, 0.1f, rank, s->m, 1, 1);
         t[i] = box_random((box_layout)(s->rank2 % 2), ROCQ_F32, 1, rank, s->n, 1, 1);
@@ -286,7 +287,7 @@ static void check_product(const product *s) {
         p.lora_b2 = &b[1].t;
         p.lora_t2 = &t[1].t;
     }
-    p.lora_scale = 3;
+    p.lora_scale = adapted ? 3.0f : 0.0f;
     rocq_matmul_params host = p;
     host.precision = ROCQ_PRECISION_F32;
     on_gpu_as(&w, s->planar && block_elems(s->w) > 1);
@@ -304,7 +305,7 @@ static void check_product(const product *s) {
     box_free(&bias);
     box_free(&gate);
     box_free(&residual);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; adapted && i < 2; i++) {
         box_free(&b[i]);
         box_free(&t[i]);
     }
