@@ -19730,6 +19730,7 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes) {
 static rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *keys,
                                       rocq_tensor *pos) {
     rocq_rope_params p;
+    memset(&p, 0, sizeof p);
     // There are chunk of them at the end of the words.
     *pos = rocq_tensor_slice(&kv->words, 0, rocq__kv_n_words(kv) - kv->chunk, keys->ne[2]);
     p.x = p.y = keys;
