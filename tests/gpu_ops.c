@@ -446,7 +446,9 @@ static void test_matmul_epilogue(void **state) {
 // Low-rank adapters to matvecs of every number of columns, to tiles of every path and to split K.
 static void test_matmul_adapters(void **state) {
     (void)state;
-    static const rocq_format formats[] = {ROCQ_Q4_0, ROCQ_Q4_K, ROCQ_F16, ROCQ_F32};
+    // Of weights around 0: with a common offset, as in Q4_K, a column of x whose sum happens to be small
+    // has no power to measure INT8's error against.
+    static const rocq_format formats[] = {ROCQ_Q4_0, ROCQ_Q6_K, ROCQ_F16, ROCQ_F32};
     static const rocq_precision paths[] = {ROCQ_PRECISION_AUTO, ROCQ_PRECISION_F16,
                                            ROCQ_PRECISION_F32, ROCQ_PRECISION_INT8};
     static const int64_t n_columns[] = {1, 2, 3, 4, 7, 8, 9, 40}, ranks[] = {1, 4, 16, 37, 64, 70};
@@ -463,9 +465,7 @@ static void test_matmul_adapters(void **state) {
                                             ? ROCQ_PRECISION_AUTO : path,
                            .rank = i % 5 == 4 ? 0 : ranks[i % 6], .rank2 = ranks[i / 6 % 6],
                            .w2 = i % 3 == 1, .bias = i % 4 == 1, .residual = i % 5 == 2,
-                           // INT8's contract is for the sum: of a row, SILU leaves half
-                           .activation = i % 3 && path != ROCQ_PRECISION_INT8 ? ROCQ_ACT_SILU
-                                                                              : ROCQ_ACT_IDENTITY,
+                           .activation = i % 3 ? ROCQ_ACT_SILU : ROCQ_ACT_IDENTITY,
                            .y_layout = (box_layout)(i % 3)};
         check_product(&s);
     }
