@@ -7690,9 +7690,9 @@ DEV void norm_backward_row(const rocq_k_norm_backward_args &a, uint32_t row, int
     const char *const dy_row = row_of(a.dy, at.i1, at.i2, at.i3);
     const char *const residual_row = row_of(a.residual, at.i1, at.i2, at.i3);
     char *const dx_row = row_of(a.dx, at.i1, at.i2, at.i3);
-    const bool x_wide = is_wide(a.x), dy_wide = is_wide(a.dy), dx_wide = is_wide(a.dx);
-    const bool residual_wide = is_wide(a.residual);
-    const bool w_wide = ((uintptr_t)a.weight & 15u) == 0 && (n & 3) == 0;
+    // One flag for all, because five of them would spill scalar registers on gfx1150 (clang 19).
+    const bool wide = is_wide(a.x) && is_wide(a.dy) && is_wide(a.dx) && is_wide(a.residual) &&
+                      ((uintptr_t)a.weight & 15u) == 0;
     const float rstd = norm_at(a.rstd, at), mean = a.mean.data ? norm_at(a.mean, at) : 0.0f;
     float g_mean = 0.0f, gx_mean = 0.0f;
     float x[Q][4], g[Q][4], w[Q][4];
@@ -7703,9 +7703,9 @@ DEV void norm_backward_row(const rocq_k_norm_backward_args &a, uint32_t row, int
 #pragma unroll
             for (int j = 0; j < Q; j++) {
                 const int k = base + 4 * j * threads, count = quad_count(n, k);
-                get4(a.x.format, x_row, x_wide, k, count, x[j]);
-                get4(a.dy.format, dy_row, dy_wide, k, count, g[j]);
-                if (a.weight) get4(ROCQ_F32, (const char *)a.weight, w_wide, k, count, w[j]);
+                get4(a.x.format, x_row, wide, k, count, x[j]);
+                get4(a.dy.format, dy_row, wide, k, count, g[j]);
+                if (a.weight) get4(ROCQ_F32, (const char *)a.weight, wide, k, count, w[j]);
             }
 #pragma unroll
             for (int j = 0; j < Q; j++) {
@@ -7724,13 +7724,13 @@ DEV void norm_backward_row(const rocq_k_norm_backward_args &a, uint32_t row, int
                 const int k = base + 4 * j * threads, count = quad_count(n, k);
                 float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
                 if (a.residual.data) {
-                    get4(a.residual.format, residual_row, residual_wide, k, count, v);
+                    get4(a.residual.format, residual_row, wide, k, count, v);
                 }
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     v[e] = fmaf(fmaf(-x[j][e], gx_mean, g[j][e] - g_mean), rstd, v[e]);
                 }
-                put_floats(a.dx.format, dx_wide, dx_row, k, count, v);
+                put_floats(a.dx.format, wide, dx_row, k, count, v);
             }
         }
         if (pass == 1) break;
