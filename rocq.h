@@ -1,10 +1,10 @@
 /* rocq.h - v0.2.0 - quantized transformers on AMD RDNA3 GPUs, and on any CPU
 
    A single-file C11 library (stb style): GGUF models, 18 weight formats, fused dequantize-matmul,
-   flash attention and the small operations around them, on plain tensors; and for pictures and
-   videos convolution with its norms (a VAE: examples/vae.h). Its partner rocq_kernels.hip holds the
-   GPU kernels; without it, or without a GPU, the CPU backend in this file does the work behind the
-   same calls.
+   flash attention and the small operations around them, on plain tensors; for pictures and videos
+   convolution with its norms (a VAE: examples/vae.h); and for training the backward of these, cross
+   entropy and AdamW (examples/train.h). Its partner rocq_kernels.hip holds the GPU kernels; without
+   it, or without a GPU, the CPU backend in this file does the work behind the same calls.
 
    Do this in ONE C or C++ file, and include it plainly everywhere else:
 
@@ -74,10 +74,10 @@
        >>licence
 
 
-   ROCQ DOES NOT tokenize, keep a sampler's history, know any model's layers or train. Those are
-   programs on top; examples/ has some to copy from: tokenizer.h, llama.h, generate.c. It does not
-   print, exit, abort or throw, reads no environment variable, and keeps no global state. The HIP
-   runtime may do all of these: >>errors says when it ends the process.
+   ROCQ DOES NOT tokenize, keep a sampler's history, or know any model's layers or how to train one.
+   Those are programs on top; examples/ has some to copy from: tokenizer.h, llama.h, train.h. It
+   does not print, exit, abort or throw, reads no environment variable, and keeps no global state.
+   The HIP runtime may do all of these: >>errors says when it ends the process.
 
 
    >>options
@@ -379,6 +379,10 @@
               rocq_operand_format, rocq_str_equal; rocq_info.desc.device is the GPU that was taken.
               Gone: rocq_arena_init_growing and rocq_arena_free; rocq_pool serves what grows.
               Pictures: rocq_conv, rocq_conv_weights, rocq_norm_stats, rocq_resize, rocq_pixels.
+              Training: rocq_matmul_backward, _attention_backward, _norm_backward,
+              _activate_backward, _glu_backward, _gather_backward, rocq_cross_entropy,
+              rocq_grad_norm, rocq_adamw; backward of rocq_rope, lse of rocq_attention. Adapters:
+              lora_b and lora_t of rocq_matmul. rocq_trim gives scratch memory back.
               On the CPU a recorded graph is one parallel region; rocq_desc.run_tasks, cpu_tier.
               The tuner tries a grid or a list of points; other searches, evaluators and its model
               of times are gone. What it saves is binary.
@@ -991,7 +995,8 @@ typedef enum rocq_op {
 // lora_b and lora_t add a low-rank adapter (LoRA, arXiv 2106.09685): lora_t is another product, of
 // its A and x. lora_b2 and lora_t2 add one to w2 x in the same way. R is at most 512; adapters of
 // several sequences lie behind each other in R, and a gate of zeros where a column does not use
-// one, in the product that makes lora_t, chooses.
+// one, in the product that makes lora_t, chooses. On a GPU an adapter's product is launches of its
+// own, and softcap beside it is E_UNSUPPORTED.
 // w and x may have a third and fourth dimension (batch); w's must divide x's, and each matrix of w
 // then serves several consecutive ones of x. y may be residual or gate.
 typedef struct rocq_matmul_params {
@@ -1256,7 +1261,7 @@ typedef struct rocq_pixels_params {
 typedef struct rocq_matmul_backward_params {
     const rocq_tensor *dx;       // F32 or F16 [K, N] or NULL
     const rocq_tensor *dw;       // F32 [K, M] or NULL
-    const rocq_tensor *db;       // F32 [M] or NULL
+    const rocq_tensor *db;       // F32 [M] or NULL; only with dw
     const rocq_tensor *dy;       // F32 or F16 [M, N]
     const rocq_tensor *w;        // any format [K, M], needed with dx
     const rocq_tensor *x;        // F32 or F16 [K, N], needed with dw
@@ -15705,8 +15710,8 @@ typedef struct rocq__product {
     rocq_tensor gate;  // p->gate, or w2 x where no kernel computes it together with w x
     rocq_tensor residual; // p->residual, or an adapter's product
     bool has_gate, has_residual;
-    bool finish;       // y is w x + bias + the adapter's product, in scratch memory; the rest of the
-                       // epilogue is launches of its own, see rocq__product_finish
+    bool finish;       // y is w x + bias + the adapter's product, in scratch memory; the rest of
+                       // the epilogue is launches of its own, see rocq__product_finish
 } rocq__product;
 
 static rocq_k_epilogue rocq__k_epilogue(const rocq__product *g) {
