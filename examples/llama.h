@@ -1016,21 +1016,21 @@ typedef struct llama__loras {
 } llama__loras;
 
 // Host memory in which a tensor is put together.
-typedef struct llama__bench {
+typedef struct llama__workspace {
     void *bytes; // of a tensor of a file, then of the result
     float *values, *stack;
     size_t n_bytes, n_values;
-} llama__bench;
+} llama__workspace;
 
 // Encodes the stack and copies it to its tensor.
-static rocq_result llama__put(llama_model *m, llama__bench *b, const rocq_tensor *to) {
+static rocq_result llama__put(llama_model *m, llama__workspace *b, const rocq_tensor *to) {
     LLAMA__TRY(rocq_quantize(to->format, b->bytes, b->stack, to->ne[1], to->ne[0], NULL));
     LLAMA__TRY(rocq_upload(m->ctx, to, b->bytes, rocq_tensor_size(to)));
     return rocq_sync(m->ctx); // the memory is used again
 }
 
 static rocq_result llama__fill_site(llama_model *m, llama__loras *q, const llama_site *s,
-                                    lora_pair (*pairs)[LLAMA_LORAS], llama__bench *b) {
+                                    lora_pair (*pairs)[LLAMA_LORAS], llama__workspace *b) {
     int64_t done = 0; // ranks of A
     for (int i = 0; i < 3; i++) {
         for (int j = 0; j < q->now.n; j++) {
@@ -1064,7 +1064,7 @@ static rocq_result llama__fill_site(llama_model *m, llama__loras *q, const llama
 static rocq_result llama__make_site(llama_model *m, llama__loras *q, int64_t k) {
     llama_site *s = &q->now.sites[k];
     lora_pair pairs[3][LLAMA_LORAS];
-    llama__bench bench = {NULL, NULL, NULL, 0, 0};
+    llama__workspace work = {NULL, NULL, NULL, 0, 0};
     int64_t all = 0, in = 0, n_ranks[3] = {0, 0, 0}, out[3] = {0, 0, 0};
     rocq_format format_a = ROCQ_F32, format_b = ROCQ_F32;
     memset(pairs, 0, sizeof pairs);
@@ -1089,8 +1089,8 @@ static rocq_result llama__make_site(llama_model *m, llama__loras *q, int64_t k) 
             out[i] = w->ne[1];
             const size_t a = (size_t)pair->a.size, b = (size_t)pair->b.size;
             const size_t values = (size_t)(pair->rank * (in > out[i] ? in : out[i]));
-            if (bench.n_bytes < (a > b ? a : b)) bench.n_bytes = a > b ? a : b;
-            if (bench.n_values < values) bench.n_values = values;
+            if (work.n_bytes < (a > b ? a : b)) work.n_bytes = a > b ? a : b;
+            if (work.n_values < values) work.n_values = values;
             if (w->format == ROCQ_F32) continue;
             format_a = m->few == ROCQ_Q8_0 && in % 32 == 0 ? ROCQ_Q8_0 : ROCQ_F16;
             format_b = ROCQ_F16;
@@ -1112,13 +1112,13 @@ static rocq_result llama__make_site(llama_model *m, llama__loras *q, int64_t k) 
         if (n_stack < (size_t)(n_ranks[i] * out[i])) n_stack = (size_t)(n_ranks[i] * out[i]);
     }
     if (!q->fills) return ROCQ_OK;
-    const size_t bytes = bench.n_bytes > 4 * n_stack ? bench.n_bytes : 4 * n_stack;
-    const size_t room = (bytes + 63) / 64 * 64 + (bench.n_values + n_stack) * sizeof(float);
-    LLAMA__TRY(llama__allocate(m, &bench.bytes, room));
-    bench.values = (float *)(void *)((char *)bench.bytes + (bytes + 63) / 64 * 64);
-    bench.stack = bench.values + bench.n_values;
-    const rocq_result result = llama__fill_site(m, q, s, pairs, &bench);
-    llama__free(m, bench.bytes, room);
+    const size_t bytes = work.n_bytes > 4 * n_stack ? work.n_bytes : 4 * n_stack;
+    const size_t room = (bytes + 63) / 64 * 64 + (work.n_values + n_stack) * sizeof(float);
+    LLAMA__TRY(llama__allocate(m, &work.bytes, room));
+    work.values = (float *)(void *)((char *)work.bytes + (bytes + 63) / 64 * 64);
+    work.stack = work.values + work.n_values;
+    const rocq_result result = llama__fill_site(m, q, s, pairs, &work);
+    llama__free(m, work.bytes, room);
     return result;
 }
 
