@@ -1,5 +1,5 @@
-// llama.h - runs llama (Mistral too), qwen2, qwen3, gemma2 and gpt2 models from GGUF files, on
-// rocq.h.
+// llama.h - runs models of the families in families.h (llama, qwen, gemma, granite, phi and others)
+// from GGUF files, on rocq.h.
 //
 //     llama_model m;
 //     if (llama_open(&m, ctx, file, NULL) != ROCQ_OK) puts(m.error);
@@ -13,7 +13,8 @@
 //     llama_close(&m);
 //
 // The graph is llama__layer below: one page, the same for every family. Where families differ, a
-// weight is there or not, or a number in the configuration is set.
+// weight is there or not, or a number in the configuration is set: families.h, which says how to
+// add one.
 
 #ifndef LLAMA_H
 #define LLAMA_H
@@ -52,22 +53,24 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
 
 // Letters in shapes: Q is n_heads * head_dim, KV is n_kv_heads * head_dim, FF is n_ff. gpt2 has q,
 // k and v in one weight, which is q here, [n_embd, Q + 2 KV], and no gate: its ffn_up, which goes
-// through the activation, is gate here. It has no k, v and up.
+// through the activation, is gate here. It has no k, v and up. Nor has phi3, whose gate has gate
+// and up, [n_embd, 2 FF].
 typedef struct llama_layer {
     rocq_tensor attn_norm;              // [n_embd]
     rocq_tensor attn_norm_bias;         // [n_embd]                   gpt2, as that of ffn_norm
     rocq_tensor q, k, v;                // [n_embd, Q], [n_embd, KV], [n_embd, KV]
     rocq_tensor q_bias, k_bias, v_bias; // [Q], [KV], [KV]         most of qwen2, gpt2
-    rocq_tensor q_norm, k_norm;         // [head_dim], of each head   qwen3
+    rocq_tensor q_norm, k_norm;         // [head_dim], of each head   qwen3, gemma3
     rocq_tensor out, out_bias;          // [Q, n_embd], [n_embd]
-    rocq_tensor attn_post_norm;         // [n_embd]                   gemma2
+    rocq_tensor attn_post_norm;         // [n_embd]                   gemma
     rocq_tensor ffn_norm, ffn_norm_bias; // [n_embd]
     rocq_tensor gate, gate_bias;        // [n_embd, FF], [FF]
     rocq_tensor up, up_bias;            // [n_embd, FF], [FF]
     rocq_tensor down, down_bias;        // [FF, n_embd], [n_embd]
-    rocq_tensor ffn_post_norm;          // [n_embd]                   gemma2
+    rocq_tensor ffn_post_norm;          // [n_embd]                   gemma
     rocq_kv_view cache;
     int32_t window;                     // positions a query sees, 0 = all
+    rocq_rope_config rope;
 } llama_layer;                          // weights that a family lacks have n_dims 0
 
 enum { LLAMA_LORAS = 8 }; // at once
@@ -108,9 +111,11 @@ typedef struct llama_model {
     char error[512];       // the message of the last failure, also of llama_open
 
     // Private from here on. The configuration:
+    const struct llama__family *row; // of families.h
     float norm_eps, embedding_scale, attention_scale, attention_softcap, final_softcap;
+    float logit_scale, temperature;
     rocq_activation activation;
-    rocq_rope_config rope;
+    rocq_rope_config rope;   // of most layers
     // weights
     rocq_tensor embedding;   // [n_embd, n_vocab]
     rocq_tensor positions;   // [n_embd, n_ctx_train]                 gpt2
@@ -118,23 +123,26 @@ typedef struct llama_model {
     rocq_tensor output;      // [n_embd, n_vocab]; may be the embedding
     rocq_tensor output_bias; // [n_vocab]
     rocq_tensor rope_freqs;  // [rope.n_dims / 2]                     llama 3
+    rocq_tensor rope_short, rope_long; // the same, up to the trained context and beyond   phi3
     llama_layer *layers;     // [n_layers]
     rocq_buffer weights;     // of those that are not just views of the file
     int32_t n_weights;
-    int32_t family_bit;
     rocq_kv *kv;
     llama_adapters adapters;
     rocq_tensor low[3];      // of the last site: the part of t that each weight adds
     // what a batch of n <= n_batch tokens goes through
     rocq_buffer memory;
-    rocq_tensor inputs;   // I32 [1 + 3 n_batch]: n_past + n, then of n tokens their ids, their
-                          // positions and their cells in the cache
+    rocq_tensor inputs;   // I32 [1 + 4 n_batch]: n_past + n, then of n tokens their ids, their
+                          // positions, their cells in the cache and, F32, what queries are
+                          // multiplied by                              mistral3
     int32_t *staged;      // the same on the host, for one upload
     rocq_tensor x;        // [n_embd, n_batch] the residual stream
     rocq_tensor h;        // [n_embd or Q, n_batch] normed or attended: see llama__operand
     rocq_tensor qkv;      // [Q + 2 KV, n_batch]
     rocq_tensor ffn;      // [FF, n_batch], an operand too
-    rocq_tensor added;    // [n_embd, n_batch] before its norm         gemma2, gpt2: positions
+    rocq_tensor pair;     // [2 FF, n_batch] gate and up                phi3
+    rocq_tensor added;    // [n_embd, n_batch] before its norm         gemma, gpt2: positions
+    rocq_tensor head_norm; // [n_embd] output_norm with logit_scale     granite
     rocq_tensor logits;   // [n_vocab, n_logits]
     rocq_tensor last;     // [n_vocab] the column of logits that llama_sample draws from
     rocq_tensor token;    // I32 [1]
@@ -162,8 +170,9 @@ static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int6
                                      float *logits);
 
 // Forgets n of the tokens in the cache, from number first on: those behind them move up, and n_past
-// goes down by n. So text can go on when the context is full. Not with gpt2 (E_UNSUPPORTED): what
-// its tokens became depends on learned positions.
+// goes down by n. So text can go on when the context is full. Not with gpt2, where what tokens
+// became depends on learned positions, nor where layers turn keys in different ways, as in gemma3
+// and smollm3 (E_UNSUPPORTED).
 static inline rocq_result llama_forget(llama_model *m, int32_t first, int32_t n);
 
 // Puts n adapters in the place of those that there were; what is in the cache stays as it is.
@@ -214,313 +223,11 @@ static rocq_result llama__progress(llama_model *m, const char *what, int64_t don
     return llama__fail(m, ROCQ_E_STATE, "%s was stopped", what);
 }
 
-// ---------------------------------------------------------------------------------------------
-// Configuration
-// ---------------------------------------------------------------------------------------------
-
-enum {
-    LLAMA__LLAMA = 1,
-    LLAMA__QWEN2 = 2,
-    LLAMA__QWEN3 = 4,
-    LLAMA__GEMMA2 = 8,
-    LLAMA__GPT2 = 16,
-    LLAMA__ALL = 31,
-    LLAMA__NEWER = LLAMA__ALL - LLAMA__GPT2
-};
-
-static const char LLAMA__RMS_EPS[] = "attention.layer_norm_rms_epsilon";
-
-static const struct llama__family {
-    const char *name;
-    int bit;
-    rocq_rope_pairing pairing;
-    rocq_activation activation;
-    const char *norm_eps; // its key
-} llama__families[] = {
-    {"llama", LLAMA__LLAMA, ROCQ_ROPE_NORM, ROCQ_ACT_SILU, LLAMA__RMS_EPS},
-    {"qwen2", LLAMA__QWEN2, ROCQ_ROPE_NEOX, ROCQ_ACT_SILU, LLAMA__RMS_EPS},
-    {"qwen3", LLAMA__QWEN3, ROCQ_ROPE_NEOX, ROCQ_ACT_SILU, LLAMA__RMS_EPS},
-    {"gemma2", LLAMA__GEMMA2, ROCQ_ROPE_NEOX, ROCQ_ACT_GELU, LLAMA__RMS_EPS},
-    {"gpt2", LLAMA__GPT2, ROCQ_ROPE_NONE, ROCQ_ACT_GELU, "attention.layer_norm_epsilon"},
-};
-
-enum { LLAMA__REQUIRED = -1 }; // in place of a default
-
-// The number "<family>.<name>": of any type of number that GGUF has, or only of its integer types
-// where whole is set. A file may give it once for each layer instead, in an array; since all layers
-// have one shape here, its entries must be equal. *there: whether the file has the key at all,
-// without which a required one is an error.
-static rocq_result llama__read(llama_model *m, const rocq_gguf *file, const char *name, bool whole,
-                               bool required, bool *there, double *out) {
-    char key[128];
-    rocq_gguf_value value;
-    snprintf(key, sizeof key, "%s.%s", m->family, name);
-    *there = rocq_gguf_find_value(file, key, &value) == ROCQ_OK;
-    if (!*there && required) {
-        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no %s", key);
-    }
-    if (!*there) return ROCQ_OK;
-    if (value.is_array && (value.count < 1 || value.count != m->n_layers)) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s has %.0f entries for %d layers", key,
-                           (double)value.count, (int)m->n_layers);
-    }
-    for (int64_t i = 0; i < value.count; i++) {
-        int64_t integer;
-        uint64_t natural;
-        double number;
-        if (rocq_gguf_value_i64(&value, i, &integer) == ROCQ_OK) {
-            number = (double)integer;
-        } else if (rocq_gguf_value_u64(&value, i, &natural) == ROCQ_OK) { // above 2^63
-            number = (double)natural;
-        } else if (whole || rocq_gguf_value_f64(&value, i, &number) != ROCQ_OK) {
-            return llama__fail(m, ROCQ_E_TYPE, "%s is not %s", key, whole ? "an integer"
-                                                                          : "a number");
-        }
-        if (i > 0 && number != *out) {
-            return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is %g in layer 0 and %g in layer %d: "
-                               "layers of different shapes are not supported", key, *out, number,
-                               (int)i);
-        }
-        *out = number;
-    }
-    return ROCQ_OK;
-}
-
-// An integer of 1 to 2^30. The default stands for a key that is absent, and for a 0 in an optional
-// one, which is how llama.cpp writes down that a model does not have the thing.
-static rocq_result llama__read_int(llama_model *m, const rocq_gguf *file, const char *name,
-                                   int32_t fallback, int32_t *out) {
-    const bool required = fallback == LLAMA__REQUIRED;
-    bool there;
-    double value = 0;
-    LLAMA__TRY(llama__read(m, file, name, true, required, &there, &value));
-    if (!required && value == 0) value = fallback;
-    else if (value < 1 || value > 1 << 30) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %.0f", m->family, name, value);
-    }
-    *out = (int32_t)value;
-    return ROCQ_OK;
-}
-
-// A number that is not negative; a 0 that is there counts.
-static rocq_result llama__read_float(llama_model *m, const rocq_gguf *file, const char *name,
-                                     float fallback, float *out) {
-    bool there;
-    double value = 0;
-    LLAMA__TRY(llama__read(m, file, name, false, fallback < 0, &there, &value));
-    if (!there) value = (double)fallback;
-    else if (!(value >= 0 && value < 1e30)) { // NaN fails too
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %g", m->family, name, value);
-    }
-    *out = (float)value;
-    return ROCQ_OK;
-}
-
-// Fails for a model in which a token sees those behind it. What it computes for a token changes as
-// text is added, so it has no keys and values that a cache could keep, and continues no text.
-static rocq_result llama__read_causal(llama_model *m, const rocq_gguf *file) {
-    char key[128];
-    bool causal = true;
-    snprintf(key, sizeof key, "%s.attention.causal", m->family);
-    const rocq_result result = rocq_gguf_get_bool(file, key, &causal);
-    if (result != ROCQ_OK && result != ROCQ_E_NOT_FOUND) {
-        return llama__fail(m, result, "%s is neither true nor false", key);
-    }
-    if (causal) return ROCQ_OK;
-    return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is false: models whose tokens see those behind "
-                       "them are not supported", key);
-}
-
-// Positions: how fast each pair of a head turns, and what stretches a model beyond its training.
-static rocq_result llama__read_rope(llama_model *m, const rocq_gguf *file) {
-    char key[128];
-    rocq_str scaling = {"linear", 6};
-    float factor;
-    LLAMA__TRY(llama__read_int(m, file, "rope.dimension_count", m->head_dim, &m->rope.n_dims));
-    LLAMA__TRY(llama__read_float(m, file, "rope.freq_base", 10000, &m->rope.freq_base));
-    LLAMA__TRY(llama__read_float(m, file, "rope.scale_linear", 0, &factor)); // the key's older name
-    LLAMA__TRY(llama__read_float(m, file, "rope.scaling.factor", factor, &factor));
-    LLAMA__TRY(llama__read_float(m, file, "rope.scaling.attn_factor", 1, &m->rope.attn_factor));
-    LLAMA__TRY(llama__read_int(m, file, "rope.scaling.original_context_length", m->n_ctx_train,
-                               &m->rope.n_ctx_orig));
-    snprintf(key, sizeof key, "%s.rope.scaling.type", m->family);
-    const rocq_result typed = rocq_gguf_get_str(file, key, &scaling);
-    if (typed != ROCQ_OK && typed != ROCQ_E_NOT_FOUND) {
-        return llama__fail(m, typed, "%s is not a string", key);
-    }
-    const bool none = rocq_str_equal(scaling, "none"), yarn = rocq_str_equal(scaling, "yarn");
-    if (!none && !yarn && !rocq_str_equal(scaling, "linear")) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s \"%.*s\" is not supported", key,
-                           (int)(scaling.length < 100 ? scaling.length : 100), scaling.data);
-    }
-    if (m->rope.n_dims > m->head_dim || m->rope.n_dims % 2 != 0) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s.rope.dimension_count is %d for heads of %d",
-                           m->family, (int)m->rope.n_dims, (int)m->head_dim);
-    }
-    if (factor > 0 && !none) m->rope.freq_scale = 1 / factor;
-    m->rope.ext_factor = yarn ? 1.0f : 0.0f;
-    return ROCQ_OK;
-}
-
-static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file, int *family_bit) {
-    rocq_str name;
-    rocq_gguf_value tokens;
-    int32_t value_dim, n_experts;
-    const char *norm_eps = NULL;
-    if (rocq_gguf_get_str(file, "general.architecture", &name) != ROCQ_OK) {
-        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no general.architecture");
-    }
-    for (size_t i = 0; i < sizeof llama__families / sizeof llama__families[0]; i++) {
-        if (!rocq_str_equal(name, llama__families[i].name)) continue;
-        m->family = llama__families[i].name;
-        m->rope.pairing = llama__families[i].pairing;
-        m->activation = llama__families[i].activation;
-        norm_eps = llama__families[i].norm_eps;
-        *family_bit = m->family_bit = llama__families[i].bit;
-    }
-    if (!m->family) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED,
-                           "model family \"%.*s\" is not one of llama, qwen2, qwen3, gemma2, gpt2",
-                           (int)(name.length < 100 ? name.length : 100), name.data);
-    }
-    LLAMA__TRY(llama__read_int(m, file, "block_count", LLAMA__REQUIRED, &m->n_layers));
-    LLAMA__TRY(llama__read_int(m, file, "embedding_length", LLAMA__REQUIRED, &m->n_embd));
-    LLAMA__TRY(llama__read_int(m, file, "feed_forward_length", LLAMA__REQUIRED, &m->n_ff));
-    LLAMA__TRY(llama__read_int(m, file, "context_length", LLAMA__REQUIRED, &m->n_ctx_train));
-    LLAMA__TRY(llama__read_int(m, file, "attention.head_count", LLAMA__REQUIRED, &m->n_heads));
-    LLAMA__TRY(llama__read_int(m, file, "attention.head_count_kv", m->n_heads, &m->n_kv_heads));
-    LLAMA__TRY(llama__read_float(m, file, norm_eps, LLAMA__REQUIRED, &m->norm_eps));
-    const int32_t split = m->n_embd / m->n_heads;
-    LLAMA__TRY(llama__read_int(m, file, "attention.key_length", split, &m->head_dim));
-    LLAMA__TRY(llama__read_int(m, file, "attention.value_length", split, &value_dim));
-    LLAMA__TRY(llama__read_int(m, file, "expert_count", 1, &n_experts));
-    if (n_experts != 1) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "mixtures of experts are not supported");
-    }
-    if (value_dim != m->head_dim) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "keys of %d elements with values of %d are not "
-                           "supported", (int)m->head_dim, (int)value_dim);
-    }
-    if (m->n_layers > 1024 || m->n_heads % m->n_kv_heads != 0) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%d layers of %d heads on %d KV heads",
-                           (int)m->n_layers, (int)m->n_heads, (int)m->n_kv_heads);
-    }
-    if (rocq_gguf_find_value(file, "tokenizer.ggml.tokens", &tokens) == ROCQ_OK &&
-        tokens.count > 0 && tokens.count < 1 << 30) {
-        m->n_vocab = (int32_t)tokens.count;
-    } else {
-        LLAMA__TRY(llama__read_int(m, file, "vocab_size", LLAMA__REQUIRED, &m->n_vocab));
-    }
-    LLAMA__TRY(llama__read_causal(m, file));
-    LLAMA__TRY(llama__read_rope(m, file));
-    m->embedding_scale = 1;
-    m->attention_scale = 1 / sqrtf((float)m->head_dim);
-    return ROCQ_OK;
-}
-
-// Which of gemma2's layers see no further back than the window: by an array with one entry a layer,
-// or by a number n, where of each n layers all but the last do. As in llama.cpp, n = 0 means all.
-static rocq_result llama__read_windows(llama_model *m, const rocq_gguf *file, int32_t window) {
-    static const char name[] = "attention.sliding_window_pattern";
-    char key[128];
-    rocq_gguf_value value;
-    double period = 2;
-    bool there;
-    snprintf(key, sizeof key, "%s.%s", m->family, name);
-    if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK || !value.is_array) {
-        LLAMA__TRY(llama__read(m, file, name, true, false, &there, &period));
-        if (period < 0 || period > 1 << 30) {
-            return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f", key, period);
-        }
-        for (int32_t i = 0, n = (int32_t)period; i < m->n_layers; i++) {
-            m->layers[i].window = n > 0 && i % n == n - 1 ? 0 : window;
-        }
-        return ROCQ_OK;
-    }
-    if (value.count != m->n_layers) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s has %.0f entries for %d layers", key,
-                           (double)value.count, (int)m->n_layers);
-    }
-    for (int32_t i = 0; i < m->n_layers; i++) {
-        int64_t number = 0;
-        bool windowed = false;
-        if (rocq_gguf_value_bool(&value, i, &windowed) != ROCQ_OK) {
-            if (rocq_gguf_value_i64(&value, i, &number) != ROCQ_OK || (number | 1) != 1) {
-                return llama__fail(m, ROCQ_E_TYPE, "%s does not say yes or no in entry %d", key,
-                                   (int)i);
-            }
-            windowed = number == 1;
-        }
-        m->layers[i].window = windowed ? window : 0;
-    }
-    return ROCQ_OK;
-}
-
-// What only one family has.
-static rocq_result llama__read_extras(llama_model *m, const rocq_gguf *file, int family) {
-    int32_t window = 0;
-    if (family == LLAMA__GEMMA2) {
-        m->embedding_scale = sqrtf((float)m->n_embd);
-        // The 27B model, known by its layers, takes n_embd / n_heads for the size of a head here.
-        if (m->n_layers == 46) m->attention_scale = 1 / sqrtf((float)(m->n_embd / m->n_heads));
-        LLAMA__TRY(llama__read_float(m, file, "attn_logit_softcapping", 50, &m->attention_softcap));
-        LLAMA__TRY(llama__read_float(m, file, "final_logit_softcapping", 30, &m->final_softcap));
-        LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window", 4096, &window));
-        return llama__read_windows(m, file, window);
-    }
-    if (family == LLAMA__LLAMA) { // the first Mistral; llama.cpp sees no window there
-        LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window", 0, &window));
-    }
-    for (int32_t i = 0; i < m->n_layers; i++) m->layers[i].window = window;
-    return ROCQ_OK;
-}
+#include "families.h"
 
 // ---------------------------------------------------------------------------------------------
 // Weights
 // ---------------------------------------------------------------------------------------------
-
-// Sizes: 1, n_embd, Q, KV, Q + 2 KV, head_dim, FF.
-enum { LLAMA__1, LLAMA__E, LLAMA__Q, LLAMA__KV, LLAMA__QKV, LLAMA__D, LLAMA__F, LLAMA__N_SIZES };
-
-static const struct llama__weight {
-    const char *name;
-    size_t at;      // in llama_layer
-    int cols, rows; // sizes; LLAMA__1 rows: a vector
-    int families;   // that have it; others may not
-    bool optional;
-} llama__weights[] = {
-    {"attn_norm.weight", offsetof(llama_layer, attn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL, false},
-    {"attn_norm.bias", offsetof(llama_layer, attn_norm_bias), LLAMA__E, LLAMA__1,
-     LLAMA__GPT2, false},
-    {"attn_qkv.weight", offsetof(llama_layer, q), LLAMA__E, LLAMA__QKV, LLAMA__GPT2, false},
-    {"attn_qkv.bias", offsetof(llama_layer, q_bias), LLAMA__QKV, LLAMA__1, LLAMA__GPT2, false},
-    {"attn_q.weight", offsetof(llama_layer, q), LLAMA__E, LLAMA__Q, LLAMA__NEWER, false},
-    {"attn_k.weight", offsetof(llama_layer, k), LLAMA__E, LLAMA__KV, LLAMA__NEWER, false},
-    {"attn_v.weight", offsetof(llama_layer, v), LLAMA__E, LLAMA__KV, LLAMA__NEWER, false},
-    {"attn_q.bias", offsetof(llama_layer, q_bias), LLAMA__Q, LLAMA__1, LLAMA__NEWER, true},
-    {"attn_k.bias", offsetof(llama_layer, k_bias), LLAMA__KV, LLAMA__1, LLAMA__NEWER, true},
-    {"attn_v.bias", offsetof(llama_layer, v_bias), LLAMA__KV, LLAMA__1, LLAMA__NEWER, true},
-    {"attn_q_norm.weight", offsetof(llama_layer, q_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3, false},
-    {"attn_k_norm.weight", offsetof(llama_layer, k_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3, false},
-    {"attn_output.weight", offsetof(llama_layer, out), LLAMA__Q, LLAMA__E, LLAMA__ALL, false},
-    {"attn_output.bias", offsetof(llama_layer, out_bias), LLAMA__E, LLAMA__1, LLAMA__ALL, true},
-    {"post_attention_norm.weight", offsetof(llama_layer, attn_post_norm), LLAMA__E, LLAMA__1,
-     LLAMA__GEMMA2, false},
-    {"ffn_norm.weight", offsetof(llama_layer, ffn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL, false},
-    {"ffn_norm.bias", offsetof(llama_layer, ffn_norm_bias), LLAMA__E, LLAMA__1, LLAMA__GPT2, false},
-    {"ffn_up.weight", offsetof(llama_layer, gate), LLAMA__E, LLAMA__F, LLAMA__GPT2, false},
-    {"ffn_up.bias", offsetof(llama_layer, gate_bias), LLAMA__F, LLAMA__1, LLAMA__GPT2, false},
-    {"ffn_gate.weight", offsetof(llama_layer, gate), LLAMA__E, LLAMA__F, LLAMA__NEWER, false},
-    {"ffn_gate.bias", offsetof(llama_layer, gate_bias), LLAMA__F, LLAMA__1, LLAMA__NEWER, true},
-    {"ffn_up.weight", offsetof(llama_layer, up), LLAMA__E, LLAMA__F, LLAMA__NEWER, false},
-    {"ffn_up.bias", offsetof(llama_layer, up_bias), LLAMA__F, LLAMA__1, LLAMA__NEWER, true},
-    {"ffn_down.weight", offsetof(llama_layer, down), LLAMA__F, LLAMA__E, LLAMA__ALL, false},
-    {"ffn_down.bias", offsetof(llama_layer, down_bias), LLAMA__E, LLAMA__1, LLAMA__ALL, true},
-    {"post_ffw_norm.weight", offsetof(llama_layer, ffn_post_norm), LLAMA__E, LLAMA__1,
-     LLAMA__GEMMA2, false},
-};
-
-enum { LLAMA__N_WEIGHTS = sizeof llama__weights / sizeof llama__weights[0], LLAMA__N_OTHERS = 7 };
 
 static rocq_info llama__info(const llama_model *m) {
     rocq_info info;
@@ -561,13 +268,15 @@ typedef struct llama__list {
     char (*text)[64]; // of the names
 } llama__list;
 
-// Finds one weight, [cols] or [cols, rows], and lists it.
+// Finds one weight, and lists it.
 static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__list *list,
-                               const char *name, int64_t cols, int64_t rows, bool required,
+                               const llama__weight *w, const char *name, const int64_t *size,
                                rocq_tensor *place) {
+    const int64_t cols = size[w->cols], rows = size[w->rows];
     rocq_gguf_tensor found;
     if (rocq_gguf_find_tensor(file, name, &found) != ROCQ_OK) {
-        return required ? llama__fail(m, ROCQ_E_NOT_FOUND, "tensor %s is missing", name) : ROCQ_OK;
+        if (w->flags & LLAMA__OPTIONAL) return ROCQ_OK;
+        return llama__fail(m, ROCQ_E_NOT_FOUND, "tensor %s is missing", name);
     }
     if (found.ne[0] != cols || found.ne[1] != rows || found.ne[2] != 1 || found.ne[3] != 1) {
         return llama__fail(m, ROCQ_E_SHAPE, "tensor %s is %.0f x %.0f, expected %.0f x %.0f", name,
@@ -575,79 +284,91 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
     }
     if (!found.known || found.format == ROCQ_I32 || (rows == 1 && found.format != ROCQ_F32)) {
         return llama__fail(m, ROCQ_E_FORMAT, "tensor %s has the type %s (id %u), which cannot be "
-                           "used here", name, found.type_name, (unsigned)found.type_id);
+                           "used here%s", name, found.type_name, (unsigned)found.type_id,
+                           rows == 1 && found.known ? ": expected F32" : "");
     }
     const int32_t i = m->n_weights++;
     snprintf(list->text[i], sizeof list->text[i], "%s", name);
     list->names[i] = list->text[i];
     list->places[i] = place;
-    if (rows > 1 && place != &m->embedding && place != &m->positions) {
-        llama__operands_of(m, found.format);
-    }
+    if (rows > 1 && !(w->flags & LLAMA__ALONE)) llama__operands_of(m, found.format);
     m->weight_bytes += found.size;
     return ROCQ_OK;
 }
 
-static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, int family,
-                                   llama__list *list) {
-    const int64_t head = m->head_dim, n_embd = m->n_embd, n_vocab = m->n_vocab;
+// A weight that the graph does not know would be left out in silence, and the text be wrong.
+static rocq_result llama__check_count(llama_model *m, const rocq_gguf *file, llama__list *list) {
+    rocq_gguf_tensor t;
+    for (int64_t i = 0; i < rocq_gguf_tensor_count(file); i++) {
+        bool listed = false;
+        if (rocq_gguf_tensor_at(file, i, &t) != ROCQ_OK) continue;
+        for (int32_t k = 0; k < m->n_weights && !listed; k++) {
+            listed = rocq_str_equal(t.name, list->names[k]);
+        }
+        if (listed) continue;
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "of the file's %.0f tensors a %s model of %d "
+                           "layers has %d; %.*s is none of them",
+                           (double)rocq_gguf_tensor_count(file), m->family, (int)m->n_layers,
+                           (int)m->n_weights, (int)(t.name.length < 64 ? t.name.length : 64),
+                           t.name.data);
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, llama__list *list) {
+    const int64_t head = m->head_dim, n_embd = m->n_embd, n_ff = m->n_ff;
     const int64_t n_q = m->n_heads * head, n_kv = m->n_kv_heads * head;
-    const int64_t size[LLAMA__N_SIZES] = {1, n_embd, n_q, n_kv, n_q + 2 * n_kv, head, m->n_ff};
-    const struct {
-        const char *name;
-        int64_t cols, rows;
-        int families;
-        bool required;
-        rocq_tensor *place;
-    } others[LLAMA__N_OTHERS] = {
-        {"token_embd.weight", n_embd, n_vocab, LLAMA__ALL, true, &m->embedding},
-        {"position_embd.weight", n_embd, m->n_ctx_train, LLAMA__GPT2, true, &m->positions},
-        {"output_norm.weight", n_embd, 1, LLAMA__ALL, true, &m->output_norm},
-        {"output_norm.bias", n_embd, 1, LLAMA__GPT2, true, &m->output_norm_bias},
-        {"output.weight", n_embd, n_vocab, LLAMA__ALL, false, &m->output},
-        {"output.bias", n_vocab, 1, LLAMA__ALL, false, &m->output_bias},
-        {"rope_freqs.weight", m->rope.n_dims / 2, 1, LLAMA__NEWER, false, &m->rope_freqs}};
+    const int64_t size[LLAMA__N_SIZES] = {1, n_embd, n_q, n_kv, n_q + 2 * n_kv, head, n_ff,
+                                          2 * n_ff, m->n_vocab, m->n_ctx_train,
+                                          m->rope.n_dims / 2};
     for (int k = 0; k < LLAMA__N_OTHERS; k++) {
-        if (!(others[k].families & family)) continue;
-        LLAMA__TRY(llama__find(m, file, list, others[k].name, others[k].cols, others[k].rows,
-                               others[k].required, others[k].place));
+        const llama__weight *w = &llama__others[k];
+        rocq_tensor *place = (rocq_tensor *)(void *)((char *)m + w->at);
+        if (!(w->families & m->row->bit)) continue;
+        LLAMA__TRY(llama__find(m, file, list, w, w->name, size, place));
     }
     for (int32_t i = 0; i < m->n_layers; i++) {
         for (int k = 0; k < LLAMA__N_WEIGHTS; k++) {
-            const struct llama__weight *w = &llama__weights[k];
-            char name[64];
-            if (!(w->families & family)) continue;
-            snprintf(name, sizeof name, "blk.%d.%s", (int)i, w->name);
+            const llama__weight *w = &llama__weights[k];
             rocq_tensor *place = (rocq_tensor *)(void *)((char *)&m->layers[i] + w->at);
-            LLAMA__TRY(llama__find(m, file, list, name, size[w->cols], size[w->rows], !w->optional,
-                                   place));
+            char name[64];
+            if (!(w->families & m->row->bit)) continue;
+            snprintf(name, sizeof name, "blk.%d.%s", (int)i, w->name);
+            LLAMA__TRY(llama__find(m, file, list, w, name, size, place));
         }
     }
-    // A weight that the graph does not know would be left out in silence, and the text be wrong.
-    if (m->n_weights != rocq_gguf_tensor_count(file)) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "of the file's %.0f tensors a %s model has %d",
-                           (double)rocq_gguf_tensor_count(file), m->family, (int)m->n_weights);
+    return m->n_weights == rocq_gguf_tensor_count(file) ? ROCQ_OK
+                                                        : llama__check_count(m, file, list);
+}
+
+// What the speeds of turning pairs are divided by: of tensors for two lengths, one.
+static void llama__set_factors(llama_model *m) {
+    const rocq_tensor *factors = &m->rope_freqs;
+    if (factors->n_dims == 0) {
+        factors = m->n_ctx > m->rope.n_ctx_orig ? &m->rope_long : &m->rope_short;
     }
-    return ROCQ_OK;
+    if (factors->n_dims == 0) return;
+    m->rope.freq_factors = factors;
+    for (int32_t i = 0; i < m->n_layers; i++) m->layers[i].rope.freq_factors = factors;
 }
 
 static bool llama__loading(int64_t done, int64_t total, void *user) {
     return llama__progress((llama_model *)user, "loading", done, total) == ROCQ_OK;
 }
 
-static rocq_result llama__load_listed(llama_model *m, const rocq_gguf *file, int family,
+static rocq_result llama__load_listed(llama_model *m, const rocq_gguf *file,
                                       llama__list *list) {
-    LLAMA__TRY(llama__find_all(m, file, family, list));
+    LLAMA__TRY(llama__find_all(m, file, list));
     const rocq_gguf_load_desc desc = {
         .names = list->names, .n_names = m->n_weights, .progress = llama__loading, .user = m};
     const rocq_result result = rocq_gguf_load(m->ctx, file, &desc, list->tensors, &m->weights);
     if (result != ROCQ_OK) return m->error[0] ? ROCQ_E_STATE : result; // progress had it stopped
     for (int32_t i = 0; i < m->n_weights; i++) *list->places[i] = list->tensors[i];
-    if (m->rope_freqs.n_dims > 0) m->rope.freq_factors = &m->rope_freqs;
+    llama__set_factors(m);
     return ROCQ_OK;
 }
 
-static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file, int family) {
+static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file) {
     const size_t n = LLAMA__N_OTHERS + (size_t)m->n_layers * LLAMA__N_WEIGHTS;
     llama__list list;
     const size_t size = n * (sizeof *list.tensors + sizeof *list.places + sizeof *list.names +
@@ -656,7 +377,7 @@ static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file, int fa
     list.places = (rocq_tensor **)(void *)(list.tensors + n);
     list.names = (const char **)(void *)(list.places + n);
     list.text = (char (*)[64])(void *)(list.names + n);
-    const rocq_result result = llama__load_listed(m, file, family, &list);
+    const rocq_result result = llama__load_listed(m, file, &list);
     llama__free(m, list.tensors, size);
     return result;
 }
@@ -744,6 +465,48 @@ static rocq_result llama__add(llama_model *m, const rocq_tensor *x, const rocq_t
     return ROCQ_OK;
 }
 
+// Multiplies the queries of each token by a number that grows with its position.
+static rocq_result llama__heat(llama_model *m, const rocq_tensor *q) {
+    const int64_t n = q->ne[2], ne[3] = {1, 1, n};
+    rocq_tensor by = rocq_tensor_slice(&m->inputs, 0, 1 + 3 * n, n);
+    rocq_tensor_init(&by, &by.buffer, by.offset, ROCQ_F32, 3, ne); // cannot fail: there is room
+    const rocq_binary_params heat = {.y = q, .a = q, .b = &by};
+    LLAMA__RUN(m, MUL, mul, &heat);
+    return ROCQ_OK;
+}
+
+// The feed-forward part of a layer: ffn = activation(gate(h)) * up(h), without up in gpt2.
+static rocq_result llama__feed(llama_model *m, const llama_layer *l, const llama_site *site,
+                               const rocq_tensor *h, const rocq_tensor *ffn) {
+    const rocq_tensor *up_weight = llama__maybe(&l->up);
+    const bool joined = l->gate.ne[1] > m->n_ff; // up in the same weight
+    const bool together = l->up_bias.n_dims == 0; // w2 has no bias: with one they go one by one
+    const rocq_tensor pair = rocq_tensor_slice(&m->pair, 1, 0, joined ? h->ne[1] : 1);
+    rocq_matmul_params gate = {
+        .y = joined ? &pair : ffn, .w = &l->gate, .x = h, .bias = llama__maybe(&l->gate_bias),
+        .activation = joined ? ROCQ_ACT_IDENTITY : m->activation,
+        .precision = m->options.precision, .w2 = together ? up_weight : NULL};
+    rocq_matmul_params up = {
+        .y = ffn, .w = up_weight, .x = h, .bias = llama__maybe(&l->up_bias), .gate = ffn,
+        .precision = m->options.precision};
+    llama__adapt(m, site, 0, &gate);
+    llama__adapt(m, site, 1, &up);
+    if (together) {
+        gate.lora_b2 = up.lora_b;
+        gate.lora_t2 = up.lora_t;
+    }
+    LLAMA__RUN(m, MATMUL, matmul, &gate);
+    if (joined) {
+        const rocq_tensor first = rocq_tensor_slice(&pair, 0, 0, m->n_ff);
+        const rocq_tensor second = rocq_tensor_slice(&pair, 0, m->n_ff, m->n_ff);
+        const rocq_glu_params glu = {.y = ffn, .gate = &first, .up = &second,
+                                     .activation = m->activation};
+        LLAMA__RUN(m, GLU, glu, &glu);
+    }
+    if (!together) LLAMA__RUN(m, MATMUL, matmul, &up);
+    return ROCQ_OK;
+}
+
 // One layer over the n tokens in x [n_embd, n].
 static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq_tensor *x) {
     const int64_t n = x->ne[1];
@@ -753,9 +516,9 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     const rocq_kv_view *cache = &l->cache;
     const llama_site *site = &m->adapters.sites[4 * (l - m->layers)];
     const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
-    const bool pair = l->up_bias.n_dims == 0; // w2 has no bias: with one, gate and up go one by one
-    const rocq_tensor ffn = pair ? llama__operand(m, &m->ffn, m->n_ff, n)
-                                 : rocq_tensor_slice(&m->ffn, 1, 0, n);
+    // A product that reads what it writes, as gate, does so in F32.
+    const rocq_tensor ffn = l->up_bias.n_dims == 0 ? llama__operand(m, &m->ffn, m->n_ff, n)
+                                                   : rocq_tensor_slice(&m->ffn, 1, 0, n);
     const int64_t n_q = (int64_t)m->n_heads * m->head_dim;
     const int64_t n_kv = (int64_t)m->n_kv_heads * m->head_dim;
     const bool fused = l->k.n_dims == 0;
@@ -781,7 +544,7 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
         .precision = m->options.precision, .next = fused ? NULL : &to_k};
     const rocq_rope_append_params append = {
         .q = &q_heads, .k = &k_heads, .v = &v_heads, .k_cache = &cache->k_cache,
-        .v_cache = &cache->v_cache, .pos = &pos, .cell = &cells, .rope = m->rope};
+        .v_cache = &cache->v_cache, .pos = &pos, .cell = &cells, .rope = l->rope};
     const rocq_attention_params attend = {
         .out = &seen_heads, .q = &q_heads, .k = &cache->k, .v = &cache->v, .kv_len = &kv_len,
         .page_table = llama__maybe(&cache->page_table), .page_size = cache->page_size,
@@ -795,29 +558,15 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     LLAMA__RUN(m, MATMUL, matmul, &to_q);
     if (l->q_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &q_heads, &q_heads, &l->q_norm, NULL));
     if (l->k_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &k_heads, &k_heads, &l->k_norm, NULL));
+    if (m->temperature > 0) LLAMA__TRY(llama__heat(m, &q_heads));
     LLAMA__RUN(m, ROPE_APPEND, rope_append, &append);
     LLAMA__RUN(m, ATTENTION, attention, &attend);
     LLAMA__TRY(llama__add(m, x, &l->out, &site[1], &seen, &l->out_bias,
                           &l->attn_post_norm));
 
-    // x += down(activation(gate(h)) * up(h)), without up in gpt2
-    rocq_matmul_params gate = {
-        .y = &ffn, .w = &l->gate, .x = &h, .bias = llama__maybe(&l->gate_bias),
-        .activation = m->activation, .precision = m->options.precision,
-        .w2 = pair ? llama__maybe(&l->up) : NULL};
-    rocq_matmul_params up = {
-        .y = &ffn, .w = &l->up, .x = &h, .bias = llama__maybe(&l->up_bias), .gate = &ffn,
-        .precision = m->options.precision};
-    llama__adapt(m, &site[2], 0, &gate);
-    llama__adapt(m, &site[2], 1, &up);
-    if (pair) {
-        gate.lora_b2 = up.lora_b;
-        gate.lora_t2 = up.lora_t;
-    }
     LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm, &l->ffn_norm_bias));
     LLAMA__TRY(llama__reduce(m, &site[2], &h));
-    LLAMA__RUN(m, MATMUL, matmul, &gate);
-    if (!pair) LLAMA__RUN(m, MATMUL, matmul, &up);
+    LLAMA__TRY(llama__feed(m, l, &site[2], &h, &ffn));
     return llama__add(m, x, &l->down, &site[3], &ffn, &l->down_bias, &l->ffn_post_norm);
 }
 
@@ -890,19 +639,22 @@ static rocq_result llama__record(llama_model *m, const rocq_sample_params *how) 
 static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
     const int64_t n = m->n_batch, n_q = (int64_t)m->n_heads * m->head_dim;
     const int64_t n_kv = (int64_t)m->n_kv_heads * m->head_dim;
-    LLAMA__TRY(rocq_tensor_1d(arena, &m->inputs, ROCQ_I32, 1 + 3 * n));
+    LLAMA__TRY(rocq_tensor_1d(arena, &m->inputs, ROCQ_I32, 1 + 4 * n));
     LLAMA__TRY(rocq_tensor_1d(arena, &m->token, ROCQ_I32, 1));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->x, ROCQ_F32, m->n_embd, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->h, ROCQ_F32, n_q > m->n_embd ? n_q : m->n_embd, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->qkv, ROCQ_F32, n_q + 2 * n_kv, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->ffn, ROCQ_F32, m->n_ff, n));
+    const bool joined = m->layers[0].gate.ne[1] > m->n_ff;
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->pair, ROCQ_F32, 2 * m->n_ff, joined ? n : 1));
+    LLAMA__TRY(rocq_tensor_1d(arena, &m->head_norm, ROCQ_F32, m->n_embd));
     const bool adds = m->layers[0].attn_post_norm.n_dims > 0 || m->positions.n_dims > 0;
     LLAMA__TRY(rocq_tensor_2d(arena, &m->added, ROCQ_F32, m->n_embd, adds ? n : 1));
     return rocq_tensor_2d(arena, &m->logits, ROCQ_F32, m->n_vocab, m->n_logits);
 }
 
 static size_t llama__staged_size(const llama_model *m) {
-    return (1 + 3 * (size_t)m->n_batch) * sizeof(int32_t);
+    return (1 + 4 * (size_t)m->n_batch) * sizeof(int32_t);
 }
 
 static rocq_result llama__make_cache(llama_model *m) {
@@ -960,6 +712,12 @@ static rocq_result llama__make_memory(llama_model *m) {
     rocq_arena_init(&arena, &m->memory);
     LLAMA__TRY(llama__cut(m, &arena));
     LLAMA__TRY(llama__allocate(m, &m->staged, llama__staged_size(m)));
+    if (m->logit_scale != 1) { // the last norm does it on the way
+        const rocq_scale_params scale = {.y = &m->head_norm, .x = &m->output_norm,
+                                         .scale = m->logit_scale};
+        LLAMA__TRY(rocq_scale(m->ctx, &scale));
+        m->output_norm = m->head_norm;
+    }
     return llama__plan(m);
 }
 
@@ -996,8 +754,8 @@ static const rocq_tensor *llama__site_weight(const llama_model *m, int64_t k, in
                                                                                   : NULL;
     }
     for (int w = 0; i < sites[k % 4].n && w < LLAMA__N_WEIGHTS; w++) {
-        const struct llama__weight *of = &llama__weights[w];
-        if (of->at != sites[k % 4].at[i] || !(of->families & m->family_bit)) continue;
+        const llama__weight *of = &llama__weights[w];
+        if (of->at != sites[k % 4].at[i] || !(of->families & m->row->bit)) continue;
         snprintf(name, 64, "blk.%d.%s", (int)(k / 4), of->name);
         return (const rocq_tensor *)(const void *)((const char *)&m->layers[k / 4] + of->at);
     }
@@ -1232,16 +990,15 @@ static inline rocq_result llama_scale_lora(llama_model *m, int32_t i, float scal
 // ---------------------------------------------------------------------------------------------
 
 static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
-    int family = 0;
     m->few = rocq_operand_format(m->ctx, ROCQ_Q8_0, 1, m->options.precision);
     m->many = rocq_operand_format(m->ctx, ROCQ_Q8_0, LLAMA__FEW + 1, m->options.precision);
-    LLAMA__TRY(llama__read_config(m, file, &family));
+    LLAMA__TRY(llama__read_config(m, file));
     LLAMA__TRY(llama__allocate(m, &m->layers, (size_t)m->n_layers * sizeof(llama_layer)));
     LLAMA__TRY(llama__allocate(m, &m->adapters.sites, llama__sites_size(m)));
-    LLAMA__TRY(llama__read_extras(m, file, family));
+    LLAMA__TRY(llama__read_numbers(m, file));
     m->n_ctx = m->n_ctx_train < 4096 ? m->n_ctx_train : 4096;
     if (m->options.n_ctx > 0) m->n_ctx = m->options.n_ctx;
-    if (family == LLAMA__GPT2 && m->n_ctx > m->n_ctx_train) {
+    if (m->row->bit == LLAMA__GPT2 && m->n_ctx > m->n_ctx_train) {
         return llama__fail(m, ROCQ_E_BOUNDS, "a context of %d: the model has learned %d positions",
                            (int)m->n_ctx, (int)m->n_ctx_train);
     }
@@ -1249,7 +1006,7 @@ static rocq_result llama__open(llama_model *m, const rocq_gguf *file) {
     if (m->n_batch > m->n_ctx) m->n_batch = m->n_ctx;
     m->n_logits = m->options.n_logits > 0 ? m->options.n_logits : 1;
     if (m->n_logits > m->n_batch) m->n_logits = m->n_batch;
-    LLAMA__TRY(llama__load_all(m, file, family));
+    LLAMA__TRY(llama__load_all(m, file));
     if (m->output.n_dims == 0) m->output = m->embedding; // tied
     llama__operands_of(m, m->output.format);
     return llama__make_memory(m);
@@ -1309,11 +1066,17 @@ static inline void llama_close(llama_model *m) {
 // logits. The length goes with them, so that only a table of pages needs another upload.
 static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int32_t n, bool head) {
     const int32_t kv_len = m->n_past + n;
-    const rocq_tensor inputs = rocq_tensor_slice(&m->inputs, 0, 0, 1 + 3 * n);
+    const bool heated = m->temperature > 0;
+    const rocq_tensor inputs = rocq_tensor_slice(&m->inputs, 0, 0, 1 + (heated ? 4 : 3) * n);
     m->staged[0] = kv_len;
     for (int32_t i = 0; i < n; i++) {
         m->staged[1 + i] = tokens[i];
         m->staged[1 + n + i] = m->n_past + i;
+        if (heated) {
+            const int32_t passed = (m->n_past + i) / m->rope.n_ctx_orig;
+            const float by = 1 + m->temperature * logf(1 + (float)passed);
+            memcpy(&m->staged[1 + 3 * n + i], &by, sizeof by);
+        }
         if (tokens[i] < 0 || tokens[i] >= m->n_vocab) {
             return llama__fail(m, ROCQ_E_BOUNDS, "token %d is not one of %d", (int)tokens[i],
                                (int)m->n_vocab);
@@ -1370,6 +1133,13 @@ static rocq_result llama__forget(llama_model *m, int32_t first, int32_t n) {
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
     if (m->positions.n_dims > 0) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "tokens of a %s model cannot move up", m->family);
+    }
+    for (int32_t i = 0; i < m->n_layers; i++) { // rocq_kv_shift turns all keys alike
+        const rocq_rope_config *rope = &m->layers[i].rope;
+        if (rope->pairing == m->rope.pairing && rope->freq_base == m->rope.freq_base &&
+            rope->freq_scale == m->rope.freq_scale) continue;
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "tokens of a %s model cannot move up: its layers "
+                           "turn keys in different ways", m->family);
     }
     LLAMA__TRY(rocq_kv_truncate(m->kv, 0, m->n_past));
     LLAMA__TRY(rocq_kv_shift(m->kv, 0, first, n));

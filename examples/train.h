@@ -261,12 +261,12 @@ static rocq_tensor *train__at(llama_layer *l, size_t place) {
     return (rocq_tensor *)(void *)((char *)l + place);
 }
 
-static int train__family(const trainer *t) {
-    for (size_t i = 0; i < sizeof llama__families / sizeof llama__families[0]; i++) {
-        if (strcmp(llama__families[i].name, t->model->family) == 0) return llama__families[i].bit;
-    }
-    return 0;
-}
+// Those whose graph train__layer has. Others would be trained into something else than what runs.
+enum {
+    TRAIN__FAMILIES = LLAMA__LLAMA | LLAMA__QWEN2 | LLAMA__QWEN3 | LLAMA__GEMMA2 | LLAMA__GPT2
+};
+
+static int train__family(const trainer *t) { return t->model->row->bit; }
 
 // Whether the list names the matrix, which has no list: "q" or "attn_q" for "attn_q.weight".
 static bool train__targeted(const char *list, const char *name) {
@@ -351,7 +351,7 @@ static rocq_result train__check_targets(trainer *t, int family) {
         bool found = false;
         snprintf(one, sizeof one, "%.*s", (int)(n < 23 ? n : 23), at);
         for (int k = 0; k < LLAMA__N_WEIGHTS; k++) {
-            const struct llama__weight *w = &llama__weights[k];
+            const llama__weight *w = &llama__weights[k];
             found |= w->rows != LLAMA__1 && (w->families & family) && train__targeted(one, w->name);
         }
         if (!found || n == 0) {
@@ -1110,6 +1110,10 @@ static rocq_result train__set_options(trainer *t, const train_options *options) 
 static rocq_result train__open(trainer *t, const train_options *options) {
     const llama_model *m = t->model;
     const int64_t size = (m->n_layers + 1) * (int64_t)sizeof *t->layers;
+    if (!(train__family(t) & TRAIN__FAMILIES)) {
+        return train__fail(t, ROCQ_E_UNSUPPORTED, "%s models cannot be trained here, only llama, "
+                           "qwen2, qwen3, gemma2 and gpt2", m->family);
+    }
     TRAIN__TRY(train__set_options(t, options));
     t->tied = memcmp(&m->output, &m->embedding, sizeof m->output) == 0;
     TRAIN__TRY(train__allocate(t, &t->layers, size));

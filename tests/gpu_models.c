@@ -232,9 +232,45 @@ static void test_gpt2(void **state) {
     check_model(&other, "q8_0", 2e-3, 0);
 }
 
+static void granite_keys(rocq_gguf_writer *w) {
+    model_set_f32(w, "granite", "embedding_scale", 2);
+    model_set_f32(w, "granite", "residual_scale", 0.6f);
+    model_set_f32(w, "granite", "logit_scale", 1.7f);
+}
+
+static void mistral3_keys(rocq_gguf_writer *w) {
+    model_set_f32(w, "mistral3", "attention.temperature_scale", 0.3f);
+    model_set_f32(w, "mistral3", "rope.scaling.yarn_log_multiplier", 1);
+}
+
+// The families whose layers launch what those of others do, or one more.
+static void test_others(void **state) {
+    static const struct {
+        model_spec spec;
+        int64_t layer; // launches
+    } cases[] = {
+        {{"gpu-gemma3", "gemma3", .n_embd = 128, .n_heads = 2, .n_kv_heads = 1, .head_dim = 64,
+          .n_ff = 160, .n_vocab = 301, .n_layers = 6, .formats = q4_0, .tied = true,
+          .rope_base = 1e6f, .window = 7}, 14},
+        {{"gpu-granite", "granite", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
+          .n_ff = 160, .n_vocab = 301, .formats = q4_0, .edit = granite_keys}, 8},
+        {{"gpu-smollm3", "smollm3", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
+          .n_ff = 160, .n_vocab = 301, .n_layers = 4, .formats = q4_0, .tied = true}, 8},
+        {{"gpu-mistral3", "mistral3", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
+          .n_ff = 160, .n_vocab = 301, .formats = q4_0, .rope_scaling = "yarn", .rope_factor = 4,
+          .n_ctx_orig = 16, .edit = mistral3_keys}, 9},
+        {{"gpu-phi", "phi3", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
+          .n_ff = 160, .n_vocab = 301, .formats = q4_0, .n_rot = 24, .rope_factors = true,
+          .n_ctx_orig = 32}, 9}};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        check_model(&cases[i].spec, "f16", 2e-3, cases[i].layer);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_llama), cmocka_unit_test(test_qwen2),
                                        cmocka_unit_test(test_qwen3), cmocka_unit_test(test_gemma2),
-                                       cmocka_unit_test(test_gpt2)};
+                                       cmocka_unit_test(test_gpt2), cmocka_unit_test(test_others)};
     return cmocka_run_group_tests_name("gpu models", tests, open_devices, close_devices);
 }

@@ -31,7 +31,9 @@ typedef struct model_spec {
     bool rope_freqs;            // a rope_freqs.weight tensor
     bool biases;                // on every matrix of a layer; qwen2 has them on q, k and v anyway
     bool no_biases;             // qwen2 without them
-    int32_t window;             // gemma2
+    int32_t window;             // gemma2, gemma3
+    int32_t n_rot;              // of a head's elements turn, 0 = all
+    bool rope_factors;          // rope_factors_short and _long tensors
     float attention_cap, final_cap;
     const char *leave_out;      // a tensor that the file lacks
     const char *misshape;       // a tensor with one row too many
@@ -128,35 +130,44 @@ static inline void model_add_gpt2(model_file *f, int32_t i) {
 
 static inline void model_add_all(model_file *f) {
     const model_spec *s = f->spec;
-    bool gemma = strcmp(s->arch, "gemma2") == 0, qwen2 = strcmp(s->arch, "qwen2") == 0;
+    bool gemma3 = strcmp(s->arch, "gemma3") == 0, phi3 = strcmp(s->arch, "phi3") == 0;
+    bool gemma = strcmp(s->arch, "gemma2") == 0 || gemma3, qwen2 = strcmp(s->arch, "qwen2") == 0;
     bool qwen3 = strcmp(s->arch, "qwen3") == 0, gpt2 = strcmp(s->arch, "gpt2") == 0;
+    int32_t n_rot = s->n_rot > 0 ? s->n_rot : s->head_dim;
     int64_t n_embd = s->n_embd, n_q = (int64_t)s->n_heads * s->head_dim;
     int64_t n_kv = (int64_t)s->n_kv_heads * s->head_dim;
     float in = 1 / sqrtf((float)n_embd); // keeps unit variance across a matrix
-    float embd = gemma ? 0.6f * in : 0.6f; // gemma2 multiplies it by sqrt(n_embd)
+    float embd = gemma ? 0.6f * in : 0.6f; // gemma multiplies it by sqrt(n_embd)
     model_add(f, -1, "token_embd.weight", n_embd, s->n_vocab, 0, embd, gemma ? 0.7f : s->tied ? 0.5f : 0);
     if (s->rope_freqs) model_add(f, -1, "rope_freqs.weight", s->head_dim / 2, 0, 3, 0.7f, 0);
+    if (s->rope_factors) {
+        model_add(f, -1, "rope_factors_short.weight", n_rot / 2, 0, 1.5f, 0.2f, 0);
+        model_add(f, -1, "rope_factors_long.weight", n_rot / 2, 0, 4, 0.7f, 0);
+    }
     if (gpt2) model_add(f, -1, "position_embd.weight", n_embd, 512, 0, 0.5f, 0);
     for (int32_t i = 0; i < f->n_layers && gpt2; i++) model_add_gpt2(f, i);
     for (int32_t i = 0; i < f->n_layers && !gpt2; i++) {
         model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
-        model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 0.8f * in, 0);
-        model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 0.8f * in, 0);
-        model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.2f * in, 0);
+        if (phi3) model_add(f, i, "attn_qkv.weight", n_embd, n_q + 2 * n_kv, 0, in, 0);
+        else {
+            model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 0.8f * in, 0);
+            model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 0.8f * in, 0);
+            model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.2f * in, 0);
+        }
         if ((qwen2 && !s->no_biases) || s->biases) {
             model_add(f, i, "attn_q.bias", n_q, 0, 0, 0.3f, 0);
             model_add(f, i, "attn_k.bias", n_kv, 0, 0, 0.3f, 0);
             model_add(f, i, "attn_v.bias", n_kv, 0, 0, 0.2f, 0);
         }
-        if (qwen3) {
+        if (qwen3 || gemma3) {
             model_add(f, i, "attn_q_norm.weight", s->head_dim, 0, 0.8f, 0.2f, 0);
             model_add(f, i, "attn_k_norm.weight", s->head_dim, 0, 0.8f, 0.2f, 0);
         }
         model_add(f, i, "attn_output.weight", n_q, n_embd, 0, 0.6f / sqrtf((float)n_q), 0);
         if (gemma) model_add(f, i, "post_attention_norm.weight", n_embd, 0, 0.5f, 0.1f, 0);
         model_add(f, i, "ffn_norm.weight", n_embd, 0, 1, 0.2f, 0);
-        model_add(f, i, "ffn_gate.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
-        model_add(f, i, "ffn_up.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
+        if (!phi3) model_add(f, i, "ffn_gate.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
+        model_add(f, i, "ffn_up.weight", n_embd, phi3 ? 2 * s->n_ff : s->n_ff, 0, 1.2f * in, 0);
         model_add(f, i, "ffn_down.weight", s->n_ff, n_embd, 0, 0.25f / sqrtf((float)s->n_ff), 0);
         if (s->biases) {
             model_add(f, i, "attn_output.bias", n_embd, 0, 0, 0.2f, 0);
@@ -269,9 +280,10 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
         model_set_f32(w, s->arch, "rope.scaling.factor", s->rope_factor);
         if (s->rope_attention > 0)
             model_set_f32(w, s->arch, "rope.scaling.attn_factor", s->rope_attention);
-        if (s->n_ctx_orig > 0)
-            model_set_u32(w, s->arch, "rope.scaling.original_context_length", s->n_ctx_orig);
     }
+    if (s->n_ctx_orig > 0)
+        model_set_u32(w, s->arch, "rope.scaling.original_context_length", s->n_ctx_orig);
+    if (s->n_rot > 0) model_set_u32(w, s->arch, "rope.dimension_count", s->n_rot);
     if (s->window > 0) model_set_u32(w, s->arch, "attention.sliding_window", s->window);
     if (s->attention_cap > 0) model_set_f32(w, s->arch, "attn_logit_softcapping", s->attention_cap);
     if (s->final_cap > 0) model_set_f32(w, s->arch, "final_logit_softcapping", s->final_cap);

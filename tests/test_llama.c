@@ -33,6 +33,34 @@ static const rocq_format f32[] = {ROCQ_F32, ROCQ_I32}, f16[] = {ROCQ_F16, ROCQ_I
 #define SIZES(embd, heads, kv_heads, dim, ff, vocab)                                            \
     .n_embd = embd, .n_heads = heads, .n_kv_heads = kv_heads, .head_dim = dim, .n_ff = ff,      \
     .n_vocab = vocab
+// Keys of one family each.
+static void granite_keys(rocq_gguf_writer *w) {
+    model_set_f32(w, "granite", "embedding_scale", 2);
+    model_set_f32(w, "granite", "residual_scale", 0.6f);
+    model_set_f32(w, "granite", "attention.scale", 0.2f);
+    model_set_f32(w, "granite", "logit_scale", 1.7f);
+}
+
+static void granite_still(rocq_gguf_writer *w) { // no residual scale, and nothing turns
+    model_set_f32(w, "granite", "logit_scale", 0.7f);
+    assert_int_equal(rocq_gguf_writer_set_bool(w, "granite.rope.scaling.finetuned", false),
+                     ROCQ_OK);
+}
+
+static void mistral3_keys(rocq_gguf_writer *w) {
+    model_set_f32(w, "mistral3", "attention.temperature_scale", 0.3f);
+    model_set_f32(w, "mistral3", "rope.scaling.yarn_log_multiplier", 1);
+    model_set_f32(w, "mistral3", "rope.scaling.yarn_beta_fast", 8);
+    model_set_f32(w, "mistral3", "rope.scaling.yarn_beta_slow", 2);
+}
+
+static void gemma3_base(rocq_gguf_writer *w) {
+    model_set_f32(w, "gemma3", "rope.freq_base_swa", 500);
+}
+
+#define GEMMA3 .n_layers = 7, .tied = true, .window = 16, .rope_base = 1e6f
+#define YARN3 .rope_base = 1e6f, .rope_scaling = "yarn", .rope_factor = 4, .n_ctx_orig = 16,       \
+    .edit = mistral3_keys
 #define GEMMA .n_layers = 3, .tied = true, .window = 16, .attention_cap = 1, .final_cap = 30
 
 static const model_spec specs[] = {
@@ -88,6 +116,41 @@ static const model_spec specs[] = {
     // The 27B model is known by its 46 layers and scales scores differently.
     {"gemma2-46-layers", "gemma2", SIZES(64, 2, 1, 64, 64, 301), .formats = f32, .n_layers = 46,
      .tied = true, .window = 16, .attention_cap = 1, .final_cap = 30},
+
+    {"gemma3-F32", "gemma3", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA3},
+    {"gemma3-linear", "gemma3", SIZES(128, 4, 2, 32, 192, 301), .formats = f32, GEMMA3,
+     .rope_scaling = "linear", .rope_factor = 8, .edit = gemma3_base},
+    {"gemma3-Q4_0", "gemma3", SIZES(320, 5, 1, 64, 288, 301), .formats = q4_0, GEMMA3},
+    {"gemma3-Q4_K", "gemma3", SIZES(256, 2, 1, 128, 256, 333), .formats = q4_K, GEMMA3},
+
+    {"granite-F32", "granite", SIZES(256, 4, 2, 64, 256, 517), .formats = f32,
+     .edit = granite_keys},
+    {"granite-still", "granite", SIZES(192, 6, 2, 32, 224, 333), .formats = f32, .tied = true,
+     .edit = granite_still},
+    {"granite-Q8_0", "granite", SIZES(224, 7, 1, 32, 320, 301), .formats = q8_0,
+     .edit = granite_keys},
+    {"granite-Q4_K", "granite", SIZES(256, 8, 4, 64, 512, 611), .formats = q4_K, .tied = true,
+     .edit = granite_keys},
+
+    {"smollm3-F32", "smollm3", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, .n_layers = 5},
+    {"smollm3-Q8_0", "smollm3", SIZES(224, 7, 1, 32, 320, 301), .formats = q8_0, .n_layers = 4,
+     .tied = true},
+    {"smollm3-Q4_K", "smollm3", SIZES(256, 4, 1, 64, 256, 333), .formats = q4_K, .n_layers = 4},
+
+    {"mistral3-F32", "mistral3", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, YARN3},
+    {"mistral3-plain", "mistral3", SIZES(192, 6, 2, 32, 224, 333), .formats = f32, .tied = true},
+    {"mistral3-Q8_0", "mistral3", SIZES(224, 7, 1, 32, 320, 301), .formats = q8_0, YARN3},
+    {"mistral3-Q4_K", "mistral3", SIZES(256, 2, 1, 128, 256, 333), .formats = q4_K, YARN3},
+
+    // By the name "phi3" llama.cpp would want other tokens than these vocabularies have.
+    {"phi-F32", "phi3", SIZES(256, 4, 4, 64, 256, 517), .formats = f32},
+    {"phi-long", "phi3", SIZES(192, 6, 2, 32, 224, 333), .formats = f32, .n_rot = 24,
+     .rope_factors = true, .n_ctx_orig = 32, .rope_scaling = "longrope", .rope_factor = 1,
+     .rope_attention = 1.2f, .tied = true},
+    {"phi-short", "phi3", SIZES(192, 6, 2, 32, 224, 333), .formats = f32, .n_rot = 16,
+     .rope_factors = true, .n_ctx_orig = 512},
+    {"phi-Q8_0", "phi3", SIZES(224, 7, 7, 32, 320, 301), .formats = q8_0, .n_rot = 24},
+    {"phi-Q4_K", "phi3", SIZES(256, 4, 2, 64, 256, 333), .formats = q4_K, .tied = true},
 
     {"gpt2-F32", "gpt2", SIZES(256, 4, 4, 64, 320, 517), .formats = f32, .tied = true},
     {"gpt2-F16", "gpt2", SIZES(192, 6, 6, 32, 768, 401), .formats = f16, .tied = true},
@@ -1008,10 +1071,12 @@ static int32_t list_saved(void) {
     return n;
 }
 
-int main(void) {
-    enum { N_BATCHES = 5 };
-    static const char *const families[N_BATCHES] = {"llama-F32", "qwen2-F32", "qwen3-F32",
-                                                    "gemma2-F32", "gpt2-F32"};
+int main(int argc, char **argv) {
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    enum { N_BATCHES = 8 };
+    static const char *const families[N_BATCHES] = {
+        "llama-F32", "qwen2-F32", "qwen3-F32", "gemma2-F32", "gpt2-F32", "gemma3-linear",
+        "mistral3-F32", "phi-long"};
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32", "gemma2-F32"};
     static struct CMUnitTest tests[N_SPECS + N_ADAPTED + N_CACHES + N_BATCHES + 4 + 5 + N_SAVED];
     static char names[N_BATCHES][64], forget_names[4][64];

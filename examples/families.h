@@ -1,0 +1,513 @@
+// families.h - what the model families of llama.h have and how their files say so; included by
+// llama.h, whose graph it describes.
+//
+// To add a family: a row in llama__families, and its bit in the rows of the tensors that it has, in
+// llama__weights and llama__others. A number that no family had before is read from the file in
+// llama__read_numbers; a tensor that none had gets a field of llama_layer, and only an op that none
+// had gets lines in llama__layer. Then add it to the tables of tests/test_llama.c, which compare
+// with llama.cpp, and of tests/gpu_models.c.
+
+#ifndef FAMILIES_H
+#define FAMILIES_H
+
+// ---------------------------------------------------------------------------------------------
+// Families
+// ---------------------------------------------------------------------------------------------
+
+enum {
+    LLAMA__LLAMA = 1,
+    LLAMA__QWEN2 = 2,
+    LLAMA__QWEN3 = 4,
+    LLAMA__GEMMA2 = 8,
+    LLAMA__GPT2 = 16,
+    LLAMA__GEMMA3 = 32,
+    LLAMA__GRANITE = 64,
+    LLAMA__SMOLLM3 = 128,
+    LLAMA__MISTRAL3 = 256,
+    LLAMA__PHI3 = 512,
+    LLAMA__ALL = 1023,
+    LLAMA__NEWER = LLAMA__ALL - LLAMA__GPT2,
+    LLAMA__GEMMA = LLAMA__GEMMA2 | LLAMA__GEMMA3,
+    LLAMA__FUSED = LLAMA__GPT2 | LLAMA__PHI3, // q, k and v in one matrix
+    LLAMA__SEPARATE = LLAMA__ALL - LLAMA__FUSED
+};
+
+static const char LLAMA__RMS_EPS[] = "attention.layer_norm_rms_epsilon";
+
+static const struct llama__family {
+    const char *name; // general.architecture
+    int bit;
+    rocq_rope_pairing pairing;
+    rocq_activation activation;
+    const char *norm_eps;   // its key
+    bool root_embedding;    // embeddings are multiplied by sqrt(n_embd)
+    bool scales;            // the file has scales of embeddings, attention, what layers add, logits
+    bool temperature;       // queries grow with their position
+    bool windows;           // attention.sliding_window counts;
+    int32_t window, period; // its default, and that of which layers: see llama__read_windows
+    float local_base;       // default rope base of layers with a window, which nothing stretches;
+                            // 0: they are like the others
+    int32_t no_rope;        // each so many-th layer turns nothing; 0 = none
+    bool caps;              // logits, in attention and of tokens, can be capped;
+    float attention_cap, final_cap; // defaults, 0 = not
+    int32_t odd;            // the model of so many layers takes n_embd / n_heads for the size of a
+                            // head where it scales scores
+} llama__families[] = {
+    {.name = "llama", .bit = LLAMA__LLAMA, .pairing = ROCQ_ROPE_NORM, .activation = ROCQ_ACT_SILU,
+     .norm_eps = LLAMA__RMS_EPS, .windows = true}, // the first Mistral's; llama.cpp sees none there
+    {.name = "qwen2", .bit = LLAMA__QWEN2, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_SILU,
+     .norm_eps = LLAMA__RMS_EPS},
+    {.name = "qwen3", .bit = LLAMA__QWEN3, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_SILU,
+     .norm_eps = LLAMA__RMS_EPS},
+    {.name = "gemma2", .bit = LLAMA__GEMMA2, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_GELU,
+     .norm_eps = LLAMA__RMS_EPS, .root_embedding = true, .windows = true, .window = 4096,
+     .period = 2, .caps = true, .attention_cap = 50, .final_cap = 30, .odd = 46},
+    {.name = "gemma3", .bit = LLAMA__GEMMA3, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_GELU,
+     .norm_eps = LLAMA__RMS_EPS, .root_embedding = true, .windows = true, .period = 6,
+     .local_base = 10000, .odd = 62},
+    {.name = "gpt2", .bit = LLAMA__GPT2, .pairing = ROCQ_ROPE_NONE, .activation = ROCQ_ACT_GELU,
+     .norm_eps = "attention.layer_norm_epsilon"},
+    {.name = "granite", .bit = LLAMA__GRANITE, .pairing = ROCQ_ROPE_NORM,
+     .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .scales = true},
+    {.name = "smollm3", .bit = LLAMA__SMOLLM3, .pairing = ROCQ_ROPE_NORM,
+     .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .no_rope = 4},
+    {.name = "mistral3", .bit = LLAMA__MISTRAL3, .pairing = ROCQ_ROPE_NORM,
+     .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .temperature = true},
+    {.name = "phi3", .bit = LLAMA__PHI3, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_SILU,
+     .norm_eps = LLAMA__RMS_EPS},
+};
+
+enum { LLAMA__N_FAMILIES = sizeof llama__families / sizeof llama__families[0] };
+
+// Sizes: 1, n_embd, Q, KV, Q + 2 KV, head_dim, FF, 2 FF, n_vocab, n_ctx_train, and how many pairs
+// of a head turn.
+enum {
+    LLAMA__1, LLAMA__E, LLAMA__Q, LLAMA__KV, LLAMA__QKV, LLAMA__D, LLAMA__F, LLAMA__2F, LLAMA__V,
+    LLAMA__P, LLAMA__R, LLAMA__N_SIZES
+};
+
+enum {
+    LLAMA__OPTIONAL = 1,
+    LLAMA__ALONE = 2 // no other weight reads what this one reads
+};
+
+typedef struct llama__weight {
+    const char *name;
+    size_t at;      // in llama_layer, or llama_model
+    int cols, rows; // sizes; LLAMA__1 rows: a vector
+    int families;   // that have it; others may not
+    int flags;
+} llama__weight;
+
+#define LLAMA__AT(field) offsetof(llama_layer, field)
+
+static const llama__weight llama__weights[] = { // of each layer: "blk.<layer>.<name>"
+    {"attn_norm.weight", LLAMA__AT(attn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL, 0},
+    {"attn_norm.bias", LLAMA__AT(attn_norm_bias), LLAMA__E, LLAMA__1, LLAMA__GPT2, 0},
+    {"attn_qkv.weight", LLAMA__AT(q), LLAMA__E, LLAMA__QKV, LLAMA__FUSED, 0},
+    {"attn_qkv.bias", LLAMA__AT(q_bias), LLAMA__QKV, LLAMA__1, LLAMA__GPT2, 0},
+    {"attn_qkv.bias", LLAMA__AT(q_bias), LLAMA__QKV, LLAMA__1, LLAMA__PHI3, LLAMA__OPTIONAL},
+    {"attn_q.weight", LLAMA__AT(q), LLAMA__E, LLAMA__Q, LLAMA__SEPARATE, 0},
+    {"attn_k.weight", LLAMA__AT(k), LLAMA__E, LLAMA__KV, LLAMA__SEPARATE, 0},
+    {"attn_v.weight", LLAMA__AT(v), LLAMA__E, LLAMA__KV, LLAMA__SEPARATE, 0},
+    {"attn_q.bias", LLAMA__AT(q_bias), LLAMA__Q, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
+    {"attn_k.bias", LLAMA__AT(k_bias), LLAMA__KV, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
+    {"attn_v.bias", LLAMA__AT(v_bias), LLAMA__KV, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
+    {"attn_q_norm.weight", LLAMA__AT(q_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3 | LLAMA__GEMMA3, 0},
+    {"attn_k_norm.weight", LLAMA__AT(k_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3 | LLAMA__GEMMA3, 0},
+    {"attn_output.weight", LLAMA__AT(out), LLAMA__Q, LLAMA__E, LLAMA__ALL, 0},
+    {"attn_output.bias", LLAMA__AT(out_bias), LLAMA__E, LLAMA__1, LLAMA__ALL, LLAMA__OPTIONAL},
+    {"post_attention_norm.weight", LLAMA__AT(attn_post_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA, 0},
+    {"ffn_norm.weight", LLAMA__AT(ffn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL, 0},
+    {"ffn_norm.bias", LLAMA__AT(ffn_norm_bias), LLAMA__E, LLAMA__1, LLAMA__GPT2, 0},
+    {"ffn_up.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__GPT2, 0},
+    {"ffn_up.bias", LLAMA__AT(gate_bias), LLAMA__F, LLAMA__1, LLAMA__GPT2, 0},
+    {"ffn_up.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__2F, LLAMA__PHI3, 0},
+    {"ffn_gate.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__SEPARATE, 0},
+    {"ffn_gate.bias", LLAMA__AT(gate_bias), LLAMA__F, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
+    {"ffn_up.weight", LLAMA__AT(up), LLAMA__E, LLAMA__F, LLAMA__SEPARATE, 0},
+    {"ffn_up.bias", LLAMA__AT(up_bias), LLAMA__F, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
+    {"ffn_down.weight", LLAMA__AT(down), LLAMA__F, LLAMA__E, LLAMA__ALL, 0},
+    {"ffn_down.bias", LLAMA__AT(down_bias), LLAMA__E, LLAMA__1, LLAMA__ALL, LLAMA__OPTIONAL},
+    {"post_ffw_norm.weight", LLAMA__AT(ffn_post_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA, 0},
+};
+
+#undef LLAMA__AT
+#define LLAMA__AT(field) offsetof(llama_model, field)
+
+static const llama__weight llama__others[] = {
+    {"token_embd.weight", LLAMA__AT(embedding), LLAMA__E, LLAMA__V, LLAMA__ALL, LLAMA__ALONE},
+    {"position_embd.weight", LLAMA__AT(positions), LLAMA__E, LLAMA__P, LLAMA__GPT2, LLAMA__ALONE},
+    {"output_norm.weight", LLAMA__AT(output_norm), LLAMA__E, LLAMA__1, LLAMA__ALL, 0},
+    {"output_norm.bias", LLAMA__AT(output_norm_bias), LLAMA__E, LLAMA__1, LLAMA__GPT2, 0},
+    {"output.weight", LLAMA__AT(output), LLAMA__E, LLAMA__V, LLAMA__ALL, LLAMA__OPTIONAL},
+    {"output.bias", LLAMA__AT(output_bias), LLAMA__V, LLAMA__1, LLAMA__ALL, LLAMA__OPTIONAL},
+    {"rope_freqs.weight", LLAMA__AT(rope_freqs), LLAMA__R, LLAMA__1, LLAMA__NEWER, LLAMA__OPTIONAL},
+    {"rope_factors_short.weight", LLAMA__AT(rope_short), LLAMA__R, LLAMA__1, LLAMA__NEWER,
+     LLAMA__OPTIONAL},
+    {"rope_factors_long.weight", LLAMA__AT(rope_long), LLAMA__R, LLAMA__1, LLAMA__NEWER,
+     LLAMA__OPTIONAL},
+};
+
+#undef LLAMA__AT
+
+enum {
+    LLAMA__N_WEIGHTS = sizeof llama__weights / sizeof llama__weights[0],
+    LLAMA__N_OTHERS = sizeof llama__others / sizeof llama__others[0]
+};
+
+// ---------------------------------------------------------------------------------------------
+// Families that are not supported
+// ---------------------------------------------------------------------------------------------
+
+// A tensor's name without the number of its layer.
+static rocq_str llama__kind(rocq_str name) {
+    if (name.length < 6 || memcmp(name.data, "blk.", 4) != 0) return name;
+    const char *dot = (const char *)memchr(name.data + 4, '.', (size_t)name.length - 4);
+    if (!dot) return name;
+    const rocq_str kind = {dot + 1, name.length - (dot + 1 - name.data)};
+    return kind;
+}
+
+static bool llama__has(const struct llama__family *family, rocq_str kind) {
+    for (int k = 0; k < LLAMA__N_WEIGHTS + LLAMA__N_OTHERS; k++) {
+        const llama__weight *w =
+            k < LLAMA__N_WEIGHTS ? &llama__weights[k] : &llama__others[k - LLAMA__N_WEIGHTS];
+        if ((w->families & family->bit) && rocq_str_equal(kind, w->name)) return true;
+    }
+    return false;
+}
+
+// How many tensors a family lacks that the file has, and the other way round; of the former up to
+// three kinds are listed in text.
+static int64_t llama__distance(const rocq_gguf *file, const struct llama__family *family,
+                               char *text, size_t size) {
+    int64_t strange = 0;
+    int n_listed = 0;
+    rocq_gguf_tensor t;
+    text[0] = '\0';
+    for (int64_t i = 0; i < rocq_gguf_tensor_count(file); i++) {
+        if (rocq_gguf_tensor_at(file, i, &t) != ROCQ_OK) continue;
+        char name[66];
+        const rocq_str kind = llama__kind(t.name);
+        if (llama__has(family, kind)) continue;
+        strange++;
+        const int length = (int)(kind.length < 60 ? kind.length : 60);
+        snprintf(name, sizeof name, "%s%.*s", n_listed > 0 ? ", " : "", length, kind.data);
+        if (n_listed == 3 || strstr(text, name + (n_listed > 0 ? 2 : 0))) continue;
+        n_listed++;
+        snprintf(text + strlen(text), size - strlen(text), "%s", name);
+    }
+    for (int k = 0; k < LLAMA__N_WEIGHTS; k++) {
+        const llama__weight *w = &llama__weights[k];
+        char name[64];
+        snprintf(name, sizeof name, "blk.0.%s", w->name);
+        if (!(w->families & family->bit) || (w->flags & LLAMA__OPTIONAL)) continue;
+        if (rocq_gguf_find_tensor(file, name, &t) != ROCQ_OK) strange++;
+    }
+    return strange;
+}
+
+// One line: the nearest family that is supported, and what of the file it lacks.
+static rocq_result llama__unknown(llama_model *m, const rocq_gguf *file, rocq_str name) {
+    char text[240], least[240] = "";
+    const char *nearest = NULL;
+    int64_t fewest = 0;
+    for (int i = 0; i < LLAMA__N_FAMILIES; i++) {
+        const int64_t n = llama__distance(file, &llama__families[i], text, sizeof text);
+        if (nearest && n >= fewest) continue;
+        nearest = llama__families[i].name;
+        fewest = n;
+        memcpy(least, text, sizeof least);
+    }
+    return llama__fail(m, ROCQ_E_UNSUPPORTED, "model family \"%.*s\" is not supported; the nearest "
+                       "is %s%s%s", (int)(name.length < 64 ? name.length : 64), name.data, nearest,
+                       least[0] ? ", which has no " : ", whose tensors it has, but it may compute "
+                       "other things with them", least);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Configuration
+// ---------------------------------------------------------------------------------------------
+
+enum { LLAMA__REQUIRED = -1 }; // in place of a default
+
+// The number "<family>.<name>": of any type of number that GGUF has, or only of its integer types
+// where whole is set. A file may give it once for each layer instead, in an array; since all layers
+// have one shape here, its entries must be equal. *there: whether the file has the key at all,
+// without which a required one is an error.
+static rocq_result llama__read(llama_model *m, const rocq_gguf *file, const char *name, bool whole,
+                               bool required, bool *there, double *out) {
+    char key[128];
+    rocq_gguf_value value;
+    snprintf(key, sizeof key, "%s.%s", m->family, name);
+    *there = rocq_gguf_find_value(file, key, &value) == ROCQ_OK;
+    if (!*there && required) {
+        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no %s", key);
+    }
+    if (!*there) return ROCQ_OK;
+    if (value.is_array && (value.count < 1 || value.count != m->n_layers)) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s has %.0f entries for %d layers", key,
+                           (double)value.count, (int)m->n_layers);
+    }
+    for (int64_t i = 0; i < value.count; i++) {
+        int64_t integer;
+        uint64_t natural;
+        double number;
+        if (rocq_gguf_value_i64(&value, i, &integer) == ROCQ_OK) {
+            number = (double)integer;
+        } else if (rocq_gguf_value_u64(&value, i, &natural) == ROCQ_OK) { // above 2^63
+            number = (double)natural;
+        } else if (whole || rocq_gguf_value_f64(&value, i, &number) != ROCQ_OK) {
+            return llama__fail(m, ROCQ_E_TYPE, "%s is not %s", key, whole ? "an integer"
+                                                                          : "a number");
+        }
+        if (i > 0 && number != *out) {
+            return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is %g in layer 0 and %g in layer %d: "
+                               "layers of different shapes are not supported", key, *out, number,
+                               (int)i);
+        }
+        *out = number;
+    }
+    return ROCQ_OK;
+}
+
+// An integer of 1 to 2^30. The default stands for a key that is absent, and for a 0 in an optional
+// one, which is how llama.cpp writes down that a model does not have the thing.
+static rocq_result llama__read_int(llama_model *m, const rocq_gguf *file, const char *name,
+                                   int32_t fallback, int32_t *out) {
+    const bool required = fallback == LLAMA__REQUIRED;
+    bool there;
+    double value = 0;
+    LLAMA__TRY(llama__read(m, file, name, true, required, &there, &value));
+    if (!required && value == 0) value = fallback;
+    else if (value < 1 || value > 1 << 30) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %.0f", m->family, name, value);
+    }
+    *out = (int32_t)value;
+    return ROCQ_OK;
+}
+
+// A number that is not negative; a 0 that is there counts.
+static rocq_result llama__read_float(llama_model *m, const rocq_gguf *file, const char *name,
+                                     float fallback, float *out) {
+    bool there;
+    double value = 0;
+    LLAMA__TRY(llama__read(m, file, name, false, fallback < 0, &there, &value));
+    if (!there) value = (double)fallback;
+    else if (!(value >= 0 && value < 1e30)) { // NaN fails too
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %g", m->family, name, value);
+    }
+    *out = (float)value;
+    return ROCQ_OK;
+}
+
+// Fails for a model in which a token sees those behind it. What it computes for a token changes as
+// text is added, so it has no keys and values that a cache could keep, and continues no text.
+static rocq_result llama__read_causal(llama_model *m, const rocq_gguf *file) {
+    char key[128];
+    bool causal = true;
+    snprintf(key, sizeof key, "%s.attention.causal", m->family);
+    const rocq_result result = rocq_gguf_get_bool(file, key, &causal);
+    if (result != ROCQ_OK && result != ROCQ_E_NOT_FOUND) {
+        return llama__fail(m, result, "%s is neither true nor false", key);
+    }
+    if (causal) return ROCQ_OK;
+    return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is false: models whose tokens see those behind "
+                       "them are not supported", key);
+}
+
+// YaRN's magnitude of keys and queries at a context that is stretched by factor.
+static float llama__yarn_magnitude(float factor, float by) {
+    return factor > 1 ? 1 + 0.1f * by * logf(factor) : 1.0f;
+}
+
+// Positions: how fast each pair of a head turns, and what stretches a model beyond its training.
+static rocq_result llama__read_rope(llama_model *m, const rocq_gguf *file) {
+    char key[128];
+    rocq_str scaling = {"linear", 6};
+    float factor, log_multiplier;
+    rocq_rope_config *rope = &m->rope;
+    LLAMA__TRY(llama__read_int(m, file, "rope.dimension_count", m->head_dim, &rope->n_dims));
+    LLAMA__TRY(llama__read_float(m, file, "rope.freq_base", 10000, &rope->freq_base));
+    LLAMA__TRY(llama__read_float(m, file, "rope.scale_linear", 0, &factor)); // the key's older name
+    LLAMA__TRY(llama__read_float(m, file, "rope.scaling.factor", factor, &factor));
+    LLAMA__TRY(llama__read_float(m, file, "rope.scaling.attn_factor", 1, &rope->attn_factor));
+    LLAMA__TRY(llama__read_float(m, file, "rope.scaling.yarn_beta_fast", 0, &rope->beta_fast));
+    LLAMA__TRY(llama__read_float(m, file, "rope.scaling.yarn_beta_slow", 0, &rope->beta_slow));
+    LLAMA__TRY(llama__read_float(m, file, "rope.scaling.yarn_log_multiplier", 0, &log_multiplier));
+    LLAMA__TRY(llama__read_int(m, file, "rope.scaling.original_context_length", m->n_ctx_train,
+                               &rope->n_ctx_orig));
+    snprintf(key, sizeof key, "%s.rope.scaling.type", m->family);
+    const rocq_result typed = rocq_gguf_get_str(file, key, &scaling);
+    if (typed != ROCQ_OK && typed != ROCQ_E_NOT_FOUND) {
+        return llama__fail(m, typed, "%s is not a string", key);
+    }
+    const bool none = rocq_str_equal(scaling, "none"), yarn = rocq_str_equal(scaling, "yarn");
+    if (!none && !yarn && !rocq_str_equal(scaling, "linear") &&
+        !rocq_str_equal(scaling, "longrope")) { // whose factors are tensors
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s \"%.*s\" is not supported", key,
+                           (int)(scaling.length < 100 ? scaling.length : 100), scaling.data);
+    }
+    if (rope->n_dims > m->head_dim || rope->n_dims % 2 != 0) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.rope.dimension_count is %d for heads of %d",
+                           m->family, (int)rope->n_dims, (int)m->head_dim);
+    }
+    if (factor > 0 && !none) rope->freq_scale = 1 / factor;
+    rope->ext_factor = yarn ? 1.0f : 0.0f;
+    if (yarn) rope->attn_factor /= llama__yarn_magnitude(factor, log_multiplier);
+    return ROCQ_OK;
+}
+
+static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
+    rocq_str name;
+    rocq_gguf_value tokens;
+    int32_t value_dim, n_experts;
+    if (rocq_gguf_get_str(file, "general.architecture", &name) != ROCQ_OK) {
+        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no general.architecture");
+    }
+    for (int i = 0; i < LLAMA__N_FAMILIES && !m->row; i++) {
+        if (rocq_str_equal(name, llama__families[i].name)) m->row = &llama__families[i];
+    }
+    if (!m->row) return llama__unknown(m, file, name);
+    m->family = m->row->name;
+    m->rope.pairing = m->row->pairing;
+    m->activation = m->row->activation;
+    LLAMA__TRY(llama__read_int(m, file, "block_count", LLAMA__REQUIRED, &m->n_layers));
+    LLAMA__TRY(llama__read_int(m, file, "embedding_length", LLAMA__REQUIRED, &m->n_embd));
+    LLAMA__TRY(llama__read_int(m, file, "feed_forward_length", LLAMA__REQUIRED, &m->n_ff));
+    LLAMA__TRY(llama__read_int(m, file, "context_length", LLAMA__REQUIRED, &m->n_ctx_train));
+    LLAMA__TRY(llama__read_int(m, file, "attention.head_count", LLAMA__REQUIRED, &m->n_heads));
+    LLAMA__TRY(llama__read_int(m, file, "attention.head_count_kv", m->n_heads, &m->n_kv_heads));
+    LLAMA__TRY(llama__read_float(m, file, m->row->norm_eps, LLAMA__REQUIRED, &m->norm_eps));
+    const int32_t split = m->n_embd / m->n_heads;
+    LLAMA__TRY(llama__read_int(m, file, "attention.key_length", split, &m->head_dim));
+    LLAMA__TRY(llama__read_int(m, file, "attention.value_length", split, &value_dim));
+    LLAMA__TRY(llama__read_int(m, file, "expert_count", 1, &n_experts));
+    if (n_experts != 1) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "mixtures of experts are not supported");
+    }
+    if (value_dim != m->head_dim) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "keys of %d elements with values of %d are not "
+                           "supported", (int)m->head_dim, (int)value_dim);
+    }
+    if (m->n_layers > 1024 || m->n_heads % m->n_kv_heads != 0) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%d layers of %d heads on %d KV heads",
+                           (int)m->n_layers, (int)m->n_heads, (int)m->n_kv_heads);
+    }
+    if (rocq_gguf_find_value(file, "tokenizer.ggml.tokens", &tokens) == ROCQ_OK &&
+        tokens.count > 0 && tokens.count < 1 << 30) {
+        m->n_vocab = (int32_t)tokens.count;
+    } else {
+        LLAMA__TRY(llama__read_int(m, file, "vocab_size", LLAMA__REQUIRED, &m->n_vocab));
+    }
+    LLAMA__TRY(llama__read_causal(m, file));
+    return llama__read_rope(m, file);
+}
+
+// Which layers see no further back than the window: by an array with one entry a layer,
+// or by a number n, where of each n layers all but the last do. As in llama.cpp, n = 0 means all.
+static rocq_result llama__read_windows(llama_model *m, const rocq_gguf *file, int32_t window) {
+    static const char name[] = "attention.sliding_window_pattern";
+    char key[128];
+    rocq_gguf_value value;
+    double period = m->row->period;
+    bool there;
+    snprintf(key, sizeof key, "%s.%s", m->family, name);
+    if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK || !value.is_array) {
+        LLAMA__TRY(llama__read(m, file, name, true, false, &there, &period));
+        if (period < 0 || period > 1 << 30) {
+            return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f", key, period);
+        }
+        for (int32_t i = 0, n = (int32_t)period; i < m->n_layers; i++) {
+            m->layers[i].window = n > 0 && i % n == n - 1 ? 0 : window;
+        }
+        return ROCQ_OK;
+    }
+    if (value.count != m->n_layers) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s has %.0f entries for %d layers", key,
+                           (double)value.count, (int)m->n_layers);
+    }
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        int64_t number = 0;
+        bool windowed = false;
+        if (rocq_gguf_value_bool(&value, i, &windowed) != ROCQ_OK) {
+            if (rocq_gguf_value_i64(&value, i, &number) != ROCQ_OK || (number | 1) != 1) {
+                return llama__fail(m, ROCQ_E_TYPE, "%s does not say yes or no in entry %d", key,
+                                   (int)i);
+            }
+            windowed = number == 1;
+        }
+        m->layers[i].window = windowed ? window : 0;
+    }
+    return ROCQ_OK;
+}
+
+// Each layer's positions: as the model's, but for those that turn nothing, and those whose window
+// needs no stretching.
+static rocq_result llama__read_ropes(llama_model *m, const rocq_gguf *file) {
+    const struct llama__family *row = m->row;
+    float local_base;
+    LLAMA__TRY(llama__read_float(m, file, "rope.freq_base_swa", row->local_base, &local_base));
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        rocq_rope_config *rope = &m->layers[i].rope;
+        *rope = m->rope;
+        if (row->local_base > 0 && m->layers[i].window > 0) {
+            rope->freq_base = local_base;
+            rope->freq_scale = 1;
+        }
+        if (row->no_rope > 0 && i % row->no_rope == row->no_rope - 1) {
+            rope->pairing = ROCQ_ROPE_NONE;
+        }
+    }
+    return ROCQ_OK;
+}
+
+// Numbers that only some families have.
+static rocq_result llama__read_numbers(llama_model *m, const rocq_gguf *file) {
+    const struct llama__family *row = m->row;
+    const int32_t scaled_dim = m->n_layers == row->odd ? m->n_embd / m->n_heads : m->head_dim;
+    int32_t window = 0;
+    m->attention_scale = 1 / sqrtf((float)scaled_dim);
+    m->embedding_scale = row->root_embedding ? sqrtf((float)m->n_embd) : 1.0f;
+    m->logit_scale = 1;
+    if (row->scales) {
+        float attention, embedding, added, logits;
+        bool turns = true;
+        char key[128];
+        LLAMA__TRY(llama__read_float(m, file, "attention.scale", 0, &attention));
+        LLAMA__TRY(llama__read_float(m, file, "embedding_scale", 0, &embedding));
+        LLAMA__TRY(llama__read_float(m, file, "residual_scale", 0, &added));
+        LLAMA__TRY(llama__read_float(m, file, "logit_scale", LLAMA__REQUIRED, &logits));
+        if (logits == 0) return llama__fail(m, ROCQ_E_CORRUPT, "%s.logit_scale is 0", m->family);
+        if (attention > 0) m->attention_scale = attention;
+        if (embedding > 0) m->embedding_scale = embedding;
+        m->logit_scale = 1 / logits;
+        // What a layer adds to the residual stream is multiplied by a scale. Only norms read the
+        // stream, to which its own scale is nothing but another epsilon: so all else is divided.
+        if (added > 0) {
+            m->embedding_scale /= added;
+            m->norm_eps /= added * added;
+        }
+        snprintf(key, sizeof key, "%s.rope.scaling.finetuned", m->family);
+        if (rocq_gguf_get_bool(file, key, &turns) == ROCQ_OK && !turns) {
+            m->rope.pairing = ROCQ_ROPE_NONE;
+        }
+    }
+    if (row->temperature) {
+        LLAMA__TRY(llama__read_float(m, file, "attention.temperature_scale", 0, &m->temperature));
+    }
+    if (row->caps) {
+        LLAMA__TRY(llama__read_float(m, file, "attn_logit_softcapping", row->attention_cap,
+                                     &m->attention_softcap));
+        LLAMA__TRY(llama__read_float(m, file, "final_logit_softcapping", row->final_cap,
+                                     &m->final_softcap));
+    }
+    if (row->windows) {
+        LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window", row->window, &window));
+        LLAMA__TRY(llama__read_windows(m, file, window));
+    }
+    return llama__read_ropes(m, file);
+}
+
+#endif // FAMILIES_H
