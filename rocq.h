@@ -1703,7 +1703,8 @@ ROCQ_DEF bool rocq_str_equal(rocq_str s, const char *text);
 
 // Where the bytes come from: exactly one of path, data and read.
 typedef struct rocq_gguf_desc {
-    const char *path;  // UTF-8; memory-mapped where the system can
+    const char *path;  // UTF-8; memory-mapped where the system can. The first of several files of
+                       // one model, NAME-00001-of-0000N.gguf, opens them all as one
     const void *data;  // the whole file in memory; not copied: must outlive the rocq_gguf
     int64_t size;      // of the file, in bytes, with data or read
     bool (*read)(void *dst, int64_t offset, int64_t size, void *user); // false = failed
@@ -1729,7 +1730,7 @@ typedef struct rocq_gguf_tensor {
     bool known;          // rocq can load tensors of this type
     int32_t n_dims;
     int64_t ne[4];
-    int64_t offset;      // bytes from the file's start
+    int64_t offset;      // bytes from the file's start; from that of the first of several
     int64_t size;        // bytes; 0 when not known
 } rocq_gguf_tensor;
 
@@ -1864,7 +1865,8 @@ ROCQ_DEF rocq_result rocq_gguf_writer_set_bool(rocq_gguf_writer *writer, const c
 ROCQ_DEF rocq_result rocq_gguf_writer_set_str(rocq_gguf_writer *writer, const char *key,
                                               const char *value);
 
-// Copies all metadata of an open file (general.alignment stays the writer's own).
+// Copies all metadata of an open file (general.alignment stays the writer's own; of several files
+// split.* is left out).
 ROCQ_DEF rocq_result rocq_gguf_writer_set_from(rocq_gguf_writer *writer, const rocq_gguf *file);
 
 // name: up to 63 bytes, not used before (E_ARGUMENT). Rows must be whole blocks (E_SHAPE).
@@ -5686,6 +5688,12 @@ struct rocq_gguf {
     int64_t alignment;
     int64_t data_start; // offset in the file from which tensor offsets count
     rocq__gguf_index values, tensors;
+    // A model in several files is the first of them, which owns the others. Offsets that the caller
+    // sees go through all of them in a row; metadata but for split.* is in the first alone.
+    rocq_gguf **others; // [n_others]
+    int32_t n_others;
+    int64_t base;     // where this file begins in the row
+    rocq__source all; // of tensor data, by offsets in the row
 };
 
 static uint32_t rocq__gguf_u32(const void *src) {
@@ -6290,6 +6298,136 @@ static rocq_result rocq__gguf_parse(rocq_gguf *file) {
     return rocq__gguf_sort_names(file, &file->tensors);
 }
 
+// -- several files --
+
+static const rocq_gguf *rocq__gguf_file(const rocq_gguf *file, int32_t i) {
+    return i == 0 ? file : file->others[i - 1];
+}
+
+// The file in which the byte at an offset in the row is.
+static const rocq_gguf *rocq__gguf_holder(const rocq_gguf *file, int64_t offset) {
+    int32_t i = file->n_others;
+    while (i > 0 && offset < rocq__gguf_file(file, i)->base) i--;
+    return rocq__gguf_file(file, i);
+}
+
+static int64_t rocq__gguf_end(const rocq_gguf *file) {
+    const rocq_gguf *last = rocq__gguf_file(file, file->n_others);
+    return last->base + last->size;
+}
+
+static bool rocq__gguf_read_row(void *dst, int64_t offset, int64_t size, void *user) {
+    unsigned char *to = (unsigned char *)dst;
+    for (int64_t n; size > 0; to += n, offset += n, size -= n) {
+        const rocq_gguf *file = rocq__gguf_holder((const rocq_gguf *)user, offset);
+        const int64_t at = offset - file->base;
+        n = ROCQ__MIN(size, file->size - at);
+        if (n < 1 || !file->source.read(to, at, n, file->source.user)) return false;
+    }
+    return true;
+}
+
+static rocq_result rocq__gguf_open_one(rocq_ctx *ctx, rocq_gguf **file,
+                                       const rocq_gguf_desc *desc) {
+    rocq_gguf *opened = (rocq_gguf *)rocq__alloc(ctx, (int64_t)sizeof *opened);
+    if (!opened) return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_open: no memory");
+    memset(opened, 0, sizeof *opened);
+    opened->ctx = ctx;
+    rocq_result result = rocq__gguf_open_source(opened, desc);
+    if (result == ROCQ_OK) result = rocq__gguf_parse(opened);
+    opened->all = opened->source;
+    if (result != ROCQ_OK) rocq_gguf_close(&opened);
+    *file = opened;
+    return result;
+}
+
+// A number of the split, or 0 where there is none.
+static rocq_result rocq__gguf_split(const rocq_gguf *file, const char *key, int64_t *number) {
+    *number = 0;
+    const rocq_result result = rocq_gguf_get_i64(file, key, number);
+    return result == ROCQ_E_NOT_FOUND ? ROCQ_OK : result;
+}
+
+// Opens file i of n at path, which it becomes number i of the row, and checks that it is that one.
+static rocq_result rocq__gguf_open_other(rocq_gguf *file, const rocq_gguf_desc *desc, int32_t i,
+                                         int32_t n) {
+    char why[256];
+    int64_t number, count;
+    rocq_gguf *other;
+    rocq_result result = rocq__gguf_open_one(file->ctx, &other, desc);
+    if (result != ROCQ_OK) {
+        snprintf(why, sizeof why, "%.255s", rocq_error(file->ctx));
+        return rocq__fail(file->ctx, result, "gguf: file %d of %d, '%s': %s", (int)i + 1, (int)n,
+                          desc->path, why);
+    }
+    other->base = rocq__gguf_end(file);
+    file->others[file->n_others++] = other;
+    ROCQ__TRY(rocq__gguf_split(other, "split.no", &number));
+    ROCQ__TRY(rocq__gguf_split(other, "split.count", &count));
+    if (number != i || count != n) {
+        return rocq__fail(file->ctx, ROCQ_E_CORRUPT, "gguf: '%s' is number %lld of %lld by its "
+                          "metadata (split.no, split.count), expected %d of %d", desc->path,
+                          (long long)number + 1, (long long)count, (int)i + 1, (int)n);
+    }
+    for (int64_t k = 0; k < other->tensors.count; k++) {
+        const rocq_str name = rocq__gguf_name(other, &other->tensors, k);
+        const rocq__label label = rocq__label_of(name.data, name.length);
+        for (int32_t before = 0; before < i; before++) {
+            const rocq_gguf *first = rocq__gguf_file(file, before);
+            if (rocq__gguf_find(first, &first->tensors, label.text) < 0) continue;
+            return rocq__fail(file->ctx, ROCQ_E_CORRUPT, "gguf: tensor '%s' is in '%s' and in file "
+                              "%d of %d", label.text, desc->path, (int)before + 1, (int)n);
+        }
+    }
+    return ROCQ_OK;
+}
+
+// Where the file at path is the first of several, opens the others.
+static rocq_result rocq__gguf_open_others(rocq_gguf *file, const rocq_gguf_desc *desc) {
+    enum { SUFFIX = 24, MOST = 9999 };
+    rocq_ctx *ctx = file->ctx;
+    const size_t length = strlen(desc->path);
+    int64_t count, number, tensors;
+    char suffix[64];
+    ROCQ__TRY(rocq__gguf_split(file, "split.count", &count));
+    ROCQ__TRY(rocq__gguf_split(file, "split.no", &number));
+    ROCQ__TRY(rocq__gguf_split(file, "split.tensors.count", &tensors));
+    if (count < 2) return ROCQ_OK;
+    if (number != 0 || count > MOST) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "gguf: '%s' is file %lld of %lld of a model: "
+                          "open the first", desc->path, (long long)number + 1, (long long)count);
+    }
+    snprintf(suffix, sizeof suffix, "-00001-of-%05d.gguf", (int)count);
+    if (length < SUFFIX - 4 || strcmp(desc->path + length - strlen(suffix), suffix) != 0) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf: '%s' is the first of %d files of a model, "
+                          "but its name does not end in %s", desc->path, (int)count, suffix);
+    }
+    char *path = (char *)rocq__alloc(ctx, (int64_t)length + 1);
+    file->others = (rocq_gguf **)rocq__alloc(ctx, (count - 1) * (int64_t)sizeof *file->others);
+    rocq_result result = path && file->others
+                             ? ROCQ_OK
+                             : rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_open: no memory");
+    rocq_gguf_desc other = *desc;
+    other.path = path;
+    for (int32_t i = 1; i < count && result == ROCQ_OK; i++) {
+        snprintf(suffix, sizeof suffix, "-%05d-of-%05d.gguf", (int)i + 1, (int)count);
+        memcpy(path, desc->path, length + 1);
+        memcpy(path + length - strlen(suffix), suffix, strlen(suffix));
+        result = rocq__gguf_open_other(file, &other, i, (int32_t)count);
+    }
+    rocq__free(ctx, path);
+    ROCQ__TRY(result);
+    if (tensors > 0 && tensors != rocq_gguf_tensor_count(file)) {
+        return rocq__fail(ctx, ROCQ_E_CORRUPT, "gguf: the %d files of '%s' have %lld tensors, "
+                          "expected %lld (split.tensors.count)", (int)count, desc->path,
+                          (long long)rocq_gguf_tensor_count(file), (long long)tensors);
+    }
+    file->all.data = NULL;
+    file->all.read = rocq__gguf_read_row;
+    file->all.user = file;
+    return ROCQ_OK;
+}
+
 ROCQ_DEF rocq_result rocq_gguf_open(rocq_ctx *ctx, rocq_gguf **file, const rocq_gguf_desc *desc) {
     if (file) *file = NULL;
     if (!ctx) return ROCQ_E_ARGUMENT;
@@ -6301,12 +6439,9 @@ ROCQ_DEF rocq_result rocq_gguf_open(rocq_ctx *ctx, rocq_gguf **file, const rocq_
     if (!desc->path && (desc->size < 0 || (desc->data && (uint64_t)desc->size > SIZE_MAX))) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "gguf_open: size is %lld", (long long)desc->size);
     }
-    rocq_gguf *opened = (rocq_gguf *)rocq__alloc(ctx, (int64_t)sizeof *opened);
-    if (!opened) return rocq__fail(ctx, ROCQ_E_MEMORY, "gguf_open: no memory");
-    memset(opened, 0, sizeof *opened);
-    opened->ctx = ctx;
-    rocq_result result = rocq__gguf_open_source(opened, desc);
-    if (result == ROCQ_OK) result = rocq__gguf_parse(opened);
+    rocq_gguf *opened = NULL;
+    rocq_result result = rocq__gguf_open_one(ctx, &opened, desc);
+    if (result == ROCQ_OK && desc->path) result = rocq__gguf_open_others(opened, desc);
     if (result != ROCQ_OK) rocq_gguf_close(&opened);
     *file = opened;
     return result;
@@ -6316,6 +6451,8 @@ ROCQ_DEF void rocq_gguf_close(rocq_gguf **file) {
     if (!file || !*file) return;
     rocq_gguf *closed = *file;
     rocq_ctx *ctx = closed->ctx;
+    for (int32_t i = 0; i < closed->n_others; i++) rocq_gguf_close(&closed->others[i]);
+    rocq__free(ctx, closed->others);
 #if ROCQ__HAS_MMAP
 #if defined(_WIN32)
     if (closed->map) UnmapViewOfFile(closed->map);
@@ -6344,7 +6481,19 @@ ROCQ_DEF int64_t rocq_gguf_value_count(const rocq_gguf *file) {
 }
 
 ROCQ_DEF int64_t rocq_gguf_tensor_count(const rocq_gguf *file) {
-    return file ? file->tensors.count : 0;
+    int64_t n = 0;
+    for (int32_t i = 0; file && i <= file->n_others; i++) {
+        n += rocq__gguf_file(file, i)->tensors.count;
+    }
+    return n;
+}
+
+// Tensor k of one of the files, by its place in the row.
+static rocq_result rocq__gguf_tensor_of(const rocq_gguf *file, int64_t k,
+                                        rocq_gguf_tensor *tensor) {
+    ROCQ__TRY(rocq__gguf_tensor(file, k, tensor));
+    tensor->offset += file->base;
+    return ROCQ_OK;
 }
 
 ROCQ_DEF rocq_result rocq_gguf_value_at(const rocq_gguf *file, int64_t index,
@@ -6362,15 +6511,24 @@ ROCQ_DEF rocq_result rocq_gguf_find_value(const rocq_gguf *file, const char *key
 
 ROCQ_DEF rocq_result rocq_gguf_tensor_at(const rocq_gguf *file, int64_t index,
                                          rocq_gguf_tensor *tensor) {
-    if (!file || !tensor || index < 0 || index >= file->tensors.count) return ROCQ_E_ARGUMENT;
-    return rocq__gguf_tensor(file, index, tensor);
+    if (!file || !tensor || index < 0) return ROCQ_E_ARGUMENT;
+    for (int32_t i = 0; i <= file->n_others; i++) {
+        const rocq_gguf *one = rocq__gguf_file(file, i);
+        if (index < one->tensors.count) return rocq__gguf_tensor_of(one, index, tensor);
+        index -= one->tensors.count;
+    }
+    return ROCQ_E_ARGUMENT;
 }
 
 ROCQ_DEF rocq_result rocq_gguf_find_tensor(const rocq_gguf *file, const char *name,
                                            rocq_gguf_tensor *tensor) {
     if (!file || !name || !tensor) return ROCQ_E_ARGUMENT;
-    const int64_t i = rocq__gguf_find(file, &file->tensors, name);
-    return i < 0 ? ROCQ_E_NOT_FOUND : rocq__gguf_tensor(file, i, tensor);
+    for (int32_t i = 0; i <= file->n_others; i++) {
+        const rocq_gguf *one = rocq__gguf_file(file, i);
+        const int64_t k = rocq__gguf_find(one, &one->tensors, name);
+        if (k >= 0) return rocq__gguf_tensor_of(one, k, tensor);
+    }
+    return ROCQ_E_NOT_FOUND;
 }
 
 // -- values --
@@ -6568,11 +6726,11 @@ ROCQ_DEF rocq_result rocq_gguf_read(rocq_ctx *ctx, const rocq_gguf *file,
     const rocq__label name = rocq__label_of(tensor->name.data, tensor->name.length);
     if (!tensor->known) return rocq__gguf_unread(ctx, "gguf_read", name.text, tensor->type_id);
     int64_t end;
-    if (!rocq__add(tensor->offset, tensor->size, &end) || end > file->size) {
+    if (!rocq__add(tensor->offset, tensor->size, &end) || end > rocq__gguf_end(file)) {
         return rocq__fail(ctx, ROCQ_E_BOUNDS, "gguf_read: tensor '%s' is not of this file",
                           name.text);
     }
-    if (!rocq__source_read(ctx, &file->source, tensor->offset, tensor->size, dst, NULL, NULL)) {
+    if (!rocq__source_read(ctx, &file->all, tensor->offset, tensor->size, dst, NULL, NULL)) {
         return rocq__read_failed(ctx, tensor->name, tensor->offset, tensor->size);
     }
     return ROCQ_OK;
@@ -6639,9 +6797,10 @@ static rocq_result rocq__entry_init(rocq_ctx *ctx, const char *op, const rocq_gg
     entry->name = found->name;
     entry->offset = found->offset;
     if (!found->known) return rocq__gguf_unread(ctx, op, name.text, found->type_id);
-    if (file->whole && ctx->backend == ROCQ_BACKEND_CPU && !copy) {
+    const rocq_gguf *holder = rocq__gguf_holder(file, found->offset);
+    if (holder->whole && ctx->backend == ROCQ_BACKEND_CPU && !copy) {
         // The cast drops const, as rocq_buffer has none; ops do not write to their inputs.
-        void *data = (void *)(uintptr_t)(file->head + found->offset);
+        void *data = (void *)(uintptr_t)(holder->head + (found->offset - holder->base));
         const rocq_buffer view = rocq_buffer_from_host(data, found->size);
         const rocq_result result =
             rocq_tensor_init(&entry->t, &view, 0, found->format, found->n_dims, found->ne);
@@ -6677,7 +6836,7 @@ ROCQ_DEF rocq_result rocq_gguf_upload(rocq_ctx *ctx, const rocq_gguf *file, cons
     if (entry.size > 0) {
         ROCQ__TRY(rocq_buffer_alloc(ctx, &taken, entry.size));
         entry.t.buffer = taken;
-        result = rocq__on_gpu(ctx) ? rocq__upload_hip(ctx, &file->source, &entry)
+        result = rocq__on_gpu(ctx) ? rocq__upload_hip(ctx, &file->all, &entry)
                                    : rocq_gguf_read(ctx, file, &found, taken.host);
         if (result != ROCQ_OK) {
             rocq_buffer_free(ctx, &taken);
@@ -6774,7 +6933,7 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
                           (long long)load.desc.piece_bytes, (int)ROCQ__LEAST_PIECE,
                           (int)ROCQ__MOST_PIECE);
     }
-    const int64_t n = load.desc.names ? load.desc.n_names : file->tensors.count;
+    const int64_t n = load.desc.names ? load.desc.n_names : rocq_gguf_tensor_count(file);
     rocq__entry *entries = NULL;
     if (rocq__mul(n, (int64_t)sizeof *entries, &size))
         entries = (rocq__entry *)rocq__alloc(ctx, size);
@@ -6783,8 +6942,8 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
     if (result == ROCQ_OK) result = rocq__load_place(&load, entries, n, &loaded);
     if (result == ROCQ_OK) result = rocq__load_step(&load, 0);
     if (result == ROCQ_OK && loaded.size > 0) {
-        result = rocq__on_gpu(ctx) ? rocq__load_hip(&load, &file->source, entries, n)
-                                   : rocq__load_cpu(&load, &file->source, entries, n);
+        result = rocq__on_gpu(ctx) ? rocq__load_hip(&load, &file->all, entries, n)
+                                   : rocq__load_cpu(&load, &file->all, entries, n);
     }
     for (int64_t k = 0; result == ROCQ_OK && k < n; k++) tensors[entries[k].index] = entries[k].t;
     if (result == ROCQ_OK) *buffer = loaded;
@@ -7264,11 +7423,13 @@ static rocq_result rocq__gguf_set_from(rocq_gguf_writer *writer, const rocq_gguf
     ROCQ__TRY(rocq__gguf_reserve(ctx, &writer->values, index->count));
     rocq_result result = rocq__gguf_reserve(ctx, &copies, index->count);
     for (int64_t i = 0; result == ROCQ_OK && i < index->count; i++) {
-        if (i == skipped) continue;
+        const rocq_str key = rocq__gguf_name(file, index, i);
+        const bool split = key.length > 6 && memcmp(key.data, "split.", 6) == 0;
+        if (i == skipped || (split && file->n_others > 0)) continue;
         rocq__gguf_record record;
         memset(&record, 0, sizeof record);
         record.size = index->at[i + 1] - index->at[i];
-        record.name_length = rocq__gguf_name(file, index, i).length;
+        record.name_length = key.length;
         record.bytes = (unsigned char *)rocq__alloc(ctx, record.size);
         if (!record.bytes) {
             result =

@@ -359,6 +359,133 @@ static void test_saved(void **state) {
     free(expected);
 }
 
+// A model in several files, as llama.cpp's tools split them: which tensors are where is free, and the
+// metadata is in the first.
+typedef struct split {
+    int32_t n, no[3], count[3]; // what the metadata of each file says
+    int32_t tensors;            // ... of the first one
+    const char *twice;          // a tensor that is in all of them
+} split;
+
+static const char *split_path(const char *name, int32_t i, int32_t n) {
+    static char path[256];
+    char full[128];
+    snprintf(full, sizeof full, "%s-%05d-of-%05d", name, (int)i + 1, (int)n);
+    strcpy(path, model_path(full));
+    return path;
+}
+
+static void write_split(rocq_ctx *ctx, const char *from, const char *name, const split *s) {
+    rocq_gguf *file = NULL;
+    rocq_gguf_tensor t;
+    const rocq_gguf_desc source = {.path = from};
+    if (rocq_gguf_open(ctx, &file, &source) != ROCQ_OK) fail_msg("%s", rocq_error(ctx));
+    const int64_t n_tensors = rocq_gguf_tensor_count(file);
+    for (int32_t i = 0; i < s->n; i++) {
+        rocq_gguf_writer *w = NULL;
+        const rocq_gguf_writer_desc to = {.path = split_path(name, i, s->n)};
+        const uint16_t no = (uint16_t)s->no[i], count = (uint16_t)s->count[i];
+        const int32_t tensors = s->tensors ? s->tensors : (int32_t)n_tensors;
+        assert_int_equal(rocq_gguf_writer_open(ctx, &w, &to), ROCQ_OK);
+        if (i == 0) assert_int_equal(rocq_gguf_writer_set_from(w, file), ROCQ_OK);
+        rocq_gguf_writer_set(w, "split.no", ROCQ_GGUF_U16, false, 1, &no);
+        rocq_gguf_writer_set(w, "split.count", ROCQ_GGUF_U16, false, 1, &count);
+        rocq_gguf_writer_set(w, "split.tensors.count", ROCQ_GGUF_I32, false, 1, &tensors);
+        for (int pass = 0; pass < 2; pass++) {
+            for (int64_t k = 0; k < n_tensors; k++) {
+                char text[64];
+                assert_int_equal(rocq_gguf_tensor_at(file, k, &t), ROCQ_OK);
+                snprintf(text, sizeof text, "%.*s", (int)t.name.length, t.name.data);
+                if (k % s->n != i && !(s->twice && strcmp(s->twice, text) == 0)) continue;
+                if (pass == 0) {
+                    assert_int_equal(rocq_gguf_writer_add_tensor(w, text, t.format, t.n_dims, t.ne),
+                                     ROCQ_OK);
+                    continue;
+                }
+                void *bytes = malloc((size_t)t.size);
+                assert_non_null(bytes);
+                assert_int_equal(rocq_gguf_read(ctx, file, &t, bytes), ROCQ_OK);
+                assert_int_equal(rocq_gguf_writer_write(w, bytes, t.size), ROCQ_OK);
+                free(bytes);
+            }
+        }
+        assert_int_equal(rocq_gguf_writer_close(&w), ROCQ_OK);
+    }
+    rocq_gguf_close(&file);
+}
+
+static void test_split(void **state) {
+    (void)state;
+    const model_spec s = {"split", "llama", SIZES(256, 4, 2, 64, 320, 301), .formats = q8_0};
+    static const split good = {3, {0, 1, 2}, {3, 3, 3}, 0, NULL};
+    static const struct {
+        split files;
+        const char *message; // of the failure to open them
+    } bad[] = {{{3, {0, 2, 2}, {3, 3, 3}, 0, NULL}, "is number 3 of 3"},
+               {{3, {0, 1, 2}, {3, 3, 4}, 0, NULL}, "is number 3 of 4"},
+               {{3, {0, 1, 2}, {2, 3, 3}, 0, NULL}, "does not end in -00001-of-00002.gguf"},
+               {{3, {1, 1, 2}, {3, 3, 3}, 0, NULL}, "is file 2 of 3 of a model: open the first"},
+               {{3, {0, 1, 2}, {3, 3, 3}, 20, NULL}, "have 21 tensors, expected 20"},
+               {{2, {0, 1, 0}, {2, 2, 0}, 0, "output_norm.weight"}, "'output_norm.weight' is in"}};
+    const int64_t n = (int64_t)N_PROMPT * s.n_vocab;
+    float *logits[4] = {floats(n), floats(n), floats(n), floats(n)};
+    int32_t prompt[N_PROMPT];
+    rocq_ctx *ctx = NULL;
+    rocq_gguf *file = NULL;
+    ours o;
+    const llama_options options = {.n_ctx = N_CTX, .n_logits = N_PROMPT, .kv_format = "f32"};
+    random_prompt(prompt, s.n_vocab, 9);
+    write_model(&s, NULL);
+    assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+    write_split(ctx, model_path(s.name), "split", &good);
+    for (int i = 0; i < 2; i++) {
+        ours_open(&o, i ? split_path("split", 0, 3) : model_path(s.name), 2, &options);
+        ours_eval(&o, prompt, N_PROMPT, logits[i]);
+        ours_close(&o);
+    }
+    assert_memory_equal(logits[1], logits[0], (size_t)n * sizeof **logits);
+
+    // Copied instead of mapped, by offsets through all files; and joined: the first file's metadata
+    // but for the split's.
+    const rocq_gguf_desc from = {.path = split_path("split", 0, 3), .no_mmap = true};
+    static const split joined = {1, {0}, {1}, 0, NULL};
+    assert_int_equal(rocq_gguf_open(ctx, &file, &from), ROCQ_OK);
+    if (llama_open(&o.m, ctx, file, &options) != ROCQ_OK) fail_msg("%s", o.m.error);
+    ours_eval(&o, prompt, N_PROMPT, logits[2]);
+    llama_close(&o.m);
+    assert_memory_equal(logits[2], logits[0], (size_t)n * sizeof **logits);
+    rocq_gguf_close(&file);
+    write_split(ctx, split_path("split", 0, 3), "joined", &joined);
+    ours_open(&o, split_path("joined", 0, 1), 2, &options);
+    ours_eval(&o, prompt, N_PROMPT, logits[3]);
+    ours_close(&o);
+    assert_memory_equal(logits[3], logits[0], (size_t)n * sizeof **logits);
+    if (peer_open()) { // that llama.cpp reads them shows that such is the convention
+        peer_model p;
+        peer_load(&p, split_path("split", 0, 3), N_CTX, 0);
+        peer_decode(&p, prompt, N_PROMPT, logits[1]);
+        peer_close(&p);
+        assert_true(nmse(logits[1], logits[0], (int32_t)n) <= 1e-3);
+    }
+
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        const split *b = &bad[i].files;
+        write_split(ctx, model_path(s.name), "wrong", b);
+        const rocq_gguf_desc wrong = {.path = split_path("wrong", 0, b->n)};
+        if (rocq_gguf_open(ctx, &file, &wrong) == ROCQ_OK) fail_msg("case %d is taken", (int)i);
+        assert_null(file);
+        if (!strstr(rocq_error(ctx), bad[i].message)) fail_msg("%s", rocq_error(ctx));
+    }
+    assert_int_equal(remove(split_path("split", 1, 3)), 0);
+    const rocq_gguf_desc first = {.path = split_path("split", 0, 3)};
+    assert_int_equal(rocq_gguf_open(ctx, &file, &first), ROCQ_E_IO);
+    assert_non_null(strstr(rocq_error(ctx), "file 2 of 3"));
+    const rocq_gguf_desc last = {.path = split_path("split", 2, 3)};
+    assert_int_equal(rocq_gguf_open(ctx, &file, &last), ROCQ_E_UNSUPPORTED);
+    rocq_close(&ctx);
+    for (int i = 0; i < 4; i++) free(logits[i]);
+}
+
 // A small model with other metadata. 2 heads of 32 elements; every number fits the smallest type.
 static const model_spec keys_spec = {"keys", "llama", SIZES(64, 2, 1, 32, 96, 301), .formats = f32};
 
@@ -1078,7 +1205,7 @@ int main(int argc, char **argv) {
         "llama-F32", "qwen2-F32", "qwen3-F32", "gemma2-F32", "gpt2-F32", "gemma3-linear",
         "mistral3-F32", "phi-long"};
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32", "gemma2-F32"};
-    static struct CMUnitTest tests[N_SPECS + N_ADAPTED + N_CACHES + N_BATCHES + 4 + 5 + N_SAVED];
+    static struct CMUnitTest tests[N_SPECS + N_ADAPTED + N_CACHES + N_BATCHES + 4 + 6 + N_SAVED];
     static char names[N_BATCHES][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
@@ -1110,6 +1237,7 @@ int main(int argc, char **argv) {
     tests[n++] = (struct CMUnitTest){.name = "types of integers", .test_func = test_integer_types};
     tests[n++] = (struct CMUnitTest){.name = "metadata", .test_func = test_keys};
     tests[n++] = (struct CMUnitTest){.name = "layers with a window", .test_func = test_windows};
+    tests[n++] = (struct CMUnitTest){.name = "several files", .test_func = test_split};
     const int32_t n_saved = list_saved();
     for (int32_t i = 0; i < n_saved; i++) {
         tests[n] = (struct CMUnitTest){.name = saved[i].name, .test_func = test_saved};
