@@ -959,6 +959,8 @@ typedef enum rocq_rope_pairing {
     X(GATHER, gather, rocq_gather_params)               \
     X(ARGMAX, argmax, rocq_argmax_params)               \
     X(SAMPLE, sample, rocq_sample_params)               \
+    X(ROUTE, route, rocq_route_params)                  \
+    X(EXPERTS, experts, rocq_experts_params)            \
     X(CONV, conv, rocq_conv_params)                     \
     X(NORM_STATS, norm_stats, rocq_norm_stats_params)   \
     X(RESIZE, resize, rocq_resize_params)               \
@@ -1173,6 +1175,56 @@ typedef struct rocq_sample_params {
     uint64_t seed;
     uint64_t step;              // number of this draw: use the position of the token
 } rocq_sample_params;
+
+// How a router turns the logits of E experts into scores s.
+typedef enum rocq_scores {
+    ROCQ_SCORES_SOFTMAX = 0,   // softmax over all E
+    ROCQ_SCORES_SIGMOID,       // 1 / (1 + exp(-logit))
+    ROCQ_SCORES_SOFTMAX_CHOSEN // the logits themselves choose; weights are a softmax of the chosen
+} rocq_scores;
+
+// The router of a mixture of experts: for each token the k experts with the largest s + bias,
+// largest first, of equals the one with the lower index first, NaN after all numbers. Then
+// weights[j, i] = scale expert_scale[e] s[e] / (renormalise ? max(sum of s over the k, 2^-14) : 1)
+// with e = ids[j, i]. With n_groups, E is cut into so many equal groups, and only experts of the
+// top_groups best of them are taken; a group's score is the sum of its two largest s + bias.
+// Without bias and groups, logits are compared: where s of two experts are equal after rounding,
+// the one with the larger logit comes first.
+typedef struct rocq_route_params {
+    const rocq_tensor *ids;          // I32 [k, n], written; k at most 64
+    const rocq_tensor *weights;      // F32 [k, n], written
+    const rocq_tensor *logits;       // F32 [E, n], E at most 1024
+    const rocq_tensor *bias;         // F32 [E] or NULL: of the choice, not of the weights
+    const rocq_tensor *expert_scale; // F32 [E] or NULL
+    rocq_scores scores;
+    bool renormalise;
+    float scale;                     // 0 = 1
+    int32_t n_groups, top_groups;    // 0 = no groups
+} rocq_route_params;
+
+// The product by expert. Token i has n_slots experts, ids[., i]; slot j gives
+//   z[m] = sum over k of w[k, m, e] x[k, j, i] + bias[m, e] with e = ids[j, i],
+//   v[m, j, i] = activation(z[m]), with w2 * z2[m], made of w2 and bias2 in the same way.
+// With limit > 0 and w2, g = min(z, limit) and u = min(max(z2, -limit), limit) give
+// v = g / (1 + exp(-alpha g)) (u + 1) instead (gpt-oss: 7 and 1.702).
+// Without weights y[., j, i] = v[., j, i]. With weights
+// y[., i] = sum over j, in order, of weights[j, i] v[., j, i], + residual[., i].
+// Only the rows of experts that are chosen are read. On the CPU the bits of y do not depend on n.
+typedef struct rocq_experts_params {
+    const rocq_tensor *y;        // F32, F16 or Q8_0 [M, n_slots, n], with weights [M, n]
+    const rocq_tensor *w;        // any format [K, M, E]
+    const rocq_tensor *x;        // F32, F16 or Q8_0 [K, n_slots, n], or [K, 1, n]: for all slots
+    const rocq_tensor *ids;      // I32 [n_slots, n], each < E (E_BOUNDS otherwise)
+    const rocq_tensor *bias;     // F32 [M, E] or NULL
+    const rocq_tensor *w2;       // w's shape, on a GPU also w's format; or NULL
+    const rocq_tensor *bias2;    // F32 [M, E] or NULL, with w2
+    const rocq_tensor *weights;  // F32 [n_slots, n] or NULL
+    const rocq_tensor *residual; // F32 or F16, y's shape, or NULL; with weights. y may be residual
+    rocq_activation activation;
+    float limit;                 // 0 = none
+    float alpha;                 // with limit; 0 = 1
+    rocq_precision precision;    // a GPU has no INT8 for many tokens, and uses F16 then
+} rocq_experts_params;
 
 // Pictures are channels-last: [C, W, H, N] is N pictures of H rows of W positions of C channels. A
 // video is [C, W, H, T], its frames in order.
@@ -7695,6 +7747,24 @@ static rocq__choice rocq__product_choice(const rocq_ctx *ctx, rocq_backend backe
     return rocq__columns_choice(ctx, backend, p->precision, w->format, p->x->ne[1]);
 }
 
+// The same for the product by expert. On a GPU few pairs of a token and an expert are a matvec
+// each, in INT8 or F32, while more are sorted into tiles, which have F16 alone.
+static bool rocq__experts_few(const rocq_experts_params *p) {
+    return p->ids->ne[0] * p->ids->ne[1] <= ROCQ__MAX(2 * p->w->ne[2], p->ids->ne[0]);
+}
+
+static rocq__choice rocq__experts_choice(const rocq_ctx *ctx, rocq_backend backend,
+                                         const rocq_experts_params *p) {
+    const int64_t columns = rocq__experts_few(p) ? 1 : ROCQ_K_FEW + 1;
+    rocq__choice choice =
+        rocq__columns_choice(ctx, backend, p->precision, p->w->format, columns);
+    if (backend == ROCQ_BACKEND_GPU && columns > 1 && choice.precision == ROCQ_PRECISION_INT8) {
+        choice.precision = ROCQ_PRECISION_F16;
+        choice.why = "INT8 is asked for, but tiles of experts have F16 alone";
+    }
+    return choice;
+}
+
 // The precision of dx, or of dw: that of a GPU may be asked for, the CPU has one.
 static rocq__choice rocq__backward_choice(const rocq_ctx *ctx, rocq_backend backend,
                                           const rocq_matmul_backward_params *p, bool of_dw) {
@@ -8598,25 +8668,25 @@ static rocq__mm_coord rocq__mm_coord_of(const rocq__mm *mm, int64_t matrix, int6
     return at;
 }
 
+static void rocq__mm_column(const rocq__mm *mm, unsigned char *dst, const unsigned char *src) {
+    const int64_t k = mm->p->x->ne[0];
+    if (mm->precision == ROCQ_PRECISION_INT8) {
+        rocq__mm_column_int8(mm, dst, src);
+        return;
+    }
+    float *v = (float *)(void *)dst;
+    rocq__decode(mm->simd, mm->p->x->format, v, src, k);
+    if (mm->precision == ROCQ_PRECISION_F16) ROCQ__EITHER(mm->simd, rocq__round_f16, (v, k));
+    memset(v + k, 0, (size_t)(mm->column_bytes - k * 4));
+}
+
 static void rocq__mm_convert(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm *mm = (const rocq__mm *)arg;
-    const rocq_tensor *x = mm->p->x;
-    const int64_t k = x->ne[0];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         const rocq__mm_coord at = rocq__mm_coord_of(mm, i / mm->n, i % mm->n);
-        const unsigned char *src = rocq__row(x, at.i1, at.i2, at.i3);
-        unsigned char *dst = mm->columns + i * mm->column_bytes;
-        if (mm->precision == ROCQ_PRECISION_INT8) {
-            rocq__mm_column_int8(mm, dst, src);
-            continue;
-        }
-        float *v = (float *)(void *)dst;
-        rocq__decode(mm->simd, x->format, v, src, k);
-        if (mm->precision == ROCQ_PRECISION_F16) {
-            ROCQ__EITHER(mm->simd, rocq__round_f16, (v, k));
-        }
-        memset(v + k, 0, (size_t)(mm->column_bytes - k * 4));
+        rocq__mm_column(mm, mm->columns + i * mm->column_bytes,
+                        rocq__row(mm->p->x, at.i1, at.i2, at.i3));
     }
 }
 
@@ -9955,6 +10025,32 @@ static void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, 
 
 // -- the whole --
 
+// The sums of n columns, a tile's at most, with n_rows rows of a matrix of w from row m on, in
+// work->sums. Few columns meet all of K of a panel or pair before the next one.
+static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matrix, int64_t m,
+                          int64_t n_rows, const unsigned char *columns, int64_t n, bool few) {
+    const rocq_tensor *w = mm->p->w;
+    const bool pairs = mm->precision == ROCQ_PRECISION_INT8;
+    const int64_t step = pairs ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
+    const int64_t n_padded = (n_rows + mm->panel_rows - 1) / mm->panel_rows * mm->panel_rows;
+    const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
+    for (int64_t r = 0; r < n_padded; r++) {
+        const int64_t i1 = m + ROCQ__MIN(r, n_rows - 1);
+        row[r] = rocq__row(w, i1, matrix % w->ne[2], matrix / w->ne[2]);
+    }
+    memset(work->sums, 0, (size_t)((n + 7) / 8 * 8) * sizeof work->sums[0]);
+    const int64_t some = few ? step : n_padded;
+    for (int64_t top = 0; top < n_padded; top += some) {
+        for (int64_t first = 0; first < w->ne[0]; first += ROCQ__MM_SEGMENT) {
+            const int64_t k = ROCQ__MIN((int64_t)ROCQ__MM_SEGMENT, w->ne[0] - first);
+            for (int64_t r = top; r < top + some; r += step) {
+                float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
+                rocq__mm_panel(mm, work, sums, row + r, first, k, columns, n);
+            }
+        }
+    }
+}
+
 // Panels begin .. end, counted through the panels of w, then tiles of columns, then matrices.
 static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm *mm = (const rocq__mm *)arg;
@@ -9962,8 +10058,6 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
     rocq__mm_work *work = mm->work + thread;
     const bool few = mm->n <= ROCQ__MM_FEW;
     const int64_t most = few ? 1 : ROCQ__MM_TILE_M / mm->panel_rows;
-    const bool pairs = mm->precision == ROCQ_PRECISION_INT8;
-    const int64_t step = pairs ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
     for (int64_t i = begin, n_panels; i < end; i += n_panels) {
         const int64_t panel = i % mm->n_panels, tile = i / mm->n_panels % mm->n_tiles;
         const int64_t matrix = i / mm->n_panels / mm->n_tiles;
@@ -9972,23 +10066,7 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
         const int64_t n_rows = ROCQ__MIN(n_panels * mm->panel_rows, w->ne[1] - m);
         const int64_t n = ROCQ__MIN((int64_t)ROCQ__MM_TILE_N, mm->n - column);
         const unsigned char *columns = mm->columns + (matrix * mm->n + column) * mm->column_bytes;
-        const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
-        for (int64_t r = 0; r < n_panels * mm->panel_rows; r++) {
-            const int64_t i1 = m + ROCQ__MIN(r, n_rows - 1);
-            row[r] = rocq__row(w, i1, matrix % w->ne[2], matrix / w->ne[2]);
-        }
-        memset(work->sums, 0, (size_t)((n + 7) / 8 * 8) * sizeof work->sums[0]);
-        // Few columns meet all of K of a panel or pair before the next one.
-        const int64_t n_padded = n_panels * mm->panel_rows, some = few ? step : n_padded;
-        for (int64_t top = 0; top < n_padded; top += some) {
-            for (int64_t first = 0; first < w->ne[0]; first += ROCQ__MM_SEGMENT) {
-                const int64_t k = ROCQ__MIN((int64_t)ROCQ__MM_SEGMENT, w->ne[0] - first);
-                for (int64_t r = top; r < top + some; r += step) {
-                    float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
-                    rocq__mm_panel(mm, work, sums, row + r, first, k, columns, n);
-                }
-            }
-        }
+        rocq__mm_sums(mm, work, matrix, m, n_rows, columns, n, few);
         if (mm->p->lora_b) {
             rocq__mm_adapt(mm, column, n, m, n_rows, work->sums[0], ROCQ__MM_TILE_M,
                            (float(*)[ROCQ__MM_ROWS])work->rows[0]);
@@ -9999,15 +10077,14 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
     }
 }
 
-// The same where a single column takes the pass: all of K at once, and the epilogue for as many
-// rows as the F32 panel, idle here, has room for. Of a K of 256, addresses and epilogues of single
-// panels cost as much as the products.
-static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t thread) {
-    const rocq__mm *mm = (const rocq__mm *)arg;
+// The sums of a single column, by the pass, with any number of rows: all of K at once.
+static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix, int64_t m,
+                                 int64_t n_rows, const unsigned char *column) {
     const rocq_tensor *w = mm->p->w;
     const int64_t k = w->ne[0], stride = rocq__bytes(w->format, w->stride[1]);
-    float *sums = mm->work[thread].rows[0];
+    const unsigned char *row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
     rocq__mm_rows rows;
+    rocq__mm_tile tile;
     rows.codec = rocq__codec_of(w->format);
     rows.n_blocks = k / rows.codec->info.block_elems;
     rows.ahead = ROCQ__MM_ROWS * stride; // the next panel
@@ -10015,23 +10092,31 @@ static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t t
     // its use: 2 KiB ahead in each row, Q8_0 of 4096 and Q4_0 of 14336 stream 1.14 to 1.18 times as
     // fast on Sapphire Rapids. Q4_0 of 4096 would lose 10% there, and of 8192 15% on Zen 3.
     rows.row_ahead = mm->avx512 && stride >= 4096 ? 2048 : 0;
+    memset(&tile, 0, sizeof tile);
+    tile.x = (const int8_t *)column;
+    tile.groups_at = k;
+    for (int64_t r = 0; r < n_rows; r += ROCQ__MM_ROWS) {
+        for (int j = 0; j < ROCQ__MM_ROWS; j++) { // past the last row, the last row again
+            rows.at[j] = row;
+            if (r + j + 1 < n_rows) row += stride;
+        }
+        mm->pass(sums + r, &tile, &rows);
+    }
+}
+
+// As rocq__mm_run, where a single column takes the pass, with the epilogue for as many rows as the
+// F32 panel, idle here, has room for. Of a K of 256, addresses and epilogues of single panels cost
+// as much as the products.
+static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    const rocq__mm *mm = (const rocq__mm *)arg;
+    float *sums = mm->work[thread].rows[0];
     for (int64_t i = begin, n_panels; i < end; i += n_panels) {
         const int64_t matrix = i / mm->n_panels, m = i % mm->n_panels * ROCQ__MM_ROWS;
         n_panels = ROCQ__MIN(ROCQ__MIN((int64_t)ROCQ__MM_SEGMENT, end - i),
                              mm->n_panels - m / ROCQ__MM_ROWS);
-        const int64_t n_rows = ROCQ__MIN(n_panels * ROCQ__MM_ROWS, w->ne[1] - m);
-        const unsigned char *row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
-        rocq__mm_tile tile;
-        memset(&tile, 0, sizeof tile);
-        tile.x = (const int8_t *)mm->columns + matrix * mm->column_bytes;
-        tile.groups_at = k;
-        for (int64_t r = 0; r < n_rows; r += ROCQ__MM_ROWS) {
-            for (int j = 0; j < ROCQ__MM_ROWS; j++) { // past the last row, the last row again
-                rows.at[j] = row;
-                if (r + j + 1 < n_rows) row += stride;
-            }
-            mm->pass(sums + r, &tile, &rows);
-        }
+        const int64_t n_rows = ROCQ__MIN(n_panels * ROCQ__MM_ROWS, mm->p->w->ne[1] - m);
+        rocq__mm_column_sums(mm, sums, matrix, m, n_rows,
+                             mm->columns + matrix * mm->column_bytes);
         if (mm->p->lora_b) {
             rocq__mm_adapt(mm, 0, 1, m, n_rows, sums, 0,
                            (float(*)[ROCQ__MM_ROWS])mm->work[thread].sums[0]);
@@ -10045,8 +10130,10 @@ static void rocq__mm_panels(rocq__mm *mm, int64_t begin, int64_t end, int32_t th
     else rocq__mm_run(mm, begin, end, thread);
 }
 
-// Everything that follows from the params alone, but addresses in scratch memory.
-static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_params *p) {
+// Everything that follows from the params alone, but addresses in scratch memory. A matrix of w
+// meets n columns.
+static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_params *p,
+                          int64_t n) {
     const int64_t k = p->w->ne[0];
     memset(mm, 0, sizeof *mm);
     mm->p = p;
@@ -10055,7 +10142,7 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->avx_vnni = ctx->has_simd && ctx->has_avx_vnni;
     mm->precision = rocq__product_choice(ctx, ROCQ_BACKEND_CPU, p, p->w).precision;
     mm->n_matrices = p->w->ne[2] * p->w->ne[3];
-    mm->n = p->x->ne[1] * (p->x->ne[2] / p->w->ne[2]) * (p->x->ne[3] / p->w->ne[3]);
+    mm->n = n;
     mm->n_tiles = (mm->n + ROCQ__MM_TILE_N - 1) / ROCQ__MM_TILE_N;
     if (mm->precision == ROCQ_PRECISION_INT8) {
         rocq__mm_choose_int8(mm);
@@ -10137,13 +10224,15 @@ static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, c
     rocq__mm_room(&bytes, chain->work_bytes);
     for (; p; p = p->next) {
         rocq__mm_product *product = &products[chain->n_products++];
+        const int64_t n =
+            p->x->ne[1] * (p->x->ne[2] / p->w->ne[2]) * (p->x->ne[3] / p->w->ne[3]);
         memset(product, 0, sizeof *product);
         product->has_other = p->w2 != NULL;
         product->has_cast = p->y->format == ROCQ_Q8_0;
         product->main_params = *p;
         product->main_params.w2 = NULL;
         product->main_params.next = NULL;
-        rocq__mm_plan(&product->main, ctx, &product->main_params);
+        rocq__mm_plan(&product->main, ctx, &product->main_params, n);
         rocq__mm_columns(chain, &product->main, &bytes);
         if (!rocq__mul(rocq_tensor_count(p->y), 4, &floats)) floats = INT64_MAX;
         if (product->has_other) {
@@ -10154,7 +10243,7 @@ static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, c
             product->other_params.lora_b = p->lora_b2;
             product->other_params.lora_t = p->lora_t2;
             product->other_params.lora_scale = p->lora_scale;
-            rocq__mm_plan(&product->other, ctx, &product->other_params);
+            rocq__mm_plan(&product->other, ctx, &product->other_params, n);
             rocq__mm_columns(chain, &product->other, &bytes);
             product->other_at = rocq__mm_room(&bytes, floats);
         }
@@ -12282,6 +12371,389 @@ static void rocq__plan_sample_cpu(rocq__plan *plan, rocq_op op, const void *para
     a->most = a->changed + a->n_vocab;
     a->sum = a->most + a->n_strips;
     rocq__plan_stage(plan, NULL, a, 0, 1)->begin = rocq__sample_begin;
+}
+
+// -- route --
+
+enum { ROCQ__ROUTE_EXPERTS = 1024, ROCQ__ROUTE_SLOTS = 64 }; // the most
+
+typedef struct rocq__route {
+    const rocq_route_params *p;
+    bool simd;
+} rocq__route;
+
+// Whether a key comes before another one that stands behind it: NaN does so for none, all for NaN.
+static inline bool rocq__route_beats(float key, float other) {
+    return key > other || (key == key && other != other);
+}
+
+// The index of the first of the largest of those keys that are not taken, of which there is one.
+static int64_t rocq__route_best(const float *key, const bool *taken, int64_t n) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < n; e++) {
+        if (!taken[e] && (best < 0 || rocq__route_beats(key[e], key[best]))) best = e;
+    }
+    return best;
+}
+
+// The scores of a token's logits, in s. SOFTMAX_CHOSEN leaves the logits as they are.
+static void rocq__route_scores(bool simd, rocq_scores scores, float *s, const float *logits,
+                               int64_t n) {
+    memcpy(s, logits, (size_t)n * sizeof *s);
+    if (scores == ROCQ_SCORES_SIGMOID) {
+        for (int64_t e = 0; e < n; e++) s[e] = 1.0f / (1.0f + expf(-s[e]));
+    } else if (scores == ROCQ_SCORES_SOFTMAX) {
+        double sum = 0.0;
+        float top = -INFINITY;
+        for (int64_t e = 0; e < n; e++) top = s[e] > top ? s[e] : top;
+        for (int64_t e = 0; e < n; e += ROCQ__STRIP) {
+            sum += (double)rocq__exp(simd, s + e, top, rocq__strip(n, e));
+        }
+        for (int64_t e = 0; e < n; e++) s[e] *= (float)(1.0 / sum);
+    }
+}
+
+// Takes the experts of all groups but the best ones.
+static void rocq__route_groups(const rocq_route_params *p, const float *key, bool *taken) {
+    const int64_t n = p->n_groups, size = p->logits->ne[0] / n;
+    float score[ROCQ__ROUTE_EXPERTS];
+    bool kept[ROCQ__ROUTE_EXPERTS] = {false};
+    for (int64_t g = 0; g < n; g++) {
+        const float *of = key + g * size;
+        bool seen[ROCQ__ROUTE_EXPERTS] = {false};
+        const int64_t first = rocq__route_best(of, seen, size);
+        seen[first] = true;
+        score[g] = of[first];
+        if (size > 1) score[g] += of[rocq__route_best(of, seen, size)];
+    }
+    for (int32_t i = 0; i < p->top_groups; i++) kept[rocq__route_best(score, kept, n)] = true;
+    for (int64_t e = 0; e < n * size; e++) taken[e] = !kept[e / size];
+}
+
+// The weights of one token's experts.
+static void rocq__route_weights(const rocq_route_params *p, const float *s, const int32_t *ids,
+                                float *weights) {
+    const int64_t k = p->ids->ne[0];
+    const float *expert_scale = p->expert_scale ? rocq__row_f32(p->expert_scale, 0, 0, 0) : NULL;
+    float sum = 0.0f, factor = p->scale != 0.0f ? p->scale : 1.0f;
+    for (int64_t j = 0; j < k; j++) weights[j] = s[ids[j]];
+    if (p->scores == ROCQ_SCORES_SOFTMAX_CHOSEN) { // ids[0] need not have the largest: bias
+        float top = weights[0];
+        for (int64_t j = 1; j < k; j++) top = weights[j] > top ? weights[j] : top;
+        for (int64_t j = 0; j < k; j++) weights[j] = expf(weights[j] - top);
+    }
+    for (int64_t j = 0; j < k; j++) sum += weights[j];
+    if (p->scores == ROCQ_SCORES_SOFTMAX_CHOSEN) factor /= sum;
+    else if (p->renormalise) factor /= sum < 0x1p-14f ? 0x1p-14f : sum; // NaN stays
+    for (int64_t j = 0; j < k; j++) {
+        weights[j] *= factor;
+        if (expert_scale) weights[j] *= expert_scale[ids[j]];
+    }
+}
+
+static void rocq__route_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
+    const rocq__route *a = (const rocq__route *)arg;
+    const rocq_route_params *p = a->p;
+    const int64_t n = p->logits->ne[0];
+    const float *bias = p->bias ? rocq__row_f32(p->bias, 0, 0, 0) : NULL;
+    (void)thread;
+    for (; i < i_end; i++) {
+        const float *logits = rocq__row_f32(p->logits, i, 0, 0), *key = logits;
+        float s[ROCQ__ROUTE_EXPERTS], sum[ROCQ__ROUTE_EXPERTS];
+        bool taken[ROCQ__ROUTE_EXPERTS] = {false};
+        int32_t *ids = (int32_t *)(void *)rocq__row(p->ids, i, 0, 0);
+        rocq__route_scores(a->simd, p->scores, s, logits, n);
+        if (bias || p->n_groups > 1) key = s;
+        if (bias) {
+            for (int64_t e = 0; e < n; e++) sum[e] = s[e] + bias[e];
+            key = sum;
+        }
+        if (p->n_groups > 1) rocq__route_groups(p, key, taken);
+        for (int64_t j = 0; j < p->ids->ne[0]; j++) {
+            ids[j] = (int32_t)rocq__route_best(key, taken, n);
+            taken[ids[j]] = true;
+        }
+        rocq__route_weights(p, s, ids, rocq__row_f32(p->weights, i, 0, 0));
+    }
+}
+
+static void rocq__plan_route_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__route *a = (rocq__route *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    a->p = (const rocq_route_params *)params;
+    a->simd = plan->ctx->has_simd;
+    rocq__plan_stage(plan, rocq__route_task, a, a->p->logits->ne[1],
+                     rocq__plan_grain(plan, (8 + a->p->ids->ne[0]) * a->p->logits->ne[0]));
+}
+
+// -- experts --
+// The product by expert has the steps of a matrix product (>>cpu_matmul). A pair is a token and one
+// of its slots, slots counted first. Only a launch knows the ids: it sorts the pairs by expert,
+// which cuts them into tiles of one expert's columns, at the beginning of its first stage. Columns
+// are converted to where their pair stands in that order, then the tiles are multiplied, w2 before
+// w. With weights the values of all pairs are summed up in a stage of their own.
+
+typedef struct rocq__experts_tile {
+    int32_t expert, first, n; // sorted pairs first to first + n - 1
+} rocq__experts_tile;
+
+typedef struct rocq__experts {
+    const rocq_experts_params *p;
+    bool simd, shared; // shared: both products read the same columns
+    int64_t n_slots, n_pairs, n_panels, worth;
+    rocq_matmul_params products[2];
+    rocq__mm mm[2][2];  // of w and w2: for tiles of one column, for those of more
+    int64_t most_tiles, n_tiles;
+    int64_t work_at, columns_at[2], other_at, values_at, sorted_at; // in scratch memory
+    rocq__mm_work *work;
+    unsigned char *columns[2];   // in the order of sorted pairs
+    float *other;                // [M, sorted pairs]: z2
+    float *values;               // [M, pairs]: v, if a stage has to make y of it; else NULL
+    int32_t *start;              // [E + 1]: the first sorted pair of each expert
+    int32_t *pair, *place;       // [n_pairs]: of a sorted pair, which it is; and the inverse
+    rocq__experts_tile *tiles;   // [most_tiles]
+} rocq__experts;
+
+// Plans one of the two products. A pass, for tiles of one column, must read the columns that the
+// products of several read: otherwise AVX2's pass is tried, which most formats have in common.
+static void rocq__experts_product(rocq__experts *a, const rocq_ctx *ctx, int i,
+                                  const rocq_tensor *w) {
+    rocq__mm *one = &a->mm[i][0], *many = &a->mm[i][1];
+    a->products[i].w = w;
+    a->products[i].x = a->p->x;
+    a->products[i].precision = a->p->precision;
+    const int64_t each = a->n_pairs / w->ne[2];
+    rocq__mm_plan(one, ctx, &a->products[i], 1);
+    rocq__mm_plan(many, ctx, &a->products[i], ROCQ__MAX(each, 2));
+    if (one->pass && one->offset != many->offset) {
+        one->avx512 = one->avx_vnni = false;
+        rocq__mm_choose_int8(one);
+    }
+    if (!one->pass || one->offset != many->offset) *one = *many;
+    many->panel_rows = ROCQ__MM_PAIR;
+    if (!one->pass) one->panel_rows = ROCQ__MM_PAIR;
+}
+
+// Fills in all but addresses; returns the bytes of scratch memory.
+static int64_t rocq__experts_lay(rocq__experts *a, const rocq_ctx *ctx,
+                                 const rocq_experts_params *p) {
+    const int64_t m = p->w->ne[1], n_experts = p->w->ne[2];
+    int64_t bytes = 0, floats, n;
+    memset(a, 0, sizeof *a);
+    a->p = p;
+    a->simd = ctx->has_simd;
+    a->n_slots = p->ids->ne[0];
+    a->n_pairs = a->n_slots * p->ids->ne[1];
+    a->n_panels = (m + ROCQ__MM_PAIR - 1) / ROCQ__MM_PAIR;
+    a->most_tiles = ROCQ__MIN(a->n_pairs, a->n_pairs / ROCQ__MM_TILE_N + n_experts);
+    rocq__experts_product(a, ctx, 0, p->w);
+    if (p->w2) rocq__experts_product(a, ctx, 1, p->w2);
+    a->shared = p->w2 && rocq__mm_same_columns(&a->mm[0][0], &a->mm[1][0]);
+    a->work_at = rocq__mm_room(&bytes, ctx->desc.n_threads * (int64_t)sizeof(rocq__mm_work));
+    for (int i = 0; i < (p->w2 && !a->shared ? 2 : 1); i++) {
+        if (!rocq__mul(a->mm[i][0].column_bytes, a->n_pairs, &n)) n = INT64_MAX;
+        a->columns_at[i] = rocq__mm_room(&bytes, n);
+    }
+    if (a->shared) a->columns_at[1] = a->columns_at[0];
+    if (!rocq__mul(a->n_pairs, m * 4, &floats)) floats = INT64_MAX;
+    if (p->w2) a->other_at = rocq__mm_room(&bytes, floats);
+    if (p->weights || p->y->format == ROCQ_Q8_0) a->values_at = rocq__mm_room(&bytes, floats);
+    const int64_t n_sorted = 2 * a->n_pairs + 3 * a->most_tiles + n_experts + 1;
+    a->sorted_at = rocq__mm_room(&bytes, n_sorted * 4);
+    return bytes;
+}
+
+static int64_t rocq__scratch_experts_cpu(const rocq_ctx *ctx, const void *params) {
+    rocq__experts a;
+    return rocq__experts_lay(&a, ctx, (const rocq_experts_params *)params);
+}
+
+// Checks and sorts the ids, and knows then how many tiles there are.
+static rocq_result rocq__experts_sort(rocq_ctx *ctx, rocq__stage *stage) {
+    rocq__experts *a = (rocq__experts *)stage->arg;
+    const rocq_tensor *ids = a->p->ids;
+    const int32_t n_experts = (int32_t)a->p->w->ne[2];
+    memset(a->start, 0, (size_t)(n_experts + 1) * sizeof *a->start);
+    for (int64_t i = 0; i < ids->ne[1]; i++) {
+        const int32_t *id = rocq__row_i32(ids, i);
+        for (int64_t j = 0; j < a->n_slots; j++) {
+            if (id[j] < 0 || id[j] >= n_experts) {
+                return rocq__fail(ctx, ROCQ_E_BOUNDS,
+                                  "experts: id %lld of token %lld is %d of %d experts",
+                                  (long long)j, (long long)i, (int)id[j], (int)n_experts);
+            }
+            a->start[id[j] + 1]++;
+        }
+    }
+    a->n_tiles = 0;
+    for (int32_t e = 0; e < n_experts; e++) {
+        const int32_t n = a->start[e + 1], first = a->start[e];
+        a->start[e + 1] += first;
+        for (int32_t at = 0; at < n; at += ROCQ__MM_TILE_N) {
+            rocq__experts_tile *tile = &a->tiles[a->n_tiles++];
+            tile->expert = e;
+            tile->first = first + at;
+            tile->n = ROCQ__MIN(n - at, (int32_t)ROCQ__MM_TILE_N);
+        }
+    }
+    for (int64_t p = 0; p < a->n_pairs; p++) { // start[e] runs up to what start[e + 1] was
+        const int32_t e = rocq__row_i32(ids, p / a->n_slots)[p % a->n_slots];
+        const int32_t place = a->start[e]++;
+        a->place[p] = place;
+        a->pair[place] = (int32_t)p;
+    }
+    return ROCQ_OK;
+}
+
+// Converts columns of x to the places of their pairs.
+static void rocq__experts_convert(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    const rocq__experts *a = (const rocq__experts *)arg;
+    const rocq_tensor *x = a->p->x;
+    const int n_columns = a->p->w2 && !a->shared ? 2 : 1;
+    const int64_t n_same = a->n_slots / x->ne[1]; // pairs that have the same column
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        const unsigned char *src = rocq__row(x, i % x->ne[1], i / x->ne[1], 0);
+        for (int c = 0; c < n_columns; c++) {
+            const rocq__mm *mm = &a->mm[c][0];
+            unsigned char *first = a->columns[c] + a->place[i * n_same] * mm->column_bytes;
+            rocq__mm_column(mm, first, src);
+            for (int64_t j = 1; j < n_same; j++) {
+                memcpy(a->columns[c] + a->place[i * n_same + j] * mm->column_bytes, first,
+                       (size_t)mm->column_bytes);
+            }
+        }
+    }
+}
+
+// t = v from z in t and z2 in u, which is NULL without w2.
+static void rocq__experts_activate(const rocq__experts *a, float *t, const float *u, int64_t n) {
+    const float limit = a->p->limit, alpha = a->p->alpha != 0.0f ? a->p->alpha : 1.0f;
+    int64_t i = 0;
+    if (limit <= 0.0f) {
+        rocq__activate_row(a->simd, a->p->activation, t, n);
+        if (u) ROCQ__EITHER(a->simd, rocq__multiply, (t, u, n));
+        return;
+    }
+    for (int64_t j = 0; j < n; j++) t[j] = t[j] > limit ? limit : t[j]; // NaN stays
+#if ROCQ__HAS_V8
+    if (a->simd) i = rocq__gate_simd(t, alpha, 0.0f, n);
+#endif
+    for (; i < n; i++) t[i] = rocq__gate1(t[i], alpha, 0.0f);
+    for (int64_t j = 0; j < n; j++) {
+        const float most = u[j] > limit ? limit : u[j];
+        t[j] *= (most < -limit ? -limit : most) + 1.0f;
+    }
+}
+
+// Rows m to m + n_rows of product i of a tile.
+static void rocq__experts_rows(const rocq__experts *a, int i, const rocq__experts_tile *tile,
+                               int64_t m, int64_t n_rows, int32_t thread) {
+    const rocq_experts_params *p = a->p;
+    const rocq__mm *mm = &a->mm[i][tile->n > 1];
+    const rocq_tensor *bias = i ? p->bias2 : p->bias;
+    const unsigned char *columns = a->columns[i] + tile->first * mm->column_bytes;
+    rocq__mm_work *work = &a->work[thread];
+    const int64_t all = p->w->ne[1];
+    const rocq__mm_coord at = {tile->expert, 0, 0};
+    float *t = mm->pass ? work->rows[0] : work->sums[0];
+    if (mm->pass) rocq__mm_column_sums(mm, t, tile->expert, m, n_rows, columns);
+    else rocq__mm_sums(mm, work, tile->expert, m, n_rows, columns, tile->n,
+                       tile->n <= ROCQ__MM_FEW);
+    for (int32_t c = 0; c < tile->n; c++, t += ROCQ__MM_TILE_M) {
+        float *other = p->w2 ? a->other + (tile->first + c) * all + m : NULL;
+        const int64_t pair = a->pair[tile->first + c];
+        if (bias) rocq__mm_combine(mm, t, bias, at, m, n_rows, false);
+        if (i) {
+            memcpy(other, t, (size_t)n_rows * sizeof *t);
+            continue;
+        }
+        rocq__experts_activate(a, t, other, n_rows);
+        if (a->values) {
+            memcpy(a->values + pair * all + m, t, (size_t)n_rows * sizeof *t);
+        } else {
+            unsigned char *y = rocq__row(p->y, pair % a->n_slots, pair / a->n_slots, 0);
+            rocq__store(a->simd, p->y->format, y, m, t, n_rows);
+        }
+    }
+}
+
+// Pairs of panels, counted through those of w, then tiles.
+static void rocq__experts_task(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    const rocq__experts *a = (const rocq__experts *)arg;
+    for (int64_t i = begin, n; i < end; i += n) {
+        const rocq__experts_tile *tile = &a->tiles[i / a->n_panels];
+        const int64_t panel = i % a->n_panels, m = panel * ROCQ__MM_PAIR;
+        const bool passes = a->mm[0][tile->n > 1].pass && (!a->p->w2 || a->mm[1][tile->n > 1].pass);
+        const int64_t most = passes ? ROCQ__MM_SEGMENT / 2 : ROCQ__MM_PANELS / 2;
+        n = ROCQ__MIN(ROCQ__MIN(most, end - i), a->n_panels - panel);
+        const int64_t n_rows = ROCQ__MIN(n * ROCQ__MM_PAIR, a->p->w->ne[1] - m);
+        if (a->p->w2) rocq__experts_rows(a, 1, tile, m, n_rows, thread);
+        rocq__experts_rows(a, 0, tile, m, n_rows, thread);
+    }
+}
+
+static rocq_result rocq__experts_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    const rocq__experts *a = (const rocq__experts *)stage->arg;
+    const int64_t columns = ROCQ__MAX(a->n_pairs / a->n_tiles, 1);
+    (void)ctx;
+    stage->n = a->n_tiles * a->n_panels;
+    stage->grain = 1 + a->worth / (a->p->w->ne[0] * ROCQ__MM_PAIR * columns);
+    return ROCQ_OK;
+}
+
+// y from the values: strips of its rows.
+static void rocq__experts_sum(void *arg, int64_t begin, int64_t end, int32_t thread) {
+    const rocq__experts *a = (const rocq__experts *)arg;
+    const rocq_experts_params *p = a->p;
+    const int64_t m = p->w->ne[1], n_strips = (m + ROCQ__STRIP - 1) / ROCQ__STRIP;
+    (void)thread;
+    for (; begin < end; begin++) {
+        const int64_t r = begin / n_strips, k = begin % n_strips * ROCQ__STRIP;
+        const int64_t n = rocq__strip(m, k);
+        if (!p->weights) {
+            unsigned char *y = rocq__row(p->y, r % a->n_slots, r / a->n_slots, 0);
+            rocq__store(a->simd, p->y->format, y, k, a->values + r * m + k, n);
+            continue;
+        }
+        const float *weights = rocq__row_f32(p->weights, r, 0, 0);
+        float sum[ROCQ__STRIP] = {0}, buf[ROCQ__STRIP];
+        for (int64_t j = 0; j < a->n_slots; j++) {
+            const float *v = a->values + (r * a->n_slots + j) * m + k;
+            ROCQ__EITHER(a->simd, rocq__add_scaled, (sum, v, weights[j], n));
+        }
+        if (p->residual) {
+            const unsigned char *row = rocq__row(p->residual, r, 0, 0);
+            const float *v = rocq__load(a->simd, p->residual->format, row, k, n, buf);
+            ROCQ__EITHER(a->simd, rocq__add, (sum, v, n));
+        }
+        rocq__store(a->simd, p->y->format, rocq__row(p->y, r, 0, 0), k, sum, n);
+    }
+}
+
+static void rocq__plan_experts_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    const rocq_experts_params *p = (const rocq_experts_params *)params;
+    rocq__experts *a = (rocq__experts *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    rocq__experts_lay(a, plan->ctx, p);
+    a->worth = plan->worth;
+    a->work = (rocq__mm_work *)(void *)(plan->scratch + a->work_at);
+    for (int i = 0; i < 2; i++) a->columns[i] = (unsigned char *)plan->scratch + a->columns_at[i];
+    a->other = (float *)(void *)(plan->scratch + a->other_at);
+    if (a->values_at) a->values = (float *)(void *)(plan->scratch + a->values_at);
+    a->start = (int32_t *)(void *)(plan->scratch + a->sorted_at);
+    a->pair = a->start + p->w->ne[2] + 1;
+    a->place = a->pair + a->n_pairs;
+    a->tiles = (rocq__experts_tile *)(void *)(a->place + a->n_pairs);
+    const int64_t n_x = p->x->ne[1] * p->x->ne[2];
+    rocq__plan_stage(plan, rocq__experts_convert, a, n_x,
+                     rocq__plan_grain(plan, 4 * p->x->ne[0]))->begin = rocq__experts_sort;
+    rocq__plan_stage(plan, rocq__experts_task, a, 0, 1)->begin = rocq__experts_begin;
+    if (!a->values) return;
+    const int64_t n_strips = (p->w->ne[1] + ROCQ__STRIP - 1) / ROCQ__STRIP;
+    const int64_t n_rows = p->weights ? p->ids->ne[1] : a->n_pairs;
+    rocq__plan_stage(plan, rocq__experts_sum, a, n_rows * n_strips,
+                     rocq__plan_grain(plan, a->n_slots * ROCQ__STRIP));
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -16907,6 +17379,18 @@ static void rocq__job_pixels(rocq__job *job, const void *params) {
     rocq__job_launch(job, ROCQ_K_pixels, rocq__item_blocks(job, p->y, 1, 1), 1, 256, &args);
 }
 
+// -- route, experts --
+
+static void rocq__job_route(rocq__job *job, const void *params) {
+    (void)params;
+    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "route: not on the GPU");
+}
+
+static void rocq__job_experts(rocq__job *job, const void *params) {
+    (void)params;
+    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "experts: not on the GPU");
+}
+
 // -- matmul_backward --
 
 // A float operand with rows that its kernels read 16 bytes at a time.
@@ -17538,6 +18022,20 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(SAMPLE, rocq_sample_params, IN, logits, ROCQ__BIT_F32)
     ROCQ_X(SAMPLE, rocq_sample_params, INDEX, recent, ROCQ__BIT_I32 | ROCQ__OPTIONAL)
     ROCQ_X(SAMPLE, rocq_sample_params, INDEX, allowed, ROCQ__BIT_I32 | ROCQ__OPTIONAL)
+    ROCQ_X(ROUTE, rocq_route_params, OUT, ids, ROCQ__BIT_I32)
+    ROCQ_X(ROUTE, rocq_route_params, OUT, weights, ROCQ__BIT_F32)
+    ROCQ_X(ROUTE, rocq_route_params, IN, logits, ROCQ__BIT_F32)
+    ROCQ_X(ROUTE, rocq_route_params, KEPT, bias, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(ROUTE, rocq_route_params, KEPT, expert_scale, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(EXPERTS, rocq_experts_params, OUT, y, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
+    ROCQ_X(EXPERTS, rocq_experts_params, KEPT, w, ROCQ__ANY | ROCQ__PLANAR)
+    ROCQ_X(EXPERTS, rocq_experts_params, KEPT, w2, ROCQ__ANY | ROCQ__PLANAR | ROCQ__OPTIONAL)
+    ROCQ_X(EXPERTS, rocq_experts_params, IN, x, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
+    ROCQ_X(EXPERTS, rocq_experts_params, INDEX, ids, ROCQ__BIT_I32)
+    ROCQ_X(EXPERTS, rocq_experts_params, KEPT, bias, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(EXPERTS, rocq_experts_params, KEPT, bias2, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(EXPERTS, rocq_experts_params, IN, weights, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
+    ROCQ_X(EXPERTS, rocq_experts_params, IN_PLACE, residual, ROCQ__FLOAT | ROCQ__OPTIONAL)
     ROCQ_X(CONV, rocq_conv_params, OUT, y, ROCQ__PLAIN)
     ROCQ_X(CONV, rocq_conv_params, KEPT, w, ROCQ__ANY | ROCQ__PLANAR)
     ROCQ_X(CONV, rocq_conv_params, IN, x, ROCQ__PLAIN)
@@ -17970,6 +18468,76 @@ static rocq_result rocq__check_sample(rocq_ctx *ctx, const char *op, const void 
     ROCQ__TRY(ROCQ__RANGE(presence_penalty, -FLT_MAX, FLT_MAX));
     if (p->top_k < 0) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "sample: top_k is %d", (int)p->top_k);
+    }
+    return ROCQ_OK;
+}
+
+static rocq_result rocq__check_route(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_route_params *p = (const rocq_route_params *)params;
+    const int64_t n_experts = p->logits->ne[0], k = p->ids->ne[0];
+    ROCQ__TRY(ROCQ__SHAPE(logits, -1, -1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(ids, -1, p->logits->ne[1], 1, 1));
+    ROCQ__TRY(ROCQ__SAME(weights, ids));
+    ROCQ__TRY(ROCQ__SHAPE(bias, n_experts, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(expert_scale, n_experts, 1, 1, 1));
+    if ((int)p->scores < 0 || p->scores > ROCQ_SCORES_SOFTMAX_CHOSEN) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "route: unknown scores %d", (int)p->scores);
+    }
+    if (n_experts > ROCQ__ROUTE_EXPERTS || k > ROCQ__ROUTE_SLOTS) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "route: %lld of %lld experts, at most %d of %d",
+                          (long long)k, (long long)n_experts, (int)ROCQ__ROUTE_SLOTS,
+                          (int)ROCQ__ROUTE_EXPERTS);
+    }
+    const int64_t n_groups = ROCQ__MAX(p->n_groups, 1);
+    const int64_t top = p->n_groups > 0 ? p->top_groups : 1;
+    if (p->n_groups < 0 || n_experts % n_groups != 0 || top < 1 || top > n_groups) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "route: %d of %d groups of %lld experts",
+                          (int)p->top_groups, (int)p->n_groups, (long long)n_experts);
+    }
+    if (k > n_experts / n_groups * top) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE, "route: %lld of %lld experts", (long long)k,
+                          (long long)(n_experts / n_groups * top));
+    }
+    return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
+}
+
+static rocq_result rocq__check_experts(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_experts_params *p = (const rocq_experts_params *)params;
+    const int64_t m = p->w->ne[1], n_experts = p->w->ne[2], n_slots = p->ids->ne[0],
+                  n = p->ids->ne[1];
+    int64_t n_pairs;
+    ROCQ__TRY(ROCQ__SHAPE(w, -1, -1, -1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(ids, -1, -1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(x, p->w->ne[0], p->x->ne[1] == 1 ? 1 : n_slots, n, 1));
+    if (p->weights) ROCQ__TRY(ROCQ__SHAPE(y, m, n, 1, 1));
+    else ROCQ__TRY(ROCQ__SHAPE(y, m, n_slots, n, 1));
+    ROCQ__TRY(ROCQ__SAME(w2, w));
+    ROCQ__TRY(ROCQ__SHAPE(bias, m, n_experts, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(bias2, m, n_experts, 1, 1));
+    ROCQ__TRY(ROCQ__SAME(weights, ids));
+    ROCQ__TRY(ROCQ__SAME(residual, y));
+    ROCQ__TRY(rocq__check_activation(ctx, op, p->activation));
+    ROCQ__TRY(rocq__check_precision(ctx, op, p->precision));
+    ROCQ__TRY(ROCQ__RANGE(limit, 0.0f, FLT_MAX));
+    ROCQ__TRY(ROCQ__RANGE(alpha, 0.0f, FLT_MAX));
+    if ((p->bias2 || p->limit > 0.0f) && !p->w2) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "experts: bias2 and limit need w2");
+    }
+    if (p->residual && !p->weights) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "experts: residual needs weights");
+    }
+    if (!rocq__mul(n_slots, n, &n_pairs) || n_pairs > INT32_MAX || n_experts >= INT32_MAX) {
+        return rocq__fail(ctx, ROCQ_E_OVERFLOW, "experts: %lld slots of %lld tokens, %lld experts",
+                          (long long)n_slots, (long long)n, (long long)n_experts);
+    }
+    for (int i = 0; i < 2; i++) {
+        const rocq_tensor *w = i == 0 ? p->w : p->w2;
+        if (!w || rocq__asked(ctx, p->precision) != ROCQ_PRECISION_INT8 ||
+            rocq__is_coded(ROCQ_BACKEND_CPU, w->format)) {
+            continue;
+        }
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "experts: format %s has no INT8 path",
+                          rocq_format_name(w->format));
     }
     return ROCQ_OK;
 }
@@ -18418,7 +18986,7 @@ static inline double rocq__elems(const rocq_tensor *t) {
 }
 
 // Elements of operand t that the op reads or writes: of a table only the rows that are gathered, of
-// a cache only the positions in use, of other operands all.
+// a cache only the positions in use, of experts as many as ids can name, of other operands all.
 static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tensor *t,
                                 double positions) {
     if (op == ROCQ_OP_GATHER) {
@@ -18430,6 +18998,12 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
     } else if (op == ROCQ_OP_ATTENTION) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;
         if (t == p->k || t == p->v) return positions * (double)(t->ne[0] * t->ne[1]);
+    } else if (op == ROCQ_OP_EXPERTS) { // of weights those of the experts that may be chosen
+        const rocq_experts_params *p = (const rocq_experts_params *)params;
+        const double chosen = ROCQ__MIN(rocq__elems(p->ids) / (double)p->w->ne[2], 1.0);
+        if (t == p->w || t == p->w2 || t == p->bias || t == p->bias2) {
+            return chosen * rocq__elems(t);
+        }
     } else if (op == ROCQ_OP_ROPE_APPEND) {
         const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
         if (t == p->q) return 2.0 * rocq__elems(t); // in place
@@ -18489,6 +19063,16 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
                 cost.matrix += flops;
             }
         }
+    } else if (op == ROCQ_OP_EXPERTS) {
+        const rocq_experts_params *p = (const rocq_experts_params *)params;
+        const double weights = (double)p->w->ne[0] * (double)p->w->ne[1] * (p->w2 ? 2.0 : 1.0);
+        cost.flops = 2.0 * weights * rocq__elems(p->ids);
+        if (rocq__on_gpu(ctx) &&
+            rocq__experts_choice(ctx, ROCQ_BACKEND_GPU, p).precision == ROCQ_PRECISION_F16) {
+            cost.matrix = cost.flops;
+        }
+    } else if (op == ROCQ_OP_ROUTE) {
+        cost.flops = rocq__elems(((const rocq_route_params *)params)->logits);
     } else if (op == ROCQ_OP_NORM_STATS) {
         cost.flops = rocq__elems(((const rocq_norm_stats_params *)params)->x);
     } else if (op == ROCQ_OP_ARGMAX) {
@@ -18644,6 +19228,8 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
     ROCQ_X(gather, rocq_gather_params, gather, none, gather, gather)
     ROCQ_X(argmax, rocq_argmax_params, argmax, none, argmax, argmax)
     ROCQ_X(sample, rocq_sample_params, sample, sample, sample, sample)
+    ROCQ_X(route, rocq_route_params, route, none, route, route)
+    ROCQ_X(experts, rocq_experts_params, experts, experts, experts, experts)
     ROCQ_X(conv, rocq_conv_params, conv, conv, conv, conv)
     ROCQ_X(norm_stats, rocq_norm_stats_params, norm_stats, norm_stats, norm_stats, norm_stats)
     ROCQ_X(resize, rocq_resize_params, resize, none, resize, resize)
@@ -21173,8 +21759,11 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *p
     const rocq_matmul_params *p = op == ROCQ_OP_MATMUL ? (const rocq_matmul_params *)params : NULL;
     const rocq_matmul_backward_params *back =
         op == ROCQ_OP_MATMUL_BACKWARD ? (const rocq_matmul_backward_params *)params : NULL;
+    const rocq_experts_params *experts =
+        op == ROCQ_OP_EXPERTS ? (const rocq_experts_params *)params : NULL;
     rocq__choice choice, second;
-    if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
+    if (experts) choice = rocq__experts_choice(ctx, backend, experts);
+    else if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
     else if (back) choice = rocq__backward_choice(ctx, backend, back, back->dw != NULL);
     else choice = rocq__precision_rule_for(ctx, backend, op, ROCQ_F32, 0);
     const rocq_conv_params *conv =
@@ -21182,12 +21771,15 @@ ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *p
     info->asked = rocq__asked(ctx, p      ? p->precision
                                    : conv ? conv->precision
                                    : back ? back->precision
+                                   : experts ? experts->precision
                                           : ROCQ_PRECISION_AUTO);
     info->nmse = rocq__nmse_bound(choice.precision);
     if (p && p->w2) { // y is a product of two sums and has the errors of both
         second = rocq__product_choice(ctx, backend, p, p->w2);
         info->nmse += rocq__nmse_bound(second.precision);
         if (second.precision > choice.precision) choice = second;
+    } else if (experts && experts->w2) {
+        info->nmse *= 2.0;
     }
     info->precision = choice.precision;
     info->why = choice.why;
@@ -21548,6 +22140,10 @@ static rocq__work rocq__work_named(rocq_op op, const void *params) {
     } else if (op == ROCQ_OP_ATTENTION_BACKWARD) {
         kind = ((const rocq_attention_backward_params *)params)->k;
         work.access = ROCQ_ACCESS_TILED;
+    } else if (op == ROCQ_OP_EXPERTS) {
+        const rocq_experts_params *p = (const rocq_experts_params *)params;
+        kind = p->w;
+        work.access = rocq__experts_few(p) ? ROCQ_ACCESS_STREAM : ROCQ_ACCESS_TILED;
     } else if (op == ROCQ_OP_GATHER) {
         kind = ((const rocq_gather_params *)params)->table;
         work.access = ROCQ_ACCESS_GATHER;

@@ -967,6 +967,36 @@ static void ops_refuse_bad_operands(void **state) {
     sample.top_k = -1;
     assert_int_equal(rocq_sample(ctx, &sample), ROCQ_E_ARGUMENT);
 
+    t[0] = slot_tensor(0, ROCQ_I32, 2, 3, 1, 1);
+    t[1] = slot_tensor(1, ROCQ_F32, 2, 3, 1, 1);
+    t[2] = slot_tensor(2, ROCQ_F32, 8, 3, 1, 1);
+    t[3] = slot_tensor(3, ROCQ_F32, 8, 1, 1, 1);
+    t[4] = slot_tensor(4, ROCQ_F32, 8, 1, 1, 1);
+    rocq_route_params route = {.ids = &t[0], .weights = &t[1], .logits = &t[2], .bias = &t[3],
+                               .expert_scale = &t[4]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_ROUTE, &route, {&t[0], &t[1], &t[2], &t[3], &t[4]},
+                                   {true, true}});
+    route.n_groups = 3;
+    assert_int_equal(rocq_route(ctx, &route), ROCQ_E_ARGUMENT);
+
+    t[0] = slot_tensor(0, ROCQ_F32, 32, 3, 1, 1);
+    t[1] = slot_tensor(1, ROCQ_Q4_K, 256, 32, 4, 1);
+    t[2] = slot_tensor(2, ROCQ_Q4_K, 256, 32, 4, 1);
+    t[3] = slot_tensor(3, ROCQ_F32, 256, 1, 3, 1);
+    t[4] = slot_tensor(4, ROCQ_I32, 2, 3, 1, 1);
+    t[5] = slot_tensor(5, ROCQ_F32, 32, 4, 1, 1);
+    t[6] = slot_tensor(6, ROCQ_F32, 32, 4, 1, 1);
+    t[7] = slot_tensor(7, ROCQ_F32, 2, 3, 1, 1);
+    t[8] = slot_tensor(8, ROCQ_F32, 32, 3, 1, 1);
+    rocq_experts_params experts = {.y = &t[0], .w = &t[1], .w2 = &t[2], .x = &t[3], .ids = &t[4],
+                                   .bias = &t[5], .bias2 = &t[6], .weights = &t[7],
+                                   .residual = &t[8]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_EXPERTS, &experts,
+                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7], &t[8]},
+                                   {true}});
+    experts.w2 = NULL;
+    assert_int_equal(rocq_experts(ctx, &experts), ROCQ_E_ARGUMENT);
+
     t[0] = slot_tensor(0, ROCQ_BF16, 5, 7, 6, 2);
     t[1] = slot_tensor(1, ROCQ_Q8_0, 32 * 9, 5, 1, 1);
     t[2] = slot_tensor(2, ROCQ_F16, 32, 7, 6, 2);
