@@ -25,11 +25,19 @@ enum {
     LLAMA__SMOLLM3 = 128,
     LLAMA__MISTRAL3 = 256,
     LLAMA__PHI3 = 512,
-    LLAMA__ALL = 1023,
+    LLAMA__MIXTRAL = 1024, // llama with experts
+    LLAMA__QWEN3MOE = 2048,
+    LLAMA__GPT_OSS = 4096,
+    LLAMA__GRANITEMOE = 8192,
+    LLAMA__ALL = 16383,
     LLAMA__NEWER = LLAMA__ALL - LLAMA__GPT2,
     LLAMA__GEMMA = LLAMA__GEMMA2 | LLAMA__GEMMA3,
     LLAMA__FUSED = LLAMA__GPT2 | LLAMA__PHI3, // q, k and v in one matrix
-    LLAMA__SEPARATE = LLAMA__ALL - LLAMA__FUSED
+    LLAMA__SEPARATE = LLAMA__ALL - LLAMA__FUSED,
+    LLAMA__EXPERTS = LLAMA__MIXTRAL | LLAMA__QWEN3MOE | LLAMA__GPT_OSS | LLAMA__GRANITEMOE,
+    LLAMA__DENSE = LLAMA__ALL - LLAMA__EXPERTS,
+    LLAMA__GATED = LLAMA__DENSE - LLAMA__FUSED, // gate and up in two matrices
+    LLAMA__HEAD_NORMS = LLAMA__QWEN3 | LLAMA__QWEN3MOE | LLAMA__GEMMA3
 };
 
 static const char LLAMA__RMS_EPS[] = "attention.layer_norm_rms_epsilon";
@@ -50,15 +58,27 @@ static const struct llama__family {
     int32_t no_rope;        // each so many-th layer turns nothing; 0 = none
     bool caps;              // logits, in attention and of tokens, can be capped;
     float attention_cap, final_cap; // defaults, 0 = not
+    bool experts;           // in place of one feed-forward part: a mixture, whose
+    rocq_scores scores;     // router weighs them so;
+    bool renormalise;       // the weights of those that are taken add up to 1
+    float limit, alpha;     // see rocq_experts_params
     int32_t odd;            // the model of so many layers takes n_embd / n_heads for the size of a
                             // head where it scales scores
 } llama__families[] = {
     {.name = "llama", .bit = LLAMA__LLAMA, .pairing = ROCQ_ROPE_NORM, .activation = ROCQ_ACT_SILU,
      .norm_eps = LLAMA__RMS_EPS, .windows = true}, // the first Mistral's; llama.cpp sees none there
+    {.name = "llama", .bit = LLAMA__MIXTRAL, .pairing = ROCQ_ROPE_NORM,
+     .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .windows = true, .experts = true,
+     .renormalise = true},
     {.name = "qwen2", .bit = LLAMA__QWEN2, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_SILU,
      .norm_eps = LLAMA__RMS_EPS},
     {.name = "qwen3", .bit = LLAMA__QWEN3, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_SILU,
      .norm_eps = LLAMA__RMS_EPS},
+    {.name = "qwen3moe", .bit = LLAMA__QWEN3MOE, .pairing = ROCQ_ROPE_NEOX,
+     .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .experts = true, .renormalise = true},
+    {.name = "gpt-oss", .bit = LLAMA__GPT_OSS, .pairing = ROCQ_ROPE_NEOX,
+     .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .windows = true, .period = 2,
+     .experts = true, .scores = ROCQ_SCORES_SOFTMAX_CHOSEN, .limit = 7, .alpha = 1.702f},
     {.name = "gemma2", .bit = LLAMA__GEMMA2, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_GELU,
      .norm_eps = LLAMA__RMS_EPS, .root_embedding = true, .windows = true, .window = 4096,
      .period = 2, .caps = true, .attention_cap = 50, .final_cap = 30, .odd = 46},
@@ -69,6 +89,9 @@ static const struct llama__family {
      .norm_eps = "attention.layer_norm_epsilon"},
     {.name = "granite", .bit = LLAMA__GRANITE, .pairing = ROCQ_ROPE_NORM,
      .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .scales = true},
+    {.name = "granitemoe", .bit = LLAMA__GRANITEMOE, .pairing = ROCQ_ROPE_NORM,
+     .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .scales = true, .experts = true,
+     .renormalise = true},
     {.name = "smollm3", .bit = LLAMA__SMOLLM3, .pairing = ROCQ_ROPE_NORM,
      .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .no_rope = 4},
     {.name = "mistral3", .bit = LLAMA__MISTRAL3, .pairing = ROCQ_ROPE_NORM,
@@ -79,16 +102,17 @@ static const struct llama__family {
 
 enum { LLAMA__N_FAMILIES = sizeof llama__families / sizeof llama__families[0] };
 
-// Sizes: 1, n_embd, Q, KV, Q + 2 KV, head_dim, FF, 2 FF, n_vocab, n_ctx_train, and how many pairs
-// of a head turn.
+// Sizes: 1, n_embd, Q, KV, Q + 2 KV, head_dim, FF, 2 FF, n_vocab, n_ctx_train, how many pairs of a
+// head turn, heads, experts and FF of an expert.
 enum {
     LLAMA__1, LLAMA__E, LLAMA__Q, LLAMA__KV, LLAMA__QKV, LLAMA__D, LLAMA__F, LLAMA__2F, LLAMA__V,
-    LLAMA__P, LLAMA__R, LLAMA__N_SIZES
+    LLAMA__P, LLAMA__R, LLAMA__H, LLAMA__X, LLAMA__XF, LLAMA__N_SIZES
 };
 
 enum {
     LLAMA__OPTIONAL = 1,
-    LLAMA__ALONE = 2 // no other weight reads what this one reads
+    LLAMA__ALONE = 2,   // no other weight reads what this one reads
+    LLAMA__BY_EXPERT = 4 // one matrix for each expert
 };
 
 typedef struct llama__weight {
@@ -113,22 +137,43 @@ static const llama__weight llama__weights[] = { // of each layer: "blk.<layer>.<
     {"attn_q.bias", LLAMA__AT(q_bias), LLAMA__Q, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
     {"attn_k.bias", LLAMA__AT(k_bias), LLAMA__KV, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
     {"attn_v.bias", LLAMA__AT(v_bias), LLAMA__KV, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
-    {"attn_q_norm.weight", LLAMA__AT(q_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3 | LLAMA__GEMMA3, 0},
-    {"attn_k_norm.weight", LLAMA__AT(k_norm), LLAMA__D, LLAMA__1, LLAMA__QWEN3 | LLAMA__GEMMA3, 0},
+    {"attn_q_norm.weight", LLAMA__AT(q_norm), LLAMA__D, LLAMA__1, LLAMA__HEAD_NORMS, 0},
+    {"attn_k_norm.weight", LLAMA__AT(k_norm), LLAMA__D, LLAMA__1, LLAMA__HEAD_NORMS, 0},
+    {"attn_sinks.weight", LLAMA__AT(sinks), LLAMA__H, LLAMA__1, LLAMA__GPT_OSS, 0},
     {"attn_output.weight", LLAMA__AT(out), LLAMA__Q, LLAMA__E, LLAMA__ALL, 0},
     {"attn_output.bias", LLAMA__AT(out_bias), LLAMA__E, LLAMA__1, LLAMA__ALL, LLAMA__OPTIONAL},
     {"post_attention_norm.weight", LLAMA__AT(attn_post_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA, 0},
-    {"ffn_norm.weight", LLAMA__AT(ffn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL, 0},
+    {"post_attention_norm.weight", LLAMA__AT(ffn_norm), LLAMA__E, LLAMA__1, LLAMA__GPT_OSS, 0},
+    {"ffn_norm.weight", LLAMA__AT(ffn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL - LLAMA__GPT_OSS, 0},
     {"ffn_norm.bias", LLAMA__AT(ffn_norm_bias), LLAMA__E, LLAMA__1, LLAMA__GPT2, 0},
     {"ffn_up.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__GPT2, 0},
     {"ffn_up.bias", LLAMA__AT(gate_bias), LLAMA__F, LLAMA__1, LLAMA__GPT2, 0},
     {"ffn_up.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__2F, LLAMA__PHI3, 0},
-    {"ffn_gate.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__SEPARATE, 0},
-    {"ffn_gate.bias", LLAMA__AT(gate_bias), LLAMA__F, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
-    {"ffn_up.weight", LLAMA__AT(up), LLAMA__E, LLAMA__F, LLAMA__SEPARATE, 0},
-    {"ffn_up.bias", LLAMA__AT(up_bias), LLAMA__F, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
-    {"ffn_down.weight", LLAMA__AT(down), LLAMA__F, LLAMA__E, LLAMA__ALL, 0},
-    {"ffn_down.bias", LLAMA__AT(down_bias), LLAMA__E, LLAMA__1, LLAMA__ALL, LLAMA__OPTIONAL},
+    {"ffn_gate.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__GATED, 0},
+    {"ffn_gate.bias", LLAMA__AT(gate_bias), LLAMA__F, LLAMA__1, LLAMA__GATED, LLAMA__OPTIONAL},
+    {"ffn_up.weight", LLAMA__AT(up), LLAMA__E, LLAMA__F, LLAMA__GATED, 0},
+    {"ffn_up.bias", LLAMA__AT(up_bias), LLAMA__F, LLAMA__1, LLAMA__GATED, LLAMA__OPTIONAL},
+    {"ffn_down.weight", LLAMA__AT(down), LLAMA__F, LLAMA__E, LLAMA__DENSE, 0},
+    {"ffn_down.bias", LLAMA__AT(down_bias), LLAMA__E, LLAMA__1, LLAMA__DENSE, LLAMA__OPTIONAL},
+    {"ffn_gate_inp.weight", LLAMA__AT(router), LLAMA__E, LLAMA__X, LLAMA__EXPERTS, LLAMA__ALONE},
+    {"ffn_gate_inp.bias", LLAMA__AT(router_bias), LLAMA__X, LLAMA__1, LLAMA__GPT_OSS, 0},
+    {"ffn_gate_exps.weight", LLAMA__AT(expert_gate), LLAMA__E, LLAMA__XF, LLAMA__EXPERTS,
+     LLAMA__BY_EXPERT},
+    {"ffn_gate_exps.bias", LLAMA__AT(expert_gate_bias), LLAMA__XF, LLAMA__X, LLAMA__GPT_OSS,
+     LLAMA__ALONE},
+    {"ffn_up_exps.weight", LLAMA__AT(expert_up), LLAMA__E, LLAMA__XF, LLAMA__EXPERTS,
+     LLAMA__BY_EXPERT},
+    {"ffn_up_exps.bias", LLAMA__AT(expert_up_bias), LLAMA__XF, LLAMA__X, LLAMA__GPT_OSS,
+     LLAMA__ALONE},
+    {"ffn_down_exps.weight", LLAMA__AT(expert_down), LLAMA__XF, LLAMA__E, LLAMA__EXPERTS,
+     LLAMA__BY_EXPERT},
+    {"ffn_down_exps.bias", LLAMA__AT(expert_down_bias), LLAMA__E, LLAMA__X, LLAMA__GPT_OSS,
+     LLAMA__ALONE},
+    {"ffn_gate_shexp.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__GRANITEMOE,
+     LLAMA__OPTIONAL},
+    {"ffn_up_shexp.weight", LLAMA__AT(up), LLAMA__E, LLAMA__F, LLAMA__GRANITEMOE, LLAMA__OPTIONAL},
+    {"ffn_down_shexp.weight", LLAMA__AT(down), LLAMA__F, LLAMA__E, LLAMA__GRANITEMOE,
+     LLAMA__OPTIONAL},
     {"post_ffw_norm.weight", LLAMA__AT(ffn_post_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA, 0},
 };
 
@@ -359,23 +404,48 @@ static rocq_result llama__read_rope(llama_model *m, const rocq_gguf *file) {
     return ROCQ_OK;
 }
 
+// Sizes of the feed-forward part: a dense one's, or of the experts and of the shared one.
+static rocq_result llama__read_experts(llama_model *m, const rocq_gguf *file) {
+    int32_t n_ff;
+    if (!m->row->experts) {
+        return llama__read_int(m, file, "feed_forward_length", LLAMA__REQUIRED, &m->n_ff);
+    }
+    LLAMA__TRY(llama__read_int(m, file, "feed_forward_length", 0, &n_ff));
+    LLAMA__TRY(llama__read_int(m, file, "expert_feed_forward_length",
+                               n_ff > 0 ? n_ff : LLAMA__REQUIRED, &m->expert_ff));
+    LLAMA__TRY(llama__read_int(m, file, "expert_shared_feed_forward_length", 0, &m->n_ff));
+    LLAMA__TRY(llama__read_int(m, file, "expert_used_count", LLAMA__REQUIRED, &m->n_used));
+    LLAMA__TRY(llama__read_float(m, file, "expert_weights_scale", 0, &m->expert_scale));
+    if (m->n_used <= m->n_experts) return ROCQ_OK;
+    return llama__fail(m, ROCQ_E_CORRUPT, "%s.expert_used_count is %d for %d experts", m->family,
+                       (int)m->n_used, (int)m->n_experts);
+}
+
 static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
     rocq_str name;
     rocq_gguf_value tokens;
-    int32_t value_dim, n_experts;
+    int32_t value_dim;
     if (rocq_gguf_get_str(file, "general.architecture", &name) != ROCQ_OK) {
         return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no general.architecture");
     }
-    for (int i = 0; i < LLAMA__N_FAMILIES && !m->row; i++) {
-        if (rocq_str_equal(name, llama__families[i].name)) m->row = &llama__families[i];
+    for (int i = 0; i < LLAMA__N_FAMILIES; i++) {
+        if (rocq_str_equal(name, llama__families[i].name)) m->family = llama__families[i].name;
     }
-    if (!m->row) return llama__unknown(m, file, name);
-    m->family = m->row->name;
+    if (!m->family) return llama__unknown(m, file, name);
+    LLAMA__TRY(llama__read_int(m, file, "block_count", LLAMA__REQUIRED, &m->n_layers));
+    LLAMA__TRY(llama__read_int(m, file, "expert_count", 1, &m->n_experts));
+    for (int i = 0; i < LLAMA__N_FAMILIES; i++) {
+        const struct llama__family *row = &llama__families[i];
+        if (row->name == m->family && row->experts == (m->n_experts > 1)) m->row = row;
+    }
+    if (!m->row) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s models of %d experts are not supported",
+                           m->family, (int)m->n_experts);
+    }
     m->rope.pairing = m->row->pairing;
     m->activation = m->row->activation;
-    LLAMA__TRY(llama__read_int(m, file, "block_count", LLAMA__REQUIRED, &m->n_layers));
     LLAMA__TRY(llama__read_int(m, file, "embedding_length", LLAMA__REQUIRED, &m->n_embd));
-    LLAMA__TRY(llama__read_int(m, file, "feed_forward_length", LLAMA__REQUIRED, &m->n_ff));
+    LLAMA__TRY(llama__read_experts(m, file));
     LLAMA__TRY(llama__read_int(m, file, "context_length", LLAMA__REQUIRED, &m->n_ctx_train));
     LLAMA__TRY(llama__read_int(m, file, "attention.head_count", LLAMA__REQUIRED, &m->n_heads));
     LLAMA__TRY(llama__read_int(m, file, "attention.head_count_kv", m->n_heads, &m->n_kv_heads));
@@ -383,10 +453,6 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
     const int32_t split = m->n_embd / m->n_heads;
     LLAMA__TRY(llama__read_int(m, file, "attention.key_length", split, &m->head_dim));
     LLAMA__TRY(llama__read_int(m, file, "attention.value_length", split, &value_dim));
-    LLAMA__TRY(llama__read_int(m, file, "expert_count", 1, &n_experts));
-    if (n_experts != 1) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "mixtures of experts are not supported");
-    }
     if (value_dim != m->head_dim) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "keys of %d elements with values of %d are not "
                            "supported", (int)m->head_dim, (int)value_dim);
@@ -489,8 +555,9 @@ static rocq_result llama__read_numbers(llama_model *m, const rocq_gguf *file) {
             m->embedding_scale /= added;
             m->norm_eps /= added * added;
         }
+        // Whether anything turns at all. With experts llama.cpp takes no notice, and writes false.
         snprintf(key, sizeof key, "%s.rope.scaling.finetuned", m->family);
-        if (rocq_gguf_get_bool(file, key, &turns) == ROCQ_OK && !turns) {
+        if (!row->experts && rocq_gguf_get_bool(file, key, &turns) == ROCQ_OK && !turns) {
             m->rope.pairing = ROCQ_ROPE_NONE;
         }
     }

@@ -61,6 +61,7 @@ typedef struct llama_layer {
     rocq_tensor q, k, v;                // [n_embd, Q], [n_embd, KV], [n_embd, KV]
     rocq_tensor q_bias, k_bias, v_bias; // [Q], [KV], [KV]         most of qwen2, gpt2
     rocq_tensor q_norm, k_norm;         // [head_dim], of each head   qwen3, gemma3
+    rocq_tensor sinks;                  // [n_heads]                  gpt-oss
     rocq_tensor out, out_bias;          // [Q, n_embd], [n_embd]
     rocq_tensor attn_post_norm;         // [n_embd]                   gemma
     rocq_tensor ffn_norm, ffn_norm_bias; // [n_embd]
@@ -68,6 +69,11 @@ typedef struct llama_layer {
     rocq_tensor up, up_bias;            // [n_embd, FF], [FF]
     rocq_tensor down, down_bias;        // [FF, n_embd], [n_embd]
     rocq_tensor ffn_post_norm;          // [n_embd]                   gemma
+    // Of mixtures: E is n_experts, XF is expert_ff. What is above then is the shared expert, if any.
+    rocq_tensor router, router_bias;           // [n_embd, E], [E]
+    rocq_tensor expert_gate, expert_gate_bias; // [n_embd, XF, E], [XF, E]
+    rocq_tensor expert_up, expert_up_bias;     // [n_embd, XF, E], [XF, E]
+    rocq_tensor expert_down, expert_down_bias; // [XF, n_embd, E], [n_embd, E]
     rocq_kv_view cache;
     int32_t window;                     // positions a query sees, 0 = all
     rocq_rope_config rope;
@@ -104,7 +110,9 @@ typedef struct llama_model {
 
     // The rest is for reading only.
     const char *family; // general.architecture
-    int32_t n_vocab, n_embd, n_layers, n_heads, n_kv_heads, head_dim, n_ff;
+    int32_t n_vocab, n_embd, n_layers, n_heads, n_kv_heads, head_dim;
+    int32_t n_ff;                        // of a mixture that of its shared expert, 0 = none
+    int32_t n_experts, n_used, expert_ff; // n_experts 1: no mixture
     int32_t n_ctx, n_ctx_train, n_batch, n_logits;
     int64_t weight_bytes, kv_bytes;
     int64_t scratch_bytes; // activations, and what ops need while they run
@@ -113,7 +121,7 @@ typedef struct llama_model {
     // Private from here on. The configuration:
     const struct llama__family *row; // of families.h
     float norm_eps, embedding_scale, attention_scale, attention_softcap, final_softcap;
-    float logit_scale, temperature;
+    float logit_scale, temperature, expert_scale;
     rocq_activation activation;
     rocq_rope_config rope;   // of most layers
     // weights
@@ -140,8 +148,13 @@ typedef struct llama_model {
     rocq_tensor h;        // [n_embd or Q, n_batch] normed or attended: see llama__operand
     rocq_tensor qkv;      // [Q + 2 KV, n_batch]
     rocq_tensor ffn;      // [FF, n_batch], an operand too
+    rocq_tensor scores;   // [E, n_batch] of experts, by the router     mixtures, as these
+    rocq_tensor chosen;   // I32 [n_used, n_batch]
+    rocq_tensor shares;   // [n_used, n_batch] their weights
+    rocq_tensor mixed;    // [XF, n_used, n_batch], an operand too
     rocq_tensor pair;     // [2 FF, n_batch] gate and up                phi3
-    rocq_tensor added;    // [n_embd, n_batch] before its norm         gemma, gpt2: positions
+    rocq_tensor added;    // [n_embd, n_batch] before its norm         gemma; gpt2: positions;
+                          // mixtures: what the router reads
     rocq_tensor head_norm; // [n_embd] output_norm with logit_scale     granite
     rocq_tensor logits;   // [n_vocab, n_logits]
     rocq_tensor last;     // [n_vocab] the column of logits that llama_sample draws from
@@ -278,9 +291,11 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
         if (w->flags & LLAMA__OPTIONAL) return ROCQ_OK;
         return llama__fail(m, ROCQ_E_NOT_FOUND, "tensor %s is missing", name);
     }
-    if (found.ne[0] != cols || found.ne[1] != rows || found.ne[2] != 1 || found.ne[3] != 1) {
-        return llama__fail(m, ROCQ_E_SHAPE, "tensor %s is %.0f x %.0f, expected %.0f x %.0f", name,
-                           (double)found.ne[0], (double)found.ne[1], (double)cols, (double)rows);
+    const int64_t slices = w->flags & LLAMA__BY_EXPERT ? m->n_experts : 1;
+    if (found.ne[0] != cols || found.ne[1] != rows || found.ne[2] != slices || found.ne[3] != 1) {
+        return llama__fail(m, ROCQ_E_SHAPE, "tensor %s is %.0f x %.0f x %.0f, expected %.0f x %.0f "
+                           "x %.0f", name, (double)found.ne[0], (double)found.ne[1],
+                           (double)found.ne[2], (double)cols, (double)rows, (double)slices);
     }
     if (!found.known || found.format == ROCQ_I32 || (rows == 1 && found.format != ROCQ_F32)) {
         return llama__fail(m, ROCQ_E_FORMAT, "tensor %s has the type %s (id %u), which cannot be "
@@ -320,7 +335,8 @@ static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, llama_
     const int64_t n_q = m->n_heads * head, n_kv = m->n_kv_heads * head;
     const int64_t size[LLAMA__N_SIZES] = {1, n_embd, n_q, n_kv, n_q + 2 * n_kv, head, n_ff,
                                           2 * n_ff, m->n_vocab, m->n_ctx_train,
-                                          m->rope.n_dims / 2};
+                                          m->rope.n_dims / 2, m->n_heads, m->n_experts,
+                                          m->expert_ff};
     for (int k = 0; k < LLAMA__N_OTHERS; k++) {
         const llama__weight *w = &llama__others[k];
         rocq_tensor *place = (rocq_tensor *)(void *)((char *)m + w->at);
@@ -507,6 +523,43 @@ static rocq_result llama__feed(llama_model *m, const llama_layer *l, const llama
     return ROCQ_OK;
 }
 
+// x += the weighted sum of the chosen experts' outputs for h, the normed x. The router, which is in
+// F32, reads it in F32, so that rounding changes no choice.
+static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_tensor *x,
+                              const rocq_tensor *h) {
+    const int64_t n = x->ne[1];
+    const int64_t one[3] = {m->n_embd, 1, n}, all[3] = {m->expert_ff, m->n_used, n};
+    const rocq_tensor scores = rocq_tensor_slice(&m->scores, 1, 0, n);
+    const rocq_tensor ids = rocq_tensor_slice(&m->chosen, 1, 0, n);
+    const rocq_tensor shares = rocq_tensor_slice(&m->shares, 1, 0, n);
+    const rocq_tensor exact = h->format == ROCQ_F32 ? *h : rocq_tensor_slice(&m->added, 1, 0, n);
+    rocq_tensor in = *h, mixed = *h; // in three dimensions; cannot fail, as in llama__operand
+    rocq_tensor_init(&in, &h->buffer, h->offset, h->format, 3, one);
+    rocq_tensor_init(&mixed, &m->mixed.buffer, m->mixed.offset, h->format, 3, all);
+    in.layout = mixed.layout = h->layout;
+    const rocq_matmul_params score = {.y = &scores, .w = &l->router, .x = &exact,
+                                      .bias = llama__maybe(&l->router_bias),
+                                      .precision = m->options.precision};
+    const rocq_route_params route = {.ids = &ids, .weights = &shares, .logits = &scores,
+                                     .scores = m->row->scores, .renormalise = m->row->renormalise,
+                                     .scale = m->expert_scale};
+    const rocq_experts_params gate = {
+        .y = &mixed, .w = &l->expert_gate, .x = &in, .ids = &ids,
+        .bias = llama__maybe(&l->expert_gate_bias), .w2 = &l->expert_up,
+        .bias2 = llama__maybe(&l->expert_up_bias), .activation = m->activation,
+        .limit = m->row->limit, .alpha = m->row->alpha, .precision = m->options.precision};
+    const rocq_experts_params down = {
+        .y = x, .w = &l->expert_down, .x = &mixed, .ids = &ids,
+        .bias = llama__maybe(&l->expert_down_bias), .weights = &shares, .residual = x,
+        .precision = m->options.precision};
+    if (h->format != ROCQ_F32) LLAMA__TRY(llama__norm(m, &exact, x, &l->ffn_norm, NULL));
+    LLAMA__RUN(m, MATMUL, matmul, &score);
+    LLAMA__RUN(m, ROUTE, route, &route);
+    LLAMA__RUN(m, EXPERTS, experts, &gate);
+    LLAMA__RUN(m, EXPERTS, experts, &down);
+    return ROCQ_OK;
+}
+
 // One layer over the n tokens in x [n_embd, n].
 static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq_tensor *x) {
     const int64_t n = x->ne[1];
@@ -517,8 +570,9 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     const llama_site *site = &m->adapters.sites[4 * (l - m->layers)];
     const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
     // A product that reads what it writes, as gate, does so in F32.
-    const rocq_tensor ffn = l->up_bias.n_dims == 0 ? llama__operand(m, &m->ffn, m->n_ff, n)
-                                                   : rocq_tensor_slice(&m->ffn, 1, 0, n);
+    const bool exact = m->n_ff == 0 || l->up_bias.n_dims > 0;
+    const rocq_tensor ffn = exact ? rocq_tensor_slice(&m->ffn, 1, 0, n)
+                                  : llama__operand(m, &m->ffn, m->n_ff, n);
     const int64_t n_q = (int64_t)m->n_heads * m->head_dim;
     const int64_t n_kv = (int64_t)m->n_kv_heads * m->head_dim;
     const bool fused = l->k.n_dims == 0;
@@ -546,7 +600,7 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
         .q = &q_heads, .k = &k_heads, .v = &v_heads, .k_cache = &cache->k_cache,
         .v_cache = &cache->v_cache, .pos = &pos, .cell = &cells, .rope = l->rope};
     const rocq_attention_params attend = {
-        .out = &seen_heads, .q = &q_heads, .k = &cache->k, .v = &cache->v, .kv_len = &kv_len,
+        .out = &seen_heads, .q = &q_heads, .k = &cache->k, .v = &cache->v, .sinks = llama__maybe(&l->sinks), .kv_len = &kv_len,
         .page_table = llama__maybe(&cache->page_table), .page_size = cache->page_size,
         .scale = m->attention_scale, .softcap = m->attention_softcap, .window = l->window,
         .causal = true};
@@ -566,6 +620,8 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
 
     LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm, &l->ffn_norm_bias));
     LLAMA__TRY(llama__reduce(m, &site[2], &h));
+    if (m->n_experts > 1) LLAMA__TRY(llama__mix(m, l, x, &h));
+    if (l->gate.n_dims == 0) return ROCQ_OK;
     LLAMA__TRY(llama__feed(m, l, &site[2], &h, &ffn));
     return llama__add(m, x, &l->down, &site[3], &ffn, &l->down_bias, &l->ffn_post_norm);
 }
@@ -644,11 +700,18 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
     LLAMA__TRY(rocq_tensor_2d(arena, &m->x, ROCQ_F32, m->n_embd, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->h, ROCQ_F32, n_q > m->n_embd ? n_q : m->n_embd, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->qkv, ROCQ_F32, n_q + 2 * n_kv, n));
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->ffn, ROCQ_F32, m->n_ff, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->ffn, ROCQ_F32, m->n_ff > 0 ? m->n_ff : 1, n));
+    const bool mixture = m->n_experts > 1;
+    const int64_t n_used = mixture ? m->n_used : 1;
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->scores, ROCQ_F32, m->n_experts, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->chosen, ROCQ_I32, n_used, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->shares, ROCQ_F32, n_used, n));
+    LLAMA__TRY(rocq_tensor_3d(arena, &m->mixed, ROCQ_F32, mixture ? m->expert_ff : 1, n_used, n));
     const bool joined = m->layers[0].gate.ne[1] > m->n_ff;
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->pair, ROCQ_F32, 2 * m->n_ff, joined ? n : 1));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->pair, ROCQ_F32, joined ? 2 * m->n_ff : 1,
+                              joined ? n : 1));
     LLAMA__TRY(rocq_tensor_1d(arena, &m->head_norm, ROCQ_F32, m->n_embd));
-    const bool adds = m->layers[0].attn_post_norm.n_dims > 0 || m->positions.n_dims > 0;
+    const bool adds = m->layers[0].attn_post_norm.n_dims > 0 || m->positions.n_dims > 0 || mixture;
     LLAMA__TRY(rocq_tensor_2d(arena, &m->added, ROCQ_F32, m->n_embd, adds ? n : 1));
     return rocq_tensor_2d(arena, &m->logits, ROCQ_F32, m->n_vocab, m->n_logits);
 }

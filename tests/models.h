@@ -34,7 +34,10 @@ typedef struct model_spec {
     int32_t window;             // gemma2, gemma3
     int32_t n_rot;              // of a head's elements turn, 0 = all
     bool rope_factors;          // rope_factors_short and _long tensors
+    int32_t n_experts, n_used;  // of n_ff each; 0 = no mixture
+    int32_t n_shared;           // FF of granitemoe's shared expert, 0 = none
     float attention_cap, final_cap;
+    const char *like;           // the family whose tensors the file has, NULL = arch
     const char *leave_out;      // a tensor that the file lacks
     const char *misshape;       // a tensor with one row too many
     void (*edit)(rocq_gguf_writer *w); // sets keys after all others, or NULL
@@ -74,7 +77,7 @@ static inline const char *model_path(const char *name) {
 typedef struct model_tensor {
     char name[64];
     rocq_format format;
-    int64_t ne[2]; // ne[1] 0: one dimension
+    int64_t ne[3]; // ne[1] 0: one dimension, ne[2] 0: two
     float mean, sigma, spread;
 } model_tensor;
 
@@ -109,6 +112,40 @@ static inline void model_add(model_file *f, int32_t layer, const char *name, int
         t->format = t->format == ROCQ_Q6_K ? ROCQ_Q8_0 : ROCQ_Q5_0;
 }
 
+// A matrix for each expert; in F32 where the next format is not for it.
+static inline void model_add_experts(model_file *f, int32_t layer, const char *name, int64_t ne0, int64_t ne1,
+                                     int64_t ne2, bool f32, float mean, float sigma) {
+    int32_t n = (int32_t)arrlen(f->tensors);
+    model_add(f, layer, name, ne0, ne1, mean, sigma, 0);
+    if ((int32_t)arrlen(f->tensors) == n) return; // left out
+    f->tensors[n].ne[2] = ne2;
+    if (!f32) return;
+    f->tensors[n].format = ROCQ_F32;
+    f->n_matrices--;
+}
+
+// A router whose choices are clear, experts, and with biases all that gpt-oss adds.
+static inline void model_add_mixture(model_file *f, int32_t i, bool biases) {
+    const model_spec *s = f->spec;
+    int64_t n_embd = s->n_embd, n_ff = s->n_ff, n = s->n_experts;
+    float in = 1 / sqrtf((float)n_embd), out = 0.5f / sqrtf((float)n_ff);
+    model_add_experts(f, i, "ffn_gate_inp.weight", n_embd, n, 0, true, 0, 2 * in);
+    model_add_experts(f, i, "ffn_gate_exps.weight", n_embd, n_ff, n, false, 0, 1.2f * in);
+    model_add_experts(f, i, "ffn_up_exps.weight", n_embd, n_ff, n, false, 0, 1.2f * in);
+    model_add_experts(f, i, "ffn_down_exps.weight", n_ff, n_embd, n, false, 0, out);
+    if (biases) {
+        model_add(f, i, "ffn_gate_inp.bias", n, 0, 0, 0.3f, 0);
+        model_add_experts(f, i, "ffn_gate_exps.bias", n_ff, n, 0, true, 0, 0.5f);
+        model_add_experts(f, i, "ffn_up_exps.bias", n_ff, n, 0, true, 0, 0.5f);
+        model_add_experts(f, i, "ffn_down_exps.bias", n_embd, n, 0, true, 0, 0.2f);
+    }
+    if (s->n_shared > 0) {
+        model_add(f, i, "ffn_gate_shexp.weight", n_embd, s->n_shared, 0, 1.2f * in, 0);
+        model_add(f, i, "ffn_up_shexp.weight", n_embd, s->n_shared, 0, 1.2f * in, 0);
+        model_add(f, i, "ffn_down_shexp.weight", s->n_shared, n_embd, 0, out, 0);
+    }
+}
+
 // gpt2's layer: norms with biases, q, k and v in one matrix, no gate.
 static inline void model_add_gpt2(model_file *f, int32_t i) {
     const model_spec *s = f->spec;
@@ -130,9 +167,11 @@ static inline void model_add_gpt2(model_file *f, int32_t i) {
 
 static inline void model_add_all(model_file *f) {
     const model_spec *s = f->spec;
-    bool gemma3 = strcmp(s->arch, "gemma3") == 0, phi3 = strcmp(s->arch, "phi3") == 0;
-    bool gemma = strcmp(s->arch, "gemma2") == 0 || gemma3, qwen2 = strcmp(s->arch, "qwen2") == 0;
-    bool qwen3 = strcmp(s->arch, "qwen3") == 0, gpt2 = strcmp(s->arch, "gpt2") == 0;
+    const char *arch = s->like ? s->like : s->arch;
+    bool gemma3 = strcmp(arch, "gemma3") == 0, phi3 = strcmp(arch, "phi3") == 0;
+    bool gemma = strcmp(arch, "gemma2") == 0 || gemma3, qwen2 = strcmp(arch, "qwen2") == 0;
+    bool gpt_oss = strcmp(arch, "gpt-oss") == 0;
+    bool qwen3 = strncmp(arch, "qwen3", 5) == 0, gpt2 = strcmp(arch, "gpt2") == 0;
     int32_t n_rot = s->n_rot > 0 ? s->n_rot : s->head_dim;
     int64_t n_embd = s->n_embd, n_q = (int64_t)s->n_heads * s->head_dim;
     int64_t n_kv = (int64_t)s->n_kv_heads * s->head_dim;
@@ -154,7 +193,7 @@ static inline void model_add_all(model_file *f) {
             model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 0.8f * in, 0);
             model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.2f * in, 0);
         }
-        if ((qwen2 && !s->no_biases) || s->biases) {
+        if ((qwen2 && !s->no_biases) || s->biases || gpt_oss) {
             model_add(f, i, "attn_q.bias", n_q, 0, 0, 0.3f, 0);
             model_add(f, i, "attn_k.bias", n_kv, 0, 0, 0.3f, 0);
             model_add(f, i, "attn_v.bias", n_kv, 0, 0, 0.2f, 0);
@@ -165,7 +204,15 @@ static inline void model_add_all(model_file *f) {
         }
         model_add(f, i, "attn_output.weight", n_q, n_embd, 0, 0.6f / sqrtf((float)n_q), 0);
         if (gemma) model_add(f, i, "post_attention_norm.weight", n_embd, 0, 0.5f, 0.1f, 0);
-        model_add(f, i, "ffn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+        if (gpt_oss) {
+            model_add(f, i, "attn_sinks.weight", s->n_heads, 0, 0.5f, 1, 0);
+            model_add(f, i, "attn_output.bias", n_embd, 0, 0, 0.2f, 0);
+        }
+        model_add(f, i, gpt_oss ? "post_attention_norm.weight" : "ffn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+        if (s->n_experts > 0) {
+            model_add_mixture(f, i, gpt_oss);
+            continue;
+        }
         if (!phi3) model_add(f, i, "ffn_gate.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
         model_add(f, i, "ffn_up.weight", n_embd, phi3 ? 2 * s->n_ff : s->n_ff, 0, 1.2f * in, 0);
         model_add(f, i, "ffn_down.weight", s->n_ff, n_embd, 0, 0.25f / sqrtf((float)s->n_ff), 0);
@@ -263,6 +310,13 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
     model_set_u32(w, s->arch, "embedding_length", s->n_embd);
     model_set_u32(w, s->arch, "block_count", f.n_layers);
     model_set_u32(w, s->arch, "feed_forward_length", s->n_ff);
+    if (s->n_experts > 0) {
+        model_set_u32(w, s->arch, "expert_count", s->n_experts);
+        model_set_u32(w, s->arch, "expert_used_count", s->n_used);
+        model_set_u32(w, s->arch, "expert_feed_forward_length", s->n_ff);
+        if (s->n_shared > 0)
+            model_set_u32(w, s->arch, "expert_shared_feed_forward_length", s->n_shared);
+    }
     model_set_u32(w, s->arch, "attention.head_count", s->n_heads);
     model_set_u32(w, s->arch, "attention.head_count_kv", s->n_kv_heads);
     model_set_f32(w, s->arch, strcmp(s->arch, "gpt2") == 0 ? "attention.layer_norm_epsilon"
@@ -293,12 +347,13 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
     for (int32_t i = 0; i < arrlen(f.tensors); i++) {
         const model_tensor *t = &f.tensors[i];
         assert_int_equal(
-            rocq_gguf_writer_add_tensor(w, t->name, t->format, t->ne[1] > 0 ? 2 : 1, t->ne),
+            rocq_gguf_writer_add_tensor(w, t->name, t->format,
+                                        t->ne[2] > 0 ? 3 : t->ne[1] > 0 ? 2 : 1, t->ne),
             ROCQ_OK);
     }
     for (int32_t i = 0; i < arrlen(f.tensors); i++) {
         const model_tensor *t = &f.tensors[i];
-        int64_t n_rows = t->ne[1] > 0 ? t->ne[1] : 1, n_bytes = 0;
+        int64_t n_rows = (t->ne[1] > 0 ? t->ne[1] : 1) * (t->ne[2] > 0 ? t->ne[2] : 1), n_bytes = 0;
         assert_int_equal(rocq_row_size(t->format, t->ne[0], &n_bytes), ROCQ_OK);
         float *rows = (float *)malloc((size_t)(n_rows * t->ne[0]) * sizeof *rows);
         void *bytes = malloc((size_t)(n_rows * n_bytes));

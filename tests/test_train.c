@@ -876,6 +876,19 @@ static void bad_calls_are_refused(void **state) {
     how.n_tokens = 65; // it has learned 64 positions
     expect_refused(&other, train_open(&other, &r.model, &how), ROCQ_E_BOUNDS, "64 positions");
     rig_close(&r);
+#ifdef SIZES
+    static const model_spec strange = {"train gemma3", "gemma3", SIZES(64, 2, 1, 32, 96, 301),
+                                       .formats = f32};
+    rocq_ctx *ctx = NULL;
+    assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+    model_write(ctx, &strange, model_path(strange.name), NULL);
+    rocq_close(&ctx);
+    rig_open_model(&r, model_path(strange.name), 1);
+    how.n_tokens = 8;
+    expect_refused(&other, train_open(&other, &r.model, &how), ROCQ_E_UNSUPPORTED,
+                   "gemma3 models cannot be trained");
+    rig_close(&r);
+#endif
 }
 
 // Weights that are not finite: every step is skipped and counted, and nothing is changed.
