@@ -1354,6 +1354,7 @@ typedef struct rocq_attention_backward_params {
 //   dweight[k] = sum over rows of dy xh, dbias[k] = sum over rows of dy
 typedef struct rocq_norm_backward_params {
     const rocq_tensor *dx;       // F32 or F16 [K, rows...]; may be dy
+    const rocq_tensor *dx16;     // F16, dx again for products that read F16, or NULL
     const rocq_tensor *dweight;  // F32 [K] or NULL
     const rocq_tensor *dbias;    // F32 [K] or NULL
     const rocq_tensor *dy;       // F32 or F16, dx's shape
@@ -2714,12 +2715,13 @@ typedef struct rocq_k_matmul_backward_args {
 //   positions  [K, V, turned K] of each tile                [tiles_kv, n_kv_heads, n_seqs]
 //   sides      16 bytes of each column: lse log2(e), or infinity where there is nothing to see;
 //              dout . out; as int32 the position that the query stands at; nothing
-// tiles_q and tiles_kv are whole blocks of ROCQ_K_BACK_BLOCK columns and positions, zeros past the
-// end. Then attention_backward_kv_D has a block for so many positions of a KV head, and
-// attention_backward_q_D for so many of its columns.
+// Then attention_backward_D has a block for ROCQ_K_BACK_BLOCK positions of a KV head, and behind all
+// of these one for ROCQ_K_BACK_COLUMNS of its columns. tiles_q and tiles_kv are of whole blocks,
+// zeros past the end.
 #define ROCQ_K_BACK_TILE 16
 #define ROCQ_K_BACK_BLOCK 64
-#define ROCQ_K_BACK_KV_THREADS(D) ((D) <= 64 ? 128 : 256)
+#define ROCQ_K_BACK_THREADS(D) ((D) <= 64 ? 128 : 256)
+#define ROCQ_K_BACK_COLUMNS(D) (ROCQ_K_BACK_THREADS(D) / 2)
 typedef struct rocq_k_attention_backward_args {
     rocq_k_common common;
     rocq_k_tensor dq, dk, dv, dout, out, q, k, v, lse;
@@ -2734,7 +2736,7 @@ typedef struct rocq_k_attention_backward_args {
 
 typedef struct rocq_k_norm_backward_args {
     rocq_k_common common;
-    rocq_k_tensor dx, dy, x, residual, mean, rstd; // data NULL: absent
+    rocq_k_tensor dx, dx16, dy, x, residual, mean, rstd; // data NULL: absent
     const float *weight;    // or NULL
     float *dweight, *dbias; // or NULL
     float *work;            // [128, 2, n_shares, tiles] with shares
@@ -2828,9 +2830,8 @@ typedef struct rocq_k_adamw_args {
     X(attention_decode_##d, rocq_k_attention_args, 128) \
     X(attention_prefill_##d, rocq_k_attention_args, 128)
 
-#define ROCQ_K_ATTENTION_BACKWARD(X, d)                                  \
-    X(attention_backward_kv_##d, rocq_k_attention_backward_args, 256)    \
-    X(attention_backward_q_##d, rocq_k_attention_backward_args, 128)
+#define ROCQ_K_ATTENTION_BACKWARD(X, d) \
+    X(attention_backward_##d, rocq_k_attention_backward_args, ROCQ_K_BACK_THREADS(d))
 
 #define ROCQ_K_CONV(X, bm)                              \
     X(conv_f32_##bm, rocq_k_conv_args, 128)             \
@@ -14232,6 +14233,7 @@ static void rocq__norm_backward_row(const rocq__norm_backward *a, int64_t r, flo
     const unsigned char *residual =
         p->residual ? rocq__row(p->residual, c.i1, c.i2, c.i3) : NULL;
     unsigned char *dx = rocq__row(p->dx, c.i1, c.i2, c.i3);
+    unsigned char *dx16 = p->dx16 ? rocq__row(p->dx16, c.i1, c.i2, c.i3) : NULL;
     float dy_buf[ROCQ__STRIP], x_buf[ROCQ__STRIP], residual_buf[ROCQ__STRIP], out[ROCQ__STRIP];
     double sum[2] = {0.0, 0.0};
     rocq__norm_strip s;
@@ -14257,6 +14259,7 @@ static void rocq__norm_backward_row(const rocq__norm_backward *a, int64_t r, flo
             s.dbias = sums + n + k;
             ROCQ__EITHER(a->simd, rocq__norm_dx, (&s, 0));
             rocq__store(a->simd, p->dx->format, dx, k, s.dx, s.n);
+            if (dx16) rocq__store(a->simd, ROCQ_F16, dx16, k, s.dx, s.n);
         }
         s.mean_g = p->mean ? (float)(sum[0] / (double)n) : 0.0f;
         s.mean_gx = (float)(sum[1] / (double)n);
@@ -17511,7 +17514,6 @@ static void rocq__job_attention_backward(rocq__job *job, const void *params) {
     const rocq_attention_backward_params *p = (const rocq_attention_backward_params *)params;
     const int64_t dim = p->q->ne[0], group = p->q->ne[1] / p->k->ne[1], n_kv = p->k->ne[2];
     const int64_t heads = p->k->ne[1] * p->k->ne[3], columns = group * p->q->ne[2];
-    const int64_t tiles = ROCQ_K_BACK_BLOCK / ROCQ_K_BACK_TILE;
     int size = 0;
     if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
         job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
@@ -17533,7 +17535,7 @@ static void rocq__job_attention_backward(rocq__job *job, const void *params) {
     }
     while (rocq__back_dims[size] < dim) size++;
     const int64_t d = rocq__back_dims[size];
-    const int64_t blocks_q = (columns + ROCQ_K_BACK_BLOCK - 1) / ROCQ_K_BACK_BLOCK;
+    const int64_t block_q = ROCQ_K_BACK_COLUMNS(d), blocks_q = (columns + block_q - 1) / block_q;
     const int64_t blocks_kv = (n_kv + ROCQ_K_BACK_BLOCK - 1) / ROCQ_K_BACK_BLOCK;
     rocq_k_attention_backward_args args;
     memset(&args, 0, sizeof args);
@@ -17546,8 +17548,8 @@ static void rocq__job_attention_backward(rocq__job *job, const void *params) {
     args.k = rocq__k_tensor(p->k);
     args.v = rocq__k_tensor(p->v);
     args.lse = rocq__k_tensor(p->lse);
-    args.tiles_q = (int32_t)(blocks_q * tiles);
-    args.tiles_kv = (int32_t)(blocks_kv * tiles);
+    args.tiles_q = (int32_t)(blocks_q * block_q / ROCQ_K_BACK_TILE);
+    args.tiles_kv = (int32_t)(blocks_kv * ROCQ_K_BACK_BLOCK / ROCQ_K_BACK_TILE);
     args.columns = rocq__job_images(job, d, 4 * args.tiles_q, heads);
     args.positions = rocq__job_images(job, d, 3 * args.tiles_kv, heads);
     args.sides = rocq__job_images(job, 8, args.tiles_q, heads);
@@ -17563,15 +17565,13 @@ static void rocq__job_attention_backward(rocq__job *job, const void *params) {
     args.softcap = p->softcap;
     args.window = p->window;
     args.causal = p->causal;
-    const rocq__cost all = job->cost; // of five products; kv has four, q has three
+    const rocq__cost all = job->cost; // of five products; of the seven two are computed again
     job->cost.flops = job->cost.matrix = 0.0;
     rocq__job_launch(job, ROCQ_K_attention_backward_tiles,
                      (args.tiles_q + args.tiles_kv) * heads, 1, 128, &args);
     job->cost = all;
-    rocq__job_launch(job, ROCQ_K_attention_backward_kv_64 + 2 * size, blocks_kv * heads, 1,
-                     ROCQ_K_BACK_KV_THREADS(d), &args);
-    rocq__job_launch(job, ROCQ_K_attention_backward_q_64 + 2 * size, blocks_q * heads, 1, 128,
-                     &args);
+    rocq__job_launch(job, ROCQ_K_attention_backward_64 + size, (blocks_kv + blocks_q) * heads, 1,
+                     ROCQ_K_BACK_THREADS(d), &args);
 }
 
 // -- norm_backward, activate_backward, glu_backward, gather_backward --
@@ -17584,6 +17584,7 @@ static void rocq__job_norm_backward(rocq__job *job, const void *params) {
     rocq_k_norm_backward_args args;
     memset(&args, 0, sizeof args);
     args.dx = rocq__k_tensor(p->dx);
+    args.dx16 = rocq__k_tensor(p->dx16);
     args.dy = rocq__k_tensor(p->dy);
     args.x = rocq__k_tensor(p->x);
     args.residual = rocq__k_tensor(p->residual);
@@ -17662,8 +17663,10 @@ static void rocq__job_cross_entropy(rocq__job *job, const void *params) {
     args.scale = (const float *)rocq__device_data(p->scale);
     args.per_cap = p->softcap > 0.0f ? 1.0f / p->softcap : 0.0f;
     rocq__job_row(job, n);
+    // Two blocks of 512 on a unit hide each other's barriers where there are so many.
+    const bool many = p->logits->ne[1] >= 2 * rocq__chip_of(job->ctx)->n_units;
     rocq__job_launch(job, ROCQ_K_cross_entropy, p->logits->ne[1], 1,
-                     n > 8192 ? 1024 : rocq__row_threads(n), &args);
+                     n > 8192 && !many ? 1024 : rocq__row_threads(n), &args);
 }
 
 static void rocq__job_grad_norm(rocq__job *job, const void *params) {
@@ -18071,6 +18074,7 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(ATTENTION_BACKWARD, rocq_attention_backward_params, IN, v, ROCQ__FLOAT)
     ROCQ_X(ATTENTION_BACKWARD, rocq_attention_backward_params, IN, lse, ROCQ__BIT_F32)
     ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, OUT, dx, ROCQ__FLOAT)
+    ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, OUT, dx16, ROCQ__BIT_F16 | ROCQ__OPTIONAL)
     ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, OUT, dweight, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, OUT, dbias, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(NORM_BACKWARD, rocq_norm_backward_params, IN_PLACE, dy, ROCQ__FLOAT)
@@ -18693,6 +18697,7 @@ static rocq_result rocq__check_attention_backward(rocq_ctx *ctx, const char *op,
 static rocq_result rocq__check_norm_backward(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_norm_backward_params *p = (const rocq_norm_backward_params *)params;
     ROCQ__TRY(ROCQ__SAME(dx, x));
+    ROCQ__TRY(ROCQ__SAME(dx16, x));
     ROCQ__TRY(ROCQ__SAME(dy, x));
     ROCQ__TRY(ROCQ__SAME(residual, x));
     ROCQ__TRY(ROCQ__SHAPE(dweight, p->x->ne[0], 1, 1, 1));

@@ -1658,9 +1658,10 @@ DEV uint64_t alignment_bits(const rocq_k_tensor &t) {
     return (uint64_t)(uintptr_t)t.data | (uint64_t)t.stride[0] | (uint64_t)t.stride[1] |
            (uint64_t)t.stride[2];
 }
-DEV bool is_wide(const rocq_k_tensor &t) {
-    return ((t.ne[0] & 3) | (int)(alignment_bits(t) & (t.format == ROCQ_F32 ? 15u : 7u))) == 0;
+DEV bool is_aligned(const rocq_k_tensor &t) { // its quads, of which the last may not be whole
+    return (alignment_bits(t) & (t.format == ROCQ_F32 ? 15u : 7u)) == 0;
 }
+DEV bool is_wide(const rocq_k_tensor &t) { return (t.ne[0] & 3) == 0 && is_aligned(t); }
 // How many elements of the quad at k exist in a row of n.
 DEV int quad_count(int64_t n, int64_t k) { return n - k < 4 ? n > k ? (int)(n - k) : 0 : 4; }
 
@@ -4353,31 +4354,47 @@ DEV bool is_packed(const rocq_k_tensor &t) {
             (t.ne[3] == 1 || t.stride[2] == row * t.ne[1] * t.ne[2]));
 }
 
-// Loads elements k to k + count - 1 of a row of F32, F16 or BF16 into v; the rest of v is 0.
-DEV void get4(int32_t format, const char *row, bool wide, int64_t k, int count, float v[4]) {
-#pragma unroll
-    for (int e = 0; e < 4; e++) v[e] = 0.0f;
-    if (wide && format == ROCQ_F32) {
-        if (count == 0) return;
-        const u32x4 w = gload((const u32x4 *)((const float *)row + k));
+// Elements k to k + count - 1 of a row of F32, F16 or BF16 as they are in memory, the rest 0; and the
+// four numbers that they are. Apart, so that many loads can be issued before one is used.
+DEV u32x4 load4(int32_t format, const char *row, bool wide, int64_t k, int count) {
+    u32x4 w = make4(0, 0, 0, 0);
+    if (count == 0) return w;
+    if (format == ROCQ_F32) {
+        const uint32_t *const from = (const uint32_t *)row + k;
+        if (wide) return gload((const u32x4 *)from);
+        w.x = gload(from);
+        if (count > 1) w.y = gload(from + 1);
+        if (count > 2) w.z = gload(from + 2);
+        if (count > 3) w.w = gload(from + 3);
+        return w;
+    }
+    const uint16_t *const from = (const uint16_t *)row + k;
+    if (wide) {
+        const u32x2 h = gload((const u32x2 *)from);
+        return make4(h.x, h.y, 0, 0);
+    }
+    w.x = gload(from);
+    if (count > 1) w.x |= (uint32_t)gload(from + 1) << 16;
+    if (count > 2) w.y = gload(from + 2);
+    if (count > 3) w.y |= (uint32_t)gload(from + 3) << 16;
+    return w;
+}
+DEV void floats4(int32_t format, const u32x4 &w, float v[4]) {
+    if (format == ROCQ_F32) {
         v[0] = bits<float>(w.x);
         v[1] = bits<float>(w.y);
         v[2] = bits<float>(w.z);
         v[3] = bits<float>(w.w);
-    } else if (wide) {
-        if (count == 0) return;
-        const u32x2 w = gload((const u32x2 *)((const uint16_t *)row + k));
+    } else {
         const uint32_t h[4] = {w.x & 0xffffu, w.x >> 16, w.y & 0xffffu, w.y >> 16};
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             v[e] = format == ROCQ_F16 ? f16_f32((uint16_t)h[e]) : bf16_f32((uint16_t)h[e]);
         }
-    } else {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            if (e < count) v[e] = get_float(format, row, k + e);
-        }
     }
+}
+DEV void get4(int32_t format, const char *row, bool wide, int64_t k, int count, float v[4]) {
+    floats4(format, load4(format, row, wide, k, count), v);
 }
 
 // Kernels that give a row to a block take it in tiles of Q quads a thread; quad j of thread t is
@@ -7128,13 +7145,14 @@ KERNEL(matmul_backward_merge, rocq_k_matmul_backward_args, 256) {
 }
 
 // -- attention_backward --
-// The formulas of rocq_attention_backward_params, in three kernels: one makes images of Q, dO, K
-// and V, from which fragments are loaded without regard to heads, strides, formats and ends; one
-// has dK and dV of 64 positions in registers and goes through the columns that see them; one has dQ
-// of 64 columns and goes through the positions that they see. So no two blocks add to the same sum.
-// What both compute, S and dP, is two of seven products.
+// The formulas of rocq_attention_backward_params, in two kernels: one makes images of Q, dO, K and
+// V, from which fragments are loaded without regard to heads, strides, formats and ends. The other
+// has two kinds of blocks: those of attend_back_kv have dK and dV of 64 positions in registers and
+// go through the columns that see them; those of attend_back_q have dQ of 16 columns a wave and go
+// through the positions that they see. So no two blocks add to the same sum. What both compute, S
+// and dP, is two of seven products.
 //
-// attention_backward_kv, for 16 columns and 16 positions:
+// attend_back_kv, for 16 columns and 16 positions:
 //   S = Q K^T, dP = dO V^T      [column][position]; P = 2^(S scale log2(e) - lse log2(e)), 0 where
 //                               the position is hidden
 //   dV += P^T dO, dK += dS^T Q  [position][d]; dS = P cap' (dP - delta). P and dS turn from results
@@ -7142,15 +7160,14 @@ KERNEL(matmul_backward_merge, rocq_k_matmul_backward_args, 256) {
 // Two waves share 16 or 32 positions: one has K and dV, computes S and P, and gives P cap' to the
 // other through LDS, which has V and dK and computes dP and dS. So each needs half of the
 // registers, and both have as much to do.
-// attention_backward_q: S^T = K Q^T, dP^T = V dO^T [position][column]; dQ += dS K [column][d]. A
-// wave has 16 columns.
+// attend_back_q: S^T = K Q^T, dP^T = V dO^T [position][column]; dQ += dS K [column][d].
 //
-// Grid    as at rocq_k_attention_backward_args; blocks with most to do first
-// LDS     8 to 29 KB: the tile of columns or positions that all waves use, while the next one is on
+// Grid    as at rocq_k_attention_backward_args; of each kind, blocks with most to do first
+// LDS     12 to 45 KB: the tile of columns or positions that all waves use, while the next one is on
 //         its way in registers; images have no bank conflicts
 // Values  Q, K, V, dO, P and dS are rounded to F16, sums are F32
 // Bytes   7 images of 32 D bytes written once a tile; kv reads four of columns once for each 64
-//         positions, q three of positions for each 64 columns
+//         positions, q three of positions for each block's columns
 // Math    per 16 x 16 and 16 d, 4 WMMA in kv and 3 in q, of 32 cycles each. On gfx1100 the rest
 //         adds 5 to 8 cycles to each
 
@@ -7161,11 +7178,15 @@ template <int D> struct back_shape {
         KEY_FRAGS = D <= 64 ? 2 : 1, // of 16 positions, of a wave of kv
         PAIRS = 4 / KEY_FRAGS,       // of waves
         Q_TILES = D <= 64 ? 2 : 1,   // of 16 positions, in LDS in q; kv has one of columns
-        KV_THREADS = ROCQ_K_BACK_KV_THREADS(D),
-        KV_CHUNKS = 4 * IMAGE / 8, // of 16 bytes in LDS
-        Q_CHUNKS = Q_TILES * 3 * IMAGE / 8
+        THREADS = ROCQ_K_BACK_THREADS(D),
+        COLUMNS = ROCQ_K_BACK_COLUMNS(D), // of a block of q
+        DOUT_IN_LDS = D > 96,             // in q, where registers would not hold it
+        KV_CHUNKS = 4 * IMAGE / 8,        // of 16 bytes in LDS: of the tile
+        KV_LDS = KV_CHUNKS + PAIRS * KEY_FRAGS * 64 / 2 + 3 * 16 / 4, // of all
+        Q_CHUNKS = Q_TILES * 3 * IMAGE / 8,
+        Q_LDS = Q_CHUNKS + (DOUT_IN_LDS ? COLUMNS / 16 * IMAGE / 8 : 0)
     };
-    static_assert(32 * 2 * PAIRS == KV_THREADS, "two waves a pair");
+    static_assert(32 * 2 * PAIRS == THREADS && COLUMNS == THREADS / 2, "two waves a pair");
 };
 
 // Elements 8 chunk to 8 chunk + 7 of a row of F32 or F16; 0 past its end, or if it is not there.
@@ -7330,18 +7351,15 @@ template <typename F> DEV void back_clear(F &c) {
     for (int v = 0; v < 8; v++) c.v[v] = 0.0f;
 }
 
-template <int D> DEV void attend_back_kv(const rocq_k_attention_backward_args &a) {
+template <int D>
+DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
     typedef back_shape<D> S;
-    LDS(u32x4, tile, S::KV_CHUNKS);
-    LDS(u32x2, shared, S::PAIRS * S::KEY_FRAGS * 64); // P cap' of each fragment
-    LDS(float, lse, 16);
-    LDS(float, delta, 16);
-    LDS(int, at, 16); // positions of queries
-    if (a.n_columns == 0) return;
+    u32x2 *const shared = (u32x2 *)(tile + S::KV_CHUNKS); // P cap' of each fragment
+    float *const lse = (float *)(shared + S::PAIRS * S::KEY_FRAGS * 64), *const delta = lse + 16;
+    int *const at = (int *)(delta + 16); // positions of queries
     const int wave = wave_read(wave_index(), 0), role = wave & 1, own = wave / 2 * S::KEY_FRAGS;
     const int lane = lane_index(), thread = (int)thread_index();
-    const uint32_t block = block_index() + a.common.block0,
-                   heads = (uint32_t)(a.n_kv_heads * a.n_seqs);
+    const uint32_t heads = (uint32_t)(a.n_kv_heads * a.n_seqs);
     const int head_seq = (int)(block % heads), n0 = (int)(block / heads) * ROCQ_K_BACK_BLOCK;
     const int first = n0 + 16 * own, last = first + 16 * S::KEY_FRAGS - 1; // of the wave
     const f16 *positions = (const f16 *)a.positions +
@@ -7366,7 +7384,7 @@ template <int D> DEV void attend_back_kv(const rocq_k_attention_backward_args &a
         mine[key][f] = frag_load_image(positions + (3 * key + role) * S::IMAGE + 256 * f);
         back_clear(sum[key][f]);
     }
-    back_share<S::KV_CHUNKS, S::KV_THREADS> share;
+    back_share<S::KV_CHUNKS, S::THREADS> share;
     u32x4 side = make4(0, 0, 0, 0);
     const f16 *const images = (const f16 *)tile + role * S::IMAGE + frag_lane(128, 64);
     u32x2 *const weights = shared + own * 64 + lane;
@@ -7475,17 +7493,15 @@ template <int D> DEV void attend_back_kv(const rocq_k_attention_backward_args &a
     }
 }
 
-template <int D> DEV void attend_back_q(const rocq_k_attention_backward_args &a) {
+template <int D>
+DEV void attend_back_q(const rocq_k_attention_backward_args &a, uint32_t block, u32x4 *tile) {
     typedef back_shape<D> S;
-    enum { DOUT_IN_LDS = D > 96 }; // where registers would not hold it
-    LDS(u32x4, tile, S::Q_CHUNKS);
-    LDS(u32x4, douts, DOUT_IN_LDS ? 4 * S::IMAGE / 8 : 1);
-    if (a.n_columns == 0) return;
+    enum { DOUT_IN_LDS = S::DOUT_IN_LDS };
+    u32x4 *const douts = tile + S::Q_CHUNKS;
     const int wave = wave_read(wave_index(), 0), lane = lane_index();
-    const uint32_t block = block_index() + a.common.block0,
-                   heads = (uint32_t)(a.n_kv_heads * a.n_seqs);
+    const uint32_t heads = (uint32_t)(a.n_kv_heads * a.n_seqs);
     const int head_seq = (int)(block % heads);
-    const int column0 = a.tiles_q * 16 - ((int)(block / heads) + 1) * ROCQ_K_BACK_BLOCK;
+    const int column0 = a.tiles_q * 16 - ((int)(block / heads) + 1) * S::COLUMNS;
     const int column = column0 + 16 * wave;
     const f16 *own = (const f16 *)a.columns +
                      ((int64_t)head_seq * a.tiles_q + column / 16) * 4 * S::IMAGE;
@@ -7495,7 +7511,7 @@ template <int D> DEV void attend_back_q(const rocq_k_attention_backward_args &a)
     const back_score score = back_score_of(a);
 
     // What the queries of the block's first and last columns see bounds what all see.
-    const int shift = a.n_kv - a.n_q, past = min(column0 + ROCQ_K_BACK_BLOCK, a.n_columns) - 1;
+    const int shift = a.n_kv - a.n_q, past = min(column0 + (int)S::COLUMNS, a.n_columns) - 1;
     const int p_first = shift + column0 / a.group, p_last = shift + past / a.group;
     const int begin = a.window > 0 && p_first >= a.window
                           ? (p_first - a.window + 1) / (16 * S::Q_TILES) * (16 * S::Q_TILES) : 0;
@@ -7527,7 +7543,7 @@ template <int D> DEV void attend_back_q(const rocq_k_attention_backward_args &a)
         high[i] = a.causal ? min((int)side.z + 1, a.n_kv) : a.n_kv;
     }
     const int wave_low = shift + column / a.group, wave_high = shift + (column + 15) / a.group;
-    back_share<S::Q_CHUNKS, 128> share;
+    back_share<S::Q_CHUNKS, S::THREADS> share;
     const f16 *const images = (const f16 *)tile + frag_lane(128, 64);
     if (begin < end) back_fetch(share, positions + begin / 16 * 3 * (S::IMAGE / 8));
     for (int j = begin; j < end; j += 16 * S::Q_TILES) {
@@ -7596,11 +7612,17 @@ template <int D> DEV void attend_back_q(const rocq_k_attention_backward_args &a)
     }
 }
 
-#define ROCQ_X(X, d)                                                                               \
-    KERNEL(attention_backward_kv_##d, rocq_k_attention_backward_args, 256) {                       \
-        attend_back_kv<d>(a);                                                                      \
-    }                                                                                              \
-    KERNEL(attention_backward_q_##d, rocq_k_attention_backward_args, 128) { attend_back_q<d>(a); }
+#define ROCQ_X(X, d)                                                                            \
+    KERNEL(attention_backward_##d, rocq_k_attention_backward_args, ROCQ_K_BACK_THREADS(d)) {    \
+        typedef back_shape<d> S;                                                                \
+        LDS(u32x4, tile, S::KV_LDS > S::Q_LDS ? S::KV_LDS : S::Q_LDS);                          \
+        if (a.n_columns == 0) return;                                                           \
+        const uint32_t block = block_index() + a.common.block0;                                 \
+        const uint32_t n_kv = (uint32_t)(a.tiles_kv / (ROCQ_K_BACK_BLOCK / ROCQ_K_BACK_TILE) *  \
+                                         a.n_kv_heads * a.n_seqs);                              \
+        if (block < n_kv) attend_back_kv<d>(a, block, tile);                                    \
+        else attend_back_q<d>(a, block - n_kv, tile);                                           \
+    }
 ROCQ_K_BACK_DIMS(ROCQ_X, unused)
 #undef ROCQ_X
 
@@ -7609,6 +7631,7 @@ ROCQ_K_BACK_DIMS(ROCQ_X, unused)
 // norm_backward: as in rocq_norm_backward_params.
 //
 //   dx, dy, x, residual  F32 or F16 [K, rows], any strides; dx may be dy or residual
+//   dx16                 F16, dx again, or absent
 //   work                 F32 [128, 2, n_shares, tiles]
 //
 // Two kinds of blocks, of 256 threads, in one launch; or in two, where dx is dy.
@@ -7616,9 +7639,10 @@ ROCQ_K_BACK_DIMS(ROCQ_X, unused)
 // share b % n_shares of the rows. A lane takes a quad, and a wave every 8th row, four at a time. The
 // waves' sums are added up in order, and by the last block of a tile the shares' sums.
 // The other blocks are for dx: up to K = 1024 a wave takes a row, so that no barrier is in its way,
-// else all of the block. x and dy are read twice, for the means and for dx, the second time from a
+// else all of the block. Of a row of up to 24 elements a thread x and dy are read once and stay in
+// registers; of a longer one they are read twice, for the means and for dx, the second time from a
 // cache. LDS: 8.5 KB. Bytes: dy, x, residual and dx once, where other reads meet a cache.
-enum { NORM_BACKWARD_ROWS = 4, NORM_BACKWARD_QUADS = 4 }; // loaded at once
+enum { NORM_BACKWARD_ROWS = 4, NORM_BACKWARD_QUADS = 6 }; // loaded at once
 
 DEV float norm_at(const rocq_k_tensor &t, const place &at) { // mean or rstd of a row
     return gload((const float *)row_of(t, at.i2, at.i3, 0) + at.i1);
@@ -7637,23 +7661,28 @@ DEV void norm_backward_sums(const rocq_k_norm_backward_args &a, uint32_t block, 
 #pragma unroll 1
     for (uint32_t r = (uint32_t)((uint64_t)rows * share / n_shares) + (uint32_t)wave_index();
          r < end; r += 8 * R) {
-        float x[R][4], dy[R][4], mean[R], rstd[R];
+        u32x4 x_raw[R], dy_raw[R];
+        float mean[R], rstd[R];
 #pragma unroll
         for (int i = 0; i < R; i++) {
             const bool live = r + 8 * (uint32_t)i < end;
             const place at = place_of(a.x, live ? r + 8 * (uint32_t)i : r);
-            get4(a.x.format, row_of(a.x, at.i1, at.i2, at.i3), x_wide, k, count, x[i]);
-            get4(a.dy.format, row_of(a.dy, at.i1, at.i2, at.i3), dy_wide, k, live ? count : 0, dy[i]);
+            x_raw[i] = load4(a.x.format, row_of(a.x, at.i1, at.i2, at.i3), x_wide, k, count);
+            dy_raw[i] = load4(a.dy.format, row_of(a.dy, at.i1, at.i2, at.i3), dy_wide, k,
+                              live ? count : 0);
             mean[i] = a.mean.data ? norm_at(a.mean, at) : 0.0f;
             rstd[i] = norm_at(a.rstd, at);
         }
 #pragma unroll
         for (int i = 0; i < R; i++) {
+            float x[4], dy[4];
+            if (r + 8 * (uint32_t)i >= end) continue; // where 0 inf would be NaN
+            floats4(a.x.format, x_raw[i], x);
+            floats4(a.dy.format, dy_raw[i], dy);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                if (r + 8 * (uint32_t)i >= end) continue; // where 0 inf would be NaN
-                dw[e] = fmaf(dy[i][e], (x[i][e] - mean[i]) * rstd[i], dw[e]);
-                db[e] += dy[i][e];
+                dw[e] = fmaf(dy[e], (x[e] - mean[i]) * rstd[i], dw[e]);
+                db[e] += dy[e];
             }
         }
     }
@@ -7690,47 +7719,69 @@ DEV void norm_backward_row(const rocq_k_norm_backward_args &a, uint32_t row, int
     const char *const dy_row = row_of(a.dy, at.i1, at.i2, at.i3);
     const char *const residual_row = row_of(a.residual, at.i1, at.i2, at.i3);
     char *const dx_row = row_of(a.dx, at.i1, at.i2, at.i3);
-    // One flag for all, because five of them would spill scalar registers on gfx1150 (clang 19).
+    char *const dx16_row = row_of(a.dx16, at.i1, at.i2, at.i3);
+    // One flag for all, because one for each would spill scalar registers on gfx1150 (clang 19).
     const bool wide = is_wide(a.x) && is_wide(a.dy) && is_wide(a.dx) && is_wide(a.residual) &&
-                      ((uintptr_t)a.weight & 15u) == 0;
+                      is_wide(a.dx16) && ((uintptr_t)a.weight & 15u) == 0;
     const float rstd = norm_at(a.rstd, at), mean = a.mean.data ? norm_at(a.mean, at) : 0.0f;
+    const bool once = n <= 4 * Q * threads; // then both passes have all of the row in registers
     float g_mean = 0.0f, gx_mean = 0.0f;
-    float x[Q][4], g[Q][4], w[Q][4];
+    float x[Q][4], g[Q][4];
 #pragma unroll 1
     for (int pass = 0; pass < 2; pass++) {
 #pragma unroll 1
         for (int base = 4 * thread; base < n; base += 4 * Q * threads) {
+            u32x4 raw[Q], dy[Q];
+            if (pass == 0 || !once) {
 #pragma unroll
-            for (int j = 0; j < Q; j++) {
-                const int k = base + 4 * j * threads, count = quad_count(n, k);
-                get4(a.x.format, x_row, wide, k, count, x[j]);
-                get4(a.dy.format, dy_row, wide, k, count, g[j]);
-                if (a.weight) get4(ROCQ_F32, (const char *)a.weight, wide, k, count, w[j]);
+                for (int j = 0; j < Q; j++) {
+                    const int k = base + 4 * j * threads, count = quad_count(n, k);
+                    raw[j] = load4(a.x.format, x_row, wide, k, count);
+                    dy[j] = load4(a.dy.format, dy_row, wide, k, count);
+                }
+#pragma unroll
+                for (int j = 0; j < Q; j++) {
+                    const int k = base + 4 * j * threads, count = quad_count(n, k);
+                    float w[4];
+                    floats4(a.x.format, raw[j], x[j]);
+                    floats4(a.dy.format, dy[j], g[j]);
+                    if (a.weight) get4(ROCQ_F32, (const char *)a.weight, wide, k, count, w);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        if (a.weight) g[j][e] *= w[e];
+                        x[j][e] = (x[j][e] - mean) * rstd;
+                    }
+                }
+            }
+            if (pass == 0) {
+#pragma unroll
+                for (int j = 0; j < Q; j++) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        g_mean += g[j][e]; // beyond the row it is 0
+                        gx_mean = fmaf(g[j][e], x[j][e], gx_mean);
+                    }
+                }
+                continue;
             }
 #pragma unroll
             for (int j = 0; j < Q; j++) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    if (a.weight) g[j][e] *= w[j][e];
-                    x[j][e] = (x[j][e] - mean) * rstd;
-                    if (pass == 1) continue;
-                    g_mean += g[j][e]; // beyond the row it is 0
-                    gx_mean = fmaf(g[j][e], x[j][e], gx_mean);
-                }
+                const int k = base + 4 * j * threads, count = quad_count(n, k);
+                raw[j] = make4(0, 0, 0, 0);
+                if (!a.residual.data) continue;
+                raw[j] = load4(a.residual.format, residual_row, wide, k, count);
             }
-            if (pass == 0) continue;
 #pragma unroll
             for (int j = 0; j < Q; j++) {
                 const int k = base + 4 * j * threads, count = quad_count(n, k);
-                float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                if (a.residual.data) {
-                    get4(a.residual.format, residual_row, wide, k, count, v);
-                }
+                float v[4];
+                floats4(a.residual.format, raw[j], v);
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     v[e] = fmaf(fmaf(-x[j][e], gx_mean, g[j][e] - g_mean), rstd, v[e]);
                 }
                 put_floats(a.dx.format, wide, dx_row, k, count, v);
+                if (a.dx16.data) put_floats(ROCQ_F16, wide, dx16_row, k, count, v);
             }
         }
         if (pass == 1) break;
@@ -7874,37 +7925,48 @@ KERNEL(gather_backward, rocq_k_gather_backward_args, 256) {
 //
 // A block takes a column. Each thread finds the largest of its own logits and the sum of their
 // exponentials below it in one pass, scaling the sum down where a tile has a larger one; these are
-// brought to the block's largest and added up. A second pass writes the gradient.
+// brought to the block's largest and added up. A second pass writes the gradient; the thread that
+// has the target's then subtracts from it.
 // Geometry: a block a column, 32 to 1024 threads as the host chooses. LDS: 260 bytes.
 // Bytes: logits twice, the second time from L2 where all columns under way fit, and dlogits once.
 enum { ENTROPY_QUADS = 4 };
 KERNEL(cross_entropy, rocq_k_cross_entropy_args, 1024) {
     LDS(float, work, 2 * BLOCK_WORK);
-    LDS(float, at_target, 1);
     if (a.logits.ne[0] == 0) return;
     const uint32_t column = a.common.block0 + block_index();
     const int n = a.logits.ne[0], target = gload(a.targets + column);
     const char *row = row_of(a.logits, column, 0, 0);
     char *to = a.dlogits.data ? row_of(a.dlogits, column, 0, 0) : nullptr;
-    const bool wide = is_wide(a.logits), to_wide = is_wide(a.dlogits);
+    const bool aligned = is_aligned(a.logits), to_aligned = is_aligned(a.dlogits);
     const float weight = a.weights ? gload(a.weights + column) : 1.0f;
     const float all = a.scale ? weight * gload(a.scale) : weight;
     const bool counts = target >= 0 && target < n && weight != 0.0f;
+    const float at_target = counts ? get_float(a.logits.format, row, target) : 0.0f;
     if (target >= n && thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_ID);
+    u32x4 raw[ENTROPY_QUADS];
+    const auto load = [&](int base) { // not past the end, where others may have written
+#pragma unroll
+        for (int j = 0; j < ENTROPY_QUADS; j++) {
+            const int k = tile_at(base, j), count = quad_count(n, k);
+            raw[j] = load4(a.logits.format, row, aligned && count == 4, k, count);
+        }
+    };
     float v[ENTROPY_QUADS][4], top = -INFINITY, sum = 0.0f;
 #pragma unroll 1
     for (int base = 0; counts && base < n; base += tile_size(ENTROPY_QUADS)) {
-        load_tile(a.logits.format, wide, row, n, base, v);
+        load(base);
         float most = -INFINITY;
 #pragma unroll
         for (int j = 0; j < ENTROPY_QUADS; j++) {
+            floats4(a.logits.format, raw[j], v[j]);
+            if (!is_full(n, base, j)) {
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int k = tile_at(base, j) + e;
-                if (k >= n) v[j][e] = -INFINITY;
-                if (k == target) lput(at_target, v[j][e]);
-                most = fmaxf(most, v[j][e]); // a NaN leaves it as it is
+                for (int e = 0; e < 4; e++) {
+                    if (tile_at(base, j) + e >= n) v[j][e] = -INFINITY;
+                }
             }
+#pragma unroll
+            for (int e = 0; e < 4; e++) most = fmaxf(most, v[j][e]); // a NaN leaves it as it is
         }
         if (most > top) {
             sum *= exp_fast(top - most);
@@ -7919,38 +7981,36 @@ KERNEL(cross_entropy, rocq_k_cross_entropy_args, 1024) {
     }
     float factor = 0.0f, largest = 0.0f;
     if (counts) {
-        block_sync_lds(); // of at_target
         largest = block_max(top, work);
         sum = block_sum(top == -INFINITY ? sum : sum * exp_fast(top - largest), work + BLOCK_WORK);
         factor = all / sum;
     }
     if (thread_index() == 0 && a.loss) {
         const float log_sum = 0.693147181f * log2_fast(sum);
-        gstore(a.loss + column, counts ? log_sum + (largest - lget(at_target)) : 0.0f);
+        gstore(a.loss + column, counts ? log_sum + (largest - at_target) : 0.0f);
     }
     if (!to) return;
+    // The gradient of logit x. A logit of -inf has no other slope than 1 without softcap.
+    const auto slope = [&](float x, float less) {
+        const float d = exp_fast(x - largest) * factor - less, c = x * a.per_cap;
+        return a.per_cap == 0.0f ? d : d * fmaf(-c, c, 1.0f);
+    };
 #pragma unroll 1
     for (int base = 0; base < n; base += tile_size(ENTROPY_QUADS)) {
-#pragma unroll
-        for (int j = 0; j < ENTROPY_QUADS; j++) { // load_tile also reads what others may have written
-            const int k = tile_at(base, j);
-            if (counts) get4(a.logits.format, row, wide, k, quad_count(n, k), v[j]);
-        }
+        if (counts) load(base);
 #pragma unroll
         for (int j = 0; j < ENTROPY_QUADS; j++) {
-            const int k = tile_at(base, j);
+            const int k = tile_at(base, j), count = quad_count(n, k);
             float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             if (k >= n) break;
+            floats4(a.logits.format, raw[j], v[j]);
 #pragma unroll
-            for (int e = 0; counts && e < 4; e++) {
-                d[e] = exp_fast(v[j][e] - largest) * factor;
-                if (k + e == target) d[e] -= all;
-                if (a.per_cap == 0.0f) continue; // a logit of -inf has no other slope than 1
-                const float c = v[j][e] * a.per_cap;
-                d[e] *= fmaf(-c, c, 1.0f);
-            }
-            put_floats(a.dlogits.format, to_wide, to, k, quad_count(n, k), d);
+            for (int e = 0; counts && e < 4; e++) d[e] = slope(v[j][e], 0.0f);
+            put_floats(a.dlogits.format, to_aligned && count == 4, to, k, count, d);
         }
+    }
+    if (counts && (uint32_t)target / 4 % n_threads() == thread_index()) {
+        put_float(a.dlogits.format, to, target, slope(at_target, all));
     }
 }
 

@@ -158,6 +158,7 @@ typedef struct trainer {
     rocq_tensor h;           // [n_embd, N], input of the output matrix
     rocq_tensor logits;      // [n_vocab rounded up to 64, n_logits]
     rocq_tensor dx;          // F32 [n_embd, N] gradient of the residual stream
+    rocq_tensor dx16;        // dx as products read it, where that is F16
     rocq_tensor dh, dadded;  // [n_embd, N]
     rocq_tensor dqkv, dseen; // [Q + 2 KV, N], [Q, N]
     rocq_tensor dffn, dup;   // [FF, N]
@@ -552,6 +553,7 @@ static rocq_result train__cut(trainer *t, rocq_arena *arena) {
     // Columns begin at multiples of 16 bytes, so that the products of the backward read them at once.
     TRAIN__TRY(rocq_tensor_2d(arena, &t->logits, f, (m->n_vocab + 63) / 64 * 64, n_logits));
     TRAIN__TRY(rocq_tensor_2d(arena, &t->dx, ROCQ_F32, n_embd, n));
+    if (f == ROCQ_F16) TRAIN__TRY(rocq_tensor_2d(arena, &t->dx16, f, n_embd, n));
     TRAIN__TRY(rocq_tensor_2d(arena, &t->dh, f, n_embd, n));
     TRAIN__TRY(rocq_tensor_2d(arena, &t->dadded, f, n_embd, n));
     TRAIN__TRY(rocq_tensor_2d(arena, &t->dqkv, f, n_qkv, n));
@@ -651,7 +653,7 @@ static rocq_result train__norm(trainer *t, train__layer *l, size_t place, const 
     return norm.mean ? rocq_layernorm(t->ctx, &norm) : rocq_rmsnorm(t->ctx, &norm);
 }
 
-// dx may be dy or residual.
+// dx may be dy or residual. Where it is that of the residual stream, products read it next.
 static rocq_result train__norm_backward(trainer *t, train__layer *l, size_t place,
                                         const rocq_tensor *dx, const rocq_tensor *dy,
                                         const rocq_tensor *x, const rocq_tensor *residual) {
@@ -659,7 +661,8 @@ static rocq_result train__norm_backward(trainer *t, train__layer *l, size_t plac
     const bool ffn = place == offsetof(llama_layer, ffn_norm);
     const rocq_tensor *dbias = attn ? &l->dw.attn_norm_bias : &l->dw.ffn_norm_bias;
     const rocq_norm_backward_params norm = {
-        .dx = dx, .dweight = llama__maybe(train__at(&l->dw, place)),
+        .dx = dx, .dx16 = dx == &t->dx ? llama__maybe(&t->dx16) : NULL,
+        .dweight = llama__maybe(train__at(&l->dw, place)),
         .dbias = attn || ffn ? llama__maybe(dbias) : NULL, .dy = dy, .x = x,
         .weight = train__at(&l->w, place), .mean = llama__maybe(train__at(&l->mean, place)),
         .rstd = train__at(&l->rstd, place), .residual = residual, .accumulate = !t->first};
@@ -848,7 +851,8 @@ static rocq_result train__layer_backward(trainer *t, int32_t i, bool wanted) {
     const rocq_tensor *dx = &t->dx, *dffn = &t->dffn;
     const bool heads = l->w.q_norm.n_dims > 0, post = l->w.attn_post_norm.n_dims > 0;
     const bool gated = l->w.up.n_dims > 0;
-    const train__product down = {TRAIN__PLACES(down), post ? t->dadded : *dx, NULL};
+    const rocq_tensor dadded = post ? t->dadded : t->dx16.n_dims > 0 ? t->dx16 : *dx;
+    const train__product down = {TRAIN__PLACES(down), dadded, NULL};
     const train__product gate_up[2] = {{TRAIN__PLACES(gate), *dffn, NULL},
                                        {TRAIN__PLACES(up), t->dup, NULL}};
     const rocq_glu_backward_params glu = {.dgate = dffn, .dup = &t->dup, .dy = dffn,
@@ -875,7 +879,7 @@ static rocq_result train__layer_backward(trainer *t, int32_t i, bool wanted) {
         .dq = &dqs, .dk = &dks, .dv = &dvs, .dout = &dseen, .out = &seen, .q = &qs, .k = &ks,
         .v = &vs, .lse = &l->lse, .scale = m->attention_scale, .softcap = m->attention_softcap,
         .window = l->w.window, .causal = true};
-    const train__product out = {TRAIN__PLACES(out), post ? t->dadded : *dx, NULL};
+    const train__product out = {TRAIN__PLACES(out), dadded, NULL};
     if (post) {
         TRAIN__TRY(train__norm_backward(t, l, offsetof(llama_layer, attn_post_norm), &t->dadded,
                                         dx, &l->attended, NULL));
@@ -962,7 +966,7 @@ static rocq_result train__head(trainer *t, bool backward) {
                                    .mean = means ? &t->norm_mean : NULL, .rstd = &t->norm_rstd,
                                    .eps = t->model->norm_eps};
     const rocq_norm_backward_params back = {
-        .dx = &t->dx, .dweight = llama__maybe(&t->dw.output_norm),
+        .dx = &t->dx, .dx16 = llama__maybe(&t->dx16), .dweight = llama__maybe(&t->dw.output_norm),
         .dbias = llama__maybe(&t->dw.output_norm_bias), .dy = &t->dh, .x = x,
         .weight = &t->w.output_norm, .mean = norm.mean, .rstd = &t->norm_rstd,
         .accumulate = !t->first};

@@ -1662,21 +1662,23 @@ static void check_norm_backward(int64_t n, int64_t rows, int in_place) {
     box dbias = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
     box mean = box_random(any_layout(), ROCQ_F32, 1, rows, 2, 1, 1);
     box rstd = box_random(any_layout(), ROCQ_F32, 1, rows, 2, 1, 1);
+    box dx16 = box_make(any_layout(), ROCQ_F16, n, rows, 2, 1);
     const rocq_norm_backward_params p = {
-        .dx = &dx.t, .dweight = random_below(4) ? &dweight.t : NULL,
+        .dx = &dx.t, .dx16 = random_below(2) ? &dx16.t : NULL, .dweight = random_below(4) ? &dweight.t : NULL,
         .dbias = random_below(4) ? &dbias.t : NULL, .dy = in_place == 1 ? &dx.t : &dy.t,
         .x = &x.t, .weight = random_below(4) ? &weight.t : NULL, .mean = center ? &mean.t : NULL,
         .rstd = &rstd.t,
         .residual = !residual ? NULL : in_place == 2 ? &dx.t : &add.t,
         .accumulate = random_below(2)};
-    box *out[3] = {&dx}, *const all[7] = {&x, &dy, &add, &weight, &mean, &rstd, &dx};
+    box *out[4] = {&dx}, *const all[8] = {&x, &dy, &add, &weight, &mean, &rstd, &dx16, &dx};
     int n_out = 1;
+    if (p.dx16) out[n_out++] = &dx16;
     if (p.dweight) out[n_out++] = &dweight;
     if (p.dbias) out[n_out++] = &dbias;
     compare_as(ROCQ_OP_NORM_BACKWARD, &p, &p, out, n_out, 0,
                say("norm_backward, K %d, %d rows, in place %d", (int)n, (int)rows, in_place));
-    for (int i = 0; i < 7; i++) {
-        if (i == 6 && in_place) continue;
+    for (int i = 0; i < 8; i++) {
+        if (i == 7 && in_place) continue;
         box_free(all[i]);
     }
     box_free(&dweight);

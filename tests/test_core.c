@@ -1046,12 +1046,13 @@ static void ops_refuse_bad_operands(void **state) {
     t[5] = slot_tensor(5, ROCQ_F32, 32, 1, 1, 1);
     t[6] = slot_tensor(6, ROCQ_F32, 3, 2, 1, 1);
     t[7] = slot_tensor(7, ROCQ_F32, 3, 2, 1, 1);
+    t[8] = slot_tensor(8, ROCQ_F16, 32, 3, 2, 1);
     const rocq_norm_backward_params norm_backward = {
-        .dx = &t[0], .dweight = &t[1], .dbias = &t[2], .dy = &t[3], .x = &t[4], .weight = &t[5],
+        .dx = &t[0], .dx16 = &t[8], .dweight = &t[1], .dbias = &t[2], .dy = &t[3], .x = &t[4], .weight = &t[5],
         .mean = &t[6], .rstd = &t[7], .residual = &t[0]};
     check_refusals(ctx, &(op_case){ROCQ_OP_NORM_BACKWARD, &norm_backward,
-                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]},
-                                   {true, true, true}});
+                                   {&t[0], &t[1], &t[2], &t[8], &t[3], &t[4], &t[5], &t[6], &t[7]},
+                                   {true, true, true, true}});
     t[5] = slot_tensor(5, ROCQ_F16, 32, 3, 2, 1);
     t[6] = slot_tensor(6, ROCQ_F32, 32, 3, 2, 1);
     rocq_activate_backward_params slope = {&t[0], &t[3], &t[4], ROCQ_ACT_SILU};

@@ -48,7 +48,7 @@ static box_layout random_layout(void) { return (box_layout)random_below(3); }
 
 typedef struct norm_problem {
     rocq_norm_backward_params p;
-    box dx, dweight, dbias, dy, x, weight, mean, rstd, residual;
+    box dx, dx16, dweight, dbias, dy, x, weight, mean, rstd, residual;
     double *want_dx, *slack_dx, *want[2], *slack[2]; // dweight, dbias
 } norm_problem;
 
@@ -130,8 +130,10 @@ static void norm_solve(int64_t n, const int64_t *rows) {
     a.dx = in_place == 1   ? a.dy
            : in_place == 2 ? a.residual
                            : box_make(random_layout(), random_float(), n, rows[0], rows[1], rows[2]);
+    a.dx16 = box_make(random_layout(), ROCQ_F16, n, rows[0], rows[1], rows[2]);
     const rocq_norm_backward_params p = {
-        .dx = &a.dx.t, .dweight = random_below(4) ? &a.dweight.t : NULL,
+        .dx = &a.dx.t, .dx16 = random_below(2) ? &a.dx16.t : NULL,
+        .dweight = random_below(4) ? &a.dweight.t : NULL,
         .dbias = random_below(4) ? &a.dbias.t : NULL, .dy = in_place == 1 ? &a.dx.t : &a.dy.t,
         .x = &a.x.t, .weight = random_below(4) ? &a.weight.t : NULL,
         .mean = center ? &a.mean.t : NULL, .rstd = &a.rstd.t,
@@ -139,10 +141,10 @@ static void norm_solve(int64_t n, const int64_t *rows) {
         .accumulate = accumulate};
     a.p = p;
     norm_reference(&a);
-    box *const outputs[3] = {&a.dx, &a.dweight, &a.dbias};
-    const box before[3] = {a.dx, a.dweight, a.dbias};
-    unsigned char *bytes[3];
-    for (int o = 0; o < 3; o++) {
+    box *const outputs[4] = {&a.dx, &a.dweight, &a.dbias, &a.dx16};
+    const box before[4] = {a.dx, a.dweight, a.dbias, a.dx16};
+    unsigned char *bytes[4];
+    for (int o = 0; o < 4; o++) {
         bytes[o] = (unsigned char *)malloc((size_t)before[o].size);
         assert_non_null(bytes[o]);
         memcpy(bytes[o], before[o].memory, (size_t)before[o].size);
@@ -150,20 +152,21 @@ static void norm_solve(int64_t n, const int64_t *rows) {
     double *const values = a.dx.value;
     a.dx.value = doubles(a.dx.count);
     for (int simd = 0; simd < 2; simd++) {
-        for (int o = 0; o < 3; o++) {
+        for (int o = 0; o < 4; o++) {
             memcpy(outputs[o]->memory, bytes[o], (size_t)outputs[o]->size);
         }
-        run(simd, ROCQ_OP_NORM_BACKWARD, &a.p, outputs, 3);
+        run(simd, ROCQ_OP_NORM_BACKWARD, &a.p, outputs, 4);
         check_close(&a.dx, a.want_dx, a.slack_dx, "dx");
+        if (p.dx16) check_close(&a.dx16, a.want_dx, a.slack_dx, "dx16");
         if (p.dweight) check_close(&a.dweight, a.want[0], a.slack[0], "dweight");
         if (p.dbias) check_close(&a.dbias, a.want[1], a.slack[1], "dbias");
     }
-    for (int o = 0; o < 3; o++) free(bytes[o]);
+    for (int o = 0; o < 4; o++) free(bytes[o]);
     free(a.dx.value);
     a.dx.value = values;
     if (in_place == 0) box_free(&a.dx);
-    box *const all[7] = {&a.dweight, &a.dbias, &a.dy, &a.x, &a.weight, &a.mean, &a.rstd};
-    for (int i = 0; i < 7; i++) box_free(all[i]);
+    box *const all[] = {&a.dx16, &a.dweight, &a.dbias, &a.dy, &a.x, &a.weight, &a.mean, &a.rstd};
+    for (int i = 0; i < 8; i++) box_free(all[i]);
     box_free(&a.residual);
     free(a.want_dx);
     free(a.slack_dx);

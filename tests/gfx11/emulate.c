@@ -378,16 +378,11 @@ static void attention_backward(emulated *e, int64_t d, int64_t n_q, int64_t n_kv
              (int)n_q, (int)n_kv);
     e->bound = 1e-5;
 }
-// Work: products of 16x16x16: four of n_q n_kv d / 4096 a head each, and three.
-static void attention_backward_kv(emulated *e, int scale, int format, int d) {
+// Work: products of 16x16x16: seven of n_q n_kv d / 4096 a head.
+static void attention_backward_both(emulated *e, int scale, int format, int d) {
     (void)format;
     attention_backward(e, d, 64 * scale, 64);
-    e->work = 4.0 * 2 * 64 * scale * 64 * d / 4096;
-}
-static void attention_backward_q(emulated *e, int scale, int format, int d) {
-    (void)format;
-    attention_backward(e, d, 64, 64 * scale);
-    e->work = 3.0 * 2 * 64 * 64 * scale * d / 4096;
+    e->work = 7.0 * 2 * 64 * scale * 64 * d / 4096;
 }
 static void attention_backward_tiles(emulated *e, int scale, int format, int d) {
     (void)format;
@@ -629,10 +624,8 @@ static const struct {
     {"attention_decode_64", "KV element", attention_decode, ROCQ_Q8_0, 64, 2},
     {"attention_prefill_128", "16x16x16", attention_prefill, ROCQ_F16, 128, 2},
     {"attention_prefill_64", "16x16x16", attention_prefill, ROCQ_F16, 64, 2},
-    {"attention_backward_kv_128", "16x16x16", attention_backward_kv, 0, 128, 2},
-    {"attention_backward_kv_64", "16x16x16", attention_backward_kv, 0, 64, 2},
-    {"attention_backward_q_128", "16x16x16", attention_backward_q, 0, 128, 2},
-    {"attention_backward_q_64", "16x16x16", attention_backward_q, 0, 64, 2},
+    {"attention_backward_128", "16x16x16", attention_backward_both, 0, 128, 2},
+    {"attention_backward_64", "16x16x16", attention_backward_both, 0, 64, 2},
     {"attention_backward_tiles", "element", attention_backward_tiles, 0, 64, 1},
     {"norm", "element", norms, ROCQ_F32, 0, 1},
     {"norm", "element", norms, ROCQ_Q8_0, 0, 1},
