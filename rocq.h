@@ -2579,6 +2579,65 @@ typedef struct rocq_k_matvec_args {
     rocq_k_matvec_product product[ROCQ_K_MATVEC_PRODUCTS];
 } rocq_k_matvec_args;
 
+// args of route: a block of one wave for each token
+typedef struct rocq_k_route_args {
+    rocq_k_common common;
+    int32_t *ids;
+    float *weights;
+    const float *logits;
+    int64_t ids_stride, weights_stride, logits_stride; // elements from token to token
+    const float *bias, *expert_scale;                  // [n_experts] or NULL
+    float scale;
+    int32_t n_experts, n_slots, n_groups, top_groups;  // n_groups at least 1
+    int32_t scores;                                    // rocq_scores
+    int32_t renormalise;
+} rocq_k_route_args;
+
+enum { ROCQ_K_ROUTE_EXPERTS = 1024, ROCQ_K_ROUTE_SLOTS = 64 }; // the most
+
+// args of experts_int8, experts_f32, experts_sort, experts_merge
+//   experts_*      a matvec for each pair of a token and a slot, in blocks as those of a matvec of
+//                  one product; blockIdx.z counts pairs, with weights tokens, from `first` on. With
+//                  weights, activation is identity, w2 NULL, and the waves that share rows have a
+//                  slot each, or every so many-th, instead of parts of K
+//   experts_sort   blockIdx.x counts experts
+//   experts_merge  y = the weighted sum of x, floats [M, pairs] with x_stride, + residual;
+//                  blockIdx.x counts 256 rows of a token fastest, then tokens
+typedef struct rocq_k_experts_args {
+    rocq_k_common common;
+    rocq_k_matvec_weights weights; // row0: 0
+    const void *x;                 // as of a matvec: columns are pairs, or tokens if x_slots is 1
+    int64_t x_units, x_stride;
+    const int32_t *ids;
+    int64_t ids_stride;
+    const float *bias, *bias2;     // or NULL
+    int64_t bias_stride, bias2_stride;
+    const float *scale;            // the weights of the experts, or NULL
+    int64_t scale_stride;
+    rocq_k_tensor y, residual;
+    int32_t *pairs, *tiles;        // see rocq_k_experts_tiles
+    int32_t first;
+    int32_t k, n, n_experts, n_slots, x_slots;
+    int32_t k_shift, k_step;       // as of a matvec
+    int32_t activation;
+    float limit, alpha;
+} rocq_k_experts_args;
+
+// The product by expert over tiles: as many pairs of a token and an expert as fit the tile, and all
+// of one expert. experts_sort writes pairs and tiles, of which there are ROCQ_K_EXPERTS_TILES.
+#define ROCQ_K_EXPERTS_N ROCQ_K_MATMUL_F16_N_FEW
+#define ROCQ_K_EXPERTS_TILES(n_pairs, n_experts) ((n_pairs) / ROCQ_K_EXPERTS_N + (n_experts))
+typedef struct rocq_k_experts_tiles {
+    const int32_t *pairs;   // [n_pairs], sorted by expert: n_slots token + slot
+    const int32_t *tiles;   // each: the expert, its first sorted pair, how many pairs: 0 = no tile
+    const void *w2;         // as w; then a tile has half as many rows of both. Or NULL
+    const float *bias2;     // or NULL
+    int64_t bias_stride, bias2_stride; // floats from expert to expert
+    int32_t n_slots;
+    int32_t x_slots;        // n_slots, or 1 where all slots of a token have the same x
+    float limit, alpha;
+} rocq_k_experts_tiles;
+
 // y = epilogue(w x) over tiles; blockIdx.x counts tiles (see matmul_place), then splits of K,
 // blockIdx.z batches. With n_splits over 1 the sums go to work, floats [M, n_splits, N of all
 // batches], and matmul_merge follows, with tiles_m and tiles_n of ROCQ_K_MERGE_M rows by
@@ -2599,6 +2658,7 @@ typedef struct rocq_k_matmul_args {
     int32_t batch2, run2, run3; // batch z of x: i2 = z % batch2, i3 = z / batch2. Its matrix of w
                                 // is i2 / run2 + w_batch2 (i3 / run3)
     int32_t w_batch2;
+    rocq_k_experts_tiles experts; // of matmul_experts
 } rocq_k_matmul_args;
 
 // Columns of work: (query i, head h of a KV head's group), column i group + h. attention_decode
@@ -2822,6 +2882,9 @@ typedef struct rocq_k_adamw_args {
 #define ROCQ_K_MATVEC_PLAIN(X, f)                       \
     X(matvec_f32_##f##_n2, rocq_k_matvec_args, 256)     \
     X(matvec_f32_##f##_n4, rocq_k_matvec_args, 256)
+#define ROCQ_K_EXPERTS_INT8(X, f) X(experts_int8_##f, rocq_k_experts_args, 256)
+#define ROCQ_K_EXPERTS_F32(X, f) X(experts_f32_##f, rocq_k_experts_args, 256)
+#define ROCQ_K_MATMUL_EXPERTS(X, f) X(matmul_experts_##f, rocq_k_matmul_args, 128)
 #define ROCQ_K_MATMUL_F16(X, f)                         \
     X(matmul_f16_##f##_128, rocq_k_matmul_args, 128)    \
     X(matmul_f16_##f##_32, rocq_k_matmul_args, 128)
@@ -2853,6 +2916,12 @@ typedef struct rocq_k_adamw_args {
     ROCQ_K_INT8_FORMATS(ROCQ_K_MATMUL_INT8, X)               \
     X(matmul_f32, rocq_k_matmul_args, 256)                   \
     X(matmul_merge, rocq_k_matmul_args, 256)                 \
+    X(route, rocq_k_route_args, 32)                          \
+    X(experts_sort, rocq_k_experts_args, 256)                \
+    X(experts_merge, rocq_k_experts_args, 256)               \
+    ROCQ_K_INT8_FORMATS(ROCQ_K_EXPERTS_INT8, X)              \
+    ROCQ_K_ALL_FORMATS(ROCQ_K_EXPERTS_F32, X)                \
+    ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_EXPERTS, X)             \
     ROCQ_K_HEAD_DIMS(ROCQ_K_ATTENTION, X)                    \
     X(norm, rocq_k_norm_args, 512)                           \
     X(rope, rocq_k_rope_args, 256)                           \
@@ -12376,8 +12445,6 @@ static void rocq__plan_sample_cpu(rocq__plan *plan, rocq_op op, const void *para
 
 // -- route --
 
-enum { ROCQ__ROUTE_EXPERTS = 1024, ROCQ__ROUTE_SLOTS = 64 }; // the most
-
 typedef struct rocq__route {
     const rocq_route_params *p;
     bool simd;
@@ -12417,11 +12484,11 @@ static void rocq__route_scores(bool simd, rocq_scores scores, float *s, const fl
 // Takes the experts of all groups but the best ones.
 static void rocq__route_groups(const rocq_route_params *p, const float *key, bool *taken) {
     const int64_t n = p->n_groups, size = p->logits->ne[0] / n;
-    float score[ROCQ__ROUTE_EXPERTS];
-    bool kept[ROCQ__ROUTE_EXPERTS] = {false};
+    float score[ROCQ_K_ROUTE_EXPERTS];
+    bool kept[ROCQ_K_ROUTE_EXPERTS] = {false};
     for (int64_t g = 0; g < n; g++) {
         const float *of = key + g * size;
-        bool seen[ROCQ__ROUTE_EXPERTS] = {false};
+        bool seen[ROCQ_K_ROUTE_EXPERTS] = {false};
         const int64_t first = rocq__route_best(of, seen, size);
         seen[first] = true;
         score[g] = of[first];
@@ -12460,8 +12527,8 @@ static void rocq__route_task(void *arg, int64_t i, int64_t i_end, int32_t thread
     (void)thread;
     for (; i < i_end; i++) {
         const float *logits = rocq__row_f32(p->logits, i, 0, 0), *key = logits;
-        float s[ROCQ__ROUTE_EXPERTS], sum[ROCQ__ROUTE_EXPERTS];
-        bool taken[ROCQ__ROUTE_EXPERTS] = {false};
+        float s[ROCQ_K_ROUTE_EXPERTS], sum[ROCQ_K_ROUTE_EXPERTS];
+        bool taken[ROCQ_K_ROUTE_EXPERTS] = {false};
         int32_t *ids = (int32_t *)(void *)rocq__row(p->ids, i, 0, 0);
         rocq__route_scores(a->simd, p->scores, s, logits, n);
         if (bias || p->n_groups > 1) key = s;
@@ -17384,14 +17451,213 @@ static void rocq__job_pixels(rocq__job *job, const void *params) {
 
 // -- route, experts --
 
+static int64_t rocq__row_stride(const rocq_tensor *t) {
+    return t ? t->stride[1] : 0;
+}
+
 static void rocq__job_route(rocq__job *job, const void *params) {
-    (void)params;
-    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "route: not on the GPU");
+    const rocq_route_params *p = (const rocq_route_params *)params;
+    rocq_k_route_args args;
+    memset(&args, 0, sizeof args);
+    args.ids = (int32_t *)rocq__device_data(p->ids);
+    args.weights = (float *)rocq__device_data(p->weights);
+    args.logits = (const float *)rocq__device_data(p->logits);
+    args.ids_stride = p->ids->stride[1];
+    args.weights_stride = p->weights->stride[1];
+    args.logits_stride = p->logits->stride[1];
+    args.bias = (const float *)rocq__device_data(p->bias);
+    args.expert_scale = (const float *)rocq__device_data(p->expert_scale);
+    args.scale = p->scale != 0.0f ? p->scale : 1.0f;
+    args.n_experts = (int32_t)p->logits->ne[0];
+    args.n_slots = (int32_t)p->ids->ne[0];
+    args.n_groups = ROCQ__MAX(p->n_groups, 1);
+    args.top_groups = p->top_groups;
+    args.scores = (int32_t)p->scores;
+    args.renormalise = p->renormalise;
+    rocq__job_launch(job, ROCQ_K_route, p->logits->ne[1], 1, 32, &args);
+}
+
+// A product by expert whose operands have the form that its kernels read and write.
+typedef struct rocq__expert_product {
+    const rocq_experts_params *p;
+    rocq_precision path;
+    rocq_tensor w, w2, x; // w2.n_dims 0: none. x as of rocq__product_x, with columns in dimension 1
+    rocq_tensor y;        // p->y, or F32 in scratch memory: values, which are summed up from there
+    bool merge;
+    int64_t n_slots, n, n_pairs;
+} rocq__expert_product;
+
+static rocq_k_experts_args rocq__experts_args(const rocq__expert_product *g) {
+    const rocq_experts_params *p = g->p;
+    rocq_k_experts_args args;
+    memset(&args, 0, sizeof args);
+    args.weights.w = rocq__device_data(&g->w);
+    if (g->w2.n_dims > 0) args.weights.w2 = rocq__device_data(&g->w2);
+    args.weights.n_units = rocq_tensor_count(&g->w) / 32;
+    args.weights.m = (int32_t)g->w.ne[1];
+    args.weights.format = (int32_t)g->w.format;
+    args.x = rocq__device_data(&g->x);
+    args.x_units = rocq_tensor_count(&g->x) / 32;
+    args.x_stride = g->x.stride[1];
+    args.ids = (const int32_t *)rocq__device_data(p->ids);
+    args.ids_stride = p->ids->stride[1];
+    args.bias = (const float *)rocq__device_data(p->bias);
+    args.bias2 = (const float *)rocq__device_data(p->bias2);
+    args.bias_stride = rocq__row_stride(p->bias);
+    args.bias2_stride = rocq__row_stride(p->bias2);
+    args.k = (int32_t)g->w.ne[0];
+    args.n = (int32_t)g->n;
+    args.n_experts = (int32_t)g->w.ne[2];
+    args.n_slots = (int32_t)g->n_slots;
+    args.x_slots = (int32_t)p->x->ne[1];
+    args.activation = (int32_t)p->activation;
+    args.limit = p->limit;
+    args.alpha = p->alpha != 0.0f ? p->alpha : 1.0f;
+    args.y = rocq__k_tensor(&g->y);
+    return args;
+}
+
+static void rocq__experts_weights(rocq_k_experts_args *args, const rocq_experts_params *p) {
+    args->scale = (const float *)rocq__device_data(p->weights);
+    args->scale_stride = p->weights->stride[1];
+    if (p->residual) args->residual = rocq__k_tensor(p->residual);
+}
+
+// A matvec for each pair.
+static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) {
+    const int64_t m = g->w.ne[1], k = g->w.ne[0];
+    const bool int8 = g->path == ROCQ_PRECISION_INT8, sums_up = g->p->weights && !g->merge;
+    rocq_k_experts_args args = rocq__experts_args(g);
+    int32_t k_waves = 1;
+    if (sums_up) {
+        rocq__experts_weights(&args, g->p);
+        while (k_waves < ROCQ_K_MATVEC_WAVES && k_waves < g->n_slots) k_waves *= 2;
+    } else {
+        rocq__site site;
+        memset(&site, 0, sizeof site);
+        site.kind = ROCQ__KIND_MATVEC;
+        site.format = (int32_t)g->w.format;
+        site.int8 = int8;
+        site.pair = g->w2.n_dims > 0;
+        site.m = rocq__clamp32(m * g->n_pairs);
+        site.k = (int32_t)k;
+        site.n = 1;
+        site.row_bytes = (int32_t)(rocq__bytes(g->w.format, k) * (site.pair ? 2 : 1));
+        k_waves = rocq__rule_matvec(rocq__chip_of(job->ctx), &site).k_waves;
+    }
+    while (1 << args.k_shift < k_waves) args.k_shift++;
+    args.k_step = ROCQ_K_WAVE << (sums_up ? 0 : args.k_shift);
+    const int64_t rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES / k_waves;
+    const int kernel = int8 ? ROCQ_K_experts_int8_q4_0 + rocq__k_int8_format(g->w.format)
+                            : ROCQ_K_experts_f32_f32 + rocq__k_format(g->w.format);
+    const int64_t n = sums_up ? g->n : g->n_pairs;
+    for (int64_t first = 0; first < n; first += 65535) {
+        args.first = (int32_t)first;
+        rocq__job_launch(job, kernel, (m + rows - 1) / rows, ROCQ__MIN(n - first, 65535), 256,
+                         &args);
+    }
+}
+
+// The pairs sorted into tiles, then these. The grid has room for the most tiles that there can be.
+static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
+    const int64_t m = g->w.ne[1], n_experts = g->w.ne[2];
+    const int64_t n_tiles = ROCQ_K_EXPERTS_TILES(g->n_pairs, n_experts);
+    const int64_t ints_ne[4] = {g->n_pairs + 3 * n_tiles, 1, 1, 1};
+    const rocq_tensor ints = rocq__job_tensor(job, ROCQ_I32, ROCQ_LAYOUT_GGUF, ints_ne, ints_ne[0]);
+    rocq_k_experts_args sort = rocq__experts_args(g);
+    rocq_k_matmul_args args;
+    const rocq__cost cost = job->cost, none = {0.0, 0.0, 0.0};
+    sort.pairs = (int32_t *)rocq__device_data(&ints);
+    sort.tiles = (int32_t *)((uintptr_t)sort.pairs + (uintptr_t)g->n_pairs * 4);
+    job->cost = none;
+    rocq__job_launch(job, ROCQ_K_experts_sort, n_experts, 1, 256, &sort);
+    job->cost = cost;
+    memset(&args, 0, sizeof args);
+    args.w = sort.weights.w;
+    args.w_units = sort.weights.n_units;
+    args.x = sort.x;
+    args.x_stride = sort.x_stride;
+    args.epilogue.y = sort.y;
+    args.epilogue.bias = sort.bias;
+    args.epilogue.activation = sort.activation;
+    args.m = m;
+    args.n = g->n_pairs;
+    args.k = g->w.ne[0];
+    args.experts.pairs = sort.pairs;
+    args.experts.tiles = sort.tiles;
+    args.experts.w2 = sort.weights.w2;
+    args.experts.bias2 = sort.bias2;
+    args.experts.bias_stride = sort.bias_stride;
+    args.experts.bias2_stride = sort.bias2_stride;
+    args.experts.n_slots = sort.n_slots;
+    args.experts.x_slots = sort.x_slots;
+    args.experts.limit = sort.limit;
+    args.experts.alpha = sort.alpha;
+    const int64_t tile_m = ROCQ_K_MATMUL_M / (sort.weights.w2 ? 2 : 1);
+    args.tiles_m = (int32_t)((m + tile_m - 1) / tile_m);
+    args.tiles_n = (int32_t)n_tiles;
+    rocq__job_launch(job, ROCQ_K_matmul_experts_f32 + rocq__k_format(g->w.format),
+                     args.tiles_m * n_tiles, 1, 128, &args);
 }
 
 static void rocq__job_experts(rocq__job *job, const void *params) {
-    (void)params;
-    job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "experts: not on the GPU");
+    const rocq_experts_params *p = (const rocq_experts_params *)params;
+    rocq__expert_product g;
+    memset(&g, 0, sizeof g);
+    g.p = p;
+    g.n_slots = p->ids->ne[0];
+    g.n = p->ids->ne[1];
+    g.n_pairs = g.n_slots * g.n;
+    g.path = rocq__experts_choice(job->ctx, ROCQ_BACKEND_GPU, p).precision;
+    if (p->w2 && p->w2->format != p->w->format) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "experts: w is in %s and w2 in %s on the GPU",
+                                 rocq_format_name(p->w->format), rocq_format_name(p->w2->format));
+        return;
+    }
+    if (p->w->ne[0] > ROCQ__MATMUL_K || p->w->ne[1] > INT32_MAX / ROCQ_K_MATMUL_M) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "experts: w of %lld x %lld on the GPU", (long long)p->w->ne[0],
+                                 (long long)p->w->ne[1]);
+        return;
+    }
+    if (g.path == ROCQ_PRECISION_INT8 && rocq__k_int8_format(p->w->format) < 0) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "experts: format %s has no INT8 path on the GPU",
+                                 rocq_format_name(p->w->format));
+        return;
+    }
+    const bool tiles = g.path == ROCQ_PRECISION_F16;
+    g.x = rocq__product_x(job, p->x, g.path);
+    g.w = rocq__product_w(job, p->w);
+    if (p->w2) g.w2 = rocq__product_w(job, p->w2);
+    g.merge = p->weights && (tiles || p->w2 || p->activation != ROCQ_ACT_IDENTITY);
+    g.y = *p->y;
+    if (g.merge) {
+        const int64_t ne[4] = {p->w->ne[1], g.n_slots, g.n, 1};
+        g.y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
+    } else if (p->y->format == ROCQ_Q8_0) {
+        g.y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+    }
+    if (tiles) rocq__experts_grid(job, &g);
+    else rocq__experts_matvec(job, &g);
+    if (g.merge) {
+        const rocq_tensor values = g.y;
+        if (p->y->format == ROCQ_Q8_0) {
+            g.y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
+        } else {
+            g.y = *p->y;
+        }
+        rocq_k_experts_args args = rocq__experts_args(&g);
+        rocq__experts_weights(&args, p);
+        args.x = rocq__device_data(&values);
+        args.x_stride = values.stride[1];
+        const rocq__cost cost = {4.0 * (double)rocq_tensor_count(&values), 0.0, 0.0};
+        job->cost = cost;
+        rocq__job_launch(job, ROCQ_K_experts_merge, g.n * ((p->w->ne[1] + 255) / 256), 1, 256,
+                         &args);
+    }
+    if (p->y->format == ROCQ_Q8_0) rocq__job_convert(job, p->y, &g.y);
 }
 
 // -- matmul_backward --
@@ -18487,10 +18753,10 @@ static rocq_result rocq__check_route(rocq_ctx *ctx, const char *op, const void *
     if ((int)p->scores < 0 || p->scores > ROCQ_SCORES_SOFTMAX_CHOSEN) {
         return rocq__fail(ctx, ROCQ_E_ARGUMENT, "route: unknown scores %d", (int)p->scores);
     }
-    if (n_experts > ROCQ__ROUTE_EXPERTS || k > ROCQ__ROUTE_SLOTS) {
+    if (n_experts > ROCQ_K_ROUTE_EXPERTS || k > ROCQ_K_ROUTE_SLOTS) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "route: %lld of %lld experts, at most %d of %d",
-                          (long long)k, (long long)n_experts, (int)ROCQ__ROUTE_SLOTS,
-                          (int)ROCQ__ROUTE_EXPERTS);
+                          (long long)k, (long long)n_experts, (int)ROCQ_K_ROUTE_SLOTS,
+                          (int)ROCQ_K_ROUTE_EXPERTS);
     }
     const int64_t n_groups = ROCQ__MAX(p->n_groups, 1);
     const int64_t top = p->n_groups > 0 ? p->top_groups : 1;

@@ -2336,6 +2336,291 @@ ROCQ_K_PLAIN_FORMATS(ROCQ_X_PLAIN, ROCQ_X)
 #undef ROCQ_X_F32
 #undef ROCQ_X_PLAIN
 
+// -- by expert --
+
+// v of rocq_experts_params from z and, if there is a w2, z2.
+DEV float experts_value(int32_t kind, float limit, float alpha, bool has_w2, float z, float z2) {
+    if (limit > 0.0f) { // comparisons that NaN fails leave it as it is
+        const float g = z > limit ? limit : z, most = z2 > limit ? limit : z2;
+        return g * rcp_fast(1.0f + exp_fast(-alpha * g)) * ((most < -limit ? -limit : most) + 1.0f);
+    }
+    const float v = activation(kind, z);
+    return has_w2 ? v * z2 : v;
+}
+
+// experts_int8, experts_f32: the product by expert for few pairs of a token and one of its slots. A
+// block is that of a matvec with one column, whose rows of w are those of the pair's expert; so only
+// these are read. Without weights a block has one pair. With weights it has all slots of a token:
+// the waves that share rows in a matvec take slots instead of parts of K, and their sums, each
+// times its weight, are added in the order of the waves. An id out of range is passed over and
+// reported.
+// Geometry: see rocq_k_experts_args. LDS: 256 bytes. Bytes: the rows of each pair's expert.
+template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS, WAVES = ROCQ_K_MATVEC_WAVES };
+    LDS(float, sums, 2 * WAVES * ROWS);
+    if (a0.weights.m == 0) return;
+    const bool sums_up = a0.scale != 0;
+    const int z = a0.first + (int)block_index_z(), n_slots = a0.n_slots;
+    const int token = sums_up ? z : z / n_slots, slot0 = sums_up ? 0 : z - token * n_slots;
+    const int wave = wave_read(wave_index(), 0); // known to be uniform, as in matvec_block
+    const int first_row = (int)(a0.common.block0 + block_index()) * (ROWS * WAVES >> a0.k_shift);
+    const int row = first_row + (wave >> a0.k_shift) * ROWS, part = wave & ((1 << a0.k_shift) - 1);
+    float *const out = sums + wave * ROWS;
+    float sum = 0.0f;
+    if (row < a0.weights.m) {
+#pragma unroll 1
+        for (int slot = sums_up ? part : slot0; slot < n_slots;) {
+            const rocq_k_experts_args &a = reread(a0); // held, they take too many scalar registers
+            const int e = wave_read(gload(a.ids + token * a.ids_stride + slot), 0);
+            if ((uint32_t)e >= (uint32_t)a.n_experts) {
+                if (row == 0 && lane_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_ID);
+            } else {
+                rocq_k_matvec_weights p = a.weights;
+                rocq_k_matvec_args one;
+                p.row0 = (int64_t)e * p.m;
+                one.x = a.x;
+                one.x_units = a.x_units;
+                one.x_stride = a.x_stride;
+                one.x_column0 = (int64_t)token * a.x_slots + (a.x_slots == 1 ? 0 : slot);
+                one.k = a.k;
+                one.n = 1;
+                one.k_step = a.k_step;
+                matvec_products<F, 1, INT8>(one, p, row, sums_up ? 0 : part, out);
+            }
+            if (!sums_up) break;
+            if ((uint32_t)e < (uint32_t)a.n_experts && lane_index() < ROWS) {
+                const float weight = gload(a.scale + token * a.scale_stride + slot);
+                sum = fmaf(weight, lget(out + lane_index()), sum);
+            }
+            slot += 1 << a.k_shift;
+        }
+        if (sums_up && lane_index() < ROWS) lput(out + lane_index(), sum);
+    }
+    block_sync_lds();
+    const rocq_k_experts_args &a = reread(a0);
+    const int r = (int)thread_index(), m = first_row + r, share = 1 << a.k_shift;
+    const int32_t *const ids = a.ids + token * a.ids_stride;
+    if (r >= ROWS * WAVES >> a.k_shift || m >= a.weights.m) return;
+    const int own = gload(ids + slot0);
+    if (!sums_up && (uint32_t)own >= (uint32_t)a.n_experts) return;
+    const float *const from = sums + (r / ROWS << a.k_shift) * ROWS + r % ROWS;
+    float v = 0.0f, v2 = 0.0f;
+    for (int k = 0; k < share; k++) v += lget(from + k * ROWS);
+    if (!sums_up) {
+        if (a.weights.w2) {
+            for (int k = 0; k < share; k++) v2 += lget(from + WAVES * ROWS + k * ROWS);
+        }
+        if (a.bias) v += gload(a.bias + own * a.bias_stride + m);
+        if (a.bias2) v2 += gload(a.bias2 + own * a.bias2_stride + m);
+        v = experts_value(a.activation, a.limit, a.alpha, a.weights.w2 != 0, v, v2);
+        put_float(a.y.format, row_of(a.y, slot0, token, 0), m, v);
+        return;
+    }
+    for (int slot = 0; a.bias && slot < n_slots; slot++) {
+        const int e = gload(ids + slot);
+        if ((uint32_t)e >= (uint32_t)a.n_experts) continue;
+        const float weight = gload(a.scale + token * a.scale_stride + slot);
+        v = fmaf(weight, gload(a.bias + e * a.bias_stride + m), v);
+    }
+    if (a.residual.data) v += get_float(a.residual.format, row_of(a.residual, token, 0, 0), m);
+    put_float(a.y.format, row_of(a.y, token, 0, 0), m, v);
+}
+
+#define ROCQ_X(f, type, is_int8)                                  \
+    KERNEL_WAVES(experts_##type##_##f, rocq_k_experts_args, 256,  \
+                 matvec_waves(format_id_##f, 1, is_int8)) {       \
+        experts_block<format_id_##f, is_int8>(a);                 \
+    }
+#define ROCQ_X_INT8(X, f) X(f, int8, true)
+#define ROCQ_X_F32(X, f) X(f, f32, false)
+ROCQ_K_INT8_FORMATS(ROCQ_X_INT8, ROCQ_X)
+ROCQ_K_ALL_FORMATS(ROCQ_X_F32, ROCQ_X)
+#undef ROCQ_X
+#undef ROCQ_X_INT8
+#undef ROCQ_X_F32
+
+// experts_merge: the values of a token's slots, each times its weight, added in the order of slots.
+// A thread has one element of y.
+KERNEL(experts_merge, rocq_k_experts_args, 256) {
+    if (a.weights.m == 0) return;
+    const uint32_t per_token = ((uint32_t)a.weights.m + 255) / 256;
+    const uint32_t block = a.common.block0 + block_index(), token = block / per_token;
+    const int m = (int)((block - token * per_token) * 256 + thread_index());
+    if (m >= a.weights.m) return;
+    const float *from = (const float *)a.x + (int64_t)token * a.n_slots * a.x_stride + m;
+    const float *const weight = a.scale + token * a.scale_stride;
+    float v = 0.0f;
+    for (int slot = 0; slot < a.n_slots; slot++, from += a.x_stride) {
+        v = fmaf(gload(weight + slot), gload(from), v);
+    }
+    if (a.residual.data) {
+        v += get_float(a.residual.format, row_of(a.residual, token, 0, 0), m);
+    }
+    put_float(a.y.format, row_of(a.y, token, 0, 0), m, v);
+}
+
+// experts_sort: pairs in the order of their expert, those of one expert in their own order, and the
+// tiles of ROCQ_K_EXPERTS_N of them. Block e writes what belongs to expert e: pairs with a lower id
+// stand before its own. The tiles of e begin at (its first sorted pair) / N + e, which leaves room
+// for all, whatever the experts before it have; so no block waits for another. Tiles too many are
+// empty. Pairs with an id out of range stand nowhere.
+// A thread counts, then writes, a run of pairs. LDS: 1 KB. Bytes: ids twice for each expert, from L2.
+KERNEL(experts_sort, rocq_k_experts_args, 256) {
+    LDS(int, counts, 256);
+    LDS(int, lower, 256);
+    const int e = (int)(a.common.block0 + block_index()), t = (int)thread_index();
+    const int n_pairs = a.n * a.n_slots, run = (n_pairs + 255) / 256;
+    const int begin = t * run < n_pairs ? t * run : n_pairs;
+    const int end = begin + run < n_pairs ? begin + run : n_pairs;
+    if (e >= a.n_experts) return;
+    int n_own = 0, n_lower = 0;
+    bool bad = false;
+    for (int i = begin; i < end; i++) {
+        const int id = gload(a.ids + i / a.n_slots * a.ids_stride + i % a.n_slots);
+        n_own += id == e;
+        n_lower += id >= 0 && id < e;
+        bad = bad || (uint32_t)id >= (uint32_t)a.n_experts;
+    }
+    if (bad && e == 0) atomic_or(a.common.status, ROCQ_K_BAD_ID);
+    lput(counts + t, n_own);
+    lput(lower + t, n_lower);
+    block_sync_lds();
+    int start = 0, all = 0, at = 0;
+    for (int i = 0; i < 256; i++) {
+        const int n = lget(counts + i);
+        start += lget(lower + i);
+        at += i < t ? n : 0;
+        all += n;
+    }
+    at += start;
+    for (int i = begin; n_own > 0 && i < end; i++) {
+        const int id = gload(a.ids + i / a.n_slots * a.ids_stride + i % a.n_slots);
+        if (id == e) gstore(a.pairs + at++, i);
+    }
+    enum { N = ROCQ_K_EXPERTS_N };
+    const int first = start / N + e, n_tiles = ROCQ_K_EXPERTS_TILES(n_pairs, a.n_experts);
+    const int last = e + 1 < a.n_experts ? (start + all) / N + e + 1 : n_tiles;
+    for (int i = first + t; i < last; i += 256) {
+        const int from = (i - first) * N, left = all - from;
+        gstore(a.tiles + 3 * i, e);
+        gstore(a.tiles + 3 * i + 1, start + from);
+        gstore(a.tiles + 3 * i + 2, left < 0 ? 0 : left < N ? left : N);
+    }
+}
+
+// -- route --
+
+// As in rocq_route_params. A wave has a token, and a lane every 32nd of its experts. Keys are
+// integers in the order of the numbers compared, NaN before -inf, and 0 for an expert that is taken
+// or not to be taken. LDS: 13 KB. Bytes: the logits once.
+struct route_best {
+    uint32_t key;
+    int e;
+};
+DEV uint32_t route_key(float x) {
+    const uint32_t u = bits<uint32_t>(x + 0.0f); // -0 and 0 are equal
+    return x != x ? 1 : u >> 31 ? ~u : u | 0x80000000u;
+}
+template <int mask> DEV route_best route_better(route_best b) {
+    const uint32_t key = wave_xor<mask>(b.key);
+    const int e = wave_xor<mask>(b.e);
+    return key > b.key || (key == b.key && e < b.e) ? route_best{key, e} : b;
+}
+// The first of the largest of n keys, which its lane then sets to 0.
+DEV int route_take(uint32_t *keys, int n) {
+    route_best b = {0, 0x7fffffff};
+    for (int e = lane_index(); e < n; e += ROCQ_K_WAVE) {
+        const uint32_t key = lget(keys + e);
+        if (key > b.key) b = route_best{key, e};
+    }
+    b = route_better<16>(route_better<8>(route_better<4>(route_better<2>(route_better<1>(b)))));
+    if (b.e % ROCQ_K_WAVE == lane_index() && b.e < n) lput(keys + b.e, 0u);
+    return b.e;
+}
+
+KERNEL(route, rocq_k_route_args, 32) {
+    LDS(float, scores, ROCQ_K_ROUTE_EXPERTS);
+    LDS(uint32_t, keys, ROCQ_K_ROUTE_EXPERTS);
+    LDS(uint32_t, groups, ROCQ_K_ROUTE_EXPERTS);
+    LDS(int, chosen, ROCQ_K_ROUTE_SLOTS);
+    if (a.n_experts == 0) return;
+    const int64_t token = a.common.block0 + block_index();
+    const float *const logits = a.logits + token * a.logits_stride;
+    const int lane = lane_index(), n = a.n_experts;
+    const bool by_score = a.bias || a.n_groups > 1;
+    float top = -INFINITY, sum = 0.0f;
+    for (int e = lane; e < n; e += 32) top = fmaxf(top, gload(logits + e));
+    top = wave_max(top);
+    for (int e = lane; e < n; e += 32) sum += exp_full(gload(logits + e) - top);
+    sum = wave_sum(sum);
+    for (int e = lane; e < n; e += 32) {
+        const float x = gload(logits + e);
+        const float s = a.scores == ROCQ_SCORES_SIGMOID   ? 1.0f / (1.0f + exp_full(-x))
+                        : a.scores == ROCQ_SCORES_SOFTMAX ? exp_full(x - top) / sum
+                                                          : x;
+        const float value = by_score ? s + (a.bias ? gload(a.bias + e) : 0.0f) : x;
+        lput(scores + e, s);
+        lput(keys + e, route_key(value));
+    }
+    block_sync();
+    if (a.n_groups > 1) {
+        const int size = n / a.n_groups;
+        for (int g = lane; g < a.n_groups; g += 32) {
+            uint32_t first = 0, second = 0;
+            float best = 0.0f, next = 0.0f;
+            for (int e = g * size; e < (g + 1) * size; e++) {
+                const uint32_t key = lget(keys + e);
+                const float v = lget(scores + e) + (a.bias ? gload(a.bias + e) : 0.0f);
+                if (key > first) {
+                    second = first;
+                    next = best;
+                    first = key;
+                    best = v;
+                } else if (key > second) {
+                    second = key;
+                    next = v;
+                }
+            }
+            lput(groups + g, route_key(size > 1 ? best + next : best));
+        }
+        block_sync();
+        for (int i = 0; i < a.top_groups; i++) {
+            route_take(groups, a.n_groups);
+            block_sync();
+        }
+        for (int e = lane; e < n; e += 32) { // those of groups that were not taken
+            if (lget(groups + e / size) != 0) lput(keys + e, 0u);
+        }
+        block_sync();
+    }
+    for (int slot = 0; slot < a.n_slots; slot++) {
+        const int e = route_take(keys, n);
+        if (lane == 0) lput(chosen + slot, e);
+        block_sync();
+    }
+    const bool softmax = a.scores == ROCQ_SCORES_SOFTMAX_CHOSEN;
+    top = -INFINITY;
+    sum = 0.0f;
+    for (int slot = lane; slot < a.n_slots; slot += 32) {
+        top = fmaxf(top, lget(scores + lget(chosen + slot)));
+    }
+    top = wave_max(top);
+    for (int slot = lane; slot < a.n_slots; slot += 32) {
+        const float s = lget(scores + lget(chosen + slot));
+        sum += softmax ? exp_full(s - top) : s;
+    }
+    sum = wave_sum(sum);
+    const float least = sum < 0x1p-14f ? 0x1p-14f : sum;
+    const float factor = softmax ? a.scale / sum : a.renormalise ? a.scale / least : a.scale;
+    for (int slot = lane; slot < a.n_slots; slot += 32) {
+        const int e = lget(chosen + slot);
+        const float s = lget(scores + e), own = a.expert_scale ? gload(a.expert_scale + e) : 1.0f;
+        gstore(a.ids + token * a.ids_stride + slot, e);
+        gstore(a.weights + token * a.weights_stride + slot,
+               (softmax ? exp_full(s - top) : s) * factor * own);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------
 // >>matmul
 // ---------------------------------------------------------------------------------------------
@@ -2508,6 +2793,75 @@ DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_place &at,
     }
 }
 
+// -- tiles by expert --
+
+struct experts_tile {
+    int expert, first, n; // its columns are sorted pairs first to first + n - 1
+};
+DEV experts_tile experts_tile_of(const rocq_k_matmul_args &a) {
+    const uint32_t tile = (a.common.block0 + block_index()) / (uint32_t)a.tiles_m;
+    const int32_t *const from = a.experts.tiles + 3 * (int64_t)tile;
+    return experts_tile{wave_read(gload(from), 0), wave_read(gload(from + 1), 0),
+                        wave_read(gload(from + 2), 0)};
+}
+DEV int experts_pair(const rocq_k_matmul_args &a, const experts_tile &own, int column) {
+    return gload(a.experts.pairs + own.first + column);
+}
+DEV matmul_place experts_place_of(const rocq_k_matmul_args &a, const experts_tile &own,
+                                  int64_t tile_m, uint32_t n_steps) {
+    matmul_place p = {};
+    p.m0 = (a.common.block0 + block_index()) % (uint32_t)a.tiles_m * tile_m;
+    p.w_row = own.expert * a.m + p.m0;
+    p.end = n_steps;
+    return p;
+}
+
+// As matmul_finish, for a tile whose waves stand one above the other, from row m0 of their matrix
+// on. If the lower two waves have the rows of w2, each of the upper two finishes every other column
+// of its rows together with one of the lower two, which do the others.
+template <int TM, int TN>
+DEV void experts_finish(const rocq_k_matmul_args &a, const experts_tile &own,
+                        const frag_c (&c)[TM][TN], float *work, bool split_rows, int64_t m0) {
+    enum { STRIDE = 16 * TM + 2, PASS = matmul_pass_floats<TM>() };
+    static_assert(TM == 2, "a lane finishes one row");
+    const int wave = matmul_wave(), step = split_rows ? 2 : 1;
+    const float *const z = work + (split_rows ? wave % 2 : wave) * PASS, *const z2 = z + 2 * PASS;
+    const int64_t m = m0 + lane_index();
+    const float *const bias = a.epilogue.bias, *const bias2 = a.experts.bias2;
+    const float b = bias && m < a.m ? gload(bias + own.expert * a.experts.bias_stride + m) : 0.0f;
+    const float b2 =
+        bias2 && m < a.m ? gload(bias2 + own.expert * a.experts.bias2_stride + m) : 0.0f;
+#pragma unroll 1
+    for (int pass = 0; pass < TN; pass++) {
+        block_sync_lds();
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+            if (j != pass) continue;
+#pragma unroll
+            for (int i = 0; i < TM; i++) {
+#pragma unroll
+                for (int v = 0; v < 8; v++) {
+                    lput(work + wave * PASS + frag_col(v) * STRIDE + 16 * i + frag_row(v),
+                         c[i][j].v[v]);
+                }
+            }
+        }
+        block_sync_lds();
+#pragma unroll 1
+        for (int column = split_rows ? wave / 2 : 0; column < 16; column += step) {
+            if (16 * pass + column >= own.n) break;
+            if (m >= a.m) continue;
+            const int pair = experts_pair(a, own, 16 * pass + column);
+            const int token = pair / a.experts.n_slots, slot = pair - token * a.experts.n_slots;
+            const int at = column * STRIDE + lane_index();
+            const float v = experts_value(a.epilogue.activation, a.experts.limit, a.experts.alpha,
+                                          split_rows, lget(z + at) + b,
+                                          split_rows ? lget(z2 + at) + b2 : 1.0f);
+            put_float(a.epilogue.y.format, row_of(a.epilogue.y, slot, token, 0), m, v);
+        }
+    }
+}
+
 // -- F16 --
 
 // matmul_f16: x in F16, w decoded to F16, products and sums on the matrix unit with F32 sums.
@@ -2657,7 +3011,12 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
     }
 }
 
-template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
+//
+// matmul_experts: the same tile, of 32 columns, for the product by expert. experts_sort tells which
+// expert's matrix it multiplies, and which pairs of a token and a slot its columns are; a block
+// whose tile is empty leaves. With w2 rows 0 to 63 of the tile are of w and 64 to 127 of w2, so
+// that both products of a row meet in the epilogue, which takes z and z2 from the LDS of two waves.
+template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     enum {
         BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW, CHUNKS = MATMUL_F16_CHUNKS,
         WN = BN == 128 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
@@ -2668,7 +3027,18 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     f16 *const wt = (f16 *)tile, *const xt = wt + BM * ROW;
     if (a.tiles_m == 0) return;
     const uint32_t k = (uint32_t)a.k;
-    const matmul_place at = matmul_place_of(a, BM, BN, (k + BK - 1) / BK);
+    const bool split_rows = EXPERTS && a.experts.w2 != 0; // rows of w and of w2
+    const int64_t tile_m = split_rows ? BM / 2 : BM;
+    matmul_place at;
+    experts_tile own = {0, 0, 0};
+    if constexpr (EXPERTS) {
+        own = experts_tile_of(a);
+        if (own.n == 0) return;
+        at = experts_place_of(a, own, tile_m, (k + BK - 1) / BK);
+    } else {
+        at = matmul_place_of(a, BM, BN, (k + BK - 1) / BK);
+    }
+    const int64_t n_columns = EXPERTS ? own.n : a.n;
     const int t = (int)thread_index(), wave = matmul_wave();
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
     const int chunk = t % CHUNKS,
@@ -2677,8 +3047,18 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     // x. Columns past the last repeat it: offsets are limited to that of the last column
     const char *const x = (const char *)a.x + at.x_column * a.x_stride * 2;
     const uint32_t x_bytes = (uint32_t)a.x_stride * 2;
-    const uint32_t x_last = (uint32_t)(a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
+    const uint32_t x_last = (uint32_t)(n_columns - at.n0 < BN ? n_columns - at.n0 : BN) - 1;
     u32x4 xr[N_X];
+    const char *pair_x[EXPERTS ? N_X : 1]; // the columns of the pairs
+    if constexpr (EXPERTS) {
+#pragma unroll
+        for (int i = 0; i < N_X; i++) {
+            const uint32_t column = (uint32_t)(row + i * LOAD_ROWS);
+            const int pair = experts_pair(a, own, (int)(column < x_last ? column : x_last));
+            const int64_t from = a.experts.x_slots == 1 ? pair / a.experts.n_slots : pair;
+            pair_x[i] = (const char *)a.x + from * a.x_stride * 2;
+        }
+    }
     const auto load_x = [&](uint32_t step) {
         const uint32_t e = step * BK + 8 * (uint32_t)chunk, e_last = (k - 1) & ~7u;
         const uint32_t from = (e < e_last ? e : e_last) * 2, most = x_last * x_bytes + from;
@@ -2686,7 +3066,8 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
 #pragma unroll
         for (int i = 0; i < N_X; i++) {
             const uint32_t offset = first + (uint32_t)(i * LOAD_ROWS) * x_bytes;
-            xr[i] = gload((const u32x4 *)(x + (offset < most ? offset : most)));
+            if constexpr (EXPERTS) xr[i] = gload((const u32x4 *)(pair_x[i] + from));
+            else xr[i] = gload((const u32x4 *)(x + (offset < most ? offset : most)));
         }
     };
     const auto store_x = [&](uint32_t step) {
@@ -2700,38 +3081,50 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
 
     // w. Block formats: one of the step's two units of rows t / 2 and t / 2 + 64, so that two lanes
     // share a cache line. Plain formats: vectors
-    const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
+    const uint32_t w_last = (uint32_t)(a.m - at.m0 < tile_m ? a.m - at.m0 : tile_m) - 1;
     const uint32_t row_units = k / 32, half = (uint32_t)t % 2;
     raw<F> wr[2];
     u32x4 wp[N_W];
-    planes<F> p;
+    planes<F> p, p2; // p2: of the second half of the rows, if that is of w2
     uint32_t w_unit = 0;
-    const char *w = nullptr;
+    const char *w = nullptr, *w2 = nullptr;
     bool wide = false;
     if constexpr (is_plain<F>()) {
         w = (const char *)a.w + at.w_row * k * (16 / vector_elems<F>());
+        if (split_rows) w2 = (const char *)a.experts.w2 + (w - (const char *)a.w);
         wide = k % vector_elems<F>() == 0;
     } else {
         p = planes_at(planes_of<F>(a.w, a.w_units), at.w_row * row_units);
+        if constexpr (EXPERTS) {
+            p2 = p;
+            if (split_rows) {
+                p2 = planes_at(planes_of<F>(a.experts.w2, a.w_units), at.w_row * row_units);
+            }
+        }
         w_unit = (uint32_t)t / 2 * row_units;
     }
+    const uint32_t second = split_rows ? 0 : BM / 2; // its first row in its own matrix
     const auto load_w = [&](uint32_t step) {
         if constexpr (!is_plain<F>()) {
             const uint32_t u = 2 * step + half < row_units ? 2 * step + half : row_units - 1;
             const uint32_t most = w_last * row_units;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const uint32_t first = w_unit + (uint32_t)i * (BM / 2) * row_units;
-                wr[i] = load_raw(p, (first < most ? first : most) + u);
+                const uint32_t first = w_unit + (uint32_t)i * second * row_units;
+                const uint32_t unit = (first < most ? first : most) + u;
+                wr[i] = EXPERTS && i == 1 ? load_raw(p2, unit) : load_raw(p, unit);
             }
         } else if (F != ROCQ_F32 && wide) {
             const uint32_t e = step * BK + 8 * (uint32_t)chunk;
             const uint32_t first = ((uint32_t)row * k + e) * 2, most = (w_last * k + e) * 2;
 #pragma unroll
             for (int i = 0; i < N_W; i++) {
-                const uint32_t offset = first + (uint32_t)(i * LOAD_ROWS) * k * 2;
+                const bool other = split_rows && i >= N_W / 2;
+                const int rows = i * LOAD_ROWS - (other ? BM / 2 : 0);
+                const uint32_t offset = first + (uint32_t)rows * k * 2;
+                const char *const from = other ? w2 : w;
                 wp[i] = make4(0, 0, 0, 0);
-                if (e < k) wp[i] = gload((const u32x4 *)(w + (offset < most ? offset : most)));
+                if (e < k) wp[i] = gload((const u32x4 *)(from + (offset < most ? offset : most)));
             }
         }
     };
@@ -2756,8 +3149,11 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
 #pragma unroll 1
             for (int i = t; i < BM * vectors; i += 128) {
                 const int r = i / vectors, e = i % vectors * vector_elems<F>();
-                const uint32_t r_in = (uint32_t)r < w_last ? (uint32_t)r : w_last;
-                const char *const w_row = w + r_in * (k * (16 / vector_elems<F>()));
+                const bool other = split_rows && r >= BM / 2;
+                const uint32_t r_own = (uint32_t)(other ? r - BM / 2 : r);
+                const uint32_t r_in = r_own < w_last ? r_own : w_last;
+                const char *const w_row =
+                    (other ? w2 : w) + r_in * (k * (16 / vector_elems<F>()));
                 const u32x4 vector =
                     matmul_load_piece<F>(w_row, step * BK + (uint32_t)e, k, wide);
                 f16 *const to = wt + r * ROW + e;
@@ -2773,10 +3169,11 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
         }
     };
 
-    const bool has_work = at.m0 + wm < a.m && at.n0 + wn < a.n; // of the wave
+    const int wm_own = split_rows ? wm % (BM / 2) : wm; // in its own matrix
+    const bool has_work = at.m0 + wm_own < a.m && at.n0 + wn < n_columns; // of the wave
     frag_c c[TM][TN];
     matmul_clear(c);
-    const bool half_tile = TN == 2 && a.n - at.n0 <= 16;
+    const bool half_tile = TN == 2 && n_columns - at.n0 <= 16;
     load_w(at.begin);
     load_x(at.begin);
     for (uint32_t step = at.begin; step < at.end; step++) {
@@ -2795,15 +3192,22 @@ template <int F, int BN> DEV void matmul_f16(const rocq_k_matmul_args &a) {
         else if (has_work) matmul_multiply<TM, TN, TN>(c, w_wave, x_wave, n16);
         block_sync_lds();
     }
-    matmul_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
+    if constexpr (EXPERTS) {
+        experts_finish<TM, TN>(a, own, c, (float *)tile, split_rows, at.m0 + wm_own);
+    } else {
+        matmul_finish<TM, TN>(a, at, c, (float *)tile, at.m0 + wm, at.n0 + wn);
+    }
 }
 
 #define ROCQ_X(X, f)                                                    \
     KERNEL(matmul_f16_##f##_128, rocq_k_matmul_args, 128) {                 \
-        matmul_f16<format_id_##f, ROCQ_K_MATMUL_F16_N>(a);                         \
+        matmul_f16<format_id_##f, ROCQ_K_MATMUL_F16_N, false>(a);           \
     }                                                                       \
     KERNEL(matmul_f16_##f##_32, rocq_k_matmul_args, 128) {                  \
-        matmul_f16<format_id_##f, ROCQ_K_MATMUL_F16_N_FEW>(a);                     \
+        matmul_f16<format_id_##f, ROCQ_K_MATMUL_F16_N_FEW, false>(a);       \
+    }                                                                       \
+    KERNEL(matmul_experts_##f, rocq_k_matmul_args, 128) {                   \
+        matmul_f16<format_id_##f, ROCQ_K_EXPERTS_N, true>(a);               \
     }
 ROCQ_K_ALL_FORMATS(ROCQ_X, )
 #undef ROCQ_X

@@ -2175,6 +2175,176 @@ static int close_both(void **state) {
     return 0;
 }
 
+// -- mixtures of experts --
+
+static void test_route(void **state) {
+    (void)state;
+    const uint64_t state_before = random_state;
+    static const struct { int64_t n_experts, k, n; } sizes[] = {
+        {1, 1, 1}, {8, 2, 5}, {33, 4, 3}, {128, 8, 9}, {1024, 64, 2}};
+    for (int i = 0; i < 40; i++) {
+        const int64_t n_experts = sizes[i % 5].n_experts, k = sizes[i % 5].k, n = sizes[i % 5].n;
+        const box_layout layout = i % 2 ? BOX_STRIDED : BOX_PLAIN;
+        box ids = box_make(layout, ROCQ_I32, k, n, 1, 1);
+        box weights = box_make(layout, ROCQ_F32, k, n, 1, 1);
+        box logits = box_random(layout, ROCQ_F32, 2, n_experts, n, 1, 1);
+        box bias = box_random(BOX_PLAIN, ROCQ_F32, 0.5f, n_experts, 1, 1, 1);
+        box expert_scale = box_random(BOX_PLAIN, ROCQ_F32, 1, n_experts, 1, 1, 1);
+        const bool ties = i % 7 == 3;
+        for (int64_t e = 0; ties && e < logits.count; e++) {
+            logits.value[e] = e % 5 == 2 ? 0 : rint(logits.value[e]);
+        }
+        box_write(&logits);
+        rocq_route_params p = {.ids = &ids.t, .weights = &weights.t, .logits = &logits.t,
+                               .bias = i / 5 % 2 && !ties ? &bias.t : NULL,
+                               .expert_scale = i % 3 == 2 ? &expert_scale.t : NULL,
+                               .scores = (rocq_scores)(i / 2 % 3), .renormalise = i % 4 == 1,
+                               .scale = i % 5 == 2 ? 2.5f : 0};
+        if (n_experts % 8 == 0 && n_experts > 8 && i % 3 == 0 && !ties) {
+            p.n_groups = 8;
+            p.top_groups = 4;
+        }
+        box *out[] = {&ids, &weights};
+        compare_as(ROCQ_OP_ROUTE, &p, &p, out, 2, 1e-10, say("route %d", i));
+        for (int b = 0; b < 5; b++) {
+            box_free((box *[]){&ids, &weights, &logits, &bias, &expert_scale}[b]);
+        }
+    }
+    // NaN is after all numbers, and then by index.
+    box ids = box_make(BOX_PLAIN, ROCQ_I32, 3, 1, 1, 1), weights = box_make(BOX_PLAIN, ROCQ_F32, 3, 1, 1, 1);
+    box logits = box_random(BOX_PLAIN, ROCQ_F32, 1, 40, 1, 1, 1);
+    for (int64_t e = 0; e < 40; e++) logits.value[e] = e == 37 ? -INFINITY : e == 3 ? NAN : e == 38 ? 1 : NAN;
+    box_write(&logits);
+    const rocq_route_params p = {.ids = &ids.t, .weights = &weights.t, .logits = &logits.t};
+    any_params q = params_of(ROCQ_OP_ROUTE, &p);
+    move_params(ROCQ_OP_ROUTE, &q);
+    assert_int_equal(rocq_route(gpu, &q.route), ROCQ_OK);
+    assert_int_equal(rocq_sync(gpu), ROCQ_OK);
+    for (int i = 0; i < n_twins; i++) {
+        if (twins[i].b == &ids) copy_from_gpu(&twins[i]);
+    }
+    assert_memory_equal(ids.memory, ((const int32_t[]){38, 37, 0}), 12);
+    free_twins();
+    box_free(&ids);
+    box_free(&weights);
+    box_free(&logits);
+    random_state = state_before;
+}
+
+typedef struct mixture { // a case; 0 = default
+    rocq_format w, x, y;
+    int64_t k, m, n_experts, n_slots, n;
+    rocq_precision precision;
+    bool raw, one_x, w2, bias, weights, residual;
+    rocq_activation activation;
+    float limit;
+    box_layout layout;
+    int32_t bad; // this id once, 0 = none
+} mixture;
+
+static void check_mixture(const mixture *s) {
+    box w = box_make(BOX_PLAIN, s->w, s->k, s->m, s->n_experts, 1);
+    box w2 = box_make(BOX_PLAIN, s->w, s->k, s->m, s->n_experts, 1);
+    box x = box_random(s->layout, s->x, 1, s->k, s->one_x ? 1 : s->n_slots, s->n, 1);
+    box ids = box_make(s->layout ? BOX_STRIDED : BOX_PLAIN, ROCQ_I32, s->n_slots, s->n, 1, 1);
+    box bias = box_random(BOX_STRIDED, ROCQ_F32, 1, s->m, s->n_experts, 1, 1);
+    box bias2 = box_random(BOX_PLAIN, ROCQ_F32, 1, s->m, s->n_experts, 1, 1);
+    box weights = box_random(BOX_PLAIN, ROCQ_F32, 1, s->n_slots, s->n, 1, 1);
+    const int64_t y1 = s->weights ? s->n : s->n_slots, y2 = s->weights ? 1 : s->n;
+    box y = box_make(s->y == ROCQ_Q8_0 ? BOX_PLAIN : s->layout, s->y, s->m, y1, y2, 1);
+    box residual = box_random(BOX_PLAIN, ROCQ_F16, 1, s->m, y1, y2, 1);
+    random_weights(&w);
+    random_weights(&w2);
+    for (int64_t i = 0; i < ids.count; i++) {
+        ids.value[i] = (double)(i % 3 ? random_below(s->n_experts) : s->n_experts - 1);
+    }
+    if (s->bad) ids.value[ids.count / 2] = s->bad;
+    box_write(&ids);
+    rocq_experts_params p = {
+        .y = &y.t, .w = &w.t, .x = &x.t, .ids = &ids.t, .bias = s->bias ? &bias.t : NULL,
+        .w2 = s->w2 ? &w2.t : NULL, .bias2 = s->bias && s->w2 ? &bias2.t : NULL,
+        .weights = s->weights ? &weights.t : NULL, .residual = s->residual ? &residual.t : NULL,
+        .activation = s->activation, .limit = s->limit, .alpha = s->limit > 0 ? 1.702f : 0,
+        .precision = s->precision};
+    rocq_experts_params host = p;
+    host.precision = ROCQ_PRECISION_F32;
+    on_gpu_as(&w, !s->raw && block_elems(s->w) > 1);
+    if (s->w2) on_gpu_as(&w2, !s->raw && block_elems(s->w) > 1);
+    box *out[] = {&y};
+    const char *what = say("experts %s x %s, K %d M %d E %d k %d n %d, precision %d", name_of(s->w),
+                           name_of(s->x), (int)s->k, (int)s->m, (int)s->n_experts,
+                           (int)s->n_slots, (int)s->n, (int)s->precision);
+    if (s->bad) {
+        any_params q = params_of(ROCQ_OP_EXPERTS, &p);
+        move_params(ROCQ_OP_EXPERTS, &q);
+        if (rocq_experts(gpu, &q.experts) != ROCQ_OK) fail_msg("%s: %s", what, rocq_error(gpu));
+        assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
+        free_twins();
+    } else {
+        compare_as(ROCQ_OP_EXPERTS, &host, &p, out, 1, s->y == ROCQ_Q8_0 ? 1e-4 : 0, what);
+    }
+    for (int b = 0; b < 9; b++) {
+        box_free((box *[]){&w, &w2, &x, &ids, &bias, &bias2, &weights, &y, &residual}[b]);
+    }
+}
+
+// Few pairs, a matvec each, and many, in tiles.
+static void test_experts_formats(void **state) {
+    (void)state;
+    const uint64_t state_before = random_state;
+    for (int f = 0; f < N_FORMATS; f++) {
+        const int64_t block = block_elems(all_formats[f]);
+        const int64_t odd = block == 1 ? 261 : block == 32 ? 288 : 256;
+        for (int i = 0; i < 8; i++) {
+            const bool many = i / 2 % 2;
+            mixture s = {.w = all_formats[f], .m = i % 2 ? 130 : 37, .n_experts = many ? 3 : 9,
+                         .n_slots = i % 2 ? 3 : 2, .n = many ? 41 : 3, .one_x = i % 2,
+                         .k = i % 3 ? odd : large_k(all_formats[f]),
+                         .precision = i >= 6 ? ROCQ_PRECISION_F16
+                                             : i == 5 ? ROCQ_PRECISION_F32 : ROCQ_PRECISION_AUTO,
+                         .w2 = i % 2, .weights = i % 2 == 0,
+                         .activation = i % 2 ? ROCQ_ACT_SILU : ROCQ_ACT_IDENTITY};
+            if (s.m == 130 && i > 1) s.k = odd;
+            if (i > 3 && block_elems(s.w) == 256 && i != 6) continue;
+            check_mixture(&s);
+        }
+    }
+    random_state = state_before;
+}
+
+static void test_experts_cases(void **state) {
+    (void)state;
+    const uint64_t state_before = random_state;
+    static const rocq_format outs[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q8_0};
+    for (int i = 0; i < 36; i++) {
+        mixture s = {.w = i % 4 == 3 ? ROCQ_F16 : i % 4 ? ROCQ_Q4_0 : ROCQ_Q5_K,
+                     .x = i % 5 == 4 ? ROCQ_Q8_0 : i % 5 == 2 ? ROCQ_F16 : ROCQ_F32,
+                     .y = outs[i % 3], .k = 256, .m = i % 2 ? 64 : 160, .n_experts = 1 + i % 7,
+                     .n_slots = 1 + i * 5 % 11, .n = i % 4 < 2 ? 1 : i % 8 < 4 ? 2 : 70,
+                     .precision = i % 6 < 4 ? ROCQ_PRECISION_F32 : ROCQ_PRECISION_F16,
+                     .raw = i % 9 == 5, .one_x = i % 7 < 3, .w2 = i % 4 < 2, .bias = i % 3 == 1,
+                     .weights = i % 5 < 2, .layout = (box_layout)(i % 3)};
+        s.residual = s.weights && i % 2;
+        if (s.w2 && s.y == ROCQ_F16) s.y = ROCQ_F32; // which the product of two sums could overflow
+        if (s.weights && s.layout == BOX_PERMUTED) s.layout = BOX_STRIDED;
+        if (s.w2 && i % 5 == 0) s.limit = i % 10 ? 0.5f : 7.0f;
+        else s.activation = i % 2 ? ROCQ_ACT_SILU : ROCQ_ACT_IDENTITY;
+        check_mixture(&s);
+    }
+    // One expert has all, which fills several tiles, and others none.
+    const mixture one = {.w = ROCQ_Q4_K, .m = 70, .k = 256, .n_experts = 2, .n_slots = 3, .n = 60,
+                         .one_x = true, .w2 = true, .activation = ROCQ_ACT_SILU};
+    check_mixture(&one);
+    // An id that is none: on sync, and nothing is read there.
+    for (int i = 0; i < 8; i++) {
+        const mixture bad = {.w = ROCQ_Q8_0, .m = 70, .k = 64, .n_experts = 5, .n_slots = 2,
+                             .n = i % 2 ? 30 : 1, .w2 = i / 2 % 2, .weights = i / 4 % 2,
+                             .bias = true, .bad = i % 3 ? 5 + i * 1000000 : -1};
+        check_mixture(&bad);
+    }
+    random_state = state_before;
+}
+
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_matmul_matvec),   cmocka_unit_test(test_matmul_tiles_f16),
@@ -2203,6 +2373,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_gather_backward), cmocka_unit_test(test_rope_backward),
         cmocka_unit_test(test_cross_entropy),   cmocka_unit_test(test_grad_norm),
         cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_route),
+        cmocka_unit_test(test_experts_formats),
+        cmocka_unit_test(test_experts_cases),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_repeatable),      cmocka_unit_test(test_no_work),
     };
