@@ -272,6 +272,12 @@
    stale data. A graph whose replay differs is run op by op from then on, as rocq_stats,
    rocq_get_info and the log say. examples/llama.h records and warms its step.
 
+   rocq_graph_launch_for runs a step in slices of so many microseconds, one in each frame of a game,
+   with the bits of the whole: on the CPU it returns between two ops once the time is over, on a GPU
+   it submits what is expected to fit and does not wait. A GPU context for this has its graphs
+   captured in pieces (rocq_desc.slice_us); half a millisecond is a good size. examples/frame.c
+   speaks in a render loop that way.
+
 
    >>time
    ------
@@ -384,6 +390,7 @@
               rocq_grad_norm, rocq_adamw; backward of rocq_rope, lse of rocq_attention. Adapters:
               lora_b and lora_t of rocq_matmul. rocq_trim gives scratch memory back.
               On the CPU a recorded graph is one parallel region; rocq_desc.run_tasks, cpu_tier.
+              A step in slices: rocq_graph_launch_for, rocq_desc.slice_us.
               The tuner tries a grid or a list of points; other searches, evaluators and its model
               of times are gone. What it saves is binary.
        0.1.0  formats, GGUF, CPU backend; GPU backend, graphs; pool, KV cache, loading, profile,
@@ -765,6 +772,8 @@ typedef struct rocq_desc {
     int32_t dispatch_us;       // a launch estimated to take more microseconds is cut in pieces;
                                // 0 = the preset's, -1 = never. A frame at 144 Hz has 6900
     bool no_graphs;            // rocq_graph_launch runs the recorded ops one by one
+    int32_t slice_us;          // GPU: a graph is captured in pieces expected to take so many
+                               // microseconds each, for rocq_graph_launch_for; 0 = in one
     rocq_precision precision;  // what AUTO means in every op of the context
     void (*log)(rocq_log_level level, const char *message, void *user); // NULL = silent
     void *log_user;
@@ -1513,6 +1522,27 @@ ROCQ_DEF rocq_result rocq_graph_begin(rocq_ctx *ctx);
 ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **graph);
 ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph);
 ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph); // twice is harmless
+
+// Launches a slice of a recorded graph: as many of its next ops as are expected to take us
+// microseconds, but at least one, so that a step is done in a bounded number of calls, one in a
+// frame. *done in: true begins a step with the first op, whatever had been begun; false goes on
+// with one, or begins one if there is none. *done out: all ops have run, and what they wrote can be
+// read without waiting; the next call then begins a step, whatever *done is. Results are bit for
+// bit those of rocq_graph_launch. Between slices other ops, copies and graphs may run, as long as
+// they leave alone what the step has still to read, and what it has written so far. E_ARGUMENT for
+// us < 0; any other failure (E_CANCELLED, E_BOUNDS, ...) ends the step, as rocq_graph_launch does.
+// No slice allocates, but as rocq_graph_launch does if scratch memory has moved.
+//     What an op takes is learned from slices: halfway from each time that it ran. CPU: a slice ends
+// between two ops, by the clock, and takes longer than us by what its last op takes longer than it
+// is expected to: all of it in a first step, of which nothing is known. GPU: a slice is submitted,
+// and not waited for. It is whole pieces of rocq_desc.slice_us, and without those the
+// ops are submitted one by one, which takes the caller's time instead: some microseconds an op. A
+// first step goes by estimates from bytes and operations. While the GPU has not finished an earlier
+// slice, because a renderer keeps it busy, a slice is one piece. Events are polled to find that
+// out; a runtime that cannot time them goes by the estimates, and *done is true when all is
+// submitted.
+ROCQ_DEF rocq_result rocq_graph_launch_for(rocq_ctx *ctx, rocq_graph *graph, int32_t us,
+                                           bool *done);
 
 // Checks an op's params exactly as the op itself would, and runs nothing. params points to the
 // struct that ROCQ_OPS names. why (may be NULL) receives the reason, valid until the next failure.
@@ -3031,7 +3061,7 @@ enum {
     ROCQ_HIP_MEMORY_KHZ = 60, ROCQ_HIP_UNITS = 63,
     ROCQ_HIP_TO_DEVICE = 1, ROCQ_HIP_TO_HOST = 2, ROCQ_HIP_ON_DEVICE = 3, // copy
     ROCQ_HIP_NON_BLOCKING = 1, ROCQ_HIP_NO_TIMING = 2, ROCQ_HIP_THREAD_LOCAL = 1,
-    ROCQ_HIP_OUT_OF_MEMORY = 2
+    ROCQ_HIP_OUT_OF_MEMORY = 2, ROCQ_HIP_NOT_READY = 600
 };
 
 // Defined by rocq_kernels.hip: the runtime and the kernels that the program is linked with.
@@ -3421,6 +3451,7 @@ typedef struct rocq__team {
     bool cancellable;
     rocq_result result;
     int32_t skipped;       // chunks were left out because of rocq_cancel (atomic)
+    struct rocq__slice *slice; // ends the run between two ops once its time is over, or NULL
     int32_t n_joined;      // threads of the team that run; each takes its number, 1 and up, from
                            // here (atomic)
 #if ROCQ__HAS_THREADS
@@ -4314,6 +4345,10 @@ static void rocq__team_sleep(rocq__team *team, int64_t seen, bool inside) {
 
 // -- stages --
 
+// Whether the next stage is to run now: false only between two ops of a graph, and then no stage is
+// left. Of a run with a slice (>>dispatch).
+static bool rocq__slice_goes_on(rocq__team *team);
+
 // Runs stages from `next` on, until one has more than a grain of items, and opens that. Called by
 // one thread at a time, while no stage is open.
 static void rocq__team_next(rocq__team *team, int32_t thread) {
@@ -4321,6 +4356,7 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
     const int64_t n_threads = ctx->desc.n_threads;
     while (team->result == ROCQ_OK && team->next < team->n_stages) {
         if (team->cancellable && rocq__load32(&ctx->cancelled)) break;
+        if (team->slice && !rocq__slice_goes_on(team)) break;
         rocq__stage *stage = &team->stages[team->next++];
         if (stage->begin) team->result = stage->begin(ctx, stage);
         if (team->result != ROCQ_OK || stage->n <= 0) continue;
@@ -16036,9 +16072,16 @@ static const rocq__chip *rocq__chip_of(const rocq_ctx *ctx) {
     return &ctx->gpu->chip;
 }
 
+// Microseconds that work is estimated to take, at half of each peak rate.
+static double rocq__estimate_us(const rocq__gpu *gpu, rocq__cost cost) {
+    const double work = (cost.flops - cost.matrix) / gpu->chip.flops_per_us +
+                        cost.matrix / gpu->chip.matrix_per_us;
+    return 2.0 * ROCQ__MAX(cost.bytes / gpu->chip.bytes_per_us, work);
+}
+
 // A kernel over grid_x by grid_z blocks. args is the kernel's args struct, which begins with
 // rocq_k_common. Where the estimate is over the time cap, grid_x is cut into launches of equal
-// size, each still large enough to fill the chip; the estimate assumes half of each peak rate.
+// size, each still large enough to fill the chip.
 static rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int64_t grid_z,
                                 int threads, void *args, rocq__cost cost) {
     rocq__gpu *gpu = ctx->gpu;
@@ -16047,10 +16090,7 @@ static rocq_result rocq__launch(rocq_ctx *ctx, int kernel, int64_t grid_x, int64
     const int64_t most = ROCQ__MIN((int64_t)INT32_MAX, (int64_t)UINT32_MAX / threads);
     int64_t step = grid_x;
     if (ctx->desc.dispatch_us > 0) {
-        const double work = (cost.flops - cost.matrix) / gpu->chip.flops_per_us +
-                            cost.matrix / gpu->chip.matrix_per_us;
-        const double us = 2.0 * ROCQ__MAX(cost.bytes / gpu->chip.bytes_per_us, work);
-        const double launches = ceil(us / ctx->desc.dispatch_us);
+        const double launches = ceil(rocq__estimate_us(gpu, cost) / ctx->desc.dispatch_us);
         const int64_t full = (2 * (int64_t)gpu->chip.n_units + grid_z - 1) / grid_z;
         if (launches > 1.0) step = (int64_t)ceil((double)grid_x / launches);
         step = ROCQ__MIN(ROCQ__MAX(step, full), grid_x);
@@ -19394,6 +19434,14 @@ typedef struct rocq__node {
     int32_t n_tensors;
     bool output[ROCQ__MAX_OPERANDS]; // tensor i is written
     bool kept[ROCQ__MAX_OPERANDS];   // tensor i is a KEPT operand
+    double ns;          // that it is expected to take, see rocq__learn
+    rocq__stage *stage; // CPU: its first one in the graph's plan
+    rocq__cost cost;    // GPU
+    // GPU: of an op that begins a piece, which is captured as one, the op behind that (NULL: there
+    // is none), the runtime's captured graph, and the kernels that it launches.
+    struct rocq__node *end;
+    void *exec;
+    int64_t n_launches;
 } rocq__node;
 
 // What an op, a graph or a copy does, for the profile (>>profile). Flops on the matrix unit are
@@ -19416,15 +19464,18 @@ struct rocq_graph {
     rocq__stage *stages; // [n_stages] on the CPU: of all ops. NULL: the ops are run one by one
     int32_t n_stages;
     const void *planned; // the scratch memory whose addresses the stages have
-    void *exec;       // the runtime's captured graph; NULL: the ops are run one by one
+    bool captured;    // all pieces are; else the ops are run one by one
     bool refused;     // do not capture again: the runtime could not, or its replay was wrong
-    bool checked;     // exec has been compared with the ops (rocq__replay_check)
-    // scratch_moves: the GPU's count when exec was captured; exec is stale once the GPU's differs,
-    // as the address of scratch memory is part of it. n_launches: kernels that exec launches.
-    int64_t scratch_moves, n_launches;
-#if ROCQ__HAS_PROFILE
-    rocq__work work;  // of all ops, when captured
-#endif
+    bool checked;     // the pieces have been compared with the ops (rocq__replay_check)
+    // The GPU's count when the pieces were captured; they are stale once the GPU's differs, as the
+    // address of scratch memory is part of them.
+    int64_t scratch_moves;
+    // A step in slices (rocq_graph_launch_for): it has begun and is not done; its next op, NULL if
+    // all have run or are submitted; on a GPU the first op that the marks stand around, the second
+    // mark before `at`; NULL: none, or their time is known.
+    bool begun;
+    rocq__node *at, *timed;
+    void *marks[2]; // events; NULL where they cannot be timed
 };
 
 static rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *params,
@@ -19680,9 +19731,9 @@ static rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *par
 // While a profile is on, each op, graph and copy is a region (>>profile), but not the ops that a
 // graph captures. These are all its hooks; they are empty without ROCQ__HAS_PROFILE.
 #if ROCQ__HAS_PROFILE
-static rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *params);
 static rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params);
-static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph);
+static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
+                                      const rocq__node *end);
 static rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
                                       bool piece);
 static rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes);
@@ -19742,6 +19793,9 @@ static rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
     return ROCQ_OK;
 }
 
+// What an op on a GPU is first expected to take besides its estimate, for its launches.
+enum { ROCQ__OP_NS = 4000 };
+
 static rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__begin_op(ctx, rocq__ops[op].name));
@@ -19754,6 +19808,10 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
     bool on_cpu;
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
     ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
+    if (rocq__on_gpu(ctx)) {
+        node->cost = rocq__cost_of(ctx, op, params);
+        node->ns = ROCQ__OP_NS + 1e3 * rocq__estimate_us(ctx->gpu, node->cost);
+    }
     if (graph->last) graph->last->next = node;
     else graph->first = node;
     graph->last = node;
@@ -19770,30 +19828,75 @@ static rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
     return rocq__fail(ctx, ROCQ_E_STATE, "%s: a graph is being recorded", call);
 }
 
-static rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq_graph *graph) {
-    for (const rocq__node *node = graph->first; node; node = node->next) {
+// Runs a graph's ops from first on, up to end or, if that is NULL, all.
+static rocq_result rocq__graph_run(rocq_ctx *ctx, const rocq__node *first, const rocq__node *end) {
+    for (const rocq__node *node = first; node != end; node = node->next) {
         ROCQ__TRY(rocq__run_on_device(ctx, node->op, node->params));
     }
     return ROCQ_OK;
 }
 
-// Waits for replays that may still run, and destroys the captured graph even if that fails.
+static void rocq__graph_drop(rocq_ctx *ctx, rocq_graph *graph) {
+    for (rocq__node *node = graph->first; node; node = node->next) {
+        if (node->exec) ctx->gpu->hip->graph_exec_destroy(node->exec);
+        node->exec = NULL;
+    }
+    graph->captured = false;
+}
+
+// Waits for replays that may still run, and destroys what was captured even if that fails.
 static rocq_result rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
-    if (!graph->exec) return ROCQ_OK;
+    if (!graph->captured) return ROCQ_OK;
     const int error = gpu->hip->stream_wait(gpu->stream);
-    gpu->hip->graph_exec_destroy(graph->exec);
-    graph->exec = NULL;
+    rocq__graph_drop(ctx, graph);
     return error == 0 || gpu->lost ? ROCQ_OK : rocq__hip_failed(ctx, "graph", error);
 }
 
-// Captures the ops, so that one submission replays them (graph->exec). Scratch memory gets its full
-// size first, since nothing may be allocated during a capture. E_DEVICE means that the runtime
-// cannot capture them; nothing is lost, and the ops can run one by one.
-static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
+// Cuts the graph of a GPU into pieces expected to take rocq_desc.slice_us at most, unless an op
+// alone takes longer; without that limit it is one piece.
+static void rocq__graph_cut(const rocq_ctx *ctx, rocq_graph *graph) {
+    rocq__node *piece = graph->first;
+    double ns = 0.0;
+    for (rocq__node *node = graph->first; node; node = node->next) {
+        if (ctx->desc.slice_us > 0 && node != piece && ns + node->ns > 1e3 * ctx->desc.slice_us) {
+            piece->end = node;
+            piece = node;
+            ns = 0.0;
+        }
+        ns += node->ns;
+    }
+    if (piece) piece->end = NULL;
+}
+
+// Captures the ops of a piece, so that one submission replays them.
+static rocq_result rocq__piece_capture(rocq_ctx *ctx, rocq__node *piece) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
+    const int64_t n_launches = ctx->stats.n_launches;
     void *captured = NULL;
+    int error = hip->capture_begin(gpu->stream, ROCQ_HIP_THREAD_LOCAL);
+    rocq_result result = ROCQ_OK;
+    if (error == 0) {
+        result = rocq__graph_run(ctx, piece, piece->end);
+        error = hip->capture_end(gpu->stream, &captured);
+    }
+    if (error == 0 && result == ROCQ_OK) {
+        error = hip->graph_instantiate(&piece->exec, captured, NULL, NULL, 0);
+        if (error != 0) piece->exec = NULL;
+    }
+    if (captured) hip->graph_destroy(captured);
+    if (error != 0 && result == ROCQ_OK) result = rocq__hip_failed(ctx, "graph", error);
+    piece->n_launches = ctx->stats.n_launches - n_launches;
+    ctx->stats.n_launches = n_launches;
+    return result;
+}
+
+// Captures all pieces. Scratch memory gets its full size first, since nothing may be allocated
+// during a capture. E_DEVICE means that the runtime cannot capture them; nothing is lost, and the
+// ops can run one by one.
+static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
+    rocq__gpu *gpu = ctx->gpu;
     ROCQ__TRY(rocq__graph_forget(ctx, graph));
     graph->checked = false;
     for (const rocq__node *node = graph->first; node; node = node->next) {
@@ -19803,33 +19906,15 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
         graph->scratch = ROCQ__MAX(graph->scratch, scratch);
     }
     ROCQ__TRY(rocq__reserve_hip(ctx, graph->scratch));
-    const int64_t n_launches = ctx->stats.n_launches;
-    gpu->trial = true;
-    int error = hip->capture_begin(gpu->stream, ROCQ_HIP_THREAD_LOCAL);
     rocq_result result = ROCQ_OK;
-    if (error == 0) {
-        result = rocq__graph_run(ctx, graph);
-        error = hip->capture_end(gpu->stream, &captured);
+    gpu->trial = true;
+    for (rocq__node *piece = graph->first; piece && result == ROCQ_OK; piece = piece->end) {
+        result = rocq__piece_capture(ctx, piece);
     }
-    if (error == 0 && result == ROCQ_OK) {
-        error = hip->graph_instantiate(&graph->exec, captured, NULL, NULL, 0);
-        if (error != 0) graph->exec = NULL;
-    }
-    if (captured) hip->graph_destroy(captured);
-    if (error != 0 && result == ROCQ_OK) result = rocq__hip_failed(ctx, "graph", error);
     gpu->trial = false;
-    graph->n_launches = ctx->stats.n_launches - n_launches;
+    graph->captured = result == ROCQ_OK;
+    if (!graph->captured) rocq__graph_drop(ctx, graph);
     graph->scratch_moves = gpu->scratch_moves;
-#if ROCQ__HAS_PROFILE
-    memset(&graph->work, 0, sizeof graph->work);
-    for (const rocq__node *node = graph->first; node; node = node->next) {
-        const rocq__work work = rocq__work_of(ctx, node->op, node->params);
-        graph->work.bytes += work.bytes;
-        graph->work.flops += work.flops;
-        graph->work.matrix += work.matrix;
-    }
-#endif
-    ctx->stats.n_launches = n_launches;
     return result;
 }
 
@@ -19855,7 +19940,8 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
     graph->planned = scratch;
     rocq__plan plan = {ctx, (char *)scratch, ROCQ__WORTH_STEP, graph->stages, 0,
                        memory + stages_size, 0};
-    for (const rocq__node *node = graph->first; node; node = node->next) {
+    for (rocq__node *node = graph->first; node; node = node->next) {
+        node->stage = plan.stages + plan.n_stages;
         rocq__ops[node->op].plan_cpu(&plan, node->op, node->params);
     }
     graph->n_stages = plan.n_stages;
@@ -19871,7 +19957,7 @@ static rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
         !hip->graph_destroy || !hip->graph_launch || !hip->graph_exec_destroy || graph->refused) {
         return ROCQ_OK;
     }
-    if (graph->exec && graph->scratch_moves == ctx->gpu->scratch_moves) return ROCQ_OK;
+    if (graph->captured && graph->scratch_moves == ctx->gpu->scratch_moves) return ROCQ_OK;
     rocq__attempt attempt;
     rocq__attempt_begin(ctx, &attempt);
     const rocq_result result = rocq__graph_capture(ctx, graph);
@@ -19889,22 +19975,165 @@ static rocq_result rocq__check_graph(rocq_ctx *ctx, const char *call, const rocq
     return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: not a graph of this context", call);
 }
 
-static rocq_result rocq__graph_submit(rocq_ctx *ctx, rocq_graph *graph) {
-    bool measured = false; // op by op
+// Whether the graph's plan is run: on the CPU, unless a profile has each op measured.
+static bool rocq__graph_planned(const rocq_ctx *ctx, const rocq_graph *graph) {
 #if ROCQ__HAS_PROFILE
-    measured = rocq__profiling(ctx);
+    if (rocq__profiling(ctx)) return false;
 #endif
-    if (graph->stages && !measured) {
+    (void)ctx;
+    return graph->stages != NULL;
+}
+
+// Runs or submits the ops from first on, up to end: of a graph that is captured, whole pieces.
+static rocq_result rocq__graph_submit(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
+                                      const rocq__node *end) {
+    if (rocq__graph_planned(ctx, graph)) { // always all
         return rocq__team_run(ctx, "graph_launch", graph->stages, graph->n_stages);
     }
-    if (!graph->exec) return rocq__graph_run(ctx, graph);
-    ROCQ__TRY_HIP("graph_launch", ctx->gpu->hip->graph_launch(graph->exec, ctx->gpu->stream));
-    ctx->stats.n_launches += graph->n_launches;
+    if (!graph->captured) return rocq__graph_run(ctx, first, end);
+    for (const rocq__node *piece = first; piece != end; piece = piece->end) {
+        ROCQ__TRY_HIP("graph_launch", ctx->gpu->hip->graph_launch(piece->exec, ctx->gpu->stream));
+        ctx->stats.n_launches += piece->n_launches;
+    }
     return ROCQ_OK;
+}
+
+// The same, as a region of the profile if that is on.
+static rocq_result rocq__graph_replay(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
+                                      const rocq__node *end) {
+#if ROCQ__HAS_PROFILE
+    if (rocq__profiling(ctx)) return rocq__region_graph(ctx, graph, first, end);
+#endif
+    return rocq__graph_submit(ctx, graph, first, end);
+}
+
+// -- slices: a step that is run for a limited time, again and again until it is done --
+// On the CPU a slice ends between two ops, by the clock. On a GPU, where nothing may be waited for,
+// it is as many pieces, or ops of a graph that is not captured, as are expected to fit. Both go by
+// the times that the ops have taken before; the first op of a slice is always run.
+
+// A slice on the CPU.
+typedef struct rocq__slice {
+    rocq__node *next, *running; // running: the op whose time is being taken, or NULL
+    int64_t begun, end;         // ns: when that op began, when the slice is to end
+} rocq__slice;
+
+// Follows changes halfway, but of a time beyond all others, as of an op in whose middle the thread
+// had to wait for its core, only as much as doubles what was expected.
+static void rocq__learn(double *ns, double taken) {
+    *ns = *ns > 0.0 ? 0.5 * (*ns + ROCQ__MIN(taken, 2.0 * *ns)) : taken;
+}
+
+// Takes the time of the op that has run, and moves on to the next if that is to run too.
+static bool rocq__slice_next(rocq__slice *slice) {
+    const int64_t now = rocq_time_ns();
+    const bool first = !slice->running;
+    if (!first) rocq__learn(&slice->running->ns, (double)(now - slice->begun));
+    slice->running = NULL;
+    if (!slice->next || !(first || (double)(slice->end - now) >= slice->next->ns)) return false;
+    slice->running = slice->next;
+    slice->next = slice->next->next;
+    slice->begun = now;
+    return true;
+}
+
+static bool rocq__slice_goes_on(rocq__team *team) {
+    rocq__slice *slice = team->slice;
+    while (slice->next && slice->next->stage == team->stages + team->next) {
+        if (rocq__slice_next(slice)) continue;
+        team->n_stages = team->next;
+        return false;
+    }
+    return true;
+}
+
+static rocq_result rocq__slice_cpu(rocq_ctx *ctx, rocq_graph *graph, int32_t us) {
+    rocq__slice slice = {graph->at, NULL, 0, rocq_time_ns() + 1000 * (int64_t)us};
+    rocq_result result = ROCQ_OK;
+    if (rocq__graph_planned(ctx, graph)) {
+        const int64_t n_done = graph->at->stage - graph->stages;
+        ctx->team.slice = &slice;
+        result = rocq__team_run(ctx, "graph_launch_for", graph->at->stage,
+                                graph->n_stages - (int32_t)n_done);
+        ctx->team.slice = NULL;
+        if (slice.running) rocq__slice_next(&slice); // the time of the last op
+    } else {
+        while (result == ROCQ_OK && rocq__slice_next(&slice)) {
+            result = rocq__run_on_device(ctx, slice.running->op, slice.running->params);
+        }
+    }
+    graph->at = slice.next;
+    return result;
+}
+
+// Finds out, without waiting, whether the GPU is through with the slices so far, and if so learns
+// from their time. Without marks it is taken to be.
+static rocq_result rocq__slice_poll(rocq_ctx *ctx, rocq_graph *graph, bool *through) {
+    float ms = 0.0f;
+    double expected = 0.0;
+    *through = true;
+    if (!graph->timed) return ROCQ_OK;
+    const int error = ctx->gpu->hip->event_elapsed(&ms, graph->marks[0], graph->marks[1]);
+    *through = error != ROCQ_HIP_NOT_READY;
+    if (!*through) return ROCQ_OK;
+    ROCQ__TRY_HIP("graph_launch_for", error);
+    for (rocq__node *node = graph->timed; node != graph->at; node = node->next) {
+        expected += node->ns;
+    }
+    for (rocq__node *node = graph->timed; node != graph->at; node = node->next) {
+        rocq__learn(&node->ns, 1e6 * (double)ms * node->ns / expected);
+    }
+    graph->timed = NULL;
+    return ROCQ_OK;
+}
+
+// Moves *node behind its piece, or op, and returns the nanoseconds that this is expected to take.
+static double rocq__slice_unit(const rocq_graph *graph, rocq__node **node) {
+    rocq__node *end = graph->captured ? (*node)->end : (*node)->next;
+    double ns = 0.0;
+    for (; *node != end; *node = (*node)->next) ns += (*node)->ns;
+    return ns;
+}
+
+// While the GPU is not through with earlier slices, a slice is only what it is at least.
+static rocq_result rocq__slice_hip(rocq_ctx *ctx, rocq_graph *graph, int32_t us, bool *through) {
+    const rocq_hip *hip = ctx->gpu->hip;
+    rocq__node *first = graph->at, *end = first, *next = first;
+    ROCQ__TRY(rocq__slice_poll(ctx, graph, through));
+    if (!first) return ROCQ_OK;
+    double left = *through ? 1e3 * us : 0.0;
+    do {
+        left -= rocq__slice_unit(graph, &end);
+        next = end;
+    } while (end && rocq__slice_unit(graph, &next) <= left);
+    if (graph->marks[0] && *through) {
+        ROCQ__TRY_HIP("graph_launch_for", hip->event_record(graph->marks[0], ctx->gpu->stream));
+        graph->timed = first;
+    }
+    ROCQ__TRY(rocq__graph_replay(ctx, graph, first, end));
+    graph->at = end;
+    if (graph->marks[0]) {
+        ROCQ__TRY_HIP("graph_launch_for", hip->event_record(graph->marks[1], ctx->gpu->stream));
+    }
+    return rocq__slice_poll(ctx, graph, through);
+}
+
+// If there can be none, slices go by estimates.
+static void rocq__graph_marks(const rocq_ctx *ctx, rocq_graph *graph) {
+    const rocq_hip *hip = ctx->gpu->hip;
+    if (!hip->event_elapsed || hip->event_create(&graph->marks[0], 0) != 0) {
+        graph->marks[0] = NULL;
+    } else if (hip->event_create(&graph->marks[1], 0) != 0) {
+        hip->event_destroy(graph->marks[0]);
+        graph->marks[0] = graph->marks[1] = NULL;
+    }
 }
 
 static void rocq__graph_delete(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__graph_forget(ctx, graph);
+    for (int i = 0; i < 2; i++) {
+        if (graph->marks[i]) ctx->gpu->hip->event_destroy(graph->marks[i]);
+    }
     for (rocq__node *node = graph->first, *next; node; node = next) {
         next = node->next;
         rocq__free(ctx, node);
@@ -21774,6 +22003,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
         bad = "unknown precision";
     }
     if (resolved.dispatch_us < -1) bad = "dispatch_us is less than -1";
+    if (resolved.slice_us < 0) bad = "slice_us is negative";
     if ((int)resolved.sharing < 0 || resolved.sharing > ROCQ_SHARING_COMPUTE_FIRST) {
         bad = "unknown preset in sharing";
     }
@@ -21965,7 +22195,11 @@ ROCQ_DEF rocq_result rocq_graph_end(rocq_ctx *ctx, rocq_graph **out) {
     ctx->recording = NULL;
     rocq_result result =
         out ? ROCQ_OK : rocq__fail(ctx, ROCQ_E_ARGUMENT, "graph_end: graph is NULL");
-    if (result == ROCQ_OK && rocq__on_gpu(ctx)) result = rocq__hip_enter(ctx, "graph_end");
+    if (result == ROCQ_OK && rocq__on_gpu(ctx)) {
+        result = rocq__hip_enter(ctx, "graph_end");
+        rocq__graph_marks(ctx, graph);
+        rocq__graph_cut(ctx, graph);
+    }
     if (result == ROCQ_OK) result = rocq__graph_prepare(ctx, graph);
     if (result == ROCQ_OK) *out = graph;
     else rocq__graph_delete(ctx, graph);
@@ -21978,10 +22212,38 @@ ROCQ_DEF rocq_result rocq_graph_launch(rocq_ctx *ctx, rocq_graph *graph) {
     ROCQ__TRY(rocq__check_graph(ctx, "graph_launch", graph));
     ROCQ__TRY(rocq__begin_op(ctx, "graph_launch"));
     ROCQ__TRY(rocq__graph_prepare(ctx, graph));
-#if ROCQ__HAS_PROFILE
-    if (rocq__profiling(ctx)) return rocq__region_graph(ctx, graph);
-#endif
-    return rocq__graph_submit(ctx, graph);
+    graph->begun = false;
+    return rocq__graph_replay(ctx, graph, graph->first, NULL);
+}
+
+static rocq_result rocq__graph_slice(rocq_ctx *ctx, rocq_graph *graph, int32_t us, bool *through) {
+    ROCQ__TRY(rocq__begin_op(ctx, "graph_launch_for"));
+    ROCQ__TRY(rocq__graph_prepare(ctx, graph));
+    if (!graph->begun) {
+        graph->at = graph->first;
+        graph->timed = NULL;
+    }
+    if (rocq__on_gpu(ctx)) return rocq__slice_hip(ctx, graph, us, through);
+    if (graph->at) ROCQ__TRY(rocq__slice_cpu(ctx, graph, us));
+    *through = true;
+    return ROCQ_OK;
+}
+
+ROCQ_DEF rocq_result rocq_graph_launch_for(rocq_ctx *ctx, rocq_graph *graph, int32_t us,
+                                           bool *done) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__not_recording(ctx, "graph_launch_for"));
+    ROCQ__TRY(rocq__check_graph(ctx, "graph_launch_for", graph));
+    if (us < 0 || !done) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "graph_launch_for: %s",
+                          done ? "us is negative" : "done is NULL");
+    }
+    bool through = false;
+    if (*done) graph->begun = false;
+    const rocq_result result = rocq__graph_slice(ctx, graph, us, &through);
+    if (result == ROCQ_OK) *done = through && !graph->at;
+    graph->begun = result == ROCQ_OK && !*done;
+    return result;
 }
 
 ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph) {
@@ -21989,7 +22251,7 @@ ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph) {
         return;
     }
     // Not rocq__hip_enter, whose message on a lost GPU would replace the one that has the cause.
-    if ((*graph)->exec) ctx->gpu->hip->set_device(ctx->gpu->device);
+    if (rocq__on_gpu(ctx)) ctx->gpu->hip->set_device(ctx->gpu->device);
     rocq__graph_delete(ctx, *graph);
     *graph = NULL;
 }
@@ -22435,12 +22697,6 @@ static void rocq__work_count(const rocq_ctx *ctx, rocq__work *work) {
     work->matrix = cost.matrix;
 }
 
-static rocq__work rocq__work_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
-    rocq__work work = rocq__work_named(op, params);
-    rocq__work_count(ctx, &work);
-    return work;
-}
-
 // -- regions --
 // While a profile is on, every call of a region becomes one event: its region (a name under a
 // parent), its times on the host, the pair of GPU marks around what it submitted, and the bytes and
@@ -22866,12 +23122,18 @@ static rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params
     return rocq__region_leave(ctx, rocq__run_here(ctx, op, params), &work);
 }
 
-// A captured graph is one piece with the work of all its ops; else each op is a region inside.
-static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph) {
-    rocq__work none, *work = graph->exec ? &graph->work : &none;
-    memset(&none, 0, sizeof none);
-    ROCQ__TRY(rocq__region_enter(ctx, "graph", NULL, graph->exec != NULL));
-    return rocq__region_leave(ctx, rocq__graph_submit(ctx, graph), work);
+// What is captured is one piece with the work of all its ops; else each op is a region inside.
+static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
+                                      const rocq__node *end) {
+    rocq__work work;
+    memset(&work, 0, sizeof work);
+    for (const rocq__node *node = first; graph->captured && node != end; node = node->next) {
+        work.bytes += node->cost.bytes;
+        work.flops += node->cost.flops;
+        work.matrix += node->cost.matrix;
+    }
+    ROCQ__TRY(rocq__region_enter(ctx, "graph", NULL, graph->captured));
+    return rocq__region_leave(ctx, rocq__graph_submit(ctx, graph, first, end), &work);
 }
 
 static rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes) {
@@ -23654,6 +23916,7 @@ static rocq_result rocq__tune_rule(rocq__tuning *t, double *ns) {
         ROCQ__TRY(rocq__tune_sample(t, &t->rule, t->rule_row, ns));
     }
     rocq_graph_destroy(t->ctx, &t->rule_row);
+    if (t->ctx->gpu->lost) return ROCQ_E_LOST; // which a function without a result has found
     const double most = ROCQ__TUNE_RUNS, fit = (double)ROCQ__TUNE_ROW_NS / *ns;
     const int32_t n = (int32_t)ROCQ__MAX(ROCQ__MIN(fit, most), 1.0);
     t->n_params = ROCQ__MIN(t->n_params, n);
@@ -24542,13 +24805,13 @@ static rocq_result rocq__replay_feed(rocq__replay *r, int b) {
 static rocq_result rocq__replay_runs(rocq__replay *r) {
     rocq_ctx *ctx = r->ctx;
     for (int i = 0; i < 2; i++) ROCQ__TRY(rocq__replay_feed(r, 0));
-    ROCQ__TRY(rocq__graph_submit(ctx, r->graph));
+    ROCQ__TRY(rocq__graph_submit(ctx, r->graph, r->graph->first, NULL));
     ROCQ__TRY(rocq__warm_kernels(ctx, r->graph));
     ROCQ__TRY(rocq__replay_feed(r, 1));
-    ROCQ__TRY(rocq__graph_submit(ctx, r->graph));
+    ROCQ__TRY(rocq__graph_submit(ctx, r->graph, r->graph->first, NULL));
     ROCQ__TRY(rocq__replay_launch(r, ROCQ_K_SAVE, r->size));
     ROCQ__TRY(rocq__replay_feed(r, 1));
-    ROCQ__TRY(rocq__graph_run(ctx, r->graph));
+    ROCQ__TRY(rocq__graph_run(ctx, r->graph->first, NULL));
     return rocq__replay_launch(r, ROCQ_K_COMPARE, r->size);
 }
 
@@ -24651,12 +24914,13 @@ static rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     ROCQ__TRY(rocq__ring_init(ctx, &gpu->ring, ROCQ__PIECE, ROCQ__PIECES));
     if (graph) ROCQ__TRY(rocq__graph_prepare(ctx, graph));
-    const bool due = graph && graph->exec && !graph->checked;
+    const bool due = graph && graph->captured && !graph->checked;
     if (due) ROCQ__TRY(rocq__replay_check(ctx, graph));
     if (!due || !graph->checked) {
         ROCQ__TRY(rocq__warm_kernels(ctx, graph));
-        if (graph && graph->exec && gpu->hip->graph_upload) {
-            ROCQ__TRY_HIP("graph", gpu->hip->graph_upload(graph->exec, gpu->stream));
+        for (rocq__node *piece = graph && graph->captured ? graph->first : NULL;
+             piece && gpu->hip->graph_upload; piece = piece->end) {
+            ROCQ__TRY_HIP("graph", gpu->hip->graph_upload(piece->exec, gpu->stream));
         }
     }
     ROCQ__TRY_HIP("warm", gpu->hip->stream_wait(gpu->stream));

@@ -97,15 +97,16 @@ static void open_refuses_bad_descs(void **state) {
                             .allocator = {counter_alloc, counter_free, &memory},
                             .log = log_keep,
                             .log_user = &log};
-    rocq_desc bad[6];
-    for (int i = 0; i < 6; i++) bad[i] = good;
+    rocq_desc bad[7];
+    for (int i = 0; i < 7; i++) bad[i] = good;
     bad[0].allocator.free = NULL;
     bad[1].prefer = (rocq_backend)7;
     bad[2].n_threads = -1;
     bad[3].memory_budget = -1;
     bad[4].scratch_bytes = -5;
+    bad[6].slice_us = -1;
     bad[5].cpu_tier = (rocq_cpu_tier)(ROCQ_CPU_AVX512 + 1);
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 7; i++) {
         rocq_ctx *ctx = (rocq_ctx *)&memory;
         log.n = 0;
         assert_int_equal(rocq_open(&ctx, &bad[i]), ROCQ_E_ARGUMENT);
@@ -180,6 +181,44 @@ static void every_failing_allocation_of_open_is_reported(void **state) {
         assert_null(ctx);
         assert_int_equal(memory.live, 0);
     }
+}
+
+static void slices_are_hard_to_misuse(void **state) {
+    (void)state;
+    const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = 1};
+    rocq_ctx *ctx, *other;
+    rocq_graph *graph = NULL, *stale;
+    float v[4] = {1, 2, 3, 4};
+    const int64_t ne = 4;
+    rocq_tensor x;
+    const rocq_scale_params twice = {.y = &x, .x = &x, .scale = 2};
+    bool done = true;
+    assert_int_equal(rocq_tensor_from_host(&x, v, ROCQ_F32, 1, &ne), ROCQ_OK);
+    assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+    assert_int_equal(rocq_open(&other, &desc), ROCQ_OK);
+    assert_int_equal(rocq_graph_launch_for(NULL, NULL, 0, &done), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_graph_launch_for(ctx, NULL, 0, &done), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
+    for (int i = 0; i < 3; i++) assert_int_equal(rocq_scale(ctx, &twice), ROCQ_OK);
+    assert_int_equal(rocq_graph_launch_for(ctx, NULL, 0, &done), ROCQ_E_STATE);
+    assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
+    stale = graph;
+    assert_int_equal(rocq_graph_launch_for(other, graph, 0, &done), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_graph_launch_for(ctx, graph, -1, &done), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_graph_launch_for(ctx, graph, 0, NULL), ROCQ_E_ARGUMENT);
+    assert_true(done && v[0] == 1);
+    assert_int_equal(rocq_graph_launch_for(ctx, graph, 0, &done), ROCQ_OK);
+    assert_true(!done && v[0] == 2);
+    // wrong arguments change nothing: the step goes on
+    assert_int_equal(rocq_graph_launch_for(ctx, graph, -1, &done), ROCQ_E_ARGUMENT);
+    assert_non_null(strstr(rocq_error(ctx), "us is negative"));
+    assert_int_equal(rocq_graph_launch_for(ctx, graph, 0, NULL), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_graph_launch_for(ctx, graph, INT32_MAX, &done), ROCQ_OK);
+    assert_true(done && v[0] == 8 && v[3] == 32);
+    rocq_graph_destroy(ctx, &graph);
+    assert_int_equal(rocq_graph_launch_for(ctx, stale, 0, &done), ROCQ_E_ARGUMENT);
+    rocq_close(&other);
+    rocq_close(&ctx);
 }
 
 static void buffers_are_aligned_counted_and_freed(void **state) {
@@ -1120,6 +1159,7 @@ static void ops_refuse_bad_operands(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(results_have_names_and_stable_codes),
+        cmocka_unit_test(slices_are_hard_to_misuse),
         cmocka_unit_test(open_fills_in_defaults),
         cmocka_unit_test(open_refuses_bad_descs),
         cmocka_unit_test(cpu_tiers),

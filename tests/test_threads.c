@@ -41,6 +41,7 @@ typedef struct step {
     int64_t n;
     rocq_tensor embedding, norm, q, k, v, out, gate, up, down, head; // weights
     rocq_tensor ids, pos, len, x, h, hq, qx, kx, vx, seen, ffn, logits, next, k_cache, v_cache;
+    rocq_tensor other_x, other, other_y; // of ops that are not the step's
 } step;
 
 static float noise(uint64_t *state) {
@@ -101,6 +102,9 @@ static void step_open(step *s, const rocq_desc *desc, int64_t n) {
     tensor(s, &s->ffn, ROCQ_Q8_0, FF, n);
     tensor(s, &s->logits, ROCQ_F32, VOCAB, n);
     tensor(s, &s->next, ROCQ_I32, n, 1);
+    tensor(s, &s->other_x, ROCQ_F32, EMBD, N);
+    tensor(s, &s->other, ROCQ_F32, EMBD, N);
+    tensor(s, &s->other_y, ROCQ_F32, FF, N);
     OK(rocq_tensor_3d(&s->arena, &s->k_cache, ROCQ_F16, DIM, KV_HEADS, CTX));
     OK(rocq_tensor_3d(&s->arena, &s->v_cache, ROCQ_F16, DIM, KV_HEADS, CTX));
 }
@@ -614,6 +618,185 @@ static void a_job_system_runs_the_pieces(void **state) {
     }
 }
 
+// -- slices --
+
+// What a step writes last, at one position after another, in slices of us microseconds. The second
+// step has none to go on with, and so begins without being told. ops: others between two slices.
+static uint64_t sliced_digest(step *s, rocq_graph *graph, int32_t us, bool ops, int *n_slices) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    const rocq_norm_params other = {.y = &s->other, .x = &s->other_x};
+    const rocq_matmul_params wide = {.y = &s->other_y, .w = &s->gate, .x = &s->other};
+    memset(rocq_tensor_data(&s->k_cache), 0x11, (size_t)rocq_tensor_size(&s->k_cache));
+    memset(rocq_tensor_data(&s->v_cache), 0x22, (size_t)rocq_tensor_size(&s->v_cache));
+    for (size_t i = 0; i < sizeof positions / sizeof positions[0]; i++) {
+        bool done = i != 1;
+        step_feed(s, positions[i]);
+        do {
+            OK(rocq_graph_launch_for(s->ctx, graph, us, &done));
+            ++*n_slices;
+            if (!ops || done) continue;
+            OK(rocq_rmsnorm(s->ctx, &other)); // and its scratch memory is the step's
+            OK(rocq_matmul(s->ctx, &wide));
+        } while (!done);
+        hash = digest(digest(hash, &s->x), &s->logits);
+        hash = digest(digest(digest(hash, &s->next), &s->k_cache), &s->v_cache);
+    }
+    return hash;
+}
+
+static int count_ops(const rocq_graph *graph) {
+    int n = 0;
+    for (const rocq__node *node = graph->first; node; node = node->next) n++;
+    return n;
+}
+
+// Slices of no time are single ops; of a little, some; of an hour, the whole step. Nothing is
+// allocated, and without a plan too the bits are those of the ops.
+static void slices_have_the_bits_of_the_step(void **state) {
+    (void)state;
+    static const int32_t counts[] = {1, 2, 5}, times[] = {0, 20, 100, 2000000000};
+    for (int i = 0; i < 3 * 2 * 2; i++) {
+        rocq_desc desc = with_threads(counts[i / 4]);
+        const int prompt = i / 2 % 2;
+        step s;
+        rocq_stats before, after;
+        desc.no_graphs = i % 2;
+        step_open(&s, &desc, prompt ? N : 1);
+        rocq_graph *graph = step_record(&s);
+        OK(rocq_rmsnorm(s.ctx, &(rocq_norm_params){.y = &s.other, .x = &s.other_x}));
+        OK(rocq_reserve(s.ctx, 1 << 20));
+        step_feed(&s, 0);
+        OK(rocq_graph_launch(s.ctx, graph));
+        OK(rocq_get_stats(s.ctx, &before));
+        for (int k = 0; k < 4; k++) {
+            int n = 0;
+            assert_true(sliced_digest(&s, graph, times[k], k % 2, &n) == wanted[prompt]);
+            if (k == 0) assert_int_equal(n, 4 * count_ops(graph));
+            if (k == 3) assert_int_equal(n, 4);
+            assert_true(n >= 4 && n <= 4 * count_ops(graph));
+        }
+        OK(rocq_get_stats(s.ctx, &after));
+        assert_int_equal(after.n_allocs, before.n_allocs);
+        step_close(&s);
+    }
+}
+
+// A step may be begun anew, left for a whole launch or for ever, follow its scratch memory, and be
+// measured by a profile on the way.
+static void a_step_in_slices_is_left_and_begun_anew(void **state) {
+    (void)state;
+    for (int32_t n = 1; n <= 5; n += 2) {
+        const rocq_desc desc = with_threads(n);
+        step s;
+        int slices = 0;
+        bool done = true;
+        step_open(&s, &desc, 1);
+        rocq_graph *graph = step_record(&s);
+        step_feed(&s, 3);
+        for (int i = 0; i < 5; i++) OK(rocq_graph_launch_for(s.ctx, graph, 0, &done));
+        assert_false(done);
+        assert_true(graph->at != graph->first);
+        assert_true(step_digest(&s, graph) == wanted[0]); // whole
+        OK(rocq_graph_launch_for(s.ctx, graph, 0, &done));
+        assert_true(graph->at == graph->first->next); // which left nothing to go on with
+        done = true;
+        OK(rocq_graph_launch_for(s.ctx, graph, 0, &done));
+        assert_true(graph->at == graph->first->next);
+        done = true;
+        assert_true(sliced_digest(&s, graph, 0, false, &slices) == wanted[0]);
+        OK(rocq_graph_launch_for(s.ctx, graph, 0, &done));
+        OK(rocq_reserve(s.ctx, s.ctx->scratch_size + (1 << 20)));
+        assert_true(sliced_digest(&s, graph, 10, false, &slices) == wanted[0]);
+        step_feed(&s, positions[3]);
+        done = true;
+        for (int i = 0; !done || i == 0; i++) {
+            if (i == 2) OK(rocq_reserve(s.ctx, s.ctx->scratch_size + (1 << 20)));
+            if (i == 4) OK(rocq_profile_start(s.ctx, NULL));
+            if (i == 6) OK(rocq_profile_stop(s.ctx));
+            OK(rocq_graph_launch_for(s.ctx, graph, 0, &done));
+        }
+        OK(rocq_graph_launch_for(s.ctx, graph, 0, &done));
+        rocq_graph_destroy(s.ctx, &graph); // half run
+        assert_true(step_digest(&s, NULL) == wanted[0]);
+        step_close(&s);
+    }
+}
+
+// An error and a cancel, between slices and inside of one, end the step: the next slice begins one.
+static void a_slice_that_fails_ends_the_step(void **state) {
+    (void)state;
+    for (int32_t n = 1; n <= 5; n += 2) {
+        const rocq_desc desc = with_threads(n);
+        step s;
+        int slices = 0;
+        step_open(&s, &desc, 1);
+        rocq_graph *graph = step_record(&s);
+        for (int round = 0; round < 3; round++) {
+            rocq_result result = ROCQ_OK;
+            bool done = true;
+            step_feed(&s, 3);
+            for (int i = 0; i < 3; i++) OK(rocq_graph_launch_for(s.ctx, graph, 0, &done));
+            if (round == 0) rocq_cancel(s.ctx);
+            else if (round == 1) *(int32_t *)rocq_tensor_data(&s.len) = CTX + 1;
+            else OK(rocq_graph_launch_for(s.ctx, graph, 1000000, &done));
+            while (!done && result == ROCQ_OK) {
+                result = rocq_graph_launch_for(s.ctx, graph, 0, &done);
+            }
+            assert_int_equal(result, round == 0   ? ROCQ_E_CANCELLED
+                                     : round == 1 ? ROCQ_E_BOUNDS
+                                                  : ROCQ_OK);
+            assert_int_equal(done, round == 2);
+            assert_false(graph->begun);
+            if (round == 0) {
+                assert_int_equal(rocq_graph_launch_for(s.ctx, graph, 0, &done), ROCQ_E_CANCELLED);
+            }
+            OK(rocq_sync(s.ctx));
+            assert_true(sliced_digest(&s, graph, 5, false, &slices) == wanted[0]);
+        }
+        step_close(&s);
+    }
+}
+
+static void slices_are_cancelled_from_another_thread(void **state) {
+    (void)state;
+    step s;
+    pthread_t thread;
+    const rocq_desc desc = with_threads(4);
+    int n_cancelled = 0, slices = 0;
+    bool done = true;
+    step_open(&s, &desc, N);
+    rocq_graph *graph = step_record(&s);
+    canceller c = {s.ctx, 0};
+    step_feed(&s, 3);
+    assert_int_equal(pthread_create(&thread, NULL, cancel_again_and_again, &c), 0);
+    for (int i = 0; i < 100 || (n_cancelled < 3 && i < 10000); i++) {
+        const rocq_result result = rocq_graph_launch_for(s.ctx, graph, 300, &done);
+        if (result != ROCQ_OK) assert_int_equal(result, ROCQ_E_CANCELLED);
+        n_cancelled += result != ROCQ_OK;
+        if (result != ROCQ_OK) OK(rocq_sync(s.ctx));
+    }
+    rocq__store32(&c.stop, 1);
+    assert_int_equal(pthread_join(thread, NULL), 0);
+    assert_true(n_cancelled >= 3);
+    OK(rocq_sync(s.ctx));
+    assert_true(sliced_digest(&s, graph, 100, true, &slices) == wanted[1]);
+    step_close(&s);
+}
+
+// What is expected of an op follows what it took, but an outlier only so far.
+static void times_of_ops_are_learned(void **state) {
+    (void)state;
+    double ns = 0;
+    rocq__learn(&ns, 1000);
+    assert_true(ns == 1000);
+    rocq__learn(&ns, 1e9);
+    assert_true(ns == 1500);
+    for (int i = 0; i < 30; i++) rocq__learn(&ns, 400);
+    assert_true(fabs(ns - 400) < 1);
+    for (int i = 0; i < 60; i++) rocq__learn(&ns, 40000);
+    assert_true(fabs(ns - 40000) < 1);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(stages_follow_each_other),
@@ -629,6 +812,11 @@ int main(void) {
         cmocka_unit_test(a_launch_is_cancelled_from_another_thread),
         cmocka_unit_test(a_long_stage_is_cancelled_between_chunks),
         cmocka_unit_test(a_job_system_runs_the_pieces),
+        cmocka_unit_test(times_of_ops_are_learned),
+        cmocka_unit_test(slices_have_the_bits_of_the_step),
+        cmocka_unit_test(a_step_in_slices_is_left_and_begun_anew),
+        cmocka_unit_test(a_slice_that_fails_ends_the_step),
+        cmocka_unit_test(slices_are_cancelled_from_another_thread),
     };
     const int failed = cmocka_run_group_tests(tests, compute_wanted, NULL);
     free(weights);

@@ -408,6 +408,8 @@ static void step_feed(step *s) {
     assert_int_equal(rocq_upload(s->ctx, &s->inputs, words, sizeof words), ROCQ_OK);
 }
 
+static int32_t slice_us; // of the next contexts
+
 static void step_open(step *s, rocq_desc desc, int32_t page_size, rocq_format format) {
     const rocq_kv_desc kv = {.n_layers = LAYERS, .n_kv_heads = 1, .head_dim = HEAD, .k_format = format,
                              .v_format = format, .n_ctx = CELLS, .page_size = page_size};
@@ -427,6 +429,7 @@ static void step_open(step *s, rocq_desc desc, int32_t page_size, rocq_format fo
     desc.n_threads = 1;
     desc.log = step_log;
     desc.log_user = s;
+    desc.slice_us = slice_us;
     for (int i = 0; i < D * D; i++) values[i] = value_of(i) / 8.0f;
     assert_int_equal(rocq_open(&s->ctx, &desc), ROCQ_OK);
     assert_int_equal(rocq_kv_create(s->ctx, &s->kv, &kv), ROCQ_OK);
@@ -526,15 +529,16 @@ static int64_t check_replay(int how, int node, int32_t page_size, rocq_format fo
     step_open(&s, desc, page_size, format);
     step_elsewhere(&s);
     step_record(&s);
-    assert_non_null(s.graph->exec);
-    const int64_t n = s.graph->n_launches;
+    assert_true(s.graph->captured);
+    int64_t n = 0;
+    for (const rocq__node *piece = s.graph->first; piece; piece = piece->end) n += piece->n_launches;
     step_read(&s, s.had);
     for (int again = 0; again < 2; again++) {
         assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
         assert_int_equal(rocq_get_stats(s.ctx, &stats), ROCQ_OK);
         assert_int_equal(rocq_get_info(s.ctx, &info), ROCQ_OK);
         if (stats.n_replays_refused != wrong || stats.n_replays_checked != 1 ||
-            (s.graph->exec != NULL) == wrong) {
+            s.graph->captured == wrong) {
             fail_msg("way %d, launch %d: %d checked, %d refused: %s", how, node,
                      (int)stats.n_replays_checked, (int)stats.n_replays_refused, info.replay);
         }
@@ -595,8 +599,8 @@ static void test_replay_each(void **state) {
     step_record(&s);
     assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
     assert_int_equal(rocq_warm(s.ctx, right), ROCQ_OK);
-    assert_non_null(right->exec);
-    assert_null(s.graph->exec);
+    assert_true(right->captured);
+    assert_false(s.graph->captured);
     assert_int_equal(rocq_get_stats(s.ctx, &stats), ROCQ_OK);
     assert_int_equal(stats.n_replays_checked, 2);
     assert_int_equal(stats.n_replays_refused, 1);
@@ -641,7 +645,7 @@ static void test_replay_budget(void **state) {
     assert_true(step_same(&s));
     assert_int_equal(rocq_get_stats(s.ctx, &stats), ROCQ_OK);
     assert_int_equal(stats.n_replays_checked, 0);
-    assert_non_null(s.graph->exec);
+    assert_true(s.graph->captured);
     assert_int_equal(rocq_graph_launch(s.ctx, s.graph), ROCQ_OK);
     step_results(&s, &found);
     assert_memory_equal(&found, &expected, sizeof found);
@@ -683,6 +687,286 @@ static void test_replay_failures(void **state) {
     if (n_failed <= 20 || n_lost != 1) fail_msg("%d failed, %d lost", n_failed, n_lost);
 }
 
+// -- slices --
+
+static int count_pieces_of(const step *s) {
+    int n = 0;
+    for (const rocq__node *piece = s->graph->first; piece; piece = piece->end) n++;
+    return n;
+}
+
+// A graph in pieces is found out like one in one.
+static void test_pieces_replay(void **state) {
+    (void)state;
+    slice_us = 20; // four or five ops
+    const int64_t n = check_replay(SIMT_REPLAY_RIGHT, -1, 0, ROCQ_F16);
+    assert_true(n >= 3 + 5 * LAYERS);
+    for (int how = SIMT_REPLAY_STALE_ARGS; how <= SIMT_REPLAY_DROPPED; how++) {
+        check_replay(how, -1, 4, ROCQ_F16);
+        check_replay(how, 1, 0, ROCQ_Q8_0); // in each piece
+    }
+    slice_us = 0;
+}
+
+// Pieces are as long as was asked for by what is expected of their ops, of which each is in one.
+static void test_pieces(void **state) {
+    (void)state;
+    for (slice_us = 1; slice_us <= 1000; slice_us *= 10) {
+        static step s;
+        const rocq_desc desc = {0};
+        int n_ops = 0, n_pieces = 0;
+        step_open(&s, desc, 0, ROCQ_F16);
+        step_record(&s);
+        for (const rocq__node *piece = s.graph->first; piece; piece = piece->end, n_pieces++) {
+            double ns = 0;
+            int n = 0;
+            for (const rocq__node *node = piece; node != piece->end; node = node->next, n++) {
+                assert_true(node->ns >= ROCQ__OP_NS && node->ns < 1e6);
+                assert_true((node->exec != NULL) == (node == piece));
+                ns += node->ns;
+            }
+            assert_true(n == 1 || ns <= 1e3 * slice_us);
+            n_ops += n;
+        }
+        assert_int_equal(n_ops, 3 + 5 * LAYERS);
+        if (slice_us == 1) assert_int_equal(n_pieces, n_ops);
+        if (slice_us == 1000) assert_int_equal(n_pieces, 1);
+        step_close(&s);
+    }
+    slice_us = 0;
+}
+
+static double clock_ms; // of the stand-in: a tick each time that an event is recorded
+static double tick_ms = 0.03;
+static double ticking(void) { return clock_ms += tick_ms; }
+
+// A step in slices: submitted, not waited for, without an allocation, in any way that it can be
+// replayed, with ops between them and without.
+static void check_slices(rocq_desc desc, int32_t piece_us, int32_t us, bool at_once, bool others) {
+    static step s;
+    step_result expected, found;
+    rocq_stats before, after;
+    const rocq_norm_params other = {.y = &s.seen, .x = &s.x}; // written before it is read
+    step_expected(0, ROCQ_F16, &expected);
+    slice_us = piece_us;
+    step_open(&s, desc, 0, ROCQ_F16);
+    slice_us = 0;
+    step_record(&s);
+    assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
+    assert_int_equal(rocq_get_stats(s.ctx, &before), ROCQ_OK);
+    simt_set_work(at_once ? SIMT_AT_ONCE : SIMT_LATE);
+    for (int round = 0; round < 4; round++) {
+        int n = 0;
+        bool done = round % 2;
+        step_feed(&s);
+        do {
+            const bool waits = !at_once && s.graph->marks[0], ran = n > 3;
+            rocq__node *was = s.graph->at;
+            if (others && n == 0) assert_int_equal(rocq_rmsnorm(s.ctx, &other), ROCQ_OK);
+            assert_int_equal(rocq_graph_launch_for(s.ctx, s.graph, us, &done), ROCQ_OK);
+            if (waits && !ran && n > 0 && was) { // the GPU has not begun: one piece more
+                assert_ptr_equal(s.graph->at, s.graph->captured ? was->end : was->next);
+            }
+            assert_int_equal(done, waits ? ran && !was : !s.graph->at);
+            if (waits && n >= 3) assert_int_equal(rocq_sync(s.ctx), ROCQ_OK);
+            if (++n > 100) fail_msg("%d slices", n);
+        } while (!done);
+        if (us == 0) {
+            const int least = s.graph->captured ? count_pieces_of(&s) : 3 + 5 * LAYERS;
+            assert_true(n >= least && n <= (least > 4 ? least : 4) + 1);
+        }
+        step_results(&s, &found);
+        assert_memory_equal(&found, &expected, sizeof found);
+    }
+    assert_int_equal(rocq_graph_launch(s.ctx, s.graph), ROCQ_OK);
+    step_results(&s, &found);
+    assert_memory_equal(&found, &expected, sizeof found);
+    assert_int_equal(rocq_get_stats(s.ctx, &after), ROCQ_OK);
+    assert_int_equal(after.n_allocs, before.n_allocs);
+    simt_set_work(SIMT_LATE);
+    step_close(&s);
+}
+static void test_slices(void **state) {
+    (void)state;
+    rocq_desc desc = {0};
+    for (int i = 0; i < 2 * 3 * 2; i++) {
+        const int32_t us[] = {0, 30, 2000000000};
+        check_slices(desc, 0, us[i % 3], i / 3 % 2, i / 6); // op by op
+        check_slices(desc, 12, us[i % 3], i / 3 % 2, i / 6);
+    }
+    check_slices(desc, 1, 0, true, true);
+    check_slices(desc, 1000, 0, false, true);
+    desc.no_graphs = true;
+    check_slices(desc, 20, 30, false, true);
+    simt_set_optional(0); // no graphs, and no times of events
+    check_slices(desc, 20, 30, false, true);
+    check_slices(desc, 20, 0, true, false);
+    simt_set_optional(1);
+}
+
+// What was expected follows the time between the marks: here 30 us however much there is between
+// them, at first more, in the end less than what fits.
+static void test_slices_learn(void **state) {
+    (void)state;
+    static step s;
+    rocq_desc desc = {0};
+    bool done = true;
+    simt_set_clock(ticking);
+    simt_set_work(SIMT_AT_ONCE);
+    slice_us = 1;
+    step_open(&s, desc, 0, ROCQ_F16);
+    slice_us = 0;
+    step_record(&s);
+    int n[12];
+    for (int step_number = 0; step_number < 12; step_number++) {
+        step_feed(&s);
+        n[step_number] = 0;
+        do {
+            assert_int_equal(rocq_graph_launch_for(s.ctx, s.graph, 60, &done), ROCQ_OK);
+            n[step_number]++;
+        } while (!done);
+        if (step_number == 5) tick_ms = 0.12;
+    }
+    assert_true(n[0] >= 2); // 18 ops of some 4 us
+    assert_true(n[5] < n[0]); // two or more of 30 us fit, so they are taken for less, and so on
+    assert_int_equal(n[5], 1);
+    assert_true(n[11] > n[5]); // two of 120 us do not
+    simt_set_clock(NULL);
+    simt_set_work(SIMT_LATE);
+    tick_ms = 0.03;
+    step_close(&s);
+}
+
+// A slice that is cancelled ends the step; a half-run graph is launched whole, follows its scratch
+// memory, is tuned, warmed, and destroyed.
+static void test_slices_left(void **state) {
+    (void)state;
+    static step s;
+    step_result expected, found;
+    const rocq_desc desc = {0};
+    bool done = true;
+    step_expected(0, ROCQ_F16, &expected);
+    slice_us = 20;
+    step_open(&s, desc, 0, ROCQ_F16);
+    slice_us = 0;
+    step_record(&s);
+    assert_true(count_pieces_of(&s) >= 4);
+    for (int way = 0; way < 4; way++) {
+        int n = 0;
+        done = true;
+        step_feed(&s);
+        for (; n < 2; n++) {
+            assert_int_equal(rocq_graph_launch_for(s.ctx, s.graph, 0, &done), ROCQ_OK);
+        }
+        assert_ptr_equal(s.graph->at, s.graph->first->end->end);
+        if (way == 0) {
+            rocq_cancel(s.ctx);
+            assert_int_equal(rocq_graph_launch_for(s.ctx, s.graph, 0, &done), ROCQ_E_CANCELLED);
+            assert_false(done);
+            assert_int_equal(rocq_sync(s.ctx), ROCQ_OK);
+            n = 0;
+        } else if (way == 1) {
+            assert_int_equal(rocq_graph_launch(s.ctx, s.graph), ROCQ_OK);
+            n = 0;
+        } else if (way == 2) { // captured again, in the same pieces
+            assert_int_equal(rocq_reserve(s.ctx, s.ctx->stats.scratch_bytes + (1 << 16)), ROCQ_OK);
+        } else {
+            assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
+        }
+        for (; !done; n++) {
+            assert_int_equal(rocq_graph_launch_for(s.ctx, s.graph, 0, &done), ROCQ_OK);
+            assert_int_equal(rocq_sync(s.ctx), ROCQ_OK);
+        }
+        assert_true(n == count_pieces_of(&s) || n == count_pieces_of(&s) + 1);
+        step_results(&s, &found);
+        assert_memory_equal(&found, &expected, sizeof found);
+    }
+    assert_int_equal(rocq_graph_launch_for(s.ctx, s.graph, 0, &done), ROCQ_OK);
+    step_close(&s); // destroys it
+}
+
+// A profile measures slices as graphs, with the work of their ops.
+static void test_slices_profiled(void **state) {
+    (void)state;
+    static step s;
+    rocq_region_stats region;
+    double flops = 0;
+    const rocq_desc desc = {0};
+    const rocq_profile_desc all = {.cost = 1.0};
+    bool done = true;
+    slice_us = 20;
+    step_open(&s, desc, 0, ROCQ_F16);
+    slice_us = 0;
+    step_record(&s);
+    for (const rocq__node *node = s.graph->first; node; node = node->next) flops += node->cost.flops;
+    simt_set_work(SIMT_AT_ONCE);
+    assert_int_equal(rocq_profile_start(s.ctx, &all), ROCQ_OK);
+    do {
+        assert_int_equal(rocq_graph_launch_for(s.ctx, s.graph, 0, &done), ROCQ_OK);
+    } while (!done);
+    assert_int_equal(rocq_graph_launch(s.ctx, s.graph), ROCQ_OK);
+    assert_int_equal(rocq_profile_stop(s.ctx), ROCQ_OK);
+    assert_int_equal(rocq_profile_count(s.ctx), 1);
+    assert_int_equal(rocq_profile_region(s.ctx, 0, &region), ROCQ_OK);
+    assert_string_equal(region.name, "graph");
+    assert_int_equal(region.calls, count_pieces_of(&s) + 1);
+    assert_true(fabs(region.flops - 2 * flops) <= 1e-9 * flops);
+    simt_set_work(SIMT_LATE);
+    step_close(&s);
+}
+
+// Any call of the runtime that fails: a code, a context that is lost or goes on, and nothing left.
+static void test_slices_failures(void **state) {
+    (void)state;
+    step_result expected, found;
+    int n_lost = 0;
+    step_expected(0, ROCQ_F16, &expected);
+    for (int64_t at = 1;; at++) {
+        static step s;
+        const rocq_desc desc = {0};
+        bool done = true;
+        rocq_result result = ROCQ_OK;
+        slice_us = 20;
+        step_open(&s, desc, 0, ROCQ_F16);
+        slice_us = 0;
+        simt_set_work(SIMT_AT_ONCE);
+        const int64_t calls = simt_calls();
+        simt_fail_once(at, at % 2 ? ROCQ_HIP_OUT_OF_MEMORY : 719);
+        result = rocq_graph_begin(s.ctx);
+        if (result == ROCQ_OK) {
+            const rocq_result recorded = step_ops(&s);
+            result = rocq_graph_end(s.ctx, &s.graph);
+            if (recorded != ROCQ_OK) { // not all of it
+                result = recorded;
+                rocq_graph_destroy(s.ctx, &s.graph);
+            }
+        }
+        for (int i = 0; (i == 0 || !done) && result == ROCQ_OK; i++) {
+            result = rocq_graph_launch_for(s.ctx, s.graph, i, &done);
+        }
+        const bool all = simt_calls() - calls < at;
+        simt_fail_at(0, 0);
+        assert_int_equal(s.ctx->gpu->lost, result == ROCQ_E_LOST);
+        assert_true(result == ROCQ_OK || result == ROCQ_E_LOST || result == ROCQ_E_MEMORY);
+        n_lost += result == ROCQ_E_LOST;
+        if (result == ROCQ_E_MEMORY && s.graph) { // the next slice begins anew
+            assert_false(s.graph->begun);
+            do {
+                result = rocq_graph_launch_for(s.ctx, s.graph, 50, &done);
+            } while (result == ROCQ_OK && !done);
+            assert_int_equal(result, ROCQ_OK);
+        }
+        if (result == ROCQ_OK) {
+            step_results(&s, &found);
+            assert_memory_equal(&found, &expected, sizeof found);
+        }
+        simt_set_work(SIMT_LATE);
+        step_close(&s);
+        if (all) break;
+    }
+    assert_true(n_lost >= 4);
+}
+
 static void test_misuse(void **state) {
     (void)state;
     const rocq_backend backends[] = {ROCQ_BACKEND_CPU, ROCQ_BACKEND_GPU};
@@ -697,6 +981,9 @@ static void test_misuse(void **state) {
         assert_int_equal(rocq_graph_end(k.ctx, &k.graph), ROCQ_OK);
         assert_int_equal(rocq_warm(other.ctx, k.graph), ROCQ_E_ARGUMENT);
         assert_int_equal(rocq_warm(k.ctx, k.graph), ROCQ_OK); // without ops
+        bool done = false;
+        assert_int_equal(rocq_graph_launch_for(k.ctx, k.graph, 0, &done), ROCQ_OK); // nor slices
+        assert_true(done);
         rocq_cancel(k.ctx);
         assert_int_equal(rocq_warm(k.ctx, NULL), ROCQ_E_CANCELLED);
         work_close(&other);
@@ -774,7 +1061,8 @@ static void test_no_memory(void **state) {
     assert_true(n_failed > 4); // three ops and their memory
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_cpu),        cmocka_unit_test(test_gpu),
         cmocka_unit_test(test_rehearsal),  cmocka_unit_test(test_threads),
@@ -785,7 +1073,10 @@ int main(void) {
         cmocka_unit_test(test_replay_stale_args), cmocka_unit_test(test_replay_stale_copies),
         cmocka_unit_test(test_replay_dropped), cmocka_unit_test(test_replay_each),
         cmocka_unit_test(test_replay_status), cmocka_unit_test(test_replay_budget),
-        cmocka_unit_test(test_replay_failures),
+        cmocka_unit_test(test_replay_failures), cmocka_unit_test(test_pieces),
+        cmocka_unit_test(test_pieces_replay), cmocka_unit_test(test_slices),
+        cmocka_unit_test(test_slices_learn), cmocka_unit_test(test_slices_left),
+        cmocka_unit_test(test_slices_profiled), cmocka_unit_test(test_slices_failures),
     };
     return cmocka_run_group_tests_name("warm", tests, NULL, NULL);
 }
