@@ -69,7 +69,7 @@ typedef struct llama_layer {
     rocq_tensor up, up_bias;            // [n_embd, FF], [FF]
     rocq_tensor down, down_bias;        // [FF, n_embd], [n_embd]
     rocq_tensor ffn_post_norm;          // [n_embd]                   gemma
-    // Of mixtures: E is n_experts, XF is expert_ff. What is above then is the shared expert, if any.
+    // Of mixtures: E is n_experts, XF is expert_ff. The above then is the shared expert, if any.
     rocq_tensor router, router_bias;           // [n_embd, E], [E]
     rocq_tensor expert_gate, expert_gate_bias; // [n_embd, XF, E], [XF, E]
     rocq_tensor expert_up, expert_up_bias;     // [n_embd, XF, E], [XF, E]
@@ -600,7 +600,8 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
         .q = &q_heads, .k = &k_heads, .v = &v_heads, .k_cache = &cache->k_cache,
         .v_cache = &cache->v_cache, .pos = &pos, .cell = &cells, .rope = l->rope};
     const rocq_attention_params attend = {
-        .out = &seen_heads, .q = &q_heads, .k = &cache->k, .v = &cache->v, .sinks = llama__maybe(&l->sinks), .kv_len = &kv_len,
+        .out = &seen_heads, .q = &q_heads, .k = &cache->k, .v = &cache->v,
+        .sinks = llama__maybe(&l->sinks), .kv_len = &kv_len,
         .page_table = llama__maybe(&cache->page_table), .page_size = cache->page_size,
         .scale = m->attention_scale, .softcap = m->attention_softcap, .window = l->window,
         .causal = true};

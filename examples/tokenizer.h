@@ -432,20 +432,36 @@ static int64_t tok__rule_seed_coder(const tok__chars *x, int64_t at, int64_t end
     return tok__rule_letters(x, at, end, 1, "");
 }
 
-// [^\r\n\p{L}\p{N}]?U*W+|[^\r\n\p{L}\p{N}]?U+W*|\p{N}| rest, where U is any letter but a-z, and W
-// any but A-Z: capitals begin a word.
-static int64_t tok__rule_tekken(const tok__chars *x, int64_t at, int64_t end) {
+// [^\r\n\p{L}\p{N}]?U*W+(?:'s)?|[^\r\n\p{L}\p{N}]?U+W*(?:'s)?|\p{N}{1,digits}| rest, where U is any
+// letter but a-z, and W any but A-Z: capitals begin a word. 's is any contraction in any case, and
+// is there where contractions is set.
+static int64_t tok__rule_capitals(const tok__chars *x, int64_t at, int64_t end, int digits,
+                                  bool contractions) {
+    int64_t i = at + 1;
     if (!tok__starts_letters(x, at, end)) {
-        return x->kind[at] == TOK__NUMBER ? at + 1 : tok__rest(x, at, end, "\r\n/");
+        if (x->kind[at] != TOK__NUMBER) return tok__rest(x, at, end, "\r\n/");
+        while (i < end && i < at + digits && x->kind[i] == TOK__NUMBER) i++;
+        return i;
     }
     const int64_t first = at + (x->kind[at] == TOK__LETTER ? 0 : 1);
-    int64_t i = first;
-    while (i < end && x->kind[i] == TOK__LETTER && !(x->code[i] >= 'a' && x->code[i] <= 'z')) i++;
+    for (i = first; i < end && x->kind[i] == TOK__LETTER; i++) {
+        if (x->code[i] >= 'a' && x->code[i] <= 'z') break;
+    }
     const int64_t capitals = i;
     while (i < end && x->kind[i] == TOK__LETTER && !(x->code[i] >= 'A' && x->code[i] <= 'Z')) i++;
-    if (i > capitals) return i;
-    while (i > first && x->code[i - 1] < 0x80) i--; // W+ takes the last letter that is not A-Z
-    return i > first ? i : capitals;
+    if (i == capitals) {
+        while (i > first && x->code[i - 1] < 0x80) i--; // W+ takes the last letter that is not A-Z
+        if (i == first) i = capitals;
+    }
+    return i + (contractions && i < end ? tok__contraction(x, i, end, true) : 0);
+}
+
+static int64_t tok__rule_tekken(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__rule_capitals(x, at, end, 1, false);
+}
+
+static int64_t tok__rule_gpt4o(const tok__chars *x, int64_t at, int64_t end) {
+    return tok__rule_capitals(x, at, end, 3, true);
 }
 
 // The rules from here on find runs of the characters of some set, and what lies between.
@@ -621,6 +637,7 @@ static const tok__pre tok__pres[] = {
      {tok__rule_qwen2}, false, false},
     {" seed-coder ", {tok__rule_seed_coder}, false, false},
     {" tekken ", {tok__rule_tekken}, true, true},
+    {" gpt-4o llama4 kanana2 ", {tok__rule_gpt4o}, false, false},
     {" falcon ", {tok__rule_falcon, tok__rule_gpt2, tok__rule_thousands}, false, false},
     {" starcoder refact command-r smollm codeshell exaone minerva-7b mellum2 ",
      {tok__rule_digit, tok__rule_gpt2}, false, false},

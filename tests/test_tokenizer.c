@@ -219,6 +219,7 @@ static const kind kinds[] = {
     {"bpe-qwen2", vocab_bpe, {"gpt2", "qwen2", NULL, "<|im_end|>", 0, -1, -1}},
     {"bpe-qwen2-bos", vocab_bpe, {"gpt2", "qwen2", "<|endoftext|>", "<|im_end|>", 1, -1, -1}},
     {"bpe-gpt-2", vocab_bpe, {"gpt2", "gpt-2", "<|endoftext|>", "<|endoftext|>", -1, -1, -1}},
+    {"bpe-gpt4o", vocab_bpe, {"gpt2", "gpt-4o", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
     {"bpe-tekken", vocab_bpe, {"gpt2", "tekken", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
     {"bpe-falcon", vocab_bpe, {"gpt2", "falcon", "<|endoftext|>", "<|endoftext|>", -1, -1, -1}},
     {"bpe-smollm", vocab_bpe, {"gpt2", "smollm", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
@@ -641,7 +642,7 @@ static void test_round_trip(void **state) {
 }
 
 int main(void) {
-    static const char *const pres[] = {"default", "llama-bpe", "qwen2", "gpt-2", "tekken",
+    static const char *const pres[] = {"default", "llama-bpe", "qwen2", "gpt-2", "tekken", "gpt-4o",
         "deepseek-llm", "deepseek-coder", "seed-coder", "viking"};
     enum { N_PRES = sizeof pres / sizeof *pres };
     static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 9];
