@@ -34,6 +34,13 @@ typedef struct ggml_init_params { // passed by value
     X(size_t, ggml_graph_overhead_custom, (size_t size, bool grads))                               \
     X(size_t, ggml_nbytes, (const void *tensor))                                                   \
     X(void *, ggml_mul_mat, (void *ctx, void *w, void *x))                                         \
+    X(void *, ggml_mul_mat_id, (void *ctx, void *w, void *x, void *ids))                           \
+    X(void *, ggml_swiglu_split, (void *ctx, void *gate, void *up))                                \
+    X(void *, ggml_swiglu_oai, (void *ctx, void *gate, void *up, float alpha, float limit))        \
+    X(void *, ggml_mul, (void *ctx, void *a, void *b))                                             \
+    X(void *, ggml_add, (void *ctx, void *a, void *b))                                             \
+    X(void *, ggml_cont, (void *ctx, void *a))                                                     \
+    X(void *, ggml_view_2d, (void *ctx, void *a, int64_t, int64_t, size_t stride, size_t offset))  \
     X(void *, ggml_flash_attn_ext, (void *ctx, void *q, void *k, void *v, void *mask, float scale, \
                                     float max_bias, float softcap))                                \
     X(void *, ggml_backend_alloc_ctx_tensors, (void *ctx, void *backend))                          \
@@ -205,7 +212,7 @@ typedef struct ggml_job {
 BENCH_FN void ggml_job_begin(ggml_job *j, int n) {
     memset(j, 0, sizeof *j);
     const ggml_init_params params = {
-        (size_t)(n + 1) * (16 * ggml.ggml_tensor_overhead() +
+        (size_t)(n + 1) * (32 * ggml.ggml_tensor_overhead() +
                            ggml.ggml_graph_overhead_custom(64, false)), NULL, true};
     j->n = n;
     j->ctx = ggml.ggml_init(params);
@@ -222,7 +229,7 @@ BENCH_FN bool ggml_job_ready(ggml_job *j, void *weight_type) {
     j->buffer = ggml.ggml_backend_alloc_ctx_tensors(j->ctx, ggml.backend);
     j->n_graphs = ggml.pool ? j->n : 1;
     for (int i = 0; i < j->n_graphs; i++)
-        j->graphs[i] = ggml.ggml_new_graph_custom(j->ctx, (size_t)(16 * j->n / j->n_graphs), false);
+        j->graphs[i] = ggml.ggml_new_graph_custom(j->ctx, (size_t)(32 * j->n / j->n_graphs), false);
     for (int i = 0; i < j->n; i++)
         ggml.ggml_build_forward_expand(j->graphs[i % j->n_graphs], j->results[i]);
     return j->buffer && (j->weight_buffer || !j->weights[0]);
