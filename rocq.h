@@ -1322,7 +1322,7 @@ typedef struct rocq_pixels_params {
 typedef struct rocq_matmul_backward_params {
     const rocq_tensor *dx;       // F32 or F16 [K, N] or NULL
     const rocq_tensor *dw;       // F32 [K, M] or NULL
-    const rocq_tensor *db;       // F32 [M] or NULL; only with dw
+    const rocq_tensor *db;       // F32 [M] or NULL; only with dw, whose pass over dy sums it too
     const rocq_tensor *dy;       // F32 or F16 [M, N]
     const rocq_tensor *w;        // any format [K, M], needed with dx
     const rocq_tensor *x;        // F32 or F16 [K, N], needed with dw
@@ -1392,8 +1392,8 @@ typedef struct rocq_glu_backward_params {
     rocq_activation activation;
 } rocq_glu_backward_params;
 
-// dtable[., ids[i]] += scale dy[., i], equal ids in the order of i. Rows that no id names keep their
-// values.
+// dtable[., ids[i]] += scale dy[., i], equal ids in the order of i. Rows that no id names keep what
+// they have.
 typedef struct rocq_gather_backward_params {
     const rocq_tensor *dtable; // F32 [K, rows], added to
     const rocq_tensor *dy;     // F32 or F16 [K, n]
@@ -8612,7 +8612,11 @@ typedef void (*rocq__mm_dot_float)(float (*sums)[ROCQ__MM_TILE_M], const rocq__m
 
 typedef struct rocq__mm {
     const rocq_matmul_params *p;
+    const rocq_tensor *w, *x; // p's, or of an adapter lora_b and lora_t
+    bool is_adapter;
+    float x_scale;            // what columns are multiplied by while they are converted to F32
     const rocq_tensor *other; // F32, y's shape: w2 x, or NULL
+    const struct rocq__mm *adapter; // a product of floats whose sums are added to these, or NULL
     rocq_precision precision; // resolved
     bool simd, avx512, avx_vnni;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
@@ -8719,8 +8723,8 @@ ROCQ__TARGET_AVX2 static void rocq__sum_halves_avx2(int32_t sums[2], const int8_
 
 static void rocq__mm_column_int8(const rocq__mm *mm, unsigned char *dst,
                                  const unsigned char *src) {
-    const rocq_format format = mm->p->x->format;
-    const int64_t k = mm->p->x->ne[0], per_block = 32 / mm->group;
+    const rocq_format format = mm->x->format;
+    const int64_t k = mm->x->ne[0], per_block = 32 / mm->group;
     int8_t *codes = (int8_t *)dst;
     rocq__mm_group *groups = (rocq__mm_group *)(void *)(dst + k);
     for (int64_t b = 0; b < k / 32; b++, codes += 32, src += rocq__bytes(format, 32)) {
@@ -8763,7 +8767,7 @@ typedef struct rocq__mm_coord {
 } rocq__mm_coord;
 
 static rocq__mm_coord rocq__mm_coord_of(const rocq__mm *mm, int64_t matrix, int64_t column) {
-    const rocq_tensor *w = mm->p->w, *x = mm->p->x;
+    const rocq_tensor *w = mm->w, *x = mm->x;
     rocq__mm_coord at = {column, 0, 0};
     if (mm->n == x->ne[1] && mm->n_matrices == 1) return at; // without the divisions below
     const int64_t batch = column / x->ne[1];
@@ -8775,14 +8779,15 @@ static rocq__mm_coord rocq__mm_coord_of(const rocq__mm *mm, int64_t matrix, int6
 }
 
 static void rocq__mm_column(const rocq__mm *mm, unsigned char *dst, const unsigned char *src) {
-    const int64_t k = mm->p->x->ne[0];
+    const int64_t k = mm->x->ne[0];
     if (mm->precision == ROCQ_PRECISION_INT8) {
         rocq__mm_column_int8(mm, dst, src);
         return;
     }
     float *v = (float *)(void *)dst;
-    rocq__decode(mm->simd, mm->p->x->format, v, src, k);
+    rocq__decode(mm->simd, mm->x->format, v, src, k);
     if (mm->precision == ROCQ_PRECISION_F16) ROCQ__EITHER(mm->simd, rocq__round_f16, (v, k));
+    if (mm->x_scale != 1.0f) ROCQ__EITHER(mm->simd, rocq__scale, (v, v, mm->x_scale, k));
     memset(v + k, 0, (size_t)(mm->column_bytes - k * 4));
 }
 
@@ -8792,7 +8797,7 @@ static void rocq__mm_convert(void *arg, int64_t begin, int64_t end, int32_t thre
     for (int64_t i = begin; i < end; i++) {
         const rocq__mm_coord at = rocq__mm_coord_of(mm, i / mm->n, i % mm->n);
         rocq__mm_column(mm, mm->columns + i * mm->column_bytes,
-                        rocq__row(mm->p->x, at.i1, at.i2, at.i3));
+                        rocq__row(mm->x, at.i1, at.i2, at.i3));
     }
 }
 
@@ -9055,20 +9060,27 @@ static void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_t
 }
 #endif
 
-// Scalar reference of the F32 dot: eight partial sums, added as a tree. k is a multiple of 8.
-static void rocq__dot_f32(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows, int64_t k,
-                          const float *x, int64_t column_floats, int64_t n) {
-    for (int64_t c = 0; c < n; c++) {
-        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-            const float *w = (const float *)(const void *)rows->at[r];
-            float s[8] = {0};
-            for (int64_t i = 0; i < k; i += 8) {
-                for (int j = 0; j < 8; j++) s[j] += w[i + j] * x[c * column_floats + i + j];
-            }
-            sums[c][r] += ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
-        }
+// Scalar reference of the F32 dot: eight partial sums, added as a tree. k is a multiple of 8. The
+// fused form has the bits of the vectors' multiply-adds; without the instruction it is slow.
+#define ROCQ__DOT_SCALAR(name, add)                                                              \
+    static void rocq__##name(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,           \
+                             int64_t k, const float *x, int64_t column_floats, int64_t n) {       \
+        for (int64_t c = 0; c < n; c++, x += column_floats) {                                     \
+            for (int r = 0; r < ROCQ__MM_ROWS; r++) {                                             \
+                const float *w = (const float *)(const void *)rows->at[r];                        \
+                float s[8] = {0};                                                                 \
+                for (int64_t i = 0; i < k; i += 8) {                                              \
+                    for (int j = 0; j < 8; j++) s[j] = add(w[i + j], x[i + j], s[j]);             \
+                }                                                                                 \
+                sums[c][r] += ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));  \
+            }                                                                                     \
+        }                                                                                         \
     }
-}
+#define ROCQ__ADD_PRODUCT(a, b, c) ((c) + (a) * (b))
+ROCQ__DOT_SCALAR(dot_f32, ROCQ__ADD_PRODUCT)
+ROCQ__DOT_SCALAR(dot_f32_fused, fmaf)
+#undef ROCQ__ADD_PRODUCT
+#undef ROCQ__DOT_SCALAR
 
 // Prefetches what is read `ahead` bytes after `at`. With one column a core mostly waits for memory:
 // on a Xeon it reads 14 GB/s with this, 10 without.
@@ -9887,7 +9899,7 @@ ROCQ__MM_VNNI(ROCQ__X)
 
 // Chooses the kernels for INT8.
 static void rocq__mm_choose_int8(rocq__mm *mm) {
-    const rocq__codec *codec = rocq__codec_of(mm->p->w->format);
+    const rocq__codec *codec = rocq__codec_of(mm->w->format);
     mm->group = codec->group;
     mm->has_min = codec->has_min;
     mm->pack = rocq__pack_int8;
@@ -9897,7 +9909,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm) {
 #endif
 #if ROCQ__HAS_AVX2
     if (!mm->simd) return;
-    switch (mm->p->w->format) {
+    switch (mm->w->format) {
 #define ROCQ__X(NAME, name, raise, depth)                              \
     case ROCQ_##NAME:                                                  \
         mm->offset = raise;                                            \
@@ -9911,7 +9923,7 @@ static void rocq__mm_choose_int8(rocq__mm *mm) {
     default: break;
     }
     if (!mm->pass || !(mm->avx512 || mm->avx_vnni)) return;
-    switch (mm->p->w->format) {
+    switch (mm->w->format) {
 #define ROCQ__X(NAME, name, raise, depth)                        \
     case ROCQ_##NAME:                                            \
         mm->offset = (depth) == 0 ? 128 : raise;                 \
@@ -9927,8 +9939,9 @@ static void rocq__mm_choose_int8(rocq__mm *mm) {
 
 // Chooses the kernels that multiply floats.
 static void rocq__mm_choose_float(rocq__mm *mm) {
-    const rocq_format format = mm->p->w->format;
-    mm->dot_f32 = rocq__dot_f32;
+    const rocq_format format = mm->w->format;
+    // An adapter of an INT8 product has the bits of SIMD too.
+    mm->dot_f32 = mm->is_adapter ? rocq__dot_f32_fused : rocq__dot_f32;
 #if ROCQ__HAS_V8
     rocq__mm_dot_float f16 = rocq__dot_f16_simd, bf16 = rocq__dot_bf16_simd;
     const bool few = mm->n <= ROCQ__MM_FEW; // for more columns, rows are widened once into a panel
@@ -9942,8 +9955,8 @@ static void rocq__mm_choose_float(rocq__mm *mm) {
 #if ROCQ__HAS_AVX2
     if (mm->avx512) mm->dot_f32 = rocq__dot_f32_avx512;
 #endif
-    if (mm->dot_f32 != rocq__dot_f32 && few && format == ROCQ_F16) mm->dot_as_is = f16;
-    if (mm->dot_f32 != rocq__dot_f32 && few && format == ROCQ_BF16) mm->dot_as_is = bf16;
+    if (mm->simd && few && format == ROCQ_F16) mm->dot_as_is = f16;
+    if (mm->simd && few && format == ROCQ_BF16) mm->dot_as_is = bf16;
 #endif
     if (format == ROCQ_F32) mm->dot_as_is = mm->dot_f32;
 #if ROCQ__HAS_AVX2
@@ -9955,12 +9968,47 @@ static void rocq__mm_choose_float(rocq__mm *mm) {
 #endif
 }
 
+// Adds to sums the products of a panel of floats with n columns over k elements.
+static void rocq__mm_panel_float(const rocq__mm *mm, rocq__mm_work *work,
+                                 float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_rows *rows,
+                                 int64_t k, const float *x, int64_t n) {
+    const rocq_format format = mm->w->format;
+    const int64_t column_floats = mm->column_bytes / 4, padded = (k + 7) / 8 * 8;
+    if (mm->dot_as_is && padded == k) {
+        mm->dot_as_is(sums, rows, k, x, column_floats, n);
+        return;
+    }
+    rocq__mm_rows floats;
+    floats.ahead = 0;
+#if ROCQ__HAS_AVX2
+    if (mm->interleaved) {
+        const int64_t next = ROCQ__MM_ROWS * rocq__bytes(format, mm->w->stride[1]); // panel
+        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+            rocq__interleave_row(work->rows[0] + 8 * r, format, rows->at[r], k, next);
+        }
+        floats.at[0] = (const unsigned char *)work->rows;
+        mm->dot_f32(sums, &floats, padded, x, column_floats, n);
+        return;
+    }
+#endif
+    for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+        if (r > 0 && rows->at[r] == rows->at[r - 1]) {
+            floats.at[r] = floats.at[r - 1];
+            continue;
+        }
+        rocq__decode(mm->simd, format, work->rows[r], rows->at[r], k);
+        for (int64_t i = k; i < padded; i++) work->rows[r][i] = 0.0f;
+        floats.at[r] = (const unsigned char *)work->rows[r];
+    }
+    mm->dot_f32(sums, &floats, padded, x, column_floats, n);
+}
+
 // Adds to sums the products of a panel's rows, with INT8 a pair's, with n columns over elements
 // first .. first + k of K.
 static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
                            float (*sums)[ROCQ__MM_TILE_M], const unsigned char *const *row,
                            int64_t first, int64_t k, const unsigned char *columns, int64_t n) {
-    const rocq_tensor *t = mm->p->w;
+    const rocq_tensor *t = mm->w;
     const rocq_format format = t->format;
     const int64_t start = rocq__bytes(format, first);
     rocq__mm_rows rows;
@@ -9987,107 +10035,30 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         mm->dot(sums, &tile);
         return;
     }
-    const float *x = (const float *)(const void *)columns + first;
-    const int64_t column_floats = mm->column_bytes / 4, padded = (k + 7) / 8 * 8;
-    if (mm->dot_as_is && padded == k) {
-        mm->dot_as_is(sums, &rows, k, x, column_floats, n);
-        return;
-    }
-    rocq__mm_rows floats;
-    floats.ahead = 0;
-#if ROCQ__HAS_AVX2
-    if (mm->interleaved) {
-        const int64_t next = ROCQ__MM_ROWS * rocq__bytes(format, t->stride[1]); // the next panel
-        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-            rocq__interleave_row(work->rows[0] + 8 * r, format, rows.at[r], k, next);
-        }
-        floats.at[0] = (const unsigned char *)work->rows;
-        mm->dot_f32(sums, &floats, padded, x, column_floats, n);
-        return;
-    }
-#endif
-    for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-        if (r > 0 && rows.at[r] == rows.at[r - 1]) {
-            floats.at[r] = floats.at[r - 1];
-            continue;
-        }
-        rocq__decode(mm->simd, format, work->rows[r], rows.at[r], k);
-        for (int64_t i = k; i < padded; i++) work->rows[r][i] = 0.0f;
-        floats.at[r] = (const unsigned char *)work->rows[r];
-    }
-    mm->dot_f32(sums, &floats, padded, x, column_floats, n);
+    rocq__mm_panel_float(mm, work, sums, &rows, k,
+                         (const float *)(const void *)columns + first, n);
 }
 
 // -- between the two: a low-rank adapter --
 
-enum { ROCQ__LORA_RANK = ROCQ__MM_SEGMENT }; // the most, so that eight rows of lora_b are a panel
+enum { ROCQ__LORA_RANK = ROCQ__MM_SEGMENT }; // the most, so that K is one segment
 
-// Elements i to n of eight rows of F32, or of F16 with half, become rows of eight floats.
-static void rocq__mm_turn_scalar(float (*to)[ROCQ__MM_ROWS], const unsigned char *const *row,
-                                 bool half, int64_t i, int64_t n) {
-    for (; i < n; i++) {
-        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-            to[i][r] = half ? rocq__f16_at(row[r] + 2 * i)
-                            : ((const float *)(const void *)row[r])[i];
-        }
-    }
-}
-
-// sums[r] += scale * sum over i of rows[i][r] t[i], i in order.
-static void rocq__mm_adapt_scalar(float *sums, float (*rows)[ROCQ__MM_ROWS], int64_t n,
-                                  const float *t, float scale) {
-    for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-        float sum = 0.0f;
-        for (int64_t i = 0; i < n; i++) sum = fmaf(rows[i][r], t[i], sum);
-        sums[r] = fmaf(scale, sum, sums[r]);
-    }
-}
-
-#if ROCQ__HAS_V8
-static ROCQ__SIMD void rocq__mm_turn_simd(float (*to)[ROCQ__MM_ROWS],
-                                          const unsigned char *const *row, bool half, int64_t i,
-                                          int64_t n) {
-    for (; i + 8 <= n; i += 8) {
-        rocq__v8 v[8];
-        ROCQ__UNROLL
-        for (int r = 0; r < 8; r++) {
-            v[r] = half ? rocq__v8_from_f16(row[r] + 2 * i)
-                        : rocq__v8_load((const float *)(const void *)row[r] + i);
-        }
-        rocq__v8_turn(v);
-        ROCQ__UNROLL
-        for (int r = 0; r < 8; r++) rocq__v8_store(to[i + r], v[r]);
-    }
-    rocq__mm_turn_scalar(to, row, half, i, n);
-}
-
-static ROCQ__SIMD void rocq__mm_adapt_simd(float *sums, float (*rows)[ROCQ__MM_ROWS], int64_t n,
-                                           const float *t, float scale) {
-    rocq__v8 sum = rocq__v8_set1(0.0f);
-    for (int64_t i = 0; i < n; i++) {
-        sum = rocq__v8_fma(rocq__v8_load(rows[i]), rocq__v8_set1(t[i]), sum);
-    }
-    rocq__v8_store(sums, rocq__v8_fma(rocq__v8_set1(scale), sum, rocq__v8_load(sums)));
-}
-#endif
-
-// Adds the adapter to the sums of n columns, pitch apart, for rows m to m + n_rows, which may be
-// made up to whole panels. room: for a panel.
-static void rocq__mm_adapt(const rocq__mm *mm, int64_t column, int64_t n, int64_t m, int64_t n_rows,
-                           float *sums, int64_t pitch, float (*room)[ROCQ__MM_ROWS]) {
-    const rocq_tensor *b = mm->p->lora_b, *t = mm->p->lora_t;
-    const float scale = mm->p->lora_scale != 0.0f ? mm->p->lora_scale : 1.0f;
-    const int64_t rank = b->ne[0];
+// Adds the adapter b to the sums of n columns, for rows m to m + n_rows, which may be made up to
+// whole panels: those of columns lie ROCQ__MM_TILE_M apart.
+static void rocq__mm_adapt(const rocq__mm *b, rocq__mm_work *work, int64_t column, int64_t n,
+                           int64_t m, int64_t n_rows, float *sums) {
+    const unsigned char *row = rocq__row(b->w, m, 0, 0);
+    const unsigned char *columns = b->columns + column * b->column_bytes;
+    const int64_t stride = rocq__bytes(b->w->format, b->w->stride[1]);
+    rocq__mm_rows rows;
+    rows.ahead = ROCQ__MM_ROWS * stride; // the next panel
     for (int64_t top = 0; top < n_rows; top += ROCQ__MM_ROWS) {
-        const unsigned char *row[ROCQ__MM_ROWS]; // past the last row, the last row again
-        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-            row[r] = rocq__row(b, m + ROCQ__MIN(top + r, n_rows - 1), 0, 0);
+        for (int r = 0; r < ROCQ__MM_ROWS; r++) { // past the last row, the last row again
+            rows.at[r] = row;
+            if (top + r + 1 < n_rows) row += stride;
         }
-        ROCQ__EITHER(mm->simd, rocq__mm_turn, (room, row, b->format == ROCQ_F16, 0, rank));
-        for (int64_t c = 0; c < n; c++) {
-            const float *tc = (const float *)(const void *)rocq__row(t, column + c, 0, 0);
-            ROCQ__EITHER(mm->simd, rocq__mm_adapt, (sums + c * pitch + top, room, rank, tc, scale));
-        }
+        rocq__mm_panel_float(b, work, (float(*)[ROCQ__MM_TILE_M])(void *)(sums + top), &rows,
+                             b->w->ne[0], (const float *)(const void *)columns, n);
     }
 }
 
@@ -10135,7 +10106,7 @@ static void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, 
 // work->sums. Few columns meet all of K of a panel or pair before the next one.
 static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matrix, int64_t m,
                           int64_t n_rows, const unsigned char *columns, int64_t n, bool few) {
-    const rocq_tensor *w = mm->p->w;
+    const rocq_tensor *w = mm->w;
     const bool pairs = mm->precision == ROCQ_PRECISION_INT8;
     const int64_t step = pairs ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
     const int64_t n_padded = (n_rows + mm->panel_rows - 1) / mm->panel_rows * mm->panel_rows;
@@ -10160,7 +10131,7 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
 // Panels begin .. end, counted through the panels of w, then tiles of columns, then matrices.
 static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm *mm = (const rocq__mm *)arg;
-    const rocq_tensor *w = mm->p->w;
+    const rocq_tensor *w = mm->w;
     rocq__mm_work *work = mm->work + thread;
     const bool few = mm->n <= ROCQ__MM_FEW;
     const int64_t most = few ? 1 : ROCQ__MM_TILE_M / mm->panel_rows;
@@ -10173,10 +10144,7 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
         const int64_t n = ROCQ__MIN((int64_t)ROCQ__MM_TILE_N, mm->n - column);
         const unsigned char *columns = mm->columns + (matrix * mm->n + column) * mm->column_bytes;
         rocq__mm_sums(mm, work, matrix, m, n_rows, columns, n, few);
-        if (mm->p->lora_b) {
-            rocq__mm_adapt(mm, column, n, m, n_rows, work->sums[0], ROCQ__MM_TILE_M,
-                           (float(*)[ROCQ__MM_ROWS])work->rows[0]);
-        }
+        if (mm->adapter) rocq__mm_adapt(mm->adapter, work, column, n, m, n_rows, work->sums[0]);
         for (int64_t c = 0; c < n; c++) {
             rocq__mm_finish(mm, matrix, column + c, m, n_rows, work->sums[c]);
         }
@@ -10186,7 +10154,7 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
 // The sums of a single column, by the pass, with any number of rows: all of K at once.
 static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix, int64_t m,
                                  int64_t n_rows, const unsigned char *column) {
-    const rocq_tensor *w = mm->p->w;
+    const rocq_tensor *w = mm->w;
     const int64_t k = w->ne[0], stride = rocq__bytes(w->format, w->stride[1]);
     const unsigned char *row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
     rocq__mm_rows rows;
@@ -10210,23 +10178,20 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     }
 }
 
-// As rocq__mm_run, where a single column takes the pass, with the epilogue for as many rows as the
-// F32 panel, idle here, has room for. Of a K of 256, addresses and epilogues of single panels cost
-// as much as the products.
+// As rocq__mm_run, where a single column takes the pass, with the epilogue for many panels at once.
+// Of a K of 256, addresses and epilogues of single panels cost as much as the products.
 static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm *mm = (const rocq__mm *)arg;
-    float *sums = mm->work[thread].rows[0];
+    rocq__mm_work *work = mm->work + thread;
+    float *sums = work->sums[0];
     for (int64_t i = begin, n_panels; i < end; i += n_panels) {
         const int64_t matrix = i / mm->n_panels, m = i % mm->n_panels * ROCQ__MM_ROWS;
         n_panels = ROCQ__MIN(ROCQ__MIN((int64_t)ROCQ__MM_SEGMENT, end - i),
                              mm->n_panels - m / ROCQ__MM_ROWS);
-        const int64_t n_rows = ROCQ__MIN(n_panels * ROCQ__MM_ROWS, mm->p->w->ne[1] - m);
+        const int64_t n_rows = ROCQ__MIN(n_panels * ROCQ__MM_ROWS, mm->w->ne[1] - m);
         rocq__mm_column_sums(mm, sums, matrix, m, n_rows,
                              mm->columns + matrix * mm->column_bytes);
-        if (mm->p->lora_b) {
-            rocq__mm_adapt(mm, 0, 1, m, n_rows, sums, 0,
-                           (float(*)[ROCQ__MM_ROWS])mm->work[thread].sums[0]);
-        }
+        if (mm->adapter) rocq__mm_adapt(mm->adapter, work, 0, 1, m, n_rows, sums);
         rocq__mm_finish(mm, matrix, 0, m, n_rows, sums);
     }
 }
@@ -10237,17 +10202,23 @@ static void rocq__mm_panels(rocq__mm *mm, int64_t begin, int64_t end, int32_t th
 }
 
 // Everything that follows from the params alone, but addresses in scratch memory. A matrix of w
-// meets n columns.
+// meets n columns. With b and t it is the product of p's adapter.
 static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_params *p,
-                          int64_t n) {
-    const int64_t k = p->w->ne[0];
+                          int64_t n, const rocq_tensor *b, const rocq_tensor *t) {
+    const rocq_tensor *w = b ? b : p->w, *x = b ? t : p->x;
+    const int64_t k = w->ne[0];
     memset(mm, 0, sizeof *mm);
     mm->p = p;
+    mm->w = w;
+    mm->x = x;
+    mm->x_scale = 1.0f;
     mm->simd = ctx->has_simd;
     mm->avx512 = ctx->has_simd && ctx->has_avx512;
     mm->avx_vnni = ctx->has_simd && ctx->has_avx_vnni;
-    mm->precision = rocq__product_choice(ctx, ROCQ_BACKEND_CPU, p, p->w).precision;
-    mm->n_matrices = p->w->ne[2] * p->w->ne[3];
+    mm->is_adapter = b != NULL;
+    mm->precision = b ? ROCQ_PRECISION_F32
+                      : rocq__product_choice(ctx, ROCQ_BACKEND_CPU, p, w).precision;
+    mm->n_matrices = w->ne[2] * w->ne[3];
     mm->n = n;
     mm->n_tiles = (mm->n + ROCQ__MM_TILE_N - 1) / ROCQ__MM_TILE_N;
     if (mm->precision == ROCQ_PRECISION_INT8) {
@@ -10259,13 +10230,14 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     }
     mm->column_bytes = (mm->column_bytes + 63) / 64 * 64;
     mm->panel_rows = ROCQ__HAS_AVX2 && mm->simd && mm->n == 1 ? ROCQ__MM_ROWS : ROCQ__MM_PAIR;
-    mm->n_panels = (p->w->ne[1] + mm->panel_rows - 1) / mm->panel_rows;
+    mm->n_panels = (w->ne[1] + mm->panel_rows - 1) / mm->panel_rows;
 }
 
-// Whether both products read the same columns of their common x. A converted group holds a sum for
-// mins or one for raised codes (rocq__mm_group), so products must agree on which.
+// Whether both products read the same columns; all but adapters have the same x. A converted group
+// holds a sum for mins or one for raised codes (rocq__mm_group), so products must agree on which.
 static bool rocq__mm_same_columns(const rocq__mm *a, const rocq__mm *b) {
-    const rocq_tensor *v = a->p->w, *w = b->p->w;
+    const rocq_tensor *v = a->w, *w = b->w;
+    if (a->is_adapter || b->is_adapter) return false;
     return a->precision == b->precision && a->group == b->group && a->offset == b->offset &&
            a->has_min == b->has_min && v->ne[2] == w->ne[2] && v->ne[3] == w->ne[3];
 }
@@ -10274,7 +10246,7 @@ static bool rocq__mm_same_columns(const rocq__mm *a, const rocq__mm *b) {
 // multiplies by that. Then every chunk of panels goes through both. y in Q8_0 is written in F32
 // too, and cast afterwards.
 typedef struct rocq__mm_product {
-    rocq__mm main, other;
+    rocq__mm main, other, adapters[2];
     rocq_matmul_params main_params, other_params;
     rocq_tensor other_y, main_y;
     bool has_other, has_cast;
@@ -10288,7 +10260,7 @@ typedef struct rocq__mm_chain {
     struct {
         const rocq__mm *mm; // converts them
         int64_t at;         // in scratch memory
-    } columns[2 * ROCQ__MOST_PRODUCTS];
+    } columns[4 * ROCQ__MOST_PRODUCTS];
     rocq__mm_product *products;
 } rocq__mm_chain;
 
@@ -10319,6 +10291,17 @@ static void rocq__mm_columns(rocq__mm_chain *chain, rocq__mm *mm, int64_t *bytes
     chain->columns[chain->n_columns++].at = mm->columns_at;
 }
 
+// The adapter of a product: low-rank factor b and its columns t.
+static void rocq__mm_lay_adapter(rocq__mm_chain *chain, rocq__mm *mm, rocq__mm *adapter,
+                                 const rocq_ctx *ctx, const rocq_tensor *b, const rocq_tensor *t,
+                                 int64_t *bytes) {
+    if (!b) return;
+    rocq__mm_plan(adapter, ctx, mm->p, mm->n, b, t);
+    if (mm->p->lora_scale != 0.0f) adapter->x_scale = mm->p->lora_scale;
+    rocq__mm_columns(chain, adapter, bytes);
+    mm->adapter = adapter;
+}
+
 // Fills in all but addresses in scratch memory, of which it returns the bytes. products has room
 // for the chain.
 static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, const rocq_ctx *ctx,
@@ -10338,19 +10321,21 @@ static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, c
         product->main_params = *p;
         product->main_params.w2 = NULL;
         product->main_params.next = NULL;
-        rocq__mm_plan(&product->main, ctx, &product->main_params, n);
+        rocq__mm_plan(&product->main, ctx, &product->main_params, n, NULL, NULL);
         rocq__mm_columns(chain, &product->main, &bytes);
+        rocq__mm_lay_adapter(chain, &product->main, &product->adapters[0], ctx, p->lora_b,
+                             p->lora_t, &bytes);
         if (!rocq__mul(rocq_tensor_count(p->y), 4, &floats)) floats = INT64_MAX;
         if (product->has_other) {
             product->other_params.y = p->y;
             product->other_params.w = p->w2;
             product->other_params.x = p->x;
             product->other_params.precision = p->precision;
-            product->other_params.lora_b = p->lora_b2;
-            product->other_params.lora_t = p->lora_t2;
             product->other_params.lora_scale = p->lora_scale;
-            rocq__mm_plan(&product->other, ctx, &product->other_params, n);
+            rocq__mm_plan(&product->other, ctx, &product->other_params, n, NULL, NULL);
             rocq__mm_columns(chain, &product->other, &bytes);
+            rocq__mm_lay_adapter(chain, &product->other, &product->adapters[1], ctx, p->lora_b2,
+                                 p->lora_t2, &bytes);
             product->other_at = rocq__mm_room(&bytes, floats);
         }
         if (product->has_cast) product->main_at = rocq__mm_room(&bytes, floats);
@@ -10422,6 +10407,7 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
         const rocq_tensor *y = product->main_params.y;
         rocq__mm_place(&product->main, plan);
         rocq__mm_place(&product->other, plan);
+        for (int j = 0; j < 2; j++) rocq__mm_place(&product->adapters[j], plan);
         // Cannot fail: the sizes were planned.
         if (product->has_other) {
             rocq_tensor_from_host(&product->other_y, plan->scratch + product->other_at, ROCQ_F32, 4,
@@ -12627,8 +12613,8 @@ static void rocq__experts_product(rocq__experts *a, const rocq_ctx *ctx, int i,
     a->products[i].x = a->p->x;
     a->products[i].precision = a->p->precision;
     const int64_t each = a->n_pairs / w->ne[2];
-    rocq__mm_plan(one, ctx, &a->products[i], 1);
-    rocq__mm_plan(many, ctx, &a->products[i], ROCQ__MAX(each, 2));
+    rocq__mm_plan(one, ctx, &a->products[i], 1, NULL, NULL);
+    rocq__mm_plan(many, ctx, &a->products[i], ROCQ__MAX(each, 2), NULL, NULL);
     if (one->pass && one->offset != many->offset) {
         one->avx512 = one->avx_vnni = false;
         rocq__mm_choose_int8(one);
@@ -14013,7 +13999,8 @@ static void rocq__attend_back_start(const rocq__attend_back *b, const rocq__atte
         ROCQ__EITHER(a->simd, rocq__scale, (q, from, a->scale, dim));
         rocq__decode(a->simd, b->p->dout->format, dout,
                      rocq__row(b->p->dout, head, i, item->seq), dim);
-        float *out = local->dq + r * pitch; // for now
+        // No product has been added to dq yet, so its row has room for out, which only delta needs.
+        float *out = local->dq + r * pitch;
         rocq__decode(a->simd, b->p->out->format, out, rocq__row(b->p->out, head, i, item->seq),
                      dim);
         const float *const one = dout;
