@@ -104,9 +104,11 @@ static rocq_format choose(const job *j, const rocq_gguf_tensor *t) {
     copy_name(name, t);
     if (t->format == ROCQ_I32 || j->keep) return t->format;
     if (t->n_dims < 2 || strstr(name, "norm")) return ROCQ_F32;
+    // Routers, which choose experts, and the experts' biases, which are a matrix.
+    if (strstr(name, "ffn_gate_inp") || strstr(name, ".bias")) return ROCQ_F32;
     if (!j->mix) return fit(j->format, t->ne[0]);
     const bool output = strcmp(name, j->tied ? "token_embd.weight" : "output.weight") == 0;
-    const bool candidate = strstr(name, "attn_v.") || strstr(name, "ffn_down.");
+    const bool candidate = strstr(name, "attn_v.") || strstr(name, "ffn_down");
     if (candidate && sscanf(name, "blk.%d.", &layer) != 1) layer = -1;
     const bool more = output || (layer >= 0 && layer_counts_more(layer, j->n_layers));
     return fit(more ? ROCQ_Q6_K : ROCQ_Q4_K, t->ne[0]);
