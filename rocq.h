@@ -438,7 +438,8 @@ extern "C" {
 
 // X(NAME, name, id, block_elems, block_bytes): names and ids are GGUF's own (enum ggml_type), so
 // they match other tools; the two MXFP6 formats have no GGUF id and take rocq's own, 1001 and up.
-// A row of a tensor is a whole number of blocks.
+// A row of a tensor is a whole number of blocks. IQ1 IQ2 IQ3 TQ and NVFP4 are read, not written:
+// rocq_quantize and an op that would encode them say E_UNSUPPORTED.
 #define ROCQ_FORMATS(X)                            \
     X(F32, f32, 0, 1, 4)                           \
     X(F16, f16, 1, 1, 2)                           \
@@ -452,10 +453,20 @@ extern "C" {
     X(Q4_K, q4_K, 12, 256, 144)                    \
     X(Q5_K, q5_K, 13, 256, 176)                    \
     X(Q6_K, q6_K, 14, 256, 210)                    \
+    X(IQ2_XXS, iq2_xxs, 16, 256, 66)               \
+    X(IQ2_XS, iq2_xs, 17, 256, 74)                 \
+    X(IQ3_XXS, iq3_xxs, 18, 256, 98)               \
+    X(IQ1_S, iq1_s, 19, 256, 50)                   \
     X(IQ4_NL, iq4_nl, 20, 32, 18)                  \
+    X(IQ3_S, iq3_s, 21, 256, 110)                  \
+    X(IQ2_S, iq2_s, 22, 256, 82)                   \
     X(IQ4_XS, iq4_xs, 23, 256, 136)                \
+    X(IQ1_M, iq1_m, 29, 256, 56)                   \
     X(BF16, bf16, 30, 1, 2)                        \
+    X(TQ1_0, tq1_0, 34, 256, 54)                   \
+    X(TQ2_0, tq2_0, 35, 256, 66)                   \
     X(MXFP4, mxfp4, 39, 32, 17)                    \
+    X(NVFP4, nvfp4, 40, 64, 36)                    \
     X(MXFP6_E2M3, mxfp6_e2m3, 1001, 32, 25)        \
     X(MXFP6_E3M2, mxfp6_e3m2, 1002, 32, 25)
 
@@ -468,11 +479,11 @@ typedef enum rocq_format {
 } rocq_format;
 
 // The block of each format, as it lies in the file: little endian, packed without padding, so a
-// block needs the alignment of its F16 fields (2) or none (the MX formats). i counts the elements
-// of the block, g = i / 16 (Q2_K Q3_K Q6_K) or i / 32 (all others) its groups, q[i] is the code as
-// stored; bit 0 is a byte's lowest. A product d sc[g] q[i] is exact in F32: it has at most 11 bits
-// from d and 12 from the rest. So a value has at most one rounding, that of the min, and is the
-// same with and without fused multiply-add.
+// block needs the alignment of its 16-bit fields (2) or none (the MX formats, NVFP4). i counts the
+// elements of the block, g its groups: g = i / 16 in Q2_K Q3_K Q6_K IQ2_XS IQ2_S IQ1_M NVFP4, i / 32
+// in all others. q[i] is the code as stored; bit 0 is a byte's lowest. A product d sc[g] q[i] is
+// exact in F32: it has at most 11 bits from d and 12 from the rest. So a value has at most one
+// rounding, that of the min, and is the same with and without fused multiply-add.
 
 typedef float rocq_block_f32;
 typedef uint16_t rocq_block_f16;  // IEEE 754 binary16
@@ -605,6 +616,109 @@ typedef struct rocq_block_mxfp4 {
     uint8_t e;
     uint8_t qs[16];
 } rocq_block_mxfp4;
+
+// In the next seven formats one number, an entry of a codebook (ROCQ_CODEBOOK_IQ2_XXS and so on, at
+// >>kernels), stands for eight values (k = i / 8) or four (k = i / 4), and a value has a sign of
+// its own: bit i % 8 of signs[i / 8], 1 if negative. Signs stored in seven bits have in bit 7 what
+// makes their number of ones even. The entry's digits t stand for 8, 25, 43 (IQ2), t - 1 (IQ1),
+// 8 t + 4 but 62 for the last (IQ3_XXS) and 2 t + 1 (IQ3_S).
+
+// x[i] = d / 8 (2 sc[g] + 1) value[i], 2.0625 bits per weight
+//   bytes 0-1 d | 2-65 qs: qs[8 g + l] is the entry of elements 32 g + 8 l on (l < 4); the word at
+//     qs + 8 g + 4 has their signs in bits 7 l to 7 l + 6, and sc[g] in bits 28-31
+typedef struct rocq_block_iq2_xxs {
+    uint16_t d;
+    uint8_t qs[64];
+} rocq_block_iq2_xxs;
+
+// x[i] = d / 8 (2 sc[g] + 1) value[i], 2.3125 bits per weight
+//   bytes 0-1 d | 2-65 qs: bits 0-8 of qs[k] are entry k, bits 9-15 its signs
+//   | 66-73 scales: sc[2 j] is in bits 0-3 of scales[j], sc[2 j + 1] in bits 4-7
+typedef struct rocq_block_iq2_xs {
+    uint16_t d;
+    uint16_t qs[32];
+    uint8_t scales[8];
+} rocq_block_iq2_xs;
+
+// x[i] = d / 8 (2 sc[g] + 1) value[i], 2.5625 bits per weight
+//   bytes 0-1 d | 2-33 qs: bits 0-7 of entry k | 34-65 signs
+//   | 66-73 qh: bits 8-9 of entry k are bits 2 (k % 4) and 2 (k % 4) + 1 of qh[k / 4]
+//   | 74-81 scales as IQ2_XS
+typedef struct rocq_block_iq2_s {
+    uint16_t d;
+    uint8_t qs[32];
+    uint8_t signs[32];
+    uint8_t qh[8];
+    uint8_t scales[8];
+} rocq_block_iq2_s;
+
+// x[i] = d / 4 (2 sc[g] + 1) value[i], 3.0625 bits per weight
+//   bytes 0-1 d | 2-65 qs: qs[k] is entry k (of four values) | 66-97 words: word g has the signs of
+//     group g, and sc[g], as IQ2_XXS
+typedef struct rocq_block_iq3_xxs {
+    uint16_t d;
+    uint8_t qs[64];
+    uint8_t words[32];
+} rocq_block_iq3_xxs;
+
+// x[i] = d (2 sc[g] + 1) value[i], 3.4375 bits per weight
+//   bytes 0-1 d | 2-65 qs: bits 0-7 of entry k (of four values)
+//   | 66-73 qh: bit 8 of entry k is bit k % 8 of qh[k / 8] | 74-105 signs
+//   | 106-109 scales as IQ2_XS
+typedef struct rocq_block_iq3_s {
+    uint16_t d;
+    uint8_t qs[64];
+    uint8_t qh[8];
+    uint8_t signs[32];
+    uint8_t scales[4];
+} rocq_block_iq3_s;
+
+// x[i] = d (2 sc[g] + 1) (value[i] + delta[g]), 1.5625 bits per weight; no signs
+//   bytes 0-1 d | 2-33 qs: bits 0-7 of entry k | 34-49 qh: bits 3 l to 3 l + 2 of qh[g] are bits
+//     8-10 of entry 4 g + l, bits 12-14 sc[g]; delta[g] is -1/8 if bit 15 is set, else 1/8
+typedef struct rocq_block_iq1_s {
+    uint16_t d;
+    uint8_t qs[32];
+    uint16_t qh[8];
+} rocq_block_iq1_s;
+
+// x[i] = d (2 sc[g] + 1) (value[i] + delta[k]), 1.75 bits per weight
+//   bytes 0-31 qs: bits 0-7 of entry k | 32-47 qh: bits 4 (k % 2) to 4 (k % 2) + 2 of qh[k / 2] are
+//     bits 8-10 of entry k; delta[k] is -1/8 if the bit above these is set
+//   | 48-55 scales: bits 3 (g % 4) to 3 (g % 4) + 2 of scales[g / 4] are sc[g]; bits 12-15 of
+//     scales[j] are bits 4 j to 4 j + 3 of d
+typedef struct rocq_block_iq1_m {
+    uint8_t qs[32];
+    uint8_t qh[16];
+    uint16_t scales[4];
+} rocq_block_iq1_m;
+
+// x[i] = d (q[i] - 1), 1.6875 bits per weight; q < 3
+//   bytes 0-47 qs, 48-51 qh, of five and four digits: digit n of byte b is (b 3^n mod 256) 3 / 256,
+//     and is q[i] of i = 32 n + j for qs[j] (j < 32), 160 + 16 n + j for qs[32 + j] (j < 16),
+//     240 + 4 n + j for qh[j]
+//   | 52-53 d
+typedef struct rocq_block_tq1_0 {
+    uint8_t qs[48];
+    uint8_t qh[4];
+    uint16_t d;
+} rocq_block_tq1_0;
+
+// x[i] = d (q[i] - 1), 2.0625 bits per weight
+//   bytes 0-63 qs as Q2_K | 64-65 d
+typedef struct rocq_block_tq2_0 {
+    uint8_t qs[64];
+    uint16_t d;
+} rocq_block_tq2_0;
+
+// x[i] = sc[g] level[q[i]] / 2, 4.5 bits per weight; the levels of MXFP4
+//   bytes 0-3 scales: sc[g], of 4 bits of exponent p (3-6) and 3 of mantissa f (0-2): p > 0:
+//     2^(p - 7) (1 + f / 8), p = 0: 2^-6 f / 8, but 0 for byte 127; bit 7 has no meaning
+//   | 4-35 qs: qs[8 g + j] holds q[16 g + j] in bits 0-3, q[16 g + 8 + j] in bits 4-7 (j < 8)
+typedef struct rocq_block_nvfp4 {
+    uint8_t scales[4];
+    uint8_t qs[32];
+} rocq_block_nvfp4;
 
 // x[i] = 2^(e - 127) element, 6.25 bits per weight; OCP MX v1.0, e = 255 makes all 32 values NaN
 //   byte 0 e (E8M0) | 1-24 qs: q[i] is bits 6 i to 6 i + 5 of the little-endian bit string
@@ -1746,7 +1860,7 @@ ROCQ_DEF rocq_result rocq_row_size(rocq_format format, int64_t n, int64_t *bytes
 // and may not overlap src or importance (E_ARGUMENT).
 // importance is NULL or n_per_row weights >= 0, the same for all rows: the sum of importance *
 // error^2 is made small. Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 MXFP4 without importance give ggml's reference
-// bytes. A value that is not finite is an E_ARGUMENT.
+// bytes. A value that is not finite is an E_ARGUMENT, a format that is only read E_UNSUPPORTED.
 ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *src, int64_t n_rows,
                                    int64_t n_per_row, const float *importance);
 
@@ -2370,7 +2484,7 @@ ROCQ_OPS(ROCQ_X)
 //   Q5_1         N 16, B 4, d m 4             Q5_K    N 16, B 4, head 16/8
 //   Q8_0         L 16, H 16, d 2              Q6_K    N 16, C 8, scales 16/8, d 2/8
 //   MXFP4        N 16, e 1                    IQ4_XS  N 16, (d, scales_h, scales_l) 8/8
-//   MXFP6        N 16, C 8, e 1
+//   MXFP6        N 16, C 8, e 1               IQ1 IQ2 IQ3 TQ NVFP4  one plane, the GGUF blocks
 // That is the size of the GGUF layout, and every plane begins aligned for its widest load. Words
 // are little endian; byte b of word w is elements as follows:
 //   N  bits 0-3 of q: nibbles, word w byte b: element 4 w + b low, 16 + 4 w + b high
@@ -2384,6 +2498,124 @@ ROCQ_OPS(ROCQ_X)
 //      4 u + 1 of sh are bits 4-5 of sc[2 u], bits 4 u + 2 and 4 u + 3 those of sc[2 u + 1]
 // d, dmin, m, e, scales are the fields of the GGUF block, in its order.
 // x of an INT8 product is a planar Q8_0 tensor whose d is rounded up, so that no code is clipped.
+
+// The codebooks, in order: an entry is two characters, the first of its values in the first of them.
+// In IQ2 and IQ1 a character c is four digits t of base 3, the lowest first, in c - 35; in IQ3 two
+// of base 8. tests/test_formats.c compares all entries with ggml's. IQ1_S and IQ1_M
+// share one, in halves.
+#define ROCQ_CODEBOOK_IQ2_XXS \
+    "##%#'#)#+#-#/#5#7#;#=#\?#A#G#M#Q#S#Y#[#a#m#$$&$,$0$>$\\$h$#%%%7%[%$&&&,&6&8&>&@&D&P&Z&\\&b&n" \
+    "&#'%')'5'C'W'Y'c'*(,(>(\\(n(#)')))/);)\?)A)G)I)_)&*>*%+/+$,&,,,6,>,P,\\,b,f,#-)-5-G-O-Y-8.B." \
+    "#/)/5/9/E/Y/20R0#111$2&2,2>2Z2#3'3k3H4#5%5+5A5Q5Y5[5<6D6#7%7$8&8,8>8L8#9\?9S9b:);5;e;A=$>&>," \
+    ">2>6>8>>>D>L>P>Z>\\>b>#\?5\?Q\?Y\?]\?$@,@D@L@V@#A)A5AYAiA.B8B#C$D&D,D>DBD#EMEQE[EBFbF#G)G-G3" \
+    "G5GYG_G&H@HnHcIbJdJ+K$LJL#M-M3MSM>N)O&P,P>PVP#QKQ2RPR#S'S,T.T\\T@V#Y%Y+Y\?Y[Y&Z2Z>Z-[$\\&\\," \
+    "\\0\\>\\P\\#]C]e]*^>^P^%_&`-a&b,b8b>blb1cYcBd#e7eAeHfZh5i%kGk]k*l#m2nGq&r"
+#define ROCQ_CODEBOOK_IQ2_XS \
+    "##%#'#)#+#-#/#1#3#5#7#9#;#\?#A#C#E#G#I#K#M#Q#S#Y#[#]#_#c#e#i#k#$$&$($*$,$.$0$2$4$6$8$>$@$B$D" \
+    "$H$J$P$V$Z$\\$b$#%%%'%)%-%/%5%\?%A%G%K%Y%a%$&&&(&*&,&.&0&2&6&8&>&@&B&D&H&J&L&P&Z&\\&b&#'%'''" \
+    ")'-'/'5'\?'A'G'Q'Y'$(&(,(:(>(@(\\(#)%)')))+)-)/)5)9)\?)A)G)M)Y)k)s)$*&*,*>*Z*`*#+5+;+g+k+$,&" \
+    ",(,*,,,.,0,2,6,8,>,@,B,D,H,J,P,X,Z,\\,b,#-%-'-)---/-5-\?-A-G-Y-e-g-$.&.(.,.>.P.#/%/'/)/-///5" \
+    "/\?/A/E/G/S/Y/$0&0,0>0#1/1E1$2&2,2.2>2J2^2#3'3U3H4r4#5%5'5)5+5-5/555\?5A5G5Y5k5$6&6,6>6D6T6#" \
+    "777Y7q7$8&8,8<8>8#9\?9I9i9$:4:p:#;);+;5;K;_;m;V<b<)=5=[=_=a=$>&>(>*>,>.>0>2>6>8>>>@>B>D>F>H>" \
+    "J>P>T>Z>\\>b>#\?%\?'\?)\?-\?/\?5\?\?\?A\?G\?Y\?]\?m\?$@&@,@.@<@>@#A%A'A)A-A/A3A5A\?AAAGAYAeA" \
+    "$B&B,B8B>BjB#C+CACGC$D&D,D>DBDJDRD#E-EAEGEWE&F#G%G'G)G-G/G5G;G\?GAGGGYG$H&H,H0H>H@H#IAIsI$J&" \
+    "J,J6J>JPJZJlJ#K)KYK_K6LVLlL#M/M\?MGMiM4N>N@N]O$P&P,P>PJPRP^PrP#Q8RFRdR#S1S,T>TBTnT$VXV9W(XJX" \
+    "RX#Y%Y'Y)Y-Y/Y5Y=Y\?YAYGYYY[YqYsY$Z&Z(Z,Z>ZHZNZ#[5[Y[[[k[q[$\\&\\,\\.\\0\\>\\P\\`\\#]A]o]2^X" \
+    "^#_)_9_O_Y_[_q_(`7aYa_agaqa$b&b,b>bLb\\b#c7cScLd`d#e'eAeGeMe<fbfdf\?gHhphEi0jPj#k%k)k+k5k=kk" \
+    "kHlNlpl#m%m)m=mYmkm>nfnTphp+q5q7q;qkqqq&r\\r^r;s=scsss"
+#define ROCQ_CODEBOOK_IQ2_S \
+    "##%#'#)#+#-#/#1#3#5#7#9#;#\?#A#C#E#G#I#K#M#Q#S#U#W#Y#[#]#_#c#e#k#o#s#$$&$($*$,$.$0$2$6$8$>$@" \
+    "$B$D$H$J$L$N$P$T$V$Z$\\$b$d$f$l$n$#%%%'%)%-%/%5%=%\?%A%C%E%G%K%Y%]%a%e%m%$&&&(&*&,&.&0&2&6&8" \
+    "&:&<&>&@&B&D&F&H&J&L&N&P&R&T&Z&\\&^&`&b&f&h&l&n&#'%''')'+'-'/'1'3'5'9';'\?'A'C'E'G'I'K'M'Q'S" \
+    "'Y'[']'_'c'e'k'$(&(((*(,(0(>(B(D(H(J(P(Z(\\(b(#)%)')))-)/)1)3)5)9)=)\?)A)C)E)G)I)K)M)Q)S)Y)]" \
+    ")e)s)$*&*,*.*0*2*6*>*B*D*H*J*P*Z*b*#+-+/+7+;+=+G+i+$,&,(,*,,,.,0,2,6,8,:,>,@,B,D,H,J,L,N,P,R" \
+    ",T,V,Z,\\,^,b,f,h,l,n,#-%-'-)-+---/-1-3-5-7-9-;-\?-A-C-E-G-I-K-M-Q-S-Y-[-]-_-c-e-$.&.*.,.0.6" \
+    ".8.>.B.H.J.Z.\\.b.#/%/'/)/-///1/3/5/9/;/\?/A/C/E/G/I/K/M/Q/S/Y/[/]/_/c/e/k/$0&0(0*0,0.000206" \
+    "080>0@0B0D0H0J0P0Z0\\0b0#1'1)1-1/151\?1A1G1Y1s1$2&2(2*2,2022262>2@2B2D2H2J2P2Z2\\2#3%3'3)3-3" \
+    "/353\?3A3G3W3m3&4,4>4L4#5%5'5)5-5/515355595=5\?5A5G5I5K5S5Y5a5e5s5$6&6,6.60666>6@6B6H6J6P6Z6" \
+    "\\6b6#7+777;7=7A7G7_7a7q7$8&8(8*8,808286888>8@8B8D8H8J8P8Z8\\8b8#9'9)9-9/959\?9A9G9U9Y9$:&:," \
+    ":>:N:#;';-;/;\?;A;G;a;s;$<&<,<f<+=7=S=_=a=$>&>(>*>,>.>0>2>4>6>8>:>>>@>B>D>F>H>J>L>N>P>R>T>Z>" \
+    "\\>b>f>h>l>n>#\?%\?'\?)\?-\?/\?1\?3\?5\?7\?9\?\?\?A\?C\?E\?G\?I\?K\?M\?Q\?S\?Y\?[\?]\?_\?c\?" \
+    "e\?k\?$@&@,@.@0@2@8@>@B@D@H@J@P@Z@\\@#A%A'A)A+A-A/A1A3A5A7A9A;A\?AAACAEAGAIAKAMAQASAYA[A]A_A" \
+    "cAeAkA$B&B(B*B,B.B0B2B6B8B>B@BBBDBHBJBPBXBZB\\BbB#C%C'C)C-C/C5C\?CACGCYCoC$D&D*D,D.D0D2D6D8D" \
+    ">D@DBDDDHDJDPD\\DbD#E%E'E)E-E/E5E\?EAEGEYEgE$F&F,F>F#G%G'G)G-G/G1G3G5G7G9G;G\?GAGCGEGGGIGKGM" \
+    "GQGSGYG[G]G_GcGeG$H&H(H*H,H.H0H2H6H8H>H@HBHDHHHJHPHZH\\HbH#I'I)I-I/I5I\?IAIGIWIYI$J&J(J*J,J." \
+    "J0J2J6J8J>J@JBJDJHJJJPJZJ\\JbJ#K%K'K)K-K/K5K\?KAKGKYK$L&L,L:L>L#M%M'M)M-M/M5M\?MAMGMOMYM$N&N" \
+    ",N>N#O3O]OqO$P&P(P,P.P0P2P6P8P>PBPDPHPJPPP\\PbP#Q%Q'Q)Q-Q/Q5Q\?QAQGQYQiQ&R,R>RLRlR#S'S)S-S/S" \
+    "5S\?SASGSYS$T&T,T>TFTVTdT#UeU$V&V,VTVhV#W=W@XlX#Y%Y'Y)Y-Y/Y3Y5Y9Y\?YAYGYIYKYMYQYYY]YcYeY$Z&Z" \
+    "*Z,Z.Z0Z2Z6Z8Z>Z@ZBZDZHZJZZZ\\ZbZrZ#['[+[-[/[\?[A[G[$\\&\\(\\*\\,\\.\\0\\2\\6\\>\\@\\B\\D\\H" \
+    "\\J\\P\\Z\\\\\\b\\#]%]'])]-]/]5]\?]A]G]Y]a]$^&^,^<^>^#_'_-_/_\?_A_G_m_$`&`>`T`7aMaOa[ama$b&b" \
+    "*b,b.b0b2b8b>b@bBbDbHbJbPbZb\\bbb#c'c-c/c\?cAcGcOc$d&d,d>dpd#e%e'e)e-e/e5e\?eAeGeYege$f&f,f>" \
+    "fhflf#gCgSg$h&h,h:h>hrh#iEiIibj#k'k+k/k7k=k\?kAkGkmksk>lTl%m+m7m;m=m[m_mamqm$n&n,n>n`nnn#o3o" \
+    "Hp+q;qmqJr^r)s+s5s7s;s_sss"
+#define ROCQ_CODEBOOK_IQ1_LOW \
+    "##%#'#)#+#-#0#5#7#;#=#B#H#J#L#T#Y#[#_#a#f#k#m#q#s#&$'$-$/$1$3$4$9$\?$C$E$I$K$O$Q$S$U$V$]$c$e" \
+    "$g$o$#%%%)%+%0%5%7%;%=%B%H%N%S%W%Y%[%_%a%c%f%i%k%m%q%s%-&/&1&9&\?&E&K&O&S&T&c&i&o&$'&'''('0'" \
+    "2'4'<'>'B'F'G'H'J'K'L'N'P'R'T'V'X'Z'c'f'h'j'l'n'o'p'r'/(3(\?(A(G(I(K(M(P(Q(U(W(](c(e(i(#)%))" \
+    ")+)0)5)7);)=)B)H)L)T)Y)[)_)a)f)k)m)q)s)'*-*/*3*8*9*\?*G*H*K*Q*S*W*c*e*g*i*o*#+%+)+++0+5+7+;+" \
+    "=+B+H+N+Q+T+Y+[+]+_+a+f+k+m+q+s+,,-,/,3,8,9,\?,A,G,K,M,Q,S,T,W,c,e,g,l,o,$-&-(-*-,-.-0-2-6-8" \
+    "-<-B-F-G-H-I-J-K-L-N-P-T-\\-d-f-l-n--./.1.9.>.C.E.I.K.M.O.S.U.].c.e.g.o.$/(/*///0/2/3/6/:/\?" \
+    "/B/C/D/F/H/J/K/L/N/R/T/V/\\/`/b/e/f/h/i/j/l/n/o/r/%0'0+0-0/0001030507090;0=0\?0A0B0C0H0I0J0K" \
+    "0L0N0O0Q0S0T0U0W0Y0[0\\0]0_0a0b0c0e0f0g0i0j0k0m0o0$1&1'1(10111214161:1>1@1A1B1D1F1H1K1L1M1N1" \
+    "Q1S1T1V1W1X1^1a1d1f1n1r1-21292\?2A2C2E2G2K2M2O2P2Q2S2U2W2]2c2e2o2,3.303436393@3A3B3D3H3J3K3L" \
+    "3N3O3P3T3X3`3c3d3f3h3l3p3r3*41484:4A4C4E4G4I4K4M4Q4U4W4]4c4g4j4#5%5)5+505557595;5=5B5H5N5Q5T" \
+    "5Y5[5_5a5f5k5m5o5q5s5'6-6/63696@6A6E6K6M6O6Q6S6T6U6]6b6g6i6o6$7)7+7-7075777;7=7B7H7L7N7T7Z7_" \
+    "7a7c7f7k7m7q7s7'8/8183898A8B8C8E8I8K8M8O8U8]8c8e8i8l8o8*90969<9>9B9D9H9J9K9N9R9T9V9`9b9e9f9h" \
+    "9j9l9n9p9r9':,:.:3:9:\?:E:K:P:Q:W:\\:^:b:j:#;%;);+;0;5;7;;;=;B;H;J;T;Y;[;_;a;k;m;q;s;*<-</<3" \
+    "<9<C<E<I<K<Q<S<U<W<]<b<g<i<n<o<#=%=)=+=5=7=;===B=H=L=N=T=Y=[=_=a=f=k=m=q=s='>->1>9>E>I>K>M>O" \
+    ">Q>S>U>e>i>l>p>#\?$\?&\?(\?*\?.\?0\?1\?2\?4\?6\?:\?<\?B\?D\?F\?H\?J\?K\?L\?N\?O\?T\?V\?X\?Z" \
+    "\?\\\?^\?b\?d\?f\?k\?l\?m\?'@-@/@1@9@\?@I@K@O@S@W@`@e@o@$A0A3A<ABADAFAHAJAKALAQARATAVAXAZA^A" \
+    "`AbAdAfAkAlArA$B%B'B+B-B/B0B1B3B5B9B=B\?BABBBCBEBGBHBJBKBLBMBNBQBSBTBUBWB[B\\B]B_BcBeBfBgBiB" \
+    "jBoBqBsB$C'C*C/C0C2C4C6C8C<C>C@CBCDCGCHCICKCLCNCRCTCVCZC]CaCeCfClCnCpC'D-D0D4D9D@DEDGDKDMDQD" \
+    "SDUDWD]DcDeDgDiDoD$E'E(E+E,E/E0E2E6E8E:E>EBEFEHEIEJEKELENEPERETEUEXE^E`EdEfEgEhElEnEpErE1FAF" \
+    "CFEFKFMFOFSFWFeFoF$G&G'G(G*G.G0G4G6G8G<G>GBGDGHGJGKGLGNGTGVG^G`GfGhGkGlGpGrG'H)H*H+H-H/H0H1H" \
+    "2H3H5H9H:H;H=H\?HAHBHCHEHGHHHIHJHKHLHMHNHOHQHSHTHUHWH[H]HcHeHfHgHiHkHoHsH$I(I.I0I4I6I8I@IBIF" \
+    "IHIJIKILINIRITI]IbIdIfIiIjInI&J'J-J/J0J1J2J3J6J9J;J=J\?JAJBJCJEJFJGJHJJJKJLJMJNJOJQJRJSJTJUJ" \
+    "WJYJ_JaJcJeJfJgJiJlJnJoJsJ$K%K&K'K(K*K,K-K.K/K0K1K3K4K6K8K9K:K<K>K\?K@KAKBKCKDK"
+#define ROCQ_CODEBOOK_IQ1_HIGH \
+    "EKGKHKIKJKKKLKMKNKOKPKQKSKTKUKVKWKXKZK\\K]K`KaKbKcKeKfKgKhKiKlKnKoKpKrK#L$L%L&L(L)L*L-L/L0L2" \
+    "L3L5L6L7L8L9L:L;L<L\?LBLCLDLELFLGLHLILJLKLLLMLNLOLQLSLTLWL[L]L^L_L`LaLcLfLjLmLoLpLqLrL&M'M(M" \
+    "*M,M0M2M6M=MBMDMFMHMJMKMLMMMNMPMRMSMTM[M`MbMdMfMhMlMrM$N%N'N+N-N/N0N1N3N9N\?NANBNCNENGNHNINJ" \
+    "NKNLNMNNNONQNSNTNUNWNZN]N`NcNeNfNgNhNiNoN&O)O0O4O5O9O:O<OBODOEOHOKOLOMONOROTOVOXOZOaOdOfOgOh" \
+    "OjOlO'P/P1P3P9PAPGPKPLPMPOPQPSPUPWPZPgPoP$Q&Q(Q*Q.Q0Q6Q7Q:Q<QBQEQHQKQLQNQTQUQXQ\\QaQdQfQlQpQ" \
+    "rQ-R1R3R>R\?RCRKRLRMRPR]RcRgRoR-S.S0S1S4S6S:S<S>S@SBSDSFSHSJSKSLSNSOSPSRSTS\\S]S`SbSdSeSfSgS" \
+    "hSjSlSnSrS'T)T+T-T0T1T3TATBTCTETGTHTJTKTLTNTQTSTTTUTWT^T`TaTcTfTgTiTjTmToTpTqT%U*U0U5U:U;U<U" \
+    ">UBUDUFUHUJUKULUMUOUPUTUVUYU[U]UaUeUgUhUiUkUnUpUsU1V3V9V\?VIVKVOVQVWV]VcVhVpV$W&W,W0W6W8W:W<" \
+    "W>W\?WBWCWDWHWJWKWLWNWPWTWXW[W\\WaWfWlWnWoWrW-X1X2X\?XAXEXGXKXMXOXSXTXWX^XeXhXjXpX#Y%Y)Y+Y5Y" \
+    "7Y;Y=YBYGYHYJYLYNYTYYY[Y_YaYfYkYmYqYsY'Z-Z/Z1Z3Z9Z\?ZAZEZGZIZKZLZMZNZSZUZWZ]Z`ZeZgZiZoZ#[%[)" \
+    "[+[0[5[7[;[=[H[J[N[T[Y[[[_[a[f[k[m[q[s[/\\3\\\?\\A\\H\\K\\O\\Q\\S\\W\\e\\i\\$]*].]0]4]:]<]>]" \
+    "\?]B]D]H]J]K]L]N]O]T]U]V]X]Z]\\]^]`]b]d]f]h]p]-^1^3^9^\?^A^E^F^G^K^N^O^Q^U^X^]^c^j^n^#_%_)_+" \
+    "_0_5_7_;_=_\?_B_H_J_N_T_W_Y_[___a_f_k_m_q_s_'`(`-`/`1`9`\?`A`C`E`G`I`K`O`Q`S`]`g`i`o`#a%a)a+" \
+    "a0a5a7a;a=aBaHaJaLaYa[a_aaafakamaqasa'b-b1b2b3b9b\?bCbEbKbMbObWbXb]bcbebgbibob$c&c(c*c,c0c2c" \
+    "4c6c8c:c<c>cBcGcHcJcKcLcNcRcTc\\c^cdcfchclcncpcrc'd-d/d3d9dAdCdEdGdIdKdMdUdWd]dedgdrd$e&e(e," \
+    "e0e2e:e>eFeHeJeKeLeMeNePeQeReTe\\e^edeeefehelere#f'f)f+f,f-f/f0f1f3f6f9f<f=f\?fAfBfCfEfGfHfI" \
+    "fJfKfLfMfNfOfQfSfTfUfWfZf]f_fcfdfefffgfifjfkfmfofqfsf$g&g,g0g3g5g:g<gBgDgEgHgIgKgLgNgTgVg[g" \
+    "\\g`gagdgegfgngpgrg'h1h3h9h\?hChGhIhKhLhOhShTh]hchghihoh&i(i*i,i.i0i2i4i5i6i8i:i>i@iBiDiFiHi" \
+    "JiKiLiNiRiTiUiXiZi\\ibidifijilipi'j0j9jAjCjEjGjKjMjQj]jcjejfjgj#k%k)k+k0k5k7k;k=kBkHkJkLkNkY" \
+    "k[k_kakfkkkmkqksk'l*l-l/l1l3l4lClElHlKlMlOlQlSl]lbldlglil%m)m+m,m3m7m;m=mBmHmLmNmTmYm[m_mamf" \
+    "mkmmmqmsm3n9n\?nAnGnJnKnMnOnQnTnUnVnWn]n(o*o,o.o0o2o:o<o@oBoHoJoKoLoNoToXoZo\\o]o^o`odofoho'" \
+    "p-p1p4p6p9pApCpFpIpKpLpMpPpRp^pbpfpgpiplpnppp#q%q)q+q5q7q;q=qHqJqLqNqYq[q_qaqfqkqmqqqsq'r/r3" \
+    "r6r9r\?rGrKrOrQrUrWrbrgr#s%s)s+s5s7s;s=sHsJsLsYs[s_sasfsksmsqsss"
+#define ROCQ_CODEBOOK_IQ3_XXS \
+    "##%#'#,#.#2#3#5#<#E#^#`#$$&$+$-$4$8$;$=$D$O$[$#%%%'%,%3%5%<%>%B%L%R%`%$&*&+&-&8&[&.'B'G'R'^'" \
+    "`'$(*(=(M(@)W)+*/*1*F*T*$+&+++-+4+6+;+=+\?+J+K+#,%,,,3,5,$-&-+---4-;-]-#.%.3.<.I.Y.$/(/K/307" \
+    "0I0\\0(152C2#3%3,3.3335393<3E3$4&4(4+4-444;4V4Z4[4#5%5,5253555B5C5P5$6+6/6[6_6@7N7&8:8D8_8$:" \
+    "&:1:H:$;+;-;4;6;K;X;];#<%<3<<<G<I<$=&=+=8=M=]=,>>>;\?J\?]\?#@)@5@P@/AAAVA>BSB'C2C@CBCNCRC_D3" \
+    "EBECESEYE*FHF'GLGWG8HFH[H(J+J-J;J-KDK[K#L)L9LPL/M=M]M%NNN+O6O:O]O%P<PKQ7RER7SGSISWS4TTT2UWU;" \
+    "VAVGW(XMX>Y&Z4Z&[([*[+[=[M[9\\C\\-]H]M]#^0^>^S^4_D_#`%`7`;a"
+#define ROCQ_CODEBOOK_IQ3_S \
+    "##$#%#(#*#+#,#-#/#1#3#4#8#>#C#E#H#J#L#N#S#U#\\#_#b##$$$%$'$+$,$0$3$6$:$<$@$G$T$X$]$#%$%(%*%+" \
+    "%.%1%4%8%;%\?%E%H%J%L%N%[%^%&&,&0&3&5&<&>&A&G&K&M&Z&\\&`&#'.'2'4'7'='C'F'L'['%('(3(5(9(>(D(H" \
+    "(J(Y(^()),).)<)M)\\)#*%*'*3*5*9*>*K*O*#+$+%+'+++,+.+0+2+3+5+<+\?+A+O+Q+T+]+#,$,&,),+,/,4,;,>" \
+    ",D,K,M,[,a,#---0-2-3-7-=-C-F-P-S-]-$.'.*.+...4.:.;.\?.D.U.[.&/(/-///</>/E/I/K/O/$0+0.040;0=0" \
+    "L03171:1G1I1$2&2+2-242@2D2U2[2#3$3&3(3*3+3-3/3134363:3;3=3D3F3H3K3M3Z3[3^3`3#4%4+4.4245484<4" \
+    "\?4E4L4$5'5*54565;5B5D5N5R5\\5_5#6%6(6,65676<6>6E6K6Y6$7*73767=7@7D7]7`7'8,858B8C8N8[8#9%9*9" \
+    "49P9T9(:,:9:;:F:K:%;,;.;0;2;5;<;>;@;E;G;J;L;V;\\;$<&<(</<4<6<C<S<]<a<#=-=3===\?=K=$>+>/>4>6>" \
+    ":>;>D>F>J>P>^>&\?,\?1\?5\?<\?M\?S\?W\?$@+@-@8@=@G@Q@^@1ADA$B&B3B5B@B#C'C-C3C7C:C=CDCKC[C%D*D" \
+    ",D.D5D;D@DFDLDPD$E&E+E0E4E>ECEREUE[E'F,F.F3F5F<F@F#G%G7GBGCG\\G(H*H4HUH.I\?ISI+J0J;JFJLJ%K+K" \
+    "/K5KCKGKJKMKYK_K$L&L(L-L4L=L]L#M,M6M;MAMNM%N*N+N:NGNLNXN^N$O'O3O=OIO-P9PLPNPEQ%R'R5R,S.S0S<S" \
+    ">SSS#T3T:TWT-U\?UEUPUUU[U#V/V4VCV8WFWUW#X&X\?XSX(YCY,Z.Z#['[*[3[5[A[C[O[U[%\\,\\7\\F\\H\\$]'" \
+    "]+]1]4];]L]%^=^@^N^$_(_._3_K_5`E`%a<a#b"
 
 enum {
     ROCQ_K_WAVE = 32,         // lanes
@@ -2886,15 +3118,27 @@ typedef struct rocq_k_adamw_args {
 } rocq_k_adamw_args;
 
 // Formats whose codes fit int8 and for which the integer dot product pays: X(name), names as in
-// ROCQ_FORMATS. The MXFP6 formats are decoded to floats.
-#define ROCQ_K_INT8_FORMATS(F, X) \
+// ROCQ_FORMATS. The MXFP6 formats are decoded to floats. The formats that are only read share one
+// kernel of each kind, named `read`.
+#define ROCQ_K_CODED_FORMATS(F, X) \
     F(X, q4_0) F(X, q4_1) F(X, q5_0) F(X, q5_1) F(X, q8_0) F(X, q2_K) F(X, q3_K) F(X, q4_K) \
     F(X, q5_K) F(X, q6_K) F(X, iq4_nl) F(X, iq4_xs) F(X, mxfp4)
+#define ROCQ_K_INT8_FORMATS(F, X) ROCQ_K_CODED_FORMATS(F, X) F(X, read)
+#define ROCQ_K_READ_FORMATS(F, X) \
+    F(X, iq2_xxs) F(X, iq2_xs) F(X, iq2_s) F(X, iq3_xxs) F(X, iq3_s) F(X, iq1_s) F(X, iq1_m) \
+    F(X, tq1_0) F(X, tq2_0) F(X, nvfp4)
 #define ROCQ_K_PLAIN_FORMATS(F, X) F(X, f32) F(X, f16) F(X, bf16)
 #define ROCQ_K_ALL_FORMATS(F, X) \
     ROCQ_K_PLAIN_FORMATS(F, X) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 #define ROCQ_K_BACKWARD_FORMATS(F, X) \
     F(X, f16) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
+// The id of a format by its name in these lists.
+enum {
+#define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_K_ID_##name = id,
+    ROCQ_FORMATS(ROCQ_X)
+#undef ROCQ_X
+    ROCQ_K_ID_read = 1003 // no format
+};
 #define ROCQ_K_HEAD_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128) F(X, 256) F(X, 512)
 #define ROCQ_K_BACK_DIMS(F, X) F(X, 64) F(X, 80) F(X, 96) F(X, 112) F(X, 128)
 #define ROCQ_K_CONV_TILES(F, X) F(X, 128) F(X, 64) F(X, 16) // channels of y
@@ -2933,7 +3177,9 @@ typedef struct rocq_k_adamw_args {
 #define ROCQ_K_MATMUL_BACKWARD(X, f) X(matmul_backward_dx_##f, rocq_k_matmul_backward_args, 128)
 
 #define ROCQ_K_MATVECS(X)                                    \
-    ROCQ_K_INT8_FORMATS(ROCQ_K_MATVEC_INT8, X)               \
+    ROCQ_K_CODED_FORMATS(ROCQ_K_MATVEC_INT8, X)              \
+    X(matvec_int8_read_n1, rocq_k_matvec_args, 256)          \
+    X(matvec_int8_read_n8, rocq_k_matvec_args, 256)          \
     X(matvec_int8_mixed_n1, rocq_k_matvec_args, 256)         \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATVEC_F32, X)                 \
     ROCQ_K_PLAIN_FORMATS(ROCQ_K_MATVEC_PLAIN, X)
@@ -3345,7 +3591,8 @@ static inline int64_t rocq__bytes(rocq_format format, int64_t n) {
 static int64_t rocq__alignment_of(rocq_format format) {
     switch (format) {
     case ROCQ_F32: case ROCQ_I32: return 4;
-    case ROCQ_I8: case ROCQ_MXFP4: case ROCQ_MXFP6_E2M3: case ROCQ_MXFP6_E3M2: return 1;
+    case ROCQ_I8: case ROCQ_MXFP4: case ROCQ_NVFP4: return 1;
+    case ROCQ_MXFP6_E2M3: case ROCQ_MXFP6_E3M2: return 1;
     default: return 2;
     }
 }
@@ -5011,6 +5258,205 @@ static void rocq__unpack_mxfp4(const void *block, int8_t *code, float *scale, fl
     for (int32_t i = 0; i < 32; i++) code[i] = rocq__mxfp4_levels[code[i]];
 }
 
+// -- codebooks: eight codes at once, a byte each --
+
+#define ROCQ__DIGITS1(x) x, x + 1, x + 2
+#define ROCQ__DIGITS2(x) ROCQ__DIGITS1(x), ROCQ__DIGITS1(x + 0x100), ROCQ__DIGITS1(x + 0x200)
+#define ROCQ__DIGITS3(x) ROCQ__DIGITS2(x), ROCQ__DIGITS2(x + 0x10000), ROCQ__DIGITS2(x + 0x20000)
+static const uint32_t rocq__digits[81] = {
+    ROCQ__DIGITS3(0), ROCQ__DIGITS3(0x1000000), ROCQ__DIGITS3(0x2000000)};
+#undef ROCQ__DIGITS1
+#undef ROCQ__DIGITS2
+#undef ROCQ__DIGITS3
+#define ROCQ__BYTES UINT64_C(0x0101010101010101)
+
+static const char rocq__codebook_iq2_xxs[] = ROCQ_CODEBOOK_IQ2_XXS;
+static const char rocq__codebook_iq2_xs[] = ROCQ_CODEBOOK_IQ2_XS;
+static const char rocq__codebook_iq2_s[] = ROCQ_CODEBOOK_IQ2_S;
+static const char rocq__codebook_iq1[2][2049] = {ROCQ_CODEBOOK_IQ1_LOW, ROCQ_CODEBOOK_IQ1_HIGH};
+static const char rocq__codebook_iq3_xxs[] = ROCQ_CODEBOOK_IQ3_XXS;
+static const char rocq__codebook_iq3_s[] = ROCQ_CODEBOOK_IQ3_S;
+
+// The digits of entry k of IQ2 and IQ1, and of entries k0 and k1 of IQ3.
+static inline uint64_t rocq__entry_3(const char *book, uint32_t k) {
+    return rocq__digits[book[2 * k] - 35] | (uint64_t)rocq__digits[book[2 * k + 1] - 35] << 32;
+}
+static inline uint64_t rocq__entry_8(const char *book, uint32_t k0, uint32_t k1) {
+    const char *a = book + 2 * k0, *b = book + 2 * k1;
+    const uint64_t v = (uint64_t)(a[0] - 35) | (uint64_t)(a[1] - 35) << 16 |
+                       (uint64_t)(b[0] - 35) << 32 | (uint64_t)(b[1] - 35) << 48;
+    return (v & UINT64_C(0x0007000700070007)) | (v << 5 & UINT64_C(0x0700070007000700));
+}
+
+static inline uint64_t rocq__levels_iq2(const char *book, uint32_t k) {
+    const uint64_t t = rocq__entry_3(book, k);
+    return 8 * ROCQ__BYTES + 17 * t + (t >> 1 & ROCQ__BYTES);
+}
+// 8 (value + delta)
+static inline uint64_t rocq__levels_iq1(uint32_t k, bool negative) {
+    const uint64_t t = rocq__entry_3(rocq__codebook_iq1[k >> 10], k & 1023);
+    const uint64_t raised = 128 * ROCQ__BYTES + 8 * t;
+    return (raised - (negative ? 9 : 7) * ROCQ__BYTES) ^ 128 * ROCQ__BYTES;
+}
+
+// Stores the codes, those negated whose bit is set in signs. None is 0, so no carry leaves a byte.
+static inline void rocq__put_signed(int8_t *code, uint64_t levels, uint32_t signs) {
+    const uint64_t bits = (signs & 255) * ROCQ__BYTES & UINT64_C(0x8040201008040201);
+    const uint64_t one = (bits + 0x7f * ROCQ__BYTES) >> 7 & ROCQ__BYTES;
+    levels = (levels ^ 255 * one) + one;
+    memcpy(code, &levels, 8);
+}
+// Signs of seven bits, those above them in bits left out.
+static inline uint32_t rocq__even_signs(uint32_t bits) {
+    bits &= 127;
+    return bits | (0x6996u >> ((bits ^ bits >> 4) & 15) & 1) << 7;
+}
+
+static inline uint32_t rocq__word(const uint8_t *bytes) {
+    return (uint32_t)bytes[0] | (uint32_t)bytes[1] << 8 | (uint32_t)bytes[2] << 16 |
+           (uint32_t)bytes[3] << 24;
+}
+
+static void rocq__unpack_iq2_xxs(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_iq2_xxs *b = (const rocq_block_iq2_xxs *)block;
+    const float d = rocq__f16_to_f32(b->d) * 0.125f;
+    for (int32_t g = 0; g < 8; g++) {
+        const uint32_t word = rocq__word(b->qs + 8 * g + 4);
+        scale[g] = d * (float)(2 * (word >> 28) + 1);
+        min[g] = 0;
+        for (int32_t l = 0; l < 4; l++) {
+            const uint64_t levels = rocq__levels_iq2(rocq__codebook_iq2_xxs, b->qs[8 * g + l]);
+            rocq__put_signed(code + 32 * g + 8 * l, levels, rocq__even_signs(word >> 7 * l));
+        }
+    }
+}
+
+// The scales of IQ2_XS, IQ2_S and IQ3_S: n odd numbers times d.
+static inline void rocq__odd_scales(const uint8_t *scales, int32_t n, float d, float *scale,
+                                    float *min) {
+    for (int32_t g = 0; g < n; g++) {
+        scale[g] = d * (float)(2 * (scales[g / 2] >> 4 * (g % 2) & 15) + 1);
+        min[g] = 0;
+    }
+}
+
+static void rocq__unpack_iq2_xs(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_iq2_xs *b = (const rocq_block_iq2_xs *)block;
+    rocq__odd_scales(b->scales, 16, rocq__f16_to_f32(b->d) * 0.125f, scale, min);
+    for (int32_t k = 0; k < 32; k++) {
+        const uint64_t levels = rocq__levels_iq2(rocq__codebook_iq2_xs, b->qs[k] & 511);
+        rocq__put_signed(code + 8 * k, levels, rocq__even_signs(b->qs[k] >> 9));
+    }
+}
+
+static void rocq__unpack_iq2_s(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_iq2_s *b = (const rocq_block_iq2_s *)block;
+    rocq__odd_scales(b->scales, 16, rocq__f16_to_f32(b->d) * 0.125f, scale, min);
+    for (int32_t k = 0; k < 32; k++) {
+        const uint32_t high = b->qh[k / 4] >> 2 * (k % 4) & 3, entry = b->qs[k] | high << 8;
+        rocq__put_signed(code + 8 * k, rocq__levels_iq2(rocq__codebook_iq2_s, entry), b->signs[k]);
+    }
+}
+
+static void rocq__unpack_iq3_xxs(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_iq3_xxs *b = (const rocq_block_iq3_xxs *)block;
+    const float d = rocq__f16_to_f32(b->d) * 0.25f;
+    for (int32_t g = 0; g < 8; g++) {
+        const uint32_t word = rocq__word(b->words + 4 * g);
+        scale[g] = d * (float)(2 * (word >> 28) + 1);
+        min[g] = 0;
+        for (int32_t l = 0; l < 4; l++) {
+            const uint8_t *q = b->qs + 8 * g + 2 * l;
+            const uint64_t t = rocq__entry_8(rocq__codebook_iq3_xxs, q[0], q[1]);
+            const uint64_t last = (t + ROCQ__BYTES) >> 3 & ROCQ__BYTES; // 7
+            rocq__put_signed(code + 32 * g + 8 * l, 4 * ROCQ__BYTES + 8 * t + 2 * last,
+                             rocq__even_signs(word >> 7 * l));
+        }
+    }
+}
+
+static void rocq__unpack_iq3_s(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_iq3_s *b = (const rocq_block_iq3_s *)block;
+    rocq__odd_scales(b->scales, 8, rocq__f16_to_f32(b->d), scale, min);
+    for (int32_t k = 0; k < 32; k++) { // entries 2 k and 2 k + 1
+        const uint32_t high = (uint32_t)b->qh[k / 4] >> 2 * (k % 4);
+        const uint32_t k0 = b->qs[2 * k] | (high & 1) << 8, k1 = b->qs[2 * k + 1] | (high & 2) << 7;
+        const uint64_t t = rocq__entry_8(rocq__codebook_iq3_s, k0, k1);
+        rocq__put_signed(code + 8 * k, ROCQ__BYTES + 2 * t, b->signs[k]);
+    }
+}
+
+static void rocq__unpack_iq1_s(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_iq1_s *b = (const rocq_block_iq1_s *)block;
+    const float d = rocq__f16_to_f32(b->d) * 0.125f;
+    for (int32_t k = 0; k < 32; k++) {
+        const uint32_t qh = b->qh[k / 4], high = qh >> 3 * (k % 4) & 7;
+        const uint64_t levels = rocq__levels_iq1(b->qs[k] | high << 8, (qh & 0x8000) != 0);
+        memcpy(code + 8 * k, &levels, 8);
+        scale[k / 4] = d * (float)(2 * (qh >> 12 & 7) + 1);
+        min[k / 4] = 0;
+    }
+}
+
+static void rocq__unpack_iq1_m(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_iq1_m *b = (const rocq_block_iq1_m *)block;
+    uint16_t half = 0;
+    for (int32_t j = 0; j < 4; j++) half = (uint16_t)(half | b->scales[j] >> 12 << 4 * j);
+    const float d = rocq__f16_to_f32(half) * 0.125f;
+    for (int32_t k = 0; k < 32; k++) {
+        const uint32_t qh = b->qh[k / 2] >> 4 * (k % 2) & 15;
+        const uint64_t levels = rocq__levels_iq1(b->qs[k] | (qh & 7) << 8, qh >= 8);
+        memcpy(code + 8 * k, &levels, 8);
+        scale[k / 2] = d * (float)(2 * (b->scales[k / 8] >> 3 * (k / 2 % 4) & 7) + 1);
+        min[k / 2] = 0;
+    }
+}
+
+// n codes from digits first to first + count - 1 of n / count bytes: all of a digit, then the next.
+static inline void rocq__split_digits(int8_t *__restrict code, const uint8_t *__restrict q,
+                                      int32_t n, int32_t count) {
+    uint32_t power = 1;
+    for (int32_t digit = 0; digit < count; digit++, power *= 3) {
+        for (int32_t j = 0; j < n; j++) {
+            code[digit * n + j] = (int8_t)((int32_t)((q[j] * power & 255) * 3 >> 8) - 1);
+        }
+    }
+}
+
+static inline void rocq__same_scale(uint16_t d, float *scale, float *min) {
+    for (int32_t g = 0; g < 8; g++) {
+        scale[g] = rocq__f16_to_f32(d);
+        min[g] = 0;
+    }
+}
+
+static void rocq__unpack_tq1_0(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_tq1_0 *b = (const rocq_block_tq1_0 *)block;
+    rocq__same_scale(b->d, scale, min);
+    rocq__split_digits(code, b->qs, 32, 5);
+    rocq__split_digits(code + 160, b->qs + 32, 16, 5);
+    rocq__split_digits(code + 240, b->qh, 4, 4);
+}
+
+static void rocq__unpack_tq2_0(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_tq2_0 *b = (const rocq_block_tq2_0 *)block;
+    rocq__same_scale(b->d, scale, min);
+    rocq__split2(code, b->qs);
+    rocq__shift_codes(code, 256, -1);
+}
+
+static void rocq__unpack_nvfp4(const void *block, int8_t *code, float *scale, float *min) {
+    const rocq_block_nvfp4 *b = (const rocq_block_nvfp4 *)block;
+    for (int32_t g = 0; g < 4; g++) {
+        const int32_t e = b->scales[g] & 127, p = e >> 3, f = e & 7;
+        scale[g] = b->scales[g] == 127 ? 0 : p ? (float)(8 + f) * rocq__pow2(p - 11)
+                                               : (float)f * 0x1p-10f;
+        min[g] = 0;
+        rocq__split4(code + 16 * g, b->qs + 8 * g, 8);
+    }
+    for (int32_t i = 0; i < 64; i++) code[i] = rocq__mxfp4_levels[code[i]];
+}
+
 static void rocq__split6(uint8_t *q, const uint8_t *qs) {
     for (int32_t i = 0; i < 32; i += 4, qs += 3) {
         const uint32_t v = (uint32_t)qs[0] | (uint32_t)qs[1] << 8 | (uint32_t)qs[2] << 16;
@@ -5071,7 +5517,17 @@ static void rocq__decode_mxfp6_e3m2(const void *block, float *dst) {
     ROCQ__PAIR(iq4_nl), 32, false, 0, {32, 32, 0, 0, rocq__iq4_levels, 1, 1, 0, 0}
 #define ROCQ__CODEC_IQ4_XS \
     ROCQ__PAIR(iq4_xs), 32, false, 0, {256, 32, 0, 0, rocq__iq4_levels, -32, 31, 0, 0}
+#define ROCQ__CODEC_IQ2_XXS rocq__unpack_iq2_xxs, NULL, 32, false, 0, ROCQ__NO_GRID
+#define ROCQ__CODEC_IQ2_XS rocq__unpack_iq2_xs, NULL, 16, false, 0, ROCQ__NO_GRID
+#define ROCQ__CODEC_IQ3_XXS rocq__unpack_iq3_xxs, NULL, 32, false, 0, ROCQ__NO_GRID
+#define ROCQ__CODEC_IQ1_S rocq__unpack_iq1_s, NULL, 32, false, 0, ROCQ__NO_GRID
+#define ROCQ__CODEC_IQ3_S rocq__unpack_iq3_s, NULL, 32, false, 0, ROCQ__NO_GRID
+#define ROCQ__CODEC_IQ2_S rocq__unpack_iq2_s, NULL, 16, false, 0, ROCQ__NO_GRID
+#define ROCQ__CODEC_IQ1_M rocq__unpack_iq1_m, NULL, 16, false, 0, ROCQ__NO_GRID
+#define ROCQ__CODEC_TQ1_0 rocq__unpack_tq1_0, NULL, 32, false, 0, ROCQ__NO_GRID
+#define ROCQ__CODEC_TQ2_0 rocq__unpack_tq2_0, NULL, 32, false, 0, ROCQ__NO_GRID
 #define ROCQ__CODEC_MXFP4 rocq__unpack_mxfp4, NULL, 32, false, 1, ROCQ__NO_GRID
+#define ROCQ__CODEC_NVFP4 rocq__unpack_nvfp4, NULL, 16, false, 0, ROCQ__NO_GRID
 #define ROCQ__CODEC_MXFP6_E2M3 rocq__unpack_mxfp6_e2m3, NULL, 32, false, 3, ROCQ__NO_GRID
 #define ROCQ__CODEC_MXFP6_E3M2 NULL, NULL, 32, false, 2, ROCQ__NO_GRID
 
@@ -5082,6 +5538,11 @@ ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
 static const rocq__codec rocq__codec_i8 = {{"I8", 1, 1, 8.0f}, ROCQ__CODEC_F32};
 static const rocq__codec rocq__codec_i32 = {{"I32", 1, 4, 32.0f}, ROCQ__CODEC_F32};
+
+// Whether this file can write a format, not only read it.
+static inline bool rocq__is_encoded(const rocq__codec *codec) {
+    return codec->pack || codec->mx_bits || codec->info.block_elems == 1;
+}
 
 // Formats of whole numbers: indices and pixels, which are never decoded.
 static inline bool rocq__is_integer(rocq_format format) {
@@ -5762,6 +6223,7 @@ ROCQ_DEF rocq_result rocq_quantize(rocq_format format, void *dst, const float *s
     int64_t row_bytes, bytes, n;
     if (rocq__is_integer(format)) return ROCQ_E_FORMAT;
     ROCQ__TRY(rocq_row_size(format, n_per_row, &row_bytes));
+    if (!rocq__is_encoded(rocq__codec_of(format))) return ROCQ_E_UNSUPPORTED;
     if (n_rows < 0) return ROCQ_E_ARGUMENT;
     if (!rocq__mul(n_rows, n_per_row, &n) || !rocq__mul(n, 4, &bytes)) return ROCQ_E_OVERFLOW;
     ROCQ__TRY(rocq__check_span(format, dst, n));
@@ -5875,10 +6337,9 @@ static int64_t rocq__gguf_type_size(uint32_t type) {
 // The tensor types of GGUF that are not in ROCQ_FORMATS, so that messages can name what is not read
 // here. Ids and names are those of enum ggml_type in ggml's ggml.h; some occur in old files only.
 #define ROCQ__OTHER_TYPES(X)                                                                      \
-    X(4, Q4_2) X(5, Q4_3) X(9, Q8_1) X(15, Q8_K) X(16, IQ2_XXS) X(17, IQ2_XS) X(18, IQ3_XXS)      \
-    X(19, IQ1_S) X(21, IQ3_S) X(22, IQ2_S) X(24, I8) X(25, I16) X(27, I64) X(28, F64)             \
-    X(29, IQ1_M) X(31, Q4_0_4_4) X(32, Q4_0_4_8) X(33, Q4_0_8_8) X(34, TQ1_0) X(35, TQ2_0)        \
-    X(36, IQ4_NL_4_4) X(37, IQ4_NL_4_8) X(38, IQ4_NL_8_8) X(40, NVFP4) X(41, Q1_0)
+    X(4, Q4_2) X(5, Q4_3) X(9, Q8_1) X(15, Q8_K) X(24, I8) X(25, I16) X(27, I64) X(28, F64)       \
+    X(31, Q4_0_4_4) X(32, Q4_0_4_8) X(33, Q4_0_8_8) X(36, IQ4_NL_4_4) X(37, IQ4_NL_4_8)           \
+    X(38, IQ4_NL_8_8) X(41, Q1_0)
 
 static const char *rocq__gguf_type_name(uint32_t type_id) {
     // In C++ it is undefined to convert a number that does not fit the enum's bits.
@@ -8999,19 +9460,25 @@ ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_columns_vnni(
 ROCQ__DOT_INT8(group32_depth0, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 8, 0)
 ROCQ__DOT_INT8(group32_depth4, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 8, 4)
 ROCQ__DOT_INT8(group32_depth8, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 8, 8)
+ROCQ__DOT_INT8(group16_depth0, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 4, 0)
 ROCQ__DOT_INT8(group16_depth2, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 4, 2)
 ROCQ__DOT_INT8(group16_depth4, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 4, 4)
 ROCQ__DOT_INT8(group32_signed_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 8, true)
 ROCQ__DOT_INT8(group32_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 8, false)
+ROCQ__DOT_INT8(group16_signed_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 4, true)
 ROCQ__DOT_INT8(group16_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 4, false)
 #undef ROCQ__DOT_INT8
 
 // The dot for a format's group and depth.
 static rocq__mm_dot rocq__dot_int8_for(int64_t group, int depth, bool vnni) {
-    if (vnni && depth == 0) return rocq__dot_int8_group32_signed_vnni;
+    if (vnni && depth == 0) {
+        return group == 32 ? rocq__dot_int8_group32_signed_vnni : rocq__dot_int8_group16_signed_vnni;
+    }
     if (vnni) return group == 32 ? rocq__dot_int8_group32_vnni : rocq__dot_int8_group16_vnni;
     if (group == 16) {
-        return depth == 2 ? rocq__dot_int8_group16_depth2 : rocq__dot_int8_group16_depth4;
+        return depth == 0   ? rocq__dot_int8_group16_depth0
+               : depth == 2 ? rocq__dot_int8_group16_depth2
+                            : rocq__dot_int8_group16_depth4;
     }
     return depth == 0   ? rocq__dot_int8_group32_depth0
            : depth == 4 ? rocq__dot_int8_group32_depth4
@@ -9367,6 +9834,7 @@ typedef struct rocq__sink {
     __m256i *codes;                 // panel: every other 32 bytes, per four codes
     const int8_t *x;                // dot: codes of the column
     const rocq__mm_group *x_groups; // and its groups
+    const rocq__codec *codec;
     bool has_min, raised, is_signed; // of the format: see ROCQ__MM_AVX2
     __m256i pairs[8], dot[8];       // running sums of the groups being decoded
     __m256 sum;
@@ -9511,10 +9979,12 @@ ROCQ__BLOCK_AVX2(q5_1) {
     rocq__put_8_avx2(to, depth, 0, q);
 }
 
-// The products of 32 signed codes of each row with x: eight sums a row, added as a tree. For codes
-// of a byte that takes fewer shuffles than to transpose them.
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__dot_rows_avx2(const int depth, const int8_t *x,
-                                                                  rocq__rows row, int64_t at) {
+// The products of 32 signed codes of each row with x, dot[0] of the first 16 and dot[1] of the
+// others: eight sums a row, added as a tree. For codes of a byte that takes fewer shuffles than to
+// transpose them.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_rows_avx2(__m256i dot[2], const int depth,
+                                                               const int8_t *x, rocq__rows row,
+                                                               int64_t at) {
     const __m256i v = _mm256_loadu_si256((const __m256i *)(const void *)x);
     __m256i s[ROCQ__MM_ROWS];
     ROCQ__UNROLL
@@ -9538,15 +10008,16 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__dot_rows_avx2(const int dept
         s[r] = _mm256_add_epi32(_mm256_unpacklo_epi64(s[r], s[r + 2]),
                                 _mm256_unpackhi_epi64(s[r], s[r + 2]));
     }
-    return _mm256_add_epi32(_mm256_permute2x128_si256(s[0], s[4], 0x20),
-                            _mm256_permute2x128_si256(s[0], s[4], 0x31));
+    dot[0] = _mm256_permute2x128_si256(s[0], s[4], 0x20);
+    dot[1] = _mm256_permute2x128_si256(s[0], s[4], 0x31);
 }
 
 ROCQ__BLOCK_AVX2(q8_0) {
     __m256i q[8];
     _mm256_storeu_ps(to->scale[0], rocq__scales_of_rows_avx2(row, at));
     if (depth != ROCQ__PANEL) {
-        to->dot[0] = rocq__dot_rows_avx2(depth, to->x, row, at + 2);
+        rocq__dot_rows_avx2(to->dot, depth, to->x, row, at + 2);
+        to->dot[0] = _mm256_add_epi32(to->dot[0], to->dot[1]);
         rocq__end_groups_avx2(to, depth, 0, 1);
         return;
     }
@@ -9779,6 +10250,41 @@ ROCQ__BLOCK_AVX2(mxfp6_e2m3) {
     }
     rocq__put_8_avx2(to, depth, 0, out);
 }
+
+// Any format with codes: its decoder takes the blocks apart, row by row, into L1.
+ROCQ__BLOCK_AVX2(any) {
+    const rocq__codec *codec = to->codec;
+    const int elems = codec->info.block_elems, group = codec->group;
+    int8_t code[ROCQ__MM_ROWS][256];
+    const unsigned char *codes[ROCQ__MM_ROWS];
+    for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+        float scale[16], min[16];
+        codes[r] = (const unsigned char *)code[r];
+        codec->unpack(row[r] + at, code[r], scale, min);
+        for (int g = 0; g < elems / group; g++) to->scale[g][r] = scale[g];
+    }
+    for (int k = 0; k < elems; k += 32) {
+        const int g = k / group;
+        if (depth == ROCQ__PANEL) {
+            for (int i = 0; i < 32; i += 16) {
+                __m256i q[4];
+                rocq__take_rows_avx2(q, codes, k + i);
+                ROCQ__UNROLL
+                for (int j = 0; j < 4; j++) {
+                    _mm256_store_si256(to->codes + (k + i) / 2 + 2 * j, q[j]);
+                }
+            }
+        } else {
+            rocq__dot_rows_avx2(to->dot, depth, to->x + k, codes, k);
+            if (group == 32) to->dot[0] = _mm256_add_epi32(to->dot[0], to->dot[1]);
+            rocq__end_groups_avx2(to, depth, g, 1);
+            if (group == 16) {
+                to->dot[0] = to->dot[1];
+                rocq__end_groups_avx2(to, depth, g + 1, 1);
+            }
+        }
+    }
+}
 #undef ROCQ__BLOCK_AVX2
 
 // X(NAME, name, raise, depth): what the decoders above raise the codes by, and the depth that their
@@ -9834,6 +10340,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     to.min = min;
     to.x = rocq__tile_codes(tile, 0);
     to.x_groups = rocq__tile_groups(tile, 0);
+    to.codec = codec;
     to.has_min = codec->has_min;
     to.is_signed = is_signed;
     to.raised = raise > 0 || (is_signed && depth < 0);
@@ -9866,6 +10373,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
     to.scale = (float(*)[ROCQ__MM_PAIR])(work->scale[0] + first);
     to.min = (float(*)[ROCQ__MM_PAIR])(work->min[0] + first);
     to.codes = (__m256i *)(void *)work->codes[0][first];
+    to.codec = codec;
     for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
         rocq__fetch_block_avx2(rows, at + rows->ahead, bytes);
         block(&to, ROCQ__PANEL, rows->at, at);
@@ -9895,6 +10403,16 @@ ROCQ__MM_AVX2(ROCQ__X)
 ROCQ__MM_VNNI(ROCQ__X)
 #undef ROCQ__PASS
 #undef ROCQ__X
+
+// The formats that only codec->unpack decodes, which are those that are not encoded.
+ROCQ__TARGET_AVX2 static void rocq__pack_any_avx2(rocq__mm_work *work, const rocq__mm_rows *rows,
+                                                  int first) {
+    rocq__pack_avx2(work, rows, first, rocq__block_any_avx2, rows->codec);
+}
+ROCQ__TARGET_AVX2 static void rocq__pass_any_avx2(float *sums, const rocq__mm_tile *tile,
+                                                  const rocq__mm_rows *rows) {
+    rocq__pass_avx2(sums, tile, rows, rocq__block_any_avx2, rows->codec, 0, true, 0);
+}
 #endif
 
 // Chooses the kernels for INT8.
@@ -9920,7 +10438,12 @@ static void rocq__mm_choose_int8(rocq__mm *mm) {
         break;
         ROCQ__MM_AVX2(ROCQ__X)
 #undef ROCQ__X
-    default: break;
+    default:
+        mm->dot = rocq__dot_int8_for(mm->group, 0, mm->avx512);
+        mm->pack = rocq__pack_any_avx2;
+        mm->pass = mm->n == 1 ? rocq__pass_any_avx2 : NULL;
+        if (mm->avx512 && !mm->pass) mm->offset = 128;
+        return;
     }
     if (!mm->pass || !(mm->avx512 || mm->avx_vnni)) return;
     switch (mm->w->format) {
@@ -16372,11 +16895,15 @@ enum {
 
 // Index of a format in ROCQ_K_ALL_FORMATS, in whose order the kernels of a family stand.
 static int rocq__k_format(rocq_format format) {
-    switch (format) {
-#define ROCQ_X(NAME, name, id, elems, bytes) \
-    case ROCQ_##NAME: return (ROCQ_K_matvec_f32_##name##_n1 - ROCQ_K_matvec_f32_f32_n1) / 2;
-        ROCQ_FORMATS(ROCQ_X)
+    switch ((int)format) {
+#define ROCQ_X(X, name) \
+    case ROCQ_K_ID_##name: return (ROCQ_K_matvec_f32_##name##_n1 - ROCQ_K_matvec_f32_f32_n1) / 2;
+        ROCQ_K_ALL_FORMATS(ROCQ_X, )
 #undef ROCQ_X
+#define ROCQ_X(X, name) case ROCQ_K_ID_##name:
+        ROCQ_K_READ_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+        return rocq__k_format((rocq_format)ROCQ_K_ID_read);
     default: return -1;
     }
 }
@@ -16384,7 +16911,8 @@ static int rocq__k_format(rocq_format format) {
 // The same for ROCQ_K_INT8_FORMATS; -1 for a format that has no integer path.
 static int rocq__k_int8_format(rocq_format format) {
     const int i = rocq__k_format(format) - rocq__k_format(ROCQ_Q4_0);
-    return i <= rocq__k_format(ROCQ_MXFP4) - rocq__k_format(ROCQ_Q4_0) ? ROCQ__MAX(i, -1) : -1;
+    const int n = rocq__k_format((rocq_format)ROCQ_K_ID_read) - rocq__k_format(ROCQ_Q4_0) + 1;
+    return i < n ? ROCQ__MAX(i, -1) : -1;
 }
 
 static rocq_precision rocq__product_path(const rocq_ctx *ctx, const rocq_matmul_params *p,
@@ -16521,7 +17049,7 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
         product->format = (int32_t)w->format;
         rows += w->ne[1];
         bytes += pair * (double)(w->ne[1] * rocq__bytes(w->format, k));
-        mixed = mixed || w->format != g[0].w.format;
+        mixed = mixed || rocq__k_format(w->format) != rocq__k_format(g[0].w.format);
         groups = groups || g[i].y.format == ROCQ_Q8_0;
     }
     int32_t k_waves = 1;
@@ -16552,6 +17080,7 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
     }
     if (int8) {
         kernel = ROCQ_K_matvec_int8_q4_0_n1 + 4 * rocq__k_int8_format(g->w.format) + columns;
+        if (kernel >= ROCQ_K_matvec_int8_read_n1) kernel = ROCQ_K_matvec_int8_read_n1 + (n > 1);
     }
     if (mixed) kernel = ROCQ_K_matvec_int8_mixed_n1;
     for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
@@ -16867,16 +17396,20 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
 }
 
 // How many products from first on share a launch: as many as fit, of one path, and of one format
-// but for INT8 with one column. That is safe, since none of a chain reads what another one writes.
+// (or all of formats that are only read) but for INT8 with one column, where other formats mix. That
+// is safe, since none of a chain reads what another one writes.
 static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *first) {
     const rocq_precision path = rocq__product_path(ctx, first, first->w);
-    const bool any_format = path == ROCQ_PRECISION_INT8 && first->x->ne[1] == 1;
+    const int kernel = rocq__k_format(first->w->format), read = rocq__k_format(ROCQ_NVFP4);
+    const bool any_format =
+        path == ROCQ_PRECISION_INT8 && first->x->ne[1] == 1 && kernel != read;
     int32_t n = 1;
     if (first->x->ne[1] > ROCQ_K_FEW) return 1;
     for (const rocq_matmul_params *p = first->next; p && n < ROCQ_K_MATVEC_PRODUCTS;
          p = p->next, n++) {
         if (rocq__product_path(ctx, p, p->w) != path) return n;
-        if (p->w->format != first->w->format && !any_format) return n;
+        const int own = rocq__k_format(p->w->format);
+        if (own != kernel && (!any_format || own == read)) return n;
     }
     return n;
 }
@@ -17610,6 +18143,7 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     args.m = m;
     args.n = g->n_pairs;
     args.k = g->w.ne[0];
+    args.format = (int32_t)g->w.format;
     args.experts.pairs = sort.pairs;
     args.experts.tiles = sort.tiles;
     args.experts.w2 = sort.weights.w2;
@@ -18125,6 +18659,15 @@ static rocq_result rocq__check_format(rocq_ctx *ctx, const char *op, const char 
     const rocq_format_info *info = rocq_get_format_info(format);
     return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: %s cannot be in format %s (%d)", op, name,
                       info ? info->name : "unknown", (int)format);
+}
+
+// Fails for a format that has no encoder.
+static rocq_result rocq__check_encoded(rocq_ctx *ctx, const char *op, const char *name,
+                                       rocq_format format) {
+    if (rocq__is_encoded(rocq__codec_of(format))) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
+                      "%s: %s cannot be made in %s: IQ1 IQ2 IQ3 TQ NVFP4 are only read", op, name,
+                      rocq_format_name(format));
 }
 
 // Whether elements of a tensor may share memory, as those of an output must not. They do not if,
@@ -18717,6 +19260,9 @@ static rocq_result rocq__check_cast(rocq_ctx *ctx, const char *op, const void *p
     int64_t elems, bytes;
     ROCQ__TRY(rocq__check_format(ctx, op, "y", i32 ? ROCQ__BIT_I32 : ROCQ__ANY, p->y->format,
                                  &elems, &bytes));
+    if (p->y->format != p->x->format) {
+        ROCQ__TRY(rocq__check_encoded(ctx, op, "y", p->y->format));
+    }
     return ROCQ__SAME(y, x);
 }
 
@@ -22382,6 +22928,7 @@ ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_pa
     if (!p) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: params is NULL", op);
     ROCQ__TRY(rocq__not_recording(ctx, op));
     ROCQ__TRY(rocq__check_tensor(ctx, op, "w", p->w, ROCQ__ANY | ROCQ__PLANAR | ROCQ__OUTPUT));
+    ROCQ__TRY(rocq__check_encoded(ctx, op, "w", p->w->format));
     const int32_t sizes[3] = {p->kw, p->kh, p->kt};
     int64_t taps = 1, bytes, float_bytes, row_bytes = 0, elems, src_elem;
     for (int i = 0; i < 3; i++) {
@@ -24932,6 +25479,17 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__CODEC_IQ4_NL
 #undef ROCQ__CODEC_IQ4_XS
 #undef ROCQ__CODEC_MXFP4
+#undef ROCQ__CODEC_IQ2_XXS
+#undef ROCQ__CODEC_IQ2_XS
+#undef ROCQ__CODEC_IQ3_XXS
+#undef ROCQ__CODEC_IQ1_S
+#undef ROCQ__CODEC_IQ3_S
+#undef ROCQ__CODEC_IQ2_S
+#undef ROCQ__CODEC_IQ1_M
+#undef ROCQ__CODEC_TQ1_0
+#undef ROCQ__CODEC_TQ2_0
+#undef ROCQ__CODEC_NVFP4
+#undef ROCQ__BYTES
 #undef ROCQ__CODEC_MXFP6_E2M3
 #undef ROCQ__CODEC_MXFP6_E3M2
 #undef ROCQ__CODEC_Q2_K

@@ -123,6 +123,7 @@ template <typename T> using as_given = typename as_given_type<T>::type;
 #define KERNEL_WAVES(name, args, threads, waves)                                                   \
     extern "C" __global__ void __launch_bounds__(threads, (waves)*128 / (threads))                 \
         rocq_k_##name(const args a)
+#define CONSTANT static __device__ constexpr
 #define LDS(type, name, n) __shared__ __attribute__((aligned(16))) type name[n]
 #define LDS_TILES(type, name, n) __shared__ __attribute__((aligned(1024))) type name[n]
 
@@ -453,6 +454,7 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
 #define KERNEL_WAVES(name, args, threads, waves)                                               \
     extern "C" __attribute__((global, amdgpu_flat_work_group_size(1, threads),                 \
                               amdgpu_waves_per_eu(waves))) void rocq_k_##name(const args a)
+#define CONSTANT __attribute__((unused, constant)) static constexpr
 #define LDS(type, name, n) static __attribute__((shared, aligned(16))) type name[n]
 #define LDS_TILES LDS
 
@@ -694,6 +696,13 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
 // registers.
 DEV int recomputed(int x) {
     REGISTER_BARRIER(x);
+    return x;
+}
+// The same for what is one value for all lanes.
+DEV int32_t recomputed_scalar(int32_t x) {
+#if defined(__GFX11__)
+    asm volatile("" : "+s"(x));
+#endif
     return x;
 }
 // Makes the compiler compute x at this point. Otherwise it computes sums and addresses later and
@@ -969,13 +978,9 @@ DEV float activation_slope(int32_t kind, float x) {
 // ---------------------------------------------------------------------------------------------
 // >>blocks
 // ---------------------------------------------------------------------------------------------
-// The id of a format by its name in the lists of rocq.h, and those formats that have blocks.
-enum {
-#define ROCQ_X(NAME, name, id, elems, bytes) format_id_##name = id,
-    ROCQ_FORMATS(ROCQ_X)
-#undef ROCQ_X
-};
-#define BLOCK_FORMATS(F, X) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
+// The formats that have blocks, those that are only read as one of them.
+#define BLOCK_FORMATS(F, X) PLANE_FORMATS(F, X) F(X, read)
+#define PLANE_FORMATS(F, X) ROCQ_K_CODED_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 
 // The planar layout is drawn at >>kernels in rocq.h. A unit of 32 weights is decoded in two steps:
 // load_raw loads it with the widest loads that its planes permit, and decode_raw extracts codes,
@@ -1014,6 +1019,7 @@ ROCQ_X(ROCQ_IQ4_XS,      128,   0,  0,  0, 0,  8,  0,    1,     0,   0)
 ROCQ_X(ROCQ_MXFP4,       128,   0,  0,  0, 0,  8,  0,    1,     0,   0)
 ROCQ_X(ROCQ_MXFP6_E2M3,  128,  64,  0,  0, 0,  8,  0,    0,     0,   0)
 ROCQ_X(ROCQ_MXFP6_E3M2,  128,  64,  0,  0, 0,  8,  0,    0,     0,   0)
+ROCQ_X(ROCQ_K_ID_read,     0,   0,  0,  0, 0,  0,  0,    1,     1,   0)
 #undef ROCQ_X
 
 template <int F> DEV constexpr bool is_mxfp6() {
@@ -1023,12 +1029,46 @@ template <int F> DEV constexpr bool is_plain() {
     return F == ROCQ_F32 || F == ROCQ_F16 || F == ROCQ_BF16;
 }
 
-template <int F> struct planes { const char *n, *c, *b, *s, *t, *d; };
+// The formats that are only read (ROCQ_K_READ_FORMATS) are one F here, READ: their kernels are told
+// which it is by an argument, the same for all lanes.
+enum { READ = ROCQ_K_ID_read };
+DEV int32_t shared_format(int32_t format) {
+    switch (format) {
+#define ROCQ_X(X, f) case ROCQ_K_ID_##f:
+        ROCQ_K_READ_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+        return READ;
+    default: return format;
+    }
+}
 
-// The planes of a tensor at base that has n_units units in all.
-template <int F> DEV planes<F> planes_of(const void *base, int64_t n_units) {
+DEV uint32_t read_bytes(int32_t format) { // of a block
+    switch (format) {
+#define ROCQ_X(X, f) case ROCQ_K_ID_##f: return (uint32_t)sizeof(rocq_block_##f);
+        ROCQ_K_READ_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+    default: return 0;
+    }
+}
+
+template <int F> struct planes { const char *n, *c, *b, *s, *t, *d; };
+template <> struct planes<READ> {
+    const char *blocks;
+    int32_t format;
+    uint32_t bytes, shift; // of a block; of its 1 << shift units
+};
+DEV planes<READ> read_planes(const void *blocks, int32_t format) {
+    return {(const char *)blocks, format, read_bytes(format), format == ROCQ_NVFP4 ? 1u : 3u};
+}
+
+// The planes of a tensor at base that has n_units units in all, and if F is READ this format.
+template <int F> DEV planes<F> planes_of(const void *base, int64_t n_units, int32_t format = F) {
     typedef block_layout<F> l;
     planes<F> p;
+    if constexpr (F == READ) {
+        return read_planes(base, format);
+    } else {
+    (void)format;
     p.n = (const char *)base;
     p.c = p.n + n_units * l::n / 8;
     p.b = p.c + n_units * l::c / 8;
@@ -1036,12 +1076,16 @@ template <int F> DEV planes<F> planes_of(const void *base, int64_t n_units) {
     p.t = p.s + n_units * l::s / 8;
     p.d = p.t + n_units * l::t / 8;
     return p;
+    }
 }
 // The planes from a row's first unit on. If that unit is uniform and load_raw is given a 32-bit
 // unit relative to it, each address is a scalar base and one 32-bit offset.
 template <int F> DEV planes<F> planes_at(const planes<F> &p, int64_t unit) {
     typedef block_layout<F> l;
     planes<F> q;
+    if constexpr (F == READ) {
+        return {p.blocks + (unit >> p.shift) * p.bytes, p.format, p.bytes, p.shift};
+    } else {
     q.n = p.n + unit * l::n / 8;
     q.c = p.c + unit * l::c / 8;
     q.b = p.b + unit * l::b / 8;
@@ -1049,6 +1093,7 @@ template <int F> DEV planes<F> planes_at(const planes<F> &p, int64_t unit) {
     q.t = p.t + unit * l::t / 8;
     q.d = p.d + unit * l::d / 8;
     return q;
+    }
 }
 
 // A unit as loaded. Members for which a format has no plane are 0 and take no register.
@@ -1056,9 +1101,17 @@ template <int F> struct raw {
     u32x4 n, c, d;
     uint32_t b, s, t;
 };
+// Of the formats that are only read: bytes of codes, entries and signs in w, of scales in s, and d,
+// each as its format has them.
+template <> struct raw<READ> {
+    uint32_t w[8], s, d;
+    int32_t format;
+};
+
+template <typename I> DEV raw<READ> load_read(const planes<READ> &p, I unit);
 
 // In a format with superblocks (8 units) p has to begin with a whole one. I: int64_t or uint32_t.
-template <int F, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
+template <int F, typename I> DEV raw<F> load_planes(const planes<F> &p, I unit) {
     typedef block_layout<F> l;
     const u32x4 none = make4(0, 0, 0, 0);
     raw<F> r = {none, none, none, 0, 0, 0};
@@ -1089,6 +1142,11 @@ template <int F, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
         r.d = make4(gload((const uint8_t *)(p.d + unit)), 0, 0, 0);
     }
     return r;
+}
+
+template <int F, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
+    if constexpr (F == READ) return load_read(p, unit);
+    else return load_planes<F>(p, unit);
 }
 
 // The reverse of load_raw. What belongs to a whole superblock is stored by the lane of its first
@@ -1172,8 +1230,14 @@ struct block_factors {
 // 2^(e - 127) for e < 255.
 DEV float pow2_e8m0(uint32_t e) { return bits<float>(e == 0 ? 1u << 22 : e << 23); }
 
+DEV block_factors read_factors(const raw<READ> &r, uint32_t u);
+DEV void read_codes(const raw<READ> &r, uint32_t u, uint32_t q[8]);
+
 template <int F, typename I> DEV block_factors decode_factors(const raw<F> &r, I unit) {
     const uint32_t u = (uint32_t)unit & 7u;
+    if constexpr (F == READ) {
+        return read_factors(r, u);
+    } else {
     block_factors f = {0.0f, 0.0f, {1, 1}, {1, 1}};
     if constexpr (F == ROCQ_MXFP4) { // 2^(e - 128), a denormal for e < 2
         const uint32_t e = r.d.x;
@@ -1211,6 +1275,17 @@ template <int F, typename I> DEV block_factors decode_factors(const raw<F> &r, I
         f.sc[0] = f.sc[1] = (int)(low | (high >> 12 & 0x30)) - 32;
     }
     return f;
+    }
+}
+
+// All 8 words of codes of a unit.
+template <int F, typename I> DEV void decode_codes(const raw<F> &r, I unit, uint32_t q[8]) {
+    if constexpr (F == READ) {
+        read_codes(r, (uint32_t)unit & 7u, q);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) q[i] = decode_code<F>(r, i);
+    }
 }
 
 struct unit {
@@ -1230,8 +1305,7 @@ template <int F> DEV float unit_min(const block_factors &f, int g) {
 template <int F, typename I> DEV unit decode_raw(const raw<F> &r, I at) {
     const block_factors f = decode_factors<F>(r, at);
     unit u;
-#pragma unroll
-    for (int i = 0; i < 8; i++) u.q[i] = decode_code<F>(r, i);
+    decode_codes<F>(r, at, u.q);
 #pragma unroll
     for (int g = 0; g < 2; g++) {
         u.scale[g] = unit_scale<F>(f, g);
@@ -1353,6 +1427,242 @@ DEV uint32_t spread_bits(uint32_t x) { return (x & 15u) * 0x00204081u & 0x010101
 DEV uint32_t join_nibbles(uint32_t x) {
     x = (x | x >> 4) & 0x00ff00ffu;
     return (x | x >> 8) & 0xffffu;
+}
+
+// -- the formats that are only read --
+// An entry of a codebook is eight digits of 2 bits (IQ2, IQ1) or four of 4 bits (IQ3), here in one
+// table, which the compiler makes of the strings in rocq.h.
+struct codebooks {
+    enum { IQ2_XXS = 0, IQ2_XS = 256, IQ2_S = 768, IQ1 = 1792, IQ3_XXS = 3840, IQ3_S = 4096 };
+    uint16_t entry[4608];
+    constexpr void put(int at, const char *text, int n, int base) {
+        for (int k = 0; k < 2 * n; k++) {
+            uint32_t bits = 0;
+            for (int c = text[k] - 35, i = 0; i < 8; c /= base, i += base == 3 ? 2 : 4) {
+                bits |= (uint32_t)(c % base) << i;
+            }
+            entry[at + k / 2] = (uint16_t)(entry[at + k / 2] | bits << 8 * (k % 2));
+        }
+    }
+    constexpr codebooks() : entry() {
+        put(IQ2_XXS, ROCQ_CODEBOOK_IQ2_XXS, 256, 3);
+        put(IQ2_XS, ROCQ_CODEBOOK_IQ2_XS, 512, 3);
+        put(IQ2_S, ROCQ_CODEBOOK_IQ2_S, 1024, 3);
+        put(IQ1, ROCQ_CODEBOOK_IQ1_LOW, 1024, 3);
+        put(IQ1 + 1024, ROCQ_CODEBOOK_IQ1_HIGH, 1024, 3);
+        put(IQ3_XXS, ROCQ_CODEBOOK_IQ3_XXS, 256, 8);
+        put(IQ3_S, ROCQ_CODEBOOK_IQ3_S, 512, 8);
+    }
+};
+CONSTANT codebooks codebook_table = codebooks();
+
+DEV uint32_t codebook_entry(uint32_t k) { return codebook_table.entry[k]; }
+
+// Bits 2 i and 2 i + 1 (4 i to 4 i + 3) of x, moved to byte i.
+DEV uint32_t spread_2(uint32_t x) {
+    x = (x | x << 12) & 0x000f000fu;
+    return (x | x << 6) & 0x03030303u;
+}
+DEV uint32_t spread_4(uint32_t x) {
+    x = (x | x << 8) & 0x00ff00ffu;
+    return (x | x << 4) & 0x0f0f0f0fu;
+}
+// The four levels, negative where the bit of signs is set. No level is 0, so no carry leaves a byte.
+DEV uint32_t signed_levels(uint32_t levels, uint32_t signs) {
+    const uint32_t one = spread_bits(signs);
+    return (levels ^ one * 255u) + one;
+}
+// Signs of seven bits, those above them in bits left out.
+DEV uint32_t even_signs(uint32_t bits) {
+    bits &= 127u;
+    return bits | (0x6996u >> ((bits ^ bits >> 4) & 15u) & 1u) << 7;
+}
+
+// Digit n of each of the bytes of b (see rocq_block_tq1_0).
+DEV uint32_t digits_3(uint32_t b, uint32_t n) {
+    const uint32_t power = n == 4 ? 81u : 0x1b090301u >> 8 * n & 255u;
+    const uint32_t even = (b & 0x00ff00ffu) * power & 0x00ff00ffu;
+    const uint32_t odd = (b >> 8 & 0x00ff00ffu) * power & 0x00ff00ffu;
+    return (even * 3 >> 8 & 0x00030003u) | (odd * 3 & 0x03000300u);
+}
+
+
+// Only loads: what was loaded is used after other loads have been issued.
+DEV raw<READ> load_read_unit(const char *block, uint32_t u, int32_t format) {
+    raw<READ> r = {};
+    r.format = format;
+    format = recomputed_scalar(format); // else a tile keeps ten comparisons throughout its loop
+    if (format == ROCQ_TQ1_0 || format == ROCQ_TQ2_0) {
+        const char *from = block + (format == ROCQ_TQ1_0 ? u < 5 ? 0 : 32 : u / 4 * 32);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (format == ROCQ_TQ1_0 && u >= 5 && i > 4) break; // qs[32] to qh[3]
+            r.w[i] = load_by2(from + 4 * i);
+        }
+        r.d = gload((const uint16_t *)(block + (format == ROCQ_TQ1_0 ? 52 : 64)));
+        return r;
+    }
+    if (format == ROCQ_NVFP4) {
+        const rocq_block_nvfp4 *b = (const rocq_block_nvfp4 *)(const void *)block;
+#pragma unroll
+        for (int i = 0; i < 4; i++) r.w[i] = load_by1(b->qs + 16 * u + 4 * i);
+        r.s = gload(b->scales + 2 * u) | (uint32_t)gload(b->scales + 2 * u + 1) << 8;
+        return r;
+    }
+    if (format != ROCQ_IQ1_M) r.d = gload((const uint16_t *)block);
+    switch (format) {
+    case ROCQ_IQ2_XXS:
+    case ROCQ_IQ2_XS:
+    case ROCQ_IQ3_XXS:
+    case ROCQ_IQ3_S:
+        r.w[0] = load_by2(block + 2 + 8 * u);
+        r.w[1] = load_by2(block + 6 + 8 * u);
+        if (format == ROCQ_IQ2_XS) r.s = gload((const uint8_t *)block + 66 + u);
+        if (format == ROCQ_IQ3_XXS) r.w[2] = load_by2(block + 66 + 4 * u);
+        if (format == ROCQ_IQ3_S) {
+            r.w[2] = load_by2(block + 74 + 4 * u);
+            r.w[3] = gload((const uint8_t *)block + 66 + u);
+            r.s = gload((const uint8_t *)block + 106 + u / 2);
+        }
+        break;
+    case ROCQ_IQ2_S:
+        r.w[0] = load_by2(block + 2 + 4 * u);
+        r.w[1] = load_by2(block + 34 + 4 * u);
+        r.w[2] = gload((const uint8_t *)block + 66 + u);
+        r.s = gload((const uint8_t *)block + 74 + u);
+        break;
+    case ROCQ_IQ1_S:
+        r.w[0] = load_by2(block + 2 + 4 * u);
+        r.w[1] = gload((const uint16_t *)(block + 34) + u);
+        break;
+    default: // IQ1_M
+        r.w[0] = load_by2(block + 4 * u);
+        r.w[1] = gload((const uint16_t *)(block + 32) + u);
+        r.w[2] = load_by2(block + 48);
+        r.w[3] = load_by2(block + 52);
+        break;
+    }
+    return r;
+}
+template <typename I> DEV raw<READ> load_read(const planes<READ> &p, I unit) {
+    const I block = unit >> p.shift;
+    const uint32_t u = (uint32_t)(unit - (block << p.shift));
+    return load_read_unit(p.blocks + block * (I)p.bytes, u, p.format);
+}
+
+// d is a half but in NVFP4, whose scales are multiples of 2^-10.
+DEV block_factors read_factors(const raw<READ> &r, uint32_t u) {
+    block_factors f = {f16_f32((uint16_t)r.d), 0.0f, {1, 1}, {1, 1}};
+    uint32_t s = r.s;
+    switch (r.format) {
+    case ROCQ_TQ1_0:
+    case ROCQ_TQ2_0: return f;
+    case ROCQ_NVFP4:
+        f.d = 9.765625e-4f;
+#pragma unroll
+        for (int g = 0; g < 2; g++) {
+            const uint32_t byte = r.s >> 8 * g & 255, p = byte >> 3 & 15, m = byte & 7;
+            f.sc[g] = byte == 127 ? 0 : p == 0 ? (int)m : (int)((8 + m) << (p - 1));
+        }
+        return f;
+    case ROCQ_IQ2_XXS: s = (r.w[1] >> 28) * 0x11u; break;
+    case ROCQ_IQ3_XXS: s = (r.w[2] >> 28) * 0x11u; break;
+    case ROCQ_IQ3_S: s = (r.s >> 4 * (u & 1) & 15) * 0x11u; break;
+    case ROCQ_IQ1_S: s = (r.w[1] >> 12 & 7) * 0x11u; break;
+    case ROCQ_IQ1_M: {
+        const uint32_t two = (u & 4 ? r.w[3] : r.w[2]) >> (8 * (u & 2) + 6 * (u & 1));
+        s = (two & 7) | (two >> 3 & 7) << 4;
+        f.d = f16_f32((uint16_t)((r.w[2] >> 12 & 15) | (r.w[2] >> 24 & 0xf0) |
+                                 (r.w[3] >> 4 & 0xf00) | (r.w[3] >> 16 & 0xf000)));
+        break;
+    }
+    default: break;
+    }
+    f.sc[0] = (int)(2 * (s & 15) + 1);
+    f.sc[1] = (int)(2 * (s >> 4 & 15) + 1);
+    f.d *= r.format == ROCQ_IQ3_S ? 1.0f : r.format == ROCQ_IQ3_XXS ? 0.25f : 0.125f;
+    return f;
+}
+
+DEV void read_codes(const raw<READ> &r, uint32_t u, uint32_t q[8]) {
+    const int32_t format = recomputed_scalar(r.format);
+    if (format == ROCQ_TQ1_0 || format == ROCQ_TQ2_0) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            uint32_t w = r.w[i], n = u;
+            if (format == ROCQ_TQ1_0 && u >= 5) { // two digits of 16 bytes; at last one, and four of 4
+                const bool last = u == 7 && i > 3;
+                w = last ? r.w[4] : r.w[i & 3];
+                n = last ? (uint32_t)(i - 4) : u == 7 ? 4 : 2 * (u - 5) + (uint32_t)(i >> 2);
+            }
+            w = format == ROCQ_TQ1_0 ? digits_3(w, n) : w >> 2 * (u & 3) & 0x03030303u;
+            q[i] = (w + 0x7f7f7f7fu) ^ 0x80808080u; // w - 1
+        }
+    } else if (format == ROCQ_NVFP4) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32x2 levels = levels_of<ROCQ_MXFP4>(r.w[i]);
+            q[(i & 2) * 2 + (i & 1)] = levels.x;
+            q[(i & 2) * 2 + (i & 1) + 2] = levels.y;
+        }
+    } else if (format == ROCQ_IQ3_XXS || format == ROCQ_IQ3_S) {
+        const bool xxs = format == ROCQ_IQ3_XXS;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            uint32_t k = r.w[i >> 2] >> 8 * (i & 3) & 255;
+            if (!xxs) k |= (r.w[3] >> i & 1) << 8;
+            const uint32_t signs = xxs ? even_signs(r.w[2] >> 7 * (i >> 1)) : r.w[2] >> 8 * (i >> 1);
+            const uint32_t t =
+                spread_4(codebook_entry((xxs ? codebooks::IQ3_XXS : codebooks::IQ3_S) + k));
+            const uint32_t levels =
+                byte_perm(xxs ? 0x3e342c24u : 0x0f0d0b09u, xxs ? 0x1c140c04u : 0x07050301u, t);
+            q[i] = signed_levels(levels, signs >> 4 * (i & 1));
+        }
+    } else {
+#pragma unroll
+        for (int l = 0; l < 4; l++) { // two words each
+            uint32_t k = r.w[0] >> 8 * l & 255, signs = 0, levels = 0x002b1908u;
+            switch (format) {
+            case ROCQ_IQ2_XXS:
+                k += codebooks::IQ2_XXS;
+                signs = even_signs(r.w[1] >> 7 * l);
+                break;
+            case ROCQ_IQ2_XS:
+                k = r.w[l >> 1] >> 16 * (l & 1);
+                signs = even_signs(k >> 9);
+                k = codebooks::IQ2_XS + (k & 511);
+                break;
+            case ROCQ_IQ2_S:
+                k = codebooks::IQ2_S + (k | (r.w[2] >> 2 * l & 3) << 8);
+                signs = r.w[1] >> 8 * l;
+                break;
+            default: { // IQ1: 8 (t - 1 +- 1/8)
+                const bool s = format == ROCQ_IQ1_S;
+                const uint32_t high = r.w[1] >> (s ? 3 : 4) * l;
+                levels = (s ? r.w[1] >> 12 : high) & 8 ? 0x0007fff7u : 0x000901f9u;
+                k = codebooks::IQ1 + (k | (high & 7) << 8);
+            }
+            }
+            const uint32_t t = codebook_entry(k);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const uint32_t v = byte_perm(0, levels, spread_2(t >> 8 * h & 255));
+                q[2 * l + h] = signed_levels(v, signs >> 4 * h);
+            }
+        }
+    }
+}
+
+// Elements k to k + 3 of a row of blocks.
+DEV void read_values(const char *row, int32_t format, int64_t k, float v[4]) {
+    const raw<READ> r = load_read(read_planes(row, format), k / 32);
+    const uint32_t u = (uint32_t)(k / 32) & 7u;
+    const int i = (int)(k >> 2) & 7;
+    uint32_t q[8];
+    read_codes(r, u, q);
+#pragma unroll
+    for (int w = 1; w < 8; w++) q[0] = i == w ? q[w] : q[0];
+    decode_quad<READ>(q[0], read_factors(r, u), i, v);
 }
 
 // The stored codes of elements 4 i to 4 i + 3 of unit u of a block, a byte each.
@@ -1707,7 +2017,7 @@ DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t 
 // -- repack --
 // dst = src in the planar layout, which is drawn in rocq.h (>>kernels).
 //
-//   src   GGUF layout, any of the 15 block formats, rows at any stride
+//   src   GGUF layout, any block format, rows at any stride
 //   dst   planar, 16-byte aligned; src's units become units unit0 and up of its n_units units
 //
 // Neighbouring threads take neighbouring units (gguf_raw). Codes are stored with 16, 8 and 4 bytes
@@ -1720,10 +2030,20 @@ DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t 
 
 template <int F>
 DEV void repack_unit(const char *row, uint32_t column, const rocq_k_repack_args &a, int64_t unit) {
-    const uint32_t per_block = gguf_block<F>::elems / 32;
-    const char *block = row + (int64_t)(column / per_block) * gguf_block<F>::bytes;
-    const raw<F> r = gguf_raw<F>(block, (int)(column % per_block));
-    store_raw<F>(planes_of<F>(a.dst, a.n_units), unit, r);
+    if constexpr (F == READ) { // the block as it is: each of its units copies a part
+        const planes<READ> from = read_planes(row, a.src.format);
+        const uint32_t u = column & ((1u << from.shift) - 1), bytes = from.bytes;
+        const uint8_t *block = (const uint8_t *)planes_at<READ>(from, column).blocks;
+        uint8_t *to = (uint8_t *)a.dst + (unit >> from.shift) * bytes;
+        for (uint32_t i = bytes * u >> from.shift; i < bytes * (u + 1) >> from.shift; i++) {
+            gstore(to + i, gload(block + i));
+        }
+    } else {
+        const uint32_t per_block = gguf_block<F>::elems / 32;
+        const char *block = row + (int64_t)(column / per_block) * gguf_block<F>::bytes;
+        const raw<F> r = gguf_raw<F>(block, (int)(column % per_block));
+        store_raw<F>(planes_of<F>(a.dst, a.n_units), unit, r);
+    }
 }
 
 KERNEL(repack, rocq_k_repack_args, 256) {
@@ -1737,8 +2057,8 @@ KERNEL(repack, rocq_k_repack_args, 256) {
     const uint32_t i3 = plane / (uint32_t)a.src.ne[2], i2 = plane - i3 * (uint32_t)a.src.ne[2];
     const char *from = row_of(a.src, i1, i2, i3);
     const int64_t unit = a.unit0 + at;
-    switch (a.src.format) {
-#define ROCQ_X(X, f) case format_id_##f: repack_unit<format_id_##f>(from, column, a, unit); break;
+    switch (shared_format(a.src.format)) {
+#define ROCQ_X(X, f) case ROCQ_K_ID_##f: repack_unit<ROCQ_K_ID_##f>(from, column, a, unit); break;
         BLOCK_FORMATS(ROCQ_X, )
 #undef ROCQ_X
     default: break;
@@ -1829,6 +2149,7 @@ DEV int mul24(int a, int b) {
 struct matvec_work {
     int64_t row[ROCQ_K_MATVEC_ROWS];
     uint32_t first, step, count; // a lane's first unit, the distance to its next, units of a row
+    int32_t format;              // of w, where it is one of those that are only read
 };
 
 struct matvec_x {
@@ -1861,6 +2182,10 @@ template <int F> DEV float matvec_add(float sum, const uint32_t q[8], const bloc
 #pragma unroll
             for (int i = 4 * h; i < 4 * h + 4; i++) dot[h] = dot4((int)q[i], (int)x.q[i], dot[h]);
         }
+        if constexpr (F == READ) { // NVFP4's products of a scale and a dot do not fit 32 bits
+            const float d = f.d * x.d;
+            return fmaf(d * (float)f.sc[1], (float)dot[1], fmaf(d * (float)f.sc[0], (float)dot[0], sum));
+        }
         sum = fmaf(f.d * x.d, (float)(mul24(dot[0], f.sc[0]) + mul24(dot[1], f.sc[1])), sum);
         if (l::has_min) {
             const int mins = mul24(x.sum[0], f.mn[0]) + mul24(x.sum[1], f.mn[1]);
@@ -1886,7 +2211,7 @@ template <int F, bool SHARED> struct matvec_rows {
 template <int F, bool SHARED>
 DEV matvec_rows<F, SHARED> matvec_rows_of(const void *w, int64_t n_units, int64_t units,
                                           const matvec_work &work) {
-    const planes<F> tensor = planes_of<F>(w, n_units);
+    const planes<F> tensor = planes_of<F>(w, n_units, work.format);
     matvec_rows<F, SHARED> rows;
 #pragma unroll
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) {
@@ -1926,8 +2251,7 @@ template <int F> DEV matvec_unit<F> matvec_unit_of(const raw<F> &r, uint32_t at)
         u.f.d *= (float)u.f.sc[0];
         u.f.dmin *= (float)u.f.mn[0];
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) u.q[i] = decode_code<F>(r, i);
+    decode_codes<F>(r, at, u.q);
     return u;
 }
 
@@ -2129,6 +2453,7 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
     work.first = (uint32_t)(k_wave * ROCQ_K_WAVE + lane_index());
     work.step = (uint32_t)a.k_step;
     work.count = (uint32_t)a.k / 32;
+    work.format = F == READ ? p.format : F;
     const int passes = p.w2 ? 2 : 1;
 #pragma unroll 1
     for (int pass = 0; pass < passes; pass++) {
@@ -2288,8 +2613,8 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
         if constexpr (F == MATVEC_MIXED) {
             switch (p.format) {
 #define ROCQ_X(X, f) \
-    case format_id_##f: matvec_products<format_id_##f, N, INT8>(a, p, row, k_wave, out); break;
-                ROCQ_K_INT8_FORMATS(ROCQ_X, )
+    case ROCQ_K_ID_##f: matvec_products<ROCQ_K_ID_##f, N, INT8>(a, p, row, k_wave, out); break;
+                ROCQ_K_CODED_FORMATS(ROCQ_X, )
 #undef ROCQ_X
             default: break;
             }
@@ -2318,14 +2643,16 @@ constexpr int matvec_waves(int format, int n, bool int8) {
 
 #define ROCQ_X(n, f, type, is_int8)                                        \
     KERNEL_WAVES(matvec_##type##_##f##_n##n, rocq_k_matvec_args, 256,      \
-                 matvec_waves(format_id_##f, n, is_int8)) {                \
-        matvec_block<format_id_##f, n, is_int8>(a);                        \
+                 matvec_waves(ROCQ_K_ID_##f, n, is_int8)) {                \
+        matvec_block<ROCQ_K_ID_##f, n, is_int8>(a);                        \
     }
 #define ROCQ_X_INT8(X, f) \
     X(1, f, int8, true) X(2, f, int8, true) X(4, f, int8, true) X(8, f, int8, true)
 #define ROCQ_X_F32(X, f) X(1, f, f32, false) X(8, f, f32, false)
 #define ROCQ_X_PLAIN(X, f) X(2, f, f32, false) X(4, f, f32, false)
-ROCQ_K_INT8_FORMATS(ROCQ_X_INT8, ROCQ_X)
+ROCQ_K_CODED_FORMATS(ROCQ_X_INT8, ROCQ_X)
+ROCQ_X(1, read, int8, true)
+ROCQ_X(8, read, int8, true)
 KERNEL_WAVES(matvec_int8_mixed_n1, rocq_k_matvec_args, 256, matvec_waves(MATVEC_MIXED, 1, true)) {
     matvec_block<MATVEC_MIXED, 1, true>(a);
 }
@@ -2428,8 +2755,8 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
 
 #define ROCQ_X(f, type, is_int8)                                  \
     KERNEL_WAVES(experts_##type##_##f, rocq_k_experts_args, 256,  \
-                 matvec_waves(format_id_##f, 1, is_int8)) {       \
-        experts_block<format_id_##f, is_int8>(a);                 \
+                 matvec_waves(ROCQ_K_ID_##f, 1, is_int8)) {       \
+        experts_block<ROCQ_K_ID_##f, is_int8>(a);                 \
     }
 #define ROCQ_X_INT8(X, f) X(f, int8, true)
 #define ROCQ_X_F32(X, f) X(f, f32, false)
@@ -2894,11 +3221,12 @@ enum {
 template <int F> DEV void matmul_unit_halves(const raw<F> &r, uint32_t unit, u32x4 h[4]) {
     typedef block_layout<F> l;
     const block_factors f = decode_factors<F>(r, unit);
-    uint32_t w[16];
+    uint32_t w[16], codes[8];
+    decode_codes<F>(r, unit, codes);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const f16 s = (f16)(f.d * (float)f.sc[i >> 2]);
-        const uint32_t q = decode_code<F>(r, i);
+        const uint32_t q = codes[i];
         f16x2 v[2];
         if constexpr (is_mxfp6<F>()) {
             const f16 up = (f16)(F == ROCQ_MXFP6_E2M3 ? 16384.0f : 4096.0f);
@@ -2925,6 +3253,16 @@ template <int F> DEV void matmul_unit_halves(const raw<F> &r, uint32_t unit, u32
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) h[i] = make4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
+}
+
+// Of the units that a thread has prefetched of two rows, the one to decode in pass i of two. For the
+// formats that are only read the passes are a loop, whose code and constants are there once.
+template <int F> DEV constexpr int decode_passes() { return F == READ ? 1 : 2; } // unrolled
+template <int F> DEV raw<F> take_row(raw<F> (&r)[2], int i) {
+    if constexpr (F != READ) return r[i];
+    const raw<F> first = r[0];
+    r[0] = r[1];
+    return first;
 }
 
 // Eight elements of a plain format in F16.
@@ -3094,11 +3432,11 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
         if (split_rows) w2 = (const char *)a.experts.w2 + (w - (const char *)a.w);
         wide = k % vector_elems<F>() == 0;
     } else {
-        p = planes_at(planes_of<F>(a.w, a.w_units), at.w_row * row_units);
+        p = planes_at(planes_of<F>(a.w, a.w_units, a.format), at.w_row * row_units);
         if constexpr (EXPERTS) {
             p2 = p;
             if (split_rows) {
-                p2 = planes_at(planes_of<F>(a.experts.w2, a.w_units), at.w_row * row_units);
+                p2 = planes_at(planes_of<F>(a.experts.w2, a.w_units, a.format), at.w_row * row_units);
             }
         }
         w_unit = (uint32_t)t / 2 * row_units;
@@ -3130,11 +3468,11 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     };
     const auto store_w = [&](uint32_t step) {
         if constexpr (!is_plain<F>()) {
-#pragma unroll
+#pragma unroll decode_passes<F>()
             for (int i = 0; i < 2; i++) {
                 u32x4 *to = (u32x4 *)(wt + (t / 2 + i * (BM / 2)) * ROW) + 4 * half;
                 u32x4 halves[4];
-                matmul_unit_halves<F>(wr[i], 2 * step + half, halves);
+                matmul_unit_halves<F>(take_row<F>(wr, i), 2 * step + half, halves);
 #pragma unroll
                 for (int j = 0; j < 4; j++) lput(to + j, halves[j]);
             }
@@ -3201,13 +3539,13 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
 
 #define ROCQ_X(X, f)                                                    \
     KERNEL(matmul_f16_##f##_128, rocq_k_matmul_args, 128) {                 \
-        matmul_f16<format_id_##f, ROCQ_K_MATMUL_F16_N, false>(a);           \
+        matmul_f16<ROCQ_K_ID_##f, ROCQ_K_MATMUL_F16_N, false>(a);           \
     }                                                                       \
     KERNEL(matmul_f16_##f##_32, rocq_k_matmul_args, 128) {                  \
-        matmul_f16<format_id_##f, ROCQ_K_MATMUL_F16_N_FEW, false>(a);       \
+        matmul_f16<ROCQ_K_ID_##f, ROCQ_K_MATMUL_F16_N_FEW, false>(a);       \
     }                                                                       \
     KERNEL(matmul_experts_##f, rocq_k_matmul_args, 128) {                   \
-        matmul_f16<format_id_##f, ROCQ_K_EXPERTS_N, true>(a);               \
+        matmul_f16<ROCQ_K_ID_##f, ROCQ_K_EXPERTS_N, true>(a);               \
     }
 ROCQ_K_ALL_FORMATS(ROCQ_X, )
 #undef ROCQ_X
@@ -3264,7 +3602,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
     const int wm = wave % (BM / WM) * WM, wn = wave / (BM / WM) * WN;
     const uint32_t w_last = (uint32_t)(a.m - at.m0 < BM ? a.m - at.m0 : BM) - 1;
     const uint32_t x_last = (uint32_t)(a.n - at.n0 < BN ? a.n - at.n0 : BN) - 1;
-    const planes<F> wp = planes_at(planes_of<F>(a.w, a.w_units), at.w_row * row_units);
+    const planes<F> wp = planes_at(planes_of<F>(a.w, a.w_units, a.format), at.w_row * row_units);
     const planes<ROCQ_Q8_0> xp =
         planes_at(planes_of<ROCQ_Q8_0>(a.x, a.x_units), at.x_column * row_units);
     const uint32_t w_unit = (uint32_t)t / 2 * row_units;
@@ -3284,10 +3622,10 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
         xr = load_raw(xp, x_unit + u);
     };
     const auto store = [&](uint32_t step) {
-#pragma unroll
+#pragma unroll decode_passes<F>()
         for (int i = 0; i < 2; i++) {
             const uint32_t row = (uint32_t)(t / 2 + i * (BM / 2));
-            const unit u = decode_raw<F>(wr[i], 2 * step + half);
+            const unit u = decode_raw<F>(take_row<F>(wr, i), 2 * step + half);
             uint32_t q[8];
 #pragma unroll
             for (int j = 0; j < 8; j++) {
@@ -3382,7 +3720,7 @@ template <int F> DEV void matmul_int8(const rocq_k_matmul_args &a) {
 }
 
 #define ROCQ_X(X, f) \
-    KERNEL(matmul_int8_##f, rocq_k_matmul_args, 128) { matmul_int8<format_id_##f>(a); }
+    KERNEL(matmul_int8_##f, rocq_k_matmul_args, 128) { matmul_int8<ROCQ_K_ID_##f>(a); }
 ROCQ_K_INT8_FORMATS(ROCQ_X, )
 #undef ROCQ_X
 
@@ -3403,7 +3741,7 @@ DEV void matmul_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r,
             to[i] = matmul_load_piece<F>(row, at, k, k % elems == 0);
         }
     } else {
-        const planes<F> p = planes_at(planes_of<F>(a.w, a.w_units), row0 * (k / 32));
+        const planes<F> p = planes_at(planes_of<F>(a.w, a.w_units, a.format), row0 * (k / 32));
         const raw<F> u = load_raw(p, r * (k / 32) + step);
         static_assert(sizeof u <= sizeof to, "a unit passes here");
         __builtin_memcpy(to, &u, sizeof u);
@@ -3412,7 +3750,9 @@ DEV void matmul_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r,
 
 // Writes that half to LDS as floats, transposed: element e of the step goes to to[e * stride].
 template <int F>
-DEV void matmul_put_half(const u32x4 (&from)[4], uint32_t step, int h, float *to, int stride) {
+DEV void matmul_put_half(const u32x4 (&from)[4], int32_t format, uint32_t step, int h, float *to,
+                         int stride) {
+    (void)format;
     if constexpr (is_plain<F>()) {
         const int elems = vector_elems<F>();
 #pragma unroll
@@ -3425,6 +3765,7 @@ DEV void matmul_put_half(const u32x4 (&from)[4], uint32_t step, int h, float *to
     } else {
         raw<F> r;
         __builtin_memcpy(&r, from, sizeof r);
+        if constexpr (F == READ) r.format = format; // known to be uniform
         const unit u = decode_raw<F>(r, step);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -3485,10 +3826,12 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
         (const float *)a.x + (at.x_column + (row < x_last ? row : x_last)) * a.x_stride;
     u32x4 wr[4], xr[4];
     const auto load = [&](uint32_t step) {
-        switch (a.format) {
-#define ROCQ_X(NAME, name, id, elems, bytes) \
-        case id: matmul_load_half<id>(a, at.w_row, w_row, step, half, wr); break;
-        ROCQ_FORMATS(ROCQ_X)
+        switch (shared_format(a.format)) {
+#define ROCQ_X(X, f) \
+        case ROCQ_K_ID_##f: \
+            matmul_load_half<ROCQ_K_ID_##f>(a, at.w_row, w_row, step, half, wr); \
+            break;
+        ROCQ_K_ALL_FORMATS(ROCQ_X, )
 #undef ROCQ_X
         }
 #pragma unroll
@@ -3498,10 +3841,12 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
         }
     };
     const auto store = [&](uint32_t step) {
-        switch (a.format) {
-#define ROCQ_X(NAME, name, id, elems, bytes) \
-        case id: matmul_put_half<id>(wr, step, half, wt + row, STRIDE); break;
-        ROCQ_FORMATS(ROCQ_X)
+        switch (shared_format(a.format)) {
+#define ROCQ_X(X, f) \
+        case ROCQ_K_ID_##f: \
+            matmul_put_half<ROCQ_K_ID_##f>(wr, a.format, step, half, wt + row, STRIDE); \
+            break;
+        ROCQ_K_ALL_FORMATS(ROCQ_X, )
 #undef ROCQ_X
         }
 #pragma unroll
@@ -5302,7 +5647,7 @@ DEV void planar_values(const void *x, int64_t n_units, int64_t unit, int i, floa
 
 // y[., r] = x[., ids ? ids[r] : r] scale, decoded: embedding rows, and cast from every format.
 //
-//   x  any of the 18 formats, raw at any strides or planar; I32, which is copied
+//   x  any format, raw at any strides or planar; I32, which is copied
 //   y  F32, F16 or BF16 (I32 when x is), any strides
 //   ids  I32 [rows of y] or absent; x then has 2 dimensions. One out of range gives a row of zeros
 //      and sets a bit of the status
@@ -5341,22 +5686,24 @@ KERNEL(decode, rocq_k_decode_args, 256) {
     if (found) {
         if (a.x.format == ROCQ_F32 || a.x.format == ROCQ_F16 || a.x.format == ROCQ_BF16) {
             get4(a.x.format, x_row, is_wide(a.x), k, count, v);
+        } else if (shared_format(a.x.format) == READ) { // contiguous rows, if planar
+            read_values(x_row, a.x.format, k, v);
         } else if (a.x.layout == ROCQ_LAYOUT_PLANAR) {
             const int64_t per_row = a.x.ne[0] / 32, n_units = per_row * rows_of(a.x);
             const int64_t unit = row * per_row + k / 32;
             switch (a.x.format) {
 #define ROCQ_X(X, f)                                                                           \
-    case format_id_##f:                                                                        \
-        planar_values<format_id_##f>(a.x.data, n_units, unit, (int)(k >> 2) & 7, v);           \
+    case ROCQ_K_ID_##f:                                                                        \
+        planar_values<ROCQ_K_ID_##f>(a.x.data, n_units, unit, (int)(k >> 2) & 7, v);           \
         break;
-                BLOCK_FORMATS(ROCQ_X, )
+                PLANE_FORMATS(ROCQ_X, )
 #undef ROCQ_X
             default: break;
             }
         } else {
             switch (a.x.format) {
-#define ROCQ_X(X, f) case format_id_##f: gguf_values<format_id_##f>(x_row, k, v); break;
-                BLOCK_FORMATS(ROCQ_X, )
+#define ROCQ_X(X, f) case ROCQ_K_ID_##f: gguf_values<ROCQ_K_ID_##f>(x_row, k, v); break;
+                PLANE_FORMATS(ROCQ_X, )
 #undef ROCQ_X
             default: break;
             }
@@ -7213,7 +7560,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
     const uint32_t row_units = (uint32_t)a.n_k / 32, pair_r = (uint32_t)t / 4 * 2;
     const uint32_t first_unit = (uint32_t)at.k0 / 32 + (uint32_t)t % 4;
     const uint32_t unit = first_unit < row_units ? first_unit : row_units - 1;
-    if constexpr (!PLAIN) p = planes_of<F>(a.b, a.b_units);
+    if constexpr (!PLAIN) p = planes_of<F>(a.b, a.b_units, a.format);
 
     // a with r innermost: 8 chunks of 8 r of every 16th row; past the last, that one
     const int a_chunk = t % 8, a_row = t / 8;
@@ -7410,7 +7757,7 @@ template <bool TURNED> DEV void matmul_backward_lds(const rocq_k_matmul_backward
 
 #define ROCQ_X(X, f)                                                   \
     KERNEL(matmul_backward_dx_##f, rocq_k_matmul_backward_args, 128) { \
-        matmul_backward_f16<format_id_##f, false>(a);                  \
+        matmul_backward_f16<ROCQ_K_ID_##f, false>(a);                  \
     }
 BLOCK_FORMATS(ROCQ_X, )
 #undef ROCQ_X
@@ -7456,13 +7803,14 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
         w.k = a.n_k;
         w.w = a.b;
         w.w_units = a.b_units;
+        w.format = a.format;
         float *const to = bt + t / 8 * STRIDE + t / 2 % 4 * 32;
         u32x4 half[4];
-        switch (a.format) {
+        switch (shared_format(a.format)) {
 #define ROCQ_X(X, f)                                                \
-        case format_id_##f:                                         \
-            matmul_load_half<format_id_##f>(w, 0, r, unit, t % 2, half); \
-            matmul_put_half<format_id_##f>(half, unit, t % 2, to, 1);    \
+        case ROCQ_K_ID_##f:                                         \
+            matmul_load_half<ROCQ_K_ID_##f>(w, 0, r, unit, t % 2, half); \
+            matmul_put_half<ROCQ_K_ID_##f>(half, a.format, unit, t % 2, to, 1); \
             break;
         BLOCK_FORMATS(ROCQ_X, )
 #undef ROCQ_X

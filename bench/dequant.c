@@ -105,7 +105,7 @@ static void measure(bench *b, rocq_format format, const char *decoder, int64_t r
     w.out = (float *)bench_alloc(rows * k * (int64_t)sizeof(float));
     w.want = (float *)bench_alloc(rows * k * (int64_t)sizeof(float));
     for (int64_t i = 0; i < 64 * k; i++) w.rows_in[i] = 0.02f * bench_normal(&state);
-    bool ok = rocq_quantize(format, w.blocks, w.rows_in, 64, k, NULL) == ROCQ_OK;
+    bool ok = bench_encode(format, w.blocks, w.rows_in, 64, k) == ROCQ_OK;
     for (int64_t r = 64; r < rows * w.n_copies; r++) // rows repeat
         memcpy(w.blocks + r * row, w.blocks + r % 64 * row, (size_t)row);
     ok = ok && rocq_dequantize(format, w.want, w.blocks, rows * k) == ROCQ_OK;

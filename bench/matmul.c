@@ -76,7 +76,7 @@ static rocq_result make(product *p) {
     for (int64_t i = 0; i < some * p->k; i++) rows[i] = 0.02f * bench_normal(&state);
     p->w_bytes = row * p->m;
     p->w = bench_alloc(p->w_bytes);
-    result = rocq_quantize(p->format, p->w, rows, some, p->k, NULL);
+    result = bench_encode(p->format, p->w, rows, some, p->k);
     for (int64_t m = some; m < p->m; m++)
         memcpy((char *)p->w + m * row, (char *)p->w + m % some * row, (size_t)row);
     free(rows);

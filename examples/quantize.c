@@ -339,6 +339,9 @@ static bool parse(job *j, int argc, char **argv) {
     const bool all = !j->mix && !j->keep;
     if (all && rocq_format_from_name(&j->format, argv[3]) != ROCQ_OK) return false;
     if (all && j->format == ROCQ_I32) return false;
+    if (all && rocq_quantize(j->format, NULL, NULL, 0, 256, NULL) != ROCQ_OK) {
+        return fail(argv[3], "is only read, not written");
+    }
     for (int i = 4; i < argc; i += 2) {
         adapter *a = &j->adapters[j->n_adapters++];
         if (strcmp(argv[i], "--lora") != 0) return false;

@@ -227,9 +227,12 @@ static const char *say(const char *format, ...) {
 
 static const char *name_of(rocq_format f) { return rocq_format_name(f); }
 
-static const rocq_format all_formats[] = {
-#define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_##NAME,
-    ROCQ_FORMATS(ROCQ_X)
+static const rocq_format all_formats[] = { // but those that are only read: test_read_formats
+#define ROCQ_X(X, name) (rocq_format)ROCQ_K_ID_##name,
+    ROCQ_K_PLAIN_FORMATS(ROCQ_X, ) ROCQ_K_CODED_FORMATS(ROCQ_X, )
+    ROCQ_MXFP6_E2M3, ROCQ_MXFP6_E3M2
+}, read_formats[] = {
+    ROCQ_K_READ_FORMATS(ROCQ_X, )
 #undef ROCQ_X
 };
 enum { N_FORMATS = (int)(sizeof all_formats / sizeof all_formats[0]) };
@@ -1077,6 +1080,44 @@ static void test_casts(void **state) {
     compare(ROCQ_OP_CAST, &p, &b, EXACT, "cast I32");
     box_free(&a);
     box_free(&b);
+}
+
+// The formats that are only read, which share kernels: matvecs, also of two formats at once, tiles
+// in each precision, decoding and gathering, raw and planar, and gradients.
+static void test_read_formats(void **state) {
+    (void)state;
+    const uint64_t kept = random_state;
+    random_state = 16;
+    for (size_t f = 0; f < sizeof read_formats / sizeof read_formats[0]; f++) {
+        const rocq_format w = read_formats[f];
+        const product cases[] = {
+            {.w = w, .m = 37, .n = 1, .k = 1280, .planar = true},
+            {.w = w, .m = 5, .n = 7, .k = 256},
+            {.w = w, .m = 13, .n = 1, .k = 512, .planar = true, .w2 = true, .precision = ROCQ_PRECISION_F32},
+            {.w = w, .m = 9, .n = f % 2 ? 2 : 4, .k = 1280, .planar = true,
+             .precision = f % 3 ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32},
+            {.w = w, .m = f % 2 ? 129 : 31, .n = f % 2 ? 17 : 130, .k = 256 + block_elems(w), .planar = true,
+             .precision = ROCQ_PRECISION_F16},
+            {.w = w, .m = 65, .n = 9, .k = 2 * block_elems(w), .planar = true, .precision = ROCQ_PRECISION_INT8},
+            {.w = w, .m = 33, .n = 11, .k = 2 * block_elems(w), .planar = true, .precision = ROCQ_PRECISION_F32}};
+        for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) check_product(&cases[i]);
+        const int32_t ids[] = {4, 0, 6};
+        for (int i = 0; i < 4; i++) { // every part of a block, raw, with gaps and planar
+            const int64_t n = 2 * block_elems(w);
+            box x = box_make(i == 1 ? BOX_STRIDED : BOX_PLAIN, w, n, 7, 1, 1), rows = box_i32(ids, 3);
+            box y = box_make(BOX_PLAIN, i == 3 ? ROCQ_F16 : ROCQ_F32, n, 7, 1, 1), some = box_make(BOX_PLAIN, ROCQ_F32, n, 3, 1, 1);
+            random_weights(&x);
+            if (i > 1) on_gpu_as(&x, true);
+            const rocq_cast_params cast = {&y.t, &x.t};
+            const rocq_gather_params gather = {.y = &some.t, .table = &x.t, .ids = &rows.t};
+            compare(ROCQ_OP_CAST, &cast, &y, EXACT, say("cast %s %d", name_of(w), i));
+            if (i > 1) on_gpu_as(&x, true);
+            compare(ROCQ_OP_GATHER, &gather, &some, EXACT, say("gather %s %d", name_of(w), i));
+            box *all[] = {&x, &rows, &y, &some};
+            for (int k = 0; k < 4; k++) box_free(all[k]);
+        }
+    }
+    random_state = kept;
 }
 
 // -- softmax, gather, argmax --
@@ -2335,6 +2376,14 @@ static void test_experts_cases(void **state) {
     const mixture one = {.w = ROCQ_Q4_K, .m = 70, .k = 256, .n_experts = 2, .n_slots = 3, .n = 60,
                          .one_x = true, .w2 = true, .activation = ROCQ_ACT_SILU};
     check_mixture(&one);
+    // Formats that are only read: few pairs in INT8 and F32, and tiles.
+    for (size_t i = 0; i < sizeof read_formats / sizeof read_formats[0]; i++) {
+        const mixture read = {.w = read_formats[i], .m = 40, .k = 256, .n_experts = 3, .n_slots = 2,
+                              .n = i % 3 ? 1 : 30, .w2 = i % 2, .activation = ROCQ_ACT_SILU,
+                              .precision = i % 3 == 0 ? ROCQ_PRECISION_F16
+                                           : i % 3 == 1 ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32};
+        check_mixture(&read);
+    }
     // An id that is none: on sync, and nothing is read there.
     for (int i = 0; i < 8; i++) {
         const mixture bad = {.w = ROCQ_Q8_0, .m = 70, .k = 64, .n_experts = 5, .n_slots = 2,
@@ -2358,6 +2407,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_attention_backward),
         cmocka_unit_test(test_attention_backward_unsupported),
         cmocka_unit_test(test_norms),
+        cmocka_unit_test(test_read_formats),
         cmocka_unit_test(test_planar_activations), cmocka_unit_test(test_rope),
         cmocka_unit_test(test_rope_append),     cmocka_unit_test(test_maps),
         cmocka_unit_test(test_casts),           cmocka_unit_test(test_softmax),

@@ -367,8 +367,14 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
                 rows[r * t->ne[0] + k] = (flip ? -t->mean : t->mean) + sigma * model_normal(&random);
             }
         }
+        float *importance = (float *)malloc((size_t)t->ne[0] * sizeof *importance);
+        assert_non_null(importance);
+        for (int64_t k = 0; k < t->ne[0]; k++) importance[k] = 1;
+        // Three formats that only ggml writes are not written without.
+        const bool needed = t->format == ROCQ_IQ2_XXS || t->format == ROCQ_IQ2_XS || t->format == ROCQ_IQ1_S;
         (quantize ? quantize : model_quantize)((int32_t)t->format, rows, bytes, 0, n_rows, t->ne[0],
-                                               NULL);
+                                               needed ? importance : NULL);
+        free(importance);
         assert_int_equal(rocq_gguf_writer_write(w, bytes, n_rows * n_bytes), ROCQ_OK);
         free(bytes);
         free(rows);

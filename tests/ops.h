@@ -129,6 +129,13 @@ OPS_FN void box_read(box *b) {
     free(row);
 }
 
+// Whether the format can be written, not only read.
+OPS_FN bool is_encoded(rocq_format format) {
+    const rocq_result result = rocq_quantize(format, NULL, NULL, 0, rocq_get_format_info(format)->block_elems, NULL);
+    assert_true(result == ROCQ_OK || result == ROCQ_E_UNSUPPORTED);
+    return result == ROCQ_OK;
+}
+
 // Encodes b->value into the tensor, and takes back what the format made of it.
 OPS_FN void box_write(box *b) {
     const int64_t n = b->t.ne[0];
@@ -156,9 +163,16 @@ OPS_FN void box_write(box *b) {
     box_read(b);
 }
 
+OPS_FN void random_weights(box *w);
+
+// Of a format that is only read, blocks of any bits, whose size is their own.
 OPS_FN box box_random(box_layout layout, rocq_format format, float size, int64_t ne0, int64_t ne1,
                       int64_t ne2, int64_t ne3) {
     box b = box_make(layout, format, ne0, ne1, ne2, ne3);
+    if (format != ROCQ_I32 && !is_encoded(format)) {
+        random_weights(&b);
+        return b;
+    }
     for (int64_t i = 0; i < b.count; i++) b.value[i] = size * random_normal();
     box_write(&b);
     return b;
@@ -198,6 +212,20 @@ OPS_FN void random_block(rocq_format format, void *block) {
         break;
     case ROCQ_Q3_K: ((rocq_block_q3_K *)block)->d = random_half(); break;
     case ROCQ_Q6_K: ((rocq_block_q6_K *)block)->d = random_half(); break;
+    case ROCQ_IQ2_XXS: case ROCQ_IQ2_XS: case ROCQ_IQ2_S: case ROCQ_IQ3_XXS: case ROCQ_IQ3_S: case ROCQ_IQ1_S:
+        *(uint16_t *)block = random_half();
+        break;
+    case ROCQ_IQ1_M: {
+        const uint16_t d = random_half();
+        uint16_t *scales = ((rocq_block_iq1_m *)block)->scales;
+        for (int j = 0; j < 4; j++) scales[j] = (uint16_t)((scales[j] & 0xfff) | (d >> 4 * j & 15) << 12);
+        break;
+    }
+    case ROCQ_TQ1_0: ((rocq_block_tq1_0 *)block)->d = random_half(); break;
+    case ROCQ_TQ2_0: ((rocq_block_tq2_0 *)block)->d = random_half(); break;
+    case ROCQ_NVFP4: // within a few powers of two
+        for (int j = 0; j < 4; j++) bytes[j] = (unsigned char)(random_below(256) & 0x9f);
+        break;
     default: bytes[0] = (unsigned char)(120 + random_below(10)); break; // the MX formats' exponent
     }
 }

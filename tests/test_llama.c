@@ -31,6 +31,8 @@ static const rocq_format f32[] = {ROCQ_F32, ROCQ_I32}, f16[] = {ROCQ_F16, ROCQ_I
                ROCQ_Q8_0, ROCQ_Q8_0, ROCQ_Q8_0, ROCQ_Q8_0, ROCQ_MXFP4, ROCQ_MXFP4, ROCQ_MXFP4,
                ROCQ_Q8_0, ROCQ_Q8_0, ROCQ_Q8_0, ROCQ_Q8_0, ROCQ_MXFP4, ROCQ_MXFP4, ROCQ_MXFP4,
                ROCQ_Q8_0, ROCQ_I32},
+    only_read[] = {ROCQ_IQ2_XXS, ROCQ_IQ2_XS, ROCQ_IQ2_S, ROCQ_IQ3_XXS, ROCQ_IQ3_S, ROCQ_IQ1_S, ROCQ_IQ1_M,
+                   ROCQ_TQ1_0, ROCQ_TQ2_0, ROCQ_NVFP4, ROCQ_I32},
     others[] = {ROCQ_Q5_K, ROCQ_Q2_K, ROCQ_Q3_K, ROCQ_Q5_0, ROCQ_IQ4_NL, ROCQ_IQ4_XS, ROCQ_MXFP4,
                 ROCQ_Q4_1, ROCQ_Q5_1, ROCQ_BF16, ROCQ_F16, ROCQ_I32};
 
@@ -84,6 +86,8 @@ static const model_spec specs[] = {
     {"llama-Q4_K", "llama", SIZES(256, 8, 4, 64, 512, 1021), .formats = q4_K},
     {"llama-Q6_K", "llama", SIZES(256, 7, 1, 64, 256, 601), .formats = q6_K, .tied = true},
     {"llama-others", "llama", SIZES(256, 8, 2, 32, 512, 555), .formats = others},
+    {"llama-read", "llama", SIZES(256, 8, 2, 32, 512, 555), .formats = only_read, .n_layers = 3},
+    {"qwen3-read", "qwen3", SIZES(256, 4, 2, 64, 512, 401), .formats = only_read + 3, .tied = true},
     {"llama-factors", "llama", SIZES(256, 4, 2, 64, 256, 517), .formats = f32,
      .rope_base = 5e5f, .rope_freqs = true},
     {"llama-linear", "llama", SIZES(256, 4, 2, 64, 256, 517), .formats = f32,
@@ -1262,6 +1266,7 @@ static int32_t list_saved(void) {
         lists[f][0] = formats[f];
         lists[f][1] = ROCQ_I32;
         if ((int32_t)formats[f] > 1000) continue; // rocq's own: no GGUF id
+        if (rocq_quantize(formats[f], NULL, NULL, 0, 256, NULL) != ROCQ_OK) continue; // only read
         for (int32_t k = 0; k < N_FAMILIES; k++) {
             snprintf(text[n], sizeof text[n], "%s in %s, saved by llama.cpp", names[k],
                      rocq_format_name(formats[f]));

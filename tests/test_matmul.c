@@ -433,7 +433,10 @@ static void extreme_codes(void **state) {
                 case ROCQ_Q3_K: memcpy(block + 108, kept + 108, 2); break;
                 case ROCQ_Q6_K: memcpy(block + 208, kept + 208, 2); break;
                 case ROCQ_MXFP4: case ROCQ_MXFP6_E2M3: block[0] = kept[0]; break;
-                case ROCQ_Q4_1: case ROCQ_Q5_1: case ROCQ_Q4_K: case ROCQ_Q5_K:
+                case ROCQ_IQ1_M: memcpy(block + 48, kept + 48, 8); break;
+                case ROCQ_TQ1_0: memcpy(block + 52, kept + 52, 2); break;
+                case ROCQ_TQ2_0: memcpy(block + 64, kept + 64, 2); break;
+                case ROCQ_Q4_1: case ROCQ_Q5_1: case ROCQ_Q4_K: case ROCQ_Q5_K: case ROCQ_NVFP4:
                     memcpy(block, kept, 4);
                     break;
                 default: memcpy(block, kept, 2); break;

@@ -363,6 +363,7 @@ static void planar_tensors_decode_to_the_same_bits(void **state) {
     for (size_t f = 0; f < sizeof formats / sizeof formats[0]; f++) {
         const rocq_format_info *info = rocq_get_format_info(formats[f]);
         const int64_t n = formats[f] == ROCQ_Q4_0 ? 2048 * 1024 : 256 * 9, rows = n / 256;
+        if (rocq_quantize(formats[f], NULL, NULL, 0, 256, NULL) != ROCQ_OK) continue; // only read
         int64_t size;
         rocq_row_size(formats[f], n, &size);
         float *values = random_floats(n), *want = random_floats(n), *got = random_floats(n);

@@ -845,6 +845,7 @@ struct simt_registered : simt_kernel {
     static simt_lds_site simt_site_##name = {#name, __LINE__, 0, 0};                              \
     [[maybe_unused]] type(&name)[n] = *(type(*)[n])simt_lds(&simt_site_##name, sizeof(type[n]))
 
+#define CONSTANT static constexpr
 #define LDS_TILES LDS
 
 #define SIMT_LINE int line = __builtin_LINE()
