@@ -161,6 +161,7 @@ typedef struct llama_model {
     rocq_tensor token;    // I32 [1]
     rocq_format few, many; // of operands, with up to 8 columns and with more
     rocq_graph *step;     // one token, recorded; NULL where ops run one by one
+    int32_t begun, begun_past; // 1 + the token that llama_eval_for has begun, 0 = none; its n_past
     rocq_ctx *ctx;
     llama_options options;
     bool planning;        // ops are measured, not run: see LLAMA__RUN
@@ -181,6 +182,16 @@ static inline rocq_result llama_warm(llama_model *m);
 // position are computed, and wait for llama_sample; else logits receives n rows of n_vocab floats.
 static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int64_t n,
                                      float *logits);
+
+// Does the same for about us microseconds, so once in each frame of a game, from tokens[*done] on:
+// 0 at first, then what the last call has set, in the end n. Then, and not before, llama_sample may
+// draw. It goes token by token through the recorded step, by rocq_graph_launch_for, whose bounds
+// and errors are this call's; nothing is waited for. A token that was begun counts once it is done;
+// other calls of this model, other tokens and another n_past drop it. The bits are those of
+// llama_eval with one token at a time. On a GPU rocq_desc.slice_us should be set. ROCQ_E_STATE with
+// rocq_desc.no_graphs.
+static inline rocq_result llama_eval_for(llama_model *m, const int32_t *tokens, int64_t n,
+                                         int32_t us, int64_t *done);
 
 // Forgets n of the tokens in the cache, from number first on: those behind them move up, and n_past
 // goes down by n. So text can go on when the context is full. Not with gpt2, where what tokens
@@ -1011,6 +1022,7 @@ static rocq_result llama__set_loras(llama_model *m, llama__loras *q) {
         m->adapters = q->now;
         q->now = had;
         rocq_graph_destroy(m->ctx, &m->step);
+        m->begun = 0;
         result = llama__upload_gates(m);
         if (result == ROCQ_OK) result = llama__plan(m);
         if (result != ROCQ_OK) { // back to what was there, which needs no more memory
@@ -1126,9 +1138,9 @@ static inline void llama_close(llama_model *m) {
     memset(m, 0, sizeof *m);
 }
 
-// One batch: uploads tokens, positions and cells, and runs the layers; with head also the last
-// logits. The length goes with them, so that only a table of pages needs another upload.
-static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int32_t n, bool head) {
+// Uploads the tokens, positions and cells of a batch. The length goes with them, so that only a
+// table of pages needs another upload.
+static rocq_result llama__enter(llama_model *m, const int32_t *tokens, int32_t n) {
     const int32_t kv_len = m->n_past + n;
     const bool heated = m->temperature > 0;
     const rocq_tensor inputs = rocq_tensor_slice(&m->inputs, 0, 0, 1 + (heated ? 4 : 3) * n);
@@ -1149,7 +1161,12 @@ static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int3
     LLAMA__TRY(rocq_kv_truncate(m->kv, 0, m->n_past)); // lowered, or a call failed after its append
     LLAMA__TRY(rocq_kv_append(m->kv, 0, n, m->staged + 1 + 2 * n));
     if (m->options.kv_page > 0) LLAMA__TRY(rocq_kv_flush(m->kv));
-    LLAMA__TRY(rocq_upload(m->ctx, &inputs, m->staged, rocq_tensor_size(&inputs)));
+    return rocq_upload(m->ctx, &inputs, m->staged, rocq_tensor_size(&inputs));
+}
+
+// One batch through the layers; with head also the last logits.
+static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int32_t n, bool head) {
+    LLAMA__TRY(llama__enter(m, tokens, n));
     if (m->step && n == 1 && head) {
         LLAMA__TRY(rocq_graph_launch(m->ctx, m->step));
         m->last = rocq_tensor_slice(&m->logits, 1, 0, 1);
@@ -1157,11 +1174,11 @@ static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int3
         LLAMA__TRY(llama__batch(m, n));
         if (head) LLAMA__TRY(llama__head(m, n - 1, 1));
     }
-    m->n_past = kv_len;
+    m->n_past += n;
     return ROCQ_OK;
 }
 
-static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n, float *logits) {
+static rocq_result llama__check_tokens(llama_model *m, const int32_t *tokens, int64_t n) {
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
     if (!tokens || n < 1 || m->n_past < 0) {
         return llama__fail(m, ROCQ_E_ARGUMENT, "there are no tokens, or n_past is negative");
@@ -1170,6 +1187,12 @@ static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n,
         return llama__fail(m, ROCQ_E_BOUNDS, "%.0f more tokens do not fit a context of %d with %d",
                            (double)n, (int)m->n_ctx, (int)m->n_past);
     }
+    return ROCQ_OK;
+}
+
+static rocq_result llama__eval(llama_model *m, const int32_t *tokens, int64_t n, float *logits) {
+    LLAMA__TRY(llama__check_tokens(m, tokens, n));
+    m->begun = 0;
     for (int64_t done = 0; done < n;) {
         const int32_t step = (int32_t)(n - done < m->n_batch ? n - done : m->n_batch);
         if (n > 1) LLAMA__TRY(llama__progress(m, "reading", done, n));
@@ -1193,8 +1216,44 @@ static inline rocq_result llama_eval(llama_model *m, const int32_t *tokens, int6
     return llama__done(m, llama__eval(m, tokens, n, logits));
 }
 
+static rocq_result llama__eval_for(llama_model *m, const int32_t *tokens, int64_t n, int32_t us,
+                                   int64_t *done) {
+    const int64_t start = rocq_time_ns();
+    if (us < 0 || !done || *done < 0 || *done >= n) {
+        return llama__fail(m, ROCQ_E_ARGUMENT, "us is negative, or done is not 0 to n - 1");
+    }
+    LLAMA__TRY(llama__check_tokens(m, tokens, n - *done));
+    if (!m->step) return llama__fail(m, ROCQ_E_STATE, "without graphs there are no slices");
+    for (int64_t left = us; *done < n;) {
+        const int32_t token = tokens[*done];
+        bool through = m->begun != token + 1 || m->begun_past != m->n_past;
+        if (through) { // nothing of it has been done
+            m->begun = 0;
+            LLAMA__TRY(llama__enter(m, &token, 1));
+            m->begun = token + 1;
+            m->begun_past = m->n_past;
+        }
+        const rocq_result result = rocq_graph_launch_for(m->ctx, m->step, (int32_t)left, &through);
+        if (result != ROCQ_OK || through) m->begun = 0;
+        if (result != ROCQ_OK || !through) return result;
+        m->last = rocq_tensor_slice(&m->logits, 1, 0, 1);
+        m->n_past++;
+        ++*done;
+        left = us - (rocq_time_ns() - start) / 1000;
+        if (left <= 0) break;
+    }
+    return ROCQ_OK;
+}
+
+static inline rocq_result llama_eval_for(llama_model *m, const int32_t *tokens, int64_t n,
+                                         int32_t us, int64_t *done) {
+    m->error[0] = '\0';
+    return llama__done(m, llama__eval_for(m, tokens, n, us, done));
+}
+
 static rocq_result llama__forget(llama_model *m, int32_t first, int32_t n) {
     if (!m->ctx) return llama__fail(m, ROCQ_E_STATE, "the model is not open");
+    m->begun = 0;
     if (m->positions.n_dims > 0) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "tokens of a %s model cannot move up", m->family);
     }

@@ -1046,6 +1046,68 @@ static void test_batches(void **state) {
     free(whole);
 }
 
+// A prompt in slices has the logits, bit for bit, that its tokens have one by one; also after one that
+// was begun was dropped, in each of the ways to do so.
+static void test_slices(void **state) {
+    model_spec s = *(const model_spec *)*state;
+    char name[64];
+    snprintf(name, sizeof name, "slices-%s", s.name);
+    s.name = name;
+    write_model(&s, NULL);
+    int32_t prompt[N_PROMPT];
+    float *whole = floats(s.n_vocab);
+    const size_t size = (size_t)s.n_vocab * sizeof *whole;
+    random_prompt(prompt, s.n_vocab, 5);
+    const llama_options options = {.n_ctx = N_PROMPT, .n_batch = 8};
+    ours o;
+    ours_open(&o, model_path(name), 2, &options);
+    for (int32_t i = 0; i < N_PROMPT; i++) ours_eval(&o, &prompt[i], 1, NULL);
+    memcpy(whole, rocq_tensor_data(&o.m.last), size);
+    rocq_stats before, after;
+    assert_int_equal(rocq_get_stats(o.ctx, &before), ROCQ_OK);
+    for (int way = 0; way < 6; way++) {
+        int64_t done = 0;
+        int n = 0;
+        memset(rocq_tensor_data(&o.m.logits), 0xff, size);
+        o.m.n_past = 0;
+        while (done < N_PROMPT) {
+            const int32_t us = way == 1 ? 30 : way == 2 ? 1000000 : 0;
+            if (done == 5 && o.m.begun && n++ == 3) { // in the middle of token 5
+                if (way == 3) done = o.m.n_past = 2;
+                if (way == 4) {
+                    o.m.n_past = 4;
+                    ours_eval(&o, &prompt[4], 1, NULL);
+                }
+                if (way == 5) {
+                    rocq_cancel(o.ctx);
+                    assert_int_equal(llama_eval_for(&o.m, prompt, N_PROMPT, us, &done),
+                                     ROCQ_E_CANCELLED);
+                    assert_true(done == 5 && strstr(o.m.error, "cancel"));
+                    assert_int_equal(rocq_sync(o.ctx), ROCQ_OK);
+                }
+            }
+            if (llama_eval_for(&o.m, prompt, N_PROMPT, us, &done) != ROCQ_OK) {
+                fail_msg("%s", o.m.error);
+            }
+            assert_int_equal(o.m.n_past, done);
+        }
+        assert_memory_equal(rocq_tensor_data(&o.m.last), whole, size);
+    }
+    assert_int_equal(rocq_get_stats(o.ctx, &after), ROCQ_OK);
+    assert_int_equal(after.n_allocs, before.n_allocs);
+    int64_t done = 0;
+    assert_int_equal(llama_eval_for(&o.m, prompt, 1, 0, &done), ROCQ_E_BOUNDS); // full
+    o.m.n_past = 0;
+    assert_int_equal(llama_eval_for(&o.m, prompt, 1, -1, &done), ROCQ_E_ARGUMENT);
+    assert_int_equal(llama_eval_for(&o.m, prompt, 1, 0, NULL), ROCQ_E_ARGUMENT);
+    assert_int_equal(llama_eval_for(&o.m, NULL, 1, 0, &done), ROCQ_E_ARGUMENT);
+    done = 1;
+    assert_int_equal(llama_eval_for(&o.m, prompt, 1, 0, &done), ROCQ_E_ARGUMENT);
+    assert_int_equal(o.m.n_past, 0);
+    ours_close(&o);
+    free(whole);
+}
+
 // With one layer a token's keys and values depend on nothing but the token and its position, so that
 // forgetting tokens is as if they had never been there.
 static void test_forget(void **state) {
@@ -1285,8 +1347,8 @@ int main(int argc, char **argv) {
         "llama-F32", "qwen2-F32", "qwen3-F32", "gemma2-F32", "gpt2-F32", "gemma3-linear",
         "mistral3-F32", "phi-long"};
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32", "gemma2-F32"};
-    static struct CMUnitTest tests[N_SPECS + N_ADAPTED + N_CACHES + N_BATCHES + 4 + 7 + N_SAVED];
-    static char names[N_BATCHES][64], forget_names[4][64];
+    static struct CMUnitTest tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 7 + N_SAVED];
+    static char names[N_BATCHES][64], slice_names[N_BATCHES][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
         tests[n] = (struct CMUnitTest){.name = specs[i].name, .test_func = test_model};
@@ -1295,6 +1357,9 @@ int main(int argc, char **argv) {
             if (strcmp(families[k], specs[i].name) != 0) continue;
             snprintf(names[k], sizeof names[k], "%s, batches and cache", specs[i].name);
             tests[n] = (struct CMUnitTest){.name = names[k], .test_func = test_batches};
+            tests[n++].initial_state = (void *)(uintptr_t)&specs[i];
+            snprintf(slice_names[k], sizeof slice_names[k], "%s, slices", specs[i].name);
+            tests[n] = (struct CMUnitTest){.name = slice_names[k], .test_func = test_slices};
             tests[n++].initial_state = (void *)(uintptr_t)&specs[i];
         }
         for (int32_t k = 0; k < 4; k++) {
