@@ -389,6 +389,7 @@
               _activate_backward, _glu_backward, _gather_backward, rocq_cross_entropy,
               rocq_grad_norm, rocq_adamw; backward of rocq_rope, lse of rocq_attention. Adapters:
               lora_b and lora_t of rocq_matmul. rocq_trim gives scratch memory back.
+              Mixtures of experts: rocq_route, rocq_experts.
               On the CPU a recorded graph is one parallel region; rocq_desc.run_tasks, cpu_tier.
               A step in slices: rocq_graph_launch_for, rocq_desc.slice_us.
               The tuner tries a grid or a list of points; other searches, evaluators and its model

@@ -44,7 +44,8 @@ static rocq_result run(void *user) {
 }
 
 static double dot(const mixture *p, int i, int64_t expert, int64_t row, const float *x) {
-    const int64_t k = i == 2 ? p->m : p->k, m = i == 2 ? p->k : p->m, bytes = p->w_bytes / p->n_experts;
+    const int64_t k = i == 2 ? p->m : p->k, m = i == 2 ? p->k : p->m;
+    const int64_t bytes = p->w_bytes / p->n_experts;
     float *w = (float *)bench_alloc(k * (int64_t)sizeof *w);
     double sum = 0;
     rocq_dequantize(p->format, w, (char *)p->w[i] + expert * bytes + bytes / m * row, k);
