@@ -65,7 +65,7 @@
 //   DEV                      a device function; KERNEL(name, args, threads) the head of a kernel,
 //                            KERNEL_WAVES(.., waves) with registers for that many waves a SIMD
 //   LDS(type, name, n)       an LDS array, 16-byte aligned, in a device function or kernel;
-//                            LDS_TILES one as wmma_lds wants it
+//                            LDS_GRANTED one that the launch has to ask for, aligned to 1024 bytes
 //   f16 f16x2 u32x2 u32x4    a half, and vectors with .x .y .z .w
 //   gload gstore lget lput   see above; T is a scalar or one of the vectors
 //   block_sync               barrier of the block: what its threads stored before it, in LDS and in
@@ -97,6 +97,7 @@
 //   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
 //   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
 //   WMMA_LDS, wmma_lds       whether four waves can multiply straight from LDS, see there
+//   WMMA_TILES, wmma_tile    the same of whole tiles, as the kernels named _lds have them
 //   target_id                0x1100 and so on, 0 where not gfx
 
 #include <stdint.h>
@@ -125,7 +126,7 @@ template <typename T> using as_given = typename as_given_type<T>::type;
         rocq_k_##name(const args a)
 #define CONSTANT static __device__ constexpr
 #define LDS(type, name, n) __shared__ __attribute__((aligned(16))) type name[n]
-#define LDS_TILES(type, name, n) __shared__ __attribute__((aligned(1024))) type name[n]
+#define LDS_GRANTED(type, name, n) extern __shared__ __attribute__((aligned(1024))) type name[]
 
 DEV void block_sync() { __syncthreads(); }
 DEV void block_sync_lds() { __syncthreads(); }
@@ -151,14 +152,16 @@ typedef uint2 u32x2;
 typedef uint4 u32x4;
 
 enum { COPIES_ASYNC = 1 };
-// By way of L1 (.ca): blocks of a unit that read the same weights take them from L2 only once.
 DEV void copy_async_part(u32x4 *to, const u32x4 *from, int bytes) { // to LDS
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes)
                  : "memory");
 }
+// By way of L1 (.ca): blocks of a unit that read the same weights take them from L2 only once.
 DEV void copy_async(u32x4 *to, const u32x4 *from, bool live) {
-    copy_async_part(to, from, live ? 16 : 0);
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
+                 "r"(live ? 16 : 0) : "memory");
 }
 DEV void copies_close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEV void copies_wait() {
@@ -359,53 +362,69 @@ DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
 // a_chunk, b_chunk and b_eight are as there, in units of 8 halves; a's rows are without gaps. The
 // products of a batch are begun together, after a barrier of the block behind lds_written, and c is
 // not to be touched before wmma_lds_end. The names of the instructions are Hopper's.
-// An operand that is turned has its rows innermost: 64 of them, eight vectors, for each k, and the
-// vectors of k exchanged so that vector v is at v ^ k % 8. Element (row, k) is at tile[row / 64 *
-// chunk + k * 64 + (row / 8 % 8 ^ k % 8) * 8 + row % 8]; tiles are aligned to 1024 bytes (LDS_TILES).
+// wmma_tile: the same of 64 rows of a and N columns of b over r 16 s to 16 s + 15 of tiles of 64 r,
+// c[row][col] += sum of a(row, r) b(col, r). A tile is lines of 128 bytes: the 64 r of a row, or
+// where it is turned, 64 rows at one r, for each r of those, then for the next 64 rows. The eight
+// vectors of a line are exchanged so that vector v is at v ^ line % 8. Tiles are aligned to 1024
+// bytes. wmma_lds_wait<LEFT> waits for all batches but the last LEFT.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-enum { WMMA_LDS = 1 };
+enum { WMMA_LDS = 1, WMMA_TILES = 1 };
 DEV void lds_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void wmma_lds_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEV void wmma_lds_end() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-DEV void wmma_lds_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int LEFT = 0> DEV void wmma_lds_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
 DEV uint64_t wmma_lds_tile(const f16 *tile, int chunk, int eight) { // a matrix descriptor
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(tile);
     return (uint64_t)(at >> 4 & 0x3fff) | (uint64_t)chunk << 16 | (uint64_t)eight << 32;
 }
-template <bool A_TURNED = false, bool B_TURNED = false>
-DEV void wmma_lds(frag_c (&c)[8], const f16 *a, int a_chunk, const f16 *b, int b_chunk,
+// The instruction for N columns; its text names the N / 2 registers of c, by tens.
+#define WMMA_10(t)                                                                           \
+    "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t \
+    "8, %" #t "9, "
+#define WMMA_60 WMMA_10() WMMA_10(1) WMMA_10(2) WMMA_10(3) WMMA_10(4) WMMA_10(5)
+#define WMMA_C(i)                                                                          \
+    "+f"(c[i].v[0]), "+f"(c[i].v[1]), "+f"(c[i].v[2]), "+f"(c[i].v[3]), "+f"(c[i].v[4]), \
+        "+f"(c[i].v[5]), "+f"(c[i].v[6]), "+f"(c[i].v[7])
+#define WMMA_4C(i) WMMA_C(i), WMMA_C(i + 1), WMMA_C(i + 2), WMMA_C(i + 3)
+#define WMMA_64(N, registers, operands, ...)                                                  \
+    template <bool A_TURNED, bool B_TURNED>                                                   \
+    DEV void wmma_64(frag_c (&c)[N / 16], uint64_t a, uint64_t b) {                           \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" registers "}, " \
+                     operands                                                                 \
+                     : __VA_ARGS__                                                            \
+                     : "l"(a), "l"(b), "n"(A_TURNED ? 1 : 0), "n"(B_TURNED ? 1 : 0));         \
+    }
+WMMA_64(64, WMMA_10() WMMA_10(1) WMMA_10(2) "%30, %31", "%32, %33, 1, 1, 1, %34, %35;", WMMA_4C(0))
+WMMA_64(128, WMMA_60 "%60, %61, %62, %63", "%64, %65, 1, 1, 1, %66, %67;", WMMA_4C(0), WMMA_4C(4))
+WMMA_64(192, WMMA_60 WMMA_10(6) WMMA_10(7) WMMA_10(8) "%90, %91, %92, %93, %94, %95",
+        "%96, %97, 1, 1, 1, %98, %99;", WMMA_4C(0), WMMA_4C(4), WMMA_4C(8))
+WMMA_64(256, WMMA_60 WMMA_10(6) WMMA_10(7) WMMA_10(8) WMMA_10(9) WMMA_10(10) WMMA_10(11)
+        "%120, %121, %122, %123, %124, %125, %126, %127", "%128, %129, 1, 1, 1, %130, %131;",
+        WMMA_4C(0), WMMA_4C(4), WMMA_4C(8), WMMA_4C(12))
+template <int N>
+DEV void wmma_lds(frag_c (&c)[N], const f16 *a, int a_chunk, const f16 *b, int b_chunk,
                   int b_eight) {
-    const uint64_t exchanged = (uint64_t)1 << 62; // k advances by eight in 64 vectors
-    const uint64_t at = A_TURNED ? wmma_lds_tile(a, a_chunk, 64) | exchanged
-                                 : wmma_lds_tile(a, a_chunk, 8);
-    const uint64_t bt = B_TURNED ? wmma_lds_tile(b, b_chunk, 64) | exchanged
-                                 : wmma_lds_tile(b, b_chunk, b_eight);
-    asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0;\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, %66, %67;}"
-                 : "+f"(c[0].v[0]), "+f"(c[0].v[1]), "+f"(c[0].v[2]), "+f"(c[0].v[3]), "+f"(c[0].v[4]), "+f"(c[0].v[5]), "+f"(c[0].v[6]), "+f"(c[0].v[7]),
-                   "+f"(c[1].v[0]), "+f"(c[1].v[1]), "+f"(c[1].v[2]), "+f"(c[1].v[3]), "+f"(c[1].v[4]), "+f"(c[1].v[5]), "+f"(c[1].v[6]), "+f"(c[1].v[7]),
-                   "+f"(c[2].v[0]), "+f"(c[2].v[1]), "+f"(c[2].v[2]), "+f"(c[2].v[3]), "+f"(c[2].v[4]), "+f"(c[2].v[5]), "+f"(c[2].v[6]), "+f"(c[2].v[7]),
-                   "+f"(c[3].v[0]), "+f"(c[3].v[1]), "+f"(c[3].v[2]), "+f"(c[3].v[3]), "+f"(c[3].v[4]), "+f"(c[3].v[5]), "+f"(c[3].v[6]), "+f"(c[3].v[7]),
-                   "+f"(c[4].v[0]), "+f"(c[4].v[1]), "+f"(c[4].v[2]), "+f"(c[4].v[3]), "+f"(c[4].v[4]), "+f"(c[4].v[5]), "+f"(c[4].v[6]), "+f"(c[4].v[7]),
-                   "+f"(c[5].v[0]), "+f"(c[5].v[1]), "+f"(c[5].v[2]), "+f"(c[5].v[3]), "+f"(c[5].v[4]), "+f"(c[5].v[5]), "+f"(c[5].v[6]), "+f"(c[5].v[7]),
-                   "+f"(c[6].v[0]), "+f"(c[6].v[1]), "+f"(c[6].v[2]), "+f"(c[6].v[3]), "+f"(c[6].v[4]), "+f"(c[6].v[5]), "+f"(c[6].v[6]), "+f"(c[6].v[7]),
-                   "+f"(c[7].v[0]), "+f"(c[7].v[1]), "+f"(c[7].v[2]), "+f"(c[7].v[3]), "+f"(c[7].v[4]), "+f"(c[7].v[5]), "+f"(c[7].v[6]), "+f"(c[7].v[7])
-                 : "l"(at), "l"(bt), "n"(A_TURNED ? 1 : 0), "n"(B_TURNED ? 1 : 0));
+    wmma_64<false, false>(c, wmma_lds_tile(a, a_chunk, 8), wmma_lds_tile(b, b_chunk, b_eight));
+}
+template <bool A_TURNED, bool B_TURNED, int N>
+DEV void wmma_tile(frag_c (&c)[N], const f16 *a, const f16 *b, int s) {
+    const uint64_t exchanged = (uint64_t)1 << 62;
+    wmma_64<A_TURNED, B_TURNED>(c,
+                                exchanged | wmma_lds_tile(a + s * (A_TURNED ? 1024 : 16), 512, 64),
+                                exchanged | wmma_lds_tile(b + s * (B_TURNED ? 1024 : 16), 512, 64));
 }
 #else
-enum { WMMA_LDS = 0 };
+enum { WMMA_LDS = 0, WMMA_TILES = 0 };
 DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
-DEV void wmma_lds_wait() {}
-template <bool = false, bool = false>
+template <int = 0> DEV void wmma_lds_wait() {}
 DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
+template <bool, bool, int N> DEV void wmma_tile(frag_c (&)[N], const f16 *, const f16 *, int) {}
 #endif
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     for (int h = 0; h < 2; h++) {
@@ -456,7 +475,7 @@ DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
                               amdgpu_waves_per_eu(waves))) void rocq_k_##name(const args a)
 #define CONSTANT __attribute__((unused, constant)) static constexpr
 #define LDS(type, name, n) static __attribute__((shared, aligned(16))) type name[n]
-#define LDS_TILES LDS
+#define LDS_GRANTED(type, name, n) type *const name = nullptr
 
 DEV void block_sync() {
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
@@ -660,13 +679,13 @@ DEV void wmma(frag_c &c, const frag &a, const frag &b) { // c += a b
     v = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(a, b, v);
     c = __builtin_bit_cast(frag_c, v);
 }
-enum { WMMA_LDS = 0 }; // operands are registers
+enum { WMMA_LDS = 0, WMMA_TILES = 0 }; // operands are registers
 DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
-DEV void wmma_lds_wait() {}
-template <bool = false, bool = false>
+template <int = 0> DEV void wmma_lds_wait() {}
 DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
+template <bool, bool, int N> DEV void wmma_tile(frag_c (&)[N], const f16 *, const f16 *, int) {}
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     frag_v8i v = __builtin_bit_cast(frag_v8i, c);
     v = __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(true, a, true, b, v, false);
@@ -1974,6 +1993,26 @@ DEV bool is_aligned(const rocq_k_tensor &t) { // its quads, of which the last ma
 DEV bool is_wide(const rocq_k_tensor &t) { return (t.ne[0] & 3) == 0 && is_aligned(t); }
 // How many elements of the quad at k exist in a row of n.
 DEV int quad_count(int64_t n, int64_t k) { return n - k < 4 ? n > k ? (int)(n - k) : 0 : 4; }
+
+// A quad of a row, in two steps: quad_load loads it, and quad_floats converts what was loaded, with
+// 0 past its `count` elements. Between the two the load is in flight.
+DEV u32x4 quad_load(int32_t format, bool wide, const char *row, int64_t k, int count) {
+    if (wide && count == 4) {
+        if (format == ROCQ_F32) return gload((const u32x4 *)((const float *)row + k));
+        const u32x2 h = gload((const u32x2 *)((const uint16_t *)row + k));
+        return make4(h.x & 0xffff, h.x >> 16, h.y & 0xffff, h.y >> 16);
+    }
+    uint32_t w[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) w[e] = e < count ? get_bits(format, row, k + e) : 0;
+    return make4(w[0], w[1], w[2], w[3]);
+}
+DEV void quad_floats(int32_t format, const u32x4 &loaded, float v[4]) {
+    v[0] = bits_float(format, loaded.x);
+    v[1] = bits_float(format, loaded.y);
+    v[2] = bits_float(format, loaded.z);
+    v[3] = bits_float(format, loaded.w);
+}
 
 // Writes elements k to k + count - 1 of a row of F32, F16 or BF16.
 DEV void put_floats(int32_t format, bool wide, char *row, int64_t k, int count, const float v[4]) {
@@ -3548,6 +3587,210 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
         matmul_f16<ROCQ_K_ID_##f, ROCQ_K_EXPERTS_N, true>(a);               \
     }
 ROCQ_K_ALL_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+
+// -- F16, from LDS --
+
+// Products of F16 operands where four waves multiply straight from LDS (WMMA_TILES), for matmul and
+// matmul_backward: c[row][col] = sum over r of a(row, r) b(col, r), where columns are what lies
+// innermost in memory of the result, and in each operand either r does or, turned, its rows do.
+// Elsewhere these kernels are empty, and no launch has them.
+//
+// A tile is BM rows, 64 a group of four waves, by BN columns; a step is 64 of r. LDS has STAGES of
+// them, which are copied as they lie, asynchronously and AHEAD steps ahead. With AHEAD = STAGES - 2
+// the products of a step are begun before those of the last one are waited for, so that a block
+// which has its unit for itself always has work for the matrix unit; with STAGES - 1 they are
+// waited for at once, while other blocks multiply. Eight threads copy a line, with zeros past the
+// last r and row, where nothing is read. LDS, which a launch asks for: ROCQ_K_LDS_BYTES; the
+// epilogue uses the same. On an H200 410 to 640 TFLOPS from 4096 rows on.
+struct lds_operand {
+    const char *data; // the tile's first row at r 0
+    int64_t stride;   // bytes from row to row; turned: from r to r
+    int32_t rows;     // from the tile's first row on
+};
+template <bool TURNED, int ROWS, int THREADS>
+DEV void lds_load(const lds_operand &from, int32_t r0, int32_t n_r, f16 *to) {
+    const int t = (int)thread_index(), vector = t % 8;
+#pragma unroll
+    for (int i = 0; i < 8 * ROWS / THREADS; i++) {
+        const int line = t / 8 + i * (THREADS / 8);
+        const int32_t row = TURNED ? line / 64 * 64 + 8 * vector : line;
+        const int32_t r = r0 + (TURNED ? line % 64 : 8 * vector);
+        const int32_t there = r >= n_r || row >= from.rows ? 0 : TURNED ? from.rows - row : n_r - r;
+        copy_async_part((u32x4 *)(to + line * 64 + (vector ^ (line & 7)) * 8),
+                        (const u32x4 *)(from.data + (TURNED ? r * from.stride + row * 2
+                                                            : row * from.stride + r * 2)),
+                        there < 8 ? 2 * there : 16);
+    }
+}
+
+// beside(tile of a) is called between a step's products and the wait.
+template <bool A_TURNED, bool B_TURNED, int BM, int BN, int STAGES, int AHEAD,
+          typename F>
+DEV void lds_multiply(frag_c (&c)[BN / 16], const lds_operand &a, const lds_operand &b, int32_t n_r,
+                      uint32_t begin, uint32_t end, f16 *tiles, F beside) {
+    enum { THREADS = 2 * BM, STEP = 64 * (BM + BN) };
+    int stage = 0, free = 0;
+    uint32_t ahead = begin;
+    const auto load = [&]() {
+        f16 *const to = tiles + free * STEP;
+        if (ahead < end) {
+            lds_load<A_TURNED, BM, THREADS>(a, (int32_t)ahead * 64, n_r, to);
+            lds_load<B_TURNED, BN, THREADS>(b, (int32_t)ahead * 64, n_r, to + 64 * BM);
+        }
+        copies_close();
+        ahead++;
+        free = free + 1 == STAGES ? 0 : free + 1;
+    };
+    for (int i = 0; i < AHEAD; i++) load();
+#pragma unroll 1
+    for (uint32_t step = begin; step < end; step++) {
+        const f16 *const a_tile = tiles + stage * STEP;
+        copies_wait<AHEAD - 1>();
+        lds_written();
+        block_sync_lds();
+        wmma_lds_begin();
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            wmma_tile<A_TURNED, B_TURNED>(c, a_tile + matmul_wave() / 4 * 4096,
+                                          a_tile + 64 * BM, s);
+        }
+        wmma_lds_end();
+        load();
+        beside(a_tile);
+        wmma_lds_wait<STAGES - 1 - AHEAD>();
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    wmma_lds_wait();
+    copies_wait<0>();
+    block_sync_lds();
+}
+
+// A wave finishes its 16 rows of a tile. They go through LDS, after which a lane has quads of a
+// row, four of them at a time: load(row, col) loads up to three quads that the epilogue of one
+// needs, and store(row, col, loaded, sums) ends it.
+struct lds_loaded { u32x4 quad[3]; };
+template <int BN, typename L, typename S>
+DEV void lds_finish(const frag_c (&c)[BN / 16], float *work, L load, S store) {
+    enum { STRIDE = BN + 8, QUADS = BN / 4, AHEAD = 4 };
+    const int wave = matmul_wave();
+    work += wave * 16 * STRIDE;
+#pragma unroll
+    for (int j = 0; j < BN / 16; j++) {
+#pragma unroll
+        for (int v = 0; v < 8; v++) {
+            lput(work + frag_row(v) * STRIDE + 16 * j + frag_col(v), c[j].v[v]);
+        }
+    }
+    wave_sync();
+#pragma unroll 1
+    for (int i = lane_index(); i < 16 * QUADS; i += 32 * AHEAD) {
+        lds_loaded loaded[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int quad = i + 32 * j;
+            loaded[j] = load(16 * wave + quad / QUADS, 4 * (quad % QUADS));
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int quad = i + 32 * j, row = quad / QUADS, col = 4 * (quad % QUADS);
+            float v[4];
+            decode_vector<ROCQ_F32>(lget((const u32x4 *)(work + row * STRIDE + col)), 0, v);
+            store(16 * wave + row, col, loaded[j], v);
+        }
+    }
+}
+
+// Whether all quads of a tensor but the last of a row are aligned and whole.
+DEV bool lds_is_wide(const rocq_k_tensor &t) {
+    return (alignment_bits(t) & (t.format == ROCQ_F32 ? 15u : 7u)) == 0;
+}
+
+// The epilogue of matmul, or the sums of a split of K. Rows of the tile are columns n of y.
+template <int BN>
+DEV void matmul_lds_finish(const rocq_k_matmul_args &a, const matmul_place &at,
+                           const frag_c (&c)[BN / 16], float *work) {
+    const rocq_k_epilogue &e = a.epilogue;
+    const bool whole = a.n_splits == 1, bias_wide = (uintptr_t)e.bias % 16 == 0;
+    const bool wide = whole ? lds_is_wide(e.y) : (a.m & 3) == 0;
+    const bool gate_wide = lds_is_wide(e.gate), residual_wide = lds_is_wide(e.residual);
+    const bool loads = whole && (e.bias || e.gate.data || e.residual.data);
+    const epilogue between = {e.activation, e.softcap, false, e.gate.data != 0, false, false};
+    const auto count = [&](int row, int col) {
+        return at.n0 + row < a.n ? quad_count(a.m, at.m0 + col) : 0;
+    };
+    const auto load = [&](int row, int col) {
+        const int64_t n = at.n0 + row, m = at.m0 + col;
+        lds_loaded x = {};
+        if (!loads) return x;
+        const int there = count(row, col);
+        if (e.bias) x.quad[0] = quad_load(ROCQ_F32, bias_wide, (const char *)e.bias, m, there);
+        if (e.gate.data) {
+            x.quad[1] = quad_load(e.gate.format, gate_wide, row_of(e.gate, n, at.i2, at.i3), m,
+                                  there);
+        }
+        if (e.residual.data) {
+            x.quad[2] = quad_load(e.residual.format, residual_wide,
+                                  row_of(e.residual, n, at.i2, at.i3), m, there);
+        }
+        return x;
+    };
+    const auto store = [&](int row, int col, const lds_loaded &x, float (&v)[4]) {
+        const int64_t n = at.n0 + row, m = at.m0 + col;
+        const int there = count(row, col);
+        if (!whole) {
+            float *const sums = matmul_split_sums(a, at.x_column + row) + at.split * a.m;
+            put_floats(ROCQ_F32, wide && there == 4, (char *)sums, m, there, v);
+            return;
+        }
+        float with[4];
+        if (e.bias) {
+            quad_floats(ROCQ_F32, x.quad[0], with);
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] += with[i];
+        }
+        if (e.activation != ROCQ_ACT_IDENTITY || e.softcap > 0.0f || e.gate.data) {
+            quad_floats(e.gate.format, x.quad[1], with);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                v[i] = epilogue_apply(between, v[i], 1.0f, [] { return 0.0f; },
+                                      [&] { return with[i]; }, [] { return 0.0f; });
+            }
+        }
+        if (e.residual.data) {
+            quad_floats(e.residual.format, x.quad[2], with);
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] += with[i];
+        }
+        put_floats(e.y.format, wide && there == 4, row_of(e.y, n, at.i2, at.i3), m, there, v);
+    };
+    lds_finish<BN>(c, work, load, store);
+}
+
+// matmul of F16 weights: rows are columns of x, columns rows of w. K is a multiple of 8.
+template <int BN, int BM, int STAGES, int AHEAD>
+DEV void matmul_lds(const rocq_k_matmul_args &a) {
+    LDS_GRANTED(u32x4, tile, ROCQ_K_LDS_BYTES(BN, BM, STAGES) / 16);
+    if (a.tiles_m == 0) return;
+    const int32_t k = (int32_t)a.k;
+    const matmul_place at = matmul_place_of(a, BN, BM, ((uint32_t)k + 63) / 64);
+    const int64_t rows = a.n - at.n0, cols = a.m - at.m0;
+    const lds_operand x = {(const char *)a.x + at.x_column * a.x_stride * 2, a.x_stride * 2,
+                           (int32_t)(rows < BM ? rows : BM)};
+    const lds_operand w = {(const char *)a.w + at.w_row * a.k * 2, a.k * 2,
+                           (int32_t)(cols < BN ? cols : BN)};
+    frag_c c[1][BN / 16];
+    matmul_clear(c);
+    lds_multiply<false, false, BM, BN, STAGES, AHEAD>(c[0], x, w, k, at.begin, at.end, (f16 *)tile,
+                                       [](const f16 *) {});
+    matmul_lds_finish<BN>(a, at, c[0], (float *)tile);
+}
+#define ROCQ_X(X, name, columns, rows, steps, ahead, blocks)                                \
+    KERNEL_WAVES(matmul_lds_##name, rocq_k_matmul_args, ROCQ_K_LDS_THREADS(rows),  \
+                 blocks * rows / 64) {                                                \
+        if constexpr (WMMA_TILES) matmul_lds<columns, rows, steps, ahead>(a);         \
+    }
+ROCQ_K_LDS_TILES(ROCQ_X, )
 #undef ROCQ_X
 
 // -- INT8 --
@@ -7325,7 +7568,7 @@ KERNEL(pixels, rocq_k_pixels_args, 256) {
 // pairs. The rows of LDS are k 0 8 16 .. 56, 1 9 17 .., so that the lanes that hold neighbouring
 // chunks of 8 k write to neighbouring rows, free of bank conflicts; the epilogue puts k back in
 // order (backward_turned). Where the matrix unit reads LDS by itself (Hopper), it turns operands,
-// too, and they are copied as they lie (matmul_backward_lds).
+// too, and matmul_backward_lds copies them as they lie.
 //
 // Tiles of 128 k by 128 rows, 128 threads; step, waves, sums and LDS as in matmul_f16 with tiles of
 // 128 columns. Geometry: blockIdx.x counts tiles_k fastest, so that blocks that run at the same time
@@ -7338,15 +7581,16 @@ struct backward_place {
     int32_t k0, row0;
     uint32_t split, begin, end; // the split of r, and its steps
 };
-DEV backward_place backward_place_of(const rocq_k_matmul_backward_args &a, int step) {
+DEV backward_place backward_place_of(const rocq_k_matmul_backward_args &a, int bk, int brow,
+                                     int step) {
     const uint32_t block = a.common.block0 + block_index();
     const uint32_t tiles = (uint32_t)a.tiles_k * (uint32_t)a.tiles_rows;
     const uint32_t n_steps = ((uint32_t)a.n_r + (uint32_t)step - 1) / (uint32_t)step;
     backward_place p;
     p.split = block / tiles;
     const uint32_t tile = block - p.split * tiles, row = tile / (uint32_t)a.tiles_k;
-    p.k0 = (int32_t)(tile - row * (uint32_t)a.tiles_k) * BACKWARD_TILE;
-    p.row0 = (int32_t)row * BACKWARD_TILE;
+    p.k0 = (int32_t)(tile - row * (uint32_t)a.tiles_k) * bk;
+    p.row0 = (int32_t)row * brow;
     p.begin = n_steps * p.split / (uint32_t)a.n_splits;
     p.end = n_steps * (p.split + 1) / (uint32_t)a.n_splits;
     return p;
@@ -7448,35 +7692,34 @@ DEV void backward_end_db(const rocq_k_matmul_backward_args &a, const backward_pl
 DEV int backward_turned(int p) { return (p & 64) | (p & 7) << 3 | (p >> 3 & 7); }
 
 // Finishes a block's 128 k by 128 rows: as in matmul_finish the sums go through LDS, 16 rows of each
-// wave at a time, after which each wave has all k of some rows. Of the waves' 64 by 64 (TN 4), rows
-// and k lie as backward_turned says, rows only with TURN_ROWS; with TN 8 a wave has 16 of each 64 k.
+// wave at a time, after which each wave has all k of some rows. Of the waves' 64 by 64, k lie as
+// backward_turned says, and with TURN_ROWS rows, too.
 enum { BACKWARD_STRIDE = BACKWARD_TILE + 4 };
-template <bool TURN_ROWS, int TM, int TN>
+template <bool TURN_ROWS>
 DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward_place &at,
-                         const frag_c (&c)[TM][TN], float *work) {
+                         const frag_c (&c)[4][4], float *work) {
     const rocq_k_matmul_backward_args &a = reread(args);
-    const int wave = matmul_wave(), half = TN == 4 ? wave / 2 : 0;
-    float *const own = work + 16 * half * BACKWARD_STRIDE;
-    enum { TOGETHER = TN == 4 ? 4 : 2 }; // rows whose loads are in flight at once
+    const int wave = matmul_wave();
+    float *const own = work + 16 * (wave / 2) * BACKWARD_STRIDE;
+    enum { TOGETHER = 4 }; // rows whose loads are in flight at once
 #pragma unroll 1
-    for (int pass = 0; pass < TN; pass++) {
+    for (int pass = 0; pass < 4; pass++) {
         block_sync_lds();
 #pragma unroll
-        for (int j = 0; j < TN; j++) {
+        for (int j = 0; j < 4; j++) {
             if (j != pass) continue;
 #pragma unroll
-            for (int i = 0; i < TM; i++) {
+            for (int i = 0; i < 4; i++) {
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
-                    const int k = TN == 4 ? wave % 2 * 64 + backward_turned(16 * i + frag_row(v))
-                                          : 64 * i + 16 * wave + frag_row(v);
+                    const int k = wave % 2 * 64 + backward_turned(16 * i + frag_row(v));
                     lput(own + frag_col(v) * BACKWARD_STRIDE + k, c[i][j].v[v]);
                 }
             }
         }
         block_sync_lds();
 #pragma unroll 1
-        for (int column = TOGETHER * wave; column < (TN == 4 ? 32 : 16); column += 4 * TOGETHER) {
+        for (int column = TOGETHER * wave; column < 32; column += 4 * TOGETHER) {
             backward_put_rows<TOGETHER>(a, at, work + column * BACKWARD_STRIDE, BACKWARD_STRIDE,
                                  [=](int i) {
                 const int p = 16 * pass + (column + i) % 16;
@@ -7540,7 +7783,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
     static_assert(4 * 32 * BACKWARD_STRIDE <= (int)sizeof(tile), "backward_finish's work");
     f16 *const bt = (f16 *)tile, *const at_a = bt + TILE * ROW;
     if (a.tiles_k == 0) return;
-    const backward_place at = backward_place_of(a, BK);
+    const backward_place at = backward_place_of(a, BACKWARD_TILE, BACKWARD_TILE, BK);
     const uint32_t n_r = (uint32_t)a.n_r;
     const int t = (int)thread_index(), wave = matmul_wave();
     const int wk = wave % 2 * 64, wrow = wave / 2 * 64;
@@ -7661,99 +7904,109 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
     backward_finish<TURNED>(a, at, c, (float *)tile);
 }
 
-// The same of F16 operands where four waves multiply straight from LDS: operands are copied as they
-// lie, asynchronously and two steps of 32 ahead. b, and a where it is turned, lie as wmma_lds wants
-// turned operands; eight lanes copy 128 bytes of a row r. Else a lies in 4 chunks of 8 r of 128 rows,
-// and the lanes of a wave copy 64 bytes of 8 rows.
-template <bool TURNED> DEV void matmul_backward_lds(const rocq_k_matmul_backward_args &a) {
-    enum { BK = 32, TILE = BACKWARD_TILE, GROUP = 64 * BK, CHUNK = 8 * TILE, OPERAND = TILE * BK,
-           BUFFERS = 3 };
-    LDS_TILES(u32x4, tile, BUFFERS * 2 * OPERAND / 8);
-    f16 *const tiles = (f16 *)tile;
-    if (a.tiles_k == 0) return;
-    const backward_place at = backward_place_of(a, BK);
-    const int t = (int)thread_index(), wave = matmul_wave();
-    const int vector = t % 8, line = t / 8;                // of turned operands
-    const int row = wave * 8 + t % 8, quarter = t / 8 % 4; // else
-    const int32_t last_k = (a.n_k - 1 - at.k0) / 8, last_row = (a.n_rows - 1 - at.row0) / 8;
-    const char *const b = (const char *)a.b + (int64_t)at.k0 * 2;
-    const char *const dy = (const char *)a.a + (int64_t)at.row0 * (TURNED ? 2 : a.a_stride * 2);
-    uint32_t own_b[2], own_a[4]; // bytes
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int32_t own = 8 * (i % 2) + vector, most = a.n_rows - 1 - at.row0;
-        own_b[i % 2] = (uint32_t)(own < last_k ? own : last_k) * 16;
-        own_a[i] = TURNED ? (uint32_t)(own < last_row ? own : last_row) * 16
-                          : (uint32_t)(32 * i + row < most ? 32 * i + row : most) *
-                                (uint32_t)a.a_stride * 2;
-    }
-    const auto load = [&](uint32_t step, int buffer) {
-        f16 *const to_b = tiles + buffer * 2 * OPERAND, *const to_a = to_b + OPERAND;
-        const int32_t first = (int32_t)step * BK;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int own = 16 * (i / 2) + line, r = first + own;
-            const int to = i % 2 * GROUP + own * 64 + (vector ^ (own & 7)) * 8;
-            const int64_t r_in = r < a.n_r ? r : 0;
-            copy_async((u32x4 *)(to_b + to),
-                       (const u32x4 *)(b + r_in * a.b_stride * 2 + own_b[i % 2]), r < a.n_r);
-            if constexpr (TURNED) {
-                copy_async((u32x4 *)(to_a + to),
-                           (const u32x4 *)(dy + r_in * a.a_stride * 2 + own_a[i % 2]), r < a.n_r);
-            } else {
-                const int32_t left = a.n_r - first - 8 * quarter;
-                const int64_t from = left > 0 ? (int64_t)first + 8 * quarter : 0;
-                copy_async_part((u32x4 *)(to_a + quarter * CHUNK + (32 * i + row) * 8),
-                                (const u32x4 *)(dy + from * 2 + own_a[i]),
-                                left >= 8 ? 16 : left > 0 ? 2 * left : 0);
-            }
-        }
+// The epilogue of matmul_backward, or the sums of a split of r.
+template <int BN>
+DEV void backward_lds_finish(const rocq_k_matmul_backward_args &a, const backward_place &at,
+                             const frag_c (&c)[BN / 16], float *work) {
+    const bool whole = a.n_splits == 1;
+    const bool wide = whole ? lds_is_wide(a.c) : (a.n_k & 3) == 0;
+    const bool loads = whole && (a.z.data || a.before.data);
+    const bool z_wide = lds_is_wide(a.z), before_wide = lds_is_wide(a.before);
+    const auto count = [&](int row, int col) {
+        return at.row0 + row < a.n_rows ? quad_count(a.n_k, at.k0 + col) : 0;
     };
-    const bool sums_db = TURNED && a.db && at.k0 == 0;
-    frag_c c[2][8];
-    matmul_clear(c);
-    float db = 0.0f;
-    int buffer = 0, free = 0;
-    uint32_t ahead = at.begin;
-    const auto begin = [&]() {
-        if (ahead < at.end) load(ahead, free);
-        copies_close();
-        ahead++;
-        free = free + 1 == BUFFERS ? 0 : free + 1;
+    const auto load = [&](int own, int col) {
+        const int64_t row = at.row0 + own, k = at.k0 + col;
+        lds_loaded x = {};
+        if (!loads) return x;
+        const int there = count(own, col);
+        if (a.z.data) x.quad[0] = quad_load(a.z.format, z_wide, row_of(a.z, row, 0, 0), k, there);
+        if (a.before.data) {
+            x.quad[1] =
+                quad_load(a.before.format, before_wide, row_of(a.before, row, 0, 0), k, there);
+        }
+        return x;
     };
-    begin();
-    begin();
-#pragma unroll 1
-    for (uint32_t step = at.begin; step < at.end; step++) {
-        const f16 *const own_bt = tiles + buffer * 2 * OPERAND, *const own_at = own_bt + OPERAND;
-        copies_wait<1>();
-        lds_written();
-        block_sync_lds();
-        wmma_lds_begin();
-#pragma unroll
-        for (int s = 0; s < BK / 16; s++) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                wmma_lds<true, TURNED>(c[i], own_bt + i * GROUP + s * 1024, GROUP / 8,
-                                       own_at + s * (TURNED ? 1024 : 2 * CHUNK),
-                                       (TURNED ? GROUP : CHUNK) / 8, 8);
-            }
+    const auto store = [&](int own, int col, const lds_loaded &x, float (&v)[4]) {
+        const int64_t row = at.row0 + own, k = at.k0 + col;
+        const int there = count(own, col);
+        if (!whole) {
+            float *const sums = backward_split_sums(a, row) + (int64_t)at.split * a.n_k;
+            put_floats(ROCQ_F32, wide && there == 4, (char *)sums, k, there, v);
+            return;
         }
-        wmma_lds_end();
-        begin();
-        if (sums_db) {
-#pragma unroll 8
-            for (int r = 0; r < BK; r++) {
-                const f16 *const from = own_at + t / 64 * GROUP + r * 64;
-                db += (float)lget(from + (t / 8 % 8 ^ (r & 7)) * 8 + t % 8);
-            }
+        float with[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] *= a.scale;
+        if (a.z.data) {
+            quad_floats(a.z.format, x.quad[0], with);
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] *= activation_slope(a.activation, with[i]);
         }
-        wmma_lds_wait();
-        buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
-    }
-    if (sums_db) backward_end_db(a, at, at.row0 + t, db);
-    backward_finish<false>(a, at, c, (float *)tile);
+        if (a.before.data) {
+            quad_floats(a.before.format, x.quad[1], with);
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] += with[i];
+        }
+        put_floats(a.c.format, wide && there == 4, row_of(a.c, row, 0, 0), k, there, v);
+    };
+    lds_finish<BN>(c, work, load, store);
 }
+
+// dx and dw of F16 operands where four waves multiply straight from LDS: see matmul_lds. Rows of
+// the tile are rows of c, and its columns k. A thread adds up two rows of db over 16 r of a step.
+template <bool TURNED, int BN, int BM, int STAGES, int AHEAD>
+DEV void matmul_backward_lds(const rocq_k_matmul_backward_args &a) {
+    LDS_GRANTED(u32x4, tile, ROCQ_K_LDS_BYTES(BN, BM, STAGES) / 16);
+    if (a.tiles_k == 0) return;
+    const backward_place at = backward_place_of(a, BN, BM, 64);
+    const int t = (int)thread_index(), pair_row = 2 * t % BM, quarter = 2 * t / BM;
+    const int32_t rows = a.n_rows - at.row0, cols = a.n_k - at.k0;
+    const lds_operand dy = {(const char *)a.a + (TURNED ? 2 : a.a_stride * 2) * at.row0,
+                            a.a_stride * 2, rows < BM ? rows : BM};
+    const lds_operand b = {(const char *)a.b + (int64_t)at.k0 * 2, a.b_stride * 2,
+                           cols < BN ? cols : BN};
+    const bool sums_db = TURNED && a.db && at.k0 == 0;
+    float db[2] = {0.0f, 0.0f};
+    frag_c c[1][BN / 16];
+    matmul_clear(c);
+    lds_multiply<TURNED, true, BM, BN, STAGES, AHEAD>(c[0], dy, b, a.n_r, at.begin, at.end,
+                                                      (f16 *)tile, [&](const f16 *dy_tile) {
+        if (!sums_db) return;
+        const f16 *const from = dy_tile + (pair_row / 64 * 64 + 16 * quarter) * 64 + pair_row % 8;
+#pragma unroll
+        for (int r = 0; r < 16; r++) {
+            const uint32_t two =
+                lget((const uint32_t *)(from + r * 64 + (pair_row / 8 % 8 ^ (r & 7)) * 8));
+            db[0] += f16_f32((uint16_t)two);
+            db[1] += f16_f32((uint16_t)(two >> 16));
+        }
+    });
+    if (sums_db) { // four threads have a row's sums
+        float *const work = (float *)tile;
+        lput(work + quarter * BM + pair_row, db[0]);
+        lput(work + quarter * BM + pair_row + 1, db[1]);
+        block_sync_lds();
+        if (t < BM) {
+            backward_end_db(a, at, at.row0 + t,
+                            lget(work + t) + lget(work + BM + t) +
+                                (lget(work + 2 * BM + t) + lget(work + 3 * BM + t)));
+        }
+        block_sync_lds();
+    }
+    backward_lds_finish<BN>(a, at, c[0], (float *)tile);
+}
+#define ROCQ_X(X, name, columns, rows, steps, ahead, blocks)                                   \
+    KERNEL_WAVES(matmul_backward_dx_lds_##name, rocq_k_matmul_backward_args,                \
+                 ROCQ_K_LDS_THREADS(rows), blocks * rows / 64) {                               \
+        if constexpr (WMMA_TILES) matmul_backward_lds<false, columns, rows, steps, ahead>(a);  \
+    }                                                                                          \
+    KERNEL_WAVES(matmul_backward_dw_lds_##name, rocq_k_matmul_backward_args,                \
+                 ROCQ_K_LDS_THREADS(rows), blocks * rows / 64) {                               \
+        if constexpr (WMMA_TILES) matmul_backward_lds<true, columns, rows, steps, ahead>(a);   \
+    }
+ROCQ_K_LDS_TILES(ROCQ_X, )
+#undef ROCQ_X
 
 #define ROCQ_X(X, f)                                                   \
     KERNEL(matmul_backward_dx_##f, rocq_k_matmul_backward_args, 128) { \
@@ -7761,14 +8014,12 @@ template <bool TURNED> DEV void matmul_backward_lds(const rocq_k_matmul_backward
     }
 BLOCK_FORMATS(ROCQ_X, )
 #undef ROCQ_X
-template <bool TURNED> DEV void matmul_backward(const rocq_k_matmul_backward_args &a) {
-    if constexpr (WMMA_LDS) matmul_backward_lds<TURNED>(a);
-    else matmul_backward_f16<ROCQ_F16, TURNED>(a);
-}
 KERNEL_WAVES(matmul_backward_dx_f16, rocq_k_matmul_backward_args, 128, 3) {
-    matmul_backward<false>(a);
+    matmul_backward_f16<ROCQ_F16, false>(a);
 }
-KERNEL_WAVES(matmul_backward_dw, rocq_k_matmul_backward_args, 128, 3) { matmul_backward<true>(a); }
+KERNEL_WAVES(matmul_backward_dw, rocq_k_matmul_backward_args, 128, 3) {
+    matmul_backward_f16<ROCQ_F16, true>(a);
+}
 
 // matmul_backward_f32: operands, products and sums in F32; b is F32 or planar blocks. Tiles, sums and
 // LDS as in matmul_f32, for which operands lie with r outermost: those that memory has so are only
@@ -7778,7 +8029,7 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
     LDS(float, bt, BK * STRIDE);
     LDS(float, at_a, BK * STRIDE);
     if (a.tiles_k == 0) return;
-    const backward_place at = backward_place_of(a, BK);
+    const backward_place at = backward_place_of(a, BACKWARD_TILE, BACKWARD_TILE, BK);
     const int t = (int)thread_index(), wave = matmul_wave(), lane = lane_index();
     const int tk = wave % 2 * 8 + lane % 8, trow = wave / 2 * 4 + lane / 8;
     // Copies 16 elements of row t / 8 of the step; those past n are others of the row
@@ -8978,7 +9229,7 @@ KERNEL(adamw, rocq_k_adamw_args, 256) {
 //   out[5] sum over lanes of dot4((1, -1, -128, 127), (3, -5, 7, -9), lane)
 //   out[6] sum over m, n of (16 m + n + 1) C[m][n] for C = A B on the matrix unit in F16, with
 //          A[m][k] = (3 m + 5 k) % 7 - 3 and B[n][k] = (2 n + 3 k) % 5 - 2: every number is exact
-//   out[7] the same in int8
+//   out[7] the same in int8       out[8] whether the kernels named _lds are to be launched
 // One wave; 2 KiB of LDS, tiles of 16 rows (24 halves or 16 bytes from row to row).
 DEV int selftest_a(int m, int k) { return (3 * m + 5 * k) % 7 - 3; }
 DEV int selftest_b(int n, int k) { return (2 * n + 3 * k) % 5 - 2; }
@@ -9030,6 +9281,7 @@ KERNEL(selftest, rocq_k_selftest_args, 32) {
     gstore(a.out + 5, (uint32_t)dots);
     gstore(a.out + 6, (uint32_t)sum);
     gstore(a.out + 7, (uint32_t)sum_i8);
+    gstore(a.out + 8, (uint32_t)WMMA_LDS);
 }
 
 // What a program that is linked with this file has in place of libamdhip64 and a code object: the
@@ -9114,6 +9366,11 @@ static const char *entry_error_name(int error) {
 static int entry_launch(const void *stub, unsigned grid_x, unsigned grid_z, unsigned threads,
                         unsigned lds, void *args, void *stream) {
     void *list[1] = {args};
+#if defined(__CUDACC__) // more than 48 KB are a kernel's only after it has asked for them
+    if (lds > 49152) {
+        cudaFuncSetAttribute(stub, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)lds);
+    }
+#endif
     return (int)RUNTIME(LaunchKernel)(stub, dim3(grid_x, 1, grid_z), dim3(threads), list, lds,
                                       (RUNTIME(Stream_t))stream);
 }

@@ -311,7 +311,7 @@ int launch(const char *call, simt_kernel *kernel, unsigned grid_x, unsigned grid
     stream *s = find_stream(call, on);
     if (!s) return HIP_INVALID_HANDLE;
     if (!kernel || !args || grid_x == 0 || grid_y != 1 || grid_z == 0 || grid_z > 65535 ||
-        threads == 0 || threads > kernel->max_threads || lds > 65536) {
+        threads == 0 || threads > kernel->max_threads || lds > SIMT_LDS_GRANTED) {
         misuse("%s: %s, %u by %u by %u blocks of %u threads, %u bytes of LDS", call,
                kernel ? kernel->name : "no such kernel", grid_x, grid_y, grid_z, threads, lds);
         return HIP_INVALID_VALUE;

@@ -70,8 +70,9 @@ enum {
     SIMT_STACK = 256 * 1024,   // bytes a lane; the lowest page is never touched
     SIMT_PAGE = 4096,
     SIMT_LDS_BYTES = 65536,    // of a block
+    SIMT_LDS_GRANTED = 232448, // of a block whose launch asks for them, on Hopper
     SIMT_LDS_ARRAYS = 32,
-    SIMT_LDS_SLOT = 2 * 65536, // addresses from array to array, so that an overrun hits none
+    SIMT_LDS_SLOT = 2 * 262144, // addresses from array to array, so that an overrun hits none
     SIMT_MAX_PRINTED = 20
 };
 
@@ -125,6 +126,7 @@ struct simt_lds_site { // one declaration
     int line;
     uint32_t block; // the block that last reached it,
     uint32_t slot;  // and where it lies there
+    bool granted;   // LDS_GRANTED
 };
 
 struct simt_lds_array {
@@ -459,7 +461,8 @@ SIMT_UNCHECKED inline void *simt_lds(simt_lds_site *site, size_t size) {
         site->block = simt.block_serial;
         site->slot = simt.n_arrays;
         simt.lds_used += (uint32_t)((size + 15) / 16 * 16);
-        if (simt.lds_used > SIMT_LDS_BYTES || simt.n_arrays == SIMT_LDS_ARRAYS) {
+        const uint32_t most = site->granted ? SIMT_LDS_GRANTED : SIMT_LDS_BYTES;
+        if (simt.lds_used > most || simt.n_arrays == SIMT_LDS_ARRAYS) {
             simt_error(nullptr, site->line, "%s brings LDS to %u bytes in %u arrays", site->name,
                        simt.lds_used, simt.n_arrays + 1);
             simt_abort();
@@ -842,11 +845,13 @@ struct simt_registered : simt_kernel {
 #endif
 #define KERNEL_WAVES(name, args, threads, waves) KERNEL(name, args, threads)
 #define LDS(type, name, n)                                                                        \
-    static simt_lds_site simt_site_##name = {#name, __LINE__, 0, 0};                              \
+    static simt_lds_site simt_site_##name = {#name, __LINE__, 0, 0, false};                       \
     [[maybe_unused]] type(&name)[n] = *(type(*)[n])simt_lds(&simt_site_##name, sizeof(type[n]))
 
 #define CONSTANT static constexpr
-#define LDS_TILES LDS
+#define LDS_GRANTED(type, name, n)                                                                \
+    static simt_lds_site simt_site_##name = {#name, __LINE__, 0, 0, true};                        \
+    [[maybe_unused]] type(&name)[n] = *(type(*)[n])simt_lds(&simt_site_##name, sizeof(type[n]))
 
 #define SIMT_LINE int line = __builtin_LINE()
 
@@ -1059,14 +1064,49 @@ DEV frag frag_load_image(const f16 *image, SIMT_LINE) {
 DEV frag_b frag_load_lane_b(const f16 *tile, int chunk, SIMT_LINE) {
     return frag_load_lane(tile, chunk, line);
 }
-enum { WMMA_LDS = 0, COPIES_ASYNC = 0 };
+enum { WMMA_LDS = 0, WMMA_TILES = 1, COPIES_ASYNC = 0 };
 DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
-DEV void wmma_lds_wait() {}
-template <bool = false, bool = false>
+template <int = 0> DEV void wmma_lds_wait() {}
 DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
-DEV void copy_async_part(u32x4 *, const u32x4 *, int) {}
+// The lanes of a wave share the checks of what it reads; then each computes without them.
+DEV int simt_tile_at(bool turned, int row, int r) {
+    const int own = turned ? row / 64 * 64 + r : row, at = turned ? row % 64 : r;
+    return own * 64 + (at / 8 ^ (own & 7)) * 8 + at % 8;
+}
+DEV void simt_tile_check(const f16 *tile, bool turned, int rows, int s, int line) {
+    for (int i = (int)(thread_index() & 31); i < 2 * rows; i += 32) { // vectors
+        const int row = turned ? i % (rows / 8) * 8 : i / 2;
+        const int r = turned ? i / (rows / 8) : i % 2 * 8;
+        lget((const u32x4 *)(tile + simt_tile_at(turned, row, 16 * s + r)), line);
+    }
+}
+template <bool A_TURNED, bool B_TURNED, int N>
+SIMT_UNCHECKED inline void simt_tile(frag_c (&c)[N], const f16 *a, const f16 *b, int s) {
+    const int first = (int)(thread_index() / 32 % 4) * 16;
+    for (int r = 16 * s; r < 16 * s + 16; r++) {
+        float x[8];
+        for (int v = 0; v < 8; v++) x[v] = (float)a[simt_tile_at(A_TURNED, first + frag_row(v), r)];
+        for (int j = 0; j < N; j++) {
+            const float y = (float)b[simt_tile_at(B_TURNED, 16 * j + frag_col(0), r)];
+            for (int v = 0; v < 8; v++) c[j].v[v] += x[v] * y;
+        }
+    }
+}
+template <bool A_TURNED, bool B_TURNED, int N>
+DEV void wmma_tile(frag_c (&c)[N], const f16 *a, const f16 *b, int s, SIMT_LINE) {
+    simt_tile_check(a, A_TURNED, 64, s, line);
+    simt_tile_check(b, B_TURNED, 16 * N, s, line);
+    simt_tile<A_TURNED, B_TURNED>(c, a, b, s);
+}
+DEV void copy_async_part(u32x4 *to, const u32x4 *from, int bytes, SIMT_LINE) {
+    u32x4 v = {0, 0, 0, 0};
+    for (int i = 0; i < bytes / 2; i++) {
+        v[i / 2] |= (uint32_t)gload((const uint16_t *)from + i, line) << i % 2 * 16;
+    }
+    lput(to, v, line);
+}
 DEV void copy_async(u32x4 *to, const u32x4 *from, bool live, SIMT_LINE) {
     const u32x4 zeros = {0, 0, 0, 0};
     lput(to, live ? gload(from, line) : zeros, line);
