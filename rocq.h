@@ -17236,7 +17236,7 @@ static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__s
 // L2 comes no faster than the copies in flight permit. The fastest by this estimate is 2% behind
 // the fastest of all on average and 16% at most: 38 shapes, 31 to 50257 rows and columns.
 static double rocq__lds_ns(const rocq__chip *chip, int32_t tile, const rocq__site *s,
-                           int32_t n_splits) {
+                           int32_t n_splits, double merge_rate) {
     static const struct { double work, step, ends; } paces[ROCQ__LDS_TILES] = {
         {780.0, 416.0, 4530.0}, {623.0, 383.0, 3680.0}, {272.0, 280.0, 2470.0},
         {286.0, 239.0, 2200.0}, {194.0, 224.0, 1940.0}};
@@ -17253,17 +17253,18 @@ static double rocq__lds_ns(const rocq__chip *chip, int32_t tile, const rocq__sit
                           ROCQ__MIN(blocks, t->blocks * units);
     double bytes_per_us = chip->bytes_per_us;
     if (bytes > 48e6) bytes_per_us = ROCQ__MIN(bytes_per_us, flying / 1.9);
-    const double merge = n_splits > 1 ? 2000.0 + 2.0 * y_bytes * n_splits / 12240.0 : 0.0;
+    const double merge = n_splits > 1 ? 2000.0 + 2.0 * y_bytes * n_splits / merge_rate : 0.0;
     return ROCQ__MAX(tiles, bytes * 1e3 / bytes_per_us) + merge;
 }
 
+// merge_rate: bytes of sums that are written and merged in a nanosecond.
 static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__site *s,
-                                            int32_t *n_splits) {
+                                            double merge_rate, int32_t *n_splits) {
     int32_t best = 0, splits[ROCQ__SPLITS];
     double best_ns = 0.0;
     const int32_t n = rocq__tile_splits(s, splits);
     for (int32_t i = 0; i < ROCQ__LDS_TILES * n; i++) {
-        const double ns = rocq__lds_ns(chip, i / n, s, splits[i % n]);
+        const double ns = rocq__lds_ns(chip, i / n, s, splits[i % n], merge_rate);
         if (i > 0 && ns >= best_ns) continue;
         best = i;
         best_ns = ns;
@@ -17296,7 +17297,7 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
     const rocq__chip *chip = rocq__chip_of(job->ctx);
     int64_t tile_n = 0;
     if (g->path == ROCQ_PRECISION_F16 && chip->lds_tiles && w->format == ROCQ_F16 && k % 8 == 0) {
-        const rocq__lds_tile *tile = rocq__lds_best(chip, &site, &config.n_splits);
+        const rocq__lds_tile *tile = rocq__lds_best(chip, &site, 1700.0, &config.n_splits);
         kernel = tile->matmul;
         threads = tile->threads;
         tile_m = tile->columns;
@@ -18388,7 +18389,7 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
     site.batch = 1;
     const rocq__chip *chip = rocq__chip_of(job->ctx);
     if (lds) {
-        const rocq__lds_tile *tile = rocq__lds_best(chip, &site, &args.n_splits);
+        const rocq__lds_tile *tile = rocq__lds_best(chip, &site, 12240.0, &args.n_splits);
         kernel = of_dw ? tile->dw : tile->dx;
         threads = tile->threads;
         columns = tile->columns;
