@@ -9490,7 +9490,8 @@ ROCQ__DOT_INT8(group16_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 4, 
 // The dot for a format's group and depth.
 static rocq__mm_dot rocq__dot_int8_for(int64_t group, int depth, bool vnni) {
     if (vnni && depth == 0) {
-        return group == 32 ? rocq__dot_int8_group32_signed_vnni : rocq__dot_int8_group16_signed_vnni;
+        return group == 32 ? rocq__dot_int8_group32_signed_vnni
+                           : rocq__dot_int8_group16_signed_vnni;
     }
     if (vnni) return group == 32 ? rocq__dot_int8_group32_vnni : rocq__dot_int8_group16_vnni;
     if (group == 16) {

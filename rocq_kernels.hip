@@ -1609,7 +1609,7 @@ DEV void read_codes(const raw<READ> &r, uint32_t u, uint32_t q[8]) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             uint32_t w = r.w[i], n = u;
-            if (format == ROCQ_TQ1_0 && u >= 5) { // two digits of 16 bytes; at last one, and four of 4
+            if (format == ROCQ_TQ1_0 && u >= 5) { // 2 digits of 16 bytes; at last 1, and 4 of 4
                 const bool last = u == 7 && i > 3;
                 w = last ? r.w[4] : r.w[i & 3];
                 n = last ? (uint32_t)(i - 4) : u == 7 ? 4 : 2 * (u - 5) + (uint32_t)(i >> 2);
@@ -1630,7 +1630,8 @@ DEV void read_codes(const raw<READ> &r, uint32_t u, uint32_t q[8]) {
         for (int i = 0; i < 8; i++) {
             uint32_t k = r.w[i >> 2] >> 8 * (i & 3) & 255;
             if (!xxs) k |= (r.w[3] >> i & 1) << 8;
-            const uint32_t signs = xxs ? even_signs(r.w[2] >> 7 * (i >> 1)) : r.w[2] >> 8 * (i >> 1);
+            const uint32_t signs =
+                xxs ? even_signs(r.w[2] >> 7 * (i >> 1)) : r.w[2] >> 8 * (i >> 1);
             const uint32_t t =
                 spread_4(codebook_entry((xxs ? codebooks::IQ3_XXS : codebooks::IQ3_S) + k));
             const uint32_t levels =
@@ -2223,7 +2224,8 @@ template <int F> DEV float matvec_add(float sum, const uint32_t q[8], const bloc
         }
         if constexpr (F == READ) { // NVFP4's products of a scale and a dot do not fit 32 bits
             const float d = f.d * x.d;
-            return fmaf(d * (float)f.sc[1], (float)dot[1], fmaf(d * (float)f.sc[0], (float)dot[0], sum));
+            sum = fmaf(d * (float)f.sc[0], (float)dot[0], sum);
+            return fmaf(d * (float)f.sc[1], (float)dot[1], sum);
         }
         sum = fmaf(f.d * x.d, (float)(mul24(dot[0], f.sc[0]) + mul24(dot[1], f.sc[1])), sum);
         if (l::has_min) {
@@ -2321,6 +2323,13 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
     for (; at < work.count; at += work.step) {
         next = at + work.step < last ? at + work.step : last;
         matvec_unit<F> u[ROWS];
+        if constexpr (F == READ) { // decoded ahead of the columns: in their loop, clang 19 does not
+#pragma unroll                     // unroll it, and keeps u in memory
+            for (int r = 0; r < ROWS; r++) {
+                u[r] = matvec_unit_of<F>(r_w[r], at);
+                r_w[r] = matvec_load(rows, r, next);
+            }
+        }
 #pragma unroll
         for (int c = 0; c < N; c++) {
             const matvec_x x = matvec_x_of<F>(r_x);
@@ -2328,8 +2337,8 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
             loads_issued();
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                if (c == 0) u[r] = matvec_unit_of<F>(r_w[r], at);
-                if (c == N - 1) {
+                if (F != READ && c == 0) u[r] = matvec_unit_of<F>(r_w[r], at);
+                if (F != READ && c == N - 1) {
                     r_w[r] = matvec_load(rows, r, next);
                     loads_issued();
                 }
@@ -3475,7 +3484,8 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
         if constexpr (EXPERTS) {
             p2 = p;
             if (split_rows) {
-                p2 = planes_at(planes_of<F>(a.experts.w2, a.w_units, a.format), at.w_row * row_units);
+                p2 = planes_at(planes_of<F>(a.experts.w2, a.w_units, a.format),
+                               at.w_row * row_units);
             }
         }
         w_unit = (uint32_t)t / 2 * row_units;
