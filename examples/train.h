@@ -47,7 +47,7 @@ typedef struct train_options { // 0 = default, as everywhere in rocq
     int64_t budget;       // bytes of activations kept from forward to backward: as many of the
                           // first layers as it takes keep their input alone, and are computed
                           // again. 0 = no limit; at least one layer's have to fit
-    int32_t n_logits;     // tokens whose logits exist at once, default 512, on a GPU 1024
+    int32_t n_logits;     // tokens whose logits exist at once, default 512, on a GPU 2048
     float beta1, beta2;   // of AdamW: default 0.9, 0.999
     float eps;            // default 1e-8
     float weight_decay;   // of matrices, not of norms and biases; default 0
@@ -1085,7 +1085,7 @@ static rocq_result train__set_options(trainer *t, const train_options *options) 
     if (o->n_tokens == 0) o->n_tokens = m->n_ctx_train < 512 ? m->n_ctx_train : 512;
     if (o->n_accumulate == 0) o->n_accumulate = 1;
     if (o->alpha == 0) o->alpha = (float)o->rank;
-    if (o->n_logits == 0) o->n_logits = half ? 1024 : 512;
+    if (o->n_logits == 0) o->n_logits = half ? 2048 : 512;
     if (o->beta1 == 0) o->beta1 = 0.9f;
     if (o->beta2 == 0) o->beta2 = 0.999f;
     if (o->eps == 0) o->eps = 1e-8f;
