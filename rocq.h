@@ -270,7 +270,8 @@
    outside of the graph. rocq_warm does in advance what the first replay would have to do, and
    checks that a replay is right, since some releases of the HIP runtime are reported to replay with
    stale data. A graph whose replay differs is run op by op from then on, as rocq_stats,
-   rocq_get_info and the log say. examples/llama.h records and warms its step.
+   rocq_get_info and the log say. examples/llama.h records and warms its step. Two ops of one token
+   may share a launch of a GPU: a norm and the product of its result, rope_append and attention.
 
    rocq_graph_launch_for runs a step in slices of so many microseconds, one in each frame of a game,
    with the bits of the whole: on the CPU it returns between two ops once the time is over, on a GPU
@@ -2623,6 +2624,7 @@ enum {
     ROCQ_K_MATVEC_ROWS = 4,   // rows of w that a wave works on at once
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
     ROCQ_K_MATVEC_PRODUCTS = 4, // most products of the same x in one launch
+    ROCQ_K_MATVEC_ROW_K = 4096, // largest K of a matvec_row
     ROCQ_K_FEW = 8,           // columns up to which a product is a matvec
     ROCQ_K_MATMUL_M = 128,    // a block of a matmul: rows of w, and below, by precision, columns
     ROCQ_K_MATMUL_F16_N = 128,
@@ -2633,7 +2635,7 @@ enum {
     ROCQ_K_MERGE_N = 8,
     ROCQ_K_ROW_THREADS = 256, // of a block of softmax, which computes one row
     ROCQ_K_NORM_THREADS = 512,// of a block of norm, which computes one row
-    ROCQ_K_ATTEND_RUN = 128,  // fewest positions that a block of attention takes
+    ROCQ_K_ATTEND_RUN = 128,  // fewest positions that one of several blocks of attention takes
     ROCQ_K_CONV_W = 8,        // a block of a conv: columns and rows of y
     ROCQ_K_CONV_H = 16,
     ROCQ_K_CONV_PATCH = 180,  // most positions of z in LDS: 3x3 taps of such a block
@@ -2739,22 +2741,27 @@ typedef struct rocq_k_rope_stream {
     uint32_t slices;    // blocks per token
 } rocq_k_rope_stream;
 
-typedef struct rocq_k_rope_args {
-    rocq_k_common common;
-    rocq_k_rope_stream stream[3];
+// How a head is turned. Turns of pair i per position, before freq_factors: own (scale + (1 - scale)
+// keep), where own is 1 / (2 pi) times power[b] of every bit b set in i, and keep = ext_factor (1 -
+// (i - low) per_pair), the factor in brackets held within 0 to 1.
+typedef struct rocq_k_turn {
+    double power[8], scale, ext_factor, low, per_pair;
     const int32_t *pos, *cell;
     const float *freq_factors; // or NULL
-    int32_t n_streams, n_cells;
-    uint32_t slices;           // of all streams
-    int32_t heads;             // per block
+    int32_t n_cells;
     int32_t head_dim, n_dims;
     int32_t neox;
     float magnitude;           // of cos
     float sine_magnitude;      // of sin; negative for the backward
-    // Turns of pair i per position, before freq_factors: own (scale + (1 - scale) keep), where own
-    // is 1 / (2 pi) times power[b] of every bit b set in i, and keep = ext_factor (1 - (i - low)
-    // per_pair), the factor in brackets held within 0 to 1.
-    double power[8], scale, ext_factor, low, per_pair;
+} rocq_k_turn;
+
+typedef struct rocq_k_rope_args {
+    rocq_k_common common;
+    rocq_k_rope_stream stream[3];
+    int32_t n_streams;
+    uint32_t slices;           // of all streams
+    int32_t heads;             // per block
+    rocq_k_turn turn;
 } rocq_k_rope_args;
 
 typedef struct rocq_k_softmax_args {
@@ -2818,11 +2825,12 @@ typedef struct rocq_k_matvec_product {
 
 // y[m, c] for n <= ROCQ_K_FEW columns c. k_waves waves share a row group, each with its part of K.
 //   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; f32 with block formats has _n1 and _n8;
-//             int8_mixed: n = 1
+//             int8_mixed: n = 1; row_NAME: int8 with n = 1, whose blocks norm x and make Q8_0 of it
 //   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of a product;
 //             product i has (m + R - 1) / R blocks, the first of which is block_begin[i]
 //   products  same x, k and n; one format but for int8_mixed; w2 has w's format, shape and place
 //   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
+//   row       x and row.weight F32 [K], aligned to 16 bytes, K up to ROCQ_K_MATVEC_ROW_K
 //   f32       x and x_stride * 4 aligned to 16 bytes. With plain w any alignment of whole elements
 //             does, and any k; what is not 16-byte aligned is read by elements
 //   epilogue  tensors begin at column 0 of this launch, dimension 1 is columns. y may be residual
@@ -2830,7 +2838,8 @@ typedef struct rocq_k_matvec_product {
 //             and its columns are x_column0 and up
 typedef struct rocq_k_matvec_args {
     rocq_k_common common;
-    const void *x;      // INT8: planar Q8_0 [K, x_columns]; F32: floats [K, n] with x_stride
+    const void *x;      // INT8: planar Q8_0 [K, x_columns]; F32: floats [K, n] with x_stride; row:
+                        // floats [K]
     int64_t x_units;    // of that whole planar tensor
     int64_t x_column0;  // first column
     int64_t x_stride;   // F32: floats from column to column
@@ -2841,6 +2850,12 @@ typedef struct rocq_k_matvec_args {
     uint32_t block_begin[ROCQ_K_MATVEC_PRODUCTS]; // first block of each product, of the first one
                                                   // 0, and UINT32_MAX where there is none
     rocq_k_matvec_product product[ROCQ_K_MATVEC_PRODUCTS];
+    struct {                 // of row: what x goes through before the product
+        int32_t norm;        // x / sqrt(sum x^2 / K + eps), times weight if that is not NULL
+        float eps;
+        const float *weight;
+        void *y;             // or NULL; where block 0 stores x as planar Q8_0 of one column
+    } row;
 } rocq_k_matvec_args;
 
 // args of route: a block of one wave for each token
@@ -2935,7 +2950,7 @@ typedef struct rocq_k_matmul_args {
 // n_tiles from the last to the first, because the last queries see most positions:
 //   n_tiles   columns of a KV head, group n_q, over the columns of a block, rounded up
 //   n_splits  1 or more: so many blocks share the positions of a tile. A block takes no fewer than
-//             ROCQ_K_ATTEND_RUN, so if kv_len is short the last ones have nothing to do. Sums, and
+//             ROCQ_K_ATTEND_RUN, or all, so if kv_len is short the last ones are idle. Sums, and
 //             so the bits of the results, depend on n_splits
 //   work      n_splits > 1: n_tiles n_kv_heads n_seqs n_splits (D + 2) columns-of-a-block floats
 //   counter   n_splits > 1: n_tiles n_kv_heads n_seqs words, zero before and after. By it a block
@@ -2960,6 +2975,11 @@ typedef struct rocq_k_attention_args {
     int32_t n_splits, n_tiles;
     float *work;
     uint32_t *counter;
+    // A rope_append before it, or turn.pos NULL; n_q and n_seqs are 1 then, and one block has all
+    // columns of a KV head. q is turned on its way to LDS, append[0] (k) turned and append[1] (v)
+    // copied into row turn.cell of k and v by the blocks that read this row.
+    rocq_k_tensor append[2]; // F32 [D, KV heads]
+    rocq_k_turn turn;
 } rocq_k_attention_args;
 
 // y = activation(bias + residual + sums y_scale) over tiles of ROCQ_K_CONV_W columns and
@@ -3152,6 +3172,7 @@ enum {
     X(matvec_int8_##f##_n2, rocq_k_matvec_args, 256)    \
     X(matvec_int8_##f##_n4, rocq_k_matvec_args, 256)    \
     X(matvec_int8_##f##_n8, rocq_k_matvec_args, 256)
+#define ROCQ_K_MATVEC_ROW(X, f) X(matvec_row_##f, rocq_k_matvec_args, 256)
 #define ROCQ_K_MATVEC_F32(X, f)                         \
     X(matvec_f32_##f##_n1, rocq_k_matvec_args, 256)     \
     X(matvec_f32_##f##_n8, rocq_k_matvec_args, 256)
@@ -3197,6 +3218,8 @@ enum {
     X(matvec_int8_read_n1, rocq_k_matvec_args, 256)          \
     X(matvec_int8_read_n8, rocq_k_matvec_args, 256)          \
     X(matvec_int8_mixed_n1, rocq_k_matvec_args, 256)         \
+    ROCQ_K_CODED_FORMATS(ROCQ_K_MATVEC_ROW, X)               \
+    X(matvec_row_mixed, rocq_k_matvec_args, 256)             \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATVEC_F32, X)                 \
     ROCQ_K_PLAIN_FORMATS(ROCQ_K_MATVEC_PLAIN, X)
 
@@ -16754,6 +16777,7 @@ typedef struct rocq__job {
     rocq_result result;
     rocq__cost cost;    // of the next launch, for the time cap; products and attention, which
                         // launch parts of themselves, set it; else it is that of the op
+    const void *before; // params of the op before it that its launches do too, or NULL (rocq__joins)
 } rocq__job;
 
 // The cost of an op that a job launches; nobody asks for it while planning or without a time cap.
@@ -16982,6 +17006,22 @@ static bool rocq__wide_rows(const rocq_tensor *t) {
     return rocq__aligned16(t) && t->ne[0] % wide == 0 && t->stride[1] % wide == 0;
 }
 
+// Whether x is a column of floats that the blocks of a matvec turn into Q8_0 themselves.
+static bool rocq__is_row(const rocq_tensor *x) {
+    return x->format == ROCQ_F32 && rocq_tensor_count(x) == x->ne[0] && x->ne[0] % 32 == 0 &&
+           x->ne[0] <= ROCQ_K_MATVEC_ROW_K && rocq__aligned16(x);
+}
+
+// Whether a chain's INT8 products have kernels for that.
+static bool rocq__takes_row(const rocq_matmul_params *p, const rocq_tensor *x) {
+    const int n = ROCQ_K_matvec_row_mixed - ROCQ_K_matvec_row_q4_0;
+    for (; p; p = p->next) {
+        if (rocq__k_int8_format(p->w->format) >= n) return false;
+        if (p->w2 && rocq__k_int8_format(p->w2->format) >= n) return false;
+    }
+    return rocq__is_row(x);
+}
+
 static rocq_tensor rocq__product_x(rocq__job *job, const rocq_tensor *x, rocq_precision path) {
     const rocq_format to = rocq__operand_format(path);
     const rocq_layout layout = to == ROCQ_Q8_0 ? ROCQ_LAYOUT_PLANAR : ROCQ_LAYOUT_GGUF;
@@ -17002,6 +17042,10 @@ static rocq_tensor rocq__product_w(rocq__job *job, const rocq_tensor *w) {
     const rocq_tensor t = rocq__job_tensor(job, w->format, layout, w->ne, w->ne[0]);
     rocq__job_convert(job, &t, w);
     return t;
+}
+
+static float rocq__norm_eps(const rocq_norm_params *p) {
+    return p->eps > 0.0f ? p->eps : 1e-5f;
 }
 
 // A product whose operands have the form that its kernel reads and writes.
@@ -17128,6 +17172,17 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
         if (kernel >= ROCQ_K_matvec_int8_read_n1) kernel = ROCQ_K_matvec_int8_read_n1 + (n > 1);
     }
     if (mixed) kernel = ROCQ_K_matvec_int8_mixed_n1;
+    if (int8 && x->format == ROCQ_F32) {
+        const rocq_norm_params *norm = (const rocq_norm_params *)job->before;
+        kernel = mixed ? ROCQ_K_matvec_row_mixed
+                       : ROCQ_K_matvec_row_q4_0 + rocq__k_int8_format(g->w.format);
+        args.row.norm = norm != NULL;
+        if (norm) {
+            args.row.y = rocq__device_data(norm->y);
+            args.row.weight = (const float *)rocq__device_data(norm->weight);
+            args.row.eps = rocq__norm_eps(norm);
+        }
+    }
     for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
         for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
             args.x_column0 = (i3 * x->ne[2] + i2) * n;
@@ -17528,6 +17583,9 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
                        (long long)p->x->ne[2], (long long)p->x->ne[3]);
         return;
     }
+    const rocq_norm_params *norm = (const rocq_norm_params *)job->before;
+    const rocq_tensor *row = norm ? norm->x : p->x;
+    const bool rows = rocq__takes_row(p, row);
     for (const rocq_matmul_params *q = p; q; q = q->next) {
         for (int i = 0; i < 2; i++) {
             const rocq_tensor *w = i == 0 ? q->w : q->w2;
@@ -17539,7 +17597,8 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
                                          rocq_format_name(w->format));
                 return;
             }
-            if (!have[path]) x[path] = rocq__product_x(job, p->x, path);
+            if (path == ROCQ_PRECISION_INT8 && rows) x[path] = *row;
+            else if (!have[path]) x[path] = rocq__product_x(job, p->x, path);
             have[path] = true;
         }
     }
@@ -17553,6 +17612,40 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
 }
 
 // -- attention --
+
+enum { ROCQ__ROPE_DIMS = 512 }; // largest n_dims: the 8 bits of power[] number 256 pairs
+
+static void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
+                           int64_t head_dim, rocq_k_turn *args) {
+    const int64_t n_dims = rocq__rope_dims(p, head_dim);
+    if (n_dims > ROCQ__ROPE_DIMS) {
+        job->result =
+            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: n_dims %lld is over %d on the GPU",
+                       job->name, (long long)n_dims, (int)ROCQ__ROPE_DIMS);
+        return;
+    }
+    rocq__job_row(job, head_dim);
+    const rocq__rope_scaling scaling = rocq__rope_scaling_of(p, n_dims);
+    for (int b = 0; b < 8; b++)
+        args->power[b] = pow(scaling.base, -2.0 * (1 << b) / scaling.n_dims);
+    args->scale = scaling.scale;
+    args->ext_factor = scaling.ext_factor;
+    args->low = scaling.low;
+    args->per_pair = 1.0 / ROCQ__MAX(0.001, scaling.high - scaling.low);
+    args->magnitude = args->sine_magnitude = scaling.magnitude;
+    args->pos = (const int32_t *)rocq__device_data(pos);
+    args->freq_factors = (const float *)rocq__device_data(p->freq_factors);
+    args->head_dim = (int32_t)head_dim;
+    args->n_dims = (int32_t)n_dims;
+    args->neox = p->pairing == ROCQ_ROPE_NEOX;
+}
+
+static void rocq__job_turn_append(rocq__job *job, const rocq_rope_append_params *p,
+                                  rocq_k_turn *args) {
+    rocq__job_turn(job, &p->rope, p->pos, p->k->ne[0], args);
+    args->cell = (const int32_t *)rocq__device_data(p->cell ? p->cell : p->pos);
+    args->n_cells = (int32_t)p->k_cache->ne[2];
+}
 
 enum {
     ROCQ__ATTENTION_BLOCKS = 2,      // blocks resident on a compute unit
@@ -17611,32 +17704,48 @@ static rocq_launch_config rocq__rule_attention(const rocq__chip *chip, const roc
     return config;
 }
 
+// Index of the least head size with kernels that is large enough.
+static int rocq__head_size(int64_t head_dim) {
+    int size = 0;
+    while (rocq__head_dims[size] < head_dim) size++;
+    return size;
+}
+
+static rocq__site rocq__attention_site(const rocq_attention_params *p) {
+    const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
+    rocq__site site;
+    memset(&site, 0, sizeof site);
+    site.kind = ROCQ__KIND_ATTENTION;
+    site.format = (int32_t)p->k->format;
+    site.format2 = (int32_t)p->v->format;
+    site.m = rocq__clamp32(p->q->ne[1] / p->k->ne[1] * p->q->ne[2]);
+    site.k = rocq__head_dims[rocq__head_size(p->q->ne[0])];
+    site.n = rocq__clamp32(n_kv);
+    site.batch = rocq__clamp32(p->k->ne[1] * p->q->ne[3]);
+    return site;
+}
+
+// Whether a launch with such tiles is of attention_decode.
+static bool rocq__attention_decodes(const rocq__site *site, int32_t tile) {
+    const int32_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(site->k);
+    return tile < many || (many == few && site->m <= few);
+}
+
 static void rocq__job_attention(rocq__job *job, const void *params) {
     const rocq_attention_params *p = (const rocq_attention_params *)params;
     const int64_t n_heads = p->q->ne[1], n_kv_heads = p->k->ne[1], n_q = p->q->ne[2];
     const int64_t n_seqs = p->q->ne[3], columns = n_heads / n_kv_heads * n_q;
-    const int64_t n_kv = p->page_table ? p->page_table->ne[0] * p->page_size : p->k->ne[2];
-    int size = 0; // index of the least head size with kernels that is large enough
-    while (rocq__head_dims[size] < p->q->ne[0]) size++;
+    const int size = rocq__head_size(p->q->ne[0]);
     const int64_t head_dim = rocq__head_dims[size];
     if (job->ctx->desc.precision == ROCQ_PRECISION_F32) {
         job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
                                  "attention: the context is to compute in F32, the GPU has F16");
         return;
     }
-    rocq__site site;
-    memset(&site, 0, sizeof site);
-    site.kind = ROCQ__KIND_ATTENTION;
-    site.format = (int32_t)p->k->format;
-    site.format2 = (int32_t)p->v->format;
-    site.m = rocq__clamp32(columns);
-    site.k = (int32_t)head_dim;
-    site.n = rocq__clamp32(n_kv);
-    site.batch = rocq__clamp32(n_kv_heads * n_seqs);
+    const rocq__site site = rocq__attention_site(p);
     const rocq_launch_config config = rocq__config_for(job->ctx, &site);
     const int64_t tile = config.tile_n;
-    const int64_t few = ROCQ_K_DECODE_COLUMNS, many = ROCQ_K_PREFILL_COLUMNS(head_dim);
-    const bool decode = tile < many || (many == few && columns <= few);
+    const bool decode = rocq__attention_decodes(&site, config.tile_n);
     const int64_t n_tiles = (columns + tile - 1) / tile, blocks = n_tiles * n_kv_heads * n_seqs;
     const int64_t n_splits = blocks <= ROCQ__COUNTERS ? config.n_splits : 1;
     const int64_t group = n_heads / n_kv_heads;
@@ -17658,7 +17767,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     args.sinks = (const float *)rocq__device_data(p->sinks);
     args.kv_len = (const int32_t *)rocq__device_data(p->kv_len);
     args.page_table = (const int32_t *)rocq__device_data(p->page_table);
-    args.n_kv = (int32_t)n_kv;
+    args.n_kv = site.n;
     args.page_size = p->page_size;
     args.n_pages = p->page_table ? (int32_t)p->page_table->ne[0] : 0;
     args.head_dim = (int32_t)p->q->ne[0];
@@ -17674,6 +17783,13 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     args.causal = p->causal;
     args.n_splits = (int32_t)n_splits;
     args.n_tiles = (int32_t)n_tiles;
+    if (job->before) {
+        const rocq_rope_append_params *append = (const rocq_rope_append_params *)job->before;
+        args.append[0] = rocq__k_tensor(append->k);
+        args.append[1] = rocq__k_tensor(append->v);
+        rocq__job_turn_append(job, append, &args.turn);
+        if (job->result != ROCQ_OK) return;
+    }
     if (args.k.stride[1] > UINT32_MAX || args.v.stride[1] > UINT32_MAX) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "attention: KV rows 4 GiB apart on the GPU");
@@ -17714,7 +17830,7 @@ static void rocq__job_norm(rocq__job *job, const void *params) {
     args.rstd = rocq__k_tensor(p->rstd);
     args.weight = (const float *)rocq__device_data(p->weight);
     args.bias = (const float *)rocq__device_data(p->bias);
-    args.eps = p->eps > 0.0f ? p->eps : 1e-5f;
+    args.eps = rocq__norm_eps(p);
     args.center = job->op == ROCQ_OP_LAYERNORM;
     rocq__job_row(job, p->x->ne[0]);
     // A row of up to 16 elements a thread stays in registers. As few threads as that allows where
@@ -17726,33 +17842,6 @@ static void rocq__job_norm(rocq__job *job, const void *params) {
 }
 
 // -- rope, rope_append --
-
-enum { ROCQ__ROPE_DIMS = 512 }; // largest n_dims: the 8 bits of power[] number 256 pairs
-
-static void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
-                           int64_t head_dim, rocq_k_rope_args *args) {
-    const int64_t n_dims = rocq__rope_dims(p, head_dim);
-    if (n_dims > ROCQ__ROPE_DIMS) {
-        job->result =
-            rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: n_dims %lld is over %d on the GPU",
-                       job->name, (long long)n_dims, (int)ROCQ__ROPE_DIMS);
-        return;
-    }
-    rocq__job_row(job, head_dim);
-    const rocq__rope_scaling scaling = rocq__rope_scaling_of(p, n_dims);
-    for (int b = 0; b < 8; b++)
-        args->power[b] = pow(scaling.base, -2.0 * (1 << b) / scaling.n_dims);
-    args->scale = scaling.scale;
-    args->ext_factor = scaling.ext_factor;
-    args->low = scaling.low;
-    args->per_pair = 1.0 / ROCQ__MAX(0.001, scaling.high - scaling.low);
-    args->magnitude = args->sine_magnitude = scaling.magnitude;
-    args->pos = (const int32_t *)rocq__device_data(pos);
-    args->freq_factors = (const float *)rocq__device_data(p->freq_factors);
-    args->head_dim = (int32_t)head_dim;
-    args->n_dims = (int32_t)n_dims;
-    args->neox = p->pairing == ROCQ_ROPE_NEOX;
-}
 
 static void rocq__k_stream(rocq_k_rope_args *args, const rocq_tensor *y, const rocq_tensor *x,
                            bool plain, bool to_cell) {
@@ -17766,7 +17855,7 @@ static void rocq__k_stream(rocq_k_rope_args *args, const rocq_tensor *y, const r
 // A block takes as many heads of a token as its 256 threads can with four elements each.
 static void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
     if (job->result != ROCQ_OK) return;
-    const int32_t quads = (args->head_dim + 3) / 4;
+    const int32_t quads = (args->turn.head_dim + 3) / 4;
     const int64_t n_tokens = args->stream[0].x.ne[2];
     int64_t blocks = 0;
     args->heads = quads < 256 ? 256 / quads : 1;
@@ -17784,8 +17873,8 @@ static void rocq__job_rope(rocq__job *job, const void *params) {
     const rocq_rope_params *p = (const rocq_rope_params *)params;
     rocq_k_rope_args args;
     memset(&args, 0, sizeof args);
-    rocq__job_turn(job, &p->rope, p->pos, p->x->ne[0], &args);
-    if (p->backward) args.sine_magnitude = -args.sine_magnitude;
+    rocq__job_turn(job, &p->rope, p->pos, p->x->ne[0], &args.turn);
+    if (p->backward) args.turn.sine_magnitude = -args.turn.sine_magnitude;
     rocq__k_stream(&args, p->y, p->x, false, false);
     rocq__job_rope_launch(job, &args);
 }
@@ -17794,12 +17883,10 @@ static void rocq__job_rope_append(rocq__job *job, const void *params) {
     const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
     rocq_k_rope_args args;
     memset(&args, 0, sizeof args);
-    rocq__job_turn(job, &p->rope, p->pos, p->k->ne[0], &args);
+    rocq__job_turn_append(job, p, &args.turn);
     rocq__k_stream(&args, p->k_cache, p->k, false, true);
     rocq__k_stream(&args, p->v_cache, p->v, true, true);
     if (p->q) rocq__k_stream(&args, p->q, p->q, false, false);
-    args.cell = (const int32_t *)rocq__device_data(p->cell ? p->cell : p->pos);
-    args.n_cells = (int32_t)p->k_cache->ne[2];
     rocq__job_rope_launch(job, &args);
 }
 
@@ -20263,16 +20350,18 @@ static rocq_result rocq__run_cpu(rocq_ctx *ctx, rocq_op op, const void *params) 
 }
 
 static rocq_result rocq__plan_hip(rocq_ctx *ctx, rocq_op op, const void *params,
-                                  int64_t *scratch) {
-    rocq__job job = {ctx, op, rocq__ops[op].name, true, 0, 0, 0, ROCQ_OK, {0.0, 0.0, 0.0}};
+                                  const void *before, int64_t *scratch) {
+    rocq__job job = {ctx,     op, rocq__ops[op].name, true, 0, 0, 0,
+                     ROCQ_OK, {0.0, 0.0, 0.0}, before};
     rocq__ops[op].job(&job, params);
     *scratch = job.most;
     return job.result;
 }
 
-static rocq_result rocq__run_hip(rocq_ctx *ctx, rocq_op op, const void *params, void *scratch) {
+static rocq_result rocq__run_hip(rocq_ctx *ctx, rocq_op op, const void *params, const void *before,
+                                 void *scratch) {
     rocq__job job = {ctx,     op, rocq__ops[op].name, false, (uintptr_t)scratch, 0, 0,
-                     ROCQ_OK, {0.0, 0.0, 0.0}};
+                     ROCQ_OK, {0.0, 0.0, 0.0}, before};
     rocq__job_begin(&job, params);
     rocq__ops[op].job(&job, params);
     return job.result;
@@ -20288,10 +20377,10 @@ static rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params, 
         *scratch = rocq__ops[op].scratch_cpu(ctx, params);
         return ROCQ_OK;
     }
-    if (!ctx->desc.allow_fallback) return rocq__plan_hip(ctx, op, params, scratch);
+    if (!ctx->desc.allow_fallback) return rocq__plan_hip(ctx, op, params, NULL, scratch);
     rocq__attempt attempt;
     rocq__attempt_begin(ctx, &attempt);
-    const rocq_result result = rocq__plan_hip(ctx, op, params, scratch);
+    const rocq_result result = rocq__plan_hip(ctx, op, params, NULL, scratch);
     const bool other_way = result == ROCQ_E_UNSUPPORTED;
     rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || other_way);
     if (!other_way) return result;
@@ -20425,7 +20514,7 @@ static rocq_result rocq__run_here(rocq_ctx *ctx, rocq_op op, const void *params)
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &bytes, &on_cpu));
     if (on_cpu) return rocq__run_fallback(ctx, op, params);
     ROCQ__TRY(rocq__scratch_hip(ctx, bytes, &scratch));
-    return rocq__run_hip(ctx, op, params, scratch);
+    return rocq__run_hip(ctx, op, params, NULL, scratch);
 }
 
 // Runs an op with valid params, as a region of the profile if that is on.
@@ -20463,7 +20552,7 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
     ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
     if (rocq__on_gpu(ctx)) {
         node->cost = rocq__cost_of(ctx, op, params);
-        node->ns = ROCQ__OP_NS + 1e3 * rocq__estimate_us(ctx->gpu, node->cost);
+        node->ns = (double)ROCQ__OP_NS + 1e3 * rocq__estimate_us(ctx->gpu, node->cost);
     }
     if (graph->last) graph->last->next = node;
     else graph->first = node;
@@ -20479,6 +20568,124 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
 static rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
     if (!ctx->recording) return ROCQ_OK;
     return rocq__fail(ctx, ROCQ_E_STATE, "%s: a graph is being recorded", call);
+}
+
+// Whether what a tensor holds after a node is overwritten by later ops before anything reads it.
+static bool rocq__is_dead(const rocq__node *node, const rocq_tensor *t) {
+    const rocq__range range = rocq__range_of(t);
+    while ((node = node->next) != NULL) {
+        bool covered = false;
+        for (int32_t i = 0; i < node->n_tensors; i++) {
+            const rocq__range other = rocq__range_of(&node->tensors[i]);
+            if (!rocq__ranges_cross(other, range)) continue;
+            if (!node->output[i]) return false;
+            covered = covered || (other.begin <= range.begin && range.end <= other.end &&
+                                  rocq_tensor_contiguous(&node->tensors[i]));
+        }
+        if (covered) return true;
+    }
+    return false;
+}
+
+// Whether an output of a node crosses t.
+static bool rocq__writes(const rocq__node *node, const rocq_tensor *t) {
+    for (int32_t i = 0; t && i < node->n_tensors; i++) {
+        if (node->output[i] &&
+            rocq__ranges_cross(rocq__range_of(&node->tensors[i]), rocq__range_of(t))) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// Each block norms the row, and makes Q8_0 of it for itself; the first one also stores that in the
+// norm's y. Others may store their results while a block still reads the row.
+static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node) {
+    const rocq__node *next = node->next;
+    const rocq_norm_params *norm = (const rocq_norm_params *)node->params;
+    if (!rocq__takes_row((const rocq_matmul_params *)next->params, norm->x) || norm->rstd ||
+        norm->y->format != ROCQ_Q8_0 ||
+        norm->y->layout != ROCQ_LAYOUT_PLANAR || (norm->weight && !rocq__aligned16(norm->weight)) ||
+        rocq__ranges_cross(rocq__range_of(norm->x), rocq__range_of(norm->y))) {
+        return false;
+    }
+    for (const rocq_matmul_params *p = (const rocq_matmul_params *)next->params; p; p = p->next) {
+        if (!rocq__same_tensor(p->x, norm->y) ||
+            rocq__product_path(ctx, p, p->w) != ROCQ_PRECISION_INT8 ||
+            (p->w2 && rocq__product_path(ctx, p, p->w2) != ROCQ_PRECISION_INT8)) {
+            return false;
+        }
+    }
+    for (int32_t i = 0; i < next->n_tensors; i++) {
+        const rocq_tensor *t = &next->tensors[i];
+        if (rocq__ranges_cross(rocq__range_of(t), rocq__range_of(norm->y)) &&
+            !rocq__same_tensor(t, norm->y)) {
+            return false;
+        }
+    }
+    return !rocq__writes(next, norm->x) && !rocq__writes(next, norm->weight);
+}
+
+// Each block turns the queries that it needs, and whoever reads the new position stores its key and
+// value first. The turned queries are not stored, so nothing else may read them.
+static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node) {
+    const rocq__node *next = node->next;
+    const rocq_rope_append_params *append = (const rocq_rope_append_params *)node->params;
+    const rocq_attention_params *p = (const rocq_attention_params *)next->params;
+    const rocq_tensor *q = append->q, *from[2] = {append->k_cache, append->v_cache},
+                      *to[2] = {p->k, p->v};
+    if (!q || !rocq__same_tensor(q, p->q) || q->format != ROCQ_F32 || q->ne[2] != 1 ||
+        q->ne[3] != 1 || q->ne[1] / p->k->ne[1] > ROCQ_K_DECODE_COLUMNS ||
+        (!rocq__is_dead(next, q) && !rocq__same_tensor(q, p->out))) {
+        return false;
+    }
+    for (int i = 0; i < 2; i++) {
+        if (rocq__address(from[i]) != rocq__address(to[i]) || from[i]->format != to[i]->format ||
+            from[i]->ne[0] != to[i]->ne[0] || from[i]->ne[1] != to[i]->ne[1] ||
+            from[i]->stride[1] != to[i]->stride[1] || from[i]->stride[2] != to[i]->stride[2]) {
+            return false;
+        }
+    }
+    const rocq__site site = rocq__attention_site(p);
+    return rocq__attention_decodes(&site, rocq__config_for(ctx, &site).tile_n) &&
+           !rocq__writes(next, append->k) && !rocq__writes(next, append->v) &&
+           !rocq__writes(next, append->pos) && !rocq__writes(next, append->cell) &&
+           !rocq__writes(next, append->rope.freq_factors) && !rocq__writes(node, p->kv_len) &&
+           !rocq__writes(node, p->page_table) && !rocq__writes(node, p->mask) &&
+           !rocq__writes(node, p->sinks);
+}
+
+// Whether a GPU does the op of a node in the launch of the op that follows. In a token's step that
+// saves three launches of a layer's eight. All that is written has the bits that it has when ops
+// are launched one by one, except that turned queries which nothing reads are not written.
+static bool rocq__joins(rocq_ctx *ctx, const rocq__node *node) {
+    if (!rocq__on_gpu(ctx) || !node->next) return false;
+    const rocq_op next = node->next->op;
+    if (node->op == ROCQ_OP_RMSNORM && next == ROCQ_OP_MATMUL) return rocq__joins_norm(ctx, node);
+    return node->op == ROCQ_OP_ROPE_APPEND && next == ROCQ_OP_ATTENTION &&
+           rocq__joins_append(ctx, node);
+}
+
+// Plans the launches of a node that joins the next one.
+static rocq_result rocq__plan_joined(rocq_ctx *ctx, const rocq__node *node, int64_t *scratch) {
+    return rocq__plan_hip(ctx, node->next->op, node->next->params, node->params, scratch);
+}
+
+// Launches the ops of a piece for its capture.
+static rocq_result rocq__piece_launch(rocq_ctx *ctx, const rocq__node *piece) {
+    for (const rocq__node *node = piece; node != piece->end; node = node->next) {
+        if (node->next == piece->end || !rocq__joins(ctx, node)) {
+            ROCQ__TRY(rocq__run_on_device(ctx, node->op, node->params));
+            continue;
+        }
+        int64_t bytes;
+        void *scratch;
+        ROCQ__TRY(rocq__plan_joined(ctx, node, &bytes));
+        ROCQ__TRY(rocq__scratch_hip(ctx, bytes, &scratch));
+        ROCQ__TRY(rocq__run_hip(ctx, node->next->op, node->next->params, node->params, scratch));
+        node = node->next;
+    }
+    return ROCQ_OK;
 }
 
 // Runs a graph's ops from first on, up to end or, if that is NULL, all.
@@ -20531,7 +20738,7 @@ static rocq_result rocq__piece_capture(rocq_ctx *ctx, rocq__node *piece) {
     int error = hip->capture_begin(gpu->stream, ROCQ_HIP_THREAD_LOCAL);
     rocq_result result = ROCQ_OK;
     if (error == 0) {
-        result = rocq__graph_run(ctx, piece, piece->end);
+        result = rocq__piece_launch(ctx, piece);
         error = hip->capture_end(gpu->stream, &captured);
     }
     if (error == 0 && result == ROCQ_OK) {
@@ -20556,6 +20763,9 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
         int64_t scratch; // an op may have been tuned since it was recorded
         bool on_cpu;
         ROCQ__TRY(rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu));
+        graph->scratch = ROCQ__MAX(graph->scratch, scratch);
+        if (!rocq__joins(ctx, node)) continue;
+        ROCQ__TRY(rocq__plan_joined(ctx, node, &scratch));
         graph->scratch = ROCQ__MAX(graph->scratch, scratch);
     }
     ROCQ__TRY(rocq__reserve_hip(ctx, graph->scratch));
@@ -25147,6 +25357,9 @@ static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
         int64_t scratch;
         bool on_cpu;
         result = rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu);
+        if (result == ROCQ_OK && rocq__joins(ctx, node)) {
+            result = rocq__plan_joined(ctx, node, &scratch);
+        }
     }
     gpu->planned = NULL;
     ROCQ__TRY(result);

@@ -1856,7 +1856,7 @@ template <int F> DEV void gguf_values(const char *row, int64_t k, float v[4]) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// >>quantize: encoders of Q8_0 and Q4_0 blocks, and of planar Q8_0
+// >>quantize: encoders of Q8_0 and Q4_0 blocks, and of planar Q8_0; turned heads
 // ---------------------------------------------------------------------------------------------
 // 8 neighbouring lanes hold a unit: the lane with lane % 8 == i has elements 4 i to 4 i + 3. The
 // lanes exchange values, so all lanes of the wave have to call; live says whether the unit exists.
@@ -1956,12 +1956,13 @@ DEV uint32_t q8_codes(const float *v, float inverse) { // of four values
     uint32_t codes = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-        const float x = fminf(127.0f, fmaxf(-127.0f, rintf(v[e] * inverse)));
-        codes |= ((uint32_t)(int)x & 255u) << 8 * e;
+        const float x = fminf(127.0f, fmaxf(-127.0f, v[e] * inverse));
+        codes |= (bits<uint32_t>(x + 12582912.0f) & 255u) << 8 * e; // 1.5 2^23: rounds to an integer
     }
     return codes;
 }
-DEV void put_q8_0_planar(void *base, int64_t n, int64_t unit, int i, bool live, const float *v) {
+struct q8_quad { uint32_t codes; uint16_t d; };
+DEV q8_quad q8_quad_of(const float *v) {
     uint32_t top = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
@@ -1969,10 +1970,15 @@ DEV void put_q8_0_planar(void *base, int64_t n, int64_t unit, int i, bool live, 
         top = magnitude > top ? magnitude : top;
     }
     const q8_block b = q8_block_of(oct_max(top));
-    const uint32_t codes = b.inverse != 0.0f ? q8_codes(v, b.inverse) : 0u;
-    if (!live) return;
-    gstore((uint32_t *)base + (i < 4 ? 0 : 4 * n) + 4 * unit + (i & 3), codes);
-    if (i == 0) gstore((uint16_t *)base + 16 * n + unit, b.d);
+    return {b.inverse != 0.0f ? q8_codes(v, b.inverse) : 0u, b.d};
+}
+DEV void store_q8_quad(void *base, int64_t n, int64_t unit, int i, const q8_quad &q) {
+    gstore((uint32_t *)base + (i < 4 ? 0 : 4 * n) + 4 * unit + (i & 3), q.codes);
+    if (i == 0) gstore((uint16_t *)base + 16 * n + unit, q.d);
+}
+DEV void put_q8_0_planar(void *base, int64_t n, int64_t unit, int i, bool live, const float *v) {
+    const q8_quad q = q8_quad_of(v);
+    if (live) store_q8_quad(base, n, unit, i, q);
 }
 
 // -- quads --
@@ -2015,6 +2021,49 @@ DEV void quad_floats(int32_t format, const u32x4 &loaded, float v[4]) {
     v[3] = bits_float(format, loaded.w);
 }
 
+// Elements k to k + count - 1 of a row of F32, F16 or BF16 as they are in memory, the rest 0; and the
+// four numbers that they are. Apart, so that many loads can be issued before one is used.
+DEV u32x4 load4(int32_t format, const char *row, bool wide, int64_t k, int count) {
+    u32x4 w = make4(0, 0, 0, 0);
+    if (count == 0) return w;
+    if (format == ROCQ_F32) {
+        const uint32_t *const from = (const uint32_t *)row + k;
+        if (wide) return gload((const u32x4 *)from);
+        w.x = gload(from);
+        if (count > 1) w.y = gload(from + 1);
+        if (count > 2) w.z = gload(from + 2);
+        if (count > 3) w.w = gload(from + 3);
+        return w;
+    }
+    const uint16_t *const from = (const uint16_t *)row + k;
+    if (wide) {
+        const u32x2 h = gload((const u32x2 *)from);
+        return make4(h.x, h.y, 0, 0);
+    }
+    w.x = gload(from);
+    if (count > 1) w.x |= (uint32_t)gload(from + 1) << 16;
+    if (count > 2) w.y = gload(from + 2);
+    if (count > 3) w.y |= (uint32_t)gload(from + 3) << 16;
+    return w;
+}
+DEV void floats4(int32_t format, const u32x4 &w, float v[4]) {
+    if (format == ROCQ_F32) {
+        v[0] = bits<float>(w.x);
+        v[1] = bits<float>(w.y);
+        v[2] = bits<float>(w.z);
+        v[3] = bits<float>(w.w);
+    } else {
+        const uint32_t h[4] = {w.x & 0xffffu, w.x >> 16, w.y & 0xffffu, w.y >> 16};
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            v[e] = format == ROCQ_F16 ? f16_f32((uint16_t)h[e]) : bf16_f32((uint16_t)h[e]);
+        }
+    }
+}
+DEV void get4(int32_t format, const char *row, bool wide, int64_t k, int count, float v[4]) {
+    floats4(format, load4(format, row, wide, k, count), v);
+}
+
 // Writes elements k to k + count - 1 of a row of F32, F16 or BF16.
 DEV void put_floats(int32_t format, bool wide, char *row, int64_t k, int count, const float v[4]) {
     if (wide && format == ROCQ_F32) {
@@ -2051,6 +2100,95 @@ DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t 
         put_q4_0(row + k / 32 * (int)sizeof(rocq_block_q4_0), i, count > 0, v);
     } else {
         put_floats(y.format, wide, row, k, count, v);
+    }
+}
+
+// -- turned heads --
+// Pair i of a head at position p is turned by p turn(i) / freq_factors[i] turns: (x0, x1) becomes
+// magnitude (x0 cos - x1 sin, x0 sin + x1 cos). Of n elements of a head those below n_dims are
+// turned; with NEOX pair i is elements i and i + n_dims / 2, else 2 i and 2 i + 1.
+
+// Sine and cosine of an angle in turns (2 pi), |turns| <= 1/2. The angle is reduced to an eighth of
+// a turn on either side of 0, where the Taylor series have errors of 3e-9 (sine) and 2e-9 (cosine).
+struct sine_cosine { float s, c; };
+DEV sine_cosine sincos_turns(float turns) {
+    const float quarter = rintf(4.0f * turns); // -2 to 2
+    const float x = fmaf(quarter, -0.25f, turns) * 6.28318531f, z = x * x;
+    float s = fmaf(z, 2.75573192e-6f, -1.98412698e-4f);
+    s = fmaf(z, s, 8.33333333e-3f);
+    s = fmaf(z, s, -1.66666667e-1f);
+    s = fmaf(x * z, s, x);
+    float c = fmaf(z, -2.75573192e-7f, 2.48015873e-5f);
+    c = fmaf(z, c, -1.38888889e-3f);
+    c = fmaf(z, c, 4.16666667e-2f);
+    c = fmaf(z, c, -0.5f);
+    c = fmaf(z, c, 1.0f);
+    const int q = (int)quarter & 3;
+    return {q == 0 ? s : q == 1 ? c : q == 2 ? -s : -c, q == 0 ? c : q == 1 ? -s : q == 2 ? -c : s};
+}
+
+// Sine and cosine of pair i, in LDS. In double up to the fraction of a turn, because at position
+// 100,000 a float would be off by 0.004.
+DEV void turn_angle(const rocq_k_turn &a, int position, int i, float *sine, float *cosine) {
+    double turn = 0.15915494309189535; // 1 / (2 pi)
+#pragma unroll
+    for (int b = 0; b < 8; b++) turn *= i >> b & 1 ? a.power[b] : 1.0;
+    if (a.ext_factor > 0.0) {
+        const double ramp = fmin(1.0, fmax(0.0, ((double)i - a.low) * a.per_pair));
+        const double keep = (1.0 - ramp) * a.ext_factor;
+        turn = turn * a.scale * (1.0 - keep) + turn * keep;
+    } else {
+        turn *= a.scale;
+    }
+    double turns = (double)position * turn;
+    if (a.freq_factors) turns /= (double)gload(a.freq_factors + i);
+    const sine_cosine angle = sincos_turns((float)(turns - rint(turns)));
+    lput(sine + i, angle.s * a.sine_magnitude);
+    lput(cosine + i, angle.c * a.magnitude);
+}
+
+// A quad of a head, and the other element of each one's pair.
+struct turn_quad {
+    float v[4], p[4];
+    int k, count, turned; // turned: those elements of the quad that are below n_dims are turned
+};
+DEV turn_quad turn_load(const rocq_k_turn &a, int32_t format, const char *row, bool wide, int k,
+                        bool live, bool plain) {
+    const int n = a.head_dim, half = a.n_dims / 2;
+    turn_quad q;
+    q.k = k;
+    q.count = live ? quad_count(n, k) : 0;
+    q.turned = plain ? 0 : 2 * half - k;
+    get4(format, row, wide, k, q.count, q.v);
+    if (!a.neox) {
+        q.p[0] = q.v[1];
+        q.p[1] = q.v[0];
+        q.p[2] = q.v[3];
+        q.p[3] = q.v[2];
+    } else if ((half & 3) == 0) {
+        get4(format, row, wide, k < half ? k + half : k - half, q.turned > 0 ? q.count : 0, q.p);
+    } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            q.p[e] = 0.0f;
+            if (e < q.count && e < q.turned) {
+                q.p[e] = get_float(format, row, k + e < half ? k + e + half : k + e - half);
+            }
+        }
+    }
+    return q;
+}
+DEV void turn_apply(const rocq_k_turn &a, const turn_quad &q, const float *sine,
+                    const float *cosine, float (&y)[4]) {
+    const int half = a.n_dims / 2;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        y[e] = q.v[e];
+        if (e >= q.count || e >= q.turned) continue;
+        const bool second = a.neox ? q.k + e >= half : (e & 1) != 0;
+        const int pair = a.neox ? q.k + e - (second ? half : 0) : (q.k + e) / 2;
+        const float c = lget(cosine + pair), sn = lget(sine + pair);
+        y[e] = fmaf(q.v[e], c, (second ? q.p[e] : -q.p[e]) * sn);
     }
 }
 
@@ -2105,6 +2243,12 @@ KERNEL(repack, rocq_k_repack_args, 256) {
     }
 }
 
+// 1 / sqrt(sum share + rest). In a function of its own so that the norm kernel and a product that
+// norms its x (matvec_row) round alike.
+DEV float norm_rstd(float sum, float share, float rest) {
+    return 1.0f / sqrtf(fmaf(sum, share, rest));
+}
+
 // -- the epilogue of matvec and matmul --
 
 // What a sum goes through on its way to y: the operations of rocq_k_epilogue. bias(), gate() and
@@ -2148,9 +2292,13 @@ DEV float epilogue_apply(const epilogue &e, float v, float v2, B bias, G gate, R
 // those of the waves and of w2 through LDS, and then each thread takes one y through the epilogue.
 // w2 is a second pass over K by the same wave.
 //
+// x of matvec_row is one column of floats, which each block norms, or not, and makes Q8_0 of in
+// LDS. That saves a launch; meanwhile the first lines of w are on their way (matvec_touch).
+//
 // Geometry: blocks of 256 threads, 8 waves; a block has 32 / k_waves rows of one product. A launch
 // has up to four products of the same x; their blocks follow each other (block_begin). LDS: 256 N
-// bytes. Rows past m repeat row m - 1 and columns past n repeat column n - 1; they are not stored.
+// bytes, of matvec_row 4.7 KB. Rows past m repeat row m - 1 and columns past n repeat column n - 1;
+// they are not stored.
 // Lanes past the end of K load its last unit and add nothing. Planar tensors are aligned to 16
 // bytes. y in Q8_0 needs the 32 rows of a unit in one block: k_waves = 1 and m a multiple of 32.
 // Bytes: w once from memory, x once a wave from the caches. VALU instructions per 32 weights of
@@ -2296,12 +2444,65 @@ template <int F> DEV matvec_unit<F> matvec_unit_of(const raw<F> &r, uint32_t at)
     return u;
 }
 
+// x of one column as a block of matvec_row makes it itself, planar Q8_0 in LDS: codes 0-15 of all
+// units, then codes 16-31, then the scales. Thread t has quads t, t + 256, ... of the row, as in
+// the norm kernel, so that the sum of the squares has the same bits.
+enum {
+    ROW_QUADS = ROCQ_K_MATVEC_ROW_K / 1024,
+    ROW_UNITS = ROCQ_K_MATVEC_ROW_K / 32,
+    ROW_VECTORS = ROW_UNITS * 17 / 8 // of LDS
+};
+DEV void matvec_row_load(const void *row, int n, float (&v)[ROW_QUADS][4]) {
+#pragma unroll
+    for (int j = 0; j < ROW_QUADS; j++) {
+        const int quad = j * 256 + (int)thread_index();
+        if (j * 1024 >= n) break;
+        decode_vector<ROCQ_F32>(gload((const u32x4 *)row + (4 * quad < n ? quad : 0)), 0, v[j]);
+    }
+}
+DEV void matvec_row_stage(const rocq_k_matvec_args &a, float (&v)[ROW_QUADS][4],
+                          const float (&w)[ROW_QUADS][4], bool put, u32x4 *lds, float *work) {
+    const int t = (int)thread_index(), n = a.k, i = t & 7;
+    if (a.row.norm) {
+        float square = 0.0f;
+#pragma unroll
+        for (int j = 0; j < ROW_QUADS; j++) {
+            if (4 * (j * 256 + t) >= n) break;
+#pragma unroll
+            for (int e = 0; e < 4; e++) square = fmaf(v[j][e], v[j][e], square);
+        }
+        const float rstd = norm_rstd(block_sum(square, work), 1.0f / (float)n, a.row.eps);
+#pragma unroll
+        for (int j = 0; j < ROW_QUADS; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) v[j][e] *= rstd;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < ROW_QUADS; j++) {
+        const int quad = j * 256 + t, unit = quad / 8;
+        if (j * 1024 >= n) break;
+        const bool live = 4 * quad < n;
+#pragma unroll
+        for (int e = 0; e < 4; e++) v[j][e] *= a.row.weight ? w[j][e] : 1.0f;
+        const q8_quad q = q8_quad_of(v[j]);
+        lput((uint32_t *)lds + (i < 4 ? 0 : 4 * ROW_UNITS) + 4 * unit + (i & 3), q.codes);
+        if (i == 0) lput((uint16_t *)(lds + 2 * ROW_UNITS) + unit, q.d);
+        if (put && live) store_q8_quad(a.row.y, n / 32, unit, i, q);
+    }
+    block_sync_lds();
+}
+DEV raw<ROCQ_Q8_0> matvec_row_unit(const u32x4 *lds, uint32_t unit) {
+    const uint16_t d = lget((const uint16_t *)(lds + 2 * ROW_UNITS) + unit);
+    return {lget(lds + unit), lget(lds + ROW_UNITS + unit), make4(d, 0, 0, 0), 0, 0, 0};
+}
+
 // Adds to the lane's sums; sums[ROWS c + r] is of row r and column c. Loads return in the order in
 // which they are issued, so the loads of x are issued before those loads of w that are needed
 // later.
-template <int F, int N>
+template <int F, int N, bool ROW>
 DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_units,
-                          const matvec_work &work, float *sums) {
+                          const u32x4 *row_x, const matvec_work &work, float *sums) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SHARED = N > 1 || many_planes<F>() };
     const int64_t units = a.k / 32;
     const matvec_rows<F, SHARED> rows = matvec_rows_of<F, SHARED>(w, n_units, units, work);
@@ -2314,7 +2515,8 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
     uint32_t at = work.first;
     computed(at); // else the addresses of the first loads stay in registers throughout
     uint32_t next = at < last ? at : last;
-    raw<ROCQ_Q8_0> r_x = load_raw<ROCQ_Q8_0>(x0, column[0] + next);
+    raw<ROCQ_Q8_0> r_x;
+    if constexpr (!ROW) r_x = load_raw<ROCQ_Q8_0>(x0, column[0] + next);
     raw<F> r_w[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) r_w[r] = matvec_load(rows, r, next);
@@ -2332,9 +2534,12 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
         }
 #pragma unroll
         for (int c = 0; c < N; c++) {
+            if constexpr (ROW) r_x = matvec_row_unit(row_x, at);
             const matvec_x x = matvec_x_of<F>(r_x);
-            r_x = load_raw<ROCQ_Q8_0>(x0, c + 1 < N ? column[c + 1] + at : column[0] + next);
-            loads_issued();
+            if constexpr (!ROW) {
+                r_x = load_raw<ROCQ_Q8_0>(x0, c + 1 < N ? column[c + 1] + at : column[0] + next);
+                loads_issued();
+            }
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 if (F != READ && c == 0) u[r] = matvec_unit_of<F>(r_w[r], at);
@@ -2491,9 +2696,9 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
 
 // One wave's share of a product: ROWS rows from `row` on, and of K the steps of k_wave. The sums go
 // to out[pass][wave][ROWS c + r], with out at this wave; pass 0 is w and pass 1 is w2.
-template <int F, int N, bool INT8>
+template <int F, int N, bool INT8, bool ROW>
 DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
-                         int k_wave, float *out) {
+                         int k_wave, const u32x4 *row_x, float *out) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
     matvec_work work;
 #pragma unroll
@@ -2509,7 +2714,7 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
         float sums[ROWS * N];
 #pragma unroll
         for (int i = 0; i < ROWS * N; i++) sums[i] = 0.0f;
-        if constexpr (INT8) matvec_int8_sums<F, N>(a, w, p.n_units, work, sums);
+        if constexpr (INT8) matvec_int8_sums<F, N, ROW>(a, w, p.n_units, row_x, work, sums);
         else if constexpr (is_plain<F>()) matvec_plain_sums<F, N>(a, w, work, sums);
         else matvec_f32_sums<F, N>(a, w, p.n_units, work, sums);
         const float sum = wave_sums<SLOT, 1>(sums);
@@ -2623,9 +2828,27 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
 // hold what the epilogue needs, into the scalar cache before the loop ends. On NVIDIA args are in
 // constant memory, which needs none of this, and nvcc reloads fields to save registers.
 enum { MATVEC_MIXED = -1 };
-template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_args &a) {
+
+// Loads a word of the first unit that the lane takes of each of its rows: while the block makes x,
+// the lines of the rows' widest plane come closer.
+template <int F>
+DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_wave,
+                      uint32_t (&touched)[ROCQ_K_MATVEC_ROWS]) {
+    const int format = F == MATVEC_MIXED ? p.format : F;
+    const int bytes = format == ROCQ_Q2_K || format == ROCQ_Q3_K ? 8 : 16; // of a unit
+    const int unit = min(k_wave * ROCQ_K_WAVE + lane_index(), units - 1);
+#pragma unroll
+    for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) {
+        const int64_t at = (p.row0 + min(row + r, p.m - 1)) * units;
+        touched[r] = gload((const uint32_t *)((const char *)p.w + at * bytes + unit * bytes));
+    }
+}
+template <int F, int N, bool INT8, bool ROW = false>
+DEV void matvec_block(const rocq_k_matvec_args &a) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
+    LDS(u32x4, row_x, ROW ? ROW_VECTORS : 1);
+    LDS(float, row_work, ROW ? BLOCK_WORK : 1);
     uint32_t block = a.common.block0, begin = 0;
     int product = 0;
 #if defined(__CUDACC__) // as a loop: then nvcc keeps the product in its uniform registers
@@ -2657,17 +2880,30 @@ template <int F, int N, bool INT8> DEV void matvec_block(const rocq_k_matvec_arg
     const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> a.k_shift);
     const int row = first_row + (wave >> a.k_shift) * ROWS, k_wave = wave & ((1 << a.k_shift) - 1);
     float *out = sums + wave * ROWS * N;
+    if constexpr (ROW) {
+        if (a.k == 0) return;
+        float v[ROW_QUADS][4], w[ROW_QUADS][4];
+        uint32_t touched[ROWS];
+        matvec_row_load(a.x, a.k, v);
+        if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
+        matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
+        matvec_row_stage(a, v, w, block == 0 && a.row.y, row_x, row_work);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) computed(touched[r]);
+    }
     if (row < p.m) {
         if constexpr (F == MATVEC_MIXED) {
             switch (p.format) {
-#define ROCQ_X(X, f) \
-    case ROCQ_K_ID_##f: matvec_products<ROCQ_K_ID_##f, N, INT8>(a, p, row, k_wave, out); break;
+#define ROCQ_X(X, f)                                                                  \
+    case ROCQ_K_ID_##f:                                                               \
+        matvec_products<ROCQ_K_ID_##f, N, INT8, ROW>(a, p, row, k_wave, row_x, out); \
+        break;
                 ROCQ_K_CODED_FORMATS(ROCQ_X, )
 #undef ROCQ_X
             default: break;
             }
         } else {
-            matvec_products<F, N, INT8>(a, p, row, k_wave, out);
+            matvec_products<F, N, INT8, ROW>(a, p, row, k_wave, row_x, out);
         }
     }
     const matvec_tail tail = matvec_tail_of(a, product, first_row);
@@ -2704,6 +2940,15 @@ ROCQ_X(8, read, int8, true)
 KERNEL_WAVES(matvec_int8_mixed_n1, rocq_k_matvec_args, 256, matvec_waves(MATVEC_MIXED, 1, true)) {
     matvec_block<MATVEC_MIXED, 1, true>(a);
 }
+#define ROCQ_X_ROW(X, f)                                                                         \
+    KERNEL_WAVES(matvec_row_##f, rocq_k_matvec_args, 256, matvec_waves(ROCQ_K_ID_##f, 1, true)) { \
+        matvec_block<ROCQ_K_ID_##f, 1, true, true>(a);                                           \
+    }
+ROCQ_K_CODED_FORMATS(ROCQ_X_ROW, )
+KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, matvec_waves(MATVEC_MIXED, 1, true)) {
+    matvec_block<MATVEC_MIXED, 1, true, true>(a);
+}
+#undef ROCQ_X_ROW
 ROCQ_K_ALL_FORMATS(ROCQ_X_F32, ROCQ_X)
 ROCQ_K_PLAIN_FORMATS(ROCQ_X_PLAIN, ROCQ_X)
 #undef ROCQ_X
@@ -2760,7 +3005,7 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
                 one.k = a.k;
                 one.n = 1;
                 one.k_step = a.k_step;
-                matvec_products<F, 1, INT8>(one, p, row, sums_up ? 0 : part, out);
+                matvec_products<F, 1, INT8, false>(one, p, row, sums_up ? 0 : part, 0, out);
             }
             if (!sums_up) break;
             if ((uint32_t)e < (uint32_t)a.n_experts && lane_index() < ROWS) {
@@ -4182,7 +4427,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 //            columns       64    64     32    16
 //
 // The positions that a block's columns see are cut into runs, one a block: n_splits of them, or
-// fewer where a run would have less than ROCQ_K_ATTEND_RUN positions. The result of a single run
+// fewer where one of several would have less than ROCQ_K_ATTEND_RUN positions. The result of a single run
 // goes straight to out. Otherwise each block stores m, l and O of its columns in work, and the
 // block that finishes last, which the counter tells, merges them in the order of the runs. A row
 // that sees no position is 0.
@@ -5015,8 +5260,8 @@ DEV attend_run attend_run_of(const rocq_k_attention_args &a, const attend_task &
     int length = all;
     r.n_runs = 1;
     if (a.n_splits > 1) {
-        const int share = (all + a.n_splits - 1) / a.n_splits, round = S::ROUND;
-        length = max((share + round - 1) / round * round, (int)ROCQ_K_ATTEND_RUN);
+        const int n = max(min(all / ROCQ_K_ATTEND_RUN, a.n_splits), 1), round = S::ROUND;
+        length = max(((all + n - 1) / n + round - 1) / round * round, round);
         r.n_runs = max((all + length - 1) / length, 1);
     }
     r.begin = (int)min((int64_t)r.begin + (int64_t)t.split * length, (int64_t)r.end);
@@ -5171,6 +5416,73 @@ template <typename S> DEV bool attend_is_live(const attend_limits &limits, const
     return at.first < limits.high_last && at.first + S::TILE > limits.low_first;
 }
 
+// Loads a word of each line of a wave's first tile of K or V, if its rows are plain and not in
+// pages: while the block turns Q, the tile comes closer.
+template <typename S>
+DEV uint32_t attend_touch(const attend_rows &t, bool paged, int chunk0, int first, int end) {
+    if (t.way != ATTEND_WIDE || paged || first >= end) return 0;
+    const int row = min(first + lane_index() % S::TILE, end - 1);
+    const int at = min(16 * chunk0 + lane_index() / S::TILE * 128, 2 * t.head_dim - 4);
+    return gload((const uint32_t *)(t.base + (uint64_t)(uint32_t)row * t.step + at));
+}
+
+// What a rope_append before attention does, for a KV head: Q is turned and goes to LDS as
+// attend_stage_q stages it, and where the block reads the row of the new position, or is the first,
+// K and V of that position are stored in the cache. Blocks that both store it store the same bits.
+// scratch: LDS for the angles, 2 KB.
+template <typename S>
+DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scratch,
+                       const attend_task &t, const attend_run &run) {
+    const rocq_k_attention_args &a = reread(a0);
+    enum {
+        QUADS = S::HEAD / 4,
+        SLICE = S::BD / 4,
+        SLICE_HALVES = ATTEND_COLUMNS * S::Q_STRIDE,
+        PART = (QUADS + 31) / 32 * 32 // lanes of whole waves for a head, which put4 needs
+    };
+    const int thread = (int)thread_index();
+    const int position = gload(a.turn.pos), cell = gload(a.turn.cell);
+    float *sine = scratch, *cosine = scratch + 256;
+    const auto load = [&](int i) { // quad i of K, of V and of the columns of Q
+        const int part = i < PART ? 0 : i < 2 * PART ? 1 : 2, at = i - part * PART;
+        const rocq_k_tensor &from = part < 2 ? a.append[part] : a.q;
+        const int c = part < 2 ? 0 : at / QUADS, k = 4 * (part < 2 ? at : at % QUADS);
+        const bool live = part < 2 || c < a.group;
+        const int head = part < 2 ? t.kv_head : t.kv_head * a.group + (live ? c : 0);
+        return turn_load(a.turn, ROCQ_F32, row_of(from, head, 0, 0), is_wide(from), k, live,
+                         part == 1);
+    };
+    turn_quad q = load(thread); // before the angles, which take as long
+    for (int i = thread; i < a.turn.n_dims / 2; i += 128) {
+        turn_angle(a.turn, position, i, sine, cosine);
+    }
+    block_sync_lds();
+    const uint32_t flip = a.scale < 0.0f ? 0x80008000u : 0u;
+    const bool valid = cell >= 0 && cell < a.turn.n_cells;
+    const bool puts =
+        valid && (t.split == 0 || a.page_table || (cell >= run.begin && cell < run.end));
+    if (!valid && t.split == 0 && thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+#pragma unroll 1
+    for (int i = thread;;) {
+        float y[4];
+        turn_apply(a.turn, q, sine, cosine, y);
+        if (i < 2 * PART) { // whole waves
+            const rocq_k_tensor &to = i < PART ? a.k : a.v;
+            put4(to, is_wide(to), row_of(to, t.kv_head, puts ? cell : 0, 0), 0, q.k,
+                 puts ? q.count : 0, y);
+        } else {
+            const int c = (i - 2 * PART) / QUADS, quad = q.k / 4;
+            lput((u32x2 *)(q_tile + quad / SLICE * SLICE_HALVES + c * S::Q_STRIDE +
+                           4 * (quad % SLICE)),
+                 make2(attend_pair(y[0], y[1]) ^ flip, attend_pair(y[2], y[3]) ^ flip));
+        }
+        i += 128;
+        if (i >= 2 * PART + ATTEND_COLUMNS * QUADS) break;
+        q = load(i);
+    }
+    block_sync();
+}
+
 // Decode is bound by memory, so a wave has K and V of its next tile in flight while it works on
 // this one. The loop needs no barriers except for the slices' sums. Q is read from LDS for every
 // tile, because the prefetched data takes the registers.
@@ -5185,7 +5497,17 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     const attend_run run = attend_run_of<S>(a, t);
     if (t.split >= run.n_runs) return;
 
+    f16 *q_tile = (f16 *)((char *)lds + S::Q_AT);
+    const bool append = a.turn.pos != 0;
     const attend_kv kv = attend_kv_of<S>(a, t);
+    if (append) {
+        const int chunk0 = w.slice * (S::W / 8), first = run.begin + w.set * S::TILE;
+        uint32_t k_word = attend_touch<S>(kv.k, kv.paged, chunk0, first, run.end),
+                 v_word = attend_touch<S>(kv.v, kv.paged, chunk0, first, run.end);
+        attend_append<S>(a, q_tile, (float *)lds, t, run);
+        computed(k_word);
+        computed(v_word);
+    }
     int32_t *const tables = (int32_t *)((char *)lds + attend_lds<S>::ROWS_AT + wave * S::ROW_BYTES);
     u32x2 *const mask_rows = (u32x2 *)(tables + 2 * S::TILE);
     attend_place at;
@@ -5205,8 +5527,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     const attend_limits limits = attend_limits_of(a, run, t.column0);
     attend_list_mask(a, t, t.column0, mask_rows);
     const attend_score score = attend_score_of(a);
-    f16 *q_tile = (f16 *)((char *)lds + S::Q_AT);
-    attend_stage_q<S>(q_tile, a, t);
+    if (!append) attend_stage_q<S>(q_tile, a, t);
     q_tile += w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
     block_sync_lds();
     attend_state<S> state;
@@ -5354,49 +5675,6 @@ DEV bool is_packed(const rocq_k_tensor &t) {
            ((t.ne[1] == 1 || t.stride[0] == row) &&
             (t.ne[2] == 1 || t.stride[1] == row * t.ne[1]) &&
             (t.ne[3] == 1 || t.stride[2] == row * t.ne[1] * t.ne[2]));
-}
-
-// Elements k to k + count - 1 of a row of F32, F16 or BF16 as they are in memory, the rest 0; and the
-// four numbers that they are. Apart, so that many loads can be issued before one is used.
-DEV u32x4 load4(int32_t format, const char *row, bool wide, int64_t k, int count) {
-    u32x4 w = make4(0, 0, 0, 0);
-    if (count == 0) return w;
-    if (format == ROCQ_F32) {
-        const uint32_t *const from = (const uint32_t *)row + k;
-        if (wide) return gload((const u32x4 *)from);
-        w.x = gload(from);
-        if (count > 1) w.y = gload(from + 1);
-        if (count > 2) w.z = gload(from + 2);
-        if (count > 3) w.w = gload(from + 3);
-        return w;
-    }
-    const uint16_t *const from = (const uint16_t *)row + k;
-    if (wide) {
-        const u32x2 h = gload((const u32x2 *)from);
-        return make4(h.x, h.y, 0, 0);
-    }
-    w.x = gload(from);
-    if (count > 1) w.x |= (uint32_t)gload(from + 1) << 16;
-    if (count > 2) w.y = gload(from + 2);
-    if (count > 3) w.y |= (uint32_t)gload(from + 3) << 16;
-    return w;
-}
-DEV void floats4(int32_t format, const u32x4 &w, float v[4]) {
-    if (format == ROCQ_F32) {
-        v[0] = bits<float>(w.x);
-        v[1] = bits<float>(w.y);
-        v[2] = bits<float>(w.z);
-        v[3] = bits<float>(w.w);
-    } else {
-        const uint32_t h[4] = {w.x & 0xffffu, w.x >> 16, w.y & 0xffffu, w.y >> 16};
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            v[e] = format == ROCQ_F16 ? f16_f32((uint16_t)h[e]) : bf16_f32((uint16_t)h[e]);
-        }
-    }
-}
-DEV void get4(int32_t format, const char *row, bool wide, int64_t k, int count, float v[4]) {
-    floats4(format, load4(format, row, wide, k, count), v);
 }
 
 // Kernels that give a row to a block take it in tiles of Q quads a thread; quad j of thread t is
@@ -5549,8 +5827,8 @@ KERNEL(norm, rocq_k_norm_args, 512) {
             mean = sum;
         } else {
             if (a.center) rest = sum;
-            const float mean_square = block_sum(square, work + 2 * BLOCK_WORK) * share;
-            rstd = 1.0f / sqrtf(fmaf(-rest, rest, mean_square) + a.eps);
+            square = block_sum(square, work + 2 * BLOCK_WORK);
+            rstd = norm_rstd(square, share, fmaf(-rest, rest, a.eps));
         }
     }
     if (thread_index() == 0) {
@@ -5561,28 +5839,8 @@ KERNEL(norm, rocq_k_norm_args, 512) {
 
 // -- rope, rope_append --
 
-// Sine and cosine of an angle in turns (2 pi), |turns| <= 1/2. The angle is reduced to an eighth of
-// a turn on either side of 0, where the Taylor series have errors of 3e-9 (sine) and 2e-9 (cosine).
-struct sine_cosine { float s, c; };
-DEV sine_cosine sincos_turns(float turns) {
-    const float quarter = rintf(4.0f * turns); // -2 to 2
-    const float x = fmaf(quarter, -0.25f, turns) * 6.28318531f, z = x * x;
-    float s = fmaf(z, 2.75573192e-6f, -1.98412698e-4f);
-    s = fmaf(z, s, 8.33333333e-3f);
-    s = fmaf(z, s, -1.66666667e-1f);
-    s = fmaf(x * z, s, x);
-    float c = fmaf(z, -2.75573192e-7f, 2.48015873e-5f);
-    c = fmaf(z, c, -1.38888889e-3f);
-    c = fmaf(z, c, 4.16666667e-2f);
-    c = fmaf(z, c, -0.5f);
-    c = fmaf(z, c, 1.0f);
-    const int q = (int)quarter & 3;
-    return {q == 0 ? s : q == 1 ? c : q == 2 ? -s : -c, q == 0 ? c : q == 1 ? -s : q == 2 ? -c : s};
-}
-
-// Up to three streams in one launch: q is rotated in place, k rotated and stored in the KV cache,
-// and v stored there. Pair i of token t is rotated by pos[t] turn(i) / freq_factors[i] turns:
-// (x0, x1) becomes magnitude (x0 cos - x1 sin, x0 sin + x1 cos).
+// Up to three streams in one launch: q is turned in place by pos[t] (see >>quantize), k turned and
+// stored in the KV cache, and v stored there.
 //
 //   x     F32 or F16 [D, heads, tokens], any strides
 //   y     F32 F16 BF16, raw Q8_0 Q4_0 [D, heads, cells or tokens], any strides; may be x. Elements
@@ -5595,97 +5853,47 @@ DEV sine_cosine sincos_turns(float turns) {
 // the sum over all streams. Block b is slice b % S of token b / S, and there are tokens S blocks. A
 // thread takes a quad of a head, so a unit is in 8 neighbouring lanes. Heads of more than 1024
 // elements take several rounds.
-// The angles of a token are computed once in a block and shared by its heads in 2 KB of LDS. They
-// are in double up to the fraction of a turn, because at position 100,000 a float would be off by
-// 0.004. A decode step's launch is bound by latency, so the angles and the loads of pos, cell and x
+// The angles of a token are computed once in a block and shared by its heads in 2 KB of LDS. A
+// decode step's launch is bound by latency, so the angles and the loads of pos, cell and x
 // do not depend on each other.
 // x may be y, and with NEOX the elements of a pair are loaded by two lanes. Therefore all loads of
-// rotated elements, which are in the first round, come before the barrier and all stores after it.
+// turned elements, which are in the first round, come before the barrier and all stores after it.
 // Bytes: x and y once. Some 12 double operations a thread, at 1/32 of the rate, cost less than the
 // loads.
 KERNEL(rope, rocq_k_rope_args, 256) {
     LDS(float, cosine, 256);
     LDS(float, sine, 256);
     if (a.n_streams == 0) return;
-    const int n = a.head_dim, half = a.n_dims / 2, quads = (n + 3) / 4, t = (int)thread_index();
+    const int quads = (a.turn.head_dim + 3) / 4, t = (int)thread_index();
     const uint32_t b = a.common.block0 + block_index();
     const uint32_t token = b < a.slices ? 0 : b / a.slices;
     uint32_t slice = b - token * a.slices;
     int s = 0;
     for (; s + 1 < a.n_streams && slice >= a.stream[s].slices; s++) slice -= a.stream[s].slices;
     const rocq_k_rope_stream &stream = a.stream[s];
-    const int position = gload(a.pos + token);
-    const int cell = stream.to_cell ? gload((a.cell ? a.cell : a.pos) + token) : 0;
+    const int position = gload(a.turn.pos + token);
+    const int cell = stream.to_cell ? gload(a.turn.cell + token) : 0;
 
     const int local = quads < 256 ? t / quads : 0, head = (int)slice * a.heads + local;
     const bool live = local < a.heads && head < stream.x.ne[1], x_wide = is_wide(stream.x);
     const char *x_row = row_of(stream.x, live ? head : 0, token, 0);
-    float v[4], p[4]; // a quad, and the other element of each one's pair
-    int k, count, turned; // turned: those elements of the quad that are below n_dims are rotated
-    const auto load = [&](int first) {
-        k = 4 * (first + t - local * quads);
-        count = live ? quad_count(n, k) : 0;
-        turned = stream.plain ? 0 : 2 * half - k;
-        get4(stream.x.format, x_row, x_wide, k, count, v);
-        if (!a.neox) {
-            p[0] = v[1];
-            p[1] = v[0];
-            p[2] = v[3];
-            p[3] = v[2];
-        } else if ((half & 3) == 0) {
-            get4(stream.x.format, x_row, x_wide, k < half ? k + half : k - half,
-                 turned > 0 ? count : 0, p);
-        } else {
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                p[e] = 0.0f;
-                if (e < count && e < turned) {
-                    p[e] = get_float(stream.x.format, x_row,
-                                     k + e < half ? k + e + half : k + e - half);
-                }
-            }
-        }
-    };
-    load(0);
-    if (!stream.plain && t < half) {
-        double turn = 0.15915494309189535; // 1 / (2 pi)
-#pragma unroll
-        for (int i = 0; i < 8; i++) turn *= t >> i & 1 ? a.power[i] : 1.0;
-        if (a.ext_factor > 0.0) {
-            const double ramp = fmin(1.0, fmax(0.0, ((double)t - a.low) * a.per_pair));
-            const double keep = (1.0 - ramp) * a.ext_factor;
-            turn = turn * a.scale * (1.0 - keep) + turn * keep;
-        } else {
-            turn *= a.scale;
-        }
-        double turns = (double)position * turn;
-        if (a.freq_factors) turns /= (double)gload(a.freq_factors + t);
-        const sine_cosine angle = sincos_turns((float)(turns - rint(turns)));
-        lput(sine + t, angle.s * a.sine_magnitude);
-        lput(cosine + t, angle.c * a.magnitude);
-    }
+    const int k = 4 * (t - local * quads);
+    turn_quad q = turn_load(a.turn, stream.x.format, x_row, x_wide, k, live, stream.plain);
+    if (!stream.plain && t < a.turn.n_dims / 2) turn_angle(a.turn, position, t, sine, cosine);
     block_sync_lds();
 
-    const bool stored = !stream.to_cell || (cell >= 0 && cell < a.n_cells);
+    const bool stored = !stream.to_cell || (cell >= 0 && cell < a.turn.n_cells);
     const int64_t to = !stream.to_cell ? token : stored ? cell : 0;
     char *y_row = row_of(stream.y, live ? head : 0, to, 0);
     const bool y_wide = is_wide(stream.y);
     if (!stored && t == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
     for (int first = 0;;) {
         float y[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            y[e] = v[e];
-            if (e >= count || e >= turned) continue;
-            const bool second = a.neox ? k + e >= half : (e & 1) != 0;
-            const int pair = a.neox ? k + e - (second ? half : 0) : (k + e) / 2;
-            const float c = lget(cosine + pair), sn = lget(sine + pair);
-            y[e] = fmaf(v[e], c, (second ? p[e] : -p[e]) * sn);
-        }
-        put4(stream.y, y_wide, y_row, 0, k, stored ? count : 0, y);
+        turn_apply(a.turn, q, sine, cosine, y);
+        put4(stream.y, y_wide, y_row, 0, q.k, stored ? q.count : 0, y);
         first += 256;
         if (first >= quads) break;
-        load(first);
+        q = turn_load(a.turn, stream.x.format, x_row, x_wide, k + 4 * first, live, stream.plain);
     }
 }
 

@@ -334,6 +334,13 @@ static void test_matmul_matvec(void **state) {
         check_product(&exact);
         exact.n = 5;
         check_product(&exact);
+        if (!has_int8(all_formats[f])) continue;
+        const uint64_t saved = random_state;
+        product longer = large; // than a row that blocks quantize for themselves
+        longer.k = ROCQ_K_MATVEC_ROW_K + 256;
+        longer.m = 5;
+        check_product(&longer);
+        random_state = saved;
     }
 }
 
@@ -482,10 +489,12 @@ static void test_matmul_chain(void **state) {
     static const rocq_format formats[][3] = {{ROCQ_Q4_K, ROCQ_Q4_K, ROCQ_Q4_K},
                                              {ROCQ_Q4_K, ROCQ_Q4_K, ROCQ_Q6_K},
                                              {ROCQ_Q8_0, ROCQ_F16, ROCQ_MXFP4}};
-    static const int64_t n_columns[] = {1, 2, 8, 19};
+    static const int64_t n_columns[] = {1, 2, 8, 19, 1};
     for (int f = 0; f < 3; f++) {
-        for (int c = 0; c < 4; c++) {
-            box w[3], y[3], x = box_random(BOX_PLAIN, ROCQ_F32, 1, 512, n_columns[c], 1, 1);
+        for (int c = 0; c < 5; c++) {
+            const int64_t k = c < 4 ? 512 : ROCQ_K_MATVEC_ROW_K + 256;
+            const uint64_t before_last = random_state;
+            box w[3], y[3], x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, n_columns[c], 1, 1);
             const uint64_t state_before = random_state;
             box b = box_random(BOX_PLAIN, ROCQ_F16, 0.1f, 16, 33, 1, 1);
             box t = box_random(BOX_PLAIN, ROCQ_F32, 1, 16, n_columns[c], 1, 1);
@@ -494,7 +503,7 @@ static void test_matmul_chain(void **state) {
             box *out[3];
             memset(p, 0, sizeof p);
             for (int i = 0; i < 3; i++) {
-                w[i] = box_make(BOX_PLAIN, formats[f][i], 512, i == 0 ? 70 : 33, 1, 1);
+                w[i] = box_make(BOX_PLAIN, formats[f][i], k, i == 0 ? 70 : 33, 1, 1);
                 y[i] = box_make(BOX_STRIDED, ROCQ_F32, i == 0 ? 70 : 33, n_columns[c], 1, 1);
                 random_weights(&w[i]);
                 out[i] = &y[i];
@@ -523,6 +532,7 @@ static void test_matmul_chain(void **state) {
             box_free(&x);
             box_free(&b);
             box_free(&t);
+            if (c == 4) random_state = before_last;
         }
     }
 }
@@ -2039,6 +2049,186 @@ static void test_graph(void **state) {
     box_free(&y);
 }
 
+// What ops write, replayed from a graph and then one by one: the same bytes, with so many launches
+// in the replay.
+typedef struct joined {
+    rocq_op op[3];
+    any_params p[3]; // over the GPU's copies
+    int n;
+} joined;
+
+static void joined_add(joined *j, rocq_op op, const void *params) {
+    j->op[j->n] = op;
+    j->p[j->n] = params_of(op, params);
+    move_params(op, &j->p[j->n++]);
+}
+
+static void joined_run(joined *j, const char *what) {
+    for (int i = 0; i < j->n; i++) {
+        rocq_result result = ROCQ_E_ARGUMENT;
+        switch (j->op[i]) {
+#define ROCQ_X(NAME, name, type) \
+    case ROCQ_OP_##NAME: result = rocq_##name(gpu, &j->p[i].name); break;
+            ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
+        default: break;
+        }
+        if (result != ROCQ_OK) fail_msg("%s: op %d: %s", what, i, rocq_error(gpu));
+    }
+}
+
+static void joined_check(joined *j, box *const *out, int n_out, int n_launches, const char *what) {
+    unsigned char *got[4];
+    rocq_graph *graph = NULL;
+    assert_int_equal(rocq_graph_begin(gpu), ROCQ_OK);
+    joined_run(j, what);
+    if (rocq_graph_end(gpu, &graph) != ROCQ_OK) fail_msg("%s: %s", what, rocq_error(gpu));
+    if (rocq_warm(gpu, graph) != ROCQ_OK) fail_msg("%s: warm: %s", what, rocq_error(gpu));
+    for (int pass = 0; pass < 2; pass++) {
+        for (int i = 0; i < n_twins; i++) {
+            if (twins[i].t.layout != ROCQ_LAYOUT_PLANAR) copy_to_gpu(&twins[i]);
+        }
+        const int64_t launched = gpu->stats.n_launches;
+        if (pass == 0) assert_int_equal(rocq_graph_launch(gpu, graph), ROCQ_OK);
+        else joined_run(j, what);
+        if (pass == 0 && graph->captured && gpu->stats.n_launches - launched != n_launches) {
+            fail_msg("%s: %d launches, not %d", what, (int)(gpu->stats.n_launches - launched),
+                     n_launches);
+        }
+        for (int o = 0; o < n_out; o++) {
+            const twin *w = twins;
+            while (w->b != out[o]) w++;
+            const rocq_tensor words = words_of(w->t.buffer, out[o]->size);
+            const size_t size = (size_t)rocq_tensor_size(&words);
+            unsigned char *bytes = (unsigned char *)malloc(size);
+            assert_non_null(bytes);
+            if (rocq_download(gpu, bytes, &words, (int64_t)size) != ROCQ_OK) {
+                fail_msg("%s: %s", what, rocq_error(gpu));
+            }
+            if (pass == 0) {
+                got[o] = bytes;
+                continue;
+            }
+            if (memcmp(got[o], bytes, size) != 0) fail_msg("%s: output %d differs", what, o);
+            free(bytes);
+            free(got[o]);
+        }
+    }
+    rocq_graph_destroy(gpu, &graph);
+    free_twins();
+}
+
+// A norm in the launch of the product of its result: K that fill few and all threads of a block and
+// none whole, both products of a pair, chains of several formats; and what must not be joined.
+static void test_graph_joins_norm(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    static const rocq_format formats[] = {ROCQ_Q8_0, ROCQ_Q4_0, ROCQ_Q4_K, ROCQ_Q6_K, ROCQ_Q2_K};
+    static const int64_t ks[] = {32, 96, 2080, 4096, 4352};
+    for (int i = 0; i < 14; i++) {
+        const rocq_format f = formats[i % 5];
+        const int64_t k = f == ROCQ_Q8_0 || f == ROCQ_Q4_0 ? ks[i / 2 % 5] : i % 3 ? 768 : 4096;
+        const int64_t m = i % 3 == 0 ? 70 : 160;
+        const bool chain = i % 4 == 1, on_x = i == 9 || i == 11, with_rstd = i == 13;
+        const int64_t m_y = on_x ? k : m;
+        box x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1),
+            weight = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1);
+        box w = box_make(BOX_PLAIN, f, k, m_y, 1, 1), w2 = box_make(BOX_PLAIN, f, k, m_y, 1, 1);
+        box other = box_make(BOX_PLAIN, ROCQ_Q8_0, k, 40, 1, 1);
+        box h = box_make(BOX_PLAIN, ROCQ_Q8_0, k, 1, 1, 1);
+        box y = box_make(BOX_PLAIN, ROCQ_F32, m, 1, 1, 1),
+            y2 = box_make(BOX_PLAIN, ROCQ_F32, 40, 1, 1, 1);
+        box rstd = box_make(BOX_PLAIN, ROCQ_F32, 1, 1, 1, 1);
+        random_weights(&w);
+        random_weights(&w2);
+        random_weights(&other);
+        memset(h.memory, 0, (size_t)h.size);
+        on_gpu_as(&h, true);
+        on_gpu_as(&w, true);
+        on_gpu_as(&w2, true);
+        on_gpu_as(&other, true);
+        const rocq_norm_params norm = {.y = &h.t, .x = &x.t, .weight = i % 3 ? &weight.t : NULL,
+                                       .eps = 1e-6f, .rstd = with_rstd ? &rstd.t : NULL};
+        const rocq_matmul_params second = {.y = &y2.t, .w = &other.t, .x = &h.t};
+        const rocq_matmul_params mm = {.y = on_x ? &x.t : &y.t, .w = &w.t, .x = &h.t,
+                                       .residual = on_x ? &x.t : NULL,
+                                       .w2 = i % 2 ? &w2.t : NULL,
+                                       .activation = i % 2 ? ROCQ_ACT_SILU : ROCQ_ACT_IDENTITY,
+                                       .next = chain ? &second : NULL};
+        joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
+        joined_add(&j, ROCQ_OP_RMSNORM, &norm);
+        joined_add(&j, ROCQ_OP_MATMUL, &mm);
+        box *const out[] = {on_x ? &x : &y, &h, &y2};
+        const bool joins = k <= ROCQ_K_MATVEC_ROW_K && !on_x && !with_rstd;
+        joined_check(&j, out, chain ? 3 : 2, joins ? 1 : 2,
+                     say("norm of %d into %s, case %d", (int)k, name_of(f), i));
+        box_free(&x);
+        box_free(&weight);
+        box_free(&w);
+        box_free(&w2);
+        box_free(&other);
+        box_free(&h);
+        box_free(&y);
+        box_free(&y2);
+        box_free(&rstd);
+    }
+    random_state = saved;
+}
+
+// rope_append in the launch of the attention that follows: short and long caches, in pages too, and
+// queries that something reads later, which must then be turned in memory.
+static void test_graph_joins_append(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    static const rocq_format kv[] = {ROCQ_F16, ROCQ_Q8_0, ROCQ_F32, ROCQ_Q4_0, ROCQ_BF16};
+    static const int64_t ds[] = {64, 128, 96, 256, 80, 512};
+    for (int i = 0; i < 12; i++) {
+        const int64_t d = ds[i % 6], n_kv_heads = 1 + i % 2, n_heads = n_kv_heads * (i % 5 ? 3 : 1);
+        const int64_t page = i % 3 == 2 ? 16 : 0, rows = i % 4 == 3 ? 640 : 96;
+        const int64_t n_pages = page ? rows / page : 1;
+        const bool dead = i != 5;
+        box q = box_random(BOX_PLAIN, ROCQ_F32, 1, d, n_heads, 1, 1),
+            q_next = box_random(BOX_STRIDED, ROCQ_F32, 1, d, n_heads, 1, 1);
+        box k = box_random(BOX_STRIDED, ROCQ_F32, 1, d, n_kv_heads, 1, 1),
+            v = box_random(BOX_STRIDED, ROCQ_F32, 1, d, n_kv_heads, 1, 1);
+        box out = box_make(BOX_PLAIN, ROCQ_F32, d, n_heads, 1, 1);
+        box k_cache = box_random(BOX_PLAIN, kv[i % 5], 1, d, n_kv_heads, rows, 1),
+            v_cache = box_random(BOX_PLAIN, kv[i % 5], 1, d, n_kv_heads, rows, 1);
+        box pos = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
+            cell = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
+            kv_len = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
+            pages = box_make(BOX_PLAIN, ROCQ_I32, n_pages, 1, 1, 1);
+        box factors = box_random(BOX_PLAIN, ROCQ_F32, 0.1f, (i % 3 == 2 ? 32 : d) / 2, 1, 1, 1);
+        const int64_t at = i % 4 == 0 ? 0 : rows - 1 - i; // the new position
+        for (int64_t b = 0; b < factors.count; b++) factors.value[b] = 1 + fabs(factors.value[b]);
+        for (int64_t b = 0; b < n_pages; b++) pages.value[b] = (double)(n_pages - 1 - b);
+        pos.value[0] = (double)(at + 17);
+        kv_len.value[0] = (double)(at + 1);
+        cell.value[0] = (double)(page ? (n_pages - 1 - at / page) * page + at % page : at);
+        box *const written[] = {&factors, &pages, &pos, &kv_len, &cell};
+        for (int b = 0; b < 5; b++) box_write(written[b]);
+        const rocq_rope_append_params append = {
+            .q = &q.t, .k = &k.t, .v = &v.t, .k_cache = &k_cache.t, .v_cache = &v_cache.t,
+            .pos = &pos.t, .cell = &cell.t, .rope = random_rope(i, &factors)};
+        const rocq_attention_params attend = {
+            .out = &out.t, .q = &q.t, .k = &k_cache.t, .v = &v_cache.t, .kv_len = &kv_len.t,
+            .page_table = page ? &pages.t : NULL, .page_size = (int32_t)page,
+            .scale = i % 6 == 4 ? -0.1f : 0.1f, .causal = true};
+        const rocq_cast_params over = {.y = dead ? &q.t : &q_next.t, .x = dead ? &q_next.t : &q.t};
+        joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
+        joined_add(&j, ROCQ_OP_ROPE_APPEND, &append);
+        joined_add(&j, ROCQ_OP_ATTENTION, &attend);
+        joined_add(&j, ROCQ_OP_CAST, &over);
+        box *const outs[] = {&out, &k_cache, &v_cache, dead ? &q : &q_next};
+        joined_check(&j, outs, 4, dead ? 2 : 3,
+                     say("append and attention, D %d, case %d", (int)d, i));
+        box *const all[] = {&q, &q_next, &k, &v, &out, &k_cache, &v_cache, &pos, &cell, &kv_len,
+                            &pages, &factors};
+        for (int b = 0; b < 12; b++) box_free(all[b]);
+    }
+    random_state = saved;
+}
+
 // -- the same bits, run after run --
 
 static void test_repeatable(void **state) {
@@ -2477,6 +2667,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_experts_formats),
         cmocka_unit_test(test_experts_cases),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
+        cmocka_unit_test(test_graph_joins_norm), cmocka_unit_test(test_graph_joins_append),
         cmocka_unit_test(test_repeatable),      cmocka_unit_test(test_no_work),
     };
     const struct CMUnitTest last[] = {cmocka_unit_test(test_every_kernel_ran)};

@@ -256,9 +256,10 @@ static void selftest(emulated *e, int scale, int format, int p) { // rocq_open c
     e->work = 1;
 }
 
-static void product(emulated *e, rocq_format format, rocq_precision precision, int64_t m, int64_t n,
-                    int64_t k) {
-    box *w = weights(format, k, m), *x = normal(ROCQ_F32, 1, k, n, 1),
+static void product_of(emulated *e, rocq_format format, rocq_precision precision, int64_t m,
+                       int64_t n, int64_t k, bool row) {
+    const bool halves = precision == ROCQ_PRECISION_INT8 && n == 1 && !row; // not matvec_row
+    box *w = weights(format, k, m), *x = normal(halves ? ROCQ_F16 : ROCQ_F32, 1, k, n, 1),
         *y = output(ROCQ_F32, m, n, 1);
     rocq_matmul_params on_gpu = {.y = &y->t, .w = &w->t, .x = &x->t, .precision = precision};
     rocq_matmul_params on_cpu = on_gpu;
@@ -270,10 +271,19 @@ static void product(emulated *e, rocq_format format, rocq_precision precision, i
                                                  : 1e-6;
 }
 
+static void product(emulated *e, rocq_format format, rocq_precision precision, int64_t m, int64_t n,
+                    int64_t k) {
+    product_of(e, format, precision, m, n, k, false);
+}
+
 // Work: weights. 96 rows are what two of 96 units have to do of 4608.
 static void matvec_int8(emulated *e, int scale, int format, int n) {
     product(e, (rocq_format)format, ROCQ_PRECISION_INT8, 96, n, 4096 * scale);
     e->work = 96.0 * 4096 * scale;
+}
+static void matvec_row(emulated *e, int scale, int format, int n) {
+    product_of(e, (rocq_format)format, ROCQ_PRECISION_INT8, 96, n, 2048 * scale, true);
+    e->work = 96.0 * 2048 * scale;
 }
 static void matvec_int8_short(emulated *e, int scale, int format, int n) {
     product(e, (rocq_format)format, ROCQ_PRECISION_INT8, 33, n, 512 * scale);
@@ -283,14 +293,13 @@ static void matvec_f32(emulated *e, int scale, int format, int n) {
     product(e, (rocq_format)format, ROCQ_PRECISION_F32, 33, n, 512 * scale);
     e->work = 33.0 * 512 * scale;
 }
-static void matvec_mixed(emulated *e, int scale, int format, int p) { // q, k and v of a layer
+static void matvec_mixed(emulated *e, int scale, int format, int row) { // q, k and v of a layer
     const rocq_format formats[3] = {ROCQ_Q4_K, ROCQ_Q6_K, ROCQ_Q8_0};
     const int64_t k = 512 * scale, rows[3] = {64, 33, 20};
-    box *x = normal(ROCQ_F32, 1, k, 1, 1), *y[3], *w[3];
+    box *x = normal(row ? ROCQ_F32 : ROCQ_F16, 1, k, 1, 1), *y[3], *w[3];
     rocq_matmul_params on_cpu[3], on_gpu[3];
     rocq_tensor planar[3];
     (void)format;
-    (void)p;
     memset(on_gpu, 0, sizeof on_gpu);
     for (int i = 0; i < 3; i++) {
         w[i] = weights(formats[i], k, rows[i]);
@@ -605,6 +614,10 @@ static const struct {
     {"matvec_int8_q4_K_n4", "weight", matvec_int8_short, ROCQ_Q4_K, 4, 1},
     {"matvec_int8_q4_K_n8", "weight", matvec_int8_short, ROCQ_Q4_K, 7, 1},
     {"matvec_int8_mixed_n1", "weight", matvec_mixed, 0, 0, 1},
+    {"matvec_row_q4_0", "weight", matvec_row, ROCQ_Q4_0, 1, 2},
+    {"matvec_row_q4_K", "weight", matvec_row, ROCQ_Q4_K, 1, 2},
+    {"matvec_row_q6_K", "weight", matvec_row, ROCQ_Q6_K, 1, 2},
+    {"matvec_row_mixed", "weight", matvec_mixed, 0, 1, 1},
     {"matvec_f32_f32_n1", "weight", matvec_f32, ROCQ_F32, 1, 1},
     {"matvec_f32_f16_n1", "weight", matvec_f32, ROCQ_F16, 1, 1},
     {"matvec_f32_f16_n4", "weight", matvec_f32, ROCQ_F16, 4, 1},
