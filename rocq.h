@@ -15169,7 +15169,8 @@ static void rocq__cross_entropy_column(const rocq__cross_entropy *a, int64_t c) 
             sum *= exp((double)top - (double)most);
             top = most;
         }
-        sum += (double)ROCQ__EITHER(a->simd, rocq__sum_exp, (x, top, m));
+        const float shift = top == -INFINITY ? 0.0f : top; // exp(-inf - -inf) would be NaN
+        sum += (double)ROCQ__EITHER(a->simd, rocq__sum_exp, (x, shift, m));
     }
     rocq__dequantize_row(format, &x_target, logits + rocq__bytes(format, target), 1);
     if (loss) *loss = (float)(log(sum) + ((double)top - (double)x_target));

@@ -184,6 +184,7 @@ static inline void train_close(trainer *t); // twice, or on a zeroed struct, is 
 // One step: losses and gradients of all micro-batches, then AdamW with rate lr. The same weights
 // and batches give the same bits, whatever the number of threads. E_BOUNDS for ids and targets that
 // the vocabulary lacks, E_ARGUMENT for weights that are negative or all 0: nothing has changed then.
+// A weight that is not finite makes a gradient that is not, and the step is skipped.
 static inline rocq_result train_step(trainer *t, const train_batch *batch, float lr);
 
 // Losses of one micro-batch, and nothing else: losses receives [n_seqs n_tokens], 0 where there is
@@ -1100,6 +1101,10 @@ static rocq_result train__set_options(trainer *t, const train_options *options) 
         return train__fail(t, ROCQ_E_ARGUMENT, "options: %d x %d tokens, %d times, rank %d",
                            (int)o->n_seqs, (int)o->n_tokens, (int)o->n_accumulate, (int)o->rank);
     }
+    if (!(o->loss_scale >= 1 && o->loss_scale <= 16777216.0f)) {
+        return train__fail(t, ROCQ_E_ARGUMENT, "options: a loss scale of %g, expected 1 to 2^24",
+                           (double)o->loss_scale);
+    }
     if (m->positions.n_dims > 0 && o->n_tokens > m->n_ctx_train) {
         return train__fail(t, ROCQ_E_BOUNDS, "options: %d tokens, but the model knows %d positions",
                            (int)o->n_tokens, (int)m->n_ctx_train);
@@ -1209,7 +1214,8 @@ static rocq_result train__step(trainer *t, const train_batch *batch, float lr) {
         const int64_t at = k * t->n;
         float *staged = (float *)(void *)(t->staged + 2 * t->n);
         for (int64_t i = 0; i < t->n; i++) {
-            staged[i] = (float)((weights ? (double)weights[at + i] : 1) / total);
+            const double weight = weights ? (double)weights[at + i] : 1;
+            staged[i] = batch->targets[at + i] < 0 ? 0.0f : (float)(weight / total);
         }
         staged[t->n] = lr;
         t->broken = true;

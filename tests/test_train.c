@@ -808,6 +808,27 @@ static void llama_cpp_reads_the_adapter(void **state) {
 
 // ---- bad input ----------------------------------------------------------------------------------
 
+static void weights_of_ignored_targets_are_not_read(void **state) {
+    (void)state;
+    rig r;
+    int32_t ids[N_TEXT], targets[N_TEXT];
+    float weights[N_TEXT];
+    double loss[2];
+    for (int i = 0; i < 2; i++) {
+        rig_open_trained(&r, "llama", 0, 0);
+        text_of(r.model.n_vocab, ids, targets);
+        for (int32_t k = 0; k < N_TEXT; k++) weights[k] = 1;
+        targets[3] = -1;
+        if (i == 1) weights[3] = NAN;
+        const train_batch batch = {ids, targets, weights};
+        assert_int_equal(train_step(&r.t, &batch, 1e-3f), ROCQ_OK);
+        assert_false(r.t.result.skipped);
+        loss[i] = r.t.result.loss;
+        rig_close(&r);
+    }
+    assert_true(loss[0] > 0 && loss[0] == loss[1]);
+}
+
 static void bad_calls_are_refused(void **state) {
     (void)state;
     rig r;
@@ -862,6 +883,11 @@ static void bad_calls_are_refused(void **state) {
                {8, 4, 1, "q,qkv", ROCQ_E_NOT_FOUND, "no matrix \"qkv\""},
                {8, 4, 1, "q,,v", ROCQ_E_NOT_FOUND, "no matrix \"\""},
                {8, 4, 1, "norm", ROCQ_E_NOT_FOUND, "no matrix \"norm\""}};
+    static const float scales[] = {NAN, INFINITY, -2, 0.5f};
+    for (int i = 0; i < 4; i++) {
+        const train_options scaled = {.n_tokens = 8, .loss_scale = scales[i]};
+        expect_refused(&other, train_open(&other, &r.model, &scaled), ROCQ_E_ARGUMENT, "loss scale");
+    }
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         how.n_tokens = bad[i].n_tokens;
         how.rank = bad[i].rank;
@@ -985,6 +1011,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(gradients_are_differences_of_the_loss),
         cmocka_unit_test(the_written_model_is_the_trained_one),
         cmocka_unit_test(llama_cpp_reads_the_adapter),
+        cmocka_unit_test(weights_of_ignored_targets_are_not_read),
         cmocka_unit_test(bad_calls_are_refused),
         cmocka_unit_test(steps_without_a_finite_gradient_are_skipped),
         cmocka_unit_test(steps_allocate_nothing),
