@@ -1927,7 +1927,8 @@ typedef struct vae__bytes { // of the host, for as long as a copy takes
 } vae__bytes;
 
 // Uploads pictures or frames `first` to first + n - 1 as the network reads them: channels
-// innermost, and for a decoder as z = latent / scale + shift, for an encoder from -1 to 1.
+// innermost, and for a decoder as z = latent / scale + shift (TAESD's: latent / 3, whose tanh the
+// device takes), for an encoder from -1 to 1.
 static rocq_result vae__upload(vae_model *m, const rocq_tensor *t, int64_t first, int64_t n) {
     const vae_request *job = m->job;
     const int64_t w = job->width, h = job->height, c = m->net->c_in;
@@ -1946,8 +1947,7 @@ static rocq_result vae__upload(vae_model *m, const rocq_tensor *t, int64_t first
                     const float latent =
                         job->latents[i + w * h * (frame + frames * (k + c * item))];
                     finite &= latent - latent == 0;
-                    *at = m->tanh_latents ? 3 * tanhf(latent / 3)
-                                          : latent * m->z_std[k] + m->z_mean[k];
+                    *at = m->tanh_latents ? latent / 3 : latent * m->z_std[k] + m->z_mean[k];
                 } else {
                     const int64_t from = k + c * (i + w * h * (first + p));
                     const float v = job->from_pixels ? (float)job->from_pixels[from] / 255
@@ -2005,43 +2005,60 @@ static void vae__store_rows(const vae_model *m, void *to, const void *from, int6
     }
 }
 
-// Downloads t, positions o of n pictures or frames from number first of the request on.
+// Downloads t, positions o of n pictures or frames from number first of the request on, to `to`,
+// which has `size` bytes a position: 3 are pixels; floats are brought to the caller's scale. Whole
+// pictures need no copy between.
+static rocq_result vae__fetch(vae_model *m, const rocq_tensor *t, void *to, int64_t size,
+                              const vae__span *o, int64_t first) {
+    const int64_t w = (int64_t)m->job->width * m->scale, h = (int64_t)m->job->height * m->scale;
+    const int64_t count = rocq_tensor_count(t);
+    const size_t bytes = (size_t)(count / 3 * size);
+    const bool whole = o->n[0] == w && o->n[1] == h;
+    void *data = (unsigned char *)to + size * w * h * first;
+    VAE__TRY(vae__flush(m));
+    VAE__TRY(vae__upload_ahead(m));
+    if (!whole) VAE__TRY(vae__allocate(m, &data, bytes));
+    const rocq_result result = rocq_download(m->ctx, data, t, (int64_t)bytes);
+    if (result == ROCQ_OK && size > 3) {
+        float *values = (float *)data;
+        for (int64_t i = 0; i < count; i++) values[i] = values[i] * m->pixel_scale + m->pixel_bias;
+    }
+    if (whole) return result;
+    if (result == ROCQ_OK) vae__store_rows(m, to, data, size, o, first, t->ne[3]);
+    vae__free(m, data, bytes);
+    return result;
+}
+
+// The same for an encoder's output, which is sorted by channels.
+static rocq_result vae__fetch_latents(vae_model *m, const rocq_tensor *t, const vae__span *o,
+                                      int64_t first) {
+    vae__bytes b = {NULL, (size_t)rocq_tensor_count(t) * sizeof(float)};
+    VAE__TRY(vae__flush(m));
+    VAE__TRY(vae__upload_ahead(m));
+    VAE__TRY(vae__allocate(m, &b.data, b.size));
+    const rocq_result result = rocq_download(m->ctx, b.data, t, (int64_t)b.size);
+    if (result == ROCQ_OK) vae__store_latents(m, (float *)b.data, o, first, t->ne[3]);
+    vae__free(m, b.data, b.size);
+    return result;
+}
+
+// What the request asks for of t: pixels, values, or both; latents of an encoder.
 static rocq_result vae__download(vae_model *m, const rocq_tensor *t, const vae__span *o,
                                  int64_t first) {
-    const int64_t count = rocq_tensor_count(t), n = t->ne[3];
-    vae__bytes b = {NULL, (size_t)count * sizeof(float)};
-    rocq_result result = ROCQ_OK;
-    if (m->net == &m->decoder && (m->job->pixels || !m->job->values)) {
+    const vae_request *job = m->job;
+    if (m->net == &m->encoder) return m->planning ? ROCQ_OK : vae__fetch_latents(m, t, o, first);
+    if (job->pixels || !job->values) {
         const int64_t level = m->stack.level[0];
         rocq_tensor bytes;
-        VAE__TRY(vae__take(m, 0, ROCQ_I8, 3, t->ne[1], t->ne[2], n, &bytes));
+        VAE__TRY(vae__take(m, 0, ROCQ_I8, 3, t->ne[1], t->ne[2], t->ne[3], &bytes));
         const rocq_pixels_params pixels = {.y = &bytes, .x = t, .scale = m->pixel_scale,
                                            .bias = m->pixel_bias};
         VAE__RUN(m, PIXELS, pixels, &pixels);
         m->stack.level[0] = level;
-        if (m->planning) return ROCQ_OK;
-        VAE__TRY(vae__flush(m));
-        VAE__TRY(vae__upload_ahead(m));
-        VAE__TRY(vae__allocate(m, &b.data, b.size));
-        result = rocq_download(m->ctx, b.data, &bytes, count);
-        if (result == ROCQ_OK) vae__store_rows(m, m->job->pixels, b.data, 3, o, first, n);
-        vae__free(m, b.data, b.size);
-        if (result != ROCQ_OK || !m->job->values) return result;
+        if (!m->planning) VAE__TRY(vae__fetch(m, &bytes, job->pixels, 3, o, first));
     }
-    if (m->planning) return ROCQ_OK;
-    VAE__TRY(vae__flush(m));
-    VAE__TRY(vae__upload_ahead(m));
-    VAE__TRY(vae__allocate(m, &b.data, b.size));
-    float *values = (float *)b.data;
-    result = rocq_download(m->ctx, values, t, (int64_t)b.size);
-    if (result == ROCQ_OK && m->net == &m->encoder) {
-        vae__store_latents(m, values, o, first, n);
-    } else if (result == ROCQ_OK) {
-        for (int64_t i = 0; i < count; i++) values[i] = values[i] * m->pixel_scale + m->pixel_bias;
-        vae__store_rows(m, m->job->values, values, 3 * (int64_t)sizeof(float), o, first, n);
-    }
-    vae__free(m, b.data, b.size);
-    return result;
+    if (m->planning || !job->values) return ROCQ_OK;
+    return vae__fetch(m, t, job->values, 3 * (int64_t)sizeof(float), o, first);
 }
 
 // Whether statistics are finite.
@@ -2350,6 +2367,13 @@ static rocq_result vae__batches(vae_model *m) {
             const rocq_tensor from = rocq_tensor_slice(&m->ahead, 3, 0, n * each);
             const rocq_cast_params copy = {.y = &m->input, .x = &from};
             VAE__RUN(m, CAST, cast, &copy);
+        }
+        if (m->tanh_latents && m->net == &m->decoder) { // 3 tanh(latent / 3), uploaded divided
+            const rocq_activate_params tanh_of = {.y = &m->input, .x = &m->input,
+                                                  .activation = ROCQ_ACT_TANH};
+            const rocq_scale_params scale = {.y = &m->input, .x = &m->input, .scale = 3};
+            VAE__RUN(m, ACTIVATE, activate, &tanh_of);
+            VAE__RUN(m, SCALE, scale, &scale);
         }
         if (blend) VAE__TRY(vae__blend(m, n * vae_frames(m, each)));
         else VAE__TRY(vae__run(m, &m->input));
