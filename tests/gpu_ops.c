@@ -228,10 +228,11 @@ static const char *say(const char *format, ...) {
 static const char *name_of(rocq_format f) { return rocq_format_name(f); }
 
 static const rocq_format all_formats[] = { // but those that are only read: test_read_formats
-#define ROCQ_X(X, name) (rocq_format)ROCQ_K_ID_##name,
-    ROCQ_K_PLAIN_FORMATS(ROCQ_X, ) ROCQ_K_CODED_FORMATS(ROCQ_X, )
-    ROCQ_MXFP6_E2M3, ROCQ_MXFP6_E3M2
+    ROCQ_F32,  ROCQ_F16,  ROCQ_Q4_0, ROCQ_Q4_1, ROCQ_Q5_0,   ROCQ_Q5_1,   ROCQ_Q8_0,
+    ROCQ_Q2_K, ROCQ_Q3_K, ROCQ_Q4_K, ROCQ_Q5_K, ROCQ_Q6_K,   ROCQ_IQ4_NL, ROCQ_IQ4_XS,
+    ROCQ_BF16, ROCQ_MXFP4, ROCQ_MXFP6_E2M3,     ROCQ_MXFP6_E3M2
 }, read_formats[] = {
+#define ROCQ_X(X, name) (rocq_format)ROCQ_K_ID_##name,
     ROCQ_K_READ_FORMATS(ROCQ_X, )
 #undef ROCQ_X
 };
