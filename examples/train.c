@@ -80,6 +80,19 @@ typedef struct options {
     uint64_t seed;
 } options;
 
+// No file is written over another of the command line: a checkpoint that is lost cannot be resumed.
+static bool distinct_files(const options *o) {
+    const char *all[] = {o->model, o->data, o->eval, o->out, o->checkpoint, o->csv, o->plot};
+    for (int i = 3; i < 7; i++) { // those that are written
+        for (int k = 0; all[i] && k < i; k++) {
+            if (all[k] && strcmp(all[i], all[k]) == 0) {
+                return fail(all[i], "is named twice, and would be written over");
+            }
+        }
+    }
+    return true;
+}
+
 static bool parse(options *o, int argc, char **argv) {
     const option table[] = {
         {"--help", FLAG, 0, 0, &o->help},
@@ -126,7 +139,7 @@ static bool parse(options *o, int argc, char **argv) {
     if (o->resume && !o->checkpoint) return fail("--resume", "needs --checkpoint");
     if (o->format && o->rank > 0) return fail("--format", "adapters are always f32");
     if (o->targets && o->rank == 0) return fail("--targets", "needs --lora");
-    return true;
+    return distinct_files(o);
 }
 
 // ---------------------------------------------------------------------------------------------

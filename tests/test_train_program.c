@@ -314,7 +314,11 @@ static void test_bad_input(void **state) {
     expect_kept(WITH("--format", "f16", "--lora", "2"), "always f32");
     expect_kept(WITH("--resume"), "needs --checkpoint");
     expect_kept(WITH("--checkpoint", FOLDER "/none", "--resume"), FOLDER "/none");
-    expect_kept(WITH("--checkpoint", OUT, "--resume"), OUT);
+    expect_kept(WITH("--checkpoint", LINES_FILE, "--resume"), LINES_FILE);
+    expect_kept(WITH("--checkpoint", OUT), "named twice");
+    expect_kept(WITH("--csv", OUT), "named twice");
+    expect_kept(WITH("--checkpoint", small_path), "named twice");
+    expect_kept(WITH("--csv", TEXT_FILE), "named twice");
     expect_kept(WITH("--budget", "1K"), "at least");
     expect_kept(WITH("--bogus"), "--bogus");
     expect_kept(WITH("--context", "1"), "--context cannot be");
