@@ -10300,10 +10300,13 @@ ROCQ__BLOCK_AVX2(any) {
     int8_t code[ROCQ__MM_ROWS][256];
     const unsigned char *codes[ROCQ__MM_ROWS];
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-        float scale[16], min[16];
+        float scale[16], min[16] = {0};
         codes[r] = (const unsigned char *)code[r];
         codec->unpack(row[r] + at, code[r], scale, min);
-        for (int g = 0; g < elems / group; g++) to->scale[g][r] = scale[g];
+        for (int g = 0; g < elems / group; g++) {
+            to->scale[g][r] = scale[g];
+            to->min[g][r] = min[g];
+        }
     }
     for (int k = 0; k < elems; k += 32) {
         const int g = k / group;
