@@ -3153,7 +3153,7 @@ typedef struct rocq_k_adamw_args {
 #define ROCQ_K_ALL_FORMATS(F, X) \
     ROCQ_K_PLAIN_FORMATS(F, X) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 #define ROCQ_K_BACKWARD_FORMATS(F, X) \
-    F(X, f16) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
+    F(X, f16) ROCQ_K_CODED_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 // The id of a format by its name in these lists.
 enum {
 #define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_K_ID_##name = id,
@@ -18441,7 +18441,8 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
     int kernel = !f16    ? ROCQ_K_matmul_backward_f32
                  : of_dw ? ROCQ_K_matmul_backward_dw
                  : planar ? ROCQ_K_matmul_backward_dx_q4_0 + rocq__k_format(b->format) -
-                                rocq__k_format(ROCQ_Q4_0)
+                                rocq__k_format(ROCQ_Q4_0) -
+                                (b->format >= ROCQ_MXFP6_E2M3) // behind `read`, which has none
                           : ROCQ_K_matmul_backward_dx_f16;
     const rocq_tensor own =
         planar ? rocq__product_w(job, b) : rocq__backward_operand(job, b, dy->format, lds);
@@ -18518,6 +18519,12 @@ static void rocq__job_matmul_backward(rocq__job *job, const void *params) {
     if (k > most || m > most || n > most) {
         job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
                                  "matmul_backward: sizes over %d on the GPU", (int)most);
+        return;
+    }
+    if (p->dx && rocq__k_format(p->w->format) == rocq__k_format((rocq_format)ROCQ_K_ID_read)) {
+        job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
+                                 "matmul_backward: no GPU kernel for dx through %s, which is only "
+                                 "read", rocq_format_name(p->w->format));
         return;
     }
     rocq_tensor dy[ROCQ_F16 + 1];

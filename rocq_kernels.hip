@@ -3182,7 +3182,7 @@ KERNEL(route, rocq_k_route_args, 32) {
         lput(scores + e, s);
         lput(keys + e, route_key(value));
     }
-    block_sync();
+    block_sync_lds();
     if (a.n_groups > 1) {
         const int size = n / a.n_groups;
         for (int g = lane; g < a.n_groups; g += 32) {
@@ -3203,20 +3203,20 @@ KERNEL(route, rocq_k_route_args, 32) {
             }
             lput(groups + g, route_key(size > 1 ? best + next : best));
         }
-        block_sync();
+        block_sync_lds();
         for (int i = 0; i < a.top_groups; i++) {
             route_take(groups, a.n_groups);
-            block_sync();
+            block_sync_lds();
         }
         for (int e = lane; e < n; e += 32) { // those of groups that were not taken
             if (lget(groups + e / size) != 0) lput(keys + e, 0u);
         }
-        block_sync();
+        block_sync_lds();
     }
     for (int slot = 0; slot < a.n_slots; slot++) {
         const int e = route_take(keys, n);
         if (lane == 0) lput(chosen + slot, e);
-        block_sync();
+        block_sync_lds();
     }
     const bool softmax = a.scores == ROCQ_SCORES_SOFTMAX_CHOSEN;
     top = -INFINITY;
@@ -4324,10 +4324,11 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
         (const float *)a.x + (at.x_column + (row < x_last ? row : x_last)) * a.x_stride;
     u32x4 wr[4], xr[4];
     const auto load = [&](uint32_t step) {
-        switch (shared_format(a.format)) {
+        const rocq_k_matmul_args &now = reread(a); // held, they take too many scalar registers
+        switch (shared_format(now.format)) {
 #define ROCQ_X(X, f) \
         case ROCQ_K_ID_##f: \
-            matmul_load_half<ROCQ_K_ID_##f>(a, at.w_row, w_row, step, half, wr); \
+            matmul_load_half<ROCQ_K_ID_##f>(now, at.w_row, w_row, step, half, wr); \
             break;
         ROCQ_K_ALL_FORMATS(ROCQ_X, )
 #undef ROCQ_X
@@ -8230,7 +8231,7 @@ ROCQ_K_LDS_TILES(ROCQ_X, )
     KERNEL(matmul_backward_dx_##f, rocq_k_matmul_backward_args, 128) { \
         matmul_backward_f16<ROCQ_K_ID_##f, false>(a);                  \
     }
-BLOCK_FORMATS(ROCQ_X, )
+PLANE_FORMATS(ROCQ_X, )
 #undef ROCQ_X
 KERNEL_WAVES(matmul_backward_dx_f16, rocq_k_matmul_backward_args, 128, 3) {
     matmul_backward_f16<ROCQ_F16, false>(a);
@@ -8281,7 +8282,7 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
             matmul_load_half<ROCQ_K_ID_##f>(w, 0, r, unit, t % 2, half); \
             matmul_put_half<ROCQ_K_ID_##f>(half, a.format, unit, t % 2, to, 1); \
             break;
-        BLOCK_FORMATS(ROCQ_X, )
+        PLANE_FORMATS(ROCQ_X, )
 #undef ROCQ_X
         }
         if (own < (uint32_t)a.n_r) return;
