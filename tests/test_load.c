@@ -194,11 +194,13 @@ static void model_make(model *m, int32_t alignment, bool large) {
 #undef ROCQ_X
     };
     memset(m, 0, sizeof *m);
+    int64_t n = 0;
     for (size_t f = 0; f < sizeof formats / sizeof formats[0]; f++) {
         if (rocq_quantize(formats[f], NULL, NULL, 0, 256, NULL) != ROCQ_OK) continue; // only read
-        model_add(m, formats[f], 256, 3 + (int64_t)f % 4);
-        if (f % 3 == 0) model_add(m, ROCQ_F32, 1 + 5 * (int64_t)f, 1);
-        if (f == 7) model_add(m, ROCQ_I32, 13, 1);
+        model_add(m, formats[f], 256, 3 + n % 4);
+        if (n % 3 == 0) model_add(m, ROCQ_F32, 1 + 5 * n, 1);
+        if (n == 7) model_add(m, ROCQ_I32, 13, 1);
+        n++;
     }
     if (large) {
         model_add(m, ROCQ_Q8_0, 256, 5003);
