@@ -665,6 +665,7 @@ static void conv_weights_are_reordered(void **state) {
     rocq_ctx *ctx = contexts[1][0];
     random_state = 21;
     for (int f = 0; f < N_FORMATS; f++) {
+        if (rocq_quantize(formats[f], NULL, NULL, 0, 256, NULL) != ROCQ_OK) continue; // only read
         const int32_t kw = f % 2 ? 3 : 1, kh = f % 3 ? 3 : 0, kt = f % 5 == 4 ? 3 : 0;
         const int64_t taps = kw * at_least_1(kh) * at_least_1(kt), m = 3;
         const int64_t c = block_elems(formats[f]) * (f % 4 == 0 ? 2 : 1), k = c * taps;
