@@ -219,24 +219,11 @@ BENCH_FN uint64_t bench_random(uint64_t *state);
 BENCH_FN float bench_uniform(uint64_t *state, float low, float high);
 BENCH_FN float bench_normal(uint64_t *state);
 
-// Normalised mean squared error of n floats: sum (got - want)^2 / sum want^2; infinite for NaN.
 // Encodes rows; of a format that is only read, makes blocks of any bits with scales near 2^-9.
-BENCH_FN rocq_result bench_encode(rocq_format format, void *dst, const float *src, int64_t n_rows, int64_t k) {
-    const rocq_result result = rocq_quantize(format, dst, src, n_rows, k, NULL);
-    const rocq_format_info *info = rocq_get_format_info(format);
-    unsigned char *at = (unsigned char *)dst, *end = at + n_rows * k / info->block_elems * info->block_bytes;
-    uint64_t state = 3;
-    if (result != ROCQ_E_UNSUPPORTED) return result;
-    for (; at < end; at += info->block_bytes) {
-        for (int i = 0; i < info->block_bytes; i++) at[i] = (unsigned char)bench_random(&state);
-        // the upper byte of d, an F16
-        const int d = format == ROCQ_IQ1_M ? 55 : format == ROCQ_TQ1_0 ? 53 : format == ROCQ_TQ2_0 ? 65 : 1;
-        if (format != ROCQ_NVFP4) at[d] = (unsigned char)((at[d] & 0x83) | 0x18);
-        for (int i = 0; i < 4 && format == ROCQ_NVFP4; i++) at[i] = (unsigned char)(at[i] & 0x1f);
-    }
-    return ROCQ_OK;
-}
+BENCH_FN rocq_result bench_encode(rocq_format format, void *dst, const float *src, int64_t n_rows,
+                                  int64_t k);
 
+// Normalised mean squared error of n floats: sum (got - want)^2 / sum want^2; infinite for NaN.
 BENCH_FN double bench_nmse(const float *got, const float *want, int64_t n);
 
 // Zeroed, 256-byte aligned memory, freed with free; ends the program where there is none.
@@ -290,6 +277,24 @@ BENCH_FN float bench_uniform(uint64_t *state, float low, float high) {
 BENCH_FN float bench_normal(uint64_t *state) {
     const float radius = sqrtf(-2 * logf(bench_uniform(state, 0x1p-24f, 1)));
     return radius * cosf(6.28318531f * bench_uniform(state, 0, 1));
+}
+
+BENCH_FN rocq_result bench_encode(rocq_format format, void *dst, const float *src, int64_t n_rows,
+                                  int64_t k) {
+    const rocq_result result = rocq_quantize(format, dst, src, n_rows, k, NULL);
+    const rocq_format_info *info = rocq_get_format_info(format);
+    unsigned char *at = (unsigned char *)dst;
+    uint64_t state = 3;
+    if (result != ROCQ_E_UNSUPPORTED) return result;
+    for (int64_t n = n_rows * k / info->block_elems; n > 0; n--, at += info->block_bytes) {
+        for (int i = 0; i < info->block_bytes; i++) at[i] = (unsigned char)bench_random(&state);
+        // the upper byte of d, an F16
+        const int d = format == ROCQ_IQ1_M ? 55 : format == ROCQ_TQ1_0 ? 53
+                    : format == ROCQ_TQ2_0 ? 65 : 1;
+        if (format != ROCQ_NVFP4) at[d] = (unsigned char)((at[d] & 0x83) | 0x18);
+        for (int i = 0; i < 4 && format == ROCQ_NVFP4; i++) at[i] = (unsigned char)(at[i] & 0x1f);
+    }
+    return ROCQ_OK;
 }
 
 BENCH_FN double bench_nmse(const float *got, const float *want, int64_t n) {

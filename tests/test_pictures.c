@@ -293,7 +293,7 @@ static const int32_t frames[] = {1, 2, 4};
 enum {
     O_KERNEL, O_STRIDE, O_UPSAMPLE, O_PAD, O_SIZE, O_DEPTH, O_WIDTH, O_FRAMES, O_PAST, O_STATS,
     O_NORM, O_X_ACTIVATION, O_ACTIVATION, O_BIAS, O_RESIDUAL, O_W, O_X, O_Y, O_R, O_W_LAYOUT,
-    O_X_LAYOUT, O_Y_LAYOUT, N_OPTIONS, MOST_VALUES = 20
+    O_X_LAYOUT, O_Y_LAYOUT, N_OPTIONS, MOST_VALUES = 40
 };
 static const int n_values[N_OPTIONS] = {
     (int)(sizeof kernels / sizeof kernels[0]), 3, 3, 4, 4, 4, 6, 3, 3, 4, 4, 6, 6, 2, 3, N_FORMATS,

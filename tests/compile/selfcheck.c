@@ -91,9 +91,11 @@ static void check_format(rocq_format format, const char *name, bool has_referenc
         decoded[i] = NAN;
     }
     CHECK(rocq_row_size(format, N, &size) == ROCQ_OK);
-    CHECK(rocq_quantize(format, blocks, source, ROWS, N, NULL) == ROCQ_OK);
-    CHECK(rocq_dequantize(format, decoded, blocks, ROWS * N) == ROCQ_OK);
-    for (int i = 0; i < ROWS * N; i++) {
+    const rocq_result written = rocq_quantize(format, blocks, source, ROWS, N, NULL);
+    const bool only_read = written == ROCQ_E_UNSUPPORTED && !has_reference_bytes;
+    CHECK(written == ROCQ_OK || only_read);
+    CHECK(only_read || rocq_dequantize(format, decoded, blocks, ROWS * N) == ROCQ_OK);
+    for (int i = 0; i < ROWS * N && !only_read; i++) {
         norm += (double)source[i] * source[i];
         error += ((double)source[i] - decoded[i]) * ((double)source[i] - decoded[i]);
     }
