@@ -2625,6 +2625,8 @@ enum {
     ROCQ_K_MATVEC_WAVES = 8,  // of a block
     ROCQ_K_MATVEC_PRODUCTS = 4, // most products of the same x in one launch
     ROCQ_K_MATVEC_ROW_K = 4096, // largest K of a matvec_row
+    ROCQ_K_MATVEC_LDS = 2048,   // most bytes of LDS that a matvec has, and a matvec_row
+    ROCQ_K_MATVEC_ROW_LDS = ROCQ_K_MATVEC_ROW_K / 32 * 34 + 384,
     ROCQ_K_FEW = 8,           // columns up to which a product is a matvec
     ROCQ_K_MATMUL_M = 128,    // a block of a matmul: rows of w, and below, by precision, columns
     ROCQ_K_MATMUL_F16_N = 128,
@@ -15561,8 +15563,8 @@ typedef struct rocq__gpu {
     rocq_priority priority; // of stream
     int32_t n_units;       // of the device; chip.n_units counts those that stream may use
     int32_t max_waves;     // of a matvec on a SIMD
-    uint32_t matvec_lds;   // bytes that each block of a matvec reserves but does not use, so that
-                           // fewer blocks fit: see rocq__limit_waves
+    uint32_t matvec_lds;   // bytes of LDS that each block of a matvec takes, whether it uses them
+                           // or not, so that fewer blocks fit (0: its own): see rocq__limit_waves
     char ignored[400];     // rocq_info.ignored: settings for sharing that had no effect
 } rocq__gpu;
 
@@ -16051,7 +16053,9 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
         const rocq__lds_tile *t = &rocq__lds_tiles[i];
         if (kernel == t->matmul || kernel == t->dx || kernel == t->dw) return (uint32_t)t->bytes;
     }
-    return rocq__is_matvec(kernel) ? gpu->matvec_lds : 0;
+    if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
+    const bool row = kernel >= ROCQ_K_matvec_row_q4_0 && kernel <= ROCQ_K_matvec_row_mixed;
+    return gpu->matvec_lds - (row ? ROCQ_K_MATVEC_ROW_LDS : ROCQ_K_MATVEC_LDS);
 }
 
 // Submits one launch of the whole grid and returns HIP's error number.
@@ -22611,16 +22615,15 @@ static void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void 
     gpu->priority = wanted;
 }
 
-// Limits how many waves of matvecs a SIMD has at a time: each block asks for so much LDS, which it
-// does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a block are
+// Limits how many waves of matvecs a SIMD has at a time: each block takes so much LDS, most of which
+// it does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a block are
 // spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD. Two blocks with the
 // most LDS that a block may have still fit on a WGP, so the lowest limit is 4 waves.
 static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
     enum {
         SIMDS = 2 * ROCQ__CU_SIMDS,
         BLOCK_WAVES = ROCQ_K_MATVEC_WAVES / SIMDS, // on a SIMD
-        LEAST = 2,     // blocks
-        OWN_LDS = 2048 // bytes; the kernels' own LDS is at most that (tests/gfx11/kernels.tsv)
+        LEAST = 2 // blocks
     };
     if (most >= ROCQ__SIMD_WAVES) return;
     if (!rocq__chip_find(gpu->chip.target)) {
@@ -22630,7 +22633,7 @@ static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
     }
     const int32_t blocks = ROCQ__MAX(most / (int32_t)BLOCK_WAVES, (int32_t)LEAST);
     const int32_t granules = 2 * ROCQ__CU_LDS / ROCQ__LDS_GRANULE / blocks;
-    gpu->matvec_lds = (uint32_t)(granules * ROCQ__LDS_GRANULE - OWN_LDS);
+    gpu->matvec_lds = (uint32_t)(granules * ROCQ__LDS_GRANULE);
     gpu->max_waves = blocks * BLOCK_WAVES;
 }
 

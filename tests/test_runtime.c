@@ -715,8 +715,8 @@ static void what_is_ignored_is_told(void **state) {
     assert_int_equal(n_told, 2);
 }
 
-// The least or the most LDS that a matvec has of its own, as compiled for gfx11.
-static int32_t own_lds(bool most) {
+// The least or the most LDS that a matvec (or a matvec_row) has of its own, as compiled for gfx11.
+static int32_t own_lds(bool row, bool most) {
     int32_t found = -1;
     char line[256];
     FILE *table = fopen("tests/gfx11/kernels.tsv", "r");
@@ -724,6 +724,7 @@ static int32_t own_lds(bool most) {
     while (fgets(line, sizeof line, table)) {
         int lds;
         if (sscanf(line, "matvec_%*s %d", &lds) != 1) continue;
+        if ((strncmp(line, "matvec_row_", 11) == 0) != row) continue;
         if (found < 0 || (most ? lds > found : lds < found)) found = lds;
     }
     fclose(table);
@@ -742,10 +743,14 @@ static void waves_are_limited_by_lds(void **state) {
         desc.max_waves = waves;
         const rocq_info info = open_shared(&desc, &ctx);
         assert_int_equal(info.max_waves, waves);
-        for (int most = 0; most < 2; most++) {
-            const int32_t own = own_lds(most == 1);
+        for (int i = 0; i < 4; i++) {
+            const bool row = i / 2 == 1;
+            const int kernel = row ? ROCQ_K_matvec_row_q4_0 : ROCQ_K_matvec_f32_f32_n1;
+            const int32_t own = own_lds(row, i % 2 == 1);
+            const int32_t granted = (int32_t)rocq__lds_of(ctx->gpu, kernel);
             const rocq_occupancy_params p = {.target = 0x1100, .vgprs = 64, .threads = 256,
-                                             .lds_bytes = own + (int32_t)ctx->gpu->matvec_lds};
+                                             .lds_bytes = own + granted};
+            assert_true(own <= (row ? ROCQ_K_MATVEC_ROW_LDS : ROCQ_K_MATVEC_LDS));
             rocq_occupancy o;
             assert_int_equal(rocq_get_occupancy(&p, &o), ROCQ_OK);
             if (o.waves != waves) fail_msg("%d waves, own LDS %d: %g", waves, own, o.waves);
@@ -765,7 +770,8 @@ static void waves_are_limited_by_lds(void **state) {
     assert_int_equal(rocq_rmsnorm(ctx, &norm), ROCQ_OK);
     assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_OK);
     assert_int_equal(rocq_sync(ctx), ROCQ_OK);
-    assert_int_equal(simt_get_lds("matvec_f32_f32_n1"), ctx->gpu->matvec_lds);
+    assert_int_equal(simt_get_lds("matvec_f32_f32_n1"),
+                     ctx->gpu->matvec_lds - ROCQ_K_MATVEC_LDS);
     assert_int_equal(simt_get_lds("norm"), 0);
     rocq_close(&ctx);
     simt_set_target(0);
