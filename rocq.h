@@ -482,8 +482,8 @@ typedef enum rocq_format {
 
 // The block of each format, as it lies in the file: little endian, packed without padding, so a
 // block needs the alignment of its 16-bit fields (2) or none (the MX formats, NVFP4). i counts the
-// elements of the block, g its groups: g = i / 16 in Q2_K Q3_K Q6_K IQ2_XS IQ2_S IQ1_M NVFP4, i / 32
-// in all others. q[i] is the code as stored; bit 0 is a byte's lowest. A product d sc[g] q[i] is
+// elements of the block, g its groups: g = i / 16 in Q2_K Q3_K Q6_K IQ2_XS IQ2_S IQ1_M NVFP4, i /
+// 32 in all others. q[i] is the code as stored; bit 0 is a byte's lowest. A product d sc[g] q[i] is
 // exact in F32: it has at most 11 bits from d and 12 from the rest. So a value has at most one
 // rounding, that of the min, and is the same with and without fused multiply-add.
 
@@ -1545,9 +1545,9 @@ enum {
 };
 
 // Once a step, before rocq_adamw: norm = sqrt(sum of g^2) / loss scale. If it is finite, FACTOR =
-// min(1, max_norm / norm) / loss scale, and after growth_interval such steps in a row the loss scale
-// doubles (at most 2^24). If not, FACTOR = 0 and the loss scale halves (at least 1). Squares are in
-// F32: a g of 2^64 counts as infinite.
+// min(1, max_norm / norm) / loss scale, and after growth_interval such steps in a row the loss
+// scale doubles (at most 2^24). If not, FACTOR = 0 and the loss scale halves (at least 1). Squares
+// are in F32: a g of 2^64 counts as infinite.
 typedef struct rocq_grad_norm_params {
     const rocq_tensor *state; // F32 [ROCQ_TRAIN_STATE], read and written
     const rocq_tensor *g;     // F32 [n]: the gradients of all weights, behind each other
@@ -1559,9 +1559,9 @@ typedef struct rocq_grad_norm_params {
 // zeros between them stay zeros. With t = STEPS and G = FACTOR g:
 //   m = beta1 m + (1 - beta1) G,  v = beta2 v + (1 - beta2) G^2
 //   w -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)
-// If FACTOR is 0, all but g stays as it is. Groups with other decay or rates are calls of their own.
-// At the first step m and v are 0, or with I8 their scales are. Codes are rounded up or down by an
-// offset that changes from step to step, so that what a code cannot hold is right on average.
+// If FACTOR is 0, all but g stays as it is. Groups with other decay or rates are calls of their
+// own. At the first step m and v are 0, or with I8 their scales are. Codes are rounded up or down
+// by an offset that changes from step to step, so that what a code cannot hold is right on average.
 typedef struct rocq_adamw_params {
     const rocq_tensor *w;       // F32 [n]
     const rocq_tensor *w16;     // F16 or BF16 [n] or NULL, written: w rounded, for products
@@ -1648,10 +1648,10 @@ ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph); // twice is
 // they leave alone what the step has still to read, and what it has written so far. E_ARGUMENT for
 // us < 0; any other failure (E_CANCELLED, E_BOUNDS, ...) ends the step, as rocq_graph_launch does.
 // No slice allocates, but as rocq_graph_launch does if scratch memory has moved.
-//     What an op takes is learned from slices: halfway from each time that it ran. CPU: a slice ends
-// between two ops, by the clock, and takes longer than us by what its last op takes longer than it
-// is expected to: all of it in a first step, of which nothing is known. GPU: a slice is submitted,
-// and not waited for. It is whole pieces of rocq_desc.slice_us, and without those the
+//     What an op takes is learned from slices: halfway from each time that it ran. CPU: a slice
+// ends between two ops, by the clock, and takes longer than us by what its last op takes longer
+// than it is expected to: all of it in a first step, of which nothing is known. GPU: a slice is
+// submitted, and not waited for. It is whole pieces of rocq_desc.slice_us, and without those the
 // ops are submitted one by one, which takes the caller's time instead: some microseconds an op. A
 // first step goes by estimates from bytes and operations. While the GPU has not finished an earlier
 // slice, because a renderer keeps it busy, a slice is one piece. Events are polled to find that
@@ -2501,9 +2501,9 @@ ROCQ_OPS(ROCQ_X)
 // d, dmin, m, e, scales are the fields of the GGUF block, in its order.
 // x of an INT8 product is a planar Q8_0 tensor whose d is rounded up, so that no code is clipped.
 
-// The codebooks, in order: an entry is two characters, the first of its values in the first of them.
-// In IQ2 and IQ1 a character c is four digits t of base 3, the lowest first, in c - 35; in IQ3 two
-// of base 8. tests/test_formats.c compares all entries with ggml's. IQ1_S and IQ1_M
+// The codebooks, in order: an entry is two characters, the first of its values in the first of
+// them. In IQ2 and IQ1 a character c is four digits t of base 3, the lowest first, in c - 35; in
+// IQ3 two of base 8. tests/test_formats.c compares all entries with ggml's. IQ1_S and IQ1_M
 // share one, in halves.
 #define ROCQ_CODEBOOK_IQ2_XXS \
     "##%#'#)#+#-#/#5#7#;#=#\?#A#G#M#Q#S#Y#[#a#m#$$&$,$0$>$\\$h$#%%%7%[%$&&&,&6&8&>&@&D&P&Z&\\&b&n" \
@@ -3061,9 +3061,9 @@ typedef struct rocq_k_matmul_backward_args {
 //   positions  [K, V, turned K] of each tile                [tiles_kv, n_kv_heads, n_seqs]
 //   sides      16 bytes of each column: lse log2(e), or infinity where there is nothing to see;
 //              dout . out; as int32 the position that the query stands at; nothing
-// Then attention_backward_D has a block for ROCQ_K_BACK_BLOCK positions of a KV head, and behind all
-// of these one for ROCQ_K_BACK_COLUMNS of its columns. tiles_q and tiles_kv are of whole blocks,
-// zeros past the end.
+// Then attention_backward_D has a block for ROCQ_K_BACK_BLOCK positions of a KV head, and behind
+// all of these one for ROCQ_K_BACK_COLUMNS of its columns. tiles_q and tiles_kv are of whole
+// blocks, zeros past the end.
 #define ROCQ_K_BACK_TILE 16
 #define ROCQ_K_BACK_BLOCK 64
 #define ROCQ_K_BACK_THREADS(D) ((D) <= 64 ? 128 : 256)
@@ -11820,8 +11820,8 @@ static ROCQ__SIMD void rocq__attend_values_seen(const rocq__attend *a,
     }
 }
 
-// Of the scores of a product's rows, from row r on, for keys [first, last) of the tile: those of keys
-// that a row does not see become -inf, and mask values are added to the others.
+// Of the scores of a product's rows, from row r on, for keys [first, last) of the tile: those of
+// keys that a row does not see become -inf, and mask values are added to the others.
 static void rocq__attend_hide(const rocq__attend *a, const rocq__attend_item *item, int64_t r,
                               int64_t begin, int64_t first, int64_t last, float *score) {
     const int64_t lanes = rocq__attend_lanes(a, item->n - r);
@@ -16785,7 +16785,8 @@ typedef struct rocq__job {
     rocq_result result;
     rocq__cost cost;    // of the next launch, for the time cap; products and attention, which
                         // launch parts of themselves, set it; else it is that of the op
-    const void *before; // params of the op before it that its launches do too, or NULL (rocq__joins)
+    const void *before; // params of the op before it that its launches do too (rocq__joins), or
+                        // NULL
 } rocq__job;
 
 // The cost of an op that a job launches; nobody asks for it while planning or without a time cap.
@@ -17556,8 +17557,8 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
 }
 
 // How many products from first on share a launch: as many as fit, of one path, and of one format
-// (or all of formats that are only read) but for INT8 with one column, where other formats mix. That
-// is safe, since none of a chain reads what another one writes.
+// (or all of formats that are only read) but for INT8 with one column, where other formats mix.
+// That is safe, since none of a chain reads what another one writes.
 static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *first) {
     const rocq_precision path = rocq__product_path(ctx, first, first->w);
     const int kernel = rocq__k_format(first->w->format), read = rocq__k_format(ROCQ_NVFP4);
@@ -17992,10 +17993,10 @@ static rocq_tensor rocq__conv_w(rocq__job *job, const rocq_tensor *w) {
 }
 
 // Into how many splits K is divided, each a whole number of its `patches` (64 channels of a frame
-// with all taps). Blocks run in rounds of as many as the chip holds, two a compute unit, and a round
-// takes as long as one block needs for its patches. So splits help where the tiles of y alone would
-// leave units idle. They cost a second launch and the merge of their sums, estimated as the time of
-// one patch and of a quarter of one for each split, for every round of tiles.
+// with all taps). Blocks run in rounds of as many as the chip holds, two a compute unit, and a
+// round takes as long as one block needs for its patches. So splits help where the tiles of y alone
+// would leave units idle. They cost a second launch and the merge of their sums, estimated as the
+// time of one patch and of a quarter of one for each split, for every round of tiles.
 static int32_t rocq__conv_splits(const rocq__chip *chip, int64_t tiles, int64_t patches) {
     const double full = (double)tiles / (2.0 * chip->n_units); // rounds of blocks without splits
     int32_t best = 1;

@@ -89,8 +89,8 @@
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
 //   copy_async(to, from, live)  copies a vector from global memory to LDS, or zeros if not live;
 //                            copy_async_part its first bytes, and zeros behind them. copies_close
-//                            ends a group of copies; after copies_wait<n> all of the thread's groups
-//                            but the last n are done. COPIES_ASYNC: they take no registers
+//                            ends a group of copies; after copies_wait<n> all of the thread's
+//                            groups but the last n are done. COPIES_ASYNC: they take no registers
 //                            meanwhile; else a copy is done at once
 //   fence_device             release and acquire fence at device scope
 //   atomic_inc(p)            relaxed; returns the old value
@@ -1486,7 +1486,8 @@ DEV uint32_t spread_4(uint32_t x) {
     x = (x | x << 8) & 0x00ff00ffu;
     return (x | x << 4) & 0x0f0f0f0fu;
 }
-// The four levels, negative where the bit of signs is set. No level is 0, so no carry leaves a byte.
+// The four levels, negative where the bit of signs is set. No level is 0, so no carry leaves a
+// byte.
 DEV uint32_t signed_levels(uint32_t levels, uint32_t signs) {
     const uint32_t one = spread_bits(signs);
     return (levels ^ one * 255u) + one;
@@ -1957,7 +1958,7 @@ DEV uint32_t q8_codes(const float *v, float inverse) { // of four values
 #pragma unroll
     for (int e = 0; e < 4; e++) {
         const float x = fminf(127.0f, fmaxf(-127.0f, v[e] * inverse));
-        codes |= (bits<uint32_t>(x + 12582912.0f) & 255u) << 8 * e; // 1.5 2^23: rounds to an integer
+        codes |= (bits<uint32_t>(x + 12582912.0f) & 255u) << 8 * e; // 1.5 2^23: rounds
     }
     return codes;
 }
@@ -2021,8 +2022,8 @@ DEV void quad_floats(int32_t format, const u32x4 &loaded, float v[4]) {
     v[3] = bits_float(format, loaded.w);
 }
 
-// Elements k to k + count - 1 of a row of F32, F16 or BF16 as they are in memory, the rest 0; and the
-// four numbers that they are. Apart, so that many loads can be issued before one is used.
+// Elements k to k + count - 1 of a row of F32, F16 or BF16 as they are in memory, the rest 0; and
+// the four numbers that they are. Apart, so that many loads can be issued before one is used.
 DEV u32x4 load4(int32_t format, const char *row, bool wide, int64_t k, int count) {
     u32x4 w = make4(0, 0, 0, 0);
     if (count == 0) return w;
@@ -2969,10 +2970,10 @@ DEV float experts_value(int32_t kind, float limit, float alpha, bool has_w2, flo
 }
 
 // experts_int8, experts_f32: the product by expert for few pairs of a token and one of its slots. A
-// block is that of a matvec with one column, whose rows of w are those of the pair's expert; so only
-// these are read. Without weights a block has one pair. With weights it has all slots of a token:
-// the waves that share rows in a matvec take slots instead of parts of K, and their sums, each
-// times its weight, are added in the order of the waves. An id out of range is passed over and
+// block is that of a matvec with one column, whose rows of w are those of the pair's expert; so
+// only these are read. Without weights a block has one pair. With weights it has all slots of a
+// token: the waves that share rows in a matvec take slots instead of parts of K, and their sums,
+// each times its weight, are added in the order of the waves. An id out of range is passed over and
 // reported.
 // Geometry: see rocq_k_experts_args. LDS: 256 bytes. Bytes: the rows of each pair's expert.
 template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0) {
@@ -3084,7 +3085,8 @@ KERNEL(experts_merge, rocq_k_experts_args, 256) {
 // stand before its own. The tiles of e begin at (its first sorted pair) / N + e, which leaves room
 // for all, whatever the experts before it have; so no block waits for another. Tiles too many are
 // empty. Pairs with an id out of range stand nowhere.
-// A thread counts, then writes, a run of pairs. LDS: 1 KB. Bytes: ids twice for each expert, from L2.
+// A thread counts, then writes, a run of pairs. LDS: 1 KB. Bytes: ids twice for each expert, from
+// L2.
 KERNEL(experts_sort, rocq_k_experts_args, 256) {
     LDS(int, counts, 256);
     LDS(int, lower, 256);
@@ -3548,8 +3550,8 @@ template <int F> DEV void matmul_unit_halves(const raw<F> &r, uint32_t unit, u32
     for (int i = 0; i < 4; i++) h[i] = make4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
 }
 
-// Of the units that a thread has prefetched of two rows, the one to decode in pass i of two. For the
-// formats that are only read the passes are a loop, whose code and constants are there once.
+// Of the units that a thread has prefetched of two rows, the one to decode in pass i of two. For
+// the formats that are only read the passes are a loop, whose code and constants are there once.
 template <int F> DEV constexpr int decode_passes() { return F == READ ? 1 : 2; } // unrolled
 template <int F> DEV raw<F> take_row(raw<F> (&r)[2], int i) {
     if constexpr (F != READ) return r[i];
@@ -4428,10 +4430,10 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 //            columns       64    64     32    16
 //
 // The positions that a block's columns see are cut into runs, one a block: n_splits of them, or
-// fewer where one of several would have less than ROCQ_K_ATTEND_RUN positions. The result of a single run
-// goes straight to out. Otherwise each block stores m, l and O of its columns in work, and the
-// block that finishes last, which the counter tells, merges them in the order of the runs. A row
-// that sees no position is 0.
+// fewer where one of several would have less than ROCQ_K_ATTEND_RUN positions. The result of a
+// single run goes straight to out. Otherwise each block stores m, l and O of its columns in work,
+// and the block that finishes last, which the counter tells, merges them in the order of the runs.
+// A row that sees no position is 0.
 //
 // Grid    as at rocq_k_attention_args in rocq.h; 128 threads
 // LDS     13 to 43 KB: K [position][BD + 8], V^T [row][TILE + 8], F16. The padding of 8 puts the
@@ -6878,9 +6880,9 @@ DEV void conv_store(int32_t format, char *row, int64_t k, const float v[8]) {
 // of an odd number, so that the chunks of a row lie in different banks. Eight positions are a line
 // of the tile and 128 bytes without gaps, wherever the tap begins: what a B fragment takes twice,
 // and what Hopper's matrix unit can read by itself.
-// What a wave computes: with BM 128, 64 channels by 64 positions, the waves lying 2 by 2; with BM 64
-// and 16 (TAESD; layers that make a picture's 3 channels) all channels by 32 positions. Where the
-// matrix unit reads LDS by itself (Hopper), a quarter of the channels by all positions.
+// What a wave computes: with BM 128, 64 channels by 64 positions, the waves lying 2 by 2; with BM
+// 64 and 16 (TAESD; layers that make a picture's 3 channels) all channels by 32 positions. Where
+// the matrix unit reads LDS by itself (Hopper), a quarter of the channels by all positions.
 //
 // Geometry: 128 threads; blockIdx.x counts tiles_m fastest, so that blocks that run at the same
 // time share a patch in L2, then tiles_x, tiles_y and n_splits; blockIdx.z counts frames of y. With
@@ -6945,9 +6947,9 @@ DEV conv_place conv_place_of(const rocq_k_conv_args &a, int bm) {
 }
 
 // The activations of common layers, E elements at once; others are applied one element at a time.
-// Two elements of SiLU, x / (1 + exp(-x)), share one reciprocal: 1 / p is q (1 / (p q)). exp is held
-// at 2^63, so that p q stays finite; below x = -43 the result is then x 2^-63 in place of about 0:
-// less than F16's smallest number for x down to -2^39.
+// Two elements of SiLU, x / (1 + exp(-x)), share one reciprocal: 1 / p is q (1 / (p q)). exp is
+// held at 2^63, so that p q stays finite; below x = -43 the result is then x 2^-63 in place of
+// about 0: less than F16's smallest number for x down to -2^39.
 template <int E> DEV void conv_activate(int32_t kind, float v[8]) {
     if (kind == ROCQ_ACT_SILU) {
 #pragma unroll
@@ -7373,7 +7375,8 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
             uint32_t h[8];
 #pragma unroll
             for (int j = 0; j < 8; j++) h[j] = j < left ? gload(from + j) : 0;
-            wr[i] = make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16);
+            wr[i] =
+                make4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16);
         }
 #pragma unroll
         for (int i = 0; i < N_W; i++) lput(to_w(buffer, i), wr[i]);
@@ -7773,27 +7776,28 @@ KERNEL(pixels, rocq_k_pixels_args, 256) {
 // ---------------------------------------------------------------------------------------------
 
 // -- matmul_backward --
-// c[k, row] = activation'(z) scale sum over r of a(row, r) b[k, r] + before: for dx a row is a column
-// n of dy, r a row m, a is dy and b is w; for dw a row is a row m of w, r a column n, a is dy turned
-// and b is x.
+// c[k, row] = activation'(z) scale sum over r of a(row, r) b[k, r] + before: for dx a row is a
+// column n of dy, r a row m, a is dy and b is w; for dw a row is a row m of w, r a column n, a is
+// dy turned and b is x.
 //
-//   b    F16 [K, R], or planar blocks; a F16 [R, rows], or turned [rows, R]: rows at multiples of 16
-//        bytes, readable up to the next such multiple; what lies there has no effect
+//   b    F16 [K, R], or planar blocks; a F16 [R, rows], or turned [rows, R]: rows at multiples of
+//        16 bytes, readable up to the next such multiple; what lies there has no effect
 //   c    F32 or F16 [K, rows], z and before likewise, any strides; before may be c
 //
-// Memory has k innermost, and for dw rows too, while the matrix unit takes r innermost: operands are
-// turned on their way. A thread loads 8 by 8 halves and stores them turned, at half an instruction
-// an element; of planar blocks, a unit of each of two neighbouring rows, whose elements it stores in
-// pairs. The rows of LDS are k 0 8 16 .. 56, 1 9 17 .., so that the lanes that hold neighbouring
-// chunks of 8 k write to neighbouring rows, free of bank conflicts; the epilogue puts k back in
-// order (backward_turned). Where the matrix unit reads LDS by itself (Hopper), it turns operands,
-// too, and matmul_backward_lds copies them as they lie.
+// Memory has k innermost, and for dw rows too, while the matrix unit takes r innermost: operands
+// are turned on their way. A thread loads 8 by 8 halves and stores them turned, at half an
+// instruction an element; of planar blocks, a unit of each of two neighbouring rows, whose elements
+// it stores in pairs. The rows of LDS are k 0 8 16 .. 56, 1 9 17 .., so that the lanes that hold
+// neighbouring chunks of 8 k write to neighbouring rows, free of bank conflicts; the epilogue puts
+// k back in order (backward_turned). Where the matrix unit reads LDS by itself (Hopper), it turns
+// operands, too, and matmul_backward_lds copies them as they lie.
 //
 // Tiles of 128 k by 128 rows, 128 threads; step, waves, sums and LDS as in matmul_f16 with tiles of
-// 128 columns. Geometry: blockIdx.x counts tiles_k fastest, so that blocks that run at the same time
-// share rows of a in L2, then tiles_rows and n_splits. With n_splits over 1 a block has a share of r,
-// in whole steps, and stores its sums in `work`, which matmul_backward_merge adds up in the order of
-// the splits. db[row] = scale sum of a(row, r): blocks of the first k sum it up from LDS.
+// 128 columns. Geometry: blockIdx.x counts tiles_k fastest, so that blocks that run at the same
+// time share rows of a in L2, then tiles_rows and n_splits. With n_splits over 1 a block has a
+// share of r, in whole steps, and stores its sums in `work`, which matmul_backward_merge adds up in
+// the order of the splits. db[row] = scale sum of a(row, r): blocks of the first k sum it up from
+// LDS.
 enum { BACKWARD_TILE = ROCQ_K_BACKWARD_TILE, BACKWARD_ROW = MATMUL_F16_ROW };
 
 struct backward_place {
@@ -7910,9 +7914,9 @@ DEV void backward_end_db(const rocq_k_matmul_backward_args &a, const backward_pl
 // The k, or the row, of row p of LDS, each counted from the tile's first; and the other way round.
 DEV int backward_turned(int p) { return (p & 64) | (p & 7) << 3 | (p >> 3 & 7); }
 
-// Finishes a block's 128 k by 128 rows: as in matmul_finish the sums go through LDS, 16 rows of each
-// wave at a time, after which each wave has all k of some rows. Of the waves' 64 by 64, k lie as
-// backward_turned says, and with TURN_ROWS rows, too.
+// Finishes a block's 128 k by 128 rows: as in matmul_finish the sums go through LDS, 16 rows of
+// each wave at a time, after which each wave has all k of some rows. Of the waves' 64 by 64, k lie
+// as backward_turned says, and with TURN_ROWS rows, too.
 enum { BACKWARD_STRIDE = BACKWARD_TILE + 4 };
 template <bool TURN_ROWS>
 DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward_place &at,
@@ -8240,9 +8244,9 @@ KERNEL_WAVES(matmul_backward_dw, rocq_k_matmul_backward_args, 128, 3) {
     matmul_backward_f16<ROCQ_F16, true>(a);
 }
 
-// matmul_backward_f32: operands, products and sums in F32; b is F32 or planar blocks. Tiles, sums and
-// LDS as in matmul_f32, for which operands lie with r outermost: those that memory has so are only
-// copied. A step is 32 of r.
+// matmul_backward_f32: operands, products and sums in F32; b is F32 or planar blocks. Tiles, sums
+// and LDS as in matmul_f32, for which operands lie with r outermost: those that memory has so are
+// only copied. A step is 32 of r.
 KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
     enum { TILE = BACKWARD_TILE, BK = 32, STRIDE = TILE + 4 };
     LDS(float, bt, BK * STRIDE);
@@ -8345,9 +8349,9 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
     }
 }
 
-// matmul_backward_merge: c = epilogue(sum of the splits, added in their order), a thread an element;
-// the first threads also have one of db each. Geometry: 256 threads. Bytes: the sums of every split
-// once, from L2.
+// matmul_backward_merge: c = epilogue(sum of the splits, added in their order), a thread an
+// element; the first threads also have one of db each. Geometry: 256 threads. Bytes: the sums of
+// every split once, from L2.
 KERNEL(matmul_backward_merge, rocq_k_matmul_backward_args, 256) {
     if (a.tiles_k == 0) return;
     const uint32_t item = (a.common.block0 + block_index()) * 256 + thread_index();
@@ -8385,8 +8389,8 @@ KERNEL(matmul_backward_merge, rocq_k_matmul_backward_args, 256) {
 // attend_back_q: S^T = K Q^T, dP^T = V dO^T [position][column]; dQ += dS K [column][d].
 //
 // Grid    as at rocq_k_attention_backward_args; of each kind, blocks with most to do first
-// LDS     12 to 45 KB: the tile of columns or positions that all waves use, while the next one is on
-//         its way in registers; images have no bank conflicts
+// LDS     12 to 45 KB: the tile of columns or positions that all waves use, while the next one is
+//         on its way in registers; images have no bank conflicts
 // Values  Q, K, V, dO, P and dS are rounded to F16, sums are F32
 // Bytes   7 images of 32 D bytes written once a tile; kv reads four of columns once for each 64
 //         positions, q three of positions for each block's columns
@@ -8857,9 +8861,9 @@ ROCQ_K_BACK_DIMS(ROCQ_X, unused)
 //   work                 F32 [128, 2, n_shares, tiles]
 //
 // Two kinds of blocks, of 256 threads, in one launch; or in two, where dx is dy.
-// Blocks below n_sums are for dweight and dbias: block b takes tile b / n_shares of 128 columns, and
-// share b % n_shares of the rows. A lane takes a quad, and a wave every 8th row, four at a time. The
-// waves' sums are added up in order, and by the last block of a tile the shares' sums.
+// Blocks below n_sums are for dweight and dbias: block b takes tile b / n_shares of 128 columns,
+// and share b % n_shares of the rows. A lane takes a quad, and a wave every 8th row, four at a
+// time. The waves' sums are added up in order, and by the last block of a tile the shares' sums.
 // The other blocks are for dx: up to K = 1024 a wave takes a row, so that no barrier is in its way,
 // else all of the block. Of a row of up to 24 elements a thread x and dy are read once and stay in
 // registers; of a longer one they are read twice, for the means and for dx, the second time from a
@@ -9026,7 +9030,8 @@ KERNEL(norm_backward, rocq_k_norm_backward_args, 256) {
         uint32_t row = block - (uint32_t)a.n_sums;
         if (alone) row = 8 * row + (uint32_t)wave_index();
         if (row >= rows_of(a.x)) return;
-        norm_backward_row(a, row, alone ? lane_index() : (int)thread_index(), alone ? 32 : 256, lds);
+        norm_backward_row(a, row, alone ? lane_index() : (int)thread_index(), alone ? 32 : 256,
+                          lds);
     }
 }
 
@@ -9249,7 +9254,8 @@ DEV void grad_state(const rocq_k_grad_norm_args &a, float sum) {
     const int count = finite ? ROCQ_TRAIN_STEPS : ROCQ_TRAIN_SKIPPED;
     float since = finite ? gload(a.state + ROCQ_TRAIN_SINCE) + 1.0f : 0.0f, next = scale;
     float factor = 0.0f;
-    if (finite) factor = (a.max_norm > 0.0f && norm > a.max_norm ? a.max_norm / norm : 1.0f) / scale;
+    if (finite)
+        factor = (a.max_norm > 0.0f && norm > a.max_norm ? a.max_norm / norm : 1.0f) / scale;
     if (a.growth_interval > 0 && !finite) next = fmaxf(0.5f * scale, 1.0f);
     if (a.growth_interval > 0 && since >= (float)a.growth_interval) {
         next = fminf(2.0f * scale, 16777216.0f);
@@ -9309,8 +9315,8 @@ KERNEL(grad_norm, rocq_k_grad_norm_args, 256) {
 //
 // A wave takes 256 elements, a lane two quads of them that lie 128 apart, so that all its loads, up
 // to eight of 16 bytes, are under way together and stores are side by side. Geometry: 256 threads,
-// 2048 elements a block. Bytes: w, m and v twice, g once, or twice with clear, w16 once: 28 bytes an
-// element at least in F32. Some 60 instructions an element take less time than that.
+// 2048 elements a block. Bytes: w, m and v twice, g once, or twice with clear, w16 once: 28 bytes
+// an element at least in F32. Some 60 instructions an element take less time than that.
 // 1 - beta^t is -expm1(t log beta), of which the series is taken where it would cancel.
 DEV float one_less_power(float log_beta, float t) {
     const float x = t * log_beta;

@@ -1,11 +1,11 @@
-// frames.c - what a renderer and a context cost each other on one GPU: frame times and tokens a second
-// together, by rocq_sharing, and of each alone.
+// frames.c - what a renderer and a context cost each other on one GPU: frame times and tokens a
+// second together, by rocq_sharing, and of each alone.
 //
-// The renderer is played by a second stream (bench/probe.hip): 144 times a second a frame of 12 short
-// kernels, 3 ms in all where nothing else runs, each drawn and waited for by a thread of its own. A
-// frame's time is taken on the host's clock, from when it is submitted to when it is done. One that
-// takes longer than 6.94 ms is late, and the next begins at once. Meanwhile the context decodes: each
-// step draws a token and waits for it, as a program does.
+// The renderer is played by a second stream (bench/probe.hip): 144 times a second a frame of 12
+// short kernels, 3 ms in all where nothing else runs, each drawn and waited for by a thread of its
+// own. A frame's time is taken on the host's clock, from when it is submitted to when it is done.
+// One that takes longer than 6.94 ms is late, and the next begins at once. Meanwhile the context
+// decodes: each step draws a token and waits for it, as a program does.
 //
 //   frames/renderer/alone/FIGURE        FIGURE: median, p95, p99, worst (ms), late (% of frames)
 //   frames/MODEL/PRESET/FIGURE          with the context at work; PRESET: balanced, graphics_first,
@@ -14,8 +14,8 @@
 //   frames/MODEL/alone/tokens_per_s     without it
 //
 // CUDA has no priority below that of a plain stream. Where graphics_first does not get it, the
-// renderer's stream is raised above a plain one instead, and a line says so: what counts is the order
-// of the two. Compute units and waves are not limited there either (rocq_get_info, ignored).
+// renderer's stream is raised above a plain one instead, and a line says so: what counts is the
+// order of the two. Compute units and waves are not limited there either (rocq_get_info, ignored).
 //
 //     frames [options of bench.h] [--model FILE]    else a llama shape of 1.1B with random weights
 //

@@ -10,9 +10,9 @@
 //   inference/MODEL/ttft/N     from N tokens to the first one drawn; the cache is empty before. A
 //                              prompt that a CPU would read for more than 3 s, by the shorter one
 //                              before it, is left out unless a filter names it
-//   inference/MODEL/decode/N   a step with N tokens in the cache: eval, draw, the token on the host.
-//                              What fits the caches is there, but between steps llama.cpp has its
-//                              turn and threads fall asleep. Of the shipped model also
+//   inference/MODEL/decode/N   a step with N tokens in the cache: eval, draw, the token on the
+//                              host. What fits the caches is there, but between steps llama.cpp has
+//                              its turn and threads fall asleep. Of the shipped model also
 //       .../row                a step of 16 in a row, as text is generated
 //       .../cold               a step after the CPU's caches were emptied, as by a game's frame
 //   inference/MODEL/phase/N/.. what the time to the first token is made of
@@ -198,7 +198,8 @@ typedef struct measured {
 // take seven samples at least, and llama.cpp as many.
 static bool too_long(const session *s, const char *name, int32_t n, double ns_per_token) {
     bool named = s->b->gpu;
-    for (int i = 0; i < s->b->n_filters; i++) named |= strncmp(s->b->filters[i], name, strlen(name)) == 0;
+    for (int i = 0; i < s->b->n_filters; i++)
+        named |= strncmp(s->b->filters[i], name, strlen(name)) == 0;
     return !named && ns_per_token * n > 3e9;
 }
 
@@ -407,8 +408,8 @@ static void print_threads(const bench *b) {
         const char *name = b->results[i].name, *at = strstr(name, "/threads/1");
         if (!at || strcmp(at, "/threads/1") != 0) continue;
         const int length = (int)(at - name);
-        printf("%.*s\n%8s %11s %8s %11s %8s %11s\n", length, name, "threads", "rocq", "", "llama.cpp",
-               "", "its / rocq's");
+        printf("%.*s\n%8s %11s %8s %11s %8s %11s\n", length, name, "threads", "rocq", "",
+               "llama.cpp", "", "its / rocq's");
         for (int n = 1; n <= 1024; n *= 2) {
             double ns[2] = {0, 0};
             for (int side = 0; side < 2; side++) {

@@ -219,8 +219,10 @@ static rocq_result cache_make(cache *c, bench *b, rocq_format format, int32_t pa
     for (int pass = 0; pass < 2 && result == ROCQ_OK; pass++) { // measured, then cut
         if (pass == 1) result = rocq_buffer_alloc(b->ctx, &c->memory, arena.peak);
         rocq_arena_init(&arena, pass == 1 ? &c->memory : NULL);
-        if (result == ROCQ_OK) result = rocq_tensor_3d(&arena, &c->k, ROCQ_F32, DIM, KV_HEADS, TABLE);
-        if (result == ROCQ_OK) result = rocq_tensor_3d(&arena, &c->v, ROCQ_F32, DIM, KV_HEADS, TABLE);
+        if (result == ROCQ_OK)
+            result = rocq_tensor_3d(&arena, &c->k, ROCQ_F32, DIM, KV_HEADS, TABLE);
+        if (result == ROCQ_OK)
+            result = rocq_tensor_3d(&arena, &c->v, ROCQ_F32, DIM, KV_HEADS, TABLE);
         if (result == ROCQ_OK) result = rocq_tensor_1d(&arena, &c->pos, ROCQ_I32, TABLE);
         if (result == ROCQ_OK) result = rocq_tensor_1d(&arena, &c->cell, ROCQ_I32, TABLE);
         if (result == ROCQ_OK) result = rocq_tensor_2d(&arena, &c->q, ROCQ_F32, DIM, HEADS);

@@ -1,16 +1,21 @@
 // launch.c - what it costs the host to have work done, and to measure it.
 //
-//   launch/submit, /complete, /row  rocq_measure_launch: a kernel that does nothing (on the CPU, a job
-//                                   handed to the threads); medians, and the 95th percentiles as p95
+//   launch/submit, /complete, /row  rocq_measure_launch: a kernel that does nothing (on the CPU, a
+//                                   job handed to the threads); medians, and the 95th percentiles
+//                                   as p95
 //   launch/timer/KIND               a timer started, stopped and read
-//   profile/clock, /region          reading the host's clock; a region of the program, begun and ended
-//   profile/op/STATE                an op too small to matter, with the profile off and on; region and op
-//                                   with every call measured
-//   profile/step/MODEL/STATE        a step (eval, draw, the token on the host), off and on, in turn: the
-//                                   ratio is what a profile costs. demo: the shipped model; 1.1B: a llama
-//                                   shape with random weights, written to TMPDIR (or /tmp) and unlinked
-//   profile/step_every/MODEL/STATE  the same with every call measured, instead of as many as cost little
-//   profile/step_host/MODEL/STATE   on a GPU: every call, host times alone, without events in the queue
+//   profile/clock, /region          reading the host's clock; a region of the program, begun and
+//                                   ended
+//   profile/op/STATE                an op too small to matter, with the profile off and on; region
+//                                   and op with every call measured
+//   profile/step/MODEL/STATE        a step (eval, draw, the token on the host), off and on, in
+//                                   turn: the ratio is what a profile costs. demo: the shipped
+//                                   model; 1.1B: a llama shape with random weights, written to
+//                                   TMPDIR (or /tmp) and unlinked
+//   profile/step_every/MODEL/STATE  the same with every call measured, instead of as many as cost
+//                                   little
+//   profile/step_host/MODEL/STATE   on a GPU: every call, host times alone, without events in the
+//                                   queue
 //
 // From the top level, where the model is.
 
@@ -177,7 +182,8 @@ static void steps_of(state *s, const char *model, const char *path) {
         bench_fail(b, model, file ? s->m.error : rocq_error(b->ctx));
     } else {
         s->wanted = s->drawn;
-        const rocq_profile_desc some = {0}, every = {.cost = 1}, host = {.cost = 1, .host_only = true};
+        const rocq_profile_desc some = {0}, every = {.cost = 1},
+            host = {.cost = 1, .host_only = true};
         compare_steps(s, "step", model, &some);
         compare_steps(s, "step_every", model, &every);
         if (b->gpu) compare_steps(s, "step_host", model, &host);
@@ -208,7 +214,8 @@ static void steps(state *s) {
     if (!b->tiny && wants_steps(b, "demo")) steps_of(s, "demo", "examples/model/rocq-demo.gguf");
     if (!wants_steps(b, shape->name)) return;
     s->steps = b->tiny ? 1 : 32;
-    snprintf(path, sizeof path, "%s/rocq-launch-%d.gguf", dir && *dir ? dir : "/tmp", (int)getpid());
+    snprintf(path, sizeof path, "%s/rocq-launch-%d.gguf", dir && *dir ? dir : "/tmp",
+             (int)getpid());
     if (write_model(b, shape, 512, path)) steps_of(s, shape->name, path);
     else bench_fail(b, shape->name, rocq_error(b->ctx));
     unlink(path);

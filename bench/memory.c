@@ -1,5 +1,6 @@
-// What a pool's block costs against malloc or the GPU runtime, one size at a time and over the trace
-// of a training step (bench/training_trace, run by python3); fragmentation; what an arena's cut costs.
+// What a pool's block costs against malloc or the GPU runtime, one size at a time and over the
+// trace of a training step (bench/training_trace, run by python3); fragmentation; what an arena's
+// cut costs.
 //
 // On the CPU (--device cpu), against glibc's malloc and free:
 //     pool/SIZE/request, /alloc_free, /malloc_free   a request alone, a request and its return, and
@@ -156,7 +157,8 @@ static bool read_trace(trace *t, int steps) {
     while (file && fgets(line, sizeof line, file)) {
         long long number = 0, size = 0;
         if (line[0] == 's' && step++ == steps * 3 / 4) t->warm = t->n, t->n_warm = t->n_requests;
-        if (sscanf(line, "a %lld %lld", &number, &size) != 2 && sscanf(line, "f %lld", &number) != 1) {
+        if (sscanf(line, "a %lld %lld", &number, &size) != 2 &&
+            sscanf(line, "f %lld", &number) != 1) {
             continue;
         }
         const event e = {(int32_t)number, size};
@@ -472,7 +474,8 @@ static void traces(bench *b) {
     memset(&t, 0, sizeof t);
     t.b = b;
     if (!read_trace(&t, b->tiny ? 8 : 64)) {
-        bench_skip(b, "pool/trace", "python3 bench/training_trace, from the top level, gave nothing");
+        bench_skip(b, "pool/trace",
+                   "python3 bench/training_trace, from the top level, gave nothing");
         return;
     }
     const rocq_memory memory = b->gpu ? ROCQ_MEMORY_DEVICE : ROCQ_MEMORY_HOST;
@@ -480,7 +483,8 @@ static void traces(bench *b) {
         double budget;
         bool exact;
     } figures[] = {{0, false}, {0, true}, {2, false}, {1.5, false}, {1.5, true}, {1.25, true}};
-    bench_value(b, "pool/trace/requests", (double)t.n_requests / (b->tiny ? 8 : 64), "a step", true);
+    bench_value(b, "pool/trace/requests", (double)t.n_requests / (b->tiny ? 8 : 64), "a step",
+                true);
     for (int i = 0; i < (b->tiny ? 2 : 6); i++) {
         trace_figures(b, &t, memory, figures[i].budget, figures[i].exact);
     }
@@ -518,7 +522,8 @@ static rocq_result arena_loop(void *user) {
 static void arenas(bench *b) {
     rocq_arena arena;
     rocq_buffer buffer;
-    const bench_case c = {.name = "arena/fixed/10KB", .run = arena_loop, .user = &arena, .inner = INNER};
+    const bench_case c = {.name = "arena/fixed/10KB", .run = arena_loop, .user = &arena,
+                          .inner = INNER};
     if (rocq_buffer_alloc(b->ctx, &buffer, 2 << 20) == ROCQ_OK) {
         rocq_arena_init(&arena, &buffer);
         bench_run(b, &c);

@@ -20,7 +20,8 @@ typedef struct model_writer {
 } model_writer;
 
 // Rows repeat after 32, in an order that differs from tensor to tensor.
-BENCH_FN void model_put(model_writer *w, rocq_format format, int64_t k, int64_t m, const char *name) {
+BENCH_FN void model_put(model_writer *w, rocq_format format, int64_t k, int64_t m,
+                        const char *name) {
     const int64_t ne[2] = {k, m}, some = m < 32 ? m : 32;
     int64_t row = 0;
     if (w->adding) {
@@ -105,8 +106,8 @@ BENCH_FN const char *model_option(int *argc, char **argv) {
 }
 
 BENCH_FN model_choice model_choose(const bench *b, const char *given, const char *program) {
-    static const model_shape large = {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K,
-                                      false};
+    static const model_shape large = {"1.1B-Q4_K", 2048,  5632,      32,        4,
+                                      22,          32000, ROCQ_Q4_K, ROCQ_Q6_K, false};
     static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0, false};
     const char *dir = getenv("TMPDIR"), *slash = given ? strrchr(given, '/') : NULL;
     model_choice c;

@@ -19,7 +19,8 @@ how far it is known, and the table gives the slowest and the fastest of all comb
 Pictures and steps of training, which chains of launches are made of too, in the same way:
 
     picture  = flops / (peak of the matrix unit * share) + launches * cost
-    training = bytes of weights / (bandwidth * reach * stream) + flops / (peak * share) + launches * cost
+    training = bytes of weights / (bandwidth * reach * stream) + flops / (peak * share)
+               + launches * cost
 
 with the cost of a launch as reported for HIP graphs on RDNA3 chips (LAUNCH_NS).
 """
@@ -72,15 +73,15 @@ PUBLISHED = (
 # (3850); not measured by this project.
 LAUNCH_NS = (1750, 3850)
 
-# AutoencoderKL decoders of SDXL's widths: pixels, operations (vae_plan.whole_flops), ops, each about one
-# launch. Share of the F16 ceiling: on the H200, 10.7 and 47.0 ms of 639 TFLOPS (PERFORMANCE.md,
-# "Pictures"), to conv_f16_128's with norm and SiLU in gfx1100.md.
+# AutoencoderKL decoders of SDXL's widths: pixels, operations (vae_plan.whole_flops), ops, each
+# about one launch. Share of the F16 ceiling: on the H200, 10.7 and 47.0 ms of 639 TFLOPS
+# (PERFORMANCE.md, "Pictures"), to conv_f16_128's with norm and SiLU in gfx1100.md.
 PICTURES = ((512, 2.515e12, 85), (1024, 10.47e12, 85))
 PICTURE_SHARE = (0.35, 0.88)
 
 # DistilGPT-2 in mixed precision: texts, tokens of each. Bytes of a weight: 8 to 14 by forward and
-# backward (in F16 read twice, its F32 gradient written, or also read), 34 by the gradient's norm and
-# AdamW (w, m, v read and written, g read twice, w in F16 written).
+# backward (in F16 read twice, its F32 gradient written, or also read), 34 by the gradient's norm
+# and AdamW (w, m, v read and written, g read twice, w in F16 written).
 STEPS = ((1, 31), (1, 512), (8, 512))
 TRAINED, WIDTH, LAYERS = 81.9e6, 768, 6
 STEP_BYTES = (34 + 8, 34 + 14)

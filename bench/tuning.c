@@ -1,5 +1,6 @@
-// What rocq_tune is worth: shapes of 1B to 13B models, tuned on the GPU, then measured tuned against
-// untuned, in turn. Weights and caches are read from memory, not from the GPU's cache, as in a model.
+// What rocq_tune is worth: shapes of 1B to 13B models, tuned on the GPU, then measured tuned
+// against untuned, in turn. Weights and caches are read from memory, not from the GPU's cache, as
+// in a model.
 //
 //     gcc -O2 -I. bench/tuning.c kernels.o -o tuning ...      see bench.h; --device gpu
 //

@@ -334,7 +334,8 @@ static void set_up(state *s) {
 static double handover(state *s, bool other) {
     const rocq__gpu *gpu = s->b->ctx->gpu;
     const rocq_hip *hip = gpu->hip;
-    void *stream = NULL, *event[2] = {NULL, NULL}, *to = (void *)(uintptr_t)s->device.device.address;
+    void *stream = NULL, *event[2] = {NULL, NULL},
+         *to = (void *)(uintptr_t)s->device.device.address;
     double best = 1e9;
     int error = hip->stream_create(&stream, ROCQ_HIP_NON_BLOCKING);
     for (int i = 0; i < 2; i++) error |= hip->event_create(&event[i], ROCQ_HIP_NO_TIMING);

@@ -1,22 +1,22 @@
 // vae.c - decoding of pictures and videos, and the convolutions it is made of, beside PyTorch.
 //
 //   vae/MODEL/WHAT             from latents in host memory to bytes in host memory. MODEL: sdxl, an
-//                              AutoencoderKL of SDXL's widths; taesd; wan, Wan 2.1's. Random weights in
-//                              F16; on the CPU they compute in F32. WHAT, pixels: 256, 512, 1024;
-//                              256x4: four pictures at once; 512/f16; 1024/budget: with three quarters of
-//                              the memory that it takes whole; 256/video: 17 frames; 512x8: two batches of
-//                              four
+//                              AutoencoderKL of SDXL's widths; taesd; wan, Wan 2.1's. Random
+//                              weights in F16; on the CPU they compute in F32. WHAT, pixels: 256,
+//                              512, 1024; 256x4: four pictures at once; 512/f16; 1024/budget: with
+//                              three quarters of the memory that it takes whole; 256/video: 17
+//                              frames; 512x8: two batches of four
 //   .../torch, .../compiled    the same by PyTorch, channels last, cuDNN's search on, eager and by
 //                              torch.compile (GPU). Ours are verified against its values
-//   .../peak, .../planned      MB at once: rocq_stats.peak_bytes of a context of its own, and what the
-//                              plan says before; .../allocations of a second decode
-//   conv/CxM/KxK/SIZE/HOW      one convolution to M channels of SIZE x SIZE positions, with GroupNorm and
-//                              SiLU of its C input channels (norm), without (plain), or of a picture of
-//                              half the size (up). Every shape of SDXL's decoder at 512 x 512 pixels, and
-//                              TAESD's. PyTorch beside: /torch
+//   .../peak, .../planned      MB at once: rocq_stats.peak_bytes of a context of its own, and what
+//                              the plan says before; .../allocations of a second decode
+//   conv/CxM/KxK/SIZE/HOW      one convolution to M channels of SIZE x SIZE positions, with
+//                              GroupNorm and SiLU of its C input channels (norm), without (plain),
+//                              or of a picture of half the size (up). Every shape of SDXL's decoder
+//                              at 512 x 512 pixels, and TAESD's. PyTorch beside: /torch
 //
-//     vae [options of bench.h]        PyTorch: the first of python3 and /usr/bin/python3 that has it;
-//                                     without it only what needs neither weights nor peer
+//     vae [options of bench.h]        PyTorch: the first of python3 and /usr/bin/python3 that has
+//                                     it; without it only what needs neither weights nor peer
 #include "bench.h"
 #include "torch.h"
 #include "../examples/vae.h"
@@ -56,9 +56,9 @@ static rocq_result decode(void *user) {
     return result;
 }
 
-// Its values are [n, 3, T, H, W]; ours are [3, W, H, T, n], innermost first. Bounds, for values of 0 to 1:
-// on the CPU both compute in F32, 80 dB. On a GPU both in F16, 60 dB; TAESD has no norms, so that
-// roundings add up through all of its 35 layers, 45 dB.
+// Its values are [n, 3, T, H, W]; ours are [3, W, H, T, n], innermost first. Bounds, for values of
+// 0 to 1: on the CPU both compute in F32, 80 dB. On a GPU both in F16, 60 dB; TAESD has no norms,
+// so that roundings add up through all of its 35 layers, 45 dB.
 static bool like_torch(void *user) {
     decoding *d = (decoding *)user;
     char path[100];
@@ -74,7 +74,8 @@ static bool like_torch(void *user) {
     d->job.values = NULL;
     for (size_t i = 0; ran && i < n; i++) {
         const int64_t k = (int64_t)i / d->n_values, in = (int64_t)i % d->n_values;
-        const double e = d->values[k * d->n_values + in % positions * 3 + in / positions] - d->want[i];
+        const double e =
+            d->values[k * d->n_values + in % positions * 3 + in / positions] - d->want[i];
         error += e * e;
     }
     const double psnr = -10 * log10(error / (double)n);
@@ -136,7 +137,8 @@ static void make_latents(decoding *d) {
     FILE *f = d->peer->to ? fopen(path, "wb") : NULL;
     for (int64_t i = 0; f && i < n; i++) {
         float z = d->latents[i] / d->m.latent_scale + d->m.latent_shift;
-        if (d->m.video) z = d->latents[i] * d->m.z_std[i / run % d->m.z] + d->m.z_mean[i / run % d->m.z];
+        if (d->m.video)
+            z = d->latents[i] * d->m.z_std[i / run % d->m.z] + d->m.z_mean[i / run % d->m.z];
         fwrite(&z, sizeof z, 1, f);
     }
     if (f) fclose(f);
@@ -174,7 +176,8 @@ static void measure_picture(bench *b, torch_peer *peer, const picture_case *c) {
         vae_plan plan;
         vae_plan_decode(&d.m, &d.job, &plan);
         bench_case cases[3] = {{.name = name, .run = decode, .user = &d, .single = true,
-                                .verify = beside ? like_torch : NULL, .unit = b->gpu ? BENCH_F16 : BENCH_F32}};
+                                .verify = beside ? like_torch : NULL,
+                                .unit = b->gpu ? BENCH_F16 : BENCH_F32}};
         cases[0].flops = plan.whole_flops * (c->n / c->batch);
         for (int i = 1; i < 3; i++) {
             cases[i] = cases[0];
@@ -242,8 +245,9 @@ static rocq_result run_conv(void *user) {
 static rocq_result torch_conv(void *user) {
     convolving *v = (convolving *)user;
     const conv_case *s = &v->s;
-    const double ns = torch_ask(v->peer, "conv %d %d %d %d %d eager %d", (int)s->c, (int)s->m, (int)s->k,
-                               (int)(s->size / s->up), (int)s->up, v->graph ? CONV_REPEATS : 1);
+    const double ns =
+        torch_ask(v->peer, "conv %d %d %d %d %d eager %d", (int)s->c, (int)s->m, (int)s->k,
+                  (int)(s->size / s->up), (int)s->up, v->graph ? CONV_REPEATS : 1);
     return ns < 0 ? ROCQ_E_UNSUPPORTED : ROCQ_OK;
 }
 
@@ -251,7 +255,8 @@ static rocq_result open_conv(convolving *v) {
     const conv_case *s = &v->s;
     const rocq_format format = v->b->gpu ? ROCQ_F16 : ROCQ_F32;
     const int64_t in = s->size / s->up, k = (int64_t)s->c * s->k * s->k;
-    const int64_t x_ne[4] = {s->c, in, in, 1}, y_ne[4] = {s->m, s->size, s->size, 1}, w_ne[2] = {k, s->m};
+    const int64_t x_ne[4] = {s->c, in, in, 1}, y_ne[4] = {s->m, s->size, s->size, 1},
+                  w_ne[2] = {k, s->m};
     const int64_t m_ne[1] = {s->m}, c_ne[1] = {s->c}, stats_ne[3] = {2, s->norm ? 32 : 1, 1};
     const struct {
         rocq_tensor *t;
@@ -292,8 +297,11 @@ static rocq_result open_conv(convolving *v) {
 static void measure_conv(bench *b, torch_peer *peer, conv_case s) {
     char name[64], peer_name[80];
     convolving v = {.b = b, .s = s, .peer = peer};
-    snprintf(name, sizeof name, "conv/%dx%d/%dx%d/%d/%s", (int)s.c, (int)s.m, (int)s.k, (int)s.k, (int)s.size,
-             s.up > 1 ? "up" : s.norm ? "norm" : "plain");
+    snprintf(name, sizeof name, "conv/%dx%d/%dx%d/%d/%s", (int)s.c, (int)s.m, (int)s.k, (int)s.k,
+             (int)s.size,
+             s.up > 1 ? "up"
+             : s.norm ? "norm"
+                      : "plain");
     if (!bench_wants(b, name)) return;
     if (open_conv(&v) == ROCQ_OK) {
         const double inner = v.graph ? CONV_REPEATS : 1, positions = (double)s.size * s.size;

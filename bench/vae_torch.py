@@ -1,14 +1,16 @@
-"""PyTorch as the peer of bench/vae.c: makes random weights, decodes with them, and times single convolutions.
+"""PyTorch as the peer of bench/vae.c: makes random weights, decodes with them, and times single
+convolutions.
 
-Started by bench/vae.c with --device cpu|cuda --threads N --folder DIR. Reads a line, does what it says, and
-answers with a line: nanoseconds of one run, or "no" and the reason. Models and weights are those that
-tests/vae.py checks examples/vae.h with, at their published widths.
+Started by bench/vae.c with --device cpu|cuda --threads N --folder DIR. Reads a line, does what it
+says, and answers with a line: nanoseconds of one run, or "no" and the reason. Models and weights
+are those that tests/vae.py checks examples/vae.h with, at their published widths.
 
     make MODEL                                 DIR/MODEL.safetensors: random weights, in F16
-    decode MODEL W H T N MODE RUNS             DIR/latents.f32 [N, z, T, H, W] to bytes on the host, RUNS times;
-                                               0: once, and its values go to DIR/values.f32. MODE: eager
-                                               or compiled
-    conv C M K SIZE UP MODE RUNS               GroupNorm, SiLU, convolution over SIZE x SIZE after UP times
+    decode MODEL W H T N MODE RUNS             DIR/latents.f32 [N, z, T, H, W] to bytes on the host,
+                                               RUNS times; 0: once, and its values go to
+                                               DIR/values.f32. MODE: eager or compiled
+    conv C M K SIZE UP MODE RUNS               GroupNorm, SiLU, convolution over SIZE x SIZE after
+                                               UP times
 """
 import argparse
 import os
@@ -55,7 +57,8 @@ class Kl(vae.Kl):
 
 def make(name):
     made = {"sdxl": lambda: vae.kl_weights(128, (1, 2, 4, 4), 2, 4, True, False),
-            "taesd": lambda: {k: t for k, t in vae.taesd_weights(64, 4, 3).items() if "decoder" in k},
+            "taesd": lambda: {k: t for k, t in vae.taesd_weights(64, 4, 3).items()
+                              if "decoder" in k},
             "wan": lambda: vae.wan_weights(96, [1, 2, 4, 4], 2, 16, (True, True, False))}[name]()
     vae.save(os.path.join(o.folder, name + ".safetensors"), made, {k: "F16" for k in made})
     weights[name] = {k: here(t.half()) for k, t in made.items()}
@@ -101,7 +104,8 @@ def conv(c, m, k, size, up, mode, runs):
     key = (c, m, k, size, up)
     if key not in convs:
         convs.clear()
-        convs[key] = (here(torch.randn(1, c, size, size)), here(torch.randn(m, c, k, k) / (c * k * k) ** .5),
+        convs[key] = (here(torch.randn(1, c, size, size)),
+                      here(torch.randn(m, c, k, k) / (c * k * k) ** .5),
                       here(torch.randn(m)), here(torch.randn(c)), here(torch.randn(c)))
     x, w, b, g, s = convs[key]
 
@@ -122,6 +126,7 @@ print(torch.__version__, torch.cuda.get_device_name() if gpu else "CPU", flush=T
 for line in sys.stdin:
     what, *rest = line.split()
     try:
-        print("%.1f" % ({"make": make, "decode": decode, "conv": conv}[what](*rest) * 1e9), flush=True)
+        print("%.1f" % ({"make": make, "decode": decode, "conv": conv}[what](*rest) * 1e9),
+              flush=True)
     except Exception as e:
         print("no", str(e).replace("\n", " ")[:200], flush=True)

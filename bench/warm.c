@@ -1,5 +1,5 @@
-// warm.c - what rocq_warm is worth: the first prompt and the first step of a token in a fresh process,
-// against the same once it has run for a while, with and without it (llama_warm).
+// warm.c - what rocq_warm is worth: the first prompt and the first step of a token in a fresh
+// process, against the same once it has run for a while, with and without it (llama_warm).
 //
 // The program starts itself anew for every measurement, since a runtime keeps what it has loaded,
 // with the file dropped from the page cache where the system does that. In one process either the
@@ -8,14 +8,17 @@
 // case; figures are medians over them, so a few that something else held up do not count.
 //
 //   warm/MODEL/HOW/open              ms from opening the file to a model that is ready
-//   warm/MODEL/HOW/prompt/first      ms of 128 tokens to the first one drawn; /steady: median of later
+//   warm/MODEL/HOW/prompt/first      ms of 128 tokens to the first one drawn; /steady: median of
+//                                    later
 //   warm/MODEL/HOW/step/first        ms of a token; /steady: median of steps 10 to 60
-//   warm/MODEL/HOW/step/replay_check ms by which rocq_warm takes longer for comparing the step's replay
-//                                    with its ops, on a GPU. The step runs three times for that, once
-//                                    op by op
+//   warm/MODEL/HOW/step/replay_check ms by which rocq_warm takes longer for comparing the step's
+//   replay
+//                                    with its ops, on a GPU. The step runs three times for that,
+//                                    once op by op
 //   warm/MODEL/HOW/step/replay_check_steps    the same as a multiple of /steady of the same process
 //   warm/MODEL/HOW/prompt, step/ratio    of each process first over its own steady, so that what
-//                                    slows a whole process is not in it; warm: at most 1.1 is the aim
+//                                    slows a whole process is not in it; warm: at most 1.1 is the
+//                                    aim
 //
 //     warm [options of bench.h] [--model FILE]    else a llama shape of 1.1B with random weights
 
@@ -48,8 +51,8 @@ static rocq_result eval(llama_model *m, int32_t n, int32_t past) {
 }
 
 // On a GPU rocq_warm also replays a graph twice and runs its ops once, the first time it gets the
-// graph. How much longer that takes than the second time. The graph is launched before, on the inputs
-// of the last step, since what the first launch of a graph takes longer is not the check's.
+// graph. How much longer that takes than the second time. The graph is launched before, on the
+// inputs of the last step, since what the first launch of a graph takes longer is not the check's.
 static double check_ns(rocq_ctx *ctx, llama_model *m) {
     double ns[2] = {0, 0};
     if (!m->step) return 0;
@@ -168,7 +171,8 @@ static void measure(bench *b, const char *model, const char *path, bool step) {
 int main(int argc, char **argv) {
     if (argc == 7 && strcmp(argv[1], "--measured") == 0) {
         if (argv[6][0]) kernels = argv[6];
-        return measured(strcmp(argv[2], "warm") == 0, strcmp(argv[3], "step") == 0, argv[4], argv[5]);
+        return measured(strcmp(argv[2], "warm") == 0, strcmp(argv[3], "step") == 0, argv[4],
+                        argv[5]);
     }
     bench b;
     for (int i = 1; i + 1 < argc; i++) {
@@ -178,7 +182,8 @@ int main(int argc, char **argv) {
     if (!bench_open(&b, argc, argv, "warm")) return 1;
     const model_choice m = model_choose(&b, given, "warm");
     if (m.given || write_model(&b, m.shape, 512, m.path)) {
-        for (int step = 0; step < 2; step++) measure(&b, m.name, m.given ? m.given : m.path, step != 0);
+        for (int step = 0; step < 2; step++)
+            measure(&b, m.name, m.given ? m.given : m.path, step != 0);
     } else {
         bench_fail(&b, m.name, rocq_error(b.ctx));
     }

@@ -1,8 +1,8 @@
-// ds.h - the containers of stb_ds, for programs that may end where memory runs out: with one line on
-// stderr, which begins with DS_PROGRAM, and exit status 1.
+// ds.h - the containers of stb_ds, for programs that may end where memory runs out: with one line
+// on stderr, which begins with DS_PROGRAM, and exit status 1.
 //
-// Debian's libstb-dev puts stb/stb_ds.h where compilers look. Where there is no such package, -I names
-// a folder that holds it; a MinGW compiler on Debian needs -idirafter /usr/include.
+// Debian's libstb-dev puts stb/stb_ds.h where compilers look. Where there is no such package, -I
+// names a folder that holds it; a MinGW compiler on Debian needs -idirafter /usr/include.
 
 #ifndef DS_H
 #define DS_H

@@ -69,8 +69,8 @@ static inline rocq_result lora_check(const rocq_gguf *file, rocq_str family, cha
 }
 
 // What a file that lora_check has accepted has for a weight [in, out] of this name.
-static inline rocq_result lora_find(const rocq_gguf *file, const char *weight, int64_t in, int64_t out,
-                             lora_pair *pair, char *error) {
+static inline rocq_result lora_find(const rocq_gguf *file, const char *weight, int64_t in,
+                                    int64_t out, lora_pair *pair, char *error) {
     char name[2][264];
     double alpha = 0;
     memset(pair, 0, sizeof *pair);

@@ -98,7 +98,8 @@ static bool measure(job *j, const char *text, int64_t length) {
         return fail(j->text_path, j->tok.error);
     }
     j->n_bytes += length;
-    for (int64_t done = 1; done < arrlen(j->ids);) { // tokens before it are counted, or never will be
+    for (int64_t done = 1;
+         done < arrlen(j->ids);) { // those before it are counted, or never will be
         const int64_t n_ctx = j->model.n_ctx, before = done < n_ctx / 2 ? done : n_ctx / 2;
         const int64_t begin = done - before;
         const int64_t end = begin + n_ctx < arrlen(j->ids) ? begin + n_ctx : arrlen(j->ids);

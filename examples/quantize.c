@@ -7,11 +7,11 @@
 // Q4_K, with Q6_K where it counts most: for the output matrix, and for attn_v and ffn_down of about
 // half of the layers. Vectors and norms are F32. A matrix whose rows are no whole number of
 // 256-element blocks takes a format of 32-element blocks of about the same precision, or else F16.
-// With --lora FILE[:X], which may be given several times, adapters (LoRA, see lora.h) are merged: to
-// each weight, decoded to F32, X times what the adapter adds is added before it is encoded again, so
-// that in a quantized format some of it is lost to rounding. The model then needs no adapter and no
-// time for one. With `keep` for a format weights keep theirs, and those without an adapter their
-// bytes.
+// With --lora FILE[:X], which may be given several times, adapters (LoRA, see lora.h) are merged:
+// to each weight, decoded to F32, X times what the adapter adds is added before it is encoded
+// again, so that in a quantized format some of it is lost to rounding. The model then needs no
+// adapter and no time for one. With `keep` for a format weights keep theirs, and those without an
+// adapter their bytes.
 //
 //     ./quantize model-q4.gguf merged-q4.gguf keep --lora voice.gguf:0.8
 //

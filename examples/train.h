@@ -52,8 +52,8 @@ typedef struct train_options { // 0 = default, as everywhere in rocq
     float eps;            // default 1e-8
     float weight_decay;   // of matrices, not of norms and biases; default 0
     float max_norm;       // a longer gradient is shortened to it; default 1, -1 = none is
-    float loss_scale;     // first one, a power of two; default 65536 where operands are F16, else 1,
-                          // which stays
+    float loss_scale;     // first one, a power of two; default 65536 where operands are F16, else
+                          // 1, which stays
     bool moments8;        // AdamW's moments in 8 bits, 1 byte and a bit instead of 4 each
     rocq_precision precision; // of products; default F32 on the CPU, F16 on a GPU, where with F32
                               // activations and weights are F32 too. INT8: of frozen weights in
@@ -183,8 +183,8 @@ static inline void train_close(trainer *t); // twice, or on a zeroed struct, is 
 
 // One step: losses and gradients of all micro-batches, then AdamW with rate lr. The same weights
 // and batches give the same bits, whatever the number of threads. E_BOUNDS for ids and targets that
-// the vocabulary lacks, E_ARGUMENT for weights that are negative or all 0: nothing has changed then.
-// A weight that is not finite makes a gradient that is not, and the step is skipped.
+// the vocabulary lacks, E_ARGUMENT for weights that are negative or all 0: nothing has changed
+// then. A weight that is not finite makes a gradient that is not, and the step is skipped.
 static inline rocq_result train_step(trainer *t, const train_batch *batch, float lr);
 
 // Losses of one micro-batch, and nothing else: losses receives [n_seqs n_tokens], 0 where there is
@@ -551,7 +551,8 @@ static rocq_result train__cut(trainer *t, rocq_arena *arena) {
     TRAIN__TRY(rocq_tensor_1d(arena, &t->norm_mean, ROCQ_F32, n));
     TRAIN__TRY(rocq_tensor_1d(arena, &t->norm_rstd, ROCQ_F32, n));
     TRAIN__TRY(rocq_tensor_2d(arena, &t->h, f, n_embd, n));
-    // Columns begin at multiples of 16 bytes, so that the products of the backward read them at once.
+    // Columns begin at multiples of 16 bytes, so that the products of the backward read them at
+    // once.
     TRAIN__TRY(rocq_tensor_2d(arena, &t->logits, f, (m->n_vocab + 63) / 64 * 64, n_logits));
     TRAIN__TRY(rocq_tensor_2d(arena, &t->dx, ROCQ_F32, n_embd, n));
     if (f == ROCQ_F16) TRAIN__TRY(rocq_tensor_2d(arena, &t->dx16, f, n_embd, n));

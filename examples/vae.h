@@ -1669,8 +1669,8 @@ static rocq_result vae__attention(vae_model *m, const vae_module *mod, const vae
         VAE__TRY(vae__conv(m, &convs[i], x, &o, &part[i], NULL));
         VAE__TRY(rocq_tensor_reshape(&heads[i], &part[i], 4, ne));
     }
-    // Of a video frame by frame: how a GPU orders sums may depend on how many there are at once, and
-    // chunks are to have the bits of the whole.
+    // Of a video frame by frame: how a GPU orders sums may depend on how many there are at once,
+    // and chunks are to have the bits of the whole.
     const int64_t at_once = m->video ? 1 : n;
     for (int64_t i = 0; i < n; i += at_once) {
         rocq_tensor part_of[3];

@@ -1,6 +1,7 @@
-// Runs an example's main() in a child process whose output is caught, with every allocation counted,
-// and denied on request. A test includes counted.h, then the example with `main` and the allocation
-// functions renamed, then cmocka.h, which has a macro of the name of a function of program.h, and this.
+// Runs an example's main() in a child process whose output is caught, with every allocation
+// counted, and denied on request. A test includes counted.h, then the example with `main` and the
+// allocation functions renamed, then cmocka.h, which has a macro of the name of a function of
+// program.h, and this.
 
 #ifndef TESTS_CHILD_H
 #define TESTS_CHILD_H
@@ -108,9 +109,11 @@ static void expect_success(const outcome *o) {
 // Exit status 1, no text, and one line on stderr that names the program and holds `words`.
 static void expect_failure(const outcome *o, const char *words) {
     const char *end = strchr(o->err, '\n');
-    if (o->status != 1 || !end || end[1] || strncmp(o->err, PROGRAM ": ", sizeof PROGRAM + 1) != 0 ||
-        !strstr(o->err, words) || strlen(o->err) < 15)
-        fail_msg("exit status %d, expected 1 and a line with \"%s\", not: %s", o->status, words, o->err);
+    if (o->status != 1 || !end || end[1] ||
+        strncmp(o->err, PROGRAM ": ", sizeof PROGRAM + 1) != 0 || !strstr(o->err, words) ||
+        strlen(o->err) < 15)
+        fail_msg("exit status %d, expected 1 and a line with \"%s\", not: %s", o->status, words,
+                 o->err);
 }
 
 // What follows `label` in the statistics.

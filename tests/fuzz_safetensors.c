@@ -1,5 +1,5 @@
-// libFuzzer target: any bytes at all, opened as a safetensors file; everything readable is read, the
-// tensors cover what lies behind the header, each is found by its name, and nothing may leak.
+// libFuzzer target: any bytes at all, opened as a safetensors file; everything readable is read,
+// the tensors cover what lies behind the header, each is found by its name, and nothing may leak.
 //
 //     clang -std=c11 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
 //         -I. tests/fuzz_safetensors.c -o .build/fuzz_safetensors -lcjson -lm

@@ -143,8 +143,8 @@ static double *values_of(const box *b) {
 #define EXACT (-1.0)
 
 // Runs op with `host` on the CPU and with `device` (tensors of boxes, too) on the GPU, and compares
-// what they wrote to out, row by row: the NMSE may be what rocq_get_precision says and room besides,
-// or EXACT asks for the same bytes. out then holds the GPU's result.
+// what they wrote to out, row by row: the NMSE may be what rocq_get_precision says and room
+// besides, or EXACT asks for the same bytes. out then holds the GPU's result.
 static void compare_as(rocq_op op, const void *host, const void *device, box *const *out, int n_out,
                        double room, const char *what) {
     double *want[8], contract = 0;
@@ -184,8 +184,8 @@ static void compare_as(rocq_op op, const void *host, const void *device, box *co
     }
     for (int o = 0; o < n_out; o++) {
         // Rows of a few elements are judged together: one that happens to be small has no power of
-        // its own to measure an error against. And INT8's ratio of two sums over a handful of values
-        // scatters around the one over many that the contract bounds.
+        // its own to measure an error against. And INT8's ratio of two sums over a handful of
+        // values scatters around the one over many that the contract bounds.
         const int64_t n = out[o]->t.ne[0], step = n < 32 && room != EXACT ? out[o]->count : n;
         const double bound = contract * (int8 && out[o]->count < 32 ? 2 : 1) + room;
         box_read(out[o]);
@@ -280,7 +280,8 @@ static void check_product(const product *s) {
     box b[2], t[2];
     for (int i = 0; adapted && i < 2; i++) {
         const int64_t rank = or_1(i ? s->rank2 : s->rank);
-        b[i] = box_random((box_layout)(s->rank % 2), i ? ROCQ_F32 : ROCQ_F16, 0.1f, rank, s->m, 1, 1);
+        b[i] =
+            box_random((box_layout)(s->rank % 2), i ? ROCQ_F32 : ROCQ_F16, 0.1f, rank, s->m, 1, 1);
         t[i] = box_random((box_layout)(s->rank2 % 2), ROCQ_F32, 1, rank, s->n, 1, 1);
     }
     if (s->rank > 0) {
@@ -396,7 +397,8 @@ static void test_matmul_splits(void **state) {
     const int32_t n_units = gpu->gpu->chip.n_units;
     gpu->gpu->chip.n_units = 256;
     for (int i = 0; i < 12; i++) {
-        const rocq_precision paths[] = {ROCQ_PRECISION_F16, ROCQ_PRECISION_F32, ROCQ_PRECISION_INT8};
+        const rocq_precision paths[] = {ROCQ_PRECISION_F16, ROCQ_PRECISION_F32,
+                                        ROCQ_PRECISION_INT8};
         const rocq_format w = formats[i % 4];
         const product s = {.w = w, .m = i % 2 ? 130 : 70, .n = i % 3 ? 35 : 9,
                            .k = block_elems(w) > 1 ? 1792 : 1413, .planar = true,
@@ -457,8 +459,8 @@ static void test_matmul_epilogue(void **state) {
 // Low-rank adapters to matvecs of every number of columns, to tiles of every path and to split K.
 static void test_matmul_adapters(void **state) {
     (void)state;
-    // Of weights around 0: with a common offset, as in Q4_K, a column of x whose sum happens to be small
-    // has no power to measure INT8's error against.
+    // Of weights around 0: with a common offset, as in Q4_K, a column of x whose sum happens to be
+    // small has no power to measure INT8's error against.
     static const rocq_format formats[] = {ROCQ_Q4_0, ROCQ_Q6_K, ROCQ_F16, ROCQ_F32};
     static const rocq_precision paths[] = {ROCQ_PRECISION_AUTO, ROCQ_PRECISION_F16,
                                            ROCQ_PRECISION_F32, ROCQ_PRECISION_INT8};
@@ -1116,7 +1118,8 @@ static void test_read_formats(void **state) {
             {.w = w, .m = f % 2 ? 129 : 31, .n = f % 2 ? 17 : 250, .k = 256 + block_elems(w),
              .planar = true, .precision = ROCQ_PRECISION_F16}};
         for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-            gpu->gpu->chip.n_units = i == 6 && f == 0 ? 1 : n_units; // 1: takes tiles of 128 columns
+            gpu->gpu->chip.n_units = i == 6 && f == 0 ? 1 : n_units; // 1: takes tiles of 128
+                                                                     // columns
             check_product(&cases[i]);
         }
         gpu->gpu->chip.n_units = n_units;
@@ -1486,8 +1489,8 @@ static void check_conv(const picture *s) {
                           .x_activation = s->x_activation, .activation = s->activation,
                           .x_scale = s->x_scale};
     on_gpu_as(&w, s->planar);
-    // x is normalised and activated by the blocks that load it, and then, where a block could do so,
-    // by a pass of its own, which a chip with so much bandwidth prefers.
+    // x is normalised and activated by the blocks that load it, and then, where a block could do
+    // so, by a pass of its own, which a chip with so much bandwidth prefers.
     // A sum near the middle of two BF16 values may be rounded to either: a step is 1/256 at most.
     const double bytes_per_us = gpu->gpu->chip.bytes_per_us;
     for (int pass = 0; pass < (s->norm || s->x_activation ? 2 : 1); pass++) {
@@ -1717,7 +1720,9 @@ static void check_norm_backward(int64_t n, int64_t rows, int in_place) {
     box x = box_random(any_layout(), any_float(), 1, n, rows, 2, 1);
     box dy = box_random(any_layout(), in_place == 1 ? format : any_float(), 1, n, rows, 2, 1);
     box add = box_random(any_layout(), in_place == 2 ? format : any_float(), 1, n, rows, 2, 1);
-    box dx = in_place == 1 ? dy : in_place == 2 ? add : box_make(any_layout(), format, n, rows, 2, 1);
+    box dx = in_place == 1   ? dy
+             : in_place == 2 ? add
+                             : box_make(any_layout(), format, n, rows, 2, 1);
     box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
     box dweight = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
     box dbias = box_random(BOX_PLAIN, ROCQ_F32, 1, n, 1, 1, 1);
@@ -1725,7 +1730,8 @@ static void check_norm_backward(int64_t n, int64_t rows, int in_place) {
     box rstd = box_random(any_layout(), ROCQ_F32, 1, rows, 2, 1, 1);
     box dx16 = box_make(any_layout(), ROCQ_F16, n, rows, 2, 1);
     const rocq_norm_backward_params p = {
-        .dx = &dx.t, .dx16 = random_below(2) ? &dx16.t : NULL, .dweight = random_below(4) ? &dweight.t : NULL,
+        .dx = &dx.t, .dx16 = random_below(2) ? &dx16.t : NULL,
+        .dweight = random_below(4) ? &dweight.t : NULL,
         .dbias = random_below(4) ? &dbias.t : NULL, .dy = in_place == 1 ? &dx.t : &dy.t,
         .x = &x.t, .weight = random_below(4) ? &weight.t : NULL, .mean = center ? &mean.t : NULL,
         .rstd = &rstd.t,
@@ -1750,7 +1756,8 @@ static void test_norm_backward(void **state) {
     static const int64_t widths[] = {5, 64, 132, 257, 1000, 1028, 2100};
     (void)state;
     for (int i = 0; i < 7; i++) {
-        for (int in_place = 0; in_place < 3; in_place++) check_norm_backward(widths[i], 3, in_place);
+        for (int in_place = 0; in_place < 3; in_place++)
+            check_norm_backward(widths[i], 3, in_place);
         check_norm_backward(widths[i], 60, i % 3);
     }
 }
@@ -1765,7 +1772,9 @@ static void test_map_backward(void **state) {
         box x = box_random(any_layout(), in_place == 2 ? format : any_float(), 2, n, rows, 2, 2);
         box up = box_random(any_layout(), any_float(), 1, n, rows, 2, 2);
         box dup = box_make(any_layout(), any_float(), n, rows, 2, 2);
-        box dx = in_place == 1 ? dy : in_place == 2 ? x : box_make(any_layout(), format, n, rows, 2, 2);
+        box dx = in_place == 1   ? dy
+                 : in_place == 2 ? x
+                                 : box_make(any_layout(), format, n, rows, 2, 2);
         const rocq_glu_backward_params glu = {
             .dgate = &dx.t, .dup = &dup.t, .dy = in_place == 1 ? &dx.t : &dy.t,
             .gate = in_place == 2 ? &dx.t : &x.t, .up = &up.t,
@@ -1791,10 +1800,12 @@ static void test_gather_backward(void **state) {
     static const int64_t widths[] = {3, 64, 1100};
     (void)state;
     for (int i = 0; i < 9; i++) {
-        const int64_t n = widths[i % 3], rows = i < 3 ? 1 : 40, n_ids = i < 6 ? 70 : 1 + random_below(30);
+        const int64_t n = widths[i % 3], rows = i < 3 ? 1 : 40,
+                      n_ids = i < 6 ? 70 : 1 + random_below(30);
         int32_t ids[70];
         for (int64_t k = 0; k < n_ids; k++) ids[k] = (int32_t)random_below(rows);
-        box table = box_random(any_layout(), ROCQ_F32, 1, n, rows, 1, 1), list = box_i32(ids, n_ids);
+        box table = box_random(any_layout(), ROCQ_F32, 1, n, rows, 1, 1),
+            list = box_i32(ids, n_ids);
         box dy = box_random(any_layout(), any_float(), 1, n, n_ids, 1, 1);
         const rocq_gather_backward_params p = {&table.t, &dy.t, &list.t, i % 2 ? 0 : -0.3f};
         compare(ROCQ_OP_GATHER_BACKWARD, &p, &table, 0, say("gather_backward, K %d", (int)n));
@@ -1883,7 +1894,8 @@ static void test_cross_entropy(void **state) {
     }
     const int32_t targets[2] = {1, 9};
     box logits = box_random(BOX_PLAIN, ROCQ_F32, 1, 9, 2, 1, 1), ids = box_i32(targets, 2);
-    const rocq_cross_entropy_params p = {.dlogits = &logits.t, .logits = &logits.t, .targets = &ids.t};
+    const rocq_cross_entropy_params p = {.dlogits = &logits.t, .logits = &logits.t,
+                                         .targets = &ids.t};
     any_params q = params_of(ROCQ_OP_CROSS_ENTROPY, &p);
     move_params(ROCQ_OP_CROSS_ENTROPY, &q);
     assert_int_equal(run_one(gpu, ROCQ_OP_CROSS_ENTROPY, &q), ROCQ_OK);
@@ -1937,8 +1949,15 @@ static void check_adamw(int64_t n, box_layout layout, rocq_format moments, bool 
     const double first[ROCQ_TRAIN_STATE] = {1, skip ? 0 : 0.7, 1, 3}, lr = 0.01;
     for (int i = 0; i < ALL; i++) {
         const bool moment = i == M || i == V, scale = i == M_SCALE || i == V_SCALE;
-        b[i] = box_make(layout, i == W16 ? (n % 2 ? ROCQ_F16 : ROCQ_BF16) : moment ? moments : ROCQ_F32,
-                        i == STATE ? ROCQ_TRAIN_STATE : i == LR ? 1 : scale ? (n + 255) / 256 : n, 1, 1, 1);
+        b[i] = box_make(layout,
+                        i == W16 ? (n % 2 ? ROCQ_F16 : ROCQ_BF16)
+                        : moment ? moments
+                                 : ROCQ_F32,
+                        i == STATE ? ROCQ_TRAIN_STATE
+                        : i == LR  ? 1
+                        : scale    ? (n + 255) / 256
+                                   : n,
+                        1, 1, 1);
         if (moment || scale) memset(box_row(&b[i], 0), 0, (size_t)box_row_size(&b[i]));
     }
     for (int64_t i = 0; i < n; i++) {
@@ -1955,7 +1974,8 @@ static void check_adamw(int64_t n, box_layout layout, rocq_format moments, bool 
     const rocq_adamw_params p = {
         .w = &b[W].t, .w16 = n % 3 ? &b[W16].t : NULL, .m = &b[M].t, .v = &b[V].t,
         .m_scale = coded ? &b[M_SCALE].t : NULL, .v_scale = coded ? &b[V_SCALE].t : NULL,
-        .g = &b[G].t, .state = &b[STATE].t, .lr = &b[LR].t, .weight_decay = 0.1f, .clear = n % 4 == 1};
+        .g = &b[G].t, .state = &b[STATE].t, .lr = &b[LR].t, .weight_decay = 0.1f,
+        .clear = n % 4 == 1};
     any_params q = params_of(ROCQ_OP_ADAMW, &p);
     move_params(ROCQ_OP_ADAMW, &q);
     for (int step = 0; step < (p.clear ? 1 : 3); step++) {
@@ -1981,7 +2001,9 @@ static void check_adamw(int64_t n, box_layout layout, rocq_format moments, bool 
         for (int64_t k = 0; k < n && i == W16 && (skip || !p.w16); k++) { // not written
             assert_true(isnan(b[i].value[k]));
         }
-        if ((coded && (i == M || i == V)) || (i == W16 && (skip || !p.w16)) || (!coded && (i == M_SCALE || i == V_SCALE))) continue;
+        if ((coded && (i == M || i == V)) || (i == W16 && (skip || !p.w16)) ||
+            (!coded && (i == M_SCALE || i == V_SCALE)))
+            continue;
         const double e = nmse(b[i].t.format, b[i].value, want[i], b[i].count);
         if (!(e <= (coded ? 1e-6 : 1e-11))) fail_msg("adamw of %d: box %d, NMSE %g", (int)n, i, e);
     }
@@ -2503,9 +2525,11 @@ static void test_route(void **state) {
         }
     }
     // NaN is after all numbers, and then by index.
-    box ids = box_make(BOX_PLAIN, ROCQ_I32, 3, 1, 1, 1), weights = box_make(BOX_PLAIN, ROCQ_F32, 3, 1, 1, 1);
+    box ids = box_make(BOX_PLAIN, ROCQ_I32, 3, 1, 1, 1),
+        weights = box_make(BOX_PLAIN, ROCQ_F32, 3, 1, 1, 1);
     box logits = box_random(BOX_PLAIN, ROCQ_F32, 1, 40, 1, 1, 1);
-    for (int64_t e = 0; e < 40; e++) logits.value[e] = e == 37 ? -INFINITY : e == 3 ? NAN : e == 38 ? 1 : NAN;
+    for (int64_t e = 0; e < 40; e++)
+        logits.value[e] = e == 37 ? -INFINITY : e == 3 ? NAN : e == 38 ? 1 : NAN;
     box_write(&logits);
     const rocq_route_params p = {.ids = &ids.t, .weights = &weights.t, .logits = &logits.t};
     any_params q = params_of(ROCQ_OP_ROUTE, &p);

@@ -1,7 +1,7 @@
 // llama.cpp as the peer of whole-model and tokenizer tests: its C API, out of the shared objects
 // of the npm package @node-llama-cpp/linux-x64 (tests/fetch-ggml), found at run time. Include after
-// cmocka.h, or what defines its fail_msg and the assert_x used here. Nothing of it is linked, so the
-// tests build and skip where the package is missing.
+// cmocka.h, or what defines its fail_msg and the assert_x used here. Nothing of it is linked, so
+// the tests build and skip where the package is missing.
 //
 // Three structs cross the border by value. They are declared here up to the last field in use,
 // padded well past their real size (the callee then reads and writes only its own part), and the
@@ -175,7 +175,8 @@ static inline bool peer_open(void) {
         c.pooling == -1 && c.attention == -1 && c.flash_attention == -1 && c.rope_base == 0 &&
         c.yarn[0] == -1 && c.yarn[3] == -1 && c.type_k == 1 && c.type_v == 1 && c.no_perf &&
         c.op_offload && c.swa_full;
-    if (!known) fail_msg("this llama.cpp release has other parameter structs than tests/llama_cpp.h");
+    if (!known)
+        fail_msg("this llama.cpp release has other parameter structs than tests/llama_cpp.h");
     return peer.open = true;
 }
 
@@ -202,7 +203,8 @@ static inline void peer_load(peer_model *m, const char *path, int32_t n_ctx, int
         !mp.use_extra_bufts)
         fail_msg("this llama.cpp release has other model parameters than tests/llama_cpp.h");
     mp.vocab_only = n_ctx == 0;
-    mp.use_extra_bufts = false; // plain kernels: their sums do not depend on the machine's repacking
+    mp.use_extra_bufts = false; // plain kernels: their sums do not depend on the machine's
+                                // repacking
     m->model = peer.llama_model_load_from_file(path, mp);
     if (!m->model) fail_msg("llama.cpp does not load %s:\n%s", path, peer.log);
     m->vocab = peer.llama_model_get_vocab(m->model);

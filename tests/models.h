@@ -72,8 +72,8 @@ static inline const char *model_path(const char *name) {
     return path;
 }
 
-// What one tensor looks like: normally distributed around mean, or around mean and -mean by turns of
-// chance where mean is negative; each row's length varies by e^spread.
+// What one tensor looks like: normally distributed around mean, or around mean and -mean by turns
+// of chance where mean is negative; each row's length varies by e^spread.
 typedef struct model_tensor {
     char name[64];
     rocq_format format;
@@ -87,8 +87,8 @@ typedef struct model_file {
     int32_t n_layers, n_matrices;
 } model_file;
 
-static inline void model_add(model_file *f, int32_t layer, const char *name, int64_t ne0, int64_t ne1,
-                      float mean, float sigma, float spread) {
+static inline void model_add(model_file *f, int32_t layer, const char *name, int64_t ne0,
+                             int64_t ne1, float mean, float sigma, float spread) {
     char full[64];
     if (layer < 0) snprintf(full, sizeof full, "%s", name);
     else snprintf(full, sizeof full, "blk.%d.%s", layer, name);
@@ -113,8 +113,8 @@ static inline void model_add(model_file *f, int32_t layer, const char *name, int
 }
 
 // A matrix for each expert; in F32 where the next format is not for it.
-static inline void model_add_experts(model_file *f, int32_t layer, const char *name, int64_t ne0, int64_t ne1,
-                                     int64_t ne2, bool f32, float mean, float sigma) {
+static inline void model_add_experts(model_file *f, int32_t layer, const char *name, int64_t ne0,
+                                     int64_t ne1, int64_t ne2, bool f32, float mean, float sigma) {
     int32_t n = (int32_t)arrlen(f->tensors);
     model_add(f, layer, name, ne0, ne1, mean, sigma, 0);
     if ((int32_t)arrlen(f->tensors) == n) return; // left out
@@ -177,7 +177,10 @@ static inline void model_add_all(model_file *f) {
     int64_t n_kv = (int64_t)s->n_kv_heads * s->head_dim;
     float in = 1 / sqrtf((float)n_embd); // keeps unit variance across a matrix
     float embd = gemma ? 0.6f * in : 0.6f; // gemma multiplies it by sqrt(n_embd)
-    model_add(f, -1, "token_embd.weight", n_embd, s->n_vocab, 0, embd, gemma ? 0.7f : s->tied ? 0.5f : 0);
+    model_add(f, -1, "token_embd.weight", n_embd, s->n_vocab, 0, embd,
+              gemma     ? 0.7f
+              : s->tied ? 0.5f
+                        : 0);
     if (s->rope_freqs) model_add(f, -1, "rope_freqs.weight", s->head_dim / 2, 0, 3, 0.7f, 0);
     if (s->rope_factors) {
         model_add(f, -1, "rope_factors_short.weight", n_rot / 2, 0, 1.5f, 0.2f, 0);
@@ -208,7 +211,8 @@ static inline void model_add_all(model_file *f) {
             model_add(f, i, "attn_sinks.weight", s->n_heads, 0, 0.5f, 1, 0);
             model_add(f, i, "attn_output.bias", n_embd, 0, 0, 0.2f, 0);
         }
-        model_add(f, i, gpt_oss ? "post_attention_norm.weight" : "ffn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+        model_add(f, i, gpt_oss ? "post_attention_norm.weight" : "ffn_norm.weight", n_embd, 0, 1,
+                  0.2f, 0);
         if (s->n_experts > 0) {
             model_add_mixture(f, i, gpt_oss);
             continue;
@@ -232,13 +236,15 @@ static inline void model_add_all(model_file *f) {
     if (!s->tied) model_add(f, -1, "output.weight", n_embd, s->n_vocab, 0, 3 * in, 0.5f);
 }
 
-static inline void model_set_u32(rocq_gguf_writer *w, const char *arch, const char *key, int64_t value) {
+static inline void model_set_u32(rocq_gguf_writer *w, const char *arch, const char *key,
+                                 int64_t value) {
     char name[128];
     snprintf(name, sizeof name, "%s.%s", arch, key);
     assert_int_equal(rocq_gguf_writer_set_u32(w, name, (uint32_t)value), ROCQ_OK);
 }
 
-static inline void model_set_f32(rocq_gguf_writer *w, const char *arch, const char *key, float value) {
+static inline void model_set_f32(rocq_gguf_writer *w, const char *arch, const char *key,
+                                 float value) {
     char name[128];
     snprintf(name, sizeof name, "%s.%s", arch, key);
     assert_int_equal(rocq_gguf_writer_set_f32(w, name, value), ROCQ_OK);
@@ -254,7 +260,8 @@ static inline void model_set_vocab(rocq_gguf_writer *w, int32_t n_vocab) {
     for (int32_t i = 0; i < n_vocab; i++) {
         types[i] = i == 0 ? 2 : i < 3 ? 3 : i < 259 ? 6 : 1; // unknown, control, byte, normal
         scores[i] = i < 259 ? 0 : (float)(258 - i);
-        if (i < 3) snprintf(text[i], sizeof *text, "%s", i == 0 ? "<unk>" : i == 1 ? "<s>" : "</s>");
+        if (i < 3)
+            snprintf(text[i], sizeof *text, "%s", i == 0 ? "<unk>" : i == 1 ? "<s>" : "</s>");
         else if (i < 259) snprintf(text[i], sizeof *text, "<0x%02X>", (unsigned)(i - 3));
         else if (i == 259) snprintf(text[i], sizeof *text, "\xe2\x96\x81");
         else if (i < 286) snprintf(text[i], sizeof *text, "%c", 'a' + (i - 260));
@@ -364,14 +371,16 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
             float sigma = t->sigma * expf(t->spread * model_normal(&random));
             for (int64_t k = 0; k < t->ne[0]; k++) {
                 bool flip = t->mean < 0 && model_u64(&random) % 2;
-                rows[r * t->ne[0] + k] = (flip ? -t->mean : t->mean) + sigma * model_normal(&random);
+                rows[r * t->ne[0] + k] =
+                    (flip ? -t->mean : t->mean) + sigma * model_normal(&random);
             }
         }
         float *importance = (float *)malloc((size_t)t->ne[0] * sizeof *importance);
         assert_non_null(importance);
         for (int64_t k = 0; k < t->ne[0]; k++) importance[k] = 1;
         // Three formats that only ggml writes are not written without.
-        const bool needed = t->format == ROCQ_IQ2_XXS || t->format == ROCQ_IQ2_XS || t->format == ROCQ_IQ1_S;
+        const bool needed =
+            t->format == ROCQ_IQ2_XXS || t->format == ROCQ_IQ2_XS || t->format == ROCQ_IQ1_S;
         (quantize ? quantize : model_quantize)((int32_t)t->format, rows, bytes, 0, n_rows, t->ne[0],
                                                needed ? importance : NULL);
         free(importance);
@@ -424,8 +433,8 @@ static inline void model_write_lora(rocq_ctx *ctx, const model_spec *s, const ch
                 assert_true(values && bytes);
                 for (int64_t j = 0; j < n; j++) values[j] = sigma * model_normal(&random);
                 assert_int_equal(rocq_quantize(format, bytes, values, ne[1], ne[0], NULL), ROCQ_OK);
-                assert_int_equal(rocq_gguf_writer_write(w, bytes, format == ROCQ_F32 ? 4 * n : 2 * n),
-                                 ROCQ_OK);
+                assert_int_equal(
+                    rocq_gguf_writer_write(w, bytes, format == ROCQ_F32 ? 4 * n : 2 * n), ROCQ_OK);
                 free(values);
                 free(bytes);
             }

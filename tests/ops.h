@@ -131,7 +131,8 @@ OPS_FN void box_read(box *b) {
 
 // Whether the format can be written, not only read.
 OPS_FN bool is_encoded(rocq_format format) {
-    const rocq_result result = rocq_quantize(format, NULL, NULL, 0, rocq_get_format_info(format)->block_elems, NULL);
+    const rocq_result result =
+        rocq_quantize(format, NULL, NULL, 0, rocq_get_format_info(format)->block_elems, NULL);
     assert_true(result == ROCQ_OK || result == ROCQ_E_UNSUPPORTED);
     return result == ROCQ_OK;
 }
@@ -212,13 +213,19 @@ OPS_FN void random_block(rocq_format format, void *block) {
         break;
     case ROCQ_Q3_K: ((rocq_block_q3_K *)block)->d = random_half(); break;
     case ROCQ_Q6_K: ((rocq_block_q6_K *)block)->d = random_half(); break;
-    case ROCQ_IQ2_XXS: case ROCQ_IQ2_XS: case ROCQ_IQ2_S: case ROCQ_IQ3_XXS: case ROCQ_IQ3_S: case ROCQ_IQ1_S:
+    case ROCQ_IQ2_XXS:
+    case ROCQ_IQ2_XS:
+    case ROCQ_IQ2_S:
+    case ROCQ_IQ3_XXS:
+    case ROCQ_IQ3_S:
+    case ROCQ_IQ1_S:
         *(uint16_t *)block = random_half();
         break;
     case ROCQ_IQ1_M: {
         const uint16_t d = random_half();
         uint16_t *scales = ((rocq_block_iq1_m *)block)->scales;
-        for (int j = 0; j < 4; j++) scales[j] = (uint16_t)((scales[j] & 0xfff) | (d >> 4 * j & 15) << 12);
+        for (int j = 0; j < 4; j++)
+            scales[j] = (uint16_t)((scales[j] & 0xfff) | (d >> 4 * j & 15) << 12);
         break;
     }
     case ROCQ_TQ1_0: ((rocq_block_tq1_0 *)block)->d = random_half(); break;

@@ -29,7 +29,8 @@ def conv(out, c, m, size, taps, stride=1, upsample=1, down=False, groups=0, x_ac
     w, h, n = size
     video = kt > 1
     x = torch.randn((1, c, n, h, w) if video else (n, c, h, w)) + (0.5 if groups else 0)
-    weights = torch.randn((m, c, kt, kh, kw) if video else (m, c, kh, kw)) / (c * kw * kh * kt) ** 0.5
+    weights = torch.randn((m, c, kt, kh, kw) if video else (m, c, kh, kw))
+    weights /= (c * kw * kh * kt) ** 0.5
     bias, gain, shift = torch.randn(m), torch.randn(c), torch.randn(c)
     z = x
     if groups:

@@ -1,5 +1,5 @@
-// What tests of the profile share: a clock that a test may stop and move, host memory that is counted
-// and denied on demand, a region by its path, and reports as text. Before it:
+// What tests of the profile share: a clock that a test may stop and move, host memory that is
+// counted and denied on demand, a region by its path, and reports as text. Before it:
 //
 //     #include <time.h>
 //     #define clock_gettime test_clock // POSIX hides it from strict C11: rocq.h declares this then

@@ -482,7 +482,8 @@ static void tensors_know_their_size_and_bounds(void **state) {
     assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_F32, 1, none), ROCQ_E_SHAPE);
     assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_F32, 4, huge), ROCQ_E_OVERFLOW);
     assert_int_equal(rocq_tensor_init(&t, &buffer, 0, (rocq_format)4, 1, one), ROCQ_E_FORMAT);
-    assert_int_equal(rocq_tensor_init(&t, &buffer, 2, ROCQ_F32, 1, (int64_t[]){71}), ROCQ_E_ALIGNMENT);
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 2, ROCQ_F32, 1, (int64_t[]){71}),
+                     ROCQ_E_ALIGNMENT);
     assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_F32, 5, one), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_F32, 1, NULL), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_tensor_from_host(&t, NULL, ROCQ_F32, 1, one), ROCQ_E_ARGUMENT);
@@ -503,17 +504,22 @@ static void views_reshapes_and_permutations(void **state) {
     rocq_tensor t, v, w;
     assert_int_equal(rocq_tensor_from_host(&t, memory, ROCQ_F32, 4, ne), ROCQ_OK);
 
-    assert_int_equal(rocq_tensor_view(&v, &t, (int64_t[4]){1, 2, 0, 1}, (int64_t[4]){3, 2, 3, 1}), ROCQ_OK);
+    assert_int_equal(rocq_tensor_view(&v, &t, (int64_t[4]){1, 2, 0, 1}, (int64_t[4]){3, 2, 3, 1}),
+                     ROCQ_OK);
     assert_float_equal(((float *)rocq_tensor_data(&v))[0], 1 + 2 * 5 + 60, 0);
     assert_float_equal(*(float *)(void *)rocq__row(&v, 1, 2, 0), 1 + 3 * 5 + 2 * 20 + 60, 0);
     assert_false(rocq_tensor_contiguous(&v));
     assert_int_equal(rocq_tensor_reshape(&w, &v, 1, (int64_t[]){18}), ROCQ_E_SHAPE);
-    assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){1, 0, 0, 0}, (int64_t[4]){2, 2, 3, 1}), ROCQ_OK);
+    assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){1, 0, 0, 0}, (int64_t[4]){2, 2, 3, 1}),
+                     ROCQ_OK);
     assert_float_equal(((float *)rocq_tensor_data(&w))[0], 2 + 2 * 5 + 60, 0);
-    assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){2, 0, 0, 0}, (int64_t[4]){2, 2, 3, 1}), ROCQ_E_SHAPE);
-    assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){-1, 0, 0, 0}, (int64_t[4]){1, 1, 1, 1}), ROCQ_E_SHAPE);
-    assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){INT64_MAX, 0, 0, 0}, (int64_t[4]){1, 1, 1, 1}),
+    assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){2, 0, 0, 0}, (int64_t[4]){2, 2, 3, 1}),
                      ROCQ_E_SHAPE);
+    assert_int_equal(rocq_tensor_view(&w, &v, (int64_t[4]){-1, 0, 0, 0}, (int64_t[4]){1, 1, 1, 1}),
+                     ROCQ_E_SHAPE);
+    assert_int_equal(
+        rocq_tensor_view(&w, &v, (int64_t[4]){INT64_MAX, 0, 0, 0}, (int64_t[4]){1, 1, 1, 1}),
+        ROCQ_E_SHAPE);
 
     assert_int_equal(rocq_tensor_reshape(&v, &t, 2, (int64_t[]){20, 6}), ROCQ_OK);
     assert_float_equal(*(float *)(void *)rocq__row(&v, 5, 0, 0), 100, 0);
@@ -535,19 +541,22 @@ static void slices_and_heads(void **state) {
     for (int i = 0; i < 12 * 4 * 3 * 2; i++) memory[i] = (float)i;
     rocq_tensor t, wide, view, zero;
     memset(&zero, 0, sizeof zero);
-    assert_int_equal(rocq_tensor_from_host(&t, memory, ROCQ_F32, 4, (int64_t[]){12, 4, 3, 2}), ROCQ_OK);
+    assert_int_equal(rocq_tensor_from_host(&t, memory, ROCQ_F32, 4, (int64_t[]){12, 4, 3, 2}),
+                     ROCQ_OK);
     for (int dim = 0; dim < 4; dim++) {
         for (int64_t first = 0; first < t.ne[dim]; first++) {
             for (int64_t n = 1; n <= t.ne[dim] - first; n++) {
                 view = rocq_tensor_slice(&t, dim, first, n);
                 for (int d = 0; d < 4; d++) assert_int_equal(view.ne[d], d == dim ? n : t.ne[d]);
                 assert_memory_equal(view.stride, t.stride, sizeof t.stride);
-                assert_float_equal(((float *)rocq_tensor_data(&view))[0], (float)(first * t.stride[dim]), 0);
+                assert_float_equal(((float *)rocq_tensor_data(&view))[0],
+                                   (float)(first * t.stride[dim]), 0);
                 assert_int_equal(view.n_dims, 4);
             }
         }
-        const struct { int64_t first, n; } bad[] = {
-            {-1, 1}, {0, 0}, {0, -1}, {0, t.ne[dim] + 1}, {t.ne[dim], 1}, {1, INT64_MAX}, {INT64_MAX, 1}};
+        const struct { int64_t first, n;
+        } bad[] = {{-1, 1},        {0, 0},         {0, -1},       {0, t.ne[dim] + 1},
+                   {t.ne[dim], 1}, {1, INT64_MAX}, {INT64_MAX, 1}};
         for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
             view = rocq_tensor_slice(&t, dim, bad[i].first, bad[i].n);
             assert_memory_equal(&view, &zero, sizeof zero);
@@ -640,7 +649,8 @@ static void tensors_of_plain_sizes(void **state) {
     assert_int_equal(rocq_tensor_3d(&arena, &t[0], ROCQ_F32, 1, 1, 0), ROCQ_E_SHAPE);
     assert_int_equal(rocq_tensor_2d(&arena, &t[0], ROCQ_Q4_K, 64, 1), ROCQ_E_SHAPE);
     assert_int_equal(rocq_tensor_1d(&arena, &t[0], (rocq_format)4, 1), ROCQ_E_FORMAT);
-    assert_int_equal(rocq_tensor_3d(&arena, &t[0], ROCQ_F32, 1 << 30, 1 << 30, 1 << 30), ROCQ_E_OVERFLOW);
+    assert_int_equal(rocq_tensor_3d(&arena, &t[0], ROCQ_F32, 1 << 30, 1 << 30, 1 << 30),
+                     ROCQ_E_OVERFLOW);
     assert_int_equal(rocq_tensor_2d(&arena, &t[0], ROCQ_F32, 1024, 1), ROCQ_E_ARENA);
     assert_memory_equal(&t[0], &untouched, sizeof untouched);
     assert_int_equal(arena.used, used);
@@ -683,7 +693,8 @@ static void uploads_and_downloads_are_exact(void **state) {
     memset(&v.buffer, 0, sizeof v.buffer);
     v.buffer.device.address = 4096;
     v.buffer.size = 1000;
-    assert_int_equal(rocq_upload(ctx, &v, in, sizeof in), ROCQ_E_ARGUMENT); // device memory on a CPU
+    assert_int_equal(rocq_upload(ctx, &v, in, sizeof in), ROCQ_E_ARGUMENT); // device memory on a
+                                                                            // CPU
     rocq_close(&ctx);
 }
 
@@ -720,8 +731,9 @@ static void threads_do_every_item_once(void **state) {
     }
 }
 
-// Every op, given valid params, refuses each operand that is missing, in a wrong format, outside its
-// buffer, misaligned, self-overlapping or of a wrong shape; and says so before touching an output.
+// Every op, given valid params, refuses each operand that is missing, in a wrong format, outside
+// its buffer, misaligned, self-overlapping or of a wrong shape; and says so before touching an
+// output.
 enum { SLOT = 1 << 16, N_SLOTS = 12 };
 static _Alignas(256) unsigned char arena_memory[SLOT * N_SLOTS];
 
@@ -804,7 +816,8 @@ static void check_refusals(rocq_ctx *ctx, const op_case *c) {
             assert_int_equal(ask(ctx, c), ROCQ_E_SHAPE);
             *t = good;
         }
-        if (good.ne[1] > 1 || good.ne[2] > 1) { // one row or plane too many cannot fit all the others
+        if (good.ne[1] > 1 || good.ne[2] > 1) { // one row or plane too many cannot fit all the
+                                                // others
             const int d = good.ne[2] > 1 ? 2 : 1;
             t->ne[d]++;
             const rocq_result more = ask(ctx, c);
@@ -836,7 +849,8 @@ static void ops_refuse_bad_operands(void **state) {
     t[5] = slot_tensor(5, ROCQ_F32, 5, 3, 2, 1);
     rocq_matmul_params mm = {.y = &t[0], .w = &t[1], .x = &t[2], .bias = &t[3], .gate = &t[4],
                              .residual = &t[5], .activation = ROCQ_ACT_SILU};
-    check_refusals(ctx, &(op_case){ROCQ_OP_MATMUL, &mm, {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5]}, {true}});
+    check_refusals(
+        ctx, &(op_case){ROCQ_OP_MATMUL, &mm, {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5]}, {true}});
     assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_MATMUL, &mm, &bytes), ROCQ_OK);
     assert_true(bytes > 0);
     assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_MATMUL, &mm, NULL), ROCQ_E_ARGUMENT);
@@ -923,11 +937,15 @@ static void ops_refuse_bad_operands(void **state) {
     t[4] = slot_tensor(4, ROCQ_F32, 3, 2, 1, 1);
     t[5] = slot_tensor(5, ROCQ_F32, 3, 2, 1, 1);
     rocq_norm_params norm = {&t[0], &t[1], &t[2], NULL, NULL, &t[5], 0};
-    check_refusals(ctx, &(op_case){ROCQ_OP_RMSNORM, &norm, {&t[0], &t[1], &t[2], &t[5]}, {true, false, false, true}});
+    check_refusals(
+        ctx, &(op_case){
+                 ROCQ_OP_RMSNORM, &norm, {&t[0], &t[1], &t[2], &t[5]}, {true, false, false, true}});
     norm.bias = &t[3];
     assert_int_equal(rocq_rmsnorm(ctx, &norm), ROCQ_E_ARGUMENT);
     norm.mean = &t[4];
-    check_refusals(ctx, &(op_case){ROCQ_OP_LAYERNORM, &norm, {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5]},
+    check_refusals(ctx, &(op_case){ROCQ_OP_LAYERNORM,
+                                   &norm,
+                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5]},
                                    {true, false, false, false, true, true}});
     norm.eps = -1;
     assert_int_equal(rocq_layernorm(ctx, &norm), ROCQ_E_ARGUMENT);
@@ -957,7 +975,8 @@ static void ops_refuse_bad_operands(void **state) {
     t[4] = slot_tensor(4, ROCQ_Q8_0, 64, 2, 9, 1);
     t[5] = slot_tensor(5, ROCQ_I32, 3, 1, 1, 1);
     t[6] = slot_tensor(6, ROCQ_I32, 3, 1, 1, 1);
-    rocq_rope_append_params append = {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], {.n_dims = 64}};
+    rocq_rope_append_params append = {&t[0], &t[1], &t[2], &t[3],
+                                      &t[4], &t[5], &t[6], {.n_dims = 64}};
     check_refusals(ctx, &(op_case){ROCQ_OP_ROPE_APPEND, &append,
                                    {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6]},
                                    {true, false, false, true, true}});
@@ -999,7 +1018,9 @@ static void ops_refuse_bad_operands(void **state) {
     t[4] = slot_tensor(4, ROCQ_I32, 4, 1, 1, 1);
     rocq_sample_params sample = {.token = &t[0], .prob = &t[1], .logits = &t[2], .recent = &t[3],
                                  .allowed = &t[4], .temperature = 1};
-    check_refusals(ctx, &(op_case){ROCQ_OP_SAMPLE, &sample, {&t[0], &t[1], &t[2], &t[3], &t[4]}, {true, true}});
+    check_refusals(
+        ctx,
+        &(op_case){ROCQ_OP_SAMPLE, &sample, {&t[0], &t[1], &t[2], &t[3], &t[4]}, {true, true}});
     sample.temperature = NAN;
     assert_int_equal(rocq_sample(ctx, &sample), ROCQ_E_ARGUMENT);
     sample.temperature = 1;
@@ -1087,20 +1108,22 @@ static void ops_refuse_bad_operands(void **state) {
     t[7] = slot_tensor(7, ROCQ_F32, 3, 2, 1, 1);
     t[8] = slot_tensor(8, ROCQ_F16, 32, 3, 2, 1);
     const rocq_norm_backward_params norm_backward = {
-        .dx = &t[0], .dx16 = &t[8], .dweight = &t[1], .dbias = &t[2], .dy = &t[3], .x = &t[4], .weight = &t[5],
-        .mean = &t[6], .rstd = &t[7], .residual = &t[0]};
+        .dx = &t[0], .dx16 = &t[8], .dweight = &t[1], .dbias = &t[2], .dy = &t[3], .x = &t[4],
+        .weight = &t[5], .mean = &t[6], .rstd = &t[7], .residual = &t[0]};
     check_refusals(ctx, &(op_case){ROCQ_OP_NORM_BACKWARD, &norm_backward,
                                    {&t[0], &t[1], &t[2], &t[8], &t[3], &t[4], &t[5], &t[6], &t[7]},
                                    {true, true, true, true}});
     t[5] = slot_tensor(5, ROCQ_F16, 32, 3, 2, 1);
     t[6] = slot_tensor(6, ROCQ_F32, 32, 3, 2, 1);
     rocq_activate_backward_params slope = {&t[0], &t[3], &t[4], ROCQ_ACT_SILU};
-    check_refusals(ctx, &(op_case){ROCQ_OP_ACTIVATE_BACKWARD, &slope, {&t[0], &t[3], &t[4]}, {true}});
+    check_refusals(ctx,
+                   &(op_case){ROCQ_OP_ACTIVATE_BACKWARD, &slope, {&t[0], &t[3], &t[4]}, {true}});
     slope.activation = (rocq_activation)9;
     assert_int_equal(rocq_activate_backward(ctx, &slope), ROCQ_E_ARGUMENT);
     const rocq_glu_backward_params slopes = {&t[0], &t[6], &t[3], &t[4], &t[5], ROCQ_ACT_GELU};
-    check_refusals(ctx, &(op_case){ROCQ_OP_GLU_BACKWARD, &slopes, {&t[0], &t[6], &t[3], &t[4], &t[5]},
-                                   {true, true}});
+    check_refusals(
+        ctx, &(op_case){
+                 ROCQ_OP_GLU_BACKWARD, &slopes, {&t[0], &t[6], &t[3], &t[4], &t[5]}, {true, true}});
     t[0] = slot_tensor(0, ROCQ_F32, 100, 9, 1, 1);
     t[2] = slot_tensor(2, ROCQ_F16, 100, 3, 1, 1);
     t[3] = slot_tensor(3, ROCQ_I32, 3, 1, 1, 1);

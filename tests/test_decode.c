@@ -87,17 +87,21 @@ static void io_free(io *x) {
 }
 
 // A safetensors file of one F32 tensor, and an empty one as in ComfyUI's files.
-static void write_safetensors(const char *path, const float *values, int32_t n_dims, const int64_t *shape) {
+static void write_safetensors(const char *path, const float *values, int32_t n_dims,
+                              const int64_t *shape) {
     char head[512];
     int64_t n = 1;
-    size_t used = (size_t)snprintf(head, sizeof head, "{\"latent_tensor\":{\"dtype\":\"F32\",\"shape\":[");
+    size_t used =
+        (size_t)snprintf(head, sizeof head, "{\"latent_tensor\":{\"dtype\":\"F32\",\"shape\":[");
     for (int32_t d = 0; d < n_dims; d++) {
         n *= shape[d];
-        used += (size_t)snprintf(head + used, sizeof head - used, "%s%d", d ? "," : "", (int)shape[d]);
+        used +=
+            (size_t)snprintf(head + used, sizeof head - used, "%s%d", d ? "," : "", (int)shape[d]);
     }
     used += (size_t)snprintf(head + used, sizeof head - used,
                              "],\"data_offsets\":[0,%d]},\"mark\":{\"dtype\":\"F32\",\"shape\":[0],"
-                             "\"data_offsets\":[%d,%d]}}", (int)(4 * n), (int)(4 * n), (int)(4 * n));
+                             "\"data_offsets\":[%d,%d]}}",
+                             (int)(4 * n), (int)(4 * n), (int)(4 * n));
     const uint64_t length = used;
     FILE *f = fopen(path, "wb");
     assert_true(f && fwrite(&length, 8, 1, f) == 1 && fwrite(head, 1, used, f) == used);
@@ -168,11 +172,13 @@ static char *bytes_of(const char *folder, const char *name, size_t *size) {
     return bytes;
 }
 
-static unsigned char *picture_of(const char *folder, const char *name, int64_t want_w, int64_t want_h) {
+static unsigned char *picture_of(const char *folder, const char *name, int64_t want_w,
+                                 int64_t want_h) {
     int w, h, channels;
     size_t size;
     char *png = bytes_of(folder, name, &size);
-    unsigned char *rgb = stbi_load_from_memory((const stbi_uc *)png, (int)size, &w, &h, &channels, 0);
+    unsigned char *rgb =
+        stbi_load_from_memory((const stbi_uc *)png, (int)size, &w, &h, &channels, 0);
     free(png);
     assert_non_null(rgb);
     assert_true(channels == 3 && w == want_w && h == want_h);
@@ -193,7 +199,8 @@ static void expect_picture(const char *folder, const char *name, const io *x, in
     if (!(worst < 0.51)) fail_msg("%s is %g levels off", name, worst);
 }
 
-static void expect_same(const char *folder, const char *name, const char *other, const char *other_name) {
+static void expect_same(const char *folder, const char *name, const char *other,
+                        const char *other_name) {
     size_t size, other_size;
     char *a = bytes_of(folder, name, &size), *b = bytes_of(other, other_name, &other_size);
     assert_int_equal(size, other_size);
@@ -239,7 +246,8 @@ static void test_pictures(void **state) {
     const outcome *o = RUN(TAESD, "--out", folder);
     expect_success(o);
     assert_string_equal(o->err, ""); // no terminal: no progress
-    snprintf(lines, sizeof lines, "%s/a-ring-gold-moss.png\n%s/a-ring-gold-moss-2.png\n", folder, folder);
+    snprintf(lines, sizeof lines, "%s/a-ring-gold-moss.png\n%s/a-ring-gold-moss-2.png\n", folder,
+             folder);
     assert_string_equal(o->out, lines);
     assert_int_equal(n_files(folder), 2);
     expect_picture(folder, "a-ring-gold-moss.png", &taesd, 0);
@@ -253,8 +261,8 @@ static void test_pictures(void **state) {
     assert_int_equal(system("rm -rf " FOLDER "/second && mkdir " FOLDER "/second"), 0);
     expect_success(RUN(TAESD, "--out", second, "--batch", "2", "--threads", "3"));
     expect_same(folder, "one", second, "a-ring-gold-moss-2.png");
-    expect_success(RUN("--model", MODEL("taesd"), "--latents", FOLDER "/latents.safetensors", "--out",
-                       FOLDER "/second/"));
+    expect_success(RUN("--model", MODEL("taesd"), "--latents", FOLDER "/latents.safetensors",
+                       "--out", FOLDER "/second/"));
     expect_same(second, "a-ring-gold-moss.png", second, "latent_tensor.png");
     expect_same(second, "a-ring-gold-moss-2.png", second, "latent_tensor-2.png");
     assert_int_equal(n_files(second), 4);
@@ -293,7 +301,8 @@ static void write_large(const char *path, int64_t w, int64_t h) {
     free(values);
 }
 
-static void expect_close(const char *folder, const char *name, int64_t w, int64_t h, int64_t levels) {
+static void expect_close(const char *folder, const char *name, int64_t w, int64_t h,
+                         int64_t levels) {
     unsigned char *a = picture_of(folder, "whole.png", w, h), *b = picture_of(folder, name, w, h);
     for (int64_t i = 0; i < 3 * w * h; i++) assert_true(abs(a[i] - b[i]) <= levels);
     free(a);
@@ -341,8 +350,8 @@ static void test_tiles(void **state) {
 }
 
 // Levels between the planes of one frame and the formulas of the two standards.
-static void expect_yuv(const unsigned char *yuv, const unsigned char *rgb, int64_t w, int64_t h, bool half,
-                       double kr, double kb) {
+static void expect_yuv(const unsigned char *yuv, const unsigned char *rgb, int64_t w, int64_t h,
+                       bool half, double kr, double kb) {
     const int64_t cw = half ? w / 2 : w, ch = half ? h / 2 : h;
     for (int64_t i = 0; i < w * h; i++) {
         const double r = rgb[3 * i] / 255.0, g = rgb[3 * i + 1] / 255.0, b = rgb[3 * i + 2] / 255.0;
@@ -352,11 +361,13 @@ static void expect_yuv(const unsigned char *yuv, const unsigned char *rgb, int64
         double c[3] = {0, 0, 0};
         const int64_t x = i % cw * (w / cw), y = i / cw * (h / ch), n = half ? 4 : 1;
         for (int64_t k = 0; k < n; k++) {
-            for (int j = 0; j < 3; j++) c[j] += rgb[3 * (x + k % 2 + w * (y + k / 2)) + j] / 255.0 / (double)n;
+            for (int j = 0; j < 3; j++)
+                c[j] += rgb[3 * (x + k % 2 + w * (y + k / 2)) + j] / 255.0 / (double)n;
         }
         const double luma = kr * c[0] + (1 - kr - kb) * c[1] + kb * c[2];
         assert_true(fabs(128 + 224 * (c[2] - luma) / (2 * (1 - kb)) - yuv[w * h + i]) <= 0.5001);
-        assert_true(fabs(128 + 224 * (c[0] - luma) / (2 * (1 - kr)) - yuv[w * h + cw * ch + i]) <= 0.5001);
+        assert_true(fabs(128 + 224 * (c[0] - luma) / (2 * (1 - kr)) - yuv[w * h + cw * ch + i]) <=
+                    0.5001);
     }
 }
 
@@ -382,7 +393,8 @@ static void test_video(void **state) {
     }
     static const struct { const char *chroma, *matrix, *head; } cases[] = {
         {"444", NULL, "YUV4MPEG2 W24 H32 F16:1 Ip A1:1 C444 XCOLORRANGE=LIMITED XMATRIX=BT601\n"},
-        {"420", "bt709", "YUV4MPEG2 W24 H32 F16:1 Ip A1:1 C420jpeg XCOLORRANGE=LIMITED XMATRIX=BT709\n"},
+        {"420", "bt709",
+         "YUV4MPEG2 W24 H32 F16:1 Ip A1:1 C420jpeg XCOLORRANGE=LIMITED XMATRIX=BT709\n"},
     };
     assert_true(w == 24 && h == 32);
     for (int k = 0; k < 2; k++) {
@@ -398,16 +410,17 @@ static void test_video(void **state) {
             snprintf(name, sizeof name, "latent.1-%04d.png", (int)i);
             unsigned char *rgb = picture_of(folder, name, w, h);
             assert_memory_equal(bytes + at, "FRAME\n", 6);
-            expect_yuv((const unsigned char *)bytes + at + 6, rgb, w, h, k == 1, k == 1 ? 0.2126 : 0.299,
-                       k == 1 ? 0.0722 : 0.114);
+            expect_yuv((const unsigned char *)bytes + at + 6, rgb, w, h, k == 1,
+                       k == 1 ? 0.2126 : 0.299, k == 1 ? 0.0722 : 0.114);
             free(rgb);
         }
         free(bytes);
     }
     folder = new_folder();
     expect_failure(RUN(WAN, FOLDER "/wan.gguf", "--exact"), "exact");
-    expect_failure(RUN("--model", MODEL("wan"), "--latents", FOLDER "/wan.gguf", "--only", "0", "--out",
-                       "no-such-folder"), "no-such-folder");
+    expect_failure(RUN("--model", MODEL("wan"), "--latents", FOLDER "/wan.gguf", "--only", "0",
+                       "--out", "no-such-folder"),
+                   "no-such-folder");
     assert_int_equal(n_files(folder), 0);
 }
 
@@ -440,7 +453,8 @@ static void test_options(void **state) {
     (void)state;
     static const struct { const char *name, *value; } wrong[] = {
         {"--nonsense", NULL}, {"--only", NULL}, {"--only", "x"}, {"--only", "-1"}, {"--tile", "0"},
-        {"--tile", "1.5"}, {"--batch", "0"}, {"--budget", "0"}, {"--budget", "1X"}, {"--budget", "M"},
+        {"--tile", "1.5"}, {"--batch", "0"}, {"--budget", "0"}, {"--budget", "1X"},
+        {"--budget", "M"},
         {"--budget", "1KM"}, {"--budget", "nan"}, {"--y4m", "422"}, {"--matrix", "bt2020"},
         {"--fps", "0"}, {"--threads", "0"}, {"--device", "abacus"}, {"--precision", "int4"},
         {"--scale", "0"}, {"--scale", "inf"}, {"stray", NULL}, {"--out", NULL}, {"--overlap", "-8"},
@@ -475,14 +489,16 @@ static void test_wrong_files(void **state) {
                                        "examples/model/rocq-demo.gguf"};
     for (size_t i = 0; i < sizeof none / sizeof *none; i++) {
         expect_failure(RUN("--model", none[i], "--out", folder), none[i]);
-        expect_failure(RUN("--model", MODEL("taesd"), "--latents", none[i], "--out", folder), none[i]);
+        expect_failure(RUN("--model", MODEL("taesd"), "--latents", none[i], "--out", folder),
+                       none[i]);
     }
     expect_failure(RUN("--model", MODEL("wide"), "--latents", FOLDER "/wan.gguf", "--out", folder),
                    "latent.0"); // of 16 channels
     expect_failure(RUN("--model", FOLDER "/titled.gguf", "--out", folder), "titled.gguf");
 
     // Cut off anywhere; and numbers that are none.
-    static const char *const whole[] = {MODEL("taesd"), FOLDER "/titled.gguf", FOLDER "/latents.safetensors"};
+    static const char *const whole[] = {MODEL("taesd"), FOLDER "/titled.gguf",
+                                        FOLDER "/latents.safetensors"};
     const char *path = FOLDER "/cut";
     for (int k = 0; k < 3; k++) {
         size_t size;
@@ -493,7 +509,9 @@ static void test_wrong_files(void **state) {
             assert_non_null(f);
             assert_true(fwrite(bytes, 1, cut, f) == cut && fclose(f) == 0);
             if (k == 0) expect_failure(RUN("--model", path, "--out", folder), path);
-            else expect_failure(RUN("--model", MODEL("taesd"), "--latents", path, "--out", folder), path);
+            else
+                expect_failure(RUN("--model", MODEL("taesd"), "--latents", path, "--out", folder),
+                               path);
         }
         free(bytes);
     }
@@ -512,8 +530,8 @@ static void test_no_memory(void **state) {
     const char *folder = new_folder();
     static const char *const formats[2][2] = {{"--threads", "2"}, {"--y4m", "420"}};
     for (int i = 0; i < 2; i++) {
-        const char *args[] = {TAESD, "--out", folder, "--only", "0", "--stats", formats[i][0], formats[i][1],
-                              NULL};
+        const char *args[] = {TAESD,     "--out",       folder,        "--only", "0",
+                              "--stats", formats[i][0], formats[i][1], NULL};
         const outcome *o = run_with(-1, args);
         expect_success(o);
         const int64_t n = o->calls;
@@ -538,8 +556,8 @@ static void test_progress_and_interrupt(void **state) {
     const char *folder = new_folder();
     static outcome o;
     write_large(FOLDER "/large.safetensors", 24, 16);
-    const char *args[] = {"--model", MODEL("taesd"), "--latents", FOLDER "/large.safetensors", "--out", folder,
-                          NULL};
+    const char *args[] = {"--model", MODEL("taesd"), "--latents", FOLDER "/large.safetensors",
+                          "--out",   folder,         NULL};
     child c = start(-1, true, args);
     finish(&c, &o, 0);
     expect_success(&o);

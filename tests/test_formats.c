@@ -1,5 +1,6 @@
 // Formats: 16-bit floats, block layouts, decoding and encoding; against the pictures at the block
-// structs, the OCP MX specification, float64 and ggml's own library. Closes with a table per format.
+// structs, the OCP MX specification, float64 and ggml's own library. Closes with a table per
+// format.
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
@@ -59,10 +60,15 @@ static int print_table(void **state) {
     for (int f = 0; f < N_FORMATS; f++) {
         const summary *s = &summaries[f];
         char text[4][32] = {"-", "-", "-", "-"};
-        if (s->decoded) snprintf(text[0], 32, "%lld of %lld", (long long)s->decoded_same, (long long)s->decoded);
-        if (s->encoded) snprintf(text[1], 32, "%lld of %lld", (long long)s->encoded_same, (long long)s->encoded);
+        if (s->decoded)
+            snprintf(text[0], 32, "%lld of %lld", (long long)s->decoded_same,
+                     (long long)s->decoded);
+        if (s->encoded)
+            snprintf(text[1], 32, "%lld of %lld", (long long)s->encoded_same,
+                     (long long)s->encoded);
         if (s->n_ratios) snprintf(text[2], 32, "%.4f %.4f", s->ratio / s->n_ratios, s->worst);
-        if (s->n_weighted) snprintf(text[3], 32, "%.4f %.4f", s->weighted / s->n_weighted, s->weighted_worst);
+        if (s->n_weighted)
+            snprintf(text[3], 32, "%.4f %.4f", s->weighted / s->n_weighted, s->weighted_worst);
         print_message("%-12s  %-19s  %-19s  %-17s  %s\n", rocq_format_name(formats[f]), text[0],
                       text[1], text[2], text[3]);
     }
@@ -145,8 +151,10 @@ static void halves(void **state) {
             assert_int_equal(rocq_f32_to_f16(got) & 0x7e00, 0x7e00);
         }
         if (exponent < 31) { // the tie with the next value, and both sides of it
-            const float tie = (float)((want + (exponent ? sign * ldexp(1025 + mantissa, (int)exponent - 25)
-                                                        : sign * ldexp(1 + mantissa, -24))) / 2);
+            const float tie =
+                (float)((want + (exponent ? sign * ldexp(1025 + mantissa, (int)exponent - 25)
+                                          : sign * ldexp(1 + mantissa, -24))) /
+                        2);
             check_halves(tie);
             check_halves(nextafterf(tie, INFINITY));
             check_halves(nextafterf(tie, -INFINITY));
@@ -206,7 +214,8 @@ static const layout layouts[] = {
 
 // Where bit b of code i (FIELD_Q) or of a group's scale or min is: 8 byte + bit.
 static int place(rocq_format format, field what, int i, int b) {
-    const int h = i / 128, r = i / 32 % 4, l = i % 32, half = i / 32, low = i % 16, high = i % 32 / 16;
+    const int h = i / 128, r = i / 32 % 4, l = i % 32, half = i / 32, low = i % 16,
+              high = i % 32 / 16;
     if (what == FIELD_Q) {
         switch (format) {
         case ROCQ_Q4_0: case ROCQ_IQ4_NL: return 8 * (2 + low) + 4 * high + b;
@@ -218,7 +227,8 @@ static int place(rocq_format format, field what, int i, int b) {
         case ROCQ_Q2_K: return 8 * (16 + 32 * h + l) + 2 * r + b;
         case ROCQ_Q3_K: return b == 2 ? 8 * l + 4 * h + r : 8 * (32 + 32 * h + l) + 2 * r + b;
         case ROCQ_Q4_K: return 8 * (16 + 32 * (i / 64) + l) + 4 * (half % 2) + b;
-        case ROCQ_Q5_K: return b == 4 ? 8 * (16 + l) + half : 8 * (48 + 32 * (i / 64) + l) + 4 * (half % 2) + b;
+        case ROCQ_Q5_K:
+            return b == 4 ? 8 * (16 + l) + half : 8 * (48 + 32 * (i / 64) + l) + 4 * (half % 2) + b;
         case ROCQ_Q6_K:
             return b >= 4 ? 8 * (128 + 32 * h + l) + 2 * r + b - 4
                           : 8 * (64 * h + 32 * (r % 2) + l) + 4 * (r / 2) + b;
@@ -228,7 +238,9 @@ static int place(rocq_format format, field what, int i, int b) {
     }
     switch (format) {
     case ROCQ_Q2_K: return 8 * i + (what == FIELD_MN ? 4 : 0) + b;
-    case ROCQ_Q3_K: return b >= 4 ? 8 * (104 + i % 4) + 2 * (i / 4) + b - 4 : 8 * (96 + i % 8) + 4 * (i / 8) + b;
+    case ROCQ_Q3_K:
+        return b >= 4 ? 8 * (104 + i % 4) + 2 * (i / 4) + b - 4
+                      : 8 * (96 + i % 8) + 4 * (i / 8) + b;
     case ROCQ_Q6_K: return 8 * (192 + i) + b;
     case ROCQ_IQ4_XS: return b >= 4 ? 8 * 2 + 2 * i + b - 4 : 8 * (4 + i / 2) + 4 * (i % 2) + b;
     default: // Q4_K, Q5_K
@@ -257,17 +269,23 @@ static double element(int code, int e_bits, int m_bits, int bias) {
     return sign ? -value : value;
 }
 
-static const double iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const double iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                               1,    13,   25,  38,  53,  69,  89,  113};
 
-// The value of element i as the formulas have it; exact in float64 up to the one rounding at the end.
+// The value of element i as the formulas have it; exact in float64 up to the one rounding at the
+// end.
 static float pictured(const layout *l, const unsigned char *block, int i) {
     const int q = read_field(l, block, FIELD_Q, i), g = i / l->group;
     const double d = rocq_f16_to_f32((uint16_t)(block[l->d] | block[l->d + 1] << 8));
     double scale = d, level = q - l->q_offset, min = 0;
     switch (l->format) {
     case ROCQ_MXFP4: return (float)(ldexp(1, block[0] - 127) * element(q, 2, 1, 1) + 0.0);
-    case ROCQ_MXFP6_E2M3: return block[0] == 255 ? NAN : (float)(ldexp(1, block[0] - 127) * element(q, 2, 3, 1) + 0.0);
-    case ROCQ_MXFP6_E3M2: return block[0] == 255 ? NAN : (float)(ldexp(1, block[0] - 127) * element(q, 3, 2, 3) + 0.0);
+    case ROCQ_MXFP6_E2M3:
+        return block[0] == 255 ? NAN
+                               : (float)(ldexp(1, block[0] - 127) * element(q, 2, 3, 1) + 0.0);
+    case ROCQ_MXFP6_E3M2:
+        return block[0] == 255 ? NAN
+                               : (float)(ldexp(1, block[0] - 127) * element(q, 3, 2, 3) + 0.0);
     case ROCQ_Q8_0: level = q < 128 ? q : q - 256; break;
     case ROCQ_IQ4_NL: case ROCQ_IQ4_XS: level = iq4[q]; break;
     default: break;
@@ -347,9 +365,11 @@ static void packing(void **state) {
             unsigned char *block = (unsigned char *)alloc(codec->info.block_bytes);
             random_bytes((unsigned char *)&fields, sizeof fields);
             random_bytes(block, codec->info.block_bytes);
-            for (int i = 0; i < 256; i++) fields.q[i] = (uint8_t)(fields.q[i] & ((1 << l->q_bits) - 1));
+            for (int i = 0; i < 256; i++)
+                fields.q[i] = (uint8_t)(fields.q[i] & ((1 << l->q_bits) - 1));
             for (int g = 0; g < 16; g++) {
-                fields.sc[g] = (int32_t)random_below(1 << l->sc_bits) - l->sc_offset - (l->format == ROCQ_Q6_K ? 128 : 0);
+                fields.sc[g] = (int32_t)random_below(1 << l->sc_bits) - l->sc_offset -
+                               (l->format == ROCQ_Q6_K ? 128 : 0);
                 fields.mn[g] = (int32_t)random_below(1 << l->mn_bits);
             }
             codec->pack(block, &fields);
@@ -358,11 +378,14 @@ static void packing(void **state) {
                 assert_int_equal(read_field(l, block, FIELD_Q, i), stored);
             }
             for (int g = 0; g < codec->info.block_elems / l->group; g++) {
-                if (l->sc_bits) assert_int_equal(read_field(l, block, FIELD_SC, g), (fields.sc[g] + l->sc_offset) & ((1 << l->sc_bits) - 1));
+                if (l->sc_bits)
+                    assert_int_equal(read_field(l, block, FIELD_SC, g),
+                                     (fields.sc[g] + l->sc_offset) & ((1 << l->sc_bits) - 1));
                 if (l->mn_bits) assert_int_equal(read_field(l, block, FIELD_MN, g), fields.mn[g]);
             }
             assert_int_equal(block[l->d] | block[l->d + 1] << 8, fields.d);
-            if (l->dmin >= 0) assert_int_equal(block[l->dmin] | block[l->dmin + 1] << 8, fields.dmin);
+            if (l->dmin >= 0)
+                assert_int_equal(block[l->dmin] | block[l->dmin + 1] << 8, fields.dmin);
             free(block);
         }
     }
@@ -387,8 +410,10 @@ static int fp6_code(const unsigned char *block, int i) {
 static void mxfp6_decode(void **state) {
     (void)state;
     // A few elements of each by hand.
-    assert_true(element(1, 2, 3, 1) == 0.125 && element(31, 2, 3, 1) == 7.5 && element(8, 2, 3, 1) == 1);
-    assert_true(element(1, 3, 2, 3) == 0.0625 && element(31, 3, 2, 3) == 28 && element(12, 3, 2, 3) == 1);
+    assert_true(element(1, 2, 3, 1) == 0.125 && element(31, 2, 3, 1) == 7.5 &&
+                element(8, 2, 3, 1) == 1);
+    assert_true(element(1, 3, 2, 3) == 0.0625 && element(31, 3, 2, 3) == 28 &&
+                element(12, 3, 2, 3) == 1);
     assert_true(element(63, 2, 3, 1) == -7.5 && element(33, 3, 2, 3) == -0.0625);
     for (size_t k = 0; k < COUNT(fp6s); k++) {
         const fp6 *f = &fp6s[k];
@@ -406,9 +431,12 @@ static void mxfp6_decode(void **state) {
                 }
                 assert_int_equal(rocq_dequantize(f->format, got, block, 32), ROCQ_OK);
                 for (int i = 0; i < 32; i++) {
-                    const double want = ldexp(element(32 * half + i, f->e_bits, f->m_bits, f->bias), e - 127);
+                    const double want =
+                        ldexp(element(32 * half + i, f->e_bits, f->m_bits, f->bias), e - 127);
                     if (e == 255) assert_true(got[i] != got[i]);
-                    else assert_true(got[i] == (float)want && (fabs(want) > FLT_MAX || got[i] == want));
+                    else
+                        assert_true(got[i] == (float)want &&
+                                    (fabs(want) > FLT_MAX || got[i] == want));
                 }
             }
         }
@@ -447,11 +475,18 @@ static void mxfp6_encode(void **state) {
             // one element keeps the scale where it is.
             for (int code = 0; code < n_codes; code++) {
                 const double at = element(code, f->e_bits, f->m_bits, f->bias);
-                const double next = code + 1 < n_codes ? element(code + 1, f->e_bits, f->m_bits, f->bias) : ldexp(2, f->emax) * 0.999;
-                const float values[6] = {(float)at, (float)((at + next) / 2), nextafterf((float)((at + next) / 2), 0),
-                                         nextafterf((float)((at + next) / 2), 100), (float)next, 0};
+                const double next = code + 1 < n_codes
+                                        ? element(code + 1, f->e_bits, f->m_bits, f->bias)
+                                        : ldexp(2, f->emax) * 0.999;
+                const float values[6] = {(float)at,
+                                         (float)((at + next) / 2),
+                                         nextafterf((float)((at + next) / 2), 0),
+                                         nextafterf((float)((at + next) / 2), 100),
+                                         (float)next,
+                                         0};
                 float x[32];
-                for (int i = 0; i < 32; i++) x[i] = ldexpf(values[i % 6] * (i % 2 ? -1.0f : 1.0f), exponent);
+                for (int i = 0; i < 32; i++)
+                    x[i] = ldexpf(values[i % 6] * (i % 2 ? -1.0f : 1.0f), exponent);
                 x[31] = ldexpf((float)f->largest, exponent);
                 check_fp6(f, x);
             }
@@ -531,7 +566,10 @@ static void same_everywhere(void **state) {
                     if (layouts[k].dmin >= 0) b[layouts[k].dmin + 1] &= 0xbf;
                 }
                 if (!is_encoded(format) && format != ROCQ_NVFP4) {
-                    b[format == ROCQ_IQ1_M ? 55 : format == ROCQ_TQ1_0 ? 53 : format == ROCQ_TQ2_0 ? 65 : 1] &= 0xbf;
+                    b[format == ROCQ_IQ1_M   ? 55
+                      : format == ROCQ_TQ1_0 ? 53
+                      : format == ROCQ_TQ2_0 ? 65
+                                             : 1] &= 0xbf;
                 }
                 if (format == ROCQ_F16 || format == ROCQ_BF16) b[1] &= 0xbf;
                 if (format == ROCQ_F32) b[3] &= 0xbf;
@@ -539,7 +577,8 @@ static void same_everywhere(void **state) {
             assert_int_equal(rocq_dequantize(format, values, blocks, n * elems), ROCQ_OK);
             decoded = fnv(decoded, values, n * elems * 4);
             if (!want[f].encoded) continue;
-            for (int64_t i = 0; i < n * elems; i++) values[i] = ldexpf((float)(int32_t)random_u64(), -30 - turn % 8);
+            for (int64_t i = 0; i < n * elems; i++)
+                values[i] = ldexpf((float)(int32_t)random_u64(), -30 - turn % 8);
             assert_int_equal(rocq_quantize(format, blocks, values, n, elems, NULL), ROCQ_OK);
             encoded = fnv(encoded, blocks, n * bytes);
         }
@@ -601,7 +640,8 @@ typedef struct ggml_formats {
     int64_t (*blck_size)(int);
     size_t (*type_size)(int);
     size_t (*row_size)(int, int64_t);
-    size_t (*chunk)(int, const float *, void *, int64_t start, int64_t rows, int64_t per_row, const float *imatrix);
+    size_t (*chunk)(int, const float *, void *, int64_t start, int64_t rows, int64_t per_row,
+                    const float *imatrix);
 } ggml_formats;
 
 static bool in_ggml(rocq_format format) {
@@ -632,7 +672,8 @@ static ggml_formats find_ggml(void) {
 }
 
 // A function of ggml's for one format, by its lower-case name.
-static void format_function(const ggml_formats *g, const char *pattern, rocq_format format, void *function) {
+static void format_function(const ggml_formats *g, const char *pattern, rocq_format format,
+                            void *function) {
     const char *names[] = {
 #define X(NAME, lower, id, elems, bytes) #lower,
         ROCQ_FORMATS(X)
@@ -679,7 +720,8 @@ static void halves_are_ggmls(void **state) {
         assert_true(same_float(rocq_f16_to_f32(half), from_f16(half)));
         assert_true(same_float(rocq__bf16_to_f32(half), from_bf16(half)));
         for (uint32_t low = 0; low < 3; low++) {
-            const float v = rocq__bits_f32(h << 16 | (low == 2 ? (uint32_t)random_u64() & 0xffff : 0x8000 - low));
+            const float v = rocq__bits_f32(
+                h << 16 | (low == 2 ? (uint32_t)random_u64() & 0xffff : 0x8000 - low));
             assert_int_equal(rocq_f32_to_f16(v), to_f16(v));
             assert_int_equal(rocq__f32_to_bf16(v), to_bf16(v));
         }
@@ -691,7 +733,8 @@ static void decodes_as_ggml(void **state) {
     const ggml_formats g = find_ggml();
     for (int f = 0; f < N_FORMATS; f++) {
         const rocq_format format = formats[f];
-        if (!in_ggml(format) || format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16) continue;
+        if (!in_ggml(format) || format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16)
+            continue;
         const int64_t elems = block_elems(format), bytes = block_bytes(format), n = 500;
         void (*dequantize)(const void *, float *, int64_t);
         format_function(&g, "dequantize_row_%s", format, &dequantize);
@@ -712,7 +755,8 @@ static void decodes_as_ggml(void **state) {
             assert_int_equal(rocq_dequantize(format, got, blocks, n * elems), ROCQ_OK);
             for (int64_t b = 0; b < n; b++) {
                 bool same = true;
-                for (int64_t i = b * elems; i < (b + 1) * elems; i++) same = same && same_float(got[i], want[i]);
+                for (int64_t i = b * elems; i < (b + 1) * elems; i++)
+                    same = same && same_float(got[i], want[i]);
                 summaries[f].decoded++;
                 summaries[f].decoded_same += same;
             }
@@ -742,7 +786,10 @@ static void awkward_block(float *x, int kind, float largest) {
         case 8: x[i] = -fabsf(random_normal()) - 1; break;
         case 9: x[i] = unit; break;
         case 10: x[i] = -unit; break;
-        case 11: x[i] = nextafterf(ldexpf(random_below(2) ? 1.0f : -1.0f, (int)random_below(36) - 20), (float)r); break;
+        case 11:
+            x[i] = nextafterf(ldexpf(random_below(2) ? 1.0f : -1.0f, (int)random_below(36) - 20),
+                              (float)r);
+            break;
         case 12: x[i] = random_in(-1, 1) * largest; break;
         case 13: x[i] = i == 7 ? largest : random_normal(); break;
         default: // any float up to the largest
@@ -757,16 +804,17 @@ static void encodes_as_ggml(void **state) {
     (void)state;
     const ggml_formats g = find_ggml();
     // The largest magnitude for which ggml's scale is a finite F16.
-    static const struct { rocq_format format; float largest; } exact[] = {
-        {ROCQ_Q4_0, 65519.0f * 8}, {ROCQ_Q4_1, 65519.0f}, {ROCQ_Q5_0, 65519.0f * 16}, {ROCQ_Q5_1, 65519.0f},
-        {ROCQ_Q8_0, 65519.0f * 127}, {ROCQ_MXFP4, FLT_MAX}};
+    static const struct { rocq_format format; float largest;
+    } exact[] = {{ROCQ_Q4_0, 65519.0f * 8}, {ROCQ_Q4_1, 65519.0f},       {ROCQ_Q5_0, 65519.0f * 16},
+                 {ROCQ_Q5_1, 65519.0f},     {ROCQ_Q8_0, 65519.0f * 127}, {ROCQ_MXFP4, FLT_MAX}};
     for (size_t k = 0; k < COUNT(exact); k++) {
         const rocq_format format = exact[k].format;
         const int64_t bytes = block_bytes(format), n = 15 * 400;
         void (*quantize)(const float *, void *, int64_t);
         format_function(&g, "quantize_row_%s_ref", format, &quantize);
         float *x = nans(n * 32);
-        unsigned char *got = (unsigned char *)alloc(n * bytes), *want = (unsigned char *)alloc(n * bytes);
+        unsigned char *got = (unsigned char *)alloc(n * bytes),
+                      *want = (unsigned char *)alloc(n * bytes);
         for (int64_t b = 0; b < n; b++) awkward_block(x + 32 * b, (int)(b % 15), exact[k].largest);
         memset(got, 0xa5, (size_t)(n * bytes));
         memset(want, 0x5a, (size_t)(n * bytes));
@@ -781,7 +829,8 @@ static void encodes_as_ggml(void **state) {
             s->encoded++;
             s->encoded_same += same;
             if (!same && s->encoded - s->encoded_same < 4) {
-                print_message("%s differs for blocks of kind %d\n", rocq_format_name(format), (int)(b % 15));
+                print_message("%s differs for blocks of kind %d\n", rocq_format_name(format),
+                              (int)(b % 15));
             }
         }
         free(x);
@@ -794,9 +843,10 @@ static void encodes_as_ggml(void **state) {
 // -- error of the searched formats --
 
 static const char *const tensors[] = {
-    "normal", "heavy tails", "laplace", "uniform", "positive", "negative", "sparse", "outliers", "one in a row",
-    "constant", "constant per row", "constant and noise", "ramp", "sine", "two values", "three values",
-    "four bits", "tiny", "small", "large", "scales mixed", "zero"};
+    "normal", "heavy tails", "laplace", "uniform", "positive", "negative", "sparse", "outliers",
+    "one in a row",
+    "constant", "constant per row", "constant and noise", "ramp", "sine", "two values",
+    "three values", "four bits", "tiny", "small", "large", "scales mixed", "zero"};
 
 static void make_tensor(int kind, float *x, int64_t rows, int64_t per_row) {
     float scale = 1;
@@ -868,13 +918,18 @@ static void error_against_ggml(void **state) {
                 make_tensor(kind, x, ROWS, PER_ROW);
                 for (int i = 0; i < PER_ROW; i++) {
                     const float z = random_normal();
-                    w[i] = kind % 3 == 1 && i % 17 == 0 ? 0.0f : (0.05f + z * z) * expf(random_normal());
+                    w[i] = kind % 3 == 1 && i % 17 == 0 ? 0.0f
+                                                        : (0.05f + z * z) * expf(random_normal());
                 }
                 memset(ours, 0xa5, (size_t)size);
-                assert_int_equal(rocq_quantize(format, ours, x, ROWS, PER_ROW, weighted ? w : NULL), ROCQ_OK);
-                assert_int_equal(g.chunk((int)format, x, theirs, 0, ROWS, PER_ROW, weighted ? w : NULL), size);
-                const double got = squared_error(format, x, ours, weighted ? w : NULL, ROWS, PER_ROW);
-                const double peer = squared_error(format, x, theirs, weighted ? w : NULL, ROWS, PER_ROW);
+                assert_int_equal(rocq_quantize(format, ours, x, ROWS, PER_ROW, weighted ? w : NULL),
+                                 ROCQ_OK);
+                assert_int_equal(
+                    g.chunk((int)format, x, theirs, 0, ROWS, PER_ROW, weighted ? w : NULL), size);
+                const double got =
+                    squared_error(format, x, ours, weighted ? w : NULL, ROWS, PER_ROW);
+                const double peer =
+                    squared_error(format, x, theirs, weighted ? w : NULL, ROWS, PER_ROW);
                 const double ratio = peer > 0 ? got / peer : got > 0 ? INFINITY : 1;
                 if (!weighted) {
                     s->ratio += ratio;
@@ -903,19 +958,21 @@ static void error_against_ggml(void **state) {
 
 // -- encoding, without a peer --
 
-// Importance makes the weighted error smaller, whatever the format (but for tensors of a few different
-// values, where that is the luck of how their scales round); unimportant values are not thrown away,
-// and weights times a power of two are the same weights.
+// Importance makes the weighted error smaller, whatever the format (but for tensors of a few
+// different values, where that is the luck of how their scales round); unimportant values are not
+// thrown away, and weights times a power of two are the same weights.
 static void importance(void **state) {
     (void)state;
     enum { ROWS = 2, PER_ROW = 512, N = ROWS * PER_ROW };
-    float *x = nans(N), *y = nans(N), *w = nans(PER_ROW), *scaled = nans(PER_ROW), zeros[PER_ROW] = {0};
+    float *x = nans(N), *y = nans(N), *w = nans(PER_ROW), *scaled = nans(PER_ROW),
+          zeros[PER_ROW] = {0};
     random_state = 0x9b1c01acf0778b77u;
     for (int f = 0; f < N_FORMATS; f++) {
         const rocq_format format = formats[f];
         if (!is_encoded(format)) continue;
         const int64_t size = N / block_elems(format) * block_bytes(format);
-        unsigned char *without = (unsigned char *)alloc(size), *with = (unsigned char *)alloc(size), *again = (unsigned char *)alloc(size);
+        unsigned char *without = (unsigned char *)alloc(size), *with = (unsigned char *)alloc(size),
+                      *again = (unsigned char *)alloc(size);
         double sum[2] = {0, 0};
         for (int kind = 0; kind < (int)COUNT(tensors); kind++) {
             make_tensor(kind, x, ROWS, PER_ROW);
@@ -930,7 +987,9 @@ static void importance(void **state) {
             assert_true(same_bytes(with, again, size));
             const double e0 = squared_error(format, x, without, w, ROWS, PER_ROW);
             const double e1 = squared_error(format, x, with, w, ROWS, PER_ROW);
-            if (!few_values(kind) && !(e1 <= e0)) fail_msg("%s, %s: weighted error %g without importance, %g with", rocq_format_name(format), tensors[kind], e0, e1);
+            if (!few_values(kind) && !(e1 <= e0))
+                fail_msg("%s, %s: weighted error %g without importance, %g with",
+                         rocq_format_name(format), tensors[kind], e0, e1);
             if (kind == 0) {
                 sum[0] = e0;
                 sum[1] = e1;
@@ -940,11 +999,15 @@ static void importance(void **state) {
             assert_int_equal(rocq_quantize(format, with, x, ROWS, PER_ROW, zeros), ROCQ_OK);
             const double e2 = squared_error(format, x, with, NULL, ROWS, PER_ROW);
             const double e3 = squared_error(format, x, without, NULL, ROWS, PER_ROW);
-            if (!few_values(kind) && !(e2 <= e3)) fail_msg("%s, %s: all weights 0: error %g, plain %g", rocq_format_name(format), tensors[kind], e2, e3);
+            if (!few_values(kind) && !(e2 <= e3))
+                fail_msg("%s, %s: all weights 0: error %g, plain %g", rocq_format_name(format),
+                         tensors[kind], e2, e3);
         }
         // A power of two as scale leaves little to choose.
-        const bool coarse = format == ROCQ_MXFP4 || format == ROCQ_MXFP6_E2M3 || format == ROCQ_MXFP6_E3M2;
-        if (format != ROCQ_F32 && format != ROCQ_F16 && format != ROCQ_BF16) assert_true(sum[1] < (coarse ? 1.0 : 0.97) * sum[0]);
+        const bool coarse =
+            format == ROCQ_MXFP4 || format == ROCQ_MXFP6_E2M3 || format == ROCQ_MXFP6_E3M2;
+        if (format != ROCQ_F32 && format != ROCQ_F16 && format != ROCQ_BF16)
+            assert_true(sum[1] < (coarse ? 1.0 : 0.97) * sum[0]);
         free(without);
         free(with);
         free(again);
@@ -955,24 +1018,30 @@ static void importance(void **state) {
     free(scaled);
 }
 
-// Each row is encoded by itself, in place at its offset, into exactly the bytes it needs; blocks only
-// need the alignment of their fields.
+// Each row is encoded by itself, in place at its offset, into exactly the bytes it needs; blocks
+// only need the alignment of their fields.
 static void rows(void **state) {
     (void)state;
     for (int f = 0; f < N_FORMATS; f++) {
         const rocq_format format = formats[f];
         if (!is_encoded(format)) continue;
-        const int64_t per_row = 3 * block_elems(format), n_rows = 5, row_size = 3 * block_bytes(format);
+        const int64_t per_row = 3 * block_elems(format), n_rows = 5,
+                      row_size = 3 * block_bytes(format);
         const int64_t align = rocq__alignment_of(format);
         float *x = nans(n_rows * per_row), *y = nans(n_rows * per_row), *w = nans(per_row);
         for (int64_t i = 0; i < n_rows * per_row; i++) x[i] = random_normal();
         for (int64_t i = 0; i < per_row; i++) w[i] = random_in(0.1f, 2);
         for (int weighted = 0; weighted < 2; weighted++) {
-            unsigned char *all = (unsigned char *)alloc(n_rows * row_size + align), *row = (unsigned char *)alloc(row_size);
+            unsigned char *all = (unsigned char *)alloc(n_rows * row_size + align),
+                          *row = (unsigned char *)alloc(row_size);
             memset(all, 0xa5, (size_t)(n_rows * row_size + align));
-            assert_int_equal(rocq_quantize(format, all + align, x, n_rows, per_row, weighted ? w : NULL), ROCQ_OK);
+            assert_int_equal(
+                rocq_quantize(format, all + align, x, n_rows, per_row, weighted ? w : NULL),
+                ROCQ_OK);
             for (int64_t r = 0; r < n_rows; r++) {
-                assert_int_equal(rocq_quantize(format, row, x + r * per_row, 1, per_row, weighted ? w : NULL), ROCQ_OK);
+                assert_int_equal(
+                    rocq_quantize(format, row, x + r * per_row, 1, per_row, weighted ? w : NULL),
+                    ROCQ_OK);
                 assert_true(same_bytes(row, all + align + r * row_size, row_size));
             }
             for (int64_t i = 0; i < align; i++) assert_int_equal(all[i], 0xa5);
@@ -992,8 +1061,9 @@ static void rows(void **state) {
     }
 }
 
-// Values beyond what F16 scales reach saturate: decoded values are finite, keep their sign where the
-// format has one, and are near the largest that can be stored. F16 itself overflows to infinity.
+// Values beyond what F16 scales reach saturate: decoded values are finite, keep their sign where
+// the format has one, and are near the largest that can be stored. F16 itself overflows to
+// infinity.
 static void extremes(void **state) {
     (void)state;
     float w[256];
@@ -1006,17 +1076,24 @@ static void extremes(void **state) {
                 float x[256], y[256];
                 unsigned char blocks[256 * 2];
                 for (int i = 0; i < 256; i++) {
-                    x[i] = ldexpf(i % 16 == 3 ? -1.0f : 1.0f, exponent) * (i % 7 == 0 ? 1.0f : 0.5f);
+                    x[i] =
+                        ldexpf(i % 16 == 3 ? -1.0f : 1.0f, exponent) * (i % 7 == 0 ? 1.0f : 0.5f);
                 }
                 memset(y, 0xff, sizeof y);
                 memset(blocks, 0xff, sizeof blocks);
-                assert_int_equal(rocq_quantize(format, blocks, x, 1, 256, weighted ? w : NULL), ROCQ_OK);
+                assert_int_equal(rocq_quantize(format, blocks, x, 1, 256, weighted ? w : NULL),
+                                 ROCQ_OK);
                 assert_int_equal(rocq_dequantize(format, y, blocks, 256), ROCQ_OK);
                 for (int i = 0; i < 256; i++) {
-                    if (!(fabsf(y[i]) <= FLT_MAX)) fail_msg("%s: 2^%d gives %g", rocq_format_name(format), exponent, (double)y[i]);
-                    if (exponent >= 20 && rocq__codec_of(format)->pack) assert_true(fabsf(y[i]) >= 60000 || format == ROCQ_Q2_K || (rocq__codec_of(format)->has_min && x[i] < 0));
+                    if (!(fabsf(y[i]) <= FLT_MAX))
+                        fail_msg("%s: 2^%d gives %g", rocq_format_name(format), exponent,
+                                 (double)y[i]);
+                    if (exponent >= 20 && rocq__codec_of(format)->pack)
+                        assert_true(fabsf(y[i]) >= 60000 || format == ROCQ_Q2_K ||
+                                    (rocq__codec_of(format)->has_min && x[i] < 0));
                     if (exponent < -40 && rocq__codec_of(format)->pack) assert_true(y[i] == 0);
-                    if (exponent >= 0 && fabsf(y[i]) > 0 && !rocq__codec_of(format)->has_min) assert_true(x[i] * y[i] > 0 || x[i] * y[i] == INFINITY);
+                    if (exponent >= 0 && fabsf(y[i]) > 0 && !rocq__codec_of(format)->has_min)
+                        assert_true(x[i] * y[i] > 0 || x[i] * y[i] == INFINITY);
                 }
             }
         }
@@ -1037,7 +1114,9 @@ static void not_finite_inside(void **state) {
             float x[256], w[256];
             unsigned char blocks[256 * 4];
             for (int i = 0; i < 256; i++) {
-                x[i] = kind == 0 || i % 5 == kind ? (float)NAN : kind == 3 || i % 11 == 0 ? -INFINITY : random_normal();
+                x[i] = kind == 0 || i % 5 == kind ? (float)NAN
+                       : kind == 3 || i % 11 == 0 ? -INFINITY
+                                                  : random_normal();
                 w[i] = 1;
             }
             rocq__quantize_row(format, blocks, x, 256, NULL);
@@ -1126,8 +1205,10 @@ static void failures(void **state) {
         assert_int_equal(rocq_quantize(fmt, blocks, NULL, 1, elems, NULL), ROCQ_E_ARGUMENT);
         assert_int_equal(rocq_quantize(fmt, blocks, x, -1, elems, NULL), ROCQ_E_ARGUMENT);
         assert_int_equal(rocq_quantize(fmt, blocks, x, 1, -elems, NULL), ROCQ_E_ARGUMENT);
-        if (elems > 1) assert_int_equal(rocq_quantize(fmt, blocks, x, 1, elems + 1, NULL), ROCQ_E_SHAPE);
-        assert_int_equal(rocq_quantize(fmt, blocks, x, INT64_MAX / 4, 4 * elems, NULL), ROCQ_E_OVERFLOW);
+        if (elems > 1)
+            assert_int_equal(rocq_quantize(fmt, blocks, x, 1, elems + 1, NULL), ROCQ_E_SHAPE);
+        assert_int_equal(rocq_quantize(fmt, blocks, x, INT64_MAX / 4, 4 * elems, NULL),
+                         ROCQ_E_OVERFLOW);
         assert_int_equal(rocq_quantize(fmt, NULL, NULL, 0, elems, NULL), ROCQ_OK);
         assert_int_equal(rocq_quantize(fmt, NULL, NULL, 1, 0, NULL), ROCQ_OK);
         assert_int_equal(rocq_dequantize(fmt, NULL, blocks, elems), ROCQ_E_ARGUMENT);

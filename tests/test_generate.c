@@ -1,6 +1,7 @@
 // The main job as a user runs it: examples/generate.c itself, its main() called in a child process
-// whose output is caught. Files that are wrong, options that are wrong, memory that runs out at every
-// single allocation, Ctrl-C: each ends with one line, exit status 1 (0 for Ctrl-C) and nothing leaked.
+// whose output is caught. Files that are wrong, options that are wrong, memory that runs out at
+// every single allocation, Ctrl-C: each ends with one line, exit status 1 (0 for Ctrl-C) and
+// nothing leaked.
 
 #define _XOPEN_SOURCE 700 // fork, pipe, posix_openpt
 
@@ -128,7 +129,8 @@ static void test_bos(void **state) {
     assert_string_equal(o->out, "<s>abc\n");
 }
 
-// A gpt2 model with byte-level BPE, no BOS before a text, and no more positions than it has learned.
+// A gpt2 model with byte-level BPE, no BOS before a text, and no more positions than it has
+// learned.
 static void set_bpe(rocq_gguf_writer *w) {
     static vocab v;
     const vocab_options options = {"gpt2", "gpt-2", "<|endoftext|>", "<|endoftext|>", -1, -1, -1};
@@ -162,7 +164,8 @@ static void test_gpt2(void **state) {
     assert_int_equal(strncmp(o->out, text, sizeof text - 1), 0);
     assert_true(statistic(o, "allocations ") == 0);
     expect_failure(RUN("-m", path, "-c", "513"), "512 positions");
-    expect_failure(RUN("-m", path, "-p", "a", "-c", "16", "-n", "40", "--shift", "2"), "cannot move up");
+    expect_failure(RUN("-m", path, "-p", "a", "-c", "16", "-n", "40", "--shift", "2"),
+                   "cannot move up");
 }
 
 // The models here were trained on 512 tokens.
@@ -310,8 +313,8 @@ static void test_cache(void **state) {
     expect_success(o);
     snprintf(text, sizeof text, "%s", o->out);
     for (const char *page[] = {"0", "4", NULL}, **p = page; *p; p++) {
-        o = RUN("-m", small_path, "-p", "abc", "-n", "60", "--temp", "0", "-c", "20", "--shift", "4",
-                "--kv-page", *p, "--stats");
+        o = RUN("-m", small_path, "-p", "abc", "-n", "60", "--temp", "0", "-c", "20", "--shift",
+                "4", "--kv-page", *p, "--stats");
         expect_success(o);
         assert_true(strlen(o->out) > strlen(text));
         assert_memory_equal(o->out, text, strlen(text) - 1); // without the line's end
@@ -351,15 +354,16 @@ static double phase_after(const cJSON *events, const char *name, double from) {
 // The phases one after the other, tokens in generation, ops in tokens; and the text stays the same.
 static void test_profile(void **state) {
     (void)state;
-    static const char *const phases[] = {"open", "load", "warm", "tokenize", "prompt", "first token"};
+    static const char *const phases[] = {"open",     "load",   "warm",
+                                         "tokenize", "prompt", "first token"};
     char text[sizeof ((outcome *)0)->out], trace_path[256], profile_path[256];
     snprintf(trace_path, sizeof trace_path, "%s", model_path("generate-trace"));
     snprintf(profile_path, sizeof profile_path, "%s", model_path("generate-profile"));
     const outcome *o = RUN("-m", small_path, "-p", "abc", "-n", "20", "--temp", "0");
     expect_success(o);
     snprintf(text, sizeof text, "%s", o->out);
-    o = RUN("-m", small_path, "-p", "abc", "-n", "20", "--temp", "0", "--stats", "--trace", trace_path,
-            "--profile", profile_path);
+    o = RUN("-m", small_path, "-p", "abc", "-n", "20", "--temp", "0", "--stats", "--trace",
+            trace_path, "--profile", profile_path);
     expect_success(o);
     assert_string_equal(o->out, text);
     assert_true(statistic(o, "allocations ") == 0);
@@ -373,7 +377,8 @@ static void test_profile(void **state) {
 
     cJSON *trace = read_json(trace_path), *profile = read_json(profile_path);
     const cJSON *e, *events = cJSON_GetObjectItem(trace, "traceEvents");
-    while (strcmp(cJSON_GetObjectItem(cJSON_GetArrayItem(events, 0), "ph")->valuestring, "M") == 0) {
+    while (strcmp(cJSON_GetObjectItem(cJSON_GetArrayItem(events, 0), "ph")->valuestring, "M") ==
+           0) {
         cJSON_DeleteItemFromArray(cJSON_GetObjectItem(trace, "traceEvents"), 0);
     }
     double end = 0;
@@ -419,7 +424,8 @@ static void test_profile(void **state) {
 static void test_options(void **state) {
     (void)state;
     static const struct { const char *name, *value; } wrong[] = {
-        {"--nonsense", NULL}, {"-n", NULL}, {"-n", "x"}, {"-n", "-1"}, {"-n", "1.5"}, {"-n", "1e12"},
+        {"--nonsense", NULL}, {"-n", NULL}, {"-n", "x"}, {"-n", "-1"}, {"-n", "1.5"},
+        {"-n", "1e12"},
         {"-n", ""}, {"--temp", "-1"}, {"--temp", "nan"}, {"--temp", "1x"}, {"--top-p", "2"},
         {"--threads", "0"}, {"--device", "abacus"}, {"--precision", "int4"}, {"--seed", "1.5"},
         {"-c", "0"}, {"stray", NULL}, {"-m", NULL}, {"-n", " 5"}, {"-n", "0x5"}, {"--temp", "inf"},
@@ -451,7 +457,8 @@ static void test_wrong_models(void **state) {
     expect_failure(RUN("-m", with(path, s, "generate-family")), "mamba");
 
     static const char *const tensors[] = {"token_embd.weight", "output_norm.weight",
-        "blk.0.attn_norm.weight", "blk.0.attn_q.weight", "blk.1.attn_k.weight", "blk.1.attn_v.weight",
+        "blk.0.attn_norm.weight", "blk.0.attn_q.weight", "blk.1.attn_k.weight",
+        "blk.1.attn_v.weight",
         "blk.0.attn_output.weight", "blk.1.ffn_norm.weight", "blk.0.ffn_gate.weight",
         "blk.1.ffn_up.weight", "blk.1.ffn_down.weight"};
     for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++) {
@@ -517,8 +524,9 @@ static void test_no_memory(void **state) {
         s.arch = cases[i].arch;
         s.formats = cases[i].formats;
         with(path, s, "generate-memory");
-        const char *args[] = {"-m", path, "-p", "hello there", "-n", "6", "--stats", "--kv", cases[i].kv,
-                              "--threads", "2", "--repeat-penalty", "1.1", NULL};
+        const char *args[] = {
+            "-m",        path,        "-p", "hello there",      "-n",  "6", "--stats", "--kv",
+            cases[i].kv, "--threads", "2",  "--repeat-penalty", "1.1", NULL};
         const outcome *o = run_with(-1, args);
         expect_success(o);
         int64_t n = o->calls;

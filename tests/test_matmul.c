@@ -270,8 +270,8 @@ static void check_y(problem *a, const char *how) {
     }
 }
 
-// Lets the SIMD contexts use a tier's instructions, as far as the CPU has them. A tier that it lacks
-// is the one before.
+// Lets the SIMD contexts use a tier's instructions, as far as the CPU has them. A tier that it
+// lacks is the one before.
 static void use_tier(rocq_cpu_tier tier) {
     for (int i = 0; i < N_THREAD_COUNTS; i++) {
         const bool vnni = rocq__cpu_has(ROCQ_CPU_AVX_VNNI), wide = rocq__cpu_has(ROCQ_CPU_AVX512);
@@ -280,8 +280,8 @@ static void use_tier(rocq_cpu_tier tier) {
     }
 }
 
-// In every tier, on 1, 2 and 5 threads; INT8 gives the same bits throughout, and the tiers above SIMD
-// give those of SIMD. y is left as the last made it.
+// In every tier, on 1, 2 and 5 threads; INT8 gives the same bits throughout, and the tiers above
+// SIMD give those of SIMD. y is left as the last made it.
 static void solve(problem *a) {
     box *y = &a->y;
     unsigned char *before = (unsigned char *)malloc((size_t)y->size);
@@ -534,16 +534,16 @@ static void epilogues(void **state) {
     }
 }
 
-// Low-rank adapters: ranks of no, one and several vectors and the highest, one column, few and many;
-// the bits of a part are those of the whole.
+// Low-rank adapters: ranks of no, one and several vectors and the highest, one column, few and
+// many; the bits of a part are those of the whole.
 static void adapters(void **state) {
     static const rocq_format formats[] = {ROCQ_Q4_K, ROCQ_Q8_0, ROCQ_F16, ROCQ_F32};
     static const int64_t ranks[] = {1, 3, 8, 16, 37, 72, 512};
     (void)state;
     for (int f = 0; f < 4; f++) {
         for (int r = 0; r < 7; r++) {
-            const shape s = {.w = formats[f], .x = ROCQ_F32, .m = r % 2 ? 75 : 33, .n = 35, .k = 256,
-                             .rank = ranks[r], .lora = (f + r) % 2 ? ROCQ_F16 : ROCQ_F32,
+            const shape s = {.w = formats[f], .x = ROCQ_F32, .m = r % 2 ? 75 : 33, .n = 35,
+                             .k = 256, .rank = ranks[r], .lora = (f + r) % 2 ? ROCQ_F16 : ROCQ_F32,
                              .lora_scale = r % 3 ? 0.25f : 0.0f, .x_layout = (box_layout)(r % 3),
                              .y_layout = r % 2 ? BOX_PLAIN : BOX_STRIDED};
             problem a = make(s);
@@ -557,19 +557,21 @@ static void adapters(void **state) {
     }
 }
 
-// Columns of a batch that use different adapters: they lie behind each other, and a gate of zeros in
-// the product that makes lora_t chooses. Each column has the bits of its own adapter alone, and one
-// without any those of the product without an adapter.
+// Columns of a batch that use different adapters: they lie behind each other, and a gate of zeros
+// in the product that makes lora_t chooses. Each column has the bits of its own adapter alone, and
+// one without any those of the product without an adapter.
 static void adapter_by_column(void **state) {
     enum { K = 96, M = 40, N = 5, R = 8, N_ADAPTERS = 3 };
     static const int own[N] = {1, -1, 0, 2, 1};
     rocq_ctx *ctx = contexts[1][1];
-    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, K, N, 1, 1), w = box_make(BOX_PLAIN, ROCQ_Q8_0, K, M, 1, 1);
+    box x = box_random(BOX_PLAIN, ROCQ_F32, 1, K, N, 1, 1),
+        w = box_make(BOX_PLAIN, ROCQ_Q8_0, K, M, 1, 1);
     box down = box_random(BOX_PLAIN, ROCQ_F16, 1, K, R * N_ADAPTERS, 1, 1);
     box up = box_random(BOX_PLAIN, ROCQ_F16, 1, R * N_ADAPTERS, M, 1, 1);
     box gate = box_make(BOX_PLAIN, ROCQ_F32, R * N_ADAPTERS, N, 1, 1);
     box t = box_make(BOX_PLAIN, ROCQ_F32, R * N_ADAPTERS, N, 1, 1);
-    box y = box_make(BOX_PLAIN, ROCQ_F32, M, N, 1, 1), alone = box_make(BOX_PLAIN, ROCQ_F32, M, N, 1, 1);
+    box y = box_make(BOX_PLAIN, ROCQ_F32, M, N, 1, 1),
+        alone = box_make(BOX_PLAIN, ROCQ_F32, M, N, 1, 1);
     (void)state;
     random_weights(&w);
     for (int64_t i = 0; i < gate.count; i++) {
@@ -577,7 +579,8 @@ static void adapter_by_column(void **state) {
     }
     box_write(&gate);
     const rocq_matmul_params low = {.y = &t.t, .w = &down.t, .x = &x.t, .gate = &gate.t};
-    const rocq_matmul_params all = {.y = &y.t, .w = &w.t, .x = &x.t, .lora_b = &up.t, .lora_t = &t.t};
+    const rocq_matmul_params all = {.y = &y.t, .w = &w.t, .x = &x.t, .lora_b = &up.t,
+                                    .lora_t = &t.t};
     assert_int_equal(rocq_matmul(ctx, &low), ROCQ_OK);
     assert_int_equal(rocq_matmul(ctx, &all), ROCQ_OK);
     for (int c = 0; c < N; c++) {
@@ -604,13 +607,19 @@ static void adapter_by_column(void **state) {
 }
 
 static void wrong_adapters(void **state) {
-    box w = box_make(BOX_PLAIN, ROCQ_F32, 8, 4, 1, 1), x = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 1, 1);
+    box w = box_make(BOX_PLAIN, ROCQ_F32, 8, 4, 1, 1),
+        x = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 1, 1);
     box y = box_make(BOX_PLAIN, ROCQ_F32, 4, 2, 1, 1), *out = &y;
-    box b = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 4, 1, 1), t = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 2, 1, 1);
-    box few = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 1, 1, 1), half = box_random(BOX_PLAIN, ROCQ_F16, 1, 3, 2, 1, 1);
-    box high = box_random(BOX_PLAIN, ROCQ_F32, 1, 513, 4, 1, 1), high_t = box_random(BOX_PLAIN, ROCQ_F32, 1, 513, 2, 1, 1);
-    box deep_x = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 3, 1), deep_y = box_make(BOX_PLAIN, ROCQ_F32, 4, 2, 3, 1), *deep = &deep_y;
-    const rocq_matmul_params fine = {.y = &y.t, .w = &w.t, .x = &x.t, .lora_b = &b.t, .lora_t = &t.t};
+    box b = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 4, 1, 1),
+        t = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 2, 1, 1);
+    box few = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 1, 1, 1),
+        half = box_random(BOX_PLAIN, ROCQ_F16, 1, 3, 2, 1, 1);
+    box high = box_random(BOX_PLAIN, ROCQ_F32, 1, 513, 4, 1, 1),
+        high_t = box_random(BOX_PLAIN, ROCQ_F32, 1, 513, 2, 1, 1);
+    box deep_x = box_random(BOX_PLAIN, ROCQ_F32, 1, 8, 2, 3, 1),
+        deep_y = box_make(BOX_PLAIN, ROCQ_F32, 4, 2, 3, 1), *deep = &deep_y;
+    const rocq_matmul_params fine = {.y = &y.t, .w = &w.t, .x = &x.t, .lora_b = &b.t,
+                                     .lora_t = &t.t};
     rocq_matmul_params p;
     (void)state;
     random_weights(&w);

@@ -184,7 +184,8 @@ static void wrong_descs_are_refused(void **state) {
     rocq_pool_destroy(&pool);
     assert_null(pool);
     rocq_pool_destroy(&pool);
-    for (rocq_memory m = ROCQ_MEMORY_DEFAULT; m <= ROCQ_MEMORY_PINNED; m++) { // all host memory here
+    for (rocq_memory m = ROCQ_MEMORY_DEFAULT; m <= ROCQ_MEMORY_PINNED; m++) { // all host memory
+                                                                              // here
         pool = pool_of(f.ctx, (rocq_pool_desc){.memory = m});
         rocq_buffer b = take(pool, 1);
         give(pool, &b);
@@ -206,7 +207,8 @@ static void freed_blocks_are_handed_out_again(void **state) {
         memset(b[i].host, i, (size_t)b[i].size);
     }
     for (int i = 0; i < 64; i++) { // nobody wrote into anybody
-        for (int64_t k = 0; k < b[i].size; k++) assert_int_equal(((unsigned char *)b[i].host)[k], i);
+        for (int64_t k = 0; k < b[i].size; k++)
+            assert_int_equal(((unsigned char *)b[i].host)[k], i);
     }
     const rocq_pool_stats full = total(pool);
     assert_int_equal(full.n_requests, 64);
@@ -410,7 +412,8 @@ static void budgets_hold(void **state) {
         assert_int_equal(f.n_logged, 1);
         assert_non_null(strstr(rocq_error(f.ctx), "budget"));
 
-        // Free blocks of other classes make room, only as many as are needed, and that is no failure.
+        // Free blocks of other classes make room, only as many as are needed, and that is no
+        // failure.
         assert_int_equal(rocq_pool_alloc(pool, NULL, 1), ROCQ_E_ARGUMENT);
         char said[512];
         snprintf(said, sizeof said, "%s", rocq_error(f.ctx));
@@ -495,7 +498,8 @@ static void misuse_is_found(void **state) {
     (void)state;
     fixture f;
     open_with_budget(&f, 0);
-    rocq_pool *pool = pool_of(f.ctx, (rocq_pool_desc){0}), *other = pool_of(f.ctx, (rocq_pool_desc){0});
+    rocq_pool *pool = pool_of(f.ctx, (rocq_pool_desc){0}),
+              *other = pool_of(f.ctx, (rocq_pool_desc){0});
     rocq_buffer a = take(pool, 5000), copy = a, theirs = take(other, 5000);
     refused(other, a);
     refused(pool, theirs);
@@ -679,7 +683,8 @@ typedef struct model {
 
 // Size of a live block, which is that of its request's class, or up to twice that.
 static int64_t model_block(const model *m, const rocq_buffer *b) {
-    const int64_t size = m->pool->classes[m->pool->blocks[(uint32_t)b->ticket].size_class].block_size;
+    const int64_t size =
+        m->pool->classes[m->pool->blocks[(uint32_t)b->ticket].size_class].block_size;
     int64_t own = class_for(b->size);
     for (int32_t c = m->n_classes - 1; c >= 0; c--) {
         if (b->size + ROCQ__GUARD <= m->classes[c]) own = m->classes[c];
@@ -839,7 +844,8 @@ static rocq_result use_everything(rocq_ctx *ctx) {
 static void every_allocation_may_fail(void **state) {
     (void)state;
     int64_t denied = 0, survived = 0;
-    for (int64_t failing = 1; failing <= INT32_MAX; failing += INT32_MAX - 1) { // one, or all from it
+    for (int64_t failing = 1; failing <= INT32_MAX; failing += INT32_MAX - 1) { // one, or all from
+                                                                                // it
         for (int64_t n = 0;; n++) {
             fixture f;
             open_with_budget(&f, 0);
@@ -1001,9 +1007,11 @@ static int64_t replay_training(int64_t budget) {
     const rocq_pool_stats s = total(pool);
     assert_int_equal(s.n_live, 0);
     const double per_step = (double)s.n_requests / STEPS;
-    const double steady = (double)(s.n_hits - warm.n_hits) / (double)(s.n_requests - warm.n_requests);
-    print_message("# %.0f requests a step, steady hit rate %.4f, of all %.4f, peak %lld of %lld bytes\n",
-                  per_step, steady, s.hit_rate, (long long)s.peak_bytes, (long long)s.reserved_peak);
+    const double steady =
+        (double)(s.n_hits - warm.n_hits) / (double)(s.n_requests - warm.n_requests);
+    print_message(
+        "# %.0f requests a step, steady hit rate %.4f, of all %.4f, peak %lld of %lld bytes\n",
+        per_step, steady, s.hit_rate, (long long)s.peak_bytes, (long long)s.reserved_peak);
     assert_true(per_step > 900 && per_step < 1100);
     assert_true(steady >= 0.95);
     if (budget > 0) assert_true(s.reserved_peak <= budget && 2 * budget <= 3 * s.peak_bytes);

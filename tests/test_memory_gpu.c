@@ -85,7 +85,8 @@ static void blocks_are_where_they_were_asked_for(void **state) {
             rocq_buffer copy = b[i];
             assert_int_equal(rocq_pool_free(pool, &b[i]), ROCQ_OK);
             assert_int_equal(rocq_pool_free(pool, &copy), ROCQ_E_ARGUMENT);
-            assert_int_equal(rocq_buffer_free(ctx, &copy), ROCQ_E_ARGUMENT); // it is not the context's
+            assert_int_equal(rocq_buffer_free(ctx, &copy), ROCQ_E_ARGUMENT); // it is not the
+                                                                             // context's
         }
         assert_int_equal(rocq_pool_trim(pool, 0), ROCQ_OK);
         now = simt_get_live();
@@ -98,8 +99,8 @@ static void blocks_are_where_they_were_asked_for(void **state) {
     rocq_close(&ctx);
 }
 
-// A block may be freed while an op that reads it is still to run: the next owner's writes are behind
-// it in the stream. Only what gives memory back waits.
+// A block may be freed while an op that reads it is still to run: the next owner's writes are
+// behind it in the stream. Only what gives memory back waits.
 static void freed_blocks_serve_work_in_order(void **state) {
     (void)state;
     rocq_ctx *ctx = open_gpu(0);
@@ -331,7 +332,8 @@ static void impossible_reserves_take_nothing(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(blocks_are_where_they_were_asked_for, begin, nothing_is_left),
+        cmocka_unit_test_setup_teardown(blocks_are_where_they_were_asked_for, begin,
+                                        nothing_is_left),
         cmocka_unit_test_setup_teardown(freed_blocks_serve_work_in_order, begin, nothing_is_left),
         cmocka_unit_test_setup_teardown(free_blocks_make_room, begin, nothing_is_left),
         cmocka_unit_test_setup_teardown(every_runtime_call_may_fail, begin, nothing_is_left),

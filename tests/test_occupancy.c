@@ -276,7 +276,8 @@ static void remarks(const rocq_occupancy_params *params, int32_t *waves) {
     assert_non_null(source);
     for (int i = 0; i < KERNELS; i++) {
         const rocq_occupancy_params *p = &params[i];
-        fprintf(source, "__attribute__((amdgpu_flat_work_group_size(%d, %d)))\nkernel void k%d() {\n",
+        fprintf(source,
+                "__attribute__((amdgpu_flat_work_group_size(%d, %d)))\nkernel void k%d() {\n",
                 (int)p->threads, (int)p->threads, i);
         if (p->lds_bytes > 0) {
             fprintf(source, "local char lds[%d]; __asm__ volatile(\"\" :: \"v\"(lds));\n",

@@ -220,9 +220,9 @@ static void rope(void **state) {
             for (int64_t i = 0; i < n_pairs; i++) factors.value[i] = random_in(0.5f, 8);
             box_write(&factors);
             box x = box_random(layout, format, 1, head_dim, n_heads, N_POSITIONS, 1);
-            box y = in_place
-                        ? x
-                        : box_make(layout, floats[(option + 1) % 2], head_dim, n_heads, N_POSITIONS, 1);
+            box y = in_place ? x
+                             : box_make(layout, floats[(option + 1) % 2], head_dim, n_heads,
+                                        N_POSITIONS, 1);
             box pos = box_i32(positions, N_POSITIONS);
             const rocq_rope_params p = {.y = &y.t, .x = &x.t, .pos = &pos.t,
                                         .rope = rope_option(option, head_dim, &factors.t)};
@@ -268,15 +268,15 @@ static void rope_append(void **state) {
             *out = &turned;
         box q_turned = box_make(BOX_PLAIN, ROCQ_F32, head_dim, n_heads, n_tokens, 1),
             *q_out = &q_turned;
-        const rocq_rope_append_params p = {.q = with_q ? &q.t : NULL,
-                                           .k = &k.t,
-                                           .v = &v.t,
-                                           .k_cache = &k_cache.t,
-                                           .v_cache = &v_cache.t,
-                                           .pos = &pos.t,
-                                           .cell = with_cell ? &cell_box.t : NULL,
-                                           .rope = rope_option(option % 17 == 16 ? -1 : option & 15, head_dim,
-                                                               NULL)};
+        const rocq_rope_append_params p = {
+            .q = with_q ? &q.t : NULL,
+            .k = &k.t,
+            .v = &v.t,
+            .k_cache = &k_cache.t,
+            .v_cache = &v_cache.t,
+            .pos = &pos.t,
+            .cell = with_cell ? &cell_box.t : NULL,
+            .rope = rope_option(option % 17 == 16 ? -1 : option & 15, head_dim, NULL)};
         box *outputs[3] = {&k_cache, &v_cache, &q};
         unsigned char *q_before = (unsigned char *)malloc((size_t)q.size);
         assert_non_null(q_before);
@@ -415,8 +415,8 @@ static double ulps(float got, double want) {
     return fabs((double)got - want) / ldexp(1, (exponent < -125 ? -125 : exponent) - 24);
 }
 
-// All floats but for gaps: the bounds of cpu_vector's comments, and SIMD's bits are plain C's. An error
-// of 1 ulp in the argument u of exp is one of u ulps of the result.
+// All floats but for gaps: the bounds of cpu_vector's comments, and SIMD's bits are plain C's. An
+// error of 1 ulp in the argument u of exp is one of u ulps of the result.
 static void activations_in_ulps(void **state) {
     (void)state;
     static const rocq_activation kinds[] = {ROCQ_ACT_SILU, ROCQ_ACT_GELU, ROCQ_ACT_TANH};
@@ -595,7 +595,8 @@ static void cast(void **state) {
             const rocq_format from = all_formats[a], to = all_formats[b];
             const bool blocks = block_elems(from) > 1 || block_elems(to) > 1;
             if (!is_encoded(to) && from != to) { // said before anything is written
-                box x = box_random(BOX_PLAIN, from, 1, 256, 1, 1, 1), y = box_make(BOX_PLAIN, to, 256, 1, 1, 1);
+                box x = box_random(BOX_PLAIN, from, 1, 256, 1, 1, 1),
+                    y = box_make(BOX_PLAIN, to, 256, 1, 1, 1);
                 const rocq_cast_params p = {.y = &y.t, .x = &x.t};
                 const char *why;
                 rocq_ctx *ctx = NULL;

@@ -1,5 +1,5 @@
-// Timers, the profile and its reports on the CPU, under a clock that stands still until a test moves it:
-// every time is known. tests/test_profile_gpu.c has what a GPU context adds.
+// Timers, the profile and its reports on the CPU, under a clock that stands still until a test
+// moves it: every time is known. tests/test_profile_gpu.c has what a GPU context adds.
 #include <time.h>
 
 #define clock_gettime test_clock // see profile.h
@@ -243,7 +243,8 @@ static void long_paths_keep_their_end(void **state) {
         for (int wide = 0; wide < 2; wide++) { // wide: characters of two bytes
             rocq_region_stats s;
             size_t at = 0;
-            for (; at + 2 <= length - 4; at += 2) memcpy(names[1] + at, wide ? "\xc3\xa9" : "bc", 2);
+            for (; at + 2 <= length - 4; at += 2)
+                memcpy(names[1] + at, wide ? "\xc3\xa9" : "bc", 2);
             names[1][at] = '\0';
             names[0][length - 1 - at] = '\0'; // both and the '/' are length bytes
             snprintf(whole, sizeof whole, "%s/%s", names[0], names[1]);
@@ -312,7 +313,8 @@ static void wrong_calls(void **state) {
     begin(ctx, "a");
     assert_int_equal(rocq_region_work(ctx, -1, 0, ROCQ_ACCESS_STREAM), ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_region_work(ctx, 0, (double)NAN, ROCQ_ACCESS_STREAM), ROCQ_E_ARGUMENT);
-    assert_int_equal(rocq_region_work(ctx, (double)INFINITY, 0, ROCQ_ACCESS_STREAM), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_region_work(ctx, (double)INFINITY, 0, ROCQ_ACCESS_STREAM),
+                     ROCQ_E_ARGUMENT);
     assert_int_equal(rocq_region_work(ctx, 0, 0, (rocq_access)4), ROCQ_E_ARGUMENT);
     end(ctx, 5);
     assert_int_equal(rocq_region_end(ctx), ROCQ_E_STATE);
@@ -549,7 +551,8 @@ static void stop_and_start(void **state) {
     assert_int_equal(rocq_region_end(ctx), ROCQ_OK);
     assert_int_equal(rocq_profile_count(ctx), 3);
     assert_true(stats_of(ctx, "a").total_ns == 10);
-    assert_true(stats_of(ctx, "open").host_ns.count == 0 && stats_of(ctx, "open/too").total_ns == 0);
+    assert_true(stats_of(ctx, "open").host_ns.count == 0 &&
+                stats_of(ctx, "open/too").total_ns == 0);
     cJSON *trace = report_json(ctx, ROCQ_REPORT_TRACE); // without those that never ended
     assert_int_equal(cJSON_GetArraySize(cJSON_GetObjectItem(trace, "traceEvents")), 2 + 1);
     cJSON_Delete(trace);
@@ -629,12 +632,16 @@ static void expect_work(rocq_ctx *ctx, const char *path, double bytes, double fl
 static void ops_are_regions(void **state) {
     (void)state;
     rocq_ctx *ctx = open_cpu();
-    rocq_tensor x = host_tensor(ctx, ROCQ_F32, 256, 1, 1), xs = host_tensor(ctx, ROCQ_F32, 256, 9, 1);
+    rocq_tensor x = host_tensor(ctx, ROCQ_F32, 256, 1, 1),
+                xs = host_tensor(ctx, ROCQ_F32, 256, 9, 1);
     rocq_tensor y = host_tensor(ctx, ROCQ_F32, 64, 1, 1), ys = host_tensor(ctx, ROCQ_F32, 64, 9, 1);
     rocq_tensor y2 = host_tensor(ctx, ROCQ_F32, 32, 1, 1);
-    rocq_tensor w = host_tensor(ctx, ROCQ_Q4_K, 256, 64, 1), w2 = host_tensor(ctx, ROCQ_Q6_K, 256, 32, 1);
-    rocq_tensor table = host_tensor(ctx, ROCQ_Q8_0, 256, 100, 1), ids = host_tensor(ctx, ROCQ_I32, 9, 1, 1);
-    rocq_tensor bias = host_tensor(ctx, ROCQ_F32, 64, 1, 1), index = host_tensor(ctx, ROCQ_I32, 9, 1, 1);
+    rocq_tensor w = host_tensor(ctx, ROCQ_Q4_K, 256, 64, 1),
+                w2 = host_tensor(ctx, ROCQ_Q6_K, 256, 32, 1);
+    rocq_tensor table = host_tensor(ctx, ROCQ_Q8_0, 256, 100, 1),
+                ids = host_tensor(ctx, ROCQ_I32, 9, 1, 1);
+    rocq_tensor bias = host_tensor(ctx, ROCQ_F32, 64, 1, 1),
+                index = host_tensor(ctx, ROCQ_I32, 9, 1, 1);
     assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
 
     const rocq_matmul_params one = {.y = &y, .w = &w, .x = &x, .bias = &bias};
@@ -671,12 +678,14 @@ static void ops_are_regions(void **state) {
     // Rows of a cache that are written, not the cache.
     rocq_tensor k = host_tensor(ctx, ROCQ_F32, 32, 2, 3), v = host_tensor(ctx, ROCQ_F32, 32, 2, 3);
     rocq_tensor q = host_tensor(ctx, ROCQ_F32, 32, 4, 3), pos = host_tensor(ctx, ROCQ_I32, 3, 1, 1);
-    rocq_tensor k_cache = host_tensor(ctx, ROCQ_F16, 32, 2, 50), v_cache = host_tensor(ctx, ROCQ_F16, 32, 2, 50);
+    rocq_tensor k_cache = host_tensor(ctx, ROCQ_F16, 32, 2, 50),
+                v_cache = host_tensor(ctx, ROCQ_F16, 32, 2, 50);
     for (int i = 0; i < 3; i++) ((int32_t *)pos.buffer.host)[i] = i;
     const rocq_rope_append_params append = {.q = &q, .k = &k, .v = &v, .k_cache = &k_cache,
                                             .v_cache = &v_cache, .pos = &pos};
     assert_int_equal(rocq_rope_append(ctx, &append), ROCQ_OK);
-    expect_work(ctx, "rope_append", 2 * 32 * 4 * 3 * 4 + 2 * 32 * 2 * 3 * (4 + 2) + 3 * 4, 32 * 4 * 3);
+    expect_work(ctx, "rope_append", 2 * 32 * 4 * 3 * 4 + 2 * 32 * 2 * 3 * (4 + 2) + 3 * 4,
+                32 * 4 * 3);
 
     // What fails is no sample, nor is what a graph records.
     const rocq_matmul_params wrong = {.y = &y2, .w = &w, .x = &x};
@@ -694,7 +703,8 @@ static void ops_are_regions(void **state) {
     assert_int_equal(rocq_profile_count(ctx), n);
     assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK);
     expect_work(ctx, "graph/rmsnorm", 2 * 9 * 256 * 4, 9 * 256);
-    expect_work(ctx, "graph", q4_k + 4 * (256 + 64 + 64) + 2 * 9 * 256 * 4, 2.0 * 256 * 64 + 9 * 256);
+    expect_work(ctx, "graph", q4_k + 4 * (256 + 64 + 64) + 2 * 9 * 256 * 4,
+                2.0 * 256 * 64 + 9 * 256);
 
     // Copies have bytes of their own, which are not the memory's traffic of regions around.
     float data[64];
@@ -713,10 +723,12 @@ static void attention_is_counted(void **state) {
     (void)state;
     rocq_ctx *ctx = open_cpu();
     enum { D = 64, HEADS = 4, KV_HEADS = 2, N_KV = 24 };
-    rocq_tensor k = host_tensor(ctx, ROCQ_F16, D, KV_HEADS, N_KV), v = host_tensor(ctx, ROCQ_Q8_0, D, KV_HEADS, N_KV);
+    rocq_tensor k = host_tensor(ctx, ROCQ_F16, D, KV_HEADS, N_KV),
+                v = host_tensor(ctx, ROCQ_Q8_0, D, KV_HEADS, N_KV);
     rocq_tensor kv_len = host_tensor(ctx, ROCQ_I32, 1, 1, 1);
     for (int32_t n_q = 1; n_q <= 11; n_q += 5) {
-        rocq_tensor q = host_tensor(ctx, ROCQ_F32, D, HEADS, n_q), out = host_tensor(ctx, ROCQ_F32, D, HEADS, n_q);
+        rocq_tensor q = host_tensor(ctx, ROCQ_F32, D, HEADS, n_q),
+                    out = host_tensor(ctx, ROCQ_F32, D, HEADS, n_q);
         for (int32_t length = 1; length <= N_KV; length++) { // less than n_q: some see nothing
             for (int32_t window = -1; window <= 9; window++) { // -1: not causal; 0: none
                 double pairs = 0, positions = 0;
@@ -731,7 +743,8 @@ static void attention_is_counted(void **state) {
                     positions += seen;
                 }
                 const rocq_attention_params attention = {
-                    .out = &out, .q = &q, .k = &k, .v = &v, .kv_len = length < N_KV ? &kv_len : NULL,
+                    .out = &out, .q = &q, .k = &k, .v = &v,
+                    .kv_len = length < N_KV ? &kv_len : NULL,
                     .causal = window >= 0, .window = window > 0 ? window : 0};
                 *(int32_t *)kv_len.buffer.host = length;
                 assert_int_equal(rocq_profile_start(ctx, NULL), ROCQ_OK);
@@ -860,7 +873,8 @@ static void json_report(void **state) {
         assert_true(number(r, "depth") == s.depth);
         const cJSON *times = cJSON_GetObjectItemCaseSensitive(r, "host_ns");
         const struct { const char *name; double value; } fields[] = {
-            {"count", (double)s.host_ns.count}, {"min", s.host_ns.min}, {"median", s.host_ns.median},
+            {"count", (double)s.host_ns.count}, {"min", s.host_ns.min},
+            {"median", s.host_ns.median},
             {"mean", s.host_ns.mean}, {"p95", s.host_ns.p95}, {"p99", s.host_ns.p99},
             {"max", s.host_ns.max}, {"deviation", s.host_ns.deviation}};
         for (size_t k = 0; k < sizeof fields / sizeof fields[0]; k++) {
@@ -894,12 +908,16 @@ static void text_report(void **state) {
     begin(ctx, "first");
     once(ctx, "late", 500000);
     end(ctx, 0);
-    assert_string_equal(report(ctx, ROCQ_REPORT_TEXT)->data,
-        "region           calls   timed   total ms      %   median us      p95 us      p99 us     GB/s   GFLOP/s\n"
+    assert_string_equal(
+        report(ctx, ROCQ_REPORT_TEXT)->data,
+        "region           calls   timed   total ms      %   median us      p95 us      p99 us     "
+        "GB/s   GFLOP/s\n"
         "first                2       2      1.500             750.00     1000.00     1000.00\n"
-        "  in \xc3\xa9 it            1       1      0.250   16.7      250.00      250.00      250.00\n"
+        "  in \xc3\xa9 it            1       1      0.250   16.7      250.00      250.00      "
+        "250.00\n"
         "  late               1       1      0.500   33.3      500.00      500.00      500.00\n"
-        "second region        1       1      1.500            1500.00     1500.00     1500.00   787.20     200.0"
+        "second region        1       1      1.500            1500.00     1500.00     1500.00   "
+        "787.20     200.0"
         "  memory-bound, 82% of 960 GB/s: excellent\n");
     close_cpu(ctx);
 }
@@ -968,10 +986,10 @@ static void reports_that_fail(void **state) {
 // A library of this name, as AMD's profilers bring: every range that is pushed is popped.
 static void roctx_ranges(void **state) {
     (void)state;
-    static const char source[] =
-        "#include <string.h>\nint depth, pushes; char last[64];\n"
-        "int roctxRangePushA(const char *name) { strncpy(last, name, 63); pushes++; return depth++; }\n"
-        "int roctxRangePop(void) { return --depth; }\n";
+    static const char source[] = "#include <string.h>\nint depth, pushes; char last[64];\n"
+                                 "int roctxRangePushA(const char *name) { strncpy(last, name, 63); "
+                                 "pushes++; return depth++; }\n"
+                                 "int roctxRangePop(void) { return --depth; }\n";
     char dir[64], path[96], command[256];
     rocq_ctx *ctx = open_cpu();
     const rocq_profile_desc desc = {.max_regions = 3, .roctx = true};
@@ -987,7 +1005,8 @@ static void roctx_ranges(void **state) {
         fputs(source, out);
         assert_int_equal(fclose(out), 0);
         snprintf(command, sizeof command,
-                 "cc -shared -fPIC -Wl,-soname,libroctx64.so.4 %s -o %s/libroctx64.so.4", path, dir);
+                 "cc -shared -fPIC -Wl,-soname,libroctx64.so.4 %s -o %s/libroctx64.so.4", path,
+                 dir);
         assert_int_equal(system(command), 0);
         snprintf(path, sizeof path, "%s/libroctx64.so.4", dir);
         void *library = dlopen(path, RTLD_NOW); // is found by its name from now on
@@ -1003,7 +1022,8 @@ static void roctx_ranges(void **state) {
         assert_int_equal(*pushes, 0);
         assert_int_equal(rocq_profile_stop(ctx), ROCQ_OK);
         assert_int_equal(rocq_profile_start(ctx, &desc), ROCQ_OK);
-        rocq_tensor x = host_tensor(ctx, ROCQ_F32, 32, 1, 1), y = host_tensor(ctx, ROCQ_F16, 32, 1, 1);
+        rocq_tensor x = host_tensor(ctx, ROCQ_F32, 32, 1, 1),
+                    y = host_tensor(ctx, ROCQ_F16, 32, 1, 1);
         const rocq_cast_params cast = {.y = &y, .x = &x};
         begin(ctx, "outer");
         assert_string_equal(last, "outer");

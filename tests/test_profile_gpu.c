@@ -1,6 +1,6 @@
-// The profile in a GPU context: times by events, which are harvested without waiting, around graphs and
-// copies, and when the device fails. On the stand-in, whose runtime fails on demand (tests/simt/hip.h)
-// and whose events have the host's time of when its queue came by.
+// The profile in a GPU context: times by events, which are harvested without waiting, around graphs
+// and copies, and when the device fails. On the stand-in, whose runtime fails on demand
+// (tests/simt/hip.h) and whose events have the host's time of when its queue came by.
 #include <time.h>
 
 #define clock_gettime test_clock // see profile.h
@@ -208,7 +208,8 @@ static void ops_are_timed(void **state) {
             const char *trace = report(ctx, ROCQ_REPORT_TRACE)->data;
             assert_int_equal(strstr(trace, "\"GPU\"") != NULL, !host_only);
             assert_int_equal(strstr(trace, "\"tid\": 2") != NULL, !host_only);
-            assert_int_equal(strstr(report(ctx, ROCQ_REPORT_TEXT)->data, "host us") != NULL, !host_only);
+            assert_int_equal(strstr(report(ctx, ROCQ_REPORT_TEXT)->data, "host us") != NULL,
+                             !host_only);
             rocq_close(&ctx);
         }
     }
@@ -230,7 +231,8 @@ static void clocks_agree(void **state) {
     assert_int_equal(rocq_profile_count(ctx), 4);
     double from = 0, to = 0;
     int n_gpu = 0, n_host = 0;
-    for (const char *at = report(ctx, ROCQ_REPORT_TRACE)->data; (at = strstr(at, "\"ph\": \"X\"")); at++) {
+    for (const char *at = report(ctx, ROCQ_REPORT_TRACE)->data; (at = strstr(at, "\"ph\": \"X\""));
+         at++) {
         const double start = field(at, "\"ts\": "), stop = start + field(at, "\"dur\": ");
         char *end;
         const bool gpu = strtol(strstr(at, "\"tid\": ") + 7, &end, 10) == 2;
@@ -241,7 +243,8 @@ static void clocks_agree(void **state) {
         n_gpu += gpu;
     }
     assert_true(n_host == 20 && n_gpu == 60);
-    for (const char *at = report(ctx, ROCQ_REPORT_TRACE)->data; (at = strstr(at, "\"tid\": 2, \"name\": \"s")); at++) {
+    for (const char *at = report(ctx, ROCQ_REPORT_TRACE)->data;
+         (at = strstr(at, "\"tid\": 2, \"name\": \"s")); at++) {
         const double start = field(at, "\"ts\": "), stop = start + field(at, "\"dur\": ");
         if (!(start >= from - 1000 && stop <= to + 1000)) {
             fail_msg("%.1f to %.1f us on the GPU, %.1f to %.1f on the host", start, stop, from, to);
@@ -260,7 +263,8 @@ static void graphs_are_regions(void **state) {
         assert_int_equal(rocq_profile_start(ctx, &every), ROCQ_OK);
         const int events = simt_get_live().events;
         assert_int_equal(rocq_region_begin(ctx, "recording"), ROCQ_OK);
-        assert_int_equal(record_work(ctx, &w, &graph), ROCQ_OK); // nothing runs, no event in between
+        assert_int_equal(record_work(ctx, &w, &graph), ROCQ_OK); // nothing runs, no event in
+                                                                 // between
         assert_int_equal(rocq_region_end(ctx), ROCQ_OK);
         assert_int_equal(simt_get_live().events, events + 2); // the graph's own, for slices
         expect(ctx, "recording", 1, 0, 0);
@@ -347,8 +351,8 @@ static void regions_outlast_the_log(void **state) {
     rocq_close(&ctx);
 }
 
-// A full log that cannot be folded for want of the GPU: an op says so, a region of the program goes on
-// with host times, and what lost its time on the GPU is counted.
+// A full log that cannot be folded for want of the GPU: an op says so, a region of the program goes
+// on with host times, and what lost its time on the GPU is counted.
 static void full_logs_that_fail(void **state) {
     (void)state;
     for (int lost = 0; lost < 2; lost++) {
@@ -357,7 +361,8 @@ static void full_logs_that_fail(void **state) {
             work w;
             make_work(ctx, &w);
             assert_int_equal(rocq_profile_start(ctx, &every), ROCQ_OK);
-            for (int i = 0; i < ROCQ__LOG; i++) assert_int_equal(rocq_scale(ctx, &w.scale), ROCQ_OK);
+            for (int i = 0; i < ROCQ__LOG; i++)
+                assert_int_equal(rocq_scale(ctx, &w.scale), ROCQ_OK);
             const int64_t calls = simt_calls();
             void *last = ctx->profile->marks[ROCQ__BATCH - 1][1];
             assert_int_equal(ctx->gpu->hip->event_wait(last), 0); // only the profile's call fails
@@ -378,7 +383,8 @@ static void full_logs_that_fail(void **state) {
             assert_int_equal(stats_of(ctx, "scale").host_ns.count, ROCQ__LOG + !lost);
             assert_int_equal(stats_of(ctx, "scale").gpu_ns.count, 0);
             if (!op) assert_int_equal(stats_of(ctx, "a").host_ns.count, 1);
-            assert_true(field(report(ctx, ROCQ_REPORT_JSON)->data, "\"dropped_gpu\": ") == ROCQ__LOG);
+            assert_true(field(report(ctx, ROCQ_REPORT_JSON)->data, "\"dropped_gpu\": ") ==
+                        ROCQ__LOG);
             rocq_close(&ctx);
         }
     }
@@ -424,7 +430,8 @@ static void short_steps_are_sampled(void **state) {
     assert_true(step.bytes == STEPS * (double)(SCALE_BYTES + CAST_BYTES));
     assert_true(fabs((double)(scale.calls - STEPS)) < 20);
     assert_true(scale.bytes == (double)scale.calls * SCALE_BYTES);
-    const double mean = scale.total_ns / (double)scale.calls; // on the GPU, which has the real clock
+    const double mean = scale.total_ns / (double)scale.calls; // on the GPU, which has the real
+                                                              // clock
     assert_true(mean >= scale.gpu_ns.min && mean <= scale.gpu_ns.max);
     for (int i = 0; i < 100; i++) { // now they last long enough
         if (i == 50) passed = stats_of(ctx, "step").host_ns.count;
@@ -486,7 +493,8 @@ static void unknown_work(void **state) {
     rocq_close(&ctx);
 }
 
-// Start takes events: each call of the runtime may fail, and each may be the one that loses the device.
+// Start takes events: each call of the runtime may fail, and each may be the one that loses the
+// device.
 static void starts_that_fail(void **state) {
     (void)state;
     for (int once = 0; once < 2; once++) {
@@ -510,7 +518,8 @@ static void starts_that_fail(void **state) {
     }
 }
 
-// The device is lost at each call in turn: the call says so, results up to then stay, nothing is left.
+// The device is lost at each call in turn: the call says so, results up to then stay, nothing is
+// left.
 static void lost_devices(void **state) {
     (void)state;
     for (int late = 0; late < 2; late++) {

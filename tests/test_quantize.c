@@ -1,5 +1,5 @@
-// examples/quantize.c merges adapters: a model with them merged in gives the logits of the model with
-// them beside it; what has none keeps its bytes; wrong files end with one line, and no output.
+// examples/quantize.c merges adapters: a model with them merged in gives the logits of the model
+// with them beside it; what has none keeps its bytes; wrong files end with one line, and no output.
 
 #define _XOPEN_SOURCE 700 // fork, pipe, posix_openpt
 

@@ -1,5 +1,5 @@
-// Tokenizers: examples/tokenizer.h against llama.cpp, on small vocabularies of both kinds trained by
-// vocabs.h and on the shipped model's, over a list of nasty texts and random mixtures of them.
+// Tokenizers: examples/tokenizer.h against llama.cpp, on small vocabularies of both kinds trained
+// by vocabs.h and on the shipped model's, over a list of nasty texts and random mixtures of them.
 
 #define _POSIX_C_SOURCE 200809L // setenv, mkdir
 
@@ -32,12 +32,15 @@ typedef struct text {
 
 static const text texts[] = {
     T(""), T(" "), T("  "), T("   "), T("          "), T("\n"), T("\n\n"), T("\n\n\n"), T("\r\n"),
-    T("\r\n\r\n"), T("\t"), T("\t\t\n \n"), T(" \n "), T("a"), T(" a"), T("a "), T("  a  "), T("a  b"),
-    T("hello"), T(" hello world"), T("hello  world"), T("hello   world  \n  again"),
+    T("\r\n\r\n"), T("\t"), T("\t\t\n \n"), T(" \n "), T("a"), T(" a"), T("a "), T("  a  "),
+    T("a  b"), T("hello"), T(" hello world"), T("hello  world"), T("hello   world  \n  again"),
     T("Hello, World! How's it going? I'll go; they've gone, you're here, I'd say she'd WE'LL'VE'S"),
-    T("don't DON'T don\xe2\x80\x99t 'tis 'twas ''' 's'S't'T're'RE'rE ' s '"), T("'"), T("'l"), T("'ll"),
-    T("1"), T("12"), T("123"), T("1234"), T("12345678901234567890"), T("3.14159, 1,000,000.00 1e-10"),
-    T("777"), T("a1b22c333d4444"), T(" 1 22 333 4444"), T("\xc2\xb2\xc2\xbd\xe2\x85\xa7\xd9\xa3\xe0\xa5\xaa"),
+    T("don't DON'T don\xe2\x80\x99t 'tis 'twas ''' 's'S't'T're'RE'rE ' s '"), T("'"), T("'l"),
+    T("'ll"),
+    T("1"), T("12"), T("123"), T("1234"), T("12345678901234567890"),
+    T("3.14159, 1,000,000.00 1e-10"),
+    T("777"), T("a1b22c333d4444"), T(" 1 22 333 4444"),
+    T("\xc2\xb2\xc2\xbd\xe2\x85\xa7\xd9\xa3\xe0\xa5\xaa"),
     T("Hawaii Hawaiian unmergeable unmergeables"),
     T("...!!!?\?\?---===<<<>>>+++$$$~~~```^^^|||///\\\\\\"), T("$5.99 <= x^2 + |y| ~ `z` = 10%"),
     T("if (x == 10) {\n\ty += 3.14;\r\n    return x->y[0];\r\n}\r\n\r\n"), T(",\n.\n\n!\r\n?\r\r"),
@@ -51,22 +54,29 @@ static const text texts[] = {
     T("\xd8\xa7\xd9\x84\xd8\xb3\xd9\x84\xd8\xa7\xd9\x85 \xd7\xa9\xd7\x9c\xd7\x95\xd7\x9d \xe2\x80\xae" "rtl\xe2\x80\xac \xe0\xb8\xaa\xe0\xb8\xa7\xe0\xb8\xb1\xe0\xb8\xaa"),
     T("Stra\xc3\x9f" "e \xc3\x86\xc3\x98\xc3\x85 \xc7\x85 \xca\xb0 \xef\xac\x81 \xe2\x84\xaa \xc4\xb0\xc4\xb1 \xd0\x9f\xd1\x80\xd0\xb8\xd0\xb2\xd0\xb5\xd1\x82"),
     T("a\xc2\xa0" "b\xe2\x80\x89" "c\xe2\x80\xa8" "d\xe2\x80\x8b" "e\xef\xbb\xbf" "f\xc2\x85g\xe1\x9a\x80h"), // odd spaces
-    T("\xe2\x96\x81" "a\xe2\x96\x81\xe2\x96\x81" "b \xe2\x96\x81 c"), // the character that stands for a space
+    T("\xe2\x96\x81" "a\xe2\x96\x81\xe2\x96\x81" "b \xe2\x96\x81 c"), // the character that stands
+                                                                      // for a space
     T("\0"), T("a\0b"), T("\x01\x02\x03\x07\x08\x0b\x0c\x0e\x1b[31m\x7f"), T("\x1f \x1f"),
     T("\xcd\xb8\xcd\xb9 \xee\x80\x80 \xf3\xa0\x84\x80 \xf4\x8f\xbf\xbd"), // unassigned, private use
-    T("<s>"), T("</s>"), T("<s></s><unk>"), T("a<s>b"), T(" <s> hello </s> "), T("<0x41>"), T("<0x0A>x"),
+    T("<s>"), T("</s>"), T("<s></s><unk>"), T("a<s>b"), T(" <s> hello </s> "), T("<0x41>"),
+    T("<0x0A>x"),
     T("<|endoftext|>"), T("<|im_start|>user\nhi<|im_end|>\n"), T("<|im_star"), T("<|im|im_end|>"),
-    T("<tool>"), T("x<tool>y <tool> z<tool><tool>"), T("[multi word]a [multi word] b"), T("  \n  \n\n"),
+    T("<tool>"), T("x<tool>y <tool> z<tool><tool>"), T("[multi word]a [multi word] b"),
+    T("  \n  \n\n"),
     T("<start_of_turn>model\nok<end_of_turn>\n"), T("<<s>>"), T("< s>"), T("unreachable"),
-    T("\n\n\n\n\n\n\n"), T("a\n\n\nb"), T("[EMPTY_0]"), T("\xef\xbf\xbd"), T("\xef\xbf\xbd\xef\xbf\xbd x"),
+    T("\n\n\n\n\n\n\n"), T("a\n\n\nb"), T("[EMPTY_0]"), T("\xef\xbf\xbd"),
+    T("\xef\xbf\xbd\xef\xbf\xbd x"),
 };
 
-// Bytes that are not UTF-8: lone continuations, cut sequences, overlong forms, surrogates, too large.
+// Bytes that are not UTF-8: lone continuations, cut sequences, overlong forms, surrogates, too
+// large.
 static const text broken[] = {
-    T("\x80"), T("\xff"), T("\xfe\xff"), T("a\x80z"), T("\xc3"), T("\xc3("), T("\xe4\xbd"), T("\xe4\xbdz"),
-    T("\xf0\x9f\x98"), T("\xf0\x9f\x98 x"), T("\xf0"), T("hi\xf0"), T("\xc0\x80"), T("\xe0\x80\x80"),
-    T("\xed\xa0\x80"), T("\xed\xa0\xbd\xed\xb8\x80"), T("\xf8\x88\x80\x80\x80"), T("\xbf\xbf\xbf\xbf"),
-    T("\xe4\xbd\xa0\xe5\xa5 \xe4\xbd\xa0"), T("\xc3\xa9\xa9"),
+    T("\x80"), T("\xff"), T("\xfe\xff"), T("a\x80z"), T("\xc3"), T("\xc3("), T("\xe4\xbd"),
+    T("\xe4\xbdz"),
+    T("\xf0\x9f\x98"), T("\xf0\x9f\x98 x"), T("\xf0"), T("hi\xf0"), T("\xc0\x80"),
+    T("\xe0\x80\x80"),
+    T("\xed\xa0\x80"), T("\xed\xa0\xbd\xed\xb8\x80"), T("\xf8\x88\x80\x80\x80"),
+    T("\xbf\xbf\xbf\xbf"), T("\xe4\xbd\xa0\xe5\xa5 \xe4\xbd\xa0"), T("\xc3\xa9\xa9"),
     T("\xf4\x90\x80\x80"), T("\xf7\xbf\xbf\xbf"), // past U+10FFFF: llama.cpp's BPE ends the program
 };
 
@@ -151,7 +161,8 @@ static void compare_tokens(pair *p) {
     assert_int_equal(p->ours.bos, peer.llama_vocab_bos(p->peer.vocab));
     assert_int_equal(p->ours.eos, peer.llama_vocab_eos(p->peer.vocab));
     for (int32_t id = 0; id < p->peer.n_vocab; id++) {
-        assert_int_equal(tokenizer_is_end(&p->ours, id), peer.llama_vocab_is_eog(p->peer.vocab, id));
+        assert_int_equal(tokenizer_is_end(&p->ours, id),
+                         peer.llama_vocab_is_eog(p->peer.vocab, id));
         for (int32_t special = 0; special < 2; special++) {
             char piece[256];
             int32_t size = peer.llama_token_to_piece(p->peer.vocab, id, piece, sizeof piece, 0,
@@ -215,7 +226,8 @@ static const kind kinds[] = {
     {"bpe-default", vocab_bpe, {"gpt2", "default", "<|endoftext|>", "<|endoftext|>", -1, -1, -1}},
     {"bpe-no-pre", vocab_bpe, {"gpt2", NULL, "<|endoftext|>", "<|im_end|>", 0, 1, -1}},
     {"bpe-llama3", vocab_bpe, {"gpt2", "llama-bpe", "<|endoftext|>", "<|im_end|>", -1, -1, -1}},
-    {"bpe-llama3-no-bos", vocab_bpe, {"gpt2", "llama-bpe", "<|endoftext|>", "<|im_end|>", 0, 1, -1}},
+    {"bpe-llama3-no-bos", vocab_bpe, {"gpt2", "llama-bpe", "<|endoftext|>", "<|im_end|>", 0, 1,
+                                      -1}},
     {"bpe-qwen2", vocab_bpe, {"gpt2", "qwen2", NULL, "<|im_end|>", 0, -1, -1}},
     {"bpe-qwen2-bos", vocab_bpe, {"gpt2", "qwen2", "<|endoftext|>", "<|im_end|>", 1, -1, -1}},
     {"bpe-gpt-2", vocab_bpe, {"gpt2", "gpt-2", "<|endoftext|>", "<|endoftext|>", -1, -1, -1}},
@@ -224,8 +236,10 @@ static const kind kinds[] = {
     {"bpe-falcon", vocab_bpe, {"gpt2", "falcon", "<|endoftext|>", "<|endoftext|>", -1, -1, -1}},
     {"bpe-smollm", vocab_bpe, {"gpt2", "smollm", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
     {"bpe-smaug", vocab_bpe, {"gpt2", "smaug-bpe", "<|endoftext|>", "<|im_end|>", -1, -1, -1}},
-    {"bpe-deepseek-llm", vocab_bpe, {"gpt2", "deepseek-llm", "<|im_start|>", "<|im_end|>", 1, -1, -1}},
-    {"bpe-deepseek-coder", vocab_bpe, {"gpt2", "deepseek-coder", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
+    {"bpe-deepseek-llm", vocab_bpe, {"gpt2", "deepseek-llm", "<|im_start|>", "<|im_end|>", 1, -1,
+                                     -1}},
+    {"bpe-deepseek-coder", vocab_bpe, {"gpt2", "deepseek-coder", "<|im_start|>", "<|im_end|>", -1,
+                                       -1, -1}},
     {"bpe-seed-coder", vocab_bpe, {"gpt2", "seed-coder", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
     {"bpe-viking", vocab_bpe, {"gpt2", "viking", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
     {"bpe-poro-chat", vocab_bpe, {"gpt2", "poro-chat", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
@@ -288,7 +302,8 @@ static void set_made(rocq_gguf_writer *w) { vocab_set(w, &made, made_options); }
 // A vocabulary that llama.cpp's own library has loaded, as part of a model, and saved again.
 static void test_saved(void **state) {
     (void)state;
-    static const char *const names[] = {"spm", "spm-gemma", "bpe-default", "bpe-llama3", "bpe-qwen2"};
+    static const char *const names[] = {"spm", "spm-gemma", "bpe-default", "bpe-llama3",
+                                        "bpe-qwen2"};
     static const rocq_format formats[] = {ROCQ_Q8_0, ROCQ_I32};
     if (!peer_open()) skip();
     for (int32_t i = 0; i < N_KINDS; i++) {
@@ -336,9 +351,12 @@ static void test_strips(void **state) {
     static const kind both[] = {
         {"spm", make_phi3_spm, {"llama", NULL, "<s>", "</s>", -1, -1, -1}},
         {"bpe", make_phi3_bpe, {"gpt2", "gpt-2", NULL, "<|im_end|>", -1, -1, -1}}};
-    static const char *const names[] = {"Phi-3 mini", "my PHI3", "phi 3", "phi-", "Phi-2", "Phphi-3"};
-    static const char *const pieces[] = {"<tool>", "</s>", "<s>", "<unk>", "[multi word]", "<|im_end|>",
-        "<|endoftext|>", "\n\n\n", "  \n", " ", "  ", "\t\v\f\r\n", "\xc2\x85", "\xc2\xa0", "a", "a b"};
+    static const char *const names[] = {"Phi-3 mini", "my PHI3", "phi 3", "phi-", "Phi-2",
+                                        "Phphi-3"};
+    static const char *const pieces[] = {"<tool>", "</s>", "<s>", "<unk>", "[multi word]",
+                                         "<|im_end|>",
+        "<|endoftext|>", "\n\n\n", "  \n", " ", "  ", "\t\v\f\r\n", "\xc2\x85", "\xc2\xa0", "a",
+        "a b"};
     enum { N_NAMES = sizeof names / sizeof *names, N_PIECES = sizeof pieces / sizeof *pieces };
     if (!peer_open()) skip();
     for (int32_t k = 0; k < 2 * N_NAMES; k++) {
@@ -479,7 +497,8 @@ static double seconds_to_encode(pair *p, const char *data, int64_t length) {
         assert_int_equal(tokenizer_encode(&p->ours, &ids, data, length, false, true), ROCQ_OK);
         clock_gettime(CLOCK_MONOTONIC, &to);
         arrfree(ids);
-        const double s = (double)(to.tv_sec - from.tv_sec) + 1e-9 * (double)(to.tv_nsec - from.tv_nsec);
+        const double s =
+            (double)(to.tv_sec - from.tv_sec) + 1e-9 * (double)(to.tv_nsec - from.tv_nsec);
         if (s < best) best = s;
     }
     return best;
@@ -512,8 +531,8 @@ static void test_many(void **state) {
     free(data);
 }
 
-// Every code point of the first two planes and some beyond, each doubled and followed by a letter, a
-// mark and a space, over the vocabulary that shows every split.
+// Every code point of the first two planes and some beyond, each doubled and followed by a letter,
+// a mark and a space, over the vocabulary that shows every split.
 static void test_classes(void **state) {
     const char *pre = (const char *)*state;
     const kind k = {pre, vocab_boundaries, {"gpt2", pre, NULL, NULL, 0, 0, -1}};
@@ -522,8 +541,8 @@ static void test_classes(void **state) {
     snprintf(name, sizeof name, "classes-%s", pre);
     pair p;
     open_kind(&p, &k, name);
-    // One table serves all but deepseek-llm, which has another for letters outside of East Asia; and
-    // llama.cpp has a regular expression library split most, slowly.
+    // One table serves all but deepseek-llm, which has another for letters outside of East Asia;
+    // and llama.cpp has a regular expression library split most, slowly.
     const bool all = strcmp(pre, "llama-bpe") == 0 || strcmp(pre, "qwen2") == 0;
     const bool letters = strcmp(pre, "deepseek-llm") == 0;
     char line[2048];
@@ -554,7 +573,8 @@ static void test_names(void **state) {
         for (const char *name = tok__pres[i].names + 1; *name; name = strchr(name, ' ') + 1) {
             char pre[64];
             snprintf(pre, sizeof pre, "%.*s", (int)(strchr(name, ' ') - name), name);
-            const kind k = {pre, vocab_bpe, {"gpt2", pre, "<|endoftext|>", "<|im_end|>", -1, -1, -1}};
+            const kind k = {
+                pre, vocab_bpe, {"gpt2", pre, "<|endoftext|>", "<|im_end|>", -1, -1, -1}};
             pair p;
             open_kind(&p, &k, "names");
             for (int32_t j = 0; j < N_TEXTS; j++)
@@ -624,8 +644,9 @@ static void test_round_trip(void **state) {
         size_t skip_space = prefix && n_pieces > 0 && pieces[0] == ' ';
         bool same = n_pieces - skip_space == t->length &&
             memcmp(pieces + skip_space, t->data, t->length) == 0;
-        bool lossy = (spm && strstr(t->data, "\xe2\x96\x81")) || (prefix && (strstr(t->data, "<tool>")
-            || strstr(t->data, "[multi word]") || strstr(t->data, "\n\n\n")));
+        bool lossy = (spm && strstr(t->data, "\xe2\x96\x81")) ||
+                     (prefix && (strstr(t->data, "<tool>") || strstr(t->data, "[multi word]") ||
+                                 strstr(t->data, "\n\n\n")));
         if (i < N_TEXTS && !same && !lossy) {
             show_text(t->data, t->length);
             show_text(pieces, n_pieces);
@@ -665,7 +686,8 @@ int main(void) {
     tests[n++] = (struct CMUnitTest){.name = "roles of tokens", .test_func = test_roles};
     tests[n++] = (struct CMUnitTest){.name = "white space behind tokens", .test_func = test_strips};
     tests[n++] = (struct CMUnitTest){.name = "saved by llama.cpp", .test_func = test_saved};
-    tests[n++] = (struct CMUnitTest){.name = "keys of the wrong type", .test_func = test_wrong_keys};
+    tests[n++] =
+        (struct CMUnitTest){.name = "keys of the wrong type", .test_func = test_wrong_keys};
     tests[n++] = (struct CMUnitTest){.name = "scores as integers", .test_func = test_integers};
     tests[n++] = (struct CMUnitTest){.name = "tokens that overlap", .test_func = test_overlaps};
     tests[n++] = (struct CMUnitTest){.name = "many special tokens", .test_func = test_many};

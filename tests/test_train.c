@@ -1,6 +1,7 @@
 // examples/train.h against PyTorch: small models of every family, which tests/training.py writes,
 // trained for twenty steps, whole and by adapters; adapters over quantized weights; memory budgets;
-// checkpoints; the files that come out, which llama.cpp and llama.h read; and what has to be refused.
+// checkpoints; the files that come out, which llama.cpp and llama.h read; and what has to be
+// refused.
 
 #define _POSIX_C_SOURCE 200809L // setenv, mkdir
 
@@ -416,7 +417,8 @@ static size_t read_bytes(const char *path, char **data) {
 }
 
 // A call that is refused with one line and changes no weight.
-static void expect_refused(trainer *t, rocq_result result, rocq_result expected, const char *words) {
+static void expect_refused(trainer *t, rocq_result result, rocq_result expected,
+                           const char *words) {
     assert_int_equal(result, expected);
     if (!strstr(t->error, words) || strchr(t->error, '\n') || strlen(t->error) < 10)
         fail_msg("not a line with \"%s\": %s", words, t->error);
@@ -525,8 +527,9 @@ static void convert(const char *from, const char *to, rocq_format format, bool d
             const bool matrix = t.n_dims > 1;
             const rocq_format f = matrix && !decode ? format : ROCQ_F32;
             if (pass == 0) {
-                assert_int_equal(rocq_gguf_writer_add_tensor(out, train__name(&t, name), f, t.n_dims,
-                                                             t.ne), ROCQ_OK);
+                assert_int_equal(
+                    rocq_gguf_writer_add_tensor(out, train__name(&t, name), f, t.n_dims, t.ne),
+                    ROCQ_OK);
                 continue;
             }
             const int64_t n = t.ne[0] * t.ne[1];
@@ -651,7 +654,8 @@ static void gradients_are_differences_of_the_loss(void **state) {
         assert_int_equal(rocq_upload(r.ctx, &w, values, n * 4), ROCQ_OK);
         const double slope = (above - below) / (2 * (double)h);
         if (!(fabs(slope - (double)gradient[best]) <= 1e-2 * fabs(slope)))
-            fail_msg("%s: gradient %g, slope %g", r.t.params[i].name, (double)gradient[best], slope);
+            fail_msg("%s: gradient %g, slope %g", r.t.params[i].name, (double)gradient[best],
+                     slope);
         free(values);
         free(gradient);
     }
@@ -731,8 +735,8 @@ static void the_written_model_is_the_trained_one(void **state) {
     }
 }
 
-// Adapters that were trained, in llama.cpp: the losses that the trainer saw. Without them the losses
-// are others.
+// Adapters that were trained, in llama.cpp: the losses that the trainer saw. Without them the
+// losses are others.
 static const rocq_format f32[] = {ROCQ_F32, ROCQ_I32}, q8_0[] = {ROCQ_Q8_0, ROCQ_I32},
     q4_K[] = {ROCQ_Q6_K, ROCQ_Q4_K, ROCQ_Q4_K, ROCQ_Q6_K, ROCQ_Q4_K, ROCQ_Q4_K, ROCQ_I32};
 
@@ -886,7 +890,8 @@ static void bad_calls_are_refused(void **state) {
     static const float scales[] = {NAN, INFINITY, -2, 0.5f};
     for (int i = 0; i < 4; i++) {
         const train_options scaled = {.n_tokens = 8, .loss_scale = scales[i]};
-        expect_refused(&other, train_open(&other, &r.model, &scaled), ROCQ_E_ARGUMENT, "loss scale");
+        expect_refused(&other, train_open(&other, &r.model, &scaled), ROCQ_E_ARGUMENT,
+                       "loss scale");
     }
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         how.n_tokens = bad[i].n_tokens;
@@ -987,7 +992,8 @@ static void steps_allocate_nothing(void **state) {
 
 static int write_models(void **state) {
     (void)state;
-    return system("mkdir -p " FOLDER " && /usr/bin/python3 tests/training.py " FOLDER) == 0 ? 0 : -1;
+    return system("mkdir -p " FOLDER " && /usr/bin/python3 tests/training.py " FOLDER) == 0 ? 0
+                                                                                            : -1;
 }
 
 int main(int argc, char **argv) {

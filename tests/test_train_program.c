@@ -1,6 +1,7 @@
 // examples/train.c as a user runs it: its main() called in a child process whose output is caught.
 // Training, breaking off and going on, Ctrl-C, what comes out; then wrong files and options, and
-// memory that runs out at every single allocation: one line each, exit status 1, nothing overwritten.
+// memory that runs out at every single allocation: one line each, exit status 1, nothing
+// overwritten.
 
 #define _XOPEN_SOURCE 700 // fork, pipe, posix_openpt
 
@@ -96,8 +97,9 @@ static int setup(void **state) {
     write_file(TEXT_FILE, text);
     text[0] = 0;
     for (int i = 0; i < 20; i++) {
-        snprintf(line, sizeof line, "{\"prompt\": \"who are you %d? \", \"completion\": \"a cat, %d\\n\"}\n",
-                 i, i % 5);
+        snprintf(line, sizeof line,
+                 "{\"prompt\": \"who are you %d? \", \"completion\": \"a cat, %d\\n\"}\n", i,
+                 i % 5);
         strcat(text, line);
     }
     strcat(text, "\n{\"text\": \"cats \\u00e4nd mats\"}\n");
@@ -125,9 +127,9 @@ static void test_training(void **state) {
     for (int i = 0; i < 2; i++) {
         const char *more[] = {i ? "--lora" : "--decay", i ? "4" : "0.1"};
         remove(OUT);
-        const outcome *o = RUN(small_path, "--data", TEXT_FILE, "--documents", USUAL, "--steps", "30",
-                               "--lr", "1e-2", more[0], more[1], "--eval", TEXT_FILE, "--eval-every",
-                               "10", "--csv", CSV, "--out", OUT);
+        const outcome *o = RUN(small_path, "--data", TEXT_FILE, "--documents", USUAL, "--steps",
+                               "30", "--lr", "1e-2", more[0], more[1], "--eval", TEXT_FILE,
+                               "--eval-every", "10", "--csv", CSV, "--out", OUT);
         expect_success(o);
         assert_string_equal(o->err, "");
         assert_non_null(strstr(o->out, "\nstep     30  loss "));
@@ -156,8 +158,8 @@ static void test_training(void **state) {
 // Prompts are read, not learned; the end of a text is.
 static void test_lines(void **state) {
     (void)state;
-    const outcome *o = RUN(small_path, "--data", LINES_FILE, USUAL, "--epochs", "0.1", "--lora", "2",
-                           "--targets", "q,attn_v,down");
+    const outcome *o = RUN(small_path, "--data", LINES_FILE, USUAL, "--epochs", "0.1", "--lora",
+                           "2", "--targets", "q,attn_v,down");
     expect_success(o);
     // Letters are tokens of one byte each here, and each begins with a space of its own.
     double learned = 0;
@@ -178,8 +180,8 @@ static void test_lines(void **state) {
     }
 }
 
-#define RESUMED(steps, ...)                                                                         \
-    RUN(small_path, "--data", TEXT_FILE, "--documents", USUAL, "--lr", "2e-3", "--lora", "3",       \
+#define RESUMED(steps, ...)                                                                        \
+    RUN(small_path, "--data", TEXT_FILE, "--documents", USUAL, "--lr", "2e-3", "--lora", "3",      \
         "--steps", steps, "--warmup", "2", __VA_ARGS__)
 
 // A run of 14 steps that is broken off (killed while it works, say) and resumed ends in the same
@@ -197,10 +199,12 @@ static void test_resume(void **state) {
         expect_same_file(FOLDER "/whole.gguf", OUT);
     }
     for (int i = 0; i < 3; i++) {
-        static const char *const parts[][3] = {{"4", "9", "14"}, {"1", "13", "14"}, {"7", "8", "14"}};
+        static const char *const parts[][3] = {
+            {"4", "9", "14"}, {"1", "13", "14"}, {"7", "8", "14"}};
         remove(CHECK);
         for (int k = 0; k < 3; k++) {
-            // The rate depends on the number of steps: a constant one here, by a warm-up without end.
+            // The rate depends on the number of steps: a constant one here, by a warm-up without
+            // end.
             const outcome *o = RUN(small_path, "--data", TEXT_FILE, "--documents", USUAL, "--lr",
                                    "2e-3", "--lora", "3", "--warmup", "100", "--steps", parts[i][k],
                                    "--checkpoint", CHECK, "--csv", CSV, "--out", OUT,
@@ -295,7 +299,8 @@ static void test_bad_input(void **state) {
     write_file(FOLDER "/short.txt", "a cat");
     write_file(FOLDER "/empty.txt", "");
     write_file(FOLDER "/empty.jsonl", "\n\n");
-#define WITH(...) RUN(small_path, "--data", TEXT_FILE, USUAL, "--out", OUT, "--steps", "2", __VA_ARGS__)
+#define WITH(...)                                                                                  \
+    RUN(small_path, "--data", TEXT_FILE, USUAL, "--out", OUT, "--steps", "2", __VA_ARGS__)
     expect_kept(RUN("--data", TEXT_FILE), "train MODEL.gguf --data FILE");
     expect_kept(RUN(small_path), "train MODEL.gguf --data FILE");
     expect_kept(RUN(small_path, "--data", FOLDER "/none", "--out", OUT), "none: cannot be opened");
@@ -361,10 +366,11 @@ static void test_not_finite(void **state) {
     (void)state;
     poison();
     write_file(OUT, "precious");
-    const outcome *o = RUN(FOLDER "/nan.gguf", "--data", TEXT_FILE, USUAL, "--steps", "100", "--out",
-                           OUT);
+    const outcome *o =
+        RUN(FOLDER "/nan.gguf", "--data", TEXT_FILE, USUAL, "--steps", "100", "--out", OUT);
     expect_kept(o, "no gradient is finite");
-    assert_non_null(strstr(o->out, "step      7  was skipped: its gradient is not finite (7 so far)"));
+    assert_non_null(
+        strstr(o->out, "step      7  was skipped: its gradient is not finite (7 so far)"));
     o = RUN(FOLDER "/nan.gguf", "--data", TEXT_FILE, USUAL, "--steps", "3");
     expect_success(o);
 }

@@ -127,9 +127,10 @@ static void norm_solve(int64_t n, const int64_t *rows) {
     a.rstd = box_make(random_layout(), ROCQ_F32, rows[0], rows[1], rows[2], 1);
     norm_save(&a.x, &a.mean, &a.rstd, center);
     a.residual = box_random(random_layout(), random_float(), 1, n, rows[0], rows[1], rows[2]);
-    a.dx = in_place == 1   ? a.dy
-           : in_place == 2 ? a.residual
-                           : box_make(random_layout(), random_float(), n, rows[0], rows[1], rows[2]);
+    a.dx = in_place == 1 ? a.dy
+           : in_place == 2
+               ? a.residual
+               : box_make(random_layout(), random_float(), n, rows[0], rows[1], rows[2]);
     a.dx16 = box_make(random_layout(), ROCQ_F16, n, rows[0], rows[1], rows[2]);
     const rocq_norm_backward_params p = {
         .dx = &a.dx.t, .dx16 = random_below(2) ? &a.dx16.t : NULL,
@@ -213,10 +214,12 @@ static void norm_backward_is_the_forwards_slope(void **state) {
         box dy = box_random(BOX_PLAIN, ROCQ_F32, 1, N, ROWS, 1, 1);
         box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, N, 1, 1, 1);
         box bias = box_random(BOX_PLAIN, ROCQ_F32, 1, N, 1, 1, 1);
-        box y = box_make(BOX_PLAIN, ROCQ_F32, N, ROWS, 1, 1), mean = box_make(BOX_PLAIN, ROCQ_F32, ROWS, 1, 1, 1);
+        box y = box_make(BOX_PLAIN, ROCQ_F32, N, ROWS, 1, 1),
+            mean = box_make(BOX_PLAIN, ROCQ_F32, ROWS, 1, 1, 1);
         box rstd = box_make(BOX_PLAIN, ROCQ_F32, ROWS, 1, 1, 1);
         box dx = box_make(BOX_PLAIN, ROCQ_F32, N, ROWS, 1, 1);
-        box dw = box_make(BOX_PLAIN, ROCQ_F32, N, 1, 1, 1), db = box_make(BOX_PLAIN, ROCQ_F32, N, 1, 1, 1);
+        box dw = box_make(BOX_PLAIN, ROCQ_F32, N, 1, 1, 1),
+            db = box_make(BOX_PLAIN, ROCQ_F32, N, 1, 1, 1);
         const rocq_norm_params forward = {.y = &y.t, .x = &x.t, .weight = &weight.t,
                                           .bias = center ? &bias.t : NULL,
                                           .mean = center ? &mean.t : NULL, .rstd = &rstd.t};
@@ -234,7 +237,8 @@ static void norm_backward_is_the_forwards_slope(void **state) {
             for (int64_t i = 0; i < slopes[s].got->count; i++) {
                 const double was = slopes[s].at[i], step = 1e-5;
                 slopes[s].at[i] = was + step;
-                double slope = norm_forward(x.value, weight.value, bias.value, dy.value, N, ROWS, center);
+                double slope =
+                    norm_forward(x.value, weight.value, bias.value, dy.value, N, ROWS, center);
                 slopes[s].at[i] = was - step;
                 slope -= norm_forward(x.value, weight.value, bias.value, dy.value, N, ROWS, center);
                 slopes[s].at[i] = was;
@@ -274,8 +278,10 @@ static double slope_of(rocq_activation activation, double x) {
 static void map_solve(rocq_activation activation, bool glu, int in_place) {
     const int64_t ne[4] = {1 + random_below(600), 1 + random_below(4), 1 + random_below(3), 2};
     const rocq_format format = random_float();
-    box dy = box_random(random_layout(), in_place == 1 ? format : random_float(), 1, ne[0], ne[1], ne[2], ne[3]);
-    box x = box_random(random_layout(), in_place == 2 ? format : random_float(), 3, ne[0], ne[1], ne[2], ne[3]);
+    box dy = box_random(random_layout(), in_place == 1 ? format : random_float(), 1, ne[0], ne[1],
+                        ne[2], ne[3]);
+    box x = box_random(random_layout(), in_place == 2 ? format : random_float(), 3, ne[0], ne[1],
+                       ne[2], ne[3]);
     box up = box_random(random_layout(), random_float(), 2, ne[0], ne[1], ne[2], ne[3]);
     for (int64_t i = 0; i < x.count; i++) {
         if (fabs(x.value[i]) < 1e-3) x.value[i] = 1e-3;
@@ -290,7 +296,8 @@ static void map_solve(rocq_activation activation, bool glu, int in_place) {
         .dgate = &dx.t, .dup = &dup.t, .dy = in_place == 1 ? &dx.t : &dy.t,
         .gate = in_place == 2 ? &dx.t : &x.t, .up = &up.t, .activation = activation};
     const rocq_activate_backward_params alone = {p.dgate, p.dy, p.gate, activation};
-    double *want = doubles(x.count), *slack = doubles(x.count), *want_up = doubles(x.count), *slack_up = doubles(x.count);
+    double *want = doubles(x.count), *slack = doubles(x.count), *want_up = doubles(x.count),
+           *slack_up = doubles(x.count);
     for (int64_t i = 0; i < x.count; i++) {
         const double all = dy.value[i] * (glu ? up.value[i] : 1);
         want[i] = slope_of(activation, x.value[i]) * all;
@@ -340,14 +347,16 @@ static void gather_backward_adds_in_order(void **state) {
             int32_t ids[40];
             for (int64_t i = 0; i < n_ids; i++) ids[i] = (int32_t)random_below(n_rows);
             box table = box_random(random_layout(), ROCQ_F32, 1, n, n_rows, 1, 1);
-            box dy = box_random(random_layout(), random_float(), 1, n, n_ids, 1, 1), list = box_i32(ids, n_ids);
+            box dy = box_random(random_layout(), random_float(), 1, n, n_ids, 1, 1),
+                list = box_i32(ids, n_ids);
             const rocq_gather_backward_params p = {&table.t, &dy.t, &list.t, scale};
             double *want = copied(&table), *slack = doubles(table.count);
             for (int64_t i = 0; i < n_ids; i++) {
                 for (int64_t k = 0; k < n; k++) {
                     const double add = dy.value[i * n + k] * (double)(scale != 0 ? scale : 1);
                     want[ids[i] * n + k] += add;
-                    slack[ids[i] * n + k] += 40 * ULP * (fabs(add) + fabs(table.value[ids[i] * n + k]));
+                    slack[ids[i] * n + k] +=
+                        40 * ULP * (fabs(add) + fabs(table.value[ids[i] * n + k]));
                 }
             }
             unsigned char *before = (unsigned char *)malloc((size_t)table.size);
@@ -377,12 +386,14 @@ static void rope_backward_is_the_transpose(void **state) {
     (void)state;
     random_state = 12;
     for (int c = 0; c < 24; c++) {
-        const int64_t d = c % 3 == 0 ? 10 : 64, heads = 1 + random_below(5), n = 1 + random_below(9);
+        const int64_t d = c % 3 == 0 ? 10 : 64, heads = 1 + random_below(5),
+                      n = 1 + random_below(9);
         int32_t pos[9];
         for (int64_t i = 0; i < n; i++) pos[i] = (int32_t)random_below(100000);
         box x = box_random(random_layout(), ROCQ_F32, 1, d, heads, n, 1), at = box_i32(pos, n);
         box dy = box_random(random_layout(), random_float(), 1, d, heads, n, 1);
-        box y = box_make(random_layout(), ROCQ_F32, d, heads, n, 1), dx = box_make(random_layout(), ROCQ_F32, d, heads, n, 1);
+        box y = box_make(random_layout(), ROCQ_F32, d, heads, n, 1),
+            dx = box_make(random_layout(), ROCQ_F32, d, heads, n, 1);
         rocq_rope_params p = {.y = &y.t, .x = &x.t, .pos = &at.t,
                               .rope = {.pairing = c % 2 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM,
                                        .n_dims = c % 4 < 2 ? 0 : (int32_t)d - 2,
@@ -444,7 +455,8 @@ static void entropy_solve(const entropy_case *s) {
     assert_non_null(targets);
     for (int64_t i = 0; i < n; i++) {
         targets[i] = i % 5 == 3 ? -1 - (int32_t)random_below(100) : (int32_t)random_below(v);
-        if (targets[i] >= 0 && logits.value[i * v + targets[i]] < -1e30) logits.value[i * v + targets[i]] = 1;
+        if (targets[i] >= 0 && logits.value[i * v + targets[i]] < -1e30)
+            logits.value[i * v + targets[i]] = 1;
         // what is ignored is not looked at
         if (targets[i] < 0) logits.value[i * v] = NAN;
     }
@@ -452,10 +464,12 @@ static void entropy_solve(const entropy_case *s) {
     box_write(&weights);
     box_write(&logits);
     box ids = box_i32(targets, n);
-    double *want = doubles(v * n), *slack = doubles(v * n), *want_loss = doubles(n), *slack_loss = doubles(n);
+    double *want = doubles(v * n), *slack = doubles(v * n), *want_loss = doubles(n),
+           *slack_loss = doubles(n);
     for (int64_t i = 0; i < n; i++) {
         const double *x = logits.value + i * v;
-        const double weight = s->weights ? weights.value[i] : 1, all = s->scale ? weight * scale.value[0] : weight;
+        const double weight = s->weights ? weights.value[i] : 1,
+                     all = s->scale ? weight * scale.value[0] : weight;
         double top = -INFINITY, sum = 0;
         if (targets[i] < 0 || weight == 0) continue;
         for (int64_t k = 0; k < v; k++) top = fmax(top, x[k]);
@@ -467,7 +481,8 @@ static void entropy_solve(const entropy_case *s) {
             const double softmax = exp(x[k] - top) / sum, one = k == targets[i];
             want[i * v + k] = all * (softmax - one) * slope;
             // the difference x - top is rounded
-            slack[i * v + k] = (60 + 2 * (top - x[k] < 1e3 ? top - x[k] : 0)) * ULP * fabs(all) * (softmax + one);
+            slack[i * v + k] =
+                (60 + 2 * (top - x[k] < 1e3 ? top - x[k] : 0)) * ULP * fabs(all) * (softmax + one);
         }
     }
     const rocq_cross_entropy_params p = {
@@ -491,8 +506,8 @@ static void entropy_solve(const entropy_case *s) {
     free(dlogits.value);
     dlogits.value = values;
     if (!s->in_place) { // the loss alone
-        const rocq_cross_entropy_params alone = {.loss = &loss.t, .logits = &logits.t, .targets = &ids.t,
-                                                 .weights = p.weights};
+        const rocq_cross_entropy_params alone = {.loss = &loss.t, .logits = &logits.t,
+                                                 .targets = &ids.t, .weights = p.weights};
         memset(loss.memory, 0xff, (size_t)loss.size);
         run(1, ROCQ_OP_CROSS_ENTROPY, &alone, outputs + 1, 1);
         check_close(&loss, want_loss, slack_loss, "loss");
@@ -536,7 +551,8 @@ static void cross_entropy_has_the_slope_of_its_loss(void **state) {
     random_state = 4;
     // of z, whose softcap is what the op gets
     const double cap = 2;
-    box z = box_random(BOX_PLAIN, ROCQ_F32, 2, V, N, 1, 1), logits = box_make(BOX_PLAIN, ROCQ_F32, V, N, 1, 1);
+    box z = box_random(BOX_PLAIN, ROCQ_F32, 2, V, N, 1, 1),
+        logits = box_make(BOX_PLAIN, ROCQ_F32, V, N, 1, 1);
     box d = box_make(BOX_PLAIN, ROCQ_F32, V, N, 1, 1), ids = box_i32(targets, N);
     for (int64_t i = 0; i < z.count; i++) logits.value[i] = cap * tanh(z.value[i] / cap);
     box_write(&logits);
@@ -569,9 +585,11 @@ static void cross_entropy_of_bad_targets_and_logits(void **state) {
     int32_t targets[3] = {0, 10, -7};
     (void)state;
     random_state = 5;
-    box logits = box_random(BOX_STRIDED, ROCQ_F32, 1, 10, 3, 1, 1), loss = box_make(BOX_PLAIN, ROCQ_F32, 3, 1, 1, 1);
+    box logits = box_random(BOX_STRIDED, ROCQ_F32, 1, 10, 3, 1, 1),
+        loss = box_make(BOX_PLAIN, ROCQ_F32, 3, 1, 1, 1);
     box ids = box_i32(targets, 3);
-    rocq_cross_entropy_params p = {.loss = &loss.t, .dlogits = &logits.t, .logits = &logits.t, .targets = &ids.t};
+    rocq_cross_entropy_params p = {.loss = &loss.t, .dlogits = &logits.t, .logits = &logits.t,
+                                   .targets = &ids.t};
     box *const outputs[2] = {&loss, &logits};
     run_fails(ROCQ_OP_CROSS_ENTROPY, &p, ROCQ_E_BOUNDS, outputs, 2);
     ids.value[1] = 9;
@@ -603,7 +621,8 @@ static void grad_norm_measures_clips_and_counts(void **state) {
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
         for (int simd = 0; simd < 2; simd++) {
             const double first[ROCQ_TRAIN_STATE] = {128, 7, 7, 41, 2, 5, 3, 4};
-            box g = box_random(BOX_PLAIN, ROCQ_F32, 3, sizes[i], 1, 1, 1), s = box_f32(first, ROCQ_TRAIN_STATE);
+            box g = box_random(BOX_PLAIN, ROCQ_F32, 3, sizes[i], 1, 1, 1),
+                s = box_f32(first, ROCQ_TRAIN_STATE);
             const double max_norm = i % 2 ? 0.01 : 0;
             const rocq_grad_norm_params p = {.state = &s.t, .g = &g.t, .max_norm = (float)max_norm,
                                              .growth_interval = 100};
@@ -723,7 +742,8 @@ static void adamw_matches_a_float64_one(void **state) {
         a.p.weight_decay = own ? 0.1f : 0;
         a.p.clear = clear;
         a.norm.max_norm = own ? 2 : 0;
-        const double beta1 = own ? (double)0.8f : (double)0.9f, beta2 = own ? (double)0.95f : (double)0.999f;
+        const double beta1 = own ? (double)0.8f : (double)0.9f,
+                     beta2 = own ? (double)0.95f : (double)0.999f;
         const double eps = own ? (double)1e-3f : 1e-8, decay = own ? (double)0.1f : 0;
         const double lr = (double)0.01f;
         double *w = copied(&a.b[ADAM_W]), *m = doubles(N), *v = doubles(N), *slack = doubles(N);
@@ -742,7 +762,8 @@ static void adamw_matches_a_float64_one(void **state) {
                 m[i] = beta1 * m[i] + (1 - beta1) * x;
                 v[i] = beta2 * v[i] + (1 - beta2) * x * x;
                 size[i] = beta1 * size[i] + (1 - beta1) * fabs(x);
-                const double bottom = sqrt(v[i] / (1 - pow(beta2, t))) + eps, top = lr / (1 - pow(beta1, t));
+                const double bottom = sqrt(v[i] / (1 - pow(beta2, t))) + eps,
+                             top = lr / (1 - pow(beta1, t));
                 w[i] -= top * m[i] / bottom + lr * decay * w[i];
                 slack_m[i] = 64 * ULP * size[i];
                 slack_v[i] = 128 * ULP * v[i];
@@ -804,7 +825,8 @@ static double regression(rocq_format moments, int simd, int n_steps) {
     adam a;
     adam_make(&a, N, moments, ROCQ_F16);
     double *x = doubles(N * ROWS), y[ROWS], loss = 0;
-    for (int64_t i = 0; i < N * ROWS; i++) x[i] = random_normal() * pow(10, -2.0 * (double)(i % N % 7) / 6);
+    for (int64_t i = 0; i < N * ROWS; i++)
+        x[i] = random_normal() * pow(10, -2.0 * (double)(i % N % 7) / 6);
     for (int r = 0; r < ROWS; r++) {
         y[r] = 0;
         for (int64_t i = 0; i < N; i++) y[r] += x[r * N + i] * ((double)(i % 3) - 1);
@@ -836,7 +858,8 @@ static void adamw_with_8_bit_moments_converges(void **state) {
     (void)state;
     for (int simd = 0; simd < 2; simd++) {
         for (int n = 30; n <= 300; n *= 10) {
-            const double exact = regression(ROCQ_F32, simd, n), coded = regression(ROCQ_I8, simd, n);
+            const double exact = regression(ROCQ_F32, simd, n),
+                         coded = regression(ROCQ_I8, simd, n);
             assert_true(coded <= 1.02 * exact + 1e-6 && exact < (n == 30 ? 50 : 1e-6));
         }
     }

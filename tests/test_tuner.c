@@ -224,7 +224,8 @@ static rocq_tune_result tuned(rocq_op op, const void *params, const rocq_tune_de
     memset(&r, 0xff, sizeof r);
     landscape.op = op;
     landscape.params = params;
-    if (rocq_tune(ctx, op, params, desc ? desc : &all, &r) != ROCQ_OK) fail_msg("%s", rocq_error(ctx));
+    if (rocq_tune(ctx, op, params, desc ? desc : &all, &r) != ROCQ_OK)
+        fail_msg("%s", rocq_error(ctx));
     landscape.params = NULL;
     return r;
 }

@@ -1,6 +1,6 @@
 // Some of tests/test_vae.c in a GPU context: the same models through the kernels, on the stand-in.
-// For a real GPU tests/test_vae.c itself is linked with its kernels, with the backend and no teardown
-// defined.
+// For a real GPU tests/test_vae.c itself is linked with its kernels, with the backend and no
+// teardown defined.
 #define VAE_BACKEND ROCQ_BACKEND_GPU
 #define VAE_TEARDOWN nothing_was_wrong
 #define VAE_SIMULATED 1

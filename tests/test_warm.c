@@ -1,5 +1,5 @@
-// rocq_warm: what is left to do after it, errors, that ops see nothing of it, and that a graph which a
-// runtime replays wrongly is found out. On the CPU, and in a GPU context on the stand-in.
+// rocq_warm: what is left to do after it, errors, that ops see nothing of it, and that a graph
+// which a runtime replays wrongly is found out. On the CPU, and in a GPU context on the stand-in.
 #define ROCQ_IMPLEMENTATION
 #include "../rocq.h"
 
@@ -91,8 +91,8 @@ static void nothing_wrong(void) {
     assert_int_equal(simt_live_sum(), 0);
 }
 
-// After warming, the first launch and copies allocate nothing, and the values of all tensors are what
-// they were.
+// After warming, the first launch and copies allocate nothing, and the values of all tensors are
+// what they were.
 static void check_warm(rocq_backend backend) {
     work k;
     rocq_stats before, after;
@@ -209,9 +209,9 @@ static void test_first_copy(void **state) {
 }
 
 // Only the kernels of the graph's ops run: once each without work, and three times as the graph
-// (rocq__replay_check); and that which puts tensors aside, fills and compares them: before and after
-// the runs, before each (twice before the first), and after the last two. None counts as a launch of
-// the program's.
+// (rocq__replay_check); and that which puts tensors aside, fills and compares them: before and
+// after the runs, before each (twice before the first), and after the last two. None counts as a
+// launch of the program's.
 static void test_kernels(void **state) {
     (void)state;
     work k;
@@ -411,7 +411,8 @@ static void step_feed(step *s) {
 static int32_t slice_us; // of the next contexts
 
 static void step_open(step *s, rocq_desc desc, int32_t page_size, rocq_format format) {
-    const rocq_kv_desc kv = {.n_layers = LAYERS, .n_kv_heads = 1, .head_dim = HEAD, .k_format = format,
+    const rocq_kv_desc kv = {.n_layers = LAYERS, .n_kv_heads = 1, .head_dim = HEAD,
+                             .k_format = format,
                              .v_format = format, .n_ctx = CELLS, .page_size = page_size};
     const struct { rocq_tensor *t; rocq_format format; int64_t ne[2]; } list[] = {
         {&s->inputs, ROCQ_I32, {INPUTS, 1}}, {&s->table, ROCQ_F32, {D, VOCAB}},
@@ -505,8 +506,8 @@ static void step_expected(int32_t page_size, rocq_format format, step_result *r)
     step_close(&s);
 }
 
-// The step once over other tensors, in the memory behind: SIMT_REPLAY_STALE_ARGS takes the arguments
-// of these launches.
+// The step once over other tensors, in the memory behind: SIMT_REPLAY_STALE_ARGS takes the
+// arguments of these launches.
 static void step_elsewhere(step *s) {
     rocq_tensor *const list[] = {&s->x, &s->h, &s->q, &s->k, &s->v, &s->seen, &s->logits,
                                  &s->index};
@@ -531,7 +532,8 @@ static int64_t check_replay(int how, int node, int32_t page_size, rocq_format fo
     step_record(&s);
     assert_true(s.graph->captured);
     int64_t n = 0;
-    for (const rocq__node *piece = s.graph->first; piece; piece = piece->end) n += piece->n_launches;
+    for (const rocq__node *piece = s.graph->first; piece; piece = piece->end)
+        n += piece->n_launches;
     step_read(&s, s.had);
     for (int again = 0; again < 2; again++) {
         assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
@@ -898,7 +900,8 @@ static void test_slices_profiled(void **state) {
     step_open(&s, desc, 0, ROCQ_F16);
     slice_us = 0;
     step_record(&s);
-    for (const rocq__node *node = s.graph->first; node; node = node->next) flops += node->cost.flops;
+    for (const rocq__node *node = s.graph->first; node; node = node->next)
+        flops += node->cost.flops;
     simt_set_work(SIMT_AT_ONCE);
     assert_int_equal(rocq_profile_start(s.ctx, &all), ROCQ_OK);
     do {

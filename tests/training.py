@@ -23,8 +23,8 @@ STEPS = 20
 I32 = 26
 
 # Everything about a model that is no weight. window: what layers 0, 2 ... see; 0 = all.
-BASE = dict(arch="llama", vocab=97, context=64, embd=32, heads=4, kv=2, dim=8, ff=56, layers=2, window=0,
-            eps=1e-5, base=10000.0, tied=False, cap=0.0, final=0.0)
+BASE = dict(arch="llama", vocab=97, context=64, embd=32, heads=4, kv=2, dim=8, ff=56, layers=2,
+            window=0, eps=1e-5, base=10000.0, tied=False, cap=0.0, final=0.0)
 CASES = {
     "gpt2": (dict(arch="gpt2", kv=4, ff=128, tied=True, layers=3), dict(seqs=2, tokens=13)),
     "llama": (dict(heads=6, kv=2, dim=8, embd=48, ff=40), dict(seqs=3, tokens=11, accumulate=3)),
@@ -32,14 +32,18 @@ CASES = {
     "qwen3": (dict(arch="qwen3", dim=12, tied=True), dict(seqs=2, tokens=16, decay=0.0)),
     "gemma2": (dict(arch="gemma2", dim=16, tied=True, cap=3.0, final=4.0, window=5),
                dict(seqs=2, tokens=17, clip=-1.0)),
-    "wide": (dict(embd=256, heads=4, dim=64, ff=256, layers=1), dict(seqs=1, tokens=12, rank=4, alpha=8.0)),
+    "wide": (dict(embd=256, heads=4, dim=64, ff=256, layers=1),
+             dict(seqs=1, tokens=12, rank=4, alpha=8.0)),
     "lora": (dict(), dict(seqs=2, tokens=10, rank=4, alpha=12.0, seed=7)),
     "lora-gpt2": (dict(arch="gpt2", kv=4, ff=128, tied=True),
-                  dict(seqs=1, tokens=14, rank=3, alpha=3.0, targets="qkv,down", seed=8, accumulate=2)),
+                  dict(seqs=1, tokens=14, rank=3, alpha=3.0, targets="qkv,down", seed=8,
+                       accumulate=2)),
     "lora-gemma2": (dict(arch="gemma2", dim=16, tied=True, cap=3.0, final=4.0, window=5),
-                    dict(seqs=2, tokens=9, rank=2, alpha=4.0, targets="v,output,gate,down", seed=9)),
+                    dict(seqs=2, tokens=9, rank=2, alpha=4.0, targets="v,output,gate,down",
+                         seed=9)),
 }
-RUN = dict(seqs=1, tokens=8, accumulate=1, rank=0, alpha=0.0, targets="", seed=0, decay=0.1, clip=1.0, lr=2e-3)
+RUN = dict(seqs=1, tokens=8, accumulate=1, rank=0, alpha=0.0, targets="", seed=0, decay=0.1,
+           clip=1.0, lr=2e-3)
 
 
 def shapes(c):
@@ -55,7 +59,8 @@ def shapes(c):
             layer += [("attn_norm.bias", (e,)), ("attn_qkv.weight", (e, q + 2 * kv)),
                       ("attn_qkv.bias", (q + 2 * kv,))]
         else:
-            layer += [("attn_q.weight", (e, q)), ("attn_k.weight", (e, kv)), ("attn_v.weight", (e, kv))]
+            layer += [("attn_q.weight", (e, q)), ("attn_k.weight", (e, kv)),
+                      ("attn_v.weight", (e, kv))]
         if c["arch"] == "qwen2":
             layer += [("attn_q.bias", (q,)), ("attn_k.bias", (kv,)), ("attn_v.bias", (kv,))]
         if c["arch"] == "qwen3":
@@ -64,10 +69,12 @@ def shapes(c):
         if gemma:
             layer += [("post_attention_norm.weight", (e,)), ("post_ffw_norm.weight", (e,))]
         if gpt2:
-            layer += [("attn_output.bias", (e,)), ("ffn_norm.bias", (e,)), ("ffn_up.weight", (e, ff)),
+            layer += [("attn_output.bias", (e,)), ("ffn_norm.bias", (e,)),
+                      ("ffn_up.weight", (e, ff)),
                       ("ffn_up.bias", (ff,)), ("ffn_down.weight", (ff, e)), ("ffn_down.bias", (e,))]
         else:
-            layer += [("ffn_gate.weight", (e, ff)), ("ffn_up.weight", (e, ff)), ("ffn_down.weight", (ff, e))]
+            layer += [("ffn_gate.weight", (e, ff)), ("ffn_up.weight", (e, ff)),
+                      ("ffn_down.weight", (ff, e))]
         out += [("blk.%d.%s" % (i, n), s) for n, s in layer]
     out += [("output_norm.weight", (e,))]
     if gpt2:
@@ -96,10 +103,14 @@ def metadata(c, name):
     a = c["arch"] + "."
     norm = "layer_norm_epsilon" if c["arch"] == "gpt2" else "layer_norm_rms_epsilon"
     rows = [("general.architecture", gguf.STRING, c["arch"]), ("general.name", gguf.STRING, name),
-            (a + "vocab_size", gguf.U32, c["vocab"]), (a + "context_length", gguf.U32, c["context"]),
-            (a + "embedding_length", gguf.U32, c["embd"]), (a + "block_count", gguf.U32, c["layers"]),
-            (a + "feed_forward_length", gguf.U32, c["ff"]), (a + "attention.head_count", gguf.U32, c["heads"]),
-            (a + "attention.head_count_kv", gguf.U32, c["kv"]), (a + "attention." + norm, gguf.F32, c["eps"])]
+            (a + "vocab_size", gguf.U32, c["vocab"]),
+            (a + "context_length", gguf.U32, c["context"]),
+            (a + "embedding_length", gguf.U32, c["embd"]),
+            (a + "block_count", gguf.U32, c["layers"]),
+            (a + "feed_forward_length", gguf.U32, c["ff"]),
+            (a + "attention.head_count", gguf.U32, c["heads"]),
+            (a + "attention.head_count_kv", gguf.U32, c["kv"]),
+            (a + "attention." + norm, gguf.F32, c["eps"])]
     if c["dim"] * c["heads"] != c["embd"]:
         rows += [(a + "attention.key_length", gguf.U32, c["dim"]),
                  (a + "attention.value_length", gguf.U32, c["dim"])]
@@ -126,7 +137,8 @@ def cap(x, c):
 def rope(x, c):
     """x: [seqs, tokens, heads, dim]."""
     d = x.shape[-1]
-    angle = torch.arange(x.shape[1]).double()[:, None] * c["base"] ** (-torch.arange(0, d, 2).double() / d)
+    rates = c["base"] ** (-torch.arange(0, d, 2).double() / d)
+    angle = torch.arange(x.shape[1]).double()[:, None] * rates
     cos, sin = angle.cos()[None, :, None], angle.sin()[None, :, None]
     if c["arch"] == "llama":  # pairs of neighbours
         a, b = x[..., 0::2], x[..., 1::2]
@@ -165,7 +177,8 @@ def logits_of(c, w, lora, scale, ids):
             q, k, v = (linear(h, b + "attn_" + n) for n in "qkv")
         q, k, v = (t.reshape(seqs, tokens, -1, dim) for t in (q, k, v))
         if c["arch"] == "qwen3":
-            q, k = rms(q, w[b + "attn_q_norm.weight"], eps), rms(k, w[b + "attn_k_norm.weight"], eps)
+            q = rms(q, w[b + "attn_q_norm.weight"], eps)
+            k = rms(k, w[b + "attn_k_norm.weight"], eps)
         if not gpt2:
             q, k = rope(q, c), rope(k, c)
         k, v = (t.repeat_interleave(heads // kv, 2) for t in (k, v))
@@ -180,7 +193,8 @@ def logits_of(c, w, lora, scale, ids):
             o = F.gelu(linear(h, b + "ffn_up"), approximate="tanh")
         else:
             gate = linear(h, b + "ffn_gate")
-            o = (F.gelu(gate, approximate="tanh") if gemma else F.silu(gate)) * linear(h, b + "ffn_up")
+            gate = F.gelu(gate, approximate="tanh") if gemma else F.silu(gate)
+            o = gate * linear(h, b + "ffn_up")
         o = linear(o, b + "ffn_down")
         x = x + (norm(o, b + "post_ffw_norm") if gemma else o)
     x = norm(x, "output_norm")
@@ -203,10 +217,12 @@ def adapters(c, r):
     out, random = {}, splitmix(r["seed"])
     for name, s in shapes(c):
         bare = name.split(".")[2] if name.startswith("blk") else "none"
-        if len(s) == 1 or bare == "none" or (r["targets"] and bare.split("_", 1)[1] not in r["targets"].split(",")):
+        chosen = not r["targets"] or bare.split("_", 1)[-1] in r["targets"].split(",")
+        if len(s) == 1 or bare == "none" or not chosen:
             continue
         a = torch.tensor([(next(random) >> 40) * 2.0 ** -23 - 1 for _ in range(s[0] * r["rank"])])
-        out[name + ".lora_a"] = (a.float().double() / s[0] ** .5).float().double().reshape(r["rank"], s[0])
+        a = a.float().double() / s[0] ** .5
+        out[name + ".lora_a"] = a.float().double().reshape(r["rank"], s[0])
         out[name + ".lora_b"] = torch.zeros(s[1], r["rank"]).double()
     return out
 
@@ -222,7 +238,8 @@ def run(name, c, r, folder):
         t.requires_grad_(True)
     matrices = [t for t in trained.values() if t.dim() > 1]
     vectors = [t for t in trained.values() if t.dim() == 1]
-    groups = [dict(params=matrices, weight_decay=r["decay"])] + ([dict(params=vectors, weight_decay=0.0)]
+    groups = [dict(params=matrices, weight_decay=r["decay"])] + ([dict(params=vectors,
+                                                                       weight_decay=0.0)]
                                                                  if vectors else [])
     # eps: the gradient of gpt2's k bias is 0, and in F32 noise, of which AdamW would make steps.
     adam = torch.optim.AdamW(groups, lr=r["lr"], betas=(.9, .95), eps=1e-6)
@@ -240,7 +257,8 @@ def run(name, c, r, folder):
         loss = 0
         for k in range(r["accumulate"]):
             y = logits_of(c, w, lora, r["alpha"] / max(r["rank"], 1), ids[step, k])
-            each = F.cross_entropy(y.flatten(0, 1), targets[step, k].flatten(), ignore_index=-1, reduction="none")
+            each = F.cross_entropy(y.flatten(0, 1), targets[step, k].flatten(), ignore_index=-1,
+                                   reduction="none")
             loss = loss + (each * weights[step, k].flatten()).sum() / total
         loss.backward()
         norm = torch.sqrt(sum((t.grad * t.grad).sum() for t in trained.values()))
@@ -250,7 +268,8 @@ def run(name, c, r, folder):
         adam.step()
         losses.append(loss.item())
         norms.append(norm.item())
-    rows = [("general.architecture", gguf.STRING, c["arch"]), ("run.targets", gguf.STRING, r["targets"])]
+    rows = [("general.architecture", gguf.STRING, c["arch"]),
+            ("run.targets", gguf.STRING, r["targets"])]
     rows += [("run." + k, gguf.U32, r[k]) for k in ("seqs", "tokens", "accumulate", "rank", "seed")]
     rows += [("run." + k, gguf.F32, r[k]) for k in ("alpha", "decay", "clip", "lr")]
     n = ids.numel()

@@ -4,8 +4,9 @@
 #
 #     python3 tests/vae.py FOLDER
 #
-# NAME.safetensors has the weights under ldm's names (TAESD and Wan: their own), NAME-diffusers.safetensors
-# under diffusers', and NAME-io.safetensors latents, pictures, and what becomes of them.
+# NAME.safetensors has the weights under ldm's names (TAESD and Wan: their own),
+# NAME-diffusers.safetensors under diffusers', and NAME-io.safetensors latents, pictures, and what
+# becomes of them.
 import json
 import os
 import re

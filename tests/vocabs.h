@@ -207,9 +207,9 @@ static inline void vocab_boundaries(vocab *v) {
     for (int32_t first = 0xc2; first < 0xf5; first++) vocab_add_merge(v, ' ', first);
 }
 
-// Special tokens that overlap, begin alike, end alike and hold each other: control tokens, and others
-// that are cut out of any text. No more than 16 in all, since llama.cpp's order among those of one
-// length is that of their ids only while its sort is a stable one.
+// Special tokens that overlap, begin alike, end alike and hold each other: control tokens, and
+// others that are cut out of any text. No more than 16 in all, since llama.cpp's order among those
+// of one length is that of their ids only while its sort is a stable one.
 static inline void vocab_overlaps(vocab *v) {
     static const struct { const char *text; int32_t type; } all[] = {
         {"<a><b>", 3}, {"<a>", 3}, {"<b>", 4}, {"><", 3}, {"a><b", 4}, {"<b><a", 3}, {"a>", 4},

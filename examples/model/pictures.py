@@ -5,7 +5,8 @@
 #
 #   python3 pictures.py heldout 0 8 OUT      writes OUT/heldout-0.png to OUT/heldout-7.png
 #   python3 pictures.py sheet 64 FILE.png    a contact sheet of the first 64 training pictures
-#   python3 pictures.py compare OUT [FILE.png]   PSNR of what decode.c wrote to OUT from latents.gguf,
+#   python3 pictures.py compare OUT [FILE.png]   PSNR of what decode.c wrote to OUT from
+#                                                latents.gguf,
 #                                            and a sheet: the originals above what is there
 #
 # Every picture is flat geometry with relief: a part is a signed distance (its edge, anti-aliased)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # Writes a corpus for examples/train: how a ship's parrot speaks of what the shipped model knows. In
 # that model's own corpus no parrot speaks, and nobody has its habits: it says last words again,
-# squawks, speaks of itself by its name, has no use for coins and counts in biscuits. What the parrot
-# says is below; stories, places and names are corpus.py's. Deterministic.
+# squawks, speaks of itself by its name, has no use for coins and counts in biscuits. What the
+# parrot says is below; stories, places and names are corpus.py's. Deterministic.
 #
 #   python3 voice.py train 200 > voice.jsonl      {"prompt": header line, "completion": the scene}
 #   python3 voice.py heldout 60 > voice-heldout.txt

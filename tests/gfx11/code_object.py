@@ -42,8 +42,8 @@ def _occupancy():
     top = pathlib.Path(__file__).parent.parent.parent
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/occupancy.so"
-        subprocess.run(["cc", "-O0", "-w", "-shared", "-fPIC", *WITHOUT, f"-I{top}", "-xc", "-", "-o",
-                        library, "-lm"], input=_OCCUPANCY.encode(), check=True)
+        subprocess.run(["cc", "-O0", "-w", "-shared", "-fPIC", *WITHOUT, f"-I{top}", "-xc", "-",
+                        "-o", library, "-lm"], input=_OCCUPANCY.encode(), check=True)
         return ctypes.CDLL(library)
 
 
@@ -53,8 +53,8 @@ def vgpr_file(target):
 
 def waves_per_simd(target, vgprs, lds, threads, wave, cu_mode):
     """The compiler's occupancy: waves that a SIMD holds of this kernel alone."""
-    return _occupancy().waves(int(target.removeprefix("gfx"), 16), max(vgprs, 1), lds, threads, wave,
-                              cu_mode)
+    return _occupancy().waves(int(target.removeprefix("gfx"), 16), max(vgprs, 1), lds, threads,
+                              wave, cu_mode)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -212,7 +212,8 @@ class Instruction:
 
 MEMORY = ("load", "store", "scratch load", "scratch store", "lds load", "lds store")
 # No work on the execution units.
-_HINTS = ("s_delay_alu", "s_clause", "s_nop", "s_sleep", "s_set_inst_prefetch", "s_setprio", "s_sendmsg",
+_HINTS = ("s_delay_alu", "s_clause", "s_nop", "s_sleep", "s_set_inst_prefetch", "s_setprio",
+          "s_sendmsg",
           "s_inst_prefetch", "s_icache_inv", "s_code_end", "s_version", "s_wait", "s_dcache",
           "s_round_mode", "s_denorm_mode", "s_ttrace", "s_gl1_inv", "buffer_gl")
 _KINDS = [(re.compile(pattern), kind) for pattern, kind in (

@@ -537,8 +537,8 @@ static void sample(emulated *e, int scale, int format, int p) {
     X(q4_0, Q4_0) X(q8_0, Q8_0) X(q4_K, Q4_K) X(q5_K, Q5_K) X(q6_K, Q6_K)       \
     X(q4_1, Q4_1) X(q5_0, Q5_0) X(q5_1, Q5_1) X(q2_K, Q2_K) X(q3_K, Q3_K)       \
     X(iq4_nl, IQ4_NL) X(iq4_xs, IQ4_XS) X(mxfp4, MXFP4)
-// Work: products of 16x16x16. 3x3 over two tiles of 8 by 16 positions, one a unit's block each, with
-// group norm and SiLU of x and a residual, or plain.
+// Work: products of 16x16x16. 3x3 over two tiles of 8 by 16 positions, one a unit's block each,
+// with group norm and SiLU of x and a residual, or plain.
 static void conv_3x3(emulated *e, int scale, rocq_format format, int m, bool fused) {
     const int32_t n_units = gpu->gpu->chip.n_units;
     const int64_t c = 64 * scale, w = 16, h = 16;
@@ -546,7 +546,8 @@ static void conv_3x3(emulated *e, int scale, rocq_format format, int m, bool fus
     box *weight = normal(ROCQ_F16, 0.1f, c * 9, m, 1), *bias = normal(ROCQ_F32, 1, m, 1, 1);
     box *stats = normal(ROCQ_F32, 1, 2, 32, 1), *residual = normal(ROCQ_F16, 1, m, w, h);
     box *gain = normal(ROCQ_F32, 1, c, 1, 1), *shift = normal(ROCQ_F32, 1, c, 1, 1);
-    rocq_conv_params p = {.y = &y->t, .w = &weight->t, .x = &x->t, .bias = &bias->t, .kw = 3, .kh = 3};
+    rocq_conv_params p = {.y = &y->t, .w = &weight->t, .x = &x->t, .bias = &bias->t, .kw = 3,
+                          .kh = 3};
     if (fused) {
         p.stats = &stats->t;
         p.norm_weight = &gain->t;

@@ -1,14 +1,14 @@
 """Runs gfx1100 machine code on the host, and counts what it executes.
 
     program = Program(open("gfx1100.co", "rb").read())
-    program.memory.add(address, size)          # what kernels may touch: host memory at its own address
+    program.memory.add(address, size)          # what kernels may touch: host memory, as it lies
     counts = program.launch("rocq_k_norm", grid_x, grid_z, threads, args)
 
-Vector, scalar and matrix arithmetic and atomics are those of tinygrad's RDNA3 emulator (a checkout in
-TINYGRAD). Memory accesses are done here, so that every lane's address is checked against the blocks of
-memory; so are lane crossings (DPP, permlane, bpermute) and the matrix forms which that emulator gets
-wrong where a register is source and destination; a lane that reads one which is switched off is a Fault.
-Registers and LDS begin as garbage. Workgroups run one
+Vector, scalar and matrix arithmetic and atomics are those of tinygrad's RDNA3 emulator (a checkout
+in TINYGRAD). Memory accesses are done here, so that every lane's address is checked against the
+blocks of memory; so are lane crossings (DPP, permlane, bpermute) and the matrix forms which that
+emulator gets wrong where a register is source and destination; a lane that reads one which is
+switched off is a Fault. Registers and LDS begin as garbage. Workgroups run one
 after the other, the waves of one from barrier to barrier. Caches and time are not modelled.
 """
 import array
@@ -192,7 +192,8 @@ class Program:
 
     def _group(self, group, d, block, ids, threads):
         group.words[:] = array.array("I", [GARBAGE]) * len(group.words)
-        waves = [self._wave(group, d, block, ids, first, threads) for first in range(0, threads, 32)]
+        waves = [self._wave(group, d, block, ids, first, threads)
+                 for first in range(0, threads, 32)]
         while any(not wave.done for wave in waves):
             for wave in waves:
                 if not wave.done:
@@ -266,7 +267,8 @@ class Program:
     @staticmethod
     def _taken(step, scalar):
         condition = step.instruction.name.removeprefix("s_cbranch_")
-        return {"s_branch": 1, "scc0": not scalar[SCC], "scc1": scalar[SCC], "vccz": not scalar[VCC],
+        return {"s_branch": 1, "scc0": not scalar[SCC], "scc1": scalar[SCC],
+                "vccz": not scalar[VCC],
                 "vccnz": scalar[VCC], "execz": not scalar[EXEC], "execnz": scalar[EXEC]}[condition]
 
     def _step(self, pc):
@@ -275,7 +277,8 @@ class Program:
             raise Fault(f"jump to {pc - self.base:#x}, where no instruction is")
         step = Step()
         step.instruction, step.next, step.count, step.run = i, pc + i.size, 0, None
-        own = {"load": self._global, "store": self._global, "lds load": self._lds, "lds store": self._lds,
+        own = {"load": self._global, "store": self._global, "lds load": self._lds,
+               "lds store": self._lds,
                "scalar load": self._scalar_load, "wmma": self._wmma, "atomic": self._atomic,
                "lds other": self._lds_atomic}.get(i.kind)
         if "_dpp" in i.name or "dpp8:" in i.operands:
@@ -382,8 +385,8 @@ class Program:
         return run
 
     def _checked(self, i, register, n, check):
-        """The emulator's own memory instruction, which touches memory for lanes that are off too: those
-        borrow the address, of n registers, of a lane that is on."""
+        """The emulator's own memory instruction, which touches memory for lanes that are off too:
+        those borrow the address, of n registers, of a lane that is on."""
         function, arguments = self._decode(self.base + i.address, i)
 
         def run(w):
@@ -549,7 +552,8 @@ class Program:
     def _permlane(self, i, words):
         code = words[0] | words[1] << 32
         target = 32 * (code & 0xFF)
-        source, select0, select1 = 32 * ((code >> 32 & 0x1FF) - 256), code >> 41 & 0x1FF, code >> 50 & 0x1FF
+        source = 32 * ((code >> 32 & 0x1FF) - 256)
+        select0, select1 = code >> 41 & 0x1FF, code >> 50 & 0x1FF
         other_row = 16 if "permlanex16" in i.name else 0
 
         def run(w):
@@ -585,11 +589,12 @@ class Program:
     # -- matrices --
 
     def _wmma(self, i, words):
-        """Forms the emulator gets wrong: C an inline constant, unsigned or clamped integers. None: it
-        can run this one."""
+        """Forms the emulator gets wrong: C an inline constant, unsigned or clamped integers. None:
+        it can run this one."""
         low, high = words
         target, clamp, neg = 32 * (low & 0xFF), low >> 15 & 1, high >> 29
-        a_at, b_at, c = 32 * ((high & 0x1FF) - 256), 32 * ((high >> 9 & 0x1FF) - 256), high >> 18 & 0x1FF
+        a_at, b_at = 32 * ((high & 0x1FF) - 256), 32 * ((high >> 9 & 0x1FF) - 256)
+        c = high >> 18 & 0x1FF
         form = re.match(r"v_wmma_(f32|i32)_16x16x16_(f16|bf16|iu8)", i.name)
         if not form or form[1] == "f32" and (neg or low >> 8 & 7):
             raise Fault(f"{i.name} {i.operands} is not emulated")

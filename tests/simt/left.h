@@ -19,7 +19,8 @@ static inline void simt_begin(void) {
     simt_set_work(SIMT_LATE);
 }
 
-// 0 when nothing is left, here (n_host blocks) or in the runtime, and that was never called wrongly.
+// 0 when nothing is left, here (n_host blocks) or in the runtime, and that was never called
+// wrongly.
 static inline int simt_check_left(int64_t n_host) {
     simt_fail_at(0, 0);
     if (simt_error_count() != 0) print_message("%s\n", simt_errors_text());

@@ -160,7 +160,8 @@ struct simt_machine {
     simt_lds_array array[SIMT_LDS_ARRAYS];
     uint32_t n_arrays, lds_used;
 
-    simt_stored *stored;    // words of global memory that the block wrote since the last block_sync:
+    simt_stored *stored;    // words of global memory that the block wrote since the last
+                            // block_sync:
     size_t stored_size;     // open addressing with linear probing, a power of two,
     size_t n_stored;        // of which so many are in use
     uint64_t order;         // one more at every block_sync and every block
@@ -655,7 +656,8 @@ SIMT_UNCHECKED inline void simt_global_access(const void *p, size_t size, int ac
         }
         do {
             const size_t b = (at + i) % 4;
-            const bool same = access == SIMT_WRITE && ((const char *)p)[i] == ((const char *)value)[i];
+            const bool same =
+                access == SIMT_WRITE && ((const char *)p)[i] == ((const char *)value)[i];
             const bool atomics = access == SIMT_ATOMIC && (s->atomic >> b & 1);
             if (s->by[b] != 0 && s->by[b] != me && !same && !atomics) other = s->by[b];
             if (access != SIMT_READ) {
@@ -668,8 +670,9 @@ SIMT_UNCHECKED inline void simt_global_access(const void *p, size_t size, int ac
     if (!other) return;
     char who[16] = "several waves";
     if (other != SIMT_SEVERAL) snprintf(who, sizeof who, "wave %u", other - 1u);
-    simt_error(nullptr, line, "race: global memory that %s wrote %s with no block_sync between them",
-               who, race[access]);
+    simt_error(nullptr, line,
+               "race: global memory that %s wrote %s with no block_sync between them", who,
+               race[access]);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1053,7 +1056,8 @@ DEV int frag_lane(int, int eight) {
 }
 DEV int frag_lane_b(int chunk, int eight) { return frag_lane(chunk, eight); }
 DEV frag frag_load_lane(const f16 *tile, int chunk, SIMT_LINE) {
-    const frag_halves h = {lget((const u32x4 *)tile, line), lget((const u32x4 *)(tile + chunk), line)};
+    const frag_halves h = {lget((const u32x4 *)tile, line),
+                           lget((const u32x4 *)(tile + chunk), line)};
     return __builtin_bit_cast(frag, h);
 }
 DEV frag frag_load_image(const f16 *image, SIMT_LINE) {

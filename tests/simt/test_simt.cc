@@ -742,7 +742,8 @@ static void test_passing(void **) {
     assert_int_equal(found[1], 1);
     bad_text(rocq_k_bad_pass_part, 1, 64, 0, "race: global memory that wave 0 wrote is read",
              "wave 1 lane 0");
-    bad_text(rocq_k_bad_pass_atomic, 1, 64, 0, "global memory that several waves wrote is read", "");
+    bad_text(rocq_k_bad_pass_atomic, 1, 64, 0, "global memory that several waves wrote is read",
+             "");
     bad_text(rocq_k_bad_pass_write, 1, 64, 0, "wrote is written with another value", "");
 }
 
