@@ -20416,6 +20416,7 @@ static rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params, 
 // A range of device memory with one or more operands in it, and its copy on the host.
 typedef struct rocq__touched {
     rocq__range range;
+    uint64_t buffer_end; // of a buffer in which the range lies
     unsigned char *host;
     bool written;
 } rocq__touched;
@@ -20423,10 +20424,12 @@ typedef struct rocq__touched {
 // Adds a tensor's range to a list of disjoint touched, merged with all touched that it overlaps.
 static void rocq__touched_add(rocq__touched *touched, int32_t *n_touched, const rocq_tensor *t,
                               bool written) {
-    rocq__touched r = {rocq__range_of(t), NULL, written};
+    const uint64_t buffer_end = t->buffer.device.address + (uint64_t)t->buffer.size;
+    rocq__touched r = {rocq__range_of(t), buffer_end, NULL, written};
     for (int32_t k = 0; k < *n_touched;) {
         const rocq__range other = touched[k].range;
         if (rocq__ranges_cross(other, r.range)) {
+            r.buffer_end = ROCQ__MAX(r.buffer_end, touched[k].buffer_end);
             r.range.begin = ROCQ__MIN(r.range.begin, other.begin);
             r.range.end = ROCQ__MAX(r.range.end, other.end);
             r.written = r.written || touched[k].written;
@@ -25468,7 +25471,8 @@ static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_
 
 // Finds the regions that ops read or write, and the feeds: what is read before an op of the graph
 // has written it. Inputs that touch become one region, so that they are uploaded at once, as a
-// program does it. Caches are left to rocq__replay_rows. written is a work area like regions.
+// program does it; but not across buffers, since runtimes refuse a copy over two allocations, which
+// may touch by chance. Caches are left to rocq__replay_rows. written is a work area like regions.
 static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
     int32_t n_written = 0, end;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
@@ -25496,7 +25500,9 @@ static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
         for (int32_t k = 0; k < r->n_regions; k++) {
             rocq__touched *a = &r->regions[i], *next = &r->regions[k];
             if (a->written || next->written || a->range.end != next->range.begin) continue;
+            if (a->buffer_end < next->range.end) continue;
             a->range.end = next->range.end;
+            a->buffer_end = ROCQ__MAX(a->buffer_end, next->buffer_end);
             *next = r->regions[--r->n_regions];
             i = -1; // the last one has moved: from the beginning
             break;

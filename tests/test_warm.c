@@ -327,6 +327,53 @@ static void test_ranges(void **state) {
     nothing_wrong();
 }
 
+// Inputs in allocations that touch by chance are uploaded by a copy each: runtimes refuse one over
+// two allocations. Where a buffer holds both, one copy takes them, as a program would.
+static void test_touching(void **state) {
+    (void)state;
+    enum { N = 64 }; // 256 bytes: blocks of that size touch
+    for (int apart = 0; apart < 2; apart++) {
+        rocq_ctx *ctx = NULL;
+        rocq_buffer memory[3];
+        rocq_tensor t[3];
+        rocq_graph *graph = NULL;
+        rocq_stats stats;
+        float values[N], got[N];
+        const int64_t ne = N;
+        const rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU};
+        simt_set_touching(1 << 26);
+        assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+        for (int i = 0; i < 3; i++) {
+            if (i == 0 || apart) {
+                assert_int_equal(rocq_buffer_alloc(ctx, &memory[i], (apart ? N : 3 * N) * 4), ROCQ_OK);
+            }
+            const int64_t at = apart ? 0 : i * N * 4;
+            assert_int_equal(rocq_tensor_init(&t[i], &memory[apart ? i : 0], at, ROCQ_F32, 1, &ne),
+                             ROCQ_OK);
+            for (int k = 0; k < N; k++) values[k] = value_of(k + i);
+            assert_int_equal(rocq_upload(ctx, &t[i], values, sizeof values), ROCQ_OK);
+        }
+        if (apart) {
+            assert_int_equal(memory[1].device.address, memory[0].device.address + memory[0].size);
+        }
+        const rocq_binary_params add = {.y = &t[2], .a = &t[0], .b = &t[1]};
+        assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
+        assert_int_equal(rocq_add(ctx, &add), ROCQ_OK);
+        assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
+        if (rocq_warm(ctx, graph) != ROCQ_OK) fail_msg("apart %d: %s", apart, rocq_error(ctx));
+        assert_int_equal(rocq_get_stats(ctx, &stats), ROCQ_OK);
+        assert_int_equal(stats.n_replays_checked, 1);
+        assert_int_equal(stats.n_replays_refused, 0);
+        assert_int_equal(rocq_graph_launch(ctx, graph), ROCQ_OK);
+        assert_int_equal(rocq_download(ctx, got, &t[2], sizeof got), ROCQ_OK);
+        for (int k = 0; k < N; k++) assert_true(got[k] == value_of(k) + value_of(k + 1));
+        rocq_graph_destroy(ctx, &graph);
+        for (int i = 0; i < (apart ? 3 : 1); i++) rocq_buffer_free(ctx, &memory[i]);
+        rocq_close(&ctx);
+        nothing_wrong();
+    }
+}
+
 // LAYERS of a transformer over T tokens, with their KV cache: ids and positions in, an index out.
 
 enum {
@@ -1072,6 +1119,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_first_copy), cmocka_unit_test(test_kernels),
         cmocka_unit_test(test_misuse),     cmocka_unit_test(test_failures),
         cmocka_unit_test(test_no_memory),  cmocka_unit_test(test_ranges),
+        cmocka_unit_test(test_touching),
         cmocka_unit_test(test_replay_right),
         cmocka_unit_test(test_replay_stale_args), cmocka_unit_test(test_replay_stale_copies),
         cmocka_unit_test(test_replay_dropped), cmocka_unit_test(test_replay_each),

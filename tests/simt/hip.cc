@@ -82,6 +82,9 @@ struct runtime {
     std::set<operations *> graphs, execs;
     std::set<int *> modules;
     std::map<int, size_t> used; // bytes by device
+    char *reserve = nullptr;    // of blocks that touch
+    size_t reserved = 0, taken = 0;
+    int n_touching = 0;
     int open = 0;               // runs of streams, one in another, that see device memory
     stream null_stream;
     size_t memory = (size_t)1 << 30;
@@ -146,6 +149,24 @@ const block *block_of(const std::map<uintptr_t, block> &blocks, const void *p, s
     if (at >= it->second.size) return nullptr;
     *room = it->second.size - at;
     return &it->second;
+}
+
+// Memory for a block, and back.
+int take_block(void **ptr, size_t size) {
+    runtime &r = hip();
+    if (!r.reserve) return posix_memalign(ptr, 256, size);
+    if (size > r.reserved - r.taken) return 1;
+    *ptr = r.reserve + r.taken;
+    r.taken += (size + 255) / 256 * 256;
+    r.n_touching++;
+    return 0;
+}
+void give_block(void *ptr) {
+    runtime &r = hip();
+    const bool touching = r.reserve && (char *)ptr >= r.reserve &&
+                          (char *)ptr < r.reserve + r.reserved;
+    if (!touching) free(ptr);
+    else if (--r.n_touching == 0) free(r.reserve), r.reserve = nullptr;
 }
 
 void close_block(uintptr_t at, const block &b, bool closed) {
@@ -394,7 +415,7 @@ int hipMalloc(void **ptr, size_t size) {
     NOT_WHILE_CAPTURING("hipMalloc");
     *ptr = nullptr;
     if (size == 0) return HIP_OK;
-    if (size > hip().memory - hip().used[current_device] || posix_memalign(ptr, 256, size)) {
+    if (size > hip().memory - hip().used[current_device] || take_block(ptr, size)) {
         return HIP_OUT_OF_MEMORY;
     }
     // What nobody has written is NaN in every format, and never twice the same.
@@ -424,7 +445,7 @@ int hipFree(void *ptr) {
     hip().used[it->second.device] -= it->second.size;
     close_block(it->first, it->second, false);
     hip().device.erase(it);
-    free(ptr);
+    give_block(ptr);
     return failure ? failure : error;
 }
 int hipHostMalloc(void **ptr, size_t size, unsigned) {
@@ -877,6 +898,14 @@ int simt_live_sum(void) {
 
 void simt_set_devices(int n) { hip().n_devices = n; }
 void simt_set_memory(size_t bytes) { hip().memory = bytes; }
+void simt_set_touching(size_t bytes) {
+    runtime &r = hip();
+    void *reserve;
+    if (posix_memalign(&reserve, 256, bytes)) abort();
+    r.reserve = (char *)reserve;
+    r.reserved = bytes / 256 * 256;
+    r.taken = 0;
+}
 void simt_set_image_error(int code) { hip().image_error = code; }
 void simt_set_selftest_error(int word) { hip().selftest_error = word; }
 void simt_set_optional(int there) { simt_optional = there != 0; }

@@ -43,6 +43,9 @@ int simt_live_sum(void); /* of the counts */
 
 void simt_set_devices(int n);            /* 1 */
 void simt_set_memory(size_t bytes);      /* of each device; 1 GiB */
+/* From now on blocks lie behind each other, without a gap where sizes are multiples of 256, as those
+   of real devices may: in one reserve of so many bytes, which is gone when all of them are freed. */
+void simt_set_touching(size_t bytes);
 void simt_set_image_error(int code);     /* what module_load answers: 0, or 209 wrong target */
 void simt_set_selftest_error(int bits);  /* XORed into the self-test's word 4: computes wrongly */
 void simt_set_optional(int there);       /* the table's OPTIONAL functions: 1, or NULL */
