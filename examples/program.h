@@ -17,6 +17,7 @@
 #if defined(_WIN32)
 #include <io.h>
 #else
+#include <sys/stat.h>
 #include <unistd.h>
 #endif
 
@@ -250,6 +251,33 @@ static inline void print_device(const rocq_info *info) {
 // ---------------------------------------------------------------------------------------------
 // Files
 // ---------------------------------------------------------------------------------------------
+
+// Whether two paths lead to one file, or to one name in one folder where there is none yet: by
+// another spelling, a link. On Windows only the spelling counts.
+static inline bool same_file(const char *a, const char *b) {
+    if (strcmp(a, b) == 0) return true;
+#if !defined(_WIN32)
+    const char *path[2] = {a, b}, *name[2];
+    struct stat file[2], folder[2];
+    int n_files = 0, n_folders = 0;
+    for (int i = 0; i < 2; i++) {
+        char up[4096];
+        const char *slash = strrchr(path[i], '/');
+        name[i] = slash ? slash + 1 : path[i];
+        if (strlen(path[i]) >= sizeof up) return false; // longer than any that can be opened
+        snprintf(up, sizeof up, "%.*s", slash ? (int)(name[i] - path[i]) : 1, slash ? path[i] : ".");
+        n_files += stat(path[i], &file[i]) == 0;
+        n_folders += stat(up, &folder[i]) == 0;
+    }
+    if (n_files == 2 && file[0].st_dev == file[1].st_dev && file[0].st_ino == file[1].st_ino) {
+        return true;
+    }
+    return n_folders == 2 && folder[0].st_dev == folder[1].st_dev &&
+           folder[0].st_ino == folder[1].st_ino && strcmp(name[0], name[1]) == 0;
+#else
+    return false;
+#endif
+}
 
 static inline bool create_file(rocq_ctx *ctx, rocq_file **out, const char *path) {
     return rocq_file_open(ctx, out, path) == ROCQ_OK || fail(path, rocq_error(ctx));

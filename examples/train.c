@@ -85,7 +85,7 @@ static bool distinct_files(const options *o) {
     const char *all[] = {o->model, o->data, o->eval, o->out, o->checkpoint, o->csv, o->plot};
     for (int i = 3; i < 7; i++) { // those that are written
         for (int k = 0; all[i] && k < i; k++) {
-            if (all[k] && strcmp(all[i], all[k]) == 0) {
+            if (all[k] && same_file(all[i], all[k])) {
                 return fail(all[i], "is named twice, and would be written over");
             }
         }
@@ -238,22 +238,33 @@ static rocq_str string(const char *text) {
     return s;
 }
 
+// Whether a line has a NUL character, as it is or as \u0000, at which cJSON's strings would end.
+static bool has_nul(const char *line, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        if (line[i] == '\0') return true;
+        if (line[i] != '\\') continue;
+        if (n - i > 5 && memcmp(line + i + 1, "u0000", 5) == 0) return true;
+        i++; // what is escaped
+    }
+    return false;
+}
+
 // {"text": ...} or {"prompt": ..., "completion": ...}, one to a line.
-static bool read_line(run *r, const char *path, const char *line, int64_t number, document **list) {
-    char what[64];
+static bool read_line(run *r, const char *path, const char *line, int64_t n, int64_t number,
+                      document **list) {
     const char *end = NULL;
     cJSON *json = cJSON_ParseWithOpts(line, &end, true);
     const char *text = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(json, "text"));
     const char *prompt = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(json, "prompt"));
     const char *rest = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(json, "completion"));
-    snprintf(what, sizeof what, "line %.0f", (double)number);
-    bool good = text ? !prompt && !rest : prompt && rest;
-    if (!json) fprintf(stderr, PROGRAM ": %s: %s is no JSON\n", path, what);
-    else if (!good) fprintf(stderr, PROGRAM ": %s: %s has neither \"text\" nor \"prompt\" and "
-                            "\"completion\"\n", path, what);
-    if (good) {
-        good = add_document(r, path, string(text ? "" : prompt), string(text ? text : rest), list);
-    }
+    const char *wrong = has_nul(line, n) ? "has a NUL character"
+                        : !json          ? "is no JSON"
+                        : (text ? prompt || rest : !prompt || !rest)
+                            ? "has neither \"text\" nor \"prompt\" and \"completion\""
+                            : NULL;
+    if (wrong) fprintf(stderr, PROGRAM ": %s: line %.0f %s\n", path, (double)number, wrong);
+    const bool good = !wrong && add_document(r, path, string(text ? "" : prompt),
+                                             string(text ? text : rest), list);
     cJSON_Delete(json);
     return good;
 }
@@ -264,8 +275,8 @@ static bool read_lines(run *r, const char *path, char *text, int64_t length, doc
         for (end = at; end < length && text[end] != '\n'; end++) {}
         text[end] = '\0'; // there is a byte behind the text
         number++;
-        if (text[at + (int64_t)strspn(text + at, " \t\r")] == '\0') continue; // empty
-        if (!read_line(r, path, text + at, number, list)) return false;
+        if (at + (int64_t)strspn(text + at, " \t\r") == end) continue; // empty
+        if (!read_line(r, path, text + at, end - at, number, list)) return false;
     }
     return true;
 }
@@ -283,9 +294,11 @@ static bool read_documents(run *r, const char *path, document **list) {
     if (n_path >= 6 && strcmp(path + n_path - 6, ".jsonl") == 0) {
         good = read_lines(r, path, text, length, list);
     } else {
-        for (int64_t at = 0, end; good && at < length; at = end + 2) {
-            for (end = at; end < length; end++) {
-                if (r->o.documents && memcmp(text + end, "\n\n", 2) == 0) break;
+        for (int64_t at = 0, end, next; good && at < length; at = next) {
+            for (end = next = at; end < length; end++) {
+                const int64_t line = end + 1 + (text[end + 1] == '\r'); // if it is empty, its end
+                next = line + 1;
+                if (r->o.documents && text[end] == '\n' && text[line] == '\n') break;
             }
             const rocq_str all = {text + at, end - at};
             good = add_document(r, path, string(""), all, list);
@@ -462,12 +475,13 @@ static bool open_data(run *r) {
 static bool resume(run *r) {
     const uint64_t shape = (uint64_t)r->t.options.n_tokens << 32 |
                            (uint64_t)((int64_t)r->t.options.n_seqs * r->t.options.n_accumulate);
-    const uint64_t mine[] = {0, r->o.seed, r->data.hash, shape};
+    uint64_t mine[] = {0, r->o.seed, r->data.hash, shape};
     if (r->o.resume) {
         if (train_load(&r->t, r->o.checkpoint) != ROCQ_OK) {
             return fail(r->o.checkpoint, r->t.error);
         }
-        if (memcmp(r->t.user + 1, mine + 1, sizeof mine - sizeof mine[0]) != 0) {
+        mine[SEEN] = (uint64_t)(r->t.result.n_steps + r->t.result.n_skipped) * (shape & UINT32_MAX);
+        if (memcmp(r->t.user, mine, sizeof mine) != 0) {
             return fail(r->o.checkpoint, "is of a run with other data, --seed, --context, --batch "
                         "or --accumulate");
         }
@@ -500,9 +514,9 @@ static void read_csv(run *r, int64_t last) {
             if (*at == ',') at++;
             else break;
         }
-        const record one = {(int64_t)x[0], x[1], x[2], x[3], x[4], n > 5 ? x[5] : (double)NAN,
-                            n > 5 ? x[6] : 0};
-        if (n == 6 && one.step > 0 && one.step <= last) arrput(r->records, one);
+        if (n != 6 || !(x[0] >= 1 && x[0] <= (double)last)) continue;
+        const record one = {(int64_t)x[0], x[1], x[2], x[3], x[4], x[5], x[6]};
+        arrput(r->records, one);
     }
     if (in) fclose(in);
 }

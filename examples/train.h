@@ -1098,7 +1098,8 @@ static rocq_result train__set_options(trainer *t, const train_options *options) 
     }
     if (o->n_seqs < 1 || o->n_tokens < 1 || o->n_accumulate < 1 || o->n_logits < 1 ||
         o->rank < 0 || o->rank > 512 || o->budget < 0 || o->n_tokens > 1 << 20 ||
-        o->n_seqs > 1 << 20 || (int64_t)o->n_seqs * o->n_tokens * o->n_accumulate > 1 << 28) {
+        o->n_seqs > 1 << 20 || o->n_accumulate > 1 << 20 ||
+        (int64_t)o->n_seqs * o->n_tokens * o->n_accumulate > 1 << 28) {
         return train__fail(t, ROCQ_E_ARGUMENT, "options: %d x %d tokens, %d times, rank %d",
                            (int)o->n_seqs, (int)o->n_tokens, (int)o->n_accumulate, (int)o->rank);
     }
@@ -1362,6 +1363,22 @@ static inline rocq_result train_save(trainer *t, const char *path) {
     return train__done(t, train__write_file(t, path, NULL, train__write_checkpoint));
 }
 
+// Counts are whole numbers, and no step would be taken with another loss scale.
+static rocq_result train__check_state(trainer *t, const char *path, const rocq_gguf *file,
+                                      const rocq_gguf_tensor *tensor) {
+    static const int counts[] = {ROCQ_TRAIN_STEPS, ROCQ_TRAIN_SKIPPED, ROCQ_TRAIN_SINCE};
+    float state[ROCQ_TRAIN_STATE];
+    TRAIN__TRY(rocq_gguf_read(t->ctx, file, tensor, state));
+    const float scale = state[ROCQ_TRAIN_LOSS_SCALE];
+    bool good = scale >= 1 && scale <= 16777216.0f;
+    for (int i = 0; i < 3; i++) {
+        const float n = state[counts[i]];
+        good = good && n >= 0 && n <= 16777216.0f && n == floorf(n);
+    }
+    return good ? ROCQ_OK : train__fail(t, ROCQ_E_ARGUMENT, "%s: its counts of steps or its loss "
+                                        "scale make no sense", path);
+}
+
 // Whether the file is a checkpoint that fits; nothing is changed.
 static rocq_result train__check_checkpoint(trainer *t, const char *path, const rocq_gguf *file) {
     rocq_str type;
@@ -1393,6 +1410,7 @@ static rocq_result train__check_checkpoint(trainer *t, const char *path, const r
             return train__fail(t, ROCQ_E_SHAPE, "%s: has no \"%s\" that fits: its moments may be "
                                "of another kind", path, parts[i].name);
         }
+        if (parts[i].tensor == &t->state) TRAIN__TRY(train__check_state(t, path, file, &found));
     }
     return ROCQ_OK;
 }

@@ -173,6 +173,7 @@ static void test_lines(void **state) {
                             {"{\"text\": \"a\", \"prompt\": \"b\"}", "line 1 has neither"},
                             {"{\"text\": \"a\"} x\n", "line 1 is no JSON"},
                             {"[1, 2]\n", "line 1 has neither"},
+                            {"{\"text\": \"a\\\\u0000\\u0000b\"}", "line 1 has a NUL character"},
                             {"plain text\n", "line 1 is no JSON"}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         write_file(FOLDER "/bad.jsonl", bad[i][0]);
@@ -183,6 +184,37 @@ static void test_lines(void **state) {
 #define RESUMED(steps, ...)                                                                        \
     RUN(small_path, "--data", TEXT_FILE, "--documents", USUAL, "--lr", "2e-3", "--lora", "3",      \
         "--steps", steps, "--warmup", "2", __VA_ARGS__)
+
+// What is learned does not depend on how lines end, and a NUL byte is one of a text.
+static void test_texts(void **state) {
+    (void)state;
+    static const char *const ends[] = {"\n", "\r\n"};
+    double tokens[2];
+    for (int i = 0; i < 2; i++) {
+        FILE *out = fopen(FOLDER "/ends.txt", "wb");
+        assert_non_null(out);
+        for (int k = 0; k < 40; k++) {
+            fprintf(out, "cat %d", k % 10);
+            for (int n = 0; n < 2; n++) fputs(ends[i], out);
+        }
+        assert_int_equal(fclose(out), 0);
+        const outcome *o = RUN(small_path, "--data", FOLDER "/ends.txt", "--documents", USUAL,
+                               "--epochs", "0.1", "--lora", "2");
+        expect_success(o);
+        const char *at = strstr(o->out, "\ndata ");
+        assert_non_null(at);
+        tokens[i] = strtod(at + 6, NULL);
+    }
+    // Each document has the \r before its end; a space and EOS are there in both.
+    assert_true(fabs(tokens[1] - tokens[0] - 40) < 0.5);
+    FILE *out = fopen(FOLDER "/nul.txt", "wb");
+    assert_non_null(out);
+    for (int k = 0; k < 100; k++) assert_int_equal(fwrite("a\0\xff\xc3", 1, 4, out), 4);
+    assert_int_equal(fclose(out), 0);
+    expect_success(RUN(small_path, "--data", FOLDER "/nul.txt", USUAL, "--steps", "1"));
+    assert_int_equal(rename(FOLDER "/nul.txt", FOLDER "/nul.jsonl"), 0);
+    expect_failure(RUN(small_path, "--data", FOLDER "/nul.jsonl", USUAL), "line 1 has a NUL");
+}
 
 // A run of 14 steps that is broken off (killed while it works, say) and resumed ends in the same
 // files, wherever that was: in the middle of an epoch, at its end.
@@ -324,10 +356,69 @@ static void test_bad_input(void **state) {
     expect_kept(WITH("--csv", OUT), "named twice");
     expect_kept(WITH("--checkpoint", small_path), "named twice");
     expect_kept(WITH("--csv", TEXT_FILE), "named twice");
+    expect_kept(WITH("--csv", FOLDER "/./out.gguf"), "named twice");
+    expect_kept(WITH("--checkpoint", FOLDER "/../train-program/new", "--csv", FOLDER "/new"),
+                "named twice");
+    remove(FOLDER "/link.svg");
+    assert_int_equal(symlink("text.txt", FOLDER "/link.svg"), 0);
+    expect_kept(WITH("--plot", FOLDER "/link.svg"), "named twice"); // gnuplot would write through it
+    remove(FOLDER "/hard");
+    assert_int_equal(link(TEXT_FILE, FOLDER "/hard"), 0);
+    expect_kept(WITH("--checkpoint", FOLDER "/hard"), "named twice");
     expect_kept(WITH("--budget", "1K"), "at least");
     expect_kept(WITH("--bogus"), "--bogus");
     expect_kept(WITH("--context", "1"), "--context cannot be");
     expect_failure(WITH("--csv", FOLDER "/none/x.csv"), "none/x.csv");
+}
+
+// A checkpoint in which somebody has written: the contexts seen, or a float of the state.
+static void forge(const char *data, size_t size, int user, uint64_t seen, int place, float value) {
+    char *forged = (char *)malloc(size), *at = forged;
+    assert_non_null(forged);
+    memcpy(forged, data, size);
+    while (memcmp(at, "train.user", 10) != 0) at++;
+    if (user >= 0) memcpy(at + 10 + 16 + 8 * user, &seen, sizeof seen); // type, type, count
+    else memcpy(forged + size - 4 * ROCQ_TRAIN_STATE + 4 * place, &value, sizeof value);
+    FILE *out = fopen(FOLDER "/forged.gguf", "wb");
+    assert_non_null(out);
+    assert_int_equal(fwrite(forged, 1, size, out), size);
+    assert_int_equal(fclose(out), 0);
+    free(forged);
+}
+
+static void test_forged_checkpoints(void **state) {
+    (void)state;
+    static const uint64_t seen[] = {UINT64_MAX, (uint64_t)1 << 63, INT64_MAX, 3, 5};
+    static const struct {
+        int place;
+        float value;
+    } list[] = {{0, 0}, {0, -1}, {0, NAN}, {0, INFINITY}, {0, 1e30f}, {3, NAN}, {3, -1}, {3, 1e30f},
+                {3, 1.5f}, {4, INFINITY}, {4, -2}, {5, NAN}, {5, -1}};
+    size_t size;
+    remove(CHECK);
+    expect_success(RESUMED("2", "--checkpoint", CHECK));
+    char *data = bytes_of(CHECK, &size);
+    assert_non_null(data);
+    write_file(OUT, "precious");
+    forge(data, size, 0, 4, 0, 0); // as it was
+    expect_success(RESUMED("2", "--checkpoint", FOLDER "/forged.gguf", "--resume"));
+    for (size_t i = 0; i < sizeof seen / sizeof *seen; i++) {
+        forge(data, size, 0, seen[i], 0, 0);
+        expect_kept(RESUMED("4", "--checkpoint", FOLDER "/forged.gguf", "--resume", "--out", OUT),
+                    "of a run with other data");
+    }
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        forge(data, size, -1, 0, list[i].place, list[i].value);
+        expect_kept(RESUMED("4", "--checkpoint", FOLDER "/forged.gguf", "--resume", "--out", OUT),
+                    "make no sense");
+    }
+    free(data);
+    // Lines of a CSV that are none of a run's are left out.
+    write_file(CSV, "step,epoch\nnan,1,1,1,1,1,1\n1e300,1,1,1,1,,1\n-3,1,1,1,1,,1\n,,,,,,\n7\n"
+                    "1,0.5,2.5,0.001,1,,9\n");
+    expect_success(RESUMED("3", "--checkpoint", CHECK, "--resume", "--csv", CSV));
+    assert_true(fabs(column(CSV, 1, 2) - 2.5) < 1e-9);
+    assert_int_equal(column(CSV, 2, 0), 3);
 }
 
 static void test_foreign_checkpoints(void **state) {
@@ -395,7 +486,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_training),      cmocka_unit_test(test_lines),
         cmocka_unit_test(test_resume),        cmocka_unit_test(test_interrupt),
         cmocka_unit_test(test_plot),          cmocka_unit_test(test_bad_input),
-        cmocka_unit_test(test_foreign_checkpoints),
+        cmocka_unit_test(test_foreign_checkpoints), cmocka_unit_test(test_forged_checkpoints),
+        cmocka_unit_test(test_texts),
         cmocka_unit_test(test_not_finite),    cmocka_unit_test(test_no_memory),
     };
     return cmocka_run_group_tests(tests, setup, NULL);
