@@ -147,6 +147,10 @@ static bool find_pairs(const job *j, const rocq_gguf_tensor *t, lora_pair pairs[
         if (lora_find(j->adapters[i].file, name, t->ne[0], t->ne[1], &pairs[i], error) != ROCQ_OK) {
             return fail(j->adapters[i].path, error);
         }
+        if (pairs[i].rank > 0 && (t->ne[2] != 1 || t->ne[3] != 1)) {
+            snprintf(error, sizeof error, "is for %s, which has more than two dimensions", name);
+            return fail(j->adapters[i].path, error);
+        }
     }
     return true;
 }
@@ -160,6 +164,10 @@ static bool open_adapters(job *j, rocq_str family) {
     for (int i = 0; i < j->n_adapters; i++) {
         adapter *a = &j->adapters[i];
         const rocq_gguf_desc source = {.path = a->path};
+        if (same_file(a->path, j->out_path)) return fail(a->path, "would be written over");
+        if (!(a->scale > -1e30f && a->scale < 1e30f)) {
+            return fail(a->path, "its scale is not between -1e30 and 1e30");
+        }
         if (!check(j, a->path, rocq_gguf_open(j->ctx, &a->file, &source))) return false;
         if (lora_check(a->file, family, error) != ROCQ_OK) return fail(a->path, error);
     }

@@ -163,6 +163,10 @@ static void test_wrong(void **state) {
     expect_failure(RUN(model, out, "keep", "--lora", others[0]), "is no adapter for this model");
     expect_failure(RUN(model, out, "keep", "--lora", model), "is no adapter");
     expect_failure(RUN(model, out, "keep", "--lora", "no/such.gguf"), "no/such.gguf");
+    char strong[300];
+    snprintf(strong, sizeof strong, "%s:nan", adapters[0]);
+    expect_failure(RUN(model, out, "keep", "--lora", strong), "its scale is not between");
+    expect_failure(RUN(model, adapters[0], "keep", "--lora", adapters[0]), "would be written over");
     FILE *f = fopen(out, "rb");
     assert_null(f);
     const char *args[] = {model, out, "keep", "--lora", adapters[0], NULL};
@@ -173,8 +177,50 @@ static void test_wrong(void **state) {
     for (int64_t k = 0; k < n; k++) expect_failure(run_with(k, args), "");
 }
 
+// A weight of three dimensions, as experts have, is none for an adapter, whose halves have two.
+static void test_three_dimensions(void **state) {
+    (void)state;
+    const struct {
+        const char *name;
+        int32_t n_dims;
+        int64_t ne[3];
+    } list[] = {{"blk.0.ffn_up_exps.weight", 3, {32, 8, 4}},
+                {"blk.0.ffn_up_exps.weight.lora_a", 2, {32, 2, 1}},
+                {"blk.0.ffn_up_exps.weight.lora_b", 2, {2, 8, 1}}};
+    static const float zeros[32 * 8 * 4];
+    char paths[2][256];
+    rocq_ctx *ctx = NULL;
+    assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+    for (int i = 0; i < 2; i++) { // the model, the adapter
+        rocq_gguf_writer *to = NULL;
+        strcpy(paths[i], model_path(i == 0 ? "quantize-experts" : "quantize-flat"));
+        const rocq_gguf_writer_desc desc = {.path = paths[i]};
+        const int first = i, last = 2 * i;
+        assert_int_equal(rocq_gguf_writer_open(ctx, &to, &desc), ROCQ_OK);
+        rocq_gguf_writer_set_str(to, "general.architecture", "llama");
+        if (i == 1) {
+            rocq_gguf_writer_set_str(to, "general.type", "adapter");
+            rocq_gguf_writer_set_str(to, "adapter.type", "lora");
+            rocq_gguf_writer_set_f32(to, "adapter.lora.alpha", 2);
+        }
+        for (int k = first; k <= last; k++) {
+            assert_int_equal(rocq_gguf_writer_add_tensor(to, list[k].name, ROCQ_F32, list[k].n_dims,
+                                                         list[k].ne), ROCQ_OK);
+        }
+        for (int k = first; k <= last; k++) {
+            const int64_t n = list[k].ne[0] * list[k].ne[1] * list[k].ne[2];
+            assert_int_equal(rocq_gguf_writer_write(to, zeros, 4 * n), ROCQ_OK);
+        }
+        assert_int_equal(rocq_gguf_writer_close(&to), ROCQ_OK);
+    }
+    rocq_close(&ctx);
+    expect_failure(RUN(paths[0], model_path("quantize-none"), "keep", "--lora", paths[1]),
+                   "more than two dimensions");
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_merge), cmocka_unit_test(test_keep),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_three_dimensions),
+                                       cmocka_unit_test(test_merge), cmocka_unit_test(test_keep),
                                        cmocka_unit_test(test_wrong)};
     return cmocka_run_group_tests_name("quantize", tests, NULL, NULL);
 }
