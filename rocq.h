@@ -964,9 +964,14 @@ typedef struct rocq_buffer {
 
 typedef enum rocq_layout {
     ROCQ_LAYOUT_GGUF = 0, // blocks as in the file; every op takes it
-    ROCQ_LAYOUT_PLANAR    // block formats on a GPU: the same bits in planes, for wide loads
+    ROCQ_LAYOUT_PLANAR,   // block formats on a GPU: the same bits in planes, for wide loads
                           // (>>kernels). Same size, 16-byte aligned. Such a tensor can be reshaped,
                           // but not cut, and not downloaded
+    ROCQ_LAYOUT_HADAMARD  // Q8_0 and Q4_0 in a KV cache: row x is kept as blocks of x H. H consists
+                          // of matrices of B rows on the diagonal, B the largest power of two that
+                          // divides the row's length, at most 128, with the elements
+                          // (-1)^(number of bits in i & j) / sqrt(B). rope_append, attention and
+                          // cast take it. Rows cannot be cut
 } rocq_layout;
 
 // Up to four dimensions over a piece of a buffer. A tensor never owns memory, so it can be copied,
@@ -4383,7 +4388,8 @@ ROCQ_DEF rocq_result rocq_tensor_view(rocq_tensor *view, const rocq_tensor *src,
     int64_t elems, bytes, skip = 0;
     if (!view || !src || !start || !ne) return ROCQ_E_ARGUMENT;
     if (!rocq__block_of(src->format, &elems, &bytes)) return ROCQ_E_FORMAT;
-    if (src->layout != ROCQ_LAYOUT_GGUF) return ROCQ_E_UNSUPPORTED;
+    if (src->layout == ROCQ_LAYOUT_PLANAR) return ROCQ_E_UNSUPPORTED;
+    if (src->layout == ROCQ_LAYOUT_HADAMARD && ne[0] != src->ne[0]) return ROCQ_E_UNSUPPORTED;
     for (int d = 0; d < 4; d++) {
         int64_t step;
         if (start[d] < 0 || ne[d] < 1 || ne[d] > src->ne[d] || start[d] > src->ne[d] - ne[d]) {
@@ -4464,6 +4470,7 @@ ROCQ_DEF rocq_result rocq_tensor_reshape(rocq_tensor *view, const rocq_tensor *s
     rocq_tensor t;
     if (!view || !src) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq_tensor_init(&t, NULL, 0, src->format, n_dims, ne));
+    if (src->layout == ROCQ_LAYOUT_HADAMARD && ne[0] != src->ne[0]) return ROCQ_E_UNSUPPORTED;
     if (!rocq_tensor_contiguous(src) || rocq_tensor_count(&t) != rocq_tensor_count(src)) {
         return ROCQ_E_SHAPE;
     }
@@ -4478,7 +4485,7 @@ ROCQ_DEF rocq_result rocq_tensor_permute(rocq_tensor *view, const rocq_tensor *s
                                          const int32_t axes[4]) {
     int32_t seen = 0;
     if (!view || !src || !axes || axes[0] != 0) return ROCQ_E_ARGUMENT;
-    if (src->layout != ROCQ_LAYOUT_GGUF) return ROCQ_E_UNSUPPORTED;
+    if (src->layout == ROCQ_LAYOUT_PLANAR) return ROCQ_E_UNSUPPORTED;
     rocq_tensor t = *src;
     t.n_dims = 1;
     for (int d = 0; d < 4; d++) {
@@ -11184,6 +11191,74 @@ static inline float rocq__max(bool simd, const float *x, int64_t n) {
     return ROCQ__EITHER(simd, rocq__max, (x, n));
 }
 
+// -- rows of ROCQ_LAYOUT_HADAMARD --
+// A block has one scale, which its largest element sets, so one large element takes precision from
+// the other 31. Keys have such elements, at the same places in all rows. H spreads each over B
+// elements. It is symmetric and orthonormal: (q H) . (k H) = q . k, and (sum over j of p v H) H =
+// sum over j of p v, so attention turns queries and results in place of K and V (QuaRot,
+// arXiv 2404.00456). The product takes log2 B rounds of sums and differences.
+
+static int64_t rocq__hadamard_size(int64_t n) { return ROCQ__MIN(n & -n, 128); }
+
+static bool rocq__is_hadamard(const rocq_tensor *t) { return t->layout == ROCQ_LAYOUT_HADAMARD; }
+
+// v = v H; n is a multiple of size, which is B.
+static void rocq__hadamard_scalar(float *v, int64_t size, int64_t n) {
+    const float factor = 1.0f / sqrtf((float)size);
+    for (int64_t step = 1; step < size; step *= 2) {
+        for (int64_t i = 0; i < n; i++) {
+            if (i & step) continue;
+            const float a = v[i], b = v[i + step];
+            v[i] = a + b;
+            v[i + step] = a - b;
+        }
+    }
+    for (int64_t i = 0; i < n; i++) v[i] *= factor;
+}
+
+#if ROCQ__HAS_V8
+// The three rounds between eight vectors, or eight elements of every vector.
+ROCQ__V8 void rocq__v8_hadamard(rocq__v8 *v) {
+    ROCQ__UNROLL
+    for (int round = 0; round < 3; round++) {
+        ROCQ__UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int step = 1 << round, first = (i >> round << (round + 1)) + (i & (step - 1));
+            const rocq__v8 a = v[first], b = v[first + step];
+            v[first] = rocq__v8_add(a, b);
+            v[first + step] = rocq__v8_sub(a, b);
+        }
+    }
+}
+
+// For a size of 64 or 128.
+static ROCQ__SIMD void rocq__hadamard_simd(float *v, int64_t size, int64_t n) {
+    const rocq__v8 factor = rocq__v8_set1(1.0f / sqrtf((float)size));
+    for (int64_t i = 0; i < n; i += 64) {
+        rocq__v8 x[8];
+        ROCQ__UNROLL
+        for (int k = 0; k < 8; k++) x[k] = rocq__v8_load(v + i + 8 * k);
+        rocq__v8_hadamard(x);
+        rocq__v8_turn(x);
+        rocq__v8_hadamard(x);
+        rocq__v8_turn(x);
+        ROCQ__UNROLL
+        for (int k = 0; k < 8; k++) rocq__v8_store(v + i + 8 * k, rocq__v8_mul(x[k], factor));
+    }
+    for (int64_t first = 0; size > 64 && first < n; first += 128) {
+        for (int64_t i = first; i < first + 64; i += 8) {
+            const rocq__v8 a = rocq__v8_load(v + i), b = rocq__v8_load(v + i + 64);
+            rocq__v8_store(v + i, rocq__v8_add(a, b));
+            rocq__v8_store(v + i + 64, rocq__v8_sub(a, b));
+        }
+    }
+}
+#endif
+
+static void rocq__hadamard(bool simd, float *v, int64_t size, int64_t n) {
+    ROCQ__EITHER(simd && size >= 64, rocq__hadamard, (v, size, n));
+}
+
 // ---------------------------------------------------------------------------------------------
 // >>cpu_attention
 // ---------------------------------------------------------------------------------------------
@@ -11226,6 +11301,7 @@ typedef struct rocq__attend {
     int64_t stride;    // floats from row to row of scores, and of q where they are columns
     int64_t local;     // floats of scratch per thread
     int64_t partial;   // floats per row of a split's result: m, l, acc
+    int64_t hadamard;  // B of ROCQ_LAYOUT_HADAMARD
     float scale;
     bool as_is;        // k and v are not decoded first
     bool many;         // rows are many: lanes of vectors
@@ -11416,6 +11492,7 @@ static void rocq__attend_finish(const rocq__attend *a, int64_t seq, int64_t kv_h
     }
     if (a->p->lse) rocq__row_f32(a->p->lse, row / a->group, seq, 0)[head] = lse;
     ROCQ__EITHER(a->simd, rocq__scale, (acc, acc, factor, a->head_dim));
+    if (rocq__is_hadamard(a->p->v)) rocq__hadamard(a->simd, acc, a->hadamard, a->head_dim);
     unsigned char *out_row = rocq__row(out, head, row / a->group, seq);
     rocq__store(a->simd, out->format, out_row, 0, acc, a->head_dim);
 }
@@ -11922,6 +11999,7 @@ static void rocq__attend_start(const rocq__attend *a, const rocq__attend_item *i
         const float *from = rocq__load(a->simd, a->p->q->format,
                                        rocq__row(a->p->q, head, i, item->seq), 0, a->head_dim, q);
         ROCQ__EITHER(a->simd, rocq__scale, (q, from, a->scale, a->head_dim));
+        if (rocq__is_hadamard(a->p->k)) rocq__hadamard(a->simd, q, a->hadamard, a->head_dim);
     }
 #if ROCQ__HAS_V8
     if (a->many) rocq__attend_turn_simd(local->q, rows, a->stride, pitch);
@@ -12037,6 +12115,7 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->local = (2 * a->stride + ROCQ__ATTEND_KEYS + 1) * a->pitch +
                2 * a->stride * ROCQ__ATTEND_KEYS + (3 * a->stride + 15) / 16 * 16;
     a->partial = a->head_dim + 2;
+    a->hadamard = rocq__hadamard_size(a->head_dim);
     a->as_is = a->simd && a->tile_rows <= ROCQ__ATTEND_FEW && a->head_dim % 32 == 0;
     rocq__attend_kernels(a);
     a->scale = p->scale != 0.0f ? p->scale : 1.0f / sqrtf((float)a->head_dim);
@@ -12243,7 +12322,7 @@ static void rocq__plan_norm_cpu(rocq__plan *plan, rocq_op op, const void *params
 
 // -- rope, rope_append --
 
-// Source rows [D, n_heads, n_tokens] and where they go; rotated unless plain. With cell, token t
+// Source rows [D, n_heads, n_tokens] and where they go; turned unless plain. With cell, token t
 // goes to row cell[t].
 typedef struct rocq__rope_stream {
     const rocq_tensor *x, *y;
@@ -12413,6 +12492,11 @@ static void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t thread)
                     memcpy(rotated + n, x + n, (size_t)(a->head_dim - n) * sizeof(float));
                     x = rotated;
                 }
+                if (rocq__is_hadamard(stream->y)) {
+                    if (x != rotated) memcpy(rotated, x, (size_t)a->head_dim * sizeof(float));
+                    rocq__hadamard(a->simd, rotated, rocq__hadamard_size(a->head_dim), a->head_dim);
+                    x = rotated;
+                }
                 rocq__store(a->simd, stream->y->format, rocq__row(stream->y, h, to, 0), 0, x,
                             a->head_dim);
             }
@@ -12528,13 +12612,14 @@ static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) 
     const rocq__map *map = (const rocq__map *)arg;
     const rocq_tensor *y = map->y, *a = map->a, *b = map->b;
     float a_buf[ROCQ__STRIP], b_buf[ROCQ__STRIP], out[ROCQ__STRIP];
+    const bool turns = rocq__is_hadamard(y) != rocq__is_hadamard(a);
     (void)thread;
     for (; r < r_end; r++) {
         const rocq__coord c = rocq__coord_of(y, r);
         unsigned char *y_row = rocq__row(y, c.i1, c.i2, c.i3);
         const unsigned char *a_row = rocq__row(a, c.i1, c.i2, c.i3);
         const unsigned char *b_row = b ? rocq__row_repeated(b, c.i1, c.i2, c.i3) : NULL;
-        if (map->op == ROCQ_OP_CAST && y->format == a->format) { // lossless, and I32
+        if (map->op == ROCQ_OP_CAST && y->format == a->format && !turns) { // lossless, and I32
             memmove(y_row, a_row, (size_t)rocq__bytes(y->format, y->ne[0]));
             continue;
         }
@@ -12565,6 +12650,7 @@ static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) 
                 break;
             default: memcpy(out, u, (size_t)n * sizeof(float)); break;
             }
+            if (turns) rocq__hadamard(map->simd, out, rocq__hadamard_size(y->ne[0]), n);
             rocq__store(map->simd, y->format, y_row, k, out, n);
         }
     }
@@ -16893,7 +16979,7 @@ static void rocq__job_map_launch(rocq__job *job, rocq_op op, const void *params)
     args.activation = (int32_t)map.activation;
     args.scale = map.scale;
     args.bias = map.bias;
-    const bool copy = op == ROCQ_OP_CAST && y->format == a->format; // of bytes
+    const bool copy = op == ROCQ_OP_CAST && y->format == a->format && y->layout == a->layout;
     rocq__job_row(job, y->ne[0]);
     const int64_t blocks = copy ? rocq__item_blocks(job, y, rocq__bytes(y->format, y->ne[0]), 16)
                                 : rocq__item_blocks(job, y, y->ne[0], 4);
@@ -16932,14 +17018,15 @@ static void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_t
     const rocq_cast_params cast = {y, x};
     const rocq__cost cost = job->cost;
     const bool planar_y = y->layout == ROCQ_LAYOUT_PLANAR,
-               planar_x = x->layout == ROCQ_LAYOUT_PLANAR;
+               planar_x = x->layout == ROCQ_LAYOUT_PLANAR,
+               turns = rocq__is_hadamard(y) != rocq__is_hadamard(x);
     const bool encodes = rocq__is_plain(y->format) || y->format == ROCQ_Q8_0 ||
                          (y->format == ROCQ_Q4_0 && !planar_y);
     if (job->result != ROCQ_OK) return;
     job->cost = rocq__job_cost(job, ROCQ_OP_CAST, &cast);
-    if (y->format == x->format && planar_y == planar_x) {
+    if (y->format == x->format && planar_y == planar_x && !turns) {
         rocq__job_cast_map(job, y, x);
-    } else if (y->format == x->format && planar_y) {
+    } else if (y->format == x->format && planar_y && !turns) {
         rocq__job_repack(job, y, x);
     } else if (!encodes || (y->format == x->format && planar_x)) {
         job->result =
@@ -16948,11 +17035,14 @@ static void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_t
                        planar_x ? "planar " : "", rocq_format_name(x->format));
     } else if (rocq__is_plain(x->format)) {
         rocq__job_cast_map(job, y, x);
-    } else if (rocq__is_plain(y->format)) {
+    } else if (rocq__is_plain(y->format) && !turns) {
         rocq__job_decode(job, y, x, NULL, 1.0f);
     } else {
-        const rocq_tensor floats =
-            rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, x->ne, x->ne[0]);
+        rocq_tensor floats = *y;
+        if (y->format != ROCQ_F32) {
+            floats = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, x->ne, x->ne[0]);
+        }
+        floats.layout = rocq__is_hadamard(x) ? ROCQ_LAYOUT_HADAMARD : ROCQ_LAYOUT_GGUF;
         rocq__job_convert(job, &floats, x);
         rocq__job_convert(job, y, &floats);
     }
@@ -18857,9 +18947,10 @@ enum {
     ROCQ__OPTIONAL = 128, ROCQ__OUTPUT = 256,
     ROCQ__PLANAR = 512, // on a GPU, block formats may also be in the planar layout
     ROCQ__BIT_I8 = 1024,
+    ROCQ__HADAMARD = 2048, // Q8_0 and Q4_0 may also be in that layout
     ROCQ__FLOAT = ROCQ__BIT_F32 | ROCQ__BIT_F16,
     ROCQ__PLAIN = ROCQ__BIT_F32 | ROCQ__BIT_F16 | ROCQ__BIT_BF16,
-    ROCQ__KV = ROCQ__BIT_F32 | ROCQ__BIT_F16 | ROCQ__BIT_BF16 | ROCQ__BIT_Q8_0 | ROCQ__BIT_Q4_0
+    ROCQ__KV = ROCQ__PLAIN | ROCQ__BIT_Q8_0 | ROCQ__BIT_Q4_0 | ROCQ__HADAMARD
 };
 
 static bool rocq__accepts(int accept, rocq_format format) {
@@ -18928,7 +19019,7 @@ static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char 
     }
     const bool on_gpu = ctx ? rocq__on_gpu(ctx) : !t->buffer.host;
     ROCQ__TRY(rocq__check_format(ctx, op, name, accept, t->format, &elems, &bytes));
-    if (t->layout != ROCQ_LAYOUT_GGUF && t->layout != ROCQ_LAYOUT_PLANAR) {
+    if (t->layout < ROCQ_LAYOUT_GGUF || t->layout > ROCQ_LAYOUT_HADAMARD) {
         return rocq__fail(ctx, ROCQ_E_FORMAT, "%s: %s has unknown layout %d", op, name,
                           (int)t->layout);
     }
@@ -18982,6 +19073,11 @@ static rocq_result rocq__check_tensor(rocq_ctx *ctx, const char *op, const char 
             return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %s is planar and has gaps", op, name);
         }
         align = 16;
+    }
+    if (rocq__is_hadamard(t) && (!(accept & ROCQ__HADAMARD) ||
+                                 (t->format != ROCQ_Q8_0 && t->format != ROCQ_Q4_0))) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %s in %s cannot be in layout HADAMARD", op,
+                          name, rocq_format_name(t->format));
     }
     if ((rocq__address(t) & (uint64_t)(align - 1)) != 0) {
         return rocq__fail(ctx, ROCQ_E_ALIGNMENT, "%s: %s must start at a multiple of %d bytes", op,
@@ -19069,8 +19165,10 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(MUL, rocq_binary_params, IN_PLACE, b, ROCQ__FLOAT)
     ROCQ_X(SCALE, rocq_scale_params, OUT, y, ROCQ__FLOAT)
     ROCQ_X(SCALE, rocq_scale_params, IN_PLACE, x, ROCQ__FLOAT)
-    ROCQ_X(CAST, rocq_cast_params, OUT, y, ROCQ__ANY | ROCQ__BIT_I32 | ROCQ__PLANAR)
-    ROCQ_X(CAST, rocq_cast_params, IN_PLACE, x, ROCQ__ANY | ROCQ__BIT_I32 | ROCQ__PLANAR)
+    ROCQ_X(CAST, rocq_cast_params, OUT, y,
+           ROCQ__ANY | ROCQ__BIT_I32 | ROCQ__PLANAR | ROCQ__HADAMARD)
+    ROCQ_X(CAST, rocq_cast_params, IN_PLACE, x,
+           ROCQ__ANY | ROCQ__BIT_I32 | ROCQ__PLANAR | ROCQ__HADAMARD)
     ROCQ_X(SOFTMAX, rocq_softmax_params, OUT, y, ROCQ__BIT_F32)
     ROCQ_X(SOFTMAX, rocq_softmax_params, IN_PLACE, x, ROCQ__BIT_F32)
     ROCQ_X(SOFTMAX, rocq_softmax_params, IN, mask, ROCQ__FLOAT | ROCQ__OPTIONAL)
@@ -20660,7 +20758,8 @@ static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node) {
     }
     for (int i = 0; i < 2; i++) {
         if (rocq__address(from[i]) != rocq__address(to[i]) || from[i]->format != to[i]->format ||
-            from[i]->ne[0] != to[i]->ne[0] || from[i]->ne[1] != to[i]->ne[1] ||
+            from[i]->layout != to[i]->layout || from[i]->ne[0] != to[i]->ne[0] ||
+            from[i]->ne[1] != to[i]->ne[1] ||
             from[i]->stride[1] != to[i]->stride[1] || from[i]->stride[2] != to[i]->stride[2]) {
             return false;
         }
@@ -23207,7 +23306,8 @@ static rocq_result rocq__check_copy(rocq_ctx *ctx, const char *op, const rocq_te
     ROCQ__TRY(rocq__not_recording(ctx, op));
     if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, op));
     ROCQ__TRY(rocq__check_tensor(ctx, op, "tensor", t,
-                                 ROCQ__ANY | ROCQ__BIT_I8 | ROCQ__BIT_I32 | accept));
+                                 ROCQ__ANY | ROCQ__BIT_I8 | ROCQ__BIT_I32 | ROCQ__HADAMARD |
+                                     accept));
     if (!host) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: host pointer is NULL", op);
     if (!rocq_tensor_contiguous(t) || size != rocq_tensor_size(t)) {
         return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %lld bytes for a tensor of %lld%s", op,

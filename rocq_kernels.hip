@@ -2104,6 +2104,36 @@ DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t 
     }
 }
 
+// -- rows of ROCQ_LAYOUT_HADAMARD --
+// v = v H (see >>cpu_attention in rocq.h) for a row of n elements, n % 32 == 0. A lane has N = 4 or
+// 8 neighbouring elements, from element N i on, and lane % (B / N) == i % (B / N). All lanes of the
+// wave have to call. Both N give the same bits.
+template <int mask, int N> DEV void hadamard_lanes(float (&v)[N]) {
+    const float sign = thread_index() & mask ? -1.0f : 1.0f;
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] = fmaf(sign, v[e], wave_xor<mask>(v[e]));
+}
+template <int N> DEV void hadamard(float (&v)[N], int n) {
+#pragma unroll
+    for (int step = 1; step < N; step *= 2) {
+#pragma unroll
+        for (int e = 0; e < N; e++) {
+            if (e & step) continue;
+            const float x = v[e], y = v[e + step];
+            v[e] = x + y;
+            v[e + step] = x - y;
+        }
+    }
+    hadamard_lanes<1>(v);
+    hadamard_lanes<2>(v);
+    if (N == 4) hadamard_lanes<4>(v);
+    if ((n & 32) == 0) hadamard_lanes<32 / N>(v);
+    if ((n & 96) == 0) hadamard_lanes<64 / N>(v);
+    const float factor = n & 32 ? 0.176776695f : n & 64 ? 0.125f : 0.0883883476f; // 1 / sqrt(B)
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] *= factor;
+}
+
 // -- turned heads --
 // Pair i of a head at position p is turned by p turn(i) / freq_factors[i] turns: (x0, x1) becomes
 // magnitude (x0 cos - x1 sin, x0 sin + x1 cos). Of n elements of a head those below n_dims are
@@ -4904,6 +4934,25 @@ DEV void attend_stage_q(f16 *tile, const rocq_k_attention_args &a, const attend_
     else attend_stage_q_as<S, ATTEND_ANY>(tile, a, task);
 }
 
+// Q H in place of Q, for K in ROCQ_LAYOUT_HADAMARD. A thread has the chunks that it has staged.
+template <typename S> DEV void attend_hadamard_q(f16 *tile, const rocq_k_attention_args &a) {
+    enum { CHUNKS = S::HEAD / 8, SLICE = S::BD / 8, SLICE_HALVES = ATTEND_COLUMNS * S::Q_STRIDE };
+#pragma unroll 1
+    for (int i = (int)thread_index(); i < S::COLUMNS * CHUNKS; i += 128) {
+        const int chunk = i % CHUNKS;
+        u32x4 *at = (u32x4 *)(tile + chunk / SLICE * SLICE_HALVES + i / CHUNKS * S::Q_STRIDE +
+                              8 * (chunk % SLICE));
+        const u32x4 h = lget(at);
+        const uint32_t word[4] = {h.x, h.y, h.z, h.w};
+        float v[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = f16_f32((uint16_t)(word[e / 2] >> 16 * (e & 1)));
+        hadamard(v, a.head_dim);
+        lput(at, make4(attend_pair(v[0], v[1]), attend_pair(v[2], v[3]), attend_pair(v[4], v[5]),
+                       attend_pair(v[6], v[7])));
+    }
+}
+
 // What a wave holds of its columns' results. The rows of o are those of V^T.
 template <typename S> struct attend_state {
     frag_c o[S::O_FRAGS];
@@ -5106,6 +5155,7 @@ DEV void attend_put_out(const rocq_k_attention_args &a, const attend_task &t, in
     factor *= rcp_fast(l);
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = saw ? x[e] * factor : 0.0f;
+    if (a.v.layout == ROCQ_LAYOUT_HADAMARD) hadamard(x, a.head_dim);
     put4(a.out, is_wide(a.out), row_of(a.out, head, c.query, t.seq),
          (uint32_t)(head + a.n_heads * (c.query + a.n_q * t.seq)), d,
          live ? quad_count(a.head_dim, d) : 0, x);
@@ -5471,6 +5521,7 @@ DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scra
         turn_apply(a.turn, q, sine, cosine, y);
         if (i < 2 * PART) { // whole waves
             const rocq_k_tensor &to = i < PART ? a.k : a.v;
+            if (to.layout == ROCQ_LAYOUT_HADAMARD) hadamard(y, a.head_dim);
             put4(to, is_wide(to), row_of(to, t.kv_head, puts ? cell : 0, 0), 0, q.k,
                  puts ? q.count : 0, y);
         } else {
@@ -5531,6 +5582,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     attend_list_mask(a, t, t.column0, mask_rows);
     const attend_score score = attend_score_of(a);
     if (!append) attend_stage_q<S>(q_tile, a, t);
+    if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(q_tile, a);
     q_tile += w.slice * ATTEND_COLUMNS * S::Q_STRIDE;
     block_sync_lds();
     attend_state<S> state;
@@ -5607,6 +5659,7 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
     const attend_score score = attend_score_of(a);
     frag q[S::O_FRAGS];
     attend_stage_q<S>(k_tile, a, t);
+    if (a.k.layout == ROCQ_LAYOUT_HADAMARD) attend_hadamard_q<S>(k_tile, a);
     block_sync_lds();
     const f16 *const q_wave =
         k_tile + w.column_tile * ATTEND_COLUMNS * S::Q_STRIDE + w.slice * S::W;
@@ -5893,6 +5946,7 @@ KERNEL(rope, rocq_k_rope_args, 256) {
     for (int first = 0;;) {
         float y[4];
         turn_apply(a.turn, q, sine, cosine, y);
+        if (stream.y.layout == ROCQ_LAYOUT_HADAMARD) hadamard(y, a.turn.head_dim);
         put4(stream.y, y_wide, y_row, 0, q.k, stored ? q.count : 0, y);
         first += 256;
         if (first >= quads) break;
@@ -5932,7 +5986,8 @@ DEV void activate4(int32_t kind, float v[4]) {
 }
 
 // y = activation(a), activation(a) b, a + b, a b, a scale + bias or a, depending on op. A cast to
-// a's own format copies bytes, of blocks and I32 too.
+// a's own format and layout copies bytes, of blocks and I32 too; one into or out of
+// ROCQ_LAYOUT_HADAMARD (of which a is the floats then) turns rows.
 //
 //   a, b  F32, F16 or BF16; b is repeated where its size is 1, along a row too; any strides
 //   y     F32 F16 BF16, Q8_0 raw or planar, Q4_0 raw, a's shape; may be a or b of the same format
@@ -5947,7 +6002,7 @@ KERNEL(map, rocq_k_map_args, 256) {
     if (a.y.ne[0] == 0) return;
     const uint32_t at = (a.common.block0 + block_index()) * 256 + thread_index();
     const uint32_t rows = rows_of(a.y);
-    if (a.op == ROCQ_OP_CAST && a.y.format == a.a.format) {
+    if (a.op == ROCQ_OP_CAST && a.y.format == a.a.format && a.y.layout == a.a.layout) {
         const int64_t n = row_bytes_of(a.y);
         const uint32_t chunks = (uint32_t)((n + 15) / 16), r = at / chunks;
         if (r >= rows) return;
@@ -6001,6 +6056,9 @@ KERNEL(map, rocq_k_map_args, 256) {
         case ROCQ_OP_SCALE: v[e] = fmaf(v[e], a.scale, a.bias); break;
         default: break;
         }
+    }
+    if ((a.y.layout == ROCQ_LAYOUT_HADAMARD) != (a.a.layout == ROCQ_LAYOUT_HADAMARD)) {
+        hadamard(v, a.y.ne[0]);
     }
     put4(a.y, is_wide(a.y), y_row, r, k, count, v);
 }

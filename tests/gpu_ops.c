@@ -177,7 +177,7 @@ static void compare_as(rocq_op op, const void *host, const void *device, box *co
     if (rocq_sync(gpu) != ROCQ_OK) fail_msg("%s: sync: %s", what, rocq_error(gpu));
     for (int i = 0; i < n_twins; i++) {
         for (int o = 0; o < n_out; o++) {
-            if (twins[i].b == out[o] && twins[i].t.layout == ROCQ_LAYOUT_GGUF) {
+            if (twins[i].b == out[o] && twins[i].t.layout != ROCQ_LAYOUT_PLANAR) {
                 copy_from_gpu(&twins[i]);
             }
         }
@@ -545,7 +545,7 @@ static void test_matmul_chain(void **state) {
 typedef struct attend {
     int64_t d, n_heads, n_kv_heads, n_q, n_kv, n_seqs;
     rocq_format q, out, k, v;
-    bool causal, mask, mask_heads, sinks, kv_len, in_place;
+    bool causal, mask, mask_heads, sinks, kv_len, in_place, hadamard;
     int32_t window, page_size;
     float softcap;
     box_layout layout;
@@ -561,6 +561,10 @@ static void check_attention(const attend *s) {
     const int64_t kv_seqs = s->page_size ? 1 : s->n_seqs;
     box k = box_random(s->layout, s->k, 1, s->d, s->n_kv_heads, n_rows, kv_seqs);
     box v = box_random(s->layout, s->v, 1, s->d, s->n_kv_heads, n_rows, kv_seqs);
+    if (s->hadamard) {
+        box_hadamard(&k);
+        box_hadamard(&v);
+    }
     box mask = box_random(BOX_PLAIN, ROCQ_F16, 1, n_kv, s->n_q, s->mask_heads ? s->n_heads : 1, 1);
     box sinks = box_random(BOX_PLAIN, ROCQ_F32, 2, s->n_heads, 1, 1, 1);
     box kv_len = box_make(BOX_PLAIN, ROCQ_I32, s->n_seqs, 1, 1, 1);
@@ -634,6 +638,27 @@ static void test_attention_formats(void **state) {
                           .causal = true, .layout = (box_layout)(i % 3)};
         check_attention(&s);
     }
+}
+
+// Rows times H: every size of H, kernel and way of loading queries; split runs that are merged.
+static void test_attention_hadamard(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    static const rocq_format kv[] = {ROCQ_Q8_0, ROCQ_Q4_0, ROCQ_F16};
+    static const int64_t dims[] = {32, 64, 96, 128, 192, 256, 512};
+    for (int i = 0; i < 28; i++) {
+        const bool many = i % 4 == 3;
+        const attend s = {.d = dims[i % 7], .n_heads = 6, .n_kv_heads = 2,
+                          .n_q = many ? 19 : 1 + i % 2, .n_kv = i % 8 == 1 ? 900 : 50,
+                          .n_seqs = 1 + i % 3 / 2, .k = kv[i % 3],
+                          .v = kv[i / 3 % 3], .q = floats[i / 4 % 2],
+                          .out = i % 5 == 4 ? ROCQ_Q8_0 : ROCQ_F32, .sinks = i % 6 == 5,
+                          .causal = true, .page_size = i % 9 == 8 ? 16 : 0,
+                          .layout = (box_layout)(i % 3), .hadamard = true};
+        if (many) check_prefill(&s);
+        else check_attention(&s);
+    }
+    random_state = saved;
 }
 
 static void test_attention_options(void **state) {
@@ -963,6 +988,43 @@ static void test_rope(void **state) {
         box_free(&pos);
         box_free(&factors);
     }
+}
+
+// Rows times H, stored by rope_append and turned by casts.
+static void test_hadamard(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    static const int64_t dims[] = {32, 64, 96, 128, 256, 320};
+    for (int i = 0; i < 12; i++) {
+        const int64_t d = dims[i % 6];
+        const rocq_format format = i % 2 ? ROCQ_Q8_0 : ROCQ_Q4_0;
+        box k = box_random(BOX_STRIDED, ROCQ_F32, 1, d, 3, 2, 1),
+            v = box_random(BOX_PLAIN, ROCQ_F32, 1, d, 3, 2, 1);
+        box cache[2] = {box_random((box_layout)(i % 3), format, 1, d, 3, 5, 1),
+                        box_random((box_layout)(i / 3 % 3), format, 1, d, 3, 5, 1)};
+        box pos = box_i32((int32_t[]){3, 1}, 2);
+        box cast = box_random((box_layout)(i % 3), format, 1, d, 3, 2, 1),
+            plain = box_make((box_layout)(i / 2 % 3), floats[i / 3 % 2], d, 3, 2, 1),
+            blocks = box_make(BOX_PLAIN, i % 4 ? ROCQ_Q8_0 : ROCQ_Q4_0, d, 3, 2, 1);
+        box *const out[] = {&cache[0], &cache[1]};
+        for (int c = 0; c < 2; c++) box_hadamard(&cache[c]);
+        box_hadamard(&cast);
+        const rocq_rope_append_params append = {
+            .k = &k.t, .v = &v.t, .k_cache = &cache[0].t, .v_cache = &cache[1].t, .pos = &pos.t,
+            .rope = {.pairing = i % 2 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM}};
+        const rocq_cast_params encode = {.y = &cast.t, .x = &k.t},
+                               decode = {.y = &plain.t, .x = &cast.t},
+                               recode = {.y = &blocks.t, .x = &cast.t};
+        const double room = format == ROCQ_Q4_0 ? 2e-3 : 1e-5; // as in test_rope_append
+        compare_as(ROCQ_OP_ROPE_APPEND, &append, &append, out, 2, room, say("hadamard %d", i));
+        compare(ROCQ_OP_CAST, &encode, &cast, room, say("cast to H, %d", i));
+        compare(ROCQ_OP_CAST, &decode, &plain, 1e-6, say("cast from H, %d", i));
+        compare(ROCQ_OP_CAST, &recode, &blocks, i % 4 ? 1e-5 : 2e-3,
+                say("cast from H to blocks, %d", i));
+        box *const all[] = {&k, &v, &cache[0], &cache[1], &pos, &cast, &plain, &blocks};
+        for (int b = 0; b < 8; b++) box_free(all[b]);
+    }
+    random_state = saved;
 }
 
 static void test_rope_append(void **state) {
@@ -2226,6 +2288,10 @@ static void test_graph_joins_append(void **state) {
         box out = box_make(BOX_PLAIN, ROCQ_F32, d, n_heads, 1, 1);
         box k_cache = box_random(BOX_PLAIN, kv[i % 5], 1, d, n_kv_heads, rows, 1),
             v_cache = box_random(BOX_PLAIN, kv[i % 5], 1, d, n_kv_heads, rows, 1);
+        if (i != 3) {
+            box_hadamard(&k_cache);
+            box_hadamard(&v_cache);
+        }
         box pos = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
             cell = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
             kv_len = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1),
@@ -2688,6 +2754,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_read_formats),
         cmocka_unit_test(test_planar_activations), cmocka_unit_test(test_rope),
         cmocka_unit_test(test_rope_append),     cmocka_unit_test(test_maps),
+        cmocka_unit_test(test_hadamard),        cmocka_unit_test(test_attention_hadamard),
         cmocka_unit_test(test_casts),           cmocka_unit_test(test_softmax),
         cmocka_unit_test(test_gather),          cmocka_unit_test(test_argmax),
         cmocka_unit_test(test_sample),          cmocka_unit_test(test_bad_indices),

@@ -106,6 +106,24 @@ OPS_FN int64_t box_row_size(const box *b) {
     return bytes;
 }
 
+// x = x H of ROCQ_LAYOUT_HADAMARD, by its definition.
+OPS_FN void hadamard64(double *x, int64_t n) {
+    int64_t size = 1;
+    double y[128];
+    while (size < 128 && n % (2 * size) == 0) size *= 2;
+    for (int64_t first = 0; first < n; first += size) {
+        for (int64_t j = 0; j < size; j++) {
+            y[j] = 0;
+            for (int64_t i = 0; i < size; i++) {
+                bool odd = false;
+                for (int64_t bits = i & j; bits; bits &= bits - 1) odd = !odd;
+                y[j] += (odd ? -x[first + i] : x[first + i]) / sqrt((double)size);
+            }
+        }
+        memcpy(x + first, y, (size_t)size * sizeof *y);
+    }
+}
+
 // Decodes the tensor into b->value.
 OPS_FN void box_read(box *b) {
     const int64_t n = b->t.ne[0];
@@ -125,8 +143,16 @@ OPS_FN void box_read(box *b) {
         }
         assert_int_equal(rocq_dequantize(b->t.format, row, box_row(b, r), n), ROCQ_OK);
         for (int64_t i = 0; i < n; i++) b->value[r * n + i] = row[i];
+        if (b->t.layout == ROCQ_LAYOUT_HADAMARD) hadamard64(b->value + r * n, n);
     }
     free(row);
+}
+
+// From now on b's blocks, if it has such, are those of rows times H.
+OPS_FN void box_hadamard(box *b) {
+    if (b->t.format != ROCQ_Q8_0 && b->t.format != ROCQ_Q4_0) return;
+    b->t.layout = ROCQ_LAYOUT_HADAMARD;
+    box_read(b);
 }
 
 // Whether the format can be written, not only read.

@@ -15,7 +15,7 @@ typedef struct shape {
     int64_t head_dim, n_heads, n_kv_heads, n_q, n_kv, n_seqs;
     rocq_format q_format, k_format, v_format, mask_format, out_format;
     box_layout layout;
-    bool causal, sinks, kv_len, in_place;
+    bool causal, sinks, kv_len, in_place, hadamard;
     int32_t window, page_size; // 0 = none
     float softcap, scale;
     int64_t mask_heads, mask_seqs; // 0 = no mask
@@ -110,6 +110,10 @@ static problem problem_make(shape s) {
     a.q = box_random(s.layout, s.q_format, 2, s.head_dim, s.n_heads, s.n_q, s.n_seqs);
     a.k = box_random(s.layout, s.k_format, 1, s.head_dim, s.n_kv_heads, n_rows, kv_seqs);
     a.v = box_random(s.layout, s.v_format, 1, s.head_dim, s.n_kv_heads, n_rows, kv_seqs);
+    if (s.hadamard) {
+        box_hadamard(&a.k);
+        box_hadamard(&a.v);
+    }
     a.p.q = &a.q.t;
     a.p.k = &a.k.t;
     a.p.v = &a.v.t;
@@ -313,6 +317,34 @@ static void formats(void **state) {
             solve(s);
         }
     }
+}
+
+// Blocks of rows times H: all sizes of H, few rows of queries and many, short and split.
+static void hadamard_rows(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {32, 64, 96, 128, 160, 192, 256, 320, 512};
+    const uint64_t saved = random_state;
+    for (int i = 0; i < 72; i++) {
+        shape s = basic();
+        s.hadamard = true;
+        s.head_dim = sizes[i % 9];
+        s.k_format = kv_formats[i % 4 == 3 ? 1 : 3 + i % 2];
+        s.v_format = kv_formats[i % 4 == 2 ? 0 : 3 + i / 2 % 2];
+        s.q_format = i % 5 ? ROCQ_F32 : ROCQ_F16;
+        s.out_format = i % 3 ? ROCQ_F32 : ROCQ_F16;
+        s.layout = (box_layout)(i % 3);
+        s.n_q = i % 7 == 6 ? 27 : 1 + i % 4;
+        s.n_kv = i % 6 ? 50 : 420;
+        s.n_seqs = 1 + i % 2;
+        s.sinks = i % 8 == 1;
+        s.softcap = i % 8 == 3 ? 3.0f : 0.0f;
+        s.causal = i % 2 == 0;
+        s.page_size = i % 8 == 5 ? 16 : 0;
+        s.scale = i % 8 == 7 ? -0.1f : 0.0f;
+        s.in_place = i % 11 == 10 && s.q_format == ROCQ_F32;
+        solve(s);
+    }
+    random_state = saved;
 }
 
 static void each_option(void **state) {
@@ -811,6 +843,7 @@ int main(void) {
         cmocka_unit_test(counts_of_queries_and_keys),
         cmocka_unit_test(head_groups),
         cmocka_unit_test(formats),
+        cmocka_unit_test(hadamard_rows),
         cmocka_unit_test(each_option),
         cmocka_unit_test(masks),
         cmocka_unit_test(everything_together),

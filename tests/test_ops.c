@@ -244,6 +244,83 @@ static void rope(void **state) {
     }
 }
 
+// Rows in ROCQ_LAYOUT_HADAMARD: rope_append stores what a cast of the turned row does, to the bit;
+// a cast there differs from x H by a rounding of the format, and one back by F32 arithmetic.
+static void hadamard_rows(void **state) {
+    static const int64_t sizes[] = {32, 64, 96, 128, 160, 192, 256, 320, 384};
+    const uint64_t saved = random_state;
+    (void)state;
+    for (int i = 0; i < 36; i++) {
+        const int64_t dim = sizes[i % 9], heads = 2, n = 3;
+        const rocq_format to = i % 2 ? ROCQ_Q8_0 : ROCQ_Q4_0;
+        const rocq_format back = i % 4 < 2 ? ROCQ_F32 : ROCQ_F16;
+        const box_layout layout = (box_layout)(i % 3);
+        box x = box_random(layout, ROCQ_F32, 1, dim, heads, n, 1);
+        box pos = box_i32(positions, n);
+        box turned = box_make(BOX_PLAIN, ROCQ_F32, dim, heads, n, 1), *turned_out = &turned;
+        box cast = box_make(layout, to, dim, heads, n, 1), *cast_out = &cast;
+        box plain = box_make(layout, back, dim, heads, n, 1), *plain_out = &plain;
+        box cache[2] = {box_make(layout, to, dim, heads, 20, 1),
+                        box_make(layout, to, dim, heads, 20, 1)};
+        box *const caches[2] = {&cache[0], &cache[1]};
+        for (int64_t r = 0; r < box_rows(&x); r++) x.value[r * dim + 7] += 30; // as Qwen2's keys
+        box_write(&x);
+        cast.t.layout = cache[0].t.layout = cache[1].t.layout = ROCQ_LAYOUT_HADAMARD;
+        const rocq_rope_append_params append = {
+            .k = &x.t, .v = &x.t, .k_cache = &cache[0].t, .v_cache = &cache[1].t, .pos = &pos.t,
+            .rope = {.pairing = i % 2 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM}};
+        const rocq_rope_params turn = {
+            .y = &turned.t, .x = &x.t, .pos = &pos.t, .rope = append.rope};
+        for (int simd = 0; simd < 2; simd++) {
+            run(simd, ROCQ_OP_ROPE_APPEND, &append, caches, 2);
+            run(simd, ROCQ_OP_ROPE, &turn, &turned_out, 1);
+            for (int c = 0; c < 2; c++) {
+                const rocq_cast_params p = {.y = &cast.t, .x = c == 0 ? &turned.t : &x.t};
+                run(simd, ROCQ_OP_CAST, &p, &cast_out, 1);
+                for (int64_t r = 0; r < box_rows(&cast); r++) {
+                    const int64_t row = positions[r / heads] * heads + r % heads;
+                    assert_true(same_bytes(box_row(&cast, r), box_row(&cache[c], row),
+                                           box_row_size(&cast)));
+                }
+            }
+            box_read(&cast);
+            for (int64_t r = 0; r < box_rows(&x); r++) {
+                double want[384], got[384], top = 0;
+                memcpy(want, x.value + r * dim, (size_t)dim * sizeof *want);
+                memcpy(got, cast.value + r * dim, (size_t)dim * sizeof *got);
+                hadamard64(want, dim); // got is what blocks mean: times H it is what they hold
+                hadamard64(got, dim);
+                for (int64_t k = 0; k < dim; k++) {
+                    if (k % 32 == 0) top = 0;
+                    for (int64_t l = k; k % 32 == 0 && l < k + 32; l++) {
+                        top = fmax(top, fabs(want[l]));
+                    }
+                    const double bound = top * (to == ROCQ_Q8_0 ? 1.0 / 254 + 0x1p-10 : 0.127);
+                    if (!(fabs(got[k] - want[k]) <= bound)) fail_msg("element %d", (int)k);
+                }
+            }
+            const rocq_cast_params out = {.y = &plain.t, .x = &cast.t};
+            run(simd, ROCQ_OP_CAST, &out, &plain_out, 1);
+            check_rows(&plain, cast.value, 1e-12);
+        }
+        for (int o = 0; o < 2; o++) box_check_outside(caches[o]);
+        box_check_outside(&cast);
+        // No other format or op, and no part of a row.
+        rocq_tensor wrong = plain.t, part;
+        const int64_t start[4] = {0, 0, 0, 0}, ne[4] = {32, 1, 1, 1};
+        const rocq_cast_params to_wrong = {.y = &wrong, .x = &x.t};
+        const rocq_binary_params add = {.y = &turned.t, .a = &x.t, .b = &cast.t};
+        wrong.layout = ROCQ_LAYOUT_HADAMARD;
+        assert_int_equal(rocq_cast(contexts[1][0], &to_wrong), ROCQ_E_UNSUPPORTED);
+        assert_int_not_equal(rocq_add(contexts[1][0], &add), ROCQ_OK);
+        assert_int_equal(rocq_tensor_view(&part, &cast.t, start, ne),
+                         dim == 32 ? ROCQ_OK : ROCQ_E_UNSUPPORTED);
+        box *const all[] = {&x, &pos, &turned, &cast, &plain, &cache[0], &cache[1]};
+        for (int b = 0; b < 7; b++) box_free(all[b]);
+    }
+    random_state = saved;
+}
+
 static void rope_append(void **state) {
     (void)state;
     static const rocq_format formats[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16, ROCQ_Q8_0, ROCQ_Q4_0};
@@ -1645,6 +1722,7 @@ int main(void) {
         cmocka_unit_test(norms),
         cmocka_unit_test(rope),
         cmocka_unit_test(rope_append),
+        cmocka_unit_test(hadamard_rows),
         cmocka_unit_test(activate),
         cmocka_unit_test(activations_saturate),
         cmocka_unit_test(activations_in_ulps),
