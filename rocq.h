@@ -256,7 +256,8 @@
    rocq_kv keeps the keys and values of sequences, each in one piece, or in pages that sequences
    share until one of them writes. A step is rocq_kv_append (which says where new rows go), then
    rocq_kv_flush, then rocq_rope_append and rocq_attention (they may be recorded) on what
-   rocq_kv_layer gives.
+   rocq_kv_layer gives. Q8_0 and Q4_0 keep rows times a Hadamard matrix (ROCQ_LAYOUT_HADAMARD), so
+   that a few large elements cost the others no accuracy. q and out do not show it.
 
 
    >>graphs
@@ -2103,6 +2104,9 @@ typedef struct rocq_kv_desc {
     int32_t n_pages;      // paged: of that pool; 0 = enough for n_seqs full sequences
     rocq_rope_config rope; // how the keys were turned, for rocq_kv_shift; memory of freq_factors
                            // must live as long as the cache
+    bool no_hadamard;      // Q8_0 and Q4_0: rows stay as they are. Else these formats are in
+                           // ROCQ_LAYOUT_HADAMARD, since keys with a few large elements, as Qwen2's
+                           // biases give them, lose their accuracy otherwise
 } rocq_kv_desc;
 
 // The tensors that ops take, for one layer and n sequences from seq0 on. They stay the same from
@@ -2168,12 +2172,12 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
 // two writes to them; contiguous: all is copied.
 ROCQ_DEF rocq_result rocq_kv_fork(rocq_kv *kv, int32_t src, int32_t dst);
 
-// A sequence to host memory and back, into a cache of the same layers, heads and formats, of either
-// layout. dst NULL asks for the size, which needed (may be NULL otherwise) receives. save waits for
-// the GPU; restore does not, nor reads src afterwards. It replaces what seq held, and changes
-// nothing on E_TRUNCATED (cut short), E_CORRUPT (altered: there is a checksum), E_FOREIGN (of
-// another version), E_SHAPE (of another cache), E_BOUNDS (over n_ctx positions) and E_MEMORY (too
-// few pages).
+// A sequence to host memory and back, into a cache of the same layers, heads, formats and
+// no_hadamard, in pages or not. dst NULL asks for the size, which needed (may be NULL otherwise)
+// receives. save waits for the GPU; restore does not, nor reads src afterwards. It replaces what
+// seq held, and changes nothing on E_TRUNCATED (cut short), E_CORRUPT (altered: there is a
+// checksum), E_FOREIGN (of another version), E_SHAPE (of another cache), E_BOUNDS (over n_ctx
+// positions) and E_MEMORY (too few pages).
 ROCQ_DEF rocq_result rocq_kv_save(rocq_kv *kv, int32_t seq, void *dst, int64_t size,
                                   int64_t *needed);
 ROCQ_DEF rocq_result rocq_kv_restore(rocq_kv *kv, int32_t seq, const void *src, int64_t size);
@@ -21880,6 +21884,10 @@ static rocq_result rocq__kv_cut(rocq_kv *kv, rocq_arena *arena) {
     ROCQ__TRY(rocq_tensor_3d(arena, &kv->k, d->k_format, n, kv->n_cells, planes));
     ROCQ__TRY(rocq_tensor_3d(arena, &kv->v, d->v_format, n, kv->n_cells, planes));
     ROCQ__TRY(rocq_tensor_3d(arena, &kv->stage, ROCQ_F32, n, planes, kv->chunk));
+    for (int i = 0; i < 2 && !d->no_hadamard; i++) {
+        rocq_tensor *rows = i == 0 ? &kv->k : &kv->v;
+        if (!rocq__is_plain(rows->format)) rows->layout = ROCQ_LAYOUT_HADAMARD;
+    }
     return rocq_tensor_1d(arena, &kv->words, ROCQ_I32, rocq__kv_n_words(kv));
 }
 
@@ -22152,12 +22160,13 @@ static rocq_result rocq__kv_own(rocq_kv *kv, int32_t seq, int32_t begin, int32_t
     return ROCQ_OK;
 }
 
-// A tensor in the stage for n <= chunk positions: [D, n_planes, n].
-static rocq_tensor rocq__kv_stage(const rocq_kv *kv, rocq_format format, int64_t n) {
+// A tensor in the stage for n <= chunk positions, [D, n_planes, n], in rows' format and layout.
+static rocq_tensor rocq__kv_stage(const rocq_kv *kv, const rocq_tensor *rows, int64_t n) {
     const int64_t ne[3] = {kv->desc.head_dim, kv->n_planes, n};
     rocq_tensor t = kv->stage;
     // cannot fail: no format is wider than the stage's
-    rocq_tensor_init(&t, &kv->stage.buffer, kv->stage.offset, format, 3, ne);
+    rocq_tensor_init(&t, &kv->stage.buffer, kv->stage.offset, rows->format, 3, ne);
+    t.layout = rows->layout;
     return t;
 }
 
@@ -22296,8 +22305,8 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
     for (int32_t to = first, m; to < left; to += m) {
         m = ROCQ__MIN((int32_t)kv->chunk, left - to);
         const int32_t from = whole ? to : to + n;
-        const rocq_tensor keys = rocq__kv_stage(kv, ROCQ_F32, m);
-        const rocq_tensor values = rocq__kv_stage(kv, kv->desc.v_format, m);
+        const rocq_tensor keys = rocq__kv_stage(kv, &kv->stage, m);
+        const rocq_tensor values = rocq__kv_stage(kv, &kv->v, m);
         rocq_tensor pos;
         const rocq_rope_params turn = rocq__kv_turn(kv, &keys, &pos);
         ROCQ__TRY(rocq__kv_move(kv, &kv->k, seq, from, &keys, false));
@@ -22333,7 +22342,7 @@ ROCQ_DEF rocq_result rocq_kv_fork(rocq_kv *kv, int32_t src, int32_t dst) {
 // [D, n_planes, length] tensor of the cache's format.
 typedef struct rocq__kv_header {
     char magic[8];
-    int32_t version, n_layers, n_kv_heads, head_dim, k_format, v_format, length, zero;
+    int32_t version, n_layers, n_kv_heads, head_dim, k_format, v_format, length, hadamard;
     uint64_t checksum; // of the whole snapshot with 0 in this field
 } rocq__kv_header;
 
@@ -22358,6 +22367,7 @@ static rocq__kv_header rocq__kv_header_of(const rocq_kv *kv, int32_t length) {
     h.k_format = (int32_t)d->k_format;
     h.v_format = (int32_t)d->v_format;
     h.length = length;
+    h.hadamard = rocq__is_hadamard(&kv->k) || rocq__is_hadamard(&kv->v);
     return h;
 }
 
@@ -22376,7 +22386,7 @@ static rocq_result rocq__kv_transfer(rocq_kv *kv, int32_t seq, int32_t length,
         const rocq_tensor *rows = i == 0 ? &kv->k : &kv->v;
         for (int32_t pos = 0, n; pos < length; pos += n) {
             n = ROCQ__MIN((int32_t)kv->chunk, length - pos);
-            const rocq_tensor stage = rocq__kv_stage(kv, rows->format, n);
+            const rocq_tensor stage = rocq__kv_stage(kv, rows, n);
             const int64_t size = rocq_tensor_size(&stage);
             if (save) {
                 ROCQ__TRY(rocq__kv_move(kv, rows, seq, pos, &stage, false));

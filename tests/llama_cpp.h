@@ -162,8 +162,7 @@ static inline bool peer_open(void) {
     assert_non_null(symbol);
     memcpy(&peer.quantize, &symbol, sizeof symbol);
     peer.llama_log_set(peer_log, NULL);
-    // It would rotate quantized keys and values, which is another cache format than rocq's.
-    setenv("LLAMA_ATTN_ROT_DISABLE", "1", 1);
+    unsetenv("LLAMA_ATTN_ROT_DISABLE"); // quantized keys and values are rotated, as in rocq's cache
     load_backends(peer.dir);
     peer.llama_backend_init();
 

@@ -31,6 +31,7 @@ typedef struct model_spec {
     bool rope_freqs;            // a rope_freqs.weight tensor
     bool biases;                // on every matrix of a layer; qwen2 has them on q, k and v anyway
     bool no_biases;             // qwen2 without them
+    float k_outlier;            // qwen2: so large is one in 29 of k's biases, as in its real models
     int32_t window;             // gemma2, gemma3
     int32_t n_rot;              // of a head's elements turn, 0 = all
     bool rope_factors;          // rope_factors_short and _long tensors
@@ -374,6 +375,9 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
                 rows[r * t->ne[0] + k] =
                     (flip ? -t->mean : t->mean) + sigma * model_normal(&random);
             }
+        }
+        for (int64_t k = 7; strstr(t->name, "attn_k.bias") && k < t->ne[0]; k += 29) {
+            rows[k] += k % 2 ? s->k_outlier : -s->k_outlier;
         }
         float *importance = (float *)malloc((size_t)t->ne[0] * sizeof *importance);
         assert_non_null(importance);

@@ -151,11 +151,26 @@ static double rounding_of(rocq_format format) {
     }
 }
 
+static rocq_layout layout_of(rocq_format format) {
+    const bool blocks = format == ROCQ_Q8_0 || format == ROCQ_Q4_0;
+    return blocks && !w.d.no_hadamard ? ROCQ_LAYOUT_HADAMARD : ROCQ_LAYOUT_GGUF;
+}
+
 static void check_row(rocq_format format, const unsigned char *row, const double *want,
                       int32_t n_rounds) {
     float got[MOST_DIM];
+    double turned[MOST_DIM], reach = reach_of(want);
+    if (layout_of(format) == ROCQ_LAYOUT_HADAMARD) {
+        memcpy(turned, want, (size_t)w.d.head_dim * sizeof *turned);
+        hadamard64(turned, w.d.head_dim);
+        want = turned;
+        reach = 0;
+        for (int32_t i = 0; i < w.d.head_dim; i++) reach = fmax(reach, fabs(want[i]));
+        // A turn before the next rounding may take what all elements are off to one of them.
+        if (n_rounds > 1) reach *= 2 * sqrt((double)w.d.head_dim);
+    }
     // A rounding moves each of a pair's two elements, and turns only turn that: roundings add up.
-    const double bound = (pow(1 + sqrt(2.0) * rounding_of(format), n_rounds) - 1) * reach_of(want);
+    const double bound = (pow(1 + sqrt(2.0) * rounding_of(format), n_rounds) - 1) * reach;
     assert_int_equal(rocq_dequantize(format, got, row, w.d.head_dim), ROCQ_OK);
     for (int32_t i = 0; i < w.d.head_dim; i++) {
         if (!(fabs((double)got[i] - want[i]) <= bound)) {
@@ -291,6 +306,19 @@ static void check_all_sequences(void) {
 
 // -- the calls, on both --
 
+// y = x, a row each on the host, in y's format as the cache has it, or x's.
+static void cast_row(void *y, rocq_format y_format, rocq_layout y_layout, void *x,
+                     rocq_format x_format, rocq_layout x_layout) {
+    rocq_tensor to, from;
+    const int64_t dim = w.d.head_dim;
+    assert_int_equal(rocq_tensor_from_host(&to, y, y_format, 1, &dim), ROCQ_OK);
+    assert_int_equal(rocq_tensor_from_host(&from, x, x_format, 1, &dim), ROCQ_OK);
+    to.layout = y_layout;
+    from.layout = x_layout;
+    const rocq_cast_params p = {.y = &to, .x = &from};
+    assert_int_equal(rocq_cast(w.ctx, &p), ROCQ_OK);
+}
+
 // A key's row as a shift makes it, by the public ops.
 static void turn_row(unsigned char *row, int32_t n) {
     float x[MOST_DIM];
@@ -299,12 +327,12 @@ static void turn_row(unsigned char *row, int32_t n) {
     rocq_rope_params p = {.y = &t, .x = &t, .pos = &pos, .rope = w.d.rope};
     const rocq__rope_scaling s = rocq__rope_scaling_of(&w.d.rope, w.d.head_dim);
     int32_t back = -n;
-    assert_int_equal(rocq_dequantize(w.d.k_format, x, row, w.d.head_dim), ROCQ_OK);
+    cast_row(x, ROCQ_F32, ROCQ_LAYOUT_GGUF, row, w.d.k_format, layout_of(w.d.k_format));
     assert_int_equal(rocq_tensor_from_host(&t, x, ROCQ_F32, 3, ne), ROCQ_OK);
     assert_int_equal(rocq_tensor_from_host(&pos, &back, ROCQ_I32, 1, ne + 1), ROCQ_OK);
     p.rope.attn_factor = (p.rope.attn_factor > 0 ? p.rope.attn_factor : 1) / s.magnitude;
     assert_int_equal(rocq_rope(w.ctx, &p), ROCQ_OK);
-    assert_int_equal(rocq_quantize(w.d.k_format, row, x, 1, w.d.head_dim, NULL), ROCQ_OK);
+    cast_row(row, w.d.k_format, layout_of(w.d.k_format), x, ROCQ_F32, ROCQ_LAYOUT_GGUF);
 }
 
 // What rope_append stores, worked out beside it. A GPU's own rows are taken over once they are
@@ -330,9 +358,9 @@ static void shadow_rows(int32_t s, int32_t pos) {
         assert_int_equal(rocq_tensor_from_host(&t, x, ROCQ_F32, 3, ne), ROCQ_OK);
         assert_int_equal(rocq_tensor_from_host(&pos_of, &pos, ROCQ_I32, 1, ne + 1), ROCQ_OK);
         assert_int_equal(rocq_rope(w.ctx, &rope), ROCQ_OK);
-        const rocq_format v_format = w.d.v_format;
-        assert_int_equal(rocq_quantize(w.d.k_format, at->k_row[p], x, 1, dim, NULL), ROCQ_OK);
-        assert_int_equal(rocq_quantize(v_format, at->v_row[p], at->v[p], 1, dim, NULL), ROCQ_OK);
+        const rocq_format k_format = w.d.k_format, v_format = w.d.v_format;
+        cast_row(at->k_row[p], k_format, layout_of(k_format), x, ROCQ_F32, ROCQ_LAYOUT_GGUF);
+        cast_row(at->v_row[p], v_format, layout_of(v_format), at->v[p], ROCQ_F32, ROCQ_LAYOUT_GGUF);
     }
 }
 
@@ -462,11 +490,18 @@ static rocq_result restore(int32_t s, const snapshot *shot) {
 
 // -- attention over what the cache holds --
 
+static void decode64(rocq_format format, double *x, const unsigned char *row) {
+    float stored[MOST_DIM];
+    assert_int_equal(rocq_dequantize(format, stored, row, w.d.head_dim), ROCQ_OK);
+    for (int32_t i = 0; i < w.d.head_dim; i++) x[i] = (double)stored[i];
+    if (layout_of(format) == ROCQ_LAYOUT_HADAMARD) hadamard64(x, w.d.head_dim);
+}
+
 // In float64 over the rows that were looked at, which have been checked.
 static void check_attention(int32_t layer, int32_t s, int32_t n_seqs) {
     enum { GROUP = 2, N_Q = 2 };
     static float q[SEQS][N_Q][GROUP * HEADS][MOST_DIM], got[SEQS][N_Q][GROUP * HEADS][MOST_DIM];
-    static float k[CTX][MOST_DIM], v[CTX][MOST_DIM];
+    static double k[CTX][MOST_DIM], v[CTX][MOST_DIM];
     const int32_t dim = w.d.head_dim;
     const int64_t ne[4] = {dim, GROUP * HEADS, N_Q, n_seqs};
     rocq_tensor q_in, out;
@@ -492,8 +527,8 @@ static void check_attention(int32_t layer, int32_t s, int32_t n_seqs) {
         for (int32_t h = 0; h < GROUP * HEADS; h++) {
             for (int32_t j = 0; j < length; j++) {
                 const int64_t row = h / GROUP * w.n_cells + cell_of(s + i, j);
-                rocq_dequantize(w.d.k_format, k[j], w.k_cells[layer] + row * w.k_bytes, dim);
-                rocq_dequantize(w.d.v_format, v[j], w.v_cells[layer] + row * w.v_bytes, dim);
+                decode64(w.d.k_format, k[j], w.k_cells[layer] + row * w.k_bytes);
+                decode64(w.d.v_format, v[j], w.v_cells[layer] + row * w.v_bytes);
             }
             for (int32_t t = 0; t < N_Q; t++) {
                 const int64_t at = ((i * N_Q + t) * GROUP * HEADS + h) * dim;
@@ -501,11 +536,11 @@ static void check_attention(int32_t layer, int32_t s, int32_t n_seqs) {
                 for (int32_t j = 0; j <= length - N_Q + t; j++) {
                     double score = 0;
                     for (int32_t e = 0; e < dim; e++) {
-                        score += (double)(&q[0][0][0][0])[at + e] * (double)k[j][e];
+                        score += (double)(&q[0][0][0][0])[at + e] * k[j][e];
                     }
                     const double weight = exp(score / sqrt((double)dim));
                     sum += weight;
-                    for (int32_t e = 0; e < dim; e++) want[e] += weight * (double)v[j][e];
+                    for (int32_t e = 0; e < dim; e++) want[e] += weight * v[j][e];
                 }
                 for (int32_t e = 0; e < dim; e++) {
                     want[e] /= sum;
@@ -592,6 +627,7 @@ static void test_scripts(void **state) {
         rocq_buffer memory;
         const int64_t n_factors = 16;
         d.head_dim = i % 3 ? 32 : 64;
+        d.no_hadamard = i % 3 == 1;
         if (d.page_size && i % 4) d.n_pages = 90 / d.page_size + 1; // half of what would be enough
         d.rope.pairing = i % 2 ? ROCQ_ROPE_NEOX : ROCQ_ROPE_NORM;
         d.rope.n_dims = i % 3 ? 0 : 32;
@@ -761,6 +797,11 @@ static void test_hostile_snapshots(void **state) {
     rocq_kv_desc other = d;
     other.k_format = ROCQ_Q8_0;
     other.v_format = ROCQ_Q4_0;
+    world_open(ctx, &other);
+    must_not_restore(shot.bytes, shot.size, ROCQ_E_SHAPE);
+    world_close();
+    other = d;
+    other.no_hadamard = true;
     world_open(ctx, &other);
     must_not_restore(shot.bytes, shot.size, ROCQ_E_SHAPE);
     world_close();
