@@ -391,7 +391,7 @@
               _activate_backward, _glu_backward, _gather_backward, rocq_cross_entropy,
               rocq_grad_norm, rocq_adamw; backward of rocq_rope, lse of rocq_attention. Adapters:
               lora_b and lora_t of rocq_matmul. rocq_trim gives scratch memory back.
-              Mixtures of experts: rocq_route, rocq_experts.
+              Mixtures of experts: rocq_route, rocq_experts. LFM2: rocq_shortconv.
               On the CPU a recorded graph is one parallel region; rocq_desc.run_tasks, cpu_tier.
               A step in slices: rocq_graph_launch_for, rocq_desc.slice_us.
               The tuner tries a grid or a list of points; other searches, evaluators and its model
@@ -1092,6 +1092,7 @@ typedef enum rocq_rope_pairing {
     X(SAMPLE, sample, rocq_sample_params)               \
     X(ROUTE, route, rocq_route_params)                  \
     X(EXPERTS, experts, rocq_experts_params)            \
+    X(SHORTCONV, shortconv, rocq_shortconv_params)      \
     X(CONV, conv, rocq_conv_params)                     \
     X(NORM_STATS, norm_stats, rocq_norm_stats_params)   \
     X(RESIZE, resize, rocq_resize_params)               \
@@ -1356,6 +1357,24 @@ typedef struct rocq_experts_params {
     float alpha;                 // with limit; 0 = 1
     rocq_precision precision;    // a GPU has no INT8 for many tokens, and uses F16 then
 } rocq_experts_params;
+
+// The gated short convolution of LFM2 (arXiv 2511.23404). bcx has three numbers of each channel d
+// of a token: b in row d, c in row D + d, x in row 2 D + d. With u[d, p] = b x of the token at
+// position p, and 0 for p < 0,
+//   y[d, t] = c sum over j < L of w[j, d] u[d, p - L + 1 + j], where p = pos + t.
+// state keeps u from call to call, that of position p in column p mod S: the L - 1 positions before
+// pos are read, then those of this call are written, of more than S the newest. So nothing need be
+// cleared before a text, and where S >= n + L - 1 the same call may run again, with the same bits.
+// The bits of y do not depend on how tokens are cut into calls.
+typedef struct rocq_shortconv_params {
+    const rocq_tensor *y;     // F32, F16 or Q8_0 [D, n, n_seqs]
+    const rocq_tensor *bcx;   // F32 or F16 [3 D, n, n_seqs]
+    const rocq_tensor *w;     // F32 [L, D], L at most 4; w[L - 1, .] is the token's own
+    const rocq_tensor *state; // F32 [D, S, n_seqs], read and written, S >= L - 1
+    const rocq_tensor *pos;   // I32 [n_seqs]: of each sequence's first token, >= 0 (E_BOUNDS
+                              // otherwise, on a GPU at the next rocq_sync, with y and state as
+                              // they were)
+} rocq_shortconv_params;
 
 // Pictures are channels-last: [C, W, H, N] is N pictures of H rows of W positions of C channels. A
 // video is [C, W, H, T], its frames in order.
@@ -2885,6 +2904,16 @@ typedef struct rocq_k_route_args {
 
 enum { ROCQ_K_ROUTE_EXPERTS = 1024, ROCQ_K_ROUTE_SLOTS = 64 }; // the most
 
+typedef struct rocq_k_shortconv_args {
+    rocq_k_common common;
+    rocq_k_tensor y, bcx, w, state;
+    const int32_t *pos; // [sequences]
+    uint32_t slices;    // blocks of a sequence, of 32 channels each
+    int32_t run;        // tokens that 8 threads of a block take, one after the other
+} rocq_k_shortconv_args;
+
+enum { ROCQ_K_SHORTCONV_TAPS = 4 }; // the most
+
 // args of experts_int8, experts_f32, experts_sort, experts_merge
 //   experts_*      a matvec for each pair of a token and a slot, in blocks as those of a matvec of
 //                  one product; blockIdx.z counts pairs, with weights tokens, from `first` on. With
@@ -3246,6 +3275,7 @@ enum {
     X(route, rocq_k_route_args, 32)                          \
     X(experts_sort, rocq_k_experts_args, 256)                \
     X(experts_merge, rocq_k_experts_args, 256)               \
+    X(shortconv, rocq_k_shortconv_args, 256)                 \
     ROCQ_K_INT8_FORMATS(ROCQ_K_EXPERTS_INT8, X)              \
     ROCQ_K_ALL_FORMATS(ROCQ_K_EXPERTS_F32, X)                \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_EXPERTS, X)             \
@@ -13506,6 +13536,83 @@ static void rocq__plan_experts_cpu(rocq__plan *plan, rocq_op op, const void *par
                      rocq__plan_grain(plan, a->n_slots * ROCQ__STRIP));
 }
 
+// -- shortconv --
+
+// A task has so many channels of a sequence, and goes through its tokens in order.
+enum { ROCQ__SHORTCONV_STRIP = 64 };
+
+typedef struct rocq__shortconv {
+    const rocq_shortconv_params *p;
+    bool simd;
+    int64_t n_strips; // of a sequence
+} rocq__shortconv;
+
+static void rocq__shortconv_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
+    const rocq__shortconv *a = (const rocq__shortconv *)arg;
+    const rocq_shortconv_params *p = a->p;
+    const int64_t d = p->y->ne[0], n = p->y->ne[1], taps = p->w->ne[0], slots = p->state->ne[1];
+    float w[ROCQ_K_SHORTCONV_TAPS][ROCQ__SHORTCONV_STRIP];
+    float u[ROCQ_K_SHORTCONV_TAPS][ROCQ__SHORTCONV_STRIP]; // of token t in row t mod L
+    float buf[3][ROCQ__SHORTCONV_STRIP], out[ROCQ__SHORTCONV_STRIP];
+    (void)thread;
+    for (; i < i_end; i++) {
+        const int64_t seq = i / a->n_strips, k = i % a->n_strips * ROCQ__SHORTCONV_STRIP;
+        const int64_t m = ROCQ__MIN(d - k, (int64_t)ROCQ__SHORTCONV_STRIP);
+        const int64_t pos = rocq__row_i32(p->pos, 0)[seq];
+        for (int64_t j = 0; j < taps; j++) {
+            for (int64_t e = 0; e < m; e++) w[j][e] = rocq__row_f32(p->w, k + e, 0, 0)[j];
+        }
+        for (int64_t j = 1; j < taps; j++) { // all that is kept, before anything is written
+            float *to = u[taps - j];
+            memset(to, 0, sizeof u[0]);
+            if (pos < j) continue;
+            memcpy(to, rocq__row_f32(p->state, (pos - j) % slots, seq, 0) + k,
+                   (size_t)m * sizeof *to);
+        }
+        for (int64_t t = 0; t < n; t++) {
+            const unsigned char *row = rocq__row(p->bcx, t, seq, 0);
+            const rocq_format format = p->bcx->format;
+            const float *b = rocq__load(a->simd, format, row, k, m, buf[0]);
+            const float *c = rocq__load(a->simd, format, row, d + k, m, buf[1]);
+            const float *x = rocq__load(a->simd, format, row, 2 * d + k, m, buf[2]);
+            float *now = u[t % taps];
+            for (int64_t e = 0; e < m; e++) now[e] = b[e] * x[e];
+            if (t >= n - slots) {
+                memcpy(rocq__row_f32(p->state, (pos + t) % slots, seq, 0) + k, now,
+                       (size_t)m * sizeof *now);
+            }
+            for (int64_t j = 0; j < taps; j++) {
+                const float *from = u[(t + 1 + j) % taps];
+                for (int64_t e = 0; e < m; e++) out[e] = (j ? out[e] : 0.0f) + w[j][e] * from[e];
+            }
+            for (int64_t e = 0; e < m; e++) out[e] *= c[e];
+            rocq__store(a->simd, p->y->format, rocq__row(p->y, t, seq, 0), k, out, m);
+        }
+    }
+}
+
+static rocq_result rocq__shortconv_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    const rocq_shortconv_params *p = ((const rocq__shortconv *)stage->arg)->p;
+    for (int64_t seq = 0; seq < p->pos->ne[0]; seq++) {
+        const int32_t pos = rocq__row_i32(p->pos, 0)[seq];
+        if (pos >= 0) continue;
+        return rocq__fail(ctx, ROCQ_E_BOUNDS, "shortconv: sequence %lld is at position %d",
+                          (long long)seq, (int)pos);
+    }
+    return ROCQ_OK;
+}
+
+static void rocq__plan_shortconv_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__shortconv *a = (rocq__shortconv *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    a->p = (const rocq_shortconv_params *)params;
+    a->simd = plan->ctx->has_simd;
+    a->n_strips = (a->p->y->ne[0] + ROCQ__SHORTCONV_STRIP - 1) / ROCQ__SHORTCONV_STRIP;
+    const int64_t work = (8 + 2 * a->p->w->ne[0]) * ROCQ__SHORTCONV_STRIP * a->p->y->ne[1];
+    rocq__plan_stage(plan, rocq__shortconv_task, a, a->n_strips * a->p->y->ne[2],
+                     rocq__plan_grain(plan, work))->begin = rocq__shortconv_begin;
+}
+
 // ---------------------------------------------------------------------------------------------
 // >>cpu_pictures: conv, norm_stats, resize, pixels
 // ---------------------------------------------------------------------------------------------
@@ -18508,6 +18615,26 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
     if (p->y->format == ROCQ_Q8_0) rocq__job_convert(job, p->y, &g.y);
 }
 
+// -- shortconv --
+
+// Short texts have few threads: there are 8 for a token's 32 channels.
+static void rocq__job_shortconv(rocq__job *job, const void *params) {
+    const rocq_shortconv_params *p = (const rocq_shortconv_params *)params;
+    const int64_t n = p->y->ne[1], most = 32;
+    const int64_t runs = ROCQ__MIN((n + 3) / 4 * 4, most); // whole waves
+    rocq_k_shortconv_args args;
+    memset(&args, 0, sizeof args);
+    args.y = rocq__k_tensor(p->y);
+    args.bcx = rocq__k_tensor(p->bcx);
+    args.w = rocq__k_tensor(p->w);
+    args.state = rocq__k_tensor(p->state);
+    args.pos = (const int32_t *)rocq__device_data(p->pos);
+    args.slices = (uint32_t)((p->y->ne[0] + 31) / 32);
+    args.run = (int32_t)((n + runs - 1) / runs);
+    rocq__job_row(job, p->bcx->ne[0]);
+    rocq__job_launch(job, ROCQ_K_shortconv, args.slices * p->y->ne[2], 1, (int)(8 * runs), &args);
+}
+
 // -- matmul_backward --
 
 // Whether dx, or dw, is computed by a kernel named _lds.
@@ -19200,6 +19327,11 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(EXPERTS, rocq_experts_params, KEPT, bias2, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(EXPERTS, rocq_experts_params, IN, weights, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(EXPERTS, rocq_experts_params, IN_PLACE, residual, ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(SHORTCONV, rocq_shortconv_params, OUT, y, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
+    ROCQ_X(SHORTCONV, rocq_shortconv_params, OUT, state, ROCQ__BIT_F32)
+    ROCQ_X(SHORTCONV, rocq_shortconv_params, IN, bcx, ROCQ__FLOAT)
+    ROCQ_X(SHORTCONV, rocq_shortconv_params, KEPT, w, ROCQ__BIT_F32)
+    ROCQ_X(SHORTCONV, rocq_shortconv_params, INDEX, pos, ROCQ__BIT_I32)
     ROCQ_X(CONV, rocq_conv_params, OUT, y, ROCQ__PLAIN)
     ROCQ_X(CONV, rocq_conv_params, KEPT, w, ROCQ__ANY | ROCQ__PLANAR)
     ROCQ_X(CONV, rocq_conv_params, IN, x, ROCQ__PLAIN)
@@ -19710,6 +19842,24 @@ static rocq_result rocq__check_experts(rocq_ctx *ctx, const char *op, const void
     return ROCQ_OK;
 }
 
+static rocq_result rocq__check_shortconv(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_shortconv_params *p = (const rocq_shortconv_params *)params;
+    const int64_t d = p->y->ne[0], n_seqs = p->y->ne[2], taps = p->w->ne[0];
+    if (taps > ROCQ_K_SHORTCONV_TAPS) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %lld taps, at most %d", op,
+                          (long long)taps, (int)ROCQ_K_SHORTCONV_TAPS);
+    }
+    if (d > INT64_MAX / 3) return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: too many channels", op);
+    ROCQ__TRY(ROCQ__SHAPE(y, -1, -1, -1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(bcx, 3 * d, p->y->ne[1], n_seqs, 1));
+    ROCQ__TRY(ROCQ__SHAPE(w, -1, d, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(state, d, -1, n_seqs, 1));
+    ROCQ__TRY(ROCQ__SHAPE(pos, n_seqs, 1, 1, 1));
+    if (p->state->ne[1] >= taps - 1) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: state has %lld columns for %lld taps", op,
+                      (long long)p->state->ne[1], (long long)taps);
+}
+
 static rocq_result rocq__check_conv(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_conv_params *p = (const rocq_conv_params *)params;
     const struct {
@@ -20173,6 +20323,12 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
         if (t == p->w || t == p->w2 || t == p->bias || t == p->bias2) {
             return chosen * rocq__elems(t);
         }
+    } else if (op == ROCQ_OP_SHORTCONV) { // of the state what is read, and what is written
+        const rocq_shortconv_params *p = (const rocq_shortconv_params *)params;
+        if (t == p->state) {
+            const int64_t columns = p->w->ne[0] - 1 + ROCQ__MIN(p->y->ne[1], t->ne[1]);
+            return (double)(columns * t->ne[0] * t->ne[2]);
+        }
     } else if (op == ROCQ_OP_ROPE_APPEND) {
         const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
         if (t == p->q) return 2.0 * rocq__elems(t); // in place
@@ -20410,6 +20566,7 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
     ROCQ_X(sample, rocq_sample_params, sample, sample, sample, sample)
     ROCQ_X(route, rocq_route_params, route, none, route, route)
     ROCQ_X(experts, rocq_experts_params, experts, experts, experts, experts)
+    ROCQ_X(shortconv, rocq_shortconv_params, shortconv, none, shortconv, shortconv)
     ROCQ_X(conv, rocq_conv_params, conv, conv, conv, conv)
     ROCQ_X(norm_stats, rocq_norm_stats_params, norm_stats, norm_stats, norm_stats, norm_stats)
     ROCQ_X(resize, rocq_resize_params, resize, none, resize, resize)
@@ -25506,10 +25663,11 @@ static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
 // over A comes first, so that stale data in the second replay differs from B. Before each run,
 // outputs are filled with a byte, so that an output that is never written shows. What the runs
 // overwrite is put aside (copied) first and restored in the end; one launch copies, fills or
-// compares all of it. So inputs must be such that no op writes anywhere else. The only operand that
-// decides where an op writes is the cell of rocq_rope_append. Its values are i or i + 1 for token
-// i, so the first cells of a cache suffice; where ops of the graph compute the cells, all cells are
-// put aside. Kernels catch any other index that is out of range.
+// compares all of it. So inputs must be such that no op writes anywhere else. Of a state
+// (rocq_shortconv) all is put aside. Of caches, the cell of rocq_rope_append decides which rows
+// are written. Its values are i or i + 1 for token i, so the first cells of a cache suffice; where
+// ops of the graph compute the cells, all cells are put aside. Kernels catch any other index that
+// is out of range.
 
 typedef struct rocq__feed { // an input of the graph, and the values that it is given
     rocq_tensor t;

@@ -6816,6 +6816,92 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
     }
 }
 
+// -- shortconv --
+// y = c times the convolution of u = b x over the newest L tokens, as in rocq_shortconv_params.
+//
+//   bcx  F32 or F16 [3 D, n, sequences], y F32, F16 or Q8_0 [D, n, sequences]
+//   w    F32 [L, D], L <= 4; state F32 [D, S, sequences], S >= L - 1; any strides
+//
+// A block has 32 channels of a sequence, and all its tokens, since it stores the state that it has
+// read before: every load of it comes before the barrier, and every store after. Eight lanes have a
+// quad of channels each, which is a unit of y, and take `run` tokens one after the other; the u
+// before them come from bcx, or for tokens of earlier calls from the state. Geometry: 32 to 256
+// threads. Sums are in the order of w, so that y does not depend on who computes it.
+// Bytes: bcx and y once, and for each run L - 1 columns more of b and x. A step of one token is
+// bound by latency: one round of loads after that of pos.
+enum { SHORTCONV_TAPS = ROCQ_K_SHORTCONV_TAPS };
+
+DEV void shortconv_u(const rocq_k_shortconv_args &a, bool wide, const char *row, int64_t k,
+                     int count, float u[4]) {
+    float x[4];
+    get4(a.bcx.format, row, wide, k, count, u);
+    get4(a.bcx.format, row, wide, 2 * (int64_t)a.y.ne[0] + k, count, x);
+#pragma unroll
+    for (int e = 0; e < 4; e++) u[e] *= x[e];
+}
+
+KERNEL(shortconv, rocq_k_shortconv_args, 256) {
+    if (a.y.ne[0] == 0) return;
+    const uint32_t b = a.common.block0 + block_index(), seq = b / a.slices;
+    const int64_t k = 32 * (int64_t)(b - seq * a.slices) + 4 * (thread_index() & 7);
+    const int n = a.y.ne[1], taps = a.w.ne[0], count = quad_count(a.y.ne[0], k);
+    const int first = (int)(thread_index() >> 3) * a.run;
+    const bool wide = is_wide(a.bcx), y_wide = is_wide(a.y), state_wide = is_wide(a.state);
+    const uint32_t slots = (uint32_t)a.state.ne[1];
+    const int pos = gload(a.pos + seq);
+    if (pos < 0) {
+        if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+        return;
+    }
+    // The last L of these count: those before are 0 and never used.
+    float w[SHORTCONV_TAPS][4] = {}, u[SHORTCONV_TAPS][4] = {};
+#pragma unroll
+    for (int j = 0; j < SHORTCONV_TAPS; j++) {
+        const int tap = j - (SHORTCONV_TAPS - taps);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            if (tap < 0 || e >= count) continue;
+            w[j][e] = gload((const float *)row_of(a.w, k + e, 0, 0) + tap);
+        }
+    }
+#pragma unroll
+    for (int j = 1; j < SHORTCONV_TAPS; j++) { // token first - j
+        const int t = first - j;
+        if (j >= taps || t >= n || t < -pos) continue;
+        float *const to = u[SHORTCONV_TAPS - 1 - j];
+        if (t >= 0) shortconv_u(a, wide, row_of(a.bcx, t, seq, 0), k, count, to);
+        else get4(ROCQ_F32, row_of(a.state, (uint32_t)(pos + t) % slots, seq, 0), state_wide, k,
+                  count, to);
+    }
+    block_sync();
+    float *const now = u[SHORTCONV_TAPS - 1];
+    for (int i = 0; i < a.run; i++) {
+        const int t = first + i, own = t < n ? count : 0;
+        const char *const row = row_of(a.bcx, own > 0 ? t : 0, seq, 0);
+        float c[4], sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        shortconv_u(a, wide, row, k, own, now);
+        get4(a.bcx.format, row, wide, a.y.ne[0] + k, own, c);
+        if (t >= n - (int)slots) {
+            put_floats(ROCQ_F32, state_wide,
+                       row_of(a.state, ((uint32_t)pos + (uint32_t)t) % slots, seq, 0), k, own, now);
+        }
+#pragma unroll
+        for (int j = 0; j < SHORTCONV_TAPS; j++) {
+            if (j < SHORTCONV_TAPS - taps) continue;
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum[e] = fmaf(w[j][e], u[j][e], sum[e]);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            sum[e] *= c[e];
+#pragma unroll
+            for (int j = 0; j + 1 < SHORTCONV_TAPS; j++) u[j][e] = u[j + 1][e];
+        }
+        put4(a.y, y_wide, row_of(a.y, own > 0 ? t : 0, seq, 0), seq * (uint32_t)n + (uint32_t)t, k,
+             own, sum);
+    }
+}
+
 // -- ranges --
 // Copies ranges of memory to or from one block, fills them, or compares them with their copies: all
 // in one launch, where a copy of each by the runtime would take two microseconds for a few bytes.

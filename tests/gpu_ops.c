@@ -2613,6 +2613,54 @@ static void test_route(void **state) {
     random_state = state_before;
 }
 
+// -- shortconv --
+
+// Planar y is what lfm2 takes in gpu_models.c.
+static void test_shortconv(void **state) {
+    (void)state;
+    const uint64_t state_before = random_state;
+    random_state = 24;
+    static const int64_t channels[] = {5, 32, 70, 128, 36}, tokens[] = {1, 2, 5, 31, 33, 70};
+    for (int i = 0; i < 60; i++) {
+        const rocq_format out_format = i % 3 == 2 ? ROCQ_Q8_0 : floats[i % 3];
+        const int64_t d = out_format == ROCQ_Q8_0 ? 32 + i % 4 * 32 : channels[i % 5];
+        const int64_t n = tokens[i % 6], n_seqs = 1 + i / 2 % 2, taps = 1 + i / 3 % 4;
+        const int64_t slots = (taps > 1 ? taps - 1 : 1) + i % 4 * 9;
+        const box_layout layout = (box_layout)(i / 4 % 3);
+        box y = box_make(layout, out_format, d, n, n_seqs, 1);
+        box bcx = box_random(layout, floats[i / 6 % 2], 1, 3 * d, n, n_seqs, 1);
+        box w = box_random(i % 2 ? BOX_STRIDED : BOX_PLAIN, ROCQ_F32, 1, taps, d, 1, 1);
+        box kept = box_random(layout, ROCQ_F32, 1, d, slots, n_seqs, 1);
+        box pos = box_make(BOX_PLAIN, ROCQ_I32, n_seqs, 1, 1, 1);
+        for (int64_t s = 0; s < n_seqs; s++) pos.value[s] = (double)((i + s) % 4 * (i + s) % 11);
+        box_write(&pos);
+        const rocq_shortconv_params p = {.y = &y.t, .bcx = &bcx.t, .w = &w.t, .state = &kept.t,
+                                         .pos = &pos.t};
+        // of y a rounding tie may fall to the other side
+        compare_as(ROCQ_OP_SHORTCONV, &p, &p, (box *[]){&y, &kept}, 2,
+                   out_format == ROCQ_Q8_0 ? 1e-4 : 1e-10, say("shortconv %d", i));
+        for (int b = 0; b < 5; b++) box_free((box *[]){&y, &bcx, &w, &kept, &pos}[b]);
+    }
+    box y = box_make(BOX_PLAIN, ROCQ_F32, 8, 2, 1, 1);
+    box kept = box_make(BOX_PLAIN, ROCQ_F32, 8, 2, 1, 1);
+    box bcx = box_random(BOX_PLAIN, ROCQ_F32, 1, 24, 2, 1, 1);
+    box w = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 8, 1, 1);
+    box pos = box_make(BOX_PLAIN, ROCQ_I32, 1, 1, 1, 1); // -1
+    const rocq_shortconv_params p = {.y = &y.t, .bcx = &bcx.t, .w = &w.t, .state = &kept.t,
+                                     .pos = &pos.t};
+    any_params q = params_of(ROCQ_OP_SHORTCONV, &p);
+    move_params(ROCQ_OP_SHORTCONV, &q);
+    assert_int_equal(rocq_shortconv(gpu, &q.shortconv), ROCQ_OK);
+    assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
+    for (int i = 0; i < n_twins; i++) {
+        if (twins[i].b == &y || twins[i].b == &kept) copy_from_gpu(&twins[i]);
+    }
+    for (int64_t i = 0; i < y.size; i++) assert_true(y.memory[i] == 0xff && kept.memory[i] == 0xff);
+    free_twins();
+    for (int b = 0; b < 5; b++) box_free((box *[]){&y, &bcx, &w, &kept, &pos}[b]);
+    random_state = state_before;
+}
+
 typedef struct mixture { // a case; 0 = default
     rocq_format w, x, y;
     int64_t k, m, n_experts, n_slots, n;
@@ -2769,6 +2817,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_cross_entropy),   cmocka_unit_test(test_grad_norm),
         cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_route),
+        cmocka_unit_test(test_shortconv),
         cmocka_unit_test(test_experts_formats),
         cmocka_unit_test(test_experts_cases),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),

@@ -1057,6 +1057,16 @@ static void ops_refuse_bad_operands(void **state) {
     experts.w2 = NULL;
     assert_int_equal(rocq_experts(ctx, &experts), ROCQ_E_ARGUMENT);
 
+    t[0] = slot_tensor(0, ROCQ_F16, 5, 3, 2, 1);
+    t[1] = slot_tensor(1, ROCQ_F32, 5, 4, 2, 1);
+    t[2] = slot_tensor(2, ROCQ_F32, 15, 3, 2, 1);
+    t[3] = slot_tensor(3, ROCQ_F32, 3, 5, 1, 1);
+    t[4] = slot_tensor(4, ROCQ_I32, 2, 1, 1, 1);
+    const rocq_shortconv_params shortconv = {.y = &t[0], .state = &t[1], .bcx = &t[2], .w = &t[3],
+                                             .pos = &t[4]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_SHORTCONV, &shortconv,
+                                   {&t[0], &t[1], &t[2], &t[3], &t[4]}, {true, true}});
+
     t[0] = slot_tensor(0, ROCQ_BF16, 5, 7, 6, 2);
     t[1] = slot_tensor(1, ROCQ_Q8_0, 32 * 9, 5, 1, 1);
     t[2] = slot_tensor(2, ROCQ_F16, 32, 7, 6, 2);

@@ -1621,6 +1621,134 @@ static void in_place_is_exactly_in_place(void **state) {
     box_free(&rows);
 }
 
+// -- shortconv --
+
+// y of tokens first to first + n - 1 of a text that bcx has from position 0 on.
+static void shortconv_want(const box *bcx, const box *w, int64_t first, int64_t n, double *want) {
+    const int64_t d = w->t.ne[1], taps = w->t.ne[0], n_seqs = bcx->t.ne[2];
+    for (int64_t s = 0; s < n_seqs; s++) {
+        for (int64_t t = first; t < first + n; t++) {
+            for (int64_t c = 0; c < d; c++) {
+                double sum = 0;
+                for (int64_t j = 0; j < taps; j++) {
+                    const int64_t p = t - taps + 1 + j;
+                    if (p < 0) continue;
+                    sum += box_at(w, j, c, 0, 0) * box_at(bcx, c, p, s, 0) *
+                           box_at(bcx, 2 * d + c, p, s, 0);
+                }
+                want[(s * n + t - first) * d + c] = sum * box_at(bcx, d + c, t, s, 0);
+            }
+        }
+    }
+}
+
+static void shortconv(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {1, 31, 32, 64, 65, 96, 200};
+    static const rocq_format outputs[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q8_0};
+    enum { ALL = 23 };
+    for (int i = 0; i < 84; i++) {
+        const rocq_format out_format = outputs[i % 3], in_format = i % 5 == 3 ? ROCQ_F16 : ROCQ_F32;
+        const int64_t d = out_format == ROCQ_Q8_0 ? sizes[i % 7] / 32 * 32 + 32 : sizes[i % 7];
+        const int64_t taps = 1 + i % 4, n_seqs = 1 + i / 3 % 2, least = taps > 1 ? taps - 1 : 1;
+        const int64_t slots = least + (i % 3 == 0 ? 0 : i % 6);
+        const box_layout layout = (box_layout)(i / 2 % 3);
+        box bcx = box_random(layout, in_format, 1, 3 * d, ALL, n_seqs, 1);
+        box w = box_random(BOX_STRIDED, ROCQ_F32, 1, taps, d, 1, 1);
+        for (int simd = 0; simd < 2; simd++) {
+            box kept = box_make(layout, ROCQ_F32, d, slots, n_seqs, 1); // NaN: nothing is cleared
+            box whole = box_make(layout, out_format, d, ALL, n_seqs, 1);
+            double *want = doubles(ALL * n_seqs * d);
+            int32_t zeros[2] = {0, 0};
+            box pos = box_i32(zeros, n_seqs);
+            const rocq_shortconv_params once = {.y = &whole.t, .bcx = &bcx.t, .w = &w.t,
+                                                .state = &kept.t, .pos = &pos.t};
+            run(simd, ROCQ_OP_SHORTCONV, &once, (box *[]){&whole, &kept}, 2);
+            shortconv_want(&bcx, &w, 0, ALL, want);
+            check_all(&whole, want, out_format == ROCQ_Q8_0 ? 5e-4 : 1e-12);
+            box_check_outside(&kept);
+            for (int64_t p = ALL - slots; p < ALL; p++) { // what is kept, and where
+                for (int64_t s = 0; s < n_seqs && p >= 0; s++) {
+                    const float *row = (const float *)(void *)box_row(&kept, s * slots + p % slots);
+                    for (int64_t c = 0; c < d; c++) {
+                        assert_true(row[c] == (float)box_at(&bcx, c, p, s, 0) *
+                                                  (float)box_at(&bcx, 2 * d + c, p, s, 0));
+                    }
+                }
+            }
+            // In pieces, from another state: the same bits of y and of what is kept.
+            box again = box_make(layout, ROCQ_F32, d, slots, n_seqs, 1);
+            for (int64_t first = 0, n; first < ALL; first += n) {
+                n = 1 + (first * 7 + i) % 9 < ALL - first ? 1 + (first * 7 + i) % 9 : ALL - first;
+                box part = box_make(layout, out_format, d, n, n_seqs, 1);
+                const rocq_tensor in = view_of(&bcx.t, 0, first, 0, 0, 3 * d, n, n_seqs, 1);
+                for (int64_t s = 0; s < n_seqs; s++) pos.value[s] = (double)first;
+                box_write(&pos);
+                const rocq_shortconv_params p = {.y = &part.t, .bcx = &in, .w = &w.t,
+                                                 .state = &again.t, .pos = &pos.t};
+                // runs three times where that may be
+                if (slots >= n + taps - 1) run(simd, ROCQ_OP_SHORTCONV, &p, (box *[]){&part}, 1);
+                else run(simd, ROCQ_OP_SHORTCONV, &p, (box *[]){&part, &again}, 2);
+                box_check_outside(&part);
+                for (int64_t r = 0; r < n * n_seqs; r++) {
+                    assert_true(same_bytes(box_row(&part, r),
+                                           box_row(&whole, r / n * ALL + first + r % n),
+                                           box_row_size(&part)));
+                }
+                box_free(&part);
+            }
+            assert_true(same_bytes(kept.memory, again.memory, kept.size));
+            static const int32_t bad[] = {-1, INT32_MIN};
+            for (int b = 0; b < 2; b++) {
+                memcpy(pos.memory + 4 * (n_seqs - 1), &bad[b], 4);
+                run_fails(ROCQ_OP_SHORTCONV, &once, ROCQ_E_BOUNDS, (box *[]){&whole, &kept}, 2);
+            }
+            box *all[] = {&kept, &again, &whole, &pos};
+            for (int b = 0; b < 4; b++) box_free(all[b]);
+            free(want);
+        }
+        box_free(&bcx);
+        box_free(&w);
+    }
+}
+
+static void shortconv_refuses(void **state) {
+    (void)state;
+    box y = box_make(BOX_PLAIN, ROCQ_F32, 8, 3, 2, 1);
+    box w = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 8, 1, 1);
+    box w5 = box_random(BOX_PLAIN, ROCQ_F32, 1, 5, 8, 1, 1);
+    box w9 = box_random(BOX_PLAIN, ROCQ_F32, 1, 3, 9, 1, 1);
+    box bcx = box_random(BOX_PLAIN, ROCQ_F32, 1, 24, 3, 2, 1);
+    box odd = box_random(BOX_PLAIN, ROCQ_F32, 1, 23, 3, 2, 1);
+    box kept = box_make(BOX_PLAIN, ROCQ_F32, 8, 2, 2, 1);
+    box one = box_make(BOX_PLAIN, ROCQ_F32, 8, 1, 2, 1);
+    box pos = box_i32((const int32_t[]){0, 5}, 2), few = box_i32((const int32_t[]){0}, 1);
+    box *out[] = {&y, &kept};
+    const rocq_shortconv_params fine = {.y = &y.t, .bcx = &bcx.t, .w = &w.t, .state = &kept.t,
+                                        .pos = &pos.t};
+    const struct { size_t at; const rocq_tensor *t; rocq_result want; } bad[] = {
+        {offsetof(rocq_shortconv_params, w), &w5.t, ROCQ_E_UNSUPPORTED},
+        {offsetof(rocq_shortconv_params, w), &w9.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_shortconv_params, bcx), &odd.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_shortconv_params, state), &one.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_shortconv_params, pos), &few.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_shortconv_params, state), &bcx.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_shortconv_params, w), &pos.t, ROCQ_E_FORMAT},
+        {offsetof(rocq_shortconv_params, y), NULL, ROCQ_E_ARGUMENT}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        rocq_shortconv_params p = fine;
+        memcpy((char *)&p + bad[i].at, &bad[i].t, sizeof bad[i].t);
+        run_fails(ROCQ_OP_SHORTCONV, &p, bad[i].want, out, 2);
+    }
+    const rocq_tensor inside = view_of(&bcx.t, 0, 0, 0, 0, 8, 2, 2, 1);
+    rocq_shortconv_params p = fine;
+    p.state = &inside; // on what is read
+    run_fails(ROCQ_OP_SHORTCONV, &p, ROCQ_E_ARGUMENT, out, 2);
+    assert_int_equal(rocq_shortconv(contexts[1][1], &fine), ROCQ_OK);
+    box *all[] = {&y, &w, &w5, &w9, &bcx, &odd, &kept, &one, &pos, &few};
+    for (int i = 0; i < 10; i++) box_free(all[i]);
+}
+
 // -- ggml --
 
 static void rope_agrees_with_ggml(void **state) {
@@ -1748,6 +1876,8 @@ int main(void) {
         cmocka_unit_test(drawn_tokens_never_reach_the_history),
         cmocka_unit_test(rows_may_lie_in_gaps),
         cmocka_unit_test(in_place_is_exactly_in_place),
+        cmocka_unit_test(shortconv),
+        cmocka_unit_test(shortconv_refuses),
         cmocka_unit_test(rope_agrees_with_ggml),
         cmocka_unit_test(norms_and_softmax_agree_with_ggml),
         cmocka_unit_test(activations_agree_with_ggml),

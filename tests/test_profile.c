@@ -687,6 +687,18 @@ static void ops_are_regions(void **state) {
     expect_work(ctx, "rope_append", 2 * 32 * 4 * 3 * 4 + 2 * 32 * 2 * 3 * (4 + 2) + 3 * 4,
                 32 * 4 * 3);
 
+    // Of a state the columns that are read, then written.
+    rocq_tensor bcx = host_tensor(ctx, ROCQ_F32, 96, 3, 1);
+    rocq_tensor seen = host_tensor(ctx, ROCQ_F32, 32, 3, 1);
+    rocq_tensor taps = host_tensor(ctx, ROCQ_F32, 3, 32, 1);
+    rocq_tensor kept = host_tensor(ctx, ROCQ_F32, 32, 50, 1);
+    rocq_tensor at = host_tensor(ctx, ROCQ_I32, 1, 1, 1);
+    *(int32_t *)at.buffer.host = 0;
+    const rocq_shortconv_params shortconv = {.y = &seen, .bcx = &bcx, .w = &taps, .state = &kept,
+                                             .pos = &at};
+    assert_int_equal(rocq_shortconv(ctx, &shortconv), ROCQ_OK);
+    expect_work(ctx, "shortconv", 4 * (32 * 3 + 96 * 3 + 3 * 32 + 32 * (2 + 3) + 1), 32 * 3);
+
     // What fails is no sample, nor is what a graph records.
     const rocq_matmul_params wrong = {.y = &y2, .w = &w, .x = &x};
     assert_int_not_equal(rocq_matmul(ctx, &wrong), ROCQ_OK);
