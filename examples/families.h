@@ -29,22 +29,32 @@ enum {
     LLAMA__QWEN3MOE = 2048,
     LLAMA__GPT_OSS = 4096,
     LLAMA__GRANITEMOE = 8192,
-    LLAMA__ALL = 16383,
+    // Layers of lfm2 and lfm2moe have attention or, named _CONV, a short convolution. The first few
+    // of lfm2moe have no experts, and are as those of lfm2.
+    LLAMA__LFM2 = 16384,
+    LLAMA__LFM2_CONV = 32768,
+    LLAMA__LFM2MOE = 65536,
+    LLAMA__LFM2MOE_CONV = 131072,
+    LLAMA__ALL = 262143,
     LLAMA__NEWER = LLAMA__ALL - LLAMA__GPT2,
     LLAMA__GEMMA = LLAMA__GEMMA2 | LLAMA__GEMMA3,
     LLAMA__FUSED = LLAMA__GPT2 | LLAMA__PHI3, // q, k and v in one matrix
-    LLAMA__SEPARATE = LLAMA__ALL - LLAMA__FUSED,
-    LLAMA__EXPERTS = LLAMA__MIXTRAL | LLAMA__QWEN3MOE | LLAMA__GPT_OSS | LLAMA__GRANITEMOE,
+    LLAMA__CONVS = LLAMA__LFM2_CONV | LLAMA__LFM2MOE_CONV,
+    LLAMA__LFM = LLAMA__LFM2 | LLAMA__LFM2MOE | LLAMA__CONVS,
+    LLAMA__SEPARATE = LLAMA__ALL - LLAMA__FUSED - LLAMA__CONVS,
+    LLAMA__EXPERTS = LLAMA__MIXTRAL | LLAMA__QWEN3MOE | LLAMA__GPT_OSS | LLAMA__GRANITEMOE |
+                     LLAMA__LFM2MOE | LLAMA__LFM2MOE_CONV,
     LLAMA__DENSE = LLAMA__ALL - LLAMA__EXPERTS,
     LLAMA__GATED = LLAMA__DENSE - LLAMA__FUSED, // gate and up in two matrices
-    LLAMA__HEAD_NORMS = LLAMA__QWEN3 | LLAMA__QWEN3MOE | LLAMA__GEMMA3
+    LLAMA__HEAD_NORMS = LLAMA__QWEN3 | LLAMA__QWEN3MOE | LLAMA__GEMMA3 | LLAMA__LFM2 |
+                        LLAMA__LFM2MOE
 };
 
 static const char LLAMA__RMS_EPS[] = "attention.layer_norm_rms_epsilon";
 
 static const struct llama__family {
     const char *name; // general.architecture
-    int bit;
+    int bit;                // bits, where layers are of several kinds
     rocq_rope_pairing pairing;
     rocq_activation activation;
     const char *norm_eps;   // its key
@@ -62,6 +72,7 @@ static const struct llama__family {
     rocq_scores scores;     // router weighs them so;
     bool renormalise;       // the weights of those that are taken add up to 1
     float limit, alpha;     // see rocq_experts_params
+    bool convolves;         // layers without KV heads do, and the first ones may have no experts
     int32_t odd;            // the model of so many layers takes n_embd / n_heads for the size of a
                             // head where it scales scores
 } llama__families[] = {
@@ -96,6 +107,11 @@ static const struct llama__family {
      .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .no_rope = 4},
     {.name = "mistral3", .bit = LLAMA__MISTRAL3, .pairing = ROCQ_ROPE_NORM,
      .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .temperature = true},
+    {.name = "lfm2", .bit = LLAMA__LFM2 | LLAMA__LFM2_CONV, .pairing = ROCQ_ROPE_NEOX,
+     .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .windows = true, .convolves = true},
+    {.name = "lfm2moe", .bit = LLAMA__LFM, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_SILU,
+     .norm_eps = LLAMA__RMS_EPS, .experts = true, .scores = ROCQ_SCORES_SIGMOID,
+     .renormalise = true, .convolves = true},
     {.name = "phi3", .bit = LLAMA__PHI3, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_SILU,
      .norm_eps = LLAMA__RMS_EPS},
 };
@@ -103,16 +119,17 @@ static const struct llama__family {
 enum { LLAMA__N_FAMILIES = sizeof llama__families / sizeof llama__families[0] };
 
 // Sizes: 1, n_embd, Q, KV, Q + 2 KV, head_dim, FF, 2 FF, n_vocab, n_ctx_train, how many pairs of a
-// head turn, heads, experts and FF of an expert.
+// head turn, heads, experts, FF of an expert, 3 n_embd and the taps of a convolution.
 enum {
     LLAMA__1, LLAMA__E, LLAMA__Q, LLAMA__KV, LLAMA__QKV, LLAMA__D, LLAMA__F, LLAMA__2F, LLAMA__V,
-    LLAMA__P, LLAMA__R, LLAMA__H, LLAMA__X, LLAMA__XF, LLAMA__N_SIZES
+    LLAMA__P, LLAMA__R, LLAMA__H, LLAMA__X, LLAMA__XF, LLAMA__3E, LLAMA__T, LLAMA__N_SIZES
 };
 
 enum {
     LLAMA__OPTIONAL = 1,
     LLAMA__ALONE = 2,   // no other weight reads what this one reads
-    LLAMA__BY_EXPERT = 4 // one matrix for each expert
+    LLAMA__BY_EXPERT = 4, // one matrix for each expert
+    LLAMA__F32 = 8      // as vectors are
 };
 
 typedef struct llama__weight {
@@ -140,8 +157,12 @@ static const llama__weight llama__weights[] = { // of each layer: "blk.<layer>.<
     {"attn_q_norm.weight", LLAMA__AT(q_norm), LLAMA__D, LLAMA__1, LLAMA__HEAD_NORMS, 0},
     {"attn_k_norm.weight", LLAMA__AT(k_norm), LLAMA__D, LLAMA__1, LLAMA__HEAD_NORMS, 0},
     {"attn_sinks.weight", LLAMA__AT(sinks), LLAMA__H, LLAMA__1, LLAMA__GPT_OSS, 0},
-    {"attn_output.weight", LLAMA__AT(out), LLAMA__Q, LLAMA__E, LLAMA__ALL, 0},
+    {"attn_output.weight", LLAMA__AT(out), LLAMA__Q, LLAMA__E, LLAMA__ALL - LLAMA__CONVS, 0},
     {"attn_output.bias", LLAMA__AT(out_bias), LLAMA__E, LLAMA__1, LLAMA__ALL, LLAMA__OPTIONAL},
+    {"shortconv.in_proj.weight", LLAMA__AT(q), LLAMA__E, LLAMA__3E, LLAMA__CONVS, 0},
+    {"shortconv.conv.weight", LLAMA__AT(conv), LLAMA__T, LLAMA__E, LLAMA__CONVS,
+     LLAMA__ALONE | LLAMA__F32},
+    {"shortconv.out_proj.weight", LLAMA__AT(out), LLAMA__E, LLAMA__E, LLAMA__CONVS, 0},
     {"post_attention_norm.weight", LLAMA__AT(attn_post_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA, 0},
     {"post_attention_norm.weight", LLAMA__AT(ffn_norm), LLAMA__E, LLAMA__1, LLAMA__GPT_OSS, 0},
     {"ffn_norm.weight", LLAMA__AT(ffn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL - LLAMA__GPT_OSS, 0},
@@ -157,6 +178,8 @@ static const llama__weight llama__weights[] = { // of each layer: "blk.<layer>.<
     {"ffn_down.bias", LLAMA__AT(down_bias), LLAMA__E, LLAMA__1, LLAMA__DENSE, LLAMA__OPTIONAL},
     {"ffn_gate_inp.weight", LLAMA__AT(router), LLAMA__E, LLAMA__X, LLAMA__EXPERTS, LLAMA__ALONE},
     {"ffn_gate_inp.bias", LLAMA__AT(router_bias), LLAMA__X, LLAMA__1, LLAMA__GPT_OSS, 0},
+    {"exp_probs_b.bias", LLAMA__AT(choice_bias), LLAMA__X, LLAMA__1,
+     LLAMA__LFM2MOE | LLAMA__LFM2MOE_CONV, 0},
     {"ffn_gate_exps.weight", LLAMA__AT(expert_gate), LLAMA__E, LLAMA__XF, LLAMA__EXPERTS,
      LLAMA__BY_EXPERT},
     {"ffn_gate_exps.bias", LLAMA__AT(expert_gate_bias), LLAMA__XF, LLAMA__X, LLAMA__GPT_OSS,
@@ -183,7 +206,8 @@ static const llama__weight llama__weights[] = { // of each layer: "blk.<layer>.<
 static const llama__weight llama__others[] = {
     {"token_embd.weight", LLAMA__AT(embedding), LLAMA__E, LLAMA__V, LLAMA__ALL, LLAMA__ALONE},
     {"position_embd.weight", LLAMA__AT(positions), LLAMA__E, LLAMA__P, LLAMA__GPT2, LLAMA__ALONE},
-    {"output_norm.weight", LLAMA__AT(output_norm), LLAMA__E, LLAMA__1, LLAMA__ALL, 0},
+    {"output_norm.weight", LLAMA__AT(output_norm), LLAMA__E, LLAMA__1, LLAMA__ALL - LLAMA__LFM, 0},
+    {"token_embd_norm.weight", LLAMA__AT(output_norm), LLAMA__E, LLAMA__1, LLAMA__LFM, 0},
     {"output_norm.bias", LLAMA__AT(output_norm_bias), LLAMA__E, LLAMA__1, LLAMA__GPT2, 0},
     {"output.weight", LLAMA__AT(output), LLAMA__E, LLAMA__V, LLAMA__ALL, LLAMA__OPTIONAL},
     {"output.bias", LLAMA__AT(output_bias), LLAMA__V, LLAMA__1, LLAMA__ALL, LLAMA__OPTIONAL},
@@ -247,7 +271,8 @@ static int64_t llama__distance(const rocq_gguf *file, const struct llama__family
         const llama__weight *w = &llama__weights[k];
         char name[64];
         snprintf(name, sizeof name, "blk.0.%s", w->name);
-        if (!(w->families & family->bit) || (w->flags & LLAMA__OPTIONAL)) continue;
+        if ((w->families & family->bit) != family->bit) continue; // in no layer, or not in all
+        if (w->flags & LLAMA__OPTIONAL) continue;
         if (rocq_gguf_find_tensor(file, name, &t) != ROCQ_OK) strange++;
     }
     return strange;
@@ -414,6 +439,16 @@ static rocq_result llama__read_experts(llama_model *m, const rocq_gguf *file) {
     LLAMA__TRY(llama__read_int(m, file, "expert_feed_forward_length",
                                n_ff > 0 ? n_ff : LLAMA__REQUIRED, &m->expert_ff));
     LLAMA__TRY(llama__read_int(m, file, "expert_shared_feed_forward_length", 0, &m->n_ff));
+    if (m->row->convolves) {
+        int32_t scores;
+        LLAMA__TRY(llama__read_int(m, file, "leading_dense_block_count", 0, &m->n_leading));
+        LLAMA__TRY(llama__read_int(m, file, "expert_gating_func", LLAMA__REQUIRED, &scores));
+        if (scores != 2) {
+            return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.expert_gating_func is %d, expected 2 "
+                               "(sigmoid)", m->family, (int)scores);
+        }
+        if (m->n_leading > 0) m->n_ff = n_ff;
+    }
     LLAMA__TRY(llama__read_int(m, file, "expert_used_count", LLAMA__REQUIRED, &m->n_used));
     LLAMA__TRY(llama__read_float(m, file, "expert_weights_scale", 0, &m->expert_scale));
     if (m->n_used <= m->n_experts) return ROCQ_OK;
@@ -448,7 +483,6 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
     LLAMA__TRY(llama__read_experts(m, file));
     LLAMA__TRY(llama__read_int(m, file, "context_length", LLAMA__REQUIRED, &m->n_ctx_train));
     LLAMA__TRY(llama__read_int(m, file, "attention.head_count", LLAMA__REQUIRED, &m->n_heads));
-    LLAMA__TRY(llama__read_int(m, file, "attention.head_count_kv", m->n_heads, &m->n_kv_heads));
     LLAMA__TRY(llama__read_float(m, file, m->row->norm_eps, LLAMA__REQUIRED, &m->norm_eps));
     const int32_t split = m->n_embd / m->n_heads;
     LLAMA__TRY(llama__read_int(m, file, "attention.key_length", split, &m->head_dim));
@@ -457,9 +491,8 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "keys of %d elements with values of %d are not "
                            "supported", (int)m->head_dim, (int)value_dim);
     }
-    if (m->n_layers > 1024 || m->n_heads % m->n_kv_heads != 0) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%d layers of %d heads on %d KV heads",
-                           (int)m->n_layers, (int)m->n_heads, (int)m->n_kv_heads);
+    if (m->n_layers > 1024) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%d layers", (int)m->n_layers);
     }
     if (rocq_gguf_find_value(file, "tokenizer.ggml.tokens", &tokens) == ROCQ_OK &&
         tokens.count > 0 && tokens.count < 1 << 30) {
@@ -529,11 +562,54 @@ static rocq_result llama__read_ropes(llama_model *m, const rocq_gguf *file) {
     return ROCQ_OK;
 }
 
+// KV heads, and what kind each layer is of: where layers may convolve, those without KV heads do,
+// and the other entries of the array must be equal.
+static rocq_result llama__read_kinds(llama_model *m, const rocq_gguf *file) {
+    const struct llama__family *row = m->row;
+    char key[128];
+    rocq_gguf_value heads;
+    snprintf(key, sizeof key, "%s.attention.head_count_kv", m->family);
+    const bool mixed = row->convolves && rocq_gguf_find_value(file, key, &heads) == ROCQ_OK &&
+                       heads.is_array && heads.count == m->n_layers;
+    if (!mixed) {
+        LLAMA__TRY(llama__read_int(m, file, "attention.head_count_kv", m->n_heads,
+                                   &m->n_kv_heads));
+    }
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        int64_t n = m->n_kv_heads;
+        if (mixed && (rocq_gguf_value_i64(&heads, i, &n) != ROCQ_OK || n < 0 || n > 1 << 30)) {
+            return llama__fail(m, ROCQ_E_CORRUPT, "%s is no number of heads in layer %d", key,
+                               (int)i);
+        }
+        if (n > 0 && m->n_kv_heads > 0 && n != m->n_kv_heads) {
+            return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is %d in one layer and %d in layer %d: "
+                               "layers of different shapes are not supported", key,
+                               (int)m->n_kv_heads, (int)n, (int)i);
+        }
+        if (n > 0) m->n_kv_heads = (int32_t)n;
+        m->layers[i].bit = row->bit;
+        if (!row->convolves) continue;
+        m->layers[i].bit &= n > 0 ? ~LLAMA__CONVS : LLAMA__CONVS;
+        if (row->experts) m->layers[i].bit &= i < m->n_leading ? LLAMA__DENSE : LLAMA__EXPERTS;
+        if (n == 0) m->n_convs++;
+    }
+    if (m->n_kv_heads < 1 || m->n_heads % m->n_kv_heads != 0) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%d layers of %d heads on %d KV heads",
+                           (int)m->n_layers, (int)m->n_heads, (int)m->n_kv_heads);
+    }
+    if (!row->convolves) return ROCQ_OK;
+    LLAMA__TRY(llama__read_int(m, file, "shortconv.l_cache", LLAMA__REQUIRED, &m->n_taps));
+    if (m->n_taps > 1 && m->n_taps <= ROCQ_K_SHORTCONV_TAPS) return ROCQ_OK;
+    return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.shortconv.l_cache is %d, expected 2 to %d",
+                       m->family, (int)m->n_taps, (int)ROCQ_K_SHORTCONV_TAPS);
+}
+
 // Numbers that only some families have.
 static rocq_result llama__read_numbers(llama_model *m, const rocq_gguf *file) {
     const struct llama__family *row = m->row;
     const int32_t scaled_dim = m->n_layers == row->odd ? m->n_embd / m->n_heads : m->head_dim;
     int32_t window = 0;
+    LLAMA__TRY(llama__read_kinds(m, file));
     m->attention_scale = 1 / sqrtf((float)scaled_dim);
     m->embedding_scale = row->root_embedding ? sqrtf((float)m->n_embd) : 1.0f;
     m->logit_scale = 1;

@@ -1,5 +1,5 @@
-// llama.h - runs models of the families in families.h (llama, qwen, gemma, granite, phi and others)
-// from GGUF files, on rocq.h.
+// llama.h - runs models of the families in families.h (llama, qwen, gemma, lfm2 and others) from
+// GGUF files, on rocq.h.
 //
 //     llama_model m;
 //     if (llama_open(&m, ctx, file, NULL) != ROCQ_OK) puts(m.error);
@@ -54,7 +54,8 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
 // Letters in shapes: Q is n_heads * head_dim, KV is n_kv_heads * head_dim, FF is n_ff. gpt2 has q,
 // k and v in one weight, which is q here, [n_embd, Q + 2 KV], and no gate: its ffn_up, which goes
 // through the activation, is gate here. It has no k, v and up. Nor has phi3, whose gate has gate
-// and up, [n_embd, 2 FF].
+// and up, [n_embd, 2 FF]. A layer that convolves has in_proj, [n_embd, 3 n_embd], as q, and its
+// out_proj as out.
 typedef struct llama_layer {
     rocq_tensor attn_norm;              // [n_embd]
     rocq_tensor attn_norm_bias;         // [n_embd]                   gpt2, as that of ffn_norm
@@ -62,6 +63,7 @@ typedef struct llama_layer {
     rocq_tensor q_bias, k_bias, v_bias; // [Q], [KV], [KV]         most of qwen2, gpt2
     rocq_tensor q_norm, k_norm;         // [head_dim], of each head   qwen3, gemma3
     rocq_tensor sinks;                  // [n_heads]                  gpt-oss
+    rocq_tensor conv;                   // [taps, n_embd]             lfm2
     rocq_tensor out, out_bias;          // [Q, n_embd], [n_embd]
     rocq_tensor attn_post_norm;         // [n_embd]                   gemma
     rocq_tensor ffn_norm, ffn_norm_bias; // [n_embd]
@@ -71,15 +73,18 @@ typedef struct llama_layer {
     rocq_tensor ffn_post_norm;          // [n_embd]                   gemma
     // Of mixtures: E is n_experts, XF is expert_ff. The above then is the shared expert, if any.
     rocq_tensor router, router_bias;           // [n_embd, E], [E]
+    rocq_tensor choice_bias;                   // [E]                 lfm2moe
     rocq_tensor expert_gate, expert_gate_bias; // [n_embd, XF, E], [XF, E]
     rocq_tensor expert_up, expert_up_bias;     // [n_embd, XF, E], [XF, E]
     rocq_tensor expert_down, expert_down_bias; // [XF, n_embd, E], [n_embd, E]
-    rocq_kv_view cache;
+    rocq_kv_view cache;                 // of layers with attention
+    rocq_tensor state;                  // F32 [n_embd, taps - 1 + LLAMA_BACK] of the others
+    int32_t bit;                        // its family or kind, of families.h
     int32_t window;                     // positions a query sees, 0 = all
     rocq_rope_config rope;
 } llama_layer;                          // weights that a family lacks have n_dims 0
 
-enum { LLAMA_LORAS = 8 }; // at once
+enum { LLAMA_LORAS = 8, LLAMA_BACK = 64 }; // adapters at once; see n_past
 
 typedef struct llama_lora {
     const char *name;      // for messages
@@ -106,13 +111,17 @@ typedef struct llama_adapters {
 } llama_adapters;
 
 typedef struct llama_model {
-    int32_t n_past; // tokens in the cache; lower it to forget the newest, 0 starts afresh
+    int32_t n_past; // tokens in the cache; lower it to forget the newest, 0 starts afresh. Models
+                    // with convolutions (lfm2) can forget LLAMA_BACK tokens so, or all of them
 
     // The rest is for reading only.
     const char *family; // general.architecture
     int32_t n_vocab, n_embd, n_layers, n_heads, n_kv_heads, head_dim;
-    int32_t n_ff;                        // of a mixture that of its shared expert, 0 = none
+    int32_t n_ff;                        // of a mixture that of its shared expert, or of its first
+                                         // n_leading layers, which are dense; 0 = none
     int32_t n_experts, n_used, expert_ff; // n_experts 1: no mixture
+    int32_t n_leading;
+    int32_t n_convs, n_taps;             // layers that convolve, over so many tokens
     int32_t n_ctx, n_ctx_train, n_batch, n_logits;
     int64_t weight_bytes, kv_bytes;
     int64_t scratch_bytes; // activations, and what ops need while they run
@@ -143,10 +152,11 @@ typedef struct llama_model {
     rocq_tensor inputs;   // I32 [1 + 4 n_batch]: n_past + n, then of n tokens their ids, their
                           // positions, their cells in the cache and, F32, what queries are
                           // multiplied by                              mistral3
+                          // or where convolutions have the first       lfm2
     int32_t *staged;      // the same on the host, for one upload
     rocq_tensor x;        // [n_embd, n_batch] the residual stream
     rocq_tensor h;        // [n_embd or Q, n_batch] normed or attended: see llama__operand
-    rocq_tensor qkv;      // [Q + 2 KV, n_batch]
+    rocq_tensor qkv;      // [Q + 2 KV or 3 n_embd, n_batch]
     rocq_tensor ffn;      // [FF, n_batch], an operand too
     rocq_tensor scores;   // [E, n_batch] of experts, by the router     mixtures, as these
     rocq_tensor chosen;   // I32 [n_used, n_batch]
@@ -161,6 +171,9 @@ typedef struct llama_model {
     rocq_tensor token;    // I32 [1]
     rocq_format few, many; // of operands, with up to 8 columns and with more
     rocq_graph *step;     // one token, recorded; NULL where ops run one by one
+    // Convolutions number all tokens that they have seen: to them, those of the cache stand `moved`
+    // positions further, by llama_forget. They can go on with n_past from conv_first to conv_end.
+    int32_t moved, conv_first, conv_end;
     int32_t begun, begun_past; // 1 + the token that llama_eval_for has begun, 0 = none; its n_past
     rocq_ctx *ctx;
     llama_options options;
@@ -196,7 +209,7 @@ static inline rocq_result llama_eval_for(llama_model *m, const int32_t *tokens, 
 // Forgets n of the tokens in the cache, from number first on: those behind them move up, and n_past
 // goes down by n. So text can go on when the context is full. Not with gpt2, where what tokens
 // became depends on learned positions, nor where layers turn keys in different ways, as in gemma3
-// and smollm3 (E_UNSUPPORTED).
+// and smollm3, nor the newest tokens that convolutions of lfm2 still read (E_UNSUPPORTED).
 static inline rocq_result llama_forget(llama_model *m, int32_t first, int32_t n);
 
 // Puts n adapters in the place of those that there were; what is in the cache stays as it is.
@@ -308,10 +321,11 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
                            "x %.0f", name, (double)found.ne[0], (double)found.ne[1],
                            (double)found.ne[2], (double)cols, (double)rows, (double)slices);
     }
-    if (!found.known || found.format == ROCQ_I32 || (rows == 1 && found.format != ROCQ_F32)) {
+    const bool exact = rows == 1 || (w->flags & LLAMA__F32);
+    if (!found.known || found.format == ROCQ_I32 || (exact && found.format != ROCQ_F32)) {
         return llama__fail(m, ROCQ_E_FORMAT, "tensor %s has the type %s (id %u), which cannot be "
                            "used here%s", name, found.type_name, (unsigned)found.type_id,
-                           rows == 1 && found.known ? ": expected F32" : "");
+                           exact && found.known ? ": expected F32" : "");
     }
     const int32_t i = m->n_weights++;
     snprintf(list->text[i], sizeof list->text[i], "%s", name);
@@ -347,7 +361,7 @@ static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, llama_
     const int64_t size[LLAMA__N_SIZES] = {1, n_embd, n_q, n_kv, n_q + 2 * n_kv, head, n_ff,
                                           2 * n_ff, m->n_vocab, m->n_ctx_train,
                                           m->rope.n_dims / 2, m->n_heads, m->n_experts,
-                                          m->expert_ff};
+                                          m->expert_ff, 3 * n_embd, m->n_taps};
     for (int k = 0; k < LLAMA__N_OTHERS; k++) {
         const llama__weight *w = &llama__others[k];
         rocq_tensor *place = (rocq_tensor *)(void *)((char *)m + w->at);
@@ -359,7 +373,7 @@ static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, llama_
             const llama__weight *w = &llama__weights[k];
             rocq_tensor *place = (rocq_tensor *)(void *)((char *)&m->layers[i] + w->at);
             char name[64];
-            if (!(w->families & m->row->bit)) continue;
+            if (!(w->families & m->layers[i].bit)) continue;
             snprintf(name, sizeof name, "blk.%d.%s", (int)i, w->name);
             LLAMA__TRY(llama__find(m, file, list, w, name, size, place));
         }
@@ -552,6 +566,7 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
                                       .bias = llama__maybe(&l->router_bias),
                                       .precision = m->options.precision};
     const rocq_route_params route = {.ids = &ids, .weights = &shares, .logits = &scores,
+                                     .bias = llama__maybe(&l->choice_bias),
                                      .scores = m->row->scores, .renormalise = m->row->renormalise,
                                      .scale = m->expert_scale};
     const rocq_experts_params gate = {
@@ -571,23 +586,19 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
     return ROCQ_OK;
 }
 
-// One layer over the n tokens in x [n_embd, n].
-static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq_tensor *x) {
+// x += what a layer's attention makes of h, the normed x.
+static rocq_result llama__attend(llama_model *m, const llama_layer *l, const llama_site *site,
+                                 const rocq_tensor *x, const rocq_tensor *h) {
     const int64_t n = x->ne[1];
     const rocq_tensor kv_len = rocq_tensor_slice(&m->inputs, 0, 0, 1);
     const rocq_tensor pos = rocq_tensor_slice(&m->inputs, 0, 1 + n, n);
     const rocq_tensor cells = rocq_tensor_slice(&m->inputs, 0, 1 + 2 * n, n);
     const rocq_kv_view *cache = &l->cache;
-    const llama_site *site = &m->adapters.sites[4 * (l - m->layers)];
-    const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
-    // A product that reads what it writes, as gate, does so in F32.
-    const bool exact = m->n_ff == 0 || l->up_bias.n_dims > 0;
-    const rocq_tensor ffn = exact ? rocq_tensor_slice(&m->ffn, 1, 0, n)
-                                  : llama__operand(m, &m->ffn, m->n_ff, n);
     const int64_t n_q = (int64_t)m->n_heads * m->head_dim;
     const int64_t n_kv = (int64_t)m->n_kv_heads * m->head_dim;
     const bool fused = l->k.n_dims == 0;
-    const rocq_tensor qkv = rocq_tensor_slice(&m->qkv, 1, 0, n); // the first n columns
+    const rocq_tensor all = rocq_tensor_slice(&m->qkv, 1, 0, n); // the first n columns
+    const rocq_tensor qkv = rocq_tensor_slice(&all, 0, 0, n_q + 2 * n_kv);
     const rocq_tensor q = rocq_tensor_slice(&qkv, 0, 0, n_q);
     const rocq_tensor k = rocq_tensor_slice(&qkv, 0, n_q, n_kv);
     const rocq_tensor v = rocq_tensor_slice(&qkv, 0, n_q + n_kv, n_kv);
@@ -599,13 +610,13 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     seen_heads = rocq_tensor_heads(&seen, m->head_dim);
 
     rocq_matmul_params to_v = {
-        .y = &v, .w = &l->v, .x = &h, .bias = llama__maybe(&l->v_bias),
+        .y = &v, .w = &l->v, .x = h, .bias = llama__maybe(&l->v_bias),
         .precision = m->options.precision};
     rocq_matmul_params to_k = {
-        .y = &k, .w = &l->k, .x = &h, .bias = llama__maybe(&l->k_bias),
+        .y = &k, .w = &l->k, .x = h, .bias = llama__maybe(&l->k_bias),
         .precision = m->options.precision, .next = &to_v};
     rocq_matmul_params to_q = {
-        .y = fused ? &qkv : &q, .w = &l->q, .x = &h, .bias = llama__maybe(&l->q_bias),
+        .y = fused ? &qkv : &q, .w = &l->q, .x = h, .bias = llama__maybe(&l->q_bias),
         .precision = m->options.precision, .next = fused ? NULL : &to_k};
     const rocq_rope_append_params append = {
         .q = &q_heads, .k = &k_heads, .v = &v_heads, .k_cache = &cache->k_cache,
@@ -619,20 +630,50 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     llama__adapt(m, &site[0], 0, &to_q);
     llama__adapt(m, &site[0], 1, &to_k);
     llama__adapt(m, &site[0], 2, &to_v);
-    LLAMA__TRY(llama__norm(m, &h, x, &l->attn_norm, &l->attn_norm_bias));
-    LLAMA__TRY(llama__reduce(m, &site[0], &h));
     LLAMA__RUN(m, MATMUL, matmul, &to_q);
     if (l->q_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &q_heads, &q_heads, &l->q_norm, NULL));
     if (l->k_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &k_heads, &k_heads, &l->k_norm, NULL));
     if (m->temperature > 0) LLAMA__TRY(llama__heat(m, &q_heads));
     LLAMA__RUN(m, ROPE_APPEND, rope_append, &append);
     LLAMA__RUN(m, ATTENTION, attention, &attend);
-    LLAMA__TRY(llama__add(m, x, &l->out, &site[1], &seen, &l->out_bias,
-                          &l->attn_post_norm));
+    return llama__add(m, x, &l->out, &site[1], &seen, &l->out_bias, &l->attn_post_norm);
+}
+
+// x += what a layer's short convolution makes of h.
+static rocq_result llama__convolve(llama_model *m, const llama_layer *l, const llama_site *site,
+                                   const rocq_tensor *x, const rocq_tensor *h) {
+    const int64_t n = x->ne[1];
+    const rocq_tensor pos = rocq_tensor_slice(&m->inputs, 0, 1 + 3 * n, 1);
+    const rocq_tensor all = rocq_tensor_slice(&m->qkv, 1, 0, n);
+    const rocq_tensor bcx = rocq_tensor_slice(&all, 0, 0, 3 * (int64_t)m->n_embd);
+    const rocq_tensor seen = llama__operand(m, &m->h, m->n_embd, n);
+    rocq_matmul_params project = {.y = &bcx, .w = &l->q, .x = h,
+                                  .precision = m->options.precision};
+    const rocq_shortconv_params convolve = {.y = &seen, .bcx = &bcx, .w = &l->conv,
+                                            .state = &l->state, .pos = &pos};
+    llama__adapt(m, &site[0], 0, &project);
+    LLAMA__RUN(m, MATMUL, matmul, &project);
+    LLAMA__RUN(m, SHORTCONV, shortconv, &convolve);
+    return llama__add(m, x, &l->out, &site[1], &seen, &l->out_bias, &l->attn_post_norm);
+}
+
+// One layer over the n tokens in x [n_embd, n].
+static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq_tensor *x) {
+    const int64_t n = x->ne[1];
+    const llama_site *site = &m->adapters.sites[4 * (l - m->layers)];
+    const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
+    // A product that reads what it writes, as gate, does so in F32.
+    const bool exact = m->n_ff == 0 || l->up_bias.n_dims > 0;
+    const rocq_tensor ffn = exact ? rocq_tensor_slice(&m->ffn, 1, 0, n)
+                                  : llama__operand(m, &m->ffn, m->n_ff, n);
+    LLAMA__TRY(llama__norm(m, &h, x, &l->attn_norm, &l->attn_norm_bias));
+    LLAMA__TRY(llama__reduce(m, &site[0], &h));
+    if (l->conv.n_dims > 0) LLAMA__TRY(llama__convolve(m, l, site, x, &h));
+    else LLAMA__TRY(llama__attend(m, l, site, x, &h));
 
     LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm, &l->ffn_norm_bias));
     LLAMA__TRY(llama__reduce(m, &site[2], &h));
-    if (m->n_experts > 1) LLAMA__TRY(llama__mix(m, l, x, &h));
+    if (l->router.n_dims > 0) LLAMA__TRY(llama__mix(m, l, x, &h));
     if (l->gate.n_dims == 0) return ROCQ_OK;
     LLAMA__TRY(llama__feed(m, l, &site[2], &h, &ffn));
     return llama__add(m, x, &l->down, &site[3], &ffn, &l->down_bias, &l->ffn_post_norm);
@@ -711,7 +752,8 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
     LLAMA__TRY(rocq_tensor_1d(arena, &m->token, ROCQ_I32, 1));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->x, ROCQ_F32, m->n_embd, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->h, ROCQ_F32, n_q > m->n_embd ? n_q : m->n_embd, n));
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->qkv, ROCQ_F32, n_q + 2 * n_kv, n));
+    const int64_t n_qkv = n_q + 2 * n_kv, n_bcx = m->n_convs > 0 ? 3 * (int64_t)m->n_embd : 0;
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->qkv, ROCQ_F32, n_qkv > n_bcx ? n_qkv : n_bcx, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->ffn, ROCQ_F32, m->n_ff > 0 ? m->n_ff : 1, n));
     const bool mixture = m->n_experts > 1;
     const int64_t n_used = mixture ? m->n_used : 1;
@@ -725,6 +767,11 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
     LLAMA__TRY(rocq_tensor_1d(arena, &m->head_norm, ROCQ_F32, m->n_embd));
     const bool adds = m->layers[0].attn_post_norm.n_dims > 0 || m->positions.n_dims > 0 || mixture;
     LLAMA__TRY(rocq_tensor_2d(arena, &m->added, ROCQ_F32, m->n_embd, adds ? n : 1));
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        if (m->layers[i].conv.n_dims == 0) continue;
+        LLAMA__TRY(rocq_tensor_2d(arena, &m->layers[i].state, ROCQ_F32, m->n_embd,
+                                  m->n_taps - 1 + LLAMA_BACK));
+    }
     return rocq_tensor_2d(arena, &m->logits, ROCQ_F32, m->n_vocab, m->n_logits);
 }
 
@@ -738,14 +785,15 @@ static rocq_result llama__make_cache(llama_model *m) {
     if (rocq_format_from_name(&format, name) != ROCQ_OK) {
         return llama__fail(m, ROCQ_E_FORMAT, "there is no format %s for a KV cache", name);
     }
-    const rocq_kv_desc desc = {.n_layers = m->n_layers, .n_kv_heads = m->n_kv_heads,
+    const rocq_kv_desc desc = {.n_layers = m->n_layers - m->n_convs, .n_kv_heads = m->n_kv_heads,
                                .head_dim = m->head_dim, .k_format = format, .v_format = format,
                                .n_ctx = m->n_ctx, .page_size = m->options.kv_page,
                                .rope = m->rope};
     LLAMA__TRY(rocq_kv_create(m->ctx, &m->kv, &desc));
     LLAMA__TRY(rocq_kv_size(&desc, &m->kv_bytes));
-    for (int32_t i = 0; i < m->n_layers; i++) {
-        LLAMA__TRY(rocq_kv_layer(m->kv, i, 0, 1, &m->layers[i].cache));
+    for (int32_t i = 0, n = 0; i < m->n_layers; i++) {
+        if (m->layers[i].conv.n_dims > 0) continue;
+        LLAMA__TRY(rocq_kv_layer(m->kv, n++, 0, 1, &m->layers[i].cache));
     }
     return ROCQ_OK;
 }
@@ -830,7 +878,7 @@ static const rocq_tensor *llama__site_weight(const llama_model *m, int64_t k, in
     }
     for (int w = 0; i < sites[k % 4].n && w < LLAMA__N_WEIGHTS; w++) {
         const llama__weight *of = &llama__weights[w];
-        if (of->at != sites[k % 4].at[i] || !(of->families & m->row->bit)) continue;
+        if (of->at != sites[k % 4].at[i] || !(of->families & m->layers[k / 4].bit)) continue;
         snprintf(name, 64, "blk.%d.%s", (int)(k / 4), of->name);
         return (const rocq_tensor *)(const void *)((const char *)&m->layers[k / 4] + of->at);
     }
@@ -1138,12 +1186,28 @@ static inline void llama_close(llama_model *m) {
     memset(m, 0, sizeof *m);
 }
 
+// n more tokens for convolutions, whose states have the newest LLAMA_BACK tokens and the taps - 1
+// before them, so that they can go on from any of these; and from none.
+static rocq_result llama__enter_convs(llama_model *m, int32_t n) {
+    if (m->n_past == 0) m->moved = m->conv_first = m->conv_end = 0;
+    if (m->n_past < m->conv_first || m->n_past > m->conv_end) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "n_past is %d: a %s model can go on from %d to "
+                           "%d, or from 0", (int)m->n_past, m->family, (int)m->conv_first,
+                           (int)m->conv_end);
+    }
+    if (m->conv_end < m->n_past + n) m->conv_end = m->n_past + n;
+    if (m->conv_first < m->conv_end - LLAMA_BACK) m->conv_first = m->conv_end - LLAMA_BACK;
+    m->staged[1 + 3 * n] = m->n_past + m->moved;
+    return ROCQ_OK;
+}
+
 // Uploads the tokens, positions and cells of a batch. The length goes with them, so that only a
 // table of pages needs another upload.
 static rocq_result llama__enter(llama_model *m, const int32_t *tokens, int32_t n) {
     const int32_t kv_len = m->n_past + n;
     const bool heated = m->temperature > 0;
-    const rocq_tensor inputs = rocq_tensor_slice(&m->inputs, 0, 0, 1 + (heated ? 4 : 3) * n);
+    const int32_t extra = heated ? n : m->n_convs > 0 ? 1 : 0;
+    const rocq_tensor inputs = rocq_tensor_slice(&m->inputs, 0, 0, 1 + 3 * n + extra);
     m->staged[0] = kv_len;
     for (int32_t i = 0; i < n; i++) {
         m->staged[1 + i] = tokens[i];
@@ -1158,6 +1222,7 @@ static rocq_result llama__enter(llama_model *m, const int32_t *tokens, int32_t n
                                (int)m->n_vocab);
         }
     }
+    if (m->n_convs > 0) LLAMA__TRY(llama__enter_convs(m, n));
     LLAMA__TRY(rocq_kv_truncate(m->kv, 0, m->n_past)); // lowered, or a call failed after its append
     LLAMA__TRY(rocq_kv_append(m->kv, 0, n, m->staged + 1 + 2 * n));
     if (m->options.kv_page > 0) LLAMA__TRY(rocq_kv_flush(m->kv));
@@ -1264,9 +1329,19 @@ static rocq_result llama__forget(llama_model *m, int32_t first, int32_t n) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "tokens of a %s model cannot move up: its layers "
                            "turn keys in different ways", m->family);
     }
+    const int32_t last = m->n_past - (m->n_taps > 0 ? m->n_taps - 1 : 0); // that may be forgotten
+    if (m->n_convs > 0 && n > 0 && first >= 0 && first <= m->n_past && first + n > last &&
+        first + n <= m->n_past) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "convolutions of a %s model still read the "
+                           "newest %d tokens", m->family, (int)m->n_taps - 1);
+    }
     LLAMA__TRY(rocq_kv_truncate(m->kv, 0, m->n_past));
     LLAMA__TRY(rocq_kv_shift(m->kv, 0, first, n));
     m->n_past -= n;
+    m->moved += n;
+    m->conv_end -= n;
+    m->conv_first -= n;
+    if (m->conv_first < first + m->n_taps - 1) m->conv_first = first + m->n_taps - 1;
     return ROCQ_OK;
 }
 

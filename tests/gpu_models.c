@@ -266,7 +266,10 @@ static void test_others(void **state) {
           .n_ctx_orig = 16, .edit = mistral3_keys}, 9},
         {{"gpu-phi", "phi3", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
           .n_ff = 160, .n_vocab = 301, .formats = q4_0, .n_rot = 24, .rope_factors = true,
-          .n_ctx_orig = 32}, 9}};
+          .n_ctx_orig = 32}, 9},
+        {{"gpu-lfm2", "lfm2", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
+          .n_ff = 160, .n_vocab = 301, .n_layers = 3, .formats = q4_0, .tied = true, .attends = 3,
+          .n_taps = 3}, 10}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         check_model(&cases[i].spec, "f16", 2e-3, cases[i].layer);
@@ -289,7 +292,10 @@ static void test_mixtures(void **state) {
           .rope_scaling = "yarn", .rope_factor = 4, .n_ctx_orig = 32}, 2e-3, 12},
         {{"gpu-granitemoe", "granitemoe", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2,
           .head_dim = 32, .n_ff = 96, .n_vocab = 301, .formats = q4_0, .n_experts = 3, .n_used = 3,
-          .n_shared = 160, .edit = granitemoe_keys}, 2e-3, 14}};
+          .n_shared = 160, .edit = granitemoe_keys}, 2e-3, 14},
+        {{"gpu-lfm2moe", "lfm2moe", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
+          .n_ff = 96, .n_vocab = 301, .n_layers = 4, .formats = f32, .n_experts = 9, .n_used = 3,
+          .n_shared = 160, .attends = 2, .n_taps = 3, .n_leading = 2}, 1e-5, 13}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const bool exact = cases[i].bound < 1e-4;

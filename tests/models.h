@@ -37,6 +37,8 @@ typedef struct model_spec {
     bool rope_factors;          // rope_factors_short and _long tensors
     int32_t n_experts, n_used;  // of n_ff each; 0 = no mixture
     int32_t n_shared;           // FF of granitemoe's shared expert, 0 = none
+    int32_t attends;            // lfm2: so many-th layers have attention, the others convolve
+    int32_t n_taps, n_leading;  // lfm2, lfm2moe; n_leading layers are dense
     float attention_cap, final_cap;
     const char *like;           // the family whose tensors the file has, NULL = arch
     const char *leave_out;      // a tensor that the file lacks
@@ -140,7 +142,7 @@ static inline void model_add_mixture(model_file *f, int32_t i, bool biases) {
         model_add_experts(f, i, "ffn_up_exps.bias", n_ff, n, 0, true, 0, 0.5f);
         model_add_experts(f, i, "ffn_down_exps.bias", n_embd, n, 0, true, 0, 0.2f);
     }
-    if (s->n_shared > 0) {
+    if (s->n_shared > 0 && s->n_leading == 0) {
         model_add(f, i, "ffn_gate_shexp.weight", n_embd, s->n_shared, 0, 1.2f * in, 0);
         model_add(f, i, "ffn_up_shexp.weight", n_embd, s->n_shared, 0, 1.2f * in, 0);
         model_add(f, i, "ffn_down_shexp.weight", s->n_shared, n_embd, 0, out, 0);
@@ -166,6 +168,41 @@ static inline void model_add_gpt2(model_file *f, int32_t i) {
     model_add(f, i, "ffn_down.bias", n_embd, 0, 0, 0.2f, 0);
 }
 
+static inline bool model_attends(const model_spec *s, int32_t layer) {
+    return s->attends == 0 || layer % s->attends == s->attends - 1;
+}
+
+// lfm2's layer: attention as qwen3's or a short convolution, dense or with experts.
+static inline void model_add_lfm2(model_file *f, int32_t i) {
+    const model_spec *s = f->spec;
+    int64_t n_embd = s->n_embd, n_q = (int64_t)s->n_heads * s->head_dim;
+    int64_t n_kv = (int64_t)s->n_kv_heads * s->head_dim;
+    float in = 1 / sqrtf((float)n_embd);
+    model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+    if (model_attends(s, i)) {
+        model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 0.8f * in, 0);
+        model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 0.8f * in, 0);
+        model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.2f * in, 0);
+        model_add(f, i, "attn_q_norm.weight", s->head_dim, 0, 0.8f, 0.2f, 0);
+        model_add(f, i, "attn_k_norm.weight", s->head_dim, 0, 0.8f, 0.2f, 0);
+        model_add(f, i, "attn_output.weight", n_q, n_embd, 0, 0.6f / sqrtf((float)n_q), 0);
+    } else { // a product of three is long-tailed, and 8 bits round it coarsely: it adds less
+        model_add(f, i, "shortconv.in_proj.weight", n_embd, 3 * n_embd, 0, in, 0);
+        model_add_experts(f, i, "shortconv.conv.weight", s->n_taps, n_embd, 0, true, 0, 0.6f);
+        model_add(f, i, "shortconv.out_proj.weight", n_embd, n_embd, 0, 0.2f * in, 0);
+    }
+    model_add(f, i, "ffn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+    if (s->n_experts > 0 && i >= s->n_leading) {
+        model_add_mixture(f, i, false);
+        model_add(f, i, "exp_probs_b.bias", s->n_experts, 0, 0, 0.3f, 0);
+        return;
+    }
+    int64_t n_ff = s->n_experts > 0 ? s->n_shared : s->n_ff;
+    model_add(f, i, "ffn_gate.weight", n_embd, n_ff, 0, 1.2f * in, 0);
+    model_add(f, i, "ffn_up.weight", n_embd, n_ff, 0, 1.2f * in, 0);
+    model_add(f, i, "ffn_down.weight", n_ff, n_embd, 0, 0.25f / sqrtf((float)n_ff), 0);
+}
+
 static inline void model_add_all(model_file *f) {
     const model_spec *s = f->spec;
     const char *arch = s->like ? s->like : s->arch;
@@ -173,6 +210,7 @@ static inline void model_add_all(model_file *f) {
     bool gemma = strcmp(arch, "gemma2") == 0 || gemma3, qwen2 = strcmp(arch, "qwen2") == 0;
     bool gpt_oss = strcmp(arch, "gpt-oss") == 0;
     bool qwen3 = strncmp(arch, "qwen3", 5) == 0, gpt2 = strcmp(arch, "gpt2") == 0;
+    bool lfm2 = strncmp(arch, "lfm2", 4) == 0;
     int32_t n_rot = s->n_rot > 0 ? s->n_rot : s->head_dim;
     int64_t n_embd = s->n_embd, n_q = (int64_t)s->n_heads * s->head_dim;
     int64_t n_kv = (int64_t)s->n_kv_heads * s->head_dim;
@@ -189,7 +227,8 @@ static inline void model_add_all(model_file *f) {
     }
     if (gpt2) model_add(f, -1, "position_embd.weight", n_embd, 512, 0, 0.5f, 0);
     for (int32_t i = 0; i < f->n_layers && gpt2; i++) model_add_gpt2(f, i);
-    for (int32_t i = 0; i < f->n_layers && !gpt2; i++) {
+    for (int32_t i = 0; i < f->n_layers && lfm2; i++) model_add_lfm2(f, i);
+    for (int32_t i = 0; i < f->n_layers && !gpt2 && !lfm2; i++) {
         model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
         if (phi3) model_add(f, i, "attn_qkv.weight", n_embd, n_q + 2 * n_kv, 0, in, 0);
         else {
@@ -232,7 +271,8 @@ static inline void model_add_all(model_file *f) {
     // Logits with a spread of about 3, by way of the norm where the matrix is shared. Its weights
     // have both signs then, or every token would predict itself.
     float norm = s->tied ? 3 * in / embd : 1;
-    model_add(f, -1, "output_norm.weight", n_embd, 0, s->tied ? -norm : norm, 0.2f * norm, 0);
+    model_add(f, -1, lfm2 ? "token_embd_norm.weight" : "output_norm.weight", n_embd, 0,
+              s->tied ? -norm : norm, 0.2f * norm, 0);
     if (gpt2) model_add(f, -1, "output_norm.bias", n_embd, 0, 0, 0.3f * norm, 0);
     if (!s->tied) model_add(f, -1, "output.weight", n_embd, s->n_vocab, 0, 3 * in, 0.5f);
 }
@@ -317,16 +357,32 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
     model_set_u32(w, s->arch, "context_length", 512);
     model_set_u32(w, s->arch, "embedding_length", s->n_embd);
     model_set_u32(w, s->arch, "block_count", f.n_layers);
-    model_set_u32(w, s->arch, "feed_forward_length", s->n_ff);
+    model_set_u32(w, s->arch, "feed_forward_length", s->n_leading > 0 ? s->n_shared : s->n_ff);
     if (s->n_experts > 0) {
         model_set_u32(w, s->arch, "expert_count", s->n_experts);
         model_set_u32(w, s->arch, "expert_used_count", s->n_used);
         model_set_u32(w, s->arch, "expert_feed_forward_length", s->n_ff);
-        if (s->n_shared > 0)
+        if (s->n_shared > 0 && s->n_leading == 0)
             model_set_u32(w, s->arch, "expert_shared_feed_forward_length", s->n_shared);
+        if (strncmp(s->arch, "lfm2", 4) == 0) {
+            model_set_u32(w, s->arch, "leading_dense_block_count", s->n_leading);
+            model_set_u32(w, s->arch, "expert_gating_func", 2);
+        }
     }
     model_set_u32(w, s->arch, "attention.head_count", s->n_heads);
-    model_set_u32(w, s->arch, "attention.head_count_kv", s->n_kv_heads);
+    if (s->attends > 0) {
+        char key[64];
+        int32_t *heads = (int32_t *)calloc((size_t)f.n_layers, sizeof *heads);
+        assert_non_null(heads);
+        for (int32_t i = 0; i < f.n_layers; i++) heads[i] = model_attends(s, i) ? s->n_kv_heads : 0;
+        snprintf(key, sizeof key, "%s.attention.head_count_kv", s->arch);
+        assert_int_equal(rocq_gguf_writer_set(w, key, ROCQ_GGUF_I32, true, f.n_layers, heads),
+                         ROCQ_OK);
+        model_set_u32(w, s->arch, "shortconv.l_cache", s->n_taps);
+        free(heads);
+    } else {
+        model_set_u32(w, s->arch, "attention.head_count_kv", s->n_kv_heads);
+    }
     model_set_f32(w, s->arch, strcmp(s->arch, "gpt2") == 0 ? "attention.layer_norm_epsilon"
                                                            : "attention.layer_norm_rms_epsilon",
                   0.01f); // large enough to show
@@ -418,7 +474,7 @@ static inline void model_write_lora(rocq_ctx *ctx, const model_spec *s, const ch
         model_random random = {seed};
         for (int32_t i = 0; i < arrlen(f.tensors); i++) {
             const model_tensor *t = &f.tensors[i];
-            if (t->ne[1] == 0 || strstr(t->name, "_embd")) continue;
+            if (t->ne[1] == 0 || strstr(t->name, "_embd") || strstr(t->name, ".conv.")) continue;
             for (int k = 0; k < 2; k++) {
                 char name[80];
                 int64_t ne[2] = {k ? rank : t->ne[0], k ? t->ne[1] : rank};

@@ -75,6 +75,7 @@ static void granitemoe_keys(rocq_gguf_writer *w) {
 
 #define OSS .n_layers = 3, .window = 16, .rope_base = 150000, .rope_scaling = "yarn",              \
     .rope_factor = 4, .n_ctx_orig = 32
+#define LFM2(layers, taps) .n_layers = layers, .attends = 3, .n_taps = taps
 #define GEMMA3 .n_layers = 7, .tied = true, .window = 16, .rope_base = 1e6f
 #define YARN3 .rope_base = 1e6f, .rope_scaling = "yarn", .rope_factor = 4, .n_ctx_orig = 16,       \
     .edit = mistral3_keys
@@ -201,6 +202,23 @@ static const model_spec specs[] = {
      .n_experts = 6, .n_used = 2, .n_shared = 160, .tied = true, .edit = granitemoe_keys},
     {"granitemoe-Q4_0", "granitemoe", SIZES(224, 7, 1, 32, 160, 301), .formats = q4_0,
      .n_experts = 40, .n_used = 8, .edit = granitemoe_keys},
+
+    {"lfm2-F32", "lfm2", SIZES(256, 4, 2, 64, 320, 517), .formats = f32, LFM2(6, 3), .tied = true,
+     .rope_base = 1e6f},
+    {"lfm2-window", "lfm2", SIZES(192, 6, 1, 32, 224, 333), .formats = f32, LFM2(6, 4),
+     .window = 16},
+    {"lfm2-Q8_0", "lfm2", SIZES(224, 7, 1, 32, 352, 301), .formats = q8_0, LFM2(3, 3),
+     .tied = true},
+    {"lfm2-Q4_K", "lfm2", SIZES(512, 8, 2, 64, 512, 333), .formats = q4_K, LFM2(3, 2)},
+
+    {"lfm2moe-F32", "lfm2moe", SIZES(256, 4, 2, 64, 96, 517), .formats = f32, LFM2(6, 3),
+     .n_experts = 12, .n_used = 4, .n_leading = 2, .n_shared = 320, .tied = true},
+    {"lfm2moe-none", "lfm2moe", SIZES(192, 6, 2, 32, 96, 333), .formats = f32, LFM2(6, 3),
+     .n_experts = 5, .n_used = 2},
+    {"lfm2moe-Q8_0", "lfm2moe", SIZES(224, 7, 1, 32, 160, 301), .formats = q8_0, LFM2(3, 3),
+     .n_experts = 4, .n_used = 4, .n_leading = 1, .n_shared = 288},
+    {"lfm2moe-Q4_K", "lfm2moe", SIZES(256, 4, 1, 64, 256, 333), .formats = q4_K, LFM2(3, 3),
+     .n_experts = 3, .n_used = 3, .n_leading = 2, .n_shared = 512},
 
     {"gpt2-F32", "gpt2", SIZES(256, 4, 4, 64, 320, 517), .formats = f32, .tied = true},
     {"gpt2-F16", "gpt2", SIZES(192, 6, 6, 32, 768, 401), .formats = f16, .tied = true},
@@ -713,6 +731,7 @@ static void test_unknown(void **state) {
         {"olmo9", "llama", 0,
          "model family \"olmo9\" is not supported; the nearest is llama, whose "
                               "tensors it has, but"},
+        {"lfm9", "lfm2", 0, "the nearest is lfm2, whose tensors it has"},
         {"qwen3vl", "qwen3", 0, "the nearest is qwen3, whose tensors it has"},
         {"qwen3-strange", "qwen3", 4, "the nearest is qwen3moe, whose tensors it has"},
         {"gpt2", "llama", 0, "tensor position_embd.weight is missing"},
@@ -797,6 +816,7 @@ static const model_spec adapted[] = {
     {"lora qwen3-Q8_0", "qwen3", SIZES(256, 7, 1, 64, 352, 707), .formats = q8_0, .tied = true},
     {"lora gemma2-F32", "gemma2", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA},
     {"lora phi-Q8_0", "phi3", SIZES(224, 7, 7, 32, 320, 301), .formats = q8_0, .n_rot = 24},
+    {"lora lfm2-F32", "lfm2", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, LFM2(3, 3)},
     {"lora gpt2-F32", "gpt2", SIZES(256, 4, 4, 64, 320, 517), .formats = f32},
     {"lora gpt2-Q4_0", "gpt2", SIZES(256, 8, 8, 32, 256, 909), .formats = q4_0, .tied = true},
 };
@@ -1209,6 +1229,59 @@ static void test_forget(void **state) {
     free(want);
 }
 
+// What convolutions keep: a text goes on where they can, is refused where they cannot, and starts
+// afresh at 0; also after tokens in its middle were forgotten.
+static void test_convolutions(void **state) {
+    (void)state;
+    enum { N = 150 };
+    const model_spec s = {"convolutions", "lfm2", SIZES(64, 2, 1, 32, 96, 301), .formats = f32,
+                          LFM2(3, 3)};
+    const llama_options options = {.n_ctx = N, .n_batch = 16, .kv_format = "f32"};
+    int32_t text[N];
+    float *want = floats(s.n_vocab), *got = floats(s.n_vocab);
+    model_random r = {7};
+    for (int32_t i = 0; i < N; i++) text[i] = (int32_t)(model_u64(&r) % (uint64_t)s.n_vocab);
+    write_model(&s, NULL);
+    ours o;
+    ours_open(&o, model_path(s.name), 2, &options);
+    ours_eval(&o, text, 101, NULL);
+    for (int32_t back = 1; back <= LLAMA_BACK + 1; back += 9) { // 64 is one of them
+        o.m.n_past = 0;
+        ours_eval(&o, text, 100, NULL);
+        ours_eval(&o, text + 100, 1, want);
+        o.m.n_past = 101 - back;
+        ours_eval(&o, text + 101 - back, back - 1 > 0 ? back - 1 : 1, NULL);
+        o.m.n_past = 100;
+        ours_eval(&o, text + 100, 1, got);
+        assert_true(nmse(got, want, s.n_vocab) < 1e-10);
+    }
+    o.m.n_past = 101 - LLAMA_BACK - 1;
+    assert_int_equal(llama_eval(&o.m, text, 1, got), ROCQ_E_UNSUPPORTED);
+    assert_non_null(strstr(o.m.error, "is 36: a lfm2 model can go on from 37 to 101, or from 0"));
+    o.m.n_past = 101;
+
+    assert_int_equal(llama_forget(&o.m, 99, 1), ROCQ_E_UNSUPPORTED);
+    assert_non_null(strstr(o.m.error, "still read the newest 2 tokens"));
+    assert_int_equal(llama_forget(&o.m, 98, 1), ROCQ_OK);
+    o.m.n_past = 0;
+    ours_eval(&o, text, 101, NULL);
+    assert_int_equal(llama_forget(&o.m, 10, 60), ROCQ_OK);
+    assert_int_equal(o.m.n_past, 41);
+    ours_eval(&o, text + 101, 20, NULL);
+    ours_eval(&o, text + 121, 1, want);
+    o.m.n_past = 50; // within what is kept, behind what is gone
+    ours_eval(&o, text + 110, 11, NULL);
+    ours_eval(&o, text + 121, 1, got);
+    assert_true(nmse(got, want, s.n_vocab) < 1e-10);
+    o.m.n_past = 11; // where two tokens before are not those of the cache
+    assert_int_equal(llama_eval(&o.m, text, 1, got), ROCQ_E_UNSUPPORTED);
+    o.m.n_past = 12;
+    ours_eval(&o, text, 1, got);
+    ours_close(&o);
+    free(got);
+    free(want);
+}
+
 // The shipped model with its weights decoded to F32, where both programs compute exactly.
 static const char *decode_demo(char path[256]) {
     rocq_ctx *ctx = NULL;
@@ -1408,10 +1481,10 @@ static int32_t list_saved(void) {
 
 int main(int argc, char **argv) {
     if (argc > 1) cmocka_set_test_filter(argv[1]);
-    enum { N_BATCHES = 8 };
+    enum { N_BATCHES = 10 };
     static const char *const families[N_BATCHES] = {
         "llama-F32", "qwen2-F32", "qwen3-F32", "gemma2-F32", "gpt2-F32", "gemma3-linear",
-        "mistral3-F32", "phi-long"};
+        "mistral3-F32", "phi-long", "lfm2-F32", "lfm2moe-F32"};
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32",
                                             "gemma2-F32"};
     static struct CMUnitTest
@@ -1452,6 +1525,7 @@ int main(int argc, char **argv) {
     tests[n++] = (struct CMUnitTest){.name = "metadata", .test_func = test_keys};
     tests[n++] = (struct CMUnitTest){.name = "layers with a window", .test_func = test_windows};
     tests[n++] = (struct CMUnitTest){.name = "other families", .test_func = test_unknown};
+    tests[n++] = (struct CMUnitTest){.name = "convolutions", .test_func = test_convolutions};
     tests[n++] = (struct CMUnitTest){.name = "several files", .test_func = test_split};
     const int32_t n_saved = list_saved();
     for (int32_t i = 0; i < n_saved; i++) {
