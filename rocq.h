@@ -3810,6 +3810,12 @@ typedef struct rocq__team {
 struct rocq__gpu;
 typedef struct rocq__profile rocq__profile;
 
+// The codebooks of IQ2, IQ1 and IQ3 as codes, eight or four to an entry (>>cpu_matmul).
+typedef struct rocq__books {
+    uint64_t iq2_xxs[256], iq2_xs[512], iq2_s[1024], iq1[2048];
+    uint32_t iq3_xxs[256], iq3_s[512];
+} rocq__books;
+
 // Only one thread at a time may use a context, except that any thread may set cancelled.
 struct rocq_ctx {
     rocq_desc desc; // with the defaults filled in
@@ -3840,6 +3846,7 @@ struct rocq_ctx {
     char tried[2048]; // rocq_info.runtimes_tried: HIP runtimes that were passed over, and why
     bool tried_cut;   // more were passed over than fit
     char device[112];
+    rocq__books books;
     rocq__team team;
 };
 
@@ -5383,6 +5390,26 @@ static inline uint64_t rocq__levels_iq1(uint32_t k, bool negative) {
     return (raised - (negative ? 9 : 7) * ROCQ__BYTES) ^ 128 * ROCQ__BYTES;
 }
 
+static inline uint64_t rocq__levels_iq3_xxs(uint32_t k0, uint32_t k1) {
+    const uint64_t t = rocq__entry_8(rocq__codebook_iq3_xxs, k0, k1);
+    const uint64_t last = (t + ROCQ__BYTES) >> 3 & ROCQ__BYTES; // 7
+    return 4 * ROCQ__BYTES + 8 * t + 2 * last;
+}
+static inline uint64_t rocq__levels_iq3_s(uint32_t k0, uint32_t k1) {
+    return ROCQ__BYTES + 2 * rocq__entry_8(rocq__codebook_iq3_s, k0, k1);
+}
+
+static void rocq__make_books(rocq__books *books) {
+    for (uint32_t k = 0; k < 2048; k++) {
+        books->iq1[k] = rocq__levels_iq1(k, false);
+        if (k < 1024) books->iq2_s[k] = rocq__levels_iq2(rocq__codebook_iq2_s, k);
+        if (k < 512) books->iq2_xs[k] = rocq__levels_iq2(rocq__codebook_iq2_xs, k);
+        if (k < 512) books->iq3_s[k] = (uint32_t)rocq__levels_iq3_s(k, k);
+        if (k < 256) books->iq2_xxs[k] = rocq__levels_iq2(rocq__codebook_iq2_xxs, k);
+        if (k < 256) books->iq3_xxs[k] = (uint32_t)rocq__levels_iq3_xxs(k, k);
+    }
+}
+
 // Stores the codes, those negated whose bit is set in signs. None is 0, so no carry leaves a byte.
 static inline void rocq__put_signed(int8_t *code, uint64_t levels, uint32_t signs) {
     const uint64_t bits = (signs & 255) * ROCQ__BYTES & UINT64_C(0x8040201008040201);
@@ -5451,9 +5478,7 @@ static void rocq__unpack_iq3_xxs(const void *block, int8_t *code, float *scale, 
         min[g] = 0;
         for (int32_t l = 0; l < 4; l++) {
             const uint8_t *q = b->qs + 8 * g + 2 * l;
-            const uint64_t t = rocq__entry_8(rocq__codebook_iq3_xxs, q[0], q[1]);
-            const uint64_t last = (t + ROCQ__BYTES) >> 3 & ROCQ__BYTES; // 7
-            rocq__put_signed(code + 32 * g + 8 * l, 4 * ROCQ__BYTES + 8 * t + 2 * last,
+            rocq__put_signed(code + 32 * g + 8 * l, rocq__levels_iq3_xxs(q[0], q[1]),
                              rocq__even_signs(word >> 7 * l));
         }
     }
@@ -5465,8 +5490,7 @@ static void rocq__unpack_iq3_s(const void *block, int8_t *code, float *scale, fl
     for (int32_t k = 0; k < 32; k++) { // entries 2 k and 2 k + 1
         const uint32_t high = (uint32_t)b->qh[k / 4] >> 2 * (k % 4);
         const uint32_t k0 = b->qs[2 * k] | (high & 1) << 8, k1 = b->qs[2 * k + 1] | (high & 2) << 7;
-        const uint64_t t = rocq__entry_8(rocq__codebook_iq3_s, k0, k1);
-        rocq__put_signed(code + 8 * k, ROCQ__BYTES + 2 * t, b->signs[k]);
+        rocq__put_signed(code + 8 * k, rocq__levels_iq3_s(k0, k1), b->signs[k]);
     }
 }
 
@@ -9135,6 +9159,10 @@ typedef struct rocq__mm_tile {
 // Adds the products to sums[column][row].
 typedef void (*rocq__mm_dot)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile);
 
+// Writes the codes and scales of a block of IQ1, IQ2 or IQ3.
+typedef void (*rocq__take_book)(int8_t *code, float *scale, const rocq__books *books,
+                                const void *block);
+
 // One segment of the eight rows of a panel, as w stores it.
 typedef struct rocq__mm_rows {
     const unsigned char *at[ROCQ__MM_ROWS];
@@ -9142,6 +9170,8 @@ typedef struct rocq__mm_rows {
     int64_t row_ahead;        // not 0: a pass prefetches so many bytes ahead in each row
     const rocq__codec *codec; // INT8 only: w's,
     int64_t n_blocks;         // and the segment's blocks per row
+    rocq__take_book take_book; // AVX2, of a format with a codebook
+    const rocq__books *books; // of the context
 } rocq__mm_rows;
 
 // Decodes the rows into rows first to first + 7 of work's int8 pair.
@@ -9164,6 +9194,8 @@ typedef struct rocq__mm {
     const struct rocq__mm *adapter; // a product of floats whose sums are added to these, or NULL
     rocq_precision precision; // resolved
     bool simd, avx512, avx_vnni;
+    rocq__take_book take_book;
+    const rocq__books *books;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
     int64_t n_matrices; // of w
     int64_t panel_rows; // that count as one when threads share: of a pair, but for a lone column
@@ -9919,7 +9951,7 @@ typedef struct rocq__sink {
     __m256i *codes;                 // panel: every other 32 bytes, per four codes
     const int8_t *x;                // dot: codes of the column
     const rocq__mm_group *x_groups; // and its groups
-    const rocq__codec *codec;
+    const rocq__mm_rows *rows;
     bool has_min, raised, is_signed; // of the format: see ROCQ__MM_AVX2
     __m256i pairs[8], dot[8];       // running sums of the groups being decoded
     __m256 sum;
@@ -10336,32 +10368,332 @@ ROCQ__BLOCK_AVX2(mxfp6_e2m3) {
     rocq__put_8_avx2(to, depth, 0, out);
 }
 
-// Any format with codes: its decoder takes the blocks apart, row by row, into L1.
-ROCQ__BLOCK_AVX2(any) {
-    const rocq__codec *codec = to->codec;
-    const int elems = codec->info.block_elems, group = codec->group;
-    int8_t code[ROCQ__MM_ROWS][256];
-    const unsigned char *codes[ROCQ__MM_ROWS];
-    for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-        float scale[16], min[16] = {0};
-        codes[r] = (const unsigned char *)code[r];
-        codec->unpack(row[r] + at, code[r], scale, min);
-        for (int g = 0; g < elems / group; g++) {
-            to->scale[g][r] = scale[g];
-            to->min[g][r] = min[g];
+// The F16 at the same place of each row is the scale of all eight groups.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_same_scale_avx2(rocq__sink *to, rocq__rows row,
+                                                                     int64_t at) {
+    const __m256 d = rocq__scales_of_rows_avx2(row, at);
+    ROCQ__UNROLL
+    for (int g = 0; g < 8; g++) _mm256_storeu_ps(to->scale[g], d);
+}
+
+// 16 bytes of each row, less 128, from which rocq__digit_avx2 takes one digit of base 3 a time.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_digits_avx2(__m256i v[4], rocq__rows row,
+                                                                  int64_t at) {
+    rocq__take_rows_avx2(v, row, at);
+    ROCQ__UNROLL
+    for (int j = 0; j < 4; j++) v[j] = _mm256_xor_si256(v[j], _mm256_set1_epi8(-128));
+}
+// A byte b has the digit 3 b / 256: 1 from 86 on, 2 from 171 on. 3 (b - 128) is 3 b - 128 mod 256.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__digit_avx2(__m256i *v) {
+    const __m256i one = _mm256_cmpgt_epi8(*v, _mm256_set1_epi8(85 - 128));
+    const __m256i two = _mm256_cmpgt_epi8(*v, _mm256_set1_epi8(170 - 128));
+    *v = _mm256_add_epi8(*v, _mm256_add_epi8(*v, *v));
+    return _mm256_abs_epi8(_mm256_add_epi8(one, two));
+}
+
+ROCQ__BLOCK_AVX2(tq1_0) {
+    __m256i v[8], low, high;
+    rocq__put_same_scale_avx2(to, row, at + 52);
+    rocq__take_digits_avx2(v, row, at);
+    rocq__take_digits_avx2(v + 4, row, at + 16);
+    ROCQ__UNROLL_PARTS
+    for (int g = 0; g < 5; g++) {
+        ROCQ__UNROLL
+        for (int j = 0; j < 8; j++) rocq__put_avx2(to, depth, g, 0, 8, j, rocq__digit_avx2(&v[j]));
+        rocq__end_groups_avx2(to, depth, g, 1);
+    }
+    rocq__take_rows_avx2(v, row, at + 38); // the last 6 of these 16 bytes are qh and d
+    low = _mm256_srli_epi32(v[2], 16);
+    high = _mm256_slli_epi32(v[3], 16);
+    const __m256i qh = _mm256_or_si256(low, high);
+    rocq__take_digits_avx2(v, row, at + 32);
+    v[4] = _mm256_xor_si256(qh, _mm256_set1_epi8(-128));
+    ROCQ__UNROLL
+    for (int i = 0; i < 24; i++) { // five digits of v[0] to v[3], then four of v[4]
+        const __m256i digit = rocq__digit_avx2(&v[i < 20 ? i % 4 : 4]);
+        rocq__put_avx2(to, depth, 5 + i / 8, 0, 8, i % 8, digit);
+        if (i % 8 == 7) rocq__end_groups_avx2(to, depth, 5 + i / 8, 1);
+    }
+}
+
+ROCQ__BLOCK_AVX2(tq2_0) {
+    __m256i v[8];
+    rocq__put_same_scale_avx2(to, row, at + 64);
+    ROCQ__UNROLL_PARTS
+    for (int h = 0; h < 2; h++) {
+        rocq__take_rows_avx2(v, row, at + 32 * h);
+        rocq__take_rows_avx2(v + 4, row, at + 16 + 32 * h);
+        ROCQ__UNROLL
+        for (int g = 0; g < 4; g++) {
+            __m256i q[8];
+            ROCQ__UNROLL
+            for (int j = 0; j < 8; j++) q[j] = rocq__bits_avx2(v[j], 2 * g, 3);
+            rocq__put_8_avx2(to, depth, 4 * h + g, q);
         }
     }
-    for (int k = 0; k < elems; k += 32) {
+}
+
+// A scale's seven bits are the middle ones of an F16 that is 2^7 times smaller.
+ROCQ__BLOCK_AVX2(nvfp4) {
+    __m256i v[4], q[8];
+    rocq__take_rows_avx2(v, row, at);
+    ROCQ__UNROLL
+    for (int g = 0; g < 4; g++) {
+        const __m256i top = _mm256_set1_epi32(127);
+        const __m256i e = _mm256_and_si256(_mm256_srli_epi32(v[0], 8 * g), top);
+        const __m256i some = _mm256_andnot_si256(_mm256_cmpeq_epi32(e, top), e);
+        const __m256 sc = rocq__halves_avx2(_mm256_slli_epi32(some, 7));
+        _mm256_storeu_ps(to->scale[g], _mm256_mul_ps(sc, _mm256_set1_ps(0x1p7f)));
+    }
+    ROCQ__UNROLL
+    for (int g = 0; g < 4; g += 2) {
+        rocq__take_halves_avx2(q, row, at + 4 + 8 * g, ROCQ__MX4);
+        ROCQ__UNROLL
+        for (int j = 0; j < 8; j++) { // the low halves of the groups' 8 bytes, then the high ones
+            rocq__put_avx2(to, depth, g, j / 4, 4, j % 4, q[j / 4 * 2 + j % 2 + j % 4 / 2 * 4]);
+        }
+        rocq__end_groups_avx2(to, depth, g, 2);
+    }
+}
+
+// The formats with a codebook are taken apart row by row, into L1: first which entries and signs
+// each row's block has, 32 bytes at once, then the codes, out of rocq__books, 32 at once.
+
+typedef struct rocq__book_block {
+    uint16_t entry[64]; // of element 8 k on, or of 4 k on with IQ3
+    uint32_t signs[8];  // of 32 elements: a bit each; IQ1: byte l is added to elements 8 l on
+} rocq__book_block;
+
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m128i rocq__load_16_avx2(const void *p) {
+    return _mm_loadu_si128((const __m128i *)p);
+}
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__load_32_avx2(const void *p) {
+    return _mm256_loadu_si256((const __m256i *)p);
+}
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__store_32_avx2(void *p, __m256i v) {
+    _mm256_storeu_si256((__m256i *)p, v);
+}
+
+// Bit 7 of each byte is what makes its number of ones even.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__even_signs_avx2(__m256i v) {
+    const __m128i odd = _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128,
+                                      -128, 0); // of four bits
+    const __m256i four = rocq__bits_avx2(_mm256_xor_si256(v, _mm256_srli_epi16(v, 4)), 0, 15);
+    return _mm256_or_si256(v, _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(odd), four));
+}
+
+// Eight scales: d times 2 sc + 1.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__odd_scales_avx2(float *scale, __m256i sc,
+                                                                 float d) {
+    const __m256i odd = _mm256_add_epi32(_mm256_add_epi32(sc, sc), _mm256_set1_epi32(1));
+    _mm256_storeu_ps(scale, _mm256_mul_ps(_mm256_set1_ps(d), _mm256_cvtepi32_ps(odd)));
+}
+
+// From n bytes of two sc each.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__byte_scales_avx2(float *scale,
+                                                                  const uint8_t *bytes, size_t n,
+                                                                  float d) {
+    uint64_t all = 0;
+    memcpy(&all, bytes, n);
+    const __m128i v = _mm_cvtsi64_si128((long long)all), mask = _mm_set1_epi8(15);
+    const __m128i low = _mm_and_si128(v, mask), high = _mm_and_si128(_mm_srli_epi16(v, 4), mask);
+    const __m128i sc = _mm_unpacklo_epi8(low, high);
+    rocq__odd_scales_avx2(scale, _mm256_cvtepu8_epi32(sc), d);
+    if (n == 8) rocq__odd_scales_avx2(scale + 8, _mm256_cvtepu8_epi32(_mm_srli_si128(sc, 8)), d);
+}
+
+// The words of IQ2_XXS and IQ3_XXS: four times seven signs, and sc.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_words_avx2(rocq__book_block *to, float *scale,
+                                                                 __m256i word, float d) {
+    __m256i v = _mm256_and_si256(word, _mm256_set1_epi32(127));
+    ROCQ__UNROLL
+    for (int l = 1; l < 4; l++) {
+        const __m256i moved = _mm256_slli_epi32(word, l);
+        v = _mm256_or_si256(v, _mm256_and_si256(moved, _mm256_set1_epi32(127 << 8 * l)));
+    }
+    rocq__store_32_avx2(to->signs, rocq__even_signs_avx2(v));
+    rocq__odd_scales_avx2(scale, _mm256_srli_epi32(word, 28), d);
+}
+
+// 32 entries, whose bits 0-7 are in qs, those above in a byte each of high.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_entries_avx2(rocq__book_block *to,
+                                                                   const uint8_t *qs,
+                                                                   __m256i high) {
+    const __m256i low = _mm256_permute4x64_epi64(rocq__load_32_avx2(qs), 0xd8);
+    high = _mm256_permute4x64_epi64(high, 0xd8);
+    rocq__store_32_avx2(to->entry, _mm256_unpacklo_epi8(low, high));
+    rocq__store_32_avx2(to->entry + 16, _mm256_unpackhi_epi8(low, high));
+}
+
+// The codes of the block from entries of eights or, if that is not NULL, of fours.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_book_avx2(int8_t *code,
+                                                               const rocq__book_block *from,
+                                                               const uint64_t *eights,
+                                                               const uint32_t *fours,
+                                                               const bool is_iq1) {
+    const __m256i pick = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
+                                            0x0303030303030303); // byte i / 8 of a lane
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
+    ROCQ__UNROLL
+    for (int g = 0; g < 8; g++) {
+        const uint16_t *k = from->entry + (fours ? 8 * g : 4 * g);
+        const __m256i v = fours
+            ? _mm256_setr_epi32((int32_t)fours[k[0]], (int32_t)fours[k[1]], (int32_t)fours[k[2]],
+                                (int32_t)fours[k[3]], (int32_t)fours[k[4]], (int32_t)fours[k[5]],
+                                (int32_t)fours[k[6]], (int32_t)fours[k[7]])
+            : _mm256_setr_epi64x((long long)eights[k[0]], (long long)eights[k[1]],
+                                 (long long)eights[k[2]], (long long)eights[k[3]]);
+        const __m256i word = _mm256_set1_epi32((int32_t)from->signs[g]);
+        const __m256i all = _mm256_shuffle_epi8(word, pick);
+        const __m256i negative = _mm256_cmpeq_epi8(_mm256_and_si256(all, bit), bit);
+        const __m256i put = is_iq1 ? _mm256_add_epi8(v, all)
+                                   : _mm256_sub_epi8(_mm256_xor_si256(v, negative), negative);
+        rocq__store_32_avx2(code + 32 * g, put);
+    }
+}
+
+// Takes a block of one row apart: 256 codes and the scales of their groups.
+#define ROCQ__BOOK_AVX2(name)                                                  \
+    ROCQ__TARGET_AVX2 static void rocq__book_##name##_avx2(                    \
+        int8_t *code, float *scale, const rocq__books *books, const void *block)
+
+ROCQ__BOOK_AVX2(iq2_xxs) {
+    const rocq_block_iq2_xxs *b = (const rocq_block_iq2_xxs *)block;
+    rocq__book_block to;
+    const __m256 lo = _mm256_castsi256_ps(rocq__load_32_avx2(b->qs)); // entries, word, entries, ...
+    const __m256 hi = _mm256_castsi256_ps(rocq__load_32_avx2(b->qs + 32));
+    const __m256i entries = _mm256_castps_si256(_mm256_shuffle_ps(lo, hi, 0x88));
+    const __m256i words = _mm256_castps_si256(_mm256_shuffle_ps(lo, hi, 0xdd));
+    uint8_t qs[32];
+    rocq__store_32_avx2(qs, _mm256_permute4x64_epi64(entries, 0xd8));
+    rocq__take_entries_avx2(&to, qs, _mm256_setzero_si256());
+    rocq__take_words_avx2(&to, scale, _mm256_permute4x64_epi64(words, 0xd8),
+                          rocq__f16_at(&b->d) * 0.125f);
+    rocq__put_book_avx2(code, &to, books->iq2_xxs, NULL, false);
+}
+
+ROCQ__BOOK_AVX2(iq2_xs) {
+    const rocq_block_iq2_xs *b = (const rocq_block_iq2_xs *)block;
+    const __m256i lo = rocq__load_32_avx2(b->qs), hi = rocq__load_32_avx2(b->qs + 16);
+    const __m256i signs = _mm256_packus_epi16(_mm256_srli_epi16(lo, 9), _mm256_srli_epi16(hi, 9));
+    rocq__book_block to;
+    rocq__store_32_avx2(to.entry, _mm256_and_si256(lo, _mm256_set1_epi16(511)));
+    rocq__store_32_avx2(to.entry + 16, _mm256_and_si256(hi, _mm256_set1_epi16(511)));
+    rocq__store_32_avx2(to.signs, rocq__even_signs_avx2(_mm256_permute4x64_epi64(signs, 0xd8)));
+    rocq__byte_scales_avx2(scale, b->scales, 8, rocq__f16_at(&b->d) * 0.125f);
+    rocq__put_book_avx2(code, &to, books->iq2_xs, NULL, false);
+}
+
+ROCQ__BOOK_AVX2(iq2_s) {
+    const rocq_block_iq2_s *b = (const rocq_block_iq2_s *)block;
+    const __m256i qh = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)b->qh));
+    __m256i high = qh; // bits 2 l and 2 l + 1 of a lane go to its byte l
+    ROCQ__UNROLL
+    for (int l = 1; l < 4; l++) high = _mm256_or_si256(high, _mm256_slli_epi32(qh, 6 * l));
+    rocq__book_block to;
+    rocq__take_entries_avx2(&to, b->qs, rocq__bits_avx2(high, 0, 3));
+    memcpy(to.signs, b->signs, 32);
+    rocq__byte_scales_avx2(scale, b->scales, 8, rocq__f16_at(&b->d) * 0.125f);
+    rocq__put_book_avx2(code, &to, books->iq2_s, NULL, false);
+}
+
+ROCQ__BOOK_AVX2(iq3_xxs) {
+    const rocq_block_iq3_xxs *b = (const rocq_block_iq3_xxs *)block;
+    rocq__book_block to;
+    ROCQ__UNROLL
+    for (int i = 0; i < 64; i += 16) {
+        rocq__store_32_avx2(to.entry + i, _mm256_cvtepu8_epi16(rocq__load_16_avx2(b->qs + i)));
+    }
+    rocq__take_words_avx2(&to, scale, rocq__load_32_avx2(b->words), rocq__f16_at(&b->d) * 0.25f);
+    rocq__put_book_avx2(code, &to, NULL, books->iq3_xxs, false);
+}
+
+ROCQ__BOOK_AVX2(iq3_s) {
+    const rocq_block_iq3_s *b = (const rocq_block_iq3_s *)block;
+    const __m256i bit = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096,
+                                          8192, 16384, -32768);
+    rocq__book_block to;
+    ROCQ__UNROLL
+    for (int i = 0; i < 4; i++) {
+        const __m256i qh = _mm256_set1_epi16((int16_t)(b->qh[2 * i] | b->qh[2 * i + 1] << 8));
+        const __m256i set = _mm256_cmpeq_epi16(_mm256_and_si256(qh, bit), bit);
+        const __m256i high = _mm256_and_si256(set, _mm256_set1_epi16(256));
+        const __m256i low = _mm256_cvtepu8_epi16(rocq__load_16_avx2(b->qs + 16 * i));
+        rocq__store_32_avx2(to.entry + 16 * i, _mm256_or_si256(low, high));
+    }
+    memcpy(to.signs, b->signs, 32);
+    rocq__byte_scales_avx2(scale, b->scales, 4, rocq__f16_at(&b->d));
+    rocq__put_book_avx2(code, &to, NULL, books->iq3_s, false);
+}
+
+ROCQ__BOOK_AVX2(iq1_s) {
+    const rocq_block_iq1_s *b = (const rocq_block_iq1_s *)block;
+    const __m256i qh = _mm256_cvtepu16_epi32(rocq__load_16_avx2(b->qh));
+    const __m256i negative = _mm256_cmpgt_epi32(qh, _mm256_set1_epi32(0x7fff));
+    __m256i high = qh; // bits 3 l to 3 l + 2 of a lane go to its byte l
+    ROCQ__UNROLL
+    for (int l = 1; l < 4; l++) {
+        const __m256i byte = _mm256_set1_epi32((int32_t)(255u << 8 * l));
+        high = _mm256_blendv_epi8(high, _mm256_slli_epi32(qh, 5 * l), byte);
+    }
+    rocq__book_block to;
+    rocq__take_entries_avx2(&to, b->qs, rocq__bits_avx2(high, 0, 7));
+    rocq__store_32_avx2(to.signs, _mm256_and_si256(negative, _mm256_set1_epi8(-2)));
+    const __m256i sc = _mm256_and_si256(_mm256_srli_epi32(qh, 12), _mm256_set1_epi32(7));
+    rocq__odd_scales_avx2(scale, sc, rocq__f16_at(&b->d) * 0.125f);
+    rocq__put_book_avx2(code, &to, books->iq1, NULL, true);
+}
+
+ROCQ__BOOK_AVX2(iq1_m) {
+    const rocq_block_iq1_m *b = (const rocq_block_iq1_m *)block;
+    const __m256i qh = _mm256_cvtepu8_epi16(rocq__load_16_avx2(b->qh));
+    const __m256i four = // of a byte's bits, each four in a byte
+        rocq__bits_avx2(_mm256_or_si256(qh, _mm256_slli_epi16(qh, 4)), 0, 15);
+    const __m256i negative = _mm256_cmpgt_epi8(four, _mm256_set1_epi8(7));
+    rocq__book_block to;
+    rocq__take_entries_avx2(&to, b->qs, rocq__bits_avx2(four, 0, 7));
+    rocq__store_32_avx2(to.signs, _mm256_and_si256(negative, _mm256_set1_epi8(-2)));
+    uint16_t half = 0;
+    ROCQ__UNROLL
+    for (int j = 0; j < 4; j++) half = (uint16_t)(half | b->scales[j] >> 12 << 4 * j);
+    const float d = rocq__f16_at(&half) * 0.125f;
+    const __m256i at = _mm256_setr_epi32(0, 3, 6, 9, 16, 19, 22, 25);
+    ROCQ__UNROLL
+    for (int i = 0; i < 4; i += 2) {
+        const uint32_t pair = b->scales[i] | (uint32_t)b->scales[i + 1] << 16;
+        const __m256i two = _mm256_set1_epi32((int32_t)pair);
+        const __m256i sc = _mm256_and_si256(_mm256_srlv_epi32(two, at), _mm256_set1_epi32(7));
+        rocq__odd_scales_avx2(scale + 4 * i, sc, d);
+    }
+    rocq__put_book_avx2(code, &to, books->iq1, NULL, true);
+}
+#undef ROCQ__BOOK_AVX2
+
+ROCQ__BLOCK_AVX2(book) {
+    const rocq__codec *codec = to->rows->codec;
+    const int group = codec->group;
+    to->has_min = false; // of none of them
+    int8_t code[ROCQ__MM_ROWS][256];
+    float scale[ROCQ__MM_ROWS][16];
+    const unsigned char *codes[ROCQ__MM_ROWS], *scales[ROCQ__MM_ROWS];
+    for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+        codes[r] = (const unsigned char *)code[r];
+        scales[r] = (const unsigned char *)scale[r];
+        to->rows->take_book(code[r], scale[r], to->rows->books, row[r] + at);
+    }
+    for (int g = 0; g < 256 / group; g += 4) {
+        __m256i v[4];
+        rocq__take_rows_avx2(v, scales, 4 * g);
+        ROCQ__UNROLL
+        for (int j = 0; j < 4; j++) _mm256_storeu_ps(to->scale[g + j], _mm256_castsi256_ps(v[j]));
+    }
+    for (int k = 0; k < 256; k += 32) {
         const int g = k / group;
         if (depth == ROCQ__PANEL) {
-            for (int i = 0; i < 32; i += 16) {
-                __m256i q[4];
-                rocq__take_rows_avx2(q, codes, k + i);
-                ROCQ__UNROLL
-                for (int j = 0; j < 4; j++) {
-                    _mm256_store_si256(to->codes + (k + i) / 2 + 2 * j, q[j]);
-                }
-            }
+            __m256i q[8];
+            rocq__take_rows_avx2(q, codes, k);
+            rocq__take_rows_avx2(q + 4, codes, k + 16);
+            for (int j = 0; j < 8; j++) _mm256_store_si256(to->codes + k / 2 + 2 * j, q[j]);
         } else {
             rocq__dot_rows_avx2(to->dot, depth, to->x + k, codes, k);
             if (group == 32) to->dot[0] = _mm256_add_epi32(to->dot[0], to->dot[1]);
@@ -10390,8 +10722,21 @@ ROCQ__BLOCK_AVX2(any) {
     X(Q6_K, q6_K, 32, 2)    \
     X(IQ4_NL, iq4_nl, 0, 0) \
     X(IQ4_XS, iq4_xs, 0, 0) \
+    X(TQ1_0, tq1_0, 1, 8)   \
+    X(TQ2_0, tq2_0, 1, 8)   \
     X(MXFP4, mxfp4, 12, 4)  \
+    X(NVFP4, nvfp4, 12, 4)  \
     X(MXFP6_E2M3, mxfp6_e2m3, 0, 0)
+
+// Those with a codebook, which share their loops.
+#define ROCQ__MM_BOOK(X) \
+    X(IQ1_S, iq1_s)      \
+    X(IQ1_M, iq1_m)      \
+    X(IQ2_XXS, iq2_xxs)  \
+    X(IQ2_XS, iq2_xs)    \
+    X(IQ2_S, iq2_s)      \
+    X(IQ3_XXS, iq3_xxs)  \
+    X(IQ3_S, iq3_s)
 
 // Those whose pass has forms for the byte dot instruction: with 1024 rows of 1024 in cache they are
 // 1.15 to 1.5 times as fast (Sapphire Rapids). Others gain 12% at most, and would take as much more
@@ -10410,7 +10755,6 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm
     if (bytes <= 64 && (at & 63) >= bytes) return;
     ROCQ__UNROLL
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-        ROCQ__UNROLL
         for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(rows->at[r] + i, at);
     }
 }
@@ -10428,7 +10772,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
     to.min = min;
     to.x = rocq__tile_codes(tile, 0);
     to.x_groups = rocq__tile_groups(tile, 0);
-    to.codec = codec;
+    to.rows = rows;
     to.has_min = codec->has_min;
     to.is_signed = is_signed;
     to.raised = raise > 0 || (is_signed && depth < 0);
@@ -10443,7 +10787,6 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pass_avx2(
             rocq__fetch_block_avx2(rows, at + (at + row_ahead < row_bytes ? row_ahead : next_row),
                                    bytes);
         } else {
-            ROCQ__UNROLL
             for (int i = 0; i < ROCQ__MM_ROWS * (int)bytes; i += 64) ROCQ__FETCH(next, i);
         }
         block(&to, depth, rows->at, at);
@@ -10461,7 +10804,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
     to.scale = (float(*)[ROCQ__MM_PAIR])(work->scale[0] + first);
     to.min = (float(*)[ROCQ__MM_PAIR])(work->min[0] + first);
     to.codes = (__m256i *)(void *)work->codes[0][first];
-    to.codec = codec;
+    to.rows = rows;
     for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
         rocq__fetch_block_avx2(rows, at + rows->ahead, bytes);
         block(&to, ROCQ__PANEL, rows->at, at);
@@ -10492,14 +10835,13 @@ ROCQ__MM_VNNI(ROCQ__X)
 #undef ROCQ__PASS
 #undef ROCQ__X
 
-// The formats that only codec->unpack decodes, which are those that are not encoded.
-ROCQ__TARGET_AVX2 static void rocq__pack_any_avx2(rocq__mm_work *work, const rocq__mm_rows *rows,
-                                                  int first) {
-    rocq__pack_avx2(work, rows, first, rocq__block_any_avx2, rows->codec);
+ROCQ__TARGET_AVX2 static void rocq__pack_book_avx2(rocq__mm_work *work, const rocq__mm_rows *rows,
+                                                   int first) {
+    rocq__pack_avx2(work, rows, first, rocq__block_book_avx2, rows->codec);
 }
-ROCQ__TARGET_AVX2 static void rocq__pass_any_avx2(float *sums, const rocq__mm_tile *tile,
-                                                  const rocq__mm_rows *rows) {
-    rocq__pass_avx2(sums, tile, rows, rocq__block_any_avx2, rows->codec, 0, true, 0);
+ROCQ__TARGET_AVX2 static void rocq__pass_book_avx2(float *sums, const rocq__mm_tile *tile,
+                                                   const rocq__mm_rows *rows) {
+    rocq__pass_avx2(sums, tile, rows, rocq__block_book_avx2, rows->codec, 0, true, 0);
 }
 #endif
 
@@ -10526,12 +10868,17 @@ static void rocq__mm_choose_int8(rocq__mm *mm) {
         break;
         ROCQ__MM_AVX2(ROCQ__X)
 #undef ROCQ__X
-    default:
-        mm->dot = rocq__dot_int8_for(mm->group, 0, mm->avx512);
-        mm->pack = rocq__pack_any_avx2;
-        mm->pass = mm->n == 1 ? rocq__pass_any_avx2 : NULL;
-        if (mm->avx512 && !mm->pass) mm->offset = 128;
+#define ROCQ__X(NAME, name)                                      \
+    case ROCQ_##NAME:                                            \
+        mm->take_book = rocq__book_##name##_avx2;                \
+        mm->dot = rocq__dot_int8_for(mm->group, 0, mm->avx512);  \
+        mm->pack = rocq__pack_book_avx2;                         \
+        mm->pass = mm->n == 1 ? rocq__pass_book_avx2 : NULL;     \
+        if (mm->avx512 && !mm->pass) mm->offset = 128;           \
         return;
+        ROCQ__MM_BOOK(ROCQ__X)
+#undef ROCQ__X
+    default: return;
     }
     if (!mm->pass || !(mm->avx512 || mm->avx_vnni)) return;
     switch (mm->w->format) {
@@ -10630,6 +10977,8 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
     if (mm->precision == ROCQ_PRECISION_INT8) {
         rocq__mm_tile tile;
         rows.codec = rocq__codec_of(format);
+        rows.take_book = mm->take_book;
+        rows.books = mm->books;
         rows.n_blocks = k / rows.codec->info.block_elems;
         tile.work = work;
         tile.group = mm->group;
@@ -10771,6 +11120,8 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     rocq__mm_rows rows;
     rocq__mm_tile tile;
     rows.codec = rocq__codec_of(w->format);
+    rows.take_book = mm->take_book;
+    rows.books = mm->books;
     rows.n_blocks = k / rows.codec->info.block_elems;
     rows.ahead = ROCQ__MM_ROWS * stride; // the next panel
     // A panel of long rows is most of L1 or more, and prefetched as a whole it is evicted before
@@ -10826,6 +11177,7 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->simd = ctx->has_simd;
     mm->avx512 = ctx->has_simd && ctx->has_avx512;
     mm->avx_vnni = ctx->has_simd && ctx->has_avx_vnni;
+    mm->books = &ctx->books;
     mm->is_adapter = b != NULL;
     mm->precision = b ? ROCQ_PRECISION_F32
                       : rocq__product_choice(ctx, ROCQ_BACKEND_CPU, p, w).precision;
@@ -11046,6 +11398,7 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
 #if ROCQ__HAS_AVX2
 #undef ROCQ__UNROLL_PARTS
 #undef ROCQ__KEEP_ORDER
+#undef ROCQ__MM_BOOK
 #undef ROCQ__MM_VNNI
 #undef ROCQ__MM_AVX2
 #endif
@@ -23208,6 +23561,7 @@ ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
     ctx->has_simd = resolved.cpu_tier >= ROCQ_CPU_SIMD;
     ctx->has_avx_vnni = resolved.cpu_tier >= ROCQ_CPU_AVX_VNNI && rocq__cpu_has(ROCQ_CPU_AVX_VNNI);
     ctx->has_avx512 = resolved.cpu_tier == ROCQ_CPU_AVX512;
+    rocq__make_books(&ctx->books);
     snprintf(ctx->device, sizeof ctx->device, "CPU, %s, %d thread%s",
              rocq__cpu_tier_name(resolved.cpu_tier), (int)resolved.n_threads,
              resolved.n_threads == 1 ? "" : "s");
