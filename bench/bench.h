@@ -211,6 +211,9 @@ BENCH_FN void bench_fail(bench *b, const char *name, const char *why); // the ex
 // read from memory. 1 with --warm and --tiny.
 BENCH_FN int64_t bench_copies(const bench *b, int64_t bytes);
 
+// The arithmetic that an op takes with AUTO, which bounds it.
+BENCH_FN bench_unit bench_unit_of(const bench *b, rocq_op op, const void *params);
+
 // Empties the CPU's caches.
 BENCH_FN void bench_flush(bench *b);
 
@@ -304,6 +307,14 @@ BENCH_FN double bench_nmse(const float *got, const float *want, int64_t n) {
         power += (double)want[i] * want[i];
     }
     return error <= 0 ? 0 : error / power < INFINITY ? error / power : INFINITY;
+}
+
+BENCH_FN bench_unit bench_unit_of(const bench *b, rocq_op op, const void *params) {
+    rocq_precision_info info = {.precision = ROCQ_PRECISION_F32};
+    rocq_get_precision(b->ctx, op, params, &info);
+    return info.precision == ROCQ_PRECISION_F32   ? BENCH_F32
+           : info.precision == ROCQ_PRECISION_F16 ? BENCH_F16
+                                                  : BENCH_INT8;
 }
 
 BENCH_FN int64_t bench_copies(const bench *b, int64_t bytes) {

@@ -267,10 +267,7 @@ static void measure(bench *b, const char *model, mixture p) {
     const double inner = b->gpu ? CHOICES : 1;
     const rocq_experts_params params = {.y = &p.dh, .w = &p.dw[0], .x = &p.dx, .ids = &p.dids[0],
                                         .w2 = &p.dw[1]};
-    rocq_precision_info info = {.precision = ROCQ_PRECISION_F32}; // what AUTO takes
-    rocq_get_precision(b->ctx, ROCQ_OP_EXPERTS, &params, &info);
-    const bench_unit unit = info.precision == ROCQ_PRECISION_F32 ? BENCH_F32
-        : info.precision == ROCQ_PRECISION_F16 ? BENCH_F16 : BENCH_INT8;
+    const bench_unit unit = bench_unit_of(b, ROCQ_OP_EXPERTS, &params);
     const bench_case cases[2] = {
         {.name = name, .bytes = bytes * inner, .flops = flops * inner, .run = run, .verify = verify,
          .user = &p, .inner = (int64_t)inner, .unit = unit},

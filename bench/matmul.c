@@ -138,10 +138,7 @@ static void measure(bench *b, rocq_format format, int64_t m, int64_t k, int64_t 
     const double flops = 2.0 * (double)(m * k) * (double)n;
     const double inner = b->gpu ? (double)p.n_copies : 1;
     const rocq_matmul_params params = {.y = &p.dy, .w = &p.copies[0], .x = &p.dx};
-    rocq_precision_info info = {.precision = ROCQ_PRECISION_F32}; // what AUTO takes
-    rocq_get_precision(b->ctx, ROCQ_OP_MATMUL, &params, &info);
-    const bench_unit unit = info.precision == ROCQ_PRECISION_F32 ? BENCH_F32
-        : info.precision == ROCQ_PRECISION_F16 ? BENCH_F16 : BENCH_INT8;
+    const bench_unit unit = bench_unit_of(b, ROCQ_OP_MATMUL, &params);
     const bench_case cases[2] = {
         {.name = name, .bytes = bytes * inner, .flops = flops * inner, .run = run, .verify = verify,
          .user = &p, .inner = (int64_t)inner, .unit = unit},

@@ -10,26 +10,8 @@
 #include <stdarg.h>
 #include <cmocka.h>
 
+#include "devices.h"
 #include "models.h"
-
-enum { CPU, GPU_GRAPH, GPU_ONE_BY_ONE, N_DEVICES };
-static rocq_ctx *contexts[N_DEVICES];
-
-static int open_devices(void **state) {
-    (void)state;
-    for (int i = 0; i < N_DEVICES; i++) {
-        const rocq_desc desc = {.prefer = i == CPU ? ROCQ_BACKEND_CPU : ROCQ_BACKEND_GPU,
-                                .no_graphs = i == GPU_ONE_BY_ONE};
-        if (rocq_open(&contexts[i], &desc) != ROCQ_OK) return -1;
-    }
-    return 0;
-}
-
-static int close_devices(void **state) {
-    (void)state;
-    for (int i = 0; i < N_DEVICES; i++) rocq_close(&contexts[i]);
-    return 0;
-}
 
 // One training on all devices.
 typedef struct trio {

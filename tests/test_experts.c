@@ -500,19 +500,9 @@ static void epilogues(void **state) {
 // NaN in x reaches the rows of its token alone.
 static void nan_stays_with_its_token(void **state) {
     (void)state;
-    const shape s = {.w = ROCQ_Q4_0,
-                     .w2 = ROCQ_Q4_0,
-                     .x = ROCQ_F32,
-                     .y = ROCQ_F32,
-                     .k = 64,
-                     .m = 33,
-                     .n_experts = 4,
-                     .n_slots = 2,
-                     .n = 6,
-                     .has_w2 = true,
-                     .one_x = true,
-                     .limit = 7,
-                     .alpha = 1.702f};
+    const shape s = {.w = ROCQ_Q4_0, .w2 = ROCQ_Q4_0, .x = ROCQ_F32, .y = ROCQ_F32, .k = 64,
+                     .m = 33, .n_experts = 4, .n_slots = 2, .n = 6, .has_w2 = true, .one_x = true,
+                     .limit = 7, .alpha = 1.702f};
     problem a;
     problem_make(&a, &s);
     a.x.value[3 * 64 + 5] = NAN;
@@ -529,17 +519,8 @@ static void nan_stays_with_its_token(void **state) {
 
 static void refusals(void **state) {
     (void)state;
-    const shape s = {.w = ROCQ_Q4_K,
-                     .w2 = ROCQ_Q4_K,
-                     .x = ROCQ_F32,
-                     .y = ROCQ_F32,
-                     .k = 256,
-                     .m = 32,
-                     .n_experts = 5,
-                     .n_slots = 2,
-                     .n = 3,
-                     .has_w2 = true,
-                     .one_x = true,
+    const shape s = {.w = ROCQ_Q4_K, .w2 = ROCQ_Q4_K, .x = ROCQ_F32, .y = ROCQ_F32, .k = 256,
+                     .m = 32, .n_experts = 5, .n_slots = 2, .n = 3, .has_w2 = true, .one_x = true,
                      .has_bias = true};
     problem a;
     problem_make(&a, &s);
