@@ -10433,16 +10433,18 @@ ROCQ__BLOCK_AVX2(tq2_0) {
     }
 }
 
-// A scale's seven bits are the middle ones of an F16 that is 2^7 times smaller.
+// The seven bits of a scale, as bits 7 to 13 of an F16, are the scale times 2^-7. 127 is 0; 255, as
+// in ggml, is not.
 ROCQ__BLOCK_AVX2(nvfp4) {
     __m256i v[4], q[8];
     rocq__take_rows_avx2(v, row, at);
     ROCQ__UNROLL
     for (int g = 0; g < 4; g++) {
-        const __m256i top = _mm256_set1_epi32(127);
-        const __m256i e = _mm256_and_si256(_mm256_srli_epi32(v[0], 8 * g), top);
-        const __m256i some = _mm256_andnot_si256(_mm256_cmpeq_epi32(e, top), e);
-        const __m256 sc = rocq__halves_avx2(_mm256_slli_epi32(some, 7));
+        const __m256i byte = _mm256_srli_epi32(_mm256_slli_epi32(v[0], 24 - 8 * g), 24);
+        const __m256i none = _mm256_cmpeq_epi32(byte, _mm256_set1_epi32(127));
+        const __m256i half = // without bit 7
+            _mm256_and_si256(_mm256_slli_epi32(byte, 7), _mm256_set1_epi32(127 << 7));
+        const __m256 sc = rocq__halves_avx2(_mm256_andnot_si256(none, half));
         _mm256_storeu_ps(to->scale[g], _mm256_mul_ps(sc, _mm256_set1_ps(0x1p7f)));
     }
     ROCQ__UNROLL

@@ -2460,6 +2460,44 @@ static void test_matmul_backward_options(void **state) {
     }
 }
 
+// dx through weights in a format that is only read has no kernel: nothing runs, not even dw.
+static void test_matmul_backward_read(void **state) {
+    (void)state;
+    const uint64_t kept = random_state; // for the tests behind this one
+    for (size_t f = 0; f < sizeof read_formats / sizeof read_formats[0]; f++) {
+        box dy = box_random(BOX_PLAIN, ROCQ_F16, 1, 9, 5, 1, 1);
+        box w = box_random(BOX_PLAIN, read_formats[f], 1, 256, 9, 1, 1);
+        box x = box_random(BOX_PLAIN, ROCQ_F16, 1, 256, 5, 1, 1);
+        box dx = box_make(BOX_PLAIN, ROCQ_F32, 256, 5, 1, 1);
+        box dw = box_make(BOX_PLAIN, ROCQ_F32, 256, 9, 1, 1);
+        const rocq_matmul_backward_params p = {.dx = &dx.t, .dw = &dw.t, .dy = &dy.t, .w = &w.t,
+                                               .x = &x.t};
+        any_params q = params_of(ROCQ_OP_MATMUL_BACKWARD, &p);
+        on_gpu_as(&w, f % 2 == 0);
+        move_params(ROCQ_OP_MATMUL_BACKWARD, &q);
+        const char *why = NULL;
+        assert_int_equal(rocq_supports(gpu, ROCQ_OP_MATMUL_BACKWARD, &q, &why),
+                         ROCQ_E_UNSUPPORTED);
+        assert_int_equal(rocq_matmul_backward(gpu, &q.matmul_backward), ROCQ_E_UNSUPPORTED);
+        const char *said = say("matmul_backward: no GPU kernel for dx through %s, which is only "
+                               "read", name_of(read_formats[f]));
+        assert_non_null(strstr(rocq_error(gpu), said));
+        assert_non_null(strstr(why, said));
+        assert_int_equal(rocq_sync(gpu), ROCQ_OK);
+        for (int i = 0; i < n_twins; i++) {
+            if (twins[i].b == &dx || twins[i].b == &dw) copy_from_gpu(&twins[i]);
+        }
+        for (int64_t i = 0; i < dx.size; i++) assert_int_equal(dx.memory[i], 0xff);
+        for (int64_t i = 0; i < dw.size; i++) assert_int_equal(dw.memory[i], 0xff);
+        q.matmul_backward.dx = NULL; // dw alone does not read w
+        q.matmul_backward.w = NULL;
+        assert_int_equal(rocq_supports(gpu, ROCQ_OP_MATMUL_BACKWARD, &q, NULL), ROCQ_OK);
+        free_twins();
+        for (int b = 0; b < 5; b++) box_free((box *[]){&dy, &w, &x, &dx, &dw}[b]);
+    }
+    random_state = kept;
+}
+
 // Products by the kernels named _lds, and where a chip takes those by itself, by the others, too.
 // The stand-in has them, although its chip does not take them. On a chip of few units tiles are
 // large, on a chip of many they are small and r is split.
@@ -2810,6 +2848,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_conv_scale),      cmocka_unit_test(test_norm_stats),
         cmocka_unit_test(test_resize),          cmocka_unit_test(test_pixels),
         cmocka_unit_test(test_matmul_backward_formats),
+        cmocka_unit_test(test_matmul_backward_read),
         cmocka_unit_test(test_matmul_backward_shapes),
         cmocka_unit_test(test_matmul_backward_options), cmocka_unit_test(test_lds_tiles),
         cmocka_unit_test(test_norm_backward),   cmocka_unit_test(test_map_backward),

@@ -461,16 +461,18 @@ static void extreme_codes(void **state) {
     }
 }
 
-// Every E8M0 exponent, up to where F32 ends, and NaN. All elements of a row are the same.
+// Every E8M0 exponent, up to where F32 ends, and NaN; every scale of NVFP4. All elements of a row
+// are the same.
 static void block_exponents(void **state) {
-    static const rocq_format formats[] = {ROCQ_MXFP4, ROCQ_MXFP6_E2M3, ROCQ_MXFP6_E3M2};
+    static const rocq_format formats[] = {ROCQ_MXFP4, ROCQ_MXFP6_E2M3, ROCQ_MXFP6_E3M2, ROCQ_NVFP4};
     (void)state;
-    for (int f = 0; f < 3; f++) {
-        const shape s = {.w = formats[f], .x = ROCQ_F32, .m = 256, .n = 2, .k = 32};
+    for (int f = 0; f < 4; f++) {
+        const shape s = {.w = formats[f], .x = ROCQ_F32, .m = 256, .n = 2,
+                         .k = block_elems(formats[f])};
         problem a = make(s);
         for (int64_t r = 0; r < s.m; r++) {
             memset(box_row(&a.w, r), r % 2 ? 0xff : 0x55, (size_t)box_row_size(&a.w));
-            box_row(&a.w, r)[0] = (unsigned char)r;
+            memset(box_row(&a.w, r), (int)r, formats[f] == ROCQ_NVFP4 ? 4 : 1);
         }
         for (int64_t i = 0; i < a.x.count; i++) a.x.value[i] = i % 2 ? 0.25 : -0.125;
         box_write(&a.x);
