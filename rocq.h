@@ -3239,9 +3239,11 @@ enum {
 
 #define ROCQ_K_MATMUL_BACKWARD(X, f) X(matmul_backward_dx_##f, rocq_k_matmul_backward_args, 128)
 
-// Tiles of the kernels named _lds, which are launched where the self-test says so: X(a, name,
-// columns, rows, steps of 64 of r that LDS has, of which so many are copied ahead, blocks that a
-// unit holds). Columns are rows m of w, or k, and rows columns n, or m.
+// Tiles of the kernels named _lds, which are launched on chips whose self-test reports them:
+// X(a, name, columns, rows, steps, ahead, blocks). LDS is a ring of `steps` steps of 64 elements of
+// the inner dimension, `ahead` of which are being copied while one is multiplied; a compute unit
+// holds `blocks` blocks. The columns of a tile run along the result's first dimension (m of a
+// forward product, k of dx and dw), its rows along the second (n; m of dw).
 #define ROCQ_K_LDS_TILES(X, a)                                            \
     X(a, 256, 256, 128, 4, 2, 1) X(a, 192, 192, 128, 5, 3, 1) X(a, 128, 128, 64, 3, 2, 3) \
     X(a, 128_deep, 128, 64, 8, 6, 1) X(a, 64, 64, 64, 4, 2, 3)
@@ -11005,8 +11007,9 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
 
 enum { ROCQ__LORA_RANK = ROCQ__MM_SEGMENT }; // the most, so that K is one segment
 
-// Adds the adapter b to the sums of n columns, for rows m to m + n_rows, which may be made up to
-// whole panels: those of columns lie ROCQ__MM_TILE_M apart.
+// Adds the product of the adapter b to the sums of n columns, for rows m to m + n_rows. Sums of a
+// column's rows are consecutive, and those of two columns ROCQ__MM_TILE_M apart. The last panel is
+// computed whole, so sums has room for n_rows rounded up to panels.
 static void rocq__mm_adapt(const rocq__mm *b, rocq__mm_work *work, int64_t column, int64_t n,
                            int64_t m, int64_t n_rows, float *sums) {
     const unsigned char *row = rocq__row(b->w, m, 0, 0);
@@ -11064,8 +11067,10 @@ static void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, 
 
 // -- the whole --
 
-// The sums of n columns, a tile's at most, with n_rows rows of a matrix of w from row m on, in
-// work->sums. Few columns meet all of K of a panel or pair before the next one.
+// Multiplies n columns, a tile's at most, by n_rows rows of a matrix of w, from row m on, and
+// leaves the sums in work->sums. With `few` columns a panel or pair of panels is read over all of K
+// before the next one, so that w streams in the order of memory. With more columns all panels are
+// multiplied by one segment of K at a time, so that the columns' part of it stays in cache.
 static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matrix, int64_t m,
                           int64_t n_rows, const unsigned char *columns, int64_t n, bool few) {
     const rocq_tensor *w = mm->w;
@@ -11142,8 +11147,9 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     }
 }
 
-// As rocq__mm_run, where a single column takes the pass, with the epilogue for many panels at once.
-// Of a K of 256, addresses and epilogues of single panels cost as much as the products.
+// What rocq__mm_run does, for a single column that a pass multiplies. It takes many panels at a
+// time and runs the epilogue once for all of them: with a K as short as 256, computing addresses
+// and running an epilogue for each panel would cost as much as the products.
 static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__mm *mm = (const rocq__mm *)arg;
     rocq__mm_work *work = mm->work + thread;
@@ -11165,8 +11171,9 @@ static void rocq__mm_panels(rocq__mm *mm, int64_t begin, int64_t end, int32_t th
     else rocq__mm_run(mm, begin, end, thread);
 }
 
-// Everything that follows from the params alone, but addresses in scratch memory. A matrix of w
-// meets n columns. With b and t it is the product of p's adapter.
+// Fills in all that follows from the params; only the addresses in scratch memory are left open. n
+// is the number of columns that each matrix of w is multiplied by. If b is not NULL, the product is
+// that of p's adapter, b t, instead of w x.
 static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_params *p,
                           int64_t n, const rocq_tensor *b, const rocq_tensor *t) {
     const rocq_tensor *w = b ? b : p->w, *x = b ? t : p->x;
@@ -11198,8 +11205,9 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->n_panels = (w->ne[1] + mm->panel_rows - 1) / mm->panel_rows;
 }
 
-// Whether both products read the same columns; all but adapters have the same x. A converted group
-// holds a sum for mins or one for raised codes (rocq__mm_group), so products must agree on which.
+// Whether two products of a chain can share converted columns. They have the same x, unless one is
+// an adapter's. Besides its codes a converted group holds one sum, which corrects either for the
+// mins of w or for the offset added to w's codes (rocq__mm_group): both must need the same one.
 static bool rocq__mm_same_columns(const rocq__mm *a, const rocq__mm *b) {
     const rocq_tensor *v = a->w, *w = b->w;
     if (a->is_adapter || b->is_adapter) return false;
@@ -13649,8 +13657,10 @@ typedef struct rocq__experts {
     rocq__experts_tile *tiles;   // [most_tiles]
 } rocq__experts;
 
-// Plans one of the two products. A pass, for tiles of one column, must read the columns that the
-// products of several read: otherwise AVX2's pass is tried, which most formats have in common.
+// Plans one of the two products, twice: for tiles of one column and for tiles of several. Both read
+// the same converted columns, so both must raise w's codes by the same offset. Where the pass that
+// one column takes raises them by another, AVX2's pass is tried; where that does too, tiles of one
+// column are computed like those of several.
 static void rocq__experts_product(rocq__experts *a, const rocq_ctx *ctx, int i,
                                   const rocq_tensor *w) {
     rocq__mm *one = &a->mm[i][0], *many = &a->mm[i][1];
@@ -17852,10 +17862,12 @@ static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__s
     return best;
 }
 
-// The same of the kernels named _lds. Fitted to an H200: the nanoseconds that a step of each tile
-// takes where the unit is full, and at least, and what a block takes besides. What does not fit in
-// L2 comes no faster than the copies in flight permit. The fastest by this estimate is 2% behind
-// the fastest of all on average and 16% at most: 38 shapes, 31 to 50257 rows and columns.
+// The same estimate for the kernels named _lds, with constants fitted to an H200. For each tile, in
+// nanoseconds: `work`, what a step of a block adds to the time of its unit; `step`, the least that
+// a step takes, however few blocks there are; `ends`, what a block takes outside of its loop.
+// Operands too large for L2 arrive no faster than the bytes of all copies in flight divided by
+// memory's latency. Over 38 shapes of 31 to 50257 rows and columns, the tile that this estimate
+// chooses took 2% longer than the fastest one on average, and 16% at most.
 static double rocq__lds_ns(const rocq__chip *chip, int32_t tile, const rocq__site *s,
                            int32_t n_splits, double merge_rate) {
     static const struct { double work, step, ends; } paces[ROCQ__LDS_TILES] = {
@@ -20806,11 +20818,10 @@ typedef struct rocq__node {
     double ns;          // that it is expected to take, see rocq__learn
     rocq__stage *stage; // CPU: its first one in the graph's plan
     rocq__cost cost;    // GPU
-    // GPU: of an op that begins a piece, which is captured as one, the op behind that (NULL: there
-    // is none), the runtime's captured graph, and the kernels that it launches.
-    struct rocq__node *end;
-    void *exec;
-    int64_t n_launches;
+    // GPU, of the first op of a piece. A piece is a run of ops that are captured as one graph.
+    struct rocq__node *end; // the first op behind the piece; NULL: it is the last
+    void *exec;             // the runtime's executable graph
+    int64_t n_launches;     // kernels that it launches
 } rocq__node;
 
 // What an op, a graph or a copy does, for the profile (>>profile). Flops on the matrix unit are
@@ -20839,12 +20850,12 @@ struct rocq_graph {
     // The GPU's count when the pieces were captured; they are stale once the GPU's differs, as the
     // address of scratch memory is part of them.
     int64_t scratch_moves;
-    // A step in slices (rocq_graph_launch_for): it has begun and is not done; its next op, NULL if
-    // all have run or are submitted; on a GPU the first op that the marks stand around, the second
-    // mark before `at`; NULL: none, or their time is known.
-    bool begun;
-    rocq__node *at, *timed;
-    void *marks[2]; // events; NULL where they cannot be timed
+    // The state of a step in slices (rocq_graph_launch_for).
+    bool begun;        // a step has begun and is not done
+    rocq__node *at;    // its next op; NULL if all have run (CPU) or are submitted (GPU)
+    rocq__node *timed; // GPU: the ops from here to `at` lie between the two marks, and their time
+                       // has not been read yet; NULL: there are none
+    void *marks[2];    // events, recorded before and after those ops; NULL: they cannot be timed
 };
 
 static rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *params,
@@ -21515,8 +21526,9 @@ typedef struct rocq__slice {
     int64_t begun, end;         // ns: when that op began, when the slice is to end
 } rocq__slice;
 
-// Follows changes halfway, but of a time beyond all others, as of an op in whose middle the thread
-// had to wait for its core, only as much as doubles what was expected.
+// Updates the time that an op is expected to take: the mean of the old value and the time just
+// taken. That time counts as twice the old value at most, so that a single outlier (the thread lost
+// its core in the middle of the op) raises the expectation by half and no more.
 static void rocq__learn(double *ns, double taken) {
     *ns = *ns > 0.0 ? 0.5 * (*ns + ROCQ__MIN(taken, 2.0 * *ns)) : taken;
 }
@@ -21563,8 +21575,9 @@ static rocq_result rocq__slice_cpu(rocq_ctx *ctx, rocq_graph *graph, int32_t us)
     return result;
 }
 
-// Finds out, without waiting, whether the GPU is through with the slices so far, and if so learns
-// from their time. Without marks it is taken to be.
+// Asks, without waiting, whether the GPU has finished the slices submitted so far, and if so takes
+// the time between their marks for the expectations of their ops. Where there are no marks,
+// *through is true.
 static rocq_result rocq__slice_poll(rocq_ctx *ctx, rocq_graph *graph, bool *through) {
     float ms = 0.0f;
     double expected = 0.0;
@@ -23240,10 +23253,10 @@ static void rocq__stream_of_priority(rocq__gpu *gpu, rocq_priority wanted, void 
     gpu->priority = wanted;
 }
 
-// Limits how many waves of matvecs a SIMD has at a time: each block takes so much LDS, most of which
-// it does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a block are
-// spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD. Two blocks with the
-// most LDS that a block may have still fit on a WGP, so the lowest limit is 4 waves.
+// Limits how many waves of matvecs a SIMD has at a time: each block takes so much LDS, most of
+// which it does not use, that only the wanted number of blocks fits on a WGP. The 8 waves of a
+// block are spread evenly over the WGP's 4 SIMDs, so each block is 2 waves on a SIMD. Two blocks
+// with the most LDS that a block may have still fit on a WGP, so the lowest limit is 4 waves.
 static void rocq__limit_waves(rocq__gpu *gpu, int32_t most) {
     enum {
         SIMDS = 2 * ROCQ__CU_SIMDS,
