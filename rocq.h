@@ -15893,7 +15893,7 @@ static void rocq__adamw_scalar(const rocq__adamw_rates *a, float *w, float *m, f
 // code would be lost in each of them. No root but 0 becomes 0, by which m would be divided.
 static void rocq__moment_encode_scalar(int8_t *code, float *scale, const float *x, bool second,
                                        float dither, int64_t n) {
-    const float levels = second ? 255.0f : 127.0f;
+    const float levels = second ? 255.0f : 127.0f, least = second ? -128.0f : -127.0f;
     float most = 0.0f;
     for (int64_t i = 0; i < n; i++) most = ROCQ__MAX(most, fabsf(x[i]));
     if (second) most = sqrtf(most);
@@ -15903,7 +15903,8 @@ static void rocq__moment_encode_scalar(int8_t *code, float *scale, const float *
         const float u = fmaf((float)i, 0.618033989f, dither);
         float q = rintf((second ? sqrtf(x[i]) : x[i]) * inverse + (u - rintf(u)));
         if (second) q = ROCQ__MAX(q, x[i] > 0.0f ? 1.0f : 0.0f) - 128.0f;
-        code[i] = (int8_t)rocq__clamp(q, second ? -128.0f : -127.0f, 127.0f);
+        q = ROCQ__MAX(q, least); // this way round NaN becomes the least
+        code[i] = (int8_t)ROCQ__MIN(q, 127.0f);
     }
 }
 
@@ -16019,7 +16020,8 @@ static rocq_result rocq__adamw_begin(rocq_ctx *ctx, rocq__stage *stage) {
     rocq__adamw_rates *rates = &a->rates;
     const float *state = rocq__row_f32(a->p->state, 0, 0, 0);
     const double lr = (double)*rocq__row_f32(a->p->lr, 0, 0, 0);
-    const double t = (double)ROCQ__MAX(state[ROCQ_TRAIN_STEPS], 1.0f);
+    // F32 counts no further than 2^24. What is no number is 1.
+    const double t = (double)ROCQ__MIN(ROCQ__MAX(state[ROCQ_TRAIN_STEPS], 1.0f), 16777216.0f);
     (void)ctx;
     rates->factor = state[ROCQ_TRAIN_FACTOR];
     rates->beta1 = a->p->beta1 > 0.0f ? a->p->beta1 : 0.9f;

@@ -818,6 +818,37 @@ static void adamw_skips_a_bad_gradient(void **state) {
     }
 }
 
+// A state that no grad_norm has written, as of a forged checkpoint: counts beyond 2^24 are 2^24, what
+// is no number is 1, and a NaN that reaches codes of m is the least of them.
+static void adamw_with_a_bad_state(void **state) {
+    static const float steps[][2] = {{1e30f, 16777216}, {INFINITY, 16777216}, {NAN, 1}, {-5, 1}};
+    enum { N = 300 };
+    (void)state;
+    for (int c = 0; c < 8; c++) {
+        unsigned char *first[ADAM_BOXES];
+        for (int k = 0; k < 2; k++) {
+            random_state = 8;
+            adam a;
+            adam_make(&a, N, ROCQ_I8, ROCQ_F16);
+            for (int64_t i = 0; i < N; i++) a.b[ADAM_G].value[i] = random_normal();
+            box_write(&a.b[ADAM_G]);
+            float *in = (float *)(void *)a.state.memory, *g = (float *)(void *)a.b[ADAM_G].memory;
+            in[ROCQ_TRAIN_FACTOR] = 1;
+            in[ROCQ_TRAIN_STEPS] = steps[c / 2][k];
+            g[5] = NAN;
+            assert_int_equal(rocq_adamw(contexts[c % 2][0], &a.p), ROCQ_OK);
+            assert_true((int8_t)a.b[ADAM_M].memory[5] <= -127);
+            for (int i = 0; i < ADAM_BOXES; i++) {
+                const size_t size = (size_t)a.b[i].size;
+                if (k == 1) assert_true(same_bytes(first[i], a.b[i].memory, a.b[i].size));
+                if (k == 1) free(first[i]);
+                if (k == 0) memcpy(first[i] = (unsigned char *)malloc(size), a.b[i].memory, size);
+            }
+            adam_free(&a);
+        }
+    }
+}
+
 // Least squares with inputs of very different sizes, by AdamW: what is left of the loss.
 static double regression(rocq_format moments, int simd, int n_steps) {
     enum { N = 700, ROWS = 60 };
@@ -879,6 +910,7 @@ int main(void) {
         cmocka_unit_test(grad_norm_moves_the_loss_scale),
         cmocka_unit_test(adamw_matches_a_float64_one),
         cmocka_unit_test(adamw_skips_a_bad_gradient),
+        cmocka_unit_test(adamw_with_a_bad_state),
         cmocka_unit_test(adamw_with_8_bit_moments_converges),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
