@@ -1,4 +1,6 @@
-// Allocation functions that count, and deny one call, for tests that rename those of a program.
+// Allocation functions that count, and deny one call, for tests that rename those of a program. An
+// implementation of rocq.h in another object has its calls renamed there (tests/run), so the two
+// functions that it calls have external linkage.
 
 #ifndef TESTS_COUNTED_H
 #define TESTS_COUNTED_H
@@ -8,7 +10,7 @@
 
 static int64_t n_live, n_calls, fail_at = -1; // blocks alive, calls so far, and the call that fails
 
-static void *counted_malloc(size_t size) {
+void *counted_malloc(size_t size) {
     if (n_calls++ == fail_at) return NULL;
     void *ptr = (malloc)(size);
     if (ptr) n_live++;
@@ -29,7 +31,7 @@ static inline void *counted_realloc(void *ptr, size_t size) {
     return moved;
 }
 
-static void counted_free(void *ptr) {
+void counted_free(void *ptr) {
     if (ptr) n_live--;
     (free)(ptr);
 }
