@@ -41,9 +41,9 @@ static rocq_result run_op(void *user) {
     return rocq_cast(w->b->ctx, &params);
 }
 
-// The one decoder is right when what it gives is near what was encoded: nearer than Q2_K gets. Of a
-// format that is only read nothing was encoded: there ggml's decoder, which must give the same bits,
-// is the check. The others must then give its bits.
+// The one decoder is right when what it gives is near what was encoded: nearer than Q2_K gets. Of
+// a format that is only read nothing was encoded: there ggml's decoder, which must give the same
+// bits, is the check. The others must then give its bits.
 static bool verify_host(void *user) {
     const weights *w = (const weights *)user;
     return bench_nmse(w->out, w->rows_in, 64 * w->k) < 0.2;
