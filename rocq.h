@@ -1366,10 +1366,12 @@ typedef struct rocq_experts_params {
 // pos are read, then those of this call are written, of more than S the newest. So nothing need be
 // cleared before a text, and where S >= n + L - 1 the same call may run again, with the same bits.
 // The bits of y do not depend on how tokens are cut into calls.
+enum { ROCQ_SHORTCONV_TAPS = 4 }; // the largest L
+
 typedef struct rocq_shortconv_params {
     const rocq_tensor *y;     // F32, F16 or Q8_0 [D, n, n_seqs]
     const rocq_tensor *bcx;   // F32 or F16 [3 D, n, n_seqs]
-    const rocq_tensor *w;     // F32 [L, D], L at most 4; w[L - 1, .] is the token's own
+    const rocq_tensor *w;     // F32 [L, D]; w[L - 1, .] is the token's own
     const rocq_tensor *state; // F32 [D, S, n_seqs], read and written, S >= L - 1
     const rocq_tensor *pos;   // I32 [n_seqs]: of each sequence's first token, >= 0 (E_BOUNDS
                               // otherwise, on a GPU at the next rocq_sync, with y and state as
@@ -2911,8 +2913,6 @@ typedef struct rocq_k_shortconv_args {
     uint32_t slices;    // blocks of a sequence, of 32 channels each
     int32_t run;        // tokens that 8 threads of a block take, one after the other
 } rocq_k_shortconv_args;
-
-enum { ROCQ_K_SHORTCONV_TAPS = 4 }; // the most
 
 // args of experts_int8, experts_f32, experts_sort, experts_merge
 //   experts_*      a matvec for each pair of a token and a slot, in blocks as those of a matvec of
@@ -13916,8 +13916,8 @@ static void rocq__shortconv_task(void *arg, int64_t i, int64_t i_end, int32_t th
     const rocq__shortconv *a = (const rocq__shortconv *)arg;
     const rocq_shortconv_params *p = a->p;
     const int64_t d = p->y->ne[0], n = p->y->ne[1], taps = p->w->ne[0], slots = p->state->ne[1];
-    float w[ROCQ_K_SHORTCONV_TAPS][ROCQ__SHORTCONV_STRIP];
-    float u[ROCQ_K_SHORTCONV_TAPS][ROCQ__SHORTCONV_STRIP]; // of token t in row t mod L
+    float w[ROCQ_SHORTCONV_TAPS][ROCQ__SHORTCONV_STRIP];
+    float u[ROCQ_SHORTCONV_TAPS][ROCQ__SHORTCONV_STRIP]; // of token t in row t mod L
     float buf[3][ROCQ__SHORTCONV_STRIP], out[ROCQ__SHORTCONV_STRIP];
     (void)thread;
     for (; i < i_end; i++) {
@@ -20214,9 +20214,9 @@ static rocq_result rocq__check_experts(rocq_ctx *ctx, const char *op, const void
 static rocq_result rocq__check_shortconv(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_shortconv_params *p = (const rocq_shortconv_params *)params;
     const int64_t d = p->y->ne[0], n_seqs = p->y->ne[2], taps = p->w->ne[0];
-    if (taps > ROCQ_K_SHORTCONV_TAPS) {
+    if (taps > ROCQ_SHORTCONV_TAPS) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: %lld taps, at most %d", op,
-                          (long long)taps, (int)ROCQ_K_SHORTCONV_TAPS);
+                          (long long)taps, (int)ROCQ_SHORTCONV_TAPS);
     }
     if (d > INT64_MAX / 3) return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: too many channels", op);
     ROCQ__TRY(ROCQ__SHAPE(y, -1, -1, -1, 1));

@@ -6829,7 +6829,7 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
 // threads. Sums are in the order of w, so that y does not depend on who computes it.
 // Bytes: bcx and y once, and for each run L - 1 columns more of b and x. A step of one token is
 // bound by latency: one round of loads after that of pos.
-enum { SHORTCONV_TAPS = ROCQ_K_SHORTCONV_TAPS };
+enum { SHORTCONV_TAPS = ROCQ_SHORTCONV_TAPS };
 
 DEV void shortconv_u(const rocq_k_shortconv_args &a, bool wide, const char *row, int64_t k,
                      int count, float u[4]) {

@@ -599,9 +599,9 @@ static rocq_result llama__read_kinds(llama_model *m, const rocq_gguf *file) {
     }
     if (!row->convolves) return ROCQ_OK;
     LLAMA__TRY(llama__read_int(m, file, "shortconv.l_cache", LLAMA__REQUIRED, &m->n_taps));
-    if (m->n_taps > 1 && m->n_taps <= ROCQ_K_SHORTCONV_TAPS) return ROCQ_OK;
+    if (m->n_taps > 1 && m->n_taps <= ROCQ_SHORTCONV_TAPS) return ROCQ_OK;
     return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.shortconv.l_cache is %d, expected 2 to %d",
-                       m->family, (int)m->n_taps, (int)ROCQ_K_SHORTCONV_TAPS);
+                       m->family, (int)m->n_taps, (int)ROCQ_SHORTCONV_TAPS);
 }
 
 // Numbers that only some families have.
