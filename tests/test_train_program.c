@@ -46,11 +46,15 @@ static const model_spec small = {"train", "llama", .n_embd = 64, .n_heads = 4, .
     .head_dim = 16, .n_ff = 96, .n_vocab = 301, .formats = q8_0};
 static char small_path[256], other_path[256];
 
+static void write_bytes(const char *path, const char *data, size_t size) {
+    FILE *file = fopen(path, "wb");
+    assert_non_null(file);
+    assert_int_equal(fwrite(data, 1, size, file), size);
+    assert_int_equal(fclose(file), 0);
+}
+
 static void write_file(const char *path, const char *text) {
-    FILE *out = fopen(path, "wb");
-    assert_non_null(out);
-    assert_true(fputs(text, out) >= 0);
-    assert_int_equal(fclose(out), 0);
+    write_bytes(path, text, strlen(text));
 }
 
 static char *bytes_of(const char *path, size_t *size) { // NULL: there is no such file
@@ -379,10 +383,7 @@ static void forge(const char *data, size_t size, int user, uint64_t seen, int pl
     while (memcmp(at, "train.user", 10) != 0) at++;
     if (user >= 0) memcpy(at + 10 + 16 + 8 * user, &seen, sizeof seen); // type, type, count
     else memcpy(forged + size - 4 * ROCQ_TRAIN_STATE + 4 * place, &value, sizeof value);
-    FILE *out = fopen(FOLDER "/forged.gguf", "wb");
-    assert_non_null(out);
-    assert_int_equal(fwrite(forged, 1, size, out), size);
-    assert_int_equal(fclose(out), 0);
+    write_bytes(FOLDER "/forged.gguf", forged, size);
     free(forged);
 }
 
@@ -446,10 +447,7 @@ static void poison(void) {
     const float nan = NAN;
     assert_non_null(data);
     memcpy(data + size - 400, &nan, sizeof nan); // in the output matrix
-    FILE *out = fopen(FOLDER "/nan.gguf", "wb");
-    assert_non_null(out);
-    assert_int_equal(fwrite(data, 1, size, out), size);
-    assert_int_equal(fclose(out), 0);
+    write_bytes(FOLDER "/nan.gguf", data, size);
     free(data);
 }
 
