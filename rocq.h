@@ -156,9 +156,10 @@
       op returns when it is submitted; rocq_download waits until y is computed.
    5. rocq_close frees what the context has handed out, buffers too.
 
-   To allocate nothing while running, ask rocq_scratch_size for the largest ops and rocq_reserve
-   that much once; rocq_stats.n_allocs then stays where it is. examples/llama.h does so. rocq_trim
-   gives back what nobody needs any more.
+   To allocate nothing while running, call the largest ops once between rocq_plan_begin and
+   rocq_plan_end, which tells their scratch memory, and rocq_reserve that much; rocq_stats.n_allocs
+   then stays where it is. examples/llama.h does so. rocq_trim gives back what nobody needs any
+   more.
 
 
    >>contexts
@@ -1691,9 +1692,12 @@ ROCQ_DEF rocq_result rocq_graph_launch_for(rocq_ctx *ctx, rocq_graph *graph, int
 // struct that ROCQ_OPS names. why (may be NULL) receives the reason, valid until the next failure.
 ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params, const char **why);
 
-// Bytes of scratch memory that the op would use with these params.
-ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *params,
-                                       int64_t *bytes);
+// Between begin and end, ops are planned instead of run: each is checked as always, and raises
+// *scratch to the bytes of scratch memory that it would use, if that is more. So the code that runs
+// a model's ops also plans them. Copies, sync and graphs in between are E_STATE. scratch must stay
+// valid until end, which does nothing where nothing was begun.
+ROCQ_DEF rocq_result rocq_plan_begin(rocq_ctx *ctx, int64_t *scratch);
+ROCQ_DEF void rocq_plan_end(rocq_ctx *ctx);
 
 // Makes scratch memory at least this large, so that ops which need no more do not allocate. Other
 // ops grow it themselves, which counts as an allocation in rocq_stats. The old memory is freed
@@ -2412,7 +2416,7 @@ typedef struct rocq_tune_result {
 // two) and positions that attention has room for (to a power of two). Attention is timed at the
 // lengths that kv_len holds.
 //     Graphs keep the launches they were captured with, as long as scratch memory does not grow. A
-// result may want more of it: tune, or load, before rocq_scratch_size is asked.
+// result may want more of it: tune, or load, before ops are planned (rocq_plan_begin).
 ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op op, const void *params,
                                const rocq_tune_desc *desc, rocq_tune_result *result);
 
@@ -3830,6 +3834,7 @@ struct rocq_ctx {
     rocq__profile *profiling; // equal to profile while it is on, else NULL
 #endif
     rocq_graph *recording; // the graph that ops are added to, or NULL
+    int64_t *planned;      // what ops raise instead of running (rocq_plan_begin), or NULL
     rocq_graph *graphs;    // list of all graphs of the context
     bool has_simd;   // AVX2 with FMA and F16C, or NEON
     bool has_avx_vnni; // never without has_simd; nor is
@@ -21188,13 +21193,17 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__begin_op(ctx, rocq__ops[op].name));
     ROCQ__TRY(rocq__check_op(ctx, op, params));
-    if (!ctx->recording) return rocq__run_on_device(ctx, op, params);
+    if (!ctx->recording && !ctx->planned) return rocq__run_on_device(ctx, op, params);
     // Planned now, so that an op that cannot run fails here and not when the graph is launched.
     rocq_graph *graph = ctx->recording;
     rocq__node *node = NULL;
     int64_t scratch;
     bool on_cpu;
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
+    if (ctx->planned) {
+        *ctx->planned = ROCQ__MAX(*ctx->planned, scratch);
+        return ROCQ_OK;
+    }
     ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
     if (rocq__on_gpu(ctx)) {
         node->cost = rocq__cost_of(ctx, op, params);
@@ -21210,10 +21219,13 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
 
 // -- graphs --
 
-// For calls that are not recorded: they would run now, but the ops around them later.
+// For calls that are neither recorded nor planned: they would run now, but the ops around them
+// later or never.
 static rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
-    if (!ctx->recording) return ROCQ_OK;
-    return rocq__fail(ctx, ROCQ_E_STATE, "%s: a graph is being recorded", call);
+    if (!ctx->recording && !ctx->planned) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_STATE,
+                      ctx->planned ? "%s: ops are being planned" : "%s: a graph is being recorded",
+                      call);
 }
 
 // Whether what a tensor holds after a node is overwritten by later ops before anything reads it.
@@ -22519,7 +22531,9 @@ static rocq_result rocq__kv_make(rocq_kv *kv, int64_t bytes) {
     rocq_arena_init(&arena, &kv->memory);
     ROCQ__TRY(rocq__kv_cut(kv, &arena));
     const rocq_rope_params turn = rocq__kv_turn(kv, &kv->stage, &pos);
-    ROCQ__TRY(rocq_scratch_size(kv->ctx, ROCQ_OP_ROPE, &turn, &kv->scratch));
+    bool on_cpu;
+    ROCQ__TRY(rocq__check_op(kv->ctx, ROCQ_OP_ROPE, &turn));
+    ROCQ__TRY(rocq__plan_op(kv->ctx, ROCQ_OP_ROPE, &turn, &kv->scratch, &on_cpu));
     ROCQ__TRY(rocq_reserve(kv->ctx, kv->scratch));
     kv->dirty_end = rocq__kv_n_words(kv);
     return rocq_kv_flush(kv); // also takes the pinned memory that copies go through
@@ -23789,15 +23803,16 @@ ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params
     return result;
 }
 
-ROCQ_DEF rocq_result rocq_scratch_size(rocq_ctx *ctx, rocq_op op, const void *params,
-                                       int64_t *bytes) {
-    ROCQ__TRY(rocq__check_op(ctx, op, params));
-    if (!bytes) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "scratch_size: bytes is NULL");
-    int64_t scratch;
-    bool on_cpu;
-    ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
-    *bytes = scratch;
+ROCQ_DEF rocq_result rocq_plan_begin(rocq_ctx *ctx, int64_t *scratch) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__not_recording(ctx, "plan_begin"));
+    if (!scratch) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "plan_begin: scratch is NULL");
+    ctx->planned = scratch;
     return ROCQ_OK;
+}
+
+ROCQ_DEF void rocq_plan_end(rocq_ctx *ctx) {
+    if (ctx) ctx->planned = NULL;
 }
 
 ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *params,

@@ -177,8 +177,7 @@ typedef struct llama_model {
     int32_t begun, begun_past; // 1 + the token that llama_eval_for has begun, 0 = none; its n_past
     rocq_ctx *ctx;
     llama_options options;
-    bool planning;        // ops are measured, not run: see LLAMA__RUN
-    int64_t op_scratch;
+    int64_t op_scratch;   // that the ops of a step need, see llama__plan
 } llama_model;
 
 // Reads the configuration, checks every weight's shape, and makes the cache and all memory that
@@ -427,19 +426,6 @@ static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file) {
 // The graph
 // ---------------------------------------------------------------------------------------------
 
-// Runs an op, or, while llama_open plans, finds out what scratch memory it would need: the same
-// code reserves for exactly the ops that run later.
-#define LLAMA__RUN(m, OP, op, params)                                  \
-    LLAMA__TRY((m)->planning ? llama__measure(m, ROCQ_OP_##OP, params) \
-                             : rocq_##op((m)->ctx, params))
-
-static rocq_result llama__measure(llama_model *m, rocq_op op, const void *params) {
-    int64_t bytes = 0;
-    LLAMA__TRY(rocq_scratch_size(m->ctx, op, params, &bytes));
-    if (bytes > m->op_scratch) m->op_scratch = bytes;
-    return ROCQ_OK;
-}
-
 static const rocq_tensor *llama__maybe(const rocq_tensor *t) { return t->n_dims > 0 ? t : NULL; }
 
 // What a product reads: [rows, n] in t's memory, in the format that suits n.
@@ -458,8 +444,8 @@ static rocq_result llama__norm(llama_model *m, const rocq_tensor *y, const rocq_
                                const rocq_tensor *weight, const rocq_tensor *bias) {
     const rocq_norm_params norm = {.y = y, .x = x, .weight = weight,
                                    .bias = bias ? llama__maybe(bias) : NULL, .eps = m->norm_eps};
-    if (norm.bias) LLAMA__RUN(m, LAYERNORM, layernorm, &norm);
-    else LLAMA__RUN(m, RMSNORM, rmsnorm, &norm);
+    if (norm.bias) LLAMA__TRY(rocq_layernorm(m->ctx, &norm));
+    else LLAMA__TRY(rocq_rmsnorm(m->ctx, &norm));
     return ROCQ_OK;
 }
 
@@ -474,7 +460,7 @@ static rocq_result llama__reduce(llama_model *m, const llama_site *site, const r
     gate.stride[1] = 0; // the same for every column
     const rocq_matmul_params reduce = {.y = &t, .w = &site->a, .x = x, .gate = &gate,
                                        .precision = m->options.precision};
-    LLAMA__RUN(m, MATMUL, matmul, &reduce);
+    LLAMA__TRY(rocq_matmul(m->ctx, &reduce));
     for (int64_t i = 0, first = 0; i < 3; first += site->b[i++].ne[0]) {
         if (site->b[i].n_dims > 0) m->low[i] = rocq_tensor_slice(&t, 0, first, site->b[i].ne[0]);
     }
@@ -499,10 +485,10 @@ static rocq_result llama__add(llama_model *m, const rocq_tensor *x, const rocq_t
     const rocq_binary_params add = {.y = x, .a = x, .b = &added};
     llama__adapt(m, site, 0, &project);
     LLAMA__TRY(llama__reduce(m, site, in));
-    LLAMA__RUN(m, MATMUL, matmul, &project);
+    LLAMA__TRY(rocq_matmul(m->ctx, &project));
     if (direct) return ROCQ_OK;
     LLAMA__TRY(llama__norm(m, &added, &added, norm, NULL));
-    LLAMA__RUN(m, ADD, add, &add);
+    LLAMA__TRY(rocq_add(m->ctx, &add));
     return ROCQ_OK;
 }
 
@@ -512,7 +498,7 @@ static rocq_result llama__heat(llama_model *m, const rocq_tensor *q) {
     rocq_tensor by = rocq_tensor_slice(&m->inputs, 0, 1 + 3 * n, n);
     rocq_tensor_init(&by, &by.buffer, by.offset, ROCQ_F32, 3, ne); // cannot fail: there is room
     const rocq_binary_params heat = {.y = q, .a = q, .b = &by};
-    LLAMA__RUN(m, MUL, mul, &heat);
+    LLAMA__TRY(rocq_mul(m->ctx, &heat));
     return ROCQ_OK;
 }
 
@@ -536,15 +522,15 @@ static rocq_result llama__feed(llama_model *m, const llama_layer *l, const llama
         gate.lora_b2 = up.lora_b;
         gate.lora_t2 = up.lora_t;
     }
-    LLAMA__RUN(m, MATMUL, matmul, &gate);
+    LLAMA__TRY(rocq_matmul(m->ctx, &gate));
     if (joined) {
         const rocq_tensor first = rocq_tensor_slice(&pair, 0, 0, m->n_ff);
         const rocq_tensor second = rocq_tensor_slice(&pair, 0, m->n_ff, m->n_ff);
         const rocq_glu_params glu = {.y = ffn, .gate = &first, .up = &second,
                                      .activation = m->activation};
-        LLAMA__RUN(m, GLU, glu, &glu);
+        LLAMA__TRY(rocq_glu(m->ctx, &glu));
     }
-    if (!together) LLAMA__RUN(m, MATMUL, matmul, &up);
+    if (!together) LLAMA__TRY(rocq_matmul(m->ctx, &up));
     return ROCQ_OK;
 }
 
@@ -579,10 +565,10 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
         .bias = llama__maybe(&l->expert_down_bias), .weights = &shares, .residual = x,
         .precision = m->options.precision};
     if (h->format != ROCQ_F32) LLAMA__TRY(llama__norm(m, &exact, x, &l->ffn_norm, NULL));
-    LLAMA__RUN(m, MATMUL, matmul, &score);
-    LLAMA__RUN(m, ROUTE, route, &route);
-    LLAMA__RUN(m, EXPERTS, experts, &gate);
-    LLAMA__RUN(m, EXPERTS, experts, &down);
+    LLAMA__TRY(rocq_matmul(m->ctx, &score));
+    LLAMA__TRY(rocq_route(m->ctx, &route));
+    LLAMA__TRY(rocq_experts(m->ctx, &gate));
+    LLAMA__TRY(rocq_experts(m->ctx, &down));
     return ROCQ_OK;
 }
 
@@ -630,12 +616,12 @@ static rocq_result llama__attend(llama_model *m, const llama_layer *l, const lla
     llama__adapt(m, &site[0], 0, &to_q);
     llama__adapt(m, &site[0], 1, &to_k);
     llama__adapt(m, &site[0], 2, &to_v);
-    LLAMA__RUN(m, MATMUL, matmul, &to_q);
+    LLAMA__TRY(rocq_matmul(m->ctx, &to_q));
     if (l->q_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &q_heads, &q_heads, &l->q_norm, NULL));
     if (l->k_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &k_heads, &k_heads, &l->k_norm, NULL));
     if (m->temperature > 0) LLAMA__TRY(llama__heat(m, &q_heads));
-    LLAMA__RUN(m, ROPE_APPEND, rope_append, &append);
-    LLAMA__RUN(m, ATTENTION, attention, &attend);
+    LLAMA__TRY(rocq_rope_append(m->ctx, &append));
+    LLAMA__TRY(rocq_attention(m->ctx, &attend));
     return llama__add(m, x, &l->out, &site[1], &seen, &l->out_bias, &l->attn_post_norm);
 }
 
@@ -652,8 +638,8 @@ static rocq_result llama__convolve(llama_model *m, const llama_layer *l, const l
     const rocq_shortconv_params convolve = {.y = &seen, .bcx = &bcx, .w = &l->conv,
                                             .state = &l->state, .pos = &pos};
     llama__adapt(m, &site[0], 0, &project);
-    LLAMA__RUN(m, MATMUL, matmul, &project);
-    LLAMA__RUN(m, SHORTCONV, shortconv, &convolve);
+    LLAMA__TRY(rocq_matmul(m->ctx, &project));
+    LLAMA__TRY(rocq_shortconv(m->ctx, &convolve));
     return llama__add(m, x, &l->out, &site[1], &seen, &l->out_bias, &l->attn_post_norm);
 }
 
@@ -685,14 +671,14 @@ static rocq_result llama__batch(llama_model *m, int64_t n) {
     const rocq_tensor ids = rocq_tensor_slice(&m->inputs, 0, 1, n);
     const rocq_gather_params embed = {.y = &x, .table = &m->embedding, .ids = &ids,
                                       .scale = m->embedding_scale};
-    LLAMA__RUN(m, GATHER, gather, &embed);
+    LLAMA__TRY(rocq_gather(m->ctx, &embed));
     if (m->positions.n_dims > 0) {
         const rocq_tensor pos = rocq_tensor_slice(&m->inputs, 0, 1 + n, n);
         const rocq_tensor added = rocq_tensor_slice(&m->added, 1, 0, n);
         const rocq_gather_params place = {.y = &added, .table = &m->positions, .ids = &pos};
         const rocq_binary_params add = {.y = &x, .a = &x, .b = &added};
-        LLAMA__RUN(m, GATHER, gather, &place);
-        LLAMA__RUN(m, ADD, add, &add);
+        LLAMA__TRY(rocq_gather(m->ctx, &place));
+        LLAMA__TRY(rocq_add(m->ctx, &add));
     }
     for (int32_t i = 0; i < m->n_layers; i++) LLAMA__TRY(llama__layer(m, &m->layers[i], &x));
     return ROCQ_OK;
@@ -710,7 +696,7 @@ static rocq_result llama__head(llama_model *m, int64_t first, int64_t n) {
     llama__adapt(m, site, 0, &project);
     LLAMA__TRY(llama__norm(m, &h, &x, &m->output_norm, &m->output_norm_bias));
     LLAMA__TRY(llama__reduce(m, site, &h));
-    LLAMA__RUN(m, MATMUL, matmul, &project);
+    LLAMA__TRY(rocq_matmul(m->ctx, &project));
     m->last = rocq_tensor_slice(&m->logits, 1, n - 1, 1);
     return ROCQ_OK;
 }
@@ -727,7 +713,7 @@ static rocq_result llama__draw(llama_model *m, const rocq_sample_params *how) {
     sample.token = &m->token;
     sample.logits = &m->last;
     sample.step = (uint64_t)m->n_past;
-    LLAMA__RUN(m, SAMPLE, sample, &sample);
+    LLAMA__TRY(rocq_sample(m->ctx, &sample));
     return ROCQ_OK;
 }
 
@@ -807,12 +793,13 @@ static rocq_result llama__measure_all(llama_model *m) {
     return llama__draw(m, &how);
 }
 
-// Reserves the scratch memory of ops, and records the step.
+// Reserves the scratch memory of ops, which the code that runs them later plans, and records the
+// step.
 static rocq_result llama__plan(llama_model *m) {
     const int64_t had = m->op_scratch;
-    m->planning = true;
+    LLAMA__TRY(rocq_plan_begin(m->ctx, &m->op_scratch));
     const rocq_result result = llama__measure_all(m);
-    m->planning = false;
+    rocq_plan_end(m->ctx);
     memset(&m->last, 0, sizeof m->last);
     LLAMA__TRY(result);
     LLAMA__TRY(rocq_reserve(m->ctx, m->op_scratch));
@@ -1390,7 +1377,6 @@ static inline rocq_result llama_tune(llama_model *m, rocq_tune_result *result) {
 }
 
 #undef LLAMA__TRY
-#undef LLAMA__RUN
 
 #if defined(__cplusplus) && defined(__GNUC__)
 #pragma GCC diagnostic pop

@@ -1263,25 +1263,13 @@ static rocq_result vae__load(vae_model *m, vae__file *f) {
 // Memory of a request, and running ops
 // ---------------------------------------------------------------------------------------------
 
-// Runs an op; while a request is planned, finds out what scratch memory it needs, so that the same
-// code plans exactly the ops that run later; and where they are recorded already, does nothing:
-// vae__flush launches them.
-#define VAE__RUN(m, OP, op, params)                                              \
-    do {                                                                         \
-        if ((m)->planning) {                                                     \
-            VAE__TRY(vae__measure(m, ROCQ_OP_##OP, params));                     \
-        } else {                                                                 \
-            VAE__TRY(vae__before_op(m));                                         \
-            if ((m)->mode != VAE__REPLAY) VAE__TRY(rocq_##op((m)->ctx, params)); \
-        }                                                                        \
+// Runs an op, or plans it: see vae__measure_plan. Where a request's ops are recorded already, does
+// nothing: vae__flush launches them.
+#define VAE__RUN(m, op, params)                                                                  \
+    do {                                                                                         \
+        if (!(m)->planning) VAE__TRY(vae__before_op(m));                                         \
+        if ((m)->planning || (m)->mode != VAE__REPLAY) VAE__TRY(rocq_##op((m)->ctx, params));    \
     } while (0)
-
-static rocq_result vae__measure(vae_model *m, rocq_op op, const void *params) {
-    int64_t bytes = 0;
-    VAE__TRY(rocq_scratch_size(m->ctx, op, params, &bytes));
-    if (bytes > m->op_scratch) m->op_scratch = bytes;
-    return ROCQ_OK;
-}
 
 // A request that comes again has the same ops between two copies from or to the host. So the first
 // time they are recorded, a graph from one copy to the next, and later the graphs are launched in
@@ -1432,7 +1420,7 @@ static rocq_result vae__group_stats(vae_model *m, vae_conv *c, const rocq_tensor
     const rocq_norm_stats_params stats = {.stats = &c->stats, .moments = tiles ? &c->moments : NULL,
                                           .x = x, .first = first,
                                           .eps = 1e-6f * c->eps_gain * c->eps_gain};
-    VAE__RUN(m, NORM_STATS, norm_stats, &stats);
+    VAE__RUN(m, norm_stats, &stats);
     return ROCQ_OK;
 }
 
@@ -1462,12 +1450,12 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
         const rocq_tensor from = rocq_tensor_slice(&c->cache, 3, 0, past);
         const rocq_tensor to = rocq_tensor_slice(&in, 3, 0, past);
         const rocq_cast_params copy = {.y = &to, .x = &from};
-        VAE__RUN(m, CAST, cast, &copy);
+        VAE__RUN(m, cast, &copy);
     }
     if (c->norm == VAE__POSITION_NORM) {
         VAE__TRY(vae__take(m, 0, ROCQ_F32, 1, in.ne[1], in.ne[2], in.ne[3], &stats));
         const rocq_norm_stats_params norm = {.stats = &stats, .x = &in, .eps = 1e-24f};
-        VAE__RUN(m, NORM_STATS, norm_stats, &norm);
+        VAE__RUN(m, norm_stats, &norm);
     }
     // What the blocks add up may exceed F16, in which a GPU multiplies.
     const bool wide = c->norm == VAE__NO_NORM && m->stream != ROCQ_F16 &&
@@ -1486,14 +1474,14 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
     if (m->last_conv >= 0) m->net->convs[m->last_conv].follower = index;
     m->last_conv = index;
     if (!m->planning) VAE__TRY(vae__bring(m, index));
-    VAE__RUN(m, CONV, conv, &conv);
+    VAE__RUN(m, conv, &conv);
     if (!m->planning && m->gpu) VAE__TRY(vae__bring(m, c->follower));
     if (cached && !again) {
         const int64_t keep = past + n < c->kt - 1 ? past + n : c->kt - 1;
         const rocq_tensor from = rocq_tensor_slice(&in, 3, past + n - keep, keep);
         const rocq_tensor to = rocq_tensor_slice(&c->cache, 3, 0, keep);
         const rocq_cast_params copy = {.y = &to, .x = &from};
-        VAE__RUN(m, CAST, cast, &copy);
+        VAE__RUN(m, cast, &copy);
         c->n_cached = keep;
     }
     m->stack.level[0] = level;
@@ -1566,7 +1554,7 @@ static rocq_result vae__shrink(vae_model *m, vae_conv *c, const vae__value *x, v
         if (apart) VAE__TRY(vae__take(m, !x->side, x->full.format, c->m, w, n, 1, &to));
         VAE__TRY(vae__conv(m, c, &rows, &o, apart ? &to : &place, NULL));
         const rocq_cast_params copy = {.y = &place, .x = &to};
-        if (apart) VAE__RUN(m, CAST, cast, &copy);
+        if (apart) VAE__RUN(m, cast, &copy);
         m->stack.level[!x->side] = levels[!x->side];
         done += n;
     }
@@ -1677,7 +1665,7 @@ static rocq_result vae__attention(vae_model *m, const vae_module *mod, const vae
         for (int j = 0; j < 3; j++) part_of[j] = rocq_tensor_slice(&heads[j], 3, i, at_once);
         const rocq_attention_params attention = {.out = &part_of[0], .q = &part_of[0],
                                                  .k = &part_of[1], .v = &part_of[2]};
-        VAE__RUN(m, ATTENTION, attention, &attention);
+        VAE__RUN(m, attention, &attention);
     }
     m->flops += 4.0 * (double)c * (double)area * (double)area * (double)n;
     attended.full = part[0];
@@ -1703,7 +1691,7 @@ static rocq_result vae__time(vae_model *m, const vae_module *mod, const vae__val
         const rocq_tensor from = vae__part(x, &o, x->room, 1);
         const rocq_tensor to = vae__part(out, &o, out->room, 1);
         const rocq_cast_params copy = {.y = &to, .x = &from};
-        VAE__RUN(m, CAST, cast, &copy);
+        VAE__RUN(m, cast, &copy);
     }
     if (n > alone) {
         rest.room = x->room + alone;
@@ -2053,7 +2041,7 @@ static rocq_result vae__download(vae_model *m, const rocq_tensor *t, const vae__
         VAE__TRY(vae__take(m, 0, ROCQ_I8, 3, t->ne[1], t->ne[2], t->ne[3], &bytes));
         const rocq_pixels_params pixels = {.y = &bytes, .x = t, .scale = m->pixel_scale,
                                            .bias = m->pixel_bias};
-        VAE__RUN(m, PIXELS, pixels, &pixels);
+        VAE__RUN(m, pixels, &pixels);
         m->stack.level[0] = level;
         if (!m->planning) VAE__TRY(vae__fetch(m, &bytes, job->pixels, 3, o, first));
     }
@@ -2083,11 +2071,11 @@ static rocq_result vae__deliver(vae_model *m, const rocq_tensor *t, const vae__s
     for (int d = 0; d < 3; d++) {
         if (m->ramp[d].n_dims == 0) continue;
         const rocq_binary_params weigh = {.y = t, .a = t, .b = &m->ramp[d]};
-        VAE__RUN(m, MUL, mul, &weigh);
+        VAE__RUN(m, mul, &weigh);
     }
     VAE__TRY(rocq_tensor_view(&sum, &m->blended, start, t->ne));
     const rocq_binary_params add = {.y = &sum, .a = &sum, .b = t};
-    VAE__RUN(m, ADD, add, &add);
+    VAE__RUN(m, add, &add);
     return ROCQ_OK;
 }
 
@@ -2104,7 +2092,7 @@ static rocq_result vae__emit(vae_model *m, vae__value *v, const vae__span *o) {
     if (checked) return vae__deliver(m, &t, o);
     VAE__TRY(vae__take(m, 0, ROCQ_F32, 2, 1, t.ne[3], 1, &stats));
     const rocq_norm_stats_params norm = {.stats = &stats, .x = &t};
-    VAE__RUN(m, NORM_STATS, norm_stats, &norm);
+    VAE__RUN(m, norm_stats, &norm);
     VAE__TRY(vae__deliver(m, &t, o));
     m->stack.level[0] = level;
     return vae__look(m, &stats);
@@ -2239,7 +2227,7 @@ static rocq_result vae__video(vae_model *m, const rocq_tensor *input) {
         VAE__TRY(vae__new(m, 0, ROCQ_F32, m->net->c_in, m->size[0], &whole, n, &x));
         const rocq_tensor to = vae__frames_of(&x, &whole);
         const rocq_cast_params copy = {.y = &to, .x = &from};
-        VAE__RUN(m, CAST, cast, &copy);
+        VAE__RUN(m, cast, &copy);
         VAE__TRY(vae__segment(m, 0, m->net->n_modules, 0, &x, &out));
         memcpy(m->stack.level, levels, sizeof levels);
         if (i == 0) first_chunk = m->flops - before;
@@ -2366,14 +2354,14 @@ static rocq_result vae__batches(vae_model *m) {
         if (more) {
             const rocq_tensor from = rocq_tensor_slice(&m->ahead, 3, 0, n * each);
             const rocq_cast_params copy = {.y = &m->input, .x = &from};
-            VAE__RUN(m, CAST, cast, &copy);
+            VAE__RUN(m, cast, &copy);
         }
         if (m->tanh_latents && m->net == &m->decoder) { // 3 tanh(latent / 3), uploaded divided
             const rocq_activate_params tanh_of = {.y = &m->input, .x = &m->input,
                                                   .activation = ROCQ_ACT_TANH};
             const rocq_scale_params scale = {.y = &m->input, .x = &m->input, .scale = 3};
-            VAE__RUN(m, ACTIVATE, activate, &tanh_of);
-            VAE__RUN(m, SCALE, scale, &scale);
+            VAE__RUN(m, activate, &tanh_of);
+            VAE__RUN(m, scale, &scale);
         }
         if (blend) VAE__TRY(vae__blend(m, n * vae_frames(m, each)));
         else VAE__TRY(vae__run(m, &m->input));
@@ -2543,12 +2531,15 @@ static rocq_result vae__choose(vae_model *m, const rocq_tensor *input) {
     return result;
 }
 
-// Computes what m->plan takes: its sizes and its flops.
+// Computes what m->plan takes, its sizes and its flops, with the code that runs it later: ops only
+// raise m->op_scratch to what they need.
 static rocq_result vae__measure_plan(vae_model *m, int64_t base) {
+    VAE__TRY(rocq_plan_begin(m->ctx, &m->op_scratch));
     m->planning = true;
     vae__stack_init(m, NULL);
     const rocq_result result = vae__batches(m);
     m->planning = false;
+    rocq_plan_end(m->ctx);
     m->plan.activation_bytes = m->stack.peak;
     // What the context has as scratch stays, where that fits the budget.
     m->plan.scratch_bytes = m->op_scratch > m->scratch ? m->op_scratch : m->scratch;

@@ -698,7 +698,6 @@ static void test_attention_scratch(void **state) {
     rocq_buffer memory;
     rocq_tensor q, k, v, out;
     rocq_arena arena;
-    int64_t scratch = -1;
     assert_int_equal(rocq_buffer_alloc(gpu, &memory, 4 * n * 512 * 2), ROCQ_OK);
     rocq_arena_init(&arena, &memory);
     rocq_tensor *const all[] = {&q, &k, &v, &out};
@@ -706,8 +705,7 @@ static void test_attention_scratch(void **state) {
         assert_int_equal(rocq_tensor_3d(&arena, all[i], ROCQ_F16, 512, 1, n), ROCQ_OK);
     }
     const rocq_attention_params p = {.out = &out, .q = &q, .k = &k, .v = &v};
-    assert_int_equal(rocq_scratch_size(gpu, ROCQ_OP_ATTENTION, &p, &scratch), ROCQ_OK);
-    assert_in_range(scratch, 0, 1 << 20);
+    assert_in_range(planned(gpu, ROCQ_OP_ATTENTION, &p), 0, 1 << 20);
     assert_int_equal(rocq_buffer_free(gpu, &memory), ROCQ_OK);
 }
 
@@ -2105,9 +2103,7 @@ static void test_graph(void **state) {
     any_params n = params_of(ROCQ_OP_RMSNORM, &norm), m = params_of(ROCQ_OP_MATMUL, &mm);
     move_params(ROCQ_OP_RMSNORM, &n);
     move_params(ROCQ_OP_MATMUL, &m);
-    int64_t scratch = 0;
-    assert_int_equal(rocq_scratch_size(gpu, ROCQ_OP_MATMUL, &m, &scratch), ROCQ_OK);
-    assert_int_equal(rocq_reserve(gpu, scratch), ROCQ_OK);
+    assert_int_equal(rocq_reserve(gpu, planned(gpu, ROCQ_OP_MATMUL, &m)), ROCQ_OK);
     rocq_graph *graph = NULL;
     assert_int_equal(rocq_graph_begin(gpu), ROCQ_OK);
     assert_int_equal(rocq_graph_begin(gpu), ROCQ_E_STATE);

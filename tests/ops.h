@@ -382,9 +382,18 @@ OPS_FN rocq_result run_one(rocq_ctx *ctx, rocq_op op, const void *params) {
     }
 }
 
+// The scratch memory that the op plans.
+OPS_FN int64_t planned(rocq_ctx *ctx, rocq_op op, const void *params) {
+    int64_t scratch = 0;
+    assert_int_equal(rocq_plan_begin(ctx, &scratch), ROCQ_OK);
+    if (run_one(ctx, op, params) != ROCQ_OK) fail_msg("not planned: %s", rocq_error(ctx));
+    rocq_plan_end(ctx);
+    return scratch;
+}
+
 // Runs op with each thread count: outputs (their memory as it is now, input of in-place runs) must
-// come out with the same bits each time. Scratch memory is exactly what scratch_size says, so that
-// the sanitizer sees any use beyond it, and the op itself allocates nothing.
+// come out with the same bits each time. Scratch memory is exactly what was planned, so that the
+// sanitizer sees any use beyond it, and the op itself allocates nothing.
 OPS_FN void run(int simd, rocq_op op, const void *params, box *const *outputs, int n_outputs) {
     unsigned char *before[8], *first[8];
     for (int o = 0; o < n_outputs; o++) {
@@ -396,10 +405,9 @@ OPS_FN void run(int simd, rocq_op op, const void *params, box *const *outputs, i
     for (int i = 0; i < N_THREAD_COUNTS; i++) {
         rocq_ctx *ctx = contexts[simd][i];
         rocq_stats stats, later;
-        int64_t scratch = -1;
         const char *why = NULL;
         if (rocq_supports(ctx, op, params, &why) != ROCQ_OK) fail_msg("not supported: %s", why);
-        assert_int_equal(rocq_scratch_size(ctx, op, params, &scratch), ROCQ_OK);
+        const int64_t scratch = planned(ctx, op, params);
         rocq__free(ctx, ctx->scratch);
         ctx->budget_used -= ctx->scratch_size;
         ctx->scratch = NULL;

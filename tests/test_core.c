@@ -839,7 +839,7 @@ static void ops_refuse_bad_operands(void **state) {
     (void)state;
     rocq_ctx *ctx = open_cpu();
     rocq_tensor t[N_SLOTS];
-    int64_t bytes;
+    int64_t bytes = 0;
 
     t[0] = slot_tensor(0, ROCQ_F32, 5, 3, 2, 1);
     t[1] = slot_tensor(1, ROCQ_Q4_K, 256, 5, 1, 1);
@@ -851,9 +851,10 @@ static void ops_refuse_bad_operands(void **state) {
                              .residual = &t[5], .activation = ROCQ_ACT_SILU};
     check_refusals(
         ctx, &(op_case){ROCQ_OP_MATMUL, &mm, {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5]}, {true}});
-    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_MATMUL, &mm, &bytes), ROCQ_OK);
+    assert_int_equal(rocq_plan_begin(ctx, &bytes), ROCQ_OK);
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_OK);
+    rocq_plan_end(ctx);
     assert_true(bytes > 0);
-    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_MATMUL, &mm, NULL), ROCQ_E_ARGUMENT);
     mm.activation = (rocq_activation)17;
     assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_E_ARGUMENT);
     mm.activation = ROCQ_ACT_IDENTITY;
@@ -916,7 +917,10 @@ static void ops_refuse_bad_operands(void **state) {
     check_refusals(ctx, &(op_case){ROCQ_OP_ATTENTION_BACKWARD, &attend,
                                    {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7], &t[8]},
                                    {true, [4] = true, [5] = true}});
-    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_ATTENTION_BACKWARD, &attend, &bytes), ROCQ_OK);
+    bytes = 0;
+    assert_int_equal(rocq_plan_begin(ctx, &bytes), ROCQ_OK);
+    assert_int_equal(rocq_attention_backward(ctx, &attend), ROCQ_OK);
+    rocq_plan_end(ctx);
     assert_true(bytes > 0);
     attend.window = -1;
     assert_int_equal(rocq_attention_backward(ctx, &attend), ROCQ_E_ARGUMENT);
@@ -1080,7 +1084,10 @@ static void ops_refuse_bad_operands(void **state) {
                                    .norm_bias = &t[7], .kw = 3, .kh = 3};
     check_refusals(ctx, &(op_case){ROCQ_OP_CONV, &conv, {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5],
                                                          &t[6], &t[7]}, {true}});
-    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_CONV, &conv, &bytes), ROCQ_OK);
+    bytes = 0;
+    assert_int_equal(rocq_plan_begin(ctx, &bytes), ROCQ_OK);
+    assert_int_equal(rocq_conv(ctx, &conv), ROCQ_OK);
+    rocq_plan_end(ctx);
     assert_true(bytes >= 32 * 9 * 5 * 4); // w in F32
     t[3] = slot_tensor(3, ROCQ_F32, 3, 8, 2, 1);
     const rocq_norm_stats_params norm_stats = {.stats = &t[5], .moments = &t[3], .x = &t[2]};
@@ -1189,6 +1196,56 @@ static void ops_refuse_bad_operands(void **state) {
     rocq_close(&ctx);
 }
 
+// What is planned is checked and measured, and writes nothing.
+static void ops_are_planned(void **state) {
+    (void)state;
+    rocq_ctx *ctx = open_cpu();
+    const rocq_tensor y = slot_tensor(0, ROCQ_F32, 5, 3, 1, 1);
+    const rocq_tensor w = slot_tensor(1, ROCQ_Q4_K, 256, 5, 1, 1);
+    const rocq_tensor x = slot_tensor(2, ROCQ_F32, 256, 3, 1, 1);
+    const rocq_matmul_params mm = {.y = &y, .w = &w, .x = &x};
+    const rocq_scale_params scale = {.y = &y, .x = &y, .scale = 2}, bad = {.y = &y};
+    rocq_graph *graph;
+    rocq_stats before, after;
+    float v[15];
+    int64_t bytes = 1, most;
+    memset(arena_memory, 1, sizeof arena_memory);
+    assert_int_equal(rocq_plan_begin(NULL, &bytes), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_plan_begin(ctx, NULL), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_get_stats(ctx, &before), ROCQ_OK);
+    assert_int_equal(rocq_plan_begin(ctx, &bytes), ROCQ_OK);
+    assert_int_equal(rocq_plan_begin(ctx, &most), ROCQ_E_STATE);
+    assert_int_equal(rocq_graph_begin(ctx), ROCQ_E_STATE);
+    assert_int_equal(rocq_upload(ctx, &y, v, sizeof v), ROCQ_E_STATE);
+    assert_int_equal(rocq_download(ctx, v, &y, sizeof v), ROCQ_E_STATE);
+    assert_int_equal(rocq_sync(ctx), ROCQ_E_STATE);
+    assert_string_equal(rocq_error(ctx), "sync: ops are being planned");
+    assert_int_equal(rocq_scale(ctx, &scale), ROCQ_OK);
+    assert_int_equal(bytes, 1); // it needs none
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_OK);
+    assert_true(bytes > 1);
+    most = bytes;
+    assert_int_equal(rocq_scale(ctx, &bad), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_scale(ctx, &scale), ROCQ_OK);
+    assert_int_equal(bytes, most);
+    rocq_plan_end(ctx);
+    rocq_plan_end(ctx);
+    rocq_plan_end(NULL);
+    for (size_t i = 0; i < sizeof arena_memory; i++) assert_int_equal(arena_memory[i], 1);
+    assert_int_equal(rocq_get_stats(ctx, &after), ROCQ_OK);
+    assert_int_equal(after.n_allocs, before.n_allocs);
+    assert_int_equal(rocq_graph_begin(ctx), ROCQ_OK);
+    assert_int_equal(rocq_plan_begin(ctx, &bytes), ROCQ_E_STATE);
+    assert_int_equal(rocq_graph_end(ctx, &graph), ROCQ_OK);
+    assert_int_equal(rocq_reserve(ctx, bytes), ROCQ_OK);
+    assert_int_equal(rocq_get_stats(ctx, &before), ROCQ_OK);
+    assert_int_equal(rocq_matmul(ctx, &mm), ROCQ_OK);
+    assert_int_equal(rocq_get_stats(ctx, &after), ROCQ_OK);
+    assert_int_equal(after.n_allocs, before.n_allocs);
+    assert_true(arena_memory[0] != 1 || arena_memory[1] != 1);
+    rocq_close(&ctx);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(results_have_names_and_stable_codes),
@@ -1211,6 +1268,7 @@ int main(void) {
         cmocka_unit_test(uploads_and_downloads_are_exact),
         cmocka_unit_test(threads_do_every_item_once),
         cmocka_unit_test(ops_refuse_bad_operands),
+        cmocka_unit_test(ops_are_planned),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

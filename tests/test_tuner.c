@@ -405,11 +405,9 @@ static void what_cannot_run_is_left_alone(void **state) {
         attended_free(&a);
         rocq_desc desc = {.prefer = ROCQ_BACKEND_GPU, .n_threads = 1,
                           .allocator = {counted_alloc, counted_free, NULL}};
-        int64_t scratch;
         rocq_close(&ctx);
         assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
         attended_make(&a, 4, 2, 2, 600);
-        assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_ATTENTION, &a.p, &scratch), ROCQ_OK);
         assert_int_equal(rocq_attention(ctx, &a.p), ROCQ_OK);
         assert_int_equal(rocq_sync(ctx), ROCQ_OK);
         ctx->desc.memory_budget = ctx->budget_used; // from now on nothing more
@@ -581,14 +579,18 @@ static void the_kernels_of_a_configuration_run(void **state) {
 static void scratch_is_what_a_tuned_op_takes(void **state) {
     (void)state;
     attended b;
-    int64_t before, after;
+    int64_t before = 0, after = 0;
     rocq_stats stats;
     attended_make(&b, 1, 1, 1, 1000);
     wanted = (rocq_launch_config){.tile_n = 64, .n_splits = 8};
     go_by(likes_wanted);
-    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_ATTENTION, &b.p, &before), ROCQ_OK);
+    assert_int_equal(rocq_plan_begin(ctx, &before), ROCQ_OK);
+    assert_int_equal(rocq_attention(ctx, &b.p), ROCQ_OK);
+    rocq_plan_end(ctx);
     tuned(ROCQ_OP_ATTENTION, &b.p, NULL);
-    assert_int_equal(rocq_scratch_size(ctx, ROCQ_OP_ATTENTION, &b.p, &after), ROCQ_OK);
+    assert_int_equal(rocq_plan_begin(ctx, &after), ROCQ_OK);
+    assert_int_equal(rocq_attention(ctx, &b.p), ROCQ_OK);
+    rocq_plan_end(ctx);
     assert_true(after > before);
     assert_int_equal(rocq_attention(ctx, &b.p), ROCQ_OK);
     assert_int_equal(rocq_get_stats(ctx, &stats), ROCQ_OK);
