@@ -35,9 +35,14 @@ enum {
     LLAMA__LFM2_CONV = 32768,
     LLAMA__LFM2MOE = 65536,
     LLAMA__LFM2MOE_CONV = 131072,
-    LLAMA__ALL = 262143,
+    // Layers of gemma4 have keys and values of their own or, named _SHARED, attend to those of an
+    // earlier one.
+    LLAMA__GEMMA4 = 262144,
+    LLAMA__GEMMA4_SHARED = 524288,
+    LLAMA__ALL = 1048575,
     LLAMA__NEWER = LLAMA__ALL - LLAMA__GPT2,
-    LLAMA__GEMMA = LLAMA__GEMMA2 | LLAMA__GEMMA3,
+    LLAMA__GEMMA4S = LLAMA__GEMMA4 | LLAMA__GEMMA4_SHARED,
+    LLAMA__GEMMA = LLAMA__GEMMA2 | LLAMA__GEMMA3 | LLAMA__GEMMA4S,
     LLAMA__FUSED = LLAMA__GPT2 | LLAMA__PHI3, // q, k and v in one matrix
     LLAMA__CONVS = LLAMA__LFM2_CONV | LLAMA__LFM2MOE_CONV,
     LLAMA__LFM = LLAMA__LFM2 | LLAMA__LFM2MOE | LLAMA__CONVS,
@@ -47,8 +52,10 @@ enum {
     LLAMA__DENSE = LLAMA__ALL - LLAMA__EXPERTS,
     LLAMA__GATED = LLAMA__DENSE - LLAMA__FUSED, // gate and up in two matrices
     LLAMA__HEAD_NORMS = LLAMA__QWEN3 | LLAMA__QWEN3MOE | LLAMA__GEMMA3 | LLAMA__LFM2 |
-                        LLAMA__LFM2MOE
+                        LLAMA__LFM2MOE | LLAMA__GEMMA4S
 };
+
+enum { LLAMA__REQUIRED = -1 }; // in place of a default
 
 static const char LLAMA__RMS_EPS[] = "attention.layer_norm_rms_epsilon";
 
@@ -67,12 +74,14 @@ static const struct llama__family {
                             // 0: they are like the others
     int32_t no_rope;        // each so many-th layer turns nothing; 0 = none
     bool caps;              // logits, in attention and of tokens, can be capped;
-    float attention_cap, final_cap; // defaults, 0 = not
+    float attention_cap, final_cap; // defaults; attention_cap 0: those in attention never are
     bool experts;           // in place of one feed-forward part: a mixture, whose
     rocq_scores scores;     // router weighs them so;
     bool renormalise;       // the weights of those that are taken add up to 1
     float limit, alpha;     // see rocq_experts_params
     bool convolves;         // layers without KV heads do, and the first ones may have no experts
+    bool mixed;             // layers differ in their heads, KV heads and FF: see llama__read_shapes
+    bool value_norm;        // values are normed, and scores not divided: norms of heads do that
     int32_t odd;            // the model of so many layers takes n_embd / n_heads for the size of a
                             // head where it scales scores
 } llama__families[] = {
@@ -96,6 +105,10 @@ static const struct llama__family {
     {.name = "gemma3", .bit = LLAMA__GEMMA3, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_GELU,
      .norm_eps = LLAMA__RMS_EPS, .root_embedding = true, .windows = true, .period = 6,
      .local_base = 10000, .odd = 62},
+    {.name = "gemma4", .bit = LLAMA__GEMMA4S, .pairing = ROCQ_ROPE_NEOX,
+     .activation = ROCQ_ACT_GELU, .norm_eps = LLAMA__RMS_EPS, .root_embedding = true,
+     .windows = true, .window = LLAMA__REQUIRED, .local_base = 10000, .caps = true, .mixed = true,
+     .value_norm = true},
     {.name = "gpt2", .bit = LLAMA__GPT2, .pairing = ROCQ_ROPE_NONE, .activation = ROCQ_ACT_GELU,
      .norm_eps = "attention.layer_norm_epsilon"},
     {.name = "granite", .bit = LLAMA__GRANITE, .pairing = ROCQ_ROPE_NORM,
@@ -119,17 +132,20 @@ static const struct llama__family {
 enum { LLAMA__N_FAMILIES = sizeof llama__families / sizeof llama__families[0] };
 
 // Sizes: 1, n_embd, Q, KV, Q + 2 KV, head_dim, FF, 2 FF, n_vocab, n_ctx_train, how many pairs of a
-// head turn, heads, experts, FF of an expert, 3 n_embd and the taps of a convolution.
+// head turn, heads, experts, FF of an expert, 3 n_embd, the taps of a convolution, and what of an
+// embedding is for each layer alone: for one layer, and for all.
 enum {
     LLAMA__1, LLAMA__E, LLAMA__Q, LLAMA__KV, LLAMA__QKV, LLAMA__D, LLAMA__F, LLAMA__2F, LLAMA__V,
-    LLAMA__P, LLAMA__R, LLAMA__H, LLAMA__X, LLAMA__XF, LLAMA__3E, LLAMA__T, LLAMA__N_SIZES
+    LLAMA__P, LLAMA__R, LLAMA__H, LLAMA__X, LLAMA__XF, LLAMA__3E, LLAMA__T, LLAMA__A,
+    LLAMA__AL, LLAMA__N_SIZES
 };
 
 enum {
     LLAMA__OPTIONAL = 1,
     LLAMA__ALONE = 2,   // no other weight reads what this one reads
     LLAMA__BY_EXPERT = 4, // one matrix for each expert
-    LLAMA__F32 = 8      // as vectors are
+    LLAMA__F32 = 8,     // as vectors are
+    LLAMA__APART = 16   // only where parts of embeddings are for each layer alone
 };
 
 typedef struct llama__weight {
@@ -149,13 +165,18 @@ static const llama__weight llama__weights[] = { // of each layer: "blk.<layer>.<
     {"attn_qkv.bias", LLAMA__AT(q_bias), LLAMA__QKV, LLAMA__1, LLAMA__GPT2, 0},
     {"attn_qkv.bias", LLAMA__AT(q_bias), LLAMA__QKV, LLAMA__1, LLAMA__PHI3, LLAMA__OPTIONAL},
     {"attn_q.weight", LLAMA__AT(q), LLAMA__E, LLAMA__Q, LLAMA__SEPARATE, 0},
-    {"attn_k.weight", LLAMA__AT(k), LLAMA__E, LLAMA__KV, LLAMA__SEPARATE, 0},
-    {"attn_v.weight", LLAMA__AT(v), LLAMA__E, LLAMA__KV, LLAMA__SEPARATE, 0},
+    {"attn_k.weight", LLAMA__AT(k), LLAMA__E, LLAMA__KV, LLAMA__SEPARATE - LLAMA__GEMMA4_SHARED, 0},
+    {"attn_k.weight", LLAMA__AT(k), LLAMA__E, LLAMA__KV, LLAMA__GEMMA4_SHARED, LLAMA__OPTIONAL},
+    {"attn_v.weight", LLAMA__AT(v), LLAMA__E, LLAMA__KV, LLAMA__SEPARATE - LLAMA__GEMMA4S, 0},
+    {"attn_v.weight", LLAMA__AT(v), LLAMA__E, LLAMA__KV, LLAMA__GEMMA4S, LLAMA__OPTIONAL},
     {"attn_q.bias", LLAMA__AT(q_bias), LLAMA__Q, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
     {"attn_k.bias", LLAMA__AT(k_bias), LLAMA__KV, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
     {"attn_v.bias", LLAMA__AT(v_bias), LLAMA__KV, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
     {"attn_q_norm.weight", LLAMA__AT(q_norm), LLAMA__D, LLAMA__1, LLAMA__HEAD_NORMS, 0},
-    {"attn_k_norm.weight", LLAMA__AT(k_norm), LLAMA__D, LLAMA__1, LLAMA__HEAD_NORMS, 0},
+    {"attn_k_norm.weight", LLAMA__AT(k_norm), LLAMA__D, LLAMA__1,
+     LLAMA__HEAD_NORMS - LLAMA__GEMMA4_SHARED, 0},
+    {"attn_k_norm.weight", LLAMA__AT(k_norm), LLAMA__D, LLAMA__1, LLAMA__GEMMA4_SHARED,
+     LLAMA__OPTIONAL},
     {"attn_sinks.weight", LLAMA__AT(sinks), LLAMA__H, LLAMA__1, LLAMA__GPT_OSS, 0},
     {"attn_output.weight", LLAMA__AT(out), LLAMA__Q, LLAMA__E, LLAMA__ALL - LLAMA__CONVS, 0},
     {"attn_output.bias", LLAMA__AT(out_bias), LLAMA__E, LLAMA__1, LLAMA__ALL, LLAMA__OPTIONAL},
@@ -198,6 +219,12 @@ static const llama__weight llama__weights[] = { // of each layer: "blk.<layer>.<
     {"ffn_down_shexp.weight", LLAMA__AT(down), LLAMA__F, LLAMA__E, LLAMA__GRANITEMOE,
      LLAMA__OPTIONAL},
     {"post_ffw_norm.weight", LLAMA__AT(ffn_post_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA, 0},
+    {"inp_gate.weight", LLAMA__AT(apart_gate), LLAMA__E, LLAMA__A, LLAMA__GEMMA4S,
+     LLAMA__APART | LLAMA__ALONE},
+    {"proj.weight", LLAMA__AT(apart_out), LLAMA__A, LLAMA__E, LLAMA__GEMMA4S, LLAMA__APART},
+    {"post_norm.weight", LLAMA__AT(apart_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA4S, LLAMA__APART},
+    {"layer_output_scale.weight", LLAMA__AT(scale), LLAMA__1, LLAMA__1, LLAMA__GEMMA4S,
+     LLAMA__OPTIONAL},
 };
 
 #undef LLAMA__AT
@@ -211,7 +238,15 @@ static const llama__weight llama__others[] = {
     {"output_norm.bias", LLAMA__AT(output_norm_bias), LLAMA__E, LLAMA__1, LLAMA__GPT2, 0},
     {"output.weight", LLAMA__AT(output), LLAMA__E, LLAMA__V, LLAMA__ALL, LLAMA__OPTIONAL},
     {"output.bias", LLAMA__AT(output_bias), LLAMA__V, LLAMA__1, LLAMA__ALL, LLAMA__OPTIONAL},
-    {"rope_freqs.weight", LLAMA__AT(rope_freqs), LLAMA__R, LLAMA__1, LLAMA__NEWER, LLAMA__OPTIONAL},
+    {"per_layer_token_embd.weight", LLAMA__AT(apart_embedding), LLAMA__AL, LLAMA__V, LLAMA__GEMMA4S,
+     LLAMA__APART | LLAMA__ALONE},
+    {"per_layer_model_proj.weight", LLAMA__AT(apart_weight), LLAMA__E, LLAMA__AL, LLAMA__GEMMA4S,
+     LLAMA__APART | LLAMA__ALONE},
+    {"per_layer_proj_norm.weight", LLAMA__AT(apart_weight_norm), LLAMA__A, LLAMA__1, LLAMA__GEMMA4S,
+     LLAMA__APART},
+    {"rope_freqs.weight", LLAMA__AT(rope_freqs), LLAMA__R, LLAMA__1, LLAMA__GEMMA4S, 0},
+    {"rope_freqs.weight", LLAMA__AT(rope_freqs), LLAMA__R, LLAMA__1,
+     LLAMA__NEWER - LLAMA__GEMMA4S, LLAMA__OPTIONAL},
     {"rope_factors_short.weight", LLAMA__AT(rope_short), LLAMA__R, LLAMA__1, LLAMA__NEWER,
      LLAMA__OPTIONAL},
     {"rope_factors_long.weight", LLAMA__AT(rope_long), LLAMA__R, LLAMA__1, LLAMA__NEWER,
@@ -300,12 +335,10 @@ static rocq_result llama__unknown(llama_model *m, const rocq_gguf *file, rocq_st
 // Configuration
 // ---------------------------------------------------------------------------------------------
 
-enum { LLAMA__REQUIRED = -1 }; // in place of a default
-
 // The number "<family>.<name>": of any type of number that GGUF has, or only of its integer types
-// where whole is set. A file may give it once for each layer instead, in an array; since all layers
-// have one shape here, its entries must be equal. *there: whether the file has the key at all,
-// without which a required one is an error.
+// where whole is set. A file may give it once for each layer instead, in an array: where layers may
+// differ the largest entry counts, else its entries must be equal. *there: whether the file has the
+// key at all, without which a required one is an error.
 static rocq_result llama__read(llama_model *m, const rocq_gguf *file, const char *name, bool whole,
                                bool required, bool *there, double *out) {
     char key[128];
@@ -332,7 +365,9 @@ static rocq_result llama__read(llama_model *m, const rocq_gguf *file, const char
             return llama__fail(m, ROCQ_E_TYPE, "%s is not %s", key, whole ? "an integer"
                                                                           : "a number");
         }
-        if (i > 0 && number != *out) {
+        if (i > 0 && m->row && m->row->mixed) {
+            if (number < *out) continue;
+        } else if (i > 0 && number != *out) {
             return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is %g in layer 0 and %g in layer %d: "
                                "layers of different shapes are not supported", key, *out, number,
                                (int)i);
@@ -547,13 +582,22 @@ static rocq_result llama__read_windows(llama_model *m, const rocq_gguf *file, in
 static rocq_result llama__read_ropes(llama_model *m, const rocq_gguf *file) {
     const struct llama__family *row = m->row;
     float local_base;
+    int32_t local_dims = m->rope.n_dims;
     LLAMA__TRY(llama__read_float(m, file, "rope.freq_base_swa", row->local_base, &local_base));
+    if (row->mixed) {
+        LLAMA__TRY(llama__read_int(m, file, "rope.dimension_count_swa", m->local_dim, &local_dims));
+    }
+    if (row->mixed && (local_dims > m->local_dim || local_dims % 2 != 0)) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.rope.dimension_count_swa is %d for heads of %d",
+                           m->family, (int)local_dims, (int)m->local_dim);
+    }
     for (int32_t i = 0; i < m->n_layers; i++) {
         rocq_rope_config *rope = &m->layers[i].rope;
         *rope = m->rope;
         if (row->local_base > 0 && m->layers[i].window > 0) {
             rope->freq_base = local_base;
             rope->freq_scale = 1;
+            rope->n_dims = local_dims;
         }
         if (row->no_rope > 0 && i % row->no_rope == row->no_rope - 1) {
             rope->pairing = ROCQ_ROPE_NONE;
@@ -604,13 +648,74 @@ static rocq_result llama__read_kinds(llama_model *m, const rocq_gguf *file) {
                        m->family, (int)m->n_taps, (int)ROCQ_SHORTCONV_TAPS);
 }
 
+// An integer of one layer, from an array with an entry for each; else *out stays.
+static rocq_result llama__read_entry(llama_model *m, const rocq_gguf *file, const char *name,
+                                     int32_t layer, int32_t *out) {
+    char key[128];
+    rocq_gguf_value value;
+    int64_t number;
+    snprintf(key, sizeof key, "%s.%s", m->family, name);
+    if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK || !value.is_array) return ROCQ_OK;
+    if (rocq_gguf_value_i64(&value, layer, &number) != ROCQ_OK || number < 1 || number > 1 << 30) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s is no number from 1 on in layer %d", key,
+                           (int)layer);
+    }
+    *out = (int32_t)number;
+    return ROCQ_OK;
+}
+
+// The shape of each layer: that of the model or, where layers are mixed, heads of another size in
+// those with a window, and its own number of KV heads and FF. The last layers may have no keys and
+// values: they attend to those of the newest layer of their kind before them.
+static rocq_result llama__read_shapes(llama_model *m, const rocq_gguf *file) {
+    int32_t newest[2] = {-1, -1}; // with keys and values, global and local
+    int32_t n_shared = 0, value_dim = m->head_dim;
+    m->local_dim = m->head_dim;
+    if (m->row->mixed) {
+        LLAMA__TRY(llama__read_int(m, file, "attention.key_length_swa", LLAMA__REQUIRED,
+                                   &m->local_dim));
+        LLAMA__TRY(llama__read_int(m, file, "attention.value_length_swa", m->local_dim,
+                                   &value_dim));
+        LLAMA__TRY(llama__read_int(m, file, "attention.shared_kv_layers", 0, &n_shared));
+        LLAMA__TRY(llama__read_int(m, file, "embedding_length_per_layer_input", 0, &m->n_apart));
+    }
+    if (value_dim != m->local_dim) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "keys of %d elements with values of %d are not "
+                           "supported", (int)m->local_dim, (int)value_dim);
+    }
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        llama_layer *l = &m->layers[i];
+        l->source = i;
+        l->head_dim = m->head_dim;
+        l->n_kv_heads = m->n_kv_heads;
+        l->n_ff = m->n_ff;
+        if (!m->row->mixed) continue;
+        const int kind = l->window > 0;
+        const int32_t before = newest[kind];
+        if (kind) l->head_dim = m->local_dim;
+        LLAMA__TRY(llama__read_entry(m, file, "attention.head_count_kv", i, &l->n_kv_heads));
+        LLAMA__TRY(llama__read_entry(m, file, "feed_forward_length", i, &l->n_ff));
+        if (i < m->n_layers - n_shared) newest[kind] = i;
+        l->source = newest[kind];
+        l->bit &= l->source == i ? ~LLAMA__GEMMA4_SHARED : LLAMA__GEMMA4_SHARED;
+        const llama_layer *like = before < 0 ? l : &m->layers[before];
+        if (l->source < 0 || like->n_kv_heads != l->n_kv_heads ||
+            m->n_heads % l->n_kv_heads != 0) {
+            return llama__fail(m, ROCQ_E_UNSUPPORTED, "layer %d, of %d heads on %d KV heads, has "
+                               "no keys and values, or others of its kind have another shape",
+                               (int)i, (int)m->n_heads, (int)l->n_kv_heads);
+        }
+    }
+    return ROCQ_OK;
+}
+
 // Numbers that only some families have.
 static rocq_result llama__read_numbers(llama_model *m, const rocq_gguf *file) {
     const struct llama__family *row = m->row;
     const int32_t scaled_dim = m->n_layers == row->odd ? m->n_embd / m->n_heads : m->head_dim;
     int32_t window = 0;
     LLAMA__TRY(llama__read_kinds(m, file));
-    m->attention_scale = 1 / sqrtf((float)scaled_dim);
+    m->attention_scale = row->value_norm ? 1 : 1 / sqrtf((float)scaled_dim);
     m->embedding_scale = row->root_embedding ? sqrtf((float)m->n_embd) : 1.0f;
     m->logit_scale = 1;
     if (row->scales) {
@@ -641,8 +746,10 @@ static rocq_result llama__read_numbers(llama_model *m, const rocq_gguf *file) {
         LLAMA__TRY(llama__read_float(m, file, "attention.temperature_scale", 0, &m->temperature));
     }
     if (row->caps) {
-        LLAMA__TRY(llama__read_float(m, file, "attn_logit_softcapping", row->attention_cap,
-                                     &m->attention_softcap));
+        if (row->attention_cap > 0) {
+            LLAMA__TRY(llama__read_float(m, file, "attn_logit_softcapping", row->attention_cap,
+                                         &m->attention_softcap));
+        }
         LLAMA__TRY(llama__read_float(m, file, "final_logit_softcapping", row->final_cap,
                                      &m->final_softcap));
     }
@@ -650,6 +757,7 @@ static rocq_result llama__read_numbers(llama_model *m, const rocq_gguf *file) {
         LLAMA__TRY(llama__read_int(m, file, "attention.sliding_window", row->window, &window));
         LLAMA__TRY(llama__read_windows(m, file, window));
     }
+    LLAMA__TRY(llama__read_shapes(m, file));
     return llama__read_ropes(m, file);
 }
 

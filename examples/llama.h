@@ -51,7 +51,8 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
     void *user;
 } llama_options;
 
-// Letters in shapes: Q is n_heads * head_dim, KV is n_kv_heads * head_dim, FF is n_ff. gpt2 has q,
+// Letters in shapes: Q is n_heads * head_dim, KV is n_kv_heads * head_dim, FF is n_ff, of the layer
+// where layers differ, A is n_apart. gpt2 has q,
 // k and v in one weight, which is q here, [n_embd, Q + 2 KV], and no gate: its ffn_up, which goes
 // through the activation, is gate here. It has no k, v and up. Nor has phi3, whose gate has gate
 // and up, [n_embd, 2 FF]. A layer that convolves has in_proj, [n_embd, 3 n_embd], as q, and its
@@ -77,7 +78,13 @@ typedef struct llama_layer {
     rocq_tensor expert_gate, expert_gate_bias; // [n_embd, XF, E], [XF, E]
     rocq_tensor expert_up, expert_up_bias;     // [n_embd, XF, E], [XF, E]
     rocq_tensor expert_down, expert_down_bias; // [XF, n_embd, E], [n_embd, E]
+    // The part of embeddings that is for this layer alone                   gemma4, as the scale
+    rocq_tensor apart_gate;             // [n_embd, A]
+    rocq_tensor apart_out, apart_norm;  // [A, n_embd], [n_embd]
+    rocq_tensor scale;                  // [1] of the residual stream behind the layer
     rocq_kv_view cache;                 // of layers with attention
+    int32_t source;                     // number of the layer whose keys and values these are
+    int32_t head_dim, n_kv_heads, n_ff; // as the model's, but in gemma4
     rocq_tensor state;                  // F32 [n_embd, taps - 1 + LLAMA_BACK] of the others
     int32_t bit;                        // its family or kind, of families.h
     int32_t window;                     // positions a query sees, 0 = all
@@ -122,6 +129,9 @@ typedef struct llama_model {
     int32_t n_experts, n_used, expert_ff; // n_experts 1: no mixture
     int32_t n_leading;
     int32_t n_convs, n_taps;             // layers that convolve, over so many tokens
+    int32_t local_dim;                   // head_dim of layers with a window; n_kv_heads and n_ff,
+                                         // too, may differ by layer, and are the largest then
+    int32_t n_apart;                     // elements of an embedding for each layer alone
     int32_t n_ctx, n_ctx_train, n_batch, n_logits;
     int64_t weight_bytes, kv_bytes;
     int64_t scratch_bytes; // activations, and what ops need while they run
@@ -144,7 +154,9 @@ typedef struct llama_model {
     llama_layer *layers;     // [n_layers]
     rocq_buffer weights;     // of those that are not just views of the file
     int32_t n_weights;
-    rocq_kv *kv;
+    rocq_tensor apart_embedding;   // [A n_layers, n_vocab]           gemma4
+    rocq_tensor apart_weight, apart_weight_norm; // [n_embd, A n_layers], [A]
+    rocq_kv *kv[2];          // the second: of layers with a window, where their heads differ
     llama_adapters adapters;
     rocq_tensor low[3];      // of the last site: the part of t that each weight adds
     // what a batch of n <= n_batch tokens goes through
@@ -165,6 +177,7 @@ typedef struct llama_model {
     rocq_tensor pair;     // [2 FF, n_batch] gate and up                phi3
     rocq_tensor added;    // [n_embd, n_batch] before its norm         gemma; gpt2: positions;
                           // mixtures: what the router reads
+    rocq_tensor apart, apart_rows; // [A n_layers, n_batch] of the tokens     gemma4
     rocq_tensor head_norm; // [n_embd] output_norm with logit_scale     granite
     rocq_tensor logits;   // [n_vocab, n_logits]
     rocq_tensor last;     // [n_vocab] the column of logits that llama_sample draws from
@@ -207,8 +220,8 @@ static inline rocq_result llama_eval_for(llama_model *m, const int32_t *tokens, 
 
 // Forgets n of the tokens in the cache, from number first on: those behind them move up, and n_past
 // goes down by n. So text can go on when the context is full. Not with gpt2, where what tokens
-// became depends on learned positions, nor where layers turn keys in different ways, as in gemma3
-// and smollm3, nor the newest tokens that convolutions of lfm2 still read (E_UNSUPPORTED).
+// became depends on learned positions, nor where layers turn keys in different ways, as in gemma3,
+// gemma4 and smollm3, nor the newest tokens that convolutions of lfm2 still read (E_UNSUPPORTED).
 static inline rocq_result llama_forget(llama_model *m, int32_t first, int32_t n);
 
 // Puts n adapters in the place of those that there were; what is in the cache stays as it is.
@@ -310,6 +323,7 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
                                rocq_tensor *place) {
     const int64_t cols = size[w->cols], rows = size[w->rows];
     rocq_gguf_tensor found;
+    if ((w->flags & LLAMA__APART) && m->n_apart == 0) return ROCQ_OK;
     if (rocq_gguf_find_tensor(file, name, &found) != ROCQ_OK) {
         if (w->flags & LLAMA__OPTIONAL) return ROCQ_OK;
         return llama__fail(m, ROCQ_E_NOT_FOUND, "tensor %s is missing", name);
@@ -355,12 +369,10 @@ static rocq_result llama__check_count(llama_model *m, const rocq_gguf *file, lla
 }
 
 static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, llama__list *list) {
-    const int64_t head = m->head_dim, n_embd = m->n_embd, n_ff = m->n_ff;
-    const int64_t n_q = m->n_heads * head, n_kv = m->n_kv_heads * head;
-    const int64_t size[LLAMA__N_SIZES] = {1, n_embd, n_q, n_kv, n_q + 2 * n_kv, head, n_ff,
-                                          2 * n_ff, m->n_vocab, m->n_ctx_train,
-                                          m->rope.n_dims / 2, m->n_heads, m->n_experts,
-                                          m->expert_ff, 3 * n_embd, m->n_taps};
+    const int64_t n_embd = m->n_embd, n_apart = m->n_apart;
+    int64_t size[LLAMA__N_SIZES] = {1, n_embd, 0, 0, 0, 0, 0, 0, m->n_vocab, m->n_ctx_train,
+                                    m->rope.n_dims / 2, m->n_heads, m->n_experts, m->expert_ff,
+                                    3 * n_embd, m->n_taps, n_apart, n_apart * m->n_layers};
     for (int k = 0; k < LLAMA__N_OTHERS; k++) {
         const llama__weight *w = &llama__others[k];
         rocq_tensor *place = (rocq_tensor *)(void *)((char *)m + w->at);
@@ -368,11 +380,18 @@ static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, llama_
         LLAMA__TRY(llama__find(m, file, list, w, w->name, size, place));
     }
     for (int32_t i = 0; i < m->n_layers; i++) {
+        const llama_layer *l = &m->layers[i];
+        size[LLAMA__D] = l->head_dim;
+        size[LLAMA__Q] = (int64_t)m->n_heads * l->head_dim;
+        size[LLAMA__KV] = (int64_t)l->n_kv_heads * l->head_dim;
+        size[LLAMA__QKV] = size[LLAMA__Q] + 2 * size[LLAMA__KV];
+        size[LLAMA__F] = l->n_ff;
+        size[LLAMA__2F] = 2 * (int64_t)l->n_ff;
         for (int k = 0; k < LLAMA__N_WEIGHTS; k++) {
             const llama__weight *w = &llama__weights[k];
             rocq_tensor *place = (rocq_tensor *)(void *)((char *)&m->layers[i] + w->at);
             char name[64];
-            if (!(w->families & m->layers[i].bit)) continue;
+            if (!(w->families & l->bit)) continue;
             snprintf(name, sizeof name, "blk.%d.%s", (int)i, w->name);
             LLAMA__TRY(llama__find(m, file, list, w, name, size, place));
         }
@@ -389,7 +408,10 @@ static void llama__set_factors(llama_model *m) {
     }
     if (factors->n_dims == 0) return;
     m->rope.freq_factors = factors;
-    for (int32_t i = 0; i < m->n_layers; i++) m->layers[i].rope.freq_factors = factors;
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        if (m->row->local_base > 0 && m->layers[i].window > 0) continue; // nothing stretches them
+        m->layers[i].rope.freq_factors = factors;
+    }
 }
 
 static bool llama__loading(int64_t done, int64_t total, void *user) {
@@ -439,7 +461,7 @@ static rocq_tensor llama__operand(const llama_model *m, const rocq_tensor *t, in
     return operand;
 }
 
-// bias NULL, or not in the model: an rmsnorm.
+// bias NULL, or not in the model: an rmsnorm; weight NULL: of ones.
 static rocq_result llama__norm(llama_model *m, const rocq_tensor *y, const rocq_tensor *x,
                                const rocq_tensor *weight, const rocq_tensor *bias) {
     const rocq_norm_params norm = {.y = y, .x = x, .weight = weight,
@@ -580,33 +602,36 @@ static rocq_result llama__attend(llama_model *m, const llama_layer *l, const lla
     const rocq_tensor pos = rocq_tensor_slice(&m->inputs, 0, 1 + n, n);
     const rocq_tensor cells = rocq_tensor_slice(&m->inputs, 0, 1 + 2 * n, n);
     const rocq_kv_view *cache = &l->cache;
-    const int64_t n_q = (int64_t)m->n_heads * m->head_dim;
-    const int64_t n_kv = (int64_t)m->n_kv_heads * m->head_dim;
-    const bool fused = l->k.n_dims == 0;
+    const int64_t n_q = (int64_t)m->n_heads * l->head_dim;
+    const int64_t n_kv = (int64_t)l->n_kv_heads * l->head_dim;
+    const bool fused = l->q.ne[1] > n_q;
+    const bool keeps = &m->layers[l->source] == l; // keys and values of its own
+    const bool same = !fused && l->v.n_dims == 0;  // its values are its keys
     const rocq_tensor all = rocq_tensor_slice(&m->qkv, 1, 0, n); // the first n columns
     const rocq_tensor qkv = rocq_tensor_slice(&all, 0, 0, n_q + 2 * n_kv);
     const rocq_tensor q = rocq_tensor_slice(&qkv, 0, 0, n_q);
     const rocq_tensor k = rocq_tensor_slice(&qkv, 0, n_q, n_kv);
     const rocq_tensor v = rocq_tensor_slice(&qkv, 0, n_q + n_kv, n_kv);
-    const rocq_tensor q_heads = rocq_tensor_heads(&q, m->head_dim);
-    const rocq_tensor k_heads = rocq_tensor_heads(&k, m->head_dim);
-    const rocq_tensor v_heads = rocq_tensor_heads(&v, m->head_dim);
+    const rocq_tensor q_heads = rocq_tensor_heads(&q, l->head_dim);
+    const rocq_tensor k_heads = rocq_tensor_heads(&k, l->head_dim);
+    const rocq_tensor v_heads = rocq_tensor_heads(&v, l->head_dim);
     rocq_tensor seen = llama__operand(m, &m->h, n_q, n), seen_heads; // by attention
-    if (m->head_dim % rocq_get_format_info(seen.format)->block_elems != 0) seen = q;
-    seen_heads = rocq_tensor_heads(&seen, m->head_dim);
+    if (l->head_dim % rocq_get_format_info(seen.format)->block_elems != 0) seen = q;
+    seen_heads = rocq_tensor_heads(&seen, l->head_dim);
 
     rocq_matmul_params to_v = {
         .y = &v, .w = &l->v, .x = h, .bias = llama__maybe(&l->v_bias),
         .precision = m->options.precision};
     rocq_matmul_params to_k = {
         .y = &k, .w = &l->k, .x = h, .bias = llama__maybe(&l->k_bias),
-        .precision = m->options.precision, .next = &to_v};
+        .precision = m->options.precision, .next = same ? NULL : &to_v};
     rocq_matmul_params to_q = {
         .y = fused ? &qkv : &q, .w = &l->q, .x = h, .bias = llama__maybe(&l->q_bias),
-        .precision = m->options.precision, .next = fused ? NULL : &to_k};
+        .precision = m->options.precision, .next = fused || !keeps ? NULL : &to_k};
     const rocq_rope_append_params append = {
         .q = &q_heads, .k = &k_heads, .v = &v_heads, .k_cache = &cache->k_cache,
         .v_cache = &cache->v_cache, .pos = &pos, .cell = &cells, .rope = l->rope};
+    const rocq_rope_params turn = {.y = &q_heads, .x = &q_heads, .pos = &pos, .rope = l->rope};
     const rocq_attention_params attend = {
         .out = &seen_heads, .q = &q_heads, .k = &cache->k, .v = &cache->v,
         .sinks = llama__maybe(&l->sinks), .kv_len = &kv_len,
@@ -618,9 +643,14 @@ static rocq_result llama__attend(llama_model *m, const llama_layer *l, const lla
     llama__adapt(m, &site[0], 2, &to_v);
     LLAMA__TRY(rocq_matmul(m->ctx, &to_q));
     if (l->q_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &q_heads, &q_heads, &l->q_norm, NULL));
-    if (l->k_norm.n_dims > 0) LLAMA__TRY(llama__norm(m, &k_heads, &k_heads, &l->k_norm, NULL));
+    if (m->row->value_norm && keeps) {
+        LLAMA__TRY(llama__norm(m, &v_heads, same ? &k_heads : &v_heads, NULL, NULL));
+    }
+    if (l->k_norm.n_dims > 0 && keeps) {
+        LLAMA__TRY(llama__norm(m, &k_heads, &k_heads, &l->k_norm, NULL));
+    }
     if (m->temperature > 0) LLAMA__TRY(llama__heat(m, &q_heads));
-    LLAMA__TRY(rocq_rope_append(m->ctx, &append));
+    LLAMA__TRY(keeps ? rocq_rope_append(m->ctx, &append) : rocq_rope(m->ctx, &turn));
     LLAMA__TRY(rocq_attention(m->ctx, &attend));
     return llama__add(m, x, &l->out, &site[1], &seen, &l->out_bias, &l->attn_post_norm);
 }
@@ -643,6 +673,28 @@ static rocq_result llama__convolve(llama_model *m, const llama_layer *l, const l
     return llama__add(m, x, &l->out, &site[1], &seen, &l->out_bias, &l->attn_post_norm);
 }
 
+// x += what a layer makes of the part of the embeddings that is for it alone, gated by x.
+static rocq_result llama__bring(llama_model *m, const llama_layer *l, const rocq_tensor *x) {
+    const int64_t n = x->ne[1];
+    const rocq_tensor all = rocq_tensor_slice(&m->apart, 1, 0, n);
+    const rocq_tensor apart = rocq_tensor_slice(&all, 0, (l - m->layers) * m->n_apart, m->n_apart);
+    const rocq_tensor gated = llama__operand(m, &m->ffn, m->n_apart, n);
+    const rocq_tensor added = rocq_tensor_slice(&m->added, 1, 0, n);
+    const rocq_matmul_params gate = {.y = &gated, .w = &l->apart_gate, .x = x, .gate = &apart,
+                                     .activation = m->activation,
+                                     .precision = m->options.precision};
+    const rocq_matmul_params project = {.y = &added, .w = &l->apart_out, .x = &gated,
+                                        .precision = m->options.precision};
+    const rocq_norm_params norm = {.y = &added, .x = &added, .weight = &l->apart_norm,
+                                   .eps = 2 * m->norm_eps}; // of its x / sqrt(2)
+    const rocq_binary_params add = {.y = x, .a = x, .b = &added};
+    LLAMA__TRY(rocq_matmul(m->ctx, &gate));
+    LLAMA__TRY(rocq_matmul(m->ctx, &project));
+    LLAMA__TRY(rocq_rmsnorm(m->ctx, &norm));
+    LLAMA__TRY(rocq_add(m->ctx, &add));
+    return ROCQ_OK;
+}
+
 // One layer over the n tokens in x [n_embd, n].
 static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq_tensor *x) {
     const int64_t n = x->ne[1];
@@ -651,7 +703,8 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     // A product that reads what it writes, as gate, does so in F32.
     const bool exact = m->n_ff == 0 || l->up_bias.n_dims > 0;
     const rocq_tensor ffn = exact ? rocq_tensor_slice(&m->ffn, 1, 0, n)
-                                  : llama__operand(m, &m->ffn, m->n_ff, n);
+                                  : llama__operand(m, &m->ffn, l->n_ff, n);
+    const rocq_binary_params scale = {.y = x, .a = x, .b = &l->scale};
     LLAMA__TRY(llama__norm(m, &h, x, &l->attn_norm, &l->attn_norm_bias));
     LLAMA__TRY(llama__reduce(m, &site[0], &h));
     if (l->conv.n_dims > 0) LLAMA__TRY(llama__convolve(m, l, site, x, &h));
@@ -662,7 +715,32 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     if (l->router.n_dims > 0) LLAMA__TRY(llama__mix(m, l, x, &h));
     if (l->gate.n_dims == 0) return ROCQ_OK;
     LLAMA__TRY(llama__feed(m, l, &site[2], &h, &ffn));
-    return llama__add(m, x, &l->down, &site[3], &ffn, &l->down_bias, &l->ffn_post_norm);
+    LLAMA__TRY(llama__add(m, x, &l->down, &site[3], &ffn, &l->down_bias, &l->ffn_post_norm));
+    if (l->apart_gate.n_dims > 0) LLAMA__TRY(llama__bring(m, l, x));
+    if (l->scale.n_dims > 0) LLAMA__TRY(rocq_mul(m->ctx, &scale));
+    return ROCQ_OK;
+}
+
+// What embeddings have for each layer alone: a sum of two, of which one is a row of a table, and
+// the other made of x, the embedding that all layers share. Half of its square counts: all that
+// reads it is normed, see llama__bring.
+static rocq_result llama__set_apart(llama_model *m, const rocq_tensor *x, const rocq_tensor *ids) {
+    const int64_t n = x->ne[1];
+    const rocq_tensor all = rocq_tensor_slice(&m->apart, 1, 0, n);
+    const rocq_tensor rows = rocq_tensor_slice(&m->apart_rows, 1, 0, n);
+    const rocq_tensor by_layer = rocq_tensor_heads(&all, m->n_apart);
+    const rocq_matmul_params project = {.y = &all, .w = &m->apart_weight, .x = x,
+                                        .precision = m->options.precision};
+    const rocq_norm_params norm = {.y = &by_layer, .x = &by_layer, .weight = &m->apart_weight_norm,
+                                   .eps = m->norm_eps * (float)m->n_embd}; // of x / sqrt(n_embd)
+    const rocq_gather_params embed = {.y = &rows, .table = &m->apart_embedding, .ids = ids,
+                                      .scale = sqrtf((float)m->n_apart)};
+    const rocq_binary_params add = {.y = &all, .a = &all, .b = &rows};
+    LLAMA__TRY(rocq_matmul(m->ctx, &project));
+    LLAMA__TRY(rocq_rmsnorm(m->ctx, &norm));
+    LLAMA__TRY(rocq_gather(m->ctx, &embed));
+    LLAMA__TRY(rocq_add(m->ctx, &add));
+    return ROCQ_OK;
 }
 
 // Tokens 0 .. n of the batch, from their ids to the residual stream after the last layer.
@@ -680,6 +758,7 @@ static rocq_result llama__batch(llama_model *m, int64_t n) {
         LLAMA__TRY(rocq_gather(m->ctx, &place));
         LLAMA__TRY(rocq_add(m->ctx, &add));
     }
+    if (m->n_apart > 0) LLAMA__TRY(llama__set_apart(m, &x, &ids));
     for (int32_t i = 0; i < m->n_layers; i++) LLAMA__TRY(llama__layer(m, &m->layers[i], &x));
     return ROCQ_OK;
 }
@@ -732,15 +811,24 @@ static rocq_result llama__record(llama_model *m, const rocq_sample_params *how) 
 
 // Cuts the activations from an arena: first from a measuring one, then from memory.
 static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
-    const int64_t n = m->n_batch, n_q = (int64_t)m->n_heads * m->head_dim;
-    const int64_t n_kv = (int64_t)m->n_kv_heads * m->head_dim;
+    const int64_t n = m->n_batch;
+    int64_t n_q = 0, n_qkv = m->n_convs > 0 ? 3 * (int64_t)m->n_embd : 0;
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        const llama_layer *l = &m->layers[i];
+        const int64_t n_all = ((int64_t)m->n_heads + 2 * l->n_kv_heads) * l->head_dim;
+        if (n_qkv < n_all) n_qkv = n_all;
+        if (n_q < (int64_t)m->n_heads * l->head_dim) n_q = (int64_t)m->n_heads * l->head_dim;
+    }
     LLAMA__TRY(rocq_tensor_1d(arena, &m->inputs, ROCQ_I32, 1 + 4 * n));
     LLAMA__TRY(rocq_tensor_1d(arena, &m->token, ROCQ_I32, 1));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->x, ROCQ_F32, m->n_embd, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->h, ROCQ_F32, n_q > m->n_embd ? n_q : m->n_embd, n));
-    const int64_t n_qkv = n_q + 2 * n_kv, n_bcx = m->n_convs > 0 ? 3 * (int64_t)m->n_embd : 0;
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->qkv, ROCQ_F32, n_qkv > n_bcx ? n_qkv : n_bcx, n));
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->ffn, ROCQ_F32, m->n_ff > 0 ? m->n_ff : 1, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->qkv, ROCQ_F32, n_qkv, n));
+    const int64_t n_ffn = m->n_ff > m->n_apart ? m->n_ff : m->n_apart;
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->ffn, ROCQ_F32, n_ffn > 0 ? n_ffn : 1, n));
+    const int64_t n_apart = m->n_apart > 0 ? (int64_t)m->n_apart * m->n_layers : 1;
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->apart, ROCQ_F32, n_apart, m->n_apart > 0 ? n : 1));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->apart_rows, ROCQ_F32, n_apart, m->n_apart > 0 ? n : 1));
     const bool mixture = m->n_experts > 1;
     const int64_t n_used = mixture ? m->n_used : 1;
     LLAMA__TRY(rocq_tensor_2d(arena, &m->scores, ROCQ_F32, m->n_experts, n));
@@ -765,22 +853,44 @@ static size_t llama__staged_size(const llama_model *m) {
     return (1 + 4 * (size_t)m->n_batch) * sizeof(int32_t);
 }
 
+// Which cache has a layer's keys and values: where heads differ, layers with a window have another.
+static int llama__cache_of(const llama_model *m, const llama_layer *l) {
+    if (l->conv.n_dims > 0) return -1;
+    return m->row->mixed && l->window > 0;
+}
+
+static rocq_result llama__make_kv(llama_model *m, int k, rocq_format format) {
+    rocq_kv_desc desc = {.k_format = format, .v_format = format, .n_ctx = m->n_ctx,
+                         .page_size = m->options.kv_page};
+    int64_t bytes;
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        const llama_layer *l = &m->layers[i];
+        if (llama__cache_of(m, l) != k || l->source != i) continue;
+        desc.n_layers++;
+        desc.n_kv_heads = l->n_kv_heads;
+        desc.head_dim = l->head_dim;
+        desc.rope = l->rope;
+    }
+    if (desc.n_layers == 0) return ROCQ_OK;
+    LLAMA__TRY(rocq_kv_create(m->ctx, &m->kv[k], &desc));
+    LLAMA__TRY(rocq_kv_size(&desc, &bytes));
+    m->kv_bytes += bytes;
+    for (int32_t i = 0, n = 0; i < m->n_layers; i++) {
+        llama_layer *l = &m->layers[i];
+        if (llama__cache_of(m, l) != k) continue;
+        if (l->source == i) LLAMA__TRY(rocq_kv_layer(m->kv[k], n++, 0, 1, &l->cache));
+        else l->cache = m->layers[l->source].cache;
+    }
+    return ROCQ_OK;
+}
+
 static rocq_result llama__make_cache(llama_model *m) {
     const char *name = m->options.kv_format ? m->options.kv_format : "f16";
     rocq_format format;
     if (rocq_format_from_name(&format, name) != ROCQ_OK) {
         return llama__fail(m, ROCQ_E_FORMAT, "there is no format %s for a KV cache", name);
     }
-    const rocq_kv_desc desc = {.n_layers = m->n_layers - m->n_convs, .n_kv_heads = m->n_kv_heads,
-                               .head_dim = m->head_dim, .k_format = format, .v_format = format,
-                               .n_ctx = m->n_ctx, .page_size = m->options.kv_page,
-                               .rope = m->rope};
-    LLAMA__TRY(rocq_kv_create(m->ctx, &m->kv, &desc));
-    LLAMA__TRY(rocq_kv_size(&desc, &m->kv_bytes));
-    for (int32_t i = 0, n = 0; i < m->n_layers; i++) {
-        if (m->layers[i].conv.n_dims > 0) continue;
-        LLAMA__TRY(rocq_kv_layer(m->kv, n++, 0, 1, &m->layers[i].cache));
-    }
+    for (int k = 0; k < 2; k++) LLAMA__TRY(llama__make_kv(m, k, format));
     return ROCQ_OK;
 }
 
@@ -1162,7 +1272,7 @@ static inline rocq_result llama_warm(llama_model *m) {
 
 static inline void llama_close(llama_model *m) {
     if (m->ctx) rocq_graph_destroy(m->ctx, &m->step);
-    rocq_kv_destroy(&m->kv);
+    for (int k = 0; k < 2; k++) rocq_kv_destroy(&m->kv[k]);
     if (m->ctx) {
         rocq_buffer_free(m->ctx, &m->memory);
         llama__free(m, m->staged, llama__staged_size(m));
@@ -1210,9 +1320,12 @@ static rocq_result llama__enter(llama_model *m, const int32_t *tokens, int32_t n
         }
     }
     if (m->n_convs > 0) LLAMA__TRY(llama__enter_convs(m, n));
-    LLAMA__TRY(rocq_kv_truncate(m->kv, 0, m->n_past)); // lowered, or a call failed after its append
-    LLAMA__TRY(rocq_kv_append(m->kv, 0, n, m->staged + 1 + 2 * n));
-    if (m->options.kv_page > 0) LLAMA__TRY(rocq_kv_flush(m->kv));
+    for (int k = 0; k < 2; k++) { // both give the same cells
+        if (!m->kv[k]) continue;
+        LLAMA__TRY(rocq_kv_truncate(m->kv[k], 0, m->n_past)); // lowered, or a call failed since
+        LLAMA__TRY(rocq_kv_append(m->kv[k], 0, n, m->staged + 1 + 2 * n));
+        if (m->options.kv_page > 0) LLAMA__TRY(rocq_kv_flush(m->kv[k]));
+    }
     return rocq_upload(m->ctx, &inputs, m->staged, rocq_tensor_size(&inputs));
 }
 
@@ -1312,7 +1425,7 @@ static rocq_result llama__forget(llama_model *m, int32_t first, int32_t n) {
     for (int32_t i = 0; i < m->n_layers; i++) { // rocq_kv_shift turns all keys alike
         const rocq_rope_config *rope = &m->layers[i].rope;
         if (rope->pairing == m->rope.pairing && rope->freq_base == m->rope.freq_base &&
-            rope->freq_scale == m->rope.freq_scale) continue;
+            rope->freq_scale == m->rope.freq_scale && !m->kv[1]) continue;
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "tokens of a %s model cannot move up: its layers "
                            "turn keys in different ways", m->family);
     }
@@ -1322,8 +1435,8 @@ static rocq_result llama__forget(llama_model *m, int32_t first, int32_t n) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "convolutions of a %s model still read the "
                            "newest %d tokens", m->family, (int)m->n_taps - 1);
     }
-    LLAMA__TRY(rocq_kv_truncate(m->kv, 0, m->n_past));
-    LLAMA__TRY(rocq_kv_shift(m->kv, 0, first, n));
+    LLAMA__TRY(rocq_kv_truncate(m->kv[0], 0, m->n_past));
+    LLAMA__TRY(rocq_kv_shift(m->kv[0], 0, first, n));
     m->n_past -= n;
     m->moved += n;
     m->conv_end -= n;

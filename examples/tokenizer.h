@@ -8,8 +8,9 @@
 //     arrfree(ids);
 //     tokenizer_close(&t);
 //
-// Two kinds of vocabulary: "llama" (SentencePiece BPE: merges by score, bytes as a fallback) and
-// "gpt2" (byte-level BPE: text is cut into words first, then merged by rank inside each). The ids
+// Three kinds of vocabulary: "llama" (SentencePiece BPE: merges by score, bytes as a fallback),
+// "gpt2" (byte-level BPE: text is cut into words first, then merged by rank inside each) and
+// "gemma4" (characters and bytes as the first's, lines for words, merged by rank). The ids
 // are llama.cpp's for any bytes, valid UTF-8 or not, and take time about linear in the text.
 //
 // Its arrays are stb_ds's, which end the program where memory runs out (ds.h).
@@ -47,7 +48,8 @@ typedef struct tokenizer {
     char error[256];  // the message of the last failure, also of tokenizer_open
 
     // private
-    const struct tok__pre *pre; // how words are cut; NULL for SentencePiece
+    const struct tok__pre *pre; // how words are cut; NULL for SentencePiece and gemma4
+    bool ranked;             // merges are by rank, not by score
     bool add_bos, add_eos, add_space;
     int32_t byte_token[256]; // the token of a byte that no other token covers, or -1
     uint16_t byte_char[256]; // byte-level vocabularies: the character that stands for a byte,
@@ -698,7 +700,7 @@ static void tok__pair_up(tokenizer *t, const char *text, int32_t left, int32_t r
     const tok__symbol *a = &t->symbols[left], *b = &t->symbols[right];
     tok__pair pair = {0, left, right, a->n + b->n};
     int32_t found;
-    if (t->pre) {
+    if (t->ranked) {
         found = tok__find(&t->merges, text + a->at, a->n, text + b->at, b->n);
         pair.key = -(double)found; // earlier merges first
     } else {
@@ -764,6 +766,24 @@ static void tok__encode_llama(tokenizer *t, int32_t **ids, const char *text, int
         else out[length++] = text[i];
     }
     tok__merge(t, ids, out, length);
+}
+
+// gemma4: runs of line ends and what lies between them. A run that is a token is not merged.
+static void tok__encode_lines(tokenizer *t, int32_t **ids, const char *text, int64_t n) {
+    arrsetlen(t->text, 3 * n);
+    for (int64_t at = 0; at < n;) {
+        const bool ends = text[at] == '\n';
+        char *out = t->text;
+        int64_t length = 0;
+        while (at < n && (text[at] == '\n') == ends) {
+            uint32_t code;
+            at += tok__get_utf8(text + at, n - at, &code);
+            length += tok__put_utf8(out + length, code == ' ' ? 0x2581 : code);
+        }
+        const int32_t id = ends ? tok__find(&t->vocab, out, length, NULL, 0) : -1;
+        if (id >= 0) arrput(*ids, id);
+        else tok__merge(t, ids, out, length);
+    }
 }
 
 // One word of a byte-level vocabulary: each byte of its UTF-8 becomes a printable character.
@@ -906,6 +926,7 @@ static inline rocq_result tokenizer_encode(tokenizer *t, int32_t **ids, const ch
             for (stop = at + 1; stop < length && t->taken[stop] == 0;) stop++;
             const int64_t n = stop - at;
             if (t->pre) tok__encode_gpt2(t, ids, text + at, n);
+            else if (t->ranked) tok__encode_lines(t, ids, text + at, n);
             else tok__encode_llama(t, ids, text + at, n, t->add_space && after_token);
         }
         after_token = id >= 0;
@@ -1237,24 +1258,26 @@ static rocq_result tok__load(tokenizer *t, const rocq_gguf *file) {
     if (rocq_gguf_get_str(file, "tokenizer.ggml.model", &model) != ROCQ_OK) {
         return tok__fail(t, ROCQ_E_NOT_FOUND, "the file has no tokenizer.ggml.model");
     }
-    const bool gpt2 = model.length == 4 && memcmp(model.data, "gpt2", 4) == 0;
-    if (!gpt2 && !(model.length == 5 && memcmp(model.data, "llama", 5) == 0)) {
+    const bool gpt2 = rocq_str_equal(model, "gpt2"), gemma4 = rocq_str_equal(model, "gemma4");
+    if (!gpt2 && !gemma4 && !rocq_str_equal(model, "llama")) {
         return tok__fail(t, ROCQ_E_UNSUPPORTED, "tokenizer.ggml.model \"%.*s\" is not supported",
                          (int)(model.length < 100 ? model.length : 100), model.data);
     }
     if (gpt2) TOK__TRY(tok__find_pre(t, file));
     TOK__TRY(tok__read_tokens(t, file));
-    if (gpt2) TOK__TRY(tok__read_map(t, file, "tokenizer.ggml.merges", &t->merges, false));
+    t->ranked = gpt2 || gemma4;
+    if (t->ranked) TOK__TRY(tok__read_map(t, file, "tokenizer.ggml.merges", &t->merges, false));
 
-    t->bos = gpt2 ? 11 : 1;
-    t->eos = gpt2 ? 11 : 2;
+    t->bos = gpt2 ? 11 : gemma4 ? -1 : 1;
+    t->eos = gpt2 ? 11 : gemma4 ? -1 : 2;
     t->add_bos = gpt2 ? t->pre->add_bos : true;
-    t->add_space = !gpt2;
+    t->add_space = !t->ranked;
     TOK__TRY(tok__read_id(t, file, "tokenizer.ggml.bos_token_id", &t->bos));
     TOK__TRY(tok__read_id(t, file, "tokenizer.ggml.eos_token_id", &t->eos));
     TOK__TRY(tok__read_flag(t, file, "tokenizer.ggml.add_bos_token", &t->add_bos));
     TOK__TRY(tok__read_flag(t, file, "tokenizer.ggml.add_eos_token", &t->add_eos));
     TOK__TRY(tok__read_flag(t, file, "tokenizer.ggml.add_space_prefix", &t->add_space));
+    if (gemma4) t->add_bos = true; // as in llama.cpp: files that say otherwise are wrong
     if ((t->add_bos && t->bos < 0) || (t->add_eos && t->eos < 0)) {
         return tok__fail(t, ROCQ_E_CORRUPT, "a text must begin or end with a token not there");
     }
@@ -1264,8 +1287,8 @@ static rocq_result tok__load(tokenizer *t, const rocq_gguf *file) {
     TOK__TRY(tok__list_special(t));
 
     tok__map_bytes(t);
-    int32_t unknown = gpt2 ? -1 : 0;
-    if (!gpt2) TOK__TRY(tok__read_id(t, file, "tokenizer.ggml.unknown_token_id", &unknown));
+    int32_t unknown = t->ranked ? -1 : 0;
+    if (!t->ranked) TOK__TRY(tok__read_id(t, file, "tokenizer.ggml.unknown_token_id", &unknown));
     for (int b = 0; b < 256; b++) {
         char name[8], raw = (char)b;
         snprintf(name, sizeof name, "<0x%02X>", (unsigned)b);

@@ -251,7 +251,15 @@ static void test_others(void **state) {
           .n_ctx_orig = 32}, 9},
         {{"gpu-lfm2", "lfm2", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
           .n_ff = 160, .n_vocab = 301, .n_layers = 3, .formats = q4_0, .tied = true, .attends = 3,
-          .n_taps = 3}, 10}};
+          .n_taps = 3}, 10},
+        {{"gpu-gemma4", "gemma4", .n_embd = 128, .n_heads = 2, .n_kv_heads = 1, .head_dim = 128,
+          .n_ff = 160, .n_vocab = 301, .n_layers = 4, .formats = q4_0, .tied = true,
+          .rope_base = 1e6f, .window = 7, .globals = 2, .local_dim = 64, .n_shared_kv = 2,
+          .n_apart = 64, .final_cap = 30}, 20},
+        {{"gpu-gemma4-same", "gemma4", .n_embd = 128, .n_heads = 2, .n_kv_heads = 2,
+          .head_dim = 512, .n_ff = 160, .n_vocab = 301, .formats = q4_0, .tied = true,
+          .rope_base = 1e6f, .window = 7, .globals = 2, .local_dim = 256, .global_kv_heads = 1,
+          .keys_as_values = true, .final_cap = 30}, 16}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         check_model(&cases[i].spec, "f16", 2e-3, cases[i].layer);

@@ -39,6 +39,10 @@ typedef struct model_spec {
     int32_t n_shared;           // FF of granitemoe's shared expert, 0 = none
     int32_t attends;            // lfm2: so many-th layers have attention, the others convolve
     int32_t n_taps, n_leading;  // lfm2, lfm2moe; n_leading layers are dense
+    // gemma4: so many-th layers are global, the others have heads of local_dim; KV heads of global
+    // ones, FF of the last ones, which have no keys and values; no V in global ones
+    int32_t globals, local_dim, global_kv_heads, n_ff_shared, n_shared_kv, n_apart;
+    bool keys_as_values;
     float attention_cap, final_cap;
     const char *like;           // the family whose tensors the file has, NULL = arch
     const char *leave_out;      // a tensor that the file lacks
@@ -203,11 +207,70 @@ static inline void model_add_lfm2(model_file *f, int32_t i) {
     model_add(f, i, "ffn_down.weight", n_ff, n_embd, 0, 0.25f / sqrtf((float)n_ff), 0);
 }
 
+static inline bool model_global(const model_spec *s, int32_t layer) {
+    return layer % s->globals == s->globals - 1;
+}
+
+static inline int32_t model_kv_heads(const model_spec *s, int32_t layer) {
+    return s->global_kv_heads > 0 && model_global(s, layer) ? s->global_kv_heads : s->n_kv_heads;
+}
+
+static inline int32_t model_ff(const model_spec *s, int32_t n_layers, int32_t layer) {
+    return s->n_ff_shared > 0 && layer >= n_layers - s->n_shared_kv ? s->n_ff_shared : s->n_ff;
+}
+
+// gemma4's layer: local or global, with or without keys and values, and its part of embeddings.
+static inline void model_add_gemma4(model_file *f, int32_t i) {
+    const model_spec *s = f->spec;
+    const bool global = model_global(s, i), keeps = i < f->n_layers - s->n_shared_kv;
+    const int64_t n_embd = s->n_embd, dim = global ? s->head_dim : s->local_dim;
+    const int64_t n_q = s->n_heads * dim, n_kv = model_kv_heads(s, i) * dim;
+    const int64_t n_ff = model_ff(s, f->n_layers, i);
+    const float in = 1 / sqrtf((float)n_embd);
+    model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+    model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 0.8f * in, 0);
+    if (keeps) model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 0.8f * in, 0);
+    if (keeps && !(global && s->keys_as_values)) {
+        model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.2f * in, 0);
+    }
+    // Scores are not divided by sqrt(dim).
+    model_add(f, i, "attn_q_norm.weight", dim, 0, 0.8f / sqrtf((float)dim), 0.02f, 0);
+    if (keeps) model_add(f, i, "attn_k_norm.weight", dim, 0, 1, 0.2f, 0);
+    model_add(f, i, "attn_output.weight", n_q, n_embd, 0, 0.6f / sqrtf((float)n_q), 0);
+    model_add(f, i, "post_attention_norm.weight", n_embd, 0, 0.5f, 0.1f, 0);
+    model_add(f, i, "ffn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+    model_add(f, i, "ffn_gate.weight", n_embd, n_ff, 0, 1.2f * in, 0);
+    model_add(f, i, "ffn_up.weight", n_embd, n_ff, 0, 1.2f * in, 0);
+    model_add(f, i, "ffn_down.weight", n_ff, n_embd, 0, 0.25f / sqrtf((float)n_ff), 0);
+    model_add(f, i, "post_ffw_norm.weight", n_embd, 0, 0.25f, 0.1f, 0);
+    if (i % 2 == 0 || s->n_apart > 0) {
+        model_add(f, i, "layer_output_scale.weight", 1, 0, 1.3f, 0.1f, 0);
+    }
+    if (s->n_apart == 0) return;
+    model_add(f, i, "inp_gate.weight", n_embd, s->n_apart, 0, 1.2f * in, 0);
+    model_add(f, i, "proj.weight", s->n_apart, n_embd, 0, 1 / sqrtf((float)s->n_apart), 0);
+    // Products of three are long-tailed, and 8 bits round them coarsely: they add less.
+    model_add(f, i, "post_norm.weight", n_embd, 0, 0.2f, 0.05f, 0);
+}
+
+// ... and what is not of one layer.
+static inline void model_add_gemma4_others(model_file *f) {
+    const model_spec *s = f->spec;
+    const int64_t all = (int64_t)s->n_apart * f->n_layers;
+    model_add(f, -1, "rope_freqs.weight", s->head_dim / 2, 0, 3, 0.7f, 0);
+    if (s->n_apart == 0) return;
+    model_add(f, -1, "per_layer_token_embd.weight", all, s->n_vocab, 0,
+              1 / sqrtf((float)s->n_apart), 0);
+    model_add(f, -1, "per_layer_model_proj.weight", s->n_embd, all, 0, 1, 0);
+    model_add(f, -1, "per_layer_proj_norm.weight", s->n_apart, 0, 0.8f, 0.2f, 0);
+}
+
 static inline void model_add_all(model_file *f) {
     const model_spec *s = f->spec;
     const char *arch = s->like ? s->like : s->arch;
     bool gemma3 = strcmp(arch, "gemma3") == 0, phi3 = strcmp(arch, "phi3") == 0;
-    bool gemma = strcmp(arch, "gemma2") == 0 || gemma3, qwen2 = strcmp(arch, "qwen2") == 0;
+    bool gemma4 = strcmp(arch, "gemma4") == 0, qwen2 = strcmp(arch, "qwen2") == 0;
+    bool gemma = strcmp(arch, "gemma2") == 0 || gemma3 || gemma4;
     bool gpt_oss = strcmp(arch, "gpt-oss") == 0;
     bool qwen3 = strncmp(arch, "qwen3", 5) == 0, gpt2 = strcmp(arch, "gpt2") == 0;
     bool lfm2 = strncmp(arch, "lfm2", 4) == 0;
@@ -228,7 +291,9 @@ static inline void model_add_all(model_file *f) {
     if (gpt2) model_add(f, -1, "position_embd.weight", n_embd, 512, 0, 0.5f, 0);
     for (int32_t i = 0; i < f->n_layers && gpt2; i++) model_add_gpt2(f, i);
     for (int32_t i = 0; i < f->n_layers && lfm2; i++) model_add_lfm2(f, i);
-    for (int32_t i = 0; i < f->n_layers && !gpt2 && !lfm2; i++) {
+    if (gemma4) model_add_gemma4_others(f);
+    for (int32_t i = 0; i < f->n_layers && gemma4; i++) model_add_gemma4(f, i);
+    for (int32_t i = 0; i < f->n_layers && !gpt2 && !lfm2 && !gemma4; i++) {
         model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
         if (phi3) model_add(f, i, "attn_qkv.weight", n_embd, n_q + 2 * n_kv, 0, in, 0);
         else {
@@ -289,6 +354,38 @@ static inline void model_set_f32(rocq_gguf_writer *w, const char *arch, const ch
     char name[128];
     snprintf(name, sizeof name, "%s.%s", arch, key);
     assert_int_equal(rocq_gguf_writer_set_f32(w, name, value), ROCQ_OK);
+}
+
+static inline void model_set_gemma4(rocq_gguf_writer *w, const model_file *f) {
+    const model_spec *s = f->spec;
+    char key[80];
+    int32_t heads[64], ff[64];
+    unsigned char windows[64];
+    for (int32_t i = 0; i < f->n_layers; i++) {
+        heads[i] = model_kv_heads(s, i);
+        ff[i] = model_ff(s, f->n_layers, i);
+        windows[i] = !model_global(s, i);
+    }
+    const struct {
+        const char *name;
+        rocq_gguf_type type;
+        const void *data;
+    } arrays[] = {{"attention.head_count_kv", ROCQ_GGUF_I32, heads},
+                  {"feed_forward_length", ROCQ_GGUF_I32, ff},
+                  {"attention.sliding_window_pattern", ROCQ_GGUF_BOOL, windows}};
+    for (int k = 0; k < 3; k++) {
+        snprintf(key, sizeof key, "%s.%s", s->arch, arrays[k].name);
+        assert_int_equal(
+            rocq_gguf_writer_set(w, key, arrays[k].type, true, f->n_layers, arrays[k].data),
+            ROCQ_OK);
+    }
+    model_set_u32(w, s->arch, "attention.key_length_swa", s->local_dim);
+    model_set_u32(w, s->arch, "attention.value_length_swa", s->local_dim);
+    model_set_u32(w, s->arch, "rope.dimension_count_swa", s->local_dim);
+    model_set_u32(w, s->arch, "rope.dimension_count", s->head_dim);
+    model_set_f32(w, s->arch, "rope.freq_base_swa", 500);
+    model_set_u32(w, s->arch, "attention.shared_kv_layers", s->n_shared_kv);
+    model_set_u32(w, s->arch, "embedding_length_per_layer_input", s->n_apart);
 }
 
 // The vocabulary: <unk>, <s>, </s>, the 256 bytes, then words that tokenize as themselves.
@@ -405,6 +502,7 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
     if (s->window > 0) model_set_u32(w, s->arch, "attention.sliding_window", s->window);
     if (s->attention_cap > 0) model_set_f32(w, s->arch, "attn_logit_softcapping", s->attention_cap);
     if (s->final_cap > 0) model_set_f32(w, s->arch, "final_logit_softcapping", s->final_cap);
+    if (s->globals > 0) model_set_gemma4(w, &f);
     model_set_vocab(w, s->n_vocab);
     if (s->edit) s->edit(w);
 

@@ -77,6 +77,8 @@ static void granitemoe_keys(rocq_gguf_writer *w) {
     .rope_factor = 4, .n_ctx_orig = 32
 #define LFM2(layers, taps) .n_layers = layers, .attends = 3, .n_taps = taps
 #define GEMMA3 .n_layers = 7, .tied = true, .window = 16, .rope_base = 1e6f
+#define GEMMA4(layers, every, dim) .n_layers = layers, .globals = every, .local_dim = dim,         \
+    .tied = true, .window = 16, .rope_base = 1e6f, .final_cap = 30
 #define YARN3 .rope_base = 1e6f, .rope_scaling = "yarn", .rope_factor = 4, .n_ctx_orig = 16,       \
     .edit = mistral3_keys
 #define GEMMA .n_layers = 3, .tied = true, .window = 16, .attention_cap = 1, .final_cap = 30
@@ -142,6 +144,17 @@ static const model_spec specs[] = {
      .rope_scaling = "linear", .rope_factor = 8, .edit = gemma3_base},
     {"gemma3-Q4_0", "gemma3", SIZES(320, 5, 1, 64, 288, 301), .formats = q4_0, GEMMA3},
     {"gemma3-Q4_K", "gemma3", SIZES(256, 2, 1, 128, 256, 333), .formats = q4_K, GEMMA3},
+
+    {"gemma4-F32", "gemma4", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA4(9, 3, 32),
+     .n_shared_kv = 3, .n_apart = 48, .n_ff_shared = 416},
+    {"gemma4-large", "gemma4", SIZES(192, 6, 3, 64, 224, 333), .formats = f32, GEMMA4(6, 3, 32),
+     .global_kv_heads = 2, .keys_as_values = true},
+    {"gemma4-512", "gemma4", SIZES(256, 2, 1, 512, 256, 301), .formats = f32, GEMMA4(4, 2, 256),
+     .n_shared_kv = 2, .n_apart = 64},
+    {"gemma4-Q8_0", "gemma4", SIZES(224, 7, 1, 64, 320, 301), .formats = q8_0, GEMMA4(4, 2, 32),
+     .n_shared_kv = 2, .n_apart = 64},
+    {"gemma4-Q4_K", "gemma4", SIZES(512, 8, 2, 64, 512, 333), .formats = q4_K, GEMMA4(3, 2, 32),
+     .n_shared_kv = 1, .n_apart = 64},
 
     {"granite-F32", "granite", SIZES(256, 4, 2, 64, 256, 517), .formats = f32,
      .edit = granite_keys},
@@ -806,6 +819,54 @@ static void test_windows(void **state) {
     free(expected);
 }
 
+// What gemma4's files may say of single layers, and what its cache cannot do.
+static void test_mixed(void **state) {
+    (void)state;
+    static const uint32_t u_4 = 4, u_3 = 3, u_0 = 0, u_64 = 64, u_heads[] = {1, 2, 1},
+                          u_none[] = {1, 0, 1}, u_ff[] = {96, 0, 96};
+    static const struct {
+        key set;
+        rocq_result result;
+        const char *message;
+    } cases[] = {
+        {{"attention.shared_kv_layers", ROCQ_GGUF_U32, 0, &u_0}, ROCQ_E_NOT_FOUND,
+         "blk.2.attn_k.weight is missing"},
+        {{"attention.shared_kv_layers", ROCQ_GGUF_U32, 0, &u_3}, ROCQ_E_UNSUPPORTED, "layer 0"},
+        {{"attention.shared_kv_layers", ROCQ_GGUF_U32, 0, &u_4}, ROCQ_E_UNSUPPORTED, "layer 0"},
+        {{"attention.head_count_kv", ROCQ_GGUF_U32, 3, u_heads}, ROCQ_E_SHAPE, "blk.1.attn_k"},
+        {{"attention.head_count_kv", ROCQ_GGUF_U32, 3, u_none}, ROCQ_E_CORRUPT, "in layer 1"},
+        {{"feed_forward_length", ROCQ_GGUF_U32, 3, u_ff}, ROCQ_E_CORRUPT, "in layer 1"},
+        {{"attention.value_length_swa", ROCQ_GGUF_U32, 0, &u_64}, ROCQ_E_UNSUPPORTED,
+         "keys of 16 elements with values of 64"},
+        {{"attention.key_length_swa", ROCQ_GGUF_U32, 0, &u_0}, ROCQ_E_CORRUPT, "key_length_swa"},
+        {{"rope.dimension_count_swa", ROCQ_GGUF_U32, 0, &u_64}, ROCQ_E_CORRUPT, "heads of 16"},
+        {{"attention.sliding_window", ROCQ_GGUF_U32, 0, &u_0}, ROCQ_E_CORRUPT, "sliding_window"},
+        {{"embedding_length_per_layer_input", ROCQ_GGUF_U32, 0, &u_64}, ROCQ_E_SHAPE,
+         "per_layer_token_embd.weight"},
+    };
+    const model_spec s = {"mixed", "gemma4", SIZES(64, 2, 1, 32, 96, 301), .formats = f32,
+                          GEMMA4(3, 2, 16), .n_shared_kv = 1, .n_apart = 32};
+    const llama_options options = {.n_ctx = N_CTX};
+    const key none = {0};
+    int32_t prompt[N_PROMPT];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const key keys[] = {cases[i].set, none};
+        char error[512];
+        const rocq_result result = run_with(&s, keys, NULL, error);
+        if (result != cases[i].result || !strstr(error, cases[i].message))
+            fail_msg("%s, case %d: result %d, \"%s\"", keys[0].name, (int)i, (int)result, error);
+    }
+    write_model(&s, NULL);
+    random_prompt(prompt, s.n_vocab, 5);
+    ours o;
+    ours_open(&o, model_path(s.name), 1, &options);
+    ours_eval(&o, prompt, N_PROMPT, NULL);
+    assert_int_equal(llama_forget(&o.m, 3, 4), ROCQ_E_UNSUPPORTED);
+    assert_non_null(strstr(o.m.error, "its layers turn keys in different ways"));
+    assert_int_equal(o.m.n_past, N_PROMPT);
+    ours_close(&o);
+}
+
 // Adapters of random numbers, two at once, of other ranks, formats, alphas and scales: llama.cpp's
 // logits over a prompt in batches and a run of single tokens. Switched off they change no bit.
 static const model_spec adapted[] = {
@@ -815,6 +876,8 @@ static const model_spec adapted[] = {
     {"lora llama-biases", "llama", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, .biases = true},
     {"lora qwen3-Q8_0", "qwen3", SIZES(256, 7, 1, 64, 352, 707), .formats = q8_0, .tied = true},
     {"lora gemma2-F32", "gemma2", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA},
+    {"lora gemma4-F32", "gemma4", SIZES(192, 6, 3, 64, 224, 333), .formats = f32,
+     GEMMA4(3, 3, 32), .global_kv_heads = 2, .keys_as_values = true},
     {"lora phi-Q8_0", "phi3", SIZES(224, 7, 7, 32, 320, 301), .formats = q8_0, .n_rot = 24},
     {"lora lfm2-F32", "lfm2", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, LFM2(3, 3)},
     {"lora gpt2-F32", "gpt2", SIZES(256, 4, 4, 64, 320, 517), .formats = f32},
@@ -1457,7 +1520,7 @@ static int32_t list_saved(void) {
     static char text[N_SAVED][64];
     int32_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
-        if (specs[i].formats != f32) continue;
+        if (specs[i].formats != f32 || specs[i].n_shared_kv > 0) continue; // it forgets that number
         snprintf(text[n], sizeof text[n], "%s, saved by llama.cpp", specs[i].name);
         saved[n] = specs[i];
         saved[n].name = text[n];
@@ -1481,14 +1544,14 @@ static int32_t list_saved(void) {
 
 int main(int argc, char **argv) {
     if (argc > 1) cmocka_set_test_filter(argv[1]);
-    enum { N_BATCHES = 10 };
+    enum { N_BATCHES = 11 };
     static const char *const families[N_BATCHES] = {
         "llama-F32", "qwen2-F32", "qwen3-F32", "gemma2-F32", "gpt2-F32", "gemma3-linear",
-        "mistral3-F32", "phi-long", "lfm2-F32", "lfm2moe-F32"};
+        "mistral3-F32", "phi-long", "lfm2-F32", "lfm2moe-F32", "gemma4-F32"};
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32",
                                             "gemma2-F32"};
     static struct CMUnitTest
-        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 8 + N_SAVED];
+        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 9 + N_SAVED];
     static char names[N_BATCHES][64], slice_names[N_BATCHES][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
@@ -1524,6 +1587,7 @@ int main(int argc, char **argv) {
     tests[n++] = (struct CMUnitTest){.name = "types of integers", .test_func = test_integer_types};
     tests[n++] = (struct CMUnitTest){.name = "metadata", .test_func = test_keys};
     tests[n++] = (struct CMUnitTest){.name = "layers with a window", .test_func = test_windows};
+    tests[n++] = (struct CMUnitTest){.name = "mixed layers", .test_func = test_mixed};
     tests[n++] = (struct CMUnitTest){.name = "other families", .test_func = test_unknown};
     tests[n++] = (struct CMUnitTest){.name = "convolutions", .test_func = test_convolutions};
     tests[n++] = (struct CMUnitTest){.name = "several files", .test_func = test_split};

@@ -223,6 +223,8 @@ static const kind kinds[] = {
     {"spm-gemma", vocab_spm, {"llama", "default", "<s>", "</s>", 1, 0, 0}},
     {"spm-ends", vocab_spm, {"llama", "default", "<start_of_turn>", "<end_of_turn>", 1, 1, 0}},
     {"spm-no-bos", vocab_spm, {"llama", NULL, NULL, NULL, 0, 0, -1}},
+    {"lines", vocab_lines, {"gemma4", NULL, "<s>", "</s>", -1, -1, -1}},
+    {"lines-no-bos", vocab_lines, {"gemma4", NULL, "<s>", "<end_of_turn>", 0, 1, 1}},
     {"bpe-default", vocab_bpe, {"gpt2", "default", "<|endoftext|>", "<|endoftext|>", -1, -1, -1}},
     {"bpe-no-pre", vocab_bpe, {"gpt2", NULL, "<|endoftext|>", "<|im_end|>", 0, 1, -1}},
     {"bpe-llama3", vocab_bpe, {"gpt2", "llama-bpe", "<|endoftext|>", "<|im_end|>", -1, -1, -1}},
@@ -640,7 +642,8 @@ static void test_round_trip(void **state) {
         }
         // SentencePiece puts a space in front and behind its own tokens, unless the file says
         // otherwise, and writes U+2581 for spaces, so that a U+2581 of the text comes back as one.
-        bool spm = k->options.model[0] == 'l', prefix = spm && k->options.add_space_prefix != 0;
+        bool spm = k->options.model[1] != 'p', prefix = k->options.model[0] == 'l' &&
+                                                        k->options.add_space_prefix != 0;
         size_t skip_space = prefix && n_pieces > 0 && pieces[0] == ' ';
         bool same = n_pieces - skip_space == t->length &&
             memcmp(pieces + skip_space, t->data, t->length) == 0;

@@ -11,6 +11,7 @@ enum { VOCAB_MAX = 6000, VOCAB_TEXT = 64 };
 
 typedef struct vocab {
     int32_t n_tokens, n_merges, n_symbols;
+    int32_t n_scored; // merges that gave vocab_spm its scores
     char text[VOCAB_MAX][VOCAB_TEXT];
     float score[VOCAB_MAX];
     int32_t type[VOCAB_MAX]; // GGUF's: 1 normal, 2 unknown, 3 control, 4 user defined, 6 byte
@@ -184,6 +185,7 @@ static inline void vocab_spm(vocab *v) {
     }
     vocab_train(v, 300, true, "\xe2\x96\x81", "\n");
     vocab_train(v, 150, false, "\xe2\x96\x81", "\n");
+    v->n_scored = v->n_merges;
     v->n_merges = 0;
     vocab_add(v, "<start_of_turn>", 0, 3);
     vocab_add(v, "<end_of_turn>", 0, 3);
@@ -191,6 +193,13 @@ static inline void vocab_spm(vocab *v) {
     vocab_add(v, "[multi word]", 0, 4);
     vocab_add(v, "\n\n\n", 0, 4);
     vocab_add(v, "unreachable", -1, 1); // no pair of pieces leads to it
+}
+
+// gemma4: SentencePiece's tokens, merged by rank; a run of line ends that no merge leads to.
+static inline void vocab_lines(vocab *v) {
+    vocab_spm(v);
+    v->n_merges = v->n_scored;
+    vocab_add(v, "\n\n\n\n", 0, 1);
 }
 
 // One merge behind every boundary that a pre-tokenizer may draw: the last byte of a character with
@@ -304,7 +313,7 @@ static inline void vocab_fim_both_keys(vocab *v) {
 }
 
 typedef struct vocab_options {
-    const char *model; // "llama" or "gpt2"
+    const char *model; // "llama", "gpt2" or "gemma4"
     const char *pre;   // NULL: the key is left out
     const char *bos, *eos;
     int32_t add_bos, add_eos, add_space_prefix; // -1: the key is left out
@@ -332,7 +341,7 @@ static inline void vocab_set(rocq_gguf_writer *w, const vocab *v, const vocab_op
         strings[i].data = v->merge[i];
         strings[i].length = (int64_t)strlen(v->merge[i]);
     }
-    if (strcmp(o->model, "gpt2") == 0)
+    if (v->n_merges > 0 || strcmp(o->model, "gpt2") == 0)
         assert_int_equal(rocq_gguf_writer_set(w, "tokenizer.ggml.merges", ROCQ_GGUF_STRING, true,
                                               v->n_merges, strings),
                          ROCQ_OK);
