@@ -4,8 +4,10 @@
 //
 // Models: the shipped one, and llama shapes with random weights, written to a file in TMPDIR (or
 // /tmp) that is unlinked at once: 0.1B and 0.3B are SmolLM2 135M and 360M, whose rows of 576 and
-// 960 weights no K format takes, 1.1B is TinyLlama, 7B Llama 2. 7B runs on a GPU, or where a filter
-// names it. Tokens are drawn greedily, and brought to the host.
+// 960 weights no K format takes, 1.1B is TinyLlama, 7B Llama 2; and mixtures of experts: 8x1B is
+// 1.1B's with eight experts of which a token takes two, qwen3moe-30B-A3B takes 8 of 128, gpt-oss-20B
+// 4 of 32. 7B and mixtures run on a GPU, or where a filter names them. Tokens are drawn greedily, and
+// brought to the host.
 //
 //   inference/MODEL/ttft/N     from N tokens to the first one drawn; the cache is empty before. A
 //                              prompt that a CPU would read for more than 3 s, by the shorter one
@@ -43,7 +45,9 @@ enum { MAX_PROMPT = 4608, VERIFY = 24, ROW = 16 };
 typedef struct session {
     bench *b;
     const char *name, *threads; // of the model; "" or "/threads/N"
-    double n_weights;    // of the products: an embedding that is no output is looked up
+    double n_weights;    // that a token multiplies: of the products (an embedding that is no output
+                         // is looked up), and of the experts those that it takes
+    double step_bytes;   // of these
     int32_t n_threads;   // of the CPU
     rocq_gguf *file;
     llama_model m;
@@ -226,9 +230,9 @@ static double measure(session *s, const measured *w) {
     s->n = w->n;
     s->past = w->past;
     s->steps = w->steps;
-    const bool fits = s->m.weight_bytes < s->b->cache_bytes; // every step reads all of them
+    const bool fits = s->m.weight_bytes < s->b->cache_bytes;
     bench_case c = {.name = name,
-                    .bytes = (double)s->m.weight_bytes * w->steps,
+                    .bytes = (w->n > 1 ? (double)s->m.weight_bytes : s->step_bytes) * w->steps,
                     .flops = 2 * s->n_weights * w->n * w->steps,
                     .run = run,
                     .reset = reset,
@@ -272,9 +276,13 @@ static bool session_open(session *s, const char *path, const llama_options *opti
     }
     rocq_gguf_tensor t;
     const bool tied = rocq_gguf_find_tensor(s->file, "output.weight", &t) != ROCQ_OK;
-    for (int64_t i = 0; rocq_gguf_tensor_at(s->file, i, &t) == ROCQ_OK; i++)
-        if (t.n_dims == 2 && (tied || strncmp(t.name.data, "token_embd", 10) != 0))
-            s->n_weights += (double)(t.ne[0] * t.ne[1]);
+    s->step_bytes = (double)s->m.weight_bytes;
+    for (int64_t i = 0; rocq_gguf_tensor_at(s->file, i, &t) == ROCQ_OK; i++) {
+        const double taken = t.n_dims == 3 ? (double)s->m.n_used / (double)t.ne[2] : 1;
+        s->step_bytes -= (1 - taken) * (double)t.size;
+        if (t.n_dims >= 2 && (tied || strncmp(t.name.data, "token_embd", 10) != 0))
+            s->n_weights += taken * (double)(t.ne[0] * t.ne[1] * t.ne[2]);
+    }
     for (int32_t i = 0; i < MAX_PROMPT; i++)
         s->tokens[i] = (int32_t)(bench_random(&state) % (uint64_t)s->m.n_vocab);
     if (!open_peer(s, path, s->m.n_ctx)) {
@@ -465,18 +473,34 @@ int main(int argc, char **argv) {
     bench b;
     if (!bench_open(&b, argc, argv, "inference")) return 1;
     static const model_shape shapes[] = {
-        {NULL, 0, 0, 0, 0, 0, 0, ROCQ_F32, ROCQ_F32, false},
-        {"0.1B-Q4_0", 576, 1536, 9, 3, 30, 49152, ROCQ_Q4_0, ROCQ_Q8_0, true},
-        {"0.1B-Q8_0", 576, 1536, 9, 3, 30, 49152, ROCQ_Q8_0, ROCQ_Q8_0, true},
-        {"0.3B-Q4_0", 960, 2560, 15, 5, 32, 49152, ROCQ_Q4_0, ROCQ_Q8_0, true},
-        {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K, false},
-        {"7B-Q4_K", 4096, 11008, 32, 32, 32, 32000, ROCQ_Q4_K, ROCQ_Q6_K, false},
-        {"7B-Q4_0", 4096, 11008, 32, 32, 32, 32000, ROCQ_Q4_0, ROCQ_Q6_K, false},
+        {.name = NULL},
+        {"0.1B-Q4_0", 576, 1536, 9, 3, 30, 49152, ROCQ_Q4_0, ROCQ_Q8_0, .tied = true},
+        {"0.1B-Q8_0", 576, 1536, 9, 3, 30, 49152, ROCQ_Q8_0, ROCQ_Q8_0, .tied = true},
+        {"0.3B-Q4_0", 960, 2560, 15, 5, 32, 49152, ROCQ_Q4_0, ROCQ_Q8_0, .tied = true},
+        {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, .low = ROCQ_Q4_K, .high = ROCQ_Q6_K},
     };
-    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0, false};
-    const bool large = b.gpu || filters_have(&b, "7B", false);
-    for (int i = 0; i < (b.tiny ? 0 : large ? 7 : 5); i++) measure_model(&b, &shapes[i]);
-    if (b.tiny) measure_model(&b, &tiny);
+    static const model_shape large[] = {
+        {"7B-Q4_K", 4096, 11008, 32, 32, 32, 32000, .low = ROCQ_Q4_K, .high = ROCQ_Q6_K},
+        {"7B-Q4_0", 4096, 11008, 32, 32, 32, 32000, .low = ROCQ_Q4_0, .high = ROCQ_Q6_K},
+        {"8x1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, .low = ROCQ_Q4_K, .high = ROCQ_Q6_K,
+         .experts = 8, .used = 2, .of_experts = ROCQ_Q4_K},
+        {"gpt-oss-20B", 2880, 2880, 64, 8, 24, 201088, .low = ROCQ_Q8_0, .high = ROCQ_Q8_0,
+         .arch = "gpt-oss", .head = 64, .experts = 32, .used = 4, .of_experts = ROCQ_MXFP4},
+        {"qwen3moe-30B-A3B-Q4_K", 2048, 768, 32, 4, 48, 151936, .low = ROCQ_Q4_K,
+         .high = ROCQ_Q6_K, .arch = "qwen3moe", .head = 128, .experts = 128, .used = 8,
+         .of_experts = ROCQ_Q4_K},
+    };
+    static const model_shape tiny[] = {
+        {"tiny", 128, 256, 4, 2, 2, 320, .low = ROCQ_Q4_0, .high = ROCQ_Q8_0},
+        {"tiny-qwen3moe", 128, 64, 4, 2, 2, 320, .low = ROCQ_Q8_0, .high = ROCQ_Q8_0,
+         .arch = "qwen3moe", .head = 64, .experts = 8, .used = 2, .of_experts = ROCQ_Q4_0},
+        {"tiny-gpt-oss", 128, 64, 4, 2, 2, 320, .low = ROCQ_Q8_0, .high = ROCQ_Q8_0,
+         .arch = "gpt-oss", .head = 64, .experts = 4, .used = 2, .of_experts = ROCQ_MXFP4},
+    };
+    for (int i = 0; i < 5 && !b.tiny; i++) measure_model(&b, &shapes[i]);
+    for (int i = 0; i < 5 && !b.tiny; i++)
+        if (b.gpu || filters_have(&b, large[i].name, false)) measure_model(&b, &large[i]);
+    for (int i = 0; i < 3 && b.tiny; i++) measure_model(&b, &tiny[i]);
     print_threads(&b);
     ggml_close();
     return bench_close(&b);

@@ -203,21 +203,19 @@ static bool wants_steps(const bench *b, const char *model) {
 }
 
 static void steps(state *s) {
-    static const model_shape large = {"1.1B", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K, ROCQ_Q6_K,
-                                      false};
-    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0, false};
     bench *b = s->b;
-    const model_shape *shape = b->tiny ? &tiny : &large;
+    const model_shape *shape = model_small(b);
+    const char *name = b->tiny ? shape->name : "1.1B";
     const char *dir = getenv("TMPDIR");
     char path[512];
     s->steps = b->tiny ? 1 : 128; // so many that the profile has found out how often to measure
     if (!b->tiny && wants_steps(b, "demo")) steps_of(s, "demo", "examples/model/rocq-demo.gguf");
-    if (!wants_steps(b, shape->name)) return;
+    if (!wants_steps(b, name)) return;
     s->steps = b->tiny ? 1 : 32;
     snprintf(path, sizeof path, "%s/rocq-launch-%d.gguf", dir && *dir ? dir : "/tmp",
              (int)getpid());
-    if (write_model(b, shape, 512, path)) steps_of(s, shape->name, path);
-    else bench_fail(b, shape->name, rocq_error(b->ctx));
+    if (write_model(b, shape, 512, path)) steps_of(s, name, path);
+    else bench_fail(b, name, rocq_error(b->ctx));
     unlink(path);
 }
 

@@ -1,4 +1,5 @@
-// model.h - llama shapes with random weights, as GGUF files; needs bench.h.
+// model.h - shapes of models with random weights, as GGUF files: llama's, and mixtures of experts
+// of llama (Mixtral), qwen3moe and gpt-oss; needs bench.h.
 
 #ifndef MODEL_H
 #define MODEL_H
@@ -8,7 +9,20 @@ typedef struct model_shape {
     int32_t d, ff, heads, kv_heads, layers, vocab;
     rocq_format low, high; // high: v and down of some layers, as in a Q4_K_M mix, and the output
     bool tied;             // the embedding is the output, in high; all else is in low
+    // Mixtures: ff is that of an expert.
+    const char *arch;      // NULL: llama
+    int32_t head, experts, used; // head 0: d / heads
+    rocq_format of_experts;
 } model_shape;
+
+// That which most programs measure: TinyLlama's, or a tiny one.
+BENCH_FN const model_shape *model_small(const bench *b) {
+    static const model_shape large = {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000,
+                                      .low = ROCQ_Q4_K, .high = ROCQ_Q6_K};
+    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320,
+                                     .low = ROCQ_Q4_0, .high = ROCQ_Q8_0};
+    return b->tiny ? &tiny : &large;
+}
 
 typedef struct model_writer {
     rocq_gguf_writer *w;
@@ -19,13 +33,16 @@ typedef struct model_writer {
     bool failed;
 } model_writer;
 
-// Rows repeat after 32, in an order that differs from tensor to tensor.
-BENCH_FN void model_put(model_writer *w, rocq_format format, int64_t k, int64_t m,
-                        const char *name) {
-    const int64_t ne[2] = {k, m}, some = m < 32 ? m : 32;
+// A vector [k], a matrix [k, m], or with experts [k, m, experts]. Rows repeat after 32, in an order
+// that differs from expert to expert; but F32 rows, a router's, do not, so that no two experts tie.
+BENCH_FN void model_put(model_writer *w, rocq_format format, int64_t k, int64_t m_one,
+                        int64_t experts, const char *name) {
+    const int64_t ne[3] = {k, m_one, experts}, m = m_one * (experts > 0 ? experts : 1);
+    const int64_t some = m < 32 || format == ROCQ_F32 ? m : 32;
     int64_t row = 0;
     if (w->adding) {
-        w->failed |= rocq_gguf_writer_add_tensor(w->w, name, format, m == 1 ? 1 : 2, ne) != ROCQ_OK;
+        const int32_t n_dims = experts > 0 ? 3 : m == 1 ? 1 : 2;
+        w->failed |= rocq_gguf_writer_add_tensor(w->w, name, format, n_dims, ne) != ROCQ_OK;
         return;
     }
     if (rocq_row_size(format, k, &row) != ROCQ_OK) bench__die("a row is no whole number of blocks");
@@ -45,42 +62,84 @@ BENCH_FN void model_put(model_writer *w, rocq_format format, int64_t k, int64_t 
     w->failed |= rocq_gguf_writer_write(w->w, w->rows, row * m) != ROCQ_OK;
 }
 
+BENCH_FN void model_set(model_writer *w, const char *arch, const char *key, int32_t value) {
+    char name[96];
+    snprintf(name, sizeof name, "%s.%s", arch, key);
+    rocq_gguf_writer_set_u32(w->w, name, (uint32_t)value);
+}
+
+BENCH_FN void model_numbers(model_writer *w, const model_shape *s, int32_t n_ctx) {
+    const char *arch = s->arch ? s->arch : "llama";
+    const int32_t head = s->head ? s->head : s->d / s->heads;
+    const struct { const char *key; int32_t value; bool mixture; } numbers[] = {
+        {"vocab_size", s->vocab, false}, {"embedding_length", s->d, false},
+        {"block_count", s->layers, false}, {"feed_forward_length", s->ff, false},
+        {"context_length", n_ctx, false}, {"attention.head_count", s->heads, false},
+        {"attention.head_count_kv", s->kv_heads, false},
+        {"attention.key_length", head, true}, {"attention.value_length", head, true},
+        {"attention.sliding_window", 128, true}, // read for gpt-oss
+        {"expert_count", s->experts, true}, {"expert_used_count", s->used, true},
+        {"expert_feed_forward_length", s->ff, true},
+    };
+    char name[96];
+    rocq_gguf_writer_set_str(w->w, "general.architecture", arch);
+    rocq_gguf_writer_set_str(w->w, "tokenizer.ggml.model", "no_vocab");
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (!numbers[i].mixture || s->experts > 0)
+            model_set(w, arch, numbers[i].key, numbers[i].value);
+    snprintf(name, sizeof name, "%s.attention.layer_norm_rms_epsilon", arch);
+    rocq_gguf_writer_set_f32(w->w, name, 1e-5f);
+}
+
+// Tensors of a layer; those of no elements are left out.
+BENCH_FN void model_layer(model_writer *w, const model_shape *s, int32_t layer) {
+    const int64_t d = s->d, head = s->head ? s->head : s->d / s->heads, ff = s->ff;
+    const int64_t q = s->heads * head, kv = s->kv_heads * head, e = s->experts;
+    const int32_t from = s->layers / 8;
+    const bool high = !s->tied && (layer < from || layer >= 7 * s->layers / 8 ||
+                                   (layer - from) % 3 == 2);
+    const bool gpt_oss = s->arch && strcmp(s->arch, "gpt-oss") == 0;
+    const bool qwen3 = s->arch && strcmp(s->arch, "qwen3moe") == 0;
+    const int64_t dense = e > 0 ? 0 : ff, mixed = e > 0 ? ff : 0, oss = gpt_oss ? 1 : 0;
+    const rocq_format f32 = ROCQ_F32, low = s->low, to = high ? s->high : s->low;
+    const struct { const char *name; rocq_format format; int64_t k, m, experts; } parts[] = {
+        {"attn_norm.weight", f32, d, 1, 0},
+        {gpt_oss ? "post_attention_norm.weight" : "ffn_norm.weight", f32, d, 1, 0},
+        {"attn_q.weight", low, d, q, 0}, {"attn_output.weight", low, q, d, 0},
+        {"attn_k.weight", low, d, kv, 0}, {"attn_v.weight", to, d, kv, 0},
+        {"attn_q_norm.weight", f32, qwen3 ? head : 0, 1, 0},
+        {"attn_k_norm.weight", f32, qwen3 ? head : 0, 1, 0},
+        {"attn_q.bias", f32, q * oss, 1, 0}, {"attn_k.bias", f32, kv * oss, 1, 0},
+        {"attn_v.bias", f32, kv * oss, 1, 0}, {"attn_output.bias", f32, d * oss, 1, 0},
+        {"attn_sinks.weight", f32, s->heads * oss, 1, 0},
+        {"ffn_gate.weight", low, d, dense, 0}, {"ffn_up.weight", low, d, dense, 0},
+        {"ffn_down.weight", to, dense, d, 0},
+        {"ffn_gate_inp.weight", f32, d, e, 0}, {"ffn_gate_inp.bias", f32, e * oss, 1, 0},
+        {"ffn_gate_exps.weight", s->of_experts, d, mixed, e},
+        {"ffn_up_exps.weight", s->of_experts, d, mixed, e},
+        {"ffn_down_exps.weight", s->of_experts, mixed, d, e},
+        {"ffn_gate_exps.bias", f32, ff * oss, e, 0}, {"ffn_up_exps.bias", f32, ff * oss, e, 0},
+        {"ffn_down_exps.bias", f32, d * oss, e, 0},
+    };
+    char name[64];
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        snprintf(name, sizeof name, "blk.%d.%s", (int)layer, parts[i].name);
+        if (parts[i].k > 0 && parts[i].m > 0)
+            model_put(w, parts[i].format, parts[i].k, parts[i].m, parts[i].experts, name);
+    }
+}
+
 BENCH_FN bool write_model(bench *b, const model_shape *s, int32_t n_ctx, const char *path) {
     const rocq_gguf_writer_desc desc = {.path = path};
-    const int64_t d = s->d, kv = (int64_t)s->kv_heads * (s->d / s->heads);
-    char name[64];
     model_writer w = {.adding = true};
     if (rocq_gguf_writer_open(b->ctx, &w.w, &desc) != ROCQ_OK) return false;
-    rocq_gguf_writer_set_str(w.w, "general.architecture", "llama");
-    rocq_gguf_writer_set_str(w.w, "tokenizer.ggml.model", "no_vocab");
-    rocq_gguf_writer_set_u32(w.w, "llama.vocab_size", (uint32_t)s->vocab);
-    rocq_gguf_writer_set_u32(w.w, "llama.embedding_length", (uint32_t)s->d);
-    rocq_gguf_writer_set_u32(w.w, "llama.block_count", (uint32_t)s->layers);
-    rocq_gguf_writer_set_u32(w.w, "llama.feed_forward_length", (uint32_t)s->ff);
-    rocq_gguf_writer_set_u32(w.w, "llama.context_length", (uint32_t)n_ctx);
-    rocq_gguf_writer_set_u32(w.w, "llama.attention.head_count", (uint32_t)s->heads);
-    rocq_gguf_writer_set_u32(w.w, "llama.attention.head_count_kv", (uint32_t)s->kv_heads);
-    rocq_gguf_writer_set_f32(w.w, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
+    model_numbers(&w, s, n_ctx);
     for (int pass = 0; pass < 2 && !w.failed; pass++) {
         w.adding = pass == 0;
-        model_put(&w, s->tied ? s->high : s->low, d, s->vocab, "token_embd.weight");
-        model_put(&w, ROCQ_F32, d, 1, "output_norm.weight");
-        if (!s->tied) model_put(&w, s->high, d, s->vocab, "output.weight");
-        for (int32_t l = 0; l < s->layers && !w.failed; l++) {
-            const bool high = !s->tied && (l < s->layers / 8 || l >= 7 * s->layers / 8 ||
-                                           (l - s->layers / 8) % 3 == 2);
-            const struct { const char *name; rocq_format format; int64_t k, m; } parts[] = {
-                {"attn_norm", ROCQ_F32, d, 1}, {"ffn_norm", ROCQ_F32, d, 1},
-                {"attn_q", s->low, d, d}, {"attn_output", s->low, d, d},
-                {"attn_k", s->low, d, kv}, {"attn_v", high ? s->high : s->low, d, kv},
-                {"ffn_gate", s->low, d, s->ff}, {"ffn_up", s->low, d, s->ff},
-                {"ffn_down", high ? s->high : s->low, s->ff, d},
-            };
-            for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
-                snprintf(name, sizeof name, "blk.%d.%s.weight", (int)l, parts[i].name);
-                model_put(&w, parts[i].format, parts[i].k, parts[i].m, name);
-            }
-        }
+        model_put(&w, s->tied ? s->high : s->low, s->d, s->vocab, 0, "token_embd.weight");
+        model_put(&w, ROCQ_F32, s->d, 1, 0, "output_norm.weight");
+        if (!s->tied) model_put(&w, s->high, s->d, s->vocab, 0, "output.weight");
+        for (int32_t l = 0; l < s->layers && !w.failed; l++) model_layer(&w, s, l);
     }
     free(w.rows);
     return rocq_gguf_writer_close(&w.w) == ROCQ_OK && !w.failed;
@@ -106,14 +165,11 @@ BENCH_FN const char *model_option(int *argc, char **argv) {
 }
 
 BENCH_FN model_choice model_choose(const bench *b, const char *given, const char *program) {
-    static const model_shape large = {"1.1B-Q4_K", 2048,  5632,      32,        4,
-                                      22,          32000, ROCQ_Q4_K, ROCQ_Q6_K, false};
-    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0, false};
     const char *dir = getenv("TMPDIR"), *slash = given ? strrchr(given, '/') : NULL;
     model_choice c;
     memset(&c, 0, sizeof c);
     c.given = given;
-    c.shape = b->tiny ? &tiny : &large;
+    c.shape = model_small(b);
     c.name = slash ? slash + 1 : given ? given : c.shape->name;
     snprintf(c.path, sizeof c.path, "%s/rocq-%s-%d.gguf", dir && *dir ? dir : "/tmp", program,
              (int)getpid());

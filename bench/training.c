@@ -114,12 +114,9 @@ static bool write_gpt2(bench *b, int32_t d, int32_t heads, int32_t layers, int32
 }
 
 static bool write_case(bench *b, const training_case *c, const char *path) {
-    static const model_shape large = {"1.1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, ROCQ_Q4_K,
-                                      ROCQ_Q6_K, false};
-    static const model_shape tiny = {"tiny", 128, 256, 4, 2, 2, 320, ROCQ_Q4_0, ROCQ_Q8_0, false};
     struct stat made;
     if (stat(path, &made) == 0) return true;
-    if (c->rank > 0) return write_model(b, b->tiny ? &tiny : &large, 512, path);
+    if (c->rank > 0) return write_model(b, model_small(b), 512, path);
     if (b->tiny) return write_gpt2(b, 64, 4, 2, 320, 64, path);
     return write_gpt2(b, 768, 12, 6, 50257, 1024, path);
 }
