@@ -5,9 +5,9 @@
 // Models: the shipped one, and llama shapes with random weights, written to a file in TMPDIR (or
 // /tmp) that is unlinked at once: 0.1B and 0.3B are SmolLM2 135M and 360M, whose rows of 576 and
 // 960 weights no K format takes, 1.1B is TinyLlama, 7B Llama 2; and mixtures of experts: 8x1B is
-// 1.1B's with eight experts of which a token takes two, qwen3moe-30B-A3B takes 8 of 128, gpt-oss-20B
-// 4 of 32. 7B and mixtures run on a GPU, or where a filter names them. Tokens are drawn greedily, and
-// brought to the host.
+// 1.1B's with eight experts of which a token takes two, qwen3moe-30B-A3B takes 8 of 128,
+// gpt-oss-20B 4 of 32. 7B and mixtures run on a GPU, or where a filter names them. Tokens are drawn
+// greedily, and brought to the host.
 //
 //   inference/MODEL/ttft/N     from N tokens to the first one drawn; the cache is empty before. A
 //                              prompt that a CPU would read for more than 3 s, by the shorter one
