@@ -623,9 +623,9 @@ typedef struct rocq_block_mxfp4 {
 
 // In the next seven formats one number, an entry of a codebook (ROCQ_CODEBOOK_IQ2_XXS and so on, at
 // >>kernels), stands for eight values (k = i / 8) or four (k = i / 4), and a value has a sign of
-// its own: bit i % 8 of signs[i / 8], 1 if negative. Signs stored in seven bits have in bit 7 what
-// makes their number of ones even. The entry's digits t stand for 8, 25, 43 (IQ2), t - 1 (IQ1),
-// 8 t + 4 but 62 for the last (IQ3_XXS) and 2 t + 1 (IQ3_S).
+// its own: bit i % 8 of signs[i / 8], 1 if negative. Where only seven signs are stored, the eighth
+// makes the number of negative ones even. The entry's digits t, below 3 or 8, stand for the values
+// 8, 25, 43 (IQ2), t - 1 (IQ1), 8 t + 4 but 62 for t = 7 (IQ3_XXS), and 2 t + 1 (IQ3_S).
 
 // x[i] = d / 8 (2 sc[g] + 1) value[i], 2.0625 bits per weight
 //   bytes 0-1 d | 2-65 qs: qs[8 g + l] is the entry of elements 32 g + 8 l on (l < 4); the word at
@@ -2535,10 +2535,10 @@ ROCQ_OPS(ROCQ_X)
 // d, dmin, m, e, scales are the fields of the GGUF block, in its order.
 // x of an INT8 product is a planar Q8_0 tensor whose d is rounded up, so that no code is clipped.
 
-// The codebooks, in order: an entry is two characters, the first of its values in the first of
-// them. In IQ2 and IQ1 a character c is four digits t of base 3, the lowest first, in c - 35; in
-// IQ3 two of base 8. tests/test_formats.c compares all entries with ggml's. IQ1_S and IQ1_M
-// share one, in halves.
+// The codebooks. Entry k is characters 2 k and 2 k + 1. In IQ2 and IQ1 c - 35 of a character c has
+// four digits of base 3, in IQ3 two of base 8, the lowest digit first. The digits, in order, are
+// those t from which >>formats makes the entry's values. IQ1_S and IQ1_M share a codebook, which
+// is in two halves. tests/test_formats.c compares all entries with ggml's.
 #define ROCQ_CODEBOOK_IQ2_XXS \
     "##%#'#)#+#-#/#5#7#;#=#\?#A#G#M#Q#S#Y#[#a#m#$$&$,$0$>$\\$h$#%%%7%[%$&&&,&6&8&>&@&D&P&Z&\\&b&n" \
     "&#'%')'5'C'W'Y'c'*(,(>(\\(n(#)')))/);)\?)A)G)I)_)&*>*%+/+$,&,,,6,>,P,\\,b,f,#-)-5-G-O-Y-8.B." \
@@ -4690,8 +4690,8 @@ static void rocq__team_sleep(rocq__team *team, int64_t seen, bool inside) {
 
 // -- stages --
 
-// Whether the next stage is to run now: false only between two ops of a graph, and then no stage is
-// left. Of a run with a slice (>>dispatch).
+// For a run that is limited in time (slices, >>dispatch): whether to go on with the next stage. It
+// is false only between two ops of a graph, and then n_stages has been lowered to `next`.
 static bool rocq__slice_goes_on(rocq__team *team);
 
 // Runs stages from `next` on, until one has more than a grain of items, and opens that. Called by
@@ -4717,8 +4717,9 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
         team->chunk = ROCQ__MAX((stage->n + most - 1) / most, small);
         const int64_t n_chunks = (stage->n + team->chunk - 1) / team->chunk;
         const int64_t last = rocq__load64(&team->open) >> 32, number = (last + 1) & INT32_MAX;
-        // A word 2^30 stages behind would count as ahead, and its share as gone. A thread may have
-        // no share, and steal nothing, in all of them: so every 2^28 stages all words are renewed.
+        // Numbers of stages are compared modulo 2^31: a word from more than 2^30 stages ago would
+        // be taken for one from a later stage, and its share for used up. A thread that never has
+        // a share and never steals does not write its word, so all are renewed every 2^28 stages.
         for (int32_t i = 0; number % (1 << 28) == 0 && i < n_threads; i++) {
             rocq__store64(&team->shares[i].left, last << 32);
         }
@@ -5358,6 +5359,8 @@ static void rocq__unpack_mxfp4(const void *block, int8_t *code, float *scale, fl
 
 // -- codebooks: eight codes at once, a byte each --
 
+// rocq__digits[c]: the four base-3 digits of c < 81, a byte each, the lowest digit in the lowest.
+
 #define ROCQ__DIGITS1(x) x, x + 1, x + 2
 #define ROCQ__DIGITS2(x) ROCQ__DIGITS1(x), ROCQ__DIGITS1(x + 0x100), ROCQ__DIGITS1(x + 0x200)
 #define ROCQ__DIGITS3(x) ROCQ__DIGITS2(x), ROCQ__DIGITS2(x + 0x10000), ROCQ__DIGITS2(x + 0x20000)
@@ -5390,7 +5393,8 @@ static inline uint64_t rocq__levels_iq2(const char *book, uint32_t k) {
     const uint64_t t = rocq__entry_3(book, k);
     return 8 * ROCQ__BYTES + 17 * t + (t >> 1 & ROCQ__BYTES);
 }
-// 8 (value + delta)
+// 8 (value + delta) = 8 t - 7, or 8 t - 9 if delta is negative, as signed bytes. 128 is added
+// first, so that no byte borrows from the next, and the XOR takes it off again.
 static inline uint64_t rocq__levels_iq1(uint32_t k, bool negative) {
     const uint64_t t = rocq__entry_3(rocq__codebook_iq1[k >> 10], k & 1023);
     const uint64_t raised = 128 * ROCQ__BYTES + 8 * t;
@@ -5399,7 +5403,7 @@ static inline uint64_t rocq__levels_iq1(uint32_t k, bool negative) {
 
 static inline uint64_t rocq__levels_iq3_xxs(uint32_t k0, uint32_t k1) {
     const uint64_t t = rocq__entry_8(rocq__codebook_iq3_xxs, k0, k1);
-    const uint64_t last = (t + ROCQ__BYTES) >> 3 & ROCQ__BYTES; // 7
+    const uint64_t last = (t + ROCQ__BYTES) >> 3 & ROCQ__BYTES; // 1 where the digit is 7
     return 4 * ROCQ__BYTES + 8 * t + 2 * last;
 }
 static inline uint64_t rocq__levels_iq3_s(uint32_t k0, uint32_t k1) {
@@ -5417,14 +5421,16 @@ static void rocq__make_books(rocq__books *books) {
     }
 }
 
-// Stores the codes, those negated whose bit is set in signs. None is 0, so no carry leaves a byte.
+// Stores the codes, those negated whose bit is set in signs: byte by byte (level ^ 255) + 1. No
+// level is 0, so the addition of 1 never carries into the next byte.
 static inline void rocq__put_signed(int8_t *code, uint64_t levels, uint32_t signs) {
     const uint64_t bits = (signs & 255) * ROCQ__BYTES & UINT64_C(0x8040201008040201);
     const uint64_t one = (bits + 0x7f * ROCQ__BYTES) >> 7 & ROCQ__BYTES;
     levels = (levels ^ 255 * one) + one;
     memcpy(code, &levels, 8);
 }
-// Signs of seven bits, those above them in bits left out.
+// Eight signs from the seven bits that are stored: bit 7 becomes the parity of bits 0-6 (0x6996
+// holds the parities of four bits). Higher bits are ignored.
 static inline uint32_t rocq__even_signs(uint32_t bits) {
     bits &= 127;
     return bits | (0x6996u >> ((bits ^ bits >> 4) & 15) & 1) << 7;
@@ -5527,7 +5533,9 @@ static void rocq__unpack_iq1_m(const void *block, int8_t *code, float *scale, fl
     }
 }
 
-// n codes from digits first to first + count - 1 of n / count bytes: all of a digit, then the next.
+// count n codes, digit - 1, from `count` base-3 digits of n bytes: the first digits of all bytes,
+// then the second ones, and so on. A byte stands for a fraction, byte / 256: times 3^k mod 256
+// removes the k digits before, and times 3 / 256 then gives digit k.
 static inline void rocq__split_digits(int8_t *__restrict code, const uint8_t *__restrict q,
                                       int32_t n, int32_t count) {
     uint32_t power = 1;
@@ -10440,8 +10448,9 @@ ROCQ__BLOCK_AVX2(tq2_0) {
     }
 }
 
-// The seven bits of a scale, as bits 7 to 13 of an F16, are the scale times 2^-7. 127 is 0; 255, as
-// in ggml, is not.
+// Bits 0-6 of a scale's byte, put in bits 7-13 of an F16, have 2^-7 times the value sc / 2 of which
+// the levels are multiples, as the exponent is biased by 15 and not by 7. Byte 127 is 0; byte 255,
+// as in ggml, is not.
 ROCQ__BLOCK_AVX2(nvfp4) {
     __m256i v[4], q[8];
     rocq__take_rows_avx2(v, row, at);
@@ -10465,12 +10474,14 @@ ROCQ__BLOCK_AVX2(nvfp4) {
     }
 }
 
-// The formats with a codebook are taken apart row by row, into L1: first which entries and signs
-// each row's block has, 32 bytes at once, then the codes, out of rocq__books, 32 at once.
+// The formats with a codebook are decoded row by row into a buffer in L1: first the numbers of a
+// block's entries and its signs are unpacked, 32 bytes at once, then its codes are looked up in
+// rocq__books, 32 at once.
 
 typedef struct rocq__book_block {
     uint16_t entry[64]; // of element 8 k on, or of 4 k on with IQ3
-    uint32_t signs[8];  // of 32 elements: a bit each; IQ1: byte l is added to elements 8 l on
+    uint32_t signs[8];  // of 32 elements: a bit each. IQ1 has none: byte l, which is -2 where delta
+                        // is negative, is added to the codes of elements 8 l on
 } rocq__book_block;
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m128i rocq__load_16_avx2(const void *p) {
@@ -10483,10 +10494,10 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__store_32_avx2(void *p, __m256i 
     _mm256_storeu_si256((__m256i *)p, v);
 }
 
-// Bit 7 of each byte is what makes its number of ones even.
+// Sets bit 7 of each byte to the parity of bits 0-6; it must be 0 before.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__even_signs_avx2(__m256i v) {
     const __m128i odd = _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128,
-                                      -128, 0); // of four bits
+                                      -128, 0); // the parity of four bits, as bit 7
     const __m256i four = rocq__bits_avx2(_mm256_xor_si256(v, _mm256_srli_epi16(v, 4)), 0, 15);
     return _mm256_or_si256(v, _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(odd), four));
 }
@@ -10498,7 +10509,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__odd_scales_avx2(float *scale, _
     _mm256_storeu_ps(scale, _mm256_mul_ps(_mm256_set1_ps(d), _mm256_cvtepi32_ps(odd)));
 }
 
-// From n bytes of two sc each.
+// The scales d (2 sc + 1) from n bytes of two sc each: 4 bytes or 8.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__byte_scales_avx2(float *scale,
                                                                   const uint8_t *bytes, size_t n,
                                                                   float d) {
@@ -10534,7 +10545,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_entries_avx2(rocq__book_bl
     rocq__store_32_avx2(to->entry + 16, _mm256_unpackhi_epi8(low, high));
 }
 
-// The codes of the block from entries of eights or, if that is not NULL, of fours.
+// Looks up the codes of a block: in `fours`, whose entries have four codes, unless it is NULL; else
+// in `eights`.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_book_avx2(int8_t *code,
                                                                const rocq__book_block *from,
                                                                const uint64_t *eights,
@@ -11597,8 +11609,8 @@ static inline float rocq__max(bool simd, const float *x, int64_t n) {
 // A block has one scale, which its largest element sets, so one large element takes precision from
 // the other 31. Keys have such elements, at the same places in all rows. H spreads each over B
 // elements. It is symmetric and orthonormal: (q H) . (k H) = q . k, and (sum over j of p v H) H =
-// sum over j of p v, so attention turns queries and results in place of K and V (QuaRot,
-// arXiv 2404.00456). The product takes log2 B rounds of sums and differences.
+// sum over j of p v. So attention multiplies queries and results by H, and never has to undo it in
+// K and V (QuaRot, arXiv 2404.00456). A product with H is log2 B rounds of sums and differences.
 
 static int64_t rocq__hadamard_size(int64_t n) { return ROCQ__MIN(n & -n, 128); }
 
@@ -11619,7 +11631,8 @@ static void rocq__hadamard_scalar(float *v, int64_t size, int64_t n) {
 }
 
 #if ROCQ__HAS_V8
-// The three rounds between eight vectors, or eight elements of every vector.
+// Three rounds across eight vectors, lane by lane: elements 8, 16 and 32 apart. Transposed
+// (rocq__v8_turn) before and after, the rounds for elements 1, 2 and 4 apart.
 ROCQ__V8 void rocq__v8_hadamard(rocq__v8 *v) {
     ROCQ__UNROLL
     for (int round = 0; round < 3; round++) {
@@ -11633,7 +11646,7 @@ ROCQ__V8 void rocq__v8_hadamard(rocq__v8 *v) {
     }
 }
 
-// For a size of 64 or 128.
+// The same for a size of 64 or 128; the last round of 128 is between the halves of a block.
 static ROCQ__SIMD void rocq__hadamard_simd(float *v, int64_t size, int64_t n) {
     const rocq__v8 factor = rocq__v8_set1(1.0f / sqrtf((float)size));
     for (int64_t i = 0; i < n; i += 64) {
@@ -13636,10 +13649,11 @@ static void rocq__plan_route_cpu(rocq__plan *plan, rocq_op op, const void *param
 
 // -- experts --
 // The product by expert has the steps of a matrix product (>>cpu_matmul). A pair is a token and one
-// of its slots, slots counted first. Only a launch knows the ids: it sorts the pairs by expert,
-// which cuts them into tiles of one expert's columns, at the beginning of its first stage. Columns
-// are converted to where their pair stands in that order, then the tiles are multiplied, w2 before
-// w. With weights the values of all pairs are summed up in a stage of their own.
+// of its slots: pair p is slot p % n_slots of token p / n_slots. A plan does not know the ids, so
+// the first stage begins by sorting the pairs by expert and cutting each expert's pairs into tiles.
+// It then converts the column of each pair and stores it at the pair's place in that order, so that
+// a tile's columns are contiguous. The second stage multiplies the tiles, by w2 before w, because
+// the result of w is multiplied by that of w2. With weights a third stage sums a token's slots.
 
 typedef struct rocq__experts_tile {
     int32_t expert, first, n; // sorted pairs first to first + n - 1
@@ -13658,14 +13672,14 @@ typedef struct rocq__experts {
     float *other;                // [M, sorted pairs]: z2
     float *values;               // [M, pairs]: v, if a stage has to make y of it; else NULL
     int32_t *start;              // [E + 1]: the first sorted pair of each expert
-    int32_t *pair, *place;       // [n_pairs]: of a sorted pair, which it is; and the inverse
+    int32_t *pair, *place;       // [n_pairs]: pair[i] is the sorted pair i, place its inverse
     rocq__experts_tile *tiles;   // [most_tiles]
 } rocq__experts;
 
 // Plans one of the two products, twice: for tiles of one column and for tiles of several. Both read
-// the same converted columns, so both must raise w's codes by the same offset. Where the pass that
-// one column takes raises them by another, AVX2's pass is tried; where that does too, tiles of one
-// column are computed like those of several.
+// the same converted columns, which hold sums for the offset that kernels add to w's codes: so both
+// must have the same offset. If the kernel for one column (`pass`) has another, AVX2's is tried; if
+// that has another too, tiles of one column are computed like those of several.
 static void rocq__experts_product(rocq__experts *a, const rocq_ctx *ctx, int i,
                                   const rocq_tensor *w) {
     rocq__mm *one = &a->mm[i][0], *many = &a->mm[i][1];
@@ -13684,7 +13698,7 @@ static void rocq__experts_product(rocq__experts *a, const rocq_ctx *ctx, int i,
     if (!one->pass) one->panel_rows = ROCQ__MM_PAIR;
 }
 
-// Fills in all but addresses; returns the bytes of scratch memory.
+// Fills in all but addresses, with offsets into scratch memory instead; returns its bytes.
 static int64_t rocq__experts_lay(rocq__experts *a, const rocq_ctx *ctx,
                                  const rocq_experts_params *p) {
     const int64_t m = p->w->ne[1], n_experts = p->w->ne[2];
@@ -13718,7 +13732,7 @@ static int64_t rocq__scratch_experts_cpu(const rocq_ctx *ctx, const void *params
     return rocq__experts_lay(&a, ctx, (const rocq_experts_params *)params);
 }
 
-// Checks and sorts the ids, and knows then how many tiles there are.
+// Checks the ids, sorts the pairs by expert (counting sort, stable) and makes the tiles.
 static rocq_result rocq__experts_sort(rocq_ctx *ctx, rocq__stage *stage) {
     rocq__experts *a = (rocq__experts *)stage->arg;
     const rocq_tensor *ids = a->p->ids;
@@ -13746,7 +13760,7 @@ static rocq_result rocq__experts_sort(rocq_ctx *ctx, rocq__stage *stage) {
             tile->n = ROCQ__MIN(n - at, (int32_t)ROCQ__MM_TILE_N);
         }
     }
-    for (int64_t p = 0; p < a->n_pairs; p++) { // start[e] runs up to what start[e + 1] was
+    for (int64_t p = 0; p < a->n_pairs; p++) { // start[e] is now the next free place of expert e
         const int32_t e = rocq__row_i32(ids, p / a->n_slots)[p % a->n_slots];
         const int32_t place = a->start[e]++;
         a->place[p] = place;
@@ -13755,7 +13769,7 @@ static rocq_result rocq__experts_sort(rocq_ctx *ctx, rocq__stage *stage) {
     return ROCQ_OK;
 }
 
-// Converts columns of x to the places of their pairs.
+// Converts columns of x and stores them at the places of their pairs.
 static void rocq__experts_convert(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__experts *a = (const rocq__experts *)arg;
     const rocq_tensor *x = a->p->x;
@@ -13776,7 +13790,7 @@ static void rocq__experts_convert(void *arg, int64_t begin, int64_t end, int32_t
     }
 }
 
-// t = v from z in t and z2 in u, which is NULL without w2.
+// In place: t holds z and becomes v; u holds z2, and is NULL without w2.
 static void rocq__experts_activate(const rocq__experts *a, float *t, const float *u, int64_t n) {
     const float limit = a->p->limit, alpha = a->p->alpha != 0.0f ? a->p->alpha : 1.0f;
     int64_t i = 0;
@@ -13796,7 +13810,8 @@ static void rocq__experts_activate(const rocq__experts *a, float *t, const float
     }
 }
 
-// Rows m to m + n_rows of product i of a tile.
+// Rows [m, m + n_rows) of a tile's product with w (i = 0) or w2 (i = 1). That with w2 is kept in
+// `other`; that with w is combined with it and stored.
 static void rocq__experts_rows(const rocq__experts *a, int i, const rocq__experts_tile *tile,
                                int64_t m, int64_t n_rows, int32_t thread) {
     const rocq_experts_params *p = a->p;
@@ -13828,7 +13843,7 @@ static void rocq__experts_rows(const rocq__experts *a, int i, const rocq__expert
     }
 }
 
-// Pairs of panels, counted through those of w, then tiles.
+// Items are pairs of panels of w (ROCQ__MM_PAIR rows), counted fastest, then tiles.
 static void rocq__experts_task(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__experts *a = (const rocq__experts *)arg;
     for (int64_t i = begin, n; i < end; i += n) {
@@ -13852,7 +13867,8 @@ static rocq_result rocq__experts_begin(rocq_ctx *ctx, rocq__stage *stage) {
     return ROCQ_OK;
 }
 
-// y from the values: strips of its rows.
+// Makes y of the values. Items are strips, counted fastest, of the rows of y: one for each token,
+// summed over its slots, with weights; else one for each pair, only encoded.
 static void rocq__experts_sum(void *arg, int64_t begin, int64_t end, int32_t thread) {
     const rocq__experts *a = (const rocq__experts *)arg;
     const rocq_experts_params *p = a->p;
@@ -13908,7 +13924,7 @@ static void rocq__plan_experts_cpu(rocq__plan *plan, rocq_op op, const void *par
 
 // -- shortconv --
 
-// A task has so many channels of a sequence, and goes through its tokens in order.
+// An item is so many channels of a sequence, whose tokens are taken in order.
 enum { ROCQ__SHORTCONV_STRIP = 64 };
 
 typedef struct rocq__shortconv {
@@ -13932,7 +13948,7 @@ static void rocq__shortconv_task(void *arg, int64_t i, int64_t i_end, int32_t th
         for (int64_t j = 0; j < taps; j++) {
             for (int64_t e = 0; e < m; e++) w[j][e] = rocq__row_f32(p->w, k + e, 0, 0)[j];
         }
-        for (int64_t j = 1; j < taps; j++) { // all that is kept, before anything is written
+        for (int64_t j = 1; j < taps; j++) { // read all earlier u before any row is overwritten
             float *to = u[taps - j];
             memset(to, 0, sizeof u[0]);
             if (pos < j) continue;
@@ -14019,20 +14035,22 @@ static rocq__conv_shape rocq__conv_shape_of(const rocq_conv_params *p) {
     return s;
 }
 
-// A product of matrices whose columns are never written down (an implicit GEMM). A task has a tile
-// of y's positions: it computes once the patch of z that the tile sees, and multiplies it with all
-// of w, 16 channels of y (a panel) and a piece of K at a time. As c is innermost, what a row of the
-// kernel sees from one position is contiguous in the patch, and so a run of K.
-// A sum starts with the bias and takes its products in the order of K, one by one, with the zeros
-// around z: so neither the tile nor the thread changes a bit of it.
+// An implicit GEMM: a matrix product whose columns (what the kernel sees of z from each position of
+// y) are never stored. A task has a tile of y's positions: it computes the patch of z that the tile
+// sees once, and multiplies it with w, 16 channels of y (a panel) and a piece of K at a time. As c
+// is innermost, what one row of the convolution kernel sees is contiguous in the patch: a run of
+// K = C kw elements.
+// A sum starts with the bias and takes its products in the order of K, one by one, also those with
+// the zeros around z: so neither the tile nor the thread changes a bit of it.
 
 enum {
     ROCQ__CONV_PANEL = 16,
     ROCQ__CONV_STRIP = 6,     // positions: with a panel, 12 of AVX2's 16 registers are sums
     ROCQ__CONV_PIECE = 256,   // of K: 16 KiB of a panel, half of L1
-    ROCQ__CONV_TILE_W = 24,   // at most,
-    ROCQ__CONV_TILE = 384,    // positions,
-    ROCQ__CONV_PATCH = 65536  // and floats of the patch: 256 KiB, half of an L2
+    ROCQ__CONV_TILE_W = 24,   // most columns of a tile
+    ROCQ__CONV_TILE = 384,    // most positions of a tile
+    ROCQ__CONV_PATCH = 65536  // most floats of a patch, if the tile has over four strips: 256 KiB,
+                              // half of an L2
 };
 
 typedef struct rocq__conv_tiles {
@@ -14167,13 +14185,13 @@ static void rocq__conv_norm_of(const rocq__conv *a, float *norm, int64_t it) {
     }
 }
 
-// A row of the patch: z from column ix on, at row iy of x's frame it, which z has.
+// A row of the patch: row iy, which lies within z, of frame it, from column ix on.
 static void rocq__conv_load_row(const rocq__conv *a, float *z, const float *norm, int64_t ix,
                                 int64_t iy, int64_t it) {
     const rocq_conv_params *p = a->p;
     const int64_t n = a->s.c, up = a->s.upsample, x2 = iy / up;
     const bool by_position = p->stats && p->stats->ne[0] == 1;
-    int64_t last = -1; // column of x that stands just before z
+    int64_t last = -1; // column of x from which the position before was made, or -1
     for (int64_t i = 0; i < a->t.patch_w; i++, ix++, z += n) {
         const int64_t x1 = ix / up;
         if (ix < 0 || ix >= a->s.w) {
@@ -14196,7 +14214,7 @@ static void rocq__conv_load_patch(const rocq__conv *a, float *patch, float *norm
     const int64_t row = a->t.pitch;
     for (int32_t f = 0; f < a->s.kt; f++) {
         const int64_t it = ot + f + a->s.past - (a->s.kt - 1);
-        int64_t last = -1; // row of x that stands just before
+        int64_t last = -1; // row of x from which the row before was made, or -1
         if (a->p->stats && it >= 0) rocq__conv_norm_of(a, norm, it);
         for (int64_t j = 0; j < a->t.patch_h; j++, patch += row) {
             const int64_t z2 = iy + j, x2 = z2 / a->s.upsample;
@@ -14212,7 +14230,7 @@ static void rocq__conv_load_patch(const rocq__conv *a, float *patch, float *norm
     }
 }
 
-// A part of K: n_rows runs of n elements, which lie pitch floats apart in the patch.
+// A piece of K: n_rows runs of n elements, which lie pitch floats apart in the patch.
 typedef struct rocq__conv_runs {
     const float *w; // [n_rows n][16]
     const float *z; // for the position at 0
@@ -14270,7 +14288,8 @@ static ROCQ__SIMD void rocq__conv_strip_simd(float *sums, const rocq__conv_runs 
 #endif
 
 #if ROCQ__HAS_AVX2
-// Two panels: with one there would be fewer chains of sums than two FMAs a clock need.
+// Two panels at once: one panel of 16 channels is a single vector, and six dependent chains of FMAs
+// are fewer than two units with a latency of 4 clocks need.
 ROCQ__TARGET_AVX512 static void rocq__conv_strip_avx512(float *sums, const rocq__conv_runs *runs,
                                                         const int64_t *at) {
     const float *w = runs->w, *next_w = w + runs->next_w, *z = runs->z;
@@ -14326,8 +14345,8 @@ typedef struct rocq__conv_tile {
     int64_t at[ROCQ__CONV_TILE + ROCQ__CONV_STRIP]; // floats from the patch to each position's z
 } rocq__conv_tile;
 
-// Adds the products of n_panels panels, 1 or 2, with the patch. The rows of a kernel that are
-// shorter than a piece go together, longer ones are cut in equal pieces.
+// Adds the products of n_panels panels, 1 or 2, with the patch. A row of the convolution kernel
+// that is longer than a piece of K is cut into equal pieces; shorter ones share a piece.
 static void rocq__conv_panels(const rocq__conv *a, const rocq__conv_tile *t, float *sums,
                               const float *w, const float *patch, int64_t n_panels) {
     const rocq__conv_shape *s = &a->s;
@@ -14355,7 +14374,7 @@ static void rocq__conv_panels(const rocq__conv *a, const rocq__conv_tile *t, flo
     }
 }
 
-// What is left to do with the sums of a panel: residual, activation, cast.
+// The epilogue of a panel: residual, activation, cast.
 static void rocq__conv_finish(const rocq__conv *a, float *sums, const rocq__conv_tile *t,
                               int64_t m) {
     const rocq_conv_params *p = a->p;
@@ -14375,7 +14394,7 @@ static void rocq__conv_finish(const rocq__conv *a, float *sums, const rocq__conv
     }
 }
 
-// Bias, or 0, in the sums of a panel.
+// Sets the sums of a panel to the bias, or to 0.
 static void rocq__conv_begin(const rocq__conv *a, float *sums, const rocq__conv_tile *t,
                              int64_t m) {
     const float *bias = a->p->bias ? rocq__row_f32(a->p->bias, 0, 0, 0) : NULL;
@@ -14567,7 +14586,7 @@ static void rocq__norm_stats_chunk(const rocq__norm_stats *a, rocq__moments_of *
     for (int64_t g = 0; g < a->n_groups; g++) {
         const int64_t first = g * a->group;
         rocq__moments_of chunk = {(double)(n * a->group), (double)mean[first], 0.0};
-        double rest = 0.0; // what rounding the mean has left
+        double rest = 0.0; // sum of x - mean, which is not 0 because the mean was rounded to F32
         for (int64_t c = first; c < first + a->group; c++) {
             rest += (double)sum[c];
             chunk.sum += (double)square[c];
@@ -14777,15 +14796,16 @@ static void rocq__plan_pixels_cpu(rocq__plan *plan, rocq_op op, const void *para
 //   dx    row is a column n of dy, r a row m of w:    a = dy[m, n], b = w, decoded on the way
 //   dw    row is a row m of w, r a column n of dy:    a = dy[m, n], b = x
 // A task has a tile of rows and of k, whose sums stay in memory of the thread. It goes through r in
-// pieces: a piece of a lies there with r innermost, one of b in panels of 16 k, and the strips of a
-// convolution multiply them. A sum takes its products in the order of r, one by one: so neither the
-// tile nor the thread changes a bit of it.
+// pieces: a piece of a is decoded with r innermost, one of b into panels of 16 k, and the kernel of
+// a convolution, rocq__conv_strip, multiplies them. A sum takes its products in the order of r, one
+// by one: so neither the tile nor the thread changes a bit of it.
 
 enum {
     ROCQ__OUTER_ROWS = 240, // of a tile, at most; b is decoded once for each tile of rows
     ROCQ__OUTER_K = 256,    // the same of k: a multiple of every block
     ROCQ__OUTER_R = 128,    // of a piece: so much of a is 120 KiB, a quarter of an L2
-    // Rows of a and panels of b lie no power of two apart, for the sake of L1's sets.
+    // Rows of a, and panels of b, are not a power of two apart, or they would compete for the same
+    // few sets of L1.
     ROCQ__OUTER_A = ROCQ__OUTER_R + 16,
     ROCQ__OUTER_B = (ROCQ__OUTER_R + 1) * ROCQ__CONV_PANEL
 };
@@ -14799,7 +14819,7 @@ typedef struct rocq__outer_work { // of a thread
     float row[ROCQ__OUTER_K], other[ROCQ__OUTER_K];
 } rocq__outer_work;
 
-// c = activation'(z) scale sums + before. c, z and before have rows of k.
+// One of the two products: c = activation'(z) scale sums + before.
 typedef struct rocq__outer {
     const rocq_tensor *c, *dy, *b, *z, *before;
     float *db;
@@ -14818,7 +14838,7 @@ typedef struct rocq__outer_tile {
     int64_t row, n_rows, k, n_k;
 } rocq__outer_tile;
 
-// a[i][j] = columns[j][i], 8 by n. n is rounded up to 8.
+// a[i][j] = columns[j][i] for i < n and j < 8. With SIMD n is rounded up to a multiple of 8.
 static void rocq__turn_scalar(float (*a)[ROCQ__OUTER_A], float (*columns)[ROCQ__OUTER_ROWS],
                               int64_t n) {
     for (int64_t i = 0; i < n; i++) {
@@ -14840,7 +14860,7 @@ static ROCQ__SIMD void rocq__turn_simd(float (*a)[ROCQ__OUTER_A],
 }
 #endif
 
-// The piece of a that starts at r, n long.
+// Decodes the piece of a that starts at r, n long, and adds it to row_sums if db is wanted.
 static void rocq__outer_load_a(const rocq__outer *o, rocq__outer_work *work,
                                const rocq__outer_tile *t, int64_t r, int64_t n) {
     const rocq_format format = o->dy->format;
@@ -14865,7 +14885,7 @@ static void rocq__outer_load_a(const rocq__outer *o, rocq__outer_work *work,
     }
 }
 
-// The same of b. Its last panel has zeros beyond n_k.
+// Decodes the same piece of b into panels. The last panel has zeros beyond n_k.
 static void rocq__outer_load_b(const rocq__outer *o, rocq__outer_work *work,
                                const rocq__outer_tile *t, int64_t r, int64_t n) {
     const int64_t whole = (t->n_k + ROCQ__CONV_PANEL - 1) / ROCQ__CONV_PANEL * ROCQ__CONV_PANEL;
@@ -14884,7 +14904,7 @@ static void rocq__outer_load_b(const rocq__outer *o, rocq__outer_work *work,
     }
 }
 
-// What is left to do with the sums of a tile.
+// The epilogue of a tile.
 static void rocq__outer_finish(const rocq__outer *o, rocq__outer_work *work,
                                const rocq__outer_tile *t) {
     const int64_t n = t->n_k, panel = ROCQ__CONV_PANEL;
@@ -14917,7 +14937,8 @@ static void rocq__outer_task(const rocq__outer *o, int64_t item, int64_t item_en
     for (; item < item_end; item++) {
         rocq__outer_tile t;
         rocq__conv_runs runs;
-        int64_t at[ROCQ__OUTER_ROWS]; // past the last row, the last row again
+        int64_t at[ROCQ__OUTER_ROWS]; // floats to each row of a; a last strip that is not full
+                                      // repeats the last row
         t.row = item / o->n_tiles_k * o->tile_rows;
         t.n_rows = ROCQ__MIN(o->tile_rows, o->n_rows - t.row);
         t.k = item % o->n_tiles_k * o->tile_k;
@@ -14950,7 +14971,8 @@ static void rocq__outer_task(const rocq__outer *o, int64_t item, int64_t item_en
     }
 }
 
-// Fills in the tiles: as large as they may be, and smaller if there are too few for the threads.
+// Chooses the tiles: the largest, made smaller until each thread has four, so that they share the
+// work evenly, or until they are too small to be efficient.
 static void rocq__outer_cut(rocq__outer *o, const rocq_ctx *ctx) {
     const int64_t most_rows = ROCQ__OUTER_ROWS, most_k = ROCQ__OUTER_K, strip = ROCQ__CONV_STRIP;
     int64_t elems, bytes;
@@ -14967,7 +14989,7 @@ static void rocq__outer_cut(rocq__outer *o, const rocq_ctx *ctx) {
         else if (o->tile_rows > 8 * strip) o->tile_rows /= 2;
         else break;
     }
-    // Of the same size, as nearly as may be.
+    // Rows are divided evenly, in whole strips.
     o->tile_rows = (o->n_rows + o->n_tiles - 1) / o->n_tiles;
     o->tile_rows = (o->tile_rows + strip - 1) / strip * strip;
     o->n_tiles = (o->n_rows + o->tile_rows - 1) / o->tile_rows;
@@ -15025,11 +15047,11 @@ static void rocq__plan_matmul_backward_cpu(rocq__plan *plan, rocq_op op, const v
 // The query rows of a KV head are taken tile by tile, and for each tile its KV tiles, as in the
 // forward's way of many rows. S^T = K Q^T and dP^T = V dO^T have queries in their lanes; from them
 // come P^T and dS^T, and dV += P^T dO, dK += dS^T Q, dQ += dS K have elements of a head in theirs.
-// dQ of a tile stays with the thread. dK and dV of a whole KV head are sums in scratch memory,
-// added to by every tile of rows: one item of work is all tiles of a KV head, so that no two
-// threads add to the same sums. Where KV heads are few, several items take turns with the tiles of
-// each, and their sums are merged in order. Their number follows from the shapes alone, so that the
-// bits of the results do not depend on the number of threads.
+// dQ of a tile is summed in memory of the thread. dK and dV of a whole KV head are sums in scratch
+// memory, to which every tile of rows adds: one item of work is all tiles of a KV head, so that no
+// two threads add to the same sums. Where KV heads are few, each is divided into n_items items that
+// take every n_items-th tile and have sums of their own, merged in order afterwards. Their number
+// follows from the shapes alone, so that bits do not depend on the number of threads.
 
 // The params of the forward, as far as the backward has them.
 static rocq_attention_params rocq__attention_forward(const rocq_attention_backward_params *p) {
@@ -15061,7 +15083,7 @@ typedef struct rocq__attend_back {
     float *sums;     // [pitch, n_keys, 2, n_items, n_kv_heads, n_seqs]: dk, then dv
 } rocq__attend_back;
 
-// Scratch of one thread. What rows and columns are padded with is 0.
+// Scratch of one thread. Rows are padded from head_dim to pitch, and tiles to stride rows, with 0.
 typedef struct rocq__attend_back_local {
     float *q, *dout;               // [pitch, stride]; q is scaled
     float *q_turned, *dout_turned; // [stride, pitch]
@@ -15089,7 +15111,8 @@ static rocq__attend_back_local rocq__attend_back_local_of(const rocq__attend *a,
     return s;
 }
 
-// Of LANES rows and one key: scores become weights P, and their gradients dP those of scores, dS.
+// For LANES query rows and one key: weight holds scores s and becomes P = exp(s - lse); slope holds
+// dP and becomes dS = P (dP - delta) cap'(s), where cap' = 1 - (s / cap)^2.
 static void rocq__attend_slopes_scalar(float *weight, float *slope, const float *lse,
                                        const float *delta, float cap) {
     for (int i = 0; i < ROCQ__ATTEND_LANES; i++) {
@@ -15115,8 +15138,9 @@ static ROCQ__SIMD void rocq__attend_slopes_simd(float *weight, float *slope, con
 }
 #endif
 
-// Reads an item's rows of q, scaled, of dout, and of out and lse, which leave delta; dq = 0. A row
-// that sees nothing, and one that is not there, gets an lse with which all its weights are 0.
+// Reads an item's rows of q (times scale), dout and lse, computes delta from dout and out, and
+// clears dq. A row that sees nothing, and one past the last, gets an lse of infinity, so that all
+// its weights are 0.
 static void rocq__attend_back_start(const rocq__attend_back *b, const rocq__attend_item *item,
                                     const rocq__attend_back_local *local) {
     const rocq__attend *a = &b->a;
@@ -15209,8 +15233,8 @@ static void rocq__attend_back_rows(const rocq__attend *a, const rocq__attend_ite
     *r1 = ROCQ__MAX(ROCQ__MIN(*r1, item->n), *r0);
 }
 
-// What keys [begin, begin + n_keys) give to dq of the item's rows, and these to dk and dv, whose
-// sums begin at dk and dv for position 0.
+// Adds what the item's rows and keys [begin, begin + n_keys) give to dq of these rows, and to the
+// sums of the KV head at dk and dv, which have a row for every position from 0 on.
 static void rocq__attend_back_tile(const rocq__attend_back *b, const rocq__attend_item *item,
                                    int64_t begin, int64_t n_keys, float *dk, float *dv,
                                    const rocq__attend_back_local *local) {
@@ -15285,7 +15309,8 @@ static void rocq__attend_back_task(void *arg, int64_t item, int64_t item_end, in
     }
 }
 
-// Items are the positions of every KV head and sequence.
+// Adds up the sums of a KV head's items and stores them. Items here are the positions of every KV
+// head and sequence.
 static void rocq__attend_back_merge_task(void *arg, int64_t item, int64_t item_end,
                                          int32_t thread) {
     const rocq__attend_back *b = (const rocq__attend_back *)arg;
@@ -15352,8 +15377,9 @@ static void rocq__plan_attention_backward_cpu(rocq__plan *plan, rocq_op op, cons
 }
 
 // -- norm_backward --
-// Rows are taken in shares, by the shape of x alone. Each has its own sums of dweight and dbias,
-// which are then added up in order.
+// Rows are divided into shares, each with its own sums of dweight and dbias, which are then added
+// up in order. How many there are follows from the shape of x alone, so that bits do not depend on
+// the number of threads.
 
 typedef struct rocq__norm_backward {
     const rocq_norm_backward_params *p;
@@ -15704,8 +15730,8 @@ static ROCQ__SIMD void rocq__scaled_exp_simd(float *y, const float *x, float shi
 }
 #endif
 
-// Elements [k, k + n) of a column of dlogits: factor exp(x - top), times cap'. Returns where they
-// are: in the column or in buf.
+// Elements [k, k + n) of a column of dlogits without the target's term: factor exp(x - top), times
+// the slope of the softcap. Returns where they are: in the column, if that is F32, or in buf.
 static float *rocq__softmax_strip(const rocq__cross_entropy *a, unsigned char *column, int64_t k,
                                   int64_t n, const float *x, float top, float factor, float *buf) {
     const float cap = a->p->softcap;
@@ -15892,10 +15918,11 @@ static void rocq__adamw_scalar(const rocq__adamw_rates *a, float *w, float *m, f
     }
 }
 
-// A strip of m or v in codes: x over its largest magnitude, of which `second` takes roots. Before a
-// code is rounded, u = frac(i phi + dither) - 1/2 is added, with phi the golden ratio. As dither
-// grows by phi a step, u is spread evenly over the steps: otherwise a change of less than half a
-// code would be lost in each of them. No root but 0 becomes 0, by which m would be divided.
+// Quantizes a strip of m, or if `second` the roots of a strip of v, to codes with a scale set by
+// the largest magnitude. Before a code is rounded, u between -1/2 and 1/2 is added: i phi + dither
+// less the nearest integer, with phi the golden ratio. As dither grows by phi a step, u is spread
+// evenly over the steps, so a value is right on average; without it, a change of less than half a
+// code would be lost in every step. A root that is not 0 does not become 0, as m is divided by it.
 static void rocq__moment_encode_scalar(int8_t *code, float *scale, const float *x, bool second,
                                        float dither, int64_t n) {
     const float levels = second ? 255.0f : 127.0f, least = second ? -128.0f : -127.0f;
@@ -16025,7 +16052,7 @@ static rocq_result rocq__adamw_begin(rocq_ctx *ctx, rocq__stage *stage) {
     rocq__adamw_rates *rates = &a->rates;
     const float *state = rocq__row_f32(a->p->state, 0, 0, 0);
     const double lr = (double)*rocq__row_f32(a->p->lr, 0, 0, 0);
-    // F32 counts no further than 2^24. What is no number is 1.
+    // F32 cannot count past 2^24. NaN, from a damaged checkpoint, becomes 1.
     const double t = (double)ROCQ__MIN(ROCQ__MAX(state[ROCQ_TRAIN_STEPS], 1.0f), 16777216.0f);
     (void)ctx;
     rates->factor = state[ROCQ_TRAIN_FACTOR];
@@ -17354,7 +17381,7 @@ typedef struct rocq__job {
     rocq_result result;
     rocq__cost cost;    // of the next launch, for the time cap; products and attention, which
                         // launch parts of themselves, set it; else it is that of the op
-    const void *before; // params of the op before it that its launches do too (rocq__joins), or
+    const void *before; // params of the op before it, which shares its launch (rocq__joins), or
                         // NULL
 } rocq__job;
 
@@ -18991,7 +19018,8 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
 
 // -- shortconv --
 
-// Short texts have few threads: there are 8 for a token's 32 channels.
+// A block has 32 channels of a sequence, and each 8 of its threads a run of its tokens: so a short
+// text has small blocks.
 static void rocq__job_shortconv(rocq__job *job, const void *params) {
     const rocq_shortconv_params *p = (const rocq_shortconv_params *)params;
     const int64_t n = p->y->ne[1], most = 32;
@@ -20822,10 +20850,11 @@ typedef struct rocq__node {
     int32_t n_tensors;
     bool output[ROCQ__MAX_OPERANDS]; // tensor i is written
     bool kept[ROCQ__MAX_OPERANDS];   // tensor i is a KEPT operand
-    double ns;          // that it is expected to take, see rocq__learn
+    double ns;          // expected to be taken by it, learned by rocq__learn
     rocq__stage *stage; // CPU: its first one in the graph's plan
     rocq__cost cost;    // GPU
-    // GPU, of the first op of a piece. A piece is a run of ops that are captured as one graph.
+    // GPU, only in the first op of a piece: a run of ops that are captured as one graph of the
+    // runtime (see rocq__graph_cut).
     struct rocq__node *end; // the first op behind the piece; NULL: it is the last
     void *exec;             // the runtime's executable graph
     int64_t n_launches;     // kernels that it launches
@@ -20850,7 +20879,7 @@ struct rocq_graph {
     bool on_cpu;      // some op of a GPU context falls back to the CPU: it cannot be captured
     rocq__stage *stages; // [n_stages] on the CPU: of all ops. NULL: the ops are run one by one
     int32_t n_stages;
-    const void *planned; // the scratch memory whose addresses the stages have
+    const void *planned; // the scratch memory that stages point into; planned anew when it moves
     bool captured;    // all pieces are; else the ops are run one by one
     bool refused;     // do not capture again: the runtime could not, or its replay was wrong
     bool checked;     // the pieces have been compared with the ops (rocq__replay_check)
@@ -20981,7 +21010,7 @@ typedef struct rocq__plan_room {
     ROCQ__ALIGNAS(16) char memory[ROCQ__PLAN_BYTES];
 } rocq__plan_room;
 
-// Plans an op that has passed its checks, whose scratch memory there is.
+// Plans an op that has passed its checks and has its scratch memory.
 static rocq__plan rocq__plan_cpu(const rocq_ctx *ctx, rocq_op op, const void *params,
                                  int64_t worth, rocq__plan_room *room) {
     rocq__plan plan = {ctx, (char *)ctx->scratch, worth, room->stages, 0, room->memory, 0};
@@ -21053,7 +21082,7 @@ typedef struct rocq__touched {
     bool written;
 } rocq__touched;
 
-// Adds a tensor's range to a list of disjoint touched, merged with all touched that it overlaps.
+// Adds a tensor's range to a list of disjoint ranges, merged with all of them that it overlaps.
 static void rocq__touched_add(rocq__touched *touched, int32_t *n_touched, const rocq_tensor *t,
                               bool written) {
     const uint64_t buffer_end = t->buffer.device.address + (uint64_t)t->buffer.size;
@@ -21186,7 +21215,7 @@ static rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
     return ROCQ_OK;
 }
 
-// What an op on a GPU is first expected to take besides its estimate, for its launches.
+// Nanoseconds for the launches of an op on a GPU, in the first expectation of its time.
 enum { ROCQ__OP_NS = 4000 };
 
 static rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
@@ -21219,8 +21248,8 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
 
 // -- graphs --
 
-// For calls that are neither recorded nor planned: they would run now, but the ops around them
-// later or never.
+// Fails for a call that can be neither recorded nor planned (a copy, a sync, another graph) while
+// ops are: it would run at once, but the ops around it at a later replay, or never.
 static rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
     if (!ctx->recording && !ctx->planned) return ROCQ_OK;
     return rocq__fail(ctx, ROCQ_E_STATE,
@@ -21228,7 +21257,8 @@ static rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
                       call);
 }
 
-// Whether what a tensor holds after a node is overwritten by later ops before anything reads it.
+// Whether what a tensor holds after a node is overwritten by later ops before any of them reads it.
+// If none overwrites it, the caller may read it after the graph.
 static bool rocq__is_dead(const rocq__node *node, const rocq_tensor *t) {
     const rocq__range range = rocq__range_of(t);
     while ((node = node->next) != NULL) {
@@ -21245,7 +21275,7 @@ static bool rocq__is_dead(const rocq__node *node, const rocq_tensor *t) {
     return false;
 }
 
-// Whether an output of a node crosses t.
+// Whether an output of a node overlaps t, which may be NULL.
 static bool rocq__writes(const rocq__node *node, const rocq_tensor *t) {
     for (int32_t i = 0; t && i < node->n_tensors; i++) {
         if (node->output[i] &&
@@ -21256,8 +21286,11 @@ static bool rocq__writes(const rocq__node *node, const rocq_tensor *t) {
     return false;
 }
 
-// Each block norms the row, and makes Q8_0 of it for itself; the first one also stores that in the
-// norm's y. Others may store their results while a block still reads the row.
+// RMSNorm into products of its y, for one column (kernel matvec_row). Each block norms the whole
+// row and quantizes it to Q8_0 for itself; block 0 also stores that in the norm's y, for later
+// ops. Blocks do not wait for each other, and one may store its rows of a result while another
+// still reads the norm's x and weight, or before block 0 has stored y: so no product may write
+// these, and no operand but the products' x may overlap y.
 static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node) {
     const rocq__node *next = node->next;
     const rocq_norm_params *norm = (const rocq_norm_params *)node->params;
@@ -21284,8 +21317,12 @@ static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node) {
     return !rocq__writes(next, norm->x) && !rocq__writes(next, norm->weight);
 }
 
-// Each block turns the queries that it needs, and whoever reads the new position stores its key and
-// value first. The turned queries are not stored, so nothing else may read them.
+// rope_append into attention for one token (kernel attention_decode). Each block rotates the
+// queries that it needs, and the block that reads the new position first rotates the key and
+// stores it and the value in the caches. Rotated queries are not stored, so nothing may read q
+// behind the attention, unless that writes its result there. As blocks do not wait for each
+// other, the attention may write nothing that rope_append reads, and rope_append nothing but the
+// caches that the attention reads.
 static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node) {
     const rocq__node *next = node->next;
     const rocq_rope_append_params *append = (const rocq_rope_append_params *)node->params;
@@ -21330,7 +21367,7 @@ static rocq_result rocq__plan_joined(rocq_ctx *ctx, const rocq__node *node, int6
     return rocq__plan_hip(ctx, node->next->op, node->next->params, node->params, scratch);
 }
 
-// Launches the ops of a piece for its capture.
+// Launches the ops of a piece for its capture. Two ops share a launch only within a piece.
 static rocq_result rocq__piece_launch(rocq_ctx *ctx, const rocq__node *piece) {
     for (const rocq__node *node = piece; node != piece->end; node = node->next) {
         if (node->next == piece->end || !rocq__joins(ctx, node)) {
@@ -21440,7 +21477,8 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     return result;
 }
 
-// The stages of all ops, with what their args point to behind them.
+// Plans all ops into one block of memory: their stages, and behind these the structs that the
+// stages' args point to. A first pass over the ops counts both.
 static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
     rocq__plan_room room;
     int64_t n_stages = 0, size = 0;
@@ -21470,7 +21508,8 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
     return ROCQ_OK;
 }
 
-// Plans or captures the graph before its launch, unless that is still valid or there cannot be one.
+// Before a launch: plans the graph (CPU) or captures it (GPU). Does nothing if the last plan or
+// capture is still valid, or if the ops are to run one by one.
 static rocq_result rocq__graph_prepare(rocq_ctx *ctx, rocq_graph *graph) {
     if (ctx->desc.no_graphs || graph->on_cpu || !graph->first) return ROCQ_OK;
     if (!rocq__on_gpu(ctx)) return rocq__graph_plan(ctx, graph);
@@ -21509,7 +21548,7 @@ static bool rocq__graph_planned(const rocq_ctx *ctx, const rocq_graph *graph) {
 // Runs or submits the ops from first on, up to end: of a graph that is captured, whole pieces.
 static rocq_result rocq__graph_submit(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
                                       const rocq__node *end) {
-    if (rocq__graph_planned(ctx, graph)) { // always all
+    if (rocq__graph_planned(ctx, graph)) { // all of it: slices on the CPU do not come here
         return rocq__team_run(ctx, "graph_launch", graph->stages, graph->n_stages);
     }
     if (!graph->captured) return rocq__graph_run(ctx, first, end);
@@ -21530,9 +21569,10 @@ static rocq_result rocq__graph_replay(rocq_ctx *ctx, rocq_graph *graph, const ro
 }
 
 // -- slices: a step that is run for a limited time, again and again until it is done --
-// On the CPU a slice ends between two ops, by the clock. On a GPU, where nothing may be waited for,
-// it is as many pieces, or ops of a graph that is not captured, as are expected to fit. Both go by
-// the times that the ops have taken before; the first op of a slice is always run.
+// On the CPU a slice ends between two ops, by the clock: an op is begun only if it is expected to
+// end in time. On a GPU, where the host must not wait, a slice is submitted at once: as many pieces
+// (or ops, if the graph is not captured) as are expected to fit. Both expect of an op what it took
+// in earlier slices. The first op or piece of a slice is always run, so every slice makes progress.
 
 // A slice on the CPU.
 typedef struct rocq__slice {
@@ -21547,7 +21587,8 @@ static void rocq__learn(double *ns, double taken) {
     *ns = *ns > 0.0 ? 0.5 * (*ns + ROCQ__MIN(taken, 2.0 * *ns)) : taken;
 }
 
-// Takes the time of the op that has run, and moves on to the next if that is to run too.
+// Called between two ops: learns the time of the one that has run, and moves on to the next if that
+// is the first of the slice or expected to end in time. False ends the slice.
 static bool rocq__slice_next(rocq__slice *slice) {
     const int64_t now = rocq_time_ns();
     const bool first = !slice->running;
@@ -21560,6 +21601,9 @@ static bool rocq__slice_next(rocq__slice *slice) {
     return true;
 }
 
+// Called before each stage, but decides only before the first stage of an op. The loop is for ops
+// without stages, whose `stage` is that of the op behind them. At the end of a slice n_stages is
+// lowered to the stages that have run, so that the run ends as if it were complete.
 static bool rocq__slice_goes_on(rocq__team *team) {
     rocq__slice *slice = team->slice;
     while (slice->next && slice->next->stage == team->stages + team->next) {
@@ -21589,9 +21633,9 @@ static rocq_result rocq__slice_cpu(rocq_ctx *ctx, rocq_graph *graph, int32_t us)
     return result;
 }
 
-// Asks, without waiting, whether the GPU has finished the slices submitted so far, and if so takes
-// the time between their marks for the expectations of their ops. Where there are no marks,
-// *through is true.
+// Asks, without waiting, whether the GPU has finished the slices submitted so far (*through). Then
+// the time between their marks is divided among their ops, in proportion to what each was expected
+// to take, and learned. Where there are no marks, *through is always true.
 static rocq_result rocq__slice_poll(rocq_ctx *ctx, rocq_graph *graph, bool *through) {
     float ms = 0.0f;
     double expected = 0.0;
@@ -21611,7 +21655,8 @@ static rocq_result rocq__slice_poll(rocq_ctx *ctx, rocq_graph *graph, bool *thro
     return ROCQ_OK;
 }
 
-// Moves *node behind its piece, or op, and returns the nanoseconds that this is expected to take.
+// Moves *node past its piece (past its op, if the graph is not captured), the least that can be
+// submitted, and returns the nanoseconds that this is expected to take.
 static double rocq__slice_unit(const rocq_graph *graph, rocq__node **node) {
     rocq__node *end = graph->captured ? (*node)->end : (*node)->next;
     double ns = 0.0;
@@ -21619,7 +21664,8 @@ static double rocq__slice_unit(const rocq_graph *graph, rocq__node **node) {
     return ns;
 }
 
-// While the GPU is not through with earlier slices, a slice is only what it is at least.
+// Submits a slice: one piece or op, and, if the GPU has finished all earlier slices, as many more
+// as are expected to fit.
 static rocq_result rocq__slice_hip(rocq_ctx *ctx, rocq_graph *graph, int32_t us, bool *through) {
     const rocq_hip *hip = ctx->gpu->hip;
     rocq__node *first = graph->at, *end = first, *next = first;
@@ -21642,7 +21688,7 @@ static rocq_result rocq__slice_hip(rocq_ctx *ctx, rocq_graph *graph, int32_t us,
     return rocq__slice_poll(ctx, graph, through);
 }
 
-// If there can be none, slices go by estimates.
+// Creates the events that time slices. Without them slices go by estimates.
 static void rocq__graph_marks(const rocq_ctx *ctx, rocq_graph *graph) {
     const rocq_hip *hip = ctx->gpu->hip;
     if (!hip->event_elapsed || hip->event_create(&graph->marks[0], 0) != 0) {
