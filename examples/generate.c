@@ -17,6 +17,7 @@
 
 #include "program.h"
 
+#include "chat.h"
 #include "llama.h"
 #include "tokenizer.h"
 
@@ -28,6 +29,11 @@ static const char usage[] =
     "    -m FILE          model (the one in examples/model)\n"
     "    -p TEXT          prompt; the token that begins a text (BOS) is added where the model\n"
     "                     wants one, unless TEXT begins with it (\"<s>\")\n"
+    "    --chat           TEXT is a question to an instructed model, asked as its chat template\n"
+    "                     says: ChatML, Llama 3, Mistral, Gemma, harmony or Granite\n"
+    "    -i               with --chat: more questions follow, a line of standard input each;\n"
+    "                     also where that is a terminal, and there is no -p\n"
+    "    --system TEXT    with --chat: what the model is told before the first question\n"
     "    --lora FILE[:X]  add an adapter (LoRA) to the weights, X times as strong as it was\n"
     "                     trained; up to 8 times\n"
     "    -e               \\n, \\t, \\\" and \\\\ in the prompt stand for what they do in C\n"
@@ -63,12 +69,13 @@ static const char usage[] =
     "    --logits FILE    write n_vocab logits per token of the prompt, and generate nothing\n";
 
 // What the model in examples/model continues: who speaks, and about what.
-#define DEFAULT_PROMPT "role: blacksmith | mood: weary | topic: the broken windmill | name: Hugo\n"
+static const char default_prompt[] =
+    "role: blacksmith | mood: weary | topic: the broken windmill | name: Hugo\n";
 
 typedef struct options {
-    const char *model, *prompt, *kv, *kernels, *logits, *tuning, *trace, *profile;
+    const char *model, *prompt, *system, *kv, *kernels, *logits, *tuning, *trace, *profile;
     texts loras;
-    bool help, escapes, no_graph, stats;
+    bool help, escapes, no_graph, stats, chat, asks; // asks: questions come from stdin
     int32_t n, n_ctx, n_threads;
     int32_t kv_page, shift;    // shift: tokens to keep, -1 = the text ends
     int32_t last_n;            // tokens that penalties look at, -1 = n_ctx
@@ -85,6 +92,9 @@ static bool parse(options *o, int argc, char **argv) {
         {"--help", FLAG, 0, 0, &o->help},
         {"-m", TEXT, 0, 0, &o->model},
         {"-p", TEXT, 0, 0, &o->prompt},
+        {"--chat", FLAG, 0, 0, &o->chat},
+        {"-i", FLAG, 0, 0, &o->asks},
+        {"--system", TEXT, 0, 0, &o->system},
         {"--lora", TEXTS, 0, 0, &o->loras},
         {"-e", FLAG, 0, 0, &o->escapes},
         {"-n", INTEGER, 0, 1e9, &o->n},
@@ -182,6 +192,10 @@ typedef struct run {
     rocq_buffer last_memory; // where ops read a copy of them
     rocq_tensor recent;      // [n_last] of last_memory
     char *prompt;
+    char *line;              // of stdin, an array of stb_ds's
+    const chat_form *form;   // with --chat
+    chat_text turn;
+    int32_t unread;          // the newest token, which llama_eval has not seen; -1 = none
     float *logits;
     bool terminal;
     int32_t n_prompt, n_generated; // tokens
@@ -342,10 +356,58 @@ static bool upload_last(run *r) {
            rocq_upload(r->ctx, &r->recent, r->last, rocq_tensor_size(&r->recent)) == ROCQ_OK;
 }
 
+// The next line of stdin, without its end, in r->line; false at the end of the file.
+static bool read_line(run *r) {
+    int c;
+    arrsetlen(r->line, 0);
+    if (is_terminal(0)) fprintf(stderr, "> ");
+    while ((c = getc(stdin)) != EOF && c != '\n') arrput(r->line, (char)c);
+    const bool there = c != EOF || arrlen(r->line) > 0;
+    while (arrlen(r->line) > 0 && r->line[arrlen(r->line) - 1] == '\r') arrpop(r->line);
+    arrput(r->line, '\0');
+    return there;
+}
+
+static bool find_form(run *r) {
+    static const char key[] = "tokenizer.chat_template";
+    rocq_str text;
+    char why[256] = "the model has none of that name: it was not trained to answer questions";
+    if (rocq_gguf_get_str(r->file, key, &text) == ROCQ_OK) {
+        r->form = chat_find(text);
+        snprintf(why, sizeof why, "is none of ChatML, Llama 3, Mistral, Gemma, harmony, Granite");
+    }
+    return r->form != NULL || fail(key, why);
+}
+
+// The tokens of a question, with what goes before it: of the first BOS and the system message, of
+// others the end of the answer before.
+static bool ask(run *r, const char *question, bool first) {
+    char why[256];
+    arrsetlen(r->ids, 0);
+    chat_clear(&r->turn);
+    if (first && r->tok.add_bos) arrput(r->ids, r->tok.bos);
+    if (r->unread >= 0) arrput(r->ids, r->unread);
+    if (!first) chat_close(&r->turn, r->form);
+    chat_ask(&r->turn, r->form, first ? r->o.system : NULL, question);
+    if (!chat_encode(&r->turn, r->form, &r->tok, &r->ids, why, sizeof why)) {
+        return fail("--chat", why);
+    }
+    r->unread = -1;
+    r->n_prompt = (int32_t)arrlen(r->ids);
+    if (r->n_prompt <= r->model.n_ctx - r->model.n_past) return true;
+    return fail("--chat", "the question does not fit what is left of the context (see -c)");
+}
+
 static bool tokenize(run *r) {
     begin_phase(r, TOKENIZE);
     r->prompt = unescape(r->o.prompt, r->o.escapes);
     if (!r->prompt) return fail("prompt", "no memory");
+    r->unread = -1;
+    if (r->o.chat) {
+        if (!find_form(r) || !ask(r, r->prompt, true)) return false;
+        end_phase(r, TOKENIZE);
+        return make_last(r);
+    }
     const int64_t length = (int64_t)strlen(r->prompt);
     if (tokenizer_encode(&r->tok, &r->ids, r->prompt, length, true, true) != ROCQ_OK) {
         return fail("prompt", r->tok.error);
@@ -387,9 +449,10 @@ static bool print(rocq_str text) {
 // Reads the prompt, then draws tokens until the model, -n, the context or Ctrl-C ends the text.
 static bool generate(run *r) {
     tokenizer_stream stream = {{0}, 0};
-    const rocq_str prompt = {r->prompt, (int64_t)strlen(r->prompt)};
+    const rocq_str prompt = {r->prompt, r->o.chat ? 0 : (int64_t)strlen(r->prompt)};
+    const int32_t end = r->form ? chat_end_token(r->form, &r->tok) : -1;
     double start = 0;
-    int32_t token;
+    int32_t token = -1;
     begin_phase(r, READ_PROMPT);
     if (llama_eval(&r->model, r->ids, r->n_prompt, NULL) != ROCQ_OK) {
         return interrupted ? true : fail(r->o.model, r->model.error);
@@ -413,6 +476,7 @@ static bool generate(run *r) {
             if (llama_eval(&r->model, &token, 1, NULL) != ROCQ_OK) {
                 return fail(r->o.model, r->model.error);
             }
+            r->unread = -1;
         }
         if (!upload_last(r)) return fail("penalties", rocq_error(r->ctx));
         if (llama_sample(&r->model, &r->o.sample, &token) != ROCQ_OK) {
@@ -428,7 +492,9 @@ static bool generate(run *r) {
         } else {
             rocq_region_end(r->ctx);
         }
-        if (tokenizer_is_end(&r->tok, token)) break;
+        r->unread = -1;
+        if (tokenizer_is_end(&r->tok, token) || token == end) break;
+        r->unread = token;
         remember(r, token);
         if (!print(tokenizer_next(&r->tok, &stream, token, false))) break;
     }
@@ -439,6 +505,18 @@ static bool generate(run *r) {
     if (r->n_generated > 0) r->generate = seconds() - start;
     r->launches = get_stats(r->ctx).n_launches - r->launches;
     return printed || fail("stdout", "cannot be written");
+}
+
+// Questions and answers until stdin ends. What was said stays in the cache.
+static bool converse(run *r) {
+    while (r->o.asks && !interrupted && read_line(r)) {
+        rocq_region_begin(r->ctx, "time to first token");
+        if (!ask(r, r->line, false)) return false;
+        for (int64_t i = 0; i < arrlen(r->ids); i++) remember(r, r->ids[i]);
+        r->n_generated = 0;
+        if (!generate(r)) return false;
+    }
+    return true;
 }
 
 static void print_rate(const char *what, int32_t n, double time) {
@@ -488,7 +566,7 @@ static bool whole_run(run *r) {
     rocq_region_begin(r->ctx, "time to first token");
     if (!load(r) || !tokenize(r)) return false;
     r->setup_allocs = n_allocs + ds_n_allocs;
-    if (r->o.logits ? !write_logits(r) : !generate(r)) return false;
+    if (r->o.logits ? !write_logits(r) : !generate(r) || !converse(r)) return false;
     rocq_profile_stop(r->ctx);
     if (r->o.stats) {
         print_stats(r);
@@ -503,7 +581,7 @@ int main(int argc, char **argv) {
     static char model[1024];
     static run r; // zeroed
     r.o.model = beside_source("model/rocq-demo.gguf", model, sizeof model);
-    r.o.prompt = DEFAULT_PROMPT;
+    r.o.prompt = default_prompt;
     r.o.kernels = getenv("ROCQ_KERNELS");
     r.o.n = 256;
     r.o.shift = -1;
@@ -517,6 +595,19 @@ int main(int argc, char **argv) {
     r.terminal = is_terminal(2);
     if (!parse(&r.o, argc, argv)) return 1;
     if (r.o.help) fputs(usage, stdout);
+    if (!r.o.chat && (r.o.asks || r.o.system)) {
+        fail(r.o.asks ? "-i" : "--system", "goes with --chat");
+        return 1;
+    }
+    if (r.o.chat && !r.o.help && r.o.prompt == default_prompt) { // the first question too is a line
+        r.o.asks = r.o.asks || is_terminal(0);
+        if (!r.o.asks || !read_line(&r)) {
+            fail("--chat", "there is no question: see -p and -i");
+            arrfree(r.line);
+            return 1;
+        }
+        r.o.prompt = r.line;
+    }
     signal(SIGINT, on_interrupt);
 #if !defined(_WIN32)
     signal(SIGXFSZ, SIG_IGN); // a file-size limit then is a write that fails, and is reported
@@ -526,6 +617,8 @@ int main(int argc, char **argv) {
     free(r.last);
     free(r.prompt);
     arrfree(r.ids);
+    arrfree(r.line);
+    chat_free(&r.turn);
     tokenizer_close(&r.tok);
     llama_close(&r.model);
     rocq_gguf_close(&r.file);

@@ -70,6 +70,10 @@ typedef struct peer_batch {
     int8_t *logits;     // which positions are wanted
 } peer_batch;
 
+typedef struct peer_message {
+    const char *role, *content;
+} peer_message;
+
 #define PEER_FUNCTIONS(X)                                                                          \
     X(void, llama_backend_init, (void))                                                            \
     X(void, llama_log_set, (void (*log)(int level, const char *text, void *user), void *user))     \
@@ -97,6 +101,8 @@ typedef struct peer_batch {
                                 int32_t *tokens, int32_t n_max, bool add_special, bool parse))     \
     X(int32_t, llama_token_to_piece, (const void *vocab, int32_t token, char *text,                \
                                       int32_t length, int32_t lstrip, bool special))               \
+    X(int32_t, llama_chat_apply_template, (const char *text, const peer_message *messages,         \
+                                           size_t n, bool reply, char *out, int32_t size))         \
     X(int32_t, llama_detokenize, (const void *vocab, const int32_t *tokens, int32_t n_tokens,      \
                                   char *text, int32_t length, bool remove, bool unparse))
 

@@ -100,6 +100,72 @@ static void test_text(void **state) {
     assert_string_equal(o->out, "a\\nb\n");
 }
 
+// Questions in the form of a chat template, here the first Mistral's: only </s> is no text there.
+static void set_chat(rocq_gguf_writer *w) {
+    assert_int_equal(rocq_gguf_writer_set_str(w, "tokenizer.chat_template",
+                                              "{{ ' [INST] ' + system_message }}"), ROCQ_OK);
+}
+
+static void set_strange_chat(rocq_gguf_writer *w) {
+    assert_int_equal(rocq_gguf_writer_set_str(w, "tokenizer.chat_template", "{{ messages }}"),
+                     ROCQ_OK);
+}
+
+static void test_chat(void **state) {
+    (void)state;
+    char path[256], strange[256], first[20000], second[20000];
+    model_spec s = small;
+    s.edit = set_chat;
+    with(path, s, "generate-chat");
+    s.edit = set_strange_chat;
+    with(strange, s, "generate-strange-chat");
+
+    // As if the text had been written out, but only the answer is printed.
+    static const char whole[] = " [INST] be kind\n\nabc [/INST]";
+    const outcome *o = RUN("-m", path, "-p", whole, "-n", "9", "--temp", "0", "--threads", "1");
+    expect_success(o);
+    strcpy(first, o->out + sizeof whole - 1);
+    o = RUN("-m", path, "--chat", "--system", "be kind", "-p", "abc", "-n", "9", "--temp", "0",
+            "--threads", "1");
+    expect_success(o);
+    assert_string_equal(o->out, first);
+    assert_string_equal(o->err, "");
+
+    // Two questions, both from stdin.
+    const char *lines = model_path("generate-chat-lines");
+    FILE *out = fopen(lines, "wb");
+    assert_non_null(out);
+    fputs("abc\r\nand </s> [/INST]?\n", out);
+    fclose(out);
+    const int had = dup(0), in = open(lines, O_RDONLY);
+    assert_true(had >= 0 && in >= 0);
+    for (int again = 0; again < 2; again++) {
+        assert_int_equal(lseek(in, 0, SEEK_SET), 0);
+        assert_true(dup2(in, 0) == 0);
+        o = RUN("-m", path, "--chat", "-i", "--system", "be kind", "-n", "9", "--temp", "0",
+                "--threads", "1", "--kv-page", again ? "8" : "0");
+        assert_true(dup2(had, 0) == 0);
+        expect_success(o);
+        assert_int_equal(strncmp(o->out, first, strlen(first)), 0);
+        assert_true(strlen(o->out) > strlen(first) + 1);
+        if (again) assert_string_equal(o->out, second);
+        strcpy(second, o->out);
+    }
+    assert_int_equal(lseek(in, 0, SEEK_SET), 0);
+    assert_true(dup2(in, 0) == 0);
+    o = RUN("-m", path, "--chat", "-i", "-n", "9", "-c", "40");
+    assert_true(dup2(had, 0) == 0);
+    assert_int_equal(o->status, 1);
+    assert_non_null(strstr(o->err, "does not fit what is left of the context"));
+    close(in);
+    close(had);
+
+    expect_failure(RUN("--chat", "-p", "hello"), "not trained to answer"); // the shipped model
+    expect_failure(RUN("-m", strange, "--chat", "-p", "hello"), "is none of ChatML, Llama 3");
+    expect_failure(RUN("-m", path, "-i"), "goes with --chat");
+    expect_failure(RUN("-m", path, "--system", "x"), "goes with --chat");
+}
+
 // The numbers in a file of --logits.
 static size_t read_logits(const char *path, float *to, size_t room) {
     FILE *in = fopen(path, "rb");
@@ -587,7 +653,7 @@ static void test_interrupt(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_text),
-        cmocka_unit_test(test_bos), cmocka_unit_test(test_gpt2),
+        cmocka_unit_test(test_chat), cmocka_unit_test(test_bos), cmocka_unit_test(test_gpt2),
         cmocka_unit_test(test_long_context),
         cmocka_unit_test(test_penalties),
         cmocka_unit_test(test_stats),
