@@ -393,6 +393,7 @@
               rocq_grad_norm, rocq_adamw; backward of rocq_rope, lse of rocq_attention. Adapters:
               lora_b and lora_t of rocq_matmul. rocq_trim gives scratch memory back.
               Mixtures of experts: rocq_route, rocq_experts. LFM2: rocq_shortconv.
+              Qwen 3.5: rocq_delta_net, ROCQ_ACT_SIGMOID.
               On the CPU a recorded graph is one parallel region; rocq_desc.run_tasks, cpu_tier.
               A step in slices: rocq_graph_launch_for, rocq_desc.slice_us.
               The tuner tries a grid or a list of points; other searches, evaluators and its model
@@ -1062,7 +1063,8 @@ typedef enum rocq_activation {
     ROCQ_ACT_GELU,     // tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
     ROCQ_ACT_GELU_ERF, // exact form: x/2 (1 + erf(x / sqrt(2)))
     ROCQ_ACT_RELU,     // NaN stays, as in all of them
-    ROCQ_ACT_TANH
+    ROCQ_ACT_TANH,
+    ROCQ_ACT_SIGMOID   // 1 / (1 + exp(-x)): with glu the output gate of an attention
 } rocq_activation;
 
 typedef enum rocq_rope_pairing {
@@ -1094,6 +1096,7 @@ typedef enum rocq_rope_pairing {
     X(ROUTE, route, rocq_route_params)                  \
     X(EXPERTS, experts, rocq_experts_params)            \
     X(SHORTCONV, shortconv, rocq_shortconv_params)      \
+    X(DELTA_NET, delta_net, rocq_delta_net_params)      \
     X(CONV, conv, rocq_conv_params)                     \
     X(NORM_STATS, norm_stats, rocq_norm_stats_params)   \
     X(RESIZE, resize, rocq_resize_params)               \
@@ -1362,7 +1365,8 @@ typedef struct rocq_experts_params {
 // The gated short convolution of LFM2 (arXiv 2511.23404). bcx has three numbers of each channel d
 // of a token: b in row d, c in row D + d, x in row 2 D + d. With u[d, p] = b x of the token at
 // position p, and 0 for p < 0,
-//   y[d, t] = c sum over j < L of w[j, d] u[d, p - L + 1 + j], where p = pos + t.
+//   y[d, t] = c activation(sum over j < L of w[j, d] u[d, p - L + 1 + j]), where p = pos + t.
+// Of D rows bcx is x alone, and b = c = 1: with SILU the convolution in front of a delta net.
 // state keeps u from call to call, that of position p in column p mod S: the L - 1 positions before
 // pos are read, then those of this call are written, of more than S the newest. So nothing need be
 // cleared before a text, and where S >= n + L - 1 the same call may run again, with the same bits.
@@ -1371,13 +1375,41 @@ enum { ROCQ_SHORTCONV_TAPS = 4 }; // the largest L
 
 typedef struct rocq_shortconv_params {
     const rocq_tensor *y;     // F32, F16 or Q8_0 [D, n, n_seqs]
-    const rocq_tensor *bcx;   // F32 or F16 [3 D, n, n_seqs]
+    const rocq_tensor *bcx;   // F32 or F16 [3 D, n, n_seqs] or [D, n, n_seqs]
     const rocq_tensor *w;     // F32 [L, D]; w[L - 1, .] is the token's own
     const rocq_tensor *state; // F32 [D, S, n_seqs], read and written, S >= L - 1
     const rocq_tensor *pos;   // I32 [n_seqs]: of each sequence's first token, >= 0 (E_BOUNDS
                               // otherwise, on a GPU at the next rocq_sync, with y and state as
                               // they were)
+    rocq_activation activation;
 } rocq_shortconv_params;
+
+// The gated delta net of Qwen 3.5 (arXiv 2412.06464), a linear attention. Each of the H heads has a
+// state, a matrix S of K x V. Token by token, with k' = k / sqrt(|k|^2 + eps) of head h mod G, and
+// q' likewise,
+//   S = exp(g) S,  S = S + k' (sigmoid(beta) (v - S^T k'))^T,  y = S^T q' / sqrt(K),
+//   g = a log(1 + exp(alpha + dt)).
+// state has slots for such states. Each sequence reads one and writes one, which may be the same,
+// but which no other sequence of the call may read or write. With two slots in turn, the same call
+// may run again, and a text can go back to where the last call began. The bits of y and of the
+// state do not depend on how tokens are cut into calls.
+enum { ROCQ_DELTA_NET_KEYS = 128 }; // the largest K
+
+typedef struct rocq_delta_net_params {
+    const rocq_tensor *y;     // F32 [V, H, n, n_seqs]; may be v
+    const rocq_tensor *state; // F32 [K, V, H, slots], read and written
+    const rocq_tensor *q;     // F32 [K, G, n, n_seqs], where G divides H
+    const rocq_tensor *k;     // F32 [K, G, n, n_seqs]
+    const rocq_tensor *v;     // F32 [V, H, n, n_seqs]
+    const rocq_tensor *alpha; // F32 [H, n, n_seqs]
+    const rocq_tensor *beta;  // F32 [H, n, n_seqs]
+    const rocq_tensor *a;     // F32 [H], not positive in models
+    const rocq_tensor *dt;    // F32 [H]
+    const rocq_tensor *slot;  // I32 [2, n_seqs]: what is read, -1 being zeros, and what is written
+                              // (E_BOUNDS beyond the slots, on a GPU at the next rocq_sync, with y
+                              // and state as they were)
+    float eps;
+} rocq_delta_net_params;
 
 // Pictures are channels-last: [C, W, H, N] is N pictures of H rows of W positions of C channels. A
 // video is [C, W, H, T], its frames in order.
@@ -2916,7 +2948,18 @@ typedef struct rocq_k_shortconv_args {
     const int32_t *pos; // [sequences]
     uint32_t slices;    // blocks of a sequence, of 32 channels each
     int32_t run;        // tokens that 8 threads of a block take, one after the other
+    int32_t activation; // rocq_activation
 } rocq_k_shortconv_args;
+
+typedef struct rocq_k_delta_net_args {
+    rocq_k_common common;
+    rocq_k_tensor y, state, q, k, v, alpha, beta;
+    const float *a, *dt; // [heads]
+    const int32_t *slot; // of sequence i: slot[i slot_stride], and the next
+    int64_t slot_stride;
+    uint32_t slices;     // blocks of a head, of 32 columns each
+    float eps;
+} rocq_k_delta_net_args;
 
 // args of experts_int8, experts_f32, experts_sort, experts_merge
 //   experts_*      a matvec for each pair of a token and a slot, in blocks as those of a matvec of
@@ -3282,6 +3325,7 @@ enum {
     X(experts_sort, rocq_k_experts_args, 256)                \
     X(experts_merge, rocq_k_experts_args, 256)               \
     X(shortconv, rocq_k_shortconv_args, 256)                 \
+    X(delta_net, rocq_k_delta_net_args, 256)                 \
     ROCQ_K_INT8_FORMATS(ROCQ_K_EXPERTS_INT8, X)              \
     ROCQ_K_ALL_FORMATS(ROCQ_K_EXPERTS_F32, X)                \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_EXPERTS, X)             \
@@ -8917,6 +8961,7 @@ static float rocq__activation(rocq_activation activation, float x) {
     case ROCQ_ACT_GELU_ERF: return 0.5f * x * erfcf(-0.707106781186548f * x);
     case ROCQ_ACT_RELU: return x <= 0.0f ? 0.0f : x; // NaN stays
     case ROCQ_ACT_TANH: return rocq__tanh1(x);
+    case ROCQ_ACT_SIGMOID: return 1.0f / (1.0f + rocq__exp1(-x));
     default: return x;
     }
 }
@@ -8940,6 +8985,10 @@ static float rocq__activation_slope(rocq_activation activation, float x) {
                0.398942280401433f * v * rocq__exp1(-0.5f * v * v);
     case ROCQ_ACT_RELU: return v > 0.0f ? 1.0f : 0.0f;
     case ROCQ_ACT_TANH: return 1.0f - rocq__tanh1(v) * rocq__tanh1(v);
+    case ROCQ_ACT_SIGMOID: { // s (1 - s), where 1 - s would cancel: both signs of x give the same
+        const float e = rocq__exp1(v > 0.0f ? -v : v), s = 1.0f / (1.0f + e);
+        return e * s * s;
+    }
     default: return 1.0f;
     }
 }
@@ -8997,6 +9046,16 @@ static ROCQ__SIMD int64_t rocq__gate_simd(float *x, float linear, float cubic, i
     return i;
 }
 
+static ROCQ__SIMD int64_t rocq__sigmoid_simd(float *x, int64_t n) {
+    const rocq__v8 one = rocq__v8_set1(1.0f), zero = rocq__v8_set1(0.0f);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const rocq__v8 e = rocq__v8_exp(rocq__v8_sub(zero, rocq__v8_load(x + i)));
+        rocq__v8_store(x + i, rocq__v8_div(one, rocq__v8_add(one, e)));
+    }
+    return i;
+}
+
 // g *= rocq__gate_slope1(x); returns how many elements it has done.
 static ROCQ__SIMD int64_t rocq__gate_slope_simd(float *g, const float *x, float linear, float cubic,
                                                 int64_t n) {
@@ -9028,6 +9087,7 @@ static void rocq__activate_row(bool simd, rocq_activation activation, float *x, 
         i = rocq__gate_simd(x, ROCQ__GELU_LINEAR, ROCQ__GELU_CUBIC, n);
     }
     if (simd && activation == ROCQ_ACT_TANH) i = rocq__tanh_simd(x, 1.0f, n);
+    if (simd && activation == ROCQ_ACT_SIGMOID) i = rocq__sigmoid_simd(x, n);
 #else
     (void)simd;
 #endif
@@ -13933,45 +13993,68 @@ typedef struct rocq__shortconv {
     int64_t n_strips; // of a sequence
 } rocq__shortconv;
 
+// y += a b, element by element
+static void rocq__add_product_scalar(float *y, const float *a, const float *b, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] += a[i] * b[i];
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__add_product_simd(float *y, const float *a, const float *b, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        rocq__v8_store(y + i, rocq__v8_fma(rocq__v8_load(a + i), rocq__v8_load(b + i),
+                                           rocq__v8_load(y + i)));
+    }
+    for (; i < n; i++) y[i] = fmaf(a[i], b[i], y[i]);
+}
+#endif
+
 static void rocq__shortconv_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
     const rocq__shortconv *a = (const rocq__shortconv *)arg;
     const rocq_shortconv_params *p = a->p;
     const int64_t d = p->y->ne[0], n = p->y->ne[1], taps = p->w->ne[0], slots = p->state->ne[1];
+    const bool gated = p->bcx->ne[0] != d;
     float w[ROCQ_SHORTCONV_TAPS][ROCQ__SHORTCONV_STRIP];
     float u[ROCQ_SHORTCONV_TAPS][ROCQ__SHORTCONV_STRIP]; // of token t in row t mod L
-    float buf[3][ROCQ__SHORTCONV_STRIP], out[ROCQ__SHORTCONV_STRIP];
+    float buf[ROCQ__SHORTCONV_STRIP], out[ROCQ__SHORTCONV_STRIP];
     (void)thread;
     for (; i < i_end; i++) {
         const int64_t seq = i / a->n_strips, k = i % a->n_strips * ROCQ__SHORTCONV_STRIP;
         const int64_t m = ROCQ__MIN(d - k, (int64_t)ROCQ__SHORTCONV_STRIP);
+        const size_t size = (size_t)m * sizeof *out;
         const int64_t pos = rocq__row_i32(p->pos, 0)[seq];
-        for (int64_t j = 0; j < taps; j++) {
-            for (int64_t e = 0; e < m; e++) w[j][e] = rocq__row_f32(p->w, k + e, 0, 0)[j];
+        for (int64_t e = 0; e < m; e++) {
+            const float *from = rocq__row_f32(p->w, k + e, 0, 0);
+            for (int64_t j = 0; j < taps; j++) w[j][e] = from[j];
         }
         for (int64_t j = 1; j < taps; j++) { // read all earlier u before any row is overwritten
             float *to = u[taps - j];
             memset(to, 0, sizeof u[0]);
             if (pos < j) continue;
-            memcpy(to, rocq__row_f32(p->state, (pos - j) % slots, seq, 0) + k,
-                   (size_t)m * sizeof *to);
+            memcpy(to, rocq__row_f32(p->state, (pos - j) % slots, seq, 0) + k, size);
         }
         for (int64_t t = 0; t < n; t++) {
             const unsigned char *row = rocq__row(p->bcx, t, seq, 0);
             const rocq_format format = p->bcx->format;
-            const float *b = rocq__load(a->simd, format, row, k, m, buf[0]);
-            const float *c = rocq__load(a->simd, format, row, d + k, m, buf[1]);
-            const float *x = rocq__load(a->simd, format, row, 2 * d + k, m, buf[2]);
             float *now = u[t % taps];
-            for (int64_t e = 0; e < m; e++) now[e] = b[e] * x[e];
-            if (t >= n - slots) {
-                memcpy(rocq__row_f32(p->state, (pos + t) % slots, seq, 0) + k, now,
-                       (size_t)m * sizeof *now);
+            memcpy(now, rocq__load(a->simd, format, row, gated ? 2 * d + k : k, m, buf), size);
+            if (gated) {
+                const float *b = rocq__load(a->simd, format, row, k, m, buf);
+                ROCQ__EITHER(a->simd, rocq__multiply, (now, b, m));
             }
+            if (t >= n - slots) {
+                memcpy(rocq__row_f32(p->state, (pos + t) % slots, seq, 0) + k, now, size);
+            }
+            memset(out, 0, sizeof out);
             for (int64_t j = 0; j < taps; j++) {
                 const float *from = u[(t + 1 + j) % taps];
-                for (int64_t e = 0; e < m; e++) out[e] = (j ? out[e] : 0.0f) + w[j][e] * from[e];
+                ROCQ__EITHER(a->simd, rocq__add_product, (out, w[j], from, m));
             }
-            for (int64_t e = 0; e < m; e++) out[e] *= c[e];
+            rocq__activate_row(a->simd, p->activation, out, m);
+            if (gated) {
+                const float *c = rocq__load(a->simd, format, row, d + k, m, buf);
+                ROCQ__EITHER(a->simd, rocq__multiply, (out, c, m));
+            }
             rocq__store(a->simd, p->y->format, rocq__row(p->y, t, seq, 0), k, out, m);
         }
     }
@@ -13997,6 +14080,158 @@ static void rocq__plan_shortconv_cpu(rocq__plan *plan, rocq_op op, const void *p
     const int64_t work = (8 + 2 * a->p->w->ne[0]) * ROCQ__SHORTCONV_STRIP * a->p->y->ne[1];
     rocq__plan_stage(plan, rocq__shortconv_task, a, a->n_strips * a->p->y->ne[2],
                      rocq__plan_grain(plan, work))->begin = rocq__shortconv_begin;
+}
+
+// -- delta_net --
+// The columns of a state do not depend on each other, so a task has a strip of them and goes
+// through all tokens. Those come in chunks, small enough that their k and q stay in L1 beside the
+// strip. For each token and element of S that is 7 flops in two passes: the chunked forms of the
+// recurrence, whose products are of matrices, need no fewer.
+
+enum { ROCQ__DELTA_STRIP = 32, ROCQ__DELTA_CHUNK = 8 };
+
+typedef struct rocq__delta {
+    const rocq_delta_net_params *p;
+    bool simd;
+    int64_t n_strips; // of a head
+} rocq__delta;
+
+typedef struct rocq__delta_token {
+    float k[ROCQ_DELTA_NET_KEYS], q[ROCQ_DELTA_NET_KEYS]; // k' and q' / sqrt(K)
+    float decay, share;                                   // exp(g), sigmoid(beta)
+} rocq__delta_token;
+
+// Takes one column of S, of n elements, through a token; returns its element of y.
+static float rocq__delta_column_scalar(float *s, const rocq__delta_token *t, float v, int64_t n) {
+    float seen = 0.0f, y = 0.0f;
+    for (int64_t i = 0; i < n; i++) seen += s[i] * t->k[i];
+    const float by = t->share * (v - t->decay * seen);
+    for (int64_t i = 0; i < n; i++) {
+        s[i] = t->decay * s[i] + by * t->k[i];
+        y += s[i] * t->q[i];
+    }
+    return y;
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD float rocq__delta_column_simd(float *s, const rocq__delta_token *t, float v,
+                                                int64_t n) {
+    const rocq__v8 zero = rocq__v8_set1(0.0f), decay = rocq__v8_set1(t->decay);
+    rocq__v8 sum[4] = {zero, zero, zero, zero};
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        ROCQ__UNROLL
+        for (int j = 0; j < 4; j++) {
+            sum[j] = rocq__v8_fma(rocq__v8_load(s + i + 8 * j), rocq__v8_load(t->k + i + 8 * j),
+                                  sum[j]);
+        }
+    }
+    float seen = rocq__v8_sum(rocq__v8_add(rocq__v8_add(sum[0], sum[1]),
+                                           rocq__v8_add(sum[2], sum[3])));
+    for (; i < n; i++) seen += s[i] * t->k[i];
+    const float share = t->share * (v - t->decay * seen);
+    const rocq__v8 by = rocq__v8_set1(share);
+    sum[0] = sum[1] = sum[2] = sum[3] = zero;
+    for (i = 0; i + 32 <= n; i += 32) {
+        ROCQ__UNROLL
+        for (int j = 0; j < 4; j++) {
+            float *at = s + i + 8 * j;
+            const rocq__v8 now = rocq__v8_fma(by, rocq__v8_load(t->k + i + 8 * j),
+                                              rocq__v8_mul(decay, rocq__v8_load(at)));
+            rocq__v8_store(at, now);
+            sum[j] = rocq__v8_fma(now, rocq__v8_load(t->q + i + 8 * j), sum[j]);
+        }
+    }
+    float y = rocq__v8_sum(rocq__v8_add(rocq__v8_add(sum[0], sum[1]),
+                                        rocq__v8_add(sum[2], sum[3])));
+    for (; i < n; i++) {
+        s[i] = t->decay * s[i] + share * t->k[i];
+        y += s[i] * t->q[i];
+    }
+    return y;
+}
+#endif
+
+// to = factor x / sqrt(|x|^2 + eps)
+static void rocq__delta_direction(const rocq__delta *a, float *to, const float *x, float factor) {
+    const int64_t n = a->p->k->ne[0];
+    double moment[2] = {0.0, 0.0};
+    rocq__moments(a->simd, x, 0.0f, n, moment);
+    const float by = factor / (float)sqrt(moment[1] + (double)a->p->eps);
+    ROCQ__EITHER(a->simd, rocq__scale, (to, x, by, n));
+}
+
+static void rocq__delta_load(const rocq__delta *a, rocq__delta_token *to, int64_t head, int64_t t,
+                             int64_t seq) {
+    const rocq_delta_net_params *p = a->p;
+    const int64_t group = head % p->k->ne[1];
+    const float x = rocq__row_f32(p->alpha, t, seq, 0)[head] + rocq__row_f32(p->dt, 0, 0, 0)[head];
+    const float beta = rocq__row_f32(p->beta, t, seq, 0)[head];
+    rocq__delta_direction(a, to->k, rocq__row_f32(p->k, group, t, seq), 1.0f);
+    rocq__delta_direction(a, to->q, rocq__row_f32(p->q, group, t, seq),
+                          1.0f / sqrtf((float)p->k->ne[0]));
+    const float growth = x > 20.0f ? x : log1pf(rocq__exp1(x));
+    to->decay = rocq__exp1(rocq__row_f32(p->a, 0, 0, 0)[head] * growth);
+    to->share = rocq__activation(ROCQ_ACT_SIGMOID, beta);
+}
+
+static void rocq__delta_task(void *arg, int64_t i, int64_t i_end, int32_t thread) {
+    const rocq__delta *a = (const rocq__delta *)arg;
+    const rocq_delta_net_params *p = a->p;
+    const int64_t n_heads = p->v->ne[1], n = p->v->ne[2], keys = p->k->ne[0];
+    const size_t column = (size_t)keys * sizeof(float);
+    rocq__delta_token tokens[ROCQ__DELTA_CHUNK];
+    (void)thread;
+    for (; i < i_end; i++) {
+        const int64_t seq = i / a->n_strips / n_heads, head = i / a->n_strips % n_heads;
+        const int64_t first = i % a->n_strips * ROCQ__DELTA_STRIP;
+        const int64_t end = ROCQ__MIN(p->v->ne[0], first + ROCQ__DELTA_STRIP);
+        const int32_t *slot = rocq__row_i32(p->slot, seq);
+        for (int64_t c = first; c < end; c++) {
+            float *s = rocq__row_f32(p->state, c, head, slot[1]);
+            if (slot[0] < 0) memset(s, 0, column);
+            else if (slot[0] != slot[1]) {
+                memcpy(s, rocq__row_f32(p->state, c, head, slot[0]), column);
+            }
+        }
+        for (int64_t t = 0; t < n; t += ROCQ__DELTA_CHUNK) {
+            const int64_t m = ROCQ__MIN(n - t, (int64_t)ROCQ__DELTA_CHUNK);
+            for (int64_t j = 0; j < m; j++) rocq__delta_load(a, &tokens[j], head, t + j, seq);
+            for (int64_t c = first; c < end; c++) {
+                float *s = rocq__row_f32(p->state, c, head, slot[1]);
+                for (int64_t j = 0; j < m; j++) {
+                    const float v = rocq__row_f32(p->v, head, t + j, seq)[c];
+                    rocq__row_f32(p->y, head, t + j, seq)[c] =
+                        ROCQ__EITHER(a->simd, rocq__delta_column, (s, &tokens[j], v, keys));
+                }
+            }
+        }
+    }
+}
+
+static rocq_result rocq__delta_begin(rocq_ctx *ctx, rocq__stage *stage) {
+    const rocq_delta_net_params *p = ((const rocq__delta *)stage->arg)->p;
+    const int64_t slots = p->state->ne[3];
+    for (int64_t seq = 0; seq < p->slot->ne[1]; seq++) {
+        const int32_t *slot = rocq__row_i32(p->slot, seq);
+        if (slot[0] >= -1 && slot[0] < slots && slot[1] >= 0 && slot[1] < slots) continue;
+        return rocq__fail(ctx, ROCQ_E_BOUNDS, "delta_net: sequence %lld reads slot %d and writes "
+                          "slot %d of %lld", (long long)seq, (int)slot[0], (int)slot[1],
+                          (long long)slots);
+    }
+    return ROCQ_OK;
+}
+
+static void rocq__plan_delta_net_cpu(rocq__plan *plan, rocq_op op, const void *params) {
+    rocq__delta *a = (rocq__delta *)rocq__plan_take(plan, sizeof *a);
+    (void)op;
+    a->p = (const rocq_delta_net_params *)params;
+    a->simd = plan->ctx->has_simd;
+    a->n_strips = (a->p->v->ne[0] + ROCQ__DELTA_STRIP - 1) / ROCQ__DELTA_STRIP;
+    const int64_t work = ROCQ__DELTA_STRIP * a->p->k->ne[0] * (2 + a->p->v->ne[2]);
+    rocq__plan_stage(plan, rocq__delta_task, a,
+                     a->n_strips * a->p->v->ne[1] * a->p->v->ne[3],
+                     rocq__plan_grain(plan, work))->begin = rocq__delta_begin;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -19033,8 +19268,33 @@ static void rocq__job_shortconv(rocq__job *job, const void *params) {
     args.pos = (const int32_t *)rocq__device_data(p->pos);
     args.slices = (uint32_t)((p->y->ne[0] + 31) / 32);
     args.run = (int32_t)((n + runs - 1) / runs);
+    args.activation = (int32_t)p->activation;
     rocq__job_row(job, p->bcx->ne[0]);
     rocq__job_launch(job, ROCQ_K_shortconv, args.slices * p->y->ne[2], 1, (int)(8 * runs), &args);
+}
+
+// -- delta_net --
+
+static void rocq__job_delta_net(rocq__job *job, const void *params) {
+    const rocq_delta_net_params *p = (const rocq_delta_net_params *)params;
+    const int64_t n_heads = p->v->ne[1] * p->v->ne[3]; // of all sequences
+    rocq_k_delta_net_args args;
+    memset(&args, 0, sizeof args);
+    args.y = rocq__k_tensor(p->y);
+    args.state = rocq__k_tensor(p->state);
+    args.q = rocq__k_tensor(p->q);
+    args.k = rocq__k_tensor(p->k);
+    args.v = rocq__k_tensor(p->v);
+    args.alpha = rocq__k_tensor(p->alpha);
+    args.beta = rocq__k_tensor(p->beta);
+    args.a = (const float *)rocq__device_data(p->a);
+    args.dt = (const float *)rocq__device_data(p->dt);
+    args.slot = (const int32_t *)rocq__device_data(p->slot);
+    args.slot_stride = p->slot->stride[1];
+    args.slices = (uint32_t)((p->v->ne[0] + 31) / 32);
+    args.eps = p->eps;
+    rocq__job_row(job, p->v->ne[0]);
+    rocq__job_launch(job, ROCQ_K_delta_net, args.slices * n_heads, 1, 256, &args);
 }
 
 // -- matmul_backward --
@@ -19734,6 +19994,16 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(SHORTCONV, rocq_shortconv_params, IN, bcx, ROCQ__FLOAT)
     ROCQ_X(SHORTCONV, rocq_shortconv_params, KEPT, w, ROCQ__BIT_F32)
     ROCQ_X(SHORTCONV, rocq_shortconv_params, INDEX, pos, ROCQ__BIT_I32)
+    ROCQ_X(DELTA_NET, rocq_delta_net_params, OUT, y, ROCQ__BIT_F32)
+    ROCQ_X(DELTA_NET, rocq_delta_net_params, OUT, state, ROCQ__BIT_F32)
+    ROCQ_X(DELTA_NET, rocq_delta_net_params, IN, q, ROCQ__BIT_F32)
+    ROCQ_X(DELTA_NET, rocq_delta_net_params, IN, k, ROCQ__BIT_F32)
+    ROCQ_X(DELTA_NET, rocq_delta_net_params, IN_PLACE, v, ROCQ__BIT_F32)
+    ROCQ_X(DELTA_NET, rocq_delta_net_params, IN, alpha, ROCQ__BIT_F32)
+    ROCQ_X(DELTA_NET, rocq_delta_net_params, IN, beta, ROCQ__BIT_F32)
+    ROCQ_X(DELTA_NET, rocq_delta_net_params, KEPT, a, ROCQ__BIT_F32)
+    ROCQ_X(DELTA_NET, rocq_delta_net_params, KEPT, dt, ROCQ__BIT_F32)
+    ROCQ_X(DELTA_NET, rocq_delta_net_params, INDEX, slot, ROCQ__BIT_I32)
     ROCQ_X(CONV, rocq_conv_params, OUT, y, ROCQ__PLAIN)
     ROCQ_X(CONV, rocq_conv_params, KEPT, w, ROCQ__ANY | ROCQ__PLANAR)
     ROCQ_X(CONV, rocq_conv_params, IN, x, ROCQ__PLAIN)
@@ -19885,7 +20155,9 @@ static rocq_result rocq__check_range(rocq_ctx *ctx, const char *op, const char *
 
 static rocq_result rocq__check_activation(rocq_ctx *ctx, const char *op,
                                           rocq_activation activation) {
-    if ((int)activation >= (int)ROCQ_ACT_IDENTITY && activation <= ROCQ_ACT_TANH) return ROCQ_OK;
+    if ((int)activation >= (int)ROCQ_ACT_IDENTITY && activation <= ROCQ_ACT_SIGMOID) {
+        return ROCQ_OK;
+    }
     return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: unknown activation %d", op, (int)activation);
 }
 
@@ -20253,13 +20525,36 @@ static rocq_result rocq__check_shortconv(rocq_ctx *ctx, const char *op, const vo
     }
     if (d > INT64_MAX / 3) return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: too many channels", op);
     ROCQ__TRY(ROCQ__SHAPE(y, -1, -1, -1, 1));
-    ROCQ__TRY(ROCQ__SHAPE(bcx, 3 * d, p->y->ne[1], n_seqs, 1));
+    ROCQ__TRY(ROCQ__SHAPE(bcx, p->bcx->ne[0] == d ? d : 3 * d, p->y->ne[1], n_seqs, 1));
     ROCQ__TRY(ROCQ__SHAPE(w, -1, d, 1, 1));
     ROCQ__TRY(ROCQ__SHAPE(state, d, -1, n_seqs, 1));
     ROCQ__TRY(ROCQ__SHAPE(pos, n_seqs, 1, 1, 1));
+    ROCQ__TRY(rocq__check_activation(ctx, op, p->activation));
     if (p->state->ne[1] >= taps - 1) return ROCQ_OK;
     return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: state has %lld columns for %lld taps", op,
                       (long long)p->state->ne[1], (long long)taps);
+}
+
+static rocq_result rocq__check_delta_net(rocq_ctx *ctx, const char *op, const void *params) {
+    const rocq_delta_net_params *p = (const rocq_delta_net_params *)params;
+    const int64_t keys = p->k->ne[0], n_heads = p->v->ne[1], n = p->v->ne[2], n_seqs = p->v->ne[3];
+    ROCQ__TRY(ROCQ__SAME(y, v));
+    ROCQ__TRY(ROCQ__SAME(q, k));
+    ROCQ__TRY(ROCQ__SHAPE(k, -1, -1, n, n_seqs));
+    ROCQ__TRY(ROCQ__SHAPE(state, keys, p->v->ne[0], n_heads, -1));
+    ROCQ__TRY(ROCQ__SHAPE(alpha, n_heads, n, n_seqs, 1));
+    ROCQ__TRY(ROCQ__SHAPE(beta, n_heads, n, n_seqs, 1));
+    ROCQ__TRY(ROCQ__SHAPE(a, n_heads, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(dt, n_heads, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(slot, 2, n_seqs, 1, 1));
+    ROCQ__TRY(ROCQ__RANGE(eps, 0.0f, FLT_MAX));
+    if (keys > ROCQ_DELTA_NET_KEYS) {
+        return rocq__fail(ctx, ROCQ_E_UNSUPPORTED, "%s: keys of %lld elements, at most %d", op,
+                          (long long)keys, (int)ROCQ_DELTA_NET_KEYS);
+    }
+    if (n_heads % p->k->ne[1] == 0) return ROCQ_OK;
+    return rocq__fail(ctx, ROCQ_E_SHAPE, "%s: %lld heads share %lld keys", op, (long long)n_heads,
+                      (long long)p->k->ne[1]);
 }
 
 static rocq_result rocq__check_conv(rocq_ctx *ctx, const char *op, const void *params) {
@@ -20731,6 +21026,11 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
             const int64_t columns = p->w->ne[0] - 1 + ROCQ__MIN(p->y->ne[1], t->ne[1]);
             return (double)(columns * t->ne[0] * t->ne[2]);
         }
+    } else if (op == ROCQ_OP_DELTA_NET) { // each sequence reads a slot and writes one
+        const rocq_delta_net_params *p = (const rocq_delta_net_params *)params;
+        if (t == p->state) {
+            return 2.0 * (double)(t->ne[0] * t->ne[1] * t->ne[2]) * (double)p->v->ne[3];
+        }
     } else if (op == ROCQ_OP_ROPE_APPEND) {
         const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
         if (t == p->q) return 2.0 * rocq__elems(t); // in place
@@ -20745,8 +21045,9 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
 
 // Bytes: every operand moved once. Flops: two for each weight and column of a product, as often as
 // it has gradients in the backward; four for each element of q and position it meets in attention,
-// ten in its backward; else one for each element of the output, or of the input where the output is
-// an index. All 0 where only the GPU knows the lengths.
+// ten in its backward; seven for each token and element of a delta net's state; else one for each
+// element of the output, or of the input where the output is an index. All 0 where only the GPU
+// knows the lengths.
 static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
     rocq__cost cost = {0.0, 0.0, 0.0};
     int32_t end;
@@ -20798,6 +21099,9 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
             rocq__experts_choice(ctx, ROCQ_BACKEND_GPU, p).precision == ROCQ_PRECISION_F16) {
             cost.matrix = cost.flops;
         }
+    } else if (op == ROCQ_OP_DELTA_NET) {
+        const rocq_delta_net_params *p = (const rocq_delta_net_params *)params;
+        cost.flops = 7.0 * rocq__elems(p->v) * (double)p->k->ne[0];
     } else if (op == ROCQ_OP_ROUTE) {
         cost.flops = rocq__elems(((const rocq_route_params *)params)->logits);
     } else if (op == ROCQ_OP_NORM_STATS) {
@@ -20969,6 +21273,7 @@ static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ
     ROCQ_X(route, rocq_route_params, route, none, route, route)
     ROCQ_X(experts, rocq_experts_params, experts, experts, experts, experts)
     ROCQ_X(shortconv, rocq_shortconv_params, shortconv, none, shortconv, shortconv)
+    ROCQ_X(delta_net, rocq_delta_net_params, delta_net, none, delta_net, delta_net)
     ROCQ_X(conv, rocq_conv_params, conv, conv, conv, conv)
     ROCQ_X(norm_stats, rocq_norm_stats_params, norm_stats, norm_stats, norm_stats, norm_stats)
     ROCQ_X(resize, rocq_resize_params, resize, none, resize, resize)
@@ -26096,10 +26401,10 @@ static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
 // outputs are filled with a byte, so that an output that is never written shows. What the runs
 // overwrite is put aside (copied) first and restored in the end; one launch copies, fills or
 // compares all of it. So inputs must be such that no op writes anywhere else. Of a state
-// (rocq_shortconv) all is put aside. Of caches, the cell of rocq_rope_append decides which rows
-// are written. Its values are i or i + 1 for token i, so the first cells of a cache suffice; where
-// ops of the graph compute the cells, all cells are put aside. Kernels catch any other index that
-// is out of range.
+// (rocq_shortconv, rocq_delta_net) all is put aside. Of caches, the cell of rocq_rope_append says
+// which rows are written. Its values are i or i + 1 for token i, so the first cells of a cache
+// suffice; where ops of the graph compute the cells, all cells are put aside. Kernels catch any
+// other index that is out of range.
 
 typedef struct rocq__feed { // an input of the graph, and the values that it is given
     rocq_tensor t;
@@ -26144,6 +26449,8 @@ static void rocq__feed_add(rocq__replay *r, const rocq__operand *o, const void *
     } else if (o->op == ROCQ_OP_ROPE_APPEND) {
         const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
         f.is_cell = t == (p->cell ? p->cell : p->pos);
+    } else if (o->op == ROCQ_OP_DELTA_NET) {
+        if (t == ((const rocq_delta_net_params *)params)->slot) f.shift = 0; // there may be two
     } else if (o->op == ROCQ_OP_SAMPLE) {
         if (t == ((const rocq_sample_params *)params)->allowed) { // all bits; for B not the first
             f.first = f.shift = -1;

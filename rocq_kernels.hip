@@ -970,6 +970,7 @@ DEV float activation(int32_t kind, float x) { // as in rocq_activation
     case ROCQ_ACT_GELU_ERF: return 0.5f * x * erfc_full(-0.707106781186548f * x);
     case ROCQ_ACT_RELU: return x <= 0.0f ? 0.0f : x; // NaN stays
     case ROCQ_ACT_TANH: return tanh_full(x);
+    case ROCQ_ACT_SIGMOID: return rcp_fast(1.0f + exp_fast(-x));
     default: return x;
     }
 }
@@ -990,6 +991,10 @@ DEV float activation_slope(int32_t kind, float x) {
                0.398942280401433f * v * exp_full(-0.5f * v * v);
     case ROCQ_ACT_RELU: return v > 0.0f ? 1.0f : 0.0f;
     case ROCQ_ACT_TANH: return 1.0f - tanh_full(v) * tanh_full(v);
+    case ROCQ_ACT_SIGMOID: {
+        const float e = exp_fast(-fabsf(v)), s = rcp_fast(1.0f + e);
+        return e * s * s;
+    }
     default: return 1.0f;
     }
 }
@@ -5980,6 +5985,7 @@ DEV void activate4(int32_t kind, float v[4]) {
         ROCQ_X(ROCQ_ACT_GELU_ERF)
         ROCQ_X(ROCQ_ACT_RELU)
         ROCQ_X(ROCQ_ACT_TANH)
+        ROCQ_X(ROCQ_ACT_SIGMOID)
 #undef ROCQ_X
     default: break;
     }
@@ -6817,9 +6823,11 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
 }
 
 // -- shortconv --
-// y = c times the convolution of u = b x over the newest L tokens, as in rocq_shortconv_params.
+// y = c activation(the convolution of u = b x over the newest L tokens), as in
+// rocq_shortconv_params.
 //
-//   bcx  F32 or F16 [3 D, n, sequences], y F32, F16 or Q8_0 [D, n, sequences]
+//   bcx  F32 or F16 [3 D, n, sequences], or x alone, [D, n, sequences]
+//   y    F32, F16 or Q8_0 [D, n, sequences]
 //   w    F32 [L, D], L <= 4; state F32 [D, S, sequences], S >= L - 1; any strides
 //
 // A block has 32 channels of a sequence, and all its tokens, since it stores the state that it has
@@ -6835,6 +6843,7 @@ DEV void shortconv_u(const rocq_k_shortconv_args &a, bool wide, const char *row,
                      int count, float u[4]) {
     float x[4];
     get4(a.bcx.format, row, wide, k, count, u);
+    if (a.bcx.ne[0] == a.y.ne[0]) return;
     get4(a.bcx.format, row, wide, 2 * (int64_t)a.y.ne[0] + k, count, x);
 #pragma unroll
     for (int e = 0; e < 4; e++) u[e] *= x[e];
@@ -6880,7 +6889,8 @@ KERNEL(shortconv, rocq_k_shortconv_args, 256) {
         const char *const row = row_of(a.bcx, own > 0 ? t : 0, seq, 0);
         float c[4], sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         shortconv_u(a, wide, row, k, own, now);
-        get4(a.bcx.format, row, wide, a.y.ne[0] + k, own, c);
+        const bool gated = a.bcx.ne[0] != a.y.ne[0];
+        if (gated) get4(a.bcx.format, row, wide, a.y.ne[0] + k, own, c);
         if (t >= n - (int)slots) {
             put_floats(ROCQ_F32, state_wide,
                        row_of(a.state, ((uint32_t)pos + (uint32_t)t) % slots, seq, 0), k, own, now);
@@ -6891,14 +6901,123 @@ KERNEL(shortconv, rocq_k_shortconv_args, 256) {
 #pragma unroll
             for (int e = 0; e < 4; e++) sum[e] = fmaf(w[j][e], u[j][e], sum[e]);
         }
+        activate4(a.activation, sum);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            sum[e] *= c[e];
+            if (gated) sum[e] *= c[e];
 #pragma unroll
             for (int j = 0; j + 1 < SHORTCONV_TAPS; j++) u[j][e] = u[j + 1][e];
         }
         put4(a.y, y_wide, row_of(a.y, own > 0 ? t : 0, seq, 0), seq * (uint32_t)n + (uint32_t)t, k,
              own, sum);
+    }
+}
+
+// -- delta_net --
+// The gated delta rule of rocq_delta_net_params: S = exp(g) S, S += k' (b (v - S^T k'))^T,
+// y = S^T q' / sqrt(K), token by token.
+//
+//   state  F32 [K, V, H, slots], K <= 128; q, k F32 [K, G, n, sequences]
+//   v, y   F32 [V, H, n, sequences], y may be v; alpha, beta F32 [H, n, sequences]; any strides
+//
+// The columns of S depend on q and k only, not on each other. A block has 32 columns of a head of a
+// sequence, a wave 4, and 8 neighbouring lanes share a column: lane i of them has quads i, i + 8,
+// i + 16 and i + 24 of it in 16 registers from the first token to the last, and the same quads of
+// k and q. So a sum over K is 16 fma and three exchanges between lanes, without LDS or a barrier;
+// the 8 lanes also find the lengths of k and q for themselves. What the next token reads is in
+// flight while a token is computed. Geometry: 256 threads.
+// Bytes: the state once in and once out, which bounds a step of one token: 2 MB a layer of 32 heads
+// of 128. Long texts: 11 flops for each token and element of S, of which 4 are for the lengths; at
+// 32 heads 6 Mflop a token and layer, a hundredth of the products around them. A chunked form would
+// move that to matrix instructions, at a third more flops.
+struct delta_token { // in flight
+    u32x4 k[4], q[4];
+    float v, alpha, beta;
+};
+
+DEV void delta_load(const rocq_k_delta_net_args &a, int head, int t, int seq, int column,
+                    delta_token *to) {
+    const int group = head % a.k.ne[1];
+    const bool k_wide = is_wide(a.k), q_wide = is_wide(a.q);
+    const char *const k = row_of(a.k, group, t, seq), *const q = row_of(a.q, group, t, seq);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * ((thread_index() & 7) + 8 * i), count = quad_count(a.k.ne[0], at);
+        to->k[i] = load4(ROCQ_F32, k, k_wide, at, count);
+        to->q[i] = load4(ROCQ_F32, q, q_wide, at, count);
+    }
+    to->v = gload((const float *)row_of(a.v, head, t, seq) + column);
+    to->alpha = gload((const float *)row_of(a.alpha, t, seq, 0) + head);
+    to->beta = gload((const float *)row_of(a.beta, t, seq, 0) + head);
+}
+
+DEV float sum_of_8(float x) { // over 8 neighbouring lanes; each gets the same bits
+    x += wave_xor<1>(x);
+    x += wave_xor<2>(x);
+    return x + wave_xor<4>(x);
+}
+
+// x / sqrt(|x|^2 + eps) of the 16 elements that this lane has.
+DEV void delta_direction(const u32x4 loaded[4], float eps, float x[16]) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        if (i % 4 == 0) floats4(ROCQ_F32, loaded[i / 4], x + i);
+        sum = fmaf(x[i], x[i], sum);
+    }
+    const float by = 1.0f / sqrtf(sum_of_8(sum) + eps);
+#pragma unroll
+    for (int i = 0; i < 16; i++) x[i] *= by;
+}
+
+KERNEL(delta_net, rocq_k_delta_net_args, 256) {
+    if (a.y.ne[0] == 0) return;
+    const uint32_t b = a.common.block0 + block_index(), both = b / a.slices;
+    const int head = (int)(both % (uint32_t)a.v.ne[1]), seq = (int)(both / (uint32_t)a.v.ne[1]);
+    const int own = 32 * (int)(b - both * a.slices) + (int)(thread_index() >> 3);
+    const bool live = own < a.v.ne[0];
+    const int column = live ? own : 0, n = a.v.ne[2], lane = (int)(thread_index() & 7);
+    const int32_t *const slot = a.slot + seq * a.slot_stride;
+    const int from = gload(slot), to = gload(slot + 1);
+    if (from < -1 || from >= a.state.ne[3] || to < 0 || to >= a.state.ne[3]) {
+        if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+        return;
+    }
+    const bool wide = is_wide(a.state);
+    const float scale = 1.0f / sqrtf((float)a.k.ne[0]);
+    const float factor = gload(a.a + head), shift = gload(a.dt + head);
+    float s[16];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * (lane + 8 * i), count = from < 0 ? 0 : quad_count(a.k.ne[0], at);
+        get4(ROCQ_F32, row_of(a.state, column, head, from < 0 ? 0 : from), wide, at, count,
+             s + 4 * i);
+    }
+    delta_token next;
+    delta_load(a, head, 0, seq, column, &next);
+    for (int t = 0; t < n; t++) {
+        float k[16], q[16], seen = 0.0f, y = 0.0f;
+        const float v = next.v, beta = next.beta, x = next.alpha + shift;
+        delta_direction(next.k, a.eps, k);
+        delta_direction(next.q, a.eps, q);
+        if (t + 1 < n) delta_load(a, head, t + 1, seq, column, &next);
+        const float growth = x > 20.0f ? x : 0.693147181f * log2_fast(1.0f + exp_fast(x));
+        const float decay = exp_full(factor * growth);
+#pragma unroll
+        for (int i = 0; i < 16; i++) seen = fmaf(s[i], k[i], seen);
+        const float by = activation(ROCQ_ACT_SIGMOID, beta) * fmaf(-decay, sum_of_8(seen), v);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            s[i] = fmaf(by, k[i], decay * s[i]);
+            y = fmaf(s[i], q[i], y);
+        }
+        y = scale * sum_of_8(y);
+        if (live && lane == 0) gstore((float *)row_of(a.y, head, t, seq) + column, y);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * (lane + 8 * i), count = live ? quad_count(a.k.ne[0], at) : 0;
+        put_floats(ROCQ_F32, wide, row_of(a.state, column, head, to), at, count, s + 4 * i);
     }
 }
 

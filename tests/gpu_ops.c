@@ -1613,7 +1613,7 @@ static void test_conv_options(void **state) {
                           .h_x = 9, .kw = 3, .kh = 3, .groups = 16};
     static const rocq_format kinds[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16};
     for (int norm = NORM_NONE; norm <= NORM_POSITIONS; norm++) {
-        for (int act = 0; act <= (int)ROCQ_ACT_TANH; act++) {
+        for (int act = 0; act <= (int)ROCQ_ACT_SIGMOID; act++) {
             picture s = base;
             s.x = kinds[(norm + act) % 3];
             s.y = kinds[(norm + 2 * act) % 3];
@@ -1621,7 +1621,7 @@ static void test_conv_options(void **state) {
             s.norm = norm;
             s.groups = act % 2 ? 16 : 32;
             s.x_activation = (rocq_activation)act;
-            s.activation = (rocq_activation)((act + norm) % ((int)ROCQ_ACT_TANH + 1));
+            s.activation = (rocq_activation)((act + norm) % ((int)ROCQ_ACT_SIGMOID + 1));
             s.bias = act % 2 == 0;
             s.has_residual = act % 3 != 0;
             s.t_x = s.t_y = act == 1 ? 2 : 1;
@@ -2450,7 +2450,7 @@ static void test_matmul_backward_options(void **state) {
                             .options = options, .w = floats[i % 2], .x = floats[i / 2 % 2],
                             .dy = floats[i / 3 % 2], .dx = floats[i / 4 % 2],
                             .precision = (rocq_precision)(i % 3),
-                            .activation = (rocq_activation)(i % (ROCQ_ACT_TANH + 1)),
+                            .activation = (rocq_activation)(i % (ROCQ_ACT_SIGMOID + 1)),
                             .layout = (box_layout)(i / 2 % 3)};
         check_backward(&s);
     }
@@ -2518,7 +2518,7 @@ static void test_lds_tiles(void **state) {
                            .m = sizes[at].m, .n = sizes[at].n, .k = sizes[at].k,
                            .precision = ROCQ_PRECISION_F16, .bias = i % 3 == 0, .gate = i % 5 == 0,
                            .residual = i % 4 == 0, .softcap = i % 7 == 0 ? 3.0f : 0.0f,
-                           .activation = (rocq_activation)(i % (ROCQ_ACT_TANH + 1)),
+                           .activation = (rocq_activation)(i % (ROCQ_ACT_SIGMOID + 1)),
                            .y_layout = (box_layout)(i / 4 % 3),
                            .x_batch = {i / 12 + 1, 1}};
         const bool turn = i % 2; // which of dx and dw adds up k products
@@ -2527,7 +2527,7 @@ static void test_lds_tiles(void **state) {
                             .options = BACK_DX | BACK_DW | BACK_DB | (int)random_below(128),
                             .w = ROCQ_F16, .x = floats[i % 2], .dy = floats[i / 3 % 2],
                             .dx = floats[i / 2 % 2], .precision = ROCQ_PRECISION_F16,
-                            .activation = (rocq_activation)(i % (ROCQ_ACT_TANH + 1)),
+                            .activation = (rocq_activation)(i % (ROCQ_ACT_SIGMOID + 1)),
                             .layout = (box_layout)(i / 2 % 3)};
         gpu->gpu->chip.n_units = i < 12 ? 1 : i % 4 < 2 ? 40 : 400;
         if (turn) check_product(&s);
@@ -2655,21 +2655,23 @@ static void test_shortconv(void **state) {
     const uint64_t state_before = random_state;
     random_state = 24;
     static const int64_t channels[] = {5, 32, 70, 128, 36}, tokens[] = {1, 2, 5, 31, 33, 70};
-    for (int i = 0; i < 60; i++) {
+    for (int i = 0; i < 75; i++) {
         const rocq_format out_format = i % 3 == 2 ? ROCQ_Q8_0 : floats[i % 3];
         const int64_t d = out_format == ROCQ_Q8_0 ? 32 + i % 4 * 32 : channels[i % 5];
         const int64_t n = tokens[i % 6], n_seqs = 1 + i / 2 % 2, taps = 1 + i / 3 % 4;
         const int64_t slots = (taps > 1 ? taps - 1 : 1) + i % 4 * 9;
         const box_layout layout = (box_layout)(i / 4 % 3);
         box y = box_make(layout, out_format, d, n, n_seqs, 1);
-        box bcx = box_random(layout, floats[i / 6 % 2], 1, 3 * d, n, n_seqs, 1);
+        const int64_t rows = i < 60 ? 3 * d : d;
+        box bcx = box_random(layout, floats[i / 6 % 2], 1, rows, n, n_seqs, 1);
         box w = box_random(i % 2 ? BOX_STRIDED : BOX_PLAIN, ROCQ_F32, 1, taps, d, 1, 1);
         box kept = box_random(layout, ROCQ_F32, 1, d, slots, n_seqs, 1);
         box pos = box_make(BOX_PLAIN, ROCQ_I32, n_seqs, 1, 1, 1);
         for (int64_t s = 0; s < n_seqs; s++) pos.value[s] = (double)((i + s) % 4 * (i + s) % 11);
         box_write(&pos);
         const rocq_shortconv_params p = {.y = &y.t, .bcx = &bcx.t, .w = &w.t, .state = &kept.t,
-                                         .pos = &pos.t};
+                                         .pos = &pos.t,
+                                         .activation = (rocq_activation)(i < 60 ? 0 : i % 7)};
         // of y a rounding tie may fall to the other side
         compare_as(ROCQ_OP_SHORTCONV, &p, &p, (box *[]){&y, &kept}, 2,
                    out_format == ROCQ_Q8_0 ? 1e-4 : 1e-10, say("shortconv %d", i));
@@ -2692,6 +2694,64 @@ static void test_shortconv(void **state) {
     for (int64_t i = 0; i < y.size; i++) assert_true(y.memory[i] == 0xff && kept.memory[i] == 0xff);
     free_twins();
     for (int b = 0; b < 5; b++) box_free((box *[]){&y, &bcx, &w, &kept, &pos}[b]);
+    random_state = state_before;
+}
+
+// -- delta_net --
+
+static void test_delta_net(void **state) {
+    (void)state;
+    const uint64_t state_before = random_state;
+    random_state = 25;
+    static const int64_t keys[] = {128, 5, 64, 31, 32, 100, 1}, values[] = {128, 33, 7, 40};
+    static const int64_t tokens[] = {1, 2, 9, 33};
+    for (int i = 0; i < 28; i++) {
+        const int64_t n_keys = keys[i % 7], n_values = values[i % 4], shared = 1 + i % 2;
+        const int64_t n_heads = shared * (1 + i % 3), n = tokens[i / 2 % 4], n_seqs = 1 + i / 3 % 2;
+        const box_layout layout = (box_layout)(i / 2 % 3);
+        box q = box_random(layout, ROCQ_F32, 1, n_keys, shared, n, n_seqs);
+        box k = box_random(layout, ROCQ_F32, 1, n_keys, shared, n, n_seqs);
+        box v = box_random(layout, ROCQ_F32, 1, n_values, n_heads, n, n_seqs);
+        box y = i % 3 ? box_make(layout, ROCQ_F32, n_values, n_heads, n, n_seqs) : v;
+        box alpha = box_random(layout, ROCQ_F32, 2, n_heads, n, n_seqs, 1);
+        box beta = box_random(layout, ROCQ_F32, 2, n_heads, n, n_seqs, 1);
+        box a = box_random(BOX_PLAIN, ROCQ_F32, -0.3f, n_heads, 1, 1, 1);
+        box dt = box_random(BOX_PLAIN, ROCQ_F32, 1, n_heads, 1, 1, 1);
+        for (int64_t h = 0; h < n_heads; h++) a.value[h] = -fabs(a.value[h]);
+        box_write(&a);
+        box kept = box_random(layout, ROCQ_F32, 0.3f, n_keys, n_values, n_heads, 4);
+        box slot = box_i32(i % 2 ? (const int32_t[]){-1, 2, 1, 1} : (const int32_t[]){3, 0, 2, 1},
+                           2 * n_seqs);
+        slot.t.ne[0] = 2;
+        slot.t.ne[1] = n_seqs;
+        slot.t.stride[1] = 2;
+        const rocq_delta_net_params p = {
+            .y = &y.t, .state = &kept.t, .q = &q.t, .k = &k.t, .v = &v.t, .alpha = &alpha.t,
+            .beta = &beta.t, .a = &a.t, .dt = &dt.t, .slot = &slot.t, .eps = 1e-6f};
+        compare_as(ROCQ_OP_DELTA_NET, &p, &p, (box *[]){&y, &kept}, 2, 1e-10,
+                   say("delta_net %d", i));
+        if (i == 0) { // a slot that is not there: nothing is written
+            slot.value[1] = 4;
+            box_write(&slot);
+            any_params bad = params_of(ROCQ_OP_DELTA_NET, &p);
+            move_params(ROCQ_OP_DELTA_NET, &bad);
+            unsigned char *before = (unsigned char *)malloc((size_t)kept.size);
+            assert_non_null(before);
+            memcpy(before, kept.memory, (size_t)kept.size);
+            assert_int_equal(rocq_delta_net(gpu, &bad.delta_net), ROCQ_OK);
+            assert_int_equal(rocq_sync(gpu), ROCQ_E_BOUNDS);
+            for (int w = 0; w < n_twins; w++) {
+                if (twins[w].b == &kept) copy_from_gpu(&twins[w]);
+            }
+            assert_true(same_bytes(before, kept.memory, kept.size));
+            free(before);
+            free_twins();
+        }
+        if (i % 3) box_free(&y);
+        for (int b = 0; b < 9; b++) {
+            box_free((box *[]){&q, &k, &v, &alpha, &beta, &a, &dt, &kept, &slot}[b]);
+        }
+    }
     random_state = state_before;
 }
 
@@ -2853,6 +2913,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_route),
         cmocka_unit_test(test_shortconv),
+        cmocka_unit_test(test_delta_net),
         cmocka_unit_test(test_experts_formats),
         cmocka_unit_test(test_experts_cases),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),

@@ -1071,6 +1071,23 @@ static void ops_refuse_bad_operands(void **state) {
     check_refusals(ctx, &(op_case){ROCQ_OP_SHORTCONV, &shortconv,
                                    {&t[0], &t[1], &t[2], &t[3], &t[4]}, {true, true}});
 
+    t[0] = slot_tensor(0, ROCQ_F32, 5, 4, 3, 2);
+    t[1] = slot_tensor(1, ROCQ_F32, 7, 5, 4, 3);
+    t[2] = slot_tensor(2, ROCQ_F32, 7, 2, 3, 2);
+    t[3] = slot_tensor(3, ROCQ_F32, 7, 2, 3, 2);
+    t[4] = slot_tensor(4, ROCQ_F32, 5, 4, 3, 2);
+    t[5] = slot_tensor(5, ROCQ_F32, 4, 3, 2, 1);
+    t[6] = slot_tensor(6, ROCQ_F32, 4, 3, 2, 1);
+    t[7] = slot_tensor(7, ROCQ_F32, 4, 1, 1, 1);
+    t[8] = slot_tensor(8, ROCQ_F32, 4, 1, 1, 1);
+    t[9] = slot_tensor(9, ROCQ_I32, 2, 2, 1, 1);
+    const rocq_delta_net_params delta_net = {
+        .y = &t[0], .state = &t[1], .q = &t[2], .k = &t[3], .v = &t[4], .alpha = &t[5],
+        .beta = &t[6], .a = &t[7], .dt = &t[8], .slot = &t[9]};
+    check_refusals(ctx, &(op_case){ROCQ_OP_DELTA_NET, &delta_net,
+                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7], &t[8],
+                                    &t[9]}, {true, true}});
+
     t[0] = slot_tensor(0, ROCQ_BF16, 5, 7, 6, 2);
     t[1] = slot_tensor(1, ROCQ_Q8_0, 32 * 9, 5, 1, 1);
     t[2] = slot_tensor(2, ROCQ_F16, 32, 7, 6, 2);

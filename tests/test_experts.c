@@ -235,6 +235,8 @@ static double activated(rocq_activation f, double x) {
         return fmax(x, 0);
     case ROCQ_ACT_TANH:
         return tanh(x);
+    case ROCQ_ACT_SIGMOID:
+        return 1 / (1 + exp(-x));
     default:
         return x;
     }

@@ -92,6 +92,7 @@ static double activate(rocq_activation activation, double x) {
     case ROCQ_ACT_GELU_ERF: return x / 2 * (1 + erf(x / sqrt(2.0)));
     case ROCQ_ACT_RELU: return x > 0 ? x : 0;
     case ROCQ_ACT_TANH: return tanh(x);
+    case ROCQ_ACT_SIGMOID: return 1 / (1 + exp(-x));
     default: return x;
     }
 }
@@ -509,7 +510,7 @@ static void epilogues(void **state) {
             const shape plain = {.w = w ? ROCQ_Q5_K : ROCQ_F32, .x = ROCQ_F32, .y = floats[f % 2],
                                  .gate = floats[f / 2], .residual = floats[1 - f / 2],
                                  .m = 37, .n = 19, .k = 256, .y_layout = (box_layout)(f % 3)};
-            for (int step = 0; step < 17; step++) {
+            for (int step = 0; step < 18; step++) {
                 const bool most = step >= 10 && step < 16;
                 shape s = plain;
                 s.has_bias = step == 1 || most;
@@ -517,6 +518,7 @@ static void epilogues(void **state) {
                 s.lora = floats[(step + f) % 2];
                 s.lora_scale = -0.3f;
                 if (step >= 2 && step <= 6) s.activation = (rocq_activation)(step - 1);
+                if (step == 17) s.activation = ROCQ_ACT_SIGMOID;
                 if (most) s.activation = (rocq_activation)(step - 10);
                 s.softcap = step == 7 ? 3.0f : most ? 5.0f : 0.0f;
                 s.has_gate = step == 8 || most;

@@ -16,7 +16,10 @@ static const rocq_format formats[] = {
     ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
 };
-enum { N_FORMATS = (int)(sizeof formats / sizeof formats[0]), N_ACTIVATIONS = ROCQ_ACT_TANH + 1 };
+enum {
+    N_FORMATS = (int)(sizeof formats / sizeof formats[0]),
+    N_ACTIVATIONS = ROCQ_ACT_SIGMOID + 1
+};
 
 static double *doubles(int64_t n) {
     double *p = (double *)malloc((size_t)n * sizeof(double));
@@ -35,6 +38,7 @@ static double activated(rocq_activation activation, double x) {
     case ROCQ_ACT_GELU_ERF: return x / 2 * erfc(-x / sqrt(2.0));
     case ROCQ_ACT_RELU: return x > 0 ? x : 0;
     case ROCQ_ACT_TANH: return tanh(x);
+    case ROCQ_ACT_SIGMOID: return 1 / (1 + exp(-x));
     default: return x;
     }
 }
@@ -48,6 +52,7 @@ static double slope(rocq_activation activation, double x) {
     case ROCQ_ACT_GELU_ERF: return erfc(-x / sqrt(2.0)) / 2 + x * exp(-x * x / 2) / sqrt(2 * pi);
     case ROCQ_ACT_RELU: return x > 0;
     case ROCQ_ACT_TANH: return 1 - tanh(x) * tanh(x);
+    case ROCQ_ACT_SIGMOID: return s * (1 - s);
     default: return 1;
     }
 }
@@ -81,7 +86,8 @@ static void slopes_are_those_of_the_activations(void **state) {
             for (int i = 0; i < N; i++) g[simd][i] = 1;
             rocq__slope_row(contexts[simd][0]->has_simd, activation, g[simd], x, N);
             for (int i = 0; i < N - 8; i++) {
-                const float want = a == ROCQ_ACT_IDENTITY ? 1 : a == ROCQ_ACT_TANH ? 0 : i % 8 < 4;
+                const bool flat = a == ROCQ_ACT_TANH || a == ROCQ_ACT_SIGMOID;
+                const float want = a == ROCQ_ACT_IDENTITY ? 1 : flat ? 0 : i % 8 < 4;
                 assert_true(fabsf(g[simd][i] - want) < 1e-30f);
             }
             for (int i = N - 8; i < N; i++) {
@@ -401,7 +407,7 @@ static void refusals_and_what_it_costs(void **state) {
     NO((p.dx = NULL, p.residual = NULL), ROCQ_E_ARGUMENT); // but z
     NO((p.dx = NULL, p.z = NULL), ROCQ_E_ARGUMENT); // but a residual
     NO((p.z = NULL, p.activation = ROCQ_ACT_SILU), ROCQ_E_ARGUMENT);
-    NO(p.activation = (rocq_activation)6, ROCQ_E_ARGUMENT);
+    NO(p.activation = (rocq_activation)7, ROCQ_E_ARGUMENT);
     NO(p.precision = (rocq_precision)4, ROCQ_E_ARGUMENT);
     NO(p.scale = NAN, ROCQ_E_ARGUMENT);
     NO(p.scale = INFINITY, ROCQ_E_ARGUMENT);

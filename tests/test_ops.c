@@ -430,6 +430,7 @@ static double activation_reference(rocq_activation activation, double x) {
     case ROCQ_ACT_GELU_ERF: return x / 2 * erfc(-x / sqrt(2));
     case ROCQ_ACT_RELU: return x > 0 ? x : 0;
     case ROCQ_ACT_TANH: return tanh(x);
+    case ROCQ_ACT_SIGMOID: return 1 / (1 + exp(-x));
     default: return x;
     }
 }
@@ -437,7 +438,7 @@ static double activation_reference(rocq_activation activation, double x) {
 static void activate(void **state) {
     (void)state;
     for (int k = 0; k < N_ROW_SIZES; k++) {
-        for (int a = ROCQ_ACT_IDENTITY; a <= ROCQ_ACT_TANH; a++) {
+        for (int a = ROCQ_ACT_IDENTITY; a <= ROCQ_ACT_SIGMOID; a++) {
             for (int option = 0; option < 6; option++) {
                 const box_layout layout = (box_layout)((option + a) % 3);
                 const bool in_place = option >= 4;
@@ -463,7 +464,7 @@ static void activate(void **state) {
 static void activations_saturate(void **state) {
     (void)state;
     static const double far[] = {-200, -90, 90, 200, 3e38, -3e38, 0, -0.0};
-    for (int a = ROCQ_ACT_SILU; a <= ROCQ_ACT_TANH; a++) {
+    for (int a = ROCQ_ACT_SILU; a <= ROCQ_ACT_SIGMOID; a++) {
         box x = box_make(BOX_PLAIN, ROCQ_F32, 8, 1, 1, 1),
             y = box_make(BOX_PLAIN, ROCQ_F32, 8, 1, 1, 1);
         memcpy(x.value, far, sizeof far);
@@ -474,9 +475,11 @@ static void activations_saturate(void **state) {
             run(simd, ROCQ_OP_ACTIVATE, &p, &out, 1);
             box_read(&y);
             for (int i = 0; i < 8; i++) {
-                const double limit = x.value[i] <= 0
-                                         ? (a == ROCQ_ACT_TANH && x.value[i] < 0 ? -1 : 0)
-                                         : (a == ROCQ_ACT_TANH ? 1 : x.value[i]);
+                const bool bounded = a == ROCQ_ACT_TANH || a == ROCQ_ACT_SIGMOID;
+                const double limit = x.value[i] == 0  ? a == ROCQ_ACT_SIGMOID ? 0.5 : 0
+                                     : x.value[i] < 0 ? a == ROCQ_ACT_TANH ? -1 : 0
+                                     : bounded        ? 1
+                                                      : x.value[i];
                 assert_true(fabs(y.value[i] - limit) <= 1e-30);
             }
         }
@@ -496,14 +499,15 @@ static double ulps(float got, double want) {
 // error of 1 ulp in the argument u of exp is one of u ulps of the result.
 static void activations_in_ulps(void **state) {
     (void)state;
-    static const rocq_activation kinds[] = {ROCQ_ACT_SILU, ROCQ_ACT_GELU, ROCQ_ACT_TANH};
+    static const rocq_activation kinds[] = {ROCQ_ACT_SILU, ROCQ_ACT_GELU, ROCQ_ACT_TANH,
+                                            ROCQ_ACT_SIGMOID};
     for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 8 * 3001) {
-        float x[8], y[4][8], plain[4][8];
+        float x[8], y[5][8], plain[5][8];
         for (int i = 0; i < 8; i++) x[i] = rocq__bits_f32((uint32_t)(bits + (uint64_t)i * 3001));
-        for (int a = 0; a < 4; a++) {
+        for (int a = 0; a < 5; a++) {
             memcpy(y[a], x, sizeof x);
             memcpy(plain[a], x, sizeof x);
-            if (a < 3) {
+            if (a < 4) {
                 rocq__activate_row(false, kinds[a], plain[a], 8);
                 rocq__activate_row(contexts[1][0]->has_simd, kinds[a], y[a], 8);
             } else {
@@ -514,16 +518,17 @@ static void activations_in_ulps(void **state) {
         for (int i = 0; i < 8; i++) {
             const double v = (double)x[i], u = 1.5957691216057308 * (v + 0.044715 * v * v * v);
             if (isnan(v)) {
-                for (int a = 0; a < 4; a++) assert_true(isnan(y[a][i]) && isnan(plain[a][i]));
+                for (int a = 0; a < 5; a++) assert_true(isnan(y[a][i]) && isnan(plain[a][i]));
                 continue;
             }
-            for (int a = 0; a < 4; a++) assert_memory_equal(&y[a][i], &plain[a][i], sizeof(float));
+            for (int a = 0; a < 5; a++) assert_memory_equal(&y[a][i], &plain[a][i], sizeof(float));
             if (v >= -87.33 && v < 88.37) assert_true(ulps(rocq__exp1(x[i]), exp(v)) <= 1.1);
             if (isinf(v)) continue;
             if (v > -87.3) assert_true(ulps(y[0][i], v / (1 + exp(-v))) <= 2.5);
             if (u > -87.3) assert_true(ulps(y[1][i], v / (1 + exp(-u))) <= 3 + 3 * fabs(u));
             assert_true(ulps(y[2][i], tanh(v)) <= 3);
-            if (fabs(v) > 1e-36) assert_true(ulps(y[3][i], 30 * tanh(v / 30)) <= 4);
+            if (v > -87.3) assert_true(ulps(y[3][i], 1 / (1 + exp(-v))) <= 2.5);
+            if (fabs(v) > 1e-36) assert_true(ulps(y[4][i], 30 * tanh(v / 30)) <= 4);
         }
     }
 }
@@ -542,7 +547,7 @@ static void glu(void **state) {
                     : alias == 2 ? up
                                  : box_make(layout, floats[option & 1], n, 3, 2, 1);
             const rocq_glu_params p = {.y = &y.t, .gate = &gate.t, .up = &up.t,
-                                       .activation = (rocq_activation)(option % 6)};
+                                       .activation = (rocq_activation)(option % 7)};
             double *want = doubles(gate.count);
             for (int64_t i = 0; i < gate.count; i++) {
                 want[i] = activation_reference(p.activation, gate.value[i]) * up.value[i];
@@ -1624,7 +1629,9 @@ static void in_place_is_exactly_in_place(void **state) {
 // -- shortconv --
 
 // y of tokens first to first + n - 1 of a text that bcx has from position 0 on.
-static void shortconv_want(const box *bcx, const box *w, int64_t first, int64_t n, double *want) {
+static void shortconv_want(const box *bcx, const box *w, rocq_activation activation, int64_t first,
+                           int64_t n, double *want) {
+    const bool gated = bcx->t.ne[0] != w->t.ne[1];
     const int64_t d = w->t.ne[1], taps = w->t.ne[0], n_seqs = bcx->t.ne[2];
     for (int64_t s = 0; s < n_seqs; s++) {
         for (int64_t t = first; t < first + n; t++) {
@@ -1634,9 +1641,11 @@ static void shortconv_want(const box *bcx, const box *w, int64_t first, int64_t 
                     const int64_t p = t - taps + 1 + j;
                     if (p < 0) continue;
                     sum += box_at(w, j, c, 0, 0) * box_at(bcx, c, p, s, 0) *
-                           box_at(bcx, 2 * d + c, p, s, 0);
+                           (gated ? box_at(bcx, 2 * d + c, p, s, 0) : 1);
                 }
-                want[(s * n + t - first) * d + c] = sum * box_at(bcx, d + c, t, s, 0);
+                want[(s * n + t - first) * d + c] =
+                    activation_reference(activation, sum) *
+                    (gated ? box_at(bcx, d + c, t, s, 0) : 1);
             }
         }
     }
@@ -1647,13 +1656,15 @@ static void shortconv(void **state) {
     static const int64_t sizes[] = {1, 31, 32, 64, 65, 96, 200};
     static const rocq_format outputs[] = {ROCQ_F32, ROCQ_F16, ROCQ_Q8_0};
     enum { ALL = 23 };
-    for (int i = 0; i < 84; i++) {
+    for (int i = 0; i < 105; i++) {
+        const rocq_activation activation = (rocq_activation)(i < 84 ? 0 : i % 7);
         const rocq_format out_format = outputs[i % 3], in_format = i % 5 == 3 ? ROCQ_F16 : ROCQ_F32;
         const int64_t d = out_format == ROCQ_Q8_0 ? sizes[i % 7] / 32 * 32 + 32 : sizes[i % 7];
         const int64_t taps = 1 + i % 4, n_seqs = 1 + i / 3 % 2, least = taps > 1 ? taps - 1 : 1;
         const int64_t slots = least + (i % 3 == 0 ? 0 : i % 6);
         const box_layout layout = (box_layout)(i / 2 % 3);
-        box bcx = box_random(layout, in_format, 1, 3 * d, ALL, n_seqs, 1);
+        const int64_t rows = i < 84 ? 3 * d : d;
+        box bcx = box_random(layout, in_format, 1, rows, ALL, n_seqs, 1);
         box w = box_random(BOX_STRIDED, ROCQ_F32, 1, taps, d, 1, 1);
         for (int simd = 0; simd < 2; simd++) {
             box kept = box_make(layout, ROCQ_F32, d, slots, n_seqs, 1); // NaN: nothing is cleared
@@ -1662,17 +1673,18 @@ static void shortconv(void **state) {
             int32_t zeros[2] = {0, 0};
             box pos = box_i32(zeros, n_seqs);
             const rocq_shortconv_params once = {.y = &whole.t, .bcx = &bcx.t, .w = &w.t,
-                                                .state = &kept.t, .pos = &pos.t};
+                                                .state = &kept.t, .pos = &pos.t,
+                                                .activation = activation};
             run(simd, ROCQ_OP_SHORTCONV, &once, (box *[]){&whole, &kept}, 2);
-            shortconv_want(&bcx, &w, 0, ALL, want);
+            shortconv_want(&bcx, &w, activation, 0, ALL, want);
             check_all(&whole, want, out_format == ROCQ_Q8_0 ? 5e-4 : 1e-12);
             box_check_outside(&kept);
             for (int64_t p = ALL - slots; p < ALL; p++) { // what is kept, and where
                 for (int64_t s = 0; s < n_seqs && p >= 0; s++) {
                     const float *row = (const float *)(void *)box_row(&kept, s * slots + p % slots);
                     for (int64_t c = 0; c < d; c++) {
-                        assert_true(row[c] == (float)box_at(&bcx, c, p, s, 0) *
-                                                  (float)box_at(&bcx, 2 * d + c, p, s, 0));
+                        const float by = rows == d ? 1 : (float)box_at(&bcx, 2 * d + c, p, s, 0);
+                        assert_true(row[c] == (float)box_at(&bcx, c, p, s, 0) * by);
                     }
                 }
             }
@@ -1681,11 +1693,12 @@ static void shortconv(void **state) {
             for (int64_t first = 0, n; first < ALL; first += n) {
                 n = 1 + (first * 7 + i) % 9 < ALL - first ? 1 + (first * 7 + i) % 9 : ALL - first;
                 box part = box_make(layout, out_format, d, n, n_seqs, 1);
-                const rocq_tensor in = view_of(&bcx.t, 0, first, 0, 0, 3 * d, n, n_seqs, 1);
+                const rocq_tensor in = view_of(&bcx.t, 0, first, 0, 0, rows, n, n_seqs, 1);
                 for (int64_t s = 0; s < n_seqs; s++) pos.value[s] = (double)first;
                 box_write(&pos);
                 const rocq_shortconv_params p = {.y = &part.t, .bcx = &in, .w = &w.t,
-                                                 .state = &again.t, .pos = &pos.t};
+                                                 .state = &again.t, .pos = &pos.t,
+                                                 .activation = activation};
                 // runs three times where that may be
                 if (slots >= n + taps - 1) run(simd, ROCQ_OP_SHORTCONV, &p, (box *[]){&part}, 1);
                 else run(simd, ROCQ_OP_SHORTCONV, &p, (box *[]){&part, &again}, 2);
@@ -1747,6 +1760,257 @@ static void shortconv_refuses(void **state) {
     assert_int_equal(rocq_shortconv(contexts[1][1], &fine), ROCQ_OK);
     box *all[] = {&y, &w, &w5, &w9, &bcx, &odd, &kept, &one, &pos, &few};
     for (int i = 0; i < 10; i++) box_free(all[i]);
+}
+
+// -- delta_net --
+
+typedef struct delta_boxes {
+    box q, k, v, alpha, beta, a, dt;
+    int64_t keys, values, n_heads, n, n_seqs;
+} delta_boxes;
+
+static delta_boxes delta_random(int i, int64_t n) {
+    static const int64_t keys[] = {1, 3, 8, 31, 32, 64, 100, 128}, values[] = {5, 32, 1, 33, 70};
+    delta_boxes b;
+    const box_layout layout = (box_layout)(i / 2 % 3);
+    const int64_t shared = 1 + i % 3;
+    b.keys = keys[i % 8];
+    b.values = values[i % 5];
+    b.n_heads = shared * (1 + i / 3 % 3);
+    b.n = n;
+    b.n_seqs = 1 + i / 4 % 2;
+    b.q = box_random(layout, ROCQ_F32, 3, b.keys, shared, n, b.n_seqs);
+    b.k = box_random(layout, ROCQ_F32, 0.1f, b.keys, shared, n, b.n_seqs);
+    b.v = box_random(layout, ROCQ_F32, 1, b.values, b.n_heads, n, b.n_seqs);
+    b.alpha = box_random(layout, ROCQ_F32, 2, b.n_heads, n, b.n_seqs, 1);
+    b.beta = box_random(layout, ROCQ_F32, 2, b.n_heads, n, b.n_seqs, 1);
+    b.a = box_random(BOX_STRIDED, ROCQ_F32, 0.3f, b.n_heads, 1, 1, 1);
+    b.dt = box_random(BOX_STRIDED, ROCQ_F32, 1, b.n_heads, 1, 1, 1);
+    b.alpha.value[0] = 25; // where exp is left out
+    box_write(&b.alpha);
+    for (int64_t h = 0; h < b.n_heads; h++) b.a.value[h] = -fabs(b.a.value[h]);
+    box_write(&b.a);
+    if (i % 7 == 6) { // of which eps is all, and most
+        for (int64_t e = 0; e < b.keys; e++) b.k.value[e] = 0, b.q.value[e] = 1e-3;
+        box_write(&b.k);
+        box_write(&b.q);
+    }
+    return b;
+}
+
+static rocq_delta_net_params delta_params(const delta_boxes *b, const box *y, const box *kept,
+                                          const box *slot) {
+    const rocq_delta_net_params p = {
+        .y = &y->t, .state = &kept->t, .q = &b->q.t, .k = &b->k.t, .v = &b->v.t,
+        .alpha = &b->alpha.t, .beta = &b->beta.t, .a = &b->a.t, .dt = &b->dt.t, .slot = &slot->t,
+        .eps = 1e-3f};
+    return p;
+}
+
+static void delta_free(delta_boxes *b) {
+    box *all[] = {&b->q, &b->k, &b->v, &b->alpha, &b->beta, &b->a, &b->dt};
+    for (int i = 0; i < 7; i++) box_free(all[i]);
+}
+
+static double delta_length(const box *b, int64_t group, int64_t t, int64_t seq, double eps) {
+    double sum = 0;
+    for (int64_t e = 0; e < b->t.ne[0]; e++) sum += pow(box_at(b, e, group, t, seq), 2);
+    return sqrt(sum + eps);
+}
+
+// The definition, over s [values][keys] of one head of a sequence.
+static void delta_want(const delta_boxes *b, int64_t head, int64_t seq, double *s, double *y) {
+    const int64_t group = head % b->k.t.ne[1];
+    for (int64_t t = 0; t < b->n; t++) {
+        const double k_length = delta_length(&b->k, group, t, seq, (double)1e-3f);
+        const double q_length = delta_length(&b->q, group, t, seq, (double)1e-3f);
+        const double x = box_at(&b->alpha, head, t, seq, 0) + box_at(&b->dt, head, 0, 0, 0);
+        const double decay = exp(box_at(&b->a, head, 0, 0, 0) * log1p(exp(x)));
+        const double share = 1 / (1 + exp(-box_at(&b->beta, head, t, seq, 0)));
+        for (int64_t c = 0; c < b->values; c++) {
+            double *column = s + c * b->keys, seen = 0, sum = 0;
+            for (int64_t e = 0; e < b->keys; e++) {
+                column[e] *= decay;
+                seen += column[e] * box_at(&b->k, e, group, t, seq) / k_length;
+            }
+            const double by = share * (box_at(&b->v, c, head, t, seq) - seen);
+            for (int64_t e = 0; e < b->keys; e++) {
+                column[e] += by * box_at(&b->k, e, group, t, seq) / k_length;
+                sum += column[e] * box_at(&b->q, e, group, t, seq) / q_length;
+            }
+            y[((seq * b->n + t) * b->n_heads + head) * b->values + c] = sum / sqrt((double)b->keys);
+        }
+    }
+}
+
+static box delta_slots(const int32_t *slots, int64_t n_seqs) {
+    box slot = box_i32(slots, 2 * n_seqs);
+    slot.t.ne[0] = slot.t.stride[1] = 2;
+    slot.t.ne[1] = n_seqs;
+    return slot;
+}
+
+// The state of slot `to` of every sequence, in float64, and y.
+static void delta_want_all(const delta_boxes *b, const box *kept, const box *slot, double *states,
+                           double *y) {
+    const int64_t size = b->keys * b->values;
+    memcpy(states, kept->value, (size_t)kept->count * sizeof *states);
+    for (int64_t seq = 0; seq < b->n_seqs; seq++) {
+        const int64_t from = (int64_t)slot->value[2 * seq], to = (int64_t)slot->value[2 * seq + 1];
+        for (int64_t h = 0; h < b->n_heads; h++) {
+            double *s = states + (to * b->n_heads + h) * size;
+            for (int64_t e = 0; e < size; e++) {
+                s[e] = from < 0 ? 0 : kept->value[(from * b->n_heads + h) * size + e];
+            }
+            delta_want(b, h, seq, s, y);
+        }
+    }
+}
+
+static void delta_net(void **state) {
+    (void)state;
+    static const int32_t slots[3][4] = {{-1, 0, 3, 2}, {1, 0, -1, 2}, {2, 2, 1, 1}};
+    for (int i = 0; i < 40; i++) {
+        const box_layout layout = (box_layout)(i % 3);
+        delta_boxes b = delta_random(i, 1 + i * 5 % 23);
+        box kept = box_random(layout, ROCQ_F32, 0.3f, b.keys, b.values, b.n_heads, 4);
+        box slot = delta_slots(slots[i % 3], b.n_seqs);
+        double *want = doubles(b.v.count), *states = doubles(kept.count);
+        delta_want_all(&b, &kept, &slot, states, want);
+        for (int simd = 0; simd < 2; simd++) {
+            box now = box_make(layout, ROCQ_F32, b.keys, b.values, b.n_heads, 4);
+            box y = box_make(layout, ROCQ_F32, b.values, b.n_heads, b.n, b.n_seqs);
+            memcpy(now.memory, kept.memory, (size_t)kept.size);
+            rocq_delta_net_params p = delta_params(&b, &y, &now, &slot);
+            if (i % 4 == 3) { // y is v
+                memcpy(y.value, b.v.value, (size_t)y.count * sizeof *y.value);
+                box_write(&y);
+                p.v = p.y;
+            }
+            run(simd, ROCQ_OP_DELTA_NET, &p, (box *[]){&y, &now}, 2);
+            check_all(&y, want, 1e-11);
+            check_all(&now, states, 1e-11);
+            box_free(&now);
+            box_free(&y);
+        }
+        free(want);
+        free(states);
+        box_free(&slot);
+        box_free(&kept);
+        delta_free(&b);
+    }
+}
+
+// In pieces, with two slots in turn, and each call twice: the same bits of y and of the state.
+static void delta_net_in_pieces(void **state) {
+    (void)state;
+    enum { ALL = 41 };
+    for (int i = 0; i < 16; i++) {
+        delta_boxes b = delta_random(i, ALL);
+        for (int simd = 0; simd < 2; simd++) {
+            box kept = box_make(BOX_PLAIN, ROCQ_F32, b.keys, b.values, b.n_heads, 4);
+            box again = box_make(BOX_PLAIN, ROCQ_F32, b.keys, b.values, b.n_heads, 4);
+            box whole = box_make(BOX_PLAIN, ROCQ_F32, b.values, b.n_heads, ALL, b.n_seqs);
+            box slot = delta_slots((const int32_t[]){-1, 0, -1, 2}, b.n_seqs);
+            const rocq_delta_net_params once = delta_params(&b, &whole, &kept, &slot);
+            run(simd, ROCQ_OP_DELTA_NET, &once, (box *[]){&whole, &kept}, 2);
+            int32_t to = 1;
+            for (int64_t first = 0, n; first < ALL; first += n, to ^= 1) {
+                n = 1 + (first * 7 + i) % 19 < ALL - first ? 1 + (first * 7 + i) % 19 : ALL - first;
+                box part = box_make(BOX_PLAIN, ROCQ_F32, b.values, b.n_heads, n, b.n_seqs);
+                const int64_t shared = b.k.t.ne[1], seqs = b.n_seqs;
+                const rocq_tensor q = view_of(&b.q.t, 0, 0, first, 0, b.keys, shared, n, seqs);
+                const rocq_tensor k = view_of(&b.k.t, 0, 0, first, 0, b.keys, shared, n, seqs);
+                const rocq_tensor v = view_of(&b.v.t, 0, 0, first, 0, b.values, b.n_heads, n, seqs);
+                const int64_t heads = b.n_heads;
+                const rocq_tensor alpha = view_of(&b.alpha.t, 0, first, 0, 0, heads, n, seqs, 1);
+                const rocq_tensor beta = view_of(&b.beta.t, 0, first, 0, 0, heads, n, seqs, 1);
+                for (int64_t s = 0; s < seqs; s++) {
+                    slot.value[2 * s] = first == 0 ? -1 : (double)(2 * s + (to ^ 1));
+                    slot.value[2 * s + 1] = (double)(2 * s + to);
+                    ((int32_t *)(void *)slot.memory)[2 * s] = (int32_t)slot.value[2 * s];
+                    ((int32_t *)(void *)slot.memory)[2 * s + 1] = (int32_t)slot.value[2 * s + 1];
+                }
+                const rocq_delta_net_params p = {
+                    .y = &part.t, .state = &again.t, .q = &q, .k = &k, .v = &v, .alpha = &alpha,
+                    .beta = &beta, .a = &b.a.t, .dt = &b.dt.t, .slot = &slot.t, .eps = once.eps};
+                run(simd, ROCQ_OP_DELTA_NET, &p, (box *[]){&part}, 1); // with each thread count
+                for (int64_t r = 0; r < b.n_heads * n * seqs; r++) {
+                    const int64_t h = r % b.n_heads, t = r / b.n_heads % n, s = r / b.n_heads / n;
+                    assert_true(same_bytes(box_row(&part, r),
+                                           box_row(&whole, (s * ALL + first + t) * b.n_heads + h),
+                                           box_row_size(&part)));
+                }
+                box_free(&part);
+            }
+            const int64_t size = kept.size / 4;
+            for (int64_t s = 0; s < b.n_seqs; s++) {
+                assert_true(same_bytes(kept.memory + 2 * s * size,
+                                       again.memory + (2 * s + (to ^ 1)) * size, size));
+            }
+            static const int32_t bad[][2] = {{-2, 0}, {4, 0}, {0, -1}, {0, 4}};
+            for (int k = 0; k < 4; k++) {
+                memcpy(slot.memory + 8 * (b.n_seqs - 1), bad[k], sizeof bad[k]);
+                run_fails(ROCQ_OP_DELTA_NET, &once, ROCQ_E_BOUNDS, (box *[]){&whole, &kept}, 2);
+            }
+            box *all[] = {&kept, &again, &whole, &slot};
+            for (int k = 0; k < 4; k++) box_free(all[k]);
+        }
+        delta_free(&b);
+    }
+}
+
+static void delta_net_refuses(void **state) {
+    (void)state;
+    delta_boxes b = delta_random(12, 5); // keys of 32, one for two heads
+    box y = box_make(BOX_PLAIN, ROCQ_F32, b.values, b.n_heads, 5, b.n_seqs);
+    box kept = box_make(BOX_PLAIN, ROCQ_F32, b.keys, b.values, b.n_heads, 3);
+    box thin = box_make(BOX_PLAIN, ROCQ_F32, b.keys - 1, b.values, b.n_heads, 3);
+    box long_keys = box_random(BOX_PLAIN, ROCQ_F32, 1, 129, 1, 5, b.n_seqs);
+    box long_state = box_make(BOX_PLAIN, ROCQ_F32, 129, b.values, b.n_heads, 3);
+    box three = box_random(BOX_PLAIN, ROCQ_F32, 1, b.keys, 3, 5, b.n_seqs);
+    box slot = delta_slots((const int32_t[]){-1, 0, -1, 1}, b.n_seqs);
+    box *out[] = {&y, &kept};
+    const rocq_delta_net_params fine = delta_params(&b, &y, &kept, &slot);
+    const struct { size_t at; const rocq_tensor *t; rocq_result want; } bad[] = {
+        {offsetof(rocq_delta_net_params, state), &thin.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_delta_net_params, q), &three.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_delta_net_params, v), &b.q.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_delta_net_params, alpha), &b.a.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_delta_net_params, beta), &b.v.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_delta_net_params, dt), &b.beta.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_delta_net_params, slot), &b.a.t, ROCQ_E_FORMAT},
+        {offsetof(rocq_delta_net_params, a), NULL, ROCQ_E_ARGUMENT},
+        {offsetof(rocq_delta_net_params, v), &kept.t, ROCQ_E_SHAPE},
+        {offsetof(rocq_delta_net_params, y), &kept.t, ROCQ_E_SHAPE}};
+    assert_true(b.n_heads == 2 && b.k.t.ne[1] == 1);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        rocq_delta_net_params p = fine;
+        memcpy((char *)&p + bad[i].at, &bad[i].t, sizeof bad[i].t);
+        run_fails(ROCQ_OP_DELTA_NET, &p, bad[i].want, out, 2);
+    }
+    rocq_delta_net_params p = fine;
+    p.q = p.k = &three.t; // for two heads
+    run_fails(ROCQ_OP_DELTA_NET, &p, ROCQ_E_SHAPE, out, 2);
+    p.q = p.k = &long_keys.t;
+    p.state = &long_state.t;
+    run_fails(ROCQ_OP_DELTA_NET, &p, ROCQ_E_UNSUPPORTED, out, 2);
+    p = fine;
+    p.eps = -1;
+    run_fails(ROCQ_OP_DELTA_NET, &p, ROCQ_E_ARGUMENT, out, 2);
+    rocq_tensor moved = y.t; // v by one row
+    moved.ne[2]--;
+    const rocq_tensor after = view_of(&y.t, 0, 0, 1, 0, b.values, b.n_heads, 4, b.n_seqs);
+    delta_boxes few = delta_random(12, 4);
+    p = delta_params(&few, &y, &kept, &slot);
+    p.y = &moved;
+    p.v = &after;
+    run_fails(ROCQ_OP_DELTA_NET, &p, ROCQ_E_ARGUMENT, out, 2);
+    delta_free(&few);
+    assert_int_equal(rocq_delta_net(contexts[1][1], &fine), ROCQ_OK);
+    box *all[] = {&y, &kept, &thin, &long_keys, &long_state, &three, &slot};
+    for (int i = 0; i < 7; i++) box_free(all[i]);
+    delta_free(&b);
 }
 
 // -- ggml --
@@ -1878,6 +2142,9 @@ int main(void) {
         cmocka_unit_test(in_place_is_exactly_in_place),
         cmocka_unit_test(shortconv),
         cmocka_unit_test(shortconv_refuses),
+        cmocka_unit_test(delta_net),
+        cmocka_unit_test(delta_net_in_pieces),
+        cmocka_unit_test(delta_net_refuses),
         cmocka_unit_test(rope_agrees_with_ggml),
         cmocka_unit_test(norms_and_softmax_agree_with_ggml),
         cmocka_unit_test(activations_agree_with_ggml),

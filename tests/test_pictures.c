@@ -68,6 +68,7 @@ static double activated(rocq_activation activation, double x) {
     case ROCQ_ACT_GELU_ERF: return x / 2 * erfc(-x / sqrt(2.0));
     case ROCQ_ACT_RELU: return x > 0 ? x : 0;
     case ROCQ_ACT_TANH: return tanh(x);
+    case ROCQ_ACT_SIGMOID: return 1 / (1 + exp(-x));
     default: return x;
     }
 }

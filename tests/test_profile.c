@@ -699,6 +699,25 @@ static void ops_are_regions(void **state) {
     assert_int_equal(rocq_shortconv(ctx, &shortconv), ROCQ_OK);
     expect_work(ctx, "shortconv", 4 * (32 * 3 + 96 * 3 + 3 * 32 + 32 * (2 + 3) + 1), 32 * 3);
 
+    // A slot is read, another written.
+    rocq_tensor qk = host_tensor(ctx, ROCQ_F32, 16, 2, 3), v4 = host_tensor(ctx, ROCQ_F32, 8, 4, 3);
+    rocq_tensor y4 = host_tensor(ctx, ROCQ_F32, 8, 4, 3), s4 = host_tensor(ctx, ROCQ_F32, 16, 8, 8);
+    rocq_tensor gates = host_tensor(ctx, ROCQ_F32, 4, 3, 1);
+    rocq_tensor each = host_tensor(ctx, ROCQ_F32, 4, 1, 1);
+    rocq_tensor slot = host_tensor(ctx, ROCQ_I32, 2, 1, 1);
+    s4.ne[2] = 4; // and two slots
+    s4.ne[3] = 2;
+    s4.stride[3] = 4 * s4.stride[2];
+    ((int32_t *)slot.buffer.host)[0] = -1;
+    ((int32_t *)slot.buffer.host)[1] = 1;
+    const rocq_delta_net_params delta_net = {
+        .y = &y4, .state = &s4, .q = &qk, .k = &qk, .v = &v4, .alpha = &gates, .beta = &gates,
+        .a = &each, .dt = &each, .slot = &slot, .eps = 1};
+    assert_int_equal(rocq_delta_net(ctx, &delta_net), ROCQ_OK);
+    expect_work(ctx, "delta_net",
+                4 * (2 * 8 * 4 * 3 + 2 * 16 * 8 * 4 + 2 * 16 * 2 * 3 + 2 * 4 * 3 + 2 * 4 + 2),
+                7 * 8 * 4 * 3 * 16);
+
     // What fails is no sample, nor is what a graph records.
     const rocq_matmul_params wrong = {.y = &y2, .w = &w, .x = &x};
     assert_int_not_equal(rocq_matmul(ctx, &wrong), ROCQ_OK);
