@@ -39,20 +39,32 @@ enum {
     // earlier one.
     LLAMA__GEMMA4 = 262144,
     LLAMA__GEMMA4_SHARED = 524288,
-    LLAMA__ALL = 1048575,
+    // Of qwen35's layers most have a gated delta net in place of attention; those are named _DELTA.
+    LLAMA__QWEN35 = 1048576,
+    LLAMA__QWEN35_DELTA = 2097152,
+    LLAMA__QWEN35MOE = 4194304,
+    LLAMA__QWEN35MOE_DELTA = 8388608,
+    LLAMA__ALL = 16777215,
     LLAMA__NEWER = LLAMA__ALL - LLAMA__GPT2,
     LLAMA__GEMMA4S = LLAMA__GEMMA4 | LLAMA__GEMMA4_SHARED,
     LLAMA__GEMMA = LLAMA__GEMMA2 | LLAMA__GEMMA3 | LLAMA__GEMMA4S,
     LLAMA__FUSED = LLAMA__GPT2 | LLAMA__PHI3, // q, k and v in one matrix
     LLAMA__CONVS = LLAMA__LFM2_CONV | LLAMA__LFM2MOE_CONV,
+    LLAMA__DELTAS = LLAMA__QWEN35_DELTA | LLAMA__QWEN35MOE_DELTA,
+    LLAMA__OUT_GATES = LLAMA__QWEN35 | LLAMA__QWEN35MOE, // attention's output has a gate, with q
+    LLAMA__QWEN35S = LLAMA__OUT_GATES | LLAMA__DELTAS,
     LLAMA__LFM = LLAMA__LFM2 | LLAMA__LFM2MOE | LLAMA__CONVS,
-    LLAMA__SEPARATE = LLAMA__ALL - LLAMA__FUSED - LLAMA__CONVS,
+    LLAMA__SEPARATE = LLAMA__ALL - LLAMA__FUSED - LLAMA__CONVS - LLAMA__DELTAS,
+    LLAMA__BIASED = LLAMA__SEPARATE - LLAMA__OUT_GATES, // q, k and v may be
     LLAMA__EXPERTS = LLAMA__MIXTRAL | LLAMA__QWEN3MOE | LLAMA__GPT_OSS | LLAMA__GRANITEMOE |
-                     LLAMA__LFM2MOE | LLAMA__LFM2MOE_CONV,
+                     LLAMA__LFM2MOE | LLAMA__LFM2MOE_CONV | LLAMA__QWEN35MOE |
+                     LLAMA__QWEN35MOE_DELTA,
+    LLAMA__SHARED = LLAMA__GRANITEMOE | LLAMA__QWEN35MOE | LLAMA__QWEN35MOE_DELTA,
+    LLAMA__POST_NORMS = LLAMA__GPT_OSS | LLAMA__QWEN35S, // post_attention_norm is ffn_norm
     LLAMA__DENSE = LLAMA__ALL - LLAMA__EXPERTS,
     LLAMA__GATED = LLAMA__DENSE - LLAMA__FUSED, // gate and up in two matrices
     LLAMA__HEAD_NORMS = LLAMA__QWEN3 | LLAMA__QWEN3MOE | LLAMA__GEMMA3 | LLAMA__LFM2 |
-                        LLAMA__LFM2MOE | LLAMA__GEMMA4S
+                        LLAMA__LFM2MOE | LLAMA__GEMMA4S | LLAMA__OUT_GATES
 };
 
 enum { LLAMA__REQUIRED = -1 }; // in place of a default
@@ -82,6 +94,7 @@ static const struct llama__family {
     bool convolves;         // layers without KV heads do, and the first ones may have no experts
     bool mixed;             // layers differ in their heads, KV heads and FF: see llama__read_shapes
     bool value_norm;        // values are normed, and scores not divided: norms of heads do that
+    bool deltas;            // most layers have a delta net, see llama__read_deltas
     int32_t odd;            // the model of so many layers takes n_embd / n_heads for the size of a
                             // head where it scales scores
 } llama__families[] = {
@@ -125,6 +138,11 @@ static const struct llama__family {
     {.name = "lfm2moe", .bit = LLAMA__LFM, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_SILU,
      .norm_eps = LLAMA__RMS_EPS, .experts = true, .scores = ROCQ_SCORES_SIGMOID,
      .renormalise = true, .convolves = true},
+    {.name = "qwen35", .bit = LLAMA__QWEN35 | LLAMA__QWEN35_DELTA, .pairing = ROCQ_ROPE_NEOX,
+     .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS, .deltas = true},
+    {.name = "qwen35moe", .bit = LLAMA__QWEN35MOE | LLAMA__QWEN35MOE_DELTA,
+     .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_SILU, .norm_eps = LLAMA__RMS_EPS,
+     .experts = true, .renormalise = true, .deltas = true},
     {.name = "phi3", .bit = LLAMA__PHI3, .pairing = ROCQ_ROPE_NEOX, .activation = ROCQ_ACT_SILU,
      .norm_eps = LLAMA__RMS_EPS},
 };
@@ -133,11 +151,12 @@ enum { LLAMA__N_FAMILIES = sizeof llama__families / sizeof llama__families[0] };
 
 // Sizes: 1, n_embd, Q, KV, Q + 2 KV, head_dim, FF, 2 FF, n_vocab, n_ctx_train, how many pairs of a
 // head turn, heads, experts, FF of an expert, 3 n_embd, the taps of a convolution, and what of an
-// embedding is for each layer alone: for one layer, and for all.
+// embedding is for each layer alone: for one layer, and for all; 2 Q; of delta nets the channels of
+// the convolution, the elements of all heads, heads, and elements of one.
 enum {
     LLAMA__1, LLAMA__E, LLAMA__Q, LLAMA__KV, LLAMA__QKV, LLAMA__D, LLAMA__F, LLAMA__2F, LLAMA__V,
     LLAMA__P, LLAMA__R, LLAMA__H, LLAMA__X, LLAMA__XF, LLAMA__3E, LLAMA__T, LLAMA__A,
-    LLAMA__AL, LLAMA__N_SIZES
+    LLAMA__AL, LLAMA__2Q, LLAMA__DC, LLAMA__DV, LLAMA__DH, LLAMA__DD, LLAMA__N_SIZES
 };
 
 enum {
@@ -164,29 +183,42 @@ static const llama__weight llama__weights[] = { // of each layer: "blk.<layer>.<
     {"attn_qkv.weight", LLAMA__AT(q), LLAMA__E, LLAMA__QKV, LLAMA__FUSED, 0},
     {"attn_qkv.bias", LLAMA__AT(q_bias), LLAMA__QKV, LLAMA__1, LLAMA__GPT2, 0},
     {"attn_qkv.bias", LLAMA__AT(q_bias), LLAMA__QKV, LLAMA__1, LLAMA__PHI3, LLAMA__OPTIONAL},
-    {"attn_q.weight", LLAMA__AT(q), LLAMA__E, LLAMA__Q, LLAMA__SEPARATE, 0},
+    {"attn_qkv.weight", LLAMA__AT(q), LLAMA__E, LLAMA__DC, LLAMA__DELTAS, 0},
+    {"attn_gate.weight", LLAMA__AT(k), LLAMA__E, LLAMA__DV, LLAMA__DELTAS, 0},
+    {"attn_q.weight", LLAMA__AT(q), LLAMA__E, LLAMA__Q, LLAMA__BIASED, 0},
+    {"attn_q.weight", LLAMA__AT(q), LLAMA__E, LLAMA__2Q, LLAMA__OUT_GATES, 0},
     {"attn_k.weight", LLAMA__AT(k), LLAMA__E, LLAMA__KV, LLAMA__SEPARATE - LLAMA__GEMMA4_SHARED, 0},
     {"attn_k.weight", LLAMA__AT(k), LLAMA__E, LLAMA__KV, LLAMA__GEMMA4_SHARED, LLAMA__OPTIONAL},
     {"attn_v.weight", LLAMA__AT(v), LLAMA__E, LLAMA__KV, LLAMA__SEPARATE - LLAMA__GEMMA4S, 0},
     {"attn_v.weight", LLAMA__AT(v), LLAMA__E, LLAMA__KV, LLAMA__GEMMA4S, LLAMA__OPTIONAL},
-    {"attn_q.bias", LLAMA__AT(q_bias), LLAMA__Q, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
-    {"attn_k.bias", LLAMA__AT(k_bias), LLAMA__KV, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
-    {"attn_v.bias", LLAMA__AT(v_bias), LLAMA__KV, LLAMA__1, LLAMA__SEPARATE, LLAMA__OPTIONAL},
+    {"attn_q.bias", LLAMA__AT(q_bias), LLAMA__Q, LLAMA__1, LLAMA__BIASED, LLAMA__OPTIONAL},
+    {"attn_k.bias", LLAMA__AT(k_bias), LLAMA__KV, LLAMA__1, LLAMA__BIASED, LLAMA__OPTIONAL},
+    {"attn_v.bias", LLAMA__AT(v_bias), LLAMA__KV, LLAMA__1, LLAMA__BIASED, LLAMA__OPTIONAL},
     {"attn_q_norm.weight", LLAMA__AT(q_norm), LLAMA__D, LLAMA__1, LLAMA__HEAD_NORMS, 0},
     {"attn_k_norm.weight", LLAMA__AT(k_norm), LLAMA__D, LLAMA__1,
      LLAMA__HEAD_NORMS - LLAMA__GEMMA4_SHARED, 0},
     {"attn_k_norm.weight", LLAMA__AT(k_norm), LLAMA__D, LLAMA__1, LLAMA__GEMMA4_SHARED,
      LLAMA__OPTIONAL},
     {"attn_sinks.weight", LLAMA__AT(sinks), LLAMA__H, LLAMA__1, LLAMA__GPT_OSS, 0},
-    {"attn_output.weight", LLAMA__AT(out), LLAMA__Q, LLAMA__E, LLAMA__ALL - LLAMA__CONVS, 0},
+    {"attn_output.weight", LLAMA__AT(out), LLAMA__Q, LLAMA__E,
+     LLAMA__ALL - LLAMA__CONVS - LLAMA__DELTAS, 0},
     {"attn_output.bias", LLAMA__AT(out_bias), LLAMA__E, LLAMA__1, LLAMA__ALL, LLAMA__OPTIONAL},
     {"shortconv.in_proj.weight", LLAMA__AT(q), LLAMA__E, LLAMA__3E, LLAMA__CONVS, 0},
     {"shortconv.conv.weight", LLAMA__AT(conv), LLAMA__T, LLAMA__E, LLAMA__CONVS,
      LLAMA__ALONE | LLAMA__F32},
     {"shortconv.out_proj.weight", LLAMA__AT(out), LLAMA__E, LLAMA__E, LLAMA__CONVS, 0},
+    {"ssm_conv1d.weight", LLAMA__AT(conv), LLAMA__T, LLAMA__DC, LLAMA__DELTAS,
+     LLAMA__ALONE | LLAMA__F32},
+    {"ssm_alpha.weight", LLAMA__AT(alpha), LLAMA__E, LLAMA__DH, LLAMA__DELTAS, 0},
+    {"ssm_beta.weight", LLAMA__AT(beta), LLAMA__E, LLAMA__DH, LLAMA__DELTAS, 0},
+    {"ssm_a", LLAMA__AT(a), LLAMA__DH, LLAMA__1, LLAMA__DELTAS, 0},
+    {"ssm_dt.bias", LLAMA__AT(dt), LLAMA__DH, LLAMA__1, LLAMA__DELTAS, 0},
+    {"ssm_norm.weight", LLAMA__AT(delta_norm), LLAMA__DD, LLAMA__1, LLAMA__DELTAS, 0},
+    {"ssm_out.weight", LLAMA__AT(out), LLAMA__DV, LLAMA__E, LLAMA__DELTAS, 0},
     {"post_attention_norm.weight", LLAMA__AT(attn_post_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA, 0},
-    {"post_attention_norm.weight", LLAMA__AT(ffn_norm), LLAMA__E, LLAMA__1, LLAMA__GPT_OSS, 0},
-    {"ffn_norm.weight", LLAMA__AT(ffn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL - LLAMA__GPT_OSS, 0},
+    {"post_attention_norm.weight", LLAMA__AT(ffn_norm), LLAMA__E, LLAMA__1, LLAMA__POST_NORMS, 0},
+    {"ffn_norm.weight", LLAMA__AT(ffn_norm), LLAMA__E, LLAMA__1, LLAMA__ALL - LLAMA__POST_NORMS,
+     0},
     {"ffn_norm.bias", LLAMA__AT(ffn_norm_bias), LLAMA__E, LLAMA__1, LLAMA__GPT2, 0},
     {"ffn_up.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__GPT2, 0},
     {"ffn_up.bias", LLAMA__AT(gate_bias), LLAMA__F, LLAMA__1, LLAMA__GPT2, 0},
@@ -213,11 +245,11 @@ static const llama__weight llama__weights[] = { // of each layer: "blk.<layer>.<
      LLAMA__BY_EXPERT},
     {"ffn_down_exps.bias", LLAMA__AT(expert_down_bias), LLAMA__E, LLAMA__X, LLAMA__GPT_OSS,
      LLAMA__ALONE},
-    {"ffn_gate_shexp.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__GRANITEMOE,
-     LLAMA__OPTIONAL},
-    {"ffn_up_shexp.weight", LLAMA__AT(up), LLAMA__E, LLAMA__F, LLAMA__GRANITEMOE, LLAMA__OPTIONAL},
-    {"ffn_down_shexp.weight", LLAMA__AT(down), LLAMA__F, LLAMA__E, LLAMA__GRANITEMOE,
-     LLAMA__OPTIONAL},
+    {"ffn_gate_shexp.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__SHARED, LLAMA__OPTIONAL},
+    {"ffn_up_shexp.weight", LLAMA__AT(up), LLAMA__E, LLAMA__F, LLAMA__SHARED, LLAMA__OPTIONAL},
+    {"ffn_down_shexp.weight", LLAMA__AT(down), LLAMA__F, LLAMA__E, LLAMA__SHARED, LLAMA__OPTIONAL},
+    {"ffn_gate_inp_shexp.weight", LLAMA__AT(shared), LLAMA__E, LLAMA__1,
+     LLAMA__QWEN35MOE | LLAMA__QWEN35MOE_DELTA, LLAMA__OPTIONAL},
     {"post_ffw_norm.weight", LLAMA__AT(ffn_post_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA, 0},
     {"inp_gate.weight", LLAMA__AT(apart_gate), LLAMA__E, LLAMA__A, LLAMA__GEMMA4S,
      LLAMA__APART | LLAMA__ALONE},
@@ -512,6 +544,14 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s models of %d experts are not supported",
                            m->family, (int)m->n_experts);
     }
+    if (m->row->deltas) { // the last layers may be for guessing tokens ahead, which is not done
+        LLAMA__TRY(llama__read_int(m, file, "nextn_predict_layers", 0, &m->n_ahead));
+        if (m->n_ahead >= m->n_layers) {
+            return llama__fail(m, ROCQ_E_CORRUPT, "%s.nextn_predict_layers is %d of %d layers",
+                               m->family, (int)m->n_ahead, (int)m->n_layers);
+        }
+        m->n_layers -= m->n_ahead;
+    }
     m->rope.pairing = m->row->pairing;
     m->activation = m->row->activation;
     LLAMA__TRY(llama__read_int(m, file, "embedding_length", LLAMA__REQUIRED, &m->n_embd));
@@ -539,6 +579,18 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
     return llama__read_rope(m, file);
 }
 
+// Entry i of an array with a yes or a no for each layer: booleans, or integers 0 and 1.
+static rocq_result llama__read_flag(llama_model *m, const char *key, const rocq_gguf_value *value,
+                                    int32_t i, bool *out) {
+    int64_t number = 0;
+    if (rocq_gguf_value_bool(value, i, out) == ROCQ_OK) return ROCQ_OK;
+    if (rocq_gguf_value_i64(value, i, &number) != ROCQ_OK || (number | 1) != 1) {
+        return llama__fail(m, ROCQ_E_TYPE, "%s does not say yes or no in entry %d", key, (int)i);
+    }
+    *out = number == 1;
+    return ROCQ_OK;
+}
+
 // Which layers see no further back than the window: by an array with one entry a layer,
 // or by a number n, where of each n layers all but the last do. As in llama.cpp, n = 0 means all.
 static rocq_result llama__read_windows(llama_model *m, const rocq_gguf *file, int32_t window) {
@@ -563,15 +615,8 @@ static rocq_result llama__read_windows(llama_model *m, const rocq_gguf *file, in
                            (double)value.count, (int)m->n_layers);
     }
     for (int32_t i = 0; i < m->n_layers; i++) {
-        int64_t number = 0;
-        bool windowed = false;
-        if (rocq_gguf_value_bool(&value, i, &windowed) != ROCQ_OK) {
-            if (rocq_gguf_value_i64(&value, i, &number) != ROCQ_OK || (number | 1) != 1) {
-                return llama__fail(m, ROCQ_E_TYPE, "%s does not say yes or no in entry %d", key,
-                                   (int)i);
-            }
-            windowed = number == 1;
-        }
+        bool windowed;
+        LLAMA__TRY(llama__read_flag(m, key, &value, i, &windowed));
         m->layers[i].window = windowed ? window : 0;
     }
     return ROCQ_OK;
@@ -604,6 +649,62 @@ static rocq_result llama__read_ropes(llama_model *m, const rocq_gguf *file) {
         }
     }
     return ROCQ_OK;
+}
+
+// Of positions in several dimensions, as pictures have them, text has the same in the first three,
+// and 0 in the fourth: then all pairs must turn by one of the three.
+static rocq_result llama__read_sections(llama_model *m, const rocq_gguf *file) {
+    char key[128];
+    rocq_gguf_value value;
+    int64_t size[4], all = 0;
+    snprintf(key, sizeof key, "%s.rope.dimension_sections", m->family);
+    if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK) return ROCQ_OK;
+    for (int64_t i = 0; i < 4; i++) {
+        if (!value.is_array || value.count != 4 ||
+            rocq_gguf_value_i64(&value, i, &size[i]) != ROCQ_OK || size[i] < 0 ||
+            size[i] > 1 << 20) {
+            return llama__fail(m, ROCQ_E_CORRUPT, "%s is not four sizes", key);
+        }
+        all += size[i];
+    }
+    for (int64_t i = 0; i < m->rope.n_dims / 2; i++) {
+        const int64_t at = all > 0 ? i % all : 0;
+        if (at < 3 * size[at % 3]) continue;
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s leaves pair %d of a head to a fourth "
+                           "dimension, which text does not have", key, (int)i);
+    }
+    return ROCQ_OK;
+}
+
+// The shapes of delta nets, and which layers have one: by an array, or all but each n-th.
+static rocq_result llama__read_deltas(llama_model *m, const rocq_gguf *file) {
+    char key[128];
+    int32_t inner, interval;
+    rocq_gguf_value value;
+    LLAMA__TRY(llama__read_int(m, file, "ssm.group_count", LLAMA__REQUIRED, &m->delta_groups));
+    LLAMA__TRY(llama__read_int(m, file, "ssm.time_step_rank", LLAMA__REQUIRED, &m->delta_heads));
+    LLAMA__TRY(llama__read_int(m, file, "ssm.state_size", LLAMA__REQUIRED, &m->delta_dim));
+    LLAMA__TRY(llama__read_int(m, file, "ssm.inner_size", LLAMA__REQUIRED, &inner));
+    LLAMA__TRY(llama__read_int(m, file, "full_attention_interval", 4, &interval));
+    if (m->delta_dim > ROCQ_DELTA_NET_KEYS || m->delta_heads % m->delta_groups != 0 ||
+        (int64_t)m->delta_heads * m->delta_dim != inner) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "delta nets of %d heads of %d elements, %d in "
+                           "all, with %d keys are not supported", (int)m->delta_heads,
+                           (int)m->delta_dim, (int)inner, (int)m->delta_groups);
+    }
+    snprintf(key, sizeof key, "%s.attention.recurrent_layers", m->family);
+    const bool listed = rocq_gguf_find_value(file, key, &value) == ROCQ_OK;
+    if (listed && (!value.is_array || value.count < m->n_layers)) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s is no array of %d layers", key,
+                           (int)m->n_layers);
+    }
+    for (int32_t i = 0; i < m->n_layers; i++) {
+        bool delta = (i + 1) % interval != 0;
+        if (listed) LLAMA__TRY(llama__read_flag(m, key, &value, i, &delta));
+        m->layers[i].bit &= delta ? LLAMA__DELTAS : ~LLAMA__DELTAS;
+        m->n_convs += delta;
+    }
+    return llama__read_sections(m, file);
 }
 
 // KV heads, and what kind each layer is of: where layers may convolve, those without KV heads do,
@@ -641,11 +742,13 @@ static rocq_result llama__read_kinds(llama_model *m, const rocq_gguf *file) {
         return llama__fail(m, ROCQ_E_CORRUPT, "%d layers of %d heads on %d KV heads",
                            (int)m->n_layers, (int)m->n_heads, (int)m->n_kv_heads);
     }
-    if (!row->convolves) return ROCQ_OK;
-    LLAMA__TRY(llama__read_int(m, file, "shortconv.l_cache", LLAMA__REQUIRED, &m->n_taps));
+    if (row->deltas) LLAMA__TRY(llama__read_deltas(m, file));
+    if (!row->convolves && !row->deltas) return ROCQ_OK;
+    const char *taps = row->deltas ? "ssm.conv_kernel" : "shortconv.l_cache";
+    LLAMA__TRY(llama__read_int(m, file, taps, LLAMA__REQUIRED, &m->n_taps));
     if (m->n_taps > 1 && m->n_taps <= ROCQ_SHORTCONV_TAPS) return ROCQ_OK;
-    return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.shortconv.l_cache is %d, expected 2 to %d",
-                       m->family, (int)m->n_taps, (int)ROCQ_SHORTCONV_TAPS);
+    return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.%s is %d, expected 2 to %d", m->family, taps,
+                       (int)m->n_taps, (int)ROCQ_SHORTCONV_TAPS);
 }
 
 // An integer of one layer, from an array with an entry for each; else *out stays.

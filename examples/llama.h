@@ -56,7 +56,10 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
 // k and v in one weight, which is q here, [n_embd, Q + 2 KV], and no gate: its ffn_up, which goes
 // through the activation, is gate here. It has no k, v and up. Nor has phi3, whose gate has gate
 // and up, [n_embd, 2 FF]. A layer that convolves has in_proj, [n_embd, 3 n_embd], as q, and its
-// out_proj as out.
+// out_proj as out. Where attention's output has a gate (qwen35), q has it too: [n_embd, 2 Q], of
+// each head its q, then its gate. A layer with a delta net of H heads of D elements, and G of keys,
+// has q, k and v in one weight, q: [n_embd, C], C = (2 G + H) D, and its output's gate as k,
+// [n_embd, H D].
 typedef struct llama_layer {
     rocq_tensor attn_norm;              // [n_embd]
     rocq_tensor attn_norm_bias;         // [n_embd]                   gpt2, as that of ffn_norm
@@ -64,7 +67,9 @@ typedef struct llama_layer {
     rocq_tensor q_bias, k_bias, v_bias; // [Q], [KV], [KV]         most of qwen2, gpt2
     rocq_tensor q_norm, k_norm;         // [head_dim], of each head   qwen3, gemma3
     rocq_tensor sinks;                  // [n_heads]                  gpt-oss
-    rocq_tensor conv;                   // [taps, n_embd]             lfm2
+    rocq_tensor conv;                   // [taps, n_embd or C]        lfm2, qwen35
+    rocq_tensor alpha, beta, a, dt;     // [n_embd, H] and [H] twice  qwen35
+    rocq_tensor delta_norm;             // [D], of each head          qwen35
     rocq_tensor out, out_bias;          // [Q, n_embd], [n_embd]
     rocq_tensor attn_post_norm;         // [n_embd]                   gemma
     rocq_tensor ffn_norm, ffn_norm_bias; // [n_embd]
@@ -75,6 +80,7 @@ typedef struct llama_layer {
     // Of mixtures: E is n_experts, XF is expert_ff. The above then is the shared expert, if any.
     rocq_tensor router, router_bias;           // [n_embd, E], [E]
     rocq_tensor choice_bias;                   // [E]                 lfm2moe
+    rocq_tensor shared;                        // [n_embd]            qwen35moe: its gate
     rocq_tensor expert_gate, expert_gate_bias; // [n_embd, XF, E], [XF, E]
     rocq_tensor expert_up, expert_up_bias;     // [n_embd, XF, E], [XF, E]
     rocq_tensor expert_down, expert_down_bias; // [XF, n_embd, E], [n_embd, E]
@@ -85,7 +91,8 @@ typedef struct llama_layer {
     rocq_kv_view cache;                 // of layers with attention
     int32_t source;                     // number of the layer whose keys and values these are
     int32_t head_dim, n_kv_heads, n_ff; // as the model's, but in gemma4
-    rocq_tensor state;                  // F32 [n_embd, taps - 1 + LLAMA_BACK] of the others
+    rocq_tensor state;                  // F32 [n_embd or C, taps - 1 + LLAMA_BACK] of the others
+    rocq_tensor deltas;                 // F32 [D, D, 2 H] of delta nets: see kept in llama_model
     int32_t bit;                        // its family or kind, of families.h
     int32_t window;                     // positions a query sees, 0 = all
     rocq_rope_config rope;
@@ -119,7 +126,9 @@ typedef struct llama_adapters {
 
 typedef struct llama_model {
     int32_t n_past; // tokens in the cache; lower it to forget the newest, 0 starts afresh. Models
-                    // with convolutions (lfm2) can forget LLAMA_BACK tokens so, or all of them
+                    // with convolutions (lfm2) can forget LLAMA_BACK tokens so, or all of them;
+                    // with delta nets (qwen35) what the last batch of up to LLAMA_BACK has added,
+                    // or all
 
     // The rest is for reading only.
     const char *family; // general.architecture
@@ -128,7 +137,10 @@ typedef struct llama_model {
                                          // n_leading layers, which are dense; 0 = none
     int32_t n_experts, n_used, expert_ff; // n_experts 1: no mixture
     int32_t n_leading;
-    int32_t n_convs, n_taps;             // layers that convolve, over so many tokens
+    int32_t n_convs, n_taps;             // layers that convolve, over so many tokens: lfm2's, and
+                                         // those with a delta net, which has delta_heads heads of
+    int32_t delta_heads, delta_groups, delta_dim; // delta_dim elements, and delta_groups of keys
+    int32_t n_ahead;                     // layers of the file behind n_layers, which are not read
     int32_t local_dim;                   // head_dim of layers with a window; n_kv_heads and n_ff,
                                          // too, may differ by layer, and are the largest then
     int32_t n_apart;                     // elements of an embedding for each layer alone
@@ -161,19 +173,22 @@ typedef struct llama_model {
     rocq_tensor low[3];      // of the last site: the part of t that each weight adds
     // what a batch of n <= n_batch tokens goes through
     rocq_buffer memory;
-    rocq_tensor inputs;   // I32 [1 + 4 n_batch]: n_past + n, then of n tokens their ids, their
+    rocq_tensor inputs;   // I32 [4 + 4 n_batch]: n_past + n, then of n tokens their ids, their
                           // positions, their cells in the cache and, F32, what queries are
                           // multiplied by                              mistral3
-                          // or where convolutions have the first       lfm2
+                          // or where convolutions have the first       lfm2, qwen35
+                          // and the slots of states: read, written     qwen35
     int32_t *staged;      // the same on the host, for one upload
     rocq_tensor x;        // [n_embd, n_batch] the residual stream
-    rocq_tensor h;        // [n_embd or Q, n_batch] normed or attended: see llama__operand
-    rocq_tensor qkv;      // [Q + 2 KV or 3 n_embd, n_batch]
+    rocq_tensor h;        // [n_embd, Q or H D, n_batch] normed or attended: see llama__operand
+    rocq_tensor qkv;      // [Q + 2 KV, 3 n_embd or C + H D + 2 H, n_batch]
+    rocq_tensor convolved; // [C, n_batch]                              qwen35
     rocq_tensor ffn;      // [FF, n_batch], an operand too
     rocq_tensor scores;   // [E, n_batch] of experts, by the router     mixtures, as these
     rocq_tensor chosen;   // I32 [n_used, n_batch]
     rocq_tensor shares;   // [n_used, n_batch] their weights
     rocq_tensor mixed;    // [XF, n_used, n_batch], an operand too
+    rocq_tensor opened;   // [1, n_batch] the shared expert's gate      qwen35moe
     rocq_tensor pair;     // [2 FF, n_batch] gate and up                phi3
     rocq_tensor added;    // [n_embd, n_batch] before its norm         gemma; gpt2: positions;
                           // mixtures: what the router reads
@@ -187,6 +202,9 @@ typedef struct llama_model {
     // Convolutions number all tokens that they have seen: to them, those of the cache stand `moved`
     // positions further, by llama_forget. They can go on with n_past from conv_first to conv_end.
     int32_t moved, conv_first, conv_end;
+    // Slot i of the states of delta nets is that after kept[i] tokens, 0: of none of this text.
+    // Each batch reads one slot and writes the other, so that one that failed can be run again.
+    int32_t kept[2];
     int32_t begun, begun_past; // 1 + the token that llama_eval_for has begun, 0 = none; its n_past
     rocq_ctx *ctx;
     llama_options options;
@@ -221,7 +239,8 @@ static inline rocq_result llama_eval_for(llama_model *m, const int32_t *tokens, 
 // Forgets n of the tokens in the cache, from number first on: those behind them move up, and n_past
 // goes down by n. So text can go on when the context is full. Not with gpt2, where what tokens
 // became depends on learned positions, nor where layers turn keys in different ways, as in gemma3,
-// gemma4 and smollm3, nor the newest tokens that convolutions of lfm2 still read (E_UNSUPPORTED).
+// gemma4 and smollm3, nor with delta nets (qwen35), nor the newest tokens that convolutions of lfm2
+// still read (E_UNSUPPORTED).
 static inline rocq_result llama_forget(llama_model *m, int32_t first, int32_t n);
 
 // Puts n adapters in the place of those that there were; what is in the cache stays as it is.
@@ -349,6 +368,16 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
     return ROCQ_OK;
 }
 
+// Whether a tensor is of the layers that are not read.
+static bool llama__is_ahead(const llama_model *m, rocq_str name) {
+    for (int32_t i = 0; i < m->n_ahead; i++) {
+        char first[24];
+        const int n = snprintf(first, sizeof first, "blk.%d.", (int)(m->n_layers + i));
+        if (name.length > n && memcmp(name.data, first, (size_t)n) == 0) return true;
+    }
+    return false;
+}
+
 // A weight that the graph does not know would be left out in silence, and the text be wrong.
 static rocq_result llama__check_count(llama_model *m, const rocq_gguf *file, llama__list *list) {
     rocq_gguf_tensor t;
@@ -358,7 +387,7 @@ static rocq_result llama__check_count(llama_model *m, const rocq_gguf *file, lla
         for (int32_t k = 0; k < m->n_weights && !listed; k++) {
             listed = rocq_str_equal(t.name, list->names[k]);
         }
-        if (listed) continue;
+        if (listed || llama__is_ahead(m, t.name)) continue;
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "of the file's %.0f tensors a %s model of %d "
                            "layers has %d; %.*s is none of them",
                            (double)rocq_gguf_tensor_count(file), m->family, (int)m->n_layers,
@@ -368,11 +397,22 @@ static rocq_result llama__check_count(llama_model *m, const rocq_gguf *file, lla
     return ROCQ_OK;
 }
 
+// Elements of all heads of a delta net's v, and of its q, k and v together.
+static int64_t llama__delta_values(const llama_model *m) {
+    return (int64_t)m->delta_heads * m->delta_dim;
+}
+
+static int64_t llama__delta_rows(const llama_model *m) {
+    return 2 * (int64_t)m->delta_groups * m->delta_dim + llama__delta_values(m);
+}
+
 static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, llama__list *list) {
     const int64_t n_embd = m->n_embd, n_apart = m->n_apart;
     int64_t size[LLAMA__N_SIZES] = {1, n_embd, 0, 0, 0, 0, 0, 0, m->n_vocab, m->n_ctx_train,
                                     m->rope.n_dims / 2, m->n_heads, m->n_experts, m->expert_ff,
-                                    3 * n_embd, m->n_taps, n_apart, n_apart * m->n_layers};
+                                    3 * n_embd, m->n_taps, n_apart, n_apart * m->n_layers,
+                                    2 * (int64_t)m->n_heads * m->head_dim, llama__delta_rows(m),
+                                    llama__delta_values(m), m->delta_heads, m->delta_dim};
     for (int k = 0; k < LLAMA__N_OTHERS; k++) {
         const llama__weight *w = &llama__others[k];
         rocq_tensor *place = (rocq_tensor *)(void *)((char *)m + w->at);
@@ -570,9 +610,14 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
     rocq_tensor_init(&in, &h->buffer, h->offset, h->format, 3, one);
     rocq_tensor_init(&mixed, &m->mixed.buffer, m->mixed.offset, h->format, 3, all);
     in.layout = mixed.layout = h->layout;
+    const rocq_tensor opened = rocq_tensor_slice(&m->opened, 1, 0, l->shared.n_dims > 0 ? n : 1);
+    const rocq_matmul_params open = {.y = &opened, .w = &l->shared, .x = &exact,
+                                     .activation = ROCQ_ACT_SIGMOID,
+                                     .precision = m->options.precision};
     const rocq_matmul_params score = {.y = &scores, .w = &l->router, .x = &exact,
                                       .bias = llama__maybe(&l->router_bias),
-                                      .precision = m->options.precision};
+                                      .precision = m->options.precision,
+                                      .next = l->shared.n_dims > 0 ? &open : NULL};
     const rocq_route_params route = {.ids = &ids, .weights = &shares, .logits = &scores,
                                      .bias = llama__maybe(&l->choice_bias),
                                      .scores = m->row->scores, .renormalise = m->row->renormalise,
@@ -604,20 +649,27 @@ static rocq_result llama__attend(llama_model *m, const llama_layer *l, const lla
     const rocq_kv_view *cache = &l->cache;
     const int64_t n_q = (int64_t)m->n_heads * l->head_dim;
     const int64_t n_kv = (int64_t)l->n_kv_heads * l->head_dim;
-    const bool fused = l->q.ne[1] > n_q;
+    const bool gated = (l->bit & LLAMA__OUT_GATES) != 0; // each head's q has its gate behind it
+    const int64_t rows_q = gated ? 2 * n_q : n_q, head = l->head_dim;
+    const bool fused = l->q.ne[1] > rows_q;
     const bool keeps = &m->layers[l->source] == l; // keys and values of its own
     const bool same = !fused && l->v.n_dims == 0;  // its values are its keys
     const rocq_tensor all = rocq_tensor_slice(&m->qkv, 1, 0, n); // the first n columns
-    const rocq_tensor qkv = rocq_tensor_slice(&all, 0, 0, n_q + 2 * n_kv);
-    const rocq_tensor q = rocq_tensor_slice(&qkv, 0, 0, n_q);
-    const rocq_tensor k = rocq_tensor_slice(&qkv, 0, n_q, n_kv);
-    const rocq_tensor v = rocq_tensor_slice(&qkv, 0, n_q + n_kv, n_kv);
-    const rocq_tensor q_heads = rocq_tensor_heads(&q, l->head_dim);
-    const rocq_tensor k_heads = rocq_tensor_heads(&k, l->head_dim);
-    const rocq_tensor v_heads = rocq_tensor_heads(&v, l->head_dim);
+    const rocq_tensor qkv = rocq_tensor_slice(&all, 0, 0, rows_q + 2 * n_kv);
+    const rocq_tensor q = rocq_tensor_slice(&qkv, 0, 0, rows_q);
+    const rocq_tensor k = rocq_tensor_slice(&qkv, 0, rows_q, n_kv);
+    const rocq_tensor v = rocq_tensor_slice(&qkv, 0, rows_q + n_kv, n_kv);
+    const rocq_tensor both = rocq_tensor_heads(&q, gated ? 2 * head : head);
+    const rocq_tensor q_heads = rocq_tensor_slice(&both, 0, 0, head);
+    const rocq_tensor gates = rocq_tensor_slice(&both, 0, gated ? head : 0, head);
+    const rocq_tensor k_heads = rocq_tensor_heads(&k, head);
+    const rocq_tensor v_heads = rocq_tensor_heads(&v, head);
     rocq_tensor seen = llama__operand(m, &m->h, n_q, n), seen_heads; // by attention
-    if (l->head_dim % rocq_get_format_info(seen.format)->block_elems != 0) seen = q;
-    seen_heads = rocq_tensor_heads(&seen, l->head_dim);
+    if (head % rocq_get_format_info(seen.format)->block_elems != 0) {
+        const rocq_tensor plain = rocq_tensor_slice(&m->h, 1, 0, n);
+        seen = rocq_tensor_slice(&plain, 0, 0, n_q);
+    }
+    seen_heads = rocq_tensor_heads(&seen, head);
 
     rocq_matmul_params to_v = {
         .y = &v, .w = &l->v, .x = h, .bias = llama__maybe(&l->v_bias),
@@ -633,11 +685,13 @@ static rocq_result llama__attend(llama_model *m, const llama_layer *l, const lla
         .v_cache = &cache->v_cache, .pos = &pos, .cell = &cells, .rope = l->rope};
     const rocq_rope_params turn = {.y = &q_heads, .x = &q_heads, .pos = &pos, .rope = l->rope};
     const rocq_attention_params attend = {
-        .out = &seen_heads, .q = &q_heads, .k = &cache->k, .v = &cache->v,
+        .out = gated ? &q_heads : &seen_heads, .q = &q_heads, .k = &cache->k, .v = &cache->v,
         .sinks = llama__maybe(&l->sinks), .kv_len = &kv_len,
         .page_table = llama__maybe(&cache->page_table), .page_size = cache->page_size,
         .scale = m->attention_scale, .softcap = m->attention_softcap, .window = l->window,
         .causal = true};
+    const rocq_glu_params open = {.y = &seen_heads, .gate = &gates, .up = &q_heads,
+                                  .activation = ROCQ_ACT_SIGMOID};
     llama__adapt(m, &site[0], 0, &to_q);
     llama__adapt(m, &site[0], 1, &to_k);
     llama__adapt(m, &site[0], 2, &to_v);
@@ -652,6 +706,7 @@ static rocq_result llama__attend(llama_model *m, const llama_layer *l, const lla
     if (m->temperature > 0) LLAMA__TRY(llama__heat(m, &q_heads));
     LLAMA__TRY(keeps ? rocq_rope_append(m->ctx, &append) : rocq_rope(m->ctx, &turn));
     LLAMA__TRY(rocq_attention(m->ctx, &attend));
+    if (gated) LLAMA__TRY(rocq_glu(m->ctx, &open));
     return llama__add(m, x, &l->out, &site[1], &seen, &l->out_bias, &l->attn_post_norm);
 }
 
@@ -695,19 +750,70 @@ static rocq_result llama__bring(llama_model *m, const llama_layer *l, const rocq
     return ROCQ_OK;
 }
 
+// x += what a layer's gated delta net makes of h.
+static rocq_result llama__recall(llama_model *m, const llama_layer *l, const llama_site *site,
+                                 const rocq_tensor *x, const rocq_tensor *h) {
+    const int64_t n = x->ne[1], heads = m->delta_heads, values = llama__delta_values(m);
+    const int64_t rows = llama__delta_rows(m), keys = (rows - values) / 2;
+    const int64_t two[2] = {2, 1}, states[4] = {m->delta_dim, m->delta_dim, heads, 2};
+    const rocq_tensor pos = rocq_tensor_slice(&m->inputs, 0, 1 + 3 * n, 1);
+    rocq_tensor slot = rocq_tensor_slice(&m->inputs, 0, 2 + 3 * n, 2);
+    rocq_tensor state = l->deltas; // in their dimensions; cannot fail, as in llama__operand
+    rocq_tensor_init(&slot, &slot.buffer, slot.offset, ROCQ_I32, 2, two);
+    rocq_tensor_init(&state, &state.buffer, state.offset, ROCQ_F32, 4, states);
+    const rocq_tensor all = rocq_tensor_slice(&m->qkv, 1, 0, n);
+    const rocq_tensor qkv = rocq_tensor_slice(&all, 0, 0, rows);
+    const rocq_tensor z = rocq_tensor_slice(&all, 0, rows, values);
+    const rocq_tensor alpha = rocq_tensor_slice(&all, 0, rows + values, heads);
+    const rocq_tensor beta = rocq_tensor_slice(&all, 0, rows + values + heads, heads);
+    const rocq_tensor convolved = rocq_tensor_slice(&m->convolved, 1, 0, n);
+    const rocq_tensor q = rocq_tensor_slice(&convolved, 0, 0, keys);
+    const rocq_tensor k = rocq_tensor_slice(&convolved, 0, keys, keys);
+    const rocq_tensor v = rocq_tensor_slice(&convolved, 0, 2 * keys, values); // then y
+    const rocq_tensor q_heads = rocq_tensor_heads(&q, m->delta_dim);
+    const rocq_tensor k_heads = rocq_tensor_heads(&k, m->delta_dim);
+    const rocq_tensor v_heads = rocq_tensor_heads(&v, m->delta_dim);
+    const rocq_tensor seen = llama__operand(m, &m->h, values, n);
+    const rocq_matmul_params to_beta = {.y = &beta, .w = &l->beta, .x = h,
+                                        .precision = m->options.precision};
+    const rocq_matmul_params to_alpha = {.y = &alpha, .w = &l->alpha, .x = h,
+                                         .precision = m->options.precision, .next = &to_beta};
+    rocq_matmul_params to_z = {.y = &z, .w = &l->k, .x = h, .precision = m->options.precision,
+                               .next = &to_alpha};
+    rocq_matmul_params to_qkv = {.y = &qkv, .w = &l->q, .x = h, .precision = m->options.precision,
+                                 .next = &to_z};
+    const rocq_shortconv_params convolve = {.y = &convolved, .bcx = &qkv, .w = &l->conv,
+                                            .state = &l->state, .pos = &pos,
+                                            .activation = ROCQ_ACT_SILU};
+    const rocq_delta_net_params recall = {
+        .y = &v_heads, .state = &state, .q = &q_heads, .k = &k_heads, .v = &v_heads,
+        .alpha = &alpha, .beta = &beta, .a = &l->a, .dt = &l->dt, .slot = &slot,
+        .eps = m->norm_eps};
+    const rocq_glu_params open = {.y = &seen, .gate = &z, .up = &v, .activation = ROCQ_ACT_SILU};
+    llama__adapt(m, &site[0], 0, &to_qkv);
+    llama__adapt(m, &site[0], 1, &to_z);
+    LLAMA__TRY(rocq_matmul(m->ctx, &to_qkv));
+    LLAMA__TRY(rocq_shortconv(m->ctx, &convolve));
+    LLAMA__TRY(rocq_delta_net(m->ctx, &recall));
+    LLAMA__TRY(llama__norm(m, &v_heads, &v_heads, &l->delta_norm, NULL));
+    LLAMA__TRY(rocq_glu(m->ctx, &open));
+    return llama__add(m, x, &l->out, &site[1], &seen, &l->out_bias, &l->attn_post_norm);
+}
+
 // One layer over the n tokens in x [n_embd, n].
 static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq_tensor *x) {
     const int64_t n = x->ne[1];
     const llama_site *site = &m->adapters.sites[4 * (l - m->layers)];
     const rocq_tensor h = llama__operand(m, &m->h, m->n_embd, n);
     // A product that reads what it writes, as gate, does so in F32.
-    const bool exact = m->n_ff == 0 || l->up_bias.n_dims > 0;
+    const bool exact = m->n_ff == 0 || l->up_bias.n_dims > 0 || l->shared.n_dims > 0;
     const rocq_tensor ffn = exact ? rocq_tensor_slice(&m->ffn, 1, 0, n)
                                   : llama__operand(m, &m->ffn, l->n_ff, n);
     const rocq_binary_params scale = {.y = x, .a = x, .b = &l->scale};
     LLAMA__TRY(llama__norm(m, &h, x, &l->attn_norm, &l->attn_norm_bias));
     LLAMA__TRY(llama__reduce(m, &site[0], &h));
-    if (l->conv.n_dims > 0) LLAMA__TRY(llama__convolve(m, l, site, x, &h));
+    if (l->a.n_dims > 0) LLAMA__TRY(llama__recall(m, l, site, x, &h));
+    else if (l->conv.n_dims > 0) LLAMA__TRY(llama__convolve(m, l, site, x, &h));
     else LLAMA__TRY(llama__attend(m, l, site, x, &h));
 
     LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm, &l->ffn_norm_bias));
@@ -715,6 +821,11 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     if (l->router.n_dims > 0) LLAMA__TRY(llama__mix(m, l, x, &h));
     if (l->gate.n_dims == 0) return ROCQ_OK;
     LLAMA__TRY(llama__feed(m, l, &site[2], &h, &ffn));
+    if (l->shared.n_dims > 0) { // as much of the shared expert as its gate, of llama__mix, lets in
+        const rocq_tensor opened = rocq_tensor_slice(&m->opened, 1, 0, n);
+        const rocq_binary_params open = {.y = &ffn, .a = &ffn, .b = &opened};
+        LLAMA__TRY(rocq_mul(m->ctx, &open));
+    }
     LLAMA__TRY(llama__add(m, x, &l->down, &site[3], &ffn, &l->down_bias, &l->ffn_post_norm));
     if (l->apart_gate.n_dims > 0) LLAMA__TRY(llama__bring(m, l, x));
     if (l->scale.n_dims > 0) LLAMA__TRY(rocq_mul(m->ctx, &scale));
@@ -809,23 +920,31 @@ static rocq_result llama__record(llama_model *m, const rocq_sample_params *how) 
 // Memory
 // ---------------------------------------------------------------------------------------------
 
+static int64_t llama__most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 // Cuts the activations from an arena: first from a measuring one, then from memory.
 static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
-    const int64_t n = m->n_batch;
-    int64_t n_q = 0, n_qkv = m->n_convs > 0 ? 3 * (int64_t)m->n_embd : 0;
+    const bool gated = (m->row->bit & LLAMA__OUT_GATES) != 0;
+    const int64_t n = m->n_batch, values = llama__delta_values(m), rows = llama__delta_rows(m);
+    int64_t n_q = 0, n_qkv = m->row->deltas ? rows + values + 2 * (int64_t)m->delta_heads
+                             : m->n_convs > 0 ? 3 * (int64_t)m->n_embd : 0;
     for (int32_t i = 0; i < m->n_layers; i++) {
         const llama_layer *l = &m->layers[i];
-        const int64_t n_all = ((int64_t)m->n_heads + 2 * l->n_kv_heads) * l->head_dim;
-        if (n_qkv < n_all) n_qkv = n_all;
-        if (n_q < (int64_t)m->n_heads * l->head_dim) n_q = (int64_t)m->n_heads * l->head_dim;
+        const int64_t n_all = ((gated ? 2 : 1) * (int64_t)m->n_heads + 2 * l->n_kv_heads) *
+                              l->head_dim;
+        n_qkv = llama__most(n_qkv, n_all);
+        n_q = llama__most(n_q, (int64_t)m->n_heads * l->head_dim);
     }
-    LLAMA__TRY(rocq_tensor_1d(arena, &m->inputs, ROCQ_I32, 1 + 4 * n));
+    LLAMA__TRY(rocq_tensor_1d(arena, &m->inputs, ROCQ_I32, 4 + 4 * n));
     LLAMA__TRY(rocq_tensor_1d(arena, &m->token, ROCQ_I32, 1));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->x, ROCQ_F32, m->n_embd, n));
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->h, ROCQ_F32, n_q > m->n_embd ? n_q : m->n_embd, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->h, ROCQ_F32,
+                              llama__most(m->n_embd, llama__most(n_q, values)), n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->qkv, ROCQ_F32, n_qkv, n));
-    const int64_t n_ffn = m->n_ff > m->n_apart ? m->n_ff : m->n_apart;
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->ffn, ROCQ_F32, n_ffn > 0 ? n_ffn : 1, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->convolved, ROCQ_F32, llama__most(rows, 1), n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->opened, ROCQ_F32, 1, n));
+    const int64_t n_ffn = llama__most(m->n_ff, m->n_apart);
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->ffn, ROCQ_F32, llama__most(n_ffn, 1), n));
     const int64_t n_apart = m->n_apart > 0 ? (int64_t)m->n_apart * m->n_layers : 1;
     LLAMA__TRY(rocq_tensor_2d(arena, &m->apart, ROCQ_F32, n_apart, m->n_apart > 0 ? n : 1));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->apart_rows, ROCQ_F32, n_apart, m->n_apart > 0 ? n : 1));
@@ -842,15 +961,19 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
     const bool adds = m->layers[0].attn_post_norm.n_dims > 0 || m->positions.n_dims > 0 || mixture;
     LLAMA__TRY(rocq_tensor_2d(arena, &m->added, ROCQ_F32, m->n_embd, adds ? n : 1));
     for (int32_t i = 0; i < m->n_layers; i++) {
-        if (m->layers[i].conv.n_dims == 0) continue;
-        LLAMA__TRY(rocq_tensor_2d(arena, &m->layers[i].state, ROCQ_F32, m->n_embd,
+        const int64_t delta = m->delta_dim;
+        llama_layer *l = &m->layers[i];
+        if (l->conv.n_dims == 0) continue;
+        LLAMA__TRY(rocq_tensor_2d(arena, &l->state, ROCQ_F32, l->conv.ne[1],
                                   m->n_taps - 1 + LLAMA_BACK));
+        if (l->a.n_dims == 0) continue;
+        LLAMA__TRY(rocq_tensor_3d(arena, &l->deltas, ROCQ_F32, delta, delta, 2 * m->delta_heads));
     }
     return rocq_tensor_2d(arena, &m->logits, ROCQ_F32, m->n_vocab, m->n_logits);
 }
 
 static size_t llama__staged_size(const llama_model *m) {
-    return (1 + 4 * (size_t)m->n_batch) * sizeof(int32_t);
+    return (4 + 4 * (size_t)m->n_batch) * sizeof(int32_t);
 }
 
 // Which cache has a layer's keys and values: where heads differ, layers with a window have another.
@@ -1286,7 +1409,18 @@ static inline void llama_close(llama_model *m) {
 // n more tokens for convolutions, whose states have the newest LLAMA_BACK tokens and the taps - 1
 // before them, so that they can go on from any of these; and from none.
 static rocq_result llama__enter_convs(llama_model *m, int32_t n) {
-    if (m->n_past == 0) m->moved = m->conv_first = m->conv_end = 0;
+    if (m->n_past == 0) m->moved = m->conv_first = m->conv_end = m->kept[0] = m->kept[1] = 0;
+    if (m->row->deltas) {
+        const int from = m->kept[0] == m->n_past ? 0 : 1, to = m->n_past > 0 ? 1 - from : 0;
+        if (m->n_past != m->kept[from] || m->n_past < m->conv_first) {
+            return llama__fail(m, ROCQ_E_UNSUPPORTED, "n_past is %d: a %s model can go on from %d, "
+                               "from where a last batch of up to %d began, or from 0",
+                               (int)m->n_past, m->family, (int)m->conv_end, (int)LLAMA_BACK);
+        }
+        m->staged[2 + 3 * n] = m->n_past > 0 ? from : -1;
+        m->staged[3 + 3 * n] = to;
+        m->kept[to] = 0; // until the batch is done: llama__advance
+    }
     if (m->n_past < m->conv_first || m->n_past > m->conv_end) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "n_past is %d: a %s model can go on from %d to "
                            "%d, or from 0", (int)m->n_past, m->family, (int)m->conv_first,
@@ -1303,7 +1437,7 @@ static rocq_result llama__enter_convs(llama_model *m, int32_t n) {
 static rocq_result llama__enter(llama_model *m, const int32_t *tokens, int32_t n) {
     const int32_t kv_len = m->n_past + n;
     const bool heated = m->temperature > 0;
-    const int32_t extra = heated ? n : m->n_convs > 0 ? 1 : 0;
+    const int32_t extra = heated ? n : m->row->deltas ? 3 : m->n_convs > 0 ? 1 : 0;
     const rocq_tensor inputs = rocq_tensor_slice(&m->inputs, 0, 0, 1 + 3 * n + extra);
     m->staged[0] = kv_len;
     for (int32_t i = 0; i < n; i++) {
@@ -1329,6 +1463,13 @@ static rocq_result llama__enter(llama_model *m, const int32_t *tokens, int32_t n
     return rocq_upload(m->ctx, &inputs, m->staged, rocq_tensor_size(&inputs));
 }
 
+// n tokens have gone through all layers.
+static void llama__advance(llama_model *m, int32_t n) {
+    const int to = m->kept[0] == m->n_past && m->n_past > 0 ? 1 : 0; // as llama__enter_convs
+    m->n_past += n;
+    if (m->row->deltas) m->kept[to] = m->n_past;
+}
+
 // One batch through the layers; with head also the last logits.
 static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int32_t n, bool head) {
     LLAMA__TRY(llama__enter(m, tokens, n));
@@ -1339,7 +1480,7 @@ static rocq_result llama__eval_batch(llama_model *m, const int32_t *tokens, int3
         LLAMA__TRY(llama__batch(m, n));
         if (head) LLAMA__TRY(llama__head(m, n - 1, 1));
     }
-    m->n_past += n;
+    llama__advance(m, n);
     return ROCQ_OK;
 }
 
@@ -1402,7 +1543,7 @@ static rocq_result llama__eval_for(llama_model *m, const int32_t *tokens, int64_
         if (result != ROCQ_OK || through) m->begun = 0;
         if (result != ROCQ_OK || !through) return result;
         m->last = rocq_tensor_slice(&m->logits, 1, 0, 1);
-        m->n_past++;
+        llama__advance(m, 1);
         ++*done;
         left = us - (rocq_time_ns() - start) / 1000;
         if (left <= 0) break;
@@ -1421,6 +1562,10 @@ static rocq_result llama__forget(llama_model *m, int32_t first, int32_t n) {
     m->begun = 0;
     if (m->positions.n_dims > 0) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "tokens of a %s model cannot move up", m->family);
+    }
+    if (m->row->deltas) {
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "tokens of a %s model cannot move up: its states "
+                           "hold all of them", m->family);
     }
     for (int32_t i = 0; i < m->n_layers; i++) { // rocq_kv_shift turns all keys alike
         const rocq_rope_config *rope = &m->layers[i].rope;

@@ -259,7 +259,10 @@ static void test_others(void **state) {
         {{"gpu-gemma4-same", "gemma4", .n_embd = 128, .n_heads = 2, .n_kv_heads = 2,
           .head_dim = 512, .n_ff = 160, .n_vocab = 301, .formats = q4_0, .tied = true,
           .rope_base = 1e6f, .window = 7, .globals = 2, .local_dim = 256, .global_kv_heads = 1,
-          .keys_as_values = true, .final_cap = 30}, 16}};
+          .keys_as_values = true, .final_cap = 30}, 16},
+        {{"gpu-qwen35", "qwen35", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
+          .n_ff = 160, .n_vocab = 301, .n_layers = 2, .formats = q4_0, .n_rot = 16, .attends = 2,
+          .n_taps = 4, .delta_groups = 2, .delta_heads = 4, .delta_dim = 32}, 12}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         check_model(&cases[i].spec, "f16", 2e-3, cases[i].layer);
@@ -285,7 +288,11 @@ static void test_mixtures(void **state) {
           .n_shared = 160, .edit = granitemoe_keys}, 2e-3, 14},
         {{"gpu-lfm2moe", "lfm2moe", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
           .n_ff = 96, .n_vocab = 301, .n_layers = 4, .formats = f32, .n_experts = 9, .n_used = 3,
-          .n_shared = 160, .attends = 2, .n_taps = 3, .n_leading = 2}, 1e-5, 13}};
+          .n_shared = 160, .attends = 2, .n_taps = 3, .n_leading = 2}, 1e-5, 13},
+        {{"gpu-qwen35moe", "qwen35moe", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2,
+          .head_dim = 32, .n_ff = 96, .n_vocab = 301, .n_layers = 3, .formats = f32,
+          .n_experts = 9, .n_used = 3, .n_shared = 160, .n_rot = 16, .attends = 2, .n_taps = 4,
+          .delta_groups = 1, .delta_heads = 3, .delta_dim = 64}, 1e-5, 16}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const bool exact = cases[i].bound < 1e-4;

@@ -37,7 +37,9 @@ typedef struct model_spec {
     bool rope_factors;          // rope_factors_short and _long tensors
     int32_t n_experts, n_used;  // of n_ff each; 0 = no mixture
     int32_t n_shared;           // FF of granitemoe's shared expert, 0 = none
-    int32_t attends;            // lfm2: so many-th layers have attention, the others convolve
+    int32_t attends;            // lfm2, qwen35: so many-th layers have attention
+    int32_t delta_groups, delta_heads, delta_dim; // qwen35
+    int32_t n_ahead;            // qwen35: layers that guess tokens ahead, behind the others
     int32_t n_taps, n_leading;  // lfm2, lfm2moe; n_leading layers are dense
     // gemma4: so many-th layers are global, the others have heads of local_dim; KV heads of global
     // ones, FF of the last ones, which have no keys and values; no V in global ones
@@ -265,6 +267,48 @@ static inline void model_add_gemma4_others(model_file *f) {
     model_add(f, -1, "per_layer_proj_norm.weight", s->n_apart, 0, 0.8f, 0.2f, 0);
 }
 
+// qwen35's layer: attention with a gate or a gated delta net, dense or with experts. The convolved
+// values are large, so that what a net remembers counts for its norm.
+static inline void model_add_qwen35(model_file *f, int32_t i) {
+    const model_spec *s = f->spec;
+    int64_t n_embd = s->n_embd, n_q = (int64_t)s->n_heads * s->head_dim;
+    int64_t n_kv = (int64_t)s->n_kv_heads * s->head_dim, heads = s->delta_heads;
+    int64_t values = heads * s->delta_dim, rows = values + 2 * s->delta_groups * s->delta_dim;
+    float in = 1 / sqrtf((float)n_embd);
+    model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
+    if (model_attends(s, i) || i >= f->n_layers) {
+        model_add(f, i, "attn_q.weight", n_embd, 2 * n_q, 0, 0.8f * in, 0);
+        model_add(f, i, "attn_k.weight", n_embd, n_kv, 0, 0.8f * in, 0);
+        model_add(f, i, "attn_v.weight", n_embd, n_kv, 0, 1.2f * in, 0);
+        model_add(f, i, "attn_q_norm.weight", s->head_dim, 0, 0.8f, 0.2f, 0);
+        model_add(f, i, "attn_k_norm.weight", s->head_dim, 0, 0.8f, 0.2f, 0);
+        model_add(f, i, "attn_output.weight", n_q, n_embd, 0, 0.6f / sqrtf((float)n_q), 0);
+    } else {
+        model_add(f, i, "attn_qkv.weight", n_embd, rows, 0, 1.5f * in, 0);
+        model_add(f, i, "attn_gate.weight", n_embd, values, 0, in, 0);
+        model_add_experts(f, i, "ssm_conv1d.weight", s->n_taps, rows, 0, true, 0, 1.5f);
+        model_add(f, i, "ssm_alpha.weight", n_embd, heads, 0, in, 0);
+        model_add(f, i, "ssm_beta.weight", n_embd, heads, 0, in, 0);
+        model_add(f, i, "ssm_a", heads, 0, 0, 0.3f, 0);
+        model_add(f, i, "ssm_dt.bias", heads, 0, 0, 1, 0);
+        model_add(f, i, "ssm_norm.weight", s->delta_dim, 0, 1, 0.2f, 0);
+        model_add(f, i, "ssm_out.weight", values, n_embd, 0, 0.3f / sqrtf((float)values), 0);
+    }
+    model_add(f, i, "post_attention_norm.weight", n_embd, 0, 1, 0.2f, 0);
+    if (s->n_experts > 0) {
+        model_add_mixture(f, i, false);
+        model_add(f, i, "ffn_gate_inp_shexp.weight", n_embd, 0, 0, 2 * in, 0);
+    } else {
+        model_add(f, i, "ffn_gate.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
+        model_add(f, i, "ffn_up.weight", n_embd, s->n_ff, 0, 1.2f * in, 0);
+        model_add(f, i, "ffn_down.weight", s->n_ff, n_embd, 0, 0.25f / sqrtf((float)s->n_ff), 0);
+    }
+    if (i < f->n_layers) return;
+    model_add(f, i, "nextn.eh_proj.weight", 2 * n_embd, n_embd, 0, in, 0);
+    model_add(f, i, "nextn.enorm.weight", n_embd, 0, 1, 0.2f, 0);
+    model_add(f, i, "nextn.hnorm.weight", n_embd, 0, 1, 0.2f, 0);
+}
+
 static inline void model_add_all(model_file *f) {
     const model_spec *s = f->spec;
     const char *arch = s->like ? s->like : s->arch;
@@ -273,7 +317,7 @@ static inline void model_add_all(model_file *f) {
     bool gemma = strcmp(arch, "gemma2") == 0 || gemma3 || gemma4;
     bool gpt_oss = strcmp(arch, "gpt-oss") == 0;
     bool qwen3 = strncmp(arch, "qwen3", 5) == 0, gpt2 = strcmp(arch, "gpt2") == 0;
-    bool lfm2 = strncmp(arch, "lfm2", 4) == 0;
+    bool lfm2 = strncmp(arch, "lfm2", 4) == 0, qwen35 = strncmp(arch, "qwen35", 6) == 0;
     int32_t n_rot = s->n_rot > 0 ? s->n_rot : s->head_dim;
     int64_t n_embd = s->n_embd, n_q = (int64_t)s->n_heads * s->head_dim;
     int64_t n_kv = (int64_t)s->n_kv_heads * s->head_dim;
@@ -293,7 +337,8 @@ static inline void model_add_all(model_file *f) {
     for (int32_t i = 0; i < f->n_layers && lfm2; i++) model_add_lfm2(f, i);
     if (gemma4) model_add_gemma4_others(f);
     for (int32_t i = 0; i < f->n_layers && gemma4; i++) model_add_gemma4(f, i);
-    for (int32_t i = 0; i < f->n_layers && !gpt2 && !lfm2 && !gemma4; i++) {
+    for (int32_t i = 0; i < f->n_layers + s->n_ahead && qwen35; i++) model_add_qwen35(f, i);
+    for (int32_t i = 0; i < f->n_layers && !gpt2 && !lfm2 && !gemma4 && !qwen35; i++) {
         model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
         if (phi3) model_add(f, i, "attn_qkv.weight", n_embd, n_q + 2 * n_kv, 0, in, 0);
         else {
@@ -453,7 +498,7 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
     assert_int_equal(rocq_gguf_writer_set_str(w, "general.name", s->name), ROCQ_OK);
     model_set_u32(w, s->arch, "context_length", 512);
     model_set_u32(w, s->arch, "embedding_length", s->n_embd);
-    model_set_u32(w, s->arch, "block_count", f.n_layers);
+    model_set_u32(w, s->arch, "block_count", f.n_layers + s->n_ahead);
     model_set_u32(w, s->arch, "feed_forward_length", s->n_leading > 0 ? s->n_shared : s->n_ff);
     if (s->n_experts > 0) {
         model_set_u32(w, s->arch, "expert_count", s->n_experts);
@@ -467,7 +512,21 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
         }
     }
     model_set_u32(w, s->arch, "attention.head_count", s->n_heads);
-    if (s->attends > 0) {
+    if (s->delta_dim > 0) {
+        const int32_t third = (s->n_rot / 2 + 2) / 3;
+        const int32_t sections[4] = {third, third, third, 0};
+        char key[64];
+        snprintf(key, sizeof key, "%s.rope.dimension_sections", s->arch);
+        assert_int_equal(rocq_gguf_writer_set(w, key, ROCQ_GGUF_I32, true, 4, sections), ROCQ_OK);
+        model_set_u32(w, s->arch, "attention.head_count_kv", s->n_kv_heads);
+        if (s->attends != 4) model_set_u32(w, s->arch, "full_attention_interval", s->attends);
+        model_set_u32(w, s->arch, "ssm.conv_kernel", s->n_taps);
+        model_set_u32(w, s->arch, "ssm.state_size", s->delta_dim);
+        model_set_u32(w, s->arch, "ssm.group_count", s->delta_groups);
+        model_set_u32(w, s->arch, "ssm.time_step_rank", s->delta_heads);
+        model_set_u32(w, s->arch, "ssm.inner_size", s->delta_heads * s->delta_dim);
+        if (s->n_ahead > 0) model_set_u32(w, s->arch, "nextn_predict_layers", s->n_ahead);
+    } else if (s->attends > 0) {
         char key[64];
         int32_t *heads = (int32_t *)calloc((size_t)f.n_layers, sizeof *heads);
         assert_non_null(heads);
@@ -533,6 +592,10 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
         for (int64_t k = 7; strstr(t->name, "attn_k.bias") && k < t->ne[0]; k += 29) {
             rows[k] += k % 2 ? s->k_outlier : -s->k_outlier;
         }
+        const char *kind = strrchr(t->name, '.');
+        for (int64_t k = 0; kind && strcmp(kind, ".ssm_a") == 0 && k < t->ne[0]; k++) {
+            rows[k] = -fabsf(rows[k]); // positive, and the state would grow without end
+        }
         float *importance = (float *)malloc((size_t)t->ne[0] * sizeof *importance);
         assert_non_null(importance);
         for (int64_t k = 0; k < t->ne[0]; k++) importance[k] = 1;
@@ -572,7 +635,11 @@ static inline void model_write_lora(rocq_ctx *ctx, const model_spec *s, const ch
         model_random random = {seed};
         for (int32_t i = 0; i < arrlen(f.tensors); i++) {
             const model_tensor *t = &f.tensors[i];
-            if (t->ne[1] == 0 || strstr(t->name, "_embd") || strstr(t->name, ".conv.")) continue;
+            if (t->ne[1] == 0 || strstr(t->name, "_embd") || strstr(t->name, ".conv.") ||
+                strstr(t->name, "ssm_conv") || strstr(t->name, "_alpha.") ||
+                strstr(t->name, "_beta.")) {
+                continue;
+            }
             for (int k = 0; k < 2; k++) {
                 char name[80];
                 int64_t ne[2] = {k ? rank : t->ne[0], k ? t->ne[1] : rank};

@@ -76,6 +76,9 @@ static void granitemoe_keys(rocq_gguf_writer *w) {
 #define OSS .n_layers = 3, .window = 16, .rope_base = 150000, .rope_scaling = "yarn",              \
     .rope_factor = 4, .n_ctx_orig = 32
 #define LFM2(layers, taps) .n_layers = layers, .attends = 3, .n_taps = taps
+#define QWEN35(layers, every, groups, heads, dim)                                                 \
+    .n_layers = layers, .attends = every, .n_taps = 4, .delta_groups = groups,                     \
+    .delta_heads = heads, .delta_dim = dim, .n_rot = 16, .rope_base = 1e6f
 #define GEMMA3 .n_layers = 7, .tied = true, .window = 16, .rope_base = 1e6f
 #define GEMMA4(layers, every, dim) .n_layers = layers, .globals = every, .local_dim = dim,         \
     .tied = true, .window = 16, .rope_base = 1e6f, .final_cap = 30
@@ -232,6 +235,24 @@ static const model_spec specs[] = {
      .n_experts = 4, .n_used = 4, .n_leading = 1, .n_shared = 288},
     {"lfm2moe-Q4_K", "lfm2moe", SIZES(256, 4, 1, 64, 256, 333), .formats = q4_K, LFM2(3, 3),
      .n_experts = 3, .n_used = 3, .n_leading = 2, .n_shared = 512},
+
+    {"qwen35-F32", "qwen35", SIZES(256, 4, 2, 64, 320, 517), .formats = f32,
+     QWEN35(5, 4, 2, 4, 32), .tied = true},
+    {"qwen35-all", "qwen35", SIZES(192, 6, 1, 32, 224, 333), .formats = f32,
+     QWEN35(4, 4, 3, 3, 128)},
+    {"qwen35-ahead", "qwen35", SIZES(192, 4, 4, 64, 224, 333), .formats = f32,
+     QWEN35(4, 3, 1, 5, 64), .n_ahead = 1},
+    {"qwen35-Q8_0", "qwen35", SIZES(224, 7, 1, 32, 352, 301), .formats = q8_0,
+     QWEN35(3, 2, 1, 2, 32), .tied = true},
+    {"qwen35-Q4_K", "qwen35", SIZES(512, 8, 2, 64, 512, 333), .formats = q4_K,
+     QWEN35(3, 2, 2, 6, 64)},
+
+    {"qwen35moe-F32", "qwen35moe", SIZES(256, 4, 2, 64, 96, 517), .formats = f32,
+     QWEN35(5, 4, 2, 4, 32), .n_experts = 12, .n_used = 4, .n_shared = 128, .tied = true},
+    {"qwen35moe-Q8_0", "qwen35moe", SIZES(224, 7, 1, 32, 160, 301), .formats = q8_0,
+     QWEN35(3, 2, 2, 4, 32), .n_experts = 4, .n_used = 4, .n_shared = 96},
+    {"qwen35moe-Q4_K", "qwen35moe", SIZES(256, 4, 1, 64, 256, 333), .formats = q4_K,
+     QWEN35(2, 2, 1, 3, 64), .n_experts = 3, .n_used = 3, .n_shared = 512},
 
     {"gpt2-F32", "gpt2", SIZES(256, 4, 4, 64, 320, 517), .formats = f32, .tied = true},
     {"gpt2-F16", "gpt2", SIZES(192, 6, 6, 32, 768, 401), .formats = f16, .tied = true},
@@ -744,6 +765,7 @@ static void test_unknown(void **state) {
         {"olmo9", "llama", 0,
          "model family \"olmo9\" is not supported; the nearest is llama, whose "
                               "tensors it has, but"},
+        {"qwen36", "qwen35", 0, "the nearest is qwen35, whose tensors it has"},
         {"lfm9", "lfm2", 0, "the nearest is lfm2, whose tensors it has"},
         {"qwen3vl", "qwen3", 0, "the nearest is qwen3, whose tensors it has"},
         {"qwen3-strange", "qwen3", 4, "the nearest is qwen3moe, whose tensors it has"},
@@ -880,6 +902,8 @@ static const model_spec adapted[] = {
      GEMMA4(3, 3, 32), .global_kv_heads = 2, .keys_as_values = true},
     {"lora phi-Q8_0", "phi3", SIZES(224, 7, 7, 32, 320, 301), .formats = q8_0, .n_rot = 24},
     {"lora lfm2-F32", "lfm2", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, LFM2(3, 3)},
+    {"lora qwen35-F32", "qwen35", SIZES(256, 4, 2, 64, 256, 517), .formats = f32,
+     QWEN35(4, 4, 1, 3, 64)},
     {"lora gpt2-F32", "gpt2", SIZES(256, 4, 4, 64, 320, 517), .formats = f32},
     {"lora gpt2-Q4_0", "gpt2", SIZES(256, 8, 8, 32, 256, 909), .formats = q4_0, .tied = true},
 };
@@ -1174,6 +1198,10 @@ static void test_batches(void **state) {
     assert_int_equal(llama_eval(&o.m, prompt, 1, NULL), ROCQ_E_BOUNDS);
     assert_true(strlen(o.m.error) > 0);
     o.m.n_past = 20;
+    if (o.m.row->deltas) { // which cannot go back so far
+        o.m.n_past = 0;
+        ours_eval(&o, prompt, 20, NULL);
+    }
     int32_t bad[2] = {3, s.n_vocab};
     assert_int_equal(llama_eval(&o.m, bad, 2, other), ROCQ_E_BOUNDS);
     bad[1] = -1;
@@ -1219,10 +1247,11 @@ static void test_slices(void **state) {
         while (done < N_PROMPT) {
             const int32_t us = way == 1 ? 30 : way == 2 ? 1000000 : 0;
             if (done == 5 && o.m.begun && n++ == 3) { // in the middle of token 5
-                if (way == 3) done = o.m.n_past = 2;
+                // Token 5 has taken the place of the state of a delta net after 4 tokens.
+                if (way == 3) done = o.m.n_past = o.m.row->deltas ? 0 : 2;
                 if (way == 4) {
-                    o.m.n_past = 4;
-                    ours_eval(&o, &prompt[4], 1, NULL);
+                    o.m.n_past = o.m.row->deltas ? 0 : 4;
+                    for (int k = o.m.n_past; k < 5; k++) ours_eval(&o, &prompt[k], 1, NULL);
                 }
                 if (way == 5) {
                     rocq_cancel(o.ctx);
@@ -1340,6 +1369,62 @@ static void test_convolutions(void **state) {
     assert_int_equal(llama_eval(&o.m, text, 1, got), ROCQ_E_UNSUPPORTED);
     o.m.n_past = 12;
     ours_eval(&o, text, 1, got);
+    ours_close(&o);
+    free(got);
+    free(want);
+}
+
+// What delta nets keep: a text goes on from its end, from where the last batch began, as often as
+// one likes and with the same bits, or from 0; from elsewhere it does not.
+static void test_deltas(void **state) {
+    (void)state;
+    enum { N = 150 };
+    const model_spec s = {"deltas", "qwen35", SIZES(64, 2, 1, 32, 96, 301), .formats = f32,
+                          QWEN35(4, 4, 1, 2, 32)};
+    const llama_options options = {.n_ctx = N, .n_batch = 80, .kv_format = "f32"};
+    const size_t size = (size_t)s.n_vocab * sizeof(float);
+    int32_t text[N];
+    float *want = floats(s.n_vocab), *got = floats(s.n_vocab);
+    model_random r = {7};
+    for (int32_t i = 0; i < N; i++) text[i] = (int32_t)(model_u64(&r) % (uint64_t)s.n_vocab);
+    write_model(&s, NULL);
+    ours o;
+    ours_open(&o, model_path(s.name), 2, &options);
+    ours_eval(&o, text, 40, NULL);
+    ours_eval(&o, text + 40, 1, want);
+    for (int i = 0; i < 3; i++) { // another token in between
+        o.m.n_past = 40;
+        ours_eval(&o, text + i, 1, got);
+        assert_memory_not_equal(want, got, size);
+        o.m.n_past = 40;
+        ours_eval(&o, text + 40, 1, got);
+        assert_memory_equal(want, got, size);
+    }
+    o.m.n_past = 40;
+    ours_eval(&o, text + 40, 20, NULL);
+    ours_eval(&o, text + 60, 30, NULL);
+    o.m.n_past = 60;
+    ours_eval(&o, text + 60, 29, NULL);
+    ours_eval(&o, text + 89, 1, want);
+    o.m.n_past = 0;
+    for (int32_t i = 0; i < 90; i++) ours_eval(&o, text + i, 1, got);
+    assert_true(nmse(got, want, s.n_vocab) < 1e-10);
+    for (int32_t past = 1; past < 100; past++) {
+        if (past == 89 || past == 90) continue;
+        o.m.n_past = past;
+        assert_int_equal(llama_eval(&o.m, text, 1, got), ROCQ_E_UNSUPPORTED);
+        assert_non_null(strstr(o.m.error, "a qwen35 model can go on from 90, from"));
+    }
+    o.m.n_past = 90;
+    assert_int_equal(llama_forget(&o.m, 10, 5), ROCQ_E_UNSUPPORTED);
+    assert_non_null(strstr(o.m.error, "cannot move up: its states hold all of them"));
+    o.m.n_past = 89;
+    ours_eval(&o, text + 89, 1, got);
+    o.m.n_past = 0; // a batch of more than LLAMA_BACK: its beginning is out of reach
+    ours_eval(&o, text, 5, NULL);
+    ours_eval(&o, text + 5, 66, NULL);
+    o.m.n_past = 5;
+    assert_int_equal(llama_eval(&o.m, text, 1, got), ROCQ_E_UNSUPPORTED);
     ours_close(&o);
     free(got);
     free(want);
@@ -1544,10 +1629,11 @@ static int32_t list_saved(void) {
 
 int main(int argc, char **argv) {
     if (argc > 1) cmocka_set_test_filter(argv[1]);
-    enum { N_BATCHES = 11 };
+    enum { N_BATCHES = 13 };
     static const char *const families[N_BATCHES] = {
         "llama-F32", "qwen2-F32", "qwen3-F32", "gemma2-F32", "gpt2-F32", "gemma3-linear",
-        "mistral3-F32", "phi-long", "lfm2-F32", "lfm2moe-F32", "gemma4-F32"};
+        "mistral3-F32", "phi-long", "lfm2-F32", "lfm2moe-F32", "gemma4-F32",
+        "qwen35-F32", "qwen35moe-F32"};
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32",
                                             "gemma2-F32"};
     static struct CMUnitTest
@@ -1590,6 +1676,7 @@ int main(int argc, char **argv) {
     tests[n++] = (struct CMUnitTest){.name = "mixed layers", .test_func = test_mixed};
     tests[n++] = (struct CMUnitTest){.name = "other families", .test_func = test_unknown};
     tests[n++] = (struct CMUnitTest){.name = "convolutions", .test_func = test_convolutions};
+    tests[n++] = (struct CMUnitTest){.name = "delta nets", .test_func = test_deltas};
     tests[n++] = (struct CMUnitTest){.name = "several files", .test_func = test_split};
     const int32_t n_saved = list_saved();
     for (int32_t i = 0; i < n_saved; i++) {
