@@ -1367,9 +1367,10 @@ typedef struct rocq_experts_params {
 // position p, and 0 for p < 0,
 //   y[d, t] = c activation(sum over j < L of w[j, d] u[d, p - L + 1 + j]), where p = pos + t.
 // Of D rows bcx is x alone, and b = c = 1: with SILU the convolution in front of a delta net.
-// state keeps u from call to call, that of position p in column p mod S: the L - 1 positions before
-// pos are read, then those of this call are written, of more than S the newest. So nothing need be
-// cleared before a text, and where S >= n + L - 1 the same call may run again, with the same bits.
+// state keeps u from call to call, that of position p in column p mod S: a call reads the L - 1
+// positions before pos, then writes its own n, or the newest S of them. Since u of p < 0 is never
+// read, nothing need be cleared before a text; and where S >= n + L - 1, a call does not overwrite
+// what it read, so the same call may run again, with the same bits.
 // The bits of y do not depend on how tokens are cut into calls.
 enum { ROCQ_SHORTCONV_TAPS = 4 }; // the largest L
 
@@ -1620,8 +1621,8 @@ typedef struct rocq_grad_norm_params {
 //   m = beta1 m + (1 - beta1) G,  v = beta2 v + (1 - beta2) G^2
 //   w -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)
 // If FACTOR is 0, all but g stays as it is. Groups with other decay or rates are calls of their
-// own. At the first step m and v are 0, or with I8 their scales are. Codes are rounded up or down
-// by an offset that changes from step to step, so that what a code cannot hold is right on average.
+// own. At the first step m and v are 0, or with I8 their scales are. Codes are dithered: before
+// rounding an offset is added that changes from step to step, so that m and v are right on average.
 typedef struct rocq_adamw_params {
     const rocq_tensor *w;       // F32 [n]
     const rocq_tensor *w16;     // F16 or BF16 [n] or NULL, written: w rounded, for products
@@ -1708,15 +1709,15 @@ ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph); // twice is
 // they leave alone what the step has still to read, and what it has written so far. E_ARGUMENT for
 // us < 0; any other failure (E_CANCELLED, E_BOUNDS, ...) ends the step, as rocq_graph_launch does.
 // No slice allocates, but as rocq_graph_launch does if scratch memory has moved.
-//     What an op takes is learned from slices: halfway from each time that it ran. CPU: a slice
-// ends between two ops, by the clock, and takes longer than us by what its last op takes longer
-// than it is expected to: all of it in a first step, of which nothing is known. GPU: a slice is
-// submitted, and not waited for. It is whole pieces of rocq_desc.slice_us, and without those the
-// ops are submitted one by one, which takes the caller's time instead: some microseconds an op. A
-// first step goes by estimates from bytes and operations. While the GPU has not finished an earlier
-// slice, because a renderer keeps it busy, a slice is one piece. Events are polled to find that
-// out; a runtime that cannot time them goes by the estimates, and *done is true when all is
-// submitted.
+//     What an op is expected to take is learned from slices: each time that it runs, the
+// expectation moves halfway to the time taken. CPU: a slice ends between two ops, by the clock. It
+// exceeds us by as much as its last op exceeds its expectation; in a first step, where nothing is
+// known, by that op's whole time at most. GPU: a slice is submitted, and not waited for. It is
+// whole pieces of rocq_desc.slice_us; without pieces its ops are submitted one by one, at some
+// microseconds of the caller's time each. A first step goes by estimates from bytes and operations.
+// While the GPU has not finished an earlier slice, because a renderer keeps it busy, a slice is one
+// piece. Events are polled to find that out; with a runtime that cannot time them, slices go by the
+// estimates, and *done is true when all is submitted.
 ROCQ_DEF rocq_result rocq_graph_launch_for(rocq_ctx *ctx, rocq_graph *graph, int32_t us,
                                            bool *done);
 
@@ -1725,9 +1726,9 @@ ROCQ_DEF rocq_result rocq_graph_launch_for(rocq_ctx *ctx, rocq_graph *graph, int
 ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params, const char **why);
 
 // Between begin and end, ops are planned instead of run: each is checked as always, and raises
-// *scratch to the bytes of scratch memory that it would use, if that is more. So the code that runs
-// a model's ops also plans them. Copies, sync and graphs in between are E_STATE. scratch must stay
-// valid until end, which does nothing where nothing was begun.
+// *scratch, which begin does not clear, to the bytes of scratch memory that it would use, if that
+// is more. So the code that runs a model's ops also plans them. Copies, sync and graphs in between
+// are E_STATE. scratch must stay valid until end, which does nothing where nothing was begun.
 ROCQ_DEF rocq_result rocq_plan_begin(rocq_ctx *ctx, int64_t *scratch);
 ROCQ_DEF void rocq_plan_end(rocq_ctx *ctx);
 
@@ -2804,14 +2805,16 @@ typedef struct rocq_k_norm_args {
 
 typedef struct rocq_k_rope_stream {
     rocq_k_tensor y, x; // [D, heads, tokens]; token t of x goes to row cell[t] of y's dimension 2
-    int32_t plain;      // copied, not turned
+    int32_t plain;      // copied, not rotated
     int32_t to_cell;
     uint32_t slices;    // blocks per token
 } rocq_k_rope_stream;
 
-// How a head is turned. Turns of pair i per position, before freq_factors: own (scale + (1 - scale)
-// keep), where own is 1 / (2 pi) times power[b] of every bit b set in i, and keep = ext_factor (1 -
-// (i - low) per_pair), the factor in brackets held within 0 to 1.
+// Rotary position of a head. Pair i makes this many full turns per position, before freq_factors:
+// own scale, or with YaRN (ext_factor > 0) own (scale (1 - keep) + keep), where
+//   own   freq_base^(-2 i / n_dims) / (2 pi); the power is the product of power[b] over the bits b
+//         that are set in i
+//   keep  ext_factor (1 - ramp), ramp = (i - low) per_pair held within 0 to 1
 typedef struct rocq_k_turn {
     double power[8], scale, ext_factor, low, per_pair;
     const int32_t *pos, *cell;
@@ -3063,8 +3066,8 @@ typedef struct rocq_k_attention_args {
     float *work;
     uint32_t *counter;
     // A rope_append before it, or turn.pos NULL; n_q and n_seqs are 1 then, and one block has all
-    // columns of a KV head. q is turned on its way to LDS, append[0] (k) turned and append[1] (v)
-    // copied into row turn.cell of k and v by the blocks that read this row.
+    // columns of a KV head. q is rotated on its way to LDS; append[0] (k) is rotated and append[1]
+    // (v) copied into row turn.cell of k and v by the blocks that read this row, and by the first.
     rocq_k_tensor append[2]; // F32 [D, KV heads]
     rocq_k_turn turn;
 } rocq_k_attention_args;
@@ -3094,7 +3097,8 @@ typedef struct rocq_k_conv_args {
     int32_t tiles_m, tiles_x, tiles_y, n_splits;
 } rocq_k_conv_args;
 
-// n_shares shares of the positions of each frame, by blocks of 256 channels; then a block a group.
+// norm_stats: a block for each of n_shares shares of a frame's positions and each 256 channels;
+// then norm_stats_merge: a block for each group.
 typedef struct rocq_k_norm_stats_args {
     rocq_k_common common;
     float *work;                      // [2, C, n_shares, N]
@@ -3120,8 +3124,8 @@ typedef struct rocq_k_pixels_args {
 // -- training --
 
 // c[k, row] = activation'(z) scale sum over r of a(row, r) b[k, r] + before, db[row] = scale sum
-// over r of a(row, r). For dx, b is w and a is dy; for dw, b is x and a is dy turned: a(row, r) is
-// element row of column r. In F16, but all F32 for matmul_backward_f32.
+// over r of a(row, r). For dx, b is w and a is dy; for dw, b is x and a is dy transposed: a(row, r)
+// is element row of column r. In F16, but all F32 for matmul_backward_f32.
 typedef struct rocq_k_matmul_backward_args {
     rocq_k_common common;
     float *work;                 // n_splits > 1: floats [K, n_splits, rows], db [rows, n_splits]
@@ -3129,21 +3133,21 @@ typedef struct rocq_k_matmul_backward_args {
     int64_t a_stride, b_stride;  // elements from column to column
     int64_t b_units;             // of planar b
     rocq_k_tensor c, z, before;  // z, before: data NULL: absent
-    float *db;                   // or NULL; only turned
+    float *db;                   // or NULL; only for dw
     float scale;
     int32_t activation, accumulate; // accumulate: of db
     int32_t n_k, n_rows, n_r;
     int32_t tiles_k, tiles_rows, n_splits;
-    int32_t format, turned;      // of b, of a: for matmul_backward_f32
-    int32_t wide;                // c, z and before are read and written by four k at once
+    int32_t format, turned;      // of b; a is transposed (only matmul_backward_f32 reads this)
+    int32_t wide;                // c, z and before are read and written four k at a time
 } rocq_k_matmul_backward_args;
 
 // Columns of work as in the forward: (query i, head h of a group), column i group + h. The kernel
 // attention_backward_tiles makes images of tiles of ROCQ_K_BACK_TILE columns or positions, in F16:
-// rows [d / 8][row][d % 8] and turned rows [d / 16][k / 8][d % 16][k % 8], where k is a row in the
-// order of a fragment. Each kernel is one of ROCQ_K_BACK_DIMS, D, and images are of 16 D halves.
-//   columns    [Q, dO, turned dO, turned Q] of each tile    [tiles_q, n_kv_heads, n_seqs]
-//   positions  [K, V, turned K] of each tile                [tiles_kv, n_kv_heads, n_seqs]
+// rows [d / 8][row][d % 8], or transposed ([..]^T) [d / 16][k / 8][d % 16][k % 8], where k is a row
+// in the order of a fragment (frag_k_row). D is one of ROCQ_K_BACK_DIMS; images have 16 D halves.
+//   columns    [Q, dO, dO^T, Q^T] of each tile    [tiles_q, n_kv_heads, n_seqs]
+//   positions  [K, V, K^T] of each tile           [tiles_kv, n_kv_heads, n_seqs]
 //   sides      16 bytes of each column: lse log2(e), or infinity where there is nothing to see;
 //              dout . out; as int32 the position that the query stands at; nothing
 // Then attention_backward_D has a block for ROCQ_K_BACK_BLOCK positions of a KV head, and behind
@@ -3878,7 +3882,7 @@ struct rocq_ctx {
     rocq__profile *profiling; // equal to profile while it is on, else NULL
 #endif
     rocq_graph *recording; // the graph that ops are added to, or NULL
-    int64_t *planned;      // what ops raise instead of running (rocq_plan_begin), or NULL
+    int64_t *planned;      // rocq_plan_begin's: bytes that ops raise instead of running; or NULL
     rocq_graph *graphs;    // list of all graphs of the context
     bool has_simd;   // AVX2 with FMA and F16C, or NEON
     bool has_avx_vnni; // never without has_simd; nor is
@@ -15058,7 +15062,8 @@ typedef struct rocq__outer_work { // of a thread
 typedef struct rocq__outer {
     const rocq_tensor *c, *dy, *b, *z, *before;
     float *db;
-    bool turned; // a(row, r) is element row of dy's row r, not element r of its row `row`
+    bool turned; // dw: a is dy transposed, a(row, r) is element `row` of dy's column r; for dx it
+                 // is element r of column `row`
     bool accumulate, simd, avx512;
     rocq_activation activation;
     float scale;
@@ -15321,7 +15326,7 @@ typedef struct rocq__attend_back {
 // Scratch of one thread. Rows are padded from head_dim to pitch, and tiles to stride rows, with 0.
 typedef struct rocq__attend_back_local {
     float *q, *dout;               // [pitch, stride]; q is scaled
-    float *q_turned, *dout_turned; // [stride, pitch]
+    float *q_turned, *dout_turned; // transposed: [stride, pitch]
     float *dq;                     // [pitch, stride]
     float *k, *v;                  // [pitch, KEYS]
     float *weight;                 // [stride, KEYS]: S^T, then P^T
@@ -21623,11 +21628,11 @@ static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node) {
 }
 
 // rope_append into attention for one token (kernel attention_decode). Each block rotates the
-// queries that it needs, and the block that reads the new position first rotates the key and
-// stores it and the value in the caches. Rotated queries are not stored, so nothing may read q
-// behind the attention, unless that writes its result there. As blocks do not wait for each
-// other, the attention may write nothing that rope_append reads, and rope_append nothing but the
-// caches that the attention reads.
+// queries that it needs, and a block that reads the new position first rotates the key, and stores
+// it and the value in the caches. Rotated queries are not stored, so nothing may read q behind the
+// attention, unless that writes its result there. As blocks do not wait for each other, the
+// attention may write nothing that rope_append reads, and rope_append nothing but the caches that
+// the attention reads.
 static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node) {
     const rocq__node *next = node->next;
     const rocq_rope_append_params *append = (const rocq_rope_append_params *)node->params;
@@ -21658,7 +21663,7 @@ static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node) {
 
 // Whether a GPU does the op of a node in the launch of the op that follows. In a token's step that
 // saves three launches of a layer's eight. All that is written has the bits that it has when ops
-// are launched one by one, except that turned queries which nothing reads are not written.
+// are launched one by one, except that rotated queries which nothing reads are not written.
 static bool rocq__joins(rocq_ctx *ctx, const rocq__node *node) {
     if (!rocq__on_gpu(ctx) || !node->next) return false;
     const rocq_op next = node->next->op;

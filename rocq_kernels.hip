@@ -364,7 +364,7 @@ DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
 // not to be touched before wmma_lds_end. The names of the instructions are Hopper's.
 // wmma_tile: the same of 64 rows of a and N columns of b over r 16 s to 16 s + 15 of tiles of 64 r,
 // c[row][col] += sum of a(row, r) b(col, r). A tile is lines of 128 bytes: the 64 r of a row, or
-// where it is turned, 64 rows at one r, for each r of those, then for the next 64 rows. The eight
+// where it is transposed, 64 rows at one r, for each r, then for the next 64 rows. The eight
 // vectors of a line are exchanged so that vector v is at v ^ line % 8. Tiles are aligned to 1024
 // bytes. wmma_lds_wait<LEFT> waits for all batches but the last LEFT.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -1453,7 +1453,7 @@ DEV uint32_t join_nibbles(uint32_t x) {
     return (x | x >> 8) & 0xffffu;
 }
 
-// -- the formats that are only read --
+// -- the formats that are only read: IQ1 to IQ3, TQ and NVFP4, for which rocq has no encoder --
 // An entry of a codebook is eight digits of 2 bits (IQ2, IQ1) or four of 4 bits (IQ3), here in one
 // table, which the compiler makes of the strings in rocq.h.
 struct codebooks {
@@ -1497,7 +1497,8 @@ DEV uint32_t signed_levels(uint32_t levels, uint32_t signs) {
     const uint32_t one = spread_bits(signs);
     return (levels ^ one * 255u) + one;
 }
-// Signs of seven bits, those above them in bits left out.
+// Eight signs from the seven bits that are stored: bit 7 becomes the parity of bits 0-6 (0x6996
+// holds the parities of four bits). Higher bits are ignored.
 DEV uint32_t even_signs(uint32_t bits) {
     bits &= 127u;
     return bits | (0x6996u >> ((bits ^ bits >> 4) & 15u) & 1u) << 7;
@@ -1615,7 +1616,8 @@ DEV void read_codes(const raw<READ> &r, uint32_t u, uint32_t q[8]) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             uint32_t w = r.w[i], n = u;
-            if (format == ROCQ_TQ1_0 && u >= 5) { // 2 digits of 16 bytes; at last 1, and 4 of 4
+            // Units 5 and 6: two digits each of 16 bytes. Unit 7: their last one, then four of qh.
+            if (format == ROCQ_TQ1_0 && u >= 5) {
                 const bool last = u == 7 && i > 3;
                 w = last ? r.w[4] : r.w[i & 3];
                 n = last ? (uint32_t)(i - 4) : u == 7 ? 4 : 2 * (u - 5) + (uint32_t)(i >> 2);
@@ -1862,7 +1864,7 @@ template <int F> DEV void gguf_values(const char *row, int64_t k, float v[4]) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// >>quantize: encoders of Q8_0 and Q4_0 blocks, and of planar Q8_0; turned heads
+// >>quantize: encoders of Q8_0 and Q4_0 blocks, and of planar Q8_0; rotary position of heads
 // ---------------------------------------------------------------------------------------------
 // 8 neighbouring lanes hold a unit: the lane with lane % 8 == i has elements 4 i to 4 i + 3. The
 // lanes exchange values, so all lanes of the wave have to call; live says whether the unit exists.
@@ -2110,9 +2112,12 @@ DEV void put4(const rocq_k_tensor &y, bool wide, char *row, uint32_t r, int64_t 
 }
 
 // -- rows of ROCQ_LAYOUT_HADAMARD --
-// v = v H (see >>cpu_attention in rocq.h) for a row of n elements, n % 32 == 0. A lane has N = 4 or
-// 8 neighbouring elements, from element N i on, and lane % (B / N) == i % (B / N). All lanes of the
-// wave have to call. Both N give the same bits.
+// v = v H (see >>cpu_rows in rocq.h) for a row of n elements, n % 32 == 0. A lane has N = 4 or 8
+// neighbouring elements, from element N i on, where i and the lane's number agree modulo B / N: so
+// a block of B elements is in B / N neighbouring lanes. All lanes of the wave have to call. Both N
+// give the same bits.
+
+// One round between lanes `mask` apart: the lower one keeps the sum, the upper one the difference.
 template <int mask, int N> DEV void hadamard_lanes(float (&v)[N]) {
     const float sign = thread_index() & mask ? -1.0f : 1.0f;
 #pragma unroll
@@ -2139,10 +2144,11 @@ template <int N> DEV void hadamard(float (&v)[N], int n) {
     for (int e = 0; e < N; e++) v[e] *= factor;
 }
 
-// -- turned heads --
-// Pair i of a head at position p is turned by p turn(i) / freq_factors[i] turns: (x0, x1) becomes
-// magnitude (x0 cos - x1 sin, x0 sin + x1 cos). Of n elements of a head those below n_dims are
-// turned; with NEOX pair i is elements i and i + n_dims / 2, else 2 i and 2 i + 1.
+// -- turned heads: rotary position --
+// Pair i of a head at position p is rotated by p turn(i) / freq_factors[i] full turns, with turn(i)
+// as at rocq_k_turn in rocq.h: (x0, x1) becomes magnitude (x0 cos - x1 sin, x0 sin + x1 cos). Of a
+// head's elements those below n_dims are rotated; with NEOX pair i is elements i and
+// i + n_dims / 2, else 2 i and 2 i + 1.
 
 // Sine and cosine of an angle in turns (2 pi), |turns| <= 1/2. The angle is reduced to an eighth of
 // a turn on either side of 0, where the Taylor series have errors of 3e-9 (sine) and 2e-9 (cosine).
@@ -2186,7 +2192,7 @@ DEV void turn_angle(const rocq_k_turn &a, int position, int i, float *sine, floa
 // A quad of a head, and the other element of each one's pair.
 struct turn_quad {
     float v[4], p[4];
-    int k, count, turned; // turned: those elements of the quad that are below n_dims are turned
+    int k, count, turned; // turned: elements of the quad with a lower number are rotated
 };
 DEV turn_quad turn_load(const rocq_k_turn &a, int32_t format, const char *row, bool wide, int k,
                         bool live, bool plain) {
@@ -2328,8 +2334,9 @@ DEV float epilogue_apply(const epilogue &e, float v, float v2, B bias, G gate, R
 // those of the waves and of w2 through LDS, and then each thread takes one y through the epilogue.
 // w2 is a second pass over K by the same wave.
 //
-// x of matvec_row is one column of floats, which each block norms, or not, and makes Q8_0 of in
-// LDS. That saves a launch; meanwhile the first lines of w are on their way (matvec_touch).
+// matvec_row takes one column of floats as x. Each block norms it, if row.norm is set, and encodes
+// it as Q8_0 in LDS; that saves a launch. Meanwhile the first lines of w are prefetched
+// (matvec_touch).
 //
 // Geometry: blocks of 256 threads, 8 waves; a block has 32 / k_waves rows of one product. A launch
 // has up to four products of the same x; their blocks follow each other (block_begin). LDS: 256 N
@@ -2865,8 +2872,8 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
 // constant memory, which needs none of this, and nvcc reloads fields to save registers.
 enum { MATVEC_MIXED = -1 };
 
-// Loads a word of the first unit that the lane takes of each of its rows: while the block makes x,
-// the lines of the rows' widest plane come closer.
+// A prefetch for the time in which the block makes x: loads a word of the first unit that the lane
+// takes of each of its rows, which brings the lines of the rows' widest plane into the caches.
 template <int F>
 DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_wave,
                       uint32_t (&touched)[ROCQ_K_MATVEC_ROWS]) {
@@ -3008,8 +3015,8 @@ DEV float experts_value(int32_t kind, float limit, float alpha, bool has_w2, flo
 // block is that of a matvec with one column, whose rows of w are those of the pair's expert; so
 // only these are read. Without weights a block has one pair. With weights it has all slots of a
 // token: the waves that share rows in a matvec take slots instead of parts of K, and their sums,
-// each times its weight, are added in the order of the waves. An id out of range is passed over and
-// reported.
+// each times its weight, are added in the order of the waves. An id out of range adds nothing and
+// sets a bit of the status.
 // Geometry: see rocq_k_experts_args. LDS: 256 bytes. Bytes: the rows of each pair's expert.
 template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, WAVES = ROCQ_K_MATVEC_WAVES };
@@ -3115,11 +3122,11 @@ KERNEL(experts_merge, rocq_k_experts_args, 256) {
     put_float(a.y.format, row_of(a.y, token, 0, 0), m, v);
 }
 
-// experts_sort: pairs in the order of their expert, those of one expert in their own order, and the
-// tiles of ROCQ_K_EXPERTS_N of them. Block e writes what belongs to expert e: pairs with a lower id
-// stand before its own. The tiles of e begin at (its first sorted pair) / N + e, which leaves room
-// for all, whatever the experts before it have; so no block waits for another. Tiles too many are
-// empty. Pairs with an id out of range stand nowhere.
+// experts_sort: sorts the pairs by expert (those of one expert keep their order), and cuts each
+// expert's into tiles of N = ROCQ_K_EXPERTS_N. Block e writes what belongs to expert e, and finds
+// where that begins by counting the pairs with a lower id; so no block waits for another. The tiles
+// of e begin at (its first sorted pair) / N + e, as the e experts before it never need more. Tiles
+// that are left over are empty. Pairs with an id out of range are left out.
 // A thread counts, then writes, a run of pairs. LDS: 1 KB. Bytes: ids twice for each expert, from
 // L2.
 KERNEL(experts_sort, rocq_k_experts_args, 256) {
@@ -3168,8 +3175,8 @@ KERNEL(experts_sort, rocq_k_experts_args, 256) {
 // -- route --
 
 // As in rocq_route_params. A wave has a token, and a lane every 32nd of its experts. Keys are
-// integers in the order of the numbers compared, NaN before -inf, and 0 for an expert that is taken
-// or not to be taken. LDS: 13 KB. Bytes: the logits once.
+// integers in the order of the numbers compared, with NaN below -inf, and 0 for an expert that has
+// been taken or must not be. LDS: 13 KB. Bytes: the logits once.
 struct route_best {
     uint32_t key;
     int e;
@@ -3183,7 +3190,7 @@ template <int mask> DEV route_best route_better(route_best b) {
     const int e = wave_xor<mask>(b.e);
     return key > b.key || (key == b.key && e < b.e) ? route_best{key, e} : b;
 }
-// The first of the largest of n keys, which its lane then sets to 0.
+// The index of the largest of n keys in LDS, the lowest of equals; that key is set to 0.
 DEV int route_take(uint32_t *keys, int n) {
     route_best b = {0, 0x7fffffff};
     for (int e = lane_index(); e < n; e += ROCQ_K_WAVE) {
@@ -3473,9 +3480,9 @@ DEV matmul_place experts_place_of(const rocq_k_matmul_args &a, const experts_til
     return p;
 }
 
-// As matmul_finish, for a tile whose waves stand one above the other, from row m0 of their matrix
-// on. If the lower two waves have the rows of w2, each of the upper two finishes every other column
-// of its rows together with one of the lower two, which do the others.
+// As matmul_finish, for a tile of which each wave has other rows and all columns, from row m0 of
+// its matrix on. With split_rows, waves 0 and 1 have rows of w, and waves 2 and 3 the same rows of
+// w2: then waves i and i + 2 both read z and z2 of these rows from LDS, and share the columns.
 template <int TM, int TN>
 DEV void experts_finish(const rocq_k_matmul_args &a, const experts_tile &own,
                         const frag_c (&c)[TM][TN], float *work, bool split_rows, int64_t m0) {
@@ -3885,7 +3892,7 @@ ROCQ_K_ALL_FORMATS(ROCQ_X, )
 
 // Products of F16 operands where four waves multiply straight from LDS (WMMA_TILES), for matmul and
 // matmul_backward: c[row][col] = sum over r of a(row, r) b(col, r), where columns are what lies
-// innermost in memory of the result, and in each operand either r does or, turned, its rows do.
+// innermost in memory of the result, and in each operand r is innermost or, transposed, its rows.
 // Elsewhere these kernels are empty, and no launch has them.
 //
 // A tile is BM rows, 64 a group of four waves, by BN columns; a step is 64 of r. LDS has STAGES of
@@ -3897,7 +3904,7 @@ ROCQ_K_ALL_FORMATS(ROCQ_X, )
 // epilogue uses the same. On an H200 410 to 640 TFLOPS from 4096 rows on.
 struct lds_operand {
     const char *data; // the tile's first row at r 0
-    int64_t stride;   // bytes from row to row; turned: from r to r
+    int64_t stride;   // bytes from row to row; transposed: from r to r
     int32_t rows;     // from the tile's first row on
 };
 template <bool TURNED, int ROWS, int THREADS>
@@ -4443,7 +4450,7 @@ KERNEL_WAVES(matmul_f32, rocq_k_matmul_args, 256, 4) {
 // a column tile. KV positions are taken in KV tiles of TILE positions. For each KV tile
 //   S = K Q^T      [position][column]: K is the A and Q the B operand; a lane has few columns
 //   P = 2^(S - m)  m is the column's running maximum; l += sum of P
-//   O = O + V^T P  [d][column]: P turns from a result into an operand in registers (frag_from_c), V
+//   O = O + V^T P  [d][column]: P, a result, becomes an operand in registers (frag_from_c), V
 //                  is transposed in LDS
 // Scores are in units of log2: exp is one fma and one exp2. m is raised only when the true maximum
 // is more than 8 above it: up to there P is at most 2^8 and stays within F16's range, and nearly
@@ -5474,8 +5481,8 @@ template <typename S> DEV bool attend_is_live(const attend_limits &limits, const
     return at.first < limits.high_last && at.first + S::TILE > limits.low_first;
 }
 
-// Loads a word of each line of a wave's first tile of K or V, if its rows are plain and not in
-// pages: while the block turns Q, the tile comes closer.
+// A prefetch for the time in which the block rotates Q: loads a word of each line of a wave's first
+// tile of K or V, if its rows are plain and not in pages.
 template <typename S>
 DEV uint32_t attend_touch(const attend_rows &t, bool paged, int chunk0, int first, int end) {
     if (t.way != ATTEND_WIDE || paged || first >= end) return 0;
@@ -5484,9 +5491,10 @@ DEV uint32_t attend_touch(const attend_rows &t, bool paged, int chunk0, int firs
     return gload((const uint32_t *)(t.base + (uint64_t)(uint32_t)row * t.step + at));
 }
 
-// What a rope_append before attention does, for a KV head: Q is turned and goes to LDS as
-// attend_stage_q stages it, and where the block reads the row of the new position, or is the first,
-// K and V of that position are stored in the cache. Blocks that both store it store the same bits.
+// What a rope_append before attention does, for a KV head: Q is rotated and staged in LDS, as by
+// attend_stage_q. A block that reads the row of the new position first stores K and V of that
+// position in the cache, as does the first block of a head, in case no block reads it. Where
+// several blocks store them, they store the same bits.
 // scratch: LDS for the angles, 2 KB.
 template <typename S>
 DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scratch,
@@ -5900,8 +5908,8 @@ KERNEL(norm, rocq_k_norm_args, 512) {
 
 // -- rope, rope_append --
 
-// Up to three streams in one launch: q is turned in place by pos[t] (see >>quantize), k turned and
-// stored in the KV cache, and v stored there.
+// Up to three streams in one launch: q is rotated in place by pos[t] (see >>quantize), k is rotated
+// and stored in the KV cache, and v is stored there.
 //
 //   x     F32 or F16 [D, heads, tokens], any strides
 //   y     F32 F16 BF16, raw Q8_0 Q4_0 [D, heads, cells or tokens], any strides; may be x. Elements
@@ -6830,11 +6838,12 @@ KERNEL(sample, rocq_k_sample_args, 1024) {
 //   y    F32, F16 or Q8_0 [D, n, sequences]
 //   w    F32 [L, D], L <= 4; state F32 [D, S, sequences], S >= L - 1; any strides
 //
-// A block has 32 channels of a sequence, and all its tokens, since it stores the state that it has
-// read before: every load of it comes before the barrier, and every store after. Eight lanes have a
-// quad of channels each, which is a unit of y, and take `run` tokens one after the other; the u
-// before them come from bcx, or for tokens of earlier calls from the state. Geometry: 32 to 256
-// threads. Sums are in the order of w, so that y does not depend on who computes it.
+// A block has 32 channels of a sequence and all its tokens, because it overwrites the state that it
+// reads: every load of the state comes before the barrier, every store after it. Eight lanes have a
+// quad of channels each, together a unit of y, and take a run of `run` tokens one after the other.
+// The L - 1 values of u before a run are computed again from bcx, or, for tokens of earlier calls,
+// read from the state. Geometry: 32 to 256 threads. Sums are in the order of w, so that the bits of
+// y do not depend on how tokens are divided into runs.
 // Bytes: bcx and y once, and for each run L - 1 columns more of b and x. A step of one token is
 // bound by latency: one round of loads after that of pos.
 enum { SHORTCONV_TAPS = ROCQ_SHORTCONV_TAPS };
@@ -6862,7 +6871,7 @@ KERNEL(shortconv, rocq_k_shortconv_args, 256) {
         if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
         return;
     }
-    // The last L of these count: those before are 0 and never used.
+    // Only the last L of these are used, so that the token's own tap is the last for every L.
     float w[SHORTCONV_TAPS][4] = {}, u[SHORTCONV_TAPS][4] = {};
 #pragma unroll
     for (int j = 0; j < SHORTCONV_TAPS; j++) {
@@ -7137,12 +7146,12 @@ DEV void conv_store(int32_t format, char *row, int64_t k, const float v[8]) {
 // staged in LDS as one patch, up to ROCQ_K_CONV_PATCH of them, so that x is loaded, normalised and
 // activated once and not for every tap; a tap is an offset into the patch. Without halo (stride 2,
 // large kernels), a patch has the positions of a single tap. z is rounded to F16 in the patch. The
-// block's weights follow in steps of a tap and 32 channels; those of the next CONV_AHEAD steps are
-// under way while the waves multiply, in registers or as asynchronous copies.
-// In LDS both are split in chunks of 8 channels: a column of rows (w) or positions (z) of 16 bytes,
-// of an odd number, so that the chunks of a row lie in different banks. Eight positions are a line
-// of the tile and 128 bytes without gaps, wherever the tap begins: what a B fragment takes twice,
-// and what Hopper's matrix unit can read by itself.
+// block's weights are staged in steps of a tap and 32 channels; those of the next CONV_AHEAD steps
+// are prefetched while the waves multiply, into registers or by asynchronous copies.
+// In LDS both are split into chunks of 8 channels. A chunk is a column of 16-byte words, one for
+// each row of w or position of z; their number is odd, so that the words of one row or position lie
+// in different banks. Eight neighbouring positions of a line of the tile are 128 bytes without gaps
+// for every tap: a B fragment is two of these, and Hopper's matrix unit reads them by itself.
 // What a wave computes: with BM 128, 64 channels by 64 positions, the waves lying 2 by 2; with BM
 // 64 and 16 (TAESD; layers that make a picture's 3 channels) all channels by 32 positions. Where
 // the matrix unit reads LDS by itself (Hopper), a quarter of the channels by all positions.
@@ -7163,9 +7172,10 @@ enum {
     CONV_CHUNK = 8 * (ROCQ_K_CONV_PATCH + 1) // halves from chunk to chunk of a patch
 };
 
-// A step of the sums: a tap and CONV_W_BK channels. Both offsets are kept, since a block has only
-// few waves to hide their computation.
+// A step of the sums: a tap and CONV_W_BK channels. k and tap are carried from step to step instead
+// of computed from the rest, since a block has only few waves to hide that latency.
 struct conv_step {
+    // patch = s slices + slice. s, j, i: frame, row and column of the tap. part: half of the slice
     int32_t patch, s, slice, j, i, part;
     int32_t k;   // of the step's first channel in a row of w
     int32_t tap; // positions from the patch's first to the tap's
@@ -7279,8 +7289,8 @@ DEV conv_position conv_position_of(const rocq_k_conv_args &a, const conv_patch &
     return {inside, inside ? zx >> a.upsample : 0, inside ? zy >> a.upsample : 0};
 }
 
-// Stages the patch of a step. A thread has one vector of channels, F's elements in 16 bytes, of
-// every position that is ROWS behind the last. The loads of BATCH vectors are in flight together.
+// Stages the patch of a step. A thread has one vector of channels, 16 bytes of elements of F, of
+// every ROWS-th position. The loads of BATCH vectors are in flight together.
 // F is F32, or F16 for x in F16 or BF16.
 template <int F>
 DEV void conv_stage(const rocq_k_conv_args &args, const conv_place &p, const conv_step &at,
@@ -7556,7 +7566,8 @@ DEV void conv_multiply(frag_c (&c)[TM][TN], const f16 *w, int w_chunk, const f16
     }
 }
 
-// The same by all four waves straight from LDS, up to the products' end in conv_f16.
+// The same where the matrix unit reads both operands from LDS (Hopper), by all four waves together.
+// It only starts the products; conv_f16 waits for their end (wmma_lds_wait).
 template <int TM, int N16>
 DEV void conv_multiply_lds(frag_c (&c)[TM][8], const f16 *w, int w_chunk, const f16 *z, int line) {
     wmma_lds_begin();
@@ -7631,7 +7642,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
             return;
         }
         const int left = a.c - (conv_channel(at) + 8 * chunk);
-        if (left <= -8) return; // the second chunk of 16 channels is read, too
+        if (left <= -8) return; // channels are multiplied 16 at a time: up to there w is 0
 #pragma unroll
         for (int i = 0; i < N_W; i++) {
             const uint16_t *from = (const uint16_t *)(w + own[i]) + at.k;
@@ -7645,7 +7656,7 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
         for (int i = 0; i < N_W; i++) lput(to_w(buffer, i), wr[i]);
     };
 
-    // The frames before the first that there is are left out
+    // Frames before x's first are zeros, so their patches are skipped
     const int32_t patches = a.kt * a.slices, missing = (a.kt - 1 - a.past - p.frame) * a.slices;
     const int32_t first = patches * p.split / a.n_splits;
     const int32_t end = patches * (p.split + 1) / a.n_splits;
@@ -7657,8 +7668,8 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
     const auto is_fresh = [&](const conv_step &s) {
         return s.part == 0 && (!a.halo || (s.i | s.j) == 0);
     };
-    // A step's tile of w takes the place of the one that was multiplied BUFFERS steps before, after
-    // a barrier behind which no wave reads that, and is read after the next barrier.
+    // LDS holds a ring of BUFFERS tiles of w. A tile overwrites that of BUFFERS steps before, after
+    // a barrier that each wave passes only once it has multiplied that, and is read after the next.
     conv_step ahead = at;
     int buffer = 0, free = 0; // tiles
     const auto begin_w = [&]() {
@@ -8041,19 +8052,19 @@ KERNEL(pixels, rocq_k_pixels_args, 256) {
 // -- matmul_backward --
 // c[k, row] = activation'(z) scale sum over r of a(row, r) b[k, r] + before: for dx a row is a
 // column n of dy, r a row m, a is dy and b is w; for dw a row is a row m of w, r a column n, a is
-// dy turned and b is x.
+// dy transposed ("turned" in names) and b is x.
 //
-//   b    F16 [K, R], or planar blocks; a F16 [R, rows], or turned [rows, R]: rows at multiples of
-//        16 bytes, readable up to the next such multiple; what lies there has no effect
+//   b    F16 [K, R], or planar blocks; a F16 [R, rows], or transposed [rows, R]: rows at multiples
+//        of 16 bytes, readable up to the next such multiple; what lies there has no effect
 //   c    F32 or F16 [K, rows], z and before likewise, any strides; before may be c
 //
 // Memory has k innermost, and for dw rows too, while the matrix unit takes r innermost: operands
-// are turned on their way. A thread loads 8 by 8 halves and stores them turned, at half an
-// instruction an element; of planar blocks, a unit of each of two neighbouring rows, whose elements
-// it stores in pairs. The rows of LDS are k 0 8 16 .. 56, 1 9 17 .., so that the lanes that hold
-// neighbouring chunks of 8 k write to neighbouring rows, free of bank conflicts; the epilogue puts
-// k back in order (backward_turned). Where the matrix unit reads LDS by itself (Hopper), it turns
-// operands, too, and matmul_backward_lds copies them as they lie.
+// are transposed on their way to LDS. A thread loads 8 by 8 halves and stores them transposed, at
+// half an instruction an element; of planar blocks, a unit of each of two neighbouring rows, whose
+// elements it stores in pairs. The rows of LDS are k 0 8 16 .. 56, 1 9 17 .., so that the lanes
+// that hold neighbouring chunks of 8 k write to neighbouring rows, free of bank conflicts; the
+// epilogue puts k back in order (backward_turned). Where the matrix unit reads LDS by itself
+// (Hopper), it also transposes, and matmul_backward_lds copies operands as they lie.
 //
 // Tiles of 128 k by 128 rows, 128 threads; step, waves, sums and LDS as in matmul_f16 with tiles of
 // 128 columns. Geometry: blockIdx.x counts tiles_k fastest, so that blocks that run at the same
@@ -8174,12 +8185,13 @@ DEV void backward_end_db(const rocq_k_matmul_backward_args &a, const backward_pl
     else gstore(backward_split_sums(a, a.n_rows) + (int64_t)at.split * a.n_rows + row, sum);
 }
 
-// The k, or the row, of row p of LDS, each counted from the tile's first; and the other way round.
+// Which k, or row of c, row p of LDS holds, both counted from the tile's first: within 64, p with
+// its two octal digits swapped. The function is its own inverse.
 DEV int backward_turned(int p) { return (p & 64) | (p & 7) << 3 | (p >> 3 & 7); }
 
 // Finishes a block's 128 k by 128 rows: as in matmul_finish the sums go through LDS, 16 rows of
-// each wave at a time, after which each wave has all k of some rows. Of the waves' 64 by 64, k lie
-// as backward_turned says, and with TURN_ROWS rows, too.
+// each wave at a time, after which each wave has all k of some rows. Within a wave's 64 by 64, k
+// are in the order of backward_turned, and with TURN_ROWS the rows are, too.
 enum { BACKWARD_STRIDE = BACKWARD_TILE + 4 };
 template <bool TURN_ROWS>
 DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward_place &at,
@@ -8216,7 +8228,8 @@ DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward
     }
 }
 
-// Eight vectors, rows of 8 by 8 halves, become its columns, each eight rows of LDS behind the last.
+// Transposes 8 by 8 halves, of which each vector is a row, and stores the columns, each eight rows
+// of LDS behind the one before.
 template <int WORD> DEV uint32_t vector_word(const u32x4 &v) {
     return WORD == 0 ? v.x : WORD == 1 ? v.y : WORD == 2 ? v.z : v.w;
 }
@@ -8231,9 +8244,9 @@ template <int C = 0> DEV void backward_store_turned(const u32x4 (&v)[8], f16 *to
     if constexpr (C < 7) backward_store_turned<C + 1>(v, to);
 }
 
-// Elements of 8 neighbouring rows, from a multiple of 8 on: what a thread has of an operand with r
-// outermost. Elements past the last of a row are others of that row. Rows past the last r are that
-// one, until backward_clear_tail.
+// What a thread loads of an operand with r outermost: a chunk of 8 elements of each of 8
+// neighbouring r. Past the end of a row it loads the row's last chunk again, of which nothing is
+// stored in c. Past the last r it loads that again, and backward_clear_tail sets it to 0.
 struct backward_source {
     const char *data; // the tile's first element of row 0
     uint32_t stride;  // bytes from row to row
@@ -8261,7 +8274,7 @@ DEV void backward_clear_tail(uint32_t r, uint32_t group, uint32_t n_r, u32x4 (&v
     }
 }
 
-// F: the format of b. TURNED: a has rows innermost, as for dw.
+// F: the format of b. TURNED: a is transposed, with rows innermost, as for dw.
 template <int F, bool TURNED>
 DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
     enum { BK = MATMUL_F16_BK, ROW = BACKWARD_ROW, TILE = BACKWARD_TILE, PLAIN = F == ROCQ_F16 };
@@ -8349,7 +8362,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
                      byte_perm(w[1][e / 2], w[0][e / 2], e % 2 ? 0x07060302 : 0x05040100));
             }
         }
-        keep_order(); // one operand is turned at a time
+        keep_order(); // one operand is transposed at a time
         if constexpr (TURNED) {
             if (tail) backward_clear_tail(r, group, n_r, av);
             backward_store_turned(av, own + TILE * ROW);
@@ -8556,7 +8569,7 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
 #pragma unroll
         for (int i = 0; i < 16; i++) lput(to + t % 2 * 16 + i, 0.0f);
     };
-    // Row t % 128 of an a that is not turned, half a step of it
+    // Transposes row t % 128 of an a that has r innermost, half a step of it
     const auto turn = [&](uint32_t step) {
         const int32_t most = a.n_rows - 1 - at.row0, row = t % TILE < most ? t % TILE : most;
         const float *const from = (const float *)a.a + (at.row0 + row) * a.a_stride;
@@ -8638,14 +8651,14 @@ KERNEL(matmul_backward_merge, rocq_k_matmul_backward_args, 256) {
 // V, from which fragments are loaded without regard to heads, strides, formats and ends. The other
 // has two kinds of blocks: those of attend_back_kv have dK and dV of 64 positions in registers and
 // go through the columns that see them; those of attend_back_q have dQ of 16 columns a wave and go
-// through the positions that they see. So no two blocks add to the same sum. What both compute, S
-// and dP, is two of seven products.
+// through the positions that they see. So no two blocks add to the same sum. The price is that both
+// compute S and dP, two of the seven products.
 //
 // attend_back_kv, for 16 columns and 16 positions:
 //   S = Q K^T, dP = dO V^T      [column][position]; P = 2^(S scale log2(e) - lse log2(e)), 0 where
 //                               the position is hidden
-//   dV += P^T dO, dK += dS^T Q  [position][d]; dS = P cap' (dP - delta). P and dS turn from results
-//                               into operands in registers (frag_from_c)
+//   dV += P^T dO, dK += dS^T Q  [position][d]; dS = P cap' (dP - delta). P and dS, which are
+//                               results, become operands in registers (frag_from_c)
 // Two waves share 16 or 32 positions: one has K and dV, computes S and P, and gives P cap' to the
 // other through LDS, which has V and dK and computes dP and dS. So each needs half of the
 // registers, and both have as much to do.
@@ -8707,7 +8720,7 @@ DEV u32x4 back_halves(const float (&x)[8]) {
                  attend_pair(x[6], x[7]));
 }
 
-// Writes the image of turned rows from the image of rows in LDS.
+// Writes the image of transposed rows from the image of rows in LDS.
 DEV void back_turn(u32x4 *to, const f16 *rows, int d) {
     for (int i = (int)thread_index(); i < 2 * d; i += 128) {
         const int e = i / 32 * 16 + i % 16, k0 = i / 16 % 2 * 8; // element, first k
@@ -8802,7 +8815,7 @@ DEV void back_cap(const back_score &score, frag_c &x) {
         x.v[v] = 1.0f - 2.0f * rcp_fast(1.0f + exp2_fast(x.v[v] * score.to_tanh));
     }
 }
-// p times the factor, which x has after back_cap.
+// With a softcap: p times its slope, 1 - x^2, where x is the tanh that back_cap has computed.
 DEV void back_bend(const back_score &score, float (&p)[8], const frag_c &x) {
     if (!score.capped) return;
 #pragma unroll
@@ -8846,6 +8859,7 @@ DEV void attend_back_kv(const rocq_k_attention_backward_args &a, uint32_t block,
     u32x2 *const shared = (u32x2 *)(tile + S::KV_CHUNKS); // P cap' of each fragment
     float *const lse = (float *)(shared + S::PAIRS * S::KEY_FRAGS * 64), *const delta = lse + 16;
     int *const at = (int *)(delta + 16); // positions of queries
+    // A wave of role 0 has K, P and dV, one of role 1 V, dS and dK of the same positions.
     const int wave = wave_read(wave_index(), 0), role = wave & 1, own = wave / 2 * S::KEY_FRAGS;
     const int lane = lane_index(), thread = (int)thread_index();
     const uint32_t heads = (uint32_t)(a.n_kv_heads * a.n_seqs);
@@ -9413,10 +9427,10 @@ KERNEL(gather_backward, rocq_k_gather_backward_args, 256) {
 //   logits, dlogits  F32 or F16 [V, n], rows at any stride; dlogits may be logits or absent
 //   targets          I32 [n]; one of V or more is ignored and sets a bit of the status
 //
-// A block takes a column. Each thread finds the largest of its own logits and the sum of their
-// exponentials below it in one pass, scaling the sum down where a tile has a larger one; these are
-// brought to the block's largest and added up. A second pass writes the gradient; the thread that
-// has the target's then subtracts from it.
+// A block takes a column. In one pass each thread finds the largest of its own logits and the sum
+// of exp(logit - largest), scaling the sum down where a tile has a larger one; then the sums are
+// rescaled to the block's largest and added up. A second pass writes the gradient; the thread that
+// has the target's element then writes that again, with the target's term.
 // Geometry: a block a column, 32 to 1024 threads as the host chooses. LDS: 260 bytes.
 // Bytes: logits twice, the second time from L2 where all columns under way fit, and dlogits once.
 enum { ENTROPY_QUADS = 4 };
@@ -9480,7 +9494,7 @@ KERNEL(cross_entropy, rocq_k_cross_entropy_args, 1024) {
         gstore(a.loss + column, counts ? log_sum + (largest - at_target) : 0.0f);
     }
     if (!to) return;
-    // The gradient of logit x. A logit of -inf has no other slope than 1 without softcap.
+    // The gradient of logit x. Without a softcap the slope is 1, but c is NaN for a logit of -inf.
     const auto slope = [&](float x, float less) {
         const float d = exp_fast(x - largest) * factor - less, c = x * a.per_cap;
         return a.per_cap == 0.0f ? d : d * fmaf(-c, c, 1.0f);
@@ -9580,7 +9594,8 @@ KERNEL(grad_norm, rocq_k_grad_norm_args, 256) {
 // to eight of 16 bytes, are under way together and stores are side by side. Geometry: 256 threads,
 // 2048 elements a block. Bytes: w, m and v twice, g once, or twice with clear, w16 once: 28 bytes
 // an element at least in F32. Some 60 instructions an element take less time than that.
-// 1 - beta^t is -expm1(t log beta), of which the series is taken where it would cancel.
+// 1 - beta^t is -expm1(t log beta); where exp is near 1 the difference would cancel, and the series
+// is summed.
 DEV float one_less_power(float log_beta, float t) {
     const float x = t * log_beta;
     if (x < -0.35f) return 1.0f - exp_full(x);
