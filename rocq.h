@@ -2160,7 +2160,7 @@ typedef struct rocq_kv_desc {
     int32_t page_size;    // 0 = contiguous: every sequence has room for n_ctx positions. Else
                           // positions are kept in pages of so many, from a pool all sequences share
     int32_t n_pages;      // paged: of that pool; 0 = enough for n_seqs full sequences
-    rocq_rope_config rope; // how the keys were turned, for rocq_kv_shift; memory of freq_factors
+    rocq_rope_config rope; // how keys were rotated, for rocq_kv_shift; memory of freq_factors
                            // must live as long as the cache
     bool no_hadamard;      // Q8_0 and Q4_0: rows stay as they are. Else these formats are in
                            // ROCQ_LAYOUT_HADAMARD, since keys with a few large elements, as Qwen2's
@@ -2967,8 +2967,8 @@ typedef struct rocq_k_delta_net_args {
 // args of experts_int8, experts_f32, experts_sort, experts_merge
 //   experts_*      a matvec for each pair of a token and a slot, in blocks as those of a matvec of
 //                  one product; blockIdx.z counts pairs, with weights tokens, from `first` on. With
-//                  weights, activation is identity, w2 NULL, and the waves that share rows have a
-//                  slot each, or every so many-th, instead of parts of K
+//                  weights, activation is identity, w2 NULL, and the waves that share rows divide
+//                  the token's slots among them, not K
 //   experts_sort   blockIdx.x counts experts
 //   experts_merge  y = the weighted sum of x, floats [M, pairs] with x_stride, + residual;
 //                  blockIdx.x counts 256 rows of a token fastest, then tokens
@@ -9938,7 +9938,7 @@ static void rocq__pack_int8(rocq__mm_work *work, const rocq__mm_rows *rows, int 
 #if ROCQ__HAS_AVX2
 // The same for AVX2, all rows at once: 16 bytes at the same place of each row turn into four
 // vectors that have bytes 4 j to 4 j + 3 of every row, which is how the codes lie in a panel. The
-// codes are then cut out of these, raised by what ROCQ__MM_AVX2 lists so that they are unsigned.
+// codes are then extracted from these, plus what ROCQ__MM_AVX2 lists, so that they are unsigned.
 
 typedef const unsigned char *const *rocq__rows;
 
@@ -10792,8 +10792,9 @@ ROCQ__BLOCK_AVX2(book) {
 }
 #undef ROCQ__BLOCK_AVX2
 
-// X(NAME, name, raise, depth): what the decoders above raise the codes by, and the depth that their
-// range allows: 2 up to code 63, 4 up to 31, 8 up to 15, but at most the fours in a group.
+// X(NAME, name, raise, depth). raise: what the decoders above add to the codes, so that they are
+// unsigned. depth: how many sums of two products fit an int16 (rocq__dot_4_avx2): 2 for codes up to
+// 63, 4 up to 31, 8 up to 15, but at most the fours in a group; 0 for codes that stay signed.
 #define ROCQ__MM_AVX2(X)    \
     X(Q4_0, q4_0, 8, 8)     \
     X(Q4_1, q4_1, 0, 8)     \
@@ -12039,7 +12040,7 @@ static int64_t rocq__attend_bias(const rocq__attend *a, const rocq__attend_item 
 // Scratch of one thread. Vectors are padded to a pitch that the arithmetic above takes; the padding
 // of q, acc and tile is 0.
 typedef struct rocq__attend_local {
-    float *q;     // [pitch, stride], scaled; of many rows, turned: [stride, pitch]
+    float *q;     // [pitch, stride], scaled; of many rows, transposed: [stride, pitch]
     float *acc;   // [pitch, stride]
     float *tile;  // [pitch, KEYS]: decoded rows of K, then of V
     float *score; // [KEYS, stride]; of many rows [stride, KEYS]
@@ -12063,9 +12064,10 @@ static rocq__attend_local rocq__attend_local_of(const rocq__attend *a, int32_t t
     return s;
 }
 
-// Turns row r's scores into weights, updates m and l, and sets *keep to the factor that this puts
-// on acc. Only the keys that the row sees stay, since a hidden one must not count even where it
-// holds NaN: their weights move up in score, their lines to seen. Returns their number.
+// Makes weights of row r's scores, updates m and l, and sets *keep to the factor for acc, whose
+// terms are relative to the old m. Keys that the row does not see are left out, since they must
+// not count even where they hold NaN: the weights of the others are moved together in score, and
+// their lines to seen. Returns their number.
 static int64_t rocq__attend_weigh(const rocq__attend *a, const rocq__attend_local *local,
                                   int64_t r, const void *const *line, int64_t n_keys,
                                   bool all_visible, const void **seen, float *keep) {
@@ -12465,11 +12467,11 @@ static void rocq__attend_tile_many(const rocq__attend *a, const rocq__attend_ite
     }
 }
 #endif
-// Rows of q, scaled, and nothing in m, l and acc yet.
+// Loads the rows of q, scaled and, if K is kept so, times H; clears m, l and acc.
 static void rocq__attend_start(const rocq__attend *a, const rocq__attend_item *item,
                                const rocq__attend_local *local) {
     const int64_t pitch = a->pitch;
-    float *rows = a->many ? local->acc : local->q; // many are turned into columns afterwards
+    float *rows = a->many ? local->acc : local->q; // many are transposed into q afterwards
     memset(rows, 0, (size_t)(a->stride * pitch) * sizeof(float));
     for (int64_t r = 0; r < item->n; r++) {
         const int64_t head = item->kv_head * a->group + (item->row0 + r) % a->group;
@@ -12801,7 +12803,7 @@ static void rocq__plan_norm_cpu(rocq__plan *plan, rocq_op op, const void *params
 
 // -- rope, rope_append --
 
-// Source rows [D, n_heads, n_tokens] and where they go; turned unless plain. With cell, token t
+// Source rows [D, n_heads, n_tokens] and where they go; rotated unless plain. With cell, token t
 // goes to row cell[t].
 typedef struct rocq__rope_stream {
     const rocq_tensor *x, *y;
@@ -12821,7 +12823,7 @@ typedef struct rocq__rope {
     const int32_t *cell; // rope_append: rows of a cache, which are checked; else NULL
     int64_t n_cells;
     float magnitude;
-    double *turn;  // [n_dims / 2]: angle of a pair per position
+    double *turn;  // [n_dims / 2]: angle of a pair per position, in radians
     float *local;  // per thread: cos and sin by element, one head and its rotation
     int64_t pitch; // floats per thread
 } rocq__rope;
@@ -12830,7 +12832,7 @@ static int64_t rocq__rope_turn_bytes(const rocq__rope *a) {
     return (a->n_dims / 2 * (int64_t)sizeof(double) + 63) / 64 * 64;
 }
 
-// How many elements of a head turn.
+// How many elements of a head are rotated.
 static int64_t rocq__rope_dims(const rocq_rope_config *p, int64_t head_dim) {
     return p->pairing == ROCQ_ROPE_NONE ? 0 : p->n_dims == 0 ? head_dim : p->n_dims;
 }
@@ -14105,7 +14107,8 @@ typedef struct rocq__delta_token {
     float decay, share;                                   // exp(g), sigmoid(beta)
 } rocq__delta_token;
 
-// Takes one column of S, of n elements, through a token; returns its element of y.
+// Takes one column of S, of n elements, through a token; returns its element of y. The first pass
+// reads S before it decays, so its sum is multiplied by the decay instead.
 static float rocq__delta_column_scalar(float *s, const rocq__delta_token *t, float v, int64_t n) {
     float seen = 0.0f, y = 0.0f;
     for (int64_t i = 0; i < n; i++) seen += s[i] * t->k[i];
@@ -17609,8 +17612,9 @@ static int32_t rocq__clamp32(int64_t n) {
 
 // -- ops, in the order of ROCQ_OPS --
 
-// One run of an op's body. A plan has no address for scratch memory and launches nothing; all else
-// is the same, so it is never wrong. After the first failure the rest of the body has no effect.
+// One run of an op's body. To plan an op, the same body runs without an address for scratch memory
+// and launches nothing: so a plan always agrees with the run. After the first failure the rest of
+// the body has no effect.
 typedef struct rocq__job {
     rocq_ctx *ctx;
     rocq_op op;
@@ -17855,13 +17859,13 @@ static bool rocq__wide_rows(const rocq_tensor *t) {
     return rocq__aligned16(t) && t->ne[0] % wide == 0 && t->stride[1] % wide == 0;
 }
 
-// Whether x is a column of floats that the blocks of a matvec turn into Q8_0 themselves.
+// Whether x is a column of floats that each block of a matvec_row can encode as Q8_0 by itself.
 static bool rocq__is_row(const rocq_tensor *x) {
     return x->format == ROCQ_F32 && rocq_tensor_count(x) == x->ne[0] && x->ne[0] % 32 == 0 &&
            x->ne[0] <= ROCQ_K_MATVEC_ROW_K && rocq__aligned16(x);
 }
 
-// Whether a chain's INT8 products have kernels for that.
+// Whether that is so, and all INT8 products of a chain have such kernels.
 static bool rocq__takes_row(const rocq_matmul_params *p, const rocq_tensor *x) {
     const int n = ROCQ_K_matvec_row_mixed - ROCQ_K_matvec_row_q4_0;
     for (; p; p = p->next) {
@@ -18881,7 +18885,8 @@ static void rocq__conv_shape_args(rocq_k_conv_args *args, const rocq__conv_shape
 // Whether x is normalised and activated once, by a launch of conv_input, and not by every block of
 // conv while it loads x. The launch costs the bytes of reading x and writing the result in F16. The
 // blocks spend about 13 instructions on each element that they load, and load an element several
-// times: patches overlap (by 1.4 with a halo), and each tile of output channels has its own.
+// times: patches overlap (one with a halo has 1.4 times the positions of its tile), and each tile
+// of output channels has its own.
 static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
                             const rocq_k_conv_args *args) {
     const bool common = p->x_activation == ROCQ_ACT_IDENTITY || p->x_activation == ROCQ_ACT_SILU ||
@@ -18959,7 +18964,7 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     const bool pass = rocq__conv_pass(rocq__chip_of(job->ctx), p, &args);
     if (pass) rocq__job_conv_input(job, p, &args);
     const int64_t tiles = (int64_t)args.tiles_m * args.tiles_x * args.tiles_y;
-    // By the tiles of one frame: a video's chunks then have the bits of the whole.
+    // Chosen by the tiles of one frame, so that a video has the same bits in chunks and as a whole.
     args.n_splits =
         rocq__conv_splits(rocq__chip_of(job->ctx), tiles, (int64_t)args.kt * args.slices);
     if (args.n_splits > 1) {
@@ -19005,7 +19010,8 @@ static void rocq__job_norm_stats(rocq__job *job, const void *params) {
                                  "norm_stats: a frame of %lld positions", (long long)positions);
         return;
     }
-    // Enough to fill the chip if a thread then has 16 elements, and no more than it may add up.
+    // As many shares as fill the chip, but 16 elements a thread at least; then, if need be, more,
+    // so that no thread adds up more than ROCQ_K_STATS_RUN.
     int64_t shares = ROCQ__MIN(4 * units, (positions + 16 * at_once - 1) / (16 * at_once));
     shares = ROCQ__MAX(shares, (positions + ROCQ_K_STATS_RUN * at_once - 1) /
                                    (ROCQ_K_STATS_RUN * at_once));
@@ -19118,7 +19124,8 @@ static void rocq__experts_weights(rocq_k_experts_args *args, const rocq_experts_
     if (p->residual) args->residual = rocq__k_tensor(p->residual);
 }
 
-// A matvec for each pair.
+// A matvec for each pair; or for each token (sums_up), whose slots are then weighted and summed in
+// the same launch, where nothing but weights comes after the products.
 static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) {
     const int64_t m = g->w.ne[1], k = g->w.ne[0];
     const bool int8 = g->path == ROCQ_PRECISION_INT8, sums_up = g->p->weights && !g->merge;
@@ -19153,7 +19160,8 @@ static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) 
     }
 }
 
-// The pairs sorted into tiles, then these. The grid has room for the most tiles that there can be.
+// Launches experts_sort, then the product over the tiles that it makes. Only the GPU knows their
+// number, so the grid has the most that there can be, and blocks of empty tiles return at once.
 static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     const int64_t m = g->w.ne[1], n_experts = g->w.ne[2];
     const int64_t n_tiles = ROCQ_K_EXPERTS_TILES(g->n_pairs, n_experts);
@@ -19309,8 +19317,8 @@ static bool rocq__backward_lds(const rocq_ctx *ctx, const rocq_tensor *b, rocq_f
     return rocq__chip_of(ctx)->lds_tiles && operands == ROCQ_F16 && rocq__is_plain(b->format);
 }
 
-// A float operand with rows that its kernels read 16 bytes at a time; exact if they read nothing
-// past a row's end.
+// x as the kernels read it, 16 bytes at a time, or a copy of it. If a row does not end at such a
+// multiple, it is copied to one that does, unless they read nothing past its end (exact).
 static rocq_tensor rocq__backward_operand(rocq__job *job, const rocq_tensor *x, rocq_format to,
                                           bool exact) {
     rocq_tensor whole = *x;
@@ -19322,7 +19330,7 @@ static rocq_tensor rocq__backward_operand(rocq__job *job, const rocq_tensor *x, 
     return t;
 }
 
-// Launches dx, or dw. args has all that both have in common.
+// Launches dx, or dw, and the merge of its splits. dy has the format that the kernels read.
 static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_params *p, bool of_dw,
                                   const rocq_tensor *dy) {
     const rocq_tensor *c = of_dw ? p->dw : p->dx, *b = of_dw ? p->x : p->w;
@@ -19363,7 +19371,7 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
     args.turned = of_dw;
     args.wide = rocq__wide_rows(c) && (!args.z.data || rocq__wide_rows(p->z)) &&
                 (of_dw || !p->residual || rocq__wide_rows(p->residual));
-    // Splits cost and gain what they do for a product of as many tiles
+    // The number of splits is chosen as for a forward product of as many tiles
     const int32_t only = ROCQ_K_BACKWARD_TILE;
     rocq__site site;
     memset(&site, 0, sizeof site);
@@ -19503,7 +19511,7 @@ static void rocq__job_attention_backward(rocq__job *job, const void *params) {
     args.softcap = p->softcap;
     args.window = p->window;
     args.causal = p->causal;
-    const rocq__cost all = job->cost; // of five products; of the seven two are computed again
+    const rocq__cost all = job->cost; // of five products; the kernel does seven, two of them twice
     job->cost.flops = job->cost.matrix = 0.0;
     rocq__job_launch(job, ROCQ_K_attention_backward_tiles,
                      (args.tiles_q + args.tiles_kv) * heads, 1, 128, &args);

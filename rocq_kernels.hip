@@ -365,8 +365,8 @@ DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
 // wmma_tile: the same of 64 rows of a and N columns of b over r 16 s to 16 s + 15 of tiles of 64 r,
 // c[row][col] += sum of a(row, r) b(col, r). A tile is lines of 128 bytes: the 64 r of a row, or
 // where it is transposed, 64 rows at one r, for each r, then for the next 64 rows. The eight
-// vectors of a line are exchanged so that vector v is at v ^ line % 8. Tiles are aligned to 1024
-// bytes. wmma_lds_wait<LEFT> waits for all batches but the last LEFT.
+// vectors of a line are swizzled, vector v to v ^ line % 8, against bank conflicts. Tiles are
+// aligned to 1024 bytes. wmma_lds_wait<LEFT> waits for all batches but the last LEFT.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 enum { WMMA_LDS = 1, WMMA_TILES = 1 };
 DEV void lds_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -1002,7 +1002,8 @@ DEV float activation_slope(int32_t kind, float x) {
 // ---------------------------------------------------------------------------------------------
 // >>blocks
 // ---------------------------------------------------------------------------------------------
-// The formats that have blocks, those that are only read as one of them.
+// The formats that have blocks. Those that are only read (IQ1 to IQ3, TQ and NVFP4, for which rocq
+// has no encoder) count as one, `read`, and are told apart when a kernel runs.
 #define BLOCK_FORMATS(F, X) PLANE_FORMATS(F, X) F(X, read)
 #define PLANE_FORMATS(F, X) ROCQ_K_CODED_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 
@@ -3897,11 +3898,11 @@ ROCQ_K_ALL_FORMATS(ROCQ_X, )
 //
 // A tile is BM rows, 64 a group of four waves, by BN columns; a step is 64 of r. LDS has STAGES of
 // them, which are copied as they lie, asynchronously and AHEAD steps ahead. With AHEAD = STAGES - 2
-// the products of a step are begun before those of the last one are waited for, so that a block
-// which has its unit for itself always has work for the matrix unit; with STAGES - 1 they are
-// waited for at once, while other blocks multiply. Eight threads copy a line, with zeros past the
-// last r and row, where nothing is read. LDS, which a launch asks for: ROCQ_K_LDS_BYTES; the
-// epilogue uses the same. On an H200 410 to 640 TFLOPS from 4096 rows on.
+// a step's products are begun before the wait for those of the step before, so that a block that is
+// alone on its compute unit always has work for the matrix unit; with STAGES - 1 they are waited
+// for at once, while other blocks multiply. Eight threads copy a line, with zeros past the last r
+// and row, where nothing is read. LDS, which a launch asks for: ROCQ_K_LDS_BYTES; the epilogue uses
+// the same. On an H200 410 to 640 TFLOPS from 4096 rows on.
 struct lds_operand {
     const char *data; // the tile's first row at r 0
     int64_t stride;   // bytes from row to row; transposed: from r to r
@@ -3923,7 +3924,7 @@ DEV void lds_load(const lds_operand &from, int32_t r0, int32_t n_r, f16 *to) {
     }
 }
 
-// beside(tile of a) is called between a step's products and the wait.
+// beside(tile of a) is called while a step's products run, before the wait for them.
 template <bool A_TURNED, bool B_TURNED, int BM, int BN, int STAGES, int AHEAD,
           typename F>
 DEV void lds_multiply(frag_c (&c)[BN / 16], const lds_operand &a, const lds_operand &b, int32_t n_r,
@@ -6000,8 +6001,8 @@ DEV void activate4(int32_t kind, float v[4]) {
 }
 
 // y = activation(a), activation(a) b, a + b, a b, a scale + bias or a, depending on op. A cast to
-// a's own format and layout copies bytes, of blocks and I32 too; one into or out of
-// ROCQ_LAYOUT_HADAMARD (of which a is the floats then) turns rows.
+// a's own format and layout copies bytes, of blocks and I32 too. A cast into or out of
+// ROCQ_LAYOUT_HADAMARD multiplies rows by H; out of it, a is the cache's rows decoded to floats.
 //
 //   a, b  F32, F16 or BF16; b is repeated where its size is 1, along a row too; any strides
 //   y     F32 F16 BF16, Q8_0 raw or planar, Q4_0 raw, a's shape; may be a or b of the same format
