@@ -1961,33 +1961,33 @@ DEV q8_block q8_block_of(uint32_t top) { // bits of the largest magnitude, NaN o
     h = h < 0x7bffu ? h : 0x7bffu;
     return {(uint16_t)h, 1.0f / f16_f32((uint16_t)h)};
 }
-DEV uint32_t q8_codes(const float *v, float inverse) { // of four values
+DEV uint32_t q8_codes(const float *v, float inverse) { // of four values; 0 if inverse is 0
     uint32_t codes = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
         const float x = fminf(127.0f, fmaxf(-127.0f, v[e] * inverse));
         codes |= (bits<uint32_t>(x + 12582912.0f) & 255u) << 8 * e; // 1.5 2^23: rounds
     }
-    return codes;
+    return inverse != 0.0f ? codes : 0u;
 }
-struct q8_quad { uint32_t codes; uint16_t d; };
-DEV q8_quad q8_quad_of(const float *v) {
+DEV uint32_t q8_top(const float *v) { // bits of the largest magnitude of four values
     uint32_t top = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
         const uint32_t magnitude = bits<uint32_t>(v[e]) & 0x7fffffffu;
         top = magnitude > top ? magnitude : top;
     }
-    const q8_block b = q8_block_of(oct_max(top));
-    return {b.inverse != 0.0f ? q8_codes(v, b.inverse) : 0u, b.d};
+    return top;
 }
-DEV void store_q8_quad(void *base, int64_t n, int64_t unit, int i, const q8_quad &q) {
-    gstore((uint32_t *)base + (i < 4 ? 0 : 4 * n) + 4 * unit + (i & 3), q.codes);
-    if (i == 0) gstore((uint16_t *)base + 16 * n + unit, q.d);
+DEV void store_q8_codes(void *base, int64_t n, int64_t unit, int i, uint32_t codes) {
+    gstore((uint32_t *)base + (i < 4 ? 0 : 4 * n) + 4 * unit + (i & 3), codes);
 }
 DEV void put_q8_0_planar(void *base, int64_t n, int64_t unit, int i, bool live, const float *v) {
-    const q8_quad q = q8_quad_of(v);
-    if (live) store_q8_quad(base, n, unit, i, q);
+    const q8_block b = q8_block_of(oct_max(q8_top(v)));
+    const uint32_t codes = q8_codes(v, b.inverse);
+    if (!live) return;
+    store_q8_codes(base, n, unit, i, codes);
+    if (i == 0) gstore((uint16_t *)base + 16 * n + unit, b.d);
 }
 
 // -- quads --
@@ -2490,49 +2490,102 @@ template <int F> DEV matvec_unit<F> matvec_unit_of(const raw<F> &r, uint32_t at)
 
 // x of one column as a block of matvec_row makes it itself, planar Q8_0 in LDS: codes 0-15 of all
 // units, then codes 16-31, then the scales. Thread t has quads t, t + 256, ... of the row, as in
-// the norm kernel, so that the sum of the squares has the same bits.
+// the norm kernel, so that the sum of the squares has the same bits. QUADS is how many a thread has
+// of the longest row that the instance is for; past the end of a row it has quad 0 again.
 enum {
-    ROW_QUADS = ROCQ_K_MATVEC_ROW_K / 1024,
     ROW_UNITS = ROCQ_K_MATVEC_ROW_K / 32,
     ROW_VECTORS = ROW_UNITS * 17 / 8 // of LDS
 };
-DEV void matvec_row_load(const void *row, int n, float (&v)[ROW_QUADS][4]) {
+template <int QUADS> DEV void matvec_row_load(const void *row, int n, float (&v)[QUADS][4]) {
 #pragma unroll
-    for (int j = 0; j < ROW_QUADS; j++) {
+    for (int j = 0; j < QUADS; j++) {
         const int quad = j * 256 + (int)thread_index();
-        if (j * 1024 >= n) break;
         decode_vector<ROCQ_F32>(gload((const u32x4 *)row + (4 * quad < n ? quad : 0)), 0, v[j]);
     }
 }
-DEV void matvec_row_stage(const rocq_k_matvec_args &a, float (&v)[ROW_QUADS][4],
-                          const float (&w)[ROW_QUADS][4], bool put, u32x4 *lds, float *work) {
+
+// Maxima of V values over 8 neighbouring lanes, halved as in wave_sums: lane l gets that of value
+// l % V. oct_spread is the way back: v[i] becomes what lane i of the 8 has, for i < V.
+template <int V, int mask> DEV uint32_t oct_maxima(const uint32_t *v) {
+    if constexpr (V == 1) {
+        const uint32_t other = wave_xor<mask>(v[0]), top = v[0] > other ? v[0] : other;
+        if constexpr (mask == 4) return top;
+        else return oct_maxima<1, mask * 2>(&top);
+    } else {
+        const bool odd = (thread_index() & mask) != 0;
+        uint32_t half[V / 2];
+#pragma unroll
+        for (int i = 0; i < V / 2; i++) {
+            const uint32_t own = odd ? v[2 * i + 1] : v[2 * i];
+            const uint32_t other = wave_xor<mask>(odd ? v[2 * i] : v[2 * i + 1]);
+            half[i] = own > other ? own : other;
+        }
+        return oct_maxima<V / 2, mask * 2>(half);
+    }
+}
+template <int V, int mask> DEV void oct_spread(float *v) { // v[0 .. mask - 1] are there
+    if constexpr (mask < V) {
+        const bool odd = (thread_index() & mask) != 0;
+#pragma unroll
+        for (int i = 0; i < mask; i++) {
+            const float own = v[i], other = wave_xor<mask>(own);
+            v[i] = odd ? other : own;
+            v[i + mask] = odd ? own : other;
+        }
+        oct_spread<V, mask * 2>(v);
+    }
+}
+
+template <int QUADS>
+DEV void matvec_row_stage(const rocq_k_matvec_args &a, float (&v)[QUADS][4],
+                          const float (&w)[QUADS][4], bool put, u32x4 *lds, float *work) {
     const int t = (int)thread_index(), n = a.k, i = t & 7;
     if (a.row.norm) {
         float square = 0.0f;
 #pragma unroll
-        for (int j = 0; j < ROW_QUADS; j++) {
-            if (4 * (j * 256 + t) >= n) break;
+        for (int j = 0; j < QUADS; j++) {
+            float sum = square;
 #pragma unroll
-            for (int e = 0; e < 4; e++) square = fmaf(v[j][e], v[j][e], square);
+            for (int e = 0; e < 4; e++) sum = fmaf(v[j][e], v[j][e], sum);
+            if (4 * (j * 256 + t) < n) square = sum;
         }
         const float rstd = norm_rstd(block_sum(square, work), 1.0f / (float)n, a.row.eps);
 #pragma unroll
-        for (int j = 0; j < ROW_QUADS; j++) {
+        for (int j = 0; j < QUADS; j++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) v[j][e] *= rstd;
         }
+        if (a.row.weight) {
+#pragma unroll
+            for (int j = 0; j < QUADS; j++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) v[j][e] *= w[j][e];
+            }
+        }
     }
+    uint32_t top[QUADS];
 #pragma unroll
-    for (int j = 0; j < ROW_QUADS; j++) {
-        const int quad = j * 256 + t, unit = quad / 8;
-        if (j * 1024 >= n) break;
-        const bool live = 4 * quad < n;
+    for (int j = 0; j < QUADS; j++) top[j] = q8_top(v[j]);
+    const q8_block b = q8_block_of(oct_maxima<QUADS, 1>(top)); // of the lane's quad i % QUADS
+    float inverse[QUADS];
+    inverse[0] = b.inverse;
+    oct_spread<QUADS, 1>(inverse);
+    const int mine = (i % QUADS * 256 + t) / 8;
+    uint32_t codes[QUADS];
 #pragma unroll
-        for (int e = 0; e < 4; e++) v[j][e] *= a.row.weight ? w[j][e] : 1.0f;
-        const q8_quad q = q8_quad_of(v[j]);
-        lput((uint32_t *)lds + (i < 4 ? 0 : 4 * ROW_UNITS) + 4 * unit + (i & 3), q.codes);
-        if (i == 0) lput((uint16_t *)(lds + 2 * ROW_UNITS) + unit, q.d);
-        if (put && live) store_q8_quad(a.row.y, n / 32, unit, i, q);
+    for (int j = 0; j < QUADS; j++) {
+        const int unit = (j * 256 + t) / 8;
+        codes[j] = q8_codes(v[j], inverse[j]);
+        lput((uint32_t *)lds + (i < 4 ? 0 : 4 * ROW_UNITS) + 4 * unit + (i & 3), codes[j]);
+    }
+    if (i < QUADS) lput((uint16_t *)(lds + 2 * ROW_UNITS) + mine, b.d);
+    if (put) {
+#pragma unroll
+        for (int j = 0; j < QUADS; j++) {
+            const int unit = (j * 256 + t) / 8;
+            if (32 * unit < n) store_q8_codes(a.row.y, n / 32, unit, i, codes[j]);
+        }
+        if (i < QUADS && 32 * mine < n) gstore((uint16_t *)a.row.y + n / 2 + mine, b.d);
     }
     block_sync_lds();
 }
@@ -2880,12 +2933,25 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
                       uint32_t (&touched)[ROCQ_K_MATVEC_ROWS]) {
     const int format = F == MATVEC_MIXED ? p.format : F;
     const int bytes = format == ROCQ_Q2_K || format == ROCQ_Q3_K ? 8 : 16; // of a unit
-    const int unit = min(k_wave * ROCQ_K_WAVE + lane_index(), units - 1);
+    const uint32_t at = (uint32_t)(min(k_wave * ROCQ_K_WAVE + lane_index(), units - 1) * bytes);
 #pragma unroll
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) {
-        const int64_t at = (p.row0 + min(row + r, p.m - 1)) * units;
-        touched[r] = gload((const uint32_t *)((const char *)p.w + at * bytes + unit * bytes));
+        const int64_t unit = (p.row0 + min(row + r, p.m - 1)) * units;
+        touched[r] = gload((const uint32_t *)((const char *)p.w + unit * bytes + at));
     }
+}
+// x of matvec_row. put: the block also stores it.
+template <int F, int QUADS>
+DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
+                    int k_wave, bool put, u32x4 *lds, float *work) {
+    float v[QUADS][4], w[QUADS][4];
+    uint32_t touched[ROCQ_K_MATVEC_ROWS];
+    matvec_row_load(a.x, a.k, v);
+    if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
+    matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
+    matvec_row_stage(a, v, w, put, lds, work);
+#pragma unroll
+    for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
 }
 template <int F, int N, bool INT8, bool ROW = false>
 DEV void matvec_block(const rocq_k_matvec_args &a) {
@@ -2926,14 +2992,10 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     float *out = sums + wave * ROWS * N;
     if constexpr (ROW) {
         if (a.k == 0) return;
-        float v[ROW_QUADS][4], w[ROW_QUADS][4];
-        uint32_t touched[ROWS];
-        matvec_row_load(a.x, a.k, v);
-        if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
-        matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
-        matvec_row_stage(a, v, w, block == 0 && a.row.y, row_x, row_work);
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) computed(touched[r]);
+        const bool put = block == 0 && a.row.y;
+        if (a.k > 2048) matvec_row<F, 4>(a, p, row, k_wave, put, row_x, row_work);
+        else if (a.k > 1024) matvec_row<F, 2>(a, p, row, k_wave, put, row_x, row_work);
+        else matvec_row<F, 1>(a, p, row, k_wave, put, row_x, row_work);
     }
     if (row < p.m) {
         if constexpr (F == MATVEC_MIXED) {
