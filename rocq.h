@@ -9525,7 +9525,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_4_avx2(__m256i *dot, __m256
     ROCQ__KEEP_ORDER(*dot);
 }
 
-// Adds a group's products: dot times both scales. A raise of the codes is taken back.
+// Adds a group's products: dot times both scales. What was added to the codes is subtracted again.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__add_group_avx2(__m256 sum, __m256i dot,
                                                                   const float *scale,
                                                                   const rocq__mm_group *group,
@@ -13609,12 +13609,12 @@ typedef struct rocq__route {
     bool simd;
 } rocq__route;
 
-// Whether a key comes before another one that stands behind it: NaN does so for none, all for NaN.
+// Whether a key is better than another with a lower index: larger, or a number where that is NaN.
 static inline bool rocq__route_beats(float key, float other) {
     return key > other || (key == key && other != other);
 }
 
-// The index of the first of the largest of those keys that are not taken, of which there is one.
+// The index of the best key that is not taken, the lowest of equals. There has to be one.
 static int64_t rocq__route_best(const float *key, const bool *taken, int64_t n) {
     int64_t best = -1;
     for (int64_t e = 0; e < n; e++) {
@@ -13623,7 +13623,7 @@ static int64_t rocq__route_best(const float *key, const bool *taken, int64_t n) 
     return best;
 }
 
-// The scores of a token's logits, in s. SOFTMAX_CHOSEN leaves the logits as they are.
+// The scores of a token's logits, in s. For SOFTMAX_CHOSEN these are the logits themselves.
 static void rocq__route_scores(bool simd, rocq_scores scores, float *s, const float *logits,
                                int64_t n) {
     memcpy(s, logits, (size_t)n * sizeof *s);
@@ -13640,7 +13640,7 @@ static void rocq__route_scores(bool simd, rocq_scores scores, float *s, const fl
     }
 }
 
-// Takes the experts of all groups but the best ones.
+// Marks the experts of all groups but the best ones as taken, so that none of them is chosen.
 static void rocq__route_groups(const rocq_route_params *p, const float *key, bool *taken) {
     const int64_t n = p->n_groups, size = p->logits->ne[0] / n;
     float score[ROCQ_K_ROUTE_EXPERTS];
@@ -13664,7 +13664,7 @@ static void rocq__route_weights(const rocq_route_params *p, const float *s, cons
     const float *expert_scale = p->expert_scale ? rocq__row_f32(p->expert_scale, 0, 0, 0) : NULL;
     float sum = 0.0f, factor = p->scale != 0.0f ? p->scale : 1.0f;
     for (int64_t j = 0; j < k; j++) weights[j] = s[ids[j]];
-    if (p->scores == ROCQ_SCORES_SOFTMAX_CHOSEN) { // ids[0] need not have the largest: bias
+    if (p->scores == ROCQ_SCORES_SOFTMAX_CHOSEN) { // with a bias, ids[0] need not have the largest
         float top = weights[0];
         for (int64_t j = 1; j < k; j++) top = weights[j] > top ? weights[j] : top;
         for (int64_t j = 0; j < k; j++) weights[j] = expf(weights[j] - top);
@@ -14712,7 +14712,7 @@ static void rocq__plan_conv_cpu(rocq__plan *plan, rocq_op op, const void *params
 
 // -- norm_stats --
 
-// Of one group: n elements, their mean, and the sum of squared differences from it.
+// The moments of a set: how many numbers, their mean, and the sum of squared differences from it.
 typedef struct rocq__moments_of {
     double n, mean, sum;
 } rocq__moments_of;
@@ -14743,7 +14743,7 @@ static rocq__norm_stats rocq__norm_stats_of(const rocq_norm_stats_params *p) {
     a.eps = p->eps > 0.0f ? p->eps : 1e-6f;
     a.n_groups = (p->stats ? p->stats : p->moments)->ne[1];
     a.group = n / a.n_groups;
-    // At most 256 bands, of so many floats at least that merging takes no time.
+    // At most 256 bands, of about ROCQ__STATS_BAND floats or more, so that merging takes no time.
     const int64_t rows = 1 + ROCQ__STATS_BAND / ROCQ__MAX(n * p->x->ne[1], 1);
     a.n_bands = ROCQ__MIN((p->x->ne[2] + rows - 1) / rows, 256);
     a.chunk = ROCQ__MIN(ROCQ__MAX(floats / n, 1), most);
@@ -14933,7 +14933,7 @@ typedef struct rocq__resize {
     bool simd;
 } rocq__resize;
 
-// The two positions of x that position o of y lies between, and how far from the first.
+// The two positions of x between which position o of y lies, and its distance from the first.
 typedef struct rocq__between {
     int64_t first, second;
     float share;
@@ -14951,7 +14951,7 @@ static rocq__between rocq__resize_at(rocq_resize_mode mode, int64_t o, int64_t n
     return b;
 }
 
-// Between a and b. Where all of it is a's, b does not count: it may be infinite.
+// Interpolates from a to b. At share 0 b is not used at all, since 0 times infinity would be NaN.
 static inline float rocq__resize_mix(float a, float b, float share) {
     return share > 0.0f ? a + (b - a) * share : a;
 }
@@ -21919,8 +21919,8 @@ static bool rocq__slice_next(rocq__slice *slice) {
     return true;
 }
 
-// Called before each stage, but decides only before the first stage of an op. The loop is for ops
-// without stages, whose `stage` is that of the op behind them. At the end of a slice n_stages is
+// Called before each stage, but decides only before the first stage of an op. (An op without stages
+// would have the `stage` of the op behind it: hence the loop.) At the end of a slice n_stages is
 // lowered to the stages that have run, so that the run ends as if it were complete.
 static bool rocq__slice_goes_on(rocq__team *team) {
     rocq__slice *slice = team->slice;

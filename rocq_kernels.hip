@@ -5989,7 +5989,7 @@ KERNEL(norm, rocq_k_norm_args, 512) {
 // decode step's launch is bound by latency, so the angles and the loads of pos, cell and x
 // do not depend on each other.
 // x may be y, and with NEOX the elements of a pair are loaded by two lanes. Therefore all loads of
-// turned elements, which are in the first round, come before the barrier and all stores after it.
+// rotated elements, which are in the first round, come before the barrier and all stores after it.
 // Bytes: x and y once. Some 12 double operations a thread, at 1/32 of the rate, cost less than the
 // loads.
 KERNEL(rope, rocq_k_rope_args, 256) {
@@ -8050,7 +8050,7 @@ DEV resize_between resize_at(int32_t bilinear, int32_t o, int32_t n_y, int32_t n
     return {first, first + 1 < n_x ? first + 1 : n_x - 1, share};
 }
 
-// Between a and b. Where all of it is a's, b does not count: it may be infinite.
+// Interpolates from a to b. At share 0 b is not used at all, since 0 times infinity would be NaN.
 DEV float resize_mix(float a, float b, float share) {
     return share > 0.0f ? a + (b - a) * share : a;
 }
