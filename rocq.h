@@ -85,7 +85,8 @@
    Set before the include that defines ROCQ_IMPLEMENTATION. "All" means in every file that includes
    rocq.h, because the declarations change too.
 
-       ROCQ_STATIC      all   every function is static: rocq is private to the one file
+       ROCQ_STATIC      all   every function is static: rocq is private to the one file, and what
+                              that does not call takes no time to compile
        ROCQ_DEF         all   what stands before public functions; default extern, or static
        ROCQ_MALLOC(n)         default allocator, with ROCQ_FREE(p), both or neither; default malloc,
                               free. rocq_desc.allocator goes before it, per context
@@ -387,6 +388,7 @@
               New: rocq_tensor_slice, rocq_tensor_heads, rocq_tensor_1d to _3d, rocq_format_name,
               rocq_operand_format, rocq_str_equal; rocq_info.desc.device is the GPU that was taken.
               Gone: rocq_arena_init_growing and rocq_arena_free; rocq_pool serves what grows.
+              rocq_scratch_size; ops between rocq_plan_begin and rocq_plan_end tell it.
               Pictures: rocq_conv, rocq_conv_weights, rocq_norm_stats, rocq_resize, rocq_pixels.
               Training: rocq_matmul_backward, _attention_backward, _norm_backward,
               _activate_backward, _glu_backward, _gather_backward, rocq_cross_entropy,
@@ -4915,7 +4917,7 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
     }
     rocq__team_work(team, 0, true);
     ctx->quiet = quiet;
-    if (team->result == ROCQ_E_CANCELLED) {
+    if (call && team->result == ROCQ_E_CANCELLED) {
         return rocq__fail(ctx, ROCQ_E_CANCELLED,
                           "%s: rocq_cancel was called; rocq_sync takes it back", call);
     }
@@ -20126,7 +20128,7 @@ static rocq_result rocq__check_operands(rocq_ctx *ctx, const char *op_name, rocq
 }
 
 // -- ops --
-// The table rocq__ops has the function for each op, and op, its name in messages.
+// An op's rocq__op has its function, and op, its name in messages.
 
 // Checks the sizes of an operand, unless it is NULL. -1: any size.
 static rocq_result rocq__check_shape(rocq_ctx *ctx, const char *op, const char *name,
@@ -21156,12 +21158,91 @@ static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *par
 // rocq__run_op checks an op's params, then runs the op or adds it, as a node with a copy of its
 // params, to the graph being recorded.
 
+// -- what an op is --
+
+// The functions of an op. Each casts params to the type in ROCQ_OPS: one type can hold all ops.
+typedef struct rocq__op {
+    rocq_op id;
+    const char *name;
+    int64_t params_size;
+    rocq_result (*check)(rocq_ctx *ctx, const char *op, const void *params);
+    int64_t (*scratch_cpu)(const rocq_ctx *ctx, const void *params);
+    void (*plan_cpu)(rocq__plan *plan, rocq_op op, const void *params);
+    void (*job)(rocq__job *job, const void *params); // on a GPU
+} rocq__op;
+
+// Each op is an object of its own, to which a call and a node point. So with ROCQ_STATIC a compiler
+// drops the ops that a program does not call before it spends time on them: of the list behind
+// them, only the calls that are asked for an op by its number know.
+#define ROCQ_X(NAME, name, params, check, scratch, cpu, job)                                   \
+    static const rocq__op rocq__op_##name = {                                                  \
+        ROCQ_OP_##NAME, #name, (int64_t)sizeof(params), rocq__check_##check,                   \
+        rocq__scratch_##scratch##_cpu, rocq__plan_##cpu##_cpu, rocq__job_##job};
+ROCQ_X(MATMUL, matmul, rocq_matmul_params, matmul, matmul, matmul, matmul)
+ROCQ_X(ATTENTION, attention, rocq_attention_params, attention, attention, attention, attention)
+ROCQ_X(RMSNORM, rmsnorm, rocq_norm_params, rmsnorm, none, norm, norm)
+ROCQ_X(LAYERNORM, layernorm, rocq_norm_params, norm, none, norm, norm)
+ROCQ_X(ROPE, rope, rocq_rope_params, rope, rope, rope, rope)
+ROCQ_X(ROPE_APPEND, rope_append, rocq_rope_append_params, rope_append, rope_append, rope_append,
+       rope_append)
+ROCQ_X(ACTIVATE, activate, rocq_activate_params, activate, none, map, map)
+ROCQ_X(GLU, glu, rocq_glu_params, glu, none, map, map)
+ROCQ_X(ADD, add, rocq_binary_params, binary, none, map, map)
+ROCQ_X(MUL, mul, rocq_binary_params, binary, none, map, map)
+ROCQ_X(SCALE, scale, rocq_scale_params, scale, none, map, map)
+ROCQ_X(CAST, cast, rocq_cast_params, cast, none, map, cast)
+ROCQ_X(SOFTMAX, softmax, rocq_softmax_params, softmax, none, softmax, softmax)
+ROCQ_X(GATHER, gather, rocq_gather_params, gather, none, gather, gather)
+ROCQ_X(ARGMAX, argmax, rocq_argmax_params, argmax, none, argmax, argmax)
+ROCQ_X(SAMPLE, sample, rocq_sample_params, sample, sample, sample, sample)
+ROCQ_X(ROUTE, route, rocq_route_params, route, none, route, route)
+ROCQ_X(EXPERTS, experts, rocq_experts_params, experts, experts, experts, experts)
+ROCQ_X(SHORTCONV, shortconv, rocq_shortconv_params, shortconv, none, shortconv, shortconv)
+ROCQ_X(DELTA_NET, delta_net, rocq_delta_net_params, delta_net, none, delta_net, delta_net)
+ROCQ_X(CONV, conv, rocq_conv_params, conv, conv, conv, conv)
+ROCQ_X(NORM_STATS, norm_stats, rocq_norm_stats_params, norm_stats, norm_stats, norm_stats,
+       norm_stats)
+ROCQ_X(RESIZE, resize, rocq_resize_params, resize, none, resize, resize)
+ROCQ_X(PIXELS, pixels, rocq_pixels_params, pixels, none, pixels, pixels)
+ROCQ_X(MATMUL_BACKWARD, matmul_backward, rocq_matmul_backward_params, matmul_backward,
+       matmul_backward, matmul_backward, matmul_backward)
+ROCQ_X(ATTENTION_BACKWARD, attention_backward, rocq_attention_backward_params, attention_backward,
+       attention_backward, attention_backward, attention_backward)
+ROCQ_X(NORM_BACKWARD, norm_backward, rocq_norm_backward_params, norm_backward, norm_backward,
+       norm_backward, norm_backward)
+ROCQ_X(ACTIVATE_BACKWARD, activate_backward, rocq_activate_backward_params, activate_backward,
+       none, map_backward, map_backward)
+ROCQ_X(GLU_BACKWARD, glu_backward, rocq_glu_backward_params, glu_backward, none, map_backward,
+       map_backward)
+ROCQ_X(GATHER_BACKWARD, gather_backward, rocq_gather_backward_params, gather_backward, none,
+       gather_backward, gather_backward)
+ROCQ_X(CROSS_ENTROPY, cross_entropy, rocq_cross_entropy_params, cross_entropy, none,
+       cross_entropy, cross_entropy)
+ROCQ_X(GRAD_NORM, grad_norm, rocq_grad_norm_params, grad_norm, grad_norm, grad_norm, grad_norm)
+ROCQ_X(ADAMW, adamw, rocq_adamw_params, adamw, none, adamw, adamw)
+#undef ROCQ_X
+
+static const rocq__op *const rocq__ops[ROCQ_OP_COUNT] = {
+#define ROCQ_X(NAME, name, params) &rocq__op_##name,
+    ROCQ_OPS(ROCQ_X)
+#undef ROCQ_X
+};
+
+static rocq_result rocq__find_op(rocq_ctx *ctx, rocq_op id, const rocq__op **op) {
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    if ((int)id < 0 || id >= ROCQ_OP_COUNT) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "unknown op %d", (int)id);
+    }
+    *op = rocq__ops[id];
+    return ROCQ_OK;
+}
+
 // -- nodes: copies of params, and the graphs that they make --
 
 // A copy of an op's params and tensors, all in one block of memory.
 typedef struct rocq__node {
     struct rocq__node *next;
-    rocq_op op;
+    const rocq__op *op;
     void *params;         // the first of a chain
     rocq_tensor *tensors; // [n_tensors]
     int32_t n_tensors;
@@ -21181,7 +21262,7 @@ typedef struct rocq__node {
 // among the flops.
 typedef struct rocq__work {
     const void *params;        // of an op whose work is not counted yet, else NULL
-    rocq_op op;
+    const rocq__op *op;
     const char *name, *detail; // of its region: "matvec", and a format or NULL
     double bytes, flops, matrix;
     rocq_access access;
@@ -21211,11 +21292,12 @@ struct rocq_graph {
     void *marks[2];    // events, recorded before and after those ops; NULL: they cannot be timed
 };
 
-static rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *params,
-                                   int64_t params_size, rocq__node **out) {
+static rocq_result rocq__node_copy(rocq_ctx *ctx, const rocq__op *op, const void *params,
+                                   rocq__node **out) {
+    const int64_t params_size = op->params_size;
     int32_t end, n_params = 0, n_tensors = 0;
-    const int32_t begin = rocq__operands_begin(op, &end);
-    for (const void *p = params; p; p = rocq__next_params(op, p), n_params++) {
+    const int32_t begin = rocq__operands_begin(op->id, &end);
+    for (const void *p = params; p; p = rocq__next_params(op->id, p), n_params++) {
         for (int32_t i = begin; i < end; i++) {
             n_tensors += rocq__operand_of(p, &rocq__operands[i]) != NULL;
         }
@@ -21231,7 +21313,7 @@ static rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *params
     node->tensors = (rocq_tensor *)(void *)(memory + node_size);
     node->params = memory + node_size + n_tensors * tensor_size;
     char *copy = (char *)node->params;
-    for (const void *p = params; p; p = rocq__next_params(op, p), copy += params_size) {
+    for (const void *p = params; p; p = rocq__next_params(op->id, p), copy += params_size) {
         memcpy(copy, p, (size_t)params_size);
         for (int32_t i = begin; i < end; i++) {
             const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
@@ -21242,7 +21324,7 @@ static rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *params
             node->kept[node->n_tensors] = rocq__operands[i].role == ROCQ__KEPT;
             node->output[node->n_tensors++] = rocq__operands[i].role == ROCQ__OUT;
         }
-        if (rocq__next_params(op, p)) {
+        if (rocq__next_params(op->id, p)) {
             ((rocq_matmul_params *)(void *)copy)->next =
                 (const rocq_matmul_params *)(void *)(copy + params_size);
         }
@@ -21253,73 +21335,13 @@ static rocq_result rocq__node_copy(rocq_ctx *ctx, rocq_op op, const void *params
 
 // -- ops --
 
-// The functions of an op. Each casts params to the type in ROCQ_OPS: one table can hold all ops.
-typedef struct rocq__op_entry {
-    const char *name;
-    int64_t params_size;
-    rocq_result (*check)(rocq_ctx *ctx, const char *op, const void *params);
-    int64_t (*scratch_cpu)(const rocq_ctx *ctx, const void *params);
-    void (*plan_cpu)(rocq__plan *plan, rocq_op op, const void *params);
-    void (*job)(rocq__job *job, const void *params); // on a GPU
-} rocq__op_entry;
-
-static const rocq__op_entry rocq__ops[ROCQ_OP_COUNT] = { // in the order of ROCQ_OPS
-#define ROCQ_X(name, params, check, scratch, cpu, job)                                   \
-    {#name, (int64_t)sizeof(params), rocq__check_##check, rocq__scratch_##scratch##_cpu, \
-     rocq__plan_##cpu##_cpu, rocq__job_##job},
-    ROCQ_X(matmul, rocq_matmul_params, matmul, matmul, matmul, matmul)
-    ROCQ_X(attention, rocq_attention_params, attention, attention, attention, attention)
-    ROCQ_X(rmsnorm, rocq_norm_params, rmsnorm, none, norm, norm)
-    ROCQ_X(layernorm, rocq_norm_params, norm, none, norm, norm)
-    ROCQ_X(rope, rocq_rope_params, rope, rope, rope, rope)
-    ROCQ_X(rope_append, rocq_rope_append_params, rope_append, rope_append, rope_append, rope_append)
-    ROCQ_X(activate, rocq_activate_params, activate, none, map, map)
-    ROCQ_X(glu, rocq_glu_params, glu, none, map, map)
-    ROCQ_X(add, rocq_binary_params, binary, none, map, map)
-    ROCQ_X(mul, rocq_binary_params, binary, none, map, map)
-    ROCQ_X(scale, rocq_scale_params, scale, none, map, map)
-    ROCQ_X(cast, rocq_cast_params, cast, none, map, cast)
-    ROCQ_X(softmax, rocq_softmax_params, softmax, none, softmax, softmax)
-    ROCQ_X(gather, rocq_gather_params, gather, none, gather, gather)
-    ROCQ_X(argmax, rocq_argmax_params, argmax, none, argmax, argmax)
-    ROCQ_X(sample, rocq_sample_params, sample, sample, sample, sample)
-    ROCQ_X(route, rocq_route_params, route, none, route, route)
-    ROCQ_X(experts, rocq_experts_params, experts, experts, experts, experts)
-    ROCQ_X(shortconv, rocq_shortconv_params, shortconv, none, shortconv, shortconv)
-    ROCQ_X(delta_net, rocq_delta_net_params, delta_net, none, delta_net, delta_net)
-    ROCQ_X(conv, rocq_conv_params, conv, conv, conv, conv)
-    ROCQ_X(norm_stats, rocq_norm_stats_params, norm_stats, norm_stats, norm_stats, norm_stats)
-    ROCQ_X(resize, rocq_resize_params, resize, none, resize, resize)
-    ROCQ_X(pixels, rocq_pixels_params, pixels, none, pixels, pixels)
-    ROCQ_X(matmul_backward, rocq_matmul_backward_params, matmul_backward, matmul_backward,
-           matmul_backward, matmul_backward)
-    ROCQ_X(attention_backward, rocq_attention_backward_params, attention_backward,
-           attention_backward, attention_backward, attention_backward)
-    ROCQ_X(norm_backward, rocq_norm_backward_params, norm_backward, norm_backward, norm_backward,
-           norm_backward)
-    ROCQ_X(activate_backward, rocq_activate_backward_params, activate_backward, none, map_backward,
-           map_backward)
-    ROCQ_X(glu_backward, rocq_glu_backward_params, glu_backward, none, map_backward, map_backward)
-    ROCQ_X(gather_backward, rocq_gather_backward_params, gather_backward, none, gather_backward,
-           gather_backward)
-    ROCQ_X(cross_entropy, rocq_cross_entropy_params, cross_entropy, none, cross_entropy,
-           cross_entropy)
-    ROCQ_X(grad_norm, rocq_grad_norm_params, grad_norm, grad_norm, grad_norm, grad_norm)
-    ROCQ_X(adamw, rocq_adamw_params, adamw, none, adamw, adamw)
-#undef ROCQ_X
-};
-
-static rocq_result rocq__check_op(rocq_ctx *ctx, rocq_op op, const void *params) {
-    if (!ctx) return ROCQ_E_ARGUMENT;
-    if ((int)op < 0 || op >= ROCQ_OP_COUNT) {
-        return rocq__fail(ctx, ROCQ_E_ARGUMENT, "unknown op %d", (int)op);
+static rocq_result rocq__check_op(rocq_ctx *ctx, const rocq__op *op, const void *params) {
+    if (!params) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: params is NULL", op->name);
+    if (op->id != ROCQ_OP_MATMUL) { // rocq__check_matmul does so for each product of the chain
+        ROCQ__TRY(rocq__check_operands(ctx, op->name, op->id, params));
     }
-    if (!params) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "%s: params is NULL", rocq__ops[op].name);
-    if (op != ROCQ_OP_MATMUL) { // rocq__check_matmul does so for each product of the chain
-        ROCQ__TRY(rocq__check_operands(ctx, rocq__ops[op].name, op, params));
-    }
-    ROCQ__TRY(rocq__ops[op].check(ctx, rocq__ops[op].name, params));
-    return rocq__check_overlap(ctx, rocq__ops[op].name, op, params);
+    ROCQ__TRY(op->check(ctx, op->name, params));
+    return rocq__check_overlap(ctx, op->name, op->id, params);
 }
 
 // Room for the plan of any one op.
@@ -21329,47 +21351,47 @@ typedef struct rocq__plan_room {
 } rocq__plan_room;
 
 // Plans an op that has passed its checks and has its scratch memory.
-static rocq__plan rocq__plan_cpu(const rocq_ctx *ctx, rocq_op op, const void *params,
+static rocq__plan rocq__plan_cpu(const rocq_ctx *ctx, const rocq__op *op, const void *params,
                                  int64_t worth, rocq__plan_room *room) {
     rocq__plan plan = {ctx, (char *)ctx->scratch, worth, room->stages, 0, room->memory, 0};
-    rocq__ops[op].plan_cpu(&plan, op, params);
+    op->plan_cpu(&plan, op->id, params);
     return plan;
 }
 
-static rocq_result rocq__run_cpu(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     rocq__plan_room room;
     void *scratch;
-    ROCQ__TRY(rocq__scratch(ctx, rocq__ops[op].scratch_cpu(ctx, params), &scratch));
+    ROCQ__TRY(rocq__scratch(ctx, op->scratch_cpu(ctx, params), &scratch));
     const rocq__plan plan = rocq__plan_cpu(ctx, op, params, ROCQ__WORTH_OP, &room);
-    return rocq__team_run(ctx, rocq__ops[op].name, plan.stages, plan.n_stages);
+    return rocq__team_run(ctx, op->name, plan.stages, plan.n_stages);
 }
 
-static rocq_result rocq__plan_hip(rocq_ctx *ctx, rocq_op op, const void *params,
+static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                   const void *before, int64_t *scratch) {
-    rocq__job job = {ctx,     op, rocq__ops[op].name, true, 0, 0, 0,
+    rocq__job job = {ctx,     op->id, op->name, true, 0, 0, 0,
                      ROCQ_OK, {0.0, 0.0, 0.0}, before};
-    rocq__ops[op].job(&job, params);
+    op->job(&job, params);
     *scratch = job.most;
     return job.result;
 }
 
-static rocq_result rocq__run_hip(rocq_ctx *ctx, rocq_op op, const void *params, const void *before,
-                                 void *scratch) {
-    rocq__job job = {ctx,     op, rocq__ops[op].name, false, (uintptr_t)scratch, 0, 0,
+static rocq_result rocq__run_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
+                                 const void *before, void *scratch) {
+    rocq__job job = {ctx,     op->id, op->name, false, (uintptr_t)scratch, 0, 0,
                      ROCQ_OK, {0.0, 0.0, 0.0}, before};
     rocq__job_begin(&job, params);
-    rocq__ops[op].job(&job, params);
+    op->job(&job, params);
     return job.result;
 }
 
 // Finds out whether the context can run an op that has passed its checks, and the scratch memory
 // for it. *on_cpu: no kernel does it, but the CPU may and can (allow_fallback).
-static rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params, int64_t *scratch,
-                                 bool *on_cpu) {
+static rocq_result rocq__plan_op(rocq_ctx *ctx, const rocq__op *op, const void *params,
+                                 int64_t *scratch, bool *on_cpu) {
     *on_cpu = false;
     *scratch = 0;
     if (!rocq__on_gpu(ctx)) {
-        *scratch = rocq__ops[op].scratch_cpu(ctx, params);
+        *scratch = op->scratch_cpu(ctx, params);
         return ROCQ_OK;
     }
     if (!ctx->desc.allow_fallback) return rocq__plan_hip(ctx, op, params, NULL, scratch);
@@ -21379,10 +21401,10 @@ static rocq_result rocq__plan_op(rocq_ctx *ctx, rocq_op op, const void *params, 
     const bool other_way = result == ROCQ_E_UNSUPPORTED;
     rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || other_way);
     if (!other_way) return result;
-    const rocq_tensor *planar = rocq__planar_operand(op, params);
+    const rocq_tensor *planar = rocq__planar_operand(op->id, params);
     if (planar) {
         return rocq__fail(ctx, ROCQ_E_UNSUPPORTED,
-                          "%s: not on the GPU, and the CPU has no planar %s", rocq__ops[op].name,
+                          "%s: not on the GPU, and the CPU has no planar %s", op->name,
                           rocq_format_name(planar->format));
     }
     *scratch = 0;
@@ -21423,11 +21445,11 @@ static void rocq__touched_add(rocq__touched *touched, int32_t *n_touched, const 
 
 // Copies operands to the host, runs the op there, and copies outputs back. What overlaps on the
 // device must overlap on the host too, so each region is copied once and whole, gaps included.
-static rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__run_fallback(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     rocq__node *node;
     rocq__touched touched[ROCQ__MAX_OPERANDS];
     int32_t n_touched = 0;
-    ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
+    ROCQ__TRY(rocq__node_copy(ctx, op, params, &node));
     for (int32_t i = 0; i < node->n_tensors; i++) {
         rocq__touched_add(touched, &n_touched, &node->tensors[i], node->output[i]);
     }
@@ -21439,7 +21461,7 @@ static rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *par
         r->host = (unsigned char *)rocq__alloc(ctx, size);
         result = r->host ? rocq__download_hip(ctx, r->host, there, size)
                          : rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no host memory for %lld bytes",
-                                      rocq__ops[op].name, (long long)size);
+                                      op->name, (long long)size);
     }
     for (int32_t i = 0; i < node->n_tensors && result == ROCQ_OK; i++) {
         rocq_tensor *t = &node->tensors[i];
@@ -21471,7 +21493,7 @@ static rocq_result rocq__run_fallback(rocq_ctx *ctx, rocq_op op, const void *par
 // While a profile is on, each op, graph and copy is a region (>>profile), but not the ops that a
 // graph captures. These are all its hooks; they are empty without ROCQ__HAS_PROFILE.
 #if ROCQ__HAS_PROFILE
-static rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params);
+static rocq_result rocq__region_op(rocq_ctx *ctx, const rocq__op *op, const void *params);
 static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
                                       const rocq__node *end);
 static rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
@@ -21504,7 +21526,7 @@ static rocq_result rocq__copy_done(rocq_ctx *ctx, rocq_result result, int64_t by
     return result;
 }
 
-static rocq_result rocq__run_here(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__run_here(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     int64_t bytes;
     bool on_cpu;
     void *scratch;
@@ -21516,7 +21538,7 @@ static rocq_result rocq__run_here(rocq_ctx *ctx, rocq_op op, const void *params)
 }
 
 // Runs an op with valid params, as a region of the profile if that is on.
-static rocq_result rocq__run_on_device(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__run_on_device(rocq_ctx *ctx, const rocq__op *op, const void *params) {
 #if ROCQ__HAS_PROFILE
     if (rocq__profiling(ctx)) return rocq__region_op(ctx, op, params);
 #endif
@@ -21536,9 +21558,9 @@ static rocq_result rocq__begin_op(rocq_ctx *ctx, const char *name) {
 // Nanoseconds for the launches of an op on a GPU, in the first expectation of its time.
 enum { ROCQ__OP_NS = 4000 };
 
-static rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__run_op(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     if (!ctx) return ROCQ_E_ARGUMENT;
-    ROCQ__TRY(rocq__begin_op(ctx, rocq__ops[op].name));
+    ROCQ__TRY(rocq__begin_op(ctx, op->name));
     ROCQ__TRY(rocq__check_op(ctx, op, params));
     if (!ctx->recording && !ctx->planned) return rocq__run_on_device(ctx, op, params);
     // Planned now, so that an op that cannot run fails here and not when the graph is launched.
@@ -21551,9 +21573,9 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, rocq_op op, const void *params) {
         *ctx->planned = ROCQ__MAX(*ctx->planned, scratch);
         return ROCQ_OK;
     }
-    ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
+    ROCQ__TRY(rocq__node_copy(ctx, op, params, &node));
     if (rocq__on_gpu(ctx)) {
-        node->cost = rocq__cost_of(ctx, op, params);
+        node->cost = rocq__cost_of(ctx, op->id, params);
         node->ns = (double)ROCQ__OP_NS + 1e3 * rocq__estimate_us(ctx->gpu, node->cost);
     }
     if (graph->last) graph->last->next = node;
@@ -21674,9 +21696,9 @@ static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node) {
 // are launched one by one, except that rotated queries which nothing reads are not written.
 static bool rocq__joins(rocq_ctx *ctx, const rocq__node *node) {
     if (!rocq__on_gpu(ctx) || !node->next) return false;
-    const rocq_op next = node->next->op;
-    if (node->op == ROCQ_OP_RMSNORM && next == ROCQ_OP_MATMUL) return rocq__joins_norm(ctx, node);
-    return node->op == ROCQ_OP_ROPE_APPEND && next == ROCQ_OP_ATTENTION &&
+    const rocq_op op = node->op->id, next = node->next->op->id;
+    if (op == ROCQ_OP_RMSNORM && next == ROCQ_OP_MATMUL) return rocq__joins_norm(ctx, node);
+    return op == ROCQ_OP_ROPE_APPEND && next == ROCQ_OP_ATTENTION &&
            rocq__joins_append(ctx, node);
 }
 
@@ -21820,7 +21842,7 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
                        memory + stages_size, 0};
     for (rocq__node *node = graph->first; node; node = node->next) {
         node->stage = plan.stages + plan.n_stages;
-        rocq__ops[node->op].plan_cpu(&plan, node->op, node->params);
+        node->op->plan_cpu(&plan, node->op->id, node->params);
     }
     graph->n_stages = plan.n_stages;
     return ROCQ_OK;
@@ -22896,8 +22918,8 @@ static rocq_result rocq__kv_make(rocq_kv *kv, int64_t bytes) {
     ROCQ__TRY(rocq__kv_cut(kv, &arena));
     const rocq_rope_params turn = rocq__kv_turn(kv, &kv->stage, &pos);
     bool on_cpu;
-    ROCQ__TRY(rocq__check_op(kv->ctx, ROCQ_OP_ROPE, &turn));
-    ROCQ__TRY(rocq__plan_op(kv->ctx, ROCQ_OP_ROPE, &turn, &kv->scratch, &on_cpu));
+    ROCQ__TRY(rocq__check_op(kv->ctx, &rocq__op_rope, &turn));
+    ROCQ__TRY(rocq__plan_op(kv->ctx, &rocq__op_rope, &turn, &kv->scratch, &on_cpu));
     ROCQ__TRY(rocq_reserve(kv->ctx, kv->scratch));
     kv->dirty_end = rocq__kv_n_words(kv);
     return rocq_kv_flush(kv); // also takes the pinned memory that copies go through
@@ -23031,7 +23053,7 @@ static rocq_result rocq__kv_cast(rocq_kv *kv, const rocq_tensor *y, const rocq_t
     rocq_cast_params p;
     p.y = y;
     p.x = x;
-    return rocq__run_on_device(kv->ctx, ROCQ_OP_CAST, &p);
+    return rocq__run_on_device(kv->ctx, &rocq__op_cast, &p);
 }
 
 // Cells [cell, cell + n) of k or v: [D, n, n_planes].
@@ -23215,7 +23237,7 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
         rocq_tensor pos;
         const rocq_rope_params turn = rocq__kv_turn(kv, &keys, &pos);
         ROCQ__TRY(rocq__kv_move(kv, &kv->k, seq, from, &keys, false));
-        ROCQ__TRY(rocq__run_on_device(kv->ctx, ROCQ_OP_ROPE, &turn));
+        ROCQ__TRY(rocq__run_on_device(kv->ctx, &rocq__op_rope, &turn));
         ROCQ__TRY(rocq__kv_move(kv, &kv->k, seq, to, &keys, true));
         if (whole) continue;
         ROCQ__TRY(rocq__kv_move(kv, &kv->v, seq, from, &values, false));
@@ -24153,14 +24175,16 @@ ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph) {
     *graph = NULL;
 }
 
-ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op op, const void *params,
+ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op id, const void *params,
                                    const char **why) {
     if (!ctx) return ROCQ_E_ARGUMENT;
+    const rocq__op *op;
     int64_t scratch;
     bool on_cpu;
     const bool quiet = ctx->quiet;
     ctx->quiet = true;
-    rocq_result result = rocq__check_op(ctx, op, params);
+    rocq_result result = rocq__find_op(ctx, id, &op);
+    if (result == ROCQ_OK) result = rocq__check_op(ctx, op, params);
     if (result == ROCQ_OK) result = rocq__plan_op(ctx, op, params, &scratch, &on_cpu);
     ctx->quiet = quiet;
     if (why) *why = result == ROCQ_OK ? "" : ctx->error;
@@ -24179,26 +24203,28 @@ ROCQ_DEF void rocq_plan_end(rocq_ctx *ctx) {
     if (ctx) ctx->planned = NULL;
 }
 
-ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op op, const void *params,
+ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op id, const void *params,
                                         rocq_precision_info *info) {
+    const rocq__op *op;
     int64_t scratch;
     bool on_cpu;
+    ROCQ__TRY(rocq__find_op(ctx, id, &op));
     ROCQ__TRY(rocq__check_op(ctx, op, params));
     if (!info) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "get_precision: info is NULL");
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
     const rocq_backend backend = rocq__on_gpu(ctx) && !on_cpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU;
-    const rocq_matmul_params *p = op == ROCQ_OP_MATMUL ? (const rocq_matmul_params *)params : NULL;
+    const rocq_matmul_params *p = id == ROCQ_OP_MATMUL ? (const rocq_matmul_params *)params : NULL;
     const rocq_matmul_backward_params *back =
-        op == ROCQ_OP_MATMUL_BACKWARD ? (const rocq_matmul_backward_params *)params : NULL;
+        id == ROCQ_OP_MATMUL_BACKWARD ? (const rocq_matmul_backward_params *)params : NULL;
     const rocq_experts_params *experts =
-        op == ROCQ_OP_EXPERTS ? (const rocq_experts_params *)params : NULL;
+        id == ROCQ_OP_EXPERTS ? (const rocq_experts_params *)params : NULL;
     rocq__choice choice, second;
     if (experts) choice = rocq__experts_choice(ctx, backend, experts);
     else if (p) choice = rocq__product_choice(ctx, backend, p, p->w);
     else if (back) choice = rocq__backward_choice(ctx, backend, back, back->dw != NULL);
-    else choice = rocq__precision_rule_for(ctx, backend, op, ROCQ_F32, 0);
+    else choice = rocq__precision_rule_for(ctx, backend, id, ROCQ_F32, 0);
     const rocq_conv_params *conv =
-        op == ROCQ_OP_CONV ? (const rocq_conv_params *)params : NULL;
+        id == ROCQ_OP_CONV ? (const rocq_conv_params *)params : NULL;
     info->asked = rocq__asked(ctx, p      ? p->precision
                                    : conv ? conv->precision
                                    : back ? back->precision
@@ -24338,7 +24364,7 @@ ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_pa
 
 #define ROCQ_X(NAME, name, params)                                            \
     ROCQ_DEF rocq_result rocq_##name(rocq_ctx *ctx, const params *p) {        \
-        return rocq__run_op(ctx, ROCQ_OP_##NAME, p);                          \
+        return rocq__run_op(ctx, &rocq__op_##name, p);                        \
     }
 ROCQ_OPS(ROCQ_X)
 #undef ROCQ_X
@@ -24549,15 +24575,15 @@ ROCQ_DEF rocq_result rocq_measure_launch(rocq_ctx *ctx, int32_t n, rocq_launch_c
 #if ROCQ__HAS_PROFILE
 
 // The op's name, format and access, which are cheap to know; rocq__work_count does the rest.
-static rocq__work rocq__work_named(rocq_op op, const void *params) {
+static rocq__work rocq__work_named(const rocq__op *op, const void *params) {
     const rocq_tensor *kind = NULL;
     bool mixed = false;
     rocq__work work;
     memset(&work, 0, sizeof work);
     work.op = op;
     work.params = params;
-    work.name = rocq__ops[op].name;
-    if (op == ROCQ_OP_MATMUL) {
+    work.name = op->name;
+    if (op->id == ROCQ_OP_MATMUL) {
         const rocq_matmul_params *first = (const rocq_matmul_params *)params;
         const bool few = first->x->ne[1] <= ROCQ_K_FEW;
         work.name = few ? "matvec" : "matmul";
@@ -24566,23 +24592,23 @@ static rocq__work rocq__work_named(rocq_op op, const void *params) {
         for (const rocq_matmul_params *p = first->next; p; p = p->next) {
             mixed = mixed || p->w->format != kind->format;
         }
-    } else if (op == ROCQ_OP_ATTENTION) {
+    } else if (op->id == ROCQ_OP_ATTENTION) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;
         kind = p->k;
         work.access = p->q->ne[2] <= ROCQ_K_FEW ? ROCQ_ACCESS_STREAM : ROCQ_ACCESS_TILED;
-    } else if (op == ROCQ_OP_ATTENTION_BACKWARD) {
+    } else if (op->id == ROCQ_OP_ATTENTION_BACKWARD) {
         kind = ((const rocq_attention_backward_params *)params)->k;
         work.access = ROCQ_ACCESS_TILED;
-    } else if (op == ROCQ_OP_EXPERTS) {
+    } else if (op->id == ROCQ_OP_EXPERTS) {
         const rocq_experts_params *p = (const rocq_experts_params *)params;
         kind = p->w;
         work.access = rocq__experts_few(p) ? ROCQ_ACCESS_STREAM : ROCQ_ACCESS_TILED;
-    } else if (op == ROCQ_OP_GATHER) {
+    } else if (op->id == ROCQ_OP_GATHER) {
         kind = ((const rocq_gather_params *)params)->table;
         work.access = ROCQ_ACCESS_GATHER;
-    } else if (op == ROCQ_OP_GATHER_BACKWARD) {
+    } else if (op->id == ROCQ_OP_GATHER_BACKWARD) {
         work.access = ROCQ_ACCESS_GATHER;
-    } else if (op == ROCQ_OP_CAST) {
+    } else if (op->id == ROCQ_OP_CAST) {
         kind = ((const rocq_cast_params *)params)->y;
     }
     if (kind) work.detail = mixed ? "mixed" : rocq_format_name(kind->format);
@@ -24590,7 +24616,7 @@ static rocq__work rocq__work_named(rocq_op op, const void *params) {
 }
 
 static void rocq__work_count(const rocq_ctx *ctx, rocq__work *work) {
-    const rocq__cost cost = rocq__cost_of(ctx, work->op, work->params);
+    const rocq__cost cost = rocq__cost_of(ctx, work->op->id, work->params);
     work->params = NULL;
     work->bytes = cost.bytes;
     work->flops = cost.flops;
@@ -25015,7 +25041,7 @@ static rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq__w
     return result;
 }
 
-static rocq_result rocq__region_op(rocq_ctx *ctx, rocq_op op, const void *params) {
+static rocq_result rocq__region_op(rocq_ctx *ctx, const rocq__op *op, const void *params) {
     if (rocq__skipping(ctx->profiling)) return rocq__run_here(ctx, op, params);
     rocq__work work = rocq__work_named(op, params);
     ROCQ__TRY(rocq__region_enter(ctx, work.name, work.detail, true));
@@ -25735,7 +25761,7 @@ static bool rocq__grid_has(const rocq__site *site, const rocq_launch_config *con
 typedef struct rocq__tuning {
     rocq_ctx *ctx;
     rocq_tune_desc desc; // resolved
-    rocq_op op;
+    const rocq__op *op;
     const void *params[ROCQ__TUNE_PARAMS]; // run in turn
     int32_t n_params, n_runs;              // n_runs: ops in a row
     rocq__site own;                        // the class
@@ -25904,7 +25930,7 @@ static rocq_result rocq__tune_class(rocq__tuning *t, rocq_tune_result *result,
 
 // -- ops and graphs --
 
-static rocq_result rocq__survey_op(rocq_ctx *ctx, rocq_op op, const void *params,
+static rocq_result rocq__survey_op(rocq_ctx *ctx, const rocq__op *op, const void *params,
                                    rocq__survey *survey) {
     int64_t scratch;
     bool on_cpu;
@@ -25919,7 +25945,7 @@ static rocq_result rocq__survey_op(rocq_ctx *ctx, rocq_op op, const void *params
 // A site of an op, and the fraction of the op that it stands for.
 typedef struct rocq__tune_site {
     rocq__site site, own;
-    rocq_op op;
+    const rocq__op *op;
     const void *params;
     double part;
 } rocq__tune_site;
@@ -25936,7 +25962,7 @@ static rocq_result rocq__tune_collect(rocq_ctx *ctx, const rocq__node *first,
     for (const rocq__node *node = first; node; node = node->next) {
         ROCQ__TRY(rocq__survey_op(ctx, node->op, node->params, &survey));
         if (survey.n == 0) continue;
-        const rocq__cost cost = rocq__cost_of(ctx, node->op, node->params);
+        const rocq__cost cost = rocq__cost_of(ctx, node->op->id, node->params);
         void *list = rocq__array_grow(ctx, sites->list, &sites->capacity,
                                       (int64_t)sites->n + survey.n, (int64_t)sizeof *sites->list);
         if (!list) return rocq__fail(ctx, ROCQ_E_MEMORY, "tune: no host memory for a list");
@@ -26022,15 +26048,17 @@ static rocq_result rocq__tune_begin(rocq_ctx *ctx, const rocq_tune_desc *desc, r
     return ROCQ_OK;
 }
 
-ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op op, const void *params,
+ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op id, const void *params,
                                const rocq_tune_desc *desc, rocq_tune_result *result) {
+    const rocq__op *op;
     rocq__tuning t;
     rocq__node *node;
     rocq_tune_result r;
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__tune_begin(ctx, desc, &t, &r));
+    ROCQ__TRY(rocq__find_op(ctx, id, &op));
     ROCQ__TRY(rocq__check_op(ctx, op, params));
-    ROCQ__TRY(rocq__node_copy(ctx, op, params, rocq__ops[op].params_size, &node));
+    ROCQ__TRY(rocq__node_copy(ctx, op, params, &node));
     const rocq_result done = rocq__tune_nodes(&t, node, &r);
     rocq__free(ctx, node);
     if (done == ROCQ_OK && result) *result = r;
@@ -26051,9 +26079,11 @@ ROCQ_DEF rocq_result rocq_tune_graph(rocq_ctx *ctx, rocq_graph *graph, const roc
     return ROCQ_OK;
 }
 
-ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op op, const void *params,
+ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op id, const void *params,
                                             rocq_launch_config *config) {
+    const rocq__op *op;
     rocq__survey survey;
+    ROCQ__TRY(rocq__find_op(ctx, id, &op));
     ROCQ__TRY(rocq__check_op(ctx, op, params));
     if (!config) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "get_launch_config: config is NULL");
     ROCQ__TRY(rocq__survey_op(ctx, op, params, &survey));
@@ -26273,7 +26303,7 @@ static void rocq__stand_in_plan(const rocq_graph *graph, rocq__node *copy) {
     for (int32_t i = 0; i < copy->n_tensors; i++) {
         rocq_tensor *t = &copy->tensors[i];
         copy->kept[i] = copy->kept[i] && !rocq__graph_writes(graph, t);
-        if (copy->op != ROCQ_OP_ATTENTION) continue;
+        if (copy->op->id != ROCQ_OP_ATTENTION) continue;
         const rocq_attention_params *p = (const rocq_attention_params *)copy->params;
         if (t != p->k && t != p->v) continue;
         copy->kept[i] = false; // a cache may be empty, whoever fills it
@@ -26318,7 +26348,7 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
     unsigned char *memory = NULL;
     int64_t most = 1;
     for (rocq__node *node = graph->first; node && result == ROCQ_OK; node = node->next) {
-        result = rocq__node_copy(ctx, node->op, node->params, rocq__ops[node->op].params_size, end);
+        result = rocq__node_copy(ctx, node->op, node->params, end);
         if (result != ROCQ_OK) break;
         rocq__stand_in_plan(graph, *end);
         const int64_t size = rocq__stand_in(*end, NULL);
@@ -26496,9 +26526,9 @@ static bool rocq__touched_hold(const rocq__touched *list, int32_t n, const rocq_
 static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
     int32_t n_written = 0, end;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
-        const int32_t begin = rocq__operands_begin(node->op, &end);
+        const int32_t begin = rocq__operands_begin(node->op->id, &end);
         for (int pass = 0; pass < 2; pass++) { // what the op reads, then what it writes
-            for (const void *p = node->params; p; p = rocq__next_params(node->op, p)) {
+            for (const void *p = node->params; p; p = rocq__next_params(node->op->id, p)) {
                 for (int32_t i = begin; i < end; i++) {
                     const rocq__operand *o = &rocq__operands[i];
                     const rocq_tensor *t = rocq__operand_of(p, o);
@@ -26548,7 +26578,7 @@ static rocq_tensor rocq__replay_rows(const rocq__replay *r, const rocq_tensor *c
 static void rocq__replay_cells(rocq__replay *r) {
     const rocq_tensor *known = NULL;
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
-        if (node->op != ROCQ_OP_ROPE_APPEND) continue;
+        if (node->op->id != ROCQ_OP_ROPE_APPEND) continue;
         const rocq_rope_append_params *p = (const rocq_rope_append_params *)node->params;
         const rocq_tensor *cell = p->cell ? p->cell : p->pos;
         r->n_cells = ROCQ__MAX(r->n_cells, p->k->ne[2] + 1);
@@ -26582,7 +26612,7 @@ static void rocq__replay_ranges(rocq__replay *r) {
         rocq__replay_range(r, range.begin, rocq__range_size(range), r->regions[k].written, fill);
     }
     for (const rocq__node *node = r->graph->first; node; node = node->next) {
-        if (node->op != ROCQ_OP_ROPE_APPEND) continue;
+        if (node->op->id != ROCQ_OP_ROPE_APPEND) continue;
         const rocq_rope_append_params *p = (const rocq_rope_append_params *)node->params;
         for (int v = 0; v < 2; v++) {
             const rocq_tensor t = rocq__replay_rows(r, v ? p->v_cache : p->k_cache);
@@ -26750,7 +26780,7 @@ static rocq_result rocq__replay_refuse(rocq__replay *r, int64_t copy) {
     snprintf(ctx->gpu->replay, sizeof ctx->gpu->replay,
              "graph: a replay of its %d ops does not write what they write, seen in the output of "
              "op %d, %s: from now on they run one by one",
-             (int)n, (int)number, found ? rocq__ops[found->op].name : "the status word");
+             (int)n, (int)number, found ? found->op->name : "the status word");
     rocq__log(ctx, ROCQ_LOG_WARN, "%s", ctx->gpu->replay);
     r->graph->refused = true;
     ctx->stats.n_replays_refused++;

@@ -13,6 +13,7 @@
 // file gets its name when it is whole. --help lists the options.
 
 #define ROCQ_IMPLEMENTATION
+#define ROCQ_STATIC // ops that are not called are not compiled
 #define PROGRAM "decode"
 #include "../rocq.h"
 

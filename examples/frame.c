@@ -11,6 +11,7 @@
 // else to stderr. Exit status 1, after one line that says why, on any failure.
 
 #define ROCQ_IMPLEMENTATION
+#define ROCQ_STATIC // ops that are not called are not compiled
 #define PROGRAM "frame"
 #include "../rocq.h"
 

@@ -12,6 +12,7 @@
 // that says why, on any failure. --help lists the options.
 
 #define ROCQ_IMPLEMENTATION
+#define ROCQ_STATIC // ops that are not called are not compiled
 #define PROGRAM "generate"
 #include "../rocq.h"
 
@@ -249,6 +250,7 @@ static bool load_tuning(run *r, bool *tuned) {
 
 static bool make_tuning(run *r) {
     rocq_tune_result result;
+    memset(&result, 0, sizeof result);
     if (llama_tune(&r->model, &result) != ROCQ_OK) {
         return fail(r->o.tuning, r->model.error);
     }

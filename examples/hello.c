@@ -3,6 +3,7 @@
 //     cc -O2 examples/hello.c -o hello -lm -ldl -lpthread && ./hello
 
 #define ROCQ_IMPLEMENTATION
+#define ROCQ_STATIC // ops that are not called are not compiled
 #include "../rocq.h"
 #include <math.h>
 #include <stdio.h>

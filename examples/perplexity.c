@@ -11,6 +11,7 @@
 // first token, which nothing predicts, is not counted.
 
 #define ROCQ_IMPLEMENTATION
+#define ROCQ_STATIC // ops that are not called are not compiled
 #define DS_PROGRAM "perplexity"
 #include "../rocq.h"
 

@@ -21,6 +21,7 @@
 // was.
 
 #define ROCQ_IMPLEMENTATION
+#define ROCQ_STATIC // ops that are not called are not compiled
 #define PROGRAM "quantize"
 #include "../rocq.h"
 

@@ -15,6 +15,7 @@
 
 #define _POSIX_C_SOURCE 200809L // popen
 #define ROCQ_IMPLEMENTATION
+#define ROCQ_STATIC // ops that are not called are not compiled
 #define PROGRAM "train"
 #include "../rocq.h"
 

@@ -20,8 +20,8 @@ static double *doubles(int64_t n) {
 static void table_of_ops(void **state) {
     (void)state;
 #define ROCQ_X(NAME, op, params)                                \
-    assert_string_equal(rocq__ops[ROCQ_OP_##NAME].name, #op);   \
-    assert_int_equal(rocq__ops[ROCQ_OP_##NAME].params_size, sizeof(params));
+    assert_string_equal(rocq__ops[ROCQ_OP_##NAME]->name, #op);   \
+    assert_int_equal(rocq__ops[ROCQ_OP_##NAME]->params_size, sizeof(params));
     ROCQ_OPS(ROCQ_X)
 #undef ROCQ_X
 }

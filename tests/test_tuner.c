@@ -452,7 +452,7 @@ static double likes_wanted(const rocq_launch_config *c) {
 static int32_t each_config(rocq_op op, const void *params, void (*check)(void *user), void *user) {
     rocq__survey survey;
     rocq_launch_config space[ROCQ__GRID];
-    assert_int_equal(rocq__survey_op(ctx, op, params, &survey), ROCQ_OK);
+    assert_int_equal(rocq__survey_op(ctx, rocq__ops[op], params, &survey), ROCQ_OK);
     assert_int_equal(survey.n, 1);
     const rocq__site own = rocq__site_class(&survey.site[0]);
     const int32_t n = rocq__grid_of(&own, space);

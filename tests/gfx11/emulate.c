@@ -462,7 +462,7 @@ static void map(emulated *e, int scale, int format, int op) {
     default: p.cast = (rocq_cast_params){&y->t, &a->t}; break;
     }
     compare(e, (rocq_op)op, &p, &p, &y, 1, NULL);
-    snprintf(e->shape, sizeof e->shape, "%s of %d rows of %d to %s", rocq__ops[op].name, (int)rows,
+    snprintf(e->shape, sizeof e->shape, "%s of %d rows of %d to %s", rocq__ops[op]->name, (int)rows,
              (int)k, rocq_format_name((rocq_format)format));
     e->bound = format == ROCQ_F32 ? 1e-6 : 1e-4;
     e->work = (double)(k * rows);
