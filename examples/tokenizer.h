@@ -271,6 +271,41 @@ static const uint32_t tok__class_runs[] = {
 
 enum { TOK__N_RUNS = sizeof tok__class_runs / sizeof tok__class_runs[0] };
 
+// General category M from U+0300 on, as runs of marks and of others in turn.
+static const uint32_t tok__mark_runs[] = {
+    112, 275, 7, 263, 45, 1, 1, 1, 2, 1, 2, 1, 1, 72, 11, 48, 21, 16, 1, 101, 7, 2, 6, 2, 2, 1, 4,
+    35, 1, 30, 27, 91, 11, 58, 9, 9, 1, 24, 4, 1, 9, 1, 3, 1, 5, 43, 3, 60, 8, 42, 24, 1, 33, 54, 3,
+    1, 18, 1, 7, 10, 2, 29, 3, 56, 1, 1, 7, 2, 2, 2, 3, 9, 1, 10, 2, 26, 1, 2, 3, 56, 1, 1, 5, 4, 2,
+    2, 3, 3, 1, 30, 2, 3, 1, 11, 3, 56, 1, 1, 8, 1, 3, 1, 3, 20, 2, 22, 6, 1, 3, 56, 1, 1, 7, 2, 2,
+    2, 3, 7, 3, 10, 2, 30, 1, 59, 5, 3, 3, 1, 4, 9, 1, 40, 5, 55, 1, 1, 7, 1, 3, 1, 4, 7, 2, 11, 2,
+    29, 3, 56, 1, 1, 7, 1, 3, 1, 4, 7, 2, 11, 2, 15, 1, 12, 4, 55, 2, 1, 7, 1, 3, 1, 4, 9, 1, 10, 2,
+    29, 3, 70, 1, 4, 6, 1, 1, 1, 8, 18, 2, 61, 1, 2, 7, 12, 8, 98, 1, 2, 9, 11, 7, 73, 2, 27, 1, 1,
+    1, 1, 1, 4, 2, 49, 20, 1, 2, 5, 11, 1, 36, 9, 1, 100, 20, 23, 4, 4, 3, 1, 3, 2, 7, 3, 4, 13, 12,
+    1, 1, 10, 4, 703, 3, 946, 4, 28, 3, 29, 2, 30, 2, 64, 32, 9, 1, 45, 3, 1, 1, 117, 2, 34, 1, 118,
+    12, 4, 12, 219, 5, 57, 10, 1, 29, 2, 1, 48, 31, 49, 5, 47, 17, 38, 9, 12, 3, 30, 13, 56, 14, 48,
+    20, 152, 3, 1, 21, 4, 1, 6, 1, 2, 3, 198, 64, 720, 33, 3070, 3, 141, 1, 96, 32, 554, 6, 105, 2,
+    30164, 4, 1, 10, 32, 2, 80, 2, 272, 1, 3, 1, 4, 1, 23, 5, 4, 1, 83, 2, 50, 18, 26, 18, 13, 1,
+    38, 8, 25, 13, 44, 4, 47, 14, 36, 1, 67, 14, 12, 1, 8, 2, 45, 3, 50, 1, 1, 3, 2, 2, 5, 2, 1, 1,
+    41, 5, 5, 2, 236, 8, 1, 2, 20272, 1, 737, 16, 16, 16, 973, 1, 226, 1, 149, 5, 1670, 3, 1, 2, 5,
+    4, 40, 3, 4, 1, 165, 2, 573, 4, 387, 2, 80, 3, 70, 11, 49, 4, 122, 3, 53, 15, 41, 1, 2, 2, 10,
+    4, 45, 11, 7, 1, 61, 3, 36, 14, 16, 2, 44, 1, 12, 3, 48, 14, 8, 4, 1, 2, 92, 12, 6, 1, 2, 1,
+    157, 12, 21, 4, 55, 2, 1, 7, 2, 2, 2, 3, 9, 1, 10, 2, 2, 7, 3, 5, 192, 18, 23, 1, 81, 20, 235,
+    7, 2, 9, 27, 2, 82, 17, 106, 13, 101, 15, 256, 15, 245, 6, 1, 2, 2, 4, 1, 1, 1, 2, 141, 7, 2, 7,
+    3, 1, 28, 10, 40, 7, 1, 4, 8, 1, 9, 11, 46, 16, 405, 8, 1, 8, 82, 22, 1, 14, 122, 6, 3, 1, 1, 2,
+    1, 7, 1, 1, 66, 5, 1, 2, 1, 5, 347, 4, 9, 2, 1, 1, 48, 7, 3, 5, 5373, 1, 6, 15, 13978, 5, 59, 7,
+    1048, 1, 1, 55, 7, 4, 81, 1, 11, 2, 19627, 2, 4705, 46, 2, 23, 542, 5, 3, 6, 8, 8, 2, 7, 30, 4,
+    148, 3, 1979, 55, 4, 50, 8, 1, 14, 1, 22, 5, 1, 15, 1360, 7, 1, 17, 2, 7, 1, 2, 1, 5, 100, 1,
+    160, 7, 375, 1, 61, 4, 508, 4, 992, 7, 109, 7, 792501, 240};
+
+static bool tok__is_combining(uint32_t code) {
+    uint32_t at = 0x300;
+    for (size_t i = 0; i < sizeof tok__mark_runs / sizeof tok__mark_runs[0] && at <= code; i++) {
+        at += tok__mark_runs[i];
+        if (code < at) return i % 2 == 0;
+    }
+    return false;
+}
+
 static int tok__class(const tokenizer *t, uint32_t code) {
     const uint32_t *starts = t->class_starts;
     if ((code >= 9 && code <= 13) || code == 0x20 || code == 0x85 || code == 0xa0 ||
@@ -625,30 +660,34 @@ typedef struct tok__pre {
     tok__rule rules[7]; // NULL at the end
     bool whole_words;   // a word that is a token is not merged from parts
     bool add_bos;       // unless the file says otherwise
+    bool marks;         // marks that combine with letters count as letters
 } tok__pre;
 
 static const tok__pre tok__pres[] = {
     {" default ", {tok__rule_marks, tok__rule_gpt2, tok__rule_numbers, tok__rule_thousands},
-     false, false},
+     false, false, false},
     {" gpt-2 phi-2 olmo mpt jais trillion granite-docling modern-bert gigachat mellum exaone4 "
-     "a.x-4.0 ", {tok__rule_gpt2}, false, false},
+     "a.x-4.0 ", {tok__rule_gpt2}, false, false, false},
     {" llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 ", {tok__rule_llama3},
-     true, true},
-    {" smaug-bpe dbrx ", {tok__rule_llama3}, false, false},
+     true, true, false},
+    {" smaug-bpe dbrx ", {tok__rule_llama3}, false, false, false},
     {" qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan solar-open grok-2 kormo f2llmv2 ",
-     {tok__rule_qwen2}, false, false},
-    {" seed-coder ", {tok__rule_seed_coder}, false, false},
-    {" tekken ", {tok__rule_tekken}, true, true},
-    {" gpt-4o llama4 kanana2 ", {tok__rule_gpt4o}, false, false},
-    {" falcon ", {tok__rule_falcon, tok__rule_gpt2, tok__rule_thousands}, false, false},
+     {tok__rule_qwen2}, false, false, false},
+    // [^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+ and so on: qwen2's but for the marks
+    {" qwen35 ", {tok__rule_qwen2}, false, false, true},
+    {" seed-coder ", {tok__rule_seed_coder}, false, false, false},
+    {" tekken ", {tok__rule_tekken}, true, true, false},
+    {" gpt-4o llama4 kanana2 ", {tok__rule_gpt4o}, false, false, false},
+    {" falcon ", {tok__rule_falcon, tok__rule_gpt2, tok__rule_thousands}, false, false, false},
     {" starcoder refact command-r smollm codeshell exaone minerva-7b mellum2 ",
-     {tok__rule_digit, tok__rule_gpt2}, false, false},
+     {tok__rule_digit, tok__rule_gpt2}, false, false, false},
     {" deepseek-llm ", {tok__rule_line_end, tok__rule_cased, tok__rule_ascii_marks,
-                        tok__rule_last_spaces, tok__rule_asian, tok__rule_numbers}, false, false},
+                        tok__rule_last_spaces, tok__rule_asian, tok__rule_numbers}, false, false,
+     false},
     {" deepseek-coder ", {tok__rule_line_end, tok__rule_spaced_letters, tok__rule_spaced_marks,
-                          tok__rule_asian, tok__rule_digit}, false, false},
-    {" poro-chat ", {tok__rule_phrase}, false, false},
-    {" viking ", {tok__rule_phrase, tok__rule_digit}, false, false},
+                          tok__rule_asian, tok__rule_digit}, false, false, false},
+    {" poro-chat ", {tok__rule_phrase}, false, false, false},
+    {" viking ", {tok__rule_phrase, tok__rule_digit}, false, false, false},
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -823,7 +862,9 @@ static void tok__encode_gpt2(tokenizer *t, int32_t **ids, const char *text, int6
     arrsetlen(t->classes, n);
     for (int64_t at = 0; at < n; n_chars++) {
         at += tok__get_utf8(text + at, n - at, &t->codes[n_chars]);
-        t->classes[n_chars] = (uint8_t)tok__class(t, t->codes[n_chars]);
+        const uint32_t code = t->codes[n_chars];
+        const bool mark = t->pre && t->pre->marks && tok__is_combining(code);
+        t->classes[n_chars] = (uint8_t)(mark ? (int)TOK__LETTER : tok__class(t, code));
     }
     const tok__chars x = {t->codes, t->classes};
     tok__encode_words(t, ids, &x, 0, n_chars, 0);

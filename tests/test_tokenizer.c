@@ -231,6 +231,7 @@ static const kind kinds[] = {
     {"bpe-llama3-no-bos", vocab_bpe, {"gpt2", "llama-bpe", "<|endoftext|>", "<|im_end|>", 0, 1,
                                       -1}},
     {"bpe-qwen2", vocab_bpe, {"gpt2", "qwen2", NULL, "<|im_end|>", 0, -1, -1}},
+    {"bpe-qwen35", vocab_bpe, {"gpt2", "qwen35", NULL, "<|im_end|>", 0, -1, -1}},
     {"bpe-qwen2-bos", vocab_bpe, {"gpt2", "qwen2", "<|endoftext|>", "<|im_end|>", 1, -1, -1}},
     {"bpe-gpt-2", vocab_bpe, {"gpt2", "gpt-2", "<|endoftext|>", "<|endoftext|>", -1, -1, -1}},
     {"bpe-gpt4o", vocab_bpe, {"gpt2", "gpt-4o", "<|im_start|>", "<|im_end|>", -1, -1, -1}},
@@ -545,7 +546,8 @@ static void test_classes(void **state) {
     open_kind(&p, &k, name);
     // One table serves all but deepseek-llm, which has another for letters outside of East Asia;
     // and llama.cpp has a regular expression library split most, slowly.
-    const bool all = strcmp(pre, "llama-bpe") == 0 || strcmp(pre, "qwen2") == 0;
+    const bool all = strcmp(pre, "llama-bpe") == 0 || strcmp(pre, "qwen2") == 0 ||
+        strcmp(pre, "qwen35") == 0;
     const bool letters = strcmp(pre, "deepseek-llm") == 0;
     char line[2048];
     size_t n = 0;
@@ -794,7 +796,7 @@ static void test_round_trip(void **state) {
 }
 
 int main(void) {
-    static const char *const pres[] = {"default", "llama-bpe", "qwen2", "gpt-2", "tekken", "gpt-4o",
+    static const char *const pres[] = {"default", "llama-bpe", "qwen2", "qwen35", "gpt-2", "tekken", "gpt-4o",
         "deepseek-llm", "deepseek-coder", "seed-coder", "viking"};
     enum { N_PRES = sizeof pres / sizeof *pres };
     static struct CMUnitTest tests[2 * N_KINDS + N_PRES + 11];
