@@ -1613,7 +1613,7 @@ static void test_conv_options(void **state) {
                           .h_x = 9, .kw = 3, .kh = 3, .groups = 16};
     static const rocq_format kinds[] = {ROCQ_F32, ROCQ_F16, ROCQ_BF16};
     for (int norm = NORM_NONE; norm <= NORM_POSITIONS; norm++) {
-        for (int act = 0; act <= (int)ROCQ_ACT_SIGMOID; act++) {
+        for (int act = 0; act <= (int)ROCQ_ACT_TANH; act++) {
             picture s = base;
             s.x = kinds[(norm + act) % 3];
             s.y = kinds[(norm + 2 * act) % 3];
@@ -1621,7 +1621,7 @@ static void test_conv_options(void **state) {
             s.norm = norm;
             s.groups = act % 2 ? 16 : 32;
             s.x_activation = (rocq_activation)act;
-            s.activation = (rocq_activation)((act + norm) % ((int)ROCQ_ACT_SIGMOID + 1));
+            s.activation = (rocq_activation)((act + norm) % ((int)ROCQ_ACT_TANH + 1));
             s.bias = act % 2 == 0;
             s.has_residual = act % 3 != 0;
             s.t_x = s.t_y = act == 1 ? 2 : 1;
@@ -1633,7 +1633,12 @@ static void test_conv_options(void **state) {
             check_conv(&s);
         }
     }
+    const uint64_t state_before = random_state;
     picture s = base;
+    s.x_activation = s.activation = ROCQ_ACT_SIGMOID;
+    check_conv(&s);
+    random_state = state_before;
+    s = base;
     s.in_place = s.bias = true;
     check_conv(&s);
     s.x_scale = 0.125f;
