@@ -2455,7 +2455,7 @@ static void test_matmul_backward_options(void **state) {
                             .options = options, .w = floats[i % 2], .x = floats[i / 2 % 2],
                             .dy = floats[i / 3 % 2], .dx = floats[i / 4 % 2],
                             .precision = (rocq_precision)(i % 3),
-                            .activation = (rocq_activation)(i % (ROCQ_ACT_SIGMOID + 1)),
+                            .activation = (rocq_activation)(i % (ROCQ_ACT_TANH + 1)),
                             .layout = (box_layout)(i / 2 % 3)};
         check_backward(&s);
     }
