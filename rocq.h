@@ -27130,6 +27130,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__EXP_LEAST
 #undef ROCQ__EXP_MOST
 #undef ROCQ__FETCH
+#undef ROCQ__FETCH_L2
 #undef ROCQ__GELU_CUBIC
 #undef ROCQ__GELU_LINEAR
 #undef ROCQ__GGUF_WINDOW
