@@ -24396,7 +24396,7 @@ ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph) {
 ROCQ_DEF rocq_result rocq_supports(rocq_ctx *ctx, rocq_op id, const void *params,
                                    const char **why) {
     if (!ctx) return ROCQ_E_ARGUMENT;
-    const rocq__op *op;
+    const rocq__op *op = NULL;
     int64_t scratch;
     bool on_cpu;
     const bool quiet = ctx->quiet;
@@ -24423,7 +24423,7 @@ ROCQ_DEF void rocq_plan_end(rocq_ctx *ctx) {
 
 ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op id, const void *params,
                                         rocq_precision_info *info) {
-    const rocq__op *op;
+    const rocq__op *op = NULL;
     int64_t scratch;
     bool on_cpu;
     ROCQ__TRY(rocq__find_op(ctx, id, &op));
@@ -26268,7 +26268,7 @@ static rocq_result rocq__tune_begin(rocq_ctx *ctx, const rocq_tune_desc *desc, r
 
 ROCQ_DEF rocq_result rocq_tune(rocq_ctx *ctx, rocq_op id, const void *params,
                                const rocq_tune_desc *desc, rocq_tune_result *result) {
-    const rocq__op *op;
+    const rocq__op *op = NULL;
     rocq__tuning t;
     rocq__node *node;
     rocq_tune_result r;
@@ -26299,7 +26299,7 @@ ROCQ_DEF rocq_result rocq_tune_graph(rocq_ctx *ctx, rocq_graph *graph, const roc
 
 ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op id, const void *params,
                                             rocq_launch_config *config) {
-    const rocq__op *op;
+    const rocq__op *op = NULL;
     rocq__survey survey;
     ROCQ__TRY(rocq__find_op(ctx, id, &op));
     ROCQ__TRY(rocq__check_op(ctx, op, params));
