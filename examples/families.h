@@ -164,7 +164,8 @@ enum {
     LLAMA__ALONE = 2,   // no other weight reads what this one reads
     LLAMA__BY_EXPERT = 4, // one matrix for each expert
     LLAMA__F32 = 8,     // as vectors are
-    LLAMA__APART = 16   // only where parts of embeddings are for each layer alone
+    LLAMA__APART = 16,  // only where parts of embeddings are for each layer alone
+    LLAMA__BESIDE = 32  // only where there is a shared expert
 };
 
 typedef struct llama__weight {
@@ -245,11 +246,11 @@ static const llama__weight llama__weights[] = { // of each layer: "blk.<layer>.<
      LLAMA__BY_EXPERT},
     {"ffn_down_exps.bias", LLAMA__AT(expert_down_bias), LLAMA__E, LLAMA__X, LLAMA__GPT_OSS,
      LLAMA__ALONE},
-    {"ffn_gate_shexp.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__SHARED, LLAMA__OPTIONAL},
-    {"ffn_up_shexp.weight", LLAMA__AT(up), LLAMA__E, LLAMA__F, LLAMA__SHARED, LLAMA__OPTIONAL},
-    {"ffn_down_shexp.weight", LLAMA__AT(down), LLAMA__F, LLAMA__E, LLAMA__SHARED, LLAMA__OPTIONAL},
+    {"ffn_gate_shexp.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__SHARED, LLAMA__BESIDE},
+    {"ffn_up_shexp.weight", LLAMA__AT(up), LLAMA__E, LLAMA__F, LLAMA__SHARED, LLAMA__BESIDE},
+    {"ffn_down_shexp.weight", LLAMA__AT(down), LLAMA__F, LLAMA__E, LLAMA__SHARED, LLAMA__BESIDE},
     {"ffn_gate_inp_shexp.weight", LLAMA__AT(shared), LLAMA__E, LLAMA__1,
-     LLAMA__QWEN35MOE | LLAMA__QWEN35MOE_DELTA, LLAMA__OPTIONAL},
+     LLAMA__QWEN35MOE | LLAMA__QWEN35MOE_DELTA, LLAMA__BESIDE},
     {"post_ffw_norm.weight", LLAMA__AT(ffn_post_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA, 0},
     {"inp_gate.weight", LLAMA__AT(apart_gate), LLAMA__E, LLAMA__A, LLAMA__GEMMA4S,
      LLAMA__APART | LLAMA__ALONE},
@@ -339,7 +340,7 @@ static int64_t llama__distance(const rocq_gguf *file, const struct llama__family
         char name[64];
         snprintf(name, sizeof name, "blk.0.%s", w->name);
         if ((w->families & family->bit) != family->bit) continue; // in no layer, or not in all
-        if (w->flags & LLAMA__OPTIONAL) continue;
+        if (w->flags & (LLAMA__OPTIONAL | LLAMA__BESIDE)) continue;
         if (rocq_gguf_find_tensor(file, name, &t) != ROCQ_OK) strange++;
     }
     return strange;
@@ -535,6 +536,10 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
     }
     if (!m->family) return llama__unknown(m, file, name);
     LLAMA__TRY(llama__read_int(m, file, "block_count", LLAMA__REQUIRED, &m->n_layers));
+    if (m->n_layers > 1024) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.block_count is %d, expected 1 to 1024",
+                           m->family, (int)m->n_layers);
+    }
     LLAMA__TRY(llama__read_int(m, file, "expert_count", 1, &m->n_experts));
     for (int i = 0; i < LLAMA__N_FAMILIES; i++) {
         const struct llama__family *row = &llama__families[i];
@@ -565,9 +570,6 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
     if (value_dim != m->head_dim) {
         return llama__fail(m, ROCQ_E_UNSUPPORTED, "keys of %d elements with values of %d are not "
                            "supported", (int)m->head_dim, (int)value_dim);
-    }
-    if (m->n_layers > 1024) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%d layers", (int)m->n_layers);
     }
     if (rocq_gguf_find_value(file, "tokenizer.ggml.tokens", &tokens) == ROCQ_OK &&
         tokens.count > 0 && tokens.count < 1 << 30) {

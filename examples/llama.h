@@ -343,6 +343,7 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
     const int64_t cols = size[w->cols], rows = size[w->rows];
     rocq_gguf_tensor found;
     if ((w->flags & LLAMA__APART) && m->n_apart == 0) return ROCQ_OK;
+    if ((w->flags & LLAMA__BESIDE) && m->n_ff == 0) return ROCQ_OK;
     if (rocq_gguf_find_tensor(file, name, &found) != ROCQ_OK) {
         if (w->flags & LLAMA__OPTIONAL) return ROCQ_OK;
         return llama__fail(m, ROCQ_E_NOT_FOUND, "tensor %s is missing", name);
