@@ -2940,16 +2940,17 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
         touched[r] = gload((const uint32_t *)((const char *)p.w + unit * bytes + at));
     }
 }
-// x of matvec_row. put: the block also stores it.
+// x of matvec_row, which block 0 also stores if a.row.y is set: that is read behind the loads, which
+// else would wait for it.
 template <int F, int QUADS>
 DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
-                    int k_wave, bool put, u32x4 *lds, float *work) {
+                    int k_wave, bool block_0, u32x4 *lds, float *work) {
     float v[QUADS][4], w[QUADS][4];
     uint32_t touched[ROCQ_K_MATVEC_ROWS];
     matvec_row_load(a.x, a.k, v);
     if (a.row.weight) matvec_row_load(a.row.weight, a.k, w);
     matvec_touch<F>(p, row, a.k / 32, k_wave, touched);
-    matvec_row_stage(a, v, w, put, lds, work);
+    matvec_row_stage(a, v, w, block_0 && a.row.y, lds, work);
 #pragma unroll
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
 }
@@ -2992,10 +2993,9 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     float *out = sums + wave * ROWS * N;
     if constexpr (ROW) {
         if (a.k == 0) return;
-        const bool put = block == 0 && a.row.y;
-        if (a.k > 2048) matvec_row<F, 4>(a, p, row, k_wave, put, row_x, row_work);
-        else if (a.k > 1024) matvec_row<F, 2>(a, p, row, k_wave, put, row_x, row_work);
-        else matvec_row<F, 1>(a, p, row, k_wave, put, row_x, row_work);
+        if (a.k > 2048) matvec_row<F, 4>(a, p, row, k_wave, block == 0, row_x, row_work);
+        else if (a.k > 1024) matvec_row<F, 2>(a, p, row, k_wave, block == 0, row_x, row_work);
+        else matvec_row<F, 1>(a, p, row, k_wave, block == 0, row_x, row_work);
     }
     if (row < p.m) {
         if constexpr (F == MATVEC_MIXED) {
