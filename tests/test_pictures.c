@@ -1082,7 +1082,7 @@ static void conv_refuses(void **state) {
         if (taps != 2) NO(p.upsample = taps, ROCQ_E_ARGUMENT);
         if (taps != 2) NO(p.precision = (rocq_precision)taps, ROCQ_E_ARGUMENT);
     }
-    NO(p.activation = (rocq_activation)6, ROCQ_E_ARGUMENT);
+    NO(p.activation = (rocq_activation)(ROCQ_ACT_SIGMOID + 1), ROCQ_E_ARGUMENT);
     NO(p.x_activation = (rocq_activation)-1, ROCQ_E_ARGUMENT);
     NO(p.pad_x = 3, ROCQ_E_ARGUMENT);
     NO(p.pad_y = 3, ROCQ_E_ARGUMENT);
