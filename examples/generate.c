@@ -512,9 +512,10 @@ static bool generate(run *r) {
 // Questions and answers until stdin ends. What was said stays in the cache.
 static bool converse(run *r) {
     while (r->o.asks && !interrupted && read_line(r)) {
+        const int64_t known = r->unread >= 0 ? 1 : 0; // it was drawn, and then remembered
         rocq_region_begin(r->ctx, "time to first token");
         if (!ask(r, r->line, false)) return false;
-        for (int64_t i = 0; i < arrlen(r->ids); i++) remember(r, r->ids[i]);
+        for (int64_t i = known; i < arrlen(r->ids); i++) remember(r, r->ids[i]);
         r->n_generated = 0;
         if (!generate(r)) return false;
     }
