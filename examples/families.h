@@ -45,6 +45,7 @@ enum {
     LLAMA__QWEN35MOE = 4194304,
     LLAMA__QWEN35MOE_DELTA = 8388608,
     LLAMA__ALL = 16777215,
+    LLAMA__GEMMA4_MIX = 16777216, // besides, where layers have a mixture beside the dense part
     LLAMA__NEWER = LLAMA__ALL - LLAMA__GPT2,
     LLAMA__GEMMA4S = LLAMA__GEMMA4 | LLAMA__GEMMA4_SHARED,
     LLAMA__GEMMA = LLAMA__GEMMA2 | LLAMA__GEMMA3 | LLAMA__GEMMA4S,
@@ -59,6 +60,8 @@ enum {
     LLAMA__EXPERTS = LLAMA__MIXTRAL | LLAMA__QWEN3MOE | LLAMA__GPT_OSS | LLAMA__GRANITEMOE |
                      LLAMA__LFM2MOE | LLAMA__LFM2MOE_CONV | LLAMA__QWEN35MOE |
                      LLAMA__QWEN35MOE_DELTA,
+    LLAMA__MIXTURES = LLAMA__EXPERTS | LLAMA__GEMMA4_MIX,
+    LLAMA__JOINS = LLAMA__GEMMA4_MIX | LLAMA__QWEN35MOE | LLAMA__QWEN35MOE_DELTA,
     LLAMA__SHARED = LLAMA__GRANITEMOE | LLAMA__QWEN35MOE | LLAMA__QWEN35MOE_DELTA,
     LLAMA__POST_NORMS = LLAMA__GPT_OSS | LLAMA__QWEN35S, // post_attention_norm is ffn_norm
     LLAMA__DENSE = LLAMA__ALL - LLAMA__EXPERTS,
@@ -122,6 +125,10 @@ static const struct llama__family {
      .activation = ROCQ_ACT_GELU, .norm_eps = LLAMA__RMS_EPS, .root_embedding = true,
      .windows = true, .window = LLAMA__REQUIRED, .local_base = 10000, .caps = true, .mixed = true,
      .value_norm = true},
+    {.name = "gemma4", .bit = LLAMA__GEMMA4S | LLAMA__GEMMA4_MIX, .pairing = ROCQ_ROPE_NEOX,
+     .activation = ROCQ_ACT_GELU, .norm_eps = LLAMA__RMS_EPS, .root_embedding = true,
+     .windows = true, .window = LLAMA__REQUIRED, .local_base = 10000, .caps = true,
+     .experts = true, .renormalise = true, .mixed = true, .value_norm = true},
     {.name = "gpt2", .bit = LLAMA__GPT2, .pairing = ROCQ_ROPE_NONE, .activation = ROCQ_ACT_GELU,
      .norm_eps = "attention.layer_norm_epsilon"},
     {.name = "granite", .bit = LLAMA__GRANITE, .pairing = ROCQ_ROPE_NORM,
@@ -150,12 +157,12 @@ static const struct llama__family {
 enum { LLAMA__N_FAMILIES = sizeof llama__families / sizeof llama__families[0] };
 
 // Sizes: 1, n_embd, Q, KV, Q + 2 KV, head_dim, FF, 2 FF, n_vocab, n_ctx_train, how many pairs of a
-// head turn, heads, experts, FF of an expert, 3 n_embd, the taps of a convolution, and what of an
+// head turn, heads, experts, FF of an expert and twice that, 3 n_embd, the taps of a convolution, and what of an
 // embedding is for each layer alone: for one layer, and for all; 2 Q; of delta nets the channels of
 // the convolution, the elements of all heads, heads, and elements of one.
 enum {
     LLAMA__1, LLAMA__E, LLAMA__Q, LLAMA__KV, LLAMA__QKV, LLAMA__D, LLAMA__F, LLAMA__2F, LLAMA__V,
-    LLAMA__P, LLAMA__R, LLAMA__H, LLAMA__X, LLAMA__XF, LLAMA__3E, LLAMA__T, LLAMA__A,
+    LLAMA__P, LLAMA__R, LLAMA__H, LLAMA__X, LLAMA__XF, LLAMA__2XF, LLAMA__3E, LLAMA__T, LLAMA__A,
     LLAMA__AL, LLAMA__2Q, LLAMA__DC, LLAMA__DV, LLAMA__DH, LLAMA__DD, LLAMA__N_SIZES
 };
 
@@ -165,7 +172,9 @@ enum {
     LLAMA__BY_EXPERT = 4, // one matrix for each expert
     LLAMA__F32 = 8,     // as vectors are
     LLAMA__APART = 16,  // only where parts of embeddings are for each layer alone
-    LLAMA__BESIDE = 32  // only where there is a shared expert
+    LLAMA__BESIDE = 32, // only where there is a shared expert
+    LLAMA__JOINED = 64, // gate and up of experts in one weight, where the file has it,
+    LLAMA__SPLIT = 128  // and in two where it has not
 };
 
 typedef struct llama__weight {
@@ -230,20 +239,30 @@ static const llama__weight llama__weights[] = { // of each layer: "blk.<layer>.<
     {"ffn_up.bias", LLAMA__AT(up_bias), LLAMA__F, LLAMA__1, LLAMA__GATED, LLAMA__OPTIONAL},
     {"ffn_down.weight", LLAMA__AT(down), LLAMA__F, LLAMA__E, LLAMA__DENSE, 0},
     {"ffn_down.bias", LLAMA__AT(down_bias), LLAMA__E, LLAMA__1, LLAMA__DENSE, LLAMA__OPTIONAL},
-    {"ffn_gate_inp.weight", LLAMA__AT(router), LLAMA__E, LLAMA__X, LLAMA__EXPERTS, LLAMA__ALONE},
+    {"ffn_gate_inp.weight", LLAMA__AT(router), LLAMA__E, LLAMA__X, LLAMA__MIXTURES, LLAMA__ALONE},
+    {"ffn_gate_inp.scale", LLAMA__AT(router_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA4_MIX, 0},
+    {"pre_ffw_norm_2.weight", LLAMA__AT(expert_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA4_MIX, 0},
+    {"post_ffw_norm_1.weight", LLAMA__AT(dense_post_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA4_MIX,
+     0},
+    {"post_ffw_norm_2.weight", LLAMA__AT(expert_post_norm), LLAMA__E, LLAMA__1, LLAMA__GEMMA4_MIX,
+     0},
     {"ffn_gate_inp.bias", LLAMA__AT(router_bias), LLAMA__X, LLAMA__1, LLAMA__GPT_OSS, 0},
     {"exp_probs_b.bias", LLAMA__AT(choice_bias), LLAMA__X, LLAMA__1,
      LLAMA__LFM2MOE | LLAMA__LFM2MOE_CONV, 0},
-    {"ffn_gate_exps.weight", LLAMA__AT(expert_gate), LLAMA__E, LLAMA__XF, LLAMA__EXPERTS,
-     LLAMA__BY_EXPERT},
+    {"ffn_gate_up_exps.weight", LLAMA__AT(expert_gate), LLAMA__E, LLAMA__2XF, LLAMA__JOINS,
+     LLAMA__BY_EXPERT | LLAMA__JOINED},
+    {"ffn_gate_exps.weight", LLAMA__AT(expert_gate), LLAMA__E, LLAMA__XF, LLAMA__MIXTURES,
+     LLAMA__BY_EXPERT | LLAMA__SPLIT},
     {"ffn_gate_exps.bias", LLAMA__AT(expert_gate_bias), LLAMA__XF, LLAMA__X, LLAMA__GPT_OSS,
      LLAMA__ALONE},
-    {"ffn_up_exps.weight", LLAMA__AT(expert_up), LLAMA__E, LLAMA__XF, LLAMA__EXPERTS,
-     LLAMA__BY_EXPERT},
+    {"ffn_up_exps.weight", LLAMA__AT(expert_up), LLAMA__E, LLAMA__XF, LLAMA__MIXTURES,
+     LLAMA__BY_EXPERT | LLAMA__SPLIT},
     {"ffn_up_exps.bias", LLAMA__AT(expert_up_bias), LLAMA__XF, LLAMA__X, LLAMA__GPT_OSS,
      LLAMA__ALONE},
-    {"ffn_down_exps.weight", LLAMA__AT(expert_down), LLAMA__XF, LLAMA__E, LLAMA__EXPERTS,
+    {"ffn_down_exps.weight", LLAMA__AT(expert_down), LLAMA__XF, LLAMA__E, LLAMA__MIXTURES,
      LLAMA__BY_EXPERT},
+    {"ffn_down_exps.scale", LLAMA__AT(expert_scale), LLAMA__X, LLAMA__1, LLAMA__GEMMA4_MIX,
+     LLAMA__OPTIONAL},
     {"ffn_down_exps.bias", LLAMA__AT(expert_down_bias), LLAMA__E, LLAMA__X, LLAMA__GPT_OSS,
      LLAMA__ALONE},
     {"ffn_gate_shexp.weight", LLAMA__AT(gate), LLAMA__E, LLAMA__F, LLAMA__SHARED, LLAMA__BESIDE},
@@ -339,8 +358,9 @@ static int64_t llama__distance(const rocq_gguf *file, const struct llama__family
         const llama__weight *w = &llama__weights[k];
         char name[64];
         snprintf(name, sizeof name, "blk.0.%s", w->name);
-        if ((w->families & family->bit) != family->bit) continue; // in no layer, or not in all
-        if (w->flags & (LLAMA__OPTIONAL | LLAMA__BESIDE)) continue;
+        const int bits = family->bit & LLAMA__ALL;
+        if ((w->families & bits) != bits) continue; // in no layer, or not in all
+        if (w->flags & (LLAMA__OPTIONAL | LLAMA__BESIDE | LLAMA__JOINED)) continue;
         if (rocq_gguf_find_tensor(file, name, &t) != ROCQ_OK) strange++;
     }
     return strange;
@@ -507,6 +527,7 @@ static rocq_result llama__read_experts(llama_model *m, const rocq_gguf *file) {
     LLAMA__TRY(llama__read_int(m, file, "expert_feed_forward_length",
                                n_ff > 0 ? n_ff : LLAMA__REQUIRED, &m->expert_ff));
     LLAMA__TRY(llama__read_int(m, file, "expert_shared_feed_forward_length", 0, &m->n_ff));
+    if (m->row->mixed) m->n_ff = n_ff; // of the dense part
     if (m->row->convolves) {
         int32_t scores;
         LLAMA__TRY(llama__read_int(m, file, "leading_dense_block_count", 0, &m->n_leading));
@@ -802,7 +823,7 @@ static rocq_result llama__read_shapes(llama_model *m, const rocq_gguf *file) {
         LLAMA__TRY(llama__read_entry(m, file, "feed_forward_length", i, &l->n_ff));
         if (i < m->n_layers - n_shared) newest[kind] = i;
         l->source = newest[kind];
-        l->bit &= l->source == i ? ~LLAMA__GEMMA4_SHARED : LLAMA__GEMMA4_SHARED;
+        l->bit &= l->source == i ? ~LLAMA__GEMMA4_SHARED : ~LLAMA__GEMMA4;
         const llama_layer *like = before < 0 ? l : &m->layers[before];
         if (l->source < 0 || like->n_kv_heads != l->n_kv_heads ||
             m->n_heads % l->n_kv_heads != 0) {

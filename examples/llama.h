@@ -81,8 +81,11 @@ typedef struct llama_layer {
     rocq_tensor router, router_bias;           // [n_embd, E], [E]
     rocq_tensor choice_bias;                   // [E]                 lfm2moe
     rocq_tensor shared;                        // [n_embd]            qwen35moe: its gate
-    rocq_tensor expert_gate, expert_gate_bias; // [n_embd, XF, E], [XF, E]
-    rocq_tensor expert_up, expert_up_bias;     // [n_embd, XF, E], [XF, E]
+    rocq_tensor router_norm, expert_norm;      // [n_embd] of what router and experts read, gemma4
+    rocq_tensor expert_post_norm, dense_post_norm; // [n_embd]        gemma4
+    rocq_tensor expert_scale;                  // [E] of what an expert gives    gemma4
+    rocq_tensor expert_gate, expert_gate_bias; // [n_embd, XF, E] or with up [n_embd, 2 XF, E]; bias
+    rocq_tensor expert_up, expert_up_bias;     // [n_embd, XF, E]     [XF, E]
     rocq_tensor expert_down, expert_down_bias; // [XF, n_embd, E], [n_embd, E]
     // The part of embeddings that is for this layer alone                   gemma4, as the scale
     rocq_tensor apart_gate;             // [n_embd, A]
@@ -190,10 +193,12 @@ typedef struct llama_model {
     rocq_tensor mixed;    // [XF, n_used, n_batch], an operand too
     rocq_tensor opened;   // [1, n_batch] the shared expert's gate      qwen35moe
     rocq_tensor pair;     // [2 FF, n_batch] gate and up                phi3
+                          // or [2 XF n_used, n_batch] of experts       gemma4
     rocq_tensor added;    // [n_embd, n_batch] before its norm         gemma; gpt2: positions;
                           // mixtures: what the router reads
     rocq_tensor apart, apart_rows; // [A n_layers, n_batch] of the tokens     gemma4
     rocq_tensor head_norm; // [n_embd] output_norm with logit_scale     granite
+    rocq_tensor router_norms; // [n_embd, n_layers] by 1 / sqrt(n_embd) gemma4
     rocq_tensor logits;   // [n_vocab, n_logits]
     rocq_tensor last;     // [n_vocab] the column of logits that llama_sample draws from
     rocq_tensor token;    // I32 [1]
@@ -411,7 +416,7 @@ static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, llama_
     const int64_t n_embd = m->n_embd, n_apart = m->n_apart;
     int64_t size[LLAMA__N_SIZES] = {1, n_embd, 0, 0, 0, 0, 0, 0, m->n_vocab, m->n_ctx_train,
                                     m->rope.n_dims / 2, m->n_heads, m->n_experts, m->expert_ff,
-                                    3 * n_embd, m->n_taps, n_apart, n_apart * m->n_layers,
+                                    2 * (int64_t)m->expert_ff, 3 * n_embd, m->n_taps, n_apart, n_apart * m->n_layers,
                                     2 * (int64_t)m->n_heads * m->head_dim, llama__delta_rows(m),
                                     llama__delta_values(m), m->delta_heads, m->delta_dim};
     for (int k = 0; k < LLAMA__N_OTHERS; k++) {
@@ -428,11 +433,16 @@ static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, llama_
         size[LLAMA__QKV] = size[LLAMA__Q] + 2 * size[LLAMA__KV];
         size[LLAMA__F] = l->n_ff;
         size[LLAMA__2F] = 2 * (int64_t)l->n_ff;
+        rocq_gguf_tensor pair;
+        char name[64];
+        snprintf(name, sizeof name, "blk.%d.ffn_gate_up_exps.weight", (int)i);
+        const bool joined = (l->bit & LLAMA__JOINS) &&
+                            rocq_gguf_find_tensor(file, name, &pair) == ROCQ_OK;
         for (int k = 0; k < LLAMA__N_WEIGHTS; k++) {
             const llama__weight *w = &llama__weights[k];
             rocq_tensor *place = (rocq_tensor *)(void *)((char *)&m->layers[i] + w->at);
-            char name[64];
             if (!(w->families & l->bit)) continue;
+            if (w->flags & (joined ? LLAMA__SPLIT : LLAMA__JOINED)) continue;
             snprintf(name, sizeof name, "blk.%d.%s", (int)i, w->name);
             LLAMA__TRY(llama__find(m, file, list, w, name, size, place));
         }
@@ -597,16 +607,40 @@ static rocq_result llama__feed(llama_model *m, const llama_layer *l, const llama
     return ROCQ_OK;
 }
 
+// y = the chosen experts' activation(gate(x)) * up(x), of which the file has both in one weight.
+static rocq_result llama__mix_pair(llama_model *m, const rocq_tensor *w, const rocq_tensor *ids,
+                                   const rocq_tensor *x, const rocq_tensor *y) {
+    const int64_t n_rows = m->expert_ff, n_slots = ids->ne[0] * ids->ne[1];
+    const int64_t three[3] = {2 * n_rows, ids->ne[0], ids->ne[1]}, two[2] = {2 * n_rows, n_slots};
+    const int64_t half[2] = {n_rows, n_slots};
+    rocq_tensor by_token = m->pair, pair = m->pair, flat = *y; // cannot fail, as in llama__operand
+    rocq_tensor_init(&by_token, &m->pair.buffer, m->pair.offset, ROCQ_F32, 3, three);
+    rocq_tensor_init(&pair, &m->pair.buffer, m->pair.offset, ROCQ_F32, 2, two);
+    rocq_tensor_init(&flat, &y->buffer, y->offset, y->format, 2, half);
+    flat.layout = y->layout;
+    const rocq_tensor gate = rocq_tensor_slice(&pair, 0, 0, n_rows);
+    const rocq_tensor up = rocq_tensor_slice(&pair, 0, n_rows, n_rows);
+    const rocq_experts_params both = {.y = &by_token, .w = w, .x = x, .ids = ids,
+                                      .precision = m->options.precision};
+    const rocq_glu_params glu = {.y = &flat, .gate = &gate, .up = &up, .activation = m->activation};
+    LLAMA__TRY(rocq_experts(m->ctx, &both));
+    LLAMA__TRY(rocq_glu(m->ctx, &glu));
+    return ROCQ_OK;
+}
+
 // x += the weighted sum of the chosen experts' outputs for h, the normed x. The router, which is in
-// F32, reads it in F32, so that rounding changes no choice.
+// F32, reads it in F32, so that rounding changes no choice. In gemma4 router and experts have norms
+// of their own, and the sum, normed, is left in m->added: see llama__join.
 static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_tensor *x,
                               const rocq_tensor *h) {
     const int64_t n = x->ne[1];
     const int64_t one[3] = {m->n_embd, 1, n}, all[3] = {m->expert_ff, m->n_used, n};
+    const bool own = l->expert_norm.n_dims > 0, joined = l->expert_up.n_dims == 0;
     const rocq_tensor scores = rocq_tensor_slice(&m->scores, 1, 0, n);
     const rocq_tensor ids = rocq_tensor_slice(&m->chosen, 1, 0, n);
     const rocq_tensor shares = rocq_tensor_slice(&m->shares, 1, 0, n);
-    const rocq_tensor exact = h->format == ROCQ_F32 ? *h : rocq_tensor_slice(&m->added, 1, 0, n);
+    const rocq_tensor added = rocq_tensor_slice(&m->added, 1, 0, n);
+    const rocq_tensor exact = h->format == ROCQ_F32 && !own ? *h : added;
     rocq_tensor in = *h, mixed = *h; // in three dimensions; cannot fail, as in llama__operand
     rocq_tensor_init(&in, &h->buffer, h->offset, h->format, 3, one);
     rocq_tensor_init(&mixed, &m->mixed.buffer, m->mixed.offset, h->format, 3, all);
@@ -621,6 +655,7 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
                                       .next = l->shared.n_dims > 0 ? &open : NULL};
     const rocq_route_params route = {.ids = &ids, .weights = &shares, .logits = &scores,
                                      .bias = llama__maybe(&l->choice_bias),
+                                     .expert_scale = llama__maybe(&l->expert_scale),
                                      .scores = m->row->scores, .renormalise = m->row->renormalise,
                                      .scale = m->expert_scale};
     const rocq_experts_params gate = {
@@ -629,14 +664,39 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
         .bias2 = llama__maybe(&l->expert_up_bias), .activation = m->activation,
         .limit = m->row->limit, .alpha = m->row->alpha, .precision = m->options.precision};
     const rocq_experts_params down = {
-        .y = x, .w = &l->expert_down, .x = &mixed, .ids = &ids,
-        .bias = llama__maybe(&l->expert_down_bias), .weights = &shares, .residual = x,
+        .y = own ? &added : x, .w = &l->expert_down, .x = &mixed, .ids = &ids,
+        .bias = llama__maybe(&l->expert_down_bias), .weights = &shares, .residual = own ? NULL : x,
         .precision = m->options.precision};
-    if (h->format != ROCQ_F32) LLAMA__TRY(llama__norm(m, &exact, x, &l->ffn_norm, NULL));
+    if (own) LLAMA__TRY(llama__norm(m, &exact, x, &l->router_norm, NULL));
+    else if (h->format != ROCQ_F32) LLAMA__TRY(llama__norm(m, &exact, x, &l->ffn_norm, NULL));
     LLAMA__TRY(rocq_matmul(m->ctx, &score));
     LLAMA__TRY(rocq_route(m->ctx, &route));
-    LLAMA__TRY(rocq_experts(m->ctx, &gate));
+    if (own) LLAMA__TRY(llama__norm(m, h, x, &l->expert_norm, NULL));
+    if (joined) LLAMA__TRY(llama__mix_pair(m, &l->expert_gate, &ids, &in, &mixed));
+    else LLAMA__TRY(rocq_experts(m->ctx, &gate));
     LLAMA__TRY(rocq_experts(m->ctx, &down));
+    return own ? llama__norm(m, &added, &added, &l->expert_post_norm, NULL) : ROCQ_OK;
+}
+
+// x += the normed sum of what experts gave, which is in m->added, and of the dense part, w in.
+static rocq_result llama__join(llama_model *m, const llama_layer *l, const llama_site *site,
+                               const rocq_tensor *x, const rocq_tensor *in) {
+    const int64_t n = x->ne[1], ne[2] = {m->n_embd, n};
+    const rocq_tensor added = rocq_tensor_slice(&m->added, 1, 0, n);
+    rocq_tensor dense = m->h; // what is in there has been read; cannot fail, as in llama__operand
+    rocq_tensor_init(&dense, &m->h.buffer, m->h.offset, ROCQ_F32, 2, ne);
+    rocq_matmul_params project = {.y = &dense, .w = &l->down, .x = in,
+                                  .bias = llama__maybe(&l->down_bias),
+                                  .precision = m->options.precision};
+    const rocq_binary_params both = {.y = &added, .a = &added, .b = &dense};
+    const rocq_binary_params add = {.y = x, .a = x, .b = &added};
+    llama__adapt(m, site, 0, &project);
+    LLAMA__TRY(llama__reduce(m, site, in));
+    LLAMA__TRY(rocq_matmul(m->ctx, &project));
+    LLAMA__TRY(llama__norm(m, &dense, &dense, &l->dense_post_norm, NULL));
+    LLAMA__TRY(rocq_add(m->ctx, &both));
+    LLAMA__TRY(llama__norm(m, &added, &added, &l->ffn_post_norm, NULL));
+    LLAMA__TRY(rocq_add(m->ctx, &add));
     return ROCQ_OK;
 }
 
@@ -817,9 +877,11 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     else if (l->conv.n_dims > 0) LLAMA__TRY(llama__convolve(m, l, site, x, &h));
     else LLAMA__TRY(llama__attend(m, l, site, x, &h));
 
+    const bool apart = l->expert_norm.n_dims > 0;
+    if (apart) LLAMA__TRY(llama__mix(m, l, x, &h));
     LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm, &l->ffn_norm_bias));
     LLAMA__TRY(llama__reduce(m, &site[2], &h));
-    if (l->router.n_dims > 0) LLAMA__TRY(llama__mix(m, l, x, &h));
+    if (l->router.n_dims > 0 && !apart) LLAMA__TRY(llama__mix(m, l, x, &h));
     if (l->gate.n_dims == 0) return ROCQ_OK;
     LLAMA__TRY(llama__feed(m, l, &site[2], &h, &ffn));
     if (l->shared.n_dims > 0) { // as much of the shared expert as its gate, of llama__mix, lets in
@@ -827,7 +889,8 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
         const rocq_binary_params open = {.y = &ffn, .a = &ffn, .b = &opened};
         LLAMA__TRY(rocq_mul(m->ctx, &open));
     }
-    LLAMA__TRY(llama__add(m, x, &l->down, &site[3], &ffn, &l->down_bias, &l->ffn_post_norm));
+    if (apart) LLAMA__TRY(llama__join(m, l, &site[3], x, &ffn));
+    else LLAMA__TRY(llama__add(m, x, &l->down, &site[3], &ffn, &l->down_bias, &l->ffn_post_norm));
     if (l->apart_gate.n_dims > 0) LLAMA__TRY(llama__bring(m, l, x));
     if (l->scale.n_dims > 0) LLAMA__TRY(rocq_mul(m->ctx, &scale));
     return ROCQ_OK;
@@ -929,8 +992,11 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
     const int64_t n = m->n_batch, values = llama__delta_values(m), rows = llama__delta_rows(m);
     int64_t n_q = 0, n_qkv = m->row->deltas ? rows + values + 2 * (int64_t)m->delta_heads
                              : m->n_convs > 0 ? 3 * (int64_t)m->n_embd : 0;
+    bool joins = false, norms = false; // gate and up of experts; the router's norm
     for (int32_t i = 0; i < m->n_layers; i++) {
         const llama_layer *l = &m->layers[i];
+        joins = joins || l->expert_gate.ne[1] > m->expert_ff;
+        norms = norms || l->router_norm.n_dims > 0;
         const int64_t n_all = ((gated ? 2 : 1) * (int64_t)m->n_heads + 2 * l->n_kv_heads) *
                               l->head_dim;
         n_qkv = llama__most(n_qkv, n_all);
@@ -955,10 +1021,12 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
     LLAMA__TRY(rocq_tensor_2d(arena, &m->chosen, ROCQ_I32, n_used, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->shares, ROCQ_F32, n_used, n));
     LLAMA__TRY(rocq_tensor_3d(arena, &m->mixed, ROCQ_F32, mixture ? m->expert_ff : 1, n_used, n));
-    const bool joined = m->layers[0].gate.ne[1] > m->n_ff;
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->pair, ROCQ_F32, joined ? 2 * m->n_ff : 1,
-                              joined ? n : 1));
+    const int64_t pair = m->layers[0].gate.ne[1] > m->n_ff ? 2 * (int64_t)m->n_ff
+                         : joins ? 2 * (int64_t)m->expert_ff * n_used : 1;
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->pair, ROCQ_F32, pair, pair > 1 ? n : 1));
     LLAMA__TRY(rocq_tensor_1d(arena, &m->head_norm, ROCQ_F32, m->n_embd));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->router_norms, ROCQ_F32, m->n_embd,
+                              norms ? m->n_layers : 1));
     const bool adds = m->layers[0].attn_post_norm.n_dims > 0 || m->positions.n_dims > 0 || mixture;
     LLAMA__TRY(rocq_tensor_2d(arena, &m->added, ROCQ_F32, m->n_embd, adds ? n : 1));
     for (int32_t i = 0; i < m->n_layers; i++) {
@@ -1061,6 +1129,16 @@ static rocq_result llama__make_memory(llama_model *m) {
                                          .scale = m->logit_scale};
         LLAMA__TRY(rocq_scale(m->ctx, &scale));
         m->output_norm = m->head_norm;
+    }
+    for (int32_t i = 0; i < m->n_layers; i++) { // gemma4's router reads x / sqrt(n_embd)
+        rocq_tensor *norm = &m->layers[i].router_norm, to = m->router_norms;
+        if (norm->n_dims == 0) continue;
+        to = rocq_tensor_slice(&to, 1, i, 1);
+        to.n_dims = 1;
+        const rocq_scale_params scale = {.y = &to, .x = norm,
+                                         .scale = 1 / sqrtf((float)m->n_embd)};
+        LLAMA__TRY(rocq_scale(m->ctx, &scale));
+        *norm = to;
     }
     return llama__plan(m);
 }

@@ -36,7 +36,7 @@ typedef struct model_spec {
     int32_t n_rot;              // of a head's elements turn, 0 = all
     bool rope_factors;          // rope_factors_short and _long tensors
     int32_t n_experts, n_used;  // of n_ff each; 0 = no mixture
-    int32_t n_shared;           // FF of granitemoe's shared expert, 0 = none
+    int32_t n_shared;           // FF of a shared expert, of gemma4's dense part; 0 = none
     int32_t attends;            // lfm2, qwen35: so many-th layers have attention
     int32_t delta_groups, delta_heads, delta_dim; // qwen35
     int32_t n_ahead;            // qwen35: layers that guess tokens ahead, behind the others
@@ -45,6 +45,7 @@ typedef struct model_spec {
     // ones, FF of the last ones, which have no keys and values; no V in global ones
     int32_t globals, local_dim, global_kv_heads, n_ff_shared, n_shared_kv, n_apart;
     bool keys_as_values;
+    bool joined;                // experts' gate and up in one tensor
     float attention_cap, final_cap;
     const char *like;           // the family whose tensors the file has, NULL = arch
     const char *leave_out;      // a tensor that the file lacks
@@ -139,8 +140,13 @@ static inline void model_add_mixture(model_file *f, int32_t i, bool biases) {
     int64_t n_embd = s->n_embd, n_ff = s->n_ff, n = s->n_experts;
     float in = 1 / sqrtf((float)n_embd), out = 0.5f / sqrtf((float)n_ff);
     model_add_experts(f, i, "ffn_gate_inp.weight", n_embd, n, 0, true, 0, 2 * in);
-    model_add_experts(f, i, "ffn_gate_exps.weight", n_embd, n_ff, n, false, 0, 1.2f * in);
-    model_add_experts(f, i, "ffn_up_exps.weight", n_embd, n_ff, n, false, 0, 1.2f * in);
+    if (s->joined) {
+        model_add_experts(f, i, "ffn_gate_up_exps.weight", n_embd, 2 * n_ff, n, false, 0,
+                          1.2f * in);
+    } else {
+        model_add_experts(f, i, "ffn_gate_exps.weight", n_embd, n_ff, n, false, 0, 1.2f * in);
+        model_add_experts(f, i, "ffn_up_exps.weight", n_embd, n_ff, n, false, 0, 1.2f * in);
+    }
     model_add_experts(f, i, "ffn_down_exps.weight", n_ff, n_embd, n, false, 0, out);
     if (biases) {
         model_add(f, i, "ffn_gate_inp.bias", n, 0, 0, 0.3f, 0);
@@ -148,7 +154,7 @@ static inline void model_add_mixture(model_file *f, int32_t i, bool biases) {
         model_add_experts(f, i, "ffn_up_exps.bias", n_ff, n, 0, true, 0, 0.5f);
         model_add_experts(f, i, "ffn_down_exps.bias", n_embd, n, 0, true, 0, 0.2f);
     }
-    if (s->n_shared > 0 && s->n_leading == 0) {
+    if (s->n_shared > 0 && s->n_leading == 0 && s->globals == 0) {
         model_add(f, i, "ffn_gate_shexp.weight", n_embd, s->n_shared, 0, 1.2f * in, 0);
         model_add(f, i, "ffn_up_shexp.weight", n_embd, s->n_shared, 0, 1.2f * in, 0);
         model_add(f, i, "ffn_down_shexp.weight", s->n_shared, n_embd, 0, out, 0);
@@ -227,7 +233,7 @@ static inline void model_add_gemma4(model_file *f, int32_t i) {
     const bool global = model_global(s, i), keeps = i < f->n_layers - s->n_shared_kv;
     const int64_t n_embd = s->n_embd, dim = global ? s->head_dim : s->local_dim;
     const int64_t n_q = s->n_heads * dim, n_kv = model_kv_heads(s, i) * dim;
-    const int64_t n_ff = model_ff(s, f->n_layers, i);
+    const int64_t n_ff = s->n_experts > 0 ? s->n_shared : model_ff(s, f->n_layers, i);
     const float in = 1 / sqrtf((float)n_embd);
     model_add(f, i, "attn_norm.weight", n_embd, 0, 1, 0.2f, 0);
     model_add(f, i, "attn_q.weight", n_embd, n_q, 0, 0.8f * in, 0);
@@ -245,6 +251,14 @@ static inline void model_add_gemma4(model_file *f, int32_t i) {
     model_add(f, i, "ffn_up.weight", n_embd, n_ff, 0, 1.2f * in, 0);
     model_add(f, i, "ffn_down.weight", n_ff, n_embd, 0, 0.25f / sqrtf((float)n_ff), 0);
     model_add(f, i, "post_ffw_norm.weight", n_embd, 0, 0.25f, 0.1f, 0);
+    if (s->n_experts > 0) { // a router reads a normed x by 1 / sqrt(n_embd) of it
+        model_add(f, i, "ffn_gate_inp.scale", n_embd, 0, sqrtf((float)n_embd), 0.2f / in, 0);
+        model_add(f, i, "pre_ffw_norm_2.weight", n_embd, 0, 1, 0.2f, 0);
+        model_add(f, i, "post_ffw_norm_1.weight", n_embd, 0, 0.8f, 0.1f, 0);
+        model_add(f, i, "post_ffw_norm_2.weight", n_embd, 0, 1.2f, 0.1f, 0);
+        model_add_mixture(f, i, false);
+        if (i % 2 == 0) model_add(f, i, "ffn_down_exps.scale", s->n_experts, 0, 1, 0.4f, 0);
+    }
     if (i % 2 == 0 || s->n_apart > 0) {
         model_add(f, i, "layer_output_scale.weight", 1, 0, 1.3f, 0.1f, 0);
     }
@@ -408,7 +422,7 @@ static inline void model_set_gemma4(rocq_gguf_writer *w, const model_file *f) {
     unsigned char windows[64];
     for (int32_t i = 0; i < f->n_layers; i++) {
         heads[i] = model_kv_heads(s, i);
-        ff[i] = model_ff(s, f->n_layers, i);
+        ff[i] = s->n_experts > 0 ? s->n_shared : model_ff(s, f->n_layers, i);
         windows[i] = !model_global(s, i);
     }
     const struct {
@@ -504,7 +518,7 @@ static inline void model_write(rocq_ctx *ctx, const model_spec *s, const char *p
         model_set_u32(w, s->arch, "expert_count", s->n_experts);
         model_set_u32(w, s->arch, "expert_used_count", s->n_used);
         model_set_u32(w, s->arch, "expert_feed_forward_length", s->n_ff);
-        if (s->n_shared > 0 && s->n_leading == 0)
+        if (s->n_shared > 0 && s->n_leading == 0 && s->globals == 0)
             model_set_u32(w, s->arch, "expert_shared_feed_forward_length", s->n_shared);
         if (strncmp(s->arch, "lfm2", 4) == 0) {
             model_set_u32(w, s->arch, "leading_dense_block_count", s->n_leading);
@@ -637,7 +651,8 @@ static inline void model_write_lora(rocq_ctx *ctx, const model_spec *s, const ch
             const model_tensor *t = &f.tensors[i];
             if (t->ne[1] == 0 || strstr(t->name, "_embd") || strstr(t->name, ".conv.") ||
                 strstr(t->name, "ssm_conv") || strstr(t->name, "_alpha.") ||
-                strstr(t->name, "_beta.")) {
+                strstr(t->name, "_beta.") || strstr(t->name, "_exps.") ||
+                strstr(t->name, "_gate_inp.")) {
                 continue;
             }
             for (int k = 0; k < 2; k++) {

@@ -159,6 +159,16 @@ static const model_spec specs[] = {
     {"gemma4-Q4_K", "gemma4", SIZES(512, 8, 2, 64, 512, 333), .formats = q4_K, GEMMA4(3, 2, 32),
      .n_shared_kv = 1, .n_apart = 64},
 
+    {"gemma4moe-F32", "gemma4", SIZES(256, 4, 2, 64, 96, 517), .formats = f32, GEMMA4(6, 3, 32),
+     .global_kv_heads = 1, .keys_as_values = true, .n_experts = 12, .n_used = 4, .n_shared = 160,
+     .joined = true},
+    {"gemma4moe-split", "gemma4", SIZES(192, 6, 3, 64, 160, 333), .formats = f32, GEMMA4(4, 2, 32),
+     .n_shared_kv = 2, .n_apart = 48, .n_experts = 5, .n_used = 2, .n_shared = 224},
+    {"gemma4moe-Q8_0", "gemma4", SIZES(224, 7, 1, 64, 160, 301), .formats = q8_0, GEMMA4(4, 2, 32),
+     .n_experts = 4, .n_used = 4, .n_shared = 96, .joined = true},
+    {"gemma4moe-Q4_K", "gemma4", SIZES(512, 8, 2, 64, 256, 333), .formats = q4_K, GEMMA4(2, 2, 32),
+     .n_experts = 3, .n_used = 3, .n_shared = 512, .joined = true},
+
     {"granite-F32", "granite", SIZES(256, 4, 2, 64, 256, 517), .formats = f32,
      .edit = granite_keys},
     {"granite-still", "granite", SIZES(192, 6, 2, 32, 224, 333), .formats = f32, .tied = true,
@@ -251,6 +261,8 @@ static const model_spec specs[] = {
      QWEN35(5, 4, 2, 4, 32), .n_experts = 12, .n_used = 4, .n_shared = 128, .tied = true},
     {"qwen35moe-Q8_0", "qwen35moe", SIZES(224, 7, 1, 32, 160, 301), .formats = q8_0,
      QWEN35(3, 2, 2, 4, 32), .n_experts = 4, .n_used = 4, .n_shared = 96},
+    {"qwen35moe-joined", "qwen35moe", SIZES(192, 6, 2, 32, 96, 333), .formats = f32,
+     QWEN35(3, 2, 1, 2, 32), .n_experts = 6, .n_used = 2, .n_shared = 96, .joined = true},
     {"qwen35moe-Q4_K", "qwen35moe", SIZES(256, 4, 1, 64, 256, 333), .formats = q4_K,
      QWEN35(2, 2, 1, 3, 64), .n_experts = 3, .n_used = 3, .n_shared = 512},
 
@@ -900,6 +912,8 @@ static const model_spec adapted[] = {
     {"lora gemma2-F32", "gemma2", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, GEMMA},
     {"lora gemma4-F32", "gemma4", SIZES(192, 6, 3, 64, 224, 333), .formats = f32,
      GEMMA4(3, 3, 32), .global_kv_heads = 2, .keys_as_values = true},
+    {"lora gemma4moe-F32", "gemma4", SIZES(192, 6, 3, 64, 96, 333), .formats = f32,
+     GEMMA4(2, 2, 32), .n_experts = 4, .n_used = 2, .n_shared = 224, .joined = true},
     {"lora phi-Q8_0", "phi3", SIZES(224, 7, 7, 32, 320, 301), .formats = q8_0, .n_rot = 24},
     {"lora lfm2-F32", "lfm2", SIZES(256, 4, 2, 64, 256, 517), .formats = f32, LFM2(3, 3)},
     {"lora qwen35-F32", "qwen35", SIZES(256, 4, 2, 64, 256, 517), .formats = f32,
@@ -1659,11 +1673,11 @@ static int32_t list_saved(void) {
 
 int main(int argc, char **argv) {
     if (argc > 1) cmocka_set_test_filter(argv[1]);
-    enum { N_BATCHES = 13 };
+    enum { N_BATCHES = 14 };
     static const char *const families[N_BATCHES] = {
         "llama-F32", "qwen2-F32", "qwen3-F32", "gemma2-F32", "gpt2-F32", "gemma3-linear",
         "mistral3-F32", "phi-long", "lfm2-F32", "lfm2moe-F32", "gemma4-F32",
-        "qwen35-F32", "qwen35moe-F32"};
+        "qwen35-F32", "qwen35moe-F32", "gemma4moe-F32"};
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32",
                                             "gemma2-F32"};
     static struct CMUnitTest
