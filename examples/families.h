@@ -157,9 +157,9 @@ static const struct llama__family {
 enum { LLAMA__N_FAMILIES = sizeof llama__families / sizeof llama__families[0] };
 
 // Sizes: 1, n_embd, Q, KV, Q + 2 KV, head_dim, FF, 2 FF, n_vocab, n_ctx_train, how many pairs of a
-// head turn, heads, experts, FF of an expert and twice that, 3 n_embd, the taps of a convolution, and what of an
-// embedding is for each layer alone: for one layer, and for all; 2 Q; of delta nets the channels of
-// the convolution, the elements of all heads, heads, and elements of one.
+// head turn, heads, experts, FF of an expert and twice that, 3 n_embd, the taps of a convolution,
+// and what of an embedding is for each layer alone: for one layer, and for all; 2 Q; of delta nets
+// the channels of the convolution, the elements of all heads, heads, and elements of one.
 enum {
     LLAMA__1, LLAMA__E, LLAMA__Q, LLAMA__KV, LLAMA__QKV, LLAMA__D, LLAMA__F, LLAMA__2F, LLAMA__V,
     LLAMA__P, LLAMA__R, LLAMA__H, LLAMA__X, LLAMA__XF, LLAMA__2XF, LLAMA__3E, LLAMA__T, LLAMA__A,

@@ -136,8 +136,8 @@ typedef struct llama_model {
     // The rest is for reading only.
     const char *family; // general.architecture
     int32_t n_vocab, n_embd, n_layers, n_heads, n_kv_heads, head_dim;
-    int32_t n_ff;                        // of a mixture that of its shared expert, or of its first
-                                         // n_leading layers, which are dense; 0 = none
+    int32_t n_ff;                        // of a mixture that of its shared expert or dense part, or
+                                         // of its first n_leading layers, which are dense; 0 = none
     int32_t n_experts, n_used, expert_ff; // n_experts 1: no mixture
     int32_t n_leading;
     int32_t n_convs, n_taps;             // layers that convolve, over so many tokens: lfm2's, and
@@ -416,9 +416,10 @@ static rocq_result llama__find_all(llama_model *m, const rocq_gguf *file, llama_
     const int64_t n_embd = m->n_embd, n_apart = m->n_apart;
     int64_t size[LLAMA__N_SIZES] = {1, n_embd, 0, 0, 0, 0, 0, 0, m->n_vocab, m->n_ctx_train,
                                     m->rope.n_dims / 2, m->n_heads, m->n_experts, m->expert_ff,
-                                    2 * (int64_t)m->expert_ff, 3 * n_embd, m->n_taps, n_apart, n_apart * m->n_layers,
-                                    2 * (int64_t)m->n_heads * m->head_dim, llama__delta_rows(m),
-                                    llama__delta_values(m), m->delta_heads, m->delta_dim};
+                                    2 * (int64_t)m->expert_ff, 3 * n_embd, m->n_taps, n_apart,
+                                    n_apart * m->n_layers, 2 * (int64_t)m->n_heads * m->head_dim,
+                                    llama__delta_rows(m), llama__delta_values(m), m->delta_heads,
+                                    m->delta_dim};
     for (int k = 0; k < LLAMA__N_OTHERS; k++) {
         const llama__weight *w = &llama__others[k];
         rocq_tensor *place = (rocq_tensor *)(void *)((char *)m + w->at);
@@ -877,11 +878,11 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
     else if (l->conv.n_dims > 0) LLAMA__TRY(llama__convolve(m, l, site, x, &h));
     else LLAMA__TRY(llama__attend(m, l, site, x, &h));
 
-    const bool apart = l->expert_norm.n_dims > 0;
-    if (apart) LLAMA__TRY(llama__mix(m, l, x, &h));
+    const bool own = l->expert_norm.n_dims > 0; // experts do not read what the dense part does
+    if (own) LLAMA__TRY(llama__mix(m, l, x, &h));
     LLAMA__TRY(llama__norm(m, &h, x, &l->ffn_norm, &l->ffn_norm_bias));
     LLAMA__TRY(llama__reduce(m, &site[2], &h));
-    if (l->router.n_dims > 0 && !apart) LLAMA__TRY(llama__mix(m, l, x, &h));
+    if (l->router.n_dims > 0 && !own) LLAMA__TRY(llama__mix(m, l, x, &h));
     if (l->gate.n_dims == 0) return ROCQ_OK;
     LLAMA__TRY(llama__feed(m, l, &site[2], &h, &ffn));
     if (l->shared.n_dims > 0) { // as much of the shared expert as its gate, of llama__mix, lets in
@@ -889,7 +890,7 @@ static rocq_result llama__layer(llama_model *m, const llama_layer *l, const rocq
         const rocq_binary_params open = {.y = &ffn, .a = &ffn, .b = &opened};
         LLAMA__TRY(rocq_mul(m->ctx, &open));
     }
-    if (apart) LLAMA__TRY(llama__join(m, l, &site[3], x, &ffn));
+    if (own) LLAMA__TRY(llama__join(m, l, &site[3], x, &ffn));
     else LLAMA__TRY(llama__add(m, x, &l->down, &site[3], &ffn, &l->down_bias, &l->ffn_post_norm));
     if (l->apart_gate.n_dims > 0) LLAMA__TRY(llama__bring(m, l, x));
     if (l->scale.n_dims > 0) LLAMA__TRY(rocq_mul(m->ctx, &scale));
