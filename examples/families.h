@@ -475,6 +475,16 @@ static rocq_result llama__read_causal(llama_model *m, const rocq_gguf *file) {
                        "them are not supported", key);
 }
 
+// The tokens that are never to be drawn: in gemma4's files those that stand for pictures and sounds.
+static rocq_result llama__read_suppressed(llama_model *m, const rocq_gguf *file) {
+    static const char key[] = "tokenizer.ggml.suppress_tokens";
+    rocq_gguf_value *tokens = &m->suppressed;
+    int64_t token;
+    if (rocq_gguf_find_value(file, key, tokens) != ROCQ_OK || tokens->count == 0) return ROCQ_OK;
+    if (tokens->is_array && rocq_gguf_value_i64(tokens, 0, &token) == ROCQ_OK) return ROCQ_OK;
+    return llama__fail(m, ROCQ_E_TYPE, "%s is not an array of integers", key);
+}
+
 // YaRN's magnitude of keys and queries at a context that is stretched by factor.
 static float llama__yarn_magnitude(float factor, float by) {
     return factor > 1 ? 1 + 0.1f * by * logf(factor) : 1.0f;
@@ -598,6 +608,7 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
     } else {
         LLAMA__TRY(llama__read_int(m, file, "vocab_size", LLAMA__REQUIRED, &m->n_vocab));
     }
+    LLAMA__TRY(llama__read_suppressed(m, file));
     LLAMA__TRY(llama__read_causal(m, file));
     return llama__read_rope(m, file);
 }

@@ -202,6 +202,8 @@ typedef struct llama_model {
     rocq_tensor logits;   // [n_vocab, n_logits]
     rocq_tensor last;     // [n_vocab] the column of logits that llama_sample draws from
     rocq_tensor token;    // I32 [1]
+    rocq_gguf_value suppressed; // the tokens that are never drawn, or an empty array
+    rocq_tensor allowed;  // I32 [(n_vocab + 31) / 32] mask of the others
     rocq_format few, many; // of operands, with up to 8 columns and with more
     rocq_graph *step;     // one token, recorded; NULL where ops run one by one
     // Convolutions number all tokens that they have seen: to them, those of the cache stand `moved`
@@ -257,7 +259,8 @@ static inline rocq_result llama_set_loras(llama_model *m, const llama_lora *lora
 static inline rocq_result llama_scale_lora(llama_model *m, int32_t i, float scale);
 
 // Draws the next token from the logits of the last position. how: the knobs of rocq_sample_params;
-// its token, logits and step are filled in here.
+// its token, logits and step are filled in here. Tokens that the file says are never to be drawn
+// (tokenizer.ggml.suppress_tokens) are not, unless how has a mask of its own.
 static inline rocq_result llama_sample(llama_model *m, const rocq_sample_params *how,
                                        int32_t *token);
 
@@ -968,6 +971,7 @@ static rocq_result llama__draw(llama_model *m, const rocq_sample_params *how) {
     sample.token = &m->token;
     sample.logits = &m->last;
     sample.step = (uint64_t)m->n_past;
+    if (!sample.allowed) sample.allowed = llama__maybe(&m->allowed);
     LLAMA__TRY(rocq_sample(m->ctx, &sample));
     return ROCQ_OK;
 }
@@ -1039,7 +1043,27 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
         if (l->a.n_dims == 0) continue;
         LLAMA__TRY(rocq_tensor_3d(arena, &l->deltas, ROCQ_F32, delta, delta, 2 * m->delta_heads));
     }
+    if (m->suppressed.count > 0) {
+        LLAMA__TRY(rocq_tensor_1d(arena, &m->allowed, ROCQ_I32, ((int64_t)m->n_vocab + 31) / 32));
+    }
     return rocq_tensor_2d(arena, &m->logits, ROCQ_F32, m->n_vocab, m->n_logits);
+}
+
+// Uploads the mask of the tokens that may be drawn. As in llama.cpp, numbers of no token are none.
+static rocq_result llama__suppress(llama_model *m) {
+    const int64_t n = m->allowed.ne[0];
+    uint32_t *mask;
+    if (m->suppressed.count == 0) return ROCQ_OK;
+    LLAMA__TRY(llama__allocate(m, &mask, (size_t)n * sizeof *mask));
+    memset(mask, 0xff, (size_t)n * sizeof *mask);
+    for (int64_t i = 0, token; i < m->suppressed.count; i++) {
+        if (rocq_gguf_value_i64(&m->suppressed, i, &token) != ROCQ_OK) continue;
+        if (token >= 0 && token < m->n_vocab) mask[token / 32] &= ~(1u << token % 32);
+    }
+    rocq_result result = rocq_upload(m->ctx, &m->allowed, mask, rocq_tensor_size(&m->allowed));
+    if (result == ROCQ_OK) result = rocq_sync(m->ctx);
+    llama__free(m, mask, (size_t)n * sizeof *mask);
+    return result;
 }
 
 static size_t llama__staged_size(const llama_model *m) {
@@ -1125,6 +1149,7 @@ static rocq_result llama__make_memory(llama_model *m) {
     rocq_arena_init(&arena, &m->memory);
     LLAMA__TRY(llama__cut(m, &arena));
     LLAMA__TRY(llama__allocate(m, &m->staged, llama__staged_size(m)));
+    LLAMA__TRY(llama__suppress(m));
     if (m->logit_scale != 1) { // the last norm does it on the way
         const rocq_scale_params scale = {.y = &m->head_norm, .x = &m->output_norm,
                                          .scale = m->logit_scale};

@@ -605,7 +605,7 @@ static void test_split(void **state) {
 static const model_spec keys_spec = {"keys", "llama", SIZES(64, 2, 1, 32, 96, 301), .formats = f32};
 
 typedef struct key {
-    const char *name; // "<family>." goes before it
+    const char *name; // "<family>." goes before it, but for those of the tokenizer
     rocq_gguf_type type;
     int64_t count;    // of an array; 0 = one value
     const void *data;
@@ -617,7 +617,8 @@ static const char *to_set_arch;
 static void set_keys(rocq_gguf_writer *w) {
     for (const key *k = to_set; k->name; k++) {
         char name[128];
-        snprintf(name, sizeof name, "%s.%s", to_set_arch, k->name);
+        if (strncmp(k->name, "tokenizer.", 10) == 0) snprintf(name, sizeof name, "%s", k->name);
+        else snprintf(name, sizeof name, "%s.%s", to_set_arch, k->name);
         assert_int_equal(rocq_gguf_writer_set(w, name, k->type, k->count > 0,
                                               k->count > 0 ? k->count : 1, k->data),
                          ROCQ_OK);
@@ -1627,6 +1628,67 @@ static void test_forged(void **state) {
     assert_string_equal(error, "qwen35moe.block_count is 1073741824, expected 1 to 1024");
 }
 
+// Tokens that a file says are never drawn: greedy runs take the best of the others. Numbers of no
+// token do no harm, and another type is refused.
+static void test_suppressed(void **state) {
+    (void)state;
+    enum { N_BEST = 5 };
+    static const char name[] = "tokenizer.ggml.suppress_tokens";
+    static const float f_1s[] = {1, 1};
+    static const uint32_t u_1 = 1;
+    const model_spec s = {"suppressed", "llama", SIZES(64, 2, 1, 32, 96, 301), .formats = f32};
+    const rocq_sample_params greedy = {.temperature = 0};
+    const llama_options options = {.n_ctx = N_CTX, .n_logits = N_PROMPT};
+    float *logits = floats((int64_t)N_PROMPT * s.n_vocab), *last = logits;
+    int32_t prompt[N_PROMPT], best[N_BEST + 3] = {0}, token;
+    char error[512];
+    ours o;
+    random_prompt(prompt, s.n_vocab, 9);
+    write_model(&s, NULL);
+    ours_open(&o, model_path(s.name), 1, &options);
+    ours_eval(&o, prompt, N_PROMPT, logits);
+    ours_close(&o);
+    last += (N_PROMPT - 1) * s.n_vocab;
+    for (int32_t i = 0; i < N_BEST; i++) {
+        best[i] = best_of(last, s.n_vocab);
+        last[best[i]] = -INFINITY;
+    }
+    best[N_BEST] = -1;
+    best[N_BEST + 1] = s.n_vocab;
+    best[N_BEST + 2] = INT32_MAX;
+    const key lists[2][2] = {{{name, ROCQ_GGUF_I32, N_BEST + 3, best}, {0}},
+                             {{name, ROCQ_GGUF_I32, N_BEST - 1, best}, {0}}};
+    const key wrong[2][2] = {{{name, ROCQ_GGUF_F32, 2, f_1s}, {0}},
+                             {{name, ROCQ_GGUF_U32, 0, &u_1}, {0}}};
+    for (int k = 0; k < 2; k++) {
+        model_spec other = s;
+        to_set = lists[k];
+        to_set_arch = s.arch;
+        other.edit = set_keys;
+        write_model(&other, NULL);
+        ours_open(&o, model_path(s.name), 1, &options);
+        ours_eval(&o, prompt, N_PROMPT, NULL);
+        assert_int_equal(ours_best(&o), k == 0 ? best_of(last, s.n_vocab) : best[N_BEST - 1]);
+        int32_t all[10]; // how's own mask counts instead
+        const int64_t n_all = sizeof all / sizeof *all;
+        rocq_buffer memory;
+        rocq_tensor mask;
+        rocq_sample_params how = greedy;
+        memset(all, 0xff, sizeof all);
+        assert_int_equal(rocq_buffer_alloc(o.ctx, &memory, sizeof all), ROCQ_OK);
+        assert_int_equal(rocq_tensor_init(&mask, &memory, 0, ROCQ_I32, 1, &n_all), ROCQ_OK);
+        assert_int_equal(rocq_upload(o.ctx, &mask, all, sizeof all), ROCQ_OK);
+        how.allowed = &mask;
+        assert_int_equal(llama_sample(&o.m, &how, &token), ROCQ_OK);
+        assert_int_equal(token, best[0]);
+        rocq_buffer_free(o.ctx, &memory);
+        ours_close(&o);
+        assert_int_equal(run_with(&s, wrong[k], NULL, error), ROCQ_E_TYPE);
+        assert_non_null(strstr(error, name));
+    }
+    free(logits);
+}
+
 static model_spec saved[N_SAVED];
 
 static int32_t list_saved(void) {
@@ -1681,7 +1743,7 @@ int main(int argc, char **argv) {
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32",
                                             "gemma2-F32"};
     static struct CMUnitTest
-        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 10 + N_SAVED];
+        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 13 + N_SAVED];
     static char names[N_BATCHES][64], slice_names[N_BATCHES][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
@@ -1718,6 +1780,7 @@ int main(int argc, char **argv) {
     tests[n++] = (struct CMUnitTest){.name = "metadata", .test_func = test_keys};
     tests[n++] = (struct CMUnitTest){.name = "layers with a window", .test_func = test_windows};
     tests[n++] = (struct CMUnitTest){.name = "mixed layers", .test_func = test_mixed};
+    tests[n++] = (struct CMUnitTest){.name = "suppressed tokens", .test_func = test_suppressed};
     tests[n++] = (struct CMUnitTest){.name = "other families", .test_func = test_unknown};
     tests[n++] = (struct CMUnitTest){.name = "convolutions", .test_func = test_convolutions};
     tests[n++] = (struct CMUnitTest){.name = "delta nets", .test_func = test_deltas};
