@@ -2,7 +2,7 @@
 //
 //     const chat_form *form = chat_find(text);         // of tokenizer.chat_template; NULL: unknown
 //     chat_text turn = {NULL, NULL};
-//     chat_ask(&turn, form, "Answer in one word.", "What is the capital of France?");
+//     chat_ask(&turn, form, "Answer in one word.", chat_str("What is the capital of France?"));
 //     if (!chat_encode(&turn, form, &tokenizer, &ids, why, sizeof why)) puts(why);
 //     chat_clear(&turn);
 //     ...                                              // the answer, until chat_end_token
@@ -122,29 +122,35 @@ static void chat__write(chat_text *c, const char *piece) {
     }
 }
 
+static inline rocq_str chat_str(const char *text) {
+    const rocq_str s = {text, (int64_t)strlen(text)};
+    return s;
+}
+
 // What the user writes.
-static void chat__quote(chat_text *c, const chat_form *f, const char *message) {
-    static const char white[] = " \t\n\v\f\r";
-    size_t first = f->trims ? strspn(message, white) : 0, n = strlen(message);
-    while (f->trims && n > first && strchr(white, message[n - 1])) n--;
+static void chat__quote(chat_text *c, const chat_form *f, rocq_str message) {
+    static const char white[] = {' ', '\t', '\n', '\v', '\f', '\r'};
+    int64_t first = 0, n = message.length;
+    while (f->trims && first < n && memchr(white, message.data[first], sizeof white)) first++;
+    while (f->trims && n > first && memchr(white, message.data[n - 1], sizeof white)) n--;
     for (; first < n; first++) {
-        arrput(c->text, message[first]);
+        arrput(c->text, message.data[first]);
         arrput(c->special, 0);
     }
 }
 
 // Appends a question, and what an answer begins with. system: NULL or a message before it.
 static inline void chat_ask(chat_text *c, const chat_form *f, const char *system,
-                            const char *message) {
+                            rocq_str message) {
     const bool apart = f->system[0] != NULL;
     if (system && apart) {
         chat__write(c, f->system[0]);
-        chat__quote(c, f, system);
+        chat__quote(c, f, chat_str(system));
         chat__write(c, f->system[1]);
     }
     chat__write(c, f->user[0]);
     if (system && !apart) {
-        chat__quote(c, f, system);
+        chat__quote(c, f, chat_str(system));
         chat__write(c, "\n\n");
     }
     chat__quote(c, f, message);

@@ -475,7 +475,7 @@ static rocq_result llama__read_causal(llama_model *m, const rocq_gguf *file) {
                        "them are not supported", key);
 }
 
-// The tokens that are never to be drawn: in gemma4's files those that stand for pictures and sounds.
+// Tokens that are never to be drawn: in gemma4's files those that stand for pictures and sounds.
 static rocq_result llama__read_suppressed(llama_model *m, const rocq_gguf *file) {
     static const char key[] = "tokenizer.ggml.suppress_tokens";
     rocq_gguf_value *tokens = &m->suppressed;

@@ -11,6 +11,7 @@
 // The text goes to stdout as it comes, everything else to stderr. Exit status 1, after one line
 // that says why, on any failure. --help lists the options.
 
+#define _POSIX_C_SOURCE 200809L // sigaction
 #define ROCQ_IMPLEMENTATION
 #define ROCQ_STATIC // ops that are not called are not compiled
 #define PROGRAM "generate"
@@ -33,7 +34,8 @@ static const char usage[] =
     "    --chat           TEXT is a question to an instructed model, asked as its chat template\n"
     "                     says: ChatML, Llama 3, Mistral, Gemma, harmony or Granite\n"
     "    -i               with --chat: more questions follow, a line of standard input each;\n"
-    "                     also where that is a terminal, and there is no -p\n"
+    "                     also where that is a terminal, and there is no -p. A question for\n"
+    "                     which the context has no room begins a new conversation\n"
     "    --system TEXT    with --chat: what the model is told before the first question\n"
     "    --lora FILE[:X]  add an adapter (LoRA) to the weights, X times as strong as it was\n"
     "                     trained; up to 8 times\n"
@@ -58,7 +60,7 @@ static const char usage[] =
     "    --kv FORMAT      of the KV cache: f32, f16, bf16, q8_0 or q4_0 (f16)\n"
     "    --kv-page N      keep the cache in pages of N tokens, 0 = in one piece (0)\n"
     "    --shift N        when the context is full, keep its first N tokens, forget half of the\n"
-    "                     others and go on (the text ends)\n"
+    "                     others and go on (the text ends, or with -i what was said)\n"
     "    --precision P    of products: auto, f32, f16 or int8 (auto)\n"
     "    --sharing NAME   who goes first where the GPU also draws: graphics, compute or neither,\n"
     "                     which is balanced (balanced)\n"
@@ -127,17 +129,18 @@ static bool parse(options *o, int argc, char **argv) {
     return parse_options(table, sizeof table / sizeof table[0], argc, argv);
 }
 
-// The prompt with its escapes resolved, in new memory.
-static char *unescape(const char *text, bool escapes) {
-    char *out = (char *)malloc(strlen(text) + 1), *to = out;
-    for (; out && *text; text++) {
+// The prompt with its escapes resolved, in new memory, which data is; NULL: there is none.
+static rocq_str unescape(rocq_str text, bool escapes) {
+    char *to = (char *)malloc((size_t)text.length + 1);
+    rocq_str out = {to, 0};
+    for (int64_t i = 0; to && i < text.length; i++) {
+        const char next = i + 1 < text.length ? text.data[i + 1] : '\0';
         const char *escape = "n\nt\t\"\"\\\\"; // pairs
-        while (*escape && escape[0] != text[1]) escape += 2;
-        const bool found = escapes && *text == '\\' && *escape;
-        *to++ = found ? escape[1] : *text;
-        if (found) text++;
+        while (*escape && escape[0] != next) escape += 2;
+        const bool found = escapes && text.data[i] == '\\' && *escape;
+        to[out.length++] = found ? escape[1] : text.data[i];
+        if (found) i++;
     }
-    if (out) *to = '\0';
     return out;
 }
 
@@ -166,6 +169,20 @@ static void on_interrupt(int signal_number) {
     signal(signal_number, SIG_DFL); // a second one ends at once
 }
 
+// waits: a call that the signal finds waiting goes on waiting, as for a slow reader of the text.
+static void catch_interrupt(bool waits) {
+#if defined(_WIN32)
+    (void)waits;
+    signal(SIGINT, on_interrupt);
+#else
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_interrupt;
+    action.sa_flags = waits ? SA_RESTART : 0;
+    if (!interrupted) sigaction(SIGINT, &action, NULL);
+#endif
+}
+
 // Progress of loading and of long prompts.
 static bool show_progress(const char *what, int64_t done, int64_t total, void *user) {
     if (*(const bool *)user) print_progress(what, done, total, interrupted != 0);
@@ -192,7 +209,7 @@ typedef struct run {
     int32_t n_last, last_n;  // how many there are, and at most
     rocq_buffer last_memory; // where ops read a copy of them
     rocq_tensor recent;      // [n_last] of last_memory
-    char *prompt;
+    rocq_str prompt;         // with memory of its own
     char *line;              // of stdin, an array of stb_ds's
     const chat_form *form;   // with --chat
     chat_text turn;
@@ -358,15 +375,16 @@ static bool upload_last(run *r) {
            rocq_upload(r->ctx, &r->recent, r->last, rocq_tensor_size(&r->recent)) == ROCQ_OK;
 }
 
-// The next line of stdin, without its end, in r->line; false at the end of the file.
+// The next line of stdin, without its end, in r->line; false at the end of the file, and at once
+// after Ctrl-C.
 static bool read_line(run *r) {
     int c;
     arrsetlen(r->line, 0);
     if (is_terminal(0)) fprintf(stderr, "> ");
     while ((c = getc(stdin)) != EOF && c != '\n') arrput(r->line, (char)c);
-    const bool there = c != EOF || arrlen(r->line) > 0;
+    if (interrupted && is_terminal(0)) fprintf(stderr, "\n");
+    const bool there = !interrupted && (c != EOF || arrlen(r->line) > 0);
     while (arrlen(r->line) > 0 && r->line[arrlen(r->line) - 1] == '\r') arrpop(r->line);
-    arrput(r->line, '\0');
     return there;
 }
 
@@ -383,35 +401,76 @@ static bool find_form(run *r) {
 
 // The tokens of a question, with what goes before it: of the first BOS and the system message, of
 // others the end of the answer before.
-static bool ask(run *r, const char *question, bool first) {
+static bool encode(run *r, rocq_str question, bool first) {
     char why[256];
     arrsetlen(r->ids, 0);
     chat_clear(&r->turn);
     if (first && r->tok.add_bos) arrput(r->ids, r->tok.bos);
-    if (r->unread >= 0) arrput(r->ids, r->unread);
+    if (!first && r->unread >= 0) arrput(r->ids, r->unread);
     if (!first) chat_close(&r->turn, r->form);
     chat_ask(&r->turn, r->form, first ? r->o.system : NULL, question);
     if (!chat_encode(&r->turn, r->form, &r->tok, &r->ids, why, sizeof why)) {
         return fail("--chat", why);
     }
+    return true;
+}
+
+// Tokens that the context has room for.
+static int32_t room(const run *r) { return r->model.n_ctx - r->model.n_past; }
+
+// Prepares a question. Where the context has no room for it, --shift may make some, or else the
+// conversation begins anew. *fits is false where that would not help either: then nothing changes.
+static bool ask(run *r, rocq_str question, bool *fits) {
+    llama_model *m = &r->model;
+    bool first = m->n_past == 0;
+    int64_t known = !first && r->unread >= 0 ? 1 : 0; // it was drawn, and then remembered
+    if (!encode(r, question, first)) return false;
+    const int64_t n = arrlen(r->ids);
+    while (r->o.shift >= 0 && n > room(r) && n <= m->n_ctx - r->o.shift) {
+        const int32_t half = (m->n_past - r->o.shift + 1) / 2;
+        if (llama_forget(m, r->o.shift, half) != ROCQ_OK) break; // not every model can
+    }
+    if (n > room(r) && !first) {
+        if (!encode(r, question, true)) return false;
+        first = arrlen(r->ids) <= m->n_ctx;
+        if (first) {
+            fprintf(stderr, "generate: the context of %d tokens is full (see -c): the conversation "
+                    "begins anew\n", (int)m->n_ctx);
+            m->n_past = 0;
+            r->n_last = 0;
+            known = 0;
+        }
+    }
+    *fits = arrlen(r->ids) <= (first ? m->n_ctx : room(r));
+    if (!*fits) return true;
     r->unread = -1;
     r->n_prompt = (int32_t)arrlen(r->ids);
-    if (r->n_prompt <= r->model.n_ctx - r->model.n_past) return true;
-    return fail("--chat", "the question does not fit what is left of the context (see -c)");
+    for (int64_t i = known; i < r->n_prompt; i++) remember(r, r->ids[i]);
+    return true;
+}
+
+static bool too_long(const run *r) {
+    char why[128];
+    snprintf(why, sizeof why, "the question, of %d tokens with what is around it, does not fit a "
+             "context of %d (see -c)", (int)arrlen(r->ids), (int)r->model.n_ctx);
+    return fail("--chat", why);
 }
 
 static bool tokenize(run *r) {
+    const rocq_str line = {r->line, arrlen(r->line)};
+    bool fits;
     begin_phase(r, TOKENIZE);
-    r->prompt = unescape(r->o.prompt, r->o.escapes);
-    if (!r->prompt) return fail("prompt", "no memory");
+    r->prompt = unescape(r->o.prompt ? chat_str(r->o.prompt) : line, r->o.escapes);
+    if (!r->prompt.data) return fail("prompt", "no memory");
     r->unread = -1;
     if (r->o.chat) {
-        if (!find_form(r) || !ask(r, r->prompt, true)) return false;
+        if (!find_form(r) || !ask(r, r->prompt, &fits)) return false;
+        if (!fits) return too_long(r);
         end_phase(r, TOKENIZE);
         return make_last(r);
     }
-    const int64_t length = (int64_t)strlen(r->prompt);
-    if (tokenizer_encode(&r->tok, &r->ids, r->prompt, length, true, true) != ROCQ_OK) {
+    if (tokenizer_encode(&r->tok, &r->ids, r->prompt.data, r->prompt.length, true, true) !=
+        ROCQ_OK) {
         return fail("prompt", r->tok.error);
     }
     // A prompt that has its own BOS gets no second one, which no model has seen in training.
@@ -451,7 +510,7 @@ static bool print(rocq_str text) {
 // Reads the prompt, then draws tokens until the model, -n, the context or Ctrl-C ends the text.
 static bool generate(run *r) {
     tokenizer_stream stream = {{0}, 0};
-    const rocq_str prompt = {r->prompt, r->o.chat ? 0 : (int64_t)strlen(r->prompt)};
+    const rocq_str prompt = {r->prompt.data, r->o.chat ? 0 : r->prompt.length};
     const int32_t end = r->form ? chat_end_token(r->form, &r->tok) : -1;
     double start = 0;
     int32_t token = -1;
@@ -509,13 +568,23 @@ static bool generate(run *r) {
     return printed || fail("stdout", "cannot be written");
 }
 
-// Questions and answers until stdin ends. What was said stays in the cache.
+// Questions and answers until stdin ends. What was said stays in the cache. Of a question that is
+// too long a user at a terminal is told, and may ask another.
 static bool converse(run *r) {
-    while (r->o.asks && !interrupted && read_line(r)) {
-        const int64_t known = r->unread >= 0 ? 1 : 0; // it was drawn, and then remembered
+    while (r->o.asks && !interrupted) {
+        bool fits;
+        catch_interrupt(false);
+        const bool there = read_line(r);
+        catch_interrupt(true);
+        if (!there) break;
+        const rocq_str line = {r->line, arrlen(r->line)};
         rocq_region_begin(r->ctx, "time to first token");
-        if (!ask(r, r->line, false)) return false;
-        for (int64_t i = known; i < arrlen(r->ids); i++) remember(r, r->ids[i]);
+        if (!ask(r, line, &fits)) return false;
+        if (!fits) {
+            rocq_region_end(r->ctx);
+            if (!too_long(r) && !is_terminal(0)) return false;
+            continue;
+        }
         r->n_generated = 0;
         if (!generate(r)) return false;
     }
@@ -609,16 +678,16 @@ int main(int argc, char **argv) {
             arrfree(r.line);
             return 1;
         }
-        r.o.prompt = r.line;
+        r.o.prompt = NULL;
     }
-    signal(SIGINT, on_interrupt);
+    catch_interrupt(true);
 #if !defined(_WIN32)
     signal(SIGXFSZ, SIG_IGN); // a file-size limit then is a write that fails, and is reported
 #endif
     const bool good = (r.o.help || whole_run(&r)) && close_streams();
     free(r.logits);
     free(r.last);
-    free(r.prompt);
+    free((void *)(uintptr_t)r.prompt.data);
     arrfree(r.ids);
     arrfree(r.line);
     chat_free(&r.turn);

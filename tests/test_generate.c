@@ -100,6 +100,25 @@ static void test_text(void **state) {
     assert_string_equal(o->out, "a\\nb\n");
 }
 
+// With bytes for stdin.
+static const outcome *run_on(const char *bytes, size_t size, const char *const *args) {
+    const char *path = model_path("generate-stdin");
+    FILE *out = fopen(path, "wb");
+    assert_non_null(out);
+    assert_int_equal(fwrite(bytes, 1, size, out), size);
+    assert_int_equal(fclose(out), 0);
+    const int had = dup(0), in = open(path, O_RDONLY);
+    assert_true(had >= 0 && in >= 0 && dup2(in, 0) == 0);
+    const outcome *o = run_with(-1, args);
+    assert_true(dup2(had, 0) == 0);
+    close(in);
+    close(had);
+    return o;
+}
+
+#define RUN_ON(bytes, size, ...) \
+    run_on(bytes, size, (const char *const[]){__VA_ARGS__, NULL})
+
 // Questions in the form of a chat template, here the first Mistral's: only </s> is no text there.
 static void set_chat(rocq_gguf_writer *w) {
     assert_int_equal(rocq_gguf_writer_set_str(w, "tokenizer.chat_template",
@@ -132,38 +151,96 @@ static void test_chat(void **state) {
     assert_string_equal(o->err, "");
 
     // Two questions, both from stdin.
-    const char *lines = model_path("generate-chat-lines");
-    FILE *out = fopen(lines, "wb");
-    assert_non_null(out);
-    fputs("abc\r\nand </s> [/INST]?\n", out);
-    fclose(out);
-    const int had = dup(0), in = open(lines, O_RDONLY);
-    assert_true(had >= 0 && in >= 0);
+    static const char two[] = "abc\r\nand </s> [/INST]?\n";
     for (int again = 0; again < 2; again++) {
-        assert_int_equal(lseek(in, 0, SEEK_SET), 0);
-        assert_true(dup2(in, 0) == 0);
-        o = RUN("-m", path, "--chat", "-i", "--system", "be kind", "-n", "9", "--temp", "0",
-                "--threads", "1", "--kv-page", again ? "8" : "0");
-        assert_true(dup2(had, 0) == 0);
+        o = RUN_ON(two, sizeof two - 1, "-m", path, "--chat", "-i", "--system", "be kind", "-n",
+                   "9", "--temp", "0", "--threads", "1", "--kv-page", again ? "8" : "0");
         expect_success(o);
         assert_int_equal(strncmp(o->out, first, strlen(first)), 0);
         assert_true(strlen(o->out) > strlen(first) + 1);
         if (again) assert_string_equal(o->out, second);
         strcpy(second, o->out);
     }
-    assert_int_equal(lseek(in, 0, SEEK_SET), 0);
-    assert_true(dup2(in, 0) == 0);
-    o = RUN("-m", path, "--chat", "-i", "-n", "9", "-c", "40");
-    assert_true(dup2(had, 0) == 0);
-    assert_int_equal(o->status, 1);
-    assert_non_null(strstr(o->err, "does not fit what is left of the context"));
-    close(in);
-    close(had);
-
+    // A zero is a character like others, in the first question and in the next: nothing is cut.
+    int64_t n_tokens[2][2];
+    for (int k = 0; k < 2; k++) {
+        for (int zero = 0; zero < 2; zero++) {
+            char lines[] = "abc\nde fgh\n";
+            if (zero) lines[k ? 6 : 1] = '\0';
+            o = RUN_ON(lines, k ? sizeof lines - 1 : 4, "-m", path, "--chat", "-i", "-n", "9",
+                       "--temp", "0", "--threads", "1", "--stats");
+            expect_success(o);
+            const char *at = strstr(o->err, "\nprompt ");
+            assert_non_null(at);
+            assert_non_null(at = strstr(at, "tokens/s"));
+            n_tokens[k][zero] = strtol(at + 8, NULL, 10);
+        }
+        assert_int_equal(n_tokens[k][1], n_tokens[k][0]);
+    }
     expect_failure(RUN("--chat", "-p", "hello"), "not trained to answer"); // the shipped model
     expect_failure(RUN("-m", strange, "--chat", "-p", "hello"), "is none of ChatML, Llama 3");
     expect_failure(RUN("-m", path, "-i"), "goes with --chat");
     expect_failure(RUN("-m", path, "--system", "x"), "goes with --chat");
+}
+
+// A context that fills: the conversation begins anew, or with --shift goes on; a question that is
+// longer than the context is an error, at a terminal one that can be mended. Ctrl-C is not waited
+// for while the program waits for a question.
+static void test_full_chat(void **state) {
+    (void)state;
+    static const char lines[] = "abc\nfirst\nnext </s>\n", alone[] = "next </s>\n", full[] =
+        "generate: the context of 40 tokens is full (see -c): the conversation begins anew\n";
+    static const char longer[] = "abc\nabcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyz\n";
+    char path[256], last[2000];
+    model_spec s = small;
+    s.edit = set_chat;
+    with(path, s, "generate-chat");
+    const outcome *o = RUN_ON(alone, sizeof alone - 1, "-m", path, "--chat", "-i", "-n", "9", "-c",
+                              "40", "--temp", "0", "--threads", "1", "--presence-penalty", "0.1");
+    expect_success(o);
+    assert_string_equal(o->err, "");
+    strcpy(last, o->out);
+    o = RUN_ON(lines, sizeof lines - 1, "-m", path, "--chat", "-i", "-n", "9", "-c", "40", "--temp",
+               "0", "--threads", "1", "--presence-penalty", "0.1");
+    expect_success(o);
+    assert_non_null(strstr(o->err, full));
+    assert_true(strlen(o->out) > strlen(last));
+    assert_string_equal(o->out + strlen(o->out) - strlen(last), last);
+    o = RUN_ON(lines, sizeof lines - 1, "-m", path, "--chat", "-i", "-n", "9", "-c", "40", "--temp",
+               "0", "--threads", "1", "--shift", "4");
+    expect_success(o);
+    assert_string_equal(o->err, "");
+    o = RUN_ON(longer, sizeof longer - 1, "-m", path, "--chat", "-i", "-n", "9", "-c", "40");
+    expect_failure(o, "does not fit a context of 40 (see -c)");
+
+    const char *args[] = {"-m", path, "--chat", "-i", "-n", "9", "-c", "40", NULL};
+    static outcome typed;
+    char said[4000] = "";
+    size_t n = 0;
+    int ends[2], n_asked = 0;
+    open_terminal(ends);
+    const int had = dup(0);
+    assert_true(had >= 0 && dup2(ends[1], 0) == 0);
+    child c = start(-1, false, args);
+    assert_true(dup2(had, 0) == 0);
+    assert_int_equal(write(ends[0], longer, sizeof longer - 1), sizeof longer - 1);
+    for (const char *from = said; n_asked < 3;) { // two questions are read, the third is waited for
+        const ssize_t k = read(c.err, said + n, sizeof said - 1 - n);
+        if (k <= 0) fail_msg("ended early: %s", said);
+        said[n += (size_t)k] = '\0';
+        for (; (from = strstr(from, "> ")); from += 2) n_asked++;
+        from = said + n - (n > 0 && said[n - 1] == '>');
+    }
+    assert_non_null(strstr(said, "does not fit a context of 40 (see -c)"));
+    const struct timespec soon = {0, 100000000};
+    nanosleep(&soon, NULL); // from the prompt to the read
+    assert_int_equal(kill(c.pid, SIGINT), 0);
+    finish(&c, &typed, 0);
+    expect_success(&typed);
+    assert_string_equal(typed.err, "\n");
+    close(ends[0]);
+    close(ends[1]);
+    close(had);
 }
 
 // The numbers in a file of --logits.
@@ -653,7 +730,8 @@ static void test_interrupt(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_text),
-        cmocka_unit_test(test_chat), cmocka_unit_test(test_bos), cmocka_unit_test(test_gpt2),
+        cmocka_unit_test(test_chat), cmocka_unit_test(test_full_chat), cmocka_unit_test(test_bos),
+        cmocka_unit_test(test_gpt2),
         cmocka_unit_test(test_long_context),
         cmocka_unit_test(test_penalties),
         cmocka_unit_test(test_stats),

@@ -641,13 +641,13 @@ static void test_chat(void **state) {
                                                     want, (int32_t)sizeof want);
             assert_in_range(n, 20, sizeof want - 1);
             want[n] = '\0';
-            chat_ask(&c, f, told ? said[0].content : NULL, said[1].content);
+            chat_ask(&c, f, told ? said[0].content : NULL, chat_str(said[1].content));
             for (const char *a = cases[i].answer; *a; a++) {
                 arrput(c.text, *a);
                 arrput(c.special, 0);
             }
             chat_close(&c, f);
-            chat_ask(&c, f, NULL, said[3].content);
+            chat_ask(&c, f, NULL, chat_str(said[3].content));
             arrput(c.text, '\0');
             if (strcmp(c.text, want) != 0) {
                 fail_msg("%s:\n%s\nllama.cpp:\n%s", cases[i].text, c.text, want);
@@ -690,7 +690,7 @@ static void test_chat_tokens(void **state) {
             pair_open(&p, model_path(name), k.name);
             chat_text c = {NULL, NULL};
             int32_t *ids = NULL, n_begins = 0, n_ends = 0;
-            chat_ask(&c, f, "Be kind.", asked[i]);
+            chat_ask(&c, f, "Be kind.", chat_str(asked[i]));
             if (!chat_encode(&c, f, &p.ours, &ids, why, sizeof why)) fail_msg("%s", why);
             char back[1000];
             size_t n_back = 0;
@@ -716,7 +716,7 @@ static void test_chat_tokens(void **state) {
             assert_int_equal(chat_end_token(f, &p.ours), ends);
             const rocq_str other = {"<|start_of_role|>", 17};
             chat_clear(&c);
-            chat_ask(&c, chat_find(other), NULL, "Hello");
+            chat_ask(&c, chat_find(other), NULL, chat_str("Hello"));
             assert_false(chat_encode(&c, chat_find(other), &p.ours, &ids, why, sizeof why));
             assert_non_null(strstr(why, "Granite's, but the vocabulary has no token <|start_of_"));
             chat_free(&c);
