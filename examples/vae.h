@@ -17,7 +17,9 @@
 // and variance are those of the whole picture. vae__segment finds them layer by layer: for each
 // norm it runs all tiles up to there, with as many positions around each as the convolutions reach,
 // and merges the moments. vae__choose picks which values in between are kept whole, so that this
-// costs least.
+// costs least. The norms of a video are of one position each: behind its attention, whose value is
+// kept whole, a tile with its halo goes through all chunks of frames, with the frames that those
+// share, and has the whole's bits wherever convolutions do not depend on the size (on the CPU).
 
 #ifndef VAE_H
 #define VAE_H
@@ -63,7 +65,7 @@ typedef struct vae_options { // 0 = default, as everywhere in rocq
 } vae_options;
 
 typedef enum vae_tiling {
-    VAE_AUTO = 0, // whole, or if memory does not allow that, exact; of a video, blended
+    VAE_AUTO = 0, // whole, or if memory does not allow that, exact
     VAE_WHOLE,
     VAE_BLEND,    // tiles that overlap, each a picture of its own, mixed where they meet
     VAE_EXACT     // tiles that give the whole picture, up to rounding
@@ -147,7 +149,7 @@ typedef struct vae_conv {
     rocq_activation before, after;
     bool same_input;            // as the convolution before, so its statistics too
     rocq_tensor stats, moments; // GROUP_NORM: [2, G, N], [3, G, N]
-    rocq_tensor cache;          // kt > 1: the last frames read, [C, W, H, kt - 1]
+    rocq_tensor cache;          // kt > 1: the last frames read of a tile, [C, w, h, kt - 1]
     int64_t n_cached, n_past;   // frames that it has; that were in front of those read last
     const vae__entry *entry, *vector_entries[VAE__VECTORS]; // in the file, or NULL
     int32_t part, n_parts;      // of the file's rows; n_parts 0 = all
@@ -171,6 +173,11 @@ typedef struct vae_net { // a decoder or an encoder
 typedef struct vae__span {
     int64_t at[2], n[2];
 } vae__span;
+
+// Tiles of one direction, or chunks: n of `size` positions from vae__start on, the last shifted in.
+typedef struct vae__tiles {
+    int64_t n, size, step, total;
+} vae__tiles;
 
 // What one module writes and the next one reads: positions `span` of a value of `size`.
 typedef struct vae__value {
@@ -228,8 +235,9 @@ typedef struct vae_model {
     int64_t op_scratch, scratch; // of the ops so far; that the context has already
     int64_t budget;              // or 0
     double flops, chain_flops, norm_flops;
-    int64_t n;                  // pictures or frames at once
+    vae__tiles chunks;          // of a video's latent frames; of pictures, all at once
     int64_t size[VAE__MAX_MODULES + 1][2], full[2];
+    int64_t rate[VAE__MAX_MODULES + 1]; // frames of a latent frame, but for the first
     int32_t n_segments;
     vae__segment_of segments[VAE__MAX_MODULES];
     rocq_tensor input;          // [c_in, W, H, N] of the batch or video, F32
@@ -1429,7 +1437,8 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
                              const rocq_tensor *y, const rocq_tensor *residual) {
     const vae__span need = vae__needs(c, x->size, o);
     const bool cached = m->caches && c->kt > 1;
-    const bool again = cached && c->same_input; // the frames before are in their place already
+    const bool again = cached && c->same_input;
+    const bool there = again || !x->owned; // the frames before are in their place already
     const int64_t past = again ? c[-1].n_past : cached ? c->n_cached : 0;
     const int64_t n = x->full.ne[3] - x->room;
     const rocq_tensor in = vae__part(x, &need, x->room - past, past + n);
@@ -1446,7 +1455,7 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
         if (pad[d] == 0) pad[d] = -1; // none; 0 would be the default
     }
     c->n_past = past;
-    if (past > 0 && !again) {
+    if (past > 0 && !there) {
         const rocq_tensor from = rocq_tensor_slice(&c->cache, 3, 0, past);
         const rocq_tensor to = rocq_tensor_slice(&in, 3, 0, past);
         const rocq_cast_params copy = {.y = &to, .x = &from};
@@ -1476,13 +1485,13 @@ static rocq_result vae__conv(vae_model *m, vae_conv *c, const vae__value *x, con
     if (!m->planning) VAE__TRY(vae__bring(m, index));
     VAE__RUN(m, conv, &conv);
     if (!m->planning && m->gpu) VAE__TRY(vae__bring(m, c->follower));
-    if (cached && !again) {
-        const int64_t keep = past + n < c->kt - 1 ? past + n : c->kt - 1;
+    const int64_t keep = past + n < c->kt - 1 ? past + n : c->kt - 1;
+    if (cached && !again) c->n_cached = keep;
+    if (cached && !there) {
         const rocq_tensor from = rocq_tensor_slice(&in, 3, past + n - keep, keep);
         const rocq_tensor to = rocq_tensor_slice(&c->cache, 3, 0, keep);
         const rocq_cast_params copy = {.y = &to, .x = &from};
         VAE__RUN(m, cast, &copy);
-        c->n_cached = keep;
     }
     m->stack.level[0] = level;
     m->flops += 2.0 * (double)rocq_tensor_count(y) * (double)c->w.ne[0];
@@ -1681,29 +1690,85 @@ static rocq_result vae__attention(vae_model *m, const vae_module *mod, const vae
 // Twice as many frames: each becomes two, by a causal convolution in time, but for the first of the
 // video, which stays one and which the others do not see.
 static rocq_result vae__time(vae_model *m, const vae_module *mod, const vae__value *x,
-                             vae__value *out) {
+                             const vae__span *o, vae__value *out) {
     vae_conv *convs = m->net->convs + mod->first;
-    const vae__span o = vae__whole(x->size);
     const int64_t n = x->full.ne[3] - x->room, alone = m->first_chunk ? 1 : 0;
     vae__value rest = *x;
-    VAE__TRY(vae__new(m, !x->side, m->stream, convs[0].m, x->size, &o, 2 * n - alone, out));
+    VAE__TRY(vae__new(m, !x->side, m->stream, convs[0].m, x->size, o, 2 * n - alone, out));
     if (alone) {
-        const rocq_tensor from = vae__part(x, &o, x->room, 1);
-        const rocq_tensor to = vae__part(out, &o, out->room, 1);
+        const rocq_tensor from = vae__part(x, o, x->room, 1);
+        const rocq_tensor to = vae__part(out, o, out->room, 1);
         const rocq_cast_params copy = {.y = &to, .x = &from};
         VAE__RUN(m, cast, &copy);
     }
     if (n > alone) {
         rest.room = x->room + alone;
         for (int i = 0; i < 2; i++) { // every other frame
-            rocq_tensor to = vae__part(out, &o, out->room + alone + i, 1);
+            rocq_tensor to = vae__part(out, o, out->room + alone + i, 1);
             to.ne[3] = n - alone;
             to.stride[3] *= 2;
-            VAE__TRY(vae__conv(m, &convs[i], &rest, &o, &to, NULL));
+            VAE__TRY(vae__conv(m, &convs[i], &rest, o, &to, NULL));
         }
     }
-    m->stack.level[x->side] = x->mark;
+    if (x->owned) m->stack.level[x->side] = x->mark;
     return ROCQ_OK;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Tiles and chunks that overlap
+// ---------------------------------------------------------------------------------------------
+
+static vae__tiles vae__tiles_of(int64_t total, int64_t size, int64_t overlap) {
+    vae__tiles t = {1, total, total, total};
+    if (size <= 0 || size >= total) return t;
+    t.size = size;
+    t.step = size - overlap;
+    t.n = (total - overlap + t.step - 1) / t.step;
+    return t;
+}
+
+static int64_t vae__start(const vae__tiles *t, int64_t i) {
+    const int64_t at = i * t->step;
+    return at > t->total - t->size ? t->total - t->size : at;
+}
+
+// How much of position p tile i has before it is divided by the sum over all tiles: 1, but where it
+// overlaps another a line from 0 to 1.
+static double vae__share(const vae__tiles *t, int64_t i, int64_t p) {
+    const int64_t first = vae__start(t, i), end = first + t->size;
+    double share = 1;
+    if (p < first || p >= end) return 0;
+    if (i > 0) {
+        const double r =
+            ((double)(p - first) + 0.5) / (double)(vae__start(t, i - 1) + t->size - first);
+        if (r < share) share = r;
+    }
+    if (i < t->n - 1) {
+        const double r = ((double)(end - p) - 0.5) / (double)(end - vae__start(t, i + 1));
+        if (r < share) share = r;
+    }
+    return share;
+}
+
+// Weights of tile i in direction d: over all tiles those of a position add up to 1.
+static rocq_result vae__ramp(vae_model *m, int d, const vae__tiles *t, int64_t i) {
+    rocq_tensor *ramp = &m->ramp[d];
+    const int64_t n = t->size;
+    memset(ramp, 0, sizeof *ramp);
+    if (t->n == 1) return ROCQ_OK;
+    VAE__TRY(vae__take(m, 0, ROCQ_F32, 1, d == 0 ? n : 1, d == 1 ? n : 1, d == 2 ? n : 1, ramp));
+    if (m->planning) return ROCQ_OK;
+    float *weights;
+    VAE__TRY(vae__flush(m));
+    VAE__TRY(vae__allocate(m, &weights, (size_t)n * sizeof *weights));
+    for (int64_t p = 0; p < n; p++) {
+        double sum = 0;
+        for (int64_t j = 0; j < t->n; j++) sum += vae__share(t, j, vae__start(t, i) + p);
+        weights[p] = (float)(vae__share(t, i, vae__start(t, i) + p) / sum);
+    }
+    const rocq_result result = rocq_upload(m->ctx, ramp, weights, n * (int64_t)sizeof *weights);
+    vae__free(m, weights, (size_t)n * sizeof *weights);
+    return result;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1720,7 +1785,8 @@ static vae__span vae__module_needs(const vae_model *m, int32_t i, int32_t n, con
     const vae_module *mod = &m->net->modules[i];
     int64_t sizes[4][2];
     vae__span spans[4];
-    if (mod->kind != VAE__CONVS) return vae__whole(m->size[i]);
+    if (mod->kind == VAE__ATTENTION) return vae__whole(m->size[i]);
+    if (mod->kind == VAE__TIME) return *o;
     vae__spans(m->net->convs + mod->first, n, m->size[i], o, sizes, spans);
     return spans[0];
 }
@@ -1743,7 +1809,7 @@ static rocq_result vae__chain(vae_model *m, int32_t a, int32_t b, const vae__val
         if (mod->kind == VAE__ATTENTION) {
             VAE__TRY(vae__attention(m, mod, &v, &next));
         } else if (mod->kind == VAE__TIME) {
-            VAE__TRY(vae__time(m, mod, &v, &next));
+            VAE__TRY(vae__time(m, mod, &v, &spans[i + 1], &next));
         } else {
             VAE__TRY(vae__convs(m, mod, &v, &spans[i + 1], 0,
                                 i == b - 1 && stop <= 0 ? dest : NULL, &next));
@@ -1818,84 +1884,154 @@ static rocq_result vae__gather(vae_model *m, int32_t a, int32_t i, int32_t j, in
 
 static rocq_result vae__emit(vae_model *m, vae__value *v, const vae__span *o);
 
+// Frames of what module i reads, of so many latent frames from the first on.
+static int64_t vae__frames_at(const vae_model *m, int32_t i, int64_t latent_frames) {
+    return latent_frames > 0 ? 1 + m->rate[i] * (latent_frames - 1) : 0;
+}
+
+static inline int64_t vae_frames(const vae_model *m, int64_t latent_frames) {
+    return m->video ? 1 + m->time_scale * (latent_frames - 1) : latent_frames;
+}
+
+// Memory for the frames that chunks share, for positions o of what module b - 1 writes. What module
+// a reads is there with all its frames.
+static rocq_result vae__take_caches(vae_model *m, int32_t a, int32_t b, const vae__span *o) {
+    vae__span written = *o;
+    for (int32_t i = b - 1; i >= a; i--) {
+        const vae_module *mod = &m->net->modules[i];
+        int64_t sizes[4][2];
+        vae__span spans[4] = {written};
+        if (mod->kind == VAE__CONVS) {
+            vae__spans(m->net->convs + mod->first, mod->n, m->size[i], &written, sizes, spans);
+        }
+        for (int32_t j = 0; j < mod->n; j++) {
+            vae_conv *c = &m->net->convs[mod->first + j];
+            c->n_cached = 0;
+            if (!m->caches || c->kt == 1 || c->same_input || (i == a && j == 0)) continue;
+            VAE__TRY(vae__take(m, 0, j > 0 ? m->inner : m->stream, c->c, spans[j].n[0],
+                               spans[j].n[1], c->kt - 1, &c->cache));
+        }
+        written = vae__module_needs(m, i, mod->n, &written);
+    }
+    return ROCQ_OK;
+}
+
+// Positions o of what module b - 1 writes, from x, all that module a reads, chunk by chunk: to
+// `kept`, which has all frames too, or to the caller's memory. Planning takes the first three: by
+// then there are two frames before.
+static rocq_result vae__chunks(vae_model *m, int32_t a, int32_t b, const vae__value *x,
+                               const vae__span *o, const vae__value *kept) {
+    const vae__tiles *chunks = &m->chunks;
+    const vae__tiles frames = {chunks->n, vae_frames(m, chunks->size),
+                               chunks->step * m->time_scale, vae_frames(m, chunks->total)};
+    const int64_t n_run = m->planning && chunks->n > 3 ? 3 : chunks->n, at = m->at[2];
+    const int64_t before[2] = {m->stack.level[0], m->stack.level[1]};
+    const double flops = m->flops;
+    double first_flops = 0;
+    VAE__TRY(vae__take_caches(m, a, b, o));
+    const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
+    for (int64_t i = 0; i < n_run; i++) {
+        const int64_t start = m->caches ? i * chunks->size : vae__start(chunks, i);
+        const int64_t left = chunks->total - start, n = left < chunks->size ? left : chunks->size;
+        const int64_t seen = m->caches ? start : 0, end = seen + n; // of what chunks share
+        const int64_t first = vae__frames_at(m, a, start);
+        vae__value in = *x, out, dest;
+        m->first_chunk = seen == 0;
+        m->at[2] = at + (seen > 0 ? vae_frames(m, start) : start * m->time_scale);
+        if (m->job->chunk_overlap > 0) VAE__TRY(vae__ramp(m, 2, &frames, i));
+        in.room = seen == 0 ? 0 : first < 2 ? first : 2;
+        in.full = rocq_tensor_slice(&x->full, 3, first - in.room,
+                                    in.room + vae__frames_at(m, a, end) -
+                                        vae__frames_at(m, a, seen));
+        if (kept) {
+            const int64_t to = vae__frames_at(m, b, seen);
+            dest = *kept;
+            dest.full = vae__part(kept, o, to, vae__frames_at(m, b, end) - to);
+            dest.span = *o;
+        }
+        VAE__TRY(vae__chain(m, a, b, &in, o, 0, kept ? &dest : NULL, &out));
+        if (!kept) VAE__TRY(vae__emit(m, &out, o));
+        memcpy(m->stack.level, levels, sizeof levels);
+        if (i == 0) first_flops = m->flops - flops;
+    }
+    m->at[2] = at;
+    memcpy(m->stack.level, before, sizeof before);
+    if (n_run < chunks->n) {
+        const double each = (m->flops - flops - first_flops) / (double)(n_run - 1);
+        m->flops = flops + first_flops + each * (double)(chunks->n - 1);
+    }
+    return ROCQ_OK;
+}
+
 // Modules a to b - 1 from x, a whole value, to out, another, or to the caller's memory. In tiles:
-// first the norms one after the other, each by all tiles up to there, then all the way.
+// first the norms one after the other, each by all tiles up to there, then all the way. A tile goes
+// through all chunks of a video before the next begins: what convolutions keep of a chunk for the
+// next is as much as many frames of the result, and of a tile it is small.
 static rocq_result vae__segment(vae_model *m, int32_t a, int32_t b, int32_t tile, vae__value *x,
                                 vae__value *out) {
     const bool last = b == m->net->n_modules, owned = x->owned;
     const vae__span whole = vae__whole(m->size[b]);
     m->inline_stats = tile == 0;
-    if (tile == 0) {
+    m->first_chunk = true;
+    if (tile == 0 && m->chunks.n == 1) {
         VAE__TRY(vae__chain(m, a, b, x, &whole, 0, NULL, out));
         return last ? vae__emit(m, out, &whole) : ROCQ_OK;
     }
     x->owned = false;
     if (!last) {
         VAE__TRY(vae__new(m, !x->side, m->stream, vae__channels_at(m->net, b), m->size[b], &whole,
-                          x->full.ne[3], out));
+                          vae__frames_at(m, b, m->chunks.total), out));
     }
     double flops = m->flops;
     // A norm's tiles are smaller than those below, but what an op takes of scratch memory does not
     // always fall with its size.
-    for (int32_t i = a; i < b && !m->comparing; i++) {
+    for (int32_t i = a; i < b && tile > 0 && !m->comparing; i++) {
         const vae_module *mod = &m->net->modules[i];
         for (int32_t j = 0; j < mod->n; j++) {
             if (m->net->convs[mod->first + j].norm != VAE__GROUP_NORM) continue;
             VAE__TRY(vae__gather(m, a, i, j, tile, x));
         }
     }
-    const int64_t n_cells = vae__n_cells(m, tile);
     if (m->planning) m->flops = flops; // below they count by the tile
-    for (int64_t cell = 0; cell < n_cells; cell++) {
+    if (tile == 0) tile = (int32_t)(m->full[0] > m->full[1] ? m->full[0] : m->full[1]);
+    m->caches = m->chunks.n > 1 && m->job->chunk_overlap == 0;
+    for (int64_t cell = 0; cell < vae__n_cells(m, tile); cell++) {
         const int64_t n_alike = m->planning ? vae__stands_for(m, tile, cell) : 1;
         if (n_alike == 0) continue;
         const double start = m->flops;
-        const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]};
         const vae__span o = vae__cell(m, m->size[b], tile, cell);
-        vae__value v, dest;
-        if (!last) {
-            dest = *out;
-            dest.full = vae__part(out, &o, 0, out->full.ne[3]);
-            dest.span = o;
-        }
-        VAE__TRY(vae__chain(m, a, b, x, &o, 0, last ? NULL : &dest, &v));
-        if (last) VAE__TRY(vae__emit(m, &v, &o));
-        memcpy(m->stack.level, levels, sizeof levels);
+        VAE__TRY(vae__chunks(m, a, b, x, &o, last ? NULL : out));
         flops += (double)n_alike * (m->flops - start + m->norm_flops);
     }
+    m->caches = false;
     if (m->planning) m->flops = flops;
     if (owned) m->stack.level[x->side] = x->mark;
     return ROCQ_OK;
 }
 
-// Sizes of all values, and memory for statistics and for the frames that chunks share.
-static rocq_result vae__begin(vae_model *m, int64_t w, int64_t h, int64_t n) {
+// Sizes of all values, and memory for statistics.
+static rocq_result vae__begin(vae_model *m, int64_t w, int64_t h) {
     vae_net *net = m->net;
-    m->n = n;
+    const int64_t n = m->chunks.size;
+    m->caches = false;
     m->size[0][0] = w;
     m->size[0][1] = h;
+    m->rate[0] = 1;
     for (int32_t i = 0; i < net->n_modules; i++) {
         const vae_module *mod = &net->modules[i];
         memcpy(m->size[i + 1], m->size[i], sizeof m->size[i]);
+        m->rate[i + 1] = m->rate[i] * (mod->kind == VAE__TIME ? 2 : 1);
         for (int32_t j = 0; j < mod->n && mod->kind == VAE__CONVS; j++) {
             vae__out_size(&net->convs[mod->first + j], m->size[i + 1], m->size[i + 1]);
         }
         for (int32_t j = 0; j < mod->n; j++) {
             vae_conv *c = &net->convs[mod->first + j];
-            c->n_cached = 0;
             if (c->same_input) {
                 c->stats = c[-1].stats;
                 c->moments = c[-1].moments;
             } else if (c->norm == VAE__GROUP_NORM) {
                 VAE__TRY(vae__take(m, 0, ROCQ_F32, 2, m->options.n_groups, n, 1, &c->stats));
                 VAE__TRY(vae__take(m, 0, ROCQ_F32, 3, m->options.n_groups, n, 1, &c->moments));
-            }
-            if (m->caches && c->kt > 1 && !c->same_input) {
-                const rocq_format format = i == 0 && j == 0 ? ROCQ_F32
-                                           : j > 0         ? m->inner
-                                                           : m->stream;
-                VAE__TRY(vae__take(m, 0, format, c->c, m->size[i][0], m->size[i][1], c->kt - 1,
-                                   &c->cache));
             }
         }
     }
@@ -2102,64 +2238,6 @@ static rocq_result vae__emit(vae_model *m, vae__value *v, const vae__span *o) {
 // Requests
 // ---------------------------------------------------------------------------------------------
 
-// Tiles of one direction: n of `size` positions, from start(i) on, the last shifted in.
-typedef struct vae__tiles {
-    int64_t n, size, step, total;
-} vae__tiles;
-
-static vae__tiles vae__tiles_of(int64_t total, int64_t size, int64_t overlap) {
-    vae__tiles t = {1, total, total, total};
-    if (size <= 0 || size >= total) return t;
-    t.size = size;
-    t.step = size - overlap;
-    t.n = (total - overlap + t.step - 1) / t.step;
-    return t;
-}
-
-static int64_t vae__start(const vae__tiles *t, int64_t i) {
-    const int64_t at = i * t->step;
-    return at > t->total - t->size ? t->total - t->size : at;
-}
-
-// How much of position p tile i has before it is divided by the sum over all tiles: 1, but where it
-// overlaps another a line from 0 to 1.
-static double vae__share(const vae__tiles *t, int64_t i, int64_t p) {
-    const int64_t first = vae__start(t, i), end = first + t->size;
-    double share = 1;
-    if (p < first || p >= end) return 0;
-    if (i > 0) {
-        const double r =
-            ((double)(p - first) + 0.5) / (double)(vae__start(t, i - 1) + t->size - first);
-        if (r < share) share = r;
-    }
-    if (i < t->n - 1) {
-        const double r = ((double)(end - p) - 0.5) / (double)(end - vae__start(t, i + 1));
-        if (r < share) share = r;
-    }
-    return share;
-}
-
-// Weights of tile i in direction d: over all tiles those of a position add up to 1.
-static rocq_result vae__ramp(vae_model *m, int d, const vae__tiles *t, int64_t i) {
-    rocq_tensor *ramp = &m->ramp[d];
-    const int64_t n = t->size;
-    memset(ramp, 0, sizeof *ramp);
-    if (t->n == 1) return ROCQ_OK;
-    VAE__TRY(vae__take(m, 0, ROCQ_F32, 1, d == 0 ? n : 1, d == 1 ? n : 1, d == 2 ? n : 1, ramp));
-    if (m->planning) return ROCQ_OK;
-    float *weights;
-    VAE__TRY(vae__flush(m));
-    VAE__TRY(vae__allocate(m, &weights, (size_t)n * sizeof *weights));
-    for (int64_t p = 0; p < n; p++) {
-        double sum = 0;
-        for (int64_t j = 0; j < t->n; j++) sum += vae__share(t, j, vae__start(t, i) + p);
-        weights[p] = (float)(vae__share(t, i, vae__start(t, i) + p) / sum);
-    }
-    const rocq_result result = rocq_upload(m->ctx, ramp, weights, n * (int64_t)sizeof *weights);
-    vae__free(m, weights, (size_t)n * sizeof *weights);
-    return result;
-}
-
 static rocq_result vae__choose(vae_model *m, const rocq_tensor *input);
 
 static vae__value vae__input(const rocq_tensor *t) {
@@ -2180,11 +2258,11 @@ static rocq_result vae__check_finite(vae_model *m) {
     return c ? vae__look(m, &c->stats) : ROCQ_OK;
 }
 
-// Pictures of one size, at once.
-static rocq_result vae__pictures(vae_model *m, const rocq_tensor *input) {
+// Pictures of one size, at once, or a video.
+static rocq_result vae__run(vae_model *m, const rocq_tensor *input) {
     vae__value x = vae__input(input), next;
-    m->caches = false;
-    VAE__TRY(vae__begin(m, input->ne[1], input->ne[2], input->ne[3]));
+    m->chunks = vae__tiles_of(input->ne[3], m->video ? m->plan.chunk : 0, m->job->chunk_overlap);
+    VAE__TRY(vae__begin(m, input->ne[1], input->ne[2]));
     if (m->plan.tiling != VAE_EXACT) {
         m->n_segments = 1;
         m->segments[0].end = m->net->n_modules;
@@ -2197,51 +2275,6 @@ static rocq_result vae__pictures(vae_model *m, const rocq_tensor *input) {
         x = next;
     }
     return vae__check_finite(m);
-}
-
-static inline int64_t vae_frames(const vae_model *m, int64_t latent_frames) {
-    return m->video ? 1 + m->time_scale * (latent_frames - 1) : latent_frames;
-}
-
-// A video, chunk by chunk. Planning takes the first three: by then there are two frames before.
-static rocq_result vae__video(vae_model *m, const rocq_tensor *input) {
-    const int64_t total = input->ne[3];
-    const vae__tiles chunks = vae__tiles_of(total, m->plan.chunk, m->job->chunk_overlap);
-    const vae__tiles frames = {chunks.n, vae_frames(m, chunks.size), chunks.step * m->time_scale,
-                               vae_frames(m, total)};
-    m->caches = chunks.n > 1 && m->job->chunk_overlap == 0;
-    VAE__TRY(vae__begin(m, input->ne[1], input->ne[2], chunks.size));
-    const int64_t levels[2] = {m->stack.level[0], m->stack.level[1]}, at = m->at[2];
-    const double before = m->flops;
-    double first_chunk = 0;
-    for (int64_t i = 0; i < (m->planning && chunks.n > 3 ? 3 : chunks.n); i++) {
-        const int64_t start = m->caches ? i * chunks.size : vae__start(&chunks, i);
-        const int64_t n = total - start < chunks.size ? total - start : chunks.size;
-        const rocq_tensor from = rocq_tensor_slice(input, 3, start, n);
-        const vae__span whole = vae__whole(m->size[0]);
-        vae__value x, out;
-        m->first_chunk = i == 0 || !m->caches;
-        m->at[2] = at + (m->first_chunk ? start * m->time_scale : vae_frames(m, start));
-        if (m->job->chunk_overlap > 0) VAE__TRY(vae__ramp(m, 2, &frames, i));
-        memset(&x, 0, sizeof x);
-        VAE__TRY(vae__new(m, 0, ROCQ_F32, m->net->c_in, m->size[0], &whole, n, &x));
-        const rocq_tensor to = vae__frames_of(&x, &whole);
-        const rocq_cast_params copy = {.y = &to, .x = &from};
-        VAE__RUN(m, cast, &copy);
-        VAE__TRY(vae__segment(m, 0, m->net->n_modules, 0, &x, &out));
-        memcpy(m->stack.level, levels, sizeof levels);
-        if (i == 0) first_chunk = m->flops - before;
-    }
-    m->at[2] = at;
-    if (m->planning && chunks.n > 3) {
-        m->flops =
-            before + first_chunk + (m->flops - before - first_chunk) / 2 * (double)(chunks.n - 1);
-    }
-    return ROCQ_OK;
-}
-
-static rocq_result vae__run(vae_model *m, const rocq_tensor *input) {
-    return m->video ? vae__video(m, input) : vae__pictures(m, input);
 }
 
 // Zeros, a frame at a time.
@@ -2460,15 +2493,15 @@ static void vae__best_path(vae_model *m, const vae__graph *g, int64_t limit) {
     vae__path(m, g, stack, scratch);
 }
 
-// Whether modules a to b - 1 can run in tiles of m->plan.tile pixels: convolutions all, which reach
-// no further past a tile than its own size. So the first tile with neighbours on all sides reads as
+// Whether modules a to b - 1 can run in tiles of m->plan.tile pixels: they have no attention, and
+// reach no further past a tile than its own size. So the first tile with neighbours on all sides reads as
 // much as any, although there is only one before it, and stands for the others while planning.
 static bool vae__tileable(const vae_model *m, int32_t a, int32_t b) {
     const int64_t cell = vae__largest_cell(m, m->plan.tile);
     const vae__span whole = vae__cell(m, m->size[b], m->plan.tile, cell);
     vae__span o = whole;
     for (int32_t i = a; i < b; i++) {
-        if (m->net->modules[i].kind != VAE__CONVS) return false;
+        if (m->net->modules[i].kind == VAE__ATTENTION) return false;
     }
     const vae_module *last = &m->net->modules[b - 1];
     const vae_conv *end = &m->net->convs[last->first + last->n - 1];
@@ -2494,8 +2527,8 @@ static rocq_result vae__measure_edge(vae_model *m, const rocq_tensor *input, int
     m->op_scratch = 0;
     m->stack.peak = levels[0] + levels[1];
     if (a > 0) {
-        VAE__TRY(vae__new(m, 0, m->stream, vae__channels_at(m->net, a), m->size[a], &whole, m->n,
-                          &x));
+        VAE__TRY(vae__new(m, 0, m->stream, vae__channels_at(m->net, a), m->size[a], &whole,
+                          vae__frames_at(m, a, m->chunks.total), &x));
     }
     VAE__TRY(vae__segment(m, a, b, tile, &x, &out));
     e->stack = m->stack.peak;
@@ -2506,7 +2539,7 @@ static rocq_result vae__measure_edge(vae_model *m, const rocq_tensor *input, int
     return ROCQ_OK;
 }
 
-// Which values are kept whole.
+// Which values are kept whole. Of a video, with all its frames, only one, which tiles begin with.
 static rocq_result vae__choose(vae_model *m, const rocq_tensor *input) {
     vae__graph *g;
     const double flops = m->flops;
@@ -2516,9 +2549,12 @@ static rocq_result vae__choose(vae_model *m, const rocq_tensor *input) {
     g->n = m->net->n_modules;
     m->comparing = true;
     for (int32_t a = 0; a < g->n && result == ROCQ_OK; a++) {
-        result = vae__measure_edge(m, input, a, a + 1, 0, &g->edges[a][a + 1][0]);
         for (int32_t b = a + 1; b <= g->n && result == ROCQ_OK; b++) {
-            if (!vae__tileable(m, a, b)) continue;
+            const bool convs = m->net->modules[b - 1].kind == VAE__CONVS;
+            if (m->video ? a == 0 && convs : b == a + 1) {
+                result = vae__measure_edge(m, input, a, b, 0, &g->edges[a][b][0]);
+            }
+            if (result != ROCQ_OK || (m->video && b < g->n) || !vae__tileable(m, a, b)) continue;
             result = vae__measure_edge(m, input, a, b, m->plan.tile, &g->edges[a][b][1]);
         }
     }
@@ -2679,10 +2715,8 @@ static rocq_result vae__check_job(vae_model *m, vae_request *job) {
         return vae__fail(m, ROCQ_E_ARGUMENT, "chunks of %d frames that overlap by %d",
                          (int)job->chunk, (int)job->chunk_overlap);
     }
-    if (m->video && job->tiling == VAE_EXACT) {
-        return vae__fail(m, ROCQ_E_UNSUPPORTED,
-                         "exact tiles of videos are not supported: a video is "
-                         "computed in chunks, which are exact, or in tiles that are blended");
+    if (m->video && job->tiling == VAE_EXACT && job->chunk_overlap > 0) {
+        return vae__fail(m, ROCQ_E_ARGUMENT, "chunks that overlap are blended, and so not exact");
     }
     if (m->net == &m->encoder && job->tiling == VAE_BLEND) {
         return vae__fail(m, ROCQ_E_UNSUPPORTED, "latents are not blended: encode whole, or exact");
@@ -2703,8 +2737,9 @@ static bool vae__alike(const vae_request *a, const vae_request *b) {
 static rocq_result vae__try_tilings(vae_model *m, int64_t base, int64_t budget, bool *fits,
                                     int64_t *least) {
     const vae_tiling tiling = m->job->tiling;
-    const bool exact = tiling == VAE_EXACT || (tiling == VAE_AUTO && !m->video);
-    const bool blend = tiling == VAE_BLEND || (tiling == VAE_AUTO && m->video);
+    const bool overlap = m->video && m->job->chunk_overlap > 0; // chunks are blended
+    const bool exact = tiling == VAE_EXACT || (tiling == VAE_AUTO && !overlap);
+    const bool blend = tiling == VAE_BLEND || (tiling == VAE_AUTO && overlap);
     if (tiling == VAE_AUTO || tiling == VAE_WHOLE) {
         VAE__TRY(vae__try(m, VAE_WHOLE, 0, 0, base, budget, fits, least));
     }

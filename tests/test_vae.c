@@ -383,6 +383,41 @@ static void test_exact_sizes(void **state) {
     }
 }
 
+// Of a video too, in chunks of any length: the bits of the whole, since its norms are of one
+// position each, in the memory that was planned.
+static void test_exact_video(void **state) {
+    enum { W = 13, H = 9, FRAMES = 5, Z = 16, OUT = 3 * 64 * W * H * (4 * FRAMES - 3) };
+    static const struct {
+        int32_t tile, chunk;
+    } cut[] = {{0, 0}, {32, 0}, {32, 2}, {40, 1}, {48, 3}, {64, 1}, {128, 2}};
+    static float latents[Z * W * H * FRAMES];
+    float *out[2] = {floats(OUT), floats(OUT)};
+    (void)state;
+    for (int i = 0; i < Z * W * H * FRAMES; i++) latents[i] = (float)(i * 7919 % 1009) / 500 - 1;
+    for (size_t i = 0; i < sizeof cut / sizeof cut[0]; i++) {
+        rocq_ctx *ctx = open_as(0, true);
+        vae_model m;
+        open_model(&m, ctx, "wan", NULL);
+        vae_request job = {.width = W, .height = H, .frames = FRAMES, .latents = latents};
+        job.tiling = i > 0 ? VAE_EXACT : VAE_WHOLE;
+        job.tile = cut[i].tile;
+        job.chunk = cut[i].chunk;
+        job.values = out[i > 0];
+        for (int64_t j = 0; j < OUT; j++) job.values[j] = NAN;
+        decode(&m, &job);
+        print_message("exact tiles of %d, chunks of %d: %.0f bytes, %.2f of the work\n",
+                      (int)job.tile, (int)job.chunk, (double)m.plan.peak_bytes,
+                      m.plan.flops / m.plan.whole_flops);
+        assert_true((double)stats_of(ctx).peak_bytes == (double)m.plan.peak_bytes);
+        assert_true((m.plan.n_tiles > 1) == (i > 0 && job.tile < 128));
+        if (i > 0) CLOSE(out[1], out[0], OUT, 0);
+        vae_close(&m);
+        rocq_close(&ctx);
+    }
+    free(out[0]);
+    free(out[1]);
+}
+
 // Pictures no larger than the smallest tile are one.
 static void test_exact_small(void **state) {
     static const int32_t sizes[][2] = {{1, 1}, {2, 1}, {1, 4}, {4, 4}, {5, 1}, {3, 5}, {5, 5}};
@@ -724,7 +759,7 @@ static void test_budgets(void **state) {
     free(out);
 }
 
-// Videos too: shorter chunks, then tiles.
+// Videos too: shorter chunks, then exact tiles.
 static void test_video_budgets(void **state) {
     rocq_ctx *ctx = open_context(0);
     vae_model m;
@@ -744,6 +779,24 @@ static void test_video_budgets(void **state) {
     job.tiling = VAE_WHOLE;
     while (vae_plan_decode(&m, &job, &plan) == ROCQ_OK) job.memory_budget = plan.peak_bytes - 1;
     assert_true(m.plan.chunk == 1 && strstr(m.error, "does not fit"));
+    const int64_t least = m.plan.smallest_bytes;
+    for (int64_t c = 0; c < io_count(&x); c++) out[c] = NAN;
+    job.tiling = VAE_AUTO;
+    job.memory_budget = least - 1;
+    decode(&m, &job);
+    assert_true(m.plan.tiling == VAE_EXACT && m.plan.peak_bytes <= job.memory_budget);
+    CLOSE(out, x.out, io_count(&x), 2e-5);
+    job.memory_budget = 1;
+    assert_int_equal(vae_decode(&m, &job), ROCQ_E_BUDGET);
+    assert_true(m.plan.smallest_bytes < least);
+    job.memory_budget = m.plan.smallest_bytes;
+    decode(&m, &job);
+    CLOSE(out, x.out, io_count(&x), 2e-5);
+    job.tiling = VAE_EXACT;
+    job.chunk_overlap = 1;
+    job.memory_budget = 0;
+    assert_int_equal(vae_decode(&m, &job), ROCQ_E_ARGUMENT);
+    assert_non_null(strstr(m.error, "chunks that overlap are blended"));
     vae_close(&m);
     io_close(&x);
     free(out);
@@ -823,6 +876,8 @@ static void test_graphs(void **state) {
     const vae_request exact = {.tiling = VAE_EXACT, .tile = 24};
     const vae_request blend = {.tiling = VAE_BLEND, .tile = 24, .overlap = 8};
     const vae_request chunks = {.chunk = 2};
+    const vae_request exact_chunks = {
+        .tiling = VAE_EXACT, .tile = 16, .chunk = 2, .memory_budget = -1};
     (void)state;
     check_graphs("sd", whole, 1);
     check_graphs("sd", alone, 1);
@@ -830,6 +885,7 @@ static void test_graphs(void **state) {
     check_graphs("taesd", exact, 6);
     check_graphs("taesd", blend, 14); // the first is of the latents, which all tiles read
     check_graphs("wan", chunks, 3);
+    check_graphs("wan", exact_chunks, 12); // as many as downloads
 }
 
 // A recording that fails is thrown away.
@@ -1635,7 +1691,7 @@ int main(void) {
     static const struct CMUnitTest everywhere[] = {
         cmocka_unit_test(test_exact), cmocka_unit_test(test_beginning),
         cmocka_unit_test(test_streaming), cmocka_unit_test(test_graphs),
-        cmocka_unit_test(test_chunks)};
+        cmocka_unit_test(test_exact_video), cmocka_unit_test(test_chunks)};
     static const struct CMUnitTest others[] = {
         cmocka_unit_test(test_batches),        cmocka_unit_test(test_exact_sizes),
         cmocka_unit_test(test_exact_small),
@@ -1660,7 +1716,9 @@ int main(void) {
         tests[n++].initial_state = (void *)(uintptr_t)&cases[i]; // read only
     }
     for (size_t i = 0; i < sizeof everywhere / sizeof everywhere[0]; i++) {
-        if (VAE_SIMULATED && everywhere[i].test_func == test_chunks) continue; // takes minutes
+        const bool video = everywhere[i].test_func == test_chunks ||
+                           everywhere[i].test_func == test_exact_video;
+        if (VAE_SIMULATED && video) continue; // takes minutes
         tests[n++] = everywhere[i];
     }
     for (size_t i = 0; !gpu && i < sizeof others / sizeof others[0]; i++) tests[n++] = others[i];
