@@ -268,7 +268,10 @@ static inline rocq_result vae_plan_encode(vae_model *m, const vae_request *job, 
 // Plans, takes the memory, computes, and waits. m->plan is the plan. Memory is kept for the next
 // request until vae_trim or vae_close, and so are graphs (see rocq_graph_begin) that the ops are
 // recorded in: a request like the last one replays them, whatever its latents, unless
-// rocq_desc.no_graphs is set. Graphs take a KiB of host memory an op, which no plan counts.
+// rocq_desc.no_graphs is set. Graphs take a KiB of host memory an op, which no plan counts. Their
+// replays are not compared with the ops: rocq_warm would put aside twice all that they write, three
+// times the memory that is planned. But where it has refused a graph of the context, such as the
+// step of a language model, none are recorded.
 static inline rocq_result vae_decode(vae_model *m, const vae_request *job);
 static inline rocq_result vae_encode(vae_model *m, const vae_request *job);
 static inline void vae_trim(vae_model *m);
@@ -968,9 +971,8 @@ static rocq_result vae__run_job(vae_model *m, vae_net *net, vae_request *job) {
     vae__stack_init(m, &m->memory);
     m->finite = true;
     m->reported = 0;
-    if (!vae__info(m).desc.no_graphs && m->plan.n_streamed == 0) {
-        m->mode = m->recorded ? VAE__REPLAY : VAE__RECORD;
-    }
+    const bool graphs = !vae__info(m).desc.no_graphs && vae__stats(m).n_replays_refused == 0;
+    if (graphs && m->plan.n_streamed == 0) m->mode = m->recorded ? VAE__REPLAY : VAE__RECORD;
     rocq_result result = vae__batches(m);
     if (result == ROCQ_OK) result = vae__flush(m);
     if (result != ROCQ_OK) {

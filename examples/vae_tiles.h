@@ -704,9 +704,11 @@ static rocq_result vae__chunks(vae_model *m, int32_t a, int32_t b, const vae__va
     }
     m->at[2] = at;
     memcpy(m->stack.level, before, sizeof before);
-    if (n_run < chunks->n) {
-        const double each = (m->flops - flops - first_flops) / (double)(n_run - 1);
-        m->flops = flops + first_flops + each * (double)(chunks->n - 1);
+    if (n_run < chunks->n) { // the two behind the first stand for all behind it
+        const int64_t step = chunks->size, all = (chunks->n - 1) * step;
+        const int64_t rest = m->caches ? chunks->total - step : all;
+        const double two = m->flops - flops - first_flops;
+        m->flops = flops + first_flops + two * (double)rest / (double)(2 * step);
     }
     return ROCQ_OK;
 }

@@ -27,6 +27,10 @@
 #define VAE_SIMULATED 0
 #endif
 
+#if VAE_SIMULATED
+#include "simt/hip.h"
+#endif
+
 #define FOLDER ".build/tests/vae-models"
 
 // What PyTorch had and made of it.
@@ -888,6 +892,41 @@ static void test_graphs(void **state) {
     check_graphs("wan", exact_chunks, 12); // as many as downloads
 }
 
+#if VAE_SIMULATED
+// On a runtime whose replay of another graph rocq_warm has refused, ops run one by one.
+static void test_graphs_refused(void **state) {
+    opened o;
+    rocq_buffer buffer = {0};
+    rocq_tensor t;
+    rocq_graph *graph = NULL;
+    const int64_t n = 64;
+    (void)state;
+    open_all(&o, "taesd", "taesd", 4, false);
+    assert_true(o.m.n_graphs == 1);
+    assert_int_equal(rocq_buffer_alloc(o.ctx, &buffer, n * 4), ROCQ_OK);
+    assert_int_equal(rocq_tensor_init(&t, &buffer, 0, ROCQ_F32, 1, &n), ROCQ_OK);
+    const rocq_scale_params scale = {.y = &t, .x = &t, .scale = 3};
+    simt_set_replay(SIMT_REPLAY_DROPPED, 0);
+    assert_int_equal(rocq_graph_begin(o.ctx), ROCQ_OK);
+    assert_int_equal(rocq_scale(o.ctx, &scale), ROCQ_OK);
+    assert_int_equal(rocq_graph_end(o.ctx, &graph), ROCQ_OK);
+    assert_int_equal(rocq_warm(o.ctx, graph), ROCQ_OK);
+    assert_int_equal(stats_of(o.ctx).n_replays_refused, 1);
+    for (int i = 0; i < 2; i++) { // like the last request, and another
+        vae_request job = request_of(&o.x, o.other);
+        job.tiling = i == 0 ? VAE_WHOLE : VAE_AUTO;
+        forget(&o);
+        decode(&o.m, &job); // which a replay would leave undone
+        assert_memory_equal(o.other, o.whole, (size_t)o.count * sizeof *o.other);
+        assert_true(!o.m.recorded && o.m.n_graphs == 1 - i);
+    }
+    simt_set_replay(SIMT_REPLAY_RIGHT, 0);
+    rocq_graph_destroy(o.ctx, &graph);
+    assert_int_equal(rocq_buffer_free(o.ctx, &buffer), ROCQ_OK);
+    close_all(&o);
+}
+#endif
+
 // A recording that fails is thrown away.
 static void test_graphs_fail(void **state) {
     opened o;
@@ -1707,6 +1746,9 @@ int main(void) {
         cmocka_unit_test(test_pixels),         cmocka_unit_test(test_bad_requests),
         cmocka_unit_test(test_bad_weights),    cmocka_unit_test(test_made_weights),
         cmocka_unit_test(test_stopped)};
+#if VAE_SIMULATED
+    static const struct CMUnitTest simulated[] = {cmocka_unit_test(test_graphs_refused)};
+#endif
     static struct CMUnitTest tests[64];
     const bool gpu = VAE_BACKEND == ROCQ_BACKEND_GPU;
     size_t n = 0;
@@ -1722,5 +1764,8 @@ int main(void) {
         tests[n++] = everywhere[i];
     }
     for (size_t i = 0; !gpu && i < sizeof others / sizeof others[0]; i++) tests[n++] = others[i];
+#if VAE_SIMULATED
+    tests[n++] = simulated[0];
+#endif
     return _cmocka_run_group_tests("vae", tests, n, write_models, VAE_TEARDOWN);
 }
