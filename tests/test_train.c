@@ -459,6 +459,100 @@ static void a_truncated_checkpoint_is_refused_at_every_byte(void **state) {
     rig_close(&r);
 }
 
+// What a checkpoint holds of a trainer, for the caller to free.
+static char *whole_state(trainer *t, size_t *size) {
+    train__part parts[TRAIN__MOST_PARTS];
+    const int n = train__parts(t, parts);
+    *size = sizeof t->user;
+    for (int i = 0; i < n; i++) *size += (size_t)rocq_tensor_size(parts[i].tensor);
+    char *all = (char *)malloc(*size), *to = all + sizeof t->user;
+    assert_non_null(all);
+    memcpy(all, t->user, sizeof t->user);
+    for (int i = 0; i < n; i++) {
+        const int64_t bytes = rocq_tensor_size(parts[i].tensor);
+        assert_int_equal(rocq_download(t->ctx, to, parts[i].tensor, bytes), ROCQ_OK);
+        to += bytes;
+    }
+    return all;
+}
+
+// One to four changes: mostly where a file says what it is, and in what would be a number there.
+static void mutate(unsigned char *data, size_t size, size_t head, model_random *random) {
+    static const uint64_t numbers[] = {0, 1, 0x7f, 0xff, 0xffff, INT32_MAX, UINT32_MAX, INT64_MAX,
+                                       (uint64_t)INT64_MAX + 1, UINT64_MAX};
+    const uint64_t n = 1 + model_u64(random) % 4;
+    for (uint64_t i = 0; i < n; i++) {
+        const uint64_t how = model_u64(random);
+        const size_t at = (size_t)(model_u64(random) % (how % 4 ? head : size));
+        const size_t width = (size_t)1 << model_u64(random) % 4;
+        const size_t room = size - at < width ? size - at : width;
+        uint64_t number = numbers[model_u64(random) % (sizeof numbers / sizeof *numbers)];
+        switch (how / 4 % 4) {
+        case 0: data[at] ^= (unsigned char)(1u << model_u64(random) % 8); break;
+        case 1: data[at] = (unsigned char)model_u64(random); break;
+        case 2: memcpy(&data[at], &number, room); break; // little endian
+        default: memmove(&data[at], &data[model_u64(random) % (size - room)], room); break;
+        }
+    }
+}
+
+// Whatever bytes of a checkpoint are changed, it is refused in one line that names the file, and
+// then nothing has changed; or it is taken, and the next step ends, too.
+static void a_changed_checkpoint_does_no_harm(void **state) {
+    (void)state;
+    static const struct {
+        const char *name, *targets;
+        int32_t rank, n;
+        bool moments8;
+    } cases[] = {{"lora", "k", 1, 400, false}, {"lora-gpt2", "qkv", 2, 200, true},
+                 {"gpt2", NULL, 0, 60, true}};
+    static const int32_t ids[] = {1, 2, 3, 4, 5}, targets[] = {2, 3, 4, 5, 6};
+    const train_batch batch = {ids, targets, NULL};
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+        const train_options how = {.n_tokens = 5, .rank = cases[k].rank,
+                                   .targets = cases[k].targets, .moments8 = cases[k].moments8};
+        model_random random = {k + 1};
+        int n_taken = 0, n_steps = 0;
+        char *bytes;
+        size_t before_size, after_size;
+        rig r;
+        rig_open(&r, path_of(cases[k].name), &how, 1);
+        for (int i = 0; i < 2; i++) step(&r.t, &batch, 1e-2f);
+        assert_int_equal(train_save(&r.t, CHECKPOINT), ROCQ_OK);
+        const size_t size = read_bytes(CHECKPOINT, &bytes);
+        char *before = whole_state(&r.t, &before_size);
+        unsigned char *changed = (unsigned char *)malloc(size);
+        assert_non_null(changed);
+        for (int i = 0; i < cases[k].n; i++) {
+            memcpy(changed, bytes, size);
+            mutate(changed, size, 700, &random); // the metadata and the list of tensors
+            write_bytes(FOLDER "/changed.gguf", changed, size);
+            const rocq_result result = train_load(&r.t, FOLDER "/changed.gguf");
+            char *after = whole_state(&r.t, &after_size);
+            if (result != ROCQ_OK) {
+                expect_refused(&r.t, result, result, "");
+                assert_int_equal(after_size, before_size);
+                assert_memory_equal(after, before, before_size);
+            } else {
+                n_taken++;
+                if (train_step(&r.t, &batch, 1e-2f) == ROCQ_OK) n_steps++;
+                else expect_refused(&r.t, ROCQ_E_STATE, ROCQ_E_STATE, "");
+                assert_int_equal(train_load(&r.t, CHECKPOINT), ROCQ_OK);
+            }
+            free(after);
+        }
+        printf("# %s: of %d changed checkpoints %d were taken\n", cases[k].name, cases[k].n,
+               n_taken);
+        assert_true(n_taken > 0 && n_taken < cases[k].n && n_steps > 0);
+        assert_int_equal(train_load(&r.t, CHECKPOINT), ROCQ_OK);
+        assert_int_equal(r.t.result.n_steps, 2);
+        free(changed);
+        free(before);
+        free(bytes);
+        rig_close(&r);
+    }
+}
+
 static void checkpoints_of_others_are_refused(void **state) {
     (void)state;
     rig r, other;
@@ -1012,6 +1106,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(layers_computed_again_give_the_same_bits),
         cmocka_unit_test(a_resumed_run_gives_the_same_bits),
         cmocka_unit_test(a_truncated_checkpoint_is_refused_at_every_byte),
+        cmocka_unit_test(a_changed_checkpoint_does_no_harm),
         cmocka_unit_test(checkpoints_of_others_are_refused),
         cmocka_unit_test(adapters_learn_over_quantized_weights),
         cmocka_unit_test(gradients_are_differences_of_the_loss),
