@@ -6805,7 +6805,7 @@ static void rocq__gguf_scan_value(rocq__gguf_scan *scan) {
         }
     }
     const int64_t size = rocq__gguf_type_size((uint32_t)type);
-    if (size == 0) rocq__gguf_stop(scan, ROCQ_E_CORRUPT, "unknown type of value", type);
+    if (size == 0) rocq__gguf_stop(scan, ROCQ_E_CORRUPT, "type of value is not 0 to 12", type);
     if (scan->result != ROCQ_OK) return;
     if (count > (uint64_t)(scan->file->size - scan->at) / (uint64_t)size) {
         rocq__gguf_stop(scan, ROCQ_E_TRUNCATED, "the file ends before an array of length", count);
@@ -6966,11 +6966,13 @@ static rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gguf
                               n_dims);
     }
     int64_t count = 1, elems, bytes;
+    char why[96];
     t.n_dims = ROCQ__MAX((int32_t)n_dims, 1); // none is a single element, as in ggml
     for (uint32_t d = 0; d < 4; d++) {
         const uint64_t ne = d < n_dims ? rocq__gguf_u64(p + 4 + d * 8) : 1;
         if (ne < 1 || ne > INT64_MAX) {
-            return rocq__gguf_bad(file, index, i, at, ROCQ_E_CORRUPT, "bad dimension", ne);
+            return rocq__gguf_bad(file, index, i, at, ROCQ_E_CORRUPT,
+                                  "a dimension is not 1 to 2^63 - 1", ne);
         }
         t.ne[d] = (int64_t)ne;
         if (!rocq__mul(count, t.ne[d], &count)) {
@@ -6986,8 +6988,9 @@ static rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gguf
     if (t.known) {
         t.format = (rocq_format)t.type_id;
         if (t.ne[0] % elems != 0) {
-            return rocq__gguf_bad(file, index, i, at, ROCQ_E_CORRUPT,
-                                  "rows are not whole blocks, elements", (uint64_t)t.ne[0]);
+            snprintf(why, sizeof why, "rows are not whole blocks, of %s's %lld elements, but have",
+                     t.type_name, (long long)elems);
+            return rocq__gguf_bad(file, index, i, at, ROCQ_E_CORRUPT, why, (uint64_t)t.ne[0]);
         }
         if (!rocq__mul(count / elems, bytes, &t.size)) {
             return rocq__gguf_bad(file, index, i, at, ROCQ_E_OVERFLOW, "too many bytes, elements",
@@ -6996,15 +6999,17 @@ static rocq_result rocq__gguf_tensor(const rocq_gguf *file, int64_t i, rocq_gguf
     }
     const uint64_t offset = rocq__gguf_u64(p + 4);
     if (offset % (uint64_t)file->alignment != 0) {
-        return rocq__gguf_bad(file, index, i, at, ROCQ_E_ALIGNMENT,
-                              "data offset is not a multiple of the file's alignment", offset);
+        snprintf(why, sizeof why, "data offset is not a multiple of the file's alignment, %lld",
+                 (long long)file->alignment);
+        return rocq__gguf_bad(file, index, i, at, ROCQ_E_ALIGNMENT, why, offset);
     }
     // Data takes at least one byte, even if its type, and so its size, is unknown.
     int64_t last = 0;
     if (offset > INT64_MAX || !rocq__add(file->data_start, (int64_t)offset, &t.offset) ||
         !rocq__add(t.offset, ROCQ__MAX(t.size, 1), &last) || last > file->size) {
-        return rocq__gguf_bad(file, index, i, at, ROCQ_E_TRUNCATED,
-                              "the file ends before the data, at offset", offset);
+        snprintf(why, sizeof why, "the file ends before the data, at byte %lld; offset",
+                 (long long)file->size);
+        return rocq__gguf_bad(file, index, i, at, ROCQ_E_TRUNCATED, why, offset);
     }
     *tensor = t;
     return ROCQ_OK;

@@ -388,6 +388,24 @@ static rocq_result llama__unknown(llama_model *m, const rocq_gguf *file, rocq_st
 // Configuration
 // ---------------------------------------------------------------------------------------------
 
+// A value of another type than expected.
+static rocq_result llama__mistyped(llama_model *m, rocq_result result, const rocq_gguf *file,
+                                   const char *key, const char *expected) {
+    static const char *const types[] = {"uint8", "int8", "uint16", "int16", "uint32", "int32",
+                                        "float32", "bool", "string", "array", "uint64", "int64",
+                                        "float64"}; // in the order of GGUF's numbers
+    rocq_gguf_value value;
+    if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK) return result;
+    return llama__fail(m, result, "%s is %s%s, expected %s", key, types[value.type],
+                       value.is_array ? "s in an array" : "", expected);
+}
+
+// An array that has not one entry for each layer.
+static rocq_result llama__miscounted(llama_model *m, const char *key, int64_t count) {
+    return llama__fail(m, ROCQ_E_CORRUPT, "%s has %.0f entries, expected %d, one for each layer",
+                       key, (double)count, (int)m->n_layers);
+}
+
 // The number "<family>.<name>": of any type of number that GGUF has, or only of its integer types
 // where whole is set. A file may give it once for each layer instead, in an array: where layers may
 // differ the largest entry counts, else its entries must be equal. *there: whether the file has the
@@ -403,8 +421,7 @@ static rocq_result llama__read(llama_model *m, const rocq_gguf *file, const char
     }
     if (!*there) return ROCQ_OK;
     if (value.is_array && (value.count < 1 || value.count != m->n_layers)) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s has %.0f entries for %d layers", key,
-                           (double)value.count, (int)m->n_layers);
+        return llama__miscounted(m, key, value.count);
     }
     for (int64_t i = 0; i < value.count; i++) {
         int64_t integer;
@@ -415,8 +432,7 @@ static rocq_result llama__read(llama_model *m, const rocq_gguf *file, const char
         } else if (rocq_gguf_value_u64(&value, i, &natural) == ROCQ_OK) { // above 2^63
             number = (double)natural;
         } else if (whole || rocq_gguf_value_f64(&value, i, &number) != ROCQ_OK) {
-            return llama__fail(m, ROCQ_E_TYPE, "%s is not %s", key, whole ? "an integer"
-                                                                          : "a number");
+            return llama__mistyped(m, ROCQ_E_TYPE, file, key, whole ? "an integer" : "a number");
         }
         if (i > 0 && m->row && m->row->mixed) {
             if (number < *out) continue;
@@ -440,7 +456,8 @@ static rocq_result llama__read_int(llama_model *m, const rocq_gguf *file, const 
     LLAMA__TRY(llama__read(m, file, name, true, required, &there, &value));
     if (!required && value == 0) value = fallback;
     else if (value < 1 || value > 1 << 30) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %.0f", m->family, name, value);
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %.0f, expected 1 to %d%s", m->family, name,
+                           value, 1 << 30, required ? "" : ", or 0");
     }
     *out = (int32_t)value;
     return ROCQ_OK;
@@ -454,7 +471,8 @@ static rocq_result llama__read_float(llama_model *m, const rocq_gguf *file, cons
     LLAMA__TRY(llama__read(m, file, name, false, fallback < 0, &there, &value));
     if (!there) value = (double)fallback;
     else if (!(value >= 0 && value < 1e30)) { // NaN fails too
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %g", m->family, name, value);
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.%s is %g, expected 0 to 1e30", m->family, name,
+                           value);
     }
     *out = (float)value;
     return ROCQ_OK;
@@ -468,11 +486,11 @@ static rocq_result llama__read_causal(llama_model *m, const rocq_gguf *file) {
     snprintf(key, sizeof key, "%s.attention.causal", m->family);
     const rocq_result result = rocq_gguf_get_bool(file, key, &causal);
     if (result != ROCQ_OK && result != ROCQ_E_NOT_FOUND) {
-        return llama__fail(m, result, "%s is neither true nor false", key);
+        return llama__mistyped(m, result, file, key, "a bool");
     }
     if (causal) return ROCQ_OK;
-    return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is false: models whose tokens see those behind "
-                       "them are not supported", key);
+    return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is false, expected true: models whose tokens see "
+                       "those behind them are not supported", key);
 }
 
 // Tokens that are never to be drawn: in gemma4's files those that stand for pictures and sounds.
@@ -482,7 +500,7 @@ static rocq_result llama__read_suppressed(llama_model *m, const rocq_gguf *file)
     int64_t token;
     if (rocq_gguf_find_value(file, key, tokens) != ROCQ_OK || tokens->count == 0) return ROCQ_OK;
     if (tokens->is_array && rocq_gguf_value_i64(tokens, 0, &token) == ROCQ_OK) return ROCQ_OK;
-    return llama__fail(m, ROCQ_E_TYPE, "%s is not an array of integers", key);
+    return llama__mistyped(m, ROCQ_E_TYPE, file, key, "an array of integers");
 }
 
 // YaRN's magnitude of keys and queries at a context that is stretched by factor.
@@ -509,7 +527,7 @@ static rocq_result llama__read_rope(llama_model *m, const rocq_gguf *file) {
     snprintf(key, sizeof key, "%s.rope.scaling.type", m->family);
     const rocq_result typed = rocq_gguf_get_str(file, key, &scaling);
     if (typed != ROCQ_OK && typed != ROCQ_E_NOT_FOUND) {
-        return llama__fail(m, typed, "%s is not a string", key);
+        return llama__mistyped(m, typed, file, key, "a string");
     }
     const bool none = rocq_str_equal(scaling, "none"), yarn = rocq_str_equal(scaling, "yarn");
     if (!none && !yarn && !rocq_str_equal(scaling, "linear") &&
@@ -518,8 +536,9 @@ static rocq_result llama__read_rope(llama_model *m, const rocq_gguf *file) {
                            (int)(scaling.length < 100 ? scaling.length : 100), scaling.data);
     }
     if (rope->n_dims > m->head_dim || rope->n_dims % 2 != 0) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s.rope.dimension_count is %d for heads of %d",
-                           m->family, (int)rope->n_dims, (int)m->head_dim);
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.rope.dimension_count is %d, expected an even "
+                           "number up to %d, the size of a head", m->family, (int)rope->n_dims,
+                           (int)m->head_dim);
     }
     if (factor > 0 && !none) rope->freq_scale = 1 / factor;
     rope->ext_factor = yarn ? 1.0f : 0.0f;
@@ -551,16 +570,20 @@ static rocq_result llama__read_experts(llama_model *m, const rocq_gguf *file) {
     LLAMA__TRY(llama__read_int(m, file, "expert_used_count", LLAMA__REQUIRED, &m->n_used));
     LLAMA__TRY(llama__read_float(m, file, "expert_weights_scale", 0, &m->expert_scale));
     if (m->n_used <= m->n_experts) return ROCQ_OK;
-    return llama__fail(m, ROCQ_E_CORRUPT, "%s.expert_used_count is %d for %d experts", m->family,
-                       (int)m->n_used, (int)m->n_experts);
+    return llama__fail(m, ROCQ_E_CORRUPT, "%s.expert_used_count is %d, expected 1 to %d, the "
+                       "number of experts", m->family, (int)m->n_used, (int)m->n_experts);
 }
 
 static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
     rocq_str name;
     rocq_gguf_value tokens;
     int32_t value_dim;
-    if (rocq_gguf_get_str(file, "general.architecture", &name) != ROCQ_OK) {
-        return llama__fail(m, ROCQ_E_NOT_FOUND, "the file has no general.architecture");
+    const rocq_result named = rocq_gguf_get_str(file, "general.architecture", &name);
+    if (named == ROCQ_E_NOT_FOUND) {
+        return llama__fail(m, named, "the file has no general.architecture");
+    }
+    if (named != ROCQ_OK) {
+        return llama__mistyped(m, named, file, "general.architecture", "a string");
     }
     for (int i = 0; i < LLAMA__N_FAMILIES; i++) {
         if (rocq_str_equal(name, llama__families[i].name)) m->family = llama__families[i].name;
@@ -577,14 +600,16 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
         if (row->name == m->family && row->experts == (m->n_experts > 1)) m->row = row;
     }
     if (!m->row) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s models of %d experts are not supported",
-                           m->family, (int)m->n_experts);
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.expert_count is %d, expected %s", m->family,
+                           (int)m->n_experts, m->n_experts > 1 ? "0: mixtures of this family are "
+                                                                 "not supported" : "2 or more");
     }
     if (m->row->deltas) { // the last layers may be for guessing tokens ahead, which is not done
         LLAMA__TRY(llama__read_int(m, file, "nextn_predict_layers", 0, &m->n_ahead));
         if (m->n_ahead >= m->n_layers) {
-            return llama__fail(m, ROCQ_E_CORRUPT, "%s.nextn_predict_layers is %d of %d layers",
-                               m->family, (int)m->n_ahead, (int)m->n_layers);
+            return llama__fail(m, ROCQ_E_CORRUPT, "%s.nextn_predict_layers is %d, expected fewer "
+                               "than block_count, %d", m->family, (int)m->n_ahead,
+                               (int)m->n_layers);
         }
         m->n_layers -= m->n_ahead;
     }
@@ -599,8 +624,9 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
     LLAMA__TRY(llama__read_int(m, file, "attention.key_length", split, &m->head_dim));
     LLAMA__TRY(llama__read_int(m, file, "attention.value_length", split, &value_dim));
     if (value_dim != m->head_dim) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "keys of %d elements with values of %d are not "
-                           "supported", (int)m->head_dim, (int)value_dim);
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.attention.value_length is %d, expected %d, "
+                           "as attention.key_length", m->family, (int)value_dim,
+                           (int)m->head_dim);
     }
     if (rocq_gguf_find_value(file, "tokenizer.ggml.tokens", &tokens) == ROCQ_OK &&
         tokens.count > 0 && tokens.count < 1 << 30) {
@@ -614,12 +640,16 @@ static rocq_result llama__read_config(llama_model *m, const rocq_gguf *file) {
 }
 
 // Entry i of an array with a yes or a no for each layer: booleans, or integers 0 and 1.
-static rocq_result llama__read_flag(llama_model *m, const char *key, const rocq_gguf_value *value,
-                                    int32_t i, bool *out) {
+static rocq_result llama__read_flag(llama_model *m, const rocq_gguf *file, const char *key,
+                                    const rocq_gguf_value *value, int32_t i, bool *out) {
     int64_t number = 0;
     if (rocq_gguf_value_bool(value, i, out) == ROCQ_OK) return ROCQ_OK;
-    if (rocq_gguf_value_i64(value, i, &number) != ROCQ_OK || (number | 1) != 1) {
-        return llama__fail(m, ROCQ_E_TYPE, "%s does not say yes or no in entry %d", key, (int)i);
+    if (rocq_gguf_value_i64(value, i, &number) != ROCQ_OK) {
+        return llama__mistyped(m, ROCQ_E_TYPE, file, key, "integers or bools");
+    }
+    if ((number | 1) != 1) {
+        return llama__fail(m, ROCQ_E_TYPE, "%s is %.0f in entry %d, expected 0 or 1", key,
+                           (double)number, (int)i);
     }
     *out = number == 1;
     return ROCQ_OK;
@@ -637,7 +667,8 @@ static rocq_result llama__read_windows(llama_model *m, const rocq_gguf *file, in
     if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK || !value.is_array) {
         LLAMA__TRY(llama__read(m, file, name, true, false, &there, &period));
         if (period < 0 || period > 1 << 30) {
-            return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f", key, period);
+            return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f, expected 0 to %d", key, period,
+                               1 << 30);
         }
         for (int32_t i = 0, n = (int32_t)period; i < m->n_layers; i++) {
             m->layers[i].window = n > 0 && i % n == n - 1 ? 0 : window;
@@ -645,12 +676,11 @@ static rocq_result llama__read_windows(llama_model *m, const rocq_gguf *file, in
         return ROCQ_OK;
     }
     if (value.count != m->n_layers) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s has %.0f entries for %d layers", key,
-                           (double)value.count, (int)m->n_layers);
+        return llama__miscounted(m, key, value.count);
     }
     for (int32_t i = 0; i < m->n_layers; i++) {
         bool windowed;
-        LLAMA__TRY(llama__read_flag(m, key, &value, i, &windowed));
+        LLAMA__TRY(llama__read_flag(m, file, key, &value, i, &windowed));
         m->layers[i].window = windowed ? window : 0;
     }
     return ROCQ_OK;
@@ -667,8 +697,9 @@ static rocq_result llama__read_ropes(llama_model *m, const rocq_gguf *file) {
         LLAMA__TRY(llama__read_int(m, file, "rope.dimension_count_swa", m->local_dim, &local_dims));
     }
     if (row->mixed && (local_dims > m->local_dim || local_dims % 2 != 0)) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s.rope.dimension_count_swa is %d for heads of %d",
-                           m->family, (int)local_dims, (int)m->local_dim);
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s.rope.dimension_count_swa is %d, expected an even "
+                           "number up to %d, the size of a head", m->family, (int)local_dims,
+                           (int)m->local_dim);
     }
     for (int32_t i = 0; i < m->n_layers; i++) {
         rocq_rope_config *rope = &m->layers[i].rope;
@@ -693,11 +724,16 @@ static rocq_result llama__read_sections(llama_model *m, const rocq_gguf *file) {
     int64_t size[4], all = 0;
     snprintf(key, sizeof key, "%s.rope.dimension_sections", m->family);
     if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK) return ROCQ_OK;
+    if (!value.is_array || value.count != 4) {
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s has %.0f entries, expected 4", key,
+                           (double)value.count);
+    }
     for (int64_t i = 0; i < 4; i++) {
-        if (!value.is_array || value.count != 4 ||
-            rocq_gguf_value_i64(&value, i, &size[i]) != ROCQ_OK || size[i] < 0 ||
+        size[i] = -1;
+        if (rocq_gguf_value_i64(&value, i, &size[i]) != ROCQ_OK || size[i] < 0 ||
             size[i] > 1 << 20) {
-            return llama__fail(m, ROCQ_E_CORRUPT, "%s is not four sizes", key);
+            return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f in entry %d, expected 0 to %d", key,
+                               (double)size[i], (int)i, 1 << 20);
         }
         all += size[i];
     }
@@ -722,19 +758,21 @@ static rocq_result llama__read_deltas(llama_model *m, const rocq_gguf *file) {
     LLAMA__TRY(llama__read_int(m, file, "full_attention_interval", 4, &interval));
     if (m->delta_dim > ROCQ_DELTA_NET_KEYS || m->delta_heads % m->delta_groups != 0 ||
         (int64_t)m->delta_heads * m->delta_dim != inner) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "delta nets of %d heads of %d elements, %d in "
-                           "all, with %d keys are not supported", (int)m->delta_heads,
-                           (int)m->delta_dim, (int)inner, (int)m->delta_groups);
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.ssm.state_size is %d, expected up to %d; "
+                           "inner_size is %d, expected %.0f, that by time_step_rank; which is %d, "
+                           "expected a multiple of group_count, %d", m->family, (int)m->delta_dim,
+                           (int)ROCQ_DELTA_NET_KEYS, (int)inner,
+                           (double)m->delta_heads * m->delta_dim, (int)m->delta_heads,
+                           (int)m->delta_groups);
     }
     snprintf(key, sizeof key, "%s.attention.recurrent_layers", m->family);
     const bool listed = rocq_gguf_find_value(file, key, &value) == ROCQ_OK;
     if (listed && (!value.is_array || value.count < m->n_layers)) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s is no array of %d layers", key,
-                           (int)m->n_layers);
+        return llama__miscounted(m, key, value.count);
     }
     for (int32_t i = 0; i < m->n_layers; i++) {
         bool delta = (i + 1) % interval != 0;
-        if (listed) LLAMA__TRY(llama__read_flag(m, key, &value, i, &delta));
+        if (listed) LLAMA__TRY(llama__read_flag(m, file, key, &value, i, &delta));
         m->layers[i].bit &= delta ? LLAMA__DELTAS : ~LLAMA__DELTAS;
         m->n_convs += delta;
     }
@@ -755,10 +793,10 @@ static rocq_result llama__read_kinds(llama_model *m, const rocq_gguf *file) {
                                    &m->n_kv_heads));
     }
     for (int32_t i = 0; i < m->n_layers; i++) {
-        int64_t n = m->n_kv_heads;
+        int64_t n = mixed ? -1 : m->n_kv_heads;
         if (mixed && (rocq_gguf_value_i64(&heads, i, &n) != ROCQ_OK || n < 0 || n > 1 << 30)) {
-            return llama__fail(m, ROCQ_E_CORRUPT, "%s is no number of heads in layer %d", key,
-                               (int)i);
+            return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f in layer %d, expected 0 to %d", key,
+                               (double)n, (int)i, 1 << 30);
         }
         if (n > 0 && m->n_kv_heads > 0 && n != m->n_kv_heads) {
             return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s is %d in one layer and %d in layer %d: "
@@ -773,8 +811,8 @@ static rocq_result llama__read_kinds(llama_model *m, const rocq_gguf *file) {
         if (n == 0) m->n_convs++;
     }
     if (m->n_kv_heads < 1 || m->n_heads % m->n_kv_heads != 0) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%d layers of %d heads on %d KV heads",
-                           (int)m->n_layers, (int)m->n_heads, (int)m->n_kv_heads);
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s is %d, expected a divisor of "
+                           "attention.head_count, %d", key, (int)m->n_kv_heads, (int)m->n_heads);
     }
     if (row->deltas) LLAMA__TRY(llama__read_deltas(m, file));
     if (!row->convolves && !row->deltas) return ROCQ_OK;
@@ -790,12 +828,12 @@ static rocq_result llama__read_entry(llama_model *m, const rocq_gguf *file, cons
                                      int32_t layer, int32_t *out) {
     char key[128];
     rocq_gguf_value value;
-    int64_t number;
+    int64_t number = -1;
     snprintf(key, sizeof key, "%s.%s", m->family, name);
     if (rocq_gguf_find_value(file, key, &value) != ROCQ_OK || !value.is_array) return ROCQ_OK;
     if (rocq_gguf_value_i64(&value, layer, &number) != ROCQ_OK || number < 1 || number > 1 << 30) {
-        return llama__fail(m, ROCQ_E_CORRUPT, "%s is no number from 1 on in layer %d", key,
-                           (int)layer);
+        return llama__fail(m, ROCQ_E_CORRUPT, "%s is %.0f in layer %d, expected 1 to %d", key,
+                           (double)number, (int)layer, 1 << 30);
     }
     *out = (int32_t)number;
     return ROCQ_OK;
@@ -817,8 +855,9 @@ static rocq_result llama__read_shapes(llama_model *m, const rocq_gguf *file) {
         LLAMA__TRY(llama__read_int(m, file, "embedding_length_per_layer_input", 0, &m->n_apart));
     }
     if (value_dim != m->local_dim) {
-        return llama__fail(m, ROCQ_E_UNSUPPORTED, "keys of %d elements with values of %d are not "
-                           "supported", (int)m->local_dim, (int)value_dim);
+        return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.attention.value_length_swa is %d, expected "
+                           "%d, as attention.key_length_swa", m->family, (int)value_dim,
+                           (int)m->local_dim);
     }
     for (int32_t i = 0; i < m->n_layers; i++) {
         llama_layer *l = &m->layers[i];
@@ -836,11 +875,16 @@ static rocq_result llama__read_shapes(llama_model *m, const rocq_gguf *file) {
         l->source = newest[kind];
         l->bit &= l->source == i ? ~LLAMA__GEMMA4_SHARED : ~LLAMA__GEMMA4;
         const llama_layer *like = before < 0 ? l : &m->layers[before];
-        if (l->source < 0 || like->n_kv_heads != l->n_kv_heads ||
-            m->n_heads % l->n_kv_heads != 0) {
-            return llama__fail(m, ROCQ_E_UNSUPPORTED, "layer %d, of %d heads on %d KV heads, has "
-                               "no keys and values, or others of its kind have another shape",
-                               (int)i, (int)m->n_heads, (int)l->n_kv_heads);
+        if (l->source < 0) {
+            return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.attention.shared_kv_layers is %d of %d: "
+                               "layer %d has no keys and values, nor has one of its kind before it",
+                               m->family, (int)n_shared, (int)m->n_layers, (int)i);
+        }
+        if (like->n_kv_heads != l->n_kv_heads || m->n_heads % l->n_kv_heads != 0) {
+            return llama__fail(m, ROCQ_E_UNSUPPORTED, "%s.attention.head_count_kv is %d in layer "
+                               "%d, expected %d, as in others of its kind, a divisor of "
+                               "attention.head_count, %d", m->family, (int)l->n_kv_heads, (int)i,
+                               (int)like->n_kv_heads, (int)m->n_heads);
         }
     }
     return ROCQ_OK;
@@ -863,7 +907,9 @@ static rocq_result llama__read_numbers(llama_model *m, const rocq_gguf *file) {
         LLAMA__TRY(llama__read_float(m, file, "embedding_scale", 0, &embedding));
         LLAMA__TRY(llama__read_float(m, file, "residual_scale", 0, &added));
         LLAMA__TRY(llama__read_float(m, file, "logit_scale", LLAMA__REQUIRED, &logits));
-        if (logits == 0) return llama__fail(m, ROCQ_E_CORRUPT, "%s.logit_scale is 0", m->family);
+        if (logits == 0) {
+            return llama__fail(m, ROCQ_E_CORRUPT, "%s.logit_scale is 0, expected more", m->family);
+        }
         if (attention > 0) m->attention_scale = attention;
         if (embedding > 0) m->embedding_scale = embedding;
         m->logit_scale = 1 / logits;

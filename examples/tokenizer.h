@@ -1189,8 +1189,8 @@ static rocq_result tok__read_array(tokenizer *t, const rocq_gguf *file, const ch
                                    rocq_gguf_value *value, bool *there) {
     *there = rocq_gguf_find_value(file, key, value) == ROCQ_OK;
     if (*there && (!value->is_array || value->count < t->n_vocab)) {
-        return tok__fail(t, ROCQ_E_CORRUPT, "%s does not have an entry for each of %d tokens", key,
-                         (int)t->n_vocab);
+        return tok__fail(t, ROCQ_E_CORRUPT, "%s has %.0f entries, expected %d, one for each token",
+                         key, (double)value->count, (int)t->n_vocab);
     }
     return ROCQ_OK;
 }
@@ -1202,7 +1202,10 @@ static rocq_result tok__read_tokens(tokenizer *t, const rocq_gguf *file) {
     bool has_scores, has_types;
     TOK__TRY(tok__read_map(t, file, "tokenizer.ggml.tokens", &t->vocab, true));
     t->n_vocab = (int32_t)arrlen(t->vocab.strings);
-    if (t->n_vocab == 0) return tok__fail(t, ROCQ_E_CORRUPT, "tokenizer.ggml.tokens is empty");
+    if (t->n_vocab == 0) {
+        return tok__fail(t, ROCQ_E_CORRUPT, "tokenizer.ggml.tokens has 0 entries, expected 1 or "
+                         "more");
+    }
     TOK__TRY(tok__read_array(t, file, "tokenizer.ggml.scores", &scores, &has_scores));
     TOK__TRY(tok__read_array(t, file, "tokenizer.ggml.token_type", &types, &has_types));
     arrsetcap(t->scores, (size_t)t->n_vocab);
@@ -1213,10 +1216,12 @@ static rocq_result tok__read_tokens(tokenizer *t, const rocq_gguf *file) {
         if (has_scores && rocq_gguf_value_i64(&scores, i, &whole) == ROCQ_OK) {
             score = (double)whole;
         } else if (has_scores && rocq_gguf_value_f64(&scores, i, &score) != ROCQ_OK) {
-            return tok__fail(t, ROCQ_E_TYPE, "token %d has no number for a score", (int)i);
+            return tok__fail(t, ROCQ_E_TYPE, "tokenizer.ggml.scores has no number for token %d",
+                             (int)i);
         }
         if (has_types && rocq_gguf_value_i64(&types, i, &type) != ROCQ_OK) {
-            return tok__fail(t, ROCQ_E_TYPE, "token %d has no integer for a type", (int)i);
+            return tok__fail(t, ROCQ_E_TYPE, "tokenizer.ggml.token_type has no integer for token "
+                             "%d", (int)i);
         }
         arrput(t->scores, (float)score);
         arrput(t->kinds, type >= 0 && type < 7 ? kind_of[type] : 0);
@@ -1320,7 +1325,9 @@ static rocq_result tok__load(tokenizer *t, const rocq_gguf *file) {
     TOK__TRY(tok__read_flag(t, file, "tokenizer.ggml.add_space_prefix", &t->add_space));
     if (gemma4) t->add_bos = true; // as in llama.cpp: files that say otherwise are wrong
     if ((t->add_bos && t->bos < 0) || (t->add_eos && t->eos < 0)) {
-        return tok__fail(t, ROCQ_E_CORRUPT, "a text must begin or end with a token not there");
+        return tok__fail(t, ROCQ_E_CORRUPT, "tokenizer.ggml.add_bos_token or add_eos_token is "
+                         "true, but bos_token_id is %d and eos_token_id %d, expected 0 to %d",
+                         (int)t->bos, (int)t->eos, (int)t->n_vocab - 1);
     }
     TOK__TRY(tok__read_roles(t, file));
     tok__adapt_roles(t);

@@ -278,6 +278,8 @@ static void test_mixtures(void **state) {
         double bound;
         int64_t layer; // launches
     } cases[] = {
+        {{"gpu-mixtral", "llama", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
+          .n_ff = 96, .n_vocab = 301, .formats = q4_0, .n_experts = 3, .n_used = 3}, 2e-3, 12},
         {{"gpu-qwen3moe", "qwen3moe", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
           .n_ff = 96, .n_vocab = 301, .formats = f32, .n_experts = 9, .n_used = 3}, 1e-5, 12},
         {{"gpu-gpt-oss", "gpt-oss", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2, .head_dim = 32,
