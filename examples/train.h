@@ -194,9 +194,9 @@ static inline rocq_result train_evaluate(trainer *t, const train_batch *batch, f
 // A checkpoint: weights, moments, loss scale, counts, and t->user. After train_load the next steps
 // give the same bits as if the run had never been interrupted. It is a file of rocq_file_open: path
 // is the old file or the new one, whenever the program dies. train_load refuses checkpoints that
-// are cut short, of another model, or of other options where those matter (rank, alpha, targets,
-// moments8), with one line in t->error, and changes nothing then. Where the disk fails while it
-// reads, no call but train_load is taken until one succeeds.
+// are cut short or have changed since, of another model, or of other options where those matter
+// (rank, alpha, targets, moments8), with one line in t->error, and changes nothing then. Where the
+// disk fails while it reads, no call but train_load is taken until one succeeds.
 static inline rocq_result train_save(trainer *t, const char *path);
 static inline rocq_result train_load(trainer *t, const char *path);
 
@@ -1261,9 +1261,11 @@ static inline rocq_result train_evaluate(trainer *t, const train_batch *batch, f
 // Bodies of the interface: files
 // ---------------------------------------------------------------------------------------------
 
-// A checkpoint is a GGUF file, whose reader knows when one is cut short. The state comes last, and
-// fills its block, so that no byte of the file is mere padding.
-enum { TRAIN__VERSION = 1, TRAIN__MOST_PARTS = 6 };
+// A checkpoint is a GGUF file, whose reader knows when one is cut short. Behind all that is loaded
+// comes a sum of it, four times over, which fills its block: no byte of the file is mere padding.
+// A bit that changed on a disk could make a moment negative, and then all weights NaN, in silence.
+enum { TRAIN__VERSION = 2, TRAIN__MOST_PARTS = 6, TRAIN__SUMS = 4 };
+static const int64_t train__n_sums = TRAIN__SUMS * 2; // in 32 bits
 
 typedef struct train__part {
     const char *name;
@@ -1281,9 +1283,15 @@ static int train__parts(const trainer *t, train__part parts[TRAIN__MOST_PARTS]) 
     return n;
 }
 
-static uint64_t train__hash(uint64_t hash, const void *data, size_t size) { // FNV-1a
+// As FNV-1a, but of 8 bytes at a time. Each step can be undone, so that no change of one is lost.
+static uint64_t train__hash(uint64_t hash, const void *data, size_t size) {
     const unsigned char *bytes = (const unsigned char *)data;
-    for (size_t i = 0; i < size; i++) hash = (hash ^ bytes[i]) * 0x100000001b3u;
+    for (size_t i = 0; i < size; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, bytes + i, size - i < 8 ? size - i : 8);
+        hash = (hash ^ word) * 0x100000001b3u;
+        hash ^= hash >> 32;
+    }
     return hash;
 }
 
@@ -1315,9 +1323,12 @@ static rocq_result train__download(trainer *t, const rocq_tensor *from, void **d
     return result;
 }
 
-static rocq_result train__write_tensor(trainer *t, rocq_gguf_writer *to, const rocq_tensor *from) {
+// sum: NULL, or a hash that goes on with the tensor's bytes.
+static rocq_result train__write_tensor(trainer *t, rocq_gguf_writer *to, const rocq_tensor *from,
+                                       uint64_t *sum) {
     void *data;
     TRAIN__TRY(train__download(t, from, &data));
+    if (sum) *sum = train__hash(*sum, data, (size_t)rocq_tensor_size(from));
     const rocq_result result = rocq_gguf_writer_write(to, data, rocq_tensor_size(from));
     train__free(t, data, rocq_tensor_size(from));
     return result;
@@ -1327,6 +1338,7 @@ static rocq_result train__write_checkpoint(trainer *t, rocq_gguf_writer *to,
                                            const rocq_gguf *from) {
     (void)from;
     const uint64_t fingerprint = train__fingerprint(t);
+    uint64_t sums[TRAIN__SUMS] = {train__hash(fingerprint, t->user, sizeof t->user)};
     train__part parts[TRAIN__MOST_PARTS];
     const int n = train__parts(t, parts);
     TRAIN__TRY(rocq_gguf_writer_set_str(to, "general.type", "checkpoint"));
@@ -1340,8 +1352,12 @@ static rocq_result train__write_checkpoint(trainer *t, rocq_gguf_writer *to,
         TRAIN__TRY(rocq_gguf_writer_add_tensor(to, parts[i].name, parts[i].tensor->format, 1,
                                                &count));
     }
-    for (int i = 0; i < n; i++) TRAIN__TRY(train__write_tensor(t, to, parts[i].tensor));
-    return ROCQ_OK;
+    TRAIN__TRY(rocq_gguf_writer_add_tensor(to, "sum", ROCQ_I32, 1, &train__n_sums));
+    for (int i = 0; i < n; i++) {
+        TRAIN__TRY(train__write_tensor(t, to, parts[i].tensor, &sums[0]));
+    }
+    for (int i = 1; i < TRAIN__SUMS; i++) sums[i] = sums[0];
+    return rocq_gguf_writer_write(to, sums, (int64_t)sizeof sums);
 }
 
 // Writes a file by way of write, which stops at a failure; the file then stays as it was.
@@ -1379,6 +1395,40 @@ static rocq_result train__check_state(trainer *t, const char *path, const rocq_g
                                         "scale make no sense", path);
 }
 
+// Whether all that is to be loaded is what was written.
+static rocq_result train__check_sum(trainer *t, const char *path, const rocq_gguf *file) {
+    uint64_t sum = train__fingerprint(t), user[8] = {0}, sums[TRAIN__SUMS];
+    train__part parts[TRAIN__MOST_PARTS];
+    const int n = train__parts(t, parts);
+    rocq_gguf_value value;
+    rocq_gguf_tensor found;
+    TRAIN__TRY(rocq_gguf_find_value(file, "train.user", &value));
+    for (int64_t i = 0; i < 8; i++) TRAIN__TRY(rocq_gguf_value_u64(&value, i, &user[i]));
+    sum = train__hash(sum, user, sizeof user);
+    for (int i = 0; i < n; i++) {
+        void *data;
+        TRAIN__TRY(rocq_gguf_find_tensor(file, parts[i].name, &found));
+        TRAIN__TRY(train__allocate(t, &data, found.size));
+        const rocq_result result = rocq_gguf_read(t->ctx, file, &found, data);
+        if (result == ROCQ_OK) sum = train__hash(sum, data, (size_t)found.size);
+        train__free(t, data, found.size);
+        TRAIN__TRY(result);
+    }
+    if (rocq_gguf_find_tensor(file, "sum", &found) != ROCQ_OK || !found.known ||
+        found.format != ROCQ_I32 || found.size != (int64_t)sizeof sums) {
+        return train__fail(t, ROCQ_E_SHAPE, "%s: has no \"sum\" of %d numbers", path,
+                           (int)train__n_sums);
+    }
+    TRAIN__TRY(rocq_gguf_read(t->ctx, file, &found, sums));
+    for (int i = 0; i < TRAIN__SUMS; i++) {
+        if (sums[i] == sum) continue;
+        return train__fail(t, ROCQ_E_CORRUPT, "%s: has changed since it was written: its sum is "
+                           "%08x%08x, expected %08x%08x", path, (unsigned)(sum >> 32),
+                           (unsigned)sum, (unsigned)(sums[i] >> 32), (unsigned)sums[i]);
+    }
+    return ROCQ_OK;
+}
+
 // Whether the file is a checkpoint that fits; nothing is changed.
 static rocq_result train__check_checkpoint(trainer *t, const char *path, const rocq_gguf *file) {
     rocq_str type;
@@ -1412,7 +1462,7 @@ static rocq_result train__check_checkpoint(trainer *t, const char *path, const r
         }
         if (parts[i].tensor == &t->state) TRAIN__TRY(train__check_state(t, path, file, &found));
     }
-    return ROCQ_OK;
+    return train__check_sum(t, path, file);
 }
 
 static rocq_result train__read_checkpoint(trainer *t, const char *path, const rocq_gguf *file) {
@@ -1487,7 +1537,7 @@ static rocq_result train__write_weight(trainer *t, rocq_gguf_writer *to, const r
         return result;
     }
     const rocq_tensor view = train__view(p, &t->masters);
-    if (p->ne[1] == 1 || t->format == ROCQ_F32) return train__write_tensor(t, to, &view);
+    if (p->ne[1] == 1 || t->format == ROCQ_F32) return train__write_tensor(t, to, &view, NULL);
     TRAIN__TRY(rocq_row_size(t->format, p->ne[0], &row));
     TRAIN__TRY(train__download(t, &view, &data));
     rocq_result result = train__allocate(t, &encoded, row * p->ne[1]);
@@ -1552,7 +1602,7 @@ static rocq_result train__write_adapters(trainer *t, rocq_gguf_writer *to, const
     }
     for (int32_t i = 0; i < t->n_params; i++) {
         const rocq_tensor view = train__view(&t->params[i], &t->masters);
-        TRAIN__TRY(train__write_tensor(t, to, &view));
+        TRAIN__TRY(train__write_tensor(t, to, &view, NULL));
     }
     return ROCQ_OK;
 }

@@ -496,8 +496,8 @@ static void mutate(unsigned char *data, size_t size, size_t head, model_random *
     }
 }
 
-// Whatever bytes of a checkpoint are changed, it is refused in one line that names the file, and
-// then nothing has changed; or it is taken, and the next step ends, too.
+// Whatever bytes of a checkpoint are changed: it is refused in one line, and then nothing has
+// changed; or those bytes say nothing that is loaded, and what is loaded is what was written.
 static void a_changed_checkpoint_does_no_harm(void **state) {
     (void)state;
     static const struct {
@@ -512,15 +512,17 @@ static void a_changed_checkpoint_does_no_harm(void **state) {
         const train_options how = {.n_tokens = 5, .rank = cases[k].rank,
                                    .targets = cases[k].targets, .moments8 = cases[k].moments8};
         model_random random = {k + 1};
-        int n_taken = 0, n_steps = 0;
+        int n_taken = 0;
         char *bytes;
-        size_t before_size, after_size;
+        size_t n_state, n_after;
         rig r;
         rig_open(&r, path_of(cases[k].name), &how, 1);
         for (int i = 0; i < 2; i++) step(&r.t, &batch, 1e-2f);
         assert_int_equal(train_save(&r.t, CHECKPOINT), ROCQ_OK);
         const size_t size = read_bytes(CHECKPOINT, &bytes);
-        char *before = whole_state(&r.t, &before_size);
+        char *saved = whole_state(&r.t, &n_state);
+        step(&r.t, &batch, 1e-2f);
+        char *before = whole_state(&r.t, &n_state);
         unsigned char *changed = (unsigned char *)malloc(size);
         assert_non_null(changed);
         for (int i = 0; i < cases[k].n; i++) {
@@ -528,26 +530,25 @@ static void a_changed_checkpoint_does_no_harm(void **state) {
             mutate(changed, size, 700, &random); // the metadata and the list of tensors
             write_bytes(FOLDER "/changed.gguf", changed, size);
             const rocq_result result = train_load(&r.t, FOLDER "/changed.gguf");
-            char *after = whole_state(&r.t, &after_size);
-            if (result != ROCQ_OK) {
-                expect_refused(&r.t, result, result, "");
-                assert_int_equal(after_size, before_size);
-                assert_memory_equal(after, before, before_size);
-            } else {
-                n_taken++;
-                if (train_step(&r.t, &batch, 1e-2f) == ROCQ_OK) n_steps++;
-                else expect_refused(&r.t, ROCQ_E_STATE, ROCQ_E_STATE, "");
-                assert_int_equal(train_load(&r.t, CHECKPOINT), ROCQ_OK);
-            }
+            char *after = whole_state(&r.t, &n_after);
+            assert_int_equal(n_after, n_state);
+            assert_memory_equal(after, result == ROCQ_OK ? saved : before, n_state);
             free(after);
+            if (result == ROCQ_OK) {
+                n_taken++;
+                step(&r.t, &batch, 1e-2f); // to where it was
+            } else {
+                expect_refused(&r.t, result, result, "");
+            }
         }
         printf("# %s: of %d changed checkpoints %d were taken\n", cases[k].name, cases[k].n,
                n_taken);
-        assert_true(n_taken > 0 && n_taken < cases[k].n && n_steps > 0);
+        assert_true(n_taken < cases[k].n / 5);
         assert_int_equal(train_load(&r.t, CHECKPOINT), ROCQ_OK);
         assert_int_equal(r.t.result.n_steps, 2);
         free(changed);
         free(before);
+        free(saved);
         free(bytes);
         rig_close(&r);
     }

@@ -375,14 +375,40 @@ static void test_bad_input(void **state) {
     expect_failure(WITH("--csv", FOLDER "/none/x.csv"), "none/x.csv");
 }
 
+// The sum that a checkpoint should hold: of its fingerprint, train.user and all other tensors.
+static uint64_t sum_of(const char *data, size_t size) {
+    const rocq_gguf_desc desc = {.data = data, .size = (int64_t)size};
+    rocq_ctx *ctx = NULL;
+    rocq_gguf *file = NULL;
+    rocq_gguf_value user;
+    rocq_gguf_tensor t;
+    uint64_t sum = 0;
+    assert_int_equal(rocq_open(&ctx, NULL), ROCQ_OK);
+    assert_int_equal(rocq_gguf_open(ctx, &file, &desc), ROCQ_OK);
+    assert_int_equal(rocq_gguf_get_u64(file, "train.fingerprint", &sum), ROCQ_OK);
+    assert_int_equal(rocq_gguf_find_value(file, "train.user", &user), ROCQ_OK);
+    sum = train__hash(sum, user.data, 8 * sizeof(uint64_t));
+    for (int64_t i = 0; i + 1 < rocq_gguf_tensor_count(file); i++) {
+        assert_int_equal(rocq_gguf_tensor_at(file, i, &t), ROCQ_OK);
+        sum = train__hash(sum, data + t.offset, (size_t)t.size);
+    }
+    rocq_gguf_close(&file);
+    rocq_close(&ctx);
+    return sum;
+}
+
 // A checkpoint in which somebody has written: the contexts seen, or a float of the state.
 static void forge(const char *data, size_t size, int user, uint64_t seen, int place, float value) {
     char *forged = (char *)malloc(size), *at = forged;
+    uint64_t sums[TRAIN__SUMS];
     assert_non_null(forged);
     memcpy(forged, data, size);
     while (memcmp(at, "train.user", 10) != 0) at++;
     if (user >= 0) memcpy(at + 10 + 16 + 8 * user, &seen, sizeof seen); // type, type, count
-    else memcpy(forged + size - 4 * ROCQ_TRAIN_STATE + 4 * place, &value, sizeof value);
+    else memcpy(forged + size - sizeof sums - 4 * ROCQ_TRAIN_STATE + 4 * place, &value, 4);
+    sums[0] = sum_of(forged, size);
+    for (int i = 1; i < TRAIN__SUMS; i++) sums[i] = sums[0];
+    memcpy(forged + size - sizeof sums, sums, sizeof sums);
     write_bytes(FOLDER "/forged.gguf", forged, size);
     free(forged);
 }
@@ -413,6 +439,10 @@ static void test_forged_checkpoints(void **state) {
         expect_kept(RESUMED("4", "--checkpoint", FOLDER "/forged.gguf", "--resume", "--out", OUT),
                     "make no sense");
     }
+    data[size - sizeof(uint64_t) * TRAIN__SUMS - 1] ^= 1; // of a number that no step reads
+    write_bytes(FOLDER "/forged.gguf", data, size);
+    expect_kept(RESUMED("4", "--checkpoint", FOLDER "/forged.gguf", "--resume", "--out", OUT),
+                "has changed since it was written");
     free(data);
     // Lines of a CSV that are none of a run's are left out.
     write_file(CSV, "step,epoch\nnan,1,1,1,1,1,1\n1e300,1,1,1,1,,1\n-3,1,1,1,1,,1\n,,,,,,\n7\n"
