@@ -17,8 +17,11 @@
 //                              its turn and threads fall asleep. Of the shipped model also
 //       .../row                a step of 16 in a row, as text is generated
 //       .../cold               a step after the CPU's caches were emptied, as by a game's frame
+//   inference/MODEL/lora/N     a step like decode/N, with an adapter of rank 16 beside all
+//                              matrices, in turn with the same step without it, .../off
 //   inference/MODEL/phase/N/.. what the time to the first token is made of
-//   values: load (ms, file in the page cache), launches, allocations (none) a step, bytes
+//   values: load (ms, file in the page cache), launches (with the adapter, too), allocations (none)
+//   a step, bytes
 //
 // And where a filter contains "threads" (bench/run cpu threads), on the CPU:
 //
@@ -257,6 +260,70 @@ static double measure(session *s, const measured *w) {
     return result ? result->summary.median : 0;
 }
 
+// Counts what a step launches.
+static double launches(session *s, bool *ran) {
+    rocq_stats before, after;
+    s->n = s->steps = 1;
+    reset(s);
+    rocq_get_stats(s->b->ctx, &before);
+    *ran = run(s) == ROCQ_OK;
+    rocq_get_stats(s->b->ctx, &after);
+    return (double)(after.n_launches - before.n_launches);
+}
+
+// Opens the model of s once more, with an adapter of rank 16 for all of its matrices.
+static rocq_result open_adapted(session *s, const session *plain, const llama_options *options) {
+    const char *dir = getenv("TMPDIR");
+    char path[512];
+    snprintf(path, sizeof path, "%s/rocq-bench-lora-%d.gguf", dir && *dir ? dir : "/tmp",
+             (int)getpid());
+    const rocq_gguf_desc desc = {.path = path};
+    rocq_gguf *file = NULL;
+    rocq_result result = ROCQ_E_IO;
+    if (write_lora(s->b, plain->file, 16, path)) result = rocq_gguf_open(s->b->ctx, &file, &desc);
+    if (result == ROCQ_OK) result = llama_open(&s->m, s->b->ctx, plain->file, options);
+    const llama_lora lora = {"rank 16", file, 1};
+    if (result == ROCQ_OK) result = llama_set_loras(&s->m, &lora, 1);
+    rocq_gguf_close(&file);
+    unlink(path);
+    return result;
+}
+
+static void measure_lora(session *plain, const llama_options *options) {
+    char name[128], off[160];
+    const int32_t past = plain->b->tiny ? 16 : 128;
+    snprintf(name, sizeof name, "inference/%s/lora/%d", plain->name, (int)past);
+    snprintf(off, sizeof off, "%s/off", name);
+    if (plain->m.n_experts > 1 || !bench_wants(plain->b, name)) return;
+    session *s = (session *)bench_alloc((int64_t)sizeof *s);
+    memcpy(s, plain, sizeof *s);
+    memset(&s->m, 0, sizeof s->m);
+    s->past = plain->past = 0;
+    s->n = plain->n = past;
+    s->steps = plain->steps = 1;
+    plain->m.n_past = 0;
+    if (open_adapted(s, plain, options) != ROCQ_OK || run(s) != ROCQ_OK || run(plain) != ROCQ_OK) {
+        bench_fail(s->b, name, s->m.error[0] ? s->m.error : rocq_error(s->b->ctx));
+    } else {
+        s->past = plain->past = past;
+        s->n = plain->n = 1;
+        const bool fits = s->m.weight_bytes < s->b->cache_bytes;
+        const double bytes = s->step_bytes + (double)s->m.adapters.memory.size;
+        const bench_case cases[2] = {
+            {.name = off, .bytes = s->step_bytes, .run = run, .reset = reset, .verify = is_right,
+             .user = plain, .inner = 1, .single = true, .warm = fits},
+            {.name = name, .bytes = bytes, .run = run, .reset = reset, .verify = is_right,
+             .user = s, .inner = 1, .single = true, .warm = fits}};
+        bool ran;
+        bench_run_pair(s->b, cases, 2);
+        snprintf(name, sizeof name, "inference/%s/lora/launches_per_token", s->name);
+        const double n = launches(s, &ran);
+        bench_value(s->b, name, n, "launches", ran);
+    }
+    llama_close(&s->m);
+    free(s);
+}
+
 // Opens the model on both sides. False: said why.
 static bool session_open(session *s, const char *path, const llama_options *options,
                          double *load) {
@@ -324,13 +391,12 @@ static void measure_all(session *s) {
     }
 
     rocq_stats before, after;
-    s->n = s->steps = 1;
-    reset(s);
+    bool ran;
     rocq_get_stats(b->ctx, &before);
-    const bool ran = run(s) == ROCQ_OK;
+    const double n = launches(s, &ran);
     rocq_get_stats(b->ctx, &after);
     snprintf(name, sizeof name, "%s/launches_per_token", prefix);
-    bench_value(b, name, (double)(after.n_launches - before.n_launches), "launches", ran);
+    bench_value(b, name, n, "launches", ran);
     snprintf(name, sizeof name, "%s/allocations_per_token", prefix);
     bench_value(b, name, (double)(after.n_allocs - before.n_allocs), "allocations",
                 ran && after.n_allocs == before.n_allocs);
@@ -363,6 +429,7 @@ static void measure_file(bench *b, const char *name, const char *path,
             bench_value(b, value, sizes[i].value, "bytes", s->right);
         }
         measure_all(s);
+        measure_lora(s, options);
     }
     session_close(s);
 }

@@ -145,6 +145,44 @@ BENCH_FN bool write_model(bench *b, const model_shape *s, int32_t n_ctx, const c
     return rocq_gguf_writer_close(&w.w) == ROCQ_OK && !w.failed;
 }
 
+// An adapter (LoRA) for all matrices of a model but its embedding and its experts, with random
+// numbers: A and B in F32, as they are trained.
+BENCH_FN bool write_lora(bench *b, const rocq_gguf *of, int64_t rank, const char *path) {
+    const rocq_gguf_writer_desc desc = {.path = path};
+    rocq_gguf_writer *w = NULL;
+    rocq_str arch = {NULL, 0};
+    rocq_gguf_tensor t;
+    char name[256];
+    bool good = rocq_gguf_get_str(of, "general.architecture", &arch) == ROCQ_OK;
+    if (!good || rocq_gguf_writer_open(b->ctx, &w, &desc) != ROCQ_OK) return false;
+    snprintf(name, sizeof name, "%.*s", (int)arch.length, arch.data);
+    rocq_gguf_writer_set_str(w, "general.architecture", name);
+    rocq_gguf_writer_set_str(w, "general.type", "adapter");
+    rocq_gguf_writer_set_str(w, "adapter.type", "lora");
+    rocq_gguf_writer_set_f32(w, "adapter.lora.alpha", (float)rank);
+    for (int pass = 0; pass < 2; pass++) { // names and shapes, then values
+        uint64_t state = 1;
+        for (int64_t i = 0; good && rocq_gguf_tensor_at(of, i, &t) == ROCQ_OK; i++) {
+            if (t.n_dims != 2 || strncmp(t.name.data, "token_embd", 10) == 0) continue;
+            for (int k = 0; k < 2; k++) {
+                const int64_t ne[2] = {k ? rank : t.ne[0], k ? t.ne[1] : rank}, n = ne[0] * ne[1];
+                snprintf(name, sizeof name, "%.*s.lora_%c", (int)t.name.length, t.name.data,
+                         k ? 'b' : 'a');
+                if (pass == 0) {
+                    good &= rocq_gguf_writer_add_tensor(w, name, ROCQ_F32, 2, ne) == ROCQ_OK;
+                    continue;
+                }
+                float *values = (float *)bench_alloc(n * (int64_t)sizeof *values);
+                for (int64_t j = 0; j < n; j++)
+                    values[j] = 0.1f * bench_normal(&state) / sqrtf((float)ne[0]);
+                good &= rocq_gguf_writer_write(w, values, 4 * n) == ROCQ_OK;
+                free(values);
+            }
+        }
+    }
+    return rocq_gguf_writer_close(&w) == ROCQ_OK && good;
+}
+
 // The model of a program that measures one: "--model FILE", or a llama shape, written to path.
 typedef struct model_choice {
     const char *name, *given; // given: the file, or NULL
