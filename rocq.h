@@ -8567,6 +8567,7 @@ static double rocq__nmse_bound(rocq_precision precision) {
 //   zero_below              v, but 0 in the lanes where x < limit
 //   sum                     of the lanes: ((0 + 4) + (1 + 5)) + ((2 + 6) + (3 + 7))
 //   sum4                    of each of four: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), to out[4]
+//   sum8                    the same of each of eight
 //   turn                    eight vectors, as rows of 8 x 8 floats, become its columns
 
 #define ROCQ__HAS_V8 (ROCQ__HAS_AVX2 || ROCQ__HAS_NEON)
@@ -8655,6 +8656,11 @@ ROCQ__V8 float rocq__v8_sum(rocq__v8 v) {
 ROCQ__V8 void rocq__v8_sum4(float *out, rocq__v8 a, rocq__v8 b, rocq__v8 c, rocq__v8 d) {
     const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
+ROCQ__V8 rocq__v8 rocq__v8_sum8(const rocq__v8 *v) {
+    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 ROCQ__V8 void rocq__v8_turn(rocq__v8 *v) {
     __m256 pair[8];
@@ -8789,6 +8795,12 @@ ROCQ__V8 void rocq__v8_sum4(float *out, rocq__v8 a, rocq__v8 b, rocq__v8 c, rocq
     const float32x4_t lo = vpaddq_f32(vpaddq_f32(a.lo, b.lo), vpaddq_f32(c.lo, d.lo));
     const float32x4_t hi = vpaddq_f32(vpaddq_f32(a.hi, b.hi), vpaddq_f32(c.hi, d.hi));
     vst1q_f32(out, vaddq_f32(lo, hi));
+}
+ROCQ__V8 rocq__v8 rocq__v8_sum8(const rocq__v8 *v) {
+    float sums[8];
+    rocq__v8_sum4(sums, v[0], v[1], v[2], v[3]);
+    rocq__v8_sum4(sums + 4, v[4], v[5], v[6], v[7]);
+    return rocq__v8_load(sums);
 }
 ROCQ__V8 void rocq__v8_turn_quarter(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d,
                                     float32x4_t *out) {
@@ -11301,23 +11313,65 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
 
 enum { ROCQ__LORA_RANK = ROCQ__MM_SEGMENT }; // the most, so that K is one segment
 
+#if ROCQ__HAS_V8
+// The whole panels of rocq__mm_adapt for a lone column, with the same bits. A dot product is so
+// short that setting up each panel, and adding its lanes four rows at a time, took twice as long as
+// the products. Returns the rows that are done.
+ROCQ__V8 int64_t rocq__adapt_column(const rocq__mm *b, const rocq_format format, int64_t m,
+                                    int64_t n_rows, const float *t, float *sums) {
+    const unsigned char *row = rocq__row(b->w, m, 0, 0);
+    const int64_t stride = rocq__bytes(b->w->format, b->w->stride[1]), rank = b->w->ne[0];
+    const int64_t bytes = format == ROCQ_F32 ? 4 : 2;
+    int64_t top = 0;
+    for (; top + ROCQ__MM_ROWS <= n_rows; top += ROCQ__MM_ROWS, row += ROCQ__MM_ROWS * stride) {
+        rocq__v8 s[ROCQ__MM_ROWS];
+        ROCQ__UNROLL
+        for (int r = 0; r < ROCQ__MM_ROWS; r++) s[r] = rocq__v8_set1(0.0f);
+        for (int64_t i = 0; i < rank; i += 8) {
+            const rocq__v8 v = rocq__v8_load(t + i);
+            ROCQ__UNROLL
+            for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+                const unsigned char *at = row + r * stride + i * bytes;
+                const rocq__v8 w = format == ROCQ_F32
+                                       ? rocq__v8_load((const float *)(const void *)at)
+                                       : rocq__v8_from_f16(at);
+                s[r] = rocq__v8_fma(w, v, s[r]);
+            }
+        }
+        rocq__v8_store(sums + top, rocq__v8_add(rocq__v8_load(sums + top), rocq__v8_sum8(s)));
+    }
+    return top;
+}
+ROCQ__SIMD static int64_t rocq__adapt_column_simd(const rocq__mm *b, int64_t m, int64_t n_rows,
+                                                  const float *t, float *sums) {
+    return b->w->format == ROCQ_F32 ? rocq__adapt_column(b, ROCQ_F32, m, n_rows, t, sums)
+                                    : rocq__adapt_column(b, ROCQ_F16, m, n_rows, t, sums);
+}
+#endif
+
 // Adds the product of the adapter b to the sums of n columns, for rows m to m + n_rows. Sums of a
 // column's rows are consecutive, and those of two columns ROCQ__MM_TILE_M apart. The last panel is
 // computed whole, so sums has room for n_rows rounded up to panels.
 static void rocq__mm_adapt(const rocq__mm *b, rocq__mm_work *work, int64_t column, int64_t n,
                            int64_t m, int64_t n_rows, float *sums) {
-    const unsigned char *row = rocq__row(b->w, m, 0, 0);
-    const unsigned char *columns = b->columns + column * b->column_bytes;
+    const float *t = (const float *)(const void *)(b->columns + column * b->column_bytes);
     const int64_t stride = rocq__bytes(b->w->format, b->w->stride[1]);
     rocq__mm_rows rows;
     rows.ahead = ROCQ__MM_ROWS * stride; // the next panel
-    for (int64_t top = 0; top < n_rows; top += ROCQ__MM_ROWS) {
+    int64_t top = 0;
+#if ROCQ__HAS_V8
+    if (b->simd && n == 1 && b->w->ne[0] % 8 == 0) {
+        top = rocq__adapt_column_simd(b, m, n_rows, t, sums);
+    }
+#endif
+    const unsigned char *row = rocq__row(b->w, m + ROCQ__MIN(top, n_rows - 1), 0, 0);
+    for (; top < n_rows; top += ROCQ__MM_ROWS) {
         for (int r = 0; r < ROCQ__MM_ROWS; r++) { // past the last row, the last row again
             rows.at[r] = row;
             if (top + r + 1 < n_rows) row += stride;
         }
         rocq__mm_panel_float(b, work, (float(*)[ROCQ__MM_TILE_M])(void *)(sums + top), &rows,
-                             b->w->ne[0], (const float *)(const void *)columns, n);
+                             b->w->ne[0], t, n);
     }
 }
 
