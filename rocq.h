@@ -1135,8 +1135,9 @@ typedef enum rocq_op {
 // lora_b and lora_t add a low-rank adapter (LoRA, arXiv 2106.09685): lora_t is another product, of
 // its A and x. lora_b2 and lora_t2 add one to w2 x in the same way. R is at most 512; adapters of
 // several sequences lie behind each other in R, and a gate of zeros where a column does not use
-// one, in the product that makes lora_t, chooses. On a GPU an adapter's product is launches of its
-// own, and softcap beside it is E_UNSUPPORTED.
+// one, in the product that makes lora_t, chooses. On a GPU products of up to 8 columns add it in
+// their launch, if lora_b is F16, R a multiple of 8 and rows of both are aligned to 16 bytes. Else
+// its product is launches of its own, and softcap beside it is E_UNSUPPORTED.
 // w and x may have a third and fourth dimension (batch); w's must divide x's, and each matrix of w
 // then serves several consecutive ones of x. y may be residual or gate.
 typedef struct rocq_matmul_params {
@@ -2894,7 +2895,18 @@ typedef struct rocq_k_matvec_product {
     int32_t y_layout;
     float softcap;
     int32_t activation;
+    int32_t has_lora;    // or not: see rocq_k_matvec_args
 } rocq_k_matvec_product;
+
+// A low-rank adapter: scale * sum over r of b[r, m] t[r, c]. Rows of b and t are aligned to 16
+// bytes; a stride is the bytes from one to the next.
+typedef struct rocq_k_lora {
+    const void *b;  // F16 [rank, M]
+    const float *t; // [rank, n]
+    int64_t b_stride, t_stride;
+    int32_t rank;   // a multiple of 8; 0 = none
+    float scale;
+} rocq_k_lora;
 
 // y[m, c] for n <= ROCQ_K_FEW columns c. k_waves waves share a row group, each with its part of K.
 //   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; f32 with block formats has _n1 and _n8;
@@ -2909,6 +2921,7 @@ typedef struct rocq_k_matvec_product {
 //   epilogue  tensors begin at column 0 of this launch, dimension 1 is columns. y may be residual
 //             or gate. y in Q8_0 needs k_waves = 1 and m % 32 = 0; planar, y is the whole tensor
 //             and its columns are x_column0 and up
+//   lora      of each product, where has_lora is set, what is added to w x and to w2 x
 typedef struct rocq_k_matvec_args {
     rocq_k_common common;
     const void *x;      // INT8: planar Q8_0 [K, x_columns]; F32: floats [K, n] with x_stride; row:
@@ -2929,6 +2942,7 @@ typedef struct rocq_k_matvec_args {
         const float *weight;
         void *y;             // or NULL; where block 0 stores x as planar Q8_0 of one column
     } row;
+    rocq_k_lora lora[ROCQ_K_MATVEC_PRODUCTS][2];
 } rocq_k_matvec_args;
 
 // args of route: a block of one wave for each token
@@ -11314,9 +11328,8 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
 enum { ROCQ__LORA_RANK = ROCQ__MM_SEGMENT }; // the most, so that K is one segment
 
 #if ROCQ__HAS_V8
-// The whole panels of rocq__mm_adapt for a lone column, with the same bits. A dot product is so
-// short that setting up each panel, and adding its lanes four rows at a time, took twice as long as
-// the products. Returns the rows that are done.
+// The whole panels of rocq__mm_adapt for a lone column, with the same bits: a rank is so short that
+// setting up each panel took longer than its products. Returns the rows that are done.
 ROCQ__V8 int64_t rocq__adapt_column(const rocq__mm *b, const rocq_format format, int64_t m,
                                     int64_t n_rows, const float *t, float *sums) {
     const unsigned char *row = rocq__row(b->w, m, 0, 0);
@@ -18189,6 +18202,7 @@ typedef struct rocq__product {
     rocq_tensor gate;  // p->gate, or w2 x where no kernel computes it together with w x
     rocq_tensor residual; // p->residual, or an adapter's product
     bool has_gate, has_residual;
+    rocq_k_lora lora[2]; // adapters of w and w2 that a matvec adds; rank 0: none
     bool finish;       // y is w x + bias + the adapter's product, in scratch memory; the rest of
                        // the epilogue is launches of its own, see rocq__product_finish
 } rocq__product;
@@ -18341,6 +18355,8 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
                 product->y_layout = e.y.layout;
                 product->activation = e.activation;
                 product->softcap = e.softcap;
+                product->has_lora = g[i].lora[0].rank > 0 || g[i].lora[1].rank > 0;
+                memcpy(args.lora[i], g[i].lora, sizeof g[i].lora);
             }
             rocq__job_launch(job, kernel, blocks, 1, 256, &args);
         }
@@ -18554,7 +18570,8 @@ static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, 
         rocq_matmul_params alone = *g[i].p;
         alone.next = NULL; // and what has launches of its own:
         if (g[i].w2.n_dims == 0) alone.w2 = NULL;
-        alone.lora_b = alone.lora_b2 = alone.lora_t = alone.lora_t2 = NULL;
+        if (g[i].lora[0].rank == 0) alone.lora_b = alone.lora_t = NULL;
+        if (g[i].lora[1].rank == 0) alone.lora_b2 = alone.lora_t2 = NULL;
         const rocq__cost cost = rocq__job_cost(job, ROCQ_OP_MATMUL, &alone);
         sum.bytes += cost.bytes / launches;
         sum.flops += cost.flops / launches;
@@ -18596,9 +18613,27 @@ static void rocq__product_launch(rocq__job *job, const rocq__product *g, int32_t
 static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, const rocq_tensor *x,
                                   rocq__product *g);
 
-// An adapter's product is launches of its own: a fused one cost the kernels of one column up to ten
-// registers and a wave or two. Its sum, with the residual if that follows directly, is what the
-// product with w then adds.
+// Whether a matvec can add this adapter in its tail, and there is one.
+static bool rocq__fuses_lora(const rocq_tensor *b, const rocq_tensor *t) {
+    return b && t->ne[1] <= ROCQ_K_FEW && b->format == ROCQ_F16 && b->ne[0] % 8 == 0 &&
+           rocq__wide_rows(b) && rocq__wide_rows(t);
+}
+
+static rocq_k_lora rocq__k_lora(const rocq_tensor *b, const rocq_tensor *t, float scale) {
+    rocq_k_lora lora;
+    memset(&lora, 0, sizeof lora);
+    if (!rocq__fuses_lora(b, t)) return lora;
+    lora.b = rocq__device_data(b);
+    lora.t = (const float *)rocq__device_data(t);
+    lora.b_stride = rocq__bytes(b->format, b->stride[1]);
+    lora.t_stride = rocq__bytes(t->format, t->stride[1]);
+    lora.rank = (int32_t)b->ne[0];
+    lora.scale = scale != 0.0f ? scale : 1.0f;
+    return lora;
+}
+
+// An adapter that no matvec adds is launches of its own. Its sum, with the residual if that follows
+// directly, is what the product with w then adds.
 static void rocq__product_adapter(rocq__job *job, rocq__product *g) {
     const rocq_matmul_params *p = g->p;
     rocq_tensor t = *p->lora_t;
@@ -18673,12 +18708,17 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
     g->has_residual = p->residual != NULL;
     if (p->gate) g->gate = *p->gate;
     if (p->residual) g->residual = *p->residual;
-    if (p->w2 && few && p->w2->format == p->w->format && !p->lora_b && !p->lora_b2) {
+    g->lora[0] = rocq__k_lora(p->lora_b, p->lora_t, p->lora_scale);
+    const bool adapts = p->lora_b && g->lora[0].rank == 0;
+    const rocq_k_lora second = rocq__k_lora(p->lora_b2, p->lora_t2, p->lora_scale);
+    if (p->w2 && few && p->w2->format == p->w->format && !adapts &&
+        (!p->lora_b2 || second.rank > 0)) {
         g->w2 = rocq__product_w(job, p->w2);
+        g->lora[1] = second;
     } else if (p->w2) {
         rocq__product_second(job, p, x, g);
     }
-    if (p->lora_b) rocq__product_adapter(job, g);
+    if (adapts) rocq__product_adapter(job, g);
 }
 
 // How many products from first on share a launch: as many as fit, of one path, and of one format

@@ -2831,8 +2831,29 @@ struct matvec_tail {
     int32_t y_format, y_layout, gate_format, residual_format;
     float bias;
     uint32_t gate, residual; // as in memory
+    float lora[2];           // what adapters add to w x and w2 x
     epilogue e;
 };
+// What an adapter adds to the sum of a row and column.
+DEV float matvec_lora(const rocq_k_lora &lora, int row, int c) {
+    const u32x4 *const b = (const u32x4 *)((const char *)lora.b + row * lora.b_stride);
+    const u32x4 *const t = (const u32x4 *)((const char *)lora.t + c * lora.t_stride);
+    const int count = lora.rank / 8;
+    float sum = 0.0f;
+#pragma unroll 2
+    for (int i = 0; i < count; i++) {
+        const u32x4 w = gload(b + i), x[2] = {gload(t + 2 * i), gload(t + 2 * i + 1)};
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float u[4], v[4];
+            decode_vector<ROCQ_F16>(w, h, u);
+            decode_vector<ROCQ_F32>(x[h], 0, v);
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum = fmaf(u[e], v[e], sum);
+        }
+    }
+    return lora.scale * sum;
+}
 DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int first_row) {
     const rocq_k_matvec_args &a = reread(a0);
     const rocq_k_matvec_product &p = a.product[product];
@@ -2852,9 +2873,10 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int fi
     t.residual_format = p.residual_format;
     t.e.activation = p.activation;
     t.e.softcap = p.softcap;
+    const int has_lora = p.has_lora;
     read_together(bias, gate, residual, gate_stride, residual_stride, n, w2, t.m, t.k_shift, t.y,
                   t.y_stride, t.y_format, t.y_layout, t.gate_format, t.residual_format,
-                  t.e.activation, t.e.softcap);
+                  t.e.activation, t.e.softcap, has_lora);
     const int rows_log2 = 5 - t.k_shift;
     t.r = (int)thread_index() & ((1 << rows_log2) - 1);
     t.c = (int)thread_index() >> rows_log2;
@@ -2869,6 +2891,11 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int fi
     t.residual = 0;
     if (t.live && residual) {
         t.residual = get_bits(t.residual_format, residual + t.c * residual_stride, row);
+    }
+    t.lora[0] = t.lora[1] = 0.0f;
+    if (t.live && has_lora) {
+        t.lora[0] = matvec_lora(a.lora[product][0], row, t.c);
+        t.lora[1] = matvec_lora(a.lora[product][1], row, t.c);
     }
     return t;
 }
@@ -2890,7 +2917,8 @@ template <int N> DEV float matvec_y(const matvec_tail &t, const float *sums) {
         if (t.e.has_w2) v2 += lget(sums + PASS + slot + k * SLOT);
     }
     return epilogue_apply(
-        t.e, v, v2, [&] { return t.bias; }, [&] { return bits_float(t.gate_format, t.gate); },
+        t.e, v + t.lora[0], v2 + t.lora[1], [&] { return t.bias; },
+        [&] { return bits_float(t.gate_format, t.gate); },
         [&] { return bits_float(t.residual_format, t.residual); });
 }
 
