@@ -241,7 +241,8 @@
    rocq_desc.memory_budget limits the sum of buffers (a KV cache is one), pools, scratch, the
    staging memory that rocq_gguf_load has on a GPU while it runs, and the memory in which the check
    of a replay in rocq_warm puts tensors aside: twice their size, while it runs. The rings of
-   pinned memory, host copies of operands for a fallback, and rocq's own records do not count.
+   pinned memory, tensors that rocq_gguf_load puts into pinned memory, host copies of operands for
+   a fallback, and rocq's own records do not count.
 
    An arena is for memory whose size is known before a step: an inference program measures it once
    (examples/llama.h). rocq_pool is for memory whose size differs from step to step, as in training
@@ -1007,8 +1008,8 @@ typedef struct rocq_arena {
 typedef enum rocq_memory {
     ROCQ_MEMORY_DEFAULT = 0,
     ROCQ_MEMORY_HOST,
-    ROCQ_MEMORY_PINNED, // host memory that the GPU's copy engines reach; plain host memory on the
-                        // CPU
+    ROCQ_MEMORY_PINNED, // host memory that the GPU's copy engines and kernels reach; plain host
+                        // memory on the CPU
     ROCQ_MEMORY_DEVICE
 } rocq_memory;
 
@@ -1349,6 +1350,11 @@ typedef struct rocq_route_params {
 // Without weights y[., j, i] = v[., j, i]. With weights
 // y[., i] = sum over j, in order, of weights[j, i] v[., j, i], + residual[., i].
 // Only the rows of experts that are chosen are read. On the CPU the bits of y do not depend on n.
+//     Experts that do not fit the device: w and w2 lie in pinned memory (rocq_gguf_load_desc), which
+// a GPU reads through the bus, or on the CPU in a mapped file, and some experts have copies in
+// w_kept and w2_kept, made by rocq_copy_slice. Expert e is read from slice kept[e] of these if that
+// is 0 to S - 1, else from w and w2. So kept, a table on the device, may be uploaded anew between
+// launches of a recorded graph; y has the same bits with any table, as long as the copies are equal.
 typedef struct rocq_experts_params {
     const rocq_tensor *y;        // F32, F16 or Q8_0 [M, n_slots, n], with weights [M, n]
     const rocq_tensor *w;        // any format [K, M, E]
@@ -1363,6 +1369,9 @@ typedef struct rocq_experts_params {
     float limit;                 // 0 = none
     float alpha;                 // with limit; 0 = 1
     rocq_precision precision;    // a GPU has no INT8 for many tokens, and uses F16 then
+    const rocq_tensor *kept;     // I32 [E] or NULL: no copies
+    const rocq_tensor *w_kept;   // with kept: [K, M, S], format and layout of w
+    const rocq_tensor *w2_kept;  // with kept and w2: the same of w2
 } rocq_experts_params;
 
 // The gated short convolution of LFM2 (arXiv 2511.23404). bcx has three numbers of each channel d
@@ -1904,6 +1913,13 @@ ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const vo
                                  int64_t size);
 ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size);
 
+// dst[., ., to] = src[., ., from]: contiguous tensors without a fourth dimension, of the same
+// ne[0], ne[1], format and layout, also planar, that do not overlap. On a GPU both are where ops can
+// use them, pinned memory included; the copy runs after the ops before it, and nothing waits.
+// E_STATE while a graph is recorded.
+ROCQ_DEF rocq_result rocq_copy_slice(rocq_ctx *ctx, const rocq_tensor *dst, int64_t to,
+                                     const rocq_tensor *src, int64_t from);
+
 // -- formats: host functions, no context --
 
 typedef struct rocq_format_info {
@@ -2061,6 +2077,10 @@ typedef struct rocq_gguf_load_desc {
     int64_t piece_bytes;      // size of a piece, see below: 512 to 2^28; 0 = 4 MiB
     int32_t n_pieces;         // GPU: pieces of pinned memory, 3 to 64; 0 = 7
     bool copy;                // CPU: copy tensors that could be views of the file, too
+    rocq_memory memory;       // GPU: PINNED takes host memory for the tensors, which ops read
+                              // through the bus: for what does not fit the device. It does not
+                              // count against the budget, and its address is in
+                              // rocq_buffer.device. Else DEFAULT
     bool (*progress)(int64_t done, int64_t total, void *user); // bytes; from the calling thread, at
                               // the start and after every piece; false = stop: E_CANCELLED
     void *user;
@@ -2569,7 +2589,27 @@ ROCQ_OPS(ROCQ_X)
 //   sl, sh  Q3_K: byte u of sl holds bits 0-3 of sc[2 u] (low) and sc[2 u + 1] (high); bits 4 u and
 //      4 u + 1 of sh are bits 4-5 of sc[2 u], bits 4 u + 2 and 4 u + 3 those of sc[2 u + 1]
 // d, dmin, m, e, scales are the fields of the GGUF block, in its order.
+// As a table: per format the bytes that 8 units take in each plane, in the planes' order: n (N, L),
+// c (C, H), b (B), s (sl and the scales of Q2_K and Q6_K), t (sh), d (d, dmin, m, e, head and what
+// is stored with them). Formats that are not in it have one plane, the blocks.
 // x of an INT8 product is a planar Q8_0 tensor whose d is rounded up, so that no code is clipped.
+#define ROCQ_K_PLANES(X)                          \
+    /*                   n    c   b   s  t   d */ \
+    X(ROCQ_Q4_0,       128,   0,  0,  0, 0, 16)   \
+    X(ROCQ_Q4_1,       128,   0,  0,  0, 0, 32)   \
+    X(ROCQ_Q5_0,       128,   0, 32,  0, 0, 16)   \
+    X(ROCQ_Q5_1,       128,   0, 32,  0, 0, 32)   \
+    X(ROCQ_Q8_0,       128, 128,  0,  0, 0, 16)   \
+    X(ROCQ_Q2_K,         0,  64,  0, 16, 0,  4)   \
+    X(ROCQ_Q3_K,         0,  64, 32,  8, 4,  2)   \
+    X(ROCQ_Q4_K,       128,   0,  0,  0, 0, 16)   \
+    X(ROCQ_Q5_K,       128,   0, 32,  0, 0, 16)   \
+    X(ROCQ_Q6_K,       128,  64,  0, 16, 0,  2)   \
+    X(ROCQ_IQ4_NL,     128,   0,  0,  0, 0, 16)   \
+    X(ROCQ_IQ4_XS,     128,   0,  0,  0, 0,  8)   \
+    X(ROCQ_MXFP4,      128,   0,  0,  0, 0,  8)   \
+    X(ROCQ_MXFP6_E2M3, 128,  64,  0,  0, 0,  8)   \
+    X(ROCQ_MXFP6_E3M2, 128,  64,  0,  0, 0,  8)
 
 // The codebooks. Entry k is characters 2 k and 2 k + 1. In IQ2 and IQ1 c - 35 of a character c has
 // four digits of base 3, in IQ3 two of base 8, the lowest digit first. The digits, in order, are
@@ -2980,6 +3020,15 @@ typedef struct rocq_k_delta_net_args {
     float eps;
 } rocq_k_delta_net_args;
 
+// Copies of some experts: slice at[e] of w and w2 is a copy of expert e's matrices, where at[e] is
+// 0 to n - 1. n 0: there are none.
+typedef struct rocq_k_experts_copies {
+    const void *w, *w2;
+    int64_t n_units; // of each whole tensor
+    const int32_t *at;
+    int32_t n;
+} rocq_k_experts_copies;
+
 // args of experts_int8, experts_f32, experts_sort, experts_merge
 //   experts_*      a matvec for each pair of a token and a slot, in blocks as those of a matvec of
 //                  one product; blockIdx.z counts pairs, with weights tokens, from `first` on. With
@@ -3001,6 +3050,7 @@ typedef struct rocq_k_experts_args {
     int64_t scale_stride;
     rocq_k_tensor y, residual;
     int32_t *pairs, *tiles;        // see rocq_k_experts_tiles
+    rocq_k_experts_copies copies;
     int32_t first;
     int32_t k, n, n_experts, n_slots, x_slots;
     int32_t k_shift, k_step;       // as of a matvec
@@ -3018,6 +3068,7 @@ typedef struct rocq_k_experts_tiles {
     const void *w2;         // as w; then a tile has half as many rows of both. Or NULL
     const float *bias2;     // or NULL
     int64_t bias_stride, bias2_stride; // floats from expert to expert
+    rocq_k_experts_copies copies;
     int32_t n_slots;
     int32_t x_slots;        // n_slots, or 1 where all slots of a token have the same x
     float limit, alpha;
@@ -3458,6 +3509,8 @@ enum {
     ROCQ_HIP_CLOCK_KHZ = 5, ROCQ_HIP_INTEGRATED = 16, ROCQ_HIP_MEMORY_BITS = 59,
     ROCQ_HIP_MEMORY_KHZ = 60, ROCQ_HIP_UNITS = 63,
     ROCQ_HIP_TO_DEVICE = 1, ROCQ_HIP_TO_HOST = 2, ROCQ_HIP_ON_DEVICE = 3, // copy
+    ROCQ_HIP_BY_ADDRESS = 4, // copy, from and to any memory that the runtime knows
+    ROCQ_HIP_MAPPED = 2, // host memory that kernels reach at its host address
     ROCQ_HIP_NON_BLOCKING = 1, ROCQ_HIP_NO_TIMING = 2, ROCQ_HIP_THREAD_LOCAL = 1,
     ROCQ_HIP_OUT_OF_MEMORY = 2, ROCQ_HIP_NOT_READY = 600
 };
@@ -4214,13 +4267,32 @@ static void rocq__block_free(rocq_ctx *ctx, rocq__block *block) {
 // must not reach the allocator.
 static rocq__block *rocq__block_at(rocq_ctx *ctx, const rocq_buffer *buffer) {
     const bool on_gpu = rocq__on_gpu(ctx);
-    const rocq_memory memory = on_gpu ? ROCQ_MEMORY_DEVICE : ROCQ_MEMORY_HOST;
     const void *address = on_gpu ? (void *)(uintptr_t)buffer->device.address : buffer->host;
     rocq__block *block = ctx->blocks.next;
-    while (block != &ctx->blocks && !(block->memory == memory && block->address == address)) {
+    while (block != &ctx->blocks &&
+           !((block->memory == ROCQ_MEMORY_HOST) != on_gpu && block->address == address)) {
         block = block->next;
     }
     return block != &ctx->blocks ? block : NULL;
+}
+
+// memory: HOST in a CPU context, else DEVICE, or PINNED, which is not of the budget.
+static rocq_result rocq__buffer_take(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size,
+                                     rocq_memory memory) {
+    const bool on_gpu = rocq__on_gpu(ctx);
+    const int64_t counted = memory == ROCQ_MEMORY_PINNED ? 0 : size;
+    rocq__block *block = NULL;
+    if (on_gpu) ROCQ__TRY(rocq__hip_enter(ctx, "buffer_alloc"));
+    ROCQ__TRY(rocq__take_budget(ctx, counted));
+    const rocq_result result = rocq__block_alloc(ctx, "buffer_alloc", size, memory, &block);
+    if (result != ROCQ_OK) {
+        ctx->budget_used -= counted;
+        return result;
+    }
+    block->buffer = true;
+    *buffer = on_gpu ? rocq_buffer_from_device((uint64_t)(uintptr_t)block->address, size)
+                     : rocq_buffer_from_host(block->address, size);
+    return ROCQ_OK;
 }
 
 ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size) {
@@ -4230,20 +4302,8 @@ ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64
                           "buffer_alloc: buffer is NULL or size %lld is not positive",
                           (long long)size);
     }
-    const bool on_gpu = rocq__on_gpu(ctx);
-    rocq__block *block = NULL;
-    if (on_gpu) ROCQ__TRY(rocq__hip_enter(ctx, "buffer_alloc"));
-    ROCQ__TRY(rocq__take_budget(ctx, size));
-    const rocq_result result = rocq__block_alloc(
-        ctx, "buffer_alloc", size, on_gpu ? ROCQ_MEMORY_DEVICE : ROCQ_MEMORY_HOST, &block);
-    if (result != ROCQ_OK) {
-        ctx->budget_used -= size;
-        return result;
-    }
-    block->buffer = true;
-    *buffer = on_gpu ? rocq_buffer_from_device((uint64_t)(uintptr_t)block->address, size)
-                     : rocq_buffer_from_host(block->address, size);
-    return ROCQ_OK;
+    return rocq__buffer_take(ctx, buffer, size,
+                             rocq__on_gpu(ctx) ? ROCQ_MEMORY_DEVICE : ROCQ_MEMORY_HOST);
 }
 
 // Checks that buffer is no slice of a buffer. size is that of the context's buffer at the same
@@ -4266,7 +4326,7 @@ ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer) {
     rocq__block *block = rocq__block_at(ctx, buffer);
     ROCQ__TRY(rocq__check_whole(ctx, buffer, block && block->buffer ? block->size : 0));
     if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_idle(ctx, "buffer_free"));
-    ctx->budget_used -= block->size;
+    if (block->memory != ROCQ_MEMORY_PINNED) ctx->budget_used -= block->size;
     rocq__block_free(ctx, block);
     memset(buffer, 0, sizeof *buffer);
     return ROCQ_OK;
@@ -7711,7 +7771,10 @@ static rocq_result rocq__load_place(rocq__loading *load, rocq__entry *entries, i
         }
     }
     if (size == 0) return ROCQ_OK;
-    ROCQ__TRY(rocq_buffer_alloc(load->ctx, buffer, size));
+    const rocq_memory memory = !rocq__on_gpu(load->ctx) ? ROCQ_MEMORY_HOST
+                               : load->desc.memory      ? load->desc.memory
+                                                        : ROCQ_MEMORY_DEVICE;
+    ROCQ__TRY(rocq__buffer_take(load->ctx, buffer, size, memory));
     for (int64_t k = 0; k < n_entries; k++) {
         if (!entries[k].t.buffer.host) entries[k].t.buffer = *buffer;
     }
@@ -7735,6 +7798,11 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
         return rocq__fail(ctx, ROCQ_E_ARGUMENT,
                           "gguf_load: file, tensors or buffer is NULL, or n_names %lld",
                           (long long)load.desc.n_names);
+    }
+    if (load.desc.memory != ROCQ_MEMORY_DEFAULT && load.desc.memory != ROCQ_MEMORY_PINNED) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "gguf_load: memory %d is neither DEFAULT nor PINNED",
+                          (int)load.desc.memory);
     }
     if (load.desc.piece_bytes < ROCQ__LEAST_PIECE || load.desc.piece_bytes > ROCQ__MOST_PIECE ||
         load.desc.n_pieces < 3 || load.desc.n_pieces > ROCQ__MAX_PIECES) {
@@ -14168,21 +14236,34 @@ static void rocq__experts_activate(const rocq__experts *a, float *t, const float
     }
 }
 
+// Which of the copies is that of expert e, or -1.
+static int64_t rocq__experts_copy(const rocq_experts_params *p, int32_t e) {
+    const int32_t at = p->kept ? rocq__row_i32(p->kept, 0)[e] : -1;
+    return at >= 0 && at < p->w_kept->ne[2] ? at : -1;
+}
+
 // Rows [m, m + n_rows) of a tile's product with w (i = 0) or w2 (i = 1). That with w2 is kept in
 // `other`; that with w is combined with it and stored.
 static void rocq__experts_rows(const rocq__experts *a, int i, const rocq__experts_tile *tile,
                                int64_t m, int64_t n_rows, int32_t thread) {
     const rocq_experts_params *p = a->p;
     const rocq__mm *mm = &a->mm[i][tile->n > 1];
+    const int64_t copy = rocq__experts_copy(p, tile->expert);
+    const int64_t matrix = copy < 0 ? tile->expert : copy;
+    rocq__mm of_copies;
+    if (copy >= 0) {
+        of_copies = *mm;
+        of_copies.w = i ? p->w2_kept : p->w_kept;
+        mm = &of_copies;
+    }
     const rocq_tensor *bias = i ? p->bias2 : p->bias;
     const unsigned char *columns = a->columns[i] + tile->first * mm->column_bytes;
     rocq__mm_work *work = &a->work[thread];
     const int64_t all = p->w->ne[1];
     const rocq__mm_coord at = {tile->expert, 0, 0};
     float *t = mm->pass ? work->rows[0] : work->sums[0];
-    if (mm->pass) rocq__mm_column_sums(mm, t, tile->expert, m, n_rows, columns);
-    else rocq__mm_sums(mm, work, tile->expert, m, n_rows, columns, tile->n,
-                       tile->n <= ROCQ__MM_FEW);
+    if (mm->pass) rocq__mm_column_sums(mm, t, matrix, m, n_rows, columns);
+    else rocq__mm_sums(mm, work, matrix, m, n_rows, columns, tile->n, tile->n <= ROCQ__MM_FEW);
     for (int32_t c = 0; c < tile->n; c++, t += ROCQ__MM_TILE_M) {
         float *other = p->w2 ? a->other + (tile->first + c) * all + m : NULL;
         const int64_t pair = a->pair[tile->first + c];
@@ -17339,8 +17420,9 @@ static rocq_result rocq__device_alloc(rocq_ctx *ctx, const char *what, int64_t s
     if (!data) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no host memory", what);
     int error = ROCQ_HIP_OUT_OF_MEMORY;
     if ((uint64_t)size <= SIZE_MAX) {
-        error = memory == ROCQ_MEMORY_PINNED ? hip->host_alloc(&address, (size_t)size, 0)
-                                             : hip->mem_alloc(&address, (size_t)size);
+        error = memory == ROCQ_MEMORY_PINNED
+                    ? hip->host_alloc(&address, (size_t)size, ROCQ_HIP_MAPPED)
+                    : hip->mem_alloc(&address, (size_t)size);
     }
     if (error != 0) {
         rocq__free(ctx, data);
@@ -17550,6 +17632,17 @@ typedef struct rocq__upload {
     rocq_result result;   // of the last submission
 } rocq__upload;
 
+// The kind of a copy to or from a tensor, which is usual but for buffers in pinned memory.
+static int rocq__copy_kind(const rocq_ctx *ctx, const void *data, int usual) {
+    const uintptr_t at = (uintptr_t)data;
+    for (const rocq__block *b = ctx->blocks.next; b != &ctx->blocks; b = b->next) {
+        const uintptr_t first = (uintptr_t)b->address;
+        if (!b->buffer || b->memory != ROCQ_MEMORY_PINNED) continue;
+        if (at >= first && at - first < (uint64_t)b->size) return ROCQ_HIP_BY_ADDRESS;
+    }
+    return usual;
+}
+
 // An entry may be cut at multiples of so many bytes: a planar tensor is repacked by whole blocks.
 static int64_t rocq__entry_grain(const rocq__entry *p) {
     int64_t elems, bytes;
@@ -17604,7 +17697,9 @@ static rocq_result rocq__stretch_send(rocq__upload *u) {
         } else if (n > 0) {
             ROCQ__TRY_HIP("upload", hip->copy((char *)rocq__device_data(&p->t) + at,
                                               s->memory + (begin - s->start), (size_t)n,
-                                              ROCQ_HIP_TO_DEVICE, ring->stream));
+                                              rocq__copy_kind(ctx, rocq__device_data(&p->t),
+                                                              ROCQ_HIP_TO_DEVICE),
+                                              ring->stream));
         }
     }
     unsigned char *staging = NULL; // where s->start would be in staging memory
@@ -17745,6 +17840,7 @@ static rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *src,
     } flight[ROCQ__PIECES - 1];
     rocq__ring *ring = &gpu->ring;
     const int64_t most = ROCQ__PIECE, in_flight = ROCQ__PIECES - 1;
+    const int kind = rocq__copy_kind(ctx, src, ROCQ_HIP_TO_HOST);
     const int64_t n = (size + most - 1) / most;
     ROCQ__TRY(rocq__ring_init(ctx, ring, ROCQ__PIECE, ROCQ__PIECES));
     for (int64_t i = 0; i < n + in_flight - 1; i++) {
@@ -17755,7 +17851,7 @@ static rocq_result rocq__download_hip(rocq_ctx *ctx, void *dst, const void *src,
             const int64_t bytes = ROCQ__MIN(most, size - i * most);
             const void *from = (const char *)src + i * most;
             ROCQ__TRY(rocq__ring_take(ctx, ring, bytes, NULL, &piece));
-            ROCQ__TRY_HIP("download", gpu->hip->copy(piece, from, (size_t)bytes, ROCQ_HIP_TO_HOST,
+            ROCQ__TRY_HIP("download", gpu->hip->copy(piece, from, (size_t)bytes, kind,
                                                      gpu->stream));
             ROCQ__TRY(rocq__ring_mark(ctx, ring, ring->piece));
             flight[i % in_flight].from = piece;
@@ -19402,6 +19498,7 @@ typedef struct rocq__expert_product {
     const rocq_experts_params *p;
     rocq_precision path;
     rocq_tensor w, w2, x; // w2.n_dims 0: none. x as of rocq__product_x, with columns in dimension 1
+    rocq_k_experts_copies copies;
     rocq_tensor y;        // p->y, or F32 in scratch memory: values, which are summed up from there
     bool merge;
     int64_t n_slots, n, n_pairs;
@@ -19416,6 +19513,7 @@ static rocq_k_experts_args rocq__experts_args(const rocq__expert_product *g) {
     args.weights.n_units = rocq_tensor_count(&g->w) / 32;
     args.weights.m = (int32_t)g->w.ne[1];
     args.weights.format = (int32_t)g->w.format;
+    args.copies = g->copies;
     args.x = rocq__device_data(&g->x);
     args.x_units = rocq_tensor_count(&g->x) / 32;
     args.x_stride = g->x.stride[1];
@@ -19512,6 +19610,7 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     args.experts.bias2 = sort.bias2;
     args.experts.bias_stride = sort.bias_stride;
     args.experts.bias2_stride = sort.bias2_stride;
+    args.experts.copies = g->copies;
     args.experts.n_slots = sort.n_slots;
     args.experts.x_slots = sort.x_slots;
     args.experts.limit = sort.limit;
@@ -19554,6 +19653,17 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
     g.x = rocq__product_x(job, p->x, g.path);
     g.w = rocq__product_w(job, p->w);
     if (p->w2) g.w2 = rocq__product_w(job, p->w2);
+    if (p->kept) {
+        const rocq_tensor w = rocq__product_w(job, p->w_kept);
+        g.copies.w = rocq__device_data(&w);
+        g.copies.n_units = rocq_tensor_count(&w) / 32;
+        g.copies.at = (const int32_t *)rocq__device_data(p->kept);
+        g.copies.n = (int32_t)w.ne[2];
+    }
+    if (p->w2_kept) {
+        const rocq_tensor w2 = rocq__product_w(job, p->w2_kept);
+        g.copies.w2 = rocq__device_data(&w2);
+    }
     g.merge = p->weights && (tiles || p->w2 || p->activation != ROCQ_ACT_IDENTITY);
     g.y = *p->y;
     if (g.merge) {
@@ -20321,6 +20431,9 @@ static const rocq__operand rocq__operands[] = {
     ROCQ_X(EXPERTS, rocq_experts_params, KEPT, bias2, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(EXPERTS, rocq_experts_params, IN, weights, ROCQ__BIT_F32 | ROCQ__OPTIONAL)
     ROCQ_X(EXPERTS, rocq_experts_params, IN_PLACE, residual, ROCQ__FLOAT | ROCQ__OPTIONAL)
+    ROCQ_X(EXPERTS, rocq_experts_params, KEPT, kept, ROCQ__BIT_I32 | ROCQ__OPTIONAL)
+    ROCQ_X(EXPERTS, rocq_experts_params, KEPT, w_kept, ROCQ__ANY | ROCQ__PLANAR | ROCQ__OPTIONAL)
+    ROCQ_X(EXPERTS, rocq_experts_params, KEPT, w2_kept, ROCQ__ANY | ROCQ__PLANAR | ROCQ__OPTIONAL)
     ROCQ_X(SHORTCONV, rocq_shortconv_params, OUT, y, ROCQ__FLOAT | ROCQ__BIT_Q8_0 | ROCQ__PLANAR)
     ROCQ_X(SHORTCONV, rocq_shortconv_params, OUT, state, ROCQ__BIT_F32)
     ROCQ_X(SHORTCONV, rocq_shortconv_params, IN, bcx, ROCQ__FLOAT)
@@ -20807,6 +20920,10 @@ static rocq_result rocq__check_route(rocq_ctx *ctx, const char *op, const void *
     return ROCQ__RANGE(scale, -FLT_MAX, FLT_MAX);
 }
 
+static bool rocq__alike(const rocq_tensor *a, const rocq_tensor *b) {
+    return a->format == b->format && a->layout == b->layout;
+}
+
 static rocq_result rocq__check_experts(rocq_ctx *ctx, const char *op, const void *params) {
     const rocq_experts_params *p = (const rocq_experts_params *)params;
     const int64_t m = p->w->ne[1], n_experts = p->w->ne[2], n_slots = p->ids->ne[0],
@@ -20822,6 +20939,16 @@ static rocq_result rocq__check_experts(rocq_ctx *ctx, const char *op, const void
     ROCQ__TRY(ROCQ__SHAPE(bias2, m, n_experts, 1, 1));
     ROCQ__TRY(ROCQ__SAME(weights, ids));
     ROCQ__TRY(ROCQ__SAME(residual, y));
+    if (!p->kept != !p->w_kept || !(p->kept && p->w2) != !p->w2_kept) {
+        return rocq__fail(ctx, ROCQ_E_ARGUMENT,
+                          "experts: kept, w_kept and, with w2, w2_kept are given together");
+    }
+    ROCQ__TRY(ROCQ__SHAPE(kept, n_experts, 1, 1, 1));
+    ROCQ__TRY(ROCQ__SHAPE(w_kept, p->w->ne[0], m, -1, 1));
+    if (p->w2_kept) ROCQ__TRY(ROCQ__SAME(w2_kept, w_kept));
+    if (p->kept && (!rocq__alike(p->w_kept, p->w) || (p->w2 && !rocq__alike(p->w2_kept, p->w2)))) {
+        return rocq__fail(ctx, ROCQ_E_FORMAT, "experts: copies have another format than experts");
+    }
     ROCQ__TRY(rocq__check_activation(ctx, op, p->activation));
     ROCQ__TRY(rocq__check_precision(ctx, op, p->precision));
     ROCQ__TRY(ROCQ__RANGE(limit, 0.0f, FLT_MAX));
@@ -21352,6 +21479,7 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
         if (t == p->w || t == p->w2 || t == p->bias || t == p->bias2) {
             return chosen * rocq__elems(t);
         }
+        if (t == p->w_kept || t == p->w2_kept) return 0.0; // in place of as much of w and w2
     } else if (op == ROCQ_OP_SHORTCONV) { // of the state what is read, and what is written
         const rocq_shortconv_params *p = (const rocq_shortconv_params *)params;
         if (t == p->state) {
@@ -24606,6 +24734,68 @@ ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *
     return rocq__copy_done(ctx, rocq__download_tensor(ctx, dst, src, size), size);
 }
 
+#if ROCQ__HAS_HIP
+// A planar slice has a part of each plane. With K a multiple of the block that is whole bytes.
+static rocq_result rocq__copy_slice_hip(rocq_ctx *ctx, const rocq_tensor *dst, int64_t to,
+                                        const rocq_tensor *src, int64_t from, int64_t size) {
+    static const struct { int32_t format; int32_t bytes[6]; } planes[] = {
+#define ROCQ_X(F, N, C, B, S, T, D) {F, {N, C, B, S, T, D}},
+        ROCQ_K_PLANES(ROCQ_X)
+#undef ROCQ_X
+    };
+    const int64_t units = src->ne[0] * src->ne[1] / 32;
+    const rocq__gpu *gpu = ctx->gpu;
+    char *a = (char *)rocq__device_data(dst);
+    const char *b = (const char *)rocq__device_data(src);
+    const int32_t *bytes = NULL;
+    for (size_t i = 0; i < sizeof planes / sizeof planes[0]; i++) {
+        const bool here = planes[i].format == (int32_t)src->format;
+        if (here && src->layout == ROCQ_LAYOUT_PLANAR) bytes = planes[i].bytes;
+    }
+    for (int k = 0; k < (bytes ? 6 : 1); k++) {
+        const int64_t n = bytes ? units * bytes[k] / 8 : size;
+        if (n == 0) continue;
+        ROCQ__TRY_HIP("copy_slice", gpu->hip->copy(a + to * n, b + from * n, (size_t)n,
+                                                   ROCQ_HIP_BY_ADDRESS, gpu->stream));
+        a += dst->ne[2] * n;
+        b += src->ne[2] * n;
+    }
+    return ROCQ_OK;
+}
+#endif
+
+ROCQ_DEF rocq_result rocq_copy_slice(rocq_ctx *ctx, const rocq_tensor *dst, int64_t to,
+                                     const rocq_tensor *src, int64_t from) {
+    const char *op = "copy_slice";
+    const int accept = ROCQ__ANY | ROCQ__BIT_I8 | ROCQ__BIT_I32 | ROCQ__HADAMARD | ROCQ__PLANAR;
+    if (!ctx) return ROCQ_E_ARGUMENT;
+    ROCQ__TRY(rocq__not_recording(ctx, op));
+    if (rocq__on_gpu(ctx)) ROCQ__TRY(rocq__hip_enter(ctx, op));
+    ROCQ__TRY(rocq__check_tensor(ctx, op, "dst", dst, accept | ROCQ__OUTPUT));
+    ROCQ__TRY(rocq__check_tensor(ctx, op, "src", src, accept));
+    if (!rocq__alike(dst, src) || dst->ne[0] != src->ne[0] || dst->ne[1] != src->ne[1] ||
+        dst->ne[3] != 1 || src->ne[3] != 1 || !rocq_tensor_contiguous(dst) ||
+        !rocq_tensor_contiguous(src)) {
+        return rocq__fail(ctx, ROCQ_E_SHAPE,
+                          "%s: dst and src differ in more than ne[2], or are not contiguous", op);
+    }
+    if (to < 0 || to >= dst->ne[2] || from < 0 || from >= src->ne[2]) {
+        return rocq__fail(ctx, ROCQ_E_BOUNDS, "%s: from slice %lld of %lld to %lld of %lld", op,
+                          (long long)from, (long long)src->ne[2], (long long)to,
+                          (long long)dst->ne[2]);
+    }
+    const int64_t size = rocq_tensor_size(src) / src->ne[2];
+    ROCQ__TRY(rocq__copy_begin(ctx, op));
+#if ROCQ__HAS_HIP
+    if (rocq__on_gpu(ctx)) {
+        return rocq__copy_done(ctx, rocq__copy_slice_hip(ctx, dst, to, src, from, size), size);
+    }
+#endif
+    memmove((char *)rocq_tensor_data(dst) + to * size,
+            (const char *)rocq_tensor_data(src) + from * size, (size_t)size);
+    return rocq__copy_done(ctx, ROCQ_OK, size);
+}
+
 ROCQ_DEF rocq_result rocq_dequantize(rocq_format format, float *dst, const void *src, int64_t n) {
     int64_t bytes;
 #if ROCQ__HAS_AVX2
@@ -26702,14 +26892,21 @@ static rocq_result rocq__rehearse(rocq_ctx *ctx, const rocq_graph *graph) {
 }
 
 // Touches the pages of scratch memory, which starts the threads, and of operands; rehearses ops.
+// All experts of a file may be more than memory holds, so where some have copies only these are
+// touched.
 static rocq_result rocq__warm_cpu(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__pages pages = {(unsigned char *)ctx->scratch, ctx->scratch_size, true};
     rocq__parallel(ctx, ROCQ__MAX(ctx->desc.n_threads, ctx->scratch_size / ROCQ__PAGE + 1), 1,
                    rocq__touch_task, &pages);
     for (const rocq__node *node = graph ? graph->first : NULL; node; node = node->next) {
+        const rocq_experts_params *experts = node->op->id == ROCQ_OP_EXPERTS
+                                                 ? (const rocq_experts_params *)node->params
+                                                 : NULL;
         for (int32_t i = 0; i < node->n_tensors; i++) {
-            if (!rocq__extent(&node->tensors[i], &pages.size)) continue;
-            pages.data = (unsigned char *)rocq_tensor_data(&node->tensors[i]);
+            const rocq_tensor *t = &node->tensors[i];
+            if (experts && experts->kept && (t == experts->w || t == experts->w2)) continue;
+            if (!rocq__extent(t, &pages.size)) continue;
+            pages.data = (unsigned char *)rocq_tensor_data(t);
             pages.written = node->output[i];
             rocq__parallel(ctx, (pages.size + ROCQ__PAGE - 1) / ROCQ__PAGE, 64, rocq__touch_task,
                            &pages);

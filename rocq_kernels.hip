@@ -1017,34 +1017,41 @@ DEV float activation_slope(int32_t kind, float x) {
 // offset from the code instead: then the sign of a zero and the effect of an infinite scale are
 // those of the CPU backend, and the values have ggml's bits.
 
-// Per format the bytes that 8 units take in each plane, in the planes' order: n (N, L), c (C, H), b
-// (B), s (sl and the scales of Q2_K and Q6_K), t (sh), d (d, dmin, m, e, head and what is stored
-// with them). offset: what is subtracted from a code. is_signed: the bytes of q are signed. halves:
-// elements 16-31 have a scale of their own. has_min: the format stores a min.
-template <int F> struct block_layout;
-#define ROCQ_X(F, N, C, B, S, T, D, OFFSET, SIGNED, HALVES, MIN)                              \
-    template <> struct block_layout<F> {                                                      \
-        enum { n = N, c = C, b = B, s = S, t = T, d = D };                                    \
-        enum { offset = OFFSET, is_signed = SIGNED };                                         \
-        enum { halves = HALVES, has_min = MIN };                                              \
+// Bytes of 8 units in each plane (ROCQ_K_PLANES), then what decoding has to know. offset: what is
+// subtracted from a code. is_signed: the bytes of q are signed. halves: elements 16-31 have a scale
+// of their own. has_min: the format stores a min.
+template <int F> struct block_planes {
+    enum { n = 0, c = 0, b = 0, s = 0, t = 0, d = 0 };
+};
+#define ROCQ_X(F, N, C, B, S, T, D)                        \
+    template <> struct block_planes<F> {                   \
+        enum { n = N, c = C, b = B, s = S, t = T, d = D }; \
     };
-//                        n    c   b   s  t  d   offset signed halves min
-ROCQ_X(ROCQ_Q4_0,        128,   0,  0,  0, 0, 16,  8,    0,     0,   0)
-ROCQ_X(ROCQ_Q4_1,        128,   0,  0,  0, 0, 32,  0,    0,     0,   1)
-ROCQ_X(ROCQ_Q5_0,        128,   0, 32,  0, 0, 16, 16,    0,     0,   0)
-ROCQ_X(ROCQ_Q5_1,        128,   0, 32,  0, 0, 32,  0,    0,     0,   1)
-ROCQ_X(ROCQ_Q8_0,        128, 128,  0,  0, 0, 16,  0,    1,     0,   0)
-ROCQ_X(ROCQ_Q2_K,          0,  64,  0, 16, 0,  4,  0,    0,     1,   1)
-ROCQ_X(ROCQ_Q3_K,          0,  64, 32,  8, 4,  2,  4,    0,     1,   0)
-ROCQ_X(ROCQ_Q4_K,        128,   0,  0,  0, 0, 16,  0,    0,     0,   1)
-ROCQ_X(ROCQ_Q5_K,        128,   0, 32,  0, 0, 16,  0,    0,     0,   1)
-ROCQ_X(ROCQ_Q6_K,        128,  64,  0, 16, 0,  2, 32,    0,     1,   0)
-ROCQ_X(ROCQ_IQ4_NL,      128,   0,  0,  0, 0, 16,  0,    1,     0,   0)
-ROCQ_X(ROCQ_IQ4_XS,      128,   0,  0,  0, 0,  8,  0,    1,     0,   0)
-ROCQ_X(ROCQ_MXFP4,       128,   0,  0,  0, 0,  8,  0,    1,     0,   0)
-ROCQ_X(ROCQ_MXFP6_E2M3,  128,  64,  0,  0, 0,  8,  0,    0,     0,   0)
-ROCQ_X(ROCQ_MXFP6_E3M2,  128,  64,  0,  0, 0,  8,  0,    0,     0,   0)
-ROCQ_X(ROCQ_K_ID_read,     0,   0,  0,  0, 0,  0,  0,    1,     1,   0)
+ROCQ_K_PLANES(ROCQ_X)
+#undef ROCQ_X
+template <int F> struct block_layout;
+#define ROCQ_X(F, OFFSET, SIGNED, HALVES, MIN)                  \
+    template <> struct block_layout<F> : block_planes<F> {      \
+        enum { offset = OFFSET, is_signed = SIGNED };           \
+        enum { halves = HALVES, has_min = MIN };                \
+    };
+//                    offset signed halves min
+ROCQ_X(ROCQ_Q4_0,        8,    0,     0,   0)
+ROCQ_X(ROCQ_Q4_1,        0,    0,     0,   1)
+ROCQ_X(ROCQ_Q5_0,       16,    0,     0,   0)
+ROCQ_X(ROCQ_Q5_1,        0,    0,     0,   1)
+ROCQ_X(ROCQ_Q8_0,        0,    1,     0,   0)
+ROCQ_X(ROCQ_Q2_K,        0,    0,     1,   1)
+ROCQ_X(ROCQ_Q3_K,        4,    0,     1,   0)
+ROCQ_X(ROCQ_Q4_K,        0,    0,     0,   1)
+ROCQ_X(ROCQ_Q5_K,        0,    0,     0,   1)
+ROCQ_X(ROCQ_Q6_K,       32,    0,     1,   0)
+ROCQ_X(ROCQ_IQ4_NL,      0,    1,     0,   0)
+ROCQ_X(ROCQ_IQ4_XS,      0,    1,     0,   0)
+ROCQ_X(ROCQ_MXFP4,       0,    1,     0,   0)
+ROCQ_X(ROCQ_MXFP6_E2M3,  0,    0,     0,   0)
+ROCQ_X(ROCQ_MXFP6_E3M2,  0,    0,     0,   0)
+ROCQ_X(ROCQ_K_ID_read,   0,    1,     1,   0)
 #undef ROCQ_X
 
 template <int F> DEV constexpr bool is_mxfp6() {
@@ -3103,6 +3110,12 @@ DEV float experts_value(int32_t kind, float limit, float alpha, bool has_w2, flo
     return has_w2 ? v * z2 : v;
 }
 
+// Which of the copies is that of expert e, or -1. Uniform, as e is.
+DEV int experts_copy(const rocq_k_experts_copies &copies, int e) {
+    const int at = copies.n > 0 ? wave_read(gload(copies.at + e), 0) : -1;
+    return (uint32_t)at < (uint32_t)copies.n ? at : -1;
+}
+
 // experts_int8, experts_f32: the product by expert for few pairs of a token and one of its slots. A
 // block is that of a matvec with one column, whose rows of w are those of the pair's expert; so
 // only these are read. Without weights a block has one pair. With weights it has all slots of a
@@ -3130,17 +3143,26 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
             if ((uint32_t)e >= (uint32_t)a.n_experts) {
                 if (row == 0 && lane_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_ID);
             } else {
-                rocq_k_matvec_weights p = a.weights;
-                rocq_k_matvec_args one;
-                p.row0 = (int64_t)e * p.m;
-                one.x = a.x;
-                one.x_units = a.x_units;
-                one.x_stride = a.x_stride;
-                one.x_column0 = (int64_t)token * a.x_slots + (a.x_slots == 1 ? 0 : slot);
-                one.k = a.k;
-                one.n = 1;
-                one.k_step = a.k_step;
-                matvec_products<F, 1, INT8, false>(one, p, row, sums_up ? 0 : part, 0, out);
+                const int copy = experts_copy(a.copies, e);
+#pragma unroll 1
+                for (int pass = 0; pass < (a.weights.w2 ? 2 : 1); pass++) {
+                    rocq_k_matvec_weights p = a.weights;
+                    rocq_k_matvec_args one;
+                    p.w = copy < 0 ? (pass ? a.weights.w2 : a.weights.w)
+                                   : (pass ? a.copies.w2 : a.copies.w);
+                    p.w2 = nullptr;
+                    p.n_units = copy < 0 ? a.weights.n_units : a.copies.n_units;
+                    p.row0 = (int64_t)(copy < 0 ? e : copy) * p.m;
+                    one.x = a.x;
+                    one.x_units = a.x_units;
+                    one.x_stride = a.x_stride;
+                    one.x_column0 = (int64_t)token * a.x_slots + (a.x_slots == 1 ? 0 : slot);
+                    one.k = a.k;
+                    one.n = 1;
+                    one.k_step = a.k_step;
+                    matvec_products<F, 1, INT8, false>(one, p, row, sums_up ? 0 : part, 0,
+                                                       out + pass * WAVES * ROWS);
+                }
             }
             if (!sums_up) break;
             if ((uint32_t)e < (uint32_t)a.n_experts && lane_index() < ROWS) {
@@ -3553,12 +3575,14 @@ DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_place &at,
 
 struct experts_tile {
     int expert, first, n; // its columns are sorted pairs first to first + n - 1
+    int copy;             // see experts_copy
 };
 DEV experts_tile experts_tile_of(const rocq_k_matmul_args &a) {
     const uint32_t tile = (a.common.block0 + block_index()) / (uint32_t)a.tiles_m;
     const int32_t *const from = a.experts.tiles + 3 * (int64_t)tile;
-    return experts_tile{wave_read(gload(from), 0), wave_read(gload(from + 1), 0),
-                        wave_read(gload(from + 2), 0)};
+    const int expert = wave_read(gload(from), 0);
+    return experts_tile{expert, wave_read(gload(from + 1), 0), wave_read(gload(from + 2), 0),
+                        experts_copy(a.experts.copies, expert)};
 }
 DEV int experts_pair(const rocq_k_matmul_args &a, const experts_tile &own, int column) {
     return gload(a.experts.pairs + own.first + column);
@@ -3567,7 +3591,7 @@ DEV matmul_place experts_place_of(const rocq_k_matmul_args &a, const experts_til
                                   int64_t tile_m, uint32_t n_steps) {
     matmul_place p = {};
     p.m0 = (a.common.block0 + block_index()) % (uint32_t)a.tiles_m * tile_m;
-    p.w_row = own.expert * a.m + p.m0;
+    p.w_row = (own.copy < 0 ? own.expert : own.copy) * a.m + p.m0;
     p.end = n_steps;
     return p;
 }
@@ -3797,10 +3821,17 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     const bool split_rows = EXPERTS && a.experts.w2 != 0; // rows of w and of w2
     const int64_t tile_m = split_rows ? BM / 2 : BM;
     matmul_place at;
-    experts_tile own = {0, 0, 0};
+    experts_tile own = {0, 0, 0, -1};
+    const void *all_w = a.w, *all_w2 = a.experts.w2;
+    int64_t w_units = a.w_units;
     if constexpr (EXPERTS) {
         own = experts_tile_of(a);
         if (own.n == 0) return;
+        if (own.copy >= 0) {
+            all_w = a.experts.copies.w;
+            all_w2 = a.experts.copies.w2;
+            w_units = a.experts.copies.n_units;
+        }
         at = experts_place_of(a, own, tile_m, (k + BK - 1) / BK);
     } else {
         at = matmul_place_of(a, BM, BN, (k + BK - 1) / BK);
@@ -3857,16 +3888,15 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     const char *w = nullptr, *w2 = nullptr;
     bool wide = false;
     if constexpr (is_plain<F>()) {
-        w = (const char *)a.w + at.w_row * k * (16 / vector_elems<F>());
-        if (split_rows) w2 = (const char *)a.experts.w2 + (w - (const char *)a.w);
+        w = (const char *)all_w + at.w_row * k * (16 / vector_elems<F>());
+        if (split_rows) w2 = (const char *)all_w2 + (w - (const char *)all_w);
         wide = k % vector_elems<F>() == 0;
     } else {
-        p = planes_at(planes_of<F>(a.w, a.w_units, a.format), at.w_row * row_units);
+        p = planes_at(planes_of<F>(all_w, w_units, a.format), at.w_row * row_units);
         if constexpr (EXPERTS) {
             p2 = p;
             if (split_rows) {
-                p2 = planes_at(planes_of<F>(a.experts.w2, a.w_units, a.format),
-                               at.w_row * row_units);
+                p2 = planes_at(planes_of<F>(all_w2, w_units, a.format), at.w_row * row_units);
             }
         }
         w_unit = (uint32_t)t / 2 * row_units;

@@ -2788,11 +2788,27 @@ typedef struct mixture { // a case; 0 = default
     int64_t k, m, n_experts, n_slots, n;
     rocq_precision precision;
     bool raw, one_x, w2, bias, weights, residual;
+    bool copies; // half of the experts are read from copies
     rocq_activation activation;
     float limit;
     box_layout layout;
     int32_t bad; // this id once, 0 = none
 } mixture;
+
+// Moves w and copies to the GPU, and there every second expert from w to copies.
+static void move_experts(const box *w, const box *copies, bool planar) {
+    const rocq_tensor *from = on_gpu_as(w, planar), *to = on_gpu_as(copies, planar);
+    const size_t size = (size_t)rocq_tensor_size(from), one = size / (size_t)from->ne[2];
+    unsigned char *rest = (unsigned char *)malloc(size);
+    assert_non_null(rest);
+    memcpy(rest, w->memory, size);
+    for (int64_t e = 0; e < from->ne[2]; e += 2) {
+        if (rocq_copy_slice(gpu, to, e / 2, from, e) != ROCQ_OK) fail_msg("%s", rocq_error(gpu));
+        memset(rest + (size_t)e * one, 0xff, one);
+    }
+    assert_int_equal(rocq_upload(gpu, from, rest, (int64_t)size), ROCQ_OK);
+    free(rest);
+}
 
 static void check_mixture(const mixture *s) {
     box w = box_make(BOX_PLAIN, s->w, s->k, s->m, s->n_experts, 1);
@@ -2805,6 +2821,14 @@ static void check_mixture(const mixture *s) {
     const int64_t y1 = s->weights ? s->n : s->n_slots, y2 = s->weights ? 1 : s->n;
     box y = box_make(s->y == ROCQ_Q8_0 ? BOX_PLAIN : s->layout, s->y, s->m, y1, y2, 1);
     box residual = box_random(BOX_PLAIN, ROCQ_F16, 1, s->m, y1, y2, 1);
+    const int64_t n_copies = (s->n_experts + 1) / 2;
+    box w_kept = box_make(BOX_PLAIN, s->w, s->k, s->m, n_copies, 1);
+    box w2_kept = box_make(BOX_PLAIN, s->w, s->k, s->m, n_copies, 1);
+    box kept = box_make(BOX_PLAIN, ROCQ_I32, s->n_experts, 1, 1, 1);
+    for (int64_t e = 0; e < s->n_experts; e++) {
+        kept.value[e] = (double)(e % 2 ? e % 4 == 1 ? -1 : n_copies : e / 2);
+    }
+    box_write(&kept);
     random_weights(&w);
     random_weights(&w2);
     for (int64_t i = 0; i < ids.count; i++) {
@@ -2820,8 +2844,17 @@ static void check_mixture(const mixture *s) {
         .precision = s->precision};
     rocq_experts_params host = p;
     host.precision = ROCQ_PRECISION_F32;
-    on_gpu_as(&w, !s->raw && block_elems(s->w) > 1);
-    if (s->w2) on_gpu_as(&w2, !s->raw && block_elems(s->w) > 1);
+    const bool planar = !s->raw && block_elems(s->w) > 1;
+    if (s->copies) {
+        move_experts(&w, &w_kept, planar);
+        if (s->w2) move_experts(&w2, &w2_kept, planar);
+        p.kept = &kept.t;
+        p.w_kept = &w_kept.t;
+        p.w2_kept = s->w2 ? &w2_kept.t : NULL;
+    } else {
+        on_gpu_as(&w, planar);
+        if (s->w2) on_gpu_as(&w2, planar);
+    }
     box *out[] = {&y};
     const char *what = say("experts %s x %s, K %d M %d E %d k %d n %d, precision %d", name_of(s->w),
                            name_of(s->x), (int)s->k, (int)s->m, (int)s->n_experts,
@@ -2835,8 +2868,9 @@ static void check_mixture(const mixture *s) {
     } else {
         compare_as(ROCQ_OP_EXPERTS, &host, &p, out, 1, s->y == ROCQ_Q8_0 ? 1e-4 : 0, what);
     }
-    for (int b = 0; b < 9; b++) {
-        box_free((box *[]){&w, &w2, &x, &ids, &bias, &bias2, &weights, &y, &residual}[b]);
+    for (int b = 0; b < 12; b++) {
+        box_free((box *[]){&w, &w2, &x, &ids, &bias, &bias2, &weights, &y, &residual, &w_kept,
+                           &w2_kept, &kept}[b]);
     }
 }
 
@@ -2855,7 +2889,7 @@ static void test_experts_formats(void **state) {
                          .k = i % 3 ? odd : large_k(all_formats[f]),
                          .precision = i >= 6 ? ROCQ_PRECISION_F16
                                              : i == 5 ? ROCQ_PRECISION_F32 : ROCQ_PRECISION_AUTO,
-                         .w2 = i % 2, .weights = i % 2 == 0,
+                         .w2 = i % 2, .weights = i % 2 == 0, .copies = i % 3 == f % 2,
                          .activation = i % 2 ? ROCQ_ACT_SILU : ROCQ_ACT_IDENTITY};
             if (s.m == 130 && i > 1) s.k = odd;
             if ((i == 4 || i == 7) && block_elems(s.w) == 256) continue;
@@ -2877,7 +2911,7 @@ static void test_experts_cases(void **state) {
                      .n_slots = 1 + i * 5 % 11, .n = i % 4 < 2 ? 1 : i % 8 < 4 ? 2 : 70,
                      .precision = i % 6 < 4 ? ROCQ_PRECISION_F32 : ROCQ_PRECISION_F16,
                      .raw = i % 9 == 5, .one_x = i % 7 < 3, .w2 = i % 4 < 2, .bias = i % 3 == 1,
-                     .weights = i % 5 < 2, .layout = (box_layout)(i % 3)};
+                     .weights = i % 5 < 2, .copies = i % 9 > 4, .layout = (box_layout)(i % 3)};
         s.residual = s.weights && i % 2;
         if (s.w2 && s.y == ROCQ_F16) s.y = ROCQ_F32; // which the product of two sums could overflow
         if (s.weights && s.layout == BOX_PERMUTED) s.layout = BOX_STRIDED;
@@ -2893,7 +2927,8 @@ static void test_experts_cases(void **state) {
     // bits, so that one output can outweigh its row: rows of less than 32 are judged together.
     for (size_t i = 0; i < sizeof read_formats / sizeof read_formats[0]; i++) {
         const mixture read = {.w = read_formats[i], .m = 31, .k = 256, .n_experts = 3, .n_slots = 2,
-                              .n = i % 3 ? 1 : 30, .w2 = i % 2, .activation = ROCQ_ACT_SILU,
+                              .n = i % 3 ? 1 : 30, .w2 = i % 2, .copies = i % 2 == 0,
+                              .activation = ROCQ_ACT_SILU,
                               .precision = i % 3 == 0 ? ROCQ_PRECISION_F16
                                            : i % 3 == 1 ? ROCQ_PRECISION_INT8 : ROCQ_PRECISION_F32};
         check_mixture(&read);
@@ -2902,7 +2937,7 @@ static void test_experts_cases(void **state) {
     for (int i = 0; i < 8; i++) {
         const mixture bad = {.w = ROCQ_Q8_0, .m = 70, .k = 64, .n_experts = 5, .n_slots = 2,
                              .n = i % 2 ? 30 : 1, .w2 = i / 2 % 2, .weights = i / 4 % 2,
-                             .bias = true, .bad = i % 3 ? 5 + i * 1000000 : -1};
+                             .bias = true, .copies = i % 2, .bad = i % 3 ? 5 + i * 1000000 : -1};
         check_mixture(&bad);
     }
     random_state = state_before;

@@ -749,8 +749,8 @@ static rocq_tensor slot_tensor(int slot, rocq_format format, int64_t ne0, int64_
 typedef struct op_case {
     rocq_op op;
     const void *params;
-    rocq_tensor *operand[10]; // all tensors the params point to
-    bool is_output[10];
+    rocq_tensor *operand[12]; // all tensors the params point to
+    bool is_output[12];
 } op_case;
 
 static rocq_result ask(rocq_ctx *ctx, const op_case *c) {
@@ -765,7 +765,7 @@ static void check_refusals(rocq_ctx *ctx, const op_case *c) {
     static unsigned char before[sizeof arena_memory];
     memcpy(before, arena_memory, sizeof before);
     assert_int_equal(ask(ctx, c), ROCQ_OK);
-    for (int i = 0; i < 10 && c->operand[i]; i++) {
+    for (int i = 0; i < 12 && c->operand[i]; i++) {
         rocq_tensor *t = c->operand[i];
         const rocq_tensor good = *t;
         t->format = (rocq_format)5;
@@ -1052,12 +1052,18 @@ static void ops_refuse_bad_operands(void **state) {
     t[6] = slot_tensor(6, ROCQ_F32, 32, 4, 1, 1);
     t[7] = slot_tensor(7, ROCQ_F32, 2, 3, 1, 1);
     t[8] = slot_tensor(8, ROCQ_F32, 32, 3, 1, 1);
+    t[9] = slot_tensor(9, ROCQ_I32, 4, 1, 1, 1);
+    t[10] = slot_tensor(10, ROCQ_Q4_K, 256, 32, 3, 1);
+    t[11] = slot_tensor(11, ROCQ_Q4_K, 256, 32, 3, 1);
     rocq_experts_params experts = {.y = &t[0], .w = &t[1], .w2 = &t[2], .x = &t[3], .ids = &t[4],
                                    .bias = &t[5], .bias2 = &t[6], .weights = &t[7],
-                                   .residual = &t[8]};
+                                   .residual = &t[8], .kept = &t[9], .w_kept = &t[10],
+                                   .w2_kept = &t[11]};
     check_refusals(ctx, &(op_case){ROCQ_OP_EXPERTS, &experts,
-                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7], &t[8]},
+                                   {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7], &t[8],
+                                    &t[9], &t[10], &t[11]},
                                    {true}});
+    experts.kept = experts.w_kept = experts.w2_kept = NULL;
     experts.w2 = NULL;
     assert_int_equal(rocq_experts(ctx, &experts), ROCQ_E_ARGUMENT);
 

@@ -337,6 +337,48 @@ static double bound_of(int simd, const problem *a) {
     return info.nmse + (a->s.y == ROCQ_Q8_0 ? 1e-4 : 0) + (a->s.y == ROCQ_F16 ? 1e-8 : 0);
 }
 
+// Copies of half of the experts, which w and w2 then lack, give the same bits; so does a table with
+// places that are none.
+static void check_copies(int simd, problem *a) {
+    static const double none[] = {-1, 1e6, -2147483648.0};
+    const int64_t n = a->s.n_experts, n_copies = (n + 1) / 2;
+    box table = box_make(BOX_PLAIN, ROCQ_I32, n, 1, 1, 1);
+    box copies[2], *const from[2] = {&a->w, &a->w2};
+    unsigned char *want = (unsigned char *)malloc((size_t)a->y.size);
+    rocq_experts_params p = a->p;
+    memcpy(want, a->y.memory, (size_t)a->y.size);
+    for (int64_t e = 0; e < n; e++) {
+        table.value[e] = e % 2 ? none[e / 2 % 3] : (double)(n_copies - 1 - e / 2);
+    }
+    box_write(&table);
+    p.kept = &table.t;
+    for (int i = 0; i < (p.w2 ? 2 : 1); i++) {
+        const rocq_tensor *w = &from[i]->t;
+        const size_t size = (size_t)(rocq_tensor_size(w) / n);
+        copies[i] = box_make(BOX_PLAIN, w->format, w->ne[0], w->ne[1], n_copies, 1);
+        for (int64_t e = 0; e < n; e += 2) {
+            assert_int_equal(rocq_copy_slice(contexts[simd][1], &copies[i].t, n_copies - 1 - e / 2,
+                                             w, e), ROCQ_OK);
+            memset((char *)rocq_tensor_data(w) + (size_t)e * size, 0xff, size);
+        }
+    }
+    p.w_kept = &copies[0].t;
+    p.w2_kept = p.w2 ? &copies[1].t : NULL;
+    run(simd, ROCQ_OP_EXPERTS, &p, (box *const[]){&a->y}, 1);
+    assert_true(same_bytes(want, a->y.memory, a->y.size));
+    for (int i = 0; i < (p.w2 ? 2 : 1); i++) {
+        const size_t size = (size_t)(rocq_tensor_size(&from[i]->t) / n);
+        for (int64_t e = 0; e < n; e += 2) {
+            memcpy((char *)rocq_tensor_data(&from[i]->t) + (size_t)e * size,
+                   (char *)rocq_tensor_data(&copies[i].t) + (size_t)(n_copies - 1 - e / 2) * size,
+                   size);
+        }
+        box_free(&copies[i]);
+    }
+    box_free(&table);
+    free(want);
+}
+
 // Runs it with both instruction sets and all thread counts, and then each token alone: the same
 // bits. With INT8 and nothing behind the sums, both instruction sets give the same.
 static void problem_check(const shape *s) {
@@ -357,6 +399,8 @@ static void problem_check(const shape *s) {
                    !s->activation && !s->has_residual) {
             assert_true(same_bytes(scalar, a.y.memory, a.y.size));
         }
+        if (!s->in_place)
+            check_copies(simd, &a);
         if (s->in_place || s->n == 1)
             continue;
         for (int64_t i = 0; i < s->n; i += 1 + s->n / 5) {
@@ -553,6 +597,36 @@ static void refusals(void **state) {
     run_fails(ROCQ_OP_EXPERTS, &p, ROCQ_E_ARGUMENT, outputs, 1); // without weights
     p.weights = &a.weights.t;
     run_fails(ROCQ_OP_EXPERTS, &p, ROCQ_E_SHAPE, outputs, 1); // y is [M, n_slots, n]
+    p = a.p;
+    int32_t places[5] = {0, 0, 0, 0, 0};
+    const int64_t n_experts = 5;
+    rocq_tensor table, few = a.w.t, other;
+    assert_int_equal(rocq_tensor_from_host(&table, places, ROCQ_I32, 1, &n_experts), ROCQ_OK);
+    few.ne[2] = 2;
+    p.kept = &table;
+    run_fails(ROCQ_OP_EXPERTS, &p, ROCQ_E_ARGUMENT, outputs, 1); // without copies
+    p.w_kept = &few;
+    run_fails(ROCQ_OP_EXPERTS, &p, ROCQ_E_ARGUMENT, outputs, 1); // without those of w2
+    p.w2_kept = &few;
+    p.kept = NULL;
+    run_fails(ROCQ_OP_EXPERTS, &p, ROCQ_E_ARGUMENT, outputs, 1); // without the table
+    table.ne[0] = 4;
+    p.kept = &table;
+    run_fails(ROCQ_OP_EXPERTS, &p, ROCQ_E_SHAPE, outputs, 1);
+    table.ne[0] = 5;
+    few.ne[1] = 31;
+    run_fails(ROCQ_OP_EXPERTS, &p, ROCQ_E_SHAPE, outputs, 1);
+    few.ne[1] = 32;
+    other = few;
+    other.format = ROCQ_Q4_0; // less of it
+    p.w_kept = p.w2_kept = &other;
+    run_fails(ROCQ_OP_EXPERTS, &p, ROCQ_E_FORMAT, outputs, 1);
+    rocq_ctx *ctx = contexts[1][1];
+    assert_int_equal(rocq_copy_slice(ctx, &few, 2, &a.w.t, 0), ROCQ_E_BOUNDS);
+    assert_int_equal(rocq_copy_slice(ctx, &few, 0, &a.w.t, -1), ROCQ_E_BOUNDS);
+    assert_int_equal(rocq_copy_slice(ctx, &other, 0, &a.w.t, 0), ROCQ_E_SHAPE);
+    assert_int_equal(rocq_copy_slice(ctx, NULL, 0, &a.w.t, 0), ROCQ_E_ARGUMENT);
+    assert_int_equal(rocq_copy_slice(NULL, &few, 0, &a.w.t, 0), ROCQ_E_ARGUMENT);
     p = a.p;
     rocq_tensor w = a.w.t;
     w.ne[3] = 2;

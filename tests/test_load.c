@@ -316,7 +316,8 @@ static rocq_result load(rocq_ctx *ctx, rocq_gguf *file, const rocq_gguf_load_des
         assert_int_equal(w->done, w->total);
     }
     const int64_t kept = result == ROCQ_OK ? buffer->size : 0;
-    assert_int_equal(ctx->budget_used, budget + kept);
+    const bool outside = watched.memory == ROCQ_MEMORY_PINNED && rocq__on_gpu(ctx);
+    assert_int_equal(ctx->budget_used, budget + (outside ? 0 : kept));
     assert_int_equal(simt_live_sum(), live + (kept > 0 && rocq__on_gpu(ctx) ? 1 : 0));
     assert_true(after.live_bytes - before.live_bytes - kept < 256);
     free(untouched);
@@ -710,6 +711,44 @@ static void the_budget_is_kept(void **state) {
     model_free(&m);
 }
 
+// Tensors in pinned memory: the same, outside the budget, for ops and copies alike.
+static void pinned_memory_holds_the_same(void **state) {
+    (void)state;
+    static model m;
+    static rocq_tensor tensors[MAX_TENSORS];
+    model_make(&m, 32, true);
+    const rocq_gguf_load_desc desc = {.memory = ROCQ_MEMORY_PINNED};
+    for (int gpu = 0; gpu < 2; gpu++) {
+        rocq_ctx *ctx = open_ctx(gpu ? ROCQ_BACKEND_GPU : ROCQ_BACKEND_CPU, 1, 0);
+        rocq_gguf *file = open_model(ctx, &m, CALLBACK);
+        rocq_buffer buffer, slices;
+        rocq_tensor slice;
+        const simt_live before = simt_get_live();
+        assert_ok(load(ctx, file, &desc, NULL, tensors, m.n, &buffer));
+        const simt_live after = simt_get_live();
+        const size_t host_bytes = after.host_bytes - before.host_bytes;
+        assert_true(!gpu || host_bytes >= (size_t)buffer.size);
+        check_all(ctx, &m, tensors);
+        for (int32_t i = 0; i < m.n; i++) { // the second slice of two
+            const int64_t ne[3] = {tensors[i].ne[0], tensors[i].ne[1], 2};
+            assert_ok(rocq_buffer_alloc(ctx, &slices, 2 * m.tensors[i].size));
+            assert_ok(rocq_tensor_init(&slice, &slices, 0, tensors[i].format, 3, ne));
+            slice.layout = tensors[i].layout;
+            assert_ok(rocq_copy_slice(ctx, &slice, 1, &tensors[i], 0));
+            unsigned char *other = (unsigned char *)calloc(1, (size_t)m.tensors[i].size);
+            assert_ok(rocq_upload(ctx, &tensors[i], other, m.tensors[i].size));
+            assert_ok(rocq_copy_slice(ctx, &tensors[i], 0, &slice, 1));
+            check_tensor(ctx, &m, i, &tensors[i]);
+            free(other);
+            assert_ok(rocq_buffer_free(ctx, &slices));
+        }
+        assert_ok(rocq_buffer_free(ctx, &buffer));
+        rocq_gguf_close(&file);
+        rocq_close(&ctx);
+    }
+    model_free(&m);
+}
+
 static void wrong_calls_are_refused(void **state) {
     (void)state;
     static model m;
@@ -722,7 +761,8 @@ static void wrong_calls_are_refused(void **state) {
         rocq_buffer buffer;
         static const rocq_gguf_load_desc bad[] = {
             {.piece_bytes = 511}, {.piece_bytes = -1}, {.piece_bytes = ((int64_t)1 << 28) + 1},
-            {.n_pieces = 2}, {.n_pieces = -1}, {.n_pieces = 65}, {.n_names = -1}};
+            {.n_pieces = 2}, {.n_pieces = -1}, {.n_pieces = 65}, {.n_names = -1},
+            {.memory = ROCQ_MEMORY_HOST}, {.memory = (rocq_memory)-1}};
         for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
             assert_result(load(ctx, file, &bad[i], NULL, tensors, m.n, &buffer), ROCQ_E_ARGUMENT);
         }
@@ -797,6 +837,7 @@ int main(void) {
         TEST(every_runtime_call_may_fail),
         TEST(every_allocation_may_fail),
         TEST(the_budget_is_kept),
+        TEST(pinned_memory_holds_the_same),
         TEST(wrong_calls_are_refused),
         TEST(uploads_go_on_around_a_load)};
     return cmocka_run_group_tests_name("load", tests, NULL, NULL);

@@ -494,15 +494,18 @@ int hipMemcpyAsync(void *dst, const void *src, size_t size, int kind, void *on) 
     ENTER_OR_FAIL();
     stream *s = find_stream("hipMemcpyAsync", on);
     if (!s) return HIP_INVALID_HANDLE;
-    if (kind != ROCQ_HIP_TO_DEVICE && kind != ROCQ_HIP_TO_HOST && kind != ROCQ_HIP_ON_DEVICE) {
+    bool to_device = kind != ROCQ_HIP_TO_HOST, from_device = kind != ROCQ_HIP_TO_DEVICE;
+    if (kind == ROCQ_HIP_BY_ADDRESS) {
+        size_t room;
+        to_device = block_of(hip().device, dst, &room) != nullptr;
+        from_device = block_of(hip().device, src, &room) != nullptr;
+    } else if (kind < ROCQ_HIP_TO_DEVICE || kind > ROCQ_HIP_ON_DEVICE) {
         misuse("hipMemcpyAsync: kind %d", kind);
         return HIP_INVALID_VALUE;
     }
     if (size == 0) return HIP_OK;
-    int error = check_range("hipMemcpyAsync", "destination", dst, size, kind != ROCQ_HIP_TO_HOST);
-    if (!error) {
-        error = check_range("hipMemcpyAsync", "source", src, size, kind != ROCQ_HIP_TO_DEVICE);
-    }
+    int error = check_range("hipMemcpyAsync", "destination", dst, size, to_device);
+    if (!error) error = check_range("hipMemcpyAsync", "source", src, size, from_device);
     if (error) return error;
     operation o = {};
     o.what = operation::COPY;
