@@ -59,6 +59,9 @@ static const char usage[] =
     "    --no-graph       launch the operations of each token one by one\n"
     "    --kv FORMAT      of the KV cache: f32, f16, bf16, q8_0 or q4_0 (f16)\n"
     "    --kv-page N      keep the cache in pages of N tokens, 0 = in one piece (0)\n"
+    "    --expert-memory N      keep copies of a mixture's most used experts in N MiB of the\n"
+    "                     device, and read the others from host memory, or on the CPU from the\n"
+    "                     file (all are on the device)\n"
     "    --shift N        when the context is full, keep its first N tokens, forget half of the\n"
     "                     others and go on (the text ends, or with -i what was said)\n"
     "    --precision P    of products: auto, f32, f16 or int8 (auto)\n"
@@ -67,6 +70,8 @@ static const char usage[] =
     "    --tuning FILE    launches that are fastest for this model on this GPU; they are found\n"
     "                     and kept in FILE where it is not there, or of another GPU or driver\n"
     "    --stats          print times, speeds and memory\n"
+    "    --expert-stats   with --stats: of each layer, too, how many of its experts are kept, and\n"
+    "                     how often the chosen one was among them\n"
     "    --trace FILE     write what ran when, for ui.perfetto.dev or chrome://tracing\n"
     "    --profile FILE   write the times of --stats as JSON\n"
     "    --logits FILE    write n_vocab logits per token of the prompt, and generate nothing\n";
@@ -78,8 +83,10 @@ static const char default_prompt[] =
 typedef struct options {
     const char *model, *prompt, *system, *kv, *kernels, *logits, *tuning, *trace, *profile;
     texts loras;
-    bool help, escapes, no_graph, stats, chat, asks; // asks: questions come from stdin
+    bool help, escapes, no_graph, stats, expert_stats, chat;
+    bool asks;                 // questions come from stdin
     int32_t n, n_ctx, n_threads;
+    int32_t expert_memory;     // MiB, -1 = all experts are kept
     int32_t kv_page, shift;    // shift: tokens to keep, -1 = the text ends
     int32_t last_n;            // tokens that penalties look at, -1 = n_ctx
     int32_t device, precision, sharing; // rocq_backend, rocq_precision, rocq_sharing
@@ -117,11 +124,13 @@ static bool parse(options *o, int argc, char **argv) {
         {"--no-graph", FLAG, 0, 0, &o->no_graph},
         {"--kv", TEXT, 0, 0, &o->kv},
         {"--kv-page", INTEGER, 0, 1e6, &o->kv_page},
+        {"--expert-memory", INTEGER, 0, 1e9, &o->expert_memory},
         {"--shift", INTEGER, 0, 1e9, &o->shift},
         {"--precision", PRECISION, 0, 0, &o->precision},
         {"--sharing", SHARING, 0, 0, &o->sharing},
         {"--tuning", TEXT, 0, 0, &o->tuning},
         {"--stats", FLAG, 0, 0, &o->stats},
+        {"--expert-stats", FLAG, 0, 0, &o->expert_stats},
         {"--trace", TEXT, 0, 0, &o->trace},
         {"--profile", TEXT, 0, 0, &o->profile},
         {"--logits", TEXT, 0, 0, &o->logits},
@@ -307,6 +316,10 @@ static bool load(run *r) {
     const rocq_gguf_desc source = {.path = r->o.model};
     const llama_options how = {.n_ctx = r->o.n_ctx, .kv_format = r->o.kv,
                                .kv_page = r->o.kv_page,
+                               .expert_memory = r->o.expert_memory == 0 ? -1
+                                                : r->o.expert_memory < 0
+                                                    ? 0
+                                                    : (int64_t)r->o.expert_memory << 20,
                                .precision = (rocq_precision)r->o.precision,
                                .progress = show_progress, .user = &r->terminal};
     begin_phase(r, MODEL_OPEN);
@@ -596,10 +609,24 @@ static void print_rate(const char *what, int32_t n, double time) {
             time > 0 ? (double)n / time : 0.0, (int)n, time);
 }
 
-static void print_stats(const run *r) {
+// Of a layer, or with -1 of all.
+static void print_experts(run *r, int32_t layer) {
     const double mib = 1.0 / (1024 * 1024);
-    double total = 0;
+    llama_expert_stats s;
+    char name[32] = "experts";
+    if (llama_get_expert_stats(&r->model, layer, &s) != ROCQ_OK || s.n_experts == 0) return;
+    if (layer >= 0) snprintf(name, sizeof name, "  of layer %d", (int)layer);
+    const double hits = s.n_uses > 0 ? (double)s.n_hits / (double)s.n_uses : 1;
+    fprintf(stderr, "%-20s %9.1f %% hits       kept %.0f of %.0f, %.2f of %.2f MiB\n", name,
+            100 * hits, (double)s.n_kept, (double)s.n_experts, mib * (double)s.kept_bytes,
+            mib * (double)s.bytes);
+}
+
+static void print_stats(run *r) {
+    const double mib = 1.0 / (1024 * 1024);
     const llama_model *m = &r->model;
+    double total = 0, weights = (double)m->weight_bytes;
+    llama_expert_stats experts;
     rocq_info info;
     rocq_get_info(r->ctx, &info);
     print_device(&info);
@@ -618,10 +645,14 @@ static void print_stats(const run *r) {
     fprintf(stderr, "\n");
     print_rate("prompt", r->n_prompt, r->phase[READ_PROMPT]);
     print_rate("generation", r->n_generated > 1 ? r->n_generated - 1 : 0, r->generate);
+    if (llama_get_expert_stats(&r->model, -1, &experts) == ROCQ_OK) {
+        weights -= (double)(experts.bytes - experts.kept_bytes);
+    }
     fprintf(stderr, "%-20s %9.2f MiB        ", "memory",
-            mib * (double)(m->weight_bytes + m->kv_bytes + m->scratch_bytes));
-    fprintf(stderr, "weights %.2f, KV cache %.2f, scratch %.2f\n", mib * (double)m->weight_bytes,
+            mib * (weights + (double)(m->kv_bytes + m->scratch_bytes)));
+    fprintf(stderr, "weights %.2f, KV cache %.2f, scratch %.2f\n", mib * weights,
             mib * (double)m->kv_bytes, mib * (double)m->scratch_bytes);
+    for (int32_t i = -1; i < (r->o.expert_stats ? m->n_layers : 0); i++) print_experts(r, i);
     fprintf(stderr, "%-20s %9.0f            after set-up\n", "allocations",
             (double)(n_allocs + ds_n_allocs - r->setup_allocs));
 }
@@ -656,7 +687,7 @@ int main(int argc, char **argv) {
     r.o.prompt = default_prompt;
     r.o.kernels = getenv("ROCQ_KERNELS");
     r.o.n = 256;
-    r.o.shift = -1;
+    r.o.shift = r.o.expert_memory = -1;
     r.o.sample.temperature = 0.8f;
     r.o.sample.top_k = 40;
     r.o.sample.top_p = 0.95f;

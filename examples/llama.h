@@ -44,6 +44,11 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
     int32_t n_logits;      // positions whose logits are computed at once, where all are; default 1
     const char *kv_format; // "f16" (default), "f32", "bf16", "q8_0" or "q4_0"
     int32_t kv_page;       // positions of a page of the cache, default 0: contiguous
+    int64_t expert_memory; // bytes for the experts of a mixture, default 0: all of them. Where they
+                           // are more, they stay in host memory, on the CPU in the file, are read
+                           // from there, and only copies of those most used are kept in so much
+                           // memory of the device, on the CPU of the program; negative: none.
+                           // Logits have the same bits
     rocq_precision precision; // of all products; default AUTO, which differs between CPU and GPU
     // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
     // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
@@ -87,6 +92,12 @@ typedef struct llama_layer {
     rocq_tensor expert_gate, expert_gate_bias; // [n_embd, XF, E] or with up [n_embd, 2 XF, E]; bias
     rocq_tensor expert_up, expert_up_bias;     // [n_embd, XF, E]     [XF, E]
     rocq_tensor expert_down, expert_down_bias; // [XF, n_embd, E], [n_embd, E]
+    // With expert_memory: copies of n_kept experts, and the place of each expert's copy, or -1
+    rocq_tensor gate_kept, up_kept, down_kept; // as the above, of n_kept
+    rocq_tensor kept;                          // I32 [E]
+    int32_t n_kept, *place;                    // [E], as kept
+    float *heat;                               // [E]: how much they are used
+    int64_t n_uses, n_hits;
     // The part of embeddings that is for this layer alone                   gemma4, as the scale
     rocq_tensor apart_gate;             // [n_embd, A]
     rocq_tensor apart_out, apart_norm;  // [A, n_embd], [n_embd]
@@ -150,6 +161,7 @@ typedef struct llama_model {
     int32_t n_ctx, n_ctx_train, n_batch, n_logits;
     int64_t weight_bytes, kv_bytes;
     int64_t scratch_bytes; // activations, and what ops need while they run
+    int64_t expert_bytes;  // of the weights: those of all experts
     char error[512];       // the message of the last failure, also of llama_open
 
     // Private from here on. The configuration:
@@ -168,6 +180,11 @@ typedef struct llama_model {
     rocq_tensor rope_short, rope_long; // the same, up to the trained context and beyond   phi3
     llama_layer *layers;     // [n_layers]
     rocq_buffer weights;     // of those that are not just views of the file
+    rocq_buffer experts;     // of experts in host memory: see experts.h
+    rocq_buffer slots;       // copies of some of them, and the tables
+    bool counts;             // whether there is a budget, and it does not hold all experts
+    int32_t *places, *taken; // of all layers; m->chosen on the host
+    int32_t uncounted, turn; // tokens of the last batch; the layer whose turn is next
     int32_t n_weights;
     rocq_tensor apart_embedding;   // [A n_layers, n_vocab]           gemma4
     rocq_tensor apart_weight, apart_weight_norm; // [n_embd, A n_layers], [A]
@@ -188,7 +205,7 @@ typedef struct llama_model {
     rocq_tensor convolved; // [C, n_batch]                              qwen35
     rocq_tensor ffn;      // [FF, n_batch], an operand too
     rocq_tensor scores;   // [E, n_batch] of experts, by the router     mixtures, as these
-    rocq_tensor chosen;   // I32 [n_used, n_batch]
+    rocq_tensor chosen;   // I32 [n_used n_layers, n_batch]
     rocq_tensor shares;   // [n_used, n_batch] their weights
     rocq_tensor mixed;    // [XF, n_used, n_batch], an operand too
     rocq_tensor opened;   // [1, n_batch] the shared expert's gate      qwen35moe
@@ -227,6 +244,17 @@ static inline void llama_close(llama_model *m); // twice, or on a zeroed struct,
 
 // Does ahead what would make the first tokens slow; after llama_tune, if that is called.
 static inline rocq_result llama_warm(llama_model *m);
+
+// Experts that have copies in options.expert_memory, of a layer or, with layer -1, of all; and how
+// often the tokens so far have chosen an expert (n_uses), and one that had a copy (n_hits). Without
+// a budget, or where it holds all experts, they all count as kept, and uses are not counted.
+typedef struct llama_expert_stats {
+    int64_t n_experts, n_kept;  // 0: the layer is no mixture
+    int64_t bytes, kept_bytes;
+    int64_t n_uses, n_hits;
+} llama_expert_stats;
+static inline rocq_result llama_get_expert_stats(llama_model *m, int32_t layer,
+                                                 llama_expert_stats *stats);
 
 // Appends tokens[0..n) to the cache, batch by batch. With logits NULL only those of the last
 // position are computed, and wait for llama_sample; else logits receives n rows of n_vocab floats.
@@ -374,6 +402,7 @@ static rocq_result llama__find(llama_model *m, const rocq_gguf *file, llama__lis
     list->places[i] = place;
     if (rows > 1 && !(w->flags & LLAMA__ALONE)) llama__operands_of(m, found.format);
     m->weight_bytes += found.size;
+    if (slices > 1) m->expert_bytes += found.size;
     return ROCQ_OK;
 }
 
@@ -469,20 +498,39 @@ static void llama__set_factors(llama_model *m) {
     }
 }
 
+#include "experts.h"
+
+typedef struct llama__load {
+    llama_model *m;
+    int64_t before; // bytes of the part that has been loaded
+} llama__load;
+
 static bool llama__loading(int64_t done, int64_t total, void *user) {
-    return llama__progress((llama_model *)user, "loading", done, total) == ROCQ_OK;
+    const llama__load *load = (const llama__load *)user;
+    const int64_t all = load->m->weight_bytes;
+    return llama__progress(load->m, "loading", load->before + done,
+                           load->before + total > all ? load->before + total : all) == ROCQ_OK;
 }
 
 static rocq_result llama__load_listed(llama_model *m, const rocq_gguf *file,
                                       llama__list *list) {
     LLAMA__TRY(llama__find_all(m, file, list));
-    const rocq_gguf_load_desc desc = {
-        .names = list->names, .n_names = m->n_weights, .progress = llama__loading, .user = m};
-    const rocq_result result = rocq_gguf_load(m->ctx, file, &desc, list->tensors, &m->weights);
+    const int32_t n = llama__experts_last(m, file, list), n_experts = m->n_weights - n;
+    llama__load load = {m, 0};
+    rocq_gguf_load_desc desc = {
+        .names = list->names, .n_names = n, .progress = llama__loading, .user = &load};
+    rocq_result result = rocq_gguf_load(m->ctx, file, &desc, list->tensors, &m->weights);
+    if (result == ROCQ_OK && n_experts > 0) {
+        load.before = m->weight_bytes - m->expert_bytes;
+        desc.names += n;
+        desc.n_names = n_experts;
+        desc.memory = ROCQ_MEMORY_PINNED;
+        result = rocq_gguf_load(m->ctx, file, &desc, list->tensors + n, &m->experts);
+    }
     if (result != ROCQ_OK) return m->error[0] ? ROCQ_E_STATE : result; // progress had it stopped
     for (int32_t i = 0; i < m->n_weights; i++) *list->places[i] = list->tensors[i];
     llama__set_factors(m);
-    return ROCQ_OK;
+    return llama__make_slots(m);
 }
 
 static rocq_result llama__load_all(llama_model *m, const rocq_gguf *file) {
@@ -612,7 +660,7 @@ static rocq_result llama__feed(llama_model *m, const llama_layer *l, const llama
 }
 
 // y = the chosen experts' activation(gate(x)) * up(x), of which the file has both in one weight.
-static rocq_result llama__mix_pair(llama_model *m, const rocq_tensor *w, const rocq_tensor *ids,
+static rocq_result llama__mix_pair(llama_model *m, const llama_layer *l, const rocq_tensor *ids,
                                    const rocq_tensor *x, const rocq_tensor *y) {
     const int64_t n_rows = m->expert_ff, n_slots = ids->ne[0] * ids->ne[1];
     const int64_t three[3] = {2 * n_rows, ids->ne[0], ids->ne[1]}, two[2] = {2 * n_rows, n_slots};
@@ -624,8 +672,10 @@ static rocq_result llama__mix_pair(llama_model *m, const rocq_tensor *w, const r
     flat.layout = y->layout;
     const rocq_tensor gate = rocq_tensor_slice(&pair, 0, 0, n_rows);
     const rocq_tensor up = rocq_tensor_slice(&pair, 0, n_rows, n_rows);
-    const rocq_experts_params both = {.y = &by_token, .w = w, .x = x, .ids = ids,
-                                      .precision = m->options.precision};
+    const rocq_experts_params both = {.y = &by_token, .w = &l->expert_gate, .x = x, .ids = ids,
+                                      .precision = m->options.precision,
+                                      .kept = llama__maybe(&l->kept),
+                                      .w_kept = llama__maybe(&l->gate_kept)};
     const rocq_glu_params glu = {.y = &flat, .gate = &gate, .up = &up, .activation = m->activation};
     LLAMA__TRY(rocq_experts(m->ctx, &both));
     LLAMA__TRY(rocq_glu(m->ctx, &glu));
@@ -641,7 +691,10 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
     const int64_t one[3] = {m->n_embd, 1, n}, all[3] = {m->expert_ff, m->n_used, n};
     const bool own = l->expert_norm.n_dims > 0, joined = l->expert_up.n_dims == 0;
     const rocq_tensor scores = rocq_tensor_slice(&m->scores, 1, 0, n);
-    const rocq_tensor ids = rocq_tensor_slice(&m->chosen, 1, 0, n);
+    const rocq_tensor all_ids = rocq_tensor_slice(&m->chosen, 1, 0, n);
+    const rocq_tensor ids =
+        rocq_tensor_slice(&all_ids, 0, (l - m->layers) * m->n_used, m->n_used);
+    const rocq_tensor *kept = llama__maybe(&l->kept);
     const rocq_tensor shares = rocq_tensor_slice(&m->shares, 1, 0, n);
     const rocq_tensor added = rocq_tensor_slice(&m->added, 1, 0, n);
     const rocq_tensor exact = h->format == ROCQ_F32 && !own ? *h : added;
@@ -666,17 +719,20 @@ static rocq_result llama__mix(llama_model *m, const llama_layer *l, const rocq_t
         .y = &mixed, .w = &l->expert_gate, .x = &in, .ids = &ids,
         .bias = llama__maybe(&l->expert_gate_bias), .w2 = &l->expert_up,
         .bias2 = llama__maybe(&l->expert_up_bias), .activation = m->activation,
-        .limit = m->row->limit, .alpha = m->row->alpha, .precision = m->options.precision};
+        .limit = m->row->limit, .alpha = m->row->alpha, .precision = m->options.precision,
+        .kept = kept, .w_kept = llama__maybe(&l->gate_kept),
+        .w2_kept = llama__maybe(&l->up_kept)};
     const rocq_experts_params down = {
         .y = own ? &added : x, .w = &l->expert_down, .x = &mixed, .ids = &ids,
         .bias = llama__maybe(&l->expert_down_bias), .weights = &shares, .residual = own ? NULL : x,
-        .precision = m->options.precision};
+        .precision = m->options.precision, .kept = kept,
+        .w_kept = llama__maybe(&l->down_kept)};
     if (own) LLAMA__TRY(llama__norm(m, &exact, x, &l->router_norm, NULL));
     else if (h->format != ROCQ_F32) LLAMA__TRY(llama__norm(m, &exact, x, &l->ffn_norm, NULL));
     LLAMA__TRY(rocq_matmul(m->ctx, &score));
     LLAMA__TRY(rocq_route(m->ctx, &route));
     if (own) LLAMA__TRY(llama__norm(m, h, x, &l->expert_norm, NULL));
-    if (joined) LLAMA__TRY(llama__mix_pair(m, &l->expert_gate, &ids, &in, &mixed));
+    if (joined) LLAMA__TRY(llama__mix_pair(m, l, &ids, &in, &mixed));
     else LLAMA__TRY(rocq_experts(m->ctx, &gate));
     LLAMA__TRY(rocq_experts(m->ctx, &down));
     return own ? llama__norm(m, &added, &added, &l->expert_post_norm, NULL) : ROCQ_OK;
@@ -1023,7 +1079,7 @@ static rocq_result llama__cut(llama_model *m, rocq_arena *arena) {
     const bool mixture = m->n_experts > 1;
     const int64_t n_used = mixture ? m->n_used : 1;
     LLAMA__TRY(rocq_tensor_2d(arena, &m->scores, ROCQ_F32, m->n_experts, n));
-    LLAMA__TRY(rocq_tensor_2d(arena, &m->chosen, ROCQ_I32, n_used, n));
+    LLAMA__TRY(rocq_tensor_2d(arena, &m->chosen, ROCQ_I32, n_used * m->n_layers, n));
     LLAMA__TRY(rocq_tensor_2d(arena, &m->shares, ROCQ_F32, n_used, n));
     LLAMA__TRY(rocq_tensor_3d(arena, &m->mixed, ROCQ_F32, mixture ? m->expert_ff : 1, n_used, n));
     const int64_t pair = m->layers[0].gate.ne[1] > m->n_ff ? 2 * (int64_t)m->n_ff
@@ -1504,6 +1560,9 @@ static inline void llama_close(llama_model *m) {
     if (m->ctx) {
         rocq_buffer_free(m->ctx, &m->memory);
         llama__free(m, m->staged, llama__staged_size(m));
+        llama__free(m, m->places, llama__places_size(m));
+        rocq_buffer_free(m->ctx, &m->slots);
+        rocq_buffer_free(m->ctx, &m->experts);
         rocq_buffer_free(m->ctx, &m->weights);
         llama__free(m, m->layers, (size_t)m->n_layers * sizeof(llama_layer));
         llama__free_adapters(m, &m->adapters);
@@ -1544,6 +1603,7 @@ static rocq_result llama__enter(llama_model *m, const int32_t *tokens, int32_t n
     const bool heated = m->temperature > 0;
     const int32_t extra = heated ? n : m->row->deltas ? 3 : m->n_convs > 0 ? 1 : 0;
     const rocq_tensor inputs = rocq_tensor_slice(&m->inputs, 0, 0, 1 + 3 * n + extra);
+    LLAMA__TRY(llama__count_experts(m));
     m->staged[0] = kv_len;
     for (int32_t i = 0; i < n; i++) {
         m->staged[1 + i] = tokens[i];
@@ -1572,6 +1632,7 @@ static rocq_result llama__enter(llama_model *m, const int32_t *tokens, int32_t n
 static void llama__advance(llama_model *m, int32_t n) {
     const int to = m->kept[0] == m->n_past && m->n_past > 0 ? 1 : 0; // as llama__enter_convs
     m->n_past += n;
+    m->uncounted = n;
     if (m->row->deltas) m->kept[to] = m->n_past;
 }
 
@@ -1700,6 +1761,35 @@ static inline rocq_result llama_forget(llama_model *m, int32_t first, int32_t n)
     return llama__done(m, llama__forget(m, first, n));
 }
 
+static inline rocq_result llama_get_expert_stats(llama_model *m, int32_t layer,
+                                                 llama_expert_stats *stats) {
+    llama_expert_stats all = {0, 0, 0, 0, 0, 0};
+    m->error[0] = '\0';
+    if (!m->ctx || !stats || layer < -1 || layer >= m->n_layers) {
+        return llama__fail(m, ROCQ_E_ARGUMENT, "stats is NULL, or there is no layer %d",
+                           (int)layer);
+    }
+    const rocq_result result = llama__done(m, llama__count_experts(m));
+    if (result != ROCQ_OK) return result;
+    for (int32_t i = layer < 0 ? 0 : layer; i < m->n_layers && (layer < 0 || i == layer); i++) {
+        llama_layer *l = &m->layers[i];
+        const int32_t n_kept = m->counts ? l->n_kept : m->n_experts;
+        const rocq_tensor *w[3];
+        rocq_tensor *kept[3];
+        if (l->router.n_dims == 0) continue;
+        for (int k = llama__expert_weights(l, w, kept); k-- > 0;) {
+            all.bytes += rocq_tensor_size(w[k]);
+            all.kept_bytes += rocq_tensor_size(w[k]) / m->n_experts * n_kept;
+        }
+        all.n_experts += m->n_experts;
+        all.n_kept += n_kept;
+        all.n_uses += l->n_uses;
+        all.n_hits += l->n_hits;
+    }
+    *stats = all;
+    return ROCQ_OK;
+}
+
 static rocq_result llama__sample(llama_model *m, const rocq_sample_params *how, int32_t *token) {
     if (m->last.n_dims == 0) return llama__fail(m, ROCQ_E_STATE, "there are no logits yet");
     if (!how || !token) return llama__fail(m, ROCQ_E_ARGUMENT, "how or token is NULL");
@@ -1729,7 +1819,7 @@ static rocq_result llama__tune(llama_model *m, rocq_tune_result *result) {
     if (r == ROCQ_OK && !recorded) r = llama__record(m, NULL);
     if (r == ROCQ_OK) r = rocq_tune_graph(m->ctx, m->step, NULL, result);
     if (!recorded) rocq_graph_destroy(m->ctx, &m->step);
-    m->n_past = 0;
+    m->n_past = m->uncounted = 0;
     memset(&m->last, 0, sizeof m->last);
     return r;
 }

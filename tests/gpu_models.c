@@ -15,6 +15,8 @@
 #include "devices.h"
 #include "models.h"
 
+#include "expert_memory.h"
+
 // One model on all devices.
 typedef struct trio {
     rocq_gguf *file[N_DEVICES];
@@ -306,11 +308,29 @@ static void test_mixtures(void **state) {
     }
 }
 
+static void test_expert_memory(void **state) {
+    static const rocq_format mxfp4[] = {ROCQ_MXFP4, ROCQ_I32};
+    static const model_spec cases[] = {
+        {"gpu-kept-qwen3moe", "qwen3moe", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2,
+         .head_dim = 32, .n_ff = 96, .n_vocab = 301, .formats = q4_0, .n_experts = 9, .n_used = 3},
+        {"gpu-kept-gpt-oss", "gpt-oss", .n_embd = 128, .n_heads = 4, .n_kv_heads = 2,
+         .head_dim = 32, .n_ff = 96, .n_vocab = 301, .formats = mxfp4, .n_experts = 4,
+         .n_used = 4, .window = 7}};
+    (void)state;
+    for (int k = 0; k < 2; k++) {
+        const char *path = model_path(cases[k].name);
+        model_write(contexts[CPU], &cases[k], path, NULL);
+        check_expert_memory(contexts[GPU_GRAPH], path);
+        check_expert_memory(contexts[GPU_ONE_BY_ONE], path);
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_llama), cmocka_unit_test(test_qwen2),
                                        cmocka_unit_test(test_qwen3), cmocka_unit_test(test_gemma2),
                                        cmocka_unit_test(test_gpt2), cmocka_unit_test(test_others),
+                                       cmocka_unit_test(test_expert_memory),
                                        cmocka_unit_test(test_mixtures)};
     return cmocka_run_group_tests_name("gpu models", tests, open_devices, close_devices);
 }

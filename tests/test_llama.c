@@ -19,6 +19,8 @@
 #include "llama_cpp.h"
 #include "models.h"
 
+#include "expert_memory.h"
+
 enum { N_PROMPT = 61, N_GREEDY = 12, N_CTX = 128 };
 
 #define DEMO "examples/model/rocq-demo.gguf"
@@ -1649,6 +1651,29 @@ static void test_forged(void **state) {
 
 // Tokens that a file says are never drawn: greedy runs take the best of the others. Numbers of no
 // token do no harm, and another type is refused.
+static void test_expert_memory(void **state) {
+    (void)state;
+    static const char *const names[] = {"qwen3moe-Q8_0", "gpt-oss-MXFP4", "lfm2moe-F32",
+                                        "gemma4moe-F32", "qwen35moe-F32"};
+    for (int k = 0; k < 5; k++) {
+        bool found = false;
+        for (int32_t i = 0; i < N_SPECS; i++) {
+            if (strcmp(names[k], specs[i].name) != 0) continue;
+            write_model(&specs[i], NULL);
+            for (int32_t n_threads = 1; n_threads < 4; n_threads += 2) {
+                const rocq_desc desc = {.prefer = ROCQ_BACKEND_CPU, .n_threads = n_threads,
+                                        .no_graphs = n_threads > 1};
+                rocq_ctx *ctx = NULL;
+                assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
+                check_expert_memory(ctx, model_path(names[k]));
+                rocq_close(&ctx);
+            }
+            found = true;
+        }
+        assert_true(found);
+    }
+}
+
 static void test_suppressed(void **state) {
     (void)state;
     enum { N_BEST = 5 };
@@ -1762,7 +1787,7 @@ int main(int argc, char **argv) {
     static const char *const forgetful[] = {"llama-factors", "llama-yarn", "qwen3-F32",
                                             "gemma2-F32"};
     static struct CMUnitTest
-        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 13 + N_SAVED];
+        tests[N_SPECS + N_ADAPTED + N_CACHES + 2 * N_BATCHES + 4 + 14 + N_SAVED];
     static char names[N_BATCHES][64], slice_names[N_BATCHES][64], forget_names[4][64];
     size_t n = 0;
     for (int32_t i = 0; i < N_SPECS; i++) {
@@ -1799,6 +1824,7 @@ int main(int argc, char **argv) {
     tests[n++] = (struct CMUnitTest){.name = "metadata", .test_func = test_keys};
     tests[n++] = (struct CMUnitTest){.name = "layers with a window", .test_func = test_windows};
     tests[n++] = (struct CMUnitTest){.name = "mixed layers", .test_func = test_mixed};
+    tests[n++] = (struct CMUnitTest){.name = "expert memory", .test_func = test_expert_memory};
     tests[n++] = (struct CMUnitTest){.name = "suppressed tokens", .test_func = test_suppressed};
     tests[n++] = (struct CMUnitTest){.name = "other families", .test_func = test_unknown};
     tests[n++] = (struct CMUnitTest){.name = "convolutions", .test_func = test_convolutions};
