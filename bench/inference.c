@@ -434,6 +434,61 @@ static void measure_file(bench *b, const char *name, const char *path,
     session_close(s);
 }
 
+// A mixture of which all experts, a half, a quarter and none are kept (expert_memory):
+// a prompt, then the median step of tokens that differ and the share of hits in these steps, after
+// as many steps by which experts have been chosen.
+static void measure_experts(bench *b, const char *name, const char *path,
+                            const llama_options *options) {
+    enum { STEPS = 64 };
+    static const int32_t percents[] = {100, 50, 25, 0};
+    const int32_t n_prompt = b->tiny ? 16 : 512, n_steps = b->tiny ? 8 : STEPS;
+    double samples[STEPS], load;
+    int64_t bytes = 0;
+    for (int k = 0; k < 4; k++) {
+        llama_expert_stats before = {0, 0, 0, 0, 0, 0}, after = before;
+        llama_options own = *options;
+        char value[160];
+        session *s = (session *)bench_alloc((int64_t)sizeof *s);
+        s->b = b;
+        s->name = name;
+        s->threads = "";
+        s->n_threads = b->n_threads;
+        if (percents[k] < 100) own.expert_memory = percents[k] > 0 ? bytes * percents[k] / 100 : -1;
+        bool ok = session_open(s, path, &own, &load) && s->right;
+        bytes = s->m.expert_bytes;
+        double prompt = 0;
+        for (int i = 0; i < 2 && ok; i++) {
+            const double start = bench__now();
+            s->m.n_past = 0;
+            ok = llama_eval(&s->m, s->tokens, n_prompt, NULL) == ROCQ_OK &&
+                 llama_sample(&s->m, &greedy, &s->drawn) == ROCQ_OK;
+            prompt = bench__now() - start;
+        }
+        for (int i = 0; i < 2 * n_steps && ok; i++) {
+            if (i == n_steps) llama_get_expert_stats(&s->m, -1, &before);
+            const double start = bench__now();
+            ok = llama_eval(&s->m, &s->tokens[n_prompt + i], 1, NULL) == ROCQ_OK &&
+                 llama_sample(&s->m, &greedy, &s->drawn) == ROCQ_OK;
+            samples[i % n_steps] = bench__now() - start;
+        }
+        rocq_summary summary;
+        if (ok && llama_get_expert_stats(&s->m, -1, &after) == ROCQ_OK) {
+            const double uses = (double)(after.n_uses - before.n_uses);
+            rocq_summarize(&summary, samples, n_steps);
+            snprintf(value, sizeof value, "inference/%s/experts/%d/step", name, (int)percents[k]);
+            bench_value(b, value, summary.median * 1e-6, "ms", true);
+            snprintf(value, sizeof value, "inference/%s/experts/%d/hits", name, (int)percents[k]);
+            bench_value(b, value,
+                        uses > 0 ? 100 * (double)(after.n_hits - before.n_hits) / uses : 100, "%",
+                        after.n_kept * 100 <= after.n_experts * percents[k]);
+            snprintf(value, sizeof value, "inference/%s/experts/%d/prompt", name,
+                     (int)percents[k]);
+            bench_value(b, value, prompt * 1e-6, "ms", true);
+        }
+        session_close(s);
+    }
+}
+
 // The same prompt and step with more and more threads, on both sides: a context of its own each
 // time. A program that is asked for threads alone measures nothing else.
 static void measure_threads(bench *b, const char *name, const char *path,
@@ -529,7 +584,10 @@ static void measure_model(bench *b, const model_shape *shape) {
     }
     llama_options options = {
         .n_ctx = !shape->name ? 0 : b->tiny ? 64 : b->gpu ? MAX_PROMPT : 2304, .n_batch = 512};
-    if (!filters_have(b, "threads", true)) measure_file(b, name, path, &options);
+    if (!filters_have(b, "threads", true) && !filters_have(b, "experts/", true))
+        measure_file(b, name, path, &options);
+    if (shape->experts > 0 && (b->tiny || filters_have(b, "experts/", false)))
+        measure_experts(b, name, path, &options);
     if (shape->name && !b->tiny) options.n_ctx = 512;
     if (!b->gpu && (b->tiny || filters_have(b, "threads", false)))
         measure_threads(b, name, path, &options);
