@@ -3001,6 +3001,15 @@ typedef struct rocq_k_route_args {
 
 enum { ROCQ_K_ROUTE_EXPERTS = 1024, ROCQ_K_ROUTE_SLOTS = 64 }; // the most
 
+// args of router: a matvec of one column whose products have F32 weights, and a route of its token
+typedef struct rocq_k_router_args {
+    rocq_k_matvec_args matvec; // row.norm is set, and x is as of matvec_row; w aligned to 16 bytes
+    rocq_k_route_args route;
+    float *x;                  // where block 0 stores the normed x
+    uint32_t *counter;         // 0, and 0 again in the end
+    int32_t n_blocks;          // of all launches that this one is cut into
+} rocq_k_router_args;
+
 typedef struct rocq_k_shortconv_args {
     rocq_k_common common;
     rocq_k_tensor y, bcx, w, state;
@@ -3393,6 +3402,7 @@ enum {
     X(matmul_f32, rocq_k_matmul_args, 256)                   \
     X(matmul_merge, rocq_k_matmul_args, 256)                 \
     X(route, rocq_k_route_args, 32)                          \
+    X(router, rocq_k_router_args, 256)                       \
     X(experts_sort, rocq_k_experts_args, 256)                \
     X(experts_merge, rocq_k_experts_args, 256)               \
     X(shortconv, rocq_k_shortconv_args, 256)                 \
@@ -18000,6 +18010,14 @@ static int32_t rocq__clamp32(int64_t n) {
 
 // -- ops, in the order of ROCQ_OPS --
 
+// Params of the ops that share the launch of the one that follows them (rocq__joins).
+typedef struct rocq__joined {
+    const rocq_norm_params *norm;   // makes the x of matmul, or of the router
+    const rocq_norm_params *coded;  // the same in Q8_0, or NULL
+    const rocq_matmul_params *router;
+    const rocq_rope_append_params *append;
+} rocq__joined;
+
 // One run of an op's body. To plan an op, the same body runs without an address for scratch memory
 // and launches nothing: so a plan always agrees with the run. After the first failure the rest of
 // the body has no effect.
@@ -18013,8 +18031,7 @@ typedef struct rocq__job {
     rocq_result result;
     rocq__cost cost;    // of the next launch, for the time cap; products and attention, which
                         // launch parts of themselves, set it; else it is that of the op
-    const void *before; // params of the op before it, which shares its launch (rocq__joins), or
-                        // NULL
+    const rocq__joined *before; // or NULL
 } rocq__job;
 
 // The cost of an op that a job launches; nobody asks for it while planning or without a time cap.
@@ -18354,23 +18371,29 @@ static rocq_launch_config rocq__rule_matvec(const rocq__chip *chip, const rocq__
     return config;
 }
 
-// Launches products of one x and path, with at most ROCQ_K_FEW columns, once for each matrix.
-static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_products,
-                              const rocq_tensor *x) {
+static bool rocq__products_mix(const rocq__product *g, int32_t n_products) {
+    for (int32_t i = 1; i < n_products; i++) {
+        if (rocq__k_format(g[i].w.format) != rocq__k_format(g[0].w.format)) return true;
+    }
+    return false;
+}
+
+// Args of a matvec of products of one x and path, but for those that rocq__matvec_move sets.
+// Returns the number of its blocks.
+static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t n_products,
+                                 const rocq_tensor *x, rocq_k_matvec_args *args) {
     const int64_t n = x->ne[1], k = x->ne[0];
-    const bool int8 = g->path == ROCQ_PRECISION_INT8;
-    rocq_k_matvec_args args;
     int64_t rows = 0, blocks = 0;
     double bytes = 0.0; // of weights
-    bool mixed = false, groups = false; // groups: a block has to own whole blocks of a Q8_0 y
-    memset(&args, 0, sizeof args);
-    args.k = (int32_t)k;
-    args.n = (int32_t)n;
-    args.x = rocq__device_data(x);
-    args.x_units = rocq_tensor_count(x) / 32;
-    args.x_stride = x->stride[1];
+    bool groups = false; // a block has to own whole blocks of a Q8_0 y
+    memset(args, 0, sizeof *args);
+    args->k = (int32_t)k;
+    args->n = (int32_t)n;
+    args->x = rocq__device_data(x);
+    args->x_units = rocq_tensor_count(x) / 32;
+    args->x_stride = x->stride[1];
     for (int32_t i = 0; i < n_products; i++) {
-        rocq_k_matvec_weights *product = &args.product[i].weights;
+        rocq_k_matvec_weights *product = &args->product[i].weights;
         const rocq_tensor *w = &g[i].w;
         const double pair = g[i].w2.n_dims > 0 ? 2.0 : 1.0;
         product->w = rocq__device_data(w);
@@ -18380,7 +18403,6 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
         product->format = (int32_t)w->format;
         rows += w->ne[1];
         bytes += pair * (double)(w->ne[1] * rocq__bytes(w->format, k));
-        mixed = mixed || rocq__k_format(w->format) != rocq__k_format(g[0].w.format);
         groups = groups || g[i].y.format == ROCQ_Q8_0;
     }
     int32_t k_waves = 1;
@@ -18388,8 +18410,8 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
         rocq__site site;
         memset(&site, 0, sizeof site);
         site.kind = ROCQ__KIND_MATVEC;
-        site.format = mixed ? -1 : (int32_t)g->w.format;
-        site.int8 = int8;
+        site.format = rocq__products_mix(g, n_products) ? -1 : (int32_t)g->w.format;
+        site.int8 = g->path == ROCQ_PRECISION_INT8;
         site.pair = g->w2.n_dims > 0;
         site.m = rocq__clamp32(rows);
         site.k = (int32_t)k;
@@ -18397,13 +18419,61 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
         site.row_bytes = (int32_t)(bytes / (double)rows);
         k_waves = rocq__config_for(job->ctx, &site).k_waves;
     }
-    while (1 << args.k_shift < k_waves) args.k_shift++;
-    args.k_step = ROCQ_K_WAVE << args.k_shift;
+    while (1 << args->k_shift < k_waves) args->k_shift++;
+    args->k_step = ROCQ_K_WAVE << args->k_shift;
     const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES / k_waves;
     for (int32_t i = 0; i < ROCQ_K_MATVEC_PRODUCTS; i++) {
-        args.block_begin[i] = i < n_products ? (uint32_t)blocks : UINT32_MAX;
+        args->block_begin[i] = i < n_products ? (uint32_t)blocks : UINT32_MAX;
         if (i < n_products) blocks += (g[i].w.ne[1] + block_rows - 1) / block_rows;
     }
+    return blocks;
+}
+
+// The part of x, w and the epilogue for matrix (i2, i3) of x.
+static void rocq__matvec_move(rocq_k_matvec_args *args, const rocq__product *g, int32_t n_products,
+                              const rocq_tensor *x, int64_t i2, int64_t i3) {
+    args->x_column0 = (i3 * x->ne[2] + i2) * x->ne[1];
+    for (int32_t i = 0; i < n_products; i++) {
+        const rocq_tensor *w = &g[i].w;
+        const int64_t w2 = i2 / (x->ne[2] / w->ne[2]), w3 = i3 / (x->ne[3] / w->ne[3]);
+        rocq_k_matvec_product *product = &args->product[i];
+        rocq_k_epilogue e = rocq__k_epilogue(&g[i]);
+        const bool planar = g[i].y.layout == ROCQ_LAYOUT_PLANAR;
+        if (!planar) rocq__k_move(&e.y, i2, i3);
+        rocq__k_move(&e.gate, i2, i3);
+        rocq__k_move(&e.residual, i2, i3);
+        product->weights.row0 = (w3 * w->ne[2] + w2) * w->ne[1];
+        product->y = e.y.data;
+        product->gate = e.gate.data;
+        product->residual = e.residual.data;
+        product->bias = e.bias;
+        product->y_stride = planar ? rocq_tensor_count(&g[i].y) / 32 : e.y.stride[0];
+        product->gate_stride = e.gate.stride[0];
+        product->residual_stride = e.residual.stride[0];
+        product->y_format = e.y.format;
+        product->gate_format = e.gate.format;
+        product->residual_format = e.residual.format;
+        product->y_layout = e.y.layout;
+        product->activation = e.activation;
+        product->softcap = e.softcap;
+        product->has_lora = g[i].lora[0].rank > 0 || g[i].lora[1].rank > 0;
+        memcpy(args->lora[i], g[i].lora, sizeof g[i].lora);
+    }
+}
+
+static void rocq__matvec_norm(rocq_k_matvec_args *args, const rocq_norm_params *norm) {
+    args->row.norm = 1;
+    args->row.weight = (const float *)rocq__device_data(norm->weight);
+    args->row.eps = rocq__norm_eps(norm);
+}
+
+// Launches products of one x and path, with at most ROCQ_K_FEW columns, once for each matrix.
+static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_products,
+                              const rocq_tensor *x) {
+    const int64_t n = x->ne[1];
+    const bool int8 = g->path == ROCQ_PRECISION_INT8, mixed = rocq__products_mix(g, n_products);
+    rocq_k_matvec_args args;
+    const int64_t blocks = rocq__matvec_args(job, g, n_products, x, &args);
     const int columns = n > 4 ? 3 : n > 2 ? 2 : n > 1 ? 1 : 0; // 1, 2, 4, 8
     int kernel = ROCQ_K_matvec_f32_f32_n1 + 2 * rocq__k_format(g->w.format) + (n > 1);
     if (rocq__is_plain(g->w.format) && (columns == 1 || columns == 2)) {
@@ -18415,45 +18485,16 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
     }
     if (mixed) kernel = ROCQ_K_matvec_int8_mixed_n1;
     if (int8 && x->format == ROCQ_F32) {
-        const rocq_norm_params *norm = (const rocq_norm_params *)job->before;
         kernel = mixed ? ROCQ_K_matvec_row_mixed
                        : ROCQ_K_matvec_row_q4_0 + rocq__k_int8_format(g->w.format);
-        args.row.norm = norm != NULL;
-        if (norm) {
-            args.row.y = rocq__device_data(norm->y);
-            args.row.weight = (const float *)rocq__device_data(norm->weight);
-            args.row.eps = rocq__norm_eps(norm);
+        if (job->before) {
+            rocq__matvec_norm(&args, job->before->norm);
+            args.row.y = rocq__device_data(job->before->norm->y);
         }
     }
     for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
         for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
-            args.x_column0 = (i3 * x->ne[2] + i2) * n;
-            for (int32_t i = 0; i < n_products; i++) {
-                const rocq_tensor *w = &g[i].w;
-                const int64_t w2 = i2 / (x->ne[2] / w->ne[2]), w3 = i3 / (x->ne[3] / w->ne[3]);
-                rocq_k_matvec_product *product = &args.product[i];
-                rocq_k_epilogue e = rocq__k_epilogue(&g[i]);
-                const bool planar = g[i].y.layout == ROCQ_LAYOUT_PLANAR;
-                if (!planar) rocq__k_move(&e.y, i2, i3);
-                rocq__k_move(&e.gate, i2, i3);
-                rocq__k_move(&e.residual, i2, i3);
-                product->weights.row0 = (w3 * w->ne[2] + w2) * w->ne[1];
-                product->y = e.y.data;
-                product->gate = e.gate.data;
-                product->residual = e.residual.data;
-                product->bias = e.bias;
-                product->y_stride = planar ? rocq_tensor_count(&g[i].y) / 32 : e.y.stride[0];
-                product->gate_stride = e.gate.stride[0];
-                product->residual_stride = e.residual.stride[0];
-                product->y_format = e.y.format;
-                product->gate_format = e.gate.format;
-                product->residual_format = e.residual.format;
-                product->y_layout = e.y.layout;
-                product->activation = e.activation;
-                product->softcap = e.softcap;
-                product->has_lora = g[i].lora[0].rank > 0 || g[i].lora[1].rank > 0;
-                memcpy(args.lora[i], g[i].lora, sizeof g[i].lora);
-            }
+            rocq__matvec_move(&args, g, n_products, x, i2, i3);
             rocq__job_launch(job, kernel, blocks, 1, 256, &args);
         }
     }
@@ -18853,8 +18894,7 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
                        (long long)p->x->ne[2], (long long)p->x->ne[3]);
         return;
     }
-    const rocq_norm_params *norm = (const rocq_norm_params *)job->before;
-    const rocq_tensor *row = norm ? norm->x : p->x;
+    const rocq_tensor *row = job->before ? job->before->norm->x : p->x;
     const bool rows = rocq__takes_row(p, row);
     for (const rocq_matmul_params *q = p; q; q = q->next) {
         for (int i = 0; i < 2; i++) {
@@ -19054,7 +19094,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
     args.n_splits = (int32_t)n_splits;
     args.n_tiles = (int32_t)n_tiles;
     if (job->before) {
-        const rocq_rope_append_params *append = (const rocq_rope_append_params *)job->before;
+        const rocq_rope_append_params *append = job->before->append;
         args.append[0] = rocq__k_tensor(append->k);
         args.append[1] = rocq__k_tensor(append->v);
         rocq__job_turn_append(job, append, &args.turn);
@@ -19471,8 +19511,7 @@ static int64_t rocq__row_stride(const rocq_tensor *t) {
     return t ? t->stride[1] : 0;
 }
 
-static void rocq__job_route(rocq__job *job, const void *params) {
-    const rocq_route_params *p = (const rocq_route_params *)params;
+static rocq_k_route_args rocq__route_args(const rocq_route_params *p) {
     rocq_k_route_args args;
     memset(&args, 0, sizeof args);
     args.ids = (int32_t *)rocq__device_data(p->ids);
@@ -19490,6 +19529,39 @@ static void rocq__job_route(rocq__job *job, const void *params) {
     args.top_groups = p->top_groups;
     args.scores = (int32_t)p->scores;
     args.renormalise = p->renormalise;
+    return args;
+}
+
+// The norm, the products and the choice of rocq__joins_router.
+static void rocq__job_router(rocq__job *job, const rocq_route_params *p) {
+    const rocq__joined *before = job->before;
+    const rocq_tensor *x = before->norm->x;
+    rocq__product g[ROCQ_K_MATVEC_PRODUCTS];
+    rocq_k_router_args args;
+    int32_t n = 0;
+    memset(&args, 0, sizeof args);
+    for (const rocq_matmul_params *q = before->router; q; q = q->next) {
+        rocq__product_prepare(job, q, x, &g[n++]);
+    }
+    args.n_blocks = (int32_t)rocq__matvec_args(job, g, n, x, &args.matvec);
+    rocq__matvec_move(&args.matvec, g, n, x, 0, 0);
+    rocq__matvec_norm(&args.matvec, before->norm);
+    if (before->coded) args.matvec.row.y = rocq__device_data(before->coded->y);
+    args.route = rocq__route_args(p);
+    args.x = (float *)rocq__device_data(before->norm->y);
+    if (!job->planning && job->result == ROCQ_OK) {
+        job->result = rocq__counters_hip(job->ctx, 1, &args.counter);
+    }
+    rocq__job_launch(job, ROCQ_K_router, args.n_blocks, 1, 256, &args);
+}
+
+static void rocq__job_route(rocq__job *job, const void *params) {
+    const rocq_route_params *p = (const rocq_route_params *)params;
+    if (job->before) {
+        rocq__job_router(job, p);
+        return;
+    }
+    rocq_k_route_args args = rocq__route_args(p);
     rocq__job_launch(job, ROCQ_K_route, p->logits->ne[1], 1, 32, &args);
 }
 
@@ -19499,7 +19571,8 @@ typedef struct rocq__expert_product {
     rocq_precision path;
     rocq_tensor w, w2, x; // w2.n_dims 0: none. x as of rocq__product_x, with columns in dimension 1
     rocq_k_experts_copies copies;
-    rocq_tensor y;        // p->y, or F32 in scratch memory: values, which are summed up from there
+    rocq_tensor y;        // p->y, or F32 in scratch memory: values that are summed up from there, or
+                          // what is to be Q8_0 but comes from tiles or sums
     bool merge;
     int64_t n_slots, n, n_pairs;
 } rocq__expert_product;
@@ -19551,7 +19624,7 @@ static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) 
     if (sums_up) {
         rocq__experts_weights(&args, g->p);
         while (k_waves < ROCQ_K_MATVEC_WAVES && k_waves < g->n_slots) k_waves *= 2;
-    } else {
+    } else if (g->y.format != ROCQ_Q8_0) { // of which a block has to own whole blocks
         rocq__site site;
         memset(&site, 0, sizeof site);
         site.kind = ROCQ__KIND_MATVEC;
@@ -19669,7 +19742,7 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
     if (g.merge) {
         const int64_t ne[4] = {p->w->ne[1], g.n_slots, g.n, 1};
         g.y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
-    } else if (p->y->format == ROCQ_Q8_0) {
+    } else if (p->y->format == ROCQ_Q8_0 && (tiles || p->weights)) {
         g.y = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, p->y->ne, p->y->ne[0]);
     }
     if (tiles) rocq__experts_grid(job, &g);
@@ -19690,7 +19763,7 @@ static void rocq__job_experts(rocq__job *job, const void *params) {
         rocq__job_launch(job, ROCQ_K_experts_merge, g.n * ((p->w->ne[1] + 255) / 256), 1, 256,
                          &args);
     }
-    if (p->y->format == ROCQ_Q8_0) rocq__job_convert(job, p->y, &g.y);
+    if (g.y.format != p->y->format) rocq__job_convert(job, p->y, &g.y);
 }
 
 // -- shortconv --
@@ -21812,7 +21885,7 @@ static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *
 }
 
 static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
-                                  const void *before, int64_t *scratch) {
+                                  const rocq__joined *before, int64_t *scratch) {
     rocq__job job = {ctx,     op->id, op->name, true, 0, 0, 0,
                      ROCQ_OK, {0.0, 0.0, 0.0}, before};
     op->job(&job, params);
@@ -21821,7 +21894,7 @@ static rocq_result rocq__plan_hip(rocq_ctx *ctx, const rocq__op *op, const void 
 }
 
 static rocq_result rocq__run_hip(rocq_ctx *ctx, const rocq__op *op, const void *params,
-                                 const void *before, void *scratch) {
+                                 const rocq__joined *before, void *scratch) {
     rocq__job job = {ctx,     op->id, op->name, false, (uintptr_t)scratch, 0, 0,
                      ROCQ_OK, {0.0, 0.0, 0.0}, before};
     rocq__job_begin(&job, params);
@@ -22076,9 +22149,10 @@ static bool rocq__writes(const rocq__node *node, const rocq_tensor *t) {
 // ops. Blocks do not wait for each other, and one may store its rows of a result while another
 // still reads the norm's x and weight, or before block 0 has stored y: so no product may write
 // these, and no operand but the products' x may overlap y.
-static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node) {
+static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     const rocq__node *next = node->next;
     const rocq_norm_params *norm = (const rocq_norm_params *)node->params;
+    before->norm = norm;
     if (!rocq__takes_row((const rocq_matmul_params *)next->params, norm->x) || norm->rstd ||
         norm->y->format != ROCQ_Q8_0 ||
         norm->y->layout != ROCQ_LAYOUT_PLANAR || (norm->weight && !rocq__aligned16(norm->weight)) ||
@@ -22108,9 +22182,10 @@ static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node) {
 // attention, unless that writes its result there. As blocks do not wait for each other, the
 // attention may write nothing that rope_append reads, and rope_append nothing but the caches that
 // the attention reads.
-static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node) {
+static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     const rocq__node *next = node->next;
     const rocq_rope_append_params *append = (const rocq_rope_append_params *)node->params;
+    before->append = append;
     const rocq_attention_params *p = (const rocq_attention_params *)next->params;
     const rocq_tensor *q = append->q, *from[2] = {append->k_cache, append->v_cache},
                       *to[2] = {p->k, p->v};
@@ -22136,35 +22211,107 @@ static bool rocq__joins_append(rocq_ctx *ctx, const rocq__node *node) {
            !rocq__writes(node, p->sinks);
 }
 
-// Whether a GPU does the op of a node in the launch of the op that follows. In a token's step that
-// saves three launches of a layer's eight. All that is written has the bits that it has when ops
-// are launched one by one, except that rotated queries which nothing reads are not written.
-static bool rocq__joins(rocq_ctx *ctx, const rocq__node *node) {
-    if (!rocq__on_gpu(ctx) || !node->next) return false;
+// Whether two norms make the same of the same x.
+static bool rocq__same_norm(const rocq_norm_params *a, const rocq_norm_params *b) {
+    const bool weights = a->weight && b->weight;
+    return rocq__same_tensor(a->x, b->x) && rocq__norm_eps(a) == rocq__norm_eps(b) &&
+           (weights ? rocq__same_tensor(a->weight, b->weight) : a->weight == b->weight);
+}
+
+// RMSNorm into the F32 products of a router, and these into the choice of experts, for one token
+// (kernel router); before it there may be the same norm in Q8_0, for the experts. Block 0 stores
+// both results of the norm while others still read its x and weight, and nothing but the choice
+// comes behind all blocks. So none of these may be among what the products write, and of a product
+// only its x may overlap a result of the norm.
+static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__node *node,
+                                            rocq__joined *before) {
+    const rocq_norm_params *norm = (const rocq_norm_params *)node->params, *coded = NULL;
+    if (norm->y->format == ROCQ_Q8_0 && node->next && node->next->op->id == ROCQ_OP_RMSNORM) {
+        coded = norm;
+        node = node->next;
+        norm = (const rocq_norm_params *)node->params;
+        if (coded->y->layout != ROCQ_LAYOUT_PLANAR || coded->rstd ||
+            !rocq__same_norm(coded, norm) ||
+            rocq__ranges_cross(rocq__range_of(coded->y), rocq__range_of(norm->y))) {
+            return NULL;
+        }
+    }
+    const rocq__node *products = node->next, *choice = products ? products->next : NULL;
+    if (!choice || products->op->id != ROCQ_OP_MATMUL || choice->op->id != ROCQ_OP_ROUTE ||
+        !rocq__is_row(norm->x) || !rocq__is_row(norm->y) || norm->rstd ||
+        (norm->weight && !rocq__aligned16(norm->weight)) || rocq__writes(products, norm->x) ||
+        rocq__writes(products, norm->weight)) {
+        return NULL;
+    }
+    const rocq_tensor *made[2] = {norm->y, coded ? coded->y : norm->y};
+    for (int i = 0; i < 2; i++) {
+        const rocq__range range = rocq__range_of(made[i]);
+        if (rocq__ranges_cross(range, rocq__range_of(norm->x)) ||
+            (norm->weight && rocq__ranges_cross(range, rocq__range_of(norm->weight)))) {
+            return NULL;
+        }
+        for (int32_t t = 0; t < products->n_tensors; t++) {
+            if (rocq__ranges_cross(range, rocq__range_of(&products->tensors[t])) &&
+                !rocq__same_tensor(&products->tensors[t], norm->y)) {
+                return NULL;
+            }
+        }
+    }
+    const rocq_route_params *route = (const rocq_route_params *)choice->params;
+    const rocq_matmul_params *p = (const rocq_matmul_params *)products->params;
+    bool routed = false;
+    int32_t n = 0;
+    for (const rocq_matmul_params *q = p; q; q = q->next, n++) {
+        if (!rocq__same_tensor(q->x, norm->y) || q->w->format != ROCQ_F32 || q->w2 || q->lora_b ||
+            rocq_tensor_count(q->w) != q->w->ne[0] * q->w->ne[1] ||
+            !rocq_tensor_contiguous(q->w) || !rocq__aligned16(q->w) ||
+            rocq__product_path(ctx, q, q->w) != ROCQ_PRECISION_F32) {
+            return NULL;
+        }
+        routed = routed || rocq__same_tensor(q->y, route->logits);
+    }
+    before->norm = norm;
+    before->coded = coded;
+    before->router = p;
+    return routed && n <= ROCQ_K_MATVEC_PRODUCTS ? choice : NULL;
+}
+
+// The last of the ops that a GPU does in one launch with that of a node, or NULL if that has its
+// own; *before is for rocq__run_hip. In a token's step of llama that saves three launches of a
+// layer's eight, and of a mixture's three more. All that is written has the bits that it has when
+// ops are launched one by one, except that rotated queries which nothing reads are not written.
+static const rocq__node *rocq__joins(rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
+    memset(before, 0, sizeof *before);
+    if (!rocq__on_gpu(ctx) || !node->next) return NULL;
     const rocq_op op = node->op->id, next = node->next->op->id;
-    if (op == ROCQ_OP_RMSNORM && next == ROCQ_OP_MATMUL) return rocq__joins_norm(ctx, node);
+    if (op == ROCQ_OP_RMSNORM && next == ROCQ_OP_MATMUL && rocq__joins_norm(ctx, node, before)) {
+        return node->next;
+    }
+    if (op == ROCQ_OP_RMSNORM) return rocq__joins_router(ctx, node, before);
     return op == ROCQ_OP_ROPE_APPEND && next == ROCQ_OP_ATTENTION &&
-           rocq__joins_append(ctx, node);
+                   rocq__joins_append(ctx, node, before)
+               ? node->next
+               : NULL;
 }
 
-// Plans the launches of a node that joins the next one.
-static rocq_result rocq__plan_joined(rocq_ctx *ctx, const rocq__node *node, int64_t *scratch) {
-    return rocq__plan_hip(ctx, node->next->op, node->next->params, node->params, scratch);
-}
-
-// Launches the ops of a piece for its capture. Two ops share a launch only within a piece.
+// Launches the ops of a piece for its capture. Ops share a launch only within a piece.
 static rocq_result rocq__piece_launch(rocq_ctx *ctx, const rocq__node *piece) {
     for (const rocq__node *node = piece; node != piece->end; node = node->next) {
-        if (node->next == piece->end || !rocq__joins(ctx, node)) {
+        rocq__joined before;
+        const rocq__node *last = rocq__joins(ctx, node, &before);
+        for (const rocq__node *i = node; last && i != last; i = i->next) {
+            if (i->next == piece->end) last = NULL;
+        }
+        if (!last) {
             ROCQ__TRY(rocq__run_on_device(ctx, node->op, node->params));
             continue;
         }
         int64_t bytes;
         void *scratch;
-        ROCQ__TRY(rocq__plan_joined(ctx, node, &bytes));
+        ROCQ__TRY(rocq__plan_hip(ctx, last->op, last->params, &before, &bytes));
         ROCQ__TRY(rocq__scratch_hip(ctx, bytes, &scratch));
-        ROCQ__TRY(rocq__run_hip(ctx, node->next->op, node->next->params, node->params, scratch));
-        node = node->next;
+        ROCQ__TRY(rocq__run_hip(ctx, last->op, last->params, &before, scratch));
+        node = last;
     }
     return ROCQ_OK;
 }
@@ -22245,8 +22392,10 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
         bool on_cpu;
         ROCQ__TRY(rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu));
         graph->scratch = ROCQ__MAX(graph->scratch, scratch);
-        if (!rocq__joins(ctx, node)) continue;
-        ROCQ__TRY(rocq__plan_joined(ctx, node, &scratch));
+        rocq__joined before;
+        const rocq__node *last = rocq__joins(ctx, node, &before);
+        if (!last) continue;
+        ROCQ__TRY(rocq__plan_hip(ctx, last->op, last->params, &before, &scratch));
         graph->scratch = ROCQ__MAX(graph->scratch, scratch);
     }
     ROCQ__TRY(rocq__reserve_hip(ctx, graph->scratch));
@@ -26936,8 +27085,10 @@ static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
         int64_t scratch;
         bool on_cpu;
         result = rocq__plan_op(ctx, node->op, node->params, &scratch, &on_cpu);
-        if (result == ROCQ_OK && rocq__joins(ctx, node)) {
-            result = rocq__plan_joined(ctx, node, &scratch);
+        rocq__joined before;
+        const rocq__node *last = rocq__joins(ctx, node, &before);
+        if (result == ROCQ_OK && last) {
+            result = rocq__plan_hip(ctx, last->op, last->params, &before, &scratch);
         }
     }
     gpu->planned = NULL;

@@ -2543,33 +2543,39 @@ template <int V, int mask> DEV void oct_spread(float *v) { // v[0 .. mask - 1] a
     }
 }
 
+// v = v / sqrt(sum v^2 / K + eps) w, as the norm kernel computes it.
 template <int QUADS>
-DEV void matvec_row_stage(const rocq_k_matvec_args &a, float (&v)[QUADS][4],
-                          const float (&w)[QUADS][4], bool put, u32x4 *lds, float *work) {
-    const int t = (int)thread_index(), n = a.k, i = t & 7;
-    if (a.row.norm) {
-        float square = 0.0f;
+DEV void matvec_row_norm(const rocq_k_matvec_args &a, float (&v)[QUADS][4],
+                         const float (&w)[QUADS][4], float *work) {
+    const int t = (int)thread_index(), n = a.k;
+    float square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < QUADS; j++) {
+        float sum = square;
+#pragma unroll
+        for (int e = 0; e < 4; e++) sum = fmaf(v[j][e], v[j][e], sum);
+        if (4 * (j * 256 + t) < n) square = sum;
+    }
+    const float rstd = norm_rstd(block_sum(square, work), 1.0f / (float)n, a.row.eps);
+#pragma unroll
+    for (int j = 0; j < QUADS; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) v[j][e] *= rstd;
+    }
+    if (a.row.weight) {
 #pragma unroll
         for (int j = 0; j < QUADS; j++) {
-            float sum = square;
 #pragma unroll
-            for (int e = 0; e < 4; e++) sum = fmaf(v[j][e], v[j][e], sum);
-            if (4 * (j * 256 + t) < n) square = sum;
-        }
-        const float rstd = norm_rstd(block_sum(square, work), 1.0f / (float)n, a.row.eps);
-#pragma unroll
-        for (int j = 0; j < QUADS; j++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) v[j][e] *= rstd;
-        }
-        if (a.row.weight) {
-#pragma unroll
-            for (int j = 0; j < QUADS; j++) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) v[j][e] *= w[j][e];
-            }
+            for (int e = 0; e < 4; e++) v[j][e] *= w[j][e];
         }
     }
+}
+
+// Makes Q8_0 of v, in LDS, and with put also in a.row.y.
+template <int QUADS>
+DEV void matvec_row_encode(const rocq_k_matvec_args &a, const float (&v)[QUADS][4], bool put,
+                           u32x4 *lds) {
+    const int t = (int)thread_index(), n = a.k, i = t & 7;
     uint32_t top[QUADS];
 #pragma unroll
     for (int j = 0; j < QUADS; j++) top[j] = q8_top(v[j]);
@@ -2594,6 +2600,12 @@ DEV void matvec_row_stage(const rocq_k_matvec_args &a, float (&v)[QUADS][4],
         }
         if (i < QUADS && 32 * mine < n) gstore((uint16_t *)a.row.y + n / 2 + mine, b.d);
     }
+}
+template <int QUADS>
+DEV void matvec_row_stage(const rocq_k_matvec_args &a, float (&v)[QUADS][4],
+                          const float (&w)[QUADS][4], bool put, u32x4 *lds, float *work) {
+    if (a.row.norm) matvec_row_norm(a, v, w, work);
+    matvec_row_encode(a, v, put, lds);
     block_sync_lds();
 }
 DEV raw<ROCQ_Q8_0> matvec_row_unit(const u32x4 *lds, uint32_t unit) {
@@ -3116,6 +3128,25 @@ DEV int experts_copy(const rocq_k_experts_copies &copies, int e) {
     return (uint32_t)at < (uint32_t)copies.n ? at : -1;
 }
 
+// Encodes v as Q8_0, as matvec_put_q8_0 does: a block has the 32 rows of a unit, and its first wave
+// has their values.
+DEV void experts_put_q8_0(const rocq_k_experts_args &a, int token, int slot, int first_row,
+                          float *sums, float v) {
+    const int i = lane_index() & 7, column = first_row / 32;
+    float four[4];
+    lput(sums + lane_index(), v);
+    wave_sync();
+#pragma unroll
+    for (int b = 0; b < 4; b++) four[b] = lget(sums + 4 * i + b);
+    const bool live = lane_index() < 8;
+    if (a.y.layout == ROCQ_LAYOUT_PLANAR) {
+        const int64_t units = a.weights.m / 32, pair = (int64_t)token * a.n_slots + slot;
+        put_q8_0_planar(a.y.data, units * a.n_slots * a.n, units * pair + column, i, live, four);
+    } else {
+        put_q8_0(row_of(a.y, slot, token, 0) + column * 34, i, live, four);
+    }
+}
+
 // experts_int8, experts_f32: the product by expert for few pairs of a token and one of its slots. A
 // block is that of a matvec with one column, whose rows of w are those of the pair's expert; so
 // only these are read. Without weights a block has one pair. With weights it has all slots of a
@@ -3190,7 +3221,8 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
         if (a.bias) v += gload(a.bias + own * a.bias_stride + m);
         if (a.bias2) v2 += gload(a.bias2 + own * a.bias2_stride + m);
         v = experts_value(a.activation, a.limit, a.alpha, a.weights.w2 != 0, v, v2);
-        put_float(a.y.format, row_of(a.y, slot0, token, 0), m, v);
+        if (a.y.format == ROCQ_Q8_0) experts_put_q8_0(a, token, slot0, first_row, sums, v);
+        else put_float(a.y.format, row_of(a.y, slot0, token, 0), m, v);
         return;
     }
     for (int slot = 0; a.bias && slot < n_slots; slot++) {
@@ -3316,13 +3348,14 @@ DEV int route_take(uint32_t *keys, int n) {
     return b.e;
 }
 
-KERNEL(route, rocq_k_route_args, 32) {
-    LDS(float, scores, ROCQ_K_ROUTE_EXPERTS);
-    LDS(uint32_t, keys, ROCQ_K_ROUTE_EXPERTS);
-    LDS(uint32_t, groups, ROCQ_K_ROUTE_EXPERTS);
-    LDS(int, chosen, ROCQ_K_ROUTE_SLOTS);
-    if (a.n_experts == 0) return;
-    const int64_t token = a.common.block0 + block_index();
+enum {
+    ROUTE_BYTES = 12 * ROCQ_K_ROUTE_EXPERTS + 4 * ROCQ_K_ROUTE_SLOTS // of LDS
+};
+DEV void route_token(const rocq_k_route_args &a, int64_t token, u32x4 *lds) {
+    float *const scores = (float *)lds;
+    uint32_t *const keys = (uint32_t *)lds + ROCQ_K_ROUTE_EXPERTS;
+    uint32_t *const groups = keys + ROCQ_K_ROUTE_EXPERTS;
+    int *const chosen = (int *)(groups + ROCQ_K_ROUTE_EXPERTS);
     const float *const logits = a.logits + token * a.logits_stride;
     const int lane = lane_index(), n = a.n_experts;
     const bool by_score = a.bias || a.n_groups > 1;
@@ -3340,7 +3373,7 @@ KERNEL(route, rocq_k_route_args, 32) {
         lput(scores + e, s);
         lput(keys + e, route_key(value));
     }
-    block_sync_lds();
+    wave_sync();
     if (a.n_groups > 1) {
         const int size = n / a.n_groups;
         for (int g = lane; g < a.n_groups; g += 32) {
@@ -3361,20 +3394,20 @@ KERNEL(route, rocq_k_route_args, 32) {
             }
             lput(groups + g, route_key(size > 1 ? best + next : best));
         }
-        block_sync_lds();
+        wave_sync();
         for (int i = 0; i < a.top_groups; i++) {
             route_take(groups, a.n_groups);
-            block_sync_lds();
+            wave_sync();
         }
         for (int e = lane; e < n; e += 32) { // those of groups that were not taken
             if (lget(groups + e / size) != 0) lput(keys + e, 0u);
         }
-        block_sync_lds();
+        wave_sync();
     }
     for (int slot = 0; slot < a.n_slots; slot++) {
         const int e = route_take(keys, n);
         if (lane == 0) lput(chosen + slot, e);
-        block_sync_lds();
+        wave_sync();
     }
     const bool softmax = a.scores == ROCQ_SCORES_SOFTMAX_CHOSEN;
     top = -INFINITY;
@@ -3397,6 +3430,112 @@ KERNEL(route, rocq_k_route_args, 32) {
         gstore(a.weights + token * a.weights_stride + slot,
                (softmax ? exp_full(s - top) : s) * factor * own);
     }
+}
+KERNEL(route, rocq_k_route_args, 32) {
+    LDS(u32x4, lds, ROUTE_BYTES / 16);
+    if (a.n_experts == 0) return;
+    route_token(a, a.common.block0 + block_index(), lds);
+}
+
+// router: rmsnorm of one column of x, products of that with F32 weights, and the choice of experts by
+// what one of them has made. A block is that of a matvec, but each norms x for itself, as in
+// matvec_row, and has it in LDS; block 0 also stores it, and with row.y as Q8_0, too. The block that
+// is done last chooses.
+// Geometry: see rocq_k_router_args. LDS: 22 KB. Bytes: w once, x and the norm's weight once a block.
+enum {
+    ROUTER_X_BYTES = 4 * ROCQ_K_MATVEC_ROW_K,
+    ROUTER_BYTES = ROUTER_X_BYTES + 16 * ROW_VECTORS
+};
+static_assert((int)ROUTE_BYTES <= (int)ROUTER_BYTES, "the choice has the LDS that x had");
+
+// Vector `at` of each of a wave's rows, or their last one.
+DEV void router_load(const float *w, const matvec_work &work, int k, uint32_t at,
+                     u32x4 (&r_w)[ROCQ_K_MATVEC_ROWS]) {
+    const uint32_t vector = min(at, work.count - 1);
+#pragma unroll
+    for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) {
+        r_w[r] = gload((const u32x4 *)(w + work.row[r] * k) + vector);
+    }
+}
+// The lane's sums of its wave's rows, with x in LDS, in the order of matvec_plain_sums. r_w: the
+// first vectors, loaded before x was there.
+DEV void router_sums(const float *w, const matvec_work &work, int k, const u32x4 *x,
+                     u32x4 (&r_w)[ROCQ_K_MATVEC_ROWS], float (&sums)[ROCQ_K_MATVEC_ROWS]) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS };
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) sums[r] = 0.0f;
+#pragma unroll 1
+    for (uint32_t at = work.first; at < work.count; at += work.step) {
+        float v[ROWS][4], four[4];
+        decode_vector<ROCQ_F32>(lget(x + at), 0, four);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) decode_vector<ROCQ_F32>(r_w[r], 0, v[r]);
+        router_load(w, work, k, at + work.step, r_w);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (int b = 0; b < 4; b++) sums[r] = fmaf(v[r][b], four[b], sums[r]);
+        }
+    }
+}
+// The normed x, from memory into LDS; block 0 stores it.
+DEV void router_stage(const rocq_k_router_args &a, float (&v)[4][4], const float (&w)[4][4],
+                      bool block_0, u32x4 *lds, float *work) {
+    matvec_row_norm(a.matvec, v, w, work);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int quad = j * 256 + (int)thread_index();
+        if (4 * quad >= a.matvec.k) continue;
+        const u32x4 four = make4(bits<uint32_t>(v[j][0]), bits<uint32_t>(v[j][1]),
+                                 bits<uint32_t>(v[j][2]), bits<uint32_t>(v[j][3]));
+        lput(lds + quad, four);
+        if (block_0) gstore((u32x4 *)a.x + quad, four);
+    }
+    if (block_0 && a.matvec.row.y) {
+        matvec_row_encode(a.matvec, v, true, lds + ROUTER_X_BYTES / 16);
+    }
+    block_sync_lds();
+}
+KERNEL(router, rocq_k_router_args, 256) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS, WAVES = ROCQ_K_MATVEC_WAVES };
+    LDS(u32x4, lds, ROUTER_BYTES / 16);
+    LDS(float, sums, WAVES * ROWS);
+    LDS(float, norm_work, BLOCK_WORK);
+    LDS(uint32_t, word, 1);
+    const rocq_k_matvec_args &m = a.matvec;
+    if (m.k == 0) return;
+    const uint32_t block = m.common.block0 + block_index();
+    int product = 0;
+    while (product < ROCQ_K_MATVEC_PRODUCTS - 1 && block >= m.block_begin[product + 1]) product++;
+    const rocq_k_matvec_weights &p = m.product[product].weights;
+    const int wave = wave_read(wave_index(), 0); // known to be uniform, as in matvec_block
+    const int first_row =
+        (int)(block - m.block_begin[product]) * (ROWS * WAVES >> m.k_shift);
+    const int row = first_row + (wave >> m.k_shift) * ROWS;
+    matvec_work work;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) work.row[r] = min(row + r, p.m - 1);
+    work.first = (uint32_t)((wave & ((1 << m.k_shift) - 1)) * ROCQ_K_WAVE + lane_index());
+    work.step = (uint32_t)m.k_step;
+    work.count = (uint32_t)m.k / 4;
+
+    float v[4][4], w[4][4], own[ROWS];
+    u32x4 r_w[ROWS];
+    matvec_row_load(m.x, m.k, v);
+    if (m.row.weight) matvec_row_load(m.row.weight, m.k, w);
+    router_load((const float *)p.w, work, m.k, work.first, r_w);
+    loads_issued();
+    router_stage(a, v, w, block == 0, lds, norm_work);
+    router_sums((const float *)p.w, work, m.k, lds, r_w, own);
+    const float sum = wave_sums<ROWS, 1>(own);
+    if (lane_index() < ROWS) lput(sums + wave * ROWS + lane_index(), sum);
+    const matvec_tail tail = matvec_tail_of(m, product, first_row);
+    block_sync_lds();
+    if (tail.live) put_float(tail.y_format, tail.y, first_row + tail.r, matvec_y<1>(tail, sums));
+
+    if (block_ticket(a.counter, word) != (uint32_t)a.n_blocks - 1) return;
+    if (thread_index() == 0) gstore(a.counter, 0u);
+    if (wave == 0) route_token(reread(a).route, 0, lds);
 }
 
 // ---------------------------------------------------------------------------------------------

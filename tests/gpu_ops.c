@@ -2170,8 +2170,8 @@ static void test_graph(void **state) {
 // What ops write, replayed from a graph and then one by one: the same bytes, with so many launches
 // in the replay.
 typedef struct joined {
-    rocq_op op[3];
-    any_params p[3]; // over the GPU's copies
+    rocq_op op[6];
+    any_params p[6]; // over the GPU's copies
     int n;
 } joined;
 
@@ -2196,7 +2196,7 @@ static void joined_run(joined *j, const char *what) {
 }
 
 static void joined_check(joined *j, box *const *out, int n_out, int n_launches, const char *what) {
-    unsigned char *got[4];
+    unsigned char *got[8];
     rocq_graph *graph = NULL;
     assert_int_equal(rocq_graph_begin(gpu), ROCQ_OK);
     joined_run(j, what);
@@ -2289,6 +2289,88 @@ static void test_graph_joins_norm(void **state) {
         box_free(&y);
         box_free(&y2);
         box_free(&rstd);
+    }
+    random_state = saved;
+}
+
+// The feed-forward part of a mixture: the norm in Q8_0 and in F32, the products of the router and the
+// choice in one launch, and, where x is short, the experts with planar hidden values in two more;
+// then what must not be joined.
+static void test_graph_joins_router(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    random_state = 40;
+    static const int64_t ks[] = {32, 96, 2080, 4096, 768, 4128};
+    for (int i = 0; i < 12; i++) {
+        const int64_t k = ks[i % 6], n_experts = i % 6 ? 5 : 133, n_slots = i % 4 ? 3 : 5, ff = 32;
+        const bool coded = i % 4 != 3, shared = i % 3 == 1, whole = k < 1000;
+        const bool rstd = i == 8, other_x = i == 9, w16 = i == 10;
+        const bool joins = k <= ROCQ_K_MATVEC_ROW_K && !rstd && !w16;
+        box x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1),
+            x2 = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1),
+            weight = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1),
+            w = box_random(BOX_PLAIN, w16 ? ROCQ_F16 : ROCQ_F32, 0.1f, k, n_experts, 1, 1),
+            w_shared = box_random(BOX_PLAIN, ROCQ_F32, 0.1f, k, 1, 1, 1),
+            bias = box_random(BOX_PLAIN, ROCQ_F32, 1, n_experts, 1, 1, 1),
+            choice_bias = box_random(BOX_PLAIN, ROCQ_F32, 1, n_experts, 1, 1, 1);
+        box h = box_make(BOX_PLAIN, ROCQ_Q8_0, k, 1, 1, 1),
+            exact = box_make(BOX_PLAIN, ROCQ_F32, k, 1, 1, 1),
+            root = box_make(BOX_PLAIN, ROCQ_F32, 1, 1, 1, 1),
+            logits = box_make(BOX_PLAIN, ROCQ_F32, n_experts, 1, 1, 1),
+            gate = box_make(BOX_PLAIN, ROCQ_F32, 1, 1, 1, 1),
+            ids = box_make(BOX_PLAIN, ROCQ_I32, n_slots, 1, 1, 1),
+            shares = box_make(BOX_PLAIN, ROCQ_F32, n_slots, 1, 1, 1),
+            mixed = box_make(BOX_PLAIN, ROCQ_Q8_0, ff, n_slots, 1, 1),
+            y = box_make(BOX_PLAIN, ROCQ_F32, k, 1, 1, 1),
+            up = box_make(BOX_PLAIN, ROCQ_Q8_0, whole ? k : 32, ff, n_experts, 1),
+            up2 = box_make(BOX_PLAIN, ROCQ_Q8_0, whole ? k : 32, ff, n_experts, 1),
+            down = box_make(BOX_PLAIN, ROCQ_Q4_0, ff, whole ? k : 32, n_experts, 1);
+        random_weights(&up);
+        random_weights(&up2);
+        random_weights(&down);
+        memset(h.memory, 0, (size_t)h.size);
+        memset(mixed.memory, 0, (size_t)mixed.size);
+        box *const planar[] = {&h, &mixed, &up, &up2, &down};
+        for (int b = 0; b < 5; b++) on_gpu_as(planar[b], true);
+        const rocq_tensor *in = coded ? &h.t : &exact.t;
+        const rocq_norm_params norms[2] = {
+            {.y = &h.t, .x = other_x ? &x2.t : &x.t, .weight = i % 3 ? &weight.t : NULL,
+             .eps = 1e-6f},
+            {.y = &exact.t, .x = &x.t, .weight = i % 3 ? &weight.t : NULL,
+             .rstd = rstd ? &root.t : NULL, .eps = 1e-6f}};
+        const rocq_matmul_params open = {.y = &gate.t, .w = &w_shared.t, .x = &exact.t,
+                                         .activation = ROCQ_ACT_SIGMOID};
+        const rocq_matmul_params score = {.y = &logits.t, .w = &w.t, .x = &exact.t,
+                                          .bias = i % 2 ? &bias.t : NULL,
+                                          .next = shared ? &open : NULL};
+        const rocq_route_params route = {.ids = &ids.t, .weights = &shares.t, .logits = &logits.t,
+                                         .bias = i % 4 == 2 ? &choice_bias.t : NULL,
+                                         .renormalise = i % 2,
+                                         .scores = (rocq_scores)(i / 2 % 3)};
+        const rocq_experts_params first = {.y = &mixed.t, .w = &up.t, .x = in, .ids = &ids.t,
+                                           .w2 = &up2.t, .activation = ROCQ_ACT_SILU};
+        const rocq_experts_params second = {.y = &y.t, .w = &down.t, .x = &mixed.t, .ids = &ids.t,
+                                            .weights = &shares.t};
+        joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
+        if (coded) joined_add(&j, ROCQ_OP_RMSNORM, &norms[0]);
+        joined_add(&j, ROCQ_OP_RMSNORM, &norms[1]);
+        joined_add(&j, ROCQ_OP_MATMUL, &score);
+        joined_add(&j, ROCQ_OP_ROUTE, &route);
+        if (whole) joined_add(&j, ROCQ_OP_EXPERTS, &first);
+        if (whole) joined_add(&j, ROCQ_OP_EXPERTS, &second);
+        // Without Q8_0 the experts convert x themselves, and a product with F16 weights does so.
+        const int launches = (joins ? 1 + other_x : 3 + coded + w16) + (whole ? 2 + !coded : 0);
+        box *out[8] = {&exact, &logits, &ids, &shares};
+        int n_out = 4;
+        if (coded) out[n_out++] = &h;
+        if (shared) out[n_out++] = &gate;
+        if (whole) out[n_out++] = &mixed;
+        if (whole) out[n_out++] = &y;
+        joined_check(&j, out, n_out, launches,
+                     say("router of %d, K %d, case %d", (int)n_experts, (int)k, i));
+        box *const all[] = {&x, &x2, &weight, &w, &w_shared, &bias, &choice_bias, &h, &exact, &root,
+                            &logits, &gate, &ids, &shares, &mixed, &y, &up, &up2, &down};
+        for (size_t b = 0; b < sizeof all / sizeof all[0]; b++) box_free(all[b]);
     }
     random_state = saved;
 }
@@ -2899,6 +2981,54 @@ static void test_experts_formats(void **state) {
     random_state = state_before;
 }
 
+// Hidden values in planar Q8_0 are those in F32, converted.
+static void test_experts_planar(void **state) {
+    (void)state;
+    const uint64_t state_before = random_state;
+    random_state = 41;
+    static const rocq_format formats[] = {ROCQ_Q4_0, ROCQ_Q5_K, ROCQ_F16};
+    for (int i = 0; i < 6; i++) {
+        const int64_t k = 256, m = i % 2 ? 96 : 32, n_slots = 1 + i / 2, n = 1 + i % 2;
+        box w = box_make(BOX_PLAIN, formats[i % 3], k, m, 4, 1),
+            x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, n, 1),
+            ids = box_make(BOX_PLAIN, ROCQ_I32, n_slots, n, 1, 1);
+        box y = box_make(BOX_PLAIN, ROCQ_F32, m, n_slots, n, 1),
+            coded = box_make(BOX_PLAIN, ROCQ_Q8_0, m, n_slots, n, 1),
+            cast = box_make(BOX_PLAIN, ROCQ_Q8_0, m, n_slots, n, 1);
+        random_weights(&w);
+        memset(coded.memory, 0, (size_t)coded.size);
+        memset(cast.memory, 1, (size_t)cast.size);
+        for (int64_t t = 0; t < ids.count; t++) ids.value[t] = (double)random_below(4);
+        box_write(&ids);
+        const rocq_tensor *got = on_gpu_as(&coded, true), *want = on_gpu_as(&cast, true);
+        on_gpu_as(&w, block_elems(w.t.format) > 1);
+        rocq_experts_params p[2] = {{.y = &y.t, .w = &w.t, .x = &x.t, .ids = &ids.t},
+                                    {.y = &coded.t, .w = &w.t, .x = &x.t, .ids = &ids.t}};
+        if (i % 3 == 2) p[0].precision = p[1].precision = ROCQ_PRECISION_F32;
+        const rocq_cast_params convert = {.y = &cast.t, .x = &y.t};
+        joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
+        joined_add(&j, ROCQ_OP_EXPERTS, &p[0]);
+        joined_add(&j, ROCQ_OP_CAST, &convert);
+        joined_add(&j, ROCQ_OP_EXPERTS, &p[1]);
+        joined_run(&j, say("experts to planar Q8_0, case %d", i));
+        unsigned char *bytes[2];
+        for (int b = 0; b < 2; b++) {
+            const rocq_tensor words = words_of((b ? want : got)->buffer, coded.size);
+            bytes[b] = (unsigned char *)malloc((size_t)rocq_tensor_size(&words));
+            assert_non_null(bytes[b]);
+            assert_int_equal(rocq_download(gpu, bytes[b], &words, rocq_tensor_size(&words)),
+                             ROCQ_OK);
+        }
+        if (!same_bytes(bytes[0], bytes[1], coded.size)) fail_msg("case %d: bytes differ", i);
+        free(bytes[0]);
+        free(bytes[1]);
+        free_twins();
+        box *const all[] = {&w, &x, &ids, &y, &coded, &cast};
+        for (int b = 0; b < 6; b++) box_free(all[b]);
+    }
+    random_state = state_before;
+}
+
 static void test_experts_cases(void **state) {
     (void)state;
     const uint64_t state_before = random_state;
@@ -2978,9 +3108,11 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_shortconv),
         cmocka_unit_test(test_delta_net),
         cmocka_unit_test(test_experts_formats),
+        cmocka_unit_test(test_experts_planar),
         cmocka_unit_test(test_experts_cases),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_graph_joins_norm), cmocka_unit_test(test_graph_joins_append),
+        cmocka_unit_test(test_graph_joins_router),
         cmocka_unit_test(test_repeatable),      cmocka_unit_test(test_no_work),
     };
     const struct CMUnitTest last[] = {cmocka_unit_test(test_every_kernel_ran)};
