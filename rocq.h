@@ -2837,13 +2837,21 @@ typedef struct rocq_k_decode_args {
     float scale;
 } rocq_k_decode_args;
 
-// One block per row.
+// One block per row. Behind those of the first norm come those of another one, with rows as long;
+// then there is no mean, rstd or bias.
+typedef struct rocq_k_norm_rows {
+    rocq_k_tensor y, x;
+    const float *weight;        // or NULL
+} rocq_k_norm_rows;
+
 typedef struct rocq_k_norm_args {
     rocq_k_common common;
-    rocq_k_tensor y, x, mean, rstd; // data NULL: absent; mean and rstd [ne1, ne2, ne3]
-    const float *weight, *bias;     // or NULL
+    rocq_k_norm_rows of[2];
+    uint32_t n_first;           // rows of of[0]
+    rocq_k_tensor mean, rstd;   // data NULL: absent; [ne1, ne2, ne3]
+    const float *bias;          // or NULL
     float eps;
-    int32_t center;                 // layernorm
+    int32_t center;             // layernorm
 } rocq_k_norm_args;
 
 typedef struct rocq_k_rope_stream {
@@ -18012,7 +18020,7 @@ static int32_t rocq__clamp32(int64_t n) {
 
 // Params of the ops that share the launch of the one that follows them (rocq__joins).
 typedef struct rocq__joined {
-    const rocq_norm_params *norm;   // makes the x of matmul, or of the router
+    const rocq_norm_params *norm;   // makes the x of matmul or of the router, or is beside a norm
     const rocq_norm_params *coded;  // the same in Q8_0, or NULL
     const rocq_matmul_params *router;
     const rocq_rope_append_params *append;
@@ -19130,25 +19138,42 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
 
 // -- rmsnorm, layernorm --
 
+// A row of up to 16 elements a thread stays in registers. As few threads as that allows where there
+// are rows for all units: then more rows are under way, and a block's sums are quicker.
+static int rocq__norm_threads(const rocq_ctx *ctx, const rocq_norm_params *p) {
+    const int64_t many = 16 * (int64_t)rocq__chip_of(ctx)->n_units;
+    int threads = rocq__n_rows(p->x) >= many ? 32 : rocq__row_threads(p->x->ne[0]);
+    while (threads < ROCQ_K_NORM_THREADS && 16 * threads < p->x->ne[0]) threads *= 2;
+    return threads;
+}
+
+static rocq_k_norm_rows rocq__norm_rows(const rocq_norm_params *p) {
+    rocq_k_norm_rows rows;
+    memset(&rows, 0, sizeof rows);
+    rows.y = rocq__k_tensor(p->y);
+    rows.x = rocq__k_tensor(p->x);
+    rows.weight = (const float *)rocq__device_data(p->weight);
+    return rows;
+}
+
 static void rocq__job_norm(rocq__job *job, const void *params) {
     const rocq_norm_params *p = (const rocq_norm_params *)params;
+    int64_t n_rows = rocq__n_rows(p->x);
     rocq_k_norm_args args;
     memset(&args, 0, sizeof args);
-    args.y = rocq__k_tensor(p->y);
-    args.x = rocq__k_tensor(p->x);
+    args.of[0] = rocq__norm_rows(p);
+    args.n_first = (uint32_t)ROCQ__MIN(n_rows, (int64_t)UINT32_MAX);
     args.mean = rocq__k_tensor(p->mean);
     args.rstd = rocq__k_tensor(p->rstd);
-    args.weight = (const float *)rocq__device_data(p->weight);
     args.bias = (const float *)rocq__device_data(p->bias);
     args.eps = rocq__norm_eps(p);
     args.center = job->op == ROCQ_OP_LAYERNORM;
     rocq__job_row(job, p->x->ne[0]);
-    // A row of up to 16 elements a thread stays in registers. As few threads as that allows where
-    // there are rows for all units: then more rows are under way, and a block's sums are quicker.
-    const int64_t many = 16 * (int64_t)rocq__chip_of(job->ctx)->n_units;
-    int threads = rocq__n_rows(p->x) >= many ? 32 : rocq__row_threads(p->x->ne[0]);
-    while (threads < ROCQ_K_NORM_THREADS && 16 * threads < p->x->ne[0]) threads *= 2;
-    rocq__job_launch(job, ROCQ_K_norm, rocq__n_rows(p->x), 1, threads, &args);
+    if (job->before) {
+        args.of[1] = rocq__norm_rows(job->before->norm);
+        n_rows += rocq__n_rows(job->before->norm->x);
+    }
+    rocq__job_launch(job, ROCQ_K_norm, n_rows, 1, rocq__norm_threads(job->ctx, p), &args);
 }
 
 // -- rope, rope_append --
@@ -22276,6 +22301,27 @@ static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__nod
     return routed && n <= ROCQ_K_MATVEC_PRODUCTS ? choice : NULL;
 }
 
+// RMSNorm beside the RMSNorm that follows, as of the queries and of the keys: with rows as long and
+// as many threads, and neither writes what the other one reads or writes.
+static bool rocq__joins_beside(const rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
+    const rocq__node *next = node->next;
+    const rocq_norm_params *norm = (const rocq_norm_params *)node->params,
+                           *other = (const rocq_norm_params *)next->params;
+    before->norm = norm;
+    if (norm->x->ne[0] != other->x->ne[0] || norm->rstd || other->rstd ||
+        rocq__norm_eps(norm) != rocq__norm_eps(other) ||
+        rocq__norm_threads(ctx, norm) != rocq__norm_threads(ctx, other)) {
+        return false;
+    }
+    for (int32_t i = 0; i < node->n_tensors; i++) {
+        if (rocq__writes(next, &node->tensors[i])) return false;
+    }
+    for (int32_t i = 0; i < next->n_tensors; i++) {
+        if (rocq__writes(node, &next->tensors[i])) return false;
+    }
+    return true;
+}
+
 // The last of the ops that a GPU does in one launch with that of a node, or NULL if that has its
 // own; *before is for rocq__run_hip. In a token's step of llama that saves three launches of a
 // layer's eight, and of a mixture's three more. All that is written has the bits that it has when
@@ -22287,7 +22333,12 @@ static const rocq__node *rocq__joins(rocq_ctx *ctx, const rocq__node *node, rocq
     if (op == ROCQ_OP_RMSNORM && next == ROCQ_OP_MATMUL && rocq__joins_norm(ctx, node, before)) {
         return node->next;
     }
-    if (op == ROCQ_OP_RMSNORM) return rocq__joins_router(ctx, node, before);
+    if (op == ROCQ_OP_RMSNORM) {
+        const rocq__node *last = rocq__joins_router(ctx, node, before);
+        rocq__joined later;
+        if (last || next != ROCQ_OP_RMSNORM || rocq__joins(ctx, node->next, &later)) return last;
+        return rocq__joins_beside(ctx, node, before) ? node->next : NULL;
+    }
     return op == ROCQ_OP_ROPE_APPEND && next == ROCQ_OP_ATTENTION &&
                    rocq__joins_append(ctx, node, before)
                ? node->next

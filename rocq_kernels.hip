@@ -6093,24 +6093,26 @@ DEV void load_tile(int32_t format, bool wide, const char *row, int n, int base, 
 enum { NORM_QUADS = 4 }; // of a tile
 KERNEL(norm, rocq_k_norm_args, 512) {
     LDS(float, work, 3 * BLOCK_WORK);
-    if (a.x.ne[0] == 0) return;
-    const uint32_t r = a.common.block0 + block_index();
-    const place at = place_of(a.x, r);
-    const char *x_row = row_of(a.x, at.i1, at.i2, at.i3);
-    char *y_row = row_of(a.y, at.i1, at.i2, at.i3);
-    const int n = a.x.ne[0], tile = tile_size(NORM_QUADS);
-    const bool whole = n <= tile, x_wide = is_wide(a.x), y_wide = is_wide(a.y);
-    const bool w_wide = (((uintptr_t)a.weight | (uintptr_t)a.bias) & 15u) == 0 && (n & 3) == 0;
+    if (a.of[0].x.ne[0] == 0) return;
+    const uint32_t block = a.common.block0 + block_index(), other = block < a.n_first ? 0 : 1;
+    const uint32_t r = other ? block - a.n_first : block;
+    const rocq_k_norm_rows &rows = a.of[other];
+    const place at = place_of(rows.x, r);
+    const char *x_row = row_of(rows.x, at.i1, at.i2, at.i3);
+    char *y_row = row_of(rows.y, at.i1, at.i2, at.i3);
+    const int n = rows.x.ne[0], tile = tile_size(NORM_QUADS);
+    const bool whole = n <= tile, x_wide = is_wide(rows.x), y_wide = is_wide(rows.y);
+    const bool w_wide = (((uintptr_t)rows.weight | (uintptr_t)a.bias) & 15u) == 0 && (n & 3) == 0;
     const float share = 1.0f / (float)n;
     float v[NORM_QUADS][4], w[NORM_QUADS][4], mean = 0.0f, rest = 0.0f, rstd = 0.0f;
     const int first = a.center ? 0 : 1;
     for (int pass = first; pass < 3; pass++) { // 0 mean, 1 rest and rstd, 2 y
         float sum = 0.0f, square = 0.0f;
         for (int base = 0; base < n; base += tile) {
-            if (a.weight && pass == (whole ? first : 2)) {
-                load_tile(ROCQ_F32, w_wide, (const char *)a.weight, n, base, w);
+            if (rows.weight && pass == (whole ? first : 2)) {
+                load_tile(ROCQ_F32, w_wide, (const char *)rows.weight, n, base, w);
             }
-            if (!whole || pass == first) load_tile(a.x.format, x_wide, x_row, n, base, v);
+            if (!whole || pass == first) load_tile(rows.x.format, x_wide, x_row, n, base, v);
             if (pass == 2) {
                 // Not unrolled, to keep the code small: the quads are shifted down, so that quad j
                 // is always in v[0] and w[0].
@@ -6122,10 +6124,10 @@ KERNEL(norm, rocq_k_norm_args, 512) {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         y[e] = ((v[0][e] - mean) - rest) * rstd;
-                        if (a.weight) y[e] *= w[0][e];
+                        if (rows.weight) y[e] *= w[0][e];
                         if (a.bias) y[e] += b[e];
                     }
-                    put4(a.y, y_wide, y_row, r, k, count, y);
+                    put4(rows.y, y_wide, y_row, r, k, count, y);
 #pragma unroll
                     for (int i = 0; i + 1 < NORM_QUADS; i++) {
 #pragma unroll

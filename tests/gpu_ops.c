@@ -2293,6 +2293,35 @@ static void test_graph_joins_norm(void **state) {
     random_state = saved;
 }
 
+// Two norms in one launch, as of the queries and keys of a layer; and two that must not be.
+static void test_graph_joins_beside(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    static const int64_t ds[] = {128, 64, 40, 256, 5120};
+    for (int i = 0; i < 10; i++) {
+        const int64_t d = ds[i % 5], n = 1 + i % 3;
+        const bool apart = i != 6 && i != 7 && i != 8;
+        box q = box_random((box_layout)(i % 3), ROCQ_F32, 1, d, 5, n, 1),
+            k = box_random((box_layout)(i % 2), ROCQ_F32, 1, i == 8 ? d + 1 : d, 2, n, 1),
+            w = box_random(BOX_PLAIN, ROCQ_F32, 1, d, 1, 1, 1),
+            w2 = box_random(BOX_PLAIN, ROCQ_F32, 1, k.t.ne[0], 1, 1, 1),
+            y = box_make(BOX_PLAIN, i % 2 ? ROCQ_F16 : ROCQ_F32, k.t.ne[0], 2, n, 1);
+        const bool chained = i == 7; // the second reads what the first writes
+        const rocq_norm_params first = {.y = &k.t, .x = &k.t, .weight = i % 3 ? &w2.t : NULL};
+        const rocq_norm_params second = {.y = chained ? &y.t : &q.t, .x = chained ? &k.t : &q.t,
+                                         .weight = chained ? &w2.t : &w.t,
+                                         .eps = i == 6 ? 0.1f : 0.0f};
+        joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
+        joined_add(&j, ROCQ_OP_RMSNORM, &first);
+        joined_add(&j, ROCQ_OP_RMSNORM, &second);
+        box *const out[] = {&k, chained ? &y : &q};
+        joined_check(&j, out, 2, apart ? 1 : 2, say("norms of %d, case %d", (int)d, i));
+        box *const all[] = {&q, &k, &w, &w2, &y};
+        for (int b = 0; b < 5; b++) box_free(all[b]);
+    }
+    random_state = saved;
+}
+
 // The feed-forward part of a mixture: the norm in Q8_0 and in F32, the products of the router and the
 // choice in one launch, and, where x is short, the experts with planar hidden values in two more;
 // then what must not be joined.
@@ -2359,7 +2388,8 @@ static void test_graph_joins_router(void **state) {
         if (whole) joined_add(&j, ROCQ_OP_EXPERTS, &first);
         if (whole) joined_add(&j, ROCQ_OP_EXPERTS, &second);
         // Without Q8_0 the experts convert x themselves, and a product with F16 weights does so.
-        const int launches = (joins ? 1 + other_x : 3 + coded + w16) + (whole ? 2 + !coded : 0);
+        // Where the router has not joined, both norms are one launch, unless one writes rstd.
+        const int launches = (joins ? 1 + other_x : 3 + rstd + w16) + (whole ? 2 + !coded : 0);
         box *out[8] = {&exact, &logits, &ids, &shares};
         int n_out = 4;
         if (coded) out[n_out++] = &h;
@@ -3112,7 +3142,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_experts_cases),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_graph_joins_norm), cmocka_unit_test(test_graph_joins_append),
-        cmocka_unit_test(test_graph_joins_router),
+        cmocka_unit_test(test_graph_joins_beside), cmocka_unit_test(test_graph_joins_router),
         cmocka_unit_test(test_repeatable),      cmocka_unit_test(test_no_work),
     };
     const struct CMUnitTest last[] = {cmocka_unit_test(test_every_kernel_ran)};
