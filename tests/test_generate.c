@@ -468,6 +468,37 @@ static void test_cache(void **state) {
     assert_string_equal(o->out, text);
 }
 
+// A mixture of 5 MiB of experts: the same text with any budget for them, and what it held.
+static void test_expert_memory(void **state) {
+    (void)state;
+    static const char *const budgets[] = {"0", "2", "100"};
+    char text[sizeof ((outcome *)0)->out], path[256];
+    model_spec s = small;
+    s.n_ff = 1536;
+    s.n_experts = 8;
+    s.n_used = 2;
+    with(path, s, "generate-mixture");
+    const outcome *o = RUN("-m", path, "-p", "abc", "-n", "20", "--temp", "0", "--stats");
+    expect_success(o);
+    assert_true(statistic(o, "experts ") == 100);
+    snprintf(text, sizeof text, "%s", o->out);
+    for (int i = 0; i < 3; i++) {
+        o = RUN("-m", path, "-p", "abc", "-n", "20", "--temp", "0", "--expert-memory", budgets[i],
+                "--stats", "--expert-stats");
+        expect_success(o);
+        assert_string_equal(o->out, text);
+        const double hits = statistic(o, "experts ");
+        assert_true(i == 0 ? hits == 0 : i == 2 ? hits == 100 : hits > 0 && hits < 100);
+        assert_true(statistic(o, "  of layer 1 ") >= 0);
+        assert_true(statistic(o, "allocations ") == 0);
+        assert_non_null(strstr(o->err, i == 0   ? "kept 0 of 16,"
+                                       : i == 2 ? "kept 16 of 16,"
+                                                : "kept 6 of 16,"));
+    }
+    expect_failure(RUN("-m", path, "--expert-memory", "-1"), "--expert-memory");
+    expect_failure(RUN("-m", path, "--expert-memory", "some"), "--expert-memory");
+}
+
 static cJSON *read_json(const char *path) {
     static char text[1 << 21];
     FILE *in = fopen(path, "rb");
@@ -736,6 +767,7 @@ int main(void) {
         cmocka_unit_test(test_penalties),
         cmocka_unit_test(test_stats),
         cmocka_unit_test(test_cache),
+        cmocka_unit_test(test_expert_memory),
         cmocka_unit_test(test_profile),
         cmocka_unit_test(test_options),
         cmocka_unit_test(test_wrong_models),
