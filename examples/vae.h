@@ -542,8 +542,9 @@ static void vae__best_path(vae_model *m, const vae__graph *g, int64_t limit) {
 }
 
 // Whether modules a to b - 1 can run in tiles of m->plan.tile pixels: they have no attention, and
-// reach no further past a tile than its own size. So the first tile with neighbours on all sides reads as
-// much as any, although there is only one before it, and stands for the others while planning.
+// reach no further past a tile than its own size. So the first tile with neighbours on all sides
+// reads as much as any, although there is only one before it, and stands for the others while
+// planning.
 static bool vae__tileable(const vae_model *m, int32_t a, int32_t b) {
     const int64_t cell = vae__largest_cell(m, m->plan.tile);
     const vae__span whole = vae__cell(m, m->size[b], m->plan.tile, cell);

@@ -481,6 +481,7 @@ static void activations_saturate(void **state) {
                                      : bounded        ? 1
                                                       : x.value[i];
                 assert_true(fabs(y.value[i] - limit) <= 1e-30);
+                assert_true(a != ROCQ_ACT_RELU || !signbit(y.value[i])); // of -0 too
             }
         }
         box_free(&x);
@@ -500,14 +501,14 @@ static double ulps(float got, double want) {
 static void activations_in_ulps(void **state) {
     (void)state;
     static const rocq_activation kinds[] = {ROCQ_ACT_SILU, ROCQ_ACT_GELU, ROCQ_ACT_TANH,
-                                            ROCQ_ACT_SIGMOID};
+                                            ROCQ_ACT_SIGMOID, ROCQ_ACT_RELU};
     for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 8 * 3001) {
-        float x[8], y[5][8], plain[5][8];
+        float x[8], y[6][8], plain[6][8];
         for (int i = 0; i < 8; i++) x[i] = rocq__bits_f32((uint32_t)(bits + (uint64_t)i * 3001));
-        for (int a = 0; a < 5; a++) {
+        for (int a = 0; a < 6; a++) {
             memcpy(y[a], x, sizeof x);
             memcpy(plain[a], x, sizeof x);
-            if (a < 4) {
+            if (a < 5) {
                 rocq__activate_row(false, kinds[a], plain[a], 8);
                 rocq__activate_row(contexts[1][0]->has_simd, kinds[a], y[a], 8);
             } else {
@@ -518,17 +519,18 @@ static void activations_in_ulps(void **state) {
         for (int i = 0; i < 8; i++) {
             const double v = (double)x[i], u = 1.5957691216057308 * (v + 0.044715 * v * v * v);
             if (isnan(v)) {
-                for (int a = 0; a < 5; a++) assert_true(isnan(y[a][i]) && isnan(plain[a][i]));
+                for (int a = 0; a < 6; a++) assert_true(isnan(y[a][i]) && isnan(plain[a][i]));
                 continue;
             }
-            for (int a = 0; a < 5; a++) assert_memory_equal(&y[a][i], &plain[a][i], sizeof(float));
+            for (int a = 0; a < 6; a++) assert_memory_equal(&y[a][i], &plain[a][i], sizeof(float));
             if (v >= -87.33 && v < 88.37) assert_true(ulps(rocq__exp1(x[i]), exp(v)) <= 1.1);
+            assert_true(y[4][i] == (v > 0 ? x[i] : 0) && (v > 0 || !signbit(y[4][i])));
             if (isinf(v)) continue;
             if (v > -87.3) assert_true(ulps(y[0][i], v / (1 + exp(-v))) <= 2.5);
             if (u > -87.3) assert_true(ulps(y[1][i], v / (1 + exp(-u))) <= 3 + 3 * fabs(u));
             assert_true(ulps(y[2][i], tanh(v)) <= 3);
             if (v > -87.3) assert_true(ulps(y[3][i], 1 / (1 + exp(-v))) <= 2.5);
-            if (fabs(v) > 1e-36) assert_true(ulps(y[4][i], 30 * tanh(v / 30)) <= 4);
+            if (fabs(v) > 1e-36) assert_true(ulps(y[5][i], 30 * tanh(v / 30)) <= 4);
         }
     }
 }
