@@ -19,7 +19,8 @@
 //   .../open, .../first         ms of opening; the first step as a multiple of later ones
 //   .../launches /allocations   of a later step
 //   .../peak, .../torch/peak    MB of memory at once: rocq_stats.peak_bytes of a context of its
-//                               own, with the model as llama_open keeps it; PyTorch's allocator
+//                               own, with the model until its weights are taken or, beside
+//                               adapters, as llama_open keeps it; PyTorch's allocator
 //   .../state, .../activations  MB: weights that are trained, gradients and moments; what forward
 //                               keeps for backward
 //
@@ -149,6 +150,7 @@ static rocq_result open_training(training *d, const bench *b, rocq_precision pre
                                .n_tokens = d->c->n_tokens,
                                .rank = d->c->rank,
                                .weight_decay = 0.01f,
+                               .take_weights = true,
                                .precision = precision};
     d->at = 0;
     if (rocq_open(&d->ctx, &desc) != ROCQ_OK) return ROCQ_E_DEVICE;

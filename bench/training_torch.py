@@ -16,6 +16,7 @@ A CPU's products are those of the BLAS that PyTorch finds: Debian's is the refer
 of the speed, unless libopenblas0 is installed.
 """
 import argparse
+import gc
 import os
 import struct
 import sys
@@ -154,8 +155,10 @@ def step(name, b, t, mode, runs):
     global newest
     key = name, int(b), int(t), gpu, mode
     if key not in kept:
+        newest = None  # what is freed later would be missing from the new one's peak
         for other in [k for k in kept if k[:3] != key[:3]]:
             del kept[other]
+        gc.collect()
         newest = kept[key] = Training(*key, 1e-4)
     run = kept[key]
     begin = time.perf_counter()

@@ -438,7 +438,7 @@ static bool open_trainer(run *r) {
         .rank = o->rank, .alpha = o->alpha, .targets = o->targets, .seed = o->seed,
         .budget = o->budget, .beta2 = 0.99f, .weight_decay = o->decay,
         .max_norm = o->clip > 0 ? o->clip : -1, .moments8 = o->moments8,
-        .precision = (rocq_precision)o->precision};
+        .take_weights = true, .precision = (rocq_precision)o->precision};
     if (train_open(&r->t, &r->model, &how) != ROCQ_OK) return fail("training", r->t.error);
     const double mib = 1.0 / (1024 * 1024);
     rocq_info info;

@@ -55,6 +55,8 @@ typedef struct train_options { // 0 = default, as everywhere in rocq
     float loss_scale;     // first one, a power of two; default 65536 where operands are F16, else
                           // 1, which stays
     bool moments8;        // AdamW's moments in 8 bits, 1 byte and a bit instead of 4 each
+    bool take_weights;    // without rank: the model's own weights are freed as soon as they are
+                          // copied, and the model can only be closed from then on
     rocq_precision precision; // of products; default F32 on the CPU, F16 on a GPU, where with F32
                               // activations and weights are F32 too. INT8: of frozen weights in
                               // the forward, as inference has it; faster, and less exact
@@ -147,8 +149,9 @@ typedef struct trainer {
     train__param *params;    // [most_params], of which there are n_params
     int32_t n_params, most_params;
     int64_t group_at[TRAIN__N_GROUPS + 1];
-    rocq_buffer state_memory, memory;
+    rocq_buffer master_memory, state_memory, memory;
     rocq_tensor masters, gradients, m, v; // [group_at[TRAIN__N_GROUPS]]: all that is trained
+    rocq_tensor rope_freqs;  // the model's, where its weights are taken
     rocq_tensor m_scale, v_scale;         // with moments8
     rocq_tensor copies;      // F16, what products on a GPU read
     rocq_tensor out;         // F32 [ROCQ_TRAIN_STATE + N]: state, and the micro-batch's losses
@@ -176,8 +179,9 @@ typedef struct trainer {
 
 // Takes all memory that a step will ever need and records its ops, so that train_step allocates
 // nothing. Without rank all weights of the model, in any format, are converted to F32 and trained;
-// the model itself keeps its own. While the trainer is open the model must be, and *t must not
-// move. On failure everything is freed again, and *t is zero but for t->error.
+// the model itself keeps its own, unless take_weights is set. While the trainer is open the model
+// must be, and *t must not move. On failure everything is freed again, and *t is zero but for
+// t->error; weights that were taken are gone.
 static inline rocq_result train_open(trainer *t, llama_model *model, const train_options *options);
 static inline void train_close(trainer *t); // twice, or on a zeroed struct, is harmless
 
@@ -400,10 +404,17 @@ static rocq_tensor train__view(const train__param *p, const rocq_tensor *flat) {
     return view;
 }
 
+static rocq_result train__cut_masters(trainer *t, rocq_arena *arena) {
+    const rocq_tensor *factors = &t->model->rope_freqs;
+    if (t->options.take_weights && factors->n_dims > 0) {
+        TRAIN__TRY(rocq_tensor_1d(arena, &t->rope_freqs, ROCQ_F32, factors->ne[0]));
+    }
+    return rocq_tensor_1d(arena, &t->masters, ROCQ_F32, t->group_at[TRAIN__N_GROUPS]);
+}
+
 static rocq_result train__cut_state(trainer *t, rocq_arena *arena) {
     const int64_t n = t->group_at[TRAIN__N_GROUPS];
     const rocq_format moments = t->options.moments8 ? ROCQ_I8 : ROCQ_F32;
-    TRAIN__TRY(rocq_tensor_1d(arena, &t->masters, ROCQ_F32, n));
     TRAIN__TRY(rocq_tensor_1d(arena, &t->gradients, ROCQ_F32, n));
     TRAIN__TRY(rocq_tensor_1d(arena, &t->m, moments, n));
     TRAIN__TRY(rocq_tensor_1d(arena, &t->v, moments, n));
@@ -455,19 +466,55 @@ static rocq_result train__draw(trainer *t, const train__param *p, uint64_t *rand
     return result;
 }
 
-// Memory for all that is trained, its first values, and the views that products read.
-static rocq_result train__make_state(trainer *t) {
+// Frees the weights that the masters were made from. The model keeps their formats and, elsewhere,
+// what is not trained; its own steps are refused for want of an embedding.
+static rocq_result train__take_weights(trainer *t) {
+    llama_model *m = t->model;
+    if (t->rope_freqs.n_dims > 0) {
+        const rocq_cast_params cast = {.y = &t->rope_freqs, .x = &m->rope_freqs};
+        TRAIN__TRY(rocq_cast(t->ctx, &cast));
+        m->rope_freqs = t->rope_freqs; // rope's settings point there
+    }
+    rocq_graph_destroy(t->ctx, &m->step);
+    memset(&m->embedding.buffer, 0, sizeof m->embedding.buffer);
+    return rocq_buffer_free(t->ctx, &m->weights);
+}
+
+// What is trained, with its first values.
+static rocq_result train__make_masters(trainer *t) {
     rocq_arena arena;
     uint64_t random = t->options.seed;
     rocq_arena_init(&arena, NULL);
-    TRAIN__TRY(train__cut_state(t, &arena));
+    TRAIN__TRY(train__cut_masters(t, &arena));
     t->state_bytes = arena.peak;
-    TRAIN__TRY(rocq_buffer_alloc(t->ctx, &t->state_memory, t->state_bytes));
+    TRAIN__TRY(rocq_buffer_alloc(t->ctx, &t->master_memory, arena.peak));
+    rocq_arena_init(&arena, &t->master_memory);
+    TRAIN__TRY(train__cut_masters(t, &arena));
+    TRAIN__TRY(train__clear(t, &t->masters));
+    for (int32_t i = 0; i < t->n_params; i++) {
+        const train__param *p = &t->params[i];
+        const rocq_tensor master = train__view(p, &t->masters);
+        const rocq_cast_params cast = {.y = &master, .x = &p->from};
+        if (t->options.rank > 0) TRAIN__TRY(train__draw(t, p, &random));
+        else TRAIN__TRY(rocq_cast(t->ctx, &cast));
+    }
+    return t->options.take_weights ? train__take_weights(t) : ROCQ_OK;
+}
+
+// Memory for all that is trained, its first values, and the views that products read. The masters
+// have memory of their own, so that the model's weights can be freed before the rest is taken.
+static rocq_result train__make_state(trainer *t) {
+    rocq_arena arena;
+    TRAIN__TRY(train__make_masters(t));
+    rocq_arena_init(&arena, NULL);
+    TRAIN__TRY(train__cut_state(t, &arena));
+    t->state_bytes += arena.peak;
+    TRAIN__TRY(rocq_buffer_alloc(t->ctx, &t->state_memory, arena.peak));
     rocq_arena_init(&arena, &t->state_memory);
     TRAIN__TRY(train__cut_state(t, &arena));
     t->state = rocq_tensor_slice(&t->out, 0, 0, ROCQ_TRAIN_STATE);
     t->loss = rocq_tensor_slice(&t->out, 0, ROCQ_TRAIN_STATE, t->n);
-    const rocq_tensor *cleared[] = {&t->masters, &t->gradients, &t->m, &t->v, &t->out};
+    const rocq_tensor *cleared[] = {&t->gradients, &t->m, &t->v, &t->out};
     for (size_t i = 0; i < sizeof cleared / sizeof cleared[0]; i++) {
         TRAIN__TRY(train__clear(t, cleared[i]));
     }
@@ -480,10 +527,6 @@ static rocq_result train__make_state(trainer *t) {
     for (int32_t i = 0; i < t->n_params; i++) {
         const train__param *p = &t->params[i];
         const bool copied = t->operand == ROCQ_F16 && p->ne[1] > 1;
-        const rocq_tensor master = train__view(p, &t->masters);
-        const rocq_cast_params cast = {.y = &master, .x = &p->from};
-        if (t->options.rank > 0) TRAIN__TRY(train__draw(t, p, &random));
-        else TRAIN__TRY(rocq_cast(t->ctx, &cast));
         *p->w = train__view(p, copied ? &t->copies : &t->masters);
         *p->dw = train__view(p, &t->gradients);
     }
@@ -1092,6 +1135,7 @@ static rocq_result train__set_options(trainer *t, const train_options *options) 
     if (o->beta2 == 0) o->beta2 = 0.999f;
     if (o->eps == 0) o->eps = 1e-8f;
     if (o->max_norm == 0) o->max_norm = 1;
+    if (o->rank > 0) o->take_weights = false;
     if (o->loss_scale == 0) o->loss_scale = half ? 65536.0f : 1.0f;
     if (o->precision == ROCQ_PRECISION_AUTO) {
         o->precision = half ? ROCQ_PRECISION_F16 : ROCQ_PRECISION_F32;
@@ -1165,6 +1209,7 @@ static inline void train_close(trainer *t) {
         rocq_graph_destroy(t->ctx, &t->losses_only);
         rocq_buffer_free(t->ctx, &t->memory);
         rocq_buffer_free(t->ctx, &t->state_memory);
+        rocq_buffer_free(t->ctx, &t->master_memory);
         train__free(t, t->staged, t->host_bytes);
         train__free(t, t->params, t->most_params * (int64_t)sizeof *t->params);
         train__free(t, t->layers, (t->model->n_layers + 1) * (int64_t)sizeof *t->layers);

@@ -13,7 +13,7 @@
 #include "devices.h"
 #include "models.h"
 
-// One training on all devices.
+// One training on all devices. That of GPU_ONE_BY_ONE takes the model's weights.
 typedef struct trio {
     rocq_gguf *file[N_DEVICES];
     llama_model model[N_DEVICES];
@@ -33,7 +33,9 @@ static trio *trio_open(const model_spec *s, const train_options *how) {
         if (llama_open(&r->model[i], contexts[i], r->file[i], &small) != ROCQ_OK) {
             fail_msg("%s: %s", s->name, r->model[i].error);
         }
-        if (train_open(&r->t[i], &r->model[i], how) != ROCQ_OK) {
+        train_options own = *how;
+        own.take_weights = i == GPU_ONE_BY_ONE;
+        if (train_open(&r->t[i], &r->model[i], &own) != ROCQ_OK) {
             fail_msg("%s: %s", s->name, r->t[i].error);
         }
     }
@@ -110,6 +112,10 @@ static void check_steps(const model_spec *s, const train_options *options, doubl
     }
     assert_true(r->t[GPU_GRAPH].result.loss < first);
     expect_same_masters(&r->t[GPU_GRAPH], &r->t[GPU_ONE_BY_ONE]);
+    // Only adapters leave their model usable
+    llama_model *const taken = &r->model[GPU_ONE_BY_ONE];
+    assert_int_equal(llama_eval(taken, ids, 1, NULL) == ROCQ_OK, how.rank > 0);
+    assert_int_equal(taken->weights.size > 0, how.rank > 0);
     trio_close(r);
 }
 
@@ -120,7 +126,7 @@ static const rocq_format q4_K[] = {ROCQ_Q4_K, ROCQ_Q8_0, ROCQ_I32}, f32[] = {ROC
     .n_vocab = 301
 
 static const model_spec llama = {"gpu-train-llama", "llama", SIZES(64, 4, 2, 16, 96),
-                                 .formats = f32};
+                                 .formats = f32, .rope_freqs = true};
 static const model_spec qwen3 = {"gpu-train-qwen3", "qwen3", SIZES(64, 2, 1, 80, 96),
                                  .formats = f32, .tied = true};
 static const model_spec gemma2 = {"gpu-train-gemma2", "gemma2", SIZES(64, 4, 2, 16, 96),
