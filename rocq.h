@@ -9335,7 +9335,7 @@ enum {
     ROCQ__MM_SEGMENT = 512, // of K; a multiple of every block
     ROCQ__MM_L2_AHEAD = 32768, // bytes ahead that a pass prefetches into L2
     ROCQ__MM_PASS_ROWS = 4096, // of a lone column: so many go through the epilogue at once
-    ROCQ__MM_FEW = 16       // up to so many columns a tile is one panel or pair: w is read in order
+    ROCQ__MM_FEW = 16       // up to so many columns w is read in order: see rocq__mm_sums
 };
 
 // Every thread has one, 64-byte aligned. A pair of int8 panels lies as the dot instructions want
@@ -11423,7 +11423,15 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
 
 // -- between the two: a low-rank adapter --
 
-enum { ROCQ__LORA_RANK = ROCQ__MM_SEGMENT }; // the most, so that K is one segment
+enum {
+    ROCQ__LORA_RANK = ROCQ__MM_SEGMENT, // the most, so that K is one segment
+    ROCQ__LORA_AHEAD = 2048             // bytes of B that are prefetched
+};
+
+// B of a matrix is over before the processor sees a stream in it.
+static inline void rocq__mm_fetch_lora(const unsigned char *row, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(row, i);
+}
 
 #if ROCQ__HAS_V8
 // The whole panels of rocq__mm_adapt for a lone column, with the same bits: a rank is so short that
@@ -11436,6 +11444,7 @@ ROCQ__V8 int64_t rocq__adapt_column(const rocq__mm *b, const rocq_format format,
     int64_t top = 0;
     for (; top + ROCQ__MM_ROWS <= n_rows; top += ROCQ__MM_ROWS, row += ROCQ__MM_ROWS * stride) {
         rocq__v8 s[ROCQ__MM_ROWS];
+        rocq__mm_fetch_lora(row + ROCQ__LORA_AHEAD, ROCQ__MM_ROWS * stride);
         ROCQ__UNROLL
         for (int r = 0; r < ROCQ__MM_ROWS; r++) s[r] = rocq__v8_set1(0.0f);
         for (int64_t i = 0; i < rank; i += 8) {
@@ -11537,10 +11546,9 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
     const int64_t step = pairs ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
     const int64_t n_padded = (n_rows + mm->panel_rows - 1) / mm->panel_rows * mm->panel_rows;
     const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
-    for (int64_t r = 0; r < n_padded; r++) {
-        const int64_t i1 = m + ROCQ__MIN(r, n_rows - 1);
-        row[r] = rocq__row(w, i1, matrix % w->ne[2], matrix / w->ne[2]);
-    }
+    const unsigned char *first_row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
+    const int64_t stride = rocq__bytes(w->format, w->stride[1]);
+    for (int64_t r = 0; r < n_padded; r++) row[r] = first_row + ROCQ__MIN(r, n_rows - 1) * stride;
     memset(work->sums, 0, (size_t)((n + 7) / 8 * 8) * sizeof work->sums[0]);
     const int64_t some = few ? step : n_padded;
     for (int64_t top = 0; top < n_padded; top += some) {
@@ -11560,7 +11568,7 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
     const rocq_tensor *w = mm->w;
     rocq__mm_work *work = mm->work + thread;
     const bool few = mm->n <= ROCQ__MM_FEW;
-    const int64_t most = few ? 1 : ROCQ__MM_TILE_M / mm->panel_rows;
+    const int64_t most = ROCQ__MM_TILE_M / mm->panel_rows;
     for (int64_t i = begin, n_panels; i < end; i += n_panels) {
         const int64_t panel = i % mm->n_panels, tile = i / mm->n_panels % mm->n_tiles;
         const int64_t matrix = i / mm->n_panels / mm->n_tiles;
@@ -11626,6 +11634,9 @@ static void rocq__mm_run_column(void *arg, int64_t begin, int64_t end, int32_t t
         n_panels = ROCQ__MIN(ROCQ__MIN((int64_t)ROCQ__MM_PASS_ROWS / mm->panel_rows, end - i),
                              mm->n_panels - m / mm->panel_rows);
         const int64_t n_rows = ROCQ__MIN(n_panels * mm->panel_rows, mm->w->ne[1] - m);
+        if (mm->adapter) {
+            rocq__mm_fetch_lora(rocq__row(mm->adapter->w, m, 0, 0), ROCQ__LORA_AHEAD);
+        }
         rocq__mm_column_sums(mm, sums, matrix, m, n_rows,
                              mm->columns + matrix * mm->column_bytes);
         if (mm->adapter) rocq__mm_adapt(mm->adapter, work, 0, 1, m, n_rows, sums);
