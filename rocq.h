@@ -274,8 +274,9 @@
    outside of the graph. rocq_warm does in advance what the first replay would have to do, and
    checks that a replay is right, since some releases of the HIP runtime are reported to replay with
    stale data. A graph whose replay differs is run op by op from then on, as rocq_stats,
-   rocq_get_info and the log say. examples/llama.h records and warms its step. Two ops of one token
-   may share a launch of a GPU: a norm and the product of its result, rope_append and attention.
+   rocq_get_info and the log say. examples/llama.h records and warms its step. Ops of one token may
+   share a launch of a GPU: a norm and the product of its result, rope_append and attention, two
+   norms, a norm with the products of its result that rocq_route chooses by and that choice.
 
    rocq_graph_launch_for runs a step in slices of so many microseconds, one in each frame of a game,
    with the bits of the whole: on the CPU it returns between two ops once the time is over, on a GPU
@@ -3050,7 +3051,7 @@ typedef struct rocq_k_experts_copies {
 //   experts_*      a matvec for each pair of a token and a slot, in blocks as those of a matvec of
 //                  one product; blockIdx.z counts pairs, with weights tokens, from `first` on. With
 //                  weights, activation is identity, w2 NULL, and the waves that share rows divide
-//                  the token's slots among them, not K
+//                  the token's slots among them, not K. y in Q8_0 needs k_shift 0 and m % 32 = 0
 //   experts_sort   blockIdx.x counts experts
 //   experts_merge  y = the weighted sum of x, floats [M, pairs] with x_stride, + residual;
 //                  blockIdx.x counts 256 rows of a token fastest, then tokens
@@ -19636,8 +19637,8 @@ typedef struct rocq__expert_product {
     rocq_precision path;
     rocq_tensor w, w2, x; // w2.n_dims 0: none. x as of rocq__product_x, with columns in dimension 1
     rocq_k_experts_copies copies;
-    rocq_tensor y;        // p->y, or F32 in scratch memory: values that are summed up from there, or
-                          // what is to be Q8_0 but comes from tiles or sums
+    rocq_tensor y;        // p->y, or F32 in scratch memory: values that are summed up from there,
+                          // or what is to be Q8_0 but comes from tiles or sums
     bool merge;
     int64_t n_slots, n, n_pairs;
 } rocq__expert_product;

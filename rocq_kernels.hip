@@ -3437,11 +3437,12 @@ KERNEL(route, rocq_k_route_args, 32) {
     route_token(a, a.common.block0 + block_index(), lds);
 }
 
-// router: rmsnorm of one column of x, products of that with F32 weights, and the choice of experts by
-// what one of them has made. A block is that of a matvec, but each norms x for itself, as in
-// matvec_row, and has it in LDS; block 0 also stores it, and with row.y as Q8_0, too. The block that
-// is done last chooses.
-// Geometry: see rocq_k_router_args. LDS: 22 KB. Bytes: w once, x and the norm's weight once a block.
+// router: rmsnorm of one column of x, products of that with F32 weights, and the choice of experts
+// by what one of them has made. A block is that of a matvec, but each norms x for itself, as in
+// matvec_row, and has it in LDS; block 0 also stores it, in F32 and, if row.y is set, in Q8_0. The
+// block that is done last chooses.
+// Geometry: see rocq_k_router_args. LDS: 21 KB. Bytes: w once, x and the norm's weight once a
+// block.
 enum {
     ROUTER_X_BYTES = 4 * ROCQ_K_MATVEC_ROW_K,
     ROUTER_BYTES = ROUTER_X_BYTES + 16 * ROW_VECTORS
@@ -6085,7 +6086,8 @@ DEV void load_tile(int32_t format, bool wide, const char *row, int n, int base, 
 //
 // A block takes a row and thread t its quads t, t + threads, ...; so a unit, for whose scale a
 // quantized y needs all elements, is in 8 neighbouring lanes.
-// Geometry: a block a row, 32 to 512 threads as the host chooses. LDS: 384 bytes.
+// Geometry: a block a row of the one or two norms, 32 to 512 threads as the host chooses. LDS: 384
+// bytes.
 // Bytes: x and weight once if K <= 16 threads (8192 with 512): then they stay in registers, and all
 // loads are issued before one is used, because the one row of a decode step is bound by latency.
 // Else x once per pass, of which there are three with center and two without. y once. Sums are F32

@@ -2322,9 +2322,9 @@ static void test_graph_joins_beside(void **state) {
     random_state = saved;
 }
 
-// The feed-forward part of a mixture: the norm in Q8_0 and in F32, the products of the router and the
-// choice in one launch, and, where x is short, the experts with planar hidden values in two more;
-// then what must not be joined.
+// The feed-forward part of a mixture: the norm in Q8_0 and in F32, the products of the router and
+// the choice in one launch, and, where x is short, the experts with planar hidden values in two
+// more; then what must not be joined.
 static void test_graph_joins_router(void **state) {
     (void)state;
     const uint64_t saved = random_state;

@@ -399,7 +399,92 @@ static void attention_backward_tiles(emulated *e, int scale, int format, int d) 
     e->work = (3.0 * 2 * 32 + 2.0 * 64) * scale * d;
 }
 
+// A token's products by expert, work: weights. Gate and up of 96 rows with hidden values in Q8_0,
+// or down, whose slots are weighted and added.
+static void experts(emulated *e, int scale, int format, int down) {
+    const int64_t k = 1024 * scale, m = down ? 33 : 96, n_experts = 5, slots = 3;
+    const int32_t chosen[3] = {4, 0, 3};
+    rocq_tensor planar[2];
+    box *w[2], *x = normal(ROCQ_F32, 1, k, down ? slots : 1, 1),
+               *shares = normal(ROCQ_F32, 1, slots, 1, 1);
+    box *y = down ? output(ROCQ_F32, m, 1, 1) : output(ROCQ_Q8_0, m, slots, 1);
+    rocq_experts_params on_cpu = {.y = &y->t, .x = &x->t, .ids = &indices(chosen, slots)->t};
+    for (int i = 0; i < 2; i++) {
+        w[i] = keep(box_make(BOX_PLAIN, (rocq_format)format, k, m, n_experts, 1));
+        random_weights(w[i]);
+        planar[i] = w[i]->t;
+        planar[i].layout = ROCQ_LAYOUT_PLANAR;
+        succeeds(gpu, rocq_buffer_alloc(gpu, &planar[i].buffer, w[i]->size));
+        succeeds(gpu, rocq_upload(gpu, &planar[i], w[i]->memory, w[i]->size));
+    }
+    if (down) on_cpu.weights = &shares->t;
+    else on_cpu.activation = ROCQ_ACT_SILU;
+    on_cpu.w = &w[0]->t;
+    if (!down) on_cpu.w2 = &w[1]->t;
+    rocq_experts_params on_gpu = on_cpu;
+    on_cpu.precision = ROCQ_PRECISION_F32;
+    on_gpu.w = &planar[0];
+    if (!down) on_gpu.w2 = &planar[1];
+    compare(e, ROCQ_OP_EXPERTS, &on_cpu, &on_gpu, &y, 1, NULL);
+    for (int i = 0; i < 2; i++) succeeds(gpu, rocq_buffer_free(gpu, &planar[i].buffer));
+    snprintf(e->shape, sizeof e->shape, "%s, M %d, K %d, 3 of 5", down ? "down" : "gate and up",
+             (int)m, (int)k);
+    e->bound = 1e-3;
+    e->work = (double)((down ? 1 : 2) * slots * m * k);
+}
+
 // Work, from here on: elements.
+static void route(emulated *e, int scale, int format, int p) {
+    const int64_t n_experts = 128 * scale, slots = 8;
+    box *logits = normal(ROCQ_F32, 2, n_experts, 1, 1);
+    box *out[2] = {output(ROCQ_I32, slots, 1, 1), output(ROCQ_F32, slots, 1, 1)};
+    (void)format;
+    (void)p;
+    const rocq_route_params params = {.ids = &out[0]->t, .weights = &out[1]->t,
+                                      .logits = &logits->t, .renormalise = true};
+    compare(e, ROCQ_OP_ROUTE, &params, &params, out, 2, NULL);
+    snprintf(e->shape, sizeof e->shape, "8 of %d", (int)n_experts);
+    e->bound = 1e-10;
+    e->work = (double)n_experts;
+}
+static void shortconv(emulated *e, int scale, int format, int p) {
+    const int64_t channels = 512 * scale, taps = 3;
+    const int32_t pos = 7;
+    box *bcx = normal(ROCQ_F32, 1, 3 * channels, 1, 1), *w = normal(ROCQ_F32, 1, taps, channels, 1);
+    box *out[2] = {output(ROCQ_F32, channels, 1, 1), normal(ROCQ_F32, 1, channels, taps - 1, 1)};
+    (void)format;
+    (void)p;
+    const rocq_shortconv_params params = {.y = &out[0]->t, .bcx = &bcx->t, .w = &w->t,
+                                          .state = &out[1]->t, .pos = &indices(&pos, 1)->t};
+    compare(e, ROCQ_OP_SHORTCONV, &params, &params, out, 2, NULL);
+    snprintf(e->shape, sizeof e->shape, "a token of %d channels, %d taps", (int)channels,
+             (int)taps);
+    e->bound = 1e-10;
+    e->work = (double)channels;
+}
+// Work: elements of the state.
+static void delta_net(emulated *e, int scale, int format, int p) {
+    const int64_t d = 128, heads = 2, n = scale;
+    const int32_t slots[2] = {0, 1};
+    box *q = normal(ROCQ_F32, 1, d, heads, n), *k = normal(ROCQ_F32, 1, d, heads, n),
+        *v = normal(ROCQ_F32, 1, d, heads, n), *alpha = normal(ROCQ_F32, 1, heads, n, 1),
+        *beta = normal(ROCQ_F32, 1, heads, n, 1), *a = normal(ROCQ_F32, 0.1f, heads, 1, 1),
+        *dt = normal(ROCQ_F32, 1, heads, 1, 1);
+    box *out[2] = {output(ROCQ_F32, d, heads, n),
+                   keep(box_random(BOX_PLAIN, ROCQ_F32, 0.3f, d, d, heads, 2))};
+    (void)format;
+    (void)p;
+    for (int64_t h = 0; h < heads; h++) a->value[h] = -fabs(a->value[h]);
+    box_write(a);
+    const rocq_delta_net_params params = {
+        .y = &out[0]->t, .state = &out[1]->t, .q = &q->t, .k = &k->t, .v = &v->t,
+        .alpha = &alpha->t, .beta = &beta->t, .a = &a->t, .dt = &dt->t,
+        .slot = &indices(slots, 2)->t, .eps = 1e-6f};
+    compare(e, ROCQ_OP_DELTA_NET, &params, &params, out, 2, NULL);
+    snprintf(e->shape, sizeof e->shape, "%d tokens, 2 heads of 128 x 128", (int)n);
+    e->bound = 1e-9;
+    e->work = (double)(heads * d * d * n);
+}
 static void norms(emulated *e, int scale, int format, int center) {
     const int64_t k = 4096 * scale, rows = 2;
     box *x = normal(ROCQ_F32, 1, k, rows, 1), *weight = normal(ROCQ_F32, 1, k, 1, 1);
@@ -665,6 +750,13 @@ static const struct {
     {"norm_stats", "element", norm_stats, ROCQ_F16, 128, 1},
     {"matmul_backward_dx_f16", "16x16x16", matmul_backward, ROCQ_F16, 0, 2},
     {"matmul_backward_dw", "16x16x16", matmul_backward, ROCQ_F16, 1, 2},
+    {"experts_int8_q4_K", "weight", experts, ROCQ_Q4_K, 0, 2},
+    {"experts_int8_q6_K", "weight", experts, ROCQ_Q6_K, 1, 2},
+    {"experts_int8_mxfp4", "weight", experts, ROCQ_MXFP4, 0, 2},
+    {"experts_int8_mxfp4", "weight", experts, ROCQ_MXFP4, 1, 2},
+    {"route", "element", route, 0, 0, 1},
+    {"shortconv", "element", shortconv, 0, 0, 1},
+    {"delta_net", "element", delta_net, 0, 0, 2},
 };
 
 // ---------------------------------------------------------------------------------------------
