@@ -71,7 +71,8 @@ static double expert_check(rocq_ctx *ctx, const rocq_gguf *file, int64_t memory,
     return uses > 0 ? (double)hits / (double)uses : 1;
 }
 
-static void check_expert_memory(rocq_ctx *ctx, const char *path) {
+// brief: with two budgets of six.
+static void check_expert_memory(rocq_ctx *ctx, const char *path, bool brief) {
     const rocq_gguf_desc source = {.path = path};
     rocq_gguf *file = NULL;
     llama_model m;
@@ -85,13 +86,16 @@ static void check_expert_memory(rocq_ctx *ctx, const char *path) {
     llama_close(&m);
     // None, less than one, about half of them and all but one, then all.
     assert_true(expert_check(ctx, file, -1, want) == 0);
-    assert_true(expert_check(ctx, file, 1, want) == 0);
-    const double half = expert_check(ctx, file, bytes / 2, want);
-    const double most = expert_check(ctx, file, bytes - 1, want);
     // Kept are those used most: where a router chooses, more than a share that knows nothing.
-    assert_true(half > (share < 1 ? 0.4 : 0.2) && most > half && most < 1);
-    assert_true(expert_check(ctx, file, bytes, want) == 1);
-    assert_true(expert_check(ctx, file, INT64_MAX, want) == 1);
+    const double half = expert_check(ctx, file, bytes / 2, want);
+    assert_true(half > (share < 1 ? 0.4 : 0.2));
+    if (!brief) {
+        const double most = expert_check(ctx, file, bytes - 1, want);
+        assert_true(most > half && most < 1);
+        assert_true(expert_check(ctx, file, 1, want) == 0);
+        assert_true(expert_check(ctx, file, bytes, want) == 1);
+        assert_true(expert_check(ctx, file, INT64_MAX, want) == 1);
+    }
     free(want);
     rocq_gguf_close(&file);
 }

@@ -1665,7 +1665,7 @@ static void test_expert_memory(void **state) {
                                         .no_graphs = n_threads > 1};
                 rocq_ctx *ctx = NULL;
                 assert_int_equal(rocq_open(&ctx, &desc), ROCQ_OK);
-                check_expert_memory(ctx, model_path(names[k]));
+                check_expert_memory(ctx, model_path(names[k]), false);
                 rocq_close(&ctx);
             }
             found = true;
