@@ -3175,6 +3175,8 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
                 if (row == 0 && lane_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_ID);
             } else {
                 const int copy = experts_copy(a.copies, e);
+                // A pass a matrix: chosen both at once, their addresses stay in registers
+                // throughout, and CUDA's 64 do not suffice.
 #pragma unroll 1
                 for (int pass = 0; pass < (a.weights.w2 ? 2 : 1); pass++) {
                     rocq_k_matvec_weights p = a.weights;
