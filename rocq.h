@@ -9372,9 +9372,9 @@ typedef struct rocq__mm_tile {
 // Adds the products to sums[column][row].
 typedef void (*rocq__mm_dot)(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile);
 
-// Writes the codes and scales of a block of IQ1, IQ2 or IQ3.
-typedef void (*rocq__take_book)(int8_t *code, float *scale, const rocq__books *books,
-                                const void *block);
+// Unpacks a block of IQ1, IQ2 or IQ3: numbers of entries, signs and scales.
+typedef struct rocq__book_block rocq__book_block;
+typedef void (*rocq__take_book)(rocq__book_block *to, float *scale, const void *block);
 
 // One segment of the eight rows of a panel, as w stores it.
 typedef struct rocq__mm_rows {
@@ -9385,8 +9385,8 @@ typedef struct rocq__mm_rows {
     int64_t row_ahead;        // not 0: a pass prefetches so many bytes ahead in each row
     const rocq__codec *codec; // INT8 only: w's,
     int64_t n_blocks;         // and the segment's blocks per row
-    rocq__take_book take_book; // AVX2, of a format with a codebook
-    const rocq__books *books; // of the context
+    rocq__take_book take_book; // AVX2, of a format with a codebook,
+    const void *book;          // and that
 } rocq__mm_rows;
 
 // Decodes the rows into rows first to first + 7 of work's int8 pair.
@@ -9410,7 +9410,7 @@ typedef struct rocq__mm {
     rocq_precision precision; // resolved
     bool simd, avx512, avx_vnni;
     rocq__take_book take_book;
-    const rocq__books *books;
+    const void *book;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
     int64_t n_matrices; // of w
     int64_t panel_rows; // that count as one when threads share: of a pair, but of a panel for a
@@ -10316,9 +10316,26 @@ ROCQ__BLOCK_AVX2(q5_1) {
     rocq__put_8_avx2(to, depth, 0, q);
 }
 
-// The products of 32 signed codes of each row with x, dot[0] of the first 16 and dot[1] of the
-// others: eight sums a row, added as a tree. For codes of a byte that takes fewer shuffles than to
-// transpose them.
+// The sums of eight rows, eight of each in a vector, added as a tree: dot[0] of those of the first
+// 16 codes of 32 and dot[1] of the others.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__add_rows_avx2(__m256i dot[2],
+                                                               __m256i s[ROCQ__MM_ROWS]) {
+    ROCQ__UNROLL
+    for (int r = 0; r < ROCQ__MM_ROWS; r += 2) {
+        s[r] = _mm256_add_epi32(_mm256_unpacklo_epi32(s[r], s[r + 1]),
+                                _mm256_unpackhi_epi32(s[r], s[r + 1]));
+    }
+    ROCQ__UNROLL
+    for (int r = 0; r < ROCQ__MM_ROWS; r += 4) {
+        s[r] = _mm256_add_epi32(_mm256_unpacklo_epi64(s[r], s[r + 2]),
+                                _mm256_unpackhi_epi64(s[r], s[r + 2]));
+    }
+    dot[0] = _mm256_permute2x128_si256(s[0], s[4], 0x20);
+    dot[1] = _mm256_permute2x128_si256(s[0], s[4], 0x31);
+}
+
+// The products of 32 signed codes of each row with x. For codes of a byte that takes fewer shuffles
+// than to transpose them.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_rows_avx2(__m256i dot[2], const int depth,
                                                                const int8_t *x, rocq__rows row,
                                                                int64_t at) {
@@ -10335,18 +10352,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_rows_avx2(__m256i dot[2], c
             s[r] = _mm256_madd_epi16(s[r], _mm256_set1_epi16(1));
         }
     }
-    ROCQ__UNROLL
-    for (int r = 0; r < ROCQ__MM_ROWS; r += 2) {
-        s[r] = _mm256_add_epi32(_mm256_unpacklo_epi32(s[r], s[r + 1]),
-                                _mm256_unpackhi_epi32(s[r], s[r + 1]));
-    }
-    ROCQ__UNROLL
-    for (int r = 0; r < ROCQ__MM_ROWS; r += 4) {
-        s[r] = _mm256_add_epi32(_mm256_unpacklo_epi64(s[r], s[r + 2]),
-                                _mm256_unpackhi_epi64(s[r], s[r + 2]));
-    }
-    dot[0] = _mm256_permute2x128_si256(s[0], s[4], 0x20);
-    dot[1] = _mm256_permute2x128_si256(s[0], s[4], 0x31);
+    rocq__add_rows_avx2(dot, s);
 }
 
 ROCQ__BLOCK_AVX2(q8_0) {
@@ -10679,15 +10685,15 @@ ROCQ__BLOCK_AVX2(nvfp4) {
     }
 }
 
-// The formats with a codebook are decoded row by row into a buffer in L1: first the numbers of a
-// block's entries and its signs are unpacked, 32 bytes at once, then its codes are looked up in
-// rocq__books, 32 at once.
+// Of a format with a codebook, the numbers of a block's entries and its signs are unpacked first,
+// 32 bytes at once: those of all rows, since each is one long chain. Then 32 codes of each row are
+// looked up in rocq__books and multiplied.
 
-typedef struct rocq__book_block {
+struct rocq__book_block {
     uint16_t entry[64]; // of element 8 k on, or of 4 k on with IQ3
     uint32_t signs[8];  // of 32 elements: a bit each. IQ1 has none: byte l, which is -2 where delta
                         // is negative, is added to the codes of elements 8 l on
-} rocq__book_block;
+};
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m128i rocq__load_16_avx2(const void *p) {
     return _mm_loadu_si128((const __m128i *)p);
@@ -10750,64 +10756,32 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_entries_avx2(rocq__book_bl
     rocq__store_32_avx2(to->entry + 16, _mm256_unpackhi_epi8(low, high));
 }
 
-// Looks up the codes of a block: in `fours`, whose entries have four codes, unless it is NULL; else
-// in `eights`.
-ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__put_book_avx2(int8_t *code,
-                                                               const rocq__book_block *from,
-                                                               const uint64_t *eights,
-                                                               const uint32_t *fours,
-                                                               const bool is_iq1) {
-    const __m256i pick = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
-                                            0x0303030303030303); // byte i / 8 of a lane
-    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
-    ROCQ__UNROLL
-    for (int g = 0; g < 8; g++) {
-        const uint16_t *k = from->entry + (fours ? 8 * g : 4 * g);
-        const __m256i v = fours
-            ? _mm256_setr_epi32((int32_t)fours[k[0]], (int32_t)fours[k[1]], (int32_t)fours[k[2]],
-                                (int32_t)fours[k[3]], (int32_t)fours[k[4]], (int32_t)fours[k[5]],
-                                (int32_t)fours[k[6]], (int32_t)fours[k[7]])
-            : _mm256_setr_epi64x((long long)eights[k[0]], (long long)eights[k[1]],
-                                 (long long)eights[k[2]], (long long)eights[k[3]]);
-        const __m256i word = _mm256_set1_epi32((int32_t)from->signs[g]);
-        const __m256i all = _mm256_shuffle_epi8(word, pick);
-        const __m256i negative = _mm256_cmpeq_epi8(_mm256_and_si256(all, bit), bit);
-        const __m256i put = is_iq1 ? _mm256_add_epi8(v, all)
-                                   : _mm256_sub_epi8(_mm256_xor_si256(v, negative), negative);
-        rocq__store_32_avx2(code + 32 * g, put);
-    }
-}
-
-// Takes a block of one row apart: 256 codes and the scales of their groups.
-#define ROCQ__BOOK_AVX2(name)                                                  \
-    ROCQ__TARGET_AVX2 static void rocq__book_##name##_avx2(                    \
-        int8_t *code, float *scale, const rocq__books *books, const void *block)
+// Unpacks a block of one row: its entries, its signs and the scales of its groups.
+#define ROCQ__BOOK_AVX2(name)                                  \
+    ROCQ__TARGET_AVX2 static void rocq__book_##name##_avx2(    \
+        rocq__book_block *to, float *scale, const void *block)
 
 ROCQ__BOOK_AVX2(iq2_xxs) {
     const rocq_block_iq2_xxs *b = (const rocq_block_iq2_xxs *)block;
-    rocq__book_block to;
     const __m256 lo = _mm256_castsi256_ps(rocq__load_32_avx2(b->qs)); // entries, word, entries, ...
     const __m256 hi = _mm256_castsi256_ps(rocq__load_32_avx2(b->qs + 32));
     const __m256i entries = _mm256_castps_si256(_mm256_shuffle_ps(lo, hi, 0x88));
     const __m256i words = _mm256_castps_si256(_mm256_shuffle_ps(lo, hi, 0xdd));
     uint8_t qs[32];
     rocq__store_32_avx2(qs, _mm256_permute4x64_epi64(entries, 0xd8));
-    rocq__take_entries_avx2(&to, qs, _mm256_setzero_si256());
-    rocq__take_words_avx2(&to, scale, _mm256_permute4x64_epi64(words, 0xd8),
+    rocq__take_entries_avx2(to, qs, _mm256_setzero_si256());
+    rocq__take_words_avx2(to, scale, _mm256_permute4x64_epi64(words, 0xd8),
                           rocq__f16_at(&b->d) * 0.125f);
-    rocq__put_book_avx2(code, &to, books->iq2_xxs, NULL, false);
 }
 
 ROCQ__BOOK_AVX2(iq2_xs) {
     const rocq_block_iq2_xs *b = (const rocq_block_iq2_xs *)block;
     const __m256i lo = rocq__load_32_avx2(b->qs), hi = rocq__load_32_avx2(b->qs + 16);
     const __m256i signs = _mm256_packus_epi16(_mm256_srli_epi16(lo, 9), _mm256_srli_epi16(hi, 9));
-    rocq__book_block to;
-    rocq__store_32_avx2(to.entry, _mm256_and_si256(lo, _mm256_set1_epi16(511)));
-    rocq__store_32_avx2(to.entry + 16, _mm256_and_si256(hi, _mm256_set1_epi16(511)));
-    rocq__store_32_avx2(to.signs, rocq__even_signs_avx2(_mm256_permute4x64_epi64(signs, 0xd8)));
+    rocq__store_32_avx2(to->entry, _mm256_and_si256(lo, _mm256_set1_epi16(511)));
+    rocq__store_32_avx2(to->entry + 16, _mm256_and_si256(hi, _mm256_set1_epi16(511)));
+    rocq__store_32_avx2(to->signs, rocq__even_signs_avx2(_mm256_permute4x64_epi64(signs, 0xd8)));
     rocq__byte_scales_avx2(scale, b->scales, 8, rocq__f16_at(&b->d) * 0.125f);
-    rocq__put_book_avx2(code, &to, books->iq2_xs, NULL, false);
 }
 
 ROCQ__BOOK_AVX2(iq2_s) {
@@ -10816,40 +10790,34 @@ ROCQ__BOOK_AVX2(iq2_s) {
     __m256i high = qh; // bits 2 l and 2 l + 1 of a lane go to its byte l
     ROCQ__UNROLL
     for (int l = 1; l < 4; l++) high = _mm256_or_si256(high, _mm256_slli_epi32(qh, 6 * l));
-    rocq__book_block to;
-    rocq__take_entries_avx2(&to, b->qs, rocq__bits_avx2(high, 0, 3));
-    memcpy(to.signs, b->signs, 32);
+    rocq__take_entries_avx2(to, b->qs, rocq__bits_avx2(high, 0, 3));
+    memcpy(to->signs, b->signs, 32);
     rocq__byte_scales_avx2(scale, b->scales, 8, rocq__f16_at(&b->d) * 0.125f);
-    rocq__put_book_avx2(code, &to, books->iq2_s, NULL, false);
 }
 
 ROCQ__BOOK_AVX2(iq3_xxs) {
     const rocq_block_iq3_xxs *b = (const rocq_block_iq3_xxs *)block;
-    rocq__book_block to;
     ROCQ__UNROLL
     for (int i = 0; i < 64; i += 16) {
-        rocq__store_32_avx2(to.entry + i, _mm256_cvtepu8_epi16(rocq__load_16_avx2(b->qs + i)));
+        rocq__store_32_avx2(to->entry + i, _mm256_cvtepu8_epi16(rocq__load_16_avx2(b->qs + i)));
     }
-    rocq__take_words_avx2(&to, scale, rocq__load_32_avx2(b->words), rocq__f16_at(&b->d) * 0.25f);
-    rocq__put_book_avx2(code, &to, NULL, books->iq3_xxs, false);
+    rocq__take_words_avx2(to, scale, rocq__load_32_avx2(b->words), rocq__f16_at(&b->d) * 0.25f);
 }
 
 ROCQ__BOOK_AVX2(iq3_s) {
     const rocq_block_iq3_s *b = (const rocq_block_iq3_s *)block;
     const __m256i bit = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096,
                                           8192, 16384, -32768);
-    rocq__book_block to;
     ROCQ__UNROLL
     for (int i = 0; i < 4; i++) {
         const __m256i qh = _mm256_set1_epi16((int16_t)(b->qh[2 * i] | b->qh[2 * i + 1] << 8));
         const __m256i set = _mm256_cmpeq_epi16(_mm256_and_si256(qh, bit), bit);
         const __m256i high = _mm256_and_si256(set, _mm256_set1_epi16(256));
         const __m256i low = _mm256_cvtepu8_epi16(rocq__load_16_avx2(b->qs + 16 * i));
-        rocq__store_32_avx2(to.entry + 16 * i, _mm256_or_si256(low, high));
+        rocq__store_32_avx2(to->entry + 16 * i, _mm256_or_si256(low, high));
     }
-    memcpy(to.signs, b->signs, 32);
+    memcpy(to->signs, b->signs, 32);
     rocq__byte_scales_avx2(scale, b->scales, 4, rocq__f16_at(&b->d));
-    rocq__put_book_avx2(code, &to, NULL, books->iq3_s, false);
 }
 
 ROCQ__BOOK_AVX2(iq1_s) {
@@ -10862,12 +10830,10 @@ ROCQ__BOOK_AVX2(iq1_s) {
         const __m256i byte = _mm256_set1_epi32((int32_t)(255u << 8 * l));
         high = _mm256_blendv_epi8(high, _mm256_slli_epi32(qh, 5 * l), byte);
     }
-    rocq__book_block to;
-    rocq__take_entries_avx2(&to, b->qs, rocq__bits_avx2(high, 0, 7));
-    rocq__store_32_avx2(to.signs, _mm256_and_si256(negative, _mm256_set1_epi8(-2)));
+    rocq__take_entries_avx2(to, b->qs, rocq__bits_avx2(high, 0, 7));
+    rocq__store_32_avx2(to->signs, _mm256_and_si256(negative, _mm256_set1_epi8(-2)));
     const __m256i sc = _mm256_and_si256(_mm256_srli_epi32(qh, 12), _mm256_set1_epi32(7));
     rocq__odd_scales_avx2(scale, sc, rocq__f16_at(&b->d) * 0.125f);
-    rocq__put_book_avx2(code, &to, books->iq1, NULL, true);
 }
 
 ROCQ__BOOK_AVX2(iq1_m) {
@@ -10876,9 +10842,8 @@ ROCQ__BOOK_AVX2(iq1_m) {
     const __m256i four = // of a byte's bits, each four in a byte
         rocq__bits_avx2(_mm256_or_si256(qh, _mm256_slli_epi16(qh, 4)), 0, 15);
     const __m256i negative = _mm256_cmpgt_epi8(four, _mm256_set1_epi8(7));
-    rocq__book_block to;
-    rocq__take_entries_avx2(&to, b->qs, rocq__bits_avx2(four, 0, 7));
-    rocq__store_32_avx2(to.signs, _mm256_and_si256(negative, _mm256_set1_epi8(-2)));
+    rocq__take_entries_avx2(to, b->qs, rocq__bits_avx2(four, 0, 7));
+    rocq__store_32_avx2(to->signs, _mm256_and_si256(negative, _mm256_set1_epi8(-2)));
     uint16_t half = 0;
     ROCQ__UNROLL
     for (int j = 0; j < 4; j++) half = (uint16_t)(half | b->scales[j] >> 12 << 4 * j);
@@ -10891,46 +10856,101 @@ ROCQ__BOOK_AVX2(iq1_m) {
         const __m256i sc = _mm256_and_si256(_mm256_srlv_epi32(two, at), _mm256_set1_epi32(7));
         rocq__odd_scales_avx2(scale + 4 * i, sc, d);
     }
-    rocq__put_book_avx2(code, &to, books->iq1, NULL, true);
 }
 #undef ROCQ__BOOK_AVX2
 
-ROCQ__BLOCK_AVX2(book) {
-    const rocq__codec *codec = to->rows->codec;
-    const int group = codec->group;
-    to->has_min = false; // of none of them
-    int8_t code[ROCQ__MM_ROWS][256];
+// What an entry of a codebook is: eight codes or four, all positive, to which signs are given, or
+// the eight codes of IQ1.
+enum { ROCQ__EIGHTS, ROCQ__FOURS, ROCQ__IQ1 };
+
+// The codes of the 32 elements g, without signs.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__look_up_avx2(const void *book, const int entry,
+                                                                 const rocq__book_block *from,
+                                                                 int g) {
+    const uint64_t *eights = (const uint64_t *)book;
+    const uint32_t *fours = (const uint32_t *)book;
+    __m128i half[2];
+    ROCQ__UNROLL
+    for (int h = 0; h < 2; h++) {
+        const uint16_t *k = from->entry + (entry == ROCQ__FOURS ? 8 * g + 4 * h : 4 * g + 2 * h);
+        if (entry == ROCQ__FOURS) {
+            half[h] = _mm_setr_epi32((int32_t)fours[k[0]], (int32_t)fours[k[1]],
+                                     (int32_t)fours[k[2]], (int32_t)fours[k[3]]);
+        } else { // as floats, whose load into the upper half takes one instruction
+            const __m128i low = _mm_loadl_epi64((const __m128i *)(const void *)&eights[k[0]]);
+            const __m64 *high = (const __m64 *)(const void *)&eights[k[1]];
+            half[h] = _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(low), high));
+        }
+    }
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(half[0]), half[1], 1);
+}
+
+// One block of each of the eight rows. entry is a constant where this is inlined.
+ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__block_book_avx2(rocq__sink *to, const int depth,
+                                                                 rocq__rows row, int64_t at,
+                                                                 const int entry) {
+    const __m256i pick = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
+                                            0x0303030303030303); // byte i / 8 of a lane
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
+    const int group = to->rows->codec->group, n_groups = 256 / group;
+    rocq__book_block from[ROCQ__MM_ROWS];
     float scale[ROCQ__MM_ROWS][16];
+    int8_t code[ROCQ__MM_ROWS][32];
     const unsigned char *codes[ROCQ__MM_ROWS], *scales[ROCQ__MM_ROWS];
+    to->has_min = false; // of none of them
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
         codes[r] = (const unsigned char *)code[r];
         scales[r] = (const unsigned char *)scale[r];
-        to->rows->take_book(code[r], scale[r], to->rows->books, row[r] + at);
+        to->rows->take_book(&from[r], scale[r], row[r] + at);
     }
-    for (int g = 0; g < 256 / group; g += 4) {
+    for (int g = 0; g < n_groups; g += 4) {
         __m256i v[4];
         rocq__take_rows_avx2(v, scales, 4 * g);
         ROCQ__UNROLL
         for (int j = 0; j < 4; j++) _mm256_storeu_ps(to->scale[g + j], _mm256_castsi256_ps(v[j]));
     }
-    for (int k = 0; k < 256; k += 32) {
-        const int g = k / group;
-        if (depth == ROCQ__PANEL) {
-            __m256i q[8];
-            rocq__take_rows_avx2(q, codes, k);
-            rocq__take_rows_avx2(q + 4, codes, k + 16);
-            for (int j = 0; j < 8; j++) _mm256_store_si256(to->codes + k / 2 + 2 * j, q[j]);
-        } else {
-            rocq__dot_rows_avx2(to->dot, depth, to->x + k, codes, k);
-            if (group == 32) to->dot[0] = _mm256_add_epi32(to->dot[0], to->dot[1]);
-            rocq__end_groups_avx2(to, depth, g, 1);
-            if (group == 16) {
-                to->dot[0] = to->dot[1];
-                rocq__end_groups_avx2(to, depth, g + 1, 1);
+    for (int i = 0; i < 8; i++) {
+        const int g = n_groups == 8 ? i : 2 * i;
+        const __m256i x = depth == ROCQ__PANEL ? pick : rocq__load_32_avx2(to->x + 32 * i);
+        __m256i q[8];
+        ROCQ__UNROLL
+        for (int r = 0; r < ROCQ__MM_ROWS; r++) {
+            __m256i v = rocq__look_up_avx2(to->rows->book, entry, &from[r], i), sign;
+            const __m256i word = _mm256_set1_epi32((int32_t)from[r].signs[i]);
+            const __m256i all = _mm256_shuffle_epi8(word, pick);
+            if (entry == ROCQ__IQ1) {
+                sign = _mm256_add_epi8(v, all);
+                v = _mm256_abs_epi8(sign);
+            } else {
+                sign = _mm256_cmpeq_epi8(_mm256_and_si256(all, bit), bit);
+                sign = _mm256_or_si256(sign, _mm256_set1_epi8(1)); // -1 or 1
             }
+            if (depth == ROCQ__PANEL) {
+                rocq__store_32_avx2(code[r], _mm256_sign_epi8(v, sign));
+            } else {
+                q[r] = _mm256_maddubs_epi16(v, _mm256_sign_epi8(x, sign));
+                q[r] = _mm256_madd_epi16(q[r], _mm256_set1_epi16(1));
+            }
+        }
+        if (depth == ROCQ__PANEL) {
+            rocq__take_rows_avx2(q, codes, 0);
+            rocq__take_rows_avx2(q + 4, codes, 16);
+            for (int j = 0; j < 8; j++) _mm256_store_si256(to->codes + 16 * i + 2 * j, q[j]);
+            continue;
+        }
+        rocq__add_rows_avx2(to->dot, q);
+        if (group == 32) to->dot[0] = _mm256_add_epi32(to->dot[0], to->dot[1]);
+        rocq__end_groups_avx2(to, depth, g, 1);
+        if (group == 16) {
+            to->dot[0] = to->dot[1];
+            rocq__end_groups_avx2(to, depth, g + 1, 1);
         }
     }
 }
+
+ROCQ__BLOCK_AVX2(eights) { rocq__block_book_avx2(to, depth, row, at, ROCQ__EIGHTS); }
+ROCQ__BLOCK_AVX2(fours) { rocq__block_book_avx2(to, depth, row, at, ROCQ__FOURS); }
+ROCQ__BLOCK_AVX2(iq1) { rocq__block_book_avx2(to, depth, row, at, ROCQ__IQ1); }
 #undef ROCQ__BLOCK_AVX2
 
 // The same in 64-byte vectors, a pair of panels at once: a lane is a row, and the bits are the
@@ -11103,15 +11123,15 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(NVFP4, nvfp4, 12, 4)  \
     X(MXFP6_E2M3, mxfp6_e2m3, 0, 0)
 
-// Those with a codebook, which share their loops.
-#define ROCQ__MM_BOOK(X) \
-    X(IQ1_S, iq1_s)      \
-    X(IQ1_M, iq1_m)      \
-    X(IQ2_XXS, iq2_xxs)  \
-    X(IQ2_XS, iq2_xs)    \
-    X(IQ2_S, iq2_s)      \
-    X(IQ3_XXS, iq3_xxs)  \
-    X(IQ3_S, iq3_s)
+// Those with a codebook, its entries and its name in rocq__books.
+#define ROCQ__MM_BOOK(X)                 \
+    X(IQ1_S, iq1_s, iq1, iq1)            \
+    X(IQ1_M, iq1_m, iq1, iq1)            \
+    X(IQ2_XXS, iq2_xxs, eights, iq2_xxs) \
+    X(IQ2_XS, iq2_xs, eights, iq2_xs)    \
+    X(IQ2_S, iq2_s, eights, iq2_s)       \
+    X(IQ3_XXS, iq3_xxs, fours, iq3_xxs)  \
+    X(IQ3_S, iq3_s, fours, iq3_s)
 
 // Those whose pass has forms for the byte dot instruction: with 1024 rows of 1024 in cache they are
 // 1.15 to 1.5 times as fast (Sapphire Rapids). Others gain 12% at most, and would take as much more
@@ -11249,24 +11269,31 @@ ROCQ__MM_VNNI(ROCQ__X)
 ROCQ__MM_WIDE(ROCQ__X)
 #undef ROCQ__X
 
-ROCQ__TARGET_AVX2 static void rocq__pack_book_avx2(rocq__mm_work *work, const rocq__mm_rows *rows,
-                                                   int first) {
-    rocq__pack_avx2(work, rows, first, rocq__block_book_avx2, rows->codec);
-}
-ROCQ__TARGET_AVX2 static void rocq__pass_book_avx2(float *sums, const rocq__mm_tile *tile,
-                                                   const rocq__mm_rows *rows) {
-    rocq__pass_avx2(sums, tile, rows, rocq__block_book_avx2, rows->codec, 0, true, 0);
-}
+#define ROCQ__ENTRIES(entry)                                                                      \
+    ROCQ__TARGET_AVX2 static void rocq__pack_##entry##_avx2(rocq__mm_work *work,                  \
+                                                            const rocq__mm_rows *rows,            \
+                                                            int first) {                          \
+        rocq__pack_avx2(work, rows, first, rocq__block_##entry##_avx2, rows->codec);              \
+    }                                                                                             \
+    ROCQ__TARGET_AVX2 static void rocq__pass_##entry##_avx2(                                      \
+        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
+        rocq__pass_avx2(sums, tile, rows, rocq__block_##entry##_avx2, rows->codec, 0, true, 0);   \
+    }
+ROCQ__ENTRIES(eights)
+ROCQ__ENTRIES(fours)
+ROCQ__ENTRIES(iq1)
+#undef ROCQ__ENTRIES
 #endif
 
 // Chooses the kernels for INT8.
-static void rocq__mm_choose_int8(rocq__mm *mm) {
+static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     const rocq__codec *codec = rocq__codec_of(mm->w->format);
     mm->group = codec->group;
     mm->has_min = codec->has_min;
     mm->pack = rocq__pack_int8;
     mm->dot = rocq__dot_int8;
     mm->wide_pass = NULL;
+    (void)books;
 #if ROCQ__HAS_NEON
     if (mm->simd) mm->dot = rocq__dot_int8_neon;
 #endif
@@ -11283,13 +11310,14 @@ static void rocq__mm_choose_int8(rocq__mm *mm) {
         break;
         ROCQ__MM_AVX2(ROCQ__X)
 #undef ROCQ__X
-#define ROCQ__X(NAME, name)                                      \
-    case ROCQ_##NAME:                                            \
-        mm->take_book = rocq__book_##name##_avx2;                \
-        mm->dot = rocq__dot_int8_for(mm->group, 0, mm->avx512);  \
-        mm->pack = rocq__pack_book_avx2;                         \
-        mm->pass = mm->n == 1 ? rocq__pass_book_avx2 : NULL;     \
-        if (mm->avx512 && !mm->pass) mm->offset = 128;           \
+#define ROCQ__X(NAME, name, entry, of)                            \
+    case ROCQ_##NAME:                                             \
+        mm->take_book = rocq__book_##name##_avx2;                 \
+        mm->book = books->of;                                     \
+        mm->dot = rocq__dot_int8_for(mm->group, 0, mm->avx512);   \
+        mm->pack = rocq__pack_##entry##_avx2;                     \
+        mm->pass = mm->n == 1 ? rocq__pass_##entry##_avx2 : NULL; \
+        if (mm->avx512 && !mm->pass) mm->offset = 128;            \
         return;
         ROCQ__MM_BOOK(ROCQ__X)
 #undef ROCQ__X
@@ -11401,7 +11429,7 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         rocq__mm_tile tile;
         rows.codec = rocq__codec_of(format);
         rows.take_book = mm->take_book;
-        rows.books = mm->books;
+        rows.book = mm->book;
         rows.n_blocks = k / rows.codec->info.block_elems;
         tile.work = work;
         tile.group = mm->group;
@@ -11596,7 +11624,7 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     rocq__mm_tile tile;
     rows.codec = rocq__codec_of(w->format);
     rows.take_book = mm->take_book;
-    rows.books = mm->books;
+    rows.book = mm->book;
     rows.n_blocks = k / rows.codec->info.block_elems;
     rows.stride = stride;
     // A panel of long rows is most of L1 or more, and prefetched as a whole it is evicted before
@@ -11665,7 +11693,6 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->simd = ctx->has_simd;
     mm->avx512 = ctx->has_simd && ctx->has_avx512;
     mm->avx_vnni = ctx->has_simd && ctx->has_avx_vnni;
-    mm->books = &ctx->books;
     mm->is_adapter = b != NULL;
     mm->precision = b ? ROCQ_PRECISION_F32
                       : rocq__product_choice(ctx, ROCQ_BACKEND_CPU, p, w).precision;
@@ -11673,7 +11700,7 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     mm->n = n;
     mm->n_tiles = (mm->n + ROCQ__MM_TILE_N - 1) / ROCQ__MM_TILE_N;
     if (mm->precision == ROCQ_PRECISION_INT8) {
-        rocq__mm_choose_int8(mm);
+        rocq__mm_choose_int8(mm, &ctx->books);
         mm->column_bytes = k + k / mm->group * (int64_t)sizeof(rocq__mm_group);
     } else {
         rocq__mm_choose_float(mm);
@@ -14159,7 +14186,7 @@ static void rocq__experts_product(rocq__experts *a, const rocq_ctx *ctx, int i,
     rocq__mm_plan(many, ctx, &a->products[i], ROCQ__MAX(each, 2), NULL, NULL);
     if (one->pass && one->offset != many->offset) {
         one->avx512 = one->avx_vnni = false;
-        rocq__mm_choose_int8(one);
+        rocq__mm_choose_int8(one, &ctx->books);
     }
     if (!one->pass || one->offset != many->offset) *one = *many;
     many->panel_rows = ROCQ__MM_PAIR;
