@@ -10611,10 +10611,10 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__take_digits_avx2(__m256i v[4], 
 }
 // A byte b has the digit 3 b / 256: 1 from 86 on, 2 from 171 on. 3 (b - 128) is 3 b - 128 mod 256.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__digit_avx2(__m256i *v) {
-    const __m256i one = _mm256_cmpgt_epi8(*v, _mm256_set1_epi8(85 - 128));
+    const __m256i none = _mm256_cmpgt_epi8(_mm256_set1_epi8(86 - 128), *v);
     const __m256i two = _mm256_cmpgt_epi8(*v, _mm256_set1_epi8(170 - 128));
     *v = _mm256_add_epi8(*v, _mm256_add_epi8(*v, *v));
-    return _mm256_abs_epi8(_mm256_add_epi8(one, two));
+    return _mm256_add_epi8(_mm256_sub_epi8(none, two), _mm256_set1_epi8(1));
 }
 
 ROCQ__BLOCK_AVX2(tq1_0) {
@@ -10635,10 +10635,13 @@ ROCQ__BLOCK_AVX2(tq1_0) {
     rocq__take_digits_avx2(v, row, at + 32);
     v[4] = _mm256_xor_si256(qh, _mm256_set1_epi8(-128));
     ROCQ__UNROLL
-    for (int i = 0; i < 24; i++) { // five digits of v[0] to v[3], then four of v[4]
-        const __m256i digit = rocq__digit_avx2(&v[i < 20 ? i % 4 : 4]);
-        rocq__put_avx2(to, depth, 5 + i / 8, 0, 8, i % 8, digit);
-        if (i % 8 == 7) rocq__end_groups_avx2(to, depth, 5 + i / 8, 1);
+    for (int g = 0; g < 3; g++) { // five digits of v[0] to v[3], then four of v[4]
+        ROCQ__UNROLL
+        for (int j = 0; j < 8; j++) {
+            const __m256i digit = rocq__digit_avx2(&v[g < 2 || j < 4 ? j % 4 : 4]);
+            rocq__put_avx2(to, depth, 5 + g, 0, 8, j, digit);
+        }
+        rocq__end_groups_avx2(to, depth, 5 + g, 1);
     }
 }
 
