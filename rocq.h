@@ -1351,11 +1351,12 @@ typedef struct rocq_route_params {
 // Without weights y[., j, i] = v[., j, i]. With weights
 // y[., i] = sum over j, in order, of weights[j, i] v[., j, i], + residual[., i].
 // Only the rows of experts that are chosen are read. On the CPU the bits of y do not depend on n.
-//     Experts that do not fit the device: w and w2 lie in pinned memory (rocq_gguf_load_desc), which
-// a GPU reads through the bus, or on the CPU in a mapped file, and some experts have copies in
-// w_kept and w2_kept, made by rocq_copy_slice. Expert e is read from slice kept[e] of these if that
-// is 0 to S - 1, else from w and w2. So kept, a table on the device, may be uploaded anew between
-// launches of a recorded graph; y has the same bits with any table, as long as the copies are equal.
+//     Experts that do not fit the device: w and w2 lie in pinned memory (rocq_gguf_load_desc),
+// which a GPU reads through the bus, or on the CPU in a mapped file, and some experts have copies
+// in w_kept and w2_kept, made by rocq_copy_slice. Expert e is read from slice kept[e] of these if
+// that is 0 to S - 1, else from w and w2. So kept, a table on the device, may be uploaded anew
+// between launches of a recorded graph; y has the same bits with any table, as long as the copies
+// are equal.
 typedef struct rocq_experts_params {
     const rocq_tensor *y;        // F32, F16 or Q8_0 [M, n_slots, n], with weights [M, n]
     const rocq_tensor *w;        // any format [K, M, E]
@@ -1915,8 +1916,8 @@ ROCQ_DEF rocq_result rocq_upload(rocq_ctx *ctx, const rocq_tensor *dst, const vo
 ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *src, int64_t size);
 
 // dst[., ., to] = src[., ., from]: contiguous tensors without a fourth dimension, of the same
-// ne[0], ne[1], format and layout, also planar, that do not overlap. On a GPU both are where ops can
-// use them, pinned memory included; the copy runs after the ops before it, and nothing waits.
+// ne[0], ne[1], format and layout, also planar, that do not overlap. On a GPU both are where ops
+// can use them, pinned memory included; the copy runs after the ops before it, and nothing waits.
 // E_STATE while a graph is recorded.
 ROCQ_DEF rocq_result rocq_copy_slice(rocq_ctx *ctx, const rocq_tensor *dst, int64_t to,
                                      const rocq_tensor *src, int64_t from);
@@ -2867,7 +2868,7 @@ typedef struct rocq_k_rope_stream {
 //   own   freq_base^(-2 i / n_dims) / (2 pi); the power is the product of power[b] over the bits b
 //         that are set in i
 //   keep  ext_factor (1 - ramp), ramp = (i - low) per_pair held within 0 to 1
-typedef struct rocq_k_turn {
+typedef struct rocq_k_rotation {
     double power[8], scale, ext_factor, low, per_pair;
     const int32_t *pos, *cell;
     const float *freq_factors; // or NULL
@@ -2876,7 +2877,7 @@ typedef struct rocq_k_turn {
     int32_t neox;
     float magnitude;           // of cos
     float sine_magnitude;      // of sin; negative for the backward
-} rocq_k_turn;
+} rocq_k_rotation;
 
 typedef struct rocq_k_rope_args {
     rocq_k_common common;
@@ -2884,7 +2885,7 @@ typedef struct rocq_k_rope_args {
     int32_t n_streams;
     uint32_t slices;           // of all streams
     int32_t heads;             // per block
-    rocq_k_turn turn;
+    rocq_k_rotation rotation;
 } rocq_k_rope_args;
 
 typedef struct rocq_k_softmax_args {
@@ -3150,11 +3151,12 @@ typedef struct rocq_k_attention_args {
     int32_t n_splits, n_tiles;
     float *work;
     uint32_t *counter;
-    // A rope_append before it, or turn.pos NULL; n_q and n_seqs are 1 then, and one block has all
-    // columns of a KV head. q is rotated on its way to LDS; append[0] (k) is rotated and append[1]
-    // (v) copied into row turn.cell of k and v by the blocks that read this row, and by the first.
+    // A rope_append before it, or rotation.pos NULL; n_q and n_seqs are 1 then, and one block has
+    // all columns of a KV head. q is rotated on its way to LDS; append[0] (k) is rotated and
+    // append[1] (v) copied into row rotation.cell of k and v by the blocks that read this row, and
+    // by the first.
     rocq_k_tensor append[2]; // F32 [D, KV heads]
-    rocq_k_turn turn;
+    rocq_k_rotation rotation;
 } rocq_k_attention_args;
 
 // y = activation(bias + residual + sums y_scale) over tiles of ROCQ_K_CONV_W columns and
@@ -3223,7 +3225,7 @@ typedef struct rocq_k_matmul_backward_args {
     int32_t activation, accumulate; // accumulate: of db
     int32_t n_k, n_rows, n_r;
     int32_t tiles_k, tiles_rows, n_splits;
-    int32_t format, turned;      // of b; a is transposed (only matmul_backward_f32 reads this)
+    int32_t format, transposed;      // of b; a is transposed (only matmul_backward_f32 reads this)
     int32_t wide;                // c, z and before are read and written four k at a time
 } rocq_k_matmul_backward_args;
 
@@ -3970,7 +3972,7 @@ struct rocq_ctx {
     rocq__profile *profiling; // equal to profile while it is on, else NULL
 #endif
     rocq_graph *recording; // the graph that ops are added to, or NULL
-    int64_t *planned;      // rocq_plan_begin's: bytes that ops raise instead of running; or NULL
+    int64_t *plan_bytes;   // rocq_plan_begin's: bytes that ops raise instead of running; or NULL
     rocq_graph *graphs;    // list of all graphs of the context
     bool has_simd;   // AVX2 with FMA and F16C, or NEON
     bool has_avx_vnni; // never without has_simd; nor is
@@ -8669,7 +8671,7 @@ static double rocq__nmse_bound(rocq_precision precision) {
 //   sum                     of the lanes: ((0 + 4) + (1 + 5)) + ((2 + 6) + (3 + 7))
 //   sum4                    of each of four: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), to out[4]
 //   sum8                    the same of each of eight
-//   turn                    eight vectors, as rows of 8 x 8 floats, become its columns
+//   transpose               eight vectors, as rows of 8 x 8 floats, become its columns
 
 #define ROCQ__HAS_V8 (ROCQ__HAS_AVX2 || ROCQ__HAS_NEON)
 
@@ -8763,7 +8765,7 @@ ROCQ__V8 rocq__v8 rocq__v8_sum8(const rocq__v8 *v) {
     const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
-ROCQ__V8 void rocq__v8_turn(rocq__v8 *v) {
+ROCQ__V8 void rocq__v8_transpose(rocq__v8 *v) {
     __m256 pair[8];
     ROCQ__UNROLL
     for (int i = 0; i < 4; i++) { // rows i and i + 4, their halves exchanged
@@ -8903,19 +8905,19 @@ ROCQ__V8 rocq__v8 rocq__v8_sum8(const rocq__v8 *v) {
     rocq__v8_sum4(sums + 4, v[4], v[5], v[6], v[7]);
     return rocq__v8_load(sums);
 }
-ROCQ__V8 void rocq__v8_turn_quarter(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d,
-                                    float32x4_t *out) {
+ROCQ__V8 void rocq__v8_transpose_quarter(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d,
+                                         float32x4_t *out) {
     out[0] = vzip1q_f32(vzip1q_f32(a, c), vzip1q_f32(b, d));
     out[1] = vzip2q_f32(vzip1q_f32(a, c), vzip1q_f32(b, d));
     out[2] = vzip1q_f32(vzip2q_f32(a, c), vzip2q_f32(b, d));
     out[3] = vzip2q_f32(vzip2q_f32(a, c), vzip2q_f32(b, d));
 }
-ROCQ__V8 void rocq__v8_turn(rocq__v8 *v) {
+ROCQ__V8 void rocq__v8_transpose(rocq__v8 *v) {
     float32x4_t q[4][4];
-    rocq__v8_turn_quarter(v[0].lo, v[1].lo, v[2].lo, v[3].lo, q[0]);
-    rocq__v8_turn_quarter(v[4].lo, v[5].lo, v[6].lo, v[7].lo, q[1]);
-    rocq__v8_turn_quarter(v[0].hi, v[1].hi, v[2].hi, v[3].hi, q[2]);
-    rocq__v8_turn_quarter(v[4].hi, v[5].hi, v[6].hi, v[7].hi, q[3]);
+    rocq__v8_transpose_quarter(v[0].lo, v[1].lo, v[2].lo, v[3].lo, q[0]);
+    rocq__v8_transpose_quarter(v[4].lo, v[5].lo, v[6].lo, v[7].lo, q[1]);
+    rocq__v8_transpose_quarter(v[0].hi, v[1].hi, v[2].hi, v[3].hi, q[2]);
+    rocq__v8_transpose_quarter(v[4].hi, v[5].hi, v[6].hi, v[7].hi, q[3]);
     ROCQ__UNROLL
     for (int i = 0; i < 8; i++) v[i] = rocq__v8_of(q[i / 4 * 2][i % 4], q[i / 4 * 2 + 1][i % 4]);
 }
@@ -12137,7 +12139,7 @@ static void rocq__hadamard_scalar(float *v, int64_t size, int64_t n) {
 
 #if ROCQ__HAS_V8
 // Three rounds across eight vectors, lane by lane: elements 8, 16 and 32 apart. Transposed
-// (rocq__v8_turn) before and after, the rounds for elements 1, 2 and 4 apart.
+// (rocq__v8_transpose) before and after, the rounds for elements 1, 2 and 4 apart.
 ROCQ__V8 void rocq__v8_hadamard(rocq__v8 *v) {
     ROCQ__UNROLL
     for (int round = 0; round < 3; round++) {
@@ -12159,9 +12161,9 @@ static ROCQ__SIMD void rocq__hadamard_simd(float *v, int64_t size, int64_t n) {
         ROCQ__UNROLL
         for (int k = 0; k < 8; k++) x[k] = rocq__v8_load(v + i + 8 * k);
         rocq__v8_hadamard(x);
-        rocq__v8_turn(x);
+        rocq__v8_transpose(x);
         rocq__v8_hadamard(x);
-        rocq__v8_turn(x);
+        rocq__v8_transpose(x);
         ROCQ__UNROLL
         for (int k = 0; k < 8; k++) rocq__v8_store(v + i + 8 * k, rocq__v8_mul(x[k], factor));
     }
@@ -12742,22 +12744,22 @@ static void rocq__attend_decode(const rocq__attend *a, const rocq__attend_rows *
 }
 
 // to[column][row] = from[row][column]; n_rows and n_columns are multiples of 8.
-static void rocq__attend_turn_scalar(float *to, const float *from, int64_t n_rows,
-                                     int64_t n_columns) {
+static void rocq__attend_transpose_scalar(float *to, const float *from, int64_t n_rows,
+                                          int64_t n_columns) {
     for (int64_t r = 0; r < n_rows; r++) {
         for (int64_t d = 0; d < n_columns; d++) to[d * n_rows + r] = from[r * n_columns + d];
     }
 }
 
 #if ROCQ__HAS_V8
-static ROCQ__SIMD void rocq__attend_turn_simd(float *to, const float *from, int64_t n_rows,
-                                              int64_t n_columns) {
+static ROCQ__SIMD void rocq__attend_transpose_simd(float *to, const float *from, int64_t n_rows,
+                                                   int64_t n_columns) {
     for (int64_t r = 0; r < n_rows; r += 8) {
         for (int64_t d = 0; d < n_columns; d += 8) {
             rocq__v8 v[8];
             ROCQ__UNROLL
             for (int i = 0; i < 8; i++) v[i] = rocq__v8_load(from + (r + i) * n_columns + d);
-            rocq__v8_turn(v);
+            rocq__v8_transpose(v);
             ROCQ__UNROLL
             for (int i = 0; i < 8; i++) rocq__v8_store(to + (d + i) * n_rows + r, v[i]);
         }
@@ -12923,7 +12925,7 @@ static void rocq__attend_start(const rocq__attend *a, const rocq__attend_item *i
         if (rocq__is_hadamard(a->p->k)) rocq__hadamard(a->simd, q, a->hadamard, a->head_dim);
     }
 #if ROCQ__HAS_V8
-    if (a->many) rocq__attend_turn_simd(local->q, rows, a->stride, pitch);
+    if (a->many) rocq__attend_transpose_simd(local->q, rows, a->stride, pitch);
 #endif
     memset(local->acc, 0, (size_t)(a->stride * pitch) * sizeof(float));
     for (int64_t r = 0; r < a->stride; r++) {
@@ -13263,12 +13265,12 @@ typedef struct rocq__rope {
     const int32_t *cell; // rope_append: rows of a cache, which are checked; else NULL
     int64_t n_cells;
     float magnitude;
-    double *turn;  // [n_dims / 2]: angle of a pair per position, in radians
+    double *frequency; // [n_dims / 2]: angle of a pair per position, in radians
     float *local;  // per thread: cos and sin by element, one head and its rotation
     int64_t pitch; // floats per thread
 } rocq__rope;
 
-static int64_t rocq__rope_turn_bytes(const rocq__rope *a) {
+static int64_t rocq__rope_frequency_bytes(const rocq__rope *a) {
     return (a->n_dims / 2 * (int64_t)sizeof(double) + 63) / 64 * 64;
 }
 
@@ -13287,7 +13289,7 @@ static int64_t rocq__rope_scratch(const rocq_ctx *ctx, const rocq_rope_config *p
     a->pitch = (2 * a->n_dims + 2 * head_dim + 15) / 16 * 16;
     int64_t bytes;
     if (!rocq__mul(a->pitch * (int64_t)sizeof(float), ctx->desc.n_threads, &bytes) ||
-        !rocq__add(bytes, rocq__rope_turn_bytes(a), &bytes)) {
+        !rocq__add(bytes, rocq__rope_frequency_bytes(a), &bytes)) {
         return INT64_MAX;
     }
     return bytes;
@@ -13324,7 +13326,7 @@ static rocq__rope_scaling rocq__rope_scaling_of(const rocq_rope_config *p, int64
 }
 
 // Angle of pair i per position: its frequency, base^(-2 i / n_dims) over a factor, as scaled.
-static double rocq__rope_turn(const rocq__rope_scaling *s, int64_t i, double own) {
+static double rocq__rope_frequency(const rocq__rope_scaling *s, int64_t i, double own) {
     double keep = 0.0; // share of the unscaled frequency
     if (s->ext_factor > 0.0) {
         const double ramp = ((double)i - s->low) / ROCQ__MAX(0.001, s->high - s->low);
@@ -13336,7 +13338,7 @@ static double rocq__rope_turn(const rocq__rope_scaling *s, int64_t i, double own
 #define ROCQ__TURNS 0.15915494309189535 // 1 / (2 pi): turns per radian
 
 // Angles go through double: at position 100,000 a float would be off by 0.004.
-static void rocq__rope_turns(rocq__rope *a) {
+static void rocq__rope_frequencies(rocq__rope *a) {
     const rocq_rope_config *p = a->config;
     const rocq__rope_scaling scaling = rocq__rope_scaling_of(p, a->n_dims);
     const float *factors = p->freq_factors ? rocq__row_f32(p->freq_factors, 0, 0, 0) : NULL;
@@ -13346,7 +13348,8 @@ static void rocq__rope_turns(rocq__rope *a) {
     double power = 1.0;
     a->magnitude = scaling.magnitude;
     for (int64_t i = 0; i < a->n_dims / 2; i++, power *= ratio) {
-        a->turn[i] = rocq__rope_turn(&scaling, i, factors ? power / (double)factors[i] : power);
+        const double own = factors ? power / (double)factors[i] : power;
+        a->frequency[i] = rocq__rope_frequency(&scaling, i, own);
     }
 }
 
@@ -13358,7 +13361,7 @@ static rocq_result rocq__rope_begin(rocq_ctx *ctx, rocq__stage *stage) {
                               (long long)t, (int)a->cell[t], (long long)a->n_cells);
         }
     }
-    rocq__rope_turns(a);
+    rocq__rope_frequencies(a);
     return ROCQ_OK;
 }
 
@@ -13380,8 +13383,8 @@ static ROCQ__SIMD void rocq__rotate_simd(float *y, const float *x, const float *
         const rocq__v8 own = rocq__v8_load(x + i);
         const rocq__v8 other = !neox ? rocq__v8_swap(own)
                                      : rocq__v8_load(x + (i < n / 2 ? i + n / 2 : i - n / 2));
-        const rocq__v8 turned = rocq__v8_mul(own, rocq__v8_load(cosine + i));
-        rocq__v8_store(y + i, rocq__v8_fma(other, rocq__v8_load(sine + i), turned));
+        const rocq__v8 part = rocq__v8_mul(own, rocq__v8_load(cosine + i));
+        rocq__v8_store(y + i, rocq__v8_fma(other, rocq__v8_load(sine + i), part));
     }
 }
 #endif
@@ -13393,7 +13396,7 @@ static void rocq__rope_task(void *arg, int64_t t, int64_t t_end, int32_t thread)
     float *head = sine + n, *rotated = head + a->head_dim;
     for (; t < t_end; t++) {
         for (int64_t i = 0; i < half; i++) {
-            const double turns = (double)a->pos[t] * a->turn[i] * ROCQ__TURNS;
+            const double turns = (double)a->pos[t] * a->frequency[i] * ROCQ__TURNS;
             const float angle = (float)((turns - floor(turns + 0.5)) * 6.283185307179586);
             const int64_t first = a->neox ? i : 2 * i, second = a->neox ? half + i : 2 * i + 1;
             cosine[first] = cosine[second] = cosf(angle) * a->magnitude;
@@ -13438,8 +13441,8 @@ static rocq__rope *rocq__plan_rope(rocq__plan *plan, const rocq_rope_config *con
     rocq__rope_scratch(plan->ctx, config, head_dim, a);
     a->config = config;
     a->pos = rocq__row_i32(pos, 0);
-    a->turn = (double *)(void *)plan->scratch;
-    a->local = (float *)(void *)(plan->scratch + rocq__rope_turn_bytes(a));
+    a->frequency = (double *)(void *)plan->scratch;
+    a->local = (float *)(void *)(plan->scratch + rocq__rope_frequency_bytes(a));
     return a;
 }
 
@@ -13533,14 +13536,14 @@ static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) 
     const rocq__map *map = (const rocq__map *)arg;
     const rocq_tensor *y = map->y, *a = map->a, *b = map->b;
     float a_buf[ROCQ__STRIP], b_buf[ROCQ__STRIP], out[ROCQ__STRIP];
-    const bool turns = rocq__is_hadamard(y) != rocq__is_hadamard(a);
+    const bool hadamard = rocq__is_hadamard(y) != rocq__is_hadamard(a);
     (void)thread;
     for (; r < r_end; r++) {
         const rocq__coord c = rocq__coord_of(y, r);
         unsigned char *y_row = rocq__row(y, c.i1, c.i2, c.i3);
         const unsigned char *a_row = rocq__row(a, c.i1, c.i2, c.i3);
         const unsigned char *b_row = b ? rocq__row_repeated(b, c.i1, c.i2, c.i3) : NULL;
-        if (map->op == ROCQ_OP_CAST && y->format == a->format && !turns) { // lossless, and I32
+        if (map->op == ROCQ_OP_CAST && y->format == a->format && !hadamard) { // lossless, and I32
             memmove(y_row, a_row, (size_t)rocq__bytes(y->format, y->ne[0]));
             continue;
         }
@@ -13571,7 +13574,7 @@ static void rocq__map_task(void *arg, int64_t r, int64_t r_end, int32_t thread) 
                 break;
             default: memcpy(out, u, (size_t)n * sizeof(float)); break;
             }
-            if (turns) rocq__hadamard(map->simd, out, rocq__hadamard_size(y->ne[0]), n);
+            if (hadamard) rocq__hadamard(map->simd, out, rocq__hadamard_size(y->ne[0]), n);
             rocq__store(map->simd, y->format, y_row, k, out, n);
         }
     }
@@ -15535,8 +15538,8 @@ typedef struct rocq__outer_work { // of a thread
 typedef struct rocq__outer {
     const rocq_tensor *c, *dy, *b, *z, *before;
     float *db;
-    bool turned; // dw: a is dy transposed, a(row, r) is element `row` of dy's column r; for dx it
-                 // is element r of column `row`
+    bool transposed; // dw: a is dy transposed, a(row, r) is element `row` of dy's column r; for dx
+                     // it is element r of column `row`
     bool accumulate, simd, avx512;
     rocq_activation activation;
     float scale;
@@ -15552,21 +15555,21 @@ typedef struct rocq__outer_tile {
 } rocq__outer_tile;
 
 // a[i][j] = columns[j][i] for i < n and j < 8. With SIMD n is rounded up to a multiple of 8.
-static void rocq__turn_scalar(float (*a)[ROCQ__OUTER_A], float (*columns)[ROCQ__OUTER_ROWS],
-                              int64_t n) {
+static void rocq__outer_transpose_scalar(float (*a)[ROCQ__OUTER_A],
+                                         float (*columns)[ROCQ__OUTER_ROWS], int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         for (int j = 0; j < 8; j++) a[i][j] = columns[j][i];
     }
 }
 
 #if ROCQ__HAS_V8
-static ROCQ__SIMD void rocq__turn_simd(float (*a)[ROCQ__OUTER_A],
-                                       float (*columns)[ROCQ__OUTER_ROWS], int64_t n) {
+static ROCQ__SIMD void rocq__outer_transpose_simd(float (*a)[ROCQ__OUTER_A],
+                                                  float (*columns)[ROCQ__OUTER_ROWS], int64_t n) {
     for (int64_t i = 0; i < n; i += 8) {
         rocq__v8 v[8];
         ROCQ__UNROLL
         for (int j = 0; j < 8; j++) v[j] = rocq__v8_load(columns[j] + i);
-        rocq__v8_turn(v);
+        rocq__v8_transpose(v);
         ROCQ__UNROLL
         for (int j = 0; j < 8; j++) rocq__v8_store(a[i + j], v[j]);
     }
@@ -15577,7 +15580,7 @@ static ROCQ__SIMD void rocq__turn_simd(float (*a)[ROCQ__OUTER_A],
 static void rocq__outer_load_a(const rocq__outer *o, rocq__outer_work *work,
                                const rocq__outer_tile *t, int64_t r, int64_t n) {
     const rocq_format format = o->dy->format;
-    if (!o->turned) {
+    if (!o->transposed) {
         for (int64_t i = 0; i < t->n_rows; i++) {
             const unsigned char *row = rocq__row(o->dy, t->row + i, 0, 0);
             rocq__decode(o->simd, format, work->a[i], row + rocq__bytes(format, r), n);
@@ -15593,7 +15596,7 @@ static void rocq__outer_load_a(const rocq__outer *o, rocq__outer_work *work,
                 ROCQ__EITHER(o->simd, rocq__add, (work->row_sums, work->columns[c], t->n_rows));
             }
         }
-        ROCQ__EITHER(o->simd, rocq__turn,
+        ROCQ__EITHER(o->simd, rocq__outer_transpose,
                      ((float(*)[ROCQ__OUTER_A])(void *)&work->a[0][j], work->columns, t->n_rows));
     }
 }
@@ -15740,7 +15743,7 @@ static void rocq__plan_matmul_backward_cpu(rocq__plan *plan, rocq_op op, const v
         o->z = i ? NULL : p->z;
         o->before = !i ? p->residual : p->accumulate ? p->dw : NULL;
         o->db = i && p->db ? rocq__row_f32(p->db, 0, 0, 0) : NULL;
-        o->turned = i != 0;
+        o->transposed = i != 0;
         o->accumulate = p->accumulate;
         o->activation = p->activation;
         o->scale = p->scale == 0.0f ? 1.0f : p->scale;
@@ -15799,7 +15802,7 @@ typedef struct rocq__attend_back {
 // Scratch of one thread. Rows are padded from head_dim to pitch, and tiles to stride rows, with 0.
 typedef struct rocq__attend_back_local {
     float *q, *dout;               // [pitch, stride]; q is scaled
-    float *q_turned, *dout_turned; // transposed: [stride, pitch]
+    float *q_transposed, *dout_transposed; // transposed: [stride, pitch]
     float *dq;                     // [pitch, stride]
     float *k, *v;                  // [pitch, KEYS]
     float *weight;                 // [stride, KEYS]: S^T, then P^T
@@ -15812,9 +15815,9 @@ static rocq__attend_back_local rocq__attend_back_local_of(const rocq__attend *a,
     rocq__attend_back_local s;
     s.q = a->scratch + thread * a->local;
     s.dout = s.q + rows;
-    s.q_turned = s.dout + rows;
-    s.dout_turned = s.q_turned + rows;
-    s.dq = s.dout_turned + rows;
+    s.q_transposed = s.dout + rows;
+    s.dout_transposed = s.q_transposed + rows;
+    s.dq = s.dout_transposed + rows;
     s.k = s.dq + rows;
     s.v = s.k + keys;
     s.weight = s.v + keys;
@@ -15884,8 +15887,10 @@ static void rocq__attend_back_start(const rocq__attend_back *b, const rocq__atte
         const float lse = rocq__row_f32(b->p->lse, i, item->seq, 0)[head];
         if (lse != -INFINITY) local->lse[r] = lse;
     }
-    ROCQ__EITHER(a->simd, rocq__attend_turn, (local->q_turned, local->q, a->stride, pitch));
-    ROCQ__EITHER(a->simd, rocq__attend_turn, (local->dout_turned, local->dout, a->stride, pitch));
+    ROCQ__EITHER(a->simd, rocq__attend_transpose,
+                 (local->q_transposed, local->q, a->stride, pitch));
+    ROCQ__EITHER(a->simd, rocq__attend_transpose,
+                 (local->dout_transposed, local->dout, a->stride, pitch));
 }
 
 // P^T and dS^T of a tile; 0 where a row does not see a key.
@@ -15904,11 +15909,11 @@ static void rocq__attend_back_weigh(const rocq__attend_back *b, const rocq__atte
         rocq__attend_clip(a, item, past - 1, begin, n_keys, &lo, &last);
         for (int64_t j = first - first % ROCQ__ATTEND_SIX; j < last; j += ROCQ__ATTEND_SIX) {
             const rocq__attend_product scores = {
-                local->k + j * pitch, local->q_turned + r, NULL, local->weight + j * stride + r,
+                local->k + j * pitch, local->q_transposed + r, NULL, local->weight + j * stride + r,
                 pitch, 1, stride, stride, pitch};
             const rocq__attend_product slopes = {
-                local->v + j * pitch, local->dout_turned + r, NULL, local->slope + j * stride + r,
-                pitch, 1, stride, stride, pitch};
+                local->v + j * pitch, local->dout_transposed + r, NULL,
+                local->slope + j * stride + r, pitch, 1, stride, stride, pitch};
             rocq__attend_multiply(a, &scores, lanes);
             rocq__attend_multiply(a, &slopes, lanes);
         }
@@ -16858,7 +16863,7 @@ typedef struct rocq__gpu {
     void *module;
     void *function[ROCQ_K_COUNT];
     int64_t launches[ROCQ_K_COUNT]; // of each kernel, without replays; for tests
-    bool *planned;         // [ROCQ_K_COUNT] or NULL: a plan marks the kernels that it would launch
+    bool *would_launch;    // [ROCQ_K_COUNT] or NULL: a plan marks the kernels that it would launch
     void *stream;          // the only queue: a second one would cost power even when idle
     uint32_t *status;      // [1], set by kernels that meet an index out of range
     uint32_t *counters;    // [ROCQ__COUNTERS]
@@ -18142,7 +18147,7 @@ static void rocq__job_launch(rocq__job *job, int kernel, int64_t grid_x, int64_t
         job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "%s: a grid of %lld x %lld blocks",
                                  job->name, (long long)grid_x, (long long)grid_z);
     } else if (job->planning) {
-        if (job->ctx->gpu->planned && grid_x > 0) job->ctx->gpu->planned[kernel] = true;
+        if (job->ctx->gpu->would_launch && grid_x > 0) job->ctx->gpu->would_launch[kernel] = true;
     } else {
         job->result = rocq__launch(job->ctx, kernel, grid_x, grid_z, threads, args, job->cost);
     }
@@ -18265,14 +18270,14 @@ static void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_t
     const rocq__cost cost = job->cost;
     const bool planar_y = y->layout == ROCQ_LAYOUT_PLANAR,
                planar_x = x->layout == ROCQ_LAYOUT_PLANAR,
-               turns = rocq__is_hadamard(y) != rocq__is_hadamard(x);
+               hadamard = rocq__is_hadamard(y) != rocq__is_hadamard(x);
     const bool encodes = rocq__is_plain(y->format) || y->format == ROCQ_Q8_0 ||
                          (y->format == ROCQ_Q4_0 && !planar_y);
     if (job->result != ROCQ_OK) return;
     job->cost = rocq__job_cost(job, ROCQ_OP_CAST, &cast);
-    if (y->format == x->format && planar_y == planar_x && !turns) {
+    if (y->format == x->format && planar_y == planar_x && !hadamard) {
         rocq__job_cast_map(job, y, x);
-    } else if (y->format == x->format && planar_y && !turns) {
+    } else if (y->format == x->format && planar_y && !hadamard) {
         rocq__job_repack(job, y, x);
     } else if (!encodes || (y->format == x->format && planar_x)) {
         job->result =
@@ -18281,7 +18286,7 @@ static void rocq__job_convert(rocq__job *job, const rocq_tensor *y, const rocq_t
                        planar_x ? "planar " : "", rocq_format_name(x->format));
     } else if (rocq__is_plain(x->format)) {
         rocq__job_cast_map(job, y, x);
-    } else if (rocq__is_plain(y->format) && !turns) {
+    } else if (rocq__is_plain(y->format) && !hadamard) {
         rocq__job_decode(job, y, x, NULL, 1.0f);
     } else {
         rocq_tensor floats = *y;
@@ -19012,8 +19017,8 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
 
 enum { ROCQ__ROPE_DIMS = 512 }; // largest n_dims: the 8 bits of power[] number 256 pairs
 
-static void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
-                           int64_t head_dim, rocq_k_turn *args) {
+static void rocq__job_rotation(rocq__job *job, const rocq_rope_config *p, const rocq_tensor *pos,
+                               int64_t head_dim, rocq_k_rotation *args) {
     const int64_t n_dims = rocq__rope_dims(p, head_dim);
     if (n_dims > ROCQ__ROPE_DIMS) {
         job->result =
@@ -19037,9 +19042,9 @@ static void rocq__job_turn(rocq__job *job, const rocq_rope_config *p, const rocq
     args->neox = p->pairing == ROCQ_ROPE_NEOX;
 }
 
-static void rocq__job_turn_append(rocq__job *job, const rocq_rope_append_params *p,
-                                  rocq_k_turn *args) {
-    rocq__job_turn(job, &p->rope, p->pos, p->k->ne[0], args);
+static void rocq__job_rotation_append(rocq__job *job, const rocq_rope_append_params *p,
+                                      rocq_k_rotation *args) {
+    rocq__job_rotation(job, &p->rope, p->pos, p->k->ne[0], args);
     args->cell = (const int32_t *)rocq__device_data(p->cell ? p->cell : p->pos);
     args->n_cells = (int32_t)p->k_cache->ne[2];
 }
@@ -19184,7 +19189,7 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
         const rocq_rope_append_params *append = job->before->append;
         args.append[0] = rocq__k_tensor(append->k);
         args.append[1] = rocq__k_tensor(append->v);
-        rocq__job_turn_append(job, append, &args.turn);
+        rocq__job_rotation_append(job, append, &args.rotation);
         if (job->result != ROCQ_OK) return;
     }
     if (args.k.stride[1] > UINT32_MAX || args.v.stride[1] > UINT32_MAX) {
@@ -19269,7 +19274,7 @@ static void rocq__k_stream(rocq_k_rope_args *args, const rocq_tensor *y, const r
 // A block takes as many heads of a token as its 256 threads can with four elements each.
 static void rocq__job_rope_launch(rocq__job *job, rocq_k_rope_args *args) {
     if (job->result != ROCQ_OK) return;
-    const int32_t quads = (args->turn.head_dim + 3) / 4;
+    const int32_t quads = (args->rotation.head_dim + 3) / 4;
     const int64_t n_tokens = args->stream[0].x.ne[2];
     int64_t blocks = 0;
     args->heads = quads < 256 ? 256 / quads : 1;
@@ -19287,8 +19292,8 @@ static void rocq__job_rope(rocq__job *job, const void *params) {
     const rocq_rope_params *p = (const rocq_rope_params *)params;
     rocq_k_rope_args args;
     memset(&args, 0, sizeof args);
-    rocq__job_turn(job, &p->rope, p->pos, p->x->ne[0], &args.turn);
-    if (p->backward) args.turn.sine_magnitude = -args.turn.sine_magnitude;
+    rocq__job_rotation(job, &p->rope, p->pos, p->x->ne[0], &args.rotation);
+    if (p->backward) args.rotation.sine_magnitude = -args.rotation.sine_magnitude;
     rocq__k_stream(&args, p->y, p->x, false, false);
     rocq__job_rope_launch(job, &args);
 }
@@ -19297,7 +19302,7 @@ static void rocq__job_rope_append(rocq__job *job, const void *params) {
     const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
     rocq_k_rope_args args;
     memset(&args, 0, sizeof args);
-    rocq__job_turn_append(job, p, &args.turn);
+    rocq__job_rotation_append(job, p, &args.rotation);
     rocq__k_stream(&args, p->k_cache, p->k, false, true);
     rocq__k_stream(&args, p->v_cache, p->v, true, true);
     if (p->q) rocq__k_stream(&args, p->q, p->q, false, false);
@@ -19974,7 +19979,7 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
     args.n_rows = (int32_t)c->ne[1];
     args.n_r = (int32_t)b->ne[1];
     args.format = (int32_t)own.format;
-    args.turned = of_dw;
+    args.transposed = of_dw;
     args.wide = rocq__wide_rows(c) && (!args.z.data || rocq__wide_rows(p->z)) &&
                 (of_dw || !p->residual || rocq__wide_rows(p->residual));
     // The number of splits is chosen as for a forward product of as many tiles
@@ -21899,7 +21904,7 @@ struct rocq_graph {
     bool on_cpu;      // some op of a GPU context falls back to the CPU: it cannot be captured
     rocq__stage *stages; // [n_stages] on the CPU: of all ops. NULL: the ops are run one by one
     int32_t n_stages;
-    const void *planned; // the scratch memory that stages point into; planned anew when it moves
+    const void *stage_memory; // scratch memory that stages point into; planned anew when it moves
     bool captured;    // all pieces are; else the ops are run one by one
     bool refused;     // do not capture again: the runtime could not, or its replay was wrong
     bool checked;     // the pieces have been compared with the ops (rocq__replay_check)
@@ -22184,15 +22189,15 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, const rocq__op *op, const void *p
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__begin_op(ctx, op->name));
     ROCQ__TRY(rocq__check_op(ctx, op, params));
-    if (!ctx->recording && !ctx->planned) return rocq__run_on_device(ctx, op, params);
+    if (!ctx->recording && !ctx->plan_bytes) return rocq__run_on_device(ctx, op, params);
     // Planned now, so that an op that cannot run fails here and not when the graph is launched.
     rocq_graph *graph = ctx->recording;
     rocq__node *node = NULL;
     int64_t scratch;
     bool on_cpu;
     ROCQ__TRY(rocq__plan_op(ctx, op, params, &scratch, &on_cpu));
-    if (ctx->planned) {
-        *ctx->planned = ROCQ__MAX(*ctx->planned, scratch);
+    if (ctx->plan_bytes) {
+        *ctx->plan_bytes = ROCQ__MAX(*ctx->plan_bytes, scratch);
         return ROCQ_OK;
     }
     ROCQ__TRY(rocq__node_copy(ctx, op, params, &node));
@@ -22213,10 +22218,10 @@ static rocq_result rocq__run_op(rocq_ctx *ctx, const rocq__op *op, const void *p
 // Fails for a call that can be neither recorded nor planned (a copy, a sync, another graph) while
 // ops are: it would run at once, but the ops around it at a later replay, or never.
 static rocq_result rocq__not_recording(rocq_ctx *ctx, const char *call) {
-    if (!ctx->recording && !ctx->planned) return ROCQ_OK;
-    return rocq__fail(ctx, ROCQ_E_STATE,
-                      ctx->planned ? "%s: ops are being planned" : "%s: a graph is being recorded",
-                      call);
+    if (!ctx->recording && !ctx->plan_bytes) return ROCQ_OK;
+    return rocq__fail(
+        ctx, ROCQ_E_STATE,
+        ctx->plan_bytes ? "%s: ops are being planned" : "%s: a graph is being recorded", call);
 }
 
 // Whether what a tensor holds after a node is overwritten by later ops before any of them reads it.
@@ -22548,7 +22553,7 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
     int64_t n_stages = 0, size = 0;
     void *scratch;
     ROCQ__TRY(rocq__scratch(ctx, graph->scratch, &scratch));
-    if (graph->stages && graph->planned == scratch) return ROCQ_OK;
+    if (graph->stages && graph->stage_memory == scratch) return ROCQ_OK;
     rocq__free(ctx, graph->stages);
     graph->stages = NULL;
     for (const rocq__node *node = graph->first; node; node = node->next) {
@@ -22561,7 +22566,7 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
     char *memory = (char *)rocq__alloc(ctx, stages_size + size);
     if (!memory) return rocq__fail(ctx, ROCQ_E_MEMORY, "graph: no memory for a plan");
     graph->stages = (rocq__stage *)(void *)memory;
-    graph->planned = scratch;
+    graph->stage_memory = scratch;
     rocq__plan plan = {ctx, (char *)scratch, ROCQ__WORTH_STEP, graph->stages, 0,
                        memory + stages_size, 0};
     for (rocq__node *node = graph->first; node; node = node->next) {
@@ -22601,7 +22606,7 @@ static rocq_result rocq__check_graph(rocq_ctx *ctx, const char *call, const rocq
 }
 
 // Whether the graph's plan is run: on the CPU, unless a profile has each op measured.
-static bool rocq__graph_planned(const rocq_ctx *ctx, const rocq_graph *graph) {
+static bool rocq__graph_runs_plan(const rocq_ctx *ctx, const rocq_graph *graph) {
 #if ROCQ__HAS_PROFILE
     if (rocq__profiling(ctx)) return false;
 #endif
@@ -22612,7 +22617,7 @@ static bool rocq__graph_planned(const rocq_ctx *ctx, const rocq_graph *graph) {
 // Runs or submits the ops from first on, up to end: of a graph that is captured, whole pieces.
 static rocq_result rocq__graph_submit(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
                                       const rocq__node *end) {
-    if (rocq__graph_planned(ctx, graph)) { // all of it: slices on the CPU do not come here
+    if (rocq__graph_runs_plan(ctx, graph)) { // all of it: slices on the CPU do not come here
         return rocq__team_run(ctx, "graph_launch", graph->stages, graph->n_stages);
     }
     if (!graph->captured) return rocq__graph_run(ctx, first, end);
@@ -22681,7 +22686,7 @@ static bool rocq__slice_goes_on(rocq__team *team) {
 static rocq_result rocq__slice_cpu(rocq_ctx *ctx, rocq_graph *graph, int32_t us) {
     rocq__slice slice = {graph->at, NULL, 0, rocq_time_ns() + 1000 * (int64_t)us};
     rocq_result result = ROCQ_OK;
-    if (rocq__graph_planned(ctx, graph)) {
+    if (rocq__graph_runs_plan(ctx, graph)) {
         const int64_t n_done = graph->at->stage - graph->stages;
         ctx->team.slice = &slice;
         result = rocq__team_run(ctx, "graph_launch_for", graph->at->stage,
@@ -23510,10 +23515,10 @@ struct rocq_kv {
     rocq_buffer memory;
     rocq_tensor k, v;          // [D, n_cells, n_planes]
     rocq_tensor stage;         // F32 [D, n_planes, chunk]: rows between two cells, or cell and host
-    rocq_tensor words;         // I32: the device's copy of length, table and turn
+    rocq_tensor words;         // I32: the device's copy of length, table and rotation
     int32_t *length;           // [n_seqs]
     int32_t *table;            // [seq_pages, n_seqs]
-    int32_t *turn;             // [chunk] positions by which keys are rotated, all equal
+    int32_t *rotation;         // [chunk] positions by which keys are rotated, all equal
     int32_t *refs;             // [n_pages] number of sequences that have the page
     int32_t *free_pages;       // [n_free] a stack
     int32_t *fill;             // [n_pages] for rocq_kv_get_stats
@@ -23616,9 +23621,9 @@ ROCQ_DEF rocq_result rocq_kv_size(const rocq_kv_desc *desc, int64_t *bytes) {
     return bytes ? rocq__kv_plan(NULL, desc, &kv, bytes) : ROCQ_E_ARGUMENT;
 }
 
-// The params that rotate keys in the stage, in place, by turn. *pos becomes their tensor of turn.
-static rocq_rope_params rocq__kv_turn(const rocq_kv *kv, const rocq_tensor *keys,
-                                      rocq_tensor *pos) {
+// The params that rotate keys in the stage, in place, by rotation. *pos becomes their tensor of it.
+static rocq_rope_params rocq__kv_rotation(const rocq_kv *kv, const rocq_tensor *keys,
+                                          rocq_tensor *pos) {
     rocq_rope_params p;
     memset(&p, 0, sizeof p);
     // There are chunk of them at the end of the words.
@@ -23640,10 +23645,10 @@ static rocq_result rocq__kv_make(rocq_kv *kv, int64_t bytes) {
     ROCQ__TRY(rocq_buffer_alloc(kv->ctx, &kv->memory, bytes));
     rocq_arena_init(&arena, &kv->memory);
     ROCQ__TRY(rocq__kv_cut(kv, &arena));
-    const rocq_rope_params turn = rocq__kv_turn(kv, &kv->stage, &pos);
+    const rocq_rope_params rotate = rocq__kv_rotation(kv, &kv->stage, &pos);
     bool on_cpu;
-    ROCQ__TRY(rocq__check_op(kv->ctx, &rocq__op_rope, &turn));
-    ROCQ__TRY(rocq__plan_op(kv->ctx, &rocq__op_rope, &turn, &kv->scratch, &on_cpu));
+    ROCQ__TRY(rocq__check_op(kv->ctx, &rocq__op_rope, &rotate));
+    ROCQ__TRY(rocq__plan_op(kv->ctx, &rocq__op_rope, &rotate, &kv->scratch, &on_cpu));
     ROCQ__TRY(rocq_reserve(kv->ctx, kv->scratch));
     kv->dirty_end = rocq__kv_n_words(kv);
     return rocq_kv_flush(kv); // also takes the pinned memory that copies go through
@@ -23667,7 +23672,7 @@ ROCQ_DEF rocq_result rocq_kv_create(rocq_ctx *ctx, rocq_kv **out, const rocq_kv_
     *kv = plan;
     kv->length = (int32_t *)(void *)(kv + 1);
     kv->table = kv->length + kv->desc.n_seqs;
-    kv->turn = kv->length + n_words - kv->chunk;
+    kv->rotation = kv->length + n_words - kv->chunk;
     kv->refs = kv->length + n_words;
     kv->free_pages = kv->refs + n_pages;
     kv->fill = kv->free_pages + n_pages;
@@ -23949,7 +23954,7 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
         rocq__kv_set(kv, &kv->length[seq], left);
     }
     if (first < left) {
-        for (int64_t i = 0; i < kv->chunk; i++) rocq__kv_set(kv, &kv->turn[i], -n);
+        for (int64_t i = 0; i < kv->chunk; i++) rocq__kv_set(kv, &kv->rotation[i], -n);
         ROCQ__TRY(rocq_kv_flush(kv));
         ROCQ__TRY(rocq__kv_own(kv, seq, begin, end));
     }
@@ -23959,9 +23964,9 @@ ROCQ_DEF rocq_result rocq_kv_shift(rocq_kv *kv, int32_t seq, int32_t first, int3
         const rocq_tensor keys = rocq__kv_stage(kv, &kv->stage, m);
         const rocq_tensor values = rocq__kv_stage(kv, &kv->v, m);
         rocq_tensor pos;
-        const rocq_rope_params turn = rocq__kv_turn(kv, &keys, &pos);
+        const rocq_rope_params rotate = rocq__kv_rotation(kv, &keys, &pos);
         ROCQ__TRY(rocq__kv_move(kv, &kv->k, seq, from, &keys, false));
-        ROCQ__TRY(rocq__run_on_device(kv->ctx, &rocq__op_rope, &turn));
+        ROCQ__TRY(rocq__run_on_device(kv->ctx, &rocq__op_rope, &rotate));
         ROCQ__TRY(rocq__kv_move(kv, &kv->k, seq, to, &keys, true));
         if (whole) continue;
         ROCQ__TRY(rocq__kv_move(kv, &kv->v, seq, from, &values, false));
@@ -24919,12 +24924,12 @@ ROCQ_DEF rocq_result rocq_plan_begin(rocq_ctx *ctx, int64_t *scratch) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__not_recording(ctx, "plan_begin"));
     if (!scratch) return rocq__fail(ctx, ROCQ_E_ARGUMENT, "plan_begin: scratch is NULL");
-    ctx->planned = scratch;
+    ctx->plan_bytes = scratch;
     return ROCQ_OK;
 }
 
 ROCQ_DEF void rocq_plan_end(rocq_ctx *ctx) {
-    if (ctx) ctx->planned = NULL;
+    if (ctx) ctx->plan_bytes = NULL;
 }
 
 ROCQ_DEF rocq_result rocq_get_precision(rocq_ctx *ctx, rocq_op id, const void *params,
@@ -25133,15 +25138,15 @@ ROCQ_DEF rocq_result rocq_conv_weights(rocq_ctx *ctx, const rocq_conv_weights_pa
         !rocq__add(bytes, float_bytes, &float_bytes)) {
         return rocq__fail(ctx, ROCQ_E_OVERFLOW, "%s: size of w overflows", op);
     }
-    float *row = (float *)rocq__alloc(ctx, float_bytes), *turned = row + k;
+    float *row = (float *)rocq__alloc(ctx, float_bytes), *reordered = row + k;
     if (!row) return rocq__fail(ctx, ROCQ_E_MEMORY, "%s: no memory for %lld bytes", op,
                                 (long long)float_bytes);
-    unsigned char *encoded = rocq__on_gpu(ctx) ? (unsigned char *)(turned + k)
+    unsigned char *encoded = rocq__on_gpu(ctx) ? (unsigned char *)(reordered + k)
                                                : (unsigned char *)rocq_tensor_data(p->w);
     for (int64_t r = 0; r < m; r++) {
         rocq__dequantize_row(p->src_format, row, (const char *)p->src + r * k * src_elem, k);
-        for (int64_t i = 0; i < k; i++) turned[i % taps * (k / taps) + i / taps] = row[i];
-        rocq__quantize_row(p->w->format, encoded + r * row_bytes, turned, k, NULL);
+        for (int64_t i = 0; i < k; i++) reordered[i % taps * (k / taps) + i / taps] = row[i];
+        rocq__quantize_row(p->w->format, encoded + r * row_bytes, reordered, k, NULL);
     }
     const rocq_result result = bytes > 0 ? rocq_upload(ctx, p->w, encoded, bytes) : ROCQ_OK;
     rocq__free(ctx, row);
@@ -27205,11 +27210,11 @@ typedef union rocq__any_args {
 static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
     rocq__gpu *gpu = ctx->gpu;
     rocq_result result = ROCQ_OK;
-    bool planned[ROCQ_K_COUNT];
+    bool would_launch[ROCQ_K_COUNT];
     rocq__any_args none;
-    memset(planned, graph ? 0 : 1, sizeof planned);
+    memset(would_launch, graph ? 0 : 1, sizeof would_launch);
     memset(&none, 0, sizeof none);
-    gpu->planned = planned;
+    gpu->would_launch = would_launch;
     for (const rocq__node *node = graph ? graph->first : NULL; node && result == ROCQ_OK;
          node = node->next) {
         int64_t scratch;
@@ -27221,10 +27226,10 @@ static rocq_result rocq__warm_kernels(rocq_ctx *ctx, const rocq_graph *graph) {
             result = rocq__plan_hip(ctx, last->op, last->params, &before, &scratch);
         }
     }
-    gpu->planned = NULL;
+    gpu->would_launch = NULL;
     ROCQ__TRY(result);
     for (int k = 0; k < ROCQ_K_COUNT; k++) {
-        if (!planned[k]) continue;
+        if (!would_launch[k]) continue;
         ROCQ__TRY_HIP(rocq__kernels[k].name,
                       rocq__hip_launch(gpu, k, 1, 1, (uint32_t)rocq__kernels[k].threads, &none));
     }

@@ -2152,10 +2152,10 @@ template <int N> DEV void hadamard(float (&v)[N], int n) {
     for (int e = 0; e < N; e++) v[e] *= factor;
 }
 
-// -- turned heads: rotary position --
+// -- heads rotated by position --
 // Pair i of a head at position p is rotated by p turn(i) / freq_factors[i] full turns, with turn(i)
-// as at rocq_k_turn in rocq.h: (x0, x1) becomes magnitude (x0 cos - x1 sin, x0 sin + x1 cos). Of a
-// head's elements those below n_dims are rotated; with NEOX pair i is elements i and
+// as at rocq_k_rotation in rocq.h: (x0, x1) becomes magnitude (x0 cos - x1 sin, x0 sin + x1 cos).
+// Of a head's elements those below n_dims are rotated; with NEOX pair i is elements i and
 // i + n_dims / 2, else 2 i and 2 i + 1.
 
 // Sine and cosine of an angle in turns (2 pi), |turns| <= 1/2. The angle is reduced to an eighth of
@@ -2179,7 +2179,7 @@ DEV sine_cosine sincos_turns(float turns) {
 
 // Sine and cosine of pair i, in LDS. In double up to the fraction of a turn, because at position
 // 100,000 a float would be off by 0.004.
-DEV void turn_angle(const rocq_k_turn &a, int position, int i, float *sine, float *cosine) {
+DEV void rotation_angle(const rocq_k_rotation &a, int position, int i, float *sine, float *cosine) {
     double turn = 0.15915494309189535; // 1 / (2 pi)
 #pragma unroll
     for (int b = 0; b < 8; b++) turn *= i >> b & 1 ? a.power[b] : 1.0;
@@ -2198,17 +2198,17 @@ DEV void turn_angle(const rocq_k_turn &a, int position, int i, float *sine, floa
 }
 
 // A quad of a head, and the other element of each one's pair.
-struct turn_quad {
+struct rotation_quad {
     float v[4], p[4];
-    int k, count, turned; // turned: elements of the quad with a lower number are rotated
+    int k, count, rotated; // rotated: elements of the quad with a lower number are rotated
 };
-DEV turn_quad turn_load(const rocq_k_turn &a, int32_t format, const char *row, bool wide, int k,
-                        bool live, bool plain) {
+DEV rotation_quad rotation_load(const rocq_k_rotation &a, int32_t format, const char *row,
+                                bool wide, int k, bool live, bool plain) {
     const int n = a.head_dim, half = a.n_dims / 2;
-    turn_quad q;
+    rotation_quad q;
     q.k = k;
     q.count = live ? quad_count(n, k) : 0;
-    q.turned = plain ? 0 : 2 * half - k;
+    q.rotated = plain ? 0 : 2 * half - k;
     get4(format, row, wide, k, q.count, q.v);
     if (!a.neox) {
         q.p[0] = q.v[1];
@@ -2216,25 +2216,25 @@ DEV turn_quad turn_load(const rocq_k_turn &a, int32_t format, const char *row, b
         q.p[2] = q.v[3];
         q.p[3] = q.v[2];
     } else if ((half & 3) == 0) {
-        get4(format, row, wide, k < half ? k + half : k - half, q.turned > 0 ? q.count : 0, q.p);
+        get4(format, row, wide, k < half ? k + half : k - half, q.rotated > 0 ? q.count : 0, q.p);
     } else {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             q.p[e] = 0.0f;
-            if (e < q.count && e < q.turned) {
+            if (e < q.count && e < q.rotated) {
                 q.p[e] = get_float(format, row, k + e < half ? k + e + half : k + e - half);
             }
         }
     }
     return q;
 }
-DEV void turn_apply(const rocq_k_turn &a, const turn_quad &q, const float *sine,
-                    const float *cosine, float (&y)[4]) {
+DEV void rotation_apply(const rocq_k_rotation &a, const rotation_quad &q, const float *sine,
+                        const float *cosine, float (&y)[4]) {
     const int half = a.n_dims / 2;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
         y[e] = q.v[e];
-        if (e >= q.count || e >= q.turned) continue;
+        if (e >= q.count || e >= q.rotated) continue;
         const bool second = a.neox ? q.k + e >= half : (e & 1) != 0;
         const int pair = a.neox ? q.k + e - (second ? half : 0) : (q.k + e) / 2;
         const float c = lget(cosine + pair), sn = lget(sine + pair);
@@ -2987,8 +2987,8 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
         touched[r] = gload((const uint32_t *)((const char *)p.w + unit * bytes + at));
     }
 }
-// x of matvec_row, which block 0 also stores if a.row.y is set: that is read behind the loads, which
-// else would wait for it.
+// x of matvec_row, which block 0 also stores if a.row.y is set: that is read behind the loads,
+// which else would wait for it.
 template <int F, int QUADS>
 DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
                     int k_wave, bool block_0, u32x4 *lds, float *work) {
@@ -5298,8 +5298,8 @@ DEV void attend_look_up(int (&row)[S::WORDS], const rocq_k_attention_args &a, in
 // Makes `at` the tile at position first, whose rows have been looked up in `row` if the cache is
 // paged.
 template <typename S>
-DEV void attend_turn_to(attend_place &at, const int (&row)[S::WORDS], bool paged, bool list,
-                        int first) {
+DEV void attend_go_to(attend_place &at, const int (&row)[S::WORDS], bool paged, bool list,
+                      int first) {
     const int n = max(at.end - first, 0);
     at.first = first;
     at.seen = n < S::TILE ? ((uint64_t)1 << n) - 1 : S::ALL_SEEN;
@@ -5771,7 +5771,7 @@ DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scra
         PART = (QUADS + 31) / 32 * 32 // lanes of whole waves for a head, which put4 needs
     };
     const int thread = (int)thread_index();
-    const int position = gload(a.turn.pos), cell = gload(a.turn.cell);
+    const int position = gload(a.rotation.pos), cell = gload(a.rotation.cell);
     float *sine = scratch, *cosine = scratch + 256;
     const auto load = [&](int i) { // quad i of K, of V and of the columns of Q
         const int part = i < PART ? 0 : i < 2 * PART ? 1 : 2, at = i - part * PART;
@@ -5779,23 +5779,23 @@ DEV void attend_append(const rocq_k_attention_args &a0, f16 *q_tile, float *scra
         const int c = part < 2 ? 0 : at / QUADS, k = 4 * (part < 2 ? at : at % QUADS);
         const bool live = part < 2 || c < a.group;
         const int head = part < 2 ? t.kv_head : t.kv_head * a.group + (live ? c : 0);
-        return turn_load(a.turn, ROCQ_F32, row_of(from, head, 0, 0), is_wide(from), k, live,
-                         part == 1);
+        return rotation_load(a.rotation, ROCQ_F32, row_of(from, head, 0, 0), is_wide(from), k, live,
+                             part == 1);
     };
-    turn_quad q = load(thread); // before the angles, which take as long
-    for (int i = thread; i < a.turn.n_dims / 2; i += 128) {
-        turn_angle(a.turn, position, i, sine, cosine);
+    rotation_quad q = load(thread); // before the angles, which take as long
+    for (int i = thread; i < a.rotation.n_dims / 2; i += 128) {
+        rotation_angle(a.rotation, position, i, sine, cosine);
     }
     block_sync_lds();
     const uint32_t flip = a.scale < 0.0f ? 0x80008000u : 0u;
-    const bool valid = cell >= 0 && cell < a.turn.n_cells;
+    const bool valid = cell >= 0 && cell < a.rotation.n_cells;
     const bool puts =
         valid && (t.split == 0 || a.page_table || (cell >= run.begin && cell < run.end));
     if (!valid && t.split == 0 && thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
 #pragma unroll 1
     for (int i = thread;;) {
         float y[4];
-        turn_apply(a.turn, q, sine, cosine, y);
+        rotation_apply(a.rotation, q, sine, cosine, y);
         if (i < 2 * PART) { // whole waves
             const rocq_k_tensor &to = i < PART ? a.k : a.v;
             if (to.layout == ROCQ_LAYOUT_HADAMARD) hadamard(y, a.head_dim);
@@ -5829,7 +5829,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     if (t.split >= run.n_runs) return;
 
     f16 *q_tile = (f16 *)((char *)lds + S::Q_AT);
-    const bool append = a.turn.pos != 0;
+    const bool append = a.rotation.pos != 0;
     const attend_kv kv = attend_kv_of<S>(a, t);
     if (append) {
         const int chunk0 = w.slice * (S::W / 8), first = run.begin + w.set * S::TILE;
@@ -5850,7 +5850,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
     if (run.begin < run.end) {
         const int first = run.begin + w.set * S::TILE;
         if (kv.paged) attend_look_up<S>(row, a, t.seq, first, run.end);
-        attend_turn_to<S>(at, row, kv.paged, kv.listed, first);
+        attend_go_to<S>(at, row, kv.paged, kv.listed, first);
         attend_fetch<S, false>(raw_k, kv.k, at, lane);
         attend_fetch<S, true>(raw_v, kv.v, at, lane);
         if (kv.paged) attend_look_up<S>(row, a, t.seq, first + S::ROUND, run.end);
@@ -5870,7 +5870,7 @@ template <int D> DEV void attend_decode(const rocq_k_attention_args &a) {
         wave_sync();
         attend_place next = at;
         next.rows = tables + side;
-        attend_turn_to<S>(next, row, kv.paged, kv.listed, at.first + S::ROUND);
+        attend_go_to<S>(next, row, kv.paged, kv.listed, at.first + S::ROUND);
         attend_fetch<S, false>(raw_k, kv.k, next, lane); // past the end it loads the last position
         if (kv.paged) attend_look_up<S>(row, a, t.seq, at.first + 2 * S::ROUND, run.end);
 
@@ -5927,7 +5927,7 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
     int row[S::WORDS] = {};
     if (run.begin < run.end) {
         if (kv.paged) attend_look_up<S>(row, a, t.seq, run.begin, run.end);
-        attend_turn_to<S>(at, row, kv.paged, kv.listed, run.begin);
+        attend_go_to<S>(at, row, kv.paged, kv.listed, run.begin);
         attend_fetch<S, false>(raw_k, kv.k, at, thread);
     }
     const int first_column = t.column0 + ATTEND_COLUMNS * w.column_tile;
@@ -5966,7 +5966,7 @@ template <int D> DEV void attend_prefill(const rocq_k_attention_args &a) {
         if (live) attend_weights<S>(p, s, state, a, score, limits, at, mask_rows);
 
         attend_stage<S, true>(v_tile, raw_v, kv.v, at, thread);
-        attend_turn_to<S>(next, row, kv.paged, kv.listed, at.first + S::ROUND);
+        attend_go_to<S>(next, row, kv.paged, kv.listed, at.first + S::ROUND);
         block_sync_lds();
         attend_fetch<S, false>(raw_k, kv.k, next, thread);
         if (live) attend_multiply_v<S>(state, v_tile + w.slice * S::W * S::V_STRIDE, p);
@@ -6200,37 +6200,38 @@ KERNEL(rope, rocq_k_rope_args, 256) {
     LDS(float, cosine, 256);
     LDS(float, sine, 256);
     if (a.n_streams == 0) return;
-    const int quads = (a.turn.head_dim + 3) / 4, t = (int)thread_index();
+    const rocq_k_rotation &r = a.rotation;
+    const int quads = (r.head_dim + 3) / 4, t = (int)thread_index();
     const uint32_t b = a.common.block0 + block_index();
     const uint32_t token = b < a.slices ? 0 : b / a.slices;
     uint32_t slice = b - token * a.slices;
     int s = 0;
     for (; s + 1 < a.n_streams && slice >= a.stream[s].slices; s++) slice -= a.stream[s].slices;
     const rocq_k_rope_stream &stream = a.stream[s];
-    const int position = gload(a.turn.pos + token);
-    const int cell = stream.to_cell ? gload(a.turn.cell + token) : 0;
+    const int position = gload(r.pos + token);
+    const int cell = stream.to_cell ? gload(r.cell + token) : 0;
 
     const int local = quads < 256 ? t / quads : 0, head = (int)slice * a.heads + local;
     const bool live = local < a.heads && head < stream.x.ne[1], x_wide = is_wide(stream.x);
     const char *x_row = row_of(stream.x, live ? head : 0, token, 0);
     const int k = 4 * (t - local * quads);
-    turn_quad q = turn_load(a.turn, stream.x.format, x_row, x_wide, k, live, stream.plain);
-    if (!stream.plain && t < a.turn.n_dims / 2) turn_angle(a.turn, position, t, sine, cosine);
+    rotation_quad q = rotation_load(r, stream.x.format, x_row, x_wide, k, live, stream.plain);
+    if (!stream.plain && t < r.n_dims / 2) rotation_angle(r, position, t, sine, cosine);
     block_sync_lds();
 
-    const bool stored = !stream.to_cell || (cell >= 0 && cell < a.turn.n_cells);
+    const bool stored = !stream.to_cell || (cell >= 0 && cell < r.n_cells);
     const int64_t to = !stream.to_cell ? token : stored ? cell : 0;
     char *y_row = row_of(stream.y, live ? head : 0, to, 0);
     const bool y_wide = is_wide(stream.y);
     if (!stored && t == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
     for (int first = 0;;) {
         float y[4];
-        turn_apply(a.turn, q, sine, cosine, y);
-        if (stream.y.layout == ROCQ_LAYOUT_HADAMARD) hadamard(y, a.turn.head_dim);
+        rotation_apply(r, q, sine, cosine, y);
+        if (stream.y.layout == ROCQ_LAYOUT_HADAMARD) hadamard(y, r.head_dim);
         put4(stream.y, y_wide, y_row, 0, q.k, stored ? q.count : 0, y);
         first += 256;
         if (first >= quads) break;
-        q = turn_load(a.turn, stream.x.format, x_row, x_wide, k + 4 * first, live, stream.plain);
+        q = rotation_load(r, stream.x.format, x_row, x_wide, k + 4 * first, live, stream.plain);
     }
 }
 
@@ -8319,7 +8320,7 @@ KERNEL(pixels, rocq_k_pixels_args, 256) {
 // -- matmul_backward --
 // c[k, row] = activation'(z) scale sum over r of a(row, r) b[k, r] + before: for dx a row is a
 // column n of dy, r a row m, a is dy and b is w; for dw a row is a row m of w, r a column n, a is
-// dy transposed ("turned" in names) and b is x.
+// dy transposed ("transposed" in names) and b is x.
 //
 //   b    F16 [K, R], or planar blocks; a F16 [R, rows], or transposed [rows, R]: rows at multiples
 //        of 16 bytes, readable up to the next such multiple; what lies there has no effect
@@ -8330,7 +8331,7 @@ KERNEL(pixels, rocq_k_pixels_args, 256) {
 // half an instruction an element; of planar blocks, a unit of each of two neighbouring rows, whose
 // elements it stores in pairs. The rows of LDS are k 0 8 16 .. 56, 1 9 17 .., so that the lanes
 // that hold neighbouring chunks of 8 k write to neighbouring rows, free of bank conflicts; the
-// epilogue puts k back in order (backward_turned). Where the matrix unit reads LDS by itself
+// epilogue puts k back in order (backward_permuted). Where the matrix unit reads LDS by itself
 // (Hopper), it also transposes, and matmul_backward_lds copies operands as they lie.
 //
 // Tiles of 128 k by 128 rows, 128 threads; step, waves, sums and LDS as in matmul_f16 with tiles of
@@ -8454,13 +8455,13 @@ DEV void backward_end_db(const rocq_k_matmul_backward_args &a, const backward_pl
 
 // Which k, or row of c, row p of LDS holds, both counted from the tile's first: within 64, p with
 // its two octal digits swapped. The function is its own inverse.
-DEV int backward_turned(int p) { return (p & 64) | (p & 7) << 3 | (p >> 3 & 7); }
+DEV int backward_permuted(int p) { return (p & 64) | (p & 7) << 3 | (p >> 3 & 7); }
 
 // Finishes a block's 128 k by 128 rows: as in matmul_finish the sums go through LDS, 16 rows of
 // each wave at a time, after which each wave has all k of some rows. Within a wave's 64 by 64, k
-// are in the order of backward_turned, and with TURN_ROWS the rows are, too.
+// are in the order of backward_permuted, and with PERMUTE_ROWS the rows are, too.
 enum { BACKWARD_STRIDE = BACKWARD_TILE + 4 };
-template <bool TURN_ROWS>
+template <bool PERMUTE_ROWS>
 DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward_place &at,
                          const frag_c (&c)[4][4], float *work) {
     const rocq_k_matmul_backward_args &a = reread(args);
@@ -8477,7 +8478,7 @@ DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward
             for (int i = 0; i < 4; i++) {
 #pragma unroll
                 for (int v = 0; v < 8; v++) {
-                    const int k = wave % 2 * 64 + backward_turned(16 * i + frag_row(v));
+                    const int k = wave % 2 * 64 + backward_permuted(16 * i + frag_row(v));
                     lput(own + frag_col(v) * BACKWARD_STRIDE + k, c[i][j].v[v]);
                 }
             }
@@ -8489,7 +8490,7 @@ DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward
                                  [=](int i) {
                 const int p = 16 * pass + (column + i) % 16;
                 return (int64_t)at.row0 + (column + i) / 16 * 64 +
-                       (TURN_ROWS ? backward_turned(p) : p);
+                       (PERMUTE_ROWS ? backward_permuted(p) : p);
             });
         }
     }
@@ -8500,7 +8501,7 @@ DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward
 template <int WORD> DEV uint32_t vector_word(const u32x4 &v) {
     return WORD == 0 ? v.x : WORD == 1 ? v.y : WORD == 2 ? v.z : v.w;
 }
-template <int C = 0> DEV void backward_store_turned(const u32x4 (&v)[8], f16 *to) {
+template <int C = 0> DEV void backward_store_transposed(const u32x4 (&v)[8], f16 *to) {
     uint32_t w[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -8508,7 +8509,7 @@ template <int C = 0> DEV void backward_store_turned(const u32x4 (&v)[8], f16 *to
                          C % 2 ? 0x07060302 : 0x05040100);
     }
     lput((u32x4 *)(to + C * 8 * BACKWARD_ROW), make4(w[0], w[1], w[2], w[3]));
-    if constexpr (C < 7) backward_store_turned<C + 1>(v, to);
+    if constexpr (C < 7) backward_store_transposed<C + 1>(v, to);
 }
 
 // What a thread loads of an operand with r outermost: a chunk of 8 elements of each of 8
@@ -8606,7 +8607,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
         const bool tail = r + BK > n_r;
         if constexpr (PLAIN) {
             if (tail) backward_clear_tail(r, group, n_r, bv);
-            backward_store_turned(bv, own);
+            backward_store_transposed(bv, own);
         } else {
             uint32_t w[2][16];
 #pragma unroll
@@ -8632,7 +8633,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
         keep_order(); // one operand is transposed at a time
         if constexpr (TURNED) {
             if (tail) backward_clear_tail(r, group, n_r, av);
-            backward_store_turned(av, own + TILE * ROW);
+            backward_store_transposed(av, own + TILE * ROW);
         } else {
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -8666,7 +8667,7 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
         if (has_work) matmul_multiply<4, 4, 4>(c, bt + wk * ROW, at_a + wrow * ROW, n16);
         block_sync_lds();
     }
-    if (sums_db) backward_end_db(a, at, at.row0 + backward_turned(t), db);
+    if (sums_db) backward_end_db(a, at, at.row0 + backward_permuted(t), db);
     backward_finish<TURNED>(a, at, c, (float *)tile);
 }
 
@@ -8837,7 +8838,7 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
         for (int i = 0; i < 16; i++) lput(to + t % 2 * 16 + i, 0.0f);
     };
     // Transposes row t % 128 of an a that has r innermost, half a step of it
-    const auto turn = [&](uint32_t step) {
+    const auto transpose = [&](uint32_t step) {
         const int32_t most = a.n_rows - 1 - at.row0, row = t % TILE < most ? t % TILE : most;
         const float *const from = (const float *)a.a + (at.row0 + row) * a.a_stride;
 #pragma unroll
@@ -8852,7 +8853,7 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
         }
     };
 
-    const bool sums_db = a.turned && a.db && at.k0 == 0 && t < TILE;
+    const bool sums_db = a.transposed && a.db && at.k0 == 0 && t < TILE;
     float c[8][8], db = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -8862,8 +8863,8 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
     for (uint32_t step = at.begin; step < at.end; step++) {
         if (a.format == ROCQ_F32) copy(bt, a.b, a.b_stride, at.k0, a.n_k, step);
         else decode(step);
-        if (a.turned) copy(at_a, a.a, a.a_stride, at.row0, a.n_rows, step);
-        else turn(step);
+        if (a.transposed) copy(at_a, a.a, a.a_stride, at.row0, a.n_rows, step);
+        else transpose(step);
         block_sync_lds();
         if (sums_db) {
             for (int r = 0; r < BK; r++) db += lget(at_a + r * STRIDE + t);
@@ -8988,7 +8989,7 @@ DEV u32x4 back_halves(const float (&x)[8]) {
 }
 
 // Writes the image of transposed rows from the image of rows in LDS.
-DEV void back_turn(u32x4 *to, const f16 *rows, int d) {
+DEV void back_transpose(u32x4 *to, const f16 *rows, int d) {
     for (int i = (int)thread_index(); i < 2 * d; i += 128) {
         const int e = i / 32 * 16 + i % 16, k0 = i / 16 % 2 * 8; // element, first k
         uint32_t w[4];
@@ -9025,7 +9026,7 @@ KERNEL(attention_backward_tiles, rocq_k_attention_backward_args, 128) {
             lput(first + i, back_halves(k));
         }
         block_sync_lds();
-        back_turn(to + 2 * image, (const f16 *)first, d);
+        back_transpose(to + 2 * image, (const f16 *)first, d);
         return;
     }
     u32x4 *const to = (u32x4 *)a.columns + ((int64_t)head_seq * a.tiles_q + tile) * 4 * image;
@@ -9046,8 +9047,8 @@ KERNEL(attention_backward_tiles, rocq_k_attention_backward_args, 128) {
         lput(deltas + i, sum);
     }
     block_sync_lds();
-    back_turn(to + 2 * image, (const f16 *)first, d);
-    back_turn(to + 3 * image, (const f16 *)second, d);
+    back_transpose(to + 2 * image, (const f16 *)first, d);
+    back_transpose(to + 3 * image, (const f16 *)second, d);
     const int column = 16 * tile + (int)thread_index();
     if (thread_index() >= 16) return;
     const int c = min(column, a.n_columns - 1), head = kv_head * a.group + c % a.group;

@@ -265,7 +265,8 @@ static inline bool same_file(const char *a, const char *b) {
         const char *slash = strrchr(path[i], '/');
         name[i] = slash ? slash + 1 : path[i];
         if (strlen(path[i]) >= sizeof up) return false; // longer than any that can be opened
-        snprintf(up, sizeof up, "%.*s", slash ? (int)(name[i] - path[i]) : 1, slash ? path[i] : ".");
+        snprintf(up, sizeof up, "%.*s", slash ? (int)(name[i] - path[i]) : 1,
+                 slash ? path[i] : ".");
         n_files += stat(path[i], &file[i]) == 0;
         n_folders += stat(up, &folder[i]) == 0;
     }

@@ -2406,7 +2406,7 @@ static void test_graph_joins_router(void **state) {
 }
 
 // rope_append in the launch of the attention that follows: short and long caches, in pages too, and
-// queries that something reads later, which must then be turned in memory.
+// queries that something reads later, which must then be rotated in memory.
 static void test_graph_joins_append(void **state) {
     (void)state;
     const uint64_t saved = random_state;

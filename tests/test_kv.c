@@ -132,7 +132,7 @@ static void rope64(double *y, const float *x, int32_t pos) {
         const int32_t b = r->pairing == ROCQ_ROPE_NEOX ? i + n / 2 : 2 * i + 1;
         const float factor = r->freq_factors ? 1.5f + (float)i : one;
         const double own = pow(s.base, -2 * (double)i / s.n_dims) / (double)factor;
-        const double angle = pos * rocq__rope_turn(&s, i, own), m = (double)s.magnitude;
+        const double angle = pos * rocq__rope_frequency(&s, i, own), m = (double)s.magnitude;
         const double u = y[a], v = y[b];
         y[a] = m * (u * cos(angle) - v * sin(angle));
         y[b] = m * (u * sin(angle) + v * cos(angle));
