@@ -612,7 +612,7 @@ static void print_rate(const char *what, int32_t n, double time) {
 // Of a layer, or with -1 of all.
 static void print_experts(run *r, int32_t layer) {
     const double mib = 1.0 / (1024 * 1024);
-    llama_expert_stats s;
+    llama_expert_stats s = {0};
     char name[32] = "experts";
     if (llama_get_expert_stats(&r->model, layer, &s) != ROCQ_OK || s.n_experts == 0) return;
     if (layer >= 0) snprintf(name, sizeof name, "  of layer %d", (int)layer);
@@ -626,7 +626,7 @@ static void print_stats(run *r) {
     const double mib = 1.0 / (1024 * 1024);
     const llama_model *m = &r->model;
     double total = 0, weights = (double)m->weight_bytes;
-    llama_expert_stats experts;
+    llama_expert_stats experts = {0};
     rocq_info info;
     rocq_get_info(r->ctx, &info);
     print_device(&info);
