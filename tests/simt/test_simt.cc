@@ -955,7 +955,7 @@ static void test_wrong_calls(void **) {
                          hip()->copy(host, (char *)memory + 1, 32, ROCQ_HIP_TO_HOST, stream),
                          hip()->copy(host, host + 32, 8, ROCQ_HIP_TO_DEVICE, stream),
                          hip()->copy(memory, host, 8, ROCQ_HIP_TO_HOST, stream),
-                         hip()->copy(memory, host, 8, 4, stream),
+                         hip()->copy(memory, host, 8, 5, stream),
                          hip()->fill((char *)memory + 32, 0, 1, stream),
                          hip()->stream_wait(handle),
                          hip()->stream_destroy(handle),
