@@ -498,8 +498,12 @@ static rocq_result llama__read_suppressed(llama_model *m, const rocq_gguf *file)
     static const char key[] = "tokenizer.ggml.suppress_tokens";
     rocq_gguf_value *tokens = &m->suppressed;
     int64_t token;
+    uint64_t natural; // what is above 2^63 is an integer, too, though no token
     if (rocq_gguf_find_value(file, key, tokens) != ROCQ_OK || tokens->count == 0) return ROCQ_OK;
-    if (tokens->is_array && rocq_gguf_value_i64(tokens, 0, &token) == ROCQ_OK) return ROCQ_OK;
+    if (tokens->is_array && (rocq_gguf_value_i64(tokens, 0, &token) == ROCQ_OK ||
+                             rocq_gguf_value_u64(tokens, 0, &natural) == ROCQ_OK)) {
+        return ROCQ_OK;
+    }
     return llama__mistyped(m, ROCQ_E_TYPE, file, key, "an array of integers");
 }
 

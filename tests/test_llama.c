@@ -1649,8 +1649,6 @@ static void test_forged(void **state) {
     assert_string_equal(error, "qwen35moe.block_count is 1073741824, expected 1 to 1024");
 }
 
-// Tokens that a file says are never drawn: greedy runs take the best of the others. Numbers of no
-// token do no harm, and another type is refused.
 static void test_expert_memory(void **state) {
     (void)state;
     static const char *const names[] = {"qwen3moe-Q8_0", "gpt-oss-MXFP4", "lfm2moe-F32",
@@ -1674,6 +1672,8 @@ static void test_expert_memory(void **state) {
     }
 }
 
+// Tokens that a file says are never drawn: greedy runs take the best of the others. Numbers of no
+// token do no harm, and another type is refused.
 static void test_suppressed(void **state) {
     (void)state;
     enum { N_BEST = 5 };
@@ -1685,6 +1685,7 @@ static void test_suppressed(void **state) {
     const llama_options options = {.n_ctx = N_CTX, .n_logits = N_PROMPT};
     float *logits = floats((int64_t)N_PROMPT * s.n_vocab), *last = logits;
     int32_t prompt[N_PROMPT], best[N_BEST + 3] = {0}, token;
+    uint64_t naturals[N_BEST] = {UINT64_MAX}; // no token, then all but the last
     char error[512];
     ours o;
     random_prompt(prompt, s.n_vocab, 9);
@@ -1697,11 +1698,12 @@ static void test_suppressed(void **state) {
         best[i] = best_of(last, s.n_vocab);
         last[best[i]] = -INFINITY;
     }
+    for (int i = 1; i < N_BEST; i++) naturals[i] = (uint64_t)best[i - 1];
     best[N_BEST] = -1;
     best[N_BEST + 1] = s.n_vocab;
     best[N_BEST + 2] = INT32_MAX;
     const key lists[2][2] = {{{name, ROCQ_GGUF_I32, N_BEST + 3, best}, {0}},
-                             {{name, ROCQ_GGUF_I32, N_BEST - 1, best}, {0}}};
+                             {{name, ROCQ_GGUF_U64, N_BEST, naturals}, {0}}};
     const key wrong[2][2] = {{{name, ROCQ_GGUF_F32, 2, f_1s}, {0}},
                              {{name, ROCQ_GGUF_U32, 0, &u_1}, {0}}};
     for (int k = 0; k < 2; k++) {
