@@ -543,7 +543,9 @@ static bool generate(run *r) {
                 const int32_t half = (r->model.n_ctx - r->o.shift + 1) / 2;
                 if (r->o.shift < 0 || half < 1) break;
                 if (llama_forget(&r->model, r->o.shift, half) != ROCQ_OK) {
-                    return fail(r->o.model, r->model.error);
+                    fail(r->o.model, r->model.error);
+                    if (!r->o.asks) return false;
+                    break; // the answer ends; the next question begins the conversation anew
                 }
             }
             rocq_region_begin(r->ctx, "token");

@@ -1307,7 +1307,7 @@ static inline rocq_result train_evaluate(trainer *t, const train_batch *batch, f
 // ---------------------------------------------------------------------------------------------
 
 // A checkpoint is a GGUF file, whose reader knows when one is cut short. Behind all that is loaded
-// comes a sum of it, four times over, which fills its block: no byte of the file is mere padding.
+// comes a sum of it, four times over, which fills its block: no byte there is mere padding.
 // A bit that changed on a disk could make a moment negative, its weight NaN, and all losses then.
 enum { TRAIN__VERSION = 2, TRAIN__MOST_PARTS = 6, TRAIN__SUMS = 4 };
 static const int64_t train__n_sums = TRAIN__SUMS * 2; // in 32 bits
