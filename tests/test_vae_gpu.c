@@ -5,9 +5,9 @@
 #define VAE_TEARDOWN nothing_was_wrong
 #define VAE_SIMULATED 1
 static int nothing_was_wrong(void **state);
-#include "test_vae.c"
-
 #include "simt/hip.h"
+
+#include "test_vae.c"
 
 static int nothing_was_wrong(void **state) {
     (void)state;
