@@ -3098,7 +3098,8 @@ KERNEL_WAVES(matvec_int8_mixed_n1, rocq_k_matvec_args, 256, matvec_waves(MATVEC_
         matvec_block<ROCQ_K_ID_##f, 1, true, true>(a);                                           \
     }
 ROCQ_K_CODED_FORMATS(ROCQ_X_ROW, )
-// At 4 waves an H200 takes the 384 blocks of a 7B's Q, K and V in two turns: 18.7 us, not 13.9.
+// Registers for 6 waves a SIMD, as the 384 blocks of a 7B's Q, K and V are then all resident on an
+// H200: the launch takes 13.9 us. With 4 the last blocks wait until others have ended: 18.7 us.
 KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_MIXED, 1, true, true>(a);
 }
@@ -3122,7 +3123,8 @@ DEV float experts_value(int32_t kind, float limit, float alpha, bool has_w2, flo
     return has_w2 ? v * z2 : v;
 }
 
-// Which of the copies is that of expert e, or -1. Uniform, as e is.
+// Which of the copies is that of expert e, or -1 if it has none. All lanes have the same e; reading
+// the first lane's entry lets the compiler keep what follows from it in scalar registers.
 DEV int experts_copy(const rocq_k_experts_copies &copies, int e) {
     const int at = copies.n > 0 ? wave_read(gload(copies.at + e), 0) : -1;
     return (uint32_t)at < (uint32_t)copies.n ? at : -1;
@@ -3175,8 +3177,8 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
                 if (row == 0 && lane_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_ID);
             } else {
                 const int copy = experts_copy(a.copies, e);
-                // A pass a matrix: chosen both at once, their addresses stay in registers
-                // throughout, and CUDA's 64 do not suffice.
+                // One pass for each matrix. A single pass over both would keep the addresses of
+                // both live throughout, and with 64 registers a thread nvcc spilled.
 #pragma unroll 1
                 for (int pass = 0; pass < (a.weights.w2 ? 2 : 1); pass++) {
                     rocq_k_matvec_weights p = a.weights;
@@ -3439,10 +3441,11 @@ KERNEL(route, rocq_k_route_args, 32) {
     route_token(a, a.common.block0 + block_index(), lds);
 }
 
-// router: rmsnorm of one column of x, products of that with F32 weights, and the choice of experts
-// by what one of them has made. A block is that of a matvec, but each norms x for itself, as in
-// matvec_row, and has it in LDS; block 0 also stores it, in F32 and, if row.y is set, in Q8_0. The
-// block that is done last chooses.
+// router: rmsnorm of one column of x, products of the result with F32 weights, and the choice of
+// experts; the logits that it goes by are the result of one of these products. Blocks and waves own
+// rows as in a matvec. Every block computes the norm for itself, as in matvec_row, and keeps the
+// normed x in LDS; block 0 also stores it, in F32 and, if row.y is set, in Q8_0. The block that
+// finishes last finds all logits in memory, and its first wave chooses.
 // Geometry: see rocq_k_router_args. LDS: 21 KB. Bytes: w once, x and the norm's weight once a
 // block.
 enum {

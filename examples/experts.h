@@ -116,9 +116,11 @@ static int32_t llama__extreme(const llama_model *m, const llama_layer *l, bool k
     return found;
 }
 
-// Gives slots of a layer to experts that are used more than those that have them. heat counts uses,
-// those before the last turn LLAMA__FADE times, so a difference of 1 / (1 - LLAMA__FADE) is one
-// read through the bus less until the next turn, which is what the copy takes.
+// Gives slots of a layer to experts that are used more than those that have them. heat counts the
+// uses of an expert, and is multiplied by LLAMA__FADE each time the layer has its turn. Of an
+// expert that is used u times between two turns it tends to u / (1 - LLAMA__FADE). So where two
+// differ by 1 / (1 - LLAMA__FADE), the exchange saves one read through the bus until the next turn,
+// and that is what making the copy costs.
 #define LLAMA__FADE 0.875f
 static rocq_result llama__exchange(llama_model *m, llama_layer *l) {
     bool changed = false;
