@@ -4297,7 +4297,7 @@ static rocq__block *rocq__block_at(rocq_ctx *ctx, const rocq_buffer *buffer) {
     return block != &ctx->blocks ? block : NULL;
 }
 
-// memory: HOST in a CPU context, else DEVICE, or PINNED, which is not of the budget.
+// memory: HOST in a CPU context, else DEVICE or PINNED. PINNED does not count against the budget.
 static rocq_result rocq__buffer_take(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size,
                                      rocq_memory memory) {
     const bool on_gpu = rocq__on_gpu(ctx);
@@ -9182,7 +9182,8 @@ static ROCQ__SIMD int64_t rocq__sigmoid_simd(float *x, int64_t n) {
     return i;
 }
 
-// max keeps NaN, and -0, which the scalar form does not and which + 0 makes 0.
+// max(0, v) returns v where that is NaN, as the scalar form does, but also where it is -0, of which
+// the scalar form makes 0: adding 0 does so here.
 static ROCQ__SIMD int64_t rocq__relu_simd(float *x, int64_t n) {
     const rocq__v8 zero = rocq__v8_set1(0.0f);
     int64_t i = 0;
@@ -10647,8 +10648,8 @@ ROCQ__BLOCK_AVX2(tq1_0) {
     }
 }
 
-// A dot takes the upper two of four bits in place, as four times the code, which spares it a shift,
-// and divides the group's sum.
+// Every second code is used where it stands, two bits above the one before it, and so multiplied as
+// four times the code, which saves a shift; the sum of such a group is divided by four.
 ROCQ__BLOCK_AVX2(tq2_0) {
     __m256i v[8];
     rocq__put_same_scale_avx2(to, row, at + 64);
@@ -11136,7 +11137,7 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(NVFP4, nvfp4, 12, 4)  \
     X(MXFP6_E2M3, mxfp6_e2m3, 0, 0)
 
-// Those with a codebook, its entries and its name in rocq__books.
+// The formats with a codebook: the type of its entries, and its name in rocq__books.
 #define ROCQ__MM_BOOK(X)                 \
     X(IQ1_S, iq1_s, iq1, iq1)            \
     X(IQ1_M, iq1_m, iq1, iq1)            \
@@ -11470,7 +11471,8 @@ enum {
     ROCQ__LORA_AHEAD = 2048             // bytes of B that are prefetched
 };
 
-// B of a matrix is over before the processor sees a stream in it.
+// Prefetches rows of B, which is so short that it ends before the processor's own prefetcher has
+// recognised the stream.
 static inline void rocq__mm_fetch_lora(const unsigned char *row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(row, i);
 }
@@ -17734,7 +17736,8 @@ typedef struct rocq__upload {
     rocq_result result;   // of the last submission
 } rocq__upload;
 
-// The kind of a copy to or from a tensor, which is usual but for buffers in pinned memory.
+// The kind of a copy that has the tensor's data on its device side: by address where that lies in
+// pinned memory, which the runtime takes for the host's, else the usual one.
 static int rocq__copy_kind(const rocq_ctx *ctx, const void *data, int usual) {
     const uintptr_t at = (uintptr_t)data;
     for (const rocq__block *b = ctx->blocks.next; b != &ctx->blocks; b = b->next) {
@@ -19222,8 +19225,9 @@ static void rocq__job_attention(rocq__job *job, const void *params) {
 
 // -- rmsnorm, layernorm --
 
-// A row of up to 16 elements a thread stays in registers. As few threads as that allows where there
-// are rows for all units: then more rows are under way, and a block's sums are quicker.
+// A row stays in registers where a thread has at most 16 of its elements. Where rows suffice for
+// all units of the chip, a block has as few threads as that allows: more rows are then in work at
+// once, and sums over a smaller block take less time.
 static int rocq__norm_threads(const rocq_ctx *ctx, const rocq_norm_params *p) {
     const int64_t many = 16 * (int64_t)rocq__chip_of(ctx)->n_units;
     int threads = rocq__n_rows(p->x) >= many ? 32 : rocq__row_threads(p->x->ne[0]);
@@ -22328,10 +22332,10 @@ static bool rocq__same_norm(const rocq_norm_params *a, const rocq_norm_params *b
 }
 
 // RMSNorm into the F32 products of a router, and these into the choice of experts, for one token
-// (kernel router); before it there may be the same norm in Q8_0, for the experts. Block 0 stores
-// both results of the norm while others still read its x and weight, and nothing but the choice
-// comes behind all blocks. So none of these may be among what the products write, and of a product
-// only its x may overlap a result of the norm.
+// (kernel router); before it there may be the same norm in Q8_0, for the experts. Blocks do not
+// wait for each other, and only the choice of experts runs after all of them: block 0 stores both
+// results of the norm while others still read its x and weight. So the products may write none of
+// these, and of a product only its x may overlap a result of the norm.
 static const rocq__node *rocq__joins_router(const rocq_ctx *ctx, const rocq__node *node,
                                             rocq__joined *before) {
     const rocq_norm_params *norm = (const rocq_norm_params *)node->params, *coded = NULL;
@@ -22407,9 +22411,9 @@ static bool rocq__joins_beside(const rocq_ctx *ctx, const rocq__node *node, rocq
 }
 
 // The last of the ops that a GPU does in one launch with that of a node, or NULL if that has its
-// own; *before is for rocq__run_hip. In a token's step of llama that saves three launches of a
-// layer's eight, and of a mixture's three more. All that is written has the bits that it has when
-// ops are launched one by one, except that rotated queries which nothing reads are not written.
+// own; *before is for rocq__run_hip. In a token's step of llama that saves three of a layer's eight
+// launches, and more of a mixture's. All that is written has the bits that it has when ops are
+// launched one by one, except that rotated queries which nothing reads are not written.
 static const rocq__node *rocq__joins(rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     memset(before, 0, sizeof *before);
     if (!rocq__on_gpu(ctx) || !node->next) return NULL;
