@@ -5111,7 +5111,7 @@ typedef struct rocq__plan {
 enum {
     ROCQ__MOST_PRODUCTS = 16, // in a chain; the bound also ends a chain that is a cycle
     ROCQ__PLAN_STAGES = 2 + ROCQ__MOST_PRODUCTS, // of one op; the most such a chain has
-    ROCQ__PLAN_BYTES = 24576, // of one op
+    ROCQ__PLAN_BYTES = 25600, // of one op
     // Handing a chunk to a thread that spins costs 0.2 microseconds; to one that sleeps, 5 and
     // more.
     ROCQ__WORTH_STEP = 16384,
@@ -9334,6 +9334,7 @@ enum {
     ROCQ__MM_ROWS = 8,      // of a panel
     ROCQ__MM_PAIR = 2 * ROCQ__MM_ROWS,
     ROCQ__MM_PANELS = 8,    // of a tile
+    ROCQ__MM_PAIRS = ROCQ__MM_PANELS / 2,
     ROCQ__MM_TILE_M = ROCQ__MM_ROWS * ROCQ__MM_PANELS,
     ROCQ__MM_TILE_N = 128,  // a multiple of 8
     ROCQ__MM_SEGMENT = 512, // of K; a multiple of every block
@@ -9342,14 +9343,19 @@ enum {
     ROCQ__MM_FEW = 16       // up to so many columns w is read in order: see rocq__mm_sums
 };
 
-// Every thread has one, 64-byte aligned. A pair of int8 panels lies as the dot instructions want
-// it: codes[k / 4][row][k % 4], scale and min[k / group][row].
-typedef struct rocq__mm_work {
-    float sums[ROCQ__MM_TILE_N][ROCQ__MM_TILE_M];
-    float rows[ROCQ__MM_ROWS][ROCQ__MM_SEGMENT]; // F32 panel
+// A pair of int8 panels, as the dot instructions want it: codes[k / 4][row][k % 4], scale and
+// min[k / group][row].
+typedef struct rocq__mm_pair {
     float scale[ROCQ__MM_SEGMENT / 16][ROCQ__MM_PAIR];
     float min[ROCQ__MM_SEGMENT / 16][ROCQ__MM_PAIR];
     int8_t codes[ROCQ__MM_SEGMENT / 4][ROCQ__MM_PAIR][4];
+} rocq__mm_pair;
+
+// Every thread has one, 64-byte aligned.
+typedef struct rocq__mm_work {
+    float sums[ROCQ__MM_TILE_N][ROCQ__MM_TILE_M];
+    float rows[ROCQ__MM_ROWS][ROCQ__MM_SEGMENT]; // F32 panel
+    rocq__mm_pair pairs[ROCQ__MM_PAIRS]; // the first, unless all of a tile are multiplied at once
 } rocq__mm_work;
 
 // A converted int8 column is K codes, then one of these per group of w.
@@ -9361,9 +9367,9 @@ typedef struct rocq__mm_group {
     };
 } rocq__mm_group;
 
-// What an int8 dot multiplies: the first groups of the pair in work with n columns.
+// What an int8 dot multiplies: the first groups of a pair, or of a tile's pairs, with n columns.
 typedef struct rocq__mm_tile {
-    const rocq__mm_work *work;
+    const rocq__mm_pair *pairs;
     int64_t group, n_groups; // elements per group; groups
     bool has_min;
     const int8_t *x;         // codes of the first column
@@ -9382,7 +9388,7 @@ typedef void (*rocq__take_book)(rocq__book_block *to, float *scale, const void *
 // One segment of the eight rows of a panel, as w stores it.
 typedef struct rocq__mm_rows {
     const unsigned char *at[ROCQ__MM_ROWS];
-    int64_t stride;           // a pass only: bytes from row to row
+    int64_t stride;           // a pass or a whole pair only: bytes from row to row
     int64_t ahead;            // bytes from at[r] to what is prefetched: the next segment or panel
     int64_t l2_ahead;         // not 0: a pass also prefetches into L2, so many bytes ahead
     int64_t row_ahead;        // not 0: a pass prefetches so many bytes ahead in each row
@@ -9392,8 +9398,11 @@ typedef struct rocq__mm_rows {
     const void *book;          // and that
 } rocq__mm_rows;
 
-// Decodes the rows into rows first to first + 7 of work's int8 pair.
-typedef void (*rocq__mm_pack)(rocq__mm_work *work, const rocq__mm_rows *rows, int first);
+// Decodes the rows into rows first to first + 7 of the pair.
+typedef void (*rocq__mm_pack)(rocq__mm_pair *pair, const rocq__mm_rows *rows, int first);
+
+// The same for all rows of the pair, which are `stride` bytes apart.
+typedef void (*rocq__mm_pack_pair)(rocq__mm_pair *pair, const rocq__mm_rows *rows);
 
 // Writes the sums of the rows, which are decoded and multiplied with a single column without a
 // panel in between.
@@ -9416,8 +9425,7 @@ typedef struct rocq__mm {
     const void *book;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
     int64_t n_matrices; // of w
-    int64_t panel_rows; // that count as one when threads share: of a pair, but of a panel for a
-                        // lone column without AVX-512
+    int64_t panel_rows; // that count as one when threads share: see rocq__mm_rows_shared
     int64_t n_panels, n_tiles;
     int64_t column_bytes;
     int64_t columns_at;     // in scratch memory
@@ -9425,9 +9433,12 @@ typedef struct rocq__mm {
     rocq__mm_work *work;
     int64_t group; // INT8: elements per group of w's format
     bool has_min;
+    bool raise;     // a pair's codes are raised by 128 once they are decoded
     int32_t offset; // INT8: what the kernels add to w's codes; see rocq__dot_4
     rocq__mm_dot dot;
+    rocq__mm_dot wide_dot;        // of all pairs of a tile at once, or NULL
     rocq__mm_pack pack;
+    rocq__mm_pack_pair pack_pair; // or NULL; it raises the codes itself
     rocq__mm_pass pass;           // or NULL
     rocq__mm_pass wide_pass;      // of both panels of a pair at once, or NULL
     bool fetch_l2;                // see rocq__mm_column_sums
@@ -9612,10 +9623,10 @@ static inline const rocq__mm_group *rocq__tile_groups(const rocq__mm_tile *tile,
 
 // Scalar reference of the int8 dot, and of the layout it reads.
 static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile) {
-    const rocq__mm_work *work = tile->work;
+    const rocq__mm_pair *pair = tile->pairs;
     for (int64_t c = 0; c < tile->n; c++) {
         const int8_t *x = rocq__tile_codes(tile, c);
-        const int8_t(*w)[ROCQ__MM_PAIR][4] = work->codes;
+        const int8_t(*w)[ROCQ__MM_PAIR][4] = pair->codes;
         const rocq__mm_group *groups = rocq__tile_groups(tile, c);
         for (int64_t g = 0; g < tile->n_groups; g++) {
             int32_t dot[ROCQ__MM_PAIR] = {0};
@@ -9626,9 +9637,9 @@ static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *
                 }
             }
             for (int r = 0; r < ROCQ__MM_PAIR; r++) {
-                const float scale = work->scale[g][r] * groups[g].scale;
+                const float scale = pair->scale[g][r] * groups[g].scale;
                 sums[c][r] = fmaf(scale, (float)dot[r], sums[c][r]);
-                if (tile->has_min) sums[c][r] = fmaf(-work->min[g][r], groups[g].sum, sums[c][r]);
+                if (tile->has_min) sums[c][r] = fmaf(-pair->min[g][r], groups[g].sum, sums[c][r]);
             }
         }
     }
@@ -9643,6 +9654,8 @@ static void rocq__dot_int8(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *
 // Compilers regroup a chain of integer adds into a tree at its end, or move all loads to its start;
 // the terms then wait in memory for want of registers, at half the speed.
 #define ROCQ__KEEP_ORDER(v) __asm__("" : "+x"(v))
+// Loaded once into a register, not anew by every instruction that has it as an operand.
+#define ROCQ__KEEP_512(v) __asm__("" : "+v"(v))
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256i rocq__four_codes(const int8_t *x) {
     int32_t four;
@@ -9689,8 +9702,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE __m256 rocq__add_min_avx2(__m256 sum, cons
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
     float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_columns,
     const int quads, const int depth) {
-    const rocq__mm_work *work = tile->work;
-    const __m256i *w = (const __m256i *)(const void *)work->codes;
+    const rocq__mm_pair *pair = tile->pairs;
+    const __m256i *w = (const __m256i *)(const void *)pair->codes;
     const int step = depth ? 2 : 1; // fours at once; signed ones need registers for their signs
     const int8_t *x[4];
     const rocq__mm_group *groups[4];
@@ -9703,7 +9716,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
         for (int p = 0; p < 2; p++) sum[c][p] = _mm256_loadu_ps(sums[first + c] + 8 * p);
     }
     for (int64_t g = 0; g < tile->n_groups; g++) {
-        const float *scale = work->scale[g], *min = work->min[g];
+        const float *scale = pair->scale[g], *min = pair->min[g];
         __m256i dot[4][2], pairs[4][2];
         ROCQ__UNROLL
         for (int q = 0; q < quads; q += step, w += 2 * step) {
@@ -9738,81 +9751,136 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
     }
 }
 
-// The same with AVX-512 VNNI: a vector holds four codes of each row of the pair, and one
-// instruction adds four products. Signed codes are raised by 128 on the way.
+// The same with AVX-512 VNNI: a vector holds four codes of each row of a pair, and one instruction
+// adds four products. Signed codes have been raised by 128 (rocq__raise_codes). A core multiplies
+// two vectors in the time of one load of 64 bytes, so n_pairs and n_columns are such that few loads
+// feed many multiplications: the four pairs of a tile by three columns take seven loads for twelve,
+// and 29 registers. A lone pair, of the last rows, is multiplied with eight columns.
 ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_columns_vnni(
-    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_columns,
-    const int quads, const bool is_signed) {
-    const rocq__mm_work *work = tile->work;
-    const int8_t *w = &work->codes[0][0][0], *x[8];
+    float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile, int64_t first, const int n_pairs,
+    const int n_columns, const int quads, const bool has_min) {
+    const rocq__mm_pair *pairs = tile->pairs;
+    const int8_t *w = &pairs->codes[0][0][0], *x[8];
     const rocq__mm_group *groups[8];
-    __m512 sum[8];
+    __m512 sum[8][4];
     ROCQ__UNROLL
     for (int c = 0; c < n_columns; c++) {
         const int64_t column = ROCQ__MIN(first + c, tile->n - 1);
         x[c] = rocq__tile_codes(tile, column);
         groups[c] = rocq__tile_groups(tile, column);
-        sum[c] = _mm512_loadu_ps(sums[first + c]);
+        ROCQ__UNROLL
+        for (int p = 0; p < n_pairs; p++) sum[c][p] = _mm512_loadu_ps(sums[first + c] + 16 * p);
     }
     for (int64_t g = 0; g < tile->n_groups; g++) {
-        const __m512 scale = _mm512_loadu_ps(work->scale[g]), min = _mm512_loadu_ps(work->min[g]);
-        __m512i dot[8];
+        __m512i dot[8][4];
         ROCQ__UNROLL
         for (int c = 0; c < n_columns; c++) {
-            dot[c] = _mm512_set1_epi32(tile->has_min ? 0 : -groups[c][g].offset);
+            __m512i start = _mm512_setzero_si512();
+            if (!has_min) start = _mm512_sub_epi32(start, _mm512_set1_epi32(groups[c][g].offset));
+            ROCQ__UNROLL
+            for (int p = 0; p < n_pairs; p++) dot[c][p] = start;
         }
         ROCQ__UNROLL
         for (int q = 0; q < quads; q++, w += 64) {
-            __m512i codes = _mm512_loadu_si512(w);
-            if (is_signed) codes = _mm512_xor_si512(codes, _mm512_set1_epi8(-128));
+            __m512i codes[4];
+            ROCQ__UNROLL
+            for (int p = 0; p < n_pairs; p++) {
+                codes[p] = _mm512_loadu_si512(w + p * (int)sizeof *pairs);
+                ROCQ__KEEP_512(codes[p]);
+            }
             ROCQ__UNROLL
             for (int c = 0; c < n_columns; c++) {
                 int32_t four;
                 memcpy(&four, x[c] + 4 * q, sizeof four);
-                dot[c] = _mm512_dpbusd_epi32(dot[c], codes, _mm512_set1_epi32(four));
+                __m512i v = _mm512_set1_epi32(four);
+                if (n_pairs > 1) ROCQ__KEEP_512(v);
+                ROCQ__UNROLL
+                for (int p = 0; p < n_pairs; p++) {
+                    dot[c][p] = _mm512_dpbusd_epi32(dot[c][p], codes[p], v);
+                }
             }
         }
         ROCQ__UNROLL
-        for (int c = 0; c < n_columns; c++) {
-            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(groups[c][g].scale));
-            sum[c] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot[c]), sum[c]);
-            if (tile->has_min) {
-                sum[c] = _mm512_fnmadd_ps(min, _mm512_set1_ps(groups[c][g].sum), sum[c]);
+        for (int p = 0; p < n_pairs; p++) {
+            const __m512 scale = _mm512_loadu_ps(pairs[p].scale[g]);
+            ROCQ__UNROLL
+            for (int c = 0; c < n_columns; c++) {
+                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(groups[c][g].scale));
+                sum[c][p] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot[c][p]), sum[c][p]);
             }
-            x[c] += quads * 4;
+            if (!has_min) continue;
+            const __m512 min = _mm512_loadu_ps(pairs[p].min[g]);
+            ROCQ__UNROLL
+            for (int c = 0; c < n_columns; c++) {
+                sum[c][p] = _mm512_fnmadd_ps(min, _mm512_set1_ps(groups[c][g].sum), sum[c][p]);
+            }
         }
+        ROCQ__UNROLL
+        for (int c = 0; c < n_columns; c++) x[c] += quads * 4;
     }
     ROCQ__UNROLL
-    for (int c = 0; c < n_columns; c++) _mm512_storeu_ps(sums[first + c], sum[c]);
+    for (int c = 0; c < n_columns; c++) {
+        ROCQ__UNROLL
+        for (int p = 0; p < n_pairs; p++) _mm512_storeu_ps(sums[first + c] + 16 * p, sum[c][p]);
+    }
 }
 
-// `most` columns at a time; the last ones by four or two, but for one that is missing.
-#define ROCQ__DOT_INT8(name, TARGET, columns, most, quads, depth)                                 \
-    TARGET static void rocq__dot_int8_##name(float (*sums)[ROCQ__MM_TILE_M],                      \
-                                             const rocq__mm_tile *tile) {                         \
+// One pair by eight columns or two, and four pairs by three or two; one column too many adds to
+// sums that nobody reads.
+#define ROCQ__DOT_VNNI(name, quads, has_min)                                                      \
+    ROCQ__TARGET_AVX512 static void rocq__dot_pair_##name(float (*sums)[ROCQ__MM_TILE_M],         \
+                                                          const rocq__mm_tile *tile) {            \
         int64_t c = 0;                                                                            \
-        for (; c + (most) / 2 < tile->n; c += most) columns(sums, tile, c, most, quads, depth);   \
-        for (; c < tile->n; c += 2) columns(sums, tile, c, 2, quads, depth);                      \
+        for (; c + 4 < tile->n; c += 8) {                                                         \
+            rocq__dot_columns_vnni(sums, tile, c, 1, 8, quads, has_min);                          \
+        }                                                                                         \
+        for (; c < tile->n; c += 2) {                                                             \
+            rocq__dot_columns_vnni(sums, tile, c, 1, 2, quads, has_min);                          \
+        }                                                                                         \
+    }                                                                                             \
+    ROCQ__TARGET_AVX512 static void rocq__dot_tile_##name(float (*sums)[ROCQ__MM_TILE_M],         \
+                                                          const rocq__mm_tile *tile) {            \
+        int64_t c = 0;                                                                            \
+        for (; tile->n - c == 3 || tile->n - c > 4; c += 3) {                                     \
+            rocq__dot_columns_vnni(sums, tile, c, 4, 3, quads, has_min);                          \
+        }                                                                                         \
+        for (; c < tile->n; c += 2) {                                                             \
+            rocq__dot_columns_vnni(sums, tile, c, 4, 2, quads, has_min);                          \
+        }                                                                                         \
     }
-ROCQ__DOT_INT8(group32_depth0, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 8, 0)
-ROCQ__DOT_INT8(group32_depth4, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 8, 4)
-ROCQ__DOT_INT8(group32_depth8, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 8, 8)
-ROCQ__DOT_INT8(group16_depth0, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 4, 0)
-ROCQ__DOT_INT8(group16_depth2, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 4, 2)
-ROCQ__DOT_INT8(group16_depth4, ROCQ__TARGET_AVX2, rocq__dot_columns_avx2, 4, 4, 4)
-ROCQ__DOT_INT8(group32_signed_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 8, true)
-ROCQ__DOT_INT8(group32_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 8, false)
-ROCQ__DOT_INT8(group16_signed_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 4, true)
-ROCQ__DOT_INT8(group16_vnni, ROCQ__TARGET_AVX512, rocq__dot_columns_vnni, 8, 4, false)
+ROCQ__DOT_VNNI(group32, 8, false)
+ROCQ__DOT_VNNI(group32_min, 8, true)
+ROCQ__DOT_VNNI(group16, 4, false)
+ROCQ__DOT_VNNI(group16_min, 4, true)
+#undef ROCQ__DOT_VNNI
+
+// Adds 128 to the first k codes of each row of a pair, so that the byte dot can take them.
+ROCQ__TARGET_AVX512 static void rocq__raise_codes(rocq__mm_pair *pair, int64_t k) {
+    const __m512i high = _mm512_set1_epi8(-128);
+    for (int64_t i = 0; i < k / 4; i++) {
+        const __m512i v = _mm512_loadu_si512(pair->codes[i]);
+        _mm512_storeu_si512(pair->codes[i], _mm512_xor_si512(v, high));
+    }
+}
+
+// Four columns at a time; the last ones by two, but for one that is missing.
+#define ROCQ__DOT_INT8(name, quads, depth)                                                        \
+    ROCQ__TARGET_AVX2 static void rocq__dot_int8_##name(float (*sums)[ROCQ__MM_TILE_M],           \
+                                                        const rocq__mm_tile *tile) {              \
+        int64_t c = 0;                                                                            \
+        for (; c + 2 < tile->n; c += 4) rocq__dot_columns_avx2(sums, tile, c, 4, quads, depth);   \
+        for (; c < tile->n; c += 2) rocq__dot_columns_avx2(sums, tile, c, 2, quads, depth);       \
+    }
+ROCQ__DOT_INT8(group32_depth0, 8, 0)
+ROCQ__DOT_INT8(group32_depth4, 8, 4)
+ROCQ__DOT_INT8(group32_depth8, 8, 8)
+ROCQ__DOT_INT8(group16_depth0, 4, 0)
+ROCQ__DOT_INT8(group16_depth2, 4, 2)
+ROCQ__DOT_INT8(group16_depth4, 4, 4)
 #undef ROCQ__DOT_INT8
 
 // The dot for a format's group and depth.
-static rocq__mm_dot rocq__dot_int8_for(int64_t group, int depth, bool vnni) {
-    if (vnni && depth == 0) {
-        return group == 32 ? rocq__dot_int8_group32_signed_vnni
-                           : rocq__dot_int8_group16_signed_vnni;
-    }
-    if (vnni) return group == 32 ? rocq__dot_int8_group32_vnni : rocq__dot_int8_group16_vnni;
+static rocq__mm_dot rocq__dot_int8_for(int64_t group, int depth) {
     if (group == 16) {
         return depth == 0   ? rocq__dot_int8_group16_depth0
                : depth == 2 ? rocq__dot_int8_group16_depth2
@@ -9836,10 +9904,10 @@ static inline int32x4_t rocq__dot_4_neon(int32x4_t dot, int8x16_t w, int8x16_t x
 }
 
 static void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_tile *tile) {
-    const rocq__mm_work *work = tile->work;
+    const rocq__mm_pair *pair = tile->pairs;
     for (int64_t c = 0; c < tile->n; c++) {
         const rocq__mm_group *groups = rocq__tile_groups(tile, c);
-        const int8_t *x = rocq__tile_codes(tile, c), *w = &work->codes[0][0][0];
+        const int8_t *x = rocq__tile_codes(tile, c), *w = &pair->codes[0][0][0];
         float32x4_t sum[4];
         for (int h = 0; h < 4; h++) sum[h] = vld1q_f32(sums[c] + 4 * h);
         for (int64_t g = 0; g < tile->n_groups; g++) {
@@ -9852,11 +9920,11 @@ static void rocq__dot_int8_neon(float (*sums)[ROCQ__MM_TILE_M], const rocq__mm_t
                     dot[h] = rocq__dot_4_neon(dot[h], vld1q_s8(w + 16 * h), v);
             }
             for (int h = 0; h < 4; h++) {
-                const float32x4_t scale = vld1q_f32(work->scale[g] + 4 * h);
+                const float32x4_t scale = vld1q_f32(pair->scale[g] + 4 * h);
                 const float32x4_t both = vmulq_n_f32(scale, groups[g].scale);
                 sum[h] = vfmaq_f32(sum[h], both, vcvtq_f32_s32(dot[h]));
                 if (tile->has_min) {
-                    sum[h] = vfmsq_n_f32(sum[h], vld1q_f32(work->min[g] + 4 * h), groups[g].sum);
+                    sum[h] = vfmsq_n_f32(sum[h], vld1q_f32(pair->min[g] + 4 * h), groups[g].sum);
                 }
             }
         }
@@ -10060,7 +10128,7 @@ ROCQ__SIMD static void rocq__interleave_row(float *dst, rocq_format format,
 // -- panels --
 
 // Any format with codes, through its decoder.
-static void rocq__pack_int8(rocq__mm_work *work, const rocq__mm_rows *rows, int first) {
+static void rocq__pack_int8(rocq__mm_pair *pair, const rocq__mm_rows *rows, int first) {
     const rocq__codec *codec = rows->codec;
     const int64_t elems = codec->info.block_elems, n_groups = elems / codec->group;
     for (int r = 0; r < ROCQ__MM_ROWS; r++) {
@@ -10069,11 +10137,11 @@ static void rocq__pack_int8(rocq__mm_work *work, const rocq__mm_rows *rows, int 
             float scale[16], min[16];
             codec->unpack(rows->at[r] + b * codec->info.block_bytes, code, scale, min);
             for (int64_t k = 0; k < elems; k += 4) {
-                memcpy(work->codes[(b * elems + k) / 4][first + r], code + k, 4);
+                memcpy(pair->codes[(b * elems + k) / 4][first + r], code + k, 4);
             }
             for (int64_t g = 0; g < n_groups; g++) {
-                work->scale[b * n_groups + g][first + r] = scale[g];
-                work->min[b * n_groups + g][first + r] = min[g];
+                pair->scale[b * n_groups + g][first + r] = scale[g];
+                pair->min[b * n_groups + g][first + r] = min[g];
             }
         }
     }
@@ -11157,6 +11225,13 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(IQ4_NL, iq4_nl, 0, 0) \
     X(IQ4_XS, iq4_xs, 0, 0)
 
+// Those that 64-byte vectors decode into a whole pair.
+#define ROCQ__MM_FILL(X) \
+    X(Q4_0, q4_0)        \
+    X(Q8_0, q8_0)        \
+    X(Q4_K, q4_K)        \
+    X(Q6_K, q6_K)
+
 // Those with a pass of 64-byte vectors.
 #define ROCQ__MM_WIDE(X) \
     X(Q4_K, q4_K)        \
@@ -11235,16 +11310,126 @@ ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
     }
     _mm512_storeu_ps(sums, to.sum);
 }
+
+// One block of each of the 16 rows into a pair, of which `group` is the first group. The codes are
+// raised so that none is negative. The F16 that a small block begins with is taken with the bytes
+// behind it.
+#define ROCQ__FILL_AVX512(name)                                         \
+    ROCQ__WIDE void rocq__fill_##name##_avx512(                         \
+        rocq__mm_pair *to, int64_t group, const unsigned char *row, int64_t stride)
+
+ROCQ__FILL_AVX512(q4_0) {
+    __m512i v[4];
+    rocq__take_rows_avx512(v, row, stride);
+    _mm512_storeu_ps(to->scale[group], rocq__halves_avx512(v[0]));
+    rocq__take_rows_avx512(v, row + 2, stride);
+    ROCQ__UNROLL
+    for (int j = 0; j < 8; j++) {
+        _mm512_storeu_si512(to->codes[8 * group + j], rocq__bits_avx512(v[j % 4], j / 4 * 4, 15));
+    }
+}
+
+ROCQ__FILL_AVX512(q8_0) {
+    const __m512i high = _mm512_set1_epi8(-128);
+    __m512i v[4];
+    rocq__take_rows_avx512(v, row, stride);
+    _mm512_storeu_ps(to->scale[group], rocq__halves_avx512(v[0]));
+    ROCQ__UNROLL
+    for (int h = 0; h < 2; h++) {
+        rocq__take_rows_avx512(v, row + 2 + 16 * h, stride);
+        ROCQ__UNROLL
+        for (int j = 0; j < 4; j++) {
+            _mm512_storeu_si512(to->codes[8 * group + 4 * h + j], _mm512_xor_si512(v[j], high));
+        }
+    }
+}
+
+ROCQ__WIDE void rocq__fill_k_scales_avx512(rocq__mm_pair *to, int64_t group,
+                                           const unsigned char *row, int64_t stride) {
+    __m512i v[4];
+    rocq__take_rows_avx512(v, row, stride);
+    const __m512 d = rocq__halves_avx512(v[0]);
+    const __m512 dmin = rocq__halves_avx512(_mm512_srli_epi32(v[0], 16));
+    const __m512i sc[2] = {rocq__bits_avx512(v[1], 0, 63),
+                           rocq__join_avx512(v[3], 0, 15, v[1], 2, 48)};
+    const __m512i mn[2] = {rocq__bits_avx512(v[2], 0, 63),
+                           rocq__join_avx512(v[3], 4, 15, v[2], 2, 48)};
+    ROCQ__UNROLL
+    for (int g = 0; g < 8; g++) {
+        _mm512_storeu_ps(to->scale[group + g], rocq__scale_avx512(d, sc[g / 4], g % 4, false));
+        _mm512_storeu_ps(to->min[group + g], rocq__scale_avx512(dmin, mn[g / 4], g % 4, false));
+    }
+}
+
+ROCQ__FILL_AVX512(q4_K) {
+    rocq__fill_k_scales_avx512(to, group, row, stride);
+    ROCQ__UNROLL_PARTS
+    for (int c = 0; c < 8; c++) { // half c % 2 of two groups: their low and their high halves
+        __m512i v[4];
+        rocq__take_rows_avx512(v, row + 16 + 16 * c, stride);
+        ROCQ__UNROLL
+        for (int j = 0; j < 8; j++) {
+            const int64_t at = 8 * (group + c / 2 * 2 + j / 4) + c % 2 * 4 + j % 4;
+            _mm512_storeu_si512(to->codes[at], rocq__bits_avx512(v[j % 4], j / 4 * 4, 15));
+        }
+    }
+}
+
+ROCQ__FILL_AVX512(q6_K) {
+    __m512i a[4], b[4], high[4], s[4];
+    rocq__take_rows_avx512(a, row + 194, stride); // the last 2 of these 16 bytes are d
+    const __m512 d = rocq__halves_avx512(_mm512_srli_epi32(a[3], 16));
+    rocq__take_rows_avx512(s, row + 192, stride);
+    ROCQ__UNROLL
+    for (int g = 0; g < 16; g++) {
+        const __m512i code = _mm512_xor_si512(s[g / 4], _mm512_set1_epi8(-128));
+        _mm512_storeu_ps(to->scale[group + g], rocq__scale_avx512(d, code, g % 4, true));
+    }
+    ROCQ__UNROLL_PARTS
+    for (int c = 0; c < 4; c++) { // groups i, i + 2, i + 4 and i + 6 of half h
+        const int h = c / 2, i = c % 2;
+        rocq__take_rows_avx512(a, row + 64 * h + 16 * i, stride);
+        rocq__take_rows_avx512(b, row + 64 * h + 32 + 16 * i, stride);
+        rocq__take_rows_avx512(high, row + 128 + 32 * h + 16 * i, stride);
+        ROCQ__UNROLL
+        for (int j = 0; j < 4; j++) {
+            int8_t(*codes)[ROCQ__MM_PAIR][4] = to->codes + 4 * (group + 8 * h + i) + j;
+            _mm512_storeu_si512(codes[0], rocq__join_avx512(a[j], 0, 15, high[j], -4, 48));
+            _mm512_storeu_si512(codes[8], rocq__join_avx512(b[j], 0, 15, high[j], -2, 48));
+            _mm512_storeu_si512(codes[16], rocq__join_avx512(a[j], 4, 15, high[j], 0, 48));
+            _mm512_storeu_si512(codes[24], rocq__join_avx512(b[j], 4, 15, high[j], 2, 48));
+        }
+    }
+}
+#undef ROCQ__FILL_AVX512
+
+typedef void (*rocq__fill_avx512)(rocq__mm_pair *to, int64_t group, const unsigned char *row,
+                                  int64_t stride);
+
+ROCQ__WIDE void rocq__pack_avx512(rocq__mm_pair *pair, const rocq__mm_rows *rows,
+                                  rocq__fill_avx512 fill, const rocq__codec *codec) {
+    const int64_t bytes = codec->info.block_bytes;
+    for (int64_t b = 0; b < rows->n_blocks; b++) {
+        const unsigned char *row = rows->at[0] + b * bytes;
+        // A small block before this one may have prefetched the same cache line.
+        const bool fetched = bytes <= 64 && (b * bytes & 63) >= bytes;
+        for (int64_t r = 0; !fetched && r < ROCQ__MM_PAIR; r++) {
+            const unsigned char *at = row + r * rows->stride;
+            for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(at + i, rows->ahead);
+        }
+        fill(pair, b * (codec->info.block_elems / codec->group), row, rows->stride);
+    }
+}
 #undef ROCQ__WIDE
 
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
-    rocq__mm_work *work, const rocq__mm_rows *rows, int first, rocq__block_avx2 block,
+    rocq__mm_pair *pair, const rocq__mm_rows *rows, int first, rocq__block_avx2 block,
     const rocq__codec *codec) {
     const int64_t bytes = codec->info.block_bytes;
     rocq__sink to;
-    to.scale = (float(*)[ROCQ__MM_PAIR])(work->scale[0] + first);
-    to.min = (float(*)[ROCQ__MM_PAIR])(work->min[0] + first);
-    to.codes = (__m256i *)(void *)work->codes[0][first];
+    to.scale = (float(*)[ROCQ__MM_PAIR])(pair->scale[0] + first);
+    to.min = (float(*)[ROCQ__MM_PAIR])(pair->min[0] + first);
+    to.codes = (__m256i *)(void *)pair->codes[0][first];
     to.rows = rows;
     for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
         rocq__fetch_block_avx2(rows, at + rows->ahead, bytes);
@@ -11256,9 +11441,9 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
 }
 
 #define ROCQ__X(NAME, name, raise, depth)                                                         \
-    ROCQ__TARGET_AVX2 static void rocq__pack_##name##_avx2(rocq__mm_work *work,                   \
+    ROCQ__TARGET_AVX2 static void rocq__pack_##name##_avx2(rocq__mm_pair *pair,                   \
                                                            const rocq__mm_rows *rows, int first) {\
-        rocq__pack_avx2(work, rows, first, rocq__block_##name##_avx2, &rocq__codec_##name);       \
+        rocq__pack_avx2(pair, rows, first, rocq__block_##name##_avx2, &rocq__codec_##name);       \
     }                                                                                             \
     ROCQ__PASS(name, avx2, raise, depth, depth)
 #define ROCQ__PASS(name, tier, raise, depth_avx2, depth)                                          \
@@ -11282,12 +11467,19 @@ ROCQ__MM_VNNI(ROCQ__X)
     }
 ROCQ__MM_WIDE(ROCQ__X)
 #undef ROCQ__X
+#define ROCQ__X(NAME, name)                                                                   \
+    ROCQ__TARGET_AVX512 static void rocq__pack_##name##_avx512(rocq__mm_pair *pair,           \
+                                                               const rocq__mm_rows *rows) {   \
+        rocq__pack_avx512(pair, rows, rocq__fill_##name##_avx512, &rocq__codec_##name);       \
+    }
+ROCQ__MM_FILL(ROCQ__X)
+#undef ROCQ__X
 
 #define ROCQ__ENTRIES(entry)                                                                      \
-    ROCQ__TARGET_AVX2 static void rocq__pack_##entry##_avx2(rocq__mm_work *work,                  \
+    ROCQ__TARGET_AVX2 static void rocq__pack_##entry##_avx2(rocq__mm_pair *pair,                  \
                                                             const rocq__mm_rows *rows,            \
                                                             int first) {                          \
-        rocq__pack_avx2(work, rows, first, rocq__block_##entry##_avx2, rows->codec);              \
+        rocq__pack_avx2(pair, rows, first, rocq__block_##entry##_avx2, rows->codec);              \
     }                                                                                             \
     ROCQ__TARGET_AVX2 static void rocq__pass_##entry##_avx2(                                      \
         float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                      \
@@ -11299,6 +11491,28 @@ ROCQ__ENTRIES(iq1)
 #undef ROCQ__ENTRIES
 #endif
 
+#if ROCQ__HAS_AVX2
+// Those of AVX-512 that multiply several columns. is_signed: the codes, once decoded.
+static void rocq__mm_choose_vnni(rocq__mm *mm, bool is_signed) {
+    if (mm->group == 32) {
+        mm->dot = mm->has_min ? rocq__dot_pair_group32_min : rocq__dot_pair_group32;
+        mm->wide_dot = mm->has_min ? rocq__dot_tile_group32_min : rocq__dot_tile_group32;
+    } else {
+        mm->dot = mm->has_min ? rocq__dot_pair_group16_min : rocq__dot_pair_group16;
+        mm->wide_dot = mm->has_min ? rocq__dot_tile_group16_min : rocq__dot_tile_group16;
+    }
+    mm->raise = is_signed;
+    if (is_signed) mm->offset = 128;
+    switch (mm->w->format) {
+#define ROCQ__X(NAME, name) \
+    case ROCQ_##NAME: mm->pack_pair = rocq__pack_##name##_avx512; break;
+        ROCQ__MM_FILL(ROCQ__X)
+#undef ROCQ__X
+    default: break;
+    }
+}
+#endif
+
 // Chooses the kernels for INT8.
 static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     const rocq__codec *codec = rocq__codec_of(mm->w->format);
@@ -11307,6 +11521,9 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     mm->pack = rocq__pack_int8;
     mm->dot = rocq__dot_int8;
     mm->wide_pass = NULL;
+    mm->wide_dot = NULL;
+    mm->pack_pair = NULL;
+    mm->raise = false;
     (void)books;
 #if ROCQ__HAS_NEON
     if (mm->simd) mm->dot = rocq__dot_int8_neon;
@@ -11317,10 +11534,10 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
 #define ROCQ__X(NAME, name, raise, depth)                              \
     case ROCQ_##NAME:                                                  \
         mm->offset = raise;                                            \
-        mm->dot = rocq__dot_int8_for(mm->group, depth, mm->avx512);    \
+        mm->dot = rocq__dot_int8_for(mm->group, depth);                \
         mm->pack = rocq__pack_##name##_avx2;                           \
         mm->pass = mm->n == 1 ? rocq__pass_##name##_avx2 : NULL;       \
-        if (mm->avx512 && !mm->pass && (depth) == 0) mm->offset = 128; \
+        if (mm->avx512 && !mm->pass) rocq__mm_choose_vnni(mm, (depth) == 0); \
         break;
         ROCQ__MM_AVX2(ROCQ__X)
 #undef ROCQ__X
@@ -11328,10 +11545,10 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     case ROCQ_##NAME:                                             \
         mm->take_book = rocq__book_##name##_avx2;                 \
         mm->book = books->of;                                     \
-        mm->dot = rocq__dot_int8_for(mm->group, 0, mm->avx512);   \
+        mm->dot = rocq__dot_int8_for(mm->group, 0);               \
         mm->pack = rocq__pack_##entry##_avx2;                     \
         mm->pass = mm->n == 1 ? rocq__pass_##entry##_avx2 : NULL; \
-        if (mm->avx512 && !mm->pass) mm->offset = 128;            \
+        if (mm->avx512 && !mm->pass) rocq__mm_choose_vnni(mm, true); \
         return;
         ROCQ__MM_BOOK(ROCQ__X)
 #undef ROCQ__X
@@ -11426,17 +11643,19 @@ static void rocq__mm_panel_float(const rocq__mm *mm, rocq__mm_work *work,
     mm->dot_f32(sums, &floats, padded, x, column_floats, n);
 }
 
-// Adds to sums the products of a panel's rows, with INT8 a pair's, with n columns over elements
-// first .. first + k of K.
+// Adds to sums the products of a panel of rows, with INT8 of n_pairs pairs, with n columns over
+// elements first .. first + k of K.
 static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
                            float (*sums)[ROCQ__MM_TILE_M], const unsigned char *const *row,
-                           int64_t first, int64_t k, const unsigned char *columns, int64_t n) {
+                           int n_pairs, int64_t first, int64_t k, const unsigned char *columns,
+                           int64_t n) {
     const rocq_tensor *t = mm->w;
     const rocq_format format = t->format;
     const int64_t start = rocq__bytes(format, first);
     rocq__mm_rows rows;
     for (int r = 0; r < ROCQ__MM_ROWS; r++) rows.at[r] = row[r] + start;
-    const int64_t rows_of = mm->precision == ROCQ_PRECISION_INT8 ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
+    const int64_t rows_of =
+        mm->precision == ROCQ_PRECISION_INT8 ? n_pairs * ROCQ__MM_PAIR : ROCQ__MM_ROWS;
     rows.ahead = first + k < t->ne[0] ? rocq__bytes(format, k) // then the next panel's rows
                                       : rows_of * rocq__bytes(format, t->stride[1]) - start;
     if (mm->precision == ROCQ_PRECISION_INT8) {
@@ -11445,7 +11664,7 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         rows.take_book = mm->take_book;
         rows.book = mm->book;
         rows.n_blocks = k / rows.codec->info.block_elems;
-        tile.work = work;
+        tile.pairs = work->pairs;
         tile.group = mm->group;
         tile.n_groups = k / mm->group;
         tile.has_min = mm->has_min;
@@ -11454,10 +11673,24 @@ static void rocq__mm_panel(const rocq__mm *mm, rocq__mm_work *work,
         tile.groups_at += first / mm->group * (int64_t)sizeof(rocq__mm_group);
         tile.column_bytes = mm->column_bytes;
         tile.n = n;
-        mm->pack(work, &rows, 0);
-        for (int r = 0; r < ROCQ__MM_ROWS; r++) rows.at[r] = row[ROCQ__MM_ROWS + r] + start;
-        mm->pack(work, &rows, ROCQ__MM_ROWS);
-        mm->dot(sums, &tile);
+        rows.stride = rocq__bytes(format, t->stride[1]);
+        for (int p = 0; p < n_pairs; p++, row += ROCQ__MM_PAIR) {
+            // Past the last row the last one comes again.
+            const int last = ROCQ__MM_PAIR - 1;
+            if (mm->pack_pair && row[last] - row[0] == last * rows.stride) {
+                rows.at[0] = row[0] + start;
+                mm->pack_pair(&work->pairs[p], &rows);
+                continue;
+            }
+            for (int first_row = 0; first_row < ROCQ__MM_PAIR; first_row += ROCQ__MM_ROWS) {
+                for (int r = 0; r < ROCQ__MM_ROWS; r++) rows.at[r] = row[first_row + r] + start;
+                mm->pack(&work->pairs[p], &rows, first_row);
+            }
+#if ROCQ__HAS_AVX2
+            if (mm->raise) rocq__raise_codes(&work->pairs[p], k);
+#endif
+        }
+        (n_pairs > 1 ? mm->wide_dot : mm->dot)(sums, &tile);
         return;
     }
     rocq__mm_panel_float(mm, work, sums, &rows, k,
@@ -11587,8 +11820,12 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
                           int64_t n_rows, const unsigned char *columns, int64_t n, bool few) {
     const rocq_tensor *w = mm->w;
     const bool pairs = mm->precision == ROCQ_PRECISION_INT8;
-    const int64_t step = pairs ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
-    const int64_t n_padded = (n_rows + mm->panel_rows - 1) / mm->panel_rows * mm->panel_rows;
+    // Three pairs take longer one by one than as a tile with a fourth that nobody reads.
+    const bool whole = mm->wide_dot && n_rows > ROCQ__MM_TILE_M / 2;
+    const int64_t step = whole ? ROCQ__MM_TILE_M : pairs ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
+    const int64_t n_padded = (n_rows + step - 1) / step * step;
+    // What a tile's pairs have of a segment would fill L1 alone.
+    const int64_t segment = whole ? ROCQ__MM_SEGMENT / 2 : ROCQ__MM_SEGMENT;
     const unsigned char *row[ROCQ__MM_TILE_M]; // past the last row, the last row again
     const unsigned char *first_row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
     const int64_t stride = rocq__bytes(w->format, w->stride[1]);
@@ -11596,11 +11833,12 @@ static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matri
     memset(work->sums, 0, (size_t)((n + 7) / 8 * 8) * sizeof work->sums[0]);
     const int64_t some = few ? step : n_padded;
     for (int64_t top = 0; top < n_padded; top += some) {
-        for (int64_t first = 0; first < w->ne[0]; first += ROCQ__MM_SEGMENT) {
-            const int64_t k = ROCQ__MIN((int64_t)ROCQ__MM_SEGMENT, w->ne[0] - first);
+        for (int64_t first = 0; first < w->ne[0]; first += segment) {
+            const int64_t k = ROCQ__MIN(segment, w->ne[0] - first);
             for (int64_t r = top; r < top + some; r += step) {
                 float(*sums)[ROCQ__MM_TILE_M] = (float(*)[ROCQ__MM_TILE_M])(work->sums[0] + r);
-                rocq__mm_panel(mm, work, sums, row + r, first, k, columns, n);
+                rocq__mm_panel(mm, work, sums, row + r, whole ? ROCQ__MM_PAIRS : 1, first, k,
+                               columns, n);
             }
         }
     }
@@ -11693,6 +11931,26 @@ static void rocq__mm_panels(rocq__mm *mm, int64_t begin, int64_t end, int32_t th
     else rocq__mm_run(mm, begin, end, thread);
 }
 
+// Rows that count as one when threads share. A tile's pairs are multiplied together nearly twice as
+// fast as one by one, so they stay together unless threads would go without.
+static int64_t rocq__mm_rows_shared(const rocq__mm *mm, const rocq_ctx *ctx) {
+    const int64_t n_threads = ctx->desc.n_threads;
+    if (ROCQ__HAS_AVX2 && mm->simd && !mm->avx512 && mm->n == 1) return ROCQ__MM_ROWS;
+    if (mm->wide_dot) {
+        const int64_t tiles = (mm->w->ne[1] + ROCQ__MM_TILE_M - 1) / ROCQ__MM_TILE_M;
+        const int64_t n = tiles * mm->n_tiles * mm->n_matrices;
+        const int64_t longest = (n + n_threads - 1) / n_threads;
+        const int64_t longest_of_pairs = (ROCQ__MM_PAIRS * n + n_threads - 1) / n_threads;
+        if (20 * longest <= 9 * longest_of_pairs) return ROCQ__MM_TILE_M;
+    }
+    return ROCQ__MM_PAIR;
+}
+
+static void rocq__mm_share(rocq__mm *mm, int64_t rows) {
+    mm->panel_rows = rows;
+    mm->n_panels = (mm->w->ne[1] + rows - 1) / rows;
+}
+
 // Fills in all that follows from the params; only the addresses in scratch memory are left open. n
 // is the number of columns that each matrix of w is multiplied by. If b is not NULL, the product is
 // that of p's adapter, b t, instead of w x.
@@ -11725,9 +11983,7 @@ static void rocq__mm_plan(rocq__mm *mm, const rocq_ctx *ctx, const rocq_matmul_p
     const int64_t w_bytes = rocq__bytes(w->format, w->stride[1]) * w->ne[1];
     mm->fetch_l2 =
         mm->avx512 && w_bytes >= 2 * ROCQ__MM_L2_AHEAD * (int64_t)ctx->desc.n_threads;
-    const bool single = ROCQ__HAS_AVX2 && mm->simd && !mm->avx512 && mm->n == 1;
-    mm->panel_rows = single ? ROCQ__MM_ROWS : ROCQ__MM_PAIR;
-    mm->n_panels = (w->ne[1] + mm->panel_rows - 1) / mm->panel_rows;
+    rocq__mm_share(mm, rocq__mm_rows_shared(mm, ctx));
 }
 
 // Whether two products of a chain can share converted columns. They have the same x, unless one is
@@ -11831,6 +12087,10 @@ static int64_t rocq__mm_lay(rocq__mm_chain *chain, rocq__mm_product *products, c
             product->other_params.precision = p->precision;
             product->other_params.lora_scale = p->lora_scale;
             rocq__mm_plan(&product->other, ctx, &product->other_params, n, NULL, NULL);
+            if (product->other.panel_rows != product->main.panel_rows) { // of two formats
+                rocq__mm_share(&product->main, ROCQ__MM_PAIR);
+                rocq__mm_share(&product->other, ROCQ__MM_PAIR);
+            }
             rocq__mm_columns(chain, &product->other, &bytes);
             rocq__mm_lay_adapter(chain, &product->other, &product->adapters[1], ctx, p->lora_b2,
                                  p->lora_t2, &bytes);
@@ -11918,11 +12178,11 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
             product->main_params.y = &product->main_y;
         }
         n_items += rocq__mm_items(&product->main);
-        most = ROCQ__MAX(most, ROCQ__MIN(product->main.n, (int64_t)ROCQ__MM_TILE_N));
+        most = ROCQ__MAX(most, product->main.panel_rows *
+                                   ROCQ__MIN(product->main.n, (int64_t)ROCQ__MM_TILE_N));
     }
     rocq__plan_stage(plan, rocq__mm_convert_all, chain, n_columns, rocq__plan_grain(plan, 4 * k));
-    const int64_t panel_work = k * products->main.panel_rows * most;
-    rocq__plan_stage(plan, rocq__mm_run_all, chain, n_items, rocq__plan_grain(plan, panel_work));
+    rocq__plan_stage(plan, rocq__mm_run_all, chain, n_items, rocq__plan_grain(plan, k * most));
     for (int32_t i = 0; p; p = p->next, i++) {
         if (!products[i].has_cast) continue;
         const rocq_cast_params cast = {p->y, &products[i].main_y};
@@ -11933,8 +12193,10 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
 #if ROCQ__HAS_AVX2
 #undef ROCQ__UNROLL_PARTS
 #undef ROCQ__KEEP_ORDER
+#undef ROCQ__KEEP_512
 #undef ROCQ__MM_BOOK
 #undef ROCQ__MM_VNNI
+#undef ROCQ__MM_FILL
 #undef ROCQ__MM_WIDE
 #undef ROCQ__MM_AVX2
 #endif
@@ -12206,7 +12468,7 @@ enum {
     ROCQ__ATTEND_SPLIT = 192, // KV positions per split, a multiple of the tile
     ROCQ__ATTEND_FEW = 8,     // so many query rows are few
     ROCQ__ATTEND_LANES = 16,  // queries, or elements of values, that a product takes at once;
-                              // with AVX-512 twice as many
+                              // with AVX-512 up to four times as many
     ROCQ__ATTEND_SIX = 6      // keys, or queries, that it takes
 };
 
@@ -12692,43 +12954,67 @@ static ROCQ__SIMD void rocq__attend_multiply_simd(const rocq__attend_product *p)
 }
 
 #if ROCQ__HAS_AVX2
-// The same with twice the lanes.
-ROCQ__TARGET_AVX512 static void rocq__attend_multiply_avx512(const rocq__attend_product *p) {
+// The same with n_vectors of 16 lanes. A core multiplies two vectors of 64 bytes in the time of one
+// load: with two vectors a product waits for its loads, which are eight for twelve; with four they
+// are ten for 24.
+ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__attend_multiply_wide(
+    const rocq__attend_product *p, const int n_vectors) {
     const int64_t a_row = p->a_row, a_step = p->a_step, b_step = p->b_step;
     const float *a0 = p->a, *a3 = p->a + 3 * a_row, *b = p->b;
-    __m512 sum[12];
+    __m512 sum[6][4];
     ROCQ__UNROLL
-    for (int i = 0; i < 12; i++) {
-        sum[i] = _mm512_setzero_ps();
-        if (!p->keep) continue;
-        sum[i] = _mm512_mul_ps(_mm512_set1_ps(p->keep[i / 2]),
-                               _mm512_loadu_ps(p->c + i / 2 * p->c_row + 16 * (i % 2)));
+    for (int i = 0; i < 6; i++) {
+        ROCQ__UNROLL
+        for (int v = 0; v < n_vectors; v++) {
+            sum[i][v] = _mm512_setzero_ps();
+            if (!p->keep) continue;
+            sum[i][v] = _mm512_mul_ps(_mm512_set1_ps(p->keep[i]),
+                                      _mm512_loadu_ps(p->c + i * p->c_row + 16 * v));
+        }
     }
     for (int64_t k = 0; k < p->n; k++, a0 += a_step, a3 += a_step, b += b_step) {
-        const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16);
+        __m512 lanes[4];
+        ROCQ__UNROLL
+        for (int v = 0; v < n_vectors; v++) lanes[v] = _mm512_loadu_ps(b + 16 * v);
         ROCQ__UNROLL
         for (int i = 0; i < 6; i++) {
             const __m512 one = _mm512_set1_ps(*(i < 3 ? a0 + i * a_row : a3 + (i - 3) * a_row));
-            sum[2 * i] = _mm512_fmadd_ps(one, b0, sum[2 * i]);
-            sum[2 * i + 1] = _mm512_fmadd_ps(one, b1, sum[2 * i + 1]);
+            ROCQ__UNROLL
+            for (int v = 0; v < n_vectors; v++) {
+                sum[i][v] = _mm512_fmadd_ps(one, lanes[v], sum[i][v]);
+            }
         }
     }
     ROCQ__UNROLL
-    for (int i = 0; i < 12; i++) _mm512_storeu_ps(p->c + i / 2 * p->c_row + 16 * (i % 2), sum[i]);
+    for (int i = 0; i < 6; i++) {
+        ROCQ__UNROLL
+        for (int v = 0; v < n_vectors; v++) {
+            _mm512_storeu_ps(p->c + i * p->c_row + 16 * v, sum[i][v]);
+        }
+    }
+}
+
+ROCQ__TARGET_AVX512 static void rocq__attend_multiply_avx512(const rocq__attend_product *p,
+                                                             int64_t lanes) {
+    if (lanes == 2 * ROCQ__ATTEND_LANES) rocq__attend_multiply_wide(p, 2);
+    if (lanes == 3 * ROCQ__ATTEND_LANES) rocq__attend_multiply_wide(p, 3);
+    if (lanes == 4 * ROCQ__ATTEND_LANES) rocq__attend_multiply_wide(p, 4);
 }
 #endif
 #endif
 
 // The lanes of a product where `left` queries or elements are left.
 static int64_t rocq__attend_lanes(const rocq__attend *a, int64_t left) {
-    return (a->wide && left > ROCQ__ATTEND_LANES ? 2 : 1) * (int64_t)ROCQ__ATTEND_LANES;
+    const int64_t most = a->wide ? 4 : 1;
+    return ROCQ__MIN(most, (left + ROCQ__ATTEND_LANES - 1) / ROCQ__ATTEND_LANES) *
+           ROCQ__ATTEND_LANES;
 }
 
 static void rocq__attend_multiply(const rocq__attend *a, const rocq__attend_product *p,
                                   int64_t lanes) {
 #if ROCQ__HAS_AVX2
     if (lanes > ROCQ__ATTEND_LANES) {
-        rocq__attend_multiply_avx512(p);
+        rocq__attend_multiply_avx512(p, lanes);
         return;
     }
 #endif
@@ -13027,6 +13313,11 @@ static int64_t rocq__attend_plan(const rocq_ctx *ctx, const rocq_attention_param
     a->n_rows = a->group * a->n_q;
     a->tile_rows = ROCQ__MIN(a->n_rows, (int64_t)ROCQ__ATTEND_ROWS);
     a->n_tiles = (a->n_rows + a->tile_rows - 1) / a->tile_rows;
+    if (a->n_tiles > 1) { // 64 rows are 32 and 32, not 48 and 16
+        const int64_t each = (a->n_rows + a->n_tiles - 1) / a->n_tiles;
+        a->tile_rows = (each + ROCQ__ATTEND_LANES - 1) / ROCQ__ATTEND_LANES * ROCQ__ATTEND_LANES;
+        a->n_tiles = (a->n_rows + a->tile_rows - 1) / a->tile_rows;
+    }
     a->n_splits = a->n_tiles > 1 ? 1 : (a->n_kv + ROCQ__ATTEND_SPLIT - 1) / ROCQ__ATTEND_SPLIT;
     a->most_splits = a->n_splits;
     a->pitch = (a->head_dim + 31) / 32 * 32;
