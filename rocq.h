@@ -11037,7 +11037,7 @@ ROCQ__BLOCK_AVX2(iq1) { rocq__block_book_avx2(to, depth, row, at, ROCQ__IQ1); }
 
 // The same in 64-byte vectors, a pair of panels at once: a lane is a row, and the bits are the
 // same. In cache (Sapphire Rapids), Q4_K of 768 x 256 is read 1.2 times and Q6_K of 2048 x 256 1.5
-// times as fast as by AVX2. Q4_0, whose scales must be picked up one by one, would be slower.
+// times as fast as by AVX2; on Ice Lake Q4_0 of 1024 x 576 1.3, Q4_K of 256 x 4096 1.4 times.
 
 typedef struct rocq__wide_sink {
     const int8_t *x; // of the block, as are its groups
@@ -11109,6 +11109,40 @@ ROCQ__WIDE void rocq__end_group_avx512(rocq__wide_sink *to, __m512i dot, __m512 
 #define ROCQ__BLOCK_AVX512(name)                                         \
     ROCQ__WIDE void rocq__block_##name##_avx512(                         \
         rocq__wide_sink *to, const unsigned char *row, int64_t stride)
+
+// Two blocks, whose codes are vectors where they lie. Only the first block's are cut, by its scale
+// in front of them and by the second block's behind; what is missing there is multiplied as zeros.
+ROCQ__BLOCK_AVX512(q4_0) {
+    __m512i a[4], b[4], tail[4];
+    rocq__take_rows_avx512(a, row, stride);         // d, codes 0 to 13
+    rocq__take_rows_avx512(tail, row + 16, stride); // codes 14 and 15, d of the second block
+    rocq__take_rows_avx512(b, row + 20, stride);
+    const __m512 d[2] = {rocq__halves_avx512(a[0]),
+                         rocq__halves_avx512(_mm512_srli_epi32(tail[0], 16))};
+    const __m512i two = _mm512_set1_epi32(0x0f0f);
+    __m512i dot[2];
+    ROCQ__UNROLL
+    for (int i = 0; i < 2; i++) dot[i] = _mm512_set1_epi32(-to->x_groups[i].offset);
+    ROCQ__UNROLL
+    for (int i = 0; i < 2; i++) { // the low, then the high halves of the bytes
+        const int8_t *x = to->x + 16 * i;
+        const unsigned shift = 4 * (unsigned)i;
+        const __m512i first = _mm512_and_si512(_mm512_srli_epi32(a[0], 16 + shift), two);
+        const __m512i last = _mm512_and_si512(_mm512_srli_epi32(tail[0], shift), two);
+        dot[0] = rocq__dot_4_avx512(dot[0], first, x);
+        ROCQ__UNROLL
+        for (int j = 0; j < 4; j++) {
+            const __m512i w = rocq__bits_avx512(b[j], 4 * i, 15);
+            dot[1] = rocq__dot_4_avx512(dot[1], w, x + 32 + 4 * j);
+            if (j == 3) break;
+            const __m512i v = rocq__bits_avx512(a[j + 1], 4 * i, 15);
+            dot[0] = rocq__dot_4_avx512(dot[0], v, x + 2 + 4 * j);
+        }
+        dot[0] = rocq__dot_4_avx512(dot[0], last, x + 14);
+    }
+    ROCQ__UNROLL
+    for (int i = 0; i < 2; i++) rocq__end_group_avx512(to, dot[i], d[i], i);
+}
 
 ROCQ__BLOCK_AVX512(q4_K) {
     __m512i v[4];
@@ -11232,19 +11266,23 @@ ROCQ__BLOCK_AVX512(q6_K) {
     X(Q4_K, q4_K)        \
     X(Q6_K, q6_K)
 
-// Those with a pass of 64-byte vectors.
+// Those with a pass of 64-byte vectors, and how many blocks it takes at a time.
 #define ROCQ__MM_WIDE(X) \
-    X(Q4_K, q4_K)        \
-    X(Q6_K, q6_K)
+    X(Q4_0, q4_0, 2)     \
+    X(Q4_K, q4_K, 1)     \
+    X(Q6_K, q6_K, 1)
 
-// Prefetches the block `at` bytes into each row, unless a small block before it has prefetched the
-// same cache line.
+// Prefetches the block `at` bytes into each of n_rows rows, unless a small block before it has
+// prefetched the same cache line. The rows of a pair of panels are a stride apart.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm_rows *rows,
-                                                                  int64_t at, const int64_t bytes) {
+                                                                  int64_t at, const int64_t bytes,
+                                                                  const int n_rows) {
     if (bytes <= 64 && (at & 63) >= bytes) return;
     ROCQ__UNROLL
-    for (int r = 0; r < ROCQ__MM_ROWS; r++) {
-        for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(rows->at[r] + i, at);
+    for (int r = 0; r < n_rows; r++) {
+        const unsigned char *row =
+            n_rows == ROCQ__MM_ROWS ? rows->at[r] : rows->at[0] + r * rows->stride;
+        for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(row + i, at);
     }
 }
 
@@ -11254,12 +11292,13 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_next(const rocq__mm_rows *rows, int64_t at,
                                                             const int64_t bytes,
                                                             const int n_rows) {
-    const int64_t row_bytes = rows->n_blocks * bytes, row_ahead = rows->row_ahead;
+    const int64_t row_bytes = rows->n_blocks * rows->codec->info.block_bytes;
+    const int64_t row_ahead = rows->row_ahead;
     const unsigned char *here = rows->at[0] + n_rows * at, *next = here + rows->ahead;
     if (row_ahead) {
         const bool within = at + row_ahead < row_bytes;
         at += row_ahead + (within ? 0 : rows->ahead - row_bytes);
-        rocq__fetch_block_avx2(rows, at, bytes);
+        rocq__fetch_block_avx2(rows, at, bytes, n_rows);
         return;
     }
     for (int i = 0; i < n_rows * (int)bytes; i += 64) ROCQ__FETCH(next, i);
@@ -11298,15 +11337,15 @@ typedef void (*rocq__block_avx512)(rocq__wide_sink *to, const unsigned char *row
 
 ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
                                   const rocq__mm_rows *rows, rocq__block_avx512 block,
-                                  const rocq__codec *codec) {
-    const int64_t bytes = codec->info.block_bytes;
+                                  const rocq__codec *codec, const int n_blocks) {
+    const int64_t bytes = n_blocks * codec->info.block_bytes;
     rocq__wide_sink to = {rocq__tile_codes(tile, 0), rocq__tile_groups(tile, 0),
                           _mm512_setzero_ps()};
-    for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
+    for (int64_t at = 0; at < rows->n_blocks * codec->info.block_bytes; at += bytes) {
         rocq__fetch_next(rows, at, bytes, ROCQ__MM_PAIR);
         block(&to, rows->at[0] + at, rows->stride);
-        to.x += codec->info.block_elems;
-        to.x_groups += codec->info.block_elems / codec->group;
+        to.x += n_blocks * codec->info.block_elems;
+        to.x_groups += n_blocks * codec->info.block_elems / codec->group;
     }
     _mm512_storeu_ps(sums, to.sum);
 }
@@ -11432,7 +11471,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__pack_avx2(
     to.codes = (__m256i *)(void *)pair->codes[0][first];
     to.rows = rows;
     for (int64_t at = 0; at < rows->n_blocks * bytes; at += bytes) {
-        rocq__fetch_block_avx2(rows, at + rows->ahead, bytes);
+        rocq__fetch_block_avx2(rows, at + rows->ahead, bytes, ROCQ__MM_ROWS);
         block(&to, ROCQ__PANEL, rows->at, at);
         to.codes += codec->info.block_elems / 2;
         to.scale += codec->info.block_elems / codec->group;
@@ -11460,10 +11499,11 @@ ROCQ__MM_AVX2(ROCQ__X)
 ROCQ__MM_VNNI(ROCQ__X)
 #undef ROCQ__PASS
 #undef ROCQ__X
-#define ROCQ__X(NAME, name)                                                                    \
-    ROCQ__TARGET_AVX512 static void rocq__pass_##name##_avx512(                                \
-        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                   \
-        rocq__pass_avx512(sums, tile, rows, rocq__block_##name##_avx512, &rocq__codec_##name); \
+#define ROCQ__X(NAME, name, n_blocks)                                                         \
+    ROCQ__TARGET_AVX512 static void rocq__pass_##name##_avx512(                               \
+        float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                  \
+        rocq__pass_avx512(sums, tile, rows, rocq__block_##name##_avx512, &rocq__codec_##name, \
+                          n_blocks);                                                          \
     }
 ROCQ__MM_WIDE(ROCQ__X)
 #undef ROCQ__X
@@ -11555,8 +11595,6 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     default: return;
     }
     if (!mm->pass || !(mm->avx512 || mm->avx_vnni)) return;
-    // A pair of longer rows is so much of L1 that prefetching the next one evicts it.
-    const bool short_rows = rocq__bytes(mm->w->format, mm->w->stride[1]) <= 1024;
     switch (mm->w->format) {
 #define ROCQ__X(NAME, name, raise, depth)                        \
     case ROCQ_##NAME:                                            \
@@ -11566,9 +11604,10 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
         break;
         ROCQ__MM_VNNI(ROCQ__X)
 #undef ROCQ__X
-#define ROCQ__X(NAME, name)                                               \
-    case ROCQ_##NAME:                                                     \
-        if (mm->avx512 && short_rows) mm->wide_pass = rocq__pass_##name##_avx512; \
+#define ROCQ__X(NAME, name, n_blocks)                                                  \
+    case ROCQ_##NAME:                                                                  \
+        if (!mm->avx512 || mm->w->ne[0] % (n_blocks * codec->info.block_elems)) break; \
+        mm->wide_pass = rocq__pass_##name##_avx512;                                    \
         break;
         ROCQ__MM_WIDE(ROCQ__X)
 #undef ROCQ__X
@@ -11882,8 +11921,10 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     rows.stride = stride;
     // A panel of long rows is most of L1 or more, and prefetched as a whole it is evicted before
     // its use: 2 KiB ahead in each row, Q8_0 of 4096 and Q4_0 of 14336 stream 1.14 to 1.18 times as
-    // fast on Sapphire Rapids. Q4_0 of 4096 would lose 10% there, and of 8192 15% on Zen 3.
-    rows.row_ahead = mm->avx512 && stride >= 4096 ? 2048 : 0;
+    // fast on Sapphire Rapids. Q4_0 of 4096 would lose 10% there, and of 8192 15% on Zen 3. A pair
+    // of panels is that much of L1 from rows of 1 KiB on; there 1 KiB ahead does more than 2.
+    const int64_t row_ahead = mm->avx512 && stride >= 4096 ? 2048 : 0;
+    const int64_t wide_ahead = stride > 1024 ? 1024 : 0;
     // A panel of short rows is over before memory answers. With L2 fetched further ahead, rows of
     // 576 stream 1.2 to 1.3 times as fast there, Q4_K of 4096 1.16 times (Zen 3: no gain); what is
     // in L2 already is read 5 to 10% slower, so not where a thread's share is hardly longer.
@@ -11894,6 +11935,7 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
         const bool wide = mm->wide_pass && n_rows - r >= ROCQ__MM_PAIR;
         step = wide ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
         rows.ahead = step * stride; // the next panel
+        rows.row_ahead = wide ? wide_ahead : row_ahead;
         rows.l2_ahead =
             mm->fetch_l2 && rows.ahead < ROCQ__MM_L2_AHEAD ? (int64_t)ROCQ__MM_L2_AHEAD : 0;
         for (int64_t j = 0; j < ROCQ__MM_ROWS; j++) { // past the last row, the last row again
