@@ -11144,8 +11144,11 @@ ROCQ__BLOCK_AVX512(q4_0) {
     for (int i = 0; i < 2; i++) rocq__end_group_avx512(to, dot[i], d[i], i);
 }
 
-ROCQ__BLOCK_AVX512(q4_K) {
-    __m512i v[4];
+// Q4_K, or Q5_K, which has a bit above each code in 32 bytes of their own. five is a constant where
+// this is inlined.
+ROCQ__WIDE void rocq__block_k_avx512(rocq__wide_sink *to, const unsigned char *row, int64_t stride,
+                                     const bool five) {
+    __m512i v[4], high[8];
     __m512 scale[8], min[8];
     rocq__take_rows_avx512(v, row, stride);
     const __m512 d = rocq__halves_avx512(v[0]);
@@ -11159,16 +11162,26 @@ ROCQ__BLOCK_AVX512(q4_K) {
         scale[g] = rocq__scale_avx512(d, sc[g / 4], g % 4, false);
         min[g] = rocq__scale_avx512(dmin, mn[g / 4], g % 4, false);
     }
+    row += 16;
+    if (five) {
+        rocq__take_rows_avx512(high, row, stride);
+        rocq__take_rows_avx512(high + 4, row + 16, stride);
+        row += 32;
+    }
     ROCQ__UNROLL_PARTS
     for (int g = 0; g < 8; g += 2) { // in the low and in the high halves of 32 bytes
         __m512i q[8], dot[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-        rocq__take_rows_avx512(q, row + 16 + 16 * g, stride);
-        rocq__take_rows_avx512(q + 4, row + 32 + 16 * g, stride);
+        rocq__take_rows_avx512(q, row + 16 * g, stride);
+        rocq__take_rows_avx512(q + 4, row + 16 + 16 * g, stride);
         ROCQ__UNROLL
         for (int i = 0; i < 16; i++) {
-            const __m512i w = rocq__bits_avx512(q[i % 8], i / 8 * 4, 15);
+            const __m512i w =
+                five ? rocq__join_avx512(q[i % 8], i / 8 * 4, 15, high[i % 8], i / 8 - 4, 16)
+                     : rocq__bits_avx512(q[i % 8], i / 8 * 4, 15);
             dot[i / 8] = rocq__dot_4_avx512(dot[i / 8], w, to->x + 32 * g + 4 * i);
         }
+        ROCQ__UNROLL
+        for (int i = 0; five && i < 8; i++) high[i] = _mm512_srli_epi32(high[i], 2);
         ROCQ__UNROLL
         for (int i = 0; i < 2; i++) {
             const __m512 sum = _mm512_set1_ps(to->x_groups[g + i].sum);
@@ -11177,6 +11190,9 @@ ROCQ__BLOCK_AVX512(q4_K) {
         }
     }
 }
+
+ROCQ__BLOCK_AVX512(q4_K) { rocq__block_k_avx512(to, row, stride, false); }
+ROCQ__BLOCK_AVX512(q5_K) { rocq__block_k_avx512(to, row, stride, true); }
 
 ROCQ__BLOCK_AVX512(q6_K) {
     __m512i a[4], b[4], high[4], s[4];
@@ -11270,6 +11286,7 @@ ROCQ__BLOCK_AVX512(q6_K) {
 #define ROCQ__MM_WIDE(X) \
     X(Q4_0, q4_0, 2)     \
     X(Q4_K, q4_K, 1)     \
+    X(Q5_K, q5_K, 1)     \
     X(Q6_K, q6_K, 1)
 
 // Prefetches the block `at` bytes into each of n_rows rows, unless a small block before it has
@@ -11604,6 +11621,9 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
         break;
         ROCQ__MM_VNNI(ROCQ__X)
 #undef ROCQ__X
+    default: break;
+    }
+    switch (mm->w->format) {
 #define ROCQ__X(NAME, name, n_blocks)                                                  \
     case ROCQ_##NAME:                                                                  \
         if (!mm->avx512 || mm->w->ne[0] % (n_blocks * codec->info.block_elems)) break; \
