@@ -10544,7 +10544,7 @@ ROCQ__BLOCK_AVX2(q5_K) {
     rocq__put_k_scales_avx2(to, row, at);
     rocq__take_rows_avx2(high, row, at + 16);
     rocq__take_rows_avx2(high + 4, row, at + 32);
-    ROCQ__UNROLL
+    ROCQ__UNROLL_PARTS
     for (int c = 0; c < 4; c++) {
         ROCQ__UNROLL
         for (int i = 0; i < 2; i++) {
@@ -22042,85 +22042,96 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
     return rocq__elems(t);
 }
 
-// Bytes: every operand moved once. Flops: two for each weight and column of a product, as often as
-// it has gradients in the backward; four for each element of q and position it meets in attention,
-// ten in its backward; seven for each token and element of a delta net's state; else one for each
-// element of the output, or of the input where the output is an index. All 0 where only the GPU
-// knows the lengths.
-static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
-    rocq__cost cost = {0.0, 0.0, 0.0};
+// Flops: two for each weight and column of a product, as often as it has gradients in the backward;
+// four for each element of q and position it meets in attention, ten in its backward; seven for
+// each token and element of a delta net's state; else one for each element of the output, or of the
+// input where the output is an index. positions: those of K and V that attention reads. Returns
+// false where only the GPU knows the lengths.
+static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *params,
+                              rocq__cost *cost, double *positions) {
+    double pairs;
     int32_t end;
-    const int32_t begin = rocq__operands_begin(op, &end);
-    double pairs, positions = 0.0;
     if (op == ROCQ_OP_MATMUL) {
         const rocq_matmul_params *first = (const rocq_matmul_params *)params;
         for (const rocq_matmul_params *p = first; p; p = p->next) {
             const double flops = 2.0 * rocq__elems(p->y) * (double)p->w->ne[0];
-            cost.flops += p->w2 ? 2.0 * flops : flops;
-            if (p->lora_b) cost.flops += 2.0 * rocq__elems(p->y) * (double)p->lora_b->ne[0];
-            if (p->lora_b2) cost.flops += 2.0 * rocq__elems(p->y) * (double)p->lora_b2->ne[0];
+            cost->flops += p->w2 ? 2.0 * flops : flops;
+            if (p->lora_b) cost->flops += 2.0 * rocq__elems(p->y) * (double)p->lora_b->ne[0];
+            if (p->lora_b2) cost->flops += 2.0 * rocq__elems(p->y) * (double)p->lora_b2->ne[0];
         }
         if (rocq__on_gpu(ctx) && first->x->ne[1] > ROCQ_K_FEW &&
             rocq__product_path(ctx, first, first->w) != ROCQ_PRECISION_F32) {
-            cost.matrix = cost.flops;
+            cost->matrix = cost->flops;
         }
     } else if (op == ROCQ_OP_ATTENTION) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;
-        if (!rocq__attention_reach(ctx, p, &pairs, &positions)) return cost;
-        cost.flops = 4.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
-        if (rocq__on_gpu(ctx)) cost.matrix = cost.flops;
+        if (!rocq__attention_reach(ctx, p, &pairs, positions)) return false;
+        cost->flops = 4.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
+        if (rocq__on_gpu(ctx)) cost->matrix = cost->flops;
     } else if (op == ROCQ_OP_ATTENTION_BACKWARD) {
         const rocq_attention_backward_params *p = (const rocq_attention_backward_params *)params;
         const rocq_attention_params forward = rocq__attention_forward(p);
-        rocq__attention_reach(ctx, &forward, &pairs, &positions); // the lengths are known
-        cost.flops = 10.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
-        if (rocq__on_gpu(ctx)) cost.matrix = cost.flops;
+        rocq__attention_reach(ctx, &forward, &pairs, positions); // the lengths are known
+        cost->flops = 10.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
+        if (rocq__on_gpu(ctx)) cost->matrix = cost->flops;
     } else if (op == ROCQ_OP_CONV) {
         const rocq_conv_params *p = (const rocq_conv_params *)params;
-        cost.flops = 2.0 * rocq__elems(p->y) * (double)p->w->ne[0];
-        if (rocq__on_gpu(ctx)) cost.matrix = cost.flops;
+        cost->flops = 2.0 * rocq__elems(p->y) * (double)p->w->ne[0];
+        if (rocq__on_gpu(ctx)) cost->matrix = cost->flops;
     } else if (op == ROCQ_OP_MATMUL_BACKWARD) {
         const rocq_matmul_backward_params *p = (const rocq_matmul_backward_params *)params;
         for (int i = 0; i < 2; i++) {
             const rocq_tensor *c = i ? p->dw : p->dx;
             if (!c) continue;
             const double flops = 2.0 * rocq__elems(p->dy) * (double)c->ne[0];
-            cost.flops += flops;
+            cost->flops += flops;
             if (rocq__backward_choice(ctx, ctx->backend, p, i).precision == ROCQ_PRECISION_F16) {
-                cost.matrix += flops;
+                cost->matrix += flops;
             }
         }
     } else if (op == ROCQ_OP_EXPERTS) {
         const rocq_experts_params *p = (const rocq_experts_params *)params;
         const double weights = (double)p->w->ne[0] * (double)p->w->ne[1] * (p->w2 ? 2.0 : 1.0);
-        cost.flops = 2.0 * weights * rocq__elems(p->ids);
+        cost->flops = 2.0 * weights * rocq__elems(p->ids);
         if (rocq__on_gpu(ctx) &&
             rocq__experts_choice(ctx, ROCQ_BACKEND_GPU, p).precision == ROCQ_PRECISION_F16) {
-            cost.matrix = cost.flops;
+            cost->matrix = cost->flops;
         }
     } else if (op == ROCQ_OP_DELTA_NET) {
         const rocq_delta_net_params *p = (const rocq_delta_net_params *)params;
-        cost.flops = 7.0 * rocq__elems(p->v) * (double)p->k->ne[0];
+        cost->flops = 7.0 * rocq__elems(p->v) * (double)p->k->ne[0];
     } else if (op == ROCQ_OP_ROUTE) {
-        cost.flops = rocq__elems(((const rocq_route_params *)params)->logits);
+        cost->flops = rocq__elems(((const rocq_route_params *)params)->logits);
     } else if (op == ROCQ_OP_NORM_STATS) {
-        cost.flops = rocq__elems(((const rocq_norm_stats_params *)params)->x);
+        cost->flops = rocq__elems(((const rocq_norm_stats_params *)params)->x);
     } else if (op == ROCQ_OP_ARGMAX) {
-        cost.flops = rocq__elems(((const rocq_argmax_params *)params)->x);
+        cost->flops = rocq__elems(((const rocq_argmax_params *)params)->x);
     } else if (op == ROCQ_OP_SAMPLE) {
-        cost.flops = rocq__elems(((const rocq_sample_params *)params)->logits);
+        cost->flops = rocq__elems(((const rocq_sample_params *)params)->logits);
     } else if (op == ROCQ_OP_GATHER_BACKWARD) {
-        cost.flops = rocq__elems(((const rocq_gather_backward_params *)params)->dy);
+        cost->flops = rocq__elems(((const rocq_gather_backward_params *)params)->dy);
     } else if (op == ROCQ_OP_CROSS_ENTROPY) {
-        cost.flops = rocq__elems(((const rocq_cross_entropy_params *)params)->logits);
+        cost->flops = rocq__elems(((const rocq_cross_entropy_params *)params)->logits);
     } else if (op == ROCQ_OP_GRAD_NORM) {
-        cost.flops = rocq__elems(((const rocq_grad_norm_params *)params)->g);
+        cost->flops = rocq__elems(((const rocq_grad_norm_params *)params)->g);
     } else if (op == ROCQ_OP_ROPE_APPEND) {
         const rocq_rope_append_params *p = (const rocq_rope_append_params *)params;
-        cost.flops = rocq__elems(p->q ? p->q : p->k);
+        cost->flops = rocq__elems(p->q ? p->q : p->k);
     } else {
-        cost.flops = rocq__elems(rocq__operand_of(params, &rocq__operands[begin]));
+        const int32_t begin = rocq__operands_begin(op, &end);
+        cost->flops = rocq__elems(rocq__operand_of(params, &rocq__operands[begin]));
     }
+    return true;
+}
+
+// What an op moves and computes. Bytes: every operand once. All 0 where only the GPU knows the
+// lengths.
+static rocq__cost rocq__cost_of(const rocq_ctx *ctx, rocq_op op, const void *params) {
+    rocq__cost cost = {0.0, 0.0, 0.0};
+    int32_t end;
+    const int32_t begin = rocq__operands_begin(op, &end);
+    double positions = 0.0;
+    if (!rocq__count_flops(ctx, op, params, &cost, &positions)) return cost;
     for (const void *p = params; p; p = rocq__next_params(op, p)) {
         for (int32_t i = begin; i < end; i++) {
             const rocq_tensor *t = rocq__operand_of(p, &rocq__operands[i]);
@@ -24986,104 +24997,120 @@ static const rocq__preset rocq__presets[] = {
     {ROCQ_PRIORITY_HIGH, -1, -1, 5000, 0},
 };
 
+// What is wrong with a desc, or NULL.
+static const char *rocq__desc_fault(const rocq_desc *desc) {
+    if (!desc->allocator.alloc != !desc->allocator.free) {
+        return "one of allocator.alloc and free is NULL";
+    }
+    if ((int)desc->prefer < 0 || desc->prefer > ROCQ_BACKEND_GPU) {
+        return "unknown backend in prefer";
+    }
+    if (desc->n_threads < 0) return "n_threads is negative";
+    if (desc->memory_budget < 0 || desc->scratch_bytes < 0) return "a size is negative";
+    if (desc->device < 0) return "device is negative";
+    if ((int)desc->precision < 0 || desc->precision > ROCQ_PRECISION_INT8) {
+        return "unknown precision";
+    }
+    if (desc->dispatch_us < -1) return "dispatch_us is less than -1";
+    if (desc->slice_us < 0) return "slice_us is negative";
+    if ((int)desc->sharing < 0 || desc->sharing > ROCQ_SHARING_COMPUTE_FIRST) {
+        return "unknown preset in sharing";
+    }
+    if ((int)desc->cpu_tier < 0 || desc->cpu_tier > ROCQ_CPU_AVX512) return "unknown cpu_tier";
+    if ((int)desc->priority < 0 || desc->priority > ROCQ_PRIORITY_HIGH) return "unknown priority";
+    if (desc->max_units < -1 || desc->max_waves < -1) {
+        return "max_units or max_waves is less than -1";
+    }
+    if (desc->kernels_data && (desc->kernels_path || desc->kernels_size < 1)) {
+        return "kernels_data needs kernels_size, and no kernels_path beside it";
+    }
+    return NULL;
+}
+
+// Puts the defaults in place of the zeros of a desc without faults. Returns false if the processor
+// or the build lacks its cpu_tier.
+static bool rocq__desc_resolve(rocq_desc *desc) {
+    if (desc->cpu_tier == ROCQ_CPU_BEST) desc->cpu_tier = rocq__cpu_best();
+    if (!rocq__cpu_has(desc->cpu_tier)) return false;
+    if (!desc->allocator.alloc) {
+        desc->allocator.alloc = rocq__default_alloc;
+        desc->allocator.free = rocq__default_free;
+    }
+    const rocq__preset *preset = &rocq__presets[desc->sharing];
+    if (desc->priority == ROCQ_PRIORITY_DEFAULT) desc->priority = preset->priority;
+    if (desc->max_units == 0) desc->max_units = preset->max_units;
+    if (desc->max_waves == 0) desc->max_waves = preset->max_waves;
+    if (desc->dispatch_us == 0) desc->dispatch_us = preset->dispatch_us;
+    if (desc->n_threads == 0) {
+        desc->n_threads = ROCQ__MAX(rocq__core_count() - preset->spare_cores, 1);
+    }
+    if (desc->n_threads > ROCQ__MAX_THREADS) desc->n_threads = ROCQ__MAX_THREADS;
+    if (!ROCQ__HAS_THREADS && !desc->run_tasks) desc->n_threads = 1;
+    return true;
+}
+
+// Makes memory of a context's size a CPU context.
+static void rocq__context_init(rocq_ctx *ctx, const rocq_desc *resolved) {
+    const rocq_cpu_tier tier = resolved->cpu_tier;
+    memset(ctx, 0, sizeof *ctx);
+    ctx->desc = *resolved;
+    ctx->backend = ROCQ_BACKEND_CPU;
+    ctx->team.ctx = ctx;
+    ctx->blocks.prev = ctx->blocks.next = &ctx->blocks;
+    ctx->stats.n_allocs = 1;
+    ctx->stats.live_bytes = ctx->stats.peak_bytes = (int64_t)sizeof *ctx;
+    ctx->has_simd = tier >= ROCQ_CPU_SIMD;
+    ctx->has_avx_vnni = tier >= ROCQ_CPU_AVX_VNNI && rocq__cpu_has(ROCQ_CPU_AVX_VNNI);
+    ctx->has_avx512 = tier == ROCQ_CPU_AVX512;
+    rocq__make_books(&ctx->books);
+    snprintf(ctx->device, sizeof ctx->device, "CPU, %s, %d thread%s", rocq__cpu_tier_name(tier),
+             (int)resolved->n_threads, resolved->n_threads == 1 ? "" : "s");
+}
+
+// Makes ctx a GPU context. Where that fails, rocq_info has the reason, and it is an error
+// only where the desc wants a GPU and does not allow the CPU in its place.
+static rocq_result rocq__gpu_attempt(rocq_ctx *ctx) {
+    const bool wanted = ctx->desc.prefer == ROCQ_BACKEND_GPU;
+    const bool fallback = !wanted || ctx->desc.allow_fallback;
+    rocq__attempt attempt;
+    rocq__attempt_begin(ctx, &attempt);
+    const rocq_result result = rocq__gpu_open(ctx);
+    ctx->gpu_result = result;
+    if (result != ROCQ_OK) memcpy(ctx->gpu_message, ctx->error, sizeof ctx->gpu_message);
+    rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || fallback);
+    if (result == ROCQ_OK || !fallback) return result;
+    rocq__log(ctx, wanted ? ROCQ_LOG_WARN : ROCQ_LOG_INFO, "on the CPU: %s", ctx->gpu_message);
+    return ROCQ_OK;
+}
+
 ROCQ_DEF rocq_result rocq_open(rocq_ctx **out, const rocq_desc *desc) {
-    // A bad desc is reported by its log: there is no context yet that could hold the message.
+    // Until there is a context that could hold a message, errors are reported by the desc's log.
     rocq_desc resolved;
-    const char *bad = NULL;
     if (!out) return ROCQ_E_ARGUMENT;
     *out = NULL;
     memset(&resolved, 0, sizeof resolved);
     if (desc) resolved = *desc;
-    if (!resolved.allocator.alloc != !resolved.allocator.free) {
-        bad = "one of allocator.alloc and free is NULL";
-    }
-    if ((int)resolved.prefer < 0 || resolved.prefer > ROCQ_BACKEND_GPU) {
-        bad = "unknown backend in prefer";
-    }
-    if (resolved.n_threads < 0) bad = "n_threads is negative";
-    if (resolved.memory_budget < 0 || resolved.scratch_bytes < 0) bad = "a size is negative";
-    if (resolved.device < 0) bad = "device is negative";
-    if ((int)resolved.precision < 0 || resolved.precision > ROCQ_PRECISION_INT8) {
-        bad = "unknown precision";
-    }
-    if (resolved.dispatch_us < -1) bad = "dispatch_us is less than -1";
-    if (resolved.slice_us < 0) bad = "slice_us is negative";
-    if ((int)resolved.sharing < 0 || resolved.sharing > ROCQ_SHARING_COMPUTE_FIRST) {
-        bad = "unknown preset in sharing";
-    }
-    if ((int)resolved.cpu_tier < 0 || resolved.cpu_tier > ROCQ_CPU_AVX512) bad = "unknown cpu_tier";
-    if ((int)resolved.priority < 0 || resolved.priority > ROCQ_PRIORITY_HIGH) {
-        bad = "unknown priority";
-    }
-    if (resolved.max_units < -1 || resolved.max_waves < -1) {
-        bad = "max_units or max_waves is less than -1";
-    }
-    if (resolved.kernels_data && (resolved.kernels_path || resolved.kernels_size < 1)) {
-        bad = "kernels_data needs kernels_size, and no kernels_path beside it";
-    }
-    if (bad) {
-        if (resolved.log) resolved.log(ROCQ_LOG_ERROR, bad, resolved.log_user);
+    const char *fault = rocq__desc_fault(&resolved);
+    if (fault) {
+        if (resolved.log) resolved.log(ROCQ_LOG_ERROR, fault, resolved.log_user);
         return ROCQ_E_ARGUMENT;
     }
-    if (resolved.cpu_tier == ROCQ_CPU_BEST) resolved.cpu_tier = rocq__cpu_best();
-    if (!rocq__cpu_has(resolved.cpu_tier)) {
+    if (!rocq__desc_resolve(&resolved)) {
         if (resolved.log) {
             resolved.log(ROCQ_LOG_ERROR, "the processor or the build lacks desc.cpu_tier",
                          resolved.log_user);
         }
         return ROCQ_E_UNSUPPORTED;
     }
-    if (!resolved.allocator.alloc) {
-        resolved.allocator.alloc = rocq__default_alloc;
-        resolved.allocator.free = rocq__default_free;
-    }
-    const rocq__preset *preset = &rocq__presets[resolved.sharing];
-    if (resolved.priority == ROCQ_PRIORITY_DEFAULT) resolved.priority = preset->priority;
-    if (resolved.max_units == 0) resolved.max_units = preset->max_units;
-    if (resolved.max_waves == 0) resolved.max_waves = preset->max_waves;
-    if (resolved.dispatch_us == 0) resolved.dispatch_us = preset->dispatch_us;
-    if (resolved.n_threads == 0) {
-        resolved.n_threads = ROCQ__MAX(rocq__core_count() - preset->spare_cores, 1);
-    }
-    if (resolved.n_threads > ROCQ__MAX_THREADS) resolved.n_threads = ROCQ__MAX_THREADS;
-    if (!ROCQ__HAS_THREADS && !resolved.run_tasks) resolved.n_threads = 1;
-
     rocq_ctx *ctx = (rocq_ctx *)resolved.allocator.alloc(sizeof(rocq_ctx), resolved.allocator.user);
     if (!ctx) {
         if (resolved.log)
             resolved.log(ROCQ_LOG_ERROR, "no memory for a context", resolved.log_user);
         return ROCQ_E_MEMORY;
     }
-    memset(ctx, 0, sizeof *ctx);
-    ctx->desc = resolved;
-    ctx->backend = ROCQ_BACKEND_CPU;
-    ctx->team.ctx = ctx;
-    ctx->blocks.prev = ctx->blocks.next = &ctx->blocks;
-    ctx->stats.n_allocs = 1;
-    ctx->stats.live_bytes = ctx->stats.peak_bytes = (int64_t)sizeof *ctx;
-    ctx->has_simd = resolved.cpu_tier >= ROCQ_CPU_SIMD;
-    ctx->has_avx_vnni = resolved.cpu_tier >= ROCQ_CPU_AVX_VNNI && rocq__cpu_has(ROCQ_CPU_AVX_VNNI);
-    ctx->has_avx512 = resolved.cpu_tier == ROCQ_CPU_AVX512;
-    rocq__make_books(&ctx->books);
-    snprintf(ctx->device, sizeof ctx->device, "CPU, %s, %d thread%s",
-             rocq__cpu_tier_name(resolved.cpu_tier), (int)resolved.n_threads,
-             resolved.n_threads == 1 ? "" : "s");
-
+    rocq__context_init(ctx, &resolved);
     rocq_result result = ROCQ_OK;
-    if (resolved.prefer != ROCQ_BACKEND_CPU) {
-        const bool fallback = resolved.prefer == ROCQ_BACKEND_AUTO || resolved.allow_fallback;
-        rocq__attempt attempt;
-        rocq__attempt_begin(ctx, &attempt);
-        result = rocq__gpu_open(ctx);
-        ctx->gpu_result = result;
-        if (result != ROCQ_OK) memcpy(ctx->gpu_message, ctx->error, sizeof ctx->gpu_message);
-        rocq__attempt_end(ctx, &attempt, result == ROCQ_OK || fallback);
-        if (result != ROCQ_OK && fallback) {
-            rocq__log(ctx, resolved.prefer == ROCQ_BACKEND_GPU ? ROCQ_LOG_WARN : ROCQ_LOG_INFO,
-                      "on the CPU: %s", ctx->gpu_message);
-            result = ROCQ_OK;
-        }
-    }
+    if (resolved.prefer != ROCQ_BACKEND_CPU) result = rocq__gpu_attempt(ctx);
     // Strings of the caller's may not live as long as the context.
     ctx->desc.rocm_path = ctx->desc.hip_path = NULL;
     ctx->desc.pci = rocq__on_gpu(ctx) ? ctx->gpu->pci : NULL;
