@@ -168,14 +168,14 @@
    A context is one device, with threads and scratch memory of its own. Only one thread at a time
    may use it, but several contexts may run at once: they share nothing. Its threads start with the
    first op on the CPU that is large enough for them, or with the first read or upload of more than
-   256 KiB. All of them share an op, or a whole recorded step (>>graphs), in pieces of microseconds;
-   what one has not begun, another can take over. 50 microseconds after the last piece they sleep,
+   256 KiB. All of them share an op, or a whole recorded step (>>graphs), in chunks of microseconds;
+   what one has not begun, another can take over. 50 microseconds after the last chunk they sleep,
    until there is more, or rocq_close.
 
    In a program with a job system of its own, rocq_desc.run_tasks has that do the work; the context
    then starts no threads. An op or step that is worth it asks once for n_threads tasks, each of
-   which takes pieces until all work is done. Tasks may start late, run one after the other, or
-   never: those that run do it all. A task that waits for a piece that another one has spins and
+   which takes chunks until all work is done. Tasks may start late, run one after the other, or
+   never: those that run do it all. A task that waits for a chunk that another one has spins and
    yields its thread, but never sleeps.
 
    A GPU needs a runtime and kernels. Either both are linked into the program, or rocq_open looks
@@ -225,7 +225,7 @@
    >>memory
    --------
    rocq_buffer is a block of memory, host or device, never both: device memory in a GPU context,
-   host memory in a CPU context. rocq_tensor is a view: format, sizes and strides over a piece of a
+   host memory in a CPU context. rocq_tensor is a view: format, sizes and strides over a part of a
    buffer, with no ownership. Dimensions are in GGUF order, innermost first. Host memory of your own
    works everywhere on the CPU (rocq_tensor_from_host).
 
@@ -256,7 +256,7 @@
    your pages, which may belong to a mapped file; rocq_gguf_load uses a larger ring and a second
    queue, to read, copy and repack at once. Counters and status take 257 KiB of the device.
 
-   rocq_kv keeps the keys and values of sequences, each in one piece, or in pages that sequences
+   rocq_kv keeps the keys and values of sequences, each contiguous, or in pages that sequences
    share until one of them writes. A step is rocq_kv_append (which says where new rows go), then
    rocq_kv_flush, then rocq_rope_append and rocq_attention (they may be recorded) on what
    rocq_kv_layer gives. Q8_0 and Q4_0 keep rows times a Hadamard matrix (ROCQ_LAYOUT_HADAMARD), so
@@ -281,7 +281,7 @@
    rocq_graph_launch_for runs a step in slices of so many microseconds, one in each frame of a game,
    with the bits of the whole: on the CPU it returns between two ops once the time is over, on a GPU
    it submits what is expected to fit and does not wait. A GPU context for this has its graphs
-   captured in pieces (rocq_desc.slice_us); half a millisecond is a good size. examples/frame.c
+   captured in subgraphs (rocq_desc.slice_us); half a millisecond is a good size. examples/frame.c
    speaks in a render loop that way.
 
 
@@ -892,11 +892,11 @@ typedef struct rocq_desc {
     const void *kernels_data;  // or the code object itself, not copied: must outlive the context.
                                // Both NULL = linked kernels, else the file ROCQ_KERNELS_PATH
     int64_t kernels_size;      // bytes of kernels_data
-    int32_t dispatch_us;       // a launch estimated to take more microseconds is cut in pieces;
+    int32_t dispatch_us;       // a launch estimated to take more microseconds is cut in several;
                                // 0 = the preset's, -1 = never. A frame at 144 Hz has 6900
     bool no_graphs;            // rocq_graph_launch runs the recorded ops one by one
-    int32_t slice_us;          // GPU: a graph is captured in pieces expected to take so many
-                               // microseconds each, for rocq_graph_launch_for; 0 = in one
+    int32_t slice_us;          // GPU: a graph is captured in subgraphs expected to take so many
+                               // microseconds each, for rocq_graph_launch_for; 0 = as one
     rocq_precision precision;  // what AUTO means in every op of the context
     void (*log)(rocq_log_level level, const char *message, void *user); // NULL = silent
     void *log_user;
@@ -981,7 +981,7 @@ typedef enum rocq_layout {
                           // cast take it. Rows cannot be cut
 } rocq_layout;
 
-// Up to four dimensions over a piece of a buffer. A tensor never owns memory, so it can be copied,
+// Up to four dimensions over a part of a buffer. A tensor never owns memory, so it can be copied,
 // cut (rocq_tensor_view) and thrown away freely. Strides count elements; stride[0] is 1, and for a
 // block format the others are whole blocks. Unused dimensions are 1.
 typedef struct rocq_tensor {
@@ -1727,11 +1727,11 @@ ROCQ_DEF void rocq_graph_destroy(rocq_ctx *ctx, rocq_graph **graph); // twice is
 // expectation moves halfway to the time taken. CPU: a slice ends between two ops, by the clock. It
 // exceeds us by as much as its last op exceeds its expectation; in a first step, where nothing is
 // known, by that op's whole time at most. GPU: a slice is submitted, and not waited for. It is
-// whole pieces of rocq_desc.slice_us; without pieces its ops are submitted one by one, at some
+// whole subgraphs of rocq_desc.slice_us; without them its ops are submitted one by one, at some
 // microseconds of the caller's time each. A first step goes by estimates from bytes and operations.
 // While the GPU has not finished an earlier slice, because a renderer keeps it busy, a slice is one
-// piece. Events are polled to find that out; with a runtime that cannot time them, slices go by the
-// estimates, and *done is true when all is submitted.
+// subgraph. Events are polled to find that out; with a runtime that cannot time them, slices go by
+// the estimates, and *done is true when all is submitted.
 ROCQ_DEF rocq_result rocq_graph_launch_for(rocq_ctx *ctx, rocq_graph *graph, int32_t us,
                                            bool *done);
 
@@ -1787,7 +1787,7 @@ ROCQ_DEF rocq_format rocq_operand_format(const rocq_ctx *ctx, rocq_format w, int
 ROCQ_DEF rocq_result rocq_buffer_alloc(rocq_ctx *ctx, rocq_buffer *buffer, int64_t size);
 
 // Frees and empties the buffer, on a GPU after submitted work is done. An empty buffer is ignored.
-// For anything but a whole buffer of this context (a piece of one, foreign memory, one that was
+// For anything but a whole buffer of this context (a part of one, foreign memory, one that was
 // freed before) it returns E_ARGUMENT and frees nothing. rocq_close frees buffers that are left.
 ROCQ_DEF rocq_result rocq_buffer_free(rocq_ctx *ctx, rocq_buffer *buffer);
 
@@ -1799,7 +1799,7 @@ ROCQ_DEF rocq_buffer rocq_buffer_from_device(uint64_t address, int64_t size);
 // -- arena --
 
 // An arena over buffer. If buffer is NULL or empty the arena only measures: its tensors have no
-// memory. Pieces are aligned by address, so up to align - 1 bytes before the first are lost,
+// memory. Cuts are aligned by address, so up to align - 1 bytes before the first are lost,
 // depending on where the memory starts. A measuring arena does not know that and adds the most that
 // its largest alignment can cost (255 for the default): peak bytes are then enough at any address.
 // Memory of rocq_buffer_alloc loses none for alignments up to 256.
@@ -1847,7 +1847,7 @@ ROCQ_DEF rocq_result rocq_pool_alloc(rocq_pool *pool, rocq_buffer *buffer, int64
 
 // Takes the block back and empties *buffer. An empty buffer is ignored. E_ARGUMENT, and nothing is
 // done, for anything but a live block of this pool: one that was freed before (also by a copy of
-// the buffer), a piece of one, or foreign memory. With ROCQ_DEBUG, blocks in host memory have guard
+// the buffer), a part of one, or foreign memory. With ROCQ_DEBUG, blocks in host memory have guard
 // bytes behind them: E_CORRUPT for a block that was overrun, which is not used again.
 ROCQ_DEF rocq_result rocq_pool_free(rocq_pool *pool, rocq_buffer *buffer);
 
@@ -2492,7 +2492,7 @@ ROCQ_DEF rocq_result rocq_get_launch_config(rocq_ctx *ctx, rocq_op op, const voi
                                             rocq_launch_config *config);
 
 // The results as binary data, a header with sizes and a checksum and an entry for each shape class,
-// written by save in two pieces (rocq_file_write takes them). load adds them to those that the
+// written by save in two calls (rocq_file_write takes them). load adds them to those that the
 // context has; where both have a class, the loaded one counts. It refuses, changing nothing, what
 // save has not written (E_MAGIC), what was cut short (E_TRUNCATED) or altered (E_CORRUPT), what is
 // of another chip, driver or version (E_FOREIGN: one simply tunes again), and more results than a
@@ -2774,8 +2774,8 @@ enum {
     ROCQ_K_NO_TOKEN = 16
 };
 
-// A launch may be one piece of a grid that was cut because it would take too long (dispatch_us):
-// block0 is the number of the piece's first block, which the kernel adds to blockIdx.x.
+// A launch may be one part of a grid that was cut because it would take too long (dispatch_us):
+// block0 is the number of the part's first block, which the kernel adds to blockIdx.x.
 typedef struct rocq_k_common {
     uint32_t block0;
     uint32_t *status;
@@ -18436,7 +18436,7 @@ typedef struct rocq__site {
     int32_t kind;
     int32_t format, format2; // of w, -1 if there are several; attention: of k and of v
     int32_t int8;            // matvec: integer products
-    int32_t pair;            // matvec: with w2
+    int32_t with_w2;         // matvec: 1 if so
     int32_t m, k, n;         // attention: columns of a KV head, head size, positions
     int32_t batch;           // tiles: matrices; attention: KV heads of all sequences
     int32_t row_bytes;       // matvec: weights of a row, with those of w2
@@ -18552,12 +18552,12 @@ static bool rocq__is_plain(rocq_format format) {
     return format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
 }
 
-// How many blocks of 256 threads a kernel needs that gives each thread `piece` of the row_size
-// elements or bytes of a row of t. The kernel counts these pieces in 32 bits.
+// How many blocks of 256 threads a kernel needs that gives each thread `share` of the row_size
+// elements or bytes of a row of t. The kernel counts these shares in 32 bits.
 static int64_t rocq__item_blocks(rocq__job *job, const rocq_tensor *t, int64_t row_size,
-                                 int64_t piece) {
+                                 int64_t share) {
     int64_t n;
-    if (!rocq__mul(rocq__n_rows(t), (row_size + piece - 1) / piece, &n) || n > UINT32_MAX - 256) {
+    if (!rocq__mul(rocq__n_rows(t), (row_size + share - 1) / share, &n) || n > UINT32_MAX - 256) {
         if (job->result == ROCQ_OK) {
             job->result = rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED,
                                      "%s: too many elements for one launch", job->name);
@@ -18860,7 +18860,7 @@ static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t
         site.kind = ROCQ__KIND_MATVEC;
         site.format = rocq__products_mix(g, n_products) ? -1 : (int32_t)g->w.format;
         site.int8 = g->path == ROCQ_PRECISION_INT8;
-        site.pair = g->w2.n_dims > 0;
+        site.with_w2 = g->w2.n_dims > 0;
         site.m = rocq__clamp32(rows);
         site.k = (int32_t)k;
         site.n = (int32_t)n;
@@ -20096,11 +20096,11 @@ static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) 
         site.kind = ROCQ__KIND_MATVEC;
         site.format = (int32_t)g->w.format;
         site.int8 = int8;
-        site.pair = g->w2.n_dims > 0;
+        site.with_w2 = g->w2.n_dims > 0;
         site.m = rocq__clamp32(m * g->n_pairs);
         site.k = (int32_t)k;
         site.n = 1;
-        site.row_bytes = (int32_t)(rocq__bytes(g->w.format, k) * (site.pair ? 2 : 1));
+        site.row_bytes = (int32_t)(rocq__bytes(g->w.format, k) * (site.with_w2 ? 2 : 1));
         k_waves = rocq__rule_matvec(rocq__chip_of(job->ctx), &site).k_waves;
     }
     while (1 << args.k_shift < k_waves) args.k_shift++;
@@ -21970,13 +21970,13 @@ static rocq_result rocq__check_overlap(rocq_ctx *ctx, const char *op_name, rocq_
 
 // -- what an op moves and computes: for the time cap, the profile and the tuner --
 
-// Pairs of a query and a position that attention computes, and positions of K and V that it reads,
+// Scores (a query by a position) that attention computes, and positions of K and V that it reads,
 // summed over sequences. Returns false if only the GPU knows kv_len.
 static bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_params *p,
-                                  double *pairs, double *positions) {
+                                  double *scores, double *positions) {
     const int64_t n_q = p->q->ne[2];
     const int32_t *kv_len = NULL;
-    *pairs = *positions = 0.0;
+    *scores = *positions = 0.0;
     if (p->kv_len && rocq__on_gpu(ctx)) return false;
     if (p->kv_len) kv_len = (const int32_t *)rocq_tensor_data(p->kv_len);
     for (int64_t s = 0; s < p->q->ne[3]; s++) {
@@ -21988,7 +21988,7 @@ static bool rocq__attention_reach(const rocq_ctx *ctx, const rocq_attention_para
         const int64_t n = p->causal ? ROCQ__MIN(n_q, length) : n_q;
         const int64_t least = p->causal ? length - n + 1 : length;
         const int64_t rising = p->causal ? ROCQ__MIN(ROCQ__MAX(window - least, 0), n) : 0;
-        *pairs += (double)(rising * least + rising * (rising - 1) / 2 + (n - rising) * window);
+        *scores += (double)(rising * least + rising * (rising - 1) / 2 + (n - rising) * window);
         *positions += (double)ROCQ__MIN(length, window + n_q - 1);
     }
     return true;
@@ -22049,7 +22049,7 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
 // false where only the GPU knows the lengths.
 static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *params,
                               rocq__cost *cost, double *positions) {
-    double pairs;
+    double scores;
     int32_t end;
     if (op == ROCQ_OP_MATMUL) {
         const rocq_matmul_params *first = (const rocq_matmul_params *)params;
@@ -22065,14 +22065,14 @@ static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *param
         }
     } else if (op == ROCQ_OP_ATTENTION) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;
-        if (!rocq__attention_reach(ctx, p, &pairs, positions)) return false;
-        cost->flops = 4.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
+        if (!rocq__attention_reach(ctx, p, &scores, positions)) return false;
+        cost->flops = 4.0 * scores * (double)(p->q->ne[0] * p->q->ne[1]);
         if (rocq__on_gpu(ctx)) cost->matrix = cost->flops;
     } else if (op == ROCQ_OP_ATTENTION_BACKWARD) {
         const rocq_attention_backward_params *p = (const rocq_attention_backward_params *)params;
         const rocq_attention_params forward = rocq__attention_forward(p);
-        rocq__attention_reach(ctx, &forward, &pairs, positions); // the lengths are known
-        cost->flops = 10.0 * pairs * (double)(p->q->ne[0] * p->q->ne[1]);
+        rocq__attention_reach(ctx, &forward, &scores, positions); // the lengths are known
+        cost->flops = 10.0 * scores * (double)(p->q->ne[0] * p->q->ne[1]);
         if (rocq__on_gpu(ctx)) cost->matrix = cost->flops;
     } else if (op == ROCQ_OP_CONV) {
         const rocq_conv_params *p = (const rocq_conv_params *)params;
@@ -22246,9 +22246,9 @@ typedef struct rocq__node {
     double ns;          // expected to be taken by it, learned by rocq__learn
     rocq__stage *stage; // CPU: its first one in the graph's plan
     rocq__cost cost;    // GPU
-    // GPU, only in the first op of a piece: a run of ops that are captured as one graph of the
+    // GPU, only in the first op of a subgraph: a run of ops that are captured as one graph of the
     // runtime (see rocq__graph_cut).
-    struct rocq__node *end; // the first op behind the piece; NULL: it is the last
+    struct rocq__node *end; // the first op behind the subgraph; NULL: it is the last
     void *exec;             // the runtime's executable graph
     int64_t n_launches;     // kernels that it launches
 } rocq__node;
@@ -22273,11 +22273,11 @@ struct rocq_graph {
     rocq__stage *stages; // [n_stages] on the CPU: of all ops. NULL: the ops are run one by one
     int32_t n_stages;
     const void *stage_memory; // scratch memory that stages point into; planned anew when it moves
-    bool captured;    // all pieces are; else the ops are run one by one
+    bool captured;    // all subgraphs are; else the ops are run one by one
     bool refused;     // do not capture again: the runtime could not, or its replay was wrong
-    bool checked;     // the pieces have been compared with the ops (rocq__replay_check)
-    // The GPU's count when the pieces were captured; they are stale once the GPU's differs, as the
-    // address of scratch memory is part of them.
+    bool checked;     // the subgraphs have been compared with the ops (rocq__replay_check)
+    // The GPU's count when the subgraphs were captured; they are stale once the GPU's differs, as
+    // the address of scratch memory is part of them.
     int64_t scratch_moves;
     // The state of a step in slices (rocq_graph_launch_for).
     bool begun;        // a step has begun and is not done
@@ -22339,25 +22339,25 @@ static rocq_result rocq__check_op(rocq_ctx *ctx, const rocq__op *op, const void 
     return rocq__check_overlap(ctx, op->name, op->id, params);
 }
 
-// Room for the plan of any one op.
-typedef struct rocq__plan_room {
+// Memory for the plan of any one op.
+typedef struct rocq__plan_memory {
     rocq__stage stages[ROCQ__PLAN_STAGES];
     ROCQ__ALIGNAS(16) char memory[ROCQ__PLAN_BYTES];
-} rocq__plan_room;
+} rocq__plan_memory;
 
 // Plans an op that has passed its checks and has its scratch memory.
 static rocq__plan rocq__plan_cpu(const rocq_ctx *ctx, const rocq__op *op, const void *params,
-                                 int64_t worth, rocq__plan_room *room) {
-    rocq__plan plan = {ctx, (char *)ctx->scratch, worth, room->stages, 0, room->memory, 0};
+                                 int64_t worth, rocq__plan_memory *to) {
+    rocq__plan plan = {ctx, (char *)ctx->scratch, worth, to->stages, 0, to->memory, 0};
     op->plan_cpu(&plan, op->id, params);
     return plan;
 }
 
 static rocq_result rocq__run_cpu(rocq_ctx *ctx, const rocq__op *op, const void *params) {
-    rocq__plan_room room;
+    rocq__plan_memory one;
     void *scratch;
     ROCQ__TRY(rocq__scratch(ctx, op->scratch_cpu(ctx, params), &scratch));
-    const rocq__plan plan = rocq__plan_cpu(ctx, op, params, ROCQ__WORTH_OP, &room);
+    const rocq__plan plan = rocq__plan_cpu(ctx, op, params, ROCQ__WORTH_OP, &one);
     return rocq__team_run(ctx, op->name, plan.stages, plan.n_stages);
 }
 
@@ -22492,7 +22492,7 @@ static rocq_result rocq__region_op(rocq_ctx *ctx, const rocq__op *op, const void
 static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
                                       const rocq__node *end);
 static rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
-                                      bool piece);
+                                      bool submits);
 static rocq_result rocq__region_leave_copy(rocq_ctx *ctx, rocq_result result, int64_t bytes);
 
 static inline bool rocq__profiling(const rocq_ctx *ctx) {
@@ -22797,13 +22797,13 @@ static const rocq__node *rocq__joins(rocq_ctx *ctx, const rocq__node *node, rocq
                : NULL;
 }
 
-// Launches the ops of a piece for its capture. Ops share a launch only within a piece.
-static rocq_result rocq__piece_launch(rocq_ctx *ctx, const rocq__node *piece) {
-    for (const rocq__node *node = piece; node != piece->end; node = node->next) {
+// Launches the ops of a subgraph for its capture. Ops share a launch only within a subgraph.
+static rocq_result rocq__subgraph_launch(rocq_ctx *ctx, const rocq__node *subgraph) {
+    for (const rocq__node *node = subgraph; node != subgraph->end; node = node->next) {
         rocq__joined before;
         const rocq__node *last = rocq__joins(ctx, node, &before);
         for (const rocq__node *i = node; last && i != last; i = i->next) {
-            if (i->next == piece->end) last = NULL;
+            if (i->next == subgraph->end) last = NULL;
         }
         if (!last) {
             ROCQ__TRY(rocq__run_on_device(ctx, node->op, node->params));
@@ -22844,24 +22844,25 @@ static rocq_result rocq__graph_forget(rocq_ctx *ctx, rocq_graph *graph) {
     return error == 0 || gpu->lost ? ROCQ_OK : rocq__hip_failed(ctx, "graph", error);
 }
 
-// Cuts the graph of a GPU into pieces expected to take rocq_desc.slice_us at most, unless an op
-// alone takes longer; without that limit it is one piece.
+// Cuts the graph of a GPU into subgraphs expected to take rocq_desc.slice_us at most, unless an op
+// alone takes longer; without that limit it is one subgraph.
 static void rocq__graph_cut(const rocq_ctx *ctx, rocq_graph *graph) {
-    rocq__node *piece = graph->first;
+    rocq__node *subgraph = graph->first;
     double ns = 0.0;
     for (rocq__node *node = graph->first; node; node = node->next) {
-        if (ctx->desc.slice_us > 0 && node != piece && ns + node->ns > 1e3 * ctx->desc.slice_us) {
-            piece->end = node;
-            piece = node;
+        if (ctx->desc.slice_us > 0 && node != subgraph &&
+            ns + node->ns > 1e3 * ctx->desc.slice_us) {
+            subgraph->end = node;
+            subgraph = node;
             ns = 0.0;
         }
         ns += node->ns;
     }
-    if (piece) piece->end = NULL;
+    if (subgraph) subgraph->end = NULL;
 }
 
-// Captures the ops of a piece, so that one submission replays them.
-static rocq_result rocq__piece_capture(rocq_ctx *ctx, rocq__node *piece) {
+// Captures the ops of a subgraph, so that one submission replays them.
+static rocq_result rocq__subgraph_capture(rocq_ctx *ctx, rocq__node *subgraph) {
     rocq__gpu *gpu = ctx->gpu;
     const rocq_hip *hip = gpu->hip;
     const int64_t n_launches = ctx->stats.n_launches;
@@ -22869,21 +22870,21 @@ static rocq_result rocq__piece_capture(rocq_ctx *ctx, rocq__node *piece) {
     int error = hip->capture_begin(gpu->stream, ROCQ_HIP_THREAD_LOCAL);
     rocq_result result = ROCQ_OK;
     if (error == 0) {
-        result = rocq__piece_launch(ctx, piece);
+        result = rocq__subgraph_launch(ctx, subgraph);
         error = hip->capture_end(gpu->stream, &captured);
     }
     if (error == 0 && result == ROCQ_OK) {
-        error = hip->graph_instantiate(&piece->exec, captured, NULL, NULL, 0);
-        if (error != 0) piece->exec = NULL;
+        error = hip->graph_instantiate(&subgraph->exec, captured, NULL, NULL, 0);
+        if (error != 0) subgraph->exec = NULL;
     }
     if (captured) hip->graph_destroy(captured);
     if (error != 0 && result == ROCQ_OK) result = rocq__hip_failed(ctx, "graph", error);
-    piece->n_launches = ctx->stats.n_launches - n_launches;
+    subgraph->n_launches = ctx->stats.n_launches - n_launches;
     ctx->stats.n_launches = n_launches;
     return result;
 }
 
-// Captures all pieces. Scratch memory gets its full size first, since nothing may be allocated
+// Captures all subgraphs. Scratch memory gets its full size first, since nothing may be allocated
 // during a capture. E_DEVICE means that the runtime cannot capture them; nothing is lost, and the
 // ops can run one by one.
 static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
@@ -22904,8 +22905,9 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
     ROCQ__TRY(rocq__reserve_hip(ctx, graph->scratch));
     rocq_result result = ROCQ_OK;
     gpu->trial = true;
-    for (rocq__node *piece = graph->first; piece && result == ROCQ_OK; piece = piece->end) {
-        result = rocq__piece_capture(ctx, piece);
+    for (rocq__node *subgraph = graph->first; subgraph && result == ROCQ_OK;
+         subgraph = subgraph->end) {
+        result = rocq__subgraph_capture(ctx, subgraph);
     }
     gpu->trial = false;
     graph->captured = result == ROCQ_OK;
@@ -22917,7 +22919,7 @@ static rocq_result rocq__graph_capture(rocq_ctx *ctx, rocq_graph *graph) {
 // Plans all ops into one block of memory: their stages, and behind these the structs that the
 // stages' args point to. A first pass over the ops counts both.
 static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
-    rocq__plan_room room;
+    rocq__plan_memory one;
     int64_t n_stages = 0, size = 0;
     void *scratch;
     ROCQ__TRY(rocq__scratch(ctx, graph->scratch, &scratch));
@@ -22926,7 +22928,7 @@ static rocq_result rocq__graph_plan(rocq_ctx *ctx, rocq_graph *graph) {
     graph->stages = NULL;
     for (const rocq__node *node = graph->first; node; node = node->next) {
         const rocq__plan plan =
-            rocq__plan_cpu(ctx, node->op, node->params, ROCQ__WORTH_STEP, &room);
+            rocq__plan_cpu(ctx, node->op, node->params, ROCQ__WORTH_STEP, &one);
         n_stages += plan.n_stages;
         size += plan.used;
     }
@@ -22982,16 +22984,17 @@ static bool rocq__graph_runs_plan(const rocq_ctx *ctx, const rocq_graph *graph) 
     return graph->stages != NULL;
 }
 
-// Runs or submits the ops from first on, up to end: of a graph that is captured, whole pieces.
+// Runs or submits the ops from first on, up to end: of a graph that is captured, whole subgraphs.
 static rocq_result rocq__graph_submit(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
                                       const rocq__node *end) {
     if (rocq__graph_runs_plan(ctx, graph)) { // all of it: slices on the CPU do not come here
         return rocq__team_run(ctx, "graph_launch", graph->stages, graph->n_stages);
     }
     if (!graph->captured) return rocq__graph_run(ctx, first, end);
-    for (const rocq__node *piece = first; piece != end; piece = piece->end) {
-        ROCQ__TRY_HIP("graph_launch", ctx->gpu->hip->graph_launch(piece->exec, ctx->gpu->stream));
-        ctx->stats.n_launches += piece->n_launches;
+    for (const rocq__node *subgraph = first; subgraph != end; subgraph = subgraph->end) {
+        ROCQ__TRY_HIP("graph_launch",
+                      ctx->gpu->hip->graph_launch(subgraph->exec, ctx->gpu->stream));
+        ctx->stats.n_launches += subgraph->n_launches;
     }
     return ROCQ_OK;
 }
@@ -23007,9 +23010,10 @@ static rocq_result rocq__graph_replay(rocq_ctx *ctx, rocq_graph *graph, const ro
 
 // -- slices: a step that is run for a limited time, again and again until it is done --
 // On the CPU a slice ends between two ops, by the clock: an op is begun only if it is expected to
-// end in time. On a GPU, where the host must not wait, a slice is submitted at once: as many pieces
-// (or ops, if the graph is not captured) as are expected to fit. Both expect of an op what it took
-// in earlier slices. The first op or piece of a slice is always run, so every slice makes progress.
+// end in time. On a GPU, where the host must not wait, a slice is submitted at once: as many
+// subgraphs (or ops, if the graph is not captured) as are expected to fit. Both expect of an op
+// what it took in earlier slices. The first op or subgraph of a slice is always run, so every slice
+// makes progress.
 
 // A slice on the CPU.
 typedef struct rocq__slice {
@@ -23092,7 +23096,7 @@ static rocq_result rocq__slice_poll(rocq_ctx *ctx, rocq_graph *graph, bool *thro
     return ROCQ_OK;
 }
 
-// Moves *node past its piece (past its op, if the graph is not captured), the least that can be
+// Moves *node past its subgraph (past its op, if the graph is not captured), the least that can be
 // submitted, and returns the nanoseconds that this is expected to take.
 static double rocq__slice_unit(const rocq_graph *graph, rocq__node **node) {
     rocq__node *end = graph->captured ? (*node)->end : (*node)->next;
@@ -23101,8 +23105,8 @@ static double rocq__slice_unit(const rocq_graph *graph, rocq__node **node) {
     return ns;
 }
 
-// Submits a slice: one piece or op, and, if the GPU has finished all earlier slices, as many more
-// as are expected to fit.
+// Submits a slice: one subgraph or op, and, if the GPU has finished all earlier slices, as many
+// more as are expected to fit.
 static rocq_result rocq__slice_hip(rocq_ctx *ctx, rocq_graph *graph, int32_t us, bool *through) {
     const rocq_hip *hip = ctx->gpu->hip;
     rocq__node *first = graph->at, *end = first, *next = first;
@@ -23652,7 +23656,7 @@ ROCQ__NOINLINE rocq_result rocq__pool_refuse(rocq_pool *pool, const rocq_buffer 
     rocq__pool_block *block = rocq__pool_find(pool, buffer);
     if (!block) {
         return rocq__pool_fail(pool, ROCQ_E_ARGUMENT, "pool_free: no live block of this pool: "
-                               "freed before, foreign, or a piece of one");
+                               "freed before, foreign, or a part of one");
     }
     rocq__pool_return(pool, block, -1)->n_overrun++;
     return rocq__pool_fail(pool, ROCQ_E_CORRUPT,
@@ -25809,11 +25813,11 @@ static void rocq__work_count(const rocq_ctx *ctx, rocq__work *work) {
 // regions inside add to the one around them. That happens when results are asked for, and when the
 // log is full, which then folds its oldest events to make room.
 //
-// A mark is an event of the HIP runtime in the stream. Only a piece, which is submitted as a whole
-// (an op, a captured graph), has marks; a region around pieces lasts on the GPU from the start of
-// its first piece to the end of its last, so the program's regions cost the GPU nothing. Nobody
-// waits for a mark before its event is folded. A full log waits for its oldest events alone, and
-// the GPU has work queued meanwhile.
+// A mark is an event of the HIP runtime in the stream. Only a submission has marks: an op or a
+// captured graph, which reaches the stream as a whole. A region around submissions lasts on the GPU
+// from the start of the first to the end of the last, so the program's regions cost the GPU
+// nothing. Nobody waits for a mark before its event is folded. A full log waits for its oldest
+// events alone, and the GPU has work queued meanwhile.
 //
 // Sampling bounds what all this costs. An outermost region is measured or skipped together with all
 // that is inside it; one that is long, or is called for the first time, is always measured, and the
@@ -25866,9 +25870,9 @@ typedef struct rocq__region {
 } rocq__region;
 
 typedef struct rocq__event {
-    int32_t region; // -1: no room for its name
-    int32_t pair;   // of marks, -1: none
-    int32_t span;   // of the trace, -1: no room
+    int32_t region;    // -1: no room for its name
+    int32_t mark_pair; // number of its pair of marks, -1: none
+    int32_t span;      // of the trace, -1: no room
     int8_t depth;
     int8_t access;  // a rocq_access, -1: none was given
     bool submits, copy, failed;
@@ -25882,7 +25886,7 @@ typedef struct rocq__event {
 typedef struct rocq__inside {
     rocq__amount sum;         // weighted
     bool timed;               // the GPU's times are known:
-    double first_ns, last_ns; // start of the first piece, end of the last
+    double first_ns, last_ns; // start of the first submission, end of the last
 } rocq__inside;
 
 typedef struct rocq__span { // a bar of the trace
@@ -25916,7 +25920,7 @@ struct rocq__profile {
     // Marks. Pairs are taken in turn. There are as many as events in the log, so that the next pair
     // always belongs to an event that has been folded.
     void *marks[ROCQ__LOG][2];
-    uint32_t n_pairs; // taken so far
+    uint32_t n_mark_pairs; // taken so far
     void *anchor;     // the last mark whose time is known
     double anchor_ns; // that time, since the start of the profile
 
@@ -26007,11 +26011,11 @@ static void rocq__marks_end(rocq_ctx *ctx, rocq__profile *p) {
     p->timed = false;
 }
 
-// When the GPU began and ended a piece that it has run. Pieces are folded in the order of the
-// stream, and each is measured from the end of the one before it: the runtime returns intervals as
-// floats, in which long ones are not exact to the nanosecond.
-static rocq_result rocq__piece_times(rocq_ctx *ctx, rocq__profile *p, void **mark,
-                                     rocq__inside *inside) {
+// When the GPU began and ended a submission that it has run. Submissions are folded in the order of
+// the stream, and each is measured from the end of the one before it: the runtime returns intervals
+// as floats, in which long ones are not exact to the nanosecond.
+static rocq_result rocq__submission_times(rocq_ctx *ctx, rocq__profile *p, void **mark,
+                                          rocq__inside *inside) {
     const rocq_hip *hip = ctx->gpu->hip;
     float before = 0.0f, during = 0.0f;
     ROCQ__TRY_HIP("profile", hip->event_elapsed(&before, p->anchor, mark[0]));
@@ -26060,14 +26064,14 @@ static void rocq__event_fold(rocq__profile *p, const rocq__event *e) {
     }
 }
 
-// Folds the n oldest events, waiting until the GPU has run the last piece among them. Without the
-// device, or after a failure, times on the GPU are missing and counted.
+// Folds the n oldest events, waiting until the GPU has run the last submission among them. Without
+// the device, or after a failure, times on the GPU are missing and counted.
 static rocq_result rocq__log_fold(rocq_ctx *ctx, rocq__profile *p, uint32_t n, const char *call) {
     rocq_result result = ROCQ_OK;
     void *last = NULL;
     for (uint32_t i = 0; p->timed && i < n; i++) {
         const rocq__event *e = &p->log[(p->log_begin + i) % ROCQ__LOG];
-        if (e->pair >= 0 && !e->failed) last = p->marks[e->pair][1];
+        if (e->mark_pair >= 0 && !e->failed) last = p->marks[e->mark_pair][1];
     }
     if (last) {
         result = rocq__hip_enter(ctx, call);
@@ -26077,9 +26081,10 @@ static rocq_result rocq__log_fold(rocq_ctx *ctx, rocq__profile *p, uint32_t n, c
     for (; n > 0; n--, p->n_log--) {
         const rocq__event *e = &p->log[p->log_begin];
         p->log_begin = (p->log_begin + 1) % ROCQ__LOG;
-        if (e->pair >= 0 && !e->failed) {
+        if (e->mark_pair >= 0 && !e->failed) {
             if (p->timed && result == ROCQ_OK) {
-                result = rocq__piece_times(ctx, p, p->marks[e->pair], &p->inside[e->depth]);
+                result = rocq__submission_times(ctx, p, p->marks[e->mark_pair],
+                                                &p->inside[e->depth]);
             }
             p->dropped_gpu += !p->timed || result != ROCQ_OK;
         }
@@ -26104,9 +26109,9 @@ static rocq_result rocq__mark(rocq_ctx *ctx, void *mark) {
     return ROCQ_OK;
 }
 
-// piece: all that is submitted until the region ends is one piece, and has marks.
+// submits: all that is submitted until the region ends is one submission, and has marks.
 static rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const char *detail,
-                                      bool piece) {
+                                      bool submits) {
     rocq__profile *p = ctx->profiling;
     const int32_t depth = p->depth;
     if (rocq__skipping(p)) {
@@ -26136,16 +26141,16 @@ static rocq_result rocq__region_enter(rocq_ctx *ctx, const char *name, const cha
     if (p->limited) e->enter_ns = rocq_time_ns();
     if (p->n_log + (uint32_t)depth >= ROCQ__LOG) {
         const rocq_result folded = rocq__log_fold(ctx, p, ROCQ__BATCH, "profile");
-        if (piece) ROCQ__TRY(folded); // else the next piece finds that the device is lost
+        if (submits) ROCQ__TRY(folded); // else the next submission finds that the device is lost
     }
     e->region = region;
     e->depth = (int8_t)depth;
-    e->pair = e->span = e->access = -1;
-    if (piece && p->timed) {
-        const int32_t pair = (int32_t)(p->n_pairs % ROCQ__LOG);
+    e->mark_pair = e->span = e->access = -1;
+    if (submits && p->timed) {
+        const int32_t pair = (int32_t)(p->n_mark_pairs % ROCQ__LOG);
         ROCQ__TRY(rocq__mark(ctx, p->marks[pair][0]));
-        p->n_pairs++;
-        e->pair = pair;
+        p->n_mark_pairs++;
+        e->mark_pair = pair;
     }
     if (decides) {
         if (r->brief) p->root = depth + 1;
@@ -26166,7 +26171,7 @@ static void rocq__sample(rocq__profile *p, const rocq__event *e) {
     const int64_t now = rocq_time_ns(), past = now - p->since_ns;
     const double host = (double)(e->start_ns - e->enter_ns + now - e->stop_ns);
     p->full_ns += (double)e->weight * (ROCQ__MIN(host, (double)ROCQ__PAUSE_NS) +
-                                       (e->pair >= 0 ? p->marks_ns : 0.0));
+                                       (e->mark_pair >= 0 ? p->marks_ns : 0.0));
     if (e->region < 0 || (p->root > 0 && p->root != e->depth + 1)) return;
     rocq__region *r = &p->regions[e->region];
     const double k = ROCQ__MIN(p->full_ns / (p->desc.cost * (double)past), 1e9);
@@ -26199,8 +26204,8 @@ static rocq_result rocq__region_leave(rocq_ctx *ctx, rocq_result result, rocq__w
     rocq__event *e = &p->log[(p->log_begin + p->n_log++) % ROCQ__LOG];
     *e = p->open[p->depth];
     e->stop_ns = now;
-    if (e->pair >= 0 && p->timed) {
-        const rocq_result marked = rocq__mark(ctx, p->marks[e->pair][1]);
+    if (e->mark_pair >= 0 && p->timed) {
+        const rocq_result marked = rocq__mark(ctx, p->marks[e->mark_pair][1]);
         if (result == ROCQ_OK) result = marked;
     }
     e->failed = result != ROCQ_OK;
@@ -26223,7 +26228,7 @@ static rocq_result rocq__region_op(rocq_ctx *ctx, const rocq__op *op, const void
     return rocq__region_leave(ctx, rocq__run_here(ctx, op, params), &work);
 }
 
-// What is captured is one piece with the work of all its ops; else each op is a region inside.
+// What is captured is one submission with the work of all its ops; else each op is a region inside.
 static rocq_result rocq__region_graph(rocq_ctx *ctx, rocq_graph *graph, const rocq__node *first,
                                       const rocq__node *end) {
     rocq__work work;
@@ -27373,11 +27378,11 @@ static bool rocq__tuned_valid(const rocq__tuned *entry) {
 
 // Merges n entries, in their order, with the list, which changes only when all are good.
 static rocq_result rocq__tuning_merge(rocq_ctx *ctx, const unsigned char *entries, int32_t n) {
-    const int32_t n_old = ctx->n_tuned, room = n_old + n;
+    const int32_t n_old = ctx->n_tuned, capacity = n_old + n;
     int32_t i = 0, count = 0;
     rocq__tuned entry, before;
     if (n == 0) return ROCQ_OK;
-    rocq__tuned *list = (rocq__tuned *)rocq__alloc(ctx, room * (int64_t)sizeof *list);
+    rocq__tuned *list = (rocq__tuned *)rocq__alloc(ctx, capacity * (int64_t)sizeof *list);
     if (!list) return rocq__fail(ctx, ROCQ_E_MEMORY, "tuning_load: no memory for a list");
     for (int32_t k = 0; k < n; k++, before = entry) {
         memcpy(&entry, entries + k * (int64_t)sizeof entry, sizeof entry);
@@ -27400,7 +27405,7 @@ static rocq_result rocq__tuning_merge(rocq_ctx *ctx, const unsigned char *entrie
     rocq__free(ctx, ctx->tuned);
     ctx->tuned = list;
     ctx->n_tuned = count;
-    ctx->tuned_capacity = room;
+    ctx->tuned_capacity = capacity;
     return ROCQ_OK;
 }
 
@@ -27744,7 +27749,7 @@ static void rocq__replay_operands(rocq__replay *r, rocq__touched *written) {
     }
 }
 
-// The rows of a cache that may be written, as ne[1] ne[2] pieces of ne[0] elements without gaps.
+// The rows of a cache that may be written, as ne[1] ne[2] runs of ne[0] elements without gaps.
 static rocq_tensor rocq__replay_rows(const rocq__replay *r, const rocq_tensor *cache) {
     static const int32_t swap[4] = {0, 2, 1, 3};
     rocq_tensor rows = *cache;
@@ -28041,9 +28046,9 @@ static rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
     if (due) ROCQ__TRY(rocq__replay_check(ctx, graph));
     if (!due || !graph->checked) {
         ROCQ__TRY(rocq__warm_kernels(ctx, graph));
-        for (rocq__node *piece = graph && graph->captured ? graph->first : NULL;
-             piece && gpu->hip->graph_upload; piece = piece->end) {
-            ROCQ__TRY_HIP("graph", gpu->hip->graph_upload(piece->exec, gpu->stream));
+        for (rocq__node *subgraph = graph && graph->captured ? graph->first : NULL;
+             subgraph && gpu->hip->graph_upload; subgraph = subgraph->end) {
+            ROCQ__TRY_HIP("graph", gpu->hip->graph_upload(subgraph->exec, gpu->stream));
         }
     }
     ROCQ__TRY_HIP("warm", gpu->hip->stream_wait(gpu->stream));
