@@ -4417,7 +4417,7 @@ static rocq_result rocq__scratch(rocq_ctx *ctx, int64_t bytes, void **out) {
 // ---------------------------------------------------------------------------------------------
 // >>arena
 // ---------------------------------------------------------------------------------------------
-// An arena cuts slices from a buffer, one after the other, or only measures what they would take.
+// An arena hands out consecutive slices of a buffer, or only measures how much memory they need.
 
 ROCQ_DEF void rocq_arena_init(rocq_arena *arena, const rocq_buffer *buffer) {
     if (!arena) return;
@@ -10741,9 +10741,10 @@ ROCQ__BLOCK_AVX2(tq2_0) {
     }
 }
 
-// Bits 0-6 of a scale's byte, put in bits 7-13 of an F16, have 2^-7 times the value sc / 2 of which
-// the levels are multiples, as the exponent is biased by 15 and not by 7. Byte 127 is 0; byte 255,
-// as in ggml, is not.
+// A scale sc is a byte with 4 exponent bits (bias 7) and 3 mantissa bits, and the levels count in
+// units of sc / 2. Bits 0-6 of the byte, moved to bits 7-13 of an F16, are read with that format's
+// bias of 15: as 2^-8 sc, so a multiplication by 2^7 gives the unit. Byte 127 stands for 0; byte
+// 255, as in ggml, does not.
 ROCQ__BLOCK_AVX2(nvfp4) {
     __m256i v[4], q[8];
     rocq__take_rows_avx2(v, row, at);
@@ -12970,8 +12971,10 @@ static void rocq__attend_tile(const rocq__attend *a, const rocq__attend_item *it
 // -- many rows --
 
 // c[i] = keep[i] c[i] + sum over k of a[i a_row + k a_step] b[k b_step], for SIX rows c[i] and b[k]
-// of LANES floats; keep may be NULL, which counts as 0. The twelve sums stay in registers: eight
-// loads for twelve multiply-adds, where a core does two of each in a cycle.
+// of LANES floats; keep may be NULL, which counts as 0. With AVX2 a row is two vectors, and the
+// twelve sums stay in registers. A step of k takes eight loads (six broadcasts of a, two vectors of
+// b) for twelve multiply-adds. A core issues two of each a cycle, so the multiply-adds are the
+// limit.
 typedef struct rocq__attend_product {
     const float *a, *b, *keep;
     float *c;
@@ -22774,10 +22777,11 @@ static bool rocq__joins_beside(const rocq_ctx *ctx, const rocq__node *node, rocq
     return true;
 }
 
-// The last of the ops that a GPU does in one launch with that of a node, or NULL if that has its
-// own; *before is for rocq__run_hip. In a token's step of llama that saves three of a layer's eight
-// launches, and more of a mixture's. All that is written has the bits that it has when ops are
-// launched one by one, except that rotated queries which nothing reads are not written.
+// Fusion: a GPU runs some sequences of ops as one launch. Returns the last op of the sequence that
+// begins at node, or NULL if node's op has a launch of its own; *before tells rocq__run_hip what
+// the launch does besides. A decode step of llama is so spared three of a layer's eight launches, a
+// mixture of experts more. Fused ops write the same bits as separate launches do. There is one
+// exception: rotated queries that no later op reads are not written.
 static const rocq__node *rocq__joins(rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     memset(before, 0, sizeof *before);
     if (!rocq__on_gpu(ctx) || !node->next) return NULL;

@@ -1017,9 +1017,10 @@ DEV float activation_slope(int32_t kind, float x) {
 // offset from the code instead: then the sign of a zero and the effect of an infinite scale are
 // those of the CPU backend, and the values have ggml's bits.
 
-// Bytes of 8 units in each plane (ROCQ_K_PLANES), then what decoding has to know. offset: what is
-// subtracted from a code. is_signed: the bytes of q are signed. halves: elements 16-31 have a scale
-// of their own. has_min: the format stores a min.
+// A format at compile time. block_planes: the bytes that 8 units take in each plane
+// (ROCQ_K_PLANES). block_layout adds what decoding needs. offset: what is subtracted from a code.
+// is_signed: the bytes of q are signed. halves: elements 16-31 have a scale of their own. has_min:
+// the format stores a min.
 template <int F> struct block_planes {
     enum { n = 0, c = 0, b = 0, s = 0, t = 0, d = 0 };
 };
@@ -4232,9 +4233,11 @@ DEV void lds_multiply(frag_c (&c)[BN / 16], const lds_operand &a, const lds_oper
     block_sync_lds();
 }
 
-// A wave finishes its 16 rows of a tile. They go through LDS, after which a lane has quads of a
-// row, four of them at a time: load(row, col) loads up to three quads that the epilogue of one
-// needs, and store(row, col, loaded, sums) ends it.
+// The epilogue of a wave's 16 rows of a tile. A WMMA result has a column in each lane, but y is
+// stored by rows: so the wave transposes its sums in LDS, and each lane then reads whole quads of a
+// row. It does so for AHEAD quads at a time, whose operands are all in flight before the first is
+// used: load(row, col) loads the up to three quads (bias, residual ...) that the quad there needs,
+// and store(row, col, loaded, sums) computes and stores it.
 struct lds_loaded { u32x4 quad[3]; };
 template <int BN, typename L, typename S>
 DEV void lds_finish(const frag_c (&c)[BN / 16], float *work, L load, S store) {
