@@ -11181,8 +11181,10 @@ ROCQ__WIDE void rocq__block_k_avx512(rocq__wide_sink *to, const unsigned char *r
                      : rocq__bits_avx512(q[i % 8], i / 8 * 4, 15);
             dot[i / 8] = rocq__dot_4_avx512(dot[i / 8], w, to->x + 32 * g + 4 * i);
         }
-        ROCQ__UNROLL
-        for (int i = 0; five && i < 8; i++) high[i] = _mm512_srli_epi32(high[i], 2);
+        if (five) {
+            ROCQ__UNROLL
+            for (int i = 0; i < 8; i++) high[i] = _mm512_srli_epi32(high[i], 2);
+        }
         ROCQ__UNROLL
         for (int i = 0; i < 2; i++) {
             const __m512 sum = _mm512_set1_ps(to->x_groups[g + i].sum);
