@@ -2960,10 +2960,10 @@ typedef struct rocq_k_lora {
 
 // y[m, c] for n <= ROCQ_K_FEW columns c. k_waves waves share a row group, each with its part of K.
 //   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; f32 with block formats has _n1 and _n8;
-//             int8_mixed: n = 1; row_NAME: int8 with n = 1, whose blocks norm x and make Q8_0 of it
+//             int8_mixed, int8_low: n = 1; row_NAME: int8 with n = 1, whose blocks norm x and make Q8_0 of it
 //   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of a product;
 //             product i has (m + R - 1) / R blocks, the first of which is block_begin[i]
-//   products  same x, k and n; one format but for int8_mixed; w2 has w's format, shape and place
+//   products  same x, k and n; one format but for _mixed and _low; w2 has w's format, shape and place
 //   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
 //   row       x and row.weight F32 [K], aligned to 16 bytes, K up to ROCQ_K_MATVEC_ROW_K
 //   f32       x and x_stride * 4 aligned to 16 bytes. With plain w any alignment of whole elements
@@ -2972,6 +2972,10 @@ typedef struct rocq_k_lora {
 //             or gate. y in Q8_0 needs k_waves = 1 and m % 32 = 0; planar, y is the whole tensor
 //             and its columns are x_column0 and up
 //   lora      of each product, where has_lora is set, what is added to w x and to w2 x
+//   low       of int8_low and row_low: product 0 makes the t that lora of the others reads, in
+//             the same launch, in blocks of its own. Those of the others wait for them by a counter;
+//             a block that has waited in vain makes t itself, so no order of blocks is needed. No
+//             product may write what product 0 reads
 typedef struct rocq_k_matvec_args {
     rocq_k_common common;
     const void *x;      // INT8: planar Q8_0 [K, x_columns]; F32: floats [K, n] with x_stride; row:
@@ -2993,6 +2997,11 @@ typedef struct rocq_k_matvec_args {
         void *y;             // or NULL; where block 0 stores x as planar Q8_0 of one column
     } row;
     rocq_k_lora lora[ROCQ_K_MATVEC_PRODUCTS][2];
+    struct {
+        uint32_t *counter;   // 0 before and after
+        uint32_t n_blocks;   // of the products behind product 0, which has block_begin[1] blocks
+        int32_t k_shift;     // of product 0; that above is of the others
+    } low;
 } rocq_k_matvec_args;
 
 // args of route: a block of one wave for each token
@@ -3398,8 +3407,10 @@ enum {
     X(matvec_int8_read_n1, rocq_k_matvec_args, 256)          \
     X(matvec_int8_read_n8, rocq_k_matvec_args, 256)          \
     X(matvec_int8_mixed_n1, rocq_k_matvec_args, 256)         \
+    X(matvec_int8_low_n1, rocq_k_matvec_args, 256)           \
     ROCQ_K_CODED_FORMATS(ROCQ_K_MATVEC_ROW, X)               \
     X(matvec_row_mixed, rocq_k_matvec_args, 256)             \
+    X(matvec_row_low, rocq_k_matvec_args, 256)               \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATVEC_F32, X)                 \
     ROCQ_K_PLAIN_FORMATS(ROCQ_K_MATVEC_PLAIN, X)
 
@@ -17728,7 +17739,7 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
         if (kernel == t->matmul || kernel == t->dx || kernel == t->dw) return (uint32_t)t->bytes;
     }
     if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
-    const bool row = kernel >= ROCQ_K_matvec_row_q4_0 && kernel <= ROCQ_K_matvec_row_mixed;
+    const bool row = kernel >= ROCQ_K_matvec_row_q4_0 && kernel <= ROCQ_K_matvec_row_low;
     return gpu->matvec_lds - (row ? ROCQ_K_MATVEC_ROW_LDS : ROCQ_K_MATVEC_LDS);
 }
 
@@ -18468,6 +18479,7 @@ typedef struct rocq__joined {
     const rocq_norm_params *norm;   // makes the x of matmul or of the router, or is beside a norm
     const rocq_norm_params *coded;  // the same in Q8_0, or NULL
     const rocq_matmul_params *router;
+    const rocq_matmul_params *low;  // makes lora_t of a matmul
     const rocq_rope_append_params *append;
 } rocq__joined;
 
@@ -18831,14 +18843,42 @@ static bool rocq__products_mix(const rocq__product *g, int32_t n_products) {
     return false;
 }
 
-// Args of a matvec of products of one x and path, but for those that rocq__matvec_move sets.
-// Returns the number of its blocks.
-static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t n_products,
-                                 const rocq_tensor *x, rocq_k_matvec_args *args) {
-    const int64_t n = x->ne[1], k = x->ne[0];
-    int64_t rows = 0, blocks = 0;
+// Into how many parts, 1 << the result, products of one x and path divide K among waves.
+static int32_t rocq__matvec_shift(rocq__job *job, const rocq__product *g, int32_t n_products,
+                                  const rocq_tensor *x) {
+    const int64_t k = x->ne[0];
+    int64_t rows = 0;
     double bytes = 0.0; // of weights
-    bool groups = false; // a block has to own whole blocks of a Q8_0 y
+    int32_t k_shift = 0;
+    for (int32_t i = 0; i < n_products; i++) {
+        const rocq_tensor *w = &g[i].w;
+        const double pair = g[i].w2.n_dims > 0 ? 2.0 : 1.0;
+        if (g[i].y.format == ROCQ_Q8_0) return 0; // a block has to own whole blocks of y
+        rows += w->ne[1];
+        bytes += pair * (double)(w->ne[1] * rocq__bytes(w->format, k));
+    }
+    rocq__site site;
+    memset(&site, 0, sizeof site);
+    site.kind = ROCQ__KIND_MATVEC;
+    site.format = rocq__products_mix(g, n_products) ? -1 : (int32_t)g->w.format;
+    site.int8 = g->path == ROCQ_PRECISION_INT8;
+    site.with_w2 = g->w2.n_dims > 0;
+    site.m = rocq__clamp32(rows);
+    site.k = (int32_t)k;
+    site.n = (int32_t)x->ne[1];
+    site.row_bytes = (int32_t)(bytes / (double)rows);
+    const int32_t k_waves = rocq__config_for(job->ctx, &site).k_waves;
+    while (1 << k_shift < k_waves) k_shift++;
+    return k_shift;
+}
+
+// Args of a matvec of products of one x and path, but for those that rocq__matvec_move sets.
+// Returns the number of its blocks. With low, product 0 makes what the others' adapters read; the
+// bits of all are those of two launches, since both divide K as they would there.
+static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t n_products,
+                                 const rocq_tensor *x, bool low, rocq_k_matvec_args *args) {
+    const int64_t n = x->ne[1], k = x->ne[0];
+    int64_t blocks = 0;
     memset(args, 0, sizeof *args);
     args->k = (int32_t)k;
     args->n = (int32_t)n;
@@ -18848,37 +18888,22 @@ static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t
     for (int32_t i = 0; i < n_products; i++) {
         rocq_k_matvec_weights *product = &args->product[i].weights;
         const rocq_tensor *w = &g[i].w;
-        const double pair = g[i].w2.n_dims > 0 ? 2.0 : 1.0;
         product->w = rocq__device_data(w);
         if (g[i].w2.n_dims > 0) product->w2 = rocq__device_data(&g[i].w2);
         product->n_units = rocq_tensor_count(w) / 32;
         product->m = (int32_t)w->ne[1];
         product->format = (int32_t)w->format;
-        rows += w->ne[1];
-        bytes += pair * (double)(w->ne[1] * rocq__bytes(w->format, k));
-        groups = groups || g[i].y.format == ROCQ_Q8_0;
     }
-    int32_t k_waves = 1;
-    if (!groups) {
-        rocq__site site;
-        memset(&site, 0, sizeof site);
-        site.kind = ROCQ__KIND_MATVEC;
-        site.format = rocq__products_mix(g, n_products) ? -1 : (int32_t)g->w.format;
-        site.int8 = g->path == ROCQ_PRECISION_INT8;
-        site.with_w2 = g->w2.n_dims > 0;
-        site.m = rocq__clamp32(rows);
-        site.k = (int32_t)k;
-        site.n = (int32_t)n;
-        site.row_bytes = (int32_t)(bytes / (double)rows);
-        k_waves = rocq__config_for(job->ctx, &site).k_waves;
-    }
-    while (1 << args->k_shift < k_waves) args->k_shift++;
+    args->k_shift = rocq__matvec_shift(job, g + low, n_products - low, x);
     args->k_step = ROCQ_K_WAVE << args->k_shift;
-    const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES / k_waves;
+    if (low) args->low.k_shift = rocq__matvec_shift(job, g, 1, x);
     for (int32_t i = 0; i < ROCQ_K_MATVEC_PRODUCTS; i++) {
+        const int32_t k_shift = low && i == 0 ? args->low.k_shift : args->k_shift;
+        const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> k_shift;
         args->block_begin[i] = i < n_products ? (uint32_t)blocks : UINT32_MAX;
         if (i < n_products) blocks += (g[i].w.ne[1] + block_rows - 1) / block_rows;
     }
+    if (low) args->low.n_blocks = (uint32_t)blocks - args->block_begin[1];
     return blocks;
 }
 
@@ -18924,9 +18949,12 @@ static void rocq__matvec_norm(rocq_k_matvec_args *args, const rocq_norm_params *
 static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_products,
                               const rocq_tensor *x) {
     const int64_t n = x->ne[1];
-    const bool int8 = g->path == ROCQ_PRECISION_INT8, mixed = rocq__products_mix(g, n_products);
+    const bool int8 = g->path == ROCQ_PRECISION_INT8;
+    const rocq_norm_params *norm = job->before ? job->before->norm : NULL;
+    const bool low = job->before && job->before->low;
     rocq_k_matvec_args args;
-    const int64_t blocks = rocq__matvec_args(job, g, n_products, x, &args);
+    const int64_t blocks = rocq__matvec_args(job, g, n_products, x, low, &args);
+    const bool mixed = low || rocq__products_mix(g, n_products);
     const int columns = n > 4 ? 3 : n > 2 ? 2 : n > 1 ? 1 : 0; // 1, 2, 4, 8
     int kernel = ROCQ_K_matvec_f32_f32_n1 + 2 * rocq__k_format(g->w.format) + (n > 1);
     if (rocq__is_plain(g->w.format) && (columns == 1 || columns == 2)) {
@@ -18936,14 +18964,17 @@ static void rocq__product_few(rocq__job *job, const rocq__product *g, int32_t n_
         kernel = ROCQ_K_matvec_int8_q4_0_n1 + 4 * rocq__k_int8_format(g->w.format) + columns;
         if (kernel >= ROCQ_K_matvec_int8_read_n1) kernel = ROCQ_K_matvec_int8_read_n1 + (n > 1);
     }
-    if (mixed) kernel = ROCQ_K_matvec_int8_mixed_n1;
+    if (mixed) kernel = low ? ROCQ_K_matvec_int8_low_n1 : ROCQ_K_matvec_int8_mixed_n1;
     if (int8 && x->format == ROCQ_F32) {
-        kernel = mixed ? ROCQ_K_matvec_row_mixed
+        kernel = low ? ROCQ_K_matvec_row_low : mixed ? ROCQ_K_matvec_row_mixed
                        : ROCQ_K_matvec_row_q4_0 + rocq__k_int8_format(g->w.format);
-        if (job->before) {
-            rocq__matvec_norm(&args, job->before->norm);
-            args.row.y = rocq__device_data(job->before->norm->y);
+        if (norm) {
+            rocq__matvec_norm(&args, norm);
+            args.row.y = rocq__device_data(norm->y);
         }
+    }
+    if (low && !job->planning && job->result == ROCQ_OK) {
+        job->result = rocq__counters_hip(job->ctx, 1, &args.low.counter);
     }
     for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
         for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
@@ -19311,6 +19342,9 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
     if (adapts) rocq__product_adapter(job, g);
 }
 
+// Most rows of product 0 of a launch with `low`, and of each other one: see matvec_low_wait.
+enum { ROCQ__LOW_RANKS = 1 << 12, ROCQ__LOW_ROWS = 1 << 20 };
+
 // How many products from first on share a launch: as many as fit, of one path, and of one format
 // (or all of formats that are only read) but for INT8 with one column, where other formats mix.
 // That is safe, since none of a chain reads what another one writes.
@@ -19333,8 +19367,14 @@ static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *
 static void rocq__job_matmul(rocq__job *job, const void *params) {
     const rocq_matmul_params *p = (const rocq_matmul_params *)params;
     rocq__product g[ROCQ_K_MATVEC_PRODUCTS];
+    rocq_matmul_params low;
     rocq_tensor x[ROCQ_PRECISION_INT8 + 1];
     bool have[ROCQ_PRECISION_INT8 + 1] = {false, false, false, false};
+    if (job->before && job->before->low) {
+        low = *job->before->low;
+        low.next = p;
+        p = &low;
+    }
     if (p->x->ne[0] > ROCQ__MATMUL_K) {
         job->result =
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "matmul: K %lld is over %d on the GPU",
@@ -19347,7 +19387,7 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
                        (long long)p->x->ne[2], (long long)p->x->ne[3]);
         return;
     }
-    const rocq_tensor *row = job->before ? job->before->norm->x : p->x;
+    const rocq_tensor *row = job->before && job->before->norm ? job->before->norm->x : p->x;
     const bool rows = rocq__takes_row(p, row);
     for (const rocq_matmul_params *q = p; q; q = q->next) {
         for (int i = 0; i < 2; i++) {
@@ -20014,7 +20054,7 @@ static void rocq__job_router(rocq__job *job, const rocq_route_params *p) {
     for (const rocq_matmul_params *q = before->router; q; q = q->next) {
         rocq__product_prepare(job, q, x, &g[n++]);
     }
-    args.n_blocks = (int32_t)rocq__matvec_args(job, g, n, x, &args.matvec);
+    args.n_blocks = (int32_t)rocq__matvec_args(job, g, n, x, false, &args.matvec);
     rocq__matvec_move(&args.matvec, g, n, x, 0, 0);
     rocq__matvec_norm(&args.matvec, before->norm);
     if (before->coded) args.matvec.row.y = rocq__device_data(before->coded->y);
@@ -22631,8 +22671,8 @@ static bool rocq__writes(const rocq__node *node, const rocq_tensor *t) {
 // ops. Blocks do not wait for each other, and one may store its rows of a result while another
 // still reads the norm's x and weight, or before block 0 has stored y: so no product may write
 // these, and no operand but the products' x may overlap y.
-static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
-    const rocq__node *next = node->next;
+static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node, const rocq__node *next,
+                             rocq__joined *before) {
     const rocq_norm_params *norm = (const rocq_norm_params *)node->params;
     before->norm = norm;
     if (!rocq__takes_row((const rocq_matmul_params *)next->params, norm->x) || norm->rstd ||
@@ -22656,6 +22696,47 @@ static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node, rocq__
         }
     }
     return !rocq__writes(next, norm->x) && !rocq__writes(next, norm->weight);
+}
+
+// The product of an adapter's A and x into products of that x whose adapters read it, for one
+// column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch.
+static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
+    const rocq__node *next = node->next;
+    if (!next || next->op->id != ROCQ_OP_MATMUL) return false;
+    const rocq_matmul_params *first = (const rocq_matmul_params *)next->params;
+    rocq_matmul_params low = *(const rocq_matmul_params *)node->params;
+    bool reads = false;
+    int32_t n = 1;
+    if (low.next || low.w2 || low.lora_b || low.y->format != ROCQ_F32 ||
+        rocq_tensor_count(low.x) != low.x->ne[0] || low.y->ne[0] > ROCQ__LOW_RANKS ||
+        rocq__product_path(ctx, &low, low.w) != ROCQ_PRECISION_INT8) {
+        return false;
+    }
+    low.next = first;
+    for (const rocq_matmul_params *p = first; p; p = p->next, n++) {
+        if (!rocq__same_tensor(p->x, low.x) || p->w->ne[1] > ROCQ__LOW_ROWS ||
+            (p->lora_b && !rocq__fuses_lora(p->lora_b, p->lora_t)) ||
+            (p->lora_b2 && !rocq__fuses_lora(p->lora_b2, p->lora_t2)) ||
+            (p->w2 && p->w2->format != p->w->format)) {
+            return false;
+        }
+    }
+    if (rocq__product_run(ctx, &low) != n) return false;
+    for (int32_t i = 0; i < next->n_tensors; i++) {
+        const rocq_tensor *t = &next->tensors[i];
+        bool is_t = false;
+        if (!rocq__ranges_cross(rocq__range_of(t), rocq__range_of(low.y))) continue;
+        for (const rocq_matmul_params *p = first; p; p = p->next) {
+            is_t = is_t || (p->lora_t && rocq__same_tensor(t, p->lora_t)) ||
+                   (p->lora_t2 && rocq__same_tensor(t, p->lora_t2));
+        }
+        if (!is_t) return false;
+        reads = true;
+    }
+    for (int32_t i = 0; i < node->n_tensors; i++) {
+        if (rocq__writes(next, &node->tensors[i])) return false;
+    }
+    return reads;
 }
 
 // rope_append into attention for one token (kernel attention_decode). Each block rotates the
@@ -22788,7 +22869,17 @@ static const rocq__node *rocq__joins(rocq_ctx *ctx, const rocq__node *node, rocq
     memset(before, 0, sizeof *before);
     if (!rocq__on_gpu(ctx) || !node->next) return NULL;
     const rocq_op op = node->op->id, next = node->next->op->id;
-    if (op == ROCQ_OP_RMSNORM && next == ROCQ_OP_MATMUL && rocq__joins_norm(ctx, node, before)) {
+    if (op == ROCQ_OP_RMSNORM && next == ROCQ_OP_MATMUL &&
+        rocq__joins_norm(ctx, node, node->next, before)) {
+        const rocq__node *low = node->next;
+        if (!rocq__joins_low(ctx, low) || !rocq__joins_norm(ctx, node, low->next, before)) {
+            return low;
+        }
+        before->low = (const rocq_matmul_params *)low->params;
+        return low->next;
+    }
+    if (op == ROCQ_OP_MATMUL && rocq__joins_low(ctx, node)) {
+        before->low = (const rocq_matmul_params *)node->params;
         return node->next;
     }
     if (op == ROCQ_OP_RMSNORM) {

@@ -94,6 +94,10 @@
 //                            meanwhile; else a copy is done at once
 //   fence_device             release and acquire fence at device scope
 //   atomic_inc(p)            relaxed; returns the old value
+//   atomic_add(p, n)         relaxed
+//   atomic_publish(p, n)     the same, release at device scope
+//   atomic_look(p)           loads what others add; behind look_over() what they had stored before
+//                            an atomic_publish is there
 //   lds_add(p, n), lds_take(p, n)    atomic, in LDS; lds_take returns the old value
 //   frag, frag_c, wmma       16x16x16 on the matrix unit, see there
 //   WMMA_LDS, wmma_lds       whether four waves can multiply straight from LDS, see there
@@ -136,6 +140,16 @@ DEV uint32_t block_index() { return blockIdx.x; }
 DEV uint32_t block_index_z() { return blockIdx.z; }
 DEV void fence_device() { __threadfence(); }
 DEV uint32_t atomic_inc(uint32_t *p) { return atomicAdd(p, 1u); }
+DEV void atomic_add(uint32_t *p, uint32_t n) { atomicAdd(p, n); }
+DEV void atomic_publish(uint32_t *p, uint32_t n) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n) : "memory");
+}
+DEV uint32_t atomic_look(const uint32_t *p) {
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEV void look_over() {}
 DEV void atomic_or(uint32_t *p, uint32_t bits) { atomicOr(p, bits); }
 DEV void lds_add(uint32_t *p, uint32_t v) { atomicAdd(p, v); }
 DEV void lds_add(unsigned long long *p, unsigned long long v) { atomicAdd(p, v); }
@@ -495,6 +509,16 @@ DEV void fence_device() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "agent"); }
 DEV uint32_t atomic_inc(uint32_t *p) {
     return __hip_atomic_fetch_add(p, 1u, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+DEV void atomic_add(uint32_t *p, uint32_t n) {
+    __hip_atomic_fetch_add(p, n, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+DEV void atomic_publish(uint32_t *p, uint32_t n) {
+    __hip_atomic_fetch_add(p, n, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
+}
+DEV uint32_t atomic_look(const uint32_t *p) {
+    return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+DEV void look_over() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 DEV void atomic_or(uint32_t *p, uint32_t bits) {
     __hip_atomic_fetch_or(p, bits, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
@@ -2815,13 +2839,13 @@ DEV void matvec_plain_sums(const rocq_k_matvec_args &a, const void *w, const mat
 // to out[pass][wave][ROWS c + r], with out at this wave; pass 0 is w and pass 1 is w2.
 template <int F, int N, bool INT8, bool ROW>
 DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
-                         int k_wave, const u32x4 *row_x, float *out) {
+                         int k_wave, int k_step, const u32x4 *row_x, float *out) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS, SLOT = ROWS * N };
     matvec_work work;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) work.row[r] = p.row0 + (row + r < p.m ? row + r : p.m - 1);
     work.first = (uint32_t)(k_wave * ROCQ_K_WAVE + lane_index());
-    work.step = (uint32_t)a.k_step;
+    work.step = (uint32_t)k_step;
     work.count = (uint32_t)a.k / 32;
     work.format = F == READ ? p.format : F;
     const int passes = p.w2 ? 2 : 1;
@@ -2874,6 +2898,12 @@ DEV float matvec_lora(const rocq_k_lora &lora, int row, int c) {
     }
     return lora.scale * sum;
 }
+DEV void matvec_tail_lora(const rocq_k_matvec_args &a, int product, int row, matvec_tail &t) {
+    t.lora[0] = matvec_lora(a.lora[product][0], row, t.c);
+    t.lora[1] = matvec_lora(a.lora[product][1], row, t.c);
+}
+// With LOW, what adapters add is left to matvec_tail_lora, and product 0 has a k_shift of its own.
+template <bool LOW>
 DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int first_row) {
     const rocq_k_matvec_args &a = reread(a0);
     const rocq_k_matvec_product &p = a.product[product];
@@ -2884,7 +2914,7 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int fi
     const void *w2 = p.weights.w2;
     matvec_tail t;
     t.m = p.weights.m;
-    t.k_shift = a.k_shift;
+    t.k_shift = LOW && product == 0 ? a.low.k_shift : a.k_shift;
     t.y = (char *)p.y;
     t.y_stride = p.y_stride;
     t.y_format = p.y_format;
@@ -2913,10 +2943,7 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int fi
         t.residual = get_bits(t.residual_format, residual + t.c * residual_stride, row);
     }
     t.lora[0] = t.lora[1] = 0.0f;
-    if (t.live && has_lora) {
-        t.lora[0] = matvec_lora(a.lora[product][0], row, t.c);
-        t.lora[1] = matvec_lora(a.lora[product][1], row, t.c);
-    }
+    if (t.live && has_lora && !LOW) matvec_tail_lora(a, product, row, t);
     return t;
 }
 
@@ -2927,17 +2954,25 @@ template <int N> DEV int matvec_slot(const matvec_tail &t) {
     return (t.r / ROWS << t.k_shift) * SLOT + t.c * ROWS + t.r % ROWS;
 }
 
-// A thread's y: the sums of the waves that share its row, in their order, and the epilogue.
-template <int N> DEV float matvec_y(const matvec_tail &t, const float *sums) {
+// A thread's sums of w x and of w2 x: those of the waves that share its row, in their order.
+struct matvec_pair {
+    float v, v2;
+};
+template <int N> DEV matvec_pair matvec_pair_of(const matvec_tail &t, const float *sums) {
     enum { SLOT = ROCQ_K_MATVEC_ROWS * N, PASS = ROCQ_K_MATVEC_WAVES * SLOT };
     const int slot = matvec_slot<N>(t);
-    float v = lget(sums + slot), v2 = t.e.has_w2 ? lget(sums + PASS + slot) : 1.0f;
+    matvec_pair p = {lget(sums + slot), t.e.has_w2 ? lget(sums + PASS + slot) : 1.0f};
     for (int k = 1; k < 1 << t.k_shift; k++) {
-        v += lget(sums + slot + k * SLOT);
-        if (t.e.has_w2) v2 += lget(sums + PASS + slot + k * SLOT);
+        p.v += lget(sums + slot + k * SLOT);
+        if (t.e.has_w2) p.v2 += lget(sums + PASS + slot + k * SLOT);
     }
+    return p;
+}
+
+// A thread's y.
+DEV float matvec_y(const matvec_tail &t, const matvec_pair &p) {
     return epilogue_apply(
-        t.e, v + t.lora[0], v2 + t.lora[1], [&] { return t.bias; },
+        t.e, p.v + t.lora[0], p.v2 + t.lora[1], [&] { return t.bias; },
         [&] { return bits_float(t.gate_format, t.gate); },
         [&] { return bits_float(t.residual_format, t.residual); });
 }
@@ -3002,7 +3037,63 @@ DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
 #pragma unroll
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
 }
-template <int F, int N, bool INT8, bool ROW = false>
+
+// `low` of rocq_k_matvec_args: blocks of product 0 make what the other blocks of the launch add.
+// Each block in its turn adds to a counter, so much that all together add 1 << 32, that is 0:
+// n_blocks others 1 each; blocks of product 0 1 << 20 each, but block 0 what is missing. What the
+// counter still lacks, ~counter + 1, is 1 to n_blocks from when all of product 0 is stored until
+// the last of the others has added its 1; before that it is more, or 0.
+enum { MATVEC_LOOKS = 4096 }; // for some milliseconds
+DEV bool matvec_low_wait(const rocq_k_matvec_args &a) {
+    const uint32_t *const counter = a.low.counter, n_blocks = a.low.n_blocks;
+    bool done = false;
+#pragma unroll 1
+    for (int i = 0; i < MATVEC_LOOKS && !done; i++) done = ~atomic_look(counter) < n_blocks;
+    look_over();
+    return done;
+}
+DEV void matvec_low_stored(const rocq_k_matvec_args &a, uint32_t block) {
+    const uint32_t rest = 0u - (((a.block_begin[1] - 1) << 20) + a.low.n_blocks);
+    atomic_publish(a.low.counter, block == 0 ? rest : 1u << 20);
+}
+
+// Nothing promises that the blocks of product 0, which have the lowest numbers, begin before blocks
+// that wait for them. So one that has waited in vain computes all of product 0 itself, as its
+// blocks do, and stores the same bits.
+template <bool ROW>
+DEV void matvec_low_help(const rocq_k_matvec_args &a0, int wave, const u32x4 *row_x, float *sums) {
+    enum { ROWS = ROCQ_K_MATVEC_ROWS };
+    const rocq_k_matvec_args &a = reread(a0);
+    const rocq_k_matvec_weights &p = a.product[0].weights;
+    const int k_shift = a.low.k_shift;
+#pragma unroll 1
+    for (int first = 0; first < p.m; first += ROWS * ROCQ_K_MATVEC_WAVES >> k_shift) {
+        const int row = first + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
+        block_sync_lds(); // the sums of before have been read
+        if (row < p.m) {
+            matvec_products<ROCQ_K_ID_q8_0, 1, true, ROW>(a, p, row, k_wave, ROCQ_K_WAVE << k_shift,
+                                                          row_x, sums + wave * ROWS);
+        }
+        const matvec_tail tail = matvec_tail_of<true>(a, 0, first);
+        block_sync_lds();
+        if (!tail.live) continue;
+        const float y = matvec_y(tail, matvec_pair_of<1>(tail, sums));
+        put_float(tail.y_format, tail.y, first + tail.r, y);
+    }
+    block_sync(); // stores of before are seen
+}
+// A prefetch for the time of the wait: a word of each B's row.
+DEV void matvec_low_touch(const rocq_k_matvec_args &a, int product, int row, uint32_t touched[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const rocq_k_lora &lora = a.lora[product][i];
+        touched[i] = 0;
+        if (lora.rank > 0) touched[i] = gload((const uint32_t *)((const char *)lora.b +
+                                                                 row * lora.b_stride));
+    }
+}
+
+template <int F, int N, bool INT8, bool ROW = false, bool LOW = false>
 DEV void matvec_block(const rocq_k_matvec_args &a) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     LDS(float, sums, 2 * ROCQ_K_MATVEC_WAVES * ROWS * N);
@@ -3036,11 +3127,16 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     }
 #endif
     const int wave = wave_read(wave_index(), 0); // known to be uniform: row addresses are scalar
-    const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> a.k_shift);
-    const int row = first_row + (wave >> a.k_shift) * ROWS, k_wave = wave & ((1 << a.k_shift) - 1);
+    int k_shift = a.k_shift, k_step = a.k_step;
+    if (LOW && product == 0) {
+        k_shift = a.low.k_shift;
+        k_step = ROCQ_K_WAVE << k_shift;
+    }
+    const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> k_shift);
+    const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
     float *out = sums + wave * ROWS * N;
+    if ((ROW || LOW) && a.k == 0) return;
     if constexpr (ROW) {
-        if (a.k == 0) return;
         if (a.k > 2048) matvec_row<F, 4>(a, p, row, k_wave, block == 0, row_x, row_work);
         else if (a.k > 1024) matvec_row<F, 2>(a, p, row, k_wave, block == 0, row_x, row_work);
         else matvec_row<F, 1>(a, p, row, k_wave, block == 0, row_x, row_work);
@@ -3048,24 +3144,44 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     if (row < p.m) {
         if constexpr (F == MATVEC_MIXED) {
             switch (p.format) {
-#define ROCQ_X(X, f)                                                                  \
-    case ROCQ_K_ID_##f:                                                               \
-        matvec_products<ROCQ_K_ID_##f, N, INT8, ROW>(a, p, row, k_wave, row_x, out); \
+#define ROCQ_X(X, f)                                                                          \
+    case ROCQ_K_ID_##f:                                                                       \
+        matvec_products<ROCQ_K_ID_##f, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out); \
         break;
                 ROCQ_K_CODED_FORMATS(ROCQ_X, )
 #undef ROCQ_X
             default: break;
             }
         } else {
-            matvec_products<F, N, INT8, ROW>(a, p, row, k_wave, row_x, out);
+            matvec_products<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
         }
     }
-    const matvec_tail tail = matvec_tail_of(a, product, first_row);
+    matvec_tail tail = matvec_tail_of<LOW>(a, product, first_row);
+    uint32_t touched[2] = {0, 0};
+    if (LOW && tail.live) matvec_low_touch(a, product, first_row + tail.r, touched);
     block_sync_lds();
-    if (!tail.live) return;
-    const float y = matvec_y<N>(tail, sums);
-    if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
-    else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
+    if (!LOW && !tail.live) return;
+    matvec_pair both = {0.0f, 1.0f};
+    if (!LOW || tail.live) both = matvec_pair_of<N>(tail, sums);
+    if (LOW && product != 0) {
+        wave_sync(); // what is live is in wave 0, so all sums have been read
+        if (thread_index() == 0) lput(sums, matvec_low_wait(a) ? 1.0f : 0.0f);
+        block_sync_lds();
+        computed(touched[0]);
+        computed(touched[1]);
+        if (lget(sums) == 0.0f) matvec_low_help<ROW>(a, wave, row_x, sums);
+        if (tail.live) matvec_tail_lora(a, product, first_row + tail.r, tail);
+    }
+    if (!LOW || tail.live) {
+        const float y = matvec_y(tail, both);
+        if (tail.y_format == ROCQ_Q8_0) matvec_put_q8_0<N>(a, tail, first_row, sums, y);
+        else put_float(tail.y_format, tail.y + tail.c * tail.y_stride, first_row + tail.r, y);
+    }
+    if (!LOW) return;
+    wave_sync();
+    if (thread_index() != 0) return;
+    if (product == 0) matvec_low_stored(a, block);
+    else atomic_add(a.low.counter, 1);
 }
 
 // The occupancy in waves a SIMD that the compiler has to allow for. It is the most for which
@@ -3103,6 +3219,12 @@ ROCQ_K_CODED_FORMATS(ROCQ_X_ROW, )
 // H200: the launch takes 13.9 us. With 4 the last blocks wait until others have ended: 18.7 us.
 KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, 6) {
     matvec_block<MATVEC_MIXED, 1, true, true>(a);
+}
+KERNEL_WAVES(matvec_int8_low_n1, rocq_k_matvec_args, 256, matvec_waves(MATVEC_MIXED, 1, true)) {
+    matvec_block<MATVEC_MIXED, 1, true, false, true>(a);
+}
+KERNEL_WAVES(matvec_row_low, rocq_k_matvec_args, 256, 6) {
+    matvec_block<MATVEC_MIXED, 1, true, true, true>(a);
 }
 #undef ROCQ_X_ROW
 ROCQ_K_ALL_FORMATS(ROCQ_X_F32, ROCQ_X)
@@ -3195,9 +3317,8 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
                     one.x_column0 = (int64_t)token * a.x_slots + (a.x_slots == 1 ? 0 : slot);
                     one.k = a.k;
                     one.n = 1;
-                    one.k_step = a.k_step;
-                    matvec_products<F, 1, INT8, false>(one, p, row, sums_up ? 0 : part, 0,
-                                                       out + pass * WAVES * ROWS);
+                    matvec_products<F, 1, INT8, false>(one, p, row, sums_up ? 0 : part, a.k_step,
+                                                       0, out + pass * WAVES * ROWS);
                 }
             }
             if (!sums_up) break;
@@ -3536,9 +3657,9 @@ KERNEL(router, rocq_k_router_args, 256) {
     router_sums((const float *)p.w, work, m.k, lds, r_w, own);
     const float sum = wave_sums<ROWS, 1>(own);
     if (lane_index() < ROWS) lput(sums + wave * ROWS + lane_index(), sum);
-    const matvec_tail tail = matvec_tail_of(m, product, first_row);
+    const matvec_tail tail = matvec_tail_of<false>(m, product, first_row);
     block_sync_lds();
-    if (tail.live) put_float(tail.y_format, tail.y, first_row + tail.r, matvec_y<1>(tail, sums));
+    if (tail.live) put_float(tail.y_format, tail.y, first_row + tail.r, matvec_y(tail, matvec_pair_of<1>(tail, sums)));
 
     if (block_ticket(a.counter, word) != (uint32_t)a.n_blocks - 1) return;
     if (thread_index() == 0) gstore(a.counter, 0u);

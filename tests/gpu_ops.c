@@ -2293,6 +2293,84 @@ static void test_graph_joins_norm(void **state) {
     random_state = saved;
 }
 
+// The first halves of adapters in the launch of the products that add them, behind a norm and
+// without: three products, a pair, one in place; and what must not be joined.
+static void test_graph_joins_low(void **state) {
+    (void)state;
+    const uint64_t saved = random_state;
+    static const rocq_format formats[] = {ROCQ_Q4_K, ROCQ_Q8_0, ROCQ_Q6_K, ROCQ_Q4_0};
+    for (int i = 0; i < 14; i++) {
+        const int n = i % 3 == 0 ? 3 : 1;
+        const bool pair = i % 3 == 1, normed = i % 4 < 2, as_f32 = i == 8, gates = i == 11;
+        const int64_t k = i % 5 == 4 ? 4352 : i % 5 == 3 ? 4096 : i % 5 == 2 ? 2048 : 768;
+        const int64_t rank = i % 2 ? 16 : 8, all = rank * (pair ? 2 : n);
+        const int64_t m = gates ? all : pair ? 96 : n == 3 ? 70 : k;
+        box x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1);
+        box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1);
+        box gate = box_random(BOX_PLAIN, ROCQ_F32, 1, all, 1, 1, 1);
+        box h = box_make(BOX_PLAIN, ROCQ_Q8_0, k, 1, 1, 1);
+        box a = box_make(BOX_PLAIN, ROCQ_Q8_0, k, all, 1, 1);
+        box t = box_make(BOX_PLAIN, ROCQ_F32, all, 1, 1, 1);
+        box w[4], b[4], y[3];
+        rocq_matmul_params p[3];
+        rocq_tensor parts[4];
+        box *out[6] = {&t};
+        random_weights(&h);
+        random_weights(&a);
+        on_gpu_as(&h, true);
+        on_gpu_as(&a, true);
+        memset(p, 0, sizeof p);
+        for (int j = 0; j < n + pair; j++) {
+            const int64_t rows = j == 2 ? 33 : m;
+            w[j] = box_make(BOX_PLAIN, formats[(i + (pair ? 0 : j)) % 4], k, rows, 1, 1);
+            b[j] = box_random(BOX_PLAIN, as_f32 ? ROCQ_F32 : ROCQ_F16, 0.1f, rank, rows, 1, 1);
+            random_weights(&w[j]);
+            on_gpu_as(&w[j], true);
+            if (j == n) continue;
+            y[j] = box_random(BOX_PLAIN, ROCQ_F32, 1, rows, 1, 1, 1);
+            p[j] = (rocq_matmul_params){.y = &y[j].t, .w = &w[j].t, .x = &h.t, .lora_b = &b[j].t,
+                                        .lora_t = &t.t, .next = j + 1 < n ? &p[j + 1] : NULL};
+            out[1 + j] = &y[j];
+        }
+        if (pair) {
+            p[0].w2 = &w[1].t;
+            p[0].lora_b2 = &b[1].t;
+            p[0].lora_t2 = &t.t;
+            p[0].activation = ROCQ_ACT_SILU;
+        } else if (n == 1 && !gates) {
+            p[0].residual = p[0].y;
+        }
+        const rocq_norm_params norm = {.y = &h.t, .x = &x.t, .weight = &weight.t, .eps = 1e-6f};
+        const rocq_matmul_params low = {.y = &t.t, .w = &a.t, .x = &h.t,
+                                        .gate = gates ? &y[0].t : &gate.t};
+        joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
+        if (normed) joined_add(&j, ROCQ_OP_RMSNORM, &norm);
+        joined_add(&j, ROCQ_OP_MATMUL, &low);
+        joined_add(&j, ROCQ_OP_MATMUL, &p[0]);
+        any_params *const products = &j.p[j.n - 1];
+        for (int q = 0; q < n + pair; q++) {
+            parts[q] = rocq_tensor_slice(moved(&t.t), 0, q * rank, rank);
+            if (q < n) products->chain[q].lora_t = &parts[q];
+            else products->matmul.lora_t2 = &parts[q];
+        }
+        const int apart = normed && k > ROCQ_K_MATVEC_ROW_K; // the norm has a launch of its own
+        joined_check(&j, out, 1 + n, apart + (as_f32 ? 3 : gates ? 2 : 1),
+                     say("adapters of %d of %d, case %d", n, (int)k, i));
+        for (int q = 0; q < n + pair; q++) {
+            box_free(&w[q]);
+            box_free(&b[q]);
+            if (q < n) box_free(&y[q]);
+        }
+        box_free(&x);
+        box_free(&weight);
+        box_free(&gate);
+        box_free(&h);
+        box_free(&a);
+        box_free(&t);
+    }
+    random_state = saved;
+}
+
 // Two norms in one launch, as of the queries and keys of a layer; and two that must not be.
 static void test_graph_joins_beside(void **state) {
     (void)state;
@@ -3141,7 +3219,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_experts_planar),
         cmocka_unit_test(test_experts_cases),
         cmocka_unit_test(test_overlap),         cmocka_unit_test(test_graph),
-        cmocka_unit_test(test_graph_joins_norm), cmocka_unit_test(test_graph_joins_append),
+        cmocka_unit_test(test_graph_joins_norm), cmocka_unit_test(test_graph_joins_low),
+        cmocka_unit_test(test_graph_joins_append),
         cmocka_unit_test(test_graph_joins_beside), cmocka_unit_test(test_graph_joins_router),
         cmocka_unit_test(test_repeatable),      cmocka_unit_test(test_no_work),
     };
