@@ -2960,10 +2960,12 @@ typedef struct rocq_k_lora {
 
 // y[m, c] for n <= ROCQ_K_FEW columns c. k_waves waves share a row group, each with its part of K.
 //   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; f32 with block formats has _n1 and _n8;
-//             int8_mixed, int8_low: n = 1; row_NAME: int8 with n = 1, whose blocks norm x and make Q8_0 of it
+//             int8_mixed, int8_low: n = 1; row_NAME: int8 with n = 1, whose blocks norm x and make
+//             Q8_0 of it
 //   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of a product;
 //             product i has (m + R - 1) / R blocks, the first of which is block_begin[i]
-//   products  same x, k and n; one format but for _mixed and _low; w2 has w's format, shape and place
+//   products  same x, k and n; one format but for _mixed and _low; w2 has w's format, shape and
+//             place
 //   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
 //   row       x and row.weight F32 [K], aligned to 16 bytes, K up to ROCQ_K_MATVEC_ROW_K
 //   f32       x and x_stride * 4 aligned to 16 bytes. With plain w any alignment of whole elements
@@ -2972,10 +2974,10 @@ typedef struct rocq_k_lora {
 //             or gate. y in Q8_0 needs k_waves = 1 and m % 32 = 0; planar, y is the whole tensor
 //             and its columns are x_column0 and up
 //   lora      of each product, where has_lora is set, what is added to w x and to w2 x
-//   low       of int8_low and row_low: product 0 makes the t that lora of the others reads, in
-//             the same launch, in blocks of its own. Those of the others wait for them by a counter;
-//             a block that has waited in vain makes t itself, so no order of blocks is needed. No
-//             product may write what product 0 reads
+//   low       of int8_low and row_low: product 0, whose w is Q8_0, makes the t that lora of the
+//             others reads, in the same launch, in blocks of its own. Those of the others wait for
+//             them by a counter; a block that has waited in vain makes t itself, so no order of
+//             blocks is needed. No other product may write what product 0 reads
 typedef struct rocq_k_matvec_args {
     rocq_k_common common;
     const void *x;      // INT8: planar Q8_0 [K, x_columns]; F32: floats [K, n] with x_stride; row:
@@ -22708,6 +22710,7 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     bool reads = false;
     int32_t n = 1;
     if (low.next || low.w2 || low.lora_b || low.y->format != ROCQ_F32 ||
+        low.w->format != ROCQ_Q8_0 ||
         rocq_tensor_count(low.x) != low.x->ne[0] || low.y->ne[0] > ROCQ__LOW_RANKS ||
         rocq__product_path(ctx, &low, low.w) != ROCQ_PRECISION_INT8) {
         return false;

@@ -3112,8 +3112,8 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     static_assert(ROCQ_K_MATVEC_PRODUCTS == 4, "four beginnings");
     block = read_together(block, a.block_begin[0], a.block_begin[1], a.block_begin[2],
                           a.block_begin[3], a.x, a.x_units, a.x_column0, a.x_stride, a.k, a.n,
-                          a.k_shift, a.k_step, p.w, p.w2, p.n_units, p.row0, p.m, p.format,
-                          a.product[0].y_format, a.product[0].activation);
+                          a.k_shift, LOW ? a.low.k_shift : a.k_step, p.w, p.w2, p.n_units, p.row0,
+                          p.m, p.format, a.product[0].y_format, a.product[0].activation);
     block += block_index();
 #pragma unroll
     for (int i = 1; i < ROCQ_K_MATVEC_PRODUCTS; i++) {
@@ -3127,11 +3127,8 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     }
 #endif
     const int wave = wave_read(wave_index(), 0); // known to be uniform: row addresses are scalar
-    int k_shift = a.k_shift, k_step = a.k_step;
-    if (LOW && product == 0) {
-        k_shift = a.low.k_shift;
-        k_step = ROCQ_K_WAVE << k_shift;
-    }
+    const int k_shift = LOW && product == 0 ? a.low.k_shift : a.k_shift;
+    const int k_step = LOW ? ROCQ_K_WAVE << k_shift : a.k_step;
     const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> k_shift);
     const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
     float *out = sums + wave * ROWS * N;
@@ -3659,7 +3656,10 @@ KERNEL(router, rocq_k_router_args, 256) {
     if (lane_index() < ROWS) lput(sums + wave * ROWS + lane_index(), sum);
     const matvec_tail tail = matvec_tail_of<false>(m, product, first_row);
     block_sync_lds();
-    if (tail.live) put_float(tail.y_format, tail.y, first_row + tail.r, matvec_y(tail, matvec_pair_of<1>(tail, sums)));
+    if (tail.live) {
+        const float y = matvec_y(tail, matvec_pair_of<1>(tail, sums));
+        put_float(tail.y_format, tail.y, first_row + tail.r, y);
+    }
 
     if (block_ticket(a.counter, word) != (uint32_t)a.n_blocks - 1) return;
     if (thread_index() == 0) gstore(a.counter, 0u);

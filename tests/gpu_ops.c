@@ -2302,6 +2302,7 @@ static void test_graph_joins_low(void **state) {
     for (int i = 0; i < 14; i++) {
         const int n = i % 3 == 0 ? 3 : 1;
         const bool pair = i % 3 == 1, normed = i % 4 < 2, as_f32 = i == 8, gates = i == 11;
+        const bool coarse = i == 12; // A in another format than Q8_0
         const int64_t k = i % 5 == 4 ? 4352 : i % 5 == 3 ? 4096 : i % 5 == 2 ? 2048 : 768;
         const int64_t rank = i % 2 ? 16 : 8, all = rank * (pair ? 2 : n);
         const int64_t m = gates ? all : pair ? 96 : n == 3 ? 70 : k;
@@ -2309,7 +2310,7 @@ static void test_graph_joins_low(void **state) {
         box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1);
         box gate = box_random(BOX_PLAIN, ROCQ_F32, 1, all, 1, 1, 1);
         box h = box_make(BOX_PLAIN, ROCQ_Q8_0, k, 1, 1, 1);
-        box a = box_make(BOX_PLAIN, ROCQ_Q8_0, k, all, 1, 1);
+        box a = box_make(BOX_PLAIN, coarse ? ROCQ_Q4_0 : ROCQ_Q8_0, k, all, 1, 1);
         box t = box_make(BOX_PLAIN, ROCQ_F32, all, 1, 1, 1);
         box w[4], b[4], y[3];
         rocq_matmul_params p[3];
@@ -2354,7 +2355,7 @@ static void test_graph_joins_low(void **state) {
             else products->matmul.lora_t2 = &parts[q];
         }
         const int apart = normed && k > ROCQ_K_MATVEC_ROW_K; // the norm has a launch of its own
-        joined_check(&j, out, 1 + n, apart + (as_f32 ? 3 : gates ? 2 : 1),
+        joined_check(&j, out, 1 + n, apart + (as_f32 ? 3 : gates || coarse ? 2 : 1),
                      say("adapters of %d of %d, case %d", n, (int)k, i));
         for (int q = 0; q < n + pair; q++) {
             box_free(&w[q]);
