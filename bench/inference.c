@@ -609,6 +609,8 @@ int main(int argc, char **argv) {
         {"7B-Q4_0", 4096, 11008, 32, 32, 32, 32000, .low = ROCQ_Q4_0, .high = ROCQ_Q6_K},
         {"8x1B-Q4_K", 2048, 5632, 32, 4, 22, 32000, .low = ROCQ_Q4_K, .high = ROCQ_Q6_K,
          .experts = 8, .used = 2, .of_experts = ROCQ_Q4_K},
+        {"8x1B-Q4_0", 2048, 5632, 32, 4, 22, 32000, .low = ROCQ_Q4_0, .high = ROCQ_Q6_K,
+         .experts = 8, .used = 2, .of_experts = ROCQ_Q4_0},
         {"gpt-oss-20B", 2880, 2880, 64, 8, 24, 201088, .low = ROCQ_Q8_0, .high = ROCQ_Q8_0,
          .arch = "gpt-oss", .head = 64, .experts = 32, .used = 4, .of_experts = ROCQ_MXFP4},
         {"qwen3moe-30B-A3B-Q4_K", 2048, 768, 32, 4, 48, 151936, .low = ROCQ_Q4_K,
@@ -623,7 +625,7 @@ int main(int argc, char **argv) {
          .arch = "gpt-oss", .head = 64, .experts = 4, .used = 2, .of_experts = ROCQ_MXFP4},
     };
     for (int i = 0; i < 5 && !b.tiny; i++) measure_model(&b, &shapes[i]);
-    for (int i = 0; i < 5 && !b.tiny; i++)
+    for (int i = 0; i < 6 && !b.tiny; i++)
         if (b.gpu || filters_have(&b, large[i].name, false)) measure_model(&b, &large[i]);
     for (int i = 0; i < 3 && b.tiny; i++) measure_model(&b, &tiny[i]);
     print_threads(&b);
