@@ -3430,7 +3430,7 @@ enum {
     X(experts_sort, rocq_k_experts_args, 256)                \
     X(experts_merge, rocq_k_experts_args, 256)               \
     X(shortconv, rocq_k_shortconv_args, 256)                 \
-    X(delta_net, rocq_k_delta_net_args, 256)                 \
+    X(delta_net, rocq_k_delta_net_args, 128)                 \
     ROCQ_K_INT8_FORMATS(ROCQ_K_EXPERTS_INT8, X)              \
     ROCQ_K_ALL_FORMATS(ROCQ_K_EXPERTS_F32, X)                \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_EXPERTS, X)             \
@@ -20322,7 +20322,7 @@ static void rocq__job_delta_net(rocq__job *job, const void *params) {
     args.slices = (uint32_t)((p->v->ne[0] + 31) / 32);
     args.eps = p->eps;
     rocq__job_row(job, p->v->ne[0]);
-    rocq__job_launch(job, ROCQ_K_delta_net, args.slices * n_heads, 1, 256, &args);
+    rocq__job_launch(job, ROCQ_K_delta_net, args.slices * n_heads, 1, 128, &args);
 }
 
 // -- matmul_backward --

@@ -7318,110 +7318,186 @@ KERNEL(shortconv, rocq_k_shortconv_args, 256) {
 }
 
 // -- delta_net --
-// The gated delta rule of rocq_delta_net_params: S = exp(g) S, S += k' (b (v - S^T k'))^T,
-// y = S^T q' / sqrt(K), token by token.
+// The gated delta rule of rocq_delta_net_params (arXiv 2412.06464): S = exp(g) S,
+// S += k' (b (v - S^T k'))^T, y = S^T q' / sqrt(K), token by token.
 //
 //   state  F32 [K, V, H, slots], K <= 128; q, k F32 [K, G, n, sequences]
 //   v, y   F32 [V, H, n, sequences], y may be v; alpha, beta F32 [H, n, sequences]; any strides
 //
 // The columns of S depend on q and k only, not on each other. A block has 32 columns of a head of a
-// sequence, a wave 4, and 8 neighbouring lanes share a column: lane i of them has quads i, i + 8,
-// i + 16 and i + 24 of it in 16 registers from the first token to the last, and the same quads of
-// k and q. So a sum over K is 16 fma and three exchanges between lanes, without LDS or a barrier;
-// the 8 lanes also find the lengths of k and q for themselves. What the next token reads is in
-// flight while a token is computed. Geometry: 256 threads.
+// sequence. 8 neighbouring lanes share two columns, which stay in registers from the first token to
+// the last: lane i of them has quads i, i + 8, i + 16 and i + 24 of both, and reads the same quads
+// of k' and q' once for both. So a sum over K is 16 fma in four chains and three exchanges between
+// lanes.
+// Tokens come in chunks of 16: the block finds k', q' and the gates of a chunk once, not once for
+// each column, and keeps them in LDS, while what the next chunk reads is in flight in registers.
+// Inside a chunk a token waits for the one before through two sums only: S^T k', and the exchanges,
+// in which the y of the token before is added up too. Geometry: 128 threads.
 // Bytes: the state once in and once out, which bounds a step of one token: 2 MB a layer of 32 heads
-// of 128. Long texts: 11 flops for each token and element of S, of which 4 are for the lengths; at
-// 32 heads 6 Mflop a token and layer, a hundredth of the products around them. A chunked form would
-// move that to matrix instructions, at a third more flops.
-struct delta_token { // in flight
-    u32x4 k[4], q[4];
-    float v, alpha, beta;
+// of 128. Long texts: 7 flops for each token and element of S, 4 instructions. The chunked form of
+// the literature (the WY representation with the UT transform, ibid. section 3.3: a triangular
+// system of C by C gives the updates of C tokens at once) takes 11 flops in chunks of C = 32,
+// so it could only pay on the matrix unit, whose F16 would bound the state to 3 digits; this form
+// is exact, and a text has the same bits however its tokens are cut into calls.
+enum { DELTA_CHUNK = 16 };
+struct delta_chunk { // in flight: a wave has every fourth token's k and q, a lane a quad of each
+    u32x4 k[DELTA_CHUNK / 4], q[DELTA_CHUNK / 4], v; // v: thread i a quad of token i / 8
+    float alpha, beta;                               // of token thread_index()
 };
 
-DEV void delta_load(const rocq_k_delta_net_args &a, int head, int t, int seq, int column,
-                    delta_token *to) {
-    const int group = head % a.k.ne[1];
+DEV void delta_load(const rocq_k_delta_net_args &a, int head, int first, int seq, int column,
+                    delta_chunk *to) {
+    const int group = head % a.k.ne[1], n = a.v.ne[2], thread = (int)thread_index();
     const bool k_wide = is_wide(a.k), q_wide = is_wide(a.q);
-    const char *const k = row_of(a.k, group, t, seq), *const q = row_of(a.q, group, t, seq);
+#pragma unroll
+    for (int i = 0; i < DELTA_CHUNK / 4; i++) {
+        const int t = first + wave_index() + 4 * i, at = 4 * lane_index();
+        const int count = t < n ? quad_count(a.k.ne[0], at) : 0;
+        to->k[i] = load4(ROCQ_F32, row_of(a.k, group, t, seq), k_wide, at, count);
+        to->q[i] = load4(ROCQ_F32, row_of(a.q, group, t, seq), q_wide, at, count);
+    }
+    const int t = first + thread / 8, at = column + 4 * (thread & 7);
+    to->v = load4(ROCQ_F32, row_of(a.v, head, t, seq), is_wide(a.v), at,
+                  t < n ? quad_count(a.v.ne[0], at) : 0);
+    const int own = first + thread;
+    if (thread < DELTA_CHUNK && own < n) {
+        to->alpha = gload((const float *)row_of(a.alpha, own, seq, 0) + head);
+        to->beta = gload((const float *)row_of(a.beta, own, seq, 0) + head);
+    }
+}
+
+// factor x / sqrt(|x|^2 + eps) of a row of which each lane of the wave has a quad.
+DEV u32x4 delta_direction(const u32x4 &loaded, float eps, float factor) {
+    float x[4];
+    floats4(ROCQ_F32, loaded, x);
+    const float sum = fmaf(x[0], x[0], x[1] * x[1]) + fmaf(x[2], x[2], x[3] * x[3]);
+    const float by = factor / sqrtf(wave_sum(sum) + eps);
+    return make4(bits<uint32_t>(by * x[0]), bits<uint32_t>(by * x[1]), bits<uint32_t>(by * x[2]),
+                 bits<uint32_t>(by * x[3]));
+}
+
+// The quads of a row in LDS that this lane has of its columns.
+DEV void delta_quads(const u32x4 *row, float x[16]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        floats4(ROCQ_F32, lget(row + (thread_index() & 7) + 8 * i), x + 4 * i);
+}
+
+DEV float delta_dot(const float x[16], const float y[16]) {
+    float sum[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int at = 4 * ((thread_index() & 7) + 8 * i), count = quad_count(a.k.ne[0], at);
-        to->k[i] = load4(ROCQ_F32, k, k_wide, at, count);
-        to->q[i] = load4(ROCQ_F32, q, q_wide, at, count);
+        sum[i] = x[4 * i] * y[4 * i];
+#pragma unroll
+        for (int e = 1; e < 4; e++) sum[i] = fmaf(x[4 * i + e], y[4 * i + e], sum[i]);
     }
-    to->v = gload((const float *)row_of(a.v, head, t, seq) + column);
-    to->alpha = gload((const float *)row_of(a.alpha, t, seq, 0) + head);
-    to->beta = gload((const float *)row_of(a.beta, t, seq, 0) + head);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-DEV float sum_of_8(float x) { // over 8 neighbouring lanes; each gets the same bits
+// Adds up x and y over 8 neighbouring lanes, each of which gets both sums, and z, of which even
+// lanes get the sum of their z[0] and odd lanes that of z[1].
+DEV float delta_sums(float &x, float &y, const float z[2]) {
+    const bool odd = (thread_index() & 1) != 0;
+    float sum = odd ? z[1] : z[0];
     x += wave_xor<1>(x);
+    y += wave_xor<1>(y);
+    sum += wave_xor<1>(odd ? z[0] : z[1]);
     x += wave_xor<2>(x);
-    return x + wave_xor<4>(x);
+    y += wave_xor<2>(y);
+    sum += wave_xor<2>(sum);
+    x += wave_xor<4>(x);
+    y += wave_xor<4>(y);
+    return sum + wave_xor<4>(sum);
 }
 
-// x / sqrt(|x|^2 + eps) of the 16 elements that this lane has.
-DEV void delta_direction(const u32x4 loaded[4], float eps, float x[16]) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-        if (i % 4 == 0) floats4(ROCQ_F32, loaded[i / 4], x + i);
-        sum = fmaf(x[i], x[i], sum);
-    }
-    const float by = 1.0f / sqrtf(sum_of_8(sum) + eps);
-#pragma unroll
-    for (int i = 0; i < 16; i++) x[i] *= by;
-}
-
-KERNEL(delta_net, rocq_k_delta_net_args, 256) {
+KERNEL(delta_net, rocq_k_delta_net_args, 128) {
+    LDS(u32x4, rows, 2 * DELTA_CHUNK * 32); // k' of the chunk's tokens, then q' / sqrt(K)
+    LDS(u32x4, values, DELTA_CHUNK * 8);    // v of the block's columns
+    LDS(float, gates, 2 * DELTA_CHUNK);     // exp(g), then b
     if (a.y.ne[0] == 0) return;
     const uint32_t b = a.common.block0 + block_index(), both = b / a.slices;
     const int head = (int)(both % (uint32_t)a.v.ne[1]), seq = (int)(both / (uint32_t)a.v.ne[1]);
-    const int own = 32 * (int)(b - both * a.slices) + (int)(thread_index() >> 3);
-    const bool live = own < a.v.ne[0];
-    const int column = live ? own : 0, n = a.v.ne[2], lane = (int)(thread_index() & 7);
+    const int first = 32 * (int)(b - both * a.slices), n = a.v.ne[2];
+    const int thread = (int)thread_index(), lane = thread & 7, pair = thread >> 3;
     const int32_t *const slot = a.slot + seq * a.slot_stride;
     const int from = gload(slot), to = gload(slot + 1);
     if (from < -1 || from >= a.state.ne[3] || to < 0 || to >= a.state.ne[3]) {
-        if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+        if (thread == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
         return;
     }
     const bool wide = is_wide(a.state);
     const float scale = 1.0f / sqrtf((float)a.k.ne[0]);
     const float factor = gload(a.a + head), shift = gload(a.dt + head);
-    float s[16];
+    delta_chunk next;
+    next.alpha = next.beta = 0.0f;
+    delta_load(a, head, 0, seq, first, &next);
+    float s[2][16];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int at = 4 * (lane + 8 * i), count = from < 0 ? 0 : quad_count(a.k.ne[0], at);
-        get4(ROCQ_F32, row_of(a.state, column, head, from < 0 ? 0 : from), wide, at, count,
-             s + 4 * i);
-    }
-    delta_token next;
-    delta_load(a, head, 0, seq, column, &next);
-    for (int t = 0; t < n; t++) {
-        float k[16], q[16], seen = 0.0f, y = 0.0f;
-        const float v = next.v, beta = next.beta, x = next.alpha + shift;
-        delta_direction(next.k, a.eps, k);
-        delta_direction(next.q, a.eps, q);
-        if (t + 1 < n) delta_load(a, head, t + 1, seq, column, &next);
-        const float growth = x > 20.0f ? x : 0.693147181f * log2_fast(1.0f + exp_fast(x));
-        const float decay = exp_full(factor * growth);
+    for (int c = 0; c < 2; c++) {
+        const int column = first + 2 * pair + c;
+        const bool there = from >= 0 && column < a.v.ne[0];
+        const char *const row = row_of(a.state, there ? column : 0, head, there ? from : 0);
 #pragma unroll
-        for (int i = 0; i < 16; i++) seen = fmaf(s[i], k[i], seen);
-        const float by = activation(ROCQ_ACT_SIGMOID, beta) * fmaf(-decay, sum_of_8(seen), v);
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            s[i] = fmaf(by, k[i], decay * s[i]);
-            y = fmaf(s[i], q[i], y);
+        for (int i = 0; i < 4; i++) {
+            const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
+            get4(ROCQ_F32, row, wide, at, count, s[c] + 4 * i);
         }
-        y = scale * sum_of_8(y);
-        if (live && lane == 0) gstore((float *)row_of(a.y, head, t, seq) + column, y);
+    }
+    const int own = first + 2 * pair + (lane & 1);     // the column whose y this lane stores
+    const bool stores = lane < 2 && own < a.v.ne[0];
+    for (int t0 = 0; t0 < n; t0 += DELTA_CHUNK) {
+        block_sync_lds();
+#pragma unroll
+        for (int i = 0; i < DELTA_CHUNK / 4; i++) {
+            const int at = 32 * (wave_index() + 4 * i) + lane_index();
+            lput(rows + at, delta_direction(next.k[i], a.eps, 1.0f));
+            lput(rows + 32 * DELTA_CHUNK + at, delta_direction(next.q[i], a.eps, scale));
+        }
+        lput(values + thread, next.v);
+        if (thread < DELTA_CHUNK) {
+            const float x = next.alpha + shift;
+            const float growth = x > 20.0f ? x : 0.693147181f * log2_fast(1.0f + exp_fast(x));
+            lput(gates + thread, exp_full(factor * growth));
+            lput(gates + DELTA_CHUNK + thread, activation(ROCQ_ACT_SIGMOID, next.beta));
+        }
+        block_sync_lds();
+        if (t0 + DELTA_CHUNK < n) delta_load(a, head, t0 + DELTA_CHUNK, seq, first, &next);
+        const int m = n - t0 < DELTA_CHUNK ? n - t0 : DELTA_CHUNK;
+        float k[16], q[16], y[2] = {0.0f, 0.0f};
+        delta_quads(rows, k);
+        delta_quads(rows + 32 * DELTA_CHUNK, q);
+        for (int j = 0; j < m; j++) {
+            const int after = j + 1 < m ? j + 1 : j;
+            const float decay = lget(gates + j), share = lget(gates + DELTA_CHUNK + j);
+            const float *const v = (const float *)values + 32 * j + 2 * pair;
+            float seen[2] = {delta_dot(s[0], k), delta_dot(s[1], k)};
+            const float sum = delta_sums(seen[0], seen[1], y);
+            if (stores && j > 0) gstore((float *)row_of(a.y, head, t0 + j - 1, seq) + own, sum);
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const float by = share * fmaf(-decay, seen[c], lget(v + c));
+#pragma unroll
+                for (int i = 0; i < 16; i++) s[c][i] = fmaf(by, k[i], decay * s[c][i]);
+            }
+            delta_quads(rows + 32 * after, k);
+            y[0] = delta_dot(s[0], q);
+            y[1] = delta_dot(s[1], q);
+            delta_quads(rows + 32 * (DELTA_CHUNK + after), q);
+        }
+        float none[2] = {0.0f, 0.0f};
+        const float sum = delta_sums(none[0], none[1], y);
+        if (stores) gstore((float *)row_of(a.y, head, t0 + m - 1, seq) + own, sum);
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int at = 4 * (lane + 8 * i), count = live ? quad_count(a.k.ne[0], at) : 0;
-        put_floats(ROCQ_F32, wide, row_of(a.state, column, head, to), at, count, s + 4 * i);
+    for (int c = 0; c < 2; c++) {
+        const int column = first + 2 * pair + c;
+        const bool there = column < a.v.ne[0];
+        char *const row = row_of(a.state, there ? column : 0, head, to);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
+            put_floats(ROCQ_F32, wide, row, at, count, s[c] + 4 * i);
+        }
     }
 }
 
