@@ -7317,7 +7317,7 @@ KERNEL(shortconv, rocq_k_shortconv_args, 256) {
     }
 }
 
-// -- delta_net --
+// -- delta_net, delta_step --
 // The gated delta rule of rocq_delta_net_params (arXiv 2412.06464): S = exp(g) S,
 // S += k' (b (v - S^T k'))^T, y = S^T q' / sqrt(K), token by token.
 //
@@ -7325,20 +7325,23 @@ KERNEL(shortconv, rocq_k_shortconv_args, 256) {
 //   v, y   F32 [V, H, n, sequences], y may be v; alpha, beta F32 [H, n, sequences]; any strides
 //
 // The columns of S depend on q and k only, not on each other. A block has 32 columns of a head of a
-// sequence. 8 neighbouring lanes share two columns, which stay in registers from the first token to
-// the last: lane i of them has quads i, i + 8, i + 16 and i + 24 of both, and reads the same quads
-// of k' and q' once for both. So a sum over K is 16 fma in four chains and three exchanges between
+// sequence. 8 neighbouring lanes share a column, in delta_net two columns, which stay in registers
+// from the first token to the last: lane i of them has quads i, i + 8, i + 16 and i + 24 of it, and
+// the same quads of k' and q'. So a sum over K is 16 fma in four chains and three exchanges between
 // lanes.
-// Tokens come in chunks of 16: the block finds k', q' and the gates of a chunk once, not once for
-// each column, and keeps them in LDS, while what the next chunk reads is in flight in registers.
-// Inside a chunk a token waits for the one before through two sums only: S^T k', and the exchanges,
-// in which the y of the token before is added up too. Geometry: 128 threads.
+//   delta_step takes the few tokens of a step, without LDS or a barrier: the 8 lanes find the
+// lengths of k and q for themselves. Geometry: 256 threads.
+//   delta_net takes longer texts in chunks of 16 tokens: the block finds k', q' and the gates of a
+// chunk once, not once for each column, and keeps them in LDS, while what the next chunk reads is
+// in flight in registers. Inside a chunk a token waits for the one before through two sums only:
+// S^T k', and the exchanges, in which the y of the token before is added up too. Geometry: 128
+// threads.
+//   Both add in the same order, so a text has the same bits however its tokens are cut into calls.
 // Bytes: the state once in and once out, which bounds a step of one token: 2 MB a layer of 32 heads
 // of 128. Long texts: 7 flops for each token and element of S, 4 instructions. The chunked form of
 // the literature (the WY representation with the UT transform, ibid. section 3.3: a triangular
-// system of C by C gives the updates of C tokens at once) takes 11 flops in chunks of C = 32,
-// so it could only pay on the matrix unit, whose F16 would bound the state to 3 digits; this form
-// is exact, and a text has the same bits however its tokens are cut into calls.
+// system of C by C gives the updates of C tokens at once) takes 11 flops in chunks of C = 32, so it
+// could only pay on the matrix unit, whose F16 operands would bound the state to three digits.
 enum { DELTA_CHUNK = 16 };
 struct delta_chunk { // in flight: a wave has every fourth token's k and q, a lane a quad of each
     u32x4 k[DELTA_CHUNK / 4], q[DELTA_CHUNK / 4], v; // v: thread i a quad of token i / 8
@@ -7366,12 +7369,19 @@ DEV void delta_load(const rocq_k_delta_net_args &a, int head, int first, int seq
     }
 }
 
+DEV float delta_decay(float x, float factor) { // exp(factor log(1 + exp(x)))
+    return exp_full(factor * (x > 20.0f ? x : 0.693147181f * log2_fast(1.0f + exp_fast(x))));
+}
+
+DEV float delta_square(const float x[4]) {
+    return fmaf(x[0], x[0], x[1] * x[1]) + fmaf(x[2], x[2], x[3] * x[3]);
+}
+
 // factor x / sqrt(|x|^2 + eps) of a row of which each lane of the wave has a quad.
 DEV u32x4 delta_direction(const u32x4 &loaded, float eps, float factor) {
     float x[4];
     floats4(ROCQ_F32, loaded, x);
-    const float sum = fmaf(x[0], x[0], x[1] * x[1]) + fmaf(x[2], x[2], x[3] * x[3]);
-    const float by = factor / sqrtf(wave_sum(sum) + eps);
+    const float by = factor / sqrtf(wave_sum(delta_square(x)) + eps);
     return make4(bits<uint32_t>(by * x[0]), bits<uint32_t>(by * x[1]), bits<uint32_t>(by * x[2]),
                  bits<uint32_t>(by * x[3]));
 }
@@ -7455,9 +7465,7 @@ KERNEL(delta_net, rocq_k_delta_net_args, 128) {
         }
         lput(values + thread, next.v);
         if (thread < DELTA_CHUNK) {
-            const float x = next.alpha + shift;
-            const float growth = x > 20.0f ? x : 0.693147181f * log2_fast(1.0f + exp_fast(x));
-            lput(gates + thread, exp_full(factor * growth));
+            lput(gates + thread, delta_decay(next.alpha + shift, factor));
             lput(gates + DELTA_CHUNK + thread, activation(ROCQ_ACT_SIGMOID, next.beta));
         }
         block_sync_lds();
@@ -7498,6 +7506,92 @@ KERNEL(delta_net, rocq_k_delta_net_args, 128) {
             const int at = 4 * (lane + 8 * i), count = there ? quad_count(a.k.ne[0], at) : 0;
             put_floats(ROCQ_F32, wide, row, at, count, s[c] + 4 * i);
         }
+    }
+}
+
+// -- delta_step --
+DEV float sum_of_8(float x) { // over 8 neighbouring lanes; each gets the same bits
+    x += wave_xor<1>(x);
+    x += wave_xor<2>(x);
+    return x + wave_xor<4>(x);
+}
+
+struct delta_token { // in flight
+    u32x4 k[4], q[4];
+    float v, alpha, beta;
+};
+
+DEV void delta_load_token(const rocq_k_delta_net_args &a, int head, int t, int seq, int column,
+                          delta_token *to) {
+    const int group = head % a.k.ne[1];
+    const bool k_wide = is_wide(a.k), q_wide = is_wide(a.q);
+    const char *const k = row_of(a.k, group, t, seq), *const q = row_of(a.q, group, t, seq);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * ((thread_index() & 7) + 8 * i), count = quad_count(a.k.ne[0], at);
+        to->k[i] = load4(ROCQ_F32, k, k_wide, at, count);
+        to->q[i] = load4(ROCQ_F32, q, q_wide, at, count);
+    }
+    to->v = gload((const float *)row_of(a.v, head, t, seq) + column);
+    to->alpha = gload((const float *)row_of(a.alpha, t, seq, 0) + head);
+    to->beta = gload((const float *)row_of(a.beta, t, seq, 0) + head);
+}
+
+// What delta_direction gives of a row of which 8 lanes have four quads each, added in its order.
+DEV void delta_direction_of_8(const u32x4 loaded[4], float eps, float factor, float x[16]) {
+    float sum[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        floats4(ROCQ_F32, loaded[i], x + 4 * i);
+        sum[i] = sum_of_8(delta_square(x + 4 * i));
+    }
+    const float by = factor / sqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]) + eps);
+#pragma unroll
+    for (int i = 0; i < 16; i++) x[i] *= by;
+}
+
+KERNEL(delta_step, rocq_k_delta_net_args, 256) {
+    if (a.y.ne[0] == 0) return;
+    const uint32_t b = a.common.block0 + block_index(), both = b / a.slices;
+    const int head = (int)(both % (uint32_t)a.v.ne[1]), seq = (int)(both / (uint32_t)a.v.ne[1]);
+    const int own = 32 * (int)(b - both * a.slices) + (int)(thread_index() >> 3);
+    const bool live = own < a.v.ne[0];
+    const int column = live ? own : 0, n = a.v.ne[2], lane = (int)(thread_index() & 7);
+    const int32_t *const slot = a.slot + seq * a.slot_stride;
+    const int from = gload(slot), to = gload(slot + 1);
+    if (from < -1 || from >= a.state.ne[3] || to < 0 || to >= a.state.ne[3]) {
+        if (thread_index() == 0) atomic_or(a.common.status, ROCQ_K_BAD_CELL);
+        return;
+    }
+    const bool wide = is_wide(a.state);
+    const float scale = 1.0f / sqrtf((float)a.k.ne[0]);
+    const float factor = gload(a.a + head), shift = gload(a.dt + head);
+    float s[16];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * (lane + 8 * i), count = from < 0 ? 0 : quad_count(a.k.ne[0], at);
+        get4(ROCQ_F32, row_of(a.state, column, head, from < 0 ? 0 : from), wide, at, count,
+             s + 4 * i);
+    }
+    delta_token next;
+    delta_load_token(a, head, 0, seq, column, &next);
+    for (int t = 0; t < n; t++) {
+        float k[16], q[16];
+        const float v = next.v, share = activation(ROCQ_ACT_SIGMOID, next.beta);
+        const float decay = delta_decay(next.alpha + shift, factor);
+        delta_direction_of_8(next.k, a.eps, 1.0f, k);
+        delta_direction_of_8(next.q, a.eps, scale, q);
+        if (t + 1 < n) delta_load_token(a, head, t + 1, seq, column, &next);
+        const float by = share * fmaf(-decay, sum_of_8(delta_dot(s, k)), v);
+#pragma unroll
+        for (int i = 0; i < 16; i++) s[i] = fmaf(by, k[i], decay * s[i]);
+        const float y = sum_of_8(delta_dot(s, q));
+        if (live && lane == 0) gstore((float *)row_of(a.y, head, t, seq) + column, y);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = 4 * (lane + 8 * i), count = live ? quad_count(a.k.ne[0], at) : 0;
+        put_floats(ROCQ_F32, wide, row_of(a.state, column, head, to), at, count, s + 4 * i);
     }
 }
 

@@ -2974,6 +2974,58 @@ static void test_delta_net(void **state) {
     random_state = state_before;
 }
 
+// A text has the same bits at once and in calls of 3, 1 and 17 tokens: of both kernels in turn.
+static void test_delta_net_in_pieces(void **state) {
+    (void)state;
+    enum { K = 100, V = 40, HEADS = 2, N = 21, WHOLE = K * V * HEADS };
+    static const int32_t cuts[2][4] = {{0, N, N, N}, {0, 3, 4, N}};
+    const uint64_t state_before = random_state;
+    random_state = 26;
+    const int64_t ne[8][4] = {{K, 1, N, 1}, {K, 1, N, 1},   {V, HEADS, N, 1},  {HEADS, N, 1, 1},
+                              {HEADS, N, 1, 1}, {HEADS, 1, 1, 1}, {HEADS, 1, 1, 1},
+                              {K, V, HEADS, 2}};
+    static float data[8][2 * WHOLE], y[2][V * HEADS * N], kept[2][WHOLE];
+    for (int i = 0; i < 8; i++)
+        for (int64_t e = 0; e < 2 * WHOLE; e++) data[i][e] = (float)random_normal();
+    for (int way = 0; way < 2; way++) {
+        rocq_arena arena;
+        rocq_buffer memory = {0};
+        rocq_tensor t[8], out, slot;
+        for (int pass = 0; pass < 2; pass++) {
+            if (pass) assert_int_equal(rocq_buffer_alloc(gpu, &memory, arena.peak), ROCQ_OK);
+            rocq_arena_init(&arena, pass ? &memory : NULL);
+            for (int i = 0; i < 8; i++)
+                assert_int_equal(rocq_arena_tensor(&arena, &t[i], ROCQ_F32, 4, ne[i]), ROCQ_OK);
+            assert_int_equal(rocq_arena_tensor(&arena, &out, ROCQ_F32, 4, ne[2]), ROCQ_OK);
+            assert_int_equal(rocq_tensor_2d(&arena, &slot, ROCQ_I32, 2, 1), ROCQ_OK);
+        }
+        for (int i = 0; i < 8; i++)
+            assert_int_equal(rocq_upload(gpu, &t[i], data[i], rocq_tensor_size(&t[i])), ROCQ_OK);
+        for (int c = 0; c < 3; c++) {
+            const int32_t from = cuts[way][c], n = cuts[way][c + 1] - from;
+            const int32_t slots[2] = {c == 0 ? -1 : 1, 1};
+            if (n == 0) continue;
+            rocq_tensor part[6];
+            for (int i = 0; i < 5; i++) part[i] = rocq_tensor_slice(&t[i], i < 3 ? 2 : 1, from, n);
+            part[5] = rocq_tensor_slice(&out, 2, from, n);
+            const rocq_delta_net_params p = {
+                .y = &part[5], .state = &t[7], .q = &part[0], .k = &part[1], .v = &part[2],
+                .alpha = &part[3], .beta = &part[4], .a = &t[5], .dt = &t[6], .slot = &slot,
+                .eps = 1e-6f};
+            assert_int_equal(rocq_upload(gpu, &slot, slots, sizeof slots), ROCQ_OK);
+            assert_int_equal(rocq_delta_net(gpu, &p), ROCQ_OK);
+            assert_int_equal(rocq_sync(gpu), ROCQ_OK);
+        }
+        const rocq_tensor last = rocq_tensor_slice(&t[7], 3, 1, 1);
+        assert_int_equal(rocq_download(gpu, y[way], &out, sizeof y[way]), ROCQ_OK);
+        assert_int_equal(rocq_download(gpu, kept[way], &last, sizeof kept[way]), ROCQ_OK);
+        rocq_buffer_free(gpu, &memory);
+    }
+    assert_memory_equal(y[0], y[1], sizeof y[0]);
+    assert_memory_equal(kept[0], kept[1], sizeof kept[0]);
+    random_state = state_before;
+}
+
 typedef struct mixture { // a case; 0 = default
     rocq_format w, x, y;
     int64_t k, m, n_experts, n_slots, n;
@@ -3215,7 +3267,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_route),
         cmocka_unit_test(test_shortconv),
-        cmocka_unit_test(test_delta_net),
+        cmocka_unit_test(test_delta_net), cmocka_unit_test(test_delta_net_in_pieces),
         cmocka_unit_test(test_experts_formats),
         cmocka_unit_test(test_experts_planar),
         cmocka_unit_test(test_experts_cases),

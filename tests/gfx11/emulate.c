@@ -463,8 +463,8 @@ static void shortconv(emulated *e, int scale, int format, int p) {
     e->work = (double)channels;
 }
 // Work: elements of the state.
-static void delta_net(emulated *e, int scale, int format, int p) {
-    const int64_t d = 128, heads = 2, n = scale;
+static void delta_net(emulated *e, int scale, int format, int tokens) {
+    const int64_t d = 128, heads = 2, n = (int64_t)scale * tokens;
     const int32_t slots[2] = {0, 1};
     box *q = normal(ROCQ_F32, 1, d, heads, n), *k = normal(ROCQ_F32, 1, d, heads, n),
         *v = normal(ROCQ_F32, 1, d, heads, n), *alpha = normal(ROCQ_F32, 1, heads, n, 1),
@@ -473,7 +473,6 @@ static void delta_net(emulated *e, int scale, int format, int p) {
     box *out[2] = {output(ROCQ_F32, d, heads, n),
                    keep(box_random(BOX_PLAIN, ROCQ_F32, 0.3f, d, d, heads, 2))};
     (void)format;
-    (void)p;
     for (int64_t h = 0; h < heads; h++) a->value[h] = -fabs(a->value[h]);
     box_write(a);
     const rocq_delta_net_params params = {
@@ -756,7 +755,8 @@ static const struct {
     {"experts_int8_mxfp4", "weight", experts, ROCQ_MXFP4, 1, 2},
     {"route", "element", route, 0, 0, 1},
     {"shortconv", "element", shortconv, 0, 0, 1},
-    {"delta_net", "element", delta_net, 0, 0, 2},
+    {"delta_step", "element", delta_net, 0, 1, 2},
+    {"delta_net", "element", delta_net, 0, 16, 2},
 };
 
 // ---------------------------------------------------------------------------------------------
