@@ -20306,7 +20306,7 @@ static void rocq__job_shortconv(rocq__job *job, const void *params) {
 
 // From so many tokens on their chunks pay. On an H200, 32 heads of 128: one token takes 4.3 us in
 // steps and 6.3 in chunks, 16 tokens 18.5 and 10.0.
-enum { ROCQ__DELTA_LONG = 4 };
+enum { ROCQ__DELTA_LONG = 3 };
 
 static void rocq__job_delta_net(rocq__job *job, const void *params) {
     const rocq_delta_net_params *p = (const rocq_delta_net_params *)params;

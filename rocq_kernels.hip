@@ -7329,8 +7329,8 @@ KERNEL(shortconv, rocq_k_shortconv_args, 256) {
 // from the first token to the last: lane i of them has quads i, i + 8, i + 16 and i + 24 of it, and
 // the same quads of k' and q'. So a sum over K is 16 fma in four chains and three exchanges between
 // lanes.
-//   delta_step takes the few tokens of a step, without LDS or a barrier: the 8 lanes find the
-// lengths of k and q for themselves. Geometry: 256 threads.
+//   delta_step takes the one or two tokens of a step, without LDS or a barrier: the 8 lanes find
+// the lengths of k and q for themselves. Geometry: 256 threads.
 //   delta_net takes longer texts in chunks of 16 tokens: the block finds k', q' and the gates of a
 // chunk once, not once for each column, and keeps them in LDS, while what the next chunk reads is
 // in flight in registers. Inside a chunk a token waits for the one before through two sums only:
@@ -7516,7 +7516,7 @@ DEV float sum_of_8(float x) { // over 8 neighbouring lanes; each gets the same b
     return x + wave_xor<4>(x);
 }
 
-struct delta_token { // in flight
+struct delta_token {
     u32x4 k[4], q[4];
     float v, alpha, beta;
 };
@@ -7573,16 +7573,15 @@ KERNEL(delta_step, rocq_k_delta_net_args, 256) {
         get4(ROCQ_F32, row_of(a.state, column, head, from < 0 ? 0 : from), wide, at, count,
              s + 4 * i);
     }
-    delta_token next;
-    delta_load_token(a, head, 0, seq, column, &next);
     for (int t = 0; t < n; t++) {
+        delta_token now;
         float k[16], q[16];
-        const float v = next.v, share = activation(ROCQ_ACT_SIGMOID, next.beta);
-        const float decay = delta_decay(next.alpha + shift, factor);
-        delta_direction_of_8(next.k, a.eps, 1.0f, k);
-        delta_direction_of_8(next.q, a.eps, scale, q);
-        if (t + 1 < n) delta_load_token(a, head, t + 1, seq, column, &next);
-        const float by = share * fmaf(-decay, sum_of_8(delta_dot(s, k)), v);
+        delta_load_token(a, head, t, seq, column, &now);
+        const float decay = delta_decay(now.alpha + shift, factor);
+        delta_direction_of_8(now.k, a.eps, 1.0f, k);
+        delta_direction_of_8(now.q, a.eps, scale, q);
+        const float by = activation(ROCQ_ACT_SIGMOID, now.beta) *
+                         fmaf(-decay, sum_of_8(delta_dot(s, k)), now.v);
 #pragma unroll
         for (int i = 0; i < 16; i++) s[i] = fmaf(by, k[i], decay * s[i]);
         const float y = sum_of_8(delta_dot(s, q));
