@@ -22873,8 +22873,9 @@ static bool rocq__joins_beside(const rocq_ctx *ctx, const rocq__node *node, rocq
 // Fusion: a GPU runs some sequences of ops as one launch. Returns the last op of the sequence that
 // begins at node, or NULL if node's op has a launch of its own; *before tells rocq__run_hip what
 // the launch does besides. A decode step of llama is so spared three of a layer's eight launches
-// and all four that adapters add, a mixture of experts more. Fused ops write the same bits as separate launches do. There is one
-// exception: rotated queries that no later op reads are not written.
+// and all four that adapters add, a mixture of experts more. Fused ops write the same bits as
+// separate launches do. There is one exception: rotated queries that no later op reads are not
+// written.
 static const rocq__node *rocq__joins(rocq_ctx *ctx, const rocq__node *node, rocq__joined *before) {
     memset(before, 0, sizeof *before);
     if (!rocq__on_gpu(ctx) || !node->next) return NULL;
