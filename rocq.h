@@ -2753,6 +2753,15 @@ enum {
     ROCQ_K_CONV_W = 8,        // a block of a conv: columns and rows of y
     ROCQ_K_CONV_H = 16,
     ROCQ_K_CONV_PATCH = 180,  // most positions of z in LDS: 3x3 taps of such a block
+    ROCQ_K_CONV_LDS_GROUPS = 3, // conv_lds_64: groups of four waves
+    ROCQ_K_CONV_LDS_TAPS = 9,   // most taps, of 64 by 64 channels
+    ROCQ_K_CONV_LDS_64_BYTES =  // those weights, and two patches for each group
+        128 * (ROCQ_K_CONV_LDS_TAPS * 65 + 2 * ROCQ_K_CONV_LDS_GROUPS * (ROCQ_K_CONV_PATCH + 1)),
+    ROCQ_K_CONV_LDS_H = 32,     // conv_lds_128: rows of y of a block
+    ROCQ_K_CONV_LDS_PATCH = (ROCQ_K_CONV_W + 2) * (ROCQ_K_CONV_LDS_H + 2), // most positions
+    ROCQ_K_CONV_LDS_STAGES = 4, // steps of w in LDS
+    ROCQ_K_CONV_LDS_128_BYTES = // those, and two patches
+        128 * (ROCQ_K_CONV_LDS_STAGES * 129 + 2 * (ROCQ_K_CONV_LDS_PATCH + 1)),
     ROCQ_K_BACKWARD_TILE = 128, // k and rows of a block of matmul_backward
     ROCQ_K_STATS_RUN = 128,   // elements of a channel that a thread of norm_stats adds up
     ROCQ_K_DIMS = 4
@@ -3174,7 +3183,8 @@ typedef struct rocq_k_attention_args {
 // ROCQ_K_CONV_H rows of a frame; blockIdx.x counts tiles_m, tiles_x, tiles_y, n_splits, blockIdx.z
 // frames of y. With n_splits over 1 the sums go to work, and conv_merge follows. conv_input makes
 // y, F16 [C, W, H, N] without gaps, of x by norm and activation, for a conv to read. Kernels
-// conv_f32_* are for x in F32, conv_f16_* for F16 and BF16.
+// conv_f32_* are for x in F32, conv_f16_* for F16 and BF16. conv_lds_64 and conv_lds_128 are for
+// chips whose self-test reports them; tiles of the latter have ROCQ_K_CONV_LDS_H rows.
 typedef struct rocq_k_conv_args {
     rocq_k_common common;
     float *work;             // n_splits > 1: floats [M, n_splits, OW, OH, N]
@@ -3193,6 +3203,7 @@ typedef struct rocq_k_conv_args {
     int32_t x_activation, activation;
     float x_scale, y_scale;  // y_scale = 1 / x_scale
     int32_t tiles_m, tiles_x, tiles_y, n_splits;
+    int32_t n_blocks;        // conv_lds_64: blocks of the whole launch
 } rocq_k_conv_args;
 
 // norm_stats: a block for each of n_shares shares of a frame's positions and each 256 channels;
@@ -3445,6 +3456,8 @@ enum {
     X(sample, rocq_k_sample_args, 1024)                      \
     X(ranges, rocq_k_ranges_args, 256)                       \
     ROCQ_K_CONV_TILES(ROCQ_K_CONV, X)                        \
+    X(conv_lds_64, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS) \
+    X(conv_lds_128, rocq_k_conv_args, 256)                   \
     X(conv_input, rocq_k_conv_args, 256)                     \
     X(conv_merge, rocq_k_conv_args, 256)                     \
     X(norm_stats, rocq_k_norm_stats_args, 256)               \
@@ -17741,6 +17754,8 @@ static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
         const rocq__lds_tile *t = &rocq__lds_tiles[i];
         if (kernel == t->matmul || kernel == t->dx || kernel == t->dw) return (uint32_t)t->bytes;
     }
+    if (kernel == ROCQ_K_conv_lds_64 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_64_BYTES;
+    if (kernel == ROCQ_K_conv_lds_128 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_128_BYTES;
     if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
     const bool row = kernel >= ROCQ_K_matvec_row_q4_0 && kernel <= ROCQ_K_matvec_row_low;
     return gpu->matvec_lds - (row ? ROCQ_K_MATVEC_ROW_LDS : ROCQ_K_MATVEC_LDS);
@@ -19812,8 +19827,8 @@ static rocq_tensor rocq__conv_w(rocq__job *job, const rocq_tensor *w) {
 // round takes as long as one block needs for its patches. So splits help where the tiles of y alone
 // would leave units idle. They cost a second launch and the merge of their sums, estimated as the
 // time of one patch and of a quarter of one for each split, for every round of tiles.
-static int32_t rocq__conv_splits(const rocq__chip *chip, int64_t tiles, int64_t patches) {
-    const double full = (double)tiles / (2.0 * chip->n_units); // rounds of blocks without splits
+static int32_t rocq__conv_splits(double at_once, int64_t tiles, int64_t patches) {
+    const double full = (double)tiles / at_once; // rounds of blocks without splits
     int32_t best = 1;
     double best_time = 0.0;
     for (int32_t n = 1; n <= 16 && n <= patches; n++) {
@@ -19866,6 +19881,28 @@ static bool rocq__conv_pass(const rocq__chip *chip, const rocq_conv_params *p,
                            (1 << 2 * args->upsample) * args->kt / (args->stride * args->stride);
     const double loading = 13.0 * patches / (0.5 * chip->flops_per_us);
     return (double)rocq__bytes(p->x->format, 1) + 2.0 < loading * chip->bytes_per_us;
+}
+
+// Which of the kernels named conv_lds takes it, or -1. pass: x is what conv_input makes.
+static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
+                          const rocq_k_conv_args *args, bool pass) {
+    const double tiles = (double)args->tiles_x * args->tiles_y * (double)p->y->ne[3];
+    const bool plain = p->x->format == ROCQ_F16 && !p->stats && args->x_scale == 1.0f &&
+                       p->x_activation == ROCQ_ACT_IDENTITY;
+    const int32_t taps = args->kw * args->kh;
+    if (!chip->lds_tiles || args->c % 8 != 0 || !args->halo || !args->x_wide ||
+        !(pass || plain) || tiles > (double)(INT32_MAX / 2)) {
+        return -1;
+    }
+    if (args->m <= 64) {
+        const bool fits = args->slices == 1 && args->kt == 1 && taps <= ROCQ_K_CONV_LDS_TAPS;
+        return fits ? ROCQ_K_conv_lds_64 : -1;
+    }
+    // Tiles of twice the rows, which may be more positions in vain
+    const int32_t h = (int32_t)p->y->ne[2];
+    const int32_t tall = (h + ROCQ_K_CONV_LDS_H - 1) / ROCQ_K_CONV_LDS_H * 2;
+    const bool fits = taps >= 4 && args->kw <= 3 && args->kh <= 3 && 4 * tall <= 5 * args->tiles_y;
+    return fits ? ROCQ_K_conv_lds_128 : -1;
 }
 
 // x after the pass, F16 without gaps; args are then those of a conv of that.
@@ -19930,23 +19967,38 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
             rocq__fail(job->ctx, ROCQ_E_UNSUPPORTED, "conv: a shape too large for the GPU");
         return;
     }
-    const bool pass = rocq__conv_pass(rocq__chip_of(job->ctx), p, &args);
+    const rocq__chip *chip = rocq__chip_of(job->ctx);
+    const bool pass = rocq__conv_pass(chip, p, &args);
     if (pass) rocq__job_conv_input(job, p, &args);
-    const int64_t tiles = (int64_t)args.tiles_m * args.tiles_x * args.tiles_y;
+    int64_t tiles = (int64_t)args.tiles_m * args.tiles_x * args.tiles_y;
+    const int lds = rocq__conv_lds(chip, p, &args, pass);
+    if (lds == ROCQ_K_conv_lds_64) {
+        args.n_splits = 1;
+        args.n_blocks = (int32_t)ROCQ__MIN(tiles * frames, (int64_t)chip->n_units);
+        job->cost = cost;
+        rocq__job_launch(job, lds, args.n_blocks, 1, 128 * ROCQ_K_CONV_LDS_GROUPS, &args);
+        return;
+    }
+    if (lds == ROCQ_K_conv_lds_128) {
+        args.tiles_y = (int32_t)((p->y->ne[2] + ROCQ_K_CONV_LDS_H - 1) / ROCQ_K_CONV_LDS_H);
+        args.patch_n = args.patch_w * (ROCQ_K_CONV_LDS_H + args.kh - 1);
+        tiles = (int64_t)args.tiles_m * args.tiles_x * args.tiles_y;
+    }
     // Chosen by the tiles of one frame, so that a video has the same bits in chunks and as a whole.
-    args.n_splits =
-        rocq__conv_splits(rocq__chip_of(job->ctx), tiles, (int64_t)args.kt * args.slices);
+    const double at_once = (lds < 0 ? 2.0 : 1.0) * chip->n_units; // blocks
+    args.n_splits = rocq__conv_splits(at_once, tiles, (int64_t)args.kt * args.slices);
     if (args.n_splits > 1) {
         const int64_t ne[4] = {s.m, args.n_splits, p->y->ne[1] * p->y->ne[2], frames};
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, s.m);
         args.work = (float *)rocq__device_data(&work);
     }
     job->cost = cost;
-    const int kernel = (tile_m == 128  ? ROCQ_K_conv_f32_128
-                        : tile_m == 64 ? ROCQ_K_conv_f32_64
-                                       : ROCQ_K_conv_f32_16) +
-                       (pass || p->x->format != ROCQ_F32);
-    rocq__job_launch(job, kernel, tiles * args.n_splits, frames, 128, &args);
+    const int any = (tile_m == 128  ? ROCQ_K_conv_f32_128
+                     : tile_m == 64 ? ROCQ_K_conv_f32_64
+                                    : ROCQ_K_conv_f32_16) +
+                    (pass || p->x->format != ROCQ_F32);
+    rocq__job_launch(job, lds < 0 ? any : lds, tiles * args.n_splits, frames, lds < 0 ? 128 : 256,
+                     &args);
     if (args.n_splits == 1) return;
     const double sums = (double)rocq_tensor_count(p->y) * args.n_splits;
     const rocq__cost merge = {4.0 * sums, sums, 0.0};

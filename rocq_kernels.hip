@@ -73,6 +73,7 @@
 //   block_sync_lds           barrier of the block that orders LDS only. Loads and stores of global
 //                            memory stay in flight across it, so global data that one wave stores
 //                            before it must not be read or written by another wave after it
+//   group_sync_lds(group)    the same among the four waves of a group, if not of more
 //   wave_sync                what lanes of the wave wrote to LDS before it is visible to the wave's
 //                            other lanes after it
 //   block_index, n_threads   blockIdx.x, blockDim.x
@@ -134,6 +135,9 @@ template <typename T> using as_given = typename as_given_type<T>::type;
 
 DEV void block_sync() { __syncthreads(); }
 DEV void block_sync_lds() { __syncthreads(); }
+DEV void group_sync_lds(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
 DEV uint32_t thread_index() { return threadIdx.x; }
 DEV uint32_t n_threads() { return blockDim.x; }
 DEV uint32_t block_index() { return blockIdx.x; }
@@ -437,7 +441,7 @@ DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
 template <int = 0> DEV void wmma_lds_wait() {}
-DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
+template <int N> DEV void wmma_lds(frag_c (&)[N], const f16 *, int, const f16 *, int, int) {}
 template <bool, bool, int N> DEV void wmma_tile(frag_c (&)[N], const f16 *, const f16 *, int) {}
 #endif
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
@@ -705,10 +709,11 @@ DEV void wmma(frag_c &c, const frag &a, const frag &b) { // c += a b
 }
 enum { WMMA_LDS = 0, WMMA_TILES = 0 }; // operands are registers
 DEV void lds_written() {}
+DEV void group_sync_lds(int) {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
 template <int = 0> DEV void wmma_lds_wait() {}
-DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
+template <int N> DEV void wmma_lds(frag_c (&)[N], const f16 *, int, const f16 *, int, int) {}
 template <bool, bool, int N> DEV void wmma_tile(frag_c (&)[N], const f16 *, const f16 *, int) {}
 DEV void wmma_i8(frag_ci &c, const frag_i8 &a, const frag_i8 &b) {
     frag_v8i v = __builtin_bit_cast(frag_v8i, c);
@@ -8288,6 +8293,361 @@ template <int BM, int F> DEV void conv_f16(const rocq_k_conv_args &a) {
     KERNEL(conv_f16_##bm, rocq_k_conv_args, 128) { conv_f16<bm, ROCQ_F16>(a); }
 ROCQ_K_CONV_TILES(ROCQ_X, )
 #undef ROCQ_X
+
+// -- conv_lds --
+// conv where the matrix unit reads both operands from LDS (WMMA_TILES): x is F16, of whole vectors
+// of 8 channels, without norm, activation and scale, and a patch has a halo. Elsewhere these
+// kernels are empty, and no launch has them. The order of the sums is that of conv. LDS, which a
+// launch asks for: ROCQ_K_CONV_LDS_BYTES of a kernel.
+//
+// Sums of a group of four waves, 64 channels by 64 positions at a time, lie in LDS by positions,
+// CONV_LDS_STRIDE floats apart. Four positions of eight channels are a thread's: own is its index
+// in the group, m its first channel, oy0 the row of the first of 8 by 8 positions.
+enum { CONV_LDS_STRIDE = 64 + 4 };
+DEV bool conv_lds_is_live(const rocq_k_conv_args &a, const conv_place &p, int32_t oy0, int at) {
+    return p.ox0 + at % 8 < a.y.ne[1] && oy0 + at / 8 < a.y.ne[2];
+}
+template <int TN> DEV void conv_lds_put(float *work, const frag_c *c) {
+#pragma unroll
+    for (int j = 0; j < TN; j++) {
+#pragma unroll
+        for (int v = 0; v < 8; v++) {
+            lput(work + (16 * j + frag_col(v)) * CONV_LDS_STRIDE + 16 * (matmul_wave() % 4) +
+                     frag_row(v), c[j].v[v]);
+        }
+    }
+}
+DEV void conv_lds_residual(const rocq_k_conv_args &a, const conv_place &p, int32_t m, int32_t oy0,
+                           int own, bool live, conv_raw (&to)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = own / 8 + 16 * i;
+        to[i].lo = to[i].hi = make4(0, 0, 0, 0);
+        if (!a.residual.data || !live || !conv_lds_is_live(a, p, oy0, at)) continue;
+        to[i] = conv_load(a.residual.format,
+                          row_of(a.residual, p.ox0 + at % 8, oy0 + at / 8, p.frame), m);
+    }
+}
+DEV void conv_lds_store(const rocq_k_conv_args &a, const conv_place &p, int32_t m, int32_t oy0,
+                        int own, bool live, const conv_raw (&residual)[4], const float (&bias)[8],
+                        const float *work) {
+    // The halves of a vector in an order by which eight threads meet all banks
+    const int vector = own % 8, high = vector / 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = own / 8 + 16 * i;
+        if (!live || !conv_lds_is_live(a, p, oy0, at)) continue;
+        const u32x4 *from = (const u32x4 *)(work + at * CONV_LDS_STRIDE + 8 * vector);
+        float v[8], r[8];
+        decode_vector<ROCQ_F32>(lget(from + high), 0, r);
+        decode_vector<ROCQ_F32>(lget(from + 1 - high), 0, r + 4);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = (high ? r[e ^ 4] : r[e]) * a.y_scale + bias[e];
+        if (a.residual.data) {
+            conv_floats(a.residual.format, residual[i], r);
+#pragma unroll
+            for (int e = 0; e < 8; e++) v[e] += r[e];
+        }
+        conv_activate<8>(a.activation, v);
+        conv_store(a.y.format, row_of(a.y, p.ox0 + at % 8, oy0 + at / 8, p.frame), m, v);
+    }
+}
+// The same for any alignment, number of channels and activation, and for the sums of a split. m0 is
+// the group's first channel.
+DEV void conv_lds_store_any(const rocq_k_conv_args &a, const conv_place &p, int32_t m0, int32_t oy0,
+                            int own, const float *work) {
+    const int n = a.m - m0 < 64 ? a.m - m0 : 64; // channels
+#pragma unroll 1
+    for (int i = own; i < 64 * n; i += 128) {
+        const int at = i / n, e = i - at * n;
+        const int32_t ox = p.ox0 + at % 8, oy = oy0 + at / 8;
+        if (!conv_lds_is_live(a, p, oy0, at)) continue;
+        const float v = lget(work + at * CONV_LDS_STRIDE + e);
+        if (a.n_splits == 1) conv_put_any(a, ox, oy, p.frame, m0 + e, v);
+        else gstore(conv_split_sums(a, ox, oy, p.frame) + p.split * a.m + m0 + e, v);
+    }
+}
+DEV void conv_lds_bias(const rocq_k_conv_args &a, int32_t m, bool live, float (&bias)[8]) {
+#pragma unroll
+    for (int e = 0; e < 8; e++) bias[e] = 0.0f;
+    if (a.bias && live) conv_floats(ROCQ_F32, conv_load(ROCQ_F32, (const char *)a.bias, m), bias);
+}
+
+// conv_lds_64: up to 64 channels to up to 64 (TAESD's layers), kt = 1, one split. All weights stay
+// in LDS: blocks are as many as compute units, and each takes one tile after another, so that
+// weights are copied once for a unit and not once for a tile, and no step of the sums waits for a
+// copy or a barrier.
+//
+// A block has ROCQ_K_CONV_LDS_GROUPS groups of four waves, which share the weights and nothing
+// else: a group has tiles and two patches of its own, so that one group finishes its tile while
+// another multiplies. A group copies the patch of its next tile while it computes one. Its sums go
+// through the patch that was multiplied, half of the tile at a time. All groups of a block go
+// through as many rounds, the last of which may be empty.
+//
+// Geometry: blockIdx.x counts n_blocks blocks; tiles are those of conv, counted by columns, rows
+// and frames.
+DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
+    enum {
+        W_CHUNK = 8 * (64 + 1), W_ALL = ROCQ_K_CONV_LDS_TAPS * 8 * W_CHUNK,
+        PATCH = CONV_BK / 8 * CONV_CHUNK
+    };
+    static_assert(2 * (W_ALL + 2 * ROCQ_K_CONV_LDS_GROUPS * PATCH) == ROCQ_K_CONV_LDS_64_BYTES,
+                  "LDS");
+    static_assert(4 * CONV_LDS_STRIDE * 64 <= 2 * PATCH, "sums of half a tile");
+    LDS_GRANTED(u32x4, tile, ROCQ_K_CONV_LDS_64_BYTES / 16);
+    if (a.tiles_m == 0) return;
+    // The group is read from a lane: it must not seem to differ within a wave, or else the compiler
+    // has each product wait for the one before.
+    const int t = (int)thread_index(), group = wave_read(t, 0) / 128, own = t % 128;
+    const int vector = own % 8;
+    f16 *const w = (f16 *)tile, *const patches = w + W_ALL + group * 2 * PATCH;
+    const int c16 = (a.c + 15) / 16, n_taps = a.kw * a.kh; // the last 16 channels: zeros past C
+    const bool there = 8 * vector < 16 * c16, live = 8 * vector < a.c;
+
+    // Weights: columns of 64 rows, for each tap 2 c16 columns of 8 channels
+    const uint32_t k = (uint32_t)n_taps * (uint32_t)a.c;
+#pragma unroll 2
+    for (int i = t / 8; there && i < 64 * n_taps; i += 16 * ROCQ_K_CONV_LDS_GROUPS) {
+        const int row = i % 64, tap = i / 64;
+        const bool inside = live && row < a.m;
+        const uint32_t from = (uint32_t)row * k + (uint32_t)(tap * a.c + 8 * vector);
+        copy_async((u32x4 *)(w + (2 * c16 * tap + vector) * W_CHUNK) + row,
+                   (const u32x4 *)((const uint16_t *)a.w + (inside ? from : 0)), inside);
+    }
+    const int32_t frame_tiles = a.tiles_x * a.tiles_y;
+    const int32_t n_tiles = frame_tiles * a.y.ne[3], step = a.n_blocks * ROCQ_K_CONV_LDS_GROUPS;
+    const auto place_of_tile = [&](int32_t number) {
+        conv_place p;
+        p.frame = number / frame_tiles;
+        const int32_t at = number - p.frame * frame_tiles, row = at / a.tiles_x;
+        p.m0 = p.split = 0;
+        p.ox0 = (at - row * a.tiles_x) * ROCQ_K_CONV_W;
+        p.oy0 = row * ROCQ_K_CONV_H;
+        return p;
+    };
+    const auto load = [&](int32_t number, f16 *patch) {
+        if (number < n_tiles && there) {
+            const conv_patch from = conv_patch_of(a, place_of_tile(number), conv_step_of(a, 0));
+#pragma unroll 4
+            for (int q = own / 8; q < a.patch_n; q += 16) {
+                const conv_position at = conv_position_of(a, from, q);
+                const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
+                copy_async((u32x4 *)(patch + vector * CONV_CHUNK + 8 * q),
+                           (const u32x4 *)row + (live ? vector : 0), at.inside && live);
+            }
+        }
+        copies_close();
+    };
+    const int32_t first = (int32_t)(a.common.block0 + block_index());
+    const int32_t rounds = (n_tiles - first + step - 1) / step; // of group 0, which has most
+    int32_t number = first + group * a.n_blocks;
+    load(number, patches);
+    const bool wide = a.y_wide && conv_is_common(a.activation), has_m = 8 * vector < a.m;
+    float bias[8];
+    conv_lds_bias(a, 8 * vector, wide && has_m, bias);
+    copies_wait<0>();
+    lds_written();
+    block_sync_lds();
+#pragma unroll 1
+    for (int32_t round = 0; round < rounds; round++, number += step) {
+        f16 *const patch = patches + (round & 1) * PATCH;
+        load(number + step, patches + (~round & 1) * PATCH);
+        const bool has_tile = number < n_tiles, stores = wide && has_m && has_tile;
+        frag_c c[1][8];
+        matmul_clear(c);
+        wmma_lds_begin();
+        const f16 *w_tap = w;
+#pragma unroll 1
+        for (int j = 0; has_tile && j < a.kh; j++) {
+#pragma unroll 1
+            for (int i = 0; i < a.kw; i++) {
+                const f16 *const z = patch + 8 * (j * a.patch_w + i);
+#pragma unroll 1
+                for (int s = 0; s < c16; s++, w_tap += 2 * W_CHUNK) {
+                    wmma_lds(c[0], w_tap, W_CHUNK / 8, z + s * 2 * CONV_CHUNK, CONV_CHUNK / 8,
+                             a.patch_w);
+                }
+            }
+        }
+        wmma_lds_end();
+        const conv_place p = place_of_tile(has_tile ? number : 0);
+        conv_raw residual[2][4];
+        conv_lds_residual(a, p, 8 * vector, p.oy0, own, stores, residual[0]);
+        wmma_lds_wait();
+        float *const work = (float *)patch;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int32_t oy0 = p.oy0 + 8 * half;
+            group_sync_lds(group);
+            conv_lds_put<4>(work, c[0] + 4 * half);
+            if (half == 0) {
+                conv_lds_residual(a, p, 8 * vector, oy0 + 8, own, stores, residual[1]);
+            }
+            group_sync_lds(group);
+            if (wide) {
+                conv_lds_store(a, p, 8 * vector, oy0, own, stores, residual[half], bias, work);
+            } else if (has_tile) {
+                conv_lds_store_any(a, p, 0, oy0, own, work);
+            }
+        }
+        copies_wait<0>();
+        lds_written();
+        group_sync_lds(group);
+    }
+}
+KERNEL_WAVES(conv_lds_64, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS, ROCQ_K_CONV_LDS_GROUPS) {
+    if constexpr (WMMA_TILES) conv_lds_64_run(a);
+}
+
+// conv_lds_128: tiles of 128 channels, 64 for each of two groups of four waves, by 8 columns and
+// ROCQ_K_CONV_LDS_H rows; four taps at least, 3 by 3 at most. A step is a tap and 64 channels. Its
+// products are begun before those of the step before are waited for, so that the block, which is
+// alone on its compute unit, always has work for the matrix unit. Both groups read the same
+// positions: 100 bytes of LDS are moved in a clock of the matrix unit, of 128 that can be, where
+// 128 by 128 move 133. LDS has a ring of STAGES steps of w, copied AHEAD steps ahead, and two
+// patches: while one is multiplied, the next is copied, a few of its positions with each step from
+// the second to the last but two. The first of these is behind a barrier that follows the products
+// with the patch before, the last is not among the copies that the next patch's first step leaves
+// under way.
+//
+// Geometry: 256 threads; blockIdx.x counts tiles_m fastest, then tiles_x, tiles_y and n_splits;
+// blockIdx.z frames.
+DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
+    enum {
+        W_CHUNK = 8 * (128 + 1), W_TILE = 8 * W_CHUNK, STAGES = ROCQ_K_CONV_LDS_STAGES,
+        AHEAD = STAGES - 2, CHUNK = 8 * (ROCQ_K_CONV_LDS_PATCH + 1), PATCH = 8 * CHUNK,
+        PIECES = (ROCQ_K_CONV_LDS_PATCH + 31) / 32, N = 8 * ROCQ_K_CONV_LDS_H
+    };
+    static_assert(2 * (STAGES * W_TILE + 2 * PATCH) == ROCQ_K_CONV_LDS_128_BYTES, "LDS");
+    static_assert(2 * 4 * CONV_LDS_STRIDE * N <= ROCQ_K_CONV_LDS_128_BYTES, "sums of the tile");
+    LDS_GRANTED(u32x4, tile, ROCQ_K_CONV_LDS_128_BYTES / 16);
+    if (a.tiles_m == 0) return;
+    const int t = (int)thread_index(), group = t / 128, vector = t % 8;
+    f16 *const wt = (f16 *)tile, *const patches = wt + STAGES * W_TILE;
+    conv_place p = conv_place_of(a, 128);
+    p.oy0 *= ROCQ_K_CONV_LDS_H / ROCQ_K_CONV_H;
+    const int n_taps = a.kw * a.kh;
+
+    // Frames before x's first are zeros, so their patches are skipped
+    const int32_t all = a.kt * a.slices, missing = (a.kt - 1 - a.past - p.frame) * a.slices;
+    const int32_t from = all * p.split / a.n_splits, end = all * (p.split + 1) / a.n_splits;
+    const int32_t first = from < missing ? missing : from;
+
+    const uint32_t k = (uint32_t)(a.kt * n_taps * a.c);
+    const uint32_t w_last = (uint32_t)(a.m - p.m0 < 128 ? a.m - p.m0 : 128) - 1;
+    const char *const w = (const char *)a.w + (int64_t)p.m0 * k * 2;
+    uint32_t rows[4]; // bytes
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t r = (uint32_t)(t / 8 + 32 * i);
+        rows[i] = 2 * (r < w_last ? r : w_last) * k;
+    }
+    struct { int32_t patch, tap; int stage; } ahead = {first, 0, 0};
+    const auto load_w = [&]() {
+        if (ahead.patch < end) {
+            const int32_t s = ahead.patch / a.slices, slice = ahead.patch - s * a.slices;
+            const int32_t c = 64 * slice + 8 * vector;
+            const bool live = c < a.c;
+            const char *const at = w + (live ? 2 * ((s * n_taps + ahead.tap) * a.c + c) : 0);
+            u32x4 *const to = (u32x4 *)(wt + ahead.stage * W_TILE + vector * W_CHUNK) + t / 8;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                copy_async(to + 32 * i, (const u32x4 *)(at + rows[i]), live);
+            }
+        }
+        ahead.stage = ahead.stage + 1 == STAGES ? 0 : ahead.stage + 1;
+        if (++ahead.tap == n_taps) ahead.tap = 0, ahead.patch++;
+    };
+    conv_step next = conv_step_of(a, first); // of whose patch pieces are copied
+    conv_patch source = conv_patch_of(a, p, next);
+    const auto load_pieces = [&](int begin, int n) {
+        const int32_t c = 64 * next.slice + 8 * vector;
+        const bool live = c < a.c;
+        f16 *const to = patches + ((next.patch - first) & 1) * PATCH + vector * CHUNK;
+        for (int i = begin; i < begin + n && i < PIECES; i++) {
+            const int q = t / 8 + 32 * i;
+            if (q >= a.patch_n) break;
+            const conv_position at = conv_position_of(a, source, q);
+            const char *row = source.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
+            copy_async((u32x4 *)(to + 8 * q), (const u32x4 *)row + (live ? c / 8 : 0),
+                       at.inside && live);
+        }
+    };
+    const int per_step = (PIECES + n_taps - 4) / (n_taps - 3);
+    if (first < end) load_pieces(0, PIECES);
+    for (int i = 0; i < AHEAD; i++) {
+        load_w();
+        copies_close();
+    }
+    frag_c c[1][N / 16];
+    matmul_clear(c);
+    int stage = 0;
+#pragma unroll 1
+    for (int32_t patch = first; patch < end; patch++) {
+        const f16 *z = patches + ((patch - first) & 1) * PATCH;
+        const int32_t left = (a.c - patch % a.slices * 64 + 15) / 16;
+        next = conv_step_of(a, patch + 1);
+        source = conv_patch_of(a, p, next);
+        int column = 0;
+#pragma unroll 1
+        for (int tap = 0; tap < n_taps; tap++) {
+            copies_wait<AHEAD - 1>();
+            lds_written();
+            block_sync_lds();
+            const f16 *const own_w = wt + stage * W_TILE + 64 * 8 * group;
+            wmma_lds_begin();
+            if (left >= 4) {
+#pragma unroll
+                for (int s = 0; s < 4; s++) {
+                    wmma_lds(c[0], own_w + 2 * s * W_CHUNK, W_CHUNK / 8, z + 2 * s * CHUNK,
+                             CHUNK / 8, a.patch_w);
+                }
+            } else {
+#pragma unroll 1
+                for (int s = 0; s < left; s++) {
+                    wmma_lds(c[0], own_w + 2 * s * W_CHUNK, W_CHUNK / 8, z + 2 * s * CHUNK,
+                             CHUNK / 8, a.patch_w);
+                }
+            }
+            wmma_lds_end();
+            wmma_lds_wait<1>();
+            load_w();
+            if (tap > 0 && patch + 1 < end) load_pieces((tap - 1) * per_step, per_step);
+            copies_close();
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            z += 8;
+            if (++column == a.kw) column = 0, z += 8 * (a.patch_w - a.kw);
+        }
+    }
+    wmma_lds_wait();
+    copies_wait<0>();
+    block_sync_lds();
+
+    const int own = t % 128;
+    const int32_t m0 = p.m0 + 64 * group, m = m0 + 8 * vector;
+    const bool wide = a.n_splits == 1 && a.y_wide && conv_is_common(a.activation);
+    const bool stores = wide && m < a.m;
+    float *const work = (float *)tile + group * N * CONV_LDS_STRIDE;
+    float bias[8];
+    conv_lds_bias(a, m, stores, bias);
+    conv_lds_put<N / 16>(work, c[0]);
+    group_sync_lds(group);
+#pragma unroll 1
+    for (int i = 0; i < N / 64; i++) {
+        const int32_t oy0 = p.oy0 + 8 * i;
+        const float *const sums = work + 64 * i * CONV_LDS_STRIDE;
+        if (!wide) {
+            conv_lds_store_any(a, p, m0, oy0, own, sums);
+            continue;
+        }
+        conv_raw residual[4];
+        conv_lds_residual(a, p, m, oy0, own, stores, residual);
+        conv_lds_store(a, p, m, oy0, own, stores, residual, bias, sums);
+    }
+}
+KERNEL_WAVES(conv_lds_128, rocq_k_conv_args, 256, 2) {
+    if constexpr (WMMA_TILES) conv_lds_128_run(a);
+}
 
 // conv_input: y = x after norm and activation, times x_scale, in F16: the work of conv_stage once,
 // where many blocks would repeat it. A thread takes eight channels of four positions of a frame, of

@@ -28,6 +28,7 @@ typedef struct picture_case {
     int32_t size, frames, n, batch; // pixels; batch: pictures of one call
     bool half, budget;
     const char *activations;        // vae_options
+    int32_t most;                   // memory budget in MB; 0 = none
 } picture_case;
 
 typedef struct decoding {
@@ -114,6 +115,7 @@ static rocq_result open_decoding(decoding *d, const bench *b, const char *weight
     safetensors_close(&file);
     if (result == ROCQ_OK) result = vae_plan_decode(&d->m, &d->job, &plan);
     if (result == ROCQ_OK && c->budget) d->job.memory_budget = plan.peak_bytes / 4 * 3;
+    if (c->most) d->job.memory_budget = (int64_t)c->most * 1000000;
     if (result != ROCQ_OK) return result;
     const int64_t frames = c->frames > 0 ? c->frames : 1;
     d->n_latents = (int64_t)d->job.width * d->job.height * frames * d->m.z;
@@ -172,7 +174,7 @@ static void measure_picture(bench *b, torch_peer *peer, const picture_case *c) {
     }
     if (open_decoding(&d, b, weights) == ROCQ_OK) {
         make_latents(&d);
-        const bool beside = !c->half && !c->budget && torch_ns(&d, 0) >= 0;
+        const bool beside = !c->half && !c->budget && !c->most && torch_ns(&d, 0) >= 0;
         vae_plan plan;
         vae_plan_decode(&d.m, &d.job, &plan);
         bench_case cases[3] = {{.name = name, .run = decode, .user = &d, .single = true,
@@ -322,26 +324,28 @@ static void measure_conv(bench *b, torch_peer *peer, conv_case s) {
 
 int main(int argc, char **argv) {
     static const picture_case gpu[] = {
-        {"sdxl", "256", 256, 0, 1, 1, false, false, NULL},
-        {"sdxl", "512", 512, 0, 1, 1, false, false, NULL},
-        {"sdxl", "1024", 1024, 0, 1, 1, false, false, NULL},
-        {"sdxl", "256x4", 256, 0, 4, 4, false, false, NULL},
-        {"sdxl", "512/f16", 512, 0, 1, 1, true, false, "f16"},
-        {"sdxl", "1024/budget", 1024, 0, 1, 1, false, true, NULL},
-        {"sdxl", "512x8", 512, 0, 8, 4, false, false, NULL},
-        {"wan", "256/video", 256, 5, 1, 1, false, false, NULL},
-        {"taesd", "512", 512, 0, 1, 1, false, false, NULL},
-        {"taesd", "1024", 1024, 0, 1, 1, false, false, NULL}};
+        {"sdxl", "256", 256, 0, 1, 1, false, false, NULL, 0},
+        {"sdxl", "512", 512, 0, 1, 1, false, false, NULL, 0},
+        {"sdxl", "1024", 1024, 0, 1, 1, false, false, NULL, 0},
+        {"sdxl", "256x4", 256, 0, 4, 4, false, false, NULL, 0},
+        {"sdxl", "512/f16", 512, 0, 1, 1, true, false, "f16", 0},
+        {"sdxl", "1024/budget", 1024, 0, 1, 1, false, true, NULL, 0},
+        {"sdxl", "512/219MB", 512, 0, 1, 1, false, false, NULL, 219},
+        {"sdxl", "1024/857MB", 1024, 0, 1, 1, false, false, NULL, 857},
+        {"sdxl", "512x8", 512, 0, 8, 4, false, false, NULL, 0},
+        {"wan", "256/video", 256, 5, 1, 1, false, false, NULL, 0},
+        {"taesd", "512", 512, 0, 1, 1, false, false, NULL, 0},
+        {"taesd", "1024", 1024, 0, 1, 1, false, false, NULL, 0}};
     static const picture_case cpu[] = {
-        {"taesd", "256", 256, 0, 1, 1, false, false, NULL},
-        {"taesd", "512", 512, 0, 1, 1, false, false, NULL},
-        {"taesd", "1024", 1024, 0, 1, 1, false, false, NULL},
-        {"taesd", "256x4", 256, 0, 4, 4, false, false, NULL},
-        {"taesd", "512/f16", 512, 0, 1, 1, true, false, "f16"},
-        {"taesd", "1024/budget", 1024, 0, 1, 1, false, true, NULL},
-        {"taesd", "512x8", 512, 0, 8, 4, false, false, NULL},
-        {"sdxl", "256", 256, 0, 1, 1, false, false, NULL},
-        {"wan", "64/video", 64, 5, 1, 1, false, false, NULL}};
+        {"taesd", "256", 256, 0, 1, 1, false, false, NULL, 0},
+        {"taesd", "512", 512, 0, 1, 1, false, false, NULL, 0},
+        {"taesd", "1024", 1024, 0, 1, 1, false, false, NULL, 0},
+        {"taesd", "256x4", 256, 0, 4, 4, false, false, NULL, 0},
+        {"taesd", "512/f16", 512, 0, 1, 1, true, false, "f16", 0},
+        {"taesd", "1024/budget", 1024, 0, 1, 1, false, true, NULL, 0},
+        {"taesd", "512x8", 512, 0, 8, 4, false, false, NULL, 0},
+        {"sdxl", "256", 256, 0, 1, 1, false, false, NULL, 0},
+        {"wan", "64/video", 64, 5, 1, 1, false, false, NULL, 0}};
     static const conv_case convs[] = {
         {4, 512, 3, 64, 1, false}, {512, 512, 3, 64, 1, true}, {512, 512, 1, 64, 1, true},
         {512, 512, 3, 128, 2, false}, {512, 512, 3, 128, 1, true}, {512, 512, 3, 256, 2, false},
@@ -349,8 +353,9 @@ int main(int argc, char **argv) {
         {256, 256, 3, 512, 2, false}, {256, 128, 3, 512, 1, true}, {256, 128, 1, 512, 1, false},
         {128, 128, 3, 512, 1, true}, {128, 3, 3, 512, 1, true}, {64, 64, 3, 128, 1, false},
         {64, 64, 3, 512, 1, false}, {64, 64, 3, 512, 2, false}, {64, 3, 3, 512, 1, false}};
-    static const picture_case tiny[] = {{"taesd", "64", 64, 0, 1, 1, false, false, NULL},
-                                        {"taesd", "64x2/budget", 64, 0, 2, 2, false, true, NULL}};
+    static const picture_case tiny[] = {
+        {"taesd", "64", 64, 0, 1, 1, false, false, NULL, 0},
+        {"taesd", "64x2/budget", 64, 0, 2, 2, false, true, NULL, 0}};
     bench b;
     torch_peer peer;
     if (!bench_open(&b, argc, argv, "vae")) return 1;

@@ -970,14 +970,20 @@ static rocq_result vae__deliver(vae_model *m, const rocq_tensor *t, const vae__s
 static rocq_result vae__emit(vae_model *m, vae__value *v, const vae__span *o) {
     const rocq_tensor t = vae__frames_of(v, o);
     const int64_t level = m->stack.level[0];
-    rocq_tensor stats;
+    rocq_tensor stats, flat = t;
     bool checked = m->stream != ROCQ_F16;
     for (int32_t i = 0; i < m->net->n_convs; i++) {
         checked |= m->net->convs[i].norm == VAE__GROUP_NORM;
     }
     if (checked) return vae__deliver(m, &t, o);
     VAE__TRY(vae__take(m, 0, ROCQ_F32, 2, 1, t.ne[3], 1, &stats));
-    const rocq_norm_stats_params norm = {.stats = &stats, .x = &t};
+    // Rows of 192 elements are read by vectors, those of 3 channels one by one.
+    const int64_t run = t.ne[0] * t.ne[1] * t.ne[2];
+    if (rocq_tensor_contiguous(&t) && run % 192 == 0) {
+        const int64_t ne[4] = {192, run / 192, 1, t.ne[3]};
+        VAE__TRY(rocq_tensor_reshape(&flat, &t, 4, ne));
+    }
+    const rocq_norm_stats_params norm = {.stats = &stats, .x = &flat};
     VAE__RUN(m, norm_stats, &norm);
     VAE__TRY(vae__deliver(m, &t, o));
     m->stack.level[0] = level;

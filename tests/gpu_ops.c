@@ -1678,6 +1678,63 @@ static void test_conv_options(void **state) {
     }
 }
 
+// The kernels named conv_lds: whole and ragged tiles, several a block, frames, splits, channels by
+// eight and one by one, and shapes that they leave to the others. The stand-in has them, although
+// its chip does not take them.
+static void test_conv_lds(void **state) {
+    static const picture cases[] = {
+        {.c = 64, .m = 64, .w_x = 40, .h_x = 33, .kw = 3, .kh = 3, .bias = true,
+         .has_residual = true, .activation = ROCQ_ACT_RELU},
+        {.c = 24, .m = 3, .w_x = 17, .h_x = 19, .kw = 3, .kh = 3, .bias = true},
+        {.c = 8, .m = 40, .w_x = 9, .h_x = 7, .kw = 3, .kh = 3, .upsample = 2, .t_x = 2, .t_y = 2},
+        {.c = 56, .m = 64, .w_x = 16, .h_x = 16, .activation = ROCQ_ACT_GELU},
+        {.c = 48, .m = 16, .w_x = 11, .h_x = 35, .kw = 1, .kh = 3, .in_place = true},
+        {.c = 64, .m = 128, .w_x = 9, .h_x = 33, .kw = 3, .kh = 3, .bias = true,
+         .has_residual = true, .activation = ROCQ_ACT_SILU},
+        {.c = 136, .m = 72, .w_x = 8, .h_x = 31, .kw = 3, .kh = 3, .has_residual = true},
+        {.c = 200, .m = 200, .w_x = 5, .h_x = 16, .kw = 3, .kh = 3, .upsample = 2, .bias = true},
+        {.c = 72, .m = 130, .w_x = 7, .h_x = 27, .kw = 3, .kh = 3, .pad_x = 2,
+         .activation = ROCQ_ACT_SIGMOID},
+        {.c = 88, .m = 80, .w_x = 6, .h_x = 30, .t_x = 3, .t_y = 3, .kw = 3, .kh = 3, .kt = 3},
+        {.c = 128, .m = 96, .w_x = 6, .h_x = 32, .t_x = 4, .t_y = 2, .kw = 3, .kh = 3, .kt = 3,
+         .has_residual = true},
+    };
+    static const rocq_format kinds[] = {ROCQ_F16, ROCQ_F32, ROCQ_BF16};
+    const uint64_t state_before = random_state; // for the tests behind this one
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    const bool first = gpu->gpu->chip.lds_tiles;
+    rocq_info info;
+    rocq_get_info(gpu, &info);
+    if (!first && !strstr(info.device, "simt")) return;
+    gpu->gpu->chip.lds_tiles = !first;
+    if (first) {
+        test_conv_shapes(state);
+        test_conv_options(state);
+    }
+    gpu->gpu->chip.lds_tiles = true;
+    const int64_t launches[2] = {gpu->gpu->launches[ROCQ_K_conv_lds_64],
+                                 gpu->gpu->launches[ROCQ_K_conv_lds_128]};
+    for (int round = 0; round < 3; round++) {
+        gpu->gpu->chip.n_units = round == 0 ? 1 : round == 1 ? 3 : 100;
+        for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+            picture s = cases[i];
+            s.x = s.w = ROCQ_F16;
+            s.y = kinds[round];
+            s.residual = kinds[(round + 1 + (int)i) % 3];
+            s.layout = (round + i) % 5 == 4 ? BOX_PERMUTED : BOX_PLAIN;
+            check_conv(&s);
+            s.norm = NORM_WEIGHTED; // of one group, by a pass
+            s.x_activation = ROCQ_ACT_SILU;
+            if (i % 2 == 0) check_conv(&s);
+        }
+    }
+    gpu->gpu->chip.lds_tiles = first;
+    gpu->gpu->chip.n_units = n_units;
+    random_state = state_before;
+    assert_true(gpu->gpu->launches[ROCQ_K_conv_lds_64] > launches[0]);
+    assert_true(gpu->gpu->launches[ROCQ_K_conv_lds_128] > launches[1]);
+}
+
 // x beyond F16's range, which x_scale brings back into it.
 static void test_conv_scale(void **state) {
     (void)state;
@@ -3255,6 +3312,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_gather),          cmocka_unit_test(test_argmax),
         cmocka_unit_test(test_sample),          cmocka_unit_test(test_bad_indices),
         cmocka_unit_test(test_conv_shapes),     cmocka_unit_test(test_conv_options),
+        cmocka_unit_test(test_conv_lds),
         cmocka_unit_test(test_conv_scale),      cmocka_unit_test(test_norm_stats),
         cmocka_unit_test(test_resize),          cmocka_unit_test(test_pixels),
         cmocka_unit_test(test_matmul_backward_formats),

@@ -879,6 +879,7 @@ DEV int target_id() { return 0; }
 
 DEV void block_sync(SIMT_LINE) { simt_stop(simt_op(SIMT_AT_BARRIER, line), nullptr); }
 DEV void block_sync_lds(SIMT_LINE) { simt_stop(simt_op(SIMT_AT_BARRIER_LDS, line), nullptr); }
+DEV void group_sync_lds(int, SIMT_LINE) { block_sync_lds(line); } // of more waves than on a GPU
 DEV void wave_sync(SIMT_LINE) { simt_stop(simt_op(SIMT_AT_SYNC, line), nullptr); }
 DEV void fence_device() {}
 DEV uint32_t atomic_inc(uint32_t *p, SIMT_LINE) {
@@ -1086,8 +1087,35 @@ DEV void lds_written() {}
 DEV void wmma_lds_begin() {}
 DEV void wmma_lds_end() {}
 template <int = 0> DEV void wmma_lds_wait() {}
-DEV void wmma_lds(frag_c (&)[8], const f16 *, int, const f16 *, int, int) {}
 // The lanes of a wave share the checks of what it reads; then each computes without them.
+template <int N>
+SIMT_UNCHECKED inline void simt_chunks(frag_c (&c)[N], const f16 *a, int a_chunk, const f16 *b,
+                                       int b_chunk, int b_eight) {
+    const int first = (int)(thread_index() / 32 % 4) * 16;
+    for (int r = 0; r < 16; r++) {
+        float x[8];
+        for (int v = 0; v < 8; v++) {
+            x[v] = (float)a[8 * (r / 8 * a_chunk + first + frag_row(v)) + r % 8];
+        }
+        for (int j = 0; j < N; j++) {
+            const int col = 16 * j + frag_col(0);
+            const float y = (float)b[8 * (r / 8 * b_chunk + col / 8 * b_eight + col % 8) + r % 8];
+            for (int v = 0; v < 8; v++) c[j].v[v] += x[v] * y;
+        }
+    }
+}
+template <int N>
+DEV void wmma_lds(frag_c (&c)[N], const f16 *a, int a_chunk, const f16 *b, int b_chunk,
+                  int b_eight, SIMT_LINE) {
+    for (int i = (int)(thread_index() & 31); i < 128; i += 32) { // vectors of a
+        lget((const u32x4 *)a + i / 64 * a_chunk + i % 64, line);
+    }
+    for (int i = (int)(thread_index() & 31); i < 32 * N; i += 32) { // and of b
+        const int col = i % (16 * N);
+        lget((const u32x4 *)b + i / (16 * N) * b_chunk + col / 8 * b_eight + col % 8, line);
+    }
+    simt_chunks(c, a, a_chunk, b, b_chunk, b_eight);
+}
 DEV int simt_tile_at(bool turned, int row, int r) {
     const int own = turned ? row / 64 * 64 + r : row, at = turned ? row % 64 : r;
     return own * 64 + (at / 8 ^ (own & 7)) * 8 + at % 8;
