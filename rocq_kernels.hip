@@ -8396,10 +8396,7 @@ DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
     static_assert(4 * CONV_LDS_STRIDE * 64 <= 2 * PATCH, "sums of half a tile");
     LDS_GRANTED(u32x4, tile, ROCQ_K_CONV_LDS_64_BYTES / 16);
     if (a.tiles_m == 0) return;
-    // The group is read from a lane: it must not seem to differ within a wave, or else the compiler
-    // has each product wait for the one before.
-    const int t = (int)thread_index(), group = wave_read(t, 0) / 128, own = t % 128;
-    const int vector = own % 8;
+    const int t = (int)thread_index(), group = t / 128, own = t % 128, vector = own % 8;
     f16 *const w = (f16 *)tile, *const patches = w + W_ALL + group * 2 * PATCH;
     const int c16 = (a.c + 15) / 16, n_taps = a.kw * a.kh; // the last 16 channels: zeros past C
     const bool there = 8 * vector < 16 * c16, live = 8 * vector < a.c;
