@@ -3421,7 +3421,7 @@ enum {
     X(matvec_int8_read_n8, rocq_k_matvec_args, 256)          \
     X(matvec_int8_mixed_n1, rocq_k_matvec_args, 256)         \
     X(matvec_int8_low_n1, rocq_k_matvec_args, 256)           \
-    ROCQ_K_CODED_FORMATS(ROCQ_K_MATVEC_ROW, X)               \
+    ROCQ_K_INT8_FORMATS(ROCQ_K_MATVEC_ROW, X)                \
     X(matvec_row_mixed, rocq_k_matvec_args, 256)             \
     X(matvec_row_low, rocq_k_matvec_args, 256)               \
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATVEC_F32, X)                 \

@@ -85,6 +85,7 @@
 //   fma2(a, b, c)            on f16x2
 //   byte_perm(hi, lo, sel)   byte i of the result is byte (sel >> 8 i) & 7 of lo (0-3) and hi
 //                            (4-7); the other bits of sel have to be 0
+//   halves_times(x, n)       each 16-bit half of x times n; the products have to fit their halves
 //   byte_levels(table, n)    looks bytes up in a table of 16: byte i of x is byte (n >> 8 i) & 15
 //                            of the table, byte i of y likewise for n >> 4
 //   exp2_fast log2_fast rcp_fast     to about 1 ulp, denormals may be 0
@@ -199,6 +200,7 @@ template <typename T> DEV T wave_read(T x, int lane) { return __shfl_sync(0xffff
 DEV uint32_t wave_ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
 DEV int dot4(int a, int b, int c) { return __dp4a(a, b, c); }
 DEV f16x2 fma2(f16x2 a, f16x2 b, f16x2 c) { return __hfma2(a, b, c); }
+DEV uint32_t halves_times(uint32_t x, uint32_t n) { return x * n; }
 DEV float dot2(f16x2 a, f16x2 b, float c) {
     const float2 x = __half22float2(a), y = __half22float2(b);
     return fmaf(x.x, y.x, fmaf(x.y, y.y, c));
@@ -591,6 +593,11 @@ DEV uint32_t wave_ballot(bool x) { return __builtin_amdgcn_ballot_w32(x); }
 DEV int dot4(int a, int b, int c) { return __builtin_amdgcn_sudot4(true, a, true, b, c, false); }
 DEV f16x2 fma2(f16x2 a, f16x2 b, f16x2 c) { return a * b + c; } // contracted to v_pk_fma_f16
 DEV float dot2(f16x2 a, f16x2 b, float c) { return __builtin_amdgcn_fdot2(a, b, c, false); }
+// One instruction; of a 32-bit product the compiler makes v_mul_lo_u32, at a quarter of the rate.
+DEV uint32_t halves_times(uint32_t x, uint32_t n) {
+    typedef uint16_t u16x2 __attribute__((ext_vector_type(2)));
+    return __builtin_bit_cast(uint32_t, __builtin_bit_cast(u16x2, x) * (uint16_t)n);
+}
 DEV uint32_t byte_perm(uint32_t hi, uint32_t lo, uint32_t sel) {
     return __builtin_amdgcn_perm(hi, lo, sel);
 }
@@ -1081,6 +1088,9 @@ ROCQ_X(ROCQ_IQ4_XS,      0,    1,     0,   0)
 ROCQ_X(ROCQ_MXFP4,       0,    1,     0,   0)
 ROCQ_X(ROCQ_MXFP6_E2M3,  0,    0,     0,   0)
 ROCQ_X(ROCQ_MXFP6_E3M2,  0,    0,     0,   0)
+#define ROCQ_X_READ(X, f) X(ROCQ_K_ID_##f, 0, 1, 1, 0)
+ROCQ_K_READ_FORMATS(ROCQ_X_READ, ROCQ_X)
+#undef ROCQ_X_READ
 ROCQ_X(ROCQ_K_ID_read,   0,    1,     1,   0)
 #undef ROCQ_X
 
@@ -1092,8 +1102,14 @@ template <int F> DEV constexpr bool is_plain() {
 }
 
 // The formats that are only read (ROCQ_K_READ_FORMATS) are one F here, READ: their kernels are told
-// which it is by an argument, the same for all lanes.
+// which it is by an argument, the same for all lanes. Where a format is known to the compiler, F is
+// that format itself (is_read); a matvec's kernel with F = READ branches to these (matvec_block).
 enum { READ = ROCQ_K_ID_read };
+template <int F> DEV constexpr bool is_read() {
+#define ROCQ_X(X, f) F == ROCQ_K_ID_##f ||
+    return ROCQ_K_READ_FORMATS(ROCQ_X, ) F == READ;
+#undef ROCQ_X
+}
 DEV int32_t shared_format(int32_t format) {
     switch (format) {
 #define ROCQ_X(X, f) case ROCQ_K_ID_##f:
@@ -1119,16 +1135,24 @@ template <> struct planes<READ> {
     int32_t format;
     uint32_t bytes, shift; // of a block; of its 1 << shift units
 };
-DEV planes<READ> read_planes(const void *blocks, int32_t format) {
-    return {(const char *)blocks, format, read_bytes(format), format == ROCQ_NVFP4 ? 1u : 3u};
+#define ROCQ_X(X, f) template <> struct planes<ROCQ_K_ID_##f> : planes<READ> {};
+ROCQ_K_READ_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+template <int F = READ> DEV planes<F> read_planes(const void *blocks, int32_t format) {
+    planes<F> p;
+    p.blocks = (const char *)blocks;
+    p.format = F == READ ? format : F;
+    p.bytes = read_bytes(p.format);
+    p.shift = p.format == ROCQ_NVFP4 ? 1 : 3;
+    return p;
 }
 
 // The planes of a tensor at base that has n_units units in all, and if F is READ this format.
 template <int F> DEV planes<F> planes_of(const void *base, int64_t n_units, int32_t format = F) {
     typedef block_layout<F> l;
     planes<F> p;
-    if constexpr (F == READ) {
-        return read_planes(base, format);
+    if constexpr (is_read<F>()) {
+        return read_planes<F>(base, format);
     } else {
     (void)format;
     p.n = (const char *)base;
@@ -1145,8 +1169,10 @@ template <int F> DEV planes<F> planes_of(const void *base, int64_t n_units, int3
 template <int F> DEV planes<F> planes_at(const planes<F> &p, int64_t unit) {
     typedef block_layout<F> l;
     planes<F> q;
-    if constexpr (F == READ) {
-        return {p.blocks + (unit >> p.shift) * p.bytes, p.format, p.bytes, p.shift};
+    if constexpr (is_read<F>()) {
+        q = p;
+        q.blocks += (unit >> p.shift) * p.bytes;
+        return q;
     } else {
     q.n = p.n + unit * l::n / 8;
     q.c = p.c + unit * l::c / 8;
@@ -1170,7 +1196,11 @@ template <> struct raw<READ> {
     int32_t format;
 };
 
-template <typename I> DEV raw<READ> load_read(const planes<READ> &p, I unit);
+#define ROCQ_X(X, f) template <> struct raw<ROCQ_K_ID_##f> : raw<READ> {};
+ROCQ_K_READ_FORMATS(ROCQ_X, )
+#undef ROCQ_X
+
+template <int F, typename I> DEV raw<F> load_read(const planes<F> &p, I unit);
 
 // In a format with superblocks (8 units) p has to begin with a whole one. I: int64_t or uint32_t.
 template <int F, typename I> DEV raw<F> load_planes(const planes<F> &p, I unit) {
@@ -1207,7 +1237,7 @@ template <int F, typename I> DEV raw<F> load_planes(const planes<F> &p, I unit) 
 }
 
 template <int F, typename I> DEV raw<F> load_raw(const planes<F> &p, I unit) {
-    if constexpr (F == READ) return load_read(p, unit);
+    if constexpr (is_read<F>()) return load_read<F>(p, unit);
     else return load_planes<F>(p, unit);
 }
 
@@ -1292,13 +1322,13 @@ struct block_factors {
 // 2^(e - 127) for e < 255.
 DEV float pow2_e8m0(uint32_t e) { return bits<float>(e == 0 ? 1u << 22 : e << 23); }
 
-DEV block_factors read_factors(const raw<READ> &r, uint32_t u);
-DEV void read_codes(const raw<READ> &r, uint32_t u, uint32_t q[8]);
+template <int F> DEV block_factors read_factors(const raw<F> &r, uint32_t u);
+template <int F> DEV void read_codes(const raw<F> &r, uint32_t u, uint32_t q[8]);
 
 template <int F, typename I> DEV block_factors decode_factors(const raw<F> &r, I unit) {
     const uint32_t u = (uint32_t)unit & 7u;
-    if constexpr (F == READ) {
-        return read_factors(r, u);
+    if constexpr (is_read<F>()) {
+        return read_factors<F>(r, u);
     } else {
     block_factors f = {0.0f, 0.0f, {1, 1}, {1, 1}};
     if constexpr (F == ROCQ_MXFP4) { // 2^(e - 128), a denormal for e < 2
@@ -1342,8 +1372,8 @@ template <int F, typename I> DEV block_factors decode_factors(const raw<F> &r, I
 
 // All 8 words of codes of a unit.
 template <int F, typename I> DEV void decode_codes(const raw<F> &r, I unit, uint32_t q[8]) {
-    if constexpr (F == READ) {
-        read_codes(r, (uint32_t)unit & 7u, q);
+    if constexpr (is_read<F>()) {
+        read_codes<F>(r, (uint32_t)unit & 7u, q);
     } else {
 #pragma unroll
         for (int i = 0; i < 8; i++) q[i] = decode_code<F>(r, i);
@@ -1492,54 +1522,70 @@ DEV uint32_t join_nibbles(uint32_t x) {
 }
 
 // -- the formats that are only read: IQ1 to IQ3, TQ and NVFP4, for which rocq has no encoder --
-// An entry of a codebook is eight digits of 2 bits (IQ2, IQ1) or four of 4 bits (IQ3), here in one
-// table, which the compiler makes of the strings in rocq.h.
+// The codebooks as the compiler makes them of the strings in rocq.h. An entry is eight levels of
+// IQ2, a byte each; eight digits of IQ1, those of elements 0-3 in the low nibbles of its bytes and
+// those of elements 4-7 in the high ones; or four levels of IQ3, a byte each.
 struct codebooks {
-    enum { IQ2_XXS = 0, IQ2_XS = 256, IQ2_S = 768, IQ1 = 1792, IQ3_XXS = 3840, IQ3_S = 4096 };
-    uint16_t entry[4608];
-    constexpr void put(int at, const char *text, int n, int base) {
-        for (int k = 0; k < 2 * n; k++) {
-            uint32_t bits = 0;
-            for (int c = text[k] - 35, i = 0; i < 8; c /= base, i += base == 3 ? 2 : 4) {
-                bits |= (uint32_t)(c % base) << i;
+    enum { XXS = 0, XS = 256, S = 768 }; // where those of IQ2 begin; IQ3 has XXS and 256
+    uint64_t iq2[1792];
+    uint32_t iq1[2048], iq3[768];
+    // Digit i of entry k of a string whose characters have four digits each, or two of base 8.
+    static constexpr uint32_t digit(const char *text, int k, int i, int base) {
+        const int per_char = base == 3 ? 4 : 2;
+        int c = text[2 * k + i / per_char] - 35;
+        for (int n = i % per_char; n > 0; n--) c /= base;
+        return (uint32_t)(c % base);
+    }
+    constexpr void put_iq2(int at, const char *text, int n) {
+        for (int k = 0; k < n; k++) {
+            for (int i = 0; i < 8; i++) {
+                const uint32_t t = digit(text, k, i, 3);
+                iq2[at + k] |= (uint64_t)(t == 0 ? 8 : t == 1 ? 25 : 43) << 8 * i;
             }
-            entry[at + k / 2] = (uint16_t)(entry[at + k / 2] | bits << 8 * (k % 2));
         }
     }
-    constexpr codebooks() : entry() {
-        put(IQ2_XXS, ROCQ_CODEBOOK_IQ2_XXS, 256, 3);
-        put(IQ2_XS, ROCQ_CODEBOOK_IQ2_XS, 512, 3);
-        put(IQ2_S, ROCQ_CODEBOOK_IQ2_S, 1024, 3);
-        put(IQ1, ROCQ_CODEBOOK_IQ1_LOW, 1024, 3);
-        put(IQ1 + 1024, ROCQ_CODEBOOK_IQ1_HIGH, 1024, 3);
-        put(IQ3_XXS, ROCQ_CODEBOOK_IQ3_XXS, 256, 8);
-        put(IQ3_S, ROCQ_CODEBOOK_IQ3_S, 512, 8);
+    constexpr void put_iq1(int at, const char *text) {
+        for (int k = 0; k < 1024; k++) {
+            for (int i = 0; i < 8; i++) {
+                iq1[at + k] |= digit(text, k, i, 3) << (8 * (i % 4) + 4 * (i / 4));
+            }
+        }
+    }
+    constexpr void put_iq3(int at, const char *text, int n, uint32_t per_digit, uint32_t first) {
+        for (int k = 0; k < n; k++) {
+            for (int i = 0; i < 4; i++) {
+                const uint32_t level = per_digit * digit(text, k, i, 8) + first;
+                iq3[at + k] |= (level == 60 ? 62 : level) << 8 * i;
+            }
+        }
+    }
+    constexpr codebooks() : iq2(), iq1(), iq3() {
+        put_iq2(XXS, ROCQ_CODEBOOK_IQ2_XXS, 256);
+        put_iq2(XS, ROCQ_CODEBOOK_IQ2_XS, 512);
+        put_iq2(S, ROCQ_CODEBOOK_IQ2_S, 1024);
+        put_iq1(0, ROCQ_CODEBOOK_IQ1_LOW);
+        put_iq1(1024, ROCQ_CODEBOOK_IQ1_HIGH);
+        put_iq3(XXS, ROCQ_CODEBOOK_IQ3_XXS, 256, 8, 4);
+        put_iq3(256, ROCQ_CODEBOOK_IQ3_S, 512, 2, 1);
     }
 };
 CONSTANT codebooks codebook_table = codebooks();
 
-DEV uint32_t codebook_entry(uint32_t k) { return codebook_table.entry[k]; }
-
-// Bits 2 i and 2 i + 1 (4 i to 4 i + 3) of x, moved to byte i.
-DEV uint32_t spread_2(uint32_t x) {
-    x = (x | x << 12) & 0x000f000fu;
-    return (x | x << 6) & 0x03030303u;
+// The levels, negative where the byte of negative is 1 and not 0. No level is 0, so no carry leaves
+// a byte.
+DEV uint32_t signed_levels(uint32_t levels, uint32_t negative) {
+    return (levels ^ halves_times(negative, 255)) + negative;
 }
-DEV uint32_t spread_4(uint32_t x) {
-    x = (x | x << 8) & 0x00ff00ffu;
-    return (x | x << 4) & 0x0f0f0f0fu;
+// Bits 0-7 of signs, each moved to bit 0 of one of eight bytes.
+DEV u32x2 spread_signs(uint32_t signs) {
+    return make2(spread_bits(signs), spread_bits(signs >> 4));
 }
-// The four levels, negative where the bit of signs is set. No level is 0, so no carry leaves a
-// byte.
-DEV uint32_t signed_levels(uint32_t levels, uint32_t signs) {
-    const uint32_t one = spread_bits(signs);
-    return (levels ^ one * 255u) + one;
-}
-// Eight signs from the seven bits that are stored: bit 7 becomes the parity of bits 0-6 (0x6996
-// holds the parities of four bits). Higher bits are ignored.
-DEV uint32_t even_signs(uint32_t bits) {
-    bits &= 127u;
-    return bits | (0x6996u >> ((bits ^ bits >> 4) & 15u) & 1u) << 7;
+// The same for signs of which only bits 0-6 are stored: bit 7 is their parity. Higher bits are
+// ignored. In `moved` bit i of the seven is at i + 7 j for every j < 4, which puts bits 0-3 to bits
+// 0, 8, 16 and 24, and bits 4-6 to bits 4, 12 and 20.
+DEV u32x2 spread_even_signs(uint32_t signs) {
+    const uint32_t seven = signs & 127u, moved = seven * 0x00204081u;
+    return make2(moved & 0x01010101u, (moved >> 4 | (uint32_t)__popc(seven) << 24) & 0x01010101u);
 }
 
 // Digit n of each of the bytes of b (see rocq_block_tq1_0).
@@ -1551,26 +1597,39 @@ DEV uint32_t digits_3(uint32_t b, uint32_t n) {
 }
 
 
-// Only loads: what was loaded is used after other loads have been issued.
-DEV raw<READ> load_read_unit(const char *block, uint32_t u, int32_t format) {
-    raw<READ> r = {};
+// Only loads: what was loaded is used after other loads have been issued. The unit is unit u of the
+// block at blocks + at. Of 32 bits, at and what depends on u are added first: then an address is a
+// scalar base, one 32-bit offset and a constant.
+template <int F, typename I>
+DEV raw<F> load_read_unit(const char *blocks, I at, uint32_t u, int32_t format) {
+    raw<F> r = {};
     r.format = format;
-    format = recomputed_scalar(format); // else a tile keeps ten comparisons throughout its loop
+    // Else a tile keeps ten comparisons throughout its loop.
+    if (F == READ) format = recomputed_scalar(format);
+    const char *const block = blocks + at, *const by1 = blocks + (at + (I)u),
+               *const by2 = blocks + (at + (I)(2 * u)), *const by4 = blocks + (at + (I)(4 * u)),
+               *const by8 = blocks + (at + (I)(8 * u));
     if (format == ROCQ_TQ1_0 || format == ROCQ_TQ2_0) {
-        const char *from = block + (format == ROCQ_TQ1_0 ? u < 5 ? 0 : 32 : u / 4 * 32);
+        const bool last = format == ROCQ_TQ1_0 && u >= 5; // these need qs[32] to qh[3]
+        const char *from =
+            blocks + (at + (I)(format == ROCQ_TQ1_0 ? last ? 32 : 0 : u / 4 * 32));
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            if (format == ROCQ_TQ1_0 && u >= 5 && i > 4) break; // qs[32] to qh[3]
-            r.w[i] = load_by2(from + 4 * i);
+            if (F == READ && last && i > 4) break; // a register less than without a branch
+            r.w[i] = load_by2(last && i > 4 ? from + 16 : from + 4 * i);
         }
         r.d = gload((const uint16_t *)(block + (format == ROCQ_TQ1_0 ? 52 : 64)));
         return r;
     }
     if (format == ROCQ_NVFP4) {
-        const rocq_block_nvfp4 *b = (const rocq_block_nvfp4 *)(const void *)block;
+        const char *const from = blocks + (at + (I)(16 * u)) + 4;
 #pragma unroll
-        for (int i = 0; i < 4; i++) r.w[i] = load_by1(b->qs + 16 * u + 4 * i);
-        r.s = gload(b->scales + 2 * u) | (uint32_t)gload(b->scales + 2 * u + 1) << 8;
+        for (int i = 0; i < 4; i++) {
+            // A format that the compiler knows is that of a planar tensor, whose words are aligned.
+            r.w[i] = F == READ ? load_by1(from + 4 * i) : gload((const uint32_t *)from + i);
+        }
+        if (F != READ) r.s = gload((const uint16_t *)by2);
+        else r.s = gload((const uint8_t *)by2) | (uint32_t)gload((const uint8_t *)by2 + 1) << 8;
         return r;
     }
     if (format != ROCQ_IQ1_M) r.d = gload((const uint16_t *)block);
@@ -1579,54 +1638,60 @@ DEV raw<READ> load_read_unit(const char *block, uint32_t u, int32_t format) {
     case ROCQ_IQ2_XS:
     case ROCQ_IQ3_XXS:
     case ROCQ_IQ3_S:
-        r.w[0] = load_by2(block + 2 + 8 * u);
-        r.w[1] = load_by2(block + 6 + 8 * u);
-        if (format == ROCQ_IQ2_XS) r.s = gload((const uint8_t *)block + 66 + u);
-        if (format == ROCQ_IQ3_XXS) r.w[2] = load_by2(block + 66 + 4 * u);
+        r.w[0] = load_by2(by8 + 2);
+        r.w[1] = load_by2(by8 + 6);
+        if (format == ROCQ_IQ2_XS) r.s = gload((const uint8_t *)by1 + 66);
+        if (format == ROCQ_IQ3_XXS) r.w[2] = load_by2(by4 + 66);
         if (format == ROCQ_IQ3_S) {
-            r.w[2] = load_by2(block + 74 + 4 * u);
-            r.w[3] = gload((const uint8_t *)block + 66 + u);
-            r.s = gload((const uint8_t *)block + 106 + u / 2);
+            r.w[2] = load_by2(by4 + 74);
+            r.w[3] = gload((const uint8_t *)by1 + 66);
+            r.s = gload((const uint8_t *)blocks + (at + (I)(u / 2)) + 106);
         }
         break;
     case ROCQ_IQ2_S:
-        r.w[0] = load_by2(block + 2 + 4 * u);
-        r.w[1] = load_by2(block + 34 + 4 * u);
-        r.w[2] = gload((const uint8_t *)block + 66 + u);
-        r.s = gload((const uint8_t *)block + 74 + u);
+        r.w[0] = load_by2(by4 + 2);
+        r.w[1] = load_by2(by4 + 34);
+        r.w[2] = gload((const uint8_t *)by1 + 66);
+        r.s = gload((const uint8_t *)by1 + 74);
         break;
     case ROCQ_IQ1_S:
-        r.w[0] = load_by2(block + 2 + 4 * u);
-        r.w[1] = gload((const uint16_t *)(block + 34) + u);
+        r.w[0] = load_by2(by4 + 2);
+        r.w[1] = gload((const uint16_t *)(by2 + 34));
         break;
     default: // IQ1_M
-        r.w[0] = load_by2(block + 4 * u);
-        r.w[1] = gload((const uint16_t *)(block + 32) + u);
+        r.w[0] = load_by2(by4);
+        r.w[1] = gload((const uint16_t *)(by2 + 32));
         r.w[2] = load_by2(block + 48);
         r.w[3] = load_by2(block + 52);
         break;
     }
     return r;
 }
-template <typename I> DEV raw<READ> load_read(const planes<READ> &p, I unit) {
+template <int F, typename I> DEV raw<F> load_read(const planes<F> &p, I unit) {
     const I block = unit >> p.shift;
     const uint32_t u = (uint32_t)(unit - (block << p.shift));
-    return load_read_unit(p.blocks + block * (I)p.bytes, u, p.format);
+    // Of 32 bits, units are those of four rows at most: 24 bits hold the block (ROCQ__MATMUL_K).
+    const I at = sizeof(I) == 4 ? (block & 0xffffff) * (p.bytes & 0xff) : block * (I)p.bytes;
+    return load_read_unit<F>(p.blocks, at, u, p.format);
 }
 
 // d is a half but in NVFP4, whose scales are multiples of 2^-10.
-DEV block_factors read_factors(const raw<READ> &r, uint32_t u) {
+template <int F> DEV block_factors read_factors(const raw<F> &r, uint32_t u) {
     block_factors f = {f16_f32((uint16_t)r.d), 0.0f, {1, 1}, {1, 1}};
     uint32_t s = r.s;
-    switch (r.format) {
+    const int32_t format = F == READ ? r.format : F;
+    switch (format) {
     case ROCQ_TQ1_0:
     case ROCQ_TQ2_0: return f;
     case ROCQ_NVFP4:
         f.d = 9.765625e-4f;
 #pragma unroll
         for (int g = 0; g < 2; g++) {
-            const uint32_t byte = r.s >> 8 * g & 255, p = byte >> 3 & 15, m = byte & 7;
-            f.sc[g] = byte == 127 ? 0 : p == 0 ? (int)m : (int)((8 + m) << (p - 1));
+            // Choices between plain numbers: of others clang 19 makes branches, which part the rows
+            // of a matvec, and their codes are then all decoded behind the last row's.
+            const uint32_t stored = r.s >> 8 * g & 255, byte = stored == 127 ? 0 : stored;
+            const uint32_t p = byte >> 3 & 15, m = byte & 7, normal = p != 0 ? 1 : 0;
+            f.sc[g] = (int)((m | normal << 3) << (p - normal));
         }
         return f;
     case ROCQ_IQ2_XXS: s = (r.w[1] >> 28) * 0x11u; break;
@@ -1644,12 +1709,12 @@ DEV block_factors read_factors(const raw<READ> &r, uint32_t u) {
     }
     f.sc[0] = (int)(2 * (s & 15) + 1);
     f.sc[1] = (int)(2 * (s >> 4 & 15) + 1);
-    f.d *= r.format == ROCQ_IQ3_S ? 1.0f : r.format == ROCQ_IQ3_XXS ? 0.25f : 0.125f;
+    f.d *= format == ROCQ_IQ3_S ? 1.0f : format == ROCQ_IQ3_XXS ? 0.25f : 0.125f;
     return f;
 }
 
-DEV void read_codes(const raw<READ> &r, uint32_t u, uint32_t q[8]) {
-    const int32_t format = recomputed_scalar(r.format);
+template <int F> DEV void read_codes(const raw<F> &r, uint32_t u, uint32_t q[8]) {
+    const int32_t format = F == READ ? recomputed_scalar(r.format) : F;
     if (format == ROCQ_TQ1_0 || format == ROCQ_TQ2_0) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -1673,62 +1738,59 @@ DEV void read_codes(const raw<READ> &r, uint32_t u, uint32_t q[8]) {
     } else if (format == ROCQ_IQ3_XXS || format == ROCQ_IQ3_S) {
         const bool xxs = format == ROCQ_IQ3_XXS;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            uint32_t k = r.w[i >> 2] >> 8 * (i & 3) & 255;
-            if (!xxs) k |= (r.w[3] >> i & 1) << 8;
-            const uint32_t signs =
-                xxs ? even_signs(r.w[2] >> 7 * (i >> 1)) : r.w[2] >> 8 * (i >> 1);
-            const uint32_t t =
-                spread_4(codebook_entry((xxs ? codebooks::IQ3_XXS : codebooks::IQ3_S) + k));
-            const uint32_t levels =
-                byte_perm(xxs ? 0x3e342c24u : 0x0f0d0b09u, xxs ? 0x1c140c04u : 0x07050301u, t);
-            q[i] = signed_levels(levels, signs >> 4 * (i & 1));
+        for (int l = 0; l < 4; l++) { // two words each
+            const u32x2 negative = xxs ? spread_even_signs(r.w[2] >> 7 * l)
+                                       : spread_signs(r.w[2] >> 8 * l);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int i = 2 * l + h;
+                uint32_t k = r.w[i >> 2] >> 8 * (i & 3) & 255;
+                k += xxs ? 0 : 256 + ((r.w[3] >> i & 1) << 8);
+                q[i] = signed_levels(codebook_table.iq3[k], h ? negative.y : negative.x);
+            }
+        }
+    } else if (format == ROCQ_IQ1_S || format == ROCQ_IQ1_M) { // 8 (t - 1 +- 1/8)
+#pragma unroll
+        for (int l = 0; l < 4; l++) {
+            const bool s = format == ROCQ_IQ1_S;
+            const uint32_t high = r.w[1] >> (s ? 3 : 4) * l;
+            const uint32_t least = (s ? r.w[1] >> 12 : high) & 8 ? 0x77777777u : 0x79797979u;
+            const uint32_t t = codebook_table.iq1[(r.w[0] >> 8 * l & 255) | (high & 7) << 8];
+            q[2 * l] = ((t << 3 & 0x18181818u) + least) ^ 0x80808080u;
+            q[2 * l + 1] = ((t >> 1 & 0x18181818u) + least) ^ 0x80808080u;
         }
     } else {
 #pragma unroll
-        for (int l = 0; l < 4; l++) { // two words each
-            uint32_t k = r.w[0] >> 8 * l & 255, signs = 0, levels = 0x002b1908u;
-            switch (format) {
-            case ROCQ_IQ2_XXS:
-                k += codebooks::IQ2_XXS;
-                signs = even_signs(r.w[1] >> 7 * l);
-                break;
-            case ROCQ_IQ2_XS:
+        for (int l = 0; l < 4; l++) {
+            uint32_t k = r.w[0] >> 8 * l & 255;
+            u32x2 negative;
+            if (format == ROCQ_IQ2_XXS) {
+                negative = spread_even_signs(r.w[1] >> 7 * l);
+            } else if (format == ROCQ_IQ2_XS) {
                 k = r.w[l >> 1] >> 16 * (l & 1);
-                signs = even_signs(k >> 9);
-                k = codebooks::IQ2_XS + (k & 511);
-                break;
-            case ROCQ_IQ2_S:
-                k = codebooks::IQ2_S + (k | (r.w[2] >> 2 * l & 3) << 8);
-                signs = r.w[1] >> 8 * l;
-                break;
-            default: { // IQ1: 8 (t - 1 +- 1/8)
-                const bool s = format == ROCQ_IQ1_S;
-                const uint32_t high = r.w[1] >> (s ? 3 : 4) * l;
-                levels = (s ? r.w[1] >> 12 : high) & 8 ? 0x0007fff7u : 0x000901f9u;
-                k = codebooks::IQ1 + (k | (high & 7) << 8);
+                negative = spread_even_signs(k >> 9);
+                k = codebooks::XS + (k & 511);
+            } else {
+                k = codebooks::S + (k | (r.w[2] >> 2 * l & 3) << 8);
+                negative = spread_signs(r.w[1] >> 8 * l);
             }
-            }
-            const uint32_t t = codebook_entry(k);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const uint32_t v = byte_perm(0, levels, spread_2(t >> 8 * h & 255));
-                q[2 * l + h] = signed_levels(v, signs >> 4 * h);
-            }
+            const uint64_t levels = codebook_table.iq2[k];
+            q[2 * l] = signed_levels((uint32_t)levels, negative.x);
+            q[2 * l + 1] = signed_levels((uint32_t)(levels >> 32), negative.y);
         }
     }
 }
 
 // Elements k to k + 3 of a row of blocks.
 DEV void read_values(const char *row, int32_t format, int64_t k, float v[4]) {
-    const raw<READ> r = load_read(read_planes(row, format), k / 32);
+    const raw<READ> r = load_read<READ>(read_planes(row, format), k / 32);
     const uint32_t u = (uint32_t)(k / 32) & 7u;
     const int i = (int)(k >> 2) & 7;
     uint32_t q[8];
-    read_codes(r, u, q);
+    read_codes<READ>(r, u, q);
 #pragma unroll
     for (int w = 1; w < 8; w++) q[0] = i == w ? q[w] : q[0];
-    decode_quad<READ>(q[0], read_factors(r, u), i, v);
+    decode_quad<READ>(q[0], read_factors<READ>(r, u), i, v);
 }
 
 // The stored codes of elements 4 i to 4 i + 3 of unit u of a block, a byte each.
@@ -2451,7 +2513,8 @@ template <int F> DEV float matvec_add(float sum, const uint32_t q[8], const bloc
 #pragma unroll
             for (int i = 4 * h; i < 4 * h + 4; i++) dot[h] = dot4((int)q[i], (int)x.q[i], dot[h]);
         }
-        if constexpr (F == READ) { // NVFP4's products of a scale and a dot do not fit 32 bits
+        // NVFP4's products of a scale and a dot do not fit 32 bits.
+        if constexpr (F == READ || F == ROCQ_NVFP4) {
             const float d = f.d * x.d;
             sum = fmaf(d * (float)f.sc[0], (float)dot[0], sum);
             return fmaf(d * (float)f.sc[1], (float)dot[1], sum);
@@ -2671,11 +2734,15 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
     for (; at < work.count; at += work.step) {
         next = at + work.step < last ? at + work.step : last;
         matvec_unit<F> u[ROWS];
-        if constexpr (F == READ) { // decoded ahead of the columns: in their loop, clang 19 does not
-#pragma unroll                     // unroll it, and keeps u in memory
+        // Decoded ahead of the columns: in their loop, clang 19 does not unroll it, and keeps u in
+        // memory.
+        enum { AHEAD = is_read<F>() && N > 1 };
+        if constexpr (AHEAD) {
+#pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 u[r] = matvec_unit_of<F>(r_w[r], at);
                 r_w[r] = matvec_load(rows, r, next);
+                loads_issued();
             }
         }
 #pragma unroll
@@ -2688,8 +2755,8 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
             }
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                if (F != READ && c == 0) u[r] = matvec_unit_of<F>(r_w[r], at);
-                if (F != READ && c == N - 1) {
+                if (!AHEAD && c == 0) u[r] = matvec_unit_of<F>(r_w[r], at);
+                if (!AHEAD && c == N - 1) {
                     r_w[r] = matvec_load(rows, r, next);
                     loads_issued();
                 }
@@ -2868,6 +2935,31 @@ DEV void matvec_products(const rocq_k_matvec_args &a, const rocq_k_matvec_weight
     }
 }
 
+// The same where F may be a name for several formats: branches to the code of the product's own.
+enum { MATVEC_MIXED = -1 };
+template <int F, int N, bool INT8, bool ROW>
+DEV void matvec_share(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
+                      int k_wave, int k_step, const u32x4 *row_x, float *out) {
+#define ROCQ_X(X, f)                                                                 \
+    case ROCQ_K_ID_##f:                                                              \
+        matvec_products<ROCQ_K_ID_##f, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out); \
+        break;
+    if constexpr (F == MATVEC_MIXED) {
+        switch (p.format) {
+            ROCQ_K_CODED_FORMATS(ROCQ_X, )
+        default: break;
+        }
+    } else if constexpr (F == READ && INT8) {
+        switch (p.format) {
+            ROCQ_K_READ_FORMATS(ROCQ_X, )
+        default: break;
+        }
+    } else {
+        matvec_products<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
+    }
+#undef ROCQ_X
+}
+
 // Each thread finishes one y. This is all that it needs besides the sums. It is loaded before the
 // barrier, so that the loads of bias, gate and residual are in flight while other waves still
 // multiply.
@@ -3004,7 +3096,8 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
     }
 }
 
-// What a block does. F: the format of all products, or MATVEC_MIXED where each product has its own.
+// What a block does. F: the format of all products, or MATVEC_MIXED where each product has its own,
+// or READ where that is one of those that are only read.
 //
 // When a launch begins its args are in no cache, so every load that depends on another one costs a
 // trip to memory. On gfx11 they are therefore loaded in as few dependent steps as possible: first
@@ -3012,8 +3105,6 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
 // product, that one. y_format and activation are read along only to bring their cache lines, which
 // hold what the epilogue needs, into the scalar cache before the loop ends. On NVIDIA args are in
 // constant memory, which needs none of this, and nvcc reloads fields to save registers.
-enum { MATVEC_MIXED = -1 };
-
 // A prefetch for the time in which the block makes x: loads a word of the first unit that the lane
 // takes of each of its rows, which brings the lines of the rows' widest plane into the caches.
 template <int F>
@@ -3021,11 +3112,16 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
                       uint32_t (&touched)[ROCQ_K_MATVEC_ROWS]) {
     const int format = F == MATVEC_MIXED ? p.format : F;
     const int bytes = format == ROCQ_Q2_K || format == ROCQ_Q3_K ? 8 : 16; // of a unit
-    const uint32_t at = (uint32_t)(min(k_wave * ROCQ_K_WAVE + lane_index(), units - 1) * bytes);
+    const uint32_t at = (uint32_t)min(k_wave * ROCQ_K_WAVE + lane_index(), units - 1);
 #pragma unroll
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) {
         const int64_t unit = (p.row0 + min(row + r, p.m - 1)) * units;
-        touched[r] = gload((const uint32_t *)((const char *)p.w + unit * bytes + at));
+        const char *from = (const char *)p.w + unit * bytes + at * (uint32_t)bytes;
+        if constexpr (F == READ) { // a unit's share of its block's bytes, and a whole word of them
+            const planes<READ> w = read_planes(p.w, p.format);
+            from = w.blocks + ((int64_t)(unit * w.bytes + at * w.bytes) >> w.shift & ~3ll);
+        }
+        touched[r] = gload((const uint32_t *)from);
     }
 }
 // x of matvec_row, which block 0 also stores if a.row.y is set: that is read behind the loads,
@@ -3143,21 +3239,7 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
         else if (a.k > 1024) matvec_row<F, 2>(a, p, row, k_wave, block == 0, row_x, row_work);
         else matvec_row<F, 1>(a, p, row, k_wave, block == 0, row_x, row_work);
     }
-    if (row < p.m) {
-        if constexpr (F == MATVEC_MIXED) {
-            switch (p.format) {
-#define ROCQ_X(X, f)                                                                          \
-    case ROCQ_K_ID_##f:                                                                       \
-        matvec_products<ROCQ_K_ID_##f, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out); \
-        break;
-                ROCQ_K_CODED_FORMATS(ROCQ_X, )
-#undef ROCQ_X
-            default: break;
-            }
-        } else {
-            matvec_products<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
-        }
-    }
+    if (row < p.m) matvec_share<F, N, INT8, ROW>(a, p, row, k_wave, k_step, row_x, out);
     matvec_tail tail = matvec_tail_of<LOW>(a, product, first_row);
     uint32_t touched[2] = {0, 0};
     if (LOW && tail.live) matvec_low_touch(a, product, first_row + tail.r, touched);
@@ -3193,6 +3275,7 @@ constexpr int matvec_waves(int format, int n, bool int8) {
     const bool plain = format == ROCQ_F32 || format == ROCQ_F16 || format == ROCQ_BF16;
     if (!int8 && !plain) return n == 1 ? 4 : 2;
     if (n > 2 || format == MATVEC_MIXED) return 4;
+    if (format == READ) return 6;
     if (n == 2 && format == ROCQ_Q8_0) return 4; // 21.4 us, not 26.3, at 14336x4096 on an H200
     return n == 1 && int8 && format != ROCQ_Q5_K ? 8 : 6;
 }
@@ -3216,7 +3299,7 @@ KERNEL_WAVES(matvec_int8_mixed_n1, rocq_k_matvec_args, 256, matvec_waves(MATVEC_
     KERNEL_WAVES(matvec_row_##f, rocq_k_matvec_args, 256, matvec_waves(ROCQ_K_ID_##f, 1, true)) { \
         matvec_block<ROCQ_K_ID_##f, 1, true, true>(a);                                           \
     }
-ROCQ_K_CODED_FORMATS(ROCQ_X_ROW, )
+ROCQ_K_INT8_FORMATS(ROCQ_X_ROW, )
 // Registers for 6 waves a SIMD, as the 384 blocks of a 7B's Q, K and V are then all resident on an
 // H200: the launch takes 13.9 us. With 4 the last blocks wait until others have ended: 18.7 us.
 KERNEL_WAVES(matvec_row_mixed, rocq_k_matvec_args, 256, 6) {
@@ -3319,8 +3402,8 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
                     one.x_column0 = (int64_t)token * a.x_slots + (a.x_slots == 1 ? 0 : slot);
                     one.k = a.k;
                     one.n = 1;
-                    matvec_products<F, 1, INT8, false>(one, p, row, sums_up ? 0 : part, a.k_step,
-                                                       0, out + pass * WAVES * ROWS);
+                    matvec_share<F, 1, INT8, false>(one, p, row, sums_up ? 0 : part, a.k_step, 0,
+                                                    out + pass * WAVES * ROWS);
                 }
             }
             if (!sums_up) break;

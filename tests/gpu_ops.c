@@ -514,9 +514,12 @@ static void test_matmul_chain(void **state) {
     (void)state;
     static const rocq_format formats[][3] = {{ROCQ_Q4_K, ROCQ_Q4_K, ROCQ_Q4_K},
                                              {ROCQ_Q4_K, ROCQ_Q4_K, ROCQ_Q6_K},
-                                             {ROCQ_Q8_0, ROCQ_F16, ROCQ_MXFP4}};
+                                             {ROCQ_Q8_0, ROCQ_F16, ROCQ_MXFP4},
+                                             {ROCQ_IQ2_XS, ROCQ_IQ3_S, ROCQ_Q4_K}};
     static const int64_t n_columns[] = {1, 2, 8, 19, 1};
-    for (int f = 0; f < 3; f++) {
+    uint64_t random_kept = random_state;
+    for (int f = 0; f < 4; f++) {
+        if (f == 3) random_kept = random_state;
         for (int c = 0; c < 5; c++) {
             const int64_t k = c < 4 ? 512 : ROCQ_K_MATVEC_ROW_K + 256;
             const uint64_t before_last = random_state;
@@ -561,6 +564,7 @@ static void test_matmul_chain(void **state) {
             if (c == 4) random_state = before_last;
         }
     }
+    random_state = random_kept;
 }
 
 // -- attention --
@@ -1199,7 +1203,10 @@ static void test_read_formats(void **state) {
             {.w = w, .m = 33, .n = 11, .k = 2 * block_elems(w), .planar = true,
              .precision = ROCQ_PRECISION_F32},
             {.w = w, .m = f % 2 ? 129 : 31, .n = f % 2 ? 17 : 250, .k = 256 + block_elems(w),
-             .planar = true, .precision = ROCQ_PRECISION_F16}};
+             .planar = true, .precision = ROCQ_PRECISION_F16},
+            {.w = w, .m = 5, .n = 1, .k = ROCQ_K_MATVEC_ROW_K + 256, .planar = true}, // not a row
+            {.w = w, .m = 33, .n = 1, .k = 512, .planar = true, .w2 = true,
+             .precision = ROCQ_PRECISION_INT8}};
         for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
             gpu->gpu->chip.n_units = i == 6 && f == 0 ? 1 : n_units; // 1: takes tiles of 128
                                                                      // columns

@@ -285,6 +285,13 @@ static void matvec_row(emulated *e, int scale, int format, int n) {
     product_of(e, (rocq_format)format, ROCQ_PRECISION_INT8, 96, n, 2048 * scale, true);
     e->work = 96.0 * 2048 * scale;
 }
+// A format that is only read, whose kernels have no name of their own.
+static void matvec_read(emulated *e, int scale, int format, int row) {
+    product_of(e, (rocq_format)format, ROCQ_PRECISION_INT8, 96, 1, 2048 * scale, row);
+    snprintf(e->shape, sizeof e->shape, "%s, M 96, N 1, K %d",
+             rocq_format_name((rocq_format)format), 2048 * scale);
+    e->work = 96.0 * 2048 * scale;
+}
 static void matvec_int8_short(emulated *e, int scale, int format, int n) {
     product(e, (rocq_format)format, ROCQ_PRECISION_INT8, 33, n, 512 * scale);
     e->work = 33.0 * 512 * scale;
@@ -703,6 +710,8 @@ static const struct {
     {"matvec_row_q4_K", "weight", matvec_row, ROCQ_Q4_K, 1, 2},
     {"matvec_row_q6_K", "weight", matvec_row, ROCQ_Q6_K, 1, 2},
     {"matvec_row_mixed", "weight", matvec_mixed, 0, 1, 1},
+    {"matvec_int8_read_n1", "weight", matvec_read, ROCQ_IQ3_S, 0, 2},
+    {"matvec_row_read", "weight", matvec_read, ROCQ_IQ2_XXS, 1, 2},
     {"matvec_f32_f32_n1", "weight", matvec_f32, ROCQ_F32, 1, 1},
     {"matvec_f32_f16_n1", "weight", matvec_f32, ROCQ_F16, 1, 1},
     {"matvec_f32_f16_n4", "weight", matvec_f32, ROCQ_F16, 4, 1},

@@ -998,6 +998,14 @@ DEV int dot4(int a, int b, int c) {
     }
     return (int)sum;
 }
+DEV uint32_t halves_times(uint32_t x, uint32_t n, SIMT_LINE) {
+    const uint32_t low = (x & 0xffffu) * n, high = (x >> 16) * n;
+    if (low > 0xffffu || high > 0xffffu) {
+        simt_error(nullptr, line, "halves_times makes 0x%08x of 0x%08x", low | high << 16, x);
+        simt_abort();
+    }
+    return low | high << 16;
+}
 DEV float dot2(f16x2 a, f16x2 b, float c) {
     return fmaf((float)a.x, (float)b.x, fmaf((float)a.y, (float)b.y, c));
 }
