@@ -14590,8 +14590,6 @@ static void rocq__experts_product(rocq__experts *a, const rocq_ctx *ctx, int i,
         rocq__mm_choose_int8(one, &ctx->books);
     }
     if (!one->pass || one->offset != many->offset) *one = *many;
-    many->panel_rows = ROCQ__MM_PAIR;
-    if (!one->pass) one->panel_rows = ROCQ__MM_PAIR;
 }
 
 // Fills in all but addresses, with offsets into scratch memory instead; returns its bytes.
