@@ -11384,15 +11384,15 @@ typedef void (*rocq__block_avx512)(rocq__wide_sink *to, const unsigned char *row
 
 ROCQ__WIDE void rocq__pass_avx512(float *sums, const rocq__mm_tile *tile,
                                   const rocq__mm_rows *rows, rocq__block_avx512 block,
-                                  const rocq__codec *codec, const int n_blocks) {
-    const int64_t bytes = n_blocks * codec->info.block_bytes;
+                                  const rocq__codec *codec, const int at_once) {
+    const int64_t bytes = at_once * codec->info.block_bytes;
     rocq__wide_sink to = {rocq__tile_codes(tile, 0), rocq__tile_groups(tile, 0),
                           _mm512_setzero_ps()};
     for (int64_t at = 0; at < rows->n_blocks * codec->info.block_bytes; at += bytes) {
         rocq__fetch_next(rows, at, bytes, ROCQ__MM_PAIR);
         block(&to, rows->at[0] + at, rows->stride);
-        to.x += n_blocks * codec->info.block_elems;
-        to.x_groups += n_blocks * codec->info.block_elems / codec->group;
+        to.x += at_once * codec->info.block_elems;
+        to.x_groups += at_once * codec->info.block_elems / codec->group;
     }
     _mm512_storeu_ps(sums, to.sum);
 }
@@ -11546,11 +11546,11 @@ ROCQ__MM_AVX2(ROCQ__X)
 ROCQ__MM_VNNI(ROCQ__X)
 #undef ROCQ__PASS
 #undef ROCQ__X
-#define ROCQ__X(NAME, name, n_blocks)                                                         \
+#define ROCQ__X(NAME, name, at_once)                                                          \
     ROCQ__TARGET_AVX512 static void rocq__pass_##name##_avx512(                               \
         float *sums, const rocq__mm_tile *tile, const rocq__mm_rows *rows) {                  \
         rocq__pass_avx512(sums, tile, rows, rocq__block_##name##_avx512, &rocq__codec_##name, \
-                          n_blocks);                                                          \
+                          at_once);                                                           \
     }
 ROCQ__MM_WIDE(ROCQ__X)
 #undef ROCQ__X
@@ -11654,10 +11654,10 @@ static void rocq__mm_choose_int8(rocq__mm *mm, const rocq__books *books) {
     default: break;
     }
     switch (mm->w->format) {
-#define ROCQ__X(NAME, name, n_blocks)                                                  \
-    case ROCQ_##NAME:                                                                  \
-        if (!mm->avx512 || mm->w->ne[0] % (n_blocks * codec->info.block_elems)) break; \
-        mm->wide_pass = rocq__pass_##name##_avx512;                                    \
+#define ROCQ__X(NAME, name, at_once)                                                  \
+    case ROCQ_##NAME:                                                                 \
+        if (!mm->avx512 || mm->w->ne[0] % (at_once * codec->info.block_elems)) break; \
+        mm->wide_pass = rocq__pass_##name##_avx512;                                   \
         break;
         ROCQ__MM_WIDE(ROCQ__X)
 #undef ROCQ__X
