@@ -14757,7 +14757,9 @@ static void rocq__experts_task(void *arg, int64_t begin, int64_t end, int32_t th
         const rocq__experts_tile *tile = &a->tiles[i / a->n_panels];
         const int64_t panel = i % a->n_panels, m = panel * ROCQ__MM_PAIR;
         const bool passes = a->mm[0][tile->n > 1].pass && (!a->p->w2 || a->mm[1][tile->n > 1].pass);
-        const int64_t most = passes ? ROCQ__MM_SEGMENT / 2 : ROCQ__MM_PANELS / 2;
+        // Their sums lie in work->rows, which a pass does not use, or in work->sums, a tile's rows.
+        const int64_t in_rows = ROCQ__MM_ROWS * ROCQ__MM_SEGMENT / ROCQ__MM_PAIR;
+        const int64_t most = passes ? in_rows : (int64_t)ROCQ__MM_PAIRS;
         n = ROCQ__MIN(ROCQ__MIN(most, end - i), a->n_panels - panel);
         const int64_t n_rows = ROCQ__MIN(n * ROCQ__MM_PAIR, a->p->w->ne[1] - m);
         if (a->p->w2) rocq__experts_rows(a, 1, tile, m, n_rows, thread);
