@@ -9349,9 +9349,10 @@ static ROCQ__SIMD void rocq__multiply_simd(float *x, const float *y, int64_t n) 
 // The same three steps for every format, precision and n:
 //   1. each column of x is converted once, into scratch memory: to F32, or to int8 blocks of 32;
 //   2. w is decoded eight rows (a panel) and one segment of K at a time, into a buffer that stays
-//      in L1, and multiplied there with every column of a tile, by INT8 two panels at once; a lone
-//      INT8 column is multiplied while AVX2 decodes, without the buffer; float rows that few
-//      columns read are used in place;
+//      in L1, and multiplied there with every column of a tile. INT8 takes two panels (a pair) at
+//      once, with AVX-512 all four pairs of a tile and half a segment; a lone INT8 column is
+//      multiplied while AVX2 or AVX-512 decodes, without the buffer. Float rows that few columns
+//      read are used in place;
 //   3. the sums of a tile go through the epilogue into y.
 // A sum runs over K in one order, whatever n, the tile and the thread are, so those never change a
 // bit of a result. INT8 gives the same bits with and without SIMD: the sum of a group is an exact
@@ -9364,7 +9365,7 @@ enum {
     ROCQ__MM_PAIRS = ROCQ__MM_PANELS / 2,
     ROCQ__MM_TILE_M = ROCQ__MM_ROWS * ROCQ__MM_PANELS,
     ROCQ__MM_TILE_N = 128,  // a multiple of 8
-    ROCQ__MM_SEGMENT = 512, // of K; a multiple of every block
+    ROCQ__MM_SEGMENT = 512, // of K; half of it is a multiple of every block
     ROCQ__MM_L2_AHEAD = 32768, // bytes ahead that a pass prefetches into L2
     ROCQ__MM_PASS_ROWS = 4096, // of a lone column: so many go through the epilogue at once
     ROCQ__MM_FEW = 16       // up to so many columns w is read in order: see rocq__mm_sums
@@ -9452,7 +9453,7 @@ typedef struct rocq__mm {
     const void *book;
     int64_t n;          // columns that share one matrix of w: those of all its batches of x
     int64_t n_matrices; // of w
-    int64_t panel_rows; // that count as one when threads share: see rocq__mm_rows_shared
+    int64_t panel_rows; // rows in an item of work that threads share: see rocq__mm_rows_shared
     int64_t n_panels, n_tiles;
     int64_t column_bytes;
     int64_t columns_at;     // in scratch memory
@@ -9460,7 +9461,7 @@ typedef struct rocq__mm {
     rocq__mm_work *work;
     int64_t group; // INT8: elements per group of w's format
     bool has_min;
-    bool raise;     // a pair's codes are raised by 128 once they are decoded
+    bool raise;     // codes that pack has decoded are raised by 128 (rocq__raise_codes)
     int32_t offset; // INT8: what the kernels add to w's codes; see rocq__dot_4
     rocq__mm_dot dot;
     rocq__mm_dot wide_dot;        // of all pairs of a tile at once, or NULL
@@ -9779,7 +9780,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__dot_columns_avx2(
 }
 
 // The same with AVX-512 VNNI: a vector holds four codes of each row of a pair, and one instruction
-// adds four products. Signed codes have been raised by 128 (rocq__raise_codes). A core multiplies
+// adds four products. Signed codes have been raised by 128 (rocq__mm.raise). A core multiplies
 // two vectors in the time of one load of 64 bytes, so n_pairs and n_columns are such that few loads
 // feed many multiplications: the four pairs of a tile by three columns take seven loads for twelve,
 // and 29 registers. A lone pair, of the last rows, is multiplied with eight columns.
@@ -9852,8 +9853,8 @@ ROCQ__TARGET_AVX512 ROCQ__ALWAYS_INLINE void rocq__dot_columns_vnni(
     }
 }
 
-// One pair by eight columns or two, and four pairs by three or two; one column too many adds to
-// sums that nobody reads.
+// One pair by eight columns or two, and four pairs by three or two. Where columns are missing (up
+// to three of eight, or one of two) the last is multiplied again, into sums that nobody reads.
 #define ROCQ__DOT_VNNI(name, quads, has_min)                                                      \
     ROCQ__TARGET_AVX512 static void rocq__dot_pair_##name(float (*sums)[ROCQ__MM_TILE_M],         \
                                                           const rocq__mm_tile *tile) {            \
@@ -11333,7 +11334,7 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm
     }
 }
 
-// What a pass prefetches while it multiplies the block of n_rows rows that is `at` bytes into each.
+// What a pass prefetches while it multiplies the bytes of n_rows rows that are `at` into each.
 // Where row_ahead is 0, it goes ahead in the order of memory, whatever row that is: the fewest
 // lines. Else each row is prefetched, past its end at the start of the next panel's.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_next(const rocq__mm_rows *rows, int64_t at,
@@ -11902,9 +11903,10 @@ static void rocq__mm_finish(const rocq__mm *mm, int64_t matrix, int64_t column, 
 // -- the whole --
 
 // Multiplies n columns, a tile's at most, by n_rows rows of a matrix of w, from row m on, and
-// leaves the sums in work->sums. With `few` columns a panel or pair of panels is read over all of K
-// before the next one, so that w streams in the order of memory. With more columns all panels are
-// multiplied by one segment of K at a time, so that the columns' part of it stays in cache.
+// leaves the sums in work->sums. With `few` columns the rows that are multiplied at once (a panel,
+// a pair of panels or all pairs of a tile) are read over all of K before the next ones, so that w
+// streams in the order of memory. With more columns all panels are multiplied by one segment of K
+// at a time, so that the columns' part of it stays in cache.
 static void rocq__mm_sums(const rocq__mm *mm, rocq__mm_work *work, int64_t matrix, int64_t m,
                           int64_t n_rows, const unsigned char *columns, int64_t n, bool few) {
     const rocq_tensor *w = mm->w;
@@ -12023,8 +12025,10 @@ static void rocq__mm_panels(rocq__mm *mm, int64_t begin, int64_t end, int32_t th
     else rocq__mm_run(mm, begin, end, thread);
 }
 
-// Rows that count as one when threads share. A tile's pairs are multiplied together nearly twice as
-// fast as one by one, so they stay together unless threads would go without.
+// Rows in an item of work that threads share: of a tile, a pair or, for a lone column without
+// AVX-512, a panel. A tile's pairs are multiplied together 1.8 times as fast as one by one, in the
+// time of 20 / 9 pairs. So they stay together, unless the thread with the most work would end
+// earlier with single pairs, because there are fewer tiles than threads or not many more.
 static int64_t rocq__mm_rows_shared(const rocq__mm *mm, const rocq_ctx *ctx) {
     const int64_t n_threads = ctx->desc.n_threads;
     if (ROCQ__HAS_AVX2 && mm->simd && !mm->avx512 && mm->n == 1) return ROCQ__MM_ROWS;
@@ -12555,7 +12559,7 @@ static void rocq__hadamard(bool simd, float *v, int64_t size, int64_t n) {
 // elements of values in those of O += P V.
 
 enum {
-    ROCQ__ATTEND_ROWS = 48,   // query rows per tile, a multiple of LANES and SIX
+    ROCQ__ATTEND_ROWS = 48,   // most query rows of a tile, a multiple of LANES and SIX
     ROCQ__ATTEND_KEYS = 48,   // KV positions per tile, a multiple of SIX
     ROCQ__ATTEND_SPLIT = 192, // KV positions per split, a multiple of the tile
     ROCQ__ATTEND_FEW = 8,     // so many query rows are few
@@ -12570,7 +12574,7 @@ typedef struct rocq__attend {
     int64_t head_dim, n_q, n_kv, n_heads, n_kv_heads, n_seqs;
     int64_t group;     // query heads per KV head
     int64_t n_rows;    // query rows per KV head: group n_q
-    int64_t tile_rows; // rows in one item
+    int64_t tile_rows; // rows in one item; of several tiles a multiple of LANES
     int64_t n_tiles;
     int64_t n_splits;  // of the longest sequence; at most
     int64_t most_splits;
@@ -22148,7 +22152,8 @@ static double rocq__elems_moved(rocq_op op, const void *params, const rocq_tenso
     return rocq__elems(t);
 }
 
-// Flops: two for each weight and column of a product, as often as it has gradients in the backward;
+// Sets the flops of an op, and those of them that are on the matrix unit (cost->matrix). Flops are
+// two for each weight and column of a product, as often as it has gradients in the backward;
 // four for each element of q and position it meets in attention, ten in its backward; seven for
 // each token and element of a delta net's state; else one for each element of the output, or of the
 // input where the output is an index. positions: those of K and V that attention reads. Returns
@@ -25231,8 +25236,8 @@ static void rocq__context_init(rocq_ctx *ctx, const rocq_desc *resolved) {
              (int)resolved->n_threads, resolved->n_threads == 1 ? "" : "s");
 }
 
-// Makes ctx a GPU context. Where that fails, rocq_info has the reason, and it is an error
-// only where the desc wants a GPU and does not allow the CPU in its place.
+// Makes ctx a GPU context. A failure is an error only if the desc wants a GPU and does not allow
+// the CPU in its place. Else ctx stays a CPU context, and rocq_info has the reason.
 static rocq_result rocq__gpu_attempt(rocq_ctx *ctx) {
     const bool wanted = ctx->desc.prefer == ROCQ_BACKEND_GPU;
     const bool fallback = !wanted || ctx->desc.allow_fallback;
