@@ -377,11 +377,13 @@ static void one_format(rocq_format format) {
 ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
 
-// More columns than a tile has, and more rows than a tile and a piece of a thread.
+// More columns than a tile has, and more rows than a tile and a chunk of a thread; a lone column of
+// many rows, which 64-byte passes read.
 static void tiles(void **state) {
-    static const rocq_format formats[] = {ROCQ_Q8_0, ROCQ_Q4_K, ROCQ_Q6_K, ROCQ_F16, ROCQ_F32};
+    static const rocq_format formats[] = {ROCQ_Q4_0, ROCQ_Q8_0, ROCQ_Q4_K, ROCQ_Q5_K,
+                                          ROCQ_Q6_K, ROCQ_F16,  ROCQ_F32};
     (void)state;
-    for (int f = 0; f < 5; f++) {
+    for (int f = 0; f < 7; f++) {
         const shape s = {.w = formats[f], .x = ROCQ_F32, .m = 75, .n = 261, .k = 256};
         problem a = make(s);
         solve(&a);
