@@ -3248,12 +3248,15 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     matvec_pair both = {0.0f, 1.0f};
     if (!LOW || tail.live) both = matvec_pair_of<N>(tail, sums);
     if (LOW && product != 0) {
-        wave_sync(); // what is live is in wave 0, so all sums have been read
-        if (thread_index() == 0) lput(sums, matvec_low_wait(a) ? 1.0f : 0.0f);
+        // The answer is put where sums of w2 x were: wave 0, which has all that is live, has read
+        // them, and may put Q8_0 through the others before another wave has read the answer.
+        float *const waited = sums + ROCQ_K_MATVEC_WAVES * ROWS;
+        wave_sync();
+        if (thread_index() == 0) lput(waited, matvec_low_wait(a) ? 1.0f : 0.0f);
         block_sync_lds();
         computed(touched[0]);
         computed(touched[1]);
-        if (lget(sums) == 0.0f) matvec_low_help<ROW>(a, wave, row_x, sums);
+        if (lget(waited) == 0.0f) matvec_low_help<ROW>(a, wave, row_x, sums);
         if (tail.live) matvec_tail_lora(a, product, first_row + tail.r, tail);
     }
     if (!LOW || tail.live) {
