@@ -2986,7 +2986,7 @@ typedef struct rocq_k_lora {
 //   low       of int8_low and row_low: product 0, whose w is Q8_0, makes the t that lora of the
 //             others reads, in the same launch, in blocks of its own. Those of the others wait for
 //             them by a counter; a block that has waited in vain makes t itself, so no order of
-//             blocks is needed. No other product may write what product 0 reads
+//             blocks is needed. No product may write what product 0 reads, and only lora reads t
 typedef struct rocq_k_matvec_args {
     rocq_k_common common;
     const void *x;      // INT8: planar Q8_0 [K, x_columns]; F32: floats [K, n] with x_stride; row:
@@ -22764,8 +22764,15 @@ static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node, const 
     return !rocq__writes(next, norm->x) && !rocq__writes(next, norm->weight);
 }
 
+// Whether t, which may be NULL, overlaps range.
+static bool rocq__in_range(const rocq_tensor *t, rocq__range range) {
+    return t && rocq__ranges_cross(rocq__range_of(t), range);
+}
+
 // The product of an adapter's A and x into products of that x whose adapters read it, for one
-// column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch.
+// column and INT8: see `low` of rocq_k_matvec_args. All of them have to fit one launch. Blocks load
+// gate, residual and bias before they wait for that product, and one that waits in vain computes it
+// again: so none of the three may overlap its y, its own neither.
 static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     const rocq__node *next = node->next;
     if (!next || next->op->id != ROCQ_OP_MATMUL) return false;
@@ -22779,8 +22786,14 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
         rocq__product_path(ctx, &low, low.w) != ROCQ_PRECISION_INT8) {
         return false;
     }
+    const rocq__range made = rocq__range_of(low.y);
+    if (rocq__in_range(low.gate, made) || rocq__in_range(low.residual, made)) return false;
     low.next = first;
     for (const rocq_matmul_params *p = first; p; p = p->next, n++) {
+        if (rocq__in_range(p->gate, made) || rocq__in_range(p->residual, made) ||
+            rocq__in_range(p->bias, made)) {
+            return false;
+        }
         if (!rocq__same_tensor(p->x, low.x) || p->w->ne[1] > ROCQ__LOW_ROWS ||
             (p->lora_b && !rocq__fuses_lora(p->lora_b, p->lora_t)) ||
             (p->lora_b2 && !rocq__fuses_lora(p->lora_b2, p->lora_t2)) ||
@@ -22792,7 +22805,7 @@ static bool rocq__joins_low(const rocq_ctx *ctx, const rocq__node *node) {
     for (int32_t i = 0; i < next->n_tensors; i++) {
         const rocq_tensor *t = &next->tensors[i];
         bool is_t = false;
-        if (!rocq__ranges_cross(rocq__range_of(t), rocq__range_of(low.y))) continue;
+        if (!rocq__in_range(t, made)) continue;
         for (const rocq_matmul_params *p = first; p; p = p->next) {
             is_t = is_t || (p->lora_t && rocq__same_tensor(t, p->lora_t)) ||
                    (p->lora_t2 && rocq__same_tensor(t, p->lora_t2));
