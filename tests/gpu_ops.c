@@ -2273,6 +2273,7 @@ static void joined_check(joined *j, box *const *out, int n_out, int n_launches, 
         const int64_t launched = gpu->stats.n_launches;
         if (pass == 0) assert_int_equal(rocq_graph_launch(gpu, graph), ROCQ_OK);
         else joined_run(j, what);
+        if (graph->refused) fail_msg("%s: a replay of the graph differs from its ops", what);
         if (pass == 0 && graph->captured && gpu->stats.n_launches - launched != n_launches) {
             fail_msg("%s: %d launches, not %d", what, (int)(gpu->stats.n_launches - launched),
                      n_launches);
@@ -2358,24 +2359,27 @@ static void test_graph_joins_norm(void **state) {
 }
 
 // The first halves of adapters in the launch of the products that add them, behind a norm and
-// without: three products, a pair, one in place; and what must not be joined.
+// without: three products, a pair, one in place, results in Q8_0; and what must not be joined.
 static void test_graph_joins_low(void **state) {
     (void)state;
     const uint64_t saved = random_state;
     static const rocq_format formats[] = {ROCQ_Q4_K, ROCQ_Q8_0, ROCQ_Q6_K, ROCQ_Q4_0};
-    for (int i = 0; i < 14; i++) {
+    for (int i = 0; i < 18; i++) {
         const int n = i % 3 == 0 ? 3 : 1;
         const bool pair = i % 3 == 1, normed = i % 4 < 2, as_f32 = i == 8, gates = i == 11;
         const bool coarse = i == 12; // A in another format than Q8_0
+        const bool coded = i == 14 || i == 16; // y in Q8_0, with zeros
+        const bool in_place = i == 15, takes_t = i == 17; // t is its own residual, or that of y
         const int64_t k = i % 5 == 4 ? 4352 : i % 5 == 3 ? 4096 : i % 5 == 2 ? 2048 : 768;
         const int64_t rank = i % 2 ? 16 : 8, all = rank * (pair ? 2 : n);
-        const int64_t m = gates ? all : pair ? 96 : n == 3 ? 70 : k;
+        const int64_t m = gates || takes_t ? all : pair || coded ? 96 : n == 3 ? 70 : k;
         box x = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1);
         box weight = box_random(BOX_PLAIN, ROCQ_F32, 1, k, 1, 1, 1);
         box gate = box_random(BOX_PLAIN, ROCQ_F32, 1, all, 1, 1, 1);
         box h = box_make(BOX_PLAIN, ROCQ_Q8_0, k, 1, 1, 1);
         box a = box_make(BOX_PLAIN, coarse ? ROCQ_Q4_0 : ROCQ_Q8_0, k, all, 1, 1);
-        box t = box_make(BOX_PLAIN, ROCQ_F32, all, 1, 1, 1);
+        box t = in_place ? box_random(BOX_PLAIN, ROCQ_F32, 1, all, 1, 1, 1)
+                         : box_make(BOX_PLAIN, ROCQ_F32, all, 1, 1, 1);
         box w[4], b[4], y[3];
         rocq_matmul_params p[3];
         rocq_tensor parts[4];
@@ -2392,7 +2396,9 @@ static void test_graph_joins_low(void **state) {
             random_weights(&w[j]);
             on_gpu_as(&w[j], true);
             if (j == n) continue;
-            y[j] = box_random(BOX_PLAIN, ROCQ_F32, 1, rows, 1, 1, 1);
+            y[j] = coded ? box_make(BOX_PLAIN, ROCQ_Q8_0, rows, 1, 1, 1)
+                         : box_random(BOX_PLAIN, ROCQ_F32, 1, rows, 1, 1, 1);
+            if (coded) on_gpu_as(&y[j], i == 14);
             p[j] = (rocq_matmul_params){.y = &y[j].t, .w = &w[j].t, .x = &h.t, .lora_b = &b[j].t,
                                         .lora_t = &t.t, .next = j + 1 < n ? &p[j + 1] : NULL};
             out[1 + j] = &y[j];
@@ -2401,13 +2407,16 @@ static void test_graph_joins_low(void **state) {
             p[0].w2 = &w[1].t;
             p[0].lora_b2 = &b[1].t;
             p[0].lora_t2 = &t.t;
-            p[0].activation = ROCQ_ACT_SILU;
+            p[0].activation = coded ? ROCQ_ACT_RELU : ROCQ_ACT_SILU;
+        } else if (coded) {
+            p[0].activation = ROCQ_ACT_RELU;
         } else if (n == 1 && !gates) {
-            p[0].residual = p[0].y;
+            p[0].residual = takes_t ? &t.t : p[0].y;
         }
         const rocq_norm_params norm = {.y = &h.t, .x = &x.t, .weight = &weight.t, .eps = 1e-6f};
         const rocq_matmul_params low = {.y = &t.t, .w = &a.t, .x = &h.t,
-                                        .gate = gates ? &y[0].t : &gate.t};
+                                        .gate = gates ? &y[0].t : &gate.t,
+                                        .residual = in_place ? &t.t : NULL};
         joined j = {{ROCQ_OP_MATMUL}, {{{0}}}, 0};
         if (normed) joined_add(&j, ROCQ_OP_RMSNORM, &norm);
         joined_add(&j, ROCQ_OP_MATMUL, &low);
@@ -2419,7 +2428,8 @@ static void test_graph_joins_low(void **state) {
             else products->matmul.lora_t2 = &parts[q];
         }
         const int apart = normed && k > ROCQ_K_MATVEC_ROW_K; // the norm has a launch of its own
-        joined_check(&j, out, 1 + n, apart + (as_f32 ? 3 : gates || coarse ? 2 : 1),
+        const bool two = gates || coarse || in_place || takes_t;
+        joined_check(&j, out, 1 + n, apart + (as_f32 ? 3 : two ? 2 : 1),
                      say("adapters of %d of %d, case %d", n, (int)k, i));
         for (int q = 0; q < n + pair; q++) {
             box_free(&w[q]);
