@@ -1670,8 +1670,10 @@ DEV raw<F> load_read_unit(const char *blocks, I at, uint32_t u, int32_t format) 
 template <int F, typename I> DEV raw<F> load_read(const planes<F> &p, I unit) {
     const I block = unit >> p.shift;
     const uint32_t u = (uint32_t)(unit - (block << p.shift));
-    // Of 32 bits, units are those of four rows at most: 24 bits hold the block (ROCQ__MATMUL_K).
-    const I at = sizeof(I) == 4 ? (block & 0xffffff) * (p.bytes & 0xff) : block * (I)p.bytes;
+    // A matvec, the only one that names a format, counts units from the first of four rows: of K up
+    // to ROCQ__MATMUL_K, 24 bits hold the block. Of the 128 rows of a tile NVFP4's need 25.
+    const bool fits_24 = F != READ && sizeof(I) == 4;
+    const I at = fits_24 ? (block & 0xffffff) * (p.bytes & 0xff) : block * (I)p.bytes;
     return load_read_unit<F>(p.blocks, at, u, p.format);
 }
 
