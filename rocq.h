@@ -18757,16 +18757,6 @@ static bool rocq__is_row(const rocq_tensor *x) {
            x->ne[0] <= ROCQ_K_MATVEC_ROW_K && rocq__aligned16(x);
 }
 
-// Whether that is so, and all INT8 products of a chain have such kernels.
-static bool rocq__takes_row(const rocq_matmul_params *p, const rocq_tensor *x) {
-    const int n = ROCQ_K_matvec_row_mixed - ROCQ_K_matvec_row_q4_0;
-    for (; p; p = p->next) {
-        if (rocq__k_int8_format(p->w->format) >= n) return false;
-        if (p->w2 && rocq__k_int8_format(p->w2->format) >= n) return false;
-    }
-    return rocq__is_row(x);
-}
-
 static rocq_tensor rocq__product_x(rocq__job *job, const rocq_tensor *x, rocq_precision path) {
     const rocq_format to = rocq__operand_format(path);
     const rocq_layout layout = to == ROCQ_Q8_0 ? ROCQ_LAYOUT_PLANAR : ROCQ_LAYOUT_GGUF;
@@ -19410,7 +19400,7 @@ static void rocq__job_matmul(rocq__job *job, const void *params) {
         return;
     }
     const rocq_tensor *row = job->before && job->before->norm ? job->before->norm->x : p->x;
-    const bool rows = rocq__takes_row(p, row);
+    const bool rows = rocq__is_row(row);
     for (const rocq_matmul_params *q = p; q; q = q->next) {
         for (int i = 0; i < 2; i++) {
             const rocq_tensor *w = i == 0 ? q->w : q->w2;
@@ -22741,8 +22731,7 @@ static bool rocq__joins_norm(const rocq_ctx *ctx, const rocq__node *node, const 
                              rocq__joined *before) {
     const rocq_norm_params *norm = (const rocq_norm_params *)node->params;
     before->norm = norm;
-    if (!rocq__takes_row((const rocq_matmul_params *)next->params, norm->x) || norm->rstd ||
-        norm->y->format != ROCQ_Q8_0 ||
+    if (!rocq__is_row(norm->x) || norm->rstd || norm->y->format != ROCQ_Q8_0 ||
         norm->y->layout != ROCQ_LAYOUT_PLANAR || (norm->weight && !rocq__aligned16(norm->weight)) ||
         rocq__ranges_cross(rocq__range_of(norm->x), rocq__range_of(norm->y))) {
         return false;
