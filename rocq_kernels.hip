@@ -1526,7 +1526,7 @@ DEV uint32_t join_nibbles(uint32_t x) {
 // IQ2, a byte each; eight digits of IQ1, those of elements 0-3 in the low nibbles of its bytes and
 // those of elements 4-7 in the high ones; or four levels of IQ3, a byte each.
 struct codebooks {
-    enum { XXS = 0, XS = 256, S = 768 }; // where those of IQ2 begin; IQ3 has XXS and 256
+    enum { IQ2_XXS = 0, IQ2_XS = 256, IQ2_S = 768, IQ3_XXS = 0, IQ3_S = 256 }; // where each begins
     uint64_t iq2[1792];
     uint32_t iq1[2048], iq3[768];
     // Digit i of entry k of a string whose characters have four digits each, or two of base 8.
@@ -1560,13 +1560,13 @@ struct codebooks {
         }
     }
     constexpr codebooks() : iq2(), iq1(), iq3() {
-        put_iq2(XXS, ROCQ_CODEBOOK_IQ2_XXS, 256);
-        put_iq2(XS, ROCQ_CODEBOOK_IQ2_XS, 512);
-        put_iq2(S, ROCQ_CODEBOOK_IQ2_S, 1024);
+        put_iq2(IQ2_XXS, ROCQ_CODEBOOK_IQ2_XXS, 256);
+        put_iq2(IQ2_XS, ROCQ_CODEBOOK_IQ2_XS, 512);
+        put_iq2(IQ2_S, ROCQ_CODEBOOK_IQ2_S, 1024);
         put_iq1(0, ROCQ_CODEBOOK_IQ1_LOW);
         put_iq1(1024, ROCQ_CODEBOOK_IQ1_HIGH);
-        put_iq3(XXS, ROCQ_CODEBOOK_IQ3_XXS, 256, 8, 4);
-        put_iq3(256, ROCQ_CODEBOOK_IQ3_S, 512, 2, 1);
+        put_iq3(IQ3_XXS, ROCQ_CODEBOOK_IQ3_XXS, 256, 8, 4);
+        put_iq3(IQ3_S, ROCQ_CODEBOOK_IQ3_S, 512, 2, 1);
     }
 };
 CONSTANT codebooks codebook_table = codebooks();
@@ -1747,7 +1747,7 @@ template <int F> DEV void read_codes(const raw<F> &r, uint32_t u, uint32_t q[8])
             for (int h = 0; h < 2; h++) {
                 const int i = 2 * l + h;
                 uint32_t k = r.w[i >> 2] >> 8 * (i & 3) & 255;
-                k += xxs ? 0 : 256 + ((r.w[3] >> i & 1) << 8);
+                k += xxs ? codebooks::IQ3_XXS : codebooks::IQ3_S + ((r.w[3] >> i & 1) << 8);
                 q[i] = signed_levels(codebook_table.iq3[k], h ? negative.y : negative.x);
             }
         }
@@ -1767,13 +1767,14 @@ template <int F> DEV void read_codes(const raw<F> &r, uint32_t u, uint32_t q[8])
             uint32_t k = r.w[0] >> 8 * l & 255;
             u32x2 negative;
             if (format == ROCQ_IQ2_XXS) {
+                k += codebooks::IQ2_XXS;
                 negative = spread_even_signs(r.w[1] >> 7 * l);
             } else if (format == ROCQ_IQ2_XS) {
                 k = r.w[l >> 1] >> 16 * (l & 1);
                 negative = spread_even_signs(k >> 9);
-                k = codebooks::XS + (k & 511);
+                k = codebooks::IQ2_XS + (k & 511);
             } else {
-                k = codebooks::S + (k | (r.w[2] >> 2 * l & 3) << 8);
+                k = codebooks::IQ2_S + (k | (r.w[2] >> 2 * l & 3) << 8);
                 negative = spread_signs(r.w[1] >> 8 * l);
             }
             const uint64_t levels = codebook_table.iq2[k];
