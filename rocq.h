@@ -275,8 +275,9 @@
    checks that a replay is right, since some releases of the HIP runtime are reported to replay with
    stale data. A graph whose replay differs is run op by op from then on, as rocq_stats,
    rocq_get_info and the log say. examples/llama.h records and warms its step. Ops of one token may
-   share a launch of a GPU: a norm and the product of its result, rope_append and attention, two
-   norms, a norm with the products of its result that rocq_route chooses by and that choice.
+   share a launch of a GPU: a norm and the product of its result, an adapter's first product and
+   those that add its second, rope_append and attention, two norms, a norm with the products of its
+   result that rocq_route chooses by and that choice.
 
    rocq_graph_launch_for runs a step in slices of so many microseconds, one in each frame of a game,
    with the bits of the whole: on the CPU it returns between two ops once the time is over, on a GPU
@@ -2968,12 +2969,12 @@ typedef struct rocq_k_lora {
 } rocq_k_lora;
 
 // y[m, c] for n <= ROCQ_K_FEW columns c. k_waves waves share a row group, each with its part of K.
-//   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; f32 with block formats has _n1 and _n8;
-//             int8_mixed, int8_low: n = 1; row_NAME: int8 with n = 1, whose blocks norm x and make
-//             Q8_0 of it
+//   kernel    the _n1 _n2 _n4 _n8 of the least size >= n; int8_read and f32 with block formats
+//             have _n1 and _n8; int8_mixed, int8_low: n = 1; row_NAME: int8 with n = 1, whose
+//             blocks norm x and make Q8_0 of it
 //   grid      blocks of ROCQ_K_MATVEC_WAVES waves. A block has R = 32 / k_waves rows of a product;
 //             product i has (m + R - 1) / R blocks, the first of which is block_begin[i]
-//   products  same x, k and n; one format but for _mixed and _low; w2 has w's format, shape and
+//   products  same x, k and n; one format but for mixed, low and read; w2 has w's format, shape and
 //             place
 //   int8      k a multiple of the block of w's format; w, w2 and x planar, aligned to 16 bytes
 //   row       x and row.weight F32 [K], aligned to 16 bytes, K up to ROCQ_K_MATVEC_ROW_K

@@ -1103,7 +1103,8 @@ template <int F> DEV constexpr bool is_plain() {
 
 // The formats that are only read (ROCQ_K_READ_FORMATS) are one F here, READ: their kernels are told
 // which it is by an argument, the same for all lanes. Where a format is known to the compiler, F is
-// that format itself (is_read); a matvec's kernel with F = READ branches to these (matvec_block).
+// that format itself (is_read): the INT8 kernels of a matvec and of experts branch to code for each
+// (matvec_share).
 enum { READ = ROCQ_K_ID_read };
 template <int F> DEV constexpr bool is_read() {
 #define ROCQ_X(X, f) F == ROCQ_K_ID_##f ||
@@ -1551,6 +1552,7 @@ struct codebooks {
             }
         }
     }
+    // The eight levels are at one distance, but that of IQ3_XXS's last is 62, not 60.
     constexpr void put_iq3(int at, const char *text, int n, uint32_t per_digit, uint32_t first) {
         for (int k = 0; k < n; k++) {
             for (int i = 0; i < 4; i++) {
@@ -1596,10 +1598,9 @@ DEV uint32_t digits_3(uint32_t b, uint32_t n) {
     return (even * 3 >> 8 & 0x00030003u) | (odd * 3 & 0x03000300u);
 }
 
-
 // Only loads: what was loaded is used after other loads have been issued. The unit is unit u of the
-// block at blocks + at. Of 32 bits, at and what depends on u are added first: then an address is a
-// scalar base, one 32-bit offset and a constant.
+// block at blocks + at. at and what depends on u are added before the address: then, if I has 32
+// bits, an address is a scalar base, one 32-bit offset and a constant.
 template <int F, typename I>
 DEV raw<F> load_read_unit(const char *blocks, I at, uint32_t u, int32_t format) {
     raw<F> r = {};
@@ -2737,8 +2738,8 @@ DEV void matvec_int8_sums(const rocq_k_matvec_args &a, const void *w, int64_t n_
     for (; at < work.count; at += work.step) {
         next = at + work.step < last ? at + work.step : last;
         matvec_unit<F> u[ROWS];
-        // Decoded ahead of the columns: in their loop, clang 19 does not unroll it, and keeps u in
-        // memory.
+        // Formats that are only read are decoded ahead of the loop over columns: with that inside
+        // it, clang 19 does not unroll the loop and keeps u in memory.
         enum { AHEAD = is_read<F>() && N > 1 };
         if constexpr (AHEAD) {
 #pragma unroll
@@ -3099,15 +3100,6 @@ DEV void matvec_put_q8_0(const rocq_k_matvec_args &a, const matvec_tail &t, int 
     }
 }
 
-// What a block does. F: the format of all products, or MATVEC_MIXED where each product has its own,
-// or READ where that is one of those that are only read.
-//
-// When a launch begins its args are in no cache, so every load that depends on another one costs a
-// trip to memory. On gfx11 they are therefore loaded in as few dependent steps as possible: first
-// the fields before a.product together with product 0, then, if the block belongs to another
-// product, that one. y_format and activation are read along only to bring their cache lines, which
-// hold what the epilogue needs, into the scalar cache before the loop ends. On NVIDIA args are in
-// constant memory, which needs none of this, and nvcc reloads fields to save registers.
 // A prefetch for the time in which the block makes x: loads a word of the first unit that the lane
 // takes of each of its rows, which brings the lines of the rows' widest plane into the caches.
 template <int F>
@@ -3146,7 +3138,9 @@ DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
 // Each block in its turn adds to a counter, so much that all together add 1 << 32, that is 0:
 // n_blocks others 1 each; blocks of product 0 1 << 20 each, but block 0 what is missing. What the
 // counter still lacks, ~counter + 1, is 1 to n_blocks from when all of product 0 is stored until
-// the last of the others has added its 1; before that it is more, or 0.
+// the last of the others has added its 1; before that it is more, or 0. For this
+// the host sees to it that n_blocks is below 1 << 20, and that product 0 has 1 << 10 blocks at most
+// (ROCQ__LOW_ROWS, ROCQ__LOW_RANKS).
 enum { MATVEC_LOOKS = 4096 }; // for some milliseconds
 DEV bool matvec_low_wait(const rocq_k_matvec_args &a) {
     const uint32_t *const counter = a.low.counter, n_blocks = a.low.n_blocks;
@@ -3197,6 +3191,15 @@ DEV void matvec_low_touch(const rocq_k_matvec_args &a, int product, int row, uin
     }
 }
 
+// What a block does. F: the format of all products, or MATVEC_MIXED where each product has its own,
+// or READ where that is one of those that are only read.
+//
+// When a launch begins its args are in no cache, so every load that depends on another one costs a
+// trip to memory. On gfx11 they are therefore loaded in as few dependent steps as possible: first
+// the fields before a.product together with product 0, then, if the block belongs to another
+// product, that one. y_format and activation are read along only to bring their cache lines, which
+// hold what the epilogue needs, into the scalar cache before the loop ends. On NVIDIA args are in
+// constant memory, which needs none of this, and nvcc reloads fields to save registers.
 template <int F, int N, bool INT8, bool ROW = false, bool LOW = false>
 DEV void matvec_block(const rocq_k_matvec_args &a) {
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
