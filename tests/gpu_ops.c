@@ -2273,7 +2273,7 @@ static void joined_check(joined *j, box *const *out, int n_out, int n_launches, 
         const int64_t launched = gpu->stats.n_launches;
         if (pass == 0) assert_int_equal(rocq_graph_launch(gpu, graph), ROCQ_OK);
         else joined_run(j, what);
-        if (graph->refused) fail_msg("%s: a replay of the graph differs from its ops", what);
+        if (graph->refused) fail_msg("%s: refused: %s", what, gpu->gpu->replay);
         if (pass == 0 && graph->captured && gpu->stats.n_launches - launched != n_launches) {
             fail_msg("%s: %d launches, not %d", what, (int)(gpu->stats.n_launches - launched),
                      n_launches);
