@@ -378,12 +378,13 @@ DEV void wmma(frag_c &c, const frag &a, const frag_b &b) {
     }
 }
 // Four waves multiply straight from LDS, where tiles are in chunks of K as for frag_lane: c += a b
-// with 64 rows of a, of which wave w has 16 w to 16 w + 15, and 128 columns of b, over 16 k.
+// with 64 rows of a, of which wave w has 16 w to 16 w + 15, and 16 N columns of b, over 16 k.
 // a_chunk, b_chunk and b_eight are as there, in units of 8 halves; a's rows are without gaps. The
-// products of a batch are begun together, after a barrier of the block behind lds_written, and c is
-// not to be touched before wmma_lds_end. The names of the instructions are Hopper's.
-// wmma_tile: the same of 64 rows of a and N columns of b over r 16 s to 16 s + 15 of tiles of 64 r,
-// c[row][col] += sum of a(row, r) b(col, r). A tile is lines of 128 bytes: the 64 r of a row, or
+// products between wmma_lds_begin and wmma_lds_end, a batch, are begun together, after a barrier of
+// all four waves behind lds_written, and run on behind wmma_lds_end: until wmma_lds_wait c is not
+// to be touched, nor what they read to be written. The names of the instructions are Hopper's.
+// wmma_tile: the same of 64 rows of a and 16 N columns of b over r 16 s to 16 s + 15 of tiles of 64
+// r, c[row][col] += sum of a(row, r) b(col, r). A tile is lines of 128 bytes: the 64 r of a row, or
 // where it is transposed, 64 rows at one r, for each r, then for the next 64 rows. The eight
 // vectors of a line are swizzled, vector v to v ^ line % 8, against bank conflicts. Tiles are
 // aligned to 1024 bytes. wmma_lds_wait<LEFT> waits for all batches but the last LEFT.
@@ -8390,7 +8391,7 @@ ROCQ_K_CONV_TILES(ROCQ_X, )
 // conv where the matrix unit reads both operands from LDS (WMMA_TILES): x is F16, of whole vectors
 // of 8 channels, without norm, activation and scale, and a patch has a halo. Elsewhere these
 // kernels are empty, and no launch has them. The order of the sums is that of conv. LDS, which a
-// launch asks for: ROCQ_K_CONV_LDS_BYTES of a kernel.
+// launch asks for: ROCQ_K_CONV_LDS_64_BYTES, ROCQ_K_CONV_LDS_128_BYTES.
 //
 // Sums of a group of four waves, 64 channels by 64 positions at a time, lie in LDS by positions,
 // CONV_LDS_STRIDE floats apart. Four positions of eight channels are a thread's: own is its index
