@@ -73,6 +73,8 @@
 //     values    name, value, unit, verified: what is no time of a run
 //     failed    name, why: could not run, or wrong. Not timed
 //     skipped   name, why
+//     later     of a baseline of which parts were renewed by hand, else absent: for each part the
+//               commit, the time ("" if unknown), and cases, what the names of its cases begin with
 // A number that is not finite is null.
 
 #ifndef BENCH_H
