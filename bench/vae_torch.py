@@ -31,7 +31,6 @@ o = p.parse_args()
 gpu = o.device == "cuda"
 if o.threads:
     torch.set_num_threads(o.threads)
-torch.manual_seed(1)
 torch.backends.cudnn.benchmark = True
 dtype = torch.float16 if gpu else torch.float32
 weights, models, compiled, convs = {}, {}, {}, {}
@@ -56,6 +55,7 @@ class Kl(vae.Kl):
 
 
 def make(name):
+    torch.manual_seed(1)  # the same weights whatever else is measured
     made = {"sdxl": lambda: vae.kl_weights(128, (1, 2, 4, 4), 2, 4, True, False),
             "taesd": lambda: {k: t for k, t in vae.taesd_weights(64, 4, 3).items()
                               if "decoder" in k},
