@@ -22,6 +22,8 @@
 //     not count: on the GPU the store may still be under way behind them
 //   - misaligned global accesses. Global bounds are AddressSanitizer's, since every buffer is a
 //     block of malloc; so are LDS accesses that go around lget and lput
+// Asynchronous copies and the matrix unit's products from LDS are done as late as a kernel allows,
+// so that a missing wait or barrier shows in the results, or as a race.
 // Races and errors of LDS are counted and the launch goes on; the others end it. Of each place the
 // first is told. SIMT_PROFILE=1 in the environment lists, at exit, launches and time by kernel.
 //
@@ -43,6 +45,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <vector>
 
 #if !defined(__clang__) || !defined(__x86_64__) || !defined(__linux__)
 #error "the stand-in is for clang on x86-64 Linux"
@@ -1092,9 +1095,47 @@ DEV frag_b frag_load_lane_b(const f16 *tile, int chunk, SIMT_LINE) {
 }
 enum { WMMA_LDS = 0, WMMA_TILES = 1, COPIES_ASYNC = 0 };
 DEV void lds_written() {}
+// Products of the matrix unit from LDS, and copies to it, are done as late as they may be: where
+// the thread waits for them. What products read must be there from their beginning and stay there,
+// and until a copy is waited for, there are NaNs in its place.
+struct simt_product {
+    void (*compute)(const simt_product &);
+    void *c;
+    const f16 *a, *b;
+    int by[3], line;
+    uint32_t batch;
+};
+struct simt_copy {
+    u32x4 *to, value;
+    int line;
+    uint32_t group;
+};
+struct simt_pending {
+    uint32_t block, batch, group; // whose these are, and how many batches and groups it closed
+    std::vector<simt_product> products;
+    std::vector<simt_copy> copies;
+};
+inline simt_pending simt_all_pending[SIMT_MAX_THREADS];
+inline simt_pending &simt_own_pending() {
+    simt_pending &own = simt_all_pending[simt.now];
+    if (own.block == simt.block_serial) return own;
+    own.block = simt.block_serial;
+    own.batch = own.group = 0;
+    own.products.clear();
+    own.copies.clear();
+    return own;
+}
 DEV void wmma_lds_begin() {}
-DEV void wmma_lds_end() {}
-template <int = 0> DEV void wmma_lds_wait() {}
+DEV void wmma_lds_end() { simt_own_pending().batch++; }
+template <int LEFT = 0> DEV void wmma_lds_wait() {
+    simt_pending &own = simt_own_pending();
+    size_t n = 0;
+    while (n < own.products.size() && own.products[n].batch + LEFT < own.batch) {
+        own.products[n].compute(own.products[n]);
+        n++;
+    }
+    own.products.erase(own.products.begin(), own.products.begin() + (ptrdiff_t)n);
+}
 // The lanes of a wave share the checks of what it reads; then each computes without them.
 template <int N>
 SIMT_UNCHECKED inline void simt_chunks(frag_c (&c)[N], const f16 *a, int a_chunk, const f16 *b,
@@ -1112,17 +1153,27 @@ SIMT_UNCHECKED inline void simt_chunks(frag_c (&c)[N], const f16 *a, int a_chunk
         }
     }
 }
-template <int N>
-DEV void wmma_lds(frag_c (&c)[N], const f16 *a, int a_chunk, const f16 *b, int b_chunk,
-                  int b_eight, SIMT_LINE) {
+template <int N> DEV void simt_chunks_check(const simt_product &p) {
+    const int a_chunk = p.by[0], b_chunk = p.by[1], b_eight = p.by[2];
     for (int i = (int)(thread_index() & 31); i < 128; i += 32) { // vectors of a
-        lget((const u32x4 *)a + i / 64 * a_chunk + i % 64, line);
+        lget((const u32x4 *)p.a + i / 64 * a_chunk + i % 64, p.line);
     }
     for (int i = (int)(thread_index() & 31); i < 32 * N; i += 32) { // and of b
         const int col = i % (16 * N);
-        lget((const u32x4 *)b + i / (16 * N) * b_chunk + col / 8 * b_eight + col % 8, line);
+        lget((const u32x4 *)p.b + i / (16 * N) * b_chunk + col / 8 * b_eight + col % 8, p.line);
     }
-    simt_chunks(c, a, a_chunk, b, b_chunk, b_eight);
+}
+template <int N>
+DEV void wmma_lds(frag_c (&c)[N], const f16 *a, int a_chunk, const f16 *b, int b_chunk,
+                  int b_eight, SIMT_LINE) {
+    simt_pending &own = simt_own_pending();
+    own.products.push_back({[](const simt_product &p) {
+                                simt_chunks_check<N>(p);
+                                simt_chunks(*(frag_c(*)[N])p.c, p.a, p.by[0], p.b, p.by[1],
+                                            p.by[2]);
+                            },
+                            &c, a, b, {a_chunk, b_chunk, b_eight}, line, own.batch});
+    simt_chunks_check<N>(own.products.back());
 }
 DEV int simt_tile_at(bool turned, int row, int r) {
     const int own = turned ? row / 64 * 64 + r : row, at = turned ? row % 64 : r;
@@ -1147,25 +1198,48 @@ SIMT_UNCHECKED inline void simt_tile(frag_c (&c)[N], const f16 *a, const f16 *b,
         }
     }
 }
+template <bool A_TURNED, bool B_TURNED, int N> DEV void simt_tiles_check(const simt_product &p) {
+    simt_tile_check(p.a, A_TURNED, 64, p.by[0], p.line);
+    simt_tile_check(p.b, B_TURNED, 16 * N, p.by[0], p.line);
+}
 template <bool A_TURNED, bool B_TURNED, int N>
 DEV void wmma_tile(frag_c (&c)[N], const f16 *a, const f16 *b, int s, SIMT_LINE) {
-    simt_tile_check(a, A_TURNED, 64, s, line);
-    simt_tile_check(b, B_TURNED, 16 * N, s, line);
-    simt_tile<A_TURNED, B_TURNED>(c, a, b, s);
+    simt_pending &own = simt_own_pending();
+    own.products.push_back({[](const simt_product &p) {
+                                simt_tiles_check<A_TURNED, B_TURNED, N>(p);
+                                simt_tile<A_TURNED, B_TURNED>(*(frag_c(*)[N])p.c, p.a, p.b,
+                                                              p.by[0]);
+                            },
+                            &c, a, b, {s, 0, 0}, line, own.batch});
+    simt_tiles_check<A_TURNED, B_TURNED, N>(own.products.back());
+}
+DEV void simt_copy_begins(u32x4 *to, const u32x4 &value, int line) {
+    const u32x4 nans = {~0u, ~0u, ~0u, ~0u};
+    simt_pending &own = simt_own_pending();
+    own.copies.push_back({to, value, line, own.group});
+    lput(to, nans, line);
 }
 DEV void copy_async_part(u32x4 *to, const u32x4 *from, int bytes, SIMT_LINE) {
     u32x4 v = {0, 0, 0, 0};
     for (int i = 0; i < bytes / 2; i++) {
         v[i / 2] |= (uint32_t)gload((const uint16_t *)from + i, line) << i % 2 * 16;
     }
-    lput(to, v, line);
+    simt_copy_begins(to, v, line);
 }
 DEV void copy_async(u32x4 *to, const u32x4 *from, bool live, SIMT_LINE) {
     const u32x4 zeros = {0, 0, 0, 0};
-    lput(to, live ? gload(from, line) : zeros, line);
+    simt_copy_begins(to, live ? gload(from, line) : zeros, line);
 }
-DEV void copies_close() {}
-template <int> DEV void copies_wait() {}
+DEV void copies_close() { simt_own_pending().group++; }
+template <int LEFT> DEV void copies_wait() {
+    simt_pending &own = simt_own_pending();
+    size_t n = 0;
+    while (n < own.copies.size() && own.copies[n].group + LEFT < own.group) {
+        lput(own.copies[n].to, own.copies[n].value, own.copies[n].line);
+        n++;
+    }
+    own.copies.erase(own.copies.begin(), own.copies.begin() + (ptrdiff_t)n);
+}
 DEV frag_i8 frag_i8_load(const int8_t *tile, int stride, SIMT_LINE) {
     const u32x4 row = lget((const u32x4 *)(tile + (int)(thread_index() & 15) * stride), line);
     return __builtin_bit_cast(frag_i8, row);
