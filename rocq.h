@@ -2998,7 +2998,8 @@ typedef struct rocq_k_matvec_args {
     int32_t k, n;
     int32_t k_shift;    // k_waves = 1 << k_shift: 1, 2, 4 or 8
     int32_t k_step;     // ROCQ_K_WAVE k_waves: a lane takes each k_step-th unit of a row (planar)
-                        // or each k_step-th 16 bytes or element (plain)
+                        // or each k_step-th 16 bytes or element (plain). With low that of product
+                        // 0, which then has k_waves of its own; k_shift is of the others
     uint32_t block_begin[ROCQ_K_MATVEC_PRODUCTS]; // first block of each product, of the first one
                                                   // 0, and UINT32_MAX where there is none
     rocq_k_matvec_product product[ROCQ_K_MATVEC_PRODUCTS];
@@ -3012,7 +3013,6 @@ typedef struct rocq_k_matvec_args {
     struct {
         uint32_t *counter;   // 0 before and after
         uint32_t n_blocks;   // of the products behind product 0, which has block_begin[1] blocks
-        int32_t k_shift;     // of product 0; that above is of the others
     } low;
 } rocq_k_matvec_args;
 
@@ -18908,10 +18908,10 @@ static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t
         product->format = (int32_t)w->format;
     }
     args->k_shift = rocq__matvec_shift(job, g + low, n_products - low, x);
-    args->k_step = ROCQ_K_WAVE << args->k_shift;
-    if (low) args->low.k_shift = rocq__matvec_shift(job, g, 1, x);
+    const int32_t low_shift = low ? rocq__matvec_shift(job, g, 1, x) : args->k_shift;
+    args->k_step = ROCQ_K_WAVE << low_shift;
     for (int32_t i = 0; i < ROCQ_K_MATVEC_PRODUCTS; i++) {
-        const int32_t k_shift = low && i == 0 ? args->low.k_shift : args->k_shift;
+        const int32_t k_shift = i == 0 ? low_shift : args->k_shift;
         const int64_t block_rows = ROCQ_K_MATVEC_ROWS * ROCQ_K_MATVEC_WAVES >> k_shift;
         args->block_begin[i] = i < n_products ? (uint32_t)blocks : UINT32_MAX;
         if (i < n_products) blocks += (g[i].w.ne[1] + block_rows - 1) / block_rows;

@@ -3004,7 +3004,11 @@ DEV void matvec_tail_lora(const rocq_k_matvec_args &a, int product, int row, mat
     t.lora[0] = matvec_lora(a.lora[product][0], row, t.c);
     t.lora[1] = matvec_lora(a.lora[product][1], row, t.c);
 }
-// With LOW, what adapters add is left to matvec_tail_lora, and product 0 has a k_shift of its own.
+// k_shift of a product: with LOW product 0 has one of its own, which follows from k_step.
+template <bool LOW> DEV int matvec_k_shift(const rocq_k_matvec_args &a, int product) {
+    return LOW && product == 0 ? __ffs(a.k_step / ROCQ_K_WAVE) - 1 : a.k_shift;
+}
+// With LOW, what adapters add is left to matvec_tail_lora.
 template <bool LOW>
 DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int first_row) {
     const rocq_k_matvec_args &a = reread(a0);
@@ -3016,7 +3020,7 @@ DEV matvec_tail matvec_tail_of(const rocq_k_matvec_args &a0, int product, int fi
     const void *w2 = p.weights.w2;
     matvec_tail t;
     t.m = p.weights.m;
-    t.k_shift = LOW && product == 0 ? a.low.k_shift : a.k_shift;
+    t.k_shift = matvec_k_shift<LOW>(a, product);
     t.y = (char *)p.y;
     t.y_stride = p.y_stride;
     t.y_format = p.y_format;
@@ -3164,7 +3168,7 @@ DEV void matvec_low_help(const rocq_k_matvec_args &a0, int wave, const u32x4 *ro
     enum { ROWS = ROCQ_K_MATVEC_ROWS };
     const rocq_k_matvec_args &a = reread(a0);
     const rocq_k_matvec_weights &p = a.product[0].weights;
-    const int k_shift = a.low.k_shift;
+    const int k_shift = matvec_k_shift<true>(a, 0);
 #pragma unroll 1
     for (int first = 0; first < p.m; first += ROWS * ROCQ_K_MATVEC_WAVES >> k_shift) {
         const int row = first + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
@@ -3220,8 +3224,8 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
     static_assert(ROCQ_K_MATVEC_PRODUCTS == 4, "four beginnings");
     block = read_together(block, a.block_begin[0], a.block_begin[1], a.block_begin[2],
                           a.block_begin[3], a.x, a.x_units, a.x_column0, a.x_stride, a.k, a.n,
-                          a.k_shift, LOW ? a.low.k_shift : a.k_step, p.w, p.w2, p.n_units, p.row0,
-                          p.m, p.format, a.product[0].y_format, a.product[0].activation);
+                          a.k_shift, a.k_step, p.w, p.w2, p.n_units, p.row0, p.m, p.format,
+                          a.product[0].y_format, a.product[0].activation);
     block += block_index();
 #pragma unroll
     for (int i = 1; i < ROCQ_K_MATVEC_PRODUCTS; i++) {
@@ -3234,13 +3238,13 @@ DEV void matvec_block(const rocq_k_matvec_args &a) {
         read_together(own.y_format, own.activation, p.w, p.w2, p.n_units, p.row0, p.m, p.format);
     }
 #endif
+    if ((ROW || LOW) && a.k == 0) return;
     const int wave = wave_read(wave_index(), 0); // known to be uniform: row addresses are scalar
-    const int k_shift = LOW && product == 0 ? a.low.k_shift : a.k_shift;
+    const int k_shift = matvec_k_shift<LOW>(a, product);
     const int k_step = LOW ? ROCQ_K_WAVE << k_shift : a.k_step;
     const int first_row = (int)(block - begin) * (ROWS * ROCQ_K_MATVEC_WAVES >> k_shift);
     const int row = first_row + (wave >> k_shift) * ROWS, k_wave = wave & ((1 << k_shift) - 1);
     float *out = sums + wave * ROWS * N;
-    if ((ROW || LOW) && a.k == 0) return;
     if constexpr (ROW) {
         if (a.k > 2048) matvec_row<F, 4>(a, p, row, k_wave, block == 0, row_x, row_work);
         else if (a.k > 1024) matvec_row<F, 2>(a, p, row, k_wave, block == 0, row_x, row_work);
@@ -3412,8 +3416,11 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
                     one.x_column0 = (int64_t)token * a.x_slots + (a.x_slots == 1 ? 0 : slot);
                     one.k = a.k;
                     one.n = 1;
-                    matvec_share<F, 1, INT8, false>(one, p, row, sums_up ? 0 : part, a.k_step, 0,
-                                                    out + pass * WAVES * ROWS);
+                    // Else the offsets of the rows in each of the read formats are computed before
+                    // both loops, and 32 scalar registers spill.
+                    const int own_row = F == READ ? recomputed_scalar(row) : row;
+                    matvec_share<F, 1, INT8, false>(one, p, own_row, sums_up ? 0 : part, a.k_step,
+                                                    0, out + pass * WAVES * ROWS);
                 }
             }
             if (!sums_up) break;
