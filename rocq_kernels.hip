@@ -3416,8 +3416,9 @@ template <int F, bool INT8> DEV void experts_block(const rocq_k_experts_args &a0
                     one.x_column0 = (int64_t)token * a.x_slots + (a.x_slots == 1 ? 0 : slot);
                     one.k = a.k;
                     one.n = 1;
-                    // Else the offsets of the rows in each of the read formats are computed before
-                    // both loops, and 32 scalar registers spill.
+                    // READ has code for ten formats, each with its own offsets of the four rows.
+                    // Those follow from row alone, so the compiler would compute all of them ahead
+                    // of both loops and spill 32 scalar registers; hiding row's value prevents it.
                     const int own_row = F == READ ? recomputed_scalar(row) : row;
                     matvec_share<F, 1, INT8, false>(one, p, own_row, sums_up ? 0 : part, a.k_step,
                                                     0, out + pass * WAVES * ROWS);
