@@ -1395,8 +1395,8 @@ typedef struct rocq_shortconv_params {
     const rocq_tensor *w;     // F32 [L, D]; w[L - 1, .] is the token's own
     const rocq_tensor *state; // F32 [D, S, n_seqs], read and written, S >= L - 1
     const rocq_tensor *pos;   // I32 [n_seqs]: of each sequence's first token, >= 0 (E_BOUNDS
-                              // otherwise, on a GPU at the next rocq_sync, with y and state as
-                              // they were)
+                              // otherwise, before anything is written; on a GPU at the next
+                              // rocq_sync, and the other sequences are computed)
     rocq_activation activation;
 } rocq_shortconv_params;
 
@@ -1422,8 +1422,8 @@ typedef struct rocq_delta_net_params {
     const rocq_tensor *a;     // F32 [H], not positive in models
     const rocq_tensor *dt;    // F32 [H]
     const rocq_tensor *slot;  // I32 [2, n_seqs]: what is read, -1 being zeros, and what is written
-                              // (E_BOUNDS beyond the slots, on a GPU at the next rocq_sync, with y
-                              // and state as they were)
+                              // (E_BOUNDS beyond the slots, before anything is written; on a GPU
+                              // at the next rocq_sync, and the other sequences are computed)
     float eps;
 } rocq_delta_net_params;
 
@@ -8971,17 +8971,17 @@ static inline float rocq__f16_at(const void *p) {
 }
 
 #if ROCQ__HAS_V8
-// 8 parts elements of a row from element i on, in one of the formats of KV caches. i is a multiple
-// of that, and parts is 2 or 4.
-ROCQ__V8 void rocq__v8_load_part(const rocq_format format, const int parts, rocq__v8 *v,
-                                 const void *row, int64_t i) {
+// 2 or 4 vectors of a row from element i on, a multiple of as many elements. format is one of those
+// of KV caches.
+ROCQ__V8 void rocq__v8_load_row(const rocq_format format, const int n_vectors, rocq__v8 *v,
+                                const void *row, int64_t i) {
     const unsigned char *at = (const unsigned char *)row;
     rocq__v8 scale = rocq__v8_set1(0.0f);
     if (format == ROCQ_Q8_0) scale = rocq__v8_set1_f16(at += i / 32 * 34);
     if (format == ROCQ_Q4_0) scale = rocq__v8_set1_f16(at += i / 32 * 18);
     const bool upper = i % 32 >= 16;
     ROCQ__UNROLL
-    for (int g = 0; g < parts; g++) {
+    for (int g = 0; g < n_vectors; g++) {
         switch (format) {
         case ROCQ_F32: v[g] = rocq__v8_load((const float *)row + i + 8 * g); break;
         case ROCQ_F16: v[g] = rocq__v8_from_f16(at + 2 * (i + 8 * g)); break;
@@ -8990,8 +8990,8 @@ ROCQ__V8 void rocq__v8_load_part(const rocq_format format, const int parts, rocq
             v[g] = rocq__v8_mul(scale, rocq__v8_from_i8(at + 2 + i % 32 + 8 * g));
             break;
         default:
-            v[g] = rocq__v8_mul(
-                scale, rocq__v8_from_4bit(at + 2 + 8 * (g % 2), parts == 4 ? g > 1 : upper));
+            v[g] = rocq__v8_mul(scale, rocq__v8_from_4bit(at + 2 + 8 * (g % 2),
+                                                          n_vectors == 4 ? g > 1 : upper));
         }
     }
 }
@@ -11498,14 +11498,9 @@ ROCQ__WIDE void rocq__pack_avx512(rocq__mm_pair *pair, const rocq__mm_rows *rows
                                   rocq__fill_avx512 fill, const rocq__codec *codec) {
     const int64_t bytes = codec->info.block_bytes;
     for (int64_t b = 0; b < rows->n_blocks; b++) {
-        const unsigned char *row = rows->at[0] + b * bytes;
-        // A small block before this one may have prefetched the same cache line.
-        const bool fetched = bytes <= 64 && (b * bytes & 63) >= bytes;
-        for (int64_t r = 0; !fetched && r < ROCQ__MM_PAIR; r++) {
-            const unsigned char *at = row + r * rows->stride;
-            for (int64_t i = 0; i < bytes; i += 64) ROCQ__FETCH(at + i, rows->ahead);
-        }
-        fill(pair, b * (codec->info.block_elems / codec->group), row, rows->stride);
+        rocq__fetch_block_avx2(rows, b * bytes + rows->ahead, bytes, ROCQ__MM_PAIR);
+        fill(pair, b * (codec->info.block_elems / codec->group), rows->at[0] + b * bytes,
+             rows->stride);
     }
 }
 #undef ROCQ__WIDE
@@ -12452,10 +12447,10 @@ static ROCQ__SIMD float rocq__max_simd(const float *x, int64_t n) {
     rocq__v8 lane = rocq__v8_set1(-INFINITY);
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) lane = rocq__v8_max(rocq__v8_load(x + i), lane); // NaN: keeps lane
-    float part[8];
-    rocq__v8_store(part, lane);
+    float lanes[8];
+    rocq__v8_store(lanes, lane);
     ROCQ__END_SIMD();
-    return ROCQ__MAX(rocq__max_scalar(part, 8), rocq__max_scalar(x + i, n - i));
+    return ROCQ__MAX(rocq__max_scalar(lanes, 8), rocq__max_scalar(x + i, n - i));
 }
 
 #endif
@@ -12646,7 +12641,7 @@ ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *
             ROCQ__UNROLL
             for (int j = 0; j < step; j++) {
                 rocq__v8 key[4];
-                rocq__v8_load_part(format, 4, key, k[first + j], i);
+                rocq__v8_load_row(format, 4, key, k[first + j], i);
                 ROCQ__UNROLL
                 for (int r = 0; r < rows; r++) {
                     rocq__v8 one = sum[r * step + j];
@@ -12671,29 +12666,29 @@ ROCQ__V8 void rocq__dots(const rocq_format format, const int rows, const float *
 ROCQ__V8 void rocq__values(const rocq_format format, const int rows, float *const *acc,
                            const float *keep, const void *const *v, const float *const *weight,
                            int64_t n_keys, int64_t n) {
-    const int n_parts = 8 / rows;
-    for (int64_t i = 0; i < n; i += 8 * n_parts) {
-        rocq__v8 a[8]; // [rows][n_parts]
+    const int n_vectors = 8 / rows;
+    for (int64_t i = 0; i < n; i += 8 * n_vectors) {
+        rocq__v8 a[8]; // [rows][n_vectors]
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
-            const int r = l / n_parts, part = l % n_parts;
-            a[l] = rocq__v8_mul(rocq__v8_set1(keep[r]), rocq__v8_load(acc[r] + i + 8 * part));
+            const int r = l / n_vectors, at = 8 * (l % n_vectors);
+            a[l] = rocq__v8_mul(rocq__v8_set1(keep[r]), rocq__v8_load(acc[r] + i + at));
         }
         for (int64_t j = 0; j < n_keys; j++) {
             rocq__v8 value[4];
-            rocq__v8_load_part(format, n_parts, value, v[j], i);
+            rocq__v8_load_row(format, n_vectors, value, v[j], i);
             ROCQ__UNROLL
             for (int r = 0; r < rows; r++) {
                 const rocq__v8 w = rocq__v8_set1(weight[r][j]);
                 ROCQ__UNROLL
-                for (int l = 0; l < n_parts; l++) {
-                    a[r * n_parts + l] = rocq__v8_fma(w, value[l], a[r * n_parts + l]);
+                for (int l = 0; l < n_vectors; l++) {
+                    a[r * n_vectors + l] = rocq__v8_fma(w, value[l], a[r * n_vectors + l]);
                 }
             }
         }
         ROCQ__UNROLL
         for (int l = 0; l < 8; l++) {
-            rocq__v8_store(acc[l / n_parts] + i + 8 * (l % n_parts), a[l]);
+            rocq__v8_store(acc[l / n_vectors] + i + 8 * (l % n_vectors), a[l]);
         }
     }
 }
@@ -13775,8 +13770,8 @@ static ROCQ__SIMD void rocq__rotate_simd(float *y, const float *x, const float *
         const rocq__v8 own = rocq__v8_load(x + i);
         const rocq__v8 other = !neox ? rocq__v8_swap(own)
                                      : rocq__v8_load(x + (i < n / 2 ? i + n / 2 : i - n / 2));
-        const rocq__v8 part = rocq__v8_mul(own, rocq__v8_load(cosine + i));
-        rocq__v8_store(y + i, rocq__v8_fma(other, rocq__v8_load(sine + i), part));
+        const rocq__v8 straight = rocq__v8_mul(own, rocq__v8_load(cosine + i));
+        rocq__v8_store(y + i, rocq__v8_fma(other, rocq__v8_load(sine + i), straight));
     }
 }
 #endif
@@ -15127,16 +15122,16 @@ static rocq__conv_shape rocq__conv_shape_of(const rocq_conv_params *p) {
 
 // An implicit GEMM: a matrix product whose columns (what the kernel sees of z from each position of
 // y) are never stored. A task has a tile of y's positions: it computes the patch of z that the tile
-// sees once, and multiplies it with w, 16 channels of y (a panel) and a piece of K at a time. As c
-// is innermost, what one row of the convolution kernel sees is contiguous in the patch: a run of
-// K = C kw elements.
+// sees once, and multiplies it with w, 16 channels of y (a panel) and a segment of K at a time. As
+// c is innermost, what one row of the convolution kernel sees is contiguous in the patch: a run of
+// C kw elements of K.
 // A sum starts with the bias and takes its products in the order of K, one by one, also those with
 // the zeros around z: so neither the tile nor the thread changes a bit of it.
 
 enum {
     ROCQ__CONV_PANEL = 16,
     ROCQ__CONV_STRIP = 6,     // positions: with a panel, 12 of AVX2's 16 registers are sums
-    ROCQ__CONV_PIECE = 256,   // of K: 16 KiB of a panel, half of L1
+    ROCQ__CONV_SEGMENT = 256, // of K: 16 KiB of a panel, half of L1
     ROCQ__CONV_TILE_W = 24,   // most columns of a tile
     ROCQ__CONV_TILE = 384,    // most positions of a tile
     ROCQ__CONV_PATCH = 65536  // most floats of a patch, if the tile has over four strips: 256 KiB,
@@ -15149,7 +15144,7 @@ typedef struct rocq__conv_tiles {
     int64_t patch_w, patch_h;
     int64_t pitch;        // floats from one row of the patch to the next
     int64_t n_panels;
-    int64_t n_parts;      // tasks that share a tile: each has some of the panels
+    int64_t n_shares;     // tasks that share a tile: each has some of the panels
     int64_t patch, sums;  // floats
 } rocq__conv_tiles;
 
@@ -15174,7 +15169,7 @@ static rocq__conv_tiles rocq__conv_tiles_of(const rocq_tensor *y, const rocq__co
     }
     t.n_panels = (s->m + ROCQ__CONV_PANEL - 1) / ROCQ__CONV_PANEL;
     const int64_t n_tiles = t.n_x * t.n_y * y->ne[3];
-    t.n_parts = ROCQ__MIN(t.n_panels, (4 * n_threads + n_tiles - 1) / n_tiles);
+    t.n_shares = ROCQ__MIN(t.n_panels, (4 * n_threads + n_tiles - 1) / n_tiles);
     t.sums = (t.w * t.h + ROCQ__CONV_STRIP) * ROCQ__CONV_PANEL;
     if (s->c > INT64_MAX / 2 / (t.patch_w * t.patch_h * s->kt + 512)) {
         t.pitch = t.patch = INT64_MAX;
@@ -15327,7 +15322,7 @@ static void rocq__conv_load_patch(const rocq__conv *a, float *patch, float *norm
     }
 }
 
-// A piece of K: n_rows runs of n elements, which lie pitch floats apart in the patch.
+// A segment of K: n_rows runs of n elements, which lie pitch floats apart in the patch.
 typedef struct rocq__conv_runs {
     const float *w; // [n_rows n][16]
     const float *z; // for the position at 0
@@ -15443,12 +15438,13 @@ typedef struct rocq__conv_tile {
 } rocq__conv_tile;
 
 // Adds the products of n_panels panels, 1 or 2, with the patch. A row of the convolution kernel
-// that is longer than a piece of K is cut into equal pieces; shorter ones share a piece.
+// that is longer than a segment of K is cut into equal segments; shorter ones share a segment.
 static void rocq__conv_panels(const rocq__conv *a, const rocq__conv_tile *t, float *sums,
                               const float *w, const float *patch, int64_t n_panels) {
     const rocq__conv_shape *s = &a->s;
-    const int64_t run = s->kw * s->c, most = ROCQ__CONV_PIECE;
-    const int64_t n_pieces = (run + most - 1) / most, piece = (run + n_pieces - 1) / n_pieces;
+    const int64_t run = s->kw * s->c, most = ROCQ__CONV_SEGMENT;
+    const int64_t n_segments = (run + most - 1) / most;
+    const int64_t segment = (run + n_segments - 1) / n_segments;
     const int64_t together = ROCQ__MAX(most / run, 1);
     rocq__conv_runs runs;
     runs.w = w;
@@ -15458,8 +15454,8 @@ static void rocq__conv_panels(const rocq__conv *a, const rocq__conv_tile *t, flo
     for (int32_t f = 0; f < s->kt; f++) {
         for (int64_t j = 0; j < s->kh; j += runs.n_rows) {
             runs.n_rows = ROCQ__MIN(together, s->kh - j);
-            for (int64_t k = 0; k < run; k += piece) {
-                runs.n = ROCQ__MIN(piece, run - k);
+            for (int64_t k = 0; k < run; k += segment) {
+                runs.n = ROCQ__MIN(segment, run - k);
                 runs.z = patch + (f * a->t.patch_h + j) * runs.pitch + k;
                 for (int64_t i = 0; i < t->n_strips; i++) {
                     rocq__conv_strip(a->simd, sums + i * ROCQ__CONV_STRIP * ROCQ__CONV_PANEL, &runs,
@@ -15535,15 +15531,15 @@ static void rocq__conv_task(void *arg, int64_t item, int64_t item_end, int32_t t
     int64_t loaded = -1;
     rocq__conv_tile t;
     for (; item < item_end; item++) {
-        const int64_t number = item / a->t.n_parts, part = item % a->t.n_parts;
-        const int64_t end = a->t.n_panels * (part + 1) / a->t.n_parts;
+        const int64_t number = item / a->t.n_shares, share = item % a->t.n_shares;
+        const int64_t end = a->t.n_panels * (share + 1) / a->t.n_shares;
         if (number != loaded) {
             rocq__conv_tile_at(a, &t, number);
             rocq__conv_load_patch(a, patch, norm, t.x * a->s.stride - a->s.pad_x,
                                   t.y * a->s.stride - a->s.pad_y, t.frame);
             loaded = number;
         }
-        for (int64_t panel = a->t.n_panels * part / a->t.n_parts, n; panel < end; panel += n) {
+        for (int64_t panel = a->t.n_panels * share / a->t.n_shares, n; panel < end; panel += n) {
             const int64_t m = panel * ROCQ__CONV_PANEL;
             n = a->avx512 && panel + 1 < end ? 2 : 1;
             for (int64_t i = 0; i < n; i++) {
@@ -15571,8 +15567,8 @@ static void rocq__plan_conv_cpu(rocq__plan *plan, rocq_op op, const void *params
     rocq__plan_stage(plan, rocq__conv_decode_task, a, a->t.n_panels,
                      rocq__plan_grain(plan, ROCQ__CONV_PANEL * a->s.k));
     rocq__plan_stage(plan, rocq__conv_task, a,
-                     a->t.n_x * a->t.n_y * a->p->y->ne[3] * a->t.n_parts,
-                     rocq__plan_grain(plan, a->t.w * a->t.h * a->s.k * a->s.m / a->t.n_parts));
+                     a->t.n_x * a->t.n_y * a->p->y->ne[3] * a->t.n_shares,
+                     rocq__plan_grain(plan, a->t.w * a->t.h * a->s.k * a->s.m / a->t.n_shares));
 }
 
 // -- norm_stats --
@@ -15903,14 +15899,14 @@ static void rocq__plan_pixels_cpu(rocq__plan *plan, rocq_op op, const void *para
 //   dx    row is a column n of dy, r a row m of w:    a = dy[m, n], b = w, decoded on the way
 //   dw    row is a row m of w, r a column n of dy:    a = dy[m, n], b = x
 // A task has a tile of rows and of k, whose sums stay in memory of the thread. It goes through r in
-// pieces: a piece of a is decoded with r innermost, one of b into panels of 16 k, and the kernel of
-// a convolution, rocq__conv_strip, multiplies them. A sum takes its products in the order of r, one
-// by one: so neither the tile nor the thread changes a bit of it.
+// segments: one of a is decoded with r innermost, the same of b into panels of 16 k, and the kernel
+// of a convolution, rocq__conv_strip, multiplies them. A sum takes its products in the order of r,
+// one by one: so neither the tile nor the thread changes a bit of it.
 
 enum {
     ROCQ__OUTER_ROWS = 240, // of a tile, at most; b is decoded once for each tile of rows
     ROCQ__OUTER_K = 256,    // the same of k: a multiple of every block
-    ROCQ__OUTER_R = 128,    // of a piece: so much of a is 120 KiB, a quarter of an L2
+    ROCQ__OUTER_R = 128,    // of a segment: so much of a is 120 KiB, a quarter of an L2
     // Rows of a, and panels of b, are not a power of two apart, or they would compete for the same
     // few sets of L1.
     ROCQ__OUTER_A = ROCQ__OUTER_R + 16,
@@ -15968,7 +15964,7 @@ static ROCQ__SIMD void rocq__outer_transpose_simd(float (*a)[ROCQ__OUTER_A],
 }
 #endif
 
-// Decodes the piece of a that starts at r, n long, and adds it to row_sums if db is wanted.
+// Decodes the segment of a that starts at r, n long, and adds it to row_sums if db is wanted.
 static void rocq__outer_load_a(const rocq__outer *o, rocq__outer_work *work,
                                const rocq__outer_tile *t, int64_t r, int64_t n) {
     const rocq_format format = o->dy->format;
@@ -15993,7 +15989,7 @@ static void rocq__outer_load_a(const rocq__outer *o, rocq__outer_work *work,
     }
 }
 
-// Decodes the same piece of b into panels. The last panel has zeros beyond n_k.
+// Decodes the same segment of b into panels. The last panel has zeros beyond n_k.
 static void rocq__outer_load_b(const rocq__outer *o, rocq__outer_work *work,
                                const rocq__outer_tile *t, int64_t r, int64_t n) {
     const int64_t whole = (t->n_k + ROCQ__CONV_PANEL - 1) / ROCQ__CONV_PANEL * ROCQ__CONV_PANEL;
@@ -17090,13 +17086,13 @@ static ROCQ__SIMD void rocq__moment_encode_simd(int8_t *code, float *scale, cons
     const float levels = second ? 255.0f : 127.0f;
     const rocq__v8 zero = rocq__v8_set1(0.0f), one = rocq__v8_set1(1.0f);
     rocq__v8 top = zero;
-    float part[8], most = 0.0f;
+    float lanes[8], most = 0.0f;
     for (int64_t i = 0; i < n; i += 8) {
         const rocq__v8 v = rocq__v8_load(x + i);
         top = rocq__v8_max(top, rocq__v8_max(v, rocq__v8_sub(zero, v)));
     }
-    rocq__v8_store(part, top);
-    for (int i = 0; i < 8; i++) most = ROCQ__MAX(most, part[i]);
+    rocq__v8_store(lanes, top);
+    for (int i = 0; i < 8; i++) most = ROCQ__MAX(most, lanes[i]);
     if (second) most = sqrtf(most);
     const float inverse = most > 0.0f ? levels / most : 0.0f;
     *scale = most / levels;
