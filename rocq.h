@@ -1,10 +1,12 @@
 /* rocq.h - v0.2.0 - quantized transformers on AMD RDNA3 GPUs, and on any CPU
 
-   A single-file C11 library (stb style): GGUF models, 18 weight formats, fused dequantize-matmul,
-   flash attention and the small operations around them, on plain tensors; for pictures and videos
-   convolution with its norms (a VAE: examples/vae.h); and for training the backward of these, cross
-   entropy and AdamW (examples/train.h). Its partner rocq_kernels.hip holds the GPU kernels; without
-   it, or without a GPU, the CPU backend in this file does the work behind the same calls.
+   A single-file C11 library (stb style): GGUF models, 28 weight formats (ten of them are read but
+   not written), fused dequantize-matmul, flash attention and the small operations around them, on
+   plain tensors; for mixtures of experts a router and products by expert; for pictures and videos
+   convolution with its norms (a VAE: examples/vae.h); and for training the backward of matmul,
+   attention, norms, activations and gather, cross entropy and AdamW (examples/train.h). Its partner
+   rocq_kernels.hip holds the GPU kernels; without it, or without a GPU, the CPU backend in this
+   file does the work behind the same calls.
 
    Do this in ONE C or C++ file, and include it plainly everywhere else:
 

@@ -4110,7 +4110,7 @@ template <int F> DEV u32x4 matmul_vector_halves(const u32x4 &vector) {
 
 // The vector at element k of a row of n elements of a plain format, with zeros past the end.
 // wide: a row is a whole number of vectors.
-template <int F> DEV u32x4 matmul_load_piece(const char *row, uint32_t k, uint32_t n, bool wide) {
+template <int F> DEV u32x4 matmul_load_vector(const char *row, uint32_t k, uint32_t n, bool wide) {
     const int size = 16 / vector_elems<F>();
     if (k >= n) return make4(0, 0, 0, 0);
     if (wide) return gload((const u32x4 *)(row + k * size));
@@ -4326,7 +4326,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
                 const char *const w_row =
                     (other ? w2 : w) + r_in * (k * (16 / vector_elems<F>()));
                 const u32x4 vector =
-                    matmul_load_piece<F>(w_row, step * BK + (uint32_t)e, k, wide);
+                    matmul_load_vector<F>(w_row, step * BK + (uint32_t)e, k, wide);
                 f16 *const to = wt + r * ROW + e;
                 if constexpr (F == ROCQ_F32) {
                     float v[4];
@@ -4777,7 +4777,7 @@ DEV void matmul_load_half(const rocq_k_matmul_args &a, int64_t row0, uint32_t r,
 #pragma unroll
         for (int i = 0; i < 16 / elems; i++) {
             const uint32_t at = 32 * step + 16 * (uint32_t)h + (uint32_t)(i * elems);
-            to[i] = matmul_load_piece<F>(row, at, k, k % elems == 0);
+            to[i] = matmul_load_vector<F>(row, at, k, k % elems == 0);
         }
     } else {
         const planes<F> p = planes_at(planes_of<F>(a.w, a.w_units, a.format), row0 * (k / 32));
@@ -8614,7 +8614,8 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
     enum {
         W_CHUNK = 8 * (128 + 1), W_TILE = 8 * W_CHUNK, STAGES = ROCQ_K_CONV_LDS_STAGES,
         AHEAD = STAGES - 2, CHUNK = 8 * (ROCQ_K_CONV_LDS_PATCH + 1), PATCH = 8 * CHUNK,
-        PIECES = (ROCQ_K_CONV_LDS_PATCH + 31) / 32, N = 8 * ROCQ_K_CONV_LDS_H
+        COPIES = (ROCQ_K_CONV_LDS_PATCH + 31) / 32, // of 32 positions, for a patch
+        N = 8 * ROCQ_K_CONV_LDS_H
     };
     static_assert(2 * (STAGES * W_TILE + 2 * PATCH) == ROCQ_K_CONV_LDS_128_BYTES, "LDS");
     static_assert(2 * 4 * CONV_LDS_STRIDE * N <= ROCQ_K_CONV_LDS_128_BYTES, "sums of the tile");
@@ -8656,13 +8657,13 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
         ahead.stage = ahead.stage + 1 == STAGES ? 0 : ahead.stage + 1;
         if (++ahead.tap == n_taps) ahead.tap = 0, ahead.patch++;
     };
-    conv_step next = conv_step_of(a, first); // of whose patch pieces are copied
+    conv_step next = conv_step_of(a, first); // whose patch is being copied
     conv_patch source = conv_patch_of(a, p, next);
-    const auto load_pieces = [&](int begin, int n) {
+    const auto load_z = [&](int begin, int n) {
         const int32_t c = 64 * next.slice + 8 * vector;
         const bool live = c < a.c;
         f16 *const to = patches + ((next.patch - first) & 1) * PATCH + vector * CHUNK;
-        for (int i = begin; i < begin + n && i < PIECES; i++) {
+        for (int i = begin; i < begin + n && i < COPIES; i++) {
             const int q = t / 8 + 32 * i;
             if (q >= a.patch_n) break;
             const conv_position at = conv_position_of(a, source, q);
@@ -8671,8 +8672,8 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
                        at.inside && live);
         }
     };
-    const int per_step = (PIECES + n_taps - 4) / (n_taps - 3);
-    if (first < end) load_pieces(0, PIECES);
+    const int per_step = (COPIES + n_taps - 4) / (n_taps - 3);
+    if (first < end) load_z(0, COPIES);
     for (int i = 0; i < AHEAD; i++) {
         load_w();
         copies_close();
@@ -8710,7 +8711,7 @@ DEV void conv_lds_128_run(const rocq_k_conv_args &a) {
             wmma_lds_end();
             wmma_lds_wait<1>();
             load_w();
-            if (tap > 0 && patch + 1 < end) load_pieces((tap - 1) * per_step, per_step);
+            if (tap > 0 && patch + 1 < end) load_z((tap - 1) * per_step, per_step);
             copies_close();
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             z += 8;

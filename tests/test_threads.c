@@ -598,7 +598,7 @@ static void job_system_run(void (*task)(void *arg, int32_t i), void *arg, int32_
     for (int32_t i = 1; i < jobs->width; i++) pthread_join(threads[i], NULL);
 }
 
-static void a_job_system_runs_the_pieces(void **state) {
+static void a_job_system_runs_the_chunks(void **state) {
     (void)state;
     for (int32_t width = 0; width <= 4; width++) {
         job_system jobs = {.width = width};
@@ -811,7 +811,7 @@ int main(void) {
         cmocka_unit_test(a_step_that_fails_says_so_once),
         cmocka_unit_test(a_launch_is_cancelled_from_another_thread),
         cmocka_unit_test(a_long_stage_is_cancelled_between_chunks),
-        cmocka_unit_test(a_job_system_runs_the_pieces),
+        cmocka_unit_test(a_job_system_runs_the_chunks),
         cmocka_unit_test(times_of_ops_are_learned),
         cmocka_unit_test(slices_have_the_bits_of_the_step),
         cmocka_unit_test(a_step_in_slices_is_left_and_begun_anew),

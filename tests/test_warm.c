@@ -160,7 +160,7 @@ static void test_rehearsal(void **state) {
     }
 }
 
-static void count_pieces(void *user, int64_t begin, int64_t end, int32_t thread) {
+static void count_chunks(void *user, int64_t begin, int64_t end, int32_t thread) {
     int32_t *const runs = (int32_t *)user;
     assert_true(thread >= 0 && thread < 4);
     for (int64_t i = begin; i < end; i++) runs[i]++;
@@ -179,7 +179,7 @@ static void test_threads(void **state) {
         int32_t runs[ITEMS] = {0};
         random = random * 1664525u + 1013904223u;
         const int n = 1 + (int)(random >> 16) % ITEMS;
-        rocq__parallel(ctx, n, 1 + job % 3, count_pieces, runs);
+        rocq__parallel(ctx, n, 1 + job % 3, count_chunks, runs);
         for (int i = 0; i < ITEMS; i++) {
             if (runs[i] != (i < n)) fail_msg("job %d: item %d of %d ran %d times", job, i, n,
                                              runs[i]);
@@ -579,8 +579,8 @@ static int64_t check_replay(int how, int node, int32_t page_size, rocq_format fo
     step_record(&s);
     assert_true(s.graph->captured);
     int64_t n = 0;
-    for (const rocq__node *piece = s.graph->first; piece; piece = piece->end)
-        n += piece->n_launches;
+    for (const rocq__node *subgraph = s.graph->first; subgraph; subgraph = subgraph->end)
+        n += subgraph->n_launches;
     step_read(&s, s.had);
     for (int again = 0; again < 2; again++) {
         assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
@@ -738,48 +738,48 @@ static void test_replay_failures(void **state) {
 
 // -- slices --
 
-static int count_pieces_of(const step *s) {
+static int count_subgraphs(const step *s) {
     int n = 0;
-    for (const rocq__node *piece = s->graph->first; piece; piece = piece->end) n++;
+    for (const rocq__node *subgraph = s->graph->first; subgraph; subgraph = subgraph->end) n++;
     return n;
 }
 
-// A graph in pieces is found out like one in one.
-static void test_pieces_replay(void **state) {
+// A graph in subgraphs is found out like one in one.
+static void test_subgraphs_replay(void **state) {
     (void)state;
     slice_us = 20; // four or five ops
     const int64_t n = check_replay(SIMT_REPLAY_RIGHT, -1, 0, ROCQ_F16);
     assert_true(n >= 3 + 5 * LAYERS);
     for (int how = SIMT_REPLAY_STALE_ARGS; how <= SIMT_REPLAY_DROPPED; how++) {
         check_replay(how, -1, 4, ROCQ_F16);
-        check_replay(how, 1, 0, ROCQ_Q8_0); // in each piece
+        check_replay(how, 1, 0, ROCQ_Q8_0); // in each subgraph
     }
     slice_us = 0;
 }
 
 // Pieces are as long as was asked for by what is expected of their ops, of which each is in one.
-static void test_pieces(void **state) {
+static void test_subgraphs(void **state) {
     (void)state;
     for (slice_us = 1; slice_us <= 1000; slice_us *= 10) {
         static step s;
         const rocq_desc desc = {0};
-        int n_ops = 0, n_pieces = 0;
+        int n_ops = 0, n_subgraphs = 0;
         step_open(&s, desc, 0, ROCQ_F16);
         step_record(&s);
-        for (const rocq__node *piece = s.graph->first; piece; piece = piece->end, n_pieces++) {
+        for (const rocq__node *first = s.graph->first; first; first = first->end, n_subgraphs++) {
             double ns = 0;
             int n = 0;
-            for (const rocq__node *node = piece; node != piece->end; node = node->next, n++) {
+            for (const rocq__node *node = first; node != first->end; node = node->next, n++) {
                 assert_true(node->ns >= ROCQ__OP_NS && node->ns < 1e6);
-                assert_true((node->exec != NULL) == (node == piece));
+                assert_true((node->exec != NULL) == (node == first));
                 ns += node->ns;
             }
             assert_true(n == 1 || ns <= 1e3 * slice_us);
             n_ops += n;
         }
         assert_int_equal(n_ops, 3 + 5 * LAYERS);
-        if (slice_us == 1) assert_int_equal(n_pieces, n_ops);
-        if (slice_us == 1000) assert_int_equal(n_pieces, 1);
+        if (slice_us == 1) assert_int_equal(n_subgraphs, n_ops);
+        if (slice_us == 1000) assert_int_equal(n_subgraphs, 1);
         step_close(&s);
     }
     slice_us = 0;
@@ -791,13 +791,14 @@ static double ticking(void) { return clock_ms += tick_ms; }
 
 // A step in slices: submitted, not waited for, without an allocation, in any way that it can be
 // replayed, with ops between them and without.
-static void check_slices(rocq_desc desc, int32_t piece_us, int32_t us, bool at_once, bool others) {
+static void check_slices(rocq_desc desc, int32_t subgraph_us, int32_t us, bool at_once,
+                         bool others) {
     static step s;
     step_result expected, found;
     rocq_stats before, after;
     const rocq_norm_params other = {.y = &s.seen, .x = &s.x}; // written before it is read
     step_expected(0, ROCQ_F16, &expected);
-    slice_us = piece_us;
+    slice_us = subgraph_us;
     step_open(&s, desc, 0, ROCQ_F16);
     slice_us = 0;
     step_record(&s);
@@ -813,7 +814,7 @@ static void check_slices(rocq_desc desc, int32_t piece_us, int32_t us, bool at_o
             rocq__node *was = s.graph->at;
             if (others && n == 0) assert_int_equal(rocq_rmsnorm(s.ctx, &other), ROCQ_OK);
             assert_int_equal(rocq_graph_launch_for(s.ctx, s.graph, us, &done), ROCQ_OK);
-            if (waits && !ran && n > 0 && was) { // the GPU has not begun: one piece more
+            if (waits && !ran && n > 0 && was) { // the GPU has not begun: one subgraph more
                 assert_ptr_equal(s.graph->at, s.graph->captured ? was->end : was->next);
             }
             assert_int_equal(done, waits ? ran && !was : !s.graph->at);
@@ -821,7 +822,7 @@ static void check_slices(rocq_desc desc, int32_t piece_us, int32_t us, bool at_o
             if (++n > 100) fail_msg("%d slices", n);
         } while (!done);
         if (us == 0) {
-            const int least = s.graph->captured ? count_pieces_of(&s) : 3 + 5 * LAYERS;
+            const int least = s.graph->captured ? count_subgraphs(&s) : 3 + 5 * LAYERS;
             assert_true(n >= least && n <= (least > 4 ? least : 4) + 1);
         }
         step_results(&s, &found);
@@ -899,7 +900,7 @@ static void test_slices_left(void **state) {
     step_open(&s, desc, 0, ROCQ_F16);
     slice_us = 0;
     step_record(&s);
-    assert_true(count_pieces_of(&s) >= 4);
+    assert_true(count_subgraphs(&s) >= 4);
     for (int way = 0; way < 4; way++) {
         int n = 0;
         done = true;
@@ -917,7 +918,7 @@ static void test_slices_left(void **state) {
         } else if (way == 1) {
             assert_int_equal(rocq_graph_launch(s.ctx, s.graph), ROCQ_OK);
             n = 0;
-        } else if (way == 2) { // captured again, in the same pieces
+        } else if (way == 2) { // captured again, in the same subgraphs
             assert_int_equal(rocq_reserve(s.ctx, s.ctx->stats.scratch_bytes + (1 << 16)), ROCQ_OK);
         } else {
             assert_int_equal(rocq_warm(s.ctx, s.graph), ROCQ_OK);
@@ -926,7 +927,7 @@ static void test_slices_left(void **state) {
             assert_int_equal(rocq_graph_launch_for(s.ctx, s.graph, 0, &done), ROCQ_OK);
             assert_int_equal(rocq_sync(s.ctx), ROCQ_OK);
         }
-        assert_true(n == count_pieces_of(&s) || n == count_pieces_of(&s) + 1);
+        assert_true(n == count_subgraphs(&s) || n == count_subgraphs(&s) + 1);
         step_results(&s, &found);
         assert_memory_equal(&found, &expected, sizeof found);
     }
@@ -959,7 +960,7 @@ static void test_slices_profiled(void **state) {
     assert_int_equal(rocq_profile_count(s.ctx), 1);
     assert_int_equal(rocq_profile_region(s.ctx, 0, &region), ROCQ_OK);
     assert_string_equal(region.name, "graph");
-    assert_int_equal(region.calls, count_pieces_of(&s) + 1);
+    assert_int_equal(region.calls, count_subgraphs(&s) + 1);
     assert_true(fabs(region.flops - 2 * flops) <= 1e-9 * flops);
     simt_set_work(SIMT_LATE);
     step_close(&s);
@@ -1124,8 +1125,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_replay_stale_args), cmocka_unit_test(test_replay_stale_copies),
         cmocka_unit_test(test_replay_dropped), cmocka_unit_test(test_replay_each),
         cmocka_unit_test(test_replay_status), cmocka_unit_test(test_replay_budget),
-        cmocka_unit_test(test_replay_failures), cmocka_unit_test(test_pieces),
-        cmocka_unit_test(test_pieces_replay), cmocka_unit_test(test_slices),
+        cmocka_unit_test(test_replay_failures), cmocka_unit_test(test_subgraphs),
+        cmocka_unit_test(test_subgraphs_replay), cmocka_unit_test(test_slices),
         cmocka_unit_test(test_slices_learn), cmocka_unit_test(test_slices_left),
         cmocka_unit_test(test_slices_profiled), cmocka_unit_test(test_slices_failures),
     };
