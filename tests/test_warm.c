@@ -757,7 +757,7 @@ static void test_subgraphs_replay(void **state) {
     slice_us = 0;
 }
 
-// Pieces are as long as was asked for by what is expected of their ops, of which each is in one.
+// Subgraphs are as long as was asked for by what is expected of their ops; each op is in one.
 static void test_subgraphs(void **state) {
     (void)state;
     for (slice_us = 1; slice_us <= 1000; slice_us *= 10) {
