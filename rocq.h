@@ -9386,7 +9386,8 @@ typedef struct rocq__mm_pair {
 typedef struct rocq__mm_work {
     float sums[ROCQ__MM_TILE_N][ROCQ__MM_TILE_M];
     float rows[ROCQ__MM_ROWS][ROCQ__MM_SEGMENT]; // F32 panel
-    rocq__mm_pair pairs[ROCQ__MM_PAIRS]; // the first, unless all of a tile are multiplied at once
+    rocq__mm_pair pairs[ROCQ__MM_PAIRS]; // only the first is used, unless a tile's are multiplied
+                                         // at once
 } rocq__mm_work;
 
 // A converted int8 column is K codes, then one of these per group of w.
@@ -11142,8 +11143,10 @@ ROCQ__WIDE void rocq__end_group_avx512(rocq__wide_sink *to, __m512i dot, __m512 
     ROCQ__WIDE void rocq__block_##name##_avx512(                         \
         rocq__wide_sink *to, const unsigned char *row, int64_t stride)
 
-// Two blocks, whose codes are vectors where they lie. Only the first block's are cut, by its scale
-// in front of them and by the second block's behind; what is missing there is multiplied as zeros.
+// Two blocks, of 36 bytes a row. The codes of the second one fill whole lanes. Those of the first
+// one begin in the middle of a lane: codes 0 and 1 share a lane with its own scale, codes 14 and 15
+// one with the scale of the second block. The bytes of a scale are set to 0 there, so that what x
+// has in their place adds nothing.
 ROCQ__BLOCK_AVX512(q4_0) {
     __m512i a[4], b[4], tail[4];
     rocq__take_rows_avx512(a, row, stride);         // d, codes 0 to 13
@@ -11268,8 +11271,9 @@ ROCQ__BLOCK_AVX512(q6_K) {
 #undef ROCQ__BLOCK_AVX512
 
 // X(NAME, name, raise, depth). raise: what the decoders above add to the codes, so that they are
-// unsigned. depth: how many sums of two products fit an int16 (rocq__dot_4_avx2): 2 for codes up to
-// 63, 4 up to 31, 8 up to 15, but at most the fours in a group; 0 for codes that stay signed.
+// unsigned. depth: how many sums of two products may be added up in an int16 (rocq__dot_4_avx2): 2
+// for codes up to 63, 4 up to 31, 8 up to 15, but no more than a group has fours of codes; 0 for
+// codes that stay signed.
 #define ROCQ__MM_AVX2(X)    \
     X(Q4_0, q4_0, 8, 8)     \
     X(Q4_1, q4_1, 0, 8)     \
@@ -18854,7 +18858,7 @@ static bool rocq__products_mix(const rocq__product *g, int32_t n_products) {
     return false;
 }
 
-// Into how many parts, 1 << the result, products of one x and path divide K among waves.
+// Products of one x and path: 1 << the result waves share a row, each with an equal share of K.
 static int32_t rocq__matvec_shift(rocq__job *job, const rocq__product *g, int32_t n_products,
                                   const rocq_tensor *x) {
     const int64_t k = x->ne[0];
@@ -18884,8 +18888,9 @@ static int32_t rocq__matvec_shift(rocq__job *job, const rocq__product *g, int32_
 }
 
 // Args of a matvec of products of one x and path, but for those that rocq__matvec_move sets.
-// Returns the number of its blocks. With low, product 0 makes what the others' adapters read; the
-// bits of all are those of two launches, since both divide K as they would there.
+// Returns the number of its blocks. With low, product 0 is t = A x, which the adapters of the other
+// products read. It and they divide K as they would in launches of their own, so the bits are the
+// same.
 static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t n_products,
                                  const rocq_tensor *x, bool low, rocq_k_matvec_args *args) {
     const int64_t n = x->ne[1], k = x->ne[0];
@@ -18918,7 +18923,8 @@ static int64_t rocq__matvec_args(rocq__job *job, const rocq__product *g, int32_t
     return blocks;
 }
 
-// The part of x, w and the epilogue for matrix (i2, i3) of x.
+// Sets the fields of args that depend on the matrix (i2, i3) of x: where its columns, its w and the
+// tensors of its epilogue begin.
 static void rocq__matvec_move(rocq_k_matvec_args *args, const rocq__product *g, int32_t n_products,
                               const rocq_tensor *x, int64_t i2, int64_t i3) {
     args->x_column0 = (i3 * x->ne[2] + i2) * x->ne[1];
@@ -19024,10 +19030,13 @@ typedef struct rocq__tile_pace {
 static const rocq__tile_pace rocq__tile_rdna3 = {1.0, 16.0, {2.5, 1.5}},
                              rocq__tile_other = {4.0, 50.0, {4.0, 2.0}};
 
-// Estimates the nanoseconds of a grid of tiles. For each 64 of K, a block waits for its loads, then
-// computes; blocks resident on one unit wait at the same time. The partial sums of a split K are
-// written, then read and added by a second launch. On an H200 the fastest by this estimate is the
-// fastest of all or at most 7% behind, 0.7% on average: 41 shapes of five formats, n 16 to 2048.
+// Estimates the nanoseconds of a grid of tiles. rocq__cost_of cannot say that: it counts the flops
+// and bytes of an op, which no tile changes, while a tile changes how many blocks there are and how
+// long each of them waits.
+// For each 64 of K, a block waits for its loads, then computes; blocks resident on one unit wait at
+// the same time. The partial sums of a split K are written, then read and added by a second launch.
+// On an H200 the fastest by this estimate is the fastest of all or at most 7% behind, 0.7% on
+// average: 41 shapes of five formats, n 16 to 2048.
 static double rocq__tiles_ns(const rocq__chip *chip, const rocq__site *s,
                              const rocq_launch_config *c) {
     const rocq__tile_pace *p = chip->target ? &rocq__tile_rdna3 : &rocq__tile_other;

@@ -3124,8 +3124,8 @@ DEV void matvec_touch(const rocq_k_matvec_weights &p, int row, int units, int k_
         touched[r] = gload((const uint32_t *)from);
     }
 }
-// x of matvec_row, which block 0 also stores if a.row.y is set: that is read behind the loads,
-// which else would wait for it.
+// Makes the x of the kernels matvec_row_*. Block 0 also stores it if a.row.y is set. That pointer
+// is read only when the loads have been issued: they would wait for it otherwise.
 template <int F, int QUADS>
 DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p, int row,
                     int k_wave, bool block_0, u32x4 *lds, float *work) {
@@ -3139,13 +3139,17 @@ DEV void matvec_row(const rocq_k_matvec_args &a, const rocq_k_matvec_weights &p,
     for (int r = 0; r < ROCQ_K_MATVEC_ROWS; r++) computed(touched[r]);
 }
 
-// `low` of rocq_k_matvec_args: blocks of product 0 make what the other blocks of the launch add.
-// Each block in its turn adds to a counter, so much that all together add 1 << 32, that is 0:
-// n_blocks others 1 each; blocks of product 0 1 << 20 each, but block 0 what is missing. What the
-// counter still lacks, ~counter + 1, is 1 to n_blocks from when all of product 0 is stored until
-// the last of the others has added its 1; before that it is more, or 0. For this
-// the host sees to it that n_blocks is below 1 << 20, and that product 0 has 1 << 10 blocks at most
-// (ROCQ__LOW_ROWS, ROCQ__LOW_RANKS).
+// `low` of rocq_k_matvec_args: the blocks of product 0 make t = A x, which the n_blocks other
+// blocks of the launch read. A counter tells these when t is complete. Nobody resets it, since all
+// that a launch adds to it is 1 << 32 in total, which leaves a uint32_t as it was, 0:
+//   - each other block adds 1, when it ends;
+//   - each block of product 0 adds 1 << 20, when its rows are stored, except block 0, which adds
+//     whatever the total lacks.
+// So the missing amount, -counter, is 1 to n_blocks from when t is complete until the last other
+// block ends. Before t is complete it is at least 1 << 20, or 0 while nobody has added anything;
+// ~counter, which is -counter - 1, is then at least n_blocks in both cases. The host sees to it
+// that n_blocks is below 1 << 20 and that product 0 has at most 1 << 10 blocks (ROCQ__LOW_ROWS,
+// ROCQ__LOW_RANKS).
 enum { MATVEC_LOOKS = 4096 }; // for some milliseconds
 DEV bool matvec_low_wait(const rocq_k_matvec_args &a) {
     const uint32_t *const counter = a.low.counter, n_blocks = a.low.n_blocks;
@@ -3185,7 +3189,7 @@ DEV void matvec_low_help(const rocq_k_matvec_args &a0, int wave, const u32x4 *ro
     }
     block_sync(); // stores of before are seen
 }
-// A prefetch for the time of the wait: a word of each B's row.
+// A prefetch for the time of the wait: loads the first word of the row's B, of each adapter.
 DEV void matvec_low_touch(const rocq_k_matvec_args &a, int product, int row, uint32_t touched[2]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
