@@ -7885,8 +7885,8 @@ ROCQ_DEF rocq_result rocq_gguf_load(rocq_ctx *ctx, const rocq_gguf *file,
 // ---------------------------------------------------------------------------------------------
 // >>gguf: files written whole
 // ---------------------------------------------------------------------------------------------
-// A rocq_file is written under another name, the part, which replaces path when it is complete: at
-// every moment path is the old file or all of the new one. First come the functions that depend on
+// A rocq_file is written to a temporary file, which replaces path when it is complete: at every
+// moment path is the old file or all of the new one. First come the functions that depend on
 // the system; those that return bool return false, with errno, on failure.
 
 #if ROCQ__HAS_STDIO
@@ -7969,9 +7969,9 @@ static void rocq__file_remove(rocq_ctx *ctx, const char *path) {
 struct rocq_file {
     rocq_ctx *ctx;
     FILE *stream;
-    int error;         // errno of the first failure, or 0
-    bool direct;       // path itself is written, because it is special; there is no part
-    char *path, *part; // in memory behind the struct
+    int error;              // errno of the first failure, or 0
+    bool direct;            // path itself is written, because it is special; no temporary file
+    char *path, *temporary; // in memory behind the struct
 };
 
 static rocq_result rocq__file_failed(rocq_ctx *ctx, const char *path, int error) {
@@ -7979,17 +7979,18 @@ static rocq_result rocq__file_failed(rocq_ctx *ctx, const char *path, int error)
                       path, strerror(error));
 }
 
-enum { ROCQ__PART = 24 }; // bytes that the part's name may add to the path
+enum { ROCQ__TEMPORARY = 24 }; // bytes that the temporary file's name may add to the path
 
-// Creates the part under the first name that is free: PATH.part, PATH.part1 to PATH.part99.
-static bool rocq__file_open_part(rocq_file *file) {
-    const size_t room = strlen(file->path) + ROCQ__PART;
+// Creates the temporary file under the first name that is free: PATH.part, PATH.part1 to
+// PATH.part99.
+static bool rocq__file_open_temporary(rocq_file *file) {
+    const size_t room = strlen(file->path) + ROCQ__TEMPORARY;
     errno = EEXIST;
     for (int i = 0; !file->stream && errno == EEXIST && i < 100; i++) {
         char number[16] = "";
         if (i > 0) snprintf(number, sizeof number, "%d", i);
-        snprintf(file->part, room, "%s.part%s", file->path, number);
-        file->stream = rocq__fopen(file->ctx, file->part, ROCQ__CREATE);
+        snprintf(file->temporary, room, "%s.part%s", file->path, number);
+        file->stream = rocq__fopen(file->ctx, file->temporary, ROCQ__CREATE);
     }
     return file->stream != NULL;
 }
@@ -8004,14 +8005,14 @@ static void rocq__file_open(rocq_file *file) {
         file->stream = rocq__fopen(file->ctx, file->path, ROCQ__WRITE);
         good = file->stream != NULL;
     } else if (good) {
-        good = rocq__file_open_part(file);
+        good = rocq__file_open_temporary(file);
     }
 #if !defined(_WIN32)
     if (good && (fileno(file->stream) == 1 || fileno(file->stream) == 2)) {
         errno = EBADF;
         good = false;
     } else if (good && !file->direct && place.permissions != 0) {
-        good = chmod(file->part, (mode_t)place.permissions) == 0;
+        good = chmod(file->temporary, (mode_t)place.permissions) == 0;
     }
 #endif
     if (!good) file->error = errno;
@@ -8026,12 +8027,12 @@ ROCQ_DEF rocq_result rocq_file_open(rocq_ctx *ctx, rocq_file **file, const char 
     }
 #if ROCQ__HAS_STDIO
     const int64_t length = (int64_t)strlen(path), size = (int64_t)sizeof(rocq_file);
-    rocq_file *created = (rocq_file *)rocq__alloc(ctx, size + 2 * length + 1 + ROCQ__PART);
+    rocq_file *created = (rocq_file *)rocq__alloc(ctx, size + 2 * length + 1 + ROCQ__TEMPORARY);
     if (!created) return rocq__fail(ctx, ROCQ_E_MEMORY, "file_open: no memory");
     memset(created, 0, sizeof *created);
     created->ctx = ctx;
     created->path = (char *)created + size;
-    created->part = created->path + length + 1;
+    created->temporary = created->path + length + 1;
     memcpy(created->path, path, (size_t)length + 1);
     rocq__file_open(created);
     if (created->error != 0) {
@@ -8072,8 +8073,8 @@ ROCQ_DEF rocq_result rocq_file_close(rocq_file **file, bool keep) {
     if (keep && f->error == 0 && !f->direct && !rocq__file_sync(f->stream)) f->error = errno;
     if (fclose(f->stream) != 0 && f->error == 0) f->error = errno;
     const bool whole = keep && f->error == 0;
-    if (whole && !f->direct && !rocq__file_replace(ctx, f->part, f->path)) f->error = errno;
-    if (!f->direct && (!whole || f->error != 0)) rocq__file_remove(ctx, f->part);
+    if (whole && !f->direct && !rocq__file_replace(ctx, f->temporary, f->path)) f->error = errno;
+    if (!f->direct && (!whole || f->error != 0)) rocq__file_remove(ctx, f->temporary);
     if (keep && f->error != 0) result = rocq__file_failed(ctx, f->path, f->error);
     rocq__free(ctx, f);
     *file = NULL;

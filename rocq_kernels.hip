@@ -8605,12 +8605,14 @@ KERNEL_WAVES(conv_lds_64, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS, ROCQ_K
 // ROCQ_K_CONV_LDS_H rows; four taps at least, 3 by 3 at most. A step is a tap and 64 channels. Its
 // products are begun before those of the step before are waited for, so that the block, which is
 // alone on its compute unit, always has work for the matrix unit. Both groups read the same
-// positions: 100 bytes of LDS are moved in a clock of the matrix unit, of 128 that can be, where
-// 128 by 128 move 133. LDS has a ring of STAGES steps of w, copied AHEAD steps ahead, and two
-// patches: while one is multiplied, the next is copied, a few of its positions with each step from
-// the second to the last but two. The first of these is behind a barrier that follows the products
-// with the patch before, the last is not among the copies that the next patch's first step leaves
-// under way.
+// positions, so a clock of the matrix unit moves 100 bytes of LDS, of 128 at most; tiles of 128 by
+// 128 would move 133.
+//
+// LDS has a ring of STAGES steps of w, copied AHEAD steps ahead, and two patches: while one is
+// multiplied, the next is copied into the other, a few positions with each step. That begins with
+// the second step, whose barrier says that all waves have multiplied the patch that was there
+// before. It ends with the last step but two, since the first step of the next patch waits for all
+// copies except those of the last steps.
 //
 // Geometry: 256 threads; blockIdx.x counts tiles_m fastest, then tiles_x, tiles_y and n_splits;
 // blockIdx.z frames.
