@@ -329,6 +329,52 @@ static int64_t small_budget(opened *o, const vae_request *whole) {
     return plan.smallest_bytes + (most - plan.smallest_bytes) / 8;
 }
 
+// Several pictures or videos in one call have the bits that each has alone: in tiles and in chunks
+// as whole.
+static void test_batches_in_parts(void **state) {
+    static const struct {
+        const char *name;
+        vae_tiling tiling;
+        int32_t tile, overlap, chunk, chunk_overlap;
+    } runs[] = {{"sd", VAE_EXACT, 16, 0, 0, 0},   {"taesd", VAE_EXACT, 24, 0, 0, 0},
+                {"sd", VAE_BLEND, 32, 8, 0, 0},   {"taesd", VAE_BLEND, 32, 16, 0, 0},
+                {"wan", VAE_WHOLE, 0, 0, 0, 0},   {"wan", VAE_WHOLE, 0, 0, 1, 0},
+                {"wan", VAE_WHOLE, 0, 0, 3, 0},   {"wan", VAE_EXACT, 16, 0, 2, 0},
+                {"wan", VAE_BLEND, 16, 8, 2, 0},  {"wan", VAE_BLEND, 16, 8, 3, 1}};
+    (void)state;
+    for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
+        opened o;
+        open_all(&o, runs[i].name, runs[i].name, 4, false);
+        const int64_t each = o.count / o.x.n, latents = o.x.z * o.x.frames * o.x.w * o.x.h;
+        float *alone = floats(each);
+        vae_request job = request_of(&o.x, o.other);
+        job.tiling = runs[i].tiling;
+        job.tile = runs[i].tile;
+        job.overlap = runs[i].overlap;
+        job.chunk = runs[i].chunk;
+        job.chunk_overlap = runs[i].chunk_overlap;
+        if (job.tiling == VAE_EXACT) job.memory_budget = small_budget(&o, &job);
+        assert_true(job.n > 1);
+        decode(&o.m, &job);
+        assert_true(job.tiling == VAE_WHOLE || o.m.plan.n_tiles > 1);
+        assert_true(job.chunk == 0 || o.m.plan.n_chunks > 1);
+        if (job.tiling == VAE_WHOLE) {
+            assert_memory_equal(o.other, o.whole, (size_t)o.count * sizeof *o.other);
+        }
+        for (int64_t k = 0; k < o.x.n; k++) {
+            vae_request one = job;
+            one.n = 1;
+            one.latents = o.x.latents + k * latents;
+            one.values = alone;
+            for (int64_t e = 0; e < each; e++) alone[e] = NAN;
+            decode(&o.m, &one);
+            assert_memory_equal(alone, o.other + k * each, (size_t)each * sizeof *alone);
+        }
+        free(alone);
+        close_all(&o);
+    }
+}
+
 // Exact tiles, of several sizes: equal to the whole picture up to the rounding of the norms'
 // moments, at seams as elsewhere.
 static void test_exact(void **state) {
@@ -660,7 +706,7 @@ static void test_chunks(void **state) {
 
 // What was planned is what is used; and the smallest budget is one that does.
 static void check_memory(const char *name, vae_tiling tiling, int32_t tile, int32_t chunk,
-                         int64_t budget) {
+                         int32_t n) {
     const vae_options options = {.n_groups = 4};
     rocq_ctx *ctx = open_as(0, true); // graphs take memory that is not planned
     vae_model m;
@@ -668,24 +714,23 @@ static void check_memory(const char *name, vae_tiling tiling, int32_t tile, int3
     io x = io_open(name);
     float *out = floats(io_count(&x));
     open_model(&m, ctx, name, &options);
-    x.n = 1;
+    assert_true(x.n >= n);
+    x.n = n;
     vae_request job = request_of(&x, out);
     job.tiling = tiling;
     job.tile = tile;
     job.chunk = chunk;
-    job.memory_budget = budget;
     const rocq_stats before = stats_of(ctx);
     const rocq_result planned = vae_plan_decode(&m, &job, &plan);
     assert_int_equal(stats_of(ctx).n_allocs, before.n_allocs); // planning takes nothing
     if (planned != ROCQ_OK) fail_msg("%s: %s", name, m.error);
     decode(&m, &job);
     const rocq_stats after = stats_of(ctx);
-    print_message("%s, tiling %d, tile %d, chunk %d: planned %.0f, measured %.0f bytes\n", name,
-                  (int)m.plan.tiling, (int)m.plan.tile, (int)m.plan.chunk, (double)plan.peak_bytes,
-                  (double)after.peak_bytes);
+    print_message("%d of %s, tiling %d, tile %d, chunk %d: planned %.0f, measured %.0f bytes\n",
+                  (int)n, name, (int)m.plan.tiling, (int)m.plan.tile, (int)m.plan.chunk,
+                  (double)plan.peak_bytes, (double)after.peak_bytes);
     assert_true(fabs((double)after.peak_bytes - (double)plan.peak_bytes) <=
                 0.05 * (double)plan.peak_bytes);
-    if (budget > 0) assert_true(after.peak_bytes <= budget);
     CLOSE(out, x.out, tiling == VAE_BLEND ? 0 : io_count(&x), 2e-5);
     decode(&m, &job); // again: what it has is enough
     assert_int_equal(stats_of(ctx).n_allocs, after.n_allocs);
@@ -696,15 +741,23 @@ static void check_memory(const char *name, vae_tiling tiling, int32_t tile, int3
 }
 
 static void test_memory(void **state) {
+    static const struct {
+        const char *name;
+        vae_tiling tiling;
+        int32_t tile, chunk, n;
+    } runs[] = {{"large", VAE_WHOLE, 0, 0, 1},  {"large", VAE_EXACT, 16, 0, 1},
+                {"large", VAE_EXACT, 0, 0, 1},  {"large", VAE_BLEND, 32, 0, 1},
+                {"sd", VAE_WHOLE, 0, 0, 2},     {"sd", VAE_EXACT, 16, 0, 2},
+                {"sd", VAE_BLEND, 32, 0, 2},    {"taesd", VAE_WHOLE, 0, 0, 2},
+                {"taesd", VAE_EXACT, 24, 0, 2}, {"taesd", VAE_BLEND, 32, 0, 2},
+                {"wan", VAE_WHOLE, 0, 0, 1},    {"wan", VAE_WHOLE, 0, 1, 1},
+                {"wan", VAE_WHOLE, 0, 2, 1},    {"wan", VAE_BLEND, 16, 2, 1},
+                {"wan", VAE_WHOLE, 0, 0, 2},    {"wan", VAE_WHOLE, 0, 2, 2},
+                {"wan", VAE_EXACT, 16, 2, 2},   {"wan", VAE_BLEND, 16, 2, 2}};
     (void)state;
-    check_memory("large", VAE_WHOLE, 0, 0, 0);
-    check_memory("large", VAE_EXACT, 16, 0, 0);
-    check_memory("large", VAE_EXACT, 0, 0, 0);
-    check_memory("large", VAE_BLEND, 32, 0, 0);
-    check_memory("wan", VAE_WHOLE, 0, 0, 0);
-    check_memory("wan", VAE_WHOLE, 0, 1, 0);
-    check_memory("wan", VAE_WHOLE, 0, 2, 0);
-    check_memory("wan", VAE_BLEND, 16, 2, 0);
+    for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
+        check_memory(runs[i].name, runs[i].tiling, runs[i].tile, runs[i].chunk, runs[i].n);
+    }
 }
 
 // Less and less memory: whole, then exact tiles at a rising cost, all of the same picture, then
@@ -1324,6 +1377,17 @@ static void test_shipped(void **state) {
     }
     assert_true(in_tiles(&m));
     assert_memory_equal(out[0], out[1], sizeof out[0]);
+    vae_close(&m);
+    const vae_options f16 = {.activations = "f16"};
+    assert_int_equal(rocq_gguf_open(ctx, &file, &model), ROCQ_OK);
+    if (vae_open(&m, ctx, file, NULL, &f16) != ROCQ_OK) fail_msg("%s", m.error);
+    rocq_gguf_close(&file);
+    const vae_request halves = {.width = SIDE, .height = SIDE, .latents = z, .values = out[1]};
+    decode(&m, &halves);
+    assert_int_equal(m.stream, ROCQ_F16);
+    const double db = error_of(out[1], out[0], 3 * OUT * OUT);
+    print_message("the shipped model in F16: %.1f dB from F32\n", db);
+    assert_true(db >= 60);
     double mean = 0;
     for (int i = 0; i < 3 * OUT * OUT; i++) mean += (double)out[0][i] / (3 * OUT * OUT);
     assert_true(mean > 0.1 && mean < 0.9); // a picture
@@ -1331,8 +1395,10 @@ static void test_shipped(void **state) {
     rocq_close(&ctx);
 }
 
-// Activations in 16 bits: of ordinary weights close; of weights like SDXL's, whose residual stream
-// leaves F16, found out and computed in BF16.
+// Activations in 16 bits, against float64. F16 is kept where it gives 60 dB: that holds for every
+// model with norms. Without them roundings add up through all layers, and those of weights at
+// random are no smaller than the values of a picture (test_shipped has a trained one's). Of weights
+// like SDXL's, whose residual stream leaves F16, that is found out, and BF16 taken.
 static void test_activations(void **state) {
     static const struct {
         const char *name, *family, *asked;
@@ -1340,7 +1406,9 @@ static void test_activations(void **state) {
         double psnr;
     } runs[] = {{"sd", "sd1", "f32", ROCQ_F32, 100},    {"sd", "sd1", "f16", ROCQ_F16, 60},
                 {"sd", "sd1", "bf16", ROCQ_BF16, 35},   {"sdxl", "sd1", "f16", ROCQ_BF16, 35},
-                {"sdxl", "sdxl", "f16", ROCQ_F16, 60}, {"sdxl", "sdxl", "f32", ROCQ_F32, 100}};
+                {"sdxl", "sdxl", "f16", ROCQ_F16, 60}, {"sdxl", "sdxl", "f32", ROCQ_F32, 100},
+                {"flux", "flux", "f16", ROCQ_F16, 60}, {"wan", "wan2.1", "f16", ROCQ_F16, 60},
+                {"taesd", "taesd", "f16", ROCQ_F16, 45}};
     (void)state;
     for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
         vae_options options = {.family = runs[i].family, .n_groups = 4};
@@ -1728,7 +1796,8 @@ int main(void) {
         cmocka_unit_test(test_streaming), cmocka_unit_test(test_graphs),
         cmocka_unit_test(test_exact_video), cmocka_unit_test(test_chunks)};
     static const struct CMUnitTest others[] = {
-        cmocka_unit_test(test_batches),        cmocka_unit_test(test_exact_sizes),
+        cmocka_unit_test(test_batches),        cmocka_unit_test(test_batches_in_parts),
+        cmocka_unit_test(test_exact_sizes),
         cmocka_unit_test(test_exact_small),
         cmocka_unit_test(test_exact_encoder),
         cmocka_unit_test(test_blend),          cmocka_unit_test(test_blend_video),
