@@ -100,6 +100,8 @@
        ROCQ_NO_PROFILE        no profile: its calls do nothing, and ops have no hooks for it
        ROCQ_NO_OCCUPANCY      no occupancy: E_UNSUPPORTED, and no recommended threads
        ROCQ_NO_TUNER          no tuner: its calls are E_UNSUPPORTED, and launches go by rule
+       ROCQ_NO_WARM           no warm-up: rocq_warm only reserves scratch memory, and no replay is
+                              checked
        ROCQ_DEBUG             guard bytes behind the host blocks of pools, checked when freed
        ROCQ_KERNELS_PATH      file with the code object of the kernels, a string: taken where
                               rocq_desc names none and none are linked
@@ -246,9 +248,10 @@
    pinned memory, tensors that rocq_gguf_load puts into pinned memory, host copies of operands for
    a fallback, and rocq's own records do not count.
 
-   An arena is for memory whose size is known before a step: an inference program measures it once
-   (examples/llama.h). rocq_pool is for memory whose size differs from step to step, as in training
-   and in image decoders: freed blocks serve later requests, without a call of the runtime.
+   An arena is for memory whose size is known before a step: a program measures it once, as all
+   examples do (llama.h, train.h, vae.h). rocq_pool is for a program whose requests differ from step
+   to step and are not known before: freed blocks serve later requests, without a call of the
+   runtime.
 
    Block formats on a GPU are planar (ROCQ_LAYOUT_PLANAR): the bits of all blocks are sorted into
    planes, so that kernels can read 16 bytes at a time. rocq_gguf_upload repacks weights that way,
@@ -3660,6 +3663,11 @@ const rocq_hip *rocq_hip_linked(void);
 #define ROCQ__HAS_TUNER 1
 #else
 #define ROCQ__HAS_TUNER 0
+#endif
+#if !defined(ROCQ_NO_WARM)
+#define ROCQ__HAS_WARM 1
+#else
+#define ROCQ__HAS_WARM 0
 #endif
 #if defined(ROCQ_DEBUG)
 enum { ROCQ__GUARD = 64 }; // bytes behind a pool's block in host memory
@@ -27637,6 +27645,7 @@ ROCQ_DEF rocq_result rocq_tuning_load(rocq_ctx *ctx, const void *data, int64_t s
 // >>warm: before the first token. Not needed to run a model, only to have no slow first steps.
 // ---------------------------------------------------------------------------------------------
 
+#if ROCQ__HAS_WARM
 // On the CPU ops are rehearsed with their own weights and scratch memory. All else may have no
 // contents yet: activations, caches, masks, and weights that an op of the graph makes. Stand-ins
 // take their place: floats are 0, and integers are 1, which is a valid index and length.
@@ -28231,13 +28240,19 @@ static rocq_result rocq__warm_hip(rocq_ctx *ctx, rocq_graph *graph) {
     return ROCQ_OK;
 }
 
+#endif // ROCQ__HAS_WARM
+
 ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
     if (!ctx) return ROCQ_E_ARGUMENT;
     ROCQ__TRY(rocq__not_recording(ctx, "warm"));
     if (graph) ROCQ__TRY(rocq__check_graph(ctx, "warm", graph));
     ROCQ__TRY(rocq__begin_op(ctx, "warm"));
     if (graph) ROCQ__TRY(rocq_reserve(ctx, graph->scratch));
+#if ROCQ__HAS_WARM
     return rocq__on_gpu(ctx) ? rocq__warm_hip(ctx, graph) : rocq__warm_cpu(ctx, graph);
+#else
+    return ROCQ_OK;
+#endif
 }
 
 // Private macros end here.
@@ -28291,6 +28306,7 @@ ROCQ_DEF rocq_result rocq_warm(rocq_ctx *ctx, rocq_graph *graph) {
 #undef ROCQ__HAS_STDIO
 #undef ROCQ__HAS_THREADS
 #undef ROCQ__HAS_TUNER
+#undef ROCQ__HAS_WARM
 #undef ROCQ__HAS_V8
 #undef ROCQ__TRY_HIP
 #undef ROCQ__HIP_LINKED
