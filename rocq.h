@@ -19877,6 +19877,25 @@ static void rocq__conv_shape_args(rocq_k_conv_args *args, const rocq__conv_shape
     args->patch_w_inverse = 65536 / args->patch_w + 1;
 }
 
+static void rocq__conv_operand_args(rocq_k_conv_args *args, const rocq_conv_params *p,
+                                    const rocq__conv_shape *s) {
+    args->y = rocq__k_tensor(p->y);
+    args->x = rocq__k_tensor(p->x);
+    args->residual = rocq__k_tensor(p->residual);
+    args->stats = rocq__k_tensor(p->stats);
+    args->bias = (const float *)rocq__device_data(p->bias);
+    args->norm_weight = (const float *)rocq__device_data(p->norm_weight);
+    args->norm_bias = (const float *)rocq__device_data(p->norm_bias);
+    args->group = p->stats && p->stats->ne[0] == 2 ? (int32_t)(s->c / p->stats->ne[1]) : 1;
+    args->x_wide = rocq__k_wide(p->x);
+    args->w_wide = s->c % 8 == 0;
+    args->y_wide = rocq__k_wide(p->y) && rocq__k_wide(p->residual) && rocq__k_wide(p->bias);
+    args->x_activation = (int32_t)p->x_activation;
+    args->activation = (int32_t)p->activation;
+    args->x_scale = p->x_scale > 0.0f ? p->x_scale : 1.0f;
+    args->y_scale = 1.0f / args->x_scale;
+}
+
 // Whether x is normalised and activated once, by a launch of conv_input, and not by every block of
 // conv while it loads x. The launch costs the bytes of reading x and writing the result in F16. The
 // blocks spend about 13 instructions on each element that they load, and load an element several
@@ -19951,22 +19970,8 @@ static void rocq__job_conv(rocq__job *job, const void *params) {
     rocq_k_conv_args args;
     memset(&args, 0, sizeof args);
     rocq__conv_shape_args(&args, &s);
+    rocq__conv_operand_args(&args, p, &s);
     args.w = rocq__device_data(&w);
-    args.y = rocq__k_tensor(p->y);
-    args.x = rocq__k_tensor(p->x);
-    args.residual = rocq__k_tensor(p->residual);
-    args.stats = rocq__k_tensor(p->stats);
-    args.bias = (const float *)rocq__device_data(p->bias);
-    args.norm_weight = (const float *)rocq__device_data(p->norm_weight);
-    args.norm_bias = (const float *)rocq__device_data(p->norm_bias);
-    args.group = p->stats && p->stats->ne[0] == 2 ? (int32_t)(s.c / p->stats->ne[1]) : 1;
-    args.x_wide = rocq__k_wide(p->x);
-    args.w_wide = s.c % 8 == 0;
-    args.y_wide = rocq__k_wide(p->y) && rocq__k_wide(p->residual) && rocq__k_wide(p->bias);
-    args.x_activation = (int32_t)p->x_activation;
-    args.activation = (int32_t)p->activation;
-    args.x_scale = p->x_scale > 0.0f ? p->x_scale : 1.0f;
-    args.y_scale = 1.0f / args.x_scale;
     const int64_t tile_m = s.m > 64 ? 128 : s.m > 16 ? 64 : 16;
     const int64_t frames = p->y->ne[3];
     args.tiles_m = (int32_t)((s.m + tile_m - 1) / tile_m);
