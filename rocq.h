@@ -3924,8 +3924,10 @@ typedef struct rocq__stage {
     void *arg;
     int64_t n;     // items
     int64_t grain; // worth a thread: if there are no more, one thread takes all
+    int64_t together; // that a thread takes at once where it can, though it be more than an eighth
+                      // of its share: see rocq__team_share_out
     // Runs alone before the items, or NULL. It does what depends on the contents of tensors: it
-    // checks them, and may change n (0: no items) and grain.
+    // checks them, and may change n (0: no items), grain and together.
     rocq_result (*begin)(rocq_ctx *ctx, struct rocq__stage *stage);
 } rocq__stage;
 
@@ -3975,9 +3977,10 @@ typedef struct rocq__team {
     int32_t caller_asleep; // (atomic)
 #endif
     char apart[ROCQ__APART];
-    // The open stage, in one cache line. open: its number in bit 32 and up, and how many chunks it
-    // has; negative to end the threads (atomic). The rest changes only when no chunk is left, so a
-    // thread may read it while it has one.
+    // The open stage, in one cache line. open: its number in bit 32 and up, the most chunks that a
+    // thread takes together in bit 16 and up, and how many chunks it has; negative to end the
+    // threads (atomic). The rest changes only when no chunk is left, so a thread may read it while
+    // it has one.
     ROCQ__ALIGNAS(8) int64_t open;
     int64_t n, chunk;      // items, items of a chunk
     rocq__task fn;
@@ -4907,7 +4910,9 @@ static void rocq__team_next(rocq__team *team, int32_t thread) {
             rocq__store64(&team->shares[i].left, last << 32);
         }
         rocq__store64(&team->pending, n_chunks);
-        rocq__store64(&team->open, number << 32 | n_chunks);
+        const int64_t together = ROCQ__MIN(stage->together / team->chunk, n_chunks);
+        const int64_t taken = ROCQ__MAX(together, n_chunks / (8 * n_threads) + 1);
+        rocq__store64(&team->open, number << 32 | taken << 16 | n_chunks);
 #if ROCQ__HAS_THREADS
         if (n_threads > 1 && !team->started && !ctx->desc.run_tasks) {
             rocq__team_start(team, ctx->desc.n_threads - 1);
@@ -4960,8 +4965,9 @@ static bool rocq__team_steal(rocq__team *team, int64_t open, int32_t thread) {
     return false;
 }
 
-// Runs what there is to do for this thread, and returns the last stage that it has seen. At first
-// it takes several chunks together, an eighth of a share, whose items are neighbours in memory.
+// Runs what there is to do for this thread, and returns the last stage that it has seen. It takes
+// several chunks together, whose items are neighbours in memory: an eighth of a share or what the
+// stage asks for, but no more than half of what it has left.
 static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
     int64_t *own = &team->shares[thread].left, n_done = 0;
     for (;;) {
@@ -4970,8 +4976,7 @@ static int64_t rocq__team_share_out(rocq__team *team, int32_t thread) {
         const int64_t left = rocq__team_left(team, word, open, thread);
         const int64_t chunk = left >> 16 & 0xffff, end = left & 0xffff;
         if (chunk < end) {
-            const int64_t most = (open & 0xffff) / (8 * team->ctx->desc.n_threads) + 1;
-            const int64_t n_taken = ROCQ__MIN((end - chunk + 1) / 2, most);
+            const int64_t n_taken = ROCQ__MIN((end - chunk + 1) / 2, open >> 16 & 0xffff);
             if (!rocq__replace64(own, word, left + (n_taken << 16))) continue;
             const int64_t first = chunk * team->chunk, past = first + n_taken * team->chunk;
             if (team->cancellable && rocq__load32(&team->ctx->cancelled)) {
@@ -5063,7 +5068,7 @@ static rocq_result rocq__team_run(rocq_ctx *ctx, const char *call, rocq__stage *
 // Runs fn over 0 .. n, on all threads if n > grain, and returns when all is done. rocq_cancel does
 // not stop it.
 static void rocq__parallel(rocq_ctx *ctx, int64_t n, int64_t grain, rocq__task fn, void *arg) {
-    rocq__stage stage = {fn, arg, n, grain, NULL};
+    rocq__stage stage = {fn, arg, n, grain, 0, NULL};
     rocq__team_run(ctx, NULL, &stage, 1);
 }
 
@@ -5153,7 +5158,10 @@ enum {
     // Handing a chunk to a thread that spins costs 0.2 microseconds; to one that sleeps, 5 and
     // more.
     ROCQ__WORTH_STEP = 16384,
-    ROCQ__WORTH_OP = 65536
+    ROCQ__WORTH_OP = 65536,
+    // So many multiplications of a thread with neighbouring rows of a matrix read it in long
+    // streams (rocq__mm_column_sums), and take some 40 microseconds where it comes from memory.
+    ROCQ__WORTH_TOGETHER = 1 << 20
 };
 
 static void *rocq__plan_take(rocq__plan *plan, size_t size) {
@@ -5174,6 +5182,7 @@ static rocq__stage *rocq__plan_stage(rocq__plan *plan, rocq__task fn, void *arg,
     stage->arg = arg;
     stage->n = n;
     stage->grain = grain;
+    stage->together = 0;
     stage->begin = NULL;
     return stage;
 }
@@ -9379,6 +9388,8 @@ enum {
     ROCQ__MM_TILE_N = 128,  // a multiple of 8
     ROCQ__MM_SEGMENT = 512, // of K; half of it is a multiple of every block
     ROCQ__MM_L2_AHEAD = 32768, // bytes ahead that a pass prefetches into L2
+    ROCQ__MM_STREAM = 16384,   // least bytes of one of the streams in which w is read
+    ROCQ__MM_STREAM_AHEAD = 512, // bytes ahead that a pass prefetches in each of them
     ROCQ__MM_PASS_ROWS = 4096, // of a lone column: so many go through the epilogue at once
     ROCQ__MM_FEW = 16       // up to so many columns w is read in order: see rocq__mm_sums
 };
@@ -11352,7 +11363,8 @@ ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_block_avx2(const rocq__mm
 
 // What a pass prefetches while it multiplies the bytes of n_rows rows that are `at` into each.
 // Where row_ahead is 0, it goes ahead in the order of memory, whatever row that is: the fewest
-// lines. Else each row is prefetched, past its end at the start of the next panel's.
+// lines. Else each row is prefetched, past its end at the start of the row that follows in its
+// place.
 ROCQ__TARGET_AVX2 ROCQ__ALWAYS_INLINE void rocq__fetch_next(const rocq__mm_rows *rows, int64_t at,
                                                             const int64_t bytes,
                                                             const int n_rows) {
@@ -11970,6 +11982,12 @@ static void rocq__mm_run(void *arg, int64_t begin, int64_t end, int32_t thread) 
 }
 
 // The sums of a single column, by the pass, with any number of rows: all of K at once.
+//
+// Many rows are read in as many streams as a pass has rows: of 160 rows, say, the first pass takes
+// rows 0, 9, 18 ... 135, the second rows 1, 10, 19 ..., and what is left goes in order. A stream is
+// contiguous, so that the processor's prefetchers follow it from row to row; of neighbours that a
+// page holds they follow none. The number of rows from stream to stream is odd: those a multiple of
+// 4 KiB apart would share few sets of L1.
 static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix, int64_t m,
                                  int64_t n_rows, const unsigned char *column) {
     const rocq_tensor *w = mm->w;
@@ -11977,35 +11995,37 @@ static void rocq__mm_column_sums(const rocq__mm *mm, float *sums, int64_t matrix
     const unsigned char *row = rocq__row(w, m, matrix % w->ne[2], matrix / w->ne[2]);
     rocq__mm_rows rows;
     rocq__mm_tile tile;
+    float some[ROCQ__MM_PAIR];
     rows.codec = rocq__codec_of(w->format);
     rows.take_book = mm->take_book;
     rows.book = mm->book;
     rows.n_blocks = k / rows.codec->info.block_elems;
-    rows.stride = stride;
-    // A panel of long rows is most of L1 or more, and prefetched as a whole it is evicted before
-    // its use: 2 KiB ahead in each row, Q8_0 of 4096 and Q4_0 of 14336 stream 1.14 to 1.18 times as
-    // fast on Sapphire Rapids. Q4_0 of 4096 would lose 10% there, and of 8192 15% on Zen 3. A pair
-    // of panels is that much of L1 from rows of 1 KiB on; there 1 KiB ahead does more than 2.
-    const int64_t row_ahead = mm->avx512 && stride >= 4096 ? 2048 : 0;
-    const int64_t wide_ahead = stride > 1024 ? 1024 : 0;
-    // A panel of short rows is over before memory answers. With L2 fetched further ahead, rows of
-    // 576 stream 1.2 to 1.3 times as fast there, Q4_K of 4096 1.16 times (Zen 3: no gain); what is
-    // in L2 already is read 5 to 10% slower, so not where a thread's share is hardly longer.
     memset(&tile, 0, sizeof tile);
     tile.x = (const int8_t *)column;
     tile.groups_at = k;
-    for (int64_t r = 0, step; r < n_rows; r += step) {
-        const bool wide = mm->wide_pass && n_rows - r >= ROCQ__MM_PAIR;
-        step = wide ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
-        rows.ahead = step * stride; // the next panel
-        rows.row_ahead = wide ? wide_ahead : row_ahead;
+    while (n_rows > 0) {
+        const bool wide = mm->wide_pass && n_rows >= ROCQ__MM_PAIR;
+        const int64_t n = wide ? ROCQ__MM_PAIR : ROCQ__MM_ROWS;
+        const bool streams = mm->avx512 && n_rows / n * stride >= ROCQ__MM_STREAM;
+        const int64_t apart = streams ? (n_rows / n - 1) | 1 : 1;
+        rows.stride = apart * stride;
+        rows.ahead = (apart > 1 ? 1 : n) * stride; // the next rows
+        rows.row_ahead = streams ? (int64_t)ROCQ__MM_STREAM_AHEAD : 0;
+        // A panel of short rows is over before memory answers. With L2 fetched further ahead, rows
+        // of 576 stream 1.2 to 1.3 times as fast on Sapphire Rapids (Zen 3: no gain); what is in L2
+        // already is read 5 to 10% slower, so not where a thread's share is hardly longer.
         rows.l2_ahead =
             mm->fetch_l2 && rows.ahead < ROCQ__MM_L2_AHEAD ? (int64_t)ROCQ__MM_L2_AHEAD : 0;
-        for (int64_t j = 0; j < ROCQ__MM_ROWS; j++) { // past the last row, the last row again
-            rows.at[j] = row + ROCQ__MIN(j, n_rows - r - 1) * stride;
+        for (int64_t p = 0; p < apart; p++) {
+            for (int64_t j = 0; j < ROCQ__MM_ROWS; j++) { // past the last row, the last row again
+                rows.at[j] = row + ROCQ__MIN(j * apart + p, n_rows - 1) * stride;
+            }
+            (wide ? mm->wide_pass : mm->pass)(apart > 1 ? some : sums, &tile, &rows);
+            for (int64_t j = 0; apart > 1 && j < n; j++) sums[j * apart + p] = some[j];
         }
-        row += step * stride;
-        (wide ? mm->wide_pass : mm->pass)(sums + r, &tile, &rows);
+        row += n * apart * stride;
+        sums += n * apart;
+        n_rows -= n * apart;
     }
 }
 
@@ -12289,7 +12309,8 @@ static void rocq__plan_matmul_cpu(rocq__plan *plan, rocq_op op, const void *para
                                    ROCQ__MIN(product->main.n, (int64_t)ROCQ__MM_TILE_N));
     }
     rocq__plan_stage(plan, rocq__mm_convert_all, chain, n_columns, rocq__plan_grain(plan, 4 * k));
-    rocq__plan_stage(plan, rocq__mm_run_all, chain, n_items, rocq__plan_grain(plan, k * most));
+    rocq__plan_stage(plan, rocq__mm_run_all, chain, n_items, rocq__plan_grain(plan, k * most))
+        ->together = ROCQ__WORTH_TOGETHER / (k * most);
     for (int32_t i = 0; p; p = p->next, i++) {
         if (!products[i].has_cast) continue;
         const rocq_cast_params cast = {p->y, &products[i].main_y};
@@ -14145,8 +14166,8 @@ static void rocq__plan_argmax_cpu(rocq__plan *plan, rocq_op op, const void *para
 // top-k or min-p leave, and are not looked at again. 150,000 logits take 0.1 ms with top-k 40.
 
 enum {
-    ROCQ__DRAW = 64,       // tokens of a strip
-    ROCQ__DRAW_BINS = 1024 // of top-p, for distances of a logit from the top: 32 for one of 1
+    ROCQ__DRAW = 64,      // tokens of a strip
+    ROCQ__DRAW_BINS = 256 // of top-p, by a logit's distance from the top: eight for one of 1
 };
 
 typedef struct rocq__candidate {
@@ -14179,13 +14200,35 @@ static ROCQ__SIMD float rocq__weigh_simd(float *x, float top, float least, float
     rocq__v8 sum = rocq__v8_set1(0.0f);
     for (int i = 0; i < ROCQ__DRAW; i += 8) {
         const rocq__v8 v = rocq__v8_max(rocq__v8_load(x + i), rocq__v8_set1(-INFINITY));
-        const rocq__v8 below = rocq__v8_sub(v, rocq__v8_set1(top));
-        rocq__v8 e = rocq__v8_exp(rocq__v8_div(below, rocq__v8_set1(temperature)));
+        rocq__v8 below = rocq__v8_sub(v, rocq__v8_set1(top));
+        if (temperature != 1.0f) below = rocq__v8_div(below, rocq__v8_set1(temperature));
+        rocq__v8 e = rocq__v8_exp(below);
         e = rocq__v8_zero_below(e, v, rocq__v8_set1(least));
         rocq__v8_store(x + i, e);
         sum = rocq__v8_add(sum, e);
     }
     return rocq__v8_sum(sum);
+}
+#endif
+
+// The bin of each logit of a strip, less 128. It never falls from one logit to a lower one, and the
+// last bin has what is farther away, NaN too.
+static void rocq__bin_scalar(int8_t *bin, const float *x, float top) {
+    for (int i = 0; i < ROCQ__DRAW; i++) {
+        const float distance = (top - x[i]) * 8.0f, most = (float)(ROCQ__DRAW_BINS - 1);
+        bin[i] = (int8_t)((int)rintf(distance < most ? distance : most) - ROCQ__DRAW_BINS / 2);
+    }
+}
+
+#if ROCQ__HAS_V8
+static ROCQ__SIMD void rocq__bin_simd(int8_t *bin, const float *x, float top) {
+    const rocq__v8 most = rocq__v8_set1((float)(ROCQ__DRAW_BINS - 1));
+    const rocq__v8 middle = rocq__v8_set1((float)(ROCQ__DRAW_BINS / 2));
+    for (int i = 0; i < ROCQ__DRAW; i += 8) {
+        const rocq__v8 below = rocq__v8_sub(rocq__v8_set1(top), rocq__v8_load(x + i));
+        const rocq__v8 distance = rocq__v8_mul(below, rocq__v8_set1(8.0f));
+        rocq__v8_to_i8(bin + i, rocq__v8_sub(rocq__v8_round(rocq__v8_min(distance, most)), middle));
+    }
 }
 #endif
 
@@ -14241,6 +14284,7 @@ typedef struct rocq__drawing {
     float *changed;      // [n_vocab] where these are written, if there are any
     float *most, *sum;   // [n_strips] the largest logit and the weight of each strip
     rocq__candidate *list; // [n_vocab]
+    int8_t *bin;         // [n_strips][ROCQ__DRAW] of top-p, less 128: a strip's, where it was read
     int32_t *count;      // [n_vocab] how often each token is in recent: in list's memory
     int64_t n_vocab, n_strips;
     float top;
@@ -14251,7 +14295,7 @@ static int64_t rocq__scratch_sample_cpu(const rocq_ctx *ctx, const void *params)
     const int64_t n_strips = (n + ROCQ__DRAW - 1) / ROCQ__DRAW;
     (void)ctx;
     return n * (int64_t)(sizeof(rocq__candidate) + sizeof(float)) +
-           n_strips * (int64_t)(2 * sizeof(float));
+           n_strips * (int64_t)(2 * sizeof(float) + ROCQ__DRAW);
 }
 
 // Sets x: the logits themselves, or a copy with penalties, and -inf for what is not allowed.
@@ -14320,11 +14364,6 @@ static float rocq__draw_strip(const rocq__drawing *a, int64_t s, rocq__candidate
                         (weight, a->top, least, temperature));
 }
 
-static inline int rocq__draw_bin(const rocq__drawing *a, float logit) {
-    const float distance = (a->top - logit) * 32.0f;
-    return distance < (float)ROCQ__DRAW_BINS - 1.0f ? (int)distance : ROCQ__DRAW_BINS - 1;
-}
-
 // The last of the k candidates that come first. They are in strips whose largest logit is no less
 // than the k-th of those.
 static rocq__candidate rocq__draw_top_k(const rocq__drawing *a, int64_t k) {
@@ -14341,30 +14380,50 @@ static rocq__candidate rocq__draw_top_k(const rocq__drawing *a, int64_t k) {
 }
 
 // Of the candidates up to the cut, the one at which the weights reach their share p. Sums by
-// distance tell in which bin that is; only that one is searched.
+// distance tell in which bin that is; only that one is searched. Four sums for a bin, since an
+// addition to the one that the last weight went to waits for that.
 static rocq__candidate rocq__draw_top_p(const rocq__drawing *a, rocq__candidate cut, double p) {
-    double sum[ROCQ__DRAW_BINS] = {0}, total = 0.0, front = 0.0;
-    float weight[ROCQ__DRAW];
+    enum { LAST = ROCQ__DRAW_BINS - 1, MIDDLE = ROCQ__DRAW_BINS / 2 };
+    double sum[ROCQ__DRAW_BINS][4] = {{0}}, total = 0.0, front = 0.0;
+    float weight[ROCQ__DRAW], x[ROCQ__DRAW];
+    for (int64_t s = 0; s < a->n_strips; s++) {
+        if (!(a->most[s] > -INFINITY && a->most[s] >= cut.logit)) continue;
+        const int64_t first = s * ROCQ__DRAW, most = ROCQ__DRAW;
+        const int64_t n = ROCQ__MIN(a->n_vocab - first, most);
+        const float *at = a->x + first;
+        int8_t *bin = a->bin + first;
+        if (n < most) {
+            memcpy(x, at, (size_t)n * sizeof *x);
+            for (int64_t i = n; i < most; i++) x[i] = -INFINITY;
+            at = x;
+        }
+        ROCQ__EITHER(a->simd, rocq__bin, (bin, at, a->top));
+        rocq__draw_strip(a, s, cut, 1.0f, weight);
+        for (int i = 0; i < ROCQ__DRAW; i += 4) {
+            sum[bin[i] + MIDDLE][0] += (double)weight[i];
+            sum[bin[i + 1] + MIDDLE][1] += (double)weight[i + 1];
+            sum[bin[i + 2] + MIDDLE][2] += (double)weight[i + 2];
+            sum[bin[i + 3] + MIDDLE][3] += (double)weight[i + 3];
+        }
+    }
+    for (int b = 0; b < ROCQ__DRAW_BINS; b++) {
+        sum[b][0] = (sum[b][0] + sum[b][1]) + (sum[b][2] + sum[b][3]);
+        total += sum[b][0];
+    }
+    int bin = 0, last = LAST;
+    while (last > 0 && sum[last][0] == 0.0) last--;
+    for (; bin < last && front + sum[bin][0] < p * total; bin++) front += sum[bin][0];
+    int64_t n = 0;
     for (int64_t s = 0; s < a->n_strips; s++) {
         if (!(a->most[s] > -INFINITY && a->most[s] >= cut.logit)) continue;
         const int64_t first = s * ROCQ__DRAW, end = ROCQ__MIN(a->n_vocab, first + ROCQ__DRAW);
-        rocq__draw_strip(a, s, cut, 1.0f, weight);
         for (int64_t t = first; t < end; t++) {
-            sum[rocq__draw_bin(a, a->x[t])] += (double)weight[t - first];
-        }
-    }
-    int bin = 0, last = ROCQ__DRAW_BINS - 1;
-    for (int b = 0; b < ROCQ__DRAW_BINS; b++) total += sum[b];
-    while (last > 0 && sum[last] == 0.0) last--;
-    for (; bin < last && front + sum[bin] < p * total; bin++) front += sum[bin];
-    int64_t n = 0;
-    for (int64_t s = 0; s < a->n_strips; s++) {
-        if (!(a->most[s] >= cut.logit && rocq__draw_bin(a, a->most[s]) <= bin)) continue;
-        const int64_t end = ROCQ__MIN(a->n_vocab, (s + 1) * ROCQ__DRAW);
-        for (int64_t t = s * ROCQ__DRAW; t < end; t++) {
+            const void *next = memchr(a->bin + t, bin - MIDDLE, (size_t)(end - t));
+            if (!next) break;
+            t = (const int8_t *)next - a->bin;
             const rocq__candidate c = {a->x[t], (int32_t)t};
             a->list[n] = c;
-            n += rocq__draw_bin(a, c.logit) == bin && c.logit > -INFINITY && !rocq__before(cut, c);
+            n += c.logit > -INFINITY && !rocq__before(cut, c);
         }
     }
     return rocq__select(a->list, n, a->top, false, p * total - front);
@@ -14444,6 +14503,7 @@ static void rocq__plan_sample_cpu(rocq__plan *plan, rocq_op op, const void *para
     a->changed = (float *)(void *)(a->list + a->n_vocab);
     a->most = a->changed + a->n_vocab;
     a->sum = a->most + a->n_strips;
+    a->bin = (int8_t *)(void *)(a->sum + a->n_strips);
     rocq__plan_stage(plan, NULL, a, 0, 1)->begin = rocq__sample_begin;
 }
 
@@ -14788,6 +14848,7 @@ static rocq_result rocq__experts_begin(rocq_ctx *ctx, rocq__stage *stage) {
     (void)ctx;
     stage->n = a->n_tiles * a->n_panels;
     stage->grain = 1 + a->worth / (a->p->w->ne[0] * ROCQ__MM_PAIR * columns);
+    stage->together = ROCQ__WORTH_TOGETHER / (a->p->w->ne[0] * ROCQ__MM_PAIR * columns);
     return ROCQ_OK;
 }
 
