@@ -378,7 +378,7 @@ ROCQ_FORMATS(ROCQ_X)
 #undef ROCQ_X
 
 // More columns than a tile has, and more rows than a tile and a chunk of a thread; a lone column of
-// many rows, which 64-byte passes read.
+// many rows, which 64-byte passes read, also in streams (rocq__mm_column_sums).
 static void tiles(void **state) {
     static const rocq_format formats[] = {ROCQ_Q4_0, ROCQ_Q8_0, ROCQ_Q4_K, ROCQ_Q5_K,
                                           ROCQ_Q6_K, ROCQ_F16,  ROCQ_F32};
@@ -394,10 +394,13 @@ static void tiles(void **state) {
         check_part(&a, 1, 3, 41, 0, 129);
         check_part(&a, 1, 3, 72, 133, 128);
         destroy(&a);
-        const shape tall = {.w = formats[f], .x = ROCQ_F32, .m = 1029, .n = 1, .k = 256};
-        problem b = make(tall);
-        solve(&b);
-        destroy(&b);
+        for (int i = 0; i < 2; i++) {
+            const shape tall = {.w = formats[f], .x = ROCQ_F32, .m = i ? 2061 : 1029, .n = 1,
+                                .k = i ? 1024 : 256};
+            problem b = make(tall);
+            solve(&b);
+            destroy(&b);
+        }
     }
 }
 
