@@ -57,9 +57,9 @@ static rocq_result decode(void *user) {
     return result;
 }
 
-// Its values are [n, 3, T, H, W]; ours are [3, W, H, T, n], innermost first. Bounds, for values of
-// 0 to 1: on the CPU both compute in F32, 80 dB. On a GPU both in F16, 60 dB; TAESD has no norms,
-// so that roundings add up through all of its 35 layers, 45 dB.
+// Its values, computed in F32, are [n, 3, T, H, W]; ours are [3, W, H, T, n], innermost first.
+// Bounds: on the CPU, where we compute in F32 too, 80 dB. On a GPU we do in F16, 60 dB; TAESD has no
+// norms, so that roundings add up through all of its 35 layers, 45 dB.
 static bool like_torch(void *user) {
     decoding *d = (decoding *)user;
     char path[100];
@@ -80,11 +80,11 @@ static bool like_torch(void *user) {
         error += e * e;
     }
     const double psnr = -10 * log10(error / (double)n);
-    if (ran) printf("%-44s %.1f dB to PyTorch\n", d->c->what, psnr);
+    if (ran) printf("%-44s %.1f dB to PyTorch's F32\n", d->c->what, psnr);
     return ran && psnr >= (!d->gpu ? 80 : d->c->model[0] == 't' ? 45 : 60);
 }
 
-static double torch_ns(decoding *d, int runs) { // 0: once, and its values are kept
+static double torch_ns(decoding *d, int runs) { // 0: once in F32, and its values are kept
     const int32_t frames = d->job.frames > 0 ? d->job.frames : 1;
     return torch_ask(d->peer, "decode %s %d %d %d %d %s %d", d->c->model, (int)d->job.width,
                     (int)d->job.height, (int)frames, (int)d->c->n, d->mode, runs);

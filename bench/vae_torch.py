@@ -7,8 +7,9 @@ are those that tests/vae.py checks examples/vae.h with, at their published width
 
     make MODEL                                 DIR/MODEL.safetensors: random weights, in F16
     decode MODEL W H T N MODE RUNS             DIR/latents.f32 [N, z, T, H, W] to bytes on the host,
-                                               RUNS times; 0: once, and its values go to
-                                               DIR/values.f32. MODE: eager or compiled
+                                               RUNS times; 0: once in F32, with the same weights,
+                                               and its values go to DIR/values.f32. MODE: eager or
+                                               compiled
     conv C M K SIZE UP MODE RUNS               GroupNorm, SiLU, convolution over SIZE x SIZE after
                                                UP times
 """
@@ -32,6 +33,8 @@ gpu = o.device == "cuda"
 if o.threads:
     torch.set_num_threads(o.threads)
 torch.backends.cudnn.benchmark = True
+torch.backends.cudnn.allow_tf32 = False  # what is computed in F32 is a reference
+torch.backends.cuda.matmul.allow_tf32 = False
 dtype = torch.float16 if gpu else torch.float32
 weights, models, compiled, convs = {}, {}, {}, {}
 
@@ -62,10 +65,14 @@ def make(name):
             "wan": lambda: vae.wan_weights(96, [1, 2, 4, 4], 2, 16, (True, True, False))}[name]()
     vae.save(os.path.join(o.folder, name + ".safetensors"), made, {k: "F16" for k in made})
     weights[name] = {k: here(t.half()) for k, t in made.items()}
-    models[name] = {"sdxl": lambda: Kl(weights[name], 32).decode,
-                    "taesd": lambda: lambda z: vae.taesd_run(weights[name], "decoder", z),
-                    "wan": lambda: lambda z: vae.Wan(weights[name]).decode(z)}[name]()
+    models[name] = network(name, weights[name])
     return 0
+
+
+def network(name, w):
+    return {"sdxl": lambda: Kl(w, 32).decode,
+            "taesd": lambda: lambda z: vae.taesd_run(w, "decoder", z),
+            "wan": lambda: lambda z: vae.Wan(w).decode(z)}[name]()
 
 
 def decoder(name, mode):
@@ -85,18 +92,20 @@ def decode(name, w, h, t, n, mode, runs):
 
     def once():
         y = run(here(z)).float() * scale + bias
-        return y, (y.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+        return (y.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
 
     with torch.no_grad():
+        if int(runs) == 0:
+            exact = network(name, {k: t.float() for k, t in weights[name].items()})
+            y = exact(z.to(o.device)) * scale + bias
+            y.cpu().contiguous().numpy().tofile(os.path.join(o.folder, "values.f32"))
+            return 0
         wait()
         begin = time.perf_counter()
-        for _ in range(max(int(runs), 1)):
-            y, _ = once()
+        for _ in range(int(runs)):
+            once()
         wait()
-        took = time.perf_counter() - begin
-        if int(runs) == 0:
-            y.cpu().numpy().tofile(os.path.join(o.folder, "values.f32"))
-    return took / max(int(runs), 1)
+    return (time.perf_counter() - begin) / int(runs)
 
 
 def conv(c, m, k, size, up, mode, runs):
