@@ -19986,7 +19986,18 @@ static int rocq__conv_lds(const rocq__chip *chip, const rocq_conv_params *p,
         return -1;
     }
     if (args->m <= 64) {
-        const bool fits = args->slices == 1 && args->kt == 1 && taps <= ROCQ_K_CONV_LDS_TAPS;
+        // Few channels of y are stored one by one, others as vectors of halves
+        const bool halves = p->y->format == ROCQ_F16 && args->y_wide &&
+                            (!p->residual || p->residual->format == ROCQ_F16) &&
+                            (args->activation == ROCQ_ACT_IDENTITY ||
+                             args->activation == ROCQ_ACT_RELU);
+        const int64_t most = INT32_MAX / 64; // bytes from a position to the next
+        bool fits = args->slices == 1 && args->kt == 1 && args->kw == 3 && args->kh == 3 &&
+                    (halves || args->m <= 16);
+        for (int d = 0; d < 2; d++) {
+            fits = fits && args->x.stride[d] <= most && args->y.stride[d] <= most &&
+                   (!p->residual || args->residual.stride[d] <= most);
+        }
         return fits ? ROCQ_K_conv_lds_64 : -1;
     }
     // Tiles of twice the rows, which may be more positions in vain

@@ -8406,9 +8406,20 @@ ROCQ_K_CONV_TILES(ROCQ_X, )
 // launch asks for: ROCQ_K_CONV_LDS_64_BYTES, ROCQ_K_CONV_LDS_128_BYTES.
 //
 // Sums of a group of four waves, 64 channels by 64 positions at a time, lie in LDS by positions,
-// CONV_LDS_STRIDE floats apart. Four positions of eight channels are a thread's: own is its index
-// in the group, m its first channel, oy0 the row of the first of 8 by 8 positions.
-enum { CONV_LDS_STRIDE = 64 + 4 };
+// CONV_LDS_STRIDE floats apart. Of each vector of eight channels the first four lie in the first
+// half of that, the others in the second, four floats apart from it: so the eight threads that read
+// a position, and the lanes that write the fragments, meet all banks. Four positions of eight
+// channels are a thread's: own is its index in the group, m its first channel, oy0 the row of the
+// first of 8 by 8 positions.
+enum { CONV_LDS_STRIDE = 64 + 4, CONV_LDS_HIGH = 32 + 4 };
+DEV int conv_lds_slot(int channel) {
+    return channel / 8 * 4 + channel % 4 + channel / 4 % 2 * CONV_LDS_HIGH;
+}
+DEV void conv_lds_vector(const float *work, int at, int vector, float v[8]) {
+    const u32x4 *const from = (const u32x4 *)(work + at * CONV_LDS_STRIDE + 4 * vector);
+    decode_vector<ROCQ_F32>(lget(from), 0, v);
+    decode_vector<ROCQ_F32>(lget(from + CONV_LDS_HIGH / 4), 0, v + 4);
+}
 DEV bool conv_lds_is_live(const rocq_k_conv_args &a, const conv_place &p, int32_t oy0, int at) {
     return p.ox0 + at % 8 < a.y.ne[1] && oy0 + at / 8 < a.y.ne[2];
 }
@@ -8417,8 +8428,8 @@ template <int TN> DEV void conv_lds_put(float *work, const frag_c *c) {
     for (int j = 0; j < TN; j++) {
 #pragma unroll
         for (int v = 0; v < 8; v++) {
-            lput(work + (16 * j + frag_col(v)) * CONV_LDS_STRIDE + 16 * (matmul_wave() % 4) +
-                     frag_row(v), c[j].v[v]);
+            lput(work + (16 * j + frag_col(v)) * CONV_LDS_STRIDE +
+                     conv_lds_slot(16 * (matmul_wave() % 4) + frag_row(v)), c[j].v[v]);
         }
     }
 }
@@ -8436,18 +8447,14 @@ DEV void conv_lds_residual(const rocq_k_conv_args &a, const conv_place &p, int32
 DEV void conv_lds_store(const rocq_k_conv_args &a, const conv_place &p, int32_t m, int32_t oy0,
                         int own, bool live, const conv_raw (&residual)[4], const float (&bias)[8],
                         const float *work) {
-    // The halves of a vector in an order by which eight threads meet all banks
-    const int vector = own % 8, high = vector / 4;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int at = own / 8 + 16 * i;
         if (!live || !conv_lds_is_live(a, p, oy0, at)) continue;
-        const u32x4 *from = (const u32x4 *)(work + at * CONV_LDS_STRIDE + 8 * vector);
         float v[8], r[8];
-        decode_vector<ROCQ_F32>(lget(from + high), 0, r);
-        decode_vector<ROCQ_F32>(lget(from + 1 - high), 0, r + 4);
+        conv_lds_vector(work, at, own % 8, v);
 #pragma unroll
-        for (int e = 0; e < 8; e++) v[e] = (high ? r[e ^ 4] : r[e]) * a.y_scale + bias[e];
+        for (int e = 0; e < 8; e++) v[e] = v[e] * a.y_scale + bias[e];
         if (a.residual.data) {
             conv_floats(a.residual.format, residual[i], r);
 #pragma unroll
@@ -8467,7 +8474,7 @@ DEV void conv_lds_store_any(const rocq_k_conv_args &a, const conv_place &p, int3
         const int at = i / n, e = i - at * n;
         const int32_t ox = p.ox0 + at % 8, oy = oy0 + at / 8;
         if (!conv_lds_is_live(a, p, oy0, at)) continue;
-        const float v = lget(work + at * CONV_LDS_STRIDE + e);
+        const float v = lget(work + at * CONV_LDS_STRIDE + conv_lds_slot(e));
         if (a.n_splits == 1) conv_put_any(a, ox, oy, p.frame, m0 + e, v);
         else gstore(conv_split_sums(a, ox, oy, p.frame) + p.split * a.m + m0 + e, v);
     }
@@ -8478,42 +8485,61 @@ DEV void conv_lds_bias(const rocq_k_conv_args &a, int32_t m, bool live, float (&
     if (a.bias && live) conv_floats(ROCQ_F32, conv_load(ROCQ_F32, (const char *)a.bias, m), bias);
 }
 
-// conv_lds_64: up to 64 channels to up to 64 (TAESD's layers), kt = 1, one split. All weights stay
-// in LDS: blocks are as many as compute units, and each takes one tile after another, so that
-// weights are copied once for a unit and not once for a tile, and no step of the sums waits for a
-// copy or a barrier.
+// conv_lds_64: 3x3 taps, up to 64 channels to up to 64 (TAESD's layers), kt = 1, one split. All
+// weights stay in LDS: blocks are as many as compute units, and each takes one tile after another,
+// so that weights are copied once for a unit and not once for a tile, and no step of the sums waits
+// for a copy or a barrier.
 //
 // A block has ROCQ_K_CONV_LDS_GROUPS groups of four waves, which share the weights and nothing
 // else: a group has tiles and two patches of its own, so that one group finishes its tile while
 // another multiplies. A group copies the patch of its next tile while it computes one. Its sums go
 // through the patch that was multiplied, half of the tile at a time. All groups of a block go
-// through as many rounds, the last of which may be empty.
+// through as many rounds, the last of which may be empty. What a thread copies and stores is at the
+// same places of every tile, so their offsets are computed once; with loops over taps, and the
+// places of each tile computed anew, a tile took twice as many instructions, and ptxas waited for
+// each product before the next.
 //
 // Geometry: blockIdx.x counts n_blocks blocks; tiles are those of conv, counted by columns, rows
-// and frames.
+// and frames. The offsets of x and y within a tile are 32-bit.
+enum { CONV_LDS_64_CHUNK = 8 * (64 + 1) };
+template <int N16> DEV void conv_lds_64_multiply(frag_c (&c)[8], const f16 *w, const f16 *patch) {
+    wmma_lds_begin();
+#pragma unroll
+    for (int tap = 0; tap < 9; tap++) {
+        const f16 *const z = patch + 8 * (tap / 3 * (ROCQ_K_CONV_W + 2) + tap % 3);
+#pragma unroll
+        for (int s = 0; s < N16; s++) {
+            wmma_lds(c, w + 2 * (N16 * tap + s) * CONV_LDS_64_CHUNK, CONV_LDS_64_CHUNK / 8,
+                     z + 2 * s * CONV_CHUNK, CONV_CHUNK / 8, ROCQ_K_CONV_W + 2);
+        }
+    }
+    wmma_lds_end();
+}
 DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
     enum {
-        W_CHUNK = 8 * (64 + 1), W_ALL = ROCQ_K_CONV_LDS_TAPS * 8 * W_CHUNK,
-        PATCH = CONV_BK / 8 * CONV_CHUNK
+        W_CHUNK = CONV_LDS_64_CHUNK, W_ALL = ROCQ_K_CONV_LDS_TAPS * 8 * W_CHUNK,
+        PATCH = CONV_BK / 8 * CONV_CHUNK, PATCH_W = ROCQ_K_CONV_W + 2,
+        PIECES = (ROCQ_K_CONV_PATCH + 15) / 16
     };
     static_assert(2 * (W_ALL + 2 * ROCQ_K_CONV_LDS_GROUPS * PATCH) == ROCQ_K_CONV_LDS_64_BYTES,
                   "LDS");
     static_assert(4 * CONV_LDS_STRIDE * 64 <= 2 * PATCH, "sums of half a tile");
     LDS_GRANTED(u32x4, tile, ROCQ_K_CONV_LDS_64_BYTES / 16);
     if (a.tiles_m == 0) return;
-    const int t = (int)thread_index(), group = t / 128, own = t % 128, vector = own % 8;
+    const int t = (int)thread_index(), group = matmul_wave() / 4, own = t % 128, vector = own % 8;
     f16 *const w = (f16 *)tile, *const patches = w + W_ALL + group * 2 * PATCH;
-    const int c16 = (a.c + 15) / 16, n_taps = a.kw * a.kh; // the last 16 channels: zeros past C
-    const bool there = 8 * vector < 16 * c16, live = 8 * vector < a.c;
+    const bool deep = a.c > 32; // else 32 channels are multiplied; past C there are zeros
+    const int columns = deep ? 8 : 4;
+    const bool there = vector < columns, live = 8 * vector < a.c;
 
-    // Weights: columns of 64 rows, for each tap 2 c16 columns of 8 channels
-    const uint32_t k = (uint32_t)n_taps * (uint32_t)a.c;
+    // Weights: columns of 64 rows, for each tap `columns` of 8 channels
+    const uint32_t k = 9 * (uint32_t)a.c;
 #pragma unroll 2
-    for (int i = t / 8; there && i < 64 * n_taps; i += 16 * ROCQ_K_CONV_LDS_GROUPS) {
+    for (int i = t / 8; there && i < 64 * 9; i += 16 * ROCQ_K_CONV_LDS_GROUPS) {
         const int row = i % 64, tap = i / 64;
         const bool inside = live && row < a.m;
         const uint32_t from = (uint32_t)row * k + (uint32_t)(tap * a.c + 8 * vector);
-        copy_async((u32x4 *)(w + (2 * c16 * tap + vector) * W_CHUNK) + row,
+        copy_async((u32x4 *)(w + (columns * tap + vector) * W_CHUNK) + row,
                    (const u32x4 *)((const uint16_t *)a.w + (inside ? from : 0)), inside);
     }
     const int32_t frame_tiles = a.tiles_x * a.tiles_y;
@@ -8527,15 +8553,38 @@ DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
         p.oy0 = row * ROCQ_K_CONV_H;
         return p;
     };
-    const auto load = [&](int32_t number, f16 *patch) {
-        if (number < n_tiles && there) {
-            const conv_patch from = conv_patch_of(a, place_of_tile(number), conv_step_of(a, 0));
+    // A thread copies a vector of every 16th position. A tile's first row and column are even, so
+    // that with `upsample` positions of x lie alike in all tiles.
+    int32_t offsets[PIECES]; // bytes
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int q = own / 8 + 16 * i, py = q / PATCH_W;
+        offsets[i] = ((py - a.pad_y) >> a.upsample) * (int32_t)a.x.stride[1] +
+                     ((q - py * PATCH_W - a.pad_x) >> a.upsample) * (int32_t)a.x.stride[0] +
+                     (live ? 16 * vector : 0);
+    }
+    const auto load = [&](int32_t number, const conv_place &p, f16 *patch) {
+        u32x4 *const to = (u32x4 *)(patch + vector * CONV_CHUNK) + own / 8;
+        const int32_t zx = p.ox0 - a.pad_x, zy = p.oy0 - a.pad_y;
+        const bool inner = zx >= 0 && zy >= 0 && zx + PATCH_W <= a.z_w &&
+                           zy + ROCQ_K_CONV_H + 2 <= a.z_h;
+        if (number < n_tiles && there && inner) {
+            const char *const from = (const char *)a.x.data + p.frame * a.x.stride[2] +
+                                     (p.oy0 >> a.upsample) * a.x.stride[1] +
+                                     (p.ox0 >> a.upsample) * a.x.stride[0];
+#pragma unroll
+            for (int i = 0; i < PIECES; i++) {
+                if (16 * i + 15 >= ROCQ_K_CONV_PATCH && own / 8 >= ROCQ_K_CONV_PATCH - 16 * i) break;
+                copy_async_part(to + 16 * i, (const u32x4 *)(from + offsets[i]), live ? 16 : 0);
+            }
+        } else if (number < n_tiles && there) {
+            const conv_patch from = conv_patch_of(a, p, conv_step_of(a, 0));
 #pragma unroll 4
-            for (int q = own / 8; q < a.patch_n; q += 16) {
+            for (int q = own / 8; q < ROCQ_K_CONV_PATCH; q += 16) {
                 const conv_position at = conv_position_of(a, from, q);
                 const char *row = from.frame + at.iy * a.x.stride[1] + at.ix * a.x.stride[0];
-                copy_async((u32x4 *)(patch + vector * CONV_CHUNK + 8 * q),
-                           (const u32x4 *)row + (live ? vector : 0), at.inside && live);
+                copy_async_part(to + q - own / 8, (const u32x4 *)row + (live ? vector : 0),
+                                at.inside && live ? 16 : 0);
             }
         }
         copies_close();
@@ -8543,58 +8592,82 @@ DEV void conv_lds_64_run(const rocq_k_conv_args &a) {
     const int32_t first = (int32_t)(a.common.block0 + block_index());
     const int32_t rounds = (n_tiles - first + step - 1) / step; // of group 0, which has most
     int32_t number = first + group * a.n_blocks;
-    load(number, patches);
-    const bool wide = a.y_wide && conv_is_common(a.activation), has_m = 8 * vector < a.m;
+    conv_place p = place_of_tile(number);
+    load(number, p, patches);
+    // A thread stores vectors of every other row of a column of the tile.
+    const bool has_residual = a.residual.data != 0;
+    const bool fast = a.y_wide && a.y.format == ROCQ_F16 &&
+                      (!has_residual || a.residual.format == ROCQ_F16) &&
+                      (a.activation == ROCQ_ACT_IDENTITY || a.activation == ROCQ_ACT_RELU);
+    const float least = a.activation == ROCQ_ACT_RELU ? 0.0f : bits<float>(0xff800000u);
+    const int column = own / 8 % 8, row = own / 64;
+    const int32_t y_offset = row * (int32_t)a.y.stride[1] + column * (int32_t)a.y.stride[0] +
+                             16 * vector;
+    const int32_t r_offset = row * (int32_t)a.residual.stride[1] +
+                             column * (int32_t)a.residual.stride[0] + 16 * vector;
     float bias[8];
-    conv_lds_bias(a, 8 * vector, wide && has_m, bias);
+    conv_lds_bias(a, 8 * vector, fast && 8 * vector < a.m, bias);
     copies_wait<0>();
     lds_written();
     block_sync_lds();
 #pragma unroll 1
-    for (int32_t round = 0; round < rounds; round++, number += step) {
+    for (int32_t round = 0; round < rounds; round++) {
         f16 *const patch = patches + (round & 1) * PATCH;
-        load(number + step, patches + (~round & 1) * PATCH);
-        const bool has_tile = number < n_tiles, stores = wide && has_m && has_tile;
+        const conv_place next = place_of_tile(number + step);
+        load(number + step, next, patches + (~round & 1) * PATCH);
+        const bool has_tile = number < n_tiles;
         frag_c c[1][8];
         matmul_clear(c);
-        wmma_lds_begin();
-        const f16 *w_tap = w;
-#pragma unroll 1
-        for (int j = 0; has_tile && j < a.kh; j++) {
-#pragma unroll 1
-            for (int i = 0; i < a.kw; i++) {
-                const f16 *const z = patch + 8 * (j * a.patch_w + i);
-#pragma unroll 1
-                for (int s = 0; s < c16; s++, w_tap += 2 * W_CHUNK) {
-                    wmma_lds(c[0], w_tap, W_CHUNK / 8, z + s * 2 * CONV_CHUNK, CONV_CHUNK / 8,
-                             a.patch_w);
-                }
+        if (has_tile) {
+            if (deep) conv_lds_64_multiply<4>(c[0], w, patch);
+            else conv_lds_64_multiply<2>(c[0], w, patch);
+        }
+        const bool stores = fast && has_tile && 8 * vector < a.m && column < a.y.ne[1] - p.ox0;
+        const int32_t rows = stores ? a.y.ne[2] - p.oy0 - row : 0; // from the thread's first on
+        u32x4 residual[8];
+        if (has_residual) {
+            const char *const from = row_of(a.residual, p.ox0, p.oy0, p.frame) + r_offset;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                if (2 * i >= rows) residual[i] = make4(0, 0, 0, 0);
+                else residual[i] = gload((const u32x4 *)(from + 2 * i * a.residual.stride[1]));
             }
         }
-        wmma_lds_end();
-        const conv_place p = place_of_tile(has_tile ? number : 0);
-        conv_raw residual[2][4];
-        conv_lds_residual(a, p, 8 * vector, p.oy0, own, stores, residual[0]);
         wmma_lds_wait();
         float *const work = (float *)patch;
+        char *const to = row_of(a.y, p.ox0, p.oy0, p.frame) + y_offset;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int32_t oy0 = p.oy0 + 8 * half;
             group_sync_lds(group);
             conv_lds_put<4>(work, c[0] + 4 * half);
-            if (half == 0) {
-                conv_lds_residual(a, p, 8 * vector, oy0 + 8, own, stores, residual[1]);
-            }
             group_sync_lds(group);
-            if (wide) {
-                conv_lds_store(a, p, 8 * vector, oy0, own, stores, residual[half], bias, work);
-            } else if (has_tile) {
-                conv_lds_store_any(a, p, 0, oy0, own, work);
+            if (!fast) {
+                if (has_tile) conv_lds_store_any(a, p, 0, p.oy0 + 8 * half, own, work);
+                continue;
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (2 * (4 * half + i) >= rows) continue;
+                float v[8], r[8];
+                conv_lds_vector(work, own / 8 + 16 * i, vector, v);
+#pragma unroll
+                for (int e = 0; e < 8; e++) v[e] = v[e] * a.y_scale + bias[e];
+                if (has_residual) {
+                    decode_vector<ROCQ_F16>(residual[4 * half + i], 0, r);
+                    decode_vector<ROCQ_F16>(residual[4 * half + i], 1, r + 4);
+#pragma unroll
+                    for (int e = 0; e < 8; e++) v[e] += r[e];
+                }
+#pragma unroll
+                for (int e = 0; e < 8; e++) v[e] = v[e] <= least ? least : v[e]; // NaN stays
+                gstore((u32x4 *)(to + 2 * (4 * half + i) * a.y.stride[1]), conv_halves(v));
             }
         }
         copies_wait<0>();
         lds_written();
         group_sync_lds(group);
+        number += step;
+        p = next;
     }
 }
 KERNEL_WAVES(conv_lds_64, rocq_k_conv_args, 128 * ROCQ_K_CONV_LDS_GROUPS, ROCQ_K_CONV_LDS_GROUPS) {

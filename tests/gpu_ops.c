@@ -1706,6 +1706,18 @@ static void test_conv_lds(void **state) {
         {.c = 128, .m = 96, .w_x = 6, .h_x = 32, .t_x = 4, .t_y = 2, .kw = 3, .kh = 3, .kt = 3,
          .has_residual = true},
     };
+    // y and residual in F16, which conv_lds_64 stores by vectors: tiles within the picture, at its
+    // edges and of both; several pictures; y apart from whole rows of channels.
+    static const picture halves[] = {
+        {.c = 64, .m = 64, .w_x = 40, .h_x = 49, .bias = true, .has_residual = true,
+         .activation = ROCQ_ACT_RELU},
+        {.c = 40, .m = 48, .w_x = 13, .h_x = 25, .upsample = 2, .t_x = 2, .t_y = 2,
+         .activation = ROCQ_ACT_RELU},
+        {.c = 32, .m = 8, .w_x = 24, .h_x = 16, .bias = true, .in_place = true},
+        {.c = 16, .m = 64, .w_x = 30, .h_x = 50, .t_x = 3, .t_y = 3, .has_residual = true,
+         .x_scale = 0.125f},
+        {.c = 64, .m = 56, .w_x = 25, .h_x = 33, .pad_x = 2, .pad_y = -1, .w_y = 21, .h_y = 20},
+    };
     static const rocq_format kinds[] = {ROCQ_F16, ROCQ_F32, ROCQ_BF16};
     const uint64_t state_before = random_state; // for the tests behind this one
     const int32_t n_units = gpu->gpu->chip.n_units;
@@ -1733,6 +1745,17 @@ static void test_conv_lds(void **state) {
             s.norm = NORM_WEIGHTED; // of one group, by a pass
             s.x_activation = ROCQ_ACT_SILU;
             if (i % 2 == 0) check_conv(&s);
+        }
+        for (size_t i = 0; i < sizeof halves / sizeof halves[0]; i++) {
+            picture s = halves[i];
+            s.kw = s.kh = 3;
+            s.x = s.w = s.y = s.residual = ROCQ_F16;
+            s.layout = (round + i) % 3 == 2 ? BOX_PERMUTED : BOX_PLAIN;
+            check_conv(&s);
+            if (i != 3 && round != 1) continue;
+            s.norm = NORM_WEIGHTED;
+            s.x_activation = ROCQ_ACT_SILU;
+            check_conv(&s);
         }
     }
     gpu->gpu->chip.lds_tiles = first;
