@@ -299,11 +299,11 @@ static void stages_follow_each_other(void **state) {
         memset(&t, 0, sizeof t);
         t.n_threads = counts[c];
         for (int round = 0; round < ROUNDS; round++) {
-            const int64_t grain = 1 + round * 7 % 400;
-            rocq__stage stages[] = {{count_0, &t, 1000, grain, NULL},
-                                    {count_0, &t, 5, 1, no_items},
-                                    {count_1, &t, 1000, 1000, NULL},
-                                    {count_2, &t, 0, 500, one_more}};
+            const int64_t grain = 1 + round * 7 % 400, together = round * 11 % 1300;
+            rocq__stage stages[] = {{count_0, &t, 1000, grain, together, NULL},
+                                    {count_0, &t, 5, 1, 0, no_items},
+                                    {count_1, &t, 1000, 1000, 0, NULL},
+                                    {count_2, &t, 0, 500, 0, one_more}};
             OK(rocq__team_run(ctx, "test", stages, 4));
             if (round % 100 == 99) poll(NULL, 0, 2); // the threads fall asleep
         }
@@ -554,8 +554,8 @@ static void a_long_stage_is_cancelled_between_chunks(void **state) {
             cancelled_stage c = {NULL, 0, false};
             const rocq_desc desc = with_threads(n_threads);
             OK(rocq_open(&c.ctx, &desc));
-            rocq__stage stages[] = {{cancel_inside, &c, 100000, 1, NULL},
-                                    {run_later, &c, 1, 1, NULL}};
+            rocq__stage stages[] = {{cancel_inside, &c, 100000, 1, 0, NULL},
+                                    {run_later, &c, 1, 1, 0, NULL}};
             assert_int_equal(rocq__team_run(c.ctx, "test", stages, 2 - last), ROCQ_E_CANCELLED);
             assert_non_null(strstr(rocq_error(c.ctx), "test: rocq_cancel"));
             assert_true(c.n_run > 0 && c.n_run < 50000 && !c.later);
