@@ -3358,6 +3358,8 @@ typedef struct rocq_k_adamw_args {
 #define ROCQ_K_PLAIN_FORMATS(F, X) F(X, f32) F(X, f16) F(X, bf16)
 #define ROCQ_K_ALL_FORMATS(F, X) \
     ROCQ_K_PLAIN_FORMATS(F, X) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
+#define ROCQ_K_DECODED_FORMATS(F, X) /* the last ones of the list above, in its order */ \
+    F(X, bf16) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 #define ROCQ_K_BACKWARD_FORMATS(F, X) \
     F(X, f16) ROCQ_K_CODED_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 // The id of a format by its name in these lists.
@@ -3413,10 +3415,16 @@ enum {
 #define ROCQ_K_LDS_TILES(X, a)                                            \
     X(a, 256, 256, 128, 4, 2, 1) X(a, 192, 192, 128, 5, 3, 1) X(a, 128, 128, 64, 3, 2, 3) \
     X(a, 128_deep, 128, 64, 8, 6, 1) X(a, 64, 64, 64, 4, 2, 3)
+// The same for weights that are decoded into LDS: X(a, b, columns, rows, steps, ahead, blocks).
+#define ROCQ_K_LDS_DECODED_TILES(X, a, b) \
+    X(a, b, 256, 128, 4, 2, 1) X(a, b, 128, 128, 3, 1, 2) X(a, b, 128, 64, 4, 2, 2)
 #define ROCQ_K_LDS_THREADS(rows) (2 * (rows))
 #define ROCQ_K_LDS_BYTES(columns, rows, steps) (128 * (steps) * ((columns) + (rows)))
 #define ROCQ_K_MATMUL_LDS(X, name, columns, rows, steps, ahead, blocks) \
     X(matmul_lds_##name, rocq_k_matmul_args, ROCQ_K_LDS_THREADS(rows))
+#define ROCQ_K_MATMUL_LDS_TILE(X, f, columns, rows, steps, ahead, blocks) \
+    X(matmul_lds_##f##_##columns##x##rows, rocq_k_matmul_args, ROCQ_K_LDS_THREADS(rows))
+#define ROCQ_K_MATMUL_LDS_DECODED(X, f) ROCQ_K_LDS_DECODED_TILES(ROCQ_K_MATMUL_LDS_TILE, X, f)
 #define ROCQ_K_MATMUL_BACKWARD_LDS(X, name, columns, rows, steps, ahead, blocks)            \
     X(matmul_backward_dx_lds_##name, rocq_k_matmul_backward_args, ROCQ_K_LDS_THREADS(rows)) \
     X(matmul_backward_dw_lds_##name, rocq_k_matmul_backward_args, ROCQ_K_LDS_THREADS(rows))
@@ -3440,6 +3448,7 @@ enum {
     ROCQ_K_ALL_FORMATS(ROCQ_K_MATMUL_F16, X)                 \
     ROCQ_K_INT8_FORMATS(ROCQ_K_MATMUL_INT8, X)               \
     ROCQ_K_LDS_TILES(ROCQ_K_MATMUL_LDS, X)                   \
+    ROCQ_K_DECODED_FORMATS(ROCQ_K_MATMUL_LDS_DECODED, X)     \
     X(matmul_f32, rocq_k_matmul_args, 256)                   \
     X(matmul_merge, rocq_k_matmul_args, 256)                 \
     X(route, rocq_k_route_args, 32)                          \
@@ -8535,8 +8544,10 @@ ROCQ_DEF rocq_result rocq_gguf_writer_close(rocq_gguf_writer **writer) {
 // >>precision: what an op computes in
 // ---------------------------------------------------------------------------------------------
 
-typedef enum rocq__chip_kind { ROCQ__ANY_CHIP, ROCQ__AVX2, ROCQ__RDNA3 } rocq__chip_kind;
-typedef enum rocq__w_kind { ROCQ__ANY_W, ROCQ__CODED_W, ROCQ__F32_W } rocq__w_kind;
+typedef enum rocq__chip_kind { // LDS_TILES: GPUs that take the kernels named _lds
+    ROCQ__ANY_CHIP, ROCQ__AVX2, ROCQ__RDNA3, ROCQ__LDS_TILES_CHIP
+} rocq__chip_kind;
+typedef enum rocq__w_kind { ROCQ__ANY_W, ROCQ__CODED_W, ROCQ__F32_W, ROCQ__F16_W } rocq__w_kind;
 
 // With AUTO an op computes in the precision of the first rule that fits, or in F32 if none does.
 typedef struct rocq__precision_rule {
@@ -8561,6 +8572,11 @@ static const rocq__precision_rule rocq__precision_rules[] = {
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__CODED_W,
      ROCQ_PRECISION_INT8,
      "few columns wait for w to be read, whose codes dot4 multiplies as they are"},
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW / 2, ROCQ__ANY_W,
+     ROCQ_PRECISION_F32, "few columns wait for w to be read, and w has no integer codes"},
+    // 14336 x 4096 at 8 columns, H200: 38 us with the conversion of x, in F32 52.
+    {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__LDS_TILES_CHIP, ROCQ_K_FEW, ROCQ__F16_W,
+     ROCQ_PRECISION_F16, "from five columns on F32 products take longer than reading w"},
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, ROCQ_K_FEW, ROCQ__ANY_W, ROCQ_PRECISION_F32,
      "few columns wait for w to be read, and w has no integer codes"},
     {ROCQ_OP_MATMUL, ROCQ_BACKEND_GPU, ROCQ__ANY_CHIP, INT64_MAX, ROCQ__F32_W, ROCQ_PRECISION_F32,
@@ -8589,6 +8605,7 @@ typedef struct rocq__choice {
 } rocq__choice;
 
 static int32_t rocq__target_of(const rocq_ctx *ctx);
+static bool rocq__has_lds_tiles(const rocq_ctx *ctx);
 static int rocq__k_int8_format(rocq_format format);
 
 // Whether the backend multiplies a format's codes as integers.
@@ -8606,7 +8623,9 @@ static rocq__choice rocq__precision_rule_for(const rocq_ctx *ctx, rocq_backend b
         if (r->chips == ROCQ__AVX2 && !(ROCQ__HAS_AVX2 && ctx->has_simd)) continue;
         if (r->chips == ROCQ__RDNA3 && rocq__target_of(ctx) == 0) continue;
         if (r->w == ROCQ__CODED_W && !rocq__is_coded(backend, w)) continue;
+        if (r->chips == ROCQ__LDS_TILES_CHIP && !rocq__has_lds_tiles(ctx)) continue;
         if (r->w == ROCQ__F32_W && w != ROCQ_F32) continue;
+        if (r->w == ROCQ__F16_W && w != ROCQ_F16) continue;
         choice.precision = r->precision;
         choice.why = r->why;
         break;
@@ -17276,7 +17295,7 @@ typedef struct rocq__chip {
     double bytes_per_us;  // of memory
     double flops_per_us;  // of the vector unit in F32
     double matrix_per_us; // of the matrix unit in F16
-    bool lds_tiles;       // F16 products take the kernels named _lds
+    bool lds_tiles;       // products in F16 take the kernels named _lds
     bool guessed;         // bytes_per_us is a guess: the runtime has none, or unlisted is set
     bool unlisted;        // a gfx11 target that rocq__chips does not have
 } rocq__chip;
@@ -17826,10 +17845,28 @@ static const rocq__lds_tile rocq__lds_tiles[] = {
 };
 enum { ROCQ__LDS_TILES = (int)(sizeof rocq__lds_tiles / sizeof rocq__lds_tiles[0]) };
 
+// The same for weights that are decoded into LDS; matmul is the kernel of the first such format.
+static const rocq__lds_tile rocq__lds_decoded[] = {
+#define ROCQ_X(a, b, columns, rows, steps, ahead, blocks)                                        \
+    {columns, rows, ahead, blocks, ROCQ_K_LDS_THREADS(rows),                                     \
+     ROCQ_K_LDS_BYTES(columns, rows, steps), ROCQ_K_matmul_lds_bf16_##columns##x##rows, -1, -1},
+    ROCQ_K_LDS_DECODED_TILES(ROCQ_X, , )
+#undef ROCQ_X
+};
+enum {
+    ROCQ__LDS_DECODED = (int)(sizeof rocq__lds_decoded / sizeof rocq__lds_decoded[0]),
+    ROCQ__LDS_DECODED_FIRST = ROCQ_K_matmul_lds_bf16_256x128, // format by format
+    ROCQ__LDS_DECODED_LAST = ROCQ_K_matmul_lds_mxfp6_e3m2_128x64
+};
+
 static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
     for (int i = 0; i < ROCQ__LDS_TILES && gpu->chip.lds_tiles; i++) {
         const rocq__lds_tile *t = &rocq__lds_tiles[i];
         if (kernel == t->matmul || kernel == t->dx || kernel == t->dw) return (uint32_t)t->bytes;
+    }
+    if (kernel >= ROCQ__LDS_DECODED_FIRST && kernel <= ROCQ__LDS_DECODED_LAST) {
+        const int i = (kernel - ROCQ__LDS_DECODED_FIRST) % ROCQ__LDS_DECODED;
+        return gpu->chip.lds_tiles ? (uint32_t)rocq__lds_decoded[i].bytes : 0;
     }
     if (kernel == ROCQ_K_conv_lds_64 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_64_BYTES;
     if (kernel == ROCQ_K_conv_lds_128 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_128_BYTES;
@@ -17889,6 +17926,10 @@ static const rocq__chip_facts rocq__chips[] = {
 
 static int32_t rocq__target_of(const rocq_ctx *ctx) {
     return rocq__on_gpu(ctx) ? ctx->gpu->chip.target : 0;
+}
+
+static bool rocq__has_lds_tiles(const rocq_ctx *ctx) {
+    return rocq__on_gpu(ctx) && ctx->gpu->chip.lds_tiles;
 }
 
 #if ROCQ__HAS_HIP || ROCQ__HAS_OCCUPANCY
@@ -18807,6 +18848,11 @@ static rocq_precision rocq__product_path(const rocq_ctx *ctx, const rocq_matmul_
     return rocq__product_choice(ctx, ROCQ_BACKEND_GPU, p, w).precision;
 }
 
+// Whether such a product is a matvec, which has no F16, and not a grid of tiles.
+static bool rocq__is_few(const rocq_tensor *x, rocq_precision path) {
+    return x->ne[1] <= ROCQ_K_FEW && path != ROCQ_PRECISION_F16;
+}
+
 static bool rocq__aligned16(const rocq_tensor *t) {
     return (uintptr_t)rocq__device_data(t) % 16 == 0;
 }
@@ -19151,21 +19197,27 @@ static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__s
 // a step takes, however few blocks there are; `ends`, what a block takes outside of its loop.
 // Operands too large for L2 arrive no faster than the bytes of all copies in flight divided by
 // memory's latency. Over 38 shapes of 31 to 50257 rows and columns, the tile that this estimate
-// chooses took 2% longer than the fastest one on average, and 16% at most.
-static double rocq__lds_ns(const rocq__chip *chip, int32_t tile, const rocq__site *s,
-                           int32_t n_splits, double merge_rate) {
-    static const struct { double work, step, ends; } paces[ROCQ__LDS_TILES] = {
-        {780.0, 416.0, 4530.0}, {623.0, 383.0, 3680.0}, {272.0, 280.0, 2470.0},
-        {286.0, 239.0, 2200.0}, {194.0, 224.0, 1940.0}};
-    const rocq__lds_tile *t = &rocq__lds_tiles[tile];
+// chooses took 2% longer than the fastest one on average, and 16% at most; where w is decoded, 1.3%
+// and 14% over 43 shapes, with K in at most 8 splits.
+typedef struct rocq__lds_pace { double work, step, ends; } rocq__lds_pace;
+static const rocq__lds_pace rocq__lds_paces[ROCQ__LDS_TILES] = {
+    {780.0, 416.0, 4530.0}, {623.0, 383.0, 3680.0}, {272.0, 280.0, 2470.0},
+    {286.0, 239.0, 2200.0}, {194.0, 224.0, 1940.0}};
+static const rocq__lds_pace rocq__lds_decoded_paces[ROCQ__LDS_DECODED] = {
+    {1000.0, 1600.0, 3300.0}, {820.0, 1050.0, 3330.0}, {540.0, 850.0, 3670.0}};
+
+static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
+                           const rocq__lds_pace *pace, const rocq__site *s, int32_t n_splits,
+                           double merge_rate) {
     const double units = chip->n_units, y_bytes = 4.0 * s->m * s->n * s->batch;
     const double blocks = ceil((double)s->m / t->columns) * ceil((double)s->n / t->rows) *
                           s->batch * n_splits;
     const double each = ceil(blocks / units), rounds = ceil(blocks / (t->blocks * units));
     const double steps = ceil(ceil(s->k / 64.0) / n_splits);
-    const double tiles = steps * ROCQ__MAX(each * paces[tile].work, rounds * paces[tile].step) +
-                         rounds * paces[tile].ends;
-    const double bytes = 2.0 * s->k * ((double)s->m + s->n) * s->batch + y_bytes;
+    const double tiles = steps * ROCQ__MAX(each * pace->work, rounds * pace->step) +
+                         rounds * pace->ends;
+    const double w_row = t->dx < 0 ? (double)rocq__bytes((rocq_format)s->format, s->k) : 2.0 * s->k;
+    const double bytes = (w_row * s->m + 2.0 * s->k * s->n) * s->batch + y_bytes;
     const double flying = 128.0 * t->ahead * (t->columns + ROCQ__MIN(t->rows, s->n)) *
                           ROCQ__MIN(blocks, t->blocks * units);
     double bytes_per_us = chip->bytes_per_us;
@@ -19174,25 +19226,38 @@ static double rocq__lds_ns(const rocq__chip *chip, int32_t tile, const rocq__sit
     return ROCQ__MAX(tiles, bytes * 1e3 / bytes_per_us) + merge;
 }
 
-// merge_rate: bytes of sums that are written and merged in a nanosecond.
-static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__site *s,
-                                            double merge_rate, int32_t *n_splits) {
+// The best of n_tiles tiles. merge_rate: bytes of sums that are written and merged in a nanosecond.
+static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_tile *tiles,
+                                            const rocq__lds_pace *paces, int32_t n_tiles,
+                                            const rocq__site *s, double merge_rate,
+                                            int32_t *n_splits) {
     int32_t best = 0, splits[ROCQ__SPLITS];
     double best_ns = 0.0;
-    const int32_t n = rocq__tile_splits(s, splits);
-    for (int32_t i = 0; i < ROCQ__LDS_TILES * n; i++) {
-        const double ns = rocq__lds_ns(chip, i / n, s, splits[i % n], merge_rate);
+    const int32_t n = rocq__tile_splits(s, splits), most = tiles == rocq__lds_decoded ? 8 : 16;
+    for (int32_t i = 0; i < n_tiles * n; i++) {
+        if (splits[i % n] > most) continue;
+        const double ns = rocq__lds_ns(chip, &tiles[i / n], &paces[i / n], s, splits[i % n],
+                                       merge_rate);
         if (i > 0 && ns >= best_ns) continue;
         best = i;
         best_ns = ns;
     }
     *n_splits = splits[best % n];
-    return &rocq__lds_tiles[best / n];
+    return &tiles[best / n];
 }
 
 static rocq_launch_config rocq__rule_tiles(const rocq__chip *chip, const rocq__site *s) {
     static const int32_t tile_n[] = {ROCQ_K_MATMUL_F16_N, ROCQ_K_MATMUL_F16_N_FEW};
     return rocq__tiles_best(chip, s, tile_n, 2);
+}
+
+// Whether a product in F16 is one of the kernels named _lds. With up to 32 columns a tile of 64
+// that decodes w is mostly empty: on an H200 it takes 1.02 to 1.18 times as long as matmul_f16 at
+// 14336 rows, but at 4096 and 576 rows, where K is split, 0.80 to 0.91 times.
+static bool rocq__takes_lds(const rocq__chip *chip, const rocq__site *s) {
+    if (!chip->lds_tiles || s->format == ROCQ_F32 || s->k % 8 != 0) return false;
+    return s->format == ROCQ_F16 || s->n > 32 ||
+           (s->m + ROCQ_K_MATMUL_M - 1) / ROCQ_K_MATMUL_M <= chip->n_units / 2;
 }
 
 // Launches a product as a grid of tiles, in which z counts the matrices.
@@ -19213,9 +19278,17 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
     site.batch = rocq__clamp32(n_matrices);
     const rocq__chip *chip = rocq__chip_of(job->ctx);
     int64_t tile_n = 0;
-    if (g->path == ROCQ_PRECISION_F16 && chip->lds_tiles && w->format == ROCQ_F16 && k % 8 == 0) {
-        const rocq__lds_tile *tile = rocq__lds_best(chip, &site, 1700.0, &config.n_splits);
+    if (g->path == ROCQ_PRECISION_F16 && rocq__takes_lds(chip, &site)) {
+        const bool decoded = w->format != ROCQ_F16;
+        const rocq__lds_tile *tile = decoded
+            ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces, ROCQ__LDS_DECODED,
+                             &site, 1700.0, &config.n_splits)
+            : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES, &site, 1700.0,
+                             &config.n_splits);
         kernel = tile->matmul;
+        if (decoded) {
+            kernel += ROCQ__LDS_DECODED * (rocq__k_format(w->format) - rocq__k_format(ROCQ_BF16));
+        }
         threads = tile->threads;
         tile_m = tile->columns;
         tile_n = tile->rows;
@@ -19274,7 +19347,7 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
 
 // What one launch of n products costs. A matvec launches each matrix of a batch on its own.
 static rocq__cost rocq__gemm_cost(const rocq__job *job, const rocq__product *g, int32_t n) {
-    const bool few = g->p->x->ne[1] <= ROCQ_K_FEW;
+    const bool few = rocq__is_few(g->p->x, g->path);
     const double launches = few ? (double)(g->w.ne[2] * g->w.ne[3]) : 1.0;
     rocq__cost sum = {0.0, 0.0, 0.0};
     for (int32_t i = 0; i < n; i++) {
@@ -19313,7 +19386,7 @@ static void rocq__product_finish(rocq__job *job, const rocq__product *g) {
 static void rocq__product_launch(rocq__job *job, const rocq__product *g, int32_t n,
                                  const rocq_tensor *x) {
     job->cost = rocq__gemm_cost(job, g, n);
-    if (x->ne[1] <= ROCQ_K_FEW) rocq__product_few(job, g, n, x);
+    if (rocq__is_few(x, g->path)) rocq__product_few(job, g, n, x);
     else rocq__product_tiles(job, g, x);
     for (int32_t i = 0; i < n; i++) {
         if (g[i].finish) rocq__product_finish(job, &g[i]);
@@ -19405,10 +19478,10 @@ static void rocq__product_second(rocq__job *job, const rocq_matmul_params *p, co
 // Prepares *g for p. x[path] is x as the kernels of that path read it.
 static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, const rocq_tensor *x,
                                   rocq__product *g) {
-    const bool few = p->x->ne[1] <= ROCQ_K_FEW;
     memset(g, 0, sizeof *g);
     g->p = p;
     g->path = rocq__product_path(job->ctx, p, p->w);
+    const bool few = rocq__is_few(p->x, g->path);
     g->w = rocq__product_w(job, p->w);
     g->y = *p->y;
     // A block of a matvec computes whole blocks of a Q8_0 y, but a tile does not.
@@ -19419,7 +19492,7 @@ static void rocq__product_prepare(rocq__job *job, const rocq_matmul_params *p, c
     g->has_residual = p->residual != NULL;
     if (p->gate) g->gate = *p->gate;
     if (p->residual) g->residual = *p->residual;
-    g->lora[0] = rocq__k_lora(p->lora_b, p->lora_t, p->lora_scale);
+    if (few) g->lora[0] = rocq__k_lora(p->lora_b, p->lora_t, p->lora_scale);
     const bool adapts = p->lora_b && g->lora[0].rank == 0;
     const rocq_k_lora second = rocq__k_lora(p->lora_b2, p->lora_t2, p->lora_scale);
     if (p->w2 && few && p->w2->format == p->w->format && !adapts &&
@@ -19444,7 +19517,7 @@ static int32_t rocq__product_run(const rocq_ctx *ctx, const rocq_matmul_params *
     const bool any_format =
         path == ROCQ_PRECISION_INT8 && first->x->ne[1] == 1 && kernel != read;
     int32_t n = 1;
-    if (first->x->ne[1] > ROCQ_K_FEW) return 1;
+    if (!rocq__is_few(first->x, path)) return 1;
     for (const rocq_matmul_params *p = first->next; p && n < ROCQ_K_MATVEC_PRODUCTS;
          p = p->next, n++) {
         if (rocq__product_path(ctx, p, p->w) != path) return n;
@@ -20545,7 +20618,9 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
     site.batch = 1;
     const rocq__chip *chip = rocq__chip_of(job->ctx);
     if (lds) {
-        const rocq__lds_tile *tile = rocq__lds_best(chip, &site, 12240.0, &args.n_splits);
+        const rocq__lds_tile *tile = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces,
+                                                    ROCQ__LDS_TILES, &site, 12240.0,
+                                                    &args.n_splits);
         kernel = of_dw ? tile->dw : tile->dx;
         threads = tile->threads;
         columns = tile->columns;
@@ -22254,9 +22329,10 @@ static bool rocq__count_flops(const rocq_ctx *ctx, rocq_op op, const void *param
             if (p->lora_b) cost->flops += 2.0 * rocq__elems(p->y) * (double)p->lora_b->ne[0];
             if (p->lora_b2) cost->flops += 2.0 * rocq__elems(p->y) * (double)p->lora_b2->ne[0];
         }
-        if (rocq__on_gpu(ctx) && first->x->ne[1] > ROCQ_K_FEW &&
-            rocq__product_path(ctx, first, first->w) != ROCQ_PRECISION_F32) {
-            cost->matrix = cost->flops;
+        if (rocq__on_gpu(ctx)) {
+            const rocq_precision path = rocq__product_path(ctx, first, first->w);
+            const bool few = rocq__is_few(first->x, path);
+            if (!few && path != ROCQ_PRECISION_F32) cost->matrix = cost->flops;
         }
     } else if (op == ROCQ_OP_ATTENTION) {
         const rocq_attention_params *p = (const rocq_attention_params *)params;

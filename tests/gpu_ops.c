@@ -2859,6 +2859,54 @@ static void test_lds_tiles(void **state) {
     }
 }
 
+// The same for weights that are decoded into LDS: each format by both tiles, with a last step that
+// is whole and one that is not, ragged rows and columns, batches and K in splits.
+static void test_lds_decoded(void **state) {
+    (void)state;
+    static const struct { int64_t m, n, k, units; } sizes[] = {
+        {250, 120, 352, 1}, {70, 9, 1056, 400}, {130, 120, 32, 4}};
+    const uint64_t state_before = random_state; // for the tests behind this one
+    const int32_t n_units = gpu->gpu->chip.n_units;
+    const bool first = gpu->gpu->chip.lds_tiles;
+    const int n_read = (int)(sizeof read_formats / sizeof read_formats[0]);
+    rocq_info info;
+    rocq_get_info(gpu, &info);
+    if (!first && !strstr(info.device, "simt")) return;
+    gpu->gpu->chip.lds_tiles = !first;
+    if (first) test_matmul_tiles_f16(state);
+    gpu->gpu->chip.lds_tiles = true;
+    random_state = 17;
+    for (int f = 0; f < N_FORMATS + n_read; f++) {
+        const rocq_format w = f < N_FORMATS ? all_formats[f] : read_formats[f - N_FORMATS];
+        if (w == ROCQ_F32 || w == ROCQ_F16) continue;
+        for (int i = 0; i < 3; i++) {
+            const int64_t e = block_elems(w) > 1 ? block_elems(w) : 8, k = sizes[i].k;
+            const product s = {.w = w, .x = floats[(f + i) % 2], .y = floats[f % 2],
+                               .m = sizes[i].m, .n = sizes[i].n, .k = (k + e - 1) / e * e,
+                               .planar = true, .precision = ROCQ_PRECISION_F16, .bias = i == f % 3,
+                               .gate = f % 5 == i, .residual = f % 4 == i,
+                               .activation = (rocq_activation)(f % ROCQ_ACT_TANH),
+                               .y_layout = (box_layout)((f + i) % 3),
+                               .x_batch = {i == 2 ? 2 : 1, 1}};
+            gpu->gpu->chip.n_units = (int32_t)sizes[i].units;
+            check_product(&s);
+        }
+    }
+    for (int i = 0; i < 4; i++) { // F16 weights take tiles from five columns on
+        const int64_t before = gpu->gpu->launches[ROCQ_K_matmul_lds_64];
+        const product s = {.w = ROCQ_F16, .m = 70, .n = 5 + i, .k = i == 3 ? 13 : 136,
+                           .w2 = i == 1, .rank = i == 2 ? 8 : 0, .y_layout = (box_layout)(i % 3)};
+        check_product(&s);
+        assert_true(i == 3 || gpu->gpu->launches[ROCQ_K_matmul_lds_64] > before);
+    }
+    gpu->gpu->chip.lds_tiles = first;
+    gpu->gpu->chip.n_units = n_units;
+    random_state = state_before;
+    for (int i = ROCQ__LDS_DECODED_FIRST; i <= ROCQ__LDS_DECODED_LAST; i++) {
+        if (gpu->gpu->launches[i] == 0) fail_msg("never launched: %s", rocq__kernels[i].name);
+    }
+}
+
 // Every kernel once with args that are all zero: it must touch nothing, which the stand-in watches
 // over, and a device's memory checker.
 static void test_no_work(void **state) {
@@ -3359,6 +3407,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_matmul_backward_read),
         cmocka_unit_test(test_matmul_backward_shapes),
         cmocka_unit_test(test_matmul_backward_options), cmocka_unit_test(test_lds_tiles),
+        cmocka_unit_test(test_lds_decoded),
         cmocka_unit_test(test_norm_backward),   cmocka_unit_test(test_map_backward),
         cmocka_unit_test(test_gather_backward), cmocka_unit_test(test_rope_backward),
         cmocka_unit_test(test_cross_entropy),   cmocka_unit_test(test_grad_norm),
