@@ -198,26 +198,48 @@ static void to_device(const box *w) {
     }
 }
 
-// The op on both; the worst of the outputs counts. on_cpu has params of the reference, on_gpu the
+// What is compared: ops that run one after the other, on the GPU as a recorded graph launches them.
+typedef struct compared {
+    rocq_op op;
+    const void *on_cpu, *on_gpu; // params
+} compared;
+
+// Ops that share a launch are found, planned and launched by the library, as for the capture of a
+// graph; there is no runtime here that captures.
+static void run_on_gpu(const compared *ops, int n) {
+    rocq_graph *graph = NULL;
+    if (n == 1) {
+        succeeds(gpu, run_one(gpu, ops->op, ops->on_gpu));
+        return;
+    }
+    succeeds(gpu, rocq_graph_begin(gpu));
+    for (int i = 0; i < n; i++) succeeds(gpu, run_one(gpu, ops[i].op, ops[i].on_gpu));
+    succeeds(gpu, rocq_graph_end(gpu, &graph));
+    succeeds(gpu, rocq__subgraph_launch(gpu, graph->first));
+    rocq_graph_destroy(gpu, &graph);
+}
+
+// The ops on both; the worst of the outputs counts. on_cpu has params of the reference, on_gpu the
 // op's own: they differ in precision. w, or NULL, is to be planar.
-static void compare(emulated *e, rocq_op op, const void *on_cpu, const void *on_gpu,
-                    box *const *out, int n_out, const box *w) {
-    double *want[3];
-    unsigned char *before[3];
+static void compare_ops(emulated *e, const compared *ops, int n, box *const *out, int n_out,
+                        const box *w) {
+    enum { MOST = 4 };
+    double *want[MOST];
+    unsigned char *before[MOST];
     for (int o = 0; o < n_out; o++) {
         before[o] = (unsigned char *)malloc((size_t)out[o]->size);
         want[o] = (double *)malloc((size_t)out[o]->count * sizeof(double));
         assert_true(before[o] && want[o]);
         memcpy(before[o], out[o]->memory, (size_t)out[o]->size);
     }
-    succeeds(cpu, run_one(cpu, op, on_cpu));
+    for (int i = 0; i < n; i++) succeeds(cpu, run_one(cpu, ops[i].op, ops[i].on_cpu));
     for (int o = 0; o < n_out; o++) {
         box_read(out[o]);
         memcpy(want[o], out[o]->value, (size_t)out[o]->count * sizeof(double));
         memcpy(out[o]->memory, before[o], (size_t)out[o]->size);
     }
     to_device(w);
-    succeeds(gpu, run_one(gpu, op, on_gpu));
+    run_on_gpu(ops, n);
     succeeds(gpu, rocq_sync(gpu));
     for (int o = 0; o < n_out; o++) {
         double power = 0, error = 0;
@@ -236,6 +258,11 @@ static void compare(emulated *e, rocq_op op, const void *on_cpu, const void *on_
         free(before[o]);
         free(want[o]);
     }
+}
+static void compare(emulated *e, rocq_op op, const void *on_cpu, const void *on_gpu,
+                    box *const *out, int n_out, const box *w) {
+    const compared one = {op, on_cpu, on_gpu};
+    compare_ops(e, &one, 1, out, n_out, w);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -453,6 +480,28 @@ static void route(emulated *e, int scale, int format, int p) {
     snprintf(e->shape, sizeof e->shape, "8 of %d", (int)n_experts);
     e->bound = 1e-10;
     e->work = (double)n_experts;
+}
+// The norm before a router, its product and its choice, which are one launch.
+static void router(emulated *e, int scale, int format, int p) {
+    const int64_t n_experts = 128, slots = 8, k = 512 * scale;
+    box *x = normal(ROCQ_F32, 1, k, 1, 1), *gain = normal(ROCQ_F32, 1, k, 1, 1);
+    box *w = normal(ROCQ_F32, 0.1f, k, n_experts, 1);
+    box *out[4] = {output(ROCQ_I32, slots, 1, 1), output(ROCQ_F32, slots, 1, 1),
+                   output(ROCQ_F32, k, 1, 1), output(ROCQ_F32, n_experts, 1, 1)};
+    (void)format;
+    (void)p;
+    const rocq_norm_params norm = {.y = &out[2]->t, .x = &x->t, .weight = &gain->t};
+    const rocq_matmul_params product = {.y = &out[3]->t, .w = &w->t, .x = &out[2]->t,
+                                        .precision = ROCQ_PRECISION_F32};
+    const rocq_route_params choice = {.ids = &out[0]->t, .weights = &out[1]->t,
+                                      .logits = &out[3]->t, .renormalise = true};
+    const compared ops[3] = {{ROCQ_OP_RMSNORM, &norm, &norm},
+                             {ROCQ_OP_MATMUL, &product, &product},
+                             {ROCQ_OP_ROUTE, &choice, &choice}};
+    compare_ops(e, ops, 3, out, 4, NULL);
+    snprintf(e->shape, sizeof e->shape, "norm and choice of 8 of %d, K %d", (int)n_experts, (int)k);
+    e->bound = 1e-10;
+    e->work = (double)(n_experts * k);
 }
 static void shortconv(emulated *e, int scale, int format, int p) {
     const int64_t channels = 512 * scale, taps = 3;
@@ -763,6 +812,7 @@ static const struct {
     {"experts_int8_mxfp4", "weight", experts, ROCQ_MXFP4, 0, 2},
     {"experts_int8_mxfp4", "weight", experts, ROCQ_MXFP4, 1, 2},
     {"route", "element", route, 0, 0, 1},
+    {"router", "weight", router, 0, 0, 2},
     {"shortconv", "element", shortconv, 0, 0, 1},
     {"delta_step", "element", delta_net, 0, 1, 2},
     {"delta_net", "element", delta_net, 0, 16, 2},

@@ -287,6 +287,8 @@ class Program:
             own = self._permlane
         elif i.name.startswith(("ds_bpermute", "ds_swizzle")):
             own = self._lds_permute
+        elif i.name == "s_getpc_b64":
+            own = self._getpc
         step.kind = i.kind if i.kind in ("hint", "branch", "barrier", "end") else "emulated"
         if i.name.startswith(("scratch_", "flat_", "buffer_l", "buffer_s", "buffer_a", "s_trap",
                               "s_setpc", "s_swappc")):
@@ -473,6 +475,14 @@ class Program:
             start, view = self.memory.get(address, address + 4 * n, what)
             for k, value in enumerate(struct.unpack_from(f"<{n}I", view, address - start)):
                 scalar[target + k] = value
+        return run
+
+    def _getpc(self, i, words):
+        """The address of the next instruction, from which that of a table is found."""
+        target, value = words[0] >> 16 & 0x7F, self.base + i.address + i.size
+
+        def run(w):
+            w.scalar[target], w.scalar[target + 1] = value & ALL, value >> 32
         return run
 
     # -- lanes --
