@@ -1362,7 +1362,8 @@ typedef struct rocq_route_params {
 // in w_kept and w2_kept, made by rocq_copy_slice. Expert e is read from slice kept[e] of these if
 // that is 0 to S - 1, else from w and w2. So kept, a table on the device, may be uploaded anew
 // between launches of a recorded graph; y has the same bits with any table, as long as the copies
-// are equal.
+// are equal. On a GPU, long prompts first copy the experts that they miss to scratch memory, each
+// once: there is room for E - S of them there, and any more are read from w and w2.
 typedef struct rocq_experts_params {
     const rocq_tensor *y;        // F32, F16 or Q8_0 [M, n_slots, n], with weights [M, n]
     const rocq_tensor *w;        // any format [K, M, E]
@@ -3079,7 +3080,7 @@ typedef struct rocq_k_experts_copies {
 //                  one product; blockIdx.z counts pairs, with weights tokens, from `first` on. With
 //                  weights, activation is identity, w2 NULL, and the waves that share rows divide
 //                  the token's slots among them, not K. y in Q8_0 needs k_shift 0 and m % 32 = 0
-//   experts_sort   blockIdx.x counts experts
+//   experts_sort   blockIdx.x counts experts; tiles have `columns` pairs at most
 //   experts_merge  y = the weighted sum of x, floats [M, pairs] with x_stride, + residual;
 //                  blockIdx.x counts 256 rows of a token fastest, then tokens
 typedef struct rocq_k_experts_args {
@@ -3095,7 +3096,9 @@ typedef struct rocq_k_experts_args {
     int64_t scale_stride;
     rocq_k_tensor y, residual;
     int32_t *pairs, *tiles;        // see rocq_k_experts_tiles
+    int32_t *fetched;              // see rocq_k_experts_fetch_args, or NULL
     rocq_k_experts_copies copies;
+    int32_t n_fetched, columns;    // slices of experts that are fetched; of a tile
     int32_t first;
     int32_t k, n, n_experts, n_slots, x_slots;
     int32_t k_shift, k_step;       // as of a matvec
@@ -3103,17 +3106,31 @@ typedef struct rocq_k_experts_args {
     float limit, alpha;
 } rocq_k_experts_args;
 
+// args of experts_fetch: expert e, if fetched[e] is not negative, is copied to slice fetched[e] of
+// other tensors; blockIdx.z counts experts. A slice has a part of each plane.
+typedef struct rocq_k_experts_fetch_args {
+    rocq_k_common common;
+    const void *from[2];    // w, and w2 or NULL
+    void *to[2];
+    int64_t bytes[6];       // of a slice in each plane
+    const int32_t *fetched; // [n_experts]
+    int32_t n_experts, n_fetched;
+    uint32_t blocks;        // that share a slice
+} rocq_k_experts_fetch_args;
+
 // The product by expert over tiles: as many pairs of a token and an expert as fit the tile, and all
-// of one expert. experts_sort writes pairs and tiles, of which there are ROCQ_K_EXPERTS_TILES.
-#define ROCQ_K_EXPERTS_N ROCQ_K_MATMUL_F16_N_FEW
-#define ROCQ_K_EXPERTS_TILES(n_pairs, n_experts) ((n_pairs) / ROCQ_K_EXPERTS_N + (n_experts))
+// of one expert. experts_sort writes pairs and ROCQ_K_EXPERTS_TILES tiles of four numbers: the
+// expert; its first sorted pair; how many pairs, 0 = no tile; and 4 slice + where, which says where
+// the expert's matrices are: in slice `slice` of w, of the copies or of what was fetched.
+#define ROCQ_K_EXPERTS_TILES(n_pairs, n_experts, columns) ((n_pairs) / (columns) + (n_experts))
+enum { ROCQ_K_EXPERTS_W, ROCQ_K_EXPERTS_COPIES, ROCQ_K_EXPERTS_FETCHED }; // where
 typedef struct rocq_k_experts_tiles {
     const int32_t *pairs;   // [n_pairs], sorted by expert: n_slots token + slot
-    const int32_t *tiles;   // each: the expert, its first sorted pair, how many pairs: 0 = no tile
+    const int32_t *tiles;
     const void *w2;         // as w; then a tile has half as many rows of both. Or NULL
     const float *bias2;     // or NULL
     int64_t bias_stride, bias2_stride; // floats from expert to expert
-    rocq_k_experts_copies copies;
+    rocq_k_experts_copies copies, fetched; // at: not used
     int32_t n_slots;
     int32_t x_slots;        // n_slots, or 1 where all slots of a token have the same x
     float limit, alpha;
@@ -3389,7 +3406,9 @@ enum {
     X(matvec_f32_##f##_n4, rocq_k_matvec_args, 256)
 #define ROCQ_K_EXPERTS_INT8(X, f) X(experts_int8_##f, rocq_k_experts_args, 256)
 #define ROCQ_K_EXPERTS_F32(X, f) X(experts_f32_##f, rocq_k_experts_args, 256)
-#define ROCQ_K_MATMUL_EXPERTS(X, f) X(matmul_experts_##f, rocq_k_matmul_args, 128)
+#define ROCQ_K_MATMUL_EXPERTS(X, f)                     \
+    X(matmul_experts_##f##_32, rocq_k_matmul_args, 128) \
+    X(matmul_experts_##f##_64, rocq_k_matmul_args, 128)
 #define ROCQ_K_MATMUL_F16(X, f)                         \
     X(matmul_f16_##f##_128, rocq_k_matmul_args, 128)    \
     X(matmul_f16_##f##_32, rocq_k_matmul_args, 128)
@@ -3454,6 +3473,7 @@ enum {
     X(route, rocq_k_route_args, 32)                          \
     X(router, rocq_k_router_args, 256)                       \
     X(experts_sort, rocq_k_experts_args, 256)                \
+    X(experts_fetch, rocq_k_experts_fetch_args, 256)         \
     X(experts_merge, rocq_k_experts_args, 256)               \
     X(shortconv, rocq_k_shortconv_args, 256)                 \
     X(delta_net, rocq_k_delta_net_args, 128)                 \
@@ -19131,8 +19151,9 @@ static int32_t rocq__splits_of(int32_t n, int32_t least, int32_t most, int32_t *
 }
 
 // Of K for a grid of tiles: each part has at least four steps of 64.
+enum { ROCQ__TILE_SPLIT = 256 };
 static int32_t rocq__tile_splits(const rocq__site *s, int32_t *out) {
-    return rocq__splits_of(s->k, 256, 16, out);
+    return rocq__splits_of(s->k, ROCQ__TILE_SPLIT, 16, out);
 }
 
 // How fast a compute unit computes tiles. For RDNA3, decode comes from the machine code
@@ -19174,13 +19195,14 @@ static double rocq__tiles_ns(const rocq__chip *chip, const rocq__site *s,
            partials * 1e3 / chip->bytes_per_us + (rounds + 1.0) * latency;
 }
 
-// The tile of tile_n[n_tiles] and the number of splits with the least estimated time.
+// The tile of tile_n[n_tiles] and the number of splits with the least estimated time. A part of K
+// has `least` elements or more.
 static rocq_launch_config rocq__tiles_best(const rocq__chip *chip, const rocq__site *s,
-                                           const int32_t *tile_n, int32_t n_tiles) {
+                                           const int32_t *tile_n, int32_t n_tiles, int32_t least) {
     rocq_launch_config best = {0, tile_n[0], 1};
     double best_ns = rocq__tiles_ns(chip, s, &best);
     int32_t splits[ROCQ__SPLITS];
-    const int32_t n = rocq__tile_splits(s, splits);
+    const int32_t n = rocq__splits_of(s->k, least, 16, splits);
     for (int32_t i = 1; i < n * n_tiles; i++) {
         const rocq_launch_config c = {0, tile_n[i / n], splits[i % n]};
         const double ns = rocq__tiles_ns(chip, s, &c);
@@ -19248,7 +19270,7 @@ static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__
 
 static rocq_launch_config rocq__rule_tiles(const rocq__chip *chip, const rocq__site *s) {
     static const int32_t tile_n[] = {ROCQ_K_MATMUL_F16_N, ROCQ_K_MATMUL_F16_N_FEW};
-    return rocq__tiles_best(chip, s, tile_n, 2);
+    return rocq__tiles_best(chip, s, tile_n, 2, ROCQ__TILE_SPLIT);
 }
 
 // Whether a product in F16 is one of the kernels named _lds. With up to 32 columns a tile of 64
@@ -19298,10 +19320,11 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
         kernel = ROCQ_K_matmul_f16_f32_128 + 2 * rocq__k_format(w->format) +
                  (tile_n != ROCQ_K_MATMUL_F16_N);
         threads = 128;
-    } else { // there is only one tile; the splits are chosen by the same rule
+    } else { // there is only one tile; the splits are chosen by the same rule. In F32 a step of 64
+             // takes so long that it may be a part: a router has few rows and its tiles are few
         const bool int8 = g->path == ROCQ_PRECISION_INT8;
         const int32_t only = int8 ? ROCQ_K_MATMUL_INT8_N : ROCQ_K_MATMUL_F32_N;
-        config = rocq__tiles_best(chip, &site, &only, 1);
+        config = rocq__tiles_best(chip, &site, &only, 1, int8 ? ROCQ__TILE_SPLIT : 64);
         tile_n = config.tile_n;
         if (int8) {
             kernel = ROCQ_K_matmul_int8_q4_0 + rocq__k_int8_format(w->format);
@@ -20304,6 +20327,23 @@ typedef struct rocq__expert_product {
     int64_t n_slots, n, n_pairs;
 } rocq__expert_product;
 
+// The bytes of a slice of a contiguous tensor in each of its planes; one is all of it in the GGUF
+// layout. With K a multiple of the block they are whole.
+static void rocq__slice_planes(const rocq_tensor *t, int64_t bytes[6]) {
+    static const struct { int32_t format; int32_t bytes[6]; } planes[] = {
+#define ROCQ_X(F, N, C, B, S, T, D) {F, {N, C, B, S, T, D}},
+        ROCQ_K_PLANES(ROCQ_X)
+#undef ROCQ_X
+    };
+    const int64_t units = t->ne[0] * t->ne[1] / 32;
+    memset(bytes, 0, 6 * sizeof *bytes);
+    bytes[0] = rocq_tensor_size(t) / t->ne[2];
+    for (size_t i = 0; i < sizeof planes / sizeof planes[0]; i++) {
+        if (planes[i].format != (int32_t)t->format || t->layout != ROCQ_LAYOUT_PLANAR) continue;
+        for (int k = 0; k < 6; k++) bytes[k] = units * planes[i].bytes[k] / 8;
+    }
+}
+
 static rocq_k_experts_args rocq__experts_args(const rocq__expert_product *g) {
     const rocq_experts_params *p = g->p;
     rocq_k_experts_args args;
@@ -20377,22 +20417,67 @@ static void rocq__experts_matvec(rocq__job *job, const rocq__expert_product *g) 
     }
 }
 
+// Copies the experts that the prompt needs and that have no copy to scratch memory, each once:
+// their tiles would read them through the bus again and again, and in small pieces.
+static void rocq__experts_fetch(rocq__job *job, const rocq__expert_product *g,
+                                rocq_k_experts_args *sort, rocq_k_experts_copies *to) {
+    const int64_t ne[4] = {g->w.ne[0], g->w.ne[1], sort->n_fetched, 1};
+    rocq_k_experts_fetch_args args;
+    memset(&args, 0, sizeof args);
+    rocq_tensor slices[2];
+    for (int i = 0; i < (g->w2.n_dims > 0 ? 2 : 1); i++) {
+        slices[i] = rocq__job_tensor(job, g->w.format, g->w.layout, ne, ne[0]);
+        args.from[i] = rocq__device_data(i ? &g->w2 : &g->w);
+        args.to[i] = rocq__device_data(&slices[i]);
+    }
+    rocq__slice_planes(&g->w, args.bytes);
+    args.fetched = sort->fetched;
+    args.n_experts = sort->n_experts;
+    args.n_fetched = sort->n_fetched;
+    args.blocks = 32;
+    to->w = args.to[0];
+    to->w2 = args.to[1];
+    to->n_units = rocq_tensor_count(&slices[0]) / 32;
+    to->n = sort->n_fetched;
+    const double bytes = (double)rocq_tensor_size(&slices[0]);
+    const rocq__cost cost = {args.from[1] ? 2.0 * bytes : bytes, 0.0, 0.0};
+    job->cost = cost;
+    rocq__job_launch(job, ROCQ_K_experts_fetch, args.blocks, sort->n_experts, 256, &args);
+}
+
+// The columns of a tile. With 64 a weight is decoded half as often as with 32, but by half as many
+// blocks: that pays where an expert's pairs fill a tile, or where there are enough blocks anyway.
+static int64_t rocq__experts_columns(const rocq_ctx *ctx, const rocq__expert_product *g) {
+    const int64_t n_experts = g->w.ne[2], tile_m = ROCQ_K_MATMUL_M / (g->w2.n_dims > 0 ? 2 : 1);
+    const int64_t tiles = g->n_pairs / 64 + n_experts / 2; // where pairs are spread by chance
+    const int64_t blocks = (g->w.ne[1] + tile_m - 1) / tile_m * tiles;
+    if (g->n_pairs >= 48 * n_experts) return 64;
+    return g->n_pairs >= 32 * n_experts && blocks >= 8 * rocq__chip_of(ctx)->n_units ? 64 : 32;
+}
+
 // Launches experts_sort, then the product over the tiles that it makes. Only the GPU knows their
 // number, so the grid has the most that there can be, and blocks of empty tiles return at once.
 static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     const int64_t m = g->w.ne[1], n_experts = g->w.ne[2];
-    const int64_t n_tiles = ROCQ_K_EXPERTS_TILES(g->n_pairs, n_experts);
-    const int64_t ints_ne[4] = {g->n_pairs + 3 * n_tiles, 1, 1, 1};
+    const int64_t columns = rocq__experts_columns(job->ctx, g);
+    const int64_t n_tiles = ROCQ_K_EXPERTS_TILES(g->n_pairs, n_experts, columns);
+    const int64_t ints_ne[4] = {g->n_pairs + 4 * n_tiles + n_experts, 1, 1, 1};
     const rocq_tensor ints = rocq__job_tensor(job, ROCQ_I32, ROCQ_LAYOUT_GGUF, ints_ne, ints_ne[0]);
     rocq_k_experts_args sort = rocq__experts_args(g);
     rocq_k_matmul_args args;
     const rocq__cost cost = job->cost, none = {0.0, 0.0, 0.0};
+    memset(&args, 0, sizeof args);
+    sort.columns = (int32_t)columns;
     sort.pairs = (int32_t *)rocq__device_data(&ints);
     sort.tiles = (int32_t *)((uintptr_t)sort.pairs + (uintptr_t)g->n_pairs * 4);
+    if (g->copies.n > 0 && g->copies.n < n_experts) {
+        sort.fetched = (int32_t *)((uintptr_t)sort.tiles + (uintptr_t)n_tiles * 16);
+        sort.n_fetched = (int32_t)n_experts - g->copies.n;
+    }
     job->cost = none;
     rocq__job_launch(job, ROCQ_K_experts_sort, n_experts, 1, 256, &sort);
+    if (sort.fetched) rocq__experts_fetch(job, g, &sort, &args.experts.fetched);
     job->cost = cost;
-    memset(&args, 0, sizeof args);
     args.w = sort.weights.w;
     args.w_units = sort.weights.n_units;
     args.x = sort.x;
@@ -20418,8 +20503,9 @@ static void rocq__experts_grid(rocq__job *job, const rocq__expert_product *g) {
     const int64_t tile_m = ROCQ_K_MATMUL_M / (sort.weights.w2 ? 2 : 1);
     args.tiles_m = (int32_t)((m + tile_m - 1) / tile_m);
     args.tiles_n = (int32_t)n_tiles;
-    rocq__job_launch(job, ROCQ_K_matmul_experts_f32 + rocq__k_format(g->w.format),
-                     args.tiles_m * n_tiles, 1, 128, &args);
+    const int kernel = ROCQ_K_matmul_experts_f32_32 + 2 * rocq__k_format(g->w.format) +
+                       (columns == 64 ? 1 : 0);
+    rocq__job_launch(job, kernel, args.tiles_m * n_tiles, 1, 128, &args);
 }
 
 static void rocq__job_experts(rocq__job *job, const void *params) {
@@ -20626,7 +20712,7 @@ static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_par
         columns = tile->columns;
         rows = tile->rows;
     } else {
-        args.n_splits = rocq__tiles_best(chip, &site, &only, 1).n_splits;
+        args.n_splits = rocq__tiles_best(chip, &site, &only, 1, ROCQ__TILE_SPLIT).n_splits;
     }
     args.tiles_k = (int32_t)((args.n_k + columns - 1) / columns);
     args.tiles_rows = (int32_t)((args.n_rows + rows - 1) / rows);
@@ -25744,25 +25830,17 @@ ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *
 }
 
 #if ROCQ__HAS_HIP
-// A planar slice has a part of each plane. With K a multiple of the block that is whole bytes.
+// A slice has a part of each plane.
 static rocq_result rocq__copy_slice_hip(rocq_ctx *ctx, const rocq_tensor *dst, int64_t to,
                                         const rocq_tensor *src, int64_t from, int64_t size) {
-    static const struct { int32_t format; int32_t bytes[6]; } planes[] = {
-#define ROCQ_X(F, N, C, B, S, T, D) {F, {N, C, B, S, T, D}},
-        ROCQ_K_PLANES(ROCQ_X)
-#undef ROCQ_X
-    };
-    const int64_t units = src->ne[0] * src->ne[1] / 32;
     const rocq__gpu *gpu = ctx->gpu;
     char *a = (char *)rocq__device_data(dst);
     const char *b = (const char *)rocq__device_data(src);
-    const int32_t *bytes = NULL;
-    for (size_t i = 0; i < sizeof planes / sizeof planes[0]; i++) {
-        const bool here = planes[i].format == (int32_t)src->format;
-        if (here && src->layout == ROCQ_LAYOUT_PLANAR) bytes = planes[i].bytes;
-    }
-    for (int k = 0; k < (bytes ? 6 : 1); k++) {
-        const int64_t n = bytes ? units * bytes[k] / 8 : size;
+    int64_t bytes[6];
+    (void)size;
+    rocq__slice_planes(src, bytes);
+    for (int k = 0; k < 6; k++) {
+        const int64_t n = bytes[k];
         if (n == 0) continue;
         ROCQ__TRY_HIP("copy_slice", gpu->hip->copy(a + to * n, b + from * n, (size_t)n,
                                                    ROCQ_HIP_BY_ADDRESS, gpu->stream));

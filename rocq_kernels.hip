@@ -3502,21 +3502,24 @@ KERNEL(experts_merge, rocq_k_experts_args, 256) {
 }
 
 // experts_sort: sorts the pairs by expert (those of one expert keep their order), and cuts each
-// expert's into tiles of N = ROCQ_K_EXPERTS_N. Block e writes what belongs to expert e, and finds
-// where that begins by counting the pairs with a lower id; so no block waits for another. The tiles
-// of e begin at (its first sorted pair) / N + e, as the e experts before it never need more. Tiles
-// that are left over are empty. Pairs with an id out of range are left out.
-// A thread counts, then writes, a run of pairs. LDS: 1 KB. Bytes: ids twice for each expert, from
+// expert's into tiles of N = columns. Block e writes what belongs to expert e, and finds where that
+// begins by counting the pairs with a lower id; so no block waits for another. The tiles of e begin
+// at (its first sorted pair) / N + e, as the e experts before it never need more. Tiles that are
+// left over are empty. Pairs with an id out of range are left out.
+// Where experts are fetched, the i-th of those without a copy goes to slice i, if there is one and
+// some pair has chosen it.
+// A thread counts, then writes, a run of pairs. LDS: 3 KB. Bytes: ids twice for each expert, from
 // L2.
 KERNEL(experts_sort, rocq_k_experts_args, 256) {
     LDS(int, counts, 256);
     LDS(int, lower, 256);
+    LDS(int, missing, 256);
     const int e = (int)(a.common.block0 + block_index()), t = (int)thread_index();
     const int n_pairs = a.n * a.n_slots, run = (n_pairs + 255) / 256;
     const int begin = t * run < n_pairs ? t * run : n_pairs;
     const int end = begin + run < n_pairs ? begin + run : n_pairs;
     if (e >= a.n_experts) return;
-    int n_own = 0, n_lower = 0;
+    int n_own = 0, n_lower = 0, n_missing = 0;
     bool bad = false;
     for (int i = begin; i < end; i++) {
         const int id = gload(a.ids + i / a.n_slots * a.ids_stride + i % a.n_slots);
@@ -3524,14 +3527,19 @@ KERNEL(experts_sort, rocq_k_experts_args, 256) {
         n_lower += id >= 0 && id < e;
         bad = bad || (uint32_t)id >= (uint32_t)a.n_experts;
     }
+    for (int i = t; a.fetched && i < e; i += 256) {
+        n_missing += (uint32_t)gload(a.copies.at + i) >= (uint32_t)a.copies.n;
+    }
     if (bad && e == 0) atomic_or(a.common.status, ROCQ_K_BAD_ID);
     lput(counts + t, n_own);
     lput(lower + t, n_lower);
+    lput(missing + t, n_missing);
     block_sync_lds();
-    int start = 0, all = 0, at = 0;
+    int start = 0, all = 0, at = 0, slice = 0;
     for (int i = 0; i < 256; i++) {
         const int n = lget(counts + i);
         start += lget(lower + i);
+        slice += lget(missing + i);
         at += i < t ? n : 0;
         all += n;
     }
@@ -3540,14 +3548,69 @@ KERNEL(experts_sort, rocq_k_experts_args, 256) {
         const int id = gload(a.ids + i / a.n_slots * a.ids_stride + i % a.n_slots);
         if (id == e) gstore(a.pairs + at++, i);
     }
-    enum { N = ROCQ_K_EXPERTS_N };
-    const int first = start / N + e, n_tiles = ROCQ_K_EXPERTS_TILES(n_pairs, a.n_experts);
+    const int copy = experts_copy(a.copies, e);
+    const bool fetch = a.fetched && copy < 0 && all > 0 && slice < a.n_fetched;
+    if (a.fetched && t == 0) gstore(a.fetched + e, fetch ? slice : -1);
+    const int where = copy >= 0 ? 4 * copy + ROCQ_K_EXPERTS_COPIES
+                      : fetch   ? 4 * slice + ROCQ_K_EXPERTS_FETCHED
+                                : 4 * e + ROCQ_K_EXPERTS_W;
+    const int N = a.columns, n_tiles = ROCQ_K_EXPERTS_TILES(n_pairs, a.n_experts, N);
+    const int first = start / N + e;
     const int last = e + 1 < a.n_experts ? (start + all) / N + e + 1 : n_tiles;
     for (int i = first + t; i < last; i += 256) {
         const int from = (i - first) * N, left = all - from;
-        gstore(a.tiles + 3 * i, e);
-        gstore(a.tiles + 3 * i + 1, start + from);
-        gstore(a.tiles + 3 * i + 2, left < 0 ? 0 : left < N ? left : N);
+        gstore(a.tiles + 4 * i, e);
+        gstore(a.tiles + 4 * i + 1, start + from);
+        gstore(a.tiles + 4 * i + 2, left < 0 ? 0 : left < N ? left : N);
+        gstore(a.tiles + 4 * i + 3, where);
+    }
+}
+
+// experts_fetch: see rocq_k_experts_fetch_args. A thread has four vectors of 16 bytes in flight,
+// where planes are aligned so. Bytes: the experts that are fetched, in and out.
+template <typename T>
+DEV void experts_fetch_plane(const char *from, char *to, int64_t n, int64_t first, int64_t step) {
+    const T *const x = (const T *)from;
+    T *const y = (T *)to;
+#pragma unroll 1
+    for (int64_t i = first; i < n / (int)sizeof(T); i += 4 * step) {
+        T v[4];
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+            const int64_t at = i + u * step;
+            if (at < n / (int)sizeof(T)) v[u] = gload(x + at);
+        }
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+            const int64_t at = i + u * step;
+            if (at < n / (int)sizeof(T)) gstore(y + at, v[u]);
+        }
+    }
+}
+KERNEL(experts_fetch, rocq_k_experts_fetch_args, 256) {
+    const int e = (int)block_index_z();
+    if (e >= a.n_experts) return;
+    const int slice = wave_read(gload(a.fetched + e), 0);
+    if (slice < 0) return;
+    const int64_t first = (int64_t)(a.common.block0 + block_index()) * 256 + thread_index();
+    const int64_t step = (int64_t)a.blocks * 256;
+#pragma unroll 1
+    for (int i = 0; i < 2 && a.from[i]; i++) {
+        const char *from = (const char *)a.from[i];
+        char *to = (char *)a.to[i];
+#pragma unroll 1
+        for (int k = 0; k < 6; k++) {
+            const int64_t n = a.bytes[k];
+            const char *const x = from + e * n;
+            char *const y = to + slice * n;
+            if ((((uint64_t)(uintptr_t)x | (uint64_t)(uintptr_t)y | (uint64_t)n) & 15) == 0) {
+                experts_fetch_plane<u32x4>(x, y, n, first, step);
+            } else {
+                experts_fetch_plane<uint8_t>(x, y, n, first, step);
+            }
+            from += n * a.n_experts;
+            to += n * a.n_fetched;
+        }
     }
 }
 
@@ -3952,14 +4015,14 @@ DEV void matmul_finish(const rocq_k_matmul_args &a, const matmul_place &at,
 
 struct experts_tile {
     int expert, first, n; // its columns are sorted pairs first to first + n - 1
-    int copy;             // see experts_copy
+    int slice, where;     // see rocq_k_experts_tiles
 };
 DEV experts_tile experts_tile_of(const rocq_k_matmul_args &a) {
     const uint32_t tile = (a.common.block0 + block_index()) / (uint32_t)a.tiles_m;
-    const int32_t *const from = a.experts.tiles + 3 * (int64_t)tile;
-    const int expert = wave_read(gload(from), 0);
+    const int32_t *const from = a.experts.tiles + 4 * (int64_t)tile;
+    const int expert = wave_read(gload(from), 0), at = wave_read(gload(from + 3), 0);
     return experts_tile{expert, wave_read(gload(from + 1), 0), wave_read(gload(from + 2), 0),
-                        experts_copy(a.experts.copies, expert)};
+                        at >> 2, at & 3};
 }
 DEV int experts_pair(const rocq_k_matmul_args &a, const experts_tile &own, int column) {
     return gload(a.experts.pairs + own.first + column);
@@ -3968,7 +4031,7 @@ DEV matmul_place experts_place_of(const rocq_k_matmul_args &a, const experts_til
                                   int64_t tile_m, uint32_t n_steps) {
     matmul_place p = {};
     p.m0 = (a.common.block0 + block_index()) % (uint32_t)a.tiles_m * tile_m;
-    p.w_row = (own.copy < 0 ? own.expert : own.copy) * a.m + p.m0;
+    p.w_row = own.slice * a.m + p.m0;
     p.end = n_steps;
     return p;
 }
@@ -4180,14 +4243,15 @@ DEV void matmul_multiply(frag_c (&c)[TM][TN], const f16 *w, const f16 *x, int n1
 }
 
 //
-// matmul_experts: the same tile, of 32 columns, for the product by expert. experts_sort tells which
-// expert's matrix it multiplies, and which pairs of a token and a slot its columns are; a block
-// whose tile is empty leaves. With w2 rows 0 to 63 of the tile are of w and 64 to 127 of w2, so
+// matmul_experts: the same tile, of 32 or 64 columns, for the product by expert. As a weight is
+// decoded once for all columns of a tile, 64 are for prompts that fill them. experts_sort tells
+// which expert's matrix it multiplies, and which pairs of a token and a slot its columns are; a
+// block whose tile is empty leaves. With w2 rows 0 to 63 of the tile are of w and 64 to 127 of w2, so
 // that both products of a row meet in the epilogue, which takes z and z2 from the LDS of two waves.
 template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_args &a) {
     enum {
         BM = ROCQ_K_MATMUL_M, BK = MATMUL_F16_BK, ROW = MATMUL_F16_ROW, CHUNKS = MATMUL_F16_CHUNKS,
-        WN = BN == 128 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
+        WN = BN >= 64 ? 64 : 32, WM = BM * BN / 4 / WN, TM = WM / 16, TN = WN / 16,
         LOAD_ROWS = 128 / CHUNKS, N_W = BM / LOAD_ROWS, N_X = BN / LOAD_ROWS
     };
     LDS(u32x4, tile, (BM + BN) * ROW / 8);
@@ -4198,16 +4262,18 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     const bool split_rows = EXPERTS && a.experts.w2 != 0; // rows of w and of w2
     const int64_t tile_m = split_rows ? BM / 2 : BM;
     matmul_place at;
-    experts_tile own = {0, 0, 0, -1};
+    experts_tile own = {0, 0, 0, 0, 0};
     const void *all_w = a.w, *all_w2 = a.experts.w2;
     int64_t w_units = a.w_units;
     if constexpr (EXPERTS) {
         own = experts_tile_of(a);
         if (own.n == 0) return;
-        if (own.copy >= 0) {
-            all_w = a.experts.copies.w;
-            all_w2 = a.experts.copies.w2;
-            w_units = a.experts.copies.n_units;
+        if (own.where != ROCQ_K_EXPERTS_W) {
+            const rocq_k_experts_copies &other =
+                own.where == ROCQ_K_EXPERTS_COPIES ? a.experts.copies : a.experts.fetched;
+            all_w = other.w;
+            all_w2 = other.w2;
+            w_units = other.n_units;
         }
         at = experts_place_of(a, own, tile_m, (k + BK - 1) / BK);
     } else {
@@ -4348,7 +4414,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     const bool has_work = at.m0 + wm_own < a.m && at.n0 + wn < n_columns; // of the wave
     frag_c c[TM][TN];
     matmul_clear(c);
-    const bool half_tile = TN == 2 && n_columns - at.n0 <= 16;
+    const bool half_tile = TM == 2 && x_last < BN / 2;
     load_w(at.begin);
     load_x(at.begin);
     for (uint32_t step = at.begin; step < at.end; step++) {
@@ -4362,7 +4428,7 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
         const uint32_t left = (k - step * BK + 15) / 16;
         const int n16 = left < BK / 16 ? (int)left : BK / 16;
         const f16 *const w_wave = wt + wm * ROW, *const x_wave = xt + wn * ROW;
-        enum { HALF = TN == 2 ? 1 : TN };
+        enum { HALF = TM == 2 ? TN / 2 : TN };
         if (half_tile && has_work) matmul_multiply<TM, TN, HALF>(c, w_wave, x_wave, n16);
         else if (has_work) matmul_multiply<TM, TN, TN>(c, w_wave, x_wave, n16);
         block_sync_lds();
@@ -4381,8 +4447,11 @@ template <int F, int BN, bool EXPERTS> DEV void matmul_f16(const rocq_k_matmul_a
     KERNEL(matmul_f16_##f##_32, rocq_k_matmul_args, 128) {                  \
         matmul_f16<ROCQ_K_ID_##f, ROCQ_K_MATMUL_F16_N_FEW, false>(a);       \
     }                                                                       \
-    KERNEL(matmul_experts_##f, rocq_k_matmul_args, 128) {                   \
-        matmul_f16<ROCQ_K_ID_##f, ROCQ_K_EXPERTS_N, true>(a);               \
+    KERNEL(matmul_experts_##f##_32, rocq_k_matmul_args, 128) {              \
+        matmul_f16<ROCQ_K_ID_##f, 32, true>(a);                             \
+    }                                                                       \
+    KERNEL(matmul_experts_##f##_64, rocq_k_matmul_args, 128) {              \
+        matmul_f16<ROCQ_K_ID_##f, 64, true>(a);                             \
     }
 ROCQ_K_ALL_FORMATS(ROCQ_X, )
 #undef ROCQ_X

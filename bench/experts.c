@@ -292,12 +292,14 @@ int main(int argc, char **argv) {
         return bench_close(&b);
     }
     static const int64_t tokens[] = {1, 4, 16, 64, 512};
-    for (int i = 0; i < 5; i++) { // Qwen3-30B-A3B, gpt-oss-20b
+    for (int i = 0; i < 5; i++) { // Qwen3-30B-A3B, gpt-oss-20b, 1.1B eight times
         measure(&b, "qwen3moe", (mixture){.format = ROCQ_Q4_K, .k = 2048, .m = 768,
                                           .n_experts = 128, .n_slots = 8, .n = tokens[i]});
         measure(&b, "gpt-oss", (mixture){.format = ROCQ_MXFP4, .k = 2880, .m = 2880,
                                          .n_experts = 32, .n_slots = 4, .n = tokens[i],
                                          .limit = 7});
+        measure(&b, "8x1B", (mixture){.format = ROCQ_Q4_0, .k = 2048, .m = 5632, .n_experts = 8,
+                                      .n_slots = 2, .n = tokens[i]});
     }
     ggml_close();
     return bench_close(&b);
