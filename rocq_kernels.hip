@@ -3858,11 +3858,13 @@ KERNEL(router, rocq_k_router_args, 256) {
 // latency of its loads permits. So where there are fewer tiles than the chip holds blocks, several
 // blocks split the K of each: they store their sums in `work`, and matmul_merge, a second launch,
 // adds them up. Tiles are ROCQ_K_MATMUL_M rows by ROCQ_K_MATMUL_F16_N, _F16_N_FEW, _INT8_N or
-// _F32_N columns; 128 threads, matmul_f32 256. Rows past M repeat row M - 1 and columns past N
+// _F32_N columns; 128 threads, matmul_f32 256; those of the kernels named _lds are in
+// ROCQ_K_LDS_TILES and ROCQ_K_LDS_DECODED_TILES. Rows past M repeat row M - 1 and columns past N
 // repeat column N - 1; they are not stored. Sums run over K in the same order for any n and any
-// tile; the sums of splits, each of whole steps, are added in the order of the splits. Numbers of
-// units and offsets within a tile are 32-bit: 128 rows of w and 128 columns of x are less than 4 GB
-// each.
+// tile, in the kernels named _lds in an order of their own; the sums of splits, each of whole
+// steps, are added in the order of the splits. Numbers of units and offsets within a tile are
+// 32-bit: 128 rows of w and 128 columns of x are less than 4 GB each. The kernels named _lds count
+// elements and units in 32 bits, of which 256 rows of w have less than 4 G, and bytes in 64.
 
 // Where a block's tile lies. Tiles are counted in bands of MATMUL_BAND tiles along M, and within a
 // band along M first: blocks that run at the same time then share both rows of w and columns of x
