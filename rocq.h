@@ -25832,12 +25832,11 @@ ROCQ_DEF rocq_result rocq_download(rocq_ctx *ctx, void *dst, const rocq_tensor *
 #if ROCQ__HAS_HIP
 // A slice has a part of each plane.
 static rocq_result rocq__copy_slice_hip(rocq_ctx *ctx, const rocq_tensor *dst, int64_t to,
-                                        const rocq_tensor *src, int64_t from, int64_t size) {
+                                        const rocq_tensor *src, int64_t from) {
     const rocq__gpu *gpu = ctx->gpu;
     char *a = (char *)rocq__device_data(dst);
     const char *b = (const char *)rocq__device_data(src);
     int64_t bytes[6];
-    (void)size;
     rocq__slice_planes(src, bytes);
     for (int k = 0; k < 6; k++) {
         const int64_t n = bytes[k];
@@ -25875,7 +25874,7 @@ ROCQ_DEF rocq_result rocq_copy_slice(rocq_ctx *ctx, const rocq_tensor *dst, int6
     ROCQ__TRY(rocq__copy_begin(ctx, op));
 #if ROCQ__HAS_HIP
     if (rocq__on_gpu(ctx)) {
-        return rocq__copy_done(ctx, rocq__copy_slice_hip(ctx, dst, to, src, from, size), size);
+        return rocq__copy_done(ctx, rocq__copy_slice_hip(ctx, dst, to, src, from), size);
     }
 #endif
     memmove((char *)rocq_tensor_data(dst) + to * size,
