@@ -48,7 +48,8 @@ typedef struct llama_options { // 0 = default, as everywhere in rocq
                            // are more, they stay in host memory, on the CPU in the file, are read
                            // from there, and only copies of those most used are kept in so much
                            // memory of the device, on the CPU of the program; negative: none.
-                           // Logits have the same bits
+                           // A GPU's prompts take scratch memory for what a layer lacks. Logits
+                           // have the same bits
     rocq_precision precision; // of all products; default AUTO, which differs between CPU and GPU
     // Called while weights are loaded ("loading") and while a prompt is read ("reading"), with how
     // much is done; false = stop, which makes the call fail with ROCQ_E_STATE. NULL = no call.
