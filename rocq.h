@@ -3258,8 +3258,8 @@ typedef struct rocq_k_pixels_args {
 // c[k, row] = activation'(z) scale sum over r of a(row, r) b[k, r] + before, db[row] = scale sum
 // over r of a(row, r). For dx, b is w and a is dy; for dw, b is x and a is dy transposed: a(row, r)
 // is element row of column r. In F16, but all F32 for matmul_backward_f32.
-typedef struct rocq_k_matmul_backward_args {
-    rocq_k_common common;
+typedef struct rocq_k_backward_part {
+    uint32_t block0, n_blocks;   // its blocks of the launch; none: the launch is without it
     float *work;                 // n_splits > 1: floats [K, n_splits, rows], db [rows, n_splits]
     const void *a, *b;           // b may be planar, but not for dw
     int64_t a_stride, b_stride;  // elements from column to column
@@ -3270,8 +3270,14 @@ typedef struct rocq_k_matmul_backward_args {
     int32_t activation, accumulate; // accumulate: of db
     int32_t n_k, n_rows, n_r;
     int32_t tiles_k, tiles_rows, n_splits;
-    int32_t format, transposed;      // of b; a is transposed (only matmul_backward_f32 reads this)
+    int32_t columns;             // of a tile of a kernel named _lds
+    int32_t format;              // of b
     int32_t wide;                // c, z and before are read and written four k at a time
+} rocq_k_backward_part;
+
+typedef struct rocq_k_matmul_backward_args {
+    rocq_k_common common;
+    rocq_k_backward_part dx, dw;
 } rocq_k_matmul_backward_args;
 
 // Columns of work as in the forward: (query i, head h of a group), column i group + h. The kernel
@@ -3378,7 +3384,7 @@ typedef struct rocq_k_adamw_args {
 #define ROCQ_K_DECODED_FORMATS(F, X) /* the last ones of the list above, in its order */ \
     F(X, bf16) ROCQ_K_INT8_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 #define ROCQ_K_BACKWARD_FORMATS(F, X) \
-    F(X, f16) ROCQ_K_CODED_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
+    ROCQ_K_CODED_FORMATS(F, X) F(X, mxfp6_e2m3) F(X, mxfp6_e3m2)
 // The id of a format by its name in these lists.
 enum {
 #define ROCQ_X(NAME, name, id, elems, bytes) ROCQ_K_ID_##name = id,
@@ -3444,9 +3450,14 @@ enum {
 #define ROCQ_K_MATMUL_LDS_TILE(X, f, columns, rows, steps, ahead, blocks) \
     X(matmul_lds_##f##_##columns##x##rows, rocq_k_matmul_args, ROCQ_K_LDS_THREADS(rows))
 #define ROCQ_K_MATMUL_LDS_DECODED(X, f) ROCQ_K_LDS_DECODED_TILES(ROCQ_K_MATMUL_LDS_TILE, X, f)
-#define ROCQ_K_MATMUL_BACKWARD_LDS(X, name, columns, rows, steps, ahead, blocks)            \
-    X(matmul_backward_dx_lds_##name, rocq_k_matmul_backward_args, ROCQ_K_LDS_THREADS(rows)) \
-    X(matmul_backward_dw_lds_##name, rocq_k_matmul_backward_args, ROCQ_K_LDS_THREADS(rows))
+// In the backward each of these kernels has all tiles of its threads and blocks, so that a launch
+// can have dx in one and dw in another: X(a, name, threads, blocks, bytes of the largest).
+#define ROCQ_K_BACKWARD_LDS_KERNELS(X, a)              \
+    X(a, wide, 256, 1, ROCQ_K_LDS_BYTES(192, 128, 5))  \
+    X(a, deep, 128, 1, ROCQ_K_LDS_BYTES(128, 64, 8))   \
+    X(a, narrow, 128, 3, ROCQ_K_LDS_BYTES(128, 64, 3))
+#define ROCQ_K_MATMUL_BACKWARD_LDS(X, name, threads, blocks, bytes) \
+    X(matmul_backward_lds_##name, rocq_k_matmul_backward_args, threads)
 
 #define ROCQ_K_MATVECS(X)                                    \
     ROCQ_K_CODED_FORMATS(ROCQ_K_MATVEC_INT8, X)              \
@@ -3500,9 +3511,9 @@ enum {
     X(norm_stats_positions, rocq_k_norm_stats_args, 256)     \
     X(resize, rocq_k_resize_args, 256)                       \
     X(pixels, rocq_k_pixels_args, 256)                       \
+    X(matmul_backward_f16, rocq_k_matmul_backward_args, 128) \
     ROCQ_K_BACKWARD_FORMATS(ROCQ_K_MATMUL_BACKWARD, X)       \
-    X(matmul_backward_dw, rocq_k_matmul_backward_args, 128)  \
-    ROCQ_K_LDS_TILES(ROCQ_K_MATMUL_BACKWARD_LDS, X)          \
+    ROCQ_K_BACKWARD_LDS_KERNELS(ROCQ_K_MATMUL_BACKWARD_LDS, X) \
     X(matmul_backward_f32, rocq_k_matmul_backward_args, 256) \
     X(matmul_backward_merge, rocq_k_matmul_backward_args, 256) \
     X(attention_backward_tiles, rocq_k_attention_backward_args, 128) \
@@ -17848,18 +17859,20 @@ static bool rocq__is_matvec(int kernel) {
     }
 }
 
-// The tiles of the kernels named _lds: of matmul, and of dx and dw of matmul_backward.
+// The tiles of the kernels named _lds, and the kernels of matmul and of matmul_backward.
 typedef struct rocq__lds_tile {
     int32_t columns, rows, ahead, blocks, threads, bytes;
-    int32_t matmul, dx, dw; // kernels
+    int32_t matmul, backward; // kernels
 } rocq__lds_tile;
 
 static const rocq__lds_tile rocq__lds_tiles[] = {
 #define ROCQ_X(a, name, columns, rows, steps, ahead, blocks)                                     \
     {columns, rows, ahead, blocks, ROCQ_K_LDS_THREADS(rows),                                     \
      ROCQ_K_LDS_BYTES(columns, rows, steps),                                                     \
-     ROCQ_K_matmul_lds_##name, ROCQ_K_matmul_backward_dx_lds_##name,                       \
-     ROCQ_K_matmul_backward_dw_lds_##name},
+     ROCQ_K_matmul_lds_##name,                                                                   \
+     ROCQ_K_LDS_THREADS(rows) > 128 ? ROCQ_K_matmul_backward_lds_wide                            \
+     : (blocks) > 1                 ? ROCQ_K_matmul_backward_lds_narrow                          \
+                                    : ROCQ_K_matmul_backward_lds_deep},
     ROCQ_K_LDS_TILES(ROCQ_X, )
 #undef ROCQ_X
 };
@@ -17869,7 +17882,7 @@ enum { ROCQ__LDS_TILES = (int)(sizeof rocq__lds_tiles / sizeof rocq__lds_tiles[0
 static const rocq__lds_tile rocq__lds_decoded[] = {
 #define ROCQ_X(a, b, columns, rows, steps, ahead, blocks)                                        \
     {columns, rows, ahead, blocks, ROCQ_K_LDS_THREADS(rows),                                     \
-     ROCQ_K_LDS_BYTES(columns, rows, steps), ROCQ_K_matmul_lds_bf16_##columns##x##rows, -1, -1},
+     ROCQ_K_LDS_BYTES(columns, rows, steps), ROCQ_K_matmul_lds_bf16_##columns##x##rows, -1},
     ROCQ_K_LDS_DECODED_TILES(ROCQ_X, , )
 #undef ROCQ_X
 };
@@ -17882,12 +17895,16 @@ enum {
 static uint32_t rocq__lds_of(const rocq__gpu *gpu, int kernel) {
     for (int i = 0; i < ROCQ__LDS_TILES && gpu->chip.lds_tiles; i++) {
         const rocq__lds_tile *t = &rocq__lds_tiles[i];
-        if (kernel == t->matmul || kernel == t->dx || kernel == t->dw) return (uint32_t)t->bytes;
+        if (kernel == t->matmul) return (uint32_t)t->bytes;
     }
     if (kernel >= ROCQ__LDS_DECODED_FIRST && kernel <= ROCQ__LDS_DECODED_LAST) {
         const int i = (kernel - ROCQ__LDS_DECODED_FIRST) % ROCQ__LDS_DECODED;
         return gpu->chip.lds_tiles ? (uint32_t)rocq__lds_decoded[i].bytes : 0;
     }
+#define ROCQ_X(a, name, threads, blocks, bytes) \
+    if (kernel == ROCQ_K_matmul_backward_lds_##name && gpu->chip.lds_tiles) return bytes;
+    ROCQ_K_BACKWARD_LDS_KERNELS(ROCQ_X, )
+#undef ROCQ_X
     if (kernel == ROCQ_K_conv_lds_64 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_64_BYTES;
     if (kernel == ROCQ_K_conv_lds_128 && gpu->chip.lds_tiles) return ROCQ_K_CONV_LDS_128_BYTES;
     if (gpu->matvec_lds == 0 || !rocq__is_matvec(kernel)) return 0;
@@ -18515,10 +18532,12 @@ static const rocq__chip *rocq__chip_of(const rocq_ctx *ctx) {
     return &ctx->gpu->chip;
 }
 
-// Microseconds that work is estimated to take, at half of each peak rate.
+// Microseconds that work is estimated to take, at half of each peak rate. Where products take the
+// kernels named _lds, the matrix unit is that much faster.
 static double rocq__estimate_us(const rocq__gpu *gpu, rocq__cost cost) {
+    const double rate = gpu->chip.lds_tiles ? 4.0 : 1.0;
     const double work = (cost.flops - cost.matrix) / gpu->chip.flops_per_us +
-                        cost.matrix / gpu->chip.matrix_per_us;
+                        cost.matrix / (rate * gpu->chip.matrix_per_us);
     return 2.0 * ROCQ__MAX(cost.bytes / gpu->chip.bytes_per_us, work);
 }
 
@@ -19238,7 +19257,8 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
     const double steps = ceil(ceil(s->k / 64.0) / n_splits);
     const double tiles = steps * ROCQ__MAX(each * pace->work, rounds * pace->step) +
                          rounds * pace->ends;
-    const double w_row = t->dx < 0 ? (double)rocq__bytes((rocq_format)s->format, s->k) : 2.0 * s->k;
+    const double w_row =
+        t->backward < 0 ? (double)rocq__bytes((rocq_format)s->format, s->k) : 2.0 * s->k;
     const double bytes = (w_row * s->m + 2.0 * s->k * s->n) * s->batch + y_bytes;
     const double flying = 128.0 * t->ahead * (t->columns + ROCQ__MIN(t->rows, s->n)) *
                           ROCQ__MIN(blocks, t->blocks * units);
@@ -19249,23 +19269,47 @@ static double rocq__lds_ns(const rocq__chip *chip, const rocq__lds_tile *t,
 }
 
 // The best of n_tiles tiles. merge_rate: bytes of sums that are written and merged in a nanosecond.
+// kernel: of the backward, whose tiles alone may be chosen, or -1.
 static const rocq__lds_tile *rocq__lds_best(const rocq__chip *chip, const rocq__lds_tile *tiles,
                                             const rocq__lds_pace *paces, int32_t n_tiles,
-                                            const rocq__site *s, double merge_rate,
-                                            int32_t *n_splits) {
-    int32_t best = 0, splits[ROCQ__SPLITS];
-    double best_ns = 0.0;
+                                            const rocq__site *s, double merge_rate, int32_t kernel,
+                                            int32_t *n_splits, double *best_ns) {
+    int32_t best = -1, splits[ROCQ__SPLITS];
     const int32_t n = rocq__tile_splits(s, splits), most = tiles == rocq__lds_decoded ? 8 : 16;
     for (int32_t i = 0; i < n_tiles * n; i++) {
-        if (splits[i % n] > most) continue;
+        if (splits[i % n] > most || (kernel >= 0 && tiles[i / n].backward != kernel)) continue;
         const double ns = rocq__lds_ns(chip, &tiles[i / n], &paces[i / n], s, splits[i % n],
                                        merge_rate);
-        if (i > 0 && ns >= best_ns) continue;
+        if (best >= 0 && ns >= *best_ns) continue;
         best = i;
-        best_ns = ns;
+        *best_ns = ns;
     }
     *n_splits = splits[best % n];
     return &tiles[best / n];
+}
+
+// Tiles and splits of dx and dw of matmul_backward, whose tiles have to be of one kernel. The sum
+// of both estimates decides: an estimate of the joint launch, in which blocks of one run beside
+// those of the other, chose worse (H200).
+static void rocq__lds_best_pair(const rocq__chip *chip, const rocq__site s[2], double merge_rate,
+                                const rocq__lds_tile *tile[2], int32_t n_splits[2]) {
+    double best_ns = 0.0;
+    for (int32_t i = 0; i < ROCQ__LDS_TILES; i++) { // kernels, some of them twice
+        const int32_t kernel = rocq__lds_tiles[i].backward;
+        const rocq__lds_tile *own[2] = {NULL, NULL};
+        int32_t splits[2] = {1, 1};
+        double ns = 0.0;
+        for (int part = 0; part < 2; part++) {
+            double one = 0.0;
+            own[part] = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES,
+                                       &s[part], merge_rate, kernel, &splits[part], &one);
+            ns += one;
+        }
+        if (i > 0 && ns >= best_ns) continue;
+        best_ns = ns;
+        memcpy(tile, own, sizeof own);
+        memcpy(n_splits, splits, sizeof splits);
+    }
 }
 
 static rocq_launch_config rocq__rule_tiles(const rocq__chip *chip, const rocq__site *s) {
@@ -19302,11 +19346,12 @@ static void rocq__product_tiles(rocq__job *job, const rocq__product *g, const ro
     int64_t tile_n = 0;
     if (g->path == ROCQ_PRECISION_F16 && rocq__takes_lds(chip, &site)) {
         const bool decoded = w->format != ROCQ_F16;
-        const rocq__lds_tile *tile = decoded
-            ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces, ROCQ__LDS_DECODED,
-                             &site, 1700.0, &config.n_splits)
-            : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES, &site, 1700.0,
-                             &config.n_splits);
+        double ns = 0.0;
+        const rocq__lds_tile *tile =
+            decoded ? rocq__lds_best(chip, rocq__lds_decoded, rocq__lds_decoded_paces,
+                                     ROCQ__LDS_DECODED, &site, 1700.0, -1, &config.n_splits, &ns)
+                    : rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES, &site,
+                                     1700.0, -1, &config.n_splits, &ns);
         kernel = tile->matmul;
         if (decoded) {
             kernel += ROCQ__LDS_DECODED * (rocq__k_format(w->format) - rocq__k_format(ROCQ_BF16));
@@ -20651,90 +20696,129 @@ static rocq_tensor rocq__backward_operand(rocq__job *job, const rocq_tensor *x, 
     return t;
 }
 
-// Launches dx, or dw, and the merge of its splits. dy has the format that the kernels read.
-static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_params *p, bool of_dw,
-                                  const rocq_tensor *dy) {
+// The part of a launch that is dx, or dw, but for its tiles, and the site that they are chosen by.
+// dy has the format that the kernels read.
+static rocq_k_backward_part rocq__backward_part(rocq__job *job,
+                                                const rocq_matmul_backward_params *p, bool of_dw,
+                                                const rocq_tensor *dy, rocq__site *site) {
     const rocq_tensor *c = of_dw ? p->dw : p->dx, *b = of_dw ? p->x : p->w;
-    const int64_t mark = job->used;
-    const bool f16 = dy->format == ROCQ_F16, planar = !rocq__is_plain(b->format);
-    const bool lds = rocq__backward_lds(job->ctx, b, dy->format);
-    int64_t columns = ROCQ_K_BACKWARD_TILE, rows = ROCQ_K_BACKWARD_TILE;
-    int threads = f16 ? 128 : 256;
-    int kernel = !f16    ? ROCQ_K_matmul_backward_f32
-                 : of_dw ? ROCQ_K_matmul_backward_dw
-                 : planar ? ROCQ_K_matmul_backward_dx_q4_0 + rocq__k_format(b->format) -
-                                rocq__k_format(ROCQ_Q4_0) -
-                                (b->format >= ROCQ_MXFP6_E2M3) // behind `read`, which has none
-                          : ROCQ_K_matmul_backward_dx_f16;
     const rocq_tensor own =
-        planar ? rocq__product_w(job, b) : rocq__backward_operand(job, b, dy->format, lds);
-    rocq_matmul_backward_params alone = *p;
-    if (of_dw) alone.dx = NULL;
-    else alone.dw = NULL;
-    rocq_k_matmul_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.a = rocq__device_data(dy);
-    args.a_stride = dy->stride[1];
-    args.b = rocq__device_data(&own);
-    args.b_stride = own.stride[1];
-    args.b_units = rocq_tensor_count(b) / 32;
-    args.c = rocq__k_tensor(c);
-    args.z = rocq__k_tensor(of_dw ? NULL : p->z);
-    args.before = rocq__k_tensor(!of_dw ? p->residual : p->accumulate ? p->dw : NULL);
-    args.db = (float *)rocq__device_data(of_dw ? p->db : NULL);
-    args.scale = p->scale == 0.0f ? 1.0f : p->scale;
-    args.activation = (int32_t)p->activation;
-    args.accumulate = p->accumulate;
-    args.n_k = (int32_t)c->ne[0];
-    args.n_rows = (int32_t)c->ne[1];
-    args.n_r = (int32_t)b->ne[1];
-    args.format = (int32_t)own.format;
-    args.transposed = of_dw;
-    args.wide = rocq__wide_rows(c) && (!args.z.data || rocq__wide_rows(p->z)) &&
+        rocq__is_plain(b->format)
+            ? rocq__backward_operand(job, b, dy->format,
+                                     rocq__backward_lds(job->ctx, b, dy->format))
+            : rocq__product_w(job, b);
+    rocq_k_backward_part part;
+    memset(&part, 0, sizeof part);
+    part.a = rocq__device_data(dy);
+    part.a_stride = dy->stride[1];
+    part.b = rocq__device_data(&own);
+    part.b_stride = own.stride[1];
+    part.b_units = rocq_tensor_count(b) / 32;
+    part.c = rocq__k_tensor(c);
+    part.z = rocq__k_tensor(of_dw ? NULL : p->z);
+    part.before = rocq__k_tensor(!of_dw ? p->residual : p->accumulate ? p->dw : NULL);
+    part.db = (float *)rocq__device_data(of_dw ? p->db : NULL);
+    part.scale = p->scale == 0.0f ? 1.0f : p->scale;
+    part.activation = (int32_t)p->activation;
+    part.accumulate = p->accumulate;
+    part.n_k = (int32_t)c->ne[0];
+    part.n_rows = (int32_t)c->ne[1];
+    part.n_r = (int32_t)b->ne[1];
+    part.format = (int32_t)own.format;
+    part.wide = rocq__wide_rows(c) && (!part.z.data || rocq__wide_rows(p->z)) &&
                 (of_dw || !p->residual || rocq__wide_rows(p->residual));
-    // The number of splits is chosen as for a forward product of as many tiles
+    site->kind = ROCQ__KIND_TILES;
+    site->format = (int32_t)own.format;
+    site->m = part.n_k;
+    site->k = part.n_r;
+    site->n = part.n_rows;
+    site->batch = 1;
+    return part;
+}
+
+// Gives the two parts their blocks of a launch, and returns how many these are.
+static int64_t rocq__backward_blocks(rocq_k_matmul_backward_args *args, const int64_t n[2],
+                                     bool dw_first) {
+    args->dx.block0 = dw_first ? (uint32_t)n[1] : 0;
+    args->dw.block0 = dw_first ? 0 : (uint32_t)n[0];
+    args->dx.n_blocks = (uint32_t)n[0];
+    args->dw.n_blocks = (uint32_t)n[1];
+    return n[0] + n[1];
+}
+
+// Launches dx, dw or both, those that p has, and the merge of their splits.
+static void rocq__backward_launch(rocq__job *job, const rocq_matmul_backward_params *p,
+                                  const rocq_tensor *dy) {
+    const int64_t mark = job->used;
+    const bool f16 = dy->format == ROCQ_F16;
+    const rocq_tensor *of[2] = {p->dx, p->dw}, *b[2] = {p->w, p->x};
+    const bool planar = p->dx && !rocq__is_plain(p->w->format);
+    const bool lds = rocq__backward_lds(job->ctx, b[!p->dx], dy->format);
+    int threads = f16 ? 128 : 256;
+    int kernel = !f16   ? ROCQ_K_matmul_backward_f32
+                 : planar ? ROCQ_K_matmul_backward_dx_q4_0 + rocq__k_format(p->w->format) -
+                                rocq__k_format(ROCQ_Q4_0) -
+                                (p->w->format >= ROCQ_MXFP6_E2M3) // behind `read`, which has none
+                          : ROCQ_K_matmul_backward_f16;
+    rocq_k_matmul_backward_args args;
+    rocq_k_backward_part *const parts[2] = {&args.dx, &args.dw};
+    rocq__site site[2];
+    const rocq__lds_tile *tile[2] = {NULL, NULL};
+    int32_t n_splits[2] = {1, 1};
     const int32_t only = ROCQ_K_BACKWARD_TILE;
-    rocq__site site;
-    memset(&site, 0, sizeof site);
-    site.kind = ROCQ__KIND_TILES;
-    site.format = (int32_t)own.format;
-    site.m = args.n_k;
-    site.k = args.n_r;
-    site.n = args.n_rows;
-    site.batch = 1;
     const rocq__chip *chip = rocq__chip_of(job->ctx);
-    if (lds) {
-        const rocq__lds_tile *tile = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces,
-                                                    ROCQ__LDS_TILES, &site, 12240.0,
-                                                    &args.n_splits);
-        kernel = of_dw ? tile->dw : tile->dx;
-        threads = tile->threads;
-        columns = tile->columns;
-        rows = tile->rows;
-    } else {
-        args.n_splits = rocq__tiles_best(chip, &site, &only, 1, ROCQ__TILE_SPLIT).n_splits;
+    memset(&args, 0, sizeof args);
+    memset(site, 0, sizeof site);
+    for (int i = 0; i < 2; i++) {
+        if (!of[i]) continue;
+        *parts[i] = rocq__backward_part(job, p, i != 0, dy, &site[i]);
+        // The number of splits is chosen as for a forward product of as many tiles
+        double ns = 0.0;
+        if (!lds) {
+            n_splits[i] = rocq__tiles_best(chip, &site[i], &only, 1, ROCQ__TILE_SPLIT).n_splits;
+        } else {
+            tile[i] = rocq__lds_best(chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES,
+                                     &site[i], 12240.0, -1, &n_splits[i], &ns);
+        }
     }
-    args.tiles_k = (int32_t)((args.n_k + columns - 1) / columns);
-    args.tiles_rows = (int32_t)((args.n_rows + rows - 1) / rows);
-    const int64_t tiles = (int64_t)args.tiles_k * args.tiles_rows;
-    if (args.n_splits > 1) { // another row for the sums of db
-        const int64_t ne[4] = {args.n_k, args.n_splits, args.n_rows, 1};
-        const int64_t db_ne[4] = {args.n_rows, args.n_splits, 1, 1};
+    if (lds && p->dx && p->dw) rocq__lds_best_pair(chip, site, 12240.0, tile, n_splits);
+    int64_t blocks[2] = {0, 0}, merges[2] = {0, 0}, steps[2] = {0, 0};
+    double sums = 0.0;
+    for (int i = 0; i < 2; i++) {
+        rocq_k_backward_part *part = parts[i];
+        if (!of[i]) continue;
+        const int64_t columns = lds ? tile[i]->columns : only, rows = lds ? tile[i]->rows : only;
+        if (lds) kernel = tile[i]->backward;
+        if (lds) threads = tile[i]->threads;
+        part->columns = (int32_t)columns;
+        part->tiles_k = (int32_t)((part->n_k + columns - 1) / columns);
+        part->tiles_rows = (int32_t)((part->n_rows + rows - 1) / rows);
+        part->n_splits = n_splits[i];
+        blocks[i] = (int64_t)part->tiles_k * part->tiles_rows * n_splits[i];
+        steps[i] = part->n_r / n_splits[i];
+        if (n_splits[i] == 1) continue;
+        const int64_t ne[4] = {part->n_k, n_splits[i], part->n_rows, 1};
+        const int64_t db_ne[4] = {part->n_rows, n_splits[i], 1, 1}; // behind them, for those of db
         const rocq_tensor work = rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, ne, ne[0]);
         rocq__job_tensor(job, ROCQ_F32, ROCQ_LAYOUT_GGUF, db_ne, db_ne[0]);
-        args.work = (float *)rocq__device_data(&work);
+        part->work = (float *)rocq__device_data(&work);
+        merges[i] = rocq__item_blocks(job, of[i], of[i]->ne[0], 1);
+        sums += (double)rocq_tensor_count(of[i]) * n_splits[i];
     }
-    job->cost = rocq__job_cost(job, ROCQ_OP_MATMUL_BACKWARD, &alone);
-    rocq__job_launch(job, kernel, tiles * args.n_splits, 1, threads, &args);
-    if (args.n_splits > 1) {
-        const double sums = (double)rocq_tensor_count(c) * args.n_splits;
+    // Blocks that take longer come first
+    const int64_t n_blocks = rocq__backward_blocks(&args, blocks, steps[1] > steps[0]);
+    job->cost = rocq__job_cost(job, ROCQ_OP_MATMUL_BACKWARD, p);
+    rocq__job_launch(job, kernel, n_blocks, 1, threads, &args);
+    const int64_t n_merges = rocq__backward_blocks(&args, merges, false);
+    if (n_merges > 0) {
         const rocq__cost merge = {4.0 * sums, sums, 0.0};
         job->cost = merge;
-        rocq__job_launch(job, ROCQ_K_matmul_backward_merge, rocq__item_blocks(job, c, c->ne[0], 1),
-                         1, 256, &args);
+        rocq__job_launch(job, ROCQ_K_matmul_backward_merge, n_merges, 1, 256, &args);
     }
     job->used = mark;
 }
+
+static bool rocq__backward_joins(const rocq_matmul_backward_params *p);
 
 static void rocq__job_matmul_backward(rocq__job *job, const void *params) {
     const rocq_matmul_backward_params *p = (const rocq_matmul_backward_params *)params;
@@ -20751,18 +20835,27 @@ static void rocq__job_matmul_backward(rocq__job *job, const void *params) {
                                  "read", rocq_format_name(p->w->format));
         return;
     }
+    rocq_format to[2] = {ROCQ_F32, ROCQ_F32};
+    for (int i = 0; i < 2; i++) {
+        if (!(i ? p->dw : p->dx)) continue;
+        to[i] = rocq__operand_format(
+            rocq__backward_choice(job->ctx, ROCQ_BACKEND_GPU, p, i != 0).precision);
+    }
+    const bool both = p->dx && p->dw && to[0] == to[1] &&
+                      (to[0] == ROCQ_F32 || rocq__is_plain(p->w->format)) &&
+                      rocq__backward_joins(p);
     rocq_tensor dy[ROCQ_F16 + 1];
     bool have[ROCQ_F16 + 1] = {false, false};
     for (int i = 0; i < 2; i++) {
-        if (!(i ? p->dw : p->dx)) continue;
-        const rocq__choice choice =
-            rocq__backward_choice(job->ctx, ROCQ_BACKEND_GPU, p, i != 0);
-        const rocq_format to = rocq__operand_format(choice.precision);
-        const bool exact = (!p->dx || rocq__backward_lds(job->ctx, p->w, to)) &&
-                           (!p->dw || rocq__backward_lds(job->ctx, p->x, to));
-        if (!have[to]) dy[to] = rocq__backward_operand(job, p->dy, to, exact);
-        have[to] = true;
-        rocq__backward_launch(job, p, i != 0, &dy[to]);
+        if (!(i ? p->dw : p->dx) || (both && i > 0)) continue;
+        const bool exact = (!p->dx || rocq__backward_lds(job->ctx, p->w, to[i])) &&
+                           (!p->dw || rocq__backward_lds(job->ctx, p->x, to[i]));
+        rocq_matmul_backward_params own = *p;
+        if (!both && i > 0) own.dx = NULL;
+        if (!both && i == 0) own.dw = NULL;
+        if (!have[to[i]]) dy[to[i]] = rocq__backward_operand(job, p->dy, to[i], exact);
+        have[to[i]] = true;
+        rocq__backward_launch(job, &own, &dy[to[i]]);
     }
 }
 
@@ -22185,6 +22278,21 @@ static int64_t rocq__range_size(rocq__range range) { return (int64_t)(range.end 
 
 static bool rocq__ranges_cross(rocq__range a, rocq__range b) {
     return a.begin < b.end && b.begin < a.end;
+}
+
+// Whether one launch can compute dx and dw: neither is written over what the other one is computed
+// from.
+static bool rocq__backward_joins(const rocq_matmul_backward_params *p) {
+    const rocq_tensor *const read_by_dx[3] = {p->w, p->z, p->residual};
+    const rocq__range dx = rocq__range_of(p->dx), dw = rocq__range_of(p->dw);
+    for (int i = 0; i < 3; i++) {
+        if (!read_by_dx[i]) continue;
+        const rocq__range read = rocq__range_of(read_by_dx[i]);
+        if (rocq__ranges_cross(read, dw)) return false;
+        if (p->db && rocq__ranges_cross(read, rocq__range_of(p->db))) return false;
+    }
+    return !rocq__ranges_cross(rocq__range_of(p->x), dx) && !rocq__ranges_cross(dw, dx) &&
+           !(p->db && rocq__ranges_cross(rocq__range_of(p->db), dx));
 }
 
 // A dimension of one of two tensors: an element lies 0 to most times step bytes from the first.

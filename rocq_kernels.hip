@@ -9373,9 +9373,8 @@ struct backward_place {
     int32_t k0, row0;
     uint32_t split, begin, end; // the split of r, and its steps
 };
-DEV backward_place backward_place_of(const rocq_k_matmul_backward_args &a, int bk, int brow,
-                                     int step) {
-    const uint32_t block = a.common.block0 + block_index();
+DEV backward_place backward_place_of(const rocq_k_backward_part &a, uint32_t block, int bk,
+                                     int brow, int step) {
     const uint32_t tiles = (uint32_t)a.tiles_k * (uint32_t)a.tiles_rows;
     const uint32_t n_steps = ((uint32_t)a.n_r + (uint32_t)step - 1) / (uint32_t)step;
     backward_place p;
@@ -9388,13 +9387,27 @@ DEV backward_place backward_place_of(const rocq_k_matmul_backward_args &a, int b
     return p;
 }
 
+// A launch has the blocks of dx, those of dw, or both. Whether a block is of dw, and which of its
+// part it is.
+DEV bool backward_is_dw(const rocq_k_matmul_backward_args &a, uint32_t &block) {
+    const uint32_t own = a.common.block0 + block_index();
+    const bool of_dw = own - a.dw.block0 < a.dw.n_blocks;
+    block = own - (of_dw ? a.dw.block0 : a.dx.block0);
+    return of_dw;
+}
+template <bool OF_DW>
+DEV const rocq_k_backward_part &backward_part(const rocq_k_matmul_backward_args &a) {
+    if constexpr (OF_DW) return a.dw;
+    else return a.dx;
+}
+
 // Where work has the sums of a row's first split; those of the next split follow K floats further
 // on. Behind all of them are the sums of db, [rows, n_splits].
-DEV float *backward_split_sums(const rocq_k_matmul_backward_args &a, int64_t row) {
+DEV float *backward_split_sums(const rocq_k_backward_part &a, int64_t row) {
     return a.work + row * a.n_splits * a.n_k;
 }
 
-DEV void backward_put(const rocq_k_matmul_backward_args &a, int64_t row, int64_t k, float sum) {
+DEV void backward_put(const rocq_k_backward_part &a, int64_t row, int64_t k, float sum) {
     float v = sum * a.scale;
     if (a.z.data) {
         v *= activation_slope(a.activation, get_float(a.z.format, row_of(a.z, row, 0, 0), k));
@@ -9402,7 +9415,7 @@ DEV void backward_put(const rocq_k_matmul_backward_args &a, int64_t row, int64_t
     if (a.before.data) v += get_float(a.before.format, row_of(a.before, row, 0, 0), k);
     put_float(a.c.format, row_of(a.c, row, 0, 0), k, v);
 }
-DEV void backward_put_db(const rocq_k_matmul_backward_args &a, int64_t row, float sum) {
+DEV void backward_put_db(const rocq_k_backward_part &a, int64_t row, float sum) {
     gstore(a.db + row, fmaf(sum, a.scale, a.accumulate ? gload(a.db + row) : 0.0f));
 }
 
@@ -9421,7 +9434,7 @@ DEV void backward_floats4(const rocq_k_tensor &t, const u32x4 &loaded, float v[4
 // A wave finishes the 128 k of N rows, whose sums are in LDS, `stride` floats apart; row(i) is the
 // row of number i. What it reads of all of them is in flight together.
 template <int N, typename R>
-DEV void backward_put_rows(const rocq_k_matmul_backward_args &a, const backward_place &at,
+DEV void backward_put_rows(const rocq_k_backward_part &a, const backward_place &at,
                            const float *sums, int stride, R row) {
     if (!a.wide) {
 #pragma unroll 1
@@ -9473,7 +9486,7 @@ DEV void backward_put_rows(const rocq_k_matmul_backward_args &a, const backward_
         }
     }
 }
-DEV void backward_end_db(const rocq_k_matmul_backward_args &a, const backward_place &at,
+DEV void backward_end_db(const rocq_k_backward_part &a, const backward_place &at,
                          int64_t row, float sum) {
     if (row >= a.n_rows) return;
     if (a.n_splits == 1) backward_put_db(a, row, sum);
@@ -9491,7 +9504,7 @@ enum { BACKWARD_STRIDE = BACKWARD_TILE + 4 };
 template <bool PERMUTE_ROWS>
 DEV void backward_finish(const rocq_k_matmul_backward_args &args, const backward_place &at,
                          const frag_c (&c)[4][4], float *work) {
-    const rocq_k_matmul_backward_args &a = reread(args);
+    const rocq_k_backward_part &a = backward_part<PERMUTE_ROWS>(reread(args));
     const int wave = matmul_wave();
     float *const own = work + 16 * (wave / 2) * BACKWARD_STRIDE;
     enum { TOGETHER = 4 }; // rows whose loads are in flight at once
@@ -9569,15 +9582,17 @@ DEV void backward_clear_tail(uint32_t r, uint32_t group, uint32_t n_r, u32x4 (&v
     }
 }
 
-// F: the format of b. TURNED: a is transposed, with rows innermost, as for dw.
+// F: the format of b. TURNED: dw, for which a is transposed, with rows innermost; else dx.
+enum { BACKWARD_LDS = 2 * BACKWARD_TILE * BACKWARD_ROW / 8 }; // u32x4
+static_assert(4 * 32 * BACKWARD_STRIDE <= 16 * BACKWARD_LDS, "backward_finish's work");
 template <int F, bool TURNED>
-DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
+DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &args, uint32_t block,
+                             u32x4 *tile) {
     enum { BK = MATMUL_F16_BK, ROW = BACKWARD_ROW, TILE = BACKWARD_TILE, PLAIN = F == ROCQ_F16 };
-    LDS(u32x4, tile, 2 * TILE * ROW / 8);
-    static_assert(4 * 32 * BACKWARD_STRIDE <= (int)sizeof(tile), "backward_finish's work");
+    const rocq_k_backward_part &a = backward_part<TURNED>(args);
     f16 *const bt = (f16 *)tile, *const at_a = bt + TILE * ROW;
     if (a.tiles_k == 0) return;
-    const backward_place at = backward_place_of(a, BACKWARD_TILE, BACKWARD_TILE, BK);
+    const backward_place at = backward_place_of(a, block, BACKWARD_TILE, BACKWARD_TILE, BK);
     const uint32_t n_r = (uint32_t)a.n_r;
     const int t = (int)thread_index(), wave = matmul_wave();
     const int wk = wave % 2 * 64, wrow = wave / 2 * 64;
@@ -9695,12 +9710,12 @@ DEV void matmul_backward_f16(const rocq_k_matmul_backward_args &a) {
         block_sync_lds();
     }
     if (sums_db) backward_end_db(a, at, at.row0 + backward_permuted(t), db);
-    backward_finish<TURNED>(a, at, c, (float *)tile);
+    backward_finish<TURNED>(args, at, c, (float *)tile);
 }
 
 // The epilogue of matmul_backward, or the sums of a split of r.
 template <int BN>
-DEV void backward_lds_finish(const rocq_k_matmul_backward_args &a, const backward_place &at,
+DEV void backward_lds_finish(const rocq_k_backward_part &a, const backward_place &at,
                              const frag_c (&c)[BN / 16], float *work) {
     const bool whole = a.n_splits == 1;
     const bool wide = whole ? lds_is_wide(a.c) : (a.n_k & 3) == 0;
@@ -9750,10 +9765,9 @@ DEV void backward_lds_finish(const rocq_k_matmul_backward_args &a, const backwar
 // dx and dw of F16 operands where four waves multiply straight from LDS: see matmul_lds. Rows of
 // the tile are rows of c, and its columns k. A thread adds up two rows of db over 16 r of a step.
 template <bool TURNED, int BN, int BM, int STAGES, int AHEAD>
-DEV void matmul_backward_lds(const rocq_k_matmul_backward_args &a) {
-    LDS_GRANTED(u32x4, tile, ROCQ_K_LDS_BYTES(BN, BM, STAGES) / 16);
+DEV void matmul_backward_lds(const rocq_k_backward_part &a, uint32_t block, u32x4 *tile) {
     if (a.tiles_k == 0) return;
-    const backward_place at = backward_place_of(a, BN, BM, 64);
+    const backward_place at = backward_place_of(a, block, BN, BM, 64);
     const int t = (int)thread_index(), pair_row = 2 * t % BM, quarter = 2 * t / BM;
     const int32_t rows = a.n_rows - at.row0, cols = a.n_k - at.k0;
     const lds_operand dy = {(const char *)a.a + (TURNED ? 2 : a.a_stride * 2) * at.row0,
@@ -9790,40 +9804,61 @@ DEV void matmul_backward_lds(const rocq_k_matmul_backward_args &a) {
     }
     backward_lds_finish<BN>(a, at, c[0], (float *)tile);
 }
-#define ROCQ_X(X, name, columns, rows, steps, ahead, blocks)                                   \
-    KERNEL_WAVES(matmul_backward_dx_lds_##name, rocq_k_matmul_backward_args,                \
-                 ROCQ_K_LDS_THREADS(rows), blocks * rows / 64) {                               \
-        if constexpr (WMMA_TILES) matmul_backward_lds<false, columns, rows, steps, ahead>(a);  \
-    }                                                                                          \
-    KERNEL_WAVES(matmul_backward_dw_lds_##name, rocq_k_matmul_backward_args,                \
-                 ROCQ_K_LDS_THREADS(rows), blocks * rows / 64) {                               \
-        if constexpr (WMMA_TILES) matmul_backward_lds<true, columns, rows, steps, ahead>(a);   \
+
+// Those of a part whose tiles a kernel has: of THREADS threads, with BLOCKS blocks on a compute
+// unit. Within these the columns tell them apart.
+template <bool TURNED, int THREADS, int BLOCKS>
+DEV void backward_lds_part(const rocq_k_backward_part &a, uint32_t block, u32x4 *tile) {
+#define ROCQ_X(X, name, columns_, rows, steps, ahead, blocks)                             \
+    if constexpr (ROCQ_K_LDS_THREADS(rows) == THREADS && (blocks) == BLOCKS) {            \
+        if (a.columns == (columns_)) {                                                    \
+            matmul_backward_lds<TURNED, columns_, rows, steps, ahead>(a, block, tile);    \
+        }                                                                                 \
     }
-ROCQ_K_LDS_TILES(ROCQ_X, )
+    ROCQ_K_LDS_TILES(ROCQ_X, )
+#undef ROCQ_X
+}
+template <int THREADS, int BLOCKS, int BYTES>
+DEV void matmul_backward_lds_parts(const rocq_k_matmul_backward_args &a) {
+    LDS_GRANTED(u32x4, tile, BYTES / 16);
+    uint32_t block;
+    if (backward_is_dw(a, block)) backward_lds_part<true, THREADS, BLOCKS>(a.dw, block, tile);
+    else backward_lds_part<false, THREADS, BLOCKS>(a.dx, block, tile);
+}
+#define ROCQ_X(X, name, threads, blocks, bytes)                                               \
+    KERNEL_WAVES(matmul_backward_lds_##name, rocq_k_matmul_backward_args, threads,            \
+                 blocks * threads / 128) {                                                    \
+        if constexpr (WMMA_TILES) matmul_backward_lds_parts<threads, blocks, bytes>(a);       \
+    }
+ROCQ_K_BACKWARD_LDS_KERNELS(ROCQ_X, )
 #undef ROCQ_X
 
 #define ROCQ_X(X, f)                                                   \
     KERNEL(matmul_backward_dx_##f, rocq_k_matmul_backward_args, 128) { \
-        matmul_backward_f16<ROCQ_K_ID_##f, false>(a);                  \
+        LDS(u32x4, tile, BACKWARD_LDS);                                \
+        matmul_backward_f16<ROCQ_K_ID_##f, false>(                     \
+            a, a.common.block0 + block_index(), tile);                 \
     }
 PLANE_FORMATS(ROCQ_X, )
 #undef ROCQ_X
-KERNEL_WAVES(matmul_backward_dx_f16, rocq_k_matmul_backward_args, 128, 3) {
-    matmul_backward_f16<ROCQ_F16, false>(a);
-}
-KERNEL_WAVES(matmul_backward_dw, rocq_k_matmul_backward_args, 128, 3) {
-    matmul_backward_f16<ROCQ_F16, true>(a);
+KERNEL_WAVES(matmul_backward_f16, rocq_k_matmul_backward_args, 128, 3) {
+    LDS(u32x4, tile, BACKWARD_LDS);
+    uint32_t block;
+    if (backward_is_dw(a, block)) matmul_backward_f16<ROCQ_F16, true>(a, block, tile);
+    else matmul_backward_f16<ROCQ_F16, false>(a, block, tile);
 }
 
 // matmul_backward_f32: operands, products and sums in F32; b is F32 or planar blocks. Tiles, sums
 // and LDS as in matmul_f32, for which operands lie with r outermost: those that memory has so are
 // only copied. A step is 32 of r.
-KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
-    enum { TILE = BACKWARD_TILE, BK = 32, STRIDE = TILE + 4 };
-    LDS(float, bt, BK * STRIDE);
-    LDS(float, at_a, BK * STRIDE);
+enum { BACKWARD_F32_BK = 32, BACKWARD_F32_STRIDE = BACKWARD_TILE + 4,
+       BACKWARD_F32_LDS = BACKWARD_F32_BK * BACKWARD_F32_STRIDE }; // floats, of each operand
+template <bool TURNED>
+DEV void matmul_backward_f32(const rocq_k_backward_part &a, uint32_t block, float *bt,
+                             float *at_a) {
+    enum { TILE = BACKWARD_TILE, BK = BACKWARD_F32_BK, STRIDE = BACKWARD_F32_STRIDE };
     if (a.tiles_k == 0) return;
-    const backward_place at = backward_place_of(a, BACKWARD_TILE, BACKWARD_TILE, BK);
+    const backward_place at = backward_place_of(a, block, BACKWARD_TILE, BACKWARD_TILE, BK);
     const int t = (int)thread_index(), wave = matmul_wave(), lane = lane_index();
     const int tk = wave % 2 * 8 + lane % 8, trow = wave / 2 * 4 + lane / 8;
     // Copies 16 elements of row t / 8 of the step; those past n are others of the row
@@ -9880,7 +9915,7 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
         }
     };
 
-    const bool sums_db = a.transposed && a.db && at.k0 == 0 && t < TILE;
+    const bool sums_db = TURNED && a.db && at.k0 == 0 && t < TILE;
     float c[8][8], db = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -9890,7 +9925,7 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
     for (uint32_t step = at.begin; step < at.end; step++) {
         if (a.format == ROCQ_F32) copy(bt, a.b, a.b_stride, at.k0, a.n_k, step);
         else decode(step);
-        if (a.transposed) copy(at_a, a.a, a.a_stride, at.row0, a.n_rows, step);
+        if (TURNED) copy(at_a, a.a, a.a_stride, at.row0, a.n_rows, step);
         else transpose(step);
         block_sync_lds();
         if (sums_db) {
@@ -9920,12 +9955,20 @@ KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
     }
 }
 
+KERNEL_WAVES(matmul_backward_f32, rocq_k_matmul_backward_args, 256, 4) {
+    LDS(float, bt, BACKWARD_F32_LDS);
+    LDS(float, at_a, BACKWARD_F32_LDS);
+    uint32_t block;
+    if (backward_is_dw(a, block)) matmul_backward_f32<true>(a.dw, block, bt, at_a);
+    else matmul_backward_f32<false>(a.dx, block, bt, at_a);
+}
+
 // matmul_backward_merge: c = epilogue(sum of the splits, added in their order), a thread an
 // element; the first threads also have one of db each. Geometry: 256 threads. Bytes: the sums of
 // every split once, from L2.
-KERNEL(matmul_backward_merge, rocq_k_matmul_backward_args, 256) {
+DEV void backward_merge(const rocq_k_backward_part &a, uint32_t block) {
     if (a.tiles_k == 0) return;
-    const uint32_t item = (a.common.block0 + block_index()) * 256 + thread_index();
+    const uint32_t item = block * 256 + thread_index();
     const uint32_t row = item / (uint32_t)a.n_k, k = item - row * (uint32_t)a.n_k;
     if (row < (uint32_t)a.n_rows) {
         const float *const splits = backward_split_sums(a, row) + k;
@@ -9939,6 +9982,11 @@ KERNEL(matmul_backward_merge, rocq_k_matmul_backward_args, 256) {
     float v = 0.0f;
     for (int s = 0; s < a.n_splits; s++) v += gload(splits + (int64_t)s * a.n_rows);
     backward_put_db(a, item, v);
+}
+KERNEL(matmul_backward_merge, rocq_k_matmul_backward_args, 256) {
+    uint32_t block;
+    if (backward_is_dw(a, block)) backward_merge(a.dw, block);
+    else backward_merge(a.dx, block);
 }
 
 // -- attention_backward --

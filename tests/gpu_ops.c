@@ -2772,6 +2772,54 @@ static void test_matmul_backward_options(void **state) {
     }
 }
 
+// dx and dw of one launch have the bits that each has alone, where r is not split otherwise.
+static void test_matmul_backward_together(void **state) {
+    (void)state;
+    const uint64_t kept = random_state; // for the tests behind this one
+    const bool lds_tiles = gpu->gpu->chip.lds_tiles;
+    for (int i = 0; i < 6; i++) {
+        const int64_t k = i % 2 ? 131 : 264, m = i < 4 ? 70 : 300, n = i % 3 ? 33 : 150;
+        const rocq_format format = floats[i / 2 % 2];
+        box dy = box_random(BOX_PLAIN, format, 1, m, n, 1, 1);
+        box w = box_random(BOX_PLAIN, format, 1, k, m, 1, 1);
+        box x = box_random(BOX_PLAIN, format, 1, k, n, 1, 1);
+        box out[2][3];
+        for (int j = 0; j < 2; j++) {
+            out[j][0] = box_make(BOX_PLAIN, ROCQ_F32, k, n, 1, 1);
+            out[j][1] = box_make(BOX_PLAIN, ROCQ_F32, k, m, 1, 1);
+            out[j][2] = box_make(BOX_PLAIN, ROCQ_F32, m, 1, 1, 1);
+        }
+        gpu->gpu->chip.lds_tiles = false;
+        for (int part = 0; part < 3; part++) { // both, dx, dw
+            box *const to = out[part > 0];
+            const rocq_matmul_backward_params p = {
+                .dx = part != 2 ? &to[0].t : NULL, .dw = part != 1 ? &to[1].t : NULL,
+                .db = part != 1 ? &to[2].t : NULL, .dy = &dy.t, .w = part != 2 ? &w.t : NULL,
+                .x = part != 1 ? &x.t : NULL,
+                .precision = format == ROCQ_F16 ? ROCQ_PRECISION_F16 : ROCQ_PRECISION_F32};
+            any_params q = params_of(ROCQ_OP_MATMUL_BACKWARD, &p);
+            move_params(ROCQ_OP_MATMUL_BACKWARD, &q);
+            const int64_t before = gpu->stats.n_launches;
+            assert_int_equal(rocq_matmul_backward(gpu, &q.matmul_backward), ROCQ_OK);
+            assert_true(gpu->stats.n_launches - before <= 4); // with casts and a merge
+            assert_int_equal(rocq_sync(gpu), ROCQ_OK);
+            for (int t = 0; t < n_twins; t++) {
+                for (int o = 0; o < 3; o++) {
+                    if (twins[t].b == &to[o]) copy_from_gpu(&twins[t]);
+                }
+            }
+            free_twins();
+        }
+        gpu->gpu->chip.lds_tiles = lds_tiles;
+        for (int o = 0; o < 3; o++) {
+            assert_memory_equal(out[0][o].memory, out[1][o].memory, (size_t)out[0][o].size);
+            for (int j = 0; j < 2; j++) box_free(&out[j][o]);
+        }
+        for (int b = 0; b < 3; b++) box_free((box *[]){&dy, &w, &x}[b]);
+    }
+    random_state = kept;
+}
+
 // dx through weights in a format that is only read has no kernel: nothing runs, not even dw.
 static void test_matmul_backward_read(void **state) {
     (void)state;
@@ -2810,10 +2858,23 @@ static void test_matmul_backward_read(void **state) {
     random_state = kept;
 }
 
+// The tile that dx, or dw, has in a launch of its own: it is marked.
+static void note_tile(const backward *b, bool of_dw, bool used[ROCQ__LDS_TILES]) {
+    const rocq__site site = {.m = (int32_t)b->k, .k = (int32_t)(of_dw ? b->n : b->m),
+                             .n = (int32_t)(of_dw ? b->m : b->n), .batch = 1};
+    int32_t n_splits;
+    double ns;
+    used[rocq__lds_best(&gpu->gpu->chip, rocq__lds_tiles, rocq__lds_paces, ROCQ__LDS_TILES, &site,
+                        12240.0, -1, &n_splits, &ns) -
+         rocq__lds_tiles] = true;
+}
+
 // Products by the kernels named _lds, and where a chip takes those by itself, by the others, too.
 // The stand-in has them, although its chip does not take them. On a chip of few units tiles are
 // large, on a chip of many they are small and r is split.
+// dx and dw run in one launch, and each in one of its own.
 static void test_lds_tiles(void **state) {
+    bool used[2][ROCQ__LDS_TILES] = {{false}};
     static const struct { int64_t m, n, k; } sizes[] = {
         {1, 9, 8}, {250, 120, 136}, {70, 9, 2056}, {258, 131, 136}, {321, 67, 520}, {128, 64, 520}};
     const uint64_t state_before = random_state; // for the tests behind this one
@@ -2848,14 +2909,21 @@ static void test_lds_tiles(void **state) {
         gpu->gpu->chip.n_units = i < 12 ? 1 : i % 4 < 2 ? 40 : 400;
         if (turn) check_product(&s);
         check_backward(&b);
+        for (int of_dw = 0; of_dw < 2; of_dw++) {
+            backward alone = b;
+            alone.options &= of_dw ? BACK_DW | BACK_DB | BACK_ACCUMULATE
+                                   : BACK_DX | BACK_Z | BACK_RESIDUAL | BACK_IN_PLACE;
+            check_backward(&alone);
+            note_tile(&alone, of_dw != 0, used[of_dw]);
+        }
     }
     gpu->gpu->chip.lds_tiles = first;
     gpu->gpu->chip.n_units = n_units;
     random_state = state_before;
     for (int i = 0; i < ROCQ__LDS_TILES; i++) {
         assert_true(gpu->gpu->launches[rocq__lds_tiles[i].matmul] > 0);
-        assert_true(gpu->gpu->launches[rocq__lds_tiles[i].dx] > 0);
-        assert_true(gpu->gpu->launches[rocq__lds_tiles[i].dw] > 0);
+        assert_true(gpu->gpu->launches[rocq__lds_tiles[i].backward] > 0);
+        assert_true(used[0][i] && used[1][i]);
     }
 }
 
@@ -3415,6 +3483,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_matmul_backward_formats),
         cmocka_unit_test(test_matmul_backward_read),
         cmocka_unit_test(test_matmul_backward_shapes),
+        cmocka_unit_test(test_matmul_backward_together),
         cmocka_unit_test(test_matmul_backward_options), cmocka_unit_test(test_lds_tiles),
         cmocka_unit_test(test_lds_decoded),
         cmocka_unit_test(test_norm_backward),   cmocka_unit_test(test_map_backward),
